@@ -1,0 +1,1 @@
+"""One adapter an engine: engine batch -> BatchShape -> decide -> kernels -> engine tensors."""

@@ -1,0 +1,21 @@
+"""The errors of nsa-plugin. Each message says what is wrong, where, and what is allowed."""
+
+
+class NsaPluginError(Exception):
+    """Base of every error that the plugin raises on purpose."""
+
+
+class SettingsError(NsaPluginError):
+    """A setting is unknown, ill-typed, out of range, or contradicts the model or the device."""
+
+
+class ShapeError(NsaPluginError):
+    """A ModelShape or BatchShape holds values that cannot belong together."""
+
+
+class NoProviderError(NsaPluginError):
+    """No installed kernel library can carry a batch; the message lists each and why not."""
+
+
+class PatchError(NsaPluginError):
+    """A change to an engine's own object could not be applied or verified."""

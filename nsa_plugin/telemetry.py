@@ -1,0 +1,151 @@
+"""What a user can see: the start-up report, the trace of decisions, and counters by route.
+
+Nothing here is on a kernel's path: a batch costs one dictionary look-up while the trace is off.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nsa_plugin import __version__
+from nsa_plugin.patches.ledger import PatchStatus
+from nsa_plugin.plan import Plan
+from nsa_plugin.settings import ResolvedSettings
+
+logger = logging.getLogger("nsa_plugin")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartupReport:
+    """What is on, from which source, with which patches and providers, and why.
+
+    Attributes:
+        engine, engine_version: the engine that the plugin runs in.
+        active: whether the plugin serves this model.
+        resolved: the settings and where each came from.
+        statuses: what became of each patch.
+        facts: anything else a user needs, as label and text: the model's shape, the device, providers.
+        notes: sentences that need attention: ignored sources, strict off, a fault injected.
+    """
+
+    engine: str
+    engine_version: str
+    active: bool
+    resolved: ResolvedSettings
+    statuses: Sequence[PatchStatus] = ()
+    facts: dict[str, str] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+    def all_notes(self) -> list[str]:
+        notes = [*self.resolved.notes, *self.notes]
+        if self.resolved.settings.fault != "none":
+            notes.append(
+                f"fault={self.resolved.settings.fault}: the attended tokens are deliberately wrong; "
+                "this is for tests only and the output is worthless"
+            )
+        return notes
+
+    def text(self) -> str:
+        """The report as lines for a log."""
+        state = "serves DeepSeek sparse attention" if self.active else "stays out"
+        lines = [f"nsa-plugin {__version__} on {self.engine} {self.engine_version}: {state}"]
+        lines += [f"  {label}: {value}" for label, value in self.facts.items()]
+        chosen = [
+            f"{name}={getattr(self.resolved.settings, name)!r} ({source})"
+            for name, source in self.resolved.sources.items()
+            if source != "default"
+        ]
+        lines.append("  settings: " + ("; ".join(chosen) or "all at their defaults"))
+        lines += [f"  patch {s.patch.name}: {s.state} ({s.detail}) - {s.patch.why}" for s in self.statuses]
+        lines += [f"  note: {note}" for note in self.all_notes()]
+        return "\n".join(lines)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "schema": 1,
+            "version": __version__,
+            "engine": self.engine,
+            "engine_version": self.engine_version,
+            "active": self.active,
+            "pid": os.getpid(),
+            "settings": asdict(self.resolved.settings),
+            "sources": dict(self.resolved.sources),
+            "patches": [
+                {"name": s.patch.name, "state": s.state, "detail": s.detail, "why": s.patch.why}
+                for s in self.statuses
+            ],
+            "facts": self.facts,
+            "notes": self.all_notes(),
+            "text": self.text(),
+        }
+
+    def publish(self) -> None:
+        """Log the report, and write it where the `report` setting says.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        level = logging.WARNING if self.all_notes() else logging.INFO
+        logger.log(level, "%s", self.text())
+        if path := self.resolved.settings.report:
+            # Through a temporary name: a reader never sees half a report.
+            temporary = Path(f"{path}.{os.getpid()}")
+            temporary.write_text(json.dumps(self.as_dict(), indent=2) + "\n")
+            temporary.replace(path)
+
+
+@dataclass
+class Trace:
+    """Counts plans by route; logs each distinct plan once, or writes every batch, as the setting says.
+
+    Attributes:
+        mode: "off", "log", or a path that ends in .jsonl.
+        rank: this process's rank in its tensor-parallel group.
+    """
+
+    mode: str = "off"
+    rank: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    _plans: dict[Plan, str] = field(default_factory=dict)
+    _step: int = 0
+
+    def record(self, parts: Iterable[tuple[Plan, Sequence[tuple[str, int, int]]]]) -> None:
+        """Record one batch.
+
+        Args:
+            parts: each plan with its requests as (request id, query rows, context in tokens after this step).
+        """
+        self._step += 1
+        requests: list[dict[str, Any]] = []
+        plans: dict[str, Any] = {}
+        for plan, rows in parts:
+            name = self._name(plan)
+            self.counts[f"{plan.phase}/{plan.attention}/{plan.provider or 'none'}"] += 1
+            if self.mode in ("off", "log"):
+                continue
+            plans[name] = plan.as_dict()
+            requests += [
+                {"request_id": request_id, "q_tokens": q_len, "kv_tokens": kv_len, "plan": name}
+                for request_id, q_len, kv_len in rows
+            ]
+        if requests:
+            entry = {"step": self._step, "pid": os.getpid(), "rank": self.rank, "requests": requests, "plans": plans}
+            # One write of one line: lines of several processes do not mix (O_APPEND).
+            with open(self.mode, "a") as file:
+                file.write(json.dumps(entry) + "\n")
+
+    def _name(self, plan: Plan) -> str:
+        name = self._plans.get(plan)
+        if name is None:
+            name = self._plans[plan] = f"plan-{len(self._plans)}"
+            if self.mode == "log":
+                reasons = "\n".join(f"  {key}: {sentence}" for key, sentence in plan.reasons.items())
+                logger.info("new plan %s: %s/%s on %s\n%s", name, plan.phase, plan.attention, plan.provider, reasons)
+        return name
