@@ -47,6 +47,13 @@ def _parse_count(low: int) -> Callable[[object], int]:
     return parse
 
 
+def _parse_max_kv(value: object) -> int:
+    text = str(value).strip() if isinstance(value, (int, str)) and not isinstance(value, bool) else ""
+    if text == "-1" or text.isdecimal():
+        return int(text)
+    raise ValueError("-1 (the model's index_topk) or a whole number of tokens of at least 0")
+
+
 def _parse_choice(choices: tuple[str, ...]) -> Callable[[object], str]:
     def parse(value: object) -> str:
         # YAML and JSON turn a bare on/off into a boolean; the word is what was meant.
@@ -111,7 +118,7 @@ class Settings:
     )
     mha_max_kv: int = _setting(
         -1,
-        lambda value: -1 if value in (-1, "-1") else _parse_count(0)(value),
+        _parse_max_kv,
         "-1 or a number of tokens up to the model's index_topk",
         "Longest context, in tokens, whose prefill runs as dense multi-head attention. "
         "-1: the model's index_topk. 0: never. More than index_topk is an error: dense and sparse attention "
@@ -200,9 +207,7 @@ def parse_source(values: Mapping[str, object], source: str) -> dict[str, Any]:
         try:
             parsed[name] = specs[name]["parse"](value)
         except ValueError as error:
-            raise SettingsError(
-                f"nsa-plugin setting {name!r} in {source} is {value!r}; allowed: {error}"
-            ) from None
+            raise SettingsError(f"nsa-plugin setting {name!r} in {source} is {value!r}; allowed: {error}") from None
     return parsed
 
 
@@ -217,6 +222,12 @@ def _environment(environ: Mapping[str, str]) -> dict[str, Any]:
             raise _unknown(key, source)
         found |= parse_source({name: value}, source)
     return found
+
+
+def killed(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether the kill switch, ``NSA_PLUGIN_ENABLED=0``, is set; never raises."""
+    value = (os.environ if environ is None else environ).get(f"{ENV_PREFIX}ENABLED", "")
+    return value.strip().lower() in _FALSE
 
 
 def resolve(
@@ -251,9 +262,7 @@ def resolve(
             if name not in values:
                 values[name], origin[name] = value, source
             elif values[name] != value:
-                notes.append(
-                    f"{name} is {values[name]!r} from {origin[name]}; {value!r} from {source} is ignored"
-                )
+                notes.append(f"{name} is {values[name]!r} from {origin[name]}; {value!r} from {source} is ignored")
     if environment.get("enabled") is False and values.get("enabled"):
         notes = [note for note in notes if not note.startswith("enabled ")]
         notes.append(f"switched off by {ENV_PREFIX}ENABLED=0, which wins over {origin['enabled']}")

@@ -9,7 +9,19 @@ from enum import StrEnum
 from nsa_plugin.errors import ShapeError
 from nsa_plugin.layouts import LAYOUTS
 
-FAMILIES = ("v3.2", "v4")
+# The KV layouts that each family's cache may have.
+FAMILY_LAYOUTS = {"v3.2": ("bf16", "v32_fp8"), "v4": ("bf16", "v4_fp8")}
+FAMILIES = tuple(FAMILY_LAYOUTS)
+
+_POSITIVE = (
+    "num_heads",
+    "attn_tp_size",
+    "kv_lora_rank",
+    "v_head_dim",
+    "index_topk",
+    "index_n_heads",
+    "index_head_dim",
+)
 
 
 class Phase(StrEnum):
@@ -30,10 +42,13 @@ class ModelShape:
         family: "v3.2" (one cache, top-k over all of it) or "v4" (sliding window + compressed cache).
         num_heads: query heads of the whole model.
         attn_tp_size: ranks that share the heads; each holds num_heads / attn_tp_size of every token.
-        kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim: MLA dimensions in elements.
+        kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim: MLA dimensions in elements. A V4 cache
+            row is kv_lora_rank elements of which the last qk_rope_head_dim carry RoPE; a V3.2 row has
+            its RoPE elements besides.
         index_topk: tokens that the indexer selects for a query.
         index_n_heads, index_head_dim: the indexer's own heads.
-        kv_layout: name of the KV cache's byte layout, a key of `layouts.LAYOUTS`.
+        kv_layout: name of the KV cache's byte layout, one of `FAMILY_LAYOUTS`. On a CPU `bf16` stands
+            for plain rows of any float dtype.
         sliding_window: tokens of the window that V4 attends besides the selected ones; 0 for V3.2.
     """
 
@@ -53,15 +68,19 @@ class ModelShape:
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
             raise ShapeError(f"family is {self.family!r}; allowed: {', '.join(FAMILIES)}")
-        if self.kv_layout not in LAYOUTS:
-            raise ShapeError(f"kv_layout is {self.kv_layout!r}; allowed: {', '.join(LAYOUTS)}")
-        for name in ("num_heads", "attn_tp_size", "kv_lora_rank", "v_head_dim", "index_topk", "index_n_heads"):
+        if self.kv_layout not in FAMILY_LAYOUTS[self.family]:
+            raise ShapeError(
+                f"kv_layout is {self.kv_layout!r}; allowed for family {self.family}: "
+                f"{', '.join(FAMILY_LAYOUTS[self.family])}"
+            )
+        for name in _POSITIVE:
             if getattr(self, name) < 1:
                 raise ShapeError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("qk_nope_head_dim", "qk_rope_head_dim"):
+            if getattr(self, name) < 0:
+                raise ShapeError(f"{name} is {getattr(self, name)}; it cannot be negative")
         if self.num_heads % self.attn_tp_size:
-            raise ShapeError(
-                f"num_heads {self.num_heads} does not divide among attn_tp_size {self.attn_tp_size} ranks"
-            )
+            raise ShapeError(f"num_heads {self.num_heads} does not divide among attn_tp_size {self.attn_tp_size} ranks")
         if (self.family == "v4") != (self.sliding_window > 0):
             raise ShapeError(
                 f"sliding_window is {self.sliding_window} for family {self.family}; "
@@ -75,6 +94,17 @@ class ModelShape:
     @property
     def fp8_cache(self) -> bool:
         return LAYOUTS[self.kv_layout].is_fp8
+
+    @property
+    def row_dims(self) -> tuple[int, int]:
+        """(query, value) elements of a head over cache rows: (576, 512) for V3.2, (512, 512) for V4."""
+        rope = self.qk_rope_head_dim if self.family == "v3.2" else 0
+        return self.kv_lora_rank + rope, self.kv_lora_rank
+
+    @property
+    def mha_dims(self) -> tuple[int, int]:
+        """(query, value) elements of a head of dense multi-head attention: (192, 128) for V3.2."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim, self.v_head_dim
 
 
 @dataclass(frozen=True, kw_only=True)

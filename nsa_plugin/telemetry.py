@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa_plugin import __version__
+from nsa_plugin.errors import SettingsError
 from nsa_plugin.patches.ledger import PatchStatus
 from nsa_plugin.plan import Plan
 from nsa_plugin.settings import ResolvedSettings
@@ -78,8 +79,7 @@ class StartupReport:
             "settings": asdict(self.resolved.settings),
             "sources": dict(self.resolved.sources),
             "patches": [
-                {"name": s.patch.name, "state": s.state, "detail": s.detail, "why": s.patch.why}
-                for s in self.statuses
+                {"name": s.patch.name, "state": s.state, "detail": s.detail, "why": s.patch.why} for s in self.statuses
             ],
             "facts": self.facts,
             "notes": self.all_notes(),
@@ -116,6 +116,17 @@ class Trace:
     _plans: dict[Plan, str] = field(default_factory=dict)
     _step: int = 0
 
+    def __post_init__(self) -> None:
+        if self.mode in ("off", "log"):
+            return
+        try:
+            open(self.mode, "ab").close()
+        except OSError as error:
+            # Now, at start-up, rather than in the middle of a batch.
+            raise SettingsError(
+                f"nsa-plugin setting 'trace' is {self.mode!r}; it cannot be written: {error}"
+            ) from error
+
     def record(self, parts: Iterable[tuple[Plan, Sequence[tuple[str, int, int]]]]) -> None:
         """Record one batch.
 
@@ -137,9 +148,9 @@ class Trace:
             ]
         if requests:
             entry = {"step": self._step, "pid": os.getpid(), "rank": self.rank, "requests": requests, "plans": plans}
-            # One write of one line: lines of several processes do not mix (O_APPEND).
-            with open(self.mode, "a") as file:
-                file.write(json.dumps(entry) + "\n")
+            # One unbuffered write of one line: lines of several processes do not mix (O_APPEND).
+            with open(self.mode, "ab", buffering=0) as file:
+                file.write(json.dumps(entry).encode() + b"\n")
 
     def _name(self, plan: Plan) -> str:
         name = self._plans.get(plan)

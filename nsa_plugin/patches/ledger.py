@@ -15,7 +15,7 @@ import functools
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -151,8 +151,8 @@ def find(target: Target) -> tuple[Any, str, Any]:
     """
     try:
         owner: Any = importlib.import_module(target.module)
-    except ImportError as error:
-        raise LookupError(f"module {target.module} cannot be imported: {error}") from error
+    except Exception as error:  # an engine's module may raise anything: a missing library, an absent device
+        raise LookupError(f"module {target.module} cannot be imported: {error!r}") from error
     *path, name = target.attributes
     for part in path:
         owner = getattr(owner, part, _MISSING)
@@ -162,8 +162,11 @@ def find(target: Target) -> tuple[Any, str, Any]:
     if live is _MISSING:
         raise LookupError(f"{name!r} of {target.path} is not there")
     if target.key is not None:
+        if not isinstance(live, Mapping):
+            raise LookupError(f"{name!r} of {target.path} is a {type(live).__name__}, not a mapping")
         if target.key not in live:
             raise LookupError(f"{target.path}: no entry {target.key!r}, only {sorted(map(str, live))}")
+        _check_kind(target, live[target.key])
         return live, name, live[target.key]
     _check_kind(target, live)
     return owner, name, live
@@ -178,8 +181,11 @@ def _check_kind(target: Target, live: Any) -> None:
         raise LookupError(f"{target.path} is a {type(live).__name__}, not callable")
     if target.params:
         function = live.__init__ if target.kind is Kind.CLASS else live
-        missing = params_missing(target.params, list(inspect.signature(function).parameters))
-        if missing:
+        try:
+            parameters = list(inspect.signature(function).parameters)
+        except (TypeError, ValueError) as error:
+            raise LookupError(f"{target.path}: its parameters cannot be read: {error}") from error
+        if missing := params_missing(target.params, parameters):
             raise LookupError(f"{target.path}: {missing}")
 
 
@@ -225,13 +231,24 @@ class Ledger:
                 f"{TURN_OFF}"
             )
 
+    def check(self, *needs: Need) -> None:
+        """Raise PatchError unless every target of the given needs is as expected; changes nothing."""
+        self.check_version()
+        for patch in self.patches:
+            target = patch.target(self.version)
+            if patch.need in needs and target is not None:
+                try:
+                    find(target)
+                except LookupError as error:
+                    raise self._refuse(patch, target, str(error)) from error
+
     def install(self, *needs: Need) -> list[PatchStatus]:
         """Probe, apply and verify every patch of the given needs; all or none. Idempotent.
 
         Raises:
             PatchError: a target is missing, changed, or did not take the replacement; nothing of this call is left.
         """
-        already = len(self._applied)
+        already, known = len(self._applied), dict(self.statuses)
         try:
             if set(needs) != {Need.BOOTSTRAP}:
                 self.check_version()
@@ -239,8 +256,9 @@ class Ledger:
                 if patch.need in needs and patch.name not in self.statuses:
                     self.statuses[patch.name] = self._install_one(patch)
             self.verify()
-        except PatchError:
+        except BaseException:  # engines swallow what a plugin raises: nothing may be left half done
             self._undo_to(already)
+            self.statuses = known
             raise
         return [self.statuses[p.name] for p in self.patches if p.name in self.statuses]
 
@@ -254,16 +272,19 @@ class Ledger:
             raise self._refuse(patch, target, str(error)) from error
         if not patch.replacement:
             return PatchStatus(patch=patch, state="required", detail=target.path)
-        if patch.probe and (reason := load(patch.probe)()):
-            return PatchStatus(patch=patch, state="not_needed", detail=reason)
-        if target.key is None:
-            # The raw attribute, so that a classmethod or staticmethod goes back as it was.
-            original = vars(owner).get(name, _MISSING)
-            replacement = load(patch.replacement)(getattr(owner, name) if original is _MISSING else original)
-            setattr(owner, name, mark(replacement, patch.name))
-        else:
-            replacement = load(patch.replacement)(original)
-            owner[target.key] = mark(replacement, patch.name)
+        try:
+            if patch.probe and (reason := load(patch.probe)()):
+                return PatchStatus(patch=patch, state="not_needed", detail=reason)
+            if target.key is None:
+                # The raw attribute, so that a classmethod or staticmethod goes back as it was.
+                original = vars(owner).get(name, _MISSING)
+                replacement = load(patch.replacement)(getattr(owner, name) if original is _MISSING else original)
+                setattr(owner, name, mark(replacement, patch.name))
+            else:
+                replacement = load(patch.replacement)(original)
+                owner[target.key] = mark(replacement, patch.name)
+        except Exception as error:
+            raise self._refuse(patch, target, f"the patch itself failed: {error!r}") from error
         self._applied.append(_Applied(patch, owner, name, target.key, original, replacement))
         return PatchStatus(patch=patch, state="applied", detail=target.path)
 
@@ -282,6 +303,7 @@ class Ledger:
     def undo(self) -> None:
         """Put every original back, last first."""
         self._undo_to(0)
+        self.statuses.clear()
 
     def _undo_to(self, count: int) -> None:
         while len(self._applied) > count:
@@ -292,7 +314,6 @@ class Ledger:
                 delattr(item.owner, item.name)
             else:
                 setattr(item.owner, item.name, item.original)
-            self.statuses.pop(item.patch.name, None)
 
 
 def wrap(original: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,379 @@
+"""Look for the ledger's targets in an engine's source files, by their syntax trees; nothing is imported.
+
+`ledger.find` asks a live engine; this asks its files, so that a version can be checked that cannot run
+here: one whose wheel is only on the package index, or one that needs a GPU to be imported. It follows
+imports inside the engine, re-exports, base classes, aliases and registration decorators, and treats
+whatever lies outside the engine's own files as unknown.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from nsa_plugin.patches.ledger import Kind, Target, params_missing
+
+Reader = Callable[[str], str | None]
+"""The text of a file by its path in the wheel ("vllm/engine/arg_utils.py"), None where there is no such file."""
+
+_NOT_CALLABLE = ("property", "cached_property")
+
+
+@dataclass(frozen=True)
+class _Module:
+    name: str
+    is_package: bool
+    tree: ast.Module
+
+
+@dataclass(frozen=True)
+class _Class:
+    module: _Module
+    node: ast.ClassDef
+
+
+@dataclass(frozen=True)
+class _Instance:
+    of: _Class
+
+
+@dataclass(frozen=True)
+class _Function:
+    parameters: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Value:
+    """Some object of which only the expression is known."""
+
+    module: _Module
+    node: ast.AST
+
+
+@dataclass(frozen=True)
+class _Outside:
+    """An object of another distribution."""
+
+    name: str
+
+
+_Object = _Module | _Class | _Instance | _Function | _Value | _Outside
+_Binding = tuple[ast.AST, bool]  # the statement or alias that binds a name, and whether it is unconditional
+
+
+class SourceTree:
+    """An engine's source files.
+
+    Args:
+        read: see `Reader`; called once for each file.
+    """
+
+    def __init__(self, read: Reader) -> None:
+        self._read = read
+        self._modules: dict[str, _Module | None] = {}
+
+    def check(self, target: Target) -> None:
+        """Do for the files what `ledger.find` does for the live engine.
+
+        Raises:
+            LookupError: the target is not there or does not look as expected; says what differs.
+        """
+        module = self._module(target.module)
+        if module is None:
+            raise LookupError(f"module {target.module} is not there")
+        found: _Object = module
+        for part in target.attributes:
+            inner = self._attribute(found, part)
+            if inner is None:
+                raise LookupError(f"{part!r} of {target.path} is not there{self._beyond(found)}")
+            found = inner
+        if target.key is not None:
+            entry = self._entry(found, target.attributes[-1], module, target.key)
+            if entry is None:
+                raise LookupError(f"{target.path}: no entry {target.key!r} is written in {target.module}")
+            found = entry
+        self._check_kind(target, found)
+
+    def _check_kind(self, target: Target, found: _Object) -> None:
+        if target.kind is Kind.VALUE:
+            return
+        if isinstance(found, _Outside):
+            raise LookupError(f"{target.path} comes from {found.name}, which is not among the engine's files")
+        if target.kind is Kind.CLASS and not isinstance(found, _Class):
+            raise LookupError(f"{target.path} is not a class")
+        made_by_call = isinstance(found, _Value) and isinstance(found.node, ast.Call)
+        if not isinstance(found, (_Function, _Class)) and not made_by_call:
+            raise LookupError(f"{target.path} is not callable")
+        if target.params:
+            parameters = self._init(found) if isinstance(found, _Class) else getattr(found, "parameters", None)
+            if parameters is None:
+                raise LookupError(f"{target.path}: its parameters cannot be read from the engine's files")
+            if missing := params_missing(target.params, list(parameters)):
+                raise LookupError(f"{target.path}: {missing}")
+
+    def _module(self, name: str) -> _Module | None:
+        if name not in self._modules:
+            self._modules[name] = None
+            stem = name.replace(".", "/")
+            for path, is_package in ((f"{stem}/__init__.py", True), (f"{stem}.py", False)):
+                if (text := self._read(path)) is not None:
+                    self._modules[name] = _Module(name, is_package, ast.parse(text, path))
+                    break
+        return self._modules[name]
+
+    def _attribute(self, owner: _Object, name: str) -> _Object | None:
+        if isinstance(owner, _Module):
+            return self._global(owner, name, frozenset())
+        if isinstance(owner, _Class):
+            return self._member(owner, name, bound=False)
+        if isinstance(owner, _Instance):
+            return self._member(owner.of, name, bound=True)
+        return None
+
+    def _global(self, module: _Module, name: str, seen: frozenset[tuple[str, str]]) -> _Object | None:
+        """What a name means in a module; `seen` stops imports that run in a circle."""
+        if (module.name, name) in seen:
+            return None
+        seen |= {(module.name, name)}
+        bound = (self._bound(module, binding, name, seen) for binding in _in_order(_bindings(module.tree.body, name)))
+        known = [found for found in bound if found is not None]
+        if known:
+            # `try: from elsewhere import x`, `except ImportError: def x(): ...`: the one that can be read.
+            return next((found for found in known if not isinstance(found, _Outside)), known[0])
+        for statement in _statements(module.tree.body):
+            if isinstance(statement, ast.ImportFrom) and statement.names[0].name == "*":
+                source = self._module(_absolute(module, statement))
+                if source and (found := self._global(source, name, seen)) is not None:
+                    return found
+        return self._module(f"{module.name}.{name}") if module.is_package else None
+
+    def _bound(self, module: _Module, binding: ast.AST, name: str, seen: frozenset[tuple[str, str]]) -> _Object | None:
+        if isinstance(binding, ast.ClassDef):
+            return _Class(module, binding)
+        if isinstance(binding, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            return _Function(_parameters(binding.args))
+        if isinstance(binding, ast.ImportFrom):
+            source = _absolute(module, binding)
+            original = next(alias.name for alias in binding.names if (alias.asname or alias.name) == name)
+            return self._imported(source, original, seen)
+        if isinstance(binding, ast.Import):
+            alias = next(a for a in binding.names if (a.asname or a.name.partition(".")[0]) == name)
+            full = alias.name if alias.asname else name
+            return self._module(full) or _Outside(full)
+        return self._evaluate(module, binding, seen)
+
+    def _imported(self, source: str, name: str, seen: frozenset[tuple[str, str]]) -> _Object | None:
+        module = self._module(source)
+        if module is not None:
+            return self._global(module, name, seen) or self._module(f"{source}.{name}")
+        # A module of the engine that is not there leaves the name undefined; another package's is unknown.
+        return None if self._module(source.partition(".")[0]) else _Outside(f"{source}.{name}")
+
+    def _evaluate(self, module: _Module, node: ast.AST, seen: frozenset[tuple[str, str]]) -> _Object | None:
+        """What an expression on the right of an assignment is, as far as its text says."""
+        if isinstance(node, ast.Name):
+            return self._global(module, node.id, seen) or _Value(module, node)
+        if isinstance(node, ast.Attribute):
+            owner = self._evaluate(module, node.value, seen)
+            return (self._attribute(owner, node.attr) if owner else None) or _Value(module, node)
+        if isinstance(node, ast.Lambda):
+            return _Function(_parameters(node.args))
+        if isinstance(node, ast.Call):
+            made = self._evaluate(module, node.func, seen)
+            return _Instance(made) if isinstance(made, _Class) else _Value(module, node)
+        return _Value(module, node)
+
+    def _member(self, owner: _Class, name: str, *, bound: bool) -> _Object | None:
+        for cls in self._lineage(owner):
+            if not isinstance(cls, _Class):
+                continue
+            for binding in _in_order(_bindings(cls.node.body, name)):
+                if isinstance(binding, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                    return _method(cls.module, binding, bound=bound)
+                # A name on the right may be an earlier one of the class body.
+                if isinstance(binding, ast.Name) and binding.id != name:
+                    sibling = self._member(cls, binding.id, bound=bound)
+                    if sibling is not None:
+                        return sibling
+                if (found := self._bound(cls.module, binding, name, frozenset())) is not None:
+                    return found
+        return None
+
+    def _lineage(self, owner: _Class) -> Iterator[_Class | _Outside]:
+        """The class and its bases, nearest first."""
+        yield owner
+        for base in owner.node.bases:
+            expression = base.value if isinstance(base, ast.Subscript) else base
+            found = self._evaluate(owner.module, expression, frozenset())
+            if isinstance(found, _Class) and found.node is not owner.node:
+                yield from self._lineage(found)
+            else:
+                yield _Outside(ast.unparse(expression))
+
+    def _beyond(self, found: _Object) -> str:
+        """For the error: bases that could have held an attribute but are not among the files."""
+        if not isinstance(found, _Class):
+            return ""
+        outside = sorted({cls.name for cls in self._lineage(found) if isinstance(cls, _Outside)} - {"object", "ABC"})
+        return f" (nor can its bases outside the engine be read: {', '.join(outside)})" if outside else ""
+
+    def _init(self, owner: _Class) -> tuple[str, ...] | None:
+        for cls in self._lineage(owner):
+            if not isinstance(cls, _Class):
+                return None
+            for statement in _statements(cls.node.body):
+                if isinstance(statement, ast.FunctionDef) and statement.name == "__init__":
+                    return _parameters(statement.args)
+            if "dataclass" in map(_called_name, cls.node.decorator_list):
+                return ("self", *self._dataclass_fields(cls))
+        return ("self",)
+
+    def _dataclass_fields(self, owner: _Class) -> list[str]:
+        positional: dict[str, None] = {}
+        keyword: dict[str, None] = {}
+        lineage = [cls for cls in self._lineage(owner) if isinstance(cls, _Class)]
+        for cls in reversed(lineage):
+            decorator = next((d for d in cls.node.decorator_list if _called_name(d) == "dataclass"), None)
+            if decorator is None:
+                continue
+            all_keyword = _has_keyword(decorator, "kw_only", True)
+            for statement in _statements(cls.node.body):
+                if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
+                    continue
+                if "ClassVar" in ast.unparse(statement.annotation) or _has_keyword(statement.value, "init", False):
+                    continue
+                kind = keyword if all_keyword or _has_keyword(statement.value, "kw_only", True) else positional
+                kind[statement.target.id] = None
+        return [*positional, *keyword]
+
+    def _entry(self, found: _Object, name: str, module: _Module, key: str) -> _Object | None:
+        """An entry of a mapping: written in it, assigned to it, or registered through a decorator."""
+        home = found.module if isinstance(found, _Value) else module
+        if isinstance(found, _Value) and isinstance(found.node, ast.Dict):
+            for key_node, value in zip(found.node.keys, found.node.values, strict=True):
+                if isinstance(key_node, ast.Constant) and key_node.value == key:
+                    return self._evaluate(home, value, frozenset())
+                if key_node is None:
+                    inner = self._evaluate(home, value, frozenset())
+                    if inner and (entry := self._entry(inner, name, home, key)) is not None:
+                        return entry
+        functions = (node for node in ast.walk(home.tree) if isinstance(node, ast.FunctionDef))
+        registrars = {function.name for function in functions if _stores_into(function, name)}
+        for statement in _statements(home.tree.body):
+            if isinstance(statement, ast.Assign) and any(_is_item(t, name, key) for t in statement.targets):
+                return self._evaluate(home, statement.value, frozenset())
+            if isinstance(statement, ast.Expr) and _registers(statement.value, registrars, key):
+                return self._evaluate(home, statement.value.args[-1], frozenset())  # type: ignore[attr-defined]
+            if any(_registers(d, registrars, key) for d in getattr(statement, "decorator_list", [])):
+                return self._bound(home, statement, getattr(statement, "name", ""), frozenset())
+        return None
+
+
+def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements of a module or class body, those under if, try and with included."""
+    for statement in body:
+        yield statement
+        if isinstance(statement, ast.If):
+            if "TYPE_CHECKING" not in ast.unparse(statement.test):
+                yield from _statements(statement.body)
+            yield from _statements(statement.orelse)
+        elif isinstance(statement, ast.Try):
+            yield from _statements(statement.body)
+            for handler in statement.handlers:
+                yield from _statements(handler.body)
+            yield from _statements(statement.orelse + statement.finalbody)
+        elif isinstance(statement, ast.With):
+            yield from _statements(statement.body)
+
+
+def _bindings(body: list[ast.stmt], name: str) -> Iterator[_Binding]:
+    plain = {id(statement) for statement in body}
+    for statement in _statements(body):
+        unconditional = id(statement) in plain
+        if isinstance(statement, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            overload = "overload" in map(_called_name, statement.decorator_list)
+            if statement.name == name and not overload:
+                yield statement, unconditional
+        elif isinstance(statement, ast.ImportFrom):
+            if any((alias.asname or alias.name) == name for alias in statement.names):
+                yield statement, unconditional
+        elif isinstance(statement, ast.Import):
+            if any((alias.asname or alias.name.partition(".")[0]) == name for alias in statement.names):
+                yield statement, unconditional
+        elif isinstance(statement, ast.Assign):
+            if any(isinstance(t, ast.Name) and t.id == name for t in statement.targets) and not (
+                isinstance(statement.value, ast.Name) and statement.value.id == name  # X = X binds nothing new
+            ):
+                yield statement.value, unconditional
+        elif (
+            isinstance(statement, ast.AnnAssign)
+            and statement.value is not None  # an annotation alone makes no attribute
+            and isinstance(statement.target, ast.Name)
+            and statement.target.id == name
+        ):
+            yield statement.value, unconditional
+
+
+def _in_order(bindings: Iterator[_Binding]) -> list[ast.AST]:
+    """The last unconditional binding first, then the others as written: which branch runs is not known."""
+    found = list(bindings)
+    last = [node for node, unconditional in found if unconditional][-1:]
+    return last + [node for node, _ in found if node not in last]
+
+
+def _absolute(module: _Module, statement: ast.ImportFrom) -> str:
+    if not statement.level:
+        return statement.module or ""
+    parts = module.name.split(".")
+    up = statement.level - 1 if module.is_package else statement.level
+    return ".".join(parts[: len(parts) - up] + ([statement.module] if statement.module else []))
+
+
+def _parameters(arguments: ast.arguments) -> tuple[str, ...]:
+    """Names in the order of `inspect.signature`."""
+    groups: list[ast.arg | None] = [*arguments.posonlyargs, *arguments.args, arguments.vararg]
+    groups += [*arguments.kwonlyargs, arguments.kwarg]
+    return tuple(argument.arg for argument in groups if argument)
+
+
+def _method(module: _Module, node: ast.FunctionDef | ast.AsyncFunctionDef, *, bound: bool) -> _Object:
+    decorators = set(map(_called_name, node.decorator_list))
+    if decorators.intersection(_NOT_CALLABLE):
+        return _Value(module, node)
+    parameters = _parameters(node.args)
+    takes_owner = "classmethod" in decorators or (bound and "staticmethod" not in decorators)
+    return _Function(parameters[1:] if takes_owner else parameters)
+
+
+def _called_name(node: ast.expr) -> str:
+    """The last part of a decorator's name, called or not."""
+    node = node.func if isinstance(node, ast.Call) else node
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+
+
+def _has_keyword(node: ast.expr | None, name: str, value: bool) -> bool:
+    if not isinstance(node, ast.Call):
+        return False
+    return any(k.arg == name and isinstance(k.value, ast.Constant) and k.value.value is value for k in node.keywords)
+
+
+def _registers(node: ast.expr, registrars: set[str], key: str) -> bool:
+    """Whether the node is a call such as `register("key")` or `Registry.register("key", handler)`."""
+    if not (isinstance(node, ast.Call) and node.args and _called_name(node) in registrars):
+        return False
+    return isinstance(node.args[0], ast.Constant) and node.args[0].value == key
+
+
+def _is_item(node: ast.expr, mapping: str, key: str | None = None) -> bool:
+    """Whether the node is `mapping[key]`, with any key for None."""
+    if not (isinstance(node, ast.Subscript) and _called_name(node.value) == mapping):
+        return False
+    return key is None or (isinstance(node.slice, ast.Constant) and node.slice.value == key)
+
+
+def _stores_into(function: ast.FunctionDef, mapping: str) -> bool:
+    return any(
+        isinstance(node, ast.Assign) and any(_is_item(target, mapping) for target in node.targets)
+        for node in ast.walk(function)
+    )

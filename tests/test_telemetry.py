@@ -1,0 +1,184 @@
+"""The start-up report and the trace: what is written is what happened."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nsa_plugin import __version__
+from nsa_plugin.errors import SettingsError
+from nsa_plugin.patches.ledger import Need, Patch, PatchStatus
+from nsa_plugin.plan import Attention, IndexerMode, IndexerPlan, Plan
+from nsa_plugin.settings import resolve
+from nsa_plugin.shapes import Phase
+from nsa_plugin.telemetry import StartupReport, Trace
+
+PATCH = Patch(name="toy.serve", engine="toy", need=Need.ENABLED, targets=(), why="because")
+MHA = Plan(
+    phase=Phase.EXTEND,
+    attention=Attention.MHA_ONE_SHOT,
+    provider="reference",
+    indexer=IndexerPlan(mode=IndexerMode.STORE_ONLY),
+    reasons={"attention": "the longest context, 5 tokens, fits"},
+)
+SPARSE = Plan(
+    phase=Phase.DECODE,
+    attention=Attention.SPARSE_DECODE,
+    provider="reference",
+    indexer=IndexerPlan(mode=IndexerMode.TOPK, provider="reference", rows_per_chunk=4),
+    reasons={"attention": "one row a request"},
+)
+
+
+def report(**changes: object) -> StartupReport:
+    fields: dict[str, object] = {
+        "engine": "toy",
+        "engine_version": "1.2",
+        "active": True,
+        "resolved": resolve(environ={}),
+        "statuses": [PatchStatus(patch=PATCH, state="applied", detail="toy:serve")],
+        "facts": {"device": "a CPU"},
+    }
+    return StartupReport(**fields | changes)  # type: ignore[arg-type]
+
+
+def test_report_says_what_is_on_and_why() -> None:
+    text = report().text()
+    assert text.splitlines()[0] == f"nsa-plugin {__version__} on toy 1.2: serves DeepSeek sparse attention"
+    assert "device: a CPU" in text
+    assert "settings: all at their defaults" in text
+    assert "patch toy.serve: applied (toy:serve) - because" in text
+    assert "note" not in text
+
+
+def test_report_of_a_plugin_that_stays_out_says_so() -> None:
+    assert "stays out" in report(active=False).text()
+
+
+def test_report_names_the_source_of_every_setting_that_was_given() -> None:
+    resolved = resolve(flags={"strict": False}, environ={"NSA_PLUGIN_STRICT": "1", "NSA_PLUGIN_TRACE": "log"})
+    text = report(resolved=resolved).text()
+    assert "strict=False (the engine's command line)" in text
+    assert "trace='log' (the environment)" in text
+    assert "note: strict is False from the engine's command line; True from the environment is ignored" in text
+
+
+def test_report_warns_of_an_injected_fault() -> None:
+    faulty = report(resolved=resolve(flags={"fault": "shift_indices"}, environ={}), notes=["strict is off"])
+    assert faulty.all_notes()[0] == "strict is off"
+    assert "deliberately wrong" in faulty.all_notes()[1]
+
+
+@pytest.mark.parametrize(("notes", "level"), [([], logging.INFO), (["look here"], logging.WARNING)])
+def test_report_is_logged_at_the_level_of_its_notes(
+    notes: list[str], level: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "nsa_plugin"):
+        report(notes=notes).publish()
+    (record,) = caplog.records
+    assert record.levelno == level
+    assert record.getMessage() == report(notes=notes).text()
+
+
+def test_report_is_written_whole_where_the_setting_says(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    path.write_text("an old report")
+    written = report(resolved=resolve(flags={"report": str(path)}, environ={}), notes=["look here"])
+    written.publish()
+    data = json.loads(path.read_text())
+    assert data == json.loads(json.dumps(written.as_dict()))
+    assert data["schema"] == 1
+    assert data["pid"] == os.getpid()
+    assert data["settings"]["report"] == str(path)
+    assert data["sources"]["report"] == "the engine's command line"
+    assert data["patches"] == [{"name": "toy.serve", "state": "applied", "detail": "toy:serve", "why": "because"}]
+    assert data["notes"] == ["look here"]
+    assert [p.name for p in tmp_path.iterdir()] == ["report.json"]
+
+
+def test_report_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="absent"):
+        report(resolved=resolve(flags={"report": str(tmp_path / "absent" / "r.json")}, environ={})).publish()
+
+
+def test_trace_off_counts_and_writes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trace = Trace()
+    with caplog.at_level(logging.INFO, "nsa_plugin"):
+        trace.record([(MHA, [("a", 5, 5)]), (SPARSE, [("b", 1, 90)])])
+        trace.record([(SPARSE, [("b", 1, 91)])])
+    assert trace.counts == {"extend/mha_one_shot/reference": 1, "decode/sparse_decode/reference": 2}
+    assert caplog.records == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_trace_counts_a_plan_without_a_provider() -> None:
+    idle = Plan(phase=Phase.IDLE, attention=Attention.NONE, provider="", indexer=IndexerPlan(mode=IndexerMode.NONE))
+    trace = Trace()
+    trace.record([(idle, [])])
+    assert trace.counts == {"idle/none/none": 1}
+
+
+def test_trace_log_says_each_distinct_plan_once(caplog: pytest.LogCaptureFixture) -> None:
+    trace = Trace(mode="log")
+    with caplog.at_level(logging.INFO, "nsa_plugin"):
+        for _ in range(3):
+            trace.record([(MHA, [("a", 5, 5)]), (SPARSE, [("b", 1, 90)])])
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 2
+    assert messages[0].startswith("new plan plan-0: extend/mha_one_shot on reference")
+    assert "  attention: the longest context, 5 tokens, fits" in messages[0]
+    assert messages[1].startswith("new plan plan-1: decode/sparse_decode")
+
+
+def test_trace_file_holds_every_request_with_its_plan(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    trace = Trace(mode=str(path), rank=3)
+    trace.record([(MHA, [("a", 5, 5), ("c", 2, 4)]), (SPARSE, [("b", 1, 90)])])
+    trace.record([(MHA, [])])
+    trace.record([(SPARSE, [("b", 1, 91)])])
+    first, second = map(json.loads, path.read_text().splitlines())
+    assert first["step"] == 1
+    assert first["pid"] == os.getpid()
+    assert first["rank"] == 3
+    assert first["requests"] == [
+        {"request_id": "a", "q_tokens": 5, "kv_tokens": 5, "plan": "plan-0"},
+        {"request_id": "c", "q_tokens": 2, "kv_tokens": 4, "plan": "plan-0"},
+        {"request_id": "b", "q_tokens": 1, "kv_tokens": 90, "plan": "plan-1"},
+    ]
+    assert first["plans"] == {"plan-0": MHA.as_dict(), "plan-1": SPARSE.as_dict()}
+    assert second["step"] == 3
+    assert set(second["plans"]) == {"plan-1"}
+
+
+def test_trace_to_a_place_that_cannot_be_written_is_an_error_at_start_up(tmp_path: Path) -> None:
+    path = tmp_path / "absent" / "trace.jsonl"
+    with pytest.raises(SettingsError, match=r"'trace' is .*absent.* it cannot be written"):
+        Trace(mode=str(path))
+
+
+WRITER = """
+import sys
+from nsa_plugin.plan import Attention, IndexerMode, IndexerPlan, Plan
+from nsa_plugin.shapes import Phase
+from nsa_plugin.telemetry import Trace
+plan = Plan(phase=Phase.IDLE, attention=Attention.NONE, provider="", indexer=IndexerPlan(mode=IndexerMode.NONE))
+trace = Trace(mode=sys.argv[1])
+for step in range(50):
+    trace.record([(plan, [(f"request-{i}", 1, i + 1) for i in range(500)])])
+"""
+
+
+def test_lines_of_several_processes_do_not_mix(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(path)]) for _ in range(3)]
+    assert [writer.wait(timeout=60) for writer in writers] == [0, 0, 0]
+    entries = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(entries) == 150
+    assert {entry["pid"] for entry in entries} == {writer.pid for writer in writers}
+    assert all(len(entry["requests"]) == 500 for entry in entries)

@@ -1,0 +1,52 @@
+"""Runs one offline vLLM engine in a process of its own: reads a case as JSON, writes what came out as JSON.
+
+    python engine_case.py CASE.json RESULT.json
+
+The case: {"engine": {arguments of vllm.LLM}, "rounds": [[{"ids": [...], "max_tokens": n}, ...], ...]}.
+Each round is one generate call; the rounds follow each other, so a later one can hit the prefix cache.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+
+def main() -> None:
+    case = json.loads(Path(sys.argv[1]).read_text())
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(**case["engine"])
+    rounds = []
+    for requests in case["rounds"]:
+        outputs = llm.generate(
+            [{"prompt_token_ids": request["ids"]} for request in requests],
+            [
+                SamplingParams(temperature=0, max_tokens=request["max_tokens"], ignore_eos=True, logprobs=1)
+                for request in requests
+            ],
+            use_tqdm=False,
+        )
+        rounds.append(
+            [
+                {
+                    "ids": list(output.prompt_token_ids),
+                    "tokens": list(output.outputs[0].token_ids),
+                    "logprobs": [
+                        step[token].logprob
+                        for step, token in zip(output.outputs[0].logprobs, output.outputs[0].token_ids, strict=True)
+                    ],
+                    "cached": output.num_cached_tokens or 0,
+                }
+                for output in outputs
+            ]
+        )
+    preemptions = (
+        sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions")
+        if case.get("metrics")
+        else None
+    )
+    Path(sys.argv[2]).write_text(json.dumps({"rounds": rounds, "preemptions": preemptions}))
+
+
+if __name__ == "__main__":
+    main()
