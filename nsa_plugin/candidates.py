@@ -5,20 +5,21 @@ Pure data and arithmetic for `dispatch`: no torch, no engine, no I/O.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from nsa_plugin.devices import Capability, DeviceProfile, Op
+from nsa_plugin.capabilities import Capability, Op
+from nsa_plugin.devices import DeviceProfile
 from nsa_plugin.plan import Attention
 from nsa_plugin.settings import Settings
 from nsa_plugin.shapes import BatchShape, ModelShape, Phase
 
-# Fewer query heads than one tile of FlashMLA's kernels, which then pad (sglang #13646).
+# One tile of query heads of FlashMLA's kernels; with fewer they pad (sglang #13646).
 FEW_HEADS = 64
 # On SM100 the trtllm kernel is quicker than a padded FlashMLA up to this many heads (vLLM #35807, #33451).
 TRTLLM_HEADS = 16
 # On SM100 copying a cache of fewer context tokens than this per query row to bf16 costs less than reading
-# fp8 in the decode kernel (sglang, `set_dsa_prefill_impl`).
+# fp8 in the decode kernel (SGLang, `set_dsa_prefill_impl`).
 DEQUANTIZE_KV_PER_ROW = 512
 
 OPS = {
@@ -43,6 +44,13 @@ class Route:
     def __str__(self) -> str:
         return f"{self.library} {self.attention}" + (" after dequantisation" if self.dequantize_kv else "")
 
+    def layout_read(self, model: ModelShape) -> str:
+        """The layout that the kernel itself sees."""
+        return "bf16" if self.dequantize_kv else model.kv_layout
+
+
+FLASH_MLA_DECODE = Route(Attention.SPARSE_DECODE, "flash_mla")
+
 
 @dataclass(frozen=True)
 class Refusal:
@@ -63,95 +71,123 @@ class Load:
     heads: int
 
 
+@dataclass(frozen=True)
+class Case:
+    """The inputs of one decision."""
+
+    model: ModelShape
+    batch: BatchShape
+    device: DeviceProfile
+    settings: Settings
+
+    @property
+    def extend(self) -> bool:
+        return self.batch.phase is Phase.EXTEND
+
+    @property
+    def backend_setting(self) -> str:
+        """The setting that names the library of this phase; verify and draft go with decode (sglang #17662)."""
+        return "prefill_backend" if self.extend else "decode_backend"
+
+    @property
+    def asked(self) -> str:
+        """The library that the settings name for this phase, or "auto"."""
+        return str(getattr(self.settings, self.backend_setting))
+
+    @property
+    def own_load(self) -> Load:
+        return Load(self.batch.num_tokens, self.model.heads_per_rank)
+
+    @property
+    def sharded_load(self) -> Load:
+        return Load(-(-self.batch.num_tokens // self.model.attn_tp_size), self.model.num_heads)
+
+    @property
+    def dequantizing_pays(self) -> bool:
+        """SGLang's rule for a V3.2 fp8 prefill on SM100."""
+        return (
+            self.extend
+            and self.model.family == "v3.2"
+            and self.model.fp8_cache
+            and 100 <= self.device.sm < 110
+            and self.batch.total_kv_len < DEQUANTIZE_KV_PER_ROW * self.batch.num_tokens
+        )
+
+    def exceeds_large_q(self, rows: int) -> bool:
+        """Whether a V4 prefill has more rows than `large_q_rows` (sglang #25502); a graph keeps one kernel."""
+        return (
+            self.extend
+            and self.model.family == "v4"
+            and not self.batch.cuda_graph
+            and 0 < self.settings.large_q_rows < rows
+        )
+
+
 def dense_routes() -> tuple[Route, ...]:
     """One-shot dense attention (sglang #12788: FA3 on SM90, TRT-LLM ragged on SM100)."""
-    return tuple(Route(Attention.MHA_ONE_SHOT, library) for library in ("fa3", "trtllm", "triton", "reference"))
+    libraries = ("fa3", "trtllm", "triton", "reference")
+    return tuple(Route(Attention.MHA_ONE_SHOT, library) for library in libraries)
 
 
-def sparse_routes(model: ModelShape, batch: BatchShape, device: DeviceProfile, heads: int) -> tuple[Route, ...]:
+def sparse_routes(case: Case, heads: int) -> tuple[Route, ...]:
     """Every route for a batch that attends to selected tokens, the preferred first."""
-    extend = batch.phase is Phase.EXTEND
-    shape = Attention.SPARSE_PREFILL if extend else Attention.SPARSE_DECODE
+    shape = Attention.SPARSE_PREFILL if case.extend else Attention.SPARSE_DECODE
     triton, trtllm, fa3 = (Route(shape, library) for library in ("triton", "trtllm", "fa3"))
-    flash_mla = _flash_mla_routes(model, batch, device)
+    flash_mla = _flash_mla_routes(case)
     reference = Route(shape, "reference")
-    few = (triton,) if heads < FEW_HEADS else ()
-    many = () if few else (triton,)
-    if not extend:
+    few, many = ((triton,), ()) if heads < FEW_HEADS else ((), (triton,))
+    if not case.extend:
         # SGLang's own defaults: FA3 on SM90 and TRT-LLM on SM100 for a bf16 cache, FlashMLA for fp8.
         return (fa3, trtllm, *few, *flash_mla, *many, reference)
-    if device.sm >= 100 and heads <= TRTLLM_HEADS:
+    if case.device.sm >= 100 and heads <= TRTLLM_HEADS:
         return (*few, trtllm, *flash_mla, *many, reference)
     return (*few, *flash_mla, trtllm, *many, reference)
 
 
-def _flash_mla_routes(model: ModelShape, batch: BatchShape, device: DeviceProfile) -> tuple[Route, ...]:
-    if not model.fp8_cache:
+def _flash_mla_routes(case: Case) -> tuple[Route, ...]:
+    if not case.model.fp8_cache:
         return (Route(Attention.SPARSE_PREFILL, "flash_mla"),)
-    in_place = Route(Attention.SPARSE_DECODE, "flash_mla")
     copied = Route(Attention.SPARSE_PREFILL, "flash_mla", dequantize_kv=True)
-    if dequantizing_pays(model, batch, device):
-        return (copied, in_place)
-    return (in_place, copied)
+    return (copied, FLASH_MLA_DECODE) if case.dequantizing_pays else (FLASH_MLA_DECODE, copied)
 
 
-def dequantizing_pays(model: ModelShape, batch: BatchShape, device: DeviceProfile) -> bool:
-    """SGLang's rule for a V3.2 fp8 prefill on SM100; a captured graph cannot branch on lengths."""
-    return (
-        model.family == "v3.2"
-        and model.fp8_cache
-        and batch.phase is Phase.EXTEND
-        and not batch.cuda_graph
-        and 100 <= device.sm < 110
-        and batch.total_kv_len < DEQUANTIZE_KV_PER_ROW * batch.num_tokens
-    )
+def first(routes: Sequence[Route], refusal: Callable[[Route], str | None]) -> tuple[Route | None, list[Refusal]]:
+    """The first route that is not refused, and the refusals before it."""
+    refused: list[Refusal] = []
+    for route in routes:
+        reason = refusal(route)
+        if reason is None:
+            return route, refused
+        refused.append(Refusal(route, reason))
+    return None, refused
 
 
-def route_refusal(
-    route: Route,
-    model: ModelShape,
-    batch: BatchShape,
-    device: DeviceProfile,
-    settings: Settings,
-    load: Load,
-    asked: str = "auto",
-) -> str | None:
+def route_refusal(case: Case, route: Route, load: Load, asked: str = "auto") -> str | None:
     """Why a route does not carry the batch, or None if it does.
 
     Args:
         load: the rows and heads that its kernel would be given.
         asked: the library that the settings name, or "auto".
     """
+    model, device = case.model, case.device
     library = device.libraries.get(route.library)
     if library is None or not library.available:
-        return "not known to this device profile" if library is None else library.reason
+        return library.reason if library else "unknown to this device profile"
     if route.library == "reference" and asked != "reference" and device.kind != "cpu":
         return "plain torch, taken on a GPU only where a setting asks for it"
-    layout = "bf16" if route.dequantize_kv else model.kv_layout
-    capability = device.capability(route.library, OPS[route.attention], layout)
+    op, layout = OPS[route.attention], route.layout_read(model)
+    capability = device.capability(route.library, op, layout)
     if capability is None:
-        return f"no {OPS[route.attention]} kernel for a {layout} cache on {device.where}"
-    if route.dequantize_kv and batch.cuda_graph:
+        return f"no {op} kernel for a {layout} cache on {device.where}"
+    if route.dequantize_kv and case.batch.cuda_graph:
         return "the cache rows to bring to bf16 depend on lengths, which a captured graph cannot read"
-    if route == Route(Attention.SPARSE_DECODE, "flash_mla") and exceeds_large_q(model, batch, settings, load.rows):
-        return f"{load.rows} query rows exceed large_q_rows {settings.large_q_rows}"
-    dims = model.mha_dims if route.attention is Attention.MHA_ONE_SHOT else model.row_dims
-    selected = () if route.attention is Attention.MHA_ONE_SHOT else _selections(model)
-    return capability_refusal(capability, heads=load.heads, rows=load.rows, dims=dims, selections=selected)
-
-
-def exceeds_large_q(model: ModelShape, batch: BatchShape, settings: Settings, rows: int) -> bool:
-    """Whether a V4 prefill has more rows than `large_q_rows` (sglang #25502); graphs keep one kernel."""
-    return (
-        model.family == "v4"
-        and batch.phase is Phase.EXTEND
-        and not batch.cuda_graph
-        and 0 < settings.large_q_rows < rows
-    )
-
-
-def _selections(model: ModelShape) -> tuple[int, ...]:
-    return (model.index_topk, model.sliding_window) if model.sliding_window else (model.index_topk,)
+    if route == FLASH_MLA_DECODE and case.exceeds_large_q(load.rows):
+        return f"{load.rows} query rows exceed large_q_rows {case.settings.large_q_rows}"
+    if route.attention is Attention.MHA_ONE_SHOT:
+        return capability_refusal(capability, heads=load.heads, rows=load.rows, dims=model.mha_dims)
+    # V4 selects tokens and attends to a window besides; each is a list of its own to the kernel.
+    selections = tuple(count for count in (model.index_topk, model.sliding_window) if count)
+    return capability_refusal(capability, heads=load.heads, rows=load.rows, dims=model.row_dims, selections=selections)
 
 
 def capability_refusal(
@@ -166,10 +202,10 @@ def capability_refusal(
         selections: numbers of selected tokens, each of which must fit `topk_multiple`.
     """
     if capability.dims and dims not in capability.dims:
-        allowed = " or ".join(str(allowed) for allowed in capability.dims)
-        return f"takes heads of {allowed} elements; the model's are {dims}"
+        allowed = " or ".join(map(str, capability.dims))
+        return f"takes heads of {allowed} elements; the model's have {dims}"
     if capability.heads_given(heads) is None:
-        return f"takes {' or '.join(map(str, capability.head_counts))} heads; this batch has {heads}"
+        return f"takes {capability.heads_in_words} heads; there are {heads}"
     for count in selections:
         if count % capability.topk_multiple:
             return f"takes selections in multiples of {capability.topk_multiple} tokens; the model's is {count}"

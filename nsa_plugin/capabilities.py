@@ -59,6 +59,13 @@ class Capability:
             return min((count for count in self.head_counts if count >= heads), default=None)
         return -(-heads // self.head_multiple) * self.head_multiple
 
+    @property
+    def heads_in_words(self) -> str:
+        """The head counts it takes: "64 or 128", "multiples of 64"."""
+        if self.head_counts:
+            return " or ".join(map(str, self.head_counts))
+        return f"multiples of {self.head_multiple}"
+
 
 _ANY_SM = (0, 9999)
 _V32_ROW = (576, 512)  # kv_lora_rank 512 + rope 64, values are the first 512
@@ -206,9 +213,7 @@ class RowLimit:
 ROW_LIMITS: tuple[RowLimit, ...] = (
     # sgl-flash-mla 1.0.0 keeps 3 arrays and has a low-shared-memory kernel beyond them
     # ("using low-smem fallback kernel" in its binary); 32768 rows ran on an H200.
-    RowLimit(
-        library="flash_mla", op=Op.SPARSE_MLA_DECODE, distribution="sgl-flash-mla", versions=">=1.0.0"
-    ),
+    RowLimit(library="flash_mla", op=Op.SPARSE_MLA_DECODE, distribution="sgl-flash-mla", versions=">=1.0.0"),
     # get_decoding_sched_meta.cu: 4 * (5 * b + 1) bytes for b query rows (sglang #25502). 228 KiB
     # would be 11673 rows; an H200 grants a block 227 KiB, which is 11622.
     RowLimit(library="flash_mla", op=Op.SPARSE_MLA_DECODE, words_per_row=5, words=1),
@@ -224,9 +229,7 @@ ROW_LIMITS: tuple[RowLimit, ...] = (
         multiple=32,
     ),
     # Before: one static array of the rows, 48 KiB for ptxas (deepseek-ai/DeepGEMM #322, sglang #25484).
-    RowLimit(
-        library="deep_gemm", op=Op.INDEXER_METADATA, words_per_row=1, static_bytes=48 << 10, multiple=32
-    ),
+    RowLimit(library="deep_gemm", op=Op.INDEXER_METADATA, words_per_row=1, static_bytes=48 << 10, multiple=32),
 )
 
 
@@ -237,7 +240,13 @@ def spans(capabilities: Iterable[Capability]) -> str:
 
 
 def kernels_of(
-    library: str, kernels: Iterable[Capability], *, distribution: str, version: str, sm: int, smem_per_block: int
+    library: str,
+    kernels: Iterable[Capability],
+    *,
+    distribution: str,
+    version: str,
+    sm: int,
+    smem_per_block: int,
 ) -> tuple[Capability, ...]:
     """Those of a library's kernels that run on a device, each with the row limit of the installed build.
 

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from nsa_plugin.capabilities import KERNELS, Capability, Op, kernels_of, spans
+from nsa_plugin.kernels.registry import OPS, Registry
+from nsa_plugin.layouts import LAYOUTS
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -99,9 +101,9 @@ class DeviceProfile:
 
     def as_dict(self) -> dict[str, Any]:
         """The profile as plain data, for JSON."""
-        return {**asdict(replace(self, libraries={})), "libraries": {
-            name: asdict(library) for name, library in self.libraries.items()
-        }}
+        data = asdict(replace(self, libraries={}))
+        data["libraries"] = {name: asdict(library) for name, library in self.libraries.items()}
+        return data
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,7 @@ LIBRARIES = tuple(_HOSTS)
 
 _NEEDS_GPU = "needs an NVIDIA GPU; this device is a CPU"
 
+
 def _describe(
     name: str,
     *,
@@ -152,9 +155,7 @@ def _describe(
     kernels = (*KERNELS[name], *(_own_kernels() if name == "triton" else ()), *more)
     if not kernels:
         return replace(found, reason="this installation of nsa-plugin has no kernels of its own for it")
-    usable = kernels_of(
-        name, kernels, distribution=distribution, version=version, sm=sm, smem_per_block=smem_per_block
-    )
+    usable = kernels_of(name, kernels, distribution=distribution, version=version, sm=sm, smem_per_block=smem_per_block)
     if not usable:
         return replace(found, reason=f"its kernels are built for {spans(kernels)}; this device is {_where(sm)}")
     return replace(found, available=True, capabilities=usable)
@@ -165,8 +166,25 @@ def _where(sm: int) -> str:
 
 
 def _own_kernels() -> tuple[Capability, ...]:
-    """Triton kernels of this installation of the plugin."""
-    return ()
+    """Triton kernels of this installation of the plugin, as its registry lists them."""
+    providers = {provider for op in Op if op in OPS for provider in Registry().providers(op)}
+    return tuple(
+        Capability(
+            op=Op(provider.op),
+            layouts=tuple(LAYOUTS) if provider.layouts is None else tuple(sorted(provider.layouts)),
+            sm_min=low,
+            sm_max=high,
+            head_counts=tuple(sorted(provider.heads or ())),
+        )
+        for provider in sorted(providers, key=lambda provider: (provider.op, provider.target))
+        if provider.name == "triton"
+        for low, high in _sm_ranges(provider.sms)
+    )
+
+
+def _sm_ranges(sms: frozenset[int] | None) -> tuple[tuple[int, int], ...]:
+    """Ranges of SM versions; a kernel that names none runs on every GPU that Triton supports."""
+    return ((80, 9999),) if sms is None else tuple((sm, sm) for sm in sorted(sms))
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -187,11 +205,12 @@ def _locate(module: str) -> bool:
         return False
     if not rest:
         return True
+    *package, name = rest
     for root in spec.submodule_search_locations or ():
-        base = Path(root).joinpath(*rest)
-        if (base / "__init__.py").is_file() or any(base.parent.glob(f"{rest[-1]}.*py")):
+        folder = Path(root, *package)
+        if (folder / name / "__init__.py").is_file() or (folder / f"{name}.py").is_file():
             return True
-        if any(base.parent.glob(f"{rest[-1]}.*so")):
+        if any(folder.glob(f"{name}.*so")):
             return True
     return False
 
@@ -212,42 +231,47 @@ def _load_error(module: str) -> str:
         return ""
     try:
         loaded = importlib.import_module(module)
-    except (ImportError, OSError, RuntimeError, AssertionError) as error:
-        # OSError: a shared library such as libcuda.so.1 is missing. RuntimeError and AssertionError: what
-        # deep_gemm and flash_mla raise when the CUDA toolkit or an extension is not the one they need.
+    except Exception as error:  # e.g. OSError for a missing libcuda.so.1, AssertionError for no CUDA toolkit
         return f"{module} is installed and does not load: {type(error).__name__}: {error}"
-    if module == "flash_mla" and not getattr(loaded, "has_legacy", lambda: False)():
-        return "flash_mla was built without the kernels for the V3.2 and V4 caches (FLASH_MLA_BUILD_LEGACY=0)"
+    # sgl_kernel.flash_mla keeps its extension's error for the first call.
+    if failure := getattr(loaded, "_flashmla_import_error", None):
+        return f"{module} is installed and its extension does not load: {failure}"
+    # Builds without the function are older than the split that it tells of, and have the kernels.
+    if module == "flash_mla" and not getattr(loaded, "has_legacy", lambda: True)():
+        return "flash_mla does not have the kernels for the V3.2 and V4 caches (`has_legacy()` is false)"
     return ""
 
 
-def _find(name: str, sm: int, smem: int) -> Library:
-    """A library on this machine."""
+def _find(name: str, sm: int, smem_per_block: int) -> Library:
+    """A library on this machine; the first host that loads and has kernels for the device."""
     if sm == 0 and name != "reference":
         return Library(name=name, available=False, reason=_NEEDS_GPU)
-    reasons: list[str] = []
+    refused: list[Library] = []
     for host in _HOSTS[name]:
         if not _locate(host.module):
             continue
         distribution, version = _distribution(host.distributions)
         if not distribution:
-            reasons.append(f"{host.module} is not from {' or '.join(host.distributions)}")
+            reason = f"the installed {host.module} is not from {' or '.join(host.distributions)}"
+            refused.append(Library(name=name, available=False, module=host.module, reason=reason))
             continue
-        described = _describe(
+        found = _describe(
             name,
             distribution=distribution,
             version=version,
             module=host.module,
             sm=sm,
-            smem_per_block=smem,
+            smem_per_block=smem_per_block,
         )
-        error = _load_error(host.module) if described.available else described.reason
-        if not error:
-            return described
-        reasons.append(error)
-    wanted = ", ".join(dict.fromkeys(d for host in _HOSTS[name] for d in host.distributions))
-    reason = "; ".join(reasons) or f"not installed (looked for {wanted})"
-    return Library(name=name, available=False, reason=reason)
+        if found.available and (error := _load_error(host.module)):
+            found = replace(found, available=False, capabilities=(), reason=error)
+        if found.available:
+            return found
+        refused.append(found)
+    if refused:
+        return replace(refused[0], reason="; ".join(library.reason for library in refused))
+    wanted = dict.fromkeys(name for host in _HOSTS[name] for name in host.distributions)
+    return Library(name=name, available=False, reason=f"not installed (looked for {', '.join(wanted)})")
 
 
 def _cpu_memory() -> tuple[int, int]:
@@ -272,9 +296,7 @@ def _has_nvlink(uuid: str) -> bool:
         return False
     try:
         handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
-        return any(
-            pynvml.nvmlDeviceGetNvLinkState(handle, link) for link in range(pynvml.NVML_NVLINK_MAX_LINKS)
-        )
+        return any(pynvml.nvmlDeviceGetNvLinkState(handle, link) for link in range(pynvml.NVML_NVLINK_MAX_LINKS))
     except pynvml.NVMLError:
         return False
     finally:
@@ -337,8 +359,8 @@ _ASSUMED_VERSIONS = {
     "deep_gemm": ("sgl-deep-gemm", "0.2.3.post2"),
     "fa3": ("sglang-kernel", "0.4.10"),
     "trtllm": ("flashinfer-python", "0.7.2"),
-    "triton": ("triton", "3.6.0"),
-    "reference": ("torch", "2.11.0"),
+    "triton": ("triton", "3.9.0"),
+    "reference": ("torch", "2.14.1"),
 }
 
 

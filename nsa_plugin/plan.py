@@ -11,6 +11,8 @@ from nsa_plugin.shapes import Phase
 
 
 class Attention(StrEnum):
+    """The kernel's shape, whatever the phase: a decode kernel may carry a prefill."""
+
     MHA_ONE_SHOT = "mha_one_shot"  # dense causal attention over the request's own keys and values
     SPARSE_PREFILL = "sparse_prefill"  # MLA over selected rows, kernel shaped for many query rows
     SPARSE_DECODE = "sparse_decode"  # MLA over selected rows of the paged cache, kernel split over keys
@@ -52,7 +54,8 @@ class Plan:
         head_padding: query heads that the kernel is given when it takes no fewer; 0 = the rank's own heads.
         token_shard: trade heads for tokens over the attention group around the kernel.
         indexer: the indexer's part.
-        reasons: one sentence for each choice, by field name, naming the fact that decided it.
+        reasons: one sentence for each choice, by field name ("indexer.provider" for the indexer's own),
+            naming the fact that decided it.
     """
 
     phase: Phase
@@ -65,7 +68,7 @@ class Plan:
     reasons: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
-        # R10: attention that reads a selection and an indexer that makes none would attend to nothing.
+        # vllm #52512: attention that reads a selection which the indexer did not make attends to nothing.
         reads_selection = self.attention in (Attention.SPARSE_PREFILL, Attention.SPARSE_DECODE)
         if reads_selection != (self.indexer.mode is IndexerMode.TOPK):
             raise ValueError(f"attention {self.attention} does not go with indexer mode {self.indexer.mode}")

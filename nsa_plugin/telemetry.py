@@ -101,6 +101,12 @@ class StartupReport:
             temporary.replace(path)
 
 
+def append_line(path: str, entry: dict[str, Any]) -> None:
+    """Append an object as one JSON line; a single write, so that lines of several processes do not mix."""
+    with open(path, "a") as file:
+        file.write(json.dumps(entry, separators=(",", ":")) + "\n")
+
+
 @dataclass
 class Trace:
     """Counts plans by route; logs each distinct plan once, or writes every batch, as the setting says.

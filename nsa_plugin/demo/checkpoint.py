@@ -9,9 +9,10 @@ Two properties of trained weights are built in, because a comparison of answers 
 
 * Attention decides the next token: its scores are peaked, and what it adds to the residual stream is as
   large as the embedding. Where attention hardly mattered, every comparison would pass.
-* The indexer ranks tokens as attention does (training aligns the two, DeepSeek-V3.2-Exp, section 2.1), so the
-  last token selected weighs little. With unrelated random weights, the one rounding that swaps the last
-  selected token for the first rejected one would move the answer as much as a wrong kernel does.
+* A choice between nearly equal candidates hardly matters. The indexer ranks tokens as attention does (training
+  aligns the two, DeepSeek-V3.2-Exp, section 2.1), so the last token selected weighs little, and experts
+  resemble each other. With unrelated random weights, the one rounding that swaps the last selected token for
+  the first rejected one moves the answer as much as a wrong kernel does.
 """
 
 from __future__ import annotations
@@ -29,10 +30,12 @@ if TYPE_CHECKING:
 DTYPES = ("float32", "bfloat16")
 
 # Standard deviation of what a projection gives for an input of unit variance; 1 where none is named.
-_GAINS = {"q_b_proj": 2.0, "o_proj": 1.5, "down_proj": 1.5, "lm_head": 4.0}
+_GAINS = {"q_b_proj": 3.5, "o_proj": 0.5, "down_proj": 0.4, "lm_head": 3.0}
 
 # Share of a query's or key's direction that all heads of a layer have in common, and that the indexer follows.
-_SHARED = 0.9
+_SHARED_HEADS = 0.98
+# Share of an expert's weights that all experts of a layer have in common.
+_SHARED_EXPERTS = 0.95
 # Share of an embedding that is the same for every token. The indexer's head weights read their sign from it.
 _COMMON = 0.5
 
@@ -223,7 +226,7 @@ class _Weights:
         bias = f"{prefix}.mlp.gate.e_score_correction_bias"
         self.tensors[bias] = 0.1 * self._random(bias, spec.n_routed_experts)
         for expert in range(spec.n_routed_experts):
-            self._mlp(f"{prefix}.mlp.experts.{expert}", spec.moe_intermediate_size)
+            self._mlp(f"{prefix}.mlp.experts.{expert}", spec.moe_intermediate_size, like=f"{prefix}.mlp.expert")
         self._mlp(f"{prefix}.mlp.shared_experts", spec.moe_intermediate_size * spec.n_shared_experts)
 
     def _attention(self, name: str) -> None:
@@ -237,10 +240,10 @@ class _Weights:
 
         query = self._matrix(f"{name}.shared_query", nope + rope, spec.q_lora_rank)
         own = self._matrix(f"{name}.q_b_proj", heads, nope + rope, spec.q_lora_rank)
-        self.tensors[f"{name}.q_b_proj.weight"] = _mix(query, own, _SHARED).flatten(0, 1)
+        self.tensors[f"{name}.q_b_proj.weight"] = _mix(query, own, _SHARED_HEADS).flatten(0, 1)
         key = self._matrix(f"{name}.shared_key", nope, spec.kv_lora_rank)
         own = self._matrix(f"{name}.kv_b_proj", heads, nope + spec.v_head_dim, spec.kv_lora_rank)
-        own[:, :nope] = _mix(key, own[:, :nope], _SHARED)
+        own[:, :nope] = _mix(key, own[:, :nope], _SHARED_HEADS)
         self.tensors[f"{name}.kv_b_proj.weight"] = own.flatten(0, 1)
         if spec.sparse:
             self._indexer(f"{name}.indexer", query, key, self.tensors[f"{name}.kv_a_proj_with_mqa.weight"])
@@ -276,16 +279,23 @@ class _Weights:
         sign = torch.ones(heads)
         sign[1::2] = -1
         own = self._matrix(f"{name}.wq_b", heads, dim, spec.q_lora_rank)
-        queries = sign[:, None, None] * _mix(shared_query, own, _SHARED)
+        queries = sign[:, None, None] * _mix(shared_query, own, _SHARED_HEADS)
         self.tensors[f"{name}.wq_b.weight"] = queries.flatten(0, 1)
         own = self._matrix(f"{name}.weights_proj", heads, spec.hidden_size, gain=0.25)
         toward = self._common * (2 / spec.hidden_size)
         self.tensors[f"{name}.weights_proj.weight"] = sign[:, None] * toward + own
 
-    def _mlp(self, name: str, size: int) -> None:
-        self._linear(f"{name}.gate_proj", size, self.spec.hidden_size)
-        self._linear(f"{name}.up_proj", size, self.spec.hidden_size)
-        self._linear(f"{name}.down_proj", self.spec.hidden_size, size)
+    def _mlp(self, name: str, size: int, like: str | None = None) -> None:
+        hidden = self.spec.hidden_size
+        for part, rows, columns in (
+            ("gate_proj", size, hidden),
+            ("up_proj", size, hidden),
+            ("down_proj", hidden, size),
+        ):
+            weight = self._matrix(f"{name}.{part}", rows, columns)
+            if like is not None:
+                weight = _mix(self._matrix(f"{like}.{part}", rows, columns), weight, _SHARED_EXPERTS)
+            self.tensors[f"{name}.{part}.weight"] = weight
 
     def _linear(self, name: str, rows: int, columns: int) -> None:
         self.tensors[f"{name}.weight"] = self._matrix(name, rows, columns)

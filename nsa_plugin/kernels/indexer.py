@@ -269,9 +269,7 @@ def _scores(
     return logits
 
 
-def _select(
-    logits: torch.Tensor, ks: torch.Tensor, ke: torch.Tensor, first: int, topk: int
-) -> torch.Tensor:
+def _select(logits: torch.Tensor, ks: torch.Tensor, ke: torch.Tensor, first: int, topk: int) -> torch.Tensor:
     """int32 [rows, topk]: ascending positions, relative to ks, of the largest logits in range; -1 behind.
 
     Column j of `logits` is key `first + j`.

@@ -95,8 +95,8 @@ def reference_prefill(
     op = "sparse_mla_prefill"
     check_tensor(op, "q", q, ("tokens", "heads", "d_qk"), dtypes=FLOAT_DTYPES)
     tokens, heads, _ = q.shape
-    scopes = [_scope(op, "", q, kv, indices, topk_length)]
-    scopes += _extra_scope(op, q, extra_kv, extra_indices, extra_topk_length)
+    scopes = [_scope(op, "", "kv", q, kv, indices, topk_length)]
+    scopes += _extra_scope(op, "kv", q, extra_kv, extra_indices, extra_topk_length)
     out = _output(op, q, (tokens, heads, d_v), out, out_dtype)
     _check_sink(op, attn_sink, q)
     return _attend_rows(op, q, scopes, scale, d_v, attn_sink, out)
@@ -145,13 +145,14 @@ def reference_decode(
             return None
         shape = (batch,) if tensor.dim() == 1 else (batch, s_q)
         check_tensor(op, name, tensor, shape, dtypes=INDEX_DTYPES, device=q.device)
-        return tensor.reshape(batch, -1).expand(batch, s_q).reshape(batch * s_q)
+        by_query = tensor.unsqueeze(1) if tensor.dim() == 1 else tensor
+        return by_query.expand(batch, s_q).reshape(batch * s_q)
 
     length = flat_length("topk_length", topk_length)
-    scopes = [_scope(op, "", rows, cache, flat_indices("indices", indices), length)]
+    scopes = [_scope(op, "", "cache", rows, cache, flat_indices("indices", indices), length)]
     flat_extra = None if extra_indices is None else flat_indices("extra_indices", extra_indices)
     extra_length = flat_length("extra_topk_length", extra_topk_length)
-    scopes += _extra_scope(op, rows, extra_cache, flat_extra, extra_length)
+    scopes += _extra_scope(op, "cache", rows, extra_cache, flat_extra, extra_length)
     out = _output(op, q, (batch, s_q, heads, d_v), out, out_dtype)
     _check_sink(op, attn_sink, q)
     flat_shape = (batch * s_q, heads, d_v)
@@ -208,6 +209,7 @@ def _attend_rows(
 def _scope(
     op: str,
     prefix: str,
+    cache_name: str,
     q: torch.Tensor,
     kv: torch.Tensor | PagedCache,
     indices: torch.Tensor,
@@ -217,10 +219,10 @@ def _scope(
     rows, _, d_qk = q.shape
     if isinstance(kv, torch.Tensor):
         kv = kv.squeeze(1) if kv.dim() == 3 else kv
-        check_tensor(op, f"{prefix}kv", kv, ("s_kv", d_qk), dtypes=FLOAT_DTYPES, device=q.device)
+        check_tensor(op, f"{prefix}{cache_name}", kv, ("s_kv", d_qk), dtypes=FLOAT_DTYPES, device=q.device)
         kv = open_cache(kv.unsqueeze(1), BF16)
-    require(kv.dim == d_qk, op, f"{prefix}kv has rows of {kv.dim} values; q has {d_qk}")
-    require(kv.device == q.device, op, f"{prefix}kv is on {kv.device}; expected {q.device}")
+    require(kv.dim == d_qk, op, f"{prefix}{cache_name} has rows of {kv.dim} values; q has {d_qk}")
+    require(kv.device == q.device, op, f"{prefix}{cache_name} is on {kv.device}; expected {q.device}")
     indices = indices.squeeze(1) if indices.dim() == 3 else indices
     check_tensor(op, f"{prefix}indices", indices, (rows, "topk"), dtypes=INDEX_DTYPES, device=q.device)
     valid = (indices >= 0) & (indices < kv.num_slots)
@@ -232,6 +234,7 @@ def _scope(
 
 def _extra_scope(
     op: str,
+    cache_name: str,
     q: torch.Tensor,
     extra_kv: torch.Tensor | PagedCache | None,
     extra_indices: torch.Tensor | None,
@@ -239,11 +242,11 @@ def _extra_scope(
 ) -> list[_Scope]:
     if extra_kv is None:
         for name, tensor in (("extra_indices", extra_indices), ("extra_topk_length", extra_topk_length)):
-            require(tensor is None, op, f"{name} is given without an extra cache")
+            require(tensor is None, op, f"{name} is given without extra_{cache_name}")
         return []
     if extra_indices is None:
-        raise KernelArgumentError(f"{op}: extra_indices is missing beside the extra cache")
-    return [_scope(op, "extra_", q, extra_kv, extra_indices, extra_topk_length)]
+        raise KernelArgumentError(f"{op}: extra_indices is missing beside extra_{cache_name}")
+    return [_scope(op, "extra_", cache_name, q, extra_kv, extra_indices, extra_topk_length)]
 
 
 def _output(

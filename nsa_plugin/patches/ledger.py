@@ -231,14 +231,19 @@ class Ledger:
                 f"{TURN_OFF}"
             )
 
-    def check(self, *needs: Need) -> None:
-        """Raise PatchError unless every target of the given needs is as expected; changes nothing."""
+    def check(self, *needs: Need, look: Callable[[Target], object] = find) -> None:
+        """Raise PatchError unless every target of the given needs is as expected; changes nothing.
+
+        Args:
+            look: raises LookupError for a target that is not; `find` asks the live engine, importing it, and
+                `static.SourceTree.check` its files.
+        """
         self.check_version()
         for patch in self.patches:
             target = patch.target(self.version)
             if patch.need in needs and target is not None:
                 try:
-                    find(target)
+                    look(target)
                 except LookupError as error:
                     raise self._refuse(patch, target, str(error)) from error
 

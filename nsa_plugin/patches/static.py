@@ -302,8 +302,8 @@ def _bindings(body: list[ast.stmt], name: str) -> Iterator[_Binding]:
             if any((alias.asname or alias.name.partition(".")[0]) == name for alias in statement.names):
                 yield statement, unconditional
         elif isinstance(statement, ast.Assign):
-            if any(isinstance(t, ast.Name) and t.id == name for t in statement.targets) and not (
-                isinstance(statement.value, ast.Name) and statement.value.id == name  # X = X binds nothing new
+            if any(isinstance(t, ast.Name) and t.id == name for t in statement.targets) and not _made_over(
+                statement.value, name
             ):
                 yield statement.value, unconditional
         elif (
@@ -313,6 +313,14 @@ def _bindings(body: list[ast.stmt], name: str) -> Iterator[_Binding]:
             and statement.target.id == name
         ):
             yield statement.value, unconditional
+
+
+def _made_over(node: ast.expr, name: str) -> bool:
+    """Whether the node is the object `name` itself, or a call that makes it over: X = X, X = decorate(X),
+    X = defstruct("X", namespace=vars(X)). As far as its text says, it keeps what it had."""
+    if isinstance(node, ast.Call):
+        return any(isinstance(inner, ast.Name) and inner.id == name for inner in ast.walk(node))
+    return isinstance(node, ast.Name) and node.id == name
 
 
 def _in_order(bindings: Iterator[_Binding]) -> list[ast.AST]:

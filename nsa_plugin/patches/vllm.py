@@ -132,6 +132,22 @@ CPU = (
         for form, state in (("native", "off"), ("cpu", "on"))
     ),
     Patch(
+        name="vllm.cpu-attention-order",
+        engine=ENGINE,
+        need=Need.CPU,
+        targets=(
+            Target(
+                path="vllm.model_executor.layers.attention.mla_attention:MLAAttention.forward",
+                params=("self", "q", "kv_c_normed", "k_pe"),
+                versions=_CPU_VERSIONS,
+            ),
+        ),
+        replacement=f"{_CPU}:attention_forward",
+        why="Under torch.compile nothing tells the graph that the attention reads what the indexer has selected; on a "
+        "GPU vLLM cuts the graph there, on a CPU it does not.",
+        remove_when="vLLM's attention operator takes the selection as an argument",
+    ),
+    Patch(
         name="vllm.cpu-rotary",
         engine=ENGINE,
         need=Need.CPU,

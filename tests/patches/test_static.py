@@ -85,6 +85,11 @@ engine = Engine("m")
 same = engine.run
 Self = Engine
 Self = Self
+
+class Rebuilt:
+    def method(self, x): ...
+
+Rebuilt = type("Rebuilt", (), {"method": Rebuilt.method})
 number = 5
 
 try:
@@ -96,6 +101,13 @@ try:
     from no_such_library import kernel
 except ImportError:
     def kernel(q, k): ...
+
+class Remade:
+    @staticmethod
+    def flags(parser): ...
+Remade = dataclasses.make_dataclass(
+    "Remade", ["path"], namespace={k: v for k, v in vars(Remade).items() if k not in ("__dict__", "__weakref__")}
+)
 
 def handler(runner): ...
 EXTRA = {"more": handler}
@@ -173,6 +185,9 @@ FUNCTION, CLASS, VALUE = Kind.FUNCTION, Kind.CLASS, Kind.VALUE
         ("core:Engine", FUNCTION, (), True),  # a class can be called
         ("core:Child", CLASS, ("self", "model"), True),
         ("core:Self", CLASS, ("self", "model"), True),
+        ("core:Remade.flags", FUNCTION, ("parser",), True),  # made over from the class that it was
+        ("core:Remade.gone", FUNCTION, (), False),
+        ("core:Rebuilt.method", FUNCTION, ("self", "x"), True),
         ("core:Engine.run", FUNCTION, ("self", "a", "x", "rest", "scale", "kwargs"), True),
         ("core:Engine.alias", FUNCTION, ("self", "x"), True),
         ("core:Engine.build", FUNCTION, ("model",), True),

@@ -73,7 +73,16 @@ class Process:
     def say_once(self, message: str) -> None:
         if message not in self.said:
             self.said.add(message)
+            use_engine_log()
             logger.info(message)
+
+
+def use_engine_log() -> None:
+    """Write the plugin's log where vLLM writes its own; vLLM sets up handlers for its own loggers only."""
+    engine = logging.getLogger("vllm")
+    logger.handlers[:] = engine.handlers
+    logger.setLevel(engine.getEffectiveLevel())
+    logger.propagate = not engine.handlers
 
 
 def asked_for(argv: list[str], environ: Mapping[str, str]) -> bool:
@@ -193,6 +202,7 @@ def wrap_create_engine_config(original: Callable[..., Any]) -> Callable[..., Any
             except NsaPluginError as error:
                 if resolved.settings.strict:
                     raise
+                use_engine_log()
                 logger.warning("NSA_PLUGIN_STRICT is off: the stock engine serves. %s", error)
         return vllm_config
 
@@ -267,6 +277,7 @@ def start_serving(vllm_config: Any) -> Serving | None:
 
 
 def _report(resolved: ResolvedSettings, **what: Any) -> None:
+    use_engine_log()
     ledger = process().ledger
     StartupReport(engine=ledger.engine, engine_version=str(ledger.version), resolved=resolved, **what).publish()
 

@@ -28,6 +28,7 @@ from nsa_plugin.errors import PatchError
 from nsa_plugin.kernels import index_transform, mha, sparse_mla
 from nsa_plugin.kernels.kv_cache import open_cache, reference_read, reference_write
 from nsa_plugin.plan import Attention, Plan
+from nsa_plugin.settings import Settings
 from nsa_plugin.shapes import Phase
 
 
@@ -38,6 +39,7 @@ class Group:
     Attributes:
         plan: the decision.
         requests: their places in the batch.
+        names: their ids; empty where vLLM has none.
         rows: [num_rows] int64, their query rows in the batch, request after request.
         request_of_row: [num_rows] int64, the place in the batch of each row's request.
         q_lens, kv_lens: rows and context of each, in tokens, this step's included.
@@ -45,6 +47,7 @@ class Group:
 
     plan: Plan
     requests: list[int]
+    names: list[str]
     rows: torch.Tensor
     request_of_row: torch.Tensor
     q_lens: list[int]
@@ -68,7 +71,7 @@ class CpuSparseMLAMetadata:
         block_table: [num_requests, max_pages] int32.
         num_decodes, num_decode_tokens: requests and rows at the front of the batch with one row each.
         groups: the requests by plan, decodes first.
-        shift_indices: the injected fault; see `Settings.fault`.
+        settings: what the user chose.
     """
 
     num_reqs: int
@@ -86,7 +89,7 @@ class CpuSparseMLAMetadata:
     prefill_max_seq_len: int
     prefill: PrefillMetadata | None
     groups: list[Group]
-    shift_indices: bool
+    settings: Settings
     decode: None = None
 
 
@@ -162,12 +165,13 @@ class CpuSparseMLAMetadataBuilder(AttentionMetadataBuilder[CpuSparseMLAMetadata]
             prefill_max_seq_len=max(kv_lens[num_decodes : common.num_reqs], default=0),
             prefill=prefill,
             groups=groups,
-            shift_indices=self.serving.resolved.settings.fault == "shift_indices",
+            settings=self.serving.resolved.settings,
         )
 
     def _groups(self, starts: list[int], kv_lens: list[int], num_decodes: int, num_requests: int) -> list[Group]:
         """The batch's groups: its decodes, then its prefills as `partition` splits them."""
         serving = self.serving
+        names = serving.request_ids()
         groups: list[Group] = []
         for phase, first, last in ((Phase.DECODE, 0, num_decodes), (Phase.EXTEND, num_decodes, num_requests)):
             q_lens = [starts[request + 1] - starts[request] for request in range(first, last)]
@@ -182,27 +186,17 @@ class CpuSparseMLAMetadataBuilder(AttentionMetadataBuilder[CpuSparseMLAMetadata]
                     Group(
                         plan=part.plan,
                         requests=requests,
+                        names=[names[request] if request < len(names) else "" for request in requests],
                         rows=torch.cat(spans) if spans else torch.empty(0, dtype=torch.int64),
                         request_of_row=torch.repeat_interleave(torch.tensor(requests, dtype=torch.int64), lengths),
                         q_lens=lengths.tolist(),
                         kv_lens=[kv_lens[request] for request in requests],
                     )
                 )
-        self._record(groups)
-        return groups
-
-    def _record(self, groups: list[Group]) -> None:
-        names = self.serving.request_ids()
-        self.serving.trace.record(
-            (
-                group.plan,
-                [
-                    (names[request] if request < len(names) else "", q_len, kv_len)
-                    for request, q_len, kv_len in zip(group.requests, group.q_lens, group.kv_lens, strict=True)
-                ],
-            )
-            for group in groups
+        serving.trace.record(
+            (group.plan, list(zip(group.names, group.q_lens, group.kv_lens, strict=True))) for group in groups
         )
+        return groups
 
 
 class CpuSparseMLAImpl(MLAAttentionImpl[CpuSparseMLAMetadata]):
@@ -210,7 +204,7 @@ class CpuSparseMLAImpl(MLAAttentionImpl[CpuSparseMLAMetadata]):
 
     is_sparse: ClassVar[bool] = True
     # Dense prefill is this class's own: vLLM need not build one of its prefill backends.
-    supports_dense_mha_prefill: ClassVar[bool] = False
+    supports_dense_mha_prefill: ClassVar[bool] = True
     can_return_lse_for_decode = False
     masked_mha_available = False
     supports_quant_query_input = False

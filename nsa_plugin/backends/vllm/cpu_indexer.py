@@ -7,6 +7,7 @@ attention layer's metadata, so that the two can never disagree.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,7 +20,8 @@ from nsa_plugin.backends.vllm.cpu_backend import CpuSparseMLAMetadata, Group
 from nsa_plugin.errors import PatchError
 from nsa_plugin.kernels import index_transform, indexer
 from nsa_plugin.kernels.kv_cache import PagedCache, open_cache, reference_read_codes, reference_write
-from nsa_plugin.plan import IndexerMode
+from nsa_plugin.plan import IndexerMode, IndexerPlan
+from nsa_plugin.telemetry import append_line
 
 
 @dataclass
@@ -99,46 +101,78 @@ def sparse_attn_indexer(
     slots = metadata.slot_mapping.flatten()
     reference_write(cache, k, slots, power_of_two_scales=True)
     topk_indices_buffer[: q_fp8.shape[0]] = -1
+    topk = topk_indices_buffer.shape[1]
     for group in attention.groups:
         if group.plan.indexer.mode is IndexerMode.TOPK:
-            select(
-                group, cache, metadata.block_table, q_fp8, weights, topk_indices_buffer, shift=attention.shift_indices
-            )
+            for request in requests_of(group):
+                selected = select(request, cache, metadata.block_table, q_fp8, weights, group.plan.indexer, topk)
+                if attention.settings.fault == "shift_indices":
+                    selected = shifted(selected, request.limits)
+                topk_indices_buffer[request.rows] = selected
+                if attention.settings.record_topk:
+                    record(attention.settings.record_topk, cache_prefix, request, selected)
+
+
+@dataclass
+class _Request:
+    """One request's rows in this step.
+
+    Attributes:
+        place: in the batch.
+        name: its id.
+        rows: [q_len] int64, its query rows in the batch.
+        limits: [q_len] int64, tokens that each row sees: all up to its own.
+    """
+
+    place: int
+    name: str
+    rows: torch.Tensor
+    limits: torch.Tensor
+
+
+def requests_of(group: Group) -> Iterator[_Request]:
+    first = 0
+    for place, name, q_len, kv_len in zip(group.requests, group.names, group.q_lens, group.kv_lens, strict=True):
+        yield _Request(place, name, group.rows[first : first + q_len], torch.arange(kv_len - q_len, kv_len) + 1)
+        first += q_len
 
 
 def select(
-    group: Group,
+    request: _Request,
     cache: PagedCache,
     block_table: torch.Tensor,
     q_fp8: torch.Tensor,
     weights: torch.Tensor,
-    topk_indices_buffer: torch.Tensor,
-    *,
-    shift: bool,
-) -> None:
-    """Write the selection of a group's rows; the logits of one chunk of one request are held at once."""
-    first = 0
-    for request, q_len, kv_len in zip(group.requests, group.q_lens, group.kv_lens, strict=True):
-        rows = group.rows[first : first + q_len]
-        first += q_len
-        slots, _ = index_transform.request_slots(
-            block_table[request : request + 1], torch.tensor([kv_len]), cache.page_size
-        )
-        k, k_scale = reference_read_codes(cache, slots)
-        limits = torch.arange(kv_len - q_len, kv_len) + 1  # a row sees the tokens up to its own
-        selected = indexer.reference_topk(
-            q_fp8[rows],
-            k,
-            k_scale.squeeze(-1),
-            weights[rows].float(),
-            torch.zeros_like(limits),
-            limits,
-            topk_indices_buffer.shape[1],
-            rows_per_chunk=group.plan.indexer.rows_per_chunk,
-        )
-        if shift:
-            selected = shifted(selected, limits)
-        topk_indices_buffer[rows] = selected
+    plan: IndexerPlan,
+    topk: int,
+) -> torch.Tensor:
+    """[q_len, topk] int32 positions in the request. One request at a time, so that the logits of one chunk of rows
+    over one request's keys are all that is held."""
+    kv_len = int(request.limits[-1])
+    slots, _ = index_transform.request_slots(
+        block_table[request.place : request.place + 1], torch.tensor([kv_len]), cache.page_size
+    )
+    k, k_scale = reference_read_codes(cache, slots)
+    return indexer.reference_topk(
+        q_fp8[request.rows],
+        k,
+        k_scale.squeeze(-1),
+        weights[request.rows].float(),
+        torch.zeros_like(request.limits),
+        request.limits,
+        topk,
+        rows_per_chunk=plan.rows_per_chunk,
+    )
+
+
+def record(path: str, cache_prefix: str, request: _Request, selected: torch.Tensor) -> None:
+    entry = {
+        "layer": cache_prefix,
+        "request_id": request.name,
+        "first_position": int(request.limits[0]) - 1,
+        "topk_indices": selected.tolist(),
+    }
+    append_line(path, entry)
 
 
 def shifted(selected: torch.Tensor, limits: torch.Tensor) -> torch.Tensor:

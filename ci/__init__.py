@@ -1,0 +1,1 @@
+"""The project's own checks: set-up, the engine matrix, and the generated parts of the documentation."""

@@ -1,0 +1,135 @@
+"""The generated parts of the documentation, between markers in the Markdown files.
+
+``python -m ci.docs`` rewrites them; ``--check`` ends 1 if one is out of date.
+
+A generated part stands between ``<!-- generated: NAME -->`` and ``<!-- end of NAME -->``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+
+from ci.rows import ROOT, Row, engines, load
+from nsa_plugin.commands.engines import ENGINES
+from nsa_plugin.settings import ENV_PREFIX, Settings
+
+_PART = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n).*?(<!-- end of (?P=name) -->)", re.DOTALL)
+
+
+def _table(header: list[str], rows: list[list[str]]) -> str:
+    def line(cells: list[str]) -> str:
+        return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+
+    return "\n".join([line(header), line(["---"] * len(header)), *map(line, rows)])
+
+
+def settings_table() -> str:
+    rows = [
+        [
+            f"`{field.name}`",
+            f"`{ENV_PREFIX}{field.name.upper()}`",
+            f"`{field.default}`" if field.default != "" else "empty",
+            field.metadata["allowed"],
+            field.metadata["doc"],
+        ]
+        for field in fields(Settings)
+    ]
+    return _table(["setting", "environment", "default", "allowed", "what it does"], rows)
+
+
+def compatibility_table(results: list[Row] | None = None) -> str:
+    done = {row.key: row for row in (load() if results is None else results)}
+    parts = []
+    for engine in engines().values():
+        rows = []
+        for version in sorted({*engine.run, *engine.seams}, key=engine.seams.index):
+            cells = [
+                _cell(done.get((engine.name, version, check)), version in getattr(engine, check)) for check in _CHECKS
+            ]
+            rows.append([version, *cells])
+        parts.append(f"### {engine.name}\n\n" + _table(["version", *_CHECKS.values()], rows))
+    return "\n\n".join(parts)
+
+
+_CHECKS = {"run": "served on a CPU", "seams": "objects the plugin changes or builds on"}
+
+
+def _cell(row: Row | None, wanted: bool) -> str:
+    if not wanted:
+        return "-"
+    if row is None:
+        return "not run yet"
+    return f"{row.outcome}: {row.detail} ({row.date})"
+
+
+def patches_table() -> str:
+    parts = []
+    for engine in ENGINES.values():
+        rows = [
+            [
+                f"`{patch.name}`",
+                str(patch.need),
+                "<br>".join(f"`{t.path}` {t.versions}" for t in patch.targets),
+                patch.why,
+                patch.upstream or "-",
+                patch.remove_when or ("-" if patch.replacement else "built on, not changed"),
+            ]
+            for patch in engine.ledger.PATCHES
+        ]
+        header = ["patch", "when", "target", "why", "upstream", "can go when"]
+        parts.append(f"### {engine.name} {engine.ledger.SUPPORTED}\n\n" + _table(header, rows))
+    return "\n\n".join(parts)
+
+
+GENERATORS: dict[str, Callable[[], str]] = {
+    "settings": settings_table,
+    "compatibility": compatibility_table,
+    "patches": patches_table,
+}
+
+
+def render(text: str) -> str:
+    """The text with every generated part made anew.
+
+    Raises:
+        KeyError: a marker names no generator.
+    """
+    return _PART.sub(lambda part: f"{part[1]}{GENERATORS[part['name']]()}\n{part[3]}", text)
+
+
+def files() -> list[Path]:
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def write() -> list[Path]:
+    """Rewrite what is out of date; the files that changed."""
+    changed = []
+    for path in files():
+        text = path.read_text()
+        if (made := render(text)) != text:
+            path.write_text(made)
+            changed.append(path)
+    return changed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m ci.docs", description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="change nothing; end 1 if a part is out of date")
+    args = parser.parse_args()
+    if not args.check:
+        for path in write():
+            print(f"rewrote {path.relative_to(ROOT)}")
+        return 0
+    stale = [path for path in files() if render(path.read_text()) != path.read_text()]
+    for path in stale:
+        print(f"{path.relative_to(ROOT)}: a generated part is out of date; run: make docs", file=sys.stderr)
+    return 1 if stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""The engine matrix as data: what is to be checked (matrix.toml) and what was (docs/compatibility.json)."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "docs" / "compatibility.json"
+CHECKS = ("run", "seams")
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One engine of matrix.toml; the fields are explained there."""
+
+    name: str
+    distribution: str
+    run_distribution: str
+    venv: str
+    lock: str
+    tests: str
+    marker: str
+    run: tuple[str, ...]
+    seams: tuple[str, ...]
+
+    def locked_version(self) -> str:
+        """The version that the lock file installs."""
+        for line in (ROOT / self.lock).read_text().splitlines():
+            if line.startswith(f"{self.run_distribution}=="):
+                return line.split("#")[0].strip().partition("==")[2]
+        raise ValueError(f"{self.lock} does not pin {self.run_distribution}")
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one check of one engine version came to.
+
+    Attributes:
+        check: one of `CHECKS`.
+        outcome: "ok" or "failed".
+        detail: what was counted, or the first failure.
+        date: UTC, YYYY-MM-DD.
+        python: version that did the check.
+    """
+
+    engine: str
+    version: str
+    check: str
+    outcome: str
+    detail: str
+    date: str
+    python: str
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return self.engine, self.version, self.check
+
+
+def engines(path: Path = ROOT / "ci" / "matrix.toml") -> dict[str, Engine]:
+    data: dict[str, dict[str, Any]] = tomllib.loads(path.read_text())
+    made = {}
+    for name, fields in data.items():
+        versions = {check: tuple(fields.pop(check)) for check in CHECKS}
+        made[name] = Engine(name=name, run=versions["run"], seams=versions["seams"], **fields)
+    return made
+
+
+def load(path: Path = RESULTS) -> list[Row]:
+    if not path.is_file():
+        return []
+    return [Row(**row) for row in json.loads(path.read_text())["rows"]]
+
+
+def save(new: list[Row], path: Path = RESULTS) -> None:
+    """Put new rows in the place of older ones of the same check; rows of versions no longer listed go."""
+    wanted = {(e.name, version, check) for e in engines().values() for check in CHECKS for version in getattr(e, check)}
+    rows = {row.key: row for row in [*load(path), *new] if row.key in wanted}
+    ordered = sorted(rows.values(), key=lambda row: (row.engine, row.check, _parts(row.version)))
+    path.write_text(json.dumps({"schema": 1, "rows": [asdict(row) for row in ordered]}, indent=1) + "\n")
+
+
+def _parts(version: str) -> list[int]:
+    return [int(part) for part in version.replace("post", "").split(".")]

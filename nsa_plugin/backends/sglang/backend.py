@@ -1,0 +1,30 @@
+"""The attention backend that takes the place of SGLang's.
+
+It inherits everything, so that SGLang's isinstance checks and its speculative workers find what they
+expect, and adds the plugin's duties at start-up.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from nsa_plugin.backends.sglang.activation import process
+from nsa_plugin.backends.sglang.model import NEEDS_GPU
+from nsa_plugin.errors import NoProviderError
+
+
+def make(original: type) -> type:
+    """The plugin's subclass of the engine's backend class, which is only known once its module is loaded."""
+
+    class Backend(original):
+        # `wraps` keeps the signature, by which the ledger knows the class.
+        @functools.wraps(original.__init__)  # type: ignore[misc]
+        def __init__(self, model_runner: Any, *args: Any, **kwargs: Any) -> None:
+            if str(model_runner.device).partition(":")[0] == "cpu":
+                raise NoProviderError(NEEDS_GPU)
+            super().__init__(model_runner, *args, **kwargs)
+            process().backend_built(self, model_runner)
+
+    Backend.__name__ = Backend.__qualname__ = f"NsaPlugin{original.__name__}"
+    return Backend

@@ -1,0 +1,86 @@
+"""What SGLang knows of a model, in the plugin's terms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nsa_plugin.errors import NoProviderError, ShapeError
+from nsa_plugin.patches.ledger import TURN_OFF
+from nsa_plugin.shapes import ModelShape
+
+NEEDS_GPU = (
+    "DeepSeek sparse attention under SGLang needs a CUDA GPU, and this engine runs on a CPU: SGLang has no CPU "
+    f"kernels for it and no paged cache there. Serve on a GPU, or with vLLM on the CPU. {TURN_OFF}"
+)
+
+
+def has_sparse_attention(config: Any) -> bool:
+    """Whether a Hugging Face configuration (an object or a dict) describes an indexer."""
+    get = config.get if isinstance(config, dict) else lambda name, default=None: getattr(config, name, default)
+    text = get("text_config")
+    return get("index_topk") is not None or (text is not None and has_sparse_attention(text))
+
+
+def configured_for_cpu(server_args: Any) -> bool:
+    """Whether the engine is to run on a CPU, as far as its raw arguments say."""
+    import torch
+
+    device = getattr(server_args, "device", None)
+    return device == "cpu" or (device is None and not torch.cuda.is_available())
+
+
+def refuse_sparse_model_on_cpu(server_args: Any) -> None:
+    """Raise NoProviderError for a model with sparse attention on a CPU, before SGLang fails on it in its own way.
+
+    A configuration that cannot be read here is left to SGLang to complain about.
+    """
+    if not configured_for_cpu(server_args):
+        return
+    from transformers import PretrainedConfig
+
+    model_path = str(server_args.model_path)
+    try:
+        config, _ = PretrainedConfig.get_config_dict(model_path, revision=getattr(server_args, "revision", None))
+    except (OSError, ValueError):
+        return
+    if has_sparse_attention(config):
+        raise NoProviderError(f"{model_path}: {NEEDS_GPU}")
+
+
+def model_shape(backend: Any, model_runner: Any) -> ModelShape:
+    """The model as one rank of its attention group sees it.
+
+    Args:
+        backend: SGLang's attention backend, after its own start; it knows the rank's heads and the cache's format.
+        model_runner: the runner that it was built for.
+
+    Raises:
+        ShapeError: the cache's byte layout is none that the plugin knows.
+    """
+    model_config = model_runner.model_config
+    config = model_config.hf_text_config
+    scaled_fp8 = getattr(backend, "dsa_kv_cache_store_fp8", None)
+    if scaled_fp8 is None:
+        scaled_fp8 = backend.nsa_kv_cache_store_fp8
+    dtype = str(model_runner.kv_cache_dtype)
+    if scaled_fp8:
+        layout = "v32_fp8"
+    elif dtype == "torch.bfloat16":
+        layout = "bf16"
+    else:
+        raise ShapeError(
+            f"the KV cache holds {dtype} without scales; the plugin reads --kv-cache-dtype bfloat16, or fp8_e4m3 "
+            f"in the format of the FlashMLA kernels. {TURN_OFF}"
+        )
+    return ModelShape(
+        num_heads=model_config.num_attention_heads,
+        attn_tp_size=model_config.num_attention_heads // backend.num_q_heads,
+        kv_lora_rank=config.kv_lora_rank,
+        qk_nope_head_dim=config.qk_nope_head_dim,
+        qk_rope_head_dim=config.qk_rope_head_dim,
+        v_head_dim=config.v_head_dim,
+        index_topk=config.index_topk,
+        index_n_heads=config.index_n_heads,
+        index_head_dim=config.index_head_dim,
+        kv_layout=layout,
+    )

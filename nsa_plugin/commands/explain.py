@@ -1,0 +1,290 @@
+"""``nsa-plugin explain``: one decision from flags, as `dispatch.decide` makes it in an engine."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict, fields
+from typing import Any
+
+from nsa_plugin.commands.output import add_json, console, print_json, table
+from nsa_plugin.devices import GIB, LIBRARIES, DeviceProfile, probe, synthetic
+from nsa_plugin.dispatch import decide, partition
+from nsa_plugin.errors import NoProviderError, SettingsError, ShapeError
+from nsa_plugin.plan import Plan
+from nsa_plugin.settings import ResolvedSettings, Settings, resolve
+from nsa_plugin.shapes import FAMILIES, BatchShape, ModelShape, Phase
+
+EXAMPLES = """examples:
+  a long prefill on eight H200s, 16 heads a rank, fp8 cache:
+    nsa-plugin explain --model v3.2 --sm 90 --heads 16 --tp 8 --kv-dtype fp8_e4m3 \\
+        --phase extend --q-tokens 13000 --max-kv 65536
+  what this machine would do with a decode batch of 64 requests:
+    nsa-plugin explain --phase decode --requests 64 --q-tokens 64 --max-kv 8192
+  a mixed prefill, request by request as rows:context, and how it is split:
+    nsa-plugin explain --sm 90 --lengths 300:300,512:9000,800:800
+  with a setting changed and without DeepGEMM:
+    nsa-plugin explain --sm 90 --libraries flash_mla,fa3 --logits-budget-mb 128 --q-tokens 4096 --max-kv 131072"""
+
+# Settings that say whether and how to serve, and nothing about a batch.
+_NOT_ABOUT_BATCHES = ("enabled", "strict", "trace", "report", "fault")
+
+_LAYOUTS = {
+    ("v3.2", "bf16"): "bf16",
+    ("v3.2", "fp8_e4m3"): "v32_fp8",
+    ("v4", "bf16"): "bf16",
+    ("v4", "fp8_e4m3"): "v4_fp8",
+}
+# Dimensions of the released models, where they differ from ModelShape's defaults.
+_FAMILY_DIMS: dict[str, dict[str, int]] = {
+    "v3.2": {},
+    "v4": {"qk_nope_head_dim": 448, "v_head_dim": 512, "index_topk": 512, "sliding_window": 128},
+}
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _gigabytes(text: str) -> int:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of GiB above 0")
+    return int(value * GIB)
+
+
+def _libraries(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    unknown = [name for name in names if name not in LIBRARIES]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"unknown library {', '.join(unknown)}; allowed: {', '.join(LIBRARIES)}")
+    return names
+
+
+def _lengths(text: str) -> list[tuple[int, int]]:
+    pairs = []
+    for part in text.split(","):
+        rows, colon, context = part.strip().partition(":")
+        if not (colon and rows.isdecimal() and context.isdecimal()):
+            raise argparse.ArgumentTypeError(f"{part!r} is not ROWS:CONTEXT, two whole numbers of tokens")
+        pairs.append((int(rows), int(context)))
+    return pairs
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = f"{EXAMPLES}\n\n{parser.epilog}"
+    add_json(parser)
+    model = parser.add_argument_group("model, as one rank sees it")
+    model.add_argument("--model", choices=FAMILIES, default="v3.2", help="family (default: %(default)s)")
+    model.add_argument(
+        "--heads", type=_positive, metavar="N", help="query heads of a rank (default: the model's 128 over --tp)"
+    )
+    model.add_argument(
+        "--tp", type=_positive, default=1, metavar="N", help="ranks that share the heads (default: %(default)s)"
+    )
+    model.add_argument(
+        "--kv-dtype",
+        choices=("bf16", "fp8_e4m3"),
+        default="bf16",
+        help="type of the KV cache; fp8_e4m3 is the family's own layout (default: %(default)s)",
+    )
+    model.add_argument(
+        "--index-topk", type=_positive, metavar="N", help="tokens the indexer selects (default: the model's)"
+    )
+
+    batch = parser.add_argument_group("batch")
+    batch.add_argument(
+        "--phase",
+        choices=[str(p) for p in Phase],
+        default=str(Phase.EXTEND),
+        help="what it is for (default: %(default)s)",
+    )
+    batch.add_argument(
+        "--requests", type=_positive, metavar="N", help="requests (default: 1; one for each row of a decode)"
+    )
+    batch.add_argument(
+        "--q-tokens", type=_count, metavar="N", help="query rows over all requests (default: --requests)"
+    )
+    batch.add_argument("--max-kv", type=_count, metavar="N", help="longest context in tokens (default: --q-tokens)")
+    batch.add_argument(
+        "--total-kv",
+        type=_count,
+        metavar="N",
+        help="sum of the contexts in tokens (default: --max-kv for each request)",
+    )
+    batch.add_argument(
+        "--lengths",
+        type=_lengths,
+        metavar="ROWS:CONTEXT,...",
+        help="each request's rows and context instead of the five above; shows how the batch is split",
+    )
+    batch.add_argument("--cuda-graph", action="store_true", help="the batch is captured in a CUDA graph")
+    batch.add_argument(
+        "--context-parallel", action="store_true", help="the prefill is split over a context-parallel group"
+    )
+    batch.add_argument(
+        "--workspace-tokens",
+        type=_count,
+        default=0,
+        metavar="N",
+        help="most tokens that one-shot MHA may hold; 0 is no limit (default: %(default)s)",
+    )
+
+    device = parser.add_argument_group("device (default: this machine)")
+    device.add_argument(
+        "--sm", type=_count, metavar="N", help="describe a device of this SM version instead: 90, 100; 0 is a CPU"
+    )
+    device.add_argument(
+        "--libraries",
+        type=_libraries,
+        metavar="A,B",
+        help=f"its kernel libraries, of {', '.join(LIBRARIES)} (default: all)",
+    )
+    device.add_argument("--memory-gb", type=_gigabytes, metavar="GIB", help="its free memory in GiB (default: 70.5)")
+
+    settings = parser.add_argument_group("settings (default: the environment's NSA_PLUGIN_*, then the plugin's own)")
+    for field in fields(Settings):
+        if field.name not in _NOT_ABOUT_BATCHES:
+            settings.add_argument(
+                f"--{field.name.replace('_', '-')}",
+                dest=f"setting_{field.name}",
+                metavar="VALUE",
+                help=f"{field.metadata['allowed']} (default: {field.default})".replace("%", "%%"),
+            )
+
+
+def _model(args: argparse.Namespace) -> ModelShape:
+    dims = dict(_FAMILY_DIMS[args.model])
+    if args.index_topk:
+        dims["index_topk"] = args.index_topk
+    if args.heads:
+        dims["num_heads"] = args.heads * args.tp
+    return ModelShape(family=args.model, attn_tp_size=args.tp, kv_layout=_LAYOUTS[args.model, args.kv_dtype], **dims)
+
+
+def _batch(args: argparse.Namespace) -> BatchShape:
+    if Phase(args.phase) is Phase.IDLE:
+        return BatchShape(phase=Phase.IDLE)
+    decode = Phase(args.phase) is Phase.DECODE
+    requests = args.requests or ((args.q_tokens or 1) if decode else 1)
+    q_tokens = requests if args.q_tokens is None else args.q_tokens
+    if decode and q_tokens not in (0, requests):
+        raise ShapeError(f"a decode batch has one row a request: --q-tokens is {q_tokens}, --requests {requests}")
+    max_kv = q_tokens if args.max_kv is None else args.max_kv
+    total_kv = max_kv * requests if args.total_kv is None else args.total_kv
+    if not q_tokens <= total_kv <= max_kv * requests:
+        raise ShapeError(
+            f"the contexts of {requests} requests hold {total_kv} tokens together; with --q-tokens {q_tokens} and "
+            f"--max-kv {max_kv} that must be {q_tokens} to {max_kv * requests}"
+        )
+    return BatchShape(
+        phase=Phase(args.phase),
+        num_requests=min(requests, q_tokens),
+        num_tokens=q_tokens,
+        max_kv_len=max_kv,
+        total_kv_len=total_kv,
+        has_prefix=total_kv > q_tokens,
+        cuda_graph=args.cuda_graph,
+        context_parallel=args.context_parallel,
+        attention_workspace_tokens=args.workspace_tokens,
+    )
+
+
+def _device(args: argparse.Namespace) -> DeviceProfile:
+    if args.sm is None:
+        if args.libraries is not None or args.memory_gb is not None:
+            raise SettingsError("--libraries and --memory-gb describe a device that is not here: give its --sm too")
+        return probe()
+    memory = {} if args.memory_gb is None else {"memory_free": args.memory_gb, "memory_total": args.memory_gb}
+    return synthetic(args.sm, libraries=args.libraries, **memory)
+
+
+def _settings(args: argparse.Namespace) -> ResolvedSettings:
+    given = {name: value for name in Settings.names() if (value := getattr(args, f"setting_{name}", None)) is not None}
+    return resolve(flags=given, flag_source="the command line")
+
+
+def _parts(
+    args: argparse.Namespace, model: ModelShape, device: DeviceProfile, settings: Settings
+) -> list[tuple[tuple[int, ...] | None, BatchShape, Plan]]:
+    """Each part as (requests, its shape, its plan); requests is None where they were not listed."""
+    if args.lengths is None:
+        batch = _batch(args)
+        return [(None, batch, decide(model, batch, device, settings))]
+    if any(getattr(args, name) is not None for name in ("requests", "q_tokens", "max_kv", "total_kv")):
+        raise SettingsError(
+            "--lengths takes the place of --requests, --q-tokens, --max-kv and --total-kv: give one or the other"
+        )
+    parts = partition(
+        model,
+        [rows for rows, _ in args.lengths],
+        [context for _, context in args.lengths],
+        Phase(args.phase),
+        device,
+        settings,
+        cuda_graph=args.cuda_graph,
+        context_parallel=args.context_parallel,
+        attention_workspace_tokens=args.workspace_tokens,
+    )
+    return [(part.requests, part.batch, part.plan) for part in parts]
+
+
+def _plan_fields(plan: Plan) -> list[tuple[str, str, str]]:
+    """(field, choice, reason), the indexer's fields after its mode."""
+    data = plan.as_dict()
+    indexer = data.pop("indexer")
+    reasons = data.pop("reasons")
+    choices: dict[str, Any] = {
+        **data,
+        "indexer": indexer.pop("mode"),
+        **{f"indexer.{k}": v for k, v in indexer.items()},
+    }
+    return [(name, "-" if value == "" else str(value), reasons.get(name, "")) for name, value in choices.items()]
+
+
+def run(args: argparse.Namespace) -> int:
+    model, device, resolved = _model(args), _device(args), _settings(args)
+    inputs: dict[str, Any] = {
+        "model": asdict(model) | {"heads_per_rank": model.heads_per_rank},
+        "device": device.as_dict(),
+        "settings": asdict(resolved.settings),
+        "sources": dict(resolved.sources),
+        "notes": list(resolved.notes),
+    }
+    try:
+        parts = _parts(args, model, device, resolved.settings)
+    except NoProviderError as error:
+        if args.json:
+            print_json({**inputs, "error": str(error)})
+        else:
+            console().print(f"No route: {error}")
+        return 1
+    if args.json:
+        routed = [
+            {"requests": requests, "batch": asdict(batch), "plan": plan.as_dict()} for requests, batch, plan in parts
+        ]
+        print_json({**inputs, **(routed[0] if args.lengths is None else {"parts": routed})})
+        return 0
+    out = console()
+    heads = f"{model.heads_per_rank} heads a rank, {model.attn_tp_size} ranks"
+    out.print(f"model:  {model.family}, {heads}, {model.kv_layout} cache, index_topk {model.index_topk}")
+    out.print(f"device: {device.describe()}")
+    for note in resolved.notes:
+        out.print(f"note:   {note}")
+    for requests, batch, plan in parts:
+        which = "" if requests is None else f"requests {', '.join(map(str, requests))}: "
+        rows = table(f"{which}{batch.num_tokens} query rows over {batch.total_kv_len} tokens", "field", "choice", "why")
+        for row in _plan_fields(plan):
+            rows.add_row(*row)
+        out.print(rows)
+    return 0

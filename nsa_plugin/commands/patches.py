@@ -1,0 +1,154 @@
+"""``nsa-plugin patches``: the ledger, and what the installed engine says to it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from packaging.version import InvalidVersion, Version
+
+from nsa_plugin.commands.engines import ENGINES, Engine, holds
+from nsa_plugin.commands.output import add_json, console, print_json, table
+from nsa_plugin.devices import probe
+from nsa_plugin.errors import SettingsError
+from nsa_plugin.patches.ledger import Need, Patch
+
+EPILOG = """states:
+  found       the object is there, with the expected parameters
+  missing     it is not, or it changed: the plugin would refuse to start
+  not_needed  the engine no longer needs the patch
+  unused      not part of this version
+  elsewhere   for another kind of device than this one
+  -           not asked: no engine is installed, or --version or --no-probe was given"""
+
+_PROBE_TIMEOUT_S = 600
+
+
+def _version(text: str) -> Version:
+    try:
+        return Version(text)
+    except InvalidVersion:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a version such as 0.32.0") from None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = f"{EPILOG}\n\n{parser.epilog}"
+    add_json(parser)
+    parser.add_argument("--engine", choices=tuple(ENGINES), help="only this engine")
+    parser.add_argument(
+        "--version", type=_version, metavar="V", help="the targets of this engine version; needs --engine"
+    )
+    parser.add_argument("--no-probe", action="store_true", help="do not import the installed engine")
+
+
+def live_states(engine: Engine, version: Version, patches: list[Patch]) -> dict[str, tuple[str, str]]:
+    """State and detail of each patch by name, from a process that imports the engine."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "states.json"
+        command = [sys.executable, "-m", "nsa_plugin.commands.live", engine.name, str(version), str(file)]
+        try:
+            done = subprocess.run(
+                [*command, *(patch.name for patch in patches)],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                timeout=_PROBE_TIMEOUT_S,
+            )
+        except subprocess.TimeoutExpired:
+            return {p.name: ("missing", f"importing {engine.name} took over {_PROBE_TIMEOUT_S} s") for p in patches}
+        if file.is_file():
+            return {name: (state, detail) for name, (state, detail) in json.loads(file.read_text()).items()}
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        reason = f"importing {engine.name} ended the process with {done.returncode}: {last}"
+        return {patch.name: ("missing", reason) for patch in patches}
+
+
+def _states(engine: Engine, asked: Version | None, no_probe: bool) -> dict[str, tuple[str, str]]:
+    patches: tuple[Patch, ...] = engine.ledger.PATCHES
+    found = engine.installed()
+    version = asked or (found[1] if found else None)
+    if version is None:
+        return {patch.name: ("-", "") for patch in patches}
+    states = {
+        patch.name: ("-", "") if patch.target(version) else ("unused", f"not part of {engine.name} {version}")
+        for patch in patches
+    }
+    if asked or no_probe:
+        return states
+    other = Need.GPU if probe().kind == "cpu" else Need.CPU
+    here = [patch for patch in patches if patch.target(version) and patch.need is not other]
+    states |= {patch.name: ("elsewhere", f"only on a {patch.need.upper()}") for patch in patches if patch.need is other}
+    return states | live_states(engine, version, here)
+
+
+def _entry(patch: Patch, version: Version | None, state: tuple[str, str]) -> dict[str, Any]:
+    target = patch.target(version) if version else None
+    return {
+        "name": patch.name,
+        "need": str(patch.need),
+        "changes": bool(patch.replacement),
+        "targets": [asdict(t) for t in patch.targets],
+        "target": target.path if target else "",
+        "why": patch.why,
+        "upstream": patch.upstream,
+        "remove_when": patch.remove_when,
+        "state": state[0],
+        "detail": state[1],
+    }
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.version and not args.engine:
+        raise SettingsError("--version needs --engine: say whose version it is, one of " + ", ".join(ENGINES))
+    report: list[dict[str, Any]] = []
+    for engine in [ENGINES[args.engine]] if args.engine else ENGINES.values():
+        found = engine.installed()
+        version = args.version or (found[1] if found else None)
+        states = _states(engine, args.version, args.no_probe)
+        report.append(
+            {
+                "engine": engine.name,
+                "supported": engine.ledger.SUPPORTED,
+                "installed": str(found[1]) if found else "",
+                "version": str(version) if version else "",
+                "in_range": version is None or holds(engine.ledger.SUPPORTED, version),
+                "patches": [_entry(patch, version, states[patch.name]) for patch in engine.ledger.PATCHES],
+            }
+        )
+    ok = all(e["in_range"] and not any(p["state"] == "missing" for p in e["patches"]) for e in report)
+    if args.json:
+        print_json({"ok": ok, "engines": report})
+    else:
+        _show(report)
+    return 0 if ok else 1
+
+
+def _show(report: list[dict[str, Any]]) -> None:
+    out = console()
+    for engine in report:
+        version = engine["version"] and f"; targets of {engine['version']}"
+        installed = engine["installed"] or "not installed"
+        title = f"{engine['engine']}: supported {engine['supported']}, installed: {installed}{version}"
+        rows = table(title, "patch", "state", "what and why")
+        rows.show_lines = True
+        for patch in engine["patches"]:
+            lines = [f"{t['path']} ({t['versions'] or 'every version'})" for t in patch["targets"]]
+            if not patch["changes"]:
+                lines.append("built on, not changed")
+            lines.append(patch["why"])
+            if patch["upstream"]:
+                lines.append(f"upstream: {patch['upstream']}")
+            if patch["remove_when"]:
+                lines.append(f"removed when {patch['remove_when']}")
+            if patch["state"] in ("missing", "not_needed"):
+                lines.append(f"{patch['state']}: {patch['detail']}")
+            rows.add_row(f"{patch['name']}\n({patch['need']})", patch["state"], "\n".join(lines))
+        out.print(rows)
+        if not engine["in_range"]:
+            out.print(f"{engine['engine']} {engine['version']} is outside the supported range {engine['supported']}")

@@ -1,0 +1,109 @@
+"""The indexer's part of a plan: who scores, how many rows at a time, who schedules.
+
+Row chunks follow sglang #13646 (float32 logits of [rows, context] ran out of memory under tensor
+parallelism) and #25502 (DeepGEMM's scheduling metadata has a row limit of its own).
+"""
+
+from __future__ import annotations
+
+from nsa_plugin.candidates import Case, capability_refusal
+from nsa_plugin.capabilities import Op
+from nsa_plugin.devices import MIB
+from nsa_plugin.errors import NoProviderError
+from nsa_plugin.plan import IndexerMode, IndexerPlan
+
+# V4's indexer scores keys that are compressed by this factor.
+V4_COMPRESSION = 4
+LOGIT_BYTES = 4
+
+
+def topk_plan(case: Case, attention_provider: str) -> tuple[IndexerPlan, dict[str, str]]:
+    """The plan of an indexer that selects, and its reasons.
+
+    Args:
+        attention_provider: the library that attends; on a GPU the reference indexer runs beside the
+            reference attention only.
+
+    Raises:
+        NoProviderError: no installed library takes the model's indexer.
+    """
+    model, batch = case.model, case.batch
+    provider, why_provider = _provider(case, attention_provider)
+    rows, why_rows = _rows_per_chunk(case)
+    metadata, why_metadata = _metadata_provider(case, provider)
+    plan = IndexerPlan(mode=IndexerMode.TOPK, provider=provider, rows_per_chunk=rows, metadata_provider=metadata)
+    return plan, {
+        "indexer": f"{model.index_topk} tokens are selected for each of {batch.num_tokens} query rows",
+        "indexer.provider": why_provider,
+        "indexer.rows_per_chunk": why_rows,
+        "indexer.metadata_provider": why_metadata,
+    }
+
+
+def _provider(case: Case, attention_provider: str) -> tuple[str, str]:
+    model, device = case.model, case.device
+    refused: list[str] = []
+    for library in ("deep_gemm", "triton", "reference"):
+        refusal = _refusal(case, library, attention_provider)
+        if refusal is None:
+            why = f"{library} is the first that scores {model.index_n_heads} indexer heads on {device.where}"
+            if refused and device.kind != "cpu":
+                why += f"; better ones refused: {'; '.join(refused)}"
+            return library, why
+        refused.append(f"{library}: {refusal}")
+    raise NoProviderError(
+        f"no installed kernel library selects tokens for {model.index_n_heads} indexer heads of "
+        f"{model.index_head_dim} elements on {device.where}: {'; '.join(refused)}"
+    )
+
+
+def _refusal(case: Case, library: str, attention_provider: str) -> str | None:
+    model, device = case.model, case.device
+    entry = device.libraries.get(library)
+    if entry is None or not entry.available:
+        return entry.reason if entry else "unknown to this device profile"
+    if library == "reference" and device.kind != "cpu" and attention_provider != "reference":
+        return "plain torch, taken on a GPU only beside a reference attention that a setting asks for"
+    capability = device.capability(library, Op.INDEXER_TOPK)
+    if capability is None:
+        return f"no {Op.INDEXER_TOPK} kernel on {device.where}"
+    if capability.heads_given(model.index_n_heads) != model.index_n_heads:
+        # More heads would need keys and zero weights for them; nothing pads an indexer.
+        return f"takes {capability.heads_in_words} indexer heads; the model has {model.index_n_heads}"
+    return capability_refusal(
+        capability, heads=model.index_n_heads, rows=case.batch.num_tokens, dims=(model.index_head_dim,)
+    )
+
+
+def _rows_per_chunk(case: Case) -> tuple[int, str]:
+    """(query rows whose float32 logits are held at once, why)."""
+    batch, settings = case.batch, case.settings
+    scored = batch.max_kv_len if case.model.family == "v3.2" else -(-batch.max_kv_len // V4_COMPRESSION)
+    row_bytes = LOGIT_BYTES * max(scored, 1)
+    asked, quarter = settings.logits_budget_mb * MIB, case.device.memory_free // 4
+    budget = min(asked, quarter)
+    source = "logits_budget_mb" if asked <= quarter else "a quarter of the free memory"
+    limit = f"{budget / MIB:.1f} MiB ({source})"
+    fit = budget // row_bytes
+    if fit >= batch.num_tokens:
+        return batch.num_tokens, f"the logits of all {batch.num_tokens} rows, {row_bytes} B each, fit {limit}"
+    if fit == 0:
+        return 1, f"the logits of one row take {row_bytes} B, more than {limit}, so it goes row by row"
+    # Few distinct row counts, so that kernels specialised on them are not rebuilt for every batch.
+    bucket = 1 << (fit.bit_length() - 1)
+    return bucket, f"{fit} rows of {row_bytes} B of logits fit {limit}, rounded down to a power of two"
+
+
+def _metadata_provider(case: Case, provider: str) -> tuple[str, str]:
+    """(library of the paged logits' scheduling metadata or "", why)."""
+    batch, device = case.batch, case.device
+    if provider != "deep_gemm":
+        return "", f"{provider} needs no scheduling metadata"
+    if case.model.family == "v3.2" and case.extend:
+        return "", "a prefill's logits are ragged, and only paged ones are scheduled"
+    capability = device.capability("deep_gemm", Op.INDEXER_METADATA)
+    limit = capability.max_rows if capability else 0
+    if limit is None or batch.num_tokens <= limit:
+        return "deep_gemm", f"{batch.num_tokens} rows are within what the installed DeepGEMM schedules"
+    library = "triton" if device.has("triton", Op.INDEXER_METADATA) else "reference"
+    return library, f"{batch.num_tokens} rows exceed the {limit} that the installed DeepGEMM schedules here"

@@ -1,0 +1,240 @@
+"""The ledger of SGLang: every object of it that the plugin changes, or builds on, version by version.
+
+SGLang renamed NSA to DSA in 0.5.13; the old modules that are left (`nsa_backend`, until 0.5.20) raise when
+they are imported, so no target goes through them.
+"""
+
+from __future__ import annotations
+
+from nsa_plugin.patches.ledger import Kind, Need, Patch, Target
+
+ENGINE = "sglang"
+SUPPORTED = ">=0.5.11,<0.5.24"
+
+_SRT = "sglang.srt"
+_HOOKS = "nsa_plugin.backends.sglang.activation"
+_NSA = ">=0.5.11,<0.5.13"
+_DSA = ">=0.5.13"
+# Open at the top: a newer SGLang is to be told that it is not supported, and that takes these.
+_ANY = ">=0.5.11"
+
+_NSA_BACKEND = f"{_SRT}.layers.attention.nsa_backend:NativeSparseAttnBackend"
+_DSA_BACKEND = f"{_SRT}.layers.attention.dsa_backend:DeepseekSparseAttnBackend"
+
+BOOTSTRAP = (
+    Patch(
+        name="sglang.flags",
+        engine=ENGINE,
+        need=Need.BOOTSTRAP,
+        targets=(Target(path=f"{_SRT}.server_args:ServerArgs.add_cli_args", params=("parser",), versions=_ANY),),
+        replacement=f"{_HOOKS}:wrap_add_cli_args",
+        why="SGLang has no hook for a plugin's own flags.",
+        remove_when="SGLang lets a plugin declare flags",
+    ),
+    Patch(
+        name="sglang.flag-values",
+        engine=ENGINE,
+        need=Need.BOOTSTRAP,
+        targets=(Target(path=f"{_SRT}.server_args:ServerArgs.from_cli_args", params=("args",), versions=_ANY),),
+        replacement=f"{_HOOKS}:wrap_from_cli_args",
+        why="Flags that are not fields of ServerArgs are dropped here; the plugin's are kept for the schedulers.",
+        remove_when="SGLang lets a plugin declare flags",
+    ),
+    Patch(
+        name="sglang.gate",
+        engine=ENGINE,
+        need=Need.BOOTSTRAP,
+        targets=(
+            Target(
+                path=f"{_SRT}.server_args:ServerArgs.__post_init__",
+                params=("self",),
+                versions=">=0.5.11,<0.5.19",
+            ),
+            Target(path=f"{_SRT}.server_args:ServerArgs.resolve_once", params=("self",), versions=">=0.5.19"),
+        ),
+        replacement=f"{_HOOKS}:wrap_resolve",
+        why="SGLang logs and forgets what a plugin raises while it is loaded. Every way to a running engine passes "
+        "here, outside that net and before a process is started: the settings and the ledger are checked here.",
+        remove_when="SGLang lets a plugin refuse to start",
+    ),
+)
+
+SCHEDULER = (
+    Patch(
+        name="sglang.scheduler",
+        engine=ENGINE,
+        need=Need.BOOTSTRAP,
+        targets=(
+            Target(
+                path=f"{_SRT}.managers.scheduler:Scheduler.__init__",
+                params=("self", "server_args", "port_args"),
+                versions=_ANY,
+            ),
+        ),
+        replacement=f"{_HOOKS}:wrap_scheduler_init",
+        why="The first place in a scheduler process outside the net that swallows a plugin's errors, and before the "
+        "model is built: the other patches are applied and verified here.",
+        remove_when="SGLang lets a plugin refuse to start",
+    ),
+)
+
+ENABLED = (
+    Patch(
+        name="sglang.backend",
+        engine=ENGINE,
+        need=Need.ENABLED,
+        targets=(
+            Target(path=_NSA_BACKEND, kind=Kind.CLASS, params=("self", "model_runner"), versions=_NSA),
+            Target(path=_DSA_BACKEND, kind=Kind.CLASS, params=("self", "model_runner"), versions=_DSA),
+        ),
+        replacement="nsa_plugin.backends.sglang.backend:make",
+        why="The attention backend of DeepSeek sparse attention. Its registered name stays, because SGLang keys the "
+        "model's MLA route and its speculative workers on that name; every user of the class imports it from here "
+        "when it builds one.",
+        upstream="sglang #12788, #13544, #13646",
+        remove_when="SGLang takes the decisions of these changes itself",
+    ),
+)
+
+
+def _requirement(name: str, need: Need, why: str, *targets: Target) -> Patch:
+    return Patch(name=f"sglang.{name}", engine=ENGINE, need=need, targets=targets, why=why)
+
+
+def _method(name: str, *params: str, versions: str = "") -> tuple[Target, ...]:
+    """A method of the attention backend, before and after the renaming; {x} in the name is nsa or dsa."""
+    both = (
+        Target(path=f"{_NSA_BACKEND}.{name.format(x='nsa')}", params=("self", *params), versions=_NSA),
+        Target(path=f"{_DSA_BACKEND}.{name.format(x='dsa')}", params=("self", *params), versions=_DSA),
+    )
+    return both if not versions else (Target(path=both[1].path, params=both[1].params, versions=versions),)
+
+
+def _renamed(module: str, name: str, *params: str, kind: Kind = Kind.FUNCTION) -> tuple[Target, ...]:
+    """An object whose module and name carry nsa, then dsa, at each {x}."""
+    return tuple(
+        Target(path=f"{_SRT}.{module.format(x=x)}:{name.format(x=x)}", params=params, kind=kind, versions=versions)
+        for x, versions in (("nsa", _NSA), ("dsa", _DSA))
+    )
+
+
+_REGISTRY = "layers.attention.attention_registry"
+_FORWARD = ("q", "k", "v", "layer", "forward_batch", "save_kv_cache", "q_rope", "k_rope", "topk_indices")
+
+REQUIREMENTS = (
+    _requirement(
+        "registered",
+        Need.ENABLED,
+        "The model runner builds the backend through this entry, which imports the class when it is called.",
+        *_renamed(_REGISTRY, "ATTENTION_BACKENDS[{x}]", "runner"),
+    ),
+    _requirement(
+        "registered-alias",
+        Need.ENABLED,
+        "--attention-backend nsa still works after the renaming and leads to the same class.",
+        Target(path=f"{_SRT}.{_REGISTRY}:ATTENTION_BACKENDS[nsa]", params=("runner",), versions=_DSA),
+    ),
+    _requirement(
+        "draft-decode",
+        Need.GPU,
+        "Speculative decoding builds the backend here without the registry, importing the class when it is called.",
+        *_renamed("speculative.draft_utils", "DraftBackendFactory._create_{x}_decode_backend", "self"),
+    ),
+    _requirement(
+        "draft-prefill",
+        Need.GPU,
+        "As for draft-decode, for the draft model's prefill.",
+        *_renamed("speculative.draft_utils", "DraftBackendFactory._create_{x}_prefill_backend", "self"),
+    ),
+    _requirement(
+        "draft-steps",
+        Need.GPU,
+        "Holds one backend a draft step; it takes the class from its module's globals, so it gets the plugin's.",
+        Target(
+            path=f"{_SRT}.layers.attention.nsa_backend:NativeSparseAttnMultiStepBackend",
+            kind=Kind.CLASS,
+            params=("self", "model_runner", "topk", "speculative_num_steps"),
+            versions=_NSA,
+        ),
+        Target(
+            path=f"{_SRT}.layers.attention.dsa_backend:DeepseekSparseAttnMultiStepBackend",
+            kind=Kind.CLASS,
+            params=("self", "model_runner", "topk", "speculative_num_steps"),
+            versions=_DSA,
+        ),
+    ),
+    _requirement(
+        "metadata",
+        Need.GPU,
+        "Prepares a batch: where one Plan a batch is made.",
+        *_method("init_forward_metadata", "forward_batch"),
+    ),
+    _requirement(
+        "metadata-out-graph",
+        Need.GPU,
+        "The part of the preparation that stays outside a CUDA graph; before 0.5.13 capture and replay had one each.",
+        *_method("init_forward_metadata_out_graph", "forward_batch", "in_capture", versions=_DSA),
+    ),
+    _requirement(
+        "prefill-impl",
+        Need.GPU,
+        "Decides between dense MHA and a sparse kernel for a prefill batch.",
+        *_method("set_{x}_prefill_impl", "forward_batch"),
+    ),
+    _requirement(
+        "extend", Need.GPU, "Attention of prefill, verify and draft rows.", *_method("forward_extend", *_FORWARD)
+    ),
+    _requirement("decode", Need.GPU, "Attention of decode rows.", *_method("forward_decode", *_FORWARD)),
+    _requirement(
+        "dense",
+        Need.GPU,
+        "Dense MHA over a prefill's own keys.",
+        *_method("_forward_standard_mha", "q", "k", "v", "layer", "forward_batch", "metadata"),
+    ),
+    _requirement(
+        "flashmla-sparse",
+        Need.GPU,
+        "The sparse prefill kernel, with its head padding.",
+        *_method("_forward_flashmla_sparse", "q_all", "kv_cache", "v_head_dim", "page_table_1", "sm_scale"),
+    ),
+    _requirement(
+        "trtllm",
+        Need.GPU,
+        "The TRT-LLM kernels of decode, verify and draft rows.",
+        *_method("_forward_trtllm", "q", "k", "v", "layer", "forward_batch", "seq_lens", "topk_indices"),
+    ),
+    _requirement(
+        "pad-topk",
+        Need.GPU,
+        "Pads the selection to the rows that MLP-sync padded the batch to.",
+        *_method("_pad_topk_indices", "topk_indices", "num_tokens"),
+    ),
+    _requirement(
+        "indexer-metadata",
+        Need.GPU,
+        "What the backend hands the indexer, top-k included.",
+        *_method("get_indexer_metadata", "layer_id", "forward_batch"),
+    ),
+    _requirement(
+        "indexer-ragged",
+        Need.GPU,
+        "The indexer's selection for prefill, where its logits are bounded.",
+        *_renamed(
+            "layers.attention.{x}.{x}_indexer",
+            "Indexer._get_topk_ragged",
+            *("self", "enable_dual_stream", "forward_batch", "layer_id", "q_fp8", "weights", "metadata"),
+        ),
+    ),
+    _requirement(
+        "indexer-paged",
+        Need.GPU,
+        "The indexer's selection for decode, from the paged key cache.",
+        *_renamed(
+            "layers.attention.{x}.{x}_indexer",
+            "Indexer._get_topk_paged",
+            *("self", "forward_batch", "layer_id", "q_fp8", "weights", "metadata"),
+        ),
+    ),
+)
+
+PATCHES = BOOTSTRAP + SCHEDULER + ENABLED + REQUIREMENTS
