@@ -29,7 +29,7 @@ COMMANDS = {
     "doctor": ("nsa_plugin.commands.doctor", "what is installed here, what works and what does not, and why"),
     "explain": ("nsa_plugin.commands.explain", "one routing decision from flags: the route and the reasons"),
     "patches": ("nsa_plugin.commands.patches", "every change to an engine: target, reason, when it can go"),
-    "demo": ("nsa_plugin.demo.run", "serve a small model with a real engine and compare every token"),
+    "demo": ("nsa_plugin.commands.demo", "serve a small model with a real engine and compare every token"),
 }
 
 EXAMPLES = """examples:

@@ -77,13 +77,10 @@ def _parse_trace(value: object) -> str:
         raise ValueError("off, log, or a path that ends in .jsonl") from None
 
 
-def _parse_path(suffix: str) -> Callable[[object], str]:
-    def parse(value: object) -> str:
-        if isinstance(value, str) and (not value or value.strip().endswith(suffix)):
-            return value.strip()
-        raise ValueError(f"a path that ends in {suffix}, or empty for none")
-
-    return parse
+def _parse_path(value: object) -> str:
+    if isinstance(value, str) and (not value or value.strip().endswith(".json")):
+        return value.strip()
+    raise ValueError("a path that ends in .json, or empty for none")
 
 
 def _setting(default: Any, parse: Callable[[object], Any], allowed: str, doc: str) -> Any:
@@ -157,16 +154,9 @@ class Settings:
     )
     report: str = _setting(
         "",
-        _parse_path(".json"),
+        _parse_path,
         "empty, PATH.json",
         "Write the start-up report to this file as JSON, beside the log.",
-    )
-    record_topk: str = _setting(
-        "",
-        _parse_path(".jsonl"),
-        "empty, PATH.jsonl",
-        "For tests and demonstrations only: append every selection of the indexer to this file, layer by layer, so "
-        "that a reference model can be given the same tokens to attend. Slow.",
     )
     fault: str = _setting(
         "none",

@@ -64,7 +64,15 @@ class StartupReport:
             if source != "default"
         ]
         lines.append("  settings: " + ("; ".join(chosen) or "all at their defaults"))
-        lines += [f"  patch {s.patch.name}: {s.state} ({s.detail}) - {s.patch.why}" for s in self.statuses]
+        for state, label in (
+            ("applied", "patches applied"),
+            ("not_needed", "not needed"),
+            ("unused", "not in this version"),
+        ):
+            if named := [s for s in self.statuses if s.state == state]:
+                lines.append(f"  {label}: " + ", ".join(s.patch.name for s in named))
+        if checked := sum(s.state == "required" for s in self.statuses):
+            lines.append(f"  checked: {checked} more objects of {self.engine}, all as the plugin expects them")
         lines += [f"  note: {note}" for note in self.all_notes()]
         return "\n".join(lines)
 
@@ -99,12 +107,6 @@ class StartupReport:
             temporary = Path(f"{path}.{os.getpid()}")
             temporary.write_text(json.dumps(self.as_dict(), indent=2) + "\n")
             temporary.replace(path)
-
-
-def append_line(path: str, entry: dict[str, Any]) -> None:
-    """Append an object as one JSON line; a single write, so that lines of several processes do not mix."""
-    with open(path, "a") as file:
-        file.write(json.dumps(entry, separators=(",", ":")) + "\n")
 
 
 @dataclass

@@ -262,6 +262,10 @@ def test_few_heads_take_the_few_head_kernel_first() -> None:
             "flash_mla sparse_prefill: takes selections in multiples of 128 tokens; the model's is 2000",
         ),
         (
+            replace(V4, kv_layout="bf16", sliding_window=100),
+            "flash_mla sparse_prefill: takes selections in multiples of 128 tokens; the model's is 100",
+        ),
+        (
             replace(V32, kv_lora_rank=64),
             "flash_mla sparse_prefill: takes heads of (576, 512) or (512, 512) elements; the model's have (128, 64)",
         ),
@@ -270,7 +274,7 @@ def test_few_heads_take_the_few_head_kernel_first() -> None:
             "flash_mla sparse_decode: takes 64 or 128 heads; there are 256",
         ),
     ],
-    ids=["topk", "dims", "heads"],
+    ids=["topk", "window", "dims", "heads"],
 )
 def test_a_kernel_that_does_not_take_the_model_is_refused(model: ModelShape, reason: str) -> None:
     only = synthetic(90, libraries=("flash_mla", "deep_gemm"))

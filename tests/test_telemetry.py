@@ -53,7 +53,7 @@ def test_report_says_what_is_on_and_why() -> None:
     assert text.splitlines()[0] == f"nsa-plugin {__version__} on toy 1.2: serves DeepSeek sparse attention"
     assert "device: a CPU" in text
     assert "settings: all at their defaults" in text
-    assert "patch toy.serve: applied (toy:serve) - because" in text
+    assert "patches applied: toy.serve" in text
     assert "note" not in text
 
 

@@ -42,9 +42,12 @@ def library(name: str) -> ModuleType:
     if major not in (9, 10):
         pytest.skip(f"{name} has these kernels for SM90 and SM100, not for SM{major}{minor}")
     try:
-        return importlib.import_module(name)
+        module = importlib.import_module(name)
     except (ImportError, OSError) as error:
         pytest.skip(f"{name} does not import: {error}")
+    if name == "flash_mla" and not module.has_legacy():
+        pytest.skip("this flash_mla was built without its legacy kernels, which read these caches")
+    return module
 
 
 @pytest.fixture(autouse=True)
@@ -160,7 +163,7 @@ def flash_mla_decode(flash_mla: ModuleType, q, cache, indices, scale, sink, **ex
 
 @pytest.mark.parametrize("power_of_two_scales", [True, False])
 @pytest.mark.parametrize("with_sink", [False, True])
-@pytest.mark.parametrize(("batch", "s_q"), [(1, 1), (4, 3)])
+@pytest.mark.parametrize(("batch", "s_q"), [(2, 1), (4, 3)])
 @pytest.mark.parametrize("heads", [64, 128])
 def test_v32_decode(heads, batch, s_q, with_sink, power_of_two_scales):
     flash_mla = library("flash_mla")
@@ -185,7 +188,7 @@ def test_v32_decode(heads, batch, s_q, with_sink, power_of_two_scales):
 @pytest.mark.parametrize("with_extra", [False, True])
 @pytest.mark.parametrize("with_length", [False, True])
 @pytest.mark.parametrize(("page_size", "extra_page_size"), [(64, 64), (256, 64), (256, 2)])
-@pytest.mark.parametrize(("batch", "s_q"), [(1, 1), (4, 3)])
+@pytest.mark.parametrize(("batch", "s_q"), [(2, 1), (4, 3)])
 @pytest.mark.parametrize("heads", [64, 128])
 def test_v4_decode(heads, batch, s_q, page_size, extra_page_size, with_length, with_extra):
     flash_mla = library("flash_mla")

@@ -277,6 +277,7 @@ def test_slots_of_a_page_beyond_2_to_the_31_bytes():
     assert torch.equal(reference_read(cache, last), reference_read(small, torch.tensor([255, 0])))
 
 
+@pytest.mark.filterwarnings("ignore:Use of index_put_ on expanded tensors")
 def test_slot_numbers_beyond_2_to_the_31():
     # All pages are the same memory, so that the caches cost nothing. 48 does not divide 2 ** 32: a slot
     # number cut to 32 bits would be at another position of its page.

@@ -9,8 +9,9 @@ from nsa_plugin.patches.ledger import TURN_OFF
 from nsa_plugin.shapes import ModelShape
 
 NEEDS_GPU = (
-    "DeepSeek sparse attention under SGLang needs a CUDA GPU, and this engine runs on a CPU: SGLang has no CPU "
-    f"kernels for it and no paged cache there. Serve on a GPU, or with vLLM on the CPU. {TURN_OFF}"
+    "DeepSeek sparse attention under SGLang needs a GPU, and this engine is to run on a CPU, where SGLang has neither "
+    "kernels nor a paged cache for it. Serve it with SGLang on a GPU or with vLLM on the CPU; switching the plugin off "
+    "does not help, SGLang alone cannot serve it there either"
 )
 
 

@@ -21,7 +21,6 @@ from nsa_plugin.errors import PatchError
 from nsa_plugin.kernels import index_transform, indexer
 from nsa_plugin.kernels.kv_cache import PagedCache, open_cache, reference_read_codes, reference_write
 from nsa_plugin.plan import IndexerMode, IndexerPlan
-from nsa_plugin.telemetry import append_line
 
 
 @dataclass
@@ -109,8 +108,6 @@ def sparse_attn_indexer(
                 if attention.settings.fault == "shift_indices":
                     selected = shifted(selected, request.limits)
                 topk_indices_buffer[request.rows] = selected
-                if attention.settings.record_topk:
-                    record(attention.settings.record_topk, cache_prefix, request, selected)
 
 
 @dataclass
@@ -119,21 +116,19 @@ class _Request:
 
     Attributes:
         place: in the batch.
-        name: its id.
         rows: [q_len] int64, its query rows in the batch.
         limits: [q_len] int64, tokens that each row sees: all up to its own.
     """
 
     place: int
-    name: str
     rows: torch.Tensor
     limits: torch.Tensor
 
 
 def requests_of(group: Group) -> Iterator[_Request]:
     first = 0
-    for place, name, q_len, kv_len in zip(group.requests, group.names, group.q_lens, group.kv_lens, strict=True):
-        yield _Request(place, name, group.rows[first : first + q_len], torch.arange(kv_len - q_len, kv_len) + 1)
+    for place, q_len, kv_len in zip(group.requests, group.q_lens, group.kv_lens, strict=True):
+        yield _Request(place, group.rows[first : first + q_len], torch.arange(kv_len - q_len, kv_len) + 1)
         first += q_len
 
 
@@ -163,16 +158,6 @@ def select(
         topk,
         rows_per_chunk=plan.rows_per_chunk,
     )
-
-
-def record(path: str, cache_prefix: str, request: _Request, selected: torch.Tensor) -> None:
-    entry = {
-        "layer": cache_prefix,
-        "request_id": request.name,
-        "first_position": int(request.limits[0]) - 1,
-        "topk_indices": selected.tolist(),
-    }
-    append_line(path, entry)
 
 
 def shifted(selected: torch.Tensor, limits: torch.Tensor) -> torch.Tensor:
