@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from remotezip import RemoteIOError, RemoteZip
+from remotezip import RemoteZipError, RemoteZip
 
 from ci.rows import ROOT
 
@@ -74,7 +74,7 @@ class Wheel:
         if not kept.is_file():
             try:
                 _write(kept, self._open().read(path))
-            except RemoteIOError as error:
+            except RemoteZipError as error:
                 raise WheelError(f"{path} of {self.requirement} cannot be read: {error}") from error
         return kept.read_text(encoding="utf-8")
 
@@ -94,7 +94,7 @@ class Wheel:
             parts = urlsplit(url)
             try:
                 opened = zipfile.ZipFile(unquote(parts.path)) if parts.scheme == "file" else RemoteZip(url)
-            except (RemoteIOError, zipfile.BadZipFile):
+            except (RemoteZipError, zipfile.BadZipFile):
                 opened = zipfile.ZipFile(self._download())  # a server without ranges, or one that only pip can ask
             self._zip = self._exit.enter_context(opened)
         return self._zip

@@ -76,23 +76,25 @@ _MHA_DIMS = ((192, 128), (128, 128), (256, 256))
 # What each kernel takes, as its own host code checks it. `max_rows` comes from `ROW_LIMITS`.
 KERNELS: Mapping[str, tuple[Capability, ...]] = {
     "flash_mla": (
-        # flash_mla_sparse_fwd: bf16 rows; h_q in multiples of 64 on SM90 and of 128 on SM100
-        # (sglang #13646, dsa_backend.py `required_padding`); topk % (2 * 64) == 0.
+        # flash_mla_sparse_fwd: bf16 rows; h_q padded to 64 on SM90 and to 128 on SM100 (sglang #13646,
+        # dsa_backend.py `required_padding`), and on SM90 no other count than 64 and 128 is taken ("Unsupported
+        # h_q", seen on H200 with 96, 192 and 256); topk % (2 * B_TOPK) == 0 with B_TOPK 64.
         Capability(
             op=Op.SPARSE_MLA_PREFILL,
             layouts=("bf16",),
             sm_min=90,
             sm_max=90,
-            head_multiple=64,
+            head_counts=(64, 128),
             dims=(_V32_ROW, _V4_ROW),
             topk_multiple=128,
         ),
+        # sgl-flash-mla 1.0.0 has a 64-head kernel for SM100 as well; it is left out until it has been run.
         Capability(
             op=Op.SPARSE_MLA_PREFILL,
             layouts=("bf16",),
             sm_min=100,
             sm_max=109,
-            head_multiple=128,
+            head_counts=(128,),
             dims=(_V32_ROW, _V4_ROW),
             topk_multiple=128,
         ),
@@ -177,6 +179,7 @@ class RowLimit:
     Attributes:
         library, op: the kernel.
         distribution, versions: builds that the entry describes; "" = any build not described before it.
+        sm_min, sm_max: SM versions that it describes, inclusive.
         words_per_row, words: size of the arrays in 4-byte words; words_per_row 0 = no limit.
         static_bytes: the arrays are static, with this limit; 0 = dynamic, the device's own limit.
         multiple: rows are rounded up to this before they are counted.
@@ -186,12 +189,16 @@ class RowLimit:
     op: Op
     distribution: str = ""
     versions: str = ""
+    sm_min: int = _ANY_SM[0]
+    sm_max: int = _ANY_SM[1]
     words_per_row: int = 0
     words: int = 0
     static_bytes: int = 0
     multiple: int = 1
 
-    def describes(self, distribution: str, version: str) -> bool:
+    def describes(self, distribution: str, version: str, sm: int) -> bool:
+        if not self.sm_min <= sm <= self.sm_max:
+            return False
         if not self.distribution:
             return True
         if self.distribution != distribution:
@@ -202,6 +209,7 @@ class RowLimit:
             return False
 
     def rows(self, smem_per_block: int) -> int | None:
+        """Most rows of a call, or None; `smem_per_block` in bytes."""
         if not self.words_per_row:
             return None
         rows = ((self.static_bytes or smem_per_block) // 4 - self.words) // self.words_per_row
@@ -211,24 +219,35 @@ class RowLimit:
 # The first entry that describes the installed build counts. The last of each kernel is the strictest
 # known, so a build that nobody has looked at is not trusted with more.
 ROW_LIMITS: tuple[RowLimit, ...] = (
-    # sgl-flash-mla 1.0.0 keeps 3 arrays and has a low-shared-memory kernel beyond them
-    # ("using low-smem fallback kernel" in its binary); 32768 rows ran on an H200.
+    # sgl-flash-mla 1.0.0 keeps 3 arrays, and takes a low-shared-memory kernel where they do not fit: on
+    # an H200 19370 rows ran without it and 32768 with it.
     RowLimit(library="flash_mla", op=Op.SPARSE_MLA_DECODE, distribution="sgl-flash-mla", versions=">=1.0.0"),
     # get_decoding_sched_meta.cu: 4 * (5 * b + 1) bytes for b query rows (sglang #25502). 228 KiB
     # would be 11673 rows; an H200 grants a block 227 KiB, which is 11622.
     RowLimit(library="flash_mla", op=Op.SPARSE_MLA_DECODE, words_per_row=5, words=1),
-    # paged_mqa_logits_metadata: dynamic shared memory since 0.1.4 (`extern __shared__` in the wheel's
-    # scheduler/sm90_paged_mqa_logits.cuh), three arrays at most.
+    # paged_mqa_logits_metadata without `indices`, dynamic since 0.1.4: on SM90 one array of the rows (on
+    # an H200 58112 ran and 58144 failed its assertion), on SM100 two and a word a warp.
     RowLimit(
         library="deep_gemm",
         op=Op.INDEXER_METADATA,
         distribution="sgl-deep-gemm",
         versions=">=0.1.4",
-        words_per_row=3,
-        words=1,
+        sm_min=90,
+        sm_max=99,
+        words_per_row=1,
         multiple=32,
     ),
-    # Before: one static array of the rows, 48 KiB for ptxas (deepseek-ai/DeepGEMM #322, sglang #25484).
+    RowLimit(
+        library="deep_gemm",
+        op=Op.INDEXER_METADATA,
+        distribution="sgl-deep-gemm",
+        versions=">=0.1.4",
+        words_per_row=2,
+        words=33,
+        multiple=32,
+    ),
+    # Before: one static array, which CUDA 12's assembler holds to 48 KiB (deepseek-ai/DeepGEMM #322,
+    # sglang #25484); CUDA 13's took more rows of 0.1.3, and failed at 16384 (sglang #25855).
     RowLimit(library="deep_gemm", op=Op.INDEXER_METADATA, words_per_row=1, static_bytes=48 << 10, multiple=32),
 )
 
@@ -257,17 +276,23 @@ def kernels_of(
         sm: the device's SM version, 0 for a CPU.
         smem_per_block: most shared memory that a block may ask for, in bytes.
     """
+    limits = tuple(limit for limit in ROW_LIMITS if limit.library == library)
     return tuple(
-        _with_row_limit(library, kernel, distribution, version, smem_per_block)
+        _with_row_limit(kernel, limits, distribution, version, sm, smem_per_block)
         for kernel in kernels
         if kernel.sm_min <= sm <= kernel.sm_max
     )
 
 
 def _with_row_limit(
-    library: str, kernel: Capability, distribution: str, version: str, smem_per_block: int
+    kernel: Capability,
+    limits: Iterable[RowLimit],
+    distribution: str,
+    version: str,
+    sm: int,
+    smem_per_block: int,
 ) -> Capability:
-    for limit in ROW_LIMITS:
-        if (limit.library, limit.op) == (library, kernel.op) and limit.describes(distribution, version):
+    for limit in limits:
+        if limit.op == kernel.op and limit.describes(distribution, version, sm):
             return replace(kernel, max_rows=limit.rows(smem_per_block))
     return kernel

@@ -208,7 +208,7 @@ def token_shard(case: Case, route: Route) -> tuple[bool, str]:
     if mode == "auto" and not padding:
         return False, f"{route.library} takes {_count(model.heads_per_rank, 'head')} without padding"
     if mode == "auto" and not case.device.nvlink:
-        return False, "the device has no NVLink, and the exchange was measured over NVLink only"
+        return False, "no other GPU is reached over NVLink, and the exchange was measured over NVLink only"
     own = f"{model.heads_per_rank} padded to {padding}" if padding else str(model.heads_per_rank)
     return True, (
         f"{model.attn_tp_size} ranks take {case.sharded_load.rows} of {batch.num_tokens} query rows each with "

@@ -57,7 +57,7 @@ class DeviceProfile:
         memory_total, memory_free: bytes. Free is a reading at the time of the probe: an adapter replaces
             it (`dataclasses.replace`) once the engine has allocated its cache.
         smem_per_block: most shared memory that a block may ask for, in bytes; 0 for a CPU.
-        nvlink: the device has active NVLink connections.
+        nvlink: another GPU of the machine is reached over NVLink.
         libraries: every library of `LIBRARIES`, by name.
     """
 
@@ -288,19 +288,31 @@ def _cpu_memory() -> tuple[int, int]:
 
 
 def _has_nvlink(uuid: str) -> bool:
-    """Whether any NVLink of the device is up; False where NVML cannot be asked."""
+    """Whether another GPU of this machine is reached over NVLink; False where NVML cannot be asked."""
     try:
-        pynvml = importlib.import_module("pynvml")
-        pynvml.nvmlInit()
-    except Exception:  # NVML's errors are classes of a module that may not be there
+        nvml = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+    except Exception:  # pynvml may be missing, and so may the driver's library
         return False
     try:
-        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
-        return any(pynvml.nvmlDeviceGetNvLinkState(handle, link) for link in range(pynvml.NVML_NVLINK_MAX_LINKS))
-    except pynvml.NVMLError:
+        own = nvml.nvmlDeviceGetHandleByUUID(uuid)
+        return any(
+            _nvlink_between(nvml, own, nvml.nvmlDeviceGetHandleByIndex(index))
+            for index in range(nvml.nvmlDeviceGetCount())
+            if index != nvml.nvmlDeviceGetIndex(own)
+        )
+    except nvml.NVMLError:
         return False
     finally:
-        pynvml.nvmlShutdown()
+        nvml.nvmlShutdown()
+
+
+def _nvlink_between(nvml: Any, one: Any, other: Any) -> bool:
+    try:
+        status = nvml.nvmlDeviceGetP2PStatus(one, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
+    except nvml.NVMLError:
+        return False
+    return bool(status == nvml.NVML_P2P_STATUS_OK)
 
 
 # Opt-in shared memory of a block, where torch is too old to report it (CUDA C++ Programming Guide,

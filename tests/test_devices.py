@@ -33,7 +33,7 @@ OLD_FLASH_MLA = ("sglang-kernel", "0.4.5")
         ((90, "flash_mla"), Op.SPARSE_MLA_PREFILL, "bf16", 16, 64),
         ((90, "flash_mla"), Op.SPARSE_MLA_PREFILL, "bf16", 64, 64),
         ((90, "flash_mla"), Op.SPARSE_MLA_PREFILL, "bf16", 65, 128),
-        ((90, "flash_mla"), Op.SPARSE_MLA_PREFILL, "bf16", 130, 192),
+        ((90, "flash_mla"), Op.SPARSE_MLA_PREFILL, "bf16", 130, None),
         ((100, "flash_mla"), Op.SPARSE_MLA_PREFILL, "bf16", 16, 128),
         # Its decode kernel is instantiated for 64 and 128 heads on both.
         ((90, "flash_mla"), Op.SPARSE_MLA_DECODE, "v32_fp8", 1, 64),
@@ -128,8 +128,8 @@ def test_row_limit_of_flash_mla_belongs_to_the_build(build: tuple[str, str], sme
     ("build", "rows"),
     [
         (("sgl-deep-gemm", "0.1.3"), 12288),  # static arrays: 48 KiB
-        (("sgl-deep-gemm", "0.1.4.post1"), 19360),  # dynamic: three arrays in 227 KiB
-        (("sgl-deep-gemm", "0.2.3.post2"), 19360),
+        (("sgl-deep-gemm", "0.1.4.post1"), 58112),  # dynamic: one array in 227 KiB
+        (("sgl-deep-gemm", "0.2.3.post2"), 58112),
         (("deep-gemm", "2.5.0"), 12288),
         (("vllm", "0.32.0"), 12288),
     ],
@@ -138,6 +138,12 @@ def test_row_limit_of_deep_gemm_belongs_to_the_build(build: tuple[str, str], row
     capability = synthetic(90, versions={"deep_gemm": build}).capability("deep_gemm", Op.INDEXER_METADATA)
     assert capability is not None
     assert capability.max_rows == rows
+
+
+def test_row_limit_of_deep_gemm_on_sm100() -> None:
+    capability = synthetic(100).capability("deep_gemm", Op.INDEXER_METADATA)
+    assert capability is not None
+    assert capability.max_rows == 29024  # two arrays in 227 KiB
 
 
 def test_kernels_of_leaves_out_other_architectures() -> None:
@@ -256,7 +262,7 @@ class Site:
         importlib.invalidate_caches()
 
 
-FAKED = ("flash_mla", "deep_gemm", "sgl_kernel", "flashinfer", "vllm")
+FAKED = ("flash_mla", "deep_gemm", "sgl_kernel", "flashinfer", "vllm", "pynvml")
 
 
 @pytest.fixture
@@ -367,6 +373,53 @@ def test_an_extension_that_failed_silently_is_noticed(site: Site) -> None:
     library = probe().libraries["flash_mla"]
     assert not library.available
     assert "its extension does not load: undefined symbol" in library.reason
+
+
+NVML = """
+import collections
+NVML_P2P_CAPS_INDEX_NVLINK, NVML_P2P_STATUS_OK = 2, 0
+calls = collections.Counter()
+
+class NVMLError(Exception):
+    pass
+
+def nvmlInit():
+    calls["init"] += 1
+
+def nvmlShutdown():
+    calls["shutdown"] += 1
+
+def nvmlDeviceGetHandleByUUID(uuid):
+    assert uuid == "GPU-none"
+    return 1
+
+def nvmlDeviceGetHandleByIndex(index):
+    return index
+
+def nvmlDeviceGetIndex(handle):
+    return handle
+
+def nvmlDeviceGetCount():
+    return COUNT
+
+def nvmlDeviceGetP2PStatus(one, other, capability):
+    assert one != other and capability == NVML_P2P_CAPS_INDEX_NVLINK
+    if LINKS[other] is None:
+        raise NVMLError("not supported")
+    return LINKS[other]
+"""
+
+
+@pytest.mark.parametrize(
+    ("links", "nvlink"),
+    [("[0, 9]", True), ("[5, 9]", False), ("[None, 9, 0]", True), ("[None, 9]", False), ("[9]", False)],
+    ids=["linked", "pci", "one fails", "all fail", "alone"],
+)
+def test_nvlink_is_another_gpu_that_is_reached_over_it(site: Site, links: str, nvlink: bool) -> None:
+    text = f"{NVML}\nLINKS = {links}\nCOUNT = len(LINKS)\n"
+    site.add({"pynvml.py": text.replace("return 1\n", "return 0\n") if links == "[9]" else text})
+    assert probe().nvlink is nvlink
+    assert sys.modules["pynvml"].calls == {"init": 1, "shutdown": 1}
 
 
 def test_an_engines_kernels_are_found_without_importing_the_engine(site: Site) -> None:

@@ -22,8 +22,8 @@ EXAMPLES = """examples:
     nsa-plugin explain --phase decode --requests 64 --q-tokens 64 --max-kv 8192
   a mixed prefill, request by request as rows:context, and how it is split:
     nsa-plugin explain --sm 90 --lengths 300:300,512:9000,800:800
-  with a setting changed and without DeepGEMM:
-    nsa-plugin explain --sm 90 --libraries flash_mla,fa3 --logits-budget-mb 128 --q-tokens 4096 --max-kv 131072"""
+  with a smaller memory budget, and FA3 not installed:
+    nsa-plugin explain --sm 90 --libraries flash_mla,deep_gemm --logits-budget-mb 128 --q-tokens 4096 --max-kv 131072"""
 
 # Settings that say whether and how to serve, and nothing about a batch.
 _NOT_ABOUT_BATCHES = ("enabled", "strict", "trace", "report", "fault")
@@ -182,10 +182,12 @@ def _batch(args: argparse.Namespace) -> BatchShape:
         raise ShapeError(f"a decode batch has one row a request: --q-tokens is {q_tokens}, --requests {requests}")
     max_kv = q_tokens if args.max_kv is None else args.max_kv
     total_kv = max_kv * requests if args.total_kv is None else args.total_kv
+    if max_kv * requests < q_tokens:
+        raise ShapeError(f"--max-kv {max_kv} for {requests} requests holds fewer tokens than --q-tokens {q_tokens}")
     if not q_tokens <= total_kv <= max_kv * requests:
         raise ShapeError(
-            f"the contexts of {requests} requests hold {total_kv} tokens together; with --q-tokens {q_tokens} and "
-            f"--max-kv {max_kv} that must be {q_tokens} to {max_kv * requests}"
+            f"--total-kv is {total_kv}; allowed with --q-tokens {q_tokens}, --max-kv {max_kv} and {requests} "
+            f"requests: {q_tokens} to {max_kv * requests}"
         )
     return BatchShape(
         phase=Phase(args.phase),

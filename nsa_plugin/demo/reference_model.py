@@ -234,9 +234,7 @@ class ReferenceModel:
         closed = ~open_groups.repeat_interleave(c["n_routed_experts"] // c["n_group"], dim=1)
         eligible = biased.masked_fill(closed, -math.inf)
         experts = eligible.topk(c["num_experts_per_tok"], -1).indices
-        margin = torch.minimum(
-            _rank_gap(group_scores, c["topk_group"]), _rank_gap(eligible, c["num_experts_per_tok"])
-        )
+        margin = torch.minimum(_rank_gap(group_scores, c["topk_group"]), _rank_gap(eligible, c["num_experts_per_tok"]))
 
         gates = scores.gather(1, experts)
         if c["norm_topk_prob"]:

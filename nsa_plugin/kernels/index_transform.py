@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import torch
 
-from nsa_plugin.kernels.checks import INDEX_DTYPES, check_tensor, require
+from nsa_plugin.kernels.checks import INDEX_DTYPES, KernelArgumentError, check_tensor, require
 
 
 def reference_paged(
@@ -171,6 +171,16 @@ def request_slots(
     position = token - cu_seqlens[request]
     slots = page_table[request, position // page_size].long() * page_size + position % page_size
     return slots, cu_seqlens.int()
+
+
+def check_requests(op: str, cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor) -> int:
+    """Check cu_seqlens_q [requests + 1] and seq_lens [requests] against each other; return the requests."""
+    check_tensor(op, "cu_seqlens_q", cu_seqlens_q, ("requests + 1",), dtypes=INDEX_DTYPES)
+    requests = int(cu_seqlens_q.shape[0]) - 1
+    check_tensor(op, "seq_lens", seq_lens, (requests,), dtypes=INDEX_DTYPES, device=cu_seqlens_q.device)
+    if not bool((cu_seqlens_q.diff() <= seq_lens).all()):
+        raise KernelArgumentError(f"{op}: seq_lens is {seq_lens.tolist()}; a request has more queries")
+    return requests
 
 
 def _check_indices(op: str, topk_indices: torch.Tensor) -> tuple[int, int]:

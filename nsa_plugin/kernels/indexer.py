@@ -28,7 +28,7 @@ import torch
 
 from nsa_plugin.kernels.checks import FLOAT_DTYPES, FP8_DTYPE, INDEX_DTYPES, check_tensor, require
 from nsa_plugin.kernels.fp8 import quantize_tiles
-from nsa_plugin.kernels.index_transform import request_slots, rows_to_requests
+from nsa_plugin.kernels.index_transform import check_requests, request_slots, rows_to_requests
 from nsa_plugin.kernels.kv_cache import PagedCache, reference_read_codes
 from nsa_plugin.layouts import INDEXER_FP8
 
@@ -88,11 +88,9 @@ def key_ranges(
         num_rows: rows, padding included.
     """
     op = "indexer_key_ranges"
-    check_tensor(op, "cu_seqlens_q", cu_seqlens_q, ("requests + 1",), dtypes=INDEX_DTYPES)
-    requests, device = cu_seqlens_q.shape[0] - 1, cu_seqlens_q.device
-    check_tensor(op, "seq_lens", seq_lens, (requests,), dtypes=INDEX_DTYPES, device=device)
+    check_requests(op, cu_seqlens_q, seq_lens)
     require(compress_ratio > 0, op, f"compress_ratio is {compress_ratio}; it is at least 1")
-    ks = torch.zeros(num_rows, dtype=torch.int64, device=device)
+    ks = torch.zeros(num_rows, dtype=torch.int64, device=seq_lens.device)
     ke = torch.zeros_like(ks)
     request = rows_to_requests(cu_seqlens_q, num_rows).long()
     real = (request >= 0).nonzero().squeeze(1)

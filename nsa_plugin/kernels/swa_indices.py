@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 
 from nsa_plugin.kernels.checks import INDEX_DTYPES, KernelArgumentError, check_tensor, require
-from nsa_plugin.kernels.index_transform import rows_to_requests
+from nsa_plugin.kernels.index_transform import check_requests, rows_to_requests
 
 
 class IndexRows(NamedTuple):
@@ -61,7 +61,7 @@ def reference_window(
             buffer holds less than the windows of its request's queries.
     """
     op = "swa_window_indices"
-    requests = _check_requests(op, cu_seqlens_q, seq_lens)
+    requests = check_requests(op, cu_seqlens_q, seq_lens)
     require(window > 0, op, f"window is {window}; it is at least 1")
     require((bases is None) == (gather_lens is None), op, "bases and gather_lens go together")
     shift = torch.zeros(requests, dtype=torch.int64, device=seq_lens.device)
@@ -92,7 +92,7 @@ def reference_extra_lengths(
     A compressed entry exists once all the tokens that it stands for do. Arguments as `reference_window`.
     """
     op = "swa_combine_indices"
-    _check_requests(op, cu_seqlens_q, seq_lens)
+    check_requests(op, cu_seqlens_q, seq_lens)
     require(compress_ratio > 0, op, f"compress_ratio is {compress_ratio}; it is at least 1")
     _, position = _query_positions(cu_seqlens_q, seq_lens, num_tokens)
     return ((position + 1) // compress_ratio).clamp(max=topk).int()
@@ -163,12 +163,3 @@ def _of_request(values: torch.Tensor, request: torch.Tensor) -> torch.Tensor:
     if values.numel() == 0:
         return torch.zeros_like(request)
     return torch.where(request < 0, 0, values[request.clamp(min=0)])
-
-
-def _check_requests(op: str, cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor) -> int:
-    check_tensor(op, "cu_seqlens_q", cu_seqlens_q, ("requests + 1",), dtypes=INDEX_DTYPES)
-    requests = int(cu_seqlens_q.shape[0]) - 1
-    check_tensor(op, "seq_lens", seq_lens, (requests,), dtypes=INDEX_DTYPES, device=cu_seqlens_q.device)
-    if not bool((cu_seqlens_q.diff() <= seq_lens).all()):
-        raise KernelArgumentError(f"{op}: seq_lens is {seq_lens.tolist()}; a request has more queries")
-    return requests

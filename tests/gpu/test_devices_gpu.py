@@ -66,6 +66,13 @@ def test_an_h200_is_sm90_and_grants_a_block_227_kib(device: DeviceProfile) -> No
     assert device.memory_total > 130 << 30
 
 
+def test_several_h200s_are_linked(device: DeviceProfile) -> None:
+    if "H200" not in device.name or torch.cuda.device_count() < 2:
+        pytest.skip(f"{torch.cuda.device_count()} GPU, {device.name}")
+    pytest.importorskip("pynvml")
+    assert device.nvlink
+
+
 def test_every_library_is_there_or_says_why_not(device: DeviceProfile) -> None:
     assert set(device.libraries) == set(LIBRARIES)
     for library in device.libraries.values():
@@ -144,14 +151,39 @@ def test_flash_mla_prefill_takes_the_heads_of_the_table(device: DeviceProfile, h
             flash_mla_prefill(flash_mla, heads, dim)
 
 
+def test_flash_mla_prefill_takes_no_more_than_the_table_says(device: DeviceProfile) -> None:
+    flash_mla = installed(device, "flash_mla", "flash_mla")
+    assert capability(device, "flash_mla", Op.SPARSE_MLA_PREFILL, "bf16").heads_given(129) is None
+    with pytest.raises(RuntimeError, match="h_q"):
+        flash_mla_prefill(flash_mla, 192)
+
+
 @pytest.mark.parametrize("topk", [512, 640, 2048])
 def test_flash_mla_takes_selections_in_the_tables_multiples(device: DeviceProfile, topk: int) -> None:
     flash_mla = installed(device, "flash_mla", "flash_mla")
     prefill = capability(device, "flash_mla", Op.SPARSE_MLA_PREFILL, "bf16")
     decode = capability(device, "flash_mla", Op.SPARSE_MLA_DECODE, "v32_fp8")
     assert topk % prefill.topk_multiple == 0 == topk % decode.topk_multiple
-    flash_mla_prefill(flash_mla, 64 * prefill.head_multiple // 64, topk=topk)
+    heads = prefill.heads_given(1)
+    assert heads is not None
+    flash_mla_prefill(flash_mla, heads, topk=topk)
     flash_mla_decode(flash_mla, 2, 64, topk=topk)
+
+
+@pytest.mark.parametrize("topk", [100, 192])
+def test_flash_mla_refuses_other_selections(device: DeviceProfile, topk: int) -> None:
+    flash_mla = installed(device, "flash_mla", "flash_mla")
+    if device.sm != 90:
+        pytest.skip("the multiples were read off the SM90 kernels")
+    for op, layout, call in (
+        (Op.SPARSE_MLA_PREFILL, "bf16", lambda: flash_mla_prefill(flash_mla, 64, topk=topk)),
+        (Op.SPARSE_MLA_DECODE, "v32_fp8", lambda: flash_mla_decode(flash_mla, 2, 64, topk=topk)),
+    ):
+        if topk % capability(device, "flash_mla", op, layout).topk_multiple:
+            with pytest.raises(RuntimeError, match="topk"):
+                call()
+        else:
+            call()
 
 
 def test_deep_gemm_schedules_the_rows_of_the_table(device: DeviceProfile) -> None:

@@ -382,6 +382,7 @@ def paged(**changes):
         (lambda: quantize(torch.zeros(3, 100)), "values has 100 in a row; block is 128"),
         (lambda: fold_weights(torch.zeros(3, 2), torch.zeros(3, 3), 1.0), "q_scale has shape"),
         (lambda: key_ranges(torch.tensor([0, 1]), torch.tensor([1, 2]), num_rows=1), "seq_lens has shape"),
+        (lambda: key_ranges(torch.tensor([0, 2]), torch.tensor([1]), num_rows=2), "request has more queries"),
         (
             lambda: key_ranges(torch.tensor([0, 1]), torch.tensor([1]), num_rows=1, compress_ratio=0),
             "compress_ratio is 0",

@@ -16,7 +16,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
@@ -80,7 +80,7 @@ ENGINE = {
     "log_level": "info",
 }
 
-WITNESS = '''
+WITNESS = """
 import json, multiprocessing, os, sys
 
 def say(event, **facts):
@@ -110,8 +110,8 @@ def register():
             del ATTENTION_BACKENDS["dsa"]
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
         HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.__init__", after_scheduler, HookType.AFTER)
-'''
-RUN_ENGINE = '''
+"""
+RUN_ENGINE = """
 import json, sys
 
 if __name__ == "__main__":
@@ -125,7 +125,7 @@ if __name__ == "__main__":
         print("TOKENS", json.dumps(out[0]["output_ids"]), flush=True)
     finally:
         engine.shutdown()
-'''
+"""
 
 
 def needs_engine() -> pytest.MarkDecorator:
@@ -208,10 +208,8 @@ class Place:
             try:
                 yield process
             finally:
-                try:
+                with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    pass
                 process.wait()
 
     def run_engine(self, arguments: dict[str, Any] | None = None, **extra: str) -> tuple[int, list[int] | None]:

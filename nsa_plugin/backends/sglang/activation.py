@@ -70,8 +70,6 @@ class Process:
     _said: set[str] = field(default_factory=set)
 
     def bootstrap(self) -> None:
-        if killed() and not self.child:
-            self._say_once(logging.INFO, "nsa-plugin is switched off by NSA_PLUGIN_ENABLED=0")
         if not self.child:
             # Left from a server in whose process this one was started.
             os.environ.pop(flags.CARRIER, None)
@@ -89,9 +87,12 @@ class Process:
         Raises:
             NsaPluginError: a setting is wrong, or (strict) the plugin cannot serve here.
         """
+        given = flags.Carried.read().flags
         if killed():
+            if given:
+                self._say_once(logging.INFO, "nsa-plugin is switched off by NSA_PLUGIN_ENABLED=0; its flags are ignored")
             return
-        carried = flags.Carried(flags.Carried.read().flags, flags.engine_backends(server_args))
+        carried = flags.Carried(given, flags.engine_backends(server_args))
         carried.write()
         resolved, _ = carried.resolve()
         if not resolved.settings.enabled:

@@ -9,6 +9,7 @@ rows come through `forward_mha`, which absorbs the queries of the sparse ones it
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import accumulate
 from typing import Any, ClassVar
 
@@ -203,8 +204,9 @@ class CpuSparseMLAImpl(MLAAttentionImpl[CpuSparseMLAMetadata]):
     """One layer's attention over the plugin's kernels, for any head count and any float dtype."""
 
     is_sparse: ClassVar[bool] = True
-    # Dense prefill is this class's own: vLLM need not build one of its prefill backends.
-    supports_dense_mha_prefill: ClassVar[bool] = True
+    # Dense prefill is this class's own either way. Said to vLLM where its own CPU form exists (0.29), so that it does
+    # not log that there is none; where it does not, vLLM would try to import a CUDA one.
+    supports_dense_mha_prefill: ClassVar[bool] = find_spec("vllm.v1.attention.backends.mla.prefill.cpu_sdpa") is not None
     can_return_lse_for_decode = False
     masked_mha_available = False
     supports_quant_query_input = False

@@ -1,0 +1,105 @@
+"""Runs a command and leaves nothing of it behind, however the one who asked for it ends.
+
+usage: supervisor.py MARKER COMMAND [ARGUMENT...]
+
+The supervisor leads a session, which the command and its descendants are in, and the command's environment
+holds NSA_DEMO_PROCESS=MARKER, which its descendants inherit. Either tells that a process is one of them: some
+leave the session, and some (vLLM's workers, by setting their title) overwrite their environment.
+
+The supervisor reads standard input. When it ends (the asker closed it, or died, even of SIGKILL), or on
+SIGTERM, or when the command ends by itself, every one of these processes is ended.
+
+Exit code: the command's own; 0 where it was told to stop; 70 where a process could not be ended.
+
+A script of its own, not a module to import: it must start at once and hold nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+
+MARK = "NSA_DEMO_PROCESS"
+EXIT_LEFT_BEHIND = 70
+# vLLM's server waits for its workers when it is asked to end.
+_GRACE_SECONDS = 10.0
+_KILL_SECONDS = 10.0
+
+
+def members(marker: str, session: int) -> list[psutil.Process]:
+    """The living processes of the command: those in `session` but its leader, and those with the mark."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            belongs = os.getsid(process.pid) == session or process.environ().get(MARK) == marker
+            if belongs and process.pid != session and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.Error, OSError):
+            continue  # it has just ended, or is another user's
+    return found
+
+
+def end_all(command: subprocess.Popen[bytes], marker: str) -> bool:
+    """Ask the command to end, then kill what is left of it. True if nothing is."""
+    if command.poll() is None:
+        command.terminate()
+        try:
+            command.wait(_GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            command.kill()
+    deadline = time.monotonic() + _KILL_SECONDS
+    while time.monotonic() < deadline:
+        # Again and again: a process may start another between the look and the kill.
+        left = members(marker, os.getpid())
+        if not left:
+            return True
+        for process in left:
+            try:
+                process.kill()
+            except psutil.Error:
+                continue
+        command.poll()
+        time.sleep(0.05)
+    return not members(marker, os.getpid())
+
+
+def main(marker: str, arguments: list[str]) -> int:
+    if os.getsid(0) != os.getpid():
+        os.setsid()
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        command = subprocess.Popen(
+            arguments,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, MARK: marker},
+        )
+    except OSError as error:
+        print(f"cannot start {arguments[0]}: {error}", file=sys.stderr, flush=True)
+        return 127
+
+    def wait_for_asker() -> None:
+        while os.read(0, 4096):
+            pass
+        stop.set()
+
+    threading.Thread(target=wait_for_asker, daemon=True).start()
+    while command.poll() is None and not stop.wait(0.1):
+        pass
+    told_to_stop = stop.is_set()
+    ended = end_all(command, marker)
+    code = command.wait() if ended else EXIT_LEFT_BEHIND
+    return EXIT_LEFT_BEHIND if not ended else 0 if told_to_stop else code
+
+
+if __name__ == "__main__":
+    # os._exit: the thread that reads standard input may never return.
+    exit_code = main(sys.argv[1], sys.argv[2:])
+    os._exit(exit_code if exit_code >= 0 else 128 - exit_code)

@@ -1,0 +1,188 @@
+"""The plugin in a really started SGLang: loaded, configured, in place, verified, and refusing where it should.
+
+SGLang cannot serve sparse attention on a CPU; the engines here serve a small GPT-2 and the plugin stays out
+of its attention, with all its patches applied and verified in the scheduler process.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sglang_case import Place, needs_engine, post
+
+pytestmark = [pytest.mark.engine_sglang, pytest.mark.timeout(900), needs_engine()]
+BACKEND = "DeepseekSparseAttnBackend"
+GENERATE = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True}}
+
+
+def chosen(report: dict[str, Any], name: str) -> tuple[Any, str]:
+    """Value and source of a setting."""
+    return report["settings"][name], report["sources"][name]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+def test_flags_reach_the_scheduler_and_the_backend_is_replaced_there(place: Place) -> None:
+    flags = ["--enable-nsa-plugin", "--nsa-plugin-trace", "log", "--nsa-plugin-mha-max-kv", "-1"]
+    flags += ["--nsa-plugin-report", str(place.report_file)]
+    flags += ["--dsa-prefill-backend", "tilelang", "--dsa-decode-backend", "flashmla_kv"]
+    with place.server(*flags, NSA_PLUGIN_TRACE="off", NSA_PLUGIN_LOGITS_BUDGET_MB="64") as url:
+        assert len(post(f"{url}/generate", GENERATE)["output_ids"]) == 4
+        report = place.report()
+
+    main, scheduler = place.seen("loaded")[0], place.seen("scheduler")[0]
+    assert any(seen["scheduler"] and seen["pid"] == scheduler["pid"] for seen in place.seen("loaded"))
+    assert scheduler["parent"] == main["pid"]
+    assert report["pid"] == scheduler["pid"]
+
+    assert report["engine_version"] == metadata.version("sglang")
+    assert report["settings"]["enabled"] is True
+    assert chosen(report, "trace") == ("log", "the command line")
+    assert chosen(report, "mha_max_kv") == (-1, "the command line")
+    assert chosen(report, "decode_backend") == ("flash_mla", "--dsa-decode-backend")
+    assert chosen(report, "prefill_backend") == ("auto", "default")
+    assert chosen(report, "logits_budget_mb") == (64, "the environment")
+    notes = "\n".join(report["notes"])
+    assert "trace is 'log' from the command line; 'off' from the environment is ignored" in notes
+    assert "--dsa-prefill-backend tilelang names no kernel library" in notes
+
+    assert scheduler["backend"][:2] == [f"NsaPlugin{BACKEND}", BACKEND]
+    states = {patch["name"]: patch["state"] for patch in report["patches"]}
+    assert states["sglang.backend"] == "applied"
+    assert states["sglang.scheduler"] == "applied"
+    assert states["sglang.registered"] == states["sglang.registered-alias"] == "required"
+
+    assert report["active"] is False
+    assert place.log().count("GPT2LMHeadModel has no DeepSeek sparse attention") == 1
+    assert all(seen["vllm"] == [] for seen in place.seen("loaded") + place.seen("scheduler"))
+
+
+def test_the_environment_alone_enables_an_offline_engine(place: Place) -> None:
+    status, tokens = place.run_engine(
+        {"dsa_decode_backend": "fa3"},
+        NSA_PLUGIN_ENABLED="1",
+        NSA_PLUGIN_REPORT=str(place.report_file),
+    )
+    assert (status, len(tokens or ())) == (0, 4), place.log()[-4000:]
+    report = place.report()
+    assert report["sources"]["enabled"] == "the environment"
+    assert chosen(report, "decode_backend") == (
+        "fa3",
+        "--dsa-decode-backend",
+    )
+    (scheduler,) = place.seen("scheduler")
+    assert report["pid"] == scheduler["pid"]
+    assert scheduler["backend"][0] == f"NsaPlugin{BACKEND}"
+
+
+def test_the_kill_switch_wins_over_the_flag(place: Place) -> None:
+    flags = ["--enable-nsa-plugin", "--nsa-plugin-report", str(place.report_file)]
+    with place.server(*flags, NSA_PLUGIN_ENABLED="0") as url:
+        assert len(post(f"{url}/generate", GENERATE)["output_ids"]) == 4
+    (scheduler,) = place.seen("scheduler")
+    assert scheduler["backend"][0] == BACKEND
+    assert not place.report_file.exists()
+    assert "switched off by NSA_PLUGIN_ENABLED=0" in place.log()
+
+
+def test_a_target_that_is_gone_in_the_scheduler_stops_the_engine(place: Place) -> None:
+    status, tokens = place.run_engine(NSA_PLUGIN_ENABLED="1", WITNESS_BREAK="1")
+    assert status != 0
+    assert tokens is None
+    (message,) = [line for line in place.log().splitlines() if line.startswith("nsa-plugin: ")]
+    assert "sglang.registered" in message
+    assert "ATTENTION_BACKENDS[dsa]: no entry 'dsa'" in message
+    assert f"sglang {metadata.version('sglang')}" in message
+    assert "Supported: sglang >=0.5.11,<0.5.24" in message
+    assert "NSA_PLUGIN_ENABLED=0" in message
+
+
+def test_with_strict_off_the_stock_engine_serves_and_the_report_says_so(place: Place) -> None:
+    status, tokens = place.run_engine(
+        NSA_PLUGIN_ENABLED="1",
+        NSA_PLUGIN_STRICT="0",
+        NSA_PLUGIN_REPORT=str(place.report_file),
+        WITNESS_BREAK="1",
+    )
+    assert (status, len(tokens or ())) == (0, 4), place.log()[-4000:]
+    report = place.report()
+    assert report["active"] is False
+    assert any("the stock engine serves" in note and "ATTENTION_BACKENDS[dsa]" in note for note in report["notes"])
+    (scheduler,) = place.seen("scheduler")
+    assert scheduler["backend"][0] == BACKEND  # put back
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "status", "words"),
+    [
+        (["--enable-nsa-plugin", "--nsa-plugin-trace", "maybe"], {}, 2, ["--nsa-plugin-trace", "off, log"]),
+        ([], {"NSA_PLUGIN_TARCE": "log"}, 1, ["NSA_PLUGIN_TARCE", "Did you mean 'trace'?"]),
+        ([], {"NSA_PLUGIN_ENABLED": "perhaps"}, 1, ["NSA_PLUGIN_ENABLED", "true or false"]),
+        (
+            ["--enable-nsa-plugin"],
+            {"WITNESS_VERSION": "0.5.99"},
+            1,
+            ["sglang 0.5.99 is installed", ">=0.5.11,<0.5.24", "NSA_PLUGIN_ENABLED=0"],
+        ),
+        (
+            ["--enable-nsa-plugin", "--model-path", "sparse"],
+            {},
+            1,
+            ["sparse: DeepSeek sparse attention", "needs a GPU"],
+        ),
+        (["--enable-nsa-plugin", "--use-ray"], {}, 1, ["Ray actors", "--use-ray"]),
+    ],
+    ids=["flag-value", "environment-name", "environment-value", "version", "sparse-model-on-cpu", "ray"],
+)
+def test_what_cannot_work_ends_the_command_before_serving(
+    place: Place, arguments: list[str], environment: dict[str, str], status: int, words: list[str]
+) -> None:
+    assert place.run_command_line(*arguments, **environment) == status
+    last = place.log().strip().splitlines()[-1]
+    assert all(word in last for word in words), last
+    assert not any(seen["scheduler"] for seen in place.seen("loaded"))
+
+
+def test_an_unknown_setting_is_an_exception_for_the_caller_of_an_offline_engine(place: Place) -> None:
+    status, tokens = place.run_engine(NSA_PLUGIN_PREFIL_BACKEND="triton")
+    assert (status, tokens) == (1, None)
+    assert "SettingsError: unknown nsa-plugin setting 'prefil_backend'" in place.log()
+    assert not any(seen["scheduler"] for seen in place.seen("loaded"))
+
+
+COMPARE = """
+import json, os, sys
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.server_args import ServerArgs, prepare_server_args
+parser = __import__("argparse").ArgumentParser()
+ServerArgs.add_cli_args(parser)
+print("FLAG", json.dumps("--enable-nsa-plugin" in parser.format_help()))
+server_args = prepare_server_args(["--model-path", "model", "--device", "cpu", "--random-seed", "1"])
+names = server_args.__struct_fields__ if hasattr(server_args, "__struct_fields__") else vars(server_args)
+print("ARGS", json.dumps({name: repr(getattr(server_args, name)) for name in names if name != "model_config"}))
+print("MODULES", json.dumps(sorted(name for name in sys.modules if name.partition(".")[0] in ("sglang", "torch"))))
+"""
+
+
+def test_installed_and_not_enabled_changes_nothing(place: Place) -> None:
+    """SGLang's arguments and the modules it has loaded by then are the same with and without the plugin."""
+    (place.folder / "compare.py").write_text(COMPARE)
+    seen: list[dict[str, object]] = []
+    for allowed in ("witness", "witness,nsa_plugin"):
+        with place.started(["compare.py"], SGLANG_PLUGINS=allowed) as process:
+            assert process.wait(300) == 0, place.log()[-4000:]
+        lines = dict(
+            line.split(" ", 1) for line in place.log().splitlines() if line.startswith(("ARGS", "FLAG", "MODULES"))
+        )
+        seen.append({name: json.loads(text) for name, text in lines.items()})
+    assert [run["FLAG"] for run in seen] == [False, True]
+    assert seen[0]["ARGS"] == seen[1]["ARGS"]
+    assert seen[0]["MODULES"] == seen[1]["MODULES"]

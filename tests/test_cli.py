@@ -1,0 +1,504 @@
+"""The command line, as a user meets it: output, exit codes, bad input, and what it may import."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.version import Version
+
+from nsa_plugin import cli
+from nsa_plugin.commands import doctor, engines, live, patches
+from nsa_plugin.devices import synthetic
+from nsa_plugin.dispatch import decide
+from nsa_plugin.errors import NsaPluginError
+from nsa_plugin.patches.ledger import Need, Patch, Target
+from nsa_plugin.settings import Settings, resolve
+from nsa_plugin.shapes import BatchShape, ModelShape, Phase
+
+EXAMPLE = (
+    "explain --model v3.2 --sm 90 --heads 16 --tp 8 --kv-dtype fp8_e4m3 --phase extend --q-tokens 13000 --max-kv 65536"
+)
+
+
+@pytest.fixture(autouse=True)
+def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("NSA_PLUGIN_")]:
+        monkeypatch.delenv(name)
+
+
+def call(capsys: pytest.CaptureFixture[str], command: str) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of a command line."""
+    try:
+        code = cli.main(command.split())
+    except SystemExit as error:
+        code = int(error.code or 0)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def data(capsys: pytest.CaptureFixture[str], command: str) -> dict[str, Any]:
+    code, out, err = call(capsys, f"{command} --json")
+    assert code == 0, err
+    found: dict[str, Any] = json.loads(out)
+    assert found["schema"] == 1
+    return found
+
+
+# ------------------------------------------------------------------------------------ help and usage
+
+
+def test_help_lists_every_command_and_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, "--help")
+    assert code == 0
+    for word in (*cli.COMMANDS, "exit codes", "130", "examples"):
+        assert word in out
+
+
+@pytest.mark.parametrize("command", ["doctor", "explain", "patches"])
+def test_help_of_a_command_says_its_flags_and_exit_codes(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, f"{command} --help")
+    assert code == 0
+    assert "--json" in out
+    assert "exit codes" in out
+
+
+def test_help_of_explain_has_a_flag_for_every_setting_that_a_decision_reads(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _, out, _ = call(capsys, "explain --help")
+    for name in ("prefill-backend", "decode-backend", "mha-max-kv", "logits-budget-mb", "token-shard", "large-q-rows"):
+        assert f"--{name}" in out
+
+
+def test_examples_in_the_help_run(capsys: pytest.CaptureFixture[str]) -> None:
+    from nsa_plugin.commands.explain import EXAMPLES
+
+    joined = EXAMPLES.replace("\\\n", " ")
+    lines = [line.split(None, 1)[1] for line in joined.splitlines() if line.strip().startswith("nsa-plugin")]
+    assert len(lines) == 4
+    for line in lines:
+        code, out, err = call(capsys, line)
+        assert code == 0, (line, err)
+        assert "attention" in out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    from nsa_plugin import __version__
+
+    assert call(capsys, "--version")[:2] == (0, f"nsa-plugin {__version__}\n")
+
+
+BAD = {
+    "": "required: COMMAND",
+    "nonsense": "invalid choice: 'nonsense'",
+    "doctor more": "unrecognized arguments: more",
+    "explain --q-tok 5": "unrecognized arguments: --q-tok",  # no abbreviations: a later flag could change their meaning
+    "explain --sm -1": "'-1' is not a whole number",
+    "explain --sm 9.0": "'9.0' is not a whole number",
+    "explain --model v5": "v3.2",
+    "explain --heads 0": "at least 1",
+    "explain --tp 3": "does not divide",
+    "explain --kv-dtype fp4": "fp8_e4m3",
+    "explain --phase prefill": "extend",
+    "explain --libraries cutlass --sm 90": "allowed: flash_mla",
+    "explain --libraries flash_mla": "--sm",
+    "explain --memory-gb 80": "--sm",
+    "explain --memory-gb nan --sm 90": "GiB above 0",
+    "explain --q-tokens 100 --max-kv 10": "--max-kv 10",
+    "explain --q-tokens 10 --max-kv 10 --total-kv 5": "10 to 10",
+    "explain --q-tokens 10 --max-kv 10 --total-kv 50": "10 to 10",
+    "explain --phase decode --requests 2 --q-tokens 5": "one row a request",
+    "explain --lengths 1:2,x": "'x' is not ROWS:CONTEXT",
+    "explain --lengths 5:2": "5 rows and a context of 2",
+    "explain --lengths 5:9 --max-kv 9": "--lengths",
+    "explain --lengths 5:9 --requests 1": "--lengths",
+    "explain --mha-max-kv lots": "'mha_max_kv' in the command line is 'lots'",
+    "explain --mha-max-kv 4096": "index_topk 2048",
+    "explain --logits-budget-mb 0": "at least 1",
+    "explain --token-shard on --sm 90": "token_shard",
+    "explain --phase decode --max-kv 9999 --sm 90 --decode-backend trtllm": "decode_backend is trtllm",
+    "patches --version 0.30": "--engine",
+    "patches --engine vllm --version new": "'new' is not a version",
+    "patches --engine tgi": "vllm",
+}
+
+
+@pytest.mark.parametrize("command", BAD)
+def test_bad_input_is_one_line_on_stderr_and_2(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = call(capsys, command)
+    assert code == 2
+    assert out == ""
+    assert BAD[command] in err
+    assert err.startswith("nsa-plugin")
+    assert err.count("\n") == 1
+
+
+def test_bad_environment_is_one_line_and_2(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("NSA_PLUGIN_STRCT", "1")
+    code, _, err = call(capsys, "explain --sm 90")
+    assert code == 2
+    assert "NSA_PLUGIN_STRCT" in err
+    assert "Did you mean 'strict'?" in err
+
+
+# ------------------------------------------------------------------------------------------- explain
+
+
+def test_explain_is_the_decision_of_the_same_inputs(capsys: pytest.CaptureFixture[str]) -> None:
+    found = data(capsys, EXAMPLE)
+    model = ModelShape(num_heads=128, attn_tp_size=8, kv_layout="v32_fp8")
+    batch = BatchShape(
+        phase=Phase.EXTEND, num_requests=1, num_tokens=13000, max_kv_len=65536, total_kv_len=65536, has_prefix=True
+    )
+    plan = decide(model, batch, synthetic(90), Settings())
+    assert found["plan"] == json.loads(json.dumps(plan.as_dict()))
+    assert found["batch"] == json.loads(json.dumps(asdict(batch)))
+    assert found["model"]["heads_per_rank"] == 16
+
+
+def test_explain_table_shows_every_field_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = data(capsys, EXAMPLE)["plan"]
+    code, out, _ = call(capsys, EXAMPLE)
+    assert code == 0
+    words = " ".join(out.split())
+    for name in (*(set(plan) - {"reasons", "indexer"}), "indexer.provider", "indexer.rows_per_chunk"):
+        assert name in out
+    for sentence in plan["reasons"].values():
+        assert sentence.split()[0] in words
+
+
+def test_explain_of_this_machine_uses_the_probed_device(capsys: pytest.CaptureFixture[str]) -> None:
+    from nsa_plugin.devices import probe
+
+    assert data(capsys, "explain")["device"]["name"] == probe().name
+
+
+def test_explain_lengths_shows_how_a_prefill_is_split(capsys: pytest.CaptureFixture[str]) -> None:
+    parts = data(capsys, "explain --sm 90 --lengths 300:300,512:9000,800:800")["parts"]
+    assert [part["requests"] for part in parts] == [[0, 2], [1]]
+    assert [part["plan"]["attention"] for part in parts] == ["mha_one_shot", "sparse_prefill"]
+    _, out, _ = call(capsys, "explain --sm 90 --lengths 300:300,512:9000,800:800")
+    assert "requests 0, 2" in out
+
+
+def test_explain_settings_come_from_flags_then_the_environment(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NSA_PLUGIN_LOGITS_BUDGET_MB", "64")
+    monkeypatch.setenv("NSA_PLUGIN_MHA_MAX_KV", "0")
+    found = data(capsys, "explain --sm 90 --logits-budget-mb 32 --q-tokens 100")
+    assert found["settings"]["logits_budget_mb"] == 32
+    assert found["settings"]["mha_max_kv"] == 0
+    assert found["sources"]["logits_budget_mb"] == "the command line"
+    assert found["notes"] == ["logits_budget_mb is 32 from the command line; 64 from the environment is ignored"]
+    assert found["plan"]["attention"] != "mha_one_shot"
+    _, out, _ = call(capsys, "explain --sm 90 --logits-budget-mb 32 --q-tokens 100")
+    assert "64 from the environment is ignored" in " ".join(out.split())
+
+
+def test_explain_v4_has_its_own_shape(capsys: pytest.CaptureFixture[str]) -> None:
+    found = data(capsys, "explain --model v4 --sm 90 --kv-dtype fp8_e4m3 --q-tokens 9000 --max-kv 9000")
+    assert found["model"]["sliding_window"] == 128
+    assert found["model"]["kv_layout"] == "v4_fp8"
+    assert found["model"]["index_topk"] == 512
+
+
+def test_explain_without_a_kernel_says_why_and_ends_1(capsys: pytest.CaptureFixture[str]) -> None:
+    command = "explain --sm 90 --libraries fa3 --q-tokens 10 --max-kv 5000"
+    code, out, _ = call(capsys, command)
+    assert code == 1
+    assert "No route" in out
+    assert "flash_mla sparse_prefill: not installed" in " ".join(out.split())
+    code, out, _ = call(capsys, f"{command} --json")
+    assert code == 1
+    assert "flash_mla" in json.loads(out)["error"]
+
+
+# ------------------------------------------------------------------------------------------- patches
+
+
+def fake_patch(path: str, **changes: Any) -> Patch:
+    fields: dict[str, Any] = {"name": f"toy.{path}", "engine": "toy", "need": Need.ENABLED, "why": "for the test"}
+    versions = changes.pop("versions", "")
+    return Patch(targets=(Target(path=path, versions=versions),), **fields | changes)
+
+
+def test_patches_lists_every_entry_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, "patches --no-probe")
+    assert code == 0
+    for engine in engines.ENGINES.values():
+        for patch in engine.ledger.PATCHES:
+            assert patch.name in out
+            assert patch.why.split()[0] in out
+
+
+def test_patches_of_a_version_shows_that_versions_targets(capsys: pytest.CaptureFixture[str]) -> None:
+    (engine,) = data(capsys, "patches --engine vllm --version 0.30.0")["engines"]
+    assert engine["version"] == "0.30.0"
+    ledger = engines.ENGINES["vllm"].ledger
+    expected = {p.name: p.target(Version("0.30.0")) for p in ledger.PATCHES}
+    assert {p["name"]: p["target"] for p in engine["patches"]} == {
+        name: target.path if target else "" for name, target in expected.items()
+    }
+
+
+@pytest.mark.parametrize("engine", engines.ENGINES)
+def test_patches_of_an_unsupported_version_ends_1(engine: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, f"patches --engine {engine} --version 99")
+    assert code == 1
+    assert "outside the supported range" in " ".join(out.split())
+
+
+def test_live_state_of_each_kind() -> None:
+    states = {
+        patch.name: live.state_of(patch, Version("1.0"))
+        for patch in (
+            fake_patch("json:dumps"),
+            fake_patch("json:gone"),
+            fake_patch("json:loads", versions="<1"),
+            fake_patch("json:load", probe="platform:node"),
+            fake_patch("json:dump", probe="platform:absent"),
+        )
+    }
+    assert states["toy.json:dumps"] == ("found", "json:dumps")
+    assert states["toy.json:gone"][0] == "missing"
+    assert states["toy.json:loads"] == ("unused", "not part of toy 1.0")
+    assert states["toy.json:load"][0] == "not_needed"
+    assert states["toy.json:dump"][0] == "missing"
+    assert "platform:absent" in states["toy.json:dump"][1]
+
+
+def test_engine_that_ends_the_probing_process_is_reported() -> None:
+    absent = engines.Engine("absent", ("absent",), "absent.plugins", "ABSENT_PLUGINS")
+    (state, detail) = patches.live_states(absent, Version("1.0"), [fake_patch("absent:serve")])["toy.absent:serve"]
+    assert state == "missing"
+    assert "importing absent ended the process with 1" in detail
+    assert "No module named 'nsa_plugin.patches.absent'" in detail
+
+
+@pytest.mark.engine_vllm
+def test_installed_vllm_has_every_object(capsys: pytest.CaptureFixture[str]) -> None:
+    (engine,) = data(capsys, "patches --engine vllm")["engines"]
+    assert engine["installed"]
+    states = {patch["state"] for patch in engine["patches"]}
+    assert "found" in states
+    assert states <= {"found", "unused", "elsewhere"}
+
+
+# -------------------------------------------------------------------------------------------- doctor
+
+
+def engine_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> engines.Engine:
+    """A package `toyengine` 1.5 whose ledger wants `toyengine.core:serve` and, on a GPU, `toyengine.core:gone`."""
+    package = tmp_path / "toyengine"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('the doctor imported the engine')")
+    (package / "core.py").write_text("def serve(host): ...")
+    info = tmp_path / "toyengine-1.5.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toyengine\nVersion: 1.5\n")
+    (info / "entry_points.txt").write_text("[toy.plugins]\nnsa_plugin = nothing:here\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    ledger = type(sys)("nsa_plugin.patches.toyengine")
+    ledger.SUPPORTED = changes.get("supported", ">=1,<2")  # type: ignore[attr-defined]
+    ledger.PATCHES = (  # type: ignore[attr-defined]
+        fake_patch("toyengine.core:serve"),
+        fake_patch("toyengine.core:gone", need=Need.GPU),
+    )
+    monkeypatch.setitem(sys.modules, ledger.__name__, ledger)
+    return engines.Engine("toyengine", ("toyengine",), changes.get("group", "toy.plugins"), "TOY_PLUGINS")
+
+
+def test_engine_is_ready_without_being_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = doctor.engine_state(engine_on_disk(tmp_path, monkeypatch), cpu=True)
+    assert (state.ready, state.version, state.reason) == (True, "1.5", "ready")
+
+
+@pytest.mark.parametrize(
+    ("changes", "cpu", "allowed", "reason"),
+    [
+        ({"supported": ">=2"}, True, None, "version 1.5 is outside >=2, the versions supported on a CPU"),
+        ({}, False, None, "toy.toyengine.core:gone: 'gone' of toyengine.core:gone is not there"),
+        ({"group": "other.plugins"}, True, None, "entry point nsa_plugin of other.plugins is not installed"),
+        ({}, True, "other_plugin", "TOY_PLUGINS='other_plugin' does not list nsa_plugin"),
+        ({}, True, "", "TOY_PLUGINS='' does not list nsa_plugin"),
+    ],
+)
+def test_engine_that_cannot_serve_says_why(
+    changes: dict[str, Any],
+    cpu: bool,
+    allowed: str | None,
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if allowed is not None:
+        monkeypatch.setenv("TOY_PLUGINS", allowed)
+    state = doctor.engine_state(engine_on_disk(tmp_path, monkeypatch, **changes), cpu=cpu)
+    assert not state.ready
+    assert reason in state.reason
+
+
+def test_engine_that_is_not_installed_is_not_ready(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    engine = engine_on_disk(tmp_path, monkeypatch)
+    state = doctor.engine_state(engines.Engine("toyengine", ("absent",), engine.group, engine.allow_list), cpu=True)
+    assert (state.ready, state.version, state.reason) == (False, "", "not installed")
+
+
+def run_doctor(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, **known: engines.Engine
+) -> tuple[int, str, str]:
+    monkeypatch.setattr(doctor, "ENGINES", known)
+    return call(capsys, command)
+
+
+def test_doctor_ends_0_when_one_engine_can_serve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from nsa_plugin.devices import probe
+
+    if probe().kind != "cpu":
+        pytest.skip("the toy engine lacks its GPU target")
+    toy = engine_on_disk(tmp_path, monkeypatch)
+    absent = engines.Engine("toyengine", ("absent",), "toy.plugins", "TOY_PLUGINS")
+    code, out, _ = run_doctor(monkeypatch, capsys, "doctor", toy=toy, absent=absent)
+    assert code == 0
+    assert "ok: toyengine can serve here" in out
+    code, out, _ = run_doctor(monkeypatch, capsys, "doctor --json", toy=toy)
+    found = json.loads(out)
+    assert found["ok"] is True
+    assert found["engines"][0]["version"] == "1.5"
+    assert set(found["device"]["libraries"]) >= {"flash_mla", "reference"}
+    assert {row["model"] for row in found["routes"]} == {"V3.2 bf16", "V3.2 fp8", "V4 fp8"}
+
+
+def test_doctor_without_an_engine_ends_1_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine_on_disk(tmp_path, monkeypatch)
+    absent = engines.Engine("toyengine", ("absent",), "toy.plugins", "TOY_PLUGINS")
+    code, out, _ = run_doctor(monkeypatch, capsys, "doctor", absent=absent)
+    assert code == 1
+    assert "not installed" in out
+    assert "not ok: no installed engine can serve" in " ".join(out.split())
+
+
+def test_doctor_reports_a_bad_environment_and_ends_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NSA_PLUGIN_TRACE", "everything")
+    code, out, _ = run_doctor(monkeypatch, capsys, "doctor", toy=engine_on_disk(tmp_path, monkeypatch))
+    assert code == 1
+    assert "NSA_PLUGIN_TRACE" in out
+
+
+def test_doctor_names_the_kill_switch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NSA_PLUGIN_ENABLED", "0")
+    _, out, _ = run_doctor(monkeypatch, capsys, "doctor", toy=engine_on_disk(tmp_path, monkeypatch))
+    assert "kill switch" in out
+
+
+def test_doctor_routes_are_what_decide_says() -> None:
+    device = synthetic(90, libraries=("fa3", "deep_gemm"))
+    rows = doctor.routes(device, Settings())
+    assert len(rows) == 9
+    assert {row["works"] for row in rows} == {True, False}  # no fp8 decode without FlashMLA
+    for row in rows:
+        model, batch = doctor._MODELS[row["model"]], doctor._BATCHES[row["batch"]]
+        if row["works"]:
+            plan = decide(model, batch, device, Settings())
+            assert (row["route"], row["provider"]) == (plan.attention, plan.provider)
+        else:
+            with pytest.raises(NsaPluginError, match=re.escape(row["reason"])):
+                decide(model, batch, device, Settings())
+
+
+def test_doctor_says_why_nothing_runs_where_no_kernel_is_installed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    doctor._show(
+        synthetic(90, libraries=()),
+        resolve(environ={}),
+        "",
+        [],
+        doctor.routes(synthetic(90, libraries=()), Settings()),
+        False,
+    )
+    out = " ".join(capsys.readouterr().out.split())
+    assert "not here: no installed kernel library" in out
+
+
+# ------------------------------------------------------------------------------------------- process
+
+
+def process(*arguments: str, **options: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "nsa_plugin.cli", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+
+
+def test_interrupt_ends_130(tmp_path: Path) -> None:
+    # A path entry that never answers stands for any slow import.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys, time\n"
+        "class Slow:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'nsa_plugin.commands.doctor':\n"
+        "            print('waiting', file=sys.stderr, flush=True); time.sleep(60)\n"
+        "sys.meta_path.insert(0, Slow())\n"
+    )
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    with process("doctor", env=os.environ | {"PYTHONPATH": path}) as running:
+        assert running.stderr
+        assert running.stderr.readline() == "waiting\n"
+        running.send_signal(signal.SIGINT)
+        _, err = running.communicate(timeout=30)
+    assert running.returncode == 130
+    assert err.strip() == "interrupted"
+
+
+def test_reader_that_goes_away_makes_no_noise() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "nsa_plugin.cli", "explain", "--sm", "90", "--json"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(write)
+    assert done.stderr == ""
+    assert done.returncode == 1
+
+
+def test_help_imports_neither_torch_nor_an_engine_nor_the_commands() -> None:
+    code = (
+        "import sys\nfrom nsa_plugin.cli import main\n"
+        "try: main(['--help'])\nexcept SystemExit: pass\n"
+        "heavy = {'torch', 'vllm', 'sglang', 'rich', 'packaging'} & set(sys.modules)\n"
+        "commands = [m for m in sys.modules if m.startswith('nsa_plugin.commands.')]\n"
+        "assert not heavy and not commands, (heavy, commands)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("command", "forbidden"),
+    [
+        (EXAMPLE, {"torch", "vllm", "sglang"}),
+        ("patches --no-probe", {"torch", "vllm", "sglang"}),
+        ("doctor", {"vllm", "sglang"}),
+    ],
+)
+def test_command_imports_no_more_than_it_needs(command: str, forbidden: set[str]) -> None:
+    code = (
+        f"import sys\nfrom nsa_plugin.cli import main\nmain({command.split()!r})\n"
+        f"found = {forbidden!r} & set(sys.modules)\nassert not found, found"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, timeout=60)
