@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from remotezip import RemoteZipError, RemoteZip
+from remotezip import RemoteZip, RemoteZipError
 
 from ci.rows import ROOT
 

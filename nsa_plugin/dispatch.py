@@ -137,12 +137,14 @@ def validate(
     settings: Settings,
     *,
     max_tokens: int = 1,
+    max_decode_tokens: int = 1,
     cuda_graph: bool = False,
 ) -> None:
     """Raise before serving what `decide` would raise for a batch of this configuration.
 
     Args:
-        max_tokens: most query rows that a prefill batch may have (the engine's chunk size).
+        max_tokens: most query rows that a prefill batch may have (the engine's chunk size), at least 1.
+        max_decode_tokens: most query rows that a decode batch may have, at least 1.
         cuda_graph: decode batches are captured.
 
     Raises:
@@ -150,16 +152,13 @@ def validate(
             carry prefill or decode here.
         NoProviderError: no installed kernel carries prefill or decode.
     """
-    context = model.index_topk + max_tokens
-    prefill = BatchShape(
-        phase=Phase.EXTEND,
-        num_requests=1,
-        num_tokens=max_tokens,
-        max_kv_len=context,
-        total_kv_len=context,
-        has_prefix=True,
-    )
-    decode = replace(prefill, phase=Phase.DECODE, num_tokens=1, cuda_graph=cuda_graph)
+
+    def sparse(phase: Phase, rows: int, cuda_graph: bool = False) -> BatchShape:
+        context = model.index_topk + rows
+        return BatchShape.from_lengths(phase, [rows], [context], cuda_graph=cuda_graph)
+
+    prefill = sparse(Phase.EXTEND, max_tokens)
+    decode = sparse(Phase.DECODE, max_decode_tokens, cuda_graph)
     errors: list[NsaPluginError] = []
     for batch in (prefill, decode):
         try:
@@ -183,7 +182,7 @@ def _check_settings(model: ModelShape, device: DeviceProfile, settings: Settings
         if capability and capability.max_rows is not None and settings.large_q_rows > capability.max_rows:
             raise SettingsError(
                 f"large_q_rows is {settings.large_q_rows}; allowed: 0 to {capability.max_rows}, the query "
-                f"rows that the installed FlashMLA takes on this device"
+                "rows that the installed FlashMLA takes on this device"
             )
     if settings.token_shard == "on" and (reason := choices.token_shard_impossible(model, device)):
         raise SettingsError(f"token_shard is on and cannot work here: {reason}; allowed here: auto, off")

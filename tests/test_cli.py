@@ -315,7 +315,9 @@ def engine_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **changes: A
         fake_patch("toyengine.core:gone", need=Need.GPU),
     )
     monkeypatch.setitem(sys.modules, ledger.__name__, ledger)
-    return engines.Engine("toyengine", ("toyengine",), changes.get("group", "toy.plugins"), "TOY_PLUGINS")
+    return engines.Engine(
+        "toyengine", ("toyengine",), changes.get("group", "toy.plugins"), "TOY_PLUGINS", changes.get("not_yet", {})
+    )
 
 
 def test_engine_is_ready_without_being_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,6 +333,7 @@ def test_engine_is_ready_without_being_imported(tmp_path: Path, monkeypatch: pyt
         ({"group": "other.plugins"}, True, None, "entry point nsa_plugin of other.plugins is not installed"),
         ({}, True, "other_plugin", "TOY_PLUGINS='other_plugin' does not list nsa_plugin"),
         ({}, True, "", "TOY_PLUGINS='' does not list nsa_plugin"),
+        ({"not_yet": {"cpu": "in a later release"}}, True, None, "in a later release"),
     ],
 )
 def test_engine_that_cannot_serve_says_why(

@@ -755,5 +755,8 @@ def test_missing_libraries_are_found_at_start_up() -> None:
     old = synthetic(90, libraries=("flash_mla", "deep_gemm"), versions=OLD_FLASH_MLA)
     named = Settings(prefill_backend="flash_mla", decode_backend="flash_mla")
     validate(V32_FP8, old, named, max_tokens=32768)
+    validate(V32_FP8, old, named, max_decode_tokens=20000)
+    with pytest.raises(NoProviderError, match="20000 query rows exceed the 11622"):
+        validate(V32_FP8, old, Settings(), max_decode_tokens=20000, cuda_graph=True)
     with pytest.raises(NoProviderError, match="takes 64 or 128 heads; there are 256"):
         validate(replace(V32_FP8, num_heads=2048), old, Settings())

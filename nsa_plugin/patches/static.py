@@ -11,6 +11,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import util
+from pathlib import Path
 
 from nsa_plugin.patches.ledger import Kind, Target, params_missing
 
@@ -268,6 +270,20 @@ class SourceTree:
             if any(_registers(d, registrars, key) for d in getattr(statement, "decorator_list", [])):
                 return self._bound(home, statement, getattr(statement, "name", ""), frozenset())
         return None
+
+
+def installed(package: str) -> SourceTree | None:
+    """The source files of an installed top-level package, found without importing it; None if it is not there."""
+    spec = util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    root = Path(spec.submodule_search_locations[0]).parent
+
+    def read(path: str) -> str | None:
+        file = root / path
+        return file.read_text(encoding="utf-8") if file.is_file() else None
+
+    return SourceTree(read)
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:

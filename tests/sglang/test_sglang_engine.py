@@ -96,7 +96,7 @@ def test_a_target_that_is_gone_in_the_scheduler_stops_the_engine(place: Place) -
     status, tokens = place.run_engine(NSA_PLUGIN_ENABLED="1", WITNESS_BREAK="1")
     assert status != 0
     assert tokens is None
-    (message,) = [line for line in place.log().splitlines() if line.startswith("nsa-plugin: ")]
+    (message,) = [line for line in place.log().splitlines() if line.startswith("nsa-plugin: error: ")]
     assert "sglang.registered" in message
     assert "ATTENTION_BACKENDS[dsa]: no entry 'dsa'" in message
     assert f"sglang {metadata.version('sglang')}" in message

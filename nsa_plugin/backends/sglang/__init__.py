@@ -18,5 +18,5 @@ def register() -> None:
         from nsa_plugin.backends.sglang.flags import asked_for
 
         if asked_for():
-            raise SystemExit(f"nsa-plugin: {error}") from error
+            raise SystemExit(f"nsa-plugin: error: {error}") from error
         raise

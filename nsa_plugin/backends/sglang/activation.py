@@ -262,7 +262,7 @@ def _clear_exit() -> Iterator[None]:
     try:
         yield
     except NsaPluginError as error:
-        raise SystemExit(f"nsa-plugin: {error}") from error
+        raise SystemExit(f"nsa-plugin: error: {error}") from error
 
 
 def wrap_add_cli_args(original: Any) -> Any:

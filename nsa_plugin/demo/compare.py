@@ -1,0 +1,157 @@
+"""Judges the server's answers by the reference model, and the judge by answers that are known to be wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from nsa_plugin.demo.requests import Answer
+
+if TYPE_CHECKING:
+    from nsa_plugin.demo.reference_model import ReferenceRun
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tolerance:
+    """How far the server may be from the float32 reference, in nats.
+
+    Attributes:
+        logprob: largest |difference| of a log probability; None: measured and stated, not judged.
+        margin: a generated token that is not the reference's first choice is wrong where the reference
+            prefers its own by more than this, and a tie where it does not.
+    """
+
+    logprob: float | None
+    margin: float
+
+
+# In float32 only the order of additions differs (1e-5 on this model); one token swapped at the edge of a selection
+# moves a log probability by up to 1e-3. In bfloat16 every activation is rounded to 8 bits: the reference rounded in
+# the same places differs from itself by up to 0.7 and prefers another token by up to 0.5.
+TOLERANCES = {
+    "float32": Tolerance(logprob=1e-3, margin=1e-3),
+    "bfloat16": Tolerance(logprob=None, margin=1.0),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mismatch:
+    """A generated token that disagrees.
+
+    Attributes:
+        position: in the answer, from 0.
+        token, expected: the server's and the reference's choice.
+        margin: by how much the reference prefers its own, in nats.
+        logprob_error: largest |difference| of the log probabilities that the server gave at this position.
+        index_margin: the least margin of the reference's own selection at this position over the layers, see
+            `ReferenceRun`; near zero, rounding alone decides what is attended.
+    """
+
+    position: int
+    token: int
+    expected: int
+    margin: float
+    logprob_error: float
+    index_margin: float
+
+    def __str__(self) -> str:
+        what = (
+            f"logprob off by {self.logprob_error:.1e}"
+            if self.token == self.expected
+            else f"got token {self.token}, the reference prefers {self.expected} by {self.margin:.1e}"
+        )
+        return f"token {self.position}: {what} (margin of the selection there: {self.index_margin:.1e})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """One request, compared.
+
+    Attributes:
+        name: of the request.
+        tokens: generated tokens.
+        equal: of them, those that are the reference's first choice.
+        ties: of the others, those within the tolerance's margin.
+        max_logprob_error: largest |difference| of all log probabilities that the server gave.
+        wrong: positions that the tolerance does not cover.
+        problem: what is wrong with the answer as a whole, or "".
+    """
+
+    name: str
+    tokens: int
+    equal: int
+    ties: int
+    max_logprob_error: float
+    wrong: tuple[Mismatch, ...]
+    problem: str = ""
+
+    @property
+    def agrees(self) -> bool:
+        return not self.wrong and not self.problem
+
+    def explanation(self, count: int = 3) -> str:
+        """Why the request does not agree; "" if it does."""
+        more = f"; and {len(self.wrong) - count} more" if len(self.wrong) > count else ""
+        return "; ".join([*([self.problem] if self.problem else []), *map(str, self.wrong[:count])]) + more
+
+
+def compare(answer: Answer, reference: ReferenceRun, tolerance: Tolerance) -> Comparison:
+    """Every token and log probability of an answer against the reference.
+
+    Args:
+        reference: run on the prompt and the server's own tokens, so that each position is judged by itself.
+    """
+    first = len(answer.request.prompt) - 1
+    problem = ""
+    if len(answer.token_ids) != answer.request.max_tokens:
+        problem = f"{len(answer.token_ids)} tokens where {answer.request.max_tokens} were asked for"
+    elif not len(answer.logprobs) == len(answer.top_logprobs) == len(answer.token_ids):
+        problem = f"{len(answer.logprobs)} log probabilities for {len(answer.token_ids)} tokens"
+
+    equal = ties = 0
+    worst = 0.0
+    wrong = []
+    given = zip(answer.token_ids, answer.logprobs, answer.top_logprobs, strict=False)
+    for position, (token, logprob, top) in enumerate(given):
+        row = reference.logprobs[first + position]
+        expected = int(row.argmax())
+        margin = float(row[expected] - row[token])
+        errors = [abs(value - float(row[candidate])) for candidate, value in {**top, token: logprob}.items()]
+        # nan compares as neither less nor more: let it count as infinitely wrong.
+        error = max(float("inf") if value != value else value for value in errors)
+        worst = max(worst, error)
+        equal += token == expected
+        tie = token != expected and margin <= tolerance.margin
+        ties += tie
+        if (token != expected and not tie) or (tolerance.logprob is not None and error > tolerance.logprob):
+            index_margins = reference.index_margin[:, first + position]
+            wrong.append(
+                Mismatch(
+                    position=position,
+                    token=token,
+                    expected=expected,
+                    margin=margin,
+                    logprob_error=error,
+                    index_margin=float(index_margins.min()) if index_margins.numel() else float("inf"),
+                )
+            )
+    return Comparison(
+        name=answer.request.name,
+        tokens=len(answer.token_ids),
+        equal=equal,
+        ties=ties,
+        max_logprob_error=worst,
+        wrong=tuple(wrong),
+        problem=problem,
+    )
+
+
+def control_holds(comparisons: Sequence[Comparison]) -> bool:
+    """Whether the comparison sees answers that are known to be wrong.
+
+    Every request must be rejected for its tokens: log probabilities alone would not show that tokens are judged.
+    """
+    return bool(comparisons) and all(
+        any(mismatch.token != mismatch.expected for mismatch in comparison.wrong) for comparison in comparisons
+    )
