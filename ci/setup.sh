@@ -56,21 +56,30 @@ plugin_stamp() { (pwd && cat pyproject.toml nsa_plugin/__init__.py) | sha256sum 
 is_done() { [[ -f $venv/.done/$1 && $(<"$venv/.done/$1") == "$2" ]]; }
 mark_done() { mkdir -p "$venv/.done" && echo "$2" >"$venv/.done/$1"; }
 
-# Run pip and show where it is; its whole output goes to the log.
+# Read pip's output and show where it is.
+show_progress() {
+    local total=$1 n=0 line text
+    while IFS= read -r line; do
+        case $line in
+        Collecting\ *) text="fetching $((++n)) of $total: ${line#Collecting }" ;;
+        Installing\ collected*) text="writing files" ;;
+        *) continue ;;
+        esac
+        if [[ -t 1 ]]; then
+            printf '\r\033[Ksetup:   %s' "$text"
+        elif ((n % 25 == 1)) || [[ $text == writing* ]]; then
+            echo "setup:   $text"
+        fi
+    done
+    if [[ -t 1 && -n ${text:-} ]]; then echo; fi
+}
+
+# Its whole output goes to the log.
 pip_install() {
     local total=$1
     shift
-    "$venv/bin/python" -m pip install --no-deps --no-input --disable-pip-version-check --progress-bar off "$@" 2>&1 |
-        tee -a "$log" |
-        awk -v total="$total" -v terminal="$([[ -t 1 ]] && echo 1)" '
-            function show(text) {
-                if (terminal) printf "\r\033[Ksetup:   %s", text
-                else if (n % 25 == 1 || n > total) printf "setup:   %s\n", text
-                fflush()
-            }
-            /^Collecting /          { n++; show("fetching " n " of " total ": " $2) }
-            /^Installing collected/ { n = total + 1; show("writing files") }
-            END                     { if (terminal && n) printf "\n" }'
+    PYTHONUNBUFFERED=1 "$venv/bin/python" -m pip install --no-deps --no-input --disable-pip-version-check \
+        --progress-bar off "$@" 2>&1 | tee -a "$log" | show_progress "$total"
 }
 
 install_torch() {

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from argparse import ArgumentParser
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+
+# Where the output is no terminal it has no width of its own; reasons are long sentences.
+_WIDTH_OF_A_FILE = 150
 
 
 def add_json(parser: ArgumentParser) -> None:
@@ -21,7 +26,8 @@ def print_json(data: dict[str, Any]) -> None:
 
 def console() -> Console:
     """A console that prints text as it is: reasons hold brackets and numbers of their own."""
-    return Console(markup=False, highlight=False, emoji=False)
+    known = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(markup=False, highlight=False, emoji=False, width=None if known else _WIDTH_OF_A_FILE)
 
 
 def table(title: str, *columns: str) -> Table:

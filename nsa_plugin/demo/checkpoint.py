@@ -174,10 +174,10 @@ def write_checkpoint(directory: Path, spec: CheckpointSpec) -> Path:
     Raises:
         OSError: the files cannot be written.
     """
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     directory.mkdir(parents=True, exist_ok=True)
-    save_file(make_weights(spec), directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "model.safetensors").write_bytes(save(make_weights(spec), metadata={"format": "pt"}))
     (directory / "config.json").write_text(json.dumps(spec.config(), indent=2) + "\n")
     _write_tokenizer(directory)
     return directory

@@ -10,7 +10,7 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from nsa_plugin.errors import NsaPluginError
@@ -74,8 +74,12 @@ class Answer:
     seconds: float
 
 
-def workload(index_topk: int, chunk_tokens: int, seed: int = 0) -> list[Request]:
+def workload(index_topk: int, chunk_tokens: int, seed: int = 0, *, long_answers: bool = False) -> list[Request]:
     """The requests for a model that selects `index_topk` tokens, on a server with chunks of `chunk_tokens`.
+
+    Args:
+        long_answers: the shorter prompts get answers that outgrow a cache which holds little more than the
+            longest request, so that some are preempted.
 
     Raises:
         ValueError: `index_topk` or `chunk_tokens` is too small for prompts of unique lengths.
@@ -150,6 +154,12 @@ def workload(index_topk: int, chunk_tokens: int, seed: int = 0) -> list[Request]
         ),
     ]
     _check_unique(requests)
+    if long_answers:
+        longest_prompt = max(len(request.prompt) for request in requests)
+        requests = [
+            replace(request, max_tokens=2 * index_topk + 32) if 4 * len(request.prompt) < longest_prompt else request
+            for request in requests
+        ]
     return requests
 
 

@@ -101,6 +101,15 @@ class Server:
         ]
 
     def __enter__(self) -> Server:
+        self.start()
+        return self
+
+    def start(self) -> None:
+        """Start the server and wait until it is healthy.
+
+        Raises:
+            ServerError: it died, or was not healthy in time; the message holds what its log says. It is gone then.
+        """
         self._port = self.spec.port or free_port()
         self.spec.log.parent.mkdir(parents=True, exist_ok=True)
         started = time.monotonic()
@@ -120,7 +129,6 @@ class Server:
             self.stop()
             raise
         self.start_seconds = time.monotonic() - started
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -134,7 +142,7 @@ class Server:
             raise ServerError(f"the server died (exit code {code}).\n{self._log_excerpt()}")
 
     def stop(self) -> None:
-        """End the whole process tree and see that it is gone.
+        """End the whole process tree and see that it is gone. Does nothing where it is already.
 
         Raises:
             ServerError: a process of the server is still there.
@@ -182,8 +190,7 @@ class Server:
                 raise ServerError(
                     f"the server was not healthy after {self.spec.start_timeout:.0f} s.\n{self._log_excerpt()}"
                 )
-            lines = log_tail(self.spec.log, 1)
-            self._on_progress(elapsed, lines[-1] if lines else "")
+            self._on_progress(elapsed, last_message(self.spec.log))
             time.sleep(_POLL_SECONDS)
 
     def _members(self, supervisor_pid: int) -> list[int]:
@@ -239,6 +246,13 @@ def log_tail(path: Path, count: int) -> list[str]:
             if line.strip():
                 lines.append(line)
     return list(lines)
+
+
+def last_message(path: Path) -> str:
+    """The last message of vLLM's own loggers; other lines of a log rarely tell where it is."""
+    with path.open(errors="replace") as file:
+        messages = [_LOG_PREFIX.sub("", line.strip(), count=1) for line in file if " INFO " in f" {line}"]
+    return next((message for message in reversed(messages) if message), "nothing logged yet")
 
 
 def error_lines(path: Path, count: int = 6) -> list[str]:

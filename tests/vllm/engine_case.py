@@ -26,26 +26,20 @@ def main() -> None:
             ],
             use_tqdm=False,
         )
-        rounds.append(
-            [
-                {
-                    "ids": list(output.prompt_token_ids),
-                    "tokens": list(output.outputs[0].token_ids),
-                    "logprobs": [
-                        step[token].logprob
-                        for step, token in zip(output.outputs[0].logprobs, output.outputs[0].token_ids, strict=True)
-                    ],
-                    "cached": output.num_cached_tokens or 0,
-                }
-                for output in outputs
-            ]
-        )
-    preemptions = (
-        sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions")
-        if case.get("metrics")
-        else None
-    )
+        rounds.append([answer(output) for output in outputs])
+    preemptions = sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions")
     Path(sys.argv[2]).write_text(json.dumps({"rounds": rounds, "preemptions": preemptions}))
+
+
+def answer(output: object) -> dict:
+    completion = output.outputs[0]
+    tokens = list(completion.token_ids)
+    return {
+        "ids": list(output.prompt_token_ids),
+        "tokens": tokens,
+        "logprobs": [step[token].logprob for step, token in zip(completion.logprobs, tokens, strict=True)],
+        "cached": output.num_cached_tokens or 0,
+    }
 
 
 if __name__ == "__main__":

@@ -174,7 +174,13 @@ def check_here(vllm_config: Any) -> None:
     ):
         raise SettingsError(f"nsa-plugin does not carry context parallelism on a CPU. {TURN_OFF}")
     ledger.check(Need.CPU)
-    validate(model_shape(vllm_config), probe(), settings_of(vllm_config).settings)
+    validate(
+        model_shape(vllm_config),
+        probe(),
+        settings_of(vllm_config).settings,
+        max_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+        max_decode_tokens=vllm_config.scheduler_config.max_num_seqs,
+    )
 
 
 def wanted(vllm_config: Any, resolved: ResolvedSettings) -> bool:

@@ -1,0 +1,153 @@
+"""The flags on SGLang's command line, SGLang's own flags, and their way to other processes; no engine needed."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from nsa_plugin.backends.sglang import flags
+from nsa_plugin.backends.sglang.flags import CARRIER, Carried, add_flags, engine_backends, given
+from nsa_plugin.settings import DECODE_BACKENDS, ENV_PREFIX, PREFILL_BACKENDS, Settings
+
+# Every choice of --{nsa,dsa}-{prefill,decode}-backend in SGLang 0.5.11 to 0.5.23.
+ENGINE_CHOICES = (
+    *("flashmla_sparse", "flashmla_sparse_q8", "flashmla_kv", "flashmla_auto", "flashinfer_sparse_mla"),
+    *("triton_sparse_mla", "fa3", "tilelang", "triton", "aiter", "trtllm", "intel_xpu"),
+)
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [key for key in os.environ if key.startswith(ENV_PREFIX) or key == CARRIER]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="sglang serve")
+    parser.add_argument("--model-path")
+    add_flags(parser)
+    return parser
+
+
+def test_every_setting_has_its_flag_with_its_documentation(parser: argparse.ArgumentParser) -> None:
+    text = " ".join(parser.format_help().split())
+    for spec in dataclasses.fields(Settings):
+        flag = "--enable-nsa-plugin" if spec.name == "enabled" else f"--nsa-plugin-{spec.name.replace('_', '-')}"
+        assert f" {flag} " in text
+        # argparse breaks lines at hyphens too.
+        assert spec.metadata["doc"].replace(" ", "") in text.replace(" ", "")
+
+
+def test_only_what_the_user_gave_counts_as_given(parser: argparse.ArgumentParser) -> None:
+    assert given(parser.parse_args(["--model-path", "m"])) == {}
+    arguments = ["--enable-nsa-plugin", "--nsa-plugin-mha-max-kv", "-1", "--nsa-plugin-token-shard=off"]
+    assert given(parser.parse_args(arguments)) == {"enabled": "true", "mha_max_kv": "-1", "token_shard": "off"}
+
+
+def test_given_is_nothing_for_arguments_without_the_flags() -> None:
+    assert given(SimpleNamespace(model_path="m")) == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--nsa-plugin-prefill-backend", "cuda"], ["--nsa-plugin-prefill-backend", "'cuda'", *PREFILL_BACKENDS]),
+        (["--nsa-plugin-logits-budget-mb", "0"], ["--nsa-plugin-logits-budget-mb", "at least 1"]),
+        (["--nsa-plugin-strict", "perhaps"], ["--nsa-plugin-strict", "true or false"]),
+        (["--nsa-plugin-preffil-backend", "triton"], ["unrecognized arguments", "--nsa-plugin-preffil-backend"]),
+    ],
+)
+def test_a_wrong_flag_ends_the_parse_and_says_what_is_allowed(
+    parser: argparse.ArgumentParser, capsys: pytest.CaptureFixture[str], arguments: list[str], words: list[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parser.parse_args(arguments)
+    assert ended.value.code == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert all(word in error for word in words), error
+
+
+@pytest.mark.parametrize("value", ENGINE_CHOICES)
+@pytest.mark.parametrize("setting", ["prefill_backend", "decode_backend"])
+@pytest.mark.parametrize("prefix", ["nsa", "dsa"])
+def test_an_engine_flag_sets_the_library_or_says_that_it_does_not(prefix: str, setting: str, value: str) -> None:
+    engine = engine_backends(SimpleNamespace(**{f"{prefix}_{setting}": value}))
+    flag = f"--{prefix}-{setting.replace('_', '-')}"
+    assert engine == {setting: (flag, value)}
+    resolved, notes = Carried(engine=engine).resolve()
+    allowed = PREFILL_BACKENDS if setting == "prefill_backend" else DECODE_BACKENDS
+    library = flags.LIBRARY_OF.get(value)
+    if library in allowed:
+        assert getattr(resolved.settings, setting) == library
+        assert resolved.sources[setting] == flag
+        assert notes == []
+    else:
+        assert getattr(resolved.settings, setting) == "auto"
+        assert notes == [f"{flag} {value} names no kernel library of the plugin: it does not set {setting}"]
+
+
+def test_which_engine_choices_have_no_equivalent() -> None:
+    assert set(ENGINE_CHOICES) - set(flags.LIBRARY_OF) == {"tilelang", "aiter", "intel_xpu", "flashinfer_sparse_mla"}
+
+
+def test_an_engine_flag_that_was_not_given_is_not_a_source() -> None:
+    assert engine_backends(SimpleNamespace(dsa_prefill_backend=None, dsa_decode_backend=None)) == {}
+    assert engine_backends(SimpleNamespace()) == {}
+
+
+def test_flag_before_engine_flag_before_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NSA_PLUGIN_DECODE_BACKEND", "triton")
+    monkeypatch.setenv("NSA_PLUGIN_PREFILL_BACKEND", "triton")
+    carried = Carried(
+        flags={"decode_backend": "flash_mla"},
+        engine={
+            "decode_backend": ("--dsa-decode-backend", "fa3"),
+            "prefill_backend": ("--dsa-prefill-backend", "trtllm"),
+        },
+    )
+    resolved, _ = carried.resolve()
+    assert resolved.settings.decode_backend == "flash_mla"
+    assert resolved.settings.prefill_backend == "trtllm"
+    assert sum("decode_backend is 'flash_mla' from the command line" in note for note in resolved.notes) == 2
+    assert any("'triton' from the environment is ignored" in note for note in resolved.notes)
+
+
+def test_what_is_carried_arrives_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = Carried({"enabled": "true", "trace": "log"}, {"decode_backend": ("--nsa-decode-backend", "fa3")})
+    environ: dict[str, str] = {}
+    sent.write(environ)
+    assert list(environ) == [CARRIER]
+    assert not CARRIER.startswith(ENV_PREFIX)  # or the settings would refuse it as unknown
+    assert Carried.read(environ) == sent
+    assert Carried.read({}) == Carried()
+    monkeypatch.setenv(CARRIER, environ[CARRIER])
+    resolved, _ = Carried.read().resolve()
+    assert resolved.settings.trace == "log"
+    assert json.loads(environ[CARRIER])["flags"]["trace"] == "log"
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "asked"),
+    [
+        ([], {}, False),
+        (["--model-path", "m"], {}, False),
+        (["--enable-nsa-plugin"], {}, True),
+        (["--nsa-plugin-trace", "log"], {}, True),
+        ([], {"NSA_PLUGIN_ENABLED": "1"}, True),
+        ([], {"NSA_PLUGIN_ENABLED": "perhaps"}, True),
+        ([], {CARRIER: '{"flags": {"enabled": "true"}, "engine": {}}'}, True),
+        ([], {CARRIER: '{"flags": {}, "engine": {}}'}, False),
+        (["--enable-nsa-plugin"], {"NSA_PLUGIN_ENABLED": "0"}, False),
+    ],
+)
+def test_asked_for(monkeypatch: pytest.MonkeyPatch, argv: list[str], environ: dict[str, str], asked: bool) -> None:
+    monkeypatch.setattr("sys.argv", ["launch_server.py", *argv])
+    for key, value in environ.items():
+        monkeypatch.setenv(key, value)
+    assert flags.asked_for() is asked

@@ -1,0 +1,66 @@
+"""The ledger's data of SGLang, read without an engine."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from nsa_plugin.patches import sglang as data
+from nsa_plugin.patches.ledger import Need, Patch
+
+VERSIONS = [Version(f"0.5.{n}") for n in range(11, 24)]
+BY_NAME = {patch.name: patch for patch in data.PATCHES}
+SINCE_0_5_13 = {"sglang.registered-alias", "sglang.metadata-out-graph"}
+
+
+def test_names_are_unique_and_the_engine_s() -> None:
+    assert len(BY_NAME) == len(data.PATCHES)
+    assert all(patch.engine == data.ENGINE and patch.name.startswith("sglang.") for patch in data.PATCHES)
+
+
+@pytest.mark.parametrize("patch", data.PATCHES, ids=lambda patch: patch.name)
+def test_every_entry_is_explained(patch: Patch) -> None:
+    assert patch.why.endswith(".")
+    assert bool(patch.remove_when) == bool(patch.replacement)  # what changes SGLang can go one day
+
+
+@pytest.mark.parametrize("version", VERSIONS, ids=str)
+def test_exactly_one_target_holds_in_each_supported_version(version: Version) -> None:
+    assert version in SpecifierSet(data.SUPPORTED)
+    for patch in data.PATCHES:
+        holding = [t for t in patch.targets if version in SpecifierSet(t.versions)]
+        missing = patch.name in SINCE_0_5_13 and version < Version("0.5.13")
+        assert len(holding) == (0 if missing else 1), patch.name
+
+
+@pytest.mark.parametrize("version", VERSIONS, ids=str)
+def test_no_target_keeps_the_name_of_the_other_side_of_the_renaming(version: Version) -> None:
+    other = r"dsa|DSA|DeepseekSparse" if version < Version("0.5.13") else r"nsa_|NativeSparse"
+    for patch in data.PATCHES:
+        target = patch.target(version)
+        if target is not None:
+            assert not re.search(other, target.path), target.path
+
+
+def test_a_version_above_the_range_can_still_be_refused() -> None:
+    for name in ("sglang.flags", "sglang.flag-values", "sglang.gate", "sglang.scheduler"):
+        assert BY_NAME[name].target(Version("0.6")) is not None
+
+
+def test_the_gate_follows_the_resolution_of_the_arguments() -> None:
+    paths = {str(v): BY_NAME["sglang.gate"].target(v) for v in VERSIONS}
+    assert {v for v, t in paths.items() if t and t.path.endswith("__post_init__")} == {
+        f"0.5.{n}" for n in range(11, 19)
+    }
+    assert all(t and t.path.endswith("resolve_once") for v, t in paths.items() if Version(v) >= Version("0.5.19"))
+
+
+def test_needs() -> None:
+    """Nothing that only a GPU needs may stop an engine on a CPU, and the flags never depend on being enabled."""
+    assert {patch.need for patch in data.BOOTSTRAP + data.SCHEDULER} == {Need.BOOTSTRAP}
+    assert {patch.need for patch in data.ENABLED} == {Need.ENABLED}
+    assert {patch.need for patch in data.REQUIREMENTS} == {Need.ENABLED, Need.GPU}
+    assert not any(patch.replacement for patch in data.REQUIREMENTS)

@@ -1,0 +1,60 @@
+"""Asks vLLM for its configuration, case after case in one process, and writes what each was answered as JSON.
+
+    python config_case.py CASES.json RESULTS.json
+
+A case: {"arguments": {of EngineArgs}, "environ": {...}, "break": "version" | "target" | "bootstrap", "serve": bool}.
+"break" makes this vLLM look like one that the plugin does not know. "serve" goes on to what a worker does before it
+builds the model. The answer: {"error", "type", "chunked_prefill", "modules", "applied"}.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from unittest import mock
+
+
+def main() -> None:
+    cases = json.loads(Path(sys.argv[1]).read_text())
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    Path(sys.argv[2]).write_text(json.dumps([ask(EngineArgs, case) for case in cases]))
+
+
+def ask(engine_args: type, case: dict) -> dict:
+    from nsa_plugin.backends.vllm import activation
+
+    with mock.patch.dict(os.environ, case.get("environ", {})), broken(case.get("break")):
+        answer = {"error": "", "type": ""}
+        try:
+            config = engine_args(**case["arguments"]).create_engine_config()
+            answer["chunked_prefill"] = config.scheduler_config.enable_chunked_prefill
+            if case.get("serve"):
+                answer["serves"] = activation.start_serving(config) is not None
+        except Exception as error:
+            answer |= {"error": str(error), "type": type(error).__name__}
+        ledger = activation.process().ledger
+        answer["applied"] = [name for name, status in ledger.statuses.items() if status.state == "applied"]
+        answer["modules"] = sorted(name for name in sys.modules if name.startswith("nsa_plugin"))
+        return answer
+
+
+def broken(what: str | None) -> object:
+    from packaging.version import Version
+
+    from nsa_plugin.backends.vllm import activation
+
+    if what == "version":
+        return mock.patch.object(activation.process().ledger, "version", Version("0.99.0"))
+    if what == "target":
+        from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache
+
+        # Another signature, as a release that has moved on would have.
+        return mock.patch.object(DeepseekV32IndexerCache, "get_attn_backend", lambda cache: None)
+    return mock.patch.dict({})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""What the tests on a real vLLM share: a checkpoint, its reference, and an engine in a process of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nsa_plugin.demo.checkpoint import CheckpointSpec, write_checkpoint
+
+HERE = Path(__file__).parent
+SPEC = CheckpointSpec(dtype="float32")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    missing = pytest.mark.skip(reason="vllm is not installed here")
+    for item in items:
+        if item.get_closest_marker("engine_vllm") and importlib.util.find_spec("vllm") is None:
+            item.add_marker(missing)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), SPEC)
+
+
+@pytest.fixture(scope="session")
+def reference(checkpoint: Path) -> Any:
+    from nsa_plugin.demo.reference_model import ReferenceModel
+
+    return ReferenceModel.load(checkpoint)
+
+
+@dataclass
+class Answer:
+    """One request of a case: what the engine answered, and what the reference says of the same tokens.
+
+    Attributes:
+        prompt_tokens, cached_tokens: of the prompt, and how many of them came from the prefix cache.
+        equal: the reference would have chosen the same token, step by step.
+        logprob_errors: absolute difference of the chosen token's log probability, step by step.
+        gaps: how much less probable, in nats, the reference holds the engine's token than its own.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+    equal: list[bool]
+    logprob_errors: list[float]
+    gaps: list[float]
+
+
+@dataclass
+class Outcome:
+    rounds: list[list[Answer]]
+    preemptions: float | None
+    log: str
+    trace: list[dict[str, Any]]
+
+    @property
+    def answers(self) -> list[Answer]:
+        return [answer for answers in self.rounds for answer in answers]
+
+    def equal(self) -> int:
+        return sum(sum(answer.equal) for answer in self.answers)
+
+    def total(self) -> int:
+        return sum(len(answer.equal) for answer in self.answers)
+
+    def worst(self) -> float:
+        return max(error for answer in self.answers for error in answer.logprob_errors)
+
+
+@pytest.fixture
+def run_engine(checkpoint: Path, reference: Any, tmp_path: Path) -> Callable[..., Outcome]:
+    """Runs a case on a real engine and compares it with the reference; see `engine_case.py`."""
+
+    def run(
+        rounds: list[list[dict[str, Any]]],
+        *,
+        plugin: dict[str, Any] | None = None,
+        environ: dict[str, str] | None = None,
+        **engine: Any,
+    ) -> Outcome:
+        trace = tmp_path / "trace.jsonl"
+        case = {
+            "engine": {
+                "model": str(checkpoint),
+                "max_model_len": 1024,
+                "max_num_seqs": 8,
+                "dtype": "float32",
+                "enforce_eager": True,
+                "kv_cache_memory_bytes": 1 << 28,
+                "max_num_batched_tokens": 128,
+                "enable_chunked_prefill": True,
+                "enable_prefix_caching": True,
+                "disable_log_stats": False,
+                "additional_config": {"nsa_plugin": {"enabled": True, "trace": str(trace), **(plugin or {})}},
+                **engine,
+            },
+            "rounds": rounds,
+        }
+        case["engine"] = {name: value for name, value in case["engine"].items() if value is not None}
+        (tmp_path / "case.json").write_text(json.dumps(case))
+        done = subprocess.run(
+            [sys.executable, str(HERE / "engine_case.py"), str(tmp_path / "case.json"), str(tmp_path / "result.json")],
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", **(environ or {})},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=600,
+        )
+        (tmp_path / "engine.log").write_text(done.stdout)
+        assert done.returncode == 0, done.stdout[-4000:]
+        result = json.loads((tmp_path / "result.json").read_text())
+        compared = [[_compare(reference, answer) for answer in answers] for answers in result["rounds"]]
+        lines = trace.read_text().splitlines() if trace.exists() else []
+        return Outcome(compared, result["preemptions"], done.stdout, [json.loads(line) for line in lines])
+
+    return run
+
+
+def _compare(reference: Any, answer: dict[str, Any]) -> Answer:
+    prompt, tokens = answer["ids"], answer["tokens"]
+    logprobs = reference.run(prompt + tokens).logprobs[len(prompt) - 1 : -1]
+    best, choice = logprobs.max(-1)
+    own = [logprobs[step, token].item() for step, token in enumerate(tokens)]
+    return Answer(
+        prompt_tokens=len(prompt),
+        cached_tokens=answer["cached"],
+        equal=[int(choice[step]) == token for step, token in enumerate(tokens)],
+        logprob_errors=[abs(a - b) for a, b in zip(own, answer["logprobs"], strict=True)],
+        gaps=[float(best[step]) - own[step] for step in range(len(tokens))],
+    )

@@ -1,0 +1,123 @@
+"""A real vLLM engine on the CPU, DeepSeek-V3.2 through the plugin, token by token against the reference."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.vllm.conftest import SPEC, Outcome
+
+pytestmark = pytest.mark.engine_vllm
+
+TOKENS = 24
+# float32 against float32: what the order of summation leaves.
+TOLERANCE = 1e-3
+Run = Callable[..., Outcome]
+ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(250), k=length)
+
+
+def requests(*prompts: list[int], max_tokens: int = TOKENS) -> list[dict[str, Any]]:
+    return [{"ids": ids, "max_tokens": max_tokens} for ids in prompts]
+
+
+SHARED = prompt(150, 4)
+# Below index_topk and above it in one step, and longer than a chunk of 128 tokens; then a prefix that the cache holds.
+MIXED = [
+    requests(prompt(20, 1), prompt(100, 3), prompt(50, 2), SHARED, prompt(310, 5)),
+    requests(SHARED + prompt(9, 6)),
+]
+
+
+def assert_right(outcome: Outcome) -> None:
+    assert outcome.equal() == outcome.total()
+    assert outcome.worst() < TOLERANCE
+
+
+def routes(outcome: Outcome, kv_tokens: range) -> set[str]:
+    """Attention routes of the batches' requests whose context after the step lies in the range."""
+    return {
+        batch["plans"][request["plan"]]["attention"]
+        for batch in outcome.trace
+        for request in batch["requests"]
+        if request["kv_tokens"] in kv_tokens
+    }
+
+
+def test_chunked_prefill_prefix_cache_and_mixed_batches(run_engine: Run) -> None:
+    outcome = run_engine(MIXED, environ=ONE_PROCESS)
+    assert_right(outcome)
+    assert outcome.rounds[1][0].cached_tokens > 0
+    batches = [
+        {(batch["plans"][r["plan"]]["phase"], batch["plans"][r["plan"]]["attention"]) for r in batch["requests"]}
+        for batch in outcome.trace
+    ]
+    # One step holds decodes beside prefills, and one dense prefills beside sparse ones: decided per request.
+    assert any({"decode", "extend"} <= {phase for phase, _ in batch} for batch in batches)
+    assert any({("extend", "mha_one_shot"), ("extend", "sparse_prefill")} <= batch for batch in batches)
+    assert routes(outcome, range(SPEC.index_topk + 1)) >= {"mha_one_shot", "sparse_decode"}
+    assert "mha_one_shot" not in routes(outcome, range(SPEC.index_topk + 1, 1024))
+    chunks = [r for batch in outcome.trace for r in batch["requests"] if r["kv_tokens"] in (310,) and r["q_tokens"] > 1]
+    assert chunks
+    assert all(r["q_tokens"] <= 128 for r in chunks)
+    assert all(r["request_id"] for batch in outcome.trace for r in batch["requests"])
+
+
+def test_wrong_indices_change_the_tokens(run_engine: Run) -> None:
+    outcome = run_engine(MIXED, plugin={"fault": "shift_indices"}, environ=ONE_PROCESS)
+    long = [answer for answer in outcome.answers if answer.prompt_tokens > 2 * SPEC.index_topk]
+    assert long
+    assert all(sum(answer.equal) < TOKENS // 2 for answer in long)
+    assert "deliberately wrong" in outcome.log
+
+
+def test_dense_prefill_can_be_switched_off(run_engine: Run) -> None:
+    outcome = run_engine(MIXED[:1], plugin={"mha_max_kv": 0, "logits_budget_mb": 1}, environ=ONE_PROCESS)
+    assert_right(outcome)
+    assert routes(outcome, range(1024)) == {"sparse_prefill", "sparse_decode"}
+
+
+def test_preempted_requests_are_answered_right(run_engine: Run) -> None:
+    outcome = run_engine(
+        [requests(prompt(130, 7), prompt(160, 8), prompt(90, 9), max_tokens=48)],
+        environ=ONE_PROCESS,
+        kv_cache_memory_bytes=None,
+        gpu_memory_utilization=0.2,
+        num_gpu_blocks_override=14,
+        block_size=32,
+        max_model_len=384,
+    )
+    assert outcome.preemptions
+    assert_right(outcome)
+
+
+def test_bfloat16_stays_near_the_reference(run_engine: Run) -> None:
+    outcome = run_engine(MIXED, environ=ONE_PROCESS, dtype="bfloat16")
+    print(f"bfloat16: {outcome.equal()} of {outcome.total()} tokens equal, worst |dlogprob| {outcome.worst():.3f}")
+    assert outcome.equal() >= 0.85 * outcome.total()
+    assert outcome.worst() < 1.5
+    assert max(gap for answer in outcome.answers for gap in answer.gaps) < 1.5
+
+
+def test_tensor_parallel(run_engine: Run) -> None:
+    # One thread a rank: vLLM would bind each rank to a memory node of its own otherwise.
+    outcome = run_engine(MIXED, tensor_parallel_size=2, environ={"VLLM_CPU_OMP_THREADS_BIND": "0|1"})
+    assert_right(outcome)
+    assert {batch["rank"] for batch in outcome.trace} == {0, 1}
+
+
+def test_torch_compile(run_engine: Run) -> None:
+    outcome = run_engine(
+        MIXED,
+        environ={**ONE_PROCESS, "VLLM_USE_BREAKABLE_CUDAGRAPH": "0"},
+        enforce_eager=False,
+        compilation_config={"mode": 3},
+    )
+    assert "CompilationMode.DYNAMO_TRACE_ONCE" in outcome.log
+    assert_right(outcome)

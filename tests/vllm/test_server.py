@@ -1,0 +1,72 @@
+"""A real server whose worker dies while it answers: reported as vLLM does, and nothing hangs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from nsa_plugin.demo.server import Server, ServerError, ServerSpec, python_path_with_vllm_name
+
+pytestmark = pytest.mark.engine_vllm
+
+SECONDS = 90
+
+
+def worker_pids(server: Server) -> list[int]:
+    """The processes that run the model: vLLM names them in their command line."""
+    return [pid for pid in server.pids() if b"Worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def ask(url: str, answers: list[object]) -> None:
+    body = {"model": "tiny", "prompt": list(range(100)), "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=SECONDS) as response:
+            answers.append(response.status)
+    except urllib.error.HTTPError as error:
+        answers.append(error.code)
+    except OSError as error:
+        answers.append(error)
+
+
+def test_a_killed_worker_ends_the_request_and_the_server(tmp_path: Path, checkpoint: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    spec = ServerSpec(
+        model=checkpoint,
+        log=tmp_path / "server.log",
+        arguments=[
+            *("--served-model-name", "tiny", "--dtype", "float32", "--max-model-len", "512"),
+            *("--enforce-eager", "--kv-cache-memory-bytes", str(1 << 28)),
+        ],
+        plugin={"enabled": True, "trace": str(trace)},
+        environ={"PYTHONPATH": python_path_with_vllm_name(tmp_path / "name"), "HF_HUB_OFFLINE": "1"},
+    )
+    with Server(spec) as server:
+        answers: list[object] = []
+        client = threading.Thread(target=ask, args=(server.url, answers), daemon=True)
+        client.start()
+        deadline = time.monotonic() + SECONDS
+        while not (trace.exists() and len(trace.read_text().splitlines()) > 5):
+            assert time.monotonic() < deadline, spec.log.read_text()[-3000:]
+            time.sleep(0.05)
+        workers = worker_pids(server)
+        assert workers
+        os.kill(workers[0], signal.SIGKILL)
+        client.join(SECONDS)
+        assert not client.is_alive()
+        assert answers
+        assert answers[0] != 200
+        with pytest.raises(ServerError):  # vLLM ends a server whose engine is dead
+            for _ in range(SECONDS):
+                server.check_alive()
+                time.sleep(1)
