@@ -61,7 +61,10 @@ show_progress() {
     local total=$1 n=0 line text
     while IFS= read -r line; do
         case $line in
-        Collecting\ *) text="fetching $((++n)) of $total: ${line#Collecting }" ;;
+        Collecting\ *)
+            line=${line#Collecting }
+            text="fetching $((++n)) of $total: ${line%% (from*}"
+            ;;
         Installing\ collected*) text="writing files" ;;
         *) continue ;;
         esac
@@ -103,6 +106,8 @@ install_lock() {
     fi
     if [[ -n $unmet ]]; then
         say "installing $(wc -l <<<"$unmet") packages of $lock"
+        # What pip had set aside when it was interrupted.
+        find "$venv/lib" -maxdepth 3 -path '*/site-packages/~*' -prune -exec rm -rf {} +
         echo "$unmet" >"$venv/unmet.txt"
         pip_install "$(wc -l <<<"$unmet")" --force-reinstall -r "$venv/unmet.txt" || {
             tail -n 5 "$log" >&2

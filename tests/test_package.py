@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import tomllib
 import venv
@@ -162,9 +163,9 @@ def clean(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python.parent
 
 
-def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "NSA_PLUGIN_"))}
-    return subprocess.run(arguments, cwd=folder, env=environ, capture_output=True, text=True, timeout=120)
+    return subprocess.run(arguments, cwd=folder, env=environ, capture_output=True, text=True, timeout=timeout)
 
 
 def test_wheel_explains_without_torch(clean: Path) -> None:
@@ -190,6 +191,26 @@ def test_wheel_lists_the_ledger(clean: Path) -> None:
     done = run(clean, "./nsa-plugin", "patches", "--json")
     assert done.returncode == 0, done.stderr
     assert {patch["state"] for engine in json.loads(done.stdout)["engines"] for patch in engine["patches"]} == {"-"}
+
+
+@pytest.mark.engine_vllm
+def test_wheel_runs_the_demo(built: Path, tmp_path: Path) -> None:
+    """In an environment of its own that has the wheel, and the engine by way of this one's packages."""
+    venv.create(tmp_path / "venv", with_pip=False)
+    python = tmp_path / "venv" / "bin" / "python"
+    (path,) = built.glob("*.whl")
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "install", "--no-index", "--no-deps", str(path)], check=True, timeout=120)
+    (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    # A line of a .pth file adds a folder without reading that folder's own .pth files: this environment's
+    # editable nsa-plugin stays out.
+    (site / "engine.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    where = run(python.parent, "./python", "-c", "import nsa_plugin; print(nsa_plugin.__file__)")
+    assert where.stdout.startswith(str(site))
+    result = tmp_path / "result.json"
+    done = run(python.parent, "./nsa-plugin", "demo", "--skip-control", "--json", str(result), timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(result.read_text())
 
 
 def test_wheel_is_typed(clean: Path) -> None:

@@ -142,7 +142,7 @@ def run_pipeline(options: Options, steps: Steps) -> DemoResult:
             RequestResult(answer=answer, comparison=comparison, routes=trace.routes(answer.request.name))
             for answer, comparison in zip(answers, comparisons, strict=True)
         ],
-        checks=coverage(options, answers, trace, preemptions),
+        checks=coverage(options, answers, trace, preemptions, compilation_mode(serve.log.read_text(errors="replace"))),
         control=control,
         startup_report=_startup_report(Path(serve.plugin["report"])),
     )
@@ -212,8 +212,8 @@ def _server_spec(options: Options, model: Path, max_model_len: int, name: str, *
     ]
     if options.small_cache:
         arguments += ["--num-gpu-blocks-override", str(max_model_len // _PAGE_TOKENS + 2)]
-    if not options.compile:
-        arguments.append("--enforce-eager")
+    # vLLM compiles nothing on a CPU unless it is asked for the mode; it then traces once and uses inductor.
+    arguments += ["--compilation-config", '{"mode": 3}'] if options.compile else ["--enforce-eager"]
     return ServerSpec(
         model=model,
         log=options.work_dir / f"{name}.log",
@@ -226,7 +226,7 @@ def _server_spec(options: Options, model: Path, max_model_len: int, name: str, *
 
 
 def _environment(options: Options) -> dict[str, str]:
-    return {
+    variables = {
         "PYTHONPATH": python_path_with_vllm_name(options.work_dir / "site"),
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -237,6 +237,10 @@ def _environment(options: Options) -> dict[str, str]:
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
         "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
     }
+    if options.compile:
+        # For this architecture vLLM prefers CUDA graphs that it can break up, on a CPU too, and then compiles nothing.
+        variables["VLLM_USE_BREAKABLE_CUDAGRAPH"] = "0"
+    return variables
 
 
 @contextmanager
@@ -281,8 +285,14 @@ def _compare(
     return comparisons
 
 
-def coverage(options: Options, answers: Sequence[Answer], trace: Trace, preemptions: int) -> list[Check]:
-    """Whether the run took every way that it is there to show."""
+def coverage(
+    options: Options, answers: Sequence[Answer], trace: Trace, preemptions: int, compilation: str
+) -> list[Check]:
+    """Whether the run took every way that it is there to show.
+
+    Args:
+        preemptions: as counted by the server. compilation: vLLM's name of its mode, "" if it is not known.
+    """
     counts = trace.attention_counts()
     checks = [
         Check(name=name, holds=counts[attention] > 0, detail=f"{counts[attention]} request steps as {attention}")
@@ -321,7 +331,21 @@ def coverage(options: Options, answers: Sequence[Answer], trace: Trace, preempti
             )
     if options.small_cache:
         checks.append(Check(name="preemption", holds=preemptions > 0, detail=f"{preemptions} requests were preempted"))
+    if options.compile:
+        checks.append(
+            Check(
+                name="torch.compile",
+                holds=compilation not in ("", "NONE"),
+                detail=f"the server's mode is {compilation or 'not in its log'}",
+            )
+        )
     return checks
+
+
+def compilation_mode(log: str) -> str:
+    """vLLM's compilation mode as the engine logs it at its start; "" if it does not."""
+    found = re.search(r"compilation_config=\{'mode': <CompilationMode\.(\w+)", log)
+    return found[1] if found else ""
 
 
 def _preemptions(metrics: str) -> int:

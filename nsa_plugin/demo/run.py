@@ -118,6 +118,9 @@ def run_demo(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         console.print("interrupted; no server is left")
         code = EXIT_INTERRUPTED
+    except SystemExit:
+        console.print("terminated; no server is left")
+        code = EXIT_TERMINATED
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.ENOENT, errno.ENOTDIR):
             raise

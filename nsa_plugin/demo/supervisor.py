@@ -27,8 +27,8 @@ import psutil
 
 MARK = "NSA_DEMO_PROCESS"
 EXIT_LEFT_BEHIND = 70
-# vLLM's server waits for its workers when it is asked to end.
-_GRACE_SECONDS = 10.0
+# A running vLLM ends within a second of being asked; one that still starts does not listen.
+_GRACE_SECONDS = 4.0
 _KILL_SECONDS = 10.0
 
 

@@ -78,6 +78,7 @@ class Process:
         except PatchError:
             # Without its first hooks the plugin cannot know whether it is wanted, so look where a user asks for it.
             if flags.asked_for():
+                self.ledger.check_version()  # the better reason, where it is one
                 raise
             logger.warning("nsa-plugin is installed but not asked for, and does not know this SGLang", exc_info=True)
 
