@@ -11,6 +11,7 @@ PYTHON ?=
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 SETUP_GB ?= 5
 ARGS ?=
+GPU_PYTHON ?= python3
 export PYTHON TORCH_INDEX SETUP_GB
 
 BUILD_LOCK := ci/requirements-build.txt
@@ -26,7 +27,8 @@ NO_ENGINE := not gpu and not engine_vllm and not engine_sglang
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
 	@echo 'Variables: PYTHON (a Python 3.11 or later), TORCH_INDEX (where the CPU build of torch is looked for'
-	@echo '  last; now $(TORCH_INDEX)), SETUP_GB (disk space asked for), ARGS (of demo and matrix).'
+	@echo '  last; now $(TORCH_INDEX)), SETUP_GB (disk space asked for), ARGS (of demo and matrix),'
+	@echo '  GPU_PYTHON (of test-gpu).'
 
 demo: setup ## serve a small DeepSeek-V3.2 with a real vLLM server and compare every token
 	$(BIN)/nsa-plugin demo $(ARGS)
@@ -40,6 +42,7 @@ setup:
 setup-dev:
 	@ci/setup.sh .venv $(BUILD_LOCK) $(VLLM_LOCK) $(DEV_LOCK)
 
+setup-sglang: SETUP_GB = 3
 setup-sglang:
 	@ci/setup.sh .venv-sglang $(BUILD_LOCK) $(SGLANG_LOCK) $(DEV_LOCK)
 
@@ -63,8 +66,8 @@ test-vllm: setup-dev ## the newest vLLM that runs on a CPU, started for real
 test-sglang: setup-sglang ## the newest SGLang that runs on a CPU, started for real
 	$(SGLANG_BIN)/python -m pytest -m engine_sglang tests/sglang
 
-test-gpu: ## the tests that need a CUDA device, in an environment that has one
-	$${GPU_PYTHON:-python3} -m pytest -m gpu
+test-gpu: ## the tests that need a CUDA device, by GPU_PYTHON of an environment that has one
+	$(GPU_PYTHON) -m pytest -m gpu
 
 matrix: setup-dev setup-sglang ## every engine version of ci/matrix.toml; writes docs/compatibility.md
 	$(BIN)/python -m ci.matrix $(ARGS)

@@ -8,11 +8,13 @@ A generated part stands between ``<!-- generated: NAME -->`` and ``<!-- end of N
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from ci.rows import ROOT, Row, engines, load
 from nsa_plugin.commands.engines import ENGINES
@@ -86,10 +88,41 @@ def patches_table() -> str:
     return "\n\n".join(parts)
 
 
+def agreement_table() -> str:
+    """What docs/benchmarks/cpu holds: how far the tokens served agree with the reference."""
+    rows = []
+    for path in sorted((ROOT / "docs" / "benchmarks" / "cpu").glob("*.json")):
+        record = json.loads(path.read_text())
+        groups: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
+        for row in record["rows"]:
+            groups["fault" in row["case"]].append(row)
+        right, wrong = groups[False], groups[True]
+        case = right[0]["case"]
+        how = [f"tp {case['tp']}", *(name.replace("_", " ") for name in ("compile", "small_cache") if case[name])]
+        rows.append(
+            [
+                case["engine"],
+                case["dtype"],
+                ", ".join(how),
+                _tokens(right),
+                f"{max(row['max_error'] for row in right):.1e}",
+                _tokens(wrong) if wrong else "not run",
+                f"[record](benchmarks/cpu/{path.name}), {record['date']}",
+            ]
+        )
+    header = ["engine", "dtype", "how", "tokens equal", "largest |Δlogprob|", "tokens equal in the control", "record"]
+    return _table(header, rows)
+
+
+def _tokens(rows: list[dict[str, Any]]) -> str:
+    return f"{sum(row['equal'] for row in rows)} of {sum(row['tokens'] for row in rows)}"
+
+
 GENERATORS: dict[str, Callable[[], str]] = {
     "settings": settings_table,
     "compatibility": compatibility_table,
     "patches": patches_table,
+    "agreement": agreement_table,
 }
 
 

@@ -130,16 +130,20 @@ def main() -> int:
     }
     if not any(chosen.values()):
         parser.error("no row of ci/matrix.toml is chosen")
-    rows = seams.check_all(chosen["seams"], console) if chosen["seams"] else []
+    rows: list[Row] = []
+
+    def record(new: list[Row]) -> None:
+        rows.extend(new)
+        if not args.no_record:
+            save(new)
+            docs.write()
+
+    if chosen["seams"]:
+        record(seams.check_all(chosen["seams"], console))
     for engine, version in chosen["run"]:
         row = run_version(engine, version, console)
         console.print(f"{row.engine} {row.version}: {row.outcome}, {row.detail}")
-        rows.append(row)
-        if not args.no_record:
-            save([row])  # after each: a run of hours that is interrupted keeps what it has
-    if not args.no_record:
-        save(rows)
-        docs.write()
+        record([row])  # after each: a run of an hour that is interrupted keeps what it has
     failed = [row for row in rows if row.outcome != "ok"]
     for row in failed:
         console.print(f"FAILED {row.engine} {row.version} ({row.check}): {row.detail}")

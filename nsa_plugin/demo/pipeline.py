@@ -269,7 +269,7 @@ def _send(server: Server, requests: Sequence[Request], options: Options, steps: 
         try:
             return send(server.url, MODEL_NAME, requests, options.timeout, on_answer)
         except NsaPluginError:
-            server.check_alive()  # why the server died says more than that the connection broke
+            server.check_alive(patience=5.0)  # why the server died says more than that the connection broke
             raise
 
 
@@ -330,7 +330,9 @@ def coverage(
                 )
             )
     if options.small_cache:
-        checks.append(Check(name="preemption", holds=preemptions > 0, detail=f"{preemptions} requests were preempted"))
+        checks.append(
+            Check(name="preemption", holds=preemptions > 0, detail=f"requests were preempted {preemptions} times")
+        )
     if options.compile:
         checks.append(
             Check(

@@ -30,7 +30,7 @@ def print_report(result: DemoResult, console: Console) -> None:
         for request in result.requests:
             console.print(f"{request.comparison.name}:")
             for route in request.routes:
-                console.print(f"  {_route_text(route, reason=True)}")
+                console.print(f"  {_route_text(route)}")
         console.print()
     for request in result.requests:
         if not request.comparison.agrees:
@@ -47,7 +47,7 @@ def print_report(result: DemoResult, console: Console) -> None:
 
     console.print("Start-up report of the plugin, as the server logged it")
     console.print(f"\n{result.startup_report['text']}\n", soft_wrap=True)
-    judged = f"a token within {tolerance.margin:g} nats of the reference's own is a tie"
+    judged = f"a token whose log probability is within {tolerance.margin:g} of the best one's is a tie"
     if tolerance.logprob is None:
         judged += "; log probabilities are measured and not judged"
     else:
@@ -76,29 +76,33 @@ def _ties(count: int) -> str:
     return "1 tie" if count == 1 else f"{count} ties"
 
 
-def _route_text(route: Route, *, reason: bool) -> str:
+def _route_text(route: Route) -> str:
     batches = "1 batch" if route.steps == 1 else f"{route.steps} batches"
-    text = f"{route.phase}: {route.attention} by {route.provider}, {route.q_tokens} rows in {batches}"
-    return f"{text}; {route.reason}" if reason else text
+    return f"{route.phase}: {route.attention} by {route.provider}, {route.q_tokens} rows in {batches}; {route.reason}"
 
 
 def _requests_table(requests: Sequence[RequestResult], *, reasons: bool) -> Table:
-    table = Table(box=SIMPLE_HEAD, show_lines=True)
+    table = Table(box=SIMPLE_HEAD, show_lines=reasons, pad_edge=False, collapse_padding=not reasons)
     table.add_column("Request", no_wrap=True)
     for name in ("Prompt", "Output", "Cached"):
         table.add_column(name, justify="right")
-    table.add_column("Route and reason" if reasons else "Route", ratio=1)
+    if reasons:
+        table.add_column("Route and reason", ratio=1)
+    else:
+        table.add_column("Route", no_wrap=True)
     table.add_column("Tokens equal", justify="right")
     table.add_column("max |Δlogprob|", justify="right")
     for result in requests:
         comparison, answer = result.comparison, result.answer
-        ties = f" (+{_ties(comparison.ties)})" if comparison.ties else ""
+        ties = f"\n+ {_ties(comparison.ties)}" if comparison.ties else ""
         table.add_row(
             comparison.name,
             str(len(answer.request.prompt)),
             str(len(answer.token_ids)),
             str(answer.cached_tokens),
-            "\n".join(_route_text(route, reason=reasons) for route in result.routes),
+            "\n".join(
+                _route_text(route) if reasons else f"{route.attention} x{route.steps}" for route in result.routes
+            ),
             f"{'✓' if comparison.agrees else '✗'} {comparison.equal} of {comparison.tokens}{ties}",
             f"{comparison.max_logprob_error:.1e}",
         )

@@ -21,6 +21,7 @@ from rich.console import Console
 from nsa_plugin.demo.checkpoint import DTYPES
 from nsa_plugin.demo.pipeline import CannotRunError, Options, run_pipeline
 from nsa_plugin.demo.progress import Steps
+from nsa_plugin.demo.record import as_record
 from nsa_plugin.demo.report import SCHEMA, as_dict, print_report
 from nsa_plugin.errors import NsaPluginError
 
@@ -93,6 +94,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output = parser.add_argument_group("output")
     output.add_argument("--json", metavar="FILE", help="write the report as JSON; - for stdout")
     output.add_argument(
+        "--record", type=_record_path, metavar="FILE.json", help="write the agreement as a benchmark record"
+    )
+    output.add_argument(
         "--work-dir", type=Path, metavar="DIR", help="for the checkpoint, logs and traces (a temporary one)"
     )
     output.add_argument("--keep", action="store_true", help="keep the temporary work directory")
@@ -109,12 +113,15 @@ def run_demo(args: argparse.Namespace) -> int:
     terminate_before = signal.signal(signal.SIGTERM, _terminate)
     try:
         # Early, so that minutes of work do not end at a path that cannot be written.
-        with _json_file(args.json) as file:
+        with _json_file(args.json) as file, _json_file(args.record) as record:
             work_dir = (args.work_dir or Path(tempfile.mkdtemp(prefix="nsa-plugin-demo-"))).resolve()
             code, data = _run(_options(args, work_dir), console)
             if file is not None:
                 json.dump(data, file, indent=2)
                 file.write("\n")
+            if record is not None and "requests" in data:
+                json.dump(as_record(data, [Path(sys.argv[0]).name, *sys.argv[1:]]), record, indent=2)
+                record.write("\n")
     except KeyboardInterrupt:
         console.print("interrupted; no server is left")
         code = EXIT_INTERRUPTED
@@ -193,6 +200,12 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
+
+
+def _record_path(text: str) -> str:
+    if not text.endswith(".json"):
+        raise argparse.ArgumentTypeError(f"{text!r} does not end in .json")
+    return text
 
 
 def _port(text: str) -> int:

@@ -135,11 +135,22 @@ class Server:
     ) -> None:
         self.stop()
 
-    def check_alive(self) -> None:
-        """Raises ServerError with the end of the log if the server is gone."""
-        if self._process is None or self._process.poll() is not None:
-            code = None if self._process is None else self._process.returncode
-            raise ServerError(f"the server died (exit code {code}).\n{self._log_excerpt()}")
+    def check_alive(self, patience: float = 0.0) -> None:
+        """See that the server runs.
+
+        Args:
+            patience: seconds to wait for its end, where something else has shown that it is failing.
+
+        Raises:
+            ServerError: it is gone; the message holds what its log says.
+        """
+        code = None
+        if self._process is not None:
+            try:
+                code = self._process.wait(patience)
+            except subprocess.TimeoutExpired:
+                return
+        raise ServerError(f"the server died (exit code {code}).\n{self._log_excerpt()}")
 
     def stop(self) -> None:
         """End the whole process tree and see that it is gone. Does nothing where it is already.

@@ -12,7 +12,7 @@ ENGINE = "sglang"
 SUPPORTED = ">=0.5.11,<0.5.24"
 
 _SRT = "sglang.srt"
-_HOOKS = "nsa_plugin.backends.sglang.activation"
+_HOOKS = "nsa_plugin.backends.sglang.hooks"
 _NSA = ">=0.5.11,<0.5.13"
 _DSA = ">=0.5.13"
 # Open at the top: a newer SGLang is to be told that it is not supported, and that takes these.

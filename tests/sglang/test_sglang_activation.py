@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from nsa_plugin.backends.sglang import activation, backend, model
+from nsa_plugin.backends.sglang import activation, backend, hooks, model
 from nsa_plugin.backends.sglang.activation import Process
 from nsa_plugin.backends.sglang.flags import CARRIER, Carried
 from nsa_plugin.devices import synthetic
@@ -66,8 +66,8 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Process:
     """The plugin in a scheduler process on an H200, with no patches to apply."""
     ledger = Ledger(engine="sglang", version=Version("0.5.16"), supported=data.SUPPORTED, patches=())
     this = Process(ledger=ledger, child=True)
-    monkeypatch.setattr(activation, "process", lambda: this)
     monkeypatch.setattr(backend, "process", lambda: this)
+    monkeypatch.setattr(hooks, "process", lambda: this)
     monkeypatch.setattr(activation, "probe", lambda: synthetic(sm=90, libraries=("flash_mla", "fa3", "deep_gemm")))
     monkeypatch.setattr(Process, "_refuse_copies", lambda self: None)
     return this
@@ -89,14 +89,15 @@ def read(report: Path) -> dict[str, Any]:
     return dict(json.loads(report.read_text()))
 
 
-def test_a_sparse_model_on_a_gpu_is_served_and_reported(
+def test_a_sparse_model_on_a_gpu_is_checked_and_reported(
     process: Process, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("NSA_PLUGIN_REPORT", str(tmp_path / "report.json"))
     Carried({"enabled": "true"}, {}).write()
     start(process, build=runner(scaled_fp8=True))
     report = read(tmp_path / "report.json")
-    assert report["active"] is True
+    assert report["active"] is False  # the attention is still SGLang's own, and the report does not hide it
+    assert activation.NOT_YET in report["notes"]
     assert "2048" in report["facts"]["model"]
     assert "16 heads a rank of 128" in report["facts"]["model"]
     assert "v32_fp8" in report["facts"]["model"]
@@ -178,7 +179,6 @@ def test_only_the_first_rank_reports(process: Process, monkeypatch: pytest.Monke
     start(process, build=runner())
     assert not (tmp_path / "report.json").exists()
     assert process.serving is not None
-    assert process.serving.trace.rank == 3
 
 
 def test_while_it_is_off_a_scheduler_passes_through(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +196,7 @@ def test_an_error_of_the_plugin_leaves_a_scheduler_as_a_plain_message(
     """SGLang catches Exception around a scheduler's start and kills the server with a traceback."""
     monkeypatch.setenv("NSA_PLUGIN_TARCE", "log")
     started: list[str] = []
-    init = activation.wrap_scheduler_init(lambda scheduler, server_args: started.append("engine"))
+    init = hooks.wrap_scheduler_init(lambda scheduler, server_args: started.append("engine"))
     with pytest.raises(SystemExit, match=r"nsa-plugin: error: .*'tarce'"):
         init(scheduler(), None)
     assert started == []
@@ -207,7 +207,7 @@ def test_another_error_of_a_scheduler_is_left_to_the_engine(process: Process) ->
         raise RuntimeError("out of memory")
 
     with pytest.raises(RuntimeError, match="out of memory"):
-        activation.wrap_scheduler_init(engine_fails)(scheduler(), None)
+        hooks.wrap_scheduler_init(engine_fails)(scheduler(), None)
 
 
 def test_a_copy_of_the_class_that_was_taken_before_is_refused(
@@ -304,3 +304,13 @@ def test_strict_off_before_serving_is_a_warning_said_once(
 def test_what_the_user_gave_to_the_engine_is_kept_before_the_engine_fills_in_the_rest(process: Process) -> None:
     process.check_before_serving(SimpleNamespace(dsa_decode_backend="flashmla_kv", dsa_prefill_backend=None))
     assert Carried.read().engine == {"decode_backend": ("--dsa-decode-backend", "flashmla_kv")}
+
+
+def test_nothing_of_the_vllm_adapter_is_loaded() -> None:
+    program = (
+        "import sys\n"
+        "from nsa_plugin.backends.sglang import activation, backend, flags, hooks, model\n"
+        "print([n for n in sys.modules if n.partition('.')[0] in ('vllm', 'sglang') or n.endswith('.vllm')])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -89,7 +89,7 @@ def test_the_kill_switch_wins_over_the_flag(place: Place) -> None:
     (scheduler,) = place.seen("scheduler")
     assert (scheduler["backend"] or [BACKEND])[0] == BACKEND  # SGLang 0.5.18 and 0.5.19 have not even loaded it
     assert not place.report_file.exists()
-    assert "switched off by NSA_PLUGIN_ENABLED=0" in place.log()
+    assert "NSA_PLUGIN_ENABLED=0 wins over its flags" in place.log()
 
 
 def test_a_target_that_is_gone_in_the_scheduler_stops_the_engine(place: Place) -> None:
@@ -157,10 +157,34 @@ def test_an_unknown_setting_is_an_exception_for_the_caller_of_an_offline_engine(
     assert not any(seen["scheduler"] for seen in place.seen("loaded"))
 
 
+LIVE = """
+import json
+from packaging.version import Version
+from sglang.version import __version__
+from nsa_plugin.patches import sglang as data
+from nsa_plugin.patches.ledger import Ledger, Need
+import sglang.srt.managers.scheduler  # in a scheduler it is there before the plugin
+
+ledger = Ledger(engine=data.ENGINE, version=Version(__version__), supported=data.SUPPORTED, patches=data.PATCHES)
+ledger.check(*Need)
+print("CHECKED", sum(patch.target(ledger.version) is not None for patch in data.PATCHES))
+"""
+
+
+def test_every_target_of_the_ledger_is_there_live_those_of_a_gpu_too(place: Place) -> None:
+    (place.folder / "live.py").write_text(LIVE)
+    with place.started(["live.py"]) as process:
+        assert process.wait(300) == 0, place.log()[-4000:]
+    assert place.log().strip().splitlines()[-1] == "CHECKED 22"
+
+
 COMPARE = """
 import json, os, sys
 from sglang.srt.plugins import load_plugins
 load_plugins()
+if "nsa_plugin" in os.environ["SGLANG_PLUGINS"]:
+    from nsa_plugin.backends.sglang import register
+    register()  # again: a second flag of the same name would be an error of argparse
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 parser = __import__("argparse").ArgumentParser()
 ServerArgs.add_cli_args(parser)
@@ -168,6 +192,7 @@ print("FLAG", json.dumps("--enable-nsa-plugin" in parser.format_help()))
 server_args = prepare_server_args(["--model-path", "model", "--device", "cpu", "--random-seed", "1"])
 names = server_args.__struct_fields__ if hasattr(server_args, "__struct_fields__") else vars(server_args)
 print("ARGS", json.dumps({name: repr(getattr(server_args, name)) for name in names if name != "model_config"}))
+print("VLLM", json.dumps([name for name in sys.modules if name.startswith("nsa_plugin.") and "vllm" in name]))
 print("MODULES", json.dumps(sorted(name for name in sys.modules if name.partition(".")[0] in ("sglang", "torch"))))
 """
 
@@ -184,5 +209,6 @@ def test_installed_and_not_enabled_changes_nothing(place: Place) -> None:
         )
         seen.append({name: json.loads(text) for name, text in lines.items()})
     assert [run["FLAG"] for run in seen] == [False, True]
+    assert [run["VLLM"] for run in seen] == [[], []]
     assert seen[0]["ARGS"] == seen[1]["ARGS"]
     assert seen[0]["MODULES"] == seen[1]["MODULES"]

@@ -1,12 +1,9 @@
 """From installed to serving: reads the settings, applies the ledger, and refuses to start where it cannot.
 
-In the process that reads SGLang's arguments `wrap_resolve` checks everything that can be checked before a
-process is started; the ledger's targets are looked up in SGLang's files, so that nothing is imported that
-SGLang would not import there. In each scheduler process `wrap_scheduler_init` applies and verifies the
-patches before the model is built, and reports once it is. While the plugin is off, all pass straight through.
-
-SGLang catches and logs every Exception of a plugin while it loads it, and those of a scheduler's start by
-killing the server with a traceback: what is raised on purpose leaves a scheduler as SystemExit instead.
+In the process that reads SGLang's arguments everything is checked that can be checked before a process is
+started; the ledger's targets are looked up in SGLang's files, so that nothing is imported that SGLang would
+not import there. In each scheduler process the patches are applied and verified before the model is built,
+and what came of it is reported once it is. `hooks` calls all this from inside SGLang.
 """
 
 from __future__ import annotations
@@ -16,11 +13,9 @@ import logging
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib import util
-from pathlib import Path
 from typing import Any
 
 from packaging.version import Version
@@ -30,24 +25,28 @@ from nsa_plugin.devices import DeviceProfile, probe
 from nsa_plugin.dispatch import validate
 from nsa_plugin.errors import NsaPluginError, PatchError
 from nsa_plugin.patches import sglang as ledger_data
-from nsa_plugin.patches.ledger import TURN_OFF, Ledger, Need, Patch, PatchStatus, find, wrap
-from nsa_plugin.patches.static import SourceTree
+from nsa_plugin.patches import static
+from nsa_plugin.patches.ledger import TURN_OFF, Ledger, Need, Patch, PatchStatus, find
 from nsa_plugin.settings import ResolvedSettings, killed
 from nsa_plugin.shapes import ModelShape
-from nsa_plugin.telemetry import StartupReport, Trace
+from nsa_plugin.telemetry import StartupReport
 
 logger = logging.getLogger("nsa_plugin")
 SCHEDULER_MODULE = "sglang.srt.managers.scheduler"
+# Until the backend takes its routes from `decide`, the report must not look as if it did.
+NOT_YET = (
+    "in this release the plugin takes the place of SGLang's backend and checks the settings against the model and the "
+    "device; the routes and the kernels are still SGLang's own"
+)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Serving:
-    """What the attention backends of one scheduler process work with, once the plugin serves its model."""
+    """What the attention backends of one scheduler process decide from, once everything is checked."""
 
     resolved: ResolvedSettings
     model: ModelShape
     device: DeviceProfile
-    trace: Trace
 
 
 @dataclass
@@ -57,6 +56,7 @@ class Process:
     Attributes:
         child: whether SGLang started this process; then the arguments were checked by the one that did.
         resolved: the settings, in a scheduler process where the plugin is enabled.
+        serving: set once a backend of the plugin runs; without it the backend leaves all to SGLang's own.
         stock_because: why the stock engine serves although the plugin is enabled; only with strict off.
     """
 
@@ -91,7 +91,7 @@ class Process:
         given = flags.Carried.read().flags
         if killed():
             if given:
-                self._say_once(logging.INFO, "nsa-plugin is switched off by NSA_PLUGIN_ENABLED=0; its flags are ignored")
+                self._say_once(logging.INFO, "nsa-plugin: NSA_PLUGIN_ENABLED=0 wins over its flags; it is off")
             return
         carried = flags.Carried(given, flags.engine_backends(server_args))
         carried.write()
@@ -152,7 +152,7 @@ class Process:
             shape = model.model_shape(backend, model_runner)
             device = probe()
             validate(shape, device, self.resolved.settings)
-            self.serving = Serving(self.resolved, shape, device, Trace(mode=self.resolved.settings.trace))
+            self.serving = Serving(self.resolved, shape, device)
 
     def leave_scheduler(self, scheduler: Any) -> None:
         """Check once more and report, after a scheduler has built its model.
@@ -188,12 +188,12 @@ class Process:
                 f"KV cache {shape.kv_layout}"
             )
             facts["device"] = self.serving.device.describe()
-            self.serving.trace.rank = _rank()
+            self.notes.append(NOT_YET)
         if _rank() == 0:
             StartupReport(
                 engine=self.ledger.engine,
                 engine_version=str(self.ledger.version),
-                active=sparse and not self.stock_because,
+                active=False,  # see NOT_YET
                 resolved=self.resolved,
                 statuses=self.statuses,
                 facts=facts,
@@ -238,16 +238,9 @@ def _ledger(version: Version, patches: tuple[Patch, ...]) -> Ledger:
 
 def _check_files(version: Version) -> None:
     """Raise PatchError unless the version is supported and SGLang's files have every target of the ledger."""
-    spec = util.find_spec(ledger_data.ENGINE)
-    assert spec is not None
-    assert spec.submodule_search_locations
-    root = Path(spec.submodule_search_locations[0]).parent
-
-    def read(path: str) -> str | None:
-        file = root / path
-        return file.read_text(encoding="utf-8") if file.is_file() else None
-
-    _ledger(version, ledger_data.PATCHES).check(*Need, look=SourceTree(read).check)
+    files = static.installed(ledger_data.ENGINE)
+    assert files is not None
+    _ledger(version, ledger_data.PATCHES).check(*Need, look=files.check)
 
 
 def _rank() -> int:
@@ -255,56 +248,3 @@ def _rank() -> int:
     from torch import distributed
 
     return int(distributed.get_rank()) if distributed.is_initialized() else 0
-
-
-@contextmanager
-def _clear_exit() -> Iterator[None]:
-    """What is raised on purpose ends the process with its message alone."""
-    try:
-        yield
-    except NsaPluginError as error:
-        raise SystemExit(f"nsa-plugin: error: {error}") from error
-
-
-def wrap_add_cli_args(original: Any) -> Any:
-    function = original.__func__
-
-    @functools.wraps(function)
-    def add_cli_args(parser: Any) -> None:
-        function(parser)
-        flags.add_flags(parser)
-
-    return staticmethod(add_cli_args)
-
-
-def wrap_from_cli_args(original: Any) -> Any:
-    function = original.__func__
-
-    @functools.wraps(function)
-    def from_cli_args(cls: type, args: Any) -> Any:
-        flags.Carried(flags.given(args)).write()
-        with _clear_exit():
-            process().check_before_serving(args)
-        return function(cls, args)
-
-    return classmethod(from_cli_args)
-
-
-def wrap_resolve(original: Callable[..., Any]) -> Callable[..., Any]:
-    def around(original: Callable[..., Any], server_args: Any) -> Any:
-        # Resolved arguments come by here again, and there what the user gave can no longer be told.
-        if not process().child and not getattr(server_args, "_resolution_finished", False):
-            process().check_before_serving(server_args)
-        return original(server_args)
-
-    return wrap(original, around)
-
-
-def wrap_scheduler_init(original: Callable[..., Any]) -> Callable[..., Any]:
-    def around(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> None:
-        with _clear_exit():
-            process().enter_scheduler()
-            original(scheduler, *args, **kwargs)
-            process().leave_scheduler(scheduler)
-
-    return wrap(original, around)

@@ -32,6 +32,8 @@ from nsa_plugin.plan import Attention, Plan
 from nsa_plugin.settings import Settings
 from nsa_plugin.shapes import Phase
 
+_MLA_PREFILL = "vllm.v1.attention.backends.mla.prefill"
+
 
 @dataclass
 class Group:
@@ -206,7 +208,7 @@ class CpuSparseMLAImpl(MLAAttentionImpl[CpuSparseMLAMetadata]):
     is_sparse: ClassVar[bool] = True
     # Dense prefill is this class's own either way. Said to vLLM where its own CPU form exists (0.29), so that it does
     # not log that there is none; where it does not, vLLM would try to import a CUDA one.
-    supports_dense_mha_prefill: ClassVar[bool] = find_spec("vllm.v1.attention.backends.mla.prefill.cpu_sdpa") is not None
+    supports_dense_mha_prefill: ClassVar[bool] = find_spec(f"{_MLA_PREFILL}.cpu_sdpa") is not None
     can_return_lse_for_decode = False
     masked_mha_available = False
     supports_quant_query_input = False
