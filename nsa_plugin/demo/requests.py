@@ -109,7 +109,7 @@ def workload(index_topk: int, chunk_tokens: int, seed: int = 0, *, long_answers:
             purpose="the longest prompt that dense attention may take",
         ),
         Request(
-            name="decode-past-topk",
+            name="past-topk",
             prompt=tokens(index_topk // 2 + 3),
             max_tokens=index_topk + 32,
             purpose="decode starts with all tokens and goes on with a selection",
@@ -130,7 +130,7 @@ def workload(index_topk: int, chunk_tokens: int, seed: int = 0, *, long_answers:
             control=True,
         ),
         Request(
-            name="shared-origin",
+            name="shared-first",
             prompt=shared + tokens(9),
             max_tokens=12,
             purpose="fills the prefix cache",
@@ -140,16 +140,16 @@ def workload(index_topk: int, chunk_tokens: int, seed: int = 0, *, long_answers:
             prompt=shared + tokens(23),
             max_tokens=16,
             purpose="prefill after a cached prefix",
-            after=("shared-origin",),
+            after=("shared-first",),
             cached_tokens=256,
             control=True,
         ),
         Request(
-            name="shared-longer",
+            name="shared-long",
             prompt=shared + tokens(index_topk + 40),
             max_tokens=12,
             purpose="a longer prefill after the same prefix, while others decode",
-            after=("shared-origin",),
+            after=("shared-first",),
             cached_tokens=256,
         ),
     ]

@@ -248,9 +248,7 @@ def reference_paged_topk(
     return out
 
 
-def _scores(
-    q: torch.Tensor, k: torch.Tensor, k_scale: torch.Tensor | None, weights: torch.Tensor
-) -> torch.Tensor:
+def _scores(q: torch.Tensor, k: torch.Tensor, k_scale: torch.Tensor | None, weights: torch.Tensor) -> torch.Tensor:
     """float32 [rows, keys] logits of all keys, in blocks that bound the product of all heads."""
     rows, heads, dim = q.shape
     keys = k.shape[0]
@@ -339,9 +337,7 @@ def _check_paged(
     """Check the arguments; return [batch, next_n] int64, the keys that each query row sees, 0 or more."""
     check_tensor(op, "q", q, ("batch", "next_n", "heads", "dim"), dtypes=INDEX_VALUE_DTYPES)
     batch, next_n, heads, dim = q.shape
-    require(
-        cache.layout is INDEXER_FP8, op, f"cache has layout {cache.layout.name}; expected {INDEXER_FP8.name}"
-    )
+    require(cache.layout is INDEXER_FP8, op, f"cache has layout {cache.layout.name}; expected {INDEXER_FP8.name}")
     require(cache.device == q.device, op, f"cache is on {cache.device}; expected {q.device}")
     require(dim == cache.dim, op, f"q has {dim} values a head; the cache's keys have {cache.dim}")
     check_tensor(op, "weights", weights, (batch * next_n, heads), dtypes=(torch.float32,), device=q.device)
@@ -360,9 +356,7 @@ def _check_paged(
     return limits
 
 
-def _topk_output(
-    op: str, rows: int, topk: int, out: torch.Tensor | None, device: torch.device
-) -> torch.Tensor:
+def _topk_output(op: str, rows: int, topk: int, out: torch.Tensor | None, device: torch.device) -> torch.Tensor:
     require(topk > 0, op, f"topk is {topk}; it is at least 1")
     if out is None:
         return torch.full((rows, topk), -1, dtype=torch.int32, device=device)

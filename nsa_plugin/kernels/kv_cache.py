@@ -128,9 +128,7 @@ def open_cache(data: torch.Tensor, layout: str | CacheLayout, page_size: int | N
         contiguous = True
     contiguous = contiguous and data.stride(-1) == 1
     require(contiguous, op, f"data has strides {data.stride()}; the bytes of a page must be contiguous")
-    pages = data.view(torch.uint8).as_strided(
-        (data.shape[0], used), (data.stride(0), 1), data.storage_offset()
-    )
+    pages = data.view(torch.uint8).as_strided((data.shape[0], used), (data.stride(0), 1), data.storage_offset())
     return PagedCache(pages, layout, page_size)
 
 
@@ -186,9 +184,7 @@ def reference_write(
         rows = torch.cat([rows, rope.to(rows.dtype)], dim=-1)
     check_tensor(op, "rows", rows, ("num_rows", cache.dim), dtypes=FLOAT_DTYPES, device=cache.device)
     check_tensor(op, "slot_mapping", slot_mapping, ("n",), dtypes=INDEX_DTYPES, device=cache.device)
-    require(
-        len(slot_mapping) <= len(rows), op, f"slot_mapping has {len(slot_mapping)} slots for {len(rows)} rows"
-    )
+    require(len(slot_mapping) <= len(rows), op, f"slot_mapping has {len(slot_mapping)} slots for {len(rows)} rows")
     _check_slots(op, "slot_mapping", slot_mapping, cache)
     written = slot_mapping >= 0
     slots = slot_mapping[written].long()

@@ -21,7 +21,7 @@ def test_the_workload_takes_every_route(index_topk, chunk, long_answers):
     assert len(set(lengths)) == len(lengths)
     assert len(requests["below-topk"].prompt) < index_topk
     assert len(requests["up-to-topk"].prompt) == index_topk
-    past = requests["decode-past-topk"]
+    past = requests["past-topk"]
     assert len(past.prompt) < index_topk < past.total_tokens - 32
     assert index_topk < len(requests["above-topk"].prompt)
     assert len(requests["many-chunks"].prompt) > 2 * chunk

@@ -63,9 +63,7 @@ def randn(*shape: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.
     return torch.randn(*shape, generator=generator).to(dtype).cuda()
 
 
-def make_indices(
-    rows: int, topk: int, s_kv: int, seed: int, invalid: list, share: float = 0.2
-) -> torch.Tensor:
+def make_indices(rows: int, topk: int, s_kv: int, seed: int, invalid: list, share: float = 0.2) -> torch.Tensor:
     """[rows, topk] int32 on the GPU: distinct rows in random order, a share replaced by invalid ones."""
     generator = torch.Generator().manual_seed(seed)
     order = torch.rand(rows, max(topk, s_kv), generator=generator).argsort(1)[:, :topk]
@@ -196,9 +194,7 @@ def test_v4_decode(heads, batch, s_q, page_size, extra_page_size, with_length, w
     rows, num_slots, extra_slots = batch * s_q, 2048, 1024
     generator = torch.Generator().manual_seed(7)
 
-    def scope(
-        topk: int, slots: int, size: int, seed: int
-    ) -> tuple[PagedCache, torch.Tensor, torch.Tensor | None]:
+    def scope(topk: int, slots: int, size: int, seed: int) -> tuple[PagedCache, torch.Tensor, torch.Tensor | None]:
         indices = make_indices(rows, topk, slots, seed, [-1]).view(batch, s_q, topk)
         if not with_length:
             return filled_cache("v4_fp8", slots // size, size, indices, seed), indices, None
@@ -226,9 +222,7 @@ def test_v4_decode(heads, batch, s_q, page_size, extra_page_size, with_length, w
             "extra_topk_length": extra_length,
         }
 
-    expected = reference_decode(
-        q, cache, indices, scale=scale, attn_sink=sink, out_dtype=torch.float32, **ours
-    )
+    expected = reference_decode(q, cache, indices, scale=scale, attn_sink=sink, out_dtype=torch.float32, **ours)
     actual = flash_mla_decode(flash_mla, q, cache, indices, scale, sink, **theirs)
     assert_out(actual.out, expected.out, atol=1e-3, rtol=2.01 / 128)
     assert_statistic(actual.lse, expected.lse)

@@ -88,9 +88,7 @@ def test_unquantised_queries_and_keys(dtype):
     ks, ke = torch.zeros(5, dtype=torch.int32), torch.full((5,), 40, dtype=torch.int32)
     logits = reference_logits(q, k, None, weights, ks, ke)
     np.testing.assert_allclose(to_numpy(logits), oracle(q, k, None, weights), rtol=1e-6, atol=1e-6)
-    assert as_lists(reference_topk(q, k, None, weights, ks, ke, 9)) == oracle_topk(
-        q, k, None, weights, ks, ke, 9
-    )
+    assert as_lists(reference_topk(q, k, None, weights, ks, ke, 9)) == oracle_topk(q, k, None, weights, ks, ke, 9)
 
 
 def test_blocks_of_rows_and_keys_do_not_change_the_logits(monkeypatch):
@@ -231,9 +229,7 @@ def paged_case(lengths, next_n, heads, page_size=64, seed=0):
     for request, length in enumerate(lengths):
         position = torch.arange(max(0, length))
         slots = table[request, position // page_size].long() * page_size + position % page_size
-        reference_write(
-            cache, torch.randn(len(slots), 128, generator=generator), slots, power_of_two_scales=True
-        )
+        reference_write(cache, torch.randn(len(slots), 128, generator=generator), slots, power_of_two_scales=True)
         keys.append(reference_read_codes(cache, slots))
         table[request, -(-max(0, length) // page_size) :] = -1  # pages behind a request are not assigned
     q, q_scale = quantize(torch.randn(len(lengths), next_n, heads, 128, generator=generator))

@@ -174,9 +174,7 @@ def test_plain_rows_of_any_float_type_and_width(dtype, dim):
     assert torch.equal(memory[1, 0, 1], rows[2].to(dtype))
     assert int((~memory.isnan()).sum()) == 2 * dim
     read = reference_read(cache, torch.tensor([4, -1, 11]), dtype=torch.float64)
-    assert torch.equal(
-        read, torch.stack([rows[2].to(dtype).double(), torch.zeros(dim), rows[0].to(dtype).double()])
-    )
+    assert torch.equal(read, torch.stack([rows[2].to(dtype).double(), torch.zeros(dim), rows[0].to(dtype).double()]))
 
 
 def test_rows_given_in_two_parts():
@@ -286,9 +284,7 @@ def test_slot_numbers_beyond_2_to_the_31():
     plain = torch.zeros(1, 48, 16)
     plain[0, 5] = torch.arange(16.0)
     cache = open_cache(plain.expand(2**27, 48, 16), "bf16")
-    assert torch.equal(
-        reference_read(cache, torch.tensor([slot]), dtype=torch.float32)[0], torch.arange(16.0)
-    )
+    assert torch.equal(reference_read(cache, torch.tensor([slot]), dtype=torch.float32)[0], torch.arange(16.0))
     for name in FP8_NAMES:
         memory, one_page = poisoned(name, 1, 48)
         row = random_rows(1, one_page.dim)

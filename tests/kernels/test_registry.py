@@ -72,9 +72,7 @@ def test_a_refusal_gives_the_reason(case, reason):
     if reason is None:
         registry.load("sparse_mla_prefill", "fast", **case)
     else:
-        with pytest.raises(
-            NoProviderError, match="op sparse_mla_prefill: provider 'fast' is not available"
-        ) as error:
+        with pytest.raises(NoProviderError, match="op sparse_mla_prefill: provider 'fast' is not available") as error:
             registry.load("sparse_mla_prefill", "fast", **case)
         assert reason in str(error.value)
 
@@ -82,9 +80,7 @@ def test_a_refusal_gives_the_reason(case, reason):
 def test_a_missing_library_is_named():
     registry = Registry()
     registry.register(Provider(**WHOLE, modules=("json", "no_such_kernel_library")))
-    with pytest.raises(
-        NoProviderError, match="'fast' is not available: not installed: no_such_kernel_library"
-    ):
+    with pytest.raises(NoProviderError, match="'fast' is not available: not installed: no_such_kernel_library"):
         registry.load("sparse_mla_prefill", "fast")
 
 

@@ -298,9 +298,7 @@ def test_large_logits_do_not_overflow():
 )
 def test_empty_inputs(tokens, heads, s_kv, topk):
     indices = torch.zeros(tokens, topk, dtype=torch.int32)
-    result = reference_prefill(
-        torch.ones(tokens, heads, 24), torch.ones(s_kv, 24), indices, scale=1.0, d_v=16
-    )
+    result = reference_prefill(torch.ones(tokens, heads, 24), torch.ones(s_kv, 24), indices, scale=1.0, d_v=16)
     assert result.out.shape == (tokens, heads, 16)
     assert (result.out == 0).all()
     assert (result.lse == math.inf).all()

@@ -71,9 +71,7 @@ def test_window_slots_through_the_page_table():
     cu_seqlens, seq_lens = int32([0, 2, 3]), int32([5, 1])
     window = reference_window(cu_seqlens, seq_lens, 3, num_tokens=3)
     table = int32([[7, 2, 5], [4, -1, -1]])
-    slots = reference_paged(
-        window.indices, table, page_size=2, row_to_request=rows_to_requests(cu_seqlens, 3)
-    )
+    slots = reference_paged(window.indices, table, page_size=2, row_to_request=rows_to_requests(cu_seqlens, 3))
     # request 0: positions 1..3 and 2..4 in pages 7, 2, 5; request 1: position 0 in page 4
     assert slots.tolist() == [[15, 4, 5], [4, 5, 10], [8, -1, -1]]
 
@@ -81,9 +79,7 @@ def test_window_slots_through_the_page_table():
 @settings(deadline=None)
 @given(requests_strategy, st.integers(1, 9), st.integers(0, 5))
 def test_extra_lengths_against_a_loop(requests, ratio, topk):
-    expected = [
-        min((p + 1) // ratio, topk) for rows, context in requests for p in range(context - rows, context)
-    ]
+    expected = [min((p + 1) // ratio, topk) for rows, context in requests for p in range(context - rows, context)]
     result = reference_extra_lengths(
         cumulative([r for r, _ in requests]),
         int32([c for _, c in requests]),
@@ -105,9 +101,7 @@ def test_combining_against_a_loop(data):
     extra = [[draw(index) for _ in range(extra_width)] for _ in range(tokens)]
     swa_lengths = [draw(st.integers(-1, width + 1)) for _ in range(tokens)]
     extra_lengths = [draw(st.integers(-1, extra_width + 1)) for _ in range(tokens)]
-    offsets = draw(
-        st.one_of(st.integers(0, 99), st.lists(st.integers(0, 99), min_size=tokens, max_size=tokens))
-    )
+    offsets = draw(st.one_of(st.integers(0, 99), st.lists(st.integers(0, 99), min_size=tokens, max_size=tokens)))
 
     total = math.ceil((width + extra_width) / alignment) * alignment
     expected, lengths = [], []
@@ -174,9 +168,7 @@ ROWS = IndexRows(torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, dtype=torc
             r"gather_lens is \[3\]; the windows need \[4\]",
         ),
         (
-            lambda: reference_extra_lengths(
-                int32([0, 1]), int32([1]), num_tokens=1, compress_ratio=0, topk=1
-            ),
+            lambda: reference_extra_lengths(int32([0, 1]), int32([1]), num_tokens=1, compress_ratio=0, topk=1),
             "compress_ratio is 0",
         ),
         (

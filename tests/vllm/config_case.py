@@ -51,8 +51,10 @@ def broken(what: str | None) -> object:
     if what == "target":
         from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache
 
-        # Another signature, as a release that has moved on would have.
-        return mock.patch.object(DeepseekV32IndexerCache, "get_attn_backend", lambda cache: None)
+        def get_attn_backend(cache: object) -> None:
+            """With another signature, as a release that has moved on would have."""
+
+        return mock.patch.object(DeepseekV32IndexerCache, "get_attn_backend", get_attn_backend)
     return mock.patch.dict({})
 
 

@@ -163,5 +163,6 @@ def test_the_server_itself_does_not_start_with_a_wrong_setting(tmp_path: Path, c
         plugin=ON | {"prefill_backend": "fastest"},
         environ={"PYTHONPATH": python_path_with_vllm_name(tmp_path / "name"), "HF_HUB_OFFLINE": "1"},
     )
-    with pytest.raises(ServerError, match=r"'prefill_backend'.*'fastest'; allowed: one of auto, flash_mla"), Server(spec):
+    message = r"'prefill_backend'.*'fastest'; allowed: one of auto, flash_mla"
+    with pytest.raises(ServerError, match=message), Server(spec):
         pass
