@@ -168,9 +168,8 @@ class Server:
                 code = process.wait(_STOP_SECONDS)
             except subprocess.TimeoutExpired:
                 process.kill()
-                process.wait()
-                code = -signal.SIGKILL
-            left = self._members(process.pid)
+                code = process.wait()
+            left = self._kill_members(process.pid)
         if left:
             raise ServerError(
                 f"processes of the server could not be ended: {', '.join(map(str, left))} (supervisor: {code})"
@@ -204,14 +203,17 @@ class Server:
             self._on_progress(elapsed, last_message(self.spec.log))
             time.sleep(_POLL_SECONDS)
 
-    def _members(self, supervisor_pid: int) -> list[int]:
-        from nsa_plugin.demo.supervisor import members
+    def _kill_members(self, supervisor_pid: int) -> list[int]:
+        """What a supervisor that did its work has not left; pids of what could not be killed."""
+        from nsa_plugin.demo.supervisor import kill_members
 
-        return [process.pid for process in members(self._marker, supervisor_pid)]
+        return kill_members(self._marker, supervisor_pid)
 
     def pids(self) -> list[int]:
         """Pids of the server's living processes."""
-        return [] if self._process is None else self._members(self._process.pid)
+        from nsa_plugin.demo.supervisor import members
+
+        return [] if self._process is None else [member.pid for member in members(self._marker, self._process.pid)]
 
     def _log_excerpt(self) -> str:
         lines = error_lines(self.spec.log) or log_tail(self.spec.log, 15)

@@ -16,6 +16,7 @@ A script of its own, not a module to import: it must start at once and hold noth
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -45,28 +46,28 @@ def members(marker: str, session: int) -> list[psutil.Process]:
     return found
 
 
-def end_all(command: subprocess.Popen[bytes], marker: str) -> bool:
-    """Ask the command to end, then kill what is left of it. True if nothing is."""
+def kill_members(marker: str, session: int) -> list[int]:
+    """Kill the living processes of the command. Pids of those that could not be killed."""
+    deadline = time.monotonic() + _KILL_SECONDS
+    # Again and again: a process may start another between the look and the kill.
+    while (left := members(marker, session)) and time.monotonic() < deadline:
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        time.sleep(0.05)
+    return [process.pid for process in left]
+
+
+def end_all(command: subprocess.Popen[bytes], marker: str) -> list[int]:
+    """Ask the command to end, then kill what is left of it. Pids of what could not be killed."""
     if command.poll() is None:
         command.terminate()
         try:
             command.wait(_GRACE_SECONDS)
         except subprocess.TimeoutExpired:
             command.kill()
-    deadline = time.monotonic() + _KILL_SECONDS
-    while time.monotonic() < deadline:
-        # Again and again: a process may start another between the look and the kill.
-        left = members(marker, os.getpid())
-        if not left:
-            return True
-        for process in left:
-            try:
-                process.kill()
-            except psutil.Error:
-                continue
-        command.poll()
-        time.sleep(0.05)
-    return not members(marker, os.getpid())
+            command.wait()
+    return kill_members(marker, os.getpid())
 
 
 def main(marker: str, arguments: list[str]) -> int:
@@ -94,9 +95,9 @@ def main(marker: str, arguments: list[str]) -> int:
     while command.poll() is None and not stop.wait(0.1):
         pass
     told_to_stop = stop.is_set()
-    ended = end_all(command, marker)
-    code = command.wait() if ended else EXIT_LEFT_BEHIND
-    return EXIT_LEFT_BEHIND if not ended else 0 if told_to_stop else code
+    if end_all(command, marker):
+        return EXIT_LEFT_BEHIND
+    return 0 if told_to_stop else command.returncode
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def test_an_error_inside_leaves_nothing(tmp_path, pids):
     assert alive(pids) == []
 
 
-def test_a_server_that_ignores_sigterm_is_killed(tmp_path, pids, monkeypatch):
+def test_a_server_that_ignores_sigterm_is_killed(tmp_path, pids):
     with Server(fake_spec(tmp_path, pids, "deaf")):
         pass
     assert alive(pids) == []
@@ -105,10 +105,16 @@ def test_a_command_that_does_not_exist_is_an_error(tmp_path, pids):
         Server(spec).start()
 
 
+def test_a_supervisor_that_was_killed_is_stood_in_for(tmp_path, pids):
+    with Server(fake_spec(tmp_path, pids)) as server:
+        os.kill(server._process.pid, signal.SIGKILL)
+    assert alive(pids) == []
+
+
 def test_a_process_that_stays_is_an_error(tmp_path, pids, monkeypatch):
     server = Server(fake_spec(tmp_path, pids))
     server.start()
-    monkeypatch.setattr(Server, "_members", lambda self, pid: [4711])
+    monkeypatch.setattr(Server, "_kill_members", lambda self, pid: [4711])
     with pytest.raises(ServerError, match="could not be ended: 4711"):
         server.stop()
     assert alive(pids) == []
