@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 DTYPES = ("float32", "bfloat16")
 
 # Standard deviation of what a projection gives for an input of unit variance; 1 where none is named.
-_GAINS = {"q_b_proj": 3.5, "o_proj": 0.5, "down_proj": 0.4, "lm_head": 3.0}
+_GAINS = {"q_b_proj": 3.5, "o_proj": 0.5, "down_proj": 0.25, "lm_head": 3.0}
 
 # Share of a query's or key's direction that all heads of a layer have in common, and that the indexer follows.
 _SHARED_HEADS = 0.98

@@ -113,15 +113,16 @@ def run_demo(args: argparse.Namespace) -> int:
     terminate_before = signal.signal(signal.SIGTERM, _terminate)
     try:
         # Early, so that minutes of work do not end at a path that cannot be written.
-        with _json_file(args.json) as file, _json_file(args.record) as record:
+        with _json_file(args.json) as file:
+            record = _record_file(args.record)
             work_dir = (args.work_dir or Path(tempfile.mkdtemp(prefix="nsa-plugin-demo-"))).resolve()
             code, data = _run(_options(args, work_dir), console)
             if file is not None:
                 json.dump(data, file, indent=2)
                 file.write("\n")
             if record is not None and "requests" in data:
-                json.dump(as_record(data, [Path(sys.argv[0]).name, *sys.argv[1:]]), record, indent=2)
-                record.write("\n")
+                # Whole or not at all: the documentation is made from these files.
+                record.write_text(json.dumps(as_record(data, [Path(sys.argv[0]).name, *sys.argv[1:]]), indent=2) + "\n")
     except KeyboardInterrupt:
         console.print("interrupted; no server is left")
         code = EXIT_INTERRUPTED
@@ -165,6 +166,18 @@ def _json_file(path: str | None) -> Iterator[TextIO | None]:
     else:
         with open(path, "w") as file:
             yield file
+
+
+def _record_file(path: str | None) -> Path | None:
+    """The file to write, in a folder that takes it.
+
+    Raises:
+        OSError: the folder is not there or cannot be written to.
+    """
+    if path is None:
+        return None
+    with tempfile.TemporaryFile(dir=Path(path).parent):
+        return Path(path)
 
 
 def _console(to_stderr: bool) -> Console:

@@ -179,36 +179,38 @@ def test_every_target_of_the_ledger_is_there_live_those_of_a_gpu_too(place: Plac
 
 
 COMPARE = """
-import json, os, sys
+import argparse, json, os, sys
 from sglang.srt.plugins import load_plugins
 load_plugins()
 if "nsa_plugin" in os.environ["SGLANG_PLUGINS"]:
     from nsa_plugin.backends.sglang import register
     register()  # again: a second flag of the same name would be an error of argparse
 from sglang.srt.server_args import ServerArgs, prepare_server_args
-parser = __import__("argparse").ArgumentParser()
+parser = argparse.ArgumentParser()
 ServerArgs.add_cli_args(parser)
-print("FLAG", json.dumps("--enable-nsa-plugin" in parser.format_help()))
 server_args = prepare_server_args(["--model-path", "model", "--device", "cpu", "--random-seed", "1"])
 names = server_args.__struct_fields__ if hasattr(server_args, "__struct_fields__") else vars(server_args)
-print("ARGS", json.dumps({name: repr(getattr(server_args, name)) for name in names if name != "model_config"}))
-print("VLLM", json.dumps([name for name in sys.modules if name.startswith("nsa_plugin.") and "vllm" in name]))
-print("MODULES", json.dumps(sorted(name for name in sys.modules if name.partition(".")[0] in ("sglang", "torch"))))
+seen = {
+    "flag": "--enable-nsa-plugin" in parser.format_help(),
+    "arguments": {name: repr(getattr(server_args, name)) for name in names if name != "model_config"},
+    "modules": sorted(name for name in sys.modules if name.partition(".")[0] in ("sglang", "torch")),
+    "vllm": [name for name in sys.modules if name.startswith("nsa_plugin.") and "vllm" in name],
+}
+print("SEEN", json.dumps(seen))
 """
 
 
 def test_installed_and_not_enabled_changes_nothing(place: Place) -> None:
     """SGLang's arguments and the modules it has loaded by then are the same with and without the plugin."""
     (place.folder / "compare.py").write_text(COMPARE)
-    seen: list[dict[str, object]] = []
+    seen: list[dict[str, Any]] = []
     for allowed in ("witness", "witness,nsa_plugin"):
         with place.started(["compare.py"], SGLANG_PLUGINS=allowed) as process:
             assert process.wait(300) == 0, place.log()[-4000:]
-        lines = dict(
-            line.split(" ", 1) for line in place.log().splitlines() if line.startswith(("ARGS", "FLAG", "MODULES"))
-        )
-        seen.append({name: json.loads(text) for name, text in lines.items()})
-    assert [run["FLAG"] for run in seen] == [False, True]
-    assert [run["VLLM"] for run in seen] == [[], []]
-    assert seen[0]["ARGS"] == seen[1]["ARGS"]
-    assert seen[0]["MODULES"] == seen[1]["MODULES"]
+        (line,) = [line for line in place.log().splitlines() if line.startswith("SEEN ")]
+        seen.append(json.loads(line.removeprefix("SEEN ")))
+    without, installed = seen
+    assert (without["flag"], installed["flag"]) == (False, True)
+    assert installed["arguments"] == without["arguments"]
+    assert installed["modules"] == without["modules"]
+    assert installed["vllm"] == []
