@@ -67,7 +67,7 @@ test-sglang: setup-sglang ## the newest SGLang that runs on a CPU, started for r
 	$(SGLANG_BIN)/python -m pytest -m engine_sglang tests/sglang
 
 test-gpu: ## the tests that need a CUDA device, by GPU_PYTHON of an environment that has one
-	$(GPU_PYTHON) -m pytest -m gpu
+	$(GPU_PYTHON) -m pytest -m gpu tests/gpu
 
 matrix: setup-dev setup-sglang ## every engine version of ci/matrix.toml; writes docs/compatibility.md
 	$(BIN)/python -m ci.matrix $(ARGS)
