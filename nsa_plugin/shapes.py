@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 from nsa_plugin.errors import ShapeError
 from nsa_plugin.layouts import LAYOUTS
@@ -86,6 +87,25 @@ class ModelShape:
                 f"sliding_window is {self.sliding_window} for family {self.family}; "
                 "v4 has a window of at least 1, v3.2 has none (0)"
             )
+
+    @classmethod
+    def from_config(cls, config: Any, *, attn_tp_size: int, kv_layout: str) -> ModelShape:
+        """The shape that a DeepSeek-V3.2 `config.json` describes, read from an object with its keys as attributes."""
+        names = (
+            "kv_lora_rank",
+            "qk_nope_head_dim",
+            "qk_rope_head_dim",
+            "v_head_dim",
+            "index_topk",
+            "index_n_heads",
+            "index_head_dim",
+        )
+        return cls(
+            num_heads=config.num_attention_heads,
+            attn_tp_size=attn_tp_size,
+            kv_layout=kv_layout,
+            **{name: getattr(config, name) for name in names},
+        )
 
     @property
     def heads_per_rank(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from nsa_plugin.errors import ShapeError
@@ -110,3 +112,19 @@ def test_lengths_that_cannot_be_name_the_request(q_lens: list[int], kv_lens: lis
 def test_a_batch_that_cannot_be_says_why(fields: dict[str, int], message: str) -> None:
     with pytest.raises(ShapeError, match=message):
         BatchShape(phase=Phase.EXTEND, **fields)
+
+
+def test_shape_of_a_model_configuration() -> None:
+    config = SimpleNamespace(
+        num_attention_heads=128,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        index_topk=1024,
+        index_n_heads=32,
+        index_head_dim=128,
+    )
+    shape = ModelShape.from_config(config, attn_tp_size=8, kv_layout="v32_fp8")
+    assert (shape.heads_per_rank, shape.index_topk, shape.index_n_heads) == (16, 1024, 32)
+    assert shape.fp8_cache

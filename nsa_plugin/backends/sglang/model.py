@@ -58,8 +58,7 @@ def model_shape(backend: Any, model_runner: Any) -> ModelShape:
     Raises:
         ShapeError: the cache's byte layout is none that the plugin knows.
     """
-    model_config = model_runner.model_config
-    config = model_config.hf_text_config
+    config = model_runner.model_config.hf_text_config
     scaled_fp8 = getattr(backend, "dsa_kv_cache_store_fp8", None)
     if scaled_fp8 is None:
         scaled_fp8 = backend.nsa_kv_cache_store_fp8
@@ -73,15 +72,6 @@ def model_shape(backend: Any, model_runner: Any) -> ModelShape:
             f"the KV cache holds {dtype} without scales; the plugin reads --kv-cache-dtype bfloat16, or fp8_e4m3 "
             f"in the format of the FlashMLA kernels. {TURN_OFF}"
         )
-    return ModelShape(
-        num_heads=model_config.num_attention_heads,
-        attn_tp_size=model_config.num_attention_heads // backend.num_q_heads,
-        kv_lora_rank=config.kv_lora_rank,
-        qk_nope_head_dim=config.qk_nope_head_dim,
-        qk_rope_head_dim=config.qk_rope_head_dim,
-        v_head_dim=config.v_head_dim,
-        index_topk=config.index_topk,
-        index_n_heads=config.index_n_heads,
-        index_head_dim=config.index_head_dim,
-        kv_layout=layout,
+    return ModelShape.from_config(
+        config, attn_tp_size=config.num_attention_heads // backend.num_q_heads, kv_layout=layout
     )

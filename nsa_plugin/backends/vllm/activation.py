@@ -128,18 +128,10 @@ def is_sparse(vllm_config: Any) -> bool:
 
 def model_shape(vllm_config: Any) -> ModelShape:
     """The model as one rank of the tensor-parallel group sees it."""
-    config = vllm_config.model_config.hf_text_config
     layouts = {"fp8_ds_mla": "v32_fp8"}
-    return ModelShape(
-        num_heads=config.num_attention_heads,
+    return ModelShape.from_config(
+        vllm_config.model_config.hf_text_config,
         attn_tp_size=vllm_config.parallel_config.tensor_parallel_size,
-        kv_lora_rank=config.kv_lora_rank,
-        qk_nope_head_dim=config.qk_nope_head_dim,
-        qk_rope_head_dim=config.qk_rope_head_dim,
-        v_head_dim=config.v_head_dim,
-        index_topk=config.index_topk,
-        index_n_heads=config.index_n_heads,
-        index_head_dim=config.index_head_dim,
         kv_layout=layouts.get(vllm_config.cache_config.cache_dtype, "bf16"),
     )
 
