@@ -14,25 +14,39 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Tolerance:
-    """How far the server may be from the float32 reference, in nats.
+    """How far the server may be from the float32 reference. Log probabilities are natural.
 
     Attributes:
-        logprob: largest |difference| of a log probability; None: measured and stated, not judged.
         margin: a generated token that is not the reference's first choice is wrong where the reference
             prefers its own by more than this, and a tie where it does not.
+        logprob: |difference| of a log probability beyond which a position is an outlier. None: differences
+            are measured and stated, not judged.
+        outlier: |difference| beyond which a position is wrong.
+        outlier_share: the largest share of a run's positions that may be outliers.
     """
 
-    logprob: float | None
     margin: float
+    logprob: float | None = None
+    outlier: float | None = None
+    outlier_share: float = 0.0
+
+    def outliers_hold(self, comparisons: Sequence[Comparison]) -> bool:
+        """Whether a run has no more outliers than it may."""
+        tokens = sum(comparison.tokens for comparison in comparisons)
+        return sum(comparison.outliers for comparison in comparisons) <= self.outlier_share * tokens
 
 
-# In float32 only the order of additions differs (3e-5 on this model); one token swapped at the edge of a selection
-# moves a log probability by about 1e-3 at most. In bfloat16 every activation is rounded to 8 bits: log probabilities
-# are seen to differ by up to 0.8, and the preferred token where the choice was within 0.5. Attention to wrong tokens
-# differs by 4 in the median.
+# In float32 only the order of additions differs: 3e-5 on this model. But where two tokens at the edge of a selection
+# score alike, that decides which one is attended; of a thousand selections about one turns, and of those that turn
+# one in twenty moves a log probability by more than 1e-3, and none that was seen by more than 6e-3. Attending to all
+# tokens instead of the selected ones puts more than half of the positions beyond 1e-3, and leaving out the indexer's
+# fp8 rounding a fifth.
+#
+# In bfloat16 every activation is rounded to 8 bits: log probabilities are seen to differ by up to 0.8, and the
+# preferred token where the choice was within 0.5. Attention to wrong tokens differs by 4 in the median.
 TOLERANCES = {
-    "float32": Tolerance(logprob=1e-3, margin=1e-3),
-    "bfloat16": Tolerance(logprob=None, margin=1.0),
+    "float32": Tolerance(margin=1e-3, logprob=1e-3, outlier=1e-2, outlier_share=0.02),
+    "bfloat16": Tolerance(margin=1.0),
 }
 
 
@@ -74,6 +88,7 @@ class Comparison:
         tokens: generated tokens.
         equal: of them, those that are the reference's first choice.
         ties: of the others, those within the tolerance's margin.
+        outliers: positions whose log probabilities are off by more than `Tolerance.logprob`.
         max_logprob_error: largest |difference| of all log probabilities that the server gave.
         wrong: positions that the tolerance does not cover.
         problem: what is wrong with the answer as a whole, or "".
@@ -83,6 +98,7 @@ class Comparison:
     tokens: int
     equal: int
     ties: int
+    outliers: int
     max_logprob_error: float
     wrong: tuple[Mismatch, ...]
     problem: str = ""
@@ -110,7 +126,7 @@ def compare(answer: Answer, reference: ReferenceRun, tolerance: Tolerance) -> Co
     elif not len(answer.logprobs) == len(answer.top_logprobs) == len(answer.token_ids):
         problem = f"{len(answer.logprobs)} log probabilities for {len(answer.token_ids)} tokens"
 
-    equal = ties = 0
+    equal = ties = outliers = 0
     worst = 0.0
     wrong = []
     given = zip(answer.token_ids, answer.logprobs, answer.top_logprobs, strict=False)
@@ -125,7 +141,8 @@ def compare(answer: Answer, reference: ReferenceRun, tolerance: Tolerance) -> Co
         equal += token == expected
         tie = token != expected and margin <= tolerance.margin
         ties += tie
-        if (token != expected and not tie) or (tolerance.logprob is not None and error > tolerance.logprob):
+        outliers += tolerance.logprob is not None and error > tolerance.logprob
+        if (token != expected and not tie) or (tolerance.outlier is not None and error > tolerance.outlier):
             index_margins = reference.index_margin[:, first + position]
             wrong.append(
                 Mismatch(
@@ -142,6 +159,7 @@ def compare(answer: Answer, reference: ReferenceRun, tolerance: Tolerance) -> Co
         tokens=len(answer.token_ids),
         equal=equal,
         ties=ties,
+        outliers=outliers,
         max_logprob_error=worst,
         wrong=tuple(wrong),
         problem=problem,

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nsa_plugin import __version__
-from nsa_plugin.demo.compare import Comparison, control_holds
+from nsa_plugin.demo.compare import Comparison, Tolerance, control_holds
 from nsa_plugin.demo.pipeline import DemoResult, RequestResult
 from nsa_plugin.demo.trace import Route
 
@@ -47,13 +47,18 @@ def print_report(result: DemoResult, console: Console) -> None:
 
     console.print("Start-up report of the plugin, as the server logged it")
     console.print(f"\n{result.startup_report['text']}\n", soft_wrap=True)
-    judged = f"a token whose log probability is within {tolerance.margin:g} of the best one's is a tie"
-    if tolerance.logprob is None:
-        judged += "; log probabilities are measured and not judged"
-    else:
-        judged += f", log probabilities may differ by {tolerance.logprob:g}"
-    console.print(f"Judged as {result.options.dtype}: {judged}.")
+    console.print(f"Judged as {result.options.dtype}: {_rule(tolerance)}.")
     console.print(verdict(result))
+
+
+def _rule(tolerance: Tolerance) -> str:
+    rule = f"a token whose log probability is within {tolerance.margin:g} of the best one's is a tie; "
+    if tolerance.logprob is None or tolerance.outlier is None:
+        return rule + "log probabilities are measured and not judged"
+    return rule + (
+        f"log probabilities may differ by {tolerance.logprob:g}, and at {tolerance.outlier_share:.0%} of the "
+        f"positions by {tolerance.outlier:g}, where rounding has decided between two tokens that score alike"
+    )
 
 
 def verdict(result: DemoResult) -> str:
@@ -64,6 +69,11 @@ def verdict(result: DemoResult) -> str:
     summary = f"{equal} of {total} tokens equal{f' and {_ties(ties)}' if ties else ''}, largest |Δlogprob| {worst:.1e}"
     failed = [f"{c.name} disagrees" for c in comparisons if not c.agrees]
     failed += [f"not shown: {check.name}" for check in result.checks if not check.holds]
+    outliers = sum(c.outliers for c in comparisons)
+    if outliers:
+        summary += f", beyond {result.tolerance.logprob:g} at {outliers} position{'s' * (outliers > 1)}"
+    if not result.tolerance.outliers_hold(comparisons):
+        failed.append("too many log probabilities differ")
     if result.options.control and not control_holds(result.control):
         failed.append("the control was not noticed, so the comparison is blind")
     if failed:

@@ -17,6 +17,7 @@ import pytest
 
 from nsa_plugin.demo import pipeline, server
 from nsa_plugin.demo.checkpoint import CheckpointSpec
+from nsa_plugin.demo.compare import Tolerance
 from nsa_plugin.demo.requests import workload
 from nsa_plugin.demo.run import add_arguments, run_demo
 
@@ -114,6 +115,15 @@ def test_wrong_tokens_fail(demo, tmp_path):
     report = json.loads((tmp_path / "report.json").read_text())
     assert not report["ok"]
     assert [kept.name for kept in demo.temporary.iterdir()], "the logs are kept for the one who looks for the reason"
+
+
+def test_too_many_outliers_fail(demo, monkeypatch):
+    strict = Tolerance(margin=1e-3, logprob=1e-8, outlier=1e-2, outlier_share=0.02)
+    monkeypatch.setitem(pipeline.TOLERANCES, "float32", strict)
+    code, output = demo("", "--skip-control")
+    assert code == 1
+    assert "✗ FAILED: too many log probabilities differ" in output
+    assert "disagrees" not in output
 
 
 def test_a_control_that_is_not_noticed_fails(demo):

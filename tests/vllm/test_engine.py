@@ -13,8 +13,9 @@ from tests.vllm.conftest import SPEC, Outcome
 pytestmark = pytest.mark.engine_vllm
 
 TOKENS = 24
-# float32 against float32: what the order of summation leaves.
-TOLERANCE = 1e-3
+# float32 against float32: what the order of summation leaves is about 3e-5. Where two tokens at the edge of a selection
+# score alike it may also decide which of them is attended, which moves a log probability by less than this.
+TOLERANCE = 1e-2
 Run = Callable[..., Outcome]
 ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
