@@ -1,0 +1,69 @@
+"""Random inputs of the suites: caches, queries, indices. Seeded, made on the device."""
+
+from __future__ import annotations
+
+import torch
+
+from nsa_plugin.kernels.kv_cache import PagedCache, allocate_cache, reference_write
+from nsa_plugin.layouts import PlainLayout
+
+# Pages that hold values of their own; a larger cache repeats them in random order. Writing 4 million
+# random rows with the reference would take longer than every measurement.
+_OWN_ROWS = 16384
+# float32 scores that one pass of `selection` holds: 256 MiB.
+_SCORES = 64 * 2**20
+
+
+def generator(device: torch.device, seed: int) -> torch.Generator:
+    return torch.Generator(device=device).manual_seed(seed)
+
+
+def normal(device: torch.device, seed: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(*shape, generator=generator(device, seed), device=device, dtype=torch.float32).to(dtype)
+
+
+def filled_cache(device: torch.device, layout: str, slots: int, page_size: int, seed: int) -> PagedCache:
+    """A cache of at least `slots` rows of random values, a quarter of a normal distribution wide.
+
+    Scales are powers of two, so that libraries which round float32 scales to bfloat16 read the same values.
+    """
+    pages = -(-slots // page_size)
+    own = min(pages, -(-_OWN_ROWS // page_size))
+    cache = allocate_cache(layout, own, page_size, device=device)
+    rows = normal(device, seed, cache.num_slots, cache.dim) / 4
+    pow2 = not isinstance(cache.layout, PlainLayout)
+    reference_write(cache, rows, torch.arange(cache.num_slots, device=device), power_of_two_scales=pow2)
+    if own == pages:
+        return cache
+    order = torch.randint(own, (pages,), generator=generator(device, seed + 1), device=device)
+    whole = allocate_cache(layout, pages, page_size, device=device)
+    for start in range(0, pages, own):
+        whole.data[start : start + own] = cache.data[order[start : start + own]]
+    return whole
+
+
+def selection(device: torch.device, rows: int, keys: int, topk: int, seed: int) -> torch.Tensor:
+    """[rows, topk] int32: different keys of each row in random order, the least locality that a row can have;
+    -1 behind them where there are fewer keys."""
+    count = min(topk, keys)
+    chosen = torch.full((rows, topk), -1, dtype=torch.int32, device=device)
+    random = generator(device, seed)
+    step = max(1, _SCORES // keys)
+    for start in range(0, rows, step):
+        part = chosen[start : start + step]
+        scores = torch.rand(len(part), keys, generator=random, device=device)
+        part[:, :count] = scores.topk(count, dim=1).indices.int()
+    return chosen
+
+
+def distinct_rows(indices: torch.Tensor, slots: int) -> int:
+    """Different valid rows among indices into a cache of `slots` rows."""
+    seen = torch.zeros(slots, dtype=torch.bool, device=indices.device)
+    flat = indices.reshape(-1)
+    seen[flat[(flat >= 0) & (flat < slots)].long()] = True
+    return int(seen.sum())
+
+
+def sample(device: torch.device, rows: int, count: int) -> torch.Tensor:
+    """[min(rows, count)] int64: rows spread evenly, the first and the last among them."""
+    return torch.linspace(0, rows - 1, min(rows, count), device=device).round().long().unique()

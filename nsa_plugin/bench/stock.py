@@ -1,0 +1,157 @@
+"""What the engines run today, to compare with: the libraries called as SGLang and vLLM call them.
+
+Every function makes a call from a case's inputs. The library is imported when the call is made, so that one
+which is missing refuses with ImportError. Padding of heads is part of the call, as it is part of an engine's
+step; scheduler metadata, which an engine makes once for all layers, is not.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from nsa_plugin.bench.workload import Call
+from nsa_plugin.kernels.checks import KernelArgumentError
+from nsa_plugin.kernels.kv_cache import PagedCache
+from nsa_plugin.kernels.sparse_mla import DecodeOutput, PrefillOutput
+from nsa_plugin.kernels.swa_indices import IndexRows
+
+D_V = 512
+HEADS = (64, 128)  # what FlashMLA takes on SM90
+
+
+def padded_heads(heads: int) -> int:
+    """The head count that FlashMLA is given for `heads`.
+
+    Raises:
+        KernelArgumentError: it takes no such count.
+    """
+    for count in HEADS:
+        if heads <= count:
+            return count
+    raise KernelArgumentError(f"flash_mla: heads is {heads}; it takes at most {HEADS[-1]}")
+
+
+def pad(q: torch.Tensor) -> torch.Tensor:
+    """q [..., heads, d_qk] with heads of zeros added up to what FlashMLA takes; itself if none are."""
+    heads = q.shape[-2]
+    padded = padded_heads(heads)
+    if padded == heads:
+        return q
+    wide = q.new_zeros((*q.shape[:-2], padded, q.shape[-1]))
+    wide[..., :heads, :] = q
+    return wide
+
+
+def flash_mla_prefill(
+    q: torch.Tensor, rows: torch.Tensor, indices: torch.Tensor, scale: float, lengths: torch.Tensor | None = None
+) -> Call:
+    """flash_mla_sparse_fwd over bf16 rows [s_kv, d_qk], heads padded."""
+    library: Any = import_module("flash_mla")
+    padded_heads(q.shape[-2])
+    heads = q.shape[-2]
+
+    def call() -> PrefillOutput:
+        out, max_logits, lse = library.flash_mla_sparse_fwd(
+            pad(q), rows.unsqueeze(1), indices.unsqueeze(1), scale, D_V, topk_length=lengths, use_legacy=True
+        )
+        return PrefillOutput(out[:, :heads], max_logits[:, :heads], lse[:, :heads])
+
+    return call
+
+
+def flash_mla_decode(
+    q: torch.Tensor,
+    cache: PagedCache,
+    indices: torch.Tensor,
+    scale: float,
+    *,
+    topk_length: torch.Tensor | None = None,
+    extra_cache: PagedCache | None = None,
+    extra: IndexRows | None = None,
+) -> Call:
+    """flash_mla_with_kvcache on an fp8 cache, heads padded; indices [batch, s_q, topk]."""
+    library: Any = import_module("flash_mla")
+    heads = q.shape[-2]
+    padded_heads(heads)
+    metadata, _ = library.get_mla_metadata()
+    more: dict[str, Any] = {"topk_length": topk_length}
+    if extra_cache is not None and extra is not None:
+        more |= {
+            "extra_k_cache": extra_cache.as_records(),
+            "extra_indices_in_kvcache": extra.indices.unsqueeze(1),
+            "extra_topk_length": extra.lengths,
+        }
+
+    def call() -> DecodeOutput:
+        out, lse = library.flash_mla_with_kvcache(
+            pad(q),
+            cache.as_records(),
+            None,
+            None,
+            D_V,
+            metadata,
+            softmax_scale=scale,
+            is_fp8_kvcache=True,
+            indices=indices,
+            use_legacy=True,
+            **more,
+        )
+        return DecodeOutput(out[..., :heads, :], lse[:, :heads])
+
+    return call
+
+
+def deep_gemm_logits(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    k_scale: torch.Tensor,
+    weights: torch.Tensor,
+    ks: torch.Tensor,
+    ke: torch.Tensor,
+) -> Call:
+    """All logits in one float32 buffer [rows, keys]. Not cleaned outside the ranges, as SGLang has it."""
+    library: Any = import_module("deep_gemm")
+    return lambda: library.fp8_mqa_logits(q, (k, k_scale), weights, ks, ke, clean_logits=False)
+
+
+class Selector:
+    """A library's top-k of whole rows of logits: positions, int32 or int64.
+
+    `name` is one of `SELECTORS`.
+    """
+
+    def __init__(self, name: str, rows: int, keys: int, topk: int, device: torch.device):
+        self._topk = topk
+        self._lengths = torch.full((rows,), keys, dtype=torch.int32, device=device)
+        self._offsets = torch.zeros(rows, dtype=torch.int32, device=device)
+        module, self._function = SELECTORS[name]
+        self._library: Any = import_module(module)
+        if self._function == "fast_topk_v2" and topk != 2048:
+            raise KernelArgumentError(f"fast_topk_v2: topk is {topk}; it takes 2048 alone")
+        if topk > keys:
+            raise KernelArgumentError(f"{name}: topk is {topk}; a row has {keys} logits")
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        function: Any = getattr(self._library, self._function)
+        if self._function == "fast_topk_v2":
+            found = function(logits, self._lengths, self._topk)
+        elif self._function == "top_k_ragged_transform":
+            found = function(logits, self._offsets, self._lengths, self._topk)
+        elif self._function == "topk":
+            found = function(logits, self._topk, dim=-1, sorted=False).indices
+        else:
+            found = function(logits, self._topk)[1]
+        selected: torch.Tensor = found
+        return selected
+
+
+SELECTORS = {
+    "sgl_kernel.fast_topk_v2": ("sgl_kernel", "fast_topk_v2"),
+    "torch.topk": ("torch", "topk"),
+    "flashinfer.top_k": ("flashinfer", "top_k"),
+    "flashinfer.top_k_ragged_transform": ("flashinfer", "top_k_ragged_transform"),
+}
+"""Name: (module, function). SGLang's own first: it is what the others are compared with."""

@@ -1,0 +1,163 @@
+"""Compiling and launching the plugin's CUDA kernels: NVRTC at first use, then a cache on disk.
+
+The sources (`*.cu` beside this file) include no header, so that a CUDA toolkit is not needed: NVRTC and
+the driver are reached through `cuda.bindings`, which PyTorch's CUDA builds for Linux bring along. Cubins
+are kept in `$XDG_CACHE_HOME/nsa_plugin` (`~/.cache/nsa_plugin`), named after everything they depend on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+
+from nsa_plugin.errors import NsaPluginError
+
+_SOURCES = Path(__file__).parent
+_BUILD_LOCK = threading.Lock()
+
+# A tensor, None, or a ctypes value or structure, whose base classes ctypes does not publish.
+Argument: TypeAlias = Any
+
+
+class KernelBuildError(NsaPluginError, RuntimeError):
+    """A CUDA kernel does not compile, load or launch; the message holds the compiler's or driver's words."""
+
+
+class Kernel:
+    """A compiled kernel of the current device."""
+
+    def __init__(self, name: str, handle: Any) -> None:
+        self.name = name
+        self._handle = handle
+
+    def __call__(
+        self,
+        grid: Sequence[int],
+        block: Sequence[int],
+        args: Sequence[Argument],
+        *,
+        shared_bytes: int = 0,
+    ) -> None:
+        """Launch on torch's current stream.
+
+        Args:
+            grid, block: three numbers each.
+            args: in the kernel's order. A tensor is passed as its data pointer, None as a null pointer;
+                numbers are ctypes values of the width that the kernel declares.
+            shared_bytes: dynamic shared memory of a block.
+
+        Raises:
+            KernelBuildError: the driver refuses the launch.
+        """
+        from cuda.bindings import driver
+
+        values = [
+            ctypes.c_void_p(arg.data_ptr() if arg is not None else 0)
+            if arg is None or isinstance(arg, torch.Tensor)
+            else arg
+            for arg in args
+        ]
+        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        stream = torch.cuda.current_stream().cuda_stream
+        (error,) = driver.cuLaunchKernel(
+            self._handle, *grid, *block, shared_bytes, stream, ctypes.addressof(pointers), 0
+        )
+        if error:
+            raise KernelBuildError(f"{self.name}: launch of grid {tuple(grid)} failed: {error.name}")
+
+
+def load_kernel(
+    source: str,
+    name: str,
+    *,
+    defines: Mapping[str, int] | None = None,
+    max_dynamic_shared: int = 0,
+) -> Kernel:
+    """A kernel for torch's current device, compiled unless it already is.
+
+    Args:
+        source: file beside this module, such as "topk.cu".
+        name: an `extern "C"` kernel of it.
+        defines: preprocessor definitions; each set of them is a kernel of its own.
+        max_dynamic_shared: most dynamic shared memory that a launch asks for, in bytes.
+
+    Raises:
+        KernelBuildError: it does not compile or load; the message holds the log.
+    """
+    return _load(source, name, tuple(sorted((defines or {}).items())), max_dynamic_shared, torch.cuda.current_device())
+
+
+@functools.cache
+def _load(source: str, name: str, defines: tuple[tuple[str, int], ...], shared: int, device: int) -> Kernel:
+    from cuda.bindings import driver
+
+    major, minor = torch.cuda.get_device_capability(device)
+    # The "a" target has wgmma and the like; it exists from SM90 on and runs on that one architecture only.
+    arch = f"sm_{major}{minor}" + ("a" if major >= 9 else "")
+    with _BUILD_LOCK:
+        cubin = _cubin(source, defines, arch)
+    what = f"{source}:{name}"
+    library = _checked(driver.cuLibraryLoadData(cubin, [], [], 0, [], [], 0), f"loading {what}")
+    kernel = _checked(driver.cuLibraryGetKernel(library, name.encode()), f"finding {what}")
+    if shared:
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        handle = _checked(driver.cuDeviceGet(device), "finding the device")
+        _checked(driver.cuKernelSetAttribute(attribute, shared, kernel, handle), f"{what}: {shared} B of shared memory")
+    return Kernel(name, driver.CUfunction(int(kernel)))
+
+
+def _cubin(source: str, defines: tuple[tuple[str, int], ...], arch: str) -> bytes:
+    from cuda.bindings import nvrtc
+
+    text = (_SOURCES / source).read_bytes()
+    options = [f"--gpu-architecture={arch}", "--std=c++17", "-default-device", "-lineinfo"]
+    options += [f"-D{key}={value}" for key, value in defines]
+    version = _checked(nvrtc.nvrtcVersion(), "asking NVRTC for its version")
+    key = hashlib.sha256(repr((text, options, version)).encode()).hexdigest()[:32]
+    path = _cache() / f"{Path(source).stem}-{arch}-{key}.cubin"
+    if path.is_file():
+        return path.read_bytes()
+
+    program = _checked(nvrtc.nvrtcCreateProgram(text, source.encode(), 0, [], []), f"reading {source}")
+    status, *_ = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+    if status:
+        log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program), "reading NVRTC's log")
+        nvrtc.nvrtcGetProgramLog(program, log)
+        raise KernelBuildError(f"{source} does not compile for {arch} ({' '.join(options)}):\n{log.decode()}")
+    cubin = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program), f"compiling {source}")
+    _checked(nvrtc.nvrtcGetCUBIN(program, cubin), f"compiling {source}")
+    nvrtc.nvrtcDestroyProgram(program)
+    _keep(path, cubin)
+    return cubin
+
+
+def _keep(path: Path, cubin: bytes) -> None:
+    """Write the cubin for the next process; one that cannot be written is compiled again there."""
+    partial = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_bytes(cubin)
+        # Several ranks compile at once: the rename is atomic and either cubin is the same.
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nsa_plugin"
+
+
+def _checked(result: tuple[Any, ...], doing: str) -> Any:
+    """The value of a call of cuda.bindings, which returns (status, value)."""
+    status, *values = result
+    if status:
+        raise KernelBuildError(f"{doing} failed: {status.name}")
+    return values[0] if values else None

@@ -1,0 +1,379 @@
+// The largest entries of a range of each row of a float32 matrix: one block a row, see nsa_plugin/kernels/topk.py.
+//
+// A row passes through the memory system once. A sample of it gives a value that, with overwhelming probability, between
+// topk and `capacity` entries reach; those are appended to a buffer in shared memory, whose exact top is then found by a
+// radix select (11 + 11 + 10 bits of an order-preserving key). Where the guess fails - ties, constant or adversarial rows -
+// the row is read again in small pieces, and the buffer is cut back to the best topk whenever the next piece might not
+// fit: exact for any data, no faster than that.
+//
+// The appends come in any order, and yet the result is the same bits every time: the selected set is exact, ties go to
+// the lowest positions, and the positions are written in ascending order by way of a bitmap.
+//
+// Header-free, so that NVRTC builds it wherever a driver is.
+
+#ifndef THREADS
+#define THREADS 512
+#endif
+#ifndef BLOCKS_PER_SM
+#define BLOCKS_PER_SM 3
+#endif
+
+namespace {
+
+constexpr int kWarps = THREADS / 32;
+constexpr int kBins = 2048;
+constexpr int kBinsPerThread = kBins / THREADS;
+constexpr int kVectors = 4;              // 16-byte loads in flight of a thread
+constexpr int kPiece = 4 * THREADS;      // entries between two looks at the buffer's room
+constexpr int kSampleStep = 4096;
+constexpr float kMostFinite = 3.402823466e38f;
+constexpr unsigned kLeastKey = 0x00800000u;  // the key of -kMostFinite
+constexpr unsigned kAllLanes = 0xffffffffu;
+constexpr int kNoLimit = 0x7fffffff;
+// Standard deviations by which the sampled threshold is lowered, so that fewer than topk reach it almost never.
+constexpr float kMargin = 5.5f;
+
+static_assert(THREADS % 32 == 0 && kWarps <= 32 && kBins % THREADS == 0, "unsupported block size");
+
+struct Control {
+    int totals[32];
+    int bin, room, tied;
+    int count;
+};
+
+struct Buffer {
+    unsigned* keys;  // [capacity]
+    int* positions;  // [capacity]; right behind keys
+    int* bins;       // [max(kBins, topk)]
+    Control* control;
+    int capacity;
+};
+
+// Entries above `key` are all wanted, and `room` of the `tied` ones that have it (or, where room == tied, reach it).
+struct Cut {
+    unsigned key;
+    int room, tied;
+};
+
+__device__ __forceinline__ unsigned to_key(float value) {
+    // NaN and -inf count as the least finite value, and both zeros as one.
+    value = fminf(fmaxf(value, -kMostFinite), kMostFinite) + 0.0f;
+    const unsigned bits = __float_as_uint(value);
+    return (bits & 0x80000000u) ? ~bits : (bits | 0x80000000u);
+}
+
+__device__ __forceinline__ float to_value(unsigned key) {
+    return __uint_as_float((key & 0x80000000u) ? (key ^ 0x80000000u) : ~key);
+}
+
+__device__ __forceinline__ float4 load_once(const float4* address) {
+    float4 value;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+                 : "l"(address));
+    return value;
+}
+
+__device__ __forceinline__ int warp_inclusive_sum(int value) {
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int step = 1; step < 32; step <<= 1) {
+        const int other = __shfl_up_sync(kAllLanes, value, step);
+        if (lane >= step) value += other;
+    }
+    return value;
+}
+
+// Sum of the values of the threads before this one, and of all. One barrier inside; another has to lie between two calls.
+__device__ __forceinline__ int block_exclusive_sum(int value, int* totals, int* total) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const int inclusive = warp_inclusive_sum(value);
+    if (lane == 31) totals[warp] = inclusive;
+    __syncthreads();
+    const int warps = warp_inclusive_sum(lane < kWarps ? totals[lane] : 0);
+    const int before = __shfl_sync(kAllLanes, warps, warp > 0 ? warp - 1 : 0);
+    *total = __shfl_sync(kAllLanes, warps, kWarps - 1);
+    return (warp > 0 ? before : 0) + inclusive - value;
+}
+
+// The k-th largest key among the entries 0 <= i < count that key_of(i, &key) takes part with; at least k do.
+// All threads call it and get the same result; everything written before has to lie behind a barrier.
+template <typename KeyOf>
+__device__ __noinline__ Cut kth_largest(const Buffer& buffer, int count, int k, KeyOf key_of) {
+    Control* control = buffer.control;
+    unsigned prefix = 0, mask = 0;
+    int room = k, tied = 0;
+    for (int shift = 21;; shift = shift == 21 ? 10 : 0) {
+        const unsigned digits = shift == 0 ? 1023u : 2047u;
+        for (int bin = threadIdx.x; bin < kBins; bin += THREADS) buffer.bins[bin] = 0;
+        __syncthreads();
+        for (int i = threadIdx.x; i < count; i += THREADS) {
+            unsigned key;
+            if (key_of(i, &key) && (key & mask) == prefix) atomicAdd(&buffer.bins[(key >> shift) & digits], 1);
+        }
+        __syncthreads();
+        // Thread 0 has the highest bins.
+        const int top = kBins - threadIdx.x * kBinsPerThread;
+        int own = 0;
+#pragma unroll
+        for (int i = 1; i <= kBinsPerThread; ++i) own += buffer.bins[top - i];
+        int total;
+        int above = block_exclusive_sum(own, control->totals, &total);
+        if (above < room && room <= above + own) {  // true for one thread
+            int bin = top - 1;
+            while (above + buffer.bins[bin] < room) above += buffer.bins[bin--];
+            control->bin = bin;
+            control->room = room - above;
+            control->tied = buffer.bins[bin];
+        }
+        __syncthreads();
+        prefix |= static_cast<unsigned>(control->bin) << shift;
+        mask |= digits << shift;
+        room = control->room;
+        tied = control->tied;
+        // Where the whole bin is wanted, its lower edge says as much as the exact key.
+        if (shift == 0 || room == tied) break;
+    }
+    return Cut{prefix, room, tied};
+}
+
+// The k best of the buffer: all entries above cut.key, and those at it up to position *last.
+__device__ __forceinline__ Cut cut_at(const Buffer& buffer, int count, int k, int* last) {
+    const Cut cut = kth_largest(buffer, count, k, [&](int i, unsigned* key) {
+        *key = buffer.keys[i];
+        return true;
+    });
+    *last = kNoLimit;
+    if (cut.room < cut.tied) {
+        // Uniform: every thread has the same cut. The lowest positions are the largest complements.
+        const Cut tie = kth_largest(buffer, count, cut.room, [&](int i, unsigned* key) {
+            *key = ~static_cast<unsigned>(buffer.positions[i]);
+            return buffer.keys[i] == cut.key;
+        });
+        *last = static_cast<int>(~tie.key);
+    }
+    return cut;
+}
+
+__device__ __forceinline__ bool wanted(const Cut& cut, int last, unsigned key, int position) {
+    return key > cut.key || (key == cut.key && position <= last);
+}
+
+__device__ __forceinline__ void append(const Buffer& buffer, int slot, float value, int position) {
+    if (slot < buffer.capacity) {
+        buffer.keys[slot] = to_key(value);
+        buffer.positions[slot] = position;
+    }
+}
+
+// Append those of four neighbours that reach the threshold. A NaN does not.
+__device__ __forceinline__ void offer(const Buffer& buffer, float threshold, const float4& value, int position) {
+    const bool x = value.x >= threshold, y = value.y >= threshold;
+    const bool z = value.z >= threshold, w = value.w >= threshold;
+    if (x || y || z || w) {
+        int slot = atomicAdd(&buffer.control->count, int(x) + int(y) + int(z) + int(w));
+        if (x) append(buffer, slot++, value.x, position);
+        if (y) append(buffer, slot++, value.y, position + 1);
+        if (z) append(buffer, slot++, value.z, position + 2);
+        if (w) append(buffer, slot, value.w, position + 3);
+    }
+}
+
+__device__ __forceinline__ void offer_one(const Buffer& buffer, float threshold, float value, int position) {
+    if (value >= threshold) append(buffer, atomicAdd(&buffer.control->count, 1), value, position);
+}
+
+// One pass with a sampled threshold. Returns the entries gathered; fewer than topk or more than fit: start over.
+__device__ __forceinline__ int gather_by_sample(const Buffer& buffer, const float* row, int length, int topk) {
+    const int misaligned = static_cast<int>((reinterpret_cast<unsigned long long>(row) >> 2) & 3);
+    const int head = (4 - misaligned) & 3;
+    const int vectors = (length - head) >> 2;
+    const float4* body = reinterpret_cast<const float4*>(row + head);
+
+    // The sample takes the place of keys and positions: 2 * capacity words.
+    unsigned* sample = buffer.keys;
+    int taken = (length / 32 + kSampleStep - 1) / kSampleStep * kSampleStep;
+    const int most = 2 * buffer.capacity / kSampleStep * kSampleStep;
+    taken = taken < most ? taken : most;
+    const int sampled_vectors = taken >> 2;
+    for (int i = threadIdx.x; i < sampled_vectors; i += THREADS) {
+        const long long at = static_cast<long long>(i) * vectors / sampled_vectors;
+        const float4 value = body[at];
+        sample[4 * i] = to_key(value.x);
+        sample[4 * i + 1] = to_key(value.y);
+        sample[4 * i + 2] = to_key(value.z);
+        sample[4 * i + 3] = to_key(value.w);
+    }
+    __syncthreads();
+    // The least rank whose count, less kMargin deviations, is still topk; in the middle of the buffer if it is too far.
+    const float share = static_cast<float>(taken) / static_cast<float>(length);
+    const float exact = topk * share;
+    const float root = 0.5f * (kMargin + sqrtf(kMargin * kMargin + 4.0f * exact));
+    const float middle = 0.5f * (topk + buffer.capacity) * share;
+    int rank = static_cast<int>(fminf(root * root, middle)) + 1;
+    rank = rank < taken ? rank : taken;
+    const Cut cut = kth_largest(buffer, taken, rank, [&](int i, unsigned* key) {
+        *key = sample[i];
+        return true;
+    });
+    if (cut.key <= kLeastKey) return 0;  // NaN and -inf would have to be taken, and do not compare
+    const float threshold = to_value(cut.key);
+
+    if (threadIdx.x == 0) buffer.control->count = 0;
+    __syncthreads();
+    int at = threadIdx.x;
+    for (; at + (kVectors - 1) * THREADS < vectors; at += kVectors * THREADS) {
+        float4 value[kVectors];
+#pragma unroll
+        for (int i = 0; i < kVectors; ++i) value[i] = load_once(body + at + i * THREADS);
+#pragma unroll
+        for (int i = 0; i < kVectors; ++i) offer(buffer, threshold, value[i], head + 4 * (at + i * THREADS));
+    }
+    for (; at < vectors; at += THREADS) offer(buffer, threshold, load_once(body + at), head + 4 * at);
+    const int edge = threadIdx.x < head ? threadIdx.x : head + 4 * vectors + (threadIdx.x - head);
+    if (threadIdx.x < 8 && edge < length) offer_one(buffer, threshold, row[edge], edge);
+    __syncthreads();
+    const int count = buffer.control->count;
+    __syncthreads();  // the count may be set anew from here on
+    return count;
+}
+
+// Any data: read in pieces of kPiece, cut the buffer back when the next one might not fit.
+__device__ __noinline__ int gather_by_pieces(const Buffer& buffer, const float* row, int length, int topk) {
+    Control* control = buffer.control;
+    unsigned floor_key = 0;  // below every key
+    if (threadIdx.x == 0) control->count = 0;
+    __syncthreads();
+    for (int base = 0; base < length; base += kPiece) {
+        float value[kPiece / THREADS];
+#pragma unroll
+        for (int i = 0; i < kPiece / THREADS; ++i) {
+            const int position = base + i * THREADS + static_cast<int>(threadIdx.x);
+            value[i] = position < length ? row[position] : 0.0f;
+        }
+        const int count = control->count;
+        __syncthreads();  // nobody appends before everybody has read the count
+        if (count + kPiece > buffer.capacity) {
+            int last;
+            const Cut cut = cut_at(buffer, count, topk, &last);
+            if (threadIdx.x == 0) control->count = 0;
+            __syncthreads();
+            for (int first = 0; first < count; first += THREADS) {
+                const int i = first + static_cast<int>(threadIdx.x);
+                unsigned key = 0;
+                int position = 0;
+                bool keep = false;
+                if (i < count) {
+                    key = buffer.keys[i];
+                    position = buffer.positions[i];
+                    keep = wanted(cut, last, key, position);
+                }
+                // No more are kept than were read, so slots never run ahead of the reads behind this barrier.
+                __syncthreads();
+                if (keep) {
+                    const int slot = atomicAdd(&control->count, 1);
+                    buffer.keys[slot] = key;
+                    buffer.positions[slot] = position;
+                }
+            }
+            __syncthreads();
+            // Later positions lose a tie, so only what lies above the cut can still enter.
+            floor_key = cut.key;
+        }
+#pragma unroll
+        for (int i = 0; i < kPiece / THREADS; ++i) {
+            const int position = base + i * THREADS + static_cast<int>(threadIdx.x);
+            if (position < length && to_key(value[i]) > floor_key)
+                append(buffer, atomicAdd(&control->count, 1), value[i], position);
+        }
+        __syncthreads();
+    }
+    const int count = control->count;
+    __syncthreads();
+    return count;
+}
+
+// Write the wanted positions in ascending order, then -1.
+__device__ __forceinline__ void emit(
+    const Buffer& buffer, int count, const Cut& cut, int last, int length, int topk, int* out) {
+    for (int i = threadIdx.x; i < count; i += THREADS)
+        if (!wanted(cut, last, buffer.keys[i], buffer.positions[i])) buffer.positions[i] = -1;
+    __syncthreads();
+    // The keys are done with: a bitmap of the positions takes their place, a window of them at a time.
+    unsigned* bitmap = buffer.keys;
+    const int window = buffer.capacity * 32;
+    int written = 0;
+    for (long long first = 0; first < length; first += window) {
+        const int left = length - static_cast<int>(first);
+        const int words = left < window ? (left + 31) / 32 : buffer.capacity;
+        for (int i = threadIdx.x; i < words; i += THREADS) bitmap[i] = 0;
+        __syncthreads();
+        for (int i = threadIdx.x; i < count; i += THREADS) {
+            const int position = buffer.positions[i];
+            const long long bit = position - first;
+            if (position >= 0 && bit >= 0 && bit < 32LL * words) atomicOr(&bitmap[bit >> 5], 1u << (bit & 31));
+        }
+        __syncthreads();
+        // An odd number of words a thread: neighbours then read different banks.
+        const int per_thread = ((words + THREADS - 1) / THREADS) | 1;
+        const int from = threadIdx.x * per_thread;
+        const int until = from + per_thread < words ? from + per_thread : words;
+        int own = 0;
+        for (int i = from; i < until; ++i) own += __popc(bitmap[i]);
+        int total;
+        int slot = written + block_exclusive_sum(own, buffer.control->totals, &total);
+        for (int i = from; i < until; ++i) {
+            unsigned bits = bitmap[i];
+            while (bits) {
+                buffer.bins[slot++] = static_cast<int>(first) + 32 * i + __ffs(bits) - 1;
+                bits &= bits - 1;
+            }
+        }
+        written += total;
+        __syncthreads();
+    }
+    for (int i = threadIdx.x; i < topk; i += THREADS) out[i] = i < written ? buffer.bins[i] : -1;
+}
+
+}  // namespace
+
+// Grid (rows, 1, 1), block (THREADS, 1, 1); dynamic shared memory: 8 * capacity + 4 * max(2048, topk) bytes.
+// topk + 4 * THREADS <= capacity. Strides are in elements.
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) topk_rows(
+    const float* __restrict__ logits, long long logits_stride, const int* __restrict__ starts,
+    const int* __restrict__ ends, int* __restrict__ out, long long out_stride, int columns, int topk, int capacity) {
+    extern __shared__ __align__(16) unsigned shared_words[];
+    __shared__ Control control;
+    const long long row_index = blockIdx.x;
+    const int start = max(starts[row_index], 0);
+    const int length = min(ends[row_index], columns) - start;
+    const float* row = logits + row_index * logits_stride + start;
+    int* result = out + row_index * out_stride;
+
+    if (length <= topk) {
+        for (int i = threadIdx.x; i < topk; i += THREADS) result[i] = i < length ? i : -1;
+        return;
+    }
+    Buffer buffer;
+    buffer.keys = shared_words;
+    buffer.positions = reinterpret_cast<int*>(shared_words + capacity);
+    buffer.bins = reinterpret_cast<int*>(shared_words + 2 * capacity);
+    buffer.control = &control;
+    buffer.capacity = capacity;
+
+    int count;
+    if (length <= capacity) {
+        for (int i = threadIdx.x; i < length; i += THREADS) {
+            buffer.keys[i] = to_key(row[i]);
+            buffer.positions[i] = i;
+        }
+        count = length;
+        __syncthreads();
+    } else {
+        count = gather_by_sample(buffer, row, length, topk);
+        if (count < topk || count > capacity) count = gather_by_pieces(buffer, row, length, topk);
+    }
+    int last;
+    const Cut cut = cut_at(buffer, count, topk, &last);
+    emit(buffer, count, cut, last, length, topk, result);
+}
