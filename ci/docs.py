@@ -8,6 +8,7 @@ A generated part stands between ``<!-- generated: NAME -->`` and ``<!-- end of N
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import re
 import sys
@@ -17,7 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from ci.rows import ROOT, Row, engines, load
+from nsa_plugin.bench.report import PART
+from nsa_plugin.bench.report import render as benchmarks
+from nsa_plugin.capabilities import KERNELS, spans
 from nsa_plugin.commands.engines import ENGINES
+from nsa_plugin.kernels.registry import OPS, REFERENCE, Provider, Registry
 from nsa_plugin.settings import ENV_PREFIX, Settings
 
 _PART = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n).*?(<!-- end of (?P=name) -->)", re.DOTALL)
@@ -118,11 +123,61 @@ def _tokens(rows: list[dict[str, Any]]) -> str:
     return f"{sum(row['equal'] for row in rows)} of {sum(row['tokens'] for row in rows)}"
 
 
+def kernels_table() -> str:
+    """Every op of the registry, what its reference says of itself, and what its other providers take."""
+    registry, ops, others = Registry(), [], []
+    for op, target in OPS.items():
+        module, _, function = target.partition(":")
+        documented = getattr(importlib.import_module(module), function).__doc__
+        summary = documented.strip().splitlines()[0].removesuffix(" Contract: see the module.")
+        ops.append([f"`{op}`", summary, f"`{module}`"])
+        others += [
+            [f"`{op}`", provider.name, *limits, _needs(provider)]
+            for provider in registry.providers(op)
+            if provider.name != REFERENCE
+            for limits in _limits(provider)
+        ]
+    tables = [_table(["op", "result", "contract"], ops)]
+    if others:
+        tables.append(_table(["op", "provider", "GPUs", "cache layouts", "heads", "top-k", "needs"], others))
+    return "\n\n".join(tables)
+
+
+def _limits(provider: Provider) -> list[list[str]]:
+    """GPUs, layouts, heads and top-k of each of the provider's kernels for its op."""
+    # The paged form of the indexer takes what the ragged one does.
+    op = provider.op.removesuffix("_paged")
+    kernels = [kernel for kernel in KERNELS.get(provider.name, ()) if kernel.op == op]
+    if not kernels:
+        sms = "any" if provider.sms is None else ", ".join(f"SM{sm}" for sm in sorted(provider.sms))
+        return [[sms, "-", "-", "-"]]
+    return [
+        [
+            spans([kernel]).replace(" to SM9999", " and later"),
+            ", ".join(kernel.layouts) or "-",
+            "any" if kernel.heads_given(1) == 1 and not kernel.head_counts else kernel.heads_in_words,
+            "any" if kernel.topk_multiple == 1 else f"multiples of {kernel.topk_multiple}",
+        ]
+        for kernel in kernels
+    ]
+
+
+def _needs(provider: Provider) -> str:
+    return ", ".join(f"`{module}`" for module in provider.modules) or "-"
+
+
+def benchmarks_tables() -> str:
+    """What docs/benchmarks holds of `nsa-plugin bench`."""
+    return benchmarks(ROOT / "docs" / "benchmarks")
+
+
 GENERATORS: dict[str, Callable[[], str]] = {
     "settings": settings_table,
     "compatibility": compatibility_table,
     "patches": patches_table,
     "agreement": agreement_table,
+    "kernels": kernels_table,
+    PART: benchmarks_tables,
 }
 
 

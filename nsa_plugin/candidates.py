@@ -1,5 +1,6 @@
 """The kernels that could carry a batch, in order of preference, and why one cannot.
 
+The order is what upstream found, and where the plugin's own measurements cover several routes, theirs.
 Pure data and arithmetic for `dispatch`: no torch, no engine, no I/O.
 """
 
@@ -8,14 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from nsa_plugin import measured
 from nsa_plugin.capabilities import Capability, Op
 from nsa_plugin.devices import DeviceProfile
 from nsa_plugin.plan import Attention
 from nsa_plugin.settings import Settings
 from nsa_plugin.shapes import BatchShape, ModelShape, Phase
 
-# One tile of query heads of FlashMLA's kernels; with fewer they pad (sglang #13646).
-FEW_HEADS = 64
+# Where nothing was measured: up to this many heads the plugin's CUDA kernel, which pads none, comes before
+# FlashMLA's, which pad to 64 (sglang #13646).
+FEW_HEADS = 16
+# Times that differ by less than this keep their order: another run may turn them around.
+NEARLY_EQUAL = 0.03
+# Bytes read and written to bring a context token to bf16; V4's selected keys are every fourth token's.
+COPY_BYTES = {"v32_fp8": 656 + 2 * 576, "v4_fp8": (584 + 2 * 512) // 4}
+# Of the device memory's rate, in bytes a microsecond, what such a copy reaches on SM90 at least.
+COPY_RATE = 3e6
 # On SM100 the trtllm kernel is quicker than a padded FlashMLA up to this many heads (vLLM #35807, #33451).
 TRTLLM_HEADS = 16
 # On SM100 copying a cache of fewer context tokens than this per query row to bf16 costs less than reading
@@ -129,19 +138,56 @@ def dense_routes() -> tuple[Route, ...]:
     return tuple(Route(Attention.MHA_ONE_SHOT, library) for library in libraries)
 
 
-def sparse_routes(case: Case, heads: int) -> tuple[Route, ...]:
-    """Every route for a batch that attends to selected tokens, the preferred first."""
+def sparse_routes(case: Case, load: Load) -> tuple[Route, ...]:
+    """Every route for a batch that attends to selected tokens, the preferred first.
+
+    The routes that were measured come in the order of their times, in the places that they had among the others.
+    """
     shape = Attention.SPARSE_PREFILL if case.extend else Attention.SPARSE_DECODE
-    triton, trtllm, fa3 = (Route(shape, library) for library in ("triton", "trtllm", "fa3"))
+    names = ("cuda", "triton", "trtllm", "fa3", "reference")
+    cuda, triton, trtllm, fa3, reference = (Route(shape, library) for library in names)
     flash_mla = _flash_mla_routes(case)
-    reference = Route(shape, "reference")
-    few, many = ((triton,), ()) if heads < FEW_HEADS else ((), (triton,))
+    few, many = ((cuda,), ()) if load.heads <= FEW_HEADS else ((), (cuda,))
     if not case.extend:
         # SGLang's own defaults: FA3 on SM90 and TRT-LLM on SM100 for a bf16 cache, FlashMLA for fp8.
-        return (fa3, trtllm, *few, *flash_mla, *many, reference)
-    if case.device.sm >= 100 and heads <= TRTLLM_HEADS:
-        return (*few, trtllm, *flash_mla, *many, reference)
-    return (*few, *flash_mla, trtllm, *many, reference)
+        routes = (fa3, trtllm, *few, *flash_mla, *many)
+    elif case.device.sm >= 100 and load.heads <= TRTLLM_HEADS:
+        routes = (*few, trtllm, *flash_mla, *many)
+    else:
+        routes = (*few, *flash_mla, trtllm, *many)
+    return (*_by_time(case, (*routes, triton), load), reference)
+
+
+def estimate_us(case: Case, route: Route, load: Load) -> float | None:
+    """Microseconds that the route takes for the batch by `measured`, or None where that does not say.
+
+    The measurements of a route that copies the cache hold a copy of `measured.COPIED_CONTEXT` tokens: a longer
+    context is added, a shorter one is not taken off. With fewer rows than were measured the copy is most of the
+    time, and what a row costs besides is not known.
+    """
+    model, sm = case.model, case.device.sm
+    op = Op.SPARSE_MLA_PREFILL if case.extend else Op.SPARSE_MLA_DECODE
+    if measured.SELECTIONS[model.kv_layout] != (model.index_topk, model.sliding_window):
+        return None
+    time = measured.estimate_us(sm, op, model.kv_layout, load.heads, load.rows, str(route))
+    if time is None or not route.dequantize_kv:
+        return time
+    if load.rows < measured.points(sm, op, model.kv_layout, load.heads, str(route))[0][0]:
+        return None
+    longer = max(case.batch.total_kv_len - measured.COPIED_CONTEXT, 0)
+    return time + longer * COPY_BYTES[model.kv_layout] / COPY_RATE
+
+
+def _by_time(case: Case, routes: Sequence[Route], load: Load) -> tuple[Route, ...]:
+    times = {route: time for route in routes if (time := estimate_us(case, route, load)) is not None}
+    waiting = list(times)
+    ordered: list[Route] = []
+    while waiting:
+        quickest = min(times[route] for route in waiting)
+        ordered.append(next(route for route in waiting if times[route] <= quickest * (1 + NEARLY_EQUAL)))
+        waiting.remove(ordered[-1])
+    taken = iter(ordered)
+    return tuple(next(taken) if route in times else route for route in routes)
 
 
 def _flash_mla_routes(case: Case) -> tuple[Route, ...]:

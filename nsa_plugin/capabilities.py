@@ -61,10 +61,13 @@ class Capability:
 
     @property
     def heads_in_words(self) -> str:
-        """The head counts it takes: "64 or 128", "multiples of 64"."""
-        if self.head_counts:
-            return " or ".join(map(str, self.head_counts))
-        return f"multiples of {self.head_multiple}"
+        """The head counts it takes: "64 or 128", "1 to 64 or 128", "multiples of 64"."""
+        if not self.head_counts:
+            return f"multiples of {self.head_multiple}"
+        counts = sorted(self.head_counts)
+        starts = [count for count in counts if count - 1 not in counts]
+        ends = [count for count in counts if count + 1 not in counts]
+        return " or ".join(f"{a}" if a == b else f"{a} to {b}" for a, b in zip(starts, ends, strict=True))
 
 
 _ANY_SM = (0, 9999)
@@ -150,15 +153,39 @@ KERNELS: Mapping[str, tuple[Capability, ...]] = {
     "trtllm": (
         # trtllm_ragged_attention_deepseek, flashinfer 0.6.8 to 0.7.2 (sglang #12788: SM100 takes it
         # rather than FA4, which was less accurate); it asserts these dimensions.
-        Capability(op=Op.MHA_ONE_SHOT, layouts=("bf16", "v32_fp8"), sm_min=100, sm_max=109, dims=_MHA_DIMS),
+        # (256, 256) is taken since 0.6.12 only, and left out.
+        Capability(op=Op.MHA_ONE_SHOT, layouts=("bf16", "v32_fp8"), sm_min=100, sm_max=109, dims=_MHA_DIMS[:2]),
         # trtllm_batch_decode_with_kv_cache_mla with sparse_mla_top_k, for decode and for extend
         # (sglang #16758, #17662). It reads plain rows: not the 656-byte fp8 layout (vLLM
-        # FlashInferMLASparseTRTLLMBackend).
-        Capability(op=Op.SPARSE_MLA_PREFILL, layouts=("bf16",), sm_min=100, sm_max=109, dims=(_V32_ROW,)),
-        Capability(op=Op.SPARSE_MLA_DECODE, layouts=("bf16",), sm_min=100, sm_max=109, dims=(_V32_ROW,)),
+        # FlashInferMLASparseTRTLLMBackend). Between 64 and 128 heads it has no kernel (its host check since 0.6.16).
+        *(
+            Capability(
+                op=op,
+                layouts=("bf16",),
+                sm_min=100,
+                sm_max=109,
+                head_counts=(*range(1, 65), 128),
+                dims=(_V32_ROW,),
+            )
+            for op in (Op.SPARSE_MLA_PREFILL, Op.SPARSE_MLA_DECODE)
+        ),
     ),
-    # The plugin's own kernels, which `devices` adds from the registry of this installation.
-    "triton": (),
+    # The plugin's own, as their wrappers check it: any number of heads, any number of selected tokens.
+    "cuda": tuple(
+        Capability(op=op, layouts=(layout,), sm_min=90, sm_max=90, dims=(row,))
+        for op in (Op.SPARSE_MLA_PREFILL, Op.SPARSE_MLA_DECODE)
+        for layout, row in (("v32_fp8", _V32_ROW), ("v4_fp8", _V4_ROW))
+    ),
+    "triton": (
+        *(
+            Capability(op=op, layouts=tuple(LAYOUTS), sm_min=80, sm_max=_ANY_SM[1], dims=(_V32_ROW, _V4_ROW))
+            for op in (Op.SPARSE_MLA_PREFILL, Op.SPARSE_MLA_DECODE)
+        ),
+        Capability(op=Op.MHA_ONE_SHOT, layouts=("bf16", "v32_fp8"), sm_min=80, sm_max=_ANY_SM[1], dims=_MHA_DIMS),
+        Capability(op=Op.INDEXER_TOPK, layouts=(), sm_min=80, sm_max=_ANY_SM[1]),
+        # The schedule of DeepGEMM's kernel for SM90; that for SM100 is laid out otherwise.
+        Capability(op=Op.INDEXER_METADATA, layouts=(), sm_min=90, sm_max=90),
+    ),
     "reference": tuple(
         Capability(op=op, layouts=layouts, sm_min=_ANY_SM[0], sm_max=_ANY_SM[1])
         for op, layouts in (

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from nsa_plugin import measured
 from nsa_plugin.candidates import (
     DEQUANTIZE_KV_PER_ROW,
+    NEARLY_EQUAL,
     OPS,
     Case,
     Load,
     Refusal,
     Route,
     dense_routes,
+    estimate_us,
     first,
     route_refusal,
     sparse_routes,
@@ -23,7 +26,6 @@ from nsa_plugin.capabilities import Op
 from nsa_plugin.devices import DeviceProfile
 from nsa_plugin.errors import NoProviderError, SettingsError
 from nsa_plugin.plan import Attention
-from nsa_plugin.settings import Settings
 from nsa_plugin.shapes import BatchShape, ModelShape
 
 # Below this many rows the two all-to-alls cost about what the unpadded kernel saves: 97 to 131 us each
@@ -46,9 +48,25 @@ def _count(number: int, noun: str) -> str:
 # Dense attention
 
 
-def mha_limit(model: ModelShape, settings: Settings) -> int:
-    """Longest context, in tokens, that may be attended densely."""
-    return model.index_topk if settings.mha_max_kv < 0 else settings.mha_max_kv
+def mha_limit(case: Case) -> tuple[int, str]:
+    """(longest context, in tokens, that may be attended densely; what says so).
+
+    Unless `mha_max_kv` gives it, that is the model's index_topk, or less where dense attention was measured to take
+    longer from some length on. It does not depend on the batch's lengths, so a part of a batch has the limit of
+    the whole. The measurements have no prefix; a context counts as a prompt of its length.
+    """
+    model, asked = case.model, case.settings.mha_max_kv
+    if asked >= 0:
+        return asked, f"mha_max_kv {asked}"
+    dense, _ = dense_provider(case)
+    if dense is not None and measured.SELECTIONS[model.kv_layout] == (model.index_topk, model.sliding_window):
+        load = case.own_load
+        sparse = [str(route) for route in sparse_routes(case, load) if route_refusal(case, route, load) is None]
+        limit = measured.dense_limit(case.device.sm, model.kv_layout, load.heads, str(dense), sparse)
+        if limit is not None and limit < model.index_topk:
+            quicker = f"{dense.library} was measured to take no longer than sparse attention"
+            return limit, f"the {limit} up to which {quicker}"
+    return model.index_topk, f"mha_max_kv {model.index_topk}"
 
 
 def dense_ruled_out(case: Case) -> str | None:
@@ -76,11 +94,12 @@ def dense_provider(case: Case) -> tuple[Route | None, list[Refusal]]:
 
 def pick_dense(case: Case) -> tuple[Route | None, list[Refusal], str]:
     """(the dense route or None, the refusals before it, why there is none)."""
-    batch, limit = case.batch, mha_limit(case.model, case.settings)
+    batch = case.batch
     if ruled_out := dense_ruled_out(case):
         return None, [], ruled_out
+    limit, source = mha_limit(case)
     if batch.max_kv_len > limit:
-        return None, [], f"the longest context of {batch.max_kv_len} tokens exceeds mha_max_kv {limit}"
+        return None, [], f"the longest context of {batch.max_kv_len} tokens exceeds {source}"
     if 0 < batch.attention_workspace_tokens < batch.total_kv_len:
         held = batch.attention_workspace_tokens
         return None, [], f"{batch.total_kv_len} context tokens exceed the attention workspace of {held}"
@@ -99,7 +118,7 @@ def pick_sparse(case: Case, load: Load) -> tuple[Route, list[Refusal]]:
         SettingsError: the library that the settings name cannot.
         NoProviderError: none can.
     """
-    routes = sparse_routes(case, load.heads)
+    routes = sparse_routes(case, load)
     if case.asked == "auto":
         route, refused = first(routes, lambda route: route_refusal(case, route, load))
         if route is None:
@@ -138,15 +157,45 @@ def attention_sentence(case: Case, route: Route, load: Load, refused: Sequence[R
     return "; ".join([sentence, *(f"refused {refusal}" for refusal in same)])
 
 
-def provider_sentence(case: Case, route: Route, refused: Sequence[Refusal], asked: str) -> str:
-    """Why this library, naming the preferred ones that were refused."""
-    if asked != "auto":
-        return f"{case.backend_setting} asks for {asked}"
+def provider_sentence(case: Case, route: Route, load: Load, refused: Sequence[Refusal]) -> str:
+    """Why this library: asked for, quickest as measured, or the first; and the preferred ones that were refused."""
+    dense = route.attention is Attention.MHA_ONE_SHOT
+    times = [] if dense else _times(case, route, load)
+    if case.asked != "auto" and not dense:
+        return "; ".join([f"{case.backend_setting} asks for {case.asked}", *times])
     if case.device.kind == "cpu":
         return "on a CPU the plugin's plain-torch reference is what runs"
     others = [refusal for refusal in refused if refusal.route.library != route.library]
-    chosen = f"{route.library} is the first that carries the batch on {case.device.where}"
-    return "; ".join([chosen, *(f"refused {refusal}" for refusal in others)])
+    chosen = times or [f"{route.library} is the first that carries the batch on {case.device.where}"]
+    return "; ".join([*chosen, *(f"refused {refusal}" for refusal in others)])
+
+
+def _times(case: Case, route: Route, load: Load) -> list[str]:
+    """The measured times that put this route before the others that would carry the batch: one sentence or none."""
+    own = estimate_us(case, route, load)
+    rivals = {
+        other: time
+        for other in sparse_routes(case, load)
+        if other != route
+        and case.asked in ("auto", other.library)
+        and route_refusal(case, other, load, case.asked) is None
+        and (time := estimate_us(case, other, load)) is not None
+    }
+    if own is None or not rivals:
+        return []
+    against = " and ".join(f"{other.library}'s {_time(other, time)}" for other, time in rivals.items())
+    sentence = (
+        f"{route.library} {_time(route, own)} against {against} as measured on {case.device.where} for "
+        f"{_count(load.heads, 'head')} and {_count(load.rows, 'row')}"
+    )
+    if own > min(rivals.values()):
+        sentence += f", less than {NEARLY_EQUAL:.0%} apart, so their usual order holds"
+    return [sentence]
+
+
+def _time(route: Route, time: float) -> str:
+    words = f"{time / 1e3:.2f} ms" if time >= 999.5 else f"{time:.3g} us"
+    return words + (" after dequantisation" if route.dequantize_kv else "")
 
 
 # ---------------------------------------------------------------------------------------------------

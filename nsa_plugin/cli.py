@@ -1,4 +1,4 @@
-"""The command line: ``nsa-plugin doctor | explain | patches | demo``.
+"""The command line: ``nsa-plugin doctor | explain | patches | demo | bench``.
 
 Only the command that was asked for is imported, so that help is instant and needs neither torch nor
 an engine. A command is a module with `add_arguments(parser)` and `run(args) -> int`.
@@ -30,6 +30,7 @@ COMMANDS = {
     "explain": ("nsa_plugin.commands.explain", "one routing decision from flags: the route and the reasons"),
     "patches": ("nsa_plugin.commands.patches", "every change to an engine: target, reason, when it can go"),
     "demo": ("nsa_plugin.commands.demo", "serve a small model with a real engine and compare every token"),
+    "bench": ("nsa_plugin.commands.bench", "time the kernels on this machine's GPU beside their floor, and report it"),
 }
 
 EXAMPLES = """examples:
@@ -37,7 +38,8 @@ EXAMPLES = """examples:
   nsa-plugin explain --model v3.2 --sm 90 --heads 16 --tp 8 --kv-dtype fp8_e4m3 \\
       --phase extend --q-tokens 13000 --max-kv 65536
   nsa-plugin patches --engine vllm
-  nsa-plugin demo --json result.json"""
+  nsa-plugin demo --json result.json
+  nsa-plugin bench sparse-mla-decode"""
 
 
 class _Parser(argparse.ArgumentParser):

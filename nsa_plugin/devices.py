@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from nsa_plugin.capabilities import KERNELS, Capability, Op, kernels_of, spans
-from nsa_plugin.kernels.registry import OPS, Registry
-from nsa_plugin.layouts import LAYOUTS
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -132,6 +130,8 @@ _HOSTS: Mapping[str, tuple[_Host, ...]] = {
         _Host("vllm.vllm_flash_attn._vllm_fa3_C", ("vllm",)),
     ),
     "trtllm": (_Host("flashinfer", ("flashinfer-python",)),),
+    # The plugin's own kernels: what compiles and starts them.
+    "cuda": (_Host("cuda.bindings", ("cuda-bindings",)),),
     "triton": (_Host("triton", ("triton", "pytorch-triton")),),
     "reference": (_Host("torch", ("torch",)),),
 }
@@ -152,7 +152,7 @@ def _describe(
 ) -> Library:
     """An installed library as it stands on a device; `more` are kernels besides those of the table."""
     found = Library(name=name, available=False, distribution=distribution, version=version, module=module)
-    kernels = (*KERNELS[name], *(_own_kernels() if name == "triton" else ()), *more)
+    kernels = (*KERNELS[name], *more)
     if not kernels:
         return replace(found, reason="this installation of nsa-plugin has no kernels of its own for it")
     usable = kernels_of(name, kernels, distribution=distribution, version=version, sm=sm, smem_per_block=smem_per_block)
@@ -163,28 +163,6 @@ def _describe(
 
 def _where(sm: int) -> str:
     return f"SM{sm}" if sm else "a CPU"
-
-
-def _own_kernels() -> tuple[Capability, ...]:
-    """Triton kernels of this installation of the plugin, as its registry lists them."""
-    providers = {provider for op in Op if op in OPS for provider in Registry().providers(op)}
-    return tuple(
-        Capability(
-            op=Op(provider.op),
-            layouts=tuple(LAYOUTS) if provider.layouts is None else tuple(sorted(provider.layouts)),
-            sm_min=low,
-            sm_max=high,
-            head_counts=tuple(sorted(provider.heads or ())),
-        )
-        for provider in sorted(providers, key=lambda provider: (provider.op, provider.target))
-        if provider.name == "triton"
-        for low, high in _sm_ranges(provider.sms)
-    )
-
-
-def _sm_ranges(sms: frozenset[int] | None) -> tuple[tuple[int, int], ...]:
-    """Ranges of SM versions; a kernel that names none runs on every GPU that Triton supports."""
-    return ((80, 9999),) if sms is None else tuple((sm, sm) for sm in sorted(sms))
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -371,6 +349,7 @@ _ASSUMED_VERSIONS = {
     "deep_gemm": ("sgl-deep-gemm", "0.2.3.post2"),
     "fa3": ("sglang-kernel", "0.4.10"),
     "trtllm": ("flashinfer-python", "0.7.2"),
+    "cuda": ("cuda-bindings", "13.0.3"),
     "triton": ("triton", "3.9.0"),
     "reference": ("torch", "2.14.1"),
 }

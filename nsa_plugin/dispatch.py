@@ -114,7 +114,7 @@ def _split_dense(case: Case, live: Sequence[int], kv_lens: Sequence[int]) -> tup
     """(groups of requests that run dense, those that run sparse)."""
     if choices.dense_ruled_out(case) or choices.dense_provider(case)[0] is None:
         return [], list(live)
-    limit, workspace = choices.mha_limit(case.model, case.settings), case.batch.attention_workspace_tokens
+    limit, workspace = choices.mha_limit(case)[0], case.batch.attention_workspace_tokens
     dense: list[list[int]] = []
     sparse: list[int] = []
     held = 0
@@ -204,7 +204,7 @@ def _idle_plan(batch: BatchShape) -> Plan:
 
 
 def _dense_plan(case: Case, route: Route, refused: Sequence[Refusal]) -> Plan:
-    batch, limit = case.batch, choices.mha_limit(case.model, case.settings)
+    batch = case.batch
     route = replace(route, dequantize_kv=case.model.fp8_cache and batch.has_prefix)
     nothing = "every token is attended, so nothing is selected"
     return Plan(
@@ -215,8 +215,8 @@ def _dense_plan(case: Case, route: Route, refused: Sequence[Refusal]) -> Plan:
         indexer=IndexerPlan(mode=IndexerMode.STORE_ONLY),
         reasons={
             "phase": choices.batch_sentence(batch),
-            "attention": f"the longest context of {batch.max_kv_len} tokens is within mha_max_kv {limit}",
-            "provider": choices.provider_sentence(case, route, refused, "auto"),
+            "attention": f"the longest context of {batch.max_kv_len} tokens is within {choices.mha_limit(case)[1]}",
+            "provider": choices.provider_sentence(case, route, case.own_load, refused),
             "dequantize_kv": choices.dequantize_sentence(case, route),
             "head_padding": "dense attention takes any number of heads",
             "token_shard": "dense attention pads no heads",
@@ -247,7 +247,7 @@ def _sparse_plan(case: Case, not_dense: str) -> Plan:
         reasons={
             "phase": choices.batch_sentence(case.batch),
             "attention": f"not dense: {not_dense}; {attention}",
-            "provider": choices.provider_sentence(case, route, refused, case.asked),
+            "provider": choices.provider_sentence(case, route, load, refused),
             "dequantize_kv": choices.dequantize_sentence(case, route),
             "head_padding": why_padding,
             "token_shard": why_sharded,

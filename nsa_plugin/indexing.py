@@ -1,7 +1,8 @@
 """The indexer's part of a plan: who scores, how many rows at a time, who schedules.
 
 Row chunks follow sglang #13646 (float32 logits of [rows, context] ran out of memory under tensor
-parallelism) and #25502 (DeepGEMM's scheduling metadata has a row limit of its own).
+parallelism). DeepGEMM's own scheduling kernel has a row limit (#25502) and is built anew for every 32 requests;
+on SM90 the plugin schedules for it, whatever the number of rows.
 """
 
 from __future__ import annotations
@@ -101,9 +102,10 @@ def _metadata_provider(case: Case, provider: str) -> tuple[str, str]:
         return "", f"{provider} needs no scheduling metadata"
     if case.model.family == "v3.2" and case.extend:
         return "", "a prefill's logits are ragged, and only paged ones are scheduled"
+    if device.has("triton", Op.INDEXER_METADATA):
+        return "triton", f"the plugin schedules any number of rows for DeepGEMM on {device.where}"
     capability = device.capability("deep_gemm", Op.INDEXER_METADATA)
-    limit = capability.max_rows if capability else 0
+    limit = capability.max_rows if capability else None
     if limit is None or batch.num_tokens <= limit:
         return "deep_gemm", f"{batch.num_tokens} rows are within what the installed DeepGEMM schedules"
-    library = "triton" if device.has("triton", Op.INDEXER_METADATA) else "reference"
-    return library, f"{batch.num_tokens} rows exceed the {limit} that the installed DeepGEMM schedules here"
+    return "deep_gemm", f"{batch.num_tokens} rows go in pieces: the installed DeepGEMM schedules {limit} at once here"

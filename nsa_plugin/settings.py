@@ -17,8 +17,8 @@ from typing import Any
 from nsa_plugin.errors import SettingsError
 
 ENV_PREFIX = "NSA_PLUGIN_"
-PREFILL_BACKENDS = ("auto", "flash_mla", "trtllm", "triton", "reference")
-DECODE_BACKENDS = ("auto", "flash_mla", "fa3", "trtllm", "triton", "reference")
+PREFILL_BACKENDS = ("auto", "flash_mla", "trtllm", "cuda", "triton", "reference")
+DECODE_BACKENDS = ("auto", "flash_mla", "fa3", "trtllm", "cuda", "triton", "reference")
 TOKEN_SHARD_MODES = ("auto", "on", "off")
 FAULTS = ("none", "shift_indices")
 

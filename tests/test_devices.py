@@ -13,9 +13,9 @@ from types import SimpleNamespace
 import pytest
 
 from nsa_plugin import devices
-from nsa_plugin.capabilities import Capability, Op, kernels_of
+from nsa_plugin.capabilities import KERNELS, Capability, Op, kernels_of
 from nsa_plugin.devices import GIB, LIBRARIES, probe, synthetic
-from nsa_plugin.kernels.registry import Provider, Registry
+from nsa_plugin.kernels.registry import PROVIDERS
 from nsa_plugin.shapes import FAMILY_LAYOUTS
 
 H200_SMEM = 227 << 10
@@ -61,7 +61,8 @@ def test_heads_that_a_kernel_is_given(
         ("deep_gemm", {90, 100, 103}),
         ("fa3", {90}),
         ("trtllm", {100, 103}),
-        ("triton", set()),  # the plugin has no Triton kernels in this release
+        ("cuda", {90}),
+        ("triton", {80, 90, 100, 103, 120}),
         ("reference", {0, 80, 90, 100, 103, 120}),
     ],
 )
@@ -201,31 +202,17 @@ def test_a_profile_is_json_and_one_line() -> None:
     )
 
 
-def test_kernels_of_the_plugin_come_from_its_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    def registry() -> Registry:
-        built = Registry()
-        built.register(
-            Provider(
-                op="sparse_mla_prefill",
-                name="triton",
-                target="nsa_plugin.kernels.few_heads:forward",
-                layouts=frozenset({"v32_fp8"}),
-                heads=frozenset({8, 16, 32}),
-                sms=frozenset({90, 100}),
-            )
-        )
-        built.register(Provider(op="kv_cache_read", name="triton", target="nsa_plugin.kernels.kv_cache:read"))
-        return built
+def test_the_plugins_own_kernels_can_all_be_loaded() -> None:
+    named = {(provider.op, provider.name) for provider in PROVIDERS}
+    for library, kernels in KERNELS.items():
+        for kernel in kernels:
+            if kernel.op is not Op.INDEXER_METADATA:
+                assert (kernel.op, library) in named
 
-    monkeypatch.setattr(devices, "Registry", registry)
-    hopper = synthetic(90).libraries["triton"]
-    assert hopper.available
-    assert hopper.capabilities == (
-        Capability(op=Op.SPARSE_MLA_PREFILL, layouts=("v32_fp8",), sm_min=90, sm_max=90, head_counts=(8, 16, 32)),
-    )
-    ada = synthetic(89).libraries["triton"]
-    assert not ada.available
-    assert ada.reason == "its kernels are built for SM90, SM100; this device is SM89"
+
+def test_the_cuda_kernels_are_built_for_hopper_and_need_its_bindings() -> None:
+    assert synthetic(89).libraries["cuda"].reason == "its kernels are built for SM90; this device is SM89"
+    assert "not installed" in synthetic(90, libraries=("triton",)).libraries["cuda"].reason
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from nsa_plugin import measured
 from nsa_plugin.capabilities import Capability, Op
 from nsa_plugin.devices import GIB, MIB, DeviceProfile, synthetic
 from nsa_plugin.dispatch import Part, decide, partition, validate
@@ -18,17 +19,18 @@ from nsa_plugin.shapes import BatchShape, ModelShape, Phase
 V32 = ModelShape(attn_tp_size=8)  # 16 heads a rank
 V32_FP8 = replace(V32, kv_layout="v32_fp8")
 V4 = ModelShape(family="v4", num_heads=64, index_topk=512, kv_layout="v4_fp8", sliding_window=128, index_n_heads=64)
-H200 = synthetic(90)
-B200 = synthetic(100)
+# What the engines bring, and what the plugin brings besides.
+STOCK = ("flash_mla", "deep_gemm", "fa3", "trtllm")
+H200 = synthetic(90, libraries=STOCK)
+B200 = synthetic(100, libraries=STOCK)
 CPU = synthetic(0)
+FULL_H200 = synthetic(90)
+FULL_B200 = synthetic(100)
 OLD_FLASH_MLA = {"flash_mla": ("sglang-kernel", "0.4.5")}
-OLD_H200 = synthetic(90, versions=OLD_FLASH_MLA)
-FEW_HEADS_KERNELS = tuple(
-    Capability(op=op, layouts=("bf16", "v32_fp8"), sm_min=90, sm_max=109, head_counts=(8, 16, 32))
-    for op in (Op.SPARSE_MLA_PREFILL, Op.SPARSE_MLA_DECODE)
-)
-TOKEN_SHARD = Capability(op=Op.TOKEN_SHARD, layouts=(), sm_min=90, sm_max=109)
-SHARDING_H200 = synthetic(90, kernels={"triton": (TOKEN_SHARD,)})
+OLD_DEEP_GEMM = {"deep_gemm": ("sgl-deep-gemm", "0.1.3")}
+OLD_H200 = synthetic(90, libraries=STOCK, versions=OLD_FLASH_MLA)
+TOKEN_SHARD = {"triton": (Capability(op=Op.TOKEN_SHARD, layouts=(), sm_min=90, sm_max=109),)}
+SHARDING_H200 = synthetic(90, libraries=(*STOCK, "triton"), kernels=TOKEN_SHARD)
 SPECULATIVE = (Phase.TARGET_VERIFY, Phase.DRAFT_EXTEND)
 AFTER_PREFILL = (Phase.DECODE, *SPECULATIVE)
 
@@ -44,6 +46,12 @@ FIELDS = {
     "indexer.rows_per_chunk",
     "indexer.metadata_provider",
 }
+
+
+@pytest.fixture(autouse=True)
+def _nothing_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rules without measurements, whatever records this checkout has; a test that wants some sets its own."""
+    monkeypatch.setattr(measured, "MEASUREMENTS", {})
 
 
 def batch(phase: Phase, q_lens: list[int], kv_lens: list[int] | None = None, **flags: Any) -> BatchShape:
@@ -74,7 +82,16 @@ def route(plan: Plan) -> tuple[str, str, bool, int]:
 
 
 @pytest.mark.parametrize(
-    ("device", "provider"), [(H200, "fa3"), (B200, "trtllm"), (synthetic(103), "trtllm"), (CPU, "reference")]
+    ("device", "provider"),
+    [
+        (H200, "fa3"),
+        (FULL_H200, "fa3"),
+        (synthetic(90, libraries=("cuda", "triton")), "triton"),
+        (B200, "trtllm"),
+        (synthetic(103), "trtllm"),
+        (synthetic(80), "triton"),
+        (CPU, "reference"),
+    ],
 )
 @pytest.mark.parametrize("model", [V32, V32_FP8], ids=["bf16", "fp8"])
 def test_a_short_prefill_is_dense(device: DeviceProfile, provider: str, model: ModelShape) -> None:
@@ -176,6 +193,26 @@ PREFILLS: list[tuple[str, ModelShape, DeviceProfile, tuple[str, str, bool, int]]
     ("SM100 fp8, short context", V32_FP8, B200, ("sparse_prefill", "flash_mla", True, 128)),
     ("CPU bf16", V32, CPU, ("sparse_prefill", "reference", False, 0)),
     ("CPU fp8", V32_FP8, CPU, ("sparse_prefill", "reference", False, 0)),
+    # With the plugin's own kernels: few heads are not padded, and there is a kernel on every GPU.
+    ("SM90 fp8 own, 8 heads", replace(V32_FP8, num_heads=64), FULL_H200, ("sparse_prefill", "cuda", False, 0)),
+    ("SM90 fp8 own, 12 heads", replace(V32_FP8, num_heads=96), FULL_H200, ("sparse_prefill", "cuda", False, 0)),
+    ("SM90 fp8 own, 16 heads", V32_FP8, FULL_H200, ("sparse_prefill", "cuda", False, 0)),
+    ("SM90 fp8 own, 17 heads", replace(V32_FP8, num_heads=136), FULL_H200, ("sparse_decode", "flash_mla", False, 64)),
+    ("SM90 fp8 own, all heads", replace(V32_FP8, attn_tp_size=1), FULL_H200, ("sparse_decode", "flash_mla", False, 0)),
+    ("SM90 fp8 own, 256 heads", replace(V32_FP8, num_heads=2048), FULL_H200, ("sparse_prefill", "cuda", False, 0)),
+    ("SM90 bf16 own", V32, FULL_H200, ("sparse_prefill", "flash_mla", False, 64)),
+    (
+        "SM90 fp8 own alone",
+        replace(V32_FP8, attn_tp_size=1),
+        synthetic(90, libraries=("cuda", "triton")),
+        ("sparse_prefill", "cuda", False, 0),
+    ),
+    ("SM90 bf16 triton alone", V32, synthetic(90, libraries=("triton",)), ("sparse_prefill", "triton", False, 0)),
+    ("SM100 fp8 own", V32_FP8, FULL_B200, ("sparse_prefill", "flash_mla", True, 128)),
+    ("SM80 fp8 own", V32_FP8, synthetic(80), ("sparse_prefill", "triton", False, 0)),
+    ("SM120 bf16 own", V32, synthetic(120), ("sparse_prefill", "triton", False, 0)),
+    ("SM90 V4 own, 8 heads", replace(V4, attn_tp_size=8), FULL_H200, ("sparse_prefill", "cuda", False, 0)),
+    ("SM90 V4 own, all heads", V4, FULL_H200, ("sparse_decode", "flash_mla", False, 0)),
 ]
 
 
@@ -197,6 +234,14 @@ DECODES: list[tuple[str, ModelShape, DeviceProfile, tuple[str, str, bool, int]]]
     ("SM100 bf16", V32, B200, ("sparse_decode", "trtllm", False, 0)),
     ("SM100 fp8", V32_FP8, B200, ("sparse_decode", "flash_mla", False, 64)),
     ("CPU", V32, CPU, ("sparse_decode", "reference", False, 0)),
+    ("SM90 fp8 own, 8 heads", replace(V32_FP8, num_heads=64), FULL_H200, ("sparse_decode", "cuda", False, 0)),
+    ("SM90 fp8 own, 16 heads", V32_FP8, FULL_H200, ("sparse_decode", "cuda", False, 0)),
+    ("SM90 fp8 own, 32 heads", replace(V32_FP8, attn_tp_size=4), FULL_H200, ("sparse_decode", "flash_mla", False, 64)),
+    ("SM90 fp8 own, 129 heads", replace(V32_FP8, num_heads=1032), FULL_H200, ("sparse_decode", "cuda", False, 0)),
+    ("SM90 bf16 own", V32, FULL_H200, ("sparse_decode", "fa3", False, 0)),
+    ("SM90 V4 own, 16 heads", replace(V4, attn_tp_size=4), FULL_H200, ("sparse_decode", "cuda", False, 0)),
+    ("SM100 fp8 own", V32_FP8, FULL_B200, ("sparse_decode", "flash_mla", False, 64)),
+    ("SM80 fp8 own", V32_FP8, synthetic(80), ("sparse_decode", "triton", False, 0)),
 ]
 
 
@@ -240,18 +285,12 @@ def test_sm100_does_not_branch_on_lengths_in_a_graph() -> None:
     )
 
 
-def test_few_heads_take_the_few_head_kernel_first() -> None:
-    device = synthetic(90, kernels={"triton": FEW_HEADS_KERNELS})
-    assert route(choose(V32_FP8, LONG, device)) == ("sparse_prefill", "triton", False, 0)
-    assert route(choose(V32_FP8, decode(8, 5000), device)) == ("sparse_decode", "triton", False, 0)
-    assert route(choose(V32, decode(8, 5000), device)) == ("sparse_decode", "fa3", False, 0)
-    assert choose(replace(V32_FP8, attn_tp_size=2), LONG, device).provider == "flash_mla"
-    anything = tuple(replace(kernel, head_counts=()) for kernel in FEW_HEADS_KERNELS)
-    for heads, provider in ((63, "triton"), (64, "flash_mla")):
-        model = replace(V32_FP8, num_heads=8 * heads)
-        assert choose(model, LONG, synthetic(90, kernels={"triton": anything})).provider == provider
-    # 12 heads are given to its 16-head instance.
-    assert choose(replace(V32_FP8, num_heads=96), LONG, device).head_padding == 16
+def test_the_plugins_own_kernel_pads_no_heads_and_says_so() -> None:
+    plan = choose(V32_FP8, LONG, FULL_H200)
+    assert plan.reasons["provider"] == "cuda is the first that carries the batch on SM90"
+    assert plan.reasons["head_padding"] == "cuda takes 16 heads as they are"
+    many = choose(replace(V32_FP8, num_heads=2048), LONG, FULL_H200)
+    assert "flash_mla sparse_decode: takes 64 or 128 heads; there are 256" in many.reasons["provider"]
 
 
 @pytest.mark.parametrize(
@@ -389,6 +428,15 @@ def test_v4_large_q_rows_beyond_the_build_is_an_error() -> None:
         # The prefill setting does not reach decode, nor the other way round.
         (V32, decode(8, 5000), H200, {"prefill_backend": "flash_mla"}, ("sparse_decode", "fa3", False, 0)),
         (V32, LONG, H200, {"decode_backend": "fa3"}, ("sparse_prefill", "flash_mla", False, 64)),
+        (V32_FP8, LONG, FULL_H200, {"prefill_backend": "flash_mla"}, ("sparse_decode", "flash_mla", False, 64)),
+        (V32_FP8, LONG, FULL_H200, {"prefill_backend": "triton"}, ("sparse_prefill", "triton", False, 0)),
+        (
+            replace(V32_FP8, attn_tp_size=1),
+            decode(8, 5000),
+            FULL_H200,
+            {"decode_backend": "cuda"},
+            ("sparse_decode", "cuda", False, 0),
+        ),
     ],
 )
 def test_a_named_library_is_taken(
@@ -432,7 +480,15 @@ def test_a_named_library_is_taken(
             LONG,
             H200,
             {"prefill_backend": "triton"},
-            r"prefill_backend is triton .*no kernels of its own.*What works here: flash_mla, reference",
+            r"prefill_backend is triton .*not installed.*What works here: flash_mla, reference",
+        ),
+        (
+            V32,
+            LONG,
+            FULL_H200,
+            {"prefill_backend": "cuda"},
+            r"prefill_backend is cuda .*no sparse_mla_prefill kernel for a bf16 cache on SM90\. "
+            r"What works here: flash_mla, triton, reference",
         ),
         (
             V32,
@@ -507,20 +563,20 @@ def test_v4_scores_compressed_keys() -> None:
     [
         (V32, LONG, H200, ("deep_gemm", "")),  # ragged logits are not scheduled
         (V32, decode(8, 5000), H200, ("deep_gemm", "deep_gemm")),
-        (
-            V4,
-            extend(12288, 40000),
-            synthetic(90, versions={"deep_gemm": ("sgl-deep-gemm", "0.1.3")}),
-            ("deep_gemm", "deep_gemm"),
-        ),
-        (
-            V4,
-            extend(12289, 40000),
-            synthetic(90, versions={"deep_gemm": ("sgl-deep-gemm", "0.1.3")}),
-            ("deep_gemm", "reference"),
-        ),
         (V4, extend(12289, 40000), H200, ("deep_gemm", "deep_gemm")),
         (V32, decode(8, 5000), CPU, ("reference", "")),
+        # The plugin schedules for DeepGEMM's kernel of SM90, and scores what DeepGEMM does not take.
+        (V32, LONG, FULL_H200, ("deep_gemm", "")),
+        (V32, decode(8, 5000), FULL_H200, ("deep_gemm", "triton")),
+        (V32, decode(100_000, 5000, cuda_graph=True), FULL_H200, ("deep_gemm", "triton")),
+        (V4, extend(32768, 40000), synthetic(90, versions=OLD_DEEP_GEMM), ("deep_gemm", "triton")),
+        (V32, decode(8, 5000), FULL_B200, ("deep_gemm", "deep_gemm")),
+        (replace(V32, index_n_heads=16), LONG, FULL_H200, ("triton", "")),
+        (replace(V32, index_n_heads=16), decode(8, 5000), FULL_H200, ("triton", "")),
+        (replace(V32, index_n_heads=16), decode(8, 5000), FULL_B200, ("deep_gemm", "deep_gemm")),
+        (replace(V32, index_head_dim=96), LONG, FULL_H200, ("triton", "")),
+        (V32, LONG, synthetic(90, libraries=("flash_mla", "triton")), ("triton", "")),
+        (V32_FP8, LONG, synthetic(80), ("triton", "")),
     ],
 )
 def test_who_scores_and_who_schedules(
@@ -530,10 +586,25 @@ def test_who_scores_and_who_schedules(
     assert (indexer.provider, indexer.metadata_provider) == expected
 
 
-def test_the_plugins_own_scheduler_comes_before_plain_torch() -> None:
-    own = Capability(op=Op.INDEXER_METADATA, layouts=(), sm_min=90, sm_max=90)
-    device = synthetic(90, versions={"deep_gemm": ("sgl-deep-gemm", "0.1.3")}, kernels={"triton": (own,)})
-    assert choose(V4, extend(20000, 40000), device).indexer.metadata_provider == "triton"
+@pytest.mark.parametrize(
+    ("rows", "reason"),
+    [
+        (12288, "12288 rows are within what the installed DeepGEMM schedules"),
+        (12289, "12289 rows go in pieces: the installed DeepGEMM schedules 12288 at once here"),
+    ],
+)
+def test_what_deep_gemm_cannot_schedule_at_once_goes_in_pieces(rows: int, reason: str) -> None:
+    plan = choose(V4, extend(rows, 40000), synthetic(90, libraries=STOCK, versions=OLD_DEEP_GEMM))
+    assert plan.indexer.metadata_provider == "deep_gemm"
+    assert plan.reasons["indexer.metadata_provider"] == reason
+
+
+def test_a_fallback_of_the_indexer_says_why() -> None:
+    plan = choose(replace(V32, index_n_heads=16), LONG, FULL_H200)
+    assert plan.reasons["indexer.provider"] == (
+        "triton is the first that scores 16 indexer heads on SM90; better ones refused: "
+        "deep_gemm: takes 32 or 64 indexer heads; the model has 16"
+    )
 
 
 @pytest.mark.parametrize(
@@ -569,7 +640,9 @@ def test_without_deep_gemm_a_gpu_cannot_select() -> None:
         (V32, extend(511, 65536), SHARDING_H200, "auto", "511 query rows are fewer than the 512"),
         (V32, extend(7, 65536), SHARDING_H200, "on", "7 query rows are fewer than the 8"),
         (replace(V32, attn_tp_size=2), LONG, SHARDING_H200, "auto", "takes 64 heads without padding"),
-        (V32, LONG, synthetic(90, kernels={"triton": (TOKEN_SHARD,)}, nvlink=False), "auto", "over NVLink"),
+        (V32, LONG, replace(SHARDING_H200, nvlink=False), "auto", "over NVLink"),
+        # The plugin's own kernel pads none, so there is nothing to win.
+        (V32_FP8, LONG, synthetic(90, kernels=TOKEN_SHARD), "auto", "cuda takes 16 heads without padding"),
     ],
 )
 def test_heads_are_kept(model: ModelShape, shape: BatchShape, device: DeviceProfile, mode: str, reason: str) -> None:
@@ -590,15 +663,18 @@ def test_heads_are_traded_where_they_would_be_padded() -> None:
 def test_sharding_is_forced_where_it_can_work() -> None:
     assert choose(V32, extend(8, 65536), SHARDING_H200, token_shard="on").token_shard
     assert choose(V32_FP8, decode(512, 5000), SHARDING_H200).token_shard
-    without = synthetic(90, kernels={"triton": (TOKEN_SHARD,)}, nvlink=False)
-    assert choose(V32, LONG, without, token_shard="on").token_shard
+    assert choose(V32, LONG, replace(SHARDING_H200, nvlink=False), token_shard="on").token_shard
+    own = choose(V32_FP8, LONG, synthetic(90, kernels=TOKEN_SHARD), token_shard="on")
+    assert own.token_shard
+    assert route(own) == ("sparse_decode", "flash_mla", False, 0)  # its 128 heads are not few
+    assert own.reasons["token_shard"].endswith("with all 128 heads instead of 16")
     assert choose(replace(V32, attn_tp_size=2), LONG, SHARDING_H200, token_shard="on").token_shard  # unpadded
     assert not choose(V32, extend(100), SHARDING_H200, token_shard="on").token_shard  # dense
 
 
 def test_sharding_brings_rows_under_a_limit() -> None:
     # 80000 rows are too many for the decode kernel on one rank; an eighth of them is not.
-    device = synthetic(90, versions=OLD_FLASH_MLA, kernels={"triton": (TOKEN_SHARD,)})
+    device = synthetic(90, libraries=(*STOCK, "triton"), versions=OLD_FLASH_MLA, kernels=TOKEN_SHARD)
     assert route(choose(V32_FP8, extend(80000), device)) == ("sparse_decode", "flash_mla", False, 0)
     assert route(choose(V32_FP8, extend(80000), OLD_H200)) == ("sparse_prefill", "flash_mla", True, 64)
 
@@ -719,7 +795,11 @@ def test_partition_refuses_lengths_that_cannot_be() -> None:
 
 
 @pytest.mark.parametrize("model", [V32, V32_FP8, V4], ids=["v3.2 bf16", "v3.2 fp8", "v4"])
-@pytest.mark.parametrize("device", [H200, B200, CPU, OLD_H200], ids=["H200", "B200", "CPU", "old H200"])
+@pytest.mark.parametrize(
+    "device",
+    [H200, B200, CPU, OLD_H200, FULL_H200, FULL_B200, synthetic(80)],
+    ids=["H200", "B200", "CPU", "old H200", "H200 and own", "B200 and own", "A100 and own"],
+)
 def test_what_is_installed_serves(model: ModelShape, device: DeviceProfile) -> None:
     validate(model, device, Settings(), max_tokens=32768, cuda_graph=True)
 

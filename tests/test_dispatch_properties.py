@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from nsa_plugin import measured
+from nsa_plugin.candidates import NEARLY_EQUAL, Case, Load, estimate_us, sparse_routes
 from nsa_plugin.capabilities import Capability, Op
 from nsa_plugin.devices import MIB, DeviceProfile, synthetic
 from nsa_plugin.dispatch import Part, decide, partition, validate
@@ -25,13 +31,7 @@ BUILDS = {
     "flash_mla": [("sgl-flash-mla", "1.0.0"), ("sglang-kernel", "0.4.5"), ("vllm", "0.32.0")],
     "deep_gemm": [("sgl-deep-gemm", "0.1.3"), ("sgl-deep-gemm", "0.2.0")],
 }
-OWN_KERNELS = (
-    Capability(op=Op.SPARSE_MLA_PREFILL, layouts=("v32_fp8",), sm_min=90, sm_max=90, head_counts=(8, 16, 32)),
-    Capability(op=Op.SPARSE_MLA_DECODE, layouts=("bf16", "v4_fp8"), sm_min=90, sm_max=109, max_rows=4096),
-    Capability(op=Op.INDEXER_TOPK, layouts=(), sm_min=90, sm_max=109, head_multiple=16),
-    Capability(op=Op.INDEXER_METADATA, layouts=(), sm_min=90, sm_max=90),
-    Capability(op=Op.TOKEN_SHARD, layouts=(), sm_min=90, sm_max=109),
-)
+TOKEN_SHARD = Capability(op=Op.TOKEN_SHARD, layouts=(), sm_min=90, sm_max=109)
 LENGTHS = st.one_of(st.integers(0, 40), st.integers(0, 3000), st.integers(0, 200_000))
 
 
@@ -83,9 +83,19 @@ def batches(draw: st.DrawFn) -> BatchShape:
 def machines(draw: st.DrawFn) -> DeviceProfile:
     return synthetic(
         draw(st.sampled_from([0, 0, 80, *[90] * 6, *[100] * 4, 103, 120])),
-        libraries=draw(mostly(None, (), ("flash_mla", "deep_gemm"), ("fa3", "triton"), ("trtllm", "deep_gemm"))),
+        libraries=draw(
+            mostly(
+                None,
+                (),
+                ("flash_mla", "deep_gemm"),
+                ("flash_mla", "deep_gemm", "fa3", "trtllm"),
+                ("fa3", "triton"),
+                ("trtllm", "deep_gemm"),
+                ("cuda", "triton"),
+            )
+        ),
         versions={name: draw(st.sampled_from(builds)) for name, builds in BUILDS.items()},
-        kernels={"triton": draw(st.sampled_from([(), OWN_KERNELS]))},
+        kernels={"triton": draw(st.sampled_from([(), (TOKEN_SHARD,)]))},
         memory_free=draw(st.sampled_from([0, 1, 64 * MIB, 4096 * MIB, 1 << 40])),
         nvlink=draw(st.booleans()),
     )
@@ -100,6 +110,43 @@ SETTINGS = st.builds(
     token_shard=mostly(*TOKEN_SHARD_MODES),
     large_q_rows=mostly(0, 1, 4096, 11622, 20_000),
 )
+
+
+@st.composite
+def curves(draw: st.DrawFn) -> measured.Points:
+    """(rows, microseconds) as records may have them, from few values so that some are equal."""
+    rows = sorted(draw(st.sets(st.sampled_from([1, 64, 512, 1024, 2048, 4096, 8192]), min_size=1)))
+    return tuple((count, draw(st.sampled_from([1.0, 20.0, 20.5, 300.0, 5e4]))) for count in rows)
+
+
+SPARSE = (
+    "cuda sparse_prefill",
+    "triton sparse_prefill",
+    "flash_mla sparse_decode",
+    "flash_mla sparse_prefill",
+    "flash_mla sparse_prefill after dequantisation",
+    "cuda sparse_decode",
+    "triton sparse_decode",
+)
+BY_HEADS = st.dictionaries(st.sampled_from([8, 16, 64, 128]), curves(), min_size=1)
+TABLES = st.dictionaries(
+    st.tuples(
+        st.sampled_from([90, 90, 100]),
+        st.sampled_from(["sparse_mla_prefill", "sparse_mla_decode", "mha_one_shot"]),
+        st.sampled_from(["bf16", "v32_fp8", "v4_fp8"]),
+    ),
+    st.dictionaries(st.sampled_from([*SPARSE, "fa3 mha_one_shot", "triton mha_one_shot"]), BY_HEADS),
+    max_size=6,
+)
+MEASUREMENTS = st.one_of(st.just({}), TABLES, st.just(measured.MEASUREMENTS))
+
+
+@contextmanager
+def measurements(table: Any) -> Iterator[None]:
+    with mock.patch.object(measured, "MEASUREMENTS", table):
+        yield
+
+
 # Generation, not `decide`, is what takes time on a small machine.
 thorough = settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -113,12 +160,13 @@ def outcome(model: ModelShape, batch: BatchShape, device: DeviceProfile, chosen:
 
 
 @thorough
-@given(models(), batches(), machines(), SETTINGS)
+@given(models(), batches(), machines(), SETTINGS, MEASUREMENTS)
 def test_a_plan_is_total_repeatable_and_within_limits(
-    model: ModelShape, batch: BatchShape, device: DeviceProfile, chosen: Settings
+    model: ModelShape, batch: BatchShape, device: DeviceProfile, chosen: Settings, table: Any
 ) -> None:
-    plan = outcome(model, batch, device, chosen)
-    again = outcome(replace(model), replace(batch), replace(device), replace(chosen))
+    with measurements(table):
+        plan = outcome(model, batch, device, chosen)
+        again = outcome(replace(model), replace(batch), replace(device), replace(chosen))
     assert plan == again
     if isinstance(plan, str):
         assert plan.strip()
@@ -211,9 +259,37 @@ def check_indexer(plan: Plan, model: ModelShape, batch: BatchShape, device: Devi
     # No smaller than it needs to be: twice the rows would not fit.
     assert rows == batch.num_tokens or 2 * rows * 4 * max(scored, 1) > budget
     if indexer.metadata_provider:
+        assert indexer.provider == "deep_gemm"
+        assert indexer.metadata_provider in ("deep_gemm", "triton")
         scheduler = device.capability(indexer.metadata_provider, Op.INDEXER_METADATA)
         assert scheduler is not None
-        assert scheduler.max_rows is None or batch.num_tokens <= scheduler.max_rows
+        fits = scheduler.max_rows is None or batch.num_tokens <= scheduler.max_rows
+        assert fits != ("go in pieces" in plan.reasons["indexer.metadata_provider"])
+
+
+@thorough
+@given(models(), batches(), machines(), SETTINGS, TABLES)
+def test_measurements_reorder_routes_and_lose_none(
+    model: ModelShape, batch: BatchShape, device: DeviceProfile, chosen: Settings, table: Any
+) -> None:
+    case = Case(model, batch, device, chosen)
+    load = Load(max(batch.num_tokens, 1), model.heads_per_rank)
+    with measurements({}):
+        usual = sparse_routes(case, load)
+    with measurements(table):
+        routes = sparse_routes(case, load)
+        times = [estimate_us(case, route, load) for route in routes]
+        unmeasured = [estimate_us(case, route, load) is None for route in usual]
+    assert len(routes) == len(usual)
+    assert set(routes) == set(usual)
+    # Those without a time stay where they are.
+    assert [time is None for time in times] == unmeasured
+    assert all(ours == theirs for ours, theirs, still in zip(routes, usual, unmeasured, strict=True) if still)
+    # A later one is never quicker by as much as counts, and what is nearly equal keeps its order.
+    known = [(route, time) for route, time in zip(routes, times, strict=True) if time is not None]
+    for (one, first), (other, second) in pairwise(known):
+        assert first <= second * (1 + NEARLY_EQUAL)
+        assert first <= second or usual.index(one) < usual.index(other)
 
 
 @st.composite
@@ -232,6 +308,7 @@ def requests(draw: st.DrawFn) -> tuple[list[int], list[int]]:
     FLAG,
     FLAG,
     st.sampled_from([0, 1, 1000, 5000]),
+    MEASUREMENTS,
 )
 def test_a_partition_covers_every_request_once_in_order(
     model: ModelShape,
@@ -242,27 +319,29 @@ def test_a_partition_covers_every_request_once_in_order(
     cuda_graph: bool,
     context_parallel: bool,
     workspace: int,
+    table: Any,
 ) -> None:
     q_lens, kv_lens = lengths
-    try:
-        parts = partition(
-            model,
-            q_lens,
-            kv_lens,
-            phase,
-            device,
-            chosen,
-            cuda_graph=cuda_graph,
-            context_parallel=context_parallel,
-            attention_workspace_tokens=workspace,
-        )
-    except (SettingsError, NoProviderError):
-        return
+    with measurements(table):
+        try:
+            parts = partition(
+                model,
+                q_lens,
+                kv_lens,
+                phase,
+                device,
+                chosen,
+                cuda_graph=cuda_graph,
+                context_parallel=context_parallel,
+                attention_workspace_tokens=workspace,
+            )
+        except (SettingsError, NoProviderError):
+            return
+        assert all(part.plan == decide(model, part.batch, device, chosen) for part in parts)
     assert sorted(request for part in parts for request in part.requests) == list(range(len(q_lens)))
     assert sum(part.batch.num_tokens for part in parts) == sum(q_lens)
     for part in parts:
         assert list(part.requests) == sorted(part.requests)
-        assert part.plan == decide(model, part.batch, device, chosen)
         check_part(part, q_lens, kv_lens)
     attentions = [part.plan.attention for part in parts]
     assert sum(attention not in (Attention.MHA_ONE_SHOT, Attention.NONE) for attention in attentions) <= 1
@@ -284,24 +363,28 @@ def check_part(part: Part, q_lens: list[int], kv_lens: list[int]) -> None:
 @given(st.lists(st.integers(1, 9000), min_size=1, max_size=12), st.sampled_from([0, 4096]))
 def test_a_long_prompt_takes_dense_attention_from_no_other(kv_lens: list[int], workspace: int) -> None:
     model, device = ModelShape(attn_tp_size=8), synthetic(90)
-    parts = partition(model, kv_lens, kv_lens, Phase.EXTEND, device, Settings(), attention_workspace_tokens=workspace)
+    with measurements({}):
+        parts = partition(
+            model, kv_lens, kv_lens, Phase.EXTEND, device, Settings(), attention_workspace_tokens=workspace
+        )
     dense = {request for part in parts if part.plan.attention is Attention.MHA_ONE_SHOT for request in part.requests}
     assert dense == {request for request, kv_len in enumerate(kv_lens) if kv_len <= model.index_topk}
 
 
 @thorough
-@given(models(), machines(), SETTINGS, st.sampled_from([1, 8192]), st.booleans())
+@given(models(), machines(), SETTINGS, st.sampled_from([1, 8192]), st.booleans(), MEASUREMENTS)
 def test_what_validates_decides(
-    model: ModelShape, device: DeviceProfile, chosen: Settings, max_tokens: int, cuda_graph: bool
+    model: ModelShape, device: DeviceProfile, chosen: Settings, max_tokens: int, cuda_graph: bool, table: Any
 ) -> None:
     """A configuration that passes at start-up carries the batches it was checked for."""
-    try:
-        validate(model, device, chosen, max_tokens=max_tokens, cuda_graph=cuda_graph)
-    except (SettingsError, NoProviderError):
-        return
     context = 100_000
     prefill = BatchShape.from_lengths(Phase.EXTEND, [max_tokens], [context + max_tokens])
     short = BatchShape.from_lengths(Phase.EXTEND, [max_tokens], [max_tokens])
     step = BatchShape.from_lengths(Phase.DECODE, [1], [context], cuda_graph=cuda_graph)
-    for batch in (prefill, short, step):
-        assert decide(model, batch, device, chosen).attention is not Attention.NONE
+    with measurements(table):
+        try:
+            validate(model, device, chosen, max_tokens=max_tokens, cuda_graph=cuda_graph)
+        except (SettingsError, NoProviderError):
+            return
+        for batch in (prefill, short, step):
+            assert decide(model, batch, device, chosen).attention is not Attention.NONE

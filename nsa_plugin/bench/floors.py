@@ -84,9 +84,7 @@ def gather_us(work: Work, rates: Rates) -> float | None:
     return work.gather_bytes / (rates.copy_gb_s * 1e3) if work.gather_bytes else None
 
 
-def sparse_mla(
-    *, rows: int, heads: int, d_qk: int, d_v: int, gathers: Sequence[Gather], statistics: int = 1
-) -> Work:
+def sparse_mla(*, rows: int, heads: int, d_qk: int, d_v: int, gathers: Sequence[Gather], statistics: int = 1) -> Work:
     """Sparse attention of `rows` query rows.
 
     Args:

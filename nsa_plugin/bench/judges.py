@@ -8,20 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from nsa_plugin.bench.workload import WrongResultError
 
-# FlashMLA's own tolerances: (absolute, relative).
+# (absolute, relative). FlashMLA's own, but for the absolute part of a statistic: a row of one key may have an
+# lse near 0, which is a long sum in another order.
 PREFILL_OUT = (8e-4, 3.01 / 128)
 DECODE_OUT = (1e-3, 2.01 / 128)
-STATISTIC = (1e-6, 8.01 / 65536)
+STATISTIC = (2e-5, 8.01 / 65536)
+# Rows of a few keys cancel: bfloat16 weights are off by 2**-9 of values up to 1, whatever their sum is.
+MHA_OUT = (2e-3, 3.01 / 128)
 
 # A selected logit may lie this far below the reference's threshold, as a share of the row's largest
 # logit: libraries sum the heads in float32 and in another order.
 TOPK_SLACK = 1e-3
+
+
+class Attended(NamedTuple):
+    """What the judge of attention reads of a result: its sampled rows are those of dimension 0."""
+
+    out: torch.Tensor
+    lse: torch.Tensor | None
 
 
 def close(what: str, actual: torch.Tensor, expected: torch.Tensor, tolerance: tuple[float, float]) -> float:
@@ -36,7 +46,7 @@ def close(what: str, actual: torch.Tensor, expected: torch.Tensor, tolerance: tu
     same = (actual == expected) & expected.isinf()
     difference = torch.where(same, 0.0, (actual - expected).abs())
     absolute, relative = tolerance
-    allowed = absolute + relative * torch.where(same, 0.0, expected.abs())
+    allowed = torch.where(expected.isinf(), 0.0, absolute + relative * expected.abs())
     wrong = ~(difference <= allowed)  # a NaN is wrong too
     largest = float(difference.nan_to_num(nan=float("inf")).max()) if difference.numel() else 0.0
     if bool(wrong.any()):

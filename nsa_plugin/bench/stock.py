@@ -19,7 +19,11 @@ from nsa_plugin.kernels.sparse_mla import DecodeOutput, PrefillOutput
 from nsa_plugin.kernels.swa_indices import IndexRows
 
 D_V = 512
-HEADS = (64, 128)  # what FlashMLA takes on SM90
+
+# What the libraries take on SM90.
+HEADS = (64, 128)
+PREFILL_TOPK_MULTIPLE, DECODE_TOPK_MULTIPLE = 128, 64
+INDEXER_HEADS = (32, 64)
 
 
 def padded_heads(heads: int) -> int:
@@ -32,6 +36,12 @@ def padded_heads(heads: int) -> int:
         if heads <= count:
             return count
     raise KernelArgumentError(f"flash_mla: heads is {heads}; it takes at most {HEADS[-1]}")
+
+
+def _require_multiple(indices: torch.Tensor, multiple: int) -> None:
+    topk = indices.shape[-1]
+    if topk % multiple:
+        raise KernelArgumentError(f"flash_mla: topk is {topk}; it takes multiples of {multiple}")
 
 
 def pad(q: torch.Tensor) -> torch.Tensor:
@@ -50,8 +60,9 @@ def flash_mla_prefill(
 ) -> Call:
     """flash_mla_sparse_fwd over bf16 rows [s_kv, d_qk], heads padded."""
     library: Any = import_module("flash_mla")
-    padded_heads(q.shape[-2])
     heads = q.shape[-2]
+    padded_heads(heads)
+    _require_multiple(indices, PREFILL_TOPK_MULTIPLE)
 
     def call() -> PrefillOutput:
         out, max_logits, lse = library.flash_mla_sparse_fwd(
@@ -76,6 +87,8 @@ def flash_mla_decode(
     library: Any = import_module("flash_mla")
     heads = q.shape[-2]
     padded_heads(heads)
+    for entries in (indices,) if extra is None else (indices, extra.indices):
+        _require_multiple(entries, DECODE_TOPK_MULTIPLE)
     metadata, _ = library.get_mla_metadata()
     more: dict[str, Any] = {"topk_length": topk_length}
     if extra_cache is not None and extra is not None:
@@ -114,6 +127,8 @@ def deep_gemm_logits(
 ) -> Call:
     """All logits in one float32 buffer [rows, keys]. Not cleaned outside the ranges, as SGLang has it."""
     library: Any = import_module("deep_gemm")
+    if q.shape[1] not in INDEXER_HEADS:
+        raise KernelArgumentError(f"deep_gemm: heads is {q.shape[1]}; it takes 32 or 64")
     return lambda: library.fp8_mqa_logits(q, (k, k_scale), weights, ks, ke, clean_logits=False)
 
 

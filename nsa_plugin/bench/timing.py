@@ -150,18 +150,21 @@ def _sleep_rate() -> float:
 
 def measure_rates(timer: Timer, *, copy_bytes: int = 2**31, side: int = 8192) -> Rates:
     """The device's rates of a large copy and of large matrix products, on random data, by the median run."""
-    source = torch.randint(0, 2**31 - 1, (copy_bytes // 4,), dtype=torch.int32, device="cuda")
-    target = torch.empty_like(source)
-    copy = timer.time(lambda: target.copy_(source), graph=False, seconds=0.1, runs=None)
-    del source, target
+    copy_us = _copy_us(timer, copy_bytes)
     a, b = (torch.randn(side, side, device="cuda").bfloat16() for _ in range(2))
     bf16 = timer.time(lambda: a @ b, graph=False, seconds=0.2, runs=None)
     flops = 2 * side**3
     return Rates(
-        copy_gb_s=2 * copy_bytes / copy.median_us / 1e3,
+        copy_gb_s=2 * copy_bytes / copy_us / 1e3,
         matmul_tflops=flops / bf16.median_us / 1e6,
         fp8_matmul_tflops=_fp8_rate(timer, a, b, flops),
     )
+
+
+def _copy_us(timer: Timer, size: int) -> float:
+    source = torch.randint(0, 2**31 - 1, (size // 4,), dtype=torch.int32, device="cuda")
+    target = torch.empty_like(source)
+    return timer.time(lambda: target.copy_(source), graph=False, seconds=0.1, runs=None).median_us
 
 
 def _fp8_rate(timer: Timer, a: torch.Tensor, b: torch.Tensor, flops: int) -> float | None:

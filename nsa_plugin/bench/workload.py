@@ -16,7 +16,7 @@ Call = Callable[[], Any]
 T = TypeVar("T")
 
 # Inputs that several cases share: the caches and indices of the last few shapes.
-_KEPT = 4
+_KEPT = 6
 
 
 class WrongResultError(NsaPluginError):
@@ -32,14 +32,14 @@ class Contender:
         load: makes the call; raises where this contender cannot carry the case.
         judge: the largest error of a result; raises `WrongResultError`. None: the workload's.
         beside: a name and a call that the engine needs beside this one, timed as a field of its own.
-        op: the op whose provider it is, where that is not the case's.
+        work: what this way cannot do without, where it computes something else than the case's op.
     """
 
     name: str
     load: Callable[[], Call]
     judge: Callable[[Any], float] | None = None
     beside: tuple[str, Call] | None = None
-    op: str | None = None
+    work: Work | None = None
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,7 @@ class Context:
         heads: int | None = None,
         judge: Callable[[Any], float] | None = None,
         beside: tuple[str, Call] | None = None,
+        work: Work | None = None,
     ) -> list[Contender]:
         """A contender for each provider of `op` that is wanted; one that refuses says why when it is loaded.
 
@@ -116,16 +117,22 @@ class Context:
             names = [provider.name for provider in self.registry.providers(op)]
         except RegistryError as error:
             # Not part of this installation: listed as refused rather than left out.
-            return [Contender(label.format("registered"), _refuse(error), op=op)]
+            return [Contender(label.format("nsa_plugin"), _refuse(error))]
 
         def loader(name: str) -> Callable[[], Call]:
             return lambda: bind(self.registry.load(op, name, layout=layout, dtype=dtype, heads=heads, sm=self.sm))
 
         return [
-            Contender(label.format(name), loader(name), judge, beside, op)
+            Contender(label.format(name), loader(name), judge, beside, work)
             for name in names
             if (name in self.wanted if self.wanted else name != REFERENCE)
         ]
+
+
+def with_poisoned(out: torch.Tensor, call: Call) -> Call:
+    """The call, after `out` is filled with what no right result holds: what it does not write shows."""
+    out.fill_(float("nan") if out.is_floating_point() else torch.iinfo(out.dtype).min)
+    return call
 
 
 def _refuse(error: Exception) -> Callable[[], Call]:

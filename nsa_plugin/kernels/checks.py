@@ -42,13 +42,15 @@ def check_tensor(
         dtypes: the allowed dtypes.
         device: the device it must be on, if that matters.
     """
-    wanted = "[" + ", ".join(str(size) for size in shape) + "]"
     fits = tensor.dim() == len(shape) and all(
         not isinstance(size, int) or size == actual for size, actual in zip(shape, tensor.shape, strict=True)
     )
+    if fits and tensor.dtype in dtypes and (device is None or tensor.device == device):
+        return
+    # The words are put together only for an error: a decode step checks dozens of tensors.
+    wanted = "[" + ", ".join(str(size) for size in shape) + "]"
     require(fits, op, f"{name} has shape {list(tensor.shape)}; expected {wanted}")
     allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
     actual_dtype = str(tensor.dtype).removeprefix("torch.")
     require(tensor.dtype in dtypes, op, f"{name} has dtype {actual_dtype}; allowed: {allowed}")
-    if device is not None:
-        require(tensor.device == device, op, f"{name} is on {tensor.device}; expected {device}")
+    raise KernelArgumentError(f"{op}: {name} is on {tensor.device}; expected {device}")

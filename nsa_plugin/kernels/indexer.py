@@ -30,6 +30,7 @@ from nsa_plugin.kernels.checks import FLOAT_DTYPES, FP8_DTYPE, INDEX_DTYPES, che
 from nsa_plugin.kernels.fp8 import quantize_tiles
 from nsa_plugin.kernels.index_transform import check_requests, request_slots, rows_to_requests
 from nsa_plugin.kernels.kv_cache import PagedCache, reference_read_codes
+from nsa_plugin.kernels.topk import in_range, select
 from nsa_plugin.layouts import INDEXER_FP8
 
 INDEX_VALUE_DTYPES = (FP8_DTYPE, *FLOAT_DTYPES)
@@ -125,7 +126,7 @@ def reference_logits(
     """
     _check_ragged("indexer_logits", q, k, k_scale, weights, ks, ke)
     logits = _scores(q, k, k_scale, weights)
-    return logits.masked_fill_(~_in_range(ks, ke, 0, k.shape[0]), float("-inf"))
+    return logits.masked_fill_(~in_range(ks, ke, 0, k.shape[0]), float("-inf"))
 
 
 def reference_topk(
@@ -167,7 +168,7 @@ def reference_topk(
         first, last = int(chunk_ks[nonempty].min()), int(chunk_ke[nonempty].max())
         scale = None if k_scale is None else k_scale[first:last]
         logits = _scores(q[chunk], k[first:last], scale, weights[chunk])
-        out[chunk] = _select(logits, chunk_ks, chunk_ke, first, topk)
+        out[chunk] = select(logits, chunk_ks, chunk_ke, first, topk)
     return out
 
 
@@ -263,36 +264,6 @@ def _scores(q: torch.Tensor, k: torch.Tensor, k_scale: torch.Tensor | None, weig
             scores = torch.bmm(weights[row_block].double().unsqueeze(1), products).squeeze(1)
             logits[row_block, key_block] = scores if k_scale is None else scores * k_scale[key_block]
     return logits
-
-
-def _select(logits: torch.Tensor, ks: torch.Tensor, ke: torch.Tensor, first: int, topk: int) -> torch.Tensor:
-    """int32 [rows, topk]: ascending positions, relative to ks, of the largest logits in range; -1 behind.
-
-    Column j of `logits` is key `first + j`.
-    """
-    rows, keys = logits.shape
-    result = torch.full((rows, topk), -1, dtype=torch.int32, device=logits.device)
-    count = min(topk, keys)
-    if count == 0:
-        return result
-    in_range = _in_range(ks, ke, first, keys)
-    least = torch.finfo(torch.float32).min
-    logits = logits.nan_to_num_(nan=least, neginf=least).masked_fill_(~in_range, float("-inf"))
-    threshold = logits.topk(count, dim=1).values[:, -1:]
-    above = logits > threshold
-    tied = (logits == threshold) & in_range
-    room = count - above.sum(1, keepdim=True)
-    chosen = above | (tied & (tied.cumsum(1, dtype=torch.int32) <= room))
-    row, column = chosen.nonzero(as_tuple=True)
-    rank = chosen.cumsum(1, dtype=torch.int32)[row, column] - 1
-    result[row, rank.long()] = (column + first - ks[row]).int()
-    return result
-
-
-def _in_range(ks: torch.Tensor, ke: torch.Tensor, first: int, keys: int) -> torch.Tensor:
-    """bool [rows, keys]: whether key first + column lies in the row's range."""
-    key = torch.arange(first, first + keys, device=ks.device)
-    return (key >= ks.unsqueeze(1)) & (key < ke.unsqueeze(1))
 
 
 def _request_keys(cache: PagedCache, pages: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:

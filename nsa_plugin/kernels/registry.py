@@ -31,8 +31,61 @@ OPS: dict[str, str] = {
     "pad_topk_rows": "nsa_plugin.kernels.index_transform:reference_pad_rows",
     "swa_window_indices": "nsa_plugin.kernels.swa_indices:reference_window",
     "swa_combine_indices": "nsa_plugin.kernels.swa_indices:reference_combine",
+    "topk_rows": "nsa_plugin.kernels.topk:reference_topk_rows",
 }
 """Every op and where its reference is."""
+
+# Modules that a provider needs, and the architectures that its kernels are built for where they are bound to any.
+# What a kernel takes besides (heads, layouts, rows) stands in `capabilities`, for the decision, and its own
+# function refuses anything else by name.
+_NEEDS: dict[str, tuple[tuple[str, ...], frozenset[int] | None]] = {
+    "triton": (("triton",), None),
+    "cuda": (("cuda",), frozenset({90})),
+    "flash_mla": (("flash_mla",), frozenset({90, 100, 103})),
+    "deep_gemm": (("deep_gemm",), frozenset({90, 100, 103})),
+    "fa3": ((), frozenset({90})),  # from either engine's package: the function looks for both
+    "trtllm": (("flashinfer",), frozenset({100, 103})),
+}
+
+_TARGETS: dict[str, dict[str, str]] = {
+    "triton": {
+        "sparse_mla_prefill": "nsa_plugin.kernels.triton.sparse_mla:prefill",
+        "sparse_mla_decode": "nsa_plugin.kernels.triton.sparse_mla:decode",
+        "mha_one_shot": "nsa_plugin.kernels.triton.mha:mha",
+        "indexer_topk": "nsa_plugin.kernels.triton.indexer:topk",
+        "indexer_topk_paged": "nsa_plugin.kernels.triton.indexer:paged_topk",
+        "kv_cache_write": "nsa_plugin.kernels.triton.kv_cache:write",
+        "kv_cache_read": "nsa_plugin.kernels.triton.kv_cache:read",
+        "index_transform_paged": "nsa_plugin.kernels.triton.index_transform:paged",
+        "index_transform_ragged": "nsa_plugin.kernels.triton.index_transform:ragged",
+        "pad_topk_rows": "nsa_plugin.kernels.triton.index_transform:pad_rows",
+        "swa_window_indices": "nsa_plugin.kernels.triton.swa_indices:window",
+        "swa_combine_indices": "nsa_plugin.kernels.triton.swa_indices:combine",
+        "topk_rows": "nsa_plugin.kernels.triton.topk:topk_rows",
+    },
+    "cuda": {
+        "sparse_mla_prefill": "nsa_plugin.kernels.cuda.sparse_mla:prefill",
+        "sparse_mla_decode": "nsa_plugin.kernels.cuda.sparse_mla:decode",
+        "topk_rows": "nsa_plugin.kernels.cuda.topk:topk_rows",
+    },
+    "flash_mla": {
+        "sparse_mla_prefill": "nsa_plugin.kernels.providers.flash_mla:prefill",
+        "sparse_mla_decode": "nsa_plugin.kernels.providers.flash_mla:decode",
+    },
+    "deep_gemm": {
+        "indexer_topk": "nsa_plugin.kernels.providers.deep_gemm:topk",
+        "indexer_topk_paged": "nsa_plugin.kernels.providers.deep_gemm:paged_topk",
+    },
+    "fa3": {
+        "mha_one_shot": "nsa_plugin.kernels.providers.fa3:mha",
+        "sparse_mla_decode": "nsa_plugin.kernels.providers.fa3:decode",
+    },
+    "trtllm": {
+        "mha_one_shot": "nsa_plugin.kernels.providers.trtllm:mha",
+        "sparse_mla_prefill": "nsa_plugin.kernels.providers.trtllm:prefill",
+        "sparse_mla_decode": "nsa_plugin.kernels.providers.trtllm:decode",
+    },
+}
 
 
 class RegistryError(NsaPluginError, ValueError):
@@ -98,13 +151,24 @@ class Provider:
         return loaded
 
 
+PROVIDERS: tuple[Provider, ...] = (
+    *(Provider(op=op, name=REFERENCE, target=target) for op, target in OPS.items()),
+    *(
+        Provider(op=op, name=name, target=target, modules=_NEEDS[name][0], sms=_NEEDS[name][1])
+        for name, targets in _TARGETS.items()
+        for op, target in targets.items()
+    ),
+)
+"""Every provider that this installation of the plugin knows."""
+
+
 class Registry:
     """The providers of every op, in the order in which they were registered."""
 
     def __init__(self) -> None:
         self._providers: dict[str, dict[str, Provider]] = {op: {} for op in OPS}
-        for op, target in OPS.items():
-            self.register(Provider(op=op, name=REFERENCE, target=target))
+        for provider in PROVIDERS:
+            self.register(provider)
 
     def register(self, provider: Provider) -> None:
         """Add a provider.

@@ -6,7 +6,7 @@ import torch
 
 from nsa_plugin.bench import floors, inputs, judges, stock
 from nsa_plugin.bench.cases import Case
-from nsa_plugin.bench.workload import Call, Contender, Context, Workload
+from nsa_plugin.bench.workload import Call, Contender, Context, Workload, with_poisoned
 from nsa_plugin.kernels.kv_cache import PagedCache, gather_rows
 from nsa_plugin.kernels.sparse_mla import reference_decode, reference_prefill
 from nsa_plugin.layouts import Fp8Layout
@@ -45,9 +45,7 @@ def gather(indices: torch.Tensor, cache: PagedCache) -> floors.Gather:
 def prefill(case: Case, context: Context) -> Workload:
     device, layout = context.device, case.text("layout")
     heads, q_rows, kv, topk = (case.number(name) for name in ("heads", "q", "kv", "topk"))
-    cache = context.shared(
-        ("cache", layout, kv), lambda: inputs.filled_cache(device, layout, kv, PAGE_SIZE, 1)
-    )
+    cache = context.shared(("cache", layout, kv), lambda: inputs.filled_cache(device, layout, kv, PAGE_SIZE, 1))
     indices = context.shared(("indices", q_rows, kv, topk), lambda: inputs.selection(device, q_rows, kv, topk, 2))
     taken = context.shared(("taken", layout, q_rows, kv, topk), lambda: gather(indices, cache))
     q = inputs.normal(device, 3, q_rows, heads, cache.dim)
@@ -62,7 +60,9 @@ def prefill(case: Case, context: Context) -> Workload:
     )
 
     def padded() -> Call:
-        return stock.flash_mla_prefill(q, context.shared(("rows", layout, kv), lambda: bf16_rows(cache)), indices, scale)
+        return stock.flash_mla_prefill(
+            q, context.shared(("rows", layout, kv), lambda: bf16_rows(cache)), indices, scale
+        )
 
     def padded_with_copy() -> Call:
         workspace = torch.empty(cache.num_slots, cache.dim, dtype=torch.bfloat16, device=device)
@@ -78,15 +78,13 @@ def prefill(case: Case, context: Context) -> Workload:
         return call
 
     return Workload(
-        work=floors.sparse_mla(
-            rows=q_rows, heads=heads, d_qk=cache.dim, d_v=D_V, gathers=[taken], statistics=2
-        ),
+        work=floors.sparse_mla(rows=q_rows, heads=heads, d_qk=cache.dim, d_v=D_V, gathers=[taken], statistics=2),
         contenders=(
             Contender(PADDED, padded),
             Contender(WITH_COPY, padded_with_copy),
             *context.contenders(
                 "sparse_mla_prefill",
-                lambda function: lambda: function(q, cache, indices, scale=scale, out=out),
+                lambda function: with_poisoned(out, lambda: function(q, cache, indices, scale=scale, out=out)),
                 layout=layout,
                 heads=heads,
             ),
@@ -127,7 +125,7 @@ def decode(case: Case, context: Context) -> Workload:
             Contender(PADDED, lambda: stock.flash_mla_decode(q, cache, indices, scale)),
             *context.contenders(
                 "sparse_mla_decode",
-                lambda function: lambda: function(q, cache, indices, scale=scale, out=out),
+                lambda function: with_poisoned(out, lambda: function(q, cache, indices, scale=scale, out=out)),
                 layout=layout,
                 heads=heads,
             ),

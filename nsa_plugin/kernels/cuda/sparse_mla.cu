@@ -29,6 +29,9 @@
 #ifndef BULK_COPY
 #define BULK_COPY 1  // records by the bulk copy engine (SM90), else by 16-byte asynchronous copies
 #endif
+#ifndef HAS_EXTRA
+#define HAS_EXTRA 0  // whether there is a second cache
+#endif
 #ifndef OUT_FLOAT32
 #define OUT_FLOAT32 0
 #endif
@@ -50,7 +53,7 @@ constexpr int THREADS = 32 * WARPS;
 constexpr int HEADS = 8 * NT;
 constexpr int D_V = 512;
 constexpr int STAGES = 2;
-constexpr int ARRIVALS = !BULK_COPY ? THREADS : LAYOUT == 0 ? KEYS : 2 * KEYS;  // on a stage's barrier, by a filling
+constexpr int ARRIVALS = !BULK_COPY ? THREADS : LAYOUT == 0 ? WARPS : WARPS + KEYS;  // on a stage's barrier, by a filling
 #if LAYOUT == 0
 constexpr int FP8_STEPS = 8;     // steps of 16 fp8 values of a quarter
 constexpr int COPIED = 656;      // bytes of a record that one bulk copy brings
@@ -66,6 +69,9 @@ constexpr int ROPE = 448;
 constexpr int VARIANTS = 8;      // 7 scales, and 1 for the bfloat16 values
 constexpr int SCALES = 7;
 #endif
+// Weights may grow to 2^8 before the output is multiplied: float16 holds them, and that is seldom needed then.
+constexpr float ANCHOR_STEP = 8.f;
+constexpr float NOT_COUNTED = -1.f;  // first scale of the v32_fp8 record that stands for an entry which does not count
 constexpr int S_STRIDE = 68;     // floats between heads of S: lanes of a warp's store fall into 32 banks
 constexpr int P_STRIDE = 72;     // halves between heads of P: 144 bytes, 8 rows of a matrix in 32 banks
 
@@ -75,10 +81,11 @@ struct Shared {
     alignas(16) u16 p[VARIANTS][HEADS * P_STRIDE];
 #if LAYOUT == 1
     alignas(16) u64 scales[STAGES][KEYS];
-#endif
     u8 valid[STAGES][KEYS];
-    alignas(16) float alpha[HEADS];
-    alignas(8) u64 full[STAGES];
+#endif
+    alignas(16) float alpha[HEADS];   // of the output so far, by this step's keys
+    alignas(16) float factor[HEADS];  // of the query rows: a power of two
+    alignas(8) u64 full[STAGES];      // a stage's records have arrived
 };
 
 // One cache and the rows of it that the queries name.
@@ -165,6 +172,13 @@ DEVICE void barrier_wait(u32 barrier, u32 parity) {
                  "  @done bra DONE; bra WAIT; DONE: }" :: "r"(barrier), "r"(parity) : "memory");
 }
 
+// Whether this is the one lane of the warp that acts for all of it.
+DEVICE bool elected() {
+    u32 yes;
+    asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(yes));
+    return yes;
+}
+
 DEVICE void bulk_copy(u32 destination, const void* source, int bytes, u32 barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  :: "r"(destination), "l"(source), "r"(bytes), "r"(barrier) : "memory");
@@ -185,17 +199,23 @@ struct Entry {
     bool valid;
 };
 
-// Where the record of entry `e` of a query row lies; the zero record for one that does not count.
-DEVICE Entry find_entry(const Scope& scope, int row, int e, int length, const u8* zeros) {
-    int slot = e < length ? scope.indices[row * scope.indices_stride + e] : -1;
-    if ((u32)slot >= (u32)scope.num_slots) return {zeros, zeros, false};
-    int page = scope.page_shift >= 0 ? slot >> scope.page_shift : slot / scope.page_size;
-    int position = slot - page * scope.page_size;
-    const u8* start = scope.data + page * scope.page_stride;
+// Where the record of a slot of the first or the second cache lies; the zero record for one that does not count.
+DEVICE Entry find_entry(const Scope& first, const Scope& second, bool is_first, int slot, const u8* zeros) {
+    is_first |= !HAS_EXTRA;
+    // Field by field: a reference to either would put both into local memory.
+    u32 num_slots = is_first ? first.num_slots : second.num_slots;
+    int shift = is_first ? first.page_shift : second.page_shift;
+    int size = is_first ? first.page_size : second.page_size;
+    i64 stride = is_first ? first.page_stride : second.page_stride;
+    const u8* data = is_first ? first.data : second.data;
+    if ((u32)slot >= num_slots) return {zeros, zeros, false};
+    int page = shift >= 0 ? slot >> shift : slot / size;
+    int position = slot - page * size;
+    const u8* start = data + page * stride;
 #if LAYOUT == 0
     return {start + position * COPIED, zeros, true};
 #else
-    return {start + position * COPIED, start + scope.page_size * COPIED + position * 8, true};
+    return {start + position * COPIED, start + size * COPIED + position * 8, true};
 #endif
 }
 
@@ -203,16 +223,28 @@ DEVICE Entry find_entry(const Scope& scope, int row, int e, int length, const u8
 DEVICE void start_copies(Shared& shared, int stage, int warp, int lane, const Entry& entry) {
     u32 full = shared_address(&shared.full[stage]);
     int r = warp * 8 + (lane & 7);
-    if (lane < 8) shared.valid[stage][r] = entry.valid;
 #if LAYOUT == 1
-    if (lane < 8)
+    if (lane < 8) {
+        shared.valid[stage][r] = entry.valid;
         asm volatile("cp.async.ca.shared.global [%0], [%1], 8;"
                      :: "r"(shared_address(&shared.scales[stage][r])), "l"(entry.scales) : "memory");
+#if BULK_COPY
+        asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" :: "r"(full) : "memory");
+#endif
+    }
 #endif
 #if BULK_COPY
-    if (lane >= 8) return;
-    barrier_expect(full, COPIED);
-    bulk_copy(shared_address(&shared.records[stage][r * ROW]), entry.record, COPIED, full);
+    // A bulk copy takes its addresses from uniform registers: one lane starting eight of them keeps these in
+    // flight, where eight lanes starting one each go through a loop.
+    u64 from[8];
+#pragma unroll
+    for (int k = 0; k < 8; ++k) from[k] = __shfl_sync(~0u, (u64)entry.record, k);
+    if (elected()) {
+        u32 to = shared_address(&shared.records[stage][warp * 8 * ROW]);
+        barrier_expect(full, 8 * COPIED);
+#pragma unroll
+        for (int k = 0; k < 8; ++k) bulk_copy(to + k * ROW, (const void*)from[k], COPIED, full);
+    }
 #else
 #pragma unroll
     for (int pass = 0; pass < 2; ++pass) {
@@ -225,7 +257,7 @@ DEVICE void start_copies(Shared& shared, int stage, int warp, int lane, const En
                 asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to + line * 128), "l"(from + line * 128) : "memory");
     }
 #endif
-#if !BULK_COPY || LAYOUT == 1
+#if !BULK_COPY
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" :: "r"(full) : "memory");
 #endif
 }
@@ -235,84 +267,93 @@ struct Query {
 #if LAYOUT == 0
     u32 rope[NT][2];
 #endif
-    float factor[NT][2];         // of heads 2t and 2t + 1 of a tile: what the rows were divided by
 };
 
-// The fragments of a quarter of the query's values, for all heads of the block.
-DEVICE void load_query(Query& query, const u16* q, i64 head_stride, int heads, int quarter, int lane) {
+// The fragments of a quarter of the query's values, for all heads of the block, which `shared.factor` tells
+// what they were divided by.
+DEVICE void load_query(Shared& shared, Query& query, const u16* q, i64 head_stride, int heads, int quarter, int lane) {
     int g = lane >> 2, t = lane & 3;
+    u32 raw[FP8_STEPS][NT][2];
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
         int head = n * 8 + g;
-        const u16* source = q + head * head_stride;
-        u32 raw[FP8_STEPS][2];
+        const u16* source = q + head * head_stride + quarter * 128;
         float largest = 0.f;
 #pragma unroll
         for (int s = 0; s < FP8_STEPS; ++s) {
             bool is_rope = LAYOUT == 1 && quarter == 3 && s >= 4;
             // The order of a fragment's values is that of the codes in a register: 4t to 4t + 3.
-            int at = quarter * 128 + s * 16;
-            const u16* lower = source + at + (is_rope ? 2 * t : 4 * t);
-            const u16* upper = source + at + (is_rope ? 2 * t + 8 : 4 * t + 2);
-            raw[s][0] = head < heads ? lower[0] | (u32)lower[1] << 16 : 0;
-            raw[s][1] = head < heads ? upper[0] | (u32)upper[1] << 16 : 0;
-            if (!is_rope)
+            const u16* lower = source + s * 16 + (is_rope ? 2 * t : 4 * t);
+            const u16* upper = source + s * 16 + (is_rope ? 2 * t + 8 : 4 * t + 2);
+            raw[s][n][0] = head < heads ? lower[0] | (u32)lower[1] << 16 : 0;
+            raw[s][n][1] = head < heads ? upper[0] | (u32)upper[1] << 16 : 0;
 #pragma unroll
-                for (int j = 0; j < 2; ++j)
-                    largest = fmaxf(largest, fmaxf(fabsf(bits_to_float(raw[s][j] << 16)),
-                                                   fabsf(bits_to_float(raw[s][j] & 0xffff0000u))));
+            for (int j = 0; j < 2; ++j)
+                largest = fmaxf(largest, fmaxf(fabsf(bits_to_float(raw[s][n][j] << 16)),
+                                               fabsf(bits_to_float(raw[s][n][j] & 0xffff0000u))));
         }
         largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
         largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+        if (t == 0) shared.s[quarter][head] = largest;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+        int head = n * 8 + g;
+        float largest = fmaxf(fmaxf(shared.s[0][head], shared.s[1][head]), fmaxf(shared.s[2][head], shared.s[3][head]));
         int exponent = (int)(__float_as_int(largest) >> 23 & 255) - 127 - 8;
-        exponent = largest > 0.f ? min(max(exponent, -120), 120) : 0;
-        float divide = power_of_two(-exponent), factor = power_of_two(exponent);
+        exponent = largest > 0.f ? min(max(exponent, -100), 100) : 0;
+        float divide = power_of_two(-exponent);
+        if (t == 0) shared.factor[head] = power_of_two(exponent);
 #pragma unroll
         for (int s = 0; s < FP8_STEPS; ++s)
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
+                float lower = bits_to_float(raw[s][n][j] << 16) * divide;
+                float upper = bits_to_float(raw[s][n][j] & 0xffff0000u) * divide;
                 bool is_rope = LAYOUT == 1 && quarter == 3 && s >= 4;
-                u32 both = raw[s][j];
-                query.f16[s][n][j] = is_rope ? both
-                    : pack_f16(bits_to_float(both << 16) * divide, bits_to_float(both & 0xffff0000u) * divide);
+                query.f16[s][n][j] = is_rope ? pack_bf16(lower, upper) : pack_f16(lower, upper);
             }
-        query.factor[n][0] = __shfl_sync(~0u, factor, 8 * t);
-        query.factor[n][1] = __shfl_sync(~0u, factor, 8 * t + 4);
 #if LAYOUT == 0
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-            const u16* rope = source + 512 + quarter * 16 + 2 * t + 8 * j;
-            query.rope[n][j] = head < heads ? rope[0] | (u32)rope[1] << 16 : 0;
+            const u16* rope = q + head * head_stride + 512 + quarter * 16 + 2 * t + 8 * j;
+            u32 both = head < heads ? rope[0] | (u32)rope[1] << 16 : 0;
+            query.rope[n][j] = pack_bf16(bits_to_float(both << 16) * divide, bits_to_float(both & 0xffff0000u) * divide);
         }
 #endif
     }
+    __syncthreads();
 }
 
-// Four steps of 16 fp8 values: codes of 16 keys times the queries.
+// Steps of 16 fp8 values: codes of 2 tiles of 16 keys times the queries.
 template <int STEPS>
-DEVICE void multiply_codes(float (&acc)[NT][4], u32 address, const u32 (&q)[FP8_STEPS][NT][2], int first) {
+DEVICE void multiply_codes(float (&acc)[2][NT][4], u32 address, const u32 (&q)[FP8_STEPS][NT][2], int first) {
 #pragma unroll
     for (int s = 0; s < STEPS; s += 2) {
-        u32 codes[4];
-        ldmatrix(codes, address + (first + s) * 16);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            u32 a[4];
-            fp8_to_f16(codes[2 * half], a[0], a[2]);
-            fp8_to_f16(codes[2 * half + 1], a[1], a[3]);
+        for (int m = 0; m < 2; ++m) {
+            u32 codes[4];
+            ldmatrix(codes, address + m * 16 * ROW + (first + s) * 16);
 #pragma unroll
-            for (int n = 0; n < NT; ++n) mma_f16(acc[n], a, q[first + s + half][n][0], q[first + s + half][n][1]);
+            for (int half = 0; half < 2; ++half) {
+                u32 a[4];
+                fp8_to_f16(codes[2 * half], a[0], a[2]);
+                fp8_to_f16(codes[2 * half + 1], a[1], a[3]);
+#pragma unroll
+                for (int n = 0; n < NT; ++n) mma_f16(acc[m][n], a, q[first + s + half][n][0], q[first + s + half][n][1]);
+            }
         }
     }
 }
 
-DEVICE void scale_rows(float (&acc)[NT][4], float lower, float upper, const float (&factor)[NT][2]) {
+DEVICE void scale_rows(float (&acc)[NT][4], float lower, float upper) {
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
-        acc[n][0] *= lower * factor[n][0];
-        acc[n][1] *= lower * factor[n][1];
-        acc[n][2] *= upper * factor[n][0];
-        acc[n][3] *= upper * factor[n][1];
+        acc[n][0] *= lower;
+        acc[n][1] *= lower;
+        acc[n][2] *= upper;
+        acc[n][3] *= upper;
     }
 }
 
@@ -329,92 +370,133 @@ DEVICE void multiply_queries(Shared& shared, int stage, const Query& query, int 
     int g = lane >> 2, t = lane & 3;
     const u8* records = shared.records[stage];
     int matrix = lane >> 3;
-    u32 base = shared_address(records + (half * 32 + (matrix & 1) * 8 + (lane & 7)) * ROW) + (matrix >> 1) * 16;
+    u32 address = shared_address(records + (half * 32 + (matrix & 1) * 8 + (lane & 7)) * ROW) + (matrix >> 1) * 16;
+    int rows = half * 32 + g;
+    float acc[2][NT][4] = {};
+#if LAYOUT == 0
+    multiply_codes<8>(acc, address + quarter * 128, query.f16, 0);
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
-        int lower = half * 32 + m * 16 + g, upper = lower + 8;
-        u32 address = base + m * 16 * ROW;
-        float acc[NT][4] = {};
-#if LAYOUT == 0
-        multiply_codes<8>(acc, address + quarter * 128, query.f16, 0);
-        scale_rows(acc, *(const float*)(records + lower * ROW + 512 + 4 * quarter),
-                   *(const float*)(records + upper * ROW + 512 + 4 * quarter), query.factor);
+        const float* scales = (const float*)(records + (rows + m * 16) * ROW + 512 + 4 * quarter);
+        scale_rows(acc[m], scales[0], scales[8 * ROW / 4]);
         u32 a[4];
-        ldmatrix(a, address + ROPE + quarter * 32);
+        ldmatrix(a, address + m * 16 * ROW + ROPE + quarter * 32);
 #pragma unroll
-        for (int n = 0; n < NT; ++n) mma_bf16(acc[n], a, query.rope[n][0], query.rope[n][1]);
+        for (int n = 0; n < NT; ++n) mma_bf16(acc[m][n], a, query.rope[n][0], query.rope[n][1]);
+    }
 #else
-        u64 lower_scales = shared.scales[stage][lower], upper_scales = shared.scales[stage][upper];
-        multiply_codes<4>(acc, address + quarter * 128, query.f16, 0);
-        scale_rows(acc, ue8m0(lower_scales, 2 * quarter), ue8m0(upper_scales, 2 * quarter), query.factor);
-        if (quarter < 3) {
-            float second[NT][4] = {};
-            multiply_codes<4>(second, address + quarter * 128, query.f16, 4);
-            scale_rows(second, ue8m0(lower_scales, 2 * quarter + 1), ue8m0(upper_scales, 2 * quarter + 1), query.factor);
+    const u64* scales = shared.scales[stage] + rows;
+    multiply_codes<4>(acc, address + quarter * 128, query.f16, 0);
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+        scale_rows(acc[m], ue8m0(scales[m * 16], 2 * quarter), ue8m0(scales[m * 16 + 8], 2 * quarter));
+    if (quarter < 3) {
+        float second[2][NT][4] = {};
+        multiply_codes<4>(second, address + quarter * 128, query.f16, 4);
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+            int tile = 2 * quarter + 1;
+            scale_rows(second[m], ue8m0(scales[m * 16], tile), ue8m0(scales[m * 16 + 8], tile));
 #pragma unroll
             for (int n = 0; n < NT; ++n)
 #pragma unroll
-                for (int j = 0; j < 4; ++j) acc[n][j] += second[n][j];
-        } else {
-#pragma unroll
-            for (int s = 0; s < 4; ++s) {
-                u32 a[4];
-                ldmatrix(a, address + ROPE + s * 32);
-#pragma unroll
-                for (int n = 0; n < NT; ++n) mma_bf16(acc[n], a, query.f16[4 + s][n][0], query.f16[4 + s][n][1]);
-            }
+                for (int j = 0; j < 4; ++j) acc[m][n][j] += second[m][n][j];
         }
+    } else {
+#pragma unroll
+        for (int s = 0; s < 4; ++s)
+#pragma unroll
+            for (int m = 0; m < 2; ++m) {
+                u32 a[4];
+                ldmatrix(a, address + m * 16 * ROW + ROPE + s * 32);
+#pragma unroll
+                for (int n = 0; n < NT; ++n) mma_bf16(acc[m][n], a, query.f16[4 + s][n][0], query.f16[4 + s][n][1]);
+            }
+    }
 #endif
 #pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
         for (int n = 0; n < NT; ++n) {
-            float* s = shared.s[quarter] + (n * 8 + 2 * t) * S_STRIDE;
-            s[lower] = acc[n][0];
-            s[S_STRIDE + lower] = acc[n][1];
-            s[upper] = acc[n][2];
-            s[S_STRIDE + upper] = acc[n][3];
+            float* s = shared.s[quarter] + (n * 8 + 2 * t) * S_STRIDE + rows + m * 16;
+            s[0] = acc[m][n][0];
+            s[S_STRIDE] = acc[m][n][1];
+            s[8] = acc[m][n][2];
+            s[S_STRIDE + 8] = acc[m][n][3];
         }
-    }
 }
 
 // Running statistics of the heads that a warp is responsible for, in base 2.
 struct Softmax {
     float largest[NT];
+    float anchor[NT];          // what exponents are relative to: follows `largest` in jumps of ANCHOR_STEP or more
     float sum[NT];             // of this lane's keys
+#if LAYOUT == 0
+    float inverse[VARIANTS];   // 1 / reference
+#else
     int reference[VARIANTS];   // exponents: the scales' references
+#endif
 };
 
-DEVICE void exponentiate(Shared& shared, int stage, Softmax& state, float scale_log2, int warp, int lane,
+// P of the step's keys. Returns whether the output so far has to be multiplied by anything but 1 before it grows.
+DEVICE bool exponentiate(Shared& shared, int stage, Softmax& state, float scale_log2, int warp, int lane,
                          float& own_reference_change) {
+    const float infinity = bits_to_float(0x7f800000);
     int rows[2] = {row_of(lane, 0), row_of(lane, 1)};
-    bool valid[2] = {shared.valid[stage][rows[0]] != 0, shared.valid[stage][rows[1]] != 0};
+    float sums[NT][2];
+#pragma unroll
+    for (int j = 0; j < NT; ++j)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float* s = shared.s[0] + (warp + 8 * j) * S_STRIDE + rows[i];
+            sums[j][i] = (s[0] + s[HEADS * S_STRIDE]) + (s[2 * HEADS * S_STRIDE] + s[3 * HEADS * S_STRIDE]);
+        }
+    bool valid[2];
     float factor[2][VARIANTS];
-    // Scales relative to their references, which are raised first where this block has larger ones.
+    bool changed = false;
+    // Scales relative to their references, which are raised first where this block has a larger one.
+    own_reference_change = 1.f;
 #if LAYOUT == 0
-    float4 stored[2];
+    float stored[2][VARIANTS];
+    float above = 0.f;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) stored[i] = *(const float4*)(shared.records[stage] + rows[i] * ROW + 512);
+    for (int i = 0; i < 2; ++i) {
+        float4 four = *(const float4*)(shared.records[stage] + rows[i] * ROW + 512);
+        stored[i][0] = four.x, stored[i][1] = four.y, stored[i][2] = four.z, stored[i][3] = four.w;
+        valid[i] = four.x != NOT_COUNTED;
 #pragma unroll
-    for (int v = 0; v < VARIANTS; ++v) {
-        float two[2];
+        for (int v = 0; v < VARIANTS; ++v) {
+            factor[i][v] = stored[i][v] * state.inverse[v];
+            above = fmaxf(above, factor[i][v]);
+        }
+    }
+    if (__any_sync(~0u, above > 1.f)) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) two[i] = v == 0 ? stored[i].x : v == 1 ? stored[i].y : v == 2 ? stored[i].z : stored[i].w;
-        // Positive floats are ordered as their bits are. A scale that is NaN stays one in `factor`.
-        u32 top = __reduce_max_sync(~0u, max((u32)__float_as_int(two[0]), (u32)__float_as_int(two[1])) & 0x7fffffffu);
-        int exponent = min(max((int)(top + 0x7fffffu >> 23) - 127, -100), 100);
-        int raised = max(state.reference[v], exponent);
-        if (v == warp / 2) own_reference_change = power_of_two(max(state.reference[v] - raised, -127));
-        state.reference[v] = raised;
+        for (int v = 0; v < VARIANTS; ++v) {
+            // Positive floats are ordered as their bits are. A scale that is NaN stays one in `factor`.
+            u32 top = __float_as_int(fmaxf(fmaxf(stored[0][v], stored[1][v]), 0.f));
+            int exponent = (int)(__reduce_max_sync(~0u, top) + 0x7fffffu >> 23) - 127;
+            int before = 127 - (int)((u32)__float_as_int(state.inverse[v]) >> 23);
+            int raised = max(before, min(max(exponent, -100), 100));
+            if (v == warp / 2) own_reference_change = power_of_two(max(before - raised, -127));
+            state.inverse[v] = power_of_two(-raised);
 #pragma unroll
-        for (int i = 0; i < 2; ++i) factor[i][v] = two[i] * power_of_two(-raised);
+            for (int i = 0; i < 2; ++i) factor[i][v] = stored[i][v] * state.inverse[v];
+        }
+        changed = true;
     }
 #else
+#pragma unroll
+    for (int i = 0; i < 2; ++i) valid[i] = shared.valid[stage][rows[i]] != 0;
+    u64 stored[2] = {shared.scales[stage][rows[0]], shared.scales[stage][rows[1]]};
 #pragma unroll
     for (int v = 0; v < SCALES; ++v) {
         int two[2];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) two[i] = (int)((u32)(shared.scales[stage][rows[i]] >> (8 * v)) & 255) - 127;
+        for (int i = 0; i < 2; ++i) two[i] = (int)((u32)(stored[i] >> (8 * v)) & 255) - 127;
         int exponent = (int)__reduce_max_sync(~0u, (u32)(max(two[0], two[1]) + 127)) - 127;
         int raised = max(state.reference[v], exponent);
+        changed |= raised != state.reference[v];
         if (v == warp) own_reference_change = power_of_two(max(state.reference[v] - raised, -127));
         state.reference[v] = raised;
 #pragma unroll
@@ -422,56 +504,59 @@ DEVICE void exponentiate(Shared& shared, int stage, Softmax& state, float scale_
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) factor[i][7] = 1.f;
-    if (warp == 7) own_reference_change = 1.f;
 #endif
+    // The heads side by side, step by step: each step waits for the one before.
+    float largest[NT], p[NT][2];
 #pragma unroll
     for (int j = 0; j < NT; ++j) {
-        int head = warp + 8 * j;
-        float logit[2];
+        float scale = scale_log2 * shared.factor[warp + 8 * j];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const float* s = shared.s[0] + head * S_STRIDE + rows[i];
-            float sum = (s[0] + s[HEADS * S_STRIDE]) + (s[2 * HEADS * S_STRIDE] + s[3 * HEADS * S_STRIDE]);
-            logit[i] = valid[i] ? sum * scale_log2 : -__int_as_float(0x7f800000);
-        }
-        float largest = fmaxf(logit[0], logit[1]);
-        for (int distance = 16; distance; distance >>= 1)
-            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, distance));
-        largest = fmaxf(largest, state.largest[j]);
-        float finite = largest == -__int_as_float(0x7f800000) ? 0.f : largest;
-        float alpha = exp2_approx(state.largest[j] - finite);
-        state.largest[j] = largest;
-        float p[2] = {exp2_approx(logit[0] - finite), exp2_approx(logit[1] - finite)};
-        state.sum[j] = state.sum[j] * alpha + (p[0] + p[1]);
-        if (lane == 0) shared.alpha[head] = alpha;
+        for (int i = 0; i < 2; ++i) sums[j][i] = valid[i] ? sums[j][i] * scale : -infinity;
+        largest[j] = fmaxf(sums[j][0], sums[j][1]);
+    }
+#pragma unroll
+    for (int distance = 16; distance; distance >>= 1)
+#pragma unroll
+        for (int j = 0; j < NT; ++j) largest[j] = fmaxf(largest[j], __shfl_xor_sync(~0u, largest[j], distance));
+#pragma unroll
+    for (int j = 0; j < NT; ++j) {
+        largest[j] = fmaxf(largest[j], state.largest[j]);
+        state.largest[j] = largest[j];
+        float anchor = largest[j] > state.anchor[j] + ANCHOR_STEP ? largest[j] : state.anchor[j];
+        float finite = anchor == -infinity ? 0.f : anchor;
+        float alpha = exp2_approx(state.anchor[j] - finite);
+        changed |= anchor != state.anchor[j];
+        state.anchor[j] = anchor;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) p[j][i] = exp2_approx(sums[j][i] - finite);
+        state.sum[j] = state.sum[j] * alpha + (p[j][0] + p[j][1]);
+        if (lane == 0) shared.alpha[warp + 8 * j] = alpha;
+    }
+#pragma unroll
+    for (int j = 0; j < NT; ++j)
 #pragma unroll
         for (int v = 0; v < VARIANTS; ++v) {
             bool is_rope = LAYOUT == 1 && v == 7;
-            u32 two = is_rope ? pack_bf16(p[0], p[1]) : pack_f16(p[0] * factor[0][v], p[1] * factor[1][v]);
-            *(u32*)(shared.p[v] + head * P_STRIDE + 2 * lane) = two;
+            u32 two = is_rope ? pack_bf16(p[j][0], p[j][1]) : pack_f16(p[j][0] * factor[0][v], p[j][1] * factor[1][v]);
+            *(u32*)(shared.p[v] + (warp + 8 * j) * P_STRIDE + 2 * lane) = two;
         }
-    }
+    return changed;
 }
 
 // O of 64 values of every row.
-DEVICE void multiply_values(Shared& shared, int stage, float (&o)[4][NT][4], float reference_change, int warp, int lane) {
+DEVICE void multiply_values(Shared& shared, int stage, float (&o)[4][NT][4], bool changed, float reference_change,
+                            int warp, int lane) {
     int t = lane & 3, matrix = lane >> 3, j = lane & 7;
-    float change[NT][2];
-    bool changed = false;
+    if (changed) {
 #pragma unroll
-    for (int n = 0; n < NT; ++n)
+        for (int n = 0; n < NT; ++n) {
+            float2 alpha = *(const float2*)(shared.alpha + n * 8 + 2 * t);
+            float change[2] = {alpha.x * reference_change, alpha.y * reference_change};
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            change[n][i] = shared.alpha[n * 8 + 2 * t + i] * reference_change;
-            changed |= change[n][i] != 1.f;
+            for (int m = 0; m < 4; ++m)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) o[m][n][i] *= change[i & 1];
         }
-    if (__any_sync(~0u, changed)) {
-#pragma unroll
-        for (int m = 0; m < 4; ++m)
-#pragma unroll
-            for (int n = 0; n < NT; ++n)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) o[m][n][i] *= change[n][i & 1];
     }
     constexpr bool has_rope = LAYOUT == 1;
     int variant = LAYOUT == 0 ? warp / 2 : warp;
@@ -547,52 +632,69 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
     int row = blockIdx.x, first_head = HEADS * blockIdx.y;
     int own_heads = min(HEADS, heads - first_head);
 
-    int lengths[2] = {scope_length(first, row), second.topk ? scope_length(second, row) : 0};
+    int lengths[2] = {scope_length(first, row), HAS_EXTRA ? scope_length(second, row) : 0};
     int blocks[2] = {(lengths[0] + KEYS - 1) / KEYS, (lengths[1] + KEYS - 1) / KEYS};
     int all = blocks[0] + blocks[1], share = (all + gridDim.z - 1) / gridDim.z;
     int begin = min(share * (int)blockIdx.z, all), end = min(begin + share, all);
 
-    auto entry_of = [&](int block) -> Entry {
-        bool is_first = block < blocks[0];
-        int e = (is_first ? block : block - blocks[0]) * KEYS + warp * 8 + (lane & 7);
-        if (block >= end) return {zeros, zeros, false};
-        return is_first ? find_entry(first, row, e, lengths[0], zeros) : find_entry(second, row, e, lengths[1], zeros);
+    // A slot is read a step before its address is needed: nothing waits for it then.
+    const int* own = first.indices + row * first.indices_stride + warp * 8 + (lane & 7);
+    const int* extra = second.indices + row * second.indices_stride + warp * 8 + (lane & 7);
+    auto slot_of = [&](int block) -> int {
+        bool is_first = !HAS_EXTRA || block < blocks[0];
+        int e = (is_first ? block : block - blocks[0]) * KEYS;
+        int room = (is_first ? lengths[0] : lengths[1]) - warp * 8 - (lane & 7);
+        return block < end && e < room ? (is_first ? own : extra)[e] : -1;
+    };
+    auto copy = [&](int block, int slot) {
+        start_copies(shared, block - begin & 1, warp, lane, find_entry(first, second, block < blocks[0], slot, zeros));
     };
 
     if (threadIdx.x < STAGES) barrier_init(shared_address(&shared.full[threadIdx.x]), ARRIVALS);
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncthreads();
-    Entry next = entry_of(begin);
-    if (begin < end) start_copies(shared, 0, warp, lane, next);
-    next = entry_of(begin + 1);
+    if (begin < end) copy(begin, slot_of(begin));
+    int next = slot_of(begin + 1);
 
     Query query;
     int quarter = warp & 3, half = warp >> 2;
-    load_query(query, q + row * q_row_stride + first_head * q_head_stride, q_head_stride, own_heads, quarter, lane);
+    load_query(shared, query, q + row * q_row_stride + first_head * q_head_stride, q_head_stride, own_heads, quarter, lane);
     float o[4][NT][4] = {};
+    const float infinity = bits_to_float(0x7f800000);
     Softmax state;
 #pragma unroll
-    for (int j = 0; j < NT; ++j) state.largest[j] = -__int_as_float(0x7f800000), state.sum[j] = 0.f;
+    for (int j = 0; j < NT; ++j) state.largest[j] = state.anchor[j] = -infinity, state.sum[j] = 0.f;
 #pragma unroll
-    for (int v = 0; v < VARIANTS; ++v) state.reference[v] = LAYOUT == 0 ? -100 : -127;
+#if LAYOUT == 0
+    for (int v = 0; v < VARIANTS; ++v) state.inverse[v] = power_of_two(100);
+#else
+    for (int v = 0; v < VARIANTS; ++v) state.reference[v] = -127;
+#endif
 
     for (int block = begin; block < end; ++block) {
-        int stage = block - begin & 1;
-        barrier_wait(shared_address(&shared.full[stage]), block - begin >> 1 & 1);
+        int step = block - begin, stage = step & 1;
+        barrier_wait(shared_address(&shared.full[stage]), step >> 1 & 1);
+#if EXPERIMENT != 1
         multiply_queries(shared, stage, query, quarter, half, lane);
-        __syncthreads();  // S is there, and nobody reads the other stage any more
+#endif
+        __syncthreads();  // S is there, and nobody reads P or the other stage any more
+#if EXPERIMENT != 2
         if (block + 1 < end) {
-            start_copies(shared, stage ^ 1, warp, lane, next);
-            next = entry_of(block + 2);
+            copy(block + 1, next);
+            next = slot_of(block + 2);
         }
+#else
+        if (block + 1 < end && threadIdx.x < ARRIVALS) asm volatile("mbarrier.arrive.shared.b64 _, [%0];" :: "r"(shared_address(&shared.full[stage ^ 1])) : "memory");
+#endif
         float reference_change;
-        exponentiate(shared, stage, state, scale_log2, warp, lane, reference_change);
-        __syncthreads();  // P is there, and nobody reads S any more
-        multiply_values(shared, stage, o, reference_change, warp, lane);
+#if EXPERIMENT != 1
+        bool changed = exponentiate(shared, stage, state, scale_log2, warp, lane, reference_change);
+        changed = __syncthreads_or(changed);  // P is there, and nobody reads S any more
+        multiply_values(shared, stage, o, changed, reference_change, warp, lane);
+#endif
     }
 
     __syncthreads();
-    const float infinity = __int_as_float(0x7f800000);
     bool is_whole = gridDim.z == 1;
 #pragma unroll
     for (int j = 0; j < NT; ++j) {
@@ -600,7 +702,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
         float sum = state.sum[j];
         for (int distance = 16; distance; distance >>= 1) sum += __shfl_xor_sync(~0u, sum, distance);
         if (lane == 0) {
-            float total = state.largest[j] + log2_approx(sum);  // -inf where there is nothing
+            float total = state.anchor[j] + log2_approx(sum);  // -inf where there is nothing
             float weight = sum == 0.f ? 0.f : 1.f / sum;
             if (head < own_heads) {
                 i64 at = (i64)row * heads + first_head + head;
@@ -623,7 +725,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
     int variant = LAYOUT == 0 ? warp / 2 : warp;
     int exponent = 0;
 #pragma unroll
-    for (int v = 0; v < SCALES; ++v) if (v == variant) exponent = state.reference[v];
+    for (int v = 0; v < SCALES; ++v)
+        if (v == variant)
+#if LAYOUT == 0
+            exponent = 127 - (int)((u32)__float_as_int(state.inverse[v]) >> 23);
+#else
+            exponent = state.reference[v];
+#endif
     // Exponents reach 127 + 1, which is not a finite float32: applied in two halves.
     float reference = power_of_two(exponent / 2), rest = power_of_two(exponent - exponent / 2);
     bool is_rope = LAYOUT == 1 && warp == 7;

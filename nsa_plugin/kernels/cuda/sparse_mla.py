@@ -30,7 +30,7 @@ MAX_SPLITS = 16
 
 
 @dataclass(frozen=True)
-class _Variant:
+class Variant:
     """A compiled form of the kernel.
 
     Attributes:
@@ -48,11 +48,11 @@ class _Variant:
     def shared_bytes(self, layout: str) -> int:
         row, copies, variants = (656, 0, 4) if layout == V32_FP8.name else (592, 2 * KEYS * 8, 8)
         logits, weights = 4 * self.heads * 68 * 4, variants * self.heads * 72 * 2
-        # The last term: validity, the heads' factors and two barriers.
-        return 2 * KEYS * row + logits + weights + copies + 2 * KEYS + 4 * self.heads + 16 + 128
+        # The last terms: validity, two factors a head, two barriers, and alignment.
+        return 2 * KEYS * row + logits + weights + copies + 2 * KEYS + 8 * self.heads + 16 + 128
 
 
-_VARIANTS = (_Variant(tiles=1, blocks=2), _Variant(tiles=2, blocks=2), _Variant(tiles=4, blocks=1))
+VARIANTS = (Variant(tiles=1, blocks=2), Variant(tiles=2, blocks=2), Variant(tiles=4, blocks=1))
 
 
 class _Scope(ctypes.Structure):
@@ -202,11 +202,12 @@ def _attend(
         check_tensor(op, "attn_sink", attn_sink, (heads,), dtypes=(torch.float32,), device=q.device)
         attn_sink = attn_sink.contiguous()
     lse, max_logits = torch.empty((2, rows, heads), dtype=torch.float32, device=q.device).unbind()
+    require(q.is_cuda, op, f"q is on {q.device}; the CUDA kernel needs a CUDA device")
     if not q.numel():
         return lse, max_logits
     q = q if q.stride(2) == 1 else q.contiguous()
     layout = cache.layout.name
-    variant = next((v for v in _VARIANTS if v.heads >= heads), _VARIANTS[-1])
+    variant = next((v for v in VARIANTS if v.heads >= heads), VARIANTS[-1])
     groups = -(-heads // variant.heads)
     if splits is None:
         sms = torch.cuda.get_device_properties(q.device).multi_processor_count
@@ -216,6 +217,7 @@ def _attend(
         "NT": variant.tiles,
         "MIN_BLOCKS": variant.blocks,
         "OUT_FLOAT32": int(out.dtype == torch.float32),
+        "HAS_EXTRA": int(second.topk > 0),
     }
     parts: tuple[Argument, Argument] = (None, None)
     if splits > 1:
@@ -254,8 +256,10 @@ def _kernels(defines: tuple[tuple[str, int], ...], shared: int, device: int | No
 
 @functools.cache
 def _zeros(device: torch.device) -> torch.Tensor:
-    """The record that stands for an entry which does not count."""
-    return torch.zeros(1024, dtype=torch.uint8, device=device)
+    """The record that stands for an entry which does not count, zeros but for V3.2's first scale: -1 marks it."""
+    record = torch.zeros(1024, dtype=torch.uint8, device=device)
+    record[512:516].view(torch.float32).fill_(-1.0)
+    return record
 
 
 def _scope(

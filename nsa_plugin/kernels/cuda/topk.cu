@@ -1,10 +1,10 @@
 // The largest entries of a range of each row of a float32 matrix: one block a row, see nsa_plugin/kernels/topk.py.
 //
-// A row passes through the memory system once. A sample of it gives a value that, with overwhelming probability, between
-// topk and `capacity` entries reach; those are appended to a buffer in shared memory, whose exact top is then found by a
-// radix select (11 + 11 + 10 bits of an order-preserving key). Where the guess fails - ties, constant or adversarial rows -
-// the row is read again in small pieces, and the buffer is cut back to the best topk whenever the next piece might not
-// fit: exact for any data, no faster than that.
+// A row passes through the memory system once. A sample of it gives a value that, with overwhelming probability,
+// between topk and `capacity` entries reach; those are appended to a buffer in shared memory, whose exact top is then
+// found by a radix select (11 + 11 + 10 bits of an order-preserving key). Where the guess fails - ties, constant or
+// adversarial rows - the row is read again in small pieces, and the buffer is cut back to the best topk whenever the
+// next piece might not fit: exact for any data, no faster than that.
 //
 // The appends come in any order, and yet the result is the same bits every time: the selected set is exact, ties go to
 // the lowest positions, and the positions are written in ascending order by way of a bitmap.
@@ -41,13 +41,14 @@ struct Control {
     int count;
 };
 
-struct Buffer {
-    unsigned* keys;  // [capacity]
-    int* positions;  // [capacity]; right behind keys
-    int* bins;       // [max(kBins, topk)]
-    Control* control;
-    int capacity;
-};
+// Dynamic shared memory: keys [capacity], positions [capacity], bins [max(kBins, topk)]. Reached through the symbol,
+// never through a pointer kept somewhere, so that the compiler knows the address space.
+extern __shared__ __align__(16) unsigned words[];
+__shared__ Control control;
+
+__device__ __forceinline__ unsigned* keys() { return words; }
+__device__ __forceinline__ int* positions(int capacity) { return reinterpret_cast<int*>(words + capacity); }
+__device__ __forceinline__ int* bins(int capacity) { return reinterpret_cast<int*>(words + 2 * capacity); }
 
 // Entries above `key` are all wanted, and `room` of the `tied` ones that have it (or, where room == tied, reach it).
 struct Cut {
@@ -84,7 +85,8 @@ __device__ __forceinline__ int warp_inclusive_sum(int value) {
     return value;
 }
 
-// Sum of the values of the threads before this one, and of all. One barrier inside; another has to lie between two calls.
+// Sum of the values of the threads before this one, and of all. One barrier inside; another has to lie between two
+// calls.
 __device__ __forceinline__ int block_exclusive_sum(int value, int* totals, int* total) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int inclusive = warp_inclusive_sum(value);
@@ -99,38 +101,37 @@ __device__ __forceinline__ int block_exclusive_sum(int value, int* totals, int* 
 // The k-th largest key among the entries 0 <= i < count that key_of(i, &key) takes part with; at least k do.
 // All threads call it and get the same result; everything written before has to lie behind a barrier.
 template <typename KeyOf>
-__device__ __noinline__ Cut kth_largest(const Buffer& buffer, int count, int k, KeyOf key_of) {
-    Control* control = buffer.control;
+__device__ __forceinline__ Cut kth_largest(int capacity, int count, int k, KeyOf key_of) {
     unsigned prefix = 0, mask = 0;
     int room = k, tied = 0;
     for (int shift = 21;; shift = shift == 21 ? 10 : 0) {
         const unsigned digits = shift == 0 ? 1023u : 2047u;
-        for (int bin = threadIdx.x; bin < kBins; bin += THREADS) buffer.bins[bin] = 0;
+        for (int bin = threadIdx.x; bin < kBins; bin += THREADS) bins(capacity)[bin] = 0;
         __syncthreads();
         for (int i = threadIdx.x; i < count; i += THREADS) {
             unsigned key;
-            if (key_of(i, &key) && (key & mask) == prefix) atomicAdd(&buffer.bins[(key >> shift) & digits], 1);
+            if (key_of(i, &key) && (key & mask) == prefix) atomicAdd(&bins(capacity)[(key >> shift) & digits], 1);
         }
         __syncthreads();
         // Thread 0 has the highest bins.
         const int top = kBins - threadIdx.x * kBinsPerThread;
         int own = 0;
 #pragma unroll
-        for (int i = 1; i <= kBinsPerThread; ++i) own += buffer.bins[top - i];
+        for (int i = 1; i <= kBinsPerThread; ++i) own += bins(capacity)[top - i];
         int total;
-        int above = block_exclusive_sum(own, control->totals, &total);
+        int above = block_exclusive_sum(own, control.totals, &total);
         if (above < room && room <= above + own) {  // true for one thread
             int bin = top - 1;
-            while (above + buffer.bins[bin] < room) above += buffer.bins[bin--];
-            control->bin = bin;
-            control->room = room - above;
-            control->tied = buffer.bins[bin];
+            while (above + bins(capacity)[bin] < room) above += bins(capacity)[bin--];
+            control.bin = bin;
+            control.room = room - above;
+            control.tied = bins(capacity)[bin];
         }
         __syncthreads();
-        prefix |= static_cast<unsigned>(control->bin) << shift;
+        prefix |= static_cast<unsigned>(control.bin) << shift;
         mask |= digits << shift;
-        room = control->room;
-        tied = control->tied;
+        room = control.room;
+        tied = control.tied;
         // Where the whole bin is wanted, its lower edge says as much as the exact key.
         if (shift == 0 || room == tied) break;
     }
@@ -138,17 +139,17 @@ __device__ __noinline__ Cut kth_largest(const Buffer& buffer, int count, int k, 
 }
 
 // The k best of the buffer: all entries above cut.key, and those at it up to position *last.
-__device__ __forceinline__ Cut cut_at(const Buffer& buffer, int count, int k, int* last) {
-    const Cut cut = kth_largest(buffer, count, k, [&](int i, unsigned* key) {
-        *key = buffer.keys[i];
+__device__ __forceinline__ Cut cut_at(int capacity, int count, int k, int* last) {
+    const Cut cut = kth_largest(capacity, count, k, [&](int i, unsigned* key) {
+        *key = keys()[i];
         return true;
     });
     *last = kNoLimit;
     if (cut.room < cut.tied) {
         // Uniform: every thread has the same cut. The lowest positions are the largest complements.
-        const Cut tie = kth_largest(buffer, count, cut.room, [&](int i, unsigned* key) {
-            *key = ~static_cast<unsigned>(buffer.positions[i]);
-            return buffer.keys[i] == cut.key;
+        const Cut tie = kth_largest(capacity, count, cut.room, [&](int i, unsigned* key) {
+            *key = ~static_cast<unsigned>(positions(capacity)[i]);
+            return keys()[i] == cut.key;
         });
         *last = static_cast<int>(~tie.key);
     }
@@ -159,41 +160,41 @@ __device__ __forceinline__ bool wanted(const Cut& cut, int last, unsigned key, i
     return key > cut.key || (key == cut.key && position <= last);
 }
 
-__device__ __forceinline__ void append(const Buffer& buffer, int slot, float value, int position) {
-    if (slot < buffer.capacity) {
-        buffer.keys[slot] = to_key(value);
-        buffer.positions[slot] = position;
+__device__ __forceinline__ void append(int capacity, int slot, float value, int position) {
+    if (slot < capacity) {
+        keys()[slot] = to_key(value);
+        positions(capacity)[slot] = position;
     }
 }
 
 // Append those of four neighbours that reach the threshold. A NaN does not.
-__device__ __forceinline__ void offer(const Buffer& buffer, float threshold, const float4& value, int position) {
+__device__ __forceinline__ void offer(int capacity, float threshold, const float4& value, int position) {
     const bool x = value.x >= threshold, y = value.y >= threshold;
     const bool z = value.z >= threshold, w = value.w >= threshold;
     if (x || y || z || w) {
-        int slot = atomicAdd(&buffer.control->count, int(x) + int(y) + int(z) + int(w));
-        if (x) append(buffer, slot++, value.x, position);
-        if (y) append(buffer, slot++, value.y, position + 1);
-        if (z) append(buffer, slot++, value.z, position + 2);
-        if (w) append(buffer, slot, value.w, position + 3);
+        int slot = atomicAdd(&control.count, int(x) + int(y) + int(z) + int(w));
+        if (x) append(capacity, slot++, value.x, position);
+        if (y) append(capacity, slot++, value.y, position + 1);
+        if (z) append(capacity, slot++, value.z, position + 2);
+        if (w) append(capacity, slot, value.w, position + 3);
     }
 }
 
-__device__ __forceinline__ void offer_one(const Buffer& buffer, float threshold, float value, int position) {
-    if (value >= threshold) append(buffer, atomicAdd(&buffer.control->count, 1), value, position);
+__device__ __forceinline__ void offer_one(int capacity, float threshold, float value, int position) {
+    if (value >= threshold) append(capacity, atomicAdd(&control.count, 1), value, position);
 }
 
 // One pass with a sampled threshold. Returns the entries gathered; fewer than topk or more than fit: start over.
-__device__ __forceinline__ int gather_by_sample(const Buffer& buffer, const float* row, int length, int topk) {
+__device__ __forceinline__ int gather_by_sample(int capacity, const float* row, int length, int topk) {
     const int misaligned = static_cast<int>((reinterpret_cast<unsigned long long>(row) >> 2) & 3);
     const int head = (4 - misaligned) & 3;
     const int vectors = (length - head) >> 2;
     const float4* body = reinterpret_cast<const float4*>(row + head);
 
     // The sample takes the place of keys and positions: 2 * capacity words.
-    unsigned* sample = buffer.keys;
+    unsigned* sample = keys();
     int taken = (length / 32 + kSampleStep - 1) / kSampleStep * kSampleStep;
-    const int most = 2 * buffer.capacity / kSampleStep * kSampleStep;
+    const int most = 2 * capacity / kSampleStep * kSampleStep;
     taken = taken < most ? taken : most;
     const int sampled_vectors = taken >> 2;
     for (int i = threadIdx.x; i < sampled_vectors; i += THREADS) {
@@ -209,17 +210,17 @@ __device__ __forceinline__ int gather_by_sample(const Buffer& buffer, const floa
     const float share = static_cast<float>(taken) / static_cast<float>(length);
     const float exact = topk * share;
     const float root = 0.5f * (kMargin + sqrtf(kMargin * kMargin + 4.0f * exact));
-    const float middle = 0.5f * (topk + buffer.capacity) * share;
+    const float middle = 0.5f * (topk + capacity) * share;
     int rank = static_cast<int>(fminf(root * root, middle)) + 1;
     rank = rank < taken ? rank : taken;
-    const Cut cut = kth_largest(buffer, taken, rank, [&](int i, unsigned* key) {
+    const Cut cut = kth_largest(capacity, taken, rank, [&](int i, unsigned* key) {
         *key = sample[i];
         return true;
     });
     if (cut.key <= kLeastKey) return 0;  // NaN and -inf would have to be taken, and do not compare
     const float threshold = to_value(cut.key);
 
-    if (threadIdx.x == 0) buffer.control->count = 0;
+    if (threadIdx.x == 0) control.count = 0;
     __syncthreads();
     int at = threadIdx.x;
     for (; at + (kVectors - 1) * THREADS < vectors; at += kVectors * THREADS) {
@@ -227,22 +228,21 @@ __device__ __forceinline__ int gather_by_sample(const Buffer& buffer, const floa
 #pragma unroll
         for (int i = 0; i < kVectors; ++i) value[i] = load_once(body + at + i * THREADS);
 #pragma unroll
-        for (int i = 0; i < kVectors; ++i) offer(buffer, threshold, value[i], head + 4 * (at + i * THREADS));
+        for (int i = 0; i < kVectors; ++i) offer(capacity, threshold, value[i], head + 4 * (at + i * THREADS));
     }
-    for (; at < vectors; at += THREADS) offer(buffer, threshold, load_once(body + at), head + 4 * at);
+    for (; at < vectors; at += THREADS) offer(capacity, threshold, load_once(body + at), head + 4 * at);
     const int edge = threadIdx.x < head ? threadIdx.x : head + 4 * vectors + (threadIdx.x - head);
-    if (threadIdx.x < 8 && edge < length) offer_one(buffer, threshold, row[edge], edge);
+    if (threadIdx.x < 8 && edge < length) offer_one(capacity, threshold, row[edge], edge);
     __syncthreads();
-    const int count = buffer.control->count;
+    const int count = control.count;
     __syncthreads();  // the count may be set anew from here on
     return count;
 }
 
 // Any data: read in pieces of kPiece, cut the buffer back when the next one might not fit.
-__device__ __noinline__ int gather_by_pieces(const Buffer& buffer, const float* row, int length, int topk) {
-    Control* control = buffer.control;
+__device__ __noinline__ int gather_by_pieces(int capacity, const float* row, int length, int topk) {
     unsigned floor_key = 0;  // below every key
-    if (threadIdx.x == 0) control->count = 0;
+    if (threadIdx.x == 0) control.count = 0;
     __syncthreads();
     for (int base = 0; base < length; base += kPiece) {
         float value[kPiece / THREADS];
@@ -251,12 +251,12 @@ __device__ __noinline__ int gather_by_pieces(const Buffer& buffer, const float* 
             const int position = base + i * THREADS + static_cast<int>(threadIdx.x);
             value[i] = position < length ? row[position] : 0.0f;
         }
-        const int count = control->count;
+        const int count = control.count;
         __syncthreads();  // nobody appends before everybody has read the count
-        if (count + kPiece > buffer.capacity) {
+        if (count + kPiece > capacity) {
             int last;
-            const Cut cut = cut_at(buffer, count, topk, &last);
-            if (threadIdx.x == 0) control->count = 0;
+            const Cut cut = cut_at(capacity, count, topk, &last);
+            if (threadIdx.x == 0) control.count = 0;
             __syncthreads();
             for (int first = 0; first < count; first += THREADS) {
                 const int i = first + static_cast<int>(threadIdx.x);
@@ -264,16 +264,16 @@ __device__ __noinline__ int gather_by_pieces(const Buffer& buffer, const float* 
                 int position = 0;
                 bool keep = false;
                 if (i < count) {
-                    key = buffer.keys[i];
-                    position = buffer.positions[i];
+                    key = keys()[i];
+                    position = positions(capacity)[i];
                     keep = wanted(cut, last, key, position);
                 }
                 // No more are kept than were read, so slots never run ahead of the reads behind this barrier.
                 __syncthreads();
                 if (keep) {
-                    const int slot = atomicAdd(&control->count, 1);
-                    buffer.keys[slot] = key;
-                    buffer.positions[slot] = position;
+                    const int slot = atomicAdd(&control.count, 1);
+                    keys()[slot] = key;
+                    positions(capacity)[slot] = position;
                 }
             }
             __syncthreads();
@@ -284,32 +284,32 @@ __device__ __noinline__ int gather_by_pieces(const Buffer& buffer, const float* 
         for (int i = 0; i < kPiece / THREADS; ++i) {
             const int position = base + i * THREADS + static_cast<int>(threadIdx.x);
             if (position < length && to_key(value[i]) > floor_key)
-                append(buffer, atomicAdd(&control->count, 1), value[i], position);
+                append(capacity, atomicAdd(&control.count, 1), value[i], position);
         }
         __syncthreads();
     }
-    const int count = control->count;
+    const int count = control.count;
     __syncthreads();
     return count;
 }
 
 // Write the wanted positions in ascending order, then -1.
 __device__ __forceinline__ void emit(
-    const Buffer& buffer, int count, const Cut& cut, int last, int length, int topk, int* out) {
+    int capacity, int count, const Cut& cut, int last, int length, int topk, int* out) {
     for (int i = threadIdx.x; i < count; i += THREADS)
-        if (!wanted(cut, last, buffer.keys[i], buffer.positions[i])) buffer.positions[i] = -1;
+        if (!wanted(cut, last, keys()[i], positions(capacity)[i])) positions(capacity)[i] = -1;
     __syncthreads();
     // The keys are done with: a bitmap of the positions takes their place, a window of them at a time.
-    unsigned* bitmap = buffer.keys;
-    const int window = buffer.capacity * 32;
+    unsigned* bitmap = keys();
+    const int window = capacity * 32;
     int written = 0;
     for (long long first = 0; first < length; first += window) {
         const int left = length - static_cast<int>(first);
-        const int words = left < window ? (left + 31) / 32 : buffer.capacity;
+        const int words = left < window ? (left + 31) / 32 : capacity;
         for (int i = threadIdx.x; i < words; i += THREADS) bitmap[i] = 0;
         __syncthreads();
         for (int i = threadIdx.x; i < count; i += THREADS) {
-            const int position = buffer.positions[i];
+            const int position = positions(capacity)[i];
             const long long bit = position - first;
             if (position >= 0 && bit >= 0 && bit < 32LL * words) atomicOr(&bitmap[bit >> 5], 1u << (bit & 31));
         }
@@ -321,18 +321,18 @@ __device__ __forceinline__ void emit(
         int own = 0;
         for (int i = from; i < until; ++i) own += __popc(bitmap[i]);
         int total;
-        int slot = written + block_exclusive_sum(own, buffer.control->totals, &total);
+        int slot = written + block_exclusive_sum(own, control.totals, &total);
         for (int i = from; i < until; ++i) {
             unsigned bits = bitmap[i];
             while (bits) {
-                buffer.bins[slot++] = static_cast<int>(first) + 32 * i + __ffs(bits) - 1;
+                bins(capacity)[slot++] = static_cast<int>(first) + 32 * i + __ffs(bits) - 1;
                 bits &= bits - 1;
             }
         }
         written += total;
         __syncthreads();
     }
-    for (int i = threadIdx.x; i < topk; i += THREADS) out[i] = i < written ? buffer.bins[i] : -1;
+    for (int i = threadIdx.x; i < topk; i += THREADS) out[i] = i < written ? bins(capacity)[i] : -1;
 }
 
 }  // namespace
@@ -342,11 +342,9 @@ __device__ __forceinline__ void emit(
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) topk_rows(
     const float* __restrict__ logits, long long logits_stride, const int* __restrict__ starts,
     const int* __restrict__ ends, int* __restrict__ out, long long out_stride, int columns, int topk, int capacity) {
-    extern __shared__ __align__(16) unsigned shared_words[];
-    __shared__ Control control;
     const long long row_index = blockIdx.x;
     const int start = max(starts[row_index], 0);
-    const int length = min(ends[row_index], columns) - start;
+    const int length = max(min(ends[row_index], columns), 0) - start;
     const float* row = logits + row_index * logits_stride + start;
     int* result = out + row_index * out_stride;
 
@@ -354,26 +352,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) topk_rows(
         for (int i = threadIdx.x; i < topk; i += THREADS) result[i] = i < length ? i : -1;
         return;
     }
-    Buffer buffer;
-    buffer.keys = shared_words;
-    buffer.positions = reinterpret_cast<int*>(shared_words + capacity);
-    buffer.bins = reinterpret_cast<int*>(shared_words + 2 * capacity);
-    buffer.control = &control;
-    buffer.capacity = capacity;
-
     int count;
     if (length <= capacity) {
         for (int i = threadIdx.x; i < length; i += THREADS) {
-            buffer.keys[i] = to_key(row[i]);
-            buffer.positions[i] = i;
+            keys()[i] = to_key(row[i]);
+            positions(capacity)[i] = i;
         }
         count = length;
         __syncthreads();
     } else {
-        count = gather_by_sample(buffer, row, length, topk);
-        if (count < topk || count > capacity) count = gather_by_pieces(buffer, row, length, topk);
+        count = gather_by_sample(capacity, row, length, topk);
+        if (count < topk || count > capacity) count = gather_by_pieces(capacity, row, length, topk);
     }
     int last;
-    const Cut cut = cut_at(buffer, count, topk, &last);
-    emit(buffer, count, cut, last, length, topk, result);
+    const Cut cut = cut_at(capacity, count, topk, &last);
+    emit(capacity, count, cut, last, length, topk, result);
 }

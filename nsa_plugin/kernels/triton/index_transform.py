@@ -5,6 +5,9 @@ Any strides, expanded tensors included. What the reference checks by reading val
 without waiting for the device: a row whose `row_to_request` is beyond the page table counts as padded.
 """
 
+# Triton types a kernel's parameters, not Python.
+# mypy: allow-untyped-defs
+
 from __future__ import annotations
 
 import torch
@@ -15,6 +18,8 @@ from nsa_plugin.kernels.checks import INDEX_DTYPES, check_tensor, require
 
 # Entries a program; a row of 2048 is one program.
 MAX_BLOCK = 2048
+
+# `do_not_specialize` below: counts change from batch to batch and must not compile a kernel anew.
 
 
 def paged(
@@ -131,7 +136,7 @@ def _block(topk: int) -> int:
     return min(triton.next_power_of_2(topk), MAX_BLOCK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "requests", "pages"])
 def _paged(
     slots_ptr,  # int32 [programs, topk]
     indices_ptr,
@@ -158,13 +163,14 @@ def _paged(
         request = tl.load(request_ptr + row * request_stride, mask=real, other=-1).to(tl.int64)
     else:
         request = row
-    limit = pages.to(tl.int64) * PAGE_SIZE
+    limit = tl.full([], PAGE_SIZE, tl.int64) * pages
     if lengths_ptr is not None:
         limit = tl.minimum(limit, tl.load(lengths_ptr + row * lengths_stride, mask=real, other=0).to(tl.int64))
-    real = real & (request >= 0) & (request < requests)
+    # As widths, not as conditions: Triton's interpreter does not broadcast a condition of one value.
+    width = tl.where(real & (request >= 0) & (request < requests), topk, 0)
     pointers = indices_ptr + row * indices_stride + column.to(tl.int64) * indices_entry_stride
-    position = tl.load(pointers, mask=real & (column < topk), other=-1).to(tl.int64)
-    valid = real & (position >= 0) & (position < limit)
+    position = tl.load(pointers, mask=column < width, other=-1).to(tl.int64)
+    valid = (position >= 0) & (position < limit)
     position = tl.where(valid, position, 0)
     pointers = table_ptr + request * table_stride + (position // PAGE_SIZE) * table_page_stride
     page = tl.load(pointers, mask=valid, other=-1).to(tl.int64)
@@ -172,7 +178,7 @@ def _paged(
     tl.store(slots_ptr + row * topk + column, slot.to(tl.int32), mask=column < topk)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _ragged(
     moved_ptr,  # int32 [programs, topk]
     indices_ptr,
@@ -191,7 +197,7 @@ def _ragged(
     real = row < rows
     offset = tl.load(offsets_ptr + row * offsets_stride, mask=real, other=0).to(tl.int64)
     pointers = indices_ptr + row * indices_stride + column.to(tl.int64) * indices_entry_stride
-    position = tl.load(pointers, mask=real & (column < topk), other=-1).to(tl.int64)
+    position = tl.load(pointers, mask=column < tl.where(real, topk, 0), other=-1).to(tl.int64)
     valid = position >= 0
     if lengths_ptr is not None:
         valid = valid & (position < tl.load(lengths_ptr + row * lengths_stride, mask=real, other=0).to(tl.int64))
@@ -199,10 +205,10 @@ def _ragged(
     tl.store(moved_ptr + row * topk + column, moved.to(tl.int32), mask=column < topk)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _pad_rows(padded_ptr, indices_ptr, rows, topk, indices_stride, indices_entry_stride, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     pointers = indices_ptr + row * indices_stride + column.to(tl.int64) * indices_entry_stride
-    index = tl.load(pointers, mask=(row < rows) & (column < topk), other=-1)
+    index = tl.load(pointers, mask=column < tl.where(row < rows, topk, 0), other=-1)
     tl.store(padded_ptr + row * topk + column, index, mask=column < topk)

@@ -8,10 +8,6 @@ skips it, the readers give zeros for it.
 Codes and scales equal the reference's on the CPU bit for bit: the scale is a true division by 448, a
 ue8m0 exponent comes from the scale's bits, and both roundings are to nearest even. (The reference on a
 GPU multiplies by 1 / 448 there, so that its float32 scales may differ in the last bit.)
-
-A program handles whole rows: the fp8 tiles of `ROWS` rows as a [ROWS * tiles, tile] block, which makes
-a tile's scale a value a line, and their bfloat16 tails as a second block. GPUs before SM89 have no fp8
-conversion; there, and interpreted, the bits are converted with integers.
 """
 
 from __future__ import annotations
@@ -22,10 +18,16 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 
 from nsa_plugin.kernels.checks import FLOAT_DTYPES, FP8_DTYPE, INDEX_DTYPES, KernelArgumentError, check_tensor, require
 from nsa_plugin.kernels.kv_cache import PagedCache
+from nsa_plugin.kernels.triton.kv_cache_kernels import (
+    read_codes_kernel,
+    read_plain_kernel,
+    read_records_kernel,
+    write_plain_kernel,
+    write_records_kernel,
+)
 from nsa_plugin.layouts import Fp8Layout, ScaleFormat
 
 # Rows a program: 16 rows of 512 values are 64 values a thread, enough loads in flight to reach HBM speed.
@@ -74,7 +76,7 @@ def write(
     with torch.cuda.device_of(rows):
         if not isinstance(cache.layout, Fp8Layout):
             grid = (triton.cdiv(count, PLAIN_ROWS), triton.cdiv(cache.dim, PLAIN_VALUES))
-            _write_plain[grid](
+            write_plain_kernel[grid](
                 cache.data,
                 *sources,
                 *cache.data.stride(),
@@ -88,7 +90,7 @@ def write(
             )
             return
         rows_per_program = _rows_per_program(count)
-        _write_records[(triton.cdiv(count, rows_per_program),)](
+        write_records_kernel[(triton.cdiv(count, rows_per_program),)](
             cache.data,
             *sources,
             cache.data.stride(0),
@@ -148,7 +150,7 @@ def read_codes(cache: PagedCache, slots: torch.Tensor) -> tuple[torch.Tensor, to
     if count:
         rows_per_program = _rows_per_program(count)
         with torch.cuda.device_of(slots):
-            _read_codes[(triton.cdiv(count, rows_per_program),)](
+            read_codes_kernel[(triton.cdiv(count, rows_per_program),)](
                 codes,
                 scales,
                 cache.data,
@@ -190,7 +192,7 @@ def _read(
     with torch.cuda.device_of(out):
         if not isinstance(cache.layout, Fp8Layout):
             grid = (triton.cdiv(count, PLAIN_ROWS), triton.cdiv(cache.dim, PLAIN_VALUES))
-            _read_plain[grid](
+            read_plain_kernel[grid](
                 rows,
                 cache.data,
                 addresses,
@@ -207,7 +209,7 @@ def _read(
             )
             return out
         rows_per_program = _rows_per_program(count)
-        _read_records[(triton.cdiv(count, rows_per_program),)](
+        read_records_kernel[(triton.cdiv(count, rows_per_program),)](
             rows,
             cache.data,
             addresses,
@@ -267,316 +269,3 @@ def _record_constants(op: str, cache: PagedCache, layout: Fp8Layout) -> dict[str
 @lru_cache
 def _has_fp8_conversion(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-
-
-@triton.jit
-def _round_to(values, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
-    """float32 values in another float type, rounded to nearest even."""
-    if INTERPRETED and dtype == tl.bfloat16:
-        # Triton's interpreter cuts the low bits off instead of rounding.
-        bits = values.to(tl.uint32, bitcast=True)
-        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        return tl.where(values == values, rounded, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    else:
-        return values.to(dtype)
-
-
-@triton.jit
-def _encode_fp8(values, NATIVE_FP8: tl.constexpr):
-    """e4m3 bytes of float32 values no larger than 448 but for a rounding; NaN stays NaN."""
-    if NATIVE_FP8:
-        return values.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    else:
-        bits = values.to(tl.int32, bitcast=True)
-        magnitude = bits & 0x7FFFFFFF
-        # 20 mantissa bits go, to nearest even; the exponent's bias changes from 127 to 7.
-        normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
-        # Below 2 ** -6 the step is 2 ** -9, which is the last mantissa bit of 2 ** 14: the addition rounds to it.
-        stepped = (magnitude.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-        code = tl.where(magnitude < 0x3C800000, stepped, tl.minimum(normal, 0x7E))
-        code = tl.where(magnitude > 0x7F800000, 0x7F, code)
-        return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
-
-
-@triton.jit
-def _decode_fp8(codes, NATIVE_FP8: tl.constexpr):
-    """float32 values of e4m3 bytes."""
-    if NATIVE_FP8:
-        return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    else:
-        wide = codes.to(tl.uint16)
-        magnitude = wide & 0x7F
-        # The same exponent and mantissa as a float16, whose bias is 15 instead of 7: too small by 2 ** 8.
-        half = (((wide & 0x80) << 8) | (magnitude << 7)).to(tl.float16, bitcast=True)
-        return tl.where(magnitude == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
-
-
-@triton.jit
-def _scale_of_exponent(exponent):
-    """float32 `2 ** (exponent - 127)` of int32 exponents 0 to 255; 255 is NaN."""
-    bits = tl.where(exponent == 0, 0x00400000, tl.where(exponent == 255, 0x7FC00000, exponent << 23))
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _locate(addresses_ptr, row, num_rows, available, stride, PAGE_SIZE: tl.constexpr, BY_PAGE: tl.constexpr):
-    """Page and position of the slot that row `row` names, and whether it is in the cache; 0 and 0 if not."""
-    entry = row // PAGE_SIZE if BY_PAGE else row
-    address = tl.load(addresses_ptr + entry * stride, mask=row < num_rows, other=-1).to(tl.int64)
-    inside = (address >= 0) & (address < available)
-    address = tl.where(inside, address, 0)
-    if BY_PAGE:
-        return address, row % PAGE_SIZE, inside
-    else:
-        return address // PAGE_SIZE, address % PAGE_SIZE, inside
-
-
-@triton.jit
-def _write_records(
-    cache_ptr,  # uint8, pages page_stride bytes apart
-    rows_ptr,
-    rope_ptr,  # or None: the tail follows the rows' other values
-    slots_ptr,
-    num_rows,
-    num_slots,
-    page_stride,
-    rows_stride,
-    rows_value_stride,
-    rope_stride,
-    rope_value_stride,
-    slots_stride,
-    PAGE_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    TILES: tl.constexpr,
-    TILES_POWER: tl.constexpr,
-    TAIL_DIM: tl.constexpr,
-    TAIL_START: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    SCALES_START: tl.constexpr,
-    SCALES_STRIDE: tl.constexpr,
-    IS_EXPONENT: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-    AMAX_FLOOR_BITS: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    first = tl.program_id(0).to(tl.int64) * ROWS
-    line = tl.arange(0, ROWS * TILES_POWER)
-    row, tile = first + line // TILES_POWER, line % TILES_POWER
-    page, position, inside = _locate(slots_ptr, row, num_rows, num_slots, slots_stride, PAGE_SIZE, False)
-    inside = inside & (tile < TILES)
-    column = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
-    pointers = rows_ptr + row[:, None] * rows_stride + column.to(tl.int64) * rows_value_stride
-    values = tl.load(pointers, mask=inside[:, None], other=0.0).to(tl.float32)
-
-    # The magnitudes' order is their bits' order, in which NaN is the largest: a tile with one has scale NaN.
-    magnitude = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
-    amax = tl.maximum(magnitude, AMAX_FLOOR_BITS).to(tl.float32, bitcast=True)
-    scale = tl.div_rn(amax, tl.full([ROWS * TILES_POWER], 448.0, tl.float32))
-    if POWER_OF_TWO:
-        bits = scale.to(tl.int32, bitcast=True)
-        exponent = tl.minimum((bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32), 255)
-        scale = _scale_of_exponent(exponent)
-    codes = _encode_fp8(tl.div_rn(values, scale[:, None]), NATIVE_FP8)
-
-    page_ptr = cache_ptr + page * page_stride
-    record = page_ptr + position * ROW_BYTES
-    tl.store(record[:, None] + column, codes, mask=inside[:, None])
-    scales = page_ptr + SCALES_START + position * SCALES_STRIDE
-    if IS_EXPONENT:
-        tl.store(scales + tile, exponent.to(tl.uint8), mask=inside)
-    else:
-        tl.store((scales + tile * 4).to(tl.pointer_type(tl.float32)), scale, mask=inside)
-
-    if TAIL_DIM > 0:
-        row = first + tl.arange(0, ROWS)
-        page, position, inside = _locate(slots_ptr, row, num_rows, num_slots, slots_stride, PAGE_SIZE, False)
-        column = tl.arange(0, TAIL_DIM)
-        if rope_ptr is None:
-            pointers = rows_ptr + row[:, None] * rows_stride
-            pointers += (TILES * TILE + column).to(tl.int64)[None, :] * rows_value_stride
-            tail = tl.load(pointers, mask=inside[:, None], other=0.0).to(tl.float32)
-        else:
-            pointers = rope_ptr + row[:, None] * rope_stride + column.to(tl.int64)[None, :] * rope_value_stride
-            tail = tl.load(pointers, mask=inside[:, None], other=0.0).to(tl.float32)
-            # The contract's rows have one dtype.
-            tail = _round_to(tail, rows_ptr.dtype.element_ty, INTERPRETED).to(tl.float32)
-        target = (cache_ptr + page * page_stride + position * ROW_BYTES + TAIL_START).to(tl.pointer_type(tl.bfloat16))
-        tl.store(target[:, None] + column[None, :], _round_to(tail, tl.bfloat16, INTERPRETED), mask=inside[:, None])
-
-
-@triton.jit
-def _read_records(
-    out_ptr,
-    cache_ptr,  # uint8, pages page_stride bytes apart
-    addresses_ptr,  # slots, or pages with BY_PAGE
-    num_rows,
-    available,  # slots or pages of the cache
-    page_stride,
-    addresses_stride,
-    out_stride,
-    out_value_stride,
-    PAGE_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    TILES: tl.constexpr,
-    TILES_POWER: tl.constexpr,
-    TAIL_DIM: tl.constexpr,
-    TAIL_START: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    SCALES_START: tl.constexpr,
-    SCALES_STRIDE: tl.constexpr,
-    IS_EXPONENT: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-    BY_PAGE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    first = tl.program_id(0).to(tl.int64) * ROWS
-    line = tl.arange(0, ROWS * TILES_POWER)
-    row, tile = first + line // TILES_POWER, line % TILES_POWER
-    page, position, inside = _locate(addresses_ptr, row, num_rows, available, addresses_stride, PAGE_SIZE, BY_PAGE)
-    inside = inside & (tile < TILES)
-    page_ptr = cache_ptr + page * page_stride
-    column = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
-    codes = tl.load((page_ptr + position * ROW_BYTES)[:, None] + column, mask=inside[:, None], other=0)
-    scales = page_ptr + SCALES_START + position * SCALES_STRIDE
-    if IS_EXPONENT:
-        scale = _scale_of_exponent(tl.load(scales + tile, mask=inside, other=0).to(tl.int32))
-    else:
-        scale = tl.load((scales + tile * 4).to(tl.pointer_type(tl.float32)), mask=inside, other=0.0)
-
-    tail_row = first + tl.arange(0, ROWS)
-    tail_column = tl.arange(0, TAIL_DIM if TAIL_DIM > 0 else 1)
-    if TAIL_DIM > 0:
-        page, position, tail_inside = _locate(
-            addresses_ptr, tail_row, num_rows, available, addresses_stride, PAGE_SIZE, BY_PAGE
-        )
-        source = (cache_ptr + page * page_stride + position * ROW_BYTES + TAIL_START).to(tl.pointer_type(tl.bfloat16))
-        tail = tl.load(source[:, None] + tail_column[None, :], mask=tail_inside[:, None], other=0.0).to(tl.float32)
-
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    values = _round_to(_decode_fp8(codes, NATIVE_FP8) * scale[:, None], dtype, INTERPRETED)
-    pointers = out_ptr + row[:, None] * out_stride + column.to(tl.int64) * out_value_stride
-    tl.store(pointers, values, mask=((row < num_rows) & (tile < TILES))[:, None])
-    if TAIL_DIM > 0:
-        pointers = out_ptr + tail_row[:, None] * out_stride
-        pointers += (TILES * TILE + tail_column).to(tl.int64)[None, :] * out_value_stride
-        tl.store(pointers, _round_to(tail, dtype, INTERPRETED), mask=(tail_row < num_rows)[:, None])
-
-
-@triton.jit
-def _read_codes(
-    codes_ptr,  # uint8 [num_rows, TILES * TILE]
-    scales_ptr,  # float32 [num_rows, TILES]
-    cache_ptr,
-    slots_ptr,
-    num_rows,
-    num_slots,
-    page_stride,
-    slots_stride,
-    PAGE_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    TILES: tl.constexpr,
-    TILES_POWER: tl.constexpr,
-    TAIL_DIM: tl.constexpr,
-    TAIL_START: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    SCALES_START: tl.constexpr,
-    SCALES_STRIDE: tl.constexpr,
-    IS_EXPONENT: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    line = tl.arange(0, ROWS * TILES_POWER)
-    row, tile = tl.program_id(0).to(tl.int64) * ROWS + line // TILES_POWER, line % TILES_POWER
-    page, position, inside = _locate(slots_ptr, row, num_rows, num_slots, slots_stride, PAGE_SIZE, False)
-    inside = inside & (tile < TILES)
-    stored = (row < num_rows) & (tile < TILES)
-    page_ptr = cache_ptr + page * page_stride
-    column = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
-    codes = tl.load((page_ptr + position * ROW_BYTES)[:, None] + column, mask=inside[:, None], other=0)
-    tl.store(codes_ptr + row[:, None] * (TILES * TILE) + column, codes, mask=stored[:, None])
-    scales = page_ptr + SCALES_START + position * SCALES_STRIDE
-    if IS_EXPONENT:
-        scale = _scale_of_exponent(tl.load(scales + tile, mask=inside, other=0).to(tl.int32))
-        scale = tl.where(inside, scale, 0.0)
-    else:
-        scale = tl.load((scales + tile * 4).to(tl.pointer_type(tl.float32)), mask=inside, other=0.0)
-    tl.store(scales_ptr + row * TILES + tile, scale, mask=stored)
-
-
-@triton.jit
-def _write_plain(
-    cache_ptr,
-    rows_ptr,
-    rope_ptr,  # or None
-    slots_ptr,
-    num_rows,
-    num_slots,
-    page_stride,
-    position_stride,
-    value_stride,
-    rows_stride,
-    rows_value_stride,
-    rope_stride,
-    rope_value_stride,
-    slots_stride,
-    PAGE_SIZE: tl.constexpr,
-    DIM: tl.constexpr,
-    SPLIT: tl.constexpr,  # values that come from rows; the others from rope
-    ROWS: tl.constexpr,
-    VALUES: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1).to(tl.int64) * VALUES + tl.arange(0, VALUES)
-    page, position, inside = _locate(slots_ptr, row, num_rows, num_slots, slots_stride, PAGE_SIZE, False)
-    pointers = rows_ptr + row[:, None] * rows_stride + column[None, :] * rows_value_stride
-    values = tl.load(pointers, mask=inside[:, None] & (column < SPLIT)[None, :], other=0.0)
-    if rope_ptr is not None:
-        pointers = rope_ptr + row[:, None] * rope_stride + (column - SPLIT)[None, :] * rope_value_stride
-        behind = ((column >= SPLIT) & (column < DIM))[None, :]
-        rope = tl.load(pointers, mask=inside[:, None] & behind, other=0.0)
-        if rope.dtype != values.dtype and values.dtype != tl.float64:
-            rope = _round_to(rope.to(tl.float32), values.dtype, INTERPRETED)
-        values = tl.where(behind, rope, values)
-    dtype: tl.constexpr = cache_ptr.dtype.element_ty
-    if dtype == tl.float64:
-        values = values.to(tl.float64)
-    elif values.dtype != dtype:
-        values = _round_to(values.to(tl.float32), dtype, INTERPRETED)
-    target = cache_ptr + (page * page_stride + position * position_stride)[:, None] + column[None, :] * value_stride
-    tl.store(target, values, mask=inside[:, None] & (column < DIM)[None, :])
-
-
-@triton.jit
-def _read_plain(
-    out_ptr,
-    cache_ptr,
-    addresses_ptr,  # slots, or pages with BY_PAGE
-    num_rows,
-    available,  # slots or pages of the cache
-    page_stride,
-    position_stride,
-    value_stride,
-    addresses_stride,
-    out_stride,
-    out_value_stride,
-    PAGE_SIZE: tl.constexpr,
-    DIM: tl.constexpr,
-    ROWS: tl.constexpr,
-    VALUES: tl.constexpr,
-    BY_PAGE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1).to(tl.int64) * VALUES + tl.arange(0, VALUES)
-    page, position, inside = _locate(addresses_ptr, row, num_rows, available, addresses_stride, PAGE_SIZE, BY_PAGE)
-    source = cache_ptr + (page * page_stride + position * position_stride)[:, None] + column[None, :] * value_stride
-    values = tl.load(source, mask=inside[:, None] & (column < DIM)[None, :], other=0.0)
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    if values.dtype != dtype or dtype == tl.float64:
-        values = _round_to(values.to(tl.float32), dtype, INTERPRETED)
-    target = out_ptr + row[:, None] * out_stride + column[None, :] * out_value_stride
-    tl.store(target, values, mask=(row < num_rows)[:, None] & (column < DIM)[None, :])

@@ -1,23 +1,22 @@
 """Device code of the portable sparse MLA: one attention kernel for every cache layout, and a combine.
 
-A program owns one query row, a tile of heads and a part of the row's keys. It walks blocks of keys
-and works transposed, with **keys as rows**: scores are `K [keys, d] x Q^T [d, heads]` and the output
-grows as `V^T [d_v, keys] x P^T [keys, heads]`. So the large side of both products is M, and a tile of
-16 heads fills the tensor cores that a 64-row tile of heads would leave three quarters empty.
+A program owns one query row, a tile of heads and a part of the row's keys, and walks blocks of keys.
 
 fp8 codes go to float16 (exact) and straight into the products; their scales never touch the keys.
 A tile's scale multiplies its part of the scores, and the weights that meet the tile as values:
 
-    score[j, h]  = sum over tiles t of scale[t, j] * dot(code[t, j], q[t, h])
-    weight[t, j] = exp2(score[j, h] - m[h]) * scale[t, j]
+    score[h, j]  = sum over tiles t of scale[t, j] * dot(q[t, h], code[t, j])
+    weight[t, j] = exp2(score[h, j] - m[h]) * scale[t, j]
 
 float16 has little range, so it is kept in range by two exact means: every head's query is divided by
 the power of two of its largest value, and the running reference `m` is the maximum of
-`score + log2(largest scale of the key)`, which bounds every weight by 1. The sum of exponentials and the
-maximum of the scores are kept per key of the block and reduced once, at the end.
+`score + log2(largest scale of the key)`, which bounds every weight by 1.
 
-All logits are in base 2 here. A row without a key has l = 0.
+All logits are in base 2 here.
 """
+
+# mypy: disable-error-code="no-untyped-def"
+# What Triton compiles has no Python types.
 
 from __future__ import annotations
 
@@ -34,6 +33,10 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 NEG_INF = tl.constexpr(float("-inf"))
 POS_INF = tl.constexpr(float("inf"))
+
+CONVERT_4_CODES = tl.constexpr(
+    "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $2; cvt.rn.f16x2.e4m3x2 $0, lo; cvt.rn.f16x2.e4m3x2 $1, hi; }"
+)
 
 # Below this a scale counts as this in the running reference, so that a row of zeros, whose scale is
 # the writer's floor (2 ** -126), cannot make the sum of exponentials overflow.
@@ -70,7 +73,10 @@ def _query_tile(
 def _row_tile(base, row, ok, stride, START: tl.constexpr, WIDTH: tl.constexpr, DTYPE: tl.constexpr):
     """Values [START, START + WIDTH) of float rows at element offsets `row`; zeros where not ok."""
     offs = START + tl.arange(0, WIDTH)
-    return tl.load(base + row[:, None] + offs[None, :] * stride, ok[:, None], other=0.0).to(DTYPE)
+    tile = tl.load(base + row[:, None] + offs[None, :] * stride, ok[:, None], other=0.0)
+    if base.dtype.element_ty == tl.float64:
+        tile = tile.to(tl.float32)
+    return tile.to(DTYPE)
 
 
 @triton.jit
@@ -82,6 +88,10 @@ def _code_tile(base, row, ok, START: tl.constexpr, WIDTH: tl.constexpr, NATIVE_F
     """
     offs = START + tl.arange(0, WIDTH)
     codes = tl.load(base + row[:, None] + offs[None, :], ok[:, None], other=0)
+    if NATIVE_FP8 and DTYPE == tl.float16:  # noqa: SIM300
+        # As opaque assembly, so that the compiler converts once and lets both products read the result
+        # from shared memory; it would otherwise convert for each of them, and spill registers.
+        return tl.inline_asm_elementwise(CONVERT_4_CODES, "=r,=r,r", [codes], dtype=tl.float16, is_pure=False, pack=4)
     if NATIVE_FP8:
         return codes.to(tl.float8e4nv, bitcast=True).to(DTYPE)
     bits = codes.to(tl.uint16)
@@ -97,8 +107,8 @@ def _exponent_scale(packed, TILE: tl.constexpr, UNIT: tl.constexpr):
 
 @triton.jit
 def _weigh(acc, alpha, weights, keys):
-    """acc [d, heads] * alpha [heads] + keys^T [d, keys] x weights [keys, heads]."""
-    return tl.dot(tl.trans(keys), weights.to(keys.dtype), acc * alpha[None, :], input_precision="ieee")
+    """acc [heads, d] * alpha [heads] + weights [heads, keys] x keys [keys, d]."""
+    return tl.dot(weights.to(keys.dtype), keys, acc * alpha[:, None], input_precision="ieee")
 
 
 @triton.jit
@@ -112,8 +122,8 @@ def _attend(
     a6,
     a7,
     m,
-    sums,
-    tops,
+    total,
+    top,
     q_row,
     offs_h,
     head_ok,
@@ -136,7 +146,7 @@ def _attend(
     D_QK: tl.constexpr,
     TILES: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    WANT_MAX: tl.constexpr,
+    WANT_TOP: tl.constexpr,
     WEIGHT: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
     PLAIN_DTYPE: tl.constexpr,
@@ -145,26 +155,26 @@ def _attend(
 ):
     """Attend the keys of one cache that entries [first, end) of a row's indices name.
 
-    a0 to a7: value accumulators [512 / TILES, heads], the last four used if TILES is 8; m [heads] the
-    reference; sums and tops [BLOCK_K, heads] the sum of exponentials and the maximum by position.
+    a0 to a7: value accumulators [heads, 512 / TILES], the last four used if TILES is 8. [heads] each:
+    m, the reference; total, the sum of exp2(score - m); top, the largest score if WANT_TOP.
     """
     W: tl.constexpr = 512 // TILES
     HEAD_DTYPE: tl.constexpr = PLAIN_DTYPE if LAYOUT == PLAIN else CODE_DTYPE
     UNIT: tl.constexpr = 1.0 if NATIVE_FP8 else 256.0
-    q0 = tl.trans(_query_tile(q_row, offs_h, head_ok, norm, q_stride_h, q_stride_d, 0, W, HEAD_DTYPE))
-    q1 = tl.trans(_query_tile(q_row, offs_h, head_ok, norm, q_stride_h, q_stride_d, W, W, HEAD_DTYPE))
-    q2 = tl.trans(_query_tile(q_row, offs_h, head_ok, norm, q_stride_h, q_stride_d, 2 * W, W, HEAD_DTYPE))
-    q3 = tl.trans(_query_tile(q_row, offs_h, head_ok, norm, q_stride_h, q_stride_d, 3 * W, W, HEAD_DTYPE))
+    q0 = _query_tile(q_row, offs_h, head_ok, norm, q_stride_h, q_stride_d, 0, W, HEAD_DTYPE)
+    q1 = _query_tile(q_row, offs_h, head_ok, norm, q_stride_h, q_stride_d, W, W, HEAD_DTYPE)
+    q2 = _query_tile(q_row, offs_h, head_ok, norm, q_stride_h, q_stride_d, 2 * W, W, HEAD_DTYPE)
+    q3 = _query_tile(q_row, offs_h, head_ok, norm, q_stride_h, q_stride_d, 3 * W, W, HEAD_DTYPE)
     if TILES == 8:
         # The last 64 values of a V4 row are its bfloat16 tail, which is a tile of the values too.
         LAST_DTYPE: tl.constexpr = TAIL_DTYPE if LAYOUT == V4_FP8 else HEAD_DTYPE
-        q4 = tl.trans(_query_tile(q_row, offs_h, head_ok, norm, q_stride_h, q_stride_d, 4 * W, W, HEAD_DTYPE))
-        q5 = tl.trans(_query_tile(q_row, offs_h, head_ok, norm, q_stride_h, q_stride_d, 5 * W, W, HEAD_DTYPE))
-        q6 = tl.trans(_query_tile(q_row, offs_h, head_ok, norm, q_stride_h, q_stride_d, 6 * W, W, HEAD_DTYPE))
-        q7 = tl.trans(_query_tile(q_row, offs_h, head_ok, norm, q_stride_h, q_stride_d, 7 * W, W, LAST_DTYPE))
+        q4 = _query_tile(q_row, offs_h, head_ok, norm, q_stride_h, q_stride_d, 4 * W, W, HEAD_DTYPE)
+        q5 = _query_tile(q_row, offs_h, head_ok, norm, q_stride_h, q_stride_d, 5 * W, W, HEAD_DTYPE)
+        q6 = _query_tile(q_row, offs_h, head_ok, norm, q_stride_h, q_stride_d, 6 * W, W, HEAD_DTYPE)
+        q7 = _query_tile(q_row, offs_h, head_ok, norm, q_stride_h, q_stride_d, 7 * W, W, LAST_DTYPE)
     if D_QK > 512:
         REST_DTYPE: tl.constexpr = PLAIN_DTYPE if LAYOUT == PLAIN else TAIL_DTYPE
-        q_rest = tl.trans(_query_tile(q_row, offs_h, head_ok, norm, q_stride_h, q_stride_d, 512, 64, REST_DTYPE))
+        q_rest = _query_tile(q_row, offs_h, head_ok, norm, q_stride_h, q_stride_d, 512, 64, REST_DTYPE)
     offs_k = tl.arange(0, BLOCK_K)
 
     for start in range(first, end, BLOCK_K):
@@ -182,22 +192,22 @@ def _attend(
             k1 = _row_tile(data, row, ok, value_stride, W, W, PLAIN_DTYPE)
             k2 = _row_tile(data, row, ok, value_stride, 2 * W, W, PLAIN_DTYPE)
             k3 = _row_tile(data, row, ok, value_stride, 3 * W, W, PLAIN_DTYPE)
-            score = tl.dot(k0, q0, input_precision="ieee")
-            score = tl.dot(k1, q1, score, input_precision="ieee")
-            score = tl.dot(k2, q2, score, input_precision="ieee")
-            score = tl.dot(k3, q3, score, input_precision="ieee")
+            score = tl.dot(q0, tl.trans(k0), input_precision="ieee")
+            score = tl.dot(q1, tl.trans(k1), score, input_precision="ieee")
+            score = tl.dot(q2, tl.trans(k2), score, input_precision="ieee")
+            score = tl.dot(q3, tl.trans(k3), score, input_precision="ieee")
             if TILES == 8:
                 k4 = _row_tile(data, row, ok, value_stride, 4 * W, W, PLAIN_DTYPE)
                 k5 = _row_tile(data, row, ok, value_stride, 5 * W, W, PLAIN_DTYPE)
                 k6 = _row_tile(data, row, ok, value_stride, 6 * W, W, PLAIN_DTYPE)
                 k7 = _row_tile(data, row, ok, value_stride, 7 * W, W, PLAIN_DTYPE)
-                score = tl.dot(k4, q4, score, input_precision="ieee")
-                score = tl.dot(k5, q5, score, input_precision="ieee")
-                score = tl.dot(k6, q6, score, input_precision="ieee")
-                score = tl.dot(k7, q7, score, input_precision="ieee")
+                score = tl.dot(q4, tl.trans(k4), score, input_precision="ieee")
+                score = tl.dot(q5, tl.trans(k5), score, input_precision="ieee")
+                score = tl.dot(q6, tl.trans(k6), score, input_precision="ieee")
+                score = tl.dot(q7, tl.trans(k7), score, input_precision="ieee")
             if D_QK > 512:
                 k_rest = _row_tile(data, row, ok, value_stride, 512, 64, PLAIN_DTYPE)
-                score = tl.dot(k_rest, q_rest, score, input_precision="ieee")
+                score = tl.dot(q_rest, tl.trans(k_rest), score, input_precision="ieee")
         elif LAYOUT == V32_FP8:
             # Read as halves of words: byte offsets of a row are multiples of 4 (656 = 4 * 164).
             row_scales = data.to(tl.pointer_type(tl.float32)) + page * (page_stride // 4) + position * 164 + 128
@@ -211,11 +221,11 @@ def _attend(
             s1 = tl.load(row_scales + 1, ok, other=0.0) * UNIT
             s2 = tl.load(row_scales + 2, ok, other=0.0) * UNIT
             s3 = tl.load(row_scales + 3, ok, other=0.0) * UNIT
-            score = tl.dot(k_rest, q_rest, input_precision="ieee")
-            score += tl.dot(k0, q0, input_precision="ieee") * s0[:, None]
-            score += tl.dot(k1, q1, input_precision="ieee") * s1[:, None]
-            score += tl.dot(k2, q2, input_precision="ieee") * s2[:, None]
-            score += tl.dot(k3, q3, input_precision="ieee") * s3[:, None]
+            score = tl.dot(q_rest, tl.trans(k_rest), input_precision="ieee")
+            score += tl.dot(q0, tl.trans(k0), input_precision="ieee") * s0[None, :]
+            score += tl.dot(q1, tl.trans(k1), input_precision="ieee") * s1[None, :]
+            score += tl.dot(q2, tl.trans(k2), input_precision="ieee") * s2[None, :]
+            score += tl.dot(q3, tl.trans(k3), input_precision="ieee") * s3[None, :]
             largest = tl.maximum(tl.maximum(s0, s1), tl.maximum(s2, s3))
         else:
             # A page is PAGE_SIZE rows of 448 codes and 64 bfloat16, then PAGE_SIZE x 8 bytes of exponents.
@@ -238,30 +248,32 @@ def _attend(
             s4 = _exponent_scale(packed, 4, UNIT)
             s5 = _exponent_scale(packed, 5, UNIT)
             s6 = _exponent_scale(packed, 6, UNIT)
-            score = tl.dot(k7, q7, input_precision="ieee")
-            score += tl.dot(k0, q0, input_precision="ieee") * s0[:, None]
-            score += tl.dot(k1, q1, input_precision="ieee") * s1[:, None]
-            score += tl.dot(k2, q2, input_precision="ieee") * s2[:, None]
-            score += tl.dot(k3, q3, input_precision="ieee") * s3[:, None]
-            score += tl.dot(k4, q4, input_precision="ieee") * s4[:, None]
-            score += tl.dot(k5, q5, input_precision="ieee") * s5[:, None]
-            score += tl.dot(k6, q6, input_precision="ieee") * s6[:, None]
+            score = tl.dot(q7, tl.trans(k7), input_precision="ieee")
+            score += tl.dot(q0, tl.trans(k0), input_precision="ieee") * s0[None, :]
+            score += tl.dot(q1, tl.trans(k1), input_precision="ieee") * s1[None, :]
+            score += tl.dot(q2, tl.trans(k2), input_precision="ieee") * s2[None, :]
+            score += tl.dot(q3, tl.trans(k3), input_precision="ieee") * s3[None, :]
+            score += tl.dot(q4, tl.trans(k4), input_precision="ieee") * s4[None, :]
+            score += tl.dot(q5, tl.trans(k5), input_precision="ieee") * s5[None, :]
+            score += tl.dot(q6, tl.trans(k6), input_precision="ieee") * s6[None, :]
             largest = tl.maximum(tl.maximum(s0, s1), tl.maximum(s2, s3))
             largest = tl.maximum(largest, tl.maximum(tl.maximum(s4, s5), s6))
 
-        score = tl.where(ok[:, None], score * factor[None, :], NEG_INF)
-        if WANT_MAX:
-            tops = tl.maximum(tops, score)
+        score = tl.where(ok[None, :], score * factor[:, None], NEG_INF)
         if LAYOUT == PLAIN:
-            reference = tl.max(score, 0)
+            reference = tl.max(score, 1)
+            if WANT_TOP:
+                top = tl.maximum(top, reference)
         else:
-            reference = tl.max(score + tl.log2(tl.maximum(largest, LEAST_SCALE))[:, None], 0)
+            reference = tl.max(score + tl.log2(tl.maximum(largest, LEAST_SCALE))[None, :], 1)
+            if WANT_TOP:
+                top = tl.maximum(top, tl.max(score, 1))
         m_next = tl.maximum(m, reference)
         # Without a key so far the reference is -inf, and -inf - -inf is NaN.
         safe = tl.where(m_next == NEG_INF, 0.0, m_next)
         alpha = tl.exp2(m - safe)
-        p = tl.exp2(score - safe[None, :])
-        sums = sums * alpha[None, :] + p
+        p = tl.exp2(score - safe[:, None])
+        total = total * alpha + tl.sum(p, 1)
         m = m_next
         if WEIGHT != 1.0:
             p *= WEIGHT
@@ -271,31 +283,31 @@ def _attend(
             a2 = _weigh(a2, alpha, p, k2)
             a3 = _weigh(a3, alpha, p, k3)
         else:
-            a0 = _weigh(a0, alpha, p * s0[:, None], k0)
-            a1 = _weigh(a1, alpha, p * s1[:, None], k1)
-            a2 = _weigh(a2, alpha, p * s2[:, None], k2)
-            a3 = _weigh(a3, alpha, p * s3[:, None], k3)
+            a0 = _weigh(a0, alpha, p * s0[None, :], k0)
+            a1 = _weigh(a1, alpha, p * s1[None, :], k1)
+            a2 = _weigh(a2, alpha, p * s2[None, :], k2)
+            a3 = _weigh(a3, alpha, p * s3[None, :], k3)
         if TILES == 8:
             if LAYOUT == PLAIN:
                 a4 = _weigh(a4, alpha, p, k4)
                 a5 = _weigh(a5, alpha, p, k5)
                 a6 = _weigh(a6, alpha, p, k6)
             else:
-                a4 = _weigh(a4, alpha, p * s4[:, None], k4)
-                a5 = _weigh(a5, alpha, p * s5[:, None], k5)
-                a6 = _weigh(a6, alpha, p * s6[:, None], k6)
+                a4 = _weigh(a4, alpha, p * s4[None, :], k4)
+                a5 = _weigh(a5, alpha, p * s5[None, :], k5)
+                a6 = _weigh(a6, alpha, p * s6[None, :], k6)
             a7 = _weigh(a7, alpha, p, k7)
-    return a0, a1, a2, a3, a4, a5, a6, a7, m, sums, tops
+    return a0, a1, a2, a3, a4, a5, a6, a7, m, total, top
 
 
 @triton.jit
 def _store_tile(out_row, acc, weight, offs_h, head_ok, out_stride_h, out_stride_d, START: tl.constexpr):
-    offs_d = START + tl.arange(0, acc.shape[0])
-    at = out_row + offs_h[None, :] * out_stride_h + offs_d[:, None] * out_stride_d
-    tl.store(at, (acc * weight[None, :]).to(out_row.dtype.element_ty), head_ok[None, :])
+    offs_d = START + tl.arange(0, acc.shape[1])
+    at = out_row + offs_h[:, None] * out_stride_h + offs_d[None, :] * out_stride_d
+    tl.store(at, (acc * weight[:, None]).to(out_row.dtype.element_ty), head_ok[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots", "extra_num_slots", "topk", "extra_topk", "rows", "s_q", "heads", "splits"])
 def sparse_mla_kernel(
     q,
     q_stride_b,
@@ -342,13 +354,14 @@ def sparse_mla_kernel(
     rows,
     s_q,
     heads,
+    splits,
     LAYOUT: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     EXTRA_LAYOUT: tl.constexpr,
     EXTRA_PAGE_SIZE: tl.constexpr,
     D_QK: tl.constexpr,
     TILES: tl.constexpr,
-    SPLITS: tl.constexpr,
+    WHOLE: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_K: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
@@ -356,14 +369,15 @@ def sparse_mla_kernel(
     CODE_DTYPE: tl.constexpr,
     TAIL_DTYPE: tl.constexpr,
 ):
-    """One query row, BLOCK_H heads, part program_id(1) of SPLITS of the row's keys.
+    """One query row, BLOCK_H heads, part program_id(1) of `splits` of the row's keys.
 
-    With SPLITS 1 it writes results: out, lse and max_logits (natural log), the sink applied. Otherwise
-    partial ones for `combine_kernel`: out normalised by its own part, lse and max_logits in base 2,
-    [SPLITS, rows, heads], -inf for a part without a key. `max_logits` may be None.
+    If WHOLE (splits is 1) it writes results: out, lse and max_logits (natural log), the sink applied.
+    Otherwise partial ones for `combine_kernel`: out normalised by its own part, lse and max_logits in
+    base 2, [splits, rows, heads], -inf for a part without a key. `max_logits` may be None.
     """
     HAS_FP8: tl.constexpr = LAYOUT != PLAIN or (EXTRA_LAYOUT != PLAIN and EXTRA_LAYOUT != NO_CACHE)
-    WANT_MAX: tl.constexpr = max_logits is not None
+    # Without fp8 the running reference is the maximum.
+    WANT_TOP: tl.constexpr = max_logits is not None and HAS_FP8
     # Weights of at most 1 reach further down in float16 when they start at 2 ** 15.
     WEIGHT: tl.constexpr = 32768.0 if HAS_FP8 else 1.0
     head_tiles = tl.cdiv(heads, BLOCK_H)
@@ -389,7 +403,7 @@ def sparse_mla_kernel(
             extra_length = tl.minimum(tl.maximum(stored, 0), extra_topk).to(tl.int32)
         extra_blocks = tl.cdiv(extra_length, BLOCK_K)
     # Parts are cut from what the lengths leave, so that all of them have work whatever the lengths are.
-    part = tl.cdiv(blocks + extra_blocks, SPLITS)
+    part = tl.cdiv(blocks + extra_blocks, splits)
     first_block = split * part
     end_block = tl.minimum(first_block + part, blocks + extra_blocks)
 
@@ -400,18 +414,18 @@ def sparse_mla_kernel(
         inverse = norm
     factor = inverse * (scale * LOG2_E)
 
-    a0 = tl.zeros([512 // TILES, BLOCK_H], tl.float32)
-    a1 = tl.zeros([512 // TILES, BLOCK_H], tl.float32)
-    a2 = tl.zeros([512 // TILES, BLOCK_H], tl.float32)
-    a3 = tl.zeros([512 // TILES, BLOCK_H], tl.float32)
-    a4 = tl.zeros([512 // TILES, BLOCK_H], tl.float32)
-    a5 = tl.zeros([512 // TILES, BLOCK_H], tl.float32)
-    a6 = tl.zeros([512 // TILES, BLOCK_H], tl.float32)
-    a7 = tl.zeros([512 // TILES, BLOCK_H], tl.float32)
+    a0 = tl.zeros([BLOCK_H, 512 // TILES], tl.float32)
+    a1 = tl.zeros([BLOCK_H, 512 // TILES], tl.float32)
+    a2 = tl.zeros([BLOCK_H, 512 // TILES], tl.float32)
+    a3 = tl.zeros([BLOCK_H, 512 // TILES], tl.float32)
+    a4 = tl.zeros([BLOCK_H, 512 // TILES], tl.float32)
+    a5 = tl.zeros([BLOCK_H, 512 // TILES], tl.float32)
+    a6 = tl.zeros([BLOCK_H, 512 // TILES], tl.float32)
+    a7 = tl.zeros([BLOCK_H, 512 // TILES], tl.float32)
     m = tl.full([BLOCK_H], NEG_INF, tl.float32)
-    sums = tl.zeros([BLOCK_K, BLOCK_H], tl.float32)
-    tops = tl.full([BLOCK_K, BLOCK_H], NEG_INF, tl.float32)
-    a0, a1, a2, a3, a4, a5, a6, a7, m, sums, tops = _attend(
+    total = tl.zeros([BLOCK_H], tl.float32)
+    top = m
+    a0, a1, a2, a3, a4, a5, a6, a7, m, total, top = _attend(
         a0,
         a1,
         a2,
@@ -421,8 +435,8 @@ def sparse_mla_kernel(
         a6,
         a7,
         m,
-        sums,
-        tops,
+        total,
+        top,
         q_row,
         offs_h,
         head_ok,
@@ -445,7 +459,7 @@ def sparse_mla_kernel(
         D_QK,
         TILES,
         BLOCK_K,
-        WANT_MAX,
+        WANT_TOP,
         WEIGHT,
         NATIVE_FP8,
         PLAIN_DTYPE,
@@ -453,7 +467,7 @@ def sparse_mla_kernel(
         TAIL_DTYPE,
     )
     if EXTRA_LAYOUT != NO_CACHE:
-        a0, a1, a2, a3, a4, a5, a6, a7, m, sums, tops = _attend(
+        a0, a1, a2, a3, a4, a5, a6, a7, m, total, top = _attend(
             a0,
             a1,
             a2,
@@ -463,8 +477,8 @@ def sparse_mla_kernel(
             a6,
             a7,
             m,
-            sums,
-            tops,
+            total,
+            top,
             q_row,
             offs_h,
             head_ok,
@@ -487,7 +501,7 @@ def sparse_mla_kernel(
             D_QK,
             TILES,
             BLOCK_K,
-            WANT_MAX,
+            WANT_TOP,
             WEIGHT,
             NATIVE_FP8,
             PLAIN_DTYPE,
@@ -495,22 +509,24 @@ def sparse_mla_kernel(
             TAIL_DTYPE,
         )
 
-    total = tl.sum(sums, 0)
+    if not HAS_FP8:
+        top = m
     empty = total == 0.0
+    total = tl.where(empty, 1.0, total)
     base2_lse = tl.where(empty, NEG_INF, m + tl.log2(total))
     weight = tl.where(empty, 0.0, 1.0 / (total * WEIGHT))
     statistic = (split.to(tl.int64) * rows + row) * heads + offs_h
-    if SPLITS == 1:
+    if WHOLE:
         if attn_sink is not None:
             sink = tl.load(attn_sink + offs_h * sink_stride, head_ok, other=0.0)
-            weight = tl.where(empty, 0.0, weight / (1.0 + tl.exp2(sink * LOG2_E - base2_lse)))
+            weight /= 1.0 + tl.exp2(sink * LOG2_E - tl.where(empty, 0.0, base2_lse))
         tl.store(lse + statistic, tl.where(empty, POS_INF, base2_lse * LN_2), head_ok)
-        if WANT_MAX:
-            tl.store(max_logits + statistic, tl.max(tops, 0) * LN_2, head_ok)
+        if max_logits is not None:
+            tl.store(max_logits + statistic, top * LN_2, head_ok)
     else:
         tl.store(lse + statistic, base2_lse, head_ok)
-        if WANT_MAX:
-            tl.store(max_logits + statistic, tl.max(tops, 0), head_ok)
+        if max_logits is not None:
+            tl.store(max_logits + statistic, top, head_ok)
 
     W: tl.constexpr = 512 // TILES
     out_row = out + split.to(tl.int64) * out_stride_split + b * out_stride_b + s * out_stride_s
@@ -525,7 +541,7 @@ def sparse_mla_kernel(
         _store_tile(out_row, a7, weight, offs_h, head_ok, out_stride_h, out_stride_d, 7 * W)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["s_q", "heads", "splits"])
 def combine_kernel(
     part_out,
     part_lse,
@@ -539,39 +555,38 @@ def combine_kernel(
     max_logits,
     attn_sink,
     sink_stride,
-    rows,
     s_q,
     heads,
-    SPLITS: tl.constexpr,
+    splits,
     BLOCK_SPLITS: tl.constexpr,
 ):
     """Put the parts of one row and head together, and apply the sink.
 
-    part_out [SPLITS, rows, heads, 512] float32, part_lse and part_max [SPLITS, rows, heads] in base 2, as
+    part_out [splits, rows, heads, 512] float32, part_lse and part_max [splits, rows, heads] in base 2, as
     `sparse_mla_kernel` writes them.
     """
     item = tl.program_id(0).to(tl.int64)
     row, head = item // heads, item % heads
-    items = rows.to(tl.int64) * heads if not isinstance(rows, tl.constexpr) else heads
+    items = tl.num_programs(0).to(tl.int64)
     parts = tl.arange(0, BLOCK_SPLITS)
-    logs = tl.load(part_lse + parts.to(tl.int64) * items + item, parts < SPLITS, other=NEG_INF)
+    logs = tl.load(part_lse + parts.to(tl.int64) * items + item, parts < splits, other=NEG_INF)
     top = tl.max(logs, 0)
     empty = top == NEG_INF
     safe = tl.where(empty, 0.0, top)
-    total = tl.sum(tl.exp2(logs - safe), 0)
+    total = tl.where(empty, 1.0, tl.sum(tl.exp2(logs - safe), 0))
     base2_lse = safe + tl.log2(total)
     factor = tl.where(empty, 0.0, 1.0 / total)
     if attn_sink is not None:
         sink = tl.load(attn_sink + head * sink_stride)
-        factor = tl.where(empty, 0.0, factor / (1.0 + tl.exp2(sink * LOG2_E - base2_lse)))
+        factor /= 1.0 + tl.exp2(sink * LOG2_E - base2_lse)
     offs_d = tl.arange(0, 512)
     acc = tl.zeros([512], tl.float32)
-    for part in range(SPLITS):
+    for part in range(splits):
         weight = tl.exp2(tl.load(part_lse + part * items + item) - safe)
         acc += weight * tl.load(part_out + (part * items + item) * 512 + offs_d)
     at = out + (row // s_q) * out_stride_b + (row % s_q) * out_stride_s + head * out_stride_h + offs_d * out_stride_d
     tl.store(at, (acc * factor).to(out.dtype.element_ty))
     tl.store(lse + item, tl.where(empty, POS_INF, base2_lse * LN_2))
     if max_logits is not None:
-        tops = tl.load(part_max + parts.to(tl.int64) * items + item, parts < SPLITS, other=NEG_INF)
+        tops = tl.load(part_max + parts.to(tl.int64) * items + item, parts < splits, other=NEG_INF)
         tl.store(max_logits + item, tl.max(tops, 0) * LN_2)

@@ -6,6 +6,9 @@ device: a query before the first token of its context has an empty window, and w
 does not hold of a window is -1 in its place.
 """
 
+# Triton types a kernel's parameters, not Python.
+# mypy: allow-untyped-defs
+
 from __future__ import annotations
 
 import torch
@@ -18,6 +21,8 @@ from nsa_plugin.kernels.swa_indices import IndexRows
 # Query rows and entries of a window that a program handles.
 WINDOW_ROWS = 8
 MAX_BLOCK = 1024
+
+# `do_not_specialize` below: counts change from batch to batch and must not compile a kernel anew.
 
 
 def window(
@@ -121,7 +126,7 @@ def combine(
     return IndexRows(out, lengths)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "requests"])
 def _window(
     indices_ptr,  # int32 [num_tokens, window]
     lengths_ptr,  # int32 [num_tokens]
@@ -146,17 +151,17 @@ def _window(
     end = request + requests
     for _ in tl.static_range(SEARCH_STEPS):
         middle = (request + end) // 2
-        open_ = request < end
-        stop = tl.load(cu_seqlens_ptr + (middle + 1) * cu_seqlens_stride, mask=open_, other=0).to(tl.int64)
-        request = tl.where(open_ & (stop <= row), middle + 1, request)
-        end = tl.where(open_ & (stop > row), middle, end)
+        searching = request < end
+        stop = tl.load(cu_seqlens_ptr + (middle + 1) * cu_seqlens_stride, mask=searching, other=0).to(tl.int64)
+        request = tl.where(searching & (stop <= row), middle + 1, request)
+        end = tl.where(searching & (stop > row), middle, end)
     real = request < requests
     stop = tl.load(cu_seqlens_ptr + (request + 1) * cu_seqlens_stride, mask=real, other=0).to(tl.int64)
     context = tl.load(seq_lens_ptr + request * seq_lens_stride, mask=real, other=0).to(tl.int64)
     # The last row of a request is at its last position.
     position = tl.where(real, context - (stop - row), -1)
     length = tl.maximum(tl.minimum(position + 1, window), 0)
-    tl.store(lengths_ptr + row, length.to(tl.int32), mask=(row < num_tokens) & (tl.program_id(1) == 0))
+    tl.store(lengths_ptr + row, length.to(tl.int32), mask=row < tl.where(tl.program_id(1) == 0, num_tokens, 0))
 
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     index = (position - length + 1)[:, None] + column[None, :]
@@ -172,7 +177,7 @@ def _window(
     tl.store(target, tl.where(valid, index, -1).to(tl.int32), mask=stored)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["offset"])
 def _combine(
     out_ptr,  # int32 [tokens, width]
     lengths_ptr,  # int32 [tokens]
@@ -210,9 +215,6 @@ def _combine(
     swa = tl.load(swa_ptr + row * swa_stride + column * swa_entry_stride, mask=from_swa, other=-1).to(tl.int64)
     extra = tl.load(extra_ptr + row * extra_stride + behind * extra_entry_stride, mask=from_extra, other=-1)
     extra = extra.to(tl.int64)
-    if OFFSET_EACH:
-        shift = tl.load(offset + row * offset_stride).to(tl.int64)
-    else:
-        shift = offset
+    shift = tl.load(offset + row * offset_stride).to(tl.int64) if OFFSET_EACH else offset
     index = tl.where(from_swa, tl.maximum(swa, -1), tl.where(extra >= 0, extra + shift, -1))
     tl.store(out_ptr + row * out_stride + column * out_entry_stride, index.to(tl.int32), mask=column < width)

@@ -1,0 +1,154 @@
+"""The times that decisions compare, from the records of `nsa-plugin bench`.
+
+``python -m ci.measured`` writes nsa_plugin/measurements.py from docs/benchmarks; ``--check`` ends 1 if it is
+out of date. The times are medians. Where several cases fall on the same heads and rows, that with the longest
+context counts, of those the one with the largest page, and of those the latest record's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ci.rows import ROOT
+from nsa_plugin.bench.record import read
+from nsa_plugin.candidates import FLASH_MLA_DECODE, Route
+from nsa_plugin.capabilities import Op
+from nsa_plugin.measured import SELECTIONS, Points
+from nsa_plugin.plan import Attention
+
+RECORDS = ROOT / "docs" / "benchmarks"
+MODULE = ROOT / "nsa_plugin" / "measurements.py"
+
+# SM versions of the GPUs whose records count. Another GPU of the same version has other proportions.
+GPUS = {"NVIDIA H200": 90}
+
+_PREFILL = {name: Route(Attention.SPARSE_PREFILL, name) for name in ("cuda", "triton")}
+_DECODE = {name: Route(Attention.SPARSE_DECODE, name) for name in ("cuda", "triton")}
+_COPIED = Route(Attention.SPARSE_PREFILL, "flash_mla", dequantize_kv=True)
+
+# Which route each provider of a record is. FlashMLA's times are those of the stock calls: as in an engine, they
+# leave out its schedule, which is made once for all layers. Providers that no route of a batch is are left out:
+# FlashMLA over bfloat16 rows that somebody else has made, for one.
+ROUTES: dict[str, dict[str, Route]] = {
+    "sparse_mla_prefill": _PREFILL
+    | {"flash_mla decode kernel": FLASH_MLA_DECODE, "flash_mla padded, bf16 copy included": _COPIED},
+    "sparse_mla_decode": _DECODE | {"flash_mla padded": FLASH_MLA_DECODE},
+    "v4_prefill_route": _PREFILL
+    | {"flash_mla decode kernel": FLASH_MLA_DECODE, "dequantise, combine, flash_mla": _COPIED},
+}
+DENSE = {name: Route(Attention.MHA_ONE_SHOT, name) for name in ("fa3", "triton")}
+# What the op mha_one_shot times dense attention against, by the layout of the cache.
+BESIDE: dict[str, dict[str, Route]] = {
+    "v32_fp8": {
+        "sparse_mla cuda": _PREFILL["cuda"],
+        "sparse_mla triton": _PREFILL["triton"],
+        "sparse_mla flash_mla padded": _COPIED,
+    },
+    "bf16": {"sparse_mla flash_mla padded": Route(Attention.SPARSE_PREFILL, "flash_mla")},
+}
+
+Key = tuple[int, str, str]
+Table = dict[Key, dict[str, dict[int, Points]]]
+# (op, layout, label, heads, rows, microseconds, rank of the case among those of the same rows)
+Measured = tuple[str, str, str, int, int, float, tuple[int, int]]
+
+
+def _of_row(row: dict[str, Any]) -> Iterator[Measured]:
+    """The times that a row of a record stands for; none where no decision compares it."""
+    op, case, provider = row["op"], row["case"], row["provider"]
+    if op in ROUTES:
+        layout = case["layout"]
+        if provider in ROUTES[op] and SELECTIONS.get(layout) == (case["topk"], case.get("window", 0)):
+            need = Op.SPARSE_MLA_DECODE if op == "sparse_mla_decode" else Op.SPARSE_MLA_PREFILL
+            rows = case["q"] if "q" in case else case["batch"] * case["s_q"]
+            rank = case["kv"], case.get("page_size", 0)
+            yield str(need), layout, str(ROUTES[op][provider]), case["heads"], rows, row["median_us"], rank
+    elif op == "mha_one_shot":
+        for layout, beside in BESIDE.items():
+            route = (DENSE | beside).get(provider)
+            # A prefix was not measured.
+            if route is None or case["q"] != case["kv"] or case["topk"] != SELECTIONS[layout][0]:
+                continue
+            # Each with the projection that only it needs.
+            projection = row["up_projection_us" if route in DENSE.values() else "absorb_us"]
+            yield op, layout, str(route), case["heads"], case["q"], row["median_us"] + projection, (case["kv"], 0)
+
+
+def collect(folder: Path) -> Table:
+    """The table of a folder's records, sorted.
+
+    Raises:
+        BenchError: a record cannot be read.
+    """
+    chosen: dict[tuple[Key, str, int, int], tuple[tuple[int, int], str, float]] = {}
+    for records in read(folder).values():
+        for _, record in records:
+            sm = GPUS.get(record["host"]["gpu"])
+            if sm is None:
+                continue
+            for row in record["rows"]:
+                for op, layout, label, heads, rows, time, rank in _of_row(row):
+                    place = (sm, op, layout), label, heads, rows
+                    found = rank, record["date"], time
+                    if place not in chosen or found[:2] >= chosen[place][:2]:
+                        chosen[place] = found
+    table: Table = {}
+    for (key, label, heads, rows), (_, _, time) in sorted(chosen.items()):
+        by_heads = table.setdefault(key, {}).setdefault(label, {})
+        by_heads[heads] = (*by_heads.get(heads, ()), (rows, float(f"{time:.4g}")))
+    return table
+
+
+_HEAD = '''"""Made by `python -m ci.measured` from docs/benchmarks; change nothing here.
+
+Microseconds of one call: {(SM version, op, layout): {route: {heads: ((rows, microseconds), ...)}}}.
+"""
+
+'''
+_TYPE = "dict[tuple[int, str, str], dict[str, dict[int, tuple[tuple[int, float], ...]]]]"
+
+
+def render(table: Table) -> str:
+    """The module, laid out as `ruff format` would."""
+    if not table:
+        return f"{_HEAD}MEASUREMENTS: {_TYPE} = {{}}\n"
+    lines = [f"MEASUREMENTS: {_TYPE} = {{"]
+    for (sm, op, layout), by_label in table.items():
+        lines.append(f'    ({sm}, "{op}", "{layout}"): {{')
+        for label, by_heads in by_label.items():
+            lines.append(f'        "{label}": {{')
+            for heads, points in by_heads.items():
+                lines += _points(heads, points)
+            lines.append("        },")
+        lines.append("    },")
+    return _HEAD + "\n".join([*lines, "}"]) + "\n"
+
+
+def _points(heads: int, points: Points) -> list[str]:
+    line = f"            {heads}: {points!r},"
+    if len(line) <= 120:
+        return [line]
+    return [f"            {heads}: (", *(f"                {point!r}," for point in points), "            ),"]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m ci.measured", description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="change nothing; end 1 if the module is out of date")
+    args = parser.parse_args()
+    made, name = render(collect(RECORDS)), MODULE.relative_to(ROOT)
+    if MODULE.read_text() == made:
+        return 0
+    if args.check:
+        print(f"{name}: not what docs/benchmarks gives; run: make docs", file=sys.stderr)
+        return 1
+    MODULE.write_text(made)
+    print(f"rewrote {name}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""Workloads of a V4 prefill: window and selected keys from two paged caches, every step of the route included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from nsa_plugin.bench import floors, inputs, judges, stock
+from nsa_plugin.bench.cases import Case
+from nsa_plugin.bench.judges import Attended
+from nsa_plugin.bench.suites.sparse_mla import D_V, gather
+from nsa_plugin.bench.workload import Call, Contender, Context, Workload, with_poisoned
+from nsa_plugin.kernels.kv_cache import PagedCache
+from nsa_plugin.kernels.sparse_mla import reference_prefill
+from nsa_plugin.kernels.swa_indices import IndexRows
+from nsa_plugin.kernels.v4_prefill import Keys, route
+
+DECODE_KERNEL = "flash_mla decode kernel"
+BY_WORKSPACE = "dequantise, combine, {}"
+
+COMPRESS_RATIO = 4  # tokens of an entry of the selected keys' cache, in DeepSeek-V4's CSA layers
+_SAMPLED_ROWS = 24
+
+
+def prefill(case: Case, context: Context) -> Workload:
+    device, layout = context.device, case.text("layout")
+    names = ("heads", "q", "kv", "topk", "window", "page_size")
+    heads, tokens, kv, topk, window, page_size = (case.number(name) for name in names)
+    entries = kv // COMPRESS_RATIO
+    # The window cache holds the chunk's tokens and the window before them; the queries are the last tokens.
+    cache = context.shared(
+        ("window", layout, tokens, page_size),
+        lambda: inputs.filled_cache(device, layout, tokens + window, page_size, 1),
+    )
+    extra_cache = context.shared(
+        ("extra", layout, entries, page_size),
+        lambda: inputs.filled_cache(device, layout, entries, max(1, page_size // COMPRESS_RATIO), 4),
+    )
+    indices = _windows(device, tokens, window)
+    extra = context.shared(
+        ("selected", tokens, entries, topk), lambda: _compact(inputs.selection(device, tokens, entries, topk, 2))
+    )
+    q = inputs.normal(device, 3, tokens, heads, cache.dim)
+    out = torch.empty(tokens, heads, D_V, dtype=torch.bfloat16, device=device)
+    scale = cache.dim**-0.5
+    rows = inputs.sample(device, tokens, _SAMPLED_ROWS)
+    judge = judges.attention(
+        rows,
+        lambda: reference_prefill(
+            q[rows],
+            cache,
+            indices.indices[rows],
+            scale=scale,
+            topk_length=indices.lengths[rows],
+            extra_kv=extra_cache,
+            extra_indices=extra.indices[rows],
+            extra_topk_length=extra.lengths[rows],
+            out_dtype=torch.float32,
+        ),
+        judges.DECODE_OUT,
+    )
+
+    def decode_kernel() -> Call:
+        attend = stock.flash_mla_decode(
+            q.unsqueeze(1),
+            cache,
+            indices.indices.unsqueeze(1),
+            scale,
+            topk_length=indices.lengths,
+            extra_cache=extra_cache,
+            extra=extra,
+        )
+
+        def call() -> Attended:
+            result = attend()
+            return Attended(result.out.squeeze(1), result.lse.squeeze(-1))
+
+        return call
+
+    def direct(function: Callable[..., Any]) -> Call:
+        def call() -> Any:
+            return function(
+                q,
+                cache,
+                indices.indices,
+                scale=scale,
+                topk_length=indices.lengths,
+                extra_kv=extra_cache,
+                extra_indices=extra.indices,
+                extra_topk_length=extra.lengths,
+                out=out,
+            )
+
+        return with_poisoned(out, call)
+
+    def by_workspace(attention: Callable[..., Any]) -> Call:
+        window_keys, extra_keys = _keys(cache, indices), _keys(extra_cache, extra)
+        needed = window_keys.rows + extra_keys.rows
+
+        def call() -> Any:
+            # Made in the call, so that its memory counts as the route's.
+            workspace = torch.empty(needed, cache.dim, dtype=torch.bfloat16, device=device)
+            return route(q, window_keys, extra_keys, workspace=workspace, scale=scale, attention=attention, out=out)
+
+        return with_poisoned(out, call)
+
+    contenders = (
+        Contender(DECODE_KERNEL, decode_kernel),
+        *context.contenders("sparse_mla_prefill", by_workspace, label=BY_WORKSPACE, layout="bf16", heads=heads),
+        *context.contenders("sparse_mla_prefill", direct, layout=layout, heads=heads),
+    )
+    gathers = [gather(indices.indices, cache), gather(extra.indices, extra_cache)]
+    return Workload(
+        work=floors.sparse_mla(rows=tokens, heads=heads, d_qk=cache.dim, d_v=D_V, gathers=gathers),
+        contenders=contenders,
+        judge=judge,
+        baselines=(DECODE_KERNEL,),
+        memory=True,
+    )
+
+
+def _windows(device: torch.device, tokens: int, window: int) -> IndexRows:
+    """Each query's window in a cache whose row `window` is the first query's token: full windows."""
+    first = torch.arange(1, tokens + 1, dtype=torch.int32, device=device)
+    indices = first.unsqueeze(1) + torch.arange(window, dtype=torch.int32, device=device)
+    return IndexRows(indices, torch.full((tokens,), window, dtype=torch.int32, device=device))
+
+
+def _compact(indices: torch.Tensor) -> IndexRows:
+    return IndexRows(indices, (indices >= 0).sum(1).int())
+
+
+def _keys(cache: PagedCache, indices: IndexRows) -> Keys:
+    """Every page of the cache, which is the context of one request."""
+    pages = torch.arange(cache.num_pages, dtype=torch.int32, device=cache.device)
+    return Keys(cache, pages, indices.indices, indices.lengths, page_map=torch.empty_like(pages))

@@ -1,0 +1,164 @@
+"""``nsa-plugin bench``: ops timed across providers and shapes on this machine's GPU, and reports of that."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from nsa_plugin.bench.cases import SUITES, BenchError, Suite, chosen
+from nsa_plugin.commands.output import console
+from nsa_plugin.kernels.registry import OPS, REFERENCE, Registry
+
+REPORT = "report"
+RECORDS = Path("docs/benchmarks")
+
+EPILOG = f"""suites: {", ".join(SUITES)}
+
+examples:
+  nsa-plugin bench --list
+  nsa-plugin bench sparse-mla-prefill --provider triton
+  nsa-plugin bench --json {RECORDS}            every suite, one record each: {RECORDS}/<gpu>/<suite>.json
+  nsa-plugin bench report --plots              {RECORDS}.md and its plots, from those records
+
+Every timed result is compared with the float32 reference on a sample of its rows. A contender that cannot
+carry a case is listed with the reason; one that fails or is wrong is listed too, has no figures, and the
+command ends with 1. Without a GPU only --list and report work."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = f"{EPILOG}\n\n{parser.epilog}"
+    parser.add_argument(
+        "suites", nargs="*", metavar="SUITE", help=f"what to measure (every suite), or {REPORT}: what was recorded"
+    )
+    parser.add_argument("--list", action="store_true", help="list the suites and measure nothing")
+    measure = parser.add_argument_group("measuring")
+    measure.add_argument(
+        "--provider",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="measure this provider alone, beside the stock path; may be given more than once "
+        f"(every registered one but {REFERENCE})",
+    )
+    measure.add_argument(
+        "--budget", type=_seconds, default=60.0, metavar="SECONDS", help="for a suite, compilation apart (%(default)g)"
+    )
+    measure.add_argument("--runs", type=_count, metavar="N", help="of each contender (as many as 0.2 s hold)")
+    measure.add_argument("--tiny", action="store_true", help="small cases, to see what runs; they make no record")
+    measure.add_argument("--json", type=Path, metavar="DIR", help="write a record of each suite to DIR/<gpu>/")
+    measure.add_argument("--commit", metavar="HASH", help="commit for the record, where the source is in no checkout")
+    report = parser.add_argument_group(REPORT)
+    report.add_argument(
+        "--records", type=Path, default=RECORDS, metavar="DIR", help="where the records are (%(default)s)"
+    )
+    report.add_argument("--plots", action="store_true", help="also draw an SVG beside each record; needs matplotlib")
+
+
+def _seconds(text: str) -> float:
+    return _positive(text, float, "a number of seconds above 0")
+
+
+def _count(text: str) -> int:
+    return int(_positive(text, int, "a whole number above 0"))
+
+
+def _positive(text: str, kind: Any, allowed: str) -> float:
+    try:
+        value = kind(text)
+    except ValueError:
+        value = 0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not {allowed}")
+    return float(value)
+
+
+def run(args: argparse.Namespace) -> int:
+    if REPORT in args.suites:
+        if args.suites != [REPORT]:
+            raise BenchError(f"{REPORT} stands alone; it takes no suites")
+        return _report(args.records, plots=args.plots)
+    if args.plots:
+        raise BenchError(f"--plots belongs to: nsa-plugin bench {REPORT}")
+    suites = chosen(args.suites)
+    if args.list:
+        from nsa_plugin.bench.tables import print_suites
+
+        print_suites(console())
+        return 0
+    if args.tiny and args.json:
+        raise BenchError("--tiny makes no record; leave out --json")
+    _check_providers(args.provider)
+    return _measure(suites, args)
+
+
+def _check_providers(wanted: Iterable[str]) -> None:
+    registry = Registry()
+    known = {provider.name for op in OPS for provider in registry.providers(op)}
+    unknown = [name for name in wanted if name not in known]
+    if unknown:
+        raise BenchError(f"--provider is {unknown[0]!r}; allowed: {', '.join(sorted(known))}")
+
+
+def _measure(suites: list[Suite], args: argparse.Namespace) -> int:
+    try:
+        import torch
+    except ImportError as error:
+        raise BenchError("measuring needs torch, which is not installed") from error
+    if not torch.cuda.is_available():
+        raise BenchError("measuring needs an NVIDIA GPU, and torch sees none; --list and report work without one")
+
+    from nsa_plugin.bench import record, tables
+    from nsa_plugin.bench.runner import Options, run_suite
+    from nsa_plugin.bench.timing import L2_POLICY, CudaTimer, measure_rates
+    from nsa_plugin.bench.workload import Context
+    from nsa_plugin.demo.progress import Steps
+
+    out = console()
+    steps = Steps(out)
+    major, minor = torch.cuda.get_device_capability()
+    context = Context(torch.device("cuda", torch.cuda.current_device()), 10 * major + minor, Registry(), args.provider)
+    timer = CudaTimer()
+    with steps.step("the device's own rates"):
+        rates = measure_rates(timer)
+    tables.print_rates(out, torch.cuda.get_device_name(), rates)
+    host = record.describe_host(rates, l2=L2_POLICY, commit=args.commit)
+    failed = []
+    for suite in suites:
+        with steps.step(suite.name) as update:
+            cases = suite.tiny if args.tiny else suite.cases
+            outcome = run_suite(suite, cases, context, timer, rates, Options(args.budget, args.runs), update=update)
+        tables.print_outcome(out, suite.name, outcome)
+        torch.cuda.empty_cache()
+        if outcome.failed:
+            failed.append(suite.name)
+        if args.json and outcome.rows:
+            made = record.as_record(suite, outcome, host, ["nsa-plugin", *sys.argv[1:]])
+            out.print(f"recorded: {record.write(made, args.json)}")
+        elif args.json:
+            out.print(f"not recorded: nothing of {suite.name} could be measured")
+    if failed:
+        out.print(f"✗ wrong or failed in {', '.join(failed)}; see FAILED above")
+    return 1 if failed else 0
+
+
+def _report(folder: Path, *, plots: bool) -> int:
+    from nsa_plugin.bench import plots as drawing
+    from nsa_plugin.bench.record import read
+    from nsa_plugin.bench.report import rewrite
+
+    if not folder.is_dir():
+        raise BenchError(f"--records is {folder}, which is no directory")
+    if plots:
+        drawing.require()
+        for records in read(folder).values():
+            for path, record in records:
+                if drawing.draw(record, path.with_suffix(".svg")):
+                    print(f"drew {path.with_suffix('.svg')}")
+    page = folder.with_suffix(".md")
+    if not page.is_file():
+        raise BenchError(f"{page} is not there; the tables are written into it")
+    print(f"{'rewrote' if rewrite(page, folder) else 'up to date:'} {page}")
+    return 0

@@ -1,0 +1,226 @@
+"""The indexer over DeepGEMM's fp8 logits (sgl-deep-gemm 0.1.2 to 0.2.0): SM90 and SM100.
+
+`topk` and `paged_topk` have the signatures and results of `nsa_plugin.kernels.indexer`'s references. The
+library writes float32 logits of one chunk of rows into memory that it takes from PyTorch's allocator (it
+has no argument for a caller's), a selector reads them, and the next chunk gets the same memory: the buffer
+is let go before.
+
+What the library asks for, seen in its sources, and how it is met here:
+
+- fp8 q and k, contiguous and aligned to 16 bytes; ranges with ke >= ks. Ranges are clamped on the device.
+- the number of rows is an argument of its kernels, not a part of them: no row count rebuilds one. Its scheduling
+  kernel is the exception (one for every 32 requests, and with a limit), which `paged_metadata` replaces on SM90.
+- `max_seqlen_k` makes the columns count from each row's ks, in a buffer of that width: what a chunk of several
+  requests takes, so that none is scored against the keys of another. It does not stop at the width, so ranges do.
+- the paged kernel of SM90 takes 1 or 2 query rows a request and pages of 64; more rows go as several requests.
+  Requests of no key are scored as if they had one, and the selector leaves that out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+import torch
+
+from nsa_plugin.kernels.checks import FP8_DTYPE, require
+from nsa_plugin.kernels.kv_cache import PagedCache
+from nsa_plugin.kernels.topk import Request, Selector, default_selector, new_output, row_chunks, uncovered_rows
+
+HEADS = {9: (32, 64), 10: (8, 16, 32, 64)}
+"""Heads that the library takes, by the major version of the SM."""
+
+HEAD_DIMS = (32, 64, 128)
+PAGE_SIZE = 64
+ALIGNMENT = 16
+# Below every known limit of the library's own scheduling kernel (12288 requests before 0.1.4, 29040 on SM100).
+LIBRARY_SCHEDULE_REQUESTS = 8192
+
+Scheduler = Callable[[torch.Tensor], torch.Tensor]
+
+
+def topk(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    weights: torch.Tensor,
+    ks: torch.Tensor,
+    ke: torch.Tensor,
+    topk: int,
+    *,
+    rows_per_chunk: int | None = None,
+    out: torch.Tensor | None = None,
+    requests: Sequence[Request] | None = None,
+    max_key_span: int | None = None,
+    selector: Selector | None = None,
+) -> torch.Tensor:
+    """int32 [rows, topk] positions relative to ks, -1 behind them; see `nsa_plugin.kernels.indexer.reference_topk`.
+
+    Args:
+        q, k: float8_e4m3fn.
+        requests, max_key_span, selector: as `nsa_plugin.kernels.triton.indexer.topk`. With `requests`, a row's
+            range lies in its request's keys.
+
+    Raises:
+        KernelArgumentError: a shape or dtype is wrong, or the library does not take the heads.
+    """
+    from nsa_plugin.kernels.triton.indexer import check_limits, check_ragged
+
+    op = "indexer_topk"
+    check_ragged(op, q, k, k_scale, weights, ks, ke, dtypes=(FP8_DTYPE,))
+    rows, heads, dim = q.shape
+    keys = k.shape[0]
+    _check_heads(op, q.device, heads, dim)
+    result = new_output(op, rows, topk, out, q.device)
+    check_limits(op, rows_per_chunk, max_key_span)
+    chunks = list(row_chunks(rows, keys, rows_per_chunk=rows_per_chunk, requests=requests))
+    for gap in uncovered_rows(chunks, rows):
+        result[gap].fill_(-1)
+    if not chunks:
+        return result
+    import deep_gemm
+
+    selector = selector or default_selector(q.device, topk)
+    q, k, weights = _aligned(q), _aligned(k), _aligned(weights)
+    scale = torch.ones(keys, dtype=torch.float32, device=q.device) if k_scale is None else _aligned(k_scale)
+    ks = ks.clamp(0, keys).int()
+    ke = torch.maximum(ke.clamp(max=keys).int(), ks)
+    zeros = None
+    for chunk in chunks:
+        part = chunk.rows
+        span = chunk.span if max_key_span is None else min(chunk.span, max_key_span)
+        if chunk.shares_keys and span == chunk.span:
+            # The scales' address has to be aligned too: the keys start up to three early.
+            base = chunk.keys.start // 4 * 4
+            starts = ks[part].clamp(chunk.keys.start, chunk.keys.stop) - base
+            ends = torch.maximum(ke[part].clamp(max=chunk.keys.stop) - base, starts)
+            some = slice(base, chunk.keys.stop)
+            logits = deep_gemm.fp8_mqa_logits(
+                q[part], (k[some], scale[some]), weights[part], starts, ends, clean_logits=False
+            )
+        else:
+            ends = torch.minimum(ke[part], ks[part] + span)
+            logits = deep_gemm.fp8_mqa_logits(
+                q[part], (k, scale), weights[part], ks[part], ends, clean_logits=False, max_seqlen_k=span
+            )
+            zeros = torch.zeros_like(ks) if zeros is None else zeros
+            starts, ends = zeros[part], ends - ks[part]
+        selector(logits, starts, ends, topk, out=result[part])
+        del logits
+    return result
+
+
+def paged_topk(
+    q: torch.Tensor,
+    cache: PagedCache,
+    weights: torch.Tensor,
+    seq_lens: torch.Tensor,
+    page_table: torch.Tensor,
+    topk: int,
+    *,
+    rows_per_chunk: int | None = None,
+    out: torch.Tensor | None = None,
+    max_len: int | None = None,
+    selector: Selector | None = None,
+    metadata_provider: str | None = None,
+) -> torch.Tensor:
+    """int32 [batch * next_n, topk] logical positions; see `nsa_plugin.kernels.indexer.reference_paged_topk`.
+
+    Args:
+        q: [batch, next_n, heads, dim] float8_e4m3fn.
+        cache: an `indexer_fp8` cache with pages of 64.
+        rows_per_chunk, max_len, selector: as `nsa_plugin.kernels.triton.indexer.paged_topk`.
+        metadata_provider: who schedules: "deep_gemm", or "triton" (SM90 only), which takes any number of rows in one
+            chunk. None: "triton" where it may.
+
+    Raises:
+        KernelArgumentError: a shape, dtype or page size is wrong, or the library does not take the heads.
+    """
+    from nsa_plugin.kernels.triton.indexer import check_limits, paged_limits
+
+    op = "indexer_topk_paged"
+    limits, max_len = paged_limits(op, q, cache, weights, seq_lens, page_table, max_len, dtypes=(FP8_DTYPE,))
+    batch, next_n, heads, dim = q.shape
+    major = _check_heads(op, q.device, heads, dim)
+    require(cache.page_size == PAGE_SIZE, op, f"cache has pages of {cache.page_size}; deep_gemm reads {PAGE_SIZE}")
+    allowed = (None, "deep_gemm", "triton") if major == 9 else (None, "deep_gemm")
+    known = metadata_provider in allowed
+    require(known, op, f"metadata_provider is {metadata_provider!r}; on SM{major}x it is one of {allowed}")
+    result = new_output(op, batch * next_n, topk, out, q.device)
+    check_limits(op, rows_per_chunk, None)
+    if batch * next_n == 0:
+        return result
+    if max_len == 0:
+        return result.fill_(-1)
+    import deep_gemm
+
+    selector = selector or default_selector(q.device, topk)
+    own = major == 9 and metadata_provider != "deep_gemm"
+    schedule = _own_schedule(deep_gemm) if own else _library_schedule(deep_gemm)
+
+    # Requests of one or two query rows: two read each key once, where they may be in one chunk.
+    pair = 2 if next_n % 2 == 0 and rows_per_chunk != 1 else 1
+    repeats = next_n // pair
+    q = _aligned(q).view(batch * repeats, pair, heads, dim)
+    weights = _aligned(weights)
+    table = page_table.int().contiguous()
+    table = table if repeats == 1 else table.repeat_interleave(repeats, dim=0)
+    context = limits.view(-1, pair).amax(1, keepdim=True).clamp(min=1).expand(-1, pair).contiguous()
+    limits = limits.view(-1)
+    zeros = torch.zeros_like(limits)
+    count = batch * repeats
+    step = count if rows_per_chunk is None else max(1, rows_per_chunk // pair)
+    step = step if own else min(step, LIBRARY_SCHEDULE_REQUESTS)
+    for first in range(0, count, step):
+        some = slice(first, min(first + step, count))
+        rows = slice(some.start * pair, some.stop * pair)
+        logits = deep_gemm.fp8_paged_mqa_logits(
+            q[some],
+            cache.as_records(),
+            weights[rows],
+            context[some],
+            table[some],
+            schedule(context[some]),
+            max_len,
+            clean_logits=False,
+        )
+        selector(logits, zeros[rows], limits[rows], topk, out=result[rows])
+        del logits
+    return result
+
+
+def _own_schedule(deep_gemm: ModuleType) -> Scheduler:
+    from nsa_plugin.kernels.triton.indexer import paged_metadata
+
+    num_sms = deep_gemm.get_num_sms()
+    return lambda context: paged_metadata(context, num_sms)
+
+
+def _library_schedule(deep_gemm: ModuleType) -> Scheduler:
+    num_sms = deep_gemm.get_num_sms()
+
+    def schedule(context: torch.Tensor) -> torch.Tensor:
+        planned: torch.Tensor = deep_gemm.get_paged_mqa_logits_metadata(context, PAGE_SIZE, num_sms)
+        return planned
+
+    return schedule
+
+
+def _check_heads(op: str, device: torch.device, heads: int, dim: int) -> int:
+    """Check them against what the library takes on a device; return the major version of its SM."""
+    major = _sm_major(device)
+    require(major in HEADS, op, f"q is on {device}, SM{major}x; deep_gemm has these kernels for SM90 and SM100")
+    allowed = " or ".join(map(str, HEADS[major]))
+    require(heads in HEADS[major], op, f"q has {heads} heads; deep_gemm takes {allowed} on SM{major}x")
+    require(dim in HEAD_DIMS, op, f"q has {dim} values a head; deep_gemm takes {' or '.join(map(str, HEAD_DIMS))}")
+    return major
+
+
+def _sm_major(device: torch.device) -> int:
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
+
+
+def _aligned(values: torch.Tensor) -> torch.Tensor:
+    """Contiguous and at an address that the library's tensor maps take; a copy only where it is not."""
+    values = values.contiguous()
+    return values if values.data_ptr() % ALIGNMENT == 0 else values.clone()

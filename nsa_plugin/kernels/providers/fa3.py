@@ -1,0 +1,318 @@
+"""FlashAttention-3 behind the contracts of dense attention and of sparse decode, on SM90.
+
+FA3 comes with SGLang (`sgl_kernel.flash_attn`) or with vLLM (`vllm.vllm_flash_attn`); the first that
+imports is used. Their functions differ in names only, which `_Library` hides.
+
+`mha` is `flash_attn_varlen_func` over the requests' own keys. `decode` attends a bfloat16 cache of latent
+rows: the RoPE part of q and of the rows are FA3's q and k, the rest its `qv` and v, and the page table
+names single rows, one query token a sequence (SGLang `_forward_fa3`, vLLM FLASH_ATTN_MLA_SPARSE). FA3
+attends the first so many entries of a page-table row, so valid entries are moved to the front.
+
+What differs from the contracts: bfloat16 and float16 only; in `decode` no sink, no second cache, d_v 512
+of rows of 576, and pages that follow each other in memory without a gap.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import lru_cache
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+
+from nsa_plugin.kernels.checks import FLOAT_DTYPES, INDEX_DTYPES, check_tensor, require
+from nsa_plugin.kernels.kv_cache import PagedCache
+from nsa_plugin.kernels.mha import MhaOutput
+from nsa_plugin.kernels.sparse_mla import DecodeOutput
+from nsa_plugin.kernels.sparse_mla_args import decode_call
+from nsa_plugin.kernels.triton.compact import compact
+from nsa_plugin.layouts import PlainLayout
+
+DTYPES = (torch.bfloat16, torch.float16)
+KV_LORA_RANK = 512
+ROPE_DIM = 64
+
+
+class _Library(NamedTuple):
+    """One of the packages that carry FA3.
+
+    varlen: its `flash_attn_varlen_func`; paged: its function for a page table and `qv`, called with what
+    `decode` passes; takes_out: `varlen` and `paged` write into a given `out`.
+    """
+
+    module: str
+    varlen: Callable[..., Any]
+    paged: Callable[..., Any]
+    takes_out: bool
+
+
+def mha(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    *,
+    scale: float,
+    causal: bool = True,
+    return_lse: bool = False,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+) -> MhaOutput:
+    """Dense attention of ragged requests. Contract: see `nsa_plugin.kernels.mha`.
+
+    Args:
+        q, k, v: bfloat16 or float16, one dtype; values of a head contiguous, or they are copied.
+        cu_seqlens_q, cu_seqlens_k: on q's device; int64 is converted.
+        max_seqlen_q, max_seqlen_k: most queries and keys of a request. Without them the bounds that the
+            shapes give are used, so nothing is read on the host either way.
+
+    Raises:
+        KernelArgumentError: a shape, dtype or device is wrong.
+    """
+    op = "mha_one_shot"
+    check_tensor(op, "q", q, ("tokens", "heads", "d_qk"), dtypes=DTYPES)
+    tokens, heads, d_qk = q.shape
+    check_tensor(op, "k", k, ("kv_tokens", heads, d_qk), dtypes=(q.dtype,), device=q.device)
+    check_tensor(op, "v", v, (k.shape[0], heads, "d_v"), dtypes=(q.dtype,), device=q.device)
+    for name, bounds in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        check_tensor(op, name, bounds, ("requests + 1",), dtypes=INDEX_DTYPES, device=q.device)
+    count, k_count = len(cu_seqlens_q), len(cu_seqlens_k)
+    require(count > 0, op, "cu_seqlens_q is []; it has at least the entry 0")
+    require(count == k_count, op, f"cu_seqlens_k has {k_count} entries; expected {count}")
+    shape = (tokens, heads, v.shape[-1])
+    if out is None:
+        out = torch.empty(shape, dtype=out_dtype or q.dtype, device=q.device)
+    require(out_dtype in (None, out.dtype), op, f"out_dtype is {out_dtype} but out has {out.dtype}")
+    check_tensor(op, "out", out, shape, dtypes=FLOAT_DTYPES, device=q.device)
+    if q.numel() == 0 or k.shape[0] == 0 or count == 1:
+        out.zero_()
+        return MhaOutput(out, _empty_lse(tokens, heads, q.device) if return_lse else None)
+
+    library = load()
+    # FA3 leaves the rows behind the last request as they are.
+    direct = library.takes_out and out.dtype == q.dtype and out.is_contiguous()
+    written = out if direct else torch.empty(shape, dtype=q.dtype, device=q.device)
+    if library.takes_out:
+        written.zero_()
+    arguments: dict[str, Any] = {"out": written} if library.takes_out else {}
+    given, raw_lse, *_ = library.varlen(
+        q=_inner_contiguous(q),
+        k=_inner_contiguous(k),
+        v=_inner_contiguous(v),
+        cu_seqlens_q=_int32(cu_seqlens_q),
+        cu_seqlens_k=_int32(cu_seqlens_k),
+        max_seqlen_q=tokens if max_seqlen_q is None else max_seqlen_q,
+        max_seqlen_k=k.shape[0] if max_seqlen_k is None else max_seqlen_k,
+        softmax_scale=scale,
+        causal=causal,
+        num_splits=1,
+        return_softmax_lse=True,
+        **arguments,
+    )
+    is_padding = torch.arange(tokens, device=q.device) >= cu_seqlens_q[-1]
+    if not library.takes_out:
+        given = given.masked_fill(is_padding[:, None, None], 0.0)
+    if not direct:
+        out.copy_(given)
+    if not return_lse:
+        return MhaOutput(out, None)
+    lse = raw_lse.transpose(0, 1)
+    return MhaOutput(out, lse.masked_fill((lse == float("-inf")) | is_padding[:, None], float("inf")))
+
+
+def decode(
+    q: torch.Tensor,
+    cache: PagedCache,
+    indices: torch.Tensor,
+    *,
+    scale: float,
+    d_v: int = 512,
+    topk_length: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    extra_cache: PagedCache | None = None,
+    extra_indices: torch.Tensor | None = None,
+    extra_topk_length: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> DecodeOutput:
+    """Sparse decode over a bfloat16 (or float16) cache. Contract: see `nsa_plugin.kernels.sparse_mla`.
+
+    Raises:
+        KernelArgumentError: an argument is wrong, or is one that FA3 cannot carry (see the module).
+    """
+    op = "sparse_mla_decode"
+    call = decode_call(
+        q,
+        cache,
+        indices,
+        d_v,
+        topk_length,
+        attn_sink,
+        extra_cache,
+        extra_indices,
+        extra_topk_length,
+        out,
+        out_dtype,
+    )
+    require(attn_sink is None, op, "attn_sink is given; provider fa3 has no sink here")
+    require(len(call.scopes) == 1, op, "extra_cache is given; provider fa3 reads one cache")
+    require(d_v == KV_LORA_RANK, op, f"d_v is {d_v}; provider fa3 takes {KV_LORA_RANK}")
+    rows = flat_rows(op, cache, KV_LORA_RANK + ROPE_DIM)
+    check_tensor(op, "q", q, q.shape, dtypes=(rows.dtype,))
+    batch, s_q, heads, d_qk = q.shape
+    if call.is_empty:
+        call.out.zero_()
+        return DecodeOutput(call.out, _empty_lse(batch * s_q, heads, q.device).view(batch, s_q, heads).transpose(1, 2))
+
+    library = load()
+    scope = call.scopes[0]
+    # Entries behind the valid ones are not attended; 0 keeps them harmless to a prefetch.
+    packed = compact(scope.indices, scope.length, cache.num_slots, fill=0)
+    flat_q = q.reshape(batch * s_q, heads, d_qk)
+    flat_shape = (batch * s_q, heads, d_v)
+    direct = library.takes_out and call.out.dtype == q.dtype and call.out.is_contiguous()
+    arguments: dict[str, Any] = {"out": call.out.view(flat_shape)} if direct else {}
+    given, raw_lse, *_ = library.paged(
+        q=flat_q[..., KV_LORA_RANK:],
+        k_rows=rows[:, KV_LORA_RANK:].view(-1, 1, 1, ROPE_DIM),
+        v_rows=rows[:, :KV_LORA_RANK].view(-1, 1, 1, KV_LORA_RANK),
+        qv=flat_q[..., :KV_LORA_RANK],
+        page_table=packed.indices,
+        lengths=packed.counts,
+        cu_seqlens_q=torch.arange(batch * s_q + 1, dtype=torch.int32, device=q.device),
+        softmax_scale=scale,
+        **arguments,
+    )
+    if not direct:
+        call.out.copy_(given.view(call.out.shape))
+    lse = raw_lse.transpose(0, 1)
+    lse = lse.masked_fill(lse == float("-inf"), float("inf"))
+    return DecodeOutput(call.out, lse.reshape(batch, s_q, heads).transpose(1, 2))
+
+
+def flat_rows(op: str, cache: PagedCache, dim: int) -> torch.Tensor:
+    """[num_slots, dim]: a plain cache's rows, so that a slot is a row number. A view.
+
+    Raises:
+        KernelArgumentError: the layout is not plain, the rows are of another width or type, or there are
+            gaps between pages.
+    """
+    plain = isinstance(cache.layout, PlainLayout) and cache.data.dtype in DTYPES
+    require(plain, op, f"cache has layout {cache.layout.name} of {cache.data.dtype}; this provider reads 16-bit rows")
+    require(cache.dim == dim, op, f"cache has rows of {cache.dim} values; this provider takes {dim}")
+    page, row, value = cache.data.stride()
+    even = value == 1 and (cache.num_pages < 2 or page == row * cache.page_size)
+    require(even, op, f"cache has strides {cache.data.stride()}; this provider takes pages without gaps")
+    row = page if cache.page_size == 1 else row
+    return cache.data.as_strided((cache.num_slots, dim), (row, 1), cache.data.storage_offset())
+
+
+@lru_cache(maxsize=1)
+def load() -> _Library:
+    """The first FA3 that imports.
+
+    Raises:
+        ImportError: none does; the message says why for each.
+    """
+    reasons = []
+    for module, wrap in (("sgl_kernel.flash_attn", _from_sglang), ("vllm.vllm_flash_attn", _from_vllm)):
+        try:
+            return wrap(module, import_module(module))
+        except (ImportError, OSError, AttributeError) as error:
+            reasons.append(f"{module}: {error}")
+    raise ImportError(f"FlashAttention-3 does not import: {'; '.join(reasons)}")
+
+
+def _from_sglang(name: str, module: Any) -> _Library:
+    with_kvcache = module.flash_attn_with_kvcache
+
+    def paged(
+        *,
+        q: torch.Tensor,
+        k_rows: torch.Tensor,
+        v_rows: torch.Tensor,
+        qv: torch.Tensor,
+        page_table: torch.Tensor,
+        lengths: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        softmax_scale: float,
+        **arguments: Any,
+    ) -> Any:
+        return with_kvcache(
+            q=q,
+            k_cache=k_rows,
+            v_cache=v_rows,
+            qv=qv,
+            page_table=page_table,
+            cache_seqlens=lengths,
+            cu_seqlens_q=cu_seqlens_q,
+            max_seqlen_q=1,
+            softmax_scale=softmax_scale,
+            causal=True,
+            return_softmax_lse=True,
+            **arguments,
+        )
+
+    varlen = module.flash_attn_varlen_func
+    return _Library(name, varlen, paged, _takes(varlen, "out") and _takes(with_kvcache, "out"))
+
+
+def _from_vllm(name: str, module: Any) -> _Library:
+    function = module.flash_attn_varlen_func
+    if not _takes(function, "q_v"):
+        raise ImportError("flash_attn_varlen_func has no parameter q_v; vLLM has it since it reads sparse MLA with FA3")
+
+    def varlen(**arguments: Any) -> Any:
+        return function(**arguments, fa_version=3)
+
+    def paged(
+        *,
+        q: torch.Tensor,
+        k_rows: torch.Tensor,
+        v_rows: torch.Tensor,
+        qv: torch.Tensor,
+        page_table: torch.Tensor,
+        lengths: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        softmax_scale: float,
+        **arguments: Any,
+    ) -> Any:
+        return function(
+            q=q,
+            k=k_rows,
+            v=v_rows,
+            q_v=qv,
+            max_seqlen_q=1,
+            cu_seqlens_q=cu_seqlens_q,
+            max_seqlen_k=page_table.shape[1],
+            seqused_k=lengths,
+            block_table=page_table,
+            softmax_scale=softmax_scale,
+            causal=True,
+            return_softmax_lse=True,
+            fa_version=3,
+            **arguments,
+        )
+
+    return _Library(name, varlen, paged, _takes(function, "out"))
+
+
+def _takes(function: Callable[..., Any], parameter: str) -> bool:
+    return parameter in inspect.signature(function).parameters
+
+
+def _inner_contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _int32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.int32).contiguous()
+
+
+def _empty_lse(rows: int, heads: int, device: torch.device) -> torch.Tensor:
+    return torch.full((rows, heads), float("inf"), dtype=torch.float32, device=device)

@@ -1,0 +1,556 @@
+"""The lightning indexer in Triton: fp8 logits of ragged or paged keys, and the top-k of each row.
+
+`topk` and `paged_topk` have the signatures and results of `nsa_plugin.kernels.indexer`'s references, with
+a few keywords that keep the host out of the device's values: logits go to a float32 buffer of
+[rows of a chunk, keys that one row may see] whose columns count from the row's own first key, so requests
+with different keys share a chunk without a Σq x Σk buffer. Where the reference checks ranges by reading them, these
+clamp them on the device. Nothing waits for the device, so a call can be captured in a CUDA graph.
+
+A product of fp8 values is summed in float32 by the tensor cores; logits differ from the reference's by
+rounding, and only members of what is nearly a tie may be selected differently.
+
+`paged_metadata` computes the work split that DeepGEMM's paged logits kernel reads on SM90, for any number of rows.
+"""
+
+# Triton types a kernel's parameters, not Python.
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from nsa_plugin.kernels.checks import FLOAT_DTYPES, FP8_DTYPE, INDEX_DTYPES, check_tensor, require
+from nsa_plugin.kernels.indexer import INDEX_VALUE_DTYPES
+from nsa_plugin.kernels.kv_cache import PagedCache
+from nsa_plugin.kernels.topk import Request, Selector, default_selector, new_output, row_chunks, uncovered_rows
+from nsa_plugin.kernels.triton.kv_cache_kernels import decode_fp8
+from nsa_plugin.layouts import INDEXER_FP8
+
+# Keys of a block, and (query row, head) pairs of one: the product that a program holds is [128, 128] float32.
+BLOCK_N = 128
+BLOCK_M = 128
+NUM_WARPS = 8
+# Programs that fill a GPU many times over; each goes over several blocks of keys if there are more.
+PROGRAMS = 4096
+
+
+def topk(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    weights: torch.Tensor,
+    ks: torch.Tensor,
+    ke: torch.Tensor,
+    topk: int,
+    *,
+    rows_per_chunk: int | None = None,
+    out: torch.Tensor | None = None,
+    requests: Sequence[Request] | None = None,
+    max_key_span: int | None = None,
+    selector: Selector | None = None,
+) -> torch.Tensor:
+    """int32 [rows, topk] positions relative to ks, -1 behind them; see `nsa_plugin.kernels.indexer.reference_topk`.
+
+    Args:
+        requests: (first row, end row, first key, end key) of each request, known to the host: the logits of
+            a chunk are no wider than its longest request. Rows of no request are -1. None: a chunk's logits are as
+            wide as all keys.
+        max_key_span: most keys that a row sees, known to the host; logits are no wider. What a row would see
+            beyond that many is left out.
+        selector: the `topk_rows` to use; None: the device's best.
+    """
+    op = "indexer_topk"
+    check_ragged(op, q, k, k_scale, weights, ks, ke)
+    rows, heads, dim = q.shape
+    keys = k.shape[0]
+    result = new_output(op, rows, topk, out, q.device)
+    check_limits(op, rows_per_chunk, max_key_span)
+    chunks = list(row_chunks(rows, keys, rows_per_chunk=rows_per_chunk, requests=requests))
+    for gap in uncovered_rows(chunks, rows):
+        result[gap].fill_(-1)
+    if not chunks:
+        return result
+    selector = selector or default_selector(q.device, topk)
+    spans = [chunk.span if max_key_span is None else min(chunk.span, max_key_span) for chunk in chunks]
+    buffer = torch.empty(
+        max(chunk.num_rows * span for chunk, span in zip(chunks, spans, strict=True)),
+        dtype=torch.float32,
+        device=q.device,
+    )
+    lengths = (ke.clamp(max=keys) - ks.clamp(min=0)).int()
+    zeros = torch.zeros_like(lengths)
+    block_q, heads_padded = _row_block(heads)
+    for chunk, span in zip(chunks, spans, strict=True):
+        part = chunk.rows
+        logits = buffer[: chunk.num_rows * span].view(chunk.num_rows, span)
+        row_blocks = triton.cdiv(chunk.num_rows, block_q)
+        with torch.cuda.device_of(q):
+            _ragged_logits[(row_blocks, _key_programs(row_blocks, span))](
+                _bytes(q[part]),
+                _bytes(k),
+                k_scale,
+                weights[part],
+                ks[part],
+                ke[part],
+                logits,
+                chunk.num_rows,
+                keys,
+                span,
+                *q.stride(),
+                *k.stride(),
+                0 if k_scale is None else k_scale.stride(0),
+                *weights.stride(),
+                ks.stride(0),
+                ke.stride(0),
+                HEADS=heads,
+                HEADS_PADDED=heads_padded,
+                DIM=dim,
+                DIM_PADDED=max(32, triton.next_power_of_2(dim)),
+                BLOCK_Q=block_q,
+                BLOCK_N=BLOCK_N,
+                num_warps=NUM_WARPS,
+                **_operands(q, k),
+            )
+        selector(logits, zeros[part], lengths[part], topk, out=result[part])
+    return result
+
+
+def paged_topk(
+    q: torch.Tensor,
+    cache: PagedCache,
+    weights: torch.Tensor,
+    seq_lens: torch.Tensor,
+    page_table: torch.Tensor,
+    topk: int,
+    *,
+    rows_per_chunk: int | None = None,
+    out: torch.Tensor | None = None,
+    max_len: int | None = None,
+    selector: Selector | None = None,
+) -> torch.Tensor:
+    """int32 [batch * next_n, topk] logical positions; see `nsa_plugin.kernels.indexer.reference_paged_topk`.
+
+    A seen key on a page that the cache does not have counts as the least.
+
+    Args:
+        rows_per_chunk: query rows whose logits are held at once; None: all.
+        max_len: most keys that a row sees, known to the host; None: what the page table can hold. Keys
+            behind that are left out.
+        selector: the `topk_rows` to use; None: the device's best.
+    """
+    op = "indexer_topk_paged"
+    limits, max_len = paged_limits(op, q, cache, weights, seq_lens, page_table, max_len)
+    batch, next_n, heads, dim = q.shape
+    result = new_output(op, batch * next_n, topk, out, q.device)
+    check_limits(op, rows_per_chunk, None)
+    if batch * next_n == 0:
+        return result
+    if max_len == 0:
+        return result.fill_(-1)
+    selector = selector or default_selector(q.device, topk)
+    # Requests of `group` rows; where not even one fits a chunk, each row stands for itself.
+    group = next_n if rows_per_chunk is None or rows_per_chunk >= next_n else 1
+    q = q.reshape(batch * next_n // group, group, heads, dim)
+    requests = q.shape[0]
+    step = requests if rows_per_chunk is None else rows_per_chunk // group
+    limits = limits.reshape(-1)
+    zeros = torch.zeros_like(limits)
+    buffer = torch.empty((min(step, requests) * group, max_len), dtype=torch.float32, device=q.device)
+    block_q, heads_padded = _row_block(heads, group)
+    blocks = triton.cdiv(group, block_q)
+    for first in range(0, requests, step):
+        end = min(first + step, requests)
+        rows = slice(first * group, end * group)
+        logits = buffer[: (end - first) * group]
+        row_blocks = (end - first) * blocks
+        with torch.cuda.device_of(q):
+            _paged_logits[(row_blocks, _key_programs(row_blocks, max_len))](
+                _bytes(q[first:end]),
+                cache.data,
+                weights[rows],
+                limits[rows],
+                page_table,
+                logits,
+                first,
+                group,
+                next_n // group,
+                cache.num_pages,
+                cache.data.stride(0),
+                *q.stride(),
+                *weights.stride(),
+                *page_table.stride(),
+                max_len,
+                PAGE_SIZE=cache.page_size,
+                HEADS=heads,
+                HEADS_PADDED=heads_padded,
+                DIM=dim,
+                DIM_PADDED=max(32, triton.next_power_of_2(dim)),
+                BLOCK_Q=block_q,
+                BLOCK_N=BLOCK_N,
+                num_warps=NUM_WARPS,
+                **_operands(q, cache.data),
+            )
+        selector(logits, zeros[rows], limits[rows], topk, out=result[rows])
+    return result
+
+
+def paged_metadata(context_lens: torch.Tensor, num_sms: int, *, split: int = 256) -> torch.Tensor:
+    """int32 [num_sms + 1, 2]: where each multiprocessor starts in DeepGEMM's paged logits of SM90.
+
+    The keys of all requests, in splits of `split`, are dealt out in order: an entry is (index of the first block
+    of queries, split of its keys), the last one the end of all. Two query rows of a request are one block, an odd
+    one out is a block of its own, and every block of a request takes as many splits as its last row. Surplus splits
+    go to the last multiprocessors, so that an idle one starts inside the batch. DeepGEMM from
+    0.1.4 on (`sm90_paged_mqa_logits_metadata`) computes the same in shared memory, which bounds its rows.
+
+    Args:
+        context_lens: [requests] or [requests, next_n] int32 or int64, each at least 1.
+        num_sms: multiprocessors that the logits kernel is launched on.
+    """
+    op = "indexer_metadata"
+    shape = ("requests", "next_n") if context_lens.dim() == 2 else ("requests",)
+    check_tensor(op, "context_lens", context_lens, shape, dtypes=INDEX_DTYPES)
+    require(num_sms > 0, op, f"num_sms is {num_sms}; there is at least 1")
+    last = context_lens[:, -1] if context_lens.dim() == 2 else context_lens
+    next_n = context_lens.shape[1] if context_lens.dim() == 2 else 1
+    schedule = torch.empty((num_sms + 1, 2), dtype=torch.int32, device=context_lens.device)
+    with torch.cuda.device_of(schedule):
+        _paged_metadata[(1,)](
+            last,
+            schedule,
+            last.shape[0],
+            last.stride(0),
+            num_sms,
+            QUERY_BLOCKS=triton.cdiv(next_n, 2),
+            SPLIT=split,
+            BLOCK=64,
+            SMS_PADDED=triton.next_power_of_2(num_sms + 1),
+            num_warps=8,
+        )
+    return schedule
+
+
+def check_ragged(
+    op: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    weights: torch.Tensor,
+    ks: torch.Tensor,
+    ke: torch.Tensor,
+    dtypes: Sequence[torch.dtype] = INDEX_VALUE_DTYPES,
+) -> None:
+    """What the reference checks without reading values."""
+    check_tensor(op, "q", q, ("rows", "heads", "dim"), dtypes=dtypes)
+    rows, heads, dim = q.shape
+    check_tensor(op, "k", k, ("keys", dim), dtypes=dtypes, device=q.device)
+    if k_scale is not None:
+        check_tensor(op, "k_scale", k_scale, (k.shape[0],), dtypes=(torch.float32,), device=q.device)
+    check_tensor(op, "weights", weights, (rows, heads), dtypes=(torch.float32,), device=q.device)
+    for name, bound in (("ks", ks), ("ke", ke)):
+        check_tensor(op, name, bound, (rows,), dtypes=INDEX_DTYPES, device=q.device)
+
+
+def paged_limits(
+    op: str,
+    q: torch.Tensor,
+    cache: PagedCache,
+    weights: torch.Tensor,
+    seq_lens: torch.Tensor,
+    page_table: torch.Tensor,
+    max_len: int | None,
+    dtypes: Sequence[torch.dtype] = INDEX_VALUE_DTYPES,
+) -> tuple[torch.Tensor, int]:
+    """Check what needs no values; return [batch, next_n] int32, the keys that each row sees, and their most."""
+    check_tensor(op, "q", q, ("batch", "next_n", "heads", "dim"), dtypes=dtypes)
+    batch, next_n, heads, dim = q.shape
+    require(cache.layout is INDEXER_FP8, op, f"cache has layout {cache.layout.name}; expected {INDEXER_FP8.name}")
+    require(cache.device == q.device, op, f"cache is on {cache.device}; expected {q.device}")
+    require(dim == cache.dim, op, f"q has {dim} values a head; the cache's keys have {cache.dim}")
+    check_tensor(op, "weights", weights, (batch * next_n, heads), dtypes=(torch.float32,), device=q.device)
+    check_tensor(op, "page_table", page_table, (batch, "pages"), dtypes=INDEX_DTYPES, device=q.device)
+    require(max_len is None or max_len > 0, op, f"max_len is {max_len}; it is at least 1")
+    capacity = page_table.shape[1] * cache.page_size
+    longest = capacity if max_len is None else min(max_len, capacity)
+    if seq_lens.dim() == 2:
+        check_tensor(op, "seq_lens", seq_lens, (batch, next_n), dtypes=INDEX_DTYPES, device=q.device)
+        limits = seq_lens
+    else:
+        check_tensor(op, "seq_lens", seq_lens, (batch,), dtypes=INDEX_DTYPES, device=q.device)
+        limits = seq_lens.unsqueeze(1) - torch.arange(next_n - 1, -1, -1, device=q.device, dtype=seq_lens.dtype)
+    return limits.clamp(0, longest).int(), longest
+
+
+def check_limits(op: str, rows_per_chunk: int | None, max_key_span: int | None) -> None:
+    for name, value in (("rows_per_chunk", rows_per_chunk), ("max_key_span", max_key_span)):
+        require(value is None or value > 0, op, f"{name} is {value}; it is at least 1")
+
+
+def _row_block(heads: int, rows: int | None = None) -> tuple[int, int]:
+    """Query rows of a block, and the heads they are padded to; both powers of two."""
+    heads_padded = triton.next_power_of_2(heads)
+    most = max(1, BLOCK_M // heads_padded)
+    if rows is not None:
+        most = min(most, triton.next_power_of_2(rows))
+    # Tensor cores take 16 columns or more.
+    return max(most, 16 // heads_padded, 1), heads_padded
+
+
+def _key_programs(row_blocks: int, keys: int) -> int:
+    return max(1, min(triton.cdiv(keys, BLOCK_N), triton.cdiv(PROGRAMS, row_blocks)))
+
+
+def _bytes(values: torch.Tensor) -> torch.Tensor:
+    return values.view(torch.uint8) if values.dtype == FP8_DTYPE else values
+
+
+def _operands(q: torch.Tensor, k: torch.Tensor) -> dict[str, Any]:
+    """The types in which the product is taken; float8 itself where both sides are and the GPU multiplies it."""
+    fp8 = [values.dtype not in FLOAT_DTYPES for values in (q, k)]
+    native = q.is_cuda and _converts_fp8(q.device)
+    dtype = tl.float8e4nv if native else tl.float16
+    if not all(fp8) or not q.is_cuda:
+        dtype = tl.float32
+    return {"Q_IS_FP8": fp8[0], "K_IS_FP8": fp8[1], "NATIVE_FP8": native, "DOT_DTYPE": dtype}
+
+
+@lru_cache
+def _converts_fp8(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+@triton.jit
+def _operand(values, IS_FP8: tl.constexpr, NATIVE_FP8: tl.constexpr, DTYPE: tl.constexpr):
+    """A loaded tile in the type of the product; every one of them holds an fp8 value exactly."""
+    if IS_FP8:
+        if DTYPE == tl.float8e4nv:  # noqa: SIM300 - a type on the right is how Triton compares them
+            return values.to(tl.float8e4nv, bitcast=True)
+        else:
+            return decode_fp8(values, NATIVE_FP8).to(DTYPE)
+    else:
+        return values.to(DTYPE)
+
+
+@triton.jit
+def _scores(keys, queries, weights, BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr, HEADS_PADDED: tl.constexpr):
+    """float32 [BLOCK_N, BLOCK_Q] logits without the keys' scales, of keys [BLOCK_N, dim] and queries [pairs, dim]."""
+    products = tl.dot(keys, tl.trans(queries), input_precision="ieee")
+    # Not tl.maximum: a NaN has to stay one.
+    products = tl.where(products < 0.0, 0.0, products) * weights[None, :]
+    return tl.sum(tl.reshape(products, (BLOCK_N, BLOCK_Q, HEADS_PADDED)), axis=2)
+
+
+@triton.jit(do_not_specialize=["rows", "keys", "span"])
+def _ragged_logits(
+    q_ptr,
+    k_ptr,
+    k_scale_ptr,
+    weights_ptr,
+    ks_ptr,
+    ke_ptr,
+    logits_ptr,
+    rows,
+    keys,
+    span,
+    q_row_stride,
+    q_head_stride,
+    q_dim_stride,
+    k_row_stride,
+    k_dim_stride,
+    k_scale_stride,
+    weights_row_stride,
+    weights_head_stride,
+    ks_stride,
+    ke_stride,
+    HEADS: tl.constexpr,
+    HEADS_PADDED: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    Q_IS_FP8: tl.constexpr,
+    K_IS_FP8: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+):
+    """Logits of BLOCK_Q rows; column j of a row is key ks + j. Only keys that one of the rows sees are read."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    ks = tl.maximum(tl.load(ks_ptr + row * ks_stride, mask=row < rows, other=0).to(tl.int64), 0)
+    ke = tl.load(ke_ptr + row * ke_stride, mask=row < rows, other=0).to(tl.int64)
+    ke = tl.minimum(tl.minimum(ke, keys), ks + span)
+    seen = ke > ks
+    first = tl.min(tl.where(seen, ks, keys), 0).to(tl.int32)
+    last = tl.max(tl.where(seen, ke, 0), 0).to(tl.int32)
+
+    pair = tl.arange(0, BLOCK_Q * HEADS_PADDED)
+    pair_row = tl.program_id(0).to(tl.int64) * BLOCK_Q + pair // HEADS_PADDED
+    head = pair % HEADS_PADDED
+    real = (pair_row < rows) & (head < HEADS)
+    dim = tl.arange(0, DIM_PADDED)
+    queries = tl.load(
+        q_ptr + (pair_row * q_row_stride + head * q_head_stride)[:, None] + dim[None, :] * q_dim_stride,
+        mask=real[:, None] & (dim < DIM)[None, :],
+        other=0,
+    )
+    queries = _operand(queries, Q_IS_FP8, NATIVE_FP8, DOT_DTYPE)
+    weights = tl.load(weights_ptr + pair_row * weights_row_stride + head * weights_head_stride, mask=real, other=0.0)
+    for base in range(first + tl.program_id(1) * BLOCK_N, last, tl.num_programs(1) * BLOCK_N):
+        key = (base + tl.arange(0, BLOCK_N)).to(tl.int64)
+        inside = key < last
+        block = tl.load(
+            k_ptr + (key * k_row_stride)[:, None] + dim[None, :] * k_dim_stride,
+            mask=inside[:, None] & (dim < DIM)[None, :],
+            other=0,
+        )
+        scores = _scores(
+            _operand(block, K_IS_FP8, NATIVE_FP8, DOT_DTYPE), queries, weights, BLOCK_N, BLOCK_Q, HEADS_PADDED
+        )
+        if k_scale_ptr is not None:
+            scores *= tl.load(k_scale_ptr + key * k_scale_stride, mask=inside, other=0.0)[:, None]
+        tl.store(
+            logits_ptr + (row * span - ks)[None, :] + key[:, None],
+            scores,
+            mask=(key[:, None] >= ks[None, :]) & (key[:, None] < ke[None, :]),
+        )
+
+
+@triton.jit(do_not_specialize=["first_request", "rows_per_request", "requests_per_table_row", "num_pages", "max_len"])
+def _paged_logits(
+    q_ptr,
+    cache_ptr,
+    weights_ptr,
+    limits_ptr,
+    table_ptr,
+    logits_ptr,
+    first_request,
+    rows_per_request,
+    requests_per_table_row,
+    num_pages,
+    page_stride,
+    q_request_stride,
+    q_row_stride,
+    q_head_stride,
+    q_dim_stride,
+    weights_row_stride,
+    weights_head_stride,
+    table_row_stride,
+    table_page_stride,
+    max_len,
+    PAGE_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEADS_PADDED: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    Q_IS_FP8: tl.constexpr,
+    K_IS_FP8: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+):
+    """Logits of up to BLOCK_Q rows of one request, straight from its pages."""
+    row_blocks = tl.cdiv(rows_per_request, BLOCK_Q)
+    request = (tl.program_id(0) // row_blocks).to(tl.int64)
+    first_row = tl.program_id(0) % row_blocks * BLOCK_Q
+    row = first_row + tl.arange(0, BLOCK_Q)
+    # Rows of the chunk: `limits`, `weights` and `logits` start with its first.
+    chunk_row = request * rows_per_request + row
+    limit = tl.load(limits_ptr + chunk_row, mask=row < rows_per_request, other=0)
+    last = tl.max(limit, 0)
+
+    pair = tl.arange(0, BLOCK_Q * HEADS_PADDED)
+    pair_row = first_row + pair // HEADS_PADDED
+    head = pair % HEADS_PADDED
+    real = (pair_row < rows_per_request) & (head < HEADS)
+    dim = tl.arange(0, DIM_PADDED)
+    q_offset = request * q_request_stride + pair_row.to(tl.int64) * q_row_stride + head * q_head_stride
+    queries = tl.load(
+        q_ptr + q_offset[:, None] + dim[None, :] * q_dim_stride,
+        mask=real[:, None] & (dim < DIM)[None, :],
+        other=0,
+    )
+    queries = _operand(queries, Q_IS_FP8, NATIVE_FP8, DOT_DTYPE)
+    weights_row = request * rows_per_request + pair_row
+    weights = tl.load(weights_ptr + weights_row * weights_row_stride + head * weights_head_stride, mask=real, other=0.0)
+    table_row = table_ptr + ((first_request + request) // requests_per_table_row) * table_row_stride
+    for base in range(tl.program_id(1) * BLOCK_N, last, tl.num_programs(1) * BLOCK_N):
+        key = base + tl.arange(0, BLOCK_N)
+        page_index = (key // PAGE_SIZE).to(tl.int64)
+        page = tl.load(table_row + page_index * table_page_stride, mask=key < last, other=-1).to(tl.int64)
+        held = (page >= 0) & (page < num_pages)
+        record = cache_ptr + tl.where(held, page, 0) * page_stride
+        in_page = key % PAGE_SIZE
+        block = tl.load(
+            record[:, None] + in_page[:, None] * DIM + dim[None, :],
+            mask=held[:, None] & (dim < DIM)[None, :],
+            other=0,
+        )
+        scores = _scores(
+            _operand(block, K_IS_FP8, NATIVE_FP8, DOT_DTYPE), queries, weights, BLOCK_N, BLOCK_Q, HEADS_PADDED
+        )
+        # A page may start at any byte, so the float32 scale is put together from its bytes.
+        scale_ptr = record + PAGE_SIZE * DIM + in_page * 4
+        bits = tl.load(scale_ptr, mask=held, other=0).to(tl.int32)
+        for byte in tl.static_range(1, 4):
+            bits |= tl.load(scale_ptr + byte, mask=held, other=0).to(tl.int32) << (8 * byte)
+        scale = bits.to(tl.float32, bitcast=True)
+        scores = tl.where(held[:, None], scores * scale[:, None], float("-inf"))
+        tl.store(
+            logits_ptr + (chunk_row * max_len)[None, :] + key[:, None],
+            scores,
+            mask=(key[:, None] < limit[None, :]) & (row < rows_per_request)[None, :],
+        )
+
+
+@triton.jit(do_not_specialize=["requests", "num_sms"])
+def _paged_metadata(
+    lens_ptr,
+    schedule_ptr,
+    requests,
+    lens_stride,
+    num_sms,
+    QUERY_BLOCKS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SMS_PADDED: tl.constexpr,
+):
+    total = 0
+    for base in range(0, requests, BLOCK):
+        request = base + tl.arange(0, BLOCK)
+        length = tl.load(lens_ptr + request.to(tl.int64) * lens_stride, mask=request < requests, other=0).to(tl.int32)
+        total += tl.sum((length + SPLIT - 1) // SPLIT, 0)
+    work = total * QUERY_BLOCKS
+    share = work // num_sms
+    sm = tl.arange(0, SMS_PADDED)
+    start = sm * share + tl.maximum(sm - (num_sms - work % num_sms), 0)
+
+    # Of each multiprocessor's first request: how many lie before it, and the splits before and through it.
+    index = tl.zeros([SMS_PADDED], tl.int32)
+    before = tl.zeros([SMS_PADDED], tl.int32)
+    through = tl.full([SMS_PADDED], 2147483647, tl.int32)
+    done = 0
+    for base in range(0, requests, BLOCK):
+        request = base + tl.arange(0, BLOCK)
+        length = tl.load(lens_ptr + request.to(tl.int64) * lens_stride, mask=request < requests, other=0).to(tl.int32)
+        splits = (length + SPLIT - 1) // SPLIT
+        prefix = done + tl.cumsum(splits, 0)
+        done += tl.sum(splits, 0)
+        passed = (prefix * QUERY_BLOCKS)[None, :] <= start[:, None]
+        inside = (request < requests)[None, :]
+        index += tl.sum((passed & inside).to(tl.int32), 1)
+        before = tl.maximum(before, tl.max(tl.where(passed & inside, prefix[None, :], 0), 1))
+        ahead = tl.where(inside & (passed == 0), prefix[None, :], 2147483647)
+        through = tl.minimum(through, tl.min(ahead, 1))
+    offset = start - before * QUERY_BLOCKS
+    count = tl.where(index < requests, through - before, 1)
+    at_end = (sm >= num_sms) | (index >= requests)
+    block = tl.where(at_end, requests * QUERY_BLOCKS, index * QUERY_BLOCKS + offset // count)
+    split = tl.where(at_end, 0, offset % count)
+    tl.store(schedule_ptr + sm * 2, block, mask=sm <= num_sms)
+    tl.store(schedule_ptr + sm * 2 + 1, split, mask=sm <= num_sms)

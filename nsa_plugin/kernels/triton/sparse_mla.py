@@ -1,0 +1,284 @@
+"""Sparse MLA in Triton: any number of heads, every cache layout read in place, one or two caches.
+
+`prefill` and `decode` have the signatures and results of `nsa_plugin.kernels.sparse_mla`'s references.
+Of the references' generality they leave out one thing: d_v is 512 and d_qk is 576 or 512, the widths of
+DeepSeek's models. Products are taken in the rows' own 16-bit float type (fp8 codes in float16, exactly)
+and accumulated in float32: queries of another type are rounded to it, rows of float32 to bfloat16.
+
+No argument is copied, whatever its strides, and no value is read on the host, so a call can be captured
+in a CUDA graph. Few query rows are split over programs along their keys; the parts meet in a second
+kernel, in a fixed order, so that equal inputs give bit-identical results.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from nsa_plugin.kernels.checks import require
+from nsa_plugin.kernels.kv_cache import PagedCache
+from nsa_plugin.kernels.sparse_mla import DecodeOutput, PrefillOutput
+from nsa_plugin.kernels.sparse_mla_args import Call, Scope, decode_call, prefill_call
+from nsa_plugin.kernels.triton import sparse_mla_kernels as kernels
+from nsa_plugin.layouts import V4_FP8, V32_FP8, Fp8Layout
+
+D_V = 512
+D_QK = (512, 576)
+
+# Most parts that one row's keys are cut into (a power of two), and the fewest blocks of keys worth a part of their own.
+MAX_SPLITS = 32
+LEAST_BLOCKS = 2
+
+LAYOUT_CODES = {V32_FP8.name: kernels.V32_FP8.value, V4_FP8.name: kernels.V4_FP8.value}
+
+# Alignment in bytes that the fields of a record need: float32 scales, and eight ue8m0 bytes read as one word.
+ALIGNMENTS = {V32_FP8.name: 4, V4_FP8.name: 8}
+
+
+class DeviceFacts(NamedTuple):
+    """Processors; the architecture (90 for SM90; 0: interpreted)."""
+
+    sms: int
+    architecture: int
+
+    @property
+    def native_fp8(self) -> bool:
+        """Whether it converts e4m3 by an instruction."""
+        return self.architecture == 0 or self.architecture >= 89
+
+
+INTERPRETER = DeviceFacts(sms=32, architecture=0)
+
+
+class Tile(NamedTuple):
+    """How a program is shaped: heads, keys at a time, warps, stages of the loop; and programs a processor."""
+
+    block_h: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int
+
+
+def tile_of(heads: int, architecture: int) -> Tile:
+    """The shape of a program.
+
+    Up to 32 heads it fits 100 KB of shared memory (16 heads: two programs in Hopper's registers). More
+    heads fill the 64 rows of Hopper's warpgroup products; other architectures take them 32 at a time.
+    """
+    if heads <= 16:
+        return Tile(16, 32, 4, 2, 2)
+    if heads <= 32 or architecture != 90:
+        return Tile(32, 32, 8, 2, 1)
+    return Tile(64, 64, 8, 2, 1)
+
+
+def num_splits(rows: int, heads: int, topk: int, tile: Tile, sms: int) -> int:
+    """Parts to cut every row's keys into. From shapes alone.
+
+    Args:
+        rows: query rows.
+        heads: query heads.
+        topk: entries of a row, of both caches together.
+        sms: the device's processors.
+    """
+    programs = rows * math.ceil(heads / tile.block_h)
+    by_blocks = math.ceil(topk / tile.block_k) // LEAST_BLOCKS
+    return max(1, min(sms * tile.programs_per_sm // programs, by_blocks, MAX_SPLITS))
+
+
+def prefill(
+    q: torch.Tensor,
+    kv: torch.Tensor | PagedCache,
+    indices: torch.Tensor,
+    *,
+    scale: float,
+    d_v: int = D_V,
+    topk_length: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    extra_kv: torch.Tensor | PagedCache | None = None,
+    extra_indices: torch.Tensor | None = None,
+    extra_topk_length: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> PrefillOutput:
+    """Attention of query tokens over the rows that they name: `reference_prefill`, at d_v 512.
+
+    Raises:
+        KernelArgumentError: an argument has the wrong shape, dtype, device or alignment.
+    """
+    call = prefill_call(
+        q, kv, indices, d_v, topk_length, attn_sink, extra_kv, extra_indices, extra_topk_length, out, out_dtype
+    )
+    lse, max_logits = _run("sparse_mla_prefill", call, scale, want_max=True)
+    assert max_logits is not None
+    return PrefillOutput(call.out.squeeze(1) if out is None else out, max_logits, lse)
+
+
+def decode(
+    q: torch.Tensor,
+    cache: PagedCache,
+    indices: torch.Tensor,
+    *,
+    scale: float,
+    d_v: int = D_V,
+    topk_length: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    extra_cache: PagedCache | None = None,
+    extra_indices: torch.Tensor | None = None,
+    extra_topk_length: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> DecodeOutput:
+    """Attention of a batch's new tokens over cache slots: `reference_decode`, at d_v 512.
+
+    Raises:
+        KernelArgumentError: an argument has the wrong shape, dtype, device or alignment.
+    """
+    call = decode_call(
+        q, cache, indices, d_v, topk_length, attn_sink, extra_cache, extra_indices, extra_topk_length, out, out_dtype
+    )
+    lse, _ = _run("sparse_mla_decode", call, scale, want_max=False)
+    return DecodeOutput(call.out, lse.view(q.shape[:3]).transpose(1, 2))
+
+
+def _run(op: str, call: Call, scale: float, want_max: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Fill `call.out`; return lse and, if wanted, max_logits, [rows, heads] float32."""
+    d_qk, d_v = call.q.shape[-1], call.out.shape[-1]
+    require(d_v == D_V, op, f"d_v is {d_v}; this kernel has {D_V}")
+    require(d_qk in D_QK, op, f"q has {d_qk} values a head; this kernel has {' or '.join(map(str, D_QK))}")
+    for scope in call.scopes:
+        _check_alignment(op, scope.cache)
+    lse = torch.empty((call.rows, call.heads), dtype=torch.float32, device=call.q.device)
+    max_logits = torch.empty_like(lse) if want_max else None
+    if call.is_empty:
+        call.out.zero_()
+        lse.fill_(math.inf)
+        if max_logits is not None:
+            max_logits.fill_(-math.inf)
+        return lse, max_logits
+    with torch.cuda.device(call.q.device) if call.q.is_cuda else nullcontext():
+        _launch(call, scale, lse, max_logits)
+    return lse, max_logits
+
+
+def _launch(call: Call, scale: float, lse: torch.Tensor, max_logits: torch.Tensor | None) -> None:
+    q, out, sink = call.q, call.out, call.attn_sink
+    rows, heads, s_q, device = call.rows, call.heads, q.shape[1], q.device
+    interpreted = not isinstance(kernels.sparse_mla_kernel, triton.JITFunction)
+    facts = INTERPRETER if interpreted else _device_facts(device)
+    tile = tile_of(heads, facts.architecture)
+    splits = num_splits(rows, heads, sum(scope.topk for scope in call.scopes), tile, facts.sms)
+    sink_stride = 0 if sink is None else sink.stride(0)
+    target, target_lse, target_max = out, lse, max_logits
+    part_stride = 0
+    if splits > 1:
+        parts = torch.empty((splits, *q.shape[:3], D_V), dtype=torch.float32, device=device)
+        target, part_stride = parts[0], parts.stride(0)
+        target_lse = torch.empty((splits, rows, heads), dtype=torch.float32, device=device)
+        target_max = None if max_logits is None else torch.empty_like(target_lse)
+
+    main, extra = call.scopes[0], call.scopes[1] if len(call.scopes) > 1 else None
+    layouts = [_layout_code(scope.cache) for scope in call.scopes]
+    grid = (rows * triton.cdiv(heads, tile.block_h), splits)
+    kernels.sparse_mla_kernel[grid](
+        q,
+        *q.stride(),
+        target,
+        part_stride,
+        *target.stride(),
+        target_lse,
+        target_max,
+        sink,
+        sink_stride,
+        *_scope_arguments(main),
+        *(_scope_arguments(extra) if extra is not None else _scope_arguments(main)),
+        float(scale),
+        rows,
+        s_q,
+        heads,
+        splits,
+        LAYOUT=layouts[0],
+        PAGE_SIZE=main.cache.page_size,
+        EXTRA_LAYOUT=kernels.NO_CACHE.value if extra is None else layouts[1],
+        EXTRA_PAGE_SIZE=1 if extra is None else extra.cache.page_size,
+        D_QK=q.shape[-1],
+        TILES=8 if kernels.V4_FP8.value in layouts else 4,
+        WHOLE=splits == 1,
+        BLOCK_H=tile.block_h,
+        BLOCK_K=tile.block_k,
+        NATIVE_FP8=facts.native_fp8,
+        PLAIN_DTYPE=tl.float32 if interpreted else _plain_dtype(call),
+        CODE_DTYPE=tl.float32 if interpreted else tl.float16,
+        TAIL_DTYPE=tl.float32 if interpreted else tl.bfloat16,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    if splits > 1:
+        kernels.combine_kernel[(rows * heads,)](
+            target,
+            target_lse,
+            target_max,
+            out,
+            *out.stride(),
+            lse,
+            max_logits,
+            sink,
+            sink_stride,
+            s_q,
+            heads,
+            splits,
+            BLOCK_SPLITS=MAX_SPLITS,
+            num_warps=4,
+        )
+
+
+def _scope_arguments(scope: Scope) -> tuple[object, ...]:
+    cache, indices, length = scope
+    if isinstance(cache.layout, Fp8Layout):
+        page_stride, row_stride, value_stride = cache.data.stride(0), cache.layout.data_stride, 1
+    else:
+        page_stride, row_stride, value_stride = cache.data.stride()
+    length_strides = (0, 0) if length is None else length.stride()
+    return (
+        cache.data,
+        page_stride,
+        row_stride,
+        value_stride,
+        cache.num_slots,
+        indices,
+        *indices.stride(),
+        length,
+        *length_strides,
+        scope.topk,
+    )
+
+
+def _layout_code(cache: PagedCache) -> int:
+    return LAYOUT_CODES.get(cache.layout.name, kernels.PLAIN.value)
+
+
+def _plain_dtype(call: Call) -> tl.dtype:
+    """float16 where plain rows and queries are float16; otherwise bfloat16, whose range holds them all."""
+    plain = [scope.cache.data.dtype for scope in call.scopes if not isinstance(scope.cache.layout, Fp8Layout)]
+    return tl.float16 if all(dtype == torch.float16 for dtype in [call.q.dtype, *plain]) else tl.bfloat16
+
+
+def _check_alignment(op: str, cache: PagedCache) -> None:
+    alignment = ALIGNMENTS.get(cache.layout.name, 1)
+    stride, address = cache.data.stride(0), cache.data.data_ptr()
+    aligned = (stride % alignment == 0 or cache.num_pages < 2) and address % alignment == 0
+    message = f"pages of {cache.layout.name} start at multiples of {alignment} bytes; the page stride is {stride}"
+    require(aligned, op, f"{message} and the cache starts at {address:#x}")
+
+
+@lru_cache
+def _device_facts(device: torch.device) -> DeviceFacts:
+    properties = torch.cuda.get_device_properties(device)
+    return DeviceFacts(properties.multi_processor_count, 10 * properties.major + properties.minor)

@@ -1,0 +1,275 @@
+"""DeepSeek-V4 prefill with many query tokens: dequantise once, combine the indices, attend bfloat16 rows.
+
+The op of a V4 layer is `sparse_mla_prefill` over two paged fp8 caches: the sliding window's, and with a
+compress_ratio of 4 or 128 the compressed one's. Attention straight from fp8 records converts a record
+again for every query that names it. Neighbouring queries name much the same records, so from some
+number of queries on it is cheaper to dequantise the pages that the batch reads into bfloat16 rows once
+and to attend those with a kernel for bfloat16 rows:
+
+    workspace = [rows of the window's pages; rows of the extra pages]      in the order of `pages`
+    combined  = [window_indices[:window_length], extra_indices[:extra_length], -1 ...]  as workspace rows
+    result    = attention(q, workspace, combined, window_length + extra_length, attn_sink)
+
+`reference_route` states the result, `route` computes it. Both take each cache as `Keys`, whose indices
+either are slots of the cache, translated by way of a map from pages to places in the workspace, or rows
+of that cache's share of the workspace, `place * page_size + position` for the page at `pages[place]`.
+
+Memory: the caller's workspace, the combined indices (4 * tokens * width bytes, or the caller's buffer),
+the caller's maps (4 bytes a page of a cache, never cleared), and what the attention itself needs. The
+two halves of the workspace are written in place; nothing is concatenated. Which tokens read which pages
+is known to the device only, so a workspace that is too small is an error rather than several passes.
+
+Sources: SGLang pull request 25502 and `srt/layers/attention/dsv4/sparse_prefill_utils.py`; vLLM
+`models/deepseek_v4/common/ops/cache_utils.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from nsa_plugin.kernels.checks import FLOAT_DTYPES, INDEX_DTYPES, KernelArgumentError, check_tensor, require
+from nsa_plugin.kernels.kv_cache import PagedCache
+from nsa_plugin.kernels.sparse_mla import PrefillOutput, reference_prefill
+from nsa_plugin.kernels.swa_indices import IndexRows
+
+if TYPE_CHECKING:
+    from nsa_plugin.kernels.triton.v4_prefill import Part
+
+OP = "v4_prefill_route"
+HEAD_DIM = 512  # values of a query, of a key and of a value
+DEFAULT_ATTENTION = "nsa_plugin.kernels.providers.flash_mla"
+
+
+class Attention(Protocol):
+    """Attention over a flat KV tensor; `reference_prefill` and its providers are."""
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        indices: torch.Tensor,
+        *,
+        scale: float,
+        d_v: int,
+        topk_length: torch.Tensor | None,
+        attn_sink: torch.Tensor | None,
+        out: torch.Tensor | None,
+        out_dtype: torch.dtype | None,
+    ) -> PrefillOutput: ...
+
+
+@dataclass(frozen=True)
+class Keys:
+    """What the queries attend of one cache.
+
+    Attributes:
+        cache: a paged cache of rows of 512 values, any layout (V4's: v4_fp8).
+        pages: [n] int32 or int64: the pages that the batch reads, in the order of the workspace. Every
+            page that a counted index names has to be here, or the index is lost: its entry becomes -1.
+            A page listed twice takes its room twice; a negative entry takes room and holds nothing, so
+            that a list may be padded to a number known on the host.
+        indices: [tokens, topk] int32 or int64: slots of the cache if `page_map` is given, else rows of
+            the cache's share of the workspace. Negative or out of range: no key.
+        lengths: [tokens] int: only the first so many entries of a row count; None: all.
+        page_map: [>= cache.num_pages] int32: the caller's buffer for the map from pages to places,
+            contents arbitrary; one for each of two caches.
+    """
+
+    cache: PagedCache
+    pages: torch.Tensor
+    indices: torch.Tensor
+    lengths: torch.Tensor | None = None
+    page_map: torch.Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        """Rows of the workspace that the pages take."""
+        return len(self.pages) * self.cache.page_size
+
+
+def workspace_rows(window_pages: int, window_page_size: int, extra_pages: int = 0, extra_page_size: int = 0) -> int:
+    """Rows of 512 bfloat16 values (1 KiB) that a workspace needs for so many listed pages of each cache."""
+    return window_pages * window_page_size + extra_pages * extra_page_size
+
+
+def combined_width(window_topk: int, extra_topk: int = 0, alignment: int = 128) -> int:
+    """Columns of the combined indices: the sum of both, rounded up to a multiple of `alignment`."""
+    return -(-(window_topk + extra_topk) // alignment) * alignment
+
+
+def reference_route(
+    q: torch.Tensor,
+    window: Keys,
+    extra: Keys | None = None,
+    *,
+    scale: float,
+    attn_sink: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> PrefillOutput:
+    """The result of the route, from the caches themselves. Arguments as `route`."""
+    _check(q, window, extra)
+    second: dict[str, Any] = {}
+    if extra is not None:
+        second = {"extra_kv": extra.cache, "extra_indices": _slots(extra), "extra_topk_length": extra.lengths}
+    return reference_prefill(
+        q,
+        window.cache,
+        _slots(window),
+        scale=scale,
+        d_v=HEAD_DIM,
+        topk_length=window.lengths,
+        attn_sink=attn_sink,
+        out=out,
+        out_dtype=out_dtype,
+        **second,
+    )
+
+
+def route(
+    q: torch.Tensor,
+    window: Keys,
+    extra: Keys | None = None,
+    *,
+    workspace: torch.Tensor,
+    scale: float,
+    attn_sink: torch.Tensor | None = None,
+    attention: Attention | None = None,
+    alignment: int = 128,
+    combined: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> PrefillOutput:
+    """Attention of a V4 layer's queries by way of a bfloat16 workspace. Contract: see the module.
+
+    Waits for nothing: no value of a tensor is read on the host.
+
+    Args:
+        q: [tokens, heads, 512], bfloat16 for the default attention.
+        window: the sliding window's keys.
+        extra: the compressed cache's keys; None for a layer without one.
+        workspace: [rows, 512], bfloat16 for the default attention, rows contiguous and at least
+            `workspace_rows(...)` of them; the rest is left alone.
+        scale: factor of the logits.
+        attn_sink: [heads] float32.
+        attention: what attends the workspace; default flash_mla's `prefill`.
+        alignment: the combined indices' width is a multiple of this; FlashMLA takes multiples of 128.
+        combined: [tokens, combined_width(...)] int32: the caller's buffer for the combined indices.
+        out: [tokens, heads, 512], where to put the output.
+        out_dtype: dtype of a new output; default q's.
+
+    Raises:
+        KernelArgumentError: an argument has the wrong shape, dtype or device, or the workspace is too small.
+    """
+    _check(q, window, extra)
+    tokens = q.shape[0]
+    needed = window.rows + (0 if extra is None else extra.rows)
+    _check_workspace(workspace, needed, q.device)
+    require(alignment > 0, OP, f"alignment is {alignment}; it is at least 1")
+    width = combined_width(window.indices.shape[1], 0 if extra is None else extra.indices.shape[1], alignment)
+    if combined is None:
+        combined = torch.empty((tokens, width), dtype=torch.int32, device=q.device)
+    check_tensor(OP, "combined", combined, (tokens, width), dtypes=(torch.int32,), device=q.device)
+    if q.numel() == 0 or needed == 0 or width == 0:
+        return _nothing(q, out, out_dtype)
+    rows = _combine_into(workspace, window, extra, combined)
+    attend = _default_attention() if attention is None else attention
+    return attend(
+        q,
+        workspace[:needed],
+        rows.indices,
+        scale=scale,
+        d_v=HEAD_DIM,
+        topk_length=rows.lengths,
+        attn_sink=attn_sink,
+        out=out,
+        out_dtype=out_dtype,
+    )
+
+
+def _combine_into(workspace: torch.Tensor, window: Keys, extra: Keys | None, combined: torch.Tensor) -> IndexRows:
+    """Fill the workspace with the rows of both caches' pages, and `combined` with indices of its rows."""
+    # Triton is imported here: this module states a contract and is read where there is none.
+    from nsa_plugin.kernels.triton.kv_cache import read_pages
+    from nsa_plugin.kernels.triton.v4_prefill import combine_rows, map_pages
+
+    first = 0
+    for keys in (window,) if extra is None else (window, extra):
+        if keys.page_map is not None:
+            map_pages(keys.pages, keys.page_map[: keys.cache.num_pages])
+        share = workspace[first : first + keys.rows].unflatten(0, (len(keys.pages), keys.cache.page_size))
+        read_pages(keys.cache, keys.pages, out=share)
+        first += keys.rows
+    return combine_rows(_part(window), None if extra is None else _part(extra), combined)
+
+
+def _part(keys: Keys) -> Part:
+    from nsa_plugin.kernels.triton.v4_prefill import Part
+
+    cache = keys.cache
+    return Part(keys.indices, keys.lengths, keys.pages, keys.page_map, cache.num_pages, cache.page_size)
+
+
+def _default_attention() -> Attention:
+    attention: Attention = import_module(DEFAULT_ATTENTION).prefill
+    return attention
+
+
+def _nothing(q: torch.Tensor, out: torch.Tensor | None, out_dtype: torch.dtype | None) -> PrefillOutput:
+    """The result of queries without a key."""
+    if out is None:
+        out = torch.empty(q.shape, dtype=out_dtype or q.dtype, device=q.device)
+    statistics = torch.full((2, *q.shape[:2]), float("-inf"), dtype=torch.float32, device=q.device)
+    return PrefillOutput(out.zero_(), statistics[0], statistics[1].neg_())
+
+
+def _slots(keys: Keys) -> torch.Tensor:
+    """Indices as slots of the cache, -1 where they name none."""
+    cache, size = keys.cache, keys.cache.page_size
+    indices = keys.indices.long()
+    if keys.page_map is None:
+        valid = (indices >= 0) & (indices < keys.rows)
+        pages = keys.pages[torch.where(valid, indices // size, 0)].long() if len(keys.pages) else indices
+        valid &= (pages >= 0) & (pages < cache.num_pages)
+        return torch.where(valid, pages * size + indices % size, -1)
+    listed = torch.isin(indices // size, keys.pages.long()) & (indices >= 0)
+    return torch.where(listed, indices, -1)
+
+
+def _check(q: torch.Tensor, window: Keys, extra: Keys | None) -> None:
+    check_tensor(OP, "q", q, ("tokens", "heads", HEAD_DIM), dtypes=FLOAT_DTYPES)
+    for name, keys in (("window", window), ("extra", extra)):
+        if keys is None:
+            continue
+        require(
+            keys.cache.dim == HEAD_DIM, OP, f"{name}.cache has rows of {keys.cache.dim} values; expected {HEAD_DIM}"
+        )
+        require(keys.cache.device == q.device, OP, f"{name}.cache is on {keys.cache.device}; expected {q.device}")
+        common: dict[str, Any] = {"dtypes": INDEX_DTYPES, "device": q.device}
+        check_tensor(OP, f"{name}.indices", keys.indices, (q.shape[0], "topk"), **common)
+        check_tensor(OP, f"{name}.pages", keys.pages, ("n",), **common)
+        if keys.lengths is not None:
+            check_tensor(OP, f"{name}.lengths", keys.lengths, (q.shape[0],), **common)
+        if keys.page_map is not None:
+            common["dtypes"] = (torch.int32,)
+            check_tensor(OP, f"{name}.page_map", keys.page_map, ("num_pages",), **common)
+            held, pages = len(keys.page_map), keys.cache.num_pages
+            require(held >= pages, OP, f"{name}.page_map has {held} entries; the cache has {pages} pages")
+    if extra is not None and window.page_map is not None and extra.page_map is not None:
+        same = window.page_map.data_ptr() == extra.page_map.data_ptr() and extra.cache.num_pages > 0
+        require(not same, OP, "extra.page_map is window.page_map; each cache needs its own")
+
+
+def _check_workspace(workspace: torch.Tensor, needed: int, device: torch.device) -> None:
+    check_tensor(OP, "workspace", workspace, ("rows", HEAD_DIM), dtypes=FLOAT_DTYPES, device=device)
+    require(workspace.is_contiguous(), OP, f"workspace has strides {workspace.stride()}; it must be contiguous")
+    row_bytes = HEAD_DIM * workspace.element_size()
+    if len(workspace) < needed:
+        raise KernelArgumentError(
+            f"{OP}: workspace has {len(workspace) * row_bytes} bytes ({len(workspace)} rows); "
+            f"the listed pages need {needed * row_bytes} bytes ({needed} rows)"
+        )

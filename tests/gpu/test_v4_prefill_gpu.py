@@ -1,0 +1,137 @@
+"""The compiled V4 prefill route against attention straight from the two caches."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from nsa_plugin.kernels.sparse_mla import PrefillOutput, reference_prefill
+from nsa_plugin.kernels.v4_prefill import combined_width, route
+from tests.kernels import v4_prefill_cases as cases
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+# topk, page size, pages of the cache, pages that the batch reads
+WINDOW_64, WINDOW_256 = (128, 64, 60, 17), (128, 256, 20, 5)
+EXTRA_64, EXTRA_2 = (512, 64, 60, 9), (256, 2, 3000, 700)
+
+
+def attention_of(name: str):
+    if name == "reference":
+        return reference_prefill
+    flash_mla = pytest.importorskip("flash_mla", exc_type=ImportError)
+    if torch.cuda.get_device_capability()[0] != 9 or not flash_mla.has_legacy():
+        pytest.skip("flash_mla's kernels for these shapes run on SM90")
+    return None  # the default
+
+
+@pytest.fixture(autouse=True)
+def exact_float32_matmul():
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.mark.parametrize("by_slot", [True, False])
+@pytest.mark.parametrize("with_sink", [False, True])
+@pytest.mark.parametrize("with_lengths", [False, True])
+@pytest.mark.parametrize(
+    ("window", "extra"),
+    [
+        (WINDOW_64, EXTRA_64),
+        (WINDOW_256, EXTRA_64),
+        (WINDOW_256, EXTRA_2),
+        (WINDOW_256, None),
+        ((100, 2, 900, 400), None),
+    ],
+)
+@pytest.mark.parametrize(("heads", "tokens"), [(64, 62), (128, 213), (64, 2)])
+@pytest.mark.parametrize("attention", ["flash_mla", "reference"])
+def test_the_route_is_attention_over_both_caches(
+    attention, heads, tokens, window, extra, with_lengths, with_sink, by_slot
+):
+    case = cases.make_case(tokens, heads, window, extra, tokens, with_lengths=with_lengths, with_sink=with_sink)
+    cases.check(case, "cuda", by_slot=by_slot, attention=attention_of(attention), surplus=100)
+
+
+@pytest.mark.parametrize("attention", ["flash_mla", "reference"])
+def test_many_queries(attention):
+    case = cases.make_case(2048, 64, (128, 256, 40, 10), (512, 64, 90, 40), 3)
+    cases.check(case, "cuda", by_slot=True, attention=attention_of(attention))
+
+
+@pytest.mark.parametrize("by_slot", [True, False])
+def test_caches_beyond_2_to_the_31_bytes(by_slot):
+    case = cases.make_case(20, 64, (128, 64, 120000, 20), EXTRA_2, 7)
+    assert int(case.window.pages.max()) * case.window.cache.data.stride(0) > 2**31
+    cases.check(case, "cuda", by_slot=by_slot)
+
+
+def test_nothing_waits_and_nothing_is_allocated_but_indices_and_lengths():
+    case = cases.make_case(300, 64, WINDOW_256, EXTRA_64, 5)
+    assert case.extra is not None
+    window, extra = case.window.keys("cuda", by_slot=True), case.extra.keys("cuda", by_slot=True)
+    workspace = torch.empty(window.rows + extra.rows, 512, dtype=torch.bfloat16, device="cuda")
+    combined = torch.empty(300, combined_width(128, 512), dtype=torch.int32, device="cuda")
+    q = case.q.cuda()
+    seen: list[torch.Tensor] = []
+
+    def attention(q, kv, indices, **arguments):
+        seen.append(kv)
+        return PrefillOutput(q, q[..., 0], q[..., 0])
+
+    def once() -> None:
+        route(q, window, extra, workspace=workspace, scale=case.scale, combined=combined, attention=attention)
+
+    once()
+    torch.cuda.synchronize()
+    allocated = torch.cuda.memory_stats()["allocated_bytes.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        once()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    # The lengths: 300 int32, in blocks of 512 bytes.
+    assert torch.cuda.memory_stats()["allocated_bytes.all.allocated"] - allocated <= 1536
+    assert all(kv.data_ptr() == workspace.data_ptr() for kv in seen)
+
+
+def test_a_map_left_by_another_batch_changes_nothing():
+    """One buffer for the maps of a run, never cleared: a second batch over other pages gives what a first one does."""
+    first = cases.make_case(62, 64, WINDOW_64, EXTRA_64, 13)
+    second = cases.make_case(62, 64, WINDOW_64, EXTRA_64, 14)
+    assert first.extra is not None
+    assert second.extra is not None
+    maps = [torch.empty(60, dtype=torch.int32, device="cuda") for _ in range(2)]
+    results = []
+    for case in (first, second, first):
+        assert case.extra is not None
+        halves = [half.keys("cuda", by_slot=True) for half in (case.window, case.extra)]
+        halves = [
+            type(keys)(keys.cache, keys.pages, keys.indices, keys.lengths, page_map)
+            for keys, page_map in zip(halves, maps, strict=True)
+        ]
+        rows = sum(keys.rows for keys in halves)
+        workspace = torch.full((rows, 512), math.nan, dtype=torch.bfloat16, device="cuda")
+        sink = None if case.sink is None else case.sink.cuda()
+        result = route(
+            case.q.cuda(), *halves, workspace=workspace, scale=case.scale, attn_sink=sink, attention=reference_prefill
+        )
+        cases.assert_close(result, case.expected())
+        results.append(result)
+    assert all(torch.equal(one, again) for one, again in zip(results[0], results[2], strict=True))
+
+
+def test_the_same_bits_every_time():
+    attention = attention_of("flash_mla")
+    case = cases.make_case(213, 64, WINDOW_256, EXTRA_64, 17)
+    first = cases.check(case, "cuda", by_slot=True, attention=attention)
+    for _ in range(20):
+        again = cases.check(case, "cuda", by_slot=True, attention=attention)
+        assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))

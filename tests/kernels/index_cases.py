@@ -1,0 +1,172 @@
+"""Cases of the index kernels, shared by the interpreted tests and the GPU's.
+
+Each check draws a case from a seed, runs the Triton kernel on `device` and the reference on the CPU, and
+compares every entry. Tensors are padded, strided and expanded as engines hand them over.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from nsa_plugin.kernels import index_transform as transform
+from nsa_plugin.kernels import swa_indices as swa
+from nsa_plugin.kernels.swa_indices import IndexRows
+from nsa_plugin.kernels.triton import index_transform as transform_kernels
+from nsa_plugin.kernels.triton import swa_indices as swa_kernels
+
+from .oracles import INT_MAX, INT_MIN
+
+BAD = (INT_MIN, -123456, -1, INT_MAX)
+
+
+@dataclass
+class Draw:
+    """Random tensors of one case, on the CPU; `to` brings one to the device in some form."""
+
+    seed: int
+    device: str
+
+    def __post_init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(self.seed)
+
+    def integers(self, low: int, high: int, *shape: int) -> torch.Tensor:
+        """Uniform in [low, high), int32 or int64 by the seed."""
+        dtype = torch.int32 if self.seed % 2 else torch.int64
+        return torch.randint(low, max(high, low + 1), shape, generator=self.generator).to(dtype)
+
+    def positions(self, rows: int, topk: int, end: int) -> torch.Tensor:
+        """Positions around [0, end), a fifth of them extreme."""
+        values = self.integers(-3, end + 4, rows, topk)
+        bad = torch.tensor(BAD, dtype=values.dtype)[torch.randint(len(BAD), (rows, topk), generator=self.generator)]
+        return torch.where(torch.rand(rows, topk, generator=self.generator) < 0.2, bad, values)
+
+    def to(self, tensor: torch.Tensor) -> torch.Tensor:
+        """On the device, for odd seeds behind strides that are not the dense ones, with junk in between."""
+        if self.seed % 2 == 0:
+            return tensor.to(self.device)
+        wide = torch.full((*tensor.shape[:-1], 2 * tensor.shape[-1] + 1), 77, dtype=tensor.dtype, device=self.device)
+        wide[..., 1::2] = tensor.to(self.device)
+        return wide[..., 1::2]
+
+
+def same(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    assert torch.equal(actual.cpu(), expected)
+
+
+def check_paged(seed: int, rows: int, topk: int, requests: int, pages: int, page_size: int, device: str) -> None:
+    """With and without lengths and row_to_request, padded rows at the end, unassigned pages."""
+    draw = Draw(seed, device)
+    indices = draw.positions(rows, topk, pages * page_size)
+    expanded = seed % 3 == 0
+    table = draw.integers(-1, 10000, rows if expanded else requests, pages)
+    of_row = None if expanded else draw.integers(-1, requests, rows)
+    lengths = None if seed % 5 == 0 else draw.integers(-2, pages * page_size + 2, rows)
+    num_rows = None if seed % 4 == 0 else rows + seed % 4
+    expected = transform.reference_paged(
+        indices, table, page_size=page_size, row_to_request=of_row, lengths=lengths, num_rows=num_rows
+    )
+    actual = transform_kernels.paged(
+        draw.to(indices),
+        draw.to(table),
+        page_size=page_size,
+        row_to_request=None if of_row is None else draw.to(of_row),
+        lengths=None if lengths is None else draw.to(lengths),
+        num_rows=num_rows,
+    )
+    same(actual, expected)
+    if rows and requests and not expanded:
+        # One table row for all, as a view that repeats it.
+        repeated = table[:1].expand(rows, pages)
+        expected = transform.reference_paged(indices, repeated, page_size=page_size)
+        same(
+            transform_kernels.paged(draw.to(indices), draw.to(table)[:1].expand(rows, pages), page_size=page_size),
+            expected,
+        )
+        # A request that the table lacks is an error of the reference and a padded row on the device.
+        assert of_row is not None
+        missing = transform.reference_paged(
+            indices, table, page_size=page_size, row_to_request=torch.full_like(of_row, -1)
+        )
+        beyond = draw.to(torch.full_like(of_row, requests))
+        same(
+            transform_kernels.paged(draw.to(indices), draw.to(table), page_size=page_size, row_to_request=beyond),
+            missing,
+        )
+
+
+def check_ragged(seed: int, rows: int, topk: int, device: str) -> None:
+    draw = Draw(seed, device)
+    indices = draw.positions(rows, topk, 5000).clamp(max=INT_MAX - 100000)
+    offsets = draw.integers(0, 100000, rows)
+    lengths = None if seed % 3 == 0 else draw.integers(-2, 5000, rows)
+    num_rows = None if seed % 4 == 0 else rows + seed % 4
+    expected = transform.reference_ragged(indices, offsets, lengths=lengths, num_rows=num_rows)
+    moved_lengths = None if lengths is None else draw.to(lengths)
+    same(
+        transform_kernels.ragged(draw.to(indices), draw.to(offsets), lengths=moved_lengths, num_rows=num_rows),
+        expected,
+    )
+
+
+def check_pad_rows(seed: int, rows: int, topk: int, missing: int, device: str) -> None:
+    draw = Draw(seed, device)
+    indices = draw.positions(rows, topk, 1000)
+    moved = draw.to(indices)
+    padded = transform_kernels.pad_rows(moved, rows + missing)
+    same(padded, transform.reference_pad_rows(indices, rows + missing))
+    assert (padded is moved) == (missing == 0)
+
+
+def check_window(seed: int, requests: int, window: int, padding: int, device: str, most: int = 7) -> None:
+    """Ragged requests, some without queries or context; positions, and rows of a gathered buffer."""
+    draw = Draw(seed, device)
+    counts = draw.integers(0, most, requests)
+    contexts = counts + draw.integers(0, 3 * window, requests)
+    cu_seqlens = torch.zeros(requests + 1, dtype=counts.dtype)
+    cu_seqlens[1:] = counts.cumsum(0)
+    num_tokens = int(cu_seqlens[-1]) + padding
+    moved = draw.to(cu_seqlens), draw.to(contexts)
+    expected = swa.reference_window(cu_seqlens, contexts, window, num_tokens=num_tokens)
+    for actual, wanted in zip(swa_kernels.window(*moved, window, num_tokens=num_tokens), expected, strict=True):
+        same(actual, wanted)
+    held = torch.minimum(contexts, counts + window - 1 + draw.integers(0, 4, requests))
+    bases = held.cumsum(0).to(held.dtype) - held + 5
+    expected = swa.reference_window(cu_seqlens, contexts, window, num_tokens=num_tokens, bases=bases, gather_lens=held)
+    buffers = {"bases": draw.to(bases), "gather_lens": draw.to(held)}
+    result = swa_kernels.window(*moved, window, num_tokens=num_tokens, **buffers)
+    for actual, wanted in zip(result, expected, strict=True):
+        same(actual, wanted)
+
+
+def index_rows(draw: Draw, tokens: int, width: int, end: int) -> IndexRows:
+    """Left-compact rows with some negative entries inside; lengths from -1 to beyond the width."""
+    indices = draw.integers(0, end, tokens, width)
+    hole = torch.rand(tokens, width, generator=draw.generator) < 0.2
+    return IndexRows(
+        torch.where(hole, draw.integers(-9, 0, tokens, width), indices), draw.integers(-1, width + 2, tokens)
+    )
+
+
+def check_combine(seed: int, tokens: int, width: int, extra_width: int, alignment: int, device: str) -> None:
+    """A number as the offset, one a row, one for all; into a new tensor and into a part of a wider one."""
+    draw = Draw(seed, device)
+    first, second = index_rows(draw, tokens, width, 4000), index_rows(draw, tokens, extra_width, 9000)
+    moved = IndexRows(*map(draw.to, first)), IndexRows(*map(draw.to, second))
+    each = draw.integers(0, 500, tokens)
+    for offset in (0, 1, 77 * 16, each, each[:1] if tokens else each, torch.tensor(9)):
+        expected = swa.reference_combine(first, second, extra_offset=offset, alignment=alignment)
+        total = expected.indices.shape[1]
+        wide = torch.full((tokens, total + 5), 4321, dtype=torch.int32, device=device)
+        out = None if isinstance(offset, int) else wide[:, 2 : total + 2]
+        on_device = draw.to(offset) if isinstance(offset, torch.Tensor) and offset.dim() else offset
+        on_device = on_device.to(device) if isinstance(on_device, torch.Tensor) else on_device
+        actual = swa_kernels.combine(*moved, extra_offset=on_device, alignment=alignment, out=out)
+        same(actual.indices, expected.indices)
+        same(actual.lengths, expected.lengths)
+        assert out is None or actual.indices is out
+        assert (wide[:, :2] == 4321).all()
+        assert (wide[:, total + 2 :] == 4321).all()

@@ -1,0 +1,98 @@
+"""The CUDA sparse MLA's host side: what it refuses before anything is compiled, and how it cuts the work."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from nsa_plugin.kernels.checks import KernelArgumentError
+from nsa_plugin.kernels.cuda import sparse_mla
+from nsa_plugin.kernels.kv_cache import allocate_cache
+
+TOKENS, HEADS, TOPK = 3, 5, 70
+
+
+def arguments(**changes):
+    """Arguments that would run on a GPU, but for those changed."""
+    made = {
+        "q": torch.zeros(TOKENS, HEADS, 576, dtype=torch.bfloat16),
+        "kv": allocate_cache("v32_fp8", 2, 64),
+        "indices": torch.zeros(TOKENS, TOPK, dtype=torch.int32),
+        "scale": 0.1,
+    }
+    return made | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, "q is on cpu; the CUDA kernel needs a CUDA device"),
+        ({"q": torch.zeros(TOKENS, HEADS, 576)}, "q has dtype float32; allowed: bfloat16"),
+        ({"q": torch.zeros(TOKENS, HEADS, 512, dtype=torch.bfloat16)}, "q has rows of 512 values; kv .* has 576"),
+        ({"kv": torch.zeros(128, 576, dtype=torch.bfloat16)}, "kv has layout bf16; this kernel reads v32_fp8, v4_fp8"),
+        ({"indices": torch.zeros(TOKENS + 1, TOPK, dtype=torch.int32)}, r"indices has shape \[4, 70\]"),
+        ({"indices": torch.zeros(TOKENS, TOPK)}, "indices has dtype float32"),
+        ({"topk_length": torch.zeros(TOKENS + 1, dtype=torch.int32)}, "topk_length has shape"),
+        ({"d_v": 256}, "d_v is 256; this kernel has values of 512"),
+        ({"attn_sink": torch.zeros(HEADS + 1)}, "attn_sink has shape"),
+        ({"extra_indices": torch.zeros(TOKENS, 4, dtype=torch.int32)}, "extra_indices is given without extra_kv"),
+        ({"extra_kv": allocate_cache("v32_fp8", 1, 64)}, "extra_indices is missing beside extra_kv"),
+        (
+            {
+                "kv": allocate_cache("v4_fp8", 2, 64),
+                "q": torch.zeros(TOKENS, HEADS, 512, dtype=torch.bfloat16),
+                "extra_kv": torch.zeros(64, 512, dtype=torch.bfloat16),
+                "extra_indices": torch.zeros(TOKENS, 4, dtype=torch.int32),
+            },
+            "extra_kv has layout bf16",
+        ),
+        ({"out": torch.zeros(TOKENS, HEADS, 100)}, "out has shape"),
+        ({"out_dtype": torch.int32}, "out_dtype is torch.int32; allowed: a float"),
+    ],
+)
+def test_what_is_refused_and_by_which_name(changes, message):
+    with pytest.raises(KernelArgumentError, match=message):
+        sparse_mla.prefill(**arguments(**changes))
+
+
+def test_a_decode_names_its_own_arguments():
+    q = torch.zeros(2, 2, HEADS, 576, dtype=torch.bfloat16)
+    cache, indices = allocate_cache("v32_fp8", 2, 64), torch.zeros(2, 2, TOPK, dtype=torch.int32)
+    with pytest.raises(KernelArgumentError, match="sparse_mla_decode: topk_length has shape"):
+        sparse_mla.decode(q, cache, indices, scale=0.1, topk_length=torch.zeros(3, dtype=torch.int32))
+    with pytest.raises(KernelArgumentError, match="sparse_mla_decode: q is on cpu"):
+        sparse_mla.decode(q, cache, indices, scale=0.1)
+
+
+@pytest.mark.parametrize(
+    ("rows", "groups", "topk", "splits"),
+    [
+        (4096, 1, 2048, 1),  # a prefill fills the device by itself
+        (128, 1, 2048, 2),
+        (1, 1, 2048, 16),  # the most: more shares cost more to add up
+        (1, 1, 512, 4),  # each share has at least two steps of 64 entries
+        (1, 1, 64, 1),
+        (1, 1, 0, 1),
+        (33, 8, 2048, 1),
+    ],
+)
+def test_splits_fill_the_device_once(rows, groups, topk, splits):
+    assert sparse_mla.choose_splits(rows, groups, topk, sms=132, blocks=2) == splits
+
+
+@pytest.mark.parametrize("layout", ["v32_fp8", "v4_fp8"])
+@pytest.mark.parametrize("variant", sparse_mla.VARIANTS, ids=lambda variant: str(variant.heads))
+def test_blocks_fit_into_shared_memory(variant, layout):
+    # 228 KiB an SM, of which every block takes 1 KiB more than it asks for (CUDA C++ Programming Guide).
+    assert variant.blocks * (variant.shared_bytes(layout) + 1024) <= 228 * 1024
+
+
+def test_the_host_and_the_source_agree_on_constants():
+    source = (Path(sparse_mla.__file__).parent / sparse_mla.SOURCE).read_text()
+    assert re.search(rf"constexpr int KEYS = {sparse_mla.KEYS};", source)
+    assert re.search(rf"constexpr int D_V = {sparse_mla.D_V};", source)
+    assert re.search(r"constexpr float NOT_COUNTED = -1.f;", source)
+    assert "#include" not in source  # NVRTC has no headers

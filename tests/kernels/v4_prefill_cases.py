@@ -1,0 +1,152 @@
+"""Cases of the V4 prefill route, shared by the interpreted tests and the GPU's."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from nsa_plugin.kernels.kv_cache import PagedCache, open_cache, reference_write
+from nsa_plugin.kernels.sparse_mla import PrefillOutput, reference_prefill
+from nsa_plugin.kernels.v4_prefill import Keys, route, workspace_rows
+from nsa_plugin.layouts import V4_FP8
+
+INVALID = (-(2**31), -123456, -1, 2**31 - 1)
+
+
+@dataclass
+class Half:
+    """One cache of a case, on the CPU: `slots` are the indices that the result is defined by."""
+
+    cache: PagedCache
+    pages: torch.Tensor
+    slots: torch.Tensor
+    lengths: torch.Tensor | None
+
+    def keys(self, device: str, *, by_slot: bool, index_dtype: torch.dtype = torch.int32) -> Keys:
+        """As the route takes it; with `by_slot` the map holds junk, among it places of other pages."""
+        cache = open_cache(self.cache.data.to(device), V4_FP8, self.cache.page_size)
+        indices, page_map = self.slots, None
+        if by_slot:
+            page_map = torch.randint(-5, len(self.pages) + 5, (cache.num_pages,), dtype=torch.int32).to(device)
+        else:
+            indices = self.rows()
+        lengths = None if self.lengths is None else self.lengths.to(device)
+        return Keys(cache, self.pages.to(device), indices.to(index_dtype).to(device), lengths, page_map)
+
+    def rows(self) -> torch.Tensor:
+        """The slots as rows of this cache's share of the workspace."""
+        size = self.cache.page_size
+        places = torch.full((self.cache.num_pages,), -1, dtype=torch.int64)
+        listed = self.pages >= 0
+        places[self.pages[listed].long()] = torch.arange(len(self.pages))[listed]
+        valid = (self.slots >= 0) & (self.slots < self.cache.num_slots)
+        safe = torch.where(valid, self.slots, 0).long()
+        return torch.where(valid, places[safe // size] * size + safe % size, self.slots.long())
+
+
+@dataclass
+class Case:
+    q: torch.Tensor
+    window: Half
+    extra: Half | None
+    sink: torch.Tensor | None
+    scale: float = 512**-0.5
+
+    def expected(self) -> PrefillOutput:
+        """From the caches themselves."""
+        second = {}
+        if self.extra is not None:
+            second = {
+                "extra_kv": self.extra.cache,
+                "extra_indices": self.extra.slots,
+                "extra_topk_length": self.extra.lengths,
+            }
+        return reference_prefill(
+            self.q,
+            self.window.cache,
+            self.window.slots,
+            scale=self.scale,
+            topk_length=self.window.lengths,
+            attn_sink=self.sink,
+            out_dtype=torch.float32,
+            **second,
+        )
+
+
+def make_half(
+    tokens: int, topk: int, page_size: int, num_pages: int, listed: int, seed: int, with_lengths: bool
+) -> Half:
+    """A cache of NaN bytes but for the slots that count; the batch reads `listed` of its pages.
+
+    A tenth of the entries are invalid, and what lies behind a length names NaN memory. The first query
+    has no key. The list of pages holds a padding entry, and one page twice.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    pages = torch.randperm(num_pages, generator=generator)[:listed]
+    of_entry = pages[torch.randint(listed, (tokens, topk), generator=generator)]
+    slots = of_entry * page_size + torch.randint(page_size, (tokens, topk), generator=generator)
+    bad = torch.tensor(INVALID)[torch.randint(len(INVALID), (tokens, topk), generator=generator)]
+    slots = torch.where(torch.rand(tokens, topk, generator=generator) < 0.1, bad, slots)
+    slots[0] = -1
+    lengths = None
+    counted = slots
+    if with_lengths:
+        lengths = torch.randint(-1, topk + 2, (tokens,), generator=generator, dtype=torch.int32)
+        lengths[-1] = topk
+        counted = torch.where(torch.arange(topk) < lengths.unsqueeze(1), slots, -1)
+    memory = torch.full((num_pages, V4_FP8.page_bytes(page_size)), 0xFF, dtype=torch.uint8)
+    cache = open_cache(memory, V4_FP8, page_size)
+    used = counted[(counted >= 0) & (counted < cache.num_slots)].unique()
+    rows = torch.randn(len(used), 512, generator=generator) / 4
+    reference_write(cache, rows.bfloat16(), used)
+    return Half(cache, torch.cat([pages, torch.tensor([-1]), pages[:1]]).int(), slots, lengths)
+
+
+def make_case(
+    tokens: int,
+    heads: int,
+    window: tuple[int, int, int, int],
+    extra: tuple[int, int, int, int] | None,
+    seed: int,
+    *,
+    with_lengths: bool = True,
+    with_sink: bool = True,
+) -> Case:
+    """window, extra: topk, page size, pages of the cache, pages that the batch reads."""
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(tokens, heads, 512, generator=generator).bfloat16()
+    sink = torch.randn(heads, generator=generator) if with_sink else None
+    if sink is not None and heads > 1:
+        sink[0], sink[1] = math.inf, -math.inf
+    second = None if extra is None else make_half(tokens, *extra, seed + 2, with_lengths)
+    return Case(q, make_half(tokens, *window, seed + 1, with_lengths), second, sink)
+
+
+def check(case: Case, device: str, *, by_slot: bool, attention=reference_prefill, surplus: int = 3) -> PrefillOutput:
+    """The route over a NaN workspace with `surplus` rows too many, against the reference over the caches."""
+    window = case.window.keys(device, by_slot=by_slot)
+    extra = None if case.extra is None else case.extra.keys(device, by_slot=by_slot, index_dtype=torch.int64)
+    needed = workspace_rows(len(window.pages), window.cache.page_size)
+    if extra is not None:
+        needed = workspace_rows(len(window.pages), window.cache.page_size, len(extra.pages), extra.cache.page_size)
+    workspace = torch.full((needed + surplus, 512), math.nan, dtype=torch.bfloat16, device=device)
+    sink = None if case.sink is None else case.sink.to(device)
+    actual = route(
+        case.q.to(device), window, extra, workspace=workspace, scale=case.scale, attn_sink=sink, attention=attention
+    )
+    assert_close(actual, case.expected())
+    assert workspace[needed:].isnan().all()
+    return actual
+
+
+def assert_close(actual: PrefillOutput, expected: PrefillOutput) -> None:
+    actual = PrefillOutput(*(part.cpu().float() for part in actual))
+    torch.testing.assert_close(actual.out, expected.out, atol=8e-4, rtol=3.01 / 128)
+    pair = actual.out.double().flatten(), expected.out.double().flatten()
+    assert 1 - float(torch.nn.functional.cosine_similarity(*pair, dim=0)) < 7e-6
+    for part in ("lse", "max_logits"):
+        torch.testing.assert_close(getattr(actual, part), getattr(expected, part), atol=1e-6, rtol=8.01 / 65536)
+    assert actual.lse[0].isposinf().all()
+    assert actual.max_logits[0].isneginf().all()
