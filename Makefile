@@ -52,6 +52,7 @@ lint: setup-dev ## ruff, format and types
 	$(BIN)/mypy
 
 docs-check: setup-dev
+	$(BIN)/python -m ci.measured --check
 	$(BIN)/python -m ci.docs --check
 
 unit: setup-dev ## the tests that start no engine
@@ -72,7 +73,8 @@ test-gpu: ## the tests that need a CUDA device, by GPU_PYTHON of an environment 
 matrix: setup-dev setup-sglang ## every engine version of ci/matrix.toml; writes docs/compatibility.md
 	$(BIN)/python -m ci.matrix $(ARGS)
 
-docs: setup-dev ## rewrite the generated parts of the documentation
+docs: setup-dev ## rewrite what is generated: measurements.py and parts of the documentation
+	$(BIN)/python -m ci.measured
 	$(BIN)/python -m ci.docs
 
 build: setup-dev ## the wheel and the sdist, in dist/

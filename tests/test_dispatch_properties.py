@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
+from random import Random
 from typing import Any
 from unittest import mock
 
@@ -112,13 +113,6 @@ SETTINGS = st.builds(
 )
 
 
-@st.composite
-def curves(draw: st.DrawFn) -> measured.Points:
-    """(rows, microseconds) as records may have them, from few values so that some are equal."""
-    rows = sorted(draw(st.sets(st.sampled_from([1, 64, 512, 1024, 2048, 4096, 8192]), min_size=1)))
-    return tuple((count, draw(st.sampled_from([1.0, 20.0, 20.5, 300.0, 5e4]))) for count in rows)
-
-
 SPARSE = (
     "cuda sparse_prefill",
     "triton sparse_prefill",
@@ -128,16 +122,31 @@ SPARSE = (
     "cuda sparse_decode",
     "triton sparse_decode",
 )
-BY_HEADS = st.dictionaries(st.sampled_from([8, 16, 64, 128]), curves(), min_size=1)
-TABLES = st.dictionaries(
-    st.tuples(
-        st.sampled_from([90, 90, 100]),
-        st.sampled_from(["sparse_mla_prefill", "sparse_mla_decode", "mha_one_shot"]),
-        st.sampled_from(["bf16", "v32_fp8", "v4_fp8"]),
-    ),
-    st.dictionaries(st.sampled_from([*SPARSE, "fa3 mha_one_shot", "triton mha_one_shot"]), BY_HEADS),
-    max_size=6,
-)
+DENSE = ("fa3 mha_one_shot", "triton mha_one_shot")
+
+
+def table_of(seed: int) -> Any:
+    """Measurements as records may have them: of some routes, heads and rows, from few values so that some are equal."""
+    random = Random(seed)
+
+    def curve() -> measured.Points:
+        rows = sorted(random.sample([1, 64, 512, 1024, 2048, 4096, 8192], random.randint(1, 7)))
+        return tuple((count, random.choice([1.0, 20.0, 20.5, 300.0, 5e4])) for count in rows)
+
+    return {
+        (sm, op, layout): {
+            label: {heads: curve() for heads in random.sample([8, 16, 64, 128], random.randint(1, 4))}
+            for label in (*SPARSE, *DENSE)
+            if random.random() < 0.7
+        }
+        for sm in (90, 100)
+        for op in ("sparse_mla_prefill", "sparse_mla_decode", "mha_one_shot")
+        for layout in ("bf16", "v32_fp8", "v4_fp8")
+        if random.random() < 0.7
+    }
+
+
+TABLES = st.integers(0, 10_000).map(table_of)
 MEASUREMENTS = st.one_of(st.just({}), TABLES, st.just(measured.MEASUREMENTS))
 
 

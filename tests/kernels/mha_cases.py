@@ -55,8 +55,9 @@ def make(
     dtype: torch.dtype = torch.bfloat16,
     padding: int = PADDING,
     device: str = "cpu",
+    filler: float = math.nan,
 ) -> Case:
-    """Normal values, v's a quarter as wide; the rows behind the last request, in q, k and v, are NaN.
+    """Normal values, v's an eighth as wide; the rows behind the last request, in q, k and v, are `filler`.
 
     Kernels round probabilities to the inputs' type: two wide values of v that cancel would show just that.
     """
@@ -65,13 +66,13 @@ def make(
 
     def rand(count: int, dim: int, width: float = 1.0) -> torch.Tensor:
         values = torch.randn(count + padding, heads, dim, generator=generator) * width
-        values[count:] = math.nan
+        values[count:] = filler
         return values.to(dtype).to(device)
 
     return Case(
         rand(rows, d_qk),
         rand(keys, d_qk),
-        rand(keys, d_v, 0.25),
+        rand(keys, d_v, 0.125),
         cumulative([sq for sq, _ in requests], device),
         cumulative([sk for _, sk in requests], device),
     )

@@ -99,7 +99,7 @@ def make_half(
     memory = torch.full((num_pages, V4_FP8.page_bytes(page_size)), 0xFF, dtype=torch.uint8)
     cache = open_cache(memory, V4_FP8, page_size)
     used = counted[(counted >= 0) & (counted < cache.num_slots)].unique()
-    rows = torch.randn(len(used), 512, generator=generator) / 4
+    rows = torch.randn(len(used), 512, generator=generator) / 10
     reference_write(cache, rows.bfloat16(), used)
     return Half(cache, torch.cat([pages, torch.tensor([-1]), pages[:1]]).int(), slots, lengths)
 

@@ -1,7 +1,7 @@
 """Compiling and launching the plugin's CUDA kernels: NVRTC at first use, then a cache on disk.
 
-The sources (`*.cu` beside this file) include no header, so that a CUDA toolkit is not needed: NVRTC and
-the driver are reached through `cuda.bindings`, which PyTorch's CUDA builds for Linux bring along. Cubins
+The sources (`*.cu` beside this file) include only `*.cuh` beside them, so that a CUDA toolkit is not needed:
+NVRTC and the driver are reached through `cuda.bindings`, which PyTorch's CUDA builds for Linux bring along. Cubins
 are kept in `$XDG_CACHE_HOME/nsa_plugin` (`~/.cache/nsa_plugin`), named after everything they depend on.
 """
 
@@ -118,15 +118,19 @@ def _cubin(source: str, defines: tuple[tuple[str, int], ...], arch: str) -> byte
     from cuda.bindings import nvrtc
 
     text = (_SOURCES / source).read_bytes()
+    headers = {path.name.encode(): path.read_bytes() for path in sorted(_SOURCES.glob("*.cuh"))}
     options = [f"--gpu-architecture={arch}", "--std=c++17", "-default-device", "-lineinfo"]
     options += [f"-D{key}={value}" for key, value in defines]
     version = _checked(nvrtc.nvrtcVersion(), "asking NVRTC for its version")
-    key = hashlib.sha256(repr((text, options, version)).encode()).hexdigest()[:32]
+    key = hashlib.sha256(repr((text, headers, options, version)).encode()).hexdigest()[:32]
     path = _cache() / f"{Path(source).stem}-{arch}-{key}.cubin"
     if path.is_file():
         return path.read_bytes()
 
-    program = _checked(nvrtc.nvrtcCreateProgram(text, source.encode(), 0, [], []), f"reading {source}")
+    program = _checked(
+        nvrtc.nvrtcCreateProgram(text, source.encode(), len(headers), list(headers.values()), list(headers)),
+        f"reading {source}",
+    )
     status, *_ = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
     if status:
         log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program), "reading NVRTC's log")

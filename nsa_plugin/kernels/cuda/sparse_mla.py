@@ -27,6 +27,7 @@ KEYS = 64  # entries that a block of threads attends at a time
 D_V = 512
 D_QK = {V32_FP8.name: 576, V4_FP8.name: 512}
 MAX_SPLITS = 16
+NOT_COUNTED = -1.0  # first scale of the V3.2 record that stands for an entry which does not count
 
 
 @dataclass(frozen=True)
@@ -228,20 +229,21 @@ def _attend(
     size, int64 = ctypes.c_int, ctypes.c_int64
     strides = int64(out.stride(0)), int64(out.stride(1))
     shared = variant.shared_bytes(layout)
-    attend, combine = _kernels(tuple(defines.items()), shared, q.device.index)
-    attend(
-        (rows, groups, splits),
-        (256, 1, 1),
-        (
-            *(q, int64(q.stride(0)), int64(q.stride(1)), size(heads)),
-            *(first, second, _zeros(q.device), attn_sink, ctypes.c_float(scale * LOG2_E)),
-            *(out, *strides, lse, max_logits, *parts),
-        ),
-        shared_bytes=shared,
-    )
-    if splits > 1:
-        numbers = size(splits), size(rows), size(heads)
-        combine((rows, heads, 1), (128, 1, 1), (*parts, *numbers, attn_sink, out, *strides, lse, max_logits))
+    with torch.cuda.device_of(q):
+        attend, combine = _kernels(tuple(defines.items()), shared, q.device.index)
+        attend(
+            (rows, groups, splits),
+            (256, 1, 1),
+            (
+                *(q, int64(q.stride(0)), int64(q.stride(1)), size(heads)),
+                *(first, second, _zeros(q.device), attn_sink, ctypes.c_float(scale * LOG2_E)),
+                *(out, *strides, lse, max_logits, *parts),
+            ),
+            shared_bytes=shared,
+        )
+        if splits > 1:
+            numbers = size(splits), size(rows), size(heads)
+            combine((rows, heads, 1), (128, 1, 1), (*parts, *numbers, attn_sink, out, *strides, lse, max_logits))
     return lse, max_logits
 
 
@@ -256,9 +258,9 @@ def _kernels(defines: tuple[tuple[str, int], ...], shared: int, device: int | No
 
 @functools.cache
 def _zeros(device: torch.device) -> torch.Tensor:
-    """The record that stands for an entry which does not count, zeros but for V3.2's first scale: -1 marks it."""
+    """The record that stands for an entry which does not count, zeros but for V3.2's first scale, which marks it."""
     record = torch.zeros(1024, dtype=torch.uint8, device=device)
-    record[512:516].view(torch.float32).fill_(-1.0)
+    record[512:516].view(torch.float32).fill_(NOT_COUNTED)
     return record
 
 

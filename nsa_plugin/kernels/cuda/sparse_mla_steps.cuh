@@ -1,0 +1,420 @@
+// The three steps of sparse_mla.cu on a block of 64 keys: S = K Q^T, P = exp(S), O = V^T P.
+#pragma once
+
+#ifndef NT
+#define NT 2  // tiles of 8 heads a block
+#endif
+#ifndef LAYOUT
+#define LAYOUT 0  // 0: v32_fp8, 1: v4_fp8
+#endif
+#ifndef HAS_EXTRA
+#define HAS_EXTRA 0  // whether there is a second cache
+#endif
+#ifndef OUT_FLOAT32
+#define OUT_FLOAT32 0
+#endif
+#ifndef MIN_BLOCKS
+#define MIN_BLOCKS 2  // blocks of an SM
+#endif
+
+#include "sm90.cuh"
+
+constexpr int KEYS = 64;
+constexpr int WARPS = 8;
+constexpr int THREADS = 32 * WARPS;
+constexpr int HEADS = 8 * NT;
+constexpr int D_V = 512;
+constexpr int STAGES = 2;
+constexpr int ARRIVALS = LAYOUT == 0 ? WARPS : WARPS + KEYS;  // on a stage's barrier, by a filling
+#if LAYOUT == 0
+constexpr int FP8_STEPS = 8;     // steps of 16 fp8 values of a quarter
+constexpr int COPIED = 656;      // bytes of a record that one bulk copy brings
+constexpr int ROW = 656;         // bytes between rows in shared memory
+constexpr int ROPE = 528;        // byte of the bfloat16 values
+constexpr int VARIANTS = 4;      // scales of a record, each with its own P
+constexpr int SCALES = 4;
+#else
+constexpr int FP8_STEPS = 8;
+constexpr int COPIED = 576;
+constexpr int ROW = 592;         // 576 would put rows 64 bytes apart modulo 128
+constexpr int ROPE = 448;
+constexpr int VARIANTS = 8;      // 7 scales, and 1 for the bfloat16 values
+constexpr int SCALES = 7;
+#endif
+// Weights may grow to 2^8 before the output is multiplied: float16 holds them, and that is seldom needed then.
+constexpr float ANCHOR_STEP = 8.f;
+constexpr float NOT_COUNTED = -1.0f;  // first scale of the v32_fp8 record that stands for an entry which does not count
+constexpr int S_STRIDE = 68;     // floats between heads of S: lanes of a warp's store fall into 32 banks
+constexpr int P_STRIDE = 72;     // halves between heads of P: 144 bytes, 8 rows of a matrix in 32 banks
+
+struct Shared {
+    alignas(128) u8 records[STAGES][KEYS * ROW];
+    alignas(16) float s[4][HEADS * S_STRIDE];
+    alignas(16) u16 p[VARIANTS][HEADS * P_STRIDE];
+#if LAYOUT == 1
+    alignas(16) u64 scales[STAGES][KEYS];
+    u8 valid[STAGES][KEYS];
+#endif
+    alignas(16) float alpha[HEADS];   // of the output so far, by this step's keys
+    alignas(16) float factor[HEADS];  // of the query rows: a power of two
+    alignas(8) u64 full[STAGES];      // a stage's records have arrived
+};
+
+// Row of shared memory of position p of a block.
+DEVICE int row_of(int l, int i) { return ((l + 4 * i) & 7) | (l & 24) | (i << 5); }
+
+struct Query {
+    u32 f16[FP8_STEPS][NT][2];   // v4_fp8: steps 4 to 7 of the last quarter are bfloat16
+#if LAYOUT == 0
+    u32 rope[NT][2];
+#endif
+};
+
+// The fragments of a quarter of the query's values, for all heads of the block, which `shared.factor` tells
+// what they were divided by.
+DEVICE void load_query(Shared& shared, Query& query, const u16* q, i64 head_stride, int heads, int quarter, int lane) {
+    int g = lane >> 2, t = lane & 3;
+    u32 raw[FP8_STEPS][NT][2];
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+        int head = n * 8 + g;
+        const u16* source = q + head * head_stride + quarter * 128;
+        float largest = 0.f;
+#pragma unroll
+        for (int s = 0; s < FP8_STEPS; ++s) {
+            bool is_rope = LAYOUT == 1 && quarter == 3 && s >= 4;
+            // The order of a fragment's values is that of the codes in a register: 4t to 4t + 3.
+            const u16* lower = source + s * 16 + (is_rope ? 2 * t : 4 * t);
+            const u16* upper = source + s * 16 + (is_rope ? 2 * t + 8 : 4 * t + 2);
+            raw[s][n][0] = head < heads ? lower[0] | (u32)lower[1] << 16 : 0;
+            raw[s][n][1] = head < heads ? upper[0] | (u32)upper[1] << 16 : 0;
+#pragma unroll
+            for (int j = 0; j < 2; ++j)
+                largest = fmaxf(largest, fmaxf(fabsf(bits_to_float(raw[s][n][j] << 16)),
+                                               fabsf(bits_to_float(raw[s][n][j] & 0xffff0000u))));
+        }
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+        if (t == 0) shared.s[quarter][head] = largest;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+        int head = n * 8 + g;
+        float largest = fmaxf(fmaxf(shared.s[0][head], shared.s[1][head]), fmaxf(shared.s[2][head], shared.s[3][head]));
+        int exponent = (int)(__float_as_int(largest) >> 23 & 255) - 127 - 8;
+        exponent = largest > 0.f ? min(max(exponent, -100), 100) : 0;
+        float divide = power_of_two(-exponent);
+        if (t == 0) shared.factor[head] = power_of_two(exponent);
+#pragma unroll
+        for (int s = 0; s < FP8_STEPS; ++s)
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                float lower = bits_to_float(raw[s][n][j] << 16) * divide;
+                float upper = bits_to_float(raw[s][n][j] & 0xffff0000u) * divide;
+                bool is_rope = LAYOUT == 1 && quarter == 3 && s >= 4;
+                query.f16[s][n][j] = is_rope ? pack_bf16(lower, upper) : pack_f16(lower, upper);
+            }
+#if LAYOUT == 0
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            const u16* rope = q + head * head_stride + 512 + quarter * 16 + 2 * t + 8 * j;
+            u32 both = head < heads ? rope[0] | (u32)rope[1] << 16 : 0;
+            query.rope[n][j] = pack_bf16(bits_to_float(both << 16) * divide, bits_to_float(both & 0xffff0000u) * divide);
+        }
+#endif
+    }
+    __syncthreads();
+}
+
+// Steps of 16 fp8 values: codes of 2 tiles of 16 keys times the queries.
+template <int STEPS>
+DEVICE void multiply_codes(float (&acc)[2][NT][4], u32 address, const u32 (&q)[FP8_STEPS][NT][2], int first) {
+#pragma unroll
+    for (int s = 0; s < STEPS; s += 2) {
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+            u32 codes[4];
+            ldmatrix(codes, address + m * 16 * ROW + (first + s) * 16);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                u32 a[4];
+                fp8_to_f16(codes[2 * half], a[0], a[2]);
+                fp8_to_f16(codes[2 * half + 1], a[1], a[3]);
+#pragma unroll
+                for (int n = 0; n < NT; ++n) mma_f16(acc[m][n], a, q[first + s + half][n][0], q[first + s + half][n][1]);
+            }
+        }
+    }
+}
+
+DEVICE void scale_rows(float (&acc)[NT][4], float lower, float upper) {
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+        acc[n][0] *= lower;
+        acc[n][1] *= lower;
+        acc[n][2] *= upper;
+        acc[n][3] *= upper;
+    }
+}
+
+#if LAYOUT == 1
+DEVICE float ue8m0(u64 scales, int tile) {
+    u32 exponent = (u32)(scales >> (8 * tile)) & 255;
+    // The exponent 0 stands for 2^-127, which float32 holds as a subnormal number.
+    return bits_to_float(exponent ? exponent << 23 : 1u << 22);
+}
+#endif
+
+// S of 32 keys over a quarter of their values.
+DEVICE void multiply_queries(Shared& shared, int stage, const Query& query, int quarter, int half, int lane) {
+    int g = lane >> 2, t = lane & 3;
+    const u8* records = shared.records[stage];
+    int matrix = lane >> 3;
+    u32 address = shared_address(records + (half * 32 + (matrix & 1) * 8 + (lane & 7)) * ROW) + (matrix >> 1) * 16;
+    int rows = half * 32 + g;
+    float acc[2][NT][4] = {};
+#if LAYOUT == 0
+    multiply_codes<8>(acc, address + quarter * 128, query.f16, 0);
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+        const float* scales = (const float*)(records + (rows + m * 16) * ROW + 512 + 4 * quarter);
+        scale_rows(acc[m], scales[0], scales[8 * ROW / 4]);
+        u32 a[4];
+        ldmatrix(a, address + m * 16 * ROW + ROPE + quarter * 32);
+#pragma unroll
+        for (int n = 0; n < NT; ++n) mma_bf16(acc[m][n], a, query.rope[n][0], query.rope[n][1]);
+    }
+#else
+    const u64* scales = shared.scales[stage] + rows;
+    multiply_codes<4>(acc, address + quarter * 128, query.f16, 0);
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+        scale_rows(acc[m], ue8m0(scales[m * 16], 2 * quarter), ue8m0(scales[m * 16 + 8], 2 * quarter));
+    if (quarter < 3) {
+        float second[2][NT][4] = {};
+        multiply_codes<4>(second, address + quarter * 128, query.f16, 4);
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+            int tile = 2 * quarter + 1;
+            scale_rows(second[m], ue8m0(scales[m * 16], tile), ue8m0(scales[m * 16 + 8], tile));
+#pragma unroll
+            for (int n = 0; n < NT; ++n)
+#pragma unroll
+                for (int j = 0; j < 4; ++j) acc[m][n][j] += second[m][n][j];
+        }
+    } else {
+#pragma unroll
+        for (int s = 0; s < 4; ++s)
+#pragma unroll
+            for (int m = 0; m < 2; ++m) {
+                u32 a[4];
+                ldmatrix(a, address + m * 16 * ROW + ROPE + s * 32);
+#pragma unroll
+                for (int n = 0; n < NT; ++n) mma_bf16(acc[m][n], a, query.f16[4 + s][n][0], query.f16[4 + s][n][1]);
+            }
+    }
+#endif
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+        for (int n = 0; n < NT; ++n) {
+            float* s = shared.s[quarter] + (n * 8 + 2 * t) * S_STRIDE + rows + m * 16;
+            s[0] = acc[m][n][0];
+            s[S_STRIDE] = acc[m][n][1];
+            s[8] = acc[m][n][2];
+            s[S_STRIDE + 8] = acc[m][n][3];
+        }
+}
+
+// Running statistics of the heads that a warp is responsible for, in base 2.
+struct Softmax {
+    float largest[NT];
+    float anchor[NT];          // what exponents are relative to: follows `largest` in jumps of ANCHOR_STEP or more
+    float sum[NT];             // of this lane's keys
+#if LAYOUT == 0
+    float inverse[VARIANTS];   // 1 / reference
+#else
+    int reference[VARIANTS];   // exponents: the scales' references
+#endif
+};
+
+// P of the step's keys. Returns whether the output so far has to be multiplied by anything but 1 before it grows.
+DEVICE bool exponentiate(Shared& shared, int stage, Softmax& state, float scale_log2, int warp, int lane,
+                         float& own_reference_change) {
+    const float infinity = bits_to_float(0x7f800000);
+    int rows[2] = {row_of(lane, 0), row_of(lane, 1)};
+    float sums[NT][2];
+#pragma unroll
+    for (int j = 0; j < NT; ++j)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float* s = shared.s[0] + (warp + 8 * j) * S_STRIDE + rows[i];
+            sums[j][i] = (s[0] + s[HEADS * S_STRIDE]) + (s[2 * HEADS * S_STRIDE] + s[3 * HEADS * S_STRIDE]);
+        }
+    bool valid[2];
+    float factor[2][VARIANTS];
+    bool changed = false;
+    // Scales relative to their references, which are raised first where this block has a larger one.
+    own_reference_change = 1.f;
+#if LAYOUT == 0
+    float stored[2][VARIANTS];
+    float above = 0.f;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        float4 four = *(const float4*)(shared.records[stage] + rows[i] * ROW + 512);
+        stored[i][0] = four.x, stored[i][1] = four.y, stored[i][2] = four.z, stored[i][3] = four.w;
+        valid[i] = four.x != NOT_COUNTED;
+#pragma unroll
+        for (int v = 0; v < VARIANTS; ++v) {
+            factor[i][v] = stored[i][v] * state.inverse[v];
+            above = fmaxf(above, factor[i][v]);
+        }
+    }
+    if (__any_sync(~0u, above > 1.f)) {
+#pragma unroll
+        for (int v = 0; v < VARIANTS; ++v) {
+            // Positive floats are ordered as their bits are. A scale that is NaN stays one in `factor`.
+            u32 top = __float_as_int(fmaxf(fmaxf(stored[0][v], stored[1][v]), 0.f));
+            int exponent = (int)(__reduce_max_sync(~0u, top) + 0x7fffffu >> 23) - 127;
+            int before = 127 - (int)((u32)__float_as_int(state.inverse[v]) >> 23);
+            int raised = max(before, min(max(exponent, -100), 100));
+            if (v == warp / 2) own_reference_change = power_of_two(max(before - raised, -127));
+            state.inverse[v] = power_of_two(-raised);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) factor[i][v] = stored[i][v] * state.inverse[v];
+        }
+        changed = true;
+    }
+#else
+#pragma unroll
+    for (int i = 0; i < 2; ++i) valid[i] = shared.valid[stage][rows[i]] != 0;
+    u64 stored[2] = {shared.scales[stage][rows[0]], shared.scales[stage][rows[1]]};
+#pragma unroll
+    for (int v = 0; v < SCALES; ++v) {
+        int two[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) two[i] = (int)((u32)(stored[i] >> (8 * v)) & 255) - 127;
+        int exponent = (int)__reduce_max_sync(~0u, (u32)(max(two[0], two[1]) + 127)) - 127;
+        int raised = max(state.reference[v], exponent);
+        changed |= raised != state.reference[v];
+        if (v == warp) own_reference_change = power_of_two(max(state.reference[v] - raised, -127));
+        state.reference[v] = raised;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) factor[i][v] = power_of_two(max(two[i] - raised, -127));
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) factor[i][7] = 1.f;
+#endif
+    // The heads side by side, step by step: each step waits for the one before.
+    float largest[NT], p[NT][2];
+#pragma unroll
+    for (int j = 0; j < NT; ++j) {
+        float scale = scale_log2 * shared.factor[warp + 8 * j];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) sums[j][i] = valid[i] ? sums[j][i] * scale : -infinity;
+        largest[j] = fmaxf(sums[j][0], sums[j][1]);
+    }
+#pragma unroll
+    for (int distance = 16; distance; distance >>= 1)
+#pragma unroll
+        for (int j = 0; j < NT; ++j) largest[j] = fmaxf(largest[j], __shfl_xor_sync(~0u, largest[j], distance));
+#pragma unroll
+    for (int j = 0; j < NT; ++j) {
+        largest[j] = fmaxf(largest[j], state.largest[j]);
+        state.largest[j] = largest[j];
+        float anchor = largest[j] > state.anchor[j] + ANCHOR_STEP ? largest[j] : state.anchor[j];
+        float finite = anchor == -infinity ? 0.f : anchor;
+        float alpha = exp2_approx(state.anchor[j] - finite);
+        changed |= anchor != state.anchor[j];
+        state.anchor[j] = anchor;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) p[j][i] = exp2_approx(sums[j][i] - finite);
+        state.sum[j] = state.sum[j] * alpha + (p[j][0] + p[j][1]);
+        if (lane == 0) shared.alpha[warp + 8 * j] = alpha;
+    }
+#pragma unroll
+    for (int j = 0; j < NT; ++j)
+#pragma unroll
+        for (int v = 0; v < VARIANTS; ++v) {
+            bool is_rope = LAYOUT == 1 && v == 7;
+            u32 two = is_rope ? pack_bf16(p[j][0], p[j][1]) : pack_f16(p[j][0] * factor[0][v], p[j][1] * factor[1][v]);
+            *(u32*)(shared.p[v] + (warp + 8 * j) * P_STRIDE + 2 * lane) = two;
+        }
+    return changed;
+}
+
+// O of 64 values of every row.
+DEVICE void multiply_values(Shared& shared, int stage, float (&o)[4][NT][4], bool changed, float reference_change,
+                            int warp, int lane) {
+    int t = lane & 3, matrix = lane >> 3, j = lane & 7;
+    if (changed) {
+#pragma unroll
+        for (int n = 0; n < NT; ++n) {
+            float2 alpha = *(const float2*)(shared.alpha + n * 8 + 2 * t);
+            float change[2] = {alpha.x * reference_change, alpha.y * reference_change};
+#pragma unroll
+            for (int m = 0; m < 4; ++m)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) o[m][n][i] *= change[i & 1];
+        }
+    }
+    constexpr bool has_rope = LAYOUT == 1;
+    int variant = LAYOUT == 0 ? warp / 2 : warp;
+    u32 p_address = shared_address(shared.p[variant] + (lane & 7) * P_STRIDE) + (matrix & 1) * 16
+        + (NT > 1 ? (matrix >> 1) * 8 * P_STRIDE * 2 : 0);
+    // Position 16 k + 8 (matrix & 1) + j lies in row 8 k + rows[..] of shared memory.
+    int row = row_of((matrix & 1) * 4 + (j >> 1), j & 1);
+    u32 v_address = shared_address(shared.records[stage] + row * ROW);
+    if (has_rope && warp == 7) {
+        v_address += ROPE + (matrix >> 1) * 16;
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            u32 b[NT][2];
+#pragma unroll
+            for (int n = 0; n < NT; n += 2) {
+                u32 r[4];
+                ldmatrix(r, p_address + k * 32 + n * 8 * P_STRIDE * 2);
+                b[n][0] = r[0]; b[n][1] = r[1];
+                if (n + 1 < NT) { b[n + 1][0] = r[2]; b[n + 1][1] = r[3]; }
+            }
+#pragma unroll
+            for (int m = 0; m < 4; ++m) {
+                // Matrices: values 0 to 7 of keys 0 to 7, of keys 8 to 15, then values 8 to 15.
+                u32 r[4];
+                ldmatrix_transposed(r, v_address + k * 8 * ROW + m * 32);
+                u32 a[4] = {r[0], r[2], r[1], r[3]};
+#pragma unroll
+                for (int n = 0; n < NT; ++n) mma_bf16(o[m][n], a, b[n][0], b[n][1]);
+            }
+        }
+        return;
+    }
+    v_address += warp * 64 + (matrix >> 1) * 16;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        u32 b[NT][2];
+#pragma unroll
+        for (int n = 0; n < NT; n += 2) {
+            u32 r[4];
+            ldmatrix(r, p_address + k * 32 + n * 8 * P_STRIDE * 2);
+            b[n][0] = r[0]; b[n][1] = r[1];
+            if (n + 1 < NT) { b[n + 1][0] = r[2]; b[n + 1][1] = r[3]; }
+        }
+#pragma unroll
+        for (int m = 0; m < 4; m += 2) {
+            // A transposed register holds values 2g and 2g + 1 of keys 2t and 2t + 1; the products want
+            // the keys of one value side by side. Row g of a tile is value 2g, row g + 8 value 2g + 1.
+            u32 codes[4];
+            ldmatrix_transposed(codes, v_address + k * 8 * ROW + m * 16);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                u32 a[4];
+                fp8_to_f16(__byte_perm(codes[2 * half], 0, 0x3120), a[0], a[1]);
+                fp8_to_f16(__byte_perm(codes[2 * half + 1], 0, 0x3120), a[2], a[3]);
+#pragma unroll
+                for (int n = 0; n < NT; ++n) mma_f16(o[m + half][n], a, b[n][0], b[n][1]);
+            }
+        }
+    }
+}

@@ -1,0 +1,225 @@
+"""The table of times: made from records alone, the same every time, and formatted as the rest of the source."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ci import measured as generator
+from nsa_plugin.bench.cases import SUITES, BenchError
+from nsa_plugin.bench.suites import mha, sparse_mla, v4
+from nsa_plugin.measured import COPIED_CONTEXT, SELECTIONS
+
+HOST = {"gpu": "NVIDIA H200", "gpus": 1, "torch": "2.11.0", "triton": "3.6.0", "libraries": {}, "commit": "0123abc"}
+KEY = (90, "sparse_mla_prefill", "v32_fp8")
+
+
+def row(op: str, provider: str, time: float, **case: Any) -> dict[str, Any]:
+    shape = {"heads": 16, "q": 4096, "kv": 65536, "topk": 2048, "layout": "v32_fp8"} | case
+    statistics = {"min_us": time, "runs": 5, "floor_us": 1.0, "max_error": 0.0}
+    compared = {"baseline": None, "baseline_us": None, "speedup": None}
+    return {"op": op, "case": shape, "provider": provider, "median_us": time} | statistics | compared
+
+
+def prefill(provider: str, time: float, **case: Any) -> dict[str, Any]:
+    return row("sparse_mla_prefill", provider, time, **case)
+
+
+def decode(provider: str, time: float, batch: int, s_q: int) -> dict[str, Any]:
+    made = row("sparse_mla_decode", provider, time, batch=batch, s_q=s_q, kv=8192)
+    del made["case"]["q"]
+    return made
+
+
+def v4_row(provider: str, time: float, **case: Any) -> dict[str, Any]:
+    shape = {"heads": 64, "q": 8192, "topk": 512, "window": 128, "page_size": 256, "layout": "v4_fp8"} | case
+    return row("v4_prefill_route", provider, time, **shape)
+
+
+def dense(provider: str, time: float, **more: float) -> dict[str, Any]:
+    made = row("mha_one_shot", provider, time, q=1024, kv=1024)
+    del made["case"]["layout"]
+    return made | more
+
+
+def write(folder: Path, name: str, rows: list[dict[str, Any]], date: str = "2026-01-02", gpu: str = "") -> None:
+    host = HOST | ({"gpu": gpu} if gpu else {})
+    path = folder / host["gpu"].lower().replace(" ", "-") / f"{name}.json"
+    path.parent.mkdir(exist_ok=True)
+    record = {"schema": 1, "suite": name, "command": "nsa-plugin bench", "date": date, "host": host, "rows": rows}
+    path.write_text(json.dumps(record))
+
+
+def run(module: str) -> dict[Any, Any]:
+    found: dict[str, Any] = {}
+    exec(module, found)
+    return found["MEASUREMENTS"]
+
+
+def test_rows_of_every_op_find_their_place(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        "a",
+        [
+            prefill("cuda", 1550.0),
+            prefill("cuda", 200.0, q=512),
+            prefill("cuda", 100.0, q=512, heads=8),
+            prefill("triton", 9000.0),
+            prefill(sparse_mla.PADDED, 2410.0),  # over rows that somebody else has made: no route of a batch
+            prefill(sparse_mla.WITH_COPY, 2440.0),
+            prefill(v4.DECODE_KERNEL, 3000.0),
+            decode("cuda", 40.0, 64, 2),
+            decode("cuda", 30.0, 8, 1),
+            decode(sparse_mla.PADDED, 50.0, 8, 1),
+            decode("flash_mla", 60.0, 8, 1),  # with its schedule, which an engine makes once for all layers
+            v4_row("cuda", 5000.0),
+            v4_row(v4.DECODE_KERNEL, 4000.0),
+            v4_row(v4.BY_WORKSPACE.format("flash_mla"), 3500.0),
+            v4_row(v4.BY_WORKSPACE.format("triton"), 3600.0),
+        ],
+    )
+    assert generator.collect(tmp_path) == {
+        (90, "sparse_mla_decode", "v32_fp8"): {
+            "cuda sparse_decode": {16: ((8, 30.0), (128, 40.0))},
+            "flash_mla sparse_decode": {16: ((8, 50.0),)},
+        },
+        KEY: {
+            "cuda sparse_prefill": {8: ((512, 100.0),), 16: ((512, 200.0), (4096, 1550.0))},
+            "flash_mla sparse_decode": {16: ((4096, 3000.0),)},
+            "flash_mla sparse_prefill after dequantisation": {16: ((4096, 2440.0),)},
+            "triton sparse_prefill": {16: ((4096, 9000.0),)},
+        },
+        (90, "sparse_mla_prefill", "v4_fp8"): {
+            "cuda sparse_prefill": {64: ((8192, 5000.0),)},
+            "flash_mla sparse_decode": {64: ((8192, 4000.0),)},
+            "flash_mla sparse_prefill after dequantisation": {64: ((8192, 3500.0),)},
+        },
+    }
+
+
+def test_dense_and_sparse_attention_of_a_prompt_have_their_projections(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        "a",
+        [
+            dense("fa3", 30.0, up_projection_us=12.0),
+            dense(mha.SDPA, 40.0, up_projection_us=12.0),
+            dense(mha.SPARSE.format("cuda"), 300.0, absorb_us=25.0),
+            dense(mha.SPARSE.format(sparse_mla.PADDED), 400.0, absorb_us=25.0),
+        ],
+    )
+    assert generator.collect(tmp_path) == {
+        (90, "mha_one_shot", "bf16"): {
+            "fa3 mha_one_shot": {16: ((1024, 42.0),)},
+            "flash_mla sparse_prefill": {16: ((1024, 425.0),)},
+        },
+        (90, "mha_one_shot", "v32_fp8"): {
+            "cuda sparse_prefill": {16: ((1024, 325.0),)},
+            "fa3 mha_one_shot": {16: ((1024, 42.0),)},
+            "flash_mla sparse_prefill after dequantisation": {16: ((1024, 425.0),)},
+        },
+    }
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_the_longest_context_counts_then_the_largest_page_then_the_latest_record(tmp_path: Path, reverse: bool) -> None:
+    rows = [
+        prefill("cuda", 1.0, kv=8192),
+        prefill("cuda", 2.0, kv=65536),
+        v4_row("cuda", 3.0, page_size=64),
+        v4_row("cuda", 4.0, page_size=256),
+    ]
+    write(tmp_path, "b" if reverse else "a", rows[::-1] if reverse else rows, "2026-01-02")
+    newer = [prefill("cuda", 5.0, kv=8192), prefill("triton", 6.0), v4_row("cuda", 7.0, page_size=256)]
+    write(tmp_path, "a" if reverse else "b", [*newer, prefill("triton", 6.5, kv=8192)], "2026-01-03")
+    table = generator.collect(tmp_path)
+    assert table[KEY]["cuda sparse_prefill"] == {16: ((4096, 2.0),)}
+    assert table[KEY]["triton sparse_prefill"] == {16: ((4096, 6.0),)}
+    assert table[90, "sparse_mla_prefill", "v4_fp8"]["cuda sparse_prefill"] == {64: ((8192, 7.0),)}
+
+
+def test_what_no_decision_compares_is_left_out(tmp_path: Path) -> None:
+    write(tmp_path, "topk", [prefill("cuda", 1.0, topk=1024), v4_row("cuda", 1.0, window=64)])
+    write(tmp_path, "other", [row("kv_cache_read", "triton", 1.0), prefill("fa4", 1.0)])
+    write(tmp_path, "gpu", [prefill("cuda", 1.0)], gpu="NVIDIA H100")
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / "demo.json").write_text(json.dumps({"rows": [{"equal": 5}]}))
+    assert generator.collect(tmp_path) == {}
+
+
+def test_a_record_that_is_none_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "h200").mkdir()
+    (tmp_path / "h200" / "a.json").write_text("{")
+    with pytest.raises(BenchError, match=r"a\.json: not JSON"):
+        generator.collect(tmp_path)
+
+
+@pytest.mark.parametrize("count", [0, 1, 4, 60])
+def test_the_module_is_the_table_in_the_format_of_the_source(tmp_path: Path, count: int) -> None:
+    write(tmp_path, "a", [prefill("cuda", 1.5 + step, q=step + 1, heads=8) for step in range(count)])
+    table = generator.collect(tmp_path)
+    module = generator.render(table)
+    assert run(module) == table
+    path = tmp_path / "measurements.py"
+    path.write_text(module)
+    settings = ["--config", str(generator.ROOT / "pyproject.toml")]
+    for command in (["format", "--check"], ["check"]):
+        ruff = [sys.executable, "-m", "ruff", *command, *settings, str(path)]
+        done = subprocess.run(ruff, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_writing_and_checking(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records, module = tmp_path / "records", tmp_path / "measurements.py"
+    records.mkdir()
+    module.write_text("")
+    monkeypatch.setattr(generator, "ROOT", tmp_path)
+    monkeypatch.setattr(generator, "RECORDS", records)
+    monkeypatch.setattr(generator, "MODULE", module)
+
+    def main(*arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["measured", *arguments])
+        return generator.main()
+
+    assert main("--check") == 1
+    assert "measurements.py: not what docs/benchmarks gives; run: make docs" in capsys.readouterr().err
+    assert module.read_text() == ""
+    assert main() == 0
+    assert run(module.read_text()) == {}
+    write(records, "a", [prefill("cuda", 1.5)])
+    assert main("--check") == 1
+    assert main() == 0
+    assert main("--check") == 0
+    assert run(module.read_text()) == {KEY: {"cuda sparse_prefill": {16: ((4096, 1.5),)}}}
+
+
+def test_this_checkouts_module_is_what_its_records_give() -> None:
+    assert generator.MODULE.read_text() == generator.render(generator.collect(generator.RECORDS)), "run: make docs"
+
+
+def test_the_labels_are_those_of_the_suites() -> None:
+    prefills, decodes, routes = (
+        generator.ROUTES[op] for op in ("sparse_mla_prefill", "sparse_mla_decode", "v4_prefill_route")
+    )
+    assert set(prefills) == {"cuda", "triton", v4.DECODE_KERNEL, sparse_mla.WITH_COPY}
+    assert set(decodes) == {"cuda", "triton", sparse_mla.PADDED}
+    assert set(routes) == {"cuda", "triton", v4.DECODE_KERNEL, v4.BY_WORKSPACE.format("flash_mla")}
+    sparse = {mha.SPARSE.format(name) for name in ("cuda", "triton", sparse_mla.PADDED)}
+    assert {name for names in generator.BESIDE.values() for name in names} == sparse
+
+
+def test_the_suites_measure_what_the_table_holds() -> None:
+    """Selections, and the context of a copy, of the cases that `nsa-plugin bench` runs."""
+    for suite in ("sparse-mla-prefill", "sparse-mla-decode", "v4-prefill"):
+        for case in SUITES[suite].cases:
+            fields = case.as_dict()
+            assert SELECTIONS[str(fields["layout"])] == (fields["topk"], fields.get("window", 0))
+    for suite in ("sparse-mla-prefill", "v4-prefill"):
+        assert max(case.number("kv") for case in SUITES[suite].cases) == COPIED_CONTEXT
