@@ -12,7 +12,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from nsa_plugin import devices
 from nsa_plugin.capabilities import KERNELS, Capability, Op, kernels_of
 from nsa_plugin.devices import GIB, LIBRARIES, probe, synthetic
 from nsa_plugin.kernels.registry import PROVIDERS

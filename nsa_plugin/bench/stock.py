@@ -151,6 +151,9 @@ class Selector:
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
         function: Any = getattr(self._library, self._function)
+        # FlashInfer takes dense rows only, and DeepGEMM's logits have gaps between theirs: a copy is what it costs.
+        if self._library.__name__ == "flashinfer":
+            logits = logits.contiguous()
         if self._function == "fast_topk_v2":
             found = function(logits, self._lengths, self._topk)
         elif self._function == "top_k_ragged_transform":

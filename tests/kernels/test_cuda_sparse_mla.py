@@ -94,6 +94,7 @@ def test_the_host_and_the_source_agree_on_constants():
     folder = Path(sparse_mla.__file__).parent
     source = (folder / "sparse_mla_steps.cuh").read_text()
     assert f"constexpr int KEYS = {sparse_mla.KEYS};" in source
+    assert f"constexpr int NOTHINGS = {sparse_mla.NOTHINGS};" in source
     assert f"constexpr int D_V = {sparse_mla.D_V};" in source
     assert f"constexpr float NOT_COUNTED = {sparse_mla.NOT_COUNTED}f;" in source
 

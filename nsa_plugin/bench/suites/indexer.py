@@ -27,7 +27,8 @@ def indexer_topk(case: Case, context: Context) -> Workload:
     ks = torch.zeros(rows, dtype=torch.int32, device=device)
     ke = torch.full_like(ks, keys)
     out = torch.empty(rows, topk, dtype=torch.int32, device=device)
-    rows_per_chunk = max(1, case.number("budget_mib") * 2**20 // (4 * keys))
+    # The budget is for everything: a row's logits, and the integers of its selection.
+    rows_per_chunk = max(1, case.number("budget_mib") * 2**20 // (4 * (keys + topk)))
 
     sampled = inputs.sample(device, rows, _SAMPLED_ROWS)
     judge = judges.selected(

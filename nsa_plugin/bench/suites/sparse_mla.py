@@ -6,6 +6,7 @@ import torch
 
 from nsa_plugin.bench import floors, inputs, judges, stock
 from nsa_plugin.bench.cases import Case
+from nsa_plugin.bench.judges import Attended
 from nsa_plugin.bench.workload import Call, Contender, Context, Workload, with_poisoned
 from nsa_plugin.kernels.kv_cache import PagedCache, gather_rows
 from nsa_plugin.kernels.sparse_mla import reference_decode, reference_prefill
@@ -13,6 +14,7 @@ from nsa_plugin.layouts import Fp8Layout
 
 PADDED = "flash_mla padded"
 WITH_COPY = "flash_mla padded, bf16 copy included"
+DECODE_KERNEL = "flash_mla decode kernel"
 
 D_V = 512
 PAGE_SIZE = 64
@@ -77,11 +79,21 @@ def prefill(case: Case, context: Context) -> Workload:
 
         return call
 
+    def decode_kernel() -> Call:
+        attend = stock.flash_mla_decode(q.unsqueeze(1), cache, indices.unsqueeze(1), scale)
+
+        def call() -> Attended:
+            result = attend()
+            return Attended(result.out.squeeze(1), result.lse.squeeze(-1))
+
+        return call
+
     return Workload(
         work=floors.sparse_mla(rows=q_rows, heads=heads, d_qk=cache.dim, d_v=D_V, gathers=[taken], statistics=2),
         contenders=(
             Contender(PADDED, padded),
             Contender(WITH_COPY, padded_with_copy),
+            Contender(DECODE_KERNEL, decode_kernel),
             *context.contenders(
                 "sparse_mla_prefill",
                 lambda function: with_poisoned(out, lambda: function(q, cache, indices, scale=scale, out=out)),

@@ -36,10 +36,17 @@ struct Scope {
     int topk;
 };
 
-DEVICE int scope_length(const Scope& scope, int row) {
-    if (!scope.lengths) return scope.topk;
-    int length = scope.lengths[row / scope.lengths_divisor];
-    return min(max(length, 0), scope.topk);
+// The entries of a query row up to the last one that counts, seen by this thread: those behind it cost nothing, and
+// a short context fills little of a wide selection.
+DEVICE int own_length(const Scope& scope, int row) {
+    int length = scope.topk;
+    if (scope.lengths) length = min(max(scope.lengths[row / scope.lengths_divisor], 0), length);
+    const int* indices = scope.indices + row * scope.indices_stride;
+    int last = 0;
+#pragma unroll 8
+    for (int e = threadIdx.x; e < length; e += THREADS)
+        if ((u32)indices[e] < (u32)scope.num_slots) last = e + 1;
+    return last;
 }
 
 struct Entry {
@@ -57,7 +64,11 @@ DEVICE Entry find_entry(const Scope& first, const Scope& second, bool is_first, 
     int size = is_first ? first.page_size : second.page_size;
     i64 stride = is_first ? first.page_stride : second.page_stride;
     const u8* data = is_first ? first.data : second.data;
-    if ((u32)slot >= num_slots) return {zeros, zeros, false};
+    if ((u32)slot >= num_slots) {
+        // Not all from one place: many copies of a single record wait for each other.
+        zeros += (blockIdx.x * KEYS + threadIdx.x) % NOTHINGS * COPIED;
+        return {zeros, zeros, false};
+    }
     int page = shift >= 0 ? slot >> shift : slot / size;
     int position = slot - page * size;
     const u8* start = data + page * stride;
@@ -105,7 +116,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
     int row = blockIdx.x, first_head = HEADS * blockIdx.y;
     int own_heads = min(HEADS, heads - first_head);
 
-    int lengths[2] = {scope_length(first, row), HAS_EXTRA ? scope_length(second, row) : 0};
+    int lengths[2] = {own_length(first, row), HAS_EXTRA ? own_length(second, row) : 0};
+#pragma unroll
+    for (int i = 0; i < 1 + HAS_EXTRA; ++i) {
+        int longest = (int)__reduce_max_sync(~0u, (u32)lengths[i]);
+        if (lane == 0) shared.lengths[i][warp] = longest;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < 1 + HAS_EXTRA; ++i)
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) lengths[i] = max(lengths[i], shared.lengths[i][w]);
     int blocks[2] = {(lengths[0] + KEYS - 1) / KEYS, (lengths[1] + KEYS - 1) / KEYS};
     int all = blocks[0] + blocks[1], share = (all + gridDim.z - 1) / gridDim.z;
     int begin = min(share * (int)blockIdx.z, all), end = min(begin + share, all);

@@ -27,7 +27,8 @@ KEYS = 64  # entries that a block of threads attends at a time
 D_V = 512
 D_QK = {V32_FP8.name: 576, V4_FP8.name: 512}
 MAX_SPLITS = 16
-NOT_COUNTED = -1.0  # first scale of the V3.2 record that stands for an entry which does not count
+NOTHINGS = 1024  # records that stand for entries which do not count
+NOT_COUNTED = -1.0  # and their first scale, with V3.2
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,8 @@ class Variant:
     def shared_bytes(self, layout: str) -> int:
         row, copies, variants = (656, 0, 4) if layout == V32_FP8.name else (592, 2 * KEYS * 8, 8)
         logits, weights = 4 * self.heads * 68 * 4, variants * self.heads * 72 * 2
-        # The last terms: validity, two factors a head, two barriers, and alignment.
-        return 2 * KEYS * row + logits + weights + copies + 2 * KEYS + 8 * self.heads + 16 + 128
+        # The last terms: validity, two factors a head, two barriers, the lengths, and alignment.
+        return 2 * KEYS * row + logits + weights + copies + 2 * KEYS + 8 * self.heads + 16 + 64 + 128
 
 
 VARIANTS = (Variant(tiles=1, blocks=2), Variant(tiles=2, blocks=2), Variant(tiles=4, blocks=1))
@@ -236,7 +237,7 @@ def _attend(
             (256, 1, 1),
             (
                 *(q, int64(q.stride(0)), int64(q.stride(1)), size(heads)),
-                *(first, second, _zeros(q.device), attn_sink, ctypes.c_float(scale * LOG2_E)),
+                *(first, second, _nothing(q.device, layout), attn_sink, ctypes.c_float(scale * LOG2_E)),
                 *(out, *strides, lse, max_logits, *parts),
             ),
             shared_bytes=shared,
@@ -257,11 +258,13 @@ def _kernels(defines: tuple[tuple[str, int], ...], shared: int, device: int | No
 
 
 @functools.cache
-def _zeros(device: torch.device) -> torch.Tensor:
-    """The record that stands for an entry which does not count, zeros but for V3.2's first scale, which marks it."""
-    record = torch.zeros(1024, dtype=torch.uint8, device=device)
-    record[512:516].view(torch.float32).fill_(NOT_COUNTED)
-    return record
+def _nothing(device: torch.device, layout: str) -> torch.Tensor:
+    """The records that stand for entries which do not count: zeros, but for V3.2's first scale, which marks them."""
+    if layout == V4_FP8.name:
+        return torch.zeros((NOTHINGS, V4_FP8.data_stride), dtype=torch.uint8, device=device)
+    records = torch.zeros((NOTHINGS, V32_FP8.row_bytes), dtype=torch.uint8, device=device)
+    records[:, V32_FP8.fp8_dim : V32_FP8.fp8_dim + 4].view(torch.float32).fill_(NOT_COUNTED)
+    return records
 
 
 def _scope(

@@ -44,6 +44,7 @@ constexpr int SCALES = 7;
 // Weights may grow to 2^8 before the output is multiplied: float16 holds them, and that is seldom needed then.
 constexpr float ANCHOR_STEP = 8.f;
 constexpr float NOT_COUNTED = -1.0f;  // first scale of the v32_fp8 record that stands for an entry which does not count
+constexpr int NOTHINGS = 1024;   // records that stand for entries which do not count
 constexpr int S_STRIDE = 68;     // floats between heads of S: lanes of a warp's store fall into 32 banks
 constexpr int P_STRIDE = 72;     // halves between heads of P: 144 bytes, 8 rows of a matrix in 32 banks
 
@@ -58,6 +59,7 @@ struct Shared {
     alignas(16) float alpha[HEADS];   // of the output so far, by this step's keys
     alignas(16) float factor[HEADS];  // of the query rows: a power of two
     alignas(8) u64 full[STAGES];      // a stage's records have arrived
+    int lengths[2][WARPS];
 };
 
 // Row of shared memory of position p of a block.

@@ -8,9 +8,9 @@ rows: the RoPE part of q and of the rows are FA3's q and k, the rest its `qv` an
 names single rows, one query token a sequence (SGLang `_forward_fa3`, vLLM FLASH_ATTN_MLA_SPARSE). FA3
 attends the first so many entries of a page-table row, so valid entries are moved to the front.
 
-What differs from the contracts: bfloat16 and float16 only; rows of k and v behind the last request have to
-be finite in `mha` (FA3 reads whole tiles and multiplies by probabilities of 0, which keep a NaN); in `decode` no sink, no second cache, d_v 512
-of rows of 576, and pages that follow each other in memory without a gap.
+What differs from the contracts: bfloat16 and float16 only; in `mha`, rows of k and v behind the last request
+have to be finite (FA3 reads whole tiles, and a probability of 0 keeps a NaN); in `decode`, no sink, no second
+cache, d_v 512 of rows of 576, and pages that follow each other in memory without a gap.
 """
 
 from __future__ import annotations
