@@ -51,6 +51,12 @@ DEVICE u32 pack_bf16(float lower, float upper) {
     return r;
 }
 
+DEVICE u32 multiply_f16(u32 a, u32 b) {
+    u32 r;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+
 DEVICE float exp2_approx(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -36,17 +36,10 @@ struct Scope {
     int topk;
 };
 
-// The entries of a query row up to the last one that counts, seen by this thread: those behind it cost nothing, and
-// a short context fills little of a wide selection.
-DEVICE int own_length(const Scope& scope, int row) {
-    int length = scope.topk;
-    if (scope.lengths) length = min(max(scope.lengths[row / scope.lengths_divisor], 0), length);
-    const int* indices = scope.indices + row * scope.indices_stride;
-    int last = 0;
-#pragma unroll 8
-    for (int e = threadIdx.x; e < length; e += THREADS)
-        if ((u32)indices[e] < (u32)scope.num_slots) last = e + 1;
-    return last;
+DEVICE int scope_length(const Scope& scope, int row) {
+    if (!scope.lengths) return scope.topk;
+    int length = scope.lengths[row / scope.lengths_divisor];
+    return min(max(length, 0), scope.topk);
 }
 
 struct Entry {
@@ -116,30 +109,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
     int row = blockIdx.x, first_head = HEADS * blockIdx.y;
     int own_heads = min(HEADS, heads - first_head);
 
-    int lengths[2] = {own_length(first, row), HAS_EXTRA ? own_length(second, row) : 0};
-#pragma unroll
-    for (int i = 0; i < 1 + HAS_EXTRA; ++i) {
-        int longest = (int)__reduce_max_sync(~0u, (u32)lengths[i]);
-        if (lane == 0) shared.lengths[i][warp] = longest;
-    }
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < 1 + HAS_EXTRA; ++i)
-#pragma unroll
-        for (int w = 0; w < WARPS; ++w) lengths[i] = max(lengths[i], shared.lengths[i][w]);
+    int lengths[2] = {scope_length(first, row), HAS_EXTRA ? scope_length(second, row) : 0};
     int blocks[2] = {(lengths[0] + KEYS - 1) / KEYS, (lengths[1] + KEYS - 1) / KEYS};
     int all = blocks[0] + blocks[1], share = (all + gridDim.z - 1) / gridDim.z;
     int begin = min(share * (int)blockIdx.z, all), end = min(begin + share, all);
 
-    // A slot is read a step before its address is needed: nothing waits for it then.
-    const int* own = first.indices + row * first.indices_stride + warp * 8 + (lane & 7);
-    const int* extra = second.indices + row * second.indices_stride + warp * 8 + (lane & 7);
-    auto slot_of = [&](int block) -> int {
+    // Slots are in order of their blocks: first those of the first cache, then those of the second.
+    const int* own = first.indices + row * first.indices_stride;
+    const int* extra = second.indices + row * second.indices_stride;
+    auto slot_of = [&](int block, int i) -> int {
         bool is_first = !HAS_EXTRA || block < blocks[0];
-        int e = (is_first ? block : block - blocks[0]) * KEYS;
-        int room = (is_first ? lengths[0] : lengths[1]) - warp * 8 - (lane & 7);
-        return block < end && e < room ? (is_first ? own : extra)[e] : -1;
+        int e = (is_first ? block : block - blocks[0]) * KEYS + i;
+        return block < end && e < (is_first ? lengths[0] : lengths[1]) ? (is_first ? own : extra)[e] : -1;
     };
+    auto counts = [&](int block, int slot) -> bool {
+        return (u32)slot < (u32)(!HAS_EXTRA || block < blocks[0] ? first.num_slots : second.num_slots);
+    };
+    int i = warp * 8 + (lane & 7);
     auto copy = [&](int block, int slot) {
         start_copies(shared, block - begin & 1, warp, lane, find_entry(first, second, block < blocks[0], slot, zeros));
     };
@@ -147,8 +133,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
     if (threadIdx.x < STAGES) barrier_init(shared_address(&shared.full[threadIdx.x]), ARRIVALS);
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncthreads();
-    if (begin < end) copy(begin, slot_of(begin));
-    int next = slot_of(begin + 1);
+    if (begin < end) copy(begin, slot_of(begin, i));
+    // A slot is read a step before its address is needed: nothing waits for it then.
+    int next = slot_of(begin + 1, i);
+    bool is_trimmed = false;
 
     Query query;
     int quarter = warp & 3, half = warp >> 2;
@@ -169,10 +157,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
         int step = block - begin, stage = step & 1;
         barrier_wait(shared_address(&shared.full[stage]), step >> 1 & 1);
         multiply_queries(shared, stage, query, quarter, half, lane);
-        __syncthreads();  // S is there, and nobody reads P or the other stage any more
+        // S is there, and nobody reads P or the other stage any more.
+        bool any = __syncthreads_or(counts(block + 1, next));
+        if (!any && !is_trimmed && block + 1 < end) {
+            // Nothing in the next block counts. Short contexts leave all blocks from some one on empty: these are
+            // left out, found by looking at what is left once.
+            int last = block;
+            for (int b = block + 2 + (warp >> 1); b < end; b += WARPS / 2)
+                if (counts(b, slot_of(b, (warp & 1) * 32 + lane))) last = b;
+            last = (int)__reduce_max_sync(~0u, (u32)last);
+            if (lane == 0) shared.last[warp] = last;
+            __syncthreads();
+#pragma unroll
+            for (int w = 0; w < WARPS; ++w) last = max(last, shared.last[w]);
+            end = last + 1;
+            is_trimmed = true;
+        }
         if (block + 1 < end) {
             copy(block + 1, next);
-            next = slot_of(block + 2);
+            next = slot_of(block + 2, i);
         }
         float reference_change;
         bool changed = exponentiate(shared, stage, state, scale_log2, warp, lane, reference_change);

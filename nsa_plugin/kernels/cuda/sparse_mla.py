@@ -50,8 +50,8 @@ class Variant:
     def shared_bytes(self, layout: str) -> int:
         row, copies, variants = (656, 0, 4) if layout == V32_FP8.name else (592, 2 * KEYS * 8, 8)
         logits, weights = 4 * self.heads * 68 * 4, variants * self.heads * 72 * 2
-        # The last terms: validity, two factors a head, two barriers, the lengths, and alignment.
-        return 2 * KEYS * row + logits + weights + copies + 2 * KEYS + 8 * self.heads + 16 + 64 + 128
+        # The last terms: validity, two factors a head, two barriers, a number a warp, and alignment.
+        return 2 * KEYS * row + logits + weights + copies + 2 * KEYS + 8 * self.heads + 16 + 32 + 128
 
 
 VARIANTS = (Variant(tiles=1, blocks=2), Variant(tiles=2, blocks=2), Variant(tiles=4, blocks=1))
