@@ -62,6 +62,9 @@ DEVICE Entry find_entry(const Scope& first, const Scope& second, bool is_first, 
         zeros += (blockIdx.x * KEYS + threadIdx.x) % NOTHINGS * COPIED;
         return {zeros, zeros, false};
     }
+#if FLAT
+    return {data + (i64)slot * COPIED, zeros, true};
+#endif
     int page = shift >= 0 ? slot >> shift : slot / size;
     int position = slot - page * size;
     const u8* start = data + page * stride;

@@ -58,7 +58,15 @@ VARIANTS = (Variant(tiles=1, blocks=2), Variant(tiles=2, blocks=2), Variant(tile
 
 
 class _Scope(ctypes.Structure):
-    """`Scope` of the source."""
+    """`Scope` of the source, and what the host keeps beside it.
+
+    Attributes:
+        is_flat: the record of slot s lies s records from the start.
+        kept: tensors that have to live until the launch.
+    """
+
+    is_flat: bool
+    kept: tuple[torch.Tensor | None, ...]
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -220,6 +228,7 @@ def _attend(
         "MIN_BLOCKS": variant.blocks,
         "OUT_FLOAT32": int(out.dtype == torch.float32),
         "HAS_EXTRA": int(second.topk > 0),
+        "FLAT": int(all(scope.is_flat for scope in (first, second) if scope.topk)),
     }
     parts: tuple[Argument, Argument] = (None, None)
     if splits > 1:
@@ -310,6 +319,7 @@ def _scope(
         num_slots=cache.num_slots,
         topk=indices.shape[1],
     )
+    scope.is_flat = not cache.layout.scales_after_page and stride in (0, size * cache.layout.row_bytes)
     scope.kept = (indices, lengths)  # copies made here live until the launch
     return scope
 

@@ -7,6 +7,9 @@
 #ifndef LAYOUT
 #define LAYOUT 0  // 0: v32_fp8, 1: v4_fp8
 #endif
+#ifndef FLAT
+#define FLAT 0  // pages follow each other without a gap, and so do the records in them: v32_fp8 only
+#endif
 #ifndef HAS_EXTRA
 #define HAS_EXTRA 0  // whether there is a second cache
 #endif
