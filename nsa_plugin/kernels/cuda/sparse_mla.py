@@ -319,7 +319,7 @@ def _scope(
         num_slots=cache.num_slots,
         topk=indices.shape[1],
     )
-    scope.is_flat = not cache.layout.scales_after_page and stride in (0, size * cache.layout.row_bytes)
+    scope.is_flat = cache.layout is V32_FP8 and stride in (0, size * V32_FP8.row_bytes)
     scope.kept = (indices, lengths)  # copies made here live until the launch
     return scope
 
