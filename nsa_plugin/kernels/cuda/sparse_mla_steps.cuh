@@ -338,24 +338,16 @@ DEVICE bool exponentiate(Shared& shared, int stage, Softmax& state, float scale_
         state.sum[j] = state.sum[j] * alpha + (p[j][0] + p[j][1]);
         if (lane == 0) shared.alpha[warp + 8 * j] = alpha;
     }
-#if HALF2
-    u32 factors[VARIANTS];
+    u32 factors[SCALES];
 #pragma unroll
     for (int v = 0; v < SCALES; ++v) factors[v] = pack_f16(factor[0][v], factor[1][v]);
-#endif
 #pragma unroll
     for (int j = 0; j < NT; ++j) {
-#if HALF2
         u32 both = pack_f16(p[j][0], p[j][1]);
-#endif
 #pragma unroll
         for (int v = 0; v < VARIANTS; ++v) {
             bool is_rope = LAYOUT == 1 && v == 7;
-#if HALF2
-            u32 two = is_rope ? pack_bf16(p[j][0], p[j][1]) : multiply_f16(both, factors[v]);
-#else
-            u32 two = is_rope ? pack_bf16(p[j][0], p[j][1]) : pack_f16(p[j][0] * factor[0][v], p[j][1] * factor[1][v]);
-#endif
+            u32 two = is_rope ? pack_bf16(p[j][0], p[j][1]) : multiply_f16(both, factors[min(v, SCALES - 1)]);
             *(u32*)(shared.p[v] + (warp + 8 * j) * P_STRIDE + 2 * lane) = two;
         }
     }
