@@ -58,8 +58,9 @@ docs-check: setup-dev
 unit: setup-dev ## the tests that start no engine
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m '$(NO_ENGINE)'
 
-seams: setup-dev ## look up what the plugin changes in every supported engine version
+seams: setup-dev ## look up what the plugin changes in every supported engine version, and calls in every FlashInfer
 	$(BIN)/python -m ci.seams
+	$(BIN)/python -m ci.flashinfer_contract
 
 test-vllm: setup-dev ## the newest vLLM that runs on a CPU, started for real
 	$(BIN)/python -m pytest -m engine_vllm

@@ -108,7 +108,8 @@ class Settings:
         "auto",
         _parse_choice(PREFILL_BACKENDS),
         ", ".join(PREFILL_BACKENDS),
-        "Kernel library of sparse prefill (phase extend). `auto` takes the first that carries the batch.",
+        "Kernel library of sparse prefill (phase extend). `auto` takes the first that carries the batch, those that "
+        "were measured in the order of their times.",
     )
     decode_backend: str = _setting(
         "auto",

@@ -182,6 +182,7 @@ def _check_rest(
         check_tensor(op, "attn_sink", attn_sink, (q.shape[-2],), dtypes=(torch.float32,), device=q.device)
     shape = (*q.shape[:-1], d_v)
     if out is None:
+        require(out_dtype is None or out_dtype in FLOAT_DTYPES, op, f"out_dtype is {out_dtype}; allowed: a float")
         return torch.empty(shape, dtype=out_dtype or q.dtype, device=q.device if allocate else "meta")
     require(out_dtype in (None, out.dtype), op, f"out_dtype is {out_dtype} but out has {out.dtype}")
     check_tensor(op, "out", out, shape, dtypes=FLOAT_DTYPES, device=q.device)

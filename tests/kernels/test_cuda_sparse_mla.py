@@ -31,7 +31,7 @@ def arguments(**changes):
     [
         ({}, "q is on cpu; the CUDA kernel needs a CUDA device"),
         ({"q": torch.zeros(TOKENS, HEADS, 576)}, "q has dtype float32; allowed: bfloat16"),
-        ({"q": torch.zeros(TOKENS, HEADS, 512, dtype=torch.bfloat16)}, "q has rows of 512 values; kv .* has 576"),
+        ({"q": torch.zeros(TOKENS, HEADS, 512, dtype=torch.bfloat16)}, "kv has rows of 576 values; q has 512"),
         ({"kv": torch.zeros(128, 576, dtype=torch.bfloat16)}, "kv has layout bf16; this kernel reads v32_fp8, v4_fp8"),
         ({"indices": torch.zeros(TOKENS + 1, TOPK, dtype=torch.int32)}, r"indices has shape \[4, 70\]"),
         ({"indices": torch.zeros(TOKENS, TOPK)}, "indices has dtype float32"),

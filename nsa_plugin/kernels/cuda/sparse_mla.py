@@ -11,21 +11,23 @@ from __future__ import annotations
 import ctypes
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from nsa_plugin.kernels.checks import FLOAT_DTYPES, INDEX_DTYPES, KernelArgumentError, check_tensor, require
+from nsa_plugin.kernels import sparse_mla_args
+from nsa_plugin.kernels.checks import check_tensor, require
 from nsa_plugin.kernels.cuda.build import Argument, Kernel, load_kernel
 from nsa_plugin.kernels.kv_cache import PagedCache
 from nsa_plugin.kernels.sparse_mla import DecodeOutput, PrefillOutput
-from nsa_plugin.layouts import V4_FP8, V32_FP8
+from nsa_plugin.kernels.sparse_mla_args import Call, decode_call, prefill_call
+from nsa_plugin.layouts import V4_FP8, V32_FP8, CacheLayout
 
 SOURCE = "sparse_mla.cu"
 LOG2_E = 1.4426950408889634
 KEYS = 64  # entries that a block of threads attends at a time
 D_V = 512
-D_QK = {V32_FP8.name: 576, V4_FP8.name: 512}
+LAYOUTS = (V32_FP8, V4_FP8)
+PREFIXES = ("", "extra_")  # of the arguments of the first and of the second cache
 MAX_SPLITS = 16
 NOTHINGS = 1024  # records that stand for entries which do not count
 NOT_COUNTED = -1.0  # and their first scale, with V3.2
@@ -57,7 +59,7 @@ class Variant:
 VARIANTS = (Variant(tiles=1, blocks=2), Variant(tiles=2, blocks=2), Variant(tiles=4, blocks=1))
 
 
-class _Scope(ctypes.Structure):
+class Scope(ctypes.Structure):
     """`Scope` of the source, and what the host keeps beside it.
 
     Attributes:
@@ -98,30 +100,21 @@ def prefill(
     out_dtype: torch.dtype | None = None,
     splits: int | None = None,
 ) -> PrefillOutput:
-    """Attention of query tokens over the rows that they name. Contract: see the module.
+    """Attention of query tokens over the rows that they name: `reference_prefill`, within the module's limits.
 
     Args:
-        q: [tokens, heads, d_qk] bfloat16.
-        kv: a paged cache of layout v32_fp8 or v4_fp8.
         splits: shares of a token's entries that are attended apart and then added up; None: as many as
             fill the device.
-        Others: as `sparse_mla.reference_prefill`.
 
     Raises:
         KernelArgumentError: an argument has the wrong shape, dtype, layout or device.
         KernelBuildError: the kernel does not compile or launch.
     """
-    op = "sparse_mla_prefill"
-    check_tensor(op, "q", q, ("tokens", "heads", "d_qk"), dtypes=(torch.bfloat16,))
-    tokens, heads, _ = q.shape
-    indices = indices.squeeze(1) if indices.dim() == 3 else indices
-    if extra_indices is not None and extra_indices.dim() == 3:
-        extra_indices = extra_indices.squeeze(1)
-    first = _scope(op, "", "kv", q, kv, indices, topk_length, 1)
-    second = _extra_scope(op, "kv", q, kv, extra_kv, extra_indices, extra_topk_length, 1)
-    result = _output(op, q, (tokens, heads, d_v), out, out_dtype)
-    lse, max_logits = _attend(op, q, kv, first, second, scale, d_v, attn_sink, result, splits)
-    return PrefillOutput(_given(result, out, out_dtype), max_logits, lse)
+    call = prefill_call(
+        q, kv, indices, d_v, topk_length, attn_sink, extra_kv, extra_indices, extra_topk_length, out, out_dtype
+    )
+    lse, max_logits = _attend("sparse_mla_prefill", "kv", call, scale, splits)
+    return PrefillOutput(call.out.squeeze(1) if out is None else out, max_logits, lse)
 
 
 def decode(
@@ -140,43 +133,16 @@ def decode(
     out_dtype: torch.dtype | None = None,
     splits: int | None = None,
 ) -> DecodeOutput:
-    """Attention of a batch's new tokens over cache slots. Contract: see the module.
+    """Attention of a batch's new tokens over cache slots: `reference_decode`, within the module's limits.
 
-    Args:
-        q: [batch, s_q, heads, d_qk] bfloat16.
-        cache: a paged cache of layout v32_fp8 or v4_fp8.
-        splits: as in `prefill`.
-        Others: as `sparse_mla.reference_decode`.
-
-    Raises:
-        KernelArgumentError, KernelBuildError: as in `prefill`.
+    Args, Raises: as `prefill`.
     """
-    op = "sparse_mla_decode"
-    check_tensor(op, "q", q, ("batch", "s_q", "heads", "d_qk"), dtypes=(torch.bfloat16,))
-    batch, s_q, heads, d_qk = q.shape
-    rows = q.reshape(batch * s_q, heads, d_qk)
-
-    def flat(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        check_tensor(op, name, tensor, (batch, s_q, "topk"), dtypes=INDEX_DTYPES, device=q.device)
-        return tensor.reshape(batch * s_q, tensor.shape[-1])
-
-    def lengths(name: str, tensor: torch.Tensor | None) -> tuple[torch.Tensor | None, int]:
-        """The lengths in a row, and how many query rows share one."""
-        if tensor is None:
-            return None, 1
-        shape = (batch,) if tensor.dim() == 1 else (batch, s_q)
-        check_tensor(op, name, tensor, shape, dtypes=INDEX_DTYPES, device=q.device)
-        return tensor.reshape(-1), s_q if tensor.dim() == 1 else 1
-
-    length, divisor = lengths("topk_length", topk_length)
-    first = _scope(op, "", "cache", rows, cache, flat("indices", indices), length, divisor)
-    flat_extra = None if extra_indices is None else flat("extra_indices", extra_indices)
-    extra_length, divisor = lengths("extra_topk_length", extra_topk_length)
-    second = _extra_scope(op, "cache", rows, cache, extra_cache, flat_extra, extra_length, divisor)
-    result = _output(op, q, (batch, s_q, heads, d_v), out, out_dtype)
-    rows_out = result.view(batch * s_q, heads, d_v)
-    lse, _ = _attend(op, rows, cache, first, second, scale, d_v, attn_sink, rows_out, splits)
-    return DecodeOutput(_given(result, out, out_dtype), lse.view(batch, s_q, heads).transpose(1, 2))
+    call = decode_call(
+        q, cache, indices, d_v, topk_length, attn_sink, extra_cache, extra_indices, extra_topk_length, out, out_dtype
+    )
+    lse, _ = _attend("sparse_mla_decode", "cache", call, scale, splits)
+    batch, s_q = call.q.shape[:2]
+    return DecodeOutput(call.out, lse.view(batch, s_q, call.heads).transpose(1, 2))
 
 
 def choose_splits(rows: int, groups: int, topk: int, sms: int, blocks: int) -> int:
@@ -194,41 +160,36 @@ def choose_splits(rows: int, groups: int, topk: int, sms: int, blocks: int) -> i
 
 
 def _attend(
-    op: str,
-    q: torch.Tensor,
-    cache: Any,
-    first: _Scope,
-    second: _Scope,
-    scale: float,
-    d_v: int,
-    attn_sink: torch.Tensor | None,
-    out: torch.Tensor,
-    splits: int | None,
+    op: str, cache_name: str, call: Call, scale: float, splits: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch; (lse, max_logits) [rows, heads] float32."""
+    q = call.q.flatten(0, 1)
     rows, heads, _ = q.shape
-    require(d_v == D_V, op, f"d_v is {d_v}; this kernel has values of {D_V}")
-    if attn_sink is not None:
-        check_tensor(op, "attn_sink", attn_sink, (heads,), dtypes=(torch.float32,), device=q.device)
-        attn_sink = attn_sink.contiguous()
-    lse, max_logits = torch.empty((2, rows, heads), dtype=torch.float32, device=q.device).unbind()
+    check_tensor(op, "q", call.q, call.q.shape, dtypes=(torch.bfloat16,))
+    require(call.out.shape[-1] == D_V, op, f"d_v is {call.out.shape[-1]}; this kernel has values of {D_V}")
+    layout = call.scopes[0].cache.layout
+    names = [f"{prefix}{cache_name}" for prefix in PREFIXES[: len(call.scopes)]]
+    scopes = [_scope(op, name, scope, layout) for name, scope in zip(names, call.scopes, strict=True)]
     require(q.is_cuda, op, f"q is on {q.device}; the CUDA kernel needs a CUDA device")
+    lse, max_logits = torch.empty((2, rows, heads), dtype=torch.float32, device=q.device).unbind()
     if not q.numel():
         return lse, max_logits
+    first, second = scopes if len(scopes) == 2 else (scopes[0], Scope(lengths_divisor=1, page_size=1))
     q = q if q.stride(2) == 1 else q.contiguous()
-    layout = cache.layout.name
+    out = _rows_of(call.out)
+    sink = None if call.attn_sink is None else call.attn_sink.contiguous()
     variant = next((v for v in VARIANTS if v.heads >= heads), VARIANTS[-1])
     groups = -(-heads // variant.heads)
     if splits is None:
         sms = torch.cuda.get_device_properties(q.device).multi_processor_count
         splits = choose_splits(rows, groups, first.topk + second.topk, sms, variant.blocks)
     defines = {
-        "LAYOUT": int(layout == V4_FP8.name),
+        "LAYOUT": int(layout is V4_FP8),
         "NT": variant.tiles,
         "MIN_BLOCKS": variant.blocks,
         "OUT_FLOAT32": int(out.dtype == torch.float32),
         "HAS_EXTRA": int(second.topk > 0),
-        "FLAT": int(all(scope.is_flat for scope in (first, second) if scope.topk)),
+        "FLAT": int(all(scope.is_flat for scope in scopes)),
     }
     parts: tuple[Argument, Argument] = (None, None)
     if splits > 1:
@@ -238,7 +199,7 @@ def _attend(
         )
     size, int64 = ctypes.c_int, ctypes.c_int64
     strides = int64(out.stride(0)), int64(out.stride(1))
-    shared = variant.shared_bytes(layout)
+    shared = variant.shared_bytes(layout.name)
     with torch.cuda.device_of(q):
         attend, combine = _kernels(tuple(defines.items()), shared, q.device.index)
         attend(
@@ -246,14 +207,16 @@ def _attend(
             (256, 1, 1),
             (
                 *(q, int64(q.stride(0)), int64(q.stride(1)), size(heads)),
-                *(first, second, _nothing(q.device, layout), attn_sink, ctypes.c_float(scale * LOG2_E)),
+                *(first, second, _nothing(q.device, layout.name), sink, ctypes.c_float(scale * LOG2_E)),
                 *(out, *strides, lse, max_logits, *parts),
             ),
             shared_bytes=shared,
         )
         if splits > 1:
             numbers = size(splits), size(rows), size(heads)
-            combine((rows, heads, 1), (128, 1, 1), (*parts, *numbers, attn_sink, out, *strides, lse, max_logits))
+            combine((rows, heads, 1), (128, 1, 1), (*parts, *numbers, sink, out, *strides, lse, max_logits))
+    if out.data_ptr() != call.out.data_ptr():
+        call.out.copy_(out.view(call.out.shape))
     return lse, max_logits
 
 
@@ -276,38 +239,25 @@ def _nothing(device: torch.device, layout: str) -> torch.Tensor:
     return records
 
 
-def _scope(
-    op: str,
-    prefix: str,
-    cache_name: str,
-    q: torch.Tensor,
-    cache: torch.Tensor | PagedCache,
-    indices: torch.Tensor,
-    lengths: torch.Tensor | None,
-    divisor: int,
-) -> _Scope:
-    """The kernel's view of one cache and its indices, checked."""
-    name = f"{prefix}{cache_name}"
-    if not isinstance(cache, PagedCache) or cache.layout.name not in D_QK:
-        layout = cache.layout.name if isinstance(cache, PagedCache) else "bf16"
-        raise KernelArgumentError(f"{op}: {name} has layout {layout}; this kernel reads {', '.join(D_QK)}")
-    rows, _, d_qk = q.shape
-    wanted = D_QK[cache.layout.name]
-    require(d_qk == wanted, op, f"q has rows of {d_qk} values; {name} of layout {cache.layout.name} has {wanted}")
-    require(cache.device == q.device, op, f"{name} is on {cache.device}; expected {q.device}")
+def _scope(op: str, name: str, given: sparse_mla_args.Scope, layout: CacheLayout) -> Scope:
+    """The kernel's view of one cache and its entries, checked against what it can read."""
+    cache, size = given.cache, given.cache.page_size
+    reads = ", ".join(one.name for one in LAYOUTS)
+    require(cache.layout in LAYOUTS, op, f"{name} has layout {cache.layout.name}; this kernel reads {reads}")
+    require(cache.layout is layout, op, f"{name} has layout {cache.layout.name}; a call reads one, {layout.name}")
     require(cache.num_slots < 2**31, op, f"{name} has {cache.num_slots} slots; this kernel counts them in int32")
     stride = cache.data.stride(0) if cache.num_pages > 1 else 0
     aligned = cache.data.data_ptr() % 16 == 0 and stride % 16 == 0
     require(aligned, op, f"{name} starts or strides ({stride} B) off a multiple of 16 B")
-    check_tensor(op, f"{prefix}indices", indices, (rows, "topk"), dtypes=INDEX_DTYPES, device=q.device)
-    indices = _int32(indices)
+    indices = _int32(given.indices.flatten(0, 1))
     indices = indices if indices.stride(1) == 1 else indices.contiguous()
+    lengths, divisor = given.length, 1
     if lengths is not None:
-        shape = (-(-rows // divisor),)
-        check_tensor(op, f"{prefix}topk_length", lengths, shape, dtypes=INDEX_DTYPES, device=q.device)
-        lengths = _int32(lengths).contiguous()
-    size = cache.page_size
-    scope = _Scope(
+        # A length of each sequence comes as one that is repeated for its query tokens.
+        if lengths.stride(1) == 0:
+            lengths, divisor = lengths[:, 0], lengths.shape[1]
+        lengths = _int32(lengths).flatten().contiguous()
+    scope = Scope(
         data=cache.data.data_ptr(),
         page_stride=stride,
         indices=indices.data_ptr(),
@@ -317,59 +267,22 @@ def _scope(
         page_size=size,
         page_shift=size.bit_length() - 1 if size & (size - 1) == 0 else -1,
         num_slots=cache.num_slots,
-        topk=indices.shape[1],
+        topk=given.topk,
     )
     scope.is_flat = cache.layout is V32_FP8 and stride in (0, size * V32_FP8.row_bytes)
-    scope.kept = (indices, lengths)  # copies made here live until the launch
+    scope.kept = (indices, lengths)
     return scope
 
 
-def _extra_scope(
-    op: str,
-    cache_name: str,
-    q: torch.Tensor,
-    cache: Any,
-    extra: torch.Tensor | PagedCache | None,
-    indices: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    divisor: int,
-) -> _Scope:
-    if extra is None:
-        for name, tensor in (("extra_indices", indices), ("extra_topk_length", lengths)):
-            require(tensor is None, op, f"{name} is given without extra_{cache_name}")
-        return _Scope(lengths_divisor=1, page_size=1)
-    if indices is None:
-        raise KernelArgumentError(f"{op}: extra_indices is missing beside extra_{cache_name}")
-    scope = _scope(op, "extra_", cache_name, q, extra, indices, lengths, divisor)
-    same = isinstance(extra, PagedCache) and extra.layout is cache.layout
-    require(same, op, f"extra_{cache_name} has another layout than {cache_name}; this kernel reads one a call")
-    return scope
-
-
-def _int32(indices: torch.Tensor) -> torch.Tensor:
+def _int32(entries: torch.Tensor) -> torch.Tensor:
     """The same entries in int32; what does not fit stays invalid."""
-    return indices if indices.dtype == torch.int32 else indices.clamp(-1, 2**31 - 1).int()
+    return entries if entries.dtype == torch.int32 else entries.clamp(-1, 2**31 - 1).int()
 
 
-def _output(
-    op: str, q: torch.Tensor, shape: tuple[int, ...], out: torch.Tensor | None, out_dtype: torch.dtype | None
-) -> torch.Tensor:
-    """What the kernel writes: `out` itself where it can."""
-    if out is not None:
-        require(out_dtype in (None, out.dtype), op, f"out_dtype is {out_dtype} but out has {out.dtype}")
-        check_tensor(op, "out", out, shape, dtypes=FLOAT_DTYPES, device=q.device)
-        out_dtype = out.dtype
-    dtype = out_dtype or q.dtype
-    require(dtype in FLOAT_DTYPES, op, f"out_dtype is {dtype}; allowed: a float")
-    # Rows of a decode are addressed as one dimension, so only a prefill's `out` may have gaps.
-    fits = dtype in (torch.bfloat16, torch.float32)
-    if out is not None and fits and (out.is_contiguous() or (out.dim() == 3 and out.stride(-1) == 1)):
-        return out
-    return torch.empty(shape, dtype=dtype if dtype == torch.bfloat16 else torch.float32, device=q.device)
-
-
-def _given(result: torch.Tensor, out: torch.Tensor | None, out_dtype: torch.dtype | None) -> torch.Tensor:
-    """The result where the caller wants it."""
-    if out is None:
-        return result if out_dtype is None else result.to(out_dtype)
-    return out if result is out else out.copy_(result)
+def _rows_of(out: torch.Tensor) -> torch.Tensor:
+    """[rows, heads, d_v] for the kernel to write: the output itself where it can be, else one to be copied from."""
+    one_stride = out.shape[1] == 1 or out.stride(0) == out.shape[1] * out.stride(1)
+    if out.dtype in (torch.bfloat16, torch.float32) and out.stride(3) == 1 and one_stride:
+        return out.flatten(0, 1)
+    shape = (out.shape[0] * out.shape[1], *out.shape[2:])
+    return torch.empty(shape, dtype=torch.float32, device=out.device)
