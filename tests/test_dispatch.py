@@ -7,75 +7,32 @@ from typing import Any
 
 import pytest
 
-from nsa_plugin import measured
-from nsa_plugin.capabilities import Capability, Op
-from nsa_plugin.devices import GIB, MIB, DeviceProfile, synthetic
-from nsa_plugin.dispatch import Part, decide, partition, validate
-from nsa_plugin.errors import NoProviderError, SettingsError, ShapeError
-from nsa_plugin.plan import Attention, IndexerMode, IndexerPlan, Plan
+from nsa_plugin.devices import DeviceProfile, synthetic
+from nsa_plugin.dispatch import decide
+from nsa_plugin.errors import NoProviderError, SettingsError
+from nsa_plugin.plan import Attention, IndexerMode, IndexerPlan
 from nsa_plugin.settings import Settings
 from nsa_plugin.shapes import BatchShape, ModelShape, Phase
+from tests.dispatch_cases import (
+    AFTER_PREFILL,
+    B200,
+    CPU,
+    FULL_B200,
+    FULL_H200,
+    H200,
+    LONG,
+    OLD_H200,
+    V4,
+    V32,
+    V32_FP8,
+    batch,
+    choose,
+    decode,
+    extend,
+    route,
+)
 
-V32 = ModelShape(attn_tp_size=8)  # 16 heads a rank
-V32_FP8 = replace(V32, kv_layout="v32_fp8")
-V4 = ModelShape(family="v4", num_heads=64, index_topk=512, kv_layout="v4_fp8", sliding_window=128, index_n_heads=64)
-# What the engines bring, and what the plugin brings besides.
-STOCK = ("flash_mla", "deep_gemm", "fa3", "trtllm")
-H200 = synthetic(90, libraries=STOCK)
-B200 = synthetic(100, libraries=STOCK)
-CPU = synthetic(0)
-FULL_H200 = synthetic(90)
-FULL_B200 = synthetic(100)
-OLD_FLASH_MLA = {"flash_mla": ("sglang-kernel", "0.4.5")}
-OLD_DEEP_GEMM = {"deep_gemm": ("sgl-deep-gemm", "0.1.3")}
-OLD_H200 = synthetic(90, libraries=STOCK, versions=OLD_FLASH_MLA)
-TOKEN_SHARD = {"triton": (Capability(op=Op.TOKEN_SHARD, layouts=(), sm_min=90, sm_max=109),)}
-SHARDING_H200 = synthetic(90, libraries=(*STOCK, "triton"), kernels=TOKEN_SHARD)
-SPECULATIVE = (Phase.TARGET_VERIFY, Phase.DRAFT_EXTEND)
-AFTER_PREFILL = (Phase.DECODE, *SPECULATIVE)
-
-FIELDS = {
-    "phase",
-    "attention",
-    "provider",
-    "dequantize_kv",
-    "head_padding",
-    "token_shard",
-    "indexer",
-    "indexer.provider",
-    "indexer.rows_per_chunk",
-    "indexer.metadata_provider",
-}
-
-
-@pytest.fixture(autouse=True)
-def _nothing_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rules without measurements, whatever records this checkout has; a test that wants some sets its own."""
-    monkeypatch.setattr(measured, "MEASUREMENTS", {})
-
-
-def batch(phase: Phase, q_lens: list[int], kv_lens: list[int] | None = None, **flags: Any) -> BatchShape:
-    return BatchShape.from_lengths(phase, q_lens, q_lens if kv_lens is None else kv_lens, **flags)
-
-
-def extend(rows: int, context: int | None = None, **flags: Any) -> BatchShape:
-    return batch(Phase.EXTEND, [rows], [rows if context is None else context], **flags)
-
-
-def decode(requests: int, context: int, phase: Phase = Phase.DECODE, **flags: Any) -> BatchShape:
-    return batch(phase, [1] * requests, [context] * requests, **flags)
-
-
-def choose(model: ModelShape, shape: BatchShape, device: DeviceProfile = H200, **settings: Any) -> Plan:
-    plan = decide(model, shape, device, Settings(**settings))
-    assert set(plan.reasons) == FIELDS
-    assert all(plan.reasons.values())
-    return plan
-
-
-def route(plan: Plan) -> tuple[str, str, bool, int]:
-    return str(plan.attention), plan.provider, plan.dequantize_kv, plan.head_padding
-
+pytestmark = pytest.mark.usefixtures("nothing_measured")
 
 # ---------------------------------------------------------------------------------------------------
 # Dense attention for short prefills: sglang #12788 (providers), #12964 (fp8)
@@ -182,7 +139,6 @@ def test_dense_beyond_index_topk_is_an_error() -> None:
 # ---------------------------------------------------------------------------------------------------
 # Sparse attention: who carries it. sglang #13544 (one decision), #16758 and #17662 (TRT-LLM), #13646 (padding)
 
-LONG = extend(4096, 65536)
 PREFILLS: list[tuple[str, ModelShape, DeviceProfile, tuple[str, str, bool, int]]] = [
     ("SM90 bf16", V32, H200, ("sparse_prefill", "flash_mla", False, 64)),
     ("SM90 bf16 64 heads", replace(V32, attn_tp_size=2), H200, ("sparse_prefill", "flash_mla", False, 0)),
@@ -512,331 +468,3 @@ def test_the_reference_runs_on_a_gpu_only_when_asked_for() -> None:
         decide(V32, LONG, nothing, Settings())
     plan = choose(V32, LONG, nothing, prefill_backend="reference")
     assert (plan.provider, plan.indexer.provider) == ("reference", "reference")
-
-
-# ---------------------------------------------------------------------------------------------------
-# The indexer: sglang #13646, #25502, and the out-of-memory failures of #39095 and #37712
-
-
-@pytest.mark.parametrize(
-    ("rows", "context", "settings", "memory_free", "expected"),
-    [
-        (4096, 65536, {}, 100 * GIB, 2048),  # 512 MiB over 256 KiB a row
-        (1000, 65536, {}, 100 * GIB, 1000),  # fewer rows than fit
-        (2048, 65536, {}, 100 * GIB, 2048),  # exactly as many
-        (4096, 65536, {"logits_budget_mb": 1000}, 100 * GIB, 2048),  # 4000 rows fit
-        (8192, 65536, {"logits_budget_mb": 1024}, 100 * GIB, 4096),
-        (4096, 65536, {"logits_budget_mb": 4096}, 1 * GIB, 1024),  # a quarter of what is free
-        (4096, 65536, {}, 0, 1),
-        (4096, 2**28, {"logits_budget_mb": 1}, 100 * GIB, 1),  # one row is 1 GiB
-    ],
-)
-def test_rows_of_logits_held_at_once(
-    rows: int, context: int, settings: dict[str, int], memory_free: int, expected: int
-) -> None:
-    plan = choose(V32, extend(rows, context), synthetic(90, memory_free=memory_free), **settings)
-    assert plan.indexer.rows_per_chunk == expected
-
-
-def test_the_reason_for_the_rows_names_the_numbers() -> None:
-    plan = choose(V32, extend(4096, 65536), logits_budget_mb=1000)
-    assert plan.reasons["indexer.rows_per_chunk"] == (
-        "4000 rows of 262144 B of logits fit 1000.0 MiB (logits_budget_mb), rounded down to a power of two"
-    )
-    plan = choose(V32, extend(4096, 65536), synthetic(90, memory_free=64 * MIB))
-    assert "16.0 MiB (a quarter of the free memory)" in plan.reasons["indexer.rows_per_chunk"]
-    plan = choose(V32, extend(4, 2**28), logits_budget_mb=1)
-    assert "the logits of one row take 1073741824 B, more than 1.0 MiB" in plan.reasons["indexer.rows_per_chunk"]
-
-
-def test_decode_logits_are_budgeted_too() -> None:
-    # vLLM holds [requests, longest context] in float32 however large it is: here 1024 rows of 640 KiB.
-    assert choose(V32, decode(1024, 163840), logits_budget_mb=512).indexer.rows_per_chunk == 512
-
-
-def test_v4_scores_compressed_keys() -> None:
-    assert choose(V4, extend(8192, 262144), OLD_H200).indexer.rows_per_chunk == 2048
-
-
-@pytest.mark.parametrize(
-    ("model", "shape", "device", "expected"),
-    [
-        (V32, LONG, H200, ("deep_gemm", "")),  # ragged logits are not scheduled
-        (V32, decode(8, 5000), H200, ("deep_gemm", "deep_gemm")),
-        (V4, extend(12289, 40000), H200, ("deep_gemm", "deep_gemm")),
-        (V32, decode(8, 5000), CPU, ("reference", "")),
-        # The plugin schedules for DeepGEMM's kernel of SM90, and scores what DeepGEMM does not take.
-        (V32, LONG, FULL_H200, ("deep_gemm", "")),
-        (V32, decode(8, 5000), FULL_H200, ("deep_gemm", "triton")),
-        (V32, decode(100_000, 5000, cuda_graph=True), FULL_H200, ("deep_gemm", "triton")),
-        (V4, extend(32768, 40000), synthetic(90, versions=OLD_DEEP_GEMM), ("deep_gemm", "triton")),
-        (V32, decode(8, 5000), FULL_B200, ("deep_gemm", "deep_gemm")),
-        (replace(V32, index_n_heads=16), LONG, FULL_H200, ("triton", "")),
-        (replace(V32, index_n_heads=16), decode(8, 5000), FULL_H200, ("triton", "")),
-        (replace(V32, index_n_heads=16), decode(8, 5000), FULL_B200, ("deep_gemm", "deep_gemm")),
-        (replace(V32, index_head_dim=96), LONG, FULL_H200, ("triton", "")),
-        (V32, LONG, synthetic(90, libraries=("flash_mla", "triton")), ("triton", "")),
-        (V32_FP8, LONG, synthetic(80), ("triton", "")),
-    ],
-)
-def test_who_scores_and_who_schedules(
-    model: ModelShape, shape: BatchShape, device: DeviceProfile, expected: tuple[str, str]
-) -> None:
-    indexer = choose(model, shape, device).indexer
-    assert (indexer.provider, indexer.metadata_provider) == expected
-
-
-@pytest.mark.parametrize(
-    ("rows", "reason"),
-    [
-        (12288, "12288 rows are within what the installed DeepGEMM schedules"),
-        (12289, "12289 rows go in pieces: the installed DeepGEMM schedules 12288 at once here"),
-    ],
-)
-def test_what_deep_gemm_cannot_schedule_at_once_goes_in_pieces(rows: int, reason: str) -> None:
-    plan = choose(V4, extend(rows, 40000), synthetic(90, libraries=STOCK, versions=OLD_DEEP_GEMM))
-    assert plan.indexer.metadata_provider == "deep_gemm"
-    assert plan.reasons["indexer.metadata_provider"] == reason
-
-
-def test_a_fallback_of_the_indexer_says_why() -> None:
-    plan = choose(replace(V32, index_n_heads=16), LONG, FULL_H200)
-    assert plan.reasons["indexer.provider"] == (
-        "triton is the first that scores 16 indexer heads on SM90; better ones refused: "
-        "deep_gemm: takes 32 or 64 indexer heads; the model has 16"
-    )
-
-
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        (replace(V32, index_n_heads=16), r"deep_gemm: takes 32 or 64 indexer heads; the model has 16"),
-        (replace(V32, index_head_dim=96), r"deep_gemm: takes heads of .* elements; the model's have \(96,\)"),
-    ],
-)
-def test_an_indexer_that_no_kernel_takes_is_an_error(model: ModelShape, message: str) -> None:
-    with pytest.raises(NoProviderError, match=message):
-        decide(model, LONG, H200, Settings())
-
-
-def test_without_deep_gemm_a_gpu_cannot_select() -> None:
-    with pytest.raises(NoProviderError, match=r"selects tokens for 64 indexer heads .*deep_gemm: not installed"):
-        decide(V32, LONG, synthetic(90, libraries=("flash_mla", "fa3")), Settings())
-    # A prompt that selects nothing does not need it.
-    assert choose(V32, extend(10), synthetic(90, libraries=("fa3",))).provider == "fa3"
-
-
-# ---------------------------------------------------------------------------------------------------
-# Trading heads for tokens
-
-
-@pytest.mark.parametrize(
-    ("model", "shape", "device", "mode", "reason"),
-    [
-        (V32, LONG, H200, "auto", "no token_shard kernels"),
-        (V32, LONG, SHARDING_H200, "off", "token_shard is off"),
-        (replace(V32, attn_tp_size=1), LONG, SHARDING_H200, "auto", "attn_tp_size is 1"),
-        (V32, extend(4096, 65536, context_parallel=True), SHARDING_H200, "auto", "context-parallel group already"),
-        (V32, extend(511, 65536), SHARDING_H200, "auto", "511 query rows are fewer than the 512"),
-        (V32, extend(7, 65536), SHARDING_H200, "on", "7 query rows are fewer than the 8"),
-        (replace(V32, attn_tp_size=2), LONG, SHARDING_H200, "auto", "takes 64 heads without padding"),
-        (V32, LONG, replace(SHARDING_H200, nvlink=False), "auto", "over NVLink"),
-        # The plugin's own kernel pads none, so there is nothing to win.
-        (V32_FP8, LONG, synthetic(90, kernels=TOKEN_SHARD), "auto", "cuda takes 16 heads without padding"),
-    ],
-)
-def test_heads_are_kept(model: ModelShape, shape: BatchShape, device: DeviceProfile, mode: str, reason: str) -> None:
-    plan = choose(model, shape, device, token_shard=mode)
-    assert not plan.token_shard
-    assert reason in plan.reasons["token_shard"]
-
-
-def test_heads_are_traded_where_they_would_be_padded() -> None:
-    plan = choose(V32, LONG, SHARDING_H200)
-    assert plan.token_shard
-    assert route(plan) == ("sparse_prefill", "flash_mla", False, 0)
-    assert plan.reasons["token_shard"] == (
-        "8 ranks take 512 of 4096 query rows each with all 128 heads instead of 16 padded to 64"
-    )
-
-
-def test_sharding_is_forced_where_it_can_work() -> None:
-    assert choose(V32, extend(8, 65536), SHARDING_H200, token_shard="on").token_shard
-    assert choose(V32_FP8, decode(512, 5000), SHARDING_H200).token_shard
-    assert choose(V32, LONG, replace(SHARDING_H200, nvlink=False), token_shard="on").token_shard
-    own = choose(V32_FP8, LONG, synthetic(90, kernels=TOKEN_SHARD), token_shard="on")
-    assert own.token_shard
-    assert route(own) == ("sparse_decode", "flash_mla", False, 0)  # its 128 heads are not few
-    assert own.reasons["token_shard"].endswith("with all 128 heads instead of 16")
-    assert choose(replace(V32, attn_tp_size=2), LONG, SHARDING_H200, token_shard="on").token_shard  # unpadded
-    assert not choose(V32, extend(100), SHARDING_H200, token_shard="on").token_shard  # dense
-
-
-def test_sharding_brings_rows_under_a_limit() -> None:
-    # 80000 rows are too many for the decode kernel on one rank; an eighth of them is not.
-    device = synthetic(90, libraries=(*STOCK, "triton"), versions=OLD_FLASH_MLA, kernels=TOKEN_SHARD)
-    assert route(choose(V32_FP8, extend(80000), device)) == ("sparse_decode", "flash_mla", False, 0)
-    assert route(choose(V32_FP8, extend(80000), OLD_H200)) == ("sparse_prefill", "flash_mla", True, 64)
-
-
-@pytest.mark.parametrize(
-    ("model", "device", "reason"),
-    [(V32, H200, "no token_shard kernels"), (replace(V32, attn_tp_size=1), SHARDING_H200, "attn_tp_size is 1")],
-)
-def test_sharding_forced_where_it_cannot_work_is_an_error(
-    model: ModelShape, device: DeviceProfile, reason: str
-) -> None:
-    with pytest.raises(SettingsError, match=rf"token_shard is on and cannot work here: .*{reason}.*: auto, off"):
-        decide(model, LONG, device, Settings(token_shard="on"))
-
-
-# ---------------------------------------------------------------------------------------------------
-# Nothing to do
-
-
-@pytest.mark.parametrize(
-    "shape",
-    [
-        BatchShape(phase=Phase.IDLE),
-        BatchShape(phase=Phase.EXTEND),  # vllm #51486: no rows reached the kernel
-        batch(Phase.EXTEND, [0], [500]),
-        BatchShape(phase=Phase.DECODE, cuda_graph=True),
-    ],
-)
-@pytest.mark.parametrize("device", [H200, synthetic(90, libraries=())], ids=["H200", "bare H200"])
-def test_no_rows_no_kernels(shape: BatchShape, device: DeviceProfile) -> None:
-    plan = choose(V32, shape, device)
-    assert route(plan) == ("none", "", False, 0)
-    assert plan.indexer == IndexerPlan(mode=IndexerMode.NONE)
-
-
-def test_rows_without_a_context_are_carried() -> None:
-    # vllm #51970: a graph is captured with lengths of 0; nothing may divide by them.
-    shape = BatchShape(phase=Phase.DECODE, num_requests=8, num_tokens=8, cuda_graph=True)
-    assert choose(V32_FP8, shape).indexer.rows_per_chunk == 8
-
-
-# ---------------------------------------------------------------------------------------------------
-# Splitting a prefill
-
-
-def split(parts: tuple[Part, ...]) -> list[tuple[tuple[int, ...], str]]:
-    return [(part.requests, str(part.plan.attention)) for part in parts]
-
-
-@pytest.mark.parametrize(
-    ("q_lens", "kv_lens", "flags", "expected"),
-    [
-        ([100, 4000, 200], [100, 4000, 300], {}, [((0, 2), "mha_one_shot"), ((1,), "sparse_prefill")]),
-        ([100, 200], [100, 300], {}, [((0, 1), "mha_one_shot")]),
-        ([4000, 5000], [4000, 5000], {}, [((0, 1), "sparse_prefill")]),
-        ([1, 1], [2048, 2049], {}, [((0,), "mha_one_shot"), ((1,), "sparse_prefill")]),
-        (
-            [900, 900, 900, 1500],
-            [900, 900, 900, 1500],
-            {"attention_workspace_tokens": 1800},
-            [((0, 1), "mha_one_shot"), ((2,), "mha_one_shot"), ((3,), "mha_one_shot")],
-        ),
-        (
-            [1900, 900, 1801, 5000],
-            [1900, 900, 1801, 5000],
-            {"attention_workspace_tokens": 1800},
-            [((1,), "mha_one_shot"), ((0, 2, 3), "sparse_prefill")],
-        ),
-        ([100, 4000], [100, 4000], {"context_parallel": True}, [((0, 1), "sparse_prefill")]),
-        ([100, 4000], [100, 4000], {"cuda_graph": True}, [((0, 1), "sparse_prefill")]),
-        ([0, 100, 0], [50, 100, 9000], {}, [((1,), "mha_one_shot"), ((0, 2), "none")]),
-        ([0, 0], [50, 0], {}, [((0, 1), "none")]),
-        ([], [], {}, []),
-    ],
-    ids=[
-        "mixed",
-        "short",
-        "long",
-        "boundary",
-        "workspace groups",
-        "workspace too small for one",
-        "context parallel",
-        "graph",
-        "rows missing",
-        "no rows",
-        "no requests",
-    ],
-)
-def test_partition(
-    q_lens: list[int], kv_lens: list[int], flags: dict[str, Any], expected: list[tuple[tuple[int, ...], str]]
-) -> None:
-    parts = partition(V32, q_lens, kv_lens, Phase.EXTEND, H200, Settings(), **flags)
-    assert split(parts) == expected
-    for part in parts:
-        assert part.plan == decide(V32, part.batch, H200, Settings())
-
-
-@pytest.mark.parametrize("phase", [*AFTER_PREFILL, Phase.IDLE])
-def test_only_a_prefill_is_split(phase: Phase) -> None:
-    parts = partition(V32, [1, 1, 0], [100, 9000, 5], phase, H200, Settings())
-    assert [part.requests for part in parts] == [(0, 1, 2)]
-    assert parts[0].plan.attention is not Attention.MHA_ONE_SHOT
-
-
-def test_without_a_dense_kernel_nothing_is_split() -> None:
-    device = synthetic(90, libraries=("flash_mla", "deep_gemm"))
-    parts = partition(V32, [100, 4000], [100, 4000], Phase.EXTEND, device, Settings())
-    assert split(parts) == [((0, 1), "sparse_prefill")]
-
-
-def test_partition_refuses_lengths_that_cannot_be() -> None:
-    with pytest.raises(ShapeError, match="request 1 has 9 rows and a context of 3"):
-        partition(V32, [1, 9], [1, 3], Phase.EXTEND, H200, Settings())
-
-
-# ---------------------------------------------------------------------------------------------------
-# Before serving
-
-
-@pytest.mark.parametrize("model", [V32, V32_FP8, V4], ids=["v3.2 bf16", "v3.2 fp8", "v4"])
-@pytest.mark.parametrize(
-    "device",
-    [H200, B200, CPU, OLD_H200, FULL_H200, FULL_B200, synthetic(80)],
-    ids=["H200", "B200", "CPU", "old H200", "H200 and own", "B200 and own", "A100 and own"],
-)
-def test_what_is_installed_serves(model: ModelShape, device: DeviceProfile) -> None:
-    validate(model, device, Settings(), max_tokens=32768, cuda_graph=True)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"mha_max_kv": 4096}, "mha_max_kv is 4096"),
-        ({"decode_backend": "trtllm"}, "decode_backend is trtllm"),
-        ({"prefill_backend": "trtllm"}, "prefill_backend is trtllm"),
-        ({"token_shard": "on"}, "token_shard is on"),
-        (
-            {"prefill_backend": "trtllm", "decode_backend": "triton"},
-            "prefill_backend is trtllm.* decode_backend is triton",
-        ),
-    ],
-)
-def test_settings_that_no_batch_satisfies_are_found_at_start_up(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(SettingsError, match=message):
-        validate(V32, H200, Settings(**settings))
-
-
-def test_an_error_is_told_once() -> None:
-    with pytest.raises(SettingsError) as error:
-        validate(V32, H200, Settings(mha_max_kv=4096))
-    assert str(error.value).count("mha_max_kv is 4096") == 1
-
-
-def test_missing_libraries_are_found_at_start_up() -> None:
-    with pytest.raises(NoProviderError, match=r"carries extend: .*carries decode: "):
-        validate(V32, synthetic(90, libraries=("deep_gemm",)), Settings())
-    # Rows that only a prefill of this size has.
-    old = synthetic(90, libraries=("flash_mla", "deep_gemm"), versions=OLD_FLASH_MLA)
-    named = Settings(prefill_backend="flash_mla", decode_backend="flash_mla")
-    validate(V32_FP8, old, named, max_tokens=32768)
-    validate(V32_FP8, old, named, max_decode_tokens=20000)
-    with pytest.raises(NoProviderError, match="20000 query rows exceed the 11622"):
-        validate(V32_FP8, old, Settings(), max_decode_tokens=20000, cuda_graph=True)
-    with pytest.raises(NoProviderError, match="takes 64 or 128 heads; there are 256"):
-        validate(replace(V32_FP8, num_heads=2048), old, Settings())

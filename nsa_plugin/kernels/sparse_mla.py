@@ -30,9 +30,8 @@ from typing import NamedTuple
 
 import torch
 
-from nsa_plugin.kernels.checks import FLOAT_DTYPES, INDEX_DTYPES, KernelArgumentError, check_tensor, require
-from nsa_plugin.kernels.kv_cache import PagedCache, gather_rows, open_cache
-from nsa_plugin.layouts import BF16
+from nsa_plugin.kernels.kv_cache import PagedCache, gather_rows
+from nsa_plugin.kernels.sparse_mla_args import Call, Scope, decode_call, prefill_call
 
 # Bytes of float32 KV rows that one pass gathers; bounds the references' memory.
 GATHER_BYTES = 32 * 2**20
@@ -51,13 +50,6 @@ class DecodeOutput(NamedTuple):
 
     out: torch.Tensor
     lse: torch.Tensor
-
-
-class _Scope(NamedTuple):
-    """One cache with the slots that each query row names in it: slots [rows, topk], -1 where invalid."""
-
-    cache: PagedCache
-    slots: torch.Tensor
 
 
 def reference_prefill(
@@ -92,14 +84,11 @@ def reference_prefill(
     Raises:
         KernelArgumentError: an argument has the wrong shape, dtype or device.
     """
-    op = "sparse_mla_prefill"
-    check_tensor(op, "q", q, ("tokens", "heads", "d_qk"), dtypes=FLOAT_DTYPES)
-    tokens, heads, _ = q.shape
-    scopes = [_scope(op, "", "kv", q, kv, indices, topk_length)]
-    scopes += _extra_scope(op, "kv", q, extra_kv, extra_indices, extra_topk_length)
-    out = _output(op, q, (tokens, heads, d_v), out, out_dtype)
-    _check_sink(op, attn_sink, q)
-    return _attend_rows(op, q, scopes, scale, d_v, attn_sink, out)
+    call = prefill_call(
+        q, kv, indices, d_v, topk_length, attn_sink, extra_kv, extra_indices, extra_topk_length, out, out_dtype
+    )
+    max_logits, lse = _attend_rows(call, scale)
+    return PrefillOutput(call.out.squeeze(1) if out is None else out, max_logits, lse)
 
 
 def reference_decode(
@@ -131,134 +120,58 @@ def reference_decode(
     Raises:
         KernelArgumentError: an argument has the wrong shape, dtype or device.
     """
-    op = "sparse_mla_decode"
-    check_tensor(op, "q", q, ("batch", "s_q", "heads", "d_qk"), dtypes=FLOAT_DTYPES)
-    batch, s_q, heads, d_qk = q.shape
-    rows = q.reshape(batch * s_q, heads, d_qk)
-
-    def flat_indices(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        check_tensor(op, name, tensor, (batch, s_q, "topk"), dtypes=INDEX_DTYPES, device=q.device)
-        return tensor.reshape(batch * s_q, tensor.shape[-1])
-
-    def flat_length(name: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
-        if tensor is None:
-            return None
-        shape = (batch,) if tensor.dim() == 1 else (batch, s_q)
-        check_tensor(op, name, tensor, shape, dtypes=INDEX_DTYPES, device=q.device)
-        by_query = tensor.unsqueeze(1) if tensor.dim() == 1 else tensor
-        return by_query.expand(batch, s_q).reshape(batch * s_q)
-
-    length = flat_length("topk_length", topk_length)
-    scopes = [_scope(op, "", "cache", rows, cache, flat_indices("indices", indices), length)]
-    flat_extra = None if extra_indices is None else flat_indices("extra_indices", extra_indices)
-    extra_length = flat_length("extra_topk_length", extra_topk_length)
-    scopes += _extra_scope(op, "cache", rows, extra_cache, flat_extra, extra_length)
-    out = _output(op, q, (batch, s_q, heads, d_v), out, out_dtype)
-    _check_sink(op, attn_sink, q)
-    flat_shape = (batch * s_q, heads, d_v)
-    flat_out = out.view(flat_shape) if out.is_contiguous() else out.new_empty(flat_shape)
-    result = _attend_rows(op, rows, scopes, scale, d_v, attn_sink, flat_out)
-    if not out.is_contiguous():
-        out.copy_(result.out.view(out.shape))
-    return DecodeOutput(out, result.lse.view(batch, s_q, heads).transpose(1, 2))
+    call = decode_call(
+        q, cache, indices, d_v, topk_length, attn_sink, extra_cache, extra_indices, extra_topk_length, out, out_dtype
+    )
+    _, lse = _attend_rows(call, scale)
+    batch, s_q = call.q.shape[:2]
+    return DecodeOutput(call.out, lse.view(batch, s_q, call.heads).transpose(1, 2))
 
 
-def _attend_rows(
-    op: str,
-    q: torch.Tensor,
-    scopes: list[_Scope],
-    scale: float,
-    d_v: int,
-    attn_sink: torch.Tensor | None,
-    out: torch.Tensor,
-) -> PrefillOutput:
+def _attend_rows(call: Call, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write `call.out`; return max_logits and lse, [rows, heads] each."""
+    q, d_v = call.q.flatten(0, 1), call.out.shape[-1]
     rows, heads, d_qk = q.shape
-    require(0 < d_v <= d_qk, op, f"d_v is {d_v}; a row has {d_qk} values")
     max_logits = torch.full((rows, heads), float("-inf"), dtype=torch.float32, device=q.device)
     lse = torch.full((rows, heads), float("inf"), dtype=torch.float32, device=q.device)
-    topk = sum(scope.slots.shape[1] for scope in scopes)
-    if topk == 0 or q.numel() == 0:
-        out.zero_()
-        return PrefillOutput(out, max_logits, lse)
+    if call.is_empty:
+        call.out.zero_()
+        return max_logits, lse
+    out = call.out.flatten(0, 1)  # a view, or a copy to be copied back
+    scopes = [(scope.cache, _slots(scope)) for scope in call.scopes]
+    topk = sum(scope.topk for scope in call.scopes)
     step = max(1, GATHER_BYTES // (4 * d_qk * topk))
     for start in range(0, rows, step):
         chunk = slice(start, min(start + step, rows))
         # Entries that no row of the chunk uses are left out: short contexts fill little of a wide top-k.
-        named = [scope.slots[chunk] for scope in scopes]
+        named = [slots[chunk] for _, slots in scopes]
         named = [slots[:, (slots >= 0).any(0)] for slots in named]
         slots = torch.cat(named, dim=1)
         if slots.shape[1] == 0:
             out[chunk] = 0
             continue
-        gathered = [gather_rows(scope.cache, part) for scope, part in zip(scopes, named, strict=True)]
+        gathered = [gather_rows(cache, part) for (cache, _), part in zip(scopes, named, strict=True)]
         keys = gathered[0] if len(gathered) == 1 else torch.cat(gathered, dim=1)
         logits = torch.bmm(q[chunk].float(), keys.transpose(1, 2)).mul_(scale)
         logits.masked_fill_((slots < 0).unsqueeze(1), float("-inf"))
         chunk_lse = logits.logsumexp(-1)
         empty = chunk_lse == float("-inf")
         chunk_out = torch.bmm(logits.softmax(-1), keys[..., :d_v])
-        if attn_sink is not None:
-            chunk_out *= torch.sigmoid(chunk_lse - attn_sink).unsqueeze(-1)
+        if call.attn_sink is not None:
+            chunk_out *= torch.sigmoid(chunk_lse - call.attn_sink).unsqueeze(-1)
         # The softmax of an empty row, and a sink of -inf beside it, are NaN until here.
         out[chunk] = chunk_out.masked_fill_(empty.unsqueeze(-1), 0.0).to(out.dtype)
         max_logits[chunk] = logits.amax(-1)
         lse[chunk] = chunk_lse.masked_fill(empty, float("inf"))
-    return PrefillOutput(out, max_logits, lse)
+    if out.data_ptr() != call.out.data_ptr():
+        call.out.copy_(out.view(call.out.shape))
+    return max_logits, lse
 
 
-def _scope(
-    op: str,
-    prefix: str,
-    cache_name: str,
-    q: torch.Tensor,
-    kv: torch.Tensor | PagedCache,
-    indices: torch.Tensor,
-    topk_length: torch.Tensor | None,
-) -> _Scope:
-    """Check one cache and its indices, and fold everything that makes an entry invalid into slots of -1."""
-    rows, _, d_qk = q.shape
-    if isinstance(kv, torch.Tensor):
-        kv = kv.squeeze(1) if kv.dim() == 3 else kv
-        check_tensor(op, f"{prefix}{cache_name}", kv, ("s_kv", d_qk), dtypes=FLOAT_DTYPES, device=q.device)
-        kv = open_cache(kv.unsqueeze(1), BF16)
-    require(kv.dim == d_qk, op, f"{prefix}{cache_name} has rows of {kv.dim} values; q has {d_qk}")
-    require(kv.device == q.device, op, f"{prefix}{cache_name} is on {kv.device}; expected {q.device}")
-    indices = indices.squeeze(1) if indices.dim() == 3 else indices
-    check_tensor(op, f"{prefix}indices", indices, (rows, "topk"), dtypes=INDEX_DTYPES, device=q.device)
-    valid = (indices >= 0) & (indices < kv.num_slots)
-    if topk_length is not None:
-        check_tensor(op, f"{prefix}topk_length", topk_length, (rows,), dtypes=INDEX_DTYPES, device=q.device)
-        valid &= torch.arange(indices.shape[1], device=q.device) < topk_length.unsqueeze(1)
-    return _Scope(kv, torch.where(valid, indices, -1))
-
-
-def _extra_scope(
-    op: str,
-    cache_name: str,
-    q: torch.Tensor,
-    extra_kv: torch.Tensor | PagedCache | None,
-    extra_indices: torch.Tensor | None,
-    extra_topk_length: torch.Tensor | None,
-) -> list[_Scope]:
-    if extra_kv is None:
-        for name, tensor in (("extra_indices", extra_indices), ("extra_topk_length", extra_topk_length)):
-            require(tensor is None, op, f"{name} is given without extra_{cache_name}")
-        return []
-    if extra_indices is None:
-        raise KernelArgumentError(f"{op}: extra_indices is missing beside extra_{cache_name}")
-    return [_scope(op, "extra_", cache_name, q, extra_kv, extra_indices, extra_topk_length)]
-
-
-def _output(
-    op: str, q: torch.Tensor, shape: tuple[int, ...], out: torch.Tensor | None, out_dtype: torch.dtype | None
-) -> torch.Tensor:
-    if out is None:
-        return torch.empty(shape, dtype=out_dtype or q.dtype, device=q.device)
-    require(out_dtype in (None, out.dtype), op, f"out_dtype is {out_dtype} but out has {out.dtype}")
-    check_tensor(op, "out", out, shape, dtypes=FLOAT_DTYPES, device=q.device)
-    return out
-
-
-def _check_sink(op: str, attn_sink: torch.Tensor | None, q: torch.Tensor) -> None:
-    if attn_sink is not None:
-        check_tensor(op, "attn_sink", attn_sink, (q.shape[-2],), dtypes=(torch.float32,), device=q.device)
+def _slots(scope: Scope) -> torch.Tensor:
+    """[rows, topk] with everything that makes an entry invalid folded into -1."""
+    indices = scope.indices.flatten(0, 1)
+    valid = (indices >= 0) & (indices < scope.cache.num_slots)
+    if scope.length is not None:
+        valid &= torch.arange(scope.topk, device=indices.device) < scope.length.flatten().unsqueeze(1)
+    return torch.where(valid, indices, -1)

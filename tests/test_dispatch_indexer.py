@@ -1,0 +1,210 @@
+"""The decision about the indexer, and about trading heads for tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from nsa_plugin.devices import GIB, MIB, DeviceProfile, synthetic
+from nsa_plugin.dispatch import decide
+from nsa_plugin.errors import NoProviderError, SettingsError
+from nsa_plugin.settings import Settings
+from nsa_plugin.shapes import BatchShape, ModelShape
+from tests.dispatch_cases import (
+    CPU,
+    FULL_B200,
+    FULL_H200,
+    H200,
+    LONG,
+    OLD_DEEP_GEMM,
+    OLD_FLASH_MLA,
+    OLD_H200,
+    SHARDING_H200,
+    STOCK,
+    TOKEN_SHARD,
+    V4,
+    V32,
+    V32_FP8,
+    choose,
+    decode,
+    extend,
+    route,
+)
+
+pytestmark = pytest.mark.usefixtures("nothing_measured")
+
+# ---------------------------------------------------------------------------------------------------
+# The indexer: sglang #13646, #25502, and the out-of-memory failures of #39095 and #37712
+
+
+@pytest.mark.parametrize(
+    ("rows", "context", "settings", "memory_free", "expected"),
+    [
+        (4096, 65536, {}, 100 * GIB, 2048),  # 512 MiB over 256 KiB a row
+        (1000, 65536, {}, 100 * GIB, 1000),  # fewer rows than fit
+        (2048, 65536, {}, 100 * GIB, 2048),  # exactly as many
+        (4096, 65536, {"logits_budget_mb": 1000}, 100 * GIB, 2048),  # 4000 rows fit
+        (8192, 65536, {"logits_budget_mb": 1024}, 100 * GIB, 4096),
+        (4096, 65536, {"logits_budget_mb": 4096}, 1 * GIB, 1024),  # a quarter of what is free
+        (4096, 65536, {}, 0, 1),
+        (4096, 2**28, {"logits_budget_mb": 1}, 100 * GIB, 1),  # one row is 1 GiB
+    ],
+)
+def test_rows_of_logits_held_at_once(
+    rows: int, context: int, settings: dict[str, int], memory_free: int, expected: int
+) -> None:
+    plan = choose(V32, extend(rows, context), synthetic(90, memory_free=memory_free), **settings)
+    assert plan.indexer.rows_per_chunk == expected
+
+
+def test_the_reason_for_the_rows_names_the_numbers() -> None:
+    plan = choose(V32, extend(4096, 65536), logits_budget_mb=1000)
+    assert plan.reasons["indexer.rows_per_chunk"] == (
+        "4000 rows of 262144 B of logits fit 1000.0 MiB (logits_budget_mb), rounded down to a power of two"
+    )
+    plan = choose(V32, extend(4096, 65536), synthetic(90, memory_free=64 * MIB))
+    assert "16.0 MiB (a quarter of the free memory)" in plan.reasons["indexer.rows_per_chunk"]
+    plan = choose(V32, extend(4, 2**28), logits_budget_mb=1)
+    assert "the logits of one row take 1073741824 B, more than 1.0 MiB" in plan.reasons["indexer.rows_per_chunk"]
+
+
+def test_decode_logits_are_budgeted_too() -> None:
+    # vLLM holds [requests, longest context] in float32 however large it is: here 1024 rows of 640 KiB.
+    assert choose(V32, decode(1024, 163840), logits_budget_mb=512).indexer.rows_per_chunk == 512
+
+
+def test_v4_scores_compressed_keys() -> None:
+    assert choose(V4, extend(8192, 262144), OLD_H200).indexer.rows_per_chunk == 2048
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "device", "expected"),
+    [
+        (V32, LONG, H200, ("deep_gemm", "")),  # ragged logits are not scheduled
+        (V32, decode(8, 5000), H200, ("deep_gemm", "deep_gemm")),
+        (V4, extend(12289, 40000), H200, ("deep_gemm", "deep_gemm")),
+        (V32, decode(8, 5000), CPU, ("reference", "")),
+        # The plugin schedules for DeepGEMM's kernel of SM90, and scores what DeepGEMM does not take.
+        (V32, LONG, FULL_H200, ("deep_gemm", "")),
+        (V32, decode(8, 5000), FULL_H200, ("deep_gemm", "triton")),
+        (V32, decode(100_000, 5000, cuda_graph=True), FULL_H200, ("deep_gemm", "triton")),
+        (V4, extend(32768, 40000), synthetic(90, versions=OLD_DEEP_GEMM), ("deep_gemm", "triton")),
+        (V32, decode(8, 5000), FULL_B200, ("deep_gemm", "deep_gemm")),
+        (replace(V32, index_n_heads=16), LONG, FULL_H200, ("triton", "")),
+        (replace(V32, index_n_heads=16), decode(8, 5000), FULL_H200, ("triton", "")),
+        (replace(V32, index_n_heads=16), decode(8, 5000), FULL_B200, ("deep_gemm", "deep_gemm")),
+        (replace(V32, index_head_dim=96), LONG, FULL_H200, ("triton", "")),
+        (V32, LONG, synthetic(90, libraries=("flash_mla", "triton")), ("triton", "")),
+        (V32_FP8, LONG, synthetic(80), ("triton", "")),
+    ],
+)
+def test_who_scores_and_who_schedules(
+    model: ModelShape, shape: BatchShape, device: DeviceProfile, expected: tuple[str, str]
+) -> None:
+    indexer = choose(model, shape, device).indexer
+    assert (indexer.provider, indexer.metadata_provider) == expected
+
+
+@pytest.mark.parametrize(
+    ("rows", "reason"),
+    [
+        (12288, "12288 rows are within what the installed DeepGEMM schedules"),
+        (12289, "12289 rows go in pieces: the installed DeepGEMM schedules 12288 at once here"),
+    ],
+)
+def test_what_deep_gemm_cannot_schedule_at_once_goes_in_pieces(rows: int, reason: str) -> None:
+    plan = choose(V4, extend(rows, 40000), synthetic(90, libraries=STOCK, versions=OLD_DEEP_GEMM))
+    assert plan.indexer.metadata_provider == "deep_gemm"
+    assert plan.reasons["indexer.metadata_provider"] == reason
+
+
+def test_a_fallback_of_the_indexer_says_why() -> None:
+    plan = choose(replace(V32, index_n_heads=16), LONG, FULL_H200)
+    assert plan.reasons["indexer.provider"] == (
+        "triton is the first that scores 16 indexer heads on SM90; better ones refused: "
+        "deep_gemm: takes 32 or 64 indexer heads; the model has 16"
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (replace(V32, index_n_heads=16), r"deep_gemm: takes 32 or 64 indexer heads; the model has 16"),
+        (replace(V32, index_head_dim=96), r"deep_gemm: takes heads of .* elements; the model's have \(96,\)"),
+    ],
+)
+def test_an_indexer_that_no_kernel_takes_is_an_error(model: ModelShape, message: str) -> None:
+    with pytest.raises(NoProviderError, match=message):
+        decide(model, LONG, H200, Settings())
+
+
+def test_without_deep_gemm_a_gpu_cannot_select() -> None:
+    with pytest.raises(NoProviderError, match=r"selects tokens for 64 indexer heads .*deep_gemm: not installed"):
+        decide(V32, LONG, synthetic(90, libraries=("flash_mla", "fa3")), Settings())
+    # A prompt that selects nothing does not need it.
+    assert choose(V32, extend(10), synthetic(90, libraries=("fa3",))).provider == "fa3"
+
+
+# ---------------------------------------------------------------------------------------------------
+# Trading heads for tokens
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "device", "mode", "reason"),
+    [
+        (V32, LONG, H200, "auto", "no token_shard kernels"),
+        (V32, LONG, SHARDING_H200, "off", "token_shard is off"),
+        (replace(V32, attn_tp_size=1), LONG, SHARDING_H200, "auto", "attn_tp_size is 1"),
+        (V32, extend(4096, 65536, context_parallel=True), SHARDING_H200, "auto", "context-parallel group already"),
+        (V32, extend(511, 65536), SHARDING_H200, "auto", "511 query rows are fewer than the 512"),
+        (V32, extend(7, 65536), SHARDING_H200, "on", "7 query rows are fewer than the 8"),
+        (replace(V32, attn_tp_size=2), LONG, SHARDING_H200, "auto", "takes 64 heads without padding"),
+        (V32, LONG, replace(SHARDING_H200, nvlink=False), "auto", "over NVLink"),
+        # The plugin's own kernel pads none, so there is nothing to win.
+        (V32_FP8, LONG, synthetic(90, kernels=TOKEN_SHARD), "auto", "cuda takes 16 heads without padding"),
+    ],
+)
+def test_heads_are_kept(model: ModelShape, shape: BatchShape, device: DeviceProfile, mode: str, reason: str) -> None:
+    plan = choose(model, shape, device, token_shard=mode)
+    assert not plan.token_shard
+    assert reason in plan.reasons["token_shard"]
+
+
+def test_heads_are_traded_where_they_would_be_padded() -> None:
+    plan = choose(V32, LONG, SHARDING_H200)
+    assert plan.token_shard
+    assert route(plan) == ("sparse_prefill", "flash_mla", False, 0)
+    assert plan.reasons["token_shard"] == (
+        "8 ranks take 512 of 4096 query rows each with all 128 heads instead of 16 padded to 64"
+    )
+
+
+def test_sharding_is_forced_where_it_can_work() -> None:
+    assert choose(V32, extend(8, 65536), SHARDING_H200, token_shard="on").token_shard
+    assert choose(V32_FP8, decode(512, 5000), SHARDING_H200).token_shard
+    assert choose(V32, LONG, replace(SHARDING_H200, nvlink=False), token_shard="on").token_shard
+    own = choose(V32_FP8, LONG, synthetic(90, kernels=TOKEN_SHARD), token_shard="on")
+    assert own.token_shard
+    assert route(own) == ("sparse_decode", "flash_mla", False, 0)  # its 128 heads are not few
+    assert own.reasons["token_shard"].endswith("with all 128 heads instead of 16")
+    assert choose(replace(V32, attn_tp_size=2), LONG, SHARDING_H200, token_shard="on").token_shard  # unpadded
+    assert not choose(V32, extend(100), SHARDING_H200, token_shard="on").token_shard  # dense
+
+
+def test_sharding_brings_rows_under_a_limit() -> None:
+    # 80000 rows are too many for the decode kernel on one rank; an eighth of them is not.
+    device = synthetic(90, libraries=(*STOCK, "triton"), versions=OLD_FLASH_MLA, kernels=TOKEN_SHARD)
+    assert route(choose(V32_FP8, extend(80000), device)) == ("sparse_decode", "flash_mla", False, 0)
+    assert route(choose(V32_FP8, extend(80000), OLD_H200)) == ("sparse_prefill", "flash_mla", True, 64)
+
+
+@pytest.mark.parametrize(
+    ("model", "device", "reason"),
+    [(V32, H200, "no token_shard kernels"), (replace(V32, attn_tp_size=1), SHARDING_H200, "attn_tp_size is 1")],
+)
+def test_sharding_forced_where_it_cannot_work_is_an_error(
+    model: ModelShape, device: DeviceProfile, reason: str
+) -> None:
+    with pytest.raises(SettingsError, match=rf"token_shard is on and cannot work here: .*{reason}.*: auto, off"):
+        decide(model, LONG, device, Settings(token_shard="on"))
