@@ -22,7 +22,7 @@ BIN := .venv/bin
 SGLANG_BIN := .venv-sglang/bin
 NO_ENGINE := not gpu and not engine_vllm and not engine_sglang
 
-.PHONY: help demo test setup setup-dev setup-sglang lint docs-check unit seams test-vllm test-sglang test-gpu matrix docs build clean
+.PHONY: help demo test setup setup-dev setup-sglang lint docs-check unit seams test-vllm test-sglang test-gpu sanitize-gpu matrix docs build clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -70,6 +70,12 @@ test-sglang: setup-sglang ## the newest SGLang that runs on a CPU, started for r
 
 test-gpu: ## the tests that need a CUDA device, by GPU_PYTHON of an environment that has one
 	$(GPU_PYTHON) -m pytest -m gpu tests/gpu
+
+sanitize-gpu: ## the plugin's kernels on small cases under compute-sanitizer, for bad accesses and for races
+	for tool in memcheck racecheck; do \
+	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 1 \
+	    $(GPU_PYTHON) -m pytest -m sanitize tests/gpu/test_small_gpu.py; \
+	done
 
 matrix: setup-dev setup-sglang ## every engine version of ci/matrix.toml; writes docs/compatibility.md
 	$(BIN)/python -m ci.matrix $(ARGS)
