@@ -115,15 +115,20 @@ def mha(
         return_softmax_lse=True,
         **arguments,
     )
-    is_padding = torch.arange(tokens, device=q.device) >= cu_seqlens_q[-1]
     if not library.takes_out:
-        given = given.masked_fill(is_padding[:, None, None], 0.0)
+        given = given.masked_fill(_is_padding(cu_seqlens_q, tokens)[:, None, None], 0.0)
     if not direct:
         out.copy_(given)
     if not return_lse:
         return MhaOutput(out, None)
     lse = raw_lse.transpose(0, 1)
-    return MhaOutput(out, lse.masked_fill((lse == float("-inf")) | is_padding[:, None], float("inf")))
+    unseen = (lse == float("-inf")) | _is_padding(cu_seqlens_q, tokens)[:, None]
+    return MhaOutput(out, lse.masked_fill(unseen, float("inf")))
+
+
+def _is_padding(cu_seqlens_q: torch.Tensor, tokens: int) -> torch.Tensor:
+    """bool [tokens]: rows behind the last request."""
+    return torch.arange(tokens, device=cu_seqlens_q.device) >= cu_seqlens_q[-1]
 
 
 def decode(
