@@ -57,7 +57,7 @@ def test_given_is_nothing_for_arguments_without_the_flags() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--nsa-plugin-prefill-backend", "cuda"], ["--nsa-plugin-prefill-backend", "'cuda'", *PREFILL_BACKENDS]),
+        (["--nsa-plugin-prefill-backend", "cutlass"], ["--nsa-plugin-prefill-backend", "'cutlass'", *PREFILL_BACKENDS]),
         (["--nsa-plugin-logits-budget-mb", "0"], ["--nsa-plugin-logits-budget-mb", "at least 1"]),
         (["--nsa-plugin-strict", "perhaps"], ["--nsa-plugin-strict", "true or false"]),
         (["--nsa-plugin-preffil-backend", "triton"], ["unrecognized arguments", "--nsa-plugin-preffil-backend"]),
