@@ -7,6 +7,7 @@ are kept in `$XDG_CACHE_HOME/nsa_plugin` (`~/.cache/nsa_plugin`), named after ev
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -152,7 +153,8 @@ def _keep(path: Path, cubin: bytes) -> None:
         # Several ranks compile at once: the rename is atomic and either cubin is the same.
         partial.replace(path)
     except OSError:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink()
 
 
 def _cache() -> Path:

@@ -1,0 +1,288 @@
+"""SGLang's attention backend under Plans: one for each batch, made where SGLang prepares it, read where it attends.
+
+`with_plans` adds to the engine's backend class, NSA or DSA, what follows; `adopt` switches it on for an instance, and
+until then, or for a batch that has no route, every method is the engine's own.
+
+- Eager batches: the engine asks `set_{nsa,dsa}_prefill_impl(forward_batch)` before anything depends on the answer. It
+  decides, then the plan: whether dense attention runs (`use_mha`, which the model reads, and with it whether the
+  indexer selects, so that the two cannot come apart: sglang #12816, vllm #52512), and the path.
+- Captured batches: capture and replay go through `_apply_cuda_graph_metadata` (0.5.13 on) or
+  `init_forward_metadata_{capture,replay}_cuda_graph` (before), and the draft steps of MTP through
+  `..._replay_cuda_graph_from_precomputed`. A phase and a number of rows have one route, so a replay has its capture's.
+- `_forward_flashmla_kv` and `_forward_flashmla_sparse`, where every path of `routes.CARRIERS` ends: the plan's provider
+  runs in their place, given the same slots and cache, with no padding of heads; or the engine's own kernel does.
+
+Two-batch overlap and the steps of MTP have a backend instance each, and so a route each. What the plugin leaves to
+SGLang is listed in `routes`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from nsa_plugin.backends.sglang import batch as batches
+from nsa_plugin.backends.sglang.indexer import Selection, attach
+from nsa_plugin.backends.sglang.providers import Providers
+from nsa_plugin.backends.sglang.routes import PLANNED, Planner, Route, sglangs_own
+from nsa_plugin.kernels.kv_cache import PagedCache, open_cache
+from nsa_plugin.shapes import Phase
+
+# Where a captured batch is prepared: those of them that the engine's class has. Each takes bs and forward_mode.
+GRAPH_METHODS = (
+    "_apply_cuda_graph_metadata",
+    "init_forward_metadata_capture_cuda_graph",
+    "init_forward_metadata_replay_cuda_graph",
+    "init_forward_metadata_replay_cuda_graph_from_precomputed",
+)
+# The fp8 pages' and the bf16 pages' size, by the versions' names of it.
+PAGE_SIZES = ("physical_page_size", "real_page_size")
+
+
+@dataclass
+class State:
+    """What the plugin keeps on a backend.
+
+    Attributes:
+        planner: decides.
+        x: "nsa" or "dsa", as the engine's names have it.
+        prefill_impl, decode_impl: the paths that the engine was started with.
+        plans_prefill, plans_steps: whether plans are made for prefills, and for later steps.
+        route: of the batch that was prepared last; None where it is SGLang's own.
+        preparing: inside `init_forward_metadata`, which no graph captures.
+    """
+
+    planner: Planner
+    x: str
+    prefill_impl: str
+    decode_impl: str
+    plans_prefill: bool
+    plans_steps: bool
+    providers: Providers
+    route: Route | None = None
+    preparing: bool = False
+
+
+def adopt(backend: Any, planner: Planner, server_args: Any) -> list[str]:
+    """Let a backend take its routes from a planner; call it once the engine's own start of the backend is done.
+
+    Returns:
+        A sentence for each kind of batch that stays SGLang's own although the plugin is on; for the start-up report.
+    """
+    x = "dsa" if hasattr(backend, "dsa_prefill_impl") else "nsa"
+    prefill, decode = getattr(backend, f"{x}_prefill_impl"), getattr(backend, f"{x}_decode_impl")
+    layout = planner.model.kv_layout
+    notes = []
+    if feature := sglangs_own(backend, server_args):
+        return [f"{feature} is on, which the plugin has no part in: every batch stays SGLang's own"]
+    for what, impl, extend in (("prefill", prefill, True), ("decode", decode, False)):
+        if impl not in PLANNED[layout, extend]:
+            notes.append(f"SGLang's --{x}-{what}-backend is {impl}, which the plugin leaves as it is")
+    backend.nsa_plugin = State(
+        planner=planner,
+        x=x,
+        prefill_impl=prefill,
+        decode_impl=decode,
+        plans_prefill=prefill in PLANNED[layout, True],
+        plans_steps=decode in PLANNED[layout, False],
+        providers=Providers(layout, planner.device.sm),
+    )
+    return notes
+
+
+def with_plans(original: type) -> type:
+    """The engine's backend class with the plugin's methods; see the module."""
+    setter = next(name for name in ("set_dsa_prefill_impl", "set_nsa_prefill_impl") if hasattr(original, name))
+
+    class Planned(original):
+        nsa_plugin: State | None = None
+
+        def init_forward_metadata(self, forward_batch: Any) -> None:
+            state = self.nsa_plugin
+            if state is None:
+                return super().init_forward_metadata(forward_batch)
+            state.preparing = True
+            try:
+                super().init_forward_metadata(forward_batch)
+            finally:
+                state.preparing = False
+
+        def get_indexer_metadata(self, layer_id: int, forward_batch: Any) -> Any:
+            metadata = super().get_indexer_metadata(layer_id, forward_batch)
+            state = self.nsa_plugin
+            if state is not None and state.route is not None and metadata is not None:
+                pool = getattr(self, "token_to_kv_pool", None) or forward_batch.token_to_kv_pool
+                attach(metadata, Selection(state.route.plan, pool, state.providers))
+            return metadata
+
+        def _compute_flashmla_metadata(self, cache_seqlens: torch.Tensor, seq_len_q: int) -> Any:
+            state = self.nsa_plugin
+            own = state is not None and state.preparing and state.route is not None and state.route.own
+            # Nobody reads the schedule then; of a large prefill the library may not be able to make it (sglang #25502).
+            return None if own else super()._compute_flashmla_metadata(cache_seqlens, seq_len_q)
+
+        def _forward_flashmla_kv(
+            self,
+            q_all: torch.Tensor,
+            kv_cache: torch.Tensor,
+            v_head_dim: int,
+            sm_scale: float,
+            layer: Any,
+            metadata: Any,
+            page_table_1: torch.Tensor,
+        ) -> torch.Tensor:
+            state = self.nsa_plugin
+            page_table_1 = _selected(state, page_table_1)
+            if state is None or state.route is None or not state.route.own:
+                return super()._forward_flashmla_kv(
+                    q_all=q_all,
+                    kv_cache=kv_cache,
+                    v_head_dim=v_head_dim,
+                    sm_scale=sm_scale,
+                    layer=layer,
+                    metadata=metadata,
+                    page_table_1=page_table_1,
+                )
+            q = q_all.view(-1, layer.tp_q_head_num, layer.head_dim)
+            cache = _paged(self, kv_cache, state)
+            return _attend(state, q, cache, page_table_1, v_head_dim, sm_scale).unsqueeze(1)
+
+        def _forward_flashmla_sparse(
+            self,
+            q_all: torch.Tensor,
+            kv_cache: torch.Tensor,
+            v_head_dim: int,
+            page_table_1: torch.Tensor,
+            sm_scale: float,
+            **later: Any,
+        ) -> torch.Tensor:
+            """`later`: topk_length (from 0.5.17; -1 behind it says the same) and attn_sink (from 0.5.20)."""
+            state = self.nsa_plugin
+            page_table_1 = _selected(state, page_table_1)
+            if state is None or state.route is None or not state.route.own:
+                return super()._forward_flashmla_sparse(
+                    q_all=q_all,
+                    kv_cache=kv_cache,
+                    v_head_dim=v_head_dim,
+                    page_table_1=page_table_1,
+                    sm_scale=sm_scale,
+                    **later,
+                )
+            cache = _paged(self, kv_cache, state)
+            return _attend(state, q_all, cache, page_table_1, v_head_dim, sm_scale, later.get("attn_sink"))
+
+    methods = {setter: _setter(getattr(original, setter))}
+    methods |= {name: _prepared(getattr(original, name)) for name in GRAPH_METHODS if hasattr(original, name)}
+    for name, method in methods.items():
+        setattr(Planned, name, method)
+    Planned.__name__ = Planned.__qualname__ = f"Planned{original.__name__}"
+    return Planned
+
+
+def _setter(original: Callable[..., None]) -> Callable[..., None]:
+    """`set_{nsa,dsa}_prefill_impl` under a plan. Without a batch it is asked for a captured one, whose route is set."""
+
+    @functools.wraps(original)
+    def set_prefill_impl(self: Any, forward_batch: Any = None) -> None:
+        state: State | None = self.nsa_plugin
+        if state is None:
+            return original(self, forward_batch)
+        # Whatever the last batch's route was: the engine's own rules start from the engine's own path.
+        setattr(self, f"{state.x}_prefill_impl", state.prefill_impl)
+        original(self, forward_batch)
+        if forward_batch is None:
+            return None
+        phase = batches.phase_of(forward_batch.forward_mode)
+        route = None
+        if phase is Phase.EXTEND and state.plans_prefill:
+            batch = batches.prefill_batch(forward_batch)
+            route = state.planner.prefill(batch, dense_allowed=bool(self.use_mha))
+            if route is not None:
+                self.use_mha = route.dense
+        elif phase is not None and phase is not Phase.EXTEND and state.plans_steps:
+            draft = self.speculative_num_draft_tokens
+            route = state.planner.step(batches.eager_step(forward_batch, phase, draft, self.max_context_len))
+        _follow(self, state, route)
+        return None
+
+    return set_prefill_impl
+
+
+def _prepared(original: Callable[..., None]) -> Callable[..., None]:
+    """A method that prepares a captured batch, after its route is set."""
+    names = list(inspect.signature(original).parameters)[1:]
+    bs_place, mode_place = names.index("bs"), names.index("forward_mode")
+
+    @functools.wraps(original)
+    def prepare(self: Any, *args: Any, **kwargs: Any) -> None:
+        state: State | None = self.nsa_plugin
+        if state is not None:
+            bs = kwargs["bs"] if "bs" in kwargs else args[bs_place]
+            mode = kwargs["forward_mode"] if "forward_mode" in kwargs else args[mode_place]
+            phase = batches.phase_of(mode)
+            route = None
+            if phase is not None and phase is not Phase.EXTEND and state.plans_steps:
+                rows = bs * batches.rows_per_request(phase, self.speculative_num_draft_tokens)
+                route = state.planner.step(batches.step_batch(phase, bs, rows, self.max_context_len))
+            _follow(self, state, route)
+        return original(self, *args, **kwargs)
+
+    return prepare
+
+
+def _follow(backend: Any, state: State, route: Route | None) -> None:
+    """Make a route, or its absence, the backend's."""
+    state.route = route
+    impl = None if route is None else route.impl
+    if impl is not None and route is not None and route.plan.phase is Phase.EXTEND:
+        setattr(backend, f"{state.x}_prefill_impl", impl)
+    stepping = impl is not None and route is not None and route.plan.phase is not Phase.EXTEND
+    setattr(backend, f"{state.x}_decode_impl", impl if stepping else state.decode_impl)
+
+
+def _paged(backend: Any, kv_cache: torch.Tensor, state: State) -> PagedCache:
+    """The engine's cache of one layer, any shape [..., bytes or values of a token], as pages."""
+    page_size = next(int(getattr(backend, name)) for name in PAGE_SIZES if hasattr(backend, name))
+    pages = kv_cache.view(-1, page_size, 1, kv_cache.shape[-1])
+    return open_cache(pages, state.planner.model.kv_layout)
+
+
+def _selected(state: State | None, slots: torch.Tensor) -> torch.Tensor:
+    """The slots or rows that are attended, [tokens, topk]: deliberately wrong ones where the fault is asked for."""
+    if state is None or state.planner.settings.fault != "shift_indices":
+        return slots
+    # In the cache, and some other token's; it is noticed where everything is selected too. -1 stays -1.
+    return slots.div(2, rounding_mode="floor")
+
+
+def _attend(
+    state: State,
+    q: torch.Tensor,
+    cache: PagedCache,
+    slots: torch.Tensor,
+    d_v: int,
+    scale: float,
+    attn_sink: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """[tokens, heads, d_v] by the plan's provider.
+
+    Args:
+        q: [tokens, heads, d_qk], rows that MLP-sync padded included.
+        slots: [tokens or fewer, topk] int32 cache slots, -1 for none; rows that are missing have none.
+    """
+    route = state.route
+    assert route is not None
+    if slots.shape[0] < q.shape[0]:
+        slots = F.pad(slots, (0, 0, 0, q.shape[0] - slots.shape[0]), value=-1)
+    provider = state.providers.load(route.op, route.plan.provider, heads=q.shape[1])
+    if route.op == "sparse_mla_prefill":
+        out: torch.Tensor = provider(q, cache, slots, scale=scale, d_v=d_v, attn_sink=attn_sink).out
+        return out
+    step = provider(q.unsqueeze(1), cache, slots.unsqueeze(1), scale=scale, d_v=d_v, attn_sink=attn_sink)
+    return step.out.squeeze(1)  # type: ignore[no-any-return]

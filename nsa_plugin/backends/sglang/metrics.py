@@ -1,0 +1,43 @@
+"""Batches by route on SGLang's own /metrics.
+
+SGLang starts its server with PROMETHEUS_MULTIPROC_DIR set (`srt/utils/common.py`, `set_prometheus_multiproc_dir`) and
+collects at /metrics whatever any of its processes wrote there (`add_prometheus_middleware`). So a counter that is made
+in a scheduler process, after that variable is set, appears beside SGLang's own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from nsa_plugin.plan import Plan
+
+NAME = "sglang:nsa_plugin_batches_total"
+_ROUTE = ("phase", "attention", "provider")
+
+
+def route_counter(server_args: Any, labels: Mapping[str, object]) -> Callable[[Plan], None] | None:
+    """A function that counts a batch's plan, or None where SGLang serves no metrics. Once a process: names are unique.
+
+    Args:
+        server_args: SGLang's.
+        labels: more labels, the same for every batch, such as tp_rank.
+    """
+    if not getattr(server_args, "enable_metrics", False) or "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
+        return None
+    from prometheus_client import Counter  # not before: it looks for the directory when it is imported
+
+    text = "Batches that nsa-plugin planned, by phase, attention and kernel library."
+    counter = Counter(NAME, text, labelnames=(*_ROUTE, *labels))
+    constant = {name: str(value) for name, value in labels.items()}
+    children: dict[tuple[str, str, str], Any] = {}
+
+    def count(plan: Plan) -> None:
+        route = (str(plan.phase), str(plan.attention), plan.provider or "none")
+        child = children.get(route)
+        if child is None:
+            child = children[route] = counter.labels(**dict(zip(_ROUTE, route, strict=True)), **constant)
+        child.inc()
+
+    return count

@@ -1,0 +1,42 @@
+"""The registry's providers for a backend, looked up once: a layer's attention has no time to search for packages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from nsa_plugin.kernels.registry import REFERENCE, Registry
+
+
+@dataclass
+class Providers:
+    """Loads providers that carry a device's and a cache's cases.
+
+    Attributes:
+        layout: name of the cache's layout.
+        sm: the device's SM version; 0 for a CPU.
+    """
+
+    layout: str
+    sm: int
+    registry: Registry = field(default_factory=Registry)
+    _loaded: dict[tuple[str, str, int | None], Callable[..., Any]] = field(default_factory=dict)
+
+    def load(self, op: str, name: str, heads: int | None = None) -> Callable[..., Any]:
+        """The function of provider `name` for an op.
+
+        Args:
+            heads: query heads of the call; None where the op has none.
+
+        Raises:
+            RegistryError, NoProviderError: see `Registry.load`.
+        """
+        key = (op, name, heads)
+        if key not in self._loaded:
+            self._loaded[key] = self.registry.load(op, name, layout=self.layout, heads=heads, sm=self.sm or None)
+        return self._loaded[key]
+
+    def transform(self, op: str) -> Callable[..., Any]:
+        """The function of an op that no plan names: Triton's on a GPU."""
+        return self.load(op, "triton" if self.sm else REFERENCE)

@@ -1,0 +1,65 @@
+"""Batches by route, as SGLang's /metrics collects them from its processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from nsa_plugin.backends.sglang.metrics import NAME, route_counter
+
+# prometheus_client looks for its directory once, when it is imported: so each process is a new one.
+SCHEDULER = """
+from types import SimpleNamespace
+from nsa_plugin.backends.sglang.metrics import route_counter
+from nsa_plugin.backends.sglang.batch import step_batch
+from nsa_plugin.backends.sglang.routes import Planner
+from nsa_plugin.devices import synthetic
+from nsa_plugin.settings import Settings
+from nsa_plugin.shapes import ModelShape, Phase
+count = route_counter(SimpleNamespace(enable_metrics=True), {"tp_rank": 1})
+planner = Planner(ModelShape(attn_tp_size=8), synthetic(90), Settings(decode_backend="triton"), count=count)
+for _ in range(3):
+    planner.step(step_batch(Phase.DECODE, 4, 4, 4096))
+planner.step(step_batch(Phase.IDLE, 0, 0, 4096))
+"""
+SERVER = """
+from prometheus_client import CollectorRegistry, generate_latest, multiprocess
+registry = CollectorRegistry()
+multiprocess.MultiProcessCollector(registry)
+print(generate_latest(registry).decode())
+"""
+
+
+def test_the_server_sees_what_a_scheduler_counted(tmp_path: Path):
+    pytest.importorskip("prometheus_client")
+    environment = {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path), "PATH": "/usr/bin:/bin"}
+
+    def run(code: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    run(SCHEDULER)
+    lines = [line for line in run(SERVER).splitlines() if line.startswith(NAME)]
+    values = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
+    labels = 'attention="{}",phase="{}",provider="{}",tp_rank="1"'
+    assert values == {
+        f"{NAME}{{{labels.format('sparse_decode', 'decode', 'triton')}}}": 3.0,
+        f"{NAME}{{{labels.format('none', 'idle', 'none')}}}": 1.0,
+    }
+
+
+@pytest.mark.parametrize(("enabled", "directory"), [(False, True), (True, False)])
+def test_without_metrics_nothing_is_counted(
+    enabled: bool, directory: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
+    if directory:
+        monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    assert route_counter(SimpleNamespace(enable_metrics=enabled), {}) is None
