@@ -93,8 +93,26 @@ def _v4(heads: int, q: int, kv: int, page_size: int, topk: int = 512, window: in
     )
 
 
+def _v4_decode(heads: int, batch: int, kv: int, topk: int = 512, window: int = 128, page_size: int = 256) -> Case:
+    return case(
+        "sparse_mla_decode",
+        heads=heads,
+        batch=batch,
+        s_q=1,
+        kv=kv,
+        topk=topk,
+        window=window,
+        page_size=page_size,
+        layout="v4_fp8",
+    )
+
+
 def _indexer(q: int, kv: int, heads: int, topk: int, budget_mib: int) -> Case:
     return case("indexer_topk", heads=heads, q=q, kv=kv, topk=topk, budget_mib=budget_mib)
+
+
+def _indexer_paged(batch: int, kv: int, heads: int, topk: int) -> Case:
+    return case("indexer_topk_paged", heads=heads, batch=batch, s_q=1, kv=kv, topk=topk)
 
 
 def _topk(q: int, kv: int, topk: int) -> Case:
@@ -154,6 +172,13 @@ _ALL = (
         (_v4(3, 5, 300, 64, topk=16, window=8),),
     ),
     Suite(
+        "v4-decode",
+        "a V4 decode step, window and selected keys, beside FlashMLA's decode kernel with padded heads",
+        f"{_SUITES}.v4:decode",
+        tuple(_v4_decode(heads, batch, 32768) for batch in (128, 1, 8, 32, 512) for heads in (64, 8, 16, 32, 128)),
+        (_v4_decode(3, 2, 80, topk=16, window=8, page_size=64),),
+    ),
+    Suite(
         "indexer-topk",
         "fp8 indexer logits and top-k in a memory budget, beside DeepGEMM in one piece and a top-k",
         f"{_SUITES}.indexer:indexer_topk",
@@ -162,6 +187,13 @@ _ALL = (
             for q, kv in ((8192, 131072), (4096, 65536), (8192, 32768), (2048, 8192), (512, 131072))
         ),
         (_indexer(6, 90, 4, 16, 1),),
+    ),
+    Suite(
+        "indexer-paged",
+        "the indexer of a decode step from the paged cache, beside DeepGEMM's logits and torch.topk",
+        f"{_SUITES}.indexer:paged",
+        tuple(_indexer_paged(batch, kv, 64, 2048) for batch, kv in ((128, 8192), (32, 65536), (8, 131072), (1, 65536))),
+        (_indexer_paged(2, 128, 4, 16),),
     ),
     Suite(
         "topk",

@@ -132,6 +132,25 @@ def deep_gemm_logits(
     return lambda: library.fp8_mqa_logits(q, (k, k_scale), weights, ks, ke, clean_logits=False)
 
 
+def deep_gemm_paged_logits(
+    q: torch.Tensor,
+    cache: PagedCache,
+    weights: torch.Tensor,
+    seq_lens: torch.Tensor,
+    page_table: torch.Tensor,
+    max_len: int,
+) -> Call:
+    """Logits of decode rows from the paged cache, [batch, max_len]; the schedule is made once, as for all layers."""
+    library: Any = import_module("deep_gemm")
+    if q.shape[2] not in INDEXER_HEADS:
+        raise KernelArgumentError(f"deep_gemm: heads is {q.shape[2]}; it takes 32 or 64")
+    lengths = seq_lens.unsqueeze(1)
+    schedule = library.get_paged_mqa_logits_metadata(lengths, cache.page_size, library.get_num_sms())
+    return lambda: library.fp8_paged_mqa_logits(
+        q, cache.as_records(), weights, lengths, page_table, schedule, max_len, clean_logits=False
+    )
+
+
 class Selector:
     """A library's top-k of whole rows of logits: positions, int32 or int64.
 

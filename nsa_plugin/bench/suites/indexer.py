@@ -9,9 +9,11 @@ import torch
 from nsa_plugin.bench import floors, inputs, judges, stock
 from nsa_plugin.bench.cases import Case
 from nsa_plugin.bench.workload import Call, Contender, Context, Workload, with_poisoned
-from nsa_plugin.kernels.indexer import fold_weights, quantize, reference_logits
+from nsa_plugin.kernels.indexer import fold_weights, quantize, reference_logits, reference_paged_logits
+from nsa_plugin.layouts import INDEXER_FP8
 
 HEAD_DIM = 128
+PAGE_SIZE = 64  # the only one that DeepGEMM takes
 _SAMPLED_ROWS = 8
 
 
@@ -63,6 +65,57 @@ def indexer_topk(case: Case, context: Context) -> Workload:
         judge=judge,
         baselines=tuple(whole),
         memory=True,
+    )
+
+
+def paged(case: Case, context: Context) -> Workload:
+    """A decode step: one query row a sequence, its keys in the paged cache."""
+    device = context.device
+    heads, batch, keys, topk = (case.number(name) for name in ("heads", "batch", "kv", "topk"))
+    pages = -(-keys // PAGE_SIZE)
+    cache = context.shared(
+        ("indexer", batch, pages),
+        lambda: inputs.filled_cache(device, INDEXER_FP8.name, batch * pages * PAGE_SIZE, PAGE_SIZE, 1),
+    )
+    table = torch.arange(batch * pages, dtype=torch.int32, device=device).view(batch, pages)
+    q, q_scale = quantize(inputs.normal(device, 2, batch, heads, HEAD_DIM))
+    gates = inputs.normal(device, 3, batch, heads, dtype=torch.float32)
+    weights = fold_weights(gates, q_scale, HEAD_DIM**-0.5 * heads**-0.5)
+    q, seq_lens = q.unsqueeze(1), torch.full((batch,), keys, dtype=torch.int32, device=device)
+    out = torch.empty(batch, topk, dtype=torch.int32, device=device)
+    sampled = inputs.sample(device, batch, _SAMPLED_ROWS)
+    judge = judges.selected(
+        sampled,
+        lambda: reference_paged_logits(
+            q[sampled], cache, weights[sampled], seq_lens[sampled], table[sampled], max_len=keys
+        ),
+        topk,
+    )
+
+    def in_one_piece() -> Call:
+        logits = stock.deep_gemm_paged_logits(q, cache, weights, seq_lens, table, keys)
+        select = stock.Selector("torch.topk", batch, keys, topk, device)
+        return with_poisoned(out, lambda: out.copy_(select(logits())))
+
+    name = "deep_gemm in one piece, torch.topk"
+    return Workload(
+        work=floors.indexer_topk(
+            rows=batch, keys=batch * keys, heads=heads, dim=HEAD_DIM, topk=topk, scored=batch * keys
+        ),
+        contenders=(
+            Contender(name, in_one_piece),
+            *context.contenders(
+                "indexer_topk_paged",
+                lambda function: with_poisoned(
+                    out, lambda: function(q, cache, weights, seq_lens, table, topk, out=out)
+                ),
+                dtype="float8_e4m3fn",
+                heads=heads,
+            ),
+        ),
+        judge=judge,
+        baselines=(name,),
+        graph=True,
     )
 
 

@@ -1,4 +1,4 @@
-"""Workloads of a V4 prefill: window and selected keys from two paged caches, every step of the route included."""
+"""Workloads of V4: window and selected keys from two paged caches; of a prefill every step of the route included."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from nsa_plugin.bench import floors, inputs, judges, stock
 from nsa_plugin.bench.cases import Case
 from nsa_plugin.bench.judges import Attended
-from nsa_plugin.bench.suites.sparse_mla import D_V, gather
+from nsa_plugin.bench.suites.sparse_mla import D_V, PADDED, gather
 from nsa_plugin.bench.workload import Call, Contender, Context, Workload, with_poisoned
 from nsa_plugin.kernels.kv_cache import PagedCache
-from nsa_plugin.kernels.sparse_mla import reference_prefill
+from nsa_plugin.kernels.sparse_mla import reference_decode, reference_prefill
 from nsa_plugin.kernels.swa_indices import IndexRows
 from nsa_plugin.kernels.v4_prefill import Keys, route
 
@@ -118,6 +118,71 @@ def prefill(case: Case, context: Context) -> Workload:
         judge=judge,
         baselines=(DECODE_KERNEL,),
         memory=True,
+    )
+
+
+def decode(case: Case, context: Context) -> Workload:
+    """One query token a sequence; every sequence has its own window and its own selected keys' context."""
+    device, layout = context.device, case.text("layout")
+    names = ("heads", "batch", "kv", "topk", "window", "page_size")
+    heads, batch, kv, topk, window, page_size = (case.number(name) for name in names)
+    entries = kv // COMPRESS_RATIO
+    cache = context.shared(
+        ("window", layout, batch, window), lambda: inputs.filled_cache(device, layout, batch * window, page_size, 1)
+    )
+    extra_cache = context.shared(
+        ("extra", layout, batch * entries),
+        lambda: inputs.filled_cache(device, layout, batch * entries, max(1, page_size // COMPRESS_RATIO), 4),
+    )
+    sequence = torch.arange(batch, dtype=torch.int32, device=device).unsqueeze(1)
+    indices = sequence * window + torch.arange(window, dtype=torch.int32, device=device)
+    chosen = context.shared(("own", batch, entries, topk), lambda: inputs.selection(device, batch, entries, topk, 2))
+    extra = _compact(torch.where(chosen < 0, -1, chosen + sequence * entries))
+    q = inputs.normal(device, 3, batch, 1, heads, cache.dim)
+    out = torch.empty(batch, 1, heads, D_V, dtype=torch.bfloat16, device=device)
+    scale = cache.dim**-0.5
+    rows = inputs.sample(device, batch, _SAMPLED_ROWS)
+
+    def expected() -> Any:
+        return reference_decode(
+            q[rows],
+            cache,
+            indices[rows].unsqueeze(1),
+            scale=scale,
+            extra_cache=extra_cache,
+            extra_indices=extra.indices[rows].unsqueeze(1),
+            extra_topk_length=extra.lengths[rows],
+            out_dtype=torch.float32,
+        )
+
+    def own(function: Callable[..., Any]) -> Call:
+        def call() -> Any:
+            return function(
+                q,
+                cache,
+                indices.unsqueeze(1),
+                scale=scale,
+                extra_cache=extra_cache,
+                extra_indices=extra.indices.unsqueeze(1),
+                extra_topk_length=extra.lengths,
+                out=out,
+            )
+
+        return with_poisoned(out, call)
+
+    def stock_kernel() -> Call:
+        return stock.flash_mla_decode(q, cache, indices.unsqueeze(1), scale, extra_cache=extra_cache, extra=extra)
+
+    gathers = [gather(indices, cache), gather(extra.indices, extra_cache)]
+    return Workload(
+        work=floors.sparse_mla(rows=batch, heads=heads, d_qk=cache.dim, d_v=D_V, gathers=gathers),
+        contenders=(
+            Contender(PADDED, stock_kernel),
+            *context.contenders("sparse_mla_decode", own, layout=layout, heads=heads),
+        ),
+        judge=judges.attention(rows, expected, judges.DECODE_OUT),
+        baselines=(PADDED,),
+        graph=True,
     )
 
 
