@@ -26,14 +26,12 @@ from __future__ import annotations
 
 import torch
 
-from nsa_plugin.kernels.checks import FLOAT_DTYPES, FP8_DTYPE, INDEX_DTYPES, check_tensor, require
+from nsa_plugin.kernels.checks import FLOAT_DTYPES, check_tensor, require
 from nsa_plugin.kernels.fp8 import quantize_tiles
 from nsa_plugin.kernels.index_transform import check_requests, request_slots, rows_to_requests
+from nsa_plugin.kernels.indexer_args import check_limits, check_paged, check_ragged
 from nsa_plugin.kernels.kv_cache import PagedCache, reference_read_codes
-from nsa_plugin.kernels.topk import in_range, select
-from nsa_plugin.layouts import INDEXER_FP8
-
-INDEX_VALUE_DTYPES = (FP8_DTYPE, *FLOAT_DTYPES)
+from nsa_plugin.kernels.topk import in_range, new_output, select
 
 # Elements of the float64 [query rows x heads, keys] product that one step holds: 32 MiB.
 SCRATCH_ELEMENTS = 4 * 2**20
@@ -155,8 +153,8 @@ def reference_topk(
     op = "indexer_topk"
     _check_ragged(op, q, k, k_scale, weights, ks, ke)
     rows = q.shape[0]
-    out = _topk_output(op, rows, topk, out, q.device)
-    _check_chunk(op, rows_per_chunk)
+    out = new_output(op, rows, topk, out, q.device).fill_(-1)
+    check_limits(op, rows_per_chunk, None)
     step = rows_per_chunk or max(1, rows)
     for start in range(0, rows, step):
         chunk = slice(start, min(start + step, rows))
@@ -234,8 +232,8 @@ def reference_paged_topk(
     op = "indexer_topk_paged"
     limits = _check_paged(op, q, cache, weights, seq_lens, page_table)
     batch, next_n = limits.shape
-    out = _topk_output(op, batch * next_n, topk, out, q.device)
-    _check_chunk(op, rows_per_chunk)
+    out = new_output(op, batch * next_n, topk, out, q.device).fill_(-1)
+    check_limits(op, rows_per_chunk, None)
     for request in range(batch):
         length = int(limits[request].max()) if next_n else 0
         if length > 0:
@@ -282,19 +280,11 @@ def _check_ragged(
     ks: torch.Tensor,
     ke: torch.Tensor,
 ) -> None:
-    check_tensor(op, "q", q, ("rows", "heads", "dim"), dtypes=INDEX_VALUE_DTYPES)
-    rows, heads, dim = q.shape
-    check_tensor(op, "k", k, ("keys", dim), dtypes=INDEX_VALUE_DTYPES, device=q.device)
-    keys = k.shape[0]
-    if k_scale is not None:
-        check_tensor(op, "k_scale", k_scale, (keys,), dtypes=(torch.float32,), device=q.device)
-    check_tensor(op, "weights", weights, (rows, heads), dtypes=(torch.float32,), device=q.device)
-    for name, bound in (("ks", ks), ("ke", ke)):
-        check_tensor(op, name, bound, (rows,), dtypes=INDEX_DTYPES, device=q.device)
-    if rows:
+    check_ragged(op, q, k, k_scale, weights, ks, ke)
+    if len(q):
         low, high = int(ks.min()), int(ke.max())
         require(low >= 0, op, f"ks has {low}; ranges start at 0 or later")
-        require(high <= keys, op, f"ke has {high}; there are {keys} keys")
+        require(high <= len(k), op, f"ke has {high}; there are {len(k)} keys")
 
 
 def _check_paged(
@@ -306,35 +296,8 @@ def _check_paged(
     page_table: torch.Tensor,
 ) -> torch.Tensor:
     """Check the arguments; return [batch, next_n] int64, the keys that each query row sees, 0 or more."""
-    check_tensor(op, "q", q, ("batch", "next_n", "heads", "dim"), dtypes=INDEX_VALUE_DTYPES)
-    batch, next_n, heads, dim = q.shape
-    require(cache.layout is INDEXER_FP8, op, f"cache has layout {cache.layout.name}; expected {INDEXER_FP8.name}")
-    require(cache.device == q.device, op, f"cache is on {cache.device}; expected {q.device}")
-    require(dim == cache.dim, op, f"q has {dim} values a head; the cache's keys have {cache.dim}")
-    check_tensor(op, "weights", weights, (batch * next_n, heads), dtypes=(torch.float32,), device=q.device)
-    check_tensor(op, "page_table", page_table, (batch, "pages"), dtypes=INDEX_DTYPES, device=q.device)
-    if seq_lens.dim() == 2:
-        check_tensor(op, "seq_lens", seq_lens, (batch, next_n), dtypes=INDEX_DTYPES, device=q.device)
-        limits = seq_lens.long()
-    else:
-        check_tensor(op, "seq_lens", seq_lens, (batch,), dtypes=INDEX_DTYPES, device=q.device)
-        behind = torch.arange(next_n - 1, -1, -1, device=q.device)
-        limits = seq_lens.long().unsqueeze(1) - behind
-    limits = limits.clamp(min=0)
+    limits = check_paged(op, q, cache, weights, seq_lens, page_table).long().clamp(min=0)
     capacity = page_table.shape[1] * cache.page_size
     longest = int(limits.max()) if limits.numel() else 0
     require(longest <= capacity, op, f"seq_lens has a row of {longest} keys; page_table holds {capacity}")
     return limits
-
-
-def _topk_output(op: str, rows: int, topk: int, out: torch.Tensor | None, device: torch.device) -> torch.Tensor:
-    require(topk > 0, op, f"topk is {topk}; it is at least 1")
-    if out is None:
-        return torch.full((rows, topk), -1, dtype=torch.int32, device=device)
-    check_tensor(op, "out", out, (rows, topk), dtypes=(torch.int32,), device=device)
-    return out.fill_(-1)
-
-
-def _check_chunk(op: str, rows_per_chunk: int | None) -> None:
-    allowed = rows_per_chunk is None or rows_per_chunk > 0
-    require(allowed, op, f"rows_per_chunk is {rows_per_chunk}; it is at least 1")

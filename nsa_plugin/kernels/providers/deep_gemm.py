@@ -24,6 +24,7 @@ from types import ModuleType
 import torch
 
 from nsa_plugin.kernels.checks import FP8_DTYPE, require
+from nsa_plugin.kernels.indexer_args import check_limits, check_ragged, paged_limits
 from nsa_plugin.kernels.kv_cache import PagedCache
 from nsa_plugin.kernels.topk import Request, Selector, default_selector, new_output, row_chunks, uncovered_rows
 
@@ -64,8 +65,6 @@ def topk(
     Raises:
         KernelArgumentError: a shape or dtype is wrong, or the library does not take the heads.
     """
-    from nsa_plugin.kernels.triton.indexer import check_limits, check_ragged
-
     op = "indexer_topk"
     check_ragged(op, q, k, k_scale, weights, ks, ke, dtypes=(FP8_DTYPE,))
     rows, heads, dim = q.shape
@@ -136,8 +135,6 @@ def paged_topk(
     Raises:
         KernelArgumentError: a shape, dtype or page size is wrong, or the library does not take the heads.
     """
-    from nsa_plugin.kernels.triton.indexer import check_limits, paged_limits
-
     op = "indexer_topk_paged"
     limits, max_len = paged_limits(op, q, cache, weights, seq_lens, page_table, max_len, dtypes=(FP8_DTYPE,))
     batch, next_n, heads, dim = q.shape

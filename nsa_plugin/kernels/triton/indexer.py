@@ -26,11 +26,10 @@ import triton
 import triton.language as tl
 
 from nsa_plugin.kernels.checks import FLOAT_DTYPES, FP8_DTYPE, INDEX_DTYPES, check_tensor, require
-from nsa_plugin.kernels.indexer import INDEX_VALUE_DTYPES
+from nsa_plugin.kernels.indexer_args import check_limits, check_ragged, paged_limits
 from nsa_plugin.kernels.kv_cache import PagedCache
 from nsa_plugin.kernels.topk import Request, Selector, default_selector, new_output, row_chunks, uncovered_rows
 from nsa_plugin.kernels.triton.kv_cache_kernels import decode_fp8
-from nsa_plugin.layouts import INDEXER_FP8
 
 # Keys of a block, and (query row, head) pairs of one: the product that a program holds is [128, 128] float32.
 BLOCK_N = 128
@@ -234,62 +233,6 @@ def paged_metadata(context_lens: torch.Tensor, num_sms: int, *, split: int = 256
             num_warps=8,
         )
     return schedule
-
-
-def check_ragged(
-    op: str,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    weights: torch.Tensor,
-    ks: torch.Tensor,
-    ke: torch.Tensor,
-    dtypes: Sequence[torch.dtype] = INDEX_VALUE_DTYPES,
-) -> None:
-    """What the reference checks without reading values."""
-    check_tensor(op, "q", q, ("rows", "heads", "dim"), dtypes=dtypes)
-    rows, heads, dim = q.shape
-    check_tensor(op, "k", k, ("keys", dim), dtypes=dtypes, device=q.device)
-    if k_scale is not None:
-        check_tensor(op, "k_scale", k_scale, (k.shape[0],), dtypes=(torch.float32,), device=q.device)
-    check_tensor(op, "weights", weights, (rows, heads), dtypes=(torch.float32,), device=q.device)
-    for name, bound in (("ks", ks), ("ke", ke)):
-        check_tensor(op, name, bound, (rows,), dtypes=INDEX_DTYPES, device=q.device)
-
-
-def paged_limits(
-    op: str,
-    q: torch.Tensor,
-    cache: PagedCache,
-    weights: torch.Tensor,
-    seq_lens: torch.Tensor,
-    page_table: torch.Tensor,
-    max_len: int | None,
-    dtypes: Sequence[torch.dtype] = INDEX_VALUE_DTYPES,
-) -> tuple[torch.Tensor, int]:
-    """Check what needs no values; return [batch, next_n] int32, the keys that each row sees, and their most."""
-    check_tensor(op, "q", q, ("batch", "next_n", "heads", "dim"), dtypes=dtypes)
-    batch, next_n, heads, dim = q.shape
-    require(cache.layout is INDEXER_FP8, op, f"cache has layout {cache.layout.name}; expected {INDEXER_FP8.name}")
-    require(cache.device == q.device, op, f"cache is on {cache.device}; expected {q.device}")
-    require(dim == cache.dim, op, f"q has {dim} values a head; the cache's keys have {cache.dim}")
-    check_tensor(op, "weights", weights, (batch * next_n, heads), dtypes=(torch.float32,), device=q.device)
-    check_tensor(op, "page_table", page_table, (batch, "pages"), dtypes=INDEX_DTYPES, device=q.device)
-    require(max_len is None or max_len > 0, op, f"max_len is {max_len}; it is at least 1")
-    capacity = page_table.shape[1] * cache.page_size
-    longest = capacity if max_len is None else min(max_len, capacity)
-    if seq_lens.dim() == 2:
-        check_tensor(op, "seq_lens", seq_lens, (batch, next_n), dtypes=INDEX_DTYPES, device=q.device)
-        limits = seq_lens
-    else:
-        check_tensor(op, "seq_lens", seq_lens, (batch,), dtypes=INDEX_DTYPES, device=q.device)
-        limits = seq_lens.unsqueeze(1) - torch.arange(next_n - 1, -1, -1, device=q.device, dtype=seq_lens.dtype)
-    return limits.clamp(0, longest).int(), longest
-
-
-def check_limits(op: str, rows_per_chunk: int | None, max_key_span: int | None) -> None:
-    for name, value in (("rows_per_chunk", rows_per_chunk), ("max_key_span", max_key_span)):
-        require(value is None or value > 0, op, f"{name} is {value}; it is at least 1")
 
 
 def _row_block(heads: int, rows: int | None = None) -> tuple[int, int]:
