@@ -72,9 +72,10 @@ test-gpu: ## the tests that need a CUDA device, by GPU_PYTHON of an environment 
 	$(GPU_PYTHON) -m pytest -m gpu tests/gpu
 
 sanitize-gpu: ## the plugin's kernels on small cases under compute-sanitizer, for bad accesses and for races
-	for tool in memcheck racecheck; do \
+	# memcheck would report the driver functions that cuda.bindings looks up and an older driver lacks.
+	for tool in "memcheck --report-api-errors no" racecheck; do \
 	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 1 \
-	    $(GPU_PYTHON) -m pytest -m sanitize tests/gpu/test_small_gpu.py; \
+	    $(GPU_PYTHON) -m pytest -m sanitize tests/gpu/test_small_gpu.py || exit 1; \
 	done
 
 matrix: setup-dev setup-sglang ## every engine version of ci/matrix.toml; writes docs/compatibility.md
