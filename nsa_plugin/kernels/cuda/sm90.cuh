@@ -69,6 +69,12 @@ DEVICE float log2_approx(float x) {
     return y;
 }
 
+DEVICE float warp_max(float x) {
+#pragma unroll
+    for (int distance = 16; distance; distance >>= 1) x = fmaxf(x, __shfl_xor_sync(~0u, x, distance));
+    return x;
+}
+
 DEVICE float bits_to_float(u32 bits) { return __int_as_float((int)bits); }
 DEVICE float power_of_two(int exponent) { return bits_to_float((u32)(exponent + 127) << 23); }
 

@@ -8,9 +8,9 @@
 //
 //   S = K Q^T     warp (quarter, half): a quarter of the row's values, 32 of the 64 keys. A quarter's
 //                 codes are summed and then multiplied by the key's scale; quarters add up in shared memory.
-//   P = exp(S)    warp w: heads w, w + 8, ... with all 64 keys, two keys a lane. P is written once for
-//                 each scale of a record, already multiplied by it: float16, relative to `reference` below.
-//   O = V^T P     warp w: values 64 w to 64 w + 63 of every row.
+//   P = exp(S)    warp w: heads w, w + 8, ... with all 64 keys, two keys a lane.
+//   O = V^T P     warp w: values 64 w to 64 w + 63 of every row; P is multiplied by the scales that these values
+//                 have, relative to `reference` below, as it is read.
 //
 // Why float16: a query row is divided by a power of two that brings its largest value to 2^8, and a scale
 // by the largest of that tile so far, rounded up to a power of two ("reference"): both exact. What is lost
@@ -87,14 +87,19 @@ DEVICE void start_copies(Shared& shared, int stage, int warp, int lane, const En
 #endif
     // A bulk copy takes its addresses from uniform registers: one lane starting eight of them keeps these in
     // flight, where eight lanes starting one each go through a loop.
-    u64 from[8];
-#pragma unroll
-    for (int k = 0; k < 8; ++k) from[k] = __shfl_sync(~0u, (u64)entry.record, k);
+    if (lane < 8) shared.from[warp][lane] = (u64)entry.record;
+    __syncwarp();
     if (elected()) {
+        ulonglong2 from[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) from[k] = *(const ulonglong2*)&shared.from[warp][2 * k];
         u32 to = shared_address(&shared.records[stage][warp * 8 * ROW]);
         barrier_expect(full, 8 * COPIED);
 #pragma unroll
-        for (int k = 0; k < 8; ++k) bulk_copy(to + k * ROW, (const void*)from[k], COPIED, full);
+        for (int k = 0; k < 4; ++k) {
+            bulk_copy(to + 2 * k * ROW, (const void*)from[k].x, COPIED, full);
+            bulk_copy(to + (2 * k + 1) * ROW, (const void*)from[k].y, COPIED, full);
+        }
     }
 }
 
@@ -149,12 +154,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
     Softmax state;
 #pragma unroll
     for (int j = 0; j < NT; ++j) state.largest[j] = state.anchor[j] = -infinity, state.sum[j] = 0.f;
-#pragma unroll
-#if LAYOUT == 0
-    for (int v = 0; v < VARIANTS; ++v) state.inverse[v] = power_of_two(100);
-#else
-    for (int v = 0; v < VARIANTS; ++v) state.reference[v] = -127;
-#endif
+    state.reference = LAYOUT == 0 ? -100 : -127;
 
     for (int block = begin; block < end; ++block) {
         int step = block - begin, stage = step & 1;
@@ -180,10 +180,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
             copy(block + 1, next);
             next = slot_of(block + 2, i);
         }
+        u32 factors;
         float reference_change;
-        bool changed = exponentiate(shared, stage, state, scale_log2, warp, lane, reference_change);
+        bool changed = exponentiate(shared, stage, state, scale_log2, warp, lane, factors, reference_change);
         changed = __syncthreads_or(changed);  // P is there, and nobody reads S any more
-        multiply_values(shared, stage, o, changed, reference_change, warp, lane);
+        multiply_values(shared, stage, o, changed, reference_change, factors, warp, lane);
     }
 
     __syncthreads();
@@ -191,7 +192,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
 #pragma unroll
     for (int j = 0; j < NT; ++j) {
         int head = warp + 8 * j;
-        float sum = state.sum[j];
+        float sum = state.sum[j], largest = warp_max(state.largest[j]);
         for (int distance = 16; distance; distance >>= 1) sum += __shfl_xor_sync(~0u, sum, distance);
         if (lane == 0) {
             float total = state.anchor[j] + log2_approx(sum);  // -inf where there is nothing
@@ -201,11 +202,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
                 if (is_whole) {
                     if (sink && sum != 0.f) weight /= 1.f + exp2_approx(sink[first_head + head] * 1.4426950408889634f - total);
                     lse[at] = sum == 0.f ? infinity : total * 0.6931471805599453f;
-                    max_logits[at] = state.largest[j] * 0.6931471805599453f;
+                    max_logits[at] = largest * 0.6931471805599453f;
                 } else {
                     i64 part = ((i64)blockIdx.z * gridDim.x * heads + at) * 2;
                     partial_lse[part] = sum == 0.f ? -infinity : total;
-                    partial_lse[part + 1] = state.largest[j];
+                    partial_lse[part + 1] = largest;
                 }
             }
             shared.alpha[head] = weight;
@@ -214,18 +215,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
     __syncthreads();
 
     int g = lane >> 2, t = lane & 3;
-    int variant = LAYOUT == 0 ? warp / 2 : warp;
-    int exponent = 0;
-#pragma unroll
-    for (int v = 0; v < SCALES; ++v)
-        if (v == variant)
-#if LAYOUT == 0
-            exponent = 127 - (int)((u32)__float_as_int(state.inverse[v]) >> 23);
-#else
-            exponent = state.reference[v];
-#endif
     // Exponents reach 127 + 1, which is not a finite float32: applied in two halves.
-    float reference = power_of_two(exponent / 2), rest = power_of_two(exponent - exponent / 2);
+    float reference = power_of_two(state.reference / 2), rest = power_of_two(state.reference - state.reference / 2);
     bool is_rope = LAYOUT == 1 && warp == 7;
     if (is_rope) reference = rest = 1.f;
 #pragma unroll

@@ -30,7 +30,7 @@ LAYOUTS = (V32_FP8, V4_FP8)
 PREFIXES = ("", "extra_")  # of the arguments of the first and of the second cache
 MAX_SPLITS = 16
 NOTHINGS = 1024  # records that stand for entries which do not count
-NOT_COUNTED = -1.0  # and their first scale, with V3.2
+NOT_COUNTED = -1.0  # and their scales, with V3.2
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,10 @@ class Variant:
         return 8 * self.tiles
 
     def shared_bytes(self, layout: str) -> int:
-        row, copies, variants = (656, 0, 4) if layout == V32_FP8.name else (592, 2 * KEYS * 8, 8)
-        logits, weights = 4 * self.heads * 68 * 4, variants * self.heads * 72 * 2
-        # The last terms: validity, two factors a head, two barriers, a number a warp, and alignment.
-        return 2 * KEYS * row + logits + weights + copies + 2 * KEYS + 8 * self.heads + 16 + 32 + 128
+        row, copies, weights = (656, 0, 1) if layout == V32_FP8.name else (592, 2 * KEYS * 8, 2)
+        logits, weights = 4 * self.heads * 68 * 4, weights * self.heads * 72 * 2
+        # The last terms: validity, two factors a head, addresses, two barriers, a number a warp, and alignment.
+        return 2 * KEYS * row + logits + weights + copies + 2 * KEYS + 8 * self.heads + 512 + 16 + 32 + 128
 
 
 VARIANTS = (Variant(tiles=1, blocks=2), Variant(tiles=2, blocks=2), Variant(tiles=4, blocks=1))
@@ -231,11 +231,11 @@ def _kernels(defines: tuple[tuple[str, int], ...], shared: int, device: int | No
 
 @functools.cache
 def _nothing(device: torch.device, layout: str) -> torch.Tensor:
-    """The records that stand for entries which do not count: zeros, but for V3.2's first scale, which marks them."""
+    """The records that stand for entries which do not count: zeros, but for V3.2's scales, which mark them."""
     if layout == V4_FP8.name:
         return torch.zeros((NOTHINGS, V4_FP8.data_stride), dtype=torch.uint8, device=device)
     records = torch.zeros((NOTHINGS, V32_FP8.row_bytes), dtype=torch.uint8, device=device)
-    records[:, V32_FP8.fp8_dim : V32_FP8.fp8_dim + 4].view(torch.float32).fill_(NOT_COUNTED)
+    records[:, V32_FP8.fp8_dim : V32_FP8.fp8_dim + 16].view(torch.float32).fill_(NOT_COUNTED)
     return records
 
 

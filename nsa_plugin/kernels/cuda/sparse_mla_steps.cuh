@@ -34,19 +34,15 @@ constexpr int FP8_STEPS = 8;     // steps of 16 fp8 values of a quarter
 constexpr int COPIED = 656;      // bytes of a record that one bulk copy brings
 constexpr int ROW = 656;         // bytes between rows in shared memory
 constexpr int ROPE = 528;        // byte of the bfloat16 values
-constexpr int VARIANTS = 4;      // scales of a record, each with its own P
-constexpr int SCALES = 4;
 #else
 constexpr int FP8_STEPS = 8;
 constexpr int COPIED = 576;
 constexpr int ROW = 592;         // 576 would put rows 64 bytes apart modulo 128
 constexpr int ROPE = 448;
-constexpr int VARIANTS = 8;      // 7 scales, and 1 for the bfloat16 values
-constexpr int SCALES = 7;
 #endif
 // Weights may grow to 2^8 before the output is multiplied: float16 holds them, and that is seldom needed then.
 constexpr float ANCHOR_STEP = 8.f;
-constexpr float NOT_COUNTED = -1.0f;  // first scale of the v32_fp8 record that stands for an entry which does not count
+constexpr float NOT_COUNTED = -1.0f;  // the scales of the v32_fp8 record that stands for an entry which does not count
 constexpr int NOTHINGS = 1024;   // records that stand for entries which do not count
 constexpr int S_STRIDE = 68;     // floats between heads of S: lanes of a warp's store fall into 32 banks
 constexpr int P_STRIDE = 72;     // halves between heads of P: 144 bytes, 8 rows of a matrix in 32 banks
@@ -54,13 +50,15 @@ constexpr int P_STRIDE = 72;     // halves between heads of P: 144 bytes, 8 rows
 struct Shared {
     alignas(128) u8 records[STAGES][KEYS * ROW];
     alignas(16) float s[4][HEADS * S_STRIDE];
-    alignas(16) u16 p[VARIANTS][HEADS * P_STRIDE];
+    alignas(16) u16 p[HEADS * P_STRIDE];
 #if LAYOUT == 1
+    alignas(16) u16 p_bf16[HEADS * P_STRIDE];  // for the bfloat16 values
     alignas(16) u64 scales[STAGES][KEYS];
     u8 valid[STAGES][KEYS];
 #endif
     alignas(16) float alpha[HEADS];   // of the output so far, by this step's keys
     alignas(16) float factor[HEADS];  // of the query rows: a power of two
+    alignas(16) u64 from[WARPS][8];   // where the records are that a warp copies next
     alignas(8) u64 full[STAGES];      // a stage's records have arrived
     int last[WARPS];                  // blocks that a warp found entries in
 };
@@ -232,21 +230,18 @@ DEVICE void multiply_queries(Shared& shared, int stage, const Query& query, int 
         }
 }
 
-// Running statistics of the heads that a warp is responsible for, in base 2.
+// Running statistics, in base 2.
 struct Softmax {
-    float largest[NT];
-    float anchor[NT];          // what exponents are relative to: follows `largest` in jumps of ANCHOR_STEP or more
-    float sum[NT];             // of this lane's keys
-#if LAYOUT == 0
-    float inverse[VARIANTS];   // 1 / reference
-#else
-    int reference[VARIANTS];   // exponents: the scales' references
-#endif
+    float largest[NT];    // of this lane's keys, by head that the warp is responsible for
+    float anchor[NT];     // what exponents are relative to: follows the largest in jumps of ANCHOR_STEP or more
+    float sum[NT];        // of this lane's keys
+    int reference;        // exponent that the scales of the warp's values are relative to
 };
 
-// P of the step's keys. Returns whether the output so far has to be multiplied by anything but 1 before it grows.
+// P of the step's keys, and by how much it has to be multiplied for the values of this warp. Returns whether the output
+// so far has to be multiplied by anything but 1 before it grows.
 DEVICE bool exponentiate(Shared& shared, int stage, Softmax& state, float scale_log2, int warp, int lane,
-                         float& own_reference_change) {
+                         u32& factors, float& reference_change) {
     const float infinity = bits_to_float(0x7f800000);
     int rows[2] = {row_of(lane, 0), row_of(lane, 1)};
     float sums[NT][2];
@@ -258,105 +253,90 @@ DEVICE bool exponentiate(Shared& shared, int stage, Softmax& state, float scale_
             sums[j][i] = (s[0] + s[HEADS * S_STRIDE]) + (s[2 * HEADS * S_STRIDE] + s[3 * HEADS * S_STRIDE]);
         }
     bool valid[2];
-    float factor[2][VARIANTS];
     bool changed = false;
-    // Scales relative to their references, which are raised first where this block has a larger one.
-    own_reference_change = 1.f;
+    // Scales relative to their reference, which is raised first where this block has a larger one.
+    reference_change = 1.f;
 #if LAYOUT == 0
-    float stored[2][VARIANTS];
-    float above = 0.f;
+    float stored[2], factor[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        float4 four = *(const float4*)(shared.records[stage] + rows[i] * ROW + 512);
-        stored[i][0] = four.x, stored[i][1] = four.y, stored[i][2] = four.z, stored[i][3] = four.w;
-        valid[i] = four.x != NOT_COUNTED;
-#pragma unroll
-        for (int v = 0; v < VARIANTS; ++v) {
-            factor[i][v] = stored[i][v] * state.inverse[v];
-            above = fmaxf(above, factor[i][v]);
-        }
+        stored[i] = *(const float*)(shared.records[stage] + rows[i] * ROW + 512 + 4 * (warp / 2));
+        valid[i] = stored[i] != NOT_COUNTED;
+        factor[i] = valid[i] ? stored[i] * power_of_two(-state.reference) : 0.f;
     }
-    if (__any_sync(~0u, above > 1.f)) {
+    if (__any_sync(~0u, fmaxf(factor[0], factor[1]) > 1.f)) {
+        // Positive floats are ordered as their bits are. A scale that is NaN stays one in `factor`.
+        u32 top = __float_as_int(fmaxf(fmaxf(stored[0], stored[1]), 0.f));
+        int exponent = (int)(__reduce_max_sync(~0u, top) + 0x7fffffu >> 23) - 127;
+        int raised = max(state.reference, min(max(exponent, -100), 100));
+        reference_change = power_of_two(max(state.reference - raised, -127));
+        state.reference = raised;
 #pragma unroll
-        for (int v = 0; v < VARIANTS; ++v) {
-            // Positive floats are ordered as their bits are. A scale that is NaN stays one in `factor`.
-            u32 top = __float_as_int(fmaxf(fmaxf(stored[0][v], stored[1][v]), 0.f));
-            int exponent = (int)(__reduce_max_sync(~0u, top) + 0x7fffffu >> 23) - 127;
-            int before = 127 - (int)((u32)__float_as_int(state.inverse[v]) >> 23);
-            int raised = max(before, min(max(exponent, -100), 100));
-            if (v == warp / 2) own_reference_change = power_of_two(max(before - raised, -127));
-            state.inverse[v] = power_of_two(-raised);
-#pragma unroll
-            for (int i = 0; i < 2; ++i) factor[i][v] = stored[i][v] * state.inverse[v];
-        }
+        for (int i = 0; i < 2; ++i) factor[i] = valid[i] ? stored[i] * power_of_two(-raised) : 0.f;
         changed = true;
     }
+    factors = pack_f16(factor[0], factor[1]);
 #else
 #pragma unroll
     for (int i = 0; i < 2; ++i) valid[i] = shared.valid[stage][rows[i]] != 0;
-    u64 stored[2] = {shared.scales[stage][rows[0]], shared.scales[stage][rows[1]]};
-#pragma unroll
-    for (int v = 0; v < SCALES; ++v) {
+    if (warp < 7) {
         int two[2];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) two[i] = (int)((u32)(stored[i] >> (8 * v)) & 255) - 127;
+        for (int i = 0; i < 2; ++i) two[i] = (int)(shared.scales[stage][rows[i]] >> (8 * warp) & 255) - 127;
         int exponent = (int)__reduce_max_sync(~0u, (u32)(max(two[0], two[1]) + 127)) - 127;
-        int raised = max(state.reference[v], exponent);
-        changed |= raised != state.reference[v];
-        if (v == warp) own_reference_change = power_of_two(max(state.reference[v] - raised, -127));
-        state.reference[v] = raised;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) factor[i][v] = power_of_two(max(two[i] - raised, -127));
+        int raised = max(state.reference, exponent);
+        changed = raised != state.reference;
+        reference_change = power_of_two(max(state.reference - raised, -127));
+        state.reference = raised;
+        factors = pack_f16(power_of_two(max(two[0] - raised, -127)), power_of_two(max(two[1] - raised, -127)));
     }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) factor[i][7] = 1.f;
 #endif
-    // The heads side by side, step by step: each step waits for the one before.
-    float largest[NT], p[NT][2];
+    bool exceeds = false;
 #pragma unroll
     for (int j = 0; j < NT; ++j) {
         float scale = scale_log2 * shared.factor[warp + 8 * j];
 #pragma unroll
         for (int i = 0; i < 2; ++i) sums[j][i] = valid[i] ? sums[j][i] * scale : -infinity;
-        largest[j] = fmaxf(sums[j][0], sums[j][1]);
+        float largest = fmaxf(sums[j][0], sums[j][1]);
+        state.largest[j] = fmaxf(state.largest[j], largest);
+        exceeds |= largest > state.anchor[j] + ANCHOR_STEP;
     }
+    float alpha[NT];
 #pragma unroll
-    for (int distance = 16; distance; distance >>= 1)
+    for (int j = 0; j < NT; ++j) alpha[j] = 1.f;
+    // Seldom: the lanes look at their keys' largest together only when one of them finds it too large.
+    if (__any_sync(~0u, exceeds)) {
 #pragma unroll
-        for (int j = 0; j < NT; ++j) largest[j] = fmaxf(largest[j], __shfl_xor_sync(~0u, largest[j], distance));
-#pragma unroll
-    for (int j = 0; j < NT; ++j) {
-        largest[j] = fmaxf(largest[j], state.largest[j]);
-        state.largest[j] = largest[j];
-        float anchor = largest[j] > state.anchor[j] + ANCHOR_STEP ? largest[j] : state.anchor[j];
-        float finite = anchor == -infinity ? 0.f : anchor;
-        float alpha = exp2_approx(state.anchor[j] - finite);
-        changed |= anchor != state.anchor[j];
-        state.anchor[j] = anchor;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) p[j][i] = exp2_approx(sums[j][i] - finite);
-        state.sum[j] = state.sum[j] * alpha + (p[j][0] + p[j][1]);
-        if (lane == 0) shared.alpha[warp + 8 * j] = alpha;
-    }
-    u32 factors[SCALES];
-#pragma unroll
-    for (int v = 0; v < SCALES; ++v) factors[v] = pack_f16(factor[0][v], factor[1][v]);
-#pragma unroll
-    for (int j = 0; j < NT; ++j) {
-        u32 both = pack_f16(p[j][0], p[j][1]);
-#pragma unroll
-        for (int v = 0; v < VARIANTS; ++v) {
-            bool is_rope = LAYOUT == 1 && v == 7;
-            u32 two = is_rope ? pack_bf16(p[j][0], p[j][1]) : multiply_f16(both, factors[min(v, SCALES - 1)]);
-            *(u32*)(shared.p[v] + (warp + 8 * j) * P_STRIDE + 2 * lane) = two;
+        for (int j = 0; j < NT; ++j) {
+            float largest = warp_max(state.largest[j]);
+            float anchor = largest > state.anchor[j] + ANCHOR_STEP ? largest : state.anchor[j];
+            // -inf - -inf, where there was nothing and is nothing yet, would be NaN.
+            alpha[j] = anchor == -infinity ? 1.f : exp2_approx(state.anchor[j] - anchor);
+            state.anchor[j] = anchor;
+            state.sum[j] *= alpha[j];
         }
+        changed = true;
+    }
+#pragma unroll
+    for (int j = 0; j < NT; ++j) {
+        float finite = state.anchor[j] == -infinity ? 0.f : state.anchor[j];
+        float p[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) p[i] = exp2_approx(sums[j][i] - finite);
+        state.sum[j] += p[0] + p[1];
+        if (lane == 0) shared.alpha[warp + 8 * j] = alpha[j];
+        int at = (warp + 8 * j) * P_STRIDE + 2 * lane;
+        *(u32*)(shared.p + at) = pack_f16(p[0], p[1]);
+#if LAYOUT == 1
+        *(u32*)(shared.p_bf16 + at) = pack_bf16(p[0], p[1]);
+#endif
     }
     return changed;
 }
 
 // O of 64 values of every row.
 DEVICE void multiply_values(Shared& shared, int stage, float (&o)[4][NT][4], bool changed, float reference_change,
-                            int warp, int lane) {
+                            u32 factors, int warp, int lane) {
     int t = lane & 3, matrix = lane >> 3, j = lane & 7;
     if (changed) {
 #pragma unroll
@@ -369,14 +349,13 @@ DEVICE void multiply_values(Shared& shared, int stage, float (&o)[4][NT][4], boo
                 for (int i = 0; i < 4; ++i) o[m][n][i] *= change[i & 1];
         }
     }
-    constexpr bool has_rope = LAYOUT == 1;
-    int variant = LAYOUT == 0 ? warp / 2 : warp;
-    u32 p_address = shared_address(shared.p[variant] + (lane & 7) * P_STRIDE) + (matrix & 1) * 16
-        + (NT > 1 ? (matrix >> 1) * 8 * P_STRIDE * 2 : 0);
+    u32 p_offset = (lane & 7) * P_STRIDE * 2 + (matrix & 1) * 16 + (NT > 1 ? (matrix >> 1) * 8 * P_STRIDE * 2 : 0);
     // Position 16 k + 8 (matrix & 1) + j lies in row 8 k + rows[..] of shared memory.
     int row = row_of((matrix & 1) * 4 + (j >> 1), j & 1);
     u32 v_address = shared_address(shared.records[stage] + row * ROW);
-    if (has_rope && warp == 7) {
+#if LAYOUT == 1
+    if (warp == 7) {
+        u32 p_address = shared_address(shared.p_bf16) + p_offset;
         v_address += ROPE + (matrix >> 1) * 16;
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
@@ -400,16 +379,20 @@ DEVICE void multiply_values(Shared& shared, int stage, float (&o)[4][NT][4], boo
         }
         return;
     }
+#endif
+    u32 p_address = shared_address(shared.p) + p_offset;
     v_address += warp * 64 + (matrix >> 1) * 16;
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
+        // Keys 16 k + 2 t and the next, and 8 more: lane l has the factors of positions 2 l and 2 l + 1.
+        u32 lower = __shfl_sync(~0u, factors, 8 * k + t), upper = __shfl_sync(~0u, factors, 8 * k + 4 + t);
         u32 b[NT][2];
 #pragma unroll
         for (int n = 0; n < NT; n += 2) {
             u32 r[4];
             ldmatrix(r, p_address + k * 32 + n * 8 * P_STRIDE * 2);
-            b[n][0] = r[0]; b[n][1] = r[1];
-            if (n + 1 < NT) { b[n + 1][0] = r[2]; b[n + 1][1] = r[3]; }
+            b[n][0] = multiply_f16(r[0], lower), b[n][1] = multiply_f16(r[1], upper);
+            if (n + 1 < NT) b[n + 1][0] = multiply_f16(r[2], lower), b[n + 1][1] = multiply_f16(r[3], upper);
         }
 #pragma unroll
         for (int m = 0; m < 4; m += 2) {
