@@ -46,6 +46,7 @@ class Kernel:
         args: Sequence[Argument],
         *,
         shared_bytes: int = 0,
+        starts_early: bool = False,
     ) -> None:
         """Launch on torch's current stream.
 
@@ -54,6 +55,8 @@ class Kernel:
             args: in the kernel's order. A tensor is passed as its data pointer, None as a null pointer;
                 numbers are ctypes values of the width that the kernel declares.
             shared_bytes: dynamic shared memory of a block.
+            starts_early: blocks may start before the stream's last kernel is done; they wait for it themselves
+                (CUDA's programmatic dependent launch).
 
         Raises:
             KernelBuildError: the driver refuses the launch.
@@ -68,11 +71,30 @@ class Kernel:
         ]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         stream = torch.cuda.current_stream().cuda_stream
-        (error,) = driver.cuLaunchKernel(
-            self._handle, *grid, *block, shared_bytes, stream, ctypes.addressof(pointers), 0
-        )
+        if starts_early:
+            config = _early(grid, block, shared_bytes, stream)
+            (error,) = driver.cuLaunchKernelEx(config, self._handle, ctypes.addressof(pointers), 0)
+        else:
+            (error,) = driver.cuLaunchKernel(
+                self._handle, *grid, *block, shared_bytes, stream, ctypes.addressof(pointers), 0
+            )
         if error:
             raise KernelBuildError(f"{self.name}: launch of grid {tuple(grid)} failed: {error.name}")
+
+
+def _early(grid: Sequence[int], block: Sequence[int], shared_bytes: int, stream: int) -> Any:
+    """The configuration of a launch that does not wait for the stream's last kernel."""
+    from cuda.bindings import driver
+
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = block
+    config.sharedMemBytes, config.hStream = shared_bytes, driver.CUstream(stream)
+    config.attrs, config.numAttrs = [attribute], 1
+    return config
 
 
 def load_kernel(

@@ -108,3 +108,8 @@ DEVICE void bulk_copy(u32 destination, const void* source, int bytes, u32 barrie
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  :: "r"(destination), "l"(source), "r"(bytes), "r"(barrier) : "memory");
 }
+
+// The next kernel of the stream may start where it was launched to start early...
+DEVICE void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+// ...and waits here for all of the one before, whose results it then sees.
+DEVICE void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }

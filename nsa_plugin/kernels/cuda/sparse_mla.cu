@@ -48,8 +48,8 @@ struct Entry {
     bool valid;
 };
 
-// Where the record of a slot of the first or the second cache lies; the zero record for one that does not count.
-DEVICE Entry find_entry(const Scope& first, const Scope& second, bool is_first, int slot, const u8* zeros) {
+// Where the record of a slot of the first or the second cache lies; `nothing` for one that does not count.
+DEVICE Entry find_entry(const Scope& first, const Scope& second, bool is_first, int slot, const u8* nothing) {
     is_first |= !HAS_EXTRA;
     // Field by field: a reference to either would put both into local memory.
     u32 num_slots = is_first ? first.num_slots : second.num_slots;
@@ -57,19 +57,15 @@ DEVICE Entry find_entry(const Scope& first, const Scope& second, bool is_first, 
     int size = is_first ? first.page_size : second.page_size;
     i64 stride = is_first ? first.page_stride : second.page_stride;
     const u8* data = is_first ? first.data : second.data;
-    if ((u32)slot >= num_slots) {
-        // Not all from one place: many copies of a single record wait for each other.
-        zeros += (blockIdx.x * KEYS + threadIdx.x) % NOTHINGS * COPIED;
-        return {zeros, zeros, false};
-    }
+    if ((u32)slot >= num_slots) return {nothing, nothing, false};
 #if FLAT
-    return {data + (i64)slot * COPIED, zeros, true};
+    return {data + (i64)slot * COPIED, nothing, true};
 #endif
     int page = shift >= 0 ? slot >> shift : slot / size;
     int position = slot - page * size;
     const u8* start = data + page * stride;
 #if LAYOUT == 0
-    return {start + position * COPIED, zeros, true};
+    return {start + position * COPIED, nothing, true};
 #else
     return {start + position * COPIED, start + size * COPIED + position * 8, true};
 #endif
@@ -122,73 +118,79 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
     int all = blocks[0] + blocks[1], share = (all + gridDim.z - 1) / gridDim.z;
     int begin = min(share * (int)blockIdx.z, all), end = min(begin + share, all);
 
+    if (threadIdx.x < STAGES) barrier_init(shared_address(&shared.full[threadIdx.x]), ARRIVALS);
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    // Held in shared memory, because registers are what the loop below has fewest of.
+    if (threadIdx.x == 0) {
+        shared.indices[0] = first.indices + row * first.indices_stride;
+        shared.indices[1] = second.indices + row * second.indices_stride;
+    }
+    // Not all the same: many copies of a single record wait for each other.
+    if (threadIdx.x < KEYS) shared.nothing[threadIdx.x] = zeros + (blockIdx.x * KEYS + threadIdx.x) % NOTHINGS * COPIED;
+    __syncthreads();
+
     // Slots are in order of their blocks: first those of the first cache, then those of the second.
-    const int* own = first.indices + row * first.indices_stride;
-    const int* extra = second.indices + row * second.indices_stride;
+    int bound = min(lengths[0], end * KEYS), extra_bound = min(lengths[1], (end - blocks[0]) * KEYS);
     auto slot_of = [&](int block, int i) -> int {
-        bool is_first = !HAS_EXTRA || block < blocks[0];
-        int e = (is_first ? block : block - blocks[0]) * KEYS + i;
-        return block < end && e < (is_first ? lengths[0] : lengths[1]) ? (is_first ? own : extra)[e] : -1;
+        bool is_extra = HAS_EXTRA && block >= blocks[0];
+        int e = (is_extra ? block - blocks[0] : block) * KEYS + i;
+        return e < (is_extra ? extra_bound : bound) ? shared.indices[is_extra][e] : -1;
     };
     auto counts = [&](int block, int slot) -> bool {
         return (u32)slot < (u32)(!HAS_EXTRA || block < blocks[0] ? first.num_slots : second.num_slots);
     };
     int i = warp * 8 + (lane & 7);
     auto copy = [&](int block, int slot) {
-        start_copies(shared, block - begin & 1, warp, lane, find_entry(first, second, block < blocks[0], slot, zeros));
+        const u8* nothing = shared.nothing[i];
+        start_copies(shared, block - begin & 1, warp, lane, find_entry(first, second, block < blocks[0], slot, nothing));
     };
-
-    if (threadIdx.x < STAGES) barrier_init(shared_address(&shared.full[threadIdx.x]), ARRIVALS);
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    __syncthreads();
     if (begin < end) copy(begin, slot_of(begin, i));
     // A slot is read a step before its address is needed: nothing waits for it then.
     int next = slot_of(begin + 1, i);
-    bool is_trimmed = false;
+    int final = begin < end ? slot_of(end - 1, threadIdx.x % KEYS) : -1;
 
     Query query;
     int quarter = warp & 3, half = warp >> 2;
-    load_query(shared, query, q + row * q_row_stride + first_head * q_head_stride, q_head_stride, own_heads, quarter, lane);
+    load_query(shared, query, q + row * q_row_stride + first_head * q_head_stride, q_head_stride, own_heads, quarter, scale_log2, lane);
     float o[4][NT][4] = {};
     const float infinity = bits_to_float(0x7f800000);
     Softmax state;
 #pragma unroll
-    for (int j = 0; j < NT; ++j) state.largest[j] = state.anchor[j] = -infinity, state.sum[j] = 0.f;
+    for (int j = 0; j < NT; ++j) state.largest[j] = -infinity, state.anchor[j] = ANCHOR_START, state.sum[j] = 0.f;
     state.reference = LAYOUT == 0 ? -100 : -127;
 
+    if (!__syncthreads_or(counts(end - 1, final)) && begin + 1 < end) {
+        // Short contexts leave all blocks from some one on empty: these are left out.
+        int last = begin;
+        for (int b = begin + 1 + (warp >> 1); b < end - 1; b += WARPS / 2)
+            if (counts(b, slot_of(b, (warp & 1) * 32 + lane))) last = b;
+        last = (int)__reduce_max_sync(~0u, (u32)last);
+        if (lane == 0) shared.last[warp] = last;
+        __syncthreads();
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) last = max(last, shared.last[w]);
+        end = last + 1;
+    }
     for (int block = begin; block < end; ++block) {
         int step = block - begin, stage = step & 1;
         barrier_wait(shared_address(&shared.full[stage]), step >> 1 & 1);
         multiply_queries(shared, stage, query, quarter, half, lane);
         // S is there, and nobody reads P or the other stage any more.
-        bool any = __syncthreads_or(counts(block + 1, next));
-        if (!any && !is_trimmed && block + 1 < end) {
-            // Nothing in the next block counts. Short contexts leave all blocks from some one on empty: these are
-            // left out, found by looking at what is left once.
-            int last = block;
-            for (int b = block + 2 + (warp >> 1); b < end; b += WARPS / 2)
-                if (counts(b, slot_of(b, (warp & 1) * 32 + lane))) last = b;
-            last = (int)__reduce_max_sync(~0u, (u32)last);
-            if (lane == 0) shared.last[warp] = last;
-            __syncthreads();
-#pragma unroll
-            for (int w = 0; w < WARPS; ++w) last = max(last, shared.last[w]);
-            end = last + 1;
-            is_trimmed = true;
-        }
+        __syncthreads();
         if (block + 1 < end) {
             copy(block + 1, next);
             next = slot_of(block + 2, i);
         }
         u32 factors;
         float reference_change;
-        bool changed = exponentiate(shared, stage, state, scale_log2, warp, lane, factors, reference_change);
+        bool changed = exponentiate(shared, stage, state, warp, lane, factors, reference_change);
         changed = __syncthreads_or(changed);  // P is there, and nobody reads S any more
         multiply_values(shared, stage, o, changed, reference_change, factors, warp, lane);
     }
 
     __syncthreads();
     bool is_whole = gridDim.z == 1;
+    if (!is_whole) let_next_start();
 #pragma unroll
     for (int j = 0; j < NT; ++j) {
         int head = warp + 8 * j;
@@ -255,6 +257,7 @@ extern "C" __global__ void __launch_bounds__(128) combine(
     const float* __restrict__ sink, u8* __restrict__ out, i64 out_row_stride, i64 out_head_stride,
     float* __restrict__ lse, float* __restrict__ max_logits) {
     const float infinity = __int_as_float(0x7f800000);
+    wait_for_previous();
     int row = blockIdx.x, head = blockIdx.y;
     i64 at = (i64)row * heads + head, apart = (i64)rows * heads;
     float top = -infinity, largest = -infinity;

@@ -52,8 +52,8 @@ class Variant:
     def shared_bytes(self, layout: str) -> int:
         row, copies, weights = (656, 0, 1) if layout == V32_FP8.name else (592, 2 * KEYS * 8, 2)
         logits, weights = 4 * self.heads * 68 * 4, weights * self.heads * 72 * 2
-        # The last terms: validity, two factors a head, addresses, two barriers, a number a warp, and alignment.
-        return 2 * KEYS * row + logits + weights + copies + 2 * KEYS + 8 * self.heads + 512 + 16 + 32 + 128
+        # The last terms: validity, two factors a head, addresses (of 2 x 64 records and 2 rows), two barriers, a number a warp, and alignment.
+        return 2 * KEYS * row + logits + weights + copies + 2 * KEYS + 8 * self.heads + 2 * 512 + 16 + 16 + 32 + 128
 
 
 VARIANTS = (Variant(tiles=1, blocks=2), Variant(tiles=2, blocks=2), Variant(tiles=4, blocks=1))
@@ -214,7 +214,8 @@ def _attend(
         )
         if splits > 1:
             numbers = size(splits), size(rows), size(heads)
-            combine((rows, heads, 1), (128, 1, 1), (*parts, *numbers, sink, out, *strides, lse, max_logits))
+            results = out, *strides, lse, max_logits
+            combine((rows, heads, 1), (128, 1, 1), (*parts, *numbers, sink, *results), starts_early=True)
     if out.data_ptr() != call.out.data_ptr():
         call.out.copy_(out.view(call.out.shape))
     return lse, max_logits

@@ -42,6 +42,7 @@ constexpr int ROPE = 448;
 #endif
 // Weights may grow to 2^8 before the output is multiplied: float16 holds them, and that is seldom needed then.
 constexpr float ANCHOR_STEP = 8.f;
+constexpr float ANCHOR_START = -1e30f;  // below every logit, and finite, so that no difference is NaN
 constexpr float NOT_COUNTED = -1.0f;  // the scales of the v32_fp8 record that stands for an entry which does not count
 constexpr int NOTHINGS = 1024;   // records that stand for entries which do not count
 constexpr int S_STRIDE = 68;     // floats between heads of S: lanes of a warp's store fall into 32 banks
@@ -57,7 +58,9 @@ struct Shared {
     u8 valid[STAGES][KEYS];
 #endif
     alignas(16) float alpha[HEADS];   // of the output so far, by this step's keys
-    alignas(16) float factor[HEADS];  // of the query rows: a power of two
+    alignas(16) float factor[HEADS];  // of S: the softmax scale times the power of two that the query row was divided by
+    const int* indices[2];            // of the query row, in the two caches
+    const u8* nothing[KEYS];          // what is copied for entries that do not count
     alignas(16) u64 from[WARPS][8];   // where the records are that a warp copies next
     alignas(8) u64 full[STAGES];      // a stage's records have arrived
     int last[WARPS];                  // blocks that a warp found entries in
@@ -73,9 +76,9 @@ struct Query {
 #endif
 };
 
-// The fragments of a quarter of the query's values, for all heads of the block, which `shared.factor` tells
-// what they were divided by.
-DEVICE void load_query(Shared& shared, Query& query, const u16* q, i64 head_stride, int heads, int quarter, int lane) {
+// The fragments of a quarter of the query's values, for all heads of the block, divided by what `shared.factor` has.
+DEVICE void load_query(Shared& shared, Query& query, const u16* q, i64 head_stride, int heads, int quarter,
+                       float scale_log2, int lane) {
     int g = lane >> 2, t = lane & 3;
     u32 raw[FP8_STEPS][NT][2];
 #pragma unroll
@@ -108,7 +111,7 @@ DEVICE void load_query(Shared& shared, Query& query, const u16* q, i64 head_stri
         int exponent = (int)(__float_as_int(largest) >> 23 & 255) - 127 - 8;
         exponent = largest > 0.f ? min(max(exponent, -100), 100) : 0;
         float divide = power_of_two(-exponent);
-        if (t == 0) shared.factor[head] = power_of_two(exponent);
+        if (t == 0) shared.factor[head] = power_of_two(exponent) * scale_log2;
 #pragma unroll
         for (int s = 0; s < FP8_STEPS; ++s)
 #pragma unroll
@@ -240,7 +243,7 @@ struct Softmax {
 
 // P of the step's keys, and by how much it has to be multiplied for the values of this warp. Returns whether the output
 // so far has to be multiplied by anything but 1 before it grows.
-DEVICE bool exponentiate(Shared& shared, int stage, Softmax& state, float scale_log2, int warp, int lane,
+DEVICE bool exponentiate(Shared& shared, int stage, Softmax& state, int warp, int lane,
                          u32& factors, float& reference_change) {
     const float infinity = bits_to_float(0x7f800000);
     int rows[2] = {row_of(lane, 0), row_of(lane, 1)};
@@ -294,7 +297,7 @@ DEVICE bool exponentiate(Shared& shared, int stage, Softmax& state, float scale_
     bool exceeds = false;
 #pragma unroll
     for (int j = 0; j < NT; ++j) {
-        float scale = scale_log2 * shared.factor[warp + 8 * j];
+        float scale = shared.factor[warp + 8 * j];
 #pragma unroll
         for (int i = 0; i < 2; ++i) sums[j][i] = valid[i] ? sums[j][i] * scale : -infinity;
         float largest = fmaxf(sums[j][0], sums[j][1]);
@@ -310,8 +313,7 @@ DEVICE bool exponentiate(Shared& shared, int stage, Softmax& state, float scale_
         for (int j = 0; j < NT; ++j) {
             float largest = warp_max(state.largest[j]);
             float anchor = largest > state.anchor[j] + ANCHOR_STEP ? largest : state.anchor[j];
-            // -inf - -inf, where there was nothing and is nothing yet, would be NaN.
-            alpha[j] = anchor == -infinity ? 1.f : exp2_approx(state.anchor[j] - anchor);
+            alpha[j] = exp2_approx(state.anchor[j] - anchor);
             state.anchor[j] = anchor;
             state.sum[j] *= alpha[j];
         }
@@ -319,10 +321,9 @@ DEVICE bool exponentiate(Shared& shared, int stage, Softmax& state, float scale_
     }
 #pragma unroll
     for (int j = 0; j < NT; ++j) {
-        float finite = state.anchor[j] == -infinity ? 0.f : state.anchor[j];
         float p[2];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) p[i] = exp2_approx(sums[j][i] - finite);
+        for (int i = 0; i < 2; ++i) p[i] = exp2_approx(sums[j][i] - state.anchor[j]);
         state.sum[j] += p[0] + p[1];
         if (lane == 0) shared.alpha[warp + 8 * j] = alpha[j];
         int at = (warp + 8 * j) * P_STRIDE + 2 * lane;
