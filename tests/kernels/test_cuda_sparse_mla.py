@@ -96,6 +96,7 @@ def test_the_host_and_the_source_agree_on_constants():
     assert f"constexpr int KEYS = {sparse_mla.KEYS};" in source
     assert f"constexpr int NOTHINGS = {sparse_mla.NOTHINGS};" in source
     assert f"constexpr int D_V = {sparse_mla.D_V};" in source
+    assert f"constexpr int MAX_SHARES = {sparse_mla.MAX_SPLITS};" in source
     assert f"constexpr float NOT_COUNTED = {sparse_mla.NOT_COUNTED}f;" in source
 
 

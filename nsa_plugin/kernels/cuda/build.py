@@ -46,7 +46,7 @@ class Kernel:
         args: Sequence[Argument],
         *,
         shared_bytes: int = 0,
-        starts_early: bool = False,
+        cluster: Sequence[int] | None = None,
     ) -> None:
         """Launch on torch's current stream.
 
@@ -55,8 +55,7 @@ class Kernel:
             args: in the kernel's order. A tensor is passed as its data pointer, None as a null pointer;
                 numbers are ctypes values of the width that the kernel declares.
             shared_bytes: dynamic shared memory of a block.
-            starts_early: blocks may start before the stream's last kernel is done; they wait for it themselves
-                (CUDA's programmatic dependent launch).
+            cluster: blocks of a cluster, three numbers.
 
         Raises:
             KernelBuildError: the driver refuses the launch.
@@ -71,8 +70,8 @@ class Kernel:
         ]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         stream = torch.cuda.current_stream().cuda_stream
-        if starts_early:
-            config = _early(grid, block, shared_bytes, stream)
+        if cluster is not None:
+            config = _clustered(grid, block, cluster, shared_bytes, stream)
             (error,) = driver.cuLaunchKernelEx(config, self._handle, ctypes.addressof(pointers), 0)
         else:
             (error,) = driver.cuLaunchKernel(
@@ -81,14 +80,28 @@ class Kernel:
         if error:
             raise KernelBuildError(f"{self.name}: launch of grid {tuple(grid)} failed: {error.name}")
 
+    def resident_clusters(self, block: Sequence[int], cluster: Sequence[int], *, shared_bytes: int = 0) -> int:
+        """Clusters that the current device runs at a time, 0 for a size that it cannot run.
 
-def _early(grid: Sequence[int], block: Sequence[int], shared_bytes: int, stream: int) -> Any:
-    """The configuration of a launch that does not wait for the stream's last kernel."""
+        Args:
+            block, cluster, shared_bytes: as in a launch.
+        """
+        from cuda.bindings import driver
+
+        config = _clustered(cluster, block, cluster, shared_bytes, 0)
+        error, clusters = driver.cuOccupancyMaxActiveClusters(self._handle, config)
+        return 0 if error else int(clusters)
+
+
+def _clustered(
+    grid: Sequence[int], block: Sequence[int], cluster: Sequence[int], shared_bytes: int, stream: int
+) -> Any:
     from cuda.bindings import driver
 
     attribute = driver.CUlaunchAttribute()
-    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-    attribute.value.programmaticStreamSerializationAllowed = 1
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    size = attribute.value.clusterDim
+    size.x, size.y, size.z = cluster
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = grid
     config.blockDimX, config.blockDimY, config.blockDimZ = block
@@ -130,10 +143,13 @@ def _load(source: str, name: str, defines: tuple[tuple[str, int], ...], shared: 
     what = f"{source}:{name}"
     library = _checked(driver.cuLibraryLoadData(cubin, [], [], 0, [], [], 0), f"loading {what}")
     kernel = _checked(driver.cuLibraryGetKernel(library, name.encode()), f"finding {what}")
-    if shared:
-        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        handle = _checked(driver.cuDeviceGet(device), "finding the device")
-        _checked(driver.cuKernelSetAttribute(attribute, shared, kernel, handle), f"{what}: {shared} B of shared memory")
+    attributes = driver.CUfunction_attribute
+    wanted = {attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES: shared} if shared else {}
+    if major >= 9:
+        wanted[attributes.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED] = 1
+    handle = _checked(driver.cuDeviceGet(device), "finding the device")
+    for attribute, value in wanted.items():
+        _checked(driver.cuKernelSetAttribute(attribute, value, kernel, handle), f"{what}: {attribute.name} {value}")
     return Kernel(name, driver.CUfunction(int(kernel)))
 
 

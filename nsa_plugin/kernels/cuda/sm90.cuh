@@ -109,7 +109,27 @@ DEVICE void bulk_copy(u32 destination, const void* source, int bytes, u32 barrie
                  :: "r"(destination), "l"(source), "r"(bytes), "r"(barrier) : "memory");
 }
 
-// The next kernel of the stream may start where it was launched to start early...
-DEVICE void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-// ...and waits here for all of the one before, whose results it then sees.
-DEVICE void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// All threads of the cluster; what each wrote to shared memory before, the others see after.
+DEVICE void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// An address of this block's shared memory, in another block of the cluster.
+DEVICE u32 shared_of_block(u32 address, int rank) {
+    u32 r;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(address), "r"(rank));
+    return r;
+}
+
+DEVICE float2 load_cluster_2(u32 address) {
+    float2 x;
+    asm volatile("ld.shared::cluster.v2.f32 {%0,%1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
+    return x;
+}
+
+DEVICE float4 load_cluster_4(u32 address) {
+    float4 x;
+    asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(address) : "memory");
+    return x;
+}

@@ -99,14 +99,50 @@ DEVICE void start_copies(Shared& shared, int stage, int warp, int lane, const En
     }
 }
 
+// Four values of a row and head: all shares together, and the sink. `share_of` and `values_of` say what share k has.
+template <typename ShareOf, typename ValuesOf>
+DEVICE void add_up(int shares, ShareOf share_of, ValuesOf values_of, const float* sink, u8* out, i64 at,
+                   bool is_first_value, float* lse, float* max_logits) {
+    const float infinity = bits_to_float(0x7f800000);
+    float top = -infinity, largest = -infinity, sum = 0.f;
+    bool is_empty = true;  // not so where an lse is NaN
+    for (int k = 0; k < shares; ++k) {
+        Share share = share_of(k);
+        is_empty &= share.lse == -infinity;
+        top = fmaxf(top, share.lse);
+        largest = fmaxf(largest, share.largest);
+    }
+    float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
+    for (int k = 0; k < shares && !is_empty; ++k) {
+        float weight = exp2_approx(share_of(k).lse - top);
+        if (weight == 0.f) continue;
+        float4 part = values_of(k);
+        sum += weight;
+        x.x += weight * part.x, x.y += weight * part.y, x.z += weight * part.z, x.w += weight * part.w;
+    }
+    float total = top + log2_approx(sum);
+    float weight = is_empty ? 0.f : 1.f / sum;
+    if (sink && !is_empty) weight /= 1.f + exp2_approx(*sink * 1.4426950408889634f - total);
+    if (is_first_value) {
+        *lse = is_empty ? infinity : total * 0.6931471805599453f;
+        *max_logits = largest * 0.6931471805599453f;
+    }
+    x.x *= weight, x.y *= weight, x.z *= weight, x.w *= weight;
+#if OUT_FLOAT32
+    *(float4*)((float*)out + at) = x;
+#else
+    *(uint2*)((u16*)out + at) = make_uint2(pack_bf16(x.x, x.y), pack_bf16(x.z, x.w));
+#endif
+}
+
 // Attention of query row `blockIdx.x` for heads from `HEADS * blockIdx.y` on, over the share `blockIdx.z` of its
-// entries. With one share `out`, `lse` and `max_logits` are the result; with more, `partial_out` and
-// `partial_lse` (base 2) hold every share's own, which `combine` adds up.
+// entries. With one share `out`, `lse` and `max_logits` are the result. With more, either the blocks of all shares are
+// a cluster, which adds up in the end, or `partial_out` and `partials` hold every share's own for `combine`.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
     const u16* __restrict__ q, i64 q_row_stride, i64 q_head_stride, int heads,
     Scope first, Scope second, const u8* __restrict__ zeros, const float* __restrict__ sink, float scale_log2,
     u8* __restrict__ out, i64 out_row_stride, i64 out_head_stride, float* __restrict__ lse,
-    float* __restrict__ max_logits, float* __restrict__ partial_out, float* __restrict__ partial_lse) {
+    float* __restrict__ max_logits, float* __restrict__ partial_out, Share* __restrict__ partials) {
     extern __shared__ __align__(128) u8 memory[];
     Shared& shared = *(Shared*)memory;
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
@@ -189,8 +225,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
     }
 
     __syncthreads();
-    bool is_whole = gridDim.z == 1;
-    if (!is_whole) let_next_start();
+    int shares = gridDim.z, own_share = blockIdx.z;
+    bool is_whole = shares == 1, is_cluster = !is_whole && !partial_out;
 #pragma unroll
     for (int j = 0; j < NT; ++j) {
         int head = warp + 8 * j;
@@ -199,17 +235,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
         if (lane == 0) {
             float total = state.anchor[j] + log2_approx(sum);  // -inf where there is nothing
             float weight = sum == 0.f ? 0.f : 1.f / sum;
-            if (head < own_heads) {
-                i64 at = (i64)row * heads + first_head + head;
-                if (is_whole) {
-                    if (sink && sum != 0.f) weight /= 1.f + exp2_approx(sink[first_head + head] * 1.4426950408889634f - total);
-                    lse[at] = sum == 0.f ? infinity : total * 0.6931471805599453f;
-                    max_logits[at] = largest * 0.6931471805599453f;
-                } else {
-                    i64 part = ((i64)blockIdx.z * gridDim.x * heads + at) * 2;
-                    partial_lse[part] = sum == 0.f ? -infinity : total;
-                    partial_lse[part + 1] = largest;
-                }
+            i64 at = (i64)row * heads + first_head + head;
+            Share share = {sum == 0.f ? -infinity : total, largest};
+            if (is_cluster) shared.shares[own_share][head] = share;
+            else if (head < own_heads && !is_whole) partials[(i64)own_share * gridDim.x * heads + at] = share;
+            else if (head < own_heads) {
+                if (sink && sum != 0.f) weight /= 1.f + exp2_approx(sink[first_head + head] * 1.4426950408889634f - total);
+                lse[at] = sum == 0.f ? infinity : total * 0.6931471805599453f;
+                max_logits[at] = largest * 0.6931471805599453f;
             }
             shared.alpha[head] = weight;
         }
@@ -221,6 +254,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
     float reference = power_of_two(state.reference / 2), rest = power_of_two(state.reference - state.reference / 2);
     bool is_rope = LAYOUT == 1 && warp == 7;
     if (is_rope) reference = rest = 1.f;
+    float* own_out = (float*)shared.records;
 #pragma unroll
     for (int n = 0; n < NT; ++n)
 #pragma unroll
@@ -234,8 +268,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
                 float upper = weight != 0.f ? o[m][n][i + 2] * weight * reference * rest : 0.f;
                 int value = warp * 64 + m * 16 + (is_rope ? g : 2 * g), step = is_rope ? 8 : 1;
                 if (!is_whole) {
-                    float* to = partial_out
-                        + (((i64)blockIdx.z * gridDim.x + row) * heads + first_head + head) * D_V + value;
+                    float* to = is_cluster
+                        ? own_out + head * O_STRIDE + value
+                        : partial_out + (((i64)own_share * gridDim.x + row) * heads + first_head + head) * D_V + value;
                     if (is_rope) to[0] = lower, to[8] = upper;
                     else *(float2*)to = make_float2(lower, upper);
                 } else {
@@ -249,47 +284,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
                 }
             }
         }
+    if (!is_cluster) return;
+
+    cluster_sync();
+    for (int k = threadIdx.x; k < shares * HEADS; k += THREADS) {
+        Share* share = &shared.shares[k / HEADS][k % HEADS];
+        if (k / HEADS != own_share) *(float2*)share = load_cluster_2(shared_of_block(shared_address(share), k / HEADS));
+    }
+    __syncthreads();
+    // A warp takes a head and a quarter of its values; every block of the cluster its part of these.
+    for (int k = own_share * WARPS + warp; k < own_heads * 4; k += shares * WARPS) {
+        int head = k / 4, value = (k % 4) * 128 + lane * 4;
+        i64 at = (i64)row * heads + first_head + head;
+        u32 address = shared_address(own_out + head * O_STRIDE + value);
+        add_up(
+            shares, [&](int from) { return shared.shares[from][head]; },
+            [&](int from) { return load_cluster_4(shared_of_block(address, from)); },
+            sink ? sink + first_head + head : nullptr, out,
+            row * out_row_stride + (first_head + head) * out_head_stride + value, value == 0, lse + at, max_logits + at);
+    }
+    cluster_sync();  // no block leaves while another reads its shared memory
 }
 
-// The shares of a row and head together, and the sink. A block of 128 threads a row and head.
+// The shares of a row and head together. A block of 128 threads a row and head.
 extern "C" __global__ void __launch_bounds__(128) combine(
-    const float* __restrict__ partial_out, const float* __restrict__ partial_lse, int shares, int rows, int heads,
+    const float* __restrict__ partial_out, const Share* __restrict__ partials, int shares, int rows, int heads,
     const float* __restrict__ sink, u8* __restrict__ out, i64 out_row_stride, i64 out_head_stride,
     float* __restrict__ lse, float* __restrict__ max_logits) {
-    const float infinity = __int_as_float(0x7f800000);
-    wait_for_previous();
-    int row = blockIdx.x, head = blockIdx.y;
+    int row = blockIdx.x, head = blockIdx.y, value = threadIdx.x * 4;
     i64 at = (i64)row * heads + head, apart = (i64)rows * heads;
-    float top = -infinity, largest = -infinity;
-    for (int s = 0; s < shares; ++s) {
-        top = fmaxf(top, partial_lse[(s * apart + at) * 2]);
-        largest = fmaxf(largest, partial_lse[(s * apart + at) * 2 + 1]);
-    }
-    float sum = 0.f;
-    float4 o = make_float4(0.f, 0.f, 0.f, 0.f);
-    bool is_empty = top == -infinity;
-    for (int s = 0; s < shares && !is_empty; ++s) {
-        float weight = exp2_approx(partial_lse[(s * apart + at) * 2] - top);
-        if (weight == 0.f) continue;
-        float4 part = ((const float4*)(partial_out + (s * apart + at) * D_V))[threadIdx.x];
-        sum += weight;
-        o.x += weight * part.x, o.y += weight * part.y, o.z += weight * part.z, o.w += weight * part.w;
-    }
-    float total = top + log2_approx(sum);
-    float weight = is_empty ? 0.f : 1.f / sum;
-    if (sink && !is_empty) weight /= 1.f + exp2_approx(sink[head] * 1.4426950408889634f - total);
-    if (threadIdx.x == 0) {
-        lse[at] = is_empty ? infinity : total * 0.6931471805599453f;
-        max_logits[at] = largest * 0.6931471805599453f;
-    }
-    i64 to = row * out_row_stride + head * out_head_stride + threadIdx.x * 4;
-    float values[4] = {o.x * weight, o.y * weight, o.z * weight, o.w * weight};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-#if OUT_FLOAT32
-        ((float*)out)[to + i] = values[i];
-#else
-        ((u16*)out)[to + i] = (u16)pack_bf16(values[i], 0.f);
-#endif
-    }
+    add_up(
+        shares, [&](int k) { return partials[k * apart + at]; },
+        [&](int k) { return *(const float4*)(partial_out + (k * apart + at) * D_V + value); },
+        sink ? sink + head : nullptr, out, row * out_row_stride + head * out_head_stride + value, value == 0,
+        lse + at, max_logits + at);
 }

@@ -28,7 +28,8 @@ KEYS = 64  # entries that a block of threads attends at a time
 D_V = 512
 LAYOUTS = (V32_FP8, V4_FP8)
 PREFIXES = ("", "extra_")  # of the arguments of the first and of the second cache
-MAX_SPLITS = 16
+MAX_SPLITS = 16  # as many blocks as a cluster may have
+BLOCK = (256, 1, 1)
 NOTHINGS = 1024  # records that stand for entries which do not count
 NOT_COUNTED = -1.0  # and their scales, with V3.2
 
@@ -50,10 +51,18 @@ class Variant:
         return 8 * self.tiles
 
     def shared_bytes(self, layout: str) -> int:
-        row, copies, weights = (656, 0, 1) if layout == V32_FP8.name else (592, 2 * KEYS * 8, 2)
-        logits, weights = 4 * self.heads * 68 * 4, weights * self.heads * 72 * 2
-        # The last terms: validity, two factors a head, addresses (of 2 x 64 records and 2 rows), two barriers, a number a warp, and alignment.
-        return 2 * KEYS * row + logits + weights + copies + 2 * KEYS + 8 * self.heads + 2 * 512 + 16 + 16 + 32 + 128
+        row, scales, p_copies = (656, 0, 1) if layout == V32_FP8.name else (592, 2 * KEYS * 8, 2)
+        parts = (
+            2 * KEYS * row,  # records
+            4 * self.heads * 68 * 4,  # S
+            p_copies * self.heads * 72 * 2,  # P
+            scales + 2 * KEYS,  # and validity
+            2 * KEYS * 8 + 2 * 8,  # addresses of records, of zero records and of rows
+            2 * 8 + 8 * 4,  # barriers, and a number a warp
+            (2 + 2 * MAX_SPLITS) * self.heads * 4,  # factors of a head, and what a share says of it
+            128,  # alignment
+        )
+        return sum(parts)
 
 
 VARIANTS = (Variant(tiles=1, blocks=2), Variant(tiles=2, blocks=2), Variant(tiles=4, blocks=1))
@@ -175,14 +184,13 @@ def _attend(
     if not q.numel():
         return lse, max_logits
     first, second = scopes if len(scopes) == 2 else (scopes[0], Scope(lengths_divisor=1, page_size=1))
+    most = f"splits is {splits}; this kernel adds up 1 to {MAX_SPLITS}"
+    require(splits is None or 1 <= splits <= MAX_SPLITS, op, most)
     q = q if q.stride(2) == 1 else q.contiguous()
     out = _rows_of(call.out)
     sink = None if call.attn_sink is None else call.attn_sink.contiguous()
     variant = next((v for v in VARIANTS if v.heads >= heads), VARIANTS[-1])
     groups = -(-heads // variant.heads)
-    if splits is None:
-        sms = torch.cuda.get_device_properties(q.device).multi_processor_count
-        splits = choose_splits(rows, groups, first.topk + second.topk, sms, variant.blocks)
     defines = {
         "LAYOUT": int(layout is V4_FP8),
         "NT": variant.tiles,
@@ -191,31 +199,35 @@ def _attend(
         "HAS_EXTRA": int(second.topk > 0),
         "FLAT": int(all(scope.is_flat for scope in scopes)),
     }
-    parts: tuple[Argument, Argument] = (None, None)
-    if splits > 1:
-        parts = (
-            torch.empty((splits, rows, heads, D_V), dtype=torch.float32, device=q.device),
-            torch.empty((splits, rows, heads, 2), dtype=torch.float32, device=q.device),
-        )
+    if splits is None:
+        sms = torch.cuda.get_device_properties(q.device).multi_processor_count
+        splits = choose_splits(rows, groups, first.topk + second.topk, sms, variant.blocks)
     size, int64 = ctypes.c_int, ctypes.c_int64
-    strides = int64(out.stride(0)), int64(out.stride(1))
     shared = variant.shared_bytes(layout.name)
+    results = out, int64(out.stride(0)), int64(out.stride(1)), lse, max_logits
     with torch.cuda.device_of(q):
         attend, combine = _kernels(tuple(defines.items()), shared, q.device.index)
+        # The shares of a row as a cluster, which adds up in shared memory; if all clusters run at once.
+        is_cluster = splits > 1 and _clusters(attend, shared, splits) >= rows * groups
+        parts: tuple[Argument, Argument] = (None, None)
+        if splits > 1 and not is_cluster:
+            parts = (
+                torch.empty((splits, rows, heads, D_V), dtype=torch.float32, device=q.device),
+                torch.empty((splits, rows, heads, 2), dtype=torch.float32, device=q.device),
+            )
         attend(
             (rows, groups, splits),
-            (256, 1, 1),
+            BLOCK,
             (
                 *(q, int64(q.stride(0)), int64(q.stride(1)), size(heads)),
                 *(first, second, _nothing(q.device, layout.name), sink, ctypes.c_float(scale * LOG2_E)),
-                *(out, *strides, lse, max_logits, *parts),
+                *(*results, *parts),
             ),
             shared_bytes=shared,
+            cluster=(1, 1, splits) if is_cluster else None,
         )
-        if splits > 1:
-            numbers = size(splits), size(rows), size(heads)
-            results = out, *strides, lse, max_logits
-            combine((rows, heads, 1), (128, 1, 1), (*parts, *numbers, sink, *results), starts_early=True)
+        if parts[0] is not None:
+            combine((rows, heads, 1), (128, 1, 1), (*parts, size(splits), size(rows), size(heads), sink, *results))
     if out.data_ptr() != call.out.data_ptr():
         call.out.copy_(out.view(call.out.shape))
     return lse, max_logits
@@ -228,6 +240,11 @@ def _kernels(defines: tuple[tuple[str, int], ...], shared: int, device: int | No
         load_kernel(SOURCE, "attend", defines=options, max_dynamic_shared=shared),
         load_kernel(SOURCE, "combine", defines=options),
     )
+
+
+@functools.cache
+def _clusters(attend: Kernel, shared: int, splits: int) -> int:
+    return attend.resident_clusters(BLOCK, (1, 1, splits), shared_bytes=shared)
 
 
 @functools.cache
@@ -283,7 +300,9 @@ def _int32(entries: torch.Tensor) -> torch.Tensor:
 def _rows_of(out: torch.Tensor) -> torch.Tensor:
     """[rows, heads, d_v] for the kernel to write: the output itself where it can be, else one to be copied from."""
     one_stride = out.shape[1] == 1 or out.stride(0) == out.shape[1] * out.stride(1)
-    if out.dtype in (torch.bfloat16, torch.float32) and out.stride(3) == 1 and one_stride:
+    # Four values are written at a time.
+    aligned = out.data_ptr() % 16 == 0 and out.stride(1) % 4 == 0 and out.stride(2) % 4 == 0
+    if out.dtype in (torch.bfloat16, torch.float32) and out.stride(3) == 1 and one_stride and aligned:
         return out.flatten(0, 1)
     shape = (out.shape[0] * out.shape[1], *out.shape[2:])
     return torch.empty(shape, dtype=torch.float32, device=out.device)

@@ -46,7 +46,15 @@ constexpr float ANCHOR_START = -1e30f;  // below every logit, and finite, so tha
 constexpr float NOT_COUNTED = -1.0f;  // the scales of the v32_fp8 record that stands for an entry which does not count
 constexpr int NOTHINGS = 1024;   // records that stand for entries which do not count
 constexpr int S_STRIDE = 68;     // floats between heads of S: lanes of a warp's store fall into 32 banks
+constexpr int MAX_SHARES = 16;   // blocks of a cluster
+constexpr int O_STRIDE = 516;    // floats between heads of a share's output in shared memory
 constexpr int P_STRIDE = 72;     // halves between heads of P: 144 bytes, 8 rows of a matrix in 32 banks
+
+// What a share of a row's entries makes of one head, beside its output: the mean of the values, by their weights.
+struct Share {
+    float lse;      // base 2, -inf where there is nothing
+    float largest;  // of the logits, base 2
+};
 
 struct Shared {
     alignas(128) u8 records[STAGES][KEYS * ROW];
@@ -64,7 +72,10 @@ struct Shared {
     alignas(16) u64 from[WARPS][8];   // where the records are that a warp copies next
     alignas(8) u64 full[STAGES];      // a stage's records have arrived
     int last[WARPS];                  // blocks that a warp found entries in
+    alignas(8) Share shares[MAX_SHARES][HEADS];  // of a cluster
 };
+// A share's output lies where its records were.
+static_assert(HEADS * O_STRIDE * sizeof(float) <= sizeof(Shared::records), "a share's output does not fit");
 
 // Row of shared memory of position p of a block.
 DEVICE int row_of(int l, int i) { return ((l + 4 * i) & 7) | (l & 24) | (i << 5); }
