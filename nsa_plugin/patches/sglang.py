@@ -101,13 +101,17 @@ def _requirement(name: str, need: Need, why: str, *targets: Target) -> Patch:
     return Patch(name=f"sglang.{name}", engine=ENGINE, need=need, targets=targets, why=why)
 
 
-def _method(name: str, *params: str, versions: str = "") -> tuple[Target, ...]:
-    """A method of the attention backend, before and after the renaming; {x} in the name is nsa or dsa."""
-    both = (
-        Target(path=f"{_NSA_BACKEND}.{name.format(x='nsa')}", params=("self", *params), versions=_NSA),
-        Target(path=f"{_DSA_BACKEND}.{name.format(x='dsa')}", params=("self", *params), versions=_DSA),
+def _method(name: str, *params: str, only: str = "") -> tuple[Target, ...]:
+    """A method of the attention backend, before and after the renaming; {x} in the name is nsa or dsa.
+
+    Args:
+        only: the side of the renaming that has it, where the other has none.
+    """
+    return tuple(
+        Target(path=f"{backend}.{name.format(x=x)}", params=("self", *params), versions=versions)
+        for backend, x, versions in ((_NSA_BACKEND, "nsa", _NSA), (_DSA_BACKEND, "dsa", _DSA))
+        if only in ("", versions)
     )
-    return both if not versions else (Target(path=both[1].path, params=both[1].params, versions=versions),)
 
 
 def _renamed(module: str, name: str, *params: str, kind: Kind = Kind.FUNCTION) -> tuple[Target, ...]:
@@ -117,6 +121,24 @@ def _renamed(module: str, name: str, *params: str, kind: Kind = Kind.FUNCTION) -
         for x, versions in (("nsa", _NSA), ("dsa", _DSA))
     )
 
+
+GPU = (
+    Patch(
+        name="sglang.indexer-ragged",
+        engine=ENGINE,
+        need=Need.GPU,
+        targets=_renamed(
+            "layers.attention.{x}.{x}_indexer",
+            "Indexer._get_topk_ragged",
+            *("self", "enable_dual_stream", "forward_batch", "layer_id", "q_fp8", "weights", "metadata"),
+        ),
+        replacement="nsa_plugin.backends.sglang.indexer:wrap_topk_ragged",
+        why="A prefill's selection: SGLang scores every row against the keys of every request of the batch; the plugin "
+        "scores each against its own request's, as many rows at once as the plan says.",
+        upstream="sglang #13646, #39095",
+        remove_when="SGLang's logits are no wider than a request and bounded by the free memory",
+    ),
+)
 
 _REGISTRY = "layers.attention.attention_registry"
 _FORWARD = ("q", "k", "v", "layer", "forward_batch", "save_kv_cache", "q_rope", "k_rope", "topk_indices")
@@ -173,7 +195,43 @@ REQUIREMENTS = (
         "metadata-out-graph",
         Need.GPU,
         "The part of the preparation that stays outside a CUDA graph; before 0.5.13 capture and replay had one each.",
-        *_method("init_forward_metadata_out_graph", "forward_batch", "in_capture", versions=_DSA),
+        *_method("init_forward_metadata_out_graph", "forward_batch", "in_capture", only=_DSA),
+    ),
+    _requirement(
+        "graph-metadata",
+        Need.GPU,
+        "Prepares a captured batch, at capture and at replay: its route is set before.",
+        *_method(
+            "_apply_cuda_graph_metadata",
+            *("bs", "req_pool_indices", "seq_lens", "seq_lens_cpu", "forward_mode", "spec_info"),
+            only=_DSA,
+        ),
+    ),
+    _requirement(
+        "graph-capture",
+        Need.GPU,
+        "As graph-metadata, at capture.",
+        *_method(
+            "init_forward_metadata_capture_cuda_graph",
+            *("bs", "num_tokens", "req_pool_indices", "seq_lens", "encoder_lens", "forward_mode", "spec_info"),
+            only=_NSA,
+        ),
+    ),
+    _requirement(
+        "graph-replay",
+        Need.GPU,
+        "As graph-metadata, at replay.",
+        *_method(
+            "init_forward_metadata_replay_cuda_graph",
+            *("bs", "req_pool_indices", "seq_lens", "seq_lens_sum", "encoder_lens", "forward_mode", "spec_info"),
+            only=_NSA,
+        ),
+    ),
+    _requirement(
+        "graph-precomputed",
+        Need.GPU,
+        "As graph-metadata, for the draft steps of speculative decoding.",
+        *_method("init_forward_metadata_replay_cuda_graph_from_precomputed", *("bs", "precomputed", "forward_mode")),
     ),
     _requirement(
         "prefill-impl",
@@ -192,9 +250,24 @@ REQUIREMENTS = (
         *_method("_forward_standard_mha", "q", "k", "v", "layer", "forward_batch", "metadata"),
     ),
     _requirement(
+        "flashmla-kv",
+        Need.GPU,
+        "The end of the path over fp8 pages: the plan's kernel runs in its place, with no padding of heads.",
+        *_method(
+            "_forward_flashmla_kv",
+            *("q_all", "kv_cache", "v_head_dim", "sm_scale", "layer", "metadata", "page_table_1"),
+        ),
+    ),
+    _requirement(
+        "flashmla-schedule",
+        Need.GPU,
+        "FlashMLA's schedule, which is not made where the plugin's kernel attends.",
+        *_method("_compute_flashmla_metadata", "cache_seqlens", "seq_len_q"),
+    ),
+    _requirement(
         "flashmla-sparse",
         Need.GPU,
-        "The sparse prefill kernel, with its head padding.",
+        "The end of the path over bf16 rows, as flashmla-kv.",
         *_method("_forward_flashmla_sparse", "q_all", "kv_cache", "v_head_dim", "page_table_1", "sm_scale"),
     ),
     _requirement(
@@ -216,16 +289,6 @@ REQUIREMENTS = (
         *_method("get_indexer_metadata", "layer_id", "forward_batch"),
     ),
     _requirement(
-        "indexer-ragged",
-        Need.GPU,
-        "The indexer's selection for prefill, where its logits are bounded.",
-        *_renamed(
-            "layers.attention.{x}.{x}_indexer",
-            "Indexer._get_topk_ragged",
-            *("self", "enable_dual_stream", "forward_batch", "layer_id", "q_fp8", "weights", "metadata"),
-        ),
-    ),
-    _requirement(
         "indexer-paged",
         Need.GPU,
         "The indexer's selection for decode, from the paged key cache.",
@@ -237,4 +300,5 @@ REQUIREMENTS = (
     ),
 )
 
-PATCHES = BOOTSTRAP + SCHEDULER + ENABLED + REQUIREMENTS
+# What the class of the backend has to have is looked up before the plugin's stands in its place.
+PATCHES = BOOTSTRAP + SCHEDULER + REQUIREMENTS + ENABLED + GPU

@@ -173,6 +173,18 @@ def test_the_indexers_chunks_follow_the_memory_that_is_free_when_serving():
     assert len(readings) == 1
 
 
+def test_a_copy_that_does_not_fit_is_not_made():
+    """SGLang gathers a bf16 copy of every context of the batch for FlashMLA's prefill kernel, beside its caches."""
+    made = planner("v32_fp8", synthetic(90, libraries=("flash_mla", "deep_gemm", "fa3")), heads=16)
+    copy = LONG.shape.total_kv_len * 576 * 2
+    for free, copied in ((4 * copy, True), (4 * copy - 4, False)):
+        made.device = replace(made.device, memory_free=free)
+        route = made.prefill(LONG, dense_allowed=False)
+        assert route.plan.dequantize_kv == copied
+        assert route.impl == ("flashmla_sparse" if copied else "flashmla_kv")
+    assert "over a quarter of the free memory" in route.plan.reasons["dequantize_kv"]
+
+
 @pytest.mark.parametrize(
     ("backend", "server_args", "feature"),
     [
@@ -183,6 +195,7 @@ def test_the_indexers_chunks_follow_the_memory_that_is_free_when_serving():
         ({"dcp_size": 2}, {}, "context-parallel decode"),
         ({"dsa_index_kpool": 4}, {}, "pooled indexer keys"),
         ({"_kv_shard_pool": object()}, {}, "a sharded KV cache"),
+        ({}, {"enable_deterministic_inference": True}, "deterministic inference"),
         ({"hisparse_coordinator": None, "_kv_shard_pool": None, "dcp_size": 1}, {"enable_prefill_cp": False}, None),
     ],
 )

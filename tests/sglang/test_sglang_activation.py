@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from nsa_plugin.backends.sglang import activation, backend, hooks, model
+from nsa_plugin.backends.sglang import activation, backend, hooks, model, serving
 from nsa_plugin.backends.sglang.activation import Process
 from nsa_plugin.backends.sglang.flags import CARRIER, Carried
 from nsa_plugin.devices import synthetic
@@ -40,16 +40,34 @@ class StockBackend:
     """As SGLang's, as far as the plugin looks at it."""
 
     def __init__(self, model_runner: Any, skip_prefill: bool = False, topk: int = 0) -> None:
+        self.device = model_runner.device
         self.num_q_heads = 16
         self.dsa_kv_cache_store_fp8 = model_runner.scaled_fp8
+        self.dsa_prefill_impl = "flashmla_kv" if model_runner.scaled_fp8 else "flashmla_sparse"
+        self.dsa_decode_impl = "flashmla_kv" if model_runner.scaled_fp8 else "fa3"
+        self.real_page_size = 64
+        self.max_context_len = 65536
+        self.speculative_num_draft_tokens = None
         self.topk = topk
 
+    def set_dsa_prefill_impl(self, forward_batch: Any = None) -> None: ...
+    def init_forward_metadata(self, forward_batch: Any) -> None: ...
+    def get_indexer_metadata(self, layer_id: int, forward_batch: Any) -> None: ...
+    def _compute_flashmla_metadata(self, cache_seqlens: Any, seq_len_q: int) -> None: ...
+    def _forward_flashmla_kv(self, **arguments: Any) -> None: ...
+    def _forward_flashmla_sparse(self, **arguments: Any) -> None: ...
+    def _apply_cuda_graph_metadata(self, bs: int, forward_mode: Any) -> None: ...
 
-def runner(*, device: str = "cuda", scaled_fp8: bool = False, dtype: str = "torch.bfloat16") -> SimpleNamespace:
+
+def runner(
+    *, device: str = "cuda", scaled_fp8: bool = False, dtype: str = "torch.bfloat16", **server_args: Any
+) -> SimpleNamespace:
     return SimpleNamespace(
         device=device,
         scaled_fp8=scaled_fp8,
         kv_cache_dtype=dtype,
+        tp_rank=0,
+        server_args=SimpleNamespace(**server_args),
         model_config=SimpleNamespace(num_attention_heads=128, hf_config=HF_CONFIG, hf_text_config=HF_CONFIG),
     )
 
@@ -70,6 +88,8 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Process:
     monkeypatch.setattr(hooks, "process", lambda: this)
     monkeypatch.setattr(activation, "probe", lambda: synthetic(sm=90, libraries=("flash_mla", "fa3", "deep_gemm")))
     monkeypatch.setattr(Process, "_refuse_copies", lambda self: None)
+    monkeypatch.setattr(serving, "warm", lambda *arguments: None)
+    monkeypatch.setattr(serving, "warm_selection", lambda *arguments: None)
     return this
 
 
@@ -96,13 +116,93 @@ def test_a_sparse_model_on_a_gpu_is_checked_and_reported(
     Carried({"enabled": "true"}, {}).write()
     start(process, build=runner(scaled_fp8=True))
     report = read(tmp_path / "report.json")
-    assert report["active"] is False  # the attention is still SGLang's own, and the report does not hide it
-    assert activation.NOT_YET in report["notes"]
-    assert "2048" in report["facts"]["model"]
-    assert "16 heads a rank of 128" in report["facts"]["model"]
-    assert "v32_fp8" in report["facts"]["model"]
+    assert report["active"] is True
+    assert report["notes"] == []
+    facts = report["facts"]
+    assert "2048" in facts["model"]
+    assert "16 heads a rank of 128" in facts["model"]
+    assert "v32_fp8" in facts["model"]
+    assert facts["prefill, 1024 of 1024 tokens"].startswith("mha_one_shot by fa3; the longest context of 1024 tokens")
+    assert " by flash_mla" in facts["prefill, 4096 of 32768 tokens"]
+    assert "on SGLang's path flashmla_" in facts["prefill, 4096 of 32768 tokens"]
+    assert "selection by deep_gemm" in facts["prefill, 4096 of 32768 tokens"]
+    assert "flash_mla" in facts["decode, 1 request"]
+    assert "decode, 64 requests: sparse_decode by flash_mla" in report["text"]
     assert process.serving is not None
     assert process.serving.model.attn_tp_size == 8
+
+
+def test_a_backend_of_the_plugin_takes_its_routes_from_plans(process: Process) -> None:
+    Carried({"enabled": "true"}, {}).write()
+    process.enter_scheduler()
+    plugin_backend = backend.make(StockBackend)
+    target, draft = plugin_backend(runner(scaled_fp8=True)), plugin_backend(runner(scaled_fp8=True))
+    assert process.serving is not None
+    assert process.serving.backends == [target, draft]
+    assert target.nsa_plugin.planner.trace is draft.nsa_plugin.planner.trace
+    assert target.nsa_plugin.planner is not draft.nsa_plugin.planner
+
+
+def test_what_is_free_is_read_anew_once_the_engine_has_started(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "free_device_memory", lambda: 1)
+    Carried({"enabled": "true"}, {}).write()
+    process.enter_scheduler()
+    built = backend.make(StockBackend)(runner(scaled_fp8=True))
+    built.nsa_plugin.planner.free_memory = None  # a graph of a prefill was captured
+    process.leave_scheduler(scheduler())
+    assert built.nsa_plugin.planner.free_memory() == 1
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_later_backend_that_cannot_serve_takes_the_others_back(
+    process: Process, tmp_path: Path, strict: bool
+) -> None:
+    report = tmp_path / "report.json"
+    Carried({"enabled": "true", "strict": str(strict), "report": str(report)}, {}).write()
+    process.enter_scheduler()
+    plugin_backend = backend.make(StockBackend)
+    target = plugin_backend(runner(scaled_fp8=True))
+    draft = runner(dtype="torch.float8_e4m3fn")  # without scales
+    if strict:
+        with pytest.raises(ShapeError, match="float8_e4m3fn without scales"):
+            plugin_backend(draft)
+        return
+    plugin_backend(draft)
+    assert target.nsa_plugin is None
+    process.leave_scheduler(scheduler())
+    assert read(report)["active"] is False
+    assert any("the stock engine serves" in note and "without scales" in note for note in read(report)["notes"])
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_kernel_that_does_not_run_is_refused_at_start(
+    process: Process, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, strict: bool
+) -> None:
+    def broken(*arguments: Any) -> None:
+        raise NoProviderError("cuda's sparse_mla_decode: it does not compile")
+
+    monkeypatch.setattr(serving, "warm", broken)
+    report = tmp_path / "report.json"
+    Carried({"enabled": "true", "strict": str(strict), "report": str(report)}, {}).write()
+    if strict:
+        with pytest.raises(NoProviderError, match="does not compile"):
+            start(process, build=runner())
+        return
+    start(process, build=runner())
+    assert read(report)["active"] is False
+    assert any("the stock engine serves" in note and "does not compile" in note for note in read(report)["notes"])
+
+
+def test_a_feature_that_is_sglangs_own_is_reported_as_such(process: Process, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    Carried({"enabled": "true", "report": str(report)}, {}).write()
+    start(process, build=runner(enable_deterministic_inference=True))
+    assert read(report)["active"] is False
+    assert read(report)["notes"] == [
+        "deterministic inference is on, which the plugin has no part in: every batch stays SGLang's own"
+    ]
 
 
 def test_the_second_backend_of_a_process_does_not_change_what_is_served(process: Process) -> None:
@@ -219,6 +319,7 @@ def test_a_copy_of_the_class_that_was_taken_before_is_refused(
         monkeypatch.setitem(sys.modules, part, ModuleType(part))
     live: Any = sys.modules[name]
     live.DeepseekSparseAttnBackend = backend.make(StockBackend)
+    assert StockBackend not in live.DeepseekSparseAttnBackend.__mro__[:2]  # it is not the direct base
     process._refuse_copies()
     other: Any = sys.modules["sglang.other"]
     other.Backend = StockBackend

@@ -13,7 +13,8 @@ from nsa_plugin.patches.ledger import Need, Patch
 
 VERSIONS = [Version(f"0.5.{n}") for n in range(11, 24)]
 BY_NAME = {patch.name: patch for patch in data.PATCHES}
-SINCE_0_5_13 = {"sglang.registered-alias", "sglang.metadata-out-graph"}
+SINCE_0_5_13 = {"sglang.registered-alias", "sglang.metadata-out-graph", "sglang.graph-metadata"}
+UNTIL_0_5_13 = {"sglang.graph-capture", "sglang.graph-replay"}
 
 
 def test_names_are_unique_and_the_engine_s() -> None:
@@ -32,7 +33,7 @@ def test_exactly_one_target_holds_in_each_supported_version(version: Version) ->
     assert version in SpecifierSet(data.SUPPORTED)
     for patch in data.PATCHES:
         holding = [t for t in patch.targets if version in SpecifierSet(t.versions)]
-        missing = patch.name in SINCE_0_5_13 and version < Version("0.5.13")
+        missing = patch.name in (SINCE_0_5_13 if version < Version("0.5.13") else UNTIL_0_5_13)
         assert len(holding) == (0 if missing else 1), patch.name
 
 
@@ -62,5 +63,26 @@ def test_needs() -> None:
     """Nothing that only a GPU needs may stop an engine on a CPU, and the flags never depend on being enabled."""
     assert {patch.need for patch in data.BOOTSTRAP + data.SCHEDULER} == {Need.BOOTSTRAP}
     assert {patch.need for patch in data.ENABLED} == {Need.ENABLED}
+    assert {patch.need for patch in data.GPU} == {Need.GPU}
     assert {patch.need for patch in data.REQUIREMENTS} == {Need.ENABLED, Need.GPU}
     assert not any(patch.replacement for patch in data.REQUIREMENTS)
+
+
+def test_the_class_is_looked_at_before_it_is_replaced() -> None:
+    """Afterwards the plugin's own methods would be found in it."""
+    names = list(BY_NAME)
+    for patch in data.REQUIREMENTS:
+        assert names.index(patch.name) < names.index("sglang.backend")
+
+
+@pytest.mark.parametrize("version", VERSIONS, ids=str)
+def test_every_method_that_the_plugin_overrides_is_a_target(version: Version) -> None:
+    attention = pytest.importorskip("nsa_plugin.backends.sglang.attention")  # imports torch
+    targets = [target for patch in data.REQUIREMENTS if (target := patch.target(version)) is not None]
+    methods = {target.attributes[-1] for target in targets if "SparseAttnBackend." in target.path}
+    assert set(attention.OVERRIDDEN) <= methods
+    assert len(methods.intersection(attention.SETTERS)) == 1
+    # Those that a version has; of the others it has none.
+    assert set(attention.GRAPH_METHODS) - methods == (
+        set(attention.GRAPH_METHODS[:1]) if version < Version("0.5.13") else set(attention.GRAPH_METHODS[1:3])
+    )

@@ -16,37 +16,24 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
 
 from nsa_plugin.backends.sglang import flags, model
-from nsa_plugin.devices import DeviceProfile, probe
-from nsa_plugin.dispatch import validate
+from nsa_plugin.devices import probe
 from nsa_plugin.errors import NsaPluginError, PatchError
 from nsa_plugin.patches import sglang as ledger_data
 from nsa_plugin.patches import static
 from nsa_plugin.patches.ledger import TURN_OFF, Ledger, Need, Patch, PatchStatus, find
 from nsa_plugin.settings import ResolvedSettings, killed
-from nsa_plugin.shapes import ModelShape
 from nsa_plugin.telemetry import StartupReport
+
+if TYPE_CHECKING:
+    from nsa_plugin.backends.sglang.serving import Serving
 
 logger = logging.getLogger("nsa_plugin")
 SCHEDULER_MODULE = "sglang.srt.managers.scheduler"
-# Until the backend takes its routes from `decide`, the report must not look as if it did.
-NOT_YET = (
-    "in this release the plugin takes the place of SGLang's backend and checks the settings against the model and the "
-    "device; the routes and the kernels are still SGLang's own"
-)
-
-
-@dataclass(frozen=True)
-class Serving:
-    """What the attention backends of one scheduler process decide from, once everything is checked."""
-
-    resolved: ResolvedSettings
-    model: ModelShape
-    device: DeviceProfile
 
 
 @dataclass
@@ -56,7 +43,7 @@ class Process:
     Attributes:
         child: whether SGLang started this process; then the arguments were checked by the one that did.
         resolved: the settings, in a scheduler process where the plugin is enabled.
-        serving: set once a backend of the plugin runs; without it the backend leaves all to SGLang's own.
+        serving: set once a backend of the plugin is built; without it the backends leave all to SGLang's own.
         stock_because: why the stock engine serves although the plugin is enabled; only with strict off.
     """
 
@@ -134,7 +121,7 @@ class Process:
         (patch,) = ledger_data.ENABLED
         target = patch.target(self.ledger.version)
         assert target is not None
-        original = find(target)[2].__base__
+        original = find(target)[2].nsa_plugin_replaces
         for name, module in list(sys.modules.items()):
             if name.partition(".")[0] == ledger_data.ENGINE:
                 copies = [attribute for attribute, value in list(vars(module).items()) if value is original]
@@ -145,14 +132,19 @@ class Process:
                     )
 
     def backend_built(self, backend: Any, model_runner: Any) -> None:
-        """An attention backend of the plugin has started; speculative decoding builds several."""
-        if self.serving is not None or self.resolved is None or self.stock_because:
+        """An attention backend of the plugin has started; speculative decoding builds several.
+
+        Raises:
+            NsaPluginError: (strict) it cannot serve with these settings on this device.
+        """
+        if self.resolved is None or self.stock_because:
             return
         with self._or_stock():
-            shape = model.model_shape(backend, model_runner)
-            device = probe()
-            validate(shape, device, self.resolved.settings)
-            self.serving = Serving(self.resolved, shape, device)
+            if self.serving is None:
+                from nsa_plugin.backends.sglang.serving import Serving  # imports torch
+
+                self.serving = Serving.begin(self.resolved, backend, model_runner, probe())
+            self.serving.adopt(backend, model_runner)
 
     def leave_scheduler(self, scheduler: Any) -> None:
         """Check once more and report, after a scheduler has built its model.
@@ -188,12 +180,14 @@ class Process:
                 f"KV cache {shape.kv_layout}"
             )
             facts["device"] = self.serving.device.describe()
-            self.notes.append(NOT_YET)
+            facts |= self.serving.routes
+            self.notes += self.serving.notes
+            self.serving.settle()
         if _rank() == 0:
             StartupReport(
                 engine=self.ledger.engine,
                 engine_version=str(self.ledger.version),
-                active=False,  # see NOT_YET
+                active=self.serving is not None and self.serving.active,
                 resolved=self.resolved,
                 statuses=self.statuses,
                 facts=facts,
@@ -210,7 +204,9 @@ class Process:
             if self.resolved.settings.strict:
                 raise
             self.stock_because = str(error)
-            self.serving = None
+            if self.serving is not None:
+                self.serving.end()
+                self.serving = None
 
     def _say_once(self, level: int, message: str) -> None:
         if message not in self._said:

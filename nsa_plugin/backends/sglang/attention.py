@@ -31,10 +31,23 @@ from nsa_plugin.backends.sglang import batch as batches
 from nsa_plugin.backends.sglang.indexer import Selection, attach
 from nsa_plugin.backends.sglang.providers import Providers
 from nsa_plugin.backends.sglang.routes import PLANNED, Planner, Route, sglangs_own
+from nsa_plugin.errors import PatchError
 from nsa_plugin.kernels.kv_cache import PagedCache, open_cache
+from nsa_plugin.patches.ledger import TURN_OFF
 from nsa_plugin.shapes import Phase
 
-# Where a captured batch is prepared: those of them that the engine's class has. Each takes bs and forward_mode.
+# What the engine's class has to have for `with_plans`, besides the setter and the preparation of captured batches.
+OVERRIDDEN = (
+    "init_forward_metadata",
+    "get_indexer_metadata",
+    "_compute_flashmla_metadata",
+    "_forward_flashmla_kv",
+    "_forward_flashmla_sparse",
+)
+SETTERS = ("set_dsa_prefill_impl", "set_nsa_prefill_impl")
+
+# Where a captured batch is prepared: those of them that the engine's class has, the first or the next two at least.
+# Each takes bs and forward_mode.
 GRAPH_METHODS = (
     "_apply_cuda_graph_metadata",
     "init_forward_metadata_capture_cuda_graph",
@@ -74,8 +87,17 @@ def adopt(backend: Any, planner: Planner, server_args: Any) -> list[str]:
 
     Returns:
         A sentence for each kind of batch that stays SGLang's own although the plugin is on; for the start-up report.
+
+    Raises:
+        PatchError: the backend lacks something that the plugin reads of it.
     """
     x = "dsa" if hasattr(backend, "dsa_prefill_impl") else "nsa"
+    read = (f"{x}_prefill_impl", f"{x}_decode_impl", "max_context_len", "speculative_num_draft_tokens")
+    lacks = [name for name in read if not hasattr(backend, name)]
+    if not any(hasattr(backend, name) for name in PAGE_SIZES):
+        lacks.append(" or ".join(PAGE_SIZES))
+    if lacks:
+        raise PatchError(f"SGLang's {type(backend).__name__} has no {', '.join(lacks)}. {TURN_OFF}")
     prefill, decode = getattr(backend, f"{x}_prefill_impl"), getattr(backend, f"{x}_decode_impl")
     layout = planner.model.kv_layout
     notes = []
@@ -96,9 +118,22 @@ def adopt(backend: Any, planner: Planner, server_args: Any) -> list[str]:
     return notes
 
 
+def release(backend: Any) -> None:
+    """Undo `adopt`: every batch from now on is the engine's own. What graphs have captured stays in them."""
+    state: State | None = backend.nsa_plugin
+    if state is not None:
+        setattr(backend, f"{state.x}_prefill_impl", state.prefill_impl)
+        setattr(backend, f"{state.x}_decode_impl", state.decode_impl)
+        backend.nsa_plugin = None
+
+
 def with_plans(original: type) -> type:
-    """The engine's backend class with the plugin's methods; see the module."""
-    setter = next(name for name in ("set_dsa_prefill_impl", "set_nsa_prefill_impl") if hasattr(original, name))
+    """The engine's backend class with the plugin's methods; see the module.
+
+    Raises:
+        PatchError: the class lacks a method that is to be overridden: nobody would call the plugin's.
+    """
+    setter = _check_methods(original)
 
     class Planned(original):
         nsa_plugin: State | None = None
@@ -117,7 +152,9 @@ def with_plans(original: type) -> type:
             metadata = super().get_indexer_metadata(layer_id, forward_batch)
             state = self.nsa_plugin
             if state is not None and state.route is not None and metadata is not None:
-                pool = getattr(self, "token_to_kv_pool", None) or forward_batch.token_to_kv_pool
+                # Before 0.5.13 the batch has it.
+                pool = getattr(self, "token_to_kv_pool", None)
+                pool = forward_batch.token_to_kv_pool if pool is None else pool
                 attach(metadata, Selection(state.route.plan, pool, state.providers))
             return metadata
 
@@ -183,6 +220,20 @@ def with_plans(original: type) -> type:
         setattr(Planned, name, method)
     Planned.__name__ = Planned.__qualname__ = f"Planned{original.__name__}"
     return Planned
+
+
+def _check_methods(original: type) -> str:
+    """The name of the engine's `set_..._prefill_impl`, once everything else is seen to be there."""
+    setter = next((name for name in SETTERS if hasattr(original, name)), None)
+    lacks = [name for name in OVERRIDDEN if not hasattr(original, name)]
+    if setter is None:
+        lacks.append(" or ".join(SETTERS))
+    once, capture, replay, _ = GRAPH_METHODS
+    if not (hasattr(original, once) or (hasattr(original, capture) and hasattr(original, replay))):
+        lacks.append(f"{once}, or {capture} and {replay}")
+    if lacks or setter is None:
+        raise PatchError(f"SGLang's {original.__name__} has no method {'; '.join(lacks)}")
+    return setter
 
 
 def _setter(original: Callable[..., None]) -> Callable[..., None]:

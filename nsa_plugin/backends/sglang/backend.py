@@ -1,7 +1,7 @@
 """The attention backend that takes the place of SGLang's.
 
 It inherits everything, so that SGLang's isinstance checks and its speculative workers find what they
-expect, and adds the plugin's duties at start-up.
+expect, and adds plans (`attention`) and the plugin's duties at start-up.
 """
 
 from __future__ import annotations
@@ -10,14 +10,21 @@ import functools
 from typing import Any
 
 from nsa_plugin.backends.sglang.activation import process
+from nsa_plugin.backends.sglang.attention import with_plans
 from nsa_plugin.backends.sglang.model import NEEDS_GPU
 from nsa_plugin.errors import NoProviderError
 
 
 def make(original: type) -> type:
-    """The plugin's subclass of the engine's backend class, which is only known once its module is loaded."""
+    """The plugin's subclass of the engine's backend class, which is only known once its module is loaded.
 
-    class Backend(original):
+    Raises:
+        PatchError: the class is not as the plugin knows it.
+    """
+
+    class Backend(with_plans(original)):  # type: ignore[misc]
+        nsa_plugin_replaces = original
+
         # `wraps` keeps the signature, by which the ledger knows the class.
         @functools.wraps(original.__init__)  # type: ignore[misc]
         def __init__(self, model_runner: Any, *args: Any, **kwargs: Any) -> None:

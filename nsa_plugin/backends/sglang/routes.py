@@ -7,9 +7,9 @@ device's profile before a decision, so that no Plan names what could not be run 
 
 What stays SGLang's own, chosen by nobody here: the trtllm paths and flashmla_sparse_q8, tilelang, aiter, flashinfer,
 triton_sparse_mla, intel_xpu (where a flag or a default of SGLang's names them); hisparse; context parallelism; pooled
-indexer keys; KV shards; the modes of PD multiplexing and diffusion models; a mixed batch over an fp8 cache. The dense
-kernel call itself (FA3 on SM90, trtllm on SM100), the copy of an fp8 prefix to bf16, the cache writes, the fused top-k
-of decode steps and its transform are SGLang's too, under a Plan.
+indexer keys; KV shards; deterministic inference; the modes of PD multiplexing and diffusion models; a mixed batch over
+an fp8 cache. The dense kernel call itself (FA3 on SM90, trtllm on SM100), the copy of an fp8 prefix to bf16, the cache
+writes, the fused top-k of decode steps and its transform are SGLang's too, under a Plan.
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ PLANNED = {
     ("bf16", False): frozenset({"fa3", "flashmla_sparse"}),
 }
 
+BF16_BYTES = 2
 _SPARSE = {Op.SPARSE_MLA_PREFILL: Attention.SPARSE_PREFILL, Op.SPARSE_MLA_DECODE: Attention.SPARSE_DECODE}
 # Whose kernel SGLang calls for dense attention.
 _DENSE = {"fa3", "trtllm"}
@@ -96,14 +97,24 @@ def runnable(device: DeviceProfile, layout: str) -> DeviceProfile:
         if capability.op is Op.TOKEN_SHARD:
             return False
         shape = _SPARSE.get(capability.op)
-        if shape is None:
-            return True
-        dequantised = layout != "bf16" and "bf16" in capability.layouts and layout not in capability.layouts
-        return (layout, shape, library, dequantised) in CARRIERS
+        return shape is None or (layout, shape, library, _copies(capability, layout)) in CARRIERS
 
+    return _reduced(device, carried)
+
+
+def in_place(device: DeviceProfile, layout: str) -> DeviceProfile:
+    """The profile without the kernels that read a bf16 copy of a cache of `layout`."""
+    return _reduced(device, lambda library, capability: capability.op not in _SPARSE or not _copies(capability, layout))
+
+
+def _copies(capability: Capability, layout: str) -> bool:
+    return layout != "bf16" and "bf16" in capability.layouts and layout not in capability.layouts
+
+
+def _reduced(device: DeviceProfile, kept: Callable[[str, Capability], bool]) -> DeviceProfile:
     def reduced(library: Library) -> Library:
-        kept = tuple(capability for capability in library.capabilities if carried(library.name, capability))
-        return replace(library, capabilities=kept)
+        capabilities = tuple(capability for capability in library.capabilities if kept(library.name, capability))
+        return replace(library, capabilities=capabilities)
 
     return replace(device, libraries={name: reduced(library) for name, library in device.libraries.items()})
 
@@ -156,7 +167,8 @@ class Planner:
         device: as probed; only what SGLang can run counts.
         trace: where plans are recorded; backends of a process may share one.
         count: called with the plan of every batch, for the metrics.
-        free_memory: reads the device's free bytes, once, at the first prefill: the caches are there by then.
+        free_memory: reads the device's free bytes at the next prefill, and is forgotten then: a reading waits for the
+            device. Set again, it is read again.
     """
 
     model: ModelShape
@@ -177,27 +189,51 @@ class Planner:
             dense_allowed: SGLang's own rules allow dense attention for the batch. They know of its flags, and of graphs
                 that have no dense attention in them; a plan may say less than they do, never more.
         """
+        if self.free_memory is not None:
+            self.device, self.free_memory = replace(self.device, memory_free=self.free_memory()), None
+        route = self.prefill_route(batch, dense_allowed=dense_allowed)
+        return None if route is None else self._recorded(route, batch)
+
+    def prefill_route(self, batch: Batch, *, dense_allowed: bool) -> Route | None:
+        """As `prefill`, of a batch that does not come to be: nothing is recorded."""
         # Over an fp8 cache SGLang makes its copy for whole prefills only, and the paths differ in what they are given.
         if batch.shape.context_parallel or (batch.mixed and self.model.fp8_cache):
             return None
-        if self.free_memory is not None:
-            self.device, self.free_memory = replace(self.device, memory_free=self.free_memory()), None
         plan = decide(self.model, batch.shape, self.device, self.settings)
         if plan.attention is Attention.MHA_ONE_SHOT and not dense_allowed:
             plan = decide(self.model, batch.shape, self.device, replace(self.settings, mha_max_kv=0))
             said = plan.reasons["attention"].replace("mha_max_kv is 0", "SGLang's own rules have none for this batch")
             plan = replace(plan, reasons={**plan.reasons, "attention": said})
-        return self._recorded(route_of(plan, self.model.kv_layout), batch)
+        if plan.dequantize_kv and not self._copy_fits(plan, batch):
+            settings = replace(self.settings, mha_max_kv=0)  # this batch is not dense
+            plan = decide(self.model, batch.shape, in_place(self.device, self.model.kv_layout), settings)
+            said = f"{plan.reasons['dequantize_kv']}; a bf16 copy would take over a quarter of the free memory"
+            plan = replace(plan, reasons={**plan.reasons, "dequantize_kv": said})
+        return route_of(plan, self.model.kv_layout)
+
+    def _copy_fits(self, plan: Plan, batch: Batch) -> bool:
+        """Whether the bf16 copy of all contexts, which SGLang makes for sparse attention, fits the free memory.
+
+        The copy for dense attention is bounded by SGLang itself, to the tokens of its chunks.
+        """
+        if plan.attention is Attention.MHA_ONE_SHOT:
+            return True
+        d_qk, _ = self.model.row_dims
+        return batch.shape.total_kv_len * d_qk * BF16_BYTES <= self.device.memory_free // 4
 
     def step(self, batch: Batch) -> Route:
         """The route of a decode, verify or draft step: the same whenever the phase and the rows are."""
+        return self._recorded(self.step_route(batch), batch)
+
+    def step_route(self, batch: Batch) -> Route:
+        """As `step`, of a batch that does not come to be: nothing is recorded."""
         shape = batch.shape
         key = (shape.phase, shape.num_requests, shape.num_tokens)
         route = self._steps.get(key)
         if route is None:
             plan = decide(self.model, shape, self.device, self.settings)
             route = self._steps[key] = route_of(plan, self.model.kv_layout)
-        return self._recorded(route, batch)
+        return route
 
     def _recorded(self, route: Route, batch: Batch) -> Route:
         self.trace.record([(route.plan, batch.requests)])
@@ -224,4 +260,7 @@ def sglangs_own(backend: Any, server_args: Any) -> str | None:
         return "pooled indexer keys"
     if getattr(backend, "_kv_shard_pool", None) is not None:
         return "a sharded KV cache"
+    # Its promise is that a batch's size changes nothing; here the size chooses the kernel, and how it splits its work.
+    if getattr(server_args, "enable_deterministic_inference", False):
+        return "deterministic inference"
     return None

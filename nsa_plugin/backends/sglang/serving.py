@@ -1,0 +1,114 @@
+"""What the attention backends of one scheduler process share, and how each begins to take its routes from plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from nsa_plugin.backends.sglang import samples
+from nsa_plugin.backends.sglang.attention import State, adopt, release
+from nsa_plugin.backends.sglang.metrics import ranks, route_counter
+from nsa_plugin.backends.sglang.model import model_shape
+from nsa_plugin.backends.sglang.routes import Planner
+from nsa_plugin.backends.sglang.warm import warm, warm_selection
+from nsa_plugin.devices import DeviceProfile
+from nsa_plugin.dispatch import validate
+from nsa_plugin.plan import Plan
+from nsa_plugin.settings import ResolvedSettings
+from nsa_plugin.shapes import ModelShape
+from nsa_plugin.telemetry import Trace
+
+
+@dataclass
+class Serving:
+    """One a scheduler process; speculative decoding and two-batch overlap build several backends in it.
+
+    Attributes:
+        resolved, model, device: what decisions are made from; the model is the first backend's.
+        trace, count: see `Planner`.
+        backends: those that take their routes from plans.
+        routes: what a few batches of the first backend take, and why, by their names; for the start-up report.
+        notes: what stays SGLang's own although the plugin is on.
+    """
+
+    resolved: ResolvedSettings
+    model: ModelShape
+    device: DeviceProfile
+    trace: Trace
+    count: Callable[[Plan], None] | None
+    backends: list[Any] = field(default_factory=list)
+    routes: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    _warmed: set[ModelShape] = field(default_factory=set)
+
+    @classmethod
+    def begin(cls, resolved: ResolvedSettings, backend: Any, model_runner: Any, device: DeviceProfile) -> Serving:
+        """Check the settings against the model and the device, before any batch.
+
+        Args:
+            backend: the first one that SGLang builds in the process, after its own start.
+            model_runner: the one that it is built for.
+
+        Raises:
+            ShapeError, SettingsError, NoProviderError: see `model_shape` and `validate`.
+        """
+        model = model_shape(backend, model_runner)
+        validate(model, device, resolved.settings)
+        where, server_args = ranks(model_runner), model_runner.server_args
+        first = where["tp_rank"] % model.attn_tp_size == 0  # the ranks of an attention group decide alike
+        mode = resolved.settings.trace
+        trace = Trace(mode if first or mode.endswith(".jsonl") else "off", rank=where["tp_rank"])
+        counts = first or getattr(server_args, "enable_metrics_for_all_schedulers", False)
+        return cls(resolved, model, device, trace, route_counter(server_args, where) if counts else None)
+
+    @property
+    def active(self) -> bool:
+        """Whether any batch takes its route from a plan."""
+        return bool(self.backends)
+
+    def adopt(self, backend: Any, model_runner: Any) -> None:
+        """Let a backend that has just been built take its routes from plans, once its kernels have run.
+
+        Raises:
+            ShapeError, SettingsError, NoProviderError, PatchError: it cannot; it is SGLang's own then.
+        """
+        model = model_shape(backend, model_runner)
+        planner = Planner(model, self.device, self.resolved.settings, self.trace, self.count, free_device_memory)
+        try:
+            notes = adopt(backend, planner, model_runner.server_args)
+            self.notes += [note for note in notes if note not in self.notes]
+            state: State | None = backend.nsa_plugin
+            if state is None or not (state.plans_prefill or state.plans_steps):
+                release(backend)
+                return
+            routes = samples.routes(state, backend.max_context_len, backend.speculative_num_draft_tokens)
+            if model not in self._warmed:
+                device = torch.device(backend.device)
+                warm(samples.own_kernels(state, backend.max_context_len), state.providers, model, device)
+                if state.plans_prefill:
+                    warm_selection(state.providers, model, device)
+                self._warmed.add(model)
+        except Exception:
+            release(backend)
+            raise
+        self.routes = self.routes or {name: samples.in_words(route) for name, route in routes.items()}
+        self.backends.append(backend)
+
+    def settle(self) -> None:
+        """SGLang has captured its graphs: what is free from now on is what batches have."""
+        for backend in self.backends:
+            backend.nsa_plugin.planner.free_memory = free_device_memory
+
+    def end(self) -> None:
+        """Hand every backend back to SGLang."""
+        for backend in self.backends:
+            release(backend)
+        self.backends.clear()
+
+
+def free_device_memory() -> int:
+    """Free bytes of the current device that PyTorch does not hold."""
+    return int(torch.cuda.mem_get_info()[0])
