@@ -155,11 +155,21 @@ def providers() -> Providers:
     return Providers("v32_fp8", 0, registry)
 
 
+class EnvField:
+    """SGLang's: it wants to be asked by `get`, and raises where it is used as a value."""
+
+    def __init__(self, get: Any) -> None:
+        self.get = get
+
+    def __bool__(self) -> bool:
+        raise RuntimeError("Please use `envs.YOUR_FLAG.get()` instead of `envs.YOUR_FLAG`")
+
+
 @pytest.fixture(autouse=True)
 def fuse(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """SGLang's setting, under its newer name; `value` may be changed."""
     setting = SimpleNamespace(value=True)
-    flag = SimpleNamespace(get=lambda: setting.value)
+    flag = EnvField(lambda: setting.value)
     module = ModuleType("sglang.srt.environ")
     module.envs = SimpleNamespace(SGLANG_DSA_FUSE_TOPK=flag)  # type: ignore[attr-defined]
     for name in ("sglang", "sglang.srt"):
@@ -198,7 +208,7 @@ def test_the_selection_is_sglangs(case: Case, plan: Plan, providers: Providers, 
 
 
 def test_the_older_name_of_the_setting(case: Case, plan: Plan, providers: Providers, monkeypatch: pytest.MonkeyPatch):
-    envs = SimpleNamespace(SGLANG_NSA_FUSE_TOPK=SimpleNamespace(get=lambda: False))
+    envs = SimpleNamespace(SGLANG_NSA_FUSE_TOPK=EnvField(lambda: False))
     monkeypatch.setattr(sys.modules["sglang.srt.environ"], "envs", envs, raising=False)
     assert sets(case.run(given(case, plan, providers, case.metadata(OlderMetadata)))) == case.expected()
 

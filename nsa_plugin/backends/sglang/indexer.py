@@ -174,5 +174,6 @@ def _fused(metadata: Any) -> bool:
         return False
     from sglang.srt.environ import envs
 
-    setting = getattr(envs, "SGLANG_DSA_FUSE_TOPK", None) or envs.SGLANG_NSA_FUSE_TOPK
+    name = "SGLANG_DSA_FUSE_TOPK" if hasattr(envs, "SGLANG_DSA_FUSE_TOPK") else "SGLANG_NSA_FUSE_TOPK"
+    setting = getattr(envs, name)
     return bool(setting.get())
