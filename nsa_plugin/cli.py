@@ -1,7 +1,8 @@
-"""The command line: ``nsa-plugin doctor | explain | patches | demo | bench``.
+"""The command line: ``nsa-plugin doctor | explain | patches | demo | bench | compare``.
 
 Only the command that was asked for is imported, so that help is instant and needs neither torch nor
-an engine. A command is a module with `add_arguments(parser)` and `run(args) -> int`.
+an engine. A command is a module with `add_arguments(parser)` and `run(args) -> int`. One that sets
+`TAKES_ENGINE_FLAGS` finds what follows `--` in `args.engine_flags`.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ COMMANDS = {
     "patches": ("nsa_plugin.commands.patches", "every change to an engine: target, reason, when it can go"),
     "demo": ("nsa_plugin.commands.demo", "serve a small model with a real engine and compare every token"),
     "bench": ("nsa_plugin.commands.bench", "time the kernels on this machine's GPU beside their floor, and report it"),
+    "compare": ("nsa_plugin.commands.compare", "serve a model with the stock engine and with the plugin, and compare"),
 }
 
 EXAMPLES = """examples:
@@ -39,7 +41,8 @@ EXAMPLES = """examples:
       --phase extend --q-tokens 13000 --max-kv 65536
   nsa-plugin patches --engine vllm
   nsa-plugin demo --json result.json
-  nsa-plugin bench sparse-mla-decode"""
+  nsa-plugin bench sparse-mla-decode
+  nsa-plugin compare sglang --heads 16 -- --kv-cache-dtype fp8_e4m3"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -78,9 +81,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code is one of `EXIT_CODES`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     asked = next((argument for argument in arguments if not argument.startswith("-")), None)
+    end = arguments.index("--") if "--" in arguments else len(arguments)
     try:
-        args = _parser(asked).parse_args(arguments)
-        code = importlib.import_module(COMMANDS[args.command][0]).run(args)
+        parser = _parser(asked)
+        args = parser.parse_args(arguments[:end])
+        args.engine_flags = arguments[end + 1 :]
+        module = importlib.import_module(COMMANDS[args.command][0])
+        if args.engine_flags and not getattr(module, "TAKES_ENGINE_FLAGS", False):
+            parser.error(f"{args.command} takes nothing after --, not {args.engine_flags[0]!r}")
+        code = module.run(args)
         sys.stdout.flush()  # a reader that has gone is noticed here rather than at exit
         return int(code)
     except NsaPluginError as error:

@@ -8,20 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from nsa_plugin.bench.cases import SUITES, BenchError, describe_fields
+from nsa_plugin.bench.markdown import markdown_table
 from nsa_plugin.bench.record import read
 from nsa_plugin.bench.tables import grouped
+from nsa_plugin.compare import record as comparison
+from nsa_plugin.compare.report import section
 
 PART = "benchmarks"
 _PART = re.compile(rf"(<!-- generated: {PART} -->\n).*?(<!-- end of {PART} -->)", re.DOTALL)
 
 Row = dict[str, Any]
-
-
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    def line(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
-
-    return "\n".join([line(header), line(["---"] * len(header)), *map(line, rows)])
 
 
 def rewrite(page: Path, folder: Path) -> bool:
@@ -40,17 +36,19 @@ def rewrite(page: Path, folder: Path) -> bool:
 
 
 def render(folder: Path) -> str:
-    """The tables of every record in FOLDER/<host>/, as Markdown for a page beside FOLDER."""
+    """The tables of every record in FOLDER/<host>/, as Markdown for a page beside FOLDER: of ops, then of engines."""
     hosts = read(folder)
-    if not hosts:
-        return "No record is here yet."
     parts = []
-    for host, records in hosts.items():
-        parts.append(f"## {records[0][1]['host']['gpu']}")
+    for host in sorted(path.name for path in folder.glob("*") if path.is_dir()):
+        records, compared = hosts.get(host, []), comparison.read(folder / host)
+        if not records and not compared:
+            continue
+        parts.append(f"## {(records + compared)[0][1]['host']['gpu'] or host}")
         order = list(SUITES)
         known = sorted(records, key=lambda one: (_position(order, one[1]["suite"]), one[1]["suite"]))
         parts += [_suite(path, record, f"{folder.name}/{host}") for path, record in known]
-    return "\n\n".join(parts)
+        parts += [section(path, record, f"{folder.name}/{host}") for path, record in compared]
+    return "\n\n".join(parts) or "No record is here yet."
 
 
 def _position(order: list[str], suite: str) -> int:

@@ -50,6 +50,8 @@ class CheckpointSpec:
         sparse: with the indexer (DeepseekV32ForCausalLM), or the same model without (DeepseekV3ForCausalLM).
         rope_factor, rope_original_positions: YaRN's factor and the context it extends, in tokens. The
             product is the longest position. 1: plain RoPE.
+        num_nextn_predict_layers: 1 adds a layer that predicts the token after the next (DeepSeek-V3, section 2.2),
+            for speculative decoding. Its weights are random too, so what it proposes is rarely taken.
         rope_mscale, rope_mscale_all_dim: YaRN's attention temperature, see `reference_model`.
     """
 
@@ -82,6 +84,7 @@ class CheckpointSpec:
     rope_original_positions: int = 64
     rope_mscale: float = 1.0
     rope_mscale_all_dim: float = 1.0
+    num_nextn_predict_layers: int = 0
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -95,6 +98,8 @@ class CheckpointSpec:
             raise ValueError(
                 f"num_experts_per_tok {self.num_experts_per_tok} is more than topk_group {self.topk_group} groups hold"
             )
+        if self.num_nextn_predict_layers not in (0, 1):
+            raise ValueError(f"num_nextn_predict_layers is {self.num_nextn_predict_layers}; allowed: 0, 1")
         if self.vocab_size < TOKENIZER_SIZE:
             raise ValueError(f"vocab_size {self.vocab_size} is less than the tokenizer's {TOKENIZER_SIZE}")
 
@@ -143,7 +148,7 @@ class CheckpointSpec:
             "eos_token_id": EOS_TOKEN_ID,
             "pad_token_id": PAD_TOKEN_ID,
             "initializer_range": 0.02,
-            "num_nextn_predict_layers": 0,
+            "num_nextn_predict_layers": self.num_nextn_predict_layers,
             "ep_size": 1,
             "use_cache": True,
             "torch_dtype": self.dtype,
@@ -191,6 +196,8 @@ def make_weights(spec: CheckpointSpec) -> dict[str, torch.Tensor]:
     make.embeddings()
     for layer in range(spec.num_hidden_layers):
         make.layer(layer)
+    if spec.num_nextn_predict_layers:
+        make.nextn(spec.num_hidden_layers)
     dtype = getattr(torch, spec.dtype)
     return {
         name: tensor.to(torch.float32 if name.endswith("e_score_correction_bias") else dtype)
@@ -228,6 +235,16 @@ class _Weights:
         for expert in range(spec.n_routed_experts):
             self._mlp(f"{prefix}.mlp.experts.{expert}", spec.moe_intermediate_size, like=f"{prefix}.mlp.expert")
         self._mlp(f"{prefix}.mlp.shared_experts", spec.moe_intermediate_size * spec.n_shared_experts)
+
+    def nextn(self, layer: int) -> None:
+        """The layer that predicts a token further; embedding and head are the model's own, stored again."""
+        spec, prefix = self.spec, f"model.layers.{layer}"
+        self.layer(layer)
+        for part in ("enorm", "hnorm", "shared_head.norm"):
+            self._norm(f"{prefix}.{part}", spec.hidden_size)
+        self._linear(f"{prefix}.eh_proj", spec.hidden_size, 2 * spec.hidden_size)
+        for name, source in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")):
+            self.tensors[f"{prefix}.{name}.weight"] = self.tensors[f"{source}.weight"].clone()
 
     def _attention(self, name: str) -> None:
         spec = self.spec

@@ -85,3 +85,17 @@ def test_tokenizer_covers_the_vocabulary(checkpoint):
     assert len(ids) < len(text.encode()), "the merges are used"
     assert tokenizer.decode(ids) == text
     assert all(isinstance(tokenizer.decode([token]), str) for token in range(TOKENIZER_SIZE))
+
+
+def test_layer_for_speculative_decoding_is_added_and_changes_nothing_else(spec):
+    plain, more = make_weights(spec), make_weights(replace(spec, num_nextn_predict_layers=1))
+    prefix = f"model.layers.{spec.num_hidden_layers}."
+    added = {name.removeprefix(prefix) for name in more if name not in plain}
+    parts = {"eh_proj", "enorm", "hnorm", "shared_head.norm", "shared_head.head", "embed_tokens"}
+    assert {f"{part}.weight" for part in parts} <= added
+    assert {"self_attn.indexer.wk.weight", "mlp.experts.0.up_proj.weight", "self_attn.q_b_proj.weight"} <= added
+    assert all(torch.equal(plain[name], more[name]) for name in plain)
+    assert more[f"{prefix}eh_proj.weight"].shape == (spec.hidden_size, 2 * spec.hidden_size)
+    assert replace(spec, num_nextn_predict_layers=1).config()["num_nextn_predict_layers"] == 1
+    with pytest.raises(ValueError, match="num_nextn_predict_layers is 2; allowed: 0, 1"):
+        replace(spec, num_nextn_predict_layers=2)

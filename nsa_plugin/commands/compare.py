@@ -1,0 +1,331 @@
+"""``nsa-plugin compare``: one model by an engine's own server, stock and with the plugin; see `nsa_plugin.compare`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from rich.console import Console
+
+from nsa_plugin.commands.output import console
+from nsa_plugin.compare import record, report
+from nsa_plugin.compare.engine import CompareError, Engine
+from nsa_plugin.compare.load import SPEED_CASES, loads
+from nsa_plugin.compare.measured import Measured
+from nsa_plugin.compare.rule import CONTROL, PLUGIN, STOCK
+from nsa_plugin.compare.runner import ROLES, Comparison, Say, speaker
+from nsa_plugin.compare.sglang_server import SglangEngine
+from nsa_plugin.compare.verdict import judge
+from nsa_plugin.compare.workload import AGREEMENT_CASES, workload
+from nsa_plugin.demo.checkpoint import CheckpointSpec, write_checkpoint
+
+ENGINES: dict[str, Callable[[], Engine]] = {"sglang": SglangEngine}
+TAKES_ENGINE_FLAGS = True
+MEASURED = "measured.jsonl"
+_HEADS = 16  # of a rank of DeepSeek-V3.2 on eight GPUs
+_EXIT_OK, _EXIT_FAILED, _EXIT_INTERRUPTED, _EXIT_TERMINATED = 0, 1, 130, 143
+
+# DeepSeek's own ranks and dimensions in what attention sees; as few layers, experts and tokens as still show it all.
+SPEC = CheckpointSpec(
+    seed=2,
+    dtype="bfloat16",
+    vocab_size=4096,
+    hidden_size=2048,
+    intermediate_size=4096,
+    moe_intermediate_size=512,
+    num_hidden_layers=4,
+    q_lora_rank=1536,
+    qk_nope_head_dim=128,
+    v_head_dim=128,
+    index_topk=2048,
+    index_n_heads=64,
+    rope_factor=40.0,
+    rope_original_positions=4096,
+)
+
+EPILOG = f"""cases:
+  agreement  {", ".join(AGREEMENT_CASES)}
+  speed      {", ".join(SPEED_CASES)}
+
+examples:
+  nsa-plugin compare sglang --heads 16 --json docs/benchmarks -- --kv-cache-dtype fp8_e4m3
+  nsa-plugin compare sglang --heads 16 --speed --budget 580 -- --kv-cache-dtype fp8_e4m3 --disable-cuda-graph
+  nsa-plugin compare sglang --model /models/DeepSeek-V3.2 --speed -- --tp 8
+  nsa-plugin compare sglang --measured work/logs/{MEASURED} --json docs/benchmarks    judge again, measure nothing
+
+What follows -- is given to every server. Servers run one after the other on the same devices. What was measured is
+saved after every step, in LOGS/{MEASURED} and in the record, so that a run that is ended keeps it.
+
+Ends 0 only if the plugin's answers are as near to stock's as stock's own are to each other, the plugin was seen to
+serve, and answers that are wrong on purpose (role {CONTROL}) were noticed; 143 if it is terminated."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = f"{EPILOG}\n\n{parser.epilog}"
+    parser.usage = "nsa-plugin compare ENGINE [options] [-- ENGINE_FLAG ...]"
+    parser.add_argument("engine", choices=ENGINES, help="whose server to start: %(choices)s")
+    model = parser.add_argument_group("model")
+    given = model.add_mutually_exclusive_group()
+    given.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint with sparse attention")
+    given.add_argument(
+        "--heads",
+        type=_count,
+        metavar="N",
+        help=f"query heads of a checkpoint of DeepSeek-V3.2's shape with seeded random weights, made here ({_HEADS})",
+    )
+    model.add_argument("--layers", type=_count, default=SPEC.num_hidden_layers, metavar="N", help="of it (%(default)s)")
+    model.add_argument("--mtp", action="store_true", help="with a layer for speculative decoding")
+    model.add_argument("--context", type=_count, default=32000, metavar="TOKENS", help="longest prompt (%(default)s)")
+
+    what = parser.add_argument_group("what to run")
+    what.add_argument(
+        "--runs",
+        type=_roles,
+        default=[STOCK, PLUGIN, CONTROL],
+        metavar="ROLE,...",
+        help=f"servers, in this order, of {', '.join(ROLES)} ({STOCK},{PLUGIN},{CONTROL})",
+    )
+    what.add_argument(
+        "--case",
+        action="append",
+        choices=(*AGREEMENT_CASES, *SPEED_CASES),
+        metavar="NAME",
+        help="only this one; may be given more than once (all of agreement)",
+    )
+    what.add_argument("--speed", action="store_true", help="also time the servers: the cases of speed")
+    what.add_argument("--budget", type=_seconds, default=1500.0, metavar="SECONDS", help="for everything (%(default)g)")
+    what.add_argument(
+        "--start-timeout", type=_seconds, default=400.0, metavar="SECONDS", help="for a server's start (%(default)g)"
+    )
+    what.add_argument("--measured", type=Path, metavar="FILE", help="judge what an earlier run saved, and run nothing")
+
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--workdir", type=Path, default=Path("compare-work"), metavar="DIR", help="for the checkpoint (%(default)s)"
+    )
+    output.add_argument("--logs", type=Path, metavar="DIR", help="for the servers' logs (WORKDIR/logs)")
+    output.add_argument("--json", type=Path, metavar="DIR", help="write the record to DIR/<gpu>/")
+    output.add_argument("--commit", metavar="HASH", help="commit for the record, where the source is in no checkout")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return value
+
+
+def _roles(text: str) -> list[str]:
+    roles = [role.strip() for role in text.split(",")]
+    for role in roles:
+        if role not in ROLES:
+            raise argparse.ArgumentTypeError(f"{role!r} is no role; allowed: {', '.join(ROLES)}")
+    if len(set(roles)) != len(roles):
+        raise argparse.ArgumentTypeError(f"{text!r} names a role twice")
+    return roles
+
+
+def run(args: argparse.Namespace) -> int:
+    out = console()
+    if args.measured is not None:
+        return _judge_again(args, out)
+    deadline = time.monotonic() + args.budget
+    say = speaker(lambda line: print(line, flush=True))
+    logs = args.logs or args.workdir / "logs"
+    cases = args.case or [*AGREEMENT_CASES, *(SPEED_CASES if args.speed else ())]
+    engine = ENGINES[args.engine]()
+    facts = _facts(args, engine)
+    if not facts["prefix_cache"]:
+        cases = [case for case in cases if case != "prefix"]
+    groups = workload(facts["vocab_size"], facts["index_topk"], args.context, cases)
+    measured = Measured(facts=facts, asked={"runs": args.runs, "cases": cases})
+
+    for directory in (args.workdir, logs, *([args.json] if args.json else [])):
+        _make_directory(directory)
+    say(f"{facts['suite']} on {facts['host']['gpu'] or 'no GPU'}, {args.budget:.0f} s for everything")
+    comparison = Comparison(
+        engine=engine,
+        measured=measured,
+        model=(args.model or args.workdir / _checkpoint_name(args)).resolve(),
+        flags=args.engine_flags,
+        groups=groups,
+        loads=loads(args.context, cases),
+        logs=logs.resolve(),
+        deadline=deadline,
+        start_timeout=args.start_timeout,
+        say=say,
+        on_step=lambda: _save(measured, logs, args.json),
+    )
+    code = _EXIT_FAILED
+    before = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        if args.model is None:
+            _make_checkpoint(args, comparison.model, say)
+        comparison.make(args.runs)
+    except KeyboardInterrupt:
+        measured.ended, code = "interrupted", _EXIT_INTERRUPTED
+    except SystemExit:
+        measured.ended, code = "terminated", _EXIT_TERMINATED
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    made, path = _save(measured, logs, args.json)
+    say(f"saved: {logs / MEASURED}{f', record: {path}' if path else ''}")
+    report.print_record(made, out)
+    return code if measured.ended else (_EXIT_OK if made["verdict"]["holds"] else _EXIT_FAILED)
+
+
+def _terminate(number: int, frame: FrameType | None) -> NoReturn:
+    """SIGTERM as an exception, so that every `with` and `finally` on the way out does its work."""
+    raise SystemExit(_EXIT_TERMINATED)
+
+
+def _judge_again(args: argparse.Namespace, out: Console) -> int:
+    try:
+        measured = Measured.load(args.measured)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CompareError(f"--measured is {args.measured}, which cannot be read: {error}") from error
+    if args.commit is not None:
+        measured.facts["host"]["commit"] = args.commit
+    made, path = _recorded(measured, args.json)
+    if path:
+        out.print(f"recorded: {path}")
+    report.print_record(made, out)
+    return _EXIT_OK if made["verdict"]["holds"] else _EXIT_FAILED
+
+
+def _save(measured: Measured, logs: Path, folder: Path | None) -> tuple[dict[str, Any], Path | None]:
+    measured.save(logs / MEASURED)
+    return _recorded(measured, folder)
+
+
+def _recorded(measured: Measured, folder: Path | None) -> tuple[dict[str, Any], Path | None]:
+    """The record, and where it was written."""
+    facts = measured.facts
+    timed = loads(facts["context"], measured.asked["cases"])
+    made = record.as_record(measured, judge(measured), timed, shlex.split(facts["command"]))
+    return made, record.write(made, folder) if folder is not None else None
+
+
+def _facts(args: argparse.Namespace, engine: Engine) -> dict[str, Any]:
+    """What does not change in the course of the comparison.
+
+    Raises:
+        CompareError: the engine or the model is not there, or is not what can be compared.
+    """
+    version = engine.version()
+    config = _config(args)
+    facts = engine.facts(args.engine_flags)
+    heads = config["num_attention_heads"] // facts["attention_tp"]
+    kind = "v32" if args.model is None else str(config.get("model_type", "model")).removeprefix("deepseek_")
+    variant = [f"tp{facts['tp']}"] if facts["tp"] > 1 else []
+    variant += [f"dp{facts['dp']}"] if facts["dp"] > 1 else []
+    gpu, driver = _gpu()
+    return {
+        **facts,
+        "suite": "-".join([engine.name, version, kind, f"{heads}heads", facts["kv"], *variant, *facts["variant"]]),
+        "engine": f"{engine.name} {version}",
+        "heads": heads,
+        "vocab_size": config["vocab_size"],
+        "index_topk": config["index_topk"],
+        "context": args.context,
+        "flags": args.engine_flags,
+        "model": {
+            "weights": "seeded random, see nsa_plugin.demo.checkpoint" if args.model is None else args.model.name,
+            **{name: config[name] for name in _SHOWN if name in config},
+        },
+        "command": shlex.join(["nsa-plugin", *sys.argv[1:]]),
+        "host": record.describe_host(gpu, driver, facts["tp"], args.commit),
+    }
+
+
+_SHOWN = (
+    *("architectures", "num_hidden_layers", "hidden_size", "num_attention_heads", "q_lora_rank", "kv_lora_rank"),
+    *("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "index_topk", "index_n_heads", "index_head_dim"),
+    *("n_routed_experts", "num_experts_per_tok", "num_nextn_predict_layers", "vocab_size", "torch_dtype"),
+)
+
+
+def _config(args: argparse.Namespace) -> dict[str, Any]:
+    if args.model is None:
+        config = _spec(args).config()
+    else:
+        try:
+            config = json.loads((args.model / "config.json").read_text())
+        except (OSError, ValueError) as error:
+            raise CompareError(f"--model is {args.model}, whose config.json cannot be read: {error}") from error
+    for name in ("num_attention_heads", "vocab_size", "index_topk"):
+        if not isinstance(config.get(name), int):
+            raise CompareError(f"{args.model}/config.json has no {name}: a model with sparse attention is needed")
+    longest = config.get("max_position_embeddings") or sys.maxsize
+    if args.context + 512 > longest:
+        raise CompareError(f"--context is {args.context}; the model's longest position leaves {longest - 512}")
+    return dict(config)
+
+
+def _spec(args: argparse.Namespace) -> CheckpointSpec:
+    return replace(
+        SPEC,
+        num_attention_heads=args.heads or _HEADS,
+        num_hidden_layers=args.layers,
+        num_nextn_predict_layers=int(args.mtp),
+    )
+
+
+def _checkpoint_name(args: argparse.Namespace) -> str:
+    return f"v32-{args.heads or _HEADS}heads-{args.layers}layers{'-mtp' if args.mtp else ''}"
+
+
+def _make_checkpoint(args: argparse.Namespace, directory: Path, say: Say) -> None:
+    """Write the checkpoint, unless a whole one of the same spec is there."""
+    spec, mark = _spec(args), directory / "spec.json"
+    wanted = json.dumps(asdict(spec))
+    if mark.is_file() and mark.read_text() == wanted:
+        say(f"checkpoint: {directory} is there")
+        return
+    started = time.monotonic()
+    say(f"checkpoint: writing {directory}")
+    mark.unlink(missing_ok=True)
+    try:
+        write_checkpoint(directory, spec)
+        mark.write_text(wanted)  # last: it says that the rest is whole
+    except OSError as error:
+        raise CompareError(f"{directory} cannot be written: {error}") from error
+    say(f"checkpoint: written in {time.monotonic() - started:.1f} s")
+
+
+def _make_directory(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CompareError(f"{path} cannot be made: {error}") from error
+
+
+def _gpu() -> tuple[str, str]:
+    """Name and driver of the first GPU, ("", "") without one. Asked of nvidia-smi: torch would take memory there."""
+    command: Sequence[str] = ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return "", ""
+    first = done.stdout.strip().splitlines()[0] if done.returncode == 0 and done.stdout.strip() else ","
+    name, _, driver = first.partition(",")
+    return name.strip(), driver.strip()

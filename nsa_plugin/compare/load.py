@@ -1,0 +1,159 @@
+"""How fast a server answers: streamed requests without log probabilities, timed by the client.
+
+As in the engines' own benchmarks: time to first token (`ttft`) is from sending a request to the first event with a
+token, HTTP included; inter-token latency (`itl`) is the time between two events over the tokens of the second;
+throughput is tokens over the time from the first request sent to the last one answered. Prompts are random and
+distinct, of exactly the length named, and the prefix cache is emptied before each repetition. All requests of a
+repetition are sent at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from nsa_plugin.compare.client import flush, new_session, within_time
+from nsa_plugin.compare.engine import CompareError, Engine
+
+if TYPE_CHECKING:
+    import aiohttp
+
+TTFT, PREFILL, DECODE = "ttft", "prefill", "decode"
+SPEED_CASES = (TTFT, PREFILL, DECODE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """Requests that are sent together, again and again.
+
+    Attributes:
+        name: unique. case: see `SPEED_CASES`.
+        requests: sent at once. prompt: tokens of each. new_tokens: asked of each.
+        repeat: timed repetitions, after one that is not.
+    """
+
+    name: str
+    case: str
+    requests: int
+    prompt: int
+    new_tokens: int
+    repeat: int
+
+    @property
+    def measures(self) -> tuple[str, ...]:
+        """What is read of it: "ttft_ms", "itl_ms", "input_tokens_per_s", "output_tokens_per_s"."""
+        return {
+            TTFT: ("ttft_ms",),
+            PREFILL: ("ttft_ms", "input_tokens_per_s"),
+            DECODE: ("itl_ms", "output_tokens_per_s"),
+        }[self.case]
+
+
+def loads(context: int, cases: Sequence[str] = SPEED_CASES) -> list[Load]:
+    """The loads of `cases`: one request of each of three lengths; 100 prompts of 2000 tokens with one token out; and
+    16 of 4096 with 256 out. No prompt is longer than `context`."""
+    found = []
+    if TTFT in cases:
+        for prompt in sorted({min(length, context) for length in (2000, 8192, context)}):
+            # Longer ones vary less, and take longer.
+            repeat = 7 if prompt < 10_000 else 5
+            found.append(Load(name=f"ttft-{prompt}", case=TTFT, requests=1, prompt=prompt, new_tokens=1, repeat=repeat))
+    if PREFILL in cases:
+        prompt = min(2000, context)
+        found.append(
+            Load(name=f"prefill-100x{prompt}", case=PREFILL, requests=100, prompt=prompt, new_tokens=1, repeat=3)
+        )
+    if DECODE in cases:
+        prompt, new_tokens = min(4096, context), min(256, context)
+        found.append(
+            Load(name=f"decode-16x{prompt}", case=DECODE, requests=16, prompt=prompt, new_tokens=new_tokens, repeat=2)
+        )
+    return found
+
+
+@dataclass
+class _Timed:
+    """One streamed request: when its tokens came, in seconds after it was sent."""
+
+    first: float = 0.0
+    gaps: list[float] = field(default_factory=list)
+    tokens: int = 0
+    last: float = 0.0
+
+    def event(self, tokens: int, now: float) -> None:
+        if tokens <= self.tokens:
+            return
+        if not self.tokens:
+            self.first = now
+        else:
+            new = tokens - self.tokens
+            self.gaps += [(now - self.last) / new] * new
+        self.tokens, self.last = tokens, now
+
+
+def measure(
+    engine: Engine, url: str, load: Load, vocab_size: int, timeout: float, said: Callable[[str], None]
+) -> dict[str, list[float]]:
+    """The readings of a load's repetitions, by measure. What is a distribution in one repetition is its median.
+
+    Args:
+        vocab_size: prompts hold any of these tokens but the first ten.
+        timeout: seconds for all of it.
+        said: called with a sentence after each repetition.
+
+    Raises:
+        CompareError: a request failed, or the time did not suffice.
+    """
+
+    async def repeat() -> dict[str, list[float]]:
+        readings: dict[str, list[float]] = {name: [] for name in load.measures}
+        async with new_session() as session:
+            for number in range(load.repeat + 1):
+                source = random.Random(f"{load.name}/{number}")
+                prompts = [[source.randrange(10, vocab_size) for _ in range(load.prompt)] for _ in range(load.requests)]
+                bodies = [json.dumps(engine.body([prompt], load.new_tokens, stream=True)) for prompt in prompts]
+                await flush(session, engine, url)
+                started = time.perf_counter()
+                timed = await asyncio.gather(*(_stream(session, engine, url, body) for body in bodies))
+                found = _readings(load, timed, time.perf_counter() - started)
+                if number:  # the first one warms up
+                    for name in load.measures:
+                        readings[name].append(found[name])
+                    said(", ".join(f"{name} {found[name]:.1f}" for name in load.measures))
+        return readings
+
+    return asyncio.run(within_time(timeout, load.name, repeat()))
+
+
+async def _stream(session: aiohttp.ClientSession, engine: Engine, url: str, body: str) -> _Timed:
+    timed = _Timed()
+    started = time.perf_counter()
+    headers = {"Content-Type": "application/json"}
+    async with session.post(f"{url}{engine.generate_path}", data=body, headers=headers) as response:
+        if response.status != 200:
+            raise CompareError(f"the server answered {response.status}: {(await response.text())[:300]}")
+        async for line in response.content:
+            event = line.strip().removeprefix(b"data: ")
+            if event and event != b"[DONE]":
+                now = time.perf_counter() - started
+                timed.event(engine.streamed(json.loads(event)), now)
+    return timed
+
+
+def _readings(load: Load, timed: Sequence[_Timed], seconds: float) -> dict[str, float]:
+    short = [one.tokens for one in timed if one.tokens != load.new_tokens]
+    if short:
+        raise CompareError(f"{load.name}: {short[0]} tokens where {load.new_tokens} were asked for")
+    gaps = [gap for one in timed for gap in one.gaps]
+    return {
+        "ttft_ms": statistics.median(one.first for one in timed) * 1e3,
+        "itl_ms": statistics.median(gaps) * 1e3 if gaps else 0.0,
+        "input_tokens_per_s": load.requests * load.prompt / seconds,
+        "output_tokens_per_s": load.requests * load.new_tokens / seconds,
+    }

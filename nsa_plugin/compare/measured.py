@@ -1,0 +1,140 @@
+"""What a comparison has measured: plain data, saved after every step and read back to be judged."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a server answered to one prompt. Log probabilities are natural; NaN where the server gave none.
+
+    Attributes:
+        token_ids: generated tokens.
+        logprobs: of each of them.
+        top: for each of them, the most probable token ids with their log probabilities.
+        prompt_logprobs: of the prompt's last tokens, where they were asked for.
+        cached_tokens: prompt tokens that came from the prefix cache.
+        error: why there is no answer, or "".
+    """
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    top: tuple[dict[int, float], ...] = ()
+    prompt_logprobs: tuple[float, ...] = ()
+    cached_tokens: int = 0
+    error: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        return vars(self) | {"top": [[list(best), list(best.values())] for best in self.top]}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Answer:
+        return cls(
+            token_ids=tuple(data["token_ids"]),
+            logprobs=tuple(data["logprobs"]),
+            top=tuple(dict(zip(ids, values, strict=True)) for ids, values in data["top"]),
+            prompt_logprobs=tuple(data["prompt_logprobs"]),
+            cached_tokens=data["cached_tokens"],
+            error=data["error"],
+        )
+
+
+@dataclass(kw_only=True)
+class Run:
+    """One server: what it was, and what it gave.
+
+    Attributes:
+        role: see `runner.ROLES`.
+        command: its command line.
+        start_seconds: until it was healthy; 0 while it was not.
+        answers: by group, then by request.
+        speed: by measure (see `load`), the readings of each of its repetitions.
+        report: the plugin's start-up report, empty without one.
+        routes: batches by "phase/attention/provider", as the plugin counted them.
+        planned: the plans that the server's log names, as "phase/attention/provider".
+        skipped: groups and measures that the time did not suffice for.
+        error: why the run ended early, or "".
+        done: whether it came to its end.
+    """
+
+    role: str
+    command: str = ""
+    start_seconds: float = 0.0
+    answers: dict[str, dict[str, Answer]] = field(default_factory=dict)
+    speed: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    report: dict[str, Any] = field(default_factory=dict)
+    routes: dict[str, int] = field(default_factory=dict)
+    planned: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    error: str = ""
+    done: bool = False
+
+    @property
+    def active(self) -> bool:
+        """Whether the plugin said that it serves, and was seen to carry batches."""
+        return bool(self.report.get("active")) and bool(sum(self.routes.values()) or self.planned)
+
+
+@dataclass(kw_only=True)
+class Measured:
+    """A whole comparison.
+
+    Attributes:
+        facts: what does not change between its runs: the engine, the model, the flags, the host.
+        asked: the roles and the cases that were asked for.
+        prompts: tokens of each request's prompt, by group and request.
+        least_cached: tokens that must come from the prefix cache, by request.
+        runs: by role, in the order in which they were made.
+        ended: why it ended early, or "".
+    """
+
+    facts: dict[str, Any]
+    asked: dict[str, list[str]]
+    prompts: dict[str, dict[str, int]] = field(default_factory=dict)
+    least_cached: dict[str, int] = field(default_factory=dict)
+    runs: dict[str, Run] = field(default_factory=dict)
+    ended: str = ""
+    # Answers of a group do not change: each is turned into text once.
+    _lines: dict[tuple[str, str], str] = field(default_factory=dict)
+
+    def save(self, path: Path) -> None:
+        """Write it whole, or not at all: a line of all but the answers, then one for each group of answers."""
+        runs = {role: vars(run) | {"answers": {}} for role, run in self.runs.items()}
+        head = {"schema": SCHEMA, **vars(self), "runs": runs}
+        del head["_lines"]
+        for role, run in self.runs.items():
+            for group, named in run.answers.items():
+                if (role, group) not in self._lines:
+                    answers = {name: one.as_dict() for name, one in named.items()}
+                    self._lines[role, group] = _line({"role": role, "group": group, "answers": answers})
+        partial = path.with_suffix(".partial")
+        partial.write_text("".join([_line(head), *self._lines.values()]))
+        os.replace(partial, path)
+
+    @classmethod
+    def load(cls, path: Path) -> Measured:
+        """Read what `save` wrote.
+
+        Raises:
+            OSError, ValueError, KeyError, TypeError: it is not there, or not such a file.
+        """
+        head, *lines = (json.loads(line) for line in path.read_text().splitlines())
+        if head.pop("schema") != SCHEMA:
+            raise ValueError(f"not of schema {SCHEMA}")
+        made = cls(**head | {"runs": {role: Run(**run) for role, run in head["runs"].items()}})
+        for line in lines:
+            answers = {name: Answer.from_dict(one) for name, one in line["answers"].items()}
+            made.runs[line["role"]].answers[line["group"]] = answers
+        return made
+
+
+def _line(data: Mapping[str, Any]) -> str:
+    return json.dumps(data, separators=(",", ":")) + "\n"

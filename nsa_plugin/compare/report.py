@@ -1,0 +1,110 @@
+"""The tables of a comparison, from its record alone: on a terminal, and as Markdown for the documentation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from nsa_plugin.bench.markdown import markdown_table
+from nsa_plugin.commands.output import table
+from nsa_plugin.compare.record import OURS
+
+Row = dict[str, Any]
+
+_AGREEMENT = ("requests", "of", "tokens equal", "answers part", "largest gap", "largest |Δlogprob|", "mean", "rejected")
+_SERVE = ("load", "measure", "stock", "nsa-plugin", "times better")
+
+
+def print_record(record: Row, console: Console) -> None:
+    """What was measured, then the checks, the verdict last."""
+    agreement, serve = _tables(record)
+    if agreement:
+        shown = table("Agreement", "between", *_AGREEMENT)
+        for cells in agreement:
+            shown.add_row(*cells)
+        console.print(shown)
+    if serve:
+        shown = table("Speed, medians", *_SERVE)
+        for cells in serve:
+            shown.add_row(*cells)
+        console.print(shown)
+    checks = table("Checks", "", "check", "detail")
+    for check in record["verdict"]["checks"]:
+        checks.add_row("✓" if check["holds"] else "✗", check["name"], check["detail"])
+    console.print(checks)
+    console.print(verdict_line(record))
+
+
+def verdict_line(record: Row) -> str:
+    """One sentence: whether all holds."""
+    failed = [check["name"] for check in record["verdict"]["checks"] if not check["holds"]]
+    if failed:
+        return f"✗ FAILED: {'; '.join(failed)}"
+    if any(row["op"] == "agreement" and row["provider"] == OURS for row in record["rows"]):
+        return "✓ The plugin's tokens and log probabilities agree with stock's, and wrong ones are noticed."
+    return "✓ Measured."
+
+
+def _tables(record: Row) -> tuple[list[list[str]], list[list[str]]]:
+    agreement, serve = [], []
+    for row in record["rows"]:
+        case = row["case"]
+        if row["op"] == "agreement":
+            who = "control" if "fault" in case else ("stock, itself" if row["provider"] != OURS else "plugin, stock")
+            gap = "-" if not row["parted"] else _nats(row["max_gap"])
+            agreement.append(
+                [
+                    who,
+                    case["requests"],
+                    str(row["requests"]),
+                    f"{row['equal']} of {row['tokens']}" if row["tokens"] else f"{row['positions']} positions",
+                    str(row["parted"]),
+                    gap,
+                    _nats(row["max_error"]),
+                    _nats(row["mean_error"]),
+                    str(row["rejected"]),
+                ]
+            )
+        else:
+            serve.append(
+                [
+                    f"{case['requests']} × {case['prompt']} in, {case['new_tokens']} out",
+                    case["measure"].replace("_per_s", "/s").replace("_", " "),
+                    f"{row['baseline_median']:.1f}",
+                    f"{row['median']:.1f}",
+                    f"{row['speedup']:.2f}",
+                ]
+            )
+    return agreement, serve
+
+
+def _nats(value: float | None) -> str:
+    return "∞" if value is None else f"{value:.3f}"
+
+
+def section(path: Path, record: Row, folder: str) -> str:
+    """A record as a section of docs/benchmarks.md.
+
+    Args:
+        folder: the record's, as seen from the page.
+    """
+    host = record["host"]
+    libraries = ", ".join(f"{name} {version}" for name, version in host["libraries"].items())
+    parts = [
+        f"### {record['suite']}",
+        f"[Record]({folder}/{path.name}) of `{record['command']}`, {record['date']}, commit "
+        f"{host['commit'] or 'unknown'}: {record['engine']}, {host['gpus']} GPU, torch {host['torch']}"
+        f"{'; ' + libraries if libraries else ''}.",
+    ]
+    agreement, serve = _tables(record)
+    if agreement:
+        parts.append(markdown_table(["between", *_AGREEMENT], agreement))
+    if serve:
+        parts.append(markdown_table(_SERVE, serve))
+    checks = record["verdict"]["checks"]
+    parts.append(
+        "\n".join(f"- {'holds' if c['holds'] else '**does not hold**'}: {c['name']}: {c['detail']}" for c in checks)
+    )
+    return "\n\n".join(parts)

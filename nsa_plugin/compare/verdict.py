@@ -1,0 +1,197 @@
+"""What a comparison came to: checks, each of which holds or says why not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from nsa_plugin.compare import rule
+from nsa_plugin.compare.measured import Measured, Run
+from nsa_plugin.compare.rule import CONTROL, PLUGIN, STOCK, Compared, Tolerance
+from nsa_plugin.compare.workload import AGREEMENT_CASES
+
+_NAMED = 4  # requests that a check names
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One thing that the comparison must have shown."""
+
+    name: str
+    holds: bool
+    detail: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """The checks, and the differences that they are about.
+
+    Attributes:
+        own: stock against itself.
+        plugin: the plugin against stock. control: the plugin with wrong tokens on purpose against stock.
+    """
+
+    checks: Sequence[Check]
+    tolerance: Tolerance
+    own: Sequence[Compared]
+    plugin: Sequence[Compared]
+    control: Sequence[Compared]
+
+    @property
+    def holds(self) -> bool:
+        return all(check.holds for check in self.checks)
+
+
+def judge(measured: Measured) -> Verdict:
+    """Judge what was measured so far."""
+    runs = measured.runs
+    own = rule.own_differences(measured)
+    allowed = rule.tolerance(own, measured.facts["kv"])
+    stock = runs.get(STOCK)
+
+    def against_stock(role: str) -> list[Compared]:
+        return rule.between(measured, stock, runs[role]) if stock is not None and role in runs else []
+
+    plugin, control = against_stock(PLUGIN), against_stock(CONTROL)
+    agreement = any(case in AGREEMENT_CASES for case in measured.asked["cases"])
+    checks = [_complete(measured)]
+    if PLUGIN in runs:
+        checks.append(_active(runs[PLUGIN]))
+    if agreement:
+        checks += [_measured_own(own, allowed), *_agreement(plugin, allowed)]
+        if "prefix" in measured.asked["cases"] and measured.least_cached:
+            checks.append(_cached(measured))
+        checks.append(_control(control, allowed, runs.get(CONTROL), measured.facts["index_topk"]))
+    return Verdict(checks=checks, tolerance=allowed, own=own, plugin=plugin, control=control)
+
+
+def _complete(measured: Measured) -> Check:
+    """Whether all was measured that agreement rests on; without it, whether all was timed."""
+    cases = measured.asked["cases"]
+    missing = [measured.ended] if measured.ended else []
+    untimed: list[str] = []
+    for role in measured.asked["runs"]:
+        run = measured.runs.get(role)
+        if run is None:
+            missing.append(f"{role} was not run")
+            continue
+        if run.error:
+            lines = run.error.splitlines()
+            # What failed, and the last that the server's log says of it.
+            missing.append(f"{role}: {' '.join(dict.fromkeys((lines[0], lines[-1].strip())))}")
+        elif not run.done:
+            missing.append(f"{role} did not come to its end")
+        for skipped in run.skipped:
+            (missing if skipped in measured.prompts else untimed).append(f"{role}: no time for {skipped}")
+    if not any(case in AGREEMENT_CASES for case in cases):
+        missing += untimed
+    detail = "; ".join(missing + [one for one in untimed if one not in missing])
+    return Check(name="complete", holds=not missing, detail=detail or "everything asked for was measured")
+
+
+def _active(run: Run) -> Check:
+    if not run.report:
+        detail = "its server wrote no start-up report"
+    elif not run.report.get("active"):
+        notes = "; ".join(run.report.get("notes", ())) or "no reason given"
+        detail = f"its start-up report says that it does not serve: {notes}"
+    elif not run.active:
+        detail = "it is on, but neither its counters nor its trace show a batch"
+    else:
+        counted = [f"{route} x{count}" for route, count in sorted(run.routes.items())]
+        detail = ", ".join(counted) or f"plans in the log: {', '.join(run.planned)}"
+    return Check(name="the plugin served", holds=run.active, detail=detail)
+
+
+def _measured_own(own: Sequence[Compared], allowed: Tolerance) -> Check:
+    problems = [f"{one.group} {one.name}: {one.problem}" for one in own if one.problem]
+    detail = (
+        f"largest difference {allowed.own_largest:.3f}, mean {allowed.own_answers_mean:.4f}, "
+        f"mean of forced positions {allowed.own_forced_mean:.4f}"
+    )
+    if not own:
+        detail = "no request was answered twice by stock: its own spread is not known"
+    return Check(name="stock against itself", holds=bool(own) and not problems, detail=_some(problems) or detail)
+
+
+def _agreement(plugin: Sequence[Compared], allowed: Tolerance) -> list[Check]:
+    rejected = [one for one in plugin if not allowed.holds(one)]
+    answers = [one for one in plugin if not rule.is_forced(one)]
+    parted = [one for one in answers if one.gap is not None]
+    detail = (
+        f"{len(plugin)} requests; {len(parted)} answers part, all at near ties; largest difference "
+        f"{max((one.largest for one in answers), default=0.0):.3f} of {allowed.largest:.3f} allowed"
+    )
+    if not plugin:
+        detail = "no request was answered by both stock and the plugin"
+    checks = [
+        Check(
+            name="the plugin agrees, request by request",
+            holds=bool(plugin) and not rejected,
+            detail=_some([explain(one, allowed) for one in rejected]) or detail,
+        )
+    ]
+    for what, rows, limit in (
+        ("answers", answers, allowed.answers_mean),
+        ("forced positions", [one for one in plugin if rule.is_forced(one)], allowed.forced_mean),
+    ):
+        if rows:
+            found = rule.mean(rows)
+            checks.append(
+                Check(
+                    name=f"the plugin agrees in the mean of {what}",
+                    holds=found <= limit,
+                    detail=f"{found:.4f} of {limit:.4f} allowed",
+                )
+            )
+    return checks
+
+
+def explain(one: Compared, allowed: Tolerance) -> str:
+    """Why a request does not agree."""
+    if one.problem:
+        what = one.problem
+    elif rule.is_forced(one):
+        what = f"mean difference {one.mean:.4f} of {allowed.forced_mean:.4f}"
+    elif one.gap is not None and one.gap > allowed.largest:
+        what = f"token {one.equal} differs and is no near tie, gap {one.gap:.3f} of {allowed.largest:.3f}"
+    else:
+        what = f"largest difference {one.largest:.3f} of {allowed.largest:.3f}"
+    return f"{one.group} {one.name}: {what}"
+
+
+def _cached(measured: Measured) -> Check:
+    missed = []
+    for role in (STOCK, PLUGIN):
+        run = measured.runs.get(role)
+        answers = run.answers.get("prefix", {}) if run is not None else {}
+        for name, least in measured.least_cached.items():
+            got = answers[name].cached_tokens if name in answers else None
+            if got is None or got < least:
+                said = "no answer" if got is None else f"{got} tokens cached"
+                missed.append(f"{role}, {name}: {said}, at least {least} expected")
+    return Check(name="the prefix cache was hit", holds=not missed, detail=_some(missed) or "by stock and the plugin")
+
+
+def _control(control: Sequence[Compared], allowed: Tolerance, run: Run | None, index_topk: int) -> Check:
+    """Wrong tokens must be noticed where a selection is made: in prompts longer than index_topk."""
+    name = "wrong tokens are noticed"
+    long = [one for one in control if one.prompt > index_topk]
+    if run is None or not long:
+        return Check(name=name, holds=False, detail="no control was run: the comparison may be blind")
+    if not run.active:
+        return Check(name=name, holds=False, detail="the plugin did not serve in the control: nothing was made wrong")
+    noticed = [one for one in long if not allowed.holds(one)]
+    forced = [one for one in long if rule.is_forced(one)]
+    # The mean of answers says nothing here: they part at once, and there is little left to compare.
+    holds = 2 * len(noticed) >= len(long) and (not forced or rule.mean(forced) > allowed.forced_mean)
+    detail = f"{len(noticed)} of {len(long)} requests longer than index_topk rejected"
+    if forced:
+        detail += f", mean of forced positions {rule.mean(forced):.3f} of {allowed.forced_mean:.4f} allowed"
+    return Check(name=name, holds=holds, detail=detail if holds else f"the comparison is blind: {detail}")
+
+
+def _some(lines: Iterable[str]) -> str:
+    lines = list(lines)
+    more = f"; and {len(lines) - _NAMED} more" if len(lines) > _NAMED else ""
+    return "; ".join(lines[:_NAMED]) + more

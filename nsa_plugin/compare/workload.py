@@ -1,0 +1,167 @@
+"""The requests of a comparison: the same token ids for every server.
+
+Groups are sent one after the other, the prefix cache emptied before each. Where two groups hold the same prompts
+in another company, they show how much a server differs from itself (`SAME`).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nsa_plugin.compare.engine import CompareError
+
+SINGLE, BATCH, PREFIX, CONCURRENT, FORCED = "single", "batch", "prefix", "concurrent", "forced"
+AGREEMENT_CASES = (SINGLE, BATCH, FORCED, PREFIX, CONCURRENT)
+
+# Pairs of groups with the same prompts: alone twice, alone and in one batch, with and without a prefix cache hit,
+# and among others that come in another order.
+SAME = (
+    (SINGLE, f"{SINGLE}-again"),
+    (SINGLE, BATCH),
+    (FORCED, f"{FORCED}-batch"),
+    (PREFIX, f"{PREFIX}-cold"),
+    (CONCURRENT, f"{CONCURRENT}-again"),
+)
+NEW_TOKENS = 24
+NUM_CONCURRENT = 64
+# Positions of a prompt whose log probabilities are compared: every one is conditioned on the same tokens.
+FORCED_POSITIONS = 512
+# Top log probabilities of each generated token; a near tie is among them.
+TOP = 16
+_FIRST_TOKEN = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One request.
+
+    Attributes:
+        name: unique in its group; the same in groups that `SAME` pairs.
+        prompt: token ids.
+        prompt_logprobs: see `Engine.body`.
+        cached_tokens: at least so many of the prompt's tokens must come from the prefix cache.
+    """
+
+    name: str
+    prompt: tuple[int, ...]
+    new_tokens: int = NEW_TOKENS
+    prompt_logprobs: int = 0
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Requests that are sent together.
+
+    Attributes:
+        name: of the group.
+        case: see `AGREEMENT_CASES`.
+        how: "one by one", "one batch" (a single HTTP request) or "at once" (an HTTP request each).
+    """
+
+    name: str
+    case: str
+    how: str
+    requests: tuple[Request, ...]
+
+
+def prompt_lengths(index_topk: int, context: int) -> list[int]:
+    """Lengths in tokens: short, around `index_topk`, and up to `context`. For 2048 and 32000: 32, 700, 1500, 2047,
+    2048, 2049, 3000, 6000, 12000, 32000."""
+    short = [max(1, index_topk * part // 2048) for part in (32, 700, 1500)]
+    long = [index_topk * 3000 // 2048, context * 3 // 16, context * 3 // 8, context]
+    lengths = {*short, index_topk - 1, index_topk, index_topk + 1, *long}
+    return sorted(length for length in lengths if length <= context)
+
+
+def workload(
+    vocab_size: int,
+    index_topk: int,
+    context: int,
+    cases: Sequence[str] = AGREEMENT_CASES,
+    *,
+    seed: int = 7,
+    concurrent: int = NUM_CONCURRENT,
+) -> list[Group]:
+    """The groups of `cases`, in the order in which they are sent.
+
+    Args:
+        context: tokens of the longest prompt.
+
+    Raises:
+        CompareError: `context` leaves no prompt longer than `index_topk`, or the vocabulary is too small.
+    """
+    if context < 2 * index_topk:
+        raise CompareError(
+            f"--context is {context}; at least twice the model's index_topk, {2 * index_topk}, is needed"
+        )
+    if vocab_size < 2 * _FIRST_TOKEN:
+        raise CompareError(f"the model has {vocab_size} tokens; at least {2 * _FIRST_TOKEN} are needed")
+
+    def tokens(name: str, count: int) -> tuple[int, ...]:
+        # A stream of its own for each prompt: they stay the same when others are left out.
+        source = random.Random(f"{seed}/{name}")
+        return tuple(source.randrange(_FIRST_TOKEN, vocab_size) for _ in range(count))
+
+    groups = []
+    if SINGLE in cases or BATCH in cases:
+        alone = tuple(
+            Request(name=f"p{count}", prompt=tokens(f"p{count}", count))
+            for count in prompt_lengths(index_topk, context)
+        )
+        if SINGLE in cases:
+            groups += [
+                Group(name=name, case=SINGLE, how="one by one", requests=alone) for name in (SINGLE, f"{SINGLE}-again")
+            ]
+        if BATCH in cases:
+            groups.append(Group(name=BATCH, case=BATCH, how="one batch", requests=alone))
+    if FORCED in cases:
+        counts = sorted({index_topk * 3 // 4, index_topk * 3 // 2, min(3 * index_topk, context)})
+        forced = tuple(
+            Request(
+                name=f"p{count}",
+                prompt=tokens(f"forced/{count}", count),
+                new_tokens=1,
+                prompt_logprobs=min(FORCED_POSITIONS, counts[0] // 2),
+            )
+            for count in counts
+        )
+        groups.append(Group(name=FORCED, case=FORCED, how="one by one", requests=forced))
+        groups.append(Group(name=f"{FORCED}-batch", case=FORCED, how="one batch", requests=forced))
+    if PREFIX in cases:
+        groups += _prefix_groups(index_topk, tokens)
+    if CONCURRENT in cases:
+        source = random.Random(f"{seed}/lengths")
+        low, high = math.log(max(2, index_topk // 64)), math.log(2 * index_topk)
+        lengths = [int(math.exp(source.uniform(low, high))) for _ in range(concurrent)]
+        mixed = [Request(name=f"c{i}", prompt=tokens(f"c{i}", count)) for i, count in enumerate(lengths)]
+        groups.append(Group(name=CONCURRENT, case=CONCURRENT, how="at once", requests=tuple(mixed)))
+        source.shuffle(mixed)
+        groups.append(Group(name=f"{CONCURRENT}-again", case=CONCURRENT, how="at once", requests=tuple(mixed)))
+    return groups
+
+
+def _prefix_groups(index_topk: int, tokens: object) -> list[Group]:
+    """A pair of prompts with a shared prefix below index_topk in all, a pair with one above it, and both without."""
+    assert callable(tokens)
+    warm: list[Request] = []
+    for name, shared_count, own_count in (
+        ("below-topk", index_topk // 2, index_topk // 8),
+        ("above-topk", index_topk * 3 // 2, index_topk // 4),
+    ):
+        shared = tokens(f"{name}/shared", shared_count)
+        warm.append(Request(name=f"{name}-first", prompt=shared + tokens(f"{name}/first", own_count)))
+        # Caches hold whole pages: half of the prefix is more than enough to show a hit.
+        again = shared + tokens(f"{name}/again", own_count + 1)
+        warm.append(Request(name=f"{name}-again", prompt=again, cached_tokens=shared_count // 2))
+    cold = tuple(
+        Request(name=request.name, prompt=request.prompt) for request in warm if request.name.endswith("-again")
+    )
+    # The cache is emptied before each request of the second group.
+    return [
+        Group(name=PREFIX, case=PREFIX, how="one by one", requests=tuple(warm)),
+        Group(name=f"{PREFIX}-cold", case=PREFIX, how="one by one, uncached", requests=cold),
+    ]

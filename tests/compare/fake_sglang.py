@@ -1,0 +1,143 @@
+"""Stands in for `python -m sglang.launch_server`: /generate, /flush_cache, /health and /metrics of a toy model.
+
+Log probabilities follow from the tokens before, with a little noise that depends on the role and on the batch, as
+a GPU's arithmetic has. FAKE_MODE breaks it, FAKE_PIDS names a file that gets the server's pid.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+import zlib
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+MODE = os.environ.get("FAKE_MODE", "")
+PLUGIN = "--enable-nsa-plugin" in sys.argv and os.environ["NSA_PLUGIN_ENABLED"] == "1"
+FAULT = os.environ.get("NSA_PLUGIN_FAULT", "none") if PLUGIN else "none"
+PORT = int(sys.argv[sys.argv.index("--port") + 1])
+VOCAB, TOPK = 256, 64
+NOISE = 0.02
+cache: list[list[int]] = []
+batches = 0
+lock = threading.Lock()
+
+
+def best(context: list[int], company: int) -> dict[int, float]:
+    """The 20 most probable next tokens."""
+    # Wrong tokens are attended where there is something to select.
+    wrong = FAULT != "none" and MODE != "blind" and len(context) > TOPK
+    wrong = wrong or (MODE == "wrong" and PLUGIN and len(context) > TOPK)
+    seed = zlib.crc32(bytes(context[-8:]) + len(context).to_bytes(2, "big") + bytes([wrong]))
+    noise = zlib.crc32(b"%d/%d/%d" % (seed, company, PLUGIN))
+    # An odd step visits 20 of the 256 tokens, each once.
+    step = seed >> 8 | 1
+    values = [-1.0 - 0.5 * i + NOISE * (((noise >> i) & 15) / 7.5 - 1) for i in range(20)]
+    return {(seed + step * i) % VOCAB: value for i, value in enumerate(values)}
+
+
+def common(one: list[int], other: list[int]) -> int:
+    """Length of the prefix that both have."""
+    pairs = zip(one, other, strict=False)
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+def answer(prompt: list[int], body: dict, company: int) -> dict:
+    global batches
+    with lock:
+        shared = max((common(prompt[:-1], other) for other in cache), default=0)
+        cache.append(prompt)
+        batches += 1
+    context, chosen, tops = list(prompt), [], []
+    for _ in range(body["sampling_params"]["max_new_tokens"]):
+        top = best(context, company)
+        token = next(iter(top))
+        chosen.append([top[token], token, None])
+        tops.append([[value, one, None] for one, value in top.items()][: body.get("top_logprobs_num", 0)])
+        context.append(token)
+    meta = {"completion_tokens": len(chosen), "cached_tokens": shared // 4 * 4, "finish_reason": {"type": "length"}}
+    if MODE == "uncached":
+        meta["cached_tokens"] = 0
+    if body.get("return_logprob"):
+        start = body["logprob_start_len"]
+        meta |= {"output_token_logprobs": chosen, "output_top_logprobs": tops}
+        if start >= 0:
+            rows = [(prompt[:at], prompt[at]) for at in range(start, len(prompt))]
+            values = [best(before, company).get(token, -12.0 - sum(before) % 5) for before, token in rows]
+            if FAULT != "none" and MODE != "blind" and len(prompt) > TOPK:
+                values = [value + 3 for value in values]
+            meta["input_token_logprobs"] = [[None, prompt[start], None]] + [
+                [value, token, None] for value, (_, token) in zip(values[1:], rows[1:], strict=True)
+            ]
+    return {"output_ids": [token for _, token, _ in chosen], "meta_info": meta}
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # or a reply of two packets waits for the first to be acknowledged
+
+    def reply(self, data: bytes, status: int = 200) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def do_GET(self) -> None:
+        lines = [
+            "# HELP sglang:nsa_plugin_batches_total Batches",
+            f'sglang:nsa_plugin_batches_total{{attention="sparse_decode",phase="decode",provider="cuda"}} {batches}.0',
+        ]
+        self.reply("\n".join(lines if PLUGIN and MODE != "uncounted" else []).encode())
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or b"{}")
+        if self.path == "/flush_cache":
+            cache.clear()
+            return self.reply(b"flushed")
+        if PLUGIN and FAULT == "none" and MODE == "crashes":
+            print("RuntimeError: an illegal memory access was encountered", flush=True)
+            os._exit(9)
+        if PLUGIN and MODE == "hangs":
+            time.sleep(600)
+        prompts = body["input_ids"]
+        if isinstance(prompts[0], list):
+            starts = body.pop("logprob_start_len")
+            pairs = zip(prompts, starts, strict=True)
+            made = [answer(prompt, body | {"logprob_start_len": start}, len(prompts)) for prompt, start in pairs]
+            return self.reply(json.dumps(made).encode())
+        if MODE == "refuses" and len(prompts) == TOPK:
+            return self.reply(b"too odd a length", 400)
+        if not body.get("stream"):
+            return self.reply(json.dumps(answer(prompts, body, 1)).encode())
+        self.send_response(200)
+        self.send_header("Connection", "close")
+        self.end_headers()
+        for count in range(1, body["sampling_params"]["max_new_tokens"] + 1):
+            self.wfile.write(f"data: {json.dumps({'meta_info': {'completion_tokens': count}})}\n\n".encode())
+        self.wfile.write(b"data: [DONE]\n\n")
+        self.close_connection = True
+        return None
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+class Server(ThreadingHTTPServer):
+    request_queue_size = 256
+    daemon_threads = True
+
+
+with open(os.environ["FAKE_PIDS"], "a") as pids:
+    pids.write(f"{os.getpid()}\n")
+print("[2026-01-01 00:00:00] Loading weights", flush=True)
+if PLUGIN and MODE == "dies":
+    print("ValueError: index_topk is a fruit", flush=True)
+    sys.exit(3)
+if PLUGIN:
+    active = MODE != "inactive"
+    report = {"active": active, "notes": [] if active else ["a note that says why"], "settings": {}, "text": "on"}
+    Path(os.environ["NSA_PLUGIN_REPORT"]).write_text(json.dumps(report))
+    if MODE != "uncounted":
+        print("[2026-01-01] new plan plan-0: extend/mha_one_shot on fa3\n  attention: why", flush=True)
+Server(("127.0.0.1", PORT), Handler).serve_forever()

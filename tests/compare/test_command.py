@@ -1,0 +1,280 @@
+"""`nsa-plugin compare` from end to end, with a stand-in for the engine's server in processes of its own."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nsa_plugin import cli
+from nsa_plugin.bench import report
+from nsa_plugin.commands import compare
+from nsa_plugin.compare.measured import Measured
+from nsa_plugin.demo.checkpoint import CheckpointSpec
+from tests.demo.processes import alive
+
+Behave = Callable[..., Path]
+Read = Callable[[], dict[str, Any]]
+
+
+def arguments(tmp_path: Path, model: Path, *more: str) -> list[str]:
+    return [
+        *("compare", "sglang", "--model", str(model), "--context", "136", "--workdir", str(tmp_path / "work")),
+        *("--json", str(tmp_path / "records"), "--commit", "0123abc", *more),
+    ]
+
+
+def call(capsys: pytest.CaptureFixture[str], line: list[str]) -> tuple[int, str, str]:
+    try:
+        code = cli.main(line)
+    except SystemExit as error:
+        code = int(str(error.code))
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def checks(record: dict[str, Any]) -> dict[str, bool]:
+    return {check["name"]: check["holds"] for check in record["verdict"]["checks"]}
+
+
+def failed(record: dict[str, Any]) -> list[str]:
+    return [check["name"] for check in record["verdict"]["checks"] if not check["holds"]]
+
+
+def test_agreement_and_speed_of_four_servers(
+    fake: Behave, pids: Path, read: Read, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = arguments(tmp_path, fake(), "--speed", "--runs", "stock,plugin,control,stock-again")
+    code, out, _ = call(capsys, [*line, "--", "--kv-cache-dtype", "fp8_e4m3", "--disable-cuda-graph"])
+    record = read()
+    assert (code, failed(record)) == (0, []), out
+    assert alive(pids) == []
+    assert len(pids.read_text().split()) == 4
+    assert record["suite"] == "sglang-0.5.16-v32-16heads-fp8-eager"
+    assert record["host"]["commit"] == "0123abc"
+    assert record["engine_flags"] == ["--kv-cache-dtype", "fp8_e4m3", "--disable-cuda-graph"]
+
+    stock, plugin = record["servers"]["stock"], record["servers"]["plugin"]
+    assert "--kv-cache-dtype fp8_e4m3 --disable-cuda-graph" in stock["command"]
+    assert "--enable-nsa-plugin" not in stock["command"]
+    assert plugin["active"]
+    assert plugin["routes"]["decode/sparse_decode/cuda"] > 0
+    assert plugin["planned"] == ["extend/mha_one_shot/fa3"]
+
+    agreement = [row for row in record["rows"] if row["op"] == "agreement"]
+    right = [row for row in agreement if row["provider"] == "nsa-plugin" and "fault" not in row["case"]]
+    ours = {row["case"]["requests"]: row for row in right}
+    groups = {"single", "single-again", "batch", "forced", "forced-batch", "prefix", "prefix-cold"}
+    groups |= {"concurrent", "concurrent-again"}
+    assert groups <= ours.keys()
+    own = {row["case"]["requests"] for row in agreement if row["provider"] == "stock"}
+    assert {"single / batch", "concurrent / concurrent-again", "single"} <= own  # the last one is from stock-again
+    # The stand-in's noise, and nothing more: one token further the next is half a nat away.
+    assert 0 < ours["batch"]["max_error"] < 0.05
+    assert ours["batch"]["equal"] == ours["batch"]["tokens"] > 100
+    assert [row for row in agreement if row["case"].get("fault") and row["rejected"]]
+
+    serve = [row for row in record["rows"] if row["op"] == "serve"]
+    assert {row["case"]["measure"] for row in serve} == {
+        "ttft_ms",
+        "input_tokens_per_s",
+        "itl_ms",
+        "output_tokens_per_s",
+    }
+    for row in serve:
+        assert row["median"] > 0
+        assert row["baseline_median"] > 0
+        assert row["baseline_again_median"] > 0
+    assert "✓ The plugin's tokens and log probabilities agree" in out
+
+    text = report.render(tmp_path / "records")
+    assert f"### {record['suite']}" in text
+    assert "| plugin, stock | batch |" in text
+    assert "| 100 × 136 in, 1 out | ttft ms |" in text
+
+    # What was saved gives the same record again, without a server.
+    kept = tmp_path / "work" / "logs" / "measured.jsonl"
+    again = ["compare", "sglang", "--measured", str(kept), "--json", str(tmp_path / "again")]
+    code, _, _ = call(capsys, again)
+    (path,) = (tmp_path / "again").glob("*/*.json")
+    assert code == 0
+    assert json.loads(path.read_text()) == record
+
+
+SMALL = ("--case", "single", "--case", "forced")
+# Without a plugin that serves, the control is left out.
+NOT_ACTIVE = ["complete", "the plugin served", "wrong tokens are noticed"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "more", "expected"),
+    [
+        (
+            "wrong",
+            SMALL,
+            ["the plugin agrees, request by request", "the plugin agrees in the mean of forced positions"],
+        ),
+        ("blind", SMALL, ["wrong tokens are noticed"]),
+        ("uncounted", SMALL, NOT_ACTIVE),  # neither counters nor a trace show that it carried a batch
+        ("inactive", SMALL, NOT_ACTIVE),
+        ("uncached", ("--case", "prefix", "--case", "single"), ["the prefix cache was hit"]),
+        ("refuses", SMALL, ["the plugin agrees, request by request", "stock against itself"]),
+        ("dies", SMALL, [*NOT_ACTIVE, "the plugin agrees, request by request"]),
+        ("crashes", SMALL, ["complete", "the plugin agrees, request by request"]),
+    ],
+)
+def test_what_must_not_pass(
+    mode: str,
+    more: tuple[str, ...],
+    expected: list[str],
+    fake: Behave,
+    pids: Path,
+    read: Read,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, out, _ = call(capsys, arguments(tmp_path, fake(mode), *more))
+    record = read()
+    assert code == 1
+    assert alive(pids) == []
+    found = set(failed(record))
+    assert found == set(expected)
+    if mode == "inactive":
+        assert "a note that says why" in out
+    if mode == "dies":
+        assert "index_topk is a fruit" in record["servers"]["plugin"]["error"]
+        assert "| ValueError: index_topk is a fruit" in out  # the end of the log
+    if mode == "crashes":
+        assert "an illegal memory access" in record["servers"]["plugin"]["error"]
+    assert "✗ FAILED" in out
+
+
+def test_time_that_does_not_suffice_is_kept_to_and_said(
+    fake: Behave, pids: Path, read: Read, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started = time.monotonic()
+    line = arguments(tmp_path, fake("hangs"), "--case", "single", "--runs", "plugin,stock", "--budget", "3")
+    code, _, _ = call(capsys, line)
+    assert code == 1
+    assert time.monotonic() - started < 12
+    assert alive(pids) == []
+    assert failed(read())[0] == "complete"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_run_that_is_ended_keeps_what_it_measured(
+    number: signal.Signals, fake: Behave, pids: Path, read: Read, tmp_path: Path
+) -> None:
+    line = arguments(tmp_path, fake("hangs"), "--case", "batch", "--case", "single")
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\nfrom nsa_plugin.cli import main\n"
+    code += f"raise SystemExit(main({line!r}))"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        for said in process.stdout:
+            if "plugin: healthy" in said:
+                break
+        process.send_signal(number)
+        process.wait(30)
+    finally:
+        process.kill()
+        process.stdout.close()
+    deadline = time.monotonic() + 10
+    while alive(pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    record = read()
+    assert record["servers"]["stock"]["error"] == ""
+    assert {row["provider"] for row in record["rows"]} == {"stock"}
+    assert "complete" in failed(record)
+    kept = Measured.load(tmp_path / "work" / "logs" / "measured.jsonl")
+    assert kept.runs["stock"].done
+    assert kept.runs["stock"].answers["batch"]["p136"].token_ids
+    if number is not signal.SIGKILL:
+        assert process.returncode == {signal.SIGTERM: 143, signal.SIGINT: 130}[number]
+
+
+BAD = {
+    "--context 100": "at least twice the model's index_topk, 128",
+    "--context 4000": "the model's longest position leaves 3584",
+    "--runs stock,fruit": "'fruit' is no role; allowed: stock, plugin, control, stock-again",
+    "--runs stock,stock": "names a role twice",
+    "--budget 0": "'0' is not a number of seconds above 0",
+    "--case fruit": "invalid choice: 'fruit'",
+    "--context 136 --heads 16": "not allowed with argument --model",
+    "--measured nowhere.json": "nowhere.json, which cannot be read",
+}
+
+
+@pytest.mark.parametrize("more", BAD)
+def test_bad_input_is_one_line_and_2(
+    more: str, fake: Behave, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["compare", "sglang", "--model", str(fake()), "--workdir", str(tmp_path / "work"), *more.split()]
+    code, out, err = call(capsys, line)
+    assert (code, out) == (2, "")
+    assert BAD[more] in err
+    assert len(err.strip().splitlines()) == 1
+    assert not (tmp_path / "work").exists()
+
+
+def test_plugin_that_sglang_would_not_load_is_said_before_anything_starts(
+    fake: Behave, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = fake()
+    monkeypatch.setenv("SGLANG_PLUGINS", "another")
+    code, _, err = call(capsys, arguments(tmp_path, model))
+    assert code == 2
+    assert "SGLANG_PLUGINS is 'another'" in err
+
+
+def test_model_without_sparse_attention_is_refused(
+    fake: Behave, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = fake()
+    (model / "config.json").write_text(json.dumps({"num_attention_heads": 8, "vocab_size": 100}))
+    code, _, err = call(capsys, arguments(tmp_path, model))
+    assert code == 2
+    assert "has no index_topk" in err
+
+
+def test_other_commands_take_nothing_after_two_dashes(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = call(capsys, ["doctor", "--", "--tp", "8"])
+    assert code == 2
+    assert "doctor takes nothing after --, not '--tp'" in err
+
+
+def test_checkpoint_is_made_once_and_again_where_it_is_not_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compare, "SPEC", CheckpointSpec(hidden_size=64, num_hidden_layers=2, q_lora_rank=32))
+    said: list[str] = []
+
+    def make(*more: str) -> Path:
+        parser = argparse.ArgumentParser()
+        compare.add_arguments(parser)
+        args = parser.parse_args(["sglang", "--heads", "4", "--layers", "1", *more])
+        directory = tmp_path / compare._checkpoint_name(args)
+        compare._make_checkpoint(args, directory, said.append)
+        return directory
+
+    directory = make()
+    config = json.loads((directory / "config.json").read_text())
+    assert (config["num_attention_heads"], config["num_hidden_layers"]) == (4, 1)
+    said.clear()
+    assert make() == directory
+    assert said == [f"checkpoint: {directory} is there"]
+    (directory / "spec.json").unlink()  # as after a write that was cut short
+    said.clear()
+    make()
+    assert said[0] == f"checkpoint: writing {directory}"
+    assert make("--mtp") != directory
+    assert json.loads((make("--mtp") / "config.json").read_text())["num_nextn_predict_layers"] == 1

@@ -1,0 +1,151 @@
+"""The requests, and how they are put to SGLang and read back."""
+
+from __future__ import annotations
+
+import math
+from importlib import metadata
+
+import pytest
+
+from nsa_plugin.compare.engine import CompareError
+from nsa_plugin.compare.load import Load, _readings, _Timed, loads
+from nsa_plugin.compare.sglang_server import SglangEngine
+from nsa_plugin.compare.workload import AGREEMENT_CASES, SAME, prompt_lengths, workload
+
+ENGINE = SglangEngine()
+
+
+def test_lengths_on_a_gpu_are_those_that_matter_there() -> None:
+    assert prompt_lengths(2048, 32000) == [32, 700, 1500, 2047, 2048, 2049, 3000, 6000, 12000, 32000]
+
+
+@pytest.mark.parametrize(("index_topk", "context"), [(64, 128), (64, 300), (2048, 4096), (2048, 32000)])
+def test_no_prompt_is_longer_than_the_context_and_pairs_hold_the_same(index_topk: int, context: int) -> None:
+    groups = {group.name: group for group in workload(4096, index_topk, context)}
+    for group in groups.values():
+        names = [request.name for request in group.requests]
+        assert len(set(names)) == len(names)
+        for request in group.requests:
+            assert 0 < len(request.prompt) <= context
+            assert all(10 <= token < 4096 for token in request.prompt)
+            assert request.prompt_logprobs < len(request.prompt)
+    for one, other in SAME:
+        prompts = [{request.name: request.prompt for request in groups[name].requests} for name in (one, other)]
+        common = prompts[0].keys() & prompts[1].keys()
+        assert common == prompts[1].keys()
+        assert all(prompts[0][name] == prompts[1][name] for name in common)
+    again = [r for r in groups["prefix"].requests if r.cached_tokens]
+    assert len({len(request.prompt) > index_topk for request in again}) == 2  # one below index_topk, one above
+
+
+def test_prompts_do_not_depend_on_the_cases() -> None:
+    whole = {group.name: group for group in workload(4096, 64, 300)}
+    for case in AGREEMENT_CASES:
+        for group in workload(4096, 64, 300, [case]):
+            assert group == whole[group.name]
+
+
+def test_context_without_a_selection_is_refused() -> None:
+    with pytest.raises(CompareError, match="at least twice the model's index_topk, 4096"):
+        workload(4096, 2048, 4000)
+
+
+def test_loads_fit_the_context() -> None:
+    assert [load.name for load in loads(32000)] == [
+        *("ttft-2000", "ttft-8192", "ttft-32000", "prefill-100x2000", "decode-16x4096"),
+    ]
+    assert [load.name for load in loads(300)] == ["ttft-300", "prefill-100x300", "decode-16x300"]
+    assert loads(300, ["single"]) == []
+
+
+def test_readings_of_a_load() -> None:
+    timed = _Timed()
+    for tokens, now in ((1, 0.5), (1, 0.6), (3, 0.9), (4, 1.0)):  # an event without a new token, and one with two
+        timed.event(tokens, now)
+    load = Load(name="x", case="decode", requests=1, prompt=100, new_tokens=4, repeat=1)
+    found = _readings(load, [timed], 2.0)
+    assert found["ttft_ms"] == pytest.approx(500)
+    assert timed.gaps == pytest.approx([0.2, 0.2, 0.1])
+    assert found["itl_ms"] == pytest.approx(200)
+    assert (found["input_tokens_per_s"], found["output_tokens_per_s"]) == (50, 2)
+    with pytest.raises(CompareError, match="4 tokens where 5 were asked for"):
+        _readings(Load(name="x", case="decode", requests=1, prompt=100, new_tokens=5, repeat=1), [timed], 2.0)
+
+
+def test_bodies_of_sglang() -> None:
+    one = ENGINE.body([[1, 2, 3, 4]], 5, top=2, prompt_logprobs=3)
+    assert one["input_ids"] == [1, 2, 3, 4]
+    assert one["logprob_start_len"] == 1
+    assert one["sampling_params"] == {"temperature": 0, "max_new_tokens": 5, "ignore_eos": True}
+    two = ENGINE.body([[1, 2, 3, 4], [5, 6]], 5, top=2)
+    assert two["input_ids"] == [[1, 2, 3, 4], [5, 6]]
+    assert two["logprob_start_len"] == [-1, -1]
+    assert "return_logprob" not in ENGINE.body([[1]], 1, stream=True)
+
+
+def test_answers_of_sglang() -> None:
+    meta = {
+        "output_token_logprobs": [[-0.123456789, 7, None], [None, 8, None]],
+        "output_top_logprobs": [[[-0.123456789, 7, None], [-2.0, 9, None]], [[-1.0, 8, None]]],
+        "input_token_logprobs": [[None, 3, None], [-4.5, 4, None]],
+        "cached_tokens": 64,
+        "finish_reason": {"type": "length", "length": 2},
+    }
+    (one,) = ENGINE.answers({"meta_info": meta})
+    assert one.token_ids == (7, 8)
+    assert one.logprobs[0] == -0.12346
+    assert math.isnan(one.logprobs[1])
+    assert one.top[0] == {7: -0.12346, 9: -2.0}
+    assert one.prompt_logprobs == (-4.5,)
+    assert (one.cached_tokens, one.error) == (64, "")
+    (aborted,) = ENGINE.answers([{"meta_info": {**meta, "finish_reason": {"type": "abort", "message": "too long"}}}])
+    assert aborted.error == "too long"
+    with pytest.raises(CompareError, match="not as expected"):
+        ENGINE.answers({"error": "no"})
+
+
+def test_routes_from_the_metrics_are_summed_over_what_else_tells_them_apart() -> None:
+    text = """# TYPE sglang:nsa_plugin_batches_total counter
+sglang:nsa_plugin_batches_total{attention="sparse_decode",phase="decode",provider="cuda",tp_rank="0"} 3.0
+sglang:nsa_plugin_batches_total{attention="sparse_decode",phase="decode",provider="cuda",tp_rank="1"} 3.0
+sglang:nsa_plugin_batches_total{attention="mha_one_shot",phase="extend",provider="fa3",tp_rank="0"} 1.0
+sglang:nsa_plugin_batches_created{attention="mha_one_shot",phase="extend",provider="fa3",tp_rank="0"} 1.7e9
+sglang:num_running_reqs{engine_type="unified"} 0.0
+"""
+    assert dict(ENGINE.routes(text)) == {"decode/sparse_decode/cuda": 6, "extend/mha_one_shot/fa3": 1}
+
+
+def test_facts_from_the_flags() -> None:
+    plain = ENGINE.facts([])
+    assert (plain["kv"], plain["tp"], plain["attention_tp"], plain["variant"]) == ("bf16", 1, 1, [])
+    assert plain["prefix_cache"]
+    flags = "--tp 8 --dp-size=4 --enable-dp-attention --kv-cache-dtype fp8_e4m3 --disable-radix-cache"
+    flags += " --speculative-algorithm EAGLE --chunked-prefill-size 4096 --disable-cuda-graph"
+    found = ENGINE.facts(flags.split())
+    assert (found["kv"], found["tp"], found["dp"], found["attention_tp"]) == ("fp8", 8, 4, 2)
+    assert found["variant"] == ["eager", "noprefix", "mtp", "chunk4096"]
+    assert not found["prefix_cache"]
+
+
+def test_servers_differ_in_the_plugin_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+    from pathlib import Path
+
+    flags = ["--tp", "8"]
+    stock = ENGINE.command(Path("/model"), 1234, flags, plugin=False)
+    assert ENGINE.command(Path("/model"), 1234, flags, plugin=True) == [*stock, "--enable-nsa-plugin"]
+    assert "--skip-tokenizer-init" in stock
+    assert ENGINE.environ(plugin=False)["NSA_PLUGIN_ENABLED"] == "0"
+    assert ENGINE.environ(plugin=True)["NSA_PLUGIN_ENABLED"] == "1"
+
+
+def test_missing_engine_and_missing_entry_point_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    with pytest.raises(CompareError, match="SGLang is not installed"):
+        ENGINE.version()
+    monkeypatch.setattr(metadata, "version", lambda name: "0.5.16")
+    monkeypatch.setattr(metadata, "entry_points", lambda **wanted: [])
+    with pytest.raises(CompareError, match="would not find the plugin"):
+        ENGINE.version()
