@@ -138,6 +138,23 @@ GPU = (
         upstream="sglang #13646, #39095",
         remove_when="SGLang's logits are no wider than a request and bounded by the free memory",
     ),
+    Patch(
+        name="sglang.prefill-graph",
+        engine=ENGINE,
+        need=Need.GPU,
+        targets=(
+            Target(
+                path=f"{_SRT}.model_executor.runner.prefill_cuda_graph_runner:PrefillCudaGraphRunner.can_run_graph",
+                params=("self", "forward_batch"),
+                versions=">=0.5.17",
+            ),
+        ),
+        replacement="nsa_plugin.backends.sglang.prefill_graph:wrap_can_run_graph",
+        why="A prefill that is replayed from a graph is always sparse; where the user gives mha_max_kv, one that the "
+        "plan makes dense runs eagerly. Before 0.5.17 prefills of these models are not captured.",
+        upstream="sglang #12788",
+        remove_when="SGLang captures dense prefills too",
+    ),
 )
 
 _REGISTRY = "layers.attention.attention_registry"

@@ -247,6 +247,39 @@ def test_a_library_that_cannot_carry_the_model_is_refused_at_start(
     assert process.serving is None
 
 
+class TrtllmBackend(StockBackend):
+    """As SGLang is started on SM100 by default, or anywhere by its flags."""
+
+    def __init__(self, model_runner: Any, skip_prefill: bool = False, topk: int = 0) -> None:
+        super().__init__(model_runner, skip_prefill, topk)
+        self.dsa_prefill_impl = self.dsa_decode_impl = "trtllm"
+
+
+@pytest.mark.parametrize("dtype", ["torch.float8_e4m3fn", "torch.bfloat16"])
+def test_the_engines_own_trtllm_serves_where_the_device_has_it(
+    process: Process, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dtype: str
+) -> None:
+    """Over an fp8 cache too, whose format is TRT-LLM's own; several backends of it say so once."""
+    monkeypatch.setattr(activation, "probe", lambda: synthetic(sm=100))
+    Carried({"enabled": "true", "report": str(tmp_path / "report.json")}, {}).write()
+    process.enter_scheduler()
+    for _ in range(2):
+        built = backend.make(TrtllmBackend)(runner(dtype=dtype))
+        assert built.nsa_plugin is None
+    process.leave_scheduler(scheduler())
+    report = read(tmp_path / "report.json")
+    assert report["active"] is False
+    assert any("trtllm" in note for note in report["notes"])
+    assert len(report["notes"]) == len(set(report["notes"]))
+
+
+def test_trtllm_over_fp8_is_refused_where_the_device_lacks_it(process: Process) -> None:
+    Carried({"enabled": "true"}, {"decode_backend": ("--dsa-decode-backend", "trtllm")}).write()
+    process.enter_scheduler()
+    with pytest.raises(NsaPluginError, match="float8_e4m3fn without scales"):
+        backend.make(TrtllmBackend)(runner(dtype="torch.float8_e4m3fn"))
+
+
 @pytest.mark.parametrize("strict", [True, False])
 def test_sparse_attention_by_another_backend_is_not_taken_for_the_plugin_s(
     process: Process, tmp_path: Path, strict: bool

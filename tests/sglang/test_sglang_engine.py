@@ -118,7 +118,9 @@ def test_with_strict_off_the_stock_engine_serves_and_the_report_says_so(place: P
     assert report["active"] is False
     assert any("the stock engine serves" in note and "ATTENTION_BACKENDS[dsa]" in note for note in report["notes"])
     (scheduler,) = place.seen("scheduler")
-    assert scheduler["backend"][0] == BACKEND  # put back
+    # Put back, or never loaded: what the plugin requires is looked at before it loads anything, and SGLang itself loads
+    # the module from 0.5.20 on.
+    assert scheduler["backend"] is None or scheduler["backend"][0] == BACKEND
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from nsa_plugin.patches.ledger import Need, Patch
 VERSIONS = [Version(f"0.5.{n}") for n in range(11, 24)]
 BY_NAME = {patch.name: patch for patch in data.PATCHES}
 SINCE_0_5_13 = {"sglang.registered-alias", "sglang.metadata-out-graph", "sglang.graph-metadata"}
+SINCE_0_5_17 = {"sglang.prefill-graph"}
 UNTIL_0_5_13 = {"sglang.graph-capture", "sglang.graph-replay"}
 
 
@@ -34,6 +35,7 @@ def test_exactly_one_target_holds_in_each_supported_version(version: Version) ->
     for patch in data.PATCHES:
         holding = [t for t in patch.targets if version in SpecifierSet(t.versions)]
         missing = patch.name in (SINCE_0_5_13 if version < Version("0.5.13") else UNTIL_0_5_13)
+        missing |= version < Version("0.5.17") and patch.name in SINCE_0_5_17
         assert len(holding) == (0 if missing else 1), patch.name
 
 

@@ -44,6 +44,7 @@ class Process:
         child: whether SGLang started this process; then the arguments were checked by the one that did.
         resolved: the settings, in a scheduler process where the plugin is enabled.
         serving: set once a backend of the plugin is built; without it the backends leave all to SGLang's own.
+        left: whether a backend of the plugin was built whose batches are all SGLang's own.
         stock_because: why the stock engine serves although the plugin is enabled; only with strict off.
     """
 
@@ -53,6 +54,7 @@ class Process:
     statuses: Sequence[PatchStatus] = ()
     notes: list[str] = field(default_factory=list)
     serving: Serving | None = None
+    left: bool = False
     stock_because: str = ""
     _said: set[str] = field(default_factory=set)
 
@@ -139,11 +141,17 @@ class Process:
         """
         if self.resolved is None or self.stock_because:
             return
+        from nsa_plugin.backends.sglang.serving import Serving, left_to_sglang  # imports torch
+
+        device = probe() if self.serving is None else self.serving.device
+        if left := left_to_sglang(backend, model_runner, device):
+            if left not in self.notes:
+                self.notes.append(left)
+            self.left = True
+            return
         with self._or_stock():
             if self.serving is None:
-                from nsa_plugin.backends.sglang.serving import Serving  # imports torch
-
-                self.serving = Serving.begin(self.resolved, backend, model_runner, probe())
+                self.serving = Serving.begin(self.resolved, backend, model_runner, device)
             self.serving.adopt(backend, model_runner)
 
     def leave_scheduler(self, scheduler: Any) -> None:
@@ -166,7 +174,7 @@ class Process:
         elif not self.stock_because:
             with self._or_stock():
                 self.ledger.verify()
-                if self.serving is None:
+                if self.serving is None and not self.left:
                     raise PatchError(
                         f"{architecture} has sparse attention, but not by SGLang's backend dsa (nsa before 0.5.13), "
                         f"the one that nsa-plugin takes the place of. {TURN_OFF}"

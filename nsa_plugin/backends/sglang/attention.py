@@ -11,6 +11,9 @@ until then, or for a batch that has no route, every method is the engine's own.
   `..._replay_cuda_graph_from_precomputed`. A phase and a number of rows have one route, so a replay has its capture's.
 - `_forward_flashmla_kv` and `_forward_flashmla_sparse`, where every path of `routes.CARRIERS` ends: the plan's provider
   runs in their place, given the same slots and cache, with no padding of heads; or the engine's own kernel does.
+- Rows that are no request's, which the engine adds to a graph's size or to a multiple of its ranks, have slots like any
+  other: -1, or some slot of the cache. Providers skip whatever is no slot, and take no lengths that could be too few.
+- `nsa_plugin_leaves_graph` says whether a prefill that the engine would replay is to run eagerly; see `prefill_graph`.
 
 Two-batch overlap and the steps of MTP have a backend instance each, and so a route each. What the plugin leaves to
 SGLang is listed in `routes`.
@@ -134,6 +137,7 @@ def with_plans(original: type) -> type:
         PatchError: the class lacks a method that is to be overridden: nobody would call the plugin's.
     """
     setter = _check_methods(original)
+    original_setter: Callable[..., None] = getattr(original, setter)
 
     class Planned(original):
         nsa_plugin: State | None = None
@@ -177,15 +181,18 @@ def with_plans(original: type) -> type:
             state = self.nsa_plugin
             page_table_1 = _selected(state, page_table_1)
             if state is None or state.route is None or not state.route.own:
-                return super()._forward_flashmla_kv(
-                    q_all=q_all,
+                rows = page_table_1.shape[0]
+                given = _rows_with_lengths(state, metadata, rows)
+                out: torch.Tensor = super()._forward_flashmla_kv(
+                    q_all=q_all[:given],
                     kv_cache=kv_cache,
                     v_head_dim=v_head_dim,
                     sm_scale=sm_scale,
                     layer=layer,
                     metadata=metadata,
-                    page_table_1=page_table_1,
+                    page_table_1=page_table_1[:given],
                 )
+                return out if given == rows else F.pad(out, (0, 0) * (out.dim() - 1) + (0, rows - given))
             q = q_all.view(-1, layer.tp_q_head_num, layer.head_dim)
             cache = _paged(self, kv_cache, state)
             return _attend(state, q, cache, page_table_1, v_head_dim, sm_scale).unsqueeze(1)
@@ -214,7 +221,27 @@ def with_plans(original: type) -> type:
             cache = _paged(self, kv_cache, state)
             return _attend(state, q_all, cache, page_table_1, v_head_dim, sm_scale, later.get("attn_sink"))
 
-    methods = {setter: _setter(getattr(original, setter))}
+        def nsa_plugin_leaves_graph(self, forward_batch: Any) -> bool:
+            """Whether a prefill is to run eagerly and densely rather than be replayed from a graph, which is sparse.
+
+            It is asked outside any graph, before the batch is prepared. All ranks have to answer alike: the answer is
+            made of the batch's lengths and of what the ranks share, and under DP attention, where each group of them
+            has a batch of its own, it is the engine's.
+            """
+            state = self.nsa_plugin
+            if state is None or not state.plans_prefill or state.planner.settings.mha_max_kv <= 0:
+                return False
+            if batches.phase_of(forward_batch.forward_mode) is not Phase.EXTEND:
+                return False
+            if getattr(forward_batch, "global_num_tokens_cpu", None) is not None:
+                return False
+            original_setter(self, forward_batch)  # the engine's rules; what it sets, the preparation sets again
+            if not self.use_mha:
+                return False
+            route = state.planner.prefill_route(batches.prefill_batch(forward_batch), dense_allowed=True)
+            return route is not None and route.dense
+
+    methods = {setter: _setter(original_setter)}
     methods |= {name: _prepared(getattr(original, name)) for name in GRAPH_METHODS if hasattr(original, name)}
     for name, method in methods.items():
         setattr(Planned, name, method)
@@ -302,6 +329,18 @@ def _paged(backend: Any, kv_cache: torch.Tensor, state: State) -> PagedCache:
     page_size = next(int(getattr(backend, name)) for name in PAGE_SIZES if hasattr(backend, name))
     pages = kv_cache.view(-1, page_size, 1, kv_cache.shape[-1])
     return open_cache(pages, state.planner.model.kv_layout)
+
+
+def _rows_with_lengths(state: State | None, metadata: Any, rows: int) -> int:
+    """How many of `rows` query rows the engine's FlashMLA is given: those that its metadata has lengths for.
+
+    The engine pads rows behind the last request in more ways than it pads the lengths, and the library refuses
+    the difference: "seqlens_k must have shape (batch_size)" (thread of sglang #13646).
+    """
+    if state is None:
+        return rows
+    lengths = getattr(metadata, f"{state.x}_cache_seqlens_int32", None)
+    return rows if lengths is None else min(rows, int(lengths.shape[0]))
 
 
 def _selected(state: State | None, slots: torch.Tensor) -> torch.Tensor:

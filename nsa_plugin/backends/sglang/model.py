@@ -59,19 +59,22 @@ def model_shape(backend: Any, model_runner: Any) -> ModelShape:
         ShapeError: the cache's byte layout is none that the plugin knows.
     """
     config = model_runner.model_config.hf_text_config
-    scaled_fp8 = getattr(backend, "dsa_kv_cache_store_fp8", None)
-    if scaled_fp8 is None:
-        scaled_fp8 = backend.nsa_kv_cache_store_fp8
-    dtype = str(model_runner.kv_cache_dtype)
-    if scaled_fp8:
-        layout = "v32_fp8"
-    elif dtype == "torch.bfloat16":
-        layout = "bf16"
-    else:
+    layout = kv_layout(backend, model_runner)
+    if layout is None:
         raise ShapeError(
-            f"the KV cache holds {dtype} without scales; the plugin reads --kv-cache-dtype bfloat16, or fp8_e4m3 "
-            f"in the format of the FlashMLA kernels. {TURN_OFF}"
+            f"the KV cache holds {model_runner.kv_cache_dtype} without scales; the plugin reads --kv-cache-dtype "
+            f"bfloat16, or fp8_e4m3 in the format of the FlashMLA kernels. {TURN_OFF}"
         )
     return ModelShape.from_config(
         config, attn_tp_size=config.num_attention_heads // backend.num_q_heads, kv_layout=layout
     )
+
+
+def kv_layout(backend: Any, model_runner: Any) -> str | None:
+    """The plugin's name of the cache's layout, or None for one that it does not know."""
+    scaled_fp8 = getattr(backend, "dsa_kv_cache_store_fp8", None)
+    if scaled_fp8 is None:
+        scaled_fp8 = backend.nsa_kv_cache_store_fp8
+    if scaled_fp8:
+        return "v32_fp8"
+    return "bf16" if str(model_runner.kv_cache_dtype) == "torch.bfloat16" else None

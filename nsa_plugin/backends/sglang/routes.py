@@ -15,6 +15,7 @@ writes, the fused top-k of decode steps and its transform are SGLang's too, unde
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,7 +23,7 @@ from nsa_plugin.backends.sglang.batch import Batch
 from nsa_plugin.capabilities import Capability, Op
 from nsa_plugin.devices import DeviceProfile, Library
 from nsa_plugin.dispatch import decide
-from nsa_plugin.errors import NoProviderError
+from nsa_plugin.errors import NoProviderError, NsaPluginError
 from nsa_plugin.plan import Attention, Plan
 from nsa_plugin.settings import Settings
 from nsa_plugin.shapes import ModelShape, Phase
@@ -206,9 +207,11 @@ class Planner:
             plan = replace(plan, reasons={**plan.reasons, "attention": said})
         if plan.dequantize_kv and not self._copy_fits(plan, batch):
             settings = replace(self.settings, mha_max_kv=0)  # this batch is not dense
-            plan = decide(self.model, batch.shape, in_place(self.device, self.model.kv_layout), settings)
-            said = f"{plan.reasons['dequantize_kv']}; a bf16 copy would take over a quarter of the free memory"
-            plan = replace(plan, reasons={**plan.reasons, "dequantize_kv": said})
+            # Nothing else may take so many rows: then it is copied as SGLang would.
+            with suppress(NsaPluginError):
+                plan = decide(self.model, batch.shape, in_place(self.device, self.model.kv_layout), settings)
+                said = f"{plan.reasons['dequantize_kv']}; a bf16 copy would take over a quarter of the free memory"
+                plan = replace(plan, reasons={**plan.reasons, "dequantize_kv": said})
         return route_of(plan, self.model.kv_layout)
 
     def _copy_fits(self, plan: Plan, batch: Batch) -> bool:

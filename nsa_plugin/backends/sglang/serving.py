@@ -11,9 +11,10 @@ import torch
 from nsa_plugin.backends.sglang import samples
 from nsa_plugin.backends.sglang.attention import State, adopt, release
 from nsa_plugin.backends.sglang.metrics import ranks, route_counter
-from nsa_plugin.backends.sglang.model import model_shape
-from nsa_plugin.backends.sglang.routes import Planner
+from nsa_plugin.backends.sglang.model import kv_layout, model_shape
+from nsa_plugin.backends.sglang.routes import PLANNED, Planner
 from nsa_plugin.backends.sglang.warm import warm, warm_selection
+from nsa_plugin.capabilities import Op
 from nsa_plugin.devices import DeviceProfile
 from nsa_plugin.dispatch import validate
 from nsa_plugin.plan import Plan
@@ -107,6 +108,26 @@ class Serving:
         for backend in self.backends:
             release(backend)
         self.backends.clear()
+
+
+def left_to_sglang(backend: Any, model_runner: Any, device: DeviceProfile) -> str | None:
+    """Why every batch of a backend is SGLang's own although nothing is wrong, or None; in a sentence.
+
+    Where SGLang runs TRT-LLM's kernels for prefill and decode, an fp8 cache has their format, which has no scales:
+    by its flags, or by default on SM100. Where the device has no such kernels, that is wrong.
+    """
+    if kv_layout(backend, model_runner) is not None:
+        return None
+    x = "dsa" if hasattr(backend, "dsa_prefill_impl") else "nsa"
+    impls = [getattr(backend, f"{x}_{what}_impl") for what in ("prefill", "decode")]
+    if any(impl in planned for impl in impls for planned in PLANNED.values()):
+        return None
+    if "trtllm" in impls and not device.has("trtllm", Op.SPARSE_MLA_DECODE):
+        return None
+    return (
+        f"SGLang attends by {' and '.join(dict.fromkeys(impls))} over a cache of {model_runner.kv_cache_dtype} without "
+        "scales, which the plugin has no part in: every batch stays SGLang's own"
+    )
 
 
 def free_device_memory() -> int:

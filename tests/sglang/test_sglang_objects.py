@@ -1,0 +1,195 @@
+"""SGLang's own classes under plans, in isolation: its code runs, with what a GPU would do taken out.
+
+The stand-ins of tests/backends say what the plugin takes SGLang to do; these tests ask SGLang itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from contextlib import nullcontext
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang_case import STUBS, needs_engine
+
+pytestmark = [pytest.mark.engine_sglang, pytest.mark.timeout(600), needs_engine()]
+ATTENTION = "sglang.srt.layers.attention.dsa_backend"
+GRAPH = "sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph"
+PREFILL = "sglang.srt.model_executor.runner.prefill_cuda_graph_runner"
+COPIES = (
+    "sglang.kernels.ops.attention.dsa.fused_metadata_copy",
+    "sglang.kernels.ops.attention.fused_metadata_copy",
+    "sglang.jit_kernel.fused_metadata_copy",
+)
+
+
+@pytest.fixture(autouse=True)
+def stubs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(STUBS))
+
+
+def built(**settings: Any) -> Any:
+    """SGLang's backend under plans on an H200 of data, without its own start, which takes a GPU."""
+    import torch
+
+    from nsa_plugin.backends.sglang.attention import adopt, with_plans
+    from nsa_plugin.backends.sglang.routes import Planner
+    from nsa_plugin.devices import synthetic
+    from nsa_plugin.settings import Settings
+    from nsa_plugin.shapes import ModelShape
+
+    original = importlib.import_module(ATTENTION).DeepseekSparseAttnBackend
+    backend = object.__new__(with_plans(original))
+    fields = {
+        "dsa_prefill_impl": "flashmla_kv",
+        "dsa_decode_impl": "flashmla_kv",
+        "max_context_len": 65536,
+        "speculative_num_draft_tokens": 4,
+        "real_page_size": 64,
+        "dsa_kv_cache_store_fp8": True,
+        "enable_auto_select_prefill_impl": False,
+        "hisparse_coordinator": None,
+        "supports_mha_one_shot": True,
+        "token_to_kv_pool": SimpleNamespace(dtype=torch.float8_e4m3fn),
+        "forward_metadata": None,
+        "experimental_kpool_metadata_fusion": False,
+        # Since 0.5.20 these are looked up once.
+        "_get_device_sm": lambda: 90,
+        "_is_blackwell": lambda: False,
+        "_is_in_breakable_cuda_graph": importlib.import_module(GRAPH).is_in_breakable_cuda_graph,
+        "_is_in_tc_piecewise_cuda_graph": lambda: False,
+    }
+    for name, value in fields.items():
+        setattr(backend, name, value)
+    planner = Planner(
+        ModelShape(num_heads=128, attn_tp_size=8, kv_layout="v32_fp8"), synthetic(90), Settings(**settings)
+    )
+    assert adopt(backend, planner, SimpleNamespace()) == []
+    return backend
+
+
+def prefill(*lengths: int, **more: Any) -> Any:
+    import torch
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    fields: dict[str, Any] = {
+        "forward_mode": ForwardMode.EXTEND,
+        "batch_size": len(lengths),
+        "seq_lens_cpu": torch.tensor(lengths),
+        "extend_seq_lens_cpu": list(lengths),
+        "extend_prefix_lens_cpu": [0] * len(lengths),
+        "global_num_tokens_cpu": None,
+        "get_max_chunk_capacity": lambda: 128 * 1024,
+        "attn_cp_metadata": None,
+        "rids": None,
+    }
+    return SimpleNamespace(**(fields | more))
+
+
+@pytest.fixture
+def h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What SGLang's rules ask of the device and of the server."""
+    attention = importlib.import_module(ATTENTION)
+    monkeypatch.setattr("sglang.srt.utils.get_device_sm", lambda: 90)
+    monkeypatch.setattr("sglang.srt.utils.is_blackwell", lambda: False)
+    monkeypatch.setattr(attention, "is_dsa_enable_prefill_cp", lambda: False)
+    monkeypatch.setattr(attention.envs.SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD, "get", lambda: 2048)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "captured", "dense"), [((5, 2048), False, True), ((5, 2049), False, False), ((5,), True, False)]
+)
+def test_sglangs_rules_and_the_plan_agree_on_dense_attention(
+    h200: None, lengths: Any, captured: bool, dense: bool
+) -> None:
+    backend = built(mha_max_kv=2048)
+    graph = importlib.import_module(f"{GRAPH}.context")
+    with graph.enable_breakable_cuda_graph() if captured else nullcontext():
+        backend.set_dsa_prefill_impl(prefill(*lengths))
+    assert backend.use_mha is dense
+    assert backend.nsa_plugin.route.dense is dense
+
+
+@pytest.mark.parametrize("engine_says", [True, False])
+@pytest.mark.parametrize(
+    ("settings", "lengths", "more", "leaves"),
+    [
+        ({"mha_max_kv": 2048}, (5, 2048), {}, True),
+        ({"mha_max_kv": 2048}, (5, 2049), {}, False),
+        ({}, (5,), {}, False),
+        ({"mha_max_kv": 2048}, (5,), {"global_num_tokens_cpu": [5, 9]}, False),
+    ],
+)
+def test_a_batch_leaves_sglangs_prefill_graph(
+    h200: None, monkeypatch: pytest.MonkeyPatch, engine_says: bool, settings: Any, lengths: Any, more: Any, leaves: bool
+) -> None:
+    from nsa_plugin.backends.sglang.prefill_graph import wrap_can_run_graph
+
+    original = importlib.import_module(PREFILL).PrefillCudaGraphRunner
+    changed = type("Changed", (original,), {"can_run_graph": wrap_can_run_graph(original.can_run_graph)})
+    monkeypatch.setattr(original, "can_replay_locally", lambda self, **facts: engine_says)
+    runner = object.__new__(changed)
+    runner.model_runner = SimpleNamespace(attn_backend=built(**settings))
+    runner.enable_lora = runner._capture_chunked_prefix = False
+    runner.max_context_size = runner.max_seq_len = runner._backend_can_run_prefill_cuda_graph = None
+    facts = dict.fromkeys(("input_embeds", "replace_embeds", "capture_hidden_mode", "return_logprob"))
+    batch = prefill(*lengths, input_ids=range(sum(lengths)), contains_mm_inputs=lambda: False, **facts, **more)
+    batch.can_run_dp_breakable_cuda_graph = batch.can_run_dp_prefill_cuda_graph = True
+    assert runner.can_run_graph(batch) is (engine_says and not leaves)
+
+
+@pytest.mark.parametrize("steps", [3, 4, 6])
+def test_sglangs_draft_steps_are_left_with_routes_that_hold(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    """From 4 steps on SGLang prepares the first three backends by one kernel, and of their methods calls one."""
+    import torch
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    copied: list[Any] = []
+    for name in COPIES:
+        copies = ModuleType(name)
+        copies.fused_metadata_copy_multi_cuda = lambda *tensors: copied.append(tensors)  # type: ignore[attr-defined]
+        copies.fused_metadata_copy_cuda = lambda *tensors: None  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, name, copies)
+
+    backends = [built() for _ in range(steps - 1)]
+    names = "cache_seqlens_int32 cu_seqlens_k page_table_1 dsa_cache_seqlens_int32 dsa_cu_seqlens_k real_page_table"
+    tensors = {name: torch.zeros(1) for name in (*names.split(), "dsa_seqlens_expanded", "paged_mqa_ctx_lens_2d")}
+    schedule = SimpleNamespace(num_splits=None, flashmla_metadata=None)
+    precomputed = SimpleNamespace(
+        **{
+            name: None
+            for name in (
+                "cache_seqlens",
+                "cu_seqlens_k",
+                "page_indices",
+                "dsa_cache_seqlens",
+                "seqlens_expanded",
+                "dsa_cu_seqlens_k",
+                "real_page_table",
+                "max_len",
+                "max_seqlen_k",
+                "seqlens_expanded_size",
+            )
+        },
+        flashmla_metadata=schedule,
+    )
+    for backend in backends:
+        backend.decode_cuda_graph_metadata = {4: SimpleNamespace(**tensors, flashmla_metadata=schedule)}
+        backend._precompute_replay_metadata = lambda **facts: precomputed
+        backend._update_kpool_metadata_from_precomputed = lambda *arguments: None
+        backend.set_dsa_prefill_impl(prefill(4000))  # the last eager batch
+        assert backend.nsa_plugin.route.op == "sparse_mla_prefill"
+    multi = object.__new__(importlib.import_module(ATTENTION).DeepseekSparseAttnMultiStepBackend)
+    multi.speculative_num_steps, multi.attn_backends = steps, backends
+    batch = SimpleNamespace(
+        batch_size=4, req_pool_indices=None, seq_lens=None, seq_lens_cpu=None, forward_mode=ForwardMode.DECODE
+    )
+    multi.init_forward_metadata_out_graph(batch)
+    assert len(copied) == (steps > 3)
+    together = 3 if steps > 3 else 0
+    for place, backend in enumerate(backends):
+        assert (backend.use_mha, backend.dsa_prefill_impl, backend.dsa_decode_impl) == (False, *["flashmla_kv"] * 2)
+        assert (backend.nsa_plugin.route.op == "sparse_mla_decode") is (place >= together)
