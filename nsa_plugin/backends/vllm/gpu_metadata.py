@@ -1,0 +1,346 @@
+"""The attention metadata of a batch in parts, and the builder that makes it: a subclass of vLLM's FlashMLA-sparse one.
+
+What vLLM's MLA layer reads is there under its names (0.20 to 0.33); what the plugin's implementation works on are
+`Piece`s and `DensePiece`s. All that a captured batch needs lies at addresses that stay: vLLM's block table, and a
+buffer of the builder that says whose row is whose. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+
+from nsa_plugin.backends.vllm.gpu_routes import Carrier, DensePart, Planner, Split, carrier_of
+from nsa_plugin.plan import Plan
+
+# Heads of a rank that vLLM's builder (0.20 to 0.29) takes for few and for many: fewer than 32 and it makes one mixed
+# batch of steps and prefills, else it takes them apart. From 0.30 on the builder keeps the answer in `MIXED_FLAG`.
+FEW_HEADS, MANY_HEADS = 1, 128
+MIXED_FLAG = "fp8_use_mixed_batch"
+
+Planning = Callable[[], Planner | None]
+"""The planner of this process, or None while vLLM serves by itself."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows that attend to selected tokens, in one call.
+
+    Attributes:
+        plan: the decision.
+        carrier: who runs it.
+        rows: of the batch: a slice, or int64 [n] where they do not lie together.
+        request_of_row: int32 [n], the block table's row of each, -1 for rows that only pad; None for vLLM's kernels.
+        stock: vLLM's own metadata of these rows; None for the plugin's kernels.
+    """
+
+    plan: Plan
+    carrier: Carrier
+    rows: slice | torch.Tensor
+    request_of_row: torch.Tensor | None = None
+    stock: Any = None
+
+
+@dataclass(frozen=True)
+class DensePiece:
+    """Rows that attend densely, in one call.
+
+    Attributes:
+        plan: the decision.
+        rows: of the batch: a slice, or int64 [num_rows].
+        cu_seqlens_q, cu_seqlens_k: int32 [requests + 1], rows and context tokens, cumulative.
+        max_q, max_k: most rows and most context tokens of a request.
+        slots: int64 [context tokens], where the tokens of the contexts lie in the cache; None if no request has a
+            prefix, and all keys come from the batch itself.
+        fresh: int64 [num_rows], which of the context's tokens are this step's; None as `slots`.
+    """
+
+    plan: Plan
+    rows: slice | torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+    max_q: int
+    max_k: int
+    slots: torch.Tensor | None = None
+    fresh: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class PrefillMetadata:
+    """What vLLM's MLA layer reads of the rows that it hands to `forward_mha`.
+
+    `chunked_context` is never None: a layer that finds None lets `forward_mha` write a quantised output (0.24 on).
+    """
+
+    use_dense_mha: bool
+    max_query_len: int
+    chunked_context: str = "nsa_plugin"
+
+
+@dataclass
+class PlannedMetadata:
+    """A batch's metadata.
+
+    Attributes:
+        num_actual_tokens: rows, those that only pad it included.
+        num_decode_tokens: rows that vLLM hands to `forward_mqa`, whatever their phase: all before the first dense
+            request.
+        num_decodes, num_prefills: the requests before it, and the others.
+        decode: only looked at for being there.
+        mqa: what `forward_mqa` runs, in order; covers its rows.
+        mha: what `forward_mha` runs densely.
+        tail: what `forward_mha` attends sparsely: prefills that select, behind the first dense one.
+    """
+
+    num_reqs: int
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    slot_mapping: torch.Tensor
+    block_table: torch.Tensor
+    num_decodes: int
+    num_prefills: int
+    num_decode_tokens: int
+    topk_tokens: int
+    prefill_max_seq_len: int
+    prefill: PrefillMetadata | None
+    mqa: tuple[Piece, ...]
+    mha: tuple[DensePiece, ...]
+    tail: Piece | None
+    decode: str = "nsa_plugin"
+
+
+def planned_builder(stock: type, planning: Planning, warm: Callable[[torch.device], None] = lambda _: None) -> type:
+    """vLLM's builder class with the plugin's `build`; vLLM's own while `planning()` gives None.
+
+    Args:
+        warm: called with the device of a builder that has a planner, before any batch.
+    """
+
+    class Builder(stock):
+        # A draft's later steps build anew: what is updated in place would be vLLM's own fields.
+        supports_draft_decode_metadata_update = False
+
+        def __init__(self, kv_cache_spec: Any, layer_names: Any, vllm_config: Any, device: Any, **more: Any) -> None:
+            super().__init__(kv_cache_spec, layer_names, vllm_config, device, **more)
+            self.nsa_plugin = planner = planning()
+            if planner is None:
+                return
+            # From 0.28 on vLLM counts requests of up to 256 rows as steps here; the plans' steps are shorter.
+            self.reorder_batch_threshold = planner.step_tokens
+            scheduler = vllm_config.scheduler_config
+            captured = getattr(vllm_config.compilation_config, "max_cudagraph_capture_size", None) or 0
+            rows = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * planner.step_tokens, int(captured))
+            self.nsa_plugin_request_of_row = torch.full((rows,), -1, dtype=torch.int32, device=device)
+            warm(torch.device(device))
+
+        def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+            planner: Planner | None = self.nsa_plugin
+            if planner is None:
+                return super().build(common_prefix_len, common_attn_metadata, fast_build)
+            build = super().build
+
+            def stock_metadata(common: Any, carrier: Carrier) -> Any:
+                with _form(self, carrier):
+                    return build(common_prefix_len, common, fast_build)
+
+            split = planner.split(common_attn_metadata)
+            page_size = int(self.kv_cache_spec.block_size)
+            owners = self.nsa_plugin_request_of_row
+            return assemble(split, planner, common_attn_metadata, page_size, owners, stock_metadata)
+
+    Builder.__name__ = Builder.__qualname__ = f"Planned{stock.__name__}"
+    return Builder
+
+
+@contextmanager
+def _form(builder: Any, carrier: Carrier) -> Iterator[None]:
+    """Let vLLM's builder choose the form of a prefill over an fp8 cache that the carrier names."""
+    if carrier not in (Carrier.MIXED, Carrier.SEPARATE):
+        yield
+        return
+    mixed = carrier is Carrier.MIXED
+    heads = FEW_HEADS if mixed else MANY_HEADS
+    name, value = (MIXED_FLAG, mixed) if hasattr(builder, MIXED_FLAG) else ("num_heads", heads)
+    before = getattr(builder, name)
+    setattr(builder, name, value)
+    try:
+        yield
+    finally:
+        setattr(builder, name, before)
+
+
+def assemble(
+    split: Split,
+    planner: Planner,
+    common: Any,
+    page_size: int,
+    request_of_row: torch.Tensor,
+    stock_metadata: Callable[[Any, Carrier], Any],
+) -> PlannedMetadata:
+    """The metadata of a batch that is split.
+
+    Args:
+        common: vLLM's CommonAttentionMetadata of the batch.
+        page_size: tokens a page of the block table.
+        request_of_row: int32 [at least the rows], filled here; captured graphs keep its address.
+        stock_metadata: vLLM's own metadata of (a part's CommonAttentionMetadata, the carrier of its sparse rows).
+    """
+    owners = request_of_row[: split.num_rows]
+    layout = planner.model.kv_layout
+    selecting = [plan for plan in (split.steps, split.sparse) if plan is not None]
+    if any(carrier_of(plan, layout) is Carrier.PROVIDER for plan in selecting):
+        owners.copy_(_to_device(_owners(split), owners), non_blocking=True)
+
+    def piece(plan: Plan, rows: slice | torch.Tensor, requests: Sequence[int], keep: bool = False) -> Piece:
+        carrier = carrier_of(plan, layout)
+        if carrier is Carrier.PROVIDER:
+            return Piece(plan, carrier, rows, owners[rows])
+        whole = len(requests) == split.num_requests
+        stock = stock_metadata(common if whole else part_of(common, split, requests), carrier)
+        # vLLM's builder has one buffer for whose row is whose, and the next part overwrites it.
+        if keep and isinstance(getattr(stock, "req_id_per_token", None), torch.Tensor):
+            stock = replace(stock, req_id_per_token=stock.req_id_per_token.clone())
+        return Piece(plan, carrier, rows, stock=stock)
+
+    first_dense = split.mha_request
+    head = [request for request in split.sparse_requests if request < first_dense]
+    behind = [request for request in split.sparse_requests if request > first_dense]
+    mqa: list[Piece] = []
+    tail = None
+    # What is built last may use the buffers of vLLM's builder, so that a batch of one part is as vLLM makes it.
+    if behind:
+        assert split.sparse is not None
+        tail = piece(split.sparse, _rows(split, behind, owners), behind, keep=True)
+    if head:
+        assert split.sparse is not None
+        rows = slice(split.step_rows, split.mha_row)
+        mqa.append(piece(split.sparse, rows, head, keep=split.steps is not None))
+    if split.steps is not None:
+        mqa.insert(0, piece(split.steps, slice(0, split.step_rows), range(split.num_steps)))
+    table = common.block_table_tensor
+    dense = tuple(_dense_piece(split, part, table, owners, page_size) for part in split.dense)
+    prefill = None
+    if split.num_steps < split.num_requests:
+        bounds = split.starts[split.num_steps :]
+        longest = max(end - start for start, end in pairwise(bounds))
+        prefill = PrefillMetadata(use_dense_mha=bool(dense), max_query_len=longest)
+    return PlannedMetadata(
+        num_reqs=common.num_reqs,
+        num_actual_tokens=split.num_rows,
+        max_query_len=common.max_query_len,
+        max_seq_len=common.max_seq_len,
+        query_start_loc=common.query_start_loc,
+        seq_lens=common.seq_lens,
+        slot_mapping=common.slot_mapping,
+        block_table=common.block_table_tensor,
+        num_decodes=first_dense,
+        num_prefills=split.num_requests - first_dense,
+        num_decode_tokens=split.mha_row,
+        topk_tokens=planner.model.index_topk,
+        prefill_max_seq_len=common.max_seq_len,
+        prefill=prefill,
+        mqa=tuple(mqa),
+        mha=dense,
+        tail=tail,
+    )
+
+
+def part_of(common: Any, split: Split, requests: Sequence[int]) -> Any:
+    """vLLM's CommonAttentionMetadata of some requests of a batch, as if there were no others."""
+    q_lens = [split.starts[request + 1] - split.starts[request] for request in requests]
+    starts = torch.tensor([0, *accumulate(q_lens)], dtype=torch.int32)
+    on_host = _places(requests)
+    chosen = on_host if isinstance(on_host, slice) else _to_device(on_host, common.seq_lens)
+    rows = _rows(split, requests, common.slot_mapping)
+    changed: dict[str, Any] = {
+        "query_start_loc": _to_device(starts, common.query_start_loc),
+        "query_start_loc_cpu": starts,
+        "num_reqs": len(requests),
+        "num_actual_tokens": sum(q_lens),
+        "max_query_len": max(q_lens),
+        "slot_mapping": common.slot_mapping[rows],
+        "seq_lens": common.seq_lens[chosen],
+        "block_table_tensor": common.block_table_tensor[chosen],
+    }
+    # What else there is depends on the version: a value for each request or row, or something derived from all of them.
+    for name in {field.name for field in fields(common)} - set(changed):
+        value = getattr(common, name)
+        if name.endswith("_cache"):
+            changed[name] = None
+        elif isinstance(value, torch.Tensor) and value.dim() and value.shape[0] == common.num_reqs:
+            changed[name] = value[chosen if value.is_cuda else on_host]
+        elif isinstance(value, torch.Tensor) and value.dim() and value.shape[0] == split.num_rows:
+            changed[name] = value[rows]
+    return replace(common, **changed)
+
+
+def _dense_piece(
+    split: Split, part: DensePart, block_table: torch.Tensor, like: torch.Tensor, page_size: int
+) -> DensePiece:
+    """The piece of a dense part; its tensors are on `like`'s device, and nothing is read back."""
+
+    def bounds(lens: Iterable[int]) -> torch.Tensor:
+        return _to_device(torch.tensor([0, *accumulate(lens)], dtype=torch.int32), like)
+
+    piece = DensePiece(
+        plan=part.plan,
+        rows=_rows(split, part.requests, like),
+        cu_seqlens_q=bounds(part.q_lens),
+        cu_seqlens_k=bounds(part.kv_lens),
+        max_q=max(part.q_lens),
+        max_k=max(part.kv_lens),
+    )
+    if not part.has_prefix:
+        return piece
+    kv_lens = torch.tensor(part.kv_lens)
+    first = kv_lens.cumsum(0) - kv_lens
+    request = torch.repeat_interleave(torch.tensor(part.requests), kv_lens)
+    position = torch.arange(int(kv_lens.sum())) - torch.repeat_interleave(first, kv_lens)
+    fresh = torch.cat(
+        [
+            torch.arange(start + kv_len - q_len, start + kv_len)
+            for start, q_len, kv_len in zip(first.tolist(), part.q_lens, part.kv_lens, strict=True)
+        ]
+    )
+    request, position = _to_device(request, like), _to_device(position, like)
+    pages = block_table[request, position // page_size].long()
+    return replace(piece, slots=pages * page_size + position % page_size, fresh=_to_device(fresh, like))
+
+
+def _owners(split: Split) -> torch.Tensor:
+    """int32 [num_rows] on the host: the request of each row, -1 for rows behind the last request."""
+    owners = torch.full((split.num_rows,), -1, dtype=torch.int32)
+    lens = torch.tensor([end - start for start, end in pairwise(split.starts)])
+    real = torch.repeat_interleave(torch.arange(split.num_requests, dtype=torch.int32), lens)
+    owners[: len(real)] = real
+    return owners
+
+
+def _rows(split: Split, requests: Sequence[int], like: torch.Tensor) -> slice | torch.Tensor:
+    """The rows of requests: a slice where they lie together, else int64 on `like`'s device."""
+    if requests[-1] - requests[0] + 1 == len(requests):
+        return slice(split.starts[requests[0]], split.starts[requests[-1] + 1])
+    spans = [torch.arange(split.starts[request], split.starts[request + 1]) for request in requests]
+    return _to_device(torch.cat(spans), like)
+
+
+def _places(requests: Sequence[int]) -> slice | torch.Tensor:
+    """The places of requests in the batch, for indexing: a slice, or int64 on the host."""
+    if requests[-1] - requests[0] + 1 == len(requests):
+        return slice(requests[0], requests[-1] + 1)
+    return torch.tensor(list(requests))
+
+
+def _to_device(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Host values on `like`'s device, without waiting for it."""
+    if not like.is_cuda:
+        return values
+    return values.pin_memory().to(like.device, non_blocking=True)
