@@ -1,0 +1,110 @@
+"""The V4 attention backend that takes the place of SGLang's, and how it begins to take its routes from plans."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+from packaging.version import Version
+
+from nsa_plugin.backends.sglang.activation import process
+from nsa_plugin.backends.sglang.batch import Batch
+from nsa_plugin.backends.sglang.model import NEEDS_GPU
+from nsa_plugin.backends.sglang.routes import Route
+from nsa_plugin.backends.sglang.v4_attention import adopt, release, with_v4_plans
+from nsa_plugin.backends.sglang.v4_kernels import V4State, longest_context
+from nsa_plugin.backends.sglang.v4_routes import V4Planner, asked_by_engine
+from nsa_plugin.backends.sglang.v4_warm import warm_v4
+from nsa_plugin.backends.sglang.warm import warm_selection
+from nsa_plugin.devices import DeviceProfile
+from nsa_plugin.errors import NoProviderError, NsaPluginError
+from nsa_plugin.plan import Plan
+from nsa_plugin.settings import Settings
+from nsa_plugin.shapes import BatchShape, ModelShape, Phase
+from nsa_plugin.telemetry import Trace
+
+SAMPLES = (1024, 4096, 8192, 16384, 32768)
+"""Rows of the prefills that are decided before serving, each with its own tokens as context and with the longest."""
+
+OWN_HEADS_FIRST = Version("0.5.14")
+
+
+def make(original: type) -> type:
+    """The plugin's subclass of the engine's V4 backend class.
+
+    Raises:
+        PatchError: the class is not as the plugin knows it.
+    """
+
+    class Backend(with_v4_plans(original)):  # type: ignore[misc]
+        nsa_plugin_replaces = original
+
+        # `wraps` keeps the signature, by which the ledger knows the class.
+        @functools.wraps(original.__init__)  # type: ignore[misc]
+        def __init__(self, model_runner: Any, *args: Any, **kwargs: Any) -> None:
+            if str(model_runner.device).partition(":")[0] == "cpu":
+                raise NoProviderError(NEEDS_GPU)
+            super().__init__(model_runner, *args, **kwargs)
+            process().backend_built(self, model_runner)
+
+    Backend.__name__ = Backend.__qualname__ = f"NsaPlugin{original.__name__}"
+    return Backend
+
+
+def begin(
+    backend: Any,
+    model_runner: Any,
+    model: ModelShape,
+    device: DeviceProfile,
+    settings: Settings,
+    *,
+    trace: Trace,
+    count: Callable[[Plan], None] | None,
+    free_memory: Callable[[], int],
+) -> tuple[list[str], dict[str, Route]]:
+    """Let a V4 backend that has just been built take its routes from plans, once its kernels have run.
+
+    Args:
+        model: see `v4_routes.v4_shape`.
+        trace, count, free_memory: see `Planner`.
+
+    Returns:
+        What stays SGLang's own, and what a few prefills take, by their names; for the start-up report.
+
+    Raises:
+        SettingsError, NoProviderError, PatchError: it cannot; it is SGLang's own then.
+    """
+    from sglang.srt.environ import envs
+    from sglang.version import __version__
+
+    planner = V4Planner(model, device, settings, trace, count, free_memory, asked=asked_by_engine(envs))
+    try:
+        first = Version(__version__) >= OWN_HEADS_FIRST
+        notes = adopt(backend, planner, model_runner.server_args, own_heads_first=first)
+        state: V4State | None = backend.nsa_plugin
+        if state is None:
+            return notes, {}
+        routes = sample_routes(planner, longest_context(backend))
+        where = torch.device(backend.device)
+        warm_v4(routes.values(), state, where)
+        warm_selection(state.providers, model, where)
+    except Exception:
+        release(backend)
+        raise
+    return notes, routes
+
+
+def sample_routes(planner: V4Planner, max_context: int) -> dict[str, Route]:
+    """What a few prefills would take, by their names."""
+    found: dict[str, Route] = {}
+    for rows in SAMPLES:
+        for context in dict.fromkeys((min(rows, max_context), max_context)):
+            shape = BatchShape.from_lengths(Phase.EXTEND, [min(rows, context)], [context])
+            batch = Batch(shape, requests=[("", shape.num_tokens, context)])
+            with suppress(NsaPluginError):  # a size that nothing carries, and that need never come
+                if route := planner.prefill_route(batch):
+                    found[f"V4 prefill, {shape.num_tokens} of {context} tokens"] = route
+    return found

@@ -1,0 +1,228 @@
+"""From a Plan to how a V4 batch attends under SGLang, and what of SGLang's own settings a Plan has to respect.
+
+A prefill has three routes, `CARRIERS`: the plugin's kernel straight from both fp8 caches; the pages that the batch
+reads brought to bfloat16 rows, then a kernel for those (`kernels.v4_prefill`); FlashMLA's decode kernel. Which one, is
+`decide()`'s; what no carrier has is taken out of the device's profile before.
+
+SGLang's variables, where a user has set them and no setting of the plugin's names a library:
+
+    SGLANG_OPT_FLASHMLA_SPARSE_PREFILL   1: bfloat16 rows and FlashMLA's prefill kernel; 0: its decode kernel, as far as
+                                         the installed build takes the rows, and the routes of `auto` above
+    SGLANG_FP8_PAGED_MQA_LOGITS_TORCH    the indexer is SGLang's own torch code (`v4_indexer`)
+    SGLANG_OPT_USE_JIT_INDEXER_METADATA  who schedules SGLang's own paged logits; past what the library's scheduling
+                                         kernel takes, its 0 cannot be followed and SGLang's kernel schedules
+
+What stays SGLang's own: context parallelism, hisparse, the fp4 indexer, DSpark, --dsv4-prefill-backend other than auto,
+trtllm's and the unified caches, V4.1's caches and ratios, bounded replay, deterministic inference; decode, verify and
+draft steps unless `decode_backend` names a library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from nsa_plugin.backends.sglang.batch import Batch
+from nsa_plugin.backends.sglang.routes import Planner, Route, in_place
+from nsa_plugin.backends.sglang.v4_batch import spans, workspace_bytes
+from nsa_plugin.capabilities import Capability, Op
+from nsa_plugin.devices import MIB, DeviceProfile, Library
+from nsa_plugin.dispatch import decide
+from nsa_plugin.errors import NoProviderError, NsaPluginError
+from nsa_plugin.plan import Attention, Plan
+from nsa_plugin.shapes import ModelShape
+
+LAYOUT = "v4_fp8"
+SPARSE_PREFILL_VARIABLE = "SGLANG_OPT_FLASHMLA_SPARSE_PREFILL"
+JIT_METADATA_VARIABLE = "SGLANG_OPT_USE_JIT_INDEXER_METADATA"
+TORCH_LOGITS_VARIABLE = "SGLANG_FP8_PAGED_MQA_LOGITS_TORCH"
+
+WINDOW = 128
+"""Tokens of the window; SGLang hardcodes them."""
+WINDOW_PAGE = 256
+
+WORKSPACE_BYTES = 320 * MIB
+COMBINED_BYTES = 128 * MIB
+"""Most memory of a prefill over bfloat16 rows: the rows, and the combined indices that are held at once."""
+
+DIRECT, ROWS, DECODE_KERNEL = "direct", "bf16 rows", "decode kernel"
+
+_Key = tuple[Attention, str, bool]
+
+CARRIERS: dict[_Key, str] = {
+    **{
+        (shape, library, False): DIRECT
+        for shape in (Attention.SPARSE_PREFILL, Attention.SPARSE_DECODE)
+        for library in ("cuda", "triton", "reference")
+    },
+    (Attention.SPARSE_PREFILL, "flash_mla", True): ROWS,
+    (Attention.SPARSE_DECODE, "flash_mla", False): DECODE_KERNEL,
+}
+"""(shape of the kernel, library, after dequantisation): the route's name."""
+
+_SHAPES = {Op.SPARSE_MLA_PREFILL: Attention.SPARSE_PREFILL, Op.SPARSE_MLA_DECODE: Attention.SPARSE_DECODE}
+
+
+def asked_by_engine(envs: Any) -> frozenset[str]:
+    """The routes that SGLang's own variable asks for; none where no user has set it.
+
+    Args:
+        envs: SGLang's `environ.envs`; 0.5.12 has no such variable.
+    """
+    field = getattr(envs, SPARSE_PREFILL_VARIABLE, None)
+    if field is None or not field.is_set():
+        return frozenset()
+    return frozenset({ROWS if field.get() else DECODE_KERNEL})
+
+
+def runnable(device: DeviceProfile, only: Iterable[str] = ()) -> DeviceProfile:
+    """The profile without the kernels that no carrier has, or none of `only` if any are given."""
+    wanted = frozenset(only) or frozenset(CARRIERS.values())
+
+    def kept(library: str, capability: Capability) -> bool:
+        if capability.op in (Op.MHA_ONE_SHOT, Op.TOKEN_SHARD):
+            return False
+        shape = _SHAPES.get(capability.op)
+        if shape is None:
+            return True
+        copied = LAYOUT not in capability.layouts
+        if copied and "bf16" not in capability.layouts:
+            return False
+        return CARRIERS.get((shape, library, copied)) in wanted
+
+    def reduced(library: Library) -> Library:
+        return replace(library, capabilities=tuple(c for c in library.capabilities if kept(library.name, c)))
+
+    return replace(device, libraries={name: reduced(library) for name, library in device.libraries.items()})
+
+
+def route_of(plan: Plan) -> Route:
+    """How SGLang's V4 backend carries a plan.
+
+    Raises:
+        NoProviderError: it cannot; `runnable` keeps such a plan from being made.
+    """
+    if plan.attention is Attention.NONE:
+        return Route(plan)
+    name = CARRIERS.get((plan.attention, plan.provider, plan.dequantize_kv))
+    if name is None:
+        after = " after dequantisation" if plan.dequantize_kv else ""
+        raise NoProviderError(f"SGLang's V4 backend has no route for {plan.provider}'s {plan.attention}{after}")
+    return Route(plan, name, own=name != DECODE_KERNEL)
+
+
+@dataclass
+class V4Planner(Planner):
+    """The decisions of one V4 backend; see `Planner`.
+
+    Attributes:
+        asked: routes that SGLang's own variable asks for, for prefills; see `asked_by_engine`.
+    """
+
+    asked: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        self.device = runnable(self.device)
+
+    def prefill_route(self, batch: Batch, *, dense_allowed: bool = False) -> Route | None:
+        """The route of a prefill, or None where it is SGLang's. A V4 model has no dense attention to allow."""
+        if batch.shape.context_parallel:
+            return None
+        plan = self._asked_plan(batch) or decide(self.model, batch.shape, self.device, self.settings)
+        if plan.dequantize_kv and (held := self._rows_bytes(batch)) > self._room():
+            # Nothing else may take so many rows: then they are copied as SGLang would.
+            with suppress(NsaPluginError):
+                plan = decide(self.model, batch.shape, in_place(self.device, LAYOUT), self.settings)
+                said = f"{plan.reasons['dequantize_kv']}; bf16 rows would take {held / MIB:.0f} MiB"
+                plan = replace(plan, reasons={**plan.reasons, "dequantize_kv": said})
+        return route_of(plan)
+
+    def step_route(self, batch: Batch) -> Route:
+        """See `Planner.step_route`."""
+        key = (batch.shape.phase, batch.shape.num_requests, batch.shape.num_tokens)
+        if key not in self._steps:
+            self._steps[key] = route_of(decide(self.model, batch.shape, self.device, self.settings))
+        return self._steps[key]
+
+    def _asked_plan(self, batch: Batch) -> Plan | None:
+        """The plan by the routes that SGLang's variable asks for, or None: nothing asked, or they do not carry it."""
+        if not self.asked or self.settings.prefill_backend != "auto":
+            return None
+        try:
+            plan = decide(self.model, batch.shape, runnable(self.device, self.asked), self.settings)
+        except NoProviderError:
+            return None
+        said = f"{plan.reasons['attention']}; {SPARSE_PREFILL_VARIABLE} asks for it"
+        return replace(plan, reasons={**plan.reasons, "attention": said})
+
+    def _rows_bytes(self, batch: Batch) -> int:
+        q_lens = [rows for _, rows, _ in batch.requests]
+        return workspace_bytes(spans(q_lens, [context for *_, context in batch.requests]), WINDOW, WINDOW_PAGE)
+
+    def _room(self) -> int:
+        return min(WORKSPACE_BYTES, self.device.memory_free // 4)
+
+
+def v4_shape(model_runner: Any) -> ModelShape:
+    """The model as one rank of its attention group sees it. Every V4 cache that is adopted is of fp8 records."""
+    config = model_runner.model_config.hf_text_config
+    return ModelShape(
+        family="v4",
+        num_heads=config.num_attention_heads,
+        attn_tp_size=attention_ranks(model_runner),
+        kv_lora_rank=512,
+        qk_nope_head_dim=448,
+        qk_rope_head_dim=config.qk_rope_head_dim,
+        v_head_dim=512,
+        index_topk=config.index_topk,
+        index_n_heads=config.index_n_heads,
+        index_head_dim=config.index_head_dim,
+        kv_layout=LAYOUT,
+        sliding_window=WINDOW,
+    )
+
+
+def attention_ranks(model_runner: Any) -> int:
+    """Ranks that share the attention's heads: of the runner until 0.5.15, of its `ps` or SGLang's context later."""
+    for holder in (model_runner, getattr(model_runner, "ps", None)):
+        size = getattr(holder, "attn_tp_size", None)
+        if size is not None:
+            return int(size)
+    try:
+        from sglang.srt.runtime_context import get_parallel
+    except ImportError:
+        from sglang.srt.layers.dp_attention import get_attention_tp_size
+
+        return int(get_attention_tp_size())
+    return int(get_parallel().attn_tp_size)
+
+
+def engines_own(backend: Any, server_args: Any) -> str | None:
+    """The feature of this server whose batches the plugin leaves to SGLang altogether, or None."""
+    # Read of live objects: several of the names exist only in some versions.
+    if getattr(backend, "hisparse_coordinator", None) is not None or getattr(server_args, "enable_hisparse", False):
+        return "hisparse"
+    if getattr(backend, "trtllm_attn", False):
+        return "trtllm's uniform fp8 cache"
+    if getattr(backend, "is_dspark_draft", False):
+        return "DSpark's draft"
+    if getattr(backend, "is_dsv41", False):
+        return "DeepSeek-V4.1"
+    if getattr(backend, "enable_decoder_swa_bounded_replay", False):
+        return "bounded replay of the window"
+    pool = getattr(backend, "token_to_kv_pool", None)
+    if getattr(pool, "_unified_kv", False):
+        return "the unified KV cache"
+    if getattr(pool, "request_window", None) is not None:
+        return "a window kept by request"
+    asked = getattr(backend, "dsv4_prefill_backend", "auto")
+    if asked != "auto":
+        return f"--dsv4-prefill-backend {asked}"
+    flags = ("enable_prefill_cp", "enable_prefill_context_parallel", "enable_dsa_prefill_context_parallel")
+    if any(getattr(server_args, flag, False) for flag in (*flags, "enable_nsa_prefill_context_parallel")):
+        return "context-parallel prefill"
+    if getattr(server_args, "enable_deterministic_inference", False):
+        return "deterministic inference"
+    return None

@@ -1,0 +1,62 @@
+"""The routes of SGLang's V4 backend by their Triton kernels, interpreted, against a dense computation.
+
+As few rows as have all kinds of keys: what surrounds the kernels has its tests in `test_sglang_v4_attention`.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel is imported
+
+from nsa_plugin.backends.sglang.v4_indexer import select
+from nsa_plugin.backends.sglang.v4_routes import DIRECT, ROWS
+from nsa_plugin.backends.sglang.v4_warm import warm_v4
+from nsa_plugin.kernels.sparse_mla import reference_prefill
+from tests.backends.sglang_v4_fakes import LAYERS, TOPK, attend, batch, prepared
+
+pytestmark = [
+    pytest.mark.usefixtures("nothing_measured"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the fakes are on the CPU"),
+]
+
+
+@pytest.mark.parametrize("layer_id", LAYERS)
+@pytest.mark.parametrize(
+    ("impl", "settings"),
+    [(DIRECT, {"prefill_backend": "triton"}), (ROWS, {"prefill_backend": "flash_mla", "large_q_rows": 1})],
+)
+def test_kernels_attend_what_a_dense_computation_does(impl: str, settings: dict[str, object], layer_id: int):
+    of = batch((2, 600), (2, 2), padded=1)
+    backend = prepared(of, rows_attention=reference_prefill, **settings)
+    assert backend.nsa_plugin.route.impl == impl
+    got = attend(backend, layer_id)
+    expected = of.expected(backend.forward_metadata.core_attn_metadata, layer_id)
+    torch.testing.assert_close(got[: of.rows].double(), expected, atol=4e-3, rtol=2e-2)
+    assert not got[of.rows :].any()
+
+
+def test_kernels_are_run_before_serving():
+    backend = prepared(batch((2, 2)), rows_attention=reference_prefill, prefill_backend="flash_mla", large_q_rows=1)
+    warm_v4([backend.nsa_plugin.route], backend.nsa_plugin, torch.device("cpu"))
+
+
+def test_kernels_select_what_the_references_do():
+    of = batch((2, 600), (2, 2))
+    selected = []
+    for provider, sm in (("reference", 0), ("triton", 90)):
+        backend = prepared(of, prefill_backend="reference")
+        state, x = backend.nsa_plugin, torch.zeros(of.rows, 8)
+        state.providers.sm = sm
+        given = {"x": x, "q_lora": x, "c4_indexer": SimpleNamespace(layer_id=1), "forward_batch": of.forward}
+        plan = replace(state.route.plan.indexer, provider=provider)
+        select(backend, state.prefill, plan, state.providers, of.pool, TOPK, given)
+        selected.append(backend.forward_metadata.core_attn_metadata.c4_sparse_page_indices.sort(1).values)
+    assert torch.equal(*selected)
+    assert (selected[0][:2] >= 0).all()
