@@ -9,22 +9,20 @@ data set, random-ids, draws from the tokenizer's few tokens in rows that repeat,
 
 from __future__ import annotations
 
-import math
 import os
-import re
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from importlib import metadata, util
+from importlib import util
 from pathlib import Path
 from typing import Any
 
+from nsa_plugin.compare import common
+from nsa_plugin.compare.common import PLUGIN, flag_value, installed, number
 from nsa_plugin.compare.engine import CompareError
 from nsa_plugin.compare.measured import Answer
 
-ENTRY_POINTS, PLUGIN = "sglang.srt.plugins", "nsa_plugin"
-_COUNTER = re.compile(r"^sglang:nsa_plugin_batches_total\{(?P<labels>[^}]*)\} (?P<value>\S+)", re.MULTILINE)
-_LABEL = re.compile(r'(\w+)="([^"]*)"')
+ENTRY_POINTS = "sglang.srt.plugins"
 # Flags that take no value, and the word that each gives a record's suite.
 _SWITCHES = {
     "--disable-cuda-graph": "eager",
@@ -44,15 +42,7 @@ class SglangEngine:
     metrics_path = "/metrics"
 
     def version(self) -> str:
-        try:
-            version = metadata.version("sglang")
-        except metadata.PackageNotFoundError:
-            raise CompareError(f"SGLang is not installed in {sys.prefix}") from None
-        if not metadata.entry_points(group=ENTRY_POINTS, name=PLUGIN):
-            raise CompareError(
-                f"SGLang would not find the plugin: no installed distribution has the entry point {PLUGIN} of "
-                f"{ENTRY_POINTS}; install nsa-plugin into {sys.prefix}"
-            )
+        version = installed("sglang", "SGLang", ENTRY_POINTS)
         listed = os.environ.get("SGLANG_PLUGINS", "")
         if listed and PLUGIN not in (name.strip() for name in listed.split(",")):
             raise CompareError(f"SGLANG_PLUGINS is {listed!r}; it must list {PLUGIN}, or be unset")
@@ -72,13 +62,7 @@ class SglangEngine:
         ]
 
     def environ(self, *, plugin: bool) -> dict[str, str]:
-        return {
-            # Off is the kill switch: it wins over the plugin's flags, which both servers may be given.
-            "NSA_PLUGIN_ENABLED": "1" if plugin else "0",
-            "HF_HUB_OFFLINE": "1",
-            "TRANSFORMERS_OFFLINE": "1",
-            "PYTHONUNBUFFERED": "1",
-        }
+        return common.environ(plugin=plugin)
 
     def body(
         self,
@@ -119,12 +103,12 @@ class SglangEngine:
         prompt = [value for value, *_ in meta.get("input_token_logprobs") or () if value is not None]
         return Answer(
             token_ids=tuple(int(token) for _, token, *_ in chosen),
-            logprobs=tuple(_number(value) for value, *_ in chosen),
+            logprobs=tuple(number(value) for value, *_ in chosen),
             top=tuple(
-                {int(token): _number(value) for value, token, *_ in best}
+                {int(token): number(value) for value, token, *_ in best}
                 for best in meta.get("output_top_logprobs") or ()
             ),
-            prompt_logprobs=tuple(_number(value) for value in prompt),
+            prompt_logprobs=tuple(number(value) for value in prompt),
             cached_tokens=int(meta.get("cached_tokens") or 0),
             error=str(reason.get("message", "aborted")) if reason.get("type") == "abort" else "",
         )
@@ -135,21 +119,15 @@ class SglangEngine:
         return int(data["meta_info"]["completion_tokens"])
 
     def routes(self, metrics: str) -> Counter[str]:
-        counted: Counter[str] = Counter()
-        for found in _COUNTER.finditer(metrics):
-            labels = dict(_LABEL.findall(found["labels"]))
-            counted["/".join(labels.get(name, "?") for name in ("phase", "attention", "provider"))] += int(
-                float(found["value"])
-            )
-        return counted
+        return common.routes(metrics, "sglang")
 
     def facts(self, flags: Sequence[str]) -> dict[str, Any]:
-        tp = int(_value(flags, "--tp", "--tp-size", "--tensor-parallel-size") or 1)
-        dp = int(_value(flags, "--dp", "--dp-size", "--data-parallel-size") or 1)
-        cache = _value(flags, "--kv-cache-dtype") or "auto"
-        chunk = _value(flags, "--chunked-prefill-size")
+        tp = int(flag_value(flags, "--tp", "--tp-size", "--tensor-parallel-size") or 1)
+        dp = int(flag_value(flags, "--dp", "--dp-size", "--data-parallel-size") or 1)
+        cache = flag_value(flags, "--kv-cache-dtype") or "auto"
+        chunk = flag_value(flags, "--chunked-prefill-size")
         variant = [word for flag, word in _SWITCHES.items() if flag in flags]
-        variant += ["mtp"] if _value(flags, "--speculative-algorithm", "--speculative-algo") else []
+        variant += ["mtp"] if flag_value(flags, "--speculative-algorithm", "--speculative-algo") else []
         variant += [f"chunk{chunk}"] if chunk else []
         return {
             "kv": "fp8" if cache.startswith("fp8") else "bf16",
@@ -160,18 +138,3 @@ class SglangEngine:
             "prefix_cache": "--disable-radix-cache" not in flags,
             "variant": variant,
         }
-
-
-def _number(value: float | None) -> float:
-    """SGLang's JSON has null for what is no number. What is saved and read back must judge the same: five digits."""
-    return math.nan if value is None else round(float(value), 5)
-
-
-def _value(flags: Sequence[str], *names: str) -> str | None:
-    """The last value that the flags give one of `names`, as "--name value" or "--name=value"."""
-    found = None
-    for position, flag in enumerate(flags):
-        name, equals, value = flag.partition("=")
-        if name in names:
-            found = value if equals else (flags[position + 1] if position + 1 < len(flags) else None)
-    return found

@@ -9,21 +9,19 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from nsa_plugin.compare import common
+from nsa_plugin.compare.common import PLUGIN, flag_value, installed, number
 from nsa_plugin.compare.engine import CompareError
 from nsa_plugin.compare.measured import Answer
 
-ENTRY_POINTS, PLUGIN = "vllm.general_plugins", "nsa_plugin"
+ENTRY_POINTS = "vllm.general_plugins"
 SERVED_MODEL = "model"
-_COUNTER = re.compile(r"^vllm:nsa_plugin_batches_total\{(?P<labels>[^}]*)\} (?P<value>\S+)", re.MULTILINE)
-_LABEL = re.compile(r'(\w+)="([^"]*)"')
 _TOKEN = "token_id:"
 # What vLLM's JSON has for a log probability of minus infinity.
 _LEAST = -9999.0
@@ -45,16 +43,7 @@ class VllmEngine:
     metrics_path = "/metrics"
 
     def version(self) -> str:
-        try:
-            version = metadata.version("vllm")
-        except metadata.PackageNotFoundError:
-            raise CompareError(f"vLLM is not installed in {sys.prefix}") from None
-        if not metadata.entry_points(group=ENTRY_POINTS, name=PLUGIN):
-            raise CompareError(
-                f"vLLM would not find the plugin: no installed distribution has the entry point {PLUGIN} of "
-                f"{ENTRY_POINTS}; install nsa-plugin into {sys.prefix}"
-            )
-        return version
+        return installed("vllm", "vLLM", ENTRY_POINTS)
 
     def command(self, model: Path, port: int, flags: Sequence[str], *, plugin: bool) -> list[str]:
         settings = ["--additional-config", json.dumps({PLUGIN: {"enabled": True}})] if plugin else []
@@ -71,15 +60,7 @@ class VllmEngine:
         ]
 
     def environ(self, *, plugin: bool) -> dict[str, str]:
-        return {
-            # Off is the kill switch: it wins over the plugin's settings, which both servers may be given.
-            "NSA_PLUGIN_ENABLED": "1" if plugin else "0",
-            "HF_HUB_OFFLINE": "1",
-            "TRANSFORMERS_OFFLINE": "1",
-            "PYTHONUNBUFFERED": "1",
-            "VLLM_SERVER_DEV_MODE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-        }
+        return common.environ(plugin=plugin) | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
     def body(
         self,
@@ -139,21 +120,15 @@ class VllmEngine:
         return int((data.get("usage") or {}).get("completion_tokens") or 0)
 
     def routes(self, metrics: str) -> Counter[str]:
-        counted: Counter[str] = Counter()
-        for found in _COUNTER.finditer(metrics):
-            labels = dict(_LABEL.findall(found["labels"]))
-            counted["/".join(labels.get(name, "?") for name in ("phase", "attention", "provider"))] += int(
-                float(found["value"])
-            )
-        return counted
+        return common.routes(metrics, "vllm")
 
     def facts(self, flags: Sequence[str]) -> dict[str, Any]:
-        tp = int(_value(flags, "--tensor-parallel-size", "-tp") or 1)
-        dp = int(_value(flags, "--data-parallel-size", "-dp") or 1)
-        cache = _value(flags, "--kv-cache-dtype") or "auto"
-        chunk = _value(flags, "--max-num-batched-tokens")
+        tp = int(flag_value(flags, "--tensor-parallel-size", "-tp") or 1)
+        dp = int(flag_value(flags, "--data-parallel-size", "-dp") or 1)
+        cache = flag_value(flags, "--kv-cache-dtype") or "auto"
+        chunk = flag_value(flags, "--max-num-batched-tokens")
         variant = [word for flag, word in _SWITCHES.items() if flag in flags]
-        variant += ["mtp"] if _value(flags, "--speculative-config", "-sc") else []
+        variant += ["mtp"] if flag_value(flags, "--speculative-config", "-sc") else []
         variant += [f"chunk{chunk}"] if chunk else []
         return {
             "kv": "fp8" if cache.startswith("fp8") else "bf16",
@@ -180,15 +155,4 @@ def _token(token: str) -> int:
 
 
 def _number(value: float | None) -> float:
-    """What is saved and read back must judge the same: five digits; NaN for none."""
-    return math.nan if value is None or value <= _LEAST else round(float(value), 5)
-
-
-def _value(flags: Sequence[str], *names: str) -> str | None:
-    """The last value that the flags give one of `names`, as "--name value" or "--name=value"."""
-    found = None
-    for position, flag in enumerate(flags):
-        name, equals, value = flag.partition("=")
-        if name in names:
-            found = value if equals else (flags[position + 1] if position + 1 < len(flags) else None)
-    return found
+    return math.nan if value is not None and value <= _LEAST else number(value)

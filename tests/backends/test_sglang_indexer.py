@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from nsa_plugin.backends.providers import Providers
 from nsa_plugin.backends.sglang.indexer import Selection, attach, wrap_topk_ragged
-from nsa_plugin.backends.sglang.providers import Providers
 from nsa_plugin.backends.sglang.routes import Planner
 from nsa_plugin.kernels import indexer as kernels
 from nsa_plugin.kernels.registry import Provider, Registry

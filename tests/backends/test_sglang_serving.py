@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from nsa_plugin.backends import warm as warming
+from nsa_plugin.backends.providers import Providers
 from nsa_plugin.backends.sglang import samples, serving
-from nsa_plugin.backends.sglang import warm as warming
 from nsa_plugin.backends.sglang.attention import PAGE_SIZES, release, with_plans
 from nsa_plugin.backends.sglang.metrics import ranks
-from nsa_plugin.backends.sglang.providers import Providers
 from nsa_plugin.backends.sglang.serving import Serving
-from nsa_plugin.backends.sglang.warm import warm, warm_selection
+from nsa_plugin.backends.warm import warm, warm_selection
 from nsa_plugin.devices import synthetic
 from nsa_plugin.errors import NoProviderError, PatchError, SettingsError
 from nsa_plugin.kernels.registry import Provider, Registry

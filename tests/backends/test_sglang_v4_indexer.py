@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from nsa_plugin.backends.sglang.providers import Providers
+from nsa_plugin.backends.providers import Providers
 from nsa_plugin.kernels.indexer import reference_topk
 from nsa_plugin.kernels.kv_cache import reference_read_codes
 from nsa_plugin.kernels.registry import REFERENCE

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from nsa_plugin.backends.providers import Providers
 from nsa_plugin.backends.vllm.gpu_indexer import (
     ATTRIBUTE,
     StepSelection,
@@ -17,7 +18,6 @@ from nsa_plugin.backends.vllm.gpu_indexer import (
     prefill_topk,
     wrap_indexer,
 )
-from nsa_plugin.backends.vllm.gpu_providers import Providers
 from nsa_plugin.backends.vllm.gpu_routes import Planner
 from nsa_plugin.kernels.indexer import quantize, reference_paged_topk
 from nsa_plugin.kernels.kv_cache import PagedCache, allocate_cache, reference_write

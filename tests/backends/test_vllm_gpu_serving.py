@@ -119,8 +119,8 @@ def test_the_workspace_is_within_what_vllm_profiles(monkeypatch: pytest.MonkeyPa
 
 def test_kernels_run_once_before_batches(monkeypatch: pytest.MonkeyPatch):
     runs: list[Any] = []
-    warm = gpu_serving.warm_attention
-    monkeypatch.setattr(gpu_serving, "warm_attention", lambda *args: (runs.append(args[0]), warm(*args)))
+    warm = gpu_serving.warm
+    monkeypatch.setattr(gpu_serving, "warm", lambda *args: (runs.append(args[0]), warm(*args)))
     here = serving(decode_backend="reference", prefill_backend="triton")
     here.loaded().helpers = "reference"
     for _ in range(2):

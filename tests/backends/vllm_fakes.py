@@ -17,9 +17,9 @@ import torch
 if not torch.cuda.is_available():  # before Triton is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from nsa_plugin.backends.providers import Providers
 from nsa_plugin.backends.vllm.gpu_attention import planned_impl, rebased
 from nsa_plugin.backends.vllm.gpu_metadata import planned_builder
-from nsa_plugin.backends.vllm.gpu_providers import Providers
 from nsa_plugin.backends.vllm.gpu_routes import Planner
 from nsa_plugin.devices import DeviceProfile, synthetic
 from nsa_plugin.kernels.kv_cache import PagedCache, allocate_cache, reference_read, reference_write

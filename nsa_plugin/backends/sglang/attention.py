@@ -30,9 +30,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from nsa_plugin.backends.providers import Providers
 from nsa_plugin.backends.sglang import batch as batches
 from nsa_plugin.backends.sglang.indexer import Selection, attach
-from nsa_plugin.backends.sglang.providers import Providers
 from nsa_plugin.backends.sglang.routes import PLANNED, Planner, Route, sglangs_own
 from nsa_plugin.errors import PatchError
 from nsa_plugin.kernels.kv_cache import PagedCache, open_cache

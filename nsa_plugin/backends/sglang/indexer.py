@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from nsa_plugin.backends.sglang.providers import Providers
+from nsa_plugin.backends.providers import Providers
 from nsa_plugin.kernels.registry import REFERENCE
 from nsa_plugin.kernels.topk import Request
 from nsa_plugin.patches.ledger import wrap
@@ -161,9 +161,9 @@ def _transformed(selection: Selection, metadata: Any, positions: torch.Tensor) -
     """int32 [rows, topk]: slots or rows of the copied keys, as SGLang's fused transform gives them."""
     attention, rows = metadata.attn_metadata, positions.shape[0]
     if metadata.topk_transform_method.name == "RAGGED":
-        ragged = selection.providers.transform("index_transform_ragged")
+        ragged = selection.providers.helper("index_transform_ragged")
         return ragged(positions, attention.topk_indices_offset[:rows])  # type: ignore[no-any-return]
-    paged = selection.providers.transform("index_transform_paged")
+    paged = selection.providers.helper("index_transform_paged")
     request = metadata.get_token_to_batch_idx()[:rows]
     return paged(positions, attention.page_table_1, page_size=1, row_to_request=request)  # type: ignore[no-any-return]
 

@@ -13,7 +13,7 @@ from nsa_plugin.backends.sglang.attention import State, adopt, release
 from nsa_plugin.backends.sglang.metrics import ranks, route_counter
 from nsa_plugin.backends.sglang.model import kv_layout, model_shape
 from nsa_plugin.backends.sglang.routes import PLANNED, Planner
-from nsa_plugin.backends.sglang.warm import warm, warm_selection
+from nsa_plugin.backends.warm import warm, warm_selection
 from nsa_plugin.capabilities import Op
 from nsa_plugin.devices import DeviceProfile
 from nsa_plugin.dispatch import validate

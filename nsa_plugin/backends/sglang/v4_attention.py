@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
+from nsa_plugin.backends.providers import Providers
 from nsa_plugin.backends.sglang import batch as batches
 from nsa_plugin.backends.sglang import v4_indexer, v4_routes
-from nsa_plugin.backends.sglang.providers import Providers
 from nsa_plugin.backends.sglang.routes import Route
 from nsa_plugin.backends.sglang.v4_batch import PAGE, RATIOS, Prefill, spans
 from nsa_plugin.backends.sglang.v4_kernels import Call, V4State, attend, longest_context, named, record_bytes

@@ -18,7 +18,7 @@ from nsa_plugin.backends.sglang.v4_attention import adopt, release, with_v4_plan
 from nsa_plugin.backends.sglang.v4_kernels import V4State, longest_context
 from nsa_plugin.backends.sglang.v4_routes import V4Planner, asked_by_engine
 from nsa_plugin.backends.sglang.v4_warm import warm_v4
-from nsa_plugin.backends.sglang.warm import warm_selection
+from nsa_plugin.backends.warm import warm_selection
 from nsa_plugin.devices import DeviceProfile
 from nsa_plugin.errors import NoProviderError, NsaPluginError
 from nsa_plugin.plan import Plan

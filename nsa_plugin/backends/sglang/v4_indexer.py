@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from nsa_plugin.backends.sglang.providers import Providers
+from nsa_plugin.backends.providers import Providers
 from nsa_plugin.backends.sglang.v4_batch import Prefill
 from nsa_plugin.backends.sglang.v4_routes import TORCH_LOGITS_VARIABLE
 from nsa_plugin.kernels.kv_cache import open_cache, reference_read_codes
@@ -118,7 +118,7 @@ def select(
     )
     if raw is not None and into is None:  # a top-k that is no multiple of 64: SGLang pads its rows
         raw[:count, :topk] = positions
-    transform = providers.transform("index_transform_paged")
+    transform = providers.helper("index_transform_paged")
     slots[:count, :topk] = transform(positions, core.page_table[:count], page_size=PAGE)
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from nsa_plugin.backends.providers import Providers
 from nsa_plugin.backends.sglang import v4_routes
-from nsa_plugin.backends.sglang.providers import Providers
 from nsa_plugin.backends.sglang.routes import Route
 from nsa_plugin.backends.sglang.v4_batch import Prefill
 from nsa_plugin.backends.sglang.v4_flash_mla import sparse_prefill

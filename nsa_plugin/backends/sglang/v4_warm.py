@@ -15,10 +15,9 @@ from nsa_plugin.backends.sglang.routes import Route
 from nsa_plugin.backends.sglang.v4_batch import PAGE, RATIOS, Prefill, spans
 from nsa_plugin.backends.sglang.v4_kernels import Call, Named, V4State, attend
 from nsa_plugin.backends.sglang.v4_routes import DECODE_KERNEL, WINDOW, WINDOW_PAGE
-from nsa_plugin.errors import NoProviderError
+from nsa_plugin.backends.warm import refusal
 from nsa_plugin.kernels.kv_cache import allocate_cache
 from nsa_plugin.layouts import V4_FP8
-from nsa_plugin.patches.ledger import TURN_OFF
 
 ROWS = 4
 
@@ -55,11 +54,11 @@ def warm_v4(routes: Iterable[Route], state: V4State, device: torch.device) -> No
                 call = Call(q, window, extra, sink, 1.0, model.heads_per_rank, ratio, core)
                 right = not bool(attend(state, route, call)[:, : model.heads_per_rank].any())
             except Exception as error:  # a compiler's, the driver's, or CUDA's own
-                raise _refusal(route, repr(error)) from error
+                raise refusal(_in_words(route), repr(error)) from error
             finally:
                 state.forget()
             if not right:
-                raise _refusal(route, "attention over a cache of zeros is not zero")
+                raise refusal(_in_words(route), "attention over a cache of zeros is not zero")
 
 
 def _named(page_size: int, width: int, lengths: torch.Tensor, *, named: int = ROWS) -> Named:
@@ -70,6 +69,5 @@ def _named(page_size: int, width: int, lengths: torch.Tensor, *, named: int = RO
     return Named(allocate_cache(V4_FP8, 1, page_size, device=lengths.device), indices, lengths)
 
 
-def _refusal(route: Route, why: str) -> NoProviderError:
-    what = f"{route.plan.provider}'s {route.plan.attention} for DeepSeek-V4 ({route.impl})"
-    return NoProviderError(f"nsa-plugin's kernels do not run on this device: {what}: {why}. {TURN_OFF}")
+def _in_words(route: Route) -> str:
+    return f"{route.plan.provider}'s {route.plan.attention} for DeepSeek-V4 ({route.impl})"

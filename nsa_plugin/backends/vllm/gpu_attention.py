@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
+from nsa_plugin.backends.providers import Providers
 from nsa_plugin.backends.vllm.gpu_metadata import DensePiece, Piece, PlannedMetadata, Planning
-from nsa_plugin.backends.vllm.gpu_providers import Providers
 from nsa_plugin.backends.vllm.gpu_routes import Carrier, Planner
 from nsa_plugin.errors import PatchError
 from nsa_plugin.kernels.kv_cache import PagedCache, open_cache

@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
+from nsa_plugin.backends.providers import Providers
 from nsa_plugin.backends.vllm.gpu_metadata import Planning
-from nsa_plugin.backends.vllm.gpu_providers import Providers
 from nsa_plugin.backends.vllm.gpu_routes import Planner, Split
 from nsa_plugin.kernels.kv_cache import open_cache
 from nsa_plugin.kernels.registry import REFERENCE

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
+from nsa_plugin.backends.providers import Providers
 from nsa_plugin.backends.vllm.activation import process
 from nsa_plugin.backends.vllm.gpu_attention import planned_impl, rebased
 from nsa_plugin.backends.vllm.gpu_indexer import planned_indexer_builder, wrap_indexer
 from nsa_plugin.backends.vllm.gpu_indexer import prefill_chunks as chunks_under_plans
 from nsa_plugin.backends.vllm.gpu_indexer import prefill_topk as topk_by_plugin
 from nsa_plugin.backends.vllm.gpu_metadata import planned_builder
-from nsa_plugin.backends.vllm.gpu_providers import Providers
 from nsa_plugin.backends.vllm.gpu_routes import Planner
 from nsa_plugin.backends.vllm.gpu_serving import GpuServing
 from nsa_plugin.errors import NsaPluginError, PatchError

@@ -1,53 +1,24 @@
-"""The registry's providers inside vLLM, looked up once: a layer's attention has no time to search for packages."""
+"""The registry's providers inside vLLM, which carries some of their libraries inside itself."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from nsa_plugin.kernels.registry import REFERENCE, Registry
+from nsa_plugin.backends.providers import Providers
 
 VENDORED = {"deep_gemm": "vllm.third_party.deep_gemm"}
 
 
-@dataclass
-class Providers:
-    """Loads providers that carry a device's and a cache's cases.
-
-    Attributes:
-        layout: name of the cache's layout.
-        sm: the device's SM version; 0 for a CPU.
-        helpers: the provider of ops that no plan names; None: Triton's on a GPU, the reference on a CPU.
-    """
-
-    layout: str
-    sm: int
-    helpers: str | None = None
-    registry: Registry = field(default_factory=Registry)
-    _loaded: dict[tuple[str, str, int | None], Callable[..., Any]] = field(default_factory=dict)
+class VllmProviders(Providers):
+    """`Providers`, for which vLLM's own copy of a library does where none is installed besides."""
 
     def load(self, op: str, name: str, heads: int | None = None) -> Callable[..., Any]:
-        """The function of provider `name` for an op.
-
-        Args:
-            heads: query heads of the call; None where the op has none.
-
-        Raises:
-            RegistryError, NoProviderError: see `Registry.load`.
-        """
-        key = (op, name, heads)
-        if key not in self._loaded:
-            use_vendored(name)
-            self._loaded[key] = self.registry.load(op, name, layout=self.layout, heads=heads, sm=self.sm or None)
-        return self._loaded[key]
-
-    def helper(self, op: str) -> Callable[..., Any]:
-        """The function of an op that no plan names."""
-        return self.load(op, self.helpers or ("triton" if self.sm else REFERENCE))
+        use_vendored(name)
+        return super().load(op, name, heads)
 
 
 def use_vendored(library: str) -> None:

@@ -7,20 +7,19 @@ before vLLM captures a graph, and after it has loaded the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from nsa_plugin.backends.vllm.gpu_providers import Providers
+from nsa_plugin.backends.vllm.gpu_providers import VllmProviders
 from nsa_plugin.backends.vllm.gpu_routes import Carrier, Planner, carrier_of
+from nsa_plugin.backends.warm import warm, warm_selection
 from nsa_plugin.devices import DeviceProfile, probe
 from nsa_plugin.dispatch import validate
-from nsa_plugin.errors import NoProviderError, NsaPluginError, SettingsError, ShapeError
-from nsa_plugin.kernels.kv_cache import allocate_cache
-from nsa_plugin.kernels.topk import default_selector
+from nsa_plugin.errors import NsaPluginError, SettingsError, ShapeError
 from nsa_plugin.patches.ledger import TURN_OFF
 from nsa_plugin.plan import Attention, IndexerMode, Plan
 from nsa_plugin.settings import ResolvedSettings
@@ -35,8 +34,6 @@ LAYOUTS = {
     "fp8": "v32_fp8",
     "fp8_e4m3": "v32_fp8",
 }
-PAGE_SIZE = 64
-WARM_ROWS, WARM_SELECTED = 4, 64
 SHORT, LONG, CONTEXT, MANY = 1024, 4096, 32768, 64
 # Rows of the batches that kernels are looked up for: what is chosen may change with their number.
 ROWS = tuple(1 << power for power in range(14))
@@ -63,7 +60,7 @@ class GpuServing:
     count: Callable[[Plan], None] | None = None
     device_profile: Callable[[], DeviceProfile] = probe
     trace: Trace = field(default_factory=Trace)
-    providers: Providers | None = None
+    providers: VllmProviders | None = None
     planner: Planner | None = None
     warmed: bool = False
 
@@ -92,11 +89,11 @@ class GpuServing:
             validate(model, planner.prefill_device, settings, max_tokens=scheduler.max_num_batched_tokens)
             most = scheduler.max_num_seqs * limit
             validate(model, planner.step_device, settings, max_decode_tokens=most, cuda_graph=True)
-            self.providers = Providers(model.kv_layout, device.sm)
+            self.providers = VllmProviders(model.kv_layout, device.sm)
             self.planner = planner
         return self.planner
 
-    def loaded(self) -> Providers:
+    def loaded(self) -> VllmProviders:
         self.planning()
         assert self.providers is not None
         return self.providers
@@ -110,8 +107,8 @@ class GpuServing:
         if self.warmed:
             return
         planner, providers = self.planning(), self.loaded()
-        warm_attention(own_kernels(planner), planner.model, providers, device)
-        warm_topk(planner.model.index_topk, device)
+        warm(own_kernels(planner), providers, planner.model, device)
+        warm_selection(providers, planner.model, device)
         self.warmed = True
 
     def settle(self) -> None:
@@ -213,53 +210,6 @@ def own_kernels(planner: Planner) -> set[tuple[str, str]]:
     }
 
 
-def warm_attention(
-    kernels: Iterable[tuple[str, str]], model: ModelShape, providers: Providers, device: torch.device
-) -> None:
-    """Run each kernel once on a few rows, over a cache of zeros, and wait for it.
-
-    Raises:
-        NoProviderError: one does not run here.
-    """
-    d_qk, d_v = model.row_dims
-    dim = d_qk if model.kv_layout == "bf16" else None
-    cache = allocate_cache(model.kv_layout, 2, PAGE_SIZE, dim=dim, device=device)
-    q = torch.zeros(WARM_ROWS, model.heads_per_rank, d_qk, dtype=torch.bfloat16, device=device)
-    positions = torch.full((WARM_ROWS, model.index_topk), -1, dtype=torch.int32, device=device)
-    positions[:, :WARM_SELECTED] = torch.arange(min(WARM_SELECTED, model.index_topk), device=device)
-    table = torch.arange(2, dtype=torch.int32, device=device).repeat(WARM_ROWS, 1)
-    owner = torch.arange(WARM_ROWS, dtype=torch.int32, device=device)
-    for op, name in sorted(kernels):
-        try:
-            transform = providers.helper("index_transform_paged")
-            slots = transform(positions, table, page_size=PAGE_SIZE, row_to_request=owner)
-            kernel = providers.load(op, name, heads=model.heads_per_rank)
-            if op == "sparse_mla_prefill":
-                out = kernel(q, cache, slots, scale=1.0, d_v=d_v).out
-            else:
-                out = kernel(q.unsqueeze(1), cache, slots.unsqueeze(1), scale=1.0, d_v=d_v).out
-            right = not bool(out.any())
-        except Exception as error:  # a compiler's, the driver's, or CUDA's own
-            raise _refusal(f"{name}'s {op}", repr(error)) from error
-        if not right:
-            raise _refusal(f"{name}'s {op}", "attention over a cache of zeros is not zero")
-
-
-def warm_topk(topk: int, device: torch.device) -> None:
-    """As `warm_attention`, for the top-k of a prefill's logits."""
-    logits = torch.arange(2.0 * topk, device=device).repeat(WARM_ROWS, 1)
-    starts = torch.zeros(WARM_ROWS, dtype=torch.int32, device=device)
-    ends = torch.full_like(starts, logits.shape[1])
-    try:
-        chosen = default_selector(device, topk)(logits, starts, ends, topk)
-        wanted = torch.arange(topk, logits.shape[1], device=device)
-        right = bool((chosen.sort(1).values == wanted).all())
-    except Exception as error:
-        raise _refusal("the top-k of a prefill", repr(error)) from error
-    if not right:
-        raise _refusal("the top-k of a prefill", "it does not select the largest logits")
-
-
 def in_words(plan: Plan, layout: str) -> str:
     """A plan and the reason for it, in a line."""
     if plan.attention is Attention.MHA_ONE_SHOT:
@@ -270,7 +220,3 @@ def in_words(plan: Plan, layout: str) -> str:
     if plan.indexer.mode is IndexerMode.TOPK:
         text += f"; logits of {plan.indexer.rows_per_chunk} rows at once"
     return text
-
-
-def _refusal(what: str, why: str) -> NoProviderError:
-    return NoProviderError(f"nsa-plugin's kernels do not run on this device: {what}: {why}. {TURN_OFF}")

@@ -16,11 +16,13 @@ class Providers:
     Attributes:
         layout: name of the cache's layout.
         sm: the device's SM version; 0 for a CPU.
+        helpers: the provider of ops that no plan names; None: Triton's on a GPU, the reference on a CPU.
     """
 
     layout: str
     sm: int
     registry: Registry = field(default_factory=Registry)
+    helpers: str | None = None
     _loaded: dict[tuple[str, str, int | None], Callable[..., Any]] = field(default_factory=dict)
 
     def load(self, op: str, name: str, heads: int | None = None) -> Callable[..., Any]:
@@ -37,6 +39,6 @@ class Providers:
             self._loaded[key] = self.registry.load(op, name, layout=self.layout, heads=heads, sm=self.sm or None)
         return self._loaded[key]
 
-    def transform(self, op: str) -> Callable[..., Any]:
-        """The function of an op that no plan names: Triton's on a GPU."""
-        return self.load(op, "triton" if self.sm else REFERENCE)
+    def helper(self, op: str) -> Callable[..., Any]:
+        """The function of an op that no plan names."""
+        return self.load(op, self.helpers or ("triton" if self.sm else REFERENCE))

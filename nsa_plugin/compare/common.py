@@ -1,0 +1,78 @@
+"""What the engines' servers share: the plugin's entry point and counters, and how flags and numbers are read."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from importlib import metadata
+
+from nsa_plugin.compare.engine import CompareError
+
+PLUGIN = "nsa_plugin"
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
+# Off is the kill switch: it wins over the plugin's flags, which both servers may be given.
+_SWITCH = "NSA_PLUGIN_ENABLED"
+
+
+def installed(distribution: str, title: str, entry_points: str) -> str:
+    """The version of an engine that would find the plugin.
+
+    Args:
+        distribution: its name on a package index. title: its name in messages.
+        entry_points: the group that it looks for plugins in.
+
+    Raises:
+        CompareError: it is not installed, or would not find the plugin.
+    """
+    try:
+        version = metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        raise CompareError(f"{title} is not installed in {sys.prefix}") from None
+    if not metadata.entry_points(group=entry_points, name=PLUGIN):
+        raise CompareError(
+            f"{title} would not find the plugin: no installed distribution has the entry point {PLUGIN} of "
+            f"{entry_points}; install nsa-plugin into {sys.prefix}"
+        )
+    return version
+
+
+def environ(*, plugin: bool) -> dict[str, str]:
+    """Variables of any engine's server."""
+    return {
+        _SWITCH: "1" if plugin else "0",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def routes(metrics: str, prefix: str) -> Counter[str]:
+    """The plugin's counters in the text of a /metrics, whose names begin with `prefix`: see `Engine.routes`."""
+    counted: Counter[str] = Counter()
+    line = re.compile(rf"^{prefix}:nsa_plugin_batches_total\{{(?P<labels>[^}}]*)\}} (?P<value>\S+)", re.MULTILINE)
+    for found in line.finditer(metrics):
+        labels = dict(_LABEL.findall(found["labels"]))
+        route = "/".join(labels.get(name, "?") for name in ("phase", "attention", "provider"))
+        counted[route] += int(float(found["value"]))
+    return counted
+
+
+def number(value: float | None) -> float:
+    """A log probability; an engine's JSON has null for what is no number.
+
+    What is saved and read back must judge the same: five digits.
+    """
+    return math.nan if value is None else round(float(value), 5)
+
+
+def flag_value(flags: Sequence[str], *names: str) -> str | None:
+    """The last value that the flags give one of `names`, as "--name value" or "--name=value"."""
+    found = None
+    for position, flag in enumerate(flags):
+        name, equals, value = flag.partition("=")
+        if name in names:
+            found = value if equals else (flags[position + 1] if position + 1 < len(flags) else None)
+    return found
