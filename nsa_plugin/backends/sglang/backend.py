@@ -21,8 +21,13 @@ def make(original: type) -> type:
     Raises:
         PatchError: the class is not as the plugin knows it.
     """
+    return started(with_plans(original), original)
 
-    class Backend(with_plans(original)):  # type: ignore[misc]
+
+def started(planned: type, original: type) -> type:
+    """A subclass of `planned`, a subclass of the engine's `original`, that takes up its duties once it is started."""
+
+    class Backend(planned):
         nsa_plugin_replaces = original
 
         # `wraps` keeps the signature, by which the ledger knows the class.

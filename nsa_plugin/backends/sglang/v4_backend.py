@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -10,9 +9,8 @@ from typing import Any
 import torch
 from packaging.version import Version
 
-from nsa_plugin.backends.sglang.activation import process
+from nsa_plugin.backends.sglang.backend import started
 from nsa_plugin.backends.sglang.batch import Batch
-from nsa_plugin.backends.sglang.model import NEEDS_GPU
 from nsa_plugin.backends.sglang.routes import Route
 from nsa_plugin.backends.sglang.v4_attention import adopt, release, with_v4_plans
 from nsa_plugin.backends.sglang.v4_kernels import V4State, longest_context
@@ -20,7 +18,7 @@ from nsa_plugin.backends.sglang.v4_routes import V4Planner, asked_by_engine
 from nsa_plugin.backends.sglang.v4_warm import warm_v4
 from nsa_plugin.backends.warm import warm_selection
 from nsa_plugin.devices import DeviceProfile
-from nsa_plugin.errors import NoProviderError, NsaPluginError
+from nsa_plugin.errors import NsaPluginError
 from nsa_plugin.plan import Plan
 from nsa_plugin.settings import Settings
 from nsa_plugin.shapes import BatchShape, ModelShape, Phase
@@ -39,19 +37,7 @@ def make(original: type) -> type:
         PatchError: the class is not as the plugin knows it.
     """
 
-    class Backend(with_v4_plans(original)):  # type: ignore[misc]
-        nsa_plugin_replaces = original
-
-        # `wraps` keeps the signature, by which the ledger knows the class.
-        @functools.wraps(original.__init__)  # type: ignore[misc]
-        def __init__(self, model_runner: Any, *args: Any, **kwargs: Any) -> None:
-            if str(model_runner.device).partition(":")[0] == "cpu":
-                raise NoProviderError(NEEDS_GPU)
-            super().__init__(model_runner, *args, **kwargs)
-            process().backend_built(self, model_runner)
-
-    Backend.__name__ = Backend.__qualname__ = f"NsaPlugin{original.__name__}"
-    return Backend
+    return started(with_v4_plans(original), original)
 
 
 def begin(
