@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ci.rows import ROOT
-from nsa_plugin.bench.record import read
+from nsa_plugin.bench.record import BACK_TO_BACK, read
 from nsa_plugin.candidates import FLASH_MLA_DECODE, Route
 from nsa_plugin.capabilities import Op
 from nsa_plugin.measured import SELECTIONS, Points
@@ -88,7 +88,7 @@ def collect(folder: Path) -> Table:
     for records in read(folder).values():
         for _, record in records:
             sm = GPUS.get(record["host"]["gpu"])
-            if sm is None:
+            if sm is None or record["host"].get("l2") == BACK_TO_BACK:
                 continue
             for row in record["rows"]:
                 for op, layout, label, heads, rows, time, rank in _of_row(row):

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from nsa_plugin.bench.runner import Outcome
 
 SCHEMA = 1
+FLUSHED, BACK_TO_BACK = "flushed", "back to back"  # how a timed run finds the L2 cache
 LIBRARIES = (
     "sgl-flash-mla",
     "sgl-deep-gemm",
@@ -58,7 +59,7 @@ def describe_host(rates: Rates, *, l2: str, commit: str | None = None) -> dict[s
     """The host part of a record made on this machine's current GPU.
 
     Args:
-        l2: the state of the L2 cache at the start of a run.
+        l2: the state of the L2 cache at the start of a run: FLUSHED or BACK_TO_BACK.
         commit: of the source; None: the checkout's own.
     """
     import torch
@@ -76,10 +77,11 @@ def describe_host(rates: Rates, *, l2: str, commit: str | None = None) -> dict[s
 
 
 def as_record(suite: Suite, outcome: Outcome, host: Mapping[str, Any], command: Sequence[str]) -> dict[str, Any]:
-    """The record of one run of a suite."""
+    """The record of one run of a suite. Runs back to back are a suite of their own: SUITE-back-to-back."""
+    back_to_back = host["l2"] == BACK_TO_BACK
     return {
         "schema": SCHEMA,
-        "suite": suite.name,
+        "suite": f"{suite.name}-back-to-back" if back_to_back else suite.name,
         "command": " ".join(command),
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
         "host": dict(host),

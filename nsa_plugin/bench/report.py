@@ -52,6 +52,7 @@ def render(folder: Path) -> str:
 
 
 def _position(order: list[str], suite: str) -> int:
+    suite = suite.removesuffix("-back-to-back")
     return order.index(suite) if suite in order else len(order)
 
 

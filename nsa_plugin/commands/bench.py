@@ -47,6 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--budget", type=_seconds, default=60.0, metavar="SECONDS", help="for a suite, compilation apart (%(default)g)"
     )
     measure.add_argument("--runs", type=_count, metavar="N", help="of each contender (as many as 0.2 s hold)")
+    measure.add_argument(
+        "--back-to-back",
+        action="store_true",
+        help="call after call, the L2 cache as it is left: as published figures are made; a record of its own, "
+        "which decides nothing",
+    )
     measure.add_argument("--tiny", action="store_true", help="small cases, to see what runs; they make no record")
     measure.add_argument("--json", type=Path, metavar="DIR", help="write a record of each suite to DIR/<gpu>/")
     measure.add_argument("--commit", metavar="HASH", help="commit for the record, where the source is in no checkout")
@@ -112,7 +118,7 @@ def _measure(suites: list[Suite], args: argparse.Namespace) -> int:
 
     from nsa_plugin.bench import record, tables
     from nsa_plugin.bench.runner import Options, run_suite
-    from nsa_plugin.bench.timing import L2_POLICY, CudaTimer, measure_rates
+    from nsa_plugin.bench.timing import CudaTimer, measure_rates
     from nsa_plugin.bench.workload import Context
     from nsa_plugin.demo.progress import Steps
 
@@ -120,11 +126,11 @@ def _measure(suites: list[Suite], args: argparse.Namespace) -> int:
     steps = Steps(out)
     major, minor = torch.cuda.get_device_capability()
     context = Context(torch.device("cuda", torch.cuda.current_device()), 10 * major + minor, Registry(), args.provider)
-    timer = CudaTimer()
+    timer = CudaTimer(back_to_back=args.back_to_back)
     with steps.step("the device's own rates"):
         rates = measure_rates(timer)
     tables.print_rates(out, torch.cuda.get_device_name(), rates)
-    host = record.describe_host(rates, l2=L2_POLICY, commit=args.commit)
+    host = record.describe_host(rates, l2=timer.l2, commit=args.commit)
     failed = []
     for suite in suites:
         with steps.step(suite.name) as update:

@@ -11,6 +11,7 @@ import torch
 from nsa_plugin.bench.cases import Case, Suite, case
 from nsa_plugin.bench.floors import Rates, Work
 from nsa_plugin.bench.judges import close
+from nsa_plugin.bench.record import BACK_TO_BACK, FLUSHED
 from nsa_plugin.bench.timing import Timing
 from nsa_plugin.bench.workload import Call, Contender, Context, Workload
 from nsa_plugin.kernels.checks import KernelArgumentError
@@ -24,8 +25,9 @@ RATES = Rates(copy_gb_s=4000.0, matmul_tflops=600.0, fp8_matmul_tflops=1200.0)
 class FakeTimer:
     """Calls once and says that it took what `times` holds for what the call returns, else 100 µs."""
 
-    def __init__(self, times: Mapping[Any, float] | None = None):
+    def __init__(self, times: Mapping[Any, float] | None = None, *, back_to_back: bool = False):
         self.times = dict(times or {})
+        self.l2 = BACK_TO_BACK if back_to_back else FLUSHED
         self.graphs: list[bool] = []
         self.before: Callable[[], None] = lambda: None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -101,7 +102,7 @@ def _on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(timing, "CudaTimer", lambda: fakes.FakeTimer({1.0: 300.0, 3.0: 900.0}))
+    monkeypatch.setattr(timing, "CudaTimer", functools.partial(fakes.FakeTimer, {1.0: 300.0, 3.0: 900.0}))
     monkeypatch.setattr(timing, "measure_rates", lambda timer: fakes.RATES)
     monkeypatch.setitem(cases.SUITES, "scalars", fakes.SUITE)
 
@@ -120,6 +121,15 @@ def test_run_prints_a_table_and_writes_a_record(tmp_path: Path, capsys: pytest.C
     assert (made["host"]["copy_gb_s"], made["host"]["matmul_tflops"]) == (4000.0, 600.0)
     assert [row["provider"] for row in made["rows"]] == ["stock", "ours", "other"] * 3
     assert {row["runs"] for row in made["rows"]} == {3}
+
+
+@pytest.mark.usefixtures("_on_a_gpu")
+def test_runs_back_to_back_make_a_record_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = call(capsys, "scalars", "--json", str(tmp_path), "--commit", "0123abc", "--back-to-back")
+    assert code == 0, err
+    made = json.loads((tmp_path / "h200" / "scalars-back-to-back.json").read_text())
+    assert (made["suite"], made["host"]["l2"]) == ("scalars-back-to-back", "back to back")
+    assert not (tmp_path / "h200" / "scalars.json").exists()
 
 
 @pytest.mark.usefixtures("_on_a_gpu")

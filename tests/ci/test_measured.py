@@ -47,8 +47,10 @@ def dense(provider: str, time: float, **more: float) -> dict[str, Any]:
     return made | more
 
 
-def write(folder: Path, name: str, rows: list[dict[str, Any]], date: str = "2026-01-02", gpu: str = "") -> None:
-    host = HOST | ({"gpu": gpu} if gpu else {})
+def write(
+    folder: Path, name: str, rows: list[dict[str, Any]], date: str = "2026-01-02", gpu: str = "", l2: str = "flushed"
+) -> None:
+    host = HOST | {"l2": l2} | ({"gpu": gpu} if gpu else {})
     path = folder / host["gpu"].lower().replace(" ", "-") / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
     record = {"schema": 1, "suite": name, "command": "nsa-plugin bench", "date": date, "host": host, "rows": rows}
@@ -141,6 +143,15 @@ def test_the_longest_context_counts_then_the_largest_page_then_the_latest_record
     assert table[KEY]["cuda sparse_prefill"] == {16: ((4096, 2.0),)}
     assert table[KEY]["triton sparse_prefill"] == {16: ((4096, 6.0),)}
     assert table[90, "sparse_mla_prefill", "v4_fp8"]["cuda sparse_prefill"] == {64: ((8192, 7.0),)}
+
+
+def test_runs_back_to_back_decide_nothing(tmp_path: Path) -> None:
+    write(tmp_path, "a", [prefill("cuda", 1550.0)])
+    before = generator.collect(tmp_path)
+    write(
+        tmp_path, "a-back-to-back", [prefill("cuda", 1.0), prefill("triton", 1.0)], date="2026-01-03", l2="back to back"
+    )
+    assert generator.collect(tmp_path) == before
 
 
 def test_what_no_decision_compares_is_left_out(tmp_path: Path) -> None:

@@ -32,6 +32,16 @@ def test_result_of_the_last_run_is_kept(timer: CudaTimer, graph: bool) -> None:
     assert float(timing.result) == float(counter) >= 5
 
 
+def test_back_to_back_no_run_waits_for_an_event() -> None:
+    counter = torch.zeros(1, device="cuda")
+    once, many = CudaTimer(), CudaTimer(back_to_back=True)
+    assert (once.l2, many.l2) == ("flushed", "back to back")
+    timing = many.time(lambda: counter.add_(1), graph=True, seconds=0.01, runs=5)
+    assert timing.runs == 5
+    assert float(counter) > 100  # a reading is the mean of many
+    assert 0 < timing.min_us <= timing.median_us
+
+
 def test_call_that_waits_for_the_device_is_timed_as_it_is(timer: CudaTimer) -> None:
     values = torch.ones(1000, device="cuda")
     timing = timer.time(lambda: torch.full((int(values.sum()),), 2.0), graph=True, seconds=0.01, runs=5)
