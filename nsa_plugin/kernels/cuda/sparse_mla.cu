@@ -16,9 +16,9 @@
 // by the largest of that tile so far, rounded up to a power of two ("reference"): both exact. What is lost
 // lies 2^-25 below the largest operand of its tile; bfloat16 would lose what lies 2^-9 below any operand.
 //
-// Positions and rows: within the 64 keys of a block, position p = 2 l + i of S and P belongs to row
-// ((l + 4 i) & 7) | (l & 24) | (i << 5) of shared memory. Any order would do; this one lets every access
-// below spread over all banks: rows lie 16 bytes apart modulo 128.
+// Positions and rows: within the 64 keys of a block, positions 2 l and 2 l + 1 of S and P, l = 8 T + g, belong to rows
+// 16 T + g and 16 T + 8 + (g ^ 4) of shared memory. Any order would do; in this one a thread of the first product holds
+// both positions, and every access below spreads over all banks: rows lie 16 bytes apart modulo 128.
 
 #include "sparse_mla_steps.cuh"
 
@@ -135,6 +135,9 @@ DEVICE void add_up(int shares, ShareOf share_of, ValuesOf values_of, const float
 #endif
 }
 
+// What the blocks of a cluster know of their shares, where S was.
+DEVICE Share (*shares_of(Shared& shared))[HEADS] { return (Share (*)[HEADS])shared.s; }
+
 // Attention of query row `blockIdx.x` for heads from `HEADS * blockIdx.y` on, over the share `blockIdx.z` of its
 // entries. With one share `out`, `lse` and `max_logits` are the result. With more, either the blocks of all shares are
 // a cluster, which adds up in the end, or `partial_out` and `partials` hold every share's own for `combine`.
@@ -145,7 +148,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
     float* __restrict__ max_logits, float* __restrict__ partial_out, Share* __restrict__ partials) {
     extern __shared__ __align__(128) u8 memory[];
     Shared& shared = *(Shared*)memory;
-    int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    // Both in ways that the compiler cannot repeat, as it would rather than keep them in registers: a reduction leaves
+    // its result in a uniform register, with what is made of it.
+    int warp = __reduce_max_sync(~0u, threadIdx.x >> 5), lane = __shfl_sync(~0u, threadIdx.x, threadIdx.x) & 31;
     int row = blockIdx.x, first_head = HEADS * blockIdx.y;
     int own_heads = min(HEADS, heads - first_head);
 
@@ -170,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
     auto slot_of = [&](int block, int i) -> int {
         bool is_extra = HAS_EXTRA && block >= blocks[0];
         int e = (is_extra ? block - blocks[0] : block) * KEYS + i;
-        return e < (is_extra ? extra_bound : bound) ? shared.indices[is_extra][e] : -1;
+        return e < (is_extra ? extra_bound : bound) ? __ldg(shared.indices[is_extra] + e) : -1;
     };
     auto counts = [&](int block, int slot) -> bool {
         return (u32)slot < (u32)(!HAS_EXTRA || block < blocks[0] ? first.num_slots : second.num_slots);
@@ -187,7 +192,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
 
     Query query;
     int quarter = warp & 3, half = warp >> 2;
-    load_query(shared, query, q + row * q_row_stride + first_head * q_head_stride, q_head_stride, own_heads, quarter, scale_log2, lane);
+    load_query(shared, query, q + row * q_row_stride + first_head * q_head_stride, q_head_stride, own_heads, quarter, half == 0, scale_log2, lane);
     float o[4][NT][4] = {};
     const float infinity = bits_to_float(0x7f800000);
     Softmax state;
@@ -237,7 +242,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
             float weight = sum == 0.f ? 0.f : 1.f / sum;
             i64 at = (i64)row * heads + first_head + head;
             Share share = {sum == 0.f ? -infinity : total, largest};
-            if (is_cluster) shared.shares[own_share][head] = share;
+            if (is_cluster) shares_of(shared)[own_share][head] = share;
             else if (head < own_heads && !is_whole) partials[(i64)own_share * gridDim.x * heads + at] = share;
             else if (head < own_heads) {
                 if (sink && sum != 0.f) weight /= 1.f + exp2_approx(sink[first_head + head] * 1.4426950408889634f - total);
@@ -288,7 +293,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
 
     cluster_sync();
     for (int k = threadIdx.x; k < shares * HEADS; k += THREADS) {
-        Share* share = &shared.shares[k / HEADS][k % HEADS];
+        Share* share = &shares_of(shared)[k / HEADS][k % HEADS];
         if (k / HEADS != own_share) *(float2*)share = load_cluster_2(shared_of_block(shared_address(share), k / HEADS));
     }
     __syncthreads();
@@ -298,7 +303,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
         i64 at = (i64)row * heads + first_head + head;
         u32 address = shared_address(own_out + head * O_STRIDE + value);
         add_up(
-            shares, [&](int from) { return shared.shares[from][head]; },
+            shares, [&](int from) { return shares_of(shared)[from][head]; },
             [&](int from) { return load_cluster_4(shared_of_block(address, from)); },
             sink ? sink + first_head + head : nullptr, out,
             row * out_row_stride + (first_head + head) * out_head_stride + value, value == 0, lse + at, max_logits + at);

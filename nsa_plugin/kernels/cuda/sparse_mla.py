@@ -31,7 +31,7 @@ PREFIXES = ("", "extra_")  # of the arguments of the first and of the second cac
 MAX_SPLITS = 16  # as many blocks as a cluster may have
 BLOCK = (256, 1, 1)
 NOTHINGS = 1024  # records that stand for entries which do not count
-NOT_COUNTED = -1.0  # and their scales, with V3.2
+NOT_COUNTED = -(2.0**-100)  # and their scales, with V3.2
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,13 @@ class Variant:
     Attributes:
         tiles: tiles of 8 heads that a block of threads takes.
         blocks: blocks of threads that an SM holds.
+        held: of a warp's 8 steps over the query's fp8-multiplied values, those whose fragments stay in registers;
+            shared memory has the others.
     """
 
     tiles: int
     blocks: int
+    held: int
 
     @property
     def heads(self) -> int:
@@ -59,13 +62,15 @@ class Variant:
             scales + 2 * KEYS,  # and validity
             2 * KEYS * 8 + 2 * 8,  # addresses of records, of zero records and of rows
             2 * 8 + 8 * 4,  # barriers, and a number a warp
-            (2 + 2 * MAX_SPLITS) * self.heads * 4,  # factors of a head, and what a share says of it
+            4 * 32 * 2 * self.tiles * 4 * (8 - self.held + (layout == V32_FP8.name)),  # fragments of the query
+            2 * self.heads * 4,  # factors of a head
             128,  # alignment
         )
         return sum(parts)
 
 
-VARIANTS = (Variant(tiles=1, blocks=2), Variant(tiles=2, blocks=2), Variant(tiles=4, blocks=1))
+# `held` as measured: 4 leaves 16 heads the registers that they lack.
+VARIANTS = (Variant(tiles=1, blocks=2, held=8), Variant(tiles=2, blocks=2, held=4), Variant(tiles=4, blocks=1, held=8))
 
 
 class Scope(ctypes.Structure):
@@ -195,6 +200,7 @@ def _attend(
         "LAYOUT": int(layout is V4_FP8),
         "NT": variant.tiles,
         "MIN_BLOCKS": variant.blocks,
+        "HELD": variant.held,
         "OUT_FLOAT32": int(out.dtype == torch.float32),
         "HAS_EXTRA": int(second.topk > 0),
         "FLAT": int(all(scope.is_flat for scope in scopes)),

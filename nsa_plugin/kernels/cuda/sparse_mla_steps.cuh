@@ -19,6 +19,9 @@
 #ifndef MIN_BLOCKS
 #define MIN_BLOCKS 2  // blocks of an SM
 #endif
+#ifndef HELD
+#define HELD 4  // of the 8 steps over a quarter of the query, those whose fragments are in registers
+#endif
 
 #include "sm90.cuh"
 
@@ -43,7 +46,7 @@ constexpr int ROPE = 448;
 // Weights may grow to 2^8 before the output is multiplied: float16 holds them, and that is seldom needed then.
 constexpr float ANCHOR_STEP = 8.f;
 constexpr float ANCHOR_START = -1e30f;  // below every logit, and finite, so that no difference is NaN
-constexpr float NOT_COUNTED = -1.0f;  // the scales of the v32_fp8 record that stands for an entry which does not count
+constexpr float NOT_COUNTED = -0x1p-100f;  // the scales of the v32_fp8 record that stands for an entry which does not count
 constexpr int NOTHINGS = 1024;   // records that stand for entries which do not count
 constexpr int S_STRIDE = 68;     // floats between heads of S: lanes of a warp's store fall into 32 banks
 constexpr int MAX_SHARES = 16;   // blocks of a cluster
@@ -66,30 +69,33 @@ struct Shared {
     u8 valid[STAGES][KEYS];
 #endif
     alignas(16) float alpha[HEADS];   // of the output so far, by this step's keys
+    // Fragments of the query, by quarter and lane, that are not held in registers: those are few.
+#if HELD < 8
+    alignas(16) u32 kept[FP8_STEPS - HELD][4][32][2 * NT];
+#endif
+#if LAYOUT == 0
+    alignas(16) u32 rope[4][32][2 * NT];  // the bfloat16 ones
+#endif
     alignas(16) float factor[HEADS];  // of S: the softmax scale times the power of two that the query row was divided by
     const int* indices[2];            // of the query row, in the two caches
     const u8* nothing[KEYS];          // what is copied for entries that do not count
     alignas(16) u64 from[WARPS][8];   // where the records are that a warp copies next
     alignas(8) u64 full[STAGES];      // a stage's records have arrived
     int last[WARPS];                  // blocks that a warp found entries in
-    alignas(8) Share shares[MAX_SHARES][HEADS];  // of a cluster
 };
 // A share's output lies where its records were.
 static_assert(HEADS * O_STRIDE * sizeof(float) <= sizeof(Shared::records), "a share's output does not fit");
 
-// Row of shared memory of position p of a block.
-DEVICE int row_of(int l, int i) { return ((l + 4 * i) & 7) | (l & 24) | (i << 5); }
+// Row of shared memory of position 2 l + i of a block.
+DEVICE int row_of(int l, int i) { return (l & 24) << 1 | i << 3 | ((l & 7) ^ i << 2); }
 
 struct Query {
-    u32 f16[FP8_STEPS][NT][2];   // v4_fp8: steps 4 to 7 of the last quarter are bfloat16
-#if LAYOUT == 0
-    u32 rope[NT][2];
-#endif
+    u32 f16[HELD][NT][2];   // v4_fp8: steps 4 to 7 of the last quarter are bfloat16
 };
 
 // The fragments of a quarter of the query's values, for all heads of the block, divided by what `shared.factor` has.
 DEVICE void load_query(Shared& shared, Query& query, const u16* q, i64 head_stride, int heads, int quarter,
-                       float scale_log2, int lane) {
+                       bool is_first, float scale_log2, int lane) {
     int g = lane >> 2, t = lane & 3;
     u32 raw[FP8_STEPS][NT][2];
 #pragma unroll
@@ -130,25 +136,56 @@ DEVICE void load_query(Shared& shared, Query& query, const u16* q, i64 head_stri
                 float lower = bits_to_float(raw[s][n][j] << 16) * divide;
                 float upper = bits_to_float(raw[s][n][j] & 0xffff0000u) * divide;
                 bool is_rope = LAYOUT == 1 && quarter == 3 && s >= 4;
-                query.f16[s][n][j] = is_rope ? pack_bf16(lower, upper) : pack_f16(lower, upper);
+                u32 two = is_rope ? pack_bf16(lower, upper) : pack_f16(lower, upper);
+                if (s < HELD) query.f16[s][n][j] = two;
+#if HELD < 8
+                else if (is_first) shared.kept[s - HELD][quarter][lane][2 * n + j] = two;
+#endif
             }
 #if LAYOUT == 0
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
             const u16* rope = q + head * head_stride + 512 + quarter * 16 + 2 * t + 8 * j;
             u32 both = head < heads ? rope[0] | (u32)rope[1] << 16 : 0;
-            query.rope[n][j] = pack_bf16(bits_to_float(both << 16) * divide, bits_to_float(both & 0xffff0000u) * divide);
+            both = pack_bf16(bits_to_float(both << 16) * divide, bits_to_float(both & 0xffff0000u) * divide);
+            if (is_first) shared.rope[quarter][lane][2 * n + j] = both;
         }
 #endif
     }
     __syncthreads();
 }
 
+// A step's fragments of the query.
+DEVICE void fragments(u32 (&b)[NT][2], const Shared& shared, const Query& query, int step, int quarter, int lane) {
+    if (step < HELD) {
+#pragma unroll
+        for (int n = 0; n < NT; ++n) b[n][0] = query.f16[step][n][0], b[n][1] = query.f16[step][n][1];
+        return;
+    }
+#if HELD < 8
+    const u32* kept = shared.kept[step - HELD][quarter][lane];
+    if constexpr (NT == 1) {
+        uint2 two = *(const uint2*)kept;
+        b[0][0] = two.x, b[0][1] = two.y;
+    } else {
+#pragma unroll
+        for (int n = 0; n < NT; n += 2) {
+            uint4 four = *(const uint4*)(kept + 2 * n);
+            b[n][0] = four.x, b[n][1] = four.y, b[n + 1][0] = four.z, b[n + 1][1] = four.w;
+        }
+    }
+#endif
+}
+
 // Steps of 16 fp8 values: codes of 2 tiles of 16 keys times the queries.
 template <int STEPS>
-DEVICE void multiply_codes(float (&acc)[2][NT][4], u32 address, const u32 (&q)[FP8_STEPS][NT][2], int first) {
+DEVICE void multiply_codes(float (&acc)[2][NT][4], u32 address, const Shared& shared, const Query& query, int first,
+                           int quarter, int lane) {
 #pragma unroll
     for (int s = 0; s < STEPS; s += 2) {
+        u32 b[2][NT][2];
+        fragments(b[0], shared, query, first + s, quarter, lane);
+        fragments(b[1], shared, query, first + s + 1, quarter, lane);
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
             u32 codes[4];
@@ -159,19 +196,20 @@ DEVICE void multiply_codes(float (&acc)[2][NT][4], u32 address, const u32 (&q)[F
                 fp8_to_f16(codes[2 * half], a[0], a[2]);
                 fp8_to_f16(codes[2 * half + 1], a[1], a[3]);
 #pragma unroll
-                for (int n = 0; n < NT; ++n) mma_f16(acc[m][n], a, q[first + s + half][n][0], q[first + s + half][n][1]);
+                for (int n = 0; n < NT; ++n) mma_f16(acc[m][n], a, b[half][n][0], b[half][n][1]);
             }
         }
     }
 }
 
-DEVICE void scale_rows(float (&acc)[NT][4], float lower, float upper) {
+// sum += acc, times a factor for each of the two rows of a thread.
+DEVICE void add_scaled(float (&sum)[NT][4], const float (&acc)[NT][4], float lower, float upper) {
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
-        acc[n][0] *= lower;
-        acc[n][1] *= lower;
-        acc[n][2] *= upper;
-        acc[n][3] *= upper;
+        sum[n][0] += acc[n][0] * lower;
+        sum[n][1] += acc[n][1] * lower;
+        sum[n][2] += acc[n][2] * upper;
+        sum[n][3] += acc[n][3] * upper;
     }
 }
 
@@ -188,59 +226,67 @@ DEVICE void multiply_queries(Shared& shared, int stage, const Query& query, int 
     int g = lane >> 2, t = lane & 3;
     const u8* records = shared.records[stage];
     int matrix = lane >> 3;
-    u32 address = shared_address(records + (half * 32 + (matrix & 1) * 8 + (lane & 7)) * ROW) + (matrix >> 1) * 16;
-    int rows = half * 32 + g;
-    float acc[2][NT][4] = {};
+    // Lanes 16 T + g and 16 T + 8 + g of a fragment are positions 2 l and 2 l + 1: see row_of.
+    u32 address = shared_address(records + (half * 32 + row_of(lane & 7, matrix & 1)) * ROW) + (matrix >> 1) * 16;
+    int lower = half * 32 + row_of(g, 0), upper = half * 32 + row_of(g, 1);
+    float acc[2][NT][4] = {}, sum[2][NT][4] = {};
 #if LAYOUT == 0
-    multiply_codes<8>(acc, address + quarter * 128, query.f16, 0);
+    multiply_codes<8>(acc, address + quarter * 128, shared, query, 0, quarter, lane);
+    u32 rope[2 * NT];
+#pragma unroll
+    for (int k = 0; k < 2 * NT; k += 2) {
+        uint2 two = *(const uint2*)&shared.rope[quarter][lane][k];
+        rope[k] = two.x, rope[k + 1] = two.y;
+    }
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
-        const float* scales = (const float*)(records + (rows + m * 16) * ROW + 512 + 4 * quarter);
-        scale_rows(acc[m], scales[0], scales[8 * ROW / 4]);
         u32 a[4];
         ldmatrix(a, address + m * 16 * ROW + ROPE + quarter * 32);
 #pragma unroll
-        for (int n = 0; n < NT; ++n) mma_bf16(acc[m][n], a, query.rope[n][0], query.rope[n][1]);
+        for (int n = 0; n < NT; ++n) mma_bf16(sum[m][n], a, rope[2 * n], rope[2 * n + 1]);
+        const u8* scales = records + m * 16 * ROW + 512 + 4 * quarter;
+        add_scaled(sum[m], acc[m], *(const float*)(scales + lower * ROW), *(const float*)(scales + upper * ROW));
     }
 #else
-    const u64* scales = shared.scales[stage] + rows;
-    multiply_codes<4>(acc, address + quarter * 128, query.f16, 0);
+    const u64* scales = shared.scales[stage];
+    auto add = [&](int tile) {
 #pragma unroll
-    for (int m = 0; m < 2; ++m)
-        scale_rows(acc[m], ue8m0(scales[m * 16], 2 * quarter), ue8m0(scales[m * 16 + 8], 2 * quarter));
+        for (int m = 0; m < 2; ++m)
+            add_scaled(sum[m], acc[m], ue8m0(scales[lower + m * 16], tile), ue8m0(scales[upper + m * 16], tile));
+    };
+    multiply_codes<4>(acc, address + quarter * 128, shared, query, 0, quarter, lane);
+    add(2 * quarter);
     if (quarter < 3) {
-        float second[2][NT][4] = {};
-        multiply_codes<4>(second, address + quarter * 128, query.f16, 4);
 #pragma unroll
-        for (int m = 0; m < 2; ++m) {
-            int tile = 2 * quarter + 1;
-            scale_rows(second[m], ue8m0(scales[m * 16], tile), ue8m0(scales[m * 16 + 8], tile));
+        for (int m = 0; m < 2; ++m)
 #pragma unroll
             for (int n = 0; n < NT; ++n)
 #pragma unroll
-                for (int j = 0; j < 4; ++j) acc[m][n][j] += second[m][n][j];
-        }
+                for (int j = 0; j < 4; ++j) acc[m][n][j] = 0.f;
+        multiply_codes<4>(acc, address + quarter * 128, shared, query, 4, quarter, lane);
+        add(2 * quarter + 1);
     } else {
 #pragma unroll
-        for (int s = 0; s < 4; ++s)
+        for (int s = 0; s < 4; ++s) {
+            u32 b[NT][2];
+            fragments(b, shared, query, 4 + s, quarter, lane);
 #pragma unroll
             for (int m = 0; m < 2; ++m) {
                 u32 a[4];
                 ldmatrix(a, address + m * 16 * ROW + ROPE + s * 32);
 #pragma unroll
-                for (int n = 0; n < NT; ++n) mma_bf16(acc[m][n], a, query.f16[4 + s][n][0], query.f16[4 + s][n][1]);
+                for (int n = 0; n < NT; ++n) mma_bf16(sum[m][n], a, b[n][0], b[n][1]);
             }
+        }
     }
 #endif
 #pragma unroll
     for (int m = 0; m < 2; ++m)
 #pragma unroll
         for (int n = 0; n < NT; ++n) {
-            float* s = shared.s[quarter] + (n * 8 + 2 * t) * S_STRIDE + rows + m * 16;
-            s[0] = acc[m][n][0];
-            s[S_STRIDE] = acc[m][n][1];
-            s[8] = acc[m][n][2];
-            s[S_STRIDE + 8] = acc[m][n][3];
+            float* s = shared.s[quarter] + (n * 8 + 2 * t) * S_STRIDE + half * 32 + m * 16 + 2 * g;
+            *(float2*)s = make_float2(sum[m][n][0], sum[m][n][2]);
+            *(float2*)(s + S_STRIDE) = make_float2(sum[m][n][1], sum[m][n][3]);
         }
 }
 
@@ -260,12 +306,14 @@ DEVICE bool exponentiate(Shared& shared, int stage, Softmax& state, int warp, in
     int rows[2] = {row_of(lane, 0), row_of(lane, 1)};
     float sums[NT][2];
 #pragma unroll
-    for (int j = 0; j < NT; ++j)
+    for (int j = 0; j < NT; ++j) {
+        const float* s = shared.s[0] + (warp + 8 * j) * S_STRIDE + 2 * lane;
+        float2 part[4];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const float* s = shared.s[0] + (warp + 8 * j) * S_STRIDE + rows[i];
-            sums[j][i] = (s[0] + s[HEADS * S_STRIDE]) + (s[2 * HEADS * S_STRIDE] + s[3 * HEADS * S_STRIDE]);
-        }
+        for (int k = 0; k < 4; ++k) part[k] = *(const float2*)(s + k * HEADS * S_STRIDE);
+        sums[j][0] = (part[0].x + part[1].x) + (part[2].x + part[3].x);
+        sums[j][1] = (part[0].y + part[1].y) + (part[2].y + part[3].y);
+    }
     bool valid[2];
     bool changed = false;
     // Scales relative to their reference, which is raised first where this block has a larger one.
@@ -275,8 +323,8 @@ DEVICE bool exponentiate(Shared& shared, int stage, Softmax& state, int warp, in
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         stored[i] = *(const float*)(shared.records[stage] + rows[i] * ROW + 512 + 4 * (warp / 2));
-        valid[i] = stored[i] != NOT_COUNTED;
-        factor[i] = valid[i] ? stored[i] * power_of_two(-state.reference) : 0.f;
+        valid[i] = stored[i] != NOT_COUNTED;  // whose factor is finite, for a P of 0
+        factor[i] = stored[i] * power_of_two(-state.reference);
     }
     if (__any_sync(~0u, fmaxf(factor[0], factor[1]) > 1.f)) {
         // Positive floats are ordered as their bits are. A scale that is NaN stays one in `factor`.
@@ -286,7 +334,7 @@ DEVICE bool exponentiate(Shared& shared, int stage, Softmax& state, int warp, in
         reference_change = power_of_two(max(state.reference - raised, -127));
         state.reference = raised;
 #pragma unroll
-        for (int i = 0; i < 2; ++i) factor[i] = valid[i] ? stored[i] * power_of_two(-raised) : 0.f;
+        for (int i = 0; i < 2; ++i) factor[i] = stored[i] * power_of_two(-raised);
         changed = true;
     }
     factors = pack_f16(factor[0], factor[1]);
@@ -305,12 +353,13 @@ DEVICE bool exponentiate(Shared& shared, int stage, Softmax& state, int warp, in
         factors = pack_f16(power_of_two(max(two[0] - raised, -127)), power_of_two(max(two[1] - raised, -127)));
     }
 #endif
+    float bias[2] = {valid[0] ? 0.f : -infinity, valid[1] ? 0.f : -infinity};
     bool exceeds = false;
 #pragma unroll
     for (int j = 0; j < NT; ++j) {
         float scale = shared.factor[warp + 8 * j];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) sums[j][i] = valid[i] ? sums[j][i] * scale : -infinity;
+        for (int i = 0; i < 2; ++i) sums[j][i] = sums[j][i] * scale + bias[i];
         float largest = fmaxf(sums[j][0], sums[j][1]);
         state.largest[j] = fmaxf(state.largest[j], largest);
         exceeds |= largest > state.anchor[j] + ANCHOR_STEP;
@@ -362,7 +411,7 @@ DEVICE void multiply_values(Shared& shared, int stage, float (&o)[4][NT][4], boo
         }
     }
     u32 p_offset = (lane & 7) * P_STRIDE * 2 + (matrix & 1) * 16 + (NT > 1 ? (matrix >> 1) * 8 * P_STRIDE * 2 : 0);
-    // Position 16 k + 8 (matrix & 1) + j lies in row 8 k + rows[..] of shared memory.
+    // Position 16 k + 8 (matrix & 1) + j lies k tiles of 16 rows on.
     int row = row_of((matrix & 1) * 4 + (j >> 1), j & 1);
     u32 v_address = shared_address(shared.records[stage] + row * ROW);
 #if LAYOUT == 1
@@ -383,7 +432,7 @@ DEVICE void multiply_values(Shared& shared, int stage, float (&o)[4][NT][4], boo
             for (int m = 0; m < 4; ++m) {
                 // Matrices: values 0 to 7 of keys 0 to 7, of keys 8 to 15, then values 8 to 15.
                 u32 r[4];
-                ldmatrix_transposed(r, v_address + k * 8 * ROW + m * 32);
+                ldmatrix_transposed(r, v_address + k * 16 * ROW + m * 32);
                 u32 a[4] = {r[0], r[2], r[1], r[3]};
 #pragma unroll
                 for (int n = 0; n < NT; ++n) mma_bf16(o[m][n], a, b[n][0], b[n][1]);
@@ -411,7 +460,7 @@ DEVICE void multiply_values(Shared& shared, int stage, float (&o)[4][NT][4], boo
             // A transposed register holds values 2g and 2g + 1 of keys 2t and 2t + 1; the products want
             // the keys of one value side by side. Row g of a tile is value 2g, row g + 8 value 2g + 1.
             u32 codes[4];
-            ldmatrix_transposed(codes, v_address + k * 8 * ROW + m * 16);
+            ldmatrix_transposed(codes, v_address + k * 16 * ROW + m * 16);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 u32 a[4];
