@@ -20,10 +20,11 @@ from rich.console import Console
 from nsa_plugin.commands.output import console
 from nsa_plugin.compare import record, report
 from nsa_plugin.compare.engine import CompareError, Engine
+from nsa_plugin.compare.lifecycle import Say, speaker
 from nsa_plugin.compare.load import SPEED_CASES, loads
 from nsa_plugin.compare.measured import Measured
 from nsa_plugin.compare.rule import CONTROL, PLUGIN, STOCK
-from nsa_plugin.compare.runner import ROLES, Comparison, Say, speaker
+from nsa_plugin.compare.runner import ROLES, Comparison
 from nsa_plugin.compare.sglang_server import SglangEngine
 from nsa_plugin.compare.verdict import judge
 from nsa_plugin.compare.workload import AGREEMENT_CASES, workload
@@ -59,12 +60,18 @@ EPILOG = f"""cases:
 
 examples:
   nsa-plugin compare sglang --heads 16 --json docs/benchmarks -- --kv-cache-dtype fp8_e4m3
-  nsa-plugin compare sglang --heads 16 --speed --budget 580 -- --kv-cache-dtype fp8_e4m3 --disable-cuda-graph
+  nsa-plugin compare sglang --heads 16 --together --speed --runs stock,plugin,control,stock-again -- \\
+      --kv-cache-dtype fp8_e4m3 --max-total-tokens 262144 --mem-fraction-static 0.8
   nsa-plugin compare sglang --model /models/DeepSeek-V3.2 --speed -- --tp 8
   nsa-plugin compare sglang --measured work/logs/{MEASURED} --json docs/benchmarks    judge again, measure nothing
 
-What follows -- is given to every server. Servers run one after the other on the same devices. What was measured is
-saved after every step, in LOGS/{MEASURED} and in the record, so that a run that is ended keeps it.
+What follows -- is given to every server. Servers run one after the other on the same devices, each with all of their
+memory. Timed so, they differ by far more than a few per cent, the same server twice as well: with --together all are
+alive at the same time and speed is timed in turns. Their memory is then for the flags after -- to divide, because every
+server sizes itself as if it were alone. SGLang: bound each cache by --max-total-tokens, and leave --mem-fraction-static
+high (0.8): what others take while a server starts counts as that server's own.
+
+What was measured is saved after every step, in LOGS/{MEASURED} and in the record, so that a run that is ended keeps it.
 
 Ends 0 only if the plugin's answers are as near to stock's as stock's own are to each other, the plugin was seen to
 serve, and answers that are wrong on purpose (role {CONTROL}) were noticed; 143 if it is terminated."""
@@ -103,6 +110,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="only this one; may be given more than once (all of agreement)",
     )
     what.add_argument("--speed", action="store_true", help="also time the servers: the cases of speed")
+    what.add_argument(
+        "--together",
+        action="store_true",
+        help="start all servers at the same time and time them in turns; the flags after -- must divide the memory",
+    )
     what.add_argument("--budget", type=_seconds, default=1500.0, metavar="SECONDS", help="for everything (%(default)g)")
     what.add_argument(
         "--start-timeout", type=_seconds, default=400.0, metavar="SECONDS", help="for a server's start (%(default)g)"
@@ -157,7 +169,7 @@ def run(args: argparse.Namespace) -> int:
     if not facts["prefix_cache"]:
         cases = [case for case in cases if case != "prefix"]
     groups = workload(facts["vocab_size"], facts["index_topk"], args.context, cases)
-    measured = Measured(facts=facts, asked={"runs": args.runs, "cases": cases})
+    measured = Measured(facts=facts, asked={"runs": args.runs, "cases": cases}, together=args.together)
 
     for directory in (args.workdir, logs, *([args.json] if args.json else [])):
         _make_directory(directory)

@@ -1,6 +1,7 @@
 """The comparison: an engine's own server, stock and with the plugin, on one machine.
 
-`runner.Comparison` starts a server for each role (`serving`), sends one workload to each (`workload`, `client`,
-`load`) and keeps what it measured (`measured`); `rule` judges it, `record` makes the benchmark record of it and
-`report` the tables. What is one engine's own is in `sglang_server` alone, behind `engine.Engine`.
+`runner.Comparison` starts a server for each role (`serving`, `lifecycle`), sends one workload to each (`workload`,
+`client`), times them (`load`, `turns`) and keeps what it measured (`measured`); `rule` judges it, `record` makes the
+benchmark record of it and `report` the tables. What is one engine's own is in `sglang_server` alone, behind
+`engine.Engine`.
 """

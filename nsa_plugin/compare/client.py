@@ -30,6 +30,20 @@ def send(engine: Engine, url: str, group: Group, timeout: float) -> dict[str, An
     return asyncio.run(within_time(timeout, f"group {group.name}", _send(engine, url, group)))
 
 
+def settle(engine: Engine, url: str, timeout: float) -> None:
+    """Wait until a server empties its prefix cache, which it refuses while it has work.
+
+    Raises:
+        CompareError: it keeps refusing, is not there, or does not answer in time.
+    """
+
+    async def flushed() -> None:
+        async with new_session() as session:
+            await flush(session, engine, url)
+
+    asyncio.run(within_time(timeout, engine.flush_path, flushed()))
+
+
 async def within_time(timeout: float, what: str, work: Any) -> Any:
     import aiohttp
 

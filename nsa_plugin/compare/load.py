@@ -3,8 +3,8 @@
 As in the engines' own benchmarks: time to first token (`ttft`) is from sending a request to the first event with a
 token, HTTP included; inter-token latency (`itl`) is the time between two events over the tokens of the second;
 throughput is tokens over the time from the first request sent to the last one answered. Prompts are random and
-distinct, of exactly the length named, and the prefix cache is emptied before each repetition. All requests of a
-repetition are sent at once.
+distinct, of exactly the length named, the same for every server, and the prefix cache is emptied before each
+repetition. All requests of a repetition are sent at once. `turns` repeats them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -35,7 +35,8 @@ class Load:
     Attributes:
         name: unique. case: see `SPEED_CASES`.
         requests: sent at once. prompt: tokens of each. new_tokens: asked of each.
-        repeat: timed repetitions, after one that is not.
+        repeat: timed repetitions of it, after one that is not. An H200 takes 20 ms for one of the shortest, and a
+            second for one of the longest.
     """
 
     name: str
@@ -62,17 +63,17 @@ def loads(context: int, cases: Sequence[str] = SPEED_CASES) -> list[Load]:
     if TTFT in cases:
         for prompt in sorted({min(length, context) for length in (2000, 8192, context)}):
             # Longer ones vary less, and take longer.
-            repeat = 7 if prompt < 10_000 else 5
+            repeat = 21 if prompt <= 4000 else 15 if prompt <= 10_000 else 9
             found.append(Load(name=f"ttft-{prompt}", case=TTFT, requests=1, prompt=prompt, new_tokens=1, repeat=repeat))
     if PREFILL in cases:
         prompt = min(2000, context)
         found.append(
-            Load(name=f"prefill-100x{prompt}", case=PREFILL, requests=100, prompt=prompt, new_tokens=1, repeat=3)
+            Load(name=f"prefill-100x{prompt}", case=PREFILL, requests=100, prompt=prompt, new_tokens=1, repeat=7)
         )
     if DECODE in cases:
         prompt, new_tokens = min(4096, context), min(256, context)
         found.append(
-            Load(name=f"decode-16x{prompt}", case=DECODE, requests=16, prompt=prompt, new_tokens=new_tokens, repeat=2)
+            Load(name=f"decode-16x{prompt}", case=DECODE, requests=16, prompt=prompt, new_tokens=new_tokens, repeat=5)
         )
     return found
 
@@ -97,38 +98,30 @@ class _Timed:
         self.tokens, self.last = tokens, now
 
 
-def measure(
-    engine: Engine, url: str, load: Load, vocab_size: int, timeout: float, said: Callable[[str], None]
-) -> dict[str, list[float]]:
-    """The readings of a load's repetitions, by measure. What is a distribution in one repetition is its median.
+def measure(engine: Engine, url: str, load: Load, repetition: int, vocab_size: int, timeout: float) -> dict[str, float]:
+    """One repetition of a load, by measure (`Load.measures`). What is a distribution in it is its median.
 
     Args:
+        repetition: its number; the prompts follow from it and from the load's name.
         vocab_size: prompts hold any of these tokens but the first ten.
         timeout: seconds for all of it.
-        said: called with a sentence after each repetition.
 
     Raises:
         CompareError: a request failed, or the time did not suffice.
     """
+    source = random.Random(f"{load.name}/{repetition}")
+    prompts = [[source.randrange(10, vocab_size) for _ in range(load.prompt)] for _ in range(load.requests)]
+    bodies = [json.dumps(engine.body([prompt], load.new_tokens, stream=True)) for prompt in prompts]
 
-    async def repeat() -> dict[str, list[float]]:
-        readings: dict[str, list[float]] = {name: [] for name in load.measures}
+    async def once() -> dict[str, float]:
         async with new_session() as session:
-            for number in range(load.repeat + 1):
-                source = random.Random(f"{load.name}/{number}")
-                prompts = [[source.randrange(10, vocab_size) for _ in range(load.prompt)] for _ in range(load.requests)]
-                bodies = [json.dumps(engine.body([prompt], load.new_tokens, stream=True)) for prompt in prompts]
-                await flush(session, engine, url)
-                started = time.perf_counter()
-                timed = await asyncio.gather(*(_stream(session, engine, url, body) for body in bodies))
-                found = _readings(load, timed, time.perf_counter() - started)
-                if number:  # the first one warms up
-                    for name in load.measures:
-                        readings[name].append(found[name])
-                    said(", ".join(f"{name} {found[name]:.1f}" for name in load.measures))
-        return readings
+            await flush(session, engine, url)
+            started = time.perf_counter()
+            timed = await asyncio.gather(*(_stream(session, engine, url, body) for body in bodies))
+            return _readings(load, timed, time.perf_counter() - started)
 
-    return asyncio.run(within_time(timeout, load.name, repeat()))
+    found: dict[str, float] = asyncio.run(within_time(timeout, load.name, once()))
+    return {name: found[name] for name in load.measures}
 
 
 async def _stream(session: aiohttp.ClientSession, engine: Engine, url: str, body: str) -> _Timed:

@@ -56,11 +56,11 @@ class Run:
         command: its command line.
         start_seconds: until it was healthy; 0 while it was not.
         answers: by group, then by request.
-        speed: by measure (see `load`), the readings of each of its repetitions.
+        speed: by load and measure (see `load`), the readings of the repetitions: the first, the second, and so on.
         report: the plugin's start-up report, empty without one.
         routes: batches by "phase/attention/provider", as the plugin counted them.
         planned: the plans that the server's log names, as "phase/attention/provider".
-        skipped: groups and measures that the time did not suffice for.
+        skipped: groups that the time did not suffice for, and loads that did not come to their end.
         error: why the run ended early, or "".
         done: whether it came to its end.
     """
@@ -90,6 +90,7 @@ class Measured:
     Attributes:
         facts: what does not change between its runs: the engine, the model, the flags, the host.
         asked: the roles and the cases that were asked for.
+        together: whether all servers were alive at the same time, and timed in turns.
         prompts: tokens of each request's prompt, by group and request.
         least_cached: tokens that must come from the prefix cache, by request.
         runs: by role, in the order in which they were made.
@@ -98,6 +99,7 @@ class Measured:
 
     facts: dict[str, Any]
     asked: dict[str, list[str]]
+    together: bool = False
     prompts: dict[str, dict[str, int]] = field(default_factory=dict)
     least_cached: dict[str, int] = field(default_factory=dict)
     runs: dict[str, Run] = field(default_factory=dict)

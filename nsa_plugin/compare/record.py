@@ -2,16 +2,21 @@
 
     {"schema": 1, "suite", "command", "date", "kind": "comparison",
      "host": {"gpu", "gpus", "driver", "torch", "triton", "libraries", "commit"},
-     "model": {...}, "engine_flags": [...], "tolerance": {...},
+     "model": {...}, "engine_flags": [...], "timed": "in turns" | "one after the other" | null, "tolerance": {...},
      "rows": [{"op": "agreement", "case": {"heads", "kv", ..., "requests"}, "provider", "baseline", "tokens", "equal",
                "parted", "max_gap", "max_error", "mean_error", "rejected", "each": [...]},
-              {"op": "serve", "case": {..., "requests", "prompt", "new_tokens", "measure"}, "provider", "median",
-               "best", "runs", "baseline", "baseline_median", "baseline_best", "speedup"}],
+              {"op": "serve", "case": {..., "requests", "prompt", "new_tokens", "measure"}, "provider", "median", "q1",
+               "q3", "best", "runs", "baseline", "baseline_median", "baseline_q1", "baseline_q3", "baseline_best",
+               "baseline_runs", "speedup", "paired_speedup", "baseline_again_median", "baseline_again_q1", ...,
+               "baseline_again_speedup", "baseline_again_paired_speedup"}],
      "servers": {role: {"command", "start_seconds", "routes", "planned", "active", "settings", "skipped", "error"}},
      "verdict": {"holds", "checks": [{"name", "holds", "detail"}]}}
 
-Times are in milliseconds and throughputs in tokens a second, as `measure` says; `speedup` is above 1 where the plugin
-is better. Differences of log probabilities are in nats; null stands for one that is infinite.
+Times are in milliseconds and throughputs in tokens a second, as `measure` says; q1 and q3 are the quartiles over the
+repetitions. `speedup`, the ratio of the medians, is above 1 where the plugin is better. `paired_speedup` is there where
+servers were timed in turns: the median over the repetitions of the ratio of the two readings of one repetition. What
+begins with `baseline_again` is of a second stock server, its speed-ups over the first one. Differences of log
+probabilities are in nats; null stands for one that is infinite.
 """
 
 from __future__ import annotations
@@ -19,6 +24,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+import shlex
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -36,6 +43,10 @@ from nsa_plugin.compare.workload import CONCURRENT
 SCHEMA = 1
 KIND = "comparison"
 OURS = "nsa-plugin"
+IN_TURNS, ONE_AFTER_THE_OTHER = "in turns", "one after the other"
+# Options of the command that say where things lie, which is nobody else's concern; the commit is the host's.
+_WHERE = ("--workdir", "--logs", "--json", "--commit", "--measured")
+_FOLDERS = re.compile(r"(?<![\w:/.])/(?:[^/\s'\"]+/)+")
 
 
 def describe_host(gpu: str, driver: str, gpus: int, commit: str | None) -> dict[str, Any]:
@@ -69,13 +80,14 @@ def as_record(measured: Measured, verdict: Verdict, loads: Sequence[Load], comma
         "schema": SCHEMA,
         "kind": KIND,
         "suite": facts["suite"],
-        "command": " ".join(command),
+        "command": shlex.join(_elsewhere(command)),
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
         "host": facts["host"],
         "engine": facts["engine"],
         "model": facts["model"],
         "engine_flags": facts["flags"],
         "context": facts["context"],
+        "timed": _timed(measured),
         "tolerance": {name: round(value, 5) for name, value in asdict(allowed).items()},
         "rows": rows,
         "servers": {role: _server(run) for role, run in measured.runs.items()},
@@ -132,58 +144,100 @@ def _number(value: float) -> float | None:
     return round(value, 5) if math.isfinite(value) else None
 
 
+def _timed(measured: Measured) -> str | None:
+    if not any(run.speed for run in measured.runs.values()):
+        return None
+    return IN_TURNS if measured.together else ONE_AFTER_THE_OTHER
+
+
 def _serve(measured: Measured, loads: Sequence[Load], case: dict[str, Any]) -> list[Any]:
     """A row a measure of each load that stock and the plugin were both timed with."""
-    stock, plugin, again = (measured.runs.get(role) for role in (STOCK, PLUGIN, AGAIN))
     rows = []
     for load in loads:
         for measure in load.measures:
             ours, theirs, repeated = (
-                run.speed.get(load.name, {}).get(measure, []) if run is not None else []
-                for run in (plugin, stock, again)
+                measured.runs[role].speed.get(load.name, {}).get(measure, []) if role in measured.runs else []
+                for role in (PLUGIN, STOCK, AGAIN)
             )
             if not ours or not theirs:
                 continue
             higher = measure.endswith("_per_s")
-            best = max if higher else min
-            ratio = statistics.median(theirs) / statistics.median(ours)
+            what = {"requests": load.requests, "prompt": load.prompt, "new_tokens": load.new_tokens, "measure": measure}
             row = {
                 "op": "serve",
-                "case": {
-                    **case,
-                    "requests": load.requests,
-                    "prompt": load.prompt,
-                    "new_tokens": load.new_tokens,
-                    "measure": measure,
-                },
+                "case": {**case, **what},
                 "provider": OURS,
-                "median": round(statistics.median(ours), 3),
-                "best": round(best(ours), 3),
-                "runs": len(ours),
+                **_readings(ours, higher),
                 "baseline": STOCK,
-                "baseline_median": round(statistics.median(theirs), 3),
-                "baseline_best": round(best(theirs), 3),
-                "speedup": round(1 / ratio if higher else ratio, 4),
+                **_named("baseline", _readings(theirs, higher)),
+                **_speedups(ours, theirs, higher, paired=measured.together),
             }
             if repeated:
-                row["baseline_again_median"] = round(statistics.median(repeated), 3)
+                row |= _named("baseline_again", _readings(repeated, higher))
+                row |= _named("baseline_again", _speedups(repeated, theirs, higher, paired=measured.together))
             rows.append(row)
     return rows
 
 
+def _readings(values: Sequence[float], higher: bool) -> dict[str, float]:
+    """What a row says of a server's repetitions. higher: whether more is better."""
+    q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
+    shown = {"median": median, "q1": q1, "q3": q3, "best": max(values) if higher else min(values)}
+    return {name: round(value, 3) for name, value in shown.items()} | {"runs": len(values)}
+
+
+def _speedups(ours: Sequence[float], theirs: Sequence[float], higher: bool, *, paired: bool) -> dict[str, float]:
+    def speedup(our: float, their: float) -> float:
+        return our / their if higher else their / our
+
+    found = {"speedup": speedup(statistics.median(ours), statistics.median(theirs))}
+    if paired:
+        # A server that failed in the course of a load has fewer: readings of the same repetition have the same place.
+        pairs = zip(ours, theirs, strict=False)
+        found["paired_speedup"] = statistics.median(speedup(our, their) for our, their in pairs)
+    return {name: round(value, 4) for name, value in found.items()}
+
+
+def _named(prefix: str, values: dict[str, float]) -> dict[str, float]:
+    return {f"{prefix}_{name}": value for name, value in values.items()}
+
+
+def _elsewhere(command: Sequence[str]) -> list[str]:
+    """The command as it would be given on another machine."""
+    words = iter(command)
+    kept = []
+    for word in words:
+        if word == "--":  # the engine's flags
+            return [*kept, word, *words]
+        name, given, _ = word.partition("=")
+        if name not in _WHERE:
+            kept.append(word)
+        elif not given:
+            next(words, None)
+    return kept
+
+
+def _nameless(text: str) -> str:
+    """The text with the last part of each absolute path alone."""
+    return _FOLDERS.sub("", text)
+
+
 def _server(run: Run) -> dict[str, Any]:
+    settings = run.report.get("settings", {})
     return {
-        "command": run.command,
+        "command": _nameless(run.command),
         "start_seconds": run.start_seconds,
-        "error": run.error,
+        "error": _nameless(run.error),
         "skipped": run.skipped,
         **(
             {
                 "active": run.active,
                 "routes": run.routes,
                 "planned": run.planned,
-                "settings": run.report.get("settings", {}),
-                "report": run.report.get("text", ""),
+                "settings": {
+                    name: _nameless(value) if isinstance(value, str) else value for name, value in settings.items()
+                },
+                "report": _nameless(run.report.get("text", "")),
             }
             if run.report or run.role == PLUGIN
             else {}

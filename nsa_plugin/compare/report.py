@@ -15,6 +15,12 @@ Row = dict[str, Any]
 
 _AGREEMENT = ("requests", "of", "tokens equal", "answers part", "largest gap", "largest |Δlogprob|", "mean", "rejected")
 _SERVE = ("load", "measure", "stock", "nsa-plugin", "times better")
+# Further columns of speed, where the record has them: a row's key, and the column's name.
+_FURTHER = {
+    "paired_speedup": "in pairs",
+    "baseline_again_speedup": "stock again",
+    "baseline_again_paired_speedup": "stock again, in pairs",
+}
 
 
 def print_record(record: Row, console: Console) -> None:
@@ -26,7 +32,7 @@ def print_record(record: Row, console: Console) -> None:
             shown.add_row(*cells)
         console.print(shown)
     if serve:
-        shown = table("Speed, medians", *_SERVE)
+        shown = table(f"Speed, medians, servers timed {record['timed']}", *_serve_header(record))
         for cells in serve:
             shown.add_row(*cells)
         console.print(shown)
@@ -47,8 +53,18 @@ def verdict_line(record: Row) -> str:
     return "✓ Measured."
 
 
+def _further(record: Row) -> list[str]:
+    """The keys of `_FURTHER` that any of its rows has."""
+    return [key for key in _FURTHER if any(key in row for row in record["rows"])]
+
+
+def _serve_header(record: Row) -> list[str]:
+    return [*_SERVE, *(_FURTHER[key] for key in _further(record))]
+
+
 def _tables(record: Row) -> tuple[list[list[str]], list[list[str]]]:
     agreement, serve = [], []
+    further = _further(record)
     for row in record["rows"]:
         case = row["case"]
         if row["op"] == "agreement":
@@ -75,6 +91,7 @@ def _tables(record: Row) -> tuple[list[list[str]], list[list[str]]]:
                     f"{row['baseline_median']:.1f}",
                     f"{row['median']:.1f}",
                     f"{row['speedup']:.2f}",
+                    *(f"{row[key]:.2f}" if key in row else "-" for key in further),
                 ]
             )
     return agreement, serve
@@ -102,7 +119,8 @@ def section(path: Path, record: Row, folder: str) -> str:
     if agreement:
         parts.append(markdown_table(["between", *_AGREEMENT], agreement))
     if serve:
-        parts.append(markdown_table(_SERVE, serve))
+        parts.append(f"Speed, medians; servers were timed {record['timed']}.")
+        parts.append(markdown_table(_serve_header(record), serve))
     checks = record["verdict"]["checks"]
     parts.append(
         "\n".join(f"- {'holds' if c['holds'] else '**does not hold**'}: {c['name']}: {c['detail']}" for c in checks)

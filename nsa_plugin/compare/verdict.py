@@ -82,7 +82,11 @@ def _complete(measured: Measured) -> Check:
         elif not run.done:
             missing.append(f"{role} did not come to its end")
         for skipped in run.skipped:
-            (missing if skipped in measured.prompts else untimed).append(f"{role}: no time for {skipped}")
+            if skipped in measured.prompts:
+                missing.append(f"{role}: no time for {skipped}")
+            else:
+                times = max(map(len, run.speed.get(skipped, {}).values()), default=0)
+                untimed.append(f"{role}: {skipped} {f'timed {times} times only' if times else 'not timed'}")
     if not any(case in AGREEMENT_CASES for case in cases):
         missing += untimed
     detail = "; ".join(missing + [one for one in untimed if one not in missing])

@@ -39,6 +39,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]
     monkeypatch.setenv("PATH", "/nowhere")  # no nvidia-smi and no git: the tests look the same everywhere
     pids = tmp_path / "pids"
     monkeypatch.setenv("FAKE_PIDS", str(pids))
+    monkeypatch.setenv("FAKE_LOG", str(tmp_path / "log"))
     monkeypatch.setenv("FAKE_MODE", "")
     model = tmp_path / "model"
     model.mkdir()

@@ -1,7 +1,8 @@
 """Stands in for `python -m sglang.launch_server`: /generate, /flush_cache, /health and /metrics of a toy model.
 
 Log probabilities follow from the tokens before, with a little noise that depends on the role and on the batch, as
-a GPU's arithmetic has. FAKE_MODE breaks it, FAKE_PIDS names a file that gets the server's pid.
+a GPU's arithmetic has. FAKE_MODE breaks it, FAKE_PIDS names a file that gets the server's pid, and FAKE_LOG one that
+gets a line for each thing that a server of any role does.
 """
 
 import json
@@ -22,6 +23,14 @@ NOISE = 0.02
 cache: list[list[int]] = []
 batches = 0
 lock = threading.Lock()
+streamed = 0
+
+
+def log(what: str, began: float, **more: object) -> None:
+    """The clock is one for all processes."""
+    entry = {"port": PORT, "what": what, "began": began, "ended": time.monotonic(), **more}
+    with open(os.environ["FAKE_LOG"], "a") as file:
+        file.write(f"{json.dumps(entry)}\n")
 
 
 def best(context: list[int], company: int) -> dict[int, float]:
@@ -91,9 +100,12 @@ class Handler(BaseHTTPRequestHandler):
         self.reply("\n".join(lines if PLUGIN and MODE != "uncounted" else []).encode())
 
     def do_POST(self) -> None:
+        global streamed
+        began = time.monotonic()
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or b"{}")
         if self.path == "/flush_cache":
             cache.clear()
+            log("flush", began)
             return self.reply(b"flushed")
         if PLUGIN and FAULT == "none" and MODE == "crashes":
             print("RuntimeError: an illegal memory access was encountered", flush=True)
@@ -105,16 +117,28 @@ class Handler(BaseHTTPRequestHandler):
             starts = body.pop("logprob_start_len")
             pairs = zip(prompts, starts, strict=True)
             made = [answer(prompt, body | {"logprob_start_len": start}, len(prompts)) for prompt, start in pairs]
+            log("generate", began)
             return self.reply(json.dumps(made).encode())
         if MODE == "refuses" and len(prompts) == TOPK:
             return self.reply(b"too odd a length", 400)
         if not body.get("stream"):
-            return self.reply(json.dumps(answer(prompts, body, 1)).encode())
+            data = json.dumps(answer(prompts, body, 1)).encode()
+            log("generate", began)
+            return self.reply(data)
+        streamed += 1
+        if PLUGIN and MODE == "crashes timed" and streamed > 4:
+            print("RuntimeError: an illegal memory access was encountered", flush=True)
+            os._exit(9)
+        if PLUGIN and MODE == "hangs timed" and streamed > 4:
+            time.sleep(600)
+        if PLUGIN and MODE == "refuses timed" and streamed > 4:
+            return self.reply(b"too late", 400)
         self.send_response(200)
         self.send_header("Connection", "close")
         self.end_headers()
         for count in range(1, body["sampling_params"]["max_new_tokens"] + 1):
             self.wfile.write(f"data: {json.dumps({'meta_info': {'completion_tokens': count}})}\n\n".encode())
+        log("stream", began, prompt=zlib.crc32(bytes(prompts)), length=len(prompts))
         self.wfile.write(b"data: [DONE]\n\n")
         self.close_connection = True
         return None
@@ -131,7 +155,9 @@ class Server(ThreadingHTTPServer):
 with open(os.environ["FAKE_PIDS"], "a") as pids:
     pids.write(f"{os.getpid()}\n")
 print("[2026-01-01 00:00:00] Loading weights", flush=True)
-if PLUGIN and MODE == "dies":
+if MODE == "starts for ever" or (MODE == "stock dies" and PLUGIN):
+    time.sleep(600)
+if (PLUGIN and MODE == "dies") or MODE == "stock dies":
     print("ValueError: index_topk is a fruit", flush=True)
     sys.exit(3)
 if PLUGIN:
@@ -140,4 +166,6 @@ if PLUGIN:
     Path(os.environ["NSA_PLUGIN_REPORT"]).write_text(json.dumps(report))
     if MODE != "uncounted":
         print("[2026-01-01] new plan plan-0: extend/mha_one_shot on fa3\n  attention: why", flush=True)
-Server(("127.0.0.1", PORT), Handler).serve_forever()
+server = Server(("127.0.0.1", PORT), Handler)
+log("listening", time.monotonic())
+server.serve_forever()

@@ -5,48 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from nsa_plugin import cli
 from nsa_plugin.bench import report
 from nsa_plugin.commands import compare
 from nsa_plugin.compare.measured import Measured
 from nsa_plugin.demo.checkpoint import CheckpointSpec
+from tests.compare.command import Behave, Read, arguments, call, failed, spawn, until
 from tests.demo.processes import alive
-
-Behave = Callable[..., Path]
-Read = Callable[[], dict[str, Any]]
-
-
-def arguments(tmp_path: Path, model: Path, *more: str) -> list[str]:
-    return [
-        *("compare", "sglang", "--model", str(model), "--context", "136", "--workdir", str(tmp_path / "work")),
-        *("--json", str(tmp_path / "records"), "--commit", "0123abc", *more),
-    ]
-
-
-def call(capsys: pytest.CaptureFixture[str], line: list[str]) -> tuple[int, str, str]:
-    try:
-        code = cli.main(line)
-    except SystemExit as error:
-        code = int(str(error.code))
-    out, err = capsys.readouterr()
-    return code, out, err
-
-
-def checks(record: dict[str, Any]) -> dict[str, bool]:
-    return {check["name"]: check["holds"] for check in record["verdict"]["checks"]}
-
-
-def failed(record: dict[str, Any]) -> list[str]:
-    return [check["name"] for check in record["verdict"]["checks"] if not check["holds"]]
 
 
 def test_agreement_and_speed_of_four_servers(
@@ -93,6 +62,9 @@ def test_agreement_and_speed_of_four_servers(
         assert row["median"] > 0
         assert row["baseline_median"] > 0
         assert row["baseline_again_median"] > 0
+        assert 0 < row["q1"] <= row["median"] <= row["q3"]
+        assert "paired_speedup" not in row
+    assert record["timed"] == "one after the other"
     assert "✓ The plugin's tokens and log probabilities agree" in out
 
     text = report.render(tmp_path / "records")
@@ -174,9 +146,7 @@ def test_run_that_is_ended_keeps_what_it_measured(
     number: signal.Signals, fake: Behave, pids: Path, read: Read, tmp_path: Path
 ) -> None:
     line = arguments(tmp_path, fake("hangs"), "--case", "batch", "--case", "single")
-    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\nfrom nsa_plugin.cli import main\n"
-    code += f"raise SystemExit(main({line!r}))"
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    process = spawn(line)
     try:
         assert process.stdout is not None
         for said in process.stdout:
@@ -187,10 +157,7 @@ def test_run_that_is_ended_keeps_what_it_measured(
     finally:
         process.kill()
         process.stdout.close()
-    deadline = time.monotonic() + 10
-    while alive(pids):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: not alive(pids))
     record = read()
     assert record["servers"]["stock"]["error"] == ""
     assert {row["provider"] for row in record["rows"]} == {"stock"}

@@ -182,12 +182,22 @@ def test_what_is_missing_is_named() -> None:
 
 
 @pytest.mark.parametrize(("cases", "holds"), [(["single", "ttft"], True), (["ttft"], False)])
-def test_load_that_was_not_timed_is_said_and_counts_where_nothing_else_was_asked(cases: list[str], holds: bool) -> None:
+@pytest.mark.parametrize(
+    ("speed", "detail"),
+    [
+        ({}, "plugin: ttft-2000 not timed"),
+        ({"ttft-2000": {"ttft_ms": [20.0, 21.0]}}, "plugin: ttft-2000 timed 2 times only"),
+    ],
+)
+def test_load_that_was_not_timed_is_said_and_counts_where_nothing_else_was_asked(
+    cases: list[str], holds: bool, speed: dict[str, dict[str, list[float]]], detail: str
+) -> None:
     one = measured()
     one.asked["cases"] = cases
     one.runs[PLUGIN].skipped = ["ttft-2000"]
+    one.runs[PLUGIN].speed = speed
     (check,) = [check for check in judge(one).checks if check.name == "complete"]
-    assert (check.holds, check.detail) == (holds, "plugin: no time for ttft-2000")
+    assert (check.holds, check.detail) == (holds, detail)
 
 
 def test_measurements_are_read_back_as_they_were_saved(tmp_path: Any) -> None:

@@ -1,0 +1,54 @@
+"""Calls `nsa-plugin compare` on the stand-in, and reads its record."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nsa_plugin import cli
+
+Behave = Callable[..., Path]
+Read = Callable[[], dict[str, Any]]
+
+
+def arguments(tmp_path: Path, model: Path, *more: str) -> list[str]:
+    return [
+        *("compare", "sglang", "--model", str(model), "--context", "136", "--workdir", str(tmp_path / "work")),
+        *("--json", str(tmp_path / "records"), "--commit", "0123abc", *more),
+    ]
+
+
+def call(capsys: pytest.CaptureFixture[str], line: list[str]) -> tuple[int, str, str]:
+    """Exit code, output and errors."""
+    try:
+        code = cli.main(line)
+    except SystemExit as error:
+        code = int(str(error.code))
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def spawn(line: list[str]) -> subprocess.Popen[str]:
+    """The command in a process of its own, which Ctrl-C reaches as in a terminal."""
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\nfrom nsa_plugin.cli import main\n"
+    code += f"raise SystemExit(main({line!r}))"
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+
+
+def failed(record: dict[str, Any]) -> list[str]:
+    """Names of the checks that do not hold."""
+    return [check["name"] for check in record["verdict"]["checks"] if not check["holds"]]
+
+
+def until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
+    """Wait until something holds."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
