@@ -205,7 +205,7 @@ def _named(prefix: str, values: dict[str, float]) -> dict[str, float]:
 def _elsewhere(command: Sequence[str]) -> list[str]:
     """The command as it would be given on another machine."""
     words = iter(command)
-    kept = []
+    kept: list[str] = []
     for word in words:
         if word == "--":  # the engine's flags
             return [*kept, word, *words]

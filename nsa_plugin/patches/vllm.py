@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from nsa_plugin.patches.ledger import Kind, Need, Patch, Target
+from nsa_plugin.patches.vllm_gpu import GPU
 
 ENGINE = "vllm"
 SUPPORTED = ">=0.20,<0.34"
@@ -244,4 +245,4 @@ REQUIREMENTS = (
     ),
 )
 
-PATCHES = BOOTSTRAP + CPU + REQUIREMENTS
+PATCHES = BOOTSTRAP + CPU + REQUIREMENTS + GPU

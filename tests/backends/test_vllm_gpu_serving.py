@@ -1,4 +1,4 @@
-"""A worker's decisions before any batch: what is refused, what is warmed, what the report says; and the seams."""
+"""A worker's decisions before any batch: what is refused, what is warmed, what the report says; and the ledger."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ import pytest
 import torch
 from packaging.version import Version
 
-from nsa_plugin.backends.vllm import gpu_providers, gpu_serving
+from nsa_plugin.backends import providers
+from nsa_plugin.backends.vllm import gpu_serving
 from nsa_plugin.backends.vllm.gpu_routes import CARRIERS, Carrier, carrier_of, runnable
-from nsa_plugin.backends.vllm.gpu_seams import CHANGES, GPU, REQUIREMENTS
-from nsa_plugin.backends.vllm.gpu_serving import GpuServing, dense_workspace_tokens
+from nsa_plugin.backends.vllm.gpu_serving import BACKEND, VENDORED, GpuServing, dense_workspace_tokens
 from nsa_plugin.capabilities import Op
 from nsa_plugin.devices import synthetic
 from nsa_plugin.errors import NoProviderError, SettingsError, ShapeError
 from nsa_plugin.patches import static
 from nsa_plugin.patches.ledger import Need
+from nsa_plugin.patches.vllm import PATCHES
+from nsa_plugin.patches.vllm_gpu import CHANGES, GPU, REQUIREMENTS
 from nsa_plugin.plan import Attention
 from nsa_plugin.settings import ResolvedSettings, Settings
 from nsa_plugin.shapes import Phase
+from nsa_plugin.telemetry import Trace
 from tests.backends.vllm_fakes import MAX_LEN, NOPE, ROPE, TRITON, WITH_FLASH_MLA, planner
 
 
@@ -53,14 +56,23 @@ def config(cache_dtype: str = "fp8_ds_mla", **more: Any) -> Any:
         "parallel_config": SimpleNamespace(tensor_parallel_size=2),
         "scheduler_config": SimpleNamespace(max_num_batched_tokens=64, max_num_seqs=8),
         "speculative_config": None,
-        "attention_config": SimpleNamespace(use_fp4_indexer_cache=False),
+        "attention_config": SimpleNamespace(use_fp4_indexer_cache=False, backend=None),
+        "compilation_config": SimpleNamespace(static_forward_context={}),
     }
     return SimpleNamespace(**(fields | more))
 
 
 def serving(vllm_config: Any = None, device: Any = TRITON, **settings: Any) -> GpuServing:
     resolved = ResolvedSettings(Settings(**settings), {})
-    return GpuServing(resolved, vllm_config or config(), device_profile=lambda: device)
+    return GpuServing(
+        resolved=resolved, trace=Trace(), vllm_config=vllm_config or config(), device_profile=lambda: device
+    )
+
+
+def layer(planned: bool, backend: str = BACKEND) -> Any:
+    """vLLM's MLA layer after it has been built."""
+    impl = SimpleNamespace(nsa_plugin=object() if planned else None)
+    return SimpleNamespace(use_sparse=True, impl=impl, attn_backend=SimpleNamespace(get_name=lambda: backend))
 
 
 @pytest.mark.parametrize(
@@ -137,11 +149,63 @@ def test_a_kernel_that_does_not_run_is_named():
 
 
 def test_the_report_says_what_batches_take():
-    facts = serving(device=WITH_FLASH_MLA, decode_backend="flash_mla").facts()
+    here = serving(device=WITH_FLASH_MLA, decode_backend="flash_mla")
+    layers = here.vllm_config.compilation_config.static_forward_context
+    layers |= {"0.attn": layer(True), "1.attn": layer(True), "0.indexer.k_cache": SimpleNamespace()}
+    facts = here.facts()
+    assert (here.active, here.notes()) == (True, [])
+    assert facts["attention"] == "2 layers on vLLM's FLASHMLA_SPARSE"
     assert facts["model"] == "index_topk 64, 4 heads a rank of 8, KV cache v32_fp8"
     assert "vLLM's own call; decode_backend asks for flash_mla" in facts["decode, 64 requests"]
     assert facts["prefill, 96 of 96 tokens"].startswith("sparse_")
     assert "rows at once" in facts["prefill, 96 of 96 tokens"]
+
+
+def test_layers_on_another_backend_stay_vllms_and_the_report_says_so():
+    here = serving()
+    here.vllm_config.compilation_config.static_forward_context |= {"attn": layer(False, "FLASHINFER_MLA_SPARSE")}
+    assert not here.active
+    assert here.notes() == [
+        "layers on vLLM's backend FLASHINFER_MLA_SPARSE stay vLLM's own: nsa-plugin plans for --attention-backend "
+        "FLASHMLA_SPARSE"
+    ]
+    assert set(here.facts()) == {"model", "device", "attention"}
+
+
+@pytest.fixture
+def backends(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+    """vLLM's enumeration of its backends."""
+    module = ModuleType("vllm.v1.attention.backends.registry")
+    module.AttentionBackendEnum = {BACKEND: object()}  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(GpuServing, "warm", lambda *_: None)
+    return module.AttentionBackendEnum  # type: ignore[attr-defined]
+
+
+def test_the_backend_is_chosen_where_the_user_gave_none(backends: dict[str, object]):
+    here = serving()
+    here.prepare(torch.device("cpu"))
+    assert here.vllm_config.attention_config.backend is backends[BACKEND]
+    assert here.facts()["attention"].endswith("FLASHMLA_SPARSE, the plugin's choice")
+
+
+@pytest.mark.parametrize(("sm", "given"), [(90, "FLASH_ATTN_MLA_SPARSE"), (100, None)])
+def test_another_choice_is_the_users_or_vllms(backends: dict[str, object], sm: int, given: str | None):
+    chosen = SimpleNamespace(backend=given)
+    here = serving(config(attention_config=chosen), device=synthetic(sm, libraries=("triton", "deep_gemm")))
+    here.prepare(torch.device("cpu"))
+    assert (chosen.backend, here.chose) == (given, False)
+
+
+def test_a_kernel_that_does_not_run_leaves_the_backend_alone(monkeypatch: pytest.MonkeyPatch):
+    def fails(*_: Any) -> None:
+        raise NoProviderError("it does not run")
+
+    monkeypatch.setattr(gpu_serving, "warm", fails)
+    here = serving()
+    with pytest.raises(NoProviderError, match="it does not run"):
+        here.prepare(torch.device("cpu"))
+    assert here.vllm_config.attention_config.backend is None
 
 
 def test_free_memory_is_read_after_the_capture(monkeypatch: pytest.MonkeyPatch):
@@ -203,15 +267,27 @@ def test_a_library_inside_vllm_answers_to_its_own_name(monkeypatch: pytest.Monke
     inside = ModuleType("some_vendored_library")
     inside.__spec__ = ModuleSpec(inside.__name__, None)
     monkeypatch.setitem(sys.modules, inside.__name__, inside)
-    monkeypatch.setattr(gpu_providers, "VENDORED", {"not_installed_besides": inside.__name__, "json": inside.__name__})
     monkeypatch.delitem(sys.modules, "not_installed_besides", raising=False)
     try:
-        gpu_providers.use_vendored("not_installed_besides")
+        providers.use_vendored("not_installed_besides", inside.__name__)
         assert sys.modules["not_installed_besides"] is inside
-        gpu_providers.use_vendored("json")
+        providers.use_vendored("json", inside.__name__)
         assert sys.modules["json"] is not inside
+        providers.use_vendored("nowhere_at_all", "nor.here")
+        assert "nowhere_at_all" not in sys.modules
     finally:
         sys.modules.pop("not_installed_besides", None)
+
+
+def test_a_provider_is_looked_for_inside_vllm_before_it_is_loaded(monkeypatch: pytest.MonkeyPatch):
+    asked: list[tuple[str, str]] = []
+    monkeypatch.setattr(providers, "use_vendored", lambda *names: asked.append(names))
+    here = serving().loaded()
+    assert here.vendored == VENDORED
+    here.registry = SimpleNamespace(load=lambda op, name, **_: (op, name))  # type: ignore[assignment]
+    assert here.load("indexer_topk_paged", "deep_gemm") == ("indexer_topk_paged", "deep_gemm")
+    assert here.load("sparse_mla_decode", "triton", 4) == ("sparse_mla_decode", "triton")
+    assert asked == [("deep_gemm", VENDORED["deep_gemm"])]
 
 
 def test_every_seam_is_named_once_and_is_a_gpus():
@@ -219,6 +295,14 @@ def test_every_seam_is_named_once_and_is_a_gpus():
     assert {patch.need for patch in GPU} == {Need.GPU}
     assert all(patch.replacement for patch in CHANGES)
     assert not any(patch.replacement for patch in REQUIREMENTS)
+    assert [patch for patch in PATCHES if patch.need is Need.GPU] == list(GPU)
+
+
+def test_every_replacement_is_there():
+    from nsa_plugin.patches.ledger import load
+
+    for patch in CHANGES:
+        assert callable(load(patch.replacement))
 
 
 def test_every_seam_is_in_the_installed_vllm():
@@ -243,20 +327,16 @@ import inspect, vllm
 from packaging.version import Version
 from nsa_plugin.backends.vllm import gpu_patches
 from nsa_plugin.backends.vllm.activation import process
-from nsa_plugin.backends.vllm.gpu_seams import GPU
+from nsa_plugin.patches.vllm_gpu import GPU
 from nsa_plugin.backends.vllm.gpu_serving import GpuServing
 from nsa_plugin.patches.ledger import Ledger, Need
 from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseBackend as Backend
 from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerBackend as Indexer
+from vllm.v1.worker.gpu_worker import Worker
 
 class Serving(GpuServing):
-    settled = False
-
     def planning(self):
         return object()
-
-    def settle(self):
-        self.settled = True
 
 before = Backend.get_impl_cls(), Backend.get_builder_cls(), Indexer.get_builder_cls()
 ledger = Ledger(engine="vllm", version=Version(vllm.__version__), supported=">=0.20,<0.34", patches=GPU)
@@ -273,8 +353,7 @@ from vllm.models.deepseek_v32 import attention
 from vllm.model_executor.layers import sparse_attn_indexer as layer
 assert attention.sparse_attn_indexer is not layer.sparse_attn_indexer
 assert attention.sparse_attn_indexer.__wrapped__ is layer.sparse_attn_indexer.__wrapped__
-around = gpu_patches.worker_warm_up(lambda worker: worker + 1)
-assert around(1) == 2 and process().serving.settled
+assert Worker.load_model.__wrapped__ and Worker.compile_or_warm_up_model.__wrapped__
 process().serving = None
 ledger.undo()
 assert asked() == before

@@ -1,4 +1,4 @@
-"""A real server whose worker dies while it answers: reported as vLLM does, and nothing hangs."""
+"""A real server: its /metrics show the plugin's routes, and a worker that dies is reported as vLLM does."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from nsa_plugin.compare.common import routes
 from nsa_plugin.demo.server import Server, ServerError, ServerSpec, python_path_with_vllm_name
 
 pytestmark = pytest.mark.engine_vllm
 
 SECONDS = 90
+ROUTE = ("phase", "attention", "provider")
 
 
 def worker_pids(server: Server) -> list[int]:
@@ -25,8 +28,8 @@ def worker_pids(server: Server) -> list[int]:
     return [pid for pid in server.pids() if b"Worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
-def ask(url: str, answers: list[object]) -> None:
-    body = {"model": "tiny", "prompt": list(range(100)), "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+def ask(url: str, answers: list[object], tokens: int = 400) -> None:
+    body = {"model": "tiny", "prompt": list(range(100)), "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
@@ -49,18 +52,39 @@ def dies(server: Server) -> bool:
     return False
 
 
-def test_a_killed_worker_ends_the_request_and_the_server(tmp_path: Path, checkpoint: Path) -> None:
-    trace = tmp_path / "trace.jsonl"
-    spec = ServerSpec(
+def server_spec(tmp_path: Path, checkpoint: Path, *arguments: str) -> ServerSpec:
+    return ServerSpec(
         model=checkpoint,
         log=tmp_path / "server.log",
         arguments=[
             *("--served-model-name", "tiny", "--dtype", "float32", "--max-model-len", "512"),
             *("--enforce-eager", "--kv-cache-memory-bytes", str(1 << 28)),
+            *arguments,
         ],
-        plugin={"enabled": True, "trace": str(trace)},
+        plugin={"enabled": True, "trace": str(tmp_path / "trace.jsonl")},
         environ={"PYTHONPATH": python_path_with_vllm_name(tmp_path / "name"), "HF_HUB_OFFLINE": "1"},
     )
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_metrics_have_every_batch_of_the_trace(tmp_path: Path, checkpoint: Path, servers: int) -> None:
+    spec = server_spec(tmp_path, checkpoint, "--api-server-count", str(servers))
+    with Server(spec) as server:
+        answers: list[object] = []
+        ask(server.url, answers, tokens=8)
+        assert answers == [200]
+        with urllib.request.urlopen(f"{server.url}/metrics", timeout=SECONDS) as response:
+            text = response.read().decode()
+    batches = [json.loads(line) for line in (tmp_path / "trace.jsonl").read_text().splitlines()]
+    plans = [plan for batch in batches for plan in batch["plans"].values()]
+    assert routes(text, "vllm") == Counter("/".join(plan[key] for key in ROUTE) for plan in plans)
+    assert {plan["attention"] for plan in plans} == {"sparse_prefill", "sparse_decode"}
+    assert "vllm:generation_tokens_total{" in text
+
+
+def test_a_killed_worker_ends_the_request_and_the_server(tmp_path: Path, checkpoint: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    spec = server_spec(tmp_path, checkpoint)
     with Server(spec) as server:
         answers: list[object] = []
         client = threading.Thread(target=ask, args=(server.url, answers), daemon=True)

@@ -2,7 +2,8 @@
 
 In the process that parses the command line `wrap_create_engine_config` checks everything that can be
 checked before anything is started. In each worker `wrap_worker_init` applies and verifies the patches
-before the model is built. While the plugin is off, both pass straight through.
+before the model is built; on a GPU the rest follows once the worker has one (`gpu_patches`). While the
+plugin is off, both pass straight through.
 """
 
 from __future__ import annotations
@@ -11,52 +12,50 @@ import functools
 import logging
 import os
 import sys
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
 
 from nsa_plugin import settings as settings_module
-from nsa_plugin.devices import DeviceProfile, probe
+from nsa_plugin.backends.vllm import counters
+from nsa_plugin.backends.vllm.model import CPU_LAYOUTS, is_sparse, model_shape, refuse_on_cpu, refuse_on_gpu
+from nsa_plugin.backends.vllm.serving import CpuServing, Serving
+from nsa_plugin.devices import probe
 from nsa_plugin.dispatch import validate
-from nsa_plugin.errors import NsaPluginError, PatchError, SettingsError
+from nsa_plugin.errors import NsaPluginError, PatchError
+from nsa_plugin.patches import static
 from nsa_plugin.patches import vllm as ledger_data
 from nsa_plugin.patches.ledger import TURN_OFF, Ledger, Need, wrap
 from nsa_plugin.settings import ResolvedSettings
-from nsa_plugin.shapes import ModelShape
 from nsa_plugin.telemetry import StartupReport, Trace
+
+if TYPE_CHECKING:
+    from nsa_plugin.backends.vllm.gpu_serving import GpuServing
 
 logger = logging.getLogger("nsa_plugin")
 CONFIG_KEY = "nsa_plugin"
 CONFIG_SOURCE = f"--additional-config {{{CONFIG_KEY!r}: ...}}"
-
-
-@dataclass
-class Serving:
-    """What the backend of one worker works with, once the plugin serves its model."""
-
-    resolved: ResolvedSettings
-    model: ModelShape
-    device: DeviceProfile
-    trace: Trace
-    worker: Callable[[], Any] = lambda: None
-
-    def request_ids(self) -> list[str]:
-        """Ids of the running batch's requests, in the batch's order."""
-        worker = self.worker()
-        batch = getattr(getattr(worker, "model_runner", None), "input_batch", None)
-        return list(getattr(batch, "req_ids", ()))
+# Kinds of device that this release serves on. "cuda" is complete and has not been run with a real vLLM on a GPU.
+SERVED_DEVICES: tuple[str, ...] = ("cpu",)
 
 
 @dataclass
 class Process:
-    """The plugin in this process. One instance a process, because patches are the process's."""
+    """The plugin in this process. One instance a process, because patches are the process's.
+
+    Attributes:
+        serving: in a worker that the plugin serves in.
+        counters: in the process that answers /metrics, the folder of what workers count.
+    """
 
     ledger: Ledger
     serving: Serving | None = None
-    said: set[str] = field(default_factory=set)
+    counters: TemporaryDirectory[str] | None = None
+    _said: set[str] = field(default_factory=set)
+    _read: tuple[Any, ResolvedSettings] | None = None
 
     def bootstrap(self) -> None:
         if settings_module.killed():
@@ -70,9 +69,40 @@ class Process:
                 raise
             logger.exception("nsa-plugin is installed but not asked for, and does not know this vLLM")
 
+    def settings(self, vllm_config: Any) -> ResolvedSettings:
+        """The plugin's settings in a configuration of vLLM, which comes by here several times and is read once.
+
+        Raises:
+            SettingsError: a setting is unknown or not allowed.
+        """
+        if self._read is None or self._read[0] is not vllm_config:
+            self._read = vllm_config, settings_of(vllm_config)
+        return self._read[1]
+
+    def collect_counters(self) -> None:
+        if self.counters is None:
+            self.counters = counters.collect_here()
+
+    def give_up(self, error: NsaPluginError, resolved: ResolvedSettings, *, report: bool = True) -> None:
+        """Strict is off, and vLLM serves by itself in this worker."""
+        self.serving = None
+        if report:
+            self.report(resolved, active=False, notes=[f"strict is off and the stock engine serves: {error}"])
+
+    def report_gpu(self, serving: GpuServing) -> None:
+        """The start-up report of a worker on a GPU, which is ready."""
+        if serving.first:
+            what = {"statuses": serving.statuses, "facts": serving.facts(), "notes": serving.notes()}
+            self.report(serving.resolved, active=serving.active, **what)
+
+    def report(self, resolved: ResolvedSettings, **what: Any) -> None:
+        use_engine_log()
+        version = str(self.ledger.version)
+        StartupReport(engine=self.ledger.engine, engine_version=version, resolved=resolved, **what).publish()
+
     def say_once(self, message: str) -> None:
-        if message not in self.said:
-            self.said.add(message)
+        if message not in self._said:
+            self._said.add(message)
             use_engine_log()
             logger.info(message)
 
@@ -98,16 +128,19 @@ def process() -> Process:
         Ledger(
             engine=ledger_data.ENGINE,
             version=Version(vllm.__version__),
-            supported=ledger_data.SUPPORTED_CPU if on_cpu() else ledger_data.SUPPORTED,
+            supported=ledger_data.SUPPORTED_CPU if device_kind() == "cpu" else ledger_data.SUPPORTED,
             patches=ledger_data.PATCHES,
         )
     )
 
 
-def on_cpu() -> bool:
+def device_kind() -> str:
+    """ "cpu", "cuda" (NVIDIA's), or vLLM's name of another platform."""
     from vllm.platforms import current_platform
 
-    return bool(current_platform.is_cpu())
+    if current_platform.is_cpu():
+        return "cpu"
+    return "cuda" if current_platform.is_cuda() else str(current_platform.device_name or "an unknown platform")
 
 
 def settings_of(vllm_config: Any) -> ResolvedSettings:
@@ -121,58 +154,46 @@ def settings_of(vllm_config: Any) -> ResolvedSettings:
     return settings_module.resolve(config=config, config_source=CONFIG_SOURCE)
 
 
-def is_sparse(vllm_config: Any) -> bool:
-    model_config = vllm_config.model_config
-    return model_config is not None and hasattr(model_config.hf_text_config, "index_topk")
-
-
-def model_shape(vllm_config: Any) -> ModelShape:
-    """The model as one rank of the tensor-parallel group sees it."""
-    layouts = {"fp8_ds_mla": "v32_fp8"}
-    return ModelShape.from_config(
-        vllm_config.model_config.hf_text_config,
-        attn_tp_size=vllm_config.parallel_config.tensor_parallel_size,
-        kv_layout=layouts.get(vllm_config.cache_config.cache_dtype, "bf16"),
-    )
-
-
-def check_here(vllm_config: Any) -> None:
+def check_here(vllm_config: Any, resolved: ResolvedSettings) -> Need:
     """Raise what would keep the plugin from serving this configuration, before anything is started.
+
+    Returns:
+        The patches that serving it takes.
 
     Raises:
         NsaPluginError: the version, the platform, the configuration or a patch's target does not fit.
     """
     ledger = process().ledger
     ledger.check_version()
-    if not on_cpu():
-        raise PatchError(
-            "this release of nsa-plugin serves sparse attention on vLLM's CPU platform only; its GPU backend for "
-            f"vLLM is not part of it. {TURN_OFF}"
+    kind = device_kind()
+    if kind not in SERVED_DEVICES:
+        raise PatchError(_not_served(kind))
+    if kind == "cpu":
+        refuse_on_cpu(vllm_config)
+        ledger.check(Need.CPU)
+        validate(
+            model_shape(vllm_config, CPU_LAYOUTS),
+            probe(),
+            resolved.settings,
+            max_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+            max_decode_tokens=vllm_config.scheduler_config.max_num_seqs,
         )
-    if vllm_config.speculative_config is not None:
-        raise SettingsError(
-            f"nsa-plugin does not carry speculative decoding on a CPU: drop --speculative-config. {TURN_OFF}"
+        return Need.CPU
+    refuse_on_gpu(vllm_config)
+    # Nothing may touch the GPU here: vLLM forks its workers from this process. So the targets are looked up in files.
+    files = static.installed(ledger_data.ENGINE)
+    assert files is not None
+    ledger.check(Need.GPU, look=files.check)
+    return Need.GPU
+
+
+def _not_served(kind: str) -> str:
+    if kind == "cuda":
+        return (
+            "nsa-plugin's backend for vLLM on a GPU has not been run on a GPU with this release, so it does not serve "
+            f"there; vLLM on a CPU is served. {TURN_OFF}"
         )
-    cache_dtype = vllm_config.cache_config.cache_dtype
-    if cache_dtype not in ("auto", "bfloat16", "float16"):
-        raise SettingsError(
-            f"nsa-plugin on a CPU keeps the KV cache in the model's dtype; --kv-cache-dtype is {cache_dtype}, "
-            f"allowed: auto, bfloat16, float16. {TURN_OFF}"
-        )
-    parallel = vllm_config.parallel_config
-    if (
-        getattr(parallel, "decode_context_parallel_size", 1) > 1
-        or getattr(parallel, "prefill_context_parallel_size", 1) > 1
-    ):
-        raise SettingsError(f"nsa-plugin does not carry context parallelism on a CPU. {TURN_OFF}")
-    ledger.check(Need.CPU)
-    validate(
-        model_shape(vllm_config),
-        probe(),
-        settings_of(vllm_config).settings,
-        max_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
-        max_decode_tokens=vllm_config.scheduler_config.max_num_seqs,
-    )
+    return f"nsa-plugin serves vLLM on a CPU and has no backend for {kind}. {TURN_OFF}"
 
 
 def wanted(vllm_config: Any, resolved: ResolvedSettings) -> bool:
@@ -193,10 +214,11 @@ def wanted(vllm_config: Any, resolved: ResolvedSettings) -> bool:
 def wrap_create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
     def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         vllm_config = original(*args, **kwargs)
-        resolved = settings_of(vllm_config)
+        resolved = process().settings(vllm_config)
         if wanted(vllm_config, resolved):
             try:
-                check_here(vllm_config)
+                check_here(vllm_config, resolved)
+                process().collect_counters()
             except NsaPluginError as error:
                 if resolved.settings.strict:
                     raise
@@ -218,7 +240,7 @@ def wrap_check_and_update_config(original: Any) -> Any:
         if (
             vllm_config.model_config is not None
             and is_sparse(vllm_config)
-            and settings_of(vllm_config).settings.enabled
+            and process().settings(vllm_config).settings.enabled
         ):
             scheduler.enable_chunked_prefill, cache.enable_prefix_caching, scheduler.max_num_batched_tokens = asked
 
@@ -227,41 +249,40 @@ def wrap_check_and_update_config(original: Any) -> Any:
 
 def wrap_worker_init(original: Callable[..., Any]) -> Callable[..., Any]:
     def around(original: Callable[..., Any], worker: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        serve = start_serving(vllm_config)
+        serving = start_serving(vllm_config)
         original(worker, vllm_config, *args, **kwargs)
-        if serve is not None:
-            serve.worker = weakref.ref(worker)
-            serve.trace.rank = worker.rank
+        if serving is not None:
+            serving.enter(worker)
 
     return wrap(original, around)
 
 
 def start_serving(vllm_config: Any) -> Serving | None:
-    """Apply and verify the patches for this worker, and publish the start-up report.
+    """Apply and verify the patches for this worker. On a CPU that is all, and is reported.
 
     Raises:
         NsaPluginError: something does not fit and `strict` is on.
     """
     this = process()
-    resolved = settings_of(vllm_config)
+    resolved = this.settings(vllm_config)
     if not wanted(vllm_config, resolved):
         return None
     try:
-        check_here(vllm_config)
-        statuses = this.ledger.install(Need.CPU)
+        need = check_here(vllm_config, resolved)
+        statuses = this.ledger.install(need)
     except NsaPluginError as error:
         if resolved.settings.strict:
             raise
-        _report(resolved, active=False, notes=[f"strict is off and the stock engine serves: {error}"])
+        this.give_up(error, resolved)
         return None
-    device = probe()
-    model = model_shape(vllm_config)
-    this.serving = Serving(
-        resolved=resolved,
-        model=model,
-        device=device,
-        trace=Trace(mode=resolved.settings.trace),
-    )
+    trace = Trace(mode=resolved.settings.trace)
+    if need is Need.GPU:
+        from nsa_plugin.backends.vllm.gpu_serving import GpuServing
+
+        this.serving = GpuServing(resolved=resolved, trace=trace, vllm_config=vllm_config, statuses=statuses)
+        return this.serving
+    device, model = probe(), model_shape(vllm_config, CPU_LAYOUTS)
+    this.serving = CpuServing(resolved=resolved, trace=trace, model=model, device=device)
     facts = {
         "model": f"{vllm_config.model_config.model}, index_topk {model.index_topk}, "
         f"{model.heads_per_rank} heads a rank of {model.num_heads}",
@@ -270,14 +291,8 @@ def start_serving(vllm_config: Any) -> Serving | None:
         f"{vllm_config.scheduler_config.max_num_batched_tokens} tokens, prefix caching "
         f"{_on(vllm_config.cache_config.enable_prefix_caching)}",
     }
-    _report(resolved, active=True, statuses=statuses, facts=facts)
+    this.report(resolved, active=True, statuses=statuses, facts=facts)
     return this.serving
-
-
-def _report(resolved: ResolvedSettings, **what: Any) -> None:
-    use_engine_log()
-    ledger = process().ledger
-    StartupReport(engine=ledger.engine, engine_version=str(ledger.version), resolved=resolved, **what).publish()
 
 
 def _on(flag: bool | None) -> str:

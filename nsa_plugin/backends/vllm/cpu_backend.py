@@ -24,6 +24,8 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from nsa_plugin.backends.vllm.activation import process
+from nsa_plugin.backends.vllm.metadata import MLAMetadata, PrefillMetadata
+from nsa_plugin.backends.vllm.serving import CpuServing
 from nsa_plugin.dispatch import partition
 from nsa_plugin.errors import PatchError
 from nsa_plugin.kernels import index_transform, mha, sparse_mla
@@ -57,40 +59,15 @@ class Group:
     kv_lens: list[int]
 
 
-@dataclass
-class PrefillMetadata:
-    """What vLLM's MLA layer reads of a batch's prefill part."""
-
-    use_dense_mha: bool
-    max_query_len: int
-    chunked_context: None = None
-
-
-@dataclass
-class CpuSparseMLAMetadata:
+@dataclass(kw_only=True)
+class CpuSparseMLAMetadata(MLAMetadata):
     """What vLLM's MLA layer reads, and the groups that the kernels work on.
 
     Attributes:
-        block_table: [num_requests, max_pages] int32.
-        num_decodes, num_decode_tokens: requests and rows at the front of the batch with one row each.
-        groups: the requests by plan, decodes first.
+        groups: the requests by plan, decodes first: those with one row each, at the front of the batch.
         settings: what the user chose.
     """
 
-    num_reqs: int
-    num_actual_tokens: int
-    max_query_len: int
-    max_seq_len: int
-    query_start_loc: torch.Tensor
-    seq_lens: torch.Tensor
-    slot_mapping: torch.Tensor
-    block_table: torch.Tensor
-    num_decodes: int
-    num_prefills: int
-    num_decode_tokens: int
-    topk_tokens: int
-    prefill_max_seq_len: int
-    prefill: PrefillMetadata | None
     groups: list[Group]
     settings: Settings
     decode: None = None
@@ -135,7 +112,7 @@ class CpuSparseMLAMetadataBuilder(AttentionMetadataBuilder[CpuSparseMLAMetadata]
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, **kwargs)
         serving = process().serving
-        if serving is None:
+        if not isinstance(serving, CpuServing):
             raise PatchError("the sparse attention backend of nsa-plugin was selected, but the plugin does not serve")
         self.serving = serving
 
@@ -151,16 +128,9 @@ class CpuSparseMLAMetadataBuilder(AttentionMetadataBuilder[CpuSparseMLAMetadata]
         if num_prefills:
             dense = any(group.plan.attention is Attention.MHA_ONE_SHOT for group in groups)
             q_lens = [end - start for start, end in zip(starts[num_decodes:], starts[num_decodes + 1 :], strict=False)]
-            prefill = PrefillMetadata(use_dense_mha=dense, max_query_len=max(q_lens))
-        return CpuSparseMLAMetadata(
-            num_reqs=common.num_reqs,
-            num_actual_tokens=common.num_actual_tokens,
-            max_query_len=common.max_query_len,
-            max_seq_len=common.max_seq_len,
-            query_start_loc=common.query_start_loc,
-            seq_lens=common.seq_lens,
-            slot_mapping=common.slot_mapping,
-            block_table=common.block_table_tensor,
+            prefill = PrefillMetadata(use_dense_mha=dense, max_query_len=max(q_lens), chunked_context=None)
+        return CpuSparseMLAMetadata.of(
+            common,
             num_decodes=num_decodes,
             num_prefills=num_prefills,
             num_decode_tokens=num_decode_tokens,
@@ -199,6 +169,9 @@ class CpuSparseMLAMetadataBuilder(AttentionMetadataBuilder[CpuSparseMLAMetadata]
         serving.trace.record(
             (group.plan, list(zip(group.names, group.q_lens, group.kv_lens, strict=True))) for group in groups
         )
+        if serving.count is not None:
+            for group in groups:
+                serving.count(group.plan)
         return groups
 
 

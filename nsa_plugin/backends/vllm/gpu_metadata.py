@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from nsa_plugin.backends.vllm.gpu_routes import Carrier, DensePart, Planner, Split, carrier_of
+from nsa_plugin.backends.vllm.metadata import MLAMetadata, PrefillMetadata
 from nsa_plugin.plan import Plan
 
 # Heads of a rank that vLLM's builder (0.20 to 0.29) takes for few and for many: fewer than 32 and it makes one mixed
@@ -70,59 +71,25 @@ class DensePiece:
     fresh: torch.Tensor | None = None
 
 
-@dataclass(frozen=True)
-class PrefillMetadata:
-    """What vLLM's MLA layer reads of the rows that it hands to `forward_mha`.
-
-    `chunked_context` is never None: a layer that finds None lets `forward_mha` write a quantised output (0.24 on).
-    """
-
-    use_dense_mha: bool
-    max_query_len: int
-    chunked_context: str = "nsa_plugin"
-
-
-@dataclass
-class PlannedMetadata:
-    """A batch's metadata.
+@dataclass(kw_only=True)
+class PlannedMetadata(MLAMetadata):
+    """A batch's metadata. `num_decode_tokens` are all rows before the first dense request, whatever their phase.
 
     Attributes:
-        num_actual_tokens: rows, those that only pad it included.
-        num_decode_tokens: rows that vLLM hands to `forward_mqa`, whatever their phase: all before the first dense
-            request.
-        num_decodes, num_prefills: the requests before it, and the others.
         decode: only looked at for being there.
         mqa: what `forward_mqa` runs, in order; covers its rows.
         mha: what `forward_mha` runs densely.
         tail: what `forward_mha` attends sparsely: prefills that select, behind the first dense one.
     """
 
-    num_reqs: int
-    num_actual_tokens: int
-    max_query_len: int
-    max_seq_len: int
-    query_start_loc: torch.Tensor
-    seq_lens: torch.Tensor
-    slot_mapping: torch.Tensor
-    block_table: torch.Tensor
-    num_decodes: int
-    num_prefills: int
-    num_decode_tokens: int
-    topk_tokens: int
-    prefill_max_seq_len: int
-    prefill: PrefillMetadata | None
     mqa: tuple[Piece, ...]
     mha: tuple[DensePiece, ...]
     tail: Piece | None
     decode: str = "nsa_plugin"
 
 
-def planned_builder(stock: type, planning: Planning, warm: Callable[[torch.device], None] = lambda _: None) -> type:
-    """vLLM's builder class with the plugin's `build`; vLLM's own while `planning()` gives None.
-
-    Args:
-        warm: called with the device of a builder that has a planner, before any batch.
-    """
+def planned_builder(stock: type, planning: Planning) -> type:
+    """vLLM's builder class with the plugin's `build`; vLLM's own while `planning()` gives None."""
 
     class Builder(stock):
         # A draft's later steps build anew: what is updated in place would be vLLM's own fields.
@@ -139,7 +106,6 @@ def planned_builder(stock: type, planning: Planning, warm: Callable[[torch.devic
             captured = getattr(vllm_config.compilation_config, "max_cudagraph_capture_size", None) or 0
             rows = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * planner.step_tokens, int(captured))
             self.nsa_plugin_request_of_row = torch.full((rows,), -1, dtype=torch.int32, device=device)
-            warm(torch.device(device))
 
         def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
             planner: Planner | None = self.nsa_plugin
@@ -231,16 +197,9 @@ def assemble(
     if split.num_steps < split.num_requests:
         bounds = split.starts[split.num_steps :]
         longest = max(end - start for start, end in pairwise(bounds))
-        prefill = PrefillMetadata(use_dense_mha=bool(dense), max_query_len=longest)
-    return PlannedMetadata(
-        num_reqs=common.num_reqs,
-        num_actual_tokens=split.num_rows,
-        max_query_len=common.max_query_len,
-        max_seq_len=common.max_seq_len,
-        query_start_loc=common.query_start_loc,
-        seq_lens=common.seq_lens,
-        slot_mapping=common.slot_mapping,
-        block_table=common.block_table_tensor,
+        prefill = PrefillMetadata(use_dense_mha=bool(dense), max_query_len=longest, chunked_context="nsa_plugin")
+    return PlannedMetadata.of(
+        common,
         num_decodes=first_dense,
         num_prefills=split.num_requests - first_dense,
         num_decode_tokens=split.mha_row,

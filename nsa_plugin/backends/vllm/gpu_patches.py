@@ -1,11 +1,10 @@
-"""What the GPU entries of the vLLM ledger (`gpu_seams`) put in place; each makes the new object from the original."""
+"""What vLLM's ledger for a GPU (`patches.vllm_gpu`) puts in place; each makes the new object from the original."""
 
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,7 +20,7 @@ from nsa_plugin.backends.vllm.gpu_serving import GpuServing
 from nsa_plugin.errors import NsaPluginError, PatchError
 from nsa_plugin.patches.ledger import MARK, wrap
 
-logger = logging.getLogger("nsa_plugin")
+T = TypeVar("T")
 OPERATOR = "sparse_attn_indexer"
 
 
@@ -31,23 +30,31 @@ def serving() -> GpuServing | None:
     return found if isinstance(found, GpuServing) else None
 
 
-def planning() -> Planner | None:
-    """The planner of this worker. Asked before vLLM builds its first layer, once it has chosen its GPU.
+def _or_stock(do: Callable[[GpuServing], T]) -> T | None:
+    """What `do` gives; None while vLLM serves by itself, and from the first error on with strict off.
 
     Raises:
-        NsaPluginError: (strict) the model, the configuration or the machine does not fit; else vLLM serves by itself.
+        NsaPluginError: (strict) the model, the configuration or the machine does not fit.
     """
     found = serving()
     if found is None:
         return None
     try:
-        return found.planning()
+        return do(found)
     except NsaPluginError as error:
         if found.resolved.settings.strict:
             raise
-        process().serving = None
-        logger.warning("NSA_PLUGIN_STRICT is off: the stock engine serves. %s", error)
+        process().give_up(error, found.resolved, report=found.first)
         return None
+
+
+def planning() -> Planner | None:
+    """The planner of this worker, which has chosen its GPU.
+
+    Raises:
+        NsaPluginError: (strict) see `_or_stock`.
+    """
+    return _or_stock(lambda found: found.planning())
 
 
 def providers() -> Providers:
@@ -55,12 +62,6 @@ def providers() -> Providers:
     if found is None:
         raise PatchError("a kernel of nsa-plugin was asked for, but the plugin does not serve")
     return found.loaded()
-
-
-def warm(device: torch.device) -> None:
-    found = serving()
-    if found is not None:
-        found.warm(device)
 
 
 def impl_class(original: Any) -> Any:
@@ -79,7 +80,7 @@ def impl_class(original: Any) -> Any:
 
 def builder_class(original: Any) -> Any:
     """For `FlashMLASparseBackend.get_builder_cls`."""
-    return _static(original, functools.cache(lambda stock: planned_builder(stock, planning, warm)))
+    return _static(original, functools.cache(lambda stock: planned_builder(stock, planning)))
 
 
 def indexer_builder_class(original: Any) -> Any:
@@ -109,6 +110,16 @@ def prefill_topk(original: Callable[..., None]) -> Callable[..., None]:
     return topk_by_plugin(original, lambda: serving() is not None)
 
 
+def worker_load(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For `Worker.load_model`, before which vLLM has chosen its GPU and built no layer."""
+
+    def around(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
+        _or_stock(lambda found: found.prepare(torch.device(worker.device)))
+        return original(worker, *args, **kwargs)
+
+    return wrap(original, around)
+
+
 def worker_warm_up(original: Callable[..., Any]) -> Callable[..., Any]:
     """For `Worker.compile_or_warm_up_model`, at whose end vLLM has allocated its cache and captured its graphs."""
 
@@ -117,6 +128,7 @@ def worker_warm_up(original: Callable[..., Any]) -> Callable[..., Any]:
         found = serving()
         if found is not None:
             found.settle()
+            process().report_gpu(found)
         return result
 
     return wrap(original, around)

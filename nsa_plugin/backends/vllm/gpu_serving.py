@@ -1,39 +1,36 @@
 """What one worker process of vLLM on a GPU works with, from the first layer that is built to the last batch.
 
-The worker knows its configuration before it has chosen its GPU, and its cache's format only once the first attention
-layer has been built, so the planner is made then, and the kernels run once when the first metadata builder is made:
-before vLLM captures a graph, and after it has loaded the model.
+The worker knows its configuration before it has chosen its GPU. Once it has, and before it builds a layer, the planner
+is made and the kernels run once (`prepare`), so that whatever does not fit is known while vLLM can still serve by
+itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from nsa_plugin.backends.vllm.gpu_providers import VllmProviders
+from nsa_plugin.backends.providers import Providers
 from nsa_plugin.backends.vllm.gpu_routes import Carrier, Planner, carrier_of
+from nsa_plugin.backends.vllm.model import GPU_LAYOUTS, model_shape, refuse_on_gpu, step_tokens
+from nsa_plugin.backends.vllm.serving import Serving
 from nsa_plugin.backends.warm import warm, warm_selection
 from nsa_plugin.devices import DeviceProfile, probe
 from nsa_plugin.dispatch import validate
-from nsa_plugin.errors import NsaPluginError, SettingsError, ShapeError
-from nsa_plugin.patches.ledger import TURN_OFF
+from nsa_plugin.errors import NsaPluginError
+from nsa_plugin.patches.ledger import PatchStatus
 from nsa_plugin.plan import Attention, IndexerMode, Plan
-from nsa_plugin.settings import ResolvedSettings
-from nsa_plugin.shapes import ModelShape
-from nsa_plugin.telemetry import Trace
 
-# vLLM's --kv-cache-dtype by the layout that the FlashMLA-sparse backend keeps then: any fp8 becomes fp8_ds_mla.
-LAYOUTS = {
-    "auto": "bf16",
-    "bfloat16": "bf16",
-    "fp8_ds_mla": "v32_fp8",
-    "fp8": "v32_fp8",
-    "fp8_e4m3": "v32_fp8",
-}
+# What vLLM carries inside itself.
+VENDORED = {"deep_gemm": "vllm.third_party.deep_gemm"}
+# vLLM's backend whose implementation and builders the ledger replaces, and the GPUs on which the plugin takes it where
+# the user gave none: from 0.25 on vLLM prefers others there, one by the cache's format. On SM100 it is vLLM's choice.
+BACKEND = "FLASHMLA_SPARSE"
+BACKEND_SMS = (90,)
 SHORT, LONG, CONTEXT, MANY = 1024, 4096, 32768, 64
 # Rows of the batches that kernels are looked up for: what is chosen may change with their number.
 ROWS = tuple(1 << power for power in range(14))
@@ -42,27 +39,32 @@ ROWS = tuple(1 << power for power in range(14))
 WORKSPACE_SHARE = 2
 
 
-@dataclass
-class GpuServing:
+@dataclass(kw_only=True)
+class GpuServing(Serving):
     """One a worker process.
 
     Attributes:
-        resolved: the settings.
         vllm_config: the worker's.
-        request_ids: ids of the running batch's requests.
-        count: called with every plan, for metrics.
+        statuses: what became of each patch, for the start-up report.
         device_profile: what the machine has; asked once the GPU is chosen.
+        first: whether this is the rank that speaks for its engine.
+        chose: whether the attention backend is the plugin's choice.
     """
 
-    resolved: ResolvedSettings
     vllm_config: Any
-    request_ids: Callable[[], Sequence[str]] = tuple
-    count: Callable[[Plan], None] | None = None
+    statuses: Sequence[PatchStatus] = ()
     device_profile: Callable[[], DeviceProfile] = probe
-    trace: Trace = field(default_factory=Trace)
-    providers: VllmProviders | None = None
+    first: bool = True
+    chose: bool = False
+    providers: Providers | None = None
     planner: Planner | None = None
     warmed: bool = False
+
+    def enter(self, worker: Any) -> None:
+        super().enter(worker)
+        self.first = worker.rank == 0
+        if not self.first and not self.trace.mode.endswith(".jsonl"):
+            self.trace.mode = "off"  # the ranks decide alike
 
     def planning(self) -> Planner:
         """The planner, made at the first call.
@@ -71,8 +73,8 @@ class GpuServing:
             ShapeError, SettingsError, NoProviderError: the model, the configuration or the machine does not fit.
         """
         if self.planner is None:
-            refuse(self.vllm_config)
-            model, device = model_shape(self.vllm_config), self.device_profile()
+            refuse_on_gpu(self.vllm_config)
+            model, device = model_shape(self.vllm_config, GPU_LAYOUTS), self.device_profile()
             scheduler, limit = self.vllm_config.scheduler_config, step_tokens(self.vllm_config)
             planner = Planner(
                 model=model,
@@ -89,14 +91,29 @@ class GpuServing:
             validate(model, planner.prefill_device, settings, max_tokens=scheduler.max_num_batched_tokens)
             most = scheduler.max_num_seqs * limit
             validate(model, planner.step_device, settings, max_decode_tokens=most, cuda_graph=True)
-            self.providers = VllmProviders(model.kv_layout, device.sm)
+            self.providers = Providers(model.kv_layout, device.sm, vendored=VENDORED)
             self.planner = planner
         return self.planner
 
-    def loaded(self) -> VllmProviders:
+    def loaded(self) -> Providers:
         self.planning()
         assert self.providers is not None
         return self.providers
+
+    def prepare(self, device: torch.device) -> None:
+        """The worker has chosen its GPU and is about to load its model.
+
+        Raises:
+            ShapeError, SettingsError, NoProviderError: see `planning` and `warm`; nothing is changed then.
+        """
+        planner = self.planning()
+        self.warm(device)
+        attention = self.vllm_config.attention_config
+        if attention.backend is None and planner.device.sm in BACKEND_SMS:
+            from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+            attention.backend = AttentionBackendEnum[BACKEND]
+            self.chose = True
 
     def warm(self, device: torch.device) -> None:
         """Run every kernel of the plugin's that batches may take, once in the process.
@@ -116,15 +133,43 @@ class GpuServing:
         if self.planner is not None:
             self.planner.free_memory = free_device_memory
 
+    def layers(self) -> tuple[int, set[str]]:
+        """How many layers of the model attend by plans, and the names of the other sparse ones' backends."""
+        planned, others = 0, set()
+        for layer in self.vllm_config.compilation_config.static_forward_context.values():
+            impl = getattr(layer, "impl", None)
+            if getattr(impl, "nsa_plugin", None) is not None:
+                planned += 1
+            elif getattr(layer, "use_sparse", False):
+                others.add(layer.attn_backend.get_name())
+        return planned, others
+
+    @property
+    def active(self) -> bool:
+        """Whether any batch takes its route from a plan."""
+        return self.layers()[0] > 0
+
+    def notes(self) -> list[str]:
+        """What stays vLLM's own although the plugin is on."""
+        _, others = self.layers()
+        return [
+            f"layers on vLLM's backend {name} stay vLLM's own: nsa-plugin plans for --attention-backend {BACKEND}"
+            for name in sorted(others)
+        ]
+
     def facts(self) -> dict[str, str]:
         """What a few batches take, and why; for the start-up report."""
         planner = self.planning()
+        planned, _ = self.layers()
         model, longest = planner.model, planner.max_model_len
         found = {
             "model": f"index_topk {model.index_topk}, {model.heads_per_rank} heads a rank of {model.num_heads}, "
             f"KV cache {model.kv_layout}",
             "device": planner.device.describe(),
+            "attention": f"{planned} layers on vLLM's {BACKEND}" + (", the plugin's choice" if self.chose else ""),
         }
+        if not planned:
+            return found
         for rows, context in ((SHORT, SHORT), (LONG, CONTEXT)):
             rows, context = min(rows, longest), min(context, longest)
             plan = planner.prefill_plan(rows, context)
@@ -133,50 +178,6 @@ class GpuServing:
             plan = planner.step_plan(requests, requests * planner.step_tokens, planner.step_tokens)
             found[f"{plan.phase}, {requests} request{'s' if requests > 1 else ''}"] = in_words(plan, model.kv_layout)
         return found
-
-
-def refuse(vllm_config: Any) -> None:
-    """Raise what keeps the plugin from serving a configuration of vLLM on a GPU.
-
-    Raises:
-        SettingsError: names the flag.
-    """
-    architectures: list[str] = getattr(vllm_config.model_config.hf_config, "architectures", None) or []
-    if others := [name for name in architectures if "V4" in name]:
-        raise SettingsError(f"nsa-plugin serves DeepSeek-V3.2's attention here, not {others[0]}'s. {TURN_OFF}")
-    parallel = vllm_config.parallel_config
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, name, 1) > 1:
-            flag = "--" + name.replace("_", "-")
-            raise SettingsError(f"nsa-plugin does not carry {flag} {getattr(parallel, name)}. {TURN_OFF}")
-    attention = getattr(vllm_config, "attention_config", None)
-    for name, what in (("use_fp4_indexer_cache", "an fp4 indexer cache"), ("hisparse_config", "hisparse")):
-        if getattr(attention, name, None):
-            raise SettingsError(f"nsa-plugin does not carry {what}. {TURN_OFF}")
-
-
-def model_shape(vllm_config: Any) -> ModelShape:
-    """The model as one rank of the tensor-parallel group sees it.
-
-    Raises:
-        ShapeError: the cache's format is none that the plugin reads.
-    """
-    cache_dtype = str(vllm_config.cache_config.cache_dtype)
-    if cache_dtype not in LAYOUTS:
-        raise ShapeError(
-            f"--kv-cache-dtype is {cache_dtype}; nsa-plugin reads {', '.join(sorted(LAYOUTS))} here. {TURN_OFF}"
-        )
-    return ModelShape.from_config(
-        vllm_config.model_config.hf_text_config,
-        attn_tp_size=vllm_config.parallel_config.tensor_parallel_size,
-        kv_layout=LAYOUTS[cache_dtype],
-    )
-
-
-def step_tokens(vllm_config: Any) -> int:
-    """Most rows of a request in a decode or verify step: 1 and the speculated ones."""
-    speculative = vllm_config.speculative_config
-    return 1 + (int(speculative.num_speculative_tokens or 0) if speculative is not None else 0)
 
 
 def dense_workspace_tokens(vllm_config: Any) -> int:

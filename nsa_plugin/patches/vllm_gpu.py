@@ -1,4 +1,4 @@
-"""Every object of vLLM that the GPU adapter changes or builds on, with its signature by version, as ledger entries.
+"""The part of vLLM's ledger that a GPU needs: what is changed or built on, with its signature by version.
 
 | changed | where | versions |
 |---|---|---|
@@ -8,6 +8,7 @@
 | chunks of a prefill's logits | `split_indexer_prefill_chunks` (from 0.30 on a method, overridden) | 0.20 to 0.29 |
 | top-k of a prefill's logits | `_custom_ops.top_k_per_row_prefill` | 0.22 on |
 | indexer | `sparse_attn_indexer`, the function and the operator's kernel | 0.20 on |
+| before a worker loads its model | `Worker.load_model` | 0.20 on |
 | end of a worker's start | `Worker.compile_or_warm_up_model` | 0.20 on |
 | indexer, called as a function | `models.deepseek_v32.attention.sparse_attn_indexer` | 0.27 on |
 
@@ -62,6 +63,13 @@ def _requirement(name: str, why: str, *targets: Target) -> Patch:
 
 
 CHANGES = (
+    _change(
+        "load",
+        "worker_load",
+        "A worker has chosen its GPU here and built no layer: what does not fit is refused, and the kernels run once.",
+        "vLLM tells a plugin that a worker has its device",
+        Target(path="vllm.v1.worker.gpu_worker:Worker.load_model", params=("self",), versions=_ANY),
+    ),
     _change(
         "impl",
         "impl_class",
@@ -200,6 +208,15 @@ REQUIREMENTS = (
             path=f"{_INDEXER}:DeepseekV32IndexerMetadataBuilder._split_indexer_prefill_chunks",
             params=("workspace_size", "max_logits_bytes", "request_offset"),
             versions=">=0.30",
+        ),
+    ),
+    _requirement(
+        "backend-name",
+        "What the attention backend is set to where the user gave none.",
+        Target(
+            path="vllm.v1.attention.backends.registry:AttentionBackendEnum.FLASHMLA_SPARSE",
+            kind=Kind.VALUE,
+            versions=_ANY,
         ),
     ),
     _requirement(

@@ -1,0 +1,324 @@
+"""vLLM on a GPU from the configuration to the start-up report, with a ledger and workers that stand in for vLLM's."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from packaging.version import Version
+
+from nsa_plugin.backends.vllm import activation, gpu_patches, gpu_serving, serving
+from nsa_plugin.backends.vllm.activation import Process
+from nsa_plugin.backends.vllm.gpu_serving import BACKEND, GpuServing
+from nsa_plugin.devices import DeviceProfile
+from nsa_plugin.errors import NoProviderError, NsaPluginError, PatchError, SettingsError, ShapeError
+from nsa_plugin.patches import static
+from nsa_plugin.patches.ledger import Ledger, Need, Patch, Target
+from nsa_plugin.patches.static import SourceTree
+from nsa_plugin.plan import Plan
+from nsa_plugin.telemetry import StartupReport
+from tests.backends.test_vllm_gpu_serving import config, layer
+from tests.backends.vllm_fakes import TRITON
+
+ANOTHER = "FLASH_ATTN_MLA_SPARSE"
+
+
+class Engine:
+    """What the ledger of these tests changes."""
+
+    @staticmethod
+    def serve() -> str:
+        return "vLLM's"
+
+
+def replacement(original: Any) -> Any:
+    return staticmethod(lambda: "the plugin's")
+
+
+PATCH = Patch(
+    name="vllm.gpu-something",
+    engine="vllm",
+    need=Need.GPU,
+    targets=(Target(path=f"{__name__}:Engine.serve", versions=">=0.20"),),
+    replacement=f"{__name__}:replacement",
+    why="stands in for the others",
+)
+FILE = f"{__name__.replace('.', '/')}.py"
+
+
+class Worker:
+    """vLLM's: built, given its GPU, told to load its model and to warm up."""
+
+    def __init__(self, vllm_config: Any, rank: int = 0) -> None:
+        self.vllm_config, self.rank, self.device = vllm_config, rank, "cpu"
+        self.model_runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=["a", "b"]))
+        self.loaded = False
+
+    def load_model(self) -> None:
+        self.loaded = True
+        backend = self.vllm_config.attention_config.backend or ANOTHER
+        planned = backend == BACKEND and gpu_patches.planning() is not None
+        self.vllm_config.compilation_config.static_forward_context["attn"] = layer(planned, backend)
+
+    def compile_or_warm_up_model(self) -> float:
+        return 1.5
+
+
+class Here(GpuServing):
+    """With the device of these tests."""
+
+    def __init__(self, **given: Any) -> None:
+        def profile() -> DeviceProfile:
+            return TRITON
+
+        super().__init__(**given, device_profile=profile)
+
+
+init_worker = activation.wrap_worker_init(Worker.__init__)
+load_model = gpu_patches.worker_load(Worker.load_model)
+warm_up = gpu_patches.worker_warm_up(Worker.compile_or_warm_up_model)
+
+
+def engine_config(vllm_config: Any) -> Any:
+    """What the process that reads the command line does."""
+    return activation.wrap_create_engine_config(lambda: vllm_config)()
+
+
+def worker_of(vllm_config: Any, rank: int = 0) -> Worker:
+    worker = Worker.__new__(Worker)
+    init_worker(worker, vllm_config, rank)
+    return worker
+
+
+def configured(*, backend: str | None = None, cache_dtype: str = "fp8", **settings: Any) -> Any:
+    vllm_config = config(
+        cache_dtype,
+        additional_config={"nsa_plugin": {"enabled": True} | settings},
+        attention_config=SimpleNamespace(backend=backend),
+    )
+    vllm_config.model_config.model = "checkpoint"
+    vllm_config.model_config.served_model_name = "model"
+    return vllm_config
+
+
+@pytest.fixture(autouse=True)
+def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[Process]:
+    """A process of a vLLM on a GPU."""
+    ledger = Ledger(engine="vllm", version=Version("0.24.0"), supported=">=0.20,<0.34", patches=(PATCH,))
+    this = Process(ledger)
+    for module in (activation, gpu_patches):
+        monkeypatch.setattr(module, "process", lambda: this)
+    registry = ModuleType("vllm.v1.attention.backends.registry")
+    registry.AttentionBackendEnum = {BACKEND: BACKEND}  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, registry.__name__, registry)
+    monkeypatch.setattr(activation, "device_kind", lambda: "cuda")
+    monkeypatch.setattr(activation.counters, "collect_here", lambda: "a folder")
+    monkeypatch.setattr(static, "installed", lambda package: SourceTree({FILE: "class Engine:\n def serve(): 0"}.get))
+    monkeypatch.setattr(gpu_serving, "GpuServing", Here)
+    monkeypatch.setattr(gpu_serving, "dense_workspace_tokens", lambda vllm_config: 4096)
+    monkeypatch.setattr(gpu_serving, "warm", lambda *_: None)
+    monkeypatch.setattr(gpu_serving, "warm_selection", lambda *_: None)
+    monkeypatch.setattr(activation, "use_engine_log", lambda: None)
+    yield this
+    ledger.undo()
+    assert Engine.serve() == "vLLM's"
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one constant, as it is once the backend has been run on a GPU."""
+    monkeypatch.setattr(activation, "SERVED_DEVICES", ("cpu", "cuda"))
+
+
+@pytest.fixture(autouse=True)
+def reports(monkeypatch: pytest.MonkeyPatch) -> list[StartupReport]:
+    published: list[StartupReport] = []
+    monkeypatch.setattr(StartupReport, "publish", lambda report: published.append(report))
+    return published
+
+
+# ---------------------------------------------------------------------------------------------------
+# As released
+
+
+@pytest.mark.parametrize("start", [engine_config, worker_of])
+def test_a_gpu_is_refused_with_one_error(start: Any, process: Process):
+    with pytest.raises(PatchError, match=r"has not been run on a GPU with this release.*NSA_PLUGIN_ENABLED=0"):
+        start(configured())
+    assert (process.serving, process.counters, Engine.serve()) == (None, None, "vLLM's")
+
+
+def test_strict_off_leaves_a_gpu_to_vllm(
+    process: Process, reports: list[StartupReport], caplog: pytest.LogCaptureFixture
+):
+    vllm_config = configured(strict=False)
+    with caplog.at_level(logging.WARNING, logger="nsa_plugin"):
+        assert engine_config(vllm_config) is vllm_config
+    assert "the stock engine serves" in caplog.text
+    worker = worker_of(vllm_config)
+    load_model(worker)
+    assert warm_up(worker) == 1.5
+    assert (worker.loaded, process.serving, Engine.serve()) == (True, None, "vLLM's")
+    (report,) = reports
+    assert not report.active
+    assert "has not been run on a GPU" in report.text()
+
+
+def test_other_platforms_have_no_backend(served: None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(activation, "device_kind", lambda: "rocm")
+    with pytest.raises(PatchError, match="has no backend for rocm"):
+        engine_config(configured())
+
+
+def test_what_is_not_asked_for_is_not_refused(process: Process):
+    vllm_config = configured(enabled=False)
+    assert engine_config(vllm_config) is vllm_config
+    assert worker_of(vllm_config).rank == 0
+    assert process.serving is None
+
+
+# ---------------------------------------------------------------------------------------------------
+# Where a GPU is served
+
+
+def test_everything_is_checked_before_anything_is_started(served: None, process: Process):
+    vllm_config = configured()
+    assert engine_config(vllm_config) is vllm_config
+    assert process.counters == "a folder"
+    assert Engine.serve() == "vLLM's", "nothing is changed in the process that starts the workers"
+    assert process.serving is None
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        (lambda c: setattr(c.cache_config, "cache_dtype", "nvfp4"), ShapeError, "--kv-cache-dtype is nvfp4"),
+        (
+            lambda c: setattr(c.parallel_config, "decode_context_parallel_size", 2),
+            SettingsError,
+            "--decode-context-parallel-size 2",
+        ),
+        (
+            lambda c: setattr(c.model_config.hf_config, "architectures", ["DeepseekV4ForCausalLM"]),
+            SettingsError,
+            "DeepseekV4ForCausalLM",
+        ),
+    ],
+)
+@pytest.mark.parametrize("start", [engine_config, worker_of])
+def test_what_the_plugin_does_not_carry(served: None, start: Any, change: Any, error: type[NsaPluginError], words: str):
+    vllm_config = configured()
+    change(vllm_config)
+    with pytest.raises(error, match=words):
+        start(vllm_config)
+
+
+def test_a_target_that_the_files_do_not_have(served: None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(static, "installed", lambda package: SourceTree({FILE: "class Engine: ..."}.get))
+    with pytest.raises(PatchError, match=r"vllm.gpu-something to vllm 0.24.0.*Engine.serve"):
+        engine_config(configured())
+
+
+def test_a_worker_from_its_start_to_the_report(
+    served: None, process: Process, reports: list[StartupReport], monkeypatch: pytest.MonkeyPatch
+):
+    counted: list[Plan] = []
+    labels: list[Any] = []
+    monkeypatch.setattr(serving, "route_counter", lambda given: labels.append(given) or counted.append)
+    vllm_config = configured()
+    worker = worker_of(vllm_config)
+    assert Engine.serve() == "the plugin's"
+    found = gpu_patches.serving()
+    assert found is not None
+    assert found.planner is None, "the worker has no GPU yet"
+    assert found.request_ids() == ["a", "b"]
+    assert labels == [{"model_name": "model", "engine": "0"}]
+
+    load_model(worker)
+    assert worker.loaded
+    assert found.warmed
+    assert vllm_config.attention_config.backend == BACKEND
+    planner = gpu_patches.planning()
+    assert planner is not None
+    assert planner.count is not None
+    assert planner.request_ids() == ["a", "b"]
+    assert reports == [], "not before the worker is ready"
+
+    monkeypatch.setattr(gpu_serving, "free_device_memory", lambda: 12345)
+    assert warm_up(worker) == 1.5
+    assert planner.free_memory is not None
+    assert planner.free_memory() == 12345
+    (report,) = reports
+    assert report.active
+    assert [status.state for status in report.statuses] == ["applied"]
+    assert report.facts["attention"] == "1 layers on vLLM's FLASHMLA_SPARSE, the plugin's choice"
+    assert "decode, 1 request" in report.facts
+    assert report.all_notes() == []
+    assert process.serving is found
+
+
+def test_ranks_that_decide_alike_are_silent(
+    served: None, process: Process, reports: list[StartupReport], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(serving, "route_counter", lambda labels: pytest.fail("only the first counts"))
+    worker = worker_of(configured(trace="log"), 1)
+    load_model(worker)
+    warm_up(worker)
+    found = gpu_patches.serving()
+    assert found is not None
+    assert (found.trace.mode, found.trace.rank, found.count, reports) == ("off", 1, None, [])
+
+
+def test_the_users_backend_stays_and_the_report_says_whose_the_layers_are(served: None, reports: list[StartupReport]):
+    worker = worker_of(configured(backend=ANOTHER))
+    load_model(worker)
+    warm_up(worker)
+    assert worker.vllm_config.attention_config.backend == ANOTHER
+    (report,) = reports
+    assert not report.active
+    assert f"layers on vLLM's backend {ANOTHER} stay vLLM's own" in report.text()
+
+
+def _fails(*_: Any) -> None:
+    raise NoProviderError("a kernel does not run")
+
+
+def test_a_kernel_that_does_not_run_ends_the_start_before_the_model_is_loaded(
+    served: None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(gpu_serving, "warm", _fails)
+    worker = worker_of(configured())
+    with pytest.raises(NoProviderError, match="a kernel does not run"):
+        load_model(worker)
+    assert not worker.loaded
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_with_strict_off_vllm_serves_instead(
+    served: None, process: Process, reports: list[StartupReport], monkeypatch: pytest.MonkeyPatch, rank: int
+):
+    monkeypatch.setattr(gpu_serving, "warm", _fails)
+    worker = worker_of(configured(strict=False), rank)
+    load_model(worker)
+    warm_up(worker)
+    assert (worker.loaded, worker.vllm_config.attention_config.backend) == (True, None)
+    assert (process.serving, gpu_patches.planning()) == (None, None)
+    assert [report.active for report in reports] == [False] * (rank == 0)
+    assert all("a kernel does not run" in report.text() for report in reports)
+
+
+def test_the_settings_are_read_once(served: None, monkeypatch: pytest.MonkeyPatch):
+    reads: list[Any] = []
+    read = activation.settings_of
+    monkeypatch.setattr(activation, "settings_of", lambda vllm_config: reads.append(vllm_config) or read(vllm_config))
+    vllm_config = configured()
+    engine_config(vllm_config)
+    worker_of(vllm_config)
+    assert len(reads) == 1
+    another = configured(mha_max_kv=0)
+    engine_config(another)
+    assert [entry is another for entry in reads] == [False, True]
