@@ -288,6 +288,12 @@ REQUIREMENTS = (
         *_method("_forward_flashmla_sparse", "q_all", "kv_cache", "v_head_dim", "page_table_1", "sm_scale"),
     ),
     _requirement(
+        "fa3",
+        Need.GPU,
+        "FlashAttention-3 over bf16 rows: the engine's own kernel, which only the deliberate fault of a test changes.",
+        *_method("_forward_fa3", "q_rope", "kv_cache", "v_head_dim", "q_nope", "page_table", "sm_scale"),
+    ),
+    _requirement(
         "trtllm",
         Need.GPU,
         "The TRT-LLM kernels of decode, verify and draft rows.",

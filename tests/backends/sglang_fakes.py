@@ -115,6 +115,12 @@ class StockBackend:
         self.calls.append("flashmla_sparse")
         return stock_attention(q_all, kv_cache, page_table_1, sm_scale)
 
+    def _forward_fa3(
+        self, q_rope: Any, kv_cache: Any, v_head_dim: int, q_nope: Any, page_table: Any, sm_scale: float
+    ) -> torch.Tensor:
+        self.calls.append("fa3")
+        return stock_attention(torch.cat([q_nope, q_rope], dim=-1), kv_cache, page_table, sm_scale)
+
 
 class DsaBackend(StockBackend):
     """As from 0.5.13 on."""

@@ -277,6 +277,20 @@ def test_the_fault_is_injected_whoever_attends(library: str, ran: list[str]):
     assert not wrong[-1].any()
 
 
+def test_the_fault_is_injected_into_fa3_too():
+    _, kv_cache = filled_cache("bf16")
+    q, slots = queries(4), selection(4)
+    named = {"q_rope": q[..., 512:], "q_nope": q[..., :512], "kv_cache": kv_cache, "v_head_dim": 512, "sm_scale": 0.1}
+    right = stock_attention(q, kv_cache, slots, 0.1)
+    for fault in ("none", "shift_indices"):
+        backend = started(layout="bf16", decode="fa3", fault=fault)
+        backend.init_forward_metadata(DECODE)
+        backend.calls.clear()
+        out = backend._forward_fa3(page_table=slots, **named)
+        assert backend.calls == ["fa3"]
+        assert bool((out - right)[:-1].float().abs().max() > 0.1) is (fault != "none")
+
+
 @pytest.mark.parametrize(
     ("options", "notes", "route"),
     [

@@ -46,6 +46,7 @@ OVERRIDDEN = (
     "_compute_flashmla_metadata",
     "_forward_flashmla_kv",
     "_forward_flashmla_sparse",
+    "_forward_fa3",
 )
 SETTERS = ("set_dsa_prefill_impl", "set_nsa_prefill_impl")
 
@@ -220,6 +221,10 @@ def with_plans(original: type) -> type:
                 )
             cache = _paged(self, kv_cache, state)
             return _attend(state, q_all, cache, page_table_1, v_head_dim, sm_scale, later.get("attn_sink"))
+
+        def _forward_fa3(self, *, page_table: torch.Tensor, **named: Any) -> torch.Tensor:
+            """The engine's own kernel, whose call names everything; only the deliberate fault is added to it."""
+            return super()._forward_fa3(page_table=_selected(self.nsa_plugin, page_table), **named)  # type: ignore[no-any-return]
 
         def nsa_plugin_leaves_graph(self, forward_batch: Any) -> bool:
             """Whether a prefill is to run eagerly and densely rather than be replayed from a graph, which is sparse.
