@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from nsa_plugin.compare.engine import Engine
@@ -63,13 +64,20 @@ class EngineServer(Server):
         return log_tail(self.spec.log, count)
 
 
+# SGLang 0.5.12 wants another port, 10000 above its server's; the system gives out ports too high for that.
+PORTS = range(20_000, 65_536 - 10_000)
+
+
 def free_ports(count: int) -> list[int]:
-    """Distinct TCP ports of 127.0.0.1 that nobody listens on at the moment."""
+    """Distinct TCP ports of 127.0.0.1, of `PORTS`, that nobody listens on at the moment."""
+    found: list[int] = []
     with ExitStack() as held:
-        probes = [held.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
+        while len(found) < count:
+            probe, port = held.enter_context(socket.socket()), random.choice(PORTS)
+            with suppress(OSError):  # it is taken
+                probe.bind(("127.0.0.1", port))
+                found.append(port)
+    return found
 
 
 class StartCancelledError(Exception):

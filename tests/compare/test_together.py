@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from nsa_plugin.compare.measured import Measured
+from nsa_plugin.compare.serving import free_ports
 from tests.compare.command import Behave, Read, arguments, call, failed, spawn, until
 from tests.demo.processes import alive
 
@@ -224,3 +226,15 @@ def test_budget_that_ends_while_servers_start(
     servers = read()["servers"]
     assert len(servers) == 3
     assert "was not healthy after 2 s" in servers["stock"]["error"]
+
+
+def test_ports_are_distinct_free_and_leave_room_above() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        ports = free_ports(40)
+        assert len(set(ports)) == 40
+        assert taken.getsockname()[1] not in ports
+    assert all(port + 10_000 <= 65_535 for port in ports)
+    for port in ports:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
