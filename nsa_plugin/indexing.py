@@ -3,34 +3,37 @@
 Row chunks follow sglang #13646 (float32 logits of [rows, context] ran out of memory under tensor
 parallelism). DeepGEMM's own scheduling kernel has a row limit (#25502) and is built anew for every 32 requests;
 on SM90 the plugin schedules for it, whatever the number of rows.
+
+The logits' budget of a V4 prefill is the route's too (sglang #25502 copied the whole cache besides): what its bfloat16
+rows hold is taken off, so that both together keep to the setting.
 """
 
 from __future__ import annotations
 
-from nsa_plugin.candidates import Case, capability_refusal
+from nsa_plugin import v4_memory
+from nsa_plugin.candidates import Case, Route, capability_refusal
 from nsa_plugin.capabilities import Op
 from nsa_plugin.devices import MIB
 from nsa_plugin.errors import NoProviderError
 from nsa_plugin.plan import IndexerMode, IndexerPlan
 
-# V4's indexer scores keys that are compressed by this factor.
-V4_COMPRESSION = 4
 LOGIT_BYTES = 4
+# Of the budget, what is left for the logits whatever else is held: less would leave the device idle.
+LEAST_SHARE = 8
 
 
-def topk_plan(case: Case, attention_provider: str) -> tuple[IndexerPlan, dict[str, str]]:
+def topk_plan(case: Case, route: Route) -> tuple[IndexerPlan, dict[str, str]]:
     """The plan of an indexer that selects, and its reasons.
 
     Args:
-        attention_provider: the library that attends; on a GPU the reference indexer runs beside the
-            reference attention only.
+        route: what attends; on a GPU the reference indexer runs beside the reference attention only.
 
     Raises:
         NoProviderError: no installed library takes the model's indexer.
     """
     model, batch = case.model, case.batch
-    provider, why_provider = _provider(case, attention_provider)
-    rows, why_rows = _rows_per_chunk(case)
+    provider, why_provider = _provider(case, route.library)
+    rows, why_rows = _rows_per_chunk(case, route)
     metadata, why_metadata = _metadata_provider(case, provider)
     plan = IndexerPlan(mode=IndexerMode.TOPK, provider=provider, rows_per_chunk=rows, metadata_provider=metadata)
     return plan, {
@@ -76,14 +79,14 @@ def _refusal(case: Case, library: str, attention_provider: str) -> str | None:
     )
 
 
-def _rows_per_chunk(case: Case) -> tuple[int, str]:
+def _rows_per_chunk(case: Case, route: Route) -> tuple[int, str]:
     """(query rows whose float32 logits are held at once, why)."""
-    batch, settings = case.batch, case.settings
-    scored = batch.max_kv_len if case.model.family == "v3.2" else -(-batch.max_kv_len // V4_COMPRESSION)
-    row_bytes = LOGIT_BYTES * max(scored, 1)
-    asked, quarter = settings.logits_budget_mb * MIB, case.device.memory_free // 4
-    budget = min(asked, quarter)
-    source = "logits_budget_mb" if asked <= quarter else "a quarter of the free memory"
+    batch = case.batch
+    compression = v4_memory.COMPRESSION if case.model.family == "v4" else 1
+    row_bytes = LOGIT_BYTES * max(-(-batch.max_kv_len // compression), 1)
+    asked, source = _logits_budget(case, route)
+    quarter = case.device.memory_free // 4
+    budget, source = (asked, source) if asked <= quarter else (quarter, "a quarter of the free memory")
     limit = f"{budget / MIB:.1f} MiB ({source})"
     fit = budget // row_bytes
     if fit >= batch.num_tokens:
@@ -95,12 +98,24 @@ def _rows_per_chunk(case: Case) -> tuple[int, str]:
     return bucket, f"{fit} rows of {row_bytes} B of logits fit {limit}, rounded down to a power of two"
 
 
+def _logits_budget(case: Case, route: Route) -> tuple[int, str]:
+    """(bytes of logits that the setting leaves, what says so)."""
+    budget = case.settings.logits_budget_mb * MIB
+    if case.model.family != "v4" or not case.extend:
+        return budget, "logits_budget_mb"
+    held = v4_memory.held_bytes(case.model, case.batch, over_rows=route.dequantize_kv)
+    what = "bf16 rows, their indices and gathered keys" if route.dequantize_kv else "gathered keys"
+    if budget - held >= budget // LEAST_SHARE:
+        return budget - held, f"logits_budget_mb less {held / MIB:.1f} MiB for {what}"
+    return budget // LEAST_SHARE, f"1/{LEAST_SHARE} of logits_budget_mb, since {what} take {held / MIB:.1f} MiB"
+
+
 def _metadata_provider(case: Case, provider: str) -> tuple[str, str]:
     """(library of the paged logits' scheduling metadata or "", why)."""
     batch, device = case.batch, case.device
     if provider != "deep_gemm":
         return "", f"{provider} needs no scheduling metadata"
-    if case.model.family == "v3.2" and case.extend:
+    if case.extend:
         return "", "a prefill's logits are ragged, and only paged ones are scheduled"
     if device.has("triton", Op.INDEXER_METADATA):
         return "triton", f"the plugin schedules any number of rows for DeepGEMM on {device.where}"

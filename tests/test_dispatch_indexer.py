@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -75,7 +76,38 @@ def test_decode_logits_are_budgeted_too() -> None:
 
 
 def test_v4_scores_compressed_keys() -> None:
-    assert choose(V4, extend(8192, 262144), OLD_H200).indexer.rows_per_chunk == 2048
+    # 256 KiB a row, and 8.5 MiB of the 512 for the gathered keys: 2013 rows.
+    plan = choose(V4, extend(8192, 262144), OLD_H200)
+    assert plan.indexer.rows_per_chunk == 1024
+    assert plan.reasons["indexer.rows_per_chunk"] == (
+        "2013 rows of 262144 B of logits fit 503.5 MiB (logits_budget_mb less 8.5 MiB for gathered keys), rounded down "
+        "to a power of two"
+    )
+    # Of a decode nothing is gathered.
+    assert choose(V4, decode(8192, 262144), FULL_H200).indexer.rows_per_chunk == 2048
+
+
+def test_what_bf16_rows_hold_is_no_logits() -> None:
+    """DeepSeek-V4: rows, indices, keys and logits together keep to the setting."""
+    asked: dict[str, Any] = {"prefill_backend": "flash_mla", "large_q_rows": 1}
+    plan = choose(V4, extend(32768, 393216), FULL_H200, **asked)
+    assert plan.dequantize_kv
+    # 32768 rows and the windows before them, 98304 entries, 64 for a page that begins: 1 KiB each.
+    held = (32768 + 128 + 512 + 98304 + 64) / 1024 + 96 + (98304 + 64) * 136 / MIB
+    assert (
+        f"logits_budget_mb less {held:.1f} MiB for bf16 rows, their indices and gathered keys"
+        in (plan.reasons["indexer.rows_per_chunk"])
+    )
+    assert plan.indexer.rows_per_chunk == 512
+    assert held + 512 * 393216 / MIB <= 512
+    # A batch without such rows has more.
+    assert choose(V4, extend(32768, 393216), FULL_H200, prefill_backend="cuda").indexer.rows_per_chunk == 1024
+    # Where next to nothing is left, an eighth is.
+    plan = choose(V4, extend(32768, 393216), FULL_H200, logits_budget_mb=64, **asked)
+    assert plan.indexer.rows_per_chunk == 16
+    assert "8.0 MiB (1/8 of logits_budget_mb, since bf16 rows" in plan.reasons["indexer.rows_per_chunk"]
+    plan = choose(V4, extend(32768, 393216), synthetic(90, memory_free=64 * MIB))
+    assert "16.0 MiB (a quarter of the free memory)" in plan.reasons["indexer.rows_per_chunk"]
 
 
 @pytest.mark.parametrize(
@@ -83,13 +115,14 @@ def test_v4_scores_compressed_keys() -> None:
     [
         (V32, LONG, H200, ("deep_gemm", "")),  # ragged logits are not scheduled
         (V32, decode(8, 5000), H200, ("deep_gemm", "deep_gemm")),
-        (V4, extend(12289, 40000), H200, ("deep_gemm", "deep_gemm")),
+        (V4, extend(12289, 40000), H200, ("deep_gemm", "")),
+        (V4, decode(12289, 40000), H200, ("deep_gemm", "deep_gemm")),
         (V32, decode(8, 5000), CPU, ("reference", "")),
         # The plugin schedules for DeepGEMM's kernel of SM90, and scores what DeepGEMM does not take.
         (V32, LONG, FULL_H200, ("deep_gemm", "")),
         (V32, decode(8, 5000), FULL_H200, ("deep_gemm", "triton")),
         (V32, decode(100_000, 5000, cuda_graph=True), FULL_H200, ("deep_gemm", "triton")),
-        (V4, extend(32768, 40000), synthetic(90, versions=OLD_DEEP_GEMM), ("deep_gemm", "triton")),
+        (V4, decode(32768, 40000), synthetic(90, versions=OLD_DEEP_GEMM), ("deep_gemm", "triton")),
         (V32, decode(8, 5000), FULL_B200, ("deep_gemm", "deep_gemm")),
         (replace(V32, index_n_heads=16), LONG, FULL_H200, ("triton", "")),
         (replace(V32, index_n_heads=16), decode(8, 5000), FULL_H200, ("triton", "")),
@@ -114,7 +147,7 @@ def test_who_scores_and_who_schedules(
     ],
 )
 def test_what_deep_gemm_cannot_schedule_at_once_goes_in_pieces(rows: int, reason: str) -> None:
-    plan = choose(V4, extend(rows, 40000), synthetic(90, libraries=STOCK, versions=OLD_DEEP_GEMM))
+    plan = choose(V4, decode(rows, 40000), synthetic(90, libraries=STOCK, versions=OLD_DEEP_GEMM))
     assert plan.indexer.metadata_provider == "deep_gemm"
     assert plan.reasons["indexer.metadata_provider"] == reason
 

@@ -22,6 +22,7 @@ from nsa_plugin.errors import NoProviderError, SettingsError
 from nsa_plugin.plan import Attention, IndexerMode, Plan
 from nsa_plugin.settings import DECODE_BACKENDS, PREFILL_BACKENDS, TOKEN_SHARD_MODES, Settings
 from nsa_plugin.shapes import FAMILY_LAYOUTS, BatchShape, ModelShape, Phase
+from nsa_plugin.v4_memory import held_bytes
 
 OPS = {
     Attention.MHA_ONE_SHOT: Op.MHA_ONE_SHOT,
@@ -260,13 +261,18 @@ def check_indexer(plan: Plan, model: ModelShape, batch: BatchShape, device: Devi
     assert kernel.heads_given(model.index_n_heads) == model.index_n_heads
     assert not kernel.dims or (model.index_head_dim,) in kernel.dims
     scored = batch.max_kv_len if model.family == "v3.2" else -(-batch.max_kv_len // 4)
-    budget = min(chosen.logits_budget_mb * MIB, device.memory_free // 4)
+    asked = chosen.logits_budget_mb * MIB
+    if model.family == "v4" and batch.phase is Phase.EXTEND:
+        asked = max(asked - held_bytes(model, batch, over_rows=plan.dequantize_kv), asked // 8)
+    budget = min(asked, device.memory_free // 4)
     rows = indexer.rows_per_chunk
     assert 1 <= rows <= batch.num_tokens
     assert rows == 1 or rows * 4 * scored <= budget
     assert rows == batch.num_tokens or rows & (rows - 1) == 0
     # No smaller than it needs to be: twice the rows would not fit.
     assert rows == batch.num_tokens or 2 * rows * 4 * max(scored, 1) > budget
+    if batch.phase is Phase.EXTEND:
+        assert indexer.metadata_provider == ""
     if indexer.metadata_provider:
         assert indexer.provider == "deep_gemm"
         assert indexer.metadata_provider in ("deep_gemm", "triton")

@@ -50,7 +50,8 @@ def engine_state(engine: Engine, *, cpu: bool) -> EngineState:
     if not holds(supported, version):
         reason: str | None = f"version {version} is outside {supported}, the versions supported on {where}"
     else:
-        missing = engine.targets_missing(version, {Need.BOOTSTRAP, Need.ENABLED, Need.CPU if cpu else Need.GPU})
+        here = {Need.CPU} if cpu else {Need.GPU, Need.GPU_V4}
+        missing = engine.targets_missing(version, {Need.BOOTSTRAP, Need.ENABLED, *here})
         reason = engine.not_loaded() or "; ".join(missing) or engine.not_yet.get("cpu" if cpu else "cuda")
     return EngineState(engine.name, distribution, str(version), supported, reason is None, reason or "ready")
 

@@ -10,14 +10,16 @@ and to attend those with a kernel for bfloat16 rows:
     combined  = [window_indices[:window_length], extra_indices[:extra_length], -1 ...]  as workspace rows
     result    = attention(q, workspace, combined, window_length + extra_length, attn_sink)
 
-`reference_route` states the result, `route` computes it. Both take each cache as `Keys`, whose indices
-either are slots of the cache, translated by way of a map from pages to places in the workspace, or rows
-of that cache's share of the workspace, `place * page_size + position` for the page at `pages[place]`.
+`reference_route` states the result; `fill` makes the workspace and `attend` the rest, for all query rows
+or some of them; `route` is both. All take each cache as `Keys`, whose indices either are slots of the
+cache, translated by way of a map from pages to places in the workspace, or rows of that cache's share of
+the workspace, `place * page_size + position` for the page at `pages[place]`.
 
-Memory: the caller's workspace, the combined indices (4 * tokens * width bytes, or the caller's buffer),
-the caller's maps (4 bytes a page of a cache, never cleared), and what the attention itself needs. The
-two halves of the workspace are written in place; nothing is concatenated. Which tokens read which pages
-is known to the device only, so a workspace that is too small is an error rather than several passes.
+Memory: the caller's workspace, the combined indices (4 * rows * width bytes of the rows that are attended
+at once, or the caller's buffer), the caller's maps (4 bytes a page of a cache, never cleared), and what
+the attention itself needs. The two halves of the workspace are written in place; nothing is concatenated.
+Which tokens read which pages is known to the device only, so a workspace that is too small is an error
+rather than several passes.
 
 Sources: SGLang pull request 25502 and `srt/layers/attention/dsv4/sparse_prefill_utils.py`; vLLM
 `models/deepseek_v4/common/ops/cache_utils.py`.
@@ -25,7 +27,7 @@ Sources: SGLang pull request 25502 and `srt/layers/attention/dsv4/sparse_prefill
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -34,7 +36,6 @@ import torch
 from nsa_plugin.kernels.checks import FLOAT_DTYPES, INDEX_DTYPES, KernelArgumentError, check_tensor, require
 from nsa_plugin.kernels.kv_cache import PagedCache
 from nsa_plugin.kernels.sparse_mla import PrefillOutput, reference_prefill
-from nsa_plugin.kernels.swa_indices import IndexRows
 
 if TYPE_CHECKING:
     from nsa_plugin.kernels.triton.v4_prefill import Part
@@ -90,6 +91,11 @@ class Keys:
         """Rows of the workspace that the pages take."""
         return len(self.pages) * self.cache.page_size
 
+    def of(self, tokens: slice) -> Keys:
+        """What some of the queries attend."""
+        lengths = None if self.lengths is None else self.lengths[tokens]
+        return replace(self, indices=self.indices[tokens], lengths=lengths)
+
 
 def workspace_rows(window_pages: int, window_page_size: int, extra_pages: int = 0, extra_page_size: int = 0) -> int:
     """Rows of 512 bfloat16 values (1 KiB) that a workspace needs for so many listed pages of each cache."""
@@ -144,67 +150,126 @@ def route(
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> PrefillOutput:
-    """Attention of a V4 layer's queries by way of a bfloat16 workspace. Contract: see the module.
+    """`fill`, then `attend` of every row. Arguments and errors as theirs."""
+    _check(q, window, extra)
+    fill(workspace, window, extra)
+    return attend(
+        q,
+        window,
+        extra,
+        workspace=workspace,
+        scale=scale,
+        attn_sink=attn_sink,
+        attention=attention,
+        alignment=alignment,
+        combined=combined,
+        out=out,
+        out_dtype=out_dtype,
+    )
+
+
+def fill(workspace: torch.Tensor, window: Keys, extra: Keys | None = None) -> None:
+    """Write the rows of both caches' listed pages to the workspace, and the maps from pages to places.
+
+    Waits for nothing.
+
+    Args:
+        workspace: [rows, 512], bfloat16 for the default attention, rows contiguous and at least
+            `workspace_rows(...)` of them; the rest is left alone.
+        window: the sliding window's keys.
+        extra: the compressed cache's keys; None for a layer without one.
+
+    Raises:
+        KernelArgumentError: an argument has the wrong shape, dtype or device, or the workspace is too small.
+    """
+    _check_keys(window, extra, len(window.indices), workspace.device)
+    _check_workspace(workspace, _needed(window, extra), workspace.device)
+    # Triton is imported here: this module states a contract and is read where there is none.
+    from nsa_plugin.kernels.triton.kv_cache import read_pages
+    from nsa_plugin.kernels.triton.v4_prefill import map_pages
+
+    first = 0
+    for keys in (window,) if extra is None else (window, extra):
+        if not keys.rows:
+            continue
+        if keys.page_map is not None:
+            map_pages(keys.pages, keys.page_map[: keys.cache.num_pages])
+        share = workspace[first : first + keys.rows].unflatten(0, (len(keys.pages), keys.cache.page_size))
+        read_pages(keys.cache, keys.pages, out=share)
+        first += keys.rows
+
+
+def attend(
+    q: torch.Tensor,
+    window: Keys,
+    extra: Keys | None = None,
+    *,
+    workspace: torch.Tensor,
+    rows: slice = slice(None),
+    scale: float,
+    attn_sink: torch.Tensor | None = None,
+    attention: Attention | None = None,
+    alignment: int = 128,
+    combined: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> PrefillOutput:
+    """Attention of a V4 layer's queries over a workspace. Contract: see the module.
 
     Waits for nothing: no value of a tensor is read on the host.
 
     Args:
         q: [tokens, heads, 512], bfloat16 for the default attention.
-        window: the sliding window's keys.
-        extra: the compressed cache's keys; None for a layer without one.
-        workspace: [rows, 512], bfloat16 for the default attention, rows contiguous and at least
-            `workspace_rows(...)` of them; the rest is left alone.
+        window, extra: as given to `fill`, maps included.
+        workspace: as `fill` left it.
+        rows: the tokens to attend for; every other argument but the next two is still of all tokens.
         scale: factor of the logits.
         attn_sink: [heads] float32.
         attention: what attends the workspace; default flash_mla's `prefill`.
         alignment: the combined indices' width is a multiple of this; FlashMLA takes multiples of 128.
-        combined: [tokens, combined_width(...)] int32: the caller's buffer for the combined indices.
-        out: [tokens, heads, 512], where to put the output.
+        combined: [len(rows), combined_width(...)] int32: the caller's buffer for the combined indices.
+        out: [len(rows), heads, 512], where to put the output.
         out_dtype: dtype of a new output; default q's.
+
+    Returns:
+        The results of those rows.
 
     Raises:
         KernelArgumentError: an argument has the wrong shape, dtype or device, or the workspace is too small.
     """
     _check(q, window, extra)
-    tokens = q.shape[0]
-    needed = window.rows + (0 if extra is None else extra.rows)
+    needed = _needed(window, extra)
     _check_workspace(workspace, needed, q.device)
     require(alignment > 0, OP, f"alignment is {alignment}; it is at least 1")
+    require(rows.step in (None, 1), OP, f"rows has a step of {rows.step}; rows are taken one after the other")
+    q, window, extra = q[rows], window.of(rows), None if extra is None else extra.of(rows)
+    tokens = q.shape[0]
     width = combined_width(window.indices.shape[1], 0 if extra is None else extra.indices.shape[1], alignment)
     if combined is None:
         combined = torch.empty((tokens, width), dtype=torch.int32, device=q.device)
     check_tensor(OP, "combined", combined, (tokens, width), dtypes=(torch.int32,), device=q.device)
     if q.numel() == 0 or needed == 0 or width == 0:
         return _nothing(q, out, out_dtype)
-    rows = _combine_into(workspace, window, extra, combined)
-    attend = _default_attention() if attention is None else attention
-    return attend(
+    from nsa_plugin.kernels.triton.v4_prefill import combine_rows
+
+    named = combine_rows(_part(window), None if extra is None else _part(extra), combined)
+    attends = _default_attention() if attention is None else attention
+    return attends(
         q,
         workspace[:needed],
-        rows.indices,
+        named.indices,
         scale=scale,
         d_v=HEAD_DIM,
-        topk_length=rows.lengths,
+        topk_length=named.lengths,
         attn_sink=attn_sink,
         out=out,
         out_dtype=out_dtype,
     )
 
 
-def _combine_into(workspace: torch.Tensor, window: Keys, extra: Keys | None, combined: torch.Tensor) -> IndexRows:
-    """Fill the workspace with the rows of both caches' pages, and `combined` with indices of its rows."""
-    # Triton is imported here: this module states a contract and is read where there is none.
-    from nsa_plugin.kernels.triton.kv_cache import read_pages
-    from nsa_plugin.kernels.triton.v4_prefill import combine_rows, map_pages
-
-    first = 0
-    for keys in (window,) if extra is None else (window, extra):
-        if keys.page_map is not None:
-            map_pages(keys.pages, keys.page_map[: keys.cache.num_pages])
-        share = workspace[first : first + keys.rows].unflatten(0, (len(keys.pages), keys.cache.page_size))
-        read_pages(keys.cache, keys.pages, out=share)
-        first += keys.rows
-    return combine_rows(_part(window), None if extra is None else _part(extra), combined)
+def _needed(window: Keys, extra: Keys | None) -> int:
+    """Rows of the workspace."""
+    return window.rows + (0 if extra is None else extra.rows)
 
 
 def _part(keys: Keys) -> Part:
@@ -242,18 +307,22 @@ def _slots(keys: Keys) -> torch.Tensor:
 
 def _check(q: torch.Tensor, window: Keys, extra: Keys | None) -> None:
     check_tensor(OP, "q", q, ("tokens", "heads", HEAD_DIM), dtypes=FLOAT_DTYPES)
+    _check_keys(window, extra, q.shape[0], q.device)
+
+
+def _check_keys(window: Keys, extra: Keys | None, tokens: int, device: torch.device) -> None:
     for name, keys in (("window", window), ("extra", extra)):
         if keys is None:
             continue
         require(
             keys.cache.dim == HEAD_DIM, OP, f"{name}.cache has rows of {keys.cache.dim} values; expected {HEAD_DIM}"
         )
-        require(keys.cache.device == q.device, OP, f"{name}.cache is on {keys.cache.device}; expected {q.device}")
-        common: dict[str, Any] = {"dtypes": INDEX_DTYPES, "device": q.device}
-        check_tensor(OP, f"{name}.indices", keys.indices, (q.shape[0], "topk"), **common)
+        require(keys.cache.device == device, OP, f"{name}.cache is on {keys.cache.device}; expected {device}")
+        common: dict[str, Any] = {"dtypes": INDEX_DTYPES, "device": device}
+        check_tensor(OP, f"{name}.indices", keys.indices, (tokens, "topk"), **common)
         check_tensor(OP, f"{name}.pages", keys.pages, ("n",), **common)
         if keys.lengths is not None:
-            check_tensor(OP, f"{name}.lengths", keys.lengths, (q.shape[0],), **common)
+            check_tensor(OP, f"{name}.lengths", keys.lengths, (tokens,), **common)
         if keys.page_map is not None:
             common["dtypes"] = (torch.int32,)
             check_tensor(OP, f"{name}.page_map", keys.page_map, ("num_pages",), **common)

@@ -75,6 +75,7 @@ class Need(StrEnum):
     ENABLED = "enabled"  # wherever the plugin serves
     CPU = "cpu"  # only where the engine runs on a CPU
     GPU = "gpu"
+    GPU_V4 = "gpu, DeepSeek-V4"  # only where the engine builds a DeepSeek-V4 model's attention on a GPU
 
 
 @dataclass(frozen=True, kw_only=True)

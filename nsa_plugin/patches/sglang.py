@@ -2,6 +2,10 @@
 
 SGLang renamed NSA to DSA in 0.5.13; the old modules that are left (`nsa_backend`, until 0.5.20) raise when
 they are imported, so no target goes through them.
+
+DeepSeek-V4 (0.5.12 on) has a backend of its own, `dsv4`, whose module SGLang imports only to build one: so does the
+plugin, by way of the registry's entry. What it changes and builds on there is `GPU_V4`, of which the method's names and
+parameters are those of `backends.sglang.v4_table`.
 """
 
 from __future__ import annotations
@@ -323,5 +327,169 @@ REQUIREMENTS = (
     ),
 )
 
+# ---------------------------------------------------------------------------------------------------
+# DeepSeek-V4
+
+_V4 = ">=0.5.12"
+_V4_MODULE = f"{_SRT}.layers.attention.deepseek_v4_backend"
+_V4_BACKEND = f"{_V4_MODULE}:DeepseekV4AttnBackend"
+_V4_POOL = f"{_SRT}.mem_cache.deepseek_v4_memory_pool:DeepSeekV4TokenToKVPool"
+_V4_INDEXER = f"{_SRT}.layers.attention.dsv4.indexer:C4IndexerBackendMixin"
+_V4_FORWARD = ("q", "k", "v", "layer", "forward_batch", "compress_ratio", "save_kv_cache", "attn_sink")
+_V4_PREPARED = ("x", "q_lora", "c4_indexer", "positions", "forward_batch")
+
+
+def _of_v4(name: str, why: str, path: str, *params: str, versions: str = _V4, kind: Kind = Kind.FUNCTION) -> Patch:
+    target = Target(path=path, params=params, versions=versions, kind=kind)
+    return _requirement(f"v4-{name}", Need.GPU_V4, why, target)
+
+
+V4_ENTRY = (
+    Patch(
+        name="sglang.v4-registered",
+        engine=ENGINE,
+        need=Need.GPU,
+        targets=(Target(path=f"{_SRT}.{_REGISTRY}:ATTENTION_BACKENDS[dsv4]", params=("runner",), versions=_V4),),
+        replacement=f"{_HOOKS}:wrap_v4_entry",
+        why="The model runner builds DeepSeek-V4's backend through this entry, which imports the class when it is "
+        "called: right before, the plugin takes the class's place. For another model nothing of V4 is imported.",
+        remove_when="nsa-plugin needs no class of its own for DeepSeek-V4",
+    ),
+)
+
+V4_REQUIREMENTS = (
+    _of_v4(
+        "attention",
+        "Attention of every row; from 0.5.21 on the inner one of two.",
+        f"{_V4_BACKEND}._forward_attention",
+        *("self", *_V4_FORWARD),
+        versions=">=0.5.21",
+    ),
+    _of_v4(
+        "forward",
+        "Attention of every row, before 0.5.21.",
+        f"{_V4_BACKEND}.forward",
+        *("self", *_V4_FORWARD),
+        versions=">=0.5.12,<0.5.21",
+    ),
+    _of_v4(
+        "metadata",
+        "Prepares an eager batch: where a prefill's plan is made.",
+        f"{_V4_BACKEND}.init_forward_metadata",
+        *("self", "forward_batch"),
+    ),
+    _of_v4(
+        "indexer-schedule",
+        "Schedules SGLang's own paged logits; for more rows than the library's kernel takes, by SGLang's kernel.",
+        f"{_V4_BACKEND}.init_forward_metadata_indexer",
+        *("self", "core_attn_metadata"),
+    ),
+    _of_v4(
+        "graph-replay",
+        "Prepares a prefill whose graph breaks at attention: where its plan is made.",
+        f"{_V4_BACKEND}.prepare_forward_metadata_for_breakable_cuda_graph_replay",
+        *("self", "capture_metadata", "forward_batch", "static_forward_batch"),
+        versions=">=0.5.13",
+    ),
+    _of_v4(
+        "graph-capture",
+        "As graph-replay, at capture, which is SGLang's own.",
+        f"{_V4_BACKEND}.init_forward_metadata_for_breakable_cuda_graph_capture",
+        *("self", "forward_batch"),
+        versions=">=0.5.13",
+    ),
+    _of_v4(
+        "tables",
+        "Whether SGLang makes the tables of its route over bf16 rows.",
+        f"{_V4_BACKEND}._use_sparse_prefill",
+        *("self", "forward_batch", "num_qo_tokens"),
+        versions=">=0.5.22",
+    ),
+    _of_v4(
+        "store",
+        "Stores a layer's keys before its attention.",
+        f"{_V4_BACKEND}.store_cache",
+        *("self", "layer_id", "swa_k", "forward_batch"),
+    ),
+    _of_v4(
+        "indexer",
+        "A prefill's selection.",
+        f"{_V4_INDEXER}.forward_c4_indexer",
+        *("self", "x", "q_lora", "c4_indexer", "forward_batch", "alt_streams", "enable_multi_stream", "q_lora_ready"),
+    ),
+    _of_v4(
+        "indexer-prepare",
+        "The indexer's queries and weights; stores its keys.",
+        f"{_V4_INDEXER}._forward_prepare_normal",
+        *("self", *_V4_PREPARED),
+    ),
+    _of_v4(
+        "indexer-prepare-streams",
+        "As indexer-prepare, on several streams.",
+        f"{_V4_INDEXER}._forward_prepare_multi_stream",
+        *("self", *_V4_PREPARED),
+    ),
+    *(
+        _of_v4(f"pool-{name}", why, f"{_V4_POOL}.{method}", "self", "layer_id")
+        for name, method, why in (
+            ("window", "get_swa_key_buffer_radix", "The window's cache of a layer."),
+            ("extra", "get_extra_key_buffer", "The compressed cache of a layer."),
+            ("extra-page", "get_extra_key_page_size", "Entries of a page of the compressed cache."),
+            ("indexer", "get_index_k_with_scale_buffer", "The indexer's cache of a layer."),
+        )
+    ),
+    _of_v4(
+        "pool-window-page",
+        "Tokens of a page of the window's cache; before, a field of the window's pool.",
+        f"{_V4_POOL}.get_swa_key_page_size",
+        "self",
+        versions=">=0.5.22",
+    ),
+    _of_v4(
+        "pool-record",
+        "Bytes of a token in the window's cache; before, a field of the window's pool.",
+        f"{_V4_POOL}.get_swa_key_bytes_per_token",
+        "self",
+        versions=">=0.5.21",
+    ),
+    _of_v4(
+        "draft-decode",
+        "Speculative decoding builds its backends here without the registry, importing the class when it is called; "
+        "the target's backend is built before.",
+        f"{_SRT}.speculative.draft_utils:DraftBackendFactory._create_dsv4_decode_backend",
+        "self",
+    ),
+    _of_v4(
+        "draft-prefill",
+        "As for draft-decode, for the draft model's prefill.",
+        f"{_SRT}.speculative.draft_utils:DraftBackendFactory._create_dsv4_prefill_backend",
+        "self",
+    ),
+    _of_v4(
+        "draft-steps",
+        "Holds one backend a draft step; it takes the class from its module's globals, so it gets the plugin's.",
+        f"{_V4_MODULE}:DeepseekV4MultiStepBackend",
+        *("self", "model_runner", "topk", "speculative_num_steps"),
+        kind=Kind.CLASS,
+    ),
+)
+
+V4 = (
+    Patch(
+        name="sglang.v4-backend",
+        engine=ENGINE,
+        need=Need.GPU_V4,
+        targets=(Target(path=_V4_BACKEND, kind=Kind.CLASS, params=("self", "model_runner"), versions=_V4),),
+        replacement="nsa_plugin.backends.sglang.v4_backend:make",
+        why="DeepSeek-V4's attention backend: prefills of any number of rows by the plan's route, and selections whose "
+        "logits are bounded.",
+        upstream="sglang #25418, #25502",
+        remove_when="SGLang's prefill takes any number of rows by the quickest route, with bounded memory",
+    ),
+)
+
+BACKENDS = ENABLED + V4
+"""The attention backends' classes, in whose place the plugin's stand."""
+
 # What the class of the backend has to have is looked up before the plugin's stands in its place.
-PATCHES = BOOTSTRAP + SCHEDULER + REQUIREMENTS + ENABLED + GPU
+PATCHES = BOOTSTRAP + SCHEDULER + REQUIREMENTS + ENABLED + GPU + V4_ENTRY + V4_REQUIREMENTS + V4

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from nsa_plugin.backends.sglang import v4_kernels, v4_routes
+from nsa_plugin.backends.sglang import v4_kernels
 from nsa_plugin.backends.sglang.v4_attention import release, with_v4_plans
 from nsa_plugin.backends.sglang.v4_routes import DECODE_KERNEL, DIRECT, ROWS
 from nsa_plugin.backends.sglang.v4_warm import warm_v4
@@ -48,14 +48,22 @@ pytestmark = pytest.mark.usefixtures("nothing_measured", "by_reference")
 @pytest.fixture
 def by_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """The route over rows by its reference, which takes the same pages and indices; the kernels have their own file."""
+    filled: list[torch.Tensor] = []
 
-    def stated(q: torch.Tensor, *keys: Any, workspace: torch.Tensor, combined: torch.Tensor, **given: Any) -> Any:
+    def filling(workspace: torch.Tensor, *keys: Any) -> None:
         assert len(workspace) == sum(part.rows for part in keys)
-        assert combined.shape == (q.shape[0], combined_width(*(part.indices.shape[1] for part in keys)))
-        given.pop("attention")(q)  # a test counts the calls
-        return reference_route(q, *keys, **given)
+        filled.append(workspace)
 
-    monkeypatch.setattr(v4_kernels, "route", stated)
+    def attending(
+        q: torch.Tensor, *keys: Any, workspace: torch.Tensor, rows: slice, combined: torch.Tensor, **given: Any
+    ) -> Any:
+        assert filled[-1] is workspace
+        assert combined.shape == (len(q[rows]), combined_width(*(part.indices.shape[1] for part in keys)))
+        given.pop("attention")(q[rows])  # a test counts the calls
+        return reference_route(q[rows], *(part.of(rows) for part in keys), **given)
+
+    monkeypatch.setattr(v4_kernels, "fill", filling)
+    monkeypatch.setattr(v4_kernels, "attend_rows", attending)
 
 
 def close(got: torch.Tensor, expected: torch.Tensor) -> None:
@@ -116,9 +124,11 @@ def test_a_context_without_a_compressed_entry(route: str, layer_id: int):
 @EVERY_LAYER
 def test_combined_indices_are_made_by_parts(rows: int, layer_id: int, monkeypatch: pytest.MonkeyPatch):
     of = batch((24, 700), (8, 8))
-    monkeypatch.setattr(v4_routes, "COMBINED_BYTES", rows * 4 * {0: 128, 1: 256, 2: 256}[layer_id])
+    monkeypatch.setattr(v4_kernels, "INDICES_BYTES", rows * 4 * {0: 128, 1: 256, 2: 256}[layer_id])
     backend = prepared(of, **SETTINGS[ROWS])
     sizes: list[int] = []
+    fill, fills = v4_kernels.fill, []
+    monkeypatch.setattr(v4_kernels, "fill", lambda *given: (fill(*given), fills.append(given)))
 
     def counted(q: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         sizes.append(q.shape[0])
@@ -127,6 +137,7 @@ def test_combined_indices_are_made_by_parts(rows: int, layer_id: int, monkeypatc
     close(attend(backend, layer_id), of.expected(backend.forward_metadata.core_attn_metadata, layer_id))
     assert sum(sizes) == 32
     assert max(sizes) == min(rows, 32)
+    assert len(fills) == 1  # the pages are brought to bfloat16 once, however many parts there are
 
 
 def test_no_copy_is_larger_than_the_pages_that_the_batch_reads(monkeypatch: pytest.MonkeyPatch):

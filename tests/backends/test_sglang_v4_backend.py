@@ -36,11 +36,13 @@ def _engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SGLANG_OPT_FLASHMLA_SPARSE_PREFILL", raising=False)
 
 
-def begin(of: Any, original: type = Engine, **settings: Any) -> tuple[Any, list[str], dict[str, Any]]:
+def begin(
+    of: Any, original: type = Engine, warmed: bool = False, **settings: Any
+) -> tuple[Any, list[str], dict[str, Any]]:
     backend = with_v4_plans(original)(of)
     backend.device = "cpu"
     runner = SimpleNamespace(server_args=SimpleNamespace())
-    more: dict[str, Any] = {"trace": Trace(), "count": None, "free_memory": lambda: 64 << 30}
+    more: dict[str, Any] = {"trace": Trace(), "count": None, "free_memory": lambda: 64 << 30, "warmed": warmed}
     notes, routes = v4_backend.begin(backend, runner, MODEL, H200, Settings(**settings), **more)
     return backend, notes, routes
 
@@ -89,18 +91,15 @@ def test_a_feature_that_is_sglangs_has_no_routes():
     assert "hisparse" in notes[0]
 
 
-def test_a_backend_whose_kernels_do_not_run_is_sglangs(monkeypatch: pytest.MonkeyPatch):
+def test_kernels_run_before_serving_unless_they_have_for_another_backend(monkeypatch: pytest.MonkeyPatch):
     def refuse(*arguments: Any) -> None:
         raise NoProviderError("does not run here")
 
     monkeypatch.setattr(v4_backend, "warm_v4", refuse)
-    of = batch((9, 300))
-    seen: list[Any] = []
-    release = v4_backend.release
-    monkeypatch.setattr(v4_backend, "release", lambda backend: (release(backend), seen.append(backend)))
     with pytest.raises(NoProviderError, match="does not run here"):
-        begin(of, prefill_backend="reference")
-    assert seen[0].nsa_plugin is None
+        begin(batch((9, 300)), prefill_backend="reference")
+    backend, *_ = begin(batch((9, 300)), prefill_backend="reference", warmed=True)
+    assert backend.nsa_plugin is not None
 
 
 def test_the_class_keeps_the_engines_signature_and_refuses_a_cpu():

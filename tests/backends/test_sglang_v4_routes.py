@@ -16,11 +16,9 @@ from nsa_plugin.backends.sglang.v4_backend import sample_routes
 from nsa_plugin.backends.sglang.v4_batch import PAGE, Prefill, Span, page_places, spans, window_places, workspace_bytes
 from nsa_plugin.backends.sglang.v4_routes import (
     CARRIERS,
-    COMBINED_BYTES,
     DECODE_KERNEL,
     DIRECT,
     ROWS,
-    WORKSPACE_BYTES,
     V4Planner,
     asked_by_engine,
     attention_ranks,
@@ -34,11 +32,13 @@ from nsa_plugin.errors import NoProviderError
 from nsa_plugin.plan import Attention
 from nsa_plugin.settings import Settings
 from nsa_plugin.shapes import ModelShape, Phase
+from nsa_plugin.v4_memory import INDICES_BYTES, ROWS_BYTES, held_bytes
 from tests.backends.sglang_fakes import ForwardMode, forward_batch
 from tests.backends.sglang_v4_fakes import batch, envs
 
 FLASH = ModelShape(family="v4", num_heads=64, kv_layout="v4_fp8", index_topk=512, index_n_heads=64, sliding_window=128)
 VARIABLE = "SGLANG_OPT_FLASHMLA_SPARSE_PREFILL"
+LENS = st.lists(st.tuples(st.integers(0, 600), st.integers(0, 2000)), min_size=1, max_size=4)
 OLD = {"flash_mla": ("sglang-kernel", "0.4.4")}
 
 
@@ -74,8 +74,31 @@ def test_every_prefill_has_a_route_that_a_carrier_has(rows: int, versions: Any):
         route = made.prefill_route(prefill(min(rows, context), context))
         assert route is not None
         assert route.impl in CARRIERS.values()
-        held = route.plan.indexer.rows_per_chunk * 4 * -(-context // 4)
-        assert held <= made.settings.logits_budget_mb * MIB
+        logits = route.plan.indexer.rows_per_chunk * 4 * -(-context // 4)
+        held = 0
+        if route.impl == ROWS:
+            held = workspace_bytes(spans([min(rows, context)], [context]), 128, 256) + INDICES_BYTES
+        assert logits + held + -(-context // 4) * 136 <= 512 * MIB
+
+
+@pytest.mark.usefixtures("nothing_measured")
+@given(LENS, st.integers(0, 8_000_000))
+def test_whatever_a_prefill_holds_and_its_logits_keep_to_the_budget(lens: list[tuple[int, int]], more: int):
+    """Over bf16 rows where they may be taken, in place else; of one request with a long context and others."""
+    q_lens = [4096, *(rows for rows, _ in lens)]
+    kv_lens = [4096 + more, *(rows + prefix for rows, prefix in lens)]
+    made = planner(synthetic(90, libraries=("flash_mla", "triton")), large_q_rows=1)
+    given_batch = prefill_batch(forward_batch(ForwardMode.EXTEND, q_lens, kv_lens))
+    route = made.prefill_route(given_batch)
+    assert route is not None
+    requests = spans(q_lens, kv_lens)
+    rows = workspace_bytes(requests, 128, 256)
+    assert (route.impl == ROWS) == (rows <= ROWS_BYTES)
+    keys = sum(request.pages for request in requests) * 64 * 136
+    held = keys + (rows + INDICES_BYTES if route.impl == ROWS else 0)
+    assert held <= held_bytes(FLASH, given_batch.shape, over_rows=route.impl == ROWS)
+    logits = route.plan.indexer.rows_per_chunk * 4 * -(-max(kv_lens) // 4)
+    assert logits + held <= 512 * MIB
 
 
 @pytest.mark.usefixtures("nothing_measured")
@@ -86,8 +109,7 @@ def test_rows_that_would_take_too_much_memory_are_read_in_place():
     route = made.prefill_route(fits)
     assert route is not None
     assert route.impl == ROWS
-    needed = workspace_bytes(spans([32768], [393216]), 128, 256)
-    assert needed + COMBINED_BYTES <= WORKSPACE_BYTES + COMBINED_BYTES <= 512 * MIB
+    assert workspace_bytes(spans([32768], [393216]), 128, 256) <= ROWS_BYTES
     wide = planner()
     wide.device = runnable(synthetic(90, libraries=("flash_mla", "triton")))
     wide.settings = replace(wide.settings, large_q_rows=1000)
@@ -188,9 +210,6 @@ def test_the_models_shape_is_read_from_its_configuration():
     shape = v4_shape(runner)
     assert (shape.family, shape.heads_per_rank, shape.row_dims) == ("v4", 16, (512, 512))
     assert attention_ranks(SimpleNamespace(ps=SimpleNamespace(attn_tp_size=2))) == 2
-
-
-LENS = st.lists(st.tuples(st.integers(0, 600), st.integers(0, 2000)), min_size=1, max_size=4)
 
 
 @given(LENS)

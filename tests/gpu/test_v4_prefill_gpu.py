@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ pytestmark = [
 ]
 
 # topk, page size, pages of the cache, pages that the batch reads
-WINDOW_64, WINDOW_256 = (128, 64, 60, 17), (128, 256, 20, 5)
+WINDOW_2, WINDOW_64, WINDOW_256 = (100, 2, 900, 400), (128, 64, 60, 17), (128, 256, 20, 5)
 EXTRA_64, EXTRA_2 = (512, 64, 60, 9), (256, 2, 3000, 700)
 
 
@@ -38,48 +39,51 @@ def exact_float32_matmul():
     torch.backends.cuda.matmul.allow_tf32 = before
 
 
-@pytest.mark.parametrize("by_slot", [True, False])
-@pytest.mark.parametrize("with_sink", [False, True])
-@pytest.mark.parametrize("with_lengths", [False, True])
 @pytest.mark.parametrize(
-    ("window", "extra"),
+    ("attention", "heads", "tokens", "window", "extra", "lengths", "sink", "by_slot"),
     [
-        (WINDOW_64, EXTRA_64),
-        (WINDOW_256, EXTRA_64),
-        (WINDOW_256, EXTRA_2),
-        (WINDOW_256, None),
-        ((100, 2, 900, 400), None),
+        ("reference", 64, 62, WINDOW_64, EXTRA_64, False, True, True),
+        ("flash_mla", 128, 213, WINDOW_64, EXTRA_64, True, False, False),
+        ("reference", 64, 2, WINDOW_64, EXTRA_64, True, True, False),
+        ("flash_mla", 64, 62, WINDOW_256, EXTRA_64, True, False, True),
+        ("reference", 128, 213, WINDOW_256, EXTRA_64, False, True, False),
+        ("flash_mla", 64, 2, WINDOW_256, EXTRA_64, False, False, True),
+        ("reference", 64, 62, WINDOW_256, EXTRA_2, True, False, False),
+        ("flash_mla", 128, 213, WINDOW_256, EXTRA_2, False, True, True),
+        ("reference", 64, 2, WINDOW_256, EXTRA_2, True, False, True),
+        ("reference", 64, 62, WINDOW_256, None, False, False, False),
+        ("flash_mla", 128, 213, WINDOW_256, None, True, True, True),
+        ("flash_mla", 64, 2, WINDOW_256, None, False, False, False),
+        ("reference", 64, 62, WINDOW_2, None, False, True, True),
+        ("flash_mla", 128, 213, WINDOW_2, None, True, False, False),
+        ("flash_mla", 64, 2, WINDOW_2, None, False, True, False),
     ],
 )
-@pytest.mark.parametrize(("heads", "tokens"), [(64, 62), (128, 213), (64, 2)])
-@pytest.mark.parametrize("attention", ["flash_mla", "reference"])
-def test_the_route_is_attention_over_both_caches(
-    attention, heads, tokens, window, extra, with_lengths, with_sink, by_slot
-):
-    case = cases.make_case(tokens, heads, window, extra, tokens, with_lengths=with_lengths, with_sink=with_sink)
-    cases.check(case, "cuda", by_slot=by_slot, attention=attention_of(attention), surplus=100)
+def test_the_route_is_attention_over_both_caches(attention, heads, tokens, window, extra, lengths, sink, by_slot):
+    """Every pair of values of two parameters; heads and tokens, and window and extra, count as one each."""
+    case = cases.make_case(tokens, heads, window, extra, tokens, "cuda", with_lengths=lengths, with_sink=sink)
+    cases.check(case, by_slot=by_slot, attention=attention_of(attention), surplus=100)
 
 
 @pytest.mark.parametrize("attention", ["flash_mla", "reference"])
 def test_many_queries(attention):
-    case = cases.make_case(2048, 64, (128, 256, 40, 10), (512, 64, 90, 40), 3)
-    cases.check(case, "cuda", by_slot=True, attention=attention_of(attention))
+    case = cases.make_case(2048, 64, (128, 256, 40, 10), (512, 64, 90, 40), 3, "cuda")
+    cases.check(case, by_slot=True, attention=attention_of(attention))
 
 
 @pytest.mark.parametrize("by_slot", [True, False])
 def test_caches_beyond_2_to_the_31_bytes(by_slot):
-    case = cases.make_case(20, 64, (128, 64, 120000, 20), EXTRA_2, 7)
+    case = cases.make_case(20, 64, (128, 64, 120000, 20), EXTRA_2, 7, "cuda")
     assert int(case.window.pages.max()) * case.window.cache.data.stride(0) > 2**31
-    cases.check(case, "cuda", by_slot=by_slot)
+    cases.check(case, by_slot=by_slot)
 
 
 def test_nothing_waits_and_nothing_is_allocated_but_indices_and_lengths():
-    case = cases.make_case(300, 64, WINDOW_256, EXTRA_64, 5)
+    case = cases.make_case(300, 64, WINDOW_256, EXTRA_64, 5, "cuda")
     assert case.extra is not None
-    window, extra = case.window.keys("cuda", by_slot=True), case.extra.keys("cuda", by_slot=True)
+    window, extra = case.window.keys(by_slot=True), case.extra.keys(by_slot=True)
     workspace = torch.empty(window.rows + extra.rows, 512, dtype=torch.bfloat16, device="cuda")
     combined = torch.empty(300, combined_width(128, 512), dtype=torch.int32, device="cuda")
-    q = case.q.cuda()
     seen: list[torch.Tensor] = []
 
     def attention(q, kv, indices, **arguments):
@@ -87,7 +91,7 @@ def test_nothing_waits_and_nothing_is_allocated_but_indices_and_lengths():
         return PrefillOutput(q, q[..., 0], q[..., 0])
 
     def once() -> None:
-        route(q, window, extra, workspace=workspace, scale=case.scale, combined=combined, attention=attention)
+        route(case.q, window, extra, workspace=workspace, scale=case.scale, combined=combined, attention=attention)
 
     once()
     torch.cuda.synchronize()
@@ -104,34 +108,30 @@ def test_nothing_waits_and_nothing_is_allocated_but_indices_and_lengths():
 
 def test_a_map_left_by_another_batch_changes_nothing():
     """One buffer for the maps of a run, never cleared: a second batch over other pages gives what a first one does."""
-    first = cases.make_case(62, 64, WINDOW_64, EXTRA_64, 13)
-    second = cases.make_case(62, 64, WINDOW_64, EXTRA_64, 14)
+    first = cases.make_case(62, 64, WINDOW_64, EXTRA_64, 13, "cuda")
+    second = cases.make_case(62, 64, WINDOW_64, EXTRA_64, 14, "cuda")
     assert first.extra is not None
     assert second.extra is not None
     maps = [torch.empty(60, dtype=torch.int32, device="cuda") for _ in range(2)]
     results = []
     for case in (first, second, first):
         assert case.extra is not None
-        halves = [half.keys("cuda", by_slot=True) for half in (case.window, case.extra)]
-        halves = [
-            type(keys)(keys.cache, keys.pages, keys.indices, keys.lengths, page_map)
-            for keys, page_map in zip(halves, maps, strict=True)
-        ]
+        halves = [half.keys(by_slot=True) for half in (case.window, case.extra)]
+        halves = [replace(keys, page_map=page_map) for keys, page_map in zip(halves, maps, strict=True)]
         rows = sum(keys.rows for keys in halves)
         workspace = torch.full((rows, 512), math.nan, dtype=torch.bfloat16, device="cuda")
-        sink = None if case.sink is None else case.sink.cuda()
         result = route(
-            case.q.cuda(), *halves, workspace=workspace, scale=case.scale, attn_sink=sink, attention=reference_prefill
+            case.q, *halves, workspace=workspace, scale=case.scale, attn_sink=case.sink, attention=reference_prefill
         )
-        cases.assert_close(result, case.expected())
+        cases.assert_close(result, case.expected)
         results.append(result)
     assert all(torch.equal(one, again) for one, again in zip(results[0], results[2], strict=True))
 
 
 def test_the_same_bits_every_time():
     attention = attention_of("flash_mla")
-    case = cases.make_case(213, 64, WINDOW_256, EXTRA_64, 17)
-    first = cases.check(case, "cuda", by_slot=True, attention=attention)
+    case = cases.make_case(213, 64, WINDOW_256, EXTRA_64, 17, "cuda")
+    first = cases.check(case, by_slot=True, attention=attention)
     for _ in range(20):
-        again = cases.check(case, "cuda", by_slot=True, attention=attention)
+        again = cases.check(case, by_slot=True, attention=attention)
         assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))

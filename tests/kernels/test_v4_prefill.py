@@ -10,7 +10,7 @@ from nsa_plugin.kernels import v4_prefill
 from nsa_plugin.kernels.checks import KernelArgumentError
 from nsa_plugin.kernels.kv_cache import allocate_cache
 from nsa_plugin.kernels.sparse_mla import PrefillOutput, reference_prefill
-from nsa_plugin.kernels.v4_prefill import Keys, combined_width, reference_route, route, workspace_rows
+from nsa_plugin.kernels.v4_prefill import Keys, attend, combined_width, fill, reference_route, route, workspace_rows
 
 from . import v4_prefill_cases as cases
 
@@ -29,18 +29,65 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
     ],
 )
 def test_the_route_is_attention_over_both_caches(window, extra, with_lengths, with_sink, by_slot):
-    case = cases.make_case(6, 3, window, extra, 11, with_lengths=with_lengths, with_sink=with_sink)
-    cases.check(case, DEVICE, by_slot=by_slot)
+    case = cases.make_case(6, 3, window, extra, 11, DEVICE, with_lengths=with_lengths, with_sink=with_sink)
+    cases.check(case, by_slot=by_slot)
 
 
 @pytest.mark.parametrize("by_slot", [True, False])
 def test_the_reference_route_agrees(by_slot):
-    case = cases.make_case(6, 3, (16, 64, 7, 3), (24, 2, 30, 5), 21)
+    case = cases.make_case(6, 3, (16, 64, 7, 3), (24, 2, 30, 5), 21, DEVICE)
     assert case.extra is not None
-    window, extra = case.window.keys("cpu", by_slot=by_slot), case.extra.keys("cpu", by_slot=by_slot)
+    window, extra = case.window.keys(by_slot=by_slot), case.extra.keys(by_slot=by_slot)
     actual = reference_route(case.q, window, extra, scale=case.scale, attn_sink=case.sink, out_dtype=torch.float32)
-    for part, wanted in zip(actual, case.expected(), strict=True):
+    for part, wanted in zip(actual, case.expected, strict=True):
         assert torch.equal(part, wanted)
+
+
+@pytest.mark.parametrize("by_slot", [True, False])
+@pytest.mark.parametrize("extra", [(24, 2, 30, 5), None])
+@pytest.mark.parametrize("parts", [((0, 6),), ((0, 1), (1, 5), (5, 6)), ((2, 4), (4, 6), (0, 2)), ((0, 0), (0, 6))])
+def test_rows_are_attended_by_parts_over_pages_that_were_brought_once(parts, extra, by_slot):
+    case = cases.make_case(6, 3, (16, 64, 7, 3), extra, 41, DEVICE)
+    halves = [half.keys(by_slot=by_slot) for half in (case.window, case.extra) if half is not None]
+    workspace = torch.full((sum(keys.rows for keys in halves), 512), math.nan, dtype=torch.bfloat16, device=DEVICE)
+    fill(workspace, *halves)
+    filled = workspace.clone()
+    out = torch.full_like(case.q, math.nan)
+    statistics = torch.full((2, 6, 3), math.nan, device=DEVICE)
+    width = combined_width(*(keys.indices.shape[1] for keys in halves))
+    buffer = torch.full((6, width), 77, dtype=torch.int32, device=DEVICE)
+    for first, end in parts:
+        result = attend(
+            case.q,
+            *halves,
+            workspace=workspace,
+            rows=slice(first, end),
+            scale=case.scale,
+            attn_sink=case.sink,
+            attention=reference_prefill,
+            combined=buffer[: end - first],
+            out=out[first:end],
+        )
+        statistics[0, first:end], statistics[1, first:end] = result.max_logits, result.lse
+    cases.assert_close(PrefillOutput(out, *statistics), case.expected)
+    assert torch.equal(workspace.view(torch.int16), filled.view(torch.int16))  # rows of no key are NaN
+
+
+def test_rows_that_are_not_one_after_the_other_are_refused():
+    case = cases.make_case(6, 1, (16, 64, 7, 3), None, 41, DEVICE)
+    keys = case.window.keys(by_slot=True)
+    workspace = torch.zeros(keys.rows, 512, dtype=torch.bfloat16, device=DEVICE)
+    with pytest.raises(KernelArgumentError, match="rows has a step of 2"):
+        attend(case.q, keys, workspace=workspace, rows=slice(0, 6, 2), scale=1.0)
+
+
+def test_what_is_filled_fits_the_workspace_and_its_device():
+    given = arguments()
+    window, extra = given["window"], given["extra"]
+    with pytest.raises(KernelArgumentError, match=r"workspace has 11264 bytes \(11 rows\)"):
+        fill(torch.zeros(11, 512).bfloat16(), window, extra)
+    with pytest.raises(KernelArgumentError, match=r"window\.cache is on"):
+        fill(torch.zeros(12, 512, device="meta"), window, extra)
 
 
 def test_what_the_attention_is_given():
@@ -99,12 +146,12 @@ def test_rows_wider_than_a_program(monkeypatch):
 
     monkeypatch.setattr(kernels, "MAX_BLOCK", 16)
     monkeypatch.setattr(kernels, "MAP_BLOCK", 2)
-    cases.check(cases.make_case(4, 1, (37, 2, 60, 31), (50, 2, 60, 13), 5), DEVICE, by_slot=True)
+    cases.check(cases.make_case(4, 1, (37, 2, 60, 31), (50, 2, 60, 13), 5, DEVICE), by_slot=True)
 
 
 @pytest.mark.parametrize("by_slot", [True, False])
 def test_strided_arguments(by_slot):
-    case = cases.make_case(5, 2, (16, 64, 7, 3), (24, 2, 30, 5), 31)
+    case = cases.make_case(5, 2, (16, 64, 7, 3), (24, 2, 30, 5), 31, DEVICE)
     assert case.extra is not None
 
     def strided(tensor):
@@ -114,19 +161,14 @@ def test_strided_arguments(by_slot):
 
     halves = []
     for half in (case.window, case.extra):
-        keys = half.keys(DEVICE, by_slot=by_slot)
+        keys = half.keys(by_slot=by_slot)
         page_map = None if keys.page_map is None else strided(keys.page_map)
         halves.append(Keys(keys.cache, strided(keys.pages), strided(keys.indices), strided(keys.lengths), page_map))
     workspace = torch.full((halves[0].rows + halves[1].rows, 512), math.nan, dtype=torch.bfloat16, device=DEVICE)
     actual = route(
-        case.q.to(DEVICE),
-        *halves,
-        workspace=workspace,
-        scale=case.scale,
-        attn_sink=None if case.sink is None else case.sink.to(DEVICE),
-        attention=reference_prefill,
+        case.q, *halves, workspace=workspace, scale=case.scale, attn_sink=case.sink, attention=reference_prefill
     )
-    cases.assert_close(actual, case.expected())
+    cases.assert_close(actual, case.expected)
 
 
 @pytest.mark.parametrize(("tokens", "topk", "pages"), [(0, 4, 2), (2, 0, 2), (2, 4, 0)])
@@ -168,8 +210,7 @@ def test_the_default_attention_is_flash_mla(monkeypatch):
     asked = []
     provider = SimpleNamespace(prefill=reference_prefill)
     monkeypatch.setattr(v4_prefill, "import_module", lambda name: asked.append(name) or provider)
-    case = cases.make_case(3, 1, (8, 2, 9, 4), None, 1)
-    cases.check(case, DEVICE, by_slot=True, attention=None)
+    cases.check(cases.make_case(3, 1, (8, 2, 9, 4), None, 1, DEVICE), by_slot=True, attention=None)
     assert asked == ["nsa_plugin.kernels.providers.flash_mla"]
 
 

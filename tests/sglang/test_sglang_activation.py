@@ -22,6 +22,9 @@ from nsa_plugin.errors import NoProviderError, NsaPluginError, PatchError, Setti
 from nsa_plugin.patches import sglang as data
 from nsa_plugin.patches.ledger import Ledger
 from nsa_plugin.settings import ENV_PREFIX
+from tests.backends.sglang_v4_fakes import Engine
+
+REFUSE_COPIES = Process._refuse_copies  # a fixture takes it away
 
 HF_CONFIG = SimpleNamespace(
     architectures=["DeepseekV32ForCausalLM"],
@@ -285,15 +288,140 @@ def test_trtllm_over_fp8_is_refused_where_the_device_lacks_it(process: Process) 
 def test_sparse_attention_by_another_backend_is_not_taken_for_the_plugin_s(
     process: Process, tmp_path: Path, strict: bool
 ) -> None:
-    """--attention-backend other than dsa, or DeepSeek-V4: refusing must not look like running."""
+    """--attention-backend other than dsa: refusing must not look like running."""
     report = tmp_path / "report.json"
     Carried({"enabled": "true", "strict": str(strict), "report": str(report)}, {}).write()
     if strict:
-        with pytest.raises(PatchError, match="not by SGLang's backend dsa"):
+        with pytest.raises(PatchError, match="not by SGLang's backends dsa"):
             start(process)
         return
     start(process)
     assert read(report)["active"] is False
+
+
+V4_CONFIG = SimpleNamespace(architectures=["DeepseekV4ForCausalLM"], index_topk=512, compress_ratios=[0, 4, 128])
+V4_MODULE = "sglang.srt.layers.attention.deepseek_v4_backend"
+
+
+class StockV4Backend(Engine):
+    """As SGLang's, as far as the plugin looks at it here."""
+
+    def __init__(self, model_runner: Any, skip_prefill: bool = False, speculative_step_id: int = 0) -> None: ...
+
+
+@pytest.fixture
+def registry(process: Process, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """SGLang's registry, whose entry for V4 imports the class when it is called; with what the ledger does to both."""
+    built: list[Any] = []
+
+    def create(runner: Any) -> Any:
+        cls = sys.modules[V4_MODULE].DeepseekV4AttnBackend
+        built.append(cls)
+        return cls
+
+    parts = V4_MODULE.split(".")
+    for end in range(1, len(parts) + 1):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:end]), ModuleType(".".join(parts[:end])))
+    monkeypatch.setattr(sys.modules[V4_MODULE], "DeepseekV4AttnBackend", StockV4Backend, raising=False)
+    name = "sglang.srt.layers.attention.attention_registry"
+    monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules[name].ATTENTION_BACKENDS = {"dsv4": create}  # type: ignore[attr-defined]
+    process.ledger.patches = data.V4_ENTRY + data.V4
+    monkeypatch.setattr(Process, "_refuse_copies", REFUSE_COPIES)
+    return SimpleNamespace(backends=sys.modules[name].ATTENTION_BACKENDS, built=built)
+
+
+def enabled(process: Process, monkeypatch: pytest.MonkeyPatch, **settings: str) -> None:
+    """A scheduler's process that has just been entered, on a GPU."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    Carried({"enabled": "true", **settings}, {}).write()
+    process.enter_scheduler()
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_v4_is_refused_until_it_has_run_on_a_gpu(
+    process: Process, registry: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, strict: bool
+) -> None:
+    report = tmp_path / "report.json"
+    enabled(process, monkeypatch, strict=str(strict), report=str(report))
+    assert model.SERVED_FAMILIES == ("v3.2",)
+    if strict:
+        with pytest.raises(NoProviderError, match=r"not been run on a GPU with this release.*serves DeepSeek-V3\.2"):
+            registry.backends["dsv4"](runner())
+        assert registry.built == []
+        with pytest.raises(NoProviderError, match="DeepseekV4ForCausalLM is a DeepSeek-V4 model, which has not been"):
+            process.leave_scheduler(scheduler(V4_CONFIG))
+        return
+    assert registry.backends["dsv4"](runner()) is StockV4Backend
+    process.leave_scheduler(scheduler(V4_CONFIG))
+    assert read(report)["active"] is False
+    (note,) = read(report)["notes"]
+    assert note.startswith("strict is off and the stock engine serves: ")
+    assert "has not been run on a GPU" in note
+
+
+def test_v4s_class_is_replaced_right_before_the_first_is_built(
+    process: Process, registry: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model, "SERVED_FAMILIES", ("v3.2", "v4"))
+    enabled(process, monkeypatch)
+    states = {status.patch.name: status.state for status in process.statuses}
+    assert states == {"sglang.v4-registered": "applied"}
+    assert sys.modules[V4_MODULE].DeepseekV4AttnBackend is StockV4Backend  # type: ignore[attr-defined]
+    for _ in range(2):  # a draft model's after the target's
+        made = registry.backends["dsv4"](runner())
+        assert made.nsa_plugin_replaces is StockV4Backend
+    states = {status.patch.name: status.state for status in process.statuses}
+    assert states == {"sglang.v4-registered": "applied", "sglang.v4-backend": "applied"}
+    process.ledger.undo()
+    assert sys.modules[V4_MODULE].DeepseekV4AttnBackend is StockV4Backend  # type: ignore[attr-defined]
+
+
+def test_a_copy_of_v4s_class_is_refused_as_well(
+    process: Process, registry: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model, "SERVED_FAMILIES", ("v3.2", "v4"))
+    enabled(process, monkeypatch)
+    monkeypatch.setitem(sys.modules, "sglang.other", ModuleType("sglang.other"))
+    sys.modules["sglang.other"].Backend = StockV4Backend  # type: ignore[attr-defined]
+    with pytest.raises(PatchError, match=r"sglang\.other\.Backend is still SGLang's own StockV4Backend"):
+        registry.backends["dsv4"](runner())
+    assert registry.built == []
+
+
+def test_while_it_is_off_v4_passes_through(process: Process, registry: Any) -> None:
+    process.enter_v4()
+    assert registry.backends["dsv4"](runner()) is StockV4Backend
+    assert sys.modules[V4_MODULE].DeepseekV4AttnBackend is StockV4Backend  # type: ignore[attr-defined]
+
+
+def test_v4_without_its_backend_is_not_taken_for_the_plugin_s(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model, "SERVED_FAMILIES", ("v3.2", "v4"))
+    Carried({"enabled": "true"}, {}).write()
+    with pytest.raises(PatchError, match=r"not by SGLang's backends dsa .* or dsv4"):
+        start(process, config=V4_CONFIG)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_model_is_refused_before_anything_is_started(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str
+) -> None:
+    pytest.importorskip("transformers")
+    config = tmp_path / "config.json"
+    arguments = SimpleNamespace(model_path=str(tmp_path), device=device)
+    model.refuse_model(arguments)  # what cannot be read is SGLang's to complain about
+    config.write_text(json.dumps(vars(V4_CONFIG)))
+    words = "has not been run on a GPU with this release" if device == "cuda" else "needs a GPU"
+    with pytest.raises(NoProviderError, match=f"{tmp_path}.*{words}"):
+        model.refuse_model(arguments)
+    if device == "cuda":
+        monkeypatch.setattr(model, "SERVED_FAMILIES", ("v3.2", "v4"))
+        model.refuse_model(arguments)
+        config.write_text(json.dumps({"index_topk": 2048}))
+        monkeypatch.setattr(model, "SERVED_FAMILIES", ("v3.2",))
+        model.refuse_model(arguments)
 
 
 def test_a_model_without_sparse_attention_is_left_alone(
@@ -393,6 +521,14 @@ def test_a_cache_without_scales_is_no_layout_of_the_plugin() -> None:
 )
 def test_has_sparse_attention(config: Any, sparse: bool) -> None:
     assert model.has_sparse_attention(config) is sparse
+    assert model.family_of(config) == ("v3.2" if sparse else None)
+
+
+@pytest.mark.parametrize(
+    "config", [V4_CONFIG, vars(V4_CONFIG), {"text_config": vars(V4_CONFIG)}, SimpleNamespace(text_config=V4_CONFIG)]
+)
+def test_compressed_keys_are_v4s(config: Any) -> None:
+    assert model.family_of(config) == "v4"
 
 
 @pytest.mark.parametrize("asked", [True, False])

@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 from sglang_case import Place, needs_engine, post
 
-from nsa_plugin.patches import sglang as data
-
 pytestmark = [pytest.mark.engine_sglang, pytest.mark.timeout(900), needs_engine()]
 BACKEND = "DeepseekSparseAttnBackend"
 GENERATE = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True}}
@@ -172,13 +170,62 @@ import sglang.srt.managers.scheduler  # in a scheduler it is there before the pl
 ledger = Ledger(engine=data.ENGINE, version=Version(__version__), supported=data.SUPPORTED, patches=data.PATCHES)
 ledger.check(*Need)
 with open("result.json", "w") as file:
-    json.dump(sum(patch.target(ledger.version) is not None for patch in data.PATCHES), file)
+    json.dump([patch.name for patch in data.PATCHES if patch.target(ledger.version) is None], file)
 """
 
 
 def test_every_target_of_the_ledger_is_there_live_those_of_a_gpu_too(place: Place) -> None:
-    renamed = {"sglang.graph-capture", "sglang.graph-replay"}  # in 0.5.13 one method took the place of these
-    assert place.run_program(LIVE) == len(data.PATCHES) - len(renamed)
+    # In 0.5.13 one method took the place of these. Which of DeepSeek-V4's each version has: test_sglang_ledger.
+    renamed = {"sglang.graph-capture", "sglang.graph-replay"}
+    assert {name for name in place.run_program(LIVE) if not name.startswith("sglang.v4-")} == renamed
+
+
+V4 = """
+import json, sys
+from types import SimpleNamespace
+from packaging.version import Version
+from sglang.version import __version__
+from nsa_plugin.backends.sglang import activation, hooks, model
+from nsa_plugin.errors import NsaPluginError
+from nsa_plugin.patches import sglang as data
+from nsa_plugin.patches.ledger import Ledger, Need
+from nsa_plugin.settings import ResolvedSettings, Settings
+import sglang.srt.managers.scheduler
+import sglang.srt.models.deepseek_v4
+from sglang.srt.layers.attention import attention_registry as registry
+
+def build(make):
+    try:
+        make(SimpleNamespace(device="cpu"))
+    except NsaPluginError as error:
+        return str(error)
+    except ValueError as error:  # SGLang's: its entry looks at the flags of a server, which is not there
+        return f"SGLang goes on: {error}"
+
+ledger = Ledger(engine=data.ENGINE, version=Version(__version__), supported=data.SUPPORTED, patches=data.PATCHES)
+process = activation.Process(ledger=ledger, child=True, resolved=ResolvedSettings(Settings(enabled=True), {}))
+hooks.process = lambda: process
+ledger.install(Need.ENABLED, Need.GPU)
+name = "sglang.srt.layers.attention.deepseek_v4_backend"
+entry = registry.ATTENTION_BACKENDS["dsv4"]
+seen = {"before": name in sys.modules, "refused": build(entry), "after": name in sys.modules}
+model.SERVED_FAMILIES = ("v3.2", "v4")
+seen["entry"] = build(entry)
+cls = sys.modules[name].DeepseekV4AttnBackend
+seen |= {"class": cls.__name__, "served": build(cls)}
+with open("result.json", "w") as file:
+    json.dump(seen, file)
+"""
+
+
+def test_the_class_of_v4_is_replaced_where_sglang_builds_one_and_the_family_is_served(place: Place) -> None:
+    """SGLang's own registry and class; the backend itself says that it needs a GPU."""
+    seen = place.run_program(V4)
+    assert seen["before"] is seen["after"] is False
+    assert "DeepSeek-V4 model, which has not been run on a GPU with this release" in seen["refused"]
+    assert "has not been run" not in seen["entry"]
+    assert "needs a GPU" in seen["served"]
+    assert seen["class"] == "NsaPluginDeepseekV4AttnBackend"
 
 
 COMPARE = """

@@ -16,6 +16,17 @@ BY_NAME = {patch.name: patch for patch in data.PATCHES}
 SINCE_0_5_13 = {"sglang.registered-alias", "sglang.metadata-out-graph", "sglang.graph-metadata"}
 SINCE_0_5_17 = {"sglang.prefill-graph"}
 UNTIL_0_5_13 = {"sglang.graph-capture", "sglang.graph-replay"}
+V4 = data.V4_ENTRY + data.V4_REQUIREMENTS + data.V4
+# Those of DeepSeek-V4 that not every version from 0.5.12 on has.
+V4_ONLY = {
+    "sglang.v4-attention": ">=0.5.21",
+    "sglang.v4-forward": ">=0.5.12,<0.5.21",
+    "sglang.v4-graph-replay": ">=0.5.13",
+    "sglang.v4-graph-capture": ">=0.5.13",
+    "sglang.v4-tables": ">=0.5.22",
+    "sglang.v4-pool-window-page": ">=0.5.22",
+    "sglang.v4-pool-record": ">=0.5.21",
+}
 
 
 def test_names_are_unique_and_the_engine_s() -> None:
@@ -36,6 +47,8 @@ def test_exactly_one_target_holds_in_each_supported_version(version: Version) ->
         holding = [t for t in patch.targets if version in SpecifierSet(t.versions)]
         missing = patch.name in (SINCE_0_5_13 if version < Version("0.5.13") else UNTIL_0_5_13)
         missing |= version < Version("0.5.17") and patch.name in SINCE_0_5_17
+        if patch in V4:
+            missing = version not in SpecifierSet(V4_ONLY.get(patch.name, ">=0.5.12"))
         assert len(holding) == (0 if missing else 1), patch.name
 
 
@@ -67,7 +80,11 @@ def test_needs() -> None:
     assert {patch.need for patch in data.ENABLED} == {Need.ENABLED}
     assert {patch.need for patch in data.GPU} == {Need.GPU}
     assert {patch.need for patch in data.REQUIREMENTS} == {Need.ENABLED, Need.GPU}
-    assert not any(patch.replacement for patch in data.REQUIREMENTS)
+    assert not any(patch.replacement for patch in data.REQUIREMENTS + data.V4_REQUIREMENTS)
+    # The entry imports nothing of V4, and all else waits until it is asked for.
+    assert {patch.need for patch in data.V4_ENTRY} == {Need.GPU}
+    assert {patch.need for patch in data.V4_REQUIREMENTS + data.V4} == {Need.GPU_V4}
+    assert not any("deepseek_v4" in t.path or "dsv4." in t.path for p in data.PATCHES if p not in V4 for t in p.targets)
 
 
 def test_the_class_is_looked_at_before_it_is_replaced() -> None:
@@ -75,6 +92,8 @@ def test_the_class_is_looked_at_before_it_is_replaced() -> None:
     names = list(BY_NAME)
     for patch in data.REQUIREMENTS:
         assert names.index(patch.name) < names.index("sglang.backend")
+    for patch in data.V4_REQUIREMENTS:
+        assert names.index(patch.name) < names.index("sglang.v4-backend")
 
 
 @pytest.mark.parametrize("version", VERSIONS, ids=str)
@@ -88,3 +107,17 @@ def test_every_method_that_the_plugin_overrides_is_a_target(version: Version) ->
     assert set(attention.GRAPH_METHODS) - methods == (
         set(attention.GRAPH_METHODS[:1]) if version < Version("0.5.13") else set(attention.GRAPH_METHODS[1:3])
     )
+
+
+@pytest.mark.parametrize("version", [version for version in VERSIONS if version >= Version("0.5.12")], ids=str)
+def test_every_method_of_v4_that_the_plugin_overrides_or_calls_is_a_target(version: Version) -> None:
+    table = pytest.importorskip("nsa_plugin.backends.sglang.v4_table")
+    targets = [target for patch in V4 if (target := patch.target(version)) is not None]
+    by_name = {target.attributes[-1]: target for target in targets if target.key is None}
+    overridden = table.ATTENTION + table.OVERRIDES + table.OPTIONAL
+    entries = [(entry.name, entry.params, entry.versions) for entry in overridden]
+    for name, params, versions in (*entries, *table.READS):
+        if version in SpecifierSet(versions):
+            assert by_name[name].params == ("self", *params)
+    assert set(table.POOL) <= set(by_name)
+    assert table.BACKEND in {target.path for target in targets}

@@ -25,7 +25,7 @@ from nsa_plugin.devices import probe
 from nsa_plugin.errors import NsaPluginError, PatchError
 from nsa_plugin.patches import sglang as ledger_data
 from nsa_plugin.patches import static
-from nsa_plugin.patches.ledger import TURN_OFF, Ledger, Need, Patch, PatchStatus, find
+from nsa_plugin.patches.ledger import TURN_OFF, Ledger, Need, Patch, PatchStatus
 from nsa_plugin.settings import ResolvedSettings, killed
 from nsa_plugin.telemetry import StartupReport
 
@@ -93,7 +93,7 @@ class Process:
                 raise PatchError(
                     f"SGLang loads no plugins in Ray actors: nsa-plugin does not work with --use-ray. {TURN_OFF}"
                 )
-            model.refuse_sparse_model_on_cpu(server_args)
+            model.refuse_model(server_args)
         except NsaPluginError as error:
             if resolved.settings.strict:
                 raise
@@ -118,20 +118,27 @@ class Process:
             self.statuses = self.ledger.install(*needs)
             self._refuse_copies()
 
+    def enter_v4(self) -> None:
+        """Apply and verify what DeepSeek-V4 needs besides, right before SGLang builds its first attention backend.
+
+        Raises:
+            NsaPluginError: (strict) this release does not serve it, or something does not fit.
+        """
+        if self.resolved is None or self.stock_because:
+            return
+        with self._or_stock():
+            model.refuse_unserved("v4", "this model")
+            self.statuses = self.ledger.install(Need.GPU_V4)
+            self._refuse_copies()
+
     def _refuse_copies(self) -> None:
-        """Raise PatchError if a module of SGLang took the backend's class by name before the plugin replaced it."""
-        (patch,) = ledger_data.ENABLED
-        target = patch.target(self.ledger.version)
-        assert target is not None
-        original = find(target)[2].nsa_plugin_replaces
-        for name, module in list(sys.modules.items()):
-            if name.partition(".")[0] == ledger_data.ENGINE:
-                copies = [attribute for attribute, value in list(vars(module).items()) if value is original]
-                if copies:
-                    raise PatchError(
-                        f"{name}.{copies[0]} is still SGLang's own {original.__name__}: it was imported before "
-                        f"nsa-plugin could take its place. {TURN_OFF}"
-                    )
+        """Raise PatchError if a module of SGLang took a backend's class by name before the plugin replaced it."""
+        for patch in ledger_data.BACKENDS:
+            target = patch.target(self.ledger.version)
+            module = None if target is None else sys.modules.get(target.module)
+            live = None if target is None else getattr(module, target.attributes[-1], None)
+            if (original := getattr(live, "nsa_plugin_replaces", None)) is not None:
+                _refuse_copies_of(original)
 
     def backend_built(self, backend: Any, model_runner: Any) -> None:
         """An attention backend of the plugin has started; speculative decoding builds several.
@@ -175,9 +182,10 @@ class Process:
             with self._or_stock():
                 self.ledger.verify()
                 if self.serving is None and not self.left:
+                    model.refuse_unserved(model.family_of(config), architecture)
                     raise PatchError(
-                        f"{architecture} has sparse attention, but not by SGLang's backend dsa (nsa before 0.5.13), "
-                        f"the one that nsa-plugin takes the place of. {TURN_OFF}"
+                        f"{architecture} has sparse attention, but not by SGLang's backends dsa (nsa before 0.5.13) or "
+                        f"dsv4, those that nsa-plugin takes the place of. {TURN_OFF}"
                     )
         if self.stock_because:
             self.notes.append(f"strict is off and the stock engine serves: {self.stock_because}")
@@ -234,6 +242,17 @@ def process() -> Process:
         ledger=_ledger(Version(__version__), ledger_data.PATCHES if in_scheduler else ledger_data.BOOTSTRAP),
         child=started and flags.CARRIER in os.environ,
     )
+
+
+def _refuse_copies_of(original: type) -> None:
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == ledger_data.ENGINE:
+            copies = [attribute for attribute, value in list(vars(module).items()) if value is original]
+            if copies:
+                raise PatchError(
+                    f"{name}.{copies[0]} is still SGLang's own {original.__name__}: it was imported before "
+                    f"nsa-plugin could take its place. {TURN_OFF}"
+                )
 
 
 def _ledger(version: Version, patches: tuple[Patch, ...]) -> Ledger:

@@ -69,3 +69,11 @@ def wrap_scheduler_init(original: Callable[..., Any]) -> Callable[..., Any]:
             process().leave_scheduler(scheduler)
 
     return wrap(original, around)
+
+
+def wrap_v4_entry(original: Callable[..., Any]) -> Callable[..., Any]:
+    def around(original: Callable[..., Any], runner: Any) -> Any:
+        process().enter_v4()
+        return original(runner)
+
+    return wrap(original, around)

@@ -1,4 +1,8 @@
-"""What the attention backends of one scheduler process share, and how each begins to take its routes from plans."""
+"""What the attention backends of one scheduler process share, and how each begins to take its routes from plans.
+
+A backend's class says which family of models it is for (`nsa_plugin_family`; V3.2's says nothing), and with it how it
+begins and ends: `attention` and `samples` for DeepSeek-V3.2, `v4_backend` for DeepSeek-V4.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,12 @@ from typing import Any
 
 import torch
 
-from nsa_plugin.backends.sglang import samples
+from nsa_plugin.backends.sglang import samples, v4_attention, v4_backend
 from nsa_plugin.backends.sglang.attention import State, adopt, release
 from nsa_plugin.backends.sglang.metrics import ranks, route_counter
 from nsa_plugin.backends.sglang.model import kv_layout, model_shape
-from nsa_plugin.backends.sglang.routes import PLANNED, Planner
+from nsa_plugin.backends.sglang.routes import PLANNED, Planner, Route
+from nsa_plugin.backends.sglang.v4_routes import v4_shape
 from nsa_plugin.backends.warm import warm, warm_selection
 from nsa_plugin.capabilities import Op
 from nsa_plugin.devices import DeviceProfile
@@ -56,7 +61,7 @@ class Serving:
         Raises:
             ShapeError, SettingsError, NoProviderError: see `model_shape` and `validate`.
         """
-        model = model_shape(backend, model_runner)
+        model = shape_of(backend, model_runner)
         validate(model, device, resolved.settings)
         where, server_args = ranks(model_runner), model_runner.server_args
         first = where["tp_rank"] % model.attn_tp_size == 0  # the ranks of an attention group decide alike
@@ -76,27 +81,55 @@ class Serving:
         Raises:
             ShapeError, SettingsError, NoProviderError, PatchError: it cannot; it is SGLang's own then.
         """
+        try:
+            take_up = self._adopt_v4 if is_v4(backend) else self._adopt_v32
+            routes = take_up(backend, model_runner)
+        except Exception:
+            hand_back(backend)
+            raise
+        if backend.nsa_plugin is not None:
+            self.routes = self.routes or {name: samples.in_words(route) for name, route in routes.items()}
+            self.backends.append(backend)
+
+    def _adopt_v32(self, backend: Any, model_runner: Any) -> dict[str, Route]:
+        """What a few batches take, by their names."""
         model = model_shape(backend, model_runner)
         planner = Planner(model, self.device, self.resolved.settings, self.trace, self.count, free_device_memory)
-        try:
-            notes = adopt(backend, planner, model_runner.server_args)
-            self.notes += [note for note in notes if note not in self.notes]
-            state: State | None = backend.nsa_plugin
-            if state is None or not (state.plans_prefill or state.plans_steps):
-                release(backend)
-                return
-            routes = samples.routes(state, backend.max_context_len, backend.speculative_num_draft_tokens)
-            if model not in self._warmed:
-                device = torch.device(backend.device)
-                warm(samples.own_kernels(state, backend.max_context_len), state.providers, model, device)
-                if state.plans_prefill:
-                    warm_selection(state.providers, model, device)
-                self._warmed.add(model)
-        except Exception:
+        self._note(adopt(backend, planner, model_runner.server_args))
+        state: State | None = backend.nsa_plugin
+        if state is None or not (state.plans_prefill or state.plans_steps):
             release(backend)
-            raise
-        self.routes = self.routes or {name: samples.in_words(route) for name, route in routes.items()}
-        self.backends.append(backend)
+            return {}
+        routes = samples.routes(state, backend.max_context_len, backend.speculative_num_draft_tokens)
+        if model not in self._warmed:
+            device = torch.device(backend.device)
+            warm(samples.own_kernels(state, backend.max_context_len), state.providers, model, device)
+            if state.plans_prefill:
+                warm_selection(state.providers, model, device)
+            self._warmed.add(model)
+        return routes
+
+    def _adopt_v4(self, backend: Any, model_runner: Any) -> dict[str, Route]:
+        """As `_adopt_v32`."""
+        model = v4_shape(model_runner)
+        notes, routes = v4_backend.begin(
+            backend,
+            model_runner,
+            model,
+            self.device,
+            self.resolved.settings,
+            trace=self.trace,
+            count=self.count,
+            free_memory=free_device_memory,
+            warmed=model in self._warmed,
+        )
+        self._note(notes)
+        if routes:
+            self._warmed.add(model)
+        return routes
+
+    def _note(self, notes: list[str]) -> None:
+        self.notes += [note for note in notes if note not in self.notes]
 
     def settle(self) -> None:
         """SGLang has captured its graphs: what is free from now on is what batches have."""
@@ -106,8 +139,30 @@ class Serving:
     def end(self) -> None:
         """Hand every backend back to SGLang."""
         for backend in self.backends:
-            release(backend)
+            hand_back(backend)
         self.backends.clear()
+
+
+def is_v4(backend: Any) -> bool:
+    """Whether a backend of the plugin's class is DeepSeek-V4's."""
+    return getattr(backend, "nsa_plugin_family", "v3.2") == "v4"
+
+
+def shape_of(backend: Any, model_runner: Any) -> ModelShape:
+    """The model as one rank of its attention group sees it.
+
+    Raises:
+        ShapeError: see `model_shape`.
+    """
+    return v4_shape(model_runner) if is_v4(backend) else model_shape(backend, model_runner)
+
+
+def hand_back(backend: Any) -> None:
+    """Make every batch from now on the engine's own."""
+    if is_v4(backend):
+        v4_attention.release(backend)
+    else:
+        release(backend)
 
 
 def left_to_sglang(backend: Any, model_runner: Any, device: DeviceProfile) -> str | None:
@@ -116,8 +171,8 @@ def left_to_sglang(backend: Any, model_runner: Any, device: DeviceProfile) -> st
     Where SGLang runs TRT-LLM's kernels for prefill and decode, an fp8 cache has their format, which has no scales:
     by its flags, or by default on SM100. Where the device has no such kernels, that is wrong.
     """
-    if kv_layout(backend, model_runner) is not None:
-        return None
+    if is_v4(backend) or kv_layout(backend, model_runner) is not None:
+        return None  # of V4, `v4_attention.adopt` says so
     x = "dsa" if hasattr(backend, "dsa_prefill_impl") else "nsa"
     impls = [getattr(backend, f"{x}_{what}_impl") for what in ("prefill", "decode")]
     if any(impl in planned for impl in impls for planned in PLANNED.values()):

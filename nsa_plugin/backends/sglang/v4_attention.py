@@ -90,6 +90,7 @@ def with_v4_plans(original: type) -> type:
 
     class Planned(original):
         nsa_plugin: V4State | None = None
+        nsa_plugin_family = "v4"
 
     wrappers: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
         attends: _attending,

@@ -12,12 +12,13 @@ from packaging.version import Version
 from nsa_plugin.backends.sglang.backend import started
 from nsa_plugin.backends.sglang.batch import Batch
 from nsa_plugin.backends.sglang.routes import Route
-from nsa_plugin.backends.sglang.v4_attention import adopt, release, with_v4_plans
+from nsa_plugin.backends.sglang.v4_attention import adopt, with_v4_plans
 from nsa_plugin.backends.sglang.v4_kernels import V4State, longest_context
 from nsa_plugin.backends.sglang.v4_routes import V4Planner, asked_by_engine
 from nsa_plugin.backends.sglang.v4_warm import warm_v4
 from nsa_plugin.backends.warm import warm_selection
 from nsa_plugin.devices import DeviceProfile
+from nsa_plugin.dispatch import validate
 from nsa_plugin.errors import NsaPluginError
 from nsa_plugin.plan import Plan
 from nsa_plugin.settings import Settings
@@ -50,36 +51,37 @@ def begin(
     trace: Trace,
     count: Callable[[Plan], None] | None,
     free_memory: Callable[[], int],
+    warmed: bool = False,
 ) -> tuple[list[str], dict[str, Route]]:
     """Let a V4 backend that has just been built take its routes from plans, once its kernels have run.
 
     Args:
         model: see `v4_routes.v4_shape`.
         trace, count, free_memory: see `Planner`.
+        warmed: the kernels have run for another backend of the model.
 
     Returns:
         What stays SGLang's own, and what a few prefills take, by their names; for the start-up report.
 
     Raises:
-        SettingsError, NoProviderError, PatchError: it cannot; it is SGLang's own then.
+        SettingsError, NoProviderError, PatchError: it cannot; it is to be released then.
     """
     from sglang.srt.environ import envs
     from sglang.version import __version__
 
     planner = V4Planner(model, device, settings, trace, count, free_memory, asked=asked_by_engine(envs))
-    try:
-        first = Version(__version__) >= OWN_HEADS_FIRST
-        notes = adopt(backend, planner, model_runner.server_args, own_heads_first=first)
-        state: V4State | None = backend.nsa_plugin
-        if state is None:
-            return notes, {}
-        routes = sample_routes(planner, longest_context(backend))
+    first = Version(__version__) >= OWN_HEADS_FIRST
+    notes = adopt(backend, planner, model_runner.server_args, own_heads_first=first)
+    state: V4State | None = backend.nsa_plugin
+    if state is None:
+        return notes, {}
+    # A library that a setting names may be on this device without a route under SGLang.
+    validate(model, planner.device, settings)
+    routes = sample_routes(planner, longest_context(backend))
+    if not warmed:
         where = torch.device(backend.device)
         warm_v4(routes.values(), state, where)
         warm_selection(state.providers, model, where)
-    except Exception:
-        release(backend)
-        raise
     return notes, routes
 
 

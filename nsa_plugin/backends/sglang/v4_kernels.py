@@ -25,9 +25,11 @@ from nsa_plugin.backends.sglang.v4_flash_mla import sparse_prefill
 from nsa_plugin.backends.sglang.v4_routes import V4Planner
 from nsa_plugin.errors import NoProviderError
 from nsa_plugin.kernels.kv_cache import PagedCache, open_cache
-from nsa_plugin.kernels.v4_prefill import Attention, Keys, combined_width, route, workspace_rows
+from nsa_plugin.kernels.v4_prefill import Attention, Keys, combined_width, fill
+from nsa_plugin.kernels.v4_prefill import attend as attend_rows
 from nsa_plugin.kernels.workspace import Workspace
 from nsa_plugin.layouts import V4_FP8
+from nsa_plugin.v4_memory import INDICES_BYTES
 
 D_V = 512
 
@@ -158,41 +160,36 @@ def attend(state: V4State, chosen: Route, call: Call) -> torch.Tensor:
 
 
 def _over_rows(state: V4State, call: Call) -> torch.Tensor:
-    """By way of bfloat16 rows, and by so many query rows at once that the combined indices keep to their bound.
-
-    Each part brings the pages to bfloat16 again. There are several only where a row names thousands of keys (c128 of
-    long contexts), and attending those takes a hundred times as long.
+    """By way of bfloat16 rows, which are made once, and by so many query rows at once that the combined indices keep to
+    their bound: several parts only where a row names thousands of keys (c128 of long contexts).
     """
     q, window, extra, prefill = call.q, call.window, call.extra, state.prefill
     if prefill is None:
         raise NoProviderError("a route over bf16 rows was taken for a batch that is no prefill")
     scratch, device = state.workspace, q.device
-    window_map = scratch.get("v4_window_map", (window.cache.num_pages,), torch.int32, device)
-    listed = [(prefill.window_pages(call.core, window.cache.page_size), window_map)]
-    needed, topk = workspace_rows(len(listed[0][0]), window.cache.page_size), window.indices.shape[1]
+
+    def keys(part: Named, pages: torch.Tensor, name: str) -> Keys:
+        page_map = scratch.get(name, (part.cache.num_pages,), torch.int32, device)
+        return Keys(part.cache, pages, part.indices, part.lengths, page_map)
+
+    both = [keys(window, prefill.window_pages(call.core, window.cache.page_size), "v4_window_map")]
     if extra is not None:
-        extra_map = scratch.get("v4_extra_map", (extra.cache.num_pages,), torch.int32, device)
-        listed.append((prefill.pages(call.core), extra_map))
-        needed += workspace_rows(len(listed[1][0]), extra.cache.page_size)
-        topk += extra.indices.shape[1]
-    rows = scratch.get("v4_rows", (needed, D_V), torch.bfloat16, device)
-    width = combined_width(topk)
-    step = max(1, min(q.shape[0], v4_routes.COMBINED_BYTES // (4 * width)))
+        both.append(keys(extra, prefill.pages(call.core), "v4_extra_map"))
+    workspace = scratch.get("v4_rows", (sum(part.rows for part in both), D_V), torch.bfloat16, device)
+    fill(workspace, *both)
+    width = combined_width(*(part.indices.shape[1] for part in both))
+    step = max(1, min(q.shape[0], INDICES_BYTES // (4 * width)))
     combined = scratch.get("v4_combined", (step, width), torch.int32, device)
     # The kernel's own output is handed on where it is the only one.
     out = q.new_empty(*q.shape[:-1], D_V) if step < q.shape[0] else None
     result = q
     for first in range(0, max(1, q.shape[0]), step):
         some = slice(first, min(first + step, q.shape[0]))
-        keys = [
-            Keys(part.cache, pages, part.indices[some], part.lengths[some], page_map)
-            for part, (pages, page_map) in zip((window, extra), listed, strict=False)
-            if part is not None
-        ]
-        result = route(
-            q[some],
-            *keys,
-            workspace=rows,
+        result = attend_rows(
+            q,
+            *both,
+            workspace=workspace,
+            rows=some,
             scale=call.scale,
             attn_sink=call.attn_sink,
             attention=state.rows_attention,

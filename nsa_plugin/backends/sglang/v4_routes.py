@@ -33,6 +33,7 @@ from nsa_plugin.dispatch import decide
 from nsa_plugin.errors import NoProviderError, NsaPluginError
 from nsa_plugin.plan import Attention, Plan
 from nsa_plugin.shapes import ModelShape
+from nsa_plugin.v4_memory import ROWS_BYTES
 
 LAYOUT = "v4_fp8"
 SPARSE_PREFILL_VARIABLE = "SGLANG_OPT_FLASHMLA_SPARSE_PREFILL"
@@ -42,10 +43,6 @@ TORCH_LOGITS_VARIABLE = "SGLANG_FP8_PAGED_MQA_LOGITS_TORCH"
 WINDOW = 128
 """Tokens of the window; SGLang hardcodes them."""
 WINDOW_PAGE = 256
-
-WORKSPACE_BYTES = 320 * MIB
-COMBINED_BYTES = 128 * MIB
-"""Most memory of a prefill over bfloat16 rows: the rows, and the combined indices that are held at once."""
 
 DIRECT, ROWS, DECODE_KERNEL = "direct", "bf16 rows", "decode kernel"
 
@@ -162,7 +159,7 @@ class V4Planner(Planner):
         return workspace_bytes(spans(q_lens, [context for *_, context in batch.requests]), WINDOW, WINDOW_PAGE)
 
     def _room(self) -> int:
-        return min(WORKSPACE_BYTES, self.device.memory_free // 4)
+        return min(ROWS_BYTES, self.device.memory_free // 4)
 
 
 def v4_shape(model_runner: Any) -> ModelShape:
