@@ -1,0 +1,383 @@
+"""Workloads of heads for tokens: attention alone, and attention with the indexer.
+
+The KV cache, the indices and the indexer's inputs are the same on every rank, q is the rank's own heads. Every query
+row sees every key, so a rank's share of the rows is its share of the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache, cached_property, partial
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from nsa_plugin.bench import floors, inputs, judges, stock
+from nsa_plugin.bench.cases import Case, Suite, case
+from nsa_plugin.bench.judges import Attended
+from nsa_plugin.bench.suites.sparse_mla import D_V, PADDED, PAGE_SIZE, bf16_rows, gather
+from nsa_plugin.bench.workload import Call, Contender, Context, Workload
+from nsa_plugin.kernels.indexer import fold_weights, quantize, reference_logits
+from nsa_plugin.kernels.kv_cache import PagedCache
+from nsa_plugin.kernels.registry import REFERENCE
+from nsa_plugin.kernels.sparse_mla import reference_prefill
+from nsa_plugin.parallel.bench.group import on_all_ranks
+from nsa_plugin.parallel.partition import Partition, by_count
+from nsa_plugin.parallel.token_shard import TokenShard
+
+ATTENTION, LAYER = "token_shard_attention", "token_shard_layer"
+ALL_HEADS = 128  # of the model, over the ranks
+SHARDED = "token_shard"
+CHUNKS = (1, 2, 4)
+INDEXER_HEAD_DIM = 128
+SAMPLED_ROWS = 24
+LAYOUT = "v32_fp8"
+
+Attend = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""(q [n, heads, d_qk], indices [n, topk]) -> out [n, heads, d_v]."""
+
+Exact = dict[tuple[Case, str], bool]
+"""Whether a contender's sampled rows had the bits of the same kernel without the exchange, on this rank."""
+
+
+@dataclass(frozen=True)
+class GroupSuite(Suite):
+    """A suite whose judges also note what is `Exact`."""
+
+    exact: Exact = field(default_factory=dict)
+
+    def build(self) -> Callable[[Case, Context], Workload]:
+        return partial(workload, exact=self.exact)
+
+
+def suite(ranks: int) -> GroupSuite:
+    """The cases of a group of so many ranks, which share ALL_HEADS heads."""
+
+    def of(op: str, heads: int, **fields: int) -> Case:
+        return case(op, heads=heads, **fields, layout=LAYOUT, tp=ranks)
+
+    def prefill(op: str, q: int, kv: int, **fields: int) -> Case:
+        return of(op, ALL_HEADS // ranks, q=q, kv=kv, topk=2048, **fields)
+
+    shapes = ((8192, 65536), (8192, 131072), (2048, 8192))
+    indexer = {"index_heads": 64, "budget_mib": 2048}
+    return GroupSuite(
+        f"token-shard-tp{ranks}",
+        "every head of a share of the rows, beside some heads of every row",
+        f"{__name__}:workload",
+        (
+            *(prefill(ATTENTION, q, kv) for q, kv in shapes),
+            of(ATTENTION, ALL_HEADS // ranks, batch=512, s_q=1, kv=8192, topk=2048),
+            *(prefill(LAYER, q, kv, **indexer) for q, kv in shapes),
+        ),
+        (
+            of(ATTENTION, 2, q=7, kv=96, topk=16),
+            of(ATTENTION, 2, batch=5, s_q=1, kv=64, topk=16),
+            of(LAYER, 2, q=7, kv=96, topk=16, index_heads=4, budget_mib=1),
+        ),
+    )
+
+
+def workload(case: Case, context: Context, exact: Exact) -> Workload:
+    made = Inputs(case, context, exact)
+    return _layer(made) if case.op == LAYER else _attention(made)
+
+
+class Layered(NamedTuple):
+    """What a layer gives: out [rows, h, d_v], and indices of the rows from `first` on."""
+
+    out: torch.Tensor
+    indices: torch.Tensor
+    first: int
+
+
+@dataclass
+class Inputs:
+    """A case's tensors and kernels, and the partition of its rows."""
+
+    case: Case
+    context: Context
+    exact: Exact
+
+    def __post_init__(self) -> None:
+        number, device = self.case.number, self.context.device
+        self.decode = "batch" in self.case.as_dict()
+        self.rows = number("batch" if self.decode else "q")
+        self.heads, self.topk, self.kv = number("heads"), number("topk"), number("kv")
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.partition: Partition = by_count(self.rows, self.ranks)
+        slots = self.kv * (self.rows if self.decode else 1)
+        self.cache: PagedCache = self.context.shared(
+            ("cache", slots), lambda: inputs.filled_cache(device, LAYOUT, slots, PAGE_SIZE, 1)
+        )
+        self.scale = self.cache.dim**-0.5
+        self.q = self.q_of(self.rank)
+        self.sample = inputs.sample(device, self.rows, SAMPLED_ROWS)
+        self.sharded_by = "flash_mla" if device.type == "cuda" else REFERENCE
+
+    def q_of(self, rank: int) -> torch.Tensor:
+        return inputs.normal(self.context.device, 3 + rank, self.rows, self.heads, self.cache.dim)
+
+    @cached_property
+    def indices(self) -> torch.Tensor:
+        """[rows, topk]: slots; of a decode row among its own sequence's."""
+        chosen = inputs.selection(self.context.device, self.rows, self.kv, self.topk, 2)
+        if not self.decode:
+            return chosen
+        first = torch.arange(self.rows, device=chosen.device, dtype=torch.int32).unsqueeze(1) * self.kv
+        return torch.where(chosen < 0, -1, chosen + first)
+
+    @property
+    def bf16(self) -> torch.Tensor:
+        """The cache as bf16 rows, which FlashMLA's prefill reads."""
+        return self.context.shared(("rows", self.kv), lambda: bf16_rows(self.cache))
+
+    def attend_by(self, name: str, heads: int) -> Attend:
+        """A provider as a function of q and indices.
+
+        Raises:
+            NoProviderError: it does not carry the case.
+        """
+        reads_bf16 = name == "flash_mla" and not self.decode
+        op = "sparse_mla_decode" if self.decode else "sparse_mla_prefill"
+        layout = None if reads_bf16 else LAYOUT
+        function = self.context.registry.load(
+            op, name, layout=layout, dtype="bfloat16", heads=heads, sm=self.context.sm
+        )
+        if not self.decode:
+            kv = self.bf16 if reads_bf16 else self.cache
+            return lambda q, indices: function(q, kv, indices, scale=self.scale).out
+        # Made once, as an engine makes it once for all layers.
+        schedule = {"metadata": import_module("flash_mla").get_mla_metadata()[0]} if name == "flash_mla" else {}
+
+        def decode(q: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+            result = function(q.unsqueeze(1), self.cache, indices.unsqueeze(1), scale=self.scale, **schedule)
+            return result.out.squeeze(1)  # type: ignore[no-any-return]
+
+        return decode
+
+    def bind(self, name: str) -> Call:
+        """A call of attention of this rank's heads: by a provider, or PADDED, which is the engine's.
+
+        Raises:
+            NoProviderError, ImportError: it does not carry the case.
+        """
+        if name != PADDED:
+            attend = self.attend_by(name, self.heads)
+            return lambda: attend(self.q, self.indices)
+        if not self.decode:
+            whole = stock.flash_mla_prefill(self.q, self.bf16, self.indices, self.scale)
+            return lambda: whole().out
+        step = stock.flash_mla_decode(self.q.unsqueeze(1), self.cache, self.indices.unsqueeze(1), self.scale)
+        return lambda: step().out.squeeze(1)
+
+    @cached_property
+    def shard(self) -> TokenShard:
+        return TokenShard(
+            None,
+            heads=self.heads,
+            d_qk=self.cache.dim,
+            d_v=D_V,
+            dtype=self.q.dtype,
+            device=self.context.device,
+            max_tokens=self.rows,
+            max_rows=max(1, self.partition.max_count),
+        )
+
+    def names(self) -> list[str]:
+        """The plugin's kernels for few heads that are measured."""
+        return sorted(self.context.wanted)
+
+    def expected(self, indices: torch.Tensor) -> Any:
+        """The float32 reference of the sampled rows, which have these indices [samples, topk]."""
+        rows = self.q[self.sample]
+        return reference_prefill(rows, self.cache, indices, scale=self.scale, out_dtype=torch.float32)
+
+    def unsharded(self, indices: torch.Tensor) -> torch.Tensor:
+        """This rank's heads of the sampled rows, by the kernel of the sharded contenders over all heads."""
+        q = torch.cat([self.q_of(rank)[self.sample] for rank in range(self.ranks)], dim=1)
+        out = self.attend_by(self.sharded_by, q.shape[1])(q, indices)
+        return out[:, self.rank * self.heads : (self.rank + 1) * self.heads]
+
+    def note(self, name: str, out: torch.Tensor, expected: torch.Tensor) -> None:
+        """Whether the sampled rows of a sharded result have the bits of the unsharded one, on this rank."""
+        same = torch.equal(out[self.sample], expected)
+        self.exact[self.case, name] = same and self.exact.get((self.case, name), True)
+
+    def work(self) -> floors.Work:
+        """Attention of this rank's share of the rows."""
+        share = -(-self.rows // self.ranks)
+        rows = self.indices[self.partition.rows(self.rank)]
+        return floors.sparse_mla(
+            rows=share,
+            heads=self.heads * self.ranks,
+            d_qk=self.cache.dim,
+            d_v=D_V,
+            gathers=[gather(rows, self.cache)],
+        )
+
+
+def _chunked(chunks: int, kernel: str) -> str:
+    return f"{SHARDED} {kernel}" + ("" if chunks == 1 else f", {chunks} chunks")
+
+
+def _attention(made: Inputs) -> Workload:
+    q, indices = made.q, made.indices
+    tolerance = judges.DECODE_OUT if made.decode else judges.PREFILL_OUT
+    whole = judges.attention(made.sample, cache(lambda: made.expected(indices[made.sample])), tolerance)
+    unsharded = cache(lambda: made.unsharded(indices[made.sample]))
+
+    def plain(name: str) -> Callable[[], Call]:
+        def load() -> Call:
+            attend = made.bind(name)
+            return lambda: Attended(attend(), None)
+
+        return load
+
+    def sharded(chunks: int) -> Callable[[], Call]:
+        def load() -> Call:
+            attend, shard = made.attend_by(made.sharded_by, made.heads * made.ranks), made.shard
+
+            def attend_rows(q_rows: torch.Tensor, rows: slice) -> torch.Tensor:
+                return attend(q_rows, indices[rows])
+
+            return lambda: Attended(shard.attend(q, made.partition, attend_rows, chunks=chunks), None)
+
+        return load
+
+    def exactly(name: str) -> Callable[[Any], float]:
+        def judge(result: Attended) -> float:
+            made.note(name, result.out, unsharded())
+            return whole(result)
+
+        return on_all_ranks(judge)
+
+    named = {_chunked(chunks, made.sharded_by): chunks for chunks in ((1,) if made.decode else CHUNKS)}
+    return Workload(
+        work=made.work(),
+        contenders=(
+            *(Contender(name, plain(name)) for name in (PADDED, *made.names())),
+            *(Contender(name, sharded(chunks), exactly(name)) for name, chunks in named.items()),
+        ),
+        judge=on_all_ranks(whole),
+        baselines=(PADDED,),
+        graph=made.decode,
+    )
+
+
+def _layer(made: Inputs) -> Workload:
+    """The indexer's selection and attention to it."""
+    device, rows, keys, topk = made.context.device, made.rows, made.kv, made.topk
+    index_heads = made.case.number("index_heads")
+    k, k_scale = quantize(inputs.normal(device, 91, keys, INDEXER_HEAD_DIM))
+    k_scale = k_scale.squeeze(1)
+    index_q, q_scale = quantize(inputs.normal(device, 92, rows, index_heads, INDEXER_HEAD_DIM))
+    gates = inputs.normal(device, 93, rows, index_heads, dtype=torch.float32)
+    weights = fold_weights(gates, q_scale, INDEXER_HEAD_DIM**-0.5 * index_heads**-0.5)
+    ks = torch.zeros(rows, dtype=torch.int32, device=device)
+    ke = torch.full_like(ks, keys)
+    step = max(1, made.case.number("budget_mib") * 2**20 // (4 * (keys + topk)))
+    own = made.partition.rows(made.rank)
+
+    def select_by(name: str, part: slice) -> Call:
+        score = made.context.registry.load("indexer_topk", name, dtype="float8_e4m3fn", sm=made.context.sm)
+        given = (index_q[part], k, k_scale, weights[part], ks[part], ke[part], topk)
+        return lambda: score(*given, rows_per_chunk=step)
+
+    def stock_selection(selector: str) -> Call:
+        parts = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+        calls = []
+        for part in parts:
+            logits = stock.deep_gemm_logits(index_q[part], k, k_scale, weights[part], ks[part], ke[part])
+            calls.append((part, logits, stock.Selector(selector, part.stop - part.start, keys, topk, device)))
+
+        def select() -> torch.Tensor:
+            chosen = torch.empty(rows, topk, dtype=torch.int32, device=device)
+            for part, logits, select in calls:
+                chosen[part] = select(logits())
+            return chosen
+
+        return select
+
+    def plain(make_select: Callable[[], Call], name: str) -> Callable[[], Call]:
+        def load() -> Call:
+            select, attend = make_select(), padded if name == PADDED else made.attend_by(name, made.heads)
+
+            def call() -> Layered:
+                chosen = select()
+                return Layered(attend(made.q, chosen), chosen, 0)
+
+            return call
+
+        return load
+
+    def padded(q: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        return stock.flash_mla_prefill(q, made.bf16, chosen, made.scale)().out  # type: ignore[no-any-return]
+
+    indexer = "deep_gemm" if device.type == "cuda" else REFERENCE
+
+    def sharded(chunks: int) -> Callable[[], Call]:
+        def load() -> Call:
+            select = select_by(indexer, own)
+            attend, shard = made.attend_by(made.sharded_by, made.heads * made.ranks), made.shard
+
+            def call() -> Layered:
+                chosen = select()
+
+                def attend_rows(q_rows: torch.Tensor, part: slice) -> torch.Tensor:
+                    return attend(q_rows, chosen[part.start - own.start : part.stop - own.start])
+
+                return Layered(shard.attend(made.q, made.partition, attend_rows, chunks=chunks), chosen, own.start)
+
+            return call
+
+        return load
+
+    positions = torch.arange(len(made.sample), device=device)
+    sample = made.sample
+    chosen_right = judges.selected(
+        positions, lambda: reference_logits(index_q[sample], k, k_scale, weights[sample], ks[sample], ke[sample]), topk
+    )
+
+    def judge_of(name: str) -> Callable[[Any], float]:
+        def judge(result: Layered) -> float:
+            chosen = _sampled(result, sample, topk)
+            chosen_right(chosen)
+            if name.startswith(SHARDED):
+                made.note(name, result.out, made.unsharded(chosen))
+            attended = judges.attention(sample, lambda: made.expected(chosen), judges.PREFILL_OUT)
+            return attended(Attended(result.out, None))
+
+        return on_all_ranks(judge)
+
+    ways = {
+        f"deep_gemm, {selector}, {PADDED}": plain(partial(stock_selection, selector), PADDED)
+        for selector in stock.SELECTORS
+    }
+    for name in made.names():
+        ways[f"{indexer}, {name}"] = plain(partial(select_by, indexer, slice(0, rows)), name)
+    ways |= {_chunked(chunks, f"{indexer}, {made.sharded_by}"): sharded(chunks) for chunks in CHUNKS}
+    share = -(-rows // made.ranks)
+    attention = made.work()
+    scoring = floors.indexer_topk(
+        rows=share, keys=keys, heads=index_heads, dim=INDEXER_HEAD_DIM, topk=topk, scored=share * keys
+    )
+    return Workload(
+        # A bf16 operation takes as long as two of fp8.
+        work=floors.Work(bytes=attention.bytes + scoring.bytes, flops=2 * attention.flops + scoring.flops, fp8=True),
+        contenders=tuple(Contender(name, load, judge_of(name)) for name, load in ways.items()),
+        judge=judge_of(""),
+        baselines=tuple(name for name in ways if name.endswith(PADDED)),
+    )
+
+
+def _sampled(result: Layered, sample: torch.Tensor, topk: int) -> torch.Tensor:
+    """[samples, topk]: what was selected for the sampled rows, by whichever rank has them."""
+    chosen = torch.full((len(sample), topk), torch.iinfo(torch.int32).min, dtype=torch.int32, device=sample.device)
+    own = (sample >= result.first) & (sample < result.first + len(result.indices))
+    chosen[own] = result.indices[sample[own] - result.first]
+    dist.all_reduce(chosen, op=dist.ReduceOp.MAX)
+    return chosen

@@ -1,0 +1,95 @@
+"""The group's benchmark, dry: tiny shapes, the reference as the kernel, gloo; and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nsa_plugin.bench import record
+from nsa_plugin.bench.cases import BenchError
+from nsa_plugin.bench.workload import WrongResultError
+from nsa_plugin.parallel.bench import workloads
+from nsa_plugin.parallel.bench.__main__ import main, measure, parser
+from nsa_plugin.parallel.bench.group import GroupTimer, on_all_ranks
+
+from .ranks import on_ranks
+
+SHARDED = [workloads._chunked(chunks, "reference") for chunks in workloads.CHUNKS]
+HOST = {"gpu": "none", "gpus": 2, "torch": "", "triton": "", "libraries": {}, "commit": "", "l2": GroupTimer.l2}
+
+
+def dry(device: torch.device) -> None:
+    chosen, outcome, _ = measure(parser().parse_args(["--tiny", "--runs", "2"]), device)
+    assert not outcome.failed
+    assert not outcome.skipped
+    made = record.check(record.as_record(chosen, outcome, HOST, ["torchrun"]), "the dry run")
+    assert made["suite"] == "token-shard-tp2"
+    rows = made["rows"]
+    assert {row["op"] for row in rows} == {workloads.ATTENTION, workloads.LAYER}
+    assert [row["case"]["tp"] for row in rows] == [2] * len(rows)
+    prefill = [row["provider"] for row in rows if row["op"] == workloads.ATTENTION and "q" in row["case"]]
+    assert prefill == ["reference", *SHARDED]
+    sharded = [row for row in rows if row["provider"].startswith(workloads.SHARDED)]
+    assert len(sharded) == 3 + 1 + 3
+    assert all(row["bit_equal"] is True for row in sharded)
+    assert not [row for row in rows if row not in sharded and "bit_equal" in row]
+    # The engine's way needs libraries of a GPU: listed, with the reason.
+    assert {entry["provider"] for entry in outcome.refused if entry["op"] == workloads.ATTENTION} == {
+        "flash_mla padded"
+    }
+
+    with pytest.raises(BenchError, match="allowed: token_shard_attention, token_shard_layer"):
+        measure(parser().parse_args(["--tiny", "--op", "attention"]), device)
+
+
+def wrong_ranks(device: torch.device) -> None:
+    """One rank's wrong result fails on all, and times are the slowest rank's."""
+    rank = dist.get_rank()
+
+    def judge(result: float) -> float:
+        if result > 1:
+            raise WrongResultError("too large")
+        return result
+
+    assert on_all_ranks(judge)(0.5 * rank) == 0.5
+    with pytest.raises(WrongResultError, match="rank 1: too large"):
+        on_all_ranks(judge)(2.0 * rank)
+    timing = GroupTimer(device, 3).time(lambda: rank, graph=True, seconds=0.0, runs=None)
+    assert (timing.runs, timing.how, timing.result) == (3, "eager", rank)
+    medians: list[float] = [0.0, 0.0]
+    dist.all_gather_object(medians, timing.median_us)
+    assert medians[0] == medians[1] > 0
+
+
+def both(device: torch.device) -> None:
+    dry(device)
+    wrong_ranks(device)
+
+
+def test_dry_run(tmp_path: Path) -> None:
+    on_ranks(2, both, tmp_path)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it would measure")
+def test_refuses_what_it_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(BenchError, match="torchrun"):
+        main([])
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(BenchError, match="--tiny"):
+        main([])
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_suites_are_of_the_model(ranks: int) -> None:
+    suite = workloads.suite(ranks)
+    for case in suite.cases:
+        assert case.number("heads") * ranks == workloads.ALL_HEADS
+        assert case.number("tp") == ranks
+    shapes = [(case.op, case.as_dict().get("q"), case.number("kv")) for case in suite.cases]
+    wanted = [(8192, 65536), (8192, 131072), (2048, 8192)]
+    assert [shape[1:] for shape in shapes if shape[0] == workloads.LAYER] == wanted
+    assert [shape[1:] for shape in shapes if shape[0] == workloads.ATTENTION] == [*wanted, (None, 8192)]
