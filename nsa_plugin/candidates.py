@@ -7,7 +7,7 @@ Pure data and arithmetic for `dispatch`: no torch, no engine, no I/O.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from nsa_plugin import measured
 from nsa_plugin.capabilities import Capability, Op
@@ -82,12 +82,17 @@ class Load:
 
 @dataclass(frozen=True)
 class Case:
-    """The inputs of one decision."""
+    """The inputs of one decision.
+
+    Attributes:
+        routes: of `sparse_routes`, which a decision asks for several times.
+    """
 
     model: ModelShape
     batch: BatchShape
     device: DeviceProfile
     settings: Settings
+    routes: dict[Load, tuple[Route, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def extend(self) -> bool:
@@ -143,6 +148,13 @@ def sparse_routes(case: Case, load: Load) -> tuple[Route, ...]:
 
     The routes that were measured come in the order of their times, in the places that they had among the others.
     """
+    known = case.routes.get(load)
+    if known is None:
+        known = case.routes[load] = _sparse_routes(case, load)
+    return known
+
+
+def _sparse_routes(case: Case, load: Load) -> tuple[Route, ...]:
     shape = Attention.SPARSE_PREFILL if case.extend else Attention.SPARSE_DECODE
     names = ("cuda", "triton", "trtllm", "fa3", "reference")
     cuda, triton, trtllm, fa3, reference = (Route(shape, library) for library in names)

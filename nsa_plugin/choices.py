@@ -93,7 +93,7 @@ def dense_provider(case: Case) -> tuple[Route | None, list[Refusal]]:
 
 
 def pick_dense(case: Case) -> tuple[Route | None, list[Refusal], str]:
-    """(the dense route or None, the refusals before it, why there is none)."""
+    """(the dense route or None, the refusals before it, why there is one or none)."""
     batch = case.batch
     if ruled_out := dense_ruled_out(case):
         return None, [], ruled_out
@@ -104,7 +104,9 @@ def pick_dense(case: Case) -> tuple[Route | None, list[Refusal], str]:
         held = batch.attention_workspace_tokens
         return None, [], f"{batch.total_kv_len} context tokens exceed the attention workspace of {held}"
     route, refused = dense_provider(case)
-    return route, refused, "no dense kernel (" + "; ".join(map(str, refused)) + ")"
+    if route is None:
+        return None, refused, "no dense kernel (" + "; ".join(map(str, refused)) + ")"
+    return route, refused, f"the longest context of {batch.max_kv_len} tokens is within {source}"
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -55,8 +55,8 @@ def decide(model: ModelShape, batch: BatchShape, device: DeviceProfile, settings
     if batch.phase is Phase.IDLE or batch.num_tokens == 0:
         return _idle_plan(batch)
     case = Case(model, batch, device, settings)
-    route, refused, not_dense = choices.pick_dense(case)
-    return _sparse_plan(case, not_dense) if route is None else _dense_plan(case, route, refused)
+    route, refused, why = choices.pick_dense(case)
+    return _sparse_plan(case, why) if route is None else _dense_plan(case, route, refused, why)
 
 
 def partition(
@@ -203,7 +203,7 @@ def _idle_plan(batch: BatchShape) -> Plan:
     )
 
 
-def _dense_plan(case: Case, route: Route, refused: Sequence[Refusal]) -> Plan:
+def _dense_plan(case: Case, route: Route, refused: Sequence[Refusal], why: str) -> Plan:
     batch = case.batch
     route = replace(route, dequantize_kv=case.model.fp8_cache and batch.has_prefix)
     nothing = "every token is attended, so nothing is selected"
@@ -215,7 +215,7 @@ def _dense_plan(case: Case, route: Route, refused: Sequence[Refusal]) -> Plan:
         indexer=IndexerPlan(mode=IndexerMode.STORE_ONLY),
         reasons={
             "phase": choices.batch_sentence(batch),
-            "attention": f"the longest context of {batch.max_kv_len} tokens is within {choices.mha_limit(case)[1]}",
+            "attention": why,
             "provider": choices.provider_sentence(case, route, case.own_load, refused),
             "dequantize_kv": choices.dequantize_sentence(case, route),
             "head_padding": "dense attention takes any number of heads",

@@ -30,8 +30,8 @@ Points = tuple[tuple[int, float], ...]
 def points(sm: int, op: str, layout: str, heads: int, label: str) -> Points:
     """(rows, microseconds) of one call, by rows; empty where no head count that fits was measured."""
     by_heads = MEASUREMENTS.get((sm, op, layout), {}).get(label, {})
-    fitting = min((count for count in by_heads if count >= heads), default=None)
-    return () if fitting is None else by_heads[fitting]
+    fitting = [count for count in by_heads if count >= heads]
+    return by_heads[min(fitting)] if fitting else ()
 
 
 def estimate_us(sm: int, op: str, layout: str, heads: int, rows: int, label: str) -> float | None:

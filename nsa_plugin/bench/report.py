@@ -12,7 +12,7 @@ from nsa_plugin.bench.markdown import markdown_table
 from nsa_plugin.bench.record import read
 from nsa_plugin.bench.tables import grouped
 from nsa_plugin.compare import record as comparison
-from nsa_plugin.compare.report import section
+from nsa_plugin.compare.report import overview, section
 
 PART = "benchmarks"
 _PART = re.compile(rf"(<!-- generated: {PART} -->\n).*?(<!-- end of {PART} -->)", re.DOTALL)
@@ -47,6 +47,8 @@ def render(folder: Path) -> str:
         order = list(SUITES)
         known = sorted(records, key=lambda one: (_position(order, one[1]["suite"]), one[1]["suite"]))
         parts += [_suite(path, record, f"{folder.name}/{host}") for path, record in known]
+        if compared:
+            parts += ["### Comparisons of served models", overview([record for _, record in compared])]
         parts += [section(path, record, f"{folder.name}/{host}") for path, record in compared]
     return "\n\n".join(parts) or "No record is here yet."
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +101,32 @@ def _tables(record: Row) -> tuple[list[list[str]], list[list[str]]]:
 
 def _nats(value: float | None) -> str:
     return "∞" if value is None else f"{value:.3f}"
+
+
+_OVERVIEW = ("requests compared", "rejected", "control's requests rejected", "TTFT, times better", "all holds")
+
+
+def overview(records: Sequence[Row]) -> str:
+    """A line for each comparison; those that were timed with the longest prompt's time to the first token."""
+    lines = []
+    for record in records:
+        agreement = [row for row in record["rows"] if row["op"] == "agreement" and row["provider"] == OURS]
+        wrong = [row for row in agreement if "fault" in row["case"]]
+        right = [row for row in agreement if "fault" not in row["case"]]
+        ttft = [row for row in record["rows"] if row["op"] == "serve" and row["case"]["measure"] == "ttft_ms"]
+        alone = [row for row in ttft if row["case"]["requests"] == 1]
+        longest = max(alone, key=lambda row: row["case"]["prompt"], default=None)
+        timed = "-" if longest is None else f"{longest['speedup']:.2f} ({longest['case']['prompt']} tokens)"
+        requests, rejected = (str(sum(row[name] for row in right)) for name in ("requests", "rejected"))
+        noticed = f"{sum(row['rejected'] for row in wrong)} of {sum(row['requests'] for row in wrong)}"
+        holds = "yes" if record["verdict"]["holds"] else "**no**"
+        lines.append([f"[{record['suite']}](#{_anchor(record['suite'])})", requests, rejected, noticed, timed, holds])
+    return markdown_table(["comparison", *_OVERVIEW], lines)
+
+
+def _anchor(title: str) -> str:
+    """Of a heading, as GitHub makes it."""
+    return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
 
 
 def section(path: Path, record: Row, folder: str) -> str:

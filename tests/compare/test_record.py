@@ -10,7 +10,7 @@ import pytest
 from nsa_plugin.compare.load import Load
 from nsa_plugin.compare.measured import Measured, Run
 from nsa_plugin.compare.record import as_record
-from nsa_plugin.compare.report import section
+from nsa_plugin.compare.report import overview, section
 from nsa_plugin.compare.verdict import judge
 
 LOAD = Load(name="x", case="prefill", requests=2, prompt=100, new_tokens=1, repeat=5)
@@ -120,3 +120,25 @@ def test_a_record_says_nothing_of_where_things_lie() -> None:
     assert server["command"] == "python3 -m a --model-path model --host 127.0.0.1"
     assert server["settings"] == {"report": "plugin.json"}
     assert server["report"] == "report='plugin.json' (the environment); 1/2"
+
+
+def test_the_overview_has_a_line_for_each_comparison() -> None:
+    timed = record(True, stock={"ttft_ms": [10.0, 20.0]}, plugin={"ttft_ms": [5.0, 8.0]})
+    for row in timed["rows"]:
+        row["case"]["requests"] = 1
+    agreement = {
+        "op": "agreement",
+        "provider": "nsa-plugin",
+        "requests": 10,
+        "rejected": 1,
+        "case": {"requests": "single"},
+    }
+    control = agreement | {"rejected": 9, "case": {"requests": "single", "fault": "shift_indices"}}
+    own = agreement | {"provider": "stock", "rejected": 5}
+    made = {"suite": "a-1.2", "verdict": {"holds": True}, "rows": [agreement, own, control, *timed["rows"]]}
+    broken = {"suite": "b", "verdict": {"holds": False}, "rows": []}
+    lines = overview([made, broken]).splitlines()[2:]
+    assert lines == [
+        "| [a-1.2](#a-12) | 10 | 1 | 9 of 10 | 2.31 (100 tokens) | yes |",
+        "| [b](#b) | 0 | 0 | 0 of 0 | - | **no** |",
+    ]
