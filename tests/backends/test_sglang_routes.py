@@ -7,10 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from nsa_plugin.backends.sglang import routes
 from nsa_plugin.backends.sglang.batch import prefill_batch, step_batch
 from nsa_plugin.backends.sglang.routes import CARRIERS, PLANNED, Planner, Route, route_of, runnable, sglangs_own
 from nsa_plugin.capabilities import Op
 from nsa_plugin.devices import synthetic
+from nsa_plugin.dispatch import decide
 from nsa_plugin.errors import NoProviderError
 from nsa_plugin.plan import Attention, IndexerMode, IndexerPlan, Plan
 from nsa_plugin.settings import Settings
@@ -155,6 +157,31 @@ def test_a_step_is_decided_once_and_counted_every_time():
     assert first is again
     assert counted == [first.plan, first.plan]
     assert made.trace.counts.total() == 2
+
+
+def test_prefills_of_the_same_lengths_are_decided_once_and_counted_every_time(monkeypatch: pytest.MonkeyPatch):
+    decided, counted = [], []
+
+    def deciding(model, batch, device, settings):
+        decided.append(batch)
+        return decide(model, batch, device, settings)
+
+    monkeypatch.setattr(routes, "decide", deciding)
+    monkeypatch.setattr(routes, "MAX_PREFILLS", 2)
+    made = planner("v32_fp8")
+    made.count = counted.append
+    first, again = (made.prefill(SHORT, dense_allowed=True) for _ in range(2))
+    assert first is again
+    assert (len(decided), len(counted)) == (1, 2)
+    sparse = made.prefill(SHORT, dense_allowed=False)
+    assert sparse is not None
+    assert first is not None
+    assert first.dense
+    assert not sparse.dense
+    made.prefill(LONG, dense_allowed=True)  # one more than are kept
+    before = len(decided)
+    assert made.prefill(SHORT, dense_allowed=True).plan == first.plan
+    assert len(decided) == before + 1
 
 
 def test_the_indexers_chunks_follow_the_memory_that_is_free_when_serving():

@@ -26,7 +26,7 @@ from nsa_plugin.dispatch import decide
 from nsa_plugin.errors import NoProviderError, NsaPluginError
 from nsa_plugin.plan import Attention, Plan
 from nsa_plugin.settings import Settings
-from nsa_plugin.shapes import ModelShape, Phase
+from nsa_plugin.shapes import BatchShape, ModelShape, Phase
 from nsa_plugin.telemetry import Trace
 
 
@@ -84,6 +84,9 @@ PLANNED = {
 }
 
 BF16_BYTES = 2
+MAX_PREFILLS = 1024
+"""Prefills of different lengths whose routes are kept: a decision is a part of what a short prefill takes."""
+
 _SPARSE = {Op.SPARSE_MLA_PREFILL: Attention.SPARSE_PREFILL, Op.SPARSE_MLA_DECODE: Attention.SPARSE_DECODE}
 # Whose kernel SGLang calls for dense attention.
 _DENSE = {"fa3", "trtllm"}
@@ -179,6 +182,7 @@ class Planner:
     count: Callable[[Plan], None] | None = None
     free_memory: Callable[[], int] | None = None
     _steps: dict[tuple[Phase, int, int], Route] = field(default_factory=dict)
+    _prefills: dict[tuple[BatchShape, bool, bool, int], Route | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.device = runnable(self.device, self.model.kv_layout)
@@ -197,6 +201,14 @@ class Planner:
 
     def prefill_route(self, batch: Batch, *, dense_allowed: bool) -> Route | None:
         """As `prefill`, of a batch that does not come to be: nothing is recorded."""
+        key = batch.shape, batch.mixed, dense_allowed, self.device.memory_free
+        if key not in self._prefills:
+            if len(self._prefills) >= MAX_PREFILLS:
+                self._prefills.clear()
+            self._prefills[key] = self._prefill_route(batch, dense_allowed)
+        return self._prefills[key]
+
+    def _prefill_route(self, batch: Batch, dense_allowed: bool) -> Route | None:
         # Over an fp8 cache SGLang makes its copy for whole prefills only, and the paths differ in what they are given.
         if batch.shape.context_parallel or (batch.mixed and self.model.fp8_cache):
             return None
