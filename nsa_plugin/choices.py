@@ -60,7 +60,7 @@ def mha_limit(case: Case) -> tuple[int, str]:
         return asked, f"mha_max_kv {asked}"
     dense, _ = dense_provider(case)
     if dense is not None and measured.SELECTIONS[model.kv_layout] == (model.index_topk, model.sliding_window):
-        load = case.own_load
+        load = Load(1, model.heads_per_rank)  # of one request: a kernel's limit of rows is the whole batch's concern
         sparse = [str(route) for route in sparse_routes(case, load) if route_refusal(case, route, load) is None]
         limit = measured.dense_limit(case.device.sm, model.kv_layout, load.heads, str(dense), sparse)
         if limit is not None and limit < model.index_topk:

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from nsa_plugin import measured
+from nsa_plugin.capabilities import Op
 from nsa_plugin.devices import DeviceProfile, synthetic
 from nsa_plugin.dispatch import Part, decide, partition, validate
 from nsa_plugin.errors import NoProviderError, SettingsError, ShapeError
@@ -182,3 +184,20 @@ def test_missing_libraries_are_found_at_start_up() -> None:
         validate(V32_FP8, old, Settings(), max_decode_tokens=20000, cuda_graph=True)
     with pytest.raises(NoProviderError, match="takes 64 or 128 heads; there are 256"):
         validate(replace(V32_FP8, num_heads=2048), old, Settings())
+
+
+def test_the_longest_dense_context_is_the_same_for_a_batch_and_for_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that the whole batch has too many rows for is still quicker for a request of the batch alone."""
+    times = {
+        "fa3 mha_one_shot": {128: ((2, 1.0), (1024, 500.0))},
+        "flash_mla sparse_decode": {128: ((2, 9.0), (1024, 99.0))},
+    }
+    monkeypatch.setattr(measured, "MEASUREMENTS", {(90, "mha_one_shot", "v32_fp8"): times})
+    device = OLD_H200
+    capability = device.capability("flash_mla", Op.SPARSE_MLA_DECODE, "v32_fp8")
+    assert capability is not None
+    assert capability.max_rows is not None
+    lengths = [100, capability.max_rows]
+    parts = partition(V32_FP8, lengths, lengths, Phase.EXTEND, device, Settings())
+    assert [part.requests for part in parts] == [(0, 1)]
+    assert parts[0].plan.attention is not Attention.MHA_ONE_SHOT
