@@ -69,7 +69,7 @@ test-sglang: setup-sglang ## the newest SGLang that runs on a CPU, started for r
 	$(SGLANG_BIN)/python -m pytest -m engine_sglang tests/sglang
 
 test-gpu: ## the tests that need a CUDA device, by GPU_PYTHON of an environment that has one
-	$(GPU_PYTHON) -m pytest -m gpu tests/gpu
+	$(GPU_PYTHON) -m pytest -m gpu tests/gpu tests/parallel
 
 sanitize-gpu: ## the plugin's kernels on small cases under compute-sanitizer, for bad accesses and for races
 	# memcheck would report the driver functions that cuda.bindings looks up and an older driver lacks.

@@ -129,8 +129,8 @@ class Settings:
         512,
         _parse_count(1),
         "a number of MiB, at least 1",
-        "Most memory, in MiB, that the indexer's float32 logits may take at once. A quarter of the free "
-        "memory is the limit where that is less.",
+        "Most memory, in MiB, that the indexer's float32 logits may take at once; of a DeepSeek-V4 prefill, "
+        "with what its route holds. A quarter of the free memory is the limit where that is less.",
     )
     token_shard: str = _setting(
         "auto",
