@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -19,40 +18,33 @@ from rich.console import Console
 
 from nsa_plugin.commands.output import console
 from nsa_plugin.compare import record, report
-from nsa_plugin.compare.engine import CompareError, Engine
-from nsa_plugin.compare.lifecycle import Say, speaker
+from nsa_plugin.compare.engine import FAMILIES, V4, V32, CompareError, Engine
+from nsa_plugin.compare.lifecycle import speaker
 from nsa_plugin.compare.load import SPEED_CASES, loads
 from nsa_plugin.compare.measured import Measured
+from nsa_plugin.compare.model import (
+    SPEC,
+    SPEC_V4,
+    Spec,
+    checkpoint_name,
+    edges,
+    family_of,
+    make_checkpoint,
+    selects_above,
+    shown,
+    spec_of,
+)
 from nsa_plugin.compare.rule import CONTROL, PLUGIN, STOCK
 from nsa_plugin.compare.runner import ROLES, Comparison
 from nsa_plugin.compare.sglang_server import SglangEngine
 from nsa_plugin.compare.verdict import judge
+from nsa_plugin.compare.vllm_server import VllmEngine
 from nsa_plugin.compare.workload import AGREEMENT_CASES, workload
-from nsa_plugin.demo.checkpoint import CheckpointSpec, write_checkpoint
 
-ENGINES: dict[str, Callable[[], Engine]] = {"sglang": SglangEngine}
+ENGINES: dict[str, Callable[[], Engine]] = {"sglang": SglangEngine, "vllm": VllmEngine}
 TAKES_ENGINE_FLAGS = True
 MEASURED = "measured.jsonl"
-_HEADS = 16  # of a rank of DeepSeek-V3.2 on eight GPUs
 _EXIT_OK, _EXIT_FAILED, _EXIT_INTERRUPTED, _EXIT_TERMINATED = 0, 1, 130, 143
-
-# DeepSeek's own ranks and dimensions in what attention sees; as few layers, experts and tokens as still show it all.
-SPEC = CheckpointSpec(
-    seed=2,
-    dtype="bfloat16",
-    vocab_size=4096,
-    hidden_size=2048,
-    intermediate_size=4096,
-    moe_intermediate_size=512,
-    num_hidden_layers=4,
-    q_lora_rank=1536,
-    qk_nope_head_dim=128,
-    v_head_dim=128,
-    index_topk=2048,
-    index_n_heads=64,
-    rope_factor=40.0,
-    rope_original_positions=4096,
-)
 
 EPILOG = f"""cases:
   agreement  {", ".join(AGREEMENT_CASES)}
@@ -62,14 +54,22 @@ examples:
   nsa-plugin compare sglang --heads 16 --json docs/benchmarks -- --kv-cache-dtype fp8_e4m3
   nsa-plugin compare sglang --heads 16 --together --speed --runs stock,plugin,control,stock-again -- \\
       --kv-cache-dtype fp8_e4m3 --max-total-tokens 262144 --mem-fraction-static 0.8
+  nsa-plugin compare sglang --family v4 --speed --json docs/benchmarks
   nsa-plugin compare sglang --model /models/DeepSeek-V3.2 --speed -- --tp 8
+  nsa-plugin compare vllm --heads 16 --together --speed --runs stock,plugin,control,stock-again -- \\
+      --kv-cache-dtype fp8 --kv-cache-memory-bytes 4G --gpu-memory-utilization 0.2
   nsa-plugin compare sglang --measured work/logs/{MEASURED} --json docs/benchmarks    judge again, measure nothing
 
 What follows -- is given to every server. Servers run one after the other on the same devices, each with all of their
 memory. Timed so, they differ by far more than a few per cent, the same server twice as well: with --together all are
 alive at the same time and speed is timed in turns. Their memory is then for the flags after -- to divide, because every
 server sizes itself as if it were alone. SGLang: bound each cache by --max-total-tokens, and leave --mem-fraction-static
-high (0.8): what others take while a server starts counts as that server's own.
+high (0.8): what others take while a server starts counts as that server's own. vLLM: give the cache's size by
+--kv-cache-memory-bytes, because its own measurement counts the others too, and a small --gpu-memory-utilization (0.2):
+so much of the device must be free when a server starts.
+
+This release refuses vLLM on a GPU, and vLLM on a CPU has no sparse attention to compare with: compare vllm measures
+nothing yet, and says so.
 
 What was measured is saved after every step, in LOGS/{MEASURED} and in the record, so that a run that is ended keeps it.
 
@@ -88,9 +88,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--heads",
         type=_count,
         metavar="N",
-        help=f"query heads of a checkpoint of DeepSeek-V3.2's shape with seeded random weights, made here ({_HEADS})",
+        help="query heads of a checkpoint with seeded random weights, made here "
+        f"({SPEC.num_attention_heads}, of v4 {SPEC_V4.num_attention_heads})",
     )
-    model.add_argument("--layers", type=_count, default=SPEC.num_hidden_layers, metavar="N", help="of it (%(default)s)")
+    model.add_argument(
+        "--family", choices=FAMILIES, help=f"whose shape it has: DeepSeek-V3.2's or DeepSeek-V4's ({V32})"
+    )
+    model.add_argument(
+        "--layers",
+        type=_layers,
+        metavar="N",
+        help=f"of it ({SPEC.num_hidden_layers}); of v4 a number or their compress ratios "
+        f"({','.join(map(str, SPEC_V4.compress_ratios))})",
+    )
     model.add_argument("--mtp", action="store_true", help="with a layer for speculative decoding")
     model.add_argument("--context", type=_count, default=32000, metavar="TOKENS", help="longest prompt (%(default)s)")
 
@@ -136,6 +146,15 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _layers(text: str) -> int | tuple[int, ...]:
+    if "," not in text:
+        return _count(text)
+    numbers = text.split(",")
+    if not all(number.isdecimal() for number in numbers):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of compress ratios")
+    return tuple(map(int, numbers))
+
+
 def _seconds(text: str) -> float:
     try:
         value = float(text)
@@ -168,7 +187,7 @@ def run(args: argparse.Namespace) -> int:
     facts = _facts(args, engine)
     if not facts["prefix_cache"]:
         cases = [case for case in cases if case != "prefix"]
-    groups = workload(facts["vocab_size"], facts["index_topk"], args.context, cases)
+    groups = workload(facts["vocab_size"], facts["selects_above"], args.context, cases, edges=facts["edges"])
     measured = Measured(facts=facts, asked={"runs": args.runs, "cases": cases}, together=args.together)
 
     for directory in (args.workdir, logs, *([args.json] if args.json else [])):
@@ -177,7 +196,7 @@ def run(args: argparse.Namespace) -> int:
     comparison = Comparison(
         engine=engine,
         measured=measured,
-        model=(args.model or args.workdir / _checkpoint_name(args)).resolve(),
+        model=(args.model or args.workdir / checkpoint_name(_spec(args))).resolve(),
         flags=args.engine_flags,
         groups=groups,
         loads=loads(args.context, cases),
@@ -191,7 +210,7 @@ def run(args: argparse.Namespace) -> int:
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
         if args.model is None:
-            _make_checkpoint(args, comparison.model, say)
+            make_checkpoint(_spec(args), comparison.model, say)
         comparison.make(args.runs)
     except KeyboardInterrupt:
         measured.ended, code = "interrupted", _EXIT_INTERRUPTED
@@ -245,9 +264,9 @@ def _facts(args: argparse.Namespace, engine: Engine) -> dict[str, Any]:
     """
     version = engine.version()
     config = _config(args)
-    facts = engine.facts(args.engine_flags)
+    facts = engine.facts(args.engine_flags, family_of(config))
     heads = config["num_attention_heads"] // facts["attention_tp"]
-    kind = "v32" if args.model is None else str(config.get("model_type", "model")).removeprefix("deepseek_")
+    kind = str(config.get("model_type", "model")).removeprefix("deepseek_")
     variant = [f"tp{facts['tp']}"] if facts["tp"] > 1 else []
     variant += [f"dp{facts['dp']}"] if facts["dp"] > 1 else []
     gpu, driver = _gpu()
@@ -258,28 +277,31 @@ def _facts(args: argparse.Namespace, engine: Engine) -> dict[str, Any]:
         "heads": heads,
         "vocab_size": config["vocab_size"],
         "index_topk": config["index_topk"],
+        "selects_above": selects_above(config),
+        "edges": edges(config),
         "context": args.context,
         "flags": args.engine_flags,
         "model": {
-            "weights": "seeded random, see nsa_plugin.demo.checkpoint" if args.model is None else args.model.name,
-            **{name: config[name] for name in _SHOWN if name in config},
+            "weights": _MADE[family_of(config)] if args.model is None else args.model.name,
+            **shown(config),
         },
         "command": shlex.join(["nsa-plugin", *sys.argv[1:]]),
         "host": record.describe_host(gpu, driver, facts["tp"], args.commit),
     }
 
 
-_SHOWN = (
-    *("architectures", "num_hidden_layers", "hidden_size", "num_attention_heads", "q_lora_rank", "kv_lora_rank"),
-    *("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "index_topk", "index_n_heads", "index_head_dim"),
-    *("n_routed_experts", "num_experts_per_tok", "num_nextn_predict_layers", "vocab_size", "torch_dtype"),
-)
+_MADE = {
+    V32: "seeded random, see nsa_plugin.demo.checkpoint",
+    V4: "seeded random, see nsa_plugin.demo.checkpoint_v4",
+}
 
 
 def _config(args: argparse.Namespace) -> dict[str, Any]:
     if args.model is None:
         config = _spec(args).config()
     else:
+        if args.family is not None:
+            raise CompareError("--family is of a checkpoint that is made here; --model has its own")
         try:
             config = json.loads((args.model / "config.json").read_text())
         except (OSError, ValueError) as error:
@@ -293,35 +315,8 @@ def _config(args: argparse.Namespace) -> dict[str, Any]:
     return dict(config)
 
 
-def _spec(args: argparse.Namespace) -> CheckpointSpec:
-    return replace(
-        SPEC,
-        num_attention_heads=args.heads or _HEADS,
-        num_hidden_layers=args.layers,
-        num_nextn_predict_layers=int(args.mtp),
-    )
-
-
-def _checkpoint_name(args: argparse.Namespace) -> str:
-    return f"v32-{args.heads or _HEADS}heads-{args.layers}layers{'-mtp' if args.mtp else ''}"
-
-
-def _make_checkpoint(args: argparse.Namespace, directory: Path, say: Say) -> None:
-    """Write the checkpoint, unless a whole one of the same spec is there."""
-    spec, mark = _spec(args), directory / "spec.json"
-    wanted = json.dumps(asdict(spec))
-    if mark.is_file() and mark.read_text() == wanted:
-        say(f"checkpoint: {directory} is there")
-        return
-    started = time.monotonic()
-    say(f"checkpoint: writing {directory}")
-    mark.unlink(missing_ok=True)
-    try:
-        write_checkpoint(directory, spec)
-        mark.write_text(wanted)  # last: it says that the rest is whole
-    except OSError as error:
-        raise CompareError(f"{directory} cannot be written: {error}") from error
-    say(f"checkpoint: written in {time.monotonic() - started:.1f} s")
+def _spec(args: argparse.Namespace) -> Spec:
+    return spec_of(args.family or V32, args.heads, args.layers, mtp=args.mtp)
 
 
 def _make_directory(path: Path) -> None:

@@ -10,6 +10,9 @@ from typing import Any, Protocol
 from nsa_plugin.compare.measured import Answer
 from nsa_plugin.errors import NsaPluginError
 
+# Families of models, as `nsa_plugin.shapes.ModelShape` names them.
+V32, V4 = FAMILIES = ("v3.2", "v4")
+
 
 class CompareError(NsaPluginError):
     """The comparison cannot be made as asked."""
@@ -77,6 +80,13 @@ class Engine(Protocol):
         """Batches that the plugin planned, by "phase/attention/provider", from the server's metrics."""
         ...
 
-    def facts(self, flags: Sequence[str]) -> dict[str, Any]:
-        """What `flags` say of the server: kv ("bf16", "fp8"), tp, dp, prefix_cache, and `variant`, a list of words."""
+    def facts(self, flags: Sequence[str], family: str) -> dict[str, Any]:
+        """What `flags` say of a server of a model of `family` (`FAMILIES`).
+
+        Returns:
+            kv ("bf16", "fp8"), tp, dp, attention_tp, prefix_cache, and `variant`, a list of words.
+
+        Raises:
+            CompareError: the plugin does not serve the family with this engine.
+        """
         ...

@@ -174,6 +174,9 @@ class Comparison:
                 + (f"; refused {len(refused)}, {refused[0]}" if refused else "")
             )
             self.on_step()
+        # Whether the plugin served is asked before the control runs, which may be while this server is alive.
+        if problem := one.note_plugin():
+            self.say(f"{run.role}: {problem}")
 
     def _time(self, servers: Sequence[RoleServer]) -> None:
         # What is left is shared by the servers that are still to be timed; the control only starts and answers.

@@ -19,7 +19,7 @@ from typing import Any
 
 from nsa_plugin.compare import common
 from nsa_plugin.compare.common import PLUGIN, flag_value, installed, number
-from nsa_plugin.compare.engine import CompareError
+from nsa_plugin.compare.engine import V4, CompareError
 from nsa_plugin.compare.measured import Answer
 
 ENTRY_POINTS = "sglang.srt.plugins"
@@ -121,7 +121,7 @@ class SglangEngine:
     def routes(self, metrics: str) -> Counter[str]:
         return common.routes(metrics, "sglang")
 
-    def facts(self, flags: Sequence[str]) -> dict[str, Any]:
+    def facts(self, flags: Sequence[str], family: str) -> dict[str, Any]:
         tp = int(flag_value(flags, "--tp", "--tp-size", "--tensor-parallel-size") or 1)
         dp = int(flag_value(flags, "--dp", "--dp-size", "--data-parallel-size") or 1)
         cache = flag_value(flags, "--kv-cache-dtype") or "auto"
@@ -130,7 +130,8 @@ class SglangEngine:
         variant += ["mtp"] if flag_value(flags, "--speculative-algorithm", "--speculative-algo") else []
         variant += [f"chunk{chunk}"] if chunk else []
         return {
-            "kv": "fp8" if cache.startswith("fp8") else "bf16",
+            # V4's pages are fp8 whatever the flag says (`mem_cache/deepseek_v4_memory_pool.py`).
+            "kv": "fp8" if cache.startswith("fp8") or family == V4 else "bf16",
             "tp": tp,
             "dp": dp,
             # Data-parallel attention leaves each rank the heads of tp / dp ranks.

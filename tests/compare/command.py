@@ -17,9 +17,9 @@ Behave = Callable[..., Path]
 Read = Callable[[], dict[str, Any]]
 
 
-def arguments(tmp_path: Path, model: Path, *more: str) -> list[str]:
+def arguments(tmp_path: Path, model: Path, *more: str, engine: str = "sglang") -> list[str]:
     return [
-        *("compare", "sglang", "--model", str(model), "--context", "136", "--workdir", str(tmp_path / "work")),
+        *("compare", engine, "--model", str(model), "--context", "136", "--workdir", str(tmp_path / "work")),
         *("--json", str(tmp_path / "records"), "--commit", "0123abc", *more),
     ]
 

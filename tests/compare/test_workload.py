@@ -9,6 +9,7 @@ import pytest
 
 from nsa_plugin.compare.engine import CompareError
 from nsa_plugin.compare.load import Load, _readings, _Timed, loads
+from nsa_plugin.compare.model import SPEC, SPEC_V4, edges, selects_above
 from nsa_plugin.compare.sglang_server import SglangEngine
 from nsa_plugin.compare.workload import AGREEMENT_CASES, SAME, prompt_lengths, workload
 
@@ -17,6 +18,17 @@ ENGINE = SglangEngine()
 
 def test_lengths_on_a_gpu_are_those_that_matter_there() -> None:
     assert prompt_lengths(2048, 32000) == [32, 700, 1500, 2047, 2048, 2049, 3000, 6000, 12000, 32000]
+
+
+def test_lengths_of_v4_are_around_its_window_and_its_ratios_too() -> None:
+    config = SPEC_V4.config()
+    assert (selects_above(config), edges(config)) == (2048, [128, 2052])
+    lengths = prompt_lengths(selects_above(config), 32000, edges(config))
+    more = {127, 128, 129, 2051, 2052, 2053}
+    assert set(lengths) == {*prompt_lengths(2048, 32000), *more}
+    assert lengths == sorted(lengths)
+    assert selects_above(SPEC.config()) == SPEC.index_topk
+    assert edges(SPEC.config()) == []
 
 
 @pytest.mark.parametrize(("index_topk", "context"), [(64, 128), (64, 300), (2048, 4096), (2048, 32000)])
@@ -46,7 +58,7 @@ def test_prompts_do_not_depend_on_the_cases() -> None:
 
 
 def test_context_without_a_selection_is_refused() -> None:
-    with pytest.raises(CompareError, match="at least twice the model's index_topk, 4096"):
+    with pytest.raises(CompareError, match="selects of more than 2048 tokens, and at least twice as many, 4096"):
         workload(4096, 2048, 4000)
 
 
@@ -116,12 +128,13 @@ sglang:num_running_reqs{engine_type="unified"} 0.0
 
 
 def test_facts_from_the_flags() -> None:
-    plain = ENGINE.facts([])
+    plain = ENGINE.facts([], "v3.2")
     assert (plain["kv"], plain["tp"], plain["attention_tp"], plain["variant"]) == ("bf16", 1, 1, [])
     assert plain["prefix_cache"]
+    assert ENGINE.facts([], "v4")["kv"] == "fp8"
     flags = "--tp 8 --dp-size=4 --enable-dp-attention --kv-cache-dtype fp8_e4m3 --disable-radix-cache"
     flags += " --speculative-algorithm EAGLE --chunked-prefill-size 4096 --disable-cuda-graph"
-    found = ENGINE.facts(flags.split())
+    found = ENGINE.facts(flags.split(), "v3.2")
     assert (found["kv"], found["tp"], found["dp"], found["attention_tp"]) == ("fp8", 8, 4, 2)
     assert found["variant"] == ["eager", "noprefix", "mtp", "chunk4096"]
     assert not found["prefix_cache"]
