@@ -10,7 +10,7 @@ import functools
 import importlib
 import importlib.util
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -84,6 +84,15 @@ class DeviceProfile:
     def providers(self, op: Op) -> tuple[str, ...]:
         """Names of the available libraries that provide an operation."""
         return tuple(name for name in self.libraries if self.has(name, op))
+
+    def keeping(self, kept: Callable[[str, Capability], bool]) -> DeviceProfile:
+        """The profile with those kernels alone for which `kept(library, capability)` holds."""
+
+        def reduced(library: Library) -> Library:
+            capabilities = tuple(capability for capability in library.capabilities if kept(library.name, capability))
+            return replace(library, capabilities=capabilities)
+
+        return replace(self, libraries={name: reduced(library) for name, library in self.libraries.items()})
 
     @property
     def where(self) -> str:

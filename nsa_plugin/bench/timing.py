@@ -115,13 +115,7 @@ class CudaTimer:
 
 def _capture(call: Call) -> tuple[torch.cuda.CUDAGraph, Any] | None:
     """A CUDA graph of the call and the result that its replays write, or None where it cannot be captured."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
+    run_aside(call)
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):
@@ -132,6 +126,17 @@ def _capture(call: Call) -> tuple[torch.cuda.CUDAGraph, Any] | None:
     graph.replay()
     torch.cuda.synchronize()
     return graph, result
+
+
+def run_aside(call: Call) -> None:
+    """Call a few times on another stream, as has to come before a capture: what is made at first use is made then."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
 
 
 def _warm_up(run: Callable[[], None]) -> tuple[float, float]:

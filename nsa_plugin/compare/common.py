@@ -6,8 +6,10 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import metadata
+from typing import Any
 
 from nsa_plugin.compare.engine import CompareError
 
@@ -58,6 +60,17 @@ def routes(metrics: str, prefix: str) -> Counter[str]:
         route = "/".join(labels.get(name, "?") for name in ("phase", "attention", "provider"))
         counted[route] += int(float(found["value"]))
     return counted
+
+
+@contextmanager
+def reading(engine: str, data: Any) -> Iterator[None]:
+    """The block reads an engine's reply; CompareError where it is not as expected."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise CompareError(
+            f"{engine}'s reply is not as expected ({type(error).__name__}: {error}): {str(data)[:300]}"
+        ) from error
 
 
 def number(value: float | None) -> float:

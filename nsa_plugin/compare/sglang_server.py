@@ -87,12 +87,8 @@ class SglangEngine:
         return body | ({"stream": True} if stream else {})
 
     def answers(self, data: Any) -> list[Answer]:
-        try:
+        with common.reading("SGLang", data):
             return [self._answer(one) for one in (data if isinstance(data, list) else [data])]
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise CompareError(
-                f"SGLang's reply is not as expected ({type(error).__name__}: {error}): {str(data)[:300]}"
-            ) from error
 
     @staticmethod
     def _answer(data: Mapping[str, Any]) -> Answer:

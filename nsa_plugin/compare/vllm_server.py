@@ -96,16 +96,12 @@ class VllmEngine:
         return body
 
     def answers(self, data: Any) -> list[Answer]:
-        try:
+        with common.reading("vLLM", data):
             choices = sorted(data["choices"], key=lambda choice: choice["index"])
             details = data["usage"].get("prompt_tokens_details") or {}
             # Of several prompts vLLM says one number only.
             cached = int(details.get("cached_tokens") or 0) if len(choices) == 1 else 0
             return [self._answer(choice, cached) for choice in choices]
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise CompareError(
-                f"vLLM's reply is not as expected ({type(error).__name__}: {error}): {str(data)[:300]}"
-            ) from error
 
     @staticmethod
     def _answer(choice: Mapping[str, Any], cached: int) -> Answer:

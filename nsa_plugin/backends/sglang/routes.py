@@ -21,7 +21,7 @@ from typing import Any
 
 from nsa_plugin.backends.sglang.batch import Batch
 from nsa_plugin.capabilities import Capability, Op
-from nsa_plugin.devices import DeviceProfile, Library
+from nsa_plugin.devices import DeviceProfile
 from nsa_plugin.dispatch import decide
 from nsa_plugin.errors import NoProviderError, NsaPluginError
 from nsa_plugin.plan import Attention, Plan
@@ -103,24 +103,16 @@ def runnable(device: DeviceProfile, layout: str) -> DeviceProfile:
         shape = _SPARSE.get(capability.op)
         return shape is None or (layout, shape, library, _copies(capability, layout)) in CARRIERS
 
-    return _reduced(device, carried)
+    return device.keeping(carried)
 
 
 def in_place(device: DeviceProfile, layout: str) -> DeviceProfile:
     """The profile without the kernels that read a bf16 copy of a cache of `layout`."""
-    return _reduced(device, lambda library, capability: capability.op not in _SPARSE or not _copies(capability, layout))
+    return device.keeping(lambda library, capability: capability.op not in _SPARSE or not _copies(capability, layout))
 
 
 def _copies(capability: Capability, layout: str) -> bool:
     return layout != "bf16" and "bf16" in capability.layouts and layout not in capability.layouts
-
-
-def _reduced(device: DeviceProfile, kept: Callable[[str, Capability], bool]) -> DeviceProfile:
-    def reduced(library: Library) -> Library:
-        capabilities = tuple(capability for capability in library.capabilities if kept(library.name, capability))
-        return replace(library, capabilities=capabilities)
-
-    return replace(device, libraries={name: reduced(library) for name, library in device.libraries.items()})
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from nsa_plugin.backends.sglang.batch import Batch
 from nsa_plugin.backends.sglang.routes import Planner, Route, in_place
 from nsa_plugin.backends.sglang.v4_batch import spans, workspace_bytes
 from nsa_plugin.capabilities import Capability, Op
-from nsa_plugin.devices import MIB, DeviceProfile, Library
+from nsa_plugin.devices import MIB, DeviceProfile
 from nsa_plugin.dispatch import decide
 from nsa_plugin.errors import NoProviderError, NsaPluginError
 from nsa_plugin.plan import Attention, Plan
@@ -89,10 +89,7 @@ def runnable(device: DeviceProfile, only: Iterable[str] = ()) -> DeviceProfile:
             return False
         return CARRIERS.get((shape, library, copied)) in wanted
 
-    def reduced(library: Library) -> Library:
-        return replace(library, capabilities=tuple(c for c in library.capabilities if kept(library.name, c)))
-
-    return replace(device, libraries={name: reduced(library) for name, library in device.libraries.items()})
+    return device.keeping(kept)
 
 
 def route_of(plan: Plan) -> Route:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from nsa_plugin.capabilities import Capability, Op
-from nsa_plugin.devices import MIB, DeviceProfile, Library
+from nsa_plugin.devices import MIB, DeviceProfile
 from nsa_plugin.dispatch import decide, partition
 from nsa_plugin.errors import NoProviderError
 from nsa_plugin.plan import Attention, Plan
@@ -85,11 +85,7 @@ def runnable(device: DeviceProfile, layout: str, *, prefill: bool) -> DeviceProf
         copies = layout not in capability.layouts
         return (layout, prefill, shape, copies) in CARRIERS
 
-    def reduced(library: Library) -> Library:
-        kept = tuple(capability for capability in library.capabilities if carried(library.name, capability))
-        return replace(library, capabilities=kept)
-
-    return replace(device, libraries={name: reduced(library) for name, library in device.libraries.items()})
+    return device.keeping(carried)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from nsa_plugin.bench.floors import Rates
 from nsa_plugin.bench.record import FLUSHED
-from nsa_plugin.bench.timing import CudaTimer, Timing, measure_rates
+from nsa_plugin.bench.timing import CudaTimer, Timing, measure_rates, run_aside
 from nsa_plugin.bench.workload import Call, WrongResultError
 
 _WARM_UPS = 10
@@ -100,13 +100,7 @@ class GroupTimer:
 
     def _captured(self, call: Call, held: list[Any]) -> torch.cuda.CUDAGraph | None:
         """A graph of the call whose replays write `held`'s result; None, on every rank, where one cannot capture it."""
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                call()
-        torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.synchronize()
+        run_aside(call)
         graph, failure = torch.cuda.CUDAGraph(), ""
         try:
             # Of this thread alone: NCCL's watchdog looks at its events meanwhile.
