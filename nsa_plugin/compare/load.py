@@ -68,12 +68,12 @@ def loads(context: int, cases: Sequence[str] = SPEED_CASES) -> list[Load]:
     if PREFILL in cases:
         prompt = min(2000, context)
         found.append(
-            Load(name=f"prefill-100x{prompt}", case=PREFILL, requests=100, prompt=prompt, new_tokens=1, repeat=7)
+            Load(name=f"prefill-100x{prompt}", case=PREFILL, requests=100, prompt=prompt, new_tokens=1, repeat=21)
         )
     if DECODE in cases:
         prompt, new_tokens = min(4096, context), min(256, context)
         found.append(
-            Load(name=f"decode-16x{prompt}", case=DECODE, requests=16, prompt=prompt, new_tokens=new_tokens, repeat=5)
+            Load(name=f"decode-16x{prompt}", case=DECODE, requests=16, prompt=prompt, new_tokens=new_tokens, repeat=9)
         )
     return found
 

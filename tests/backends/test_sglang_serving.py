@@ -129,7 +129,7 @@ def test_no_verify_without_speculative_decoding_and_nothing_of_what_stays_sglang
 
 @pytest.mark.parametrize(
     ("prefill", "decode", "server_args"),
-    [("tilelang", "trtllm", {}), ("flashmla_kv", "flashmla_kv", {"enable_deterministic_inference": True})],
+    [("tilelang", "tilelang", {}), ("flashmla_kv", "flashmla_kv", {"enable_deterministic_inference": True})],
 )
 def test_where_every_batch_stays_sglangs_the_plugin_is_not_active(
     warmed: list[Any], prefill: str, decode: str, server_args: dict[str, Any]
@@ -153,6 +153,16 @@ def test_a_note_is_said_once(warmed: list[Any]):
 def test_a_library_that_the_model_cannot_have_is_refused_before_any_backend_serves():
     with pytest.raises(SettingsError, match="decode_backend is trtllm"):
         begun(built(), decode_backend="trtllm")
+
+
+@pytest.mark.parametrize("fp8", [True, False])
+def test_trtllm_by_sglangs_own_flag_is_refused_by_its_name(fp8: bool):
+    """Over fp8 SGLang then has a cache without scales, which is not what the message has to be about."""
+    backend = built(decode="trtllm")
+    setattr(backend, f"{DsaBackend.x}_kv_cache_store_fp8", False)
+    dtype = "torch.float8_e4m3fn" if fp8 else "torch.bfloat16"
+    with pytest.raises(NoProviderError, match=r"--(dsa|nsa)-decode-backend is trtllm, .*this is .*SM90"):
+        begun(backend, SimpleNamespace(**vars(runner()) | {"kv_cache_dtype": dtype}))
 
 
 def test_a_library_that_sglang_has_no_path_for_is_refused():

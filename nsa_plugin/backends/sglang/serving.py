@@ -22,6 +22,8 @@ from nsa_plugin.backends.warm import warm, warm_selection
 from nsa_plugin.capabilities import Op
 from nsa_plugin.devices import DeviceProfile
 from nsa_plugin.dispatch import validate
+from nsa_plugin.errors import NoProviderError
+from nsa_plugin.patches.ledger import TURN_OFF
 from nsa_plugin.plan import Plan
 from nsa_plugin.settings import ResolvedSettings
 from nsa_plugin.shapes import ModelShape
@@ -59,8 +61,9 @@ class Serving:
             model_runner: the one that it is built for.
 
         Raises:
-            ShapeError, SettingsError, NoProviderError: see `model_shape` and `validate`.
+            ShapeError, SettingsError, NoProviderError: see `refuse_trtllm`, `model_shape` and `validate`.
         """
+        refuse_trtllm(backend, device)
         model = shape_of(backend, model_runner)
         validate(model, device, resolved.settings)
         where, server_args = ranks(model_runner), model_runner.server_args
@@ -165,6 +168,28 @@ def hand_back(backend: Any) -> None:
         release(backend)
 
 
+def refuse_trtllm(backend: Any, device: DeviceProfile) -> None:
+    """Raise NoProviderError where SGLang was told to run TRT-LLM's kernels on a device that has none of them.
+
+    SGLang alone would find that out in the first batch. Over an fp8 cache it has laid the cache out for them already,
+    and what is wrong with that would be a riddle.
+    """
+    if is_v4(backend) or device.has("trtllm", Op.SPARSE_MLA_DECODE):
+        return
+    for flag, impl in _impls(backend).items():
+        if impl == "trtllm":
+            raise NoProviderError(
+                f"{flag} is trtllm, and TRT-LLM's sparse MLA kernels are not on this device: they need SM100 and "
+                f"flashinfer, and this is {device.name} ({device.where}). Give another {flag}, or none. {TURN_OFF}"
+            )
+
+
+def _impls(backend: Any) -> dict[str, str]:
+    """What SGLang's own V3.2 backend attends by, by the flag that says so."""
+    x = "dsa" if hasattr(backend, "dsa_prefill_impl") else "nsa"
+    return {f"--{x}-{what}-backend": getattr(backend, f"{x}_{what}_impl") for what in ("prefill", "decode")}
+
+
 def left_to_sglang(backend: Any, model_runner: Any, device: DeviceProfile) -> str | None:
     """Why every batch of a backend is SGLang's own although nothing is wrong, or None; in a sentence.
 
@@ -173,8 +198,7 @@ def left_to_sglang(backend: Any, model_runner: Any, device: DeviceProfile) -> st
     """
     if is_v4(backend) or kv_layout(backend, model_runner) is not None:
         return None  # of V4, `v4_attention.adopt` says so
-    x = "dsa" if hasattr(backend, "dsa_prefill_impl") else "nsa"
-    impls = [getattr(backend, f"{x}_{what}_impl") for what in ("prefill", "decode")]
+    impls = _impls(backend).values()
     if any(impl in planned for impl in impls for planned in PLANNED.values()):
         return None
     if "trtllm" in impls and not device.has("trtllm", Op.SPARSE_MLA_DECODE):
