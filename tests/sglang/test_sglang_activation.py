@@ -280,7 +280,7 @@ def test_the_engines_own_trtllm_serves_where_the_device_has_it(
 def test_trtllm_over_fp8_is_refused_where_the_device_lacks_it(process: Process) -> None:
     Carried({"enabled": "true"}, {"decode_backend": ("--dsa-decode-backend", "trtllm")}).write()
     process.enter_scheduler()
-    with pytest.raises(NsaPluginError, match="--dsa-prefill-backend is trtllm, .* need SM100"):
+    with pytest.raises(NsaPluginError, match=r"--dsa-prefill-backend is trtllm, .* need SM100"):
         backend.make(TrtllmBackend)(runner(dtype="torch.float8_e4m3fn"))
 
 
