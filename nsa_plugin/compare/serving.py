@@ -64,8 +64,9 @@ class EngineServer(Server):
         return log_tail(self.spec.log, count)
 
 
-# SGLang 0.5.12 wants another port, 10000 above its server's; the system gives out ports too high for that.
-PORTS = range(20_000, 65_536 - 10_000)
+# Below those that Linux gives to outgoing connections: asking a server that does not listen yet, a connection could
+# be given the server's own port and reach itself. SGLang 0.5.12 wants another port, 10000 above its server's.
+PORTS = range(20_000, 32_768)
 
 
 def free_ports(count: int) -> list[int]:

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
@@ -179,12 +180,13 @@ class Server:
         """The body of a GET request.
 
         Raises:
-            ServerError: no connection, or an HTTP status that is not 200.
+            ServerError: no connection, an HTTP status that is not 200, or an answer that is none.
         """
         try:
             with urllib.request.urlopen(self.url + path, timeout=timeout) as response:
                 return str(response.read().decode())
-        except OSError as error:
+        except (OSError, HTTPException) as error:
+            # HTTPException: while nobody listens on it, a port may connect to itself, and answers with the question.
             raise ServerError(f"GET {self.url}{path}: {error}") from error
 
     def _wait_healthy(self, started: float) -> None:

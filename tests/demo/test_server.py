@@ -4,6 +4,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from importlib import metadata
 from pathlib import Path
@@ -165,6 +166,24 @@ def test_ctrl_c_during_the_clean_up_waits_for_it(tmp_path, pids):
     with pytest.raises(KeyboardInterrupt):
         clean_up()
     assert left == ["the clean-up came to its end"]
+
+
+def test_an_answer_that_is_none_is_no_answer(tmp_path, pids):
+    """As of a connection that reached itself, while the server does not listen yet."""
+    server = Server(fake_spec(tmp_path, pids))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server._port = listener.getsockname()[1]
+
+        def answer():
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(connection.recv(4096))
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(ServerError, match="GET /health HTTP"):
+            server.get("/health")
+        thread.join()
 
 
 def test_a_free_port_is_free():
