@@ -12,7 +12,8 @@
      "servers": {role: {"command", "start_seconds", "routes", "planned", "active", "settings", "skipped", "error"}},
      "verdict": {"holds", "checks": [{"name", "holds", "detail"}]}}
 
-Times are in milliseconds and throughputs in tokens a second, as `measure` says; q1 and q3 are the quartiles over the
+A suite is named after the engine, the model and what differs from the usual: flags of the engine, then settings of the
+plugin. Times are in milliseconds and throughputs in tokens a second, as `measure` says; q1 and q3 are the quartiles over the
 repetitions. `speedup`, the ratio of the medians, is above 1 where the plugin is better. `paired_speedup` is there where
 servers were timed in turns: the median over the repetitions of the ratio of the two readings of one repetition. What
 begins with `baseline_again` is of a second stock server, its speed-ups over the first one. Differences of log
@@ -39,11 +40,14 @@ from nsa_plugin.compare.measured import Measured, Run
 from nsa_plugin.compare.rule import AGAIN, PLUGIN, STOCK, Compared, Tolerance, mean
 from nsa_plugin.compare.verdict import Verdict
 from nsa_plugin.compare.workload import CONCURRENT
+from nsa_plugin.settings import Settings
 
 SCHEMA = 1
 KIND = "comparison"
 OURS = "nsa-plugin"
 IN_TURNS, ONE_AFTER_THE_OTHER = "in turns", "one after the other"
+# Settings that change no decision, or that the comparison itself gives.
+_NOT_DECIDED_BY = ("enabled", "strict", "trace", "report", "fault")
 # Options of the command that say where things lie, which is nobody else's concern; the commit is the host's.
 _WHERE = ("--workdir", "--logs", "--json", "--commit", "--measured")
 _FOLDERS = re.compile(r"(?<![\w:/.])/(?:[^/\s'\"]+/)+")
@@ -72,6 +76,9 @@ def as_record(measured: Measured, verdict: Verdict, loads: Sequence[Load], comma
     facts = measured.facts
     case = {"heads": facts["heads"], "kv": facts["kv"], "tp": facts["tp"], "dp": facts["dp"]}
     allowed = verdict.tolerance
+    given = _given(measured)
+    words = [f"{name}-{value}".replace("_", "-") for name, value in given.items()]
+    environ = [f"NSA_PLUGIN_{name.upper()}={value}" for name, value in given.items()]
     rows = _agreement(verdict.own, case, allowed, provider=STOCK)
     rows += _agreement(verdict.plugin, case, allowed, provider=OURS)
     rows += _agreement(verdict.control, case | {"fault": "shift_indices"}, allowed, provider=OURS)
@@ -79,8 +86,8 @@ def as_record(measured: Measured, verdict: Verdict, loads: Sequence[Load], comma
     return {
         "schema": SCHEMA,
         "kind": KIND,
-        "suite": facts["suite"],
-        "command": shlex.join(_elsewhere(command)),
+        "suite": "-".join([facts["suite"], *words]),
+        "command": shlex.join([*environ, *_elsewhere(command)]),
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
         "host": facts["host"],
         "engine": facts["engine"],
@@ -92,6 +99,16 @@ def as_record(measured: Measured, verdict: Verdict, loads: Sequence[Load], comma
         "rows": rows,
         "servers": {role: _server(run) for role, run in measured.runs.items()},
         "verdict": {"holds": verdict.holds, "checks": [asdict(check) for check in verdict.checks]},
+    }
+
+
+def _given(measured: Measured) -> dict[str, Any]:
+    """Of the settings that decisions depend on, those that the plugin's server was given, by their names."""
+    run = measured.runs.get(PLUGIN)
+    settings = {} if run is None else run.report.get("settings", {})
+    usual = asdict(Settings())
+    return {
+        name: value for name, value in settings.items() if name not in _NOT_DECIDED_BY and value != usual.get(name)
     }
 
 

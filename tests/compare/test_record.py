@@ -142,3 +142,20 @@ def test_the_overview_has_a_line_for_each_comparison() -> None:
         "| [a-1.2](#a-12) | 10 | 1 | 9 of 10 | 2.31 (100 tokens) | yes |",
         "| [b](#b) | 0 | 0 | 0 of 0 | - | **no** |",
     ]
+
+
+def test_a_suite_and_its_command_name_the_settings_that_decide_otherwise() -> None:
+    usual = {"enabled": True, "trace": "log", "logits_budget_mb": 512, "decode_backend": "auto"}
+    suites, commands = [], []
+    for settings in (usual, usual | {"decode_backend": "triton", "logits_budget_mb": 64}):
+        one = Measured(
+            facts=FACTS | {"context": 200, "index_topk": 64, "host": HOST},
+            asked={"runs": ["plugin"], "cases": ["prefill"]},
+            runs={"plugin": Run(role="plugin", report={"settings": settings})},
+        )
+        made = as_record(one, judge(one), [LOAD], ["nsa-plugin", "compare", "sglang"])
+        suites.append(made["suite"])
+        commands.append(made["command"])
+    assert suites == ["s", "s-logits-budget-mb-64-decode-backend-triton"]
+    given = "NSA_PLUGIN_LOGITS_BUDGET_MB=64 NSA_PLUGIN_DECODE_BACKEND=triton"
+    assert commands == ["nsa-plugin compare sglang", f"{given} nsa-plugin compare sglang"]
