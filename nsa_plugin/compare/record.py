@@ -13,11 +13,11 @@
      "verdict": {"holds", "checks": [{"name", "holds", "detail"}]}}
 
 A suite is named after the engine, the model and what differs from the usual: flags of the engine, then settings of the
-plugin. Times are in milliseconds and throughputs in tokens a second, as `measure` says; q1 and q3 are the quartiles over the
-repetitions. `speedup`, the ratio of the medians, is above 1 where the plugin is better. `paired_speedup` is there where
-servers were timed in turns: the median over the repetitions of the ratio of the two readings of one repetition. What
-begins with `baseline_again` is of a second stock server, its speed-ups over the first one. Differences of log
-probabilities are in nats; null stands for one that is infinite.
+plugin. Times are in milliseconds and throughputs in tokens a second, as `measure` says; q1 and q3 are the quartiles
+over the repetitions. `speedup`, the ratio of the medians, is above 1 where the plugin is better. `paired_speedup` is
+there where servers were timed in turns: the median over the repetitions of the ratio of the two readings of one
+repetition. What begins with `baseline_again` is of a second stock server, its speed-ups over the first one.
+Differences of log probabilities are in nats; null stands for one that is infinite.
 """
 
 from __future__ import annotations
@@ -107,9 +107,7 @@ def _given(measured: Measured) -> dict[str, Any]:
     run = measured.runs.get(PLUGIN)
     settings = {} if run is None else run.report.get("settings", {})
     usual = asdict(Settings())
-    return {
-        name: value for name, value in settings.items() if name not in _NOT_DECIDED_BY and value != usual.get(name)
-    }
+    return {name: value for name, value in settings.items() if name not in _NOT_DECIDED_BY and value != usual.get(name)}
 
 
 def _agreement(compared: Iterable[Compared], case: dict[str, Any], allowed: Tolerance, provider: str) -> list[Any]:
