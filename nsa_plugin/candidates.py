@@ -150,11 +150,13 @@ def sparse_routes(case: Case, load: Load) -> tuple[Route, ...]:
     """
     known = case.routes.get(load)
     if known is None:
-        known = case.routes[load] = _sparse_routes(case, load)
+        *usual, last = usual_sparse_routes(case, load)
+        known = case.routes[load] = (*_by_time(case, usual, load), last)
     return known
 
 
-def _sparse_routes(case: Case, load: Load) -> tuple[Route, ...]:
+def usual_sparse_routes(case: Case, load: Load) -> tuple[Route, ...]:
+    """The same in the order that holds where nothing was measured; the last one's place is the last in any case."""
     shape = Attention.SPARSE_PREFILL if case.extend else Attention.SPARSE_DECODE
     names = ("cuda", "triton", "trtllm", "fa3", "reference")
     cuda, triton, trtllm, fa3, reference = (Route(shape, library) for library in names)
@@ -167,7 +169,7 @@ def _sparse_routes(case: Case, load: Load) -> tuple[Route, ...]:
         routes = (*few, trtllm, *flash_mla, *many)
     else:
         routes = (*few, *flash_mla, trtllm, *many)
-    return (*_by_time(case, (*routes, triton), load), reference)
+    return (*routes, triton, reference)
 
 
 def estimate_us(case: Case, route: Route, load: Load) -> float | None:

@@ -14,8 +14,9 @@ Pure: no torch, no engine, no I/O.
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from nsa_plugin.measurements import MEASUREMENTS
 
@@ -48,7 +49,7 @@ def estimate_us(sm: int, op: str, layout: str, heads: int, rows: int, label: str
     return _between(found, rows) if found else None
 
 
-def dense_limit(sm: int, layout: str, heads: int, dense: str, sparse: Iterable[str]) -> int | None:
+def dense_limit(sm: int, layout: str, heads: int, dense: str, sparse: tuple[str, ...]) -> int | None:
     """Longest measured prompt, in tokens, for which dense attention takes no longer than sparse attention.
 
     None where that is the longest one measured, or where either was not measured; 0 where it is none. Each time
@@ -58,13 +59,17 @@ def dense_limit(sm: int, layout: str, heads: int, dense: str, sparse: Iterable[s
     Args:
         dense, sparse: labels; of the sparse ones the quickest counts.
     """
-    known = points(sm, "mha_one_shot", layout, heads, dense)
-    rivals = list(sparse)
-    for tokens, time in reversed(known):
-        estimates = [estimate_us(sm, "mha_one_shot", layout, heads, tokens, label) for label in rivals]
-        if not any(estimate is not None and estimate < time for estimate in estimates):
-            return None if tokens == known[-1][0] else tokens
-    return 0 if known else None
+    known, *rivals = (points(sm, "mha_one_shot", layout, heads, label) for label in (dense, *sparse))
+    return _crossover(known, tuple(rivals))
+
+
+@functools.cache  # a decision asks for it each time, and short prefills wait for it
+def _crossover(dense: Points, sparse: tuple[Points, ...]) -> int | None:
+    """`dense_limit` of what was measured of each route."""
+    for tokens, time in reversed(dense):
+        if not any(_between(rival, tokens) < time for rival in sparse if rival):
+            return None if tokens == dense[-1][0] else tokens
+    return 0 if dense else None
 
 
 def _between(known: Points, rows: int) -> float:

@@ -68,7 +68,7 @@ def loads(context: int, cases: Sequence[str] = SPEED_CASES) -> list[Load]:
     if PREFILL in cases:
         prompt = min(2000, context)
         found.append(
-            Load(name=f"prefill-100x{prompt}", case=PREFILL, requests=100, prompt=prompt, new_tokens=1, repeat=21)
+            Load(name=f"prefill-100x{prompt}", case=PREFILL, requests=100, prompt=prompt, new_tokens=1, repeat=41)
         )
     if DECODE in cases:
         prompt, new_tokens = min(4096, context), min(256, context)
