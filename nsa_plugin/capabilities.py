@@ -185,6 +185,8 @@ KERNELS: Mapping[str, tuple[Capability, ...]] = {
         Capability(op=Op.INDEXER_TOPK, layouts=(), sm_min=80, sm_max=_ANY_SM[1]),
         # The schedule of DeepGEMM's kernel for SM90; that for SM100 is laid out otherwise.
         Capability(op=Op.INDEXER_METADATA, layouts=(), sm_min=90, sm_max=90),
+        # The transposes around the exchange, which is the group's own.
+        Capability(op=Op.TOKEN_SHARD, layouts=(), sm_min=80, sm_max=_ANY_SM[1]),
     ),
     "reference": tuple(
         Capability(op=op, layouts=layouts, sm_min=_ANY_SM[0], sm_max=_ANY_SM[1])

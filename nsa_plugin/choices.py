@@ -21,26 +21,21 @@ from nsa_plugin.candidates import (
     first,
     route_refusal,
     sparse_routes,
+    usual_sparse_routes,
 )
-from nsa_plugin.capabilities import Op
-from nsa_plugin.devices import DeviceProfile
 from nsa_plugin.errors import NoProviderError, SettingsError
 from nsa_plugin.plan import Attention
-from nsa_plugin.shapes import BatchShape, ModelShape
-
-# Below this many rows the two all-to-alls cost about what the unpadded kernel saves: 97 to 131 us each
-# over NVLink against 0.5 us a padded row of 16 heads (measured on H200).
-TOKEN_SHARD_MIN_ROWS = 512
+from nsa_plugin.shapes import BatchShape
 
 
 def batch_sentence(batch: BatchShape) -> str:
     return (
-        f"{batch.phase}: {_count(batch.num_requests, 'request')}, {_count(batch.num_tokens, 'query row')}, "
-        f"the longest context {batch.max_kv_len} of {_count(batch.total_kv_len, 'token')} in all"
+        f"{batch.phase}: {count(batch.num_requests, 'request')}, {count(batch.num_tokens, 'query row')}, "
+        f"the longest context {batch.max_kv_len} of {count(batch.total_kv_len, 'token')} in all"
     )
 
 
-def _count(number: int, noun: str) -> str:
+def count(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
@@ -61,7 +56,8 @@ def mha_limit(case: Case) -> tuple[int, str]:
     dense, _ = dense_provider(case)
     if dense is not None and measured.SELECTIONS[model.kv_layout] == (model.index_topk, model.sliding_window):
         load = Load(1, model.heads_per_rank)  # of one request: a kernel's limit of rows is the whole batch's concern
-        sparse = [str(route) for route in sparse_routes(case, load) if route_refusal(case, route, load) is None]
+        routes = usual_sparse_routes(case, load)
+        sparse = tuple(str(route) for route in routes if route_refusal(case, route, load) is None)
         limit = measured.dense_limit(case.device.sm, model.kv_layout, load.heads, str(dense), sparse)
         if limit is not None and limit < model.index_topk:
             quicker = f"{dense.library} was measured to take no longer than sparse attention"
@@ -145,13 +141,13 @@ def attention_sentence(case: Case, route: Route, load: Load, refused: Sequence[R
     model, batch = case.model, case.batch
     kernel = "prefill" if route.attention is Attention.SPARSE_PREFILL else "decode"
     window = f" and a window of {model.sliding_window}" if model.sliding_window else ""
-    rows = f"{_count(load.rows, 'query row')} attend to {model.index_topk} selected tokens{window} each"
+    rows = f"{count(load.rows, 'query row')} attend to {model.index_topk} selected tokens{window} each"
     if route.dequantize_kv:
         sentence = f"{rows}; {route.library}'s {kernel} kernel takes them over a bf16 copy of the cache"
         if case.dequantizing_pays:
             sentence += (
                 f", because {batch.total_kv_len} context tokens are fewer than {DEQUANTIZE_KV_PER_ROW} "
-                f"for each of {_count(batch.num_tokens, 'query row')}"
+                f"for each of {count(batch.num_tokens, 'query row')}"
             )
     else:
         sentence = f"{rows}; {route.library}'s {kernel} kernel reads the {model.kv_layout} cache in place"
@@ -188,7 +184,7 @@ def _times(case: Case, route: Route, load: Load) -> list[str]:
     against = " and ".join(f"{other.library}'s {_time(other, time)}" for other, time in rivals.items())
     sentence = (
         f"{route.library} {_time(route, own)} against {against} as measured on {case.device.where} for "
-        f"{_count(load.heads, 'head')} and {_count(load.rows, 'row')}"
+        f"{count(load.heads, 'head')} and {count(load.rows, 'row')}"
     )
     if own > min(rivals.values()):
         sentence += f", less than {NEARLY_EQUAL:.0%} apart, so their usual order holds"
@@ -196,12 +192,15 @@ def _times(case: Case, route: Route, load: Load) -> list[str]:
 
 
 def _time(route: Route, time: float) -> str:
-    words = f"{time / 1e3:.2f} ms" if time >= 999.5 else f"{time:.3g} us"
-    return words + (" after dequantisation" if route.dequantize_kv else "")
+    return in_time(time) + (" after dequantisation" if route.dequantize_kv else "")
+
+
+def in_time(us: float) -> str:
+    return f"{us / 1e3:.2f} ms" if us >= 999.5 else f"{us:.3g} us"
 
 
 # ---------------------------------------------------------------------------------------------------
-# Dequantisation, heads, tokens
+# Dequantisation, heads
 
 
 def dequantize_sentence(case: Case, route: Route) -> str:
@@ -221,47 +220,7 @@ def head_padding(case: Case, route: Route, heads: int) -> tuple[int, str]:
     capability = case.device.capability(route.library, OPS[route.attention], route.layout_read(case.model))
     given = capability.heads_given(heads) if capability else None
     if capability is None or given is None or given == heads:
-        return 0, f"{route.library} takes {_count(heads, 'head')} as they are"
+        return 0, f"{route.library} takes {count(heads, 'head')} as they are"
     return given, (
         f"{route.library}'s kernel on {case.device.where} takes {capability.heads_in_words} heads; there are {heads}"
-    )
-
-
-def token_shard_impossible(model: ModelShape, device: DeviceProfile) -> str | None:
-    """Why no batch of this configuration can trade heads for tokens; None if one can."""
-    if model.attn_tp_size == 1:
-        return "attn_tp_size is 1, so this rank already has every head"
-    if not device.providers(Op.TOKEN_SHARD):
-        return "this installation of nsa-plugin has no token_shard kernels"
-    return None
-
-
-def token_shard(case: Case, route: Route) -> tuple[bool, str]:
-    """(whether the batch trades heads for tokens around the kernel, why).
-
-    Args:
-        route: the route that would be taken without.
-    """
-    model, batch, mode = case.model, case.batch, case.settings.token_shard
-    if mode == "off":
-        return False, "token_shard is off"
-    if impossible := token_shard_impossible(model, case.device):
-        return False, impossible
-    if batch.context_parallel:
-        return False, "the prefill is split over a context-parallel group already"
-    least = model.attn_tp_size if mode == "on" else max(TOKEN_SHARD_MIN_ROWS, model.attn_tp_size)
-    if batch.num_tokens < least:
-        return (
-            False,
-            f"{_count(batch.num_tokens, 'query row')} are fewer than the {least} from which it is used",
-        )
-    padding, _ = head_padding(case, route, model.heads_per_rank)
-    if mode == "auto" and not padding:
-        return False, f"{route.library} takes {_count(model.heads_per_rank, 'head')} without padding"
-    if mode == "auto" and not case.device.nvlink:
-        return False, "no other GPU is reached over NVLink, and the exchange was measured over NVLink only"
-    own = f"{model.heads_per_rank} padded to {padding}" if padding else str(model.heads_per_rank)
-    return True, (
-        f"{model.attn_tp_size} ranks take {case.sharded_load.rows} of {batch.num_tokens} query rows each with "
-        f"all {model.num_heads} heads instead of {own}"
     )

@@ -1,7 +1,7 @@
 """One decision: `decide` routes a batch, `partition` splits a prefill first, `validate` checks at start-up.
 
 Pure: no torch, no engine, no I/O; the same arguments give the same plan. That there is one place that
-decides follows sglang #13544; the rules themselves are in `choices`, `candidates` and `indexing`, each
+decides follows sglang #13544; the rules themselves are in `choices`, `candidates`, `sharding` and `indexing`, each
 with the pull request that it follows. Limits come from the `DeviceProfile`, never from here.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from nsa_plugin import choices
+from nsa_plugin import choices, sharding
 from nsa_plugin.candidates import Case, Refusal, Route
 from nsa_plugin.capabilities import Op
 from nsa_plugin.devices import DeviceProfile
@@ -184,7 +184,7 @@ def _check_settings(model: ModelShape, device: DeviceProfile, settings: Settings
                 f"large_q_rows is {settings.large_q_rows}; allowed: 0 to {capability.max_rows}, the query "
                 "rows that the installed FlashMLA takes on this device"
             )
-    if settings.token_shard == "on" and (reason := choices.token_shard_impossible(model, device)):
+    if settings.token_shard == "on" and (reason := sharding.impossible(model, device)):
         raise SettingsError(f"token_shard is on and cannot work here: {reason}; allowed here: auto, off")
 
 
@@ -229,12 +229,12 @@ def _dense_plan(case: Case, route: Route, refused: Sequence[Refusal], why: str) 
 def _sparse_plan(case: Case, not_dense: str) -> Plan:
     load = case.own_load
     route, refused = choices.pick_sparse(case, load)
-    sharded, why_sharded = choices.token_shard(case, route)
+    sharded, why_sharded = sharding.decided(case, route)
     if sharded:
         load = case.sharded_load
         route, refused = choices.pick_sparse(case, load)
     padding, why_padding = choices.head_padding(case, route, load.heads)
-    indexer, why_indexer = topk_plan(case, route)
+    indexer, why_indexer = topk_plan(case, route, shared=sharded)
     attention = choices.attention_sentence(case, route, load, refused)
     return Plan(
         phase=case.batch.phase,

@@ -22,11 +22,12 @@ LOGIT_BYTES = 4
 LEAST_SHARE = 8
 
 
-def topk_plan(case: Case, route: Route) -> tuple[IndexerPlan, dict[str, str]]:
+def topk_plan(case: Case, route: Route, *, shared: bool = False) -> tuple[IndexerPlan, dict[str, str]]:
     """The plan of an indexer that selects, and its reasons.
 
     Args:
         route: what attends; on a GPU the reference indexer runs beside the reference attention only.
+        shared: the ranks trade heads for tokens, and each selects for the rows alone that it attends.
 
     Raises:
         NoProviderError: no installed library takes the model's indexer.
@@ -36,8 +37,9 @@ def topk_plan(case: Case, route: Route) -> tuple[IndexerPlan, dict[str, str]]:
     rows, why_rows = _rows_per_chunk(case, route)
     metadata, why_metadata = _metadata_provider(case, provider)
     plan = IndexerPlan(mode=IndexerMode.TOPK, provider=provider, rows_per_chunk=rows, metadata_provider=metadata)
+    whose = ", by the rank that attends it" if shared else ""
     return plan, {
-        "indexer": f"{model.index_topk} tokens are selected for each of {batch.num_tokens} query rows",
+        "indexer": f"{model.index_topk} tokens are selected for each of {batch.num_tokens} query rows{whose}",
         "indexer.provider": why_provider,
         "indexer.rows_per_chunk": why_rows,
         "indexer.metadata_provider": why_metadata,

@@ -151,7 +151,8 @@ class Settings:
         _parse_trace,
         "off, log, PATH.jsonl",
         "`log`: write each distinct plan to the log once, with its reasons. A path that ends in .jsonl: append "
-        "every batch to that file, request by request, as JSON lines.",
+        "every batch to that file, request by request, as JSON lines, and compare the ranks' rows before each trade of "
+        "heads for tokens.",
     )
     report: str = _setting(
         "",

@@ -9,7 +9,7 @@ import pytest
 
 from nsa_plugin.devices import GIB, MIB, DeviceProfile, synthetic
 from nsa_plugin.dispatch import decide
-from nsa_plugin.errors import NoProviderError, SettingsError
+from nsa_plugin.errors import NoProviderError
 from nsa_plugin.settings import Settings
 from nsa_plugin.shapes import BatchShape, ModelShape
 from tests.dispatch_cases import (
@@ -19,18 +19,14 @@ from tests.dispatch_cases import (
     H200,
     LONG,
     OLD_DEEP_GEMM,
-    OLD_FLASH_MLA,
     OLD_H200,
-    SHARDING_H200,
     STOCK,
-    TOKEN_SHARD,
     V4,
     V32,
     V32_FP8,
     choose,
     decode,
     extend,
-    route,
 )
 
 pytestmark = pytest.mark.usefixtures("nothing_measured")
@@ -177,67 +173,3 @@ def test_without_deep_gemm_a_gpu_cannot_select() -> None:
         decide(V32, LONG, synthetic(90, libraries=("flash_mla", "fa3")), Settings())
     # A prompt that selects nothing does not need it.
     assert choose(V32, extend(10), synthetic(90, libraries=("fa3",))).provider == "fa3"
-
-
-# ---------------------------------------------------------------------------------------------------
-# Trading heads for tokens
-
-
-@pytest.mark.parametrize(
-    ("model", "shape", "device", "mode", "reason"),
-    [
-        (V32, LONG, H200, "auto", "no token_shard kernels"),
-        (V32, LONG, SHARDING_H200, "off", "token_shard is off"),
-        (replace(V32, attn_tp_size=1), LONG, SHARDING_H200, "auto", "attn_tp_size is 1"),
-        (V32, extend(4096, 65536, context_parallel=True), SHARDING_H200, "auto", "context-parallel group already"),
-        (V32, extend(511, 65536), SHARDING_H200, "auto", "511 query rows are fewer than the 512"),
-        (V32, extend(7, 65536), SHARDING_H200, "on", "7 query rows are fewer than the 8"),
-        (replace(V32, attn_tp_size=2), LONG, SHARDING_H200, "auto", "takes 64 heads without padding"),
-        (V32, LONG, replace(SHARDING_H200, nvlink=False), "auto", "over NVLink"),
-        # The plugin's own kernel pads none, so there is nothing to win.
-        (V32_FP8, LONG, synthetic(90, kernels=TOKEN_SHARD), "auto", "cuda takes 16 heads without padding"),
-    ],
-)
-def test_heads_are_kept(model: ModelShape, shape: BatchShape, device: DeviceProfile, mode: str, reason: str) -> None:
-    plan = choose(model, shape, device, token_shard=mode)
-    assert not plan.token_shard
-    assert reason in plan.reasons["token_shard"]
-
-
-def test_heads_are_traded_where_they_would_be_padded() -> None:
-    plan = choose(V32, LONG, SHARDING_H200)
-    assert plan.token_shard
-    assert route(plan) == ("sparse_prefill", "flash_mla", False, 0)
-    assert plan.reasons["token_shard"] == (
-        "8 ranks take 512 of 4096 query rows each with all 128 heads instead of 16 padded to 64"
-    )
-
-
-def test_sharding_is_forced_where_it_can_work() -> None:
-    assert choose(V32, extend(8, 65536), SHARDING_H200, token_shard="on").token_shard
-    assert choose(V32_FP8, decode(512, 5000), SHARDING_H200).token_shard
-    assert choose(V32, LONG, replace(SHARDING_H200, nvlink=False), token_shard="on").token_shard
-    own = choose(V32_FP8, LONG, synthetic(90, kernels=TOKEN_SHARD), token_shard="on")
-    assert own.token_shard
-    assert route(own) == ("sparse_decode", "flash_mla", False, 0)  # its 128 heads are not few
-    assert own.reasons["token_shard"].endswith("with all 128 heads instead of 16")
-    assert choose(replace(V32, attn_tp_size=2), LONG, SHARDING_H200, token_shard="on").token_shard  # unpadded
-    assert not choose(V32, extend(100), SHARDING_H200, token_shard="on").token_shard  # dense
-
-
-def test_sharding_brings_rows_under_a_limit() -> None:
-    # 80000 rows are too many for the decode kernel on one rank; an eighth of them is not.
-    device = synthetic(90, libraries=(*STOCK, "triton"), versions=OLD_FLASH_MLA, kernels=TOKEN_SHARD)
-    assert route(choose(V32_FP8, extend(80000), device)) == ("sparse_decode", "flash_mla", False, 0)
-    assert route(choose(V32_FP8, extend(80000), OLD_H200)) == ("sparse_prefill", "flash_mla", True, 64)
-
-
-@pytest.mark.parametrize(
-    ("model", "device", "reason"),
-    [(V32, H200, "no token_shard kernels"), (replace(V32, attn_tp_size=1), SHARDING_H200, "attn_tp_size is 1")],
-)
-def test_sharding_forced_where_it_cannot_work_is_an_error(
-    model: ModelShape, device: DeviceProfile, reason: str
-) -> None:
-    with pytest.raises(SettingsError, match=rf"token_shard is on and cannot work here: .*{reason}.*: auto, off"):
-        decide(model, LONG, device, Settings(token_shard="on"))

@@ -10,12 +10,13 @@ from random import Random
 from typing import Any
 from unittest import mock
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nsa_plugin import measured
+from nsa_plugin import measured, sharding
 from nsa_plugin.candidates import NEARLY_EQUAL, Case, Load, estimate_us, sparse_routes
-from nsa_plugin.capabilities import Capability, Op
+from nsa_plugin.capabilities import Op
 from nsa_plugin.devices import MIB, DeviceProfile, synthetic
 from nsa_plugin.dispatch import Part, decide, partition, validate
 from nsa_plugin.errors import NoProviderError, SettingsError
@@ -33,7 +34,6 @@ BUILDS = {
     "flash_mla": [("sgl-flash-mla", "1.0.0"), ("sglang-kernel", "0.4.5"), ("vllm", "0.32.0")],
     "deep_gemm": [("sgl-deep-gemm", "0.1.3"), ("sgl-deep-gemm", "0.2.0")],
 }
-TOKEN_SHARD = Capability(op=Op.TOKEN_SHARD, layouts=(), sm_min=90, sm_max=109)
 LENGTHS = st.one_of(st.integers(0, 40), st.integers(0, 3000), st.integers(0, 200_000))
 
 
@@ -97,10 +97,17 @@ def machines(draw: st.DrawFn) -> DeviceProfile:
             )
         ),
         versions={name: draw(st.sampled_from(builds)) for name, builds in BUILDS.items()},
-        kernels={"triton": draw(st.sampled_from([(), (TOKEN_SHARD,)]))},
         memory_free=draw(st.sampled_from([0, 1, 64 * MIB, 4096 * MIB, 1 << 40])),
         nvlink=draw(st.booleans()),
     )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def token_shard_served() -> Iterator[None]:
+    """As in a release that serves it: its plans have to hold as well."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sharding, "TOKEN_SHARD_SERVED", True)
+        yield
 
 
 SETTINGS = st.builds(
@@ -124,6 +131,8 @@ SPARSE = (
     "triton sparse_decode",
 )
 DENSE = ("fa3 mha_one_shot", "triton mha_one_shot")
+SHARDED = tuple(f"token_shard by {label}" for label in SPARSE)
+GROUPS = ("token_shard_attention tp2", "token_shard_attention tp8")
 
 
 def table_of(seed: int) -> Any:
@@ -137,11 +146,11 @@ def table_of(seed: int) -> Any:
     return {
         (sm, op, layout): {
             label: {heads: curve() for heads in random.sample([8, 16, 64, 128], random.randint(1, 4))}
-            for label in (*SPARSE, *DENSE)
+            for label in (SHARDED if op in GROUPS else (*SPARSE, *DENSE))
             if random.random() < 0.7
         }
         for sm in (90, 100)
-        for op in ("sparse_mla_prefill", "sparse_mla_decode", "mha_one_shot")
+        for op in ("sparse_mla_prefill", "sparse_mla_decode", "mha_one_shot", *GROUPS)
         for layout in ("bf16", "v32_fp8", "v4_fp8")
         if random.random() < 0.7
     }
@@ -192,6 +201,8 @@ def test_a_plan_is_total_repeatable_and_within_limits(
         assert device.providers(Op.TOKEN_SHARD)
         assert not batch.context_parallel
         assert chosen.token_shard != "off"
+        assert batch.phase is Phase.EXTEND
+        assert model.attn_tp_size <= batch.num_tokens
 
 
 def check_reasons(plan: Plan) -> None:

@@ -275,20 +275,6 @@ def test_the_bytes_of_a_copy_are_the_layouts_own() -> None:
     assert COPY_RATE > 0
 
 
-def test_padding_is_asked_of_the_route_that_was_taken(measure: Measure) -> None:
-    from nsa_plugin.capabilities import Capability, Op
-
-    shard = Capability(op=Op.TOKEN_SHARD, layouts=(), sm_min=90, sm_max=90)
-    device = synthetic(90, kernels={"triton": (shard,)})
-    measure(prefills(cuda=1000.0, step=2000.0))
-    assert not choose(FEW, extend(4096), device).token_shard
-    measure(prefills(cuda=3000.0, step=2000.0))
-    plan = choose(FEW, extend(4096), device)
-    # Eight ranks share the rows: 512 each, with all heads.
-    assert (plan.token_shard, plan.head_padding) == (True, 0)
-    assert plan.reasons["provider"].endswith("as measured on SM90 for 128 heads and 512 rows")
-
-
 # ---------------------------------------------------------------------------------------------------
 # Dense attention of short prompts
 

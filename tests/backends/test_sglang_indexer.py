@@ -217,7 +217,7 @@ def test_logits_are_bounded_by_rows_and_by_request(case: Case, plan: Plan, provi
     case.run(given(case, plan, providers, case.metadata()))
     (call,) = calls
     assert call["rows_per_chunk"] == 6
-    assert call["requests"] == [(0, 5, 0, 40), (5, 5, 40, 60), (5, 14, 60, 69)]
+    assert call["requests"] == [(0, 5, 0, 40), (5, 14, 60, 69)]  # none without rows
 
 
 @pytest.mark.parametrize("named", [False, True])

@@ -11,6 +11,8 @@ until then, or for a batch that has no route, every method is the engine's own.
   `..._replay_cuda_graph_from_precomputed`. A phase and a number of rows have one route, so a replay has its capture's.
 - `_forward_flashmla_kv` and `_forward_flashmla_sparse`, where every path of `routes.CARRIERS` ends: the plan's provider
   runs in their place, given the same slots and cache, with no padding of heads; or the engine's own kernel does.
+- Where the plan trades heads for tokens (`token_shard`), both are given every head of this rank's rows, by the exchange
+  around them.
 - Rows that are no request's, which the engine adds to a graph's size or to a multiple of its ranks, have slots like any
   other: -1, or some slot of the cache. Providers skip whatever is no slot, and take no lengths that could be too few.
 - `nsa_plugin_leaves_graph` says whether a prefill that the engine would replay is to run eagerly; see `prefill_graph`.
@@ -25,6 +27,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -34,7 +37,8 @@ from nsa_plugin.backends.providers import Providers
 from nsa_plugin.backends.sglang import batch as batches
 from nsa_plugin.backends.sglang.indexer import Selection, attach
 from nsa_plugin.backends.sglang.routes import PLANNED, Planner, Route, sglangs_own
-from nsa_plugin.errors import PatchError
+from nsa_plugin.backends.sglang.token_shard import Exchange, Share, all_heads, schedule_of
+from nsa_plugin.errors import NsaPluginError, PatchError
 from nsa_plugin.kernels.kv_cache import PagedCache, open_cache
 from nsa_plugin.patches.ledger import TURN_OFF
 from nsa_plugin.shapes import Phase
@@ -73,6 +77,8 @@ class State:
         plans_prefill, plans_steps: whether plans are made for prefills, and for later steps.
         route: of the batch that was prepared last; None where it is SGLang's own.
         preparing: inside `init_forward_metadata`, which no graph captures.
+        exchange: of heads for tokens; None where no plan of this backend trades them.
+        share: this rank's rows of the batch that was prepared last, where its plan trades.
     """
 
     planner: Planner
@@ -84,9 +90,11 @@ class State:
     providers: Providers
     route: Route | None = None
     preparing: bool = False
+    exchange: Exchange | None = None
+    share: Share | None = None
 
 
-def adopt(backend: Any, planner: Planner, server_args: Any) -> list[str]:
+def adopt(backend: Any, planner: Planner, server_args: Any, exchange: Exchange | None = None) -> list[str]:
     """Let a backend take its routes from a planner; call it once the engine's own start of the backend is done.
 
     Returns:
@@ -118,6 +126,7 @@ def adopt(backend: Any, planner: Planner, server_args: Any) -> list[str]:
         plans_prefill=prefill in PLANNED[layout, True],
         plans_steps=decode in PLANNED[layout, False],
         providers=Providers(layout, planner.device.sm),
+        exchange=exchange,
     )
     return notes
 
@@ -160,14 +169,14 @@ def with_plans(original: type) -> type:
                 # Before 0.5.13 the batch has it.
                 pool = getattr(self, "token_to_kv_pool", None)
                 pool = forward_batch.token_to_kv_pool if pool is None else pool
-                attach(metadata, Selection(state.route.plan, pool, state.providers))
+                attach(metadata, Selection(state.route.plan, pool, state.providers, state.share))
             return metadata
 
         def _compute_flashmla_metadata(self, cache_seqlens: torch.Tensor, seq_len_q: int) -> Any:
             state = self.nsa_plugin
-            own = state is not None and state.preparing and state.route is not None and state.route.own
             # Nobody reads the schedule then; of a large prefill the library may not be able to make it (sglang #25502).
-            return None if own else super()._compute_flashmla_metadata(cache_seqlens, seq_len_q)
+            unread = state is not None and state.preparing and _replaces_flashmla_kv(state)
+            return None if unread else super()._compute_flashmla_metadata(cache_seqlens, seq_len_q)
 
         def _forward_flashmla_kv(
             self,
@@ -182,6 +191,11 @@ def with_plans(original: type) -> type:
             state = self.nsa_plugin
             page_table_1 = _selected(state, page_table_1)
             if state is None or state.route is None or not state.route.own:
+                if state is not None and state.share is not None:
+                    named = {"kv_cache": kv_cache, "v_head_dim": v_head_dim, "sm_scale": sm_scale}
+                    stock = functools.partial(super()._forward_flashmla_kv, **named), super()._compute_flashmla_metadata
+                    q = q_all.view(-1, layer.tp_q_head_num, layer.head_dim)
+                    return _flashmla_kv_of_all_heads(self, state, stock, q, page_table_1, metadata)
                 rows = page_table_1.shape[0]
                 given = _rows_with_lengths(state, metadata, rows)
                 out: torch.Tensor = super()._forward_flashmla_kv(
@@ -211,13 +225,14 @@ def with_plans(original: type) -> type:
             state = self.nsa_plugin
             page_table_1 = _selected(state, page_table_1)
             if state is None or state.route is None or not state.route.own:
-                return super()._forward_flashmla_sparse(
-                    q_all=q_all,
-                    kv_cache=kv_cache,
-                    v_head_dim=v_head_dim,
-                    page_table_1=page_table_1,
-                    sm_scale=sm_scale,
-                    **later,
+                named = {"kv_cache": kv_cache, "v_head_dim": v_head_dim, "sm_scale": sm_scale}
+                kernel = super()._forward_flashmla_sparse
+                if state is None or state.share is None:
+                    return kernel(q_all=q_all, page_table_1=page_table_1, **named, **later)  # type: ignore[no-any-return]
+                # Of `later`, the length says what -1 says; its rows are SGLang's of the whole batch.
+                _refuse_sink(later.get("attn_sink"))
+                return state.share.attend(
+                    q_all, page_table_1, lambda q, chosen: kernel(q_all=q, page_table_1=chosen, **named)
                 )
             cache = _paged(self, kv_cache, state)
             return _attend(state, q_all, cache, page_table_1, v_head_dim, sm_scale, later.get("attn_sink"))
@@ -282,16 +297,20 @@ def _setter(original: Callable[..., None]) -> Callable[..., None]:
         if forward_batch is None:
             return None
         phase = batches.phase_of(forward_batch.forward_mode)
-        route = None
+        route, share = None, None
         if phase is Phase.EXTEND and state.plans_prefill:
-            batch = batches.prefill_batch(forward_batch)
+            in_graph = state.exchange is not None and state.exchange.in_graph()
+            batch = batches.prefill_batch(forward_batch, in_graph=in_graph)
             route = state.planner.prefill(batch, dense_allowed=bool(self.use_mha))
             if route is not None:
                 self.use_mha = route.dense
+                if state.exchange is not None and route.plan.token_shard:
+                    held = state.exchange.shard.max_rows
+                    share = Share(state.exchange, state.planner.shares(route.plan, batch, held))
         elif phase is not None and phase is not Phase.EXTEND and state.plans_steps:
             draft = self.speculative_num_draft_tokens
             route = state.planner.step(batches.eager_step(forward_batch, phase, draft, self.max_context_len))
-        _follow(self, state, route)
+        _follow(self, state, route, share)
         return None
 
     return set_prefill_impl
@@ -319,9 +338,9 @@ def _prepared(original: Callable[..., None]) -> Callable[..., None]:
     return prepare
 
 
-def _follow(backend: Any, state: State, route: Route | None) -> None:
+def _follow(backend: Any, state: State, route: Route | None, share: Share | None = None) -> None:
     """Make a route, or its absence, the backend's."""
-    state.route = route
+    state.route, state.share = route, share
     impl = None if route is None else route.impl
     if impl is not None and route is not None and route.plan.phase is Phase.EXTEND:
         setattr(backend, f"{state.x}_prefill_impl", impl)
@@ -371,6 +390,23 @@ def _attend(
         q: [tokens, heads, d_qk], rows that MLP-sync padded included.
         slots: [tokens or fewer, topk] int32 cache slots, -1 for none; rows that are missing have none.
     """
+    if state.share is None:
+        return _by_provider(state, q, cache, slots, d_v, scale, attn_sink)
+    _refuse_sink(attn_sink)
+    return state.share.attend(
+        q, slots, lambda q_rows, chosen: _by_provider(state, q_rows, cache, chosen, d_v, scale, None)
+    )
+
+
+def _by_provider(
+    state: State,
+    q: torch.Tensor,
+    cache: PagedCache,
+    slots: torch.Tensor,
+    d_v: int,
+    scale: float,
+    attn_sink: torch.Tensor | None,
+) -> torch.Tensor:
     route = state.route
     assert route is not None
     if slots.shape[0] < q.shape[0]:
@@ -381,3 +417,44 @@ def _attend(
         return out
     step = provider(q.unsqueeze(1), cache, slots.unsqueeze(1), scale=scale, d_v=d_v, attn_sink=attn_sink)
     return step.out.squeeze(1)  # type: ignore[no-any-return]
+
+
+def _replaces_flashmla_kv(state: State) -> bool:
+    """Whether the engine's FlashMLA over fp8 pages is not called for the batch, or for other rows and heads of it."""
+    return state.route is not None and (state.route.own or state.share is not None)
+
+
+def _flashmla_kv_of_all_heads(
+    backend: Any,
+    state: State,
+    stock: tuple[Callable[..., torch.Tensor], Callable[[torch.Tensor, int], Any]],
+    q: torch.Tensor,
+    slots: torch.Tensor,
+    metadata: Any,
+) -> torch.Tensor:
+    """[tokens, 1, heads, d_v] by the engine's FlashMLA over fp8 pages, given every head of this rank's rows.
+
+    Args:
+        stock: the engine's call, but for what is changed here, and its schedule.
+        q, slots: as for `_attend`.
+        metadata: the engine's of the whole batch.
+    """
+    route, share = state.route, state.share
+    assert route is not None
+    assert share is not None
+    attend, schedule = stock
+    heads = state.planner.model.num_heads
+    lengths = getattr(metadata, f"{state.x}_cache_seqlens_int32")
+    layer = SimpleNamespace(tp_q_head_num=heads, head_dim=q.shape[-1])
+
+    def attend_rows(q_rows: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        with all_heads(backend, route.plan.head_padding or heads):
+            own = schedule_of(share, schedule, lengths, state.x)
+            return attend(q_all=q_rows, page_table_1=chosen, layer=layer, metadata=own).squeeze(1)
+
+    return share.attend(q, slots, attend_rows).unsqueeze(1)
+
+
+def _refuse_sink(attn_sink: torch.Tensor | None) -> None:
+    if attn_sink is not None:
+        raise NsaPluginError("an attention sink is given for this rank's heads, and token_shard attends with all heads")

@@ -37,11 +37,13 @@ class Batch:
     Attributes:
         shape: what a plan is made from.
         mixed: a prefill and decodes in one batch, each decode a request of one row.
+        in_graph: a prefill that SGLang captures or replays in pieces, around attention.
         requests: (id, query rows, context in tokens) of each request, as far as the host knows them; for the trace.
     """
 
     shape: BatchShape
     mixed: bool = False
+    in_graph: bool = False
     requests: list[tuple[str, int, int]] = field(default_factory=list)
 
 
@@ -50,12 +52,13 @@ def phase_of(forward_mode: Any) -> Phase | None:
     return PHASES.get(forward_mode.name)
 
 
-def prefill_batch(forward_batch: Any) -> Batch:
+def prefill_batch(forward_batch: Any, *, in_graph: bool = False) -> Batch:
     """A batch of phase extend.
 
     Args:
         forward_batch: with `seq_lens_cpu` (a tensor on the host) and `extend_seq_lens_cpu` (a list), which SGLang's own
             metadata needs too.
+        in_graph: see `Batch`.
 
     Raises:
         ShapeError: the lengths cannot belong together.
@@ -72,9 +75,8 @@ def prefill_batch(forward_batch: Any) -> Batch:
         attention_workspace_tokens=int(forward_batch.get_max_chunk_capacity()),
     )
     names = _names(forward_batch, len(kv_lens))
-    return Batch(
-        shape, mixed=forward_batch.forward_mode.name == "MIXED", requests=list(zip(names, q_lens, kv_lens, strict=True))
-    )
+    requests = list(zip(names, q_lens, kv_lens, strict=True))
+    return Batch(shape, mixed=forward_batch.forward_mode.name == "MIXED", in_graph=in_graph, requests=requests)
 
 
 def step_batch(phase: Phase, requests: int, rows: int, max_context: int, names: Sequence[str] = ()) -> Batch:

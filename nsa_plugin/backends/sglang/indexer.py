@@ -11,6 +11,9 @@ SGLang's `topk_transform` would have:
 
 each -1 behind the last, in rows of index_topk. Which members of a tie are taken, and the order in a row, may differ.
 
+Where the plan trades heads for tokens (`token_shard`), the rows of other ranks are neither scored nor selected for:
+they are -1, in a buffer of SGLang's too, whatever it held.
+
 The original function runs instead, untouched, where the batch has no plan of the plugin's or one that selects nothing;
 where --{nsa,dsa}-topk-backend is not sgl-kernel (its tie-breaking is asked for); where the model forces its first or
 last tokens into the selection; under context parallelism; and where the lengths on the host do not add up to the rows.
@@ -22,14 +25,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
 
 from nsa_plugin.backends.providers import Providers
+from nsa_plugin.backends.sglang.token_shard import Share
 from nsa_plugin.kernels.registry import REFERENCE
 from nsa_plugin.kernels.topk import Request
+from nsa_plugin.parallel.partition import requests as requests_within
 from nsa_plugin.patches.ledger import wrap
 from nsa_plugin.plan import IndexerMode, Plan
 from nsa_plugin.shapes import Phase
@@ -45,11 +49,13 @@ class Selection:
         plan: the batch's.
         pool: SGLang's pool, which holds the indexer's keys.
         providers: where the plan's provider comes from.
+        share: this rank's rows, where heads are traded for tokens.
     """
 
     plan: Plan
     pool: Any
     providers: Providers
+    share: Share | None = None
 
 
 def attach(metadata: Any, selection: Selection) -> None:
@@ -86,7 +92,10 @@ def wrap_topk_ragged(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _covered(selection: Selection, indexer: Any, metadata: Any) -> list[Request] | None:
-    """The requests' rows and keys, or None where the original function has to run."""
+    """The requests' rows and keys, or None where the original function has to run.
+
+    Of a share, what lies in its rows; rows count from the first of them.
+    """
     plan = selection.plan
     if plan.phase is not Phase.EXTEND or plan.indexer.mode is not IndexerMode.TOPK:
         return None
@@ -102,9 +111,14 @@ def _covered(selection: Selection, indexer: Any, metadata: Any) -> list[Request]
     kv_lens = [int(length) for length in metadata.get_indexer_seq_len_cpu().tolist()]
     if rows == 0 or sum(q_lens) != rows or len(q_lens) != len(kv_lens):
         return None
-    row_ends, key_ends = accumulate(q_lens), accumulate(kv_lens)
-    ends = zip(row_ends, key_ends, q_lens, kv_lens, strict=True)
-    return [(row_end - q_len, row_end, key_end - kv_len, key_end) for row_end, key_end, q_len, kv_len in ends]
+    if selection.share is not None and selection.share.partition.total != rows:
+        return None
+    return requests_within(_own_rows(selection, rows), q_lens, kv_lens)
+
+
+def _own_rows(selection: Selection, rows: int) -> slice:
+    """The rows that this rank selects for, of so many."""
+    return slice(0, rows) if selection.share is None else selection.share.rows
 
 
 def _extend_lens(metadata: Any) -> list[int]:
@@ -126,7 +140,11 @@ def _select(
 ) -> torch.Tensor:
     plan, topk = selection.plan.indexer, indexer.index_topk
     ks, ke = metadata.get_indexer_kvcache_range()
-    rows = ks.shape[0]
+    own = _own_rows(selection, ks.shape[0])
+    if selection.share is not None:
+        out.fill_(-1)
+        if own.start == own.stop:
+            return out
     seq_lens = metadata.get_indexer_seq_len_cpu()
     # Since 0.5.23 the keys' pages may differ from the attention's.
     table = getattr(metadata, "get_logical_page_table", None) or metadata.get_page_table_64
@@ -142,29 +160,29 @@ def _select(
     # A pipeline's receive may run beside the kernel, which then has to leave it an SM.
     with getattr(indexer, "_with_real_sm_count", nullcontext)():
         positions = score(
-            q_fp8[:rows],
+            q_fp8[own],
             k,
             k_scale,
-            weights[:rows].squeeze(-1),
-            ks,
-            ke,
+            weights[own].squeeze(-1),
+            ks[own],
+            ke[own],
             topk,
-            out=out[:rows] if unfused else None,
+            out=out[own] if unfused else None,
             **arguments,
         )
     if not unfused:
-        out[:rows] = _transformed(selection, metadata, positions)
+        out[own] = _transformed(selection, metadata, positions, own)
     return out
 
 
-def _transformed(selection: Selection, metadata: Any, positions: torch.Tensor) -> torch.Tensor:
+def _transformed(selection: Selection, metadata: Any, positions: torch.Tensor, own: slice) -> torch.Tensor:
     """int32 [rows, topk]: slots or rows of the copied keys, as SGLang's fused transform gives them."""
-    attention, rows = metadata.attn_metadata, positions.shape[0]
+    attention = metadata.attn_metadata
     if metadata.topk_transform_method.name == "RAGGED":
         ragged = selection.providers.helper("index_transform_ragged")
-        return ragged(positions, attention.topk_indices_offset[:rows])  # type: ignore[no-any-return]
+        return ragged(positions, attention.topk_indices_offset[own])  # type: ignore[no-any-return]
     paged = selection.providers.helper("index_transform_paged")
-    request = metadata.get_token_to_batch_idx()[:rows]
+    request = metadata.get_token_to_batch_idx()[own]
     return paged(positions, attention.page_table_1, page_size=1, row_to_request=request)  # type: ignore[no-any-return]
 
 

@@ -19,11 +19,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from nsa_plugin import sharding
 from nsa_plugin.backends.sglang.batch import Batch
 from nsa_plugin.capabilities import Capability, Op
 from nsa_plugin.devices import DeviceProfile
 from nsa_plugin.dispatch import decide
 from nsa_plugin.errors import NoProviderError, NsaPluginError
+from nsa_plugin.parallel.partition import Partition
 from nsa_plugin.plan import Attention, Plan
 from nsa_plugin.settings import Settings
 from nsa_plugin.shapes import BatchShape, ModelShape, Phase
@@ -98,8 +100,6 @@ def runnable(device: DeviceProfile, layout: str) -> DeviceProfile:
     def carried(library: str, capability: Capability) -> bool:
         if capability.op is Op.MHA_ONE_SHOT:
             return library in _DENSE
-        if capability.op is Op.TOKEN_SHARD:
-            return False
         shape = _SPARSE.get(capability.op)
         return shape is None or (layout, shape, library, _copies(capability, layout)) in CARRIERS
 
@@ -165,6 +165,8 @@ class Planner:
         count: called with the plan of every batch, for the metrics.
         free_memory: reads the device's free bytes at the next prefill, and is forgotten then: a reading waits for the
             device. Set again, it is read again.
+        exchange_rows: query rows that heads are traded for at most (`token_shard`).
+        no_exchange: why they are traded for none; "" where they may be.
     """
 
     model: ModelShape
@@ -173,8 +175,10 @@ class Planner:
     trace: Trace = field(default_factory=Trace)
     count: Callable[[Plan], None] | None = None
     free_memory: Callable[[], int] | None = None
+    exchange_rows: int = 0
+    no_exchange: str = "this backend has no exchange"
     _steps: dict[tuple[Phase, int, int], Route] = field(default_factory=dict)
-    _prefills: dict[tuple[BatchShape, bool, bool, int], Route | None] = field(default_factory=dict)
+    _prefills: dict[tuple[BatchShape, bool, bool, bool, int], Route | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.device = runnable(self.device, self.model.kv_layout)
@@ -193,7 +197,7 @@ class Planner:
 
     def prefill_route(self, batch: Batch, *, dense_allowed: bool) -> Route | None:
         """As `prefill`, of a batch that does not come to be: nothing is recorded."""
-        key = batch.shape, batch.mixed, dense_allowed, self.device.memory_free
+        key = batch.shape, batch.mixed, batch.in_graph, dense_allowed, self.device.memory_free
         if key not in self._prefills:
             if len(self._prefills) >= MAX_PREFILLS:
                 self._prefills.clear()
@@ -204,19 +208,44 @@ class Planner:
         # Over an fp8 cache SGLang makes its copy for whole prefills only, and the paths differ in what they are given.
         if batch.shape.context_parallel or (batch.mixed and self.model.fp8_cache):
             return None
-        plan = decide(self.model, batch.shape, self.device, self.settings)
+        keeps = self._keeps_heads(batch)
+        plan = self._decided(batch.shape, self.device, self.settings, keeps)
         if plan.attention is Attention.MHA_ONE_SHOT and not dense_allowed:
-            plan = decide(self.model, batch.shape, self.device, replace(self.settings, mha_max_kv=0))
+            plan = self._decided(batch.shape, self.device, replace(self.settings, mha_max_kv=0), keeps)
             said = plan.reasons["attention"].replace("mha_max_kv is 0", "SGLang's own rules have none for this batch")
             plan = replace(plan, reasons={**plan.reasons, "attention": said})
         if plan.dequantize_kv and not self._copy_fits(plan, batch):
             settings = replace(self.settings, mha_max_kv=0)  # this batch is not dense
             # Nothing else may take so many rows: then it is copied as SGLang would.
             with suppress(NsaPluginError):
-                plan = decide(self.model, batch.shape, in_place(self.device, self.model.kv_layout), settings)
+                plan = self._decided(batch.shape, in_place(self.device, self.model.kv_layout), settings, keeps)
                 said = f"{plan.reasons['dequantize_kv']}; a bf16 copy would take over a quarter of the free memory"
                 plan = replace(plan, reasons={**plan.reasons, "dequantize_kv": said})
         return route_of(plan, self.model.kv_layout)
+
+    def _keeps_heads(self, batch: Batch) -> str:
+        """Why a batch's ranks do not trade heads for tokens, whatever else speaks for it; "" if they may."""
+        if self.no_exchange:
+            return self.no_exchange
+        if batch.in_graph:
+            return "SGLang captures or replays this prefill in pieces, around attention over fixed rows"
+        if (rows := batch.shape.num_tokens) > self.exchange_rows:
+            return f"{rows} query rows exceed the {self.exchange_rows} that the exchange's buffers hold"
+        return ""
+
+    def _decided(self, shape: BatchShape, device: DeviceProfile, settings: Settings, keeps: str) -> Plan:
+        if not keeps:
+            return decide(self.model, shape, device, settings)
+        plan = decide(self.model, shape, device, replace(settings, token_shard="off"))
+        sparse = plan.attention in (Attention.SPARSE_PREFILL, Attention.SPARSE_DECODE)
+        if not sparse or settings.token_shard == "off" or plan.phase is not Phase.EXTEND:
+            return plan
+        return replace(plan, reasons={**plan.reasons, "token_shard": keeps})
+
+    def shares(self, plan: Plan, batch: Batch, held: int) -> Partition:
+        """Whose rows of a prefill are whose; see `sharding.shares`."""
+        q_lens, kv_lens = [rows for _, rows, _ in batch.requests], [context for *_, context in batch.requests]
+        return sharding.shares(self.model, self.device, plan, q_lens, kv_lens, held)
 
     def _copy_fits(self, plan: Plan, batch: Batch) -> bool:
         """Whether the bf16 copy of all contexts, which SGLang makes for sparse attention, fits the free memory.
@@ -238,7 +267,7 @@ class Planner:
         key = (shape.phase, shape.num_requests, shape.num_tokens)
         route = self._steps.get(key)
         if route is None:
-            plan = decide(self.model, shape, self.device, self.settings)
+            plan = self._decided(shape, self.device, self.settings, self.no_exchange)
             route = self._steps[key] = route_of(plan, self.model.kv_layout)
         return route
 

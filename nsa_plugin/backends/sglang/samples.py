@@ -44,8 +44,12 @@ def routes(state: State, max_context: int, draft_tokens: int | None) -> dict[str
     return found
 
 
-def own_kernels(state: State, max_context: int) -> set[tuple[str, str]]:
-    """(op, provider) of every kernel of the plugin's that batches of some size take."""
+def own_kernels(state: State, max_context: int, *, sharded: bool = False) -> set[tuple[str, str]]:
+    """(op, provider) of every kernel of the plugin's that batches of some size take.
+
+    Args:
+        sharded: of the batches whose ranks trade heads for tokens, which have all heads; else of the others.
+    """
     found: list[Route | None] = []
     for rows in ROWS:
         with suppress(NsaPluginError):  # a size that nothing carries, and that need never come
@@ -53,7 +57,8 @@ def own_kernels(state: State, max_context: int) -> set[tuple[str, str]]:
                 found.append(_step(state, Phase.DECODE, rows, rows, max_context))
             if state.plans_prefill and rows <= max_context:
                 found += [_prefill(state, rows, rows), _prefill(state, rows, max_context)]
-    return {(route.op, route.plan.provider) for route in found if route is not None and route.own}
+    taken = [route for route in found if route is not None and route.own]
+    return {(route.op, route.plan.provider) for route in taken if route.plan.token_shard == sharded}
 
 
 def in_words(route: Route) -> str:
@@ -65,6 +70,7 @@ def in_words(route: Route) -> str:
     text = f"{chosen} on SGLang's path {route.impl}; {plan.reasons['provider']}"
     if plan.phase is Phase.EXTEND and plan.indexer.mode is IndexerMode.TOPK:
         text += f"; selection by {plan.indexer.provider}, {plan.indexer.rows_per_chunk} rows at once"
+        text += f"; heads {'' if plan.token_shard else 'not '}traded for tokens: {plan.reasons['token_shard']}"
     return text
 
 

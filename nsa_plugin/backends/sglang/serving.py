@@ -7,7 +7,7 @@ begins and ends: `attention` and `samples` for DeepSeek-V3.2, `v4_backend` for D
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from nsa_plugin.backends.sglang.attention import State, adopt, release
 from nsa_plugin.backends.sglang.metrics import ranks, route_counter
 from nsa_plugin.backends.sglang.model import kv_layout, model_shape
 from nsa_plugin.backends.sglang.routes import PLANNED, Planner, Route
+from nsa_plugin.backends.sglang.token_shard import Exchange, open_exchange
 from nsa_plugin.backends.sglang.v4_routes import v4_shape
 from nsa_plugin.backends.warm import warm, warm_selection
 from nsa_plugin.capabilities import Op
@@ -40,6 +41,7 @@ class Serving:
         backends: those that take their routes from plans.
         routes: what a few batches of the first backend take, and why, by their names; for the start-up report.
         notes: what stays SGLang's own although the plugin is on.
+        exchange: of heads for tokens, once a backend has opened it; all that may trade have one model's heads.
     """
 
     resolved: ResolvedSettings
@@ -50,6 +52,7 @@ class Serving:
     backends: list[Any] = field(default_factory=list)
     routes: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    exchange: Exchange | None = None
     _warmed: set[ModelShape] = field(default_factory=set)
 
     @classmethod
@@ -82,7 +85,7 @@ class Serving:
         """Let a backend that has just been built take its routes from plans, once its kernels have run.
 
         Raises:
-            ShapeError, SettingsError, NoProviderError, PatchError: it cannot; it is SGLang's own then.
+            ShapeError, SettingsError, NoProviderError, PatchError, MismatchError: it cannot; it is SGLang's own then.
         """
         try:
             take_up = self._adopt_v4 if is_v4(backend) else self._adopt_v32
@@ -97,8 +100,18 @@ class Serving:
     def _adopt_v32(self, backend: Any, model_runner: Any) -> dict[str, Route]:
         """What a few batches take, by their names."""
         model = model_shape(backend, model_runner)
-        planner = Planner(model, self.device, self.resolved.settings, self.trace, self.count, free_device_memory)
-        self._note(adopt(backend, planner, model_runner.server_args))
+        exchange, keeps = self._exchange_for(backend, model_runner, model)
+        planner = Planner(
+            model,
+            self.device,
+            self.resolved.settings,
+            self.trace,
+            self.count,
+            free_memory_of(exchange),
+            exchange_rows=0 if exchange is None else exchange.shard.max_tokens,
+            no_exchange=keeps,
+        )
+        self._note(adopt(backend, planner, model_runner.server_args, exchange))
         state: State | None = backend.nsa_plugin
         if state is None or not (state.plans_prefill or state.plans_steps):
             release(backend)
@@ -107,10 +120,25 @@ class Serving:
         if model not in self._warmed:
             device = torch.device(backend.device)
             warm(samples.own_kernels(state, backend.max_context_len), state.providers, model, device)
+            if exchange is not None:
+                all_heads = replace(model, attn_tp_size=1)
+                sharded = samples.own_kernels(state, backend.max_context_len, sharded=True)
+                warm(sharded, state.providers, all_heads, device)
             if state.plans_prefill:
                 warm_selection(state.providers, model, device)
             self._warmed.add(model)
         return routes
+
+    def _exchange_for(self, backend: Any, model_runner: Any, model: ModelShape) -> tuple[Exchange | None, str]:
+        """(the exchange of heads for tokens or None, why there is none); see `open_exchange`."""
+        if getattr(model_runner, "is_draft_worker", False):
+            # Its later steps may begin with what it selects here, for rows that another rank has.
+            return None, "a draft model's selection is read again by its later steps"
+        if self.exchange is None:
+            settings = self.resolved.settings
+            self.exchange, keeps = open_exchange(backend, model_runner, model, self.device, settings)
+            return self.exchange, keeps
+        return self.exchange, ""
 
     def _adopt_v4(self, backend: Any, model_runner: Any) -> dict[str, Route]:
         """As `_adopt_v32`."""
@@ -137,7 +165,8 @@ class Serving:
     def settle(self) -> None:
         """SGLang has captured its graphs: what is free from now on is what batches have."""
         for backend in self.backends:
-            backend.nsa_plugin.planner.free_memory = free_device_memory
+            state = backend.nsa_plugin
+            state.planner.free_memory = free_memory_of(getattr(state, "exchange", None))
 
     def end(self) -> None:
         """Hand every backend back to SGLang."""
@@ -171,7 +200,7 @@ def hand_back(backend: Any) -> None:
 def refuse_trtllm(backend: Any, device: DeviceProfile) -> None:
     """Raise NoProviderError where SGLang was told to run TRT-LLM's kernels on a device that has none of them.
 
-    SGLang alone would find that out in the first batch. Over an fp8 cache it has laid the cache out for them already,
+    SGLang takes the flag there without a word. Over an fp8 cache it has laid the cache out for these kernels already,
     and what is wrong with that would be a riddle.
     """
     if is_v4(backend) or device.has("trtllm", Op.SPARSE_MLA_DECODE):
@@ -212,3 +241,13 @@ def left_to_sglang(backend: Any, model_runner: Any, device: DeviceProfile) -> st
 def free_device_memory() -> int:
     """Free bytes of the current device that PyTorch does not hold."""
     return int(torch.cuda.mem_get_info()[0])
+
+
+def free_memory_of(exchange: Exchange | None) -> Callable[[], int]:
+    """What reads the free memory that plans are made from: with an exchange, the least of its ranks.
+
+    Ranks that exchange have to plan alike, and a plan may turn on it.
+    """
+    if exchange is None:
+        return free_device_memory
+    return lambda: exchange.least(free_device_memory())

@@ -1,0 +1,160 @@
+"""Heads for tokens: whether the ranks of an attention group trade for a batch, and which rows each takes then.
+
+The trade itself is `nsa_plugin.parallel.token_shard`. Both answers have to be the same on every rank, or the ranks wait
+for each other in an exchange: they are made of the model, the batch, the settings and the measurements, which are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nsa_plugin import measured
+from nsa_plugin.candidates import COPY_BYTES, COPY_RATE, NEARLY_EQUAL, OPS, Case, Route, estimate_us
+from nsa_plugin.capabilities import Op
+from nsa_plugin.choices import count, head_padding, in_time, pick_sparse
+from nsa_plugin.devices import DeviceProfile
+from nsa_plugin.errors import NsaPluginError
+from nsa_plugin.parallel.partition import Partition, Weights, by_cost
+from nsa_plugin.plan import Plan
+from nsa_plugin.settings import Settings
+from nsa_plugin.shapes import ModelShape
+
+TOKEN_SHARD_SERVED = False
+"""Whether ranks may trade heads for tokens: not before an engine has been run so on GPUs with this release.
+
+While it is False, `token_shard=on` is an error that says so and `auto` keeps the heads; nothing else has to change.
+"""
+
+ATTENTION = "token_shard_attention"
+# For the balance between the ranks alone, never for a choice: what kernels and links of a Hopper reach about.
+LINK_BYTES_A_US = 400_000
+BF16_MACS_A_US = 300_000_000
+FP8_MACS_A_US = 2 * BF16_MACS_A_US
+PICOSECONDS = 1_000_000  # in a microsecond
+BF16_BYTES = 2
+
+
+def impossible(model: ModelShape, device: DeviceProfile) -> str | None:
+    """Why no batch of this configuration can trade heads for tokens; None if one can."""
+    if model.attn_tp_size == 1:
+        return "attn_tp_size is 1, so this rank already has every head"
+    if model.family != "v3.2":
+        return f"only the attention of DeepSeek-V3.2 is traded, and the model is of family {model.family}"
+    if not device.providers(Op.TOKEN_SHARD):
+        return "there are no token_shard kernels for this engine and device"
+    if not TOKEN_SHARD_SERVED:
+        return "trading heads for tokens has not been run on GPUs with this release"
+    return None
+
+
+def never(model: ModelShape, device: DeviceProfile, settings: Settings) -> str | None:
+    """As `impossible`, and why the settings keep every batch from it: where buffers would be for nothing."""
+    if settings.token_shard == "off":
+        return "token_shard is off"
+    if reason := impossible(model, device):
+        return reason
+    if settings.token_shard == "on":
+        return None
+    if not any(label.startswith(_SHARDED) for label in measured.MEASUREMENTS.get(_key(model, device), {})):
+        return f"{count(model.attn_tp_size, 'rank')} trading {count(model.heads_per_rank, 'head')} each were not " + (
+            f"measured on {device.where} with a {model.kv_layout} cache"
+        )
+    if not device.nvlink:
+        return "no other GPU is reached over NVLink, and the exchange is measured over NVLink only"
+    return None
+
+
+def decided(case: Case, route: Route) -> tuple[bool, str]:
+    """(whether the batch trades heads for tokens around the kernel, why).
+
+    Args:
+        route: the route that would be taken without, the best one.
+    """
+    model, batch, mode = case.model, case.batch, case.settings.token_shard
+    if not case.extend:
+        return False, f"{batch.phase}: only the rows of a prefill are traded"
+    if reason := never(model, case.device, case.settings):
+        return False, reason
+    if batch.context_parallel:
+        return False, "the prefill is split over a context-parallel group already"
+    if batch.cuda_graph:
+        return False, "a captured graph keeps its rows, and a prefill's are dealt out by their lengths"
+    ranks, rows = model.attn_tp_size, batch.num_tokens
+    if rows < ranks:
+        return False, f"{count(rows, 'query row')} are fewer than the {ranks} ranks"
+    try:
+        sharded, _ = pick_sparse(case, case.sharded_load)
+    except NsaPluginError as error:
+        return False, f"no kernel takes all heads of a share: {error}"
+    padding, _ = head_padding(case, route, model.heads_per_rank)
+    own = f"{model.heads_per_rank} padded to {padding}" if padding else str(model.heads_per_rank)
+    traded = (
+        f"{ranks} ranks take about {case.sharded_load.rows} of {rows} query rows each with all {model.num_heads} heads "
+        f"instead of {own}"
+    )
+    if mode == "on":
+        return True, traded
+    kept, taken = estimate_us(case, route, case.own_load), sharded_us(case, sharded)
+    if kept is None or taken is None:
+        what = f"{route} of {count(model.heads_per_rank, 'head')}" if kept is None else f"{sharded} over {ranks} ranks"
+        return False, f"{what} was not measured on {case.device.where} for {count(rows, 'row')}"
+    where = f"as measured on {case.device.where}"
+    if taken * (1 + NEARLY_EQUAL) >= kept:
+        return False, f"{route} of the own heads takes {in_time(kept)} against {in_time(taken)} of the trade, {where}"
+    return True, f"{traded}: {in_time(taken)} against {route}'s {in_time(kept)}, {where}"
+
+
+def sharded_us(case: Case, route: Route) -> float | None:
+    """Microseconds that exchange, attention of a share by `route` and exchange take; None where that was not measured.
+
+    The selection, which each rank then makes for its share alone, is not in it. The measurements have their
+    bfloat16 rows made beforehand; where the route copies the cache, that is added.
+    """
+    model, device = case.model, case.device
+    if measured.SELECTIONS[model.kv_layout] != (model.index_topk, model.sliding_window):
+        return None
+    where, label = _key(model, device), f"{_SHARDED}{route}"
+    known = measured.points(*where, model.heads_per_rank, label)
+    if not known or case.batch.num_tokens < known[0][0]:
+        return None  # a few rows' exchange is all latency, which says nothing of fewer
+    time = measured.estimate_us(*where, model.heads_per_rank, case.batch.num_tokens, label)
+    if time is None or not route.dequantize_kv:
+        return time
+    return time + case.batch.total_kv_len * COPY_BYTES[model.kv_layout] / COPY_RATE
+
+
+_SHARDED = "token_shard by "
+
+
+def _key(model: ModelShape, device: DeviceProfile) -> tuple[int, str, str]:
+    """Of the measurements of groups of so many ranks; their labels are "token_shard by " and the route in words."""
+    return device.sm, f"{ATTENTION} tp{model.attn_tp_size}", model.kv_layout
+
+
+def shares(
+    model: ModelShape, device: DeviceProfile, plan: Plan, q_lens: Sequence[int], kv_lens: Sequence[int], held: int
+) -> Partition:
+    """Whose rows are whose, of nearly equal cost: the same on every rank that has the same batch.
+
+    Args:
+        plan: of the batch, with `token_shard`.
+        q_lens, kv_lens: query rows and whole context of each request.
+        held: most rows of a rank that the buffers hold.
+
+    Raises:
+        PartitionError: the ranks together do not hold the rows.
+    """
+    route = Route(plan.attention, plan.provider, plan.dequantize_kv)
+    kernel = device.capability(plan.provider, OPS[plan.attention], route.layout_read(model))
+    most = held if kernel is None or kernel.max_rows is None else min(held, kernel.max_rows)
+    return by_cost(q_lens, kv_lens, model.attn_tp_size, topk=model.index_topk, weights=weights(model), max_rows=most)
+
+
+def weights(model: ModelShape) -> Weights:
+    """What a row costs, in picoseconds by the rates above: arithmetic, not a measurement."""
+    values = model.num_heads * sum(model.row_dims)  # of a row on its ways, and multiplied for each key attended
+    return Weights(
+        row=BF16_BYTES * values * PICOSECONDS // LINK_BYTES_A_US,
+        attention=max(1, values * PICOSECONDS // BF16_MACS_A_US),
+        indexer=max(1, model.index_n_heads * model.index_head_dim * PICOSECONDS // FP8_MACS_A_US),
+    )
