@@ -309,7 +309,8 @@ def in_cuda_graphs(device: torch.device) -> None:
         first, second = Batch(rows, device, ranks, 1), Batch(rows, device, ranks, 2)
         second.indices = first.indices
         wanted = [batch.expected(rank) for batch in (first, second)]
-        q, partition = first.q(rank), by_count(rows, ranks)
+        # A copy: of a single row it would be a part of the batch, which is written over.
+        q, partition = first.q(rank).clone(), by_count(rows, ranks)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             shard.attend(q, partition, first.attend, chunks=chunks)
