@@ -19,6 +19,7 @@ from nsa_plugin.candidates import FLASH_MLA_DECODE, Route
 from nsa_plugin.capabilities import Op
 from nsa_plugin.measured import SELECTIONS, Points
 from nsa_plugin.plan import Attention
+from nsa_plugin.sharding import ATTENTION, SHARDED, STEPS, group_op
 
 RECORDS = ROOT / "docs" / "benchmarks"
 MODULE = ROOT / "nsa_plugin" / "measurements.py"
@@ -51,6 +52,11 @@ BESIDE: dict[str, dict[str, Route]] = {
     "bf16": {"sparse_mla flash_mla padded": Route(Attention.SPARSE_PREFILL, "flash_mla")},
 }
 
+# Heads for tokens, by `python -m nsa_plugin.parallel.bench`: the trade in one piece, as the adapter makes it, of a
+# prefill and of a decode. A prefill's bfloat16 rows are made beforehand; the decision adds their copy.
+TRADED = {"token_shard flash_mla": _COPIED, "token_shard flash_mla decode kernel": FLASH_MLA_DECODE}
+TRADED_STEPS = {"token_shard flash_mla": FLASH_MLA_DECODE}
+
 Key = tuple[int, str, str]
 Table = dict[Key, dict[str, dict[int, Points]]]
 # (op, layout, label, heads, rows, microseconds, rank of the case among those of the same rows)
@@ -67,6 +73,13 @@ def _of_row(row: dict[str, Any]) -> Iterator[Measured]:
             rows = case["q"] if "q" in case else case["batch"] * case["s_q"]
             rank = case["kv"], case.get("page_size", 0)
             yield str(need), layout, str(ROUTES[op][provider]), case["heads"], rows, row["median_us"], rank
+    elif op == ATTENTION:
+        layout, step = case["layout"], "batch" in case
+        route = (TRADED_STEPS if step else TRADED).get(provider)
+        if route is not None and SELECTIONS.get(layout) == (case["topk"], 0):
+            filed = group_op(STEPS if step else ATTENTION, case["tp"])
+            rows = case["batch"] * case["s_q"] if step else case["q"]
+            yield filed, layout, f"{SHARDED}{route}", case["heads"], rows, row["median_us"], (case["kv"], 0)
     elif op == "mha_one_shot":
         for layout, beside in BESIDE.items():
             route = (DENSE | beside).get(provider)

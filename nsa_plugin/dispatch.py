@@ -234,7 +234,7 @@ def _sparse_plan(case: Case, not_dense: str) -> Plan:
         load = case.sharded_load
         route, refused = choices.pick_sparse(case, load)
     padding, why_padding = choices.head_padding(case, route, load.heads)
-    indexer, why_indexer = topk_plan(case, route, shared=sharded)
+    indexer, why_indexer = topk_plan(case, route, shared=sharded and case.extend)
     attention = choices.attention_sentence(case, route, load, refused)
     return Plan(
         phase=case.batch.phase,

@@ -14,10 +14,10 @@ from nsa_plugin.capabilities import Op
 from nsa_plugin.choices import count, head_padding, in_time, pick_sparse
 from nsa_plugin.devices import DeviceProfile
 from nsa_plugin.errors import NsaPluginError
-from nsa_plugin.parallel.partition import Partition, Weights, by_cost
+from nsa_plugin.parallel.partition import Partition, Weights, by_cost, by_count
 from nsa_plugin.plan import Plan
 from nsa_plugin.settings import Settings
-from nsa_plugin.shapes import ModelShape
+from nsa_plugin.shapes import ModelShape, Phase
 
 TOKEN_SHARD_SERVED = False
 """Whether ranks may trade heads for tokens: not before an engine has been run so on GPUs with this release.
@@ -25,7 +25,12 @@ TOKEN_SHARD_SERVED = False
 While it is False, `token_shard=on` is an error that says so and `auto` keeps the heads; nothing else has to change.
 """
 
-ATTENTION = "token_shard_attention"
+PHASES = (Phase.EXTEND, Phase.DECODE, Phase.TARGET_VERIFY)
+"""Whose rows may be traded. Draft steps go on from selections of a step before, for rows that had other ranks."""
+
+ATTENTION, STEPS = "token_shard_attention", "token_shard_steps"
+"""What the measurements of a prefill's rows, which share their keys, and those of a decode's rows are filed under."""
+
 # For the balance between the ranks alone, never for a choice: what kernels and links of a Hopper reach about.
 LINK_BYTES_A_US = 400_000
 BF16_MACS_A_US = 300_000_000
@@ -55,7 +60,8 @@ def never(model: ModelShape, device: DeviceProfile, settings: Settings) -> str |
         return reason
     if settings.token_shard == "on":
         return None
-    if not any(label.startswith(_SHARDED) for label in measured.MEASUREMENTS.get(_key(model, device), {})):
+    known = [label for op in (ATTENTION, STEPS) for label in measured.MEASUREMENTS.get(_key(op, model, device), {})]
+    if not any(label.startswith(SHARDED) for label in known):
         return f"{count(model.attn_tp_size, 'rank')} trading {count(model.heads_per_rank, 'head')} each were not " + (
             f"measured on {device.where} with a {model.kv_layout} cache"
         )
@@ -71,13 +77,13 @@ def decided(case: Case, route: Route) -> tuple[bool, str]:
         route: the route that would be taken without, the best one.
     """
     model, batch, mode = case.model, case.batch, case.settings.token_shard
-    if not case.extend:
-        return False, f"{batch.phase}: only the rows of a prefill are traded"
+    if batch.phase not in PHASES:
+        return False, f"{batch.phase}: the rows of draft steps are not traded"
     if reason := never(model, case.device, case.settings):
         return False, reason
     if batch.context_parallel:
         return False, "the prefill is split over a context-parallel group already"
-    if batch.cuda_graph:
+    if case.extend and batch.cuda_graph:
         return False, "a captured graph keeps its rows, and a prefill's are dealt out by their lengths"
     ranks, rows = model.attn_tp_size, batch.num_tokens
     if rows < ranks:
@@ -107,13 +113,13 @@ def decided(case: Case, route: Route) -> tuple[bool, str]:
 def sharded_us(case: Case, route: Route) -> float | None:
     """Microseconds that exchange, attention of a share by `route` and exchange take; None where that was not measured.
 
-    The selection, which each rank then makes for its share alone, is not in it. The measurements have their
-    bfloat16 rows made beforehand; where the route copies the cache, that is added.
+    The selection, which each rank of a prefill then makes for its share alone, is not in it. The measurements have
+    their bfloat16 rows made beforehand; where the route copies the cache, that is added.
     """
     model, device = case.model, case.device
     if measured.SELECTIONS[model.kv_layout] != (model.index_topk, model.sliding_window):
         return None
-    where, label = _key(model, device), f"{_SHARDED}{route}"
+    where, label = _key(ATTENTION if case.extend else STEPS, model, device), f"{SHARDED}{route}"
     known = measured.points(*where, model.heads_per_rank, label)
     if not known or case.batch.num_tokens < known[0][0]:
         return None  # a few rows' exchange is all latency, which says nothing of fewer
@@ -123,18 +129,27 @@ def sharded_us(case: Case, route: Route) -> float | None:
     return time + case.batch.total_kv_len * COPY_BYTES[model.kv_layout] / COPY_RATE
 
 
-_SHARDED = "token_shard by "
+SHARDED = "token_shard by "
+"""What a label of these measurements begins with; the route in words follows."""
 
 
-def _key(model: ModelShape, device: DeviceProfile) -> tuple[int, str, str]:
-    """Of the measurements of groups of so many ranks; their labels are "token_shard by " and the route in words."""
-    return device.sm, f"{ATTENTION} tp{model.attn_tp_size}", model.kv_layout
+def group_op(op: str, ranks: int) -> str:
+    """What measurements of groups of so many ranks are filed under.
+
+    Args:
+        op: ATTENTION or STEPS.
+    """
+    return f"{op} tp{ranks}"
+
+
+def _key(op: str, model: ModelShape, device: DeviceProfile) -> tuple[int, str, str]:
+    return device.sm, group_op(op, model.attn_tp_size), model.kv_layout
 
 
 def shares(
     model: ModelShape, device: DeviceProfile, plan: Plan, q_lens: Sequence[int], kv_lens: Sequence[int], held: int
 ) -> Partition:
-    """Whose rows are whose, of nearly equal cost: the same on every rank that has the same batch.
+    """Whose rows of a prefill are whose, of nearly equal cost: the same on every rank that has the same batch.
 
     Args:
         plan: of the batch, with `token_shard`.
@@ -148,6 +163,11 @@ def shares(
     kernel = device.capability(plan.provider, OPS[plan.attention], route.layout_read(model))
     most = held if kernel is None or kernel.max_rows is None else min(held, kernel.max_rows)
     return by_cost(q_lens, kv_lens, model.attn_tp_size, topk=model.index_topk, weights=weights(model), max_rows=most)
+
+
+def step_shares(model: ModelShape, rows: int) -> Partition:
+    """Whose rows of a later step are whose: made of nothing but their number, so that a replay has its capture's."""
+    return by_count(rows, model.attn_tp_size)
 
 
 def weights(model: ModelShape) -> Weights:

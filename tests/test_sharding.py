@@ -13,11 +13,10 @@ from nsa_plugin import measured, sharding
 from nsa_plugin.devices import DeviceProfile, synthetic
 from nsa_plugin.dispatch import decide, validate
 from nsa_plugin.errors import SettingsError
-from nsa_plugin.parallel.partition import PartitionError
+from nsa_plugin.parallel.partition import PartitionError, by_count
 from nsa_plugin.settings import Settings
-from nsa_plugin.shapes import BatchShape, ModelShape
+from nsa_plugin.shapes import BatchShape, ModelShape, Phase
 from tests.dispatch_cases import (
-    AFTER_PREFILL,
     CPU,
     H200,
     LONG,
@@ -39,6 +38,7 @@ CUDA, COPIED, STEP = "cuda sparse_prefill", "flash_mla sparse_prefill after dequ
 PREFILL = (90, "sparse_mla_prefill", "v32_fp8")
 GROUP8 = (90, "token_shard_attention tp8", "v32_fp8")
 FULL = synthetic(90)
+TRADED_STEPS = (Phase.DECODE, Phase.TARGET_VERIFY)
 
 Table = dict[tuple[int, str, str], dict[str, dict[int, measured.Points]]]
 
@@ -121,11 +121,10 @@ def test_heads_are_kept(
     assert reason in plan.reasons["token_shard"]
 
 
-@pytest.mark.parametrize("phase", AFTER_PREFILL)
-def test_steps_keep_their_heads(phase: Any) -> None:
-    plan = choose(V32_FP8, decode(512, 5000, phase=phase), FULL, token_shard="on")
+def test_draft_steps_keep_their_heads() -> None:
+    plan = choose(V32_FP8, decode(512, 5000, phase=Phase.DRAFT_EXTEND), FULL, token_shard="on")
     assert not plan.token_shard
-    assert plan.reasons["token_shard"] == f"{phase}: only the rows of a prefill are traded"
+    assert plan.reasons["token_shard"] == "draft_extend: the rows of draft steps are not traded"
 
 
 @pytest.mark.parametrize(
@@ -160,6 +159,41 @@ def test_on_trades_wherever_it_can(measure: Any) -> None:
     own = choose(V32_FP8, LONG, FULL, token_shard="on")
     assert own.token_shard
     assert route(own) == ("sparse_decode", "flash_mla", False, 0)  # its 128 heads are not few
+
+
+@pytest.mark.parametrize("phase", TRADED_STEPS)
+@pytest.mark.parametrize("graph", [False, True])
+def test_on_trades_the_rows_of_a_step(measure: Any, phase: Phase, graph: bool) -> None:
+    plan = choose(V32_FP8, decode(512, 5000, phase=phase, cuda_graph=graph), FULL, token_shard="on")
+    assert plan.token_shard
+    assert route(plan) == ("sparse_decode", "flash_mla", False, 0)
+    assert "8 ranks take about 64 of 512 query rows each with all 128 heads" in plan.reasons["token_shard"]
+    few = choose(V32_FP8, decode(7, 5000, phase=phase, cuda_graph=graph), FULL, token_shard="on")
+    assert (few.token_shard, few.reasons["token_shard"]) == (False, "7 query rows are fewer than the 8 ranks")
+
+
+@pytest.mark.parametrize("phase", TRADED_STEPS)
+def test_auto_trades_a_step_from_the_measured_size_on(measure: Any, phase: Phase) -> None:
+    """By what was measured of steps, and not of prefills, at so many rows."""
+    kernels = {
+        "cuda sparse_decode": {16: ((1, 20.0), (1024, 400.0)), 128: ((1024, 9e9),)},
+        STEP: {16: ((1024, 9e9),), 128: ((1, 20.0), (1024, 1400.0))},
+    }
+    label = f"token_shard by {STEP}"
+    steps = (90, "sparse_mla_decode", "v32_fp8")
+    for key, traded in (((90, "token_shard_steps tp8", "v32_fp8"), True), (GROUP8, False)):
+        measure({steps: kernels, key: {label: {16: ((128, 95.0), (512, 150.0))}}})
+        plan = choose(V32_FP8, decode(512, 5000, phase=phase), FULL)
+        assert plan.token_shard == traded
+        reason = plan.reasons["token_shard"]
+        if not traded:
+            assert reason == f"{STEP} over 8 ranks was not measured on SM90 for 512 rows"
+            continue
+        assert reason.endswith("150 us against cuda sparse_decode's 210 us, as measured on SM90")
+        slower = choose(V32_FP8, decode(128, 5000, phase=phase), FULL).reasons["token_shard"]
+        assert "of the own heads takes 67.2 us against 95 us of the trade, as measured on SM90" in slower
+        fewer = choose(V32_FP8, decode(127, 5000, phase=phase), FULL)
+        assert "was not measured on SM90 for 127 rows" in fewer.reasons["token_shard"]
 
 
 def test_rows_come_under_a_limit(measure: Any) -> None:
@@ -239,6 +273,11 @@ def test_measurements_of_another_group_or_another_selection_say_nothing(measure:
 
 # ---------------------------------------------------------------------------------------------------
 # Shares
+
+
+def test_shares_of_a_step_are_made_of_the_number_of_rows() -> None:
+    assert sharding.step_shares(V32, 512).counts == [64] * 8
+    assert sharding.step_shares(V32, 9) == by_count(9, 8)
 
 
 def test_weights_are_a_devices_rates() -> None:

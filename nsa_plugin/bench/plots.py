@@ -6,11 +6,14 @@ The files are the same for the same record: no date, and ids from a fixed salt.
 from __future__ import annotations
 
 import importlib
+import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from nsa_plugin.bench.cases import BenchError, describe_fields
+from nsa_plugin.bench.record import check
 
 # What may stand on an x axis, in the order of the columns, and how it is called there.
 AXES = {
@@ -18,7 +21,9 @@ AXES = {
     "batch": "sequences",
     "heads": "query heads",
     "kv": "keys",
+    "tp": "ranks",
 }
+_OF_A_GROUP = re.compile(r"(?P<suite>.+)-tp(?P<ranks>\d+)")
 _SETTINGS = {"svg.hashsalt": "nsa-plugin", "svg.fonttype": "none", "font.size": 8.0, "axes.grid": True}
 
 Row = dict[str, Any]
@@ -44,8 +49,9 @@ def panels(rows: Sequence[Row]) -> list[Panel]:
             groups: dict[tuple[Any, ...], list[Row]] = {}
             for row in rows:
                 if row["op"] == op and axis in row["case"]:
-                    # Where the queries are all the keys, the two vary together.
+                    # Where the queries are all the keys, the two vary together; more ranks have fewer heads each.
                     together = {axis, "kv"} if row["case"].get("kv") == row["case"].get("q") else {axis}
+                    together |= {"heads"} if axis == "tp" else set()
                     fixed = tuple((name, value) for name, value in row["case"].items() if name not in together)
                     groups.setdefault(fixed, []).append(row)
             if groups:
@@ -57,6 +63,29 @@ def panels(rows: Sequence[Row]) -> list[Panel]:
 
 def _values(rows: Sequence[Row], axis: str) -> set[Any]:
     return {row["case"][axis] for row in rows}
+
+
+def scaling(record: dict[str, Any], folder: Path) -> list[Panel]:
+    """Time against ranks, over the records of one suite by groups of several sizes; of the largest group's alone.
+
+    Args:
+        folder: where `record` is, and SUITE-tp<ranks>.json of the other groups.
+
+    Raises:
+        BenchError: one of those is no record.
+    """
+    own = _OF_A_GROUP.fullmatch(record["suite"])
+    if own is None:
+        return []
+    groups = {int(own["ranks"]): record}
+    for path in folder.glob(f"{own['suite']}-tp*.json"):
+        other = _OF_A_GROUP.fullmatch(path.stem)
+        if other is not None and other["suite"] == own["suite"]:
+            groups.setdefault(int(other["ranks"]), check(json.loads(path.read_text()), str(path)))
+    if max(groups) != int(own["ranks"]):
+        return []
+    rows = [row for _, found in sorted(groups.items()) for row in found["rows"]]
+    return [panel for panel in panels(rows) if panel.axis == "tp"]
 
 
 def require() -> Any:
@@ -74,9 +103,12 @@ def require() -> Any:
 
 
 def draw(record: dict[str, Any], path: Path) -> bool:
-    """Write the record's plot to `path`, an SVG; False where nothing in it varies."""
+    """Write the record's plot to `path`, an SVG beside it; False where nothing in it varies.
+
+    With the records of other groups of ranks beside it, the largest group's has the panels of `scaling` too.
+    """
     figure_class = require()
-    shown = panels(record["rows"])
+    shown = [*panels(record["rows"]), *scaling(record, path.parent)]
     if not shown:
         return False
     matplotlib = importlib.import_module("matplotlib")

@@ -126,6 +126,9 @@ def _renamed(module: str, name: str, *params: str, kind: Kind = Kind.FUNCTION) -
     )
 
 
+_CAPTURED_BEFORE, _CAPTURED = ">=0.5.11,<0.5.14", ">=0.5.14"
+_RUNNER_UTILS = f"{_SRT}.model_executor.runner_backend_utils"
+
 GPU = (
     Patch(
         name="sglang.indexer-ragged",
@@ -323,6 +326,38 @@ REQUIREMENTS = (
             "layers.attention.{x}.{x}_indexer",
             "Indexer._get_topk_paged",
             *("self", "forward_batch", "layer_id", "q_fp8", "weights", "metadata"),
+        ),
+    ),
+    _requirement(
+        "attention-group",
+        Need.GPU,
+        "The ranks that share a batch's heads: with token_shard they trade them for tokens.",
+        Target(path=f"{_SRT}.distributed.parallel_state:get_attn_tp_group", versions=_ANY),
+    ),
+    _requirement(
+        "breakable-graph",
+        Need.GPU,
+        "Whether a prefill is captured or replayed in pieces, around attention over fixed rows: no heads are traded.",
+        Target(
+            path=f"{_SRT}.model_executor.breakable_cuda_graph.context:is_in_breakable_cuda_graph",
+            versions=_CAPTURED_BEFORE,
+        ),
+        Target(
+            path=f"{_RUNNER_UTILS}.breakable_cuda_graph.context:is_in_breakable_cuda_graph",
+            versions=_CAPTURED,
+        ),
+    ),
+    _requirement(
+        "piecewise-graph",
+        Need.GPU,
+        "As breakable-graph, where torch.compile makes the pieces.",
+        Target(
+            path=f"{_SRT}.compilation.piecewise_context_manager:is_in_piecewise_cuda_graph",
+            versions=_CAPTURED_BEFORE,
+        ),
+        Target(
+            path=f"{_RUNNER_UTILS}.tc_piecewise_cuda_graph.context_manager:is_in_tc_piecewise_cuda_graph",
+            versions=_CAPTURED,
         ),
     ),
 )

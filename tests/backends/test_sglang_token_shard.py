@@ -1,4 +1,4 @@
-"""Heads for tokens under SGLang, on real process groups; see `shard_bodies`. And what needs one rank alone."""
+"""Heads for tokens under SGLang, on real process groups (see the `shard` bodies), and what needs one rank alone."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from nsa_plugin.backends.sglang.routes import Planner
 from nsa_plugin.backends.sglang.serving import Serving
 from nsa_plugin.backends.sglang.token_shard import all_heads, impossible
 from nsa_plugin.errors import PatchError, SettingsError
+from nsa_plugin.parallel.partition import by_count
 from nsa_plugin.settings import ResolvedSettings, Settings
 from nsa_plugin.shapes import Phase
-from tests.backends import shard_bodies
+from tests.backends import shard_bodies, shard_step_bodies
 from tests.backends.sglang_fakes import H200, MODEL, DsaBackend, ForwardMode, forward_batch
 from tests.backends.test_sglang_serving import built, runner
 from tests.parallel.ranks import on_ranks
@@ -31,6 +32,11 @@ SHORT = prefill_batch(forward_batch(ForwardMode.EXTEND, [30], [30]))
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_indexer_and_attention_are_the_unsharded_ones_bit_for_bit(ranks: int, tmp_path: Path):
     on_ranks(ranks, shard_bodies.on_ranks_of_cpus, tmp_path)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_later_steps_are_the_unsharded_ones_bit_for_bit(ranks: int, tmp_path: Path):
+    on_ranks(ranks, shard_step_bodies.on_ranks_of_cpus, tmp_path)
 
 
 @pytest.fixture
@@ -56,7 +62,37 @@ def reason(made: Planner, batch: Any, *, dense: bool = False) -> tuple[bool, str
 
 def test_a_planner_trades_where_there_is_an_exchange(served: None):
     assert reason(planner(), LONG)[0]
-    assert planner().step(step_batch(Phase.DECODE, 64, 64, 4096)).plan.token_shard is False
+    for phase, rows, trades in (
+        (Phase.DECODE, 64, True),
+        (Phase.TARGET_VERIFY, 64, True),
+        (Phase.DECODE, 1, False),
+        (Phase.DRAFT_EXTEND, 64, False),
+        (Phase.IDLE, 64, False),
+    ):
+        assert planner().step(step_batch(phase, rows, rows, 4096)).plan.token_shard is trades
+
+
+@pytest.mark.parametrize(
+    ("fields", "phase", "why"),
+    [
+        ({"no_exchange": "two-batch overlap is on"}, Phase.DECODE, "two-batch overlap is on"),
+        ({"exchange_rows": 63}, Phase.TARGET_VERIFY, "64 query rows exceed the 63 that the exchange's buffers hold"),
+        ({"no_exchange": "whatever"}, Phase.DRAFT_EXTEND, "draft_extend: the rows of draft steps are not traded"),
+        ({"token_shard": "off", "no_exchange": "whatever"}, Phase.DECODE, "token_shard is off"),
+    ],
+)
+def test_a_planner_keeps_the_heads_of_a_step_and_says_why(served: None, fields: dict[str, Any], phase: Phase, why: str):
+    plan = planner(**fields).step(step_batch(phase, 64, 64, 4096)).plan
+    assert (plan.token_shard, plan.reasons["token_shard"]) == (False, why)
+
+
+def test_a_step_is_dealt_out_by_its_rows_alone(served: None):
+    """A replay has its capture's shares, whatever its lengths are."""
+    made = planner()
+    for rows in (2, 7, 64):
+        batches = [step_batch(Phase.DECODE, rows, rows, context) for context in (64, 4096)]
+        shares = [made.shares(made.step(batch).plan, batch, 8192) for batch in batches]
+        assert shares[0] == shares[1] == by_count(rows, 2)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +152,7 @@ def envs(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize(
-    ("prefill", "args", "broadcast", "why"),
+    ("impls", "args", "broadcast", "why"),
     [
         ("flashmla_kv", {}, None, None),
         ("flashmla_kv", {}, False, None),
@@ -125,15 +161,18 @@ def envs(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         ("flashmla_kv", {"enable_return_indexer_topk": True}, None, "returned to users"),
         ("flashmla_kv", {"enable_prefill_cp": True}, None, "context-parallel prefill is on"),
         ("flashmla_kv", {"enable_deterministic_inference": True}, None, "deterministic inference is on"),
-        ("tilelang", {}, None, "--dsa-prefill-backend is tilelang"),
+        ("tilelang", {}, None, "--dsa-prefill-backend is tilelang and its decode backend tilelang, which stay"),
+        ("flashmla_kv, tilelang", {}, None, None),
+        ("tilelang, flashmla_kv", {}, None, None),
     ],
 )
 def test_what_of_a_server_has_no_part_in_it(
-    envs: SimpleNamespace, prefill: str, args: dict[str, Any], broadcast: bool | None, why: str | None
+    envs: SimpleNamespace, impls: str, args: dict[str, Any], broadcast: bool | None, why: str | None
 ):
     if broadcast is not None:
         envs.SGLANG_DSA_TOPK_BROADCAST = SimpleNamespace(get=lambda: broadcast)
-    said = impossible(built(prefill=prefill), runner(**args), MODEL)
+    prefill, *decode = impls.split(", ")
+    said = impossible(built(prefill=prefill, decode=(decode or [prefill])[0]), runner(**args), MODEL)
     assert (said is None) if why is None else (said is not None and why in said)
 
 

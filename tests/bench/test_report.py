@@ -167,6 +167,31 @@ def test_floors_of_ops_with_other_work_are_drawn_apart() -> None:
     assert plots.floors(panel) == {"floor of a": {8: 1.0, 16: 2.0}, "floor of c": {8: 9.0, 16: 9.0}}
 
 
+def test_scaling_is_over_the_records_of_every_group_and_the_largest_groups_alone(tmp_path: Path) -> None:
+    def group(ranks: int, suite: str = "token-shard") -> dict[str, Any]:
+        shapes = [{"heads": 128 // ranks, "q": q, "kv": 65536, "tp": ranks} for q in (8192, 2048)]
+        rows = [row(name, 100.0 / ranks) | {"case": shape} for shape in shapes for name in ("ours", "stock")]
+        return one_record(rows, suite=f"{suite}-tp{ranks}")
+
+    records = {ranks: group(ranks) for ranks in (2, 8, 4)}
+    folder = record.write(records[2], tmp_path).parent
+    assert plots.scaling(records[2], folder) == []  # nothing varies yet
+    for made in (records[8], records[4], group(16, "token-shard-other"), one_record(ROWS)):
+        record.write(made, tmp_path)
+    assert plots.scaling(records[2], folder) == plots.scaling(records[4], folder) == []
+    assert plots.scaling(one_record(ROWS), folder) == []
+    (panel,) = plots.scaling(records[8], folder)
+    assert (panel.axis, panel.fixed) == ("tp", {"q": 8192, "kv": 65536})
+    assert [(one["case"]["tp"], one["median_us"]) for one in panel.rows if one["provider"] == "ours"] == [
+        (2, 50.0),
+        (4, 25.0),
+        (8, 12.5),
+    ]
+    (folder / "token-shard-tp4.json").write_text("{}")
+    with pytest.raises(BenchError, match=r"token-shard-tp4\.json: not a record"):
+        plots.scaling(records[8], folder)
+
+
 def test_plots_without_matplotlib_say_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def absent(name: str) -> None:
         raise ImportError(f"No module named {name!r}")

@@ -11,9 +11,15 @@ from typing import Any
 import pytest
 
 from ci import measured as generator
+from nsa_plugin import measured, sharding
 from nsa_plugin.bench.cases import SUITES, BenchError
 from nsa_plugin.bench.suites import mha, sparse_mla, v4
+from nsa_plugin.devices import synthetic
+from nsa_plugin.dispatch import decide
 from nsa_plugin.measured import COPIED_CONTEXT, SELECTIONS
+from nsa_plugin.parallel.bench import workloads
+from nsa_plugin.settings import Settings
+from nsa_plugin.shapes import BatchShape, ModelShape, Phase
 
 HOST = {"gpu": "NVIDIA H200", "gpus": 1, "torch": "2.11.0", "triton": "3.6.0", "libraries": {}, "commit": "0123abc"}
 KEY = (90, "sparse_mla_prefill", "v32_fp8")
@@ -211,6 +217,51 @@ def test_writing_and_checking(
     assert run(module.read_text()) == {KEY: {"cuda sparse_prefill": {16: ((4096, 1.5),)}}}
 
 
+def group_record(folder: Path, tp: int) -> None:
+    """A record of heads for tokens: its suite's cases and contenders, 0.25 us a row for what is traded whole."""
+    whole, *chunked = (workloads.chunked(chunks, "flash_mla") for chunks in workloads.CHUNKS)
+    in_place = workloads.chunked(1, "flash_mla" + workloads.IN_PLACE)
+    rows = []
+    for case in workloads.suite(tp).cases:
+        fields = case.as_dict()
+        time = int(fields["batch"] if "batch" in fields else fields["q"]) / 4 + (fields["kv"] == 65536)
+        layer = workloads.chunked(1, "deep_gemm, flash_mla")
+        others = [layer] if case.op == workloads.LAYER else [sparse_mla.PADDED, "cuda", *chunked]
+        times = {name: 1.0 for name in others}
+        if case.op == workloads.ATTENTION:
+            times |= {whole: time} | ({in_place: 2 * time} if "q" in fields else {})
+        rows += [row(case.op, name, time) | {"case": fields} for name, time in times.items()]
+    write(folder, f"token-shard-tp{tp}", rows)
+
+
+def test_heads_for_tokens_are_filed_where_the_decision_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for tp in (2, 8):
+        group_record(tmp_path, tp)
+    table = generator.collect(tmp_path)
+    copied, in_place = "flash_mla sparse_prefill after dequantisation", "flash_mla sparse_decode"
+    wanted: dict[Any, Any] = {}
+    for tp in (2, 8):
+        heads = 128 // tp
+        wanted[90, f"token_shard_attention tp{tp}", "v32_fp8"] = {  # of two contexts the longer
+            f"token_shard by {copied}": {heads: ((2048, 512.0), (8192, 2048.0))},
+            f"token_shard by {in_place}": {heads: ((2048, 1024.0), (8192, 4096.0))},
+        }
+        steps = ((128, 32.0), (256, 64.0), (512, 128.0))
+        wanted[90, f"token_shard_steps tp{tp}", "v32_fp8"] = {f"token_shard by {in_place}": {heads: steps}}
+    assert table == wanted
+
+    monkeypatch.setattr(sharding, "TOKEN_SHARD_SERVED", True)
+    monkeypatch.setattr(measured, "MEASUREMENTS", measured.MEASUREMENTS | table)
+    model = ModelShape(attn_tp_size=8, kv_layout="v32_fp8")
+    for batch, time in (
+        (BatchShape.from_lengths(Phase.EXTEND, [4096], [4096]), "1.03 ms"),  # and 2.5 us of the copy
+        (BatchShape.from_lengths(Phase.DECODE, [1] * 384, [5000] * 384, cuda_graph=True), "96 us"),
+    ):
+        plan = decide(model, batch, synthetic(90), Settings())
+        assert plan.token_shard
+        assert f": {time} against cuda" in plan.reasons["token_shard"]
+
+
 def test_this_checkouts_module_is_what_its_records_give() -> None:
     assert generator.MODULE.read_text() == generator.render(generator.collect(generator.RECORDS)), "run: make docs"
 
@@ -224,6 +275,8 @@ def test_the_labels_are_those_of_the_suites() -> None:
     assert set(routes) == {"cuda", "triton", v4.DECODE_KERNEL, v4.BY_WORKSPACE.format("flash_mla")}
     sparse = {mha.SPARSE.format(name) for name in ("cuda", "triton", sparse_mla.PADDED)}
     assert {name for names in generator.BESIDE.values() for name in names} == sparse
+    whole, in_place = workloads.chunked(1, "flash_mla"), workloads.chunked(1, "flash_mla" + workloads.IN_PLACE)
+    assert (set(generator.TRADED), set(generator.TRADED_STEPS)) == ({whole, in_place}, {whole})
 
 
 def test_the_suites_measure_what_the_table_holds() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from ci import measured as generator
 from nsa_plugin.bench import record
 from nsa_plugin.bench.cases import BenchError
 from nsa_plugin.bench.workload import WrongResultError
@@ -17,7 +19,8 @@ from nsa_plugin.parallel.bench.group import GroupTimer, on_all_ranks
 
 from .ranks import on_ranks
 
-SHARDED = [workloads._chunked(chunks, "reference") for chunks in workloads.CHUNKS]
+SHARDED = [workloads.chunked(chunks, "reference") for chunks in workloads.CHUNKS]
+IN_PLACE = workloads.chunked(1, "reference decode kernel")
 HOST = {"gpu": "none", "gpus": 2, "torch": "", "triton": "", "libraries": {}, "commit": "", "l2": GroupTimer.l2}
 
 
@@ -31,18 +34,33 @@ def dry(device: torch.device) -> None:
     assert {row["op"] for row in rows} == {workloads.ATTENTION, workloads.LAYER}
     assert [row["case"]["tp"] for row in rows] == [2] * len(rows)
     prefill = [row["provider"] for row in rows if row["op"] == workloads.ATTENTION and "q" in row["case"]]
-    assert prefill == ["reference", *SHARDED]
+    assert prefill == ["reference", *SHARDED, IN_PLACE]
     sharded = [row for row in rows if row["provider"].startswith(workloads.SHARDED)]
-    assert len(sharded) == 3 + 1 + 3
+    assert len(sharded) == 4 + 1 + 3
+    filed = [measured for row in sharded for measured in generator._of_row(as_on_gpus(row))]
+    heads, tp = 2, f"tp{dist.get_world_size()}"
+    assert [place[:5] for place in filed] == [
+        (f"token_shard_attention {tp}", "v32_fp8", f"token_shard by {route}", heads, 7)
+        for route in ("flash_mla sparse_prefill after dequantisation", "flash_mla sparse_decode")
+    ] + [(f"token_shard_steps {tp}", "v32_fp8", "token_shard by flash_mla sparse_decode", heads, 5)]
     assert all(row["bit_equal"] is True for row in sharded)
     assert not [row for row in rows if row not in sharded and "bit_equal" in row]
     # The engine's way needs libraries of a GPU: listed, with the reason.
-    assert {entry["provider"] for entry in outcome.refused if entry["op"] == workloads.ATTENTION} == {
-        "flash_mla padded"
-    }
+    # SGLang's top-k is one of them; beside it the plugin's selection would stand in, were there a GPU.
+    for op, names in (
+        (workloads.ATTENTION, {"flash_mla padded"}),
+        (workloads.LAYER, {"deep_gemm, sgl_kernel.fast_topk_v2, flash_mla padded", "reference, flash_mla padded"}),
+    ):
+        assert {entry["provider"] for entry in outcome.refused if entry["op"] == op} == names
 
     with pytest.raises(BenchError, match="allowed: token_shard_attention, token_shard_layer"):
         measure(parser().parse_args(["--tiny", "--op", "attention"]), device)
+
+
+def as_on_gpus(row: dict[str, Any]) -> dict[str, Any]:
+    """A row as it would be of FlashMLA and a model's selection: what a decision compares."""
+    case = row["case"] | {"topk": 2048}
+    return row | {"case": case, "provider": row["provider"].replace("reference", "flash_mla")}
 
 
 def wrong_ranks(device: torch.device) -> None:
@@ -92,4 +110,8 @@ def test_suites_are_of_the_model(ranks: int) -> None:
     shapes = [(case.op, case.as_dict().get("q"), case.number("kv")) for case in suite.cases]
     wanted = [(8192, 65536), (8192, 131072), (2048, 8192)]
     assert [shape[1:] for shape in shapes if shape[0] == workloads.LAYER] == wanted
-    assert [shape[1:] for shape in shapes if shape[0] == workloads.ATTENTION] == [*wanted, (None, 8192)]
+    decodes = [(None, 8192)] * len(workloads.DECODES)
+    assert [shape[1:] for shape in shapes if shape[0] == workloads.ATTENTION] == [*wanted, *decodes]
+    batches = [case.number("batch") for case in suite.cases if "batch" in case.as_dict()]
+    assert batches == list(workloads.DECODES)
+    assert max(batches) == batches[0] == 512  # its cache is the others'

@@ -109,6 +109,16 @@ def test_every_method_that_the_plugin_overrides_is_a_target(version: Version) ->
     )
 
 
+@pytest.mark.parametrize("version", VERSIONS, ids=str)
+def test_what_token_shard_asks_of_sglang_is_a_target(version: Version) -> None:
+    token_shard = pytest.importorskip("nsa_plugin.backends.sglang.token_shard")  # imports torch
+    names = ("attention-group", "breakable-graph", "piecewise-graph")
+    targets = [BY_NAME[f"sglang.{name}"].target(version) for name in names]
+    found = [(target.module, *target.attributes) for target in targets if target is not None]
+    for name, allowed in zip(found, ((token_shard.GROUP,), *token_shard.IN_GRAPH), strict=True):
+        assert name in allowed
+
+
 @pytest.mark.parametrize("version", [version for version in VERSIONS if version >= Version("0.5.12")], ids=str)
 def test_every_method_of_v4_that_the_plugin_overrides_or_calls_is_a_target(version: Version) -> None:
     table = pytest.importorskip("nsa_plugin.backends.sglang.v4_table")

@@ -12,7 +12,7 @@ until then, or for a batch that has no route, every method is the engine's own.
 - `_forward_flashmla_kv` and `_forward_flashmla_sparse`, where every path of `routes.CARRIERS` ends: the plan's provider
   runs in their place, given the same slots and cache, with no padding of heads; or the engine's own kernel does.
 - Where the plan trades heads for tokens (`token_shard`), both are given every head of this rank's rows, by the exchange
-  around them.
+  around them. A captured step's rows are dealt out by their number alone, so a replay exchanges what its capture did.
 - Rows that are no request's, which the engine adds to a graph's size or to a multiple of its ranks, have slots like any
   other: -1, or some slot of the cache. Providers skip whatever is no slot, and take no lengths that could be too few.
 - `nsa_plugin_leaves_graph` says whether a prefill that the engine would replay is to run eagerly; see `prefill_graph`.
@@ -35,6 +35,7 @@ import torch.nn.functional as F
 
 from nsa_plugin.backends.providers import Providers
 from nsa_plugin.backends.sglang import batch as batches
+from nsa_plugin.backends.sglang.batch import Batch
 from nsa_plugin.backends.sglang.indexer import Selection, attach
 from nsa_plugin.backends.sglang.routes import PLANNED, Planner, Route, sglangs_own
 from nsa_plugin.backends.sglang.token_shard import Exchange, Share, all_heads, schedule_of
@@ -195,7 +196,7 @@ def with_plans(original: type) -> type:
                     named = {"kv_cache": kv_cache, "v_head_dim": v_head_dim, "sm_scale": sm_scale}
                     stock = functools.partial(super()._forward_flashmla_kv, **named), super()._compute_flashmla_metadata
                     q = q_all.view(-1, layer.tp_q_head_num, layer.head_dim)
-                    return _flashmla_kv_of_all_heads(self, state, stock, q, page_table_1, metadata)
+                    return _flashmla_kv_of_all_heads(self, state, stock, q, page_table_1, metadata, layer.layer_id)
                 rows = page_table_1.shape[0]
                 given = _rows_with_lengths(state, metadata, rows)
                 out: torch.Tensor = super()._forward_flashmla_kv(
@@ -304,12 +305,12 @@ def _setter(original: Callable[..., None]) -> Callable[..., None]:
             route = state.planner.prefill(batch, dense_allowed=bool(self.use_mha))
             if route is not None:
                 self.use_mha = route.dense
-                if state.exchange is not None and route.plan.token_shard:
-                    held = state.exchange.shard.max_rows
-                    share = Share(state.exchange, state.planner.shares(route.plan, batch, held))
+                share = _share(state, route, batch)
         elif phase is not None and phase is not Phase.EXTEND and state.plans_steps:
             draft = self.speculative_num_draft_tokens
-            route = state.planner.step(batches.eager_step(forward_batch, phase, draft, self.max_context_len))
+            batch = batches.eager_step(forward_batch, phase, draft, self.max_context_len)
+            route = state.planner.step(batch)
+            share = _share(state, route, batch)
         _follow(self, state, route, share)
         return None
 
@@ -328,17 +329,26 @@ def _prepared(original: Callable[..., None]) -> Callable[..., None]:
             bs = kwargs["bs"] if "bs" in kwargs else args[bs_place]
             mode = kwargs["forward_mode"] if "forward_mode" in kwargs else args[mode_place]
             phase = batches.phase_of(mode)
-            route = None
+            route, share = None, None
             if phase is not None and phase is not Phase.EXTEND and state.plans_steps:
                 rows = bs * batches.rows_per_request(phase, self.speculative_num_draft_tokens)
-                route = state.planner.step(batches.step_batch(phase, bs, rows, self.max_context_len))
-            _follow(self, state, route)
+                batch = batches.step_batch(phase, bs, rows, self.max_context_len)
+                route = state.planner.step(batch)
+                share = _share(state, route, batch)
+            _follow(self, state, route, share)
         return original(self, *args, **kwargs)
 
     return prepare
 
 
-def _follow(backend: Any, state: State, route: Route | None, share: Share | None = None) -> None:
+def _share(state: State, route: Route, batch: Batch) -> Share | None:
+    """This rank's rows of a batch, where its plan trades heads for tokens."""
+    if state.exchange is None or not route.plan.token_shard:
+        return None
+    return Share(state.exchange, state.planner.shares(route.plan, batch, state.exchange.shard.max_rows))
+
+
+def _follow(backend: Any, state: State, route: Route | None, share: Share | None) -> None:
     """Make a route, or its absence, the backend's."""
     state.route, state.share = route, share
     impl = None if route is None else route.impl
@@ -431,6 +441,7 @@ def _flashmla_kv_of_all_heads(
     q: torch.Tensor,
     slots: torch.Tensor,
     metadata: Any,
+    layer_id: int,
 ) -> torch.Tensor:
     """[tokens, 1, heads, d_v] by the engine's FlashMLA over fp8 pages, given every head of this rank's rows.
 
@@ -449,7 +460,7 @@ def _flashmla_kv_of_all_heads(
 
     def attend_rows(q_rows: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         with all_heads(backend, route.plan.head_padding or heads):
-            own = schedule_of(share, schedule, lengths, state.x)
+            own = schedule_of(share, layer_id, schedule, lengths, state.x)
             return attend(q_all=q_rows, page_table_1=chosen, layer=layer, metadata=own).squeeze(1)
 
     return share.attend(q, slots, attend_rows).unsqueeze(1)

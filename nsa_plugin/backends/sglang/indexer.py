@@ -11,13 +11,14 @@ SGLang's `topk_transform` would have:
 
 each -1 behind the last, in rows of index_topk. Which members of a tie are taken, and the order in a row, may differ.
 
-Where the plan trades heads for tokens (`token_shard`), the rows of other ranks are neither scored nor selected for:
+Where a prefill's plan trades heads for tokens (`token_shard`), rows of other ranks are neither scored nor selected for:
 they are -1, in a buffer of SGLang's too, whatever it held.
 
 The original function runs instead, untouched, where the batch has no plan of the plugin's or one that selects nothing;
 where --{nsa,dsa}-topk-backend is not sgl-kernel (its tie-breaking is asked for); where the model forces its first or
 last tokens into the selection; under context parallelism; and where the lengths on the host do not add up to the rows.
-Decode, verify and draft steps (`_get_topk_paged`) are SGLang's own.
+Decode, verify and draft steps (`_get_topk_paged`) are SGLang's own: where such a step's ranks trade heads for tokens,
+each still selects for all rows, and attention reads its own rows of the selection.
 """
 
 from __future__ import annotations

@@ -238,12 +238,14 @@ class Planner:
             return decide(self.model, shape, device, settings)
         plan = decide(self.model, shape, device, replace(settings, token_shard="off"))
         sparse = plan.attention in (Attention.SPARSE_PREFILL, Attention.SPARSE_DECODE)
-        if not sparse or settings.token_shard == "off" or plan.phase is not Phase.EXTEND:
+        if not sparse or settings.token_shard == "off" or plan.phase not in sharding.PHASES:
             return plan
         return replace(plan, reasons={**plan.reasons, "token_shard": keeps})
 
     def shares(self, plan: Plan, batch: Batch, held: int) -> Partition:
-        """Whose rows of a prefill are whose; see `sharding.shares`."""
+        """Whose rows of a batch are whose; see `sharding.shares`, and of a later step `sharding.step_shares`."""
+        if plan.phase is not Phase.EXTEND:
+            return sharding.step_shares(self.model, batch.shape.num_tokens)
         q_lens, kv_lens = [rows for _, rows, _ in batch.requests], [context for *_, context in batch.requests]
         return sharding.shares(self.model, self.device, plan, q_lens, kv_lens, held)
 
@@ -267,9 +269,14 @@ class Planner:
         key = (shape.phase, shape.num_requests, shape.num_tokens)
         route = self._steps.get(key)
         if route is None:
-            plan = self._decided(shape, self.device, self.settings, self.no_exchange)
-            route = self._steps[key] = route_of(plan, self.model.kv_layout)
+            route = self._step_by(shape, self._keeps_heads(batch))
+            if route.plan.token_shard and route.impl == "fa3":
+                route = self._step_by(shape, "SGLang's path fa3 attends the rows of the whole batch")
+            self._steps[key] = route
         return route
+
+    def _step_by(self, shape: BatchShape, keeps: str) -> Route:
+        return route_of(self._decided(shape, self.device, self.settings, keeps), self.model.kv_layout)
 
     def _recorded(self, route: Route, batch: Batch) -> Route:
         self.trace.record([(route.plan, batch.requests)])

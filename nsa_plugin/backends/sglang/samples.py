@@ -70,8 +70,7 @@ def in_words(route: Route) -> str:
     text = f"{chosen} on SGLang's path {route.impl}; {plan.reasons['provider']}"
     if plan.phase is Phase.EXTEND and plan.indexer.mode is IndexerMode.TOPK:
         text += f"; selection by {plan.indexer.provider}, {plan.indexer.rows_per_chunk} rows at once"
-        text += f"; heads {'' if plan.token_shard else 'not '}traded for tokens: {plan.reasons['token_shard']}"
-    return text
+    return text + f"; heads {'' if plan.token_shard else 'not '}traded for tokens: {plan.reasons['token_shard']}"
 
 
 def _prefill(state: State, rows: int, context: int) -> Route | None:

@@ -1,15 +1,20 @@
-"""Heads for tokens under SGLang: the exchange of one process, and the share of one prefill.
+"""Heads for tokens under SGLang: the exchange of one process, and the share of one batch.
 
-A plan says whether a prefill's ranks trade (`nsa_plugin.sharding`), `nsa_plugin.parallel.token_shard` does it. Here is
+A plan says whether a batch's ranks trade (`nsa_plugin.sharding`), `nsa_plugin.parallel.token_shard` does it. Here is
 what SGLang has to do with it: the group, which is the attention's and not the world's; the size of the buffers; what
 of SGLang's has no part in it; and what the ranks have to agree on before any of them may wait for another.
 
-    indexer    scores and selects for this rank's rows; all others of the selection are -1, so that whatever read them
-               would attend to nothing
+    indexer    of a prefill: scores and selects for this rank's rows; all others of the selection are -1, so that
+               whatever read them would attend to nothing. Of a later step it is SGLang's own, for all rows
     attention  absorbed q [T, h, 576] -> exchange -> the route's kernel over own rows with all heads -> exchange
 
 The cache holds every token on every rank, so own rows find theirs. Layers that take over another's selection
 (`skip_topk`) take it for the same rows, because a batch has one share for all layers.
+
+A later step may be captured in a CUDA graph: its rows are dealt out by their number, which the captured batch has with
+every replay, padded rows included; buffers stay where they are, and FlashMLA's schedule of own rows is made in the
+graph, by the first layer, from the lengths that SGLang writes before it replays. The ranks of an attention group have
+the same batches, idle ones too, so that they capture and replay the same exchanges.
 """
 
 from __future__ import annotations
@@ -106,16 +111,18 @@ class Exchange:
 
 @dataclass
 class Share:
-    """Whose rows of one prefill are whose, for all of its layers.
+    """Whose rows of one batch are whose, for all of its layers.
 
     Attributes:
         partition: the same on every rank.
         schedule: what SGLang's FlashMLA schedules for this rank's rows; the first layer that needs it makes it.
+        first_layer: that layer's number.
     """
 
     exchange: Exchange
     partition: Partition
     schedule: Any = None
+    first_layer: int | None = None
 
     @property
     def rows(self) -> slice:
@@ -129,12 +136,14 @@ class Share:
 
         Args:
             q: [T, h, d_qk]; rows behind the requests', which MLP-sync pads on every rank alike, have no output: zeros.
-            slots: [rows, topk], of which own rows alone are read.
+            slots: [rows or fewer, topk], of which own rows alone are read; rows that are missing attend to nothing.
             attend_rows: not called where this rank has no rows.
         """
         total, rows = self.partition.total, q.shape[0]
         if rows < total:
-            raise NsaPluginError(f"SGLang attends {rows} query rows of a prefill that it prepared with {total}")
+            raise NsaPluginError(f"SGLang attends {rows} query rows of a batch that it prepared with {total}")
+        if slots.shape[0] < total:
+            slots = F.pad(slots, (0, 0, 0, total - slots.shape[0]), value=-1)
         out = self.exchange.shard.attend(
             q[:total].contiguous(), self.partition, lambda q_rows, own: attend_rows(q_rows, slots[own])
         )
@@ -154,9 +163,9 @@ def impossible(backend: Any, model_runner: Any, model: ModelShape) -> str | None
     if feature := sglangs_own(backend, server_args):
         return f"{feature} is on, whose batches stay SGLang's own"
     x = "dsa" if hasattr(backend, "dsa_prefill_impl") else "nsa"
-    impl = getattr(backend, f"{x}_prefill_impl")
-    if impl not in PLANNED[model.kv_layout, True]:
-        return f"SGLang's --{x}-prefill-backend is {impl}, whose prefills stay SGLang's own"
+    prefill, decode = getattr(backend, f"{x}_prefill_impl"), getattr(backend, f"{x}_decode_impl")
+    if prefill not in PLANNED[model.kv_layout, True] and decode not in PLANNED[model.kv_layout, False]:
+        return f"SGLang's --{x}-prefill-backend is {prefill} and its decode backend {decode}, which stay SGLang's own"
     if getattr(server_args, "enable_two_batch_overlap", False):
         return "two-batch overlap is on, which attends two batches at once"
     if getattr(server_args, "enable_return_indexer_topk", False):
@@ -252,7 +261,7 @@ def _in_graph() -> Callable[[], bool]:
 
 
 def _max_tokens(server_args: Any) -> int:
-    """Most query rows of a prefill; larger ones, which no chunking bounds, keep their heads."""
+    """Most query rows of a batch; larger ones, prefills that no chunking bounds, keep their heads."""
     chunk = getattr(server_args, "chunked_prefill_size", None)
     return int(chunk if chunk and chunk > 0 else server_args.max_prefill_tokens)
 
@@ -268,15 +277,24 @@ def all_heads(backend: Any, heads: int) -> Iterator[None]:
         backend.flashmla_kv_num_q_heads = own
 
 
-def schedule_of(share: Share, compute: Callable[[torch.Tensor, int], Any], lengths: torch.Tensor, x: str) -> Any:
+def schedule_of(
+    share: Share, layer_id: int, compute: Callable[[torch.Tensor, int], Any], lengths: torch.Tensor, x: str
+) -> Any:
     """The metadata that SGLang's `_forward_flashmla_kv` reads, for own rows.
 
+    Where the layer that made it comes again, the model has begun again, with other lengths in the same tensor or under
+    capture after a run without: it is made again, and so is in the graph that reads it.
+
     Args:
+        layer_id: of the layer that attends.
         compute: SGLang's `_compute_flashmla_metadata`.
-        lengths: selected tokens of every row of the batch.
+        lengths: selected tokens of every row of the batch; rows behind them, which are padded, count as one token's.
         x: "nsa" or "dsa".
     """
-    if share.schedule is None:
+    if share.schedule is None or share.first_layer == layer_id:
+        share.first_layer = layer_id
         own = lengths[share.rows]
+        if missing := share.rows.stop - share.rows.start - own.shape[0]:
+            own = F.pad(own, (0, missing), value=1)
         share.schedule = SimpleNamespace(**{f"{x}_cache_seqlens_int32": own}, flashmla_metadata=compute(own, 1))
     return share.schedule

@@ -1,5 +1,9 @@
 """Workloads of heads for tokens: attention alone, and attention with the indexer.
 
+What they stand beside, in the same run, is the engine's own: FlashMLA with padded heads, and for the indexer DeepGEMM's
+logits with SGLang's top-k. Where that library is not installed the plugin's selection stands in its place, which a
+record's `baseline` then names.
+
 The KV cache, the indices and the indexer's inputs are the same on every rank, q is the rank's own heads. Every query
 row sees every key, so a rank's share of the rows is its share of the work.
 """
@@ -31,7 +35,10 @@ from nsa_plugin.parallel.token_shard import TokenShard
 ATTENTION, LAYER = "token_shard_attention", "token_shard_layer"
 ALL_HEADS = 128  # of the model, over the ranks
 SHARDED = "token_shard"
+IN_PLACE = " decode kernel"  # behind a library's name: over the fp8 pages of a prefill, so that no bf16 rows are needed
+TOP_K = "sgl_kernel.fast_topk_v2"
 CHUNKS = (1, 2, 4)
+DECODES = (512, 256, 128)  # sequences; the first has the cache that the others use a part of
 INDEXER_HEAD_DIM = 128
 SAMPLED_ROWS = 24
 LAYOUT = "v32_fp8"
@@ -70,7 +77,7 @@ def suite(ranks: int) -> GroupSuite:
         f"{__name__}:workload",
         (
             *(prefill(ATTENTION, q, kv) for q, kv in shapes),
-            of(ATTENTION, ALL_HEADS // ranks, batch=512, s_q=1, kv=8192, topk=2048),
+            *(of(ATTENTION, ALL_HEADS // ranks, batch=batch, s_q=1, kv=8192, topk=2048) for batch in DECODES),
             *(prefill(LAYER, q, kv, **indexer) for q, kv in shapes),
         ),
         (
@@ -109,7 +116,8 @@ class Inputs:
         self.heads, self.topk, self.kv = number("heads"), number("topk"), number("kv")
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.partition: Partition = by_count(self.rows, self.ranks)
-        slots = self.kv * (self.rows if self.decode else 1)
+        owners = DECODES[0] if self.rows in DECODES else self.rows
+        slots = self.kv * (owners if self.decode else 1)
         self.cache: PagedCache = self.context.shared(
             ("cache", slots), lambda: inputs.filled_cache(device, LAYOUT, slots, PAGE_SIZE, 1)
         )
@@ -136,18 +144,20 @@ class Inputs:
         return self.context.shared(("rows", self.kv), lambda: bf16_rows(self.cache))
 
     def attend_by(self, name: str, heads: int) -> Attend:
-        """A provider as a function of q and indices.
+        """A provider, with or without IN_PLACE, as a function of q and indices.
 
         Raises:
             NoProviderError: it does not carry the case.
         """
-        reads_bf16 = name == "flash_mla" and not self.decode
-        op = "sparse_mla_decode" if self.decode else "sparse_mla_prefill"
+        one_by_one = self.decode or name.endswith(IN_PLACE)  # every row is a sequence of its own to the kernel
+        name = name.removesuffix(IN_PLACE)
+        reads_bf16 = name == "flash_mla" and not one_by_one
+        op = "sparse_mla_decode" if one_by_one else "sparse_mla_prefill"
         layout = None if reads_bf16 else LAYOUT
         function = self.context.registry.load(
             op, name, layout=layout, dtype="bfloat16", heads=heads, sm=self.context.sm
         )
-        if not self.decode:
+        if not one_by_one:
             kv = self.bf16 if reads_bf16 else self.cache
             return lambda q, indices: function(q, kv, indices, scale=self.scale).out
         # Made once, as an engine makes it once for all layers.
@@ -196,11 +206,23 @@ class Inputs:
         rows = self.q[self.sample]
         return reference_prefill(rows, self.cache, indices, scale=self.scale, out_dtype=torch.float32)
 
-    def unsharded(self, indices: torch.Tensor) -> torch.Tensor:
-        """This rank's heads of the sampled rows, by the kernel of the sharded contenders over all heads."""
-        q = torch.cat([self.q_of(rank)[self.sample] for rank in range(self.ranks)], dim=1)
-        out = self.attend_by(self.sharded_by, q.shape[1])(q, indices)
-        return out[:, self.rank * self.heads : (self.rank + 1) * self.heads]
+    def unsharded(self, kernel: str, indices: torch.Tensor) -> torch.Tensor:
+        """This rank's heads of the sampled rows, by the kernel of a sharded contender over all heads.
+
+        How a decode kernel splits a row's keys turns on all rows of its call: it is given one share after the other.
+
+        Args:
+            indices: of the sampled rows; a decode kernel has the case's own.
+        """
+        own = slice(self.rank * self.heads, (self.rank + 1) * self.heads)
+        all_heads = self.ranks * self.heads
+        if not (self.decode or kernel.endswith(IN_PLACE)):
+            q = torch.cat([self.q_of(rank)[self.sample] for rank in range(self.ranks)], dim=1)
+            return self.attend_by(kernel, all_heads)(q, indices)[:, own]
+        q = torch.cat([self.q_of(rank) for rank in range(self.ranks)], dim=1)
+        parts = [self.partition.rows(rank) for rank in range(self.ranks)]
+        outs = [self.attend_by(kernel, all_heads)(q[part], self.indices[part])[:, own] for part in parts]
+        return torch.cat(outs)[self.sample]
 
     def note(self, name: str, out: torch.Tensor, expected: torch.Tensor) -> None:
         """Whether the sampled rows of a sharded result have the bits of the unsharded one, on this rank."""
@@ -220,7 +242,8 @@ class Inputs:
         )
 
 
-def _chunked(chunks: int, kernel: str) -> str:
+def chunked(chunks: int, kernel: str) -> str:
+    """How a record names the trade around a kernel."""
     return f"{SHARDED} {kernel}" + ("" if chunks == 1 else f", {chunks} chunks")
 
 
@@ -228,7 +251,7 @@ def _attention(made: Inputs) -> Workload:
     q, indices = made.q, made.indices
     tolerance = judges.DECODE_OUT if made.decode else judges.PREFILL_OUT
     whole = judges.attention(made.sample, cache(lambda: made.expected(indices[made.sample])), tolerance)
-    unsharded = cache(lambda: made.unsharded(indices[made.sample]))
+    unsharded = cache(lambda kernel: made.unsharded(kernel, indices[made.sample]))
 
     def plain(name: str) -> Callable[[], Call]:
         def load() -> Call:
@@ -237,9 +260,9 @@ def _attention(made: Inputs) -> Workload:
 
         return load
 
-    def sharded(chunks: int) -> Callable[[], Call]:
+    def sharded(kernel: str, chunks: int) -> Callable[[], Call]:
         def load() -> Call:
-            attend, shard = made.attend_by(made.sharded_by, made.heads * made.ranks), made.shard
+            attend, shard = made.attend_by(kernel, made.heads * made.ranks), made.shard
 
             def attend_rows(q_rows: torch.Tensor, rows: slice) -> torch.Tensor:
                 return attend(q_rows, indices[rows])
@@ -248,19 +271,22 @@ def _attention(made: Inputs) -> Workload:
 
         return load
 
-    def exactly(name: str) -> Callable[[Any], float]:
+    def exactly(name: str, kernel: str) -> Callable[[Any], float]:
         def judge(result: Attended) -> float:
-            made.note(name, result.out, unsharded())
+            made.note(name, result.out, unsharded(kernel))
             return whole(result)
 
         return on_all_ranks(judge)
 
-    named = {_chunked(chunks, made.sharded_by): chunks for chunks in ((1,) if made.decode else CHUNKS)}
+    ways = [(made.sharded_by, chunks) for chunks in ((1,) if made.decode else CHUNKS)]
+    if not made.decode:
+        ways.append((made.sharded_by + IN_PLACE, 1))
+    named = {chunked(chunks, kernel): (kernel, chunks) for kernel, chunks in ways}
     return Workload(
         work=made.work(),
         contenders=(
             *(Contender(name, plain(name)) for name in (PADDED, *made.names())),
-            *(Contender(name, sharded(chunks), exactly(name)) for name, chunks in named.items()),
+            *(Contender(name, sharded(*way), exactly(name, way[0])) for name, way in named.items()),
         ),
         judge=on_all_ranks(whole),
         baselines=(PADDED,),
@@ -287,12 +313,12 @@ def _layer(made: Inputs) -> Workload:
         given = (index_q[part], k, k_scale, weights[part], ks[part], ke[part], topk)
         return lambda: score(*given, rows_per_chunk=step)
 
-    def stock_selection(selector: str) -> Call:
+    def stock_selection() -> Call:
         parts = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
         calls = []
         for part in parts:
             logits = stock.deep_gemm_logits(index_q[part], k, k_scale, weights[part], ks[part], ke[part])
-            calls.append((part, logits, stock.Selector(selector, part.stop - part.start, keys, topk, device)))
+            calls.append((part, logits, stock.Selector(TOP_K, part.stop - part.start, keys, topk, device)))
 
         def select() -> torch.Tensor:
             chosen = torch.empty(rows, topk, dtype=torch.int32, device=device)
@@ -347,19 +373,17 @@ def _layer(made: Inputs) -> Workload:
             chosen = _sampled(result, sample, topk)
             chosen_right(chosen)
             if name.startswith(SHARDED):
-                made.note(name, result.out, made.unsharded(chosen))
+                made.note(name, result.out, made.unsharded(made.sharded_by, chosen))
             attended = judges.attention(sample, lambda: made.expected(chosen), judges.PREFILL_OUT)
             return attended(Attended(result.out, None))
 
         return on_all_ranks(judge)
 
-    ways = {
-        f"deep_gemm, {selector}, {PADDED}": plain(partial(stock_selection, selector), PADDED)
-        for selector in stock.SELECTORS
-    }
-    for name in made.names():
+    baselines = f"deep_gemm, {TOP_K}, {PADDED}", f"{indexer}, {PADDED}"
+    ways = {baselines[0]: plain(stock_selection, PADDED)}
+    for name in (PADDED, *made.names()):
         ways[f"{indexer}, {name}"] = plain(partial(select_by, indexer, slice(0, rows)), name)
-    ways |= {_chunked(chunks, f"{indexer}, {made.sharded_by}"): sharded(chunks) for chunks in CHUNKS}
+    ways |= {chunked(chunks, f"{indexer}, {made.sharded_by}"): sharded(chunks) for chunks in CHUNKS}
     share = -(-rows // made.ranks)
     attention = made.work()
     scoring = floors.indexer_topk(
@@ -370,7 +394,7 @@ def _layer(made: Inputs) -> Workload:
         work=floors.Work(bytes=attention.bytes + scoring.bytes, flops=2 * attention.flops + scoring.flops, fp8=True),
         contenders=tuple(Contender(name, load, judge_of(name)) for name, load in ways.items()),
         judge=judge_of(""),
-        baselines=tuple(name for name in ways if name.endswith(PADDED)),
+        baselines=baselines,
     )
 
 
