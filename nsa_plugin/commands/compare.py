@@ -30,6 +30,7 @@ from nsa_plugin.compare.model import (
     edges,
     family_of,
     make_checkpoint,
+    row_edges,
     selects_above,
     shown,
     spec_of,
@@ -39,11 +40,12 @@ from nsa_plugin.compare.runner import ROLES, Comparison
 from nsa_plugin.compare.sglang_server import SglangEngine
 from nsa_plugin.compare.verdict import judge
 from nsa_plugin.compare.vllm_server import VllmEngine
-from nsa_plugin.compare.workload import AGREEMENT_CASES, workload
+from nsa_plugin.compare.workload import AGREEMENT_CASES, LIMIT, ROWS, until_it_fails, workload
 
 ENGINES: dict[str, Callable[[], Engine]] = {"sglang": SglangEngine, "vllm": VllmEngine}
 TAKES_ENGINE_FLAGS = True
 MEASURED = "measured.jsonl"
+USUAL_CONTEXT = 32000
 _EXIT_OK, _EXIT_FAILED, _EXIT_INTERRUPTED, _EXIT_TERMINATED = 0, 1, 130, 143
 
 EPILOG = f"""cases:
@@ -54,7 +56,10 @@ examples:
   nsa-plugin compare sglang --heads 16 --json docs/benchmarks -- --kv-cache-dtype fp8_e4m3
   nsa-plugin compare sglang --heads 16 --together --speed --runs stock,plugin,control,stock-again -- \\
       --kv-cache-dtype fp8_e4m3 --max-total-tokens 262144 --mem-fraction-static 0.8
-  nsa-plugin compare sglang --family v4 --speed --json docs/benchmarks
+  nsa-plugin compare sglang --family v4 --speed --context 131072 --prompt-lengths 13000,30000,128000 \\
+      --json docs/benchmarks -- --chunked-prefill-size 8192 --swa-full-tokens-ratio 0.5
+  nsa-plugin compare sglang --family v4 --stock-fails-at 32768,131072,262144,393216 --json docs/benchmarks -- \\
+      --chunked-prefill-size 32768 --mem-fraction-static 0.9
   nsa-plugin compare sglang --model /models/DeepSeek-V3.2 --speed -- --tp 8
   nsa-plugin compare vllm --heads 16 --together --speed --runs stock,plugin,control,stock-again -- \\
       --kv-cache-dtype fp8 --kv-cache-memory-bytes 4G --gpu-memory-utilization 0.2
@@ -102,15 +107,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"({','.join(map(str, SPEC_V4.compress_ratios))})",
     )
     model.add_argument("--mtp", action="store_true", help="with a layer for speculative decoding")
-    model.add_argument("--context", type=_count, default=32000, metavar="TOKENS", help="longest prompt (%(default)s)")
+    model.add_argument(
+        "--context", type=_count, default=USUAL_CONTEXT, metavar="TOKENS", help="longest prompt (%(default)s)"
+    )
 
     what = parser.add_argument_group("what to run")
     what.add_argument(
         "--runs",
         type=_roles,
-        default=[STOCK, PLUGIN, CONTROL],
         metavar="ROLE,...",
-        help=f"servers, in this order, of {', '.join(ROLES)} ({STOCK},{PLUGIN},{CONTROL})",
+        help=f"servers, in this order, of {', '.join(ROLES)} ({STOCK},{PLUGIN},{CONTROL}; {STOCK},{PLUGIN} "
+        "without a case of agreement)",
     )
     what.add_argument(
         "--case",
@@ -120,6 +127,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="only this one; may be given more than once (all of agreement)",
     )
     what.add_argument("--speed", action="store_true", help="also time the servers: the cases of speed")
+    what.add_argument(
+        "--prompt-lengths",
+        type=_counts,
+        default=[],
+        metavar="TOKENS,...",
+        help="of the single requests that are timed (2000,8192 and the context)",
+    )
+    what.add_argument(
+        "--stock-fails-at",
+        type=_counts,
+        metavar="TOKENS,...",
+        help="nothing but prompts of these lengths, the shortest first, until stock fails: it has to, and the plugin "
+        "has to answer the same prompt",
+    )
     what.add_argument(
         "--together",
         action="store_true",
@@ -144,6 +165,10 @@ def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
+
+
+def _counts(text: str) -> list[int]:
+    return [_count(number.strip()) for number in text.split(",")]
 
 
 def _layers(text: str) -> int | tuple[int, ...]:
@@ -182,13 +207,30 @@ def run(args: argparse.Namespace) -> int:
     deadline = time.monotonic() + args.budget
     say = speaker(lambda line: print(line, flush=True))
     logs = args.logs or args.workdir / "logs"
-    cases = args.case or [*AGREEMENT_CASES, *(SPEED_CASES if args.speed else ())]
     engine = ENGINES[args.engine]()
-    facts = _facts(args, engine)
+    cases = _cases(args)
+    facts = _facts(args, engine, cases)
     if not facts["prefix_cache"]:
         cases = [case for case in cases if case != "prefix"]
-    groups = workload(facts["vocab_size"], facts["selects_above"], args.context, cases, edges=facts["edges"])
-    measured = Measured(facts=facts, asked={"runs": args.runs, "cases": cases}, together=args.together)
+    if not facts["row_edges"]:
+        cases = [case for case in cases if case != ROWS]
+    if not cases:
+        raise CompareError(f"--case {', '.join(args.case)} has no requests for this model and these flags")
+    groups = (
+        [until_it_fails(facts["vocab_size"], args.stock_fails_at)]
+        if LIMIT in cases
+        else workload(
+            facts["vocab_size"],
+            facts["selects_above"],
+            facts["context"],
+            cases,
+            edges=facts["edges"],
+            row_edges=facts["row_edges"],
+        )
+    )
+    agreement = any(case in AGREEMENT_CASES for case in cases)
+    runs = args.runs or [STOCK, PLUGIN, *([CONTROL] if agreement else [])]
+    measured = Measured(facts=facts, asked={"runs": runs, "cases": cases}, together=args.together)
 
     for directory in (args.workdir, logs, *([args.json] if args.json else [])):
         _make_directory(directory)
@@ -199,7 +241,7 @@ def run(args: argparse.Namespace) -> int:
         model=(args.model or args.workdir / checkpoint_name(_spec(args))).resolve(),
         flags=args.engine_flags,
         groups=groups,
-        loads=loads(args.context, cases),
+        loads=loads(facts["context"], cases, facts["prompt_lengths"]),
         logs=logs.resolve(),
         deadline=deadline,
         start_timeout=args.start_timeout,
@@ -211,7 +253,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         if args.model is None:
             make_checkpoint(_spec(args), comparison.model, say)
-        comparison.make(args.runs)
+        comparison.make(runs)
     except KeyboardInterrupt:
         measured.ended, code = "interrupted", _EXIT_INTERRUPTED
     except SystemExit:
@@ -251,38 +293,66 @@ def _save(measured: Measured, logs: Path, folder: Path | None) -> tuple[dict[str
 def _recorded(measured: Measured, folder: Path | None) -> tuple[dict[str, Any], Path | None]:
     """The record, and where it was written."""
     facts = measured.facts
-    timed = loads(facts["context"], measured.asked["cases"])
+    timed = loads(facts["context"], measured.asked["cases"], facts.get("prompt_lengths", ()))
     made = record.as_record(measured, judge(measured), timed, shlex.split(facts["command"]))
     return made, record.write(made, folder) if folder is not None else None
 
 
-def _facts(args: argparse.Namespace, engine: Engine) -> dict[str, Any]:
-    """What does not change in the course of the comparison.
+def _cases(args: argparse.Namespace) -> list[str]:
+    """The cases that were asked for.
+
+    Raises:
+        CompareError: they do not go together.
+    """
+    if args.stock_fails_at is None:
+        return args.case or [*AGREEMENT_CASES, *(SPEED_CASES if args.speed else ())]
+    if args.case or args.speed or args.together:
+        raise CompareError(
+            "--stock-fails-at goes with none of --case, --speed and --together: stock's server ends by it, and each "
+            "server needs all of the memory"
+        )
+    if args.runs and args.runs != [STOCK, PLUGIN]:
+        raise CompareError(f"--stock-fails-at is of {STOCK},{PLUGIN}, in this order, not --runs {','.join(args.runs)}")
+    return [LIMIT]
+
+
+def _facts(args: argparse.Namespace, engine: Engine, cases: Sequence[str]) -> dict[str, Any]:
+    """What does not change in the course of the comparison of `cases`.
 
     Raises:
         CompareError: the engine or the model is not there, or is not what can be compared.
     """
     version = engine.version()
     config = _config(args)
-    facts = engine.facts(args.engine_flags, family_of(config))
+    family = family_of(config)
+    facts = engine.facts(args.engine_flags, family)
     heads = config["num_attention_heads"] // facts["attention_tp"]
     kind = str(config.get("model_type", "model")).removeprefix("deepseek_")
     variant = [f"tp{facts['tp']}"] if facts["tp"] > 1 else []
     variant += [f"dp{facts['dp']}"] if facts["dp"] > 1 else []
+    variant += facts["variant"]
+    context = max(args.stock_fails_at or (args.context,))
+    variant += [f"context{context}"] if context > USUAL_CONTEXT else []
+    # Another record than that of the same servers' agreement.
+    variant += [LIMIT] if LIMIT in cases else []
+    variant += ["speed"] if all(case in SPEED_CASES for case in cases) else []
     gpu, driver = _gpu()
     return {
         **facts,
-        "suite": "-".join([engine.name, version, kind, f"{heads}heads", facts["kv"], *variant, *facts["variant"]]),
+        "suite": "-".join([engine.name, version, kind, f"{heads}heads", facts["kv"], *variant]),
         "engine": f"{engine.name} {version}",
+        "family": family,
         "heads": heads,
         "vocab_size": config["vocab_size"],
         "index_topk": config["index_topk"],
         "selects_above": selects_above(config),
         "edges": edges(config),
-        "context": args.context,
+        "row_edges": row_edges(config, facts.get("chunk")),
+        "context": context,
+        "prompt_lengths": args.prompt_lengths,
         "flags": args.engine_flags,
         "model": {
-            "weights": _MADE[family_of(config)] if args.model is None else args.model.name,
+            "weights": _MADE[family] if args.model is None else args.model.name,
             **shown(config),
         },
         "command": shlex.join(["nsa-plugin", *sys.argv[1:]]),
@@ -310,8 +380,12 @@ def _config(args: argparse.Namespace) -> dict[str, Any]:
         if not isinstance(config.get(name), int):
             raise CompareError(f"{args.model}/config.json has no {name}: a model with sparse attention is needed")
     longest = config.get("max_position_embeddings") or sys.maxsize
-    if args.context + 512 > longest:
-        raise CompareError(f"--context is {args.context}; the model's longest position leaves {longest - 512}")
+    name = "--stock-fails-at" if args.stock_fails_at else "--context"
+    tokens = max(args.stock_fails_at or (args.context,))
+    if tokens + 512 > longest:
+        raise CompareError(f"{name} is {tokens}; the model's longest position leaves {longest - 512}")
+    if args.prompt_lengths and max(args.prompt_lengths) > args.context:
+        raise CompareError(f"--prompt-lengths has {max(args.prompt_lengths)}; --context leaves {args.context}")
     return dict(config)
 
 

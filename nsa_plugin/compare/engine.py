@@ -84,7 +84,8 @@ class Engine(Protocol):
         """What `flags` say of a server of a model of `family` (`FAMILIES`).
 
         Returns:
-            kv ("bf16", "fp8"), tp, dp, attention_tp, prefix_cache, and `variant`, a list of words.
+            kv ("bf16", "fp8"), tp, dp, attention_tp, prefix_cache, `variant`, a list of words, and where a flag says
+            how many tokens a prefill may have, `chunk`.
 
         Raises:
             CompareError: the plugin does not serve the family with this engine.

@@ -28,6 +28,11 @@ TTFT, PREFILL, DECODE = "ttft", "prefill", "decode"
 SPEED_CASES = (TTFT, PREFILL, DECODE)
 
 
+# Repetitions of a single request by the most tokens of its prompt.
+_REPEAT = ((4000, 21), (10_000, 15), (64_000, 9))
+_LONGEST_REPEAT = 5
+
+
 @dataclass(frozen=True, kw_only=True)
 class Load:
     """Requests that are sent together, again and again.
@@ -56,14 +61,18 @@ class Load:
         }[self.case]
 
 
-def loads(context: int, cases: Sequence[str] = SPEED_CASES) -> list[Load]:
+def loads(context: int, cases: Sequence[str] = SPEED_CASES, prompts: Sequence[int] = ()) -> list[Load]:
     """The loads of `cases`: one request of each of three lengths; 100 prompts of 2000 tokens with one token out; and
-    16 of 4096 with 256 out. No prompt is longer than `context`."""
+    16 of 4096 with 256 out. No prompt is longer than `context`.
+
+    Args:
+        prompts: the lengths in tokens of the single requests, where they are given.
+    """
     found = []
     if TTFT in cases:
-        for prompt in sorted({min(length, context) for length in (2000, 8192, context)}):
-            # Longer ones vary less, and take longer.
-            repeat = 21 if prompt <= 4000 else 15 if prompt <= 10_000 else 9
+        for prompt in sorted({min(length, context) for length in prompts or (2000, 8192, context)}):
+            # Longer ones vary less, and take longer: 128K tokens take seconds.
+            repeat = next((times for most, times in _REPEAT if prompt <= most), _LONGEST_REPEAT)
             found.append(Load(name=f"ttft-{prompt}", case=TTFT, requests=1, prompt=prompt, new_tokens=1, repeat=repeat))
     if PREFILL in cases:
         prompt = min(2000, context)

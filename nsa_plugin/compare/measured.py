@@ -61,7 +61,8 @@ class Run:
         routes: batches by "phase/attention/provider", as the plugin counted them.
         planned: the plans that the server's log names, as "phase/attention/provider".
         skipped: groups that the time did not suffice for, and loads that did not come to their end.
-        error: why the run ended early, or "".
+        fell: how the server ended at a prompt that was sent to see whether it would (`workload.LIMIT`), or "".
+        error: why the run ended early otherwise, or "".
         done: whether it came to its end.
     """
 
@@ -74,6 +75,7 @@ class Run:
     routes: dict[str, int] = field(default_factory=dict)
     planned: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
+    fell: str = ""
     error: str = ""
     done: bool = False
 

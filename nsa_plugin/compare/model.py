@@ -70,6 +70,28 @@ def edges(config: Mapping[str, Any]) -> list[int]:
     return sorted({config["sliding_window"], *ratios, selects_above(config) + _SELECTED_RATIO})
 
 
+# Rows of a prefill around which a kernel or a rule changes: the most that FlashMLA's scheduling kernel takes with its
+# first layout of 4 * (5 * rows + 1) bytes in the 227 KiB of an H200's block (11622), and the rows (11673) above which
+# SGLang takes another route and another scheduling kernel; then whole chunks.
+_ROW_EDGES = (11622, 11623, 11673, 11674, 16384, 32768)
+
+
+def row_edges(config: Mapping[str, Any], chunk: int | None) -> list[int]:
+    """Lengths in tokens of prompts whose prefills have a number of rows at which V4's route may change.
+
+    Args:
+        chunk: most tokens of a prefill; a longer prompt would be split, and is left out. None: not known.
+
+    Returns:
+        Each is one prefill of so many rows; the last one, where the chunk is known, is a full chunk and one row more.
+    """
+    if family_of(config) != V4:
+        return []
+    if chunk is None:
+        return list(_ROW_EDGES)
+    return [*(rows for rows in _ROW_EDGES if rows <= chunk), chunk + 1]
+
+
 def shown(config: Mapping[str, Any]) -> dict[str, Any]:
     """What a record says of a model's configuration."""
     names = _SHOWN + (_SHOWN_V4 if family_of(config) == V4 else ())

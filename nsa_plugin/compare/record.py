@@ -8,8 +8,11 @@
               {"op": "serve", "case": {..., "requests", "prompt", "new_tokens", "measure"}, "provider", "median", "q1",
                "q3", "best", "runs", "baseline", "baseline_median", "baseline_q1", "baseline_q3", "baseline_best",
                "baseline_runs", "speedup", "paired_speedup", "baseline_again_median", "baseline_again_q1", ...,
-               "baseline_again_speedup", "baseline_again_paired_speedup"}],
-     "servers": {role: {"command", "start_seconds", "routes", "planned", "active", "settings", "skipped", "error"}},
+               "baseline_again_speedup", "baseline_again_paired_speedup"},
+              {"op": "limit", "case", "provider", "answered", "failed_at", "error", "baseline", "baseline_answered",
+               "baseline_failed_at", "baseline_error"}],
+     "servers": {role: {"command", "start_seconds", "routes", "planned", "active", "settings", "skipped", "fell",
+                        "error"}},
      "verdict": {"holds", "checks": [{"name", "holds", "detail"}]}}
 
 A suite is named after the engine, the model and what differs from the usual: flags of the engine, then settings of the
@@ -17,7 +20,8 @@ plugin. Times are in milliseconds and throughputs in tokens a second, as `measur
 over the repetitions. `speedup`, the ratio of the medians, is above 1 where the plugin is better. `paired_speedup` is
 there where servers were timed in turns: the median over the repetitions of the ratio of the two readings of one
 repetition. What begins with `baseline_again` is of a second stock server, its speed-ups over the first one.
-Differences of log probabilities are in nats; null stands for one that is infinite.
+Differences of log probabilities are in nats; null stands for one that is infinite. A row of `limit` is of prompts of
+ever more tokens: those that were answered, and the first that was not, null without one.
 """
 
 from __future__ import annotations
@@ -38,8 +42,8 @@ from nsa_plugin.bench.record import LIBRARIES, checkout, host_slug, version
 from nsa_plugin.compare.load import Load
 from nsa_plugin.compare.measured import Measured, Run
 from nsa_plugin.compare.rule import AGAIN, PLUGIN, STOCK, Compared, Tolerance, mean
-from nsa_plugin.compare.verdict import Verdict
-from nsa_plugin.compare.workload import CONCURRENT
+from nsa_plugin.compare.verdict import Verdict, climb
+from nsa_plugin.compare.workload import CONCURRENT, LIMIT
 from nsa_plugin.settings import Settings
 
 SCHEMA = 1
@@ -82,6 +86,7 @@ def as_record(measured: Measured, verdict: Verdict, loads: Sequence[Load], comma
     rows = _agreement(verdict.own, case, allowed, provider=STOCK)
     rows += _agreement(verdict.plugin, case, allowed, provider=OURS)
     rows += _agreement(verdict.control, case | {"fault": "shift_indices"}, allowed, provider=OURS)
+    rows += _limit(measured, case)
     rows += _serve(measured, loads, case)
     return {
         "schema": SCHEMA,
@@ -152,6 +157,27 @@ def _agreement(compared: Iterable[Compared], case: dict[str, Any], allowed: Tole
             }
         )
     return rows
+
+
+def _limit(measured: Measured, case: dict[str, Any]) -> list[Any]:
+    """The row of prompts that were to make stock fail, where there were any."""
+    if LIMIT not in measured.prompts:
+        return []
+    ours, theirs = climb(measured, PLUGIN), climb(measured, STOCK)
+    return [
+        {
+            "op": LIMIT,
+            "case": {**case, "requests": LIMIT},
+            "provider": OURS,
+            "answered": list(ours.answered),
+            "failed_at": ours.failed_at,
+            "error": _nameless(ours.error),
+            "baseline": STOCK,
+            "baseline_answered": list(theirs.answered),
+            "baseline_failed_at": theirs.failed_at,
+            "baseline_error": _nameless(theirs.error),
+        }
+    ]
 
 
 def _number(value: float) -> float | None:
@@ -243,6 +269,7 @@ def _server(run: Run) -> dict[str, Any]:
         "command": _nameless(run.command),
         "start_seconds": run.start_seconds,
         "error": _nameless(run.error),
+        **({"fell": _nameless(run.fell)} if run.fell else {}),
         "skipped": run.skipped,
         **(
             {

@@ -52,6 +52,8 @@ def verdict_line(record: Row) -> str:
         return f"✗ FAILED: {'; '.join(failed)}"
     if any(row["op"] == "agreement" and row["provider"] == OURS for row in record["rows"]):
         return "✓ The plugin's tokens and log probabilities agree with stock's, and wrong ones are noticed."
+    if any(row["op"] == "limit" for row in record["rows"]):
+        return "✓ The plugin answers a prompt that stock fails at."
     return "✓ Measured."
 
 
@@ -85,7 +87,7 @@ def _tables(record: Row) -> tuple[list[list[str]], list[list[str]]]:
                     str(row["rejected"]),
                 ]
             )
-        else:
+        elif row["op"] == "serve":
             serve.append(
                 [
                     f"{case['requests']} × {case['prompt']} in, {case['new_tokens']} out",

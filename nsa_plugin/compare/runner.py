@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from nsa_plugin.compare.client import send
@@ -19,19 +19,21 @@ from nsa_plugin.compare.measured import Answer, Measured, Run
 from nsa_plugin.compare.rule import AGAIN, CONTROL, PLUGIN, STOCK
 from nsa_plugin.compare.serving import RoleServer, free_ports
 from nsa_plugin.compare.turns import Turns
-from nsa_plugin.compare.workload import Group
+from nsa_plugin.compare.workload import LIMIT, Group
 from nsa_plugin.demo.server import ServerError
 
 # Each role is a server of its own. The control is the plugin with wrong tokens on purpose.
 ROLES = (STOCK, PLUGIN, CONTROL, AGAIN)
 # Groups that the control answers too: one company is enough to notice that tokens are wrong.
-CONTROL_GROUPS = ("single", "batch", "forced")
+CONTROL_GROUPS = ("single", "batch", "forced", "rows")
 
 # Seconds kept for each server that is still to come: a start with its kernels compiled, and the agreement's requests;
 # less where all of them would take more than half of the time.
 _RESERVE_S = 75.0
 # No group of requests takes longer while its server is well, the first compilation of kernels included.
 _STEP_S = 300.0
+# Until a server whose connection broke is seen to be gone.
+_DEAD_S = 10.0
 
 
 @dataclass(kw_only=True)
@@ -157,6 +159,9 @@ class Comparison:
                 run.skipped.append(group.name)
                 self.say(f"{run.role}: {group.name} skipped, the time is short")
                 continue
+            if group.case == LIMIT:
+                self._ask_until_it_fails(one, group, self._reserve * to_come)
+                continue
             started = time.monotonic()
             try:
                 answers = send(self.engine, one.server.url, group, min(left, _STEP_S))
@@ -177,6 +182,45 @@ class Comparison:
         # Whether the plugin served is asked before the control runs, which may be while this server is alive.
         if problem := one.note_plugin():
             self.say(f"{run.role}: {problem}")
+
+    def _ask_until_it_fails(self, one: RoleServer, group: Group, kept: float) -> None:
+        """Send a group's requests one by one, until one is refused or the server is gone.
+
+        Of stock that is an outcome, which the run's `fell` says; a server that is only slow has not failed.
+
+        Args:
+            kept: seconds for the servers that are still to come.
+        """
+        run, answers = one.run, dict[str, Answer]()
+        for request in group.requests:
+            started, left = time.monotonic(), self._left() - kept
+            try:
+                if left <= 0:
+                    raise CompareError("the time is short")
+                answers |= send(self.engine, one.server.url, replace(group, requests=(request,)), min(left, _STEP_S))
+            except CompareError as error:
+                try:
+                    one.server.check_alive(min(_DEAD_S, max(0.0, self._left())))
+                except ServerError as failed:
+                    answers[request.name] = Answer(error=str(failed))
+                    if run.role == PLUGIN:
+                        set_failed(one, failed, self.say)
+                    else:
+                        run.fell = str(failed)
+                else:
+                    run.skipped.append(group.name)
+                    self.say(f"{run.role}: {group.name} ended at {request.name}: {error}")
+                    break
+            problem = answers[request.name].error
+            seconds = time.monotonic() - started
+            self.say(
+                f"{run.role}: {group.name} {request.name} {problem.splitlines()[0] if problem else 'answered'}"
+                f" in {seconds:.1f} s"
+            )
+            if problem:
+                break
+        run.answers[group.name] = answers
+        self.on_step()
 
     def _time(self, servers: Sequence[RoleServer]) -> None:
         # What is left is shared by the servers that are still to be timed; the control only starts and answers.

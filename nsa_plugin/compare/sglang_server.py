@@ -134,4 +134,6 @@ class SglangEngine:
             "attention_tp": max(1, tp // dp) if "--enable-dp-attention" in flags else tp,
             "prefix_cache": "--disable-radix-cache" not in flags,
             "variant": variant,
+            # Without the flag it follows from the device's memory.
+            "chunk": int(chunk) if chunk and int(chunk) > 0 else None,
         }

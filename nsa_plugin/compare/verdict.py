@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from nsa_plugin.compare import rule
+from nsa_plugin.compare.engine import V32
 from nsa_plugin.compare.measured import Measured, Run
 from nsa_plugin.compare.rule import CONTROL, PLUGIN, STOCK, Compared, Tolerance
-from nsa_plugin.compare.workload import AGREEMENT_CASES
+from nsa_plugin.compare.workload import AGREEMENT_CASES, LIMIT
 
 _NAMED = 4  # requests that a check names
 
@@ -46,7 +48,8 @@ def judge(measured: Measured) -> Verdict:
     """Judge what was measured so far."""
     runs = measured.runs
     own = rule.own_differences(measured)
-    allowed = rule.tolerance(own, measured.facts["kv"])
+    # What was saved by an earlier release says no family; it is of V3.2.
+    allowed = rule.tolerance(own, rule.floor_of(measured.facts["kv"], measured.facts.get("family", V32)))
     stock = runs.get(STOCK)
 
     def against_stock(role: str) -> list[Compared]:
@@ -64,6 +67,8 @@ def judge(measured: Measured) -> Verdict:
         # What was saved by an earlier release is of V3.2, where the two are the same.
         selects_above = measured.facts.get("selects_above", measured.facts["index_topk"])
         checks.append(_control(control, allowed, runs.get(CONTROL), selects_above))
+    if LIMIT in measured.asked["cases"]:
+        checks.append(_limit(measured))
     return Verdict(checks=checks, tolerance=allowed, own=own, plugin=plugin, control=control)
 
 
@@ -78,9 +83,7 @@ def _complete(measured: Measured) -> Check:
             missing.append(f"{role} was not run")
             continue
         if run.error:
-            lines = run.error.splitlines()
-            # What failed, and the last that the server's log says of it.
-            missing.append(f"{role}: {' '.join(dict.fromkeys((lines[0], lines[-1].strip())))}")
+            missing.append(f"{role}: {_first_and_last(run.error)}")
         elif not run.done:
             missing.append(f"{role} did not come to its end")
         for skipped in run.skipped:
@@ -182,7 +185,8 @@ def _cached(measured: Measured) -> Check:
 def _control(control: Sequence[Compared], allowed: Tolerance, run: Run | None, selects_above: int) -> Check:
     """Wrong tokens must be noticed where a selection is made: in prompts of more than `selects_above` tokens."""
     name = "wrong tokens are noticed"
-    long = [one for one in control if one.prompt > selects_above]
+    # What was not answered, for want of time say, shows nothing.
+    long = [one for one in control if one.prompt > selects_above and not one.problem]
     if run is None or not long:
         return Check(name=name, holds=False, detail="no control was run: the comparison may be blind")
     if not run.active:
@@ -195,6 +199,56 @@ def _control(control: Sequence[Compared], allowed: Tolerance, run: Run | None, s
     if forced:
         detail += f", mean of forced positions {rule.mean(forced):.3f} of {allowed.forced_mean:.4f} allowed"
     return Check(name=name, holds=holds, detail=detail if holds else f"the comparison is blind: {detail}")
+
+
+def _limit(measured: Measured) -> Check:
+    """Stock must fail at a prompt that the plugin answers."""
+    climbs = {role: climb(measured, role) for role in (STOCK, PLUGIN)}
+    stock, plugin = climbs[STOCK], climbs[PLUGIN]
+    if stock.failed_at is None:
+        detail = f"stock did not fail at any prompt of up to {max(stock.answered, default=0)} tokens"
+    else:
+        detail = f"stock answers up to {max(stock.answered, default=0)} tokens and fails at {stock.failed_at}"
+        detail += f" ({stock.error}); the plugin "
+        detail += f"answers {stock.failed_at}" if stock.failed_at in plugin.answered else "does not"
+        if plugin.failed_at is not None:
+            detail += f", and fails at {plugin.failed_at} ({plugin.error})"
+    holds = stock.failed_at is not None and stock.failed_at in plugin.answered
+    return Check(name="the plugin answers a prompt that stock fails at", holds=holds, detail=detail)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Climb:
+    """How far a server came with ever longer prompts.
+
+    Attributes:
+        answered: tokens of the prompts that it answered, with log probabilities that are numbers.
+        failed_at: tokens of the prompt that it did not; None: there was none. error: how, in a line.
+    """
+
+    answered: Sequence[int] = ()
+    failed_at: int | None = None
+    error: str = ""
+
+
+def climb(measured: Measured, role: str) -> Climb:
+    """Of a role's server; see `workload.until_it_fails`."""
+    run = measured.runs.get(role)
+    answered: list[int] = []
+    for name, answer in run.answers.get(LIMIT, {}).items() if run is not None else ():
+        prompt = measured.prompts[LIMIT][name]
+        if answer.error:
+            return Climb(answered=answered, failed_at=prompt, error=_first_and_last(answer.error))
+        if not answer.token_ids or any(map(math.isnan, answer.logprobs)):
+            return Climb(answered=answered, failed_at=prompt, error="no number for a log probability")
+        answered.append(prompt)
+    return Climb(answered=answered)
+
+
+def _first_and_last(error: str) -> str:
+    """What failed, and the last that a server's log says of it."""
+    lines = error.splitlines()
+    return " ".join(dict.fromkeys((lines[0], lines[-1].strip())))
 
 
 def _some(lines: Iterable[str]) -> str:

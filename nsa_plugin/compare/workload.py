@@ -14,14 +14,16 @@ from dataclasses import dataclass
 from nsa_plugin.compare.engine import CompareError
 
 SINGLE, BATCH, PREFIX, CONCURRENT, FORCED = "single", "batch", "prefix", "concurrent", "forced"
-AGREEMENT_CASES = (SINGLE, BATCH, FORCED, PREFIX, CONCURRENT)
+ROWS, LIMIT = "rows", "limit"
+AGREEMENT_CASES = (SINGLE, BATCH, FORCED, ROWS, PREFIX, CONCURRENT)
 
-# Pairs of groups with the same prompts: alone twice, alone and in one batch, with and without a prefix cache hit,
-# and among others that come in another order.
+# Pairs of groups with the same prompts: alone twice, alone and in one batch (where chunks of other sizes carry them),
+# with and without a prefix cache hit, and among others that come in another order.
 SAME = (
     (SINGLE, f"{SINGLE}-again"),
     (SINGLE, BATCH),
     (FORCED, f"{FORCED}-batch"),
+    (ROWS, f"{ROWS}-batch"),
     (PREFIX, f"{PREFIX}-cold"),
     (CONCURRENT, f"{CONCURRENT}-again"),
 )
@@ -58,7 +60,7 @@ class Group:
 
     Attributes:
         name: of the group.
-        case: see `AGREEMENT_CASES`.
+        case: see `AGREEMENT_CASES`; `LIMIT` of what `until_it_fails` makes.
         how: "one by one", "one batch" (a single HTTP request) or "at once" (an HTTP request each).
     """
 
@@ -85,6 +87,7 @@ def workload(
     cases: Sequence[str] = AGREEMENT_CASES,
     *,
     edges: Sequence[int] = (),
+    row_edges: Sequence[int] = (),
     seed: int = 7,
     concurrent: int = NUM_CONCURRENT,
 ) -> list[Group]:
@@ -94,6 +97,7 @@ def workload(
         selects_above: tokens of the longest prompt that is attended to as a whole; see `model.selects_above`.
         context: tokens of the longest prompt.
         edges: other lengths that matter, see `model.edges`.
+        row_edges: lengths of the prompts of `ROWS`, see `model.row_edges`; those beyond `context` are left out.
 
     Raises:
         CompareError: `context` leaves no prompt longer than `selects_above`, or the vocabulary is too small.
@@ -107,9 +111,7 @@ def workload(
         raise CompareError(f"the model has {vocab_size} tokens; at least {2 * _FIRST_TOKEN} are needed")
 
     def tokens(name: str, count: int) -> tuple[int, ...]:
-        # A stream of its own for each prompt: they stay the same when others are left out.
-        source = random.Random(f"{seed}/{name}")
-        return tuple(source.randrange(_FIRST_TOKEN, vocab_size) for _ in range(count))
+        return _tokens(f"{seed}/{name}", count, vocab_size)
 
     groups = []
     if SINGLE in cases or BATCH in cases:
@@ -136,6 +138,10 @@ def workload(
         )
         groups.append(Group(name=FORCED, case=FORCED, how="one by one", requests=forced))
         groups.append(Group(name=f"{FORCED}-batch", case=FORCED, how="one batch", requests=forced))
+    if ROWS in cases and (counts := sorted({count for count in row_edges if count <= context})):
+        whole = tuple(Request(name=f"q{count}", prompt=tokens(f"rows/{count}", count)) for count in counts)
+        groups.append(Group(name=ROWS, case=ROWS, how="one by one", requests=whole))
+        groups.append(Group(name=f"{ROWS}-batch", case=ROWS, how="one batch", requests=whole))
     if PREFIX in cases:
         groups += _prefix_groups(selects_above, tokens)
     if CONCURRENT in cases:
@@ -147,6 +153,21 @@ def workload(
         source.shuffle(mixed)
         groups.append(Group(name=f"{CONCURRENT}-again", case=CONCURRENT, how="at once", requests=tuple(mixed)))
     return groups
+
+
+def until_it_fails(vocab_size: int, lengths: Sequence[int], *, seed: int = 7) -> Group:
+    """A prompt of each length, the shortest first, of which the last are expected to be too much for stock."""
+    requests = (
+        Request(name=f"p{count}", prompt=_tokens(f"{seed}/{LIMIT}/{count}", count, vocab_size))
+        for count in sorted(set(lengths))
+    )
+    return Group(name=LIMIT, case=LIMIT, how="one by one", requests=tuple(requests))
+
+
+def _tokens(name: str, count: int, vocab_size: int) -> tuple[int, ...]:
+    # A stream of its own for each prompt: they stay the same when others are left out.
+    source = random.Random(name)
+    return tuple(source.randrange(_FIRST_TOKEN, vocab_size) for _ in range(count))
 
 
 def _prefix_groups(selects_above: int, tokens: object) -> list[Group]:

@@ -12,6 +12,7 @@ import torch
 from nsa_plugin.backends.sglang import v4_kernels
 from nsa_plugin.backends.sglang.v4_attention import release, with_v4_plans
 from nsa_plugin.backends.sglang.v4_routes import DECODE_KERNEL, DIRECT, ROWS
+from nsa_plugin.backends.sglang.v4_table import SLOTS
 from nsa_plugin.backends.sglang.v4_warm import warm_v4
 from nsa_plugin.devices import synthetic
 from nsa_plugin.errors import NoProviderError, PatchError
@@ -358,11 +359,34 @@ def test_a_class_that_is_not_as_the_table_has_it_is_refused():
         with_v4_plans(type("Empty", (), {}))
 
 
-@pytest.mark.parametrize("layer_id", [0, 1])
-def test_a_fault_that_is_asked_for_changes_the_output(layer_id: int):
-    right, wrong = (prepared(batch(*MIXED), fault=fault, **SETTINGS[DIRECT]) for fault in ("none", "shift_indices"))
-    # Nearly all keys of the window are others then; NaN where nothing was written.
-    assert not torch.allclose(attend(right, layer_id).float(), attend(wrong, layer_id).float(), atol=1e-2)
+@EVERY_LAYER
+@pytest.mark.parametrize("route", [*SETTINGS, DECODE_KERNEL])
+def test_a_fault_that_is_asked_for_changes_what_every_route_attends(route: str, layer_id: int):
+    """The engine's own call of its decode kernel too: a control on that route would otherwise be right."""
+    settings = SETTINGS.get(route, {"prefill_backend": "flash_mla", "device": OLD_H200})
+    right, wrong = (prepared(batch(*MIXED), fault=fault, **settings) for fault in ("none", "shift_indices"))
+    # An unwritten slot is NaN: zeros are wrong as well, and can be told from what is right.
+    for buffer in (wrong.batch.pool.window, *wrong.batch.pool.extra.values()):
+        buffer[buffer == 0xFF] = 0
+    assert {right.nsa_plugin.route.impl, wrong.nsa_plugin.route.impl} == {route}
+    core = wrong.forward_metadata.core_attn_metadata
+    before = {name: getattr(core, name) for name in SLOTS}
+    expected, got = attend(right, layer_id).float(), attend(wrong, layer_id).float()
+    assert got.isfinite().all()
+    assert (got - expected).abs().mean() > 0.2 * expected.abs().mean()
+    assert (wrong.calls[-1] == "decode kernel") == (route == DECODE_KERNEL)
+    # Who selects for the next layer, and who stores keys, finds the slots as they were.
+    assert all(getattr(core, name) is slots for name, slots in before.items())
+
+
+def test_a_fault_leaves_the_engines_slots_alone_after_an_error():
+    backend = prepared(batch(*MIXED), prefill_backend="flash_mla", device=OLD_H200, fault="shift_indices")
+    core = backend.forward_metadata.core_attn_metadata
+    slots = core.swa_page_indices
+    del backend.batch.pool.window
+    with pytest.raises(AttributeError):
+        attend(backend, 1)
+    assert core.swa_page_indices is slots
 
 
 @pytest.mark.parametrize(("asked", "expected"), [(None, "jit"), ("1", "jit"), ("0", "library")])

@@ -99,6 +99,12 @@ class Handler(BaseHTTPRequestHandler):
         if PLUGIN and MODE == "hangs":
             time.sleep(600)
         prompts = body["input_ids"]
+        if not PLUGIN and MODE == "exhausts" and len(prompts) > 1000:
+            print("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 4.00 GiB.", flush=True)
+            os._exit(137)
+        slow = "slow plugin" if PLUGIN else "slow stock"
+        if slow == MODE and len(prompts) > 1000:
+            time.sleep(600)
         if isinstance(prompts[0], list):
             starts = body.pop("logprob_start_len")
             pairs = zip(prompts, starts, strict=True)

@@ -109,6 +109,92 @@ def test_v4_is_compared_by_what_matters_to_it(
     assert f"of {len(long)} requests longer than 64 tokens rejected" in noticed["detail"]
 
 
+def v4(directory: Path) -> Path:
+    """The stand-in's model as one of V4: it selects above 64 tokens, 16 of those that are compressed 4 : 1."""
+    config = json.loads((directory / "config.json").read_text())
+    config |= {"model_type": "deepseek_v4", "index_topk": 16, "compress_ratios": [0, 4, 128], "sliding_window": 24}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def test_rows_at_which_v4s_route_changes_are_compared_by_themselves(
+    fake: Behave, read: Read, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = arguments(tmp_path, v4(fake()), "--case", "rows", "--", "--chunked-prefill-size", "128")
+    code, out, _ = call(capsys, line)
+    record = read()
+    assert (code, failed(record)) == (0, []), out
+    rows = {(row["case"]["requests"], row["provider"], "fault" in row["case"]): row for row in record["rows"]}
+    assert {("rows / rows-batch", "stock", False), ("rows", "nsa-plugin", False), ("rows", "nsa-plugin", True)} <= set(
+        rows
+    )
+    assert [one["prompt"] for one in rows["rows", "nsa-plugin", False]["each"]] == [129]
+    assert record["suite"] == "sglang-0.5.16-v4-16heads-fp8-chunk128"
+
+
+def test_rows_are_of_v4_alone(fake: Behave, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = call(capsys, arguments(tmp_path, fake(), "--case", "rows"))
+    assert code == 2
+    assert "--case rows has no requests for this model and these flags" in err
+
+
+LONGER = ("--stock-fails-at", "900,1500,2500")
+
+
+def test_a_prompt_that_stock_fails_at_is_recorded_as_such(
+    fake: Behave, pids: Path, read: Read, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = call(capsys, arguments(tmp_path, v4(fake("exhausts")), *LONGER))
+    record = read()
+    assert (code, failed(record)) == (0, []), out
+    assert alive(pids) == []
+    assert len(pids.read_text().split()) == 2  # no control
+    assert record["suite"] == "sglang-0.5.16-v4-16heads-fp8-limit"
+    (row,) = record["rows"]
+    assert (row["op"], row["baseline_answered"], row["baseline_failed_at"]) == ("limit", [900], 1500)
+    assert (row["answered"], row["failed_at"]) == ([900, 1500, 2500], None)
+    assert "CUDA out of memory" in row["baseline_error"]
+    assert "CUDA out of memory" in record["servers"]["stock"]["fell"]
+    assert record["servers"]["stock"]["error"] == ""
+    assert "✓ The plugin answers a prompt that stock fails at." in out
+    assert "fails at 1500" in report.render(tmp_path / "records")
+
+    kept = tmp_path / "work" / "logs" / "measured.jsonl"
+    code, _, _ = call(capsys, ["compare", "sglang", "--measured", str(kept), "--json", str(tmp_path / "again")])
+    (path,) = (tmp_path / "again").glob("*/*.json")
+    assert (code, json.loads(path.read_text())) == (0, record)
+
+
+@pytest.mark.parametrize(
+    ("mode", "more", "expected"),
+    [
+        ("", (), ["the plugin answers a prompt that stock fails at"]),
+        ("crashes", (), ["complete", "the plugin answers a prompt that stock fails at"]),
+        # A server that is slow has not failed, nor has it answered.
+        ("slow plugin", ("--budget", "12"), ["complete", "the plugin answers a prompt that stock fails at"]),
+        ("slow stock", ("--budget", "12"), ["complete", "the plugin answers a prompt that stock fails at"]),
+    ],
+)
+def test_a_prompt_that_stock_answers_or_the_plugin_does_not(
+    mode: str,
+    more: tuple[str, ...],
+    expected: list[str],
+    fake: Behave,
+    pids: Path,
+    read: Read,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, _, _ = call(capsys, arguments(tmp_path, v4(fake(mode)), *LONGER, *more))
+    assert code == 1
+    assert alive(pids) == []
+    record = read()
+    assert {"the plugin served"} | set(expected) == {"the plugin served"} | set(failed(record))
+    (row,) = record["rows"]
+    assert row["baseline_failed_at"] is None
+    assert "fell" not in record["servers"]["stock"]
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -234,6 +320,11 @@ BAD = {
     "--case fruit": "invalid choice: 'fruit'",
     "--context 136 --heads 16": "not allowed with argument --model",
     "--measured nowhere.json": "nowhere.json, which cannot be read",
+    "--stock-fails-at 200 --speed": "--stock-fails-at goes with none of --case, --speed and --together",
+    "--stock-fails-at 200 --runs plugin,stock": "--stock-fails-at is of stock,plugin, in this order, not --runs plugin",
+    "--stock-fails-at 4000": "--stock-fails-at is 4000; the model's longest position leaves 3584",
+    "--stock-fails-at 4,x": "'x' is not a whole number",
+    "--context 136 --prompt-lengths 100,137": "--prompt-lengths has 137; --context leaves 136",
     "--family v4": "--family is of a checkpoint that is made here; --model has its own",
 }
 

@@ -11,7 +11,7 @@ import pytest
 
 from nsa_plugin.compare import rule
 from nsa_plugin.compare.measured import Answer, Measured, Run
-from nsa_plugin.compare.rule import CONTROL, FLOORS, PLUGIN, STOCK, compare, tolerance
+from nsa_plugin.compare.rule import CONTROL, FLOORS, PLUGIN, STOCK, V4_FLOOR, compare, floor_of, tolerance
 from nsa_plugin.compare.verdict import judge
 
 TOP = {1: -1.0, 2: -1.3, 3: -4.0}
@@ -63,7 +63,7 @@ def test_no_number_is_infinitely_wrong(where: str) -> None:
     broken = replace(ours, logprobs=(math.nan, -1.3)) if where == "logprobs" else ours
     other = answer([1, 3], top={**TOP, 2: math.nan}) if where == "top" else ours
     one = compared(broken, other)
-    assert not tolerance([], "fp8").holds(one)
+    assert not tolerance([], FLOORS["fp8"]).holds(one)
 
 
 @pytest.mark.parametrize(
@@ -79,32 +79,53 @@ def test_no_number_is_infinitely_wrong(where: str) -> None:
 def test_what_cannot_be_compared_is_a_problem_and_does_not_agree(ours: Answer, theirs: Answer, problem: str) -> None:
     one = compared(ours, theirs)
     assert one.problem == problem
-    assert not tolerance([], "bf16").holds(one)
+    assert not tolerance([], FLOORS["bf16"]).holds(one)
 
 
 def test_tolerance_follows_from_stock_itself_and_never_falls_below_the_floor() -> None:
     quiet = [compared(answer([1, 1]), answer([1, 1], shift=0.001))]
-    assert tolerance(quiet, "bf16").largest == FLOORS["bf16"].largest
-    assert tolerance(quiet, "fp8").answers_mean == FLOORS["fp8"].mean
+    assert tolerance(quiet, FLOORS["bf16"]).largest == FLOORS["bf16"].largest
+    assert tolerance(quiet, FLOORS["fp8"]).answers_mean == FLOORS["fp8"].mean
     loud = [compared(answer([1, 1]), answer([1, 1], shift=0.9))]
-    allowed = tolerance(loud, "bf16")
+    allowed = tolerance(loud, FLOORS["bf16"])
     assert allowed.largest == pytest.approx(1.8)
     assert allowed.answers_mean == pytest.approx(1.8)
     assert allowed.forced_mean == FLOORS["bf16"].forced  # nothing was forced
 
 
+def test_v4_has_a_floor_of_its_own_and_otherwise_what_follows_from_stock() -> None:
+    assert floor_of("fp8", "v4") == V4_FLOOR
+    assert (floor_of("fp8"), floor_of("fp8", "v3.2"), floor_of("bf16")) == (
+        FLOORS["fp8"],
+        FLOORS["fp8"],
+        FLOORS["bf16"],
+    )
+    one = measured(plugin_shift=1.0)
+    one.facts |= {"kv": "fp8"}
+    assert "the plugin agrees, request by request" not in failed(one)  # V3.2's fp8 allows 1.5
+    one.facts |= {"family": "v4"}
+    assert "the plugin agrees, request by request" in failed(one)
+    # Stock whose chunks of another size differ by more is what the plugin may differ by.
+    one.runs[STOCK].answers |= {"rows": {"q": answer([1] * 8)}, "rows-batch": {"q": answer([1] * 8, shift=0.6)}}
+    one.prompts |= {group: {"q": 100} for group in ("rows", "rows-batch")}
+    verdict = judge(one)
+    assert verdict.tolerance.own_largest == pytest.approx(0.6)
+    assert verdict.tolerance.largest == pytest.approx(1.2)
+    assert failed(one) == []
+
+
 def test_gap_of_stock_itself_counts_and_an_infinite_one_does_not() -> None:
     parted = compared(answer([1], top={1: -1.0, 2: -2.0}), answer([2], top={1: -2.0, 2: -1.0}))
-    assert tolerance([parted], "bf16").largest == pytest.approx(2.0)
+    assert tolerance([parted], FLOORS["bf16"]).largest == pytest.approx(2.0)
     far = compared(answer([1]), answer([9], top={9: -1.0}))
-    assert tolerance([far], "bf16").largest == FLOORS["bf16"].largest
+    assert tolerance([far], FLOORS["bf16"]).largest == FLOORS["bf16"].largest
 
 
 def test_mean_of_stock_is_that_of_the_groups_that_differ_most() -> None:
     """Answers repeated to the last bit must not thin out those of another batch size."""
     same = [replace(compared(answer([1]), answer([1])), group="single / single-again") for _ in range(9)]
     other = replace(compared(answer([1]), answer([1], shift=0.4)), group="single / batch")
-    assert tolerance([*same, other], "bf16").answers_mean == pytest.approx(0.8)
+    assert tolerance([*same, other], FLOORS["bf16"]).answers_mean == pytest.approx(0.8)
 
 
 def test_forced_positions_are_judged_by_their_mean() -> None:
@@ -113,7 +134,7 @@ def test_forced_positions_are_judged_by_their_mean() -> None:
         theirs = Answer(prompt_logprobs=(-5.0 + difference, *(-5.0 for _ in range(99))))
         return compare(ours, theirs, group="forced", name="p", prompt=100)
 
-    allowed = tolerance([], "bf16")
+    allowed = tolerance([], FLOORS["bf16"])
     assert allowed.holds(forced(5.0))  # one position of a hundred, by 5 nats: 0.05 in the mean
     assert not allowed.holds(forced(50.0))
 
@@ -170,6 +191,57 @@ def test_control_counts_only_where_the_plugin_served_and_something_is_selected()
     short = measured()
     short.prompts = {group: {"p": 64} for group in short.prompts}
     assert failed(short) == ["wrong tokens are noticed"]
+
+
+def test_control_that_did_not_answer_has_noticed_nothing() -> None:
+    one = measured()
+    one.runs[CONTROL].answers["single"]["p"] = Answer(error="group single: no answer after 3 s")
+    assert failed(one) == ["wrong tokens are noticed"]
+
+
+def climbing(stock: dict[str, Answer], plugin: dict[str, Answer]) -> Measured:
+    """Prompts of 100, 200 and 300 tokens until one fails."""
+    one = measured()
+    one.asked = {"runs": [STOCK, PLUGIN], "cases": ["limit"]}
+    one.prompts = {"limit": {f"p{count}": count for count in (100, 200, 300)}}
+    del one.runs[CONTROL]
+    one.runs[STOCK].answers, one.runs[PLUGIN].answers = {"limit": stock}, {"limit": plugin}
+    return one
+
+
+WELL, GONE = answer([1, 2]), Answer(error="the server ended with 137\nlog:\n  torch.OutOfMemoryError: 4.00 GiB")
+
+
+@pytest.mark.parametrize(
+    ("stock", "plugin", "holds", "said"),
+    [
+        (
+            {"p100": WELL, "p200": GONE},
+            {"p100": WELL, "p200": WELL, "p300": WELL},
+            True,
+            "stock answers up to 100 tokens and fails at 200 (the server ended with 137 torch.OutOfMemoryError: "
+            "4.00 GiB); the plugin answers 200",
+        ),
+        ({"p100": GONE}, {"p100": GONE}, False, "the plugin does not, and fails at 100"),
+        ({"p100": WELL, "p200": GONE}, {"p100": WELL}, False, "the plugin does not"),
+        (
+            {"p100": WELL, "p200": GONE},
+            {"p100": WELL, "p200": replace(WELL, logprobs=(math.nan, -1.0))},
+            False,
+            "no number for a log probability",
+        ),
+        ({"p100": WELL, "p200": WELL}, {"p100": WELL}, False, "stock did not fail at any prompt of up to 200 tokens"),
+        ({}, {}, False, "stock did not fail at any prompt of up to 0 tokens"),
+    ],
+)
+def test_stock_has_to_fail_at_a_prompt_that_the_plugin_answers(
+    stock: dict[str, Answer], plugin: dict[str, Answer], holds: bool, said: str
+) -> None:
+    one = climbing(stock, plugin)
+    checks = {check.name: check for check in judge(one).checks}
+    check = checks.pop("the plugin answers a prompt that stock fails at")
+    assert (check.holds, said in check.detail) == (holds, True), check.detail
+    assert checks.keys() == {"complete", "the plugin served"}  # nothing is asked of agreement
 
 
 def test_what_is_missing_is_named() -> None:

@@ -7,11 +7,12 @@ from importlib import metadata
 
 import pytest
 
+from nsa_plugin.capabilities import Op, RowLimit
 from nsa_plugin.compare.engine import CompareError
 from nsa_plugin.compare.load import Load, _readings, _Timed, loads
-from nsa_plugin.compare.model import SPEC, SPEC_V4, edges, selects_above
+from nsa_plugin.compare.model import SPEC, SPEC_V4, edges, row_edges, selects_above
 from nsa_plugin.compare.sglang_server import SglangEngine
-from nsa_plugin.compare.workload import AGREEMENT_CASES, SAME, prompt_lengths, workload
+from nsa_plugin.compare.workload import AGREEMENT_CASES, SAME, prompt_lengths, until_it_fails, workload
 
 ENGINE = SglangEngine()
 
@@ -31,9 +32,46 @@ def test_lengths_of_v4_are_around_its_window_and_its_ratios_too() -> None:
     assert edges(SPEC.config()) == []
 
 
+@pytest.mark.parametrize(
+    ("chunk", "expected"),
+    [
+        (2048, [2049]),
+        (8192, [8193]),
+        (11673, [11622, 11623, 11673, 11674]),
+        (16384, [11622, 11623, 11673, 11674, 16384, 16385]),
+        (32768, [11622, 11623, 11673, 11674, 16384, 32768, 32769]),
+        (None, [11622, 11623, 11673, 11674, 16384, 32768]),
+    ],
+)
+def test_prefills_of_v4_have_the_rows_that_matter_as_far_as_a_chunk_holds_them(
+    chunk: int | None, expected: list[int]
+) -> None:
+    """The last of them is a chunk and a row more: a prefill of one row. A longer prompt than a chunk would be split."""
+    assert row_edges(SPEC_V4.config(), chunk) == expected
+    assert row_edges(SPEC.config(), chunk) == []
+
+
+def test_the_row_edges_are_those_of_the_first_flash_mla_and_of_sglangs_threshold() -> None:
+    first = RowLimit(library="flash_mla", op=Op.SPARSE_MLA_DECODE, words_per_row=5, words=1)
+    edges = row_edges(SPEC_V4.config(), 32768)
+    assert {first.rows(227 << 10), first.rows(227 << 10) + 1} <= set(edges)
+    assert {first.rows(228 << 10), first.rows(228 << 10) + 1} <= set(edges)  # 11673: reckoned with 228 KiB
+
+
+def test_prompts_that_are_to_make_stock_fail_are_ever_longer() -> None:
+    group = until_it_fails(4096, [300, 100, 200, 100])
+    assert [(request.name, len(request.prompt)) for request in group.requests] == [
+        ("p100", 100),
+        ("p200", 200),
+        ("p300", 300),
+    ]
+
+
 @pytest.mark.parametrize(("index_topk", "context"), [(64, 128), (64, 300), (2048, 4096), (2048, 32000)])
 def test_no_prompt_is_longer_than_the_context_and_pairs_hold_the_same(index_topk: int, context: int) -> None:
-    groups = {group.name: group for group in workload(4096, index_topk, context)}
+    rows = (context // 2, context - 1, context + 1)
+    groups = {group.name: group for group in workload(4096, index_topk, context, row_edges=rows)}
+    assert [len(request.prompt) for request in groups["rows"].requests] == [context // 2, context - 1]
     for group in groups.values():
         names = [request.name for request in group.requests]
         assert len(set(names)) == len(names)
@@ -51,10 +89,13 @@ def test_no_prompt_is_longer_than_the_context_and_pairs_hold_the_same(index_topk
 
 
 def test_prompts_do_not_depend_on_the_cases() -> None:
-    whole = {group.name: group for group in workload(4096, 64, 300)}
+    whole = {group.name: group for group in workload(4096, 64, 300, row_edges=[200])}
+    seen = set()
     for case in AGREEMENT_CASES:
-        for group in workload(4096, 64, 300, [case]):
+        for group in workload(4096, 64, 300, [case], row_edges=[200]):
             assert group == whole[group.name]
+            seen.add(group.name)
+    assert seen == whole.keys()
 
 
 def test_context_without_a_selection_is_refused() -> None:
@@ -68,6 +109,13 @@ def test_loads_fit_the_context() -> None:
     ]
     assert [load.name for load in loads(300)] == ["ttft-300", "prefill-100x300", "decode-16x300"]
     assert loads(300, ["single"]) == []
+
+
+def test_prompts_that_are_timed_alone_may_be_named_and_the_longest_are_repeated_least() -> None:
+    named = loads(131072, ["ttft"], [128000, 13000, 30000])
+    assert [load.name for load in named] == ["ttft-13000", "ttft-30000", "ttft-128000"]
+    assert [load.repeat for load in named] == [9, 9, 5]
+    assert [load.repeat for load in loads(32000, ["ttft"])] == [21, 15, 9]
 
 
 def test_readings_of_a_load() -> None:
@@ -137,6 +185,8 @@ def test_facts_from_the_flags() -> None:
     found = ENGINE.facts(flags.split(), "v3.2")
     assert (found["kv"], found["tp"], found["dp"], found["attention_tp"]) == ("fp8", 8, 4, 2)
     assert found["variant"] == ["eager", "noprefix", "mtp", "chunk4096"]
+    assert (plain["chunk"], found["chunk"]) == (None, 4096)
+    assert ENGINE.facts(["--chunked-prefill-size", "-1"], "v4")["chunk"] is None  # no chunks
     assert not found["prefix_cache"]
 
 

@@ -27,9 +27,9 @@ from nsa_plugin.backends.sglang import batch as batches
 from nsa_plugin.backends.sglang import v4_indexer, v4_routes
 from nsa_plugin.backends.sglang.routes import Route
 from nsa_plugin.backends.sglang.v4_batch import PAGE, RATIOS, Prefill, spans
-from nsa_plugin.backends.sglang.v4_kernels import Call, V4State, attend, longest_context, named, record_bytes
+from nsa_plugin.backends.sglang.v4_kernels import Call, V4State, attend, longest_context, named, record_bytes, shifted
 from nsa_plugin.backends.sglang.v4_routes import V4Planner
-from nsa_plugin.backends.sglang.v4_table import POOL, check_class
+from nsa_plugin.backends.sglang.v4_table import POOL, SLOTS, check_class
 from nsa_plugin.capabilities import Op
 from nsa_plugin.errors import PatchError
 from nsa_plugin.layouts import V4_FP8
@@ -219,8 +219,10 @@ def _attending(original: Callable[..., Any]) -> Callable[..., Any]:
         # MegaAttention (0.5.21 on) hands over its rotations and wants its own output back.
         if state is None or chosen is None or compress_ratio not in RATIOS or more.get("cos_sin_cache") is not None:
             return engines()
+        wrong = state.planner.settings.fault == "shift_indices"
         if chosen.impl == v4_routes.DECODE_KERNEL and q.shape[0] <= names.get(THRESHOLD, q.shape[0]):
-            with _variable(v4_routes.SPARSE_PREFILL_VARIABLE, "0"):
+            core = self.forward_metadata.core_attn_metadata if wrong else None
+            with _variable(v4_routes.SPARSE_PREFILL_VARIABLE, "0"), _shifted(core):
                 return engines()
         if k is not v:
             raise PatchError(f"SGLang's V4 model hands over keys apart from its values. {TURN_OFF}")
@@ -230,7 +232,7 @@ def _attending(original: Callable[..., Any]) -> Callable[..., Any]:
             self.store_cache(layer.layer_id, k, forward_batch)
         core = self.forward_metadata.core_attn_metadata
         window, extra = named(core, _pool(self, forward_batch), layer.layer_id, compress_ratio, q.shape[0])
-        if state.planner.settings.fault == "shift_indices":
+        if wrong:
             window, extra = window.shifted(), None if extra is None else extra.shifted()
         flat = q.squeeze(1) if q.dim() == 4 else q
         scale, heads = self.softmax_scale, int(layer.tp_q_head_num)
@@ -275,6 +277,19 @@ def _pool(backend: Any, forward_batch: Any) -> Any:
     """The engine's pool: the backend's, in 0.5.12 the batch's where the backend has none."""
     own = getattr(backend, "token_to_kv_pool", None)
     return forward_batch.token_to_kv_pool if own is None else own
+
+
+@contextmanager
+def _shifted(core: Any) -> Iterator[None]:
+    """Deliberately wrong slots in the engine's metadata while its own kernel attends; None: those that it has."""
+    before = {} if core is None else {name: getattr(core, name) for name in SLOTS}
+    for name, slots in before.items():
+        setattr(core, name, None if slots is None else shifted(slots))
+    try:
+        yield
+    finally:
+        for name, slots in before.items():
+            setattr(core, name, slots)
 
 
 @contextmanager

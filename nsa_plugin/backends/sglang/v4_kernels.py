@@ -75,8 +75,13 @@ class Named:
     lengths: torch.Tensor
 
     def shifted(self) -> Named:
-        """Deliberately wrong slots, in the cache; -1 stays -1."""
-        return Named(self.cache, self.indices.div(2, rounding_mode="floor"), self.lengths)
+        """The same with deliberately wrong slots."""
+        return Named(self.cache, shifted(self.indices), self.lengths)
+
+
+def shifted(slots: torch.Tensor) -> torch.Tensor:
+    """Deliberately wrong slots, in the cache; -1 stays -1."""
+    return slots.div(2, rounding_mode="floor")
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,9 @@ READS = (
 POOL = ("get_swa_key_buffer_radix", "get_extra_key_buffer", "get_extra_key_page_size", "get_index_k_with_scale_buffer")
 """Methods that the adapter calls of `DeepSeekV4TokenToKVPool`, each with a layer_id."""
 
+SLOTS = ("swa_page_indices", "c4_sparse_page_indices", "c128_page_indices")
+"""Fields of `DSV4AttnMetadata` with the slots that each row attends to."""
+
 CORE = ("page_table", "swa_page_indices", "swa_topk_lengths", "c4_sparse_page_indices", "c4_sparse_topk_lengths")
 """Fields that the adapter reads of `DSV4AttnMetadata`, besides c128_page_indices, c128_topk_lengths_clamp1, positions
 and, from 0.5.13 on, c4_sparse_raw_indices. A row of the window is the query's own slot first, then backwards, -1
