@@ -4,7 +4,8 @@ As in the engines' own benchmarks: time to first token (`ttft`) is from sending 
 token, HTTP included; inter-token latency (`itl`) is the time between two events over the tokens of the second;
 throughput is tokens over the time from the first request sent to the last one answered. Prompts are random and
 distinct, of exactly the length named, the same for every server, and the prefix cache is emptied before each
-repetition. All requests of a repetition are sent at once. `turns` repeats them.
+repetition. All requests of a repetition are sent at once: each by itself, or, where how a server takes them in is to be
+no part of what is timed, all in one request. `turns` repeats them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from nsa_plugin.compare.client import flush, new_session, within_time
@@ -31,6 +32,7 @@ SPEED_CASES = (TTFT, PREFILL, DECODE)
 # Repetitions of a single request by the most tokens of its prompt.
 _REPEAT = ((4000, 21), (10_000, 15), (64_000, 9))
 _LONGEST_REPEAT = 5
+_HEADERS = {"Content-Type": "application/json"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +44,7 @@ class Load:
         requests: sent at once. prompt: tokens of each. new_tokens: asked of each.
         repeat: timed repetitions of it, after one that is not. An H200 takes 20 ms for one of the shortest, and a
             second for one of the longest.
+        in_one: all prompts are sent in one request, whose answer is not streamed.
     """
 
     name: str
@@ -50,10 +53,13 @@ class Load:
     prompt: int
     new_tokens: int
     repeat: int
+    in_one: bool = False
 
     @property
     def measures(self) -> tuple[str, ...]:
         """What is read of it: "ttft_ms", "itl_ms", "input_tokens_per_s", "output_tokens_per_s"."""
+        if self.in_one:
+            return ("input_tokens_per_s",)
         return {
             TTFT: ("ttft_ms",),
             PREFILL: ("ttft_ms", "input_tokens_per_s"),
@@ -62,8 +68,8 @@ class Load:
 
 
 def loads(context: int, cases: Sequence[str] = SPEED_CASES, prompts: Sequence[int] = ()) -> list[Load]:
-    """The loads of `cases`: one request of each of three lengths; 100 prompts of 2000 tokens with one token out; and
-    16 of 4096 with 256 out. No prompt is longer than `context`.
+    """The loads of `cases`: one request of each of three lengths; 100 prompts of 2000 tokens with one token out,
+    each by itself and all in one request; and 16 of 4096 with 256 out. No prompt is longer than `context`.
 
     Args:
         prompts: the lengths in tokens of the single requests, where they are given.
@@ -76,9 +82,8 @@ def loads(context: int, cases: Sequence[str] = SPEED_CASES, prompts: Sequence[in
             found.append(Load(name=f"ttft-{prompt}", case=TTFT, requests=1, prompt=prompt, new_tokens=1, repeat=repeat))
     if PREFILL in cases:
         prompt = min(2000, context)
-        found.append(
-            Load(name=f"prefill-100x{prompt}", case=PREFILL, requests=100, prompt=prompt, new_tokens=1, repeat=41)
-        )
+        many = Load(name=f"prefill-100x{prompt}", case=PREFILL, requests=100, prompt=prompt, new_tokens=1, repeat=21)
+        found += [many, replace(many, name=f"{many.name}-in-one", in_one=True)]
     if DECODE in cases:
         prompt, new_tokens = min(4096, context), min(256, context)
         found.append(
@@ -120,12 +125,19 @@ def measure(engine: Engine, url: str, load: Load, repetition: int, vocab_size: i
     """
     source = random.Random(f"{load.name}/{repetition}")
     prompts = [[source.randrange(10, vocab_size) for _ in range(load.prompt)] for _ in range(load.requests)]
-    bodies = [json.dumps(engine.body([prompt], load.new_tokens, stream=True)) for prompt in prompts]
+    if load.in_one:
+        bodies = [json.dumps(engine.body(prompts, load.new_tokens, top=1))]
+    else:
+        bodies = [json.dumps(engine.body([prompt], load.new_tokens, stream=True)) for prompt in prompts]
 
     async def once() -> dict[str, float]:
         async with new_session() as session:
             await flush(session, engine, url)
             started = time.perf_counter()
+            if load.in_one:
+                text, seconds = await _whole(session, engine, url, bodies[0])
+                _check_answers(engine, load, text)
+                return {"input_tokens_per_s": load.requests * load.prompt / seconds}
             timed = await asyncio.gather(*(_stream(session, engine, url, body) for body in bodies))
             return _readings(load, timed, time.perf_counter() - started)
 
@@ -133,11 +145,28 @@ def measure(engine: Engine, url: str, load: Load, repetition: int, vocab_size: i
     return {name: found[name] for name in load.measures}
 
 
+async def _whole(session: aiohttp.ClientSession, engine: Engine, url: str, body: str) -> tuple[str, float]:
+    """(the answer to one request, seconds until all of it was there)."""
+    started = time.perf_counter()
+    async with session.post(f"{url}{engine.generate_path}", data=body, headers=_HEADERS) as response:
+        text = await response.text()
+        if response.status != 200:
+            raise CompareError(f"the server answered {response.status}: {text[:300]}")
+    return text, time.perf_counter() - started
+
+
+def _check_answers(engine: Engine, load: Load, text: str) -> None:
+    answers = engine.answers(json.loads(text))
+    if len(answers) != load.requests:
+        raise CompareError(f"{load.name}: {len(answers)} answers to {load.requests} prompts")
+    for answer in answers:
+        _check_length(load, len(answer.token_ids))
+
+
 async def _stream(session: aiohttp.ClientSession, engine: Engine, url: str, body: str) -> _Timed:
     timed = _Timed()
     started = time.perf_counter()
-    headers = {"Content-Type": "application/json"}
-    async with session.post(f"{url}{engine.generate_path}", data=body, headers=headers) as response:
+    async with session.post(f"{url}{engine.generate_path}", data=body, headers=_HEADERS) as response:
         if response.status != 200:
             raise CompareError(f"the server answered {response.status}: {(await response.text())[:300]}")
         async for line in response.content:
@@ -149,9 +178,8 @@ async def _stream(session: aiohttp.ClientSession, engine: Engine, url: str, body
 
 
 def _readings(load: Load, timed: Sequence[_Timed], seconds: float) -> dict[str, float]:
-    short = [one.tokens for one in timed if one.tokens != load.new_tokens]
-    if short:
-        raise CompareError(f"{load.name}: {short[0]} tokens where {load.new_tokens} were asked for")
+    for one in timed:
+        _check_length(load, one.tokens)
     gaps = [gap for one in timed for gap in one.gaps]
     return {
         "ttft_ms": statistics.median(one.first for one in timed) * 1e3,
@@ -159,3 +187,8 @@ def _readings(load: Load, timed: Sequence[_Timed], seconds: float) -> dict[str, 
         "input_tokens_per_s": load.requests * load.prompt / seconds,
         "output_tokens_per_s": load.requests * load.new_tokens / seconds,
     }
+
+
+def _check_length(load: Load, tokens: int) -> None:
+    if tokens != load.new_tokens:
+        raise CompareError(f"{load.name}: {tokens} tokens where {load.new_tokens} were asked for")

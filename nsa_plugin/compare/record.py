@@ -5,8 +5,9 @@
      "model": {...}, "engine_flags": [...], "timed": "in turns" | "one after the other" | null, "tolerance": {...},
      "rows": [{"op": "agreement", "case": {"heads", "kv", ..., "requests"}, "provider", "baseline", "tokens", "equal",
                "parted", "max_gap", "max_error", "mean_error", "rejected", "each": [...]},
-              {"op": "serve", "case": {..., "requests", "prompt", "new_tokens", "measure"}, "provider", "median", "q1",
-               "q3", "best", "runs", "baseline", "baseline_median", "baseline_q1", "baseline_q3", "baseline_best",
+              {"op": "serve", "case": {..., "requests", "prompt", "new_tokens", "measure", "in_one"}, "provider",
+               "median", "q1", "q3", "best", "runs", "baseline", "baseline_median", "baseline_q1", "baseline_q3",
+               "baseline_best",
                "baseline_runs", "speedup", "paired_speedup", "baseline_again_median", "baseline_again_q1", ...,
                "baseline_again_speedup", "baseline_again_paired_speedup"},
               {"op": "limit", "case", "provider", "answered", "failed_at", "error", "baseline", "baseline_answered",
@@ -204,6 +205,8 @@ def _serve(measured: Measured, loads: Sequence[Load], case: dict[str, Any]) -> l
                 continue
             higher = measure.endswith("_per_s")
             what = {"requests": load.requests, "prompt": load.prompt, "new_tokens": load.new_tokens, "measure": measure}
+            if load.in_one:
+                what["in_one"] = True
             row = {
                 "op": "serve",
                 "case": {**case, **what},

@@ -90,7 +90,8 @@ def _tables(record: Row) -> tuple[list[list[str]], list[list[str]]]:
         elif row["op"] == "serve":
             serve.append(
                 [
-                    f"{case['requests']} × {case['prompt']} in, {case['new_tokens']} out",
+                    f"{case['requests']} × {case['prompt']} in, {case['new_tokens']} out"
+                    + (", in one request" if case.get("in_one") else ""),
                     case["measure"].replace("_per_s", "/s").replace("_", " "),
                     f"{row['baseline_median']:.1f}",
                     f"{row['median']:.1f}",
