@@ -44,7 +44,7 @@ class Load:
         requests: sent at once. prompt: tokens of each. new_tokens: asked of each.
         repeat: timed repetitions of it, after one that is not. An H200 takes 20 ms for one of the shortest, and a
             second for one of the longest.
-        in_one: all prompts are sent in one request, whose answer is not streamed.
+        in_one: all prompts are sent in one request, whose answer is not streamed and has log probabilities.
     """
 
     name: str
