@@ -35,6 +35,8 @@ _SWITCHES = {
     "--no-enable-chunked-prefill": "nochunks",
     "--no-async-scheduling": "noasync",
 }
+# Modes of vLLM's compilation in which torch.compile has no part; CUDA graphs may still be captured.
+_NO_COMPILE = ("0", "NONE")
 
 
 class VllmEngine:
@@ -134,6 +136,7 @@ class VllmEngine:
         cache = flag_value(flags, "--kv-cache-dtype") or "auto"
         chunk = flag_value(flags, "--max-num-batched-tokens")
         variant = [word for flag, word in _SWITCHES.items() if flag in flags]
+        variant += ["nocompile"] if flag_value(flags, "-cc.mode", "--compilation-config.mode") in _NO_COMPILE else []
         variant += ["mtp"] if flag_value(flags, "--speculative-config", "-sc") else []
         variant += [f"chunk{chunk}"] if chunk else []
         return {

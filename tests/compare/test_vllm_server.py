@@ -124,6 +124,8 @@ def test_facts_of_the_flags():
         "prefix_cache": True,
         "variant": ["eager", "chunk4096"],
     }
+    assert ENGINE.facts(["-cc.mode=0", "-cc.cudagraph_mode=FULL_DECODE_ONLY"], "v3.2")["variant"] == ["nocompile"]
+    assert ENGINE.facts(["-cc.mode=3"], "v3.2")["variant"] == []
     assert ENGINE.facts(["--no-enable-prefix-caching", "-sc", "{}"], "v3.2")["variant"] == ["noprefix", "mtp"]
     assert ENGINE.facts([], "v3.2")["kv"] == "bf16"
     with pytest.raises(CompareError, match="does not serve DeepSeek-V4 with vLLM"):
