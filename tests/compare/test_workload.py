@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
+from contextlib import nullcontext
 from importlib import metadata
 
 import pytest
 
 from nsa_plugin.capabilities import Op, RowLimit
 from nsa_plugin.compare.engine import CompareError
-from nsa_plugin.compare.load import Load, _readings, _Timed, loads
+from nsa_plugin.compare.load import Load, _check_answers, _readings, _Timed, loads
 from nsa_plugin.compare.model import SPEC, SPEC_V4, edges, row_edges, selects_above
 from nsa_plugin.compare.sglang_server import SglangEngine
 from nsa_plugin.compare.workload import AGREEMENT_CASES, SAME, prompt_lengths, until_it_fails, workload
@@ -114,6 +116,17 @@ def test_loads_fit_the_context() -> None:
         "decode-16x300",
     ]
     assert loads(300, ["single"]) == []
+
+
+@pytest.mark.parametrize(
+    ("answers", "tokens", "says"), [(2, 1, ""), (1, 1, "1 answers to 2"), (2, 2, "2 tokens where 1")]
+)
+def test_all_prompts_of_one_request_are_answered(answers: int, tokens: int, says: str) -> None:
+    load = Load(name="x", case="prefill", requests=2, prompt=3, new_tokens=1, repeat=1, in_one=True)
+    assert load.measures == ("input_tokens_per_s",)
+    text = json.dumps([{"meta_info": {"output_token_logprobs": [[-1.0, 5, None]] * tokens}}] * answers)
+    with pytest.raises(CompareError, match=says) if says else nullcontext():
+        _check_answers(ENGINE, load, text)
 
 
 def test_prompts_that_are_timed_alone_may_be_named_and_the_longest_are_repeated_least() -> None:
