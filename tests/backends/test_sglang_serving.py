@@ -165,6 +165,13 @@ def test_trtllm_by_sglangs_own_flag_is_refused_by_its_name(fp8: bool):
         begun(backend, SimpleNamespace(**vars(runner()) | {"kv_cache_dtype": dtype}))
 
 
+def test_a_backend_that_does_not_say_what_it_attends_by_is_one_error():
+    backend = built()
+    delattr(backend, f"{DsaBackend.x}_decode_impl")
+    with pytest.raises(PatchError, match=r"has no dsa_decode_impl\. Turn the plugin off"):
+        begun(backend)
+
+
 def test_a_library_that_sglang_has_no_path_for_is_refused():
     """On SM100 trtllm carries a bf16 prefill, and SGLang was started with another path."""
     backend = built(prefill="flashmla_sparse", decode="flashmla_sparse")

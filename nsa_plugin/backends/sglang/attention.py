@@ -33,10 +33,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from nsa_plugin.backends.fault import shifted
 from nsa_plugin.backends.providers import Providers
 from nsa_plugin.backends.sglang import batch as batches
 from nsa_plugin.backends.sglang.batch import Batch
 from nsa_plugin.backends.sglang.indexer import Selection, attach
+from nsa_plugin.backends.sglang.model import prefix_of
 from nsa_plugin.backends.sglang.routes import PLANNED, Planner, Route, sglangs_own
 from nsa_plugin.backends.sglang.token_shard import Exchange, Share, all_heads, schedule_of
 from nsa_plugin.errors import NsaPluginError, PatchError
@@ -104,7 +106,7 @@ def adopt(backend: Any, planner: Planner, server_args: Any, exchange: Exchange |
     Raises:
         PatchError: the backend lacks something that the plugin reads of it.
     """
-    x = "dsa" if hasattr(backend, "dsa_prefill_impl") else "nsa"
+    x = prefix_of(backend)
     read = (f"{x}_prefill_impl", f"{x}_decode_impl", "max_context_len", "speculative_num_draft_tokens")
     lacks = [name for name in read if not hasattr(backend, name)]
     if not any(hasattr(backend, name) for name in PAGE_SIZES):
@@ -381,8 +383,7 @@ def _selected(state: State | None, slots: torch.Tensor) -> torch.Tensor:
     """The slots or rows that are attended, [tokens, topk]: deliberately wrong ones where the fault is asked for."""
     if state is None or state.planner.settings.fault != "shift_indices":
         return slots
-    # In the cache, and some other token's; it is noticed where everything is selected too. -1 stays -1.
-    return slots.div(2, rounding_mode="floor")
+    return shifted(slots)
 
 
 def _attend(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nsa_plugin.errors import NoProviderError, ShapeError
+from nsa_plugin.errors import NoProviderError, PatchError, ShapeError
 from nsa_plugin.patches.ledger import TURN_OFF
 from nsa_plugin.shapes import ModelShape
 
@@ -95,6 +95,24 @@ def model_shape(backend: Any, model_runner: Any) -> ModelShape:
     return ModelShape.from_config(
         config, attn_tp_size=config.num_attention_heads // backend.num_q_heads, kv_layout=layout
     )
+
+
+def prefix_of(backend: Any) -> str:
+    """What the names of a V3.2 backend's attributes and flags begin with: "dsa", or "nsa" before 0.5.13."""
+    return "dsa" if hasattr(backend, "dsa_prefill_impl") else "nsa"
+
+
+def impls_of(backend: Any) -> dict[str, str]:
+    """What SGLang's V3.2 backend attends by, by the flag that says so: of prefills, then of later steps.
+
+    Raises:
+        PatchError: the backend does not say.
+    """
+    x = prefix_of(backend)
+    names = {f"--{x}-{what}-backend": f"{x}_{what}_impl" for what in ("prefill", "decode")}
+    if lacks := [name for name in names.values() if not hasattr(backend, name)]:
+        raise PatchError(f"SGLang's {type(backend).__name__} has no {', '.join(lacks)}. {TURN_OFF}")
+    return {flag: str(getattr(backend, name)) for flag, name in names.items()}
 
 
 def kv_layout(backend: Any, model_runner: Any) -> str | None:

@@ -15,7 +15,7 @@ import torch
 from nsa_plugin.backends.sglang import samples, v4_attention, v4_backend
 from nsa_plugin.backends.sglang.attention import State, adopt, release
 from nsa_plugin.backends.sglang.metrics import ranks, route_counter
-from nsa_plugin.backends.sglang.model import kv_layout, model_shape
+from nsa_plugin.backends.sglang.model import impls_of, kv_layout, model_shape
 from nsa_plugin.backends.sglang.routes import PLANNED, Planner, Route
 from nsa_plugin.backends.sglang.token_shard import Exchange, open_exchange
 from nsa_plugin.backends.sglang.v4_routes import v4_shape
@@ -64,7 +64,7 @@ class Serving:
             model_runner: the one that it is built for.
 
         Raises:
-            ShapeError, SettingsError, NoProviderError: see `refuse_trtllm`, `model_shape` and `validate`.
+            ShapeError, SettingsError, NoProviderError, PatchError: see `refuse_trtllm`, `model_shape` and `validate`.
         """
         refuse_trtllm(backend, device)
         model = shape_of(backend, model_runner)
@@ -205,18 +205,12 @@ def refuse_trtllm(backend: Any, device: DeviceProfile) -> None:
     """
     if is_v4(backend) or device.has("trtllm", Op.SPARSE_MLA_DECODE):
         return
-    for flag, impl in _impls(backend).items():
+    for flag, impl in impls_of(backend).items():
         if impl == "trtllm":
             raise NoProviderError(
                 f"{flag} is trtllm, and TRT-LLM's sparse MLA kernels are not on this device: they need SM100 and "
                 f"flashinfer, and this is {device.name} ({device.where}). Give another {flag}, or none. {TURN_OFF}"
             )
-
-
-def _impls(backend: Any) -> dict[str, str]:
-    """What SGLang's own V3.2 backend attends by, by the flag that says so."""
-    x = "dsa" if hasattr(backend, "dsa_prefill_impl") else "nsa"
-    return {f"--{x}-{what}-backend": getattr(backend, f"{x}_{what}_impl") for what in ("prefill", "decode")}
 
 
 def left_to_sglang(backend: Any, model_runner: Any, device: DeviceProfile) -> str | None:
@@ -227,7 +221,7 @@ def left_to_sglang(backend: Any, model_runner: Any, device: DeviceProfile) -> st
     """
     if is_v4(backend) or kv_layout(backend, model_runner) is not None:
         return None  # of V4, `v4_attention.adopt` says so
-    impls = _impls(backend).values()
+    impls = impls_of(backend).values()
     if any(impl in planned for impl in impls for planned in PLANNED.values()):
         return None
     if "trtllm" in impls and not device.has("trtllm", Op.SPARSE_MLA_DECODE):

@@ -32,6 +32,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from nsa_plugin import sharding
+from nsa_plugin.backends.sglang.model import impls_of
 from nsa_plugin.backends.sglang.routes import PLANNED, sglangs_own
 from nsa_plugin.backends.warm import refusal
 from nsa_plugin.devices import DeviceProfile
@@ -162,10 +163,9 @@ def impossible(backend: Any, model_runner: Any, model: ModelShape) -> str | None
     server_args = model_runner.server_args
     if feature := sglangs_own(backend, server_args):
         return f"{feature} is on, whose batches stay SGLang's own"
-    x = "dsa" if hasattr(backend, "dsa_prefill_impl") else "nsa"
-    prefill, decode = getattr(backend, f"{x}_prefill_impl"), getattr(backend, f"{x}_decode_impl")
+    (flag, prefill), (_, decode) = impls_of(backend).items()
     if prefill not in PLANNED[model.kv_layout, True] and decode not in PLANNED[model.kv_layout, False]:
-        return f"SGLang's --{x}-prefill-backend is {prefill} and its decode backend {decode}, which stay SGLang's own"
+        return f"SGLang's {flag} is {prefill} and its decode backend {decode}, which stay SGLang's own"
     if getattr(server_args, "enable_two_batch_overlap", False):
         return "two-batch overlap is on, which attends two batches at once"
     if getattr(server_args, "enable_return_indexer_topk", False):

@@ -22,12 +22,13 @@ from typing import Any
 
 import torch
 
+from nsa_plugin.backends.fault import shifted
 from nsa_plugin.backends.providers import Providers
 from nsa_plugin.backends.sglang import batch as batches
 from nsa_plugin.backends.sglang import v4_indexer, v4_routes
 from nsa_plugin.backends.sglang.routes import Route
 from nsa_plugin.backends.sglang.v4_batch import PAGE, RATIOS, Prefill, spans
-from nsa_plugin.backends.sglang.v4_kernels import Call, V4State, attend, longest_context, named, record_bytes, shifted
+from nsa_plugin.backends.sglang.v4_kernels import Call, V4State, attend, longest_context, named, record_bytes
 from nsa_plugin.backends.sglang.v4_routes import V4Planner
 from nsa_plugin.backends.sglang.v4_table import POOL, SLOTS, check_class
 from nsa_plugin.capabilities import Op

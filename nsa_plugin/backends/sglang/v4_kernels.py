@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from nsa_plugin.backends.fault import shifted
 from nsa_plugin.backends.providers import Providers
 from nsa_plugin.backends.sglang import v4_routes
 from nsa_plugin.backends.sglang.routes import Route
@@ -77,11 +78,6 @@ class Named:
     def shifted(self) -> Named:
         """The same with deliberately wrong slots."""
         return Named(self.cache, shifted(self.indices), self.lengths)
-
-
-def shifted(slots: torch.Tensor) -> torch.Tensor:
-    """Deliberately wrong slots, in the cache; -1 stays -1."""
-    return slots.div(2, rounding_mode="floor")
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from nsa_plugin.backends.fault import shifted
 from nsa_plugin.backends.providers import Providers
 from nsa_plugin.backends.vllm.gpu_metadata import DensePiece, Piece, PlannedMetadata, Planning
 from nsa_plugin.backends.vllm.gpu_routes import Carrier, Planner
@@ -159,7 +160,7 @@ def _attend(
     selected = impl.topk_indices_buffer[piece.rows]
     if piece.carrier is not Carrier.PROVIDER:
         buffer = impl.topk_indices_buffer
-        impl.topk_indices_buffer = _shifted(selected) if _faulty(impl) else selected
+        impl.topk_indices_buffer = shifted(selected) if _faulty(impl) else selected
         try:
             out.copy_(stock(q, kv_cache, piece.stock, layer)[0])
         finally:
@@ -171,7 +172,7 @@ def _attend(
     owners = piece.request_of_row
     slots = transform(selected, metadata.block_table, page_size=cache.page_size, row_to_request=owners)
     if _faulty(impl):
-        slots = _shifted(slots)
+        slots = shifted(slots)
     d_v, plan = impl.kv_lora_rank, piece.plan
     if plan.attention is Attention.SPARSE_PREFILL:
         kernel = providers.load("sparse_mla_prefill", plan.provider, heads=q.shape[1])
@@ -240,11 +241,6 @@ def _layer_of(impl: Any, layers: Layers) -> Any:
 
 def _faulty(impl: Any) -> bool:
     return bool(impl.nsa_plugin.settings.fault == "shift_indices")
-
-
-def _shifted(indices: torch.Tensor) -> torch.Tensor:
-    """The injected fault: some other token's slot or position; -1 stays -1."""
-    return indices.div(2, rounding_mode="floor")
 
 
 def _behind(rows: slice | torch.Tensor, first: int) -> slice | torch.Tensor:
