@@ -38,6 +38,7 @@ CUDA, COPIED, STEP = "cuda sparse_prefill", "flash_mla sparse_prefill after dequ
 PREFILL = (90, "sparse_mla_prefill", "v32_fp8")
 GROUP8 = (90, "token_shard_attention tp8", "v32_fp8")
 FULL = synthetic(90)
+AS_RELEASED = sharding.TOKEN_SHARD_SERVED
 TRADED_STEPS = (Phase.DECODE, Phase.TARGET_VERIFY)
 
 Table = dict[tuple[int, str, str], dict[str, dict[int, measured.Points]]]
@@ -74,7 +75,7 @@ def table(kept: float, traded: float, *, by: str = STEP) -> Table:
 def test_nothing_is_traded_before_it_has_been_run(monkeypatch: pytest.MonkeyPatch, measure: Any) -> None:
     measure(table(1000.0, 100.0))
     assert choose(V32_FP8, LONG, FULL).token_shard
-    monkeypatch.setattr(sharding, "TOKEN_SHARD_SERVED", False)
+    monkeypatch.setattr(sharding, "TOKEN_SHARD_SERVED", AS_RELEASED)
     plan = choose(V32_FP8, LONG, FULL)
     assert not plan.token_shard
     assert "has not been run on GPUs with this release" in plan.reasons["token_shard"]
