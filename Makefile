@@ -51,7 +51,7 @@ lint: setup-dev ## ruff, format and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-docs-check: setup-dev
+docs-check: setup-dev ## what make docs writes is up to date
 	$(BIN)/python -m ci.measured --check
 	$(BIN)/python -m ci.docs --check
 

@@ -72,6 +72,7 @@ def _parser(asked: str | None) -> argparse.ArgumentParser:
             formatter_class=layout,
             allow_abbrev=False,
         )
+        command.set_defaults(parser=command)
         if name == asked:
             importlib.import_module(module).add_arguments(command)
     return parser
@@ -84,11 +85,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     end = arguments.index("--") if "--" in arguments else len(arguments)
     try:
         parser = _parser(asked)
-        args = parser.parse_args(arguments[:end])
+        args, unknown = parser.parse_known_args(arguments[:end])
+        command: argparse.ArgumentParser = args.parser
+        if unknown:
+            command.error(f"unrecognized arguments: {' '.join(unknown)}")
         args.engine_flags = arguments[end + 1 :]
         module = importlib.import_module(COMMANDS[args.command][0])
         if args.engine_flags and not getattr(module, "TAKES_ENGINE_FLAGS", False):
-            parser.error(f"{args.command} takes nothing after --, not {args.engine_flags[0]!r}")
+            command.error(f"{args.command} takes nothing after --, not {args.engine_flags[0]!r}")
+        del args.parser
         code = module.run(args)
         sys.stdout.flush()  # a reader that has gone is noticed here rather than at exit
         return int(code)

@@ -1,10 +1,28 @@
 """What every test runs under."""
 
+import os
 import signal
 
 import pytest
+import torch
 
 from nsa_plugin import measured
+
+if not torch.cuda.is_available():
+    # Triton kernels run interpreted where there is no GPU. Triton reads this when a kernel is defined: it is said here,
+    # before any test module imports one.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+try:
+    from hypothesis import settings
+except ModuleNotFoundError:  # an environment that has only what the tests of the kernels on a GPU need
+    pass
+else:
+    # Fresh examples at every run, and no limit on how long one takes: that is a matter of the machine. CI asks for the
+    # same ones each time, so that a change is not refused for what another one brought.
+    settings.register_profile("fresh", deadline=None, print_blob=True)
+    settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fresh"))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -100,7 +100,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 BAD = {
     "": "required: COMMAND",
     "nonsense": "invalid choice: 'nonsense'",
-    "doctor more": "unrecognized arguments: more",
+    "doctor more": "nsa-plugin doctor: error: unrecognized arguments: more (see nsa-plugin doctor --help)",
     "explain --q-tok 5": "unrecognized arguments: --q-tok",  # no abbreviations: a later flag could change their meaning
     "explain --sm -1": "'-1' is not a whole number",
     "explain --sm 9.0": "'9.0' is not a whole number",
@@ -355,6 +355,15 @@ def test_engine_that_is_not_installed_is_not_ready(monkeypatch: pytest.MonkeyPat
     engine = engine_on_disk(tmp_path, monkeypatch)
     state = doctor.engine_state(engines.Engine("toyengine", ("absent",), engine.group, engine.allow_list), cpu=True)
     assert (state.ready, state.version, state.reason) == (False, "", "not installed")
+
+
+def test_doctor_calls_ready_what_the_backends_serve() -> None:
+    """What keeps an engine from serving on a GPU is said where it starts, and here."""
+    from nsa_plugin.backends.sglang import model
+    from nsa_plugin.backends.vllm import activation
+
+    assert ("cuda" in engines.ENGINES["vllm"].not_yet) == ("cuda" not in activation.SERVED_DEVICES)
+    assert ("cuda" in engines.ENGINES["sglang"].not_yet) == (not model.SERVED_FAMILIES)
 
 
 def run_doctor(

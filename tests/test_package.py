@@ -124,6 +124,7 @@ def test_sdist_holds_what_building_and_testing_need(built: Path) -> None:
         "README.md",
         "LICENSE",
         "CHANGELOG.md",
+        "CONTRIBUTING.md",
         "Makefile",
         "ci/matrix.toml",
         "ci/setup.sh",

@@ -90,11 +90,7 @@ ENGINES = {
             ("sglang", "sglang-cpu"),
             "sglang.srt.plugins",
             "SGLANG_PLUGINS",
-            {
-                "cpu": "SGLang serves DeepSeek sparse attention on a GPU only",
-                "cuda": "this release takes the place of SGLang's backend and verifies that; the attention in it "
-                "is still SGLang's own",
-            },
+            {"cpu": "SGLang serves DeepSeek sparse attention on a GPU only"},
         ),
     )
 }

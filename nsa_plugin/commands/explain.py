@@ -6,6 +6,7 @@ import argparse
 from dataclasses import asdict, fields
 from typing import Any
 
+from nsa_plugin.choices import count
 from nsa_plugin.commands.output import add_json, console, print_json, table
 from nsa_plugin.devices import GIB, LIBRARIES, DeviceProfile, probe, synthetic
 from nsa_plugin.dispatch import decide, partition
@@ -278,14 +279,15 @@ def run(args: argparse.Namespace) -> int:
         print_json({**inputs, **(routed[0] if args.lengths is None else {"parts": routed})})
         return 0
     out = console()
-    heads = f"{model.heads_per_rank} heads a rank, {model.attn_tp_size} ranks"
+    heads = f"{count(model.heads_per_rank, 'head')} a rank, {count(model.attn_tp_size, 'rank')}"
     out.print(f"model:  {model.family}, {heads}, {model.kv_layout} cache, index_topk {model.index_topk}")
     out.print(f"device: {device.describe()}")
     for note in resolved.notes:
         out.print(f"note:   {note}")
     for requests, batch, plan in parts:
         which = "" if requests is None else f"requests {', '.join(map(str, requests))}: "
-        rows = table(f"{which}{batch.num_tokens} query rows over {batch.total_kv_len} tokens", "field", "choice", "why")
+        size = f"{count(batch.num_tokens, 'query row')} over {count(batch.total_kv_len, 'token')}"
+        rows = table(f"{which}{size}", "field", "choice", "why")
         for row in _plan_fields(plan):
             rows.add_row(*row)
         out.print(rows)

@@ -151,7 +151,7 @@ def route(
     out_dtype: torch.dtype | None = None,
 ) -> PrefillOutput:
     """`fill`, then `attend` of every row. Arguments and errors as theirs."""
-    _check(q, window, extra)
+    _check(q, window, extra)  # both check again; but what does not fit q is said before anything is written
     fill(workspace, window, extra)
     return attend(
         q,

@@ -5,15 +5,11 @@ As few rows as have all kinds of keys: what surrounds the kernels has its tests 
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel is imported
 
 from nsa_plugin.backends.sglang.v4_indexer import select
 from nsa_plugin.backends.sglang.v4_routes import DIRECT, ROWS

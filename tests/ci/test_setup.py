@@ -64,6 +64,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     (folder / "toy.txt").write_text("# a comment\ntoy==1.0\nother==1.0\n")
     (folder / "toy2.txt").write_text("toy==2.0\n")
+    (folder / "more.txt").write_text("other==1.0\n")
     (folder / "torch.txt").write_text("torch==2.13.0+cpu\ntoy==1.0\n")
     (folder / "absent.txt").write_text("absent==1.0\n")
     return folder
@@ -109,7 +110,6 @@ def test_second_run_installs_nothing(project: Path, ready: str) -> None:
 
 
 def test_further_lock_adds_only_what_is_missing(project: Path, ready: str) -> None:
-    (project / "more.txt").write_text("other==1.0\n")
     done = setup(project, ready, "toy.txt", "more.txt")
     assert done.returncode == 0
     assert "installing" not in done.stdout

@@ -4,7 +4,6 @@ The environment says how: FAKE_MODE is healthy, never_healthy, dies or deaf (ign
 a file that gets the pids of all processes.
 """
 
-import http.server
 import os
 import signal
 import subprocess
@@ -42,6 +41,8 @@ def main() -> None:
         sys.exit(3)
     if mode == "never_healthy":
         time.sleep(600)
+
+    import http.server  # slow, and the tests wait for what is logged above
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:

@@ -107,11 +107,13 @@ def request(name, after=()):
 
 
 def test_answers_come_back_in_order_and_whole():
+    progress = []
+
     async def handler(name, body):
-        await asyncio.sleep(0.1 if name == "first" else 0)
+        while name == "first" and not progress:  # it is answered after the second has come back
+            await asyncio.sleep(0.01)
         return aiohttp_web.json_response(completion((1, 2) if name == "first" else (3, 4)))
 
-    progress = []
     with serving(handler) as (url, seen):
         answers = send(
             url, "model", [request("first"), request("second")], 10, lambda a: progress.append(a.request.name)

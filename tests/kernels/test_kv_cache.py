@@ -168,7 +168,7 @@ def test_plain_rows_of_any_float_type_and_width(dtype, dim):
     cache = open_cache(memory[:, :, 1], "bf16")  # another layer's rows lie between this one's
     assert cache.dim == dim
     assert cache.num_slots == 12
-    rows = torch.randn(3, dim, dtype=torch.float64)
+    rows = torch.randn(3, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(dim))
     reference_write(cache, rows, torch.tensor([11, -1, 4]))
     assert torch.equal(memory[2, 3, 1], rows[0].to(dtype))
     assert torch.equal(memory[1, 0, 1], rows[2].to(dtype))

@@ -125,9 +125,10 @@ def test_combining_against_a_loop(data):
 
 
 def test_combined_indices_attend_the_same_as_two_caches():
-    swa_kv, extra_kv, q = torch.randn(20, 24), torch.randn(30, 24), torch.randn(4, 2, 24)
-    swa = IndexRows(torch.randint(0, 20, (4, 6), dtype=torch.int32), int32([6, 1, 0, 3]))
-    extra = IndexRows(torch.randint(0, 30, (4, 9), dtype=torch.int32), int32([9, 0, 0, 5]))
+    made = torch.Generator().manual_seed(0)
+    swa_kv, extra_kv, q = (torch.randn(*shape, generator=made) for shape in ((20, 24), (30, 24), (4, 2, 24)))
+    swa = IndexRows(torch.randint(0, 20, (4, 6), dtype=torch.int32, generator=made), int32([6, 1, 0, 3]))
+    extra = IndexRows(torch.randint(0, 30, (4, 9), dtype=torch.int32, generator=made), int32([9, 0, 0, 5]))
     combined = reference_combine(swa, extra, extra_offset=20)
     assert combined.indices.shape == (4, 128)
     one = reference_prefill(
