@@ -14,6 +14,9 @@ from typing import Any
 from nsa_plugin.compare.engine import CompareError
 
 PLUGIN = "nsa_plugin"
+# As engines read the numbers of their flags: 8192, 8k (8000), 8K (8192).
+_COUNT = re.compile(r"(\d+(?:\.\d+)?)([kKmM]?)")
+_FACTORS = {"": 1, "k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 # Off is the kill switch: it wins over the plugin's flags, which both servers may be given.
 _SWITCH = "NSA_PLUGIN_ENABLED"
@@ -89,3 +92,9 @@ def flag_value(flags: Sequence[str], *names: str) -> str | None:
         if name in names:
             found = value if equals else (flags[position + 1] if position + 1 < len(flags) else None)
     return found
+
+
+def token_count(text: str | None) -> int | None:
+    """Tokens that a flag's value names; None where it names no number of at least 1 (not given, "auto", -1)."""
+    found = _COUNT.fullmatch(text or "")
+    return int(float(found[1]) * _FACTORS[found[2]]) or None if found else None

@@ -94,6 +94,7 @@ class Measured:
         asked: the roles and the cases that were asked for.
         together: whether all servers were alive at the same time, and timed in turns.
         prompts: tokens of each request's prompt, by group and request.
+        digests: of each group's requests, by group; see `workload.digest`.
         least_cached: tokens that must come from the prefix cache, by request.
         runs: by role, in the order in which they were made.
         ended: why it ended early, or "".
@@ -103,6 +104,7 @@ class Measured:
     asked: dict[str, list[str]]
     together: bool = False
     prompts: dict[str, dict[str, int]] = field(default_factory=dict)
+    digests: dict[str, str] = field(default_factory=dict)
     least_cached: dict[str, int] = field(default_factory=dict)
     runs: dict[str, Run] = field(default_factory=dict)
     ended: str = ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -159,6 +160,31 @@ def make_checkpoint(spec: Spec, directory: Path, say: Say) -> None:
     except OSError as error:
         raise CompareError(f"{directory} cannot be written: {error}") from error
     say(f"checkpoint: written in {time.monotonic() - started:.1f} s")
+
+
+_ENDS = 1 << 20
+
+
+def digest(directory: Path) -> str:
+    """SHA-256 of a checkpoint: of its config.json, and of each file of weights the name, the size, and the first and
+    the last MiB. In the first are the tensors' names and shapes; all of the weights would take too long to read.
+
+    Raises:
+        CompareError: it cannot be read.
+    """
+    found = hashlib.sha256()
+    try:
+        found.update((directory / "config.json").read_bytes())
+        for path in sorted(directory.glob("*.safetensors")):
+            size = path.stat().st_size
+            found.update(f"\n{path.name} {size}\n".encode())
+            with path.open("rb") as file:
+                found.update(file.read(_ENDS))
+                file.seek(max(0, size - _ENDS))
+                found.update(file.read())
+    except OSError as error:
+        raise CompareError(f"the checkpoint {directory} cannot be read: {error}") from error
+    return found.hexdigest()
 
 
 def _joined(numbers: Sequence[int]) -> str:

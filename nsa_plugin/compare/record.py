@@ -2,13 +2,14 @@
 
     {"schema": 1, "suite", "command", "date", "kind": "comparison",
      "host": {"gpu", "gpus", "driver", "torch", "triton", "libraries", "commit"},
-     "model": {...}, "engine_flags": [...], "timed": "in turns" | "one after the other" | null, "tolerance": {...},
+     "engine", "model": {...}, "engine_flags": [...], "context", "left_out": {load: why},
+     "timed": "in turns" | "one after the other" | null, "tolerance": {...},
      "rows": [{"op": "agreement", "case": {"heads", "kv", ..., "requests"}, "provider", "baseline", "tokens", "equal",
                "parted", "max_gap", "max_error", "mean_error", "rejected", "each": [...]},
-              {"op": "serve", "case": {..., "requests", "prompt", "new_tokens", "measure", "in_one"}, "provider",
-               "median", "q1", "q3", "best", "runs", "baseline", "baseline_median", "baseline_q1", "baseline_q3",
-               "baseline_best",
-               "baseline_runs", "speedup", "paired_speedup", "baseline_again_median", "baseline_again_q1", ...,
+              {"op": "serve", "case": {..., "requests", "prompt", "new_tokens", "measure", "in_one", "long"},
+               "provider", "median", "q1", "q3", "best", "runs",
+               "baseline", "baseline_median", "baseline_q1", "baseline_q3", "baseline_best", "baseline_runs",
+               "speedup", "paired_speedup", "baseline_again_median", "baseline_again_q1", ...,
                "baseline_again_speedup", "baseline_again_paired_speedup"},
               {"op": "limit", "case", "provider", "answered", "failed_at", "error", "baseline", "baseline_answered",
                "baseline_failed_at", "baseline_error"}],
@@ -23,6 +24,9 @@ there where servers were timed in turns: the median over the repetitions of the 
 repetition. What begins with `baseline_again` is of a second stock server, its speed-ups over the first one.
 Differences of log probabilities are in nats; null stands for one that is infinite. A row of `limit` is of prompts of
 ever more tokens: those that were answered, and the first that was not, null without one.
+
+A record of one engine beside another (`beside`) has the same form, no rows but of agreement, and the keys "beside",
+"checkpoint" and "requests".
 """
 
 from __future__ import annotations
@@ -40,7 +44,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa_plugin.bench.record import LIBRARIES, checkout, host_slug, version
-from nsa_plugin.compare.load import Load
+from nsa_plugin.compare.load import Load, left_out
 from nsa_plugin.compare.measured import Measured, Run
 from nsa_plugin.compare.rule import AGAIN, PLUGIN, STOCK, Compared, Tolerance, mean
 from nsa_plugin.compare.verdict import Verdict, climb
@@ -54,7 +58,7 @@ IN_TURNS, ONE_AFTER_THE_OTHER = "in turns", "one after the other"
 # Settings that change no decision, or that the comparison itself gives.
 _NOT_DECIDED_BY = ("enabled", "strict", "trace", "report", "fault")
 # Options of the command that say where things lie, which is nobody else's concern; the commit is the host's.
-_WHERE = ("--workdir", "--logs", "--json", "--commit", "--measured")
+_WHERE = ("--workdir", "--logs", "--json", "--commit", "--measured", "--beside")
 _FOLDERS = re.compile(r"(?<![\w:/.])/(?:[^/\s'\"]+/)+")
 
 
@@ -76,36 +80,53 @@ def describe_host(gpu: str, driver: str, gpus: int, commit: str | None) -> dict[
     }
 
 
-def as_record(measured: Measured, verdict: Verdict, loads: Sequence[Load], command: Sequence[str]) -> dict[str, Any]:
+def as_record(measured: Measured, verdict: Verdict, loads: Sequence[Load]) -> dict[str, Any]:
     """The record of what was measured so far."""
+    case, allowed = case_of(measured), verdict.tolerance
+    rows = agreement_rows(verdict.own, case, allowed, provider=STOCK)
+    rows += agreement_rows(verdict.plugin, case, allowed, provider=OURS)
+    rows += agreement_rows(verdict.control, case | {"fault": "shift_indices"}, allowed, provider=OURS)
+    rows += _limit(measured, case)
+    rows += _serve(measured, loads, case)
+    return {
+        **head(measured),
+        "left_out": left_out(measured.facts["context"], measured.asked["cases"]),
+        "timed": _timed(measured),
+        "tolerance": rounded(allowed),
+        "rows": rows,
+        "servers": servers(measured),
+        "verdict": {"holds": verdict.holds, "checks": [asdict(check) for check in verdict.checks]},
+    }
+
+
+def head(measured: Measured) -> dict[str, Any]:
+    """What a record says of the comparison before it says what came out."""
     facts = measured.facts
-    case = {"heads": facts["heads"], "kv": facts["kv"], "tp": facts["tp"], "dp": facts["dp"]}
-    allowed = verdict.tolerance
     given = _given(measured)
     words = [f"{name}-{value}".replace("_", "-") for name, value in given.items()]
     environ = [f"NSA_PLUGIN_{name.upper()}={value}" for name, value in given.items()]
-    rows = _agreement(verdict.own, case, allowed, provider=STOCK)
-    rows += _agreement(verdict.plugin, case, allowed, provider=OURS)
-    rows += _agreement(verdict.control, case | {"fault": "shift_indices"}, allowed, provider=OURS)
-    rows += _limit(measured, case)
-    rows += _serve(measured, loads, case)
     return {
         "schema": SCHEMA,
         "kind": KIND,
         "suite": "-".join([facts["suite"], *words]),
-        "command": shlex.join([*environ, *_elsewhere(command)]),
+        "command": shlex.join([*environ, *_elsewhere(shlex.split(facts["command"]))]),
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
         "host": facts["host"],
         "engine": facts["engine"],
         "model": facts["model"],
         "engine_flags": facts["flags"],
         "context": facts["context"],
-        "timed": _timed(measured),
-        "tolerance": {name: round(value, 5) for name, value in asdict(allowed).items()},
-        "rows": rows,
-        "servers": {role: _server(run) for role, run in measured.runs.items()},
-        "verdict": {"holds": verdict.holds, "checks": [asdict(check) for check in verdict.checks]},
     }
+
+
+def case_of(measured: Measured) -> dict[str, Any]:
+    """What all rows of a record have in their case."""
+    return {name: measured.facts[name] for name in ("heads", "kv", "tp", "dp")}
+
+
+def rounded(allowed: Tolerance) -> dict[str, float]:
+    """A tolerance as a record has it."""
+    return {name: round(value, 5) for name, value in asdict(allowed).items()}
 
 
 def _given(measured: Measured) -> dict[str, Any]:
@@ -116,7 +137,10 @@ def _given(measured: Measured) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name not in _NOT_DECIDED_BY and value != usual.get(name)}
 
 
-def _agreement(compared: Iterable[Compared], case: dict[str, Any], allowed: Tolerance, provider: str) -> list[Any]:
+def agreement_rows(
+    compared: Iterable[Compared], case: dict[str, Any], allowed: Tolerance, provider: str, baseline: str = STOCK
+) -> list[Any]:
+    """A row for each group of requests, by `provider` against `baseline`."""
     groups: dict[str, list[Compared]] = {}
     for one in compared:
         groups.setdefault(one.group, []).append(one)
@@ -131,7 +155,7 @@ def _agreement(compared: Iterable[Compared], case: dict[str, Any], allowed: Tole
                 "op": "agreement",
                 "case": {**case, "requests": group},
                 "provider": provider,
-                "baseline": STOCK,
+                "baseline": baseline,
                 "requests": len(ones),
                 "tokens": sum(one.tokens for one in ones),
                 "equal": sum(one.equal for one in ones),
@@ -205,8 +229,8 @@ def _serve(measured: Measured, loads: Sequence[Load], case: dict[str, Any]) -> l
                 continue
             higher = measure.endswith("_per_s")
             what = {"requests": load.requests, "prompt": load.prompt, "new_tokens": load.new_tokens, "measure": measure}
-            if load.in_one:
-                what["in_one"] = True
+            what |= {"in_one": True} if load.in_one else {}
+            what |= {"long": load.long} if load.long else {}
             row = {
                 "op": "serve",
                 "case": {**case, **what},
@@ -264,6 +288,11 @@ def _elsewhere(command: Sequence[str]) -> list[str]:
 def _nameless(text: str) -> str:
     """The text with the last part of each absolute path alone."""
     return _FOLDERS.sub("", text)
+
+
+def servers(measured: Measured) -> dict[str, Any]:
+    """What a record says of each server, by its role."""
+    return {role: _server(run) for role, run in measured.runs.items()}
 
 
 def _server(run: Run) -> dict[str, Any]:

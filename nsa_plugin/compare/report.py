@@ -38,6 +38,8 @@ def print_record(record: Row, console: Console) -> None:
         for cells in serve:
             shown.add_row(*cells)
         console.print(shown)
+    for load, why in record.get("left_out", {}).items():
+        console.print(f"left out: {load}, {why}")
     checks = table("Checks", "", "check", "detail")
     for check in record["verdict"]["checks"]:
         checks.add_row("✓" if check["holds"] else "✗", check["name"], check["detail"])
@@ -50,6 +52,11 @@ def verdict_line(record: Row) -> str:
     failed = [check["name"] for check in record["verdict"]["checks"] if not check["holds"]]
     if failed:
         return f"✗ FAILED: {'; '.join(failed)}"
+    if "beside" in record:
+        return (
+            f"✓ With the plugin {record['engine']} and {record['beside']['engine']} are as near to each other as "
+            "stock, and wrong tokens are noticed."
+        )
     if any(row["op"] == "agreement" and row["provider"] == OURS for row in record["rows"]):
         return "✓ The plugin's tokens and log probabilities agree with stock's, and wrong ones are noticed."
     if any(row["op"] == "limit" for row in record["rows"]):
@@ -72,11 +79,10 @@ def _tables(record: Row) -> tuple[list[list[str]], list[list[str]]]:
     for row in record["rows"]:
         case = row["case"]
         if row["op"] == "agreement":
-            who = "control" if "fault" in case else ("stock, itself" if row["provider"] != OURS else "plugin, stock")
             gap = "-" if not row["parted"] else _nats(row["max_gap"])
             agreement.append(
                 [
-                    who,
+                    _between(row),
                     case["requests"],
                     str(row["requests"]),
                     f"{row['equal']} of {row['tokens']}" if row["tokens"] else f"{row['positions']} positions",
@@ -91,7 +97,8 @@ def _tables(record: Row) -> tuple[list[list[str]], list[list[str]]]:
             serve.append(
                 [
                     f"{case['requests']} × {case['prompt']} in, {case['new_tokens']} out"
-                    + (", in one request" if case.get("in_one") else ""),
+                    + (", in one request" if case.get("in_one") else "")
+                    + (f", behind one of {case['long']}" if "long" in case else ""),
                     case["measure"].replace("_per_s", "/s").replace("_", " "),
                     f"{row['baseline_median']:.1f}",
                     f"{row['median']:.1f}",
@@ -100,6 +107,18 @@ def _tables(record: Row) -> tuple[list[list[str]], list[list[str]]]:
                 ]
             )
     return agreement, serve
+
+
+def _between(row: Row) -> str:
+    """Whose answers a row of agreement compares."""
+    case = row["case"]
+    if "beside" in case:  # the first is of the record's own engine, where it is no control
+        if "fault" in case:
+            return f"control of {case['control']}, plugin"
+        return "plugin, plugin" if row["provider"] == OURS else "stock, stock"
+    if "fault" in case:
+        return "control"
+    return "plugin, stock" if row["provider"] == OURS else "stock, itself"
 
 
 def _nats(value: float | None) -> str:
@@ -138,22 +157,32 @@ def section(path: Path, record: Row, folder: str) -> str:
     Args:
         folder: the record's, as seen from the page.
     """
-    host = record["host"]
-    libraries = ", ".join(f"{name} {version}" for name, version in host["libraries"].items())
+    commit = record["host"]["commit"] or "unknown"
     parts = [
         f"### {record['suite']}",
-        f"[Record]({folder}/{path.name}) of `{record['command']}`, {record['date']}, commit "
-        f"{host['commit'] or 'unknown'}: {record['engine']}, {host['gpus']} GPU, torch {host['torch']}"
-        f"{'; ' + libraries if libraries else ''}.",
+        f"[Record]({folder}/{path.name}) of `{record['command']}`, {record['date']}, commit {commit}: {_on(record)}.",
     ]
+    if other := record.get("beside"):
+        parts.append(
+            f"Beside `{other['command']}`, commit {other['host']['commit'] or 'unknown'}: {_on(other)}. Checkpoint "
+            f"{record['checkpoint'][:12]}, the same for both, as are the requests."
+        )
     agreement, serve = _tables(record)
     if agreement:
         parts.append(markdown_table(["between", *_AGREEMENT], agreement))
     if serve:
         parts.append(f"Speed, medians; servers were timed {record['timed']}.")
         parts.append(markdown_table(_serve_header(record), serve))
+    parts += [f"Left out: {load}, {why}." for load, why in record.get("left_out", {}).items()]
     checks = record["verdict"]["checks"]
     parts.append(
         "\n".join(f"- {'holds' if c['holds'] else '**does not hold**'}: {c['name']}: {c['detail']}" for c in checks)
     )
     return "\n\n".join(parts)
+
+
+def _on(record: Row) -> str:
+    """What served, and on what."""
+    host = record["host"]
+    libraries = ", ".join(f"{name} {version}" for name, version in host["libraries"].items())
+    return f"{record['engine']}, {host['gpus']} GPU, torch {host['torch']}{'; ' + libraries if libraries else ''}"

@@ -17,10 +17,10 @@ from nsa_plugin.compare.lifecycle import Say, finish_all, recover, set_failed, s
 from nsa_plugin.compare.load import Load
 from nsa_plugin.compare.measured import Answer, Measured, Run
 from nsa_plugin.compare.rule import AGAIN, CONTROL, PLUGIN, STOCK
-from nsa_plugin.compare.serving import RoleServer, free_ports
+from nsa_plugin.compare.serving import RoleServer
 from nsa_plugin.compare.turns import Turns
-from nsa_plugin.compare.workload import LIMIT, Group
-from nsa_plugin.demo.server import ServerError
+from nsa_plugin.compare.workload import LIMIT, Group, digest
+from nsa_plugin.demo.server import ServerError, free_ports
 
 # Each role is a server of its own. The control is the plugin with wrong tokens on purpose.
 ROLES = (STOCK, PLUGIN, CONTROL, AGAIN)
@@ -41,7 +41,7 @@ class Comparison:
     """A comparison to be made.
 
     Attributes:
-        measured: filled as it goes; its `together` says how servers run.
+        measured: filled as it goes, at once with what is asked; its `together` says how servers run.
         flags: of the engine, for every server.
         groups, loads: what each server is sent.
         logs: directory of the servers' logs and the plugin's reports.
@@ -64,12 +64,16 @@ class Comparison:
     _to_come: list[str] = field(default_factory=list)
     _reserve: float = _RESERVE_S
 
-    def make(self, roles: Sequence[str]) -> None:
-        """Run the servers of `roles`. What fails is in the runs, and does not keep the others from being made."""
+    def __post_init__(self) -> None:
         measured = self.measured
         for group in self.groups:
             measured.prompts[group.name] = {request.name: len(request.prompt) for request in group.requests}
+            measured.digests[group.name] = digest(group)
             measured.least_cached |= {one.name: one.cached_tokens for one in group.requests if one.cached_tokens}
+
+    def make(self, roles: Sequence[str]) -> None:
+        """Run the servers of `roles`. What fails is in the runs, and does not keep the others from being made."""
+        measured = self.measured
         self.on_step()
         self._keep_time(len(roles))
         batches = [list(roles)] if measured.together else [[role] for role in roles]

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import random
 import re
-import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from nsa_plugin.compare.engine import Engine
@@ -62,23 +59,6 @@ class EngineServer(Server):
     def tail(self, count: int) -> list[str]:
         """The last lines of the log."""
         return log_tail(self.spec.log, count)
-
-
-# Below those that Linux gives to outgoing connections: asking a server that does not listen yet, a connection could
-# be given the server's own port and reach itself. SGLang 0.5.12 wants another port, 10000 above its server's.
-PORTS = range(20_000, 32_768)
-
-
-def free_ports(count: int) -> list[int]:
-    """Distinct TCP ports of 127.0.0.1, of `PORTS`, that nobody listens on at the moment."""
-    found: list[int] = []
-    with ExitStack() as held:
-        while len(found) < count:
-            probe, port = held.enter_context(socket.socket()), random.choice(PORTS)
-            with suppress(OSError):  # it is taken
-                probe.bind(("127.0.0.1", port))
-                found.append(port)
-    return found
 
 
 class StartCancelledError(Exception):

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa_plugin.compare import common
-from nsa_plugin.compare.common import PLUGIN, flag_value, installed, number
+from nsa_plugin.compare.common import PLUGIN, flag_value, installed, number, token_count
 from nsa_plugin.compare.engine import V4, CompareError
 from nsa_plugin.compare.measured import Answer
 
@@ -135,5 +135,6 @@ class SglangEngine:
             "prefix_cache": "--disable-radix-cache" not in flags,
             "variant": variant,
             # Without the flag it follows from the device's memory.
-            "chunk": int(chunk) if chunk and int(chunk) > 0 else None,
+            "chunk": token_count(chunk),
+            "max_len": token_count(flag_value(flags, "--context-length")),
         }

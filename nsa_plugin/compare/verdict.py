@@ -57,22 +57,24 @@ def judge(measured: Measured) -> Verdict:
 
     plugin, control = against_stock(PLUGIN), against_stock(CONTROL)
     agreement = any(case in AGREEMENT_CASES for case in measured.asked["cases"])
-    checks = [_complete(measured)]
+    checks = [complete(measured)]
     if PLUGIN in runs:
-        checks.append(_active(runs[PLUGIN]))
+        checks.append(active(runs[PLUGIN]))
     if agreement:
-        checks += [_measured_own(own, allowed), *_agreement(plugin, allowed)]
+        nothing = "no request was answered twice by stock: its own spread is not known"
+        checks.append(spread_check(own, allowed, name="stock against itself", nothing=nothing))
+        checks += agreement_checks(plugin, allowed)
         if "prefix" in measured.asked["cases"] and measured.least_cached:
             checks.append(_cached(measured))
         # What was saved by an earlier release is of V3.2, where the two are the same.
         selects_above = measured.facts.get("selects_above", measured.facts["index_topk"])
-        checks.append(_control(control, allowed, runs.get(CONTROL), selects_above))
+        checks.append(control_check(control, allowed, runs.get(CONTROL), selects_above))
     if LIMIT in measured.asked["cases"]:
         checks.append(_limit(measured))
     return Verdict(checks=checks, tolerance=allowed, own=own, plugin=plugin, control=control)
 
 
-def _complete(measured: Measured) -> Check:
+def complete(measured: Measured) -> Check:
     """Whether all was measured that agreement rests on; without it, whether all was timed."""
     cases = measured.asked["cases"]
     missing = [measured.ended] if measured.ended else []
@@ -98,7 +100,8 @@ def _complete(measured: Measured) -> Check:
     return Check(name="complete", holds=not missing, detail=detail or "everything asked for was measured")
 
 
-def _active(run: Run) -> Check:
+def active(run: Run) -> Check:
+    """Whether the plugin was seen to serve."""
     if not run.report:
         detail = "its server wrote no start-up report"
     elif not run.report.get("active"):
@@ -112,27 +115,37 @@ def _active(run: Run) -> Check:
     return Check(name="the plugin served", holds=run.active, detail=detail)
 
 
-def _measured_own(own: Sequence[Compared], allowed: Tolerance) -> Check:
+def spread_check(own: Sequence[Compared], allowed: Tolerance, *, name: str, nothing: str) -> Check:
+    """Whether the differences that `allowed` follows from are there.
+
+    Args:
+        nothing: what is wrong where there are none.
+    """
     problems = [f"{one.group} {one.name}: {one.problem}" for one in own if one.problem]
     detail = (
         f"largest difference {allowed.own_largest:.3f}, mean {allowed.own_answers_mean:.4f}, "
-        f"mean of forced positions {allowed.own_forced_mean:.4f}"
+        f"mean of forced positions {allowed.own_forced_mean:.4f}; {_equal(own)}"
     )
-    if not own:
-        detail = "no request was answered twice by stock: its own spread is not known"
-    return Check(name="stock against itself", holds=bool(own) and not problems, detail=_some(problems) or detail)
+    return Check(name=name, holds=bool(own) and not problems, detail=_some(problems) or (detail if own else nothing))
 
 
-def _agreement(plugin: Sequence[Compared], allowed: Tolerance) -> list[Check]:
+def agreement_checks(
+    plugin: Sequence[Compared], allowed: Tolerance, between: str = "stock and the plugin"
+) -> list[Check]:
+    """Whether the plugin's answers are near enough, one by one and in the mean.
+
+    Args:
+        between: whose answers they are, for the message.
+    """
     rejected = [one for one in plugin if not allowed.holds(one)]
     answers = [one for one in plugin if not rule.is_forced(one)]
     parted = [one for one in answers if one.gap is not None]
     detail = (
-        f"{len(plugin)} requests; {len(parted)} answers part, all at near ties; largest difference "
+        f"{len(plugin)} requests, {_equal(plugin)}; {len(parted)} answers part, all at near ties; largest difference "
         f"{max((one.largest for one in answers), default=0.0):.3f} of {allowed.largest:.3f} allowed"
     )
     if not plugin:
-        detail = "no request was answered by both stock and the plugin"
+        detail = f"no request was answered by both {between}"
     checks = [
         Check(
             name="the plugin agrees, request by request",
@@ -154,6 +167,11 @@ def _agreement(plugin: Sequence[Compared], allowed: Tolerance) -> list[Check]:
                 )
             )
     return checks
+
+
+def _equal(compared: Sequence[Compared]) -> str:
+    equal, tokens = sum(one.equal for one in compared), sum(one.tokens for one in compared)
+    return f"{equal} of {tokens} tokens equal until answers part"
 
 
 def explain(one: Compared, allowed: Tolerance) -> str:
@@ -182,7 +200,7 @@ def _cached(measured: Measured) -> Check:
     return Check(name="the prefix cache was hit", holds=not missed, detail=_some(missed) or "by stock and the plugin")
 
 
-def _control(control: Sequence[Compared], allowed: Tolerance, run: Run | None, selects_above: int) -> Check:
+def control_check(control: Sequence[Compared], allowed: Tolerance, run: Run | None, selects_above: int) -> Check:
     """Wrong tokens must be noticed where a selection is made: in prompts of more than `selects_above` tokens."""
     name = "wrong tokens are noticed"
     # What was not answered, for want of time say, shows nothing.

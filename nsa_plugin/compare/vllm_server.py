@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa_plugin.compare import common
-from nsa_plugin.compare.common import PLUGIN, flag_value, installed, number
+from nsa_plugin.compare.common import PLUGIN, flag_value, installed, number, token_count
 from nsa_plugin.compare.engine import V4, CompareError
 from nsa_plugin.compare.measured import Answer
 
@@ -146,6 +146,9 @@ class VllmEngine:
             "attention_tp": tp,  # a data-parallel replica has heads of its own
             "prefix_cache": "--no-enable-prefix-caching" not in flags,
             "variant": variant,
+            # Without the flag it follows from the device.
+            "chunk": token_count(chunk),
+            "max_len": token_count(flag_value(flags, "--max-model-len")),
         }
 
 

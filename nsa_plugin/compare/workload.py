@@ -6,6 +6,8 @@ in another company, they show how much a server differs from itself (`SAME`).
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import random
 from collections.abc import Sequence
@@ -162,6 +164,12 @@ def until_it_fails(vocab_size: int, lengths: Sequence[int], *, seed: int = 7) ->
         for count in sorted(set(lengths))
     )
     return Group(name=LIMIT, case=LIMIT, how="one by one", requests=tuple(requests))
+
+
+def digest(group: Group) -> str:
+    """SHA-256 of all that its requests ask: equal where two servers were asked the same in the same way."""
+    asked = [[one.name, one.prompt, one.new_tokens, one.prompt_logprobs] for one in group.requests]
+    return hashlib.sha256(json.dumps([group.name, group.how, asked]).encode()).hexdigest()
 
 
 def _tokens(name: str, count: int, vocab_size: int) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -16,7 +17,7 @@ import urllib.request
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from importlib import metadata
@@ -111,7 +112,7 @@ class Server:
         Raises:
             ServerError: it died, or was not healthy in time; the message holds what its log says. It is gone then.
         """
-        self._port = self.spec.port or free_port()
+        self._port = self.spec.port or free_ports(1)[0]
         self.spec.log.parent.mkdir(parents=True, exist_ok=True)
         started = time.monotonic()
         try:
@@ -243,11 +244,21 @@ def _signals_held() -> Iterator[None]:
             signal.raise_signal(received)
 
 
-def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nobody listens on at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+# Below those that Linux gives to outgoing connections: asking a server that does not listen yet, a connection could
+# be given the server's own port and reach itself. SGLang 0.5.12 wants another port, 10000 above its server's.
+PORTS = range(20_000, 32_768)
+
+
+def free_ports(count: int) -> list[int]:
+    """Distinct TCP ports of 127.0.0.1, of `PORTS`, that nobody listens on at the moment."""
+    found: list[int] = []
+    with ExitStack() as held:
+        while len(found) < count:
+            probe, port = held.enter_context(socket.socket()), random.choice(PORTS)
+            with suppress(OSError):  # it is taken
+                probe.bind(("127.0.0.1", port))
+                found.append(port)
+    return found
 
 
 def log_tail(path: Path, count: int) -> list[str]:

@@ -1,7 +1,6 @@
 """Stands in for `python -m sglang.launch_server`: /generate, /flush_cache, /health and /metrics of a toy model.
 
-FAKE_MODE breaks it, FAKE_PIDS names a file that gets the server's pid, and FAKE_LOG one that
-gets a line for each thing that a server of any role does.
+FAKE_MODE breaks it, and FAKE_LOG names a file that gets a line for each thing that a server of any role does.
 """
 
 import json
@@ -10,16 +9,15 @@ import sys
 import threading
 import time
 import zlib
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator
 from pathlib import Path
 
 import fake_toy
-from fake_toy import TOPK, common
+from fake_toy import PORT, TOPK, common, least
 
 MODE = os.environ.get("FAKE_MODE", "")
 PLUGIN = "--enable-nsa-plugin" in sys.argv and os.environ["NSA_PLUGIN_ENABLED"] == "1"
 FAULT = os.environ.get("NSA_PLUGIN_FAULT", "none") if PLUGIN else "none"
-PORT = int(sys.argv[sys.argv.index("--port") + 1])
 cache: list[list[int]] = []
 batches = 0
 lock = threading.Lock()
@@ -35,7 +33,7 @@ def log(what: str, began: float, **more: object) -> None:
 
 def best(context: list[int], company: int) -> dict[int, float]:
     wrong = (FAULT != "none" and MODE != "blind") or (MODE == "wrong" and PLUGIN)
-    return fake_toy.best(context, company, plugin=PLUGIN, wrong=wrong)
+    return fake_toy.best(context, company, engine="sglang", plugin=PLUGIN, wrong=wrong)
 
 
 def answer(prompt: list[int], body: dict, company: int) -> dict:
@@ -59,7 +57,7 @@ def answer(prompt: list[int], body: dict, company: int) -> dict:
         meta |= {"output_token_logprobs": chosen, "output_top_logprobs": tops}
         if start >= 0:
             rows = [(prompt[:at], prompt[at]) for at in range(start, len(prompt))]
-            values = [best(before, company).get(token, -12.0 - sum(before) % 5) for before, token in rows]
+            values = [best(before, company).get(token, least(before)) for before, token in rows]
             if FAULT != "none" and MODE != "blind" and len(prompt) > TOPK:
                 values = [value + 3 for value in values]
             meta["input_token_logprobs"] = [[None, prompt[start], None]] + [
@@ -68,16 +66,7 @@ def answer(prompt: list[int], body: dict, company: int) -> dict:
     return {"output_ids": [token for _, token, _ in chosen], "meta_info": meta}
 
 
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # or a reply of two packets waits for the first to be acknowledged
-
-    def reply(self, data: bytes, status: int = 200) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
+class Handler(fake_toy.Handler):
     def do_GET(self) -> None:
         lines = [
             "# HELP sglang:nsa_plugin_batches_total Batches",
@@ -88,7 +77,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         global streamed
         began = time.monotonic()
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or b"{}")
+        body = json.loads(self.body() or b"{}")
         if self.path == "/flush_cache":
             cache.clear()
             log("flush", began)
@@ -125,27 +114,15 @@ class Handler(BaseHTTPRequestHandler):
             time.sleep(600)
         if PLUGIN and MODE == "refuses timed" and streamed > 4:
             return self.reply(b"too late", 400)
-        self.send_response(200)
-        self.send_header("Connection", "close")
-        self.end_headers()
-        for count in range(1, body["sampling_params"]["max_new_tokens"] + 1):
-            self.wfile.write(f"data: {json.dumps({'meta_info': {'completion_tokens': count}})}\n\n".encode())
-        log("stream", began, prompt=zlib.crc32(bytes(prompts)), length=len(prompts))
-        self.wfile.write(b"data: [DONE]\n\n")
-        self.close_connection = True
-        return None
+        return self.stream(self.events(prompts, body["sampling_params"]["max_new_tokens"], began))
 
-    def log_message(self, *args: object) -> None:
-        pass
+    def events(self, prompt: list[int], new_tokens: int, began: float) -> Iterator[str]:
+        for count in range(1, new_tokens + 1):
+            yield json.dumps({"meta_info": {"completion_tokens": count}})
+        log("stream", began, prompt=zlib.crc32(bytes(prompt)), length=len(prompt), new_tokens=new_tokens)
 
 
-class Server(ThreadingHTTPServer):
-    request_queue_size = 256
-    daemon_threads = True
-
-
-with open(os.environ["FAKE_PIDS"], "a") as pids:
-    pids.write(f"{os.getpid()}\n")
+fake_toy.note_pid()
 print("[2026-01-01 00:00:00] Loading weights", flush=True)
 if MODE == "starts for ever" or (MODE == "stock dies" and PLUGIN):
     time.sleep(600)
@@ -158,6 +135,6 @@ if PLUGIN:
     Path(os.environ["NSA_PLUGIN_REPORT"]).write_text(json.dumps(report))
     if MODE != "uncounted":
         print("[2026-01-01] new plan plan-0: extend/mha_one_shot on fa3\n  attention: why", flush=True)
-server = Server(("127.0.0.1", PORT), Handler)
+server = fake_toy.Server(Handler)
 log("listening", time.monotonic())
 server.serve_forever()

@@ -67,12 +67,16 @@ def test_agreement_and_speed_of_four_servers(
         assert 0 < row["q1"] <= row["median"] <= row["q3"]
         assert "paired_speedup" not in row
     assert record["timed"] == "one after the other"
+    why = "it has a prompt of 60000 tokens; --context leaves 136"
+    assert record["left_out"] == {"mixed-60000-40x1000": why}
+    assert f"left out: mixed-60000-40x1000, {why}" in " ".join(out.split())
     assert "✓ The plugin's tokens and log probabilities agree" in out
 
     text = report.render(tmp_path / "records")
     assert f"### {record['suite']}" in text
     assert "| plugin, stock | batch |" in text
     assert "| 100 × 136 in, 1 out | ttft ms |" in text
+    assert f"Left out: mixed-60000-40x1000, {why}." in text
 
     # What was saved gives the same record again, without a server.
     kept = tmp_path / "work" / "logs" / "measured.jsonl"
@@ -320,11 +324,18 @@ BAD = {
     "--case fruit": "invalid choice: 'fruit'",
     "--context 136 --heads 16": "not allowed with argument --model",
     "--measured nowhere.json": "nowhere.json, which cannot be read",
-    "--stock-fails-at 200 --speed": "--stock-fails-at goes with none of --case, --speed and --together",
+    "--stock-fails-at 200 --speed": "--stock-fails-at goes with none of --case, --speed, --together and --beside",
     "--stock-fails-at 200 --runs plugin,stock": "--stock-fails-at is of stock,plugin, in this order, not --runs plugin",
     "--stock-fails-at 4000": "--stock-fails-at is 4000; the model's longest position leaves 3584",
     "--stock-fails-at 4,x": "'x' is not a whole number",
     "--context 136 --prompt-lengths 100,137": "--prompt-lengths has 137; --context leaves 136",
+    "--context 3500 -- --context-length 2k": "the longest context by the flags, 2000, leaves 1488",
+    "--case mixed": "--case mixed: it has a prompt of 60000 tokens; --context leaves 32000",
+    "--output-tokens 5": "--output-tokens is of the case decode, which is not among single",
+    "--context 136 --case decode --output-tokens 4000": "the model's longest position leaves 3960",
+    "--beside nowhere.json": "--beside is nowhere.json, which cannot be read",
+    "--logs other --beside other/measured.jsonl": "this run would save its own there; give it another --logs",
+    "--case ttft --beside nowhere.json": "--beside is nowhere.json, which cannot be read",
     "--family v4": "--family is of a checkpoint that is made here; --model has its own",
 }
 

@@ -15,6 +15,7 @@ from nsa_plugin.compare.verdict import judge
 
 LOAD = Load(name="x", case="prefill", requests=2, prompt=100, new_tokens=1, repeat=5)
 FACTS = {"heads": 16, "kv": "bf16", "tp": 1, "dp": 1, "suite": "s", "engine": "e", "model": {}, "flags": []}
+FACTS |= {"command": "nsa-plugin compare sglang"}
 HOST = {"gpu": "", "gpus": 0, "driver": "", "torch": "2", "triton": "3", "libraries": {}, "commit": "0123abc"}
 
 
@@ -27,7 +28,7 @@ def record(together: bool, **speed: dict[str, list[float]]) -> dict[str, Any]:
         together=together,
         runs={role: Run(role=role, speed={"x": readings} if readings else {}) for role, readings in named.items()},
     )
-    return as_record(one, judge(one), [LOAD], ["nsa-plugin", "compare"])
+    return as_record(one, judge(one), [LOAD])
 
 
 def test_readings_of_one_repetition_are_paired_where_they_were_timed_in_turns() -> None:
@@ -91,30 +92,18 @@ def test_tables_have_the_columns_that_there_are_readings_for() -> None:
 
 
 def test_a_record_says_nothing_of_where_things_lie() -> None:
-    command = [
-        "nsa-plugin",
-        "compare",
-        "sglang",
-        "--heads",
-        "8",
-        "--logs",
-        "/var/x/logs",
-        "--json=/var/x",
-        "--",
-        "--json",
-        "a",
-    ]
+    command = "nsa-plugin compare sglang --heads 8 --logs /var/x/logs --json=/var/x --beside /var/y -- --json a"
     report = {
         "text": "report='/var/x/plugin.json' (the environment); 1/2",
         "settings": {"report": "/var/x/plugin.json"},
     }
     stock = Run(role="stock", command="/usr/bin/python3 -m a --model-path /var/x/model --host 127.0.0.1", report=report)
     one = Measured(
-        facts=FACTS | {"context": 200, "index_topk": 64, "host": HOST},
+        facts=FACTS | {"context": 200, "index_topk": 64, "host": HOST, "command": command},
         asked={"runs": ["stock"], "cases": ["prefill"]},
         runs={"stock": stock},
     )
-    made = as_record(one, judge(one), [LOAD], command)
+    made = as_record(one, judge(one), [LOAD])
     assert made["command"] == "nsa-plugin compare sglang --heads 8 -- --json a"
     server = made["servers"]["stock"]
     assert server["command"] == "python3 -m a --model-path model --host 127.0.0.1"
@@ -153,7 +142,7 @@ def test_a_suite_and_its_command_name_the_settings_that_decide_otherwise() -> No
             asked={"runs": ["plugin"], "cases": ["prefill"]},
             runs={"plugin": Run(role="plugin", report={"settings": settings})},
         )
-        made = as_record(one, judge(one), [LOAD], ["nsa-plugin", "compare", "sglang"])
+        made = as_record(one, judge(one), [LOAD])
         suites.append(made["suite"])
         commands.append(made["command"])
     assert suites == ["s", "s-logits-budget-mb-64-decode-backend-triton"]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from nsa_plugin.compare.measured import Measured
-from nsa_plugin.compare.serving import free_ports
+from nsa_plugin.demo.server import free_ports
 from tests.compare.command import Behave, Read, arguments, call, failed, spawn, until
 from tests.demo.processes import alive
 

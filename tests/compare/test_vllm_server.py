@@ -123,7 +123,12 @@ def test_facts_of_the_flags():
         "attention_tp": 8,
         "prefix_cache": True,
         "variant": ["eager", "chunk4096"],
+        "chunk": 4096,
+        "max_len": None,
     }
+    longest = ENGINE.facts(["--max-model-len", "40k", "--max-num-batched-tokens=8K"], "v3.2")
+    assert (longest["max_len"], longest["chunk"], longest["variant"]) == (40_000, 8192, ["chunk8K"])
+    assert ENGINE.facts(["--max-model-len", "auto"], "v3.2")["max_len"] is None
     assert ENGINE.facts(["-cc.mode=0", "-cc.cudagraph_mode=FULL_DECODE_ONLY"], "v3.2")["variant"] == ["nocompile"]
     assert ENGINE.facts(["-cc.mode=3"], "v3.2")["variant"] == []
     assert ENGINE.facts(["--no-enable-prefix-caching", "-sc", "{}"], "v3.2")["variant"] == ["noprefix", "mtp"]

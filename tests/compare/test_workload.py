@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import math
 from contextlib import nullcontext
+from dataclasses import replace
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
 from nsa_plugin.capabilities import Op, RowLimit
+from nsa_plugin.compare.common import token_count
 from nsa_plugin.compare.engine import CompareError
-from nsa_plugin.compare.load import Load, _check_answers, _readings, _Timed, loads
+from nsa_plugin.compare.load import Load, _check_answers, _readings, _Timed, left_out, loads
 from nsa_plugin.compare.model import SPEC, SPEC_V4, edges, row_edges, selects_above
+from nsa_plugin.compare.model import digest as checkpoint_digest
 from nsa_plugin.compare.sglang_server import SglangEngine
-from nsa_plugin.compare.workload import AGREEMENT_CASES, SAME, prompt_lengths, until_it_fails, workload
+from nsa_plugin.compare.workload import AGREEMENT_CASES, SAME, digest, prompt_lengths, until_it_fails, workload
 
 ENGINE = SglangEngine()
 
@@ -136,6 +140,61 @@ def test_prompts_that_are_timed_alone_may_be_named_and_the_longest_are_repeated_
     assert [load.repeat for load in loads(32000, ["ttft"])] == [21, 15, 9]
 
 
+def test_the_mixed_load_is_left_out_where_the_context_is_too_short_for_it() -> None:
+    (mixed,) = loads(60_000, ["mixed"])
+    assert (mixed.name, mixed.long, mixed.requests, mixed.prompt) == ("mixed-60000-40x1000", 60_000, 40, 1000)
+    assert left_out(60_000, ["mixed"]) == {}
+    assert loads(59_999, ["mixed"]) == []
+    assert left_out(59_999, ["mixed"]) == {
+        mixed.name: "it has a prompt of 60000 tokens; --context leaves 59999",
+    }
+    assert left_out(59_999, ["ttft"]) == {}
+
+
+def test_readings_of_short_requests_are_without_those_of_the_long_one() -> None:
+    load = Load(name="x", case="mixed", requests=3, prompt=10, new_tokens=1, repeat=1, long=600)
+    found = _readings(load, [_Timed(first=first, tokens=1) for first in (9.0, 1.0, 2.0, 3.0)], 9.0)
+    assert {name: found[name] for name in load.measures} == {"ttft_ms": 2000, "long_ttft_ms": 9000}
+
+
+def test_output_tokens_are_those_asked_for() -> None:
+    (usual,) = loads(32000, ["decode"])
+    (long,) = loads(32000, ["decode"], output_tokens=4096)
+    assert (usual.name, usual.new_tokens, usual.repeat) == ("decode-16x4096", 256, 9)
+    assert (long.name, long.prompt, long.new_tokens, long.repeat) == ("decode-16x4096-4096-out", 4096, 4096, 3)
+
+
+def test_numbers_of_flags() -> None:
+    read = {"8192": 8192, "8k": 8000, "8K": 8192, "1.5k": 1500, "1M": 1 << 20}
+    assert {text: token_count(text) for text in read} == read
+    assert [token_count(text) for text in (None, "", "auto", "-1", "0", "8x")] == [None] * 6
+
+
+def test_a_group_that_asks_for_something_else_has_another_digest() -> None:
+    (one, again, *_) = workload(256, 64, 136, ["single"])
+    assert digest(one) == digest(workload(256, 64, 136, ["single", "forced"])[0])
+    others = [again, *workload(256, 64, 136, ["single"], seed=8)[:1], *workload(256, 64, 140, ["single"])[:1]]
+    others += [replace(one, how="at once"), replace(one, requests=one.requests[:-1])]
+    assert len({digest(group) for group in (one, *others)}) == 6
+
+
+def test_a_checkpoint_of_other_weights_has_another_digest(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    weights = tmp_path / "model.safetensors"
+    found = {checkpoint_digest(tmp_path)}
+    for content in (b"a" * (3 << 20), b"a" * (3 << 20) + b"b", b"b" + b"a" * (3 << 20), b"ab"):
+        weights.write_bytes(content)
+        found.add(checkpoint_digest(tmp_path))
+    (tmp_path / "config.json").write_text("{ }")
+    found.add(checkpoint_digest(tmp_path))
+    weights.rename(tmp_path / "model-1.safetensors")
+    found.add(checkpoint_digest(tmp_path))
+    assert len(found) == 7
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(CompareError, match="cannot be read"):
+        checkpoint_digest(tmp_path)
+
+
 def test_readings_of_a_load() -> None:
     timed = _Timed()
     for tokens, now in ((1, 0.5), (1, 0.6), (3, 0.9), (4, 1.0)):  # an event without a new token, and one with two
@@ -209,7 +268,6 @@ def test_facts_from_the_flags() -> None:
 
 
 def test_servers_differ_in_the_plugin_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
-    from pathlib import Path
 
     flags = ["--tp", "8"]
     stock = ENGINE.command(Path("/model"), 1234, flags, plugin=False)

@@ -17,7 +17,7 @@ from nsa_plugin.demo.server import (
     ServerError,
     ServerSpec,
     error_lines,
-    free_port,
+    free_ports,
     last_message,
     log_tail,
     python_path_with_vllm_name,
@@ -188,7 +188,7 @@ def test_an_answer_that_is_none_is_no_answer(tmp_path, pids):
 
 def test_a_free_port_is_free():
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", free_port()))
+        probe.bind(("127.0.0.1", free_ports(1)[0]))
 
 
 def test_the_command_line(tmp_path):

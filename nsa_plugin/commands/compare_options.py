@@ -1,0 +1,189 @@
+"""What ``nsa-plugin compare`` can be asked for."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+from nsa_plugin.compare.engine import FAMILIES, V32, Engine
+from nsa_plugin.compare.load import SPEED_CASES, USUAL_OUTPUT
+from nsa_plugin.compare.model import SPEC, SPEC_V4
+from nsa_plugin.compare.rule import CONTROL, PLUGIN, STOCK
+from nsa_plugin.compare.runner import ROLES
+from nsa_plugin.compare.sglang_server import SglangEngine
+from nsa_plugin.compare.vllm_server import VllmEngine
+from nsa_plugin.compare.workload import AGREEMENT_CASES
+
+ENGINES: dict[str, Callable[[], Engine]] = {"sglang": SglangEngine, "vllm": VllmEngine}
+# What a run saves beside its servers' logs.
+MEASURED = "measured.jsonl"
+USUAL_CONTEXT = 32000
+
+EPILOG = f"""cases:
+  agreement  {", ".join(AGREEMENT_CASES)}
+  speed      {", ".join(SPEED_CASES)}
+
+examples:
+  nsa-plugin compare sglang --heads 16 --json docs/benchmarks -- --kv-cache-dtype fp8_e4m3
+  nsa-plugin compare sglang --heads 16 --together --speed --runs stock,plugin,control,stock-again -- \\
+      --kv-cache-dtype fp8_e4m3 --max-total-tokens 262144 --mem-fraction-static 0.8
+  nsa-plugin compare sglang --family v4 --speed --context 131072 --prompt-lengths 13000,30000,128000 \\
+      --json docs/benchmarks -- --chunked-prefill-size 8192 --swa-full-tokens-ratio 0.5
+  nsa-plugin compare sglang --family v4 --stock-fails-at 32768,131072,262144,393216 --json docs/benchmarks -- \\
+      --chunked-prefill-size 32768 --mem-fraction-static 0.9
+  nsa-plugin compare sglang --model /models/DeepSeek-V3.2 --speed -- --tp 8
+  nsa-plugin compare vllm --heads 16 --together --speed --runs stock,plugin,control,stock-again -- \\
+      --kv-cache-dtype fp8 --kv-cache-memory-bytes 4G --gpu-memory-utilization 0.2
+  nsa-plugin compare sglang --measured work/logs/{MEASURED} --json docs/benchmarks    judge again, measure nothing
+  nsa-plugin compare vllm --heads 16 --logs work/vllm --beside work/sglang/{MEASURED} --json docs/benchmarks -- \\
+      --kv-cache-dtype fp8 --max-num-batched-tokens 8192    SGLang's run had fp8_e4m3 and chunks of 8192 too
+
+What follows -- is given to every server. Servers run one after the other on the same devices, each with all of their
+memory. Timed so, they differ by far more than a few per cent, the same server twice as well: with --together all are
+alive at the same time and speed is timed in turns. Their memory is then for the flags after -- to divide, because every
+server sizes itself as if it were alone. SGLang: bound each cache by --max-total-tokens, and leave --mem-fraction-static
+high (0.8): what others take while a server starts counts as that server's own. vLLM: give the cache's size by
+--kv-cache-memory-bytes, because its own measurement counts the others too, and a small --gpu-memory-utilization (0.2):
+so much of the device must be free when a server starts.
+
+This release refuses vLLM on a GPU, and vLLM on a CPU has no sparse attention to compare with: compare vllm measures
+nothing yet, and says so.
+
+What was measured is saved after every step, in LOGS/{MEASURED} and in the record, so that a run that is ended keeps it.
+
+Ends 0 only if the plugin's answers are as near to stock's as stock's own are to each other, the plugin was seen to
+serve, and answers that are wrong on purpose (role {CONTROL}) were noticed, with --beside also those of the other
+engine beside this one's; 143 if it is terminated."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = f"{EPILOG}\n\n{parser.epilog}"
+    parser.usage = "nsa-plugin compare ENGINE [options] [-- ENGINE_FLAG ...]"
+    parser.add_argument("engine", choices=ENGINES, help="whose server to start: %(choices)s")
+    model = parser.add_argument_group("model")
+    given = model.add_mutually_exclusive_group()
+    given.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint with sparse attention")
+    given.add_argument(
+        "--heads",
+        type=_count,
+        metavar="N",
+        help="query heads of a checkpoint with seeded random weights, made here "
+        f"({SPEC.num_attention_heads}, of v4 {SPEC_V4.num_attention_heads})",
+    )
+    model.add_argument(
+        "--family", choices=FAMILIES, help=f"whose shape it has: DeepSeek-V3.2's or DeepSeek-V4's ({V32})"
+    )
+    model.add_argument(
+        "--layers",
+        type=_layers,
+        metavar="N",
+        help=f"of it ({SPEC.num_hidden_layers}); of v4 a number or their compress ratios "
+        f"({','.join(map(str, SPEC_V4.compress_ratios))})",
+    )
+    model.add_argument("--mtp", action="store_true", help="with a layer for speculative decoding")
+    model.add_argument(
+        "--context", type=_count, default=USUAL_CONTEXT, metavar="TOKENS", help="longest prompt (%(default)s)"
+    )
+
+    what = parser.add_argument_group("what to run")
+    what.add_argument(
+        "--runs",
+        type=_roles,
+        metavar="ROLE,...",
+        help=f"servers, in this order, of {', '.join(ROLES)} ({STOCK},{PLUGIN},{CONTROL}; {STOCK},{PLUGIN} "
+        "without a case of agreement)",
+    )
+    what.add_argument(
+        "--case",
+        action="append",
+        choices=(*AGREEMENT_CASES, *SPEED_CASES),
+        metavar="NAME",
+        help="only this one; may be given more than once (all of agreement)",
+    )
+    what.add_argument("--speed", action="store_true", help="also time the servers: the cases of speed")
+    what.add_argument(
+        "--prompt-lengths",
+        type=_counts,
+        default=[],
+        metavar="TOKENS,...",
+        help="of the single requests that are timed (2000,8192 and the context)",
+    )
+    what.add_argument(
+        "--output-tokens",
+        type=_count,
+        metavar="TOKENS",
+        help=f"asked of each request of the case decode ({USUAL_OUTPUT})",
+    )
+    what.add_argument(
+        "--stock-fails-at",
+        type=_counts,
+        metavar="TOKENS,...",
+        help="nothing but prompts of these lengths, the shortest first, until stock fails: it has to, and the plugin "
+        "has to answer the same prompt",
+    )
+    what.add_argument(
+        "--together",
+        action="store_true",
+        help="start all servers at the same time and time them in turns; the flags after -- must divide the memory",
+    )
+    what.add_argument("--budget", type=_seconds, default=1500.0, metavar="SECONDS", help="for everything (%(default)g)")
+    what.add_argument(
+        "--start-timeout", type=_seconds, default=400.0, metavar="SECONDS", help="for a server's start (%(default)g)"
+    )
+    what.add_argument("--measured", type=Path, metavar="FILE", help="judge what an earlier run saved, and run nothing")
+
+    what.add_argument(
+        "--beside",
+        type=Path,
+        metavar="FILE",
+        help=f"also judge the answers beside those of another engine: its run's {MEASURED}, of the same checkpoint, "
+        "requests, KV cache and chunk",
+    )
+
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--workdir", type=Path, default=Path("compare-work"), metavar="DIR", help="for the checkpoint (%(default)s)"
+    )
+    output.add_argument("--logs", type=Path, metavar="DIR", help="for the servers' logs (WORKDIR/logs)")
+    output.add_argument("--json", type=Path, metavar="DIR", help="write the record to DIR/<gpu>/")
+    output.add_argument("--commit", metavar="HASH", help="commit for the record, where the source is in no checkout")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _counts(text: str) -> list[int]:
+    return [_count(number.strip()) for number in text.split(",")]
+
+
+def _layers(text: str) -> int | tuple[int, ...]:
+    if "," not in text:
+        return _count(text)
+    numbers = text.split(",")
+    if not all(number.isdecimal() for number in numbers):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of compress ratios")
+    return tuple(map(int, numbers))
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return value
+
+
+def _roles(text: str) -> list[str]:
+    roles = [role.strip() for role in text.split(",")]
+    for role in roles:
+        if role not in ROLES:
+            raise argparse.ArgumentTypeError(f"{role!r} is no role; allowed: {', '.join(ROLES)}")
+    if len(set(roles)) != len(roles):
+        raise argparse.ArgumentTypeError(f"{text!r} names a role twice")
+    return roles
