@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from nsa_plugin.patches.ledger import Kind, Need, Patch, Target
 from nsa_plugin.patches.vllm_gpu import GPU
+from nsa_plugin.patches.vllm_v4 import V4
 
 ENGINE = "vllm"
 SUPPORTED = ">=0.20,<0.34"
@@ -245,4 +246,4 @@ REQUIREMENTS = (
     ),
 )
 
-PATCHES = BOOTSTRAP + CPU + REQUIREMENTS + GPU
+PATCHES = BOOTSTRAP + CPU + REQUIREMENTS + GPU + V4

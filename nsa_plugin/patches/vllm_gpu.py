@@ -211,6 +211,36 @@ REQUIREMENTS = (
         ),
     ),
     _requirement(
+        "prefill-chunk",
+        "Where ranks trade heads for tokens, one says anew whether its keys are to be gathered.",
+        Target(
+            path=f"{_INDEXER}:DeepseekV32IndexerPrefillChunkMetadata",
+            kind=Kind.CLASS,
+            params=("block_table", "token_start", "token_end", "num_reqs", "skip_kv_gather"),
+            versions=_ANY,
+        ),
+    ),
+    _requirement(
+        "flash-mla-prefill",
+        "Called for the rows of a rank with all heads, where ranks trade heads for tokens.",
+        Target(path=f"{_SPARSE}:flash_mla_sparse_fwd", versions=_ANY),
+    ),
+    _requirement(
+        "flash-mla-decode",
+        "As vllm.gpu-flash-mla-prefill, over fp8 pages.",
+        Target(path=f"{_SPARSE}:flash_mla_with_kvcache", versions=_ANY),
+    ),
+    _requirement(
+        "flash-mla-schedule",
+        "What vllm.gpu-flash-mla-decode is scheduled by; made without arguments, by its first call.",
+        Target(path=f"{_SPARSE}:get_mla_metadata", versions=_ANY),
+    ),
+    _requirement(
+        "tensor-parallel-group",
+        "Whose ranks trade heads for tokens.",
+        Target(path="vllm.distributed.parallel_state:get_tp_group", versions=_ANY),
+    ),
+    _requirement(
         "backend-name",
         "What the attention backend is set to where the user gave none.",
         Target(

@@ -9,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from nsa_plugin import sharding
 from nsa_plugin.backends.sglang import token_shard
@@ -193,7 +194,7 @@ def group_module(monkeypatch: pytest.MonkeyPatch, **members: Any) -> None:
 def test_a_group_that_is_not_as_expected_is_refused(
     served: None, envs: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, group: Any, message: str
 ):
-    monkeypatch.setattr(token_shard.dist, "get_world_size", lambda size: size)
+    monkeypatch.setattr(dist, "get_world_size", lambda size: size)
     group_module(monkeypatch, **({} if group is None else {"get_attn_tp_group": lambda: group}))
     with pytest.raises(PatchError, match=message):
         token_shard.open_exchange(built(), runner(), MODEL, H200, Settings(token_shard="on"))

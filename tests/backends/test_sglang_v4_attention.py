@@ -11,9 +11,9 @@ import torch
 
 from nsa_plugin.backends.sglang import v4_kernels
 from nsa_plugin.backends.sglang.v4_attention import release, with_v4_plans
-from nsa_plugin.backends.sglang.v4_routes import DECODE_KERNEL, DIRECT, ROWS
 from nsa_plugin.backends.sglang.v4_table import SLOTS
 from nsa_plugin.backends.sglang.v4_warm import warm_v4
+from nsa_plugin.backends.v4 import DECODE_KERNEL, DIRECT, ROWS
 from nsa_plugin.devices import synthetic
 from nsa_plugin.errors import NoProviderError, PatchError
 from nsa_plugin.kernels.v4_prefill import combined_width, reference_route

@@ -11,7 +11,7 @@ import torch
 
 from nsa_plugin.backends.sglang import v4_backend
 from nsa_plugin.backends.sglang.v4_attention import with_v4_plans
-from nsa_plugin.backends.sglang.v4_routes import DECODE_KERNEL
+from nsa_plugin.backends.v4 import DECODE_KERNEL
 from nsa_plugin.errors import NoProviderError
 from nsa_plugin.settings import Settings
 from nsa_plugin.telemetry import Trace

@@ -14,18 +14,8 @@ from hypothesis import strategies as st
 from nsa_plugin.backends.sglang.batch import Batch, prefill_batch
 from nsa_plugin.backends.sglang.v4_backend import sample_routes
 from nsa_plugin.backends.sglang.v4_batch import PAGE, Prefill, Span, page_places, spans, window_places, workspace_bytes
-from nsa_plugin.backends.sglang.v4_routes import (
-    CARRIERS,
-    DECODE_KERNEL,
-    DIRECT,
-    ROWS,
-    V4Planner,
-    asked_by_engine,
-    attention_ranks,
-    route_of,
-    runnable,
-    v4_shape,
-)
+from nsa_plugin.backends.sglang.v4_routes import V4Planner, asked_by_engine, attention_ranks, route_of, v4_shape
+from nsa_plugin.backends.v4 import CARRIERS, DECODE_KERNEL, DIRECT, ROWS, runnable
 from nsa_plugin.capabilities import Op
 from nsa_plugin.devices import MIB, synthetic
 from nsa_plugin.errors import NoProviderError

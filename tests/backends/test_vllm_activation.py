@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 from packaging.version import Version
 
-from nsa_plugin.backends.vllm import activation, gpu_patches, gpu_serving, serving
+from nsa_plugin.backends.vllm import activation, gpu_patches, gpu_serving, model, serving, v4_serving
 from nsa_plugin.backends.vllm.activation import Process
 from nsa_plugin.backends.vllm.gpu_serving import BACKEND, GpuServing
+from nsa_plugin.backends.vllm.v4_serving import V4Serving
 from nsa_plugin.devices import DeviceProfile
 from nsa_plugin.errors import NoProviderError, NsaPluginError, PatchError, SettingsError, ShapeError
 from nsa_plugin.patches import static
@@ -22,7 +24,10 @@ from nsa_plugin.patches.static import SourceTree
 from nsa_plugin.plan import Plan
 from nsa_plugin.telemetry import StartupReport
 from tests.backends.test_vllm_gpu_serving import config, layer
+from tests.backends.test_vllm_v4_serving import config as v4_config
+from tests.backends.test_vllm_v4_serving import layer as v4_layer
 from tests.backends.vllm_fakes import TRITON
+from tests.backends.vllm_v4_fakes import H200
 
 ANOTHER = "FLASH_ATTN_MLA_SPARSE"
 
@@ -32,6 +37,10 @@ class Engine:
 
     @staticmethod
     def serve() -> str:
+        return "vLLM's"
+
+    @staticmethod
+    def serve_v4() -> str:
         return "vLLM's"
 
 
@@ -47,7 +56,16 @@ PATCH = Patch(
     replacement=f"{__name__}:replacement",
     why="stands in for the others",
 )
+V4_PATCH = replace(
+    PATCH,
+    name="vllm.v4-something",
+    need=Need.GPU_V4,
+    targets=(Target(path=f"{__name__}:Engine.serve_v4", versions=">=0.20"),),
+)
 FILE = f"{__name__.replace('.', '/')}.py"
+
+
+SOURCE = "class Engine:\n def serve(): 0\n def serve_v4(): 0"
 
 
 class Worker:
@@ -108,7 +126,7 @@ def configured(*, backend: str | None = None, cache_dtype: str = "fp8", **settin
 @pytest.fixture(autouse=True)
 def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[Process]:
     """A process of a vLLM on a GPU."""
-    ledger = Ledger(engine="vllm", version=Version("0.24.0"), supported=">=0.20,<0.34", patches=(PATCH,))
+    ledger = Ledger(engine="vllm", version=Version("0.24.0"), supported=">=0.20,<0.34", patches=(PATCH, V4_PATCH))
     this = Process(ledger)
     for module in (activation, gpu_patches):
         monkeypatch.setattr(module, "process", lambda: this)
@@ -117,7 +135,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[Process]:
     monkeypatch.setitem(sys.modules, registry.__name__, registry)
     monkeypatch.setattr(activation, "device_kind", lambda: "cuda")
     monkeypatch.setattr(activation.counters, "collect_here", lambda: "a folder")
-    monkeypatch.setattr(static, "installed", lambda package: SourceTree({FILE: "class Engine:\n def serve(): 0"}.get))
+    monkeypatch.setattr(static, "installed", lambda package: SourceTree({FILE: SOURCE}.get))
     monkeypatch.setattr(gpu_serving, "GpuServing", Here)
     monkeypatch.setattr(gpu_serving, "dense_workspace_tokens", lambda vllm_config: 4096)
     monkeypatch.setattr(gpu_serving, "warm", lambda *_: None)
@@ -125,7 +143,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[Process]:
     monkeypatch.setattr(activation, "use_engine_log", lambda: None)
     yield this
     ledger.undo()
-    assert Engine.serve() == "vLLM's"
+    assert (Engine.serve(), Engine.serve_v4()) == ("vLLM's", "vLLM's")
 
 
 @pytest.fixture
@@ -322,3 +340,75 @@ def test_the_settings_are_read_once(served: None, monkeypatch: pytest.MonkeyPatc
     another = configured(mha_max_kv=0)
     engine_config(another)
     assert [entry is another for entry in reads] == [False, True]
+
+
+# ---------------------------------------------------------------------------------------------------
+# DeepSeek-V4
+
+
+class V4Here(V4Serving):
+    """With the device of these tests."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given, device_profile=lambda: H200)
+
+
+@pytest.fixture
+def v4(served: None, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A configuration of a V4 model, where V4 is served."""
+    monkeypatch.setattr(model, "SERVED_FAMILIES", ("v3.2", "v4"))
+    monkeypatch.setattr(v4_serving, "V4Serving", V4Here)
+    monkeypatch.setattr(v4_serving, "warm_v4", lambda *_: None)
+    monkeypatch.setattr(v4_serving, "warm_selection", lambda *_: None)
+    return _enabled(v4_config())
+
+
+def _enabled(vllm_config: Any, **settings: Any) -> Any:
+    vllm_config.additional_config = {"nsa_plugin": {"enabled": True} | settings}
+    vllm_config.model_config.served_model_name = "model"
+    return vllm_config
+
+
+@pytest.mark.parametrize("start", [engine_config, worker_of])
+def test_v4_is_refused_with_one_error(served: None, start: Any, process: Process):
+    with pytest.raises(SettingsError, match=r"DeepSeek-V4 model.*not been run on a GPU with a real vLLM.*_ENABLED=0"):
+        start(_enabled(v4_config()))
+    assert (process.serving, Engine.serve(), Engine.serve_v4()) == (None, "vLLM's", "vLLM's")
+
+
+def test_with_strict_off_vllm_serves_v4(served: None, process: Process, reports: list[StartupReport]):
+    vllm_config = _enabled(v4_config(), strict=False)
+    assert engine_config(vllm_config) is vllm_config
+    worker_of(vllm_config)
+    assert (process.serving, Engine.serve_v4()) == (None, "vLLM's")
+    assert "not been run on a GPU with a real vLLM" in reports[0].text()
+
+
+def test_a_v4_worker_from_its_start_to_the_report(v4: Any, process: Process, reports: list[StartupReport]):
+    engine_config(v4)
+    assert Engine.serve_v4() == "vLLM's", "nothing is changed in the process that starts the workers"
+    worker = worker_of(v4)
+    assert (Engine.serve(), Engine.serve_v4()) == ("the plugin's", "the plugin's")
+    assert isinstance(process.serving, V4Serving)
+    load_model(worker)
+    assert v4.attention_config.backend is None
+    assert gpu_patches.planning() is process.serving.planner
+    v4.compilation_config.static_forward_context["attn"] = v4_layer("FLASHMLA_SPARSE_DSV4")
+    warm_up(worker)
+    (report,) = reports
+    assert report.active
+    assert [status.patch.name for status in report.statuses] == ["vllm.gpu-something", "vllm.v4-something"]
+    assert report.facts["attention"] == "1 layers on vLLM's FLASHMLA_SPARSE_DSV4"
+
+
+def test_v4s_patches_are_not_applied_for_another_model(served: None):
+    worker_of(configured())
+    assert (Engine.serve(), Engine.serve_v4()) == ("the plugin's", "vLLM's")
+
+
+def test_a_target_of_v4_that_the_files_do_not_have(v4: Any, monkeypatch: pytest.MonkeyPatch):
+    source = SourceTree({FILE: "class Engine:\n def serve(): 0"}.get)
+    monkeypatch.setattr(static, "installed", lambda package: source)
+    with pytest.raises(PatchError, match=r"vllm.v4-something to vllm 0.24.0.*Engine.serve_v4"):
+        engine_config(v4)
+    engine_config(configured())

@@ -155,7 +155,7 @@ def test_the_report_says_what_batches_take():
     facts = here.facts()
     assert (here.active, here.notes()) == (True, [])
     assert facts["attention"] == "2 layers on vLLM's FLASHMLA_SPARSE"
-    assert facts["model"] == "index_topk 64, 4 heads a rank of 8, KV cache v32_fp8"
+    assert facts["model"] == "DeepSeek-V3.2, index_topk 64, 4 heads a rank of 8, KV cache v32_fp8"
     assert "vLLM's own call; decode_backend asks for flash_mla" in facts["decode, 64 requests"]
     assert facts["prefill, 96 of 96 tokens"].startswith("sparse_")
     assert "rows at once" in facts["prefill, 96 of 96 tokens"]

@@ -248,20 +248,24 @@ class Layer:
 
 @dataclass
 class World:
-    """A model's layer, its cache, and batches of requests over it."""
+    """A model's layer on one rank, its cache, and batches of requests over it.
+
+    What the heads have is the rank's own; all else is the same on every rank.
+    """
 
     planner: Planner
     later: bool = False
+    rank: int = 0
     requests: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         random = torch.Generator().manual_seed(3)
-        self.random = random
+        self.random, self.random_heads = random, torch.Generator().manual_seed(100 + self.rank)
         layout = self.planner.model.kv_layout
         self.cache: PagedCache = allocate_cache(layout, 160, PAGE, dim=LORA + ROPE if layout == "bf16" else None)
         shape = (160, PAGE, -1)
         self.kv_cache = self.cache.data.view(shape)
-        self.weight = (torch.randn(LORA, HEADS, NOPE + V, generator=random) * 0.08).bfloat16()
+        self.weight = (torch.randn(LORA, HEADS, NOPE + V, generator=self.random_heads) * 0.08).bfloat16()
         self.buffer = torch.full((MAX_ROWS, self.planner.model.index_topk), 7, dtype=torch.int32)
         self.layers: dict[str, Any] = {"another": SimpleNamespace()}
         stock = LaterImpl if self.later else StockImpl
@@ -315,7 +319,7 @@ class Step:
         def normal(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, generator=random).bfloat16()
 
-        self.q = normal(total, HEADS, NOPE + ROPE)
+        self.q = torch.randn(total, HEADS, NOPE + ROPE, generator=world.random_heads).bfloat16()
         self.kv_c, self.k_pe = normal(total, LORA), normal(total, 1, ROPE)
         pages = MAX_LEN // PAGE + 1
         self.table = torch.zeros(num_requests, pages, dtype=torch.int32)

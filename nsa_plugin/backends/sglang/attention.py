@@ -40,7 +40,8 @@ from nsa_plugin.backends.sglang.batch import Batch
 from nsa_plugin.backends.sglang.indexer import Selection, attach
 from nsa_plugin.backends.sglang.model import prefix_of
 from nsa_plugin.backends.sglang.routes import PLANNED, Planner, Route, sglangs_own
-from nsa_plugin.backends.sglang.token_shard import Exchange, Share, all_heads, schedule_of
+from nsa_plugin.backends.sglang.token_shard import Exchange, all_heads, schedule_of
+from nsa_plugin.backends.token_shard import Share
 from nsa_plugin.errors import NsaPluginError, PatchError
 from nsa_plugin.kernels.kv_cache import PagedCache, open_cache
 from nsa_plugin.patches.ledger import TURN_OFF

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from nsa_plugin.backends.providers import Providers
-from nsa_plugin.backends.sglang.token_shard import Share
+from nsa_plugin.backends.token_shard import Share
 from nsa_plugin.kernels.registry import REFERENCE
 from nsa_plugin.kernels.topk import Request
 from nsa_plugin.parallel.partition import requests as requests_within

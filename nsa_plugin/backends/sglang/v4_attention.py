@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from nsa_plugin.backends import v4
 from nsa_plugin.backends.fault import shifted
 from nsa_plugin.backends.providers import Providers
 from nsa_plugin.backends.sglang import batch as batches
@@ -69,7 +70,7 @@ def adopt(backend: Any, planner: V4Planner, server_args: Any, *, own_heads_first
     steps = planner.settings.decode_backend != "auto"
     backend.nsa_plugin = V4State(
         planner=planner,
-        providers=Providers(v4_routes.LAYOUT, planner.device.sm),
+        providers=Providers(v4.LAYOUT, planner.device.sm),
         own_heads_first=own_heads_first,
         plans_steps=steps,
     )
@@ -221,7 +222,7 @@ def _attending(original: Callable[..., Any]) -> Callable[..., Any]:
         if state is None or chosen is None or compress_ratio not in RATIOS or more.get("cos_sin_cache") is not None:
             return engines()
         wrong = state.planner.settings.fault == "shift_indices"
-        if chosen.impl == v4_routes.DECODE_KERNEL and q.shape[0] <= names.get(THRESHOLD, q.shape[0]):
+        if chosen.impl == v4.DECODE_KERNEL and q.shape[0] <= names.get(THRESHOLD, q.shape[0]):
             core = self.forward_metadata.core_attn_metadata if wrong else None
             with _variable(v4_routes.SPARSE_PREFILL_VARIABLE, "0"), _shifted(core):
                 return engines()

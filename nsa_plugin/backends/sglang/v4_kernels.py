@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from nsa_plugin.backends import v4
 from nsa_plugin.backends.fault import shifted
 from nsa_plugin.backends.providers import Providers
-from nsa_plugin.backends.sglang import v4_routes
 from nsa_plugin.backends.sglang.routes import Route
 from nsa_plugin.backends.sglang.v4_batch import Prefill
 from nsa_plugin.backends.sglang.v4_flash_mla import sparse_prefill
@@ -136,9 +136,9 @@ def attend(state: V4State, chosen: Route, call: Call) -> torch.Tensor:
 
     Heads that the model added are left out by the plugin's own kernels; they hold anything, and it reads none of them.
     """
-    if chosen.impl == v4_routes.ROWS:
+    if chosen.impl == v4.ROWS:
         return _over_rows(state, call)
-    if chosen.impl == v4_routes.DECODE_KERNEL:
+    if chosen.impl == v4.DECODE_KERNEL:
         return _by_decode_kernel(state, call)
     q, window = call.q, call.window
     heads = call.own_heads if state.own_heads_first and 0 < call.own_heads < q.shape[1] else q.shape[1]

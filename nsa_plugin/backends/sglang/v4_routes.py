@@ -1,8 +1,6 @@
 """From a Plan to how a V4 batch attends under SGLang, and what of SGLang's own settings a Plan has to respect.
 
-A prefill has three routes, `CARRIERS`: the plugin's kernel straight from both fp8 caches; the pages that the batch
-reads brought to bfloat16 rows, then a kernel for those (`kernels.v4_prefill`); FlashMLA's decode kernel. Which one, is
-`decide()`'s; what no carrier has is taken out of the device's profile before.
+A prefill has the three routes of `backends.v4.CARRIERS`; that over bfloat16 rows is `kernels.v4_prefill`.
 
 SGLang's variables, where a user has set them and no setting of the plugin's names a library:
 
@@ -19,7 +17,6 @@ draft steps unless `decode_backend` names a library.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,15 +24,14 @@ from typing import Any
 from nsa_plugin.backends.sglang.batch import Batch
 from nsa_plugin.backends.sglang.routes import Planner, Route, in_place
 from nsa_plugin.backends.sglang.v4_batch import spans, workspace_bytes
-from nsa_plugin.capabilities import Capability, Op
-from nsa_plugin.devices import MIB, DeviceProfile
+from nsa_plugin.backends.v4 import DECODE_KERNEL, LAYOUT, ROWS, carrier_name, runnable
+from nsa_plugin.devices import MIB
 from nsa_plugin.dispatch import decide
 from nsa_plugin.errors import NoProviderError, NsaPluginError
 from nsa_plugin.plan import Attention, Plan
 from nsa_plugin.shapes import ModelShape
 from nsa_plugin.v4_memory import ROWS_BYTES
 
-LAYOUT = "v4_fp8"
 SPARSE_PREFILL_VARIABLE = "SGLANG_OPT_FLASHMLA_SPARSE_PREFILL"
 JIT_METADATA_VARIABLE = "SGLANG_OPT_USE_JIT_INDEXER_METADATA"
 TORCH_LOGITS_VARIABLE = "SGLANG_FP8_PAGED_MQA_LOGITS_TORCH"
@@ -43,23 +39,6 @@ TORCH_LOGITS_VARIABLE = "SGLANG_FP8_PAGED_MQA_LOGITS_TORCH"
 WINDOW = 128
 """Tokens of the window; SGLang hardcodes them."""
 WINDOW_PAGE = 256
-
-DIRECT, ROWS, DECODE_KERNEL = "direct", "bf16 rows", "decode kernel"
-
-_Key = tuple[Attention, str, bool]
-
-CARRIERS: dict[_Key, str] = {
-    **{
-        (shape, library, False): DIRECT
-        for shape in (Attention.SPARSE_PREFILL, Attention.SPARSE_DECODE)
-        for library in ("cuda", "triton", "reference")
-    },
-    (Attention.SPARSE_PREFILL, "flash_mla", True): ROWS,
-    (Attention.SPARSE_DECODE, "flash_mla", False): DECODE_KERNEL,
-}
-"""(shape of the kernel, library, after dequantisation): the route's name."""
-
-_SHAPES = {Op.SPARSE_MLA_PREFILL: Attention.SPARSE_PREFILL, Op.SPARSE_MLA_DECODE: Attention.SPARSE_DECODE}
 
 
 def asked_by_engine(envs: Any) -> frozenset[str]:
@@ -74,24 +53,6 @@ def asked_by_engine(envs: Any) -> frozenset[str]:
     return frozenset({ROWS if field.get() else DECODE_KERNEL})
 
 
-def runnable(device: DeviceProfile, only: Iterable[str] = ()) -> DeviceProfile:
-    """The profile without the kernels that no carrier has, or none of `only` if any are given."""
-    wanted = frozenset(only) or frozenset(CARRIERS.values())
-
-    def kept(library: str, capability: Capability) -> bool:
-        if capability.op in (Op.MHA_ONE_SHOT, Op.TOKEN_SHARD):
-            return False
-        shape = _SHAPES.get(capability.op)
-        if shape is None:
-            return True
-        copied = LAYOUT not in capability.layouts
-        if copied and "bf16" not in capability.layouts:
-            return False
-        return CARRIERS.get((shape, library, copied)) in wanted
-
-    return device.keeping(kept)
-
-
 def route_of(plan: Plan) -> Route:
     """How SGLang's V4 backend carries a plan.
 
@@ -100,7 +61,7 @@ def route_of(plan: Plan) -> Route:
     """
     if plan.attention is Attention.NONE:
         return Route(plan)
-    name = CARRIERS.get((plan.attention, plan.provider, plan.dequantize_kv))
+    name = carrier_name(plan)
     if name is None:
         after = " after dequantisation" if plan.dequantize_kv else ""
         raise NoProviderError(f"SGLang's V4 backend has no route for {plan.provider}'s {plan.attention}{after}")

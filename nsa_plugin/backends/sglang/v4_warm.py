@@ -14,7 +14,8 @@ import torch
 from nsa_plugin.backends.sglang.routes import Route
 from nsa_plugin.backends.sglang.v4_batch import PAGE, RATIOS, Prefill, spans
 from nsa_plugin.backends.sglang.v4_kernels import Call, Named, V4State, attend
-from nsa_plugin.backends.sglang.v4_routes import DECODE_KERNEL, WINDOW, WINDOW_PAGE
+from nsa_plugin.backends.sglang.v4_routes import WINDOW, WINDOW_PAGE
+from nsa_plugin.backends.v4 import DECODE_KERNEL
 from nsa_plugin.backends.warm import refusal
 from nsa_plugin.kernels.kv_cache import allocate_cache
 from nsa_plugin.layouts import V4_FP8

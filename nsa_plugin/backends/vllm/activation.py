@@ -21,7 +21,14 @@ from packaging.version import Version
 
 from nsa_plugin import settings as settings_module
 from nsa_plugin.backends.vllm import counters
-from nsa_plugin.backends.vllm.model import CPU_LAYOUTS, is_sparse, model_shape, refuse_on_cpu, refuse_on_gpu
+from nsa_plugin.backends.vllm.model import (
+    CPU_LAYOUTS,
+    family_of,
+    is_sparse,
+    model_shape,
+    refuse_on_cpu,
+    refuse_on_gpu,
+)
 from nsa_plugin.backends.vllm.serving import CpuServing, Serving
 from nsa_plugin.devices import probe
 from nsa_plugin.dispatch import validate
@@ -154,7 +161,7 @@ def settings_of(vllm_config: Any) -> ResolvedSettings:
     return settings_module.resolve(config=config, config_source=CONFIG_SOURCE)
 
 
-def check_here(vllm_config: Any, resolved: ResolvedSettings) -> Need:
+def check_here(vllm_config: Any, resolved: ResolvedSettings) -> tuple[Need, ...]:
     """Raise what would keep the plugin from serving this configuration, before anything is started.
 
     Returns:
@@ -178,13 +185,14 @@ def check_here(vllm_config: Any, resolved: ResolvedSettings) -> Need:
             max_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
             max_decode_tokens=vllm_config.scheduler_config.max_num_seqs,
         )
-        return Need.CPU
+        return (Need.CPU,)
     refuse_on_gpu(vllm_config)
+    needs = (Need.GPU, Need.GPU_V4) if family_of(vllm_config) == "v4" else (Need.GPU,)
     # Nothing may touch the GPU here: vLLM forks its workers from this process. So the targets are looked up in files.
     files = static.installed(ledger_data.ENGINE)
     assert files is not None
-    ledger.check(Need.GPU, look=files.check)
-    return Need.GPU
+    ledger.check(*needs, look=files.check)
+    return needs
 
 
 def _not_served(kind: str) -> str:
@@ -268,18 +276,17 @@ def start_serving(vllm_config: Any) -> Serving | None:
     if not wanted(vllm_config, resolved):
         return None
     try:
-        need = check_here(vllm_config, resolved)
-        statuses = this.ledger.install(need)
+        needs = check_here(vllm_config, resolved)
+        statuses = this.ledger.install(*needs)
     except NsaPluginError as error:
         if resolved.settings.strict:
             raise
         this.give_up(error, resolved)
         return None
     trace = Trace(mode=resolved.settings.trace)
-    if need is Need.GPU:
-        from nsa_plugin.backends.vllm.gpu_serving import GpuServing
-
-        this.serving = GpuServing(resolved=resolved, trace=trace, vllm_config=vllm_config, statuses=statuses)
+    if Need.GPU in needs:
+        serving_class = _serving_class(v4=Need.GPU_V4 in needs)
+        this.serving = serving_class(resolved=resolved, trace=trace, vllm_config=vllm_config, statuses=statuses)
         return this.serving
     device, model = probe(), model_shape(vllm_config, CPU_LAYOUTS)
     this.serving = CpuServing(resolved=resolved, trace=trace, model=model, device=device)
@@ -293,6 +300,17 @@ def start_serving(vllm_config: Any) -> Serving | None:
     }
     this.report(resolved, active=True, statuses=statuses, facts=facts)
     return this.serving
+
+
+def _serving_class(*, v4: bool) -> type[GpuServing]:
+    """What a worker on a GPU works with."""
+    if v4:
+        from nsa_plugin.backends.vllm import v4_serving
+
+        return v4_serving.V4Serving
+    from nsa_plugin.backends.vllm import gpu_serving
+
+    return gpu_serving.GpuServing
 
 
 def _on(flag: bool | None) -> str:

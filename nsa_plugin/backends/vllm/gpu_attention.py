@@ -6,7 +6,8 @@ SparseMLAAttentionImpl, which cannot attend densely: `rebased` puts vLLM's own c
 ones instead. From 0.26 on the metadata's `prefill.use_dense_mha` says so.
 
 - `forward_mqa` runs the pieces of the metadata: the plugin's provider on the rows' own heads, straight from the cache,
-  or vLLM's own FlashMLA call with vLLM's own metadata of those rows.
+  or vLLM's own FlashMLA call with vLLM's own metadata of those rows. Where a piece trades heads for tokens, its queries
+  are exchanged, and the same kernels run over this rank's rows with all heads (`gpu_token_shard`).
 - `forward_mha` runs the dense pieces, with a prefix read from the cache and brought to bf16, and absorbs the queries of
   the prefills that select and lie behind the first dense one.
 
@@ -15,6 +16,7 @@ A layer that vLLM built without a planner, and metadata that the plugin's builde
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,12 +24,14 @@ import torch
 
 from nsa_plugin.backends.fault import shifted
 from nsa_plugin.backends.providers import Providers
+from nsa_plugin.backends.token_shard import Share
 from nsa_plugin.backends.vllm.gpu_metadata import DensePiece, Piece, PlannedMetadata, Planning
 from nsa_plugin.backends.vllm.gpu_routes import Carrier, Planner
+from nsa_plugin.backends.vllm.gpu_token_shard import flash_mla
 from nsa_plugin.errors import PatchError
 from nsa_plugin.kernels.kv_cache import PagedCache, open_cache
 from nsa_plugin.patches.ledger import TURN_OFF
-from nsa_plugin.plan import Attention
+from nsa_plugin.plan import Attention, Plan
 
 # Of a class, what belongs to the class object itself rather than to what it does.
 _OWN = {"__dict__", "__weakref__", "__orig_bases__", "__parameters__", "__abstractmethods__", "_abc_impl"}
@@ -92,6 +96,8 @@ def planned_impl(stock: type, planning: Planning, providers: Callable[[], Provid
             if not isinstance(attn_metadata, PlannedMetadata):
                 return super().forward_mqa(q, kv_c_and_k_pe_cache, attn_metadata, layer)
             pieces = attn_metadata.mqa
+            if len(pieces) == 1 and pieces[0].share is not None:
+                return _traded(self, pieces[0].share, _joined(q), kv_c_and_k_pe_cache, attn_metadata, pieces[0]), None
             if len(pieces) == 1 and pieces[0].carrier is not Carrier.PROVIDER and not _faulty(self):
                 out, _ = super().forward_mqa(q, kv_c_and_k_pe_cache, pieces[0].stock, layer)
                 return out, None
@@ -157,6 +163,9 @@ def _attend(
         stock: vLLM's own `forward_mqa`, bound.
         q: [rows, heads, kv_lora_rank + qk_rope_head_dim].
     """
+    if piece.share is not None:
+        out.copy_(_traded(impl, piece.share, q, kv_cache, metadata, piece))
+        return
     selected = impl.topk_indices_buffer[piece.rows]
     if piece.carrier is not Carrier.PROVIDER:
         buffer = impl.topk_indices_buffer
@@ -166,20 +175,70 @@ def _attend(
         finally:
             impl.topk_indices_buffer = buffer
         return
-    providers: Providers = impl.nsa_plugin_providers
     cache = _paged(impl, kv_cache)
-    transform = providers.helper("index_transform_paged")
-    owners = piece.request_of_row
-    slots = transform(selected, metadata.block_table, page_size=cache.page_size, row_to_request=owners)
-    if _faulty(impl):
-        slots = shifted(slots)
-    d_v, plan = impl.kv_lora_rank, piece.plan
+    assert piece.request_of_row is not None
+    slots = _slots(impl, selected, cache, metadata.block_table, piece.request_of_row)
+    _by_provider(impl, q, cache, slots, piece.plan, out)
+
+
+def _slots(
+    impl: Any, selected: torch.Tensor, cache: PagedCache, block_table: torch.Tensor, owners: torch.Tensor
+) -> torch.Tensor:
+    """int32 [rows, topk]: slots of the cache; deliberately wrong ones where the fault is asked for."""
+    transform = impl.nsa_plugin_providers.helper("index_transform_paged")
+    slots: torch.Tensor = transform(selected, block_table, page_size=cache.page_size, row_to_request=owners)
+    return shifted(slots) if _faulty(impl) else slots
+
+
+def _by_provider(
+    impl: Any, q: torch.Tensor, cache: PagedCache, slots: torch.Tensor, plan: Plan, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[rows, heads, kv_lora_rank] by the plan's provider, into `out` if that is given."""
+    providers: Providers = impl.nsa_plugin_providers
+    d_v = impl.kv_lora_rank
+    found: torch.Tensor
     if plan.attention is Attention.SPARSE_PREFILL:
         kernel = providers.load("sparse_mla_prefill", plan.provider, heads=q.shape[1])
-        kernel(q, cache, slots, scale=impl.scale, d_v=d_v, out=out)
+        found = kernel(q, cache, slots, scale=impl.scale, d_v=d_v, out=out).out
     else:
         kernel = providers.load("sparse_mla_decode", plan.provider, heads=q.shape[1])
-        kernel(q.unsqueeze(1), cache, slots.unsqueeze(1), scale=impl.scale, d_v=d_v, out=out.unsqueeze(1))
+        into = None if out is None else out.unsqueeze(1)
+        found = kernel(q.unsqueeze(1), cache, slots.unsqueeze(1), scale=impl.scale, d_v=d_v, out=into).out.squeeze(1)
+    return found
+
+
+def _traded(
+    impl: Any, share: Share, q: torch.Tensor, kv_cache: torch.Tensor, metadata: PlannedMetadata, piece: Piece
+) -> torch.Tensor:
+    """[rows, heads, kv_lora_rank] of a piece whose ranks trade heads for tokens; valid until the next layer attends."""
+    owners, plan = piece.request_of_row, piece.plan
+    assert owners is not None
+    cache = _paged(impl, kv_cache)
+
+    def attend_rows(q_rows: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        if piece.copied:
+            return _over_copies(impl, q_rows, chosen, cache, piece)
+        slots = _slots(impl, chosen, cache, metadata.block_table, owners[share.rows])
+        if piece.carrier is Carrier.PROVIDER:
+            return _by_provider(impl, q_rows, cache, slots, plan)
+        schedule = functools.partial(share.scheduled, id(impl))
+        return flash_mla(q_rows, cache, slots, plan, scale=impl.scale, schedule=schedule)
+
+    return share.attend(q, impl.topk_indices_buffer[piece.rows], attend_rows)
+
+
+def _over_copies(impl: Any, q: torch.Tensor, selected: torch.Tensor, cache: PagedCache, piece: Piece) -> torch.Tensor:
+    """[own rows, all heads, kv_lora_rank] by FlashMLA over bf16 copies of what the rows' requests hold."""
+    providers: Providers = impl.nsa_plugin_providers
+    read, transform = providers.helper("kv_cache_read"), providers.helper("index_transform_ragged")
+    out = q.new_empty(q.shape[0], q.shape[1], impl.kv_lora_rank)
+    for part in piece.copied:
+        copy = open_cache(read(cache, part.slots, dtype=q.dtype).unsqueeze(0), "bf16")
+        rows = transform(selected[part.rows], part.offsets)
+        if _faulty(impl):
+            rows = shifted(rows)
+        out[part.rows] = flash_mla(q[part.rows], copy, rows, piece.plan, scale=impl.scale)
+    return out
 
 
 def _dense(

@@ -3,7 +3,8 @@
 vLLM's operator `sparse_attn_indexer` stores the step's keys and selects for whatever its metadata lists. So:
 
 - `prefill_chunks`: requests that attend densely are in no chunk (their rows stay -1, and no piece of the attention
-  reads them), and a chunk's logits stay within the planner's budget, which follows the free memory.
+  reads them), and a chunk's logits stay within the planner's budget, which follows the free memory. Where the ranks
+  trade heads for tokens, nor are the rows that another rank attends.
 - `prefill_topk`: the top-k of a prefill's logits by the plugin's kernel.
 - `planned_indexer_builder`: hands the batch to the planner before the chunks are asked for; steps whose logits, of
   [rows, max_model_len], are over the budget are taken out of vLLM's metadata and come with a `StepSelection` instead.
@@ -26,6 +27,7 @@ import torch
 from nsa_plugin.backends.providers import Providers
 from nsa_plugin.backends.vllm.gpu_metadata import Planning
 from nsa_plugin.backends.vllm.gpu_routes import Planner, Split
+from nsa_plugin.backends.vllm.gpu_token_shard import OwnRows
 from nsa_plugin.kernels.kv_cache import open_cache
 from nsa_plugin.kernels.registry import REFERENCE
 from nsa_plugin.kernels.topk import default_selector
@@ -74,26 +76,62 @@ def prefill_chunks(original: Callable[..., list[Chunk]], planning: Planning) -> 
         if planner is None or split is None or split.num_requests != request_offset + count:
             return original(seq_lens_cpu, query_lens_cpu, workspace_size, max_logits_bytes, request_offset)
         chunks: list[Chunk] = []
+        own = own_rows(split)
         for first, end in runs(split, query_lens_cpu.tolist(), request_offset):
             some = slice(first, end)
             given = (seq_lens_cpu[some], query_lens_cpu[some], workspace_size, planner.logits_budget)
-            chunks += original(*given, request_offset + first)
+            if own is None or request_offset + first < split.num_steps:
+                chunks += original(*given, request_offset + first)
+            else:
+                chunks += _own_chunks(original, given, request_offset + first, own)
         return chunks
 
     return wrap(original, around)
 
 
+def own_rows(split: Split) -> dict[int, OwnRows] | None:
+    """This rank's rows of each prefill that it has any of; None where no rows of prefills are dealt out."""
+    given = [one for one in (split.head_dealt, split.tail_dealt) if one is not None]
+    return {rows.request: rows for one in given for rows in one.own} if given else None
+
+
+def _own_chunks(
+    original: Callable[..., list[Chunk]], given: tuple[Any, ...], first: int, own: dict[int, OwnRows]
+) -> list[Chunk]:
+    """The chunks of this rank's rows of requests that lie together, from `first` on.
+
+    The rows lie together too, so that of a chunk's requests only the first may begin behind its first row: by as much
+    are the rows of the chunk shifted.
+    """
+    kv_lens, q_lens, *limits = given
+    places = [place for place in range(len(q_lens)) if first + place in own]
+    if not places:
+        return []
+    counts = torch.tensor([own[first + place].count for place in places], dtype=q_lens.dtype)
+    chunks = original(kv_lens[places[0] : places[-1] + 1], counts, *limits, first + places[0])
+    found: list[Chunk] = []
+    for requests, rows in chunks:
+        begin = own[requests.start].first
+        found.append((requests, slice(begin + rows.start, begin + rows.stop)))
+    return found
+
+
 def runs(split: Split, q_lens: list[int], offset: int) -> list[tuple[int, int]]:
     """(first, end) of requests that lie together and select: those with rows that are not dense.
+
+    Steps that vLLM's indexer takes for prefills are a run of their own where a prefill's rows are dealt out.
 
     Args:
         q_lens: rows of the requests from `offset` on.
     """
-    dense = split.dense_requests
-    selects = [rows > 0 and offset + place not in dense for place, rows in enumerate(q_lens)]
+    dense, apart = split.dense_requests, own_rows(split) is not None
+    selects = [
+        (rows > 0 and offset + place not in dense, apart and offset + place < split.num_steps)
+        for place, rows in enumerate(q_lens)
+    ]
     found: list[tuple[int, int]] = []
     place = 0
-    for chosen, group in groupby(selects):
+    for (chosen, _), group in groupby(selects):
         end = place + len(list(group))
         if chosen:
             found.append((place, end))
@@ -145,6 +183,8 @@ def planned_indexer_builder(stock: type, planning: Planning) -> type:
             planner = self.nsa_plugin
             split = None if planner is None else planner.split(common_attn_metadata)
             metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+            if split is not None and own_rows(split) is not None:
+                _select_for_own(metadata.prefill)
             if planner is None or split is None or not over_budget(split) or not metadata.num_decode_tokens:
                 return metadata
             return _without_steps(metadata, split, common_attn_metadata)
@@ -154,6 +194,23 @@ def planned_indexer_builder(stock: type, planning: Planning) -> type:
         Builder._split_indexer_prefill_chunks = split_chunks  # type: ignore[attr-defined]
     Builder.__name__ = Builder.__qualname__ = f"Planned{stock.__name__}"
     return Builder
+
+
+def _select_for_own(prefill: Any) -> None:
+    """Make vLLM's metadata of a prefill that of a rank which selects for its own rows.
+
+    vLLM gathers a chunk's keys where the chunk begins with its first request's first row; own rows may begin anywhere.
+    And it has no ranks select for each other (`row_shard_sizes`, 0.32 on): they would exchange what nobody reads.
+    """
+    if prefill is None:
+        return
+    gathered = None
+    for chunk in prefill.chunks:
+        requests = (chunk.block_table.data_ptr(), chunk.num_reqs)
+        chunk.skip_kv_gather = requests == gathered
+        gathered = requests
+    if getattr(prefill, "row_shard_sizes", None) is not None:
+        prefill.row_shard_sizes = None
 
 
 def over_budget(split: Split) -> bool:

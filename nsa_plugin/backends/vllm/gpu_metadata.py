@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 
+from nsa_plugin.backends.token_shard import Share
 from nsa_plugin.backends.vllm.gpu_routes import Carrier, DensePart, Planner, Split, carrier_of
+from nsa_plugin.backends.vllm.gpu_token_shard import Copied, Dealt, OwnRows
 from nsa_plugin.backends.vllm.metadata import MLAMetadata, PrefillMetadata
 from nsa_plugin.plan import Plan
 
@@ -36,8 +38,10 @@ class Piece:
         plan: the decision.
         carrier: who runs it.
         rows: of the batch: a slice, or int64 [n] where they do not lie together.
-        request_of_row: int32 [n], the block table's row of each, -1 for rows that only pad; None for vLLM's kernels.
+        request_of_row: int32 [n], the block table's row of each, -1 for rows that only pad; None for vLLM's calls.
         stock: vLLM's own metadata of these rows; None for the plugin's kernels.
+        share: this rank's rows, where heads are traded for tokens: then neither vLLM's call nor its metadata is used.
+        copied: own rows that are attended over a bf16 copy of an fp8 cache.
     """
 
     plan: Plan
@@ -45,6 +49,8 @@ class Piece:
     rows: slice | torch.Tensor
     request_of_row: torch.Tensor | None = None
     stock: Any = None
+    share: Share | None = None
+    copied: tuple[Copied, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -162,11 +168,20 @@ def assemble(
     owners = request_of_row[: split.num_rows]
     layout = planner.model.kv_layout
     selecting = [plan for plan in (split.steps, split.sparse) if plan is not None]
-    if any(carrier_of(plan, layout) is Carrier.PROVIDER for plan in selecting):
+    if any(plan.token_shard or carrier_of(plan, layout) is Carrier.PROVIDER for plan in selecting):
         owners.copy_(_to_device(_owners(split), owners), non_blocking=True)
 
-    def piece(plan: Plan, rows: slice | torch.Tensor, requests: Sequence[int], keep: bool = False) -> Piece:
+    def piece(
+        plan: Plan, rows: slice | torch.Tensor, requests: Sequence[int], given: Dealt | None, keep: bool = False
+    ) -> Piece:
         carrier = carrier_of(plan, layout)
+        if given is not None:
+            assert planner.exchange is not None
+            copied: tuple[Copied, ...] = ()
+            if plan.dequantize_kv:
+                copied = _copied(given.own, common.block_table_tensor, owners, page_size, planner.max_model_len)
+            share = Share(planner.exchange, given.partition)
+            return Piece(plan, carrier, rows, owners[rows], share=share, copied=copied)
         if carrier is Carrier.PROVIDER:
             return Piece(plan, carrier, rows, owners[rows])
         whole = len(requests) == split.num_requests
@@ -176,21 +191,20 @@ def assemble(
             stock = replace(stock, req_id_per_token=stock.req_id_per_token.clone())
         return Piece(plan, carrier, rows, stock=stock)
 
-    first_dense = split.mha_request
-    head = [request for request in split.sparse_requests if request < first_dense]
-    behind = [request for request in split.sparse_requests if request > first_dense]
+    first_dense, head, behind = split.mha_request, split.head_requests, split.tail_requests
     mqa: list[Piece] = []
     tail = None
     # What is built last may use the buffers of vLLM's builder, so that a batch of one part is as vLLM makes it.
     if behind:
         assert split.sparse is not None
-        tail = piece(split.sparse, _rows(split, behind, owners), behind, keep=True)
+        tail = piece(split.sparse, _rows(split, behind, owners), behind, split.tail_dealt, keep=True)
     if head:
         assert split.sparse is not None
         rows = slice(split.step_rows, split.mha_row)
-        mqa.append(piece(split.sparse, rows, head, keep=split.steps is not None))
+        mqa.append(piece(split.sparse, rows, head, split.head_dealt, keep=split.steps is not None))
     if split.steps is not None:
-        mqa.insert(0, piece(split.steps, slice(0, split.step_rows), range(split.num_steps)))
+        steps = range(split.num_steps)
+        mqa.insert(0, piece(split.steps, slice(0, split.step_rows), steps, split.steps_dealt))
     table = common.block_table_tensor
     dense = tuple(_dense_piece(split, part, table, owners, page_size) for part in split.dense)
     prefill = None
@@ -259,19 +273,54 @@ def _dense_piece(
     )
     if not part.has_prefix:
         return piece
-    kv_lens = torch.tensor(part.kv_lens)
-    first = kv_lens.cumsum(0) - kv_lens
-    request = torch.repeat_interleave(torch.tensor(part.requests), kv_lens)
-    position = torch.arange(int(kv_lens.sum())) - torch.repeat_interleave(first, kv_lens)
+    firsts = accumulate(part.kv_lens[:-1], initial=0)
     fresh = torch.cat(
         [
             torch.arange(start + kv_len - q_len, start + kv_len)
-            for start, q_len, kv_len in zip(first.tolist(), part.q_lens, part.kv_lens, strict=True)
+            for start, q_len, kv_len in zip(firsts, part.q_lens, part.kv_lens, strict=True)
         ]
     )
+    slots = _context_slots(part.requests, part.kv_lens, block_table, like, page_size)
+    return replace(piece, slots=slots, fresh=_to_device(fresh, like))
+
+
+def _context_slots(
+    requests: Sequence[int], kv_lens: Sequence[int], block_table: torch.Tensor, like: torch.Tensor, page_size: int
+) -> torch.Tensor:
+    """int64 [context tokens], on `like`'s device: where the first tokens of requests lie in the cache."""
+    lens = torch.tensor(kv_lens)
+    first = lens.cumsum(0) - lens
+    request = torch.repeat_interleave(torch.tensor(requests), lens)
+    position = torch.arange(int(lens.sum())) - torch.repeat_interleave(first, lens)
     request, position = _to_device(request, like), _to_device(position, like)
     pages = block_table[request, position // page_size].long()
-    return replace(piece, slots=pages * page_size + position % page_size, fresh=_to_device(fresh, like))
+    return pages * page_size + position % page_size
+
+
+def _copied(
+    own: Sequence[OwnRows], block_table: torch.Tensor, like: torch.Tensor, page_size: int, most: int
+) -> tuple[Copied, ...]:
+    """Own rows in parts, whose contexts are copied together: no more than so many tokens, or a single request's."""
+    parts: list[list[OwnRows]] = []
+    held = 0
+    for rows in own:
+        if parts and held + rows.context <= most:
+            parts[-1].append(rows)
+            held += rows.context
+        else:
+            parts.append([rows])
+            held = rows.context
+    found: list[Copied] = []
+    first = 0
+    for part in parts:
+        contexts = [rows.context for rows in part]
+        counts = torch.tensor([rows.count for rows in part])
+        begins = torch.tensor(list(accumulate(contexts[:-1], initial=0)), dtype=torch.int32)
+        offsets = _to_device(torch.repeat_interleave(begins, counts), like)
+        slots = _context_slots([rows.request for rows in part], contexts, block_table, like, page_size)
+        found.append(Copied(slice(first, first + len(offsets)), slots, offsets))
+        first += len(offsets)
+    return tuple(found)
 
 
 def _owners(split: Split) -> torch.Tensor:

@@ -57,6 +57,15 @@ def planning() -> Planner | None:
     return _or_stock(lambda found: found.planning())
 
 
+def building() -> Planner | None:
+    """As `planning`, for a layer of the model that is being built.
+
+    Raises:
+        NsaPluginError: (strict) see `_or_stock`.
+    """
+    return _or_stock(lambda found: found.building())
+
+
 def providers() -> Providers:
     found = serving()
     if found is None:
@@ -75,7 +84,8 @@ def impl_class(original: Any) -> Any:
         base = rebased(stock, getattr(backend, "SparseMLAAttentionImpl", None), backend.MLAAttentionImpl)
         return planned_impl(base, planning, providers, lambda: get_forward_context().no_compile_layers)
 
-    return _static(original, planned)
+    # vLLM asks where it builds a layer: whatever fails then fails before the class is chosen.
+    return _static(original, planned, building)
 
 
 def builder_class(original: Any) -> Any:
@@ -88,14 +98,19 @@ def indexer_builder_class(original: Any) -> Any:
     return _static(original, functools.cache(lambda stock: planned_indexer_builder(stock, planning)))
 
 
-def _static(original: Any, planned: Callable[[type], type]) -> Any:
+def _static(original: Any, planned: Callable[[type], type], ask: Callable[[], Planner | None] | None = None) -> Any:
+    """vLLM's static method, with the plugin's class wherever there is a planner.
+
+    Args:
+        ask: gives it; None: `planning`.
+    """
     function = original.__func__
 
     @functools.wraps(function)
     def get_cls() -> type:
         stock: type = function()
         # Without a planner vLLM's class, and not one that does as it does: its layers ask what it derives from.
-        return stock if planning() is None else planned(stock)
+        return stock if (ask or planning)() is None else planned(stock)
 
     return staticmethod(get_cls)
 
@@ -125,9 +140,8 @@ def worker_warm_up(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def around(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(worker, *args, **kwargs)
-        found = serving()
-        if found is not None:
-            found.settle()
+        _or_stock(lambda found: found.settle())
+        if (found := serving()) is not None:
             process().report_gpu(found)
         return result
 

@@ -8,6 +8,9 @@ one leaves out the other never reads (vllm #52512).
 
 `CARRIERS` is all that is known of vLLM's own FlashMLA calls: the plugin has no FlashMLA of its own beside vLLM, and
 lets vLLM's run for the rows of a part whose Plan names it. Everything else a Plan may name is the plugin's provider.
+
+Where a Plan trades heads for tokens, the rows of a part are dealt out here, once for attention and indexer; see
+`gpu_token_shard`.
 """
 
 from __future__ import annotations
@@ -20,9 +23,12 @@ from typing import Any
 
 import torch
 
+from nsa_plugin import sharding
+from nsa_plugin.backends.token_shard import Exchange
+from nsa_plugin.backends.vllm.gpu_token_shard import Dealt, dealt
 from nsa_plugin.capabilities import Capability, Op
 from nsa_plugin.devices import MIB, DeviceProfile
-from nsa_plugin.dispatch import decide, partition
+from nsa_plugin.dispatch import Part, decide, partition
 from nsa_plugin.errors import NoProviderError
 from nsa_plugin.plan import Attention, Plan
 from nsa_plugin.settings import Settings
@@ -74,11 +80,9 @@ def carrier_of(plan: Plan, layout: str) -> Carrier:
 
 
 def runnable(device: DeviceProfile, layout: str, *, prefill: bool) -> DeviceProfile:
-    """The profile without what nobody carries here: FlashMLA calls that vLLM does not make, and token shards."""
+    """The profile without what nobody carries here: FlashMLA calls that vLLM does not make."""
 
     def carried(library: str, capability: Capability) -> bool:
-        if capability.op is Op.TOKEN_SHARD:
-            return False
         shape = _SPARSE.get(capability.op)
         if library != STOCK_LIBRARY or shape is None:
             return True
@@ -120,6 +124,8 @@ class Split:
         sparse: the plan of all prefills that select; None without any.
         sparse_requests: their places, ascending.
         dense: the parts of those that do not.
+        steps_dealt, head_dealt, tail_dealt: whose rows are whose, of the steps, of `head_requests` and of
+            `tail_requests`; None where each rank keeps its heads.
     """
 
     starts: tuple[int, ...]
@@ -130,6 +136,9 @@ class Split:
     sparse: Plan | None
     sparse_requests: tuple[int, ...]
     dense: tuple[DensePart, ...]
+    steps_dealt: Dealt | None = None
+    head_dealt: Dealt | None = None
+    tail_dealt: Dealt | None = None
 
     @property
     def num_requests(self) -> int:
@@ -149,6 +158,16 @@ class Split:
         """The first row of `forward_mha`; every row before it goes to `forward_mqa`."""
         return self.starts[self.mha_request] if self.dense else self.num_rows
 
+    @property
+    def head_requests(self) -> tuple[int, ...]:
+        """The prefills that select and are attended by `forward_mqa`; their rows lie together."""
+        return tuple(request for request in self.sparse_requests if request < self.mha_request)
+
+    @property
+    def tail_requests(self) -> tuple[int, ...]:
+        """The prefills that select and lie behind the first dense one."""
+        return tuple(request for request in self.sparse_requests if request > self.mha_request)
+
 
 @dataclass
 class Planner:
@@ -165,6 +184,9 @@ class Planner:
         request_ids: ids of the running batch's requests, for the trace.
         free_memory: reads the device's free bytes at the next prefill, and is forgotten then: a reading may wait for
             the device. Set again, it is read again.
+        exchange: of heads for tokens; None where no batch trades them (`trade`).
+        no_exchange: why there is none; "" where there may be.
+        exchange_rows: query rows of a batch that heads are traded for at most.
         current: the last batch that was split, for the indexer's hooks that see no batch of their own.
     """
 
@@ -178,6 +200,9 @@ class Planner:
     count: Callable[[Plan], None] | None = None
     request_ids: Callable[[], Sequence[str]] = tuple
     free_memory: Callable[[], int] | None = None
+    exchange: Exchange | None = None
+    no_exchange: str = "this worker has no exchange"
+    exchange_rows: int = 0
     current: Split | None = None
     _steps: dict[tuple[Phase, int, int], Plan] = field(default_factory=dict)
     _seen: tuple[torch.Tensor, tuple[Any, ...]] | None = None
@@ -191,6 +216,22 @@ class Planner:
     def logits_budget(self) -> int:
         """Bytes that the indexer's float32 logits may take at once."""
         return min(self.settings.logits_budget_mb * MIB, self.prefill_device.memory_free // 4)
+
+    def trade(self, exchange: Exchange | None, keeps: str) -> None:
+        """What came of the exchange of heads for tokens, before any batch.
+
+        With one, every rank has to call this: ranks that trade have to plan alike, and a plan may turn on what is free.
+
+        Args:
+            keeps: why there is none.
+        """
+        self.exchange, self.no_exchange = exchange, keeps
+        self._steps.clear()
+        if exchange is not None:
+            self.exchange_rows = exchange.shard.max_tokens
+            free = exchange.least(self.device.memory_free)
+            self.prefill_device = replace(self.prefill_device, memory_free=free)
+            self.step_device = replace(self.step_device, memory_free=free)
 
     def split(self, common: Any) -> Split:
         """The parts of a batch, from vLLM's CommonAttentionMetadata; the same for every builder that asks.
@@ -223,22 +264,64 @@ class Planner:
         rows = q_lens[num_steps:]
         if any(rows):
             self._read_free_memory()
-            for part in partition(
-                self.model,
-                rows,
-                kv_lens,
-                Phase.EXTEND,
-                self.prefill_device,
-                self.settings,
-                attention_workspace_tokens=self.workspace_tokens,
-            ):
+            for part in self._parts(rows, kv_lens, self.workspace_tokens):
                 requests = tuple(num_steps + request for request in part.requests)
                 if part.plan.attention is Attention.MHA_ONE_SHOT:
                     q, kv = (tuple(lens[request] for request in part.requests) for lens in (rows, kv_lens))
                     dense.append(DensePart(part.plan, requests, q, kv))
                 elif part.plan.attention is not Attention.NONE:
                     sparse, sparse_requests = part.plan, requests
-        return Split(starts, num_rows, num_steps, step_rows, steps, sparse, sparse_requests, tuple(dense))
+        split = Split(starts, num_rows, num_steps, step_rows, steps, sparse, sparse_requests, tuple(dense))
+        return split if self.exchange is None else self._dealt_out(split, q_lens, kv_lens, self.exchange)
+
+    def _parts(self, q_lens: list[int], kv_lens: list[int], workspace_tokens: int = 0) -> tuple[Part, ...]:
+        """The parts of a prefill."""
+        keeps = self._keeps_heads(sum(q_lens))
+        device, settings = self.prefill_device, self._settings(keeps)
+        parts = partition(
+            self.model, q_lens, kv_lens, Phase.EXTEND, device, settings, attention_workspace_tokens=workspace_tokens
+        )
+        return tuple(replace(part, plan=self._saying(part.plan, keeps)) for part in parts)
+
+    def _keeps_heads(self, rows: int) -> str:
+        """Why a batch's ranks do not trade heads for tokens, whatever else speaks for it; "" if they may."""
+        if self.no_exchange:
+            return self.no_exchange
+        if rows > self.exchange_rows:
+            return f"{rows} query rows exceed the {self.exchange_rows} that the exchange's buffers hold"
+        return ""
+
+    def _settings(self, keeps: str) -> Settings:
+        return replace(self.settings, token_shard="off") if keeps else self.settings
+
+    def _saying(self, plan: Plan, keeps: str) -> Plan:
+        """A plan that was made with `_settings`, with the reason for it."""
+        selects = plan.attention in (Attention.SPARSE_PREFILL, Attention.SPARSE_DECODE)
+        if not keeps or not selects or self.settings.token_shard == "off":
+            return plan
+        return replace(plan, reasons={**plan.reasons, "token_shard": keeps})
+
+    def _dealt_out(self, split: Split, q_lens: list[int], kv_lens: list[int], exchange: Exchange) -> Split:
+        """The split with the rows of its parts that trade dealt out: the same on every rank.
+
+        Args:
+            q_lens: of every request. kv_lens: of those that are no steps.
+        """
+        if split.steps is not None and split.steps.token_shard:
+            split = replace(split, steps_dealt=Dealt(sharding.step_shares(self.model, split.step_rows)))
+        if split.sparse is None or not split.sparse.token_shard:
+            return split
+        found: list[Dealt | None] = []
+        for requests in (split.head_requests, split.tail_requests):
+            if not requests:
+                found.append(None)
+                continue
+            q = [q_lens[request] for request in requests]
+            kv = [kv_lens[request - split.num_steps] for request in requests]
+            shard = exchange.shard
+            shares = sharding.shares(self.model, self.prefill_device, split.sparse, q, kv, shard.max_rows)
+            found.append(dealt(shares, shard.rank, requests, q, kv))
+        return replace(split, head_dealt=found[0], tail_dealt=found[1])
 
     def step_plan(self, requests: int, rows: int, rows_each: int) -> Plan:
         """The plan of a decode or verify step: the same whenever the phase, the requests and the rows are."""
@@ -256,12 +339,14 @@ class Planner:
                 has_prefix=True,
                 cuda_graph=True,
             )
-            self._steps[key] = decide(self.model, shape, self.step_device, self.settings)
+            keeps = self._keeps_heads(rows)
+            plan = decide(self.model, shape, self.step_device, self._settings(keeps))
+            self._steps[key] = self._saying(plan, keeps)
         return self._steps[key]
 
     def prefill_plan(self, rows: int, context: int) -> Plan:
         """The plan of a prefill of one request that does not come to be: nothing is recorded."""
-        (part,) = partition(self.model, [rows], [context], Phase.EXTEND, self.prefill_device, self.settings)
+        (part,) = self._parts([rows], [context])
         return part.plan
 
     def _read_free_memory(self) -> None:

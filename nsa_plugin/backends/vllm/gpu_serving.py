@@ -9,19 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 
+from nsa_plugin import sharding
 from nsa_plugin.backends.providers import Providers
+from nsa_plugin.backends.token_shard import Exchange
 from nsa_plugin.backends.vllm.gpu_routes import Carrier, Planner, carrier_of
+from nsa_plugin.backends.vllm.gpu_token_shard import max_tokens, open_exchange
 from nsa_plugin.backends.vllm.model import GPU_LAYOUTS, model_shape, refuse_on_gpu, step_tokens
 from nsa_plugin.backends.vllm.serving import Serving
 from nsa_plugin.backends.warm import warm, warm_selection
 from nsa_plugin.devices import DeviceProfile, probe
 from nsa_plugin.dispatch import validate
-from nsa_plugin.errors import NsaPluginError
+from nsa_plugin.errors import NsaPluginError, SettingsError
 from nsa_plugin.patches.ledger import PatchStatus
 from nsa_plugin.plan import Attention, IndexerMode, Plan
 
@@ -49,7 +52,12 @@ class GpuServing(Serving):
         device_profile: what the machine has; asked once the GPU is chosen.
         first: whether this is the rank that speaks for its engine.
         chose: whether the attention backend is the plugin's choice.
+        place: the worker's device, once it is about to load its model.
+        opened: whether the exchange of heads for tokens was asked for.
     """
+
+    backend: ClassVar[str] = BACKEND
+    """vLLM's backend whose layers attend by plans."""
 
     vllm_config: Any
     statuses: Sequence[PatchStatus] = ()
@@ -59,6 +67,8 @@ class GpuServing(Serving):
     providers: Providers | None = None
     planner: Planner | None = None
     warmed: bool = False
+    place: torch.device | None = None
+    opened: bool = False
 
     def enter(self, worker: Any) -> None:
         super().enter(worker)
@@ -100,6 +110,22 @@ class GpuServing(Serving):
         assert self.providers is not None
         return self.providers
 
+    def building(self) -> Planner:
+        """The planner for a layer of the model that is being built; with the first, the exchange of heads for tokens.
+
+        Here and not before, so that vLLM, which measures what building the model takes, counts the buffers.
+
+        Raises:
+            SettingsError, PatchError, MismatchError, NoProviderError: see `open_exchange`.
+        """
+        planner = self.planning()
+        if not self.opened and self.place is not None:
+            settings = self.resolved.settings
+            found = open_exchange(self.vllm_config, planner.model, planner.device, settings, self.place)
+            planner.trade(*found)
+            self.opened = True
+        return planner
+
     def prepare(self, device: torch.device) -> None:
         """The worker has chosen its GPU and is about to load its model.
 
@@ -107,6 +133,7 @@ class GpuServing(Serving):
             ShapeError, SettingsError, NoProviderError: see `planning` and `warm`; nothing is changed then.
         """
         planner = self.planning()
+        self.place = device
         self.warm(device)
         attention = self.vllm_config.attention_config
         if attention.backend is None and planner.device.sm in BACKEND_SMS:
@@ -121,17 +148,33 @@ class GpuServing(Serving):
         Raises:
             NoProviderError: one does not run here; says which and why.
         """
-        if self.warmed:
-            return
+        if not self.warmed:
+            self.run_kernels(device)
+            warm_selection(self.loaded(), self.planning().model, device)
+            self.warmed = True
+
+    def run_kernels(self, device: torch.device) -> None:
+        """Run the attention kernels of the plugin's that batches may take; see `warm`."""
         planner, providers = self.planning(), self.loaded()
         warm(own_kernels(planner), providers, planner.model, device)
-        warm_selection(providers, planner.model, device)
-        self.warmed = True
+        if not sharding.never(planner.model, planner.device, self.resolved.settings):
+            trading = replace(planner, no_exchange="", exchange_rows=max_tokens(self.vllm_config), _steps={})
+            all_heads = replace(planner.model, attn_tp_size=1)
+            warm(own_kernels(trading, sharded=True), providers, all_heads, device)
 
     def settle(self) -> None:
-        """vLLM has allocated its cache and captured its graphs: what is free from now on is what batches have."""
-        if self.planner is not None:
-            self.planner.free_memory = free_device_memory
+        """vLLM has allocated its cache and captured its graphs: what is free from now on is what batches have.
+
+        Raises:
+            SettingsError: token_shard is on, and no layer has asked for the exchange.
+        """
+        if self.planner is None:
+            return
+        if self.resolved.settings.token_shard == "on" and self.planner.exchange is None:
+            raise SettingsError(
+                f"token_shard is on and cannot work here: no layer attends by vLLM's {BACKEND}; allowed here: auto, off"
+            )
+        self.planner.free_memory = free_memory_of(self.planner.exchange)
 
     def layers(self) -> tuple[int, set[str]]:
         """How many layers of the model attend by plans, and the names of the other sparse ones' backends."""
@@ -163,21 +206,31 @@ class GpuServing(Serving):
         planned, _ = self.layers()
         model, longest = planner.model, planner.max_model_len
         found = {
-            "model": f"index_topk {model.index_topk}, {model.heads_per_rank} heads a rank of {model.num_heads}, "
-            f"KV cache {model.kv_layout}",
+            "model": f"DeepSeek-{model.family.upper()}, index_topk {model.index_topk}, {model.heads_per_rank} heads a "
+            f"rank of {model.num_heads}, KV cache {model.kv_layout}",
             "device": planner.device.describe(),
-            "attention": f"{planned} layers on vLLM's {BACKEND}" + (", the plugin's choice" if self.chose else ""),
+            "attention": f"{planned} layers on vLLM's {self.backend}" + (", the plugin's choice" if self.chose else ""),
         }
         if not planned:
             return found
         for rows, context in ((SHORT, SHORT), (LONG, CONTEXT)):
             rows, context = min(rows, longest), min(context, longest)
-            plan = planner.prefill_plan(rows, context)
-            found[f"prefill, {rows} of {context} tokens"] = in_words(plan, model.kv_layout)
+            found[f"prefill, {rows} of {context} tokens"] = self.in_words(planner.prefill_plan(rows, context))
         for requests in (1, MANY):
             plan = planner.step_plan(requests, requests * planner.step_tokens, planner.step_tokens)
-            found[f"{plan.phase}, {requests} request{'s' if requests > 1 else ''}"] = in_words(plan, model.kv_layout)
+            found[f"{plan.phase}, {requests} request{'s' if requests > 1 else ''}"] = self.in_words(plan)
         return found
+
+    def in_words(self, plan: Plan) -> str:
+        """A plan and the reason for it, in a line."""
+        if plan.attention is Attention.MHA_ONE_SHOT:
+            return f"{plan.attention} by {plan.provider}; {plan.reasons['attention']}"
+        own = carrier_of(plan, self.planning().model.kv_layout) is Carrier.PROVIDER
+        text = f"{plan.attention} by {plan.provider}" + (" after dequantisation" if plan.dequantize_kv else "")
+        text += ("" if own else ", vLLM's own call") + f"; {plan.reasons['provider']}"
+        if plan.indexer.mode is IndexerMode.TOPK:
+            text += f"; logits of {plan.indexer.rows_per_chunk} rows at once"
+        return text + f"; heads {'' if plan.token_shard else 'not '}traded for tokens: {plan.reasons['token_shard']}"
 
 
 def dense_workspace_tokens(vllm_config: Any) -> int:
@@ -193,8 +246,22 @@ def free_device_memory() -> int:
     return int(torch.cuda.mem_get_info()[0]) + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
 
 
-def own_kernels(planner: Planner) -> set[tuple[str, str]]:
-    """(op, provider) of every sparse kernel of the plugin's that batches of some size take."""
+def free_memory_of(exchange: Exchange | None) -> Callable[[], int]:
+    """What reads the free memory that plans are made from: with an exchange, the least of its ranks.
+
+    Ranks that exchange have to plan alike, and a plan may turn on it.
+    """
+    if exchange is None:
+        return free_device_memory
+    return lambda: exchange.least(free_device_memory())
+
+
+def own_kernels(planner: Planner, *, sharded: bool = False) -> set[tuple[str, str]]:
+    """(op, provider) of every sparse kernel of the plugin's that batches of some size take.
+
+    Args:
+        sharded: of the batches whose ranks trade heads for tokens, which have all heads; else of the others.
+    """
     plans: list[Plan] = []
     for rows in ROWS:
         with suppress(NsaPluginError):  # a size that nothing carries, and that need never come
@@ -207,17 +274,5 @@ def own_kernels(planner: Planner) -> set[tuple[str, str]]:
     return {
         (ops[plan.attention], plan.provider)
         for plan in plans
-        if plan.attention in ops and carrier_of(plan, layout) is Carrier.PROVIDER
+        if plan.attention in ops and plan.token_shard == sharded and carrier_of(plan, layout) is Carrier.PROVIDER
     }
-
-
-def in_words(plan: Plan, layout: str) -> str:
-    """A plan and the reason for it, in a line."""
-    if plan.attention is Attention.MHA_ONE_SHOT:
-        return f"{plan.attention} by {plan.provider}; {plan.reasons['attention']}"
-    own = carrier_of(plan, layout) is Carrier.PROVIDER
-    text = f"{plan.attention} by {plan.provider}" + (" after dequantisation" if plan.dequantize_kv else "")
-    text += ("" if own else ", vLLM's own call") + f"; {plan.reasons['provider']}"
-    if plan.indexer.mode is IndexerMode.TOPK:
-        text += f"; logits of {plan.indexer.rows_per_chunk} rows at once"
-    return text

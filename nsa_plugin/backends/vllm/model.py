@@ -22,12 +22,57 @@ GPU_LAYOUTS = {
     "fp8": "v32_fp8",
     "fp8_e4m3": "v32_fp8",
 }
+V4_LAYOUTS = dict.fromkeys(("auto", "fp8", "fp8_e4m3", "fp8_ds_mla"), "v4_fp8")
+"""Of DeepSeek-V4 on a GPU: vLLM's FlashMLA layers have no other cache."""
+
 _CONTEXT_PARALLEL = ("decode_context_parallel_size", "prefill_context_parallel_size")
+
+SERVED_FAMILIES = ("v3.2",)
+"""The model families that the plugin serves with vLLM on a GPU: those that have run on one with a real vLLM."""
+
+V4_ARCHITECTURES = ("DeepseekV4ForCausalLM",)
+V4_RATIOS = frozenset({0, 1, 4, 128})
+V4_ROW = 512
+"""Values of a cache row of V4, and of a query."""
 
 
 def is_sparse(vllm_config: Any) -> bool:
     model_config = vllm_config.model_config
     return model_config is not None and hasattr(model_config.hf_text_config, "index_topk")
+
+
+def family_of(vllm_config: Any) -> str:
+    """The family of a model with sparse attention, one of `shapes.FAMILIES`."""
+    named = any("V4" in name for name in _architectures(vllm_config))
+    ratios = getattr(vllm_config.model_config.hf_text_config, "compress_ratios", None)
+    return "v4" if named or ratios is not None else "v3.2"
+
+
+def _architectures(vllm_config: Any) -> list[str]:
+    return getattr(vllm_config.model_config.hf_config, "architectures", None) or []
+
+
+def v4_shape(vllm_config: Any) -> ModelShape:
+    """A DeepSeek-V4 model as one rank of the tensor-parallel group sees it.
+
+    Raises:
+        ShapeError: the cache's format is none that the plugin reads.
+    """
+    config = vllm_config.model_config.hf_text_config
+    return ModelShape(
+        family="v4",
+        num_heads=config.num_attention_heads,
+        attn_tp_size=vllm_config.parallel_config.tensor_parallel_size,
+        kv_lora_rank=V4_ROW,
+        qk_nope_head_dim=V4_ROW - config.qk_rope_head_dim,
+        qk_rope_head_dim=config.qk_rope_head_dim,
+        v_head_dim=V4_ROW,
+        index_topk=config.index_topk,
+        index_n_heads=config.index_n_heads,
+        index_head_dim=config.index_head_dim,
+        kv_layout=_layout(vllm_config, V4_LAYOUTS),
+        sliding_window=config.sliding_window,
+    )
 
 
 def model_shape(vllm_config: Any, layouts: Mapping[str, str]) -> ModelShape:
@@ -39,16 +84,20 @@ def model_shape(vllm_config: Any, layouts: Mapping[str, str]) -> ModelShape:
     Raises:
         ShapeError: the cache's format is none that the plugin reads.
     """
+    return ModelShape.from_config(
+        vllm_config.model_config.hf_text_config,
+        attn_tp_size=vllm_config.parallel_config.tensor_parallel_size,
+        kv_layout=_layout(vllm_config, layouts),
+    )
+
+
+def _layout(vllm_config: Any, layouts: Mapping[str, str]) -> str:
     cache_dtype = str(vllm_config.cache_config.cache_dtype)
     if cache_dtype not in layouts:
         raise ShapeError(
             f"--kv-cache-dtype is {cache_dtype}; nsa-plugin reads {', '.join(sorted(layouts))} here. {TURN_OFF}"
         )
-    return ModelShape.from_config(
-        vllm_config.model_config.hf_text_config,
-        attn_tp_size=vllm_config.parallel_config.tensor_parallel_size,
-        kv_layout=layouts[cache_dtype],
-    )
+    return layouts[cache_dtype]
 
 
 def step_tokens(vllm_config: Any) -> int:
@@ -63,6 +112,8 @@ def refuse_on_cpu(vllm_config: Any) -> None:
     Raises:
         SettingsError: names the flag.
     """
+    if family_of(vllm_config) == "v4":
+        raise SettingsError(f"nsa-plugin has no DeepSeek-V4 for vLLM on a CPU. {TURN_OFF}")
     if vllm_config.speculative_config is not None:
         raise SettingsError(
             f"nsa-plugin does not carry speculative decoding on a CPU: drop --speculative-config. {TURN_OFF}"
@@ -84,9 +135,13 @@ def refuse_on_gpu(vllm_config: Any) -> None:
         SettingsError: names the flag.
         ShapeError: see `model_shape`.
     """
-    architectures: list[str] = getattr(vllm_config.model_config.hf_config, "architectures", None) or []
-    if others := [name for name in architectures if "V4" in name]:
-        raise SettingsError(f"nsa-plugin serves DeepSeek-V3.2's attention here, not {others[0]}'s. {TURN_OFF}")
+    family = family_of(vllm_config)
+    if family not in SERVED_FAMILIES:
+        model = (_architectures(vllm_config) or ["the model"])[0]
+        raise SettingsError(
+            f"{model} is a DeepSeek-{family.upper()} model, which has not been run on a GPU with a real vLLM in this "
+            f"release of nsa-plugin: there it serves DeepSeek-{', '.join(SERVED_FAMILIES).upper()}. {TURN_OFF}"
+        )
     parallel = vllm_config.parallel_config
     for name in _CONTEXT_PARALLEL:
         if getattr(parallel, name, 1) > 1:
@@ -96,4 +151,25 @@ def refuse_on_gpu(vllm_config: Any) -> None:
     for name, what in (("use_fp4_indexer_cache", "an fp4 indexer cache"), ("hisparse_config", "hisparse")):
         if getattr(attention, name, None):
             raise SettingsError(f"nsa-plugin does not carry {what}. {TURN_OFF}")
-    model_shape(vllm_config, GPU_LAYOUTS)
+    if family == "v4":
+        _refuse_v4(vllm_config)
+    else:
+        model_shape(vllm_config, GPU_LAYOUTS)
+
+
+def _refuse_v4(vllm_config: Any) -> None:
+    """As `refuse_on_gpu`, for what only DeepSeek-V4 has."""
+    architectures, config = _architectures(vllm_config), vllm_config.model_config.hf_text_config
+    if others := [name for name in architectures if name not in V4_ARCHITECTURES]:
+        raise SettingsError(f"nsa-plugin carries {', '.join(V4_ARCHITECTURES)} here, not {others[0]}. {TURN_OFF}")
+    ratios = set(getattr(config, "compress_ratios", None) or ())
+    if unknown := ratios - V4_RATIOS:
+        raise SettingsError(
+            f"compress_ratios of the model has {', '.join(map(str, sorted(unknown)))}; nsa-plugin knows "
+            f"{', '.join(map(str, sorted(V4_RATIOS)))}. {TURN_OFF}"
+        )
+    if config.head_dim != V4_ROW:
+        raise SettingsError(f"head_dim of the model is {config.head_dim}; nsa-plugin knows {V4_ROW}. {TURN_OFF}")
+    if getattr(vllm_config.speculative_config, "parallel_drafting", False):
+        raise SettingsError(f"nsa-plugin does not carry parallel drafting with DeepSeek-V4. {TURN_OFF}")
+    v4_shape(vllm_config)

@@ -1,0 +1,240 @@
+"""A DeepSeek-V4 layer's attention under Plans: in front of vLLM's own `_forward_prefill` and `_forward_decode`.
+
+vLLM's layer (its implementation class in 0.22) splits a batch in two and calls one of them for each part, by keyword
+and with the same arguments in every version since 0.20. For the prefills' rows
+
+    bf16 rows       vLLM's own function runs
+    direct          the plugin's kernel, straight from the window's and the compressed cache, for the rank's own heads
+    decode kernel   FlashMLA's decode kernel by vLLM's function, with slots of both caches
+
+For steps the plugin's kernel where the plan names one, else vLLM's own function. Queries and output have heads that
+vLLM added to the rank's own, behind them; it reads none of their output, and the plugin's kernels leave them out.
+A batch without a plan is vLLM's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from nsa_plugin.backends.fault import shifted
+from nsa_plugin.backends.v4 import DECODE_KERNEL, DIRECT, ROWS
+from nsa_plugin.backends.vllm.v4_batch import ATTRIBUTE, Named, V4Batch
+from nsa_plugin.backends.vllm.v4_routes import OPS, carrier_of
+from nsa_plugin.errors import PatchError
+from nsa_plugin.kernels.kv_cache import PagedCache, open_cache
+from nsa_plugin.layouts import V4_FP8
+from nsa_plugin.patches.ledger import TURN_OFF
+from nsa_plugin.plan import Plan
+
+D_V = 512
+
+Given = Mapping[str, Any]
+Kernel = Callable[..., Any]
+
+
+def prefill(original: Any, kernel: Callable[[], tuple[Kernel, Kernel]]) -> Any:
+    """For `_forward_prefill`.
+
+    Args:
+        original: vLLM's function, or classmethod (0.22).
+        kernel: gives vLLM's `flash_mla_with_kvcache` and `get_mla_metadata`.
+    """
+
+    def around(layer: Any, batch: V4Batch, given: Given, engines: Callable[[], None]) -> None:
+        plan = batch.prefill
+        if plan is None:
+            return engines()
+        carrier = carrier_of(plan)
+        if carrier == ROWS:
+            return _over_rows(layer, batch, given, engines)
+        caches = _caches(layer, given["swa_k_cache"], given["compressed_k_cache"], given["attn_metadata"])
+        rows = batch.num_prefill_rows
+        q, out = given["q"][:rows], given["output"][:rows]
+        window, extra = _as_asked(batch, batch.window(), _selected(layer, batch, given, caches[1]))
+        if carrier == DECODE_KERNEL:
+            _by_decode_kernel(layer, batch, kernel(), q, caches, window, extra, out)
+        else:
+            _direct(layer, batch, plan, q, caches, window, extra, out)
+        return None
+
+    return _in_front(original, around)
+
+
+def decode(original: Any) -> Any:
+    """For `_forward_decode`, vLLM's function or classmethod."""
+
+    def around(layer: Any, batch: V4Batch, given: Given, engines: Callable[[], None]) -> None:
+        plan = batch.steps
+        if plan is None or carrier_of(plan) != DIRECT:
+            return engines()
+        metadata, rows = batch.metadata, int(batch.metadata.num_decode_tokens)
+        caches = _caches(layer, layer.swa_cache_layer.kv_cache, given["kv_cache"], given["attn_metadata"])
+        window = Named(metadata.decode_swa_indices[:rows].flatten(1), metadata.decode_swa_lens[:rows])
+        extra = None
+        if caches[1] is not None and layer.compress_ratio == 4:
+            transform = batch.providers.helper("index_transform_paged")
+            chosen, table = layer.topk_indices_buffer[:rows], given["attn_metadata"].block_table
+            page_size, owners = caches[1].page_size, batch.step_owners()
+            extra = Named(transform(chosen, table, page_size=page_size, row_to_request=owners), None)
+        elif caches[1] is not None:
+            named = given["attn_metadata"]
+            slots = named.c128a_global_decode_topk_indices[:rows].flatten(1)
+            extra = Named(slots, named.c128a_decode_topk_lens[:rows])
+        window, extra = _as_asked(batch, window, extra)
+        _direct(layer, batch, plan, given["q"][:rows], caches, window, extra, given["output"][:rows])
+        return None
+
+    return _in_front(original, around)
+
+
+def _in_front(original: Any, around: Callable[[Any, V4Batch, Given, Callable[[], None]], None]) -> Any:
+    """A function or classmethod like `original`, that hands batches under plans to `around`."""
+    of_class = isinstance(original, classmethod)
+    function = original.__func__ if of_class else original
+    signature = inspect.signature(function)
+    names = list(signature.parameters)
+
+    @functools.wraps(function)
+    def attend(*args: Any, **kwargs: Any) -> None:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        batch: V4Batch | None = getattr(given["swa_metadata"], ATTRIBUTE, None)
+        if batch is None:
+            return function(*args, **kwargs)  # type: ignore[no-any-return]
+        layer = given["layer"] if of_class else given[names[0]]
+        return around(layer, batch, given, lambda: function(*args, **kwargs))
+
+    return classmethod(attend) if of_class else attend
+
+
+def _caches(layer: Any, window: torch.Tensor, extra: torch.Tensor | None, named: Any) -> tuple[PagedCache, Any]:
+    """The layer's window cache and its compressed one, None without.
+
+    Raises:
+        PatchError: the compressed cache's pages are not as vLLM's block table counts them.
+    """
+    own = open_cache(window, V4_FP8)
+    if layer.compress_ratio <= 1 or extra is None or named is None:
+        return own, None
+    second = open_cache(extra, V4_FP8)
+    if int(named.block_size) // layer.compress_ratio != second.page_size:
+        raise PatchError(
+            f"vLLM's cache of compress ratio {layer.compress_ratio} has {second.page_size} entries a page; its blocks "
+            f"of {named.block_size} tokens would have {int(named.block_size) // layer.compress_ratio}. {TURN_OFF}"
+        )
+    return own, second
+
+
+def _selected(layer: Any, batch: V4Batch, given: Given, cache: PagedCache | None) -> Named | None:
+    """The compressed keys of the prefills' rows; None without a compressed cache."""
+    if cache is None:
+        return None
+    ratio, named = int(layer.compress_ratio), given["attn_metadata"]
+    lengths = batch.lengths(ratio, given["positions"])
+    if ratio == 4:
+        chosen = layer.topk_indices_buffer[batch.prefill_rows]
+    else:
+        chosen = named.c128a_prefill_topk_indices[: len(lengths)]
+    slots = batch.slots(ratio, chosen, named.block_table, cache.page_size, lengths)
+    return Named(slots, lengths.clamp(max=slots.shape[1]))
+
+
+def _direct(
+    layer: Any,
+    batch: V4Batch,
+    plan: Plan,
+    q: torch.Tensor,
+    caches: tuple[PagedCache, PagedCache | None],
+    window: Named,
+    extra: Named | None,
+    out: torch.Tensor,
+) -> None:
+    """Write the attention of q [rows, heads, 512] into `out`, heads that vLLM added left alone."""
+    heads, op = _own_heads(layer), OPS[plan.attention]
+    kernel = batch.providers.load(op, plan.provider, heads=heads)
+    by_sequence = op == "sparse_mla_decode"
+
+    def shaped(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.unsqueeze(1) if by_sequence else tensor
+
+    arguments: dict[str, Any] = {"scale": layer.scale, "d_v": D_V, "attn_sink": layer.attn_sink[:heads]}
+    if extra is not None:
+        arguments |= {"extra_cache" if by_sequence else "extra_kv": caches[1], "extra_topk_length": extra.lengths}
+        arguments["extra_indices"] = shaped(extra.slots)
+    into = shaped(out[:, :heads])
+    kernel(shaped(q[:, :heads]), caches[0], shaped(window.slots), topk_length=window.lengths, out=into, **arguments)
+
+
+def _by_decode_kernel(
+    layer: Any,
+    batch: V4Batch,
+    kernel: tuple[Kernel, Kernel],
+    q: torch.Tensor,
+    caches: tuple[PagedCache, PagedCache | None],
+    window: Named,
+    extra: Named | None,
+    out: torch.Tensor,
+) -> None:
+    """FlashMLA's decode kernel, with the arguments of vLLM's own call for decodes."""
+    attend, schedule = kernel
+    ratio = int(layer.compress_ratio)
+    if ratio not in batch.schedules:
+        # Filled by the first layer of the ratio; the lengths of the others are the same.
+        batch.schedules[ratio] = schedule()[0]
+    second = caches[1]
+    attend(
+        q=q.unsqueeze(1),
+        k_cache=caches[0].as_records(),
+        block_table=None,
+        head_dim_v=D_V,
+        tile_scheduler_metadata=batch.schedules[ratio],
+        cache_seqlens=None,
+        is_fp8_kvcache=True,
+        indices=window.slots.unsqueeze(1),
+        topk_length=window.lengths,
+        softmax_scale=layer.scale,
+        attn_sink=layer.attn_sink,
+        extra_k_cache=None if second is None else second.as_records(),
+        extra_indices_in_kvcache=None if extra is None else extra.slots.unsqueeze(1),
+        extra_topk_length=None if extra is None else extra.lengths,
+        out=out.unsqueeze(1),
+    )
+
+
+def _over_rows(layer: Any, batch: V4Batch, given: Given, engines: Callable[[], None]) -> None:
+    """vLLM's own route; where a fault is asked for, with other compressed keys than were selected."""
+    if not _faulty(batch):
+        return engines()
+    named, chosen = given["attn_metadata"], layer.topk_indices_buffer
+    all_of_them = getattr(named, "c128a_prefill_topk_indices", None)
+    layer.topk_indices_buffer = None if chosen is None else shifted(chosen)
+    if all_of_them is not None:
+        named.c128a_prefill_topk_indices = shifted(all_of_them)
+    try:
+        return engines()
+    finally:
+        layer.topk_indices_buffer = chosen
+        if all_of_them is not None:
+            named.c128a_prefill_topk_indices = all_of_them
+
+
+def _as_asked(batch: V4Batch, window: Named, extra: Named | None) -> tuple[Named, Named | None]:
+    """What each row names; where a fault is asked for, other slots."""
+    if not _faulty(batch):
+        return window, extra
+    wrong = None if extra is None else Named(shifted(extra.slots), extra.lengths)
+    return Named(shifted(window.slots), window.lengths), wrong
+
+
+def _own_heads(layer: Any) -> int:
+    """Heads of the rank; vLLM's queries may have more."""
+    heads = getattr(layer, "n_local_heads", None)  # num_heads before 0.23
+    return int(layer.num_heads if heads is None else heads)
+
+
+def _faulty(batch: V4Batch) -> bool:
+    return bool(batch.planner.settings.fault == "shift_indices")

@@ -1,0 +1,157 @@
+"""Heads for tokens under vLLM on a GPU, on real process groups (`vllm_shard_bodies`), and what needs one rank alone."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nsa_plugin import sharding
+from nsa_plugin.backends.vllm import gpu_token_shard
+from nsa_plugin.backends.vllm.gpu_indexer import own_rows, runs
+from nsa_plugin.backends.vllm.gpu_token_shard import OwnRows, _flat_rows, dealt, impossible
+from nsa_plugin.dispatch import validate
+from nsa_plugin.errors import NsaPluginError, PatchError, SettingsError
+from nsa_plugin.kernels.kv_cache import open_cache
+from nsa_plugin.parallel.partition import Partition, by_count
+from nsa_plugin.settings import Settings
+from tests.backends import vllm_shard_bodies
+from tests.backends.vllm_fakes import TRITON, planner
+from tests.backends.vllm_shard_bodies import WAYS, planner_of
+from tests.parallel.ranks import on_ranks
+
+
+@pytest.mark.parametrize("way", range(len(WAYS)))
+def test_two_ranks_get_what_they_get_without_the_trade_bit_for_bit(way: int, tmp_path: Path):
+    on_ranks(2, vllm_shard_bodies.batches_on_ranks, tmp_path, way)
+
+
+@pytest.mark.parametrize("way", [1, 3, 4])
+def test_four_ranks_get_what_they_get_without_the_trade_bit_for_bit(way: int, tmp_path: Path):
+    on_ranks(4, vllm_shard_bodies.batches_on_ranks, tmp_path, way)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_start_up_capture_and_controls(ranks: int, tmp_path: Path):
+    on_ranks(ranks, vllm_shard_bodies.others_on_ranks, tmp_path)
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharding, "TOKEN_SHARD_SERVED", True)
+
+
+def test_a_planner_without_an_exchange_keeps_the_heads_and_says_so(served: None):
+    made = planner_of(WAYS[0], 2, on=True)
+    for plan in (made.step_plan(64, 64, 1), made.prefill_plan(60, 90)):
+        assert not plan.token_shard
+        assert plan.reasons["token_shard"] == "this worker has no exchange"
+    assert made.prefill_plan(20, 20).reasons["token_shard"] == "dense attention pads no heads"
+    made.trade(None, "batches are split in two")
+    assert made.step_plan(64, 64, 1).reasons["token_shard"] == "batches are split in two"
+
+
+def test_as_released_the_gate_is_the_reason_and_on_is_an_error(monkeypatch: pytest.MonkeyPatch):
+    """And no group is asked for: vLLM's is not there."""
+    monkeypatch.setattr(sharding, "TOKEN_SHARD_SERVED", False)
+    made = planner_of(WAYS[0], 2, on=True)
+    with pytest.raises(SettingsError, match="has not been run on GPUs with this release"):
+        validate(made.model, made.step_device, made.settings)
+    found = gpu_token_shard.open_exchange(config(), made.model, made.device, Settings(), torch.device("cpu"))
+    assert found == (None, "trading heads for tokens has not been run on GPUs with this release")
+    made.trade(*found)
+    assert made.step_plan(64, 64, 1).reasons["token_shard"] == found[1]
+
+
+def config(speculative: Any = None, **parallel: Any) -> Any:
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(**({"tensor_parallel_size": 2} | parallel)),
+        speculative_config=speculative,
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=64),
+    )
+
+
+def draft(ranks: int | None, shared: bool) -> Any:
+    hf_config = SimpleNamespace(index_share_for_mtp_iteration=shared)
+    return SimpleNamespace(draft_tensor_parallel_size=ranks, draft_model_config=SimpleNamespace(hf_config=hf_config))
+
+
+@pytest.mark.parametrize(
+    ("vllm_config", "why"),
+    [
+        (config(), None),
+        (config(enable_dbo=False, ubatch_size=0), None),
+        (config(enable_dbo=True), "two are attended at once"),
+        (config(ubatch_size=2), "two are attended at once"),
+        (config(draft(None, False)), None),
+        (config(draft(2, False)), None),
+        (config(SimpleNamespace()), None),
+        (config(draft(1, False)), "the draft model has 1 of the 2 ranks"),
+        (config(draft(2, True)), "index_share_for_mtp_iteration"),
+    ],
+)
+def test_what_of_a_server_has_no_part_in_it(vllm_config: Any, why: str | None):
+    said = impossible(vllm_config)
+    assert (said is None) if why is None else (said is not None and why in said)
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        (None, "vLLM has no vllm.distributed.parallel_state.get_tp_group"),
+        (SimpleNamespace(device_group=3, cpu_group=None), "has no cpu_group"),
+        (SimpleNamespace(device_group=3, cpu_group=object()), "has 3 ranks, and heads for 2"),
+    ],
+)
+def test_a_group_that_is_not_as_expected_is_refused(
+    served: None, monkeypatch: pytest.MonkeyPatch, group: Any, message: str
+):
+    monkeypatch.setattr(dist, "get_world_size", lambda size: size)
+    module = ModuleType(gpu_token_shard.GROUP[0])
+    if group is not None:
+        module.get_tp_group = lambda: group  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    shape = planner_of(WAYS[0], 2, on=True).model
+    with pytest.raises(PatchError, match=message):
+        gpu_token_shard.open_exchange(config(), shape, TRITON, Settings(token_shard="on"), torch.device("cpu"))
+
+
+def test_own_rows_count_from_the_request():
+    requests, q_lens, kv_lens = (3, 5, 6), [10, 4, 6], [50, 4, 90]
+    shares = Partition((0, 7, 16, 20))
+    assert dealt(shares, 0, requests, q_lens, kv_lens).own == (OwnRows(3, 0, 7, 47),)
+    assert dealt(shares, 1, requests, q_lens, kv_lens).own == (
+        OwnRows(3, 7, 10, 50),
+        OwnRows(5, 0, 4, 4),
+        OwnRows(6, 0, 2, 86),
+    )
+    assert dealt(shares, 2, requests, q_lens, kv_lens).own == (OwnRows(6, 2, 6, 90),)
+    assert dealt(by_count(0, 3), 1, (), [], []).own == ()
+
+
+def test_without_a_trade_the_runs_of_requests_are_as_they_were(served: None):
+    split = planner()._split((0, 2, 3, 33), [2, 1, 30], [60], 2, 33)
+    assert own_rows(split) is None
+    assert runs(split, [1, 30], 1) == [(0, 2)]
+
+
+def test_rows_of_pages_that_lie_apart():
+    """vLLM may keep other layers' pages between a layer's own."""
+    everything = torch.arange(4 * 6 * 576).reshape(4, 6, 576).bfloat16()
+    cache = open_cache(everything[:, :2], "bf16")
+    slots = torch.tensor([[0, 3, 6, -1]], dtype=torch.int32)
+    rows, moved = _flat_rows(cache, slots)
+    assert moved.dtype == torch.int32
+    assert moved.tolist() == [[0, 7, 18, -1]]
+    for slot, row in zip(slots[0, :3].tolist(), moved[0, :3].tolist(), strict=True):
+        assert torch.equal(rows[row, 0], cache.data[slot // 2, slot % 2])
+    dense = open_cache(everything, "bf16")
+    assert _flat_rows(dense, slots)[1] is slots
+    uneven = torch.zeros(20000).bfloat16().as_strided((3, 2, 576), (1500, 576, 1))
+    with pytest.raises(NsaPluginError, match="rows at one stride"):
+        _flat_rows(open_cache(uneven, "bf16"), slots)

@@ -1,0 +1,239 @@
+"""A V4 layer under vLLM by every carrier, against a dense computation; and what stays vLLM's own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from nsa_plugin.backends.v4 import DECODE_KERNEL, DIRECT, RATIOS, ROWS
+from nsa_plugin.backends.vllm import v4_attention
+from nsa_plugin.backends.vllm.v4_batch import ATTRIBUTE, planned_swa_builder
+from nsa_plugin.backends.vllm.v4_routes import V4Planner, carrier_of, own_kernels
+from nsa_plugin.errors import NoProviderError, PatchError
+from nsa_plugin.patches.ledger import is_marked, mark
+from nsa_plugin.plan import Attention
+from nsa_plugin.settings import Settings
+from tests.backends.vllm_v4_fakes import CPU, H200, Layer, OldImpl, SWABuilder, World, planner
+
+MIXED = [(1, 300), (1, 7), (9, 9), (20, 400), (3, 130), (5, 5)]
+DIRECTLY = {"device": CPU}
+DECODES = {"prefill_backend": "flash_mla"}
+OVER_ROWS = {"prefill_backend": "flash_mla", "large_q_rows": 1}
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Every head of every row within 2 % of its length: bfloat16 rounds to 0.4 %."""
+    error = (found.float() - wanted.float()).norm(dim=-1) / wanted.float().norm(dim=-1)
+    return bool((error <= 0.02).all())
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("since_24", [True, False])
+@pytest.mark.parametrize(
+    ("given", "carrier", "own"),
+    [
+        (DIRECTLY, DIRECT, ["decode"]),
+        (DECODES, DECODE_KERNEL, ["decode"]),
+        (OVER_ROWS, ROWS, ["prefill", "decode"]),
+    ],
+)
+def test_a_mixed_batch_by_every_carrier(
+    ratio: int, since_24: bool, given: dict[str, Any], carrier: str, own: list[str]
+):
+    deciding = planner(**given)
+    if given is DIRECTLY:  # a CPU has no FlashMLA for the steps
+        deciding.step_device = planner().step_device
+    world = World(deciding, MIXED, since_24=since_24)
+    metadata = world.metadata()
+    assert carrier_of(getattr(metadata, ATTRIBUTE).prefill) == carrier
+    found, wanted, layer = world.run(ratio, metadata)
+    assert close(found, wanted)
+    assert layer.own == own
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_the_kernel_of_a_gpu_interpreted(ratio: int):
+    world = World(planner(prefill_backend="triton"), [(1, 40), (3, 133), (2, 2)], since_24=False, triton=True)
+    found, wanted, layer = world.run(ratio)
+    assert close(found, wanted)
+    assert layer.own == ["decode"]
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_heads_that_vllm_added_and_rows_that_pad_are_left_alone(ratio: int):
+    deciding = planner(prefill_backend="triton")
+    world = World(deciding, [(5, 300), (4, 4)], padding=3)
+    world.triton = True
+    metadata = world.metadata()
+    assert metadata.num_prefill_tokens == 12
+    layer = world.layer_class()(world, ratio)
+    q = torch.full((12, 64, 512), torch.nan, dtype=torch.bfloat16)
+    q[:9, :4] = 0.5
+    out = torch.full_like(q, 3.0)
+    layer.forward_mqa(q, torch.tensor([*world.position, 0, 0, 0]), out, metadata)
+    assert bool(torch.isfinite(out[:9, :4]).all())
+    assert bool((out[9:] == 3).all())
+    assert bool((out[:, 4:] == 3).all())
+
+
+def test_one_plan_a_batch_whatever_the_layers():
+    plans: list[Any] = []
+    deciding = planner(CPU)
+    deciding.step_device = planner().step_device
+    deciding.count = plans.append
+    world = World(deciding, MIXED)
+    metadata = world.metadata()
+    for ratio in RATIOS:
+        world.run(ratio, metadata)
+    assert [(plan.phase, carrier_of(plan)) for plan in plans] == [("decode", DECODE_KERNEL), ("extend", DIRECT)]
+
+
+def test_what_a_batchs_layers_share_is_made_once(monkeypatch: pytest.MonkeyPatch):
+    world = World(planner(**DECODES), [(9, 9), (20, 400)], since_24=False)
+    metadata = world.metadata()
+    batch = getattr(metadata, ATTRIBUTE)
+    for _ in range(2):
+        for ratio in RATIOS:
+            found, wanted, _ = world.run(ratio, metadata)
+            assert close(found, wanted)
+    assert [schedule.calls for schedule in world.schedules] == [2, 2, 2], "one schedule for each compress ratio"
+    named = world.named[128]
+    given = (128, named.c128a_prefill_topk_indices, named.block_table, 2, batch.lengths(128, torch.zeros(0)))
+    assert batch.slots(*given) is batch.slots(*given)
+    assert batch.slots(*given).shape[1] == 128, "no more columns than the longest context needs"
+    assert batch.window() is batch.window()
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize(("rows", "padding"), [(1, 0), (1, 3), (3, 0)])
+def test_steps_by_a_library_that_the_user_names(ratio: int, rows: int, padding: int):
+    deciding = V4Planner(
+        model=planner().model,
+        device=CPU,
+        settings=Settings(decode_backend="reference"),
+        max_model_len=1024,
+        step_tokens=rows,
+    )
+    world = World(deciding, [(rows, 300), (rows, 7), (rows, 129)], padding=padding)
+    found, wanted, layer = world.run(ratio)
+    assert close(found, wanted)
+    assert layer.own == []
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("given", [DECODES, OVER_ROWS, {"prefill_backend": "reference", "device": CPU}])
+def test_the_control_attends_to_other_tokens(ratio: int, given: dict[str, Any]):
+    deciding = planner(**given)
+    if given.get("device") is CPU:
+        deciding.step_device = planner().step_device
+    deciding.settings = replace(deciding.settings, fault="shift_indices")
+    world = World(deciding, [(1, 400), (20, 600)])
+    before = world.topk.clone()
+    found, wanted, layer = world.run(ratio)
+    vllms_window = "prefill" in layer.own and ratio == 0
+    assert close(found[1:], wanted[1:]) == vllms_window
+    assert close(found[:1], wanted[:1]), "steps are vLLM's own"
+    assert torch.equal(layer.topk_indices_buffer, before)
+
+
+def test_a_batch_without_a_plan_is_vllms_own():
+    world = World(None, MIXED)
+    metadata = world.metadata()
+    assert not hasattr(metadata, ATTRIBUTE)
+    found, wanted, layer = world.run(4, metadata)
+    assert close(found, wanted)
+    assert layer.own == ["prefill", "decode"]
+
+
+def test_a_batch_of_requests_without_rows_has_no_plan():
+    world = World(planner(), [(1, 7)])
+    batch = getattr(world.metadata(), ATTRIBUTE)
+    assert (batch.prefill, batch.num_prefill_rows, batch.longest) == (None, 0, 0)
+
+
+def test_class_methods_that_are_given_the_layer():
+    world = World(planner(**DECODES), MIXED)
+
+    class Patched(OldImpl):
+        _forward_prefill = mark(v4_attention.prefill(vars(OldImpl)["_forward_prefill"], _kernels(world)), "one")
+        _forward_decode = mark(v4_attention.decode(vars(OldImpl)["_forward_decode"]), "two")
+
+    assert is_marked(Patched._forward_prefill, "one")
+    assert is_marked(Patched._forward_decode, "two")
+    layer = Layer(world, 4)
+    layer._forward_prefill = lambda **given: Patched._forward_prefill(layer=layer, **given)  # type: ignore[method-assign]
+    layer._forward_decode = lambda **given: Patched._forward_decode(layer=layer, **given)  # type: ignore[method-assign]
+    layer.num_heads = layer.__dict__.pop("n_local_heads")  # type: ignore[attr-defined]
+    found, wanted, _ = world.run(4)
+    q = torch.zeros(len(world.owner), 64, 512, dtype=torch.bfloat16)
+    out = torch.full_like(q, torch.nan)
+    layer.forward_mqa(q, torch.tensor(world.position), out, world.metadata())
+    assert bool(torch.isfinite(out[:, :4]).all())
+    assert len(world.schedules) == 2
+    assert layer.own == ["decode"]
+    assert close(found, wanted)
+
+
+def _kernels(world: World) -> Any:
+    from tests.backends.vllm_v4_fakes import flash_mla_with_kvcache
+
+    return lambda: (flash_mla_with_kvcache, world.schedule)
+
+
+def test_pages_that_are_not_what_the_block_table_counts():
+    world = World(planner(**DECODES), MIXED)
+    world.named[128].block_size = 512
+    with pytest.raises(PatchError, match="compress ratio 128 has 2 entries a page; its blocks of 512 tokens"):
+        world.run(128)
+
+
+def test_a_builder_that_counts_other_requests_as_steps():
+    build = planned_swa_builder(SWABuilder, lambda: planner(step_tokens=2), lambda: pytest.fail("not asked"))
+    with pytest.raises(PatchError, match=r"up to 1 rows as steps; the configuration says 2\. Turn the plugin off"):
+        build(World(planner(), MIXED))
+
+
+def test_a_batch_that_vllm_splits_elsewhere():
+    world = World(planner(), MIXED)
+
+    class Other(SWABuilder):
+        def build(self, *args: Any, **kwargs: Any) -> Any:
+            metadata = super().build(*args, **kwargs)
+            metadata.num_decodes = 1
+            return metadata
+
+    builder = planned_swa_builder(Other, lambda: world.planner, world.providers)(world)
+    with pytest.raises(PatchError, match="vLLM takes 1 requests of 2 rows as steps, the plans 2 of 2"):
+        builder.build(0, world.common())
+
+
+# ---------------------------------------------------------------------------------------------------
+# Decisions
+
+
+def test_steps_are_vllms_own_unless_a_library_is_named():
+    assert carrier_of(planner().step_plan(4, 4, 1)) == DECODE_KERNEL
+    assert carrier_of(planner(decode_backend="triton").step_plan(4, 4, 1)) == DIRECT
+    with pytest.raises(NoProviderError):
+        planner(CPU).step_plan(4, 4, 1)
+
+
+def test_what_batches_of_some_sizes_need_is_known_before_any():
+    planner().validate(prefill_rows=8192, step_requests=256)
+    with pytest.raises(NoProviderError):
+        planner(CPU).validate(prefill_rows=8192, step_requests=256)
+    plans = [planner(prefill_backend="triton").prefill_plan(64, 512), planner().step_plan(4, 4, 1)]
+    assert own_kernels(plans) == {("sparse_mla_prefill", "triton")}
+    other = SimpleNamespace(attention=Attention.SPARSE_DECODE, provider="fa3", dequantize_kv=False)
+    with pytest.raises(NoProviderError, match="no route under vLLM for fa3's sparse_decode of V4"):
+        carrier_of(other)  # type: ignore[arg-type]
+
+
+def test_every_plan_that_is_made_has_a_carrier():
+    deciding = planner(H200)
+    for rows in (1, 16, 300, 1000):
+        assert carrier_of(deciding.prefill_plan(rows, 1024)) in (DIRECT, ROWS, DECODE_KERNEL)
