@@ -86,8 +86,5 @@ class Engine(Protocol):
         Returns:
             kv ("bf16", "fp8"), tp, dp, attention_tp, prefix_cache, `variant`, a list of words; and in tokens, None
             where no flag says it, `chunk`, the most of a prefill, and `max_len`, the longest context.
-
-        Raises:
-            CompareError: the plugin does not serve the family with this engine.
         """
         ...

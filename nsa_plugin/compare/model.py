@@ -144,7 +144,8 @@ def make_checkpoint(spec: Spec, directory: Path, say: Say) -> None:
         CompareError: it cannot be written.
     """
     mark = directory / "spec.json"
-    wanted = json.dumps(asdict(spec))
+    # The configuration too: what it says of a spec may change while the weights do not.
+    wanted = json.dumps({"spec": asdict(spec), "config": spec.config()})
     if mark.is_file() and mark.read_text() == wanted:
         say(f"checkpoint: {directory} is there")
         return

@@ -129,8 +129,6 @@ class VllmEngine:
         return common.routes(metrics, "vllm")
 
     def facts(self, flags: Sequence[str], family: str) -> dict[str, Any]:
-        if family == V4:
-            raise CompareError("nsa-plugin does not serve DeepSeek-V4 with vLLM")
         tp = int(flag_value(flags, "--tensor-parallel-size", "-tp") or 1)
         dp = int(flag_value(flags, "--data-parallel-size", "-dp") or 1)
         cache = flag_value(flags, "--kv-cache-dtype") or "auto"
@@ -140,7 +138,8 @@ class VllmEngine:
         variant += ["mtp"] if flag_value(flags, "--speculative-config", "-sc") else []
         variant += [f"chunk{chunk}"] if chunk else []
         return {
-            "kv": "fp8" if cache.startswith("fp8") else "bf16",
+            # V4's FlashMLA layers have no other cache (`models/deepseek_v4/attention.py`).
+            "kv": "fp8" if cache.startswith("fp8") or family == V4 else "bf16",
             "tp": tp,
             "dp": dp,
             "attention_tp": tp,  # a data-parallel replica has heads of its own

@@ -157,6 +157,8 @@ class V4CheckpointSpec:
             "moe_layer_freq": 1,
             "n_routed_experts": self.n_routed_experts,
             "n_shared_experts": 1,
+            # vLLM takes experts for fp4 where nothing is said; SGLang goes by the weights.
+            "expert_dtype": "fp8",
             "num_experts_per_tok": self.num_experts_per_tok,
             "n_group": 1,
             "topk_group": 1,

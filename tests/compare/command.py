@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -22,6 +23,14 @@ def arguments(tmp_path: Path, model: Path, *more: str, engine: str = "sglang") -
         *("compare", engine, "--model", str(model), "--context", "136", "--workdir", str(tmp_path / "work")),
         *("--json", str(tmp_path / "records"), "--commit", "0123abc", *more),
     ]
+
+
+def v4(directory: Path) -> Path:
+    """The stand-in's model as one of V4: it selects above 64 tokens, 16 of those that are compressed 4 : 1."""
+    config = json.loads((directory / "config.json").read_text())
+    config |= {"model_type": "deepseek_v4", "index_topk": 16, "compress_ratios": [0, 4, 128], "sliding_window": 24}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
 
 
 def call(capsys: pytest.CaptureFixture[str], line: list[str]) -> tuple[int, str, str]:

@@ -1,7 +1,8 @@
 """Stands in for `python -m vllm.entrypoints.cli.main serve`: /v1/completions, /reset_prefix_cache, /health, /metrics.
 
 FAKE_MODE "refuses" has the plugin end the start, as it does where it does not serve; "wrong" has it attend to wrong
-tokens.
+tokens; with "exhausts" a prompt of more than 1000 tokens is too much for stock, whose engine ends and whose server
+answers so before it ends too.
 """
 
 import json
@@ -62,6 +63,11 @@ class Handler(fake_toy.Handler):
         if self.path != "/v1/completions" or body["model"] != MODEL:
             return self.reply(b'{"detail": "Not Found"}', 404)
         prompts = body["prompt"]
+        if not PLUGIN and os.environ["FAKE_MODE"] == "exhausts" and max(map(len, prompts)) > 1000:
+            print("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 4.00 GiB.", flush=True)
+            self.reply(b'{"error": {"message": "EngineCore encountered an issue.", "code": 500}}', 500)
+            self.wfile.flush()
+            os._exit(1)
         with lock:
             cached = max((common(prompts[0][:-1], other) for other in cache), default=0) // 4 * 4
             cache.extend(prompts)

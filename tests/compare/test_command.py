@@ -16,7 +16,7 @@ from nsa_plugin.commands import compare
 from nsa_plugin.compare import model
 from nsa_plugin.compare.measured import Measured
 from nsa_plugin.demo.checkpoint import CheckpointSpec
-from tests.compare.command import Behave, Read, arguments, call, failed, spawn, until
+from tests.compare.command import Behave, Read, arguments, call, failed, spawn, until, v4
 from tests.demo.processes import alive
 
 
@@ -111,14 +111,6 @@ def test_v4_is_compared_by_what_matters_to_it(
     (noticed,) = (check for check in record["verdict"]["checks"] if check["name"] == "wrong tokens are noticed")
     long = [one for row in rows.values() for one in row["each"] if one["prompt"] > 64]
     assert f"of {len(long)} requests longer than 64 tokens rejected" in noticed["detail"]
-
-
-def v4(directory: Path) -> Path:
-    """The stand-in's model as one of V4: it selects above 64 tokens, 16 of those that are compressed 4 : 1."""
-    config = json.loads((directory / "config.json").read_text())
-    config |= {"model_type": "deepseek_v4", "index_topk": 16, "compress_ratios": [0, 4, 128], "sliding_window": 24}
-    (directory / "config.json").write_text(json.dumps(config))
-    return directory
 
 
 def test_rows_at_which_v4s_route_changes_are_compared_by_themselves(
@@ -409,6 +401,12 @@ def test_checkpoint_is_made_once_and_again_where_it_is_not_whole(
     assert make() == directory
     assert said == [f"checkpoint: {directory} is there"]
     (directory / "spec.json").unlink()  # as after a write that was cut short
+    said.clear()
+    make()
+    assert said[0] == f"checkpoint: writing {directory}"
+    # As one that was written when the configuration of the same spec said something else.
+    mark = json.loads((directory / "spec.json").read_text())
+    (directory / "spec.json").write_text(json.dumps(mark | {"config": {}}))
     said.clear()
     make()
     assert said[0] == f"checkpoint: writing {directory}"

@@ -132,9 +132,7 @@ def test_facts_of_the_flags():
     assert ENGINE.facts(["-cc.mode=0", "-cc.cudagraph_mode=FULL_DECODE_ONLY"], "v3.2")["variant"] == ["nocompile"]
     assert ENGINE.facts(["-cc.mode=3"], "v3.2")["variant"] == []
     assert ENGINE.facts(["--no-enable-prefix-caching", "-sc", "{}"], "v3.2")["variant"] == ["noprefix", "mtp"]
-    assert ENGINE.facts([], "v3.2")["kv"] == "bf16"
-    with pytest.raises(CompareError, match="does not serve DeepSeek-V4 with vLLM"):
-        ENGINE.facts([], "v4")
+    assert [ENGINE.facts([], family)["kv"] for family in ("v3.2", "v4")] == ["bf16", "fp8"]
 
 
 def test_an_engine_that_is_not_installed(monkeypatch: pytest.MonkeyPatch):
