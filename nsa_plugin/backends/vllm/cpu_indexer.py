@@ -128,7 +128,8 @@ class _Request:
 def requests_of(group: Group) -> Iterator[_Request]:
     first = 0
     for place, q_len, kv_len in zip(group.requests, group.q_lens, group.kv_lens, strict=True):
-        yield _Request(place, group.rows[first : first + q_len], torch.arange(kv_len - q_len, kv_len) + 1)
+        if q_len:  # a request whose tokens all came with a KV transfer has nothing to select for
+            yield _Request(place, group.rows[first : first + q_len], torch.arange(kv_len - q_len, kv_len) + 1)
         first += q_len
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -224,12 +224,14 @@ def _without_steps(metadata: Any, split: Split, common: Any) -> Any:
     # Requests that vLLM's indexer takes for prefills, because their rows are not as many as the others', stay its own.
     requests = int(metadata.num_decodes)
     rows = int(metadata.num_decode_tokens)
-    lens = {end - start for start, end in zip(split.starts[:requests], split.starts[1:], strict=False)} - {0}
+    q_lens = [end - start for start, end in pairwise(split.starts[: requests + 1])]
     lengths, table = common.seq_lens[:requests], common.block_table_tensor[:requests]
-    if len(lens) > 1 or rows % requests:  # never captured: a row for itself
-        q_lens = torch.tensor([split.starts[place + 1] - split.starts[place] for place in range(requests)])
-        owner = torch.repeat_interleave(torch.arange(requests), q_lens)
-        behind = torch.cat([torch.arange(int(count) - 1, -1, -1) for count in q_lens]) if rows else owner
+    live, each = sum(count > 0 for count in q_lens), q_lens[0]
+    padded = q_lens == [each] * live + [0] * (requests - live) and rows == requests * (each or rows // requests)
+    if not padded:  # never captured: a row for itself; a request without rows may lie between others (vllm #51486)
+        owner = torch.repeat_interleave(torch.arange(requests), torch.tensor(q_lens))
+        behind = torch.cat([torch.arange(count - 1, -1, -1) for count in q_lens])
+        rows = len(owner)
         owner, behind = owner.to(lengths.device), behind.to(lengths.device)
         lengths, table = lengths[owner] - behind.to(lengths.dtype), table[owner]
     changed = replace(metadata, num_decodes=0, num_decode_tokens=0, decode=None)
