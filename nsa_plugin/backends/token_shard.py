@@ -192,18 +192,26 @@ def open_exchange(
     # But for its links, which only a rank itself knows, a device is the same on every rank.
     if reason := sharding.never(model, replace(device, nvlink=True), settings):
         return None, reason
+    if not settings.strict:  # no rank may wait for one that has left serving to its engine
+        return None, _kept(settings, "strict is off, and a rank that does not serve would keep the others waiting")
     ranks = group()
     reason = sharding.never(model, device, settings) or impossible() or ""
     if not least(ranks.cpu_group, int(not reason)):
-        reason = reason or "another rank of the attention group cannot, and its own report says why"
-        if settings.token_shard == "on":
-            raise SettingsError(f"token_shard is on and cannot work here: {reason}; allowed here: auto, off")
-        return None, reason
-    most = max_tokens()
-    decides_by = repr(replace(settings, trace="off", report="")).encode()
-    numbers = (device.sm, model.heads_per_rank, most, zlib.crc32(decides_by))
-    names = ("the SM version", "heads", "tokens of a prefill", "settings (their checksum)")
-    require_agreement(ranks.cpu_group, torch.device("cpu"), names, numbers)
+        return None, _kept(
+            settings, reason or "another rank of the attention group cannot, and its own report says why"
+        )
+    most, check_rows = max_tokens(), settings.trace.endswith(".jsonl")
+    decides_by = repr(replace(settings, trace="off", report=""))
+    libraries = sorted((one.name, one.available, one.version) for one in device.libraries.values())
+    numbers = {
+        "the SM version": device.sm,
+        "heads": model.heads_per_rank,
+        "tokens of a prefill": most,
+        "settings (their checksum)": zlib.crc32(decides_by.encode()),
+        "whether trace is a .jsonl file": int(check_rows),
+        "kernel libraries (their checksum)": zlib.crc32(repr(libraries).encode()),
+    }
+    require_agreement(ranks.cpu_group, torch.device("cpu"), tuple(numbers), tuple(numbers.values()))
     d_qk, d_v = model.row_dims
     shard = TokenShard(
         ranks.device_group,
@@ -213,8 +221,19 @@ def open_exchange(
         dtype=torch.bfloat16,
         device=where,
         max_tokens=most,
-        check_rows=settings.trace.endswith(".jsonl"),
+        check_rows=check_rows,
     )
     exchange = made(shard, ranks.cpu_group)
     exchange.prove(model.heads_per_rank, d_qk, d_v, torch.bfloat16, where)
     return exchange, ""
+
+
+def _kept(settings: Settings, reason: str) -> str:
+    """The reason why heads are kept.
+
+    Raises:
+        SettingsError: the settings ask for the trade.
+    """
+    if settings.token_shard == "on":
+        raise SettingsError(f"token_shard is on and cannot work here: {reason}; allowed here: auto, off")
+    return reason

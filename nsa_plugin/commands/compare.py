@@ -118,6 +118,8 @@ def run(args: argparse.Namespace) -> int:
     made, path = _save(measured, logs, args.json)
     say(f"saved: {logs / MEASURED}{f', record: {path}' if path else ''}")
     report.print_record(made, out)
+    if "checkpoint" not in facts:  # it was ended before anything was asked
+        other = None
     holds = _beside(measured, other, args.json, out) and made["verdict"]["holds"]
     return code if measured.ended else (_EXIT_OK if holds else _EXIT_FAILED)
 

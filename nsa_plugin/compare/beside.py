@@ -57,7 +57,7 @@ def check_same(one: Measured, other: Measured) -> None:
         CompareError: they are of other checkpoints, requests or flags, or it is not known whether they are.
     """
     engines = [each.facts["engine"] for each in (one, other)]
-    found = []
+    found = [f"both are {engines[0]}"] if engines[0] == engines[1] else []
     for name, what in _SAME.items():
         values = [each.facts.get(name) for each in (one, other)]
         if None in values or values[0] != values[1]:
@@ -113,18 +113,25 @@ def _between(one: Measured, role: str, other: Measured, other_role: str) -> list
     ours, theirs = one.runs.get(role), other.runs.get(other_role)
     if ours is None or theirs is None:
         return []
-    return rule.between(one, _cut(ours, theirs), _cut(theirs, ours))
+    return rule.between(one, _cut(ours, theirs, one.forced), _cut(theirs, ours, one.forced))
 
 
-def _cut(run: Run, other: Run) -> Run:
+def _cut(run: Run, other: Run, asked: int) -> Run:
     """The run with no more log probabilities of a prompt than the other has: of its last tokens.
 
     vLLM has them of all of a prompt's tokens, SGLang of those that were asked for, the first of them excepted.
+
+    Args:
+        asked: `Measured.forced`; an answer of which both have fewer, the first excepted, is an error.
     """
 
     def cut(answer: Answer, theirs: Answer | None) -> Answer:
-        count = min(len(answer.prompt_logprobs), len(theirs.prompt_logprobs)) if theirs else 0
-        return replace(answer, prompt_logprobs=answer.prompt_logprobs[-count:]) if count else answer
+        if theirs is None or not answer.prompt_logprobs:
+            return answer
+        count = min(len(answer.prompt_logprobs), len(theirs.prompt_logprobs))
+        if count < asked - 1:
+            return replace(answer, error=f"{count} log probabilities of the prompt in common; {asked} were asked for")
+        return replace(answer, prompt_logprobs=answer.prompt_logprobs[-count:])
 
     answers = {
         group: {name: cut(answer, other.answers.get(group, {}).get(name)) for name, answer in named.items()}

@@ -95,6 +95,7 @@ class Measured:
         together: whether all servers were alive at the same time, and timed in turns.
         prompts: tokens of each request's prompt, by group and request.
         digests: of each group's requests, by group; see `workload.digest`.
+        forced: log probabilities of a prompt that the requests with forced positions ask for.
         least_cached: tokens that must come from the prefix cache, by request.
         runs: by role, in the order in which they were made.
         ended: why it ended early, or "".
@@ -105,6 +106,7 @@ class Measured:
     together: bool = False
     prompts: dict[str, dict[str, int]] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
+    forced: int = 0
     least_cached: dict[str, int] = field(default_factory=dict)
     runs: dict[str, Run] = field(default_factory=dict)
     ended: str = ""

@@ -69,6 +69,7 @@ class Comparison:
         for group in self.groups:
             measured.prompts[group.name] = {request.name: len(request.prompt) for request in group.requests}
             measured.digests[group.name] = digest(group)
+            measured.forced = max([measured.forced, *(request.prompt_logprobs for request in group.requests)])
             measured.least_cached |= {one.name: one.cached_tokens for one in group.requests if one.cached_tokens}
 
     def make(self, roles: Sequence[str]) -> None:

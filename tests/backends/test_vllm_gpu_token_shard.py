@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 
 from nsa_plugin import sharding
-from nsa_plugin.backends.vllm import gpu_token_shard
+from nsa_plugin.backends.token_shard import Exchange, Share
+from nsa_plugin.backends.vllm import gpu_patches, gpu_token_shard
 from nsa_plugin.backends.vllm.gpu_indexer import own_rows, runs
+from nsa_plugin.backends.vllm.gpu_metadata import _copied
 from nsa_plugin.backends.vllm.gpu_token_shard import OwnRows, _flat_rows, dealt, impossible
 from nsa_plugin.dispatch import validate
 from nsa_plugin.errors import NsaPluginError, PatchError, SettingsError
@@ -66,6 +68,22 @@ def test_as_released_the_gate_is_the_reason_and_on_is_an_error(monkeypatch: pyte
     assert found == (None, "trading heads for tokens has not been run on GPUs with this release")
     made.trade(*found)
     assert made.step_plan(64, 64, 1).reasons["token_shard"] == found[1]
+
+
+def test_with_strict_off_no_rank_waits_for_one_that_left(served: None, monkeypatch: pytest.MonkeyPatch):
+    """And no group is asked for: vLLM's is not there."""
+    made = planner_of(WAYS[0], 2, on=True)
+
+    def opened(token_shard: str) -> Any:
+        settings = Settings(token_shard=token_shard, strict=False)
+        return gpu_token_shard.open_exchange(config(), made.model, made.device, settings, torch.device("cpu"))
+
+    with pytest.raises(SettingsError, match="token_shard is on and cannot work here: strict is off"):
+        opened("on")
+    monkeypatch.setattr(sharding, "never", lambda *_: None)
+    exchange, reason = opened("auto")
+    assert exchange is None
+    assert reason == "strict is off, and a rank that does not serve would keep the others waiting"
 
 
 def config(speculative: Any = None, **parallel: Any) -> Any:
@@ -134,6 +152,74 @@ def test_own_rows_count_from_the_request():
     assert dealt(by_count(0, 3), 1, (), [], []).own == ()
 
 
+def test_no_rank_is_dealt_more_rows_than_its_buffers_hold(served: None):
+    made = planner_of(WAYS[0], 4, on=True)
+    shard: Any = SimpleNamespace(rank=0, max_tokens=200, max_rows=50)
+    made.exchange, made.no_exchange, made.exchange_rows = Exchange(shard, None), "", 200  # type: ignore[arg-type]
+    split = made._split((0, 200), [200], [200], 0, 200)
+    assert split.head_dealt is not None
+    assert split.head_dealt.partition.counts == [50] * 4, "by cost the first rank has more, whose rows see fewer keys"
+    shard.max_rows = 200
+    split = made._split((0, 200), [200], [200], 0, 200)
+    assert split.head_dealt is not None
+    assert max(split.head_dealt.partition.counts) > 50
+
+
+def test_rows_that_an_engine_pads_or_leaves_out():
+    shard: Any = SimpleNamespace(rank=0, attend=lambda q, shares, attend_rows: attend_rows(q, shares.rows(0)))
+    share = Share(Exchange(shard, None), by_count(3, 1))  # type: ignore[arg-type]
+    given: list[torch.Tensor] = []
+
+    def attend_rows(q_rows: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        given.append(chosen)
+        return q_rows + 1
+
+    out = share.attend(torch.ones(5, 1, 2), torch.tensor([[4], [5]]), attend_rows)
+    assert given[0].tolist() == [[4], [5], [-1]], "a row without a selection attends to nothing"
+    assert out[:, 0, 0].tolist() == [2, 2, 2, 0, 0]
+    with pytest.raises(NsaPluginError, match="attends 2 query rows of a batch that it prepared with 3"):
+        share.attend(torch.ones(2, 1, 2), torch.tensor([[4]]), attend_rows)
+
+
+def test_copies_of_contexts_are_made_in_parts():
+    own = [OwnRows(0, 0, 2, 30), OwnRows(1, 1, 2, 30), OwnRows(2, 0, 3, 30), OwnRows(3, 0, 1, 90)]
+    table = torch.arange(4 * 23, dtype=torch.int32).view(4, 23)
+    parts = _copied(own, table, torch.zeros(1), 4, 60)
+    assert [(part.rows, len(part.slots)) for part in parts] == [
+        (slice(0, 3), 60),
+        (slice(3, 6), 30),
+        (slice(6, 7), 90),  # longer than a part by itself
+    ]
+    assert parts[0].offsets.tolist() == [0, 0, 30]
+    assert parts[1].slots.tolist() == list(range(2 * 23 * 4, 2 * 23 * 4 + 30))
+
+
+def test_a_layer_that_is_built_asks_for_the_exchange(monkeypatch: pytest.MonkeyPatch):
+    asked: list[int] = []
+    monkeypatch.setattr(gpu_patches, "building", lambda: asked.append(1))
+    assert gpu_patches.impl_class(staticmethod(lambda: int)).__func__() is int
+    assert asked == [1]
+
+
+def test_what_shows_after_the_start_leaves_serving_to_vllm_with_strict_off(monkeypatch: pytest.MonkeyPatch):
+    def settle() -> None:
+        raise SettingsError("no layer attends")
+
+    settings = SimpleNamespace(settings=Settings(strict=False))
+    here: list[Any] = [SimpleNamespace(settle=settle, resolved=settings, first=True)]
+    said: list[str] = []
+
+    def give_up(error: Exception, resolved: Any, report: bool) -> None:
+        said.append(str(error))
+        here[0] = None
+
+    process = SimpleNamespace(give_up=give_up, report_gpu=lambda found: pytest.fail("it serves nothing"))
+    monkeypatch.setattr(gpu_patches, "serving", lambda: here[0])
+    monkeypatch.setattr(gpu_patches, "process", lambda: process)
+    assert gpu_patches.worker_warm_up(lambda worker: "seconds")(object()) == "seconds"
+    assert said == ["no layer attends"]
+
+
 def test_without_a_trade_the_runs_of_requests_are_as_they_were(served: None):
     split = planner()._split((0, 2, 3, 33), [2, 1, 30], [60], 2, 33)
     assert own_rows(split) is None
@@ -150,6 +236,8 @@ def test_rows_of_pages_that_lie_apart():
     assert moved.tolist() == [[0, 7, 18, -1]]
     for slot, row in zip(slots[0, :3].tolist(), moved[0, :3].tolist(), strict=True):
         assert torch.equal(rows[row, 0], cache.data[slot // 2, slot % 2])
+    last = open_cache(everything[:, 4:], "bf16")  # behind it there is nothing
+    assert torch.equal(_flat_rows(last, slots)[0][18:20, 0], everything[3, 4:])
     dense = open_cache(everything, "bf16")
     assert _flat_rows(dense, slots)[1] is slots
     uneven = torch.zeros(20000).bfloat16().as_strided((3, 2, 576), (1500, 576, 1))

@@ -11,7 +11,7 @@ import torch
 
 from nsa_plugin.backends.v4 import DECODE_KERNEL, DIRECT, RATIOS, ROWS
 from nsa_plugin.backends.vllm import v4_attention
-from nsa_plugin.backends.vllm.v4_batch import ATTRIBUTE, planned_swa_builder
+from nsa_plugin.backends.vllm.v4_batch import ATTRIBUTE, V4Batch, planned_swa_builder
 from nsa_plugin.backends.vllm.v4_routes import V4Planner, carrier_of, own_kernels
 from nsa_plugin.errors import NoProviderError, PatchError
 from nsa_plugin.patches.ledger import is_marked, mark
@@ -132,12 +132,13 @@ def test_the_control_attends_to_other_tokens(ratio: int, given: dict[str, Any]):
         deciding.step_device = planner().step_device
     deciding.settings = replace(deciding.settings, fault="shift_indices")
     world = World(deciding, [(1, 400), (20, 600)])
-    before = world.topk.clone()
+    before, all_of_them = world.topk.clone(), world.named[128].c128a_prefill_topk_indices.clone()
     found, wanted, layer = world.run(ratio)
     vllms_window = "prefill" in layer.own and ratio == 0
     assert close(found[1:], wanted[1:]) == vllms_window
     assert close(found[:1], wanted[:1]), "steps are vLLM's own"
     assert torch.equal(layer.topk_indices_buffer, before)
+    assert torch.equal(world.named[128].c128a_prefill_topk_indices, all_of_them)
 
 
 def test_a_batch_without_a_plan_is_vllms_own():
@@ -153,6 +154,45 @@ def test_a_batch_of_requests_without_rows_has_no_plan():
     world = World(planner(), [(1, 7)])
     batch = getattr(world.metadata(), ATTRIBUTE)
     assert (batch.prefill, batch.num_prefill_rows, batch.longest) == (None, 0, 0)
+
+
+def alone(metadata: Any, providers: Any = None, longest: int = 0) -> V4Batch:
+    rows = len(metadata.token_to_req_indices)
+    return V4Batch(planner(), providers, metadata, None, None, slice(0, rows), longest)
+
+
+def test_heads_of_the_rank_are_called_otherwise_before_023():
+    assert v4_attention._own_heads(SimpleNamespace(num_heads=4)) == 4
+    assert v4_attention._own_heads(SimpleNamespace(n_local_heads=4, num_heads=8)) == 4
+
+
+def test_rows_of_steps_that_only_pad_are_nobodys():
+    """vLLM leaves another batch's owners there, which may lie behind the block table."""
+    metadata = SimpleNamespace(
+        num_decode_tokens=5,
+        token_to_req_indices=torch.tensor([0, 1, 90, 91], dtype=torch.int32),
+        is_valid_token=torch.tensor([True, True, False, False, False, True]),
+    )
+    found = alone(metadata).step_owners()
+    assert found.tolist() == [0, 1, -1, -1, -1]
+    assert found.dtype == torch.int32
+
+
+def test_keys_of_128_tokens_are_looked_up_for_the_longest_prefill_and_by_block_table():
+    given: list[torch.Tensor] = []
+
+    def transform(chosen: torch.Tensor, block_table: torch.Tensor, **_: Any) -> torch.Tensor:
+        given.append(chosen)
+        return block_table + chosen[:, :1]
+
+    providers = SimpleNamespace(helper=lambda name: transform)
+    batch = alone(SimpleNamespace(token_to_req_indices=torch.zeros(2).int()), providers, longest=128 * 129)
+    chosen = torch.zeros(2, 512, dtype=torch.int32)
+    tables = [torch.full((1, 4), number, dtype=torch.int32) for number in range(2)]
+    found = [batch.slots(128, chosen, table, 2, torch.zeros(2).int()) for table in tables * 2]
+    assert [one.shape for one in given] == [(2, 256)] * 2, "129 keys, and columns by 128"
+    assert [int(one[0, 0]) for one in found] == [0, 1, 0, 1]
+    assert getattr(World(planner(), MIXED).metadata(), ATTRIBUTE).longest == 400
 
 
 def test_class_methods_that_are_given_the_layer():

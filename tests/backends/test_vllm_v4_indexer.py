@@ -133,6 +133,30 @@ def test_lengths_and_pages_lie_where_a_graph_has_captured_them():
     assert second.lengths.tolist() == [22] * 5
 
 
+def test_rows_that_pad_see_nothing_whatever_the_batch_before_had():
+    builder = builder_of(small_budget())
+    builder.build(0, common([(1, 90)] * 6))
+    steps = getattr(builder.build(0, common([(1, 40)] * 5, padding=1)), ATTRIBUTE)
+    assert steps.lengths.tolist() == [10] * 5 + [0]
+
+
+def test_contexts_shorter_than_their_rows_as_a_dummy_batch_has_them():
+    steps = getattr(builder_of(small_budget(3)).build(0, common([(3, 1)] * 2)), ATTRIBUTE)
+    assert steps.lengths.tolist() == [0] * 6
+
+
+@pytest.mark.parametrize(("tokens", "captured", "rows"), [(64, None, 64), (8, None, 24), (8, 40, 40)])
+def test_buffers_hold_what_a_graph_may_capture(tokens: int, captured: int | None, rows: int):
+    class Small(Stock):
+        def __init__(self, *_: Any) -> None:
+            super().__init__()
+            self.vllm_config.scheduler_config.max_num_batched_tokens = tokens
+            self.vllm_config.compilation_config.max_cudagraph_capture_size = captured
+
+    builder = builder_of(small_budget(3), Small)
+    assert builder.nsa_plugin_rows == len(builder.nsa_plugin_lengths) == rows
+
+
 def test_steps_of_different_rows():
     class Native(Stock):
         def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:

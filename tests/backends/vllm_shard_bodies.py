@@ -253,6 +253,8 @@ def select(world: World, step: Step, steps: int) -> None:
     assert (metadata.prefill.row_shard_sizes is None) == dealt
     workspace, scored = None, torch.zeros(rows, dtype=torch.int32)
     for chunk in metadata.prefill.chunks:
+        if dealt:
+            assert chunk.skip_kv_gather == (workspace == chunk.requests), "keys are gathered once"
         if not chunk.skip_kv_gather:
             workspace = chunk.requests
         assert workspace == chunk.requests
@@ -549,6 +551,12 @@ def starting() -> None:
         serving_of(on, parallel={"ubatch_size": 2 * (rank == 1)}).building()
     with pytest.raises(MismatchError, match="the ranks differ in tokens of a prefill"):
         serving_of(on, tokens=MAX_TOKENS + rank).building()
+    with pytest.raises(MismatchError, match=r"the ranks differ in settings \(their checksum\)\."):
+        serving_of(replace(on, logits_budget_mb=64 + rank)).building()
+    with pytest.raises(MismatchError, match=r"the ranks differ in whether trace is a \.jsonl file"):
+        serving_of(replace(on, trace="/nowhere/trace.jsonl" if rank == 1 else "log")).building()
+    with pytest.raises(MismatchError, match="the ranks differ in kernel libraries"):
+        serving_of(on, synthetic(90, libraries=("triton", "flash_mla")) if rank == 1 else H200).building()
     with pytest.raises(SettingsError, match="no layer attends by vLLM's FLASHMLA_SPARSE"):
         serving_of(on).settle()
     fetch = TokenShard._fetch
@@ -560,6 +568,54 @@ def starting() -> None:
     with pytest.raises(NoProviderError, match="the exchange of token_shard: a rank did not get"):
         serving_of(on).building()
     TokenShard._fetch = fetch  # type: ignore[method-assign]
+    what_only_a_rank_notices(on)
+    a_rank_without_links(replace(on, token_shard="auto"))
+
+
+def a_rank_without_links(auto: Settings) -> None:
+    """Only it knows; all of them keep their heads."""
+    rank, never = dist.get_rank(), sharding.never
+    sharding.never = lambda model, device, settings: None if device.nvlink else "no link"
+    try:
+        planner = serving_of(auto, replace(H200, nvlink=rank != 1)).building()
+    finally:
+        sharding.never = never
+    assert planner.exchange is None
+    others = "another rank of the attention group cannot, and its own report says why"
+    assert planner.no_exchange == ("no link" if rank == 1 else others)
+
+
+def what_only_a_rank_notices(on: Settings) -> None:
+    """Heads in another order that come back in the right one; and an exchange that fails on one rank alone."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    fetch, give_back, attend = TokenShard._fetch, TokenShard._give_back, TokenShard.attend
+    totals: list[int] = []
+
+    def fetched(self: TokenShard, q: torch.Tensor, partition: Any, *given: Any) -> torch.Tensor:
+        totals.append(partition.total)
+        return fetch(self, q, partition, *given).flip(1)
+
+    def given_back(self: TokenShard, out: torch.Tensor | None, *given: Any) -> None:
+        give_back(self, out if out is None else out.flip(1), *given)
+
+    def failing(self: TokenShard, *given: Any) -> torch.Tensor:
+        result = attend(self, *given)
+        if rank == 1:
+            raise RuntimeError("a compiler's")
+        return result
+
+    try:
+        TokenShard._fetch, TokenShard._give_back = fetched, given_back  # type: ignore[method-assign]
+        with pytest.raises(NoProviderError, match="the exchange of token_shard: a rank did not get"):
+            serving_of(on).building()
+        TokenShard._fetch, TokenShard._give_back = fetch, give_back  # type: ignore[method-assign]
+        TokenShard.attend = failing  # type: ignore[method-assign,assignment]
+        with pytest.raises(NoProviderError, match="a compiler's" if rank == 1 else "a rank did not get"):
+            serving_of(on).building()
+    finally:
+        TokenShard._fetch, TokenShard._give_back = fetch, give_back  # type: ignore[method-assign]
+        TokenShard.attend = attend  # type: ignore[method-assign]
+    assert totals == [2 * ranks + 1], "rows that no number of ranks divides"
 
 
 def batches_on_ranks(device: torch.device, way: int) -> None:

@@ -227,10 +227,12 @@ def flash_mla_with_kvcache(**given: Any) -> tuple[torch.Tensor, None]:
     """vLLM's function, with FlashMLA's decode kernel in float32; it takes 64 or 128 heads."""
     assert given["q"].shape[2] in (64, 128)
     assert given["indices"].shape[-1] % 64 == 0
+    assert int(given["topk_length"].max()) <= given["indices"].shape[-1]
     given["tile_scheduler_metadata"].calls += 1
     second: dict[str, Any] = {}
     if given["extra_k_cache"] is not None:
         assert given["extra_indices_in_kvcache"].shape[-1] % 64 == 0
+        assert int(given["extra_topk_length"].max()) <= given["extra_indices_in_kvcache"].shape[-1]
         second = {
             "extra_cache": open_cache(given["extra_k_cache"], V4_FP8),
             "extra_indices": given["extra_indices_in_kvcache"],
@@ -301,7 +303,7 @@ class World:
             some = torch.randperm(seen, generator=torch.Generator().manual_seed(row))[:TOPK]
             self.topk[row, : len(some)] = some.int()
             all_of_them[row, : (position + 1) // 128] = torch.arange((position + 1) // 128)
-        slots = all_of_them[:steps].clone()
+        slots = all_of_them[:steps].clamp(min=1)  # stale ones behind the lengths
         for row in range(min(steps, len(self.owner))):
             some = all_of_them[row][all_of_them[row] >= 0].long()
             slots[row, : len(some)] = self._slots(some, self.owner[row], 128).int()
@@ -310,7 +312,7 @@ class World:
             128: Named(
                 self.table,
                 c128a_global_decode_topk_indices=slots.unsqueeze(1),
-                c128a_decode_topk_lens=(slots >= 0).sum(1).int(),
+                c128a_decode_topk_lens=(all_of_them[:steps] >= 0).sum(1).int(),
                 c128a_prefill_topk_indices=all_of_them[steps:],
             ),
         }
@@ -323,8 +325,8 @@ class World:
         return rows + self.padding if place == len(self.lengths) else rows
 
     def window_slots(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(slots [rows, window] int32, lengths [rows] int32), as vLLM's kernel makes them."""
-        slots = torch.full((rows, WINDOW), -1, dtype=torch.int32)
+        """(slots [rows, window] int32, lengths [rows] int32), as vLLM's kernel makes them; stale slots behind them."""
+        slots = torch.full((rows, WINDOW), 1, dtype=torch.int32)
         lengths = torch.zeros(rows, dtype=torch.int32)
         for row in range(rows):
             at = torch.arange(max(0, self.position[row] - WINDOW + 1), self.position[row] + 1)

@@ -14,7 +14,8 @@ from nsa_plugin.bench import report
 from nsa_plugin.compare import beside
 from nsa_plugin.compare.engine import CompareError
 from nsa_plugin.compare.measured import Answer, Measured, Run
-from nsa_plugin.compare.rule import CONTROL, PLUGIN, STOCK
+from nsa_plugin.compare.rule import CONTROL, FLOORS, PLUGIN, STOCK, V4_FLOOR, Floor
+from nsa_plugin.compare.workload import LIMIT
 from tests.compare.command import Behave, arguments, call, failed
 
 FLAGS = {"sglang": ("--kv-cache-dtype", "bfloat16", "--chunked-prefill-size", "8192")}
@@ -204,3 +205,68 @@ def test_a_suite_says_of_the_other_engine_what_differs() -> None:
 
     assert suite("vllm-1-v32-16heads-fp8", "sglang-2-v32-16heads-fp8") == "sglang-2"
     assert suite("vllm-1-v32-16heads-fp8", "sglang-2-v32-16heads-fp8-mtp") == "sglang-2-v32-16heads-fp8-mtp"
+
+
+def test_a_control_must_be_noticed_beside_the_other_engines_plugin() -> None:
+    """Not beside its own engine's."""
+    found = not_held(engine(control=2.0), engine("two 2", plugin=2.0))
+    assert f"{NOTICED}, one 1" in found
+    assert f"{NOTICED}, two 2" not in found
+    idle = engine("two 2")
+    idle.runs[CONTROL].routes = {}
+    assert not_held(engine(), idle) == [f"{NOTICED}, two 2"]
+
+
+def test_what_leaves_nothing_to_judge_does_not_hold() -> None:
+    without = engine("two 2")
+    del without.runs[STOCK]
+    assert "stock beside stock" in not_held(engine(), without)
+    # Prompts that are attended to as a whole show no wrong selection.
+    short = engine(), engine("two 2")
+    for one in short:
+        one.facts["selects_above"] = 100
+    assert not_held(*short) == [f"{NOTICED}, one 1", f"{NOTICED}, two 2"]
+    unknown = engine(), engine("two 2")
+    for one in unknown:
+        one.facts["checkpoint"] = None
+    with pytest.raises(CompareError, match=re.escape("not known (one 1) and not known (two 2)")):
+        beside.check_same(*unknown)
+    climbs = engine(), engine("two 2")
+    for one in climbs:
+        one.digests = {LIMIT: "l0"}
+    with pytest.raises(CompareError, match="they have no requests in common"):
+        beside.check_same(*climbs)
+
+
+@pytest.mark.parametrize(
+    ("facts", "floor"),
+    [
+        ({}, FLOORS["bf16"]),
+        ({"kv": "fp8", "flags": ["--kv-cache-dtype", "fp8"]}, FLOORS["fp8"]),
+        ({"kv": "fp8", "family": "v4", "flags": []}, V4_FLOOR),  # whose cache is fp8 without a flag
+    ],
+)
+def test_the_floor_is_that_of_the_cache_and_the_family(facts: dict[str, Any], floor: Floor) -> None:
+    pair = engine(), engine("two 2")
+    for one in pair:
+        one.facts |= facts
+    beside.check_same(*pair)
+    allowed = beside.judge(*pair).tolerance
+    assert (allowed.largest, allowed.answers_mean, allowed.forced_mean) == (floor.largest, floor.mean, floor.forced)
+
+
+def test_an_engine_is_not_beside_itself() -> None:
+    with pytest.raises(CompareError, match="both are one 1"):
+        beside.check_same(engine(), engine())
+    assert not_held(engine("one 1"), engine("one 2")) == []
+
+
+@pytest.mark.parametrize("common", [0, 1, 6, 7, 8])
+def test_as_many_forced_positions_as_were_asked_for(common: int) -> None:
+    """All but the first: fewer would agree by having nothing to differ in."""
+    one, other = engine(), engine("two 2")
+    one.forced = 8
+    for run in other.runs.values():
+        answer = run.answers["forced"]["p"]
+        run.answers["forced"]["p"] = replace(answer, prompt_logprobs=answer.prompt_logprobs[:common])
+    assert ("the plugin agrees, request by request" in not_held(one, other)) == (common < 7)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from itertools import groupby
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -75,3 +80,52 @@ def test_output_tokens_have_a_record_that_names_them(
     code, _, _ = call(capsys, ["compare", "sglang", "--measured", str(kept), "--json", str(tmp_path / "again")])
     (path,) = (tmp_path / "again").glob("*/*.json")
     assert (code, json.loads(path.read_text())) == (0, record)
+
+
+MIXED = load.Load(name="mixed", case="mixed", requests=3, prompt=2, new_tokens=1, repeat=1, long=9)
+
+
+def test_the_long_ones_time_is_in_no_other_reading() -> None:
+    timed = [load._Timed(first=first, tokens=1) for first in (5.0, 1.0, 2.0, 3.0)]
+    found = load._readings(MIXED, timed, 1.0)
+    assert (found["ttft_ms"], found["long_ttft_ms"]) == (2000.0, 5000.0)
+
+
+def test_the_short_ones_are_sent_behind_the_long_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[int, float]] = []
+
+    async def stream(session: Any, engine: Any, url: str, body: str, after: float) -> load._Timed:
+        sent.append((len(json.loads(body)), after))
+        return load._Timed(first=1.0, tokens=1)
+
+    async def flush(*_: Any) -> None:
+        pass
+
+    monkeypatch.setattr(load, "_stream", stream)
+    monkeypatch.setattr(load, "flush", flush)
+    engine: Any = SimpleNamespace(body=lambda prompts, new_tokens, stream: prompts[0])
+    load.measure(engine, "", MIXED, 0, 100, 60.0)
+    assert sent == [(9, 0.0), *[(2, load._HEAD_START_S)] * 3]
+    assert load._HEAD_START_S > 0
+
+
+def test_a_requests_time_counts_from_its_own_sending(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+
+    async def sleep(seconds: float) -> None:
+        clock[0] += seconds
+
+    async def lines() -> AsyncIterator[bytes]:
+        clock[0] += 2.0
+        yield b"data: 1"
+
+    @asynccontextmanager
+    async def post(*_: Any, **__: Any) -> AsyncIterator[Any]:
+        yield SimpleNamespace(status=200, content=lines())
+
+    monkeypatch.setattr(load, "asyncio", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(load, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    engine: Any = SimpleNamespace(generate_path="/", streamed=int)
+    session: Any = SimpleNamespace(post=post)
+    assert asyncio.run(load._stream(session, engine, "", "{}", 7.0)).first == 2.0
+    assert clock[0] == 109.0
