@@ -359,7 +359,6 @@ def v4(served: None, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(model, "SERVED_FAMILIES", ("v3.2", "v4"))
     monkeypatch.setattr(v4_serving, "V4Serving", V4Here)
     monkeypatch.setattr(v4_serving, "warm_v4", lambda *_: None)
-    monkeypatch.setattr(v4_serving, "warm_selection", lambda *_: None)
     return _enabled(v4_config())
 
 
