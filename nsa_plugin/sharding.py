@@ -7,6 +7,7 @@ for each other in an exchange: they are made of the model, the batch, the settin
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from nsa_plugin import measured
 from nsa_plugin.candidates import COPY_BYTES, COPY_RATE, NEARLY_EQUAL, OPS, Case, Route, estimate_us
@@ -15,7 +16,7 @@ from nsa_plugin.choices import count, head_padding, in_time, pick_sparse
 from nsa_plugin.devices import DeviceProfile
 from nsa_plugin.errors import NsaPluginError
 from nsa_plugin.parallel.partition import Partition, Weights, by_cost, by_count
-from nsa_plugin.plan import Plan
+from nsa_plugin.plan import Attention, Plan
 from nsa_plugin.settings import Settings
 from nsa_plugin.shapes import ModelShape, Phase
 
@@ -108,6 +109,19 @@ def decided(case: Case, route: Route) -> tuple[bool, str]:
     if taken * (1 + NEARLY_EQUAL) >= kept:
         return False, f"{route} of the own heads takes {in_time(kept)} against {in_time(taken)} of the trade, {where}"
     return True, f"{traded}: {in_time(taken)} against {route}'s {in_time(kept)}, {where}"
+
+
+def keeping(settings: Settings, keeps: str) -> Settings:
+    """What a batch is decided by whose ranks keep their heads for an engine's reason; "": as any other."""
+    return replace(settings, token_shard="off") if keeps else settings
+
+
+def saying(plan: Plan, settings: Settings, keeps: str) -> Plan:
+    """A plan that was made with `keeping`, with the engine's reason in it."""
+    sparse = plan.attention in (Attention.SPARSE_PREFILL, Attention.SPARSE_DECODE)
+    if not keeps or not sparse or settings.token_shard == "off" or plan.phase not in PHASES:
+        return plan
+    return replace(plan, reasons={**plan.reasons, "token_shard": keeps})
 
 
 def sharded_us(case: Case, route: Route) -> float | None:

@@ -109,6 +109,35 @@ class Patch:
         return None
 
 
+@dataclass(frozen=True)
+class Section:
+    """Entries of an engine's ledger that have one need.
+
+    Attributes:
+        prefix: what their names begin with.
+        replacements: the module of their replacements.
+    """
+
+    engine: str
+    prefix: str
+    need: Need
+    replacements: str = ""
+
+    def change(self, name: str, replacement: str, why: str, remove_when: str, *targets: Target) -> Patch:
+        return Patch(
+            name=f"{self.prefix}{name}",
+            engine=self.engine,
+            need=self.need,
+            targets=targets,
+            replacement=f"{self.replacements}:{replacement}",
+            why=why,
+            remove_when=remove_when,
+        )
+
+    def requirement(self, name: str, why: str, *targets: Target) -> Patch:
+        return Patch(name=f"{self.prefix}{name}", engine=self.engine, need=self.need, targets=targets, why=why)
+
+
 @dataclass(frozen=True, kw_only=True)
 class PatchStatus:
     """What became of one patch: applied, required (checked, not changed), not_needed, or unused."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nsa_plugin.patches.ledger import Kind, Need, Patch, Target
+from nsa_plugin.patches.ledger import Kind, Need, Patch, Section, Target
 from nsa_plugin.patches.vllm_gpu import GPU
 from nsa_plugin.patches.vllm_v4 import V4
 
@@ -184,9 +184,7 @@ CPU = (
 )
 
 
-def _requirement(name: str, why: str, *targets: Target) -> Patch:
-    return Patch(name=f"vllm.{name}", engine=ENGINE, need=Need.CPU, targets=targets, why=why)
-
+_requirement = Section(ENGINE, "vllm.", Need.CPU).requirement
 
 REQUIREMENTS = (
     _requirement(

@@ -17,7 +17,7 @@ The backend class, and with it its name, its selection and its cache shape, is v
 
 from __future__ import annotations
 
-from nsa_plugin.patches.ledger import Kind, Need, Patch, Target
+from nsa_plugin.patches.ledger import Kind, Need, Section, Target
 
 ENGINE = "vllm"
 _PATCHES = "nsa_plugin.backends.vllm.gpu_patches"
@@ -46,20 +46,8 @@ _IMPL_PARAMS = ("num_heads", "head_size", "scale", "kv_cache_dtype")
 _FORWARD_MHA = ("q", "kv_c_normed", "k_pe", "kv_c_and_k_pe_cache", "attn_metadata", "k_scale", "output")
 
 
-def _change(name: str, replacement: str, why: str, remove_when: str, *targets: Target) -> Patch:
-    return Patch(
-        name=f"vllm.gpu-{name}",
-        engine=ENGINE,
-        need=Need.GPU,
-        targets=targets,
-        replacement=f"{_PATCHES}:{replacement}",
-        why=why,
-        remove_when=remove_when,
-    )
-
-
-def _requirement(name: str, why: str, *targets: Target) -> Patch:
-    return Patch(name=f"vllm.gpu-{name}", engine=ENGINE, need=Need.GPU, targets=targets, why=why)
+_SECTION = Section(ENGINE, "vllm.gpu-", Need.GPU, _PATCHES)
+_change, _requirement = _SECTION.change, _SECTION.requirement
 
 
 CHANGES = (

@@ -13,7 +13,7 @@ indexer's builder is made from the one that stands there.
 
 from __future__ import annotations
 
-from nsa_plugin.patches.ledger import Kind, Need, Patch, Target
+from nsa_plugin.patches.ledger import Kind, Need, Section, Target
 
 ENGINE = "vllm"
 _PATCHES = "nsa_plugin.backends.vllm.v4_patches"
@@ -38,20 +38,8 @@ def _of_layer(method: str, *params: str) -> tuple[Target, ...]:
     )
 
 
-def _change(name: str, replacement: str, why: str, remove_when: str, *targets: Target) -> Patch:
-    return Patch(
-        name=f"vllm.v4-{name}",
-        engine=ENGINE,
-        need=Need.GPU_V4,
-        targets=targets,
-        replacement=f"{_PATCHES}:{replacement}",
-        why=why,
-        remove_when=remove_when,
-    )
-
-
-def _requirement(name: str, why: str, *targets: Target) -> Patch:
-    return Patch(name=f"vllm.v4-{name}", engine=ENGINE, need=Need.GPU_V4, targets=targets, why=why)
+_SECTION = Section(ENGINE, "vllm.v4-", Need.GPU_V4, _PATCHES)
+_change, _requirement = _SECTION.change, _SECTION.requirement
 
 
 CHANGES = (

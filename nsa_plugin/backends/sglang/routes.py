@@ -234,13 +234,7 @@ class Planner:
         return ""
 
     def _decided(self, shape: BatchShape, device: DeviceProfile, settings: Settings, keeps: str) -> Plan:
-        if not keeps:
-            return decide(self.model, shape, device, settings)
-        plan = decide(self.model, shape, device, replace(settings, token_shard="off"))
-        sparse = plan.attention in (Attention.SPARSE_PREFILL, Attention.SPARSE_DECODE)
-        if not sparse or settings.token_shard == "off" or plan.phase not in sharding.PHASES:
-            return plan
-        return replace(plan, reasons={**plan.reasons, "token_shard": keeps})
+        return sharding.saying(decide(self.model, shape, device, sharding.keeping(settings, keeps)), settings, keeps)
 
     def shares(self, plan: Plan, batch: Batch, held: int) -> Partition:
         """Whose rows of a batch are whose; see `sharding.shares`, and of a later step `sharding.step_shares`."""

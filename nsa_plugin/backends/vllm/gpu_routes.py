@@ -277,11 +277,11 @@ class Planner:
     def _parts(self, q_lens: list[int], kv_lens: list[int], workspace_tokens: int = 0) -> tuple[Part, ...]:
         """The parts of a prefill."""
         keeps = self._keeps_heads(sum(q_lens))
-        device, settings = self.prefill_device, self._settings(keeps)
+        device, settings = self.prefill_device, sharding.keeping(self.settings, keeps)
         parts = partition(
             self.model, q_lens, kv_lens, Phase.EXTEND, device, settings, attention_workspace_tokens=workspace_tokens
         )
-        return tuple(replace(part, plan=self._saying(part.plan, keeps)) for part in parts)
+        return tuple(replace(part, plan=sharding.saying(part.plan, self.settings, keeps)) for part in parts)
 
     def _keeps_heads(self, rows: int) -> str:
         """Why a batch's ranks do not trade heads for tokens, whatever else speaks for it; "" if they may."""
@@ -290,16 +290,6 @@ class Planner:
         if rows > self.exchange_rows:
             return f"{rows} query rows exceed the {self.exchange_rows} that the exchange's buffers hold"
         return ""
-
-    def _settings(self, keeps: str) -> Settings:
-        return replace(self.settings, token_shard="off") if keeps else self.settings
-
-    def _saying(self, plan: Plan, keeps: str) -> Plan:
-        """A plan that was made with `_settings`, with the reason for it."""
-        selects = plan.attention in (Attention.SPARSE_PREFILL, Attention.SPARSE_DECODE)
-        if not keeps or not selects or self.settings.token_shard == "off":
-            return plan
-        return replace(plan, reasons={**plan.reasons, "token_shard": keeps})
 
     def _dealt_out(self, split: Split, q_lens: list[int], kv_lens: list[int], exchange: Exchange) -> Split:
         """The split with the rows of its parts that trade dealt out: the same on every rank.
@@ -340,8 +330,8 @@ class Planner:
                 cuda_graph=True,
             )
             keeps = self._keeps_heads(rows)
-            plan = decide(self.model, shape, self.step_device, self._settings(keeps))
-            self._steps[key] = self._saying(plan, keeps)
+            plan = decide(self.model, shape, self.step_device, sharding.keeping(self.settings, keeps))
+            self._steps[key] = sharding.saying(plan, self.settings, keeps)
         return self._steps[key]
 
     def prefill_plan(self, rows: int, context: int) -> Plan:
