@@ -312,4 +312,30 @@ MEASUREMENTS: dict[tuple[int, str, str], dict[str, dict[int, tuple[tuple[int, fl
             128: ((2048, 6490.0), (8192, 25420.0)),
         },
     },
+    (90, "token_shard_attention tp2", "v32_fp8"): {
+        "token_shard by flash_mla sparse_decode": {
+            64: ((2048, 1954.0), (8192, 7697.0)),
+        },
+        "token_shard by flash_mla sparse_prefill after dequantisation": {
+            64: ((2048, 1979.0), (8192, 6324.0)),
+        },
+    },
+    (90, "token_shard_attention tp4", "v32_fp8"): {
+        "token_shard by flash_mla sparse_decode": {
+            32: ((2048, 1116.0), (8192, 4324.0)),
+        },
+        "token_shard by flash_mla sparse_prefill after dequantisation": {
+            32: ((2048, 919.8), (8192, 3645.0)),
+        },
+    },
+    (90, "token_shard_steps tp2", "v32_fp8"): {
+        "token_shard by flash_mla sparse_decode": {
+            64: ((128, 174.4), (256, 309.4), (512, 561.1)),
+        },
+    },
+    (90, "token_shard_steps tp4", "v32_fp8"): {
+        "token_shard by flash_mla sparse_decode": {
+            32: ((128, 126.3), (256, 208.2), (512, 337.8)),
+        },
+    },
 }
