@@ -244,3 +244,16 @@ def test_a_step_is_decided_and_traced_once_for_all_builders():
     assert isinstance(again, PlannedMetadata)
     assert world.planner.split(step.common) is step.split
     assert sum(world.planner.trace.counts.values()) == 3  # steps, dense, sparse
+
+
+def test_a_batch_is_laid_out_without_torchs_threads(monkeypatch: pytest.MonkeyPatch):
+    """On a host `torch.repeat_interleave` wakes every thread that torch has for two requests, and waits for them."""
+    world = World(planner("v32_fp8"))
+    batches = [world.step(lengths).common for lengths in (MIXED, [(1, 50), (1, 8)])]
+
+    def woken(*_: Any, **__: Any) -> None:
+        raise AssertionError("torch's threads were woken for a batch's metadata")
+
+    monkeypatch.setattr(torch, "repeat_interleave", woken)
+    for common in batches:
+        assert isinstance(world.builder.build(0, common), PlannedMetadata)

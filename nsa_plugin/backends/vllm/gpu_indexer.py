@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from nsa_plugin.backends.providers import Providers
-from nsa_plugin.backends.vllm.gpu_metadata import Planning
+from nsa_plugin.backends.vllm.gpu_metadata import Planning, rows_one_by_one
 from nsa_plugin.backends.vllm.gpu_routes import Planner, Split
 from nsa_plugin.backends.vllm.gpu_token_shard import OwnRows
 from nsa_plugin.kernels.kv_cache import open_cache
@@ -229,8 +229,7 @@ def _without_steps(metadata: Any, split: Split, common: Any) -> Any:
     live, each = sum(count > 0 for count in q_lens), q_lens[0]
     padded = q_lens == [each] * live + [0] * (requests - live) and rows == requests * (each or rows // requests)
     if not padded:  # never captured: a row for itself; a request without rows may lie between others (vllm #51486)
-        owner = torch.repeat_interleave(torch.arange(requests), torch.tensor(q_lens))
-        behind = torch.cat([torch.arange(count - 1, -1, -1) for count in q_lens])
+        owner, behind = rows_one_by_one(split.starts[: requests + 1])
         rows = len(owner)
         owner, behind = owner.to(lengths.device), behind.to(lengths.device)
         lengths, table = lengths[owner] - behind.to(lengths.dtype), table[owner]

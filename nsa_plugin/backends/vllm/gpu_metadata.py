@@ -2,7 +2,8 @@
 
 What vLLM's MLA layer reads is there under its names (0.20 to 0.33); what the plugin's implementation works on are
 `Piece`s and `DensePiece`s. All that a captured batch needs lies at addresses that stay: vLLM's block table, and a
-buffer of the builder that says whose row is whose. Nothing here waits for the device.
+buffer of the builder that says whose row is whose. Nothing here waits for the device, and nothing for torch's threads:
+`torch.repeat_interleave` on a host wakes all of them for two elements, in every step, so numpy repeats here.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
 import torch
 
 from nsa_plugin.backends.token_shard import Share
@@ -288,11 +290,10 @@ def _context_slots(
     requests: Sequence[int], kv_lens: Sequence[int], block_table: torch.Tensor, like: torch.Tensor, page_size: int
 ) -> torch.Tensor:
     """int64 [context tokens], on `like`'s device: where the first tokens of requests lie in the cache."""
-    lens = torch.tensor(kv_lens)
-    first = lens.cumsum(0) - lens
-    request = torch.repeat_interleave(torch.tensor(requests), lens)
-    position = torch.arange(int(lens.sum())) - torch.repeat_interleave(first, lens)
-    request, position = _to_device(request, like), _to_device(position, like)
+    lens = np.asarray(kv_lens, dtype=np.int64)
+    first = np.cumsum(lens) - lens
+    request = _to_device(torch.from_numpy(np.repeat(np.asarray(requests, dtype=np.int64), lens)), like)
+    position = _to_device(torch.from_numpy(np.arange(lens.sum()) - np.repeat(first, lens)), like)
     pages = block_table[request, position // page_size].long()
     return pages * page_size + position % page_size
 
@@ -314,9 +315,8 @@ def _copied(
     first = 0
     for part in parts:
         contexts = [rows.context for rows in part]
-        counts = torch.tensor([rows.count for rows in part])
-        begins = torch.tensor(list(accumulate(contexts[:-1], initial=0)), dtype=torch.int32)
-        offsets = _to_device(torch.repeat_interleave(begins, counts), like)
+        begins = np.asarray(list(accumulate(contexts[:-1], initial=0)), dtype=np.int32)
+        offsets = _to_device(torch.from_numpy(np.repeat(begins, [rows.count for rows in part])), like)
         slots = _context_slots([rows.request for rows in part], contexts, block_table, like, page_size)
         found.append(Copied(slice(first, first + len(offsets)), slots, offsets))
         first += len(offsets)
@@ -325,11 +325,21 @@ def _copied(
 
 def _owners(split: Split) -> torch.Tensor:
     """int32 [num_rows] on the host: the request of each row, -1 for rows behind the last request."""
-    owners = torch.full((split.num_rows,), -1, dtype=torch.int32)
-    lens = torch.tensor([end - start for start, end in pairwise(split.starts)])
-    real = torch.repeat_interleave(torch.arange(split.num_requests, dtype=torch.int32), lens)
-    owners[: len(real)] = real
-    return owners
+    owners = np.full(split.num_rows, -1, dtype=np.int32)
+    owners[: split.starts[-1]] = owner_of_rows(split.starts)
+    return torch.from_numpy(owners)
+
+
+def owner_of_rows(starts: Sequence[int]) -> np.ndarray:
+    """int32 [rows]: the request of each row. `starts`: the first row of each request, and the end of the last."""
+    return np.repeat(np.arange(len(starts) - 1, dtype=np.int32), np.diff(starts))
+
+
+def rows_one_by_one(starts: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the request of each row, how many of its rows come behind it), int64 on the host; `starts` as above."""
+    owner = owner_of_rows(starts).astype(np.int64)
+    ends = np.asarray(starts[1:], dtype=np.int64)
+    return torch.from_numpy(owner), torch.from_numpy(ends[owner] - 1 - np.arange(starts[0], starts[-1]))
 
 
 def _rows(split: Split, requests: Sequence[int], like: torch.Tensor) -> slice | torch.Tensor:

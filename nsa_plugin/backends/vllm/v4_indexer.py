@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from nsa_plugin.backends.vllm.gpu_indexer import ATTRIBUTE, StepSelection, over_budget, planned_indexer_builder
-from nsa_plugin.backends.vllm.gpu_metadata import Planning
+from nsa_plugin.backends.vllm.gpu_metadata import Planning, rows_one_by_one
 from nsa_plugin.backends.vllm.gpu_routes import Planner, Split
 
 
@@ -64,7 +64,7 @@ def _without_steps(builder: Any, metadata: Any, split: Split, common: Any) -> An
         builder.nsa_plugin_table = torch.zeros(shape, dtype=torch.int32, device=table.device)
     requests, rows = int(metadata.num_decodes), int(metadata.num_decode_tokens)
     lengths, pages = builder.nsa_plugin_lengths[:rows], builder.nsa_plugin_table[:rows, : table.shape[1]]
-    owner, behind = owners(split, requests)
+    owner, behind = rows_one_by_one(split.starts[: requests + 1])  # rows that pad are left out
     owner, behind = _to(owner, table), _to(behind, table)
     seen = common.seq_lens[:requests][owner] - behind
     lengths.zero_()
@@ -73,14 +73,6 @@ def _without_steps(builder: Any, metadata: Any, split: Split, common: Any) -> An
     changed = replace(metadata, num_decodes=0, num_decode_tokens=0, decode=None)
     setattr(changed, ATTRIBUTE, StepSelection(split.steps, rows, lengths, pages))
     return changed
-
-
-def owners(split: Split, requests: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the request of each row, how many of its rows come behind it), int64 on the host; rows that pad are left out."""
-    lens = [split.starts[place + 1] - split.starts[place] for place in range(requests)]
-    owner = torch.repeat_interleave(torch.arange(requests), torch.tensor(lens))
-    behind = torch.cat([torch.arange(count - 1, -1, -1) for count in lens])
-    return owner, behind
 
 
 def _to(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
