@@ -148,7 +148,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[Process]:
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one constant, as it is once the backend has been run on a GPU."""
+    """The one constant, as it is once the backend is served on a GPU."""
     monkeypatch.setattr(activation, "SERVED_DEVICES", ("cpu", "cuda"))
 
 
@@ -165,7 +165,7 @@ def reports(monkeypatch: pytest.MonkeyPatch) -> list[StartupReport]:
 
 @pytest.mark.parametrize("start", [engine_config, worker_of])
 def test_a_gpu_is_refused_with_one_error(start: Any, process: Process):
-    with pytest.raises(PatchError, match=r"has not been run on a GPU with this release.*NSA_PLUGIN_ENABLED=0"):
+    with pytest.raises(PatchError, match=r"is not served on a GPU by this release.*NSA_PLUGIN_ENABLED=0"):
         start(configured())
     assert (process.serving, process.counters, Engine.serve()) == (None, None, "vLLM's")
 
@@ -183,7 +183,7 @@ def test_strict_off_leaves_a_gpu_to_vllm(
     assert (worker.loaded, process.serving, Engine.serve()) == (True, None, "vLLM's")
     (report,) = reports
     assert not report.active
-    assert "has not been run on a GPU" in report.text()
+    assert "not served on a GPU by this release" in report.text()
 
 
 def test_other_platforms_have_no_backend(served: None, monkeypatch: pytest.MonkeyPatch):
@@ -370,7 +370,7 @@ def _enabled(vllm_config: Any, **settings: Any) -> Any:
 
 @pytest.mark.parametrize("start", [engine_config, worker_of])
 def test_v4_is_refused_with_one_error(served: None, start: Any, process: Process):
-    with pytest.raises(SettingsError, match=r"DeepSeek-V4 model.*not been run on a GPU with a real vLLM.*_ENABLED=0"):
+    with pytest.raises(SettingsError, match=r"DeepSeek-V4 model.*not been compared with vLLM's own.*_ENABLED=0"):
         start(_enabled(v4_config()))
     assert (process.serving, Engine.serve(), Engine.serve_v4()) == (None, "vLLM's", "vLLM's")
 
@@ -380,7 +380,7 @@ def test_with_strict_off_vllm_serves_v4(served: None, process: Process, reports:
     assert engine_config(vllm_config) is vllm_config
     worker_of(vllm_config)
     assert (process.serving, Engine.serve_v4()) == (None, "vLLM's")
-    assert "not been run on a GPU with a real vLLM" in reports[0].text()
+    assert "not been compared with vLLM's own" in reports[0].text()
 
 
 def test_a_v4_worker_from_its_start_to_the_report(v4: Any, process: Process, reports: list[StartupReport]):

@@ -139,7 +139,7 @@ def refuse_on_gpu(vllm_config: Any) -> None:
     if family not in SERVED_FAMILIES:
         model = (_architectures(vllm_config) or ["the model"])[0]
         raise SettingsError(
-            f"{model} is a DeepSeek-{family.upper()} model, which has not been run on a GPU with a real vLLM in this "
+            f"{model} is a DeepSeek-{family.upper()} model, which has not been compared with vLLM's own in this "
             f"release of nsa-plugin: there it serves DeepSeek-{', '.join(SERVED_FAMILIES).upper()}. {TURN_OFF}"
         )
     parallel = vllm_config.parallel_config
