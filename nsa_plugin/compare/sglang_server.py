@@ -57,6 +57,8 @@ class SglangEngine:
             # Without the library SGLang would not start; the plugin's trace in the log stands in for its counters.
             *(["--enable-metrics"] if util.find_spec("prometheus_client") else []),
             *("--random-seed", "1"),
+            # Else each event of a stream holds all tokens so far, and writing and reading them bounds long answers.
+            "--incremental-streaming-output",
             *flags,
             *(["--enable-nsa-plugin"] if plugin else []),
         ]
