@@ -6,9 +6,9 @@ import argparse
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from nsa_plugin.bench.cases import SUITES, BenchError, Suite, chosen
+from nsa_plugin.commands.arguments import positive, seconds
 from nsa_plugin.commands.output import console
 from nsa_plugin.kernels.registry import OPS, REFERENCE, Registry
 
@@ -44,9 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"(every registered one but {REFERENCE})",
     )
     measure.add_argument(
-        "--budget", type=_seconds, default=60.0, metavar="SECONDS", help="for a suite, compilation apart (%(default)g)"
+        "--budget", type=seconds, default=60.0, metavar="SECONDS", help="for a suite, compilation apart (%(default)g)"
     )
-    measure.add_argument("--runs", type=_count, metavar="N", help="of each contender (as many as 0.2 s hold)")
+    measure.add_argument("--runs", type=positive, metavar="N", help="of each contender (as many as 0.2 s hold)")
     measure.add_argument(
         "--back-to-back",
         action="store_true",
@@ -61,24 +61,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--records", type=Path, default=RECORDS, metavar="DIR", help="where the records are (%(default)s)"
     )
     report.add_argument("--plots", action="store_true", help="also draw an SVG beside each record; needs matplotlib")
-
-
-def _seconds(text: str) -> float:
-    return _positive(text, float, "a number of seconds above 0")
-
-
-def _count(text: str) -> int:
-    return int(_positive(text, int, "a whole number above 0"))
-
-
-def _positive(text: str, kind: Any, allowed: str) -> float:
-    try:
-        value = kind(text)
-    except ValueError:
-        value = 0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not {allowed}")
-    return float(value)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
+from nsa_plugin.commands.arguments import positive, positives, seconds
 from nsa_plugin.compare.engine import FAMILIES, V32, Engine
 from nsa_plugin.compare.load import SPEED_CASES, USUAL_OUTPUT
 from nsa_plugin.compare.model import SPEC, SPEC_V4
@@ -66,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     given.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint with sparse attention")
     given.add_argument(
         "--heads",
-        type=_count,
+        type=positive,
         metavar="N",
         help="query heads of a checkpoint with seeded random weights, made here "
         f"({SPEC.num_attention_heads}, of v4 {SPEC_V4.num_attention_heads})",
@@ -83,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     model.add_argument("--mtp", action="store_true", help="with a layer for speculative decoding")
     model.add_argument(
-        "--context", type=_count, default=USUAL_CONTEXT, metavar="TOKENS", help="longest prompt (%(default)s)"
+        "--context", type=positive, default=USUAL_CONTEXT, metavar="TOKENS", help="longest prompt (%(default)s)"
     )
 
     what = parser.add_argument_group("what to run")
@@ -104,20 +105,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--speed", action="store_true", help="also time the servers: the cases of speed")
     what.add_argument(
         "--prompt-lengths",
-        type=_counts,
+        type=positives,
         default=[],
         metavar="TOKENS,...",
         help="of the single requests that are timed (2000,8192 and the context)",
     )
     what.add_argument(
         "--output-tokens",
-        type=_count,
+        type=positive,
         metavar="TOKENS",
         help=f"asked of each request of the case decode ({USUAL_OUTPUT})",
     )
     what.add_argument(
         "--stock-fails-at",
-        type=_counts,
+        type=positives,
         metavar="TOKENS,...",
         help="nothing but prompts of these lengths, the shortest first, until stock fails: it has to, and the plugin "
         "has to answer the same prompt",
@@ -127,9 +128,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="start all servers at the same time and time them in turns; the flags after -- must divide the memory",
     )
-    what.add_argument("--budget", type=_seconds, default=1500.0, metavar="SECONDS", help="for everything (%(default)g)")
+    what.add_argument("--budget", type=seconds, default=1500.0, metavar="SECONDS", help="for everything (%(default)g)")
     what.add_argument(
-        "--start-timeout", type=_seconds, default=400.0, metavar="SECONDS", help="for a server's start (%(default)g)"
+        "--start-timeout", type=seconds, default=400.0, metavar="SECONDS", help="for a server's start (%(default)g)"
     )
     what.add_argument("--measured", type=Path, metavar="FILE", help="judge what an earlier run saved, and run nothing")
 
@@ -150,33 +151,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--commit", metavar="HASH", help="commit for the record, where the source is in no checkout")
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
-def _counts(text: str) -> list[int]:
-    return [_count(number.strip()) for number in text.split(",")]
-
-
 def _layers(text: str) -> int | tuple[int, ...]:
     if "," not in text:
-        return _count(text)
+        return positive(text)
     numbers = text.split(",")
     if not all(number.isdecimal() for number in numbers):
         raise argparse.ArgumentTypeError(f"{text!r} is no list of compress ratios")
     return tuple(map(int, numbers))
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
-    return value
 
 
 def _roles(text: str) -> list[str]:

@@ -7,6 +7,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from nsa_plugin.choices import count
+from nsa_plugin.commands.arguments import natural, positive
 from nsa_plugin.commands.output import add_json, console, print_json, table
 from nsa_plugin.devices import GIB, LIBRARIES, DeviceProfile, probe, synthetic
 from nsa_plugin.dispatch import decide, partition
@@ -40,18 +41,6 @@ _FAMILY_DIMS: dict[str, dict[str, int]] = {
     "v3.2": {},
     "v4": {"qk_nope_head_dim": 448, "v_head_dim": 512, "index_topk": 512, "sliding_window": 128},
 }
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
-    return int(text)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
 
 
 def _gigabytes(text: str) -> int:
@@ -88,10 +77,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model, as one rank sees it")
     model.add_argument("--model", choices=FAMILIES, default="v3.2", help="family (default: %(default)s)")
     model.add_argument(
-        "--heads", type=_positive, metavar="N", help="query heads of a rank (default: the model's 128 over --tp)"
+        "--heads", type=positive, metavar="N", help="query heads of a rank (default: the model's 128 over --tp)"
     )
     model.add_argument(
-        "--tp", type=_positive, default=1, metavar="N", help="ranks that share the heads (default: %(default)s)"
+        "--tp", type=positive, default=1, metavar="N", help="ranks that share the heads (default: %(default)s)"
     )
     model.add_argument(
         "--kv-dtype",
@@ -100,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="type of the KV cache; fp8_e4m3 is the family's own layout (default: %(default)s)",
     )
     model.add_argument(
-        "--index-topk", type=_positive, metavar="N", help="tokens the indexer selects (default: the model's)"
+        "--index-topk", type=positive, metavar="N", help="tokens the indexer selects (default: the model's)"
     )
 
     batch = parser.add_argument_group("batch")
@@ -111,15 +100,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what it is for (default: %(default)s)",
     )
     batch.add_argument(
-        "--requests", type=_positive, metavar="N", help="requests (default: 1; one for each row of a decode)"
+        "--requests", type=positive, metavar="N", help="requests (default: 1; one for each row of a decode)"
     )
     batch.add_argument(
-        "--q-tokens", type=_count, metavar="N", help="query rows over all requests (default: --requests)"
+        "--q-tokens", type=natural, metavar="N", help="query rows over all requests (default: --requests)"
     )
-    batch.add_argument("--max-kv", type=_count, metavar="N", help="longest context in tokens (default: --q-tokens)")
+    batch.add_argument("--max-kv", type=natural, metavar="N", help="longest context in tokens (default: --q-tokens)")
     batch.add_argument(
         "--total-kv",
-        type=_count,
+        type=natural,
         metavar="N",
         help="sum of the contexts in tokens (default: --max-kv for each request)",
     )
@@ -135,7 +124,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     batch.add_argument(
         "--workspace-tokens",
-        type=_count,
+        type=natural,
         default=0,
         metavar="N",
         help="most tokens that one-shot MHA may hold; 0 is no limit (default: %(default)s)",
@@ -143,7 +132,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     device = parser.add_argument_group("device (default: this machine)")
     device.add_argument(
-        "--sm", type=_count, metavar="N", help="describe a device of this SM version instead: 90, 100; 0 is a CPU"
+        "--sm", type=natural, metavar="N", help="describe a device of this SM version instead: 90, 100; 0 is a CPU"
     )
     device.add_argument(
         "--libraries",

@@ -18,6 +18,7 @@ from typing import Any, NoReturn, TextIO
 
 from rich.console import Console
 
+from nsa_plugin.commands.arguments import positive
 from nsa_plugin.demo.checkpoint import DTYPES
 from nsa_plugin.demo.pipeline import CannotRunError, Options, run_pipeline
 from nsa_plugin.demo.progress import Steps
@@ -66,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     server.add_argument(
         "--tensor-parallel-size",
-        type=_positive,
+        type=positive,
         default=defaults.tensor_parallel_size,
         metavar="N",
         help="ranks that share the heads (%(default)s)",
@@ -85,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server.add_argument("--port", type=_port, default=defaults.port, metavar="N", help="on 127.0.0.1 (a free one)")
     server.add_argument(
         "--timeout",
-        type=_positive,
+        type=positive,
         default=int(defaults.timeout),
         metavar="SECONDS",
         help="for the server's start, and for all requests (%(default)s)",
@@ -207,12 +208,6 @@ def _options(args: argparse.Namespace, work_dir: Path) -> Options:
 def _terminate(number: int, frame: FrameType | None) -> NoReturn:
     """SIGTERM as an exception, so that every `with` and `finally` on the way out does its work."""
     raise SystemExit(EXIT_TERMINATED)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
 
 
 def _record_path(text: str) -> str:

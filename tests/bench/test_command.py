@@ -46,7 +46,7 @@ def test_list_names_every_suite(capsys: pytest.CaptureFixture[str]) -> None:
         (["--provider", "cutlass"], "--provider is 'cutlass'; allowed:"),
         (["--budget", "0"], "'0' is not a number of seconds above 0"),
         (["--budget", "nan"], "'nan' is not a number of seconds above 0"),
-        (["--runs", "1.5"], "'1.5' is not a whole number above 0"),
+        (["--runs", "1.5"], "'1.5' is not a whole number of at least 1"),
         (["--tiny", "--json", "x"], "--tiny makes no record"),
         (["report", "--records", "no/such/folder"], "no/such/folder, which is no directory"),
     ],
