@@ -48,8 +48,8 @@ high (0.8): what others take while a server starts counts as that server's own. 
 --kv-cache-memory-bytes, because its own measurement counts the others too, and a small --gpu-memory-utilization (0.2):
 so much of the device must be free when a server starts.
 
-This release refuses vLLM on a GPU, and vLLM on a CPU has no sparse attention to compare with: compare vllm measures
-nothing yet, and says so.
+This release refuses vLLM on a GPU, and vLLM on a CPU has no sparse attention to compare with: compare vllm says so,
+and fails.
 
 What was measured is saved after every step, in LOGS/{MEASURED} and in the record, so that a run that is ended keeps it.
 

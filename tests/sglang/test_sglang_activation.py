@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import subprocess
@@ -12,105 +11,17 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from activation_case import HF_CONFIG, StockBackend, read, runner, scheduler, start
 from packaging.version import Version
 
 from nsa_plugin.backends.sglang import activation, backend, hooks, model, serving
 from nsa_plugin.backends.sglang.activation import Process
-from nsa_plugin.backends.sglang.flags import CARRIER, Carried
+from nsa_plugin.backends.sglang.flags import Carried
 from nsa_plugin.devices import synthetic
 from nsa_plugin.errors import NoProviderError, NsaPluginError, PatchError, SettingsError, ShapeError
-from nsa_plugin.patches import sglang as data
-from nsa_plugin.patches.ledger import Ledger
 from nsa_plugin.settings import ENV_PREFIX
-from tests.backends.sglang_v4_fakes import Engine
 
-REFUSE_COPIES = Process._refuse_copies  # a fixture takes it away
-
-HF_CONFIG = SimpleNamespace(
-    architectures=["DeepseekV32ForCausalLM"],
-    num_attention_heads=128,
-    kv_lora_rank=512,
-    qk_nope_head_dim=128,
-    qk_rope_head_dim=64,
-    v_head_dim=128,
-    index_topk=2048,
-    index_n_heads=64,
-    index_head_dim=128,
-)
-
-
-class StockBackend:
-    """As SGLang's, as far as the plugin looks at it."""
-
-    def __init__(self, model_runner: Any, skip_prefill: bool = False, topk: int = 0) -> None:
-        self.device = model_runner.device
-        self.num_q_heads = 16
-        self.dsa_kv_cache_store_fp8 = model_runner.scaled_fp8
-        self.dsa_prefill_impl = "flashmla_kv" if model_runner.scaled_fp8 else "flashmla_sparse"
-        self.dsa_decode_impl = "flashmla_kv" if model_runner.scaled_fp8 else "fa3"
-        self.real_page_size = 64
-        self.max_context_len = 65536
-        self.speculative_num_draft_tokens = None
-        self.topk = topk
-
-    def set_dsa_prefill_impl(self, forward_batch: Any = None) -> None: ...
-    def init_forward_metadata(self, forward_batch: Any) -> None: ...
-    def get_indexer_metadata(self, layer_id: int, forward_batch: Any) -> None: ...
-    def _compute_flashmla_metadata(self, cache_seqlens: Any, seq_len_q: int) -> None: ...
-    def _forward_flashmla_kv(self, **arguments: Any) -> None: ...
-    def _forward_flashmla_sparse(self, **arguments: Any) -> None: ...
-    def _forward_fa3(self, **arguments: Any) -> None: ...
-    def _apply_cuda_graph_metadata(self, bs: int, forward_mode: Any) -> None: ...
-
-
-def runner(
-    *, device: str = "cuda", scaled_fp8: bool = False, dtype: str = "torch.bfloat16", **server_args: Any
-) -> SimpleNamespace:
-    return SimpleNamespace(
-        device=device,
-        scaled_fp8=scaled_fp8,
-        kv_cache_dtype=dtype,
-        tp_rank=0,
-        server_args=SimpleNamespace(**server_args),
-        model_config=SimpleNamespace(num_attention_heads=128, hf_config=HF_CONFIG, hf_text_config=HF_CONFIG),
-    )
-
-
-@pytest.fixture(autouse=True)
-def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [key for key in os.environ if key.startswith(ENV_PREFIX) or key == CARRIER]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv(CARRIER, "")  # so that what a test writes there is taken back
-
-
-@pytest.fixture
-def process(monkeypatch: pytest.MonkeyPatch) -> Process:
-    """The plugin in a scheduler process on an H200, with no patches to apply."""
-    ledger = Ledger(engine="sglang", version=Version("0.5.16"), supported=data.SUPPORTED, patches=())
-    this = Process(ledger=ledger, child=True)
-    monkeypatch.setattr(backend, "process", lambda: this)
-    monkeypatch.setattr(hooks, "process", lambda: this)
-    monkeypatch.setattr(activation, "probe", lambda: synthetic(sm=90, libraries=("flash_mla", "fa3", "deep_gemm")))
-    monkeypatch.setattr(Process, "_refuse_copies", lambda self: None)
-    monkeypatch.setattr(serving, "warm", lambda *arguments: None)
-    monkeypatch.setattr(serving, "warm_selection", lambda *arguments: None)
-    return this
-
-
-def scheduler(config: Any = HF_CONFIG) -> SimpleNamespace:
-    return SimpleNamespace(model_config=SimpleNamespace(hf_config=config))
-
-
-def start(process: Process, config: Any = HF_CONFIG, build: SimpleNamespace | None = None) -> None:
-    """What happens in a scheduler process, in its order."""
-    process.enter_scheduler()
-    if build is not None:
-        backend.make(StockBackend)(build, topk=4)
-    process.leave_scheduler(scheduler(config))
-
-
-def read(report: Path) -> dict[str, Any]:
-    return dict(json.loads(report.read_text()))
+pytestmark = pytest.mark.usefixtures("clean_environment")
 
 
 def test_a_sparse_model_on_a_gpu_is_checked_and_reported(
@@ -299,131 +210,6 @@ def test_sparse_attention_by_another_backend_is_not_taken_for_the_plugin_s(
     assert read(report)["active"] is False
 
 
-V4_CONFIG = SimpleNamespace(architectures=["DeepseekV4ForCausalLM"], index_topk=512, compress_ratios=[0, 4, 128])
-V4_MODULE = "sglang.srt.layers.attention.deepseek_v4_backend"
-
-
-class StockV4Backend(Engine):
-    """As SGLang's, as far as the plugin looks at it here."""
-
-    def __init__(self, model_runner: Any, skip_prefill: bool = False, speculative_step_id: int = 0) -> None: ...
-
-
-@pytest.fixture
-def registry(process: Process, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """SGLang's registry, whose entry for V4 imports the class when it is called; with what the ledger does to both."""
-    built: list[Any] = []
-
-    def create(runner: Any) -> Any:
-        cls = sys.modules[V4_MODULE].DeepseekV4AttnBackend
-        built.append(cls)
-        return cls
-
-    parts = V4_MODULE.split(".")
-    for end in range(1, len(parts) + 1):
-        monkeypatch.setitem(sys.modules, ".".join(parts[:end]), ModuleType(".".join(parts[:end])))
-    monkeypatch.setattr(sys.modules[V4_MODULE], "DeepseekV4AttnBackend", StockV4Backend, raising=False)
-    name = "sglang.srt.layers.attention.attention_registry"
-    monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    sys.modules[name].ATTENTION_BACKENDS = {"dsv4": create}  # type: ignore[attr-defined]
-    process.ledger.patches = data.V4_ENTRY + data.V4
-    monkeypatch.setattr(Process, "_refuse_copies", REFUSE_COPIES)
-    return SimpleNamespace(backends=sys.modules[name].ATTENTION_BACKENDS, built=built)
-
-
-def enabled(process: Process, monkeypatch: pytest.MonkeyPatch, **settings: str) -> None:
-    """A scheduler's process that has just been entered, on a GPU."""
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    Carried({"enabled": "true", **settings}, {}).write()
-    process.enter_scheduler()
-
-
-@pytest.mark.parametrize("strict", [True, False])
-def test_v4_is_refused_until_it_has_run_on_a_gpu(
-    process: Process, registry: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, strict: bool
-) -> None:
-    report = tmp_path / "report.json"
-    enabled(process, monkeypatch, strict=str(strict), report=str(report))
-    assert model.SERVED_FAMILIES == ("v3.2",)
-    if strict:
-        with pytest.raises(NoProviderError, match=r"not been run on a GPU with this release.*serves DeepSeek-V3\.2"):
-            registry.backends["dsv4"](runner())
-        assert registry.built == []
-        with pytest.raises(NoProviderError, match="DeepseekV4ForCausalLM is a DeepSeek-V4 model, which has not been"):
-            process.leave_scheduler(scheduler(V4_CONFIG))
-        return
-    assert registry.backends["dsv4"](runner()) is StockV4Backend
-    process.leave_scheduler(scheduler(V4_CONFIG))
-    assert read(report)["active"] is False
-    (note,) = read(report)["notes"]
-    assert note.startswith("strict is off and the stock engine serves: ")
-    assert "has not been run on a GPU" in note
-
-
-def test_v4s_class_is_replaced_right_before_the_first_is_built(
-    process: Process, registry: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(model, "SERVED_FAMILIES", ("v3.2", "v4"))
-    enabled(process, monkeypatch)
-    states = {status.patch.name: status.state for status in process.statuses}
-    assert states == {"sglang.v4-registered": "applied"}
-    assert sys.modules[V4_MODULE].DeepseekV4AttnBackend is StockV4Backend  # type: ignore[attr-defined]
-    for _ in range(2):  # a draft model's after the target's
-        made = registry.backends["dsv4"](runner())
-        assert made.nsa_plugin_replaces is StockV4Backend
-    states = {status.patch.name: status.state for status in process.statuses}
-    assert states == {"sglang.v4-registered": "applied", "sglang.v4-backend": "applied"}
-    process.ledger.undo()
-    assert sys.modules[V4_MODULE].DeepseekV4AttnBackend is StockV4Backend  # type: ignore[attr-defined]
-
-
-def test_a_copy_of_v4s_class_is_refused_as_well(
-    process: Process, registry: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(model, "SERVED_FAMILIES", ("v3.2", "v4"))
-    enabled(process, monkeypatch)
-    monkeypatch.setitem(sys.modules, "sglang.other", ModuleType("sglang.other"))
-    sys.modules["sglang.other"].Backend = StockV4Backend  # type: ignore[attr-defined]
-    with pytest.raises(PatchError, match=r"sglang\.other\.Backend is still SGLang's own StockV4Backend"):
-        registry.backends["dsv4"](runner())
-    assert registry.built == []
-
-
-def test_while_it_is_off_v4_passes_through(process: Process, registry: Any) -> None:
-    process.enter_v4()
-    assert registry.backends["dsv4"](runner()) is StockV4Backend
-    assert sys.modules[V4_MODULE].DeepseekV4AttnBackend is StockV4Backend  # type: ignore[attr-defined]
-
-
-def test_v4_without_its_backend_is_not_taken_for_the_plugin_s(
-    process: Process, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(model, "SERVED_FAMILIES", ("v3.2", "v4"))
-    Carried({"enabled": "true"}, {}).write()
-    with pytest.raises(PatchError, match=r"not by SGLang's backends dsa .* or dsv4"):
-        start(process, config=V4_CONFIG)
-
-
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_a_model_is_refused_before_anything_is_started(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str
-) -> None:
-    pytest.importorskip("transformers")
-    config = tmp_path / "config.json"
-    arguments = SimpleNamespace(model_path=str(tmp_path), device=device)
-    model.refuse_model(arguments)  # what cannot be read is SGLang's to complain about
-    config.write_text(json.dumps(vars(V4_CONFIG)))
-    words = "has not been run on a GPU with this release" if device == "cuda" else "needs a GPU"
-    with pytest.raises(NoProviderError, match=f"{tmp_path}.*{words}"):
-        model.refuse_model(arguments)
-    if device == "cuda":
-        monkeypatch.setattr(model, "SERVED_FAMILIES", ("v3.2", "v4"))
-        model.refuse_model(arguments)
-        config.write_text(json.dumps({"index_topk": 2048}))
-        monkeypatch.setattr(model, "SERVED_FAMILIES", ("v3.2",))
-        model.refuse_model(arguments)
-
-
 def test_a_model_without_sparse_attention_is_left_alone(
     process: Process, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
@@ -522,13 +308,6 @@ def test_a_cache_without_scales_is_no_layout_of_the_plugin() -> None:
 def test_has_sparse_attention(config: Any, sparse: bool) -> None:
     assert model.has_sparse_attention(config) is sparse
     assert model.family_of(config) == ("v3.2" if sparse else None)
-
-
-@pytest.mark.parametrize(
-    "config", [V4_CONFIG, vars(V4_CONFIG), {"text_config": vars(V4_CONFIG)}, SimpleNamespace(text_config=V4_CONFIG)]
-)
-def test_compressed_keys_are_v4s(config: Any) -> None:
-    assert model.family_of(config) == "v4"
 
 
 @pytest.mark.parametrize("asked", [True, False])

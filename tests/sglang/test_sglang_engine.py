@@ -6,6 +6,7 @@ of its attention, with all its patches applied and verified in the scheduler pro
 
 from __future__ import annotations
 
+import json
 import re
 from importlib import metadata
 from pathlib import Path
@@ -152,6 +153,27 @@ def test_what_cannot_work_ends_the_command_before_serving(
     assert not any(seen["scheduler"] for seen in place.seen("loaded"))
 
 
+V4_MODEL = {"architectures": ["DeepseekV4ForCausalLM"], "index_topk": 512, "compress_ratios": [0, 4, 128, 4, 0]}
+
+
+@pytest.mark.parametrize("offline", [False, True])
+def test_speculative_decoding_of_v4_ends_the_start_before_serving(place: Place, offline: bool) -> None:
+    """By the names that this SGLang has for its arguments; as if for a GPU, which is not looked for so early."""
+    (place.folder / "v4").mkdir()
+    (place.folder / "v4" / "config.json").write_text(json.dumps(V4_MODEL))
+    if offline:
+        arguments = {"model_path": "v4", "device": "cuda", "speculative_algorithm": "EAGLE"}
+        status, _ = place.run_engine(arguments, NSA_PLUGIN_ENABLED="1")
+    else:
+        flags = ["--enable-nsa-plugin", "--device", "cuda", "--speculative-algorithm", "EAGLE"]
+        status = place.run_command_line(*flags, model="v4")
+    assert status == 1
+    (message,) = re.findall(r"(?:nsa-plugin: error|NoProviderError): (.*)", place.log())
+    assert message.startswith("--speculative-algorithm is EAGLE and v4 is a DeepSeek-V4 model")
+    assert "NSA_PLUGIN_ENABLED=0" in message
+    assert not any(seen["scheduler"] for seen in place.seen("loaded"))
+
+
 def test_an_unknown_setting_is_an_exception_for_the_caller_of_an_offline_engine(place: Place) -> None:
     status, tokens = place.run_engine(NSA_PLUGIN_PREFIL_BACKEND="triton")
     assert (status, tokens) == (1, None)
@@ -208,8 +230,9 @@ hooks.process = lambda: process
 ledger.install(Need.ENABLED, Need.GPU)
 name = "sglang.srt.layers.attention.deepseek_v4_backend"
 entry = registry.ATTENTION_BACKENDS["dsv4"]
+served, model.SERVED_FAMILIES = model.SERVED_FAMILIES, ("v3.2",)
 seen = {"before": name in sys.modules, "refused": build(entry), "after": name in sys.modules}
-model.SERVED_FAMILIES = ("v3.2", "v4")
+model.SERVED_FAMILIES = served
 seen["entry"] = build(entry)
 cls = sys.modules[name].DeepseekV4AttnBackend
 seen |= {"class": cls.__name__, "served": build(cls)}

@@ -1,0 +1,257 @@
+"""DeepSeek-V4 in a scheduler's process, with stand-ins for SGLang's objects: which families are served, and how."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from activation_case import read, runner, scheduler, start
+
+from nsa_plugin.backends.sglang import activation, model, serving
+from nsa_plugin.backends.sglang.activation import Process
+from nsa_plugin.backends.sglang.flags import Carried
+from nsa_plugin.devices import synthetic
+from nsa_plugin.errors import NoProviderError, PatchError
+from nsa_plugin.patches import sglang as data
+from tests.backends.sglang_v4_fakes import MODEL, Engine
+
+pytestmark = pytest.mark.usefixtures("clean_environment")
+REFUSE_COPIES = Process._refuse_copies  # a fixture takes it away
+
+V4_CONFIG = SimpleNamespace(architectures=["DeepseekV4ForCausalLM"], index_topk=512, compress_ratios=[0, 4, 128])
+V4_MODULE = "sglang.srt.layers.attention.deepseek_v4_backend"
+
+
+class StockV4Backend(Engine):
+    """As SGLang's, as far as the plugin looks at it here."""
+
+    def __init__(self, model_runner: Any, skip_prefill: bool = False, speculative_step_id: int = 0) -> None: ...
+
+
+@pytest.fixture
+def registry(process: Process, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """SGLang's registry, whose entry for V4 imports the class when it is called; with what the ledger does to both."""
+    built: list[Any] = []
+
+    def create(runner: Any) -> Any:
+        cls = sys.modules[V4_MODULE].DeepseekV4AttnBackend
+        built.append(cls)
+        return cls
+
+    parts = V4_MODULE.split(".")
+    for end in range(1, len(parts) + 1):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:end]), ModuleType(".".join(parts[:end])))
+    monkeypatch.setattr(sys.modules[V4_MODULE], "DeepseekV4AttnBackend", StockV4Backend, raising=False)
+    name = "sglang.srt.layers.attention.attention_registry"
+    monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules[name].ATTENTION_BACKENDS = {"dsv4": create}  # type: ignore[attr-defined]
+    process.ledger.patches = data.V4_ENTRY + data.V4
+    monkeypatch.setattr(Process, "_refuse_copies", REFUSE_COPIES)
+    return SimpleNamespace(backends=sys.modules[name].ATTENTION_BACKENDS, built=built)
+
+
+def enabled(process: Process, monkeypatch: pytest.MonkeyPatch, **settings: str) -> None:
+    """A scheduler's process that has just been entered, on a GPU."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    Carried({"enabled": "true", **settings}, {}).write()
+    process.enter_scheduler()
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_family_that_is_not_served_is_refused(
+    process: Process, registry: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, strict: bool
+) -> None:
+    monkeypatch.setattr(model, "SERVED_FAMILIES", ("v3.2",))
+    report = tmp_path / "report.json"
+    enabled(process, monkeypatch, strict=str(strict), report=str(report))
+    if strict:
+        with pytest.raises(NoProviderError, match=r"not been run on a GPU with this release.*serves DeepSeek-V3\.2"):
+            registry.backends["dsv4"](runner())
+        assert registry.built == []
+        with pytest.raises(NoProviderError, match="DeepseekV4ForCausalLM is a DeepSeek-V4 model, which has not been"):
+            process.leave_scheduler(scheduler(V4_CONFIG))
+        return
+    assert registry.backends["dsv4"](runner()) is StockV4Backend
+    process.leave_scheduler(scheduler(V4_CONFIG))
+    assert read(report)["active"] is False
+    (note,) = read(report)["notes"]
+    assert note.startswith("strict is off and the stock engine serves: ")
+    assert "has not been run on a GPU" in note
+
+
+def test_both_families_are_served_and_v4_without_speculative_decoding() -> None:
+    """What has been compared on a GPU; a family more needs a record, and a change here."""
+    assert model.SERVED_FAMILIES == ("v3.2", "v4")
+    assert model.SPECULATING_FAMILIES == ("v3.2",)
+
+
+@pytest.fixture
+def adopted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The backends of V4 that were to serve; nothing is decided or run for them."""
+    seen: list[Any] = []
+    begun = SimpleNamespace(
+        adopt=lambda backend, runner: seen.append(backend),
+        settle=lambda: None,
+        active=True,
+        model=MODEL,
+        device=synthetic(sm=90),
+        routes={},
+        notes=[],
+    )
+    monkeypatch.setattr(serving.Serving, "begin", lambda *arguments: begun)
+    return seen
+
+
+UNCOMPARED = (
+    "--speculative-algorithm is EAGLE and {} is a DeepSeek-V4 model: .* not been compared with stock .*"
+    "Without --speculative-algorithm the server starts.*NSA_PLUGIN_ENABLED=0"
+)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_speculative_decoding_of_v4_is_refused_where_the_backend_is_built(
+    process: Process,
+    registry: Any,
+    adopted: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    strict: bool,
+) -> None:
+    """Also with strict off, where the refusal before was a warning, and for the draft model's backend."""
+    report = tmp_path / "report.json"
+    enabled(process, monkeypatch, strict=str(strict), report=str(report))
+    speculating = runner(speculative_algorithm="EAGLE")
+    if strict:
+        with pytest.raises(NoProviderError, match=UNCOMPARED.format("this model")):
+            registry.backends["dsv4"](speculating)(speculating)
+        assert adopted == []
+        return
+    for _ in range(2):
+        registry.backends["dsv4"](speculating)(speculating)
+    process.leave_scheduler(scheduler(V4_CONFIG))
+    assert adopted == []
+    assert read(report)["active"] is False
+    (note,) = read(report)["notes"]
+    assert note.startswith("strict is off and the stock engine serves: --speculative-algorithm is EAGLE")
+
+
+@pytest.mark.parametrize(("algorithm", "compared"), [(None, ("v3.2",)), ("EAGLE", ("v3.2", "v4"))])
+def test_v4_serves_without_speculative_decoding_and_with_it_once_that_is_compared(
+    process: Process,
+    registry: Any,
+    adopted: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    algorithm: str | None,
+    compared: tuple[str, ...],
+) -> None:
+    monkeypatch.setattr(model, "SPECULATING_FAMILIES", compared)
+    enabled(process, monkeypatch, report=str(tmp_path / "report.json"))
+    of = runner(speculative_algorithm=algorithm)
+    built = registry.backends["dsv4"](of)(of)
+    process.leave_scheduler(scheduler(V4_CONFIG))
+    assert adopted == [built]
+    assert read(tmp_path / "report.json")["active"] is True
+
+
+def test_speculative_decoding_of_v32_is_served(process: Process) -> None:
+    Carried({"enabled": "true"}, {}).write()
+    start(process, build=runner(scaled_fp8=True, speculative_algorithm="EAGLE"))
+    assert process.serving is not None
+    assert process.serving.active
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_speculative_decoding_of_v4_is_refused_before_anything_is_started(
+    process: Process, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, strict: bool
+) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(activation, "_check_files", lambda version: None)
+    (tmp_path / "config.json").write_text(json.dumps(vars(V4_CONFIG)))
+    arguments = SimpleNamespace(model_path=str(tmp_path), device="cuda", speculative_algorithm=None)
+    Carried({"enabled": "true", "strict": str(strict)}, {}).write()
+    process.check_before_serving(arguments)
+    assert not caplog.records
+    arguments.speculative_algorithm = "EAGLE"
+    if strict:
+        with pytest.raises(NoProviderError, match=UNCOMPARED.format(tmp_path)):
+            process.check_before_serving(arguments)
+    else:
+        process.check_before_serving(arguments)
+        assert "strict is off and the stock engine serves: --speculative-algorithm is EAGLE" in caplog.text
+    (tmp_path / "config.json").write_text(json.dumps({"index_topk": 2048}))
+    model.refuse_model(arguments)  # V3.2's has been compared
+    (tmp_path / "config.json").write_text("{}")
+    model.refuse_model(arguments)
+
+
+def test_v4s_class_is_replaced_right_before_the_first_is_built(
+    process: Process, registry: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enabled(process, monkeypatch)
+    states = {status.patch.name: status.state for status in process.statuses}
+    assert states == {"sglang.v4-registered": "applied"}
+    assert sys.modules[V4_MODULE].DeepseekV4AttnBackend is StockV4Backend  # type: ignore[attr-defined]
+    for _ in range(2):  # a draft model's after the target's
+        made = registry.backends["dsv4"](runner())
+        assert made.nsa_plugin_replaces is StockV4Backend
+    states = {status.patch.name: status.state for status in process.statuses}
+    assert states == {"sglang.v4-registered": "applied", "sglang.v4-backend": "applied"}
+    process.ledger.undo()
+    assert sys.modules[V4_MODULE].DeepseekV4AttnBackend is StockV4Backend  # type: ignore[attr-defined]
+
+
+def test_a_copy_of_v4s_class_is_refused_as_well(
+    process: Process, registry: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enabled(process, monkeypatch)
+    monkeypatch.setitem(sys.modules, "sglang.other", ModuleType("sglang.other"))
+    sys.modules["sglang.other"].Backend = StockV4Backend  # type: ignore[attr-defined]
+    with pytest.raises(PatchError, match=r"sglang\.other\.Backend is still SGLang's own StockV4Backend"):
+        registry.backends["dsv4"](runner())
+    assert registry.built == []
+
+
+def test_while_it_is_off_v4_passes_through(process: Process, registry: Any) -> None:
+    process.enter_v4()
+    assert registry.backends["dsv4"](runner()) is StockV4Backend
+    assert sys.modules[V4_MODULE].DeepseekV4AttnBackend is StockV4Backend  # type: ignore[attr-defined]
+
+
+def test_v4_without_its_backend_is_not_taken_for_the_plugin_s(
+    process: Process,
+) -> None:
+    Carried({"enabled": "true"}, {}).write()
+    with pytest.raises(PatchError, match=r"not by SGLang's backends dsa .* or dsv4"):
+        start(process, config=V4_CONFIG)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_model_is_refused_before_anything_is_started(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str
+) -> None:
+    pytest.importorskip("transformers")
+    config = tmp_path / "config.json"
+    arguments = SimpleNamespace(model_path=str(tmp_path), device=device)
+    model.refuse_model(arguments)  # what cannot be read is SGLang's to complain about
+    config.write_text(json.dumps(vars(V4_CONFIG)))
+    if device == "cuda":
+        model.refuse_model(arguments)
+        monkeypatch.setattr(model, "SERVED_FAMILIES", ("v3.2",))
+    words = "has not been run on a GPU with this release" if device == "cuda" else "needs a GPU"
+    with pytest.raises(NoProviderError, match=f"{tmp_path}.*{words}"):
+        model.refuse_model(arguments)
+    if device == "cuda":
+        config.write_text(json.dumps({"index_topk": 2048}))
+        model.refuse_model(arguments)
+
+
+@pytest.mark.parametrize(
+    "config", [V4_CONFIG, vars(V4_CONFIG), {"text_config": vars(V4_CONFIG)}, SimpleNamespace(text_config=V4_CONFIG)]
+)
+def test_compressed_keys_are_v4s(config: Any) -> None:
+    assert model.family_of(config) == "v4"
