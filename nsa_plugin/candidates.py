@@ -6,6 +6,7 @@ Pure data and arithmetic for `dispatch`: no torch, no engine, no I/O.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -51,6 +52,10 @@ class Route:
     dequantize_kv: bool = False
 
     def __str__(self) -> str:
+        return self._words
+
+    @functools.cached_property
+    def _words(self) -> str:
         return f"{self.library} {self.attention}" + (" after dequantisation" if self.dequantize_kv else "")
 
     def layout_read(self, model: ModelShape) -> str:
@@ -137,6 +142,7 @@ class Case:
         )
 
 
+@functools.cache
 def dense_routes() -> tuple[Route, ...]:
     """One-shot dense attention (sglang #12788: FA3 on SM90, TRT-LLM ragged on SM100)."""
     libraries = ("fa3", "trtllm", "triton", "reference")
@@ -157,15 +163,20 @@ def sparse_routes(case: Case, load: Load) -> tuple[Route, ...]:
 
 def usual_sparse_routes(case: Case, load: Load) -> tuple[Route, ...]:
     """The same in the order that holds where nothing was measured; the last one's place is the last in any case."""
-    shape = Attention.SPARSE_PREFILL if case.extend else Attention.SPARSE_DECODE
+    return _usual(case.extend, case.device.sm, load.heads, case.model.fp8_cache, case.dequantizing_pays)
+
+
+@functools.cache  # the same objects every time, so that each makes its words once
+def _usual(extend: bool, sm: int, heads: int, fp8_cache: bool, dequantizing_pays: bool) -> tuple[Route, ...]:
+    shape = Attention.SPARSE_PREFILL if extend else Attention.SPARSE_DECODE
     names = ("cuda", "triton", "trtllm", "fa3", "reference")
     cuda, triton, trtllm, fa3, reference = (Route(shape, library) for library in names)
-    flash_mla = _flash_mla_routes(case)
-    few, many = ((cuda,), ()) if load.heads <= FEW_HEADS else ((), (cuda,))
-    if not case.extend:
+    flash_mla = _flash_mla_routes(fp8_cache, dequantizing_pays)
+    few, many = ((cuda,), ()) if heads <= FEW_HEADS else ((), (cuda,))
+    if not extend:
         # SGLang's own defaults: FA3 on SM90 and TRT-LLM on SM100 for a bf16 cache, FlashMLA for fp8.
         routes = (fa3, trtllm, *few, *flash_mla, *many)
-    elif case.device.sm >= 100 and load.heads <= TRTLLM_HEADS:
+    elif sm >= 100 and heads <= TRTLLM_HEADS:
         routes = (*few, trtllm, *flash_mla, *many)
     else:
         routes = (*few, *flash_mla, trtllm, *many)
@@ -193,22 +204,22 @@ def estimate_us(case: Case, route: Route, load: Load) -> float | None:
 
 
 def _by_time(case: Case, routes: Sequence[Route], load: Load) -> tuple[Route, ...]:
-    times = {route: time for route in routes if (time := estimate_us(case, route, load)) is not None}
-    waiting = list(times)
+    times = [estimate_us(case, route, load) for route in routes]
+    waiting = [(time, route) for time, route in zip(times, routes, strict=True) if time is not None]
     ordered: list[Route] = []
     while waiting:
-        quickest = min(times[route] for route in waiting)
-        ordered.append(next(route for route in waiting if times[route] <= quickest * (1 + NEARLY_EQUAL)))
-        waiting.remove(ordered[-1])
+        quickest = min(time for time, _ in waiting)
+        place = next(place for place, (time, _) in enumerate(waiting) if time <= quickest * (1 + NEARLY_EQUAL))
+        ordered.append(waiting.pop(place)[1])
     taken = iter(ordered)
-    return tuple(next(taken) if route in times else route for route in routes)
+    return tuple(route if time is None else next(taken) for time, route in zip(times, routes, strict=True))
 
 
-def _flash_mla_routes(case: Case) -> tuple[Route, ...]:
-    if not case.model.fp8_cache:
+def _flash_mla_routes(fp8_cache: bool, dequantizing_pays: bool) -> tuple[Route, ...]:
+    if not fp8_cache:
         return (Route(Attention.SPARSE_PREFILL, "flash_mla"),)
     copied = Route(Attention.SPARSE_PREFILL, "flash_mla", dequantize_kv=True)
-    return (copied, FLASH_MLA_DECODE) if case.dequantizing_pays else (FLASH_MLA_DECODE, copied)
+    return (copied, FLASH_MLA_DECODE) if dequantizing_pays else (FLASH_MLA_DECODE, copied)
 
 
 def first(routes: Sequence[Route], refusal: Callable[[Route], str | None]) -> tuple[Route | None, list[Refusal]]:

@@ -31,6 +31,8 @@ Points = tuple[tuple[int, float], ...]
 def points(sm: int, op: str, layout: str, heads: int, label: str) -> Points:
     """(rows, microseconds) of one call, by rows; empty where no head count that fits was measured."""
     by_heads = MEASUREMENTS.get((sm, op, layout), {}).get(label, {})
+    if heads in by_heads:
+        return by_heads[heads]
     fitting = [count for count in by_heads if count >= heads]
     return by_heads[min(fitting)] if fitting else ()
 

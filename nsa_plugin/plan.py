@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
@@ -72,6 +73,11 @@ class Plan:
         reads_selection = self.attention in (Attention.SPARSE_PREFILL, Attention.SPARSE_DECODE)
         if reads_selection != (self.indexer.mode is IndexerMode.TOPK):
             raise ValueError(f"attention {self.attention} does not go with indexer mode {self.indexer.mode}")
+
+    @functools.cached_property
+    def route(self) -> str:
+        """phase/attention/library, what batches are counted by. Kept: every step asks for it."""
+        return f"{self.phase}/{self.attention}/{self.provider or 'none'}"
 
     def as_dict(self) -> dict[str, Any]:
         """The plan as plain data, for JSON."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
@@ -55,3 +55,14 @@ def test_as_dict_is_the_plan_in_json() -> None:
         "indexer": {"mode": "topk", "provider": "", "rows_per_chunk": 0, "metadata_provider": ""},
         "reasons": {"phase": "extend"},
     }
+
+
+def test_the_route_is_the_plans_own_and_no_field_of_it() -> None:
+    one = plan(Attention.SPARSE_DECODE, IndexerMode.TOPK)
+    before = one.as_dict()
+    assert one.route == "extend/sparse_decode/flash_mla"
+    assert one.route is one.route  # made once
+    # Kept in the plan, it is neither handed on to a changed one nor shown, and makes no plan differ.
+    assert replace(one, provider="", phase=Phase.DECODE).route == "decode/sparse_decode/none"
+    assert one.as_dict() == before
+    assert one == plan(Attention.SPARSE_DECODE, IndexerMode.TOPK)

@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -182,3 +183,41 @@ def test_lines_of_several_processes_do_not_mix(tmp_path: Path) -> None:
     assert len(entries) == 150
     assert {entry["pid"] for entry in entries} == {writer.pid for writer in writers}
     assert all(len(entry["requests"]) == 500 for entry in entries)
+
+
+@pytest.mark.parametrize("mode", ["off", "log"])
+def test_a_plan_that_comes_again_is_counted_without_being_looked_up(
+    mode: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    hashed: list[Plan] = []
+    usual = Plan.__hash__
+
+    def hashing(plan: Plan) -> int:
+        hashed.append(plan)
+        return usual(plan)
+
+    monkeypatch.setattr(Plan, "__hash__", hashing)
+    trace = Trace(mode=mode)
+    with caplog.at_level(logging.INFO, "nsa_plugin"):
+        for _ in range(100):
+            trace.record([(SPARSE, [("a", 1, 90)])])
+        assert all(plan is SPARSE for plan in hashed)
+        assert len(hashed) <= 2  # to look it up, and to keep it
+        trace.record([(replace(SPARSE), [])])  # another object that is equal
+        trace.record([(MHA, [])])
+        trace.record([(SPARSE, [])])
+    assert trace.counts == {"decode/sparse_decode/reference": 102, "extend/mha_one_shot/reference": 1}
+    assert len(caplog.records) == (2 if mode == "log" else 0)
+
+
+def test_a_batch_without_requests_is_no_line_and_makes_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captured steps come without their requests: to write a plan down would be for nothing."""
+    path = tmp_path / "trace.jsonl"
+    trace = Trace(mode=str(path))
+    with monkeypatch.context() as patched:
+        patched.setattr(Plan, "as_dict", lambda plan: pytest.fail("nobody reads it"))
+        trace.record([(SPARSE, [])])
+    assert path.read_text() == ""
+    trace.record([(MHA, []), (SPARSE, [("b", 1, 90)])])
+    assert set(json.loads(path.read_text())["plans"]) == {"plan-0", "plan-1"}
+    assert trace.counts.total() == 3

@@ -97,3 +97,21 @@ def test_an_idle_rank_has_no_rows(phase: Phase):
 def test_more_rows_than_the_server_allows_are_still_a_shape():
     """At start-up SGLang captures with made-up lengths."""
     assert step_batch(Phase.TARGET_VERIFY, 1, 8, 4).shape.max_kv_len == 8
+
+
+def test_a_step_that_comes_again_is_the_same_and_every_other_is_its_own():
+    usual = (Phase.DECODE, 8, 8, 4096)
+    batch = step_batch(*usual)
+    assert step_batch(*usual) is batch
+    others = [(Phase.TARGET_VERIFY, 8, 8, 4096), (Phase.DECODE, 4, 8, 4096), (Phase.DECODE, 8, 16, 4096)]
+    for other in (*others, (Phase.DECODE, 8, 8, 8192)):
+        assert step_batch(*other).shape != batch.shape
+        assert step_batch(*other).shape.phase is other[0]
+
+
+def test_the_names_of_a_step_are_not_those_of_the_next():
+    named = step_batch(Phase.TARGET_VERIFY, 2, 8, 4096, ["a", "b"])
+    assert named.requests == [("a", 4, 4096), ("b", 4, 4096)]
+    assert step_batch(Phase.TARGET_VERIFY, 2, 8, 4096).requests == []
+    assert step_batch(Phase.TARGET_VERIFY, 2, 8, 4096, ["c"]).requests == [("c", 4, 4096)]
+    assert step_batch(Phase.IDLE, 2, 2, 4096, ["a", "b"]).requests == []

@@ -10,6 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from nsa_plugin.backends.sglang.metrics import NAME, route_counter
+from nsa_plugin.plan import Attention, IndexerMode, IndexerPlan, Plan
+from nsa_plugin.shapes import Phase
 
 # prometheus_client looks for its directory once, when it is imported: so each process is a new one.
 SCHEDULER = """
@@ -63,3 +65,38 @@ def test_without_metrics_nothing_is_counted(
     if directory:
         monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     assert route_counter(SimpleNamespace(enable_metrics=enabled), {}) is None
+
+
+def test_a_routes_counter_is_looked_up_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    client = pytest.importorskip("prometheus_client")
+    registry, looked_up = client.CollectorRegistry(), []
+
+    class Counter(client.Counter):
+        def __init__(self, *args, **named):
+            super().__init__(*args, **named, registry=registry)
+
+        def labels(self, *args, **named):
+            looked_up.append(named["provider"])
+            return super().labels(*args, **named)
+
+    monkeypatch.setattr(client, "Counter", Counter)
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    count = route_counter(SimpleNamespace(enable_metrics=True), {"tp_rank": 1})
+    assert count is not None
+    plans = [
+        Plan(
+            phase=Phase.DECODE,
+            attention=Attention.SPARSE_DECODE,
+            provider=provider,
+            indexer=IndexerPlan(mode=IndexerMode.TOPK, rows_per_chunk=rows),
+        )
+        for provider, rows in (("cuda", 4), ("triton", 4), ("cuda", 8))
+    ]
+    for _ in range(5):
+        for plan in plans:
+            count(plan)
+    # The two of cuda are different plans of one route.
+    assert looked_up == ["cuda", "triton"]
+    route = {"phase": "decode", "attention": "sparse_decode", "tp_rank": "1"}
+    counted = {name: registry.get_sample_value(NAME, route | {"provider": name}) for name in ("cuda", "triton")}
+    assert counted == {"cuda": 10, "triton": 5}

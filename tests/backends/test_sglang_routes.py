@@ -233,3 +233,37 @@ def test_features_that_are_sglangs_own(backend: dict, server_args: dict, feature
 def test_the_model_of_the_tests_is_the_plugins():
     assert isinstance(MODEL, ModelShape)
     assert MODEL.heads_per_rank == 4
+
+
+def test_what_a_steps_plan_depends_on_makes_a_plan_of_its_own(monkeypatch: pytest.MonkeyPatch):
+    decided = []
+
+    def deciding(model, batch, device, settings):
+        decided.append((batch.phase, batch.num_requests, batch.num_tokens))
+        return decide(model, batch, device, settings)
+
+    monkeypatch.setattr(routes, "decide", deciding)
+    made, counted = planner("v32_fp8"), []
+    made.count = counted.append
+    steps = [(Phase.DECODE, 4, 4), (Phase.DECODE, 8, 8), (Phase.TARGET_VERIFY, 4, 8), (Phase.TARGET_VERIFY, 8, 8)]
+    for _ in range(3):
+        for phase, requests, rows in steps:
+            plan = made.step(step_batch(phase, requests, rows, 4096)).plan
+            assert plan.phase is phase
+            assert f"{requests} requests, {rows} query rows" in plan.reasons["phase"]
+    assert decided == steps
+    assert made.trace.counts == {"decode/sparse_decode/cuda": 6, "target_verify/sparse_decode/cuda": 6}
+    assert len(counted) == 12
+    # The settings are a planner's: what another has decided is not taken over.
+    other = planner("v32_fp8", decode_backend="triton").step(step_batch(*steps[0], 4096)).plan
+    assert (other.provider, len(decided)) == ("triton", len(steps) + 1)
+
+
+def test_a_new_reading_of_the_free_memory_makes_a_new_plan_of_the_same_lengths(monkeypatch: pytest.MonkeyPatch):
+    made, chunks = planner("v32_fp8"), []
+    for free in (64 << 20, 128 << 20, 64 << 20):
+        made.free_memory = lambda free=free: free
+        chunks.append(made.prefill(LONG, dense_allowed=False).plan.indexer.rows_per_chunk)
+    assert chunks == [128, 256, 128]
+    monkeypatch.setattr(routes, "decide", lambda *_: pytest.fail("decided before"))
+    assert made.prefill(LONG, dense_allowed=False).plan.indexer.rows_per_chunk == 128

@@ -11,6 +11,7 @@ Only what the host knows already is read, the lists and tensors that end in ``_c
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,12 @@ PHASES = {
     "DRAFT_EXTEND": Phase.DRAFT_EXTEND,
     "DRAFT_EXTEND_V2": Phase.DRAFT_EXTEND,
 }
+
+
+# Whose requests have several rows each.
+_OF_DRAFTS = frozenset({Phase.TARGET_VERIFY, Phase.DRAFT_EXTEND})
+MAX_STEPS = 1024
+"""Steps of different sizes that are kept: every replay of a captured one asks for it again."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +70,8 @@ def prefill_batch(forward_batch: Any, *, in_graph: bool = False) -> Batch:
     Raises:
         ShapeError: the lengths cannot belong together.
     """
-    kv_lens = [int(length) for length in forward_batch.seq_lens_cpu.tolist()]
-    q_lens = [int(length) for length in forward_batch.extend_seq_lens_cpu]
+    kv_lens = list(map(int, forward_batch.seq_lens_cpu.tolist()))
+    q_lens = list(map(int, forward_batch.extend_seq_lens_cpu))
     # MLP-sync pads the lengths of the contexts, and leaves the list of the rows as it was.
     q_lens += [0] * (len(kv_lens) - len(q_lens))
     shape = BatchShape.from_lengths(
@@ -88,6 +95,16 @@ def step_batch(phase: Phase, requests: int, rows: int, max_context: int, names: 
         max_context: most tokens of a request that the server allows; what every context counts as.
         names: ids of the requests, as far as they are known.
     """
+    batch = _step_batch(phase, requests, rows, max_context)
+    if not names or not batch.shape.num_tokens:
+        return batch
+    each, longest = rows // requests, batch.shape.max_kv_len
+    return Batch(batch.shape, requests=[(name, each, longest) for name in names])
+
+
+@functools.lru_cache(MAX_STEPS)
+def _step_batch(phase: Phase, requests: int, rows: int, max_context: int) -> Batch:
+    """`step_batch` without names, one object for all batches of the size: nobody adds to its requests."""
     if phase is Phase.IDLE or rows == 0:
         return Batch(BatchShape(phase=Phase.IDLE))
     longest = max(max_context, -(-rows // requests))
@@ -100,7 +117,7 @@ def step_batch(phase: Phase, requests: int, rows: int, max_context: int, names: 
         has_prefix=True,
         cuda_graph=True,
     )
-    return Batch(shape, requests=[(name, rows // requests, longest) for name in names])
+    return Batch(shape)
 
 
 def eager_step(forward_batch: Any, phase: Phase, draft_tokens: int | None, max_context: int) -> Batch:
@@ -120,10 +137,10 @@ def eager_step(forward_batch: Any, phase: Phase, draft_tokens: int | None, max_c
 
 def rows_per_request(phase: Phase, draft_tokens: int | None) -> int:
     """Query rows of each request of a captured batch."""
-    return (draft_tokens or 1) if phase in (Phase.TARGET_VERIFY, Phase.DRAFT_EXTEND) else 1
+    return (draft_tokens or 1) if phase in _OF_DRAFTS else 1
 
 
 def _names(forward_batch: Any, requests: int) -> list[str]:
     """Ids of the requests; "" for those that were padded in."""
-    names = [str(name) for name in getattr(forward_batch, "rids", None) or ()][:requests]
+    names = list(map(str, getattr(forward_batch, "rids", None) or ()))[:requests]
     return names + [""] * (requests - len(names))

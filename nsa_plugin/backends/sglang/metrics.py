@@ -46,13 +46,14 @@ def route_counter(server_args: Any, labels: Mapping[str, object]) -> Callable[[P
     text = "Batches that nsa-plugin planned, by phase, attention and kernel library."
     counter = Counter(NAME, text, labelnames=(*_ROUTE, *labels))
     constant = {name: str(value) for name, value in labels.items()}
-    children: dict[tuple[str, str, str], Any] = {}
+    increments: dict[str, Callable[[], None]] = {}
 
     def count(plan: Plan) -> None:
-        route = (str(plan.phase), str(plan.attention), plan.provider or "none")
-        child = children.get(route)
-        if child is None:
-            child = children[route] = counter.labels(**dict(zip(_ROUTE, route, strict=True)), **constant)
-        child.inc()
+        increment = increments.get(plan.route)
+        if increment is None:
+            route = (str(plan.phase), str(plan.attention), plan.provider or "none")
+            child = counter.labels(**dict(zip(_ROUTE, route, strict=True)), **constant)
+            increment = increments[plan.route] = child.inc
+        increment()
 
     return count
