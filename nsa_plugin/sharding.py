@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from nsa_plugin import measured
 from nsa_plugin.candidates import COPY_BYTES, COPY_RATE, NEARLY_EQUAL, OPS, Case, Route, estimate_us
@@ -18,13 +19,7 @@ from nsa_plugin.errors import NsaPluginError
 from nsa_plugin.parallel.partition import Partition, Weights, by_cost, by_count
 from nsa_plugin.plan import Attention, Plan
 from nsa_plugin.settings import Settings
-from nsa_plugin.shapes import ModelShape, Phase
-
-TOKEN_SHARD_SERVED = False
-"""Whether ranks may trade heads for tokens: not before an engine has been run so on GPUs with this release.
-
-While it is False, `token_shard=on` is an error that says so and `auto` keeps the heads; nothing else has to change.
-"""
+from nsa_plugin.shapes import BatchShape, ModelShape, Phase
 
 PHASES = (Phase.EXTEND, Phase.DECODE, Phase.TARGET_VERIFY)
 """Whose rows may be traded. Draft steps go on from selections of a step before, for rows that had other ranks."""
@@ -48,13 +43,14 @@ def impossible(model: ModelShape, device: DeviceProfile) -> str | None:
         return f"only the attention of DeepSeek-V3.2 is traded, and the model is of family {model.family}"
     if not device.providers(Op.TOKEN_SHARD):
         return "there are no token_shard kernels for this engine and device"
-    if not TOKEN_SHARD_SERVED:
-        return "trading heads for tokens has not been run on GPUs with this release"
     return None
 
 
 def never(model: ModelShape, device: DeviceProfile, settings: Settings) -> str | None:
-    """As `impossible`, and why the settings keep every batch from it: where buffers would be for nothing."""
+    """As `impossible`, and why the settings keep every batch from it: where buffers would be for nothing.
+
+    See also `pointless`, which compares times.
+    """
     if settings.token_shard == "off":
         return "token_shard is off"
     if reason := impossible(model, device):
@@ -69,6 +65,53 @@ def never(model: ModelShape, device: DeviceProfile, settings: Settings) -> str |
     if not device.nvlink:
         return "no other GPU is reached over NVLink, and the exchange is measured over NVLink only"
     return None
+
+
+def pointless(model: ModelShape, device: DeviceProfile, settings: Settings, max_tokens: int) -> str | None:
+    """Why `auto` would trade no batch of up to so many query rows, so that buffers would be for nothing; None if any.
+
+    For a start-up, where `never` has no objection: it decides batches of all sizes that were measured and of those
+    half-way between, with contexts as short as sparse attention has them, and also without the kernels that read a bf16
+    copy of the cache, for which an engine may find no memory.
+    """
+    if settings.token_shard != "auto":
+        return None
+    in_place = device.keeping(lambda _, kernel: not kernel.layouts or model.kv_layout in kernel.layouts)
+    sizes = _sizes(model, device, max_tokens)
+    for kernels in (device, in_place):
+        for phase in (Phase.EXTEND, Phase.DECODE):
+            if any(_trades(Case(model, _shortest(model, phase, rows), kernels, settings)) for rows in sizes):
+                return None
+    return (
+        f"no batch of up to {count(max_tokens, 'query row')} was measured on {device.where} to be quicker where "
+        f"{count(model.attn_tp_size, 'rank')} trade {count(model.heads_per_rank, 'head')} each"
+    )
+
+
+def _sizes(model: ModelShape, device: DeviceProfile, max_tokens: int) -> list[int]:
+    """Numbers of query rows up to `max_tokens` at which measured times stand, half-way between them, and the last."""
+    keys = [_key(op, model, device) for op in (ATTENTION, STEPS)]
+    keys += [(device.sm, op, model.kv_layout) for op in (Op.SPARSE_MLA_PREFILL, Op.SPARSE_MLA_DECODE)]
+    labels = [by_heads for key in keys for by_heads in measured.MEASUREMENTS.get(key, {}).values()]
+    known = sorted({rows for by_heads in labels for points in by_heads.values() for rows, _ in points})
+    between = {(low + high) // 2 for low, high in pairwise(known)}
+    return sorted({rows for rows in between.union(known, [max_tokens]) if rows <= max_tokens})
+
+
+def _shortest(model: ModelShape, phase: Phase, rows: int) -> BatchShape:
+    """A batch of so many rows that selects."""
+    topk = model.index_topk
+    if phase is Phase.EXTEND:
+        return BatchShape.from_lengths(phase, [rows], [max(rows, topk + 1)])
+    return BatchShape.from_lengths(phase, [1] * rows, [topk + 1] * rows, cuda_graph=True)
+
+
+def _trades(case: Case) -> bool:
+    try:
+        route, _ = pick_sparse(case, case.own_load)
+    except NsaPluginError:
+        return False
+    return decided(case, route)[0]
 
 
 def decided(case: Case, route: Route) -> tuple[bool, str]:

@@ -10,12 +10,11 @@ from random import Random
 from typing import Any
 from unittest import mock
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nsa_plugin import measured, sharding
-from nsa_plugin.candidates import NEARLY_EQUAL, Case, Load, estimate_us, sparse_routes
+from nsa_plugin.candidates import NEARLY_EQUAL, Case, Load, Route, estimate_us, sparse_routes
 from nsa_plugin.capabilities import Op
 from nsa_plugin.devices import MIB, DeviceProfile, synthetic
 from nsa_plugin.dispatch import Part, decide, partition, validate
@@ -48,7 +47,7 @@ FLAG = mostly(False, True)
 @st.composite
 def models(draw: st.DrawFn) -> ModelShape:
     family = draw(mostly("v3.2", "v4"))
-    ranks = draw(st.sampled_from([1, 2, 3, 8, 16]))
+    ranks = draw(st.sampled_from([1, 2, 3, 4, 8, 16]))
     return ModelShape(
         family=family,
         num_heads=ranks * draw(st.sampled_from([1, 8, 12, 16, 32, 64, 96, 128, 200])),
@@ -102,14 +101,6 @@ def machines(draw: st.DrawFn) -> DeviceProfile:
     )
 
 
-@pytest.fixture(autouse=True, scope="module")
-def token_shard_served() -> Iterator[None]:
-    """As in a release that serves it: its plans have to hold as well."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(sharding, "TOKEN_SHARD_SERVED", True)
-        yield
-
-
 SETTINGS = st.builds(
     Settings,
     prefill_backend=mostly(*PREFILL_BACKENDS),
@@ -132,7 +123,7 @@ SPARSE = (
 )
 DENSE = ("fa3 mha_one_shot", "triton mha_one_shot")
 SHARDED = tuple(f"token_shard by {label}" for label in SPARSE)
-GROUPS = ("token_shard_attention tp2", "token_shard_attention tp8")
+GROUPS = tuple(f"token_shard_{what} tp{ranks}" for what in ("attention", "steps") for ranks in (2, 4, 8))
 
 
 def table_of(seed: int) -> Any:
@@ -204,6 +195,37 @@ def test_a_plan_is_total_repeatable_and_within_limits(
         assert batch.phase in sharding.PHASES
         assert not (batch.phase is Phase.EXTEND and batch.cuda_graph)
         assert model.attn_tp_size <= batch.num_tokens
+
+
+@thorough
+@given(
+    st.sampled_from([2, 4, 8]),
+    st.sampled_from([8, 16, 32, 64]),
+    st.one_of(st.integers(1, 1100), st.integers(1, 20_000)),
+    st.integers(0, 200_000),
+    st.sampled_from([Phase.EXTEND, Phase.DECODE]),
+    MEASUREMENTS,
+)
+def test_auto_trades_nothing_but_what_was_measured_to_take_less(
+    ranks: int, heads: int, rows: int, prefix: int, phase: Phase, table: Any
+) -> None:
+    model = ModelShape(num_heads=ranks * heads, attn_tp_size=ranks, kv_layout="v32_fp8")
+    context = prefix + rows
+    batch = BatchShape(
+        phase=phase, num_requests=1, num_tokens=rows, max_kv_len=context, total_kv_len=context, has_prefix=prefix > 0
+    )
+    device, chosen = synthetic(90), Settings(mha_max_kv=0)
+    with measurements(table):
+        plan = decide(model, batch, device, chosen)
+        if not plan.token_shard:
+            return
+        case = Case(model, batch, device, chosen)
+        kept = decide(model, batch, device, replace(chosen, token_shard="off"))
+        taken = sharding.sharded_us(case, Route(plan.attention, plan.provider, plan.dequantize_kv))
+        instead = estimate_us(case, Route(kept.attention, kept.provider, kept.dequantize_kv), case.own_load)
+    assert taken is not None
+    assert instead is not None
+    assert taken < instead
 
 
 def check_reasons(plan: Plan) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +14,7 @@ from hypothesis import strategies as st
 
 from nsa_plugin import measured, sharding
 from nsa_plugin.devices import DeviceProfile, synthetic
-from nsa_plugin.dispatch import decide, validate
+from nsa_plugin.dispatch import validate
 from nsa_plugin.errors import SettingsError
 from nsa_plugin.parallel.partition import PartitionError, by_count
 from nsa_plugin.settings import Settings
@@ -38,15 +41,10 @@ CUDA, COPIED, STEP = "cuda sparse_prefill", "flash_mla sparse_prefill after dequ
 PREFILL = (90, "sparse_mla_prefill", "v32_fp8")
 GROUP8 = (90, "token_shard_attention tp8", "v32_fp8")
 FULL = synthetic(90)
-AS_RELEASED = sharding.TOKEN_SHARD_SERVED
+RECORDS = Path(__file__).parents[1] / "docs" / "benchmarks" / "h200"
 TRADED_STEPS = (Phase.DECODE, Phase.TARGET_VERIFY)
 
 Table = dict[tuple[int, str, str], dict[str, dict[int, measured.Points]]]
-
-
-@pytest.fixture(autouse=True)
-def served(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharding, "TOKEN_SHARD_SERVED", True)
 
 
 @pytest.fixture
@@ -66,24 +64,6 @@ def table(kept: float, traded: float, *, by: str = STEP) -> Table:
         PREFILL: kernels | {by: {16: ((4096, 9e9),), 128: ((512, 1.0),)}},
         GROUP8: {f"token_shard by {by}": {16: ((2048, traded / 2), (4096, traded))}},
     }
-
-
-# ---------------------------------------------------------------------------------------------------
-# The constant
-
-
-def test_nothing_is_traded_before_it_has_been_run(monkeypatch: pytest.MonkeyPatch, measure: Any) -> None:
-    measure(table(1000.0, 100.0))
-    assert choose(V32_FP8, LONG, FULL).token_shard
-    monkeypatch.setattr(sharding, "TOKEN_SHARD_SERVED", AS_RELEASED)
-    plan = choose(V32_FP8, LONG, FULL)
-    assert not plan.token_shard
-    assert "has not been run on GPUs with this release" in plan.reasons["token_shard"]
-    for start in (decide, validate):
-        arguments: tuple[Any, ...] = (LONG,) if start is decide else ()
-        with pytest.raises(SettingsError, match=r"token_shard is on and cannot work here: .*not been run on GPUs"):
-            start(V32_FP8, *arguments, FULL, Settings(token_shard="on"))
-    assert choose(V32_FP8, LONG, FULL, token_shard="off").reasons["token_shard"] == "token_shard is off"
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -270,6 +250,131 @@ def test_measurements_of_another_group_or_another_selection_say_nothing(measure:
     measure(table(1000.0, 500.0))
     for model in (replace(V32_FP8, attn_tp_size=4), V32, replace(V32_FP8, index_topk=1024)):
         assert not choose(model, LONG, FULL).token_shard
+
+
+# ---------------------------------------------------------------------------------------------------
+# As released
+
+
+def recorded(ranks: int) -> dict[tuple[str, int, int], tuple[float, float]]:
+    """{(phase, rows, context): (microseconds of the quickest kernel for the own heads, of the quickest trade)}.
+
+    Of H200s, where attention alone was timed; of trades those in one piece, as the engines make them.
+    """
+    record = json.loads((RECORDS / f"token-shard-tp{ranks}.json").read_text())
+    found: dict[tuple[str, int, int], tuple[float, float]] = {}
+    for row in record["rows"]:
+        case = row["case"]
+        if row["op"] != sharding.ATTENTION or "chunks" in row["provider"]:
+            continue
+        step = "batch" in case
+        place = ("decode" if step else "extend", case["batch"] if step else case["q"], case["kv"])
+        kept, traded = found.get(place, (math.inf, math.inf))
+        trades = row["provider"].startswith("token_shard")
+        time = row["median_us"]
+        found[place] = (kept, min(traded, time)) if trades else (min(kept, time), traded)
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_auto_trades_what_the_records_say_is_quicker(ranks: int) -> None:
+    """Beside the kernels of the same record, which the decision does not read: it has theirs from other records."""
+    model = replace(V32_FP8, attn_tp_size=ranks)
+    cases = recorded(ranks)
+    assert {phase for phase, *_ in cases} == {"extend", "decode"}
+    trades = set()
+    for (phase, rows, context), (kept, traded) in cases.items():
+        shape = extend(rows, context) if phase == "extend" else decode(rows, context, cuda_graph=True)
+        plan = choose(model, shape, FULL)
+        assert plan.token_shard == (traded < kept), (phase, rows, context, plan.reasons["token_shard"])
+        if plan.token_shard:
+            trades.add((phase, rows))
+    assert trades == (set() if ranks == 2 else {("extend", 2048), ("extend", 8192), ("decode", 512)})
+
+
+def test_auto_keeps_heads_that_no_kernel_pads() -> None:
+    """64 heads a rank are what FlashMLA takes: by the record the trade is slower, whatever the rows."""
+    model = replace(V32_FP8, attn_tp_size=2)
+    for rows in (2048, 2500, 4096, 6000, 8192, 16384):
+        for context in (rows, 65536, 131072):
+            assert not choose(model, extend(rows, context), FULL).token_shard
+    for rows in (128, 200, 384, 512, 1024):
+        assert not choose(model, decode(rows, 8192, cuda_graph=True), FULL).token_shard
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_on_is_served(ranks: int) -> None:
+    model = replace(V32_FP8, attn_tp_size=ranks)
+    validate(model, FULL, Settings(token_shard="on"), max_tokens=8192, max_decode_tokens=512, cuda_graph=True)
+    for shape in (extend(8192, 65536), decode(ranks, 8192, cuda_graph=True)):
+        assert choose(model, shape, FULL, token_shard="on").token_shard
+
+
+# ---------------------------------------------------------------------------------------------------
+# Buffers
+
+
+@pytest.mark.parametrize(
+    ("model", "most", "wanted"),
+    [
+        (
+            replace(V32_FP8, attn_tp_size=2),
+            8192,
+            "no batch of up to 8192 query rows was measured on SM90 to be quicker",
+        ),
+        (replace(V32_FP8, attn_tp_size=4), 256, "no batch of up to 256 query rows was measured"),
+        (replace(V32_FP8, attn_tp_size=4), 512, None),  # of steps alone
+        (replace(V32_FP8, attn_tp_size=4), 8192, None),
+    ],
+)
+def test_buffers_are_for_something(model: ModelShape, most: int, wanted: str | None) -> None:
+    assert sharding.never(model, FULL, Settings()) is None
+    said = sharding.pointless(model, FULL, Settings(), most)
+    assert (said is None) if wanted is None else (said is not None and said.startswith(wanted))
+    assert sharding.pointless(model, FULL, Settings(token_shard="on"), most) is None
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_what_is_pointless_is_what_no_batch_does(ranks: int) -> None:
+    """Of batches at every size, those between the measured ones too."""
+    model = replace(V32_FP8, attn_tp_size=ranks)
+    least = min(
+        (
+            rows
+            for rows in range(2, 8193, 7)
+            for shape in (extend(rows, max(rows, 2049)), decode(rows, 2049, cuda_graph=True))
+            if choose(model, shape, FULL).token_shard
+        ),
+        default=None,
+    )
+    assert (sharding.pointless(model, FULL, Settings(), 8192) is None) == (least is not None)
+    if least is not None:
+        assert sharding.pointless(model, FULL, Settings(), least) is None
+        assert sharding.pointless(model, FULL, Settings(), least // 2) is not None
+
+
+def test_buffers_may_be_for_what_is_quicker_half_way_or_in_place(measure: Any) -> None:
+    label = f"token_shard by {STEP}"
+    # At 2048 and at 6144 rows another kernel is as quick as the trade, between them neither.
+    kernels = {
+        CUDA: {16: ((2048, 100.0), (6144, 9000.0)), 128: ((1, 9e9),)},
+        STEP: {16: ((2048, 4000.0), (6144, 4100.0)), 128: ((1, 1.0),)},
+    }
+    measure({PREFILL: kernels, GROUP8: {label: {16: ((2048, 110.0), (6144, 4200.0))}}})
+    for rows, trades in ((2048, False), (4096, True), (6144, False)):
+        assert choose(V32_FP8, extend(rows, 65536), FULL).token_shard == trades
+    assert sharding.pointless(V32_FP8, FULL, Settings(), 6144) is None
+    assert sharding.pointless(V32_FP8, FULL, Settings(), 2048) is not None
+
+    # Only where there is no memory for a bf16 copy of the cache.
+    copied = table(5000.0, 4000.0)
+    copied[PREFILL][COPIED] = {16: ((1, 1.0), (4096, 2000.0)), 128: ((512, 9e9),)}
+    measure(copied)
+    for rows in (2048, 3000, 4096):
+        assert not choose(V32_FP8, extend(rows, 65536), FULL).token_shard
+    assert sharding.pointless(V32_FP8, FULL, Settings(), 4096) is None
+    copied[GROUP8] = {label: {16: ((4096, 6000.0),)}}
+    assert sharding.pointless(V32_FP8, FULL, Settings(), 4096) is not None
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -195,7 +195,12 @@ def open_exchange(
     if not settings.strict:  # no rank may wait for one that has left serving to its engine
         return None, _kept(settings, "strict is off, and a rank that does not serve would keep the others waiting")
     ranks = group()
-    reason = sharding.never(model, device, settings) or impossible() or ""
+    reason = (
+        sharding.never(model, device, settings)
+        or impossible()
+        or sharding.pointless(model, device, settings, max_tokens())
+        or ""
+    )
     if not least(ranks.cpu_group, int(not reason)):
         return None, _kept(
             settings, reason or "another rank of the attention group cannot, and its own report says why"

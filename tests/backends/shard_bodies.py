@@ -246,20 +246,35 @@ def starting() -> None:
     assert unchunked.shard.max_tokens == 4 * MAX_TOKENS
     assert exchange.least(10 + rank) == 10
 
-    # Not asked for, and nothing measured: no memory is taken for what no batch would use.
+    # Not asked for, and nothing measured, or nothing to be quicker: no memory is taken for what no batch would use.
+    before = measured.MEASUREMENTS, measured.SELECTIONS
+    measured.MEASUREMENTS = {}
     assert opened(Settings())[0] is None
     assert "not measured" in opened(Settings())[1]
     assert opened(Settings(token_shard="off")) == (None, "token_shard is off")
+    kernel, layout = "cuda sparse_prefill", "v32_fp8"
+    measured.SELECTIONS = {layout: (model.index_topk, 0)}
 
-    # Measured, but a rank is not reached over NVLink: all of them keep their heads.
-    label = "token_shard by flash_mla sparse_decode"
-    key = (90, f"{sharding.ATTENTION} tp{ranks}", "v32_fp8")
-    before, measured.MEASUREMENTS = measured.MEASUREMENTS, {key: {label: {HEADS: ((1, 1.0),)}}}
+    def times(traded: float) -> None:
+        group = {f"token_shard by {kernel}": {HEADS: ((1, traded),)}}
+        measured.MEASUREMENTS = {
+            (90, "sparse_mla_prefill", layout): {kernel: {HEADS: ((1, 2.0),)}},
+            (90, f"{sharding.ATTENTION} tp{ranks}", layout): group,
+        }
+
+    times(3.0 if rank == 1 else 1.0)  # one rank that has no use of it is all of them that do not
+    reason = "no batch of up to 120 query rows was measured" if rank == 1 else "another rank of the attention group"
+    slower, keeps = opened(Settings())
+    assert slower is None
+    assert reason in keeps
+
+    # Measured to be quicker, but a rank is not reached over NVLink: all of them keep their heads.
+    times(1.0)
     assert opened(Settings())[0] is not None
     nowhere, keeps = opened(Settings(), replace(H200, nvlink=rank != 1))
     assert nowhere is None
     assert ("over NVLink" if rank == 1 else "another rank of the attention group") in keeps
-    measured.MEASUREMENTS = before
+    measured.MEASUREMENTS, measured.SELECTIONS = before
 
     with pytest.raises(SettingsError, match="two-batch overlap is on"):
         opened(enable_two_batch_overlap=True)

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nsa_plugin import sharding
 from nsa_plugin.backends.providers import Providers
 from nsa_plugin.backends.sglang import token_shard
 from nsa_plugin.backends.sglang.attention import adopt, with_plans
@@ -323,7 +322,6 @@ def backend_of(way: Way, model: ModelShape, exchange: Exchange | None, **setting
 
 def environment() -> None:
     """SGLang's modules that the adapter reads, in miniature."""
-    sharding.TOKEN_SHARD_SERVED = True
     flag = SimpleNamespace(get=lambda: True)
     contents: dict[str, dict[str, Any]] = {
         "sglang.srt.environ": {"envs": SimpleNamespace(SGLANG_DSA_FUSE_TOPK=flag)},

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from nsa_plugin import measured
 from nsa_plugin.backends import warm as warming
 from nsa_plugin.backends.providers import Providers
 from nsa_plugin.backends.sglang import samples, serving
@@ -60,6 +61,13 @@ def built(original: type = DsaBackend, prefill: str = "flashmla_kv", decode: str
 def begun(backend: Any, model_runner: Any = None, device: Any = H200, **settings: Any) -> Serving:
     resolved = ResolvedSettings(Settings(**settings), {})
     return Serving.begin(resolved, backend, model_runner or runner(), device)
+
+
+@pytest.fixture(autouse=True)
+def no_trade(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where no trade of heads for tokens was measured: no group of ranks is asked for, and there is none here."""
+    known = {key: labels for key, labels in measured.MEASUREMENTS.items() if "token_shard" not in key[1]}
+    monkeypatch.setattr(measured, "MEASUREMENTS", known)
 
 
 @pytest.fixture(autouse=True)

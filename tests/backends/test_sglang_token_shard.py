@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from nsa_plugin import sharding
+from nsa_plugin import measured
+from nsa_plugin.backends import token_shard as shared
 from nsa_plugin.backends.sglang import token_shard
 from nsa_plugin.backends.sglang.batch import prefill_batch, step_batch
 from nsa_plugin.backends.sglang.routes import Planner
 from nsa_plugin.backends.sglang.serving import Serving
 from nsa_plugin.backends.sglang.token_shard import all_heads, impossible
-from nsa_plugin.errors import PatchError, SettingsError
+from nsa_plugin.errors import PatchError
 from nsa_plugin.parallel.partition import by_count
 from nsa_plugin.settings import ResolvedSettings, Settings
 from nsa_plugin.shapes import Phase
@@ -40,16 +41,6 @@ def test_later_steps_are_the_unsharded_ones_bit_for_bit(ranks: int, tmp_path: Pa
     on_ranks(ranks, shard_step_bodies.on_ranks_of_cpus, tmp_path)
 
 
-@pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharding, "TOKEN_SHARD_SERVED", True)
-
-
-@pytest.fixture
-def not_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharding, "TOKEN_SHARD_SERVED", False)
-
-
 def planner(**fields: Any) -> Planner:
     settings = Settings(token_shard=fields.pop("token_shard", "on"))
     return Planner(MODEL, H200, settings, **({"exchange_rows": 8192, "no_exchange": ""} | fields))
@@ -61,7 +52,7 @@ def reason(made: Planner, batch: Any, *, dense: bool = False) -> tuple[bool, str
     return route.plan.token_shard, route.plan.reasons["token_shard"]
 
 
-def test_a_planner_trades_where_there_is_an_exchange(served: None):
+def test_a_planner_trades_where_there_is_an_exchange():
     assert reason(planner(), LONG)[0]
     for phase, rows, trades in (
         (Phase.DECODE, 64, True),
@@ -82,12 +73,12 @@ def test_a_planner_trades_where_there_is_an_exchange(served: None):
         ({"token_shard": "off", "no_exchange": "whatever"}, Phase.DECODE, "token_shard is off"),
     ],
 )
-def test_a_planner_keeps_the_heads_of_a_step_and_says_why(served: None, fields: dict[str, Any], phase: Phase, why: str):
+def test_a_planner_keeps_the_heads_of_a_step_and_says_why(fields: dict[str, Any], phase: Phase, why: str):
     plan = planner(**fields).step(step_batch(phase, 64, 64, 4096)).plan
     assert (plan.token_shard, plan.reasons["token_shard"]) == (False, why)
 
 
-def test_a_step_is_dealt_out_by_its_rows_alone(served: None):
+def test_a_step_is_dealt_out_by_its_rows_alone():
     """A replay has its capture's shares, whatever its lengths are."""
     made = planner()
     for rows in (2, 7, 64):
@@ -107,37 +98,56 @@ def test_a_step_is_dealt_out_by_its_rows_alone(served: None):
         ({"token_shard": "off", "no_exchange": "whatever"}, LONG, "token_shard is off"),
     ],
 )
-def test_a_planner_keeps_the_heads_and_says_why(served: None, fields: dict[str, Any], batch: Any, why: str):
+def test_a_planner_keeps_the_heads_and_says_why(fields: dict[str, Any], batch: Any, why: str):
     trades, said = reason(planner(**fields), batch, dense=batch is SHORT)
     assert not trades
     assert said.startswith(why)
 
 
-def test_without_an_exchange_nothing_is_traded(served: None):
+def test_without_an_exchange_nothing_is_traded():
     """Whatever the settings say: a plan that trades and a backend that cannot would be wrong rows."""
     plain = Planner(MODEL, H200, Settings(token_shard="on"))
     assert reason(plain, LONG) == (False, "this backend has no exchange")
 
 
-def test_on_is_refused_at_the_start_until_it_has_been_run(not_served: None):
-    with pytest.raises(
-        SettingsError, match=r"token_shard is on and cannot .* has not been run on GPUs with this release"
-    ):
-        Serving.begin(ResolvedSettings(Settings(token_shard="on"), {}), built(), runner(), H200)
-
-
-def test_auto_asks_no_group_until_it_has_been_run(not_served: None, monkeypatch: pytest.MonkeyPatch):
-    """Neither SGLang's groups nor memory: the fakes have none."""
+def begun(monkeypatch: pytest.MonkeyPatch) -> Serving:
+    """By `auto`, with no kernel run."""
     for name in ("warm", "warm_selection"):
         monkeypatch.setattr(f"nsa_plugin.backends.sglang.serving.{name}", lambda *given: None)
     monkeypatch.setattr("nsa_plugin.backends.sglang.serving.free_device_memory", lambda: 8 << 30)
-    backend = built()
-    made = Serving.begin(ResolvedSettings(Settings(), {}), backend, runner(), H200)
-    made.adopt(backend, runner())
+    backend, model_runner = built(), runner(chunked_prefill_size=8192)
+    made = Serving.begin(ResolvedSettings(Settings(), {}), backend, model_runner, H200)
+    made.adopt(backend, model_runner)
+    return made
+
+
+def test_auto_asks_no_group_of_a_size_that_was_not_measured(monkeypatch: pytest.MonkeyPatch):
+    """Neither SGLang's groups nor memory: the fakes have none."""
+    others = {key: labels for key, labels in measured.MEASUREMENTS.items() if not key[1].endswith(" tp2")}
+    monkeypatch.setattr(measured, "MEASUREMENTS", others)
+    made = begun(monkeypatch)
     assert made.exchange is None
     words = made.routes["prefill, 4096 of 4096 tokens"]
-    assert words.endswith(
-        "; heads not traded for tokens: trading heads for tokens has not been run on GPUs with this release"
+    assert (
+        f"; heads not traded for tokens: 2 ranks trading {MODEL.heads_per_rank} heads each were not measured" in words
+    )
+
+
+def test_auto_takes_no_memory_where_no_batch_was_measured_to_be_quicker(
+    envs: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+):
+    """The ranks say so to each other: one that has other kernel libraries than the rest might not."""
+    group = SimpleNamespace(device_group=2, cpu_group=object())
+    group_module(monkeypatch, get_attn_tp_group=lambda: group)
+    monkeypatch.setattr(dist, "get_world_size", lambda size: size)
+    said: list[Any] = []
+    monkeypatch.setattr(shared, "least", lambda *given: said.append(given) or 0)
+    made = begun(monkeypatch)
+    assert said == [(group.cpu_group, 0)]
+    assert made.exchange is None
+    words = made.routes["prefill, 4096 of 4096 tokens"]
+    assert (
+        "; heads not traded for tokens: no batch of up to 8192 query rows was measured on SM90 to be quicker" in words
     )
 
 
@@ -192,7 +202,7 @@ def group_module(monkeypatch: pytest.MonkeyPatch, **members: Any) -> None:
     ],
 )
 def test_a_group_that_is_not_as_expected_is_refused(
-    served: None, envs: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, group: Any, message: str
+    envs: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, group: Any, message: str
 ):
     monkeypatch.setattr(dist, "get_world_size", lambda size: size)
     group_module(monkeypatch, **({} if group is None else {"get_attn_tp_group": lambda: group}))

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nsa_plugin import sharding
+from nsa_plugin import measured, sharding
 from nsa_plugin.backends.token_shard import Exchange
 from nsa_plugin.backends.vllm import gpu_serving, gpu_token_shard
 from nsa_plugin.backends.vllm.gpu_indexer import planned_indexer_builder
@@ -326,7 +326,6 @@ def poison(exchange: Exchange) -> None:
 
 def environment() -> None:
     """vLLM's modules that the adapter reads, in miniature."""
-    sharding.TOKEN_SHARD_SERVED = True
     group = SimpleNamespace(device_group=dist.group.WORLD, cpu_group=dist.group.WORLD)
     library = {
         "flash_mla_sparse_fwd": flash_mla_sparse_fwd,
@@ -534,11 +533,16 @@ def starting() -> None:
     assert planner.free_memory is not None
     assert planner.free_memory() == (9 - (ranks - 1)) << 30
 
-    # Not asked for, and nothing measured: no memory is taken for what no batch would use.
+    # Not asked for, and nothing measured, or nothing to be quicker: no memory is taken for what no batch would use.
+    before, measured.MEASUREMENTS = measured.MEASUREMENTS, {}
     quiet = serving_of(replace(on, token_shard="auto"))
     assert quiet.building().exchange is None
     assert "not measured" in quiet.planning().step_plan(64, 64, 1).reasons["token_shard"]
     assert len(warmed) == 3
+    measured.MEASUREMENTS = before
+    slower = serving_of(replace(on, token_shard="auto")).building()
+    assert slower.exchange is None
+    assert f"no batch of up to {MAX_TOKENS} query rows was measured on SM90 to be quicker" in slower.no_exchange
     traced = serving_of(replace(on, trace="/nowhere/trace.jsonl")).building().exchange
     assert traced is not None
     assert traced.shard._check_rows
@@ -574,12 +578,13 @@ def starting() -> None:
 
 def a_rank_without_links(auto: Settings) -> None:
     """Only it knows; all of them keep their heads."""
-    rank, never = dist.get_rank(), sharding.never
+    rank, never, pointless = dist.get_rank(), sharding.never, sharding.pointless
     sharding.never = lambda model, device, settings: None if device.nvlink else "no link"
+    sharding.pointless = lambda *given: None
     try:
         planner = serving_of(auto, replace(H200, nvlink=rank != 1)).building()
     finally:
-        sharding.never = never
+        sharding.never, sharding.pointless = never, pointless
     assert planner.exchange is None
     others = "another rank of the attention group cannot, and its own report says why"
     assert planner.no_exchange == ("no link" if rank == 1 else others)

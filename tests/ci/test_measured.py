@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ci import measured as generator
-from nsa_plugin import measured, sharding
+from nsa_plugin import measured
 from nsa_plugin.bench.cases import SUITES, BenchError
 from nsa_plugin.bench.suites import mha, sparse_mla, v4
 from nsa_plugin.devices import synthetic
@@ -250,7 +250,6 @@ def test_heads_for_tokens_are_filed_where_the_decision_looks(tmp_path: Path, mon
         wanted[90, f"token_shard_steps tp{tp}", "v32_fp8"] = {f"token_shard by {in_place}": {heads: steps}}
     assert table == wanted
 
-    monkeypatch.setattr(sharding, "TOKEN_SHARD_SERVED", True)
     monkeypatch.setattr(measured, "MEASUREMENTS", measured.MEASUREMENTS | table)
     model = ModelShape(attn_tp_size=8, kv_layout="v32_fp8")
     for batch, time in (

@@ -33,8 +33,8 @@ HARMLESS = re.compile(
 class Batch:
     """T rows of q with all heads, the same on every rank, and the attention of all of them in one piece.
 
-    On a CPU attention is the reference provider's. On a GPU, where a matrix product may add up in another order for
-    fewer rows, it is elementwise and takes its time, so that an exchange that does not wait for it shows.
+    A matrix product may add up in another order for fewer rows. So on a CPU attention is the reference provider's, row
+    by row; on a GPU it is elementwise and takes its time, so that an exchange that does not wait for it shows.
     """
 
     def __init__(self, rows: int, device: torch.device, ranks: int, seed: int, dtype: torch.dtype = torch.bfloat16):
@@ -53,7 +53,9 @@ class Batch:
         self.seen.append(rows)
         assert q_rows.shape[0] == rows.stop - rows.start
         if self.device.type == "cpu":
-            return reference_prefill(q_rows, self.kv, self.indices[rows], scale=0.1, d_v=D_V).out
+            one_by_one = zip(q_rows.split(1), self.indices[rows].split(1), strict=True)
+            parts = [reference_prefill(q, self.kv, chosen, scale=0.1, d_v=D_V).out for q, chosen in one_by_one]
+            return torch.cat(parts)
         torch.cuda._sleep(200_000)
         factor = self.indices[rows, :1, None].float()
         return (q_rows[..., :D_V].float() * factor + q_rows[..., -1:].float()).to(self.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from ci import measured as generator
 from nsa_plugin.bench import record
 from nsa_plugin.bench.cases import BenchError
 from nsa_plugin.bench.workload import WrongResultError
+from nsa_plugin.parallel.bench import __main__ as program
 from nsa_plugin.parallel.bench import workloads
-from nsa_plugin.parallel.bench.__main__ import main, measure, parser
+from nsa_plugin.parallel.bench.__main__ import command, main, measure, parser
 from nsa_plugin.parallel.bench.group import GroupTimer, on_all_ranks
 
 from .ranks import on_ranks
@@ -57,6 +59,22 @@ def dry(device: torch.device) -> None:
         measure(parser().parse_args(["--tiny", "--op", "attention"]), device)
 
 
+def recorded(device: torch.device, folder: Path) -> None:
+    """The record of a run, as it is written."""
+    chosen, outcome, rates = measure(
+        parser().parse_args(["--tiny", "--runs", "1", "--op", workloads.ATTENTION]), device
+    )
+    program.record.describe_host = lambda *given, commit, **named: HOST | {"commit": commit}  # type: ignore[assignment]
+    given = ["--runs", "1", "--json", str(folder / "records"), "--commit", "0123abc"]
+    if dist.get_rank() == 0:
+        program._report(parser().parse_args(given), chosen, outcome, rates)
+        (written,) = (folder / "records").rglob("*.json")
+        found = json.loads(written.read_text())
+        assert found["command"] == "torchrun --nproc-per-node 2 -m nsa_plugin.parallel.bench --runs 1"
+        assert found["host"]["commit"] == "0123abc"
+        assert found["host"]["gpus"] == 2
+
+
 def as_on_gpus(row: dict[str, Any]) -> dict[str, Any]:
     """A row as it would be of FlashMLA and a model's selection: what a decision compares."""
     case = row["case"] | {"topk": 2048}
@@ -82,13 +100,14 @@ def wrong_ranks(device: torch.device) -> None:
     assert medians[0] == medians[1] > 0
 
 
-def both(device: torch.device) -> None:
+def all_of_it(device: torch.device, folder: Path) -> None:
     dry(device)
     wrong_ranks(device)
+    recorded(device, folder)
 
 
 def test_dry_run(tmp_path: Path) -> None:
-    on_ranks(2, both, tmp_path)
+    on_ranks(2, all_of_it, tmp_path / "ranks", tmp_path)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would measure")
@@ -99,6 +118,24 @@ def test_refuses_what_it_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(BenchError, match="--tiny"):
         main([])
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ("", ""),
+        ("--json /of/one/machine --commit 0123abc", ""),
+        ("--js=/of/one/machine --comm=0123abc", ""),
+        ("--runs 30", ""),
+        ("--op a --json here --op b --provider cuda --runs 7", "--op a --op b --provider cuda --runs 7"),
+        ("--tiny", "--tiny"),
+    ],
+)
+def test_a_records_command_is_nobodys_machine(given: str, kept: str) -> None:
+    words = command(parser().parse_args(given.split()), 4)
+    assert " ".join(words[:5]) == "torchrun --nproc-per-node 4 -m nsa_plugin.parallel.bench"
+    assert " ".join(words[5:]) == kept
+    assert parser().parse_args(words[5:]) == parser().parse_args(kept.split())
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

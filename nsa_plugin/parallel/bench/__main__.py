@@ -31,6 +31,7 @@ from nsa_plugin.parallel.bench.workloads import ALL_HEADS, GroupSuite, suite
 
 TIMEOUT = timedelta(minutes=5)  # of a collective: kernels compile in between
 NO_LIMIT = float("inf")  # of time: ranks that stopped by their own clocks would part
+_ELSEWHERE = ("json", "commit")  # arguments that belong to one machine
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -118,8 +119,20 @@ def _report(args: argparse.Namespace, chosen: GroupSuite, outcome: Outcome, rate
     out.print(f"bit-equal to the same kernel without an exchange: {sum(compared)} of {len(compared)} sharded results")
     if args.json and outcome.rows:
         host = record.describe_host(rates, l2=GroupTimer.l2, commit=args.commit) | {"gpus": ranks}
-        command = ["torchrun", "--nproc-per-node", str(ranks), "-m", "nsa_plugin.parallel.bench", *sys.argv[1:]]
-        out.print(f"recorded: {record.write(record.as_record(chosen, outcome, host, command), args.json)}")
+        out.print(f"recorded: {record.write(record.as_record(chosen, outcome, host, command(args, ranks)), args.json)}")
+
+
+def command(args: argparse.Namespace, ranks: int) -> list[str]:
+    """The command line as it would be given on another machine: without where the record goes, and without the commit,
+    which is the host's part of it."""
+    words = ["torchrun", "--nproc-per-node", str(ranks), "-m", "nsa_plugin.parallel.bench"]
+    usual = parser().parse_args([])
+    for name, value in vars(args).items():
+        if name not in _ELSEWHERE and value != getattr(usual, name):
+            option = f"--{name.replace('_', '-')}"
+            for one in value if isinstance(value, list) else [value]:
+                words += [option] if one is True else [option, str(one)]
+    return words
 
 
 def _add_exactness(outcome: Outcome, chosen: GroupSuite) -> None:
