@@ -26,11 +26,14 @@ from typing import TYPE_CHECKING, Any
 
 from nsa_plugin.bench.cases import BenchError, Suite
 from nsa_plugin.bench.floors import Rates
+from nsa_plugin.commands.arguments import elsewhere
 
 if TYPE_CHECKING:
     from nsa_plugin.bench.runner import Outcome
 
 SCHEMA = 1
+# Options of a command that are one machine's; the commit is the host's part of a record.
+_WHERE = ("--json", "--commit")
 FLUSHED, BACK_TO_BACK = "flushed", "back to back"  # how a timed run finds the L2 cache
 LIBRARIES = (
     "sgl-flash-mla",
@@ -82,7 +85,7 @@ def as_record(suite: Suite, outcome: Outcome, host: Mapping[str, Any], command: 
     return {
         "schema": SCHEMA,
         "suite": f"{suite.name}-back-to-back" if back_to_back else suite.name,
-        "command": " ".join(command),
+        "command": " ".join(elsewhere(command, _WHERE)),
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
         "host": dict(host),
         "rows": outcome.rows,

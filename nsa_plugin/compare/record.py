@@ -44,6 +44,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa_plugin.bench.record import LIBRARIES, checkout, host_slug, version
+from nsa_plugin.commands.arguments import elsewhere
 from nsa_plugin.compare.load import Load, left_out
 from nsa_plugin.compare.measured import Measured, Run
 from nsa_plugin.compare.rule import AGAIN, PLUGIN, STOCK, Compared, Tolerance, mean
@@ -109,7 +110,7 @@ def head(measured: Measured) -> dict[str, Any]:
         "schema": SCHEMA,
         "kind": KIND,
         "suite": "-".join([facts["suite"], *words]),
-        "command": shlex.join([*environ, *_elsewhere(shlex.split(facts["command"]))]),
+        "command": shlex.join([*environ, *elsewhere(shlex.split(facts["command"]), _WHERE)]),
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
         "host": facts["host"],
         "engine": facts["engine"],
@@ -268,21 +269,6 @@ def _speedups(ours: Sequence[float], theirs: Sequence[float], higher: bool, *, p
 
 def _named(prefix: str, values: dict[str, float]) -> dict[str, float]:
     return {f"{prefix}_{name}": value for name, value in values.items()}
-
-
-def _elsewhere(command: Sequence[str]) -> list[str]:
-    """The command as it would be given on another machine."""
-    words = iter(command)
-    kept: list[str] = []
-    for word in words:
-        if word == "--":  # the engine's flags
-            return [*kept, word, *words]
-        name, given, _ = word.partition("=")
-        if name not in _WHERE:
-            kept.append(word)
-        elif not given:
-            next(words, None)
-    return kept
 
 
 def _nameless(text: str) -> str:

@@ -44,6 +44,17 @@ def test_record_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     assert list(path.parent.iterdir()) == [path]
 
 
+@pytest.mark.parametrize(
+    "words", ["--json /of/one/machine --commit 0123abc", "--json=/of/one/machine --commit=0123abc"]
+)
+def test_a_records_command_is_nobodys_machine(words: str) -> None:
+    given = ["nsa-plugin", "bench", "scalars", *words.split(), "--runs", "7"]
+    one = record.as_record(
+        fakes.SUITE, run_suite(fakes.SUITE, [], fakes.context(), FakeTimer({}), RATES, Options()), HOST, given
+    )
+    assert one["command"] == "nsa-plugin bench scalars --runs 7"
+
+
 def test_record_has_the_schema_of_the_documentation() -> None:
     one = made()
     assert (one["schema"], one["suite"], one["command"]) == (1, "scalars", "nsa-plugin bench scalars")

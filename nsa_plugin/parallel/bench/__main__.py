@@ -31,11 +31,11 @@ from nsa_plugin.parallel.bench.workloads import ALL_HEADS, GroupSuite, suite
 
 TIMEOUT = timedelta(minutes=5)  # of a collective: kernels compile in between
 NO_LIMIT = float("inf")  # of time: ranks that stopped by their own clocks would part
-_ELSEWHERE = ("json", "commit")  # arguments that belong to one machine
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    args = parser().parse_args(given)
     if "RANK" not in os.environ:
         raise BenchError("start it by torchrun: torchrun --nproc-per-node 8 -m nsa_plugin.parallel.bench")
     device = _device(tiny=args.tiny)
@@ -44,14 +44,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         chosen, outcome, rates = measure(args, device)
         if dist.get_rank() == 0:
-            _report(args, chosen, outcome, rates)
+            _report(given, args, chosen, outcome, rates)
     finally:
         dist.destroy_process_group()
     return 1 if outcome.failed else 0
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="nsa_plugin.parallel.bench", description=__doc__.split("\n\n")[0])
+    made = argparse.ArgumentParser(
+        prog="nsa_plugin.parallel.bench", description=__doc__.split("\n\n")[0], allow_abbrev=False
+    )
     made.add_argument("--op", action="append", metavar="OP", help="measure this op alone; may be given again")
     made.add_argument(
         "--provider",
@@ -112,27 +114,16 @@ def measure(args: argparse.Namespace, device: torch.device) -> tuple[GroupSuite,
     return chosen, outcome, rates
 
 
-def _report(args: argparse.Namespace, chosen: GroupSuite, outcome: Outcome, rates: Rates) -> None:
+def _report(given: Sequence[str], args: argparse.Namespace, chosen: GroupSuite, outcome: Outcome, rates: Rates) -> None:
     out, ranks = console(), dist.get_world_size()
     tables.print_outcome(out, chosen.name, outcome)
     compared = [row["bit_equal"] for row in outcome.rows if "bit_equal" in row]
     out.print(f"bit-equal to the same kernel without an exchange: {sum(compared)} of {len(compared)} sharded results")
     if args.json and outcome.rows:
         host = record.describe_host(rates, l2=GroupTimer.l2, commit=args.commit) | {"gpus": ranks}
-        out.print(f"recorded: {record.write(record.as_record(chosen, outcome, host, command(args, ranks)), args.json)}")
-
-
-def command(args: argparse.Namespace, ranks: int) -> list[str]:
-    """The command line as it would be given on another machine: without where the record goes, and without the commit,
-    which is the host's part of it."""
-    words = ["torchrun", "--nproc-per-node", str(ranks), "-m", "nsa_plugin.parallel.bench"]
-    usual = parser().parse_args([])
-    for name, value in vars(args).items():
-        if name not in _ELSEWHERE and value != getattr(usual, name):
-            option = f"--{name.replace('_', '-')}"
-            for one in value if isinstance(value, list) else [value]:
-                words += [option] if one is True else [option, str(one)]
-    return words
+        command = ["torchrun", "--nproc-per-node", str(ranks), "-m", "nsa_plugin.parallel.bench", *given]
+        made = record.as_record(chosen, outcome, host, command)
+        out.print(f"recorded: {record.write(made, args.json)}")
 
 
 def _add_exactness(outcome: Outcome, chosen: GroupSuite) -> None:
