@@ -220,7 +220,8 @@ def _facts(args: argparse.Namespace, engine: Engine, cases: Sequence[str]) -> di
     _check_lengths(args, cases, config, facts["max_len"])
     heads = config["num_attention_heads"] // facts["attention_tp"]
     kind = str(config.get("model_type", "model")).removeprefix("deepseek_")
-    variant = [f"tp{facts['tp']}"] if facts["tp"] > 1 else []
+    variant = ["full-width"] if args.full_width else []
+    variant += [f"tp{facts['tp']}"] if facts["tp"] > 1 else []
     variant += [f"dp{facts['dp']}"] if facts["dp"] > 1 else []
     variant += facts["variant"]
     context = max(args.stock_fails_at or (args.context,))
@@ -266,6 +267,8 @@ def _config(args: argparse.Namespace) -> dict[str, Any]:
     else:
         if args.family is not None:
             raise CompareError("--family is of a checkpoint that is made here; --model has its own")
+        if args.full_width:
+            raise CompareError("--full-width is of a checkpoint that is made here; --model has its own widths")
         try:
             config = json.loads((args.model / "config.json").read_text())
         except (OSError, ValueError) as error:
@@ -300,7 +303,7 @@ def _check_lengths(args: argparse.Namespace, cases: Sequence[str], config: dict[
 
 
 def _spec(args: argparse.Namespace) -> Spec:
-    return spec_of(args.family or V32, args.heads, args.layers, mtp=args.mtp)
+    return spec_of(args.family or V32, args.heads, args.layers, mtp=args.mtp, full_width=args.full_width)
 
 
 def _make_directory(path: Path) -> None:

@@ -82,6 +82,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"of it ({SPEC.num_hidden_layers}); of v4 a number or their compress ratios "
         f"({','.join(map(str, SPEC_V4.compress_ratios))})",
     )
+    model.add_argument(
+        "--full-width",
+        action="store_true",
+        help="with DeepSeek-V3.2's widths outside of attention too, so that its share of a prefill is no larger",
+    )
     model.add_argument("--mtp", action="store_true", help="with a layer for speculative decoding")
     model.add_argument(
         "--context", type=positive, default=USUAL_CONTEXT, metavar="TOKENS", help="longest prompt (%(default)s)"

@@ -36,6 +36,14 @@ SPEC = CheckpointSpec(
     rope_factor=40.0,
     rope_original_positions=4096,
 )
+# V3.2's own widths outside of attention too: for times in which they have a share. Of its 256 experts as few, of which
+# a token takes as many.
+FULL_WIDTH: dict[str, Any] = {
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_experts_per_tok": 8,
+}
 # DeepSeek-V4-Flash's widths and all of its heads; as few layers, experts and tokens as still show it all.
 SPEC_V4 = V4CheckpointSpec(seed=2)
 
@@ -99,11 +107,14 @@ def shown(config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: config[name] for name in names if name in config}
 
 
-def spec_of(family: str, heads: int | None, layers: int | Sequence[int] | None, *, mtp: bool) -> Spec:
+def spec_of(
+    family: str, heads: int | None, layers: int | Sequence[int] | None, *, mtp: bool, full_width: bool = False
+) -> Spec:
     """The checkpoint that is to be made.
 
     Args:
         heads, layers: None: as in `SPEC` and `SPEC_V4`. Of V4, layers may be their compress ratios.
+        full_width: with `FULL_WIDTH`; of V3.2 alone.
 
     Raises:
         CompareError: there is no such checkpoint.
@@ -111,6 +122,8 @@ def spec_of(family: str, heads: int | None, layers: int | Sequence[int] | None, 
     nextn = int(mtp)
     try:
         if family == V4:
+            if full_width:
+                raise CompareError(f"--full-width is for --family {V32}; the checkpoint of {V4} has its model's widths")
             ratios = compress_ratios(layers) if isinstance(layers, int) else layers or SPEC_V4.compress_ratios
             heads = heads or SPEC_V4.num_attention_heads
             return replace(
@@ -120,6 +133,7 @@ def spec_of(family: str, heads: int | None, layers: int | Sequence[int] | None, 
             raise CompareError(f"--layers is {_joined(layers)}; compress ratios are for --family {V4}, give a number")
         return replace(
             SPEC,
+            **(FULL_WIDTH if full_width else {}),
             num_hidden_layers=layers or SPEC.num_hidden_layers,
             num_attention_heads=heads or SPEC.num_attention_heads,
             num_nextn_predict_layers=nextn,
@@ -134,6 +148,7 @@ def checkpoint_name(spec: Spec) -> str:
         kind, layers = "v4", "-".join(map(str, spec.compress_ratios))
     else:
         kind, layers = "v32", f"{spec.num_hidden_layers}layers"
+        kind += "-full" if spec.hidden_size == FULL_WIDTH["hidden_size"] else ""
     return f"{kind}-{spec.num_attention_heads}heads-{layers}{'-mtp' if spec.num_nextn_predict_layers else ''}"
 
 

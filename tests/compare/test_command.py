@@ -198,6 +198,7 @@ def test_a_prompt_that_stock_answers_or_the_plugin_does_not(
         ("--family v4 --layers 4,8", "compress_ratios has 8; allowed: 0, 4, 128"),
         ("--layers 4,4", "--layers is 4,4; compress ratios are for --family v4, give a number"),
         ("--layers 4,x", "'4,x' is no list of compress ratios"),
+        ("--family v4 --full-width", "--full-width is for --family v3.2"),
         ("--family v4 --context 524000", "the model's longest position leaves 523776"),
     ],
 )
@@ -218,6 +219,16 @@ def test_checkpoints_of_v4_are_told_apart() -> None:
     assert name(None) == "v4-64heads-0-4-128-4-0"
     assert name(None) == name(5)
     assert name((4, 4), 16, mtp=True) == "v4-16heads-4-4-mtp"
+
+
+def test_full_width_is_a_checkpoint_of_its_own() -> None:
+    narrow, full = (model.spec_of("v3.2", 128, None, mtp=False, full_width=full) for full in (False, True))
+    assert model.checkpoint_name(full) == "v32-full-128heads-4layers"
+    config = full.config()
+    assert {name: config[name] for name in model.FULL_WIDTH} == model.FULL_WIDTH
+    assert config["hidden_size"] == 7168
+    changed = {name for name, value in config.items() if value != narrow.config()[name]}
+    assert changed == set(model.FULL_WIDTH)
 
 
 # Without a plugin that serves, the control is left out.
@@ -329,6 +340,7 @@ BAD = {
     "--logs other --beside other/measured.jsonl": "this run would save its own there; give it another --logs",
     "--case ttft --beside nowhere.json": "--beside is nowhere.json, which cannot be read",
     "--family v4": "--family is of a checkpoint that is made here; --model has its own",
+    "--full-width": "--full-width is of a checkpoint that is made here; --model has its own widths",
 }
 
 
