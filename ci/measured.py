@@ -19,7 +19,7 @@ from nsa_plugin.candidates import FLASH_MLA_DECODE, Route
 from nsa_plugin.capabilities import Op
 from nsa_plugin.measured import SELECTIONS, Points
 from nsa_plugin.plan import Attention
-from nsa_plugin.sharding import ATTENTION, SHARDED, STEPS, group_op
+from nsa_plugin.sharding import ATTENTION, CHUNKS, STEPS, group_op, in_chunks, traded_label
 
 RECORDS = ROOT / "docs" / "benchmarks"
 MODULE = ROOT / "nsa_plugin" / "measurements.py"
@@ -52,10 +52,11 @@ BESIDE: dict[str, dict[str, Route]] = {
     "bf16": {"sparse_mla flash_mla padded": Route(Attention.SPARSE_PREFILL, "flash_mla")},
 }
 
-# Heads for tokens, by `python -m nsa_plugin.parallel.bench`: the trade in one piece, as the adapter makes it, of a
-# prefill and of a decode. A prefill's bfloat16 rows are made beforehand; the decision adds their copy.
-TRADED = {"token_shard flash_mla": _COPIED, "token_shard flash_mla decode kernel": FLASH_MLA_DECODE}
-TRADED_STEPS = {"token_shard flash_mla": FLASH_MLA_DECODE}
+# Heads for tokens, by `python -m nsa_plugin.parallel.bench`, and their labels: the trade of a prefill, in one piece or in
+# several, and of a decode, in one. A prefill's bfloat16 rows are made beforehand; the decision adds their copy.
+TRADED = {in_chunks("token_shard flash_mla", chunks): traded_label(_COPIED, chunks) for chunks in CHUNKS}
+TRADED["token_shard flash_mla decode kernel"] = traded_label(FLASH_MLA_DECODE)
+TRADED_STEPS = {"token_shard flash_mla": traded_label(FLASH_MLA_DECODE)}
 
 Key = tuple[int, str, str]
 Table = dict[Key, dict[str, dict[int, Points]]]
@@ -75,11 +76,11 @@ def _of_row(row: dict[str, Any]) -> Iterator[Measured]:
             yield str(need), layout, str(ROUTES[op][provider]), case["heads"], rows, row["median_us"], rank
     elif op == ATTENTION:
         layout, step = case["layout"], "batch" in case
-        route = (TRADED_STEPS if step else TRADED).get(provider)
-        if route is not None and SELECTIONS.get(layout) == (case["topk"], 0):
+        label = (TRADED_STEPS if step else TRADED).get(provider)
+        if label is not None and SELECTIONS.get(layout) == (case["topk"], 0):
             filed = group_op(STEPS if step else ATTENTION, case["tp"])
             rows = case["batch"] * case["s_q"] if step else case["q"]
-            yield filed, layout, f"{SHARDED}{route}", case["heads"], rows, row["median_us"], (case["kv"], 0)
+            yield filed, layout, label, case["heads"], rows, row["median_us"], (case["kv"], 0)
     elif op == "mha_one_shot":
         for layout, beside in BESIDE.items():
             route = (DENSE | beside).get(provider)

@@ -192,7 +192,7 @@ _INDEXER_FIELDS = ("indexer.provider", "indexer.rows_per_chunk", "indexer.metada
 
 
 def _idle_plan(batch: BatchShape) -> Plan:
-    fields = ("attention", "provider", "dequantize_kv", "head_padding", "token_shard", "indexer")
+    fields = ("attention", "provider", "dequantize_kv", "head_padding", "token_shard", "token_shard_chunks", "indexer")
     reasons = dict.fromkeys((*fields, *_INDEXER_FIELDS), "there are no query rows")
     return Plan(
         phase=batch.phase,
@@ -220,6 +220,7 @@ def _dense_plan(case: Case, route: Route, refused: Sequence[Refusal], why: str) 
             "dequantize_kv": choices.dequantize_sentence(case, route),
             "head_padding": "dense attention takes any number of heads",
             "token_shard": "dense attention pads no heads",
+            "token_shard_chunks": "nothing is exchanged",
             "indexer": f"the keys are stored for later; {nothing}",
         }
         | dict.fromkeys(_INDEXER_FIELDS, nothing),
@@ -229,7 +230,8 @@ def _dense_plan(case: Case, route: Route, refused: Sequence[Refusal], why: str) 
 def _sparse_plan(case: Case, not_dense: str) -> Plan:
     load = case.own_load
     route, refused = choices.pick_sparse(case, load)
-    sharded, why_sharded = sharding.decided(case, route)
+    traded = sharding.decided(case, route)
+    sharded = traded.chunks > 0
     if sharded:
         load = case.sharded_load
         route, refused = choices.pick_sparse(case, load)
@@ -243,6 +245,7 @@ def _sparse_plan(case: Case, not_dense: str) -> Plan:
         dequantize_kv=route.dequantize_kv,
         head_padding=padding,
         token_shard=sharded,
+        token_shard_chunks=max(1, traded.chunks),
         indexer=indexer,
         reasons={
             "phase": choices.batch_sentence(case.batch),
@@ -250,7 +253,8 @@ def _sparse_plan(case: Case, not_dense: str) -> Plan:
             "provider": choices.provider_sentence(case, route, load, refused),
             "dequantize_kv": choices.dequantize_sentence(case, route),
             "head_padding": why_padding,
-            "token_shard": why_sharded,
+            "token_shard": traded.why,
+            "token_shard_chunks": traded.why_chunks,
         }
         | why_indexer,
     )

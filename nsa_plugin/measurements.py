@@ -319,6 +319,12 @@ MEASUREMENTS: dict[tuple[int, str, str], dict[str, dict[int, tuple[tuple[int, fl
         "token_shard by flash_mla sparse_prefill after dequantisation": {
             64: ((2048, 1979.0), (8192, 6324.0)),
         },
+        "token_shard by flash_mla sparse_prefill after dequantisation, 2 chunks": {
+            64: ((2048, 1465.0), (8192, 5879.0)),
+        },
+        "token_shard by flash_mla sparse_prefill after dequantisation, 4 chunks": {
+            64: ((2048, 1516.0), (8192, 5636.0)),
+        },
     },
     (90, "token_shard_attention tp4", "v32_fp8"): {
         "token_shard by flash_mla sparse_decode": {
@@ -326,6 +332,12 @@ MEASUREMENTS: dict[tuple[int, str, str], dict[str, dict[int, tuple[tuple[int, fl
         },
         "token_shard by flash_mla sparse_prefill after dequantisation": {
             32: ((2048, 919.8), (8192, 3645.0)),
+        },
+        "token_shard by flash_mla sparse_prefill after dequantisation, 2 chunks": {
+            32: ((2048, 874.6), (8192, 3235.0)),
+        },
+        "token_shard by flash_mla sparse_prefill after dequantisation, 4 chunks": {
+            32: ((2048, 1075.0), (8192, 3104.0)),
         },
     },
     (90, "token_shard_steps tp2", "v32_fp8"): {

@@ -54,6 +54,8 @@ class Plan:
         dequantize_kv: bring fp8 cache rows to bf16 in a workspace first, because the kernel reads only those.
         head_padding: query heads that the kernel is given when it takes no fewer; 0 = the rank's own heads.
         token_shard: trade heads for tokens over the attention group around the kernel.
+        token_shard_chunks: pieces in which every rank's rows are exchanged and attended, one on its way while another
+            is attended; 1 where nothing is traded, or nothing overlaps.
         indexer: the indexer's part.
         reasons: one sentence for each choice, by field name ("indexer.provider" for the indexer's own),
             naming the fact that decided it.
@@ -65,6 +67,7 @@ class Plan:
     dequantize_kv: bool = False
     head_padding: int = 0
     token_shard: bool = False
+    token_shard_chunks: int = 1
     indexer: IndexerPlan
     reasons: Mapping[str, str] = field(default_factory=dict, compare=False)
 

@@ -1,6 +1,6 @@
-"""Heads for tokens: whether the ranks of an attention group trade for a batch, and which rows each takes then.
+"""Heads for tokens: whether the ranks of an attention group trade for a batch, in how many pieces, and whose rows.
 
-The trade itself is `nsa_plugin.parallel.token_shard`. Both answers have to be the same on every rank, or the ranks wait
+The trade itself is `nsa_plugin.parallel.token_shard`. All answers have to be the same on every rank, or the ranks wait
 for each other in an exchange: they are made of the model, the batch, the settings and the measurements, which are.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import NamedTuple
 
 from nsa_plugin import measured
 from nsa_plugin.candidates import COPY_BYTES, COPY_RATE, NEARLY_EQUAL, OPS, Case, Route, estimate_us
@@ -26,6 +27,9 @@ PHASES = (Phase.EXTEND, Phase.DECODE, Phase.TARGET_VERIFY)
 
 ATTENTION, STEPS = "token_shard_attention", "token_shard_steps"
 """What the measurements of a prefill's rows, which share their keys, and those of a decode's rows are filed under."""
+
+CHUNKS = (1, 2, 4)
+"""Pieces in which a prefill's trade is measured, which are those that it may have."""
 
 # For the balance between the ranks alone, never for a choice: what kernels and links of a Hopper reach about.
 LINK_BYTES_A_US = 400_000
@@ -111,47 +115,79 @@ def _trades(case: Case) -> bool:
         route, _ = pick_sparse(case, case.own_load)
     except NsaPluginError:
         return False
-    return decided(case, route)[0]
+    return decided(case, route).chunks > 0
 
 
-def decided(case: Case, route: Route) -> tuple[bool, str]:
-    """(whether the batch trades heads for tokens around the kernel, why).
+class Decided(NamedTuple):
+    """Whether a batch trades heads for tokens around the kernel.
+
+    Attributes:
+        chunks: pieces in which its rows are exchanged and attended; 0: it does not trade.
+        why: the sentence for that.
+        why_chunks: the sentence for the number.
+    """
+
+    chunks: int
+    why: str
+    why_chunks: str = "nothing is exchanged"
+
+
+def decided(case: Case, route: Route) -> Decided:
+    """Whether the batch trades heads for tokens around the kernel, and in how many pieces.
 
     Args:
         route: the route that would be taken without, the best one.
     """
     model, batch, mode = case.model, case.batch, case.settings.token_shard
     if batch.phase not in PHASES:
-        return False, f"{batch.phase}: the rows of draft steps are not traded"
+        return Decided(0, f"{batch.phase}: the rows of draft steps are not traded")
     if reason := never(model, case.device, case.settings):
-        return False, reason
+        return Decided(0, reason)
     if batch.context_parallel:
-        return False, "the prefill is split over a context-parallel group already"
+        return Decided(0, "the prefill is split over a context-parallel group already")
     if case.extend and batch.cuda_graph:
-        return False, "a captured graph keeps its rows, and a prefill's are dealt out by their lengths"
+        return Decided(0, "a captured graph keeps its rows, and a prefill's are dealt out by their lengths")
     ranks, rows = model.attn_tp_size, batch.num_tokens
     if rows < ranks:
-        return False, f"{count(rows, 'query row')} are fewer than the {ranks} ranks"
+        return Decided(0, f"{count(rows, 'query row')} are fewer than the {ranks} ranks")
     try:
         sharded, _ = pick_sparse(case, case.sharded_load)
     except NsaPluginError as error:
-        return False, f"no kernel takes all heads of a share: {error}"
+        return Decided(0, f"no kernel takes all heads of a share: {error}")
     padding, _ = head_padding(case, route, model.heads_per_rank)
     own = f"{model.heads_per_rank} padded to {padding}" if padding else str(model.heads_per_rank)
+    chunks, taken, why_chunks = _quickest(case, sharded)
     traded = (
         f"{ranks} ranks take about {case.sharded_load.rows} of {rows} query rows each with all {model.num_heads} heads "
-        f"instead of {own}"
+        f"instead of {own}{'' if chunks == 1 else f', in {chunks} pieces'}"
     )
     if mode == "on":
-        return True, traded
-    kept, taken = estimate_us(case, route, case.own_load), sharded_us(case, sharded)
+        return Decided(chunks, traded, why_chunks)
+    kept = estimate_us(case, route, case.own_load)
     if kept is None or taken is None:
         what = f"{route} of {count(model.heads_per_rank, 'head')}" if kept is None else f"{sharded} over {ranks} ranks"
-        return False, f"{what} was not measured on {case.device.where} for {count(rows, 'row')}"
+        return Decided(0, f"{what} was not measured on {case.device.where} for {count(rows, 'row')}")
     where = f"as measured on {case.device.where}"
     if taken * (1 + NEARLY_EQUAL) >= kept:
-        return False, f"{route} of the own heads takes {in_time(kept)} against {in_time(taken)} of the trade, {where}"
-    return True, f"{traded}: {in_time(taken)} against {route}'s {in_time(kept)}, {where}"
+        trade = f"{in_time(taken)} of the trade{'' if chunks == 1 else f' in {chunks} pieces'}"
+        return Decided(0, f"{route} of the own heads takes {in_time(kept)} against {trade}, {where}")
+    return Decided(chunks, f"{traded}: {in_time(taken)} against {route}'s {in_time(kept)}, {where}", why_chunks)
+
+
+def _quickest(case: Case, route: Route) -> tuple[int, float | None, str]:
+    """(pieces in which a trade around `route` takes the least time, its microseconds if it was measured, why)."""
+    ranks, rows = case.model.attn_tp_size, case.batch.num_tokens
+    if not case.extend:  # captured, and measured in one piece
+        return 1, sharded_us(case, route), "the rows of later steps are exchanged in one piece"
+    if rows < 2 * ranks:
+        return 1, sharded_us(case, route), f"{count(rows, 'query row')} of {ranks} ranks are too few to be cut"
+    known = {chunks: sharded_us(case, route, chunks) for chunks in CHUNKS if rows >= ranks * chunks}
+    times = {chunks: time for chunks, time in known.items() if time is not None}
+    if not times.keys() - {1}:
+        return 1, times.get(1), f"no more than one piece was measured on {case.device.where} for {count(rows, 'row')}"
+    best = min(times, key=lambda chunks: times[chunks])  # of equal ones the fewest pieces
+    said = ", ".join(f"{in_time(time)} in {count(chunks, 'piece')}" for chunks, time in times.items())
+    return best, times[best], f"{said}, as measured on {case.device.where}"
 
 
 def keeping(settings: Settings, keeps: str) -> Settings:
@@ -167,8 +203,10 @@ def saying(plan: Plan, settings: Settings, keeps: str) -> Plan:
     return replace(plan, reasons={**plan.reasons, "token_shard": keeps})
 
 
-def sharded_us(case: Case, route: Route) -> float | None:
-    """Microseconds that exchange, attention of a share by `route` and exchange take; None where that was not measured.
+def sharded_us(case: Case, route: Route, chunks: int = 1) -> float | None:
+    """Microseconds that exchange, attention of a share by `route` and exchange take in so many pieces.
+
+    None where that was not measured.
 
     The selection, which each rank of a prefill then makes for its share alone, is not in it. The measurements have
     their bfloat16 rows made beforehand; where the route copies the cache, that is added.
@@ -176,7 +214,7 @@ def sharded_us(case: Case, route: Route) -> float | None:
     model, device = case.model, case.device
     if measured.SELECTIONS[model.kv_layout] != (model.index_topk, model.sliding_window):
         return None
-    where, label = _key(ATTENTION if case.extend else STEPS, model, device), f"{SHARDED}{route}"
+    where, label = _key(ATTENTION if case.extend else STEPS, model, device), traded_label(route, chunks)
     known = measured.points(*where, model.heads_per_rank, label)
     if not known or case.batch.num_tokens < known[0][0]:
         return None  # a few rows' exchange is all latency, which says nothing of fewer
@@ -187,7 +225,17 @@ def sharded_us(case: Case, route: Route) -> float | None:
 
 
 SHARDED = "token_shard by "
-"""What a label of these measurements begins with; the route in words follows."""
+"""What a label of these measurements begins with; see `traded_label`."""
+
+
+def traded_label(route: Route, chunks: int = 1) -> str:
+    """What a trade around a route, in so many pieces, is filed under."""
+    return in_chunks(f"{SHARDED}{route}", chunks)
+
+
+def in_chunks(words: str, chunks: int) -> str:
+    """A trade's name with its pieces, in labels as in records."""
+    return words if chunks == 1 else f"{words}, {chunks} chunks"
 
 
 def group_op(op: str, ranks: int) -> str:

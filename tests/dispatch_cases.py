@@ -37,6 +37,7 @@ FIELDS = {
     "dequantize_kv",
     "head_padding",
     "token_shard",
+    "token_shard_chunks",
     "indexer",
     "indexer.provider",
     "indexer.rows_per_chunk",

@@ -122,7 +122,7 @@ SPARSE = (
     "triton sparse_decode",
 )
 DENSE = ("fa3 mha_one_shot", "triton mha_one_shot")
-SHARDED = tuple(f"token_shard by {label}" for label in SPARSE)
+SHARDED = tuple(sharding.in_chunks(f"token_shard by {label}", chunks) for label in SPARSE for chunks in sharding.CHUNKS)
 GROUPS = tuple(f"token_shard_{what} tp{ranks}" for what in ("attention", "steps") for ranks in (2, 4, 8))
 
 
@@ -194,7 +194,8 @@ def test_a_plan_is_total_repeatable_and_within_limits(
         assert chosen.token_shard != "off"
         assert batch.phase in sharding.PHASES
         assert not (batch.phase is Phase.EXTEND and batch.cuda_graph)
-        assert model.attn_tp_size <= batch.num_tokens
+        assert model.attn_tp_size * plan.token_shard_chunks <= batch.num_tokens
+    assert plan.token_shard_chunks == 1 or (plan.token_shard and batch.phase is Phase.EXTEND)
 
 
 @thorough
@@ -221,11 +222,14 @@ def test_auto_trades_nothing_but_what_was_measured_to_take_less(
             return
         case = Case(model, batch, device, chosen)
         kept = decide(model, batch, device, replace(chosen, token_shard="off"))
-        taken = sharding.sharded_us(case, Route(plan.attention, plan.provider, plan.dequantize_kv))
+        sharded = Route(plan.attention, plan.provider, plan.dequantize_kv)
+        taken = sharding.sharded_us(case, sharded, plan.token_shard_chunks)
+        others = [sharding.sharded_us(case, sharded, chunks) for chunks in sharding.CHUNKS if chunks * ranks <= rows]
         instead = estimate_us(case, Route(kept.attention, kept.provider, kept.dequantize_kv), case.own_load)
     assert taken is not None
     assert instead is not None
     assert taken < instead
+    assert phase is Phase.DECODE or taken == min(time for time in others if time is not None)
 
 
 def check_reasons(plan: Plan) -> None:

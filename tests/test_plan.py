@@ -52,6 +52,7 @@ def test_as_dict_is_the_plan_in_json() -> None:
         "dequantize_kv": True,
         "head_padding": 0,
         "token_shard": False,
+        "token_shard_chunks": 1,
         "indexer": {"mode": "topk", "provider": "", "rows_per_chunk": 0, "metadata_provider": ""},
         "reasons": {"phase": "extend"},
     }

@@ -226,6 +226,71 @@ def test_a_copy_of_the_context_counts(measure: Any) -> None:
         assert choose(V32_FP8, LONG, FULL, prefill_backend="auto").token_shard == trades
 
 
+# ---------------------------------------------------------------------------------------------------
+# In how many pieces
+
+
+def in_pieces(*times: float, rows: int = 2048, phase: str = "attention") -> Table:
+    """Trades in 1, 2 and 4 pieces; of so many rows and of twice as many."""
+    points = {chunks: {16: ((rows, time), (2 * rows, 2 * time))} for chunks, time in zip((1, 2, 4), times, strict=True)}
+    labels = {sharding.in_chunks(f"token_shard by {STEP}", chunks): by_heads for chunks, by_heads in points.items()}
+    return table(1000.0, 1.0) | {(90, f"token_shard_{phase} tp8", "v32_fp8"): labels}
+
+
+@pytest.mark.parametrize(
+    ("times", "chunks"),
+    [((250.0, 200.0, 225.0), 2), ((250.0, 225.0, 200.0), 4), ((200.0, 225.0, 250.0), 1), ((200.0, 200.0, 200.0), 1)],
+)
+@pytest.mark.parametrize("mode", ["auto", "on"])
+def test_the_pieces_that_take_least_are_taken(measure: Any, times: Any, chunks: int, mode: str) -> None:
+    measure(in_pieces(*times))
+    plan = choose(V32_FP8, LONG, FULL, token_shard=mode, prefill_backend="flash_mla" if mode == "on" else "auto")
+    assert (plan.token_shard, plan.token_shard_chunks) == (True, chunks)
+    assert ("in" in plan.reasons["token_shard"].split()) == (chunks > 1)
+    assert chunks == 1 or f", in {chunks} pieces" in plan.reasons["token_shard"]
+    if mode == "auto":
+        assert f": 400 us against {CUDA}'s 1.00 ms, as measured on SM90" in plan.reasons["token_shard"]
+    one, two, four = (f"{2 * time:g} us" for time in times)
+    said = f"{one} in 1 piece, {two} in 2 pieces, {four} in 4 pieces, as measured on SM90"
+    assert plan.reasons["token_shard_chunks"] == said
+
+
+def test_auto_compares_the_best_pieces_with_the_own_heads(measure: Any) -> None:
+    measure(in_pieces(700.0, 450.0, 600.0))
+    plan = choose(V32_FP8, LONG, FULL)
+    assert (plan.token_shard, plan.token_shard_chunks) == (True, 2)
+    assert sharding.pointless(V32_FP8, FULL, Settings(), 4096) is None
+    measure(in_pieces(700.0, 550.0, 600.0))
+    plan = choose(V32_FP8, LONG, FULL)
+    assert (plan.token_shard, plan.token_shard_chunks) == (False, 1)
+    assert "takes 1.00 ms against 1.10 ms of the trade in 2 pieces, as measured" in plan.reasons["token_shard"]
+    assert plan.reasons["token_shard_chunks"] == "nothing is exchanged"
+    assert sharding.pointless(V32_FP8, FULL, Settings(), 4096) is not None
+
+
+def test_a_prefill_is_cut_where_that_was_measured_and_there_are_the_rows(measure: Any) -> None:
+    def chosen(shape: BatchShape) -> tuple[int, str]:
+        plan = choose(V32_FP8, shape, FULL, token_shard="on", decode_backend="flash_mla", prefill_backend="flash_mla")
+        assert plan.token_shard
+        return plan.token_shard_chunks, plan.reasons["token_shard_chunks"]
+
+    unmeasured = "no more than one piece was measured on SM90 for 2047 rows"
+    measure({})
+    assert chosen(extend(2047, 65536)) == (1, unmeasured)
+    measure(in_pieces(300.0, 200.0, 100.0))
+    assert chosen(extend(2047, 65536)) == (1, unmeasured)  # fewer rows than were
+    assert chosen(extend(2048, 65536))[0] == 4
+    measure(in_pieces(300.0, 200.0, 100.0, rows=8))
+    assert chosen(extend(32, 65536))[0] == 4
+    assert chosen(extend(31, 65536)) == (2, "1.16 ms in 1 piece, 775 us in 2 pieces, as measured on SM90")
+    assert chosen(extend(16, 65536))[0] == 2
+    assert chosen(extend(15, 65536)) == (1, "15 query rows of 8 ranks are too few to be cut")
+    measure(in_pieces(300.0, 200.0, 100.0, rows=8, phase="steps"))
+    for phase in TRADED_STEPS:
+        whole = 1, "the rows of later steps are exchanged in one piece"
+        assert chosen(decode(512, 5000, phase=phase, cuda_graph=True)) == whole
+
+
 @pytest.mark.parametrize(
     ("rows", "change", "reason"),
     [
@@ -259,13 +324,13 @@ def test_measurements_of_another_group_or_another_selection_say_nothing(measure:
 def recorded(ranks: int) -> dict[tuple[str, int, int], tuple[float, float]]:
     """{(phase, rows, context): (microseconds of the quickest kernel for the own heads, of the quickest trade)}.
 
-    Of H200s, where attention alone was timed; of trades those in one piece, as the engines make them.
+    Of H200s, where attention alone was timed.
     """
     record = json.loads((RECORDS / f"token-shard-tp{ranks}.json").read_text())
     found: dict[tuple[str, int, int], tuple[float, float]] = {}
     for row in record["rows"]:
         case = row["case"]
-        if row["op"] != sharding.ATTENTION or "chunks" in row["provider"]:
+        if row["op"] != sharding.ATTENTION:
             continue
         step = "batch" in case
         place = ("decode" if step else "extend", case["batch"] if step else case["q"], case["kv"])
@@ -274,6 +339,12 @@ def recorded(ranks: int) -> dict[tuple[str, int, int], tuple[float, float]]:
         time = row["median_us"]
         found[place] = (kept, min(traded, time)) if trades else (min(kept, time), traded)
     return found
+
+
+@pytest.mark.parametrize(("rows", "chunks"), [(2048, 2), (4096, 2), (8192, 4)])
+def test_pieces_are_those_of_the_records(rows: int, chunks: int) -> None:
+    plan = choose(replace(V32_FP8, attn_tp_size=4), extend(rows, 65536), FULL)
+    assert (plan.token_shard, plan.token_shard_chunks) == (True, chunks)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

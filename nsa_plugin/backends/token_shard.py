@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -27,8 +27,11 @@ from nsa_plugin.patches.ledger import TURN_OFF
 from nsa_plugin.settings import Settings
 from nsa_plugin.shapes import ModelShape
 
-AttendRows = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""(q [n, H, d_qk], selection [n, topk]) -> out [n, H, d_v]."""
+AttendRows = Callable[[torch.Tensor, torch.Tensor, slice], torch.Tensor]
+"""(q [n, H, d_qk], selection [n, topk], the rows of the batch that these are) -> out [n, H, d_v], which no later call
+writes; see `TokenShard.attend`. Called for every piece of this rank's rows, in order, so that whatever it reads of rows
+has to be of these, and what all pieces share is made once a layer.
+"""
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,8 @@ class Exchange:
     def prove(self, heads: int, d_qk: int, d_v: int, dtype: torch.dtype, device: torch.device) -> None:
         """Exchange rows that say where they come from: compiles, connects and checks, before anything is served.
 
+        In one piece and in two, which go other ways.
+
         Raises:
             NoProviderError: on every rank, where one of them did not get what the others sent.
         """
@@ -59,18 +64,21 @@ class Exchange:
         q = (row + 16 * shard.rank).to(dtype).contiguous()  # whole numbers that bfloat16 holds, up to 16 ranks
         partition = by_count(rows, shard.ranks)
         right, why = True, "a rank did not get what the others sent"
+        own, sender = partition.rows(shard.rank), torch.arange(shard.ranks, device=device)
+        wanted = row[own, :1, :1] + 16 * sender.repeat_interleave(heads).view(1, -1, 1)
         arrived: list[torch.Tensor] = []
 
-        def attend_rows(q_rows: torch.Tensor, own: slice) -> torch.Tensor:
+        def attend_rows(q_rows: torch.Tensor, rows: slice) -> torch.Tensor:
             arrived.append(q_rows.clone())
             return q_rows[..., :d_v] + 1
 
         try:
-            back = shard.attend(q, partition, attend_rows)
-            right = torch.equal(back, q[..., :d_v] + 1)
-            own, sender = partition.rows(shard.rank), torch.arange(shard.ranks, device=device)
-            wanted = row[own, :1, :1] + 16 * sender.repeat_interleave(heads).view(1, -1, 1)
-            right &= all(torch.equal(found, wanted.to(dtype).expand_as(found)) for found in arrived)
+            for chunks in (1, 2):
+                arrived.clear()
+                back = shard.attend(q, partition, attend_rows, chunks=chunks)
+                right &= torch.equal(back, q[..., :d_v] + 1)
+                found = torch.cat(arrived) if arrived else q.new_empty(0, shard.ranks * heads, d_qk)
+                right &= torch.equal(found, wanted.to(dtype).expand_as(found))
         except RuntimeError as error:  # the group's, a compiler's or CUDA's own
             right, why = False, repr(error)
         if not self.least(int(right)):
@@ -86,13 +94,16 @@ class Share:
 
     Attributes:
         partition: the same on every rank.
-        schedule: what the engine's FlashMLA schedules for this rank's rows; see `scheduled`.
-        first_layer: the layer that made it.
+        chunks: pieces in which the rows are exchanged and attended, by the plan; the same on every rank.
+        schedules: what the engine's FlashMLA schedules for a piece of this rank's rows, by the first of them; see
+            `scheduled`.
+        first_layer: the layer that made them.
     """
 
     exchange: Exchange
     partition: Partition
-    schedule: Any = None
+    chunks: int = 1
+    schedules: dict[int, Any] = field(default_factory=dict)
     first_layer: Hashable = None
 
     @property
@@ -108,7 +119,7 @@ class Share:
         Args:
             q: [T, h, d_qk]; rows behind the requests', which an engine pads on every rank alike, have no output: zeros.
             selection: [rows or fewer, topk], of which own rows alone are read; rows that are missing attend to nothing.
-            attend_rows: not called where this rank has no rows.
+            attend_rows: not called for a piece in which this rank has no rows.
         """
         total, rows = self.partition.total, q.shape[0]
         if rows < total:
@@ -116,19 +127,22 @@ class Share:
         if selection.shape[0] < total:
             selection = F.pad(selection, (0, 0, 0, total - selection.shape[0]), value=-1)
         out = self.exchange.shard.attend(
-            q[:total].contiguous(), self.partition, lambda q_rows, own: attend_rows(q_rows, selection[own])
+            q[:total].contiguous(),
+            self.partition,
+            lambda q_rows, own: attend_rows(q_rows, selection[own], own),
+            chunks=self.chunks,
         )
         return out if rows == total else F.pad(out, (0, 0, 0, 0, 0, rows - total))
 
-    def scheduled(self, layer: Hashable, make: Callable[[], Any]) -> Any:
-        """What `make` gave the first layer that asked; the layers behind it share it.
+    def scheduled(self, layer: Hashable, rows: slice, make: Callable[[], Any]) -> Any:
+        """What `make` gave the first layer that asked for these rows, a piece; the layers behind it share it.
 
         Where that layer comes again, the model has begun again, with other lengths in the same tensors or under capture
         after a run without: it is made again, and so is in the graph that reads it.
         """
-        if self.schedule is None or self.first_layer == layer:
-            self.schedule, self.first_layer = make(), layer
-        return self.schedule
+        if rows.start not in self.schedules or self.first_layer == layer:
+            self.schedules[rows.start], self.first_layer = make(), layer
+        return self.schedules[rows.start]
 
 
 def least(group: dist.ProcessGroup, number: int) -> int:

@@ -70,6 +70,13 @@ class Suite:
 
 _SUITES = "nsa_plugin.bench.suites"
 _HEADS = (16, 8, 32, 64, 128)
+# Query rows of a V4 prefill by context, the most telling first: a chunk is no longer than its request.
+_V4_CHUNKS = {
+    4096: (4096, 2048, 512),
+    16384: (8192, 16384, 2048, 512),
+    131072: (8192, 32768, 2048, 16384, 512),
+    393216: (32768, 8192, 2048, 16384, 512),
+}
 
 
 def _prefill(heads: int, q: int, kv: int, topk: int) -> Case:
@@ -162,11 +169,13 @@ _ALL = (
     ),
     Suite(
         "v4-prefill",
-        "the whole route of a V4 prefill, window and selected keys, beside FlashMLA's decode kernel",
+        "the whole route of a V4 prefill, window and selected keys, beside SGLang's own and FlashMLA's decode kernel",
         f"{_SUITES}.v4:prefill",
         (
             *(_v4(64, q, 65536, 256) for q in (8192, 16384, 32768, 4096, 2048, 1024, 512)),
             *(_v4(heads, q, 65536, 256) for heads in (8, 16, 128) for q in (2048, 8192)),
+            # The ends of what is served first: where a run has too little time, the contexts between them are left out.
+            *(_v4(64, q, kv, 256) for kv in (393216, 4096, 131072, 16384) for q in _V4_CHUNKS[kv]),
             *(_v4(64, q, 65536, 64) for q in (2048, 8192)),
         ),
         (_v4(3, 5, 300, 64, topk=16, window=8),),

@@ -42,17 +42,27 @@ def filled_cache(device: torch.device, layout: str, slots: int, page_size: int, 
     return whole
 
 
-def selection(device: torch.device, rows: int, keys: int, topk: int, seed: int) -> torch.Tensor:
+def selection(
+    device: torch.device, rows: int, keys: int, topk: int, seed: int, counts: torch.Tensor | None = None
+) -> torch.Tensor:
     """[rows, topk] int32: different keys of each row in random order, the least locality that a row can have;
-    -1 behind them where there are fewer keys."""
+    -1 behind them where there are fewer keys.
+
+    Args:
+        counts: [rows]: a row's keys are the first so many only; None: all of them.
+    """
     count = min(topk, keys)
     chosen = torch.full((rows, topk), -1, dtype=torch.int32, device=device)
     random = generator(device, seed)
     step = max(1, _SCORES // keys)
+    position = torch.arange(keys, device=device)
     for start in range(0, rows, step):
         part = chosen[start : start + step]
         scores = torch.rand(len(part), keys, generator=random, device=device)
-        part[:, :count] = scores.topk(count, dim=1).indices.int()
+        if counts is not None:
+            scores.masked_fill_(position >= counts[start : start + step].unsqueeze(1), -1.0)
+        best = scores.topk(count, dim=1)
+        part[:, :count] = torch.where(best.values < 0, -1, best.indices).int()
     return chosen
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from nsa_plugin.bench.cases import BenchError, Case, Suite
 from nsa_plugin.bench.floors import Rates, floor_us, gather_us
 from nsa_plugin.bench.timing import Timer, Timing
-from nsa_plugin.bench.workload import Contender, Context, Workload, WrongResultError
+from nsa_plugin.bench.workload import Call, Contender, Context, Workload, WrongResultError
 from nsa_plugin.errors import NoProviderError
 from nsa_plugin.kernels.checks import KernelArgumentError
 from nsa_plugin.kernels.registry import RegistryError
@@ -120,7 +120,7 @@ def _measure(
     try:
         largest = judge(result)
         del result
-        extra = timer.extra_mib(call) if workload.memory else None
+        extra = _extra_mib(contender, call, timer) if workload.memory else None
         timing = timer.time(call, graph=workload.graph, seconds=_LONGEST_SECONDS, runs=options.runs)
         # Once more on what the last of many runs in a row has left: a race shows there.
         largest = max(largest, judge(timing.result))
@@ -135,6 +135,11 @@ def _measure(
     if extra is not None:
         row["extra_mib"] = round(extra, 1)
     return row | beside | {"max_error": _rounded(largest)}, first_call
+
+
+def _extra_mib(contender: Contender, call: Call, timer: Timer) -> float:
+    """MiB that a contender takes beyond the case's inputs and output; what it keeps was there before the call."""
+    return timer.extra_mib(call) + (contender.kept_bytes(call) - contender.output_bytes) / 2**20
 
 
 def _timed(timing: Timing, work: Any, rates: Rates) -> dict[str, Any]:

@@ -7,6 +7,7 @@ step; scheduler metadata, which an engine makes once for all layers, is not.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -17,6 +18,7 @@ from nsa_plugin.kernels.checks import KernelArgumentError
 from nsa_plugin.kernels.kv_cache import PagedCache
 from nsa_plugin.kernels.sparse_mla import DecodeOutput, PrefillOutput
 from nsa_plugin.kernels.swa_indices import IndexRows
+from nsa_plugin.kernels.v4_prefill import Attention
 
 D_V = 512
 
@@ -115,6 +117,137 @@ def flash_mla_decode(
         return DecodeOutput(out[..., :heads, :], lse[:, :heads])
 
     return call
+
+
+def flash_mla_rows() -> Attention:
+    """flash_mla_sparse_fwd as what attends a workspace of bf16 rows, heads padded.
+
+    As the SGLang adapter calls it: the kernel's own output is handed on and the combined indices are taken as they
+    are. The provider behind the op's contract copies both.
+    """
+    library: Any = import_module("flash_mla")
+
+    def attend(
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        indices: torch.Tensor,
+        *,
+        scale: float,
+        d_v: int,
+        topk_length: torch.Tensor | None,
+        attn_sink: torch.Tensor | None,
+        out: torch.Tensor | None,
+        out_dtype: torch.dtype | None,
+    ) -> PrefillOutput:
+        heads = q.shape[-2]
+        made, max_logits, lse = library.flash_mla_sparse_fwd(
+            pad(q), kv.unsqueeze(1), indices.unsqueeze(1), scale, d_v, topk_length=topk_length, use_legacy=True
+        )
+        return PrefillOutput(made[:, :heads], max_logits[:, :heads], lse[:, :heads])
+
+    return attend
+
+
+class SglangSparsePrefill:
+    """SGLang's own prefill over bf16 rows of a V4 layer with a compress ratio of 4, by the functions that it runs.
+
+    Read of SGLang 0.5.16, `DeepseekV4AttnBackend._forward_prefill_sparse`:
+
+    - once a batch, when its first layer attends, and not in the call: `SparsePrefillChunkCache.build` (the window's
+      slots through both maps of the pool, the lengths, the combined indices of layers without a compressed cache) and
+      `ensure_c4` (the slots of the compressed entries), and the buffers of the combined indices;
+    - every layer, and in the call: `combine_c4_layer` (the selection and the window in one row of indices),
+      `dequantize_k_cache_paged` of each cache into its part of the backend's workspace, and `flash_mla_sparse_fwd` of
+      sgl_kernel. The workspace is allocated by the first call and kept.
+
+    As in the other contenders there is no attention sink. Of the statistics SGLang uses none, and its lse is one of
+    another base: only the output is judged.
+
+    Args:
+        q: [tokens, heads, 512], the last tokens of one request of `context` tokens.
+        window: the window's cache.
+        window_slots: [context] int64: where a position's row is in it; of a position that no query reaches, anything.
+        extra: the compressed cache; entry i of the request is in slot i.
+        selected: [tokens, topk] int32: entries of the request, those that count first: as many as there are before
+            the query, at most topk.
+        window_size: tokens.
+
+    Raises:
+        ImportError: SGLang is missing, or its version has other functions.
+        KernelArgumentError: more heads than FlashMLA takes.
+    """
+
+    def __init__(
+        self,
+        q: torch.Tensor,
+        window: PagedCache,
+        window_slots: torch.Tensor,
+        extra: PagedCache,
+        selected: torch.Tensor,
+        window_size: int,
+        scale: float,
+    ):
+        padded_heads(q.shape[1])
+        library: Any = import_module("sglang.srt.layers.attention.dsv4.sparse_prefill_utils")
+        self._dequantize: Any = import_module(
+            "sglang.kernels.ops.attention.dsv4.dequant_k_cache"
+        ).dequantize_k_cache_paged
+        self._sparse_fwd: Any = import_module("sgl_kernel.flash_mla").flash_mla_sparse_fwd
+        made_once = library.SparsePrefillChunkCache
+        if missing := [name for name in ("ensure_c4", "combine_c4_layer") if not hasattr(made_once, name)]:
+            raise ImportError(f"this SGLang's SparsePrefillChunkCache has no {', '.join(missing)}; 0.5.16 has")
+        self._q, self._selected, self._scale = q, selected, scale
+        self._window, self._extra = _whole_pages(window), _whole_pages(extra)
+        device, context = q.device, len(window_slots)
+        self._chunk = made_once.build(
+            seq_lens=torch.tensor([context], dtype=torch.int32, device=device),
+            extend_seq_lens=torch.tensor([len(q)], dtype=torch.int32, device=device),
+            req_pool_indices=torch.zeros(1, dtype=torch.int32, device=device),
+            req_to_token=torch.arange(context, dtype=torch.int32, device=device).unsqueeze(0),
+            full_to_swa=window_slots,
+            swa_window_size=window_size,
+            swa_page_size=window.page_size,
+            num_qo_tokens=len(q),
+            max_seq_len=context,
+        )
+        pages = torch.arange(extra.num_pages, dtype=torch.int32, device=device)
+        self._chunk.ensure_c4(pages.expand(len(q), -1), extra.page_size)
+        self._entries = self._chunk.c4_flat_token_ids
+        self._rows = len(self._entries) + len(self._chunk.swa_token_ids)
+        self._workspace = library.SparsePrefillWorkspace(device)
+        self._kept = 0
+
+    def __call__(self) -> torch.Tensor:
+        """[tokens, heads, 512]"""
+        heads, entries = self._q.shape[1], len(self._entries)
+        indices, lengths = self._chunk.combine_c4_layer(c4_sparse_raw_indices=self._selected)
+        workspace = self._workspace.get(self._rows)
+        pages, slots = self._extra, self._entries
+        self._dequantize(pages.data, slots, page_size=pages.page_size, out=workspace[:entries])
+        pages, slots = self._window, self._chunk.swa_token_ids
+        self._dequantize(pages.data, slots, page_size=pages.page_size, out=workspace[entries:])
+        out, _, _ = self._sparse_fwd(
+            q=pad(self._q),
+            kv=workspace,
+            indices=indices.unsqueeze(1),
+            sm_scale=self._scale,
+            d_v=D_V,
+            attn_sink=None,
+            topk_length=lengths,
+        )
+        self._kept = workspace.nbytes + indices.nbytes + lengths.nbytes
+        attended: torch.Tensor = out[:, :heads]
+        return attended
+
+    def kept_bytes(self) -> int:
+        """Bytes that stay from one layer to the next: the workspace and the combined indices."""
+        return self._kept
+
+
+def _whole_pages(cache: PagedCache) -> PagedCache:
+    """The cache with the padding behind each page, as SGLang's pools hand theirs over: contiguous."""
+    pages, stride = cache.data.shape[0], cache.data.stride(0)
+    return replace(cache, data=cache.data.as_strided((pages, stride), (stride, 1), cache.data.storage_offset()))
 
 
 def deep_gemm_logits(

@@ -33,6 +33,8 @@ class Contender:
         judge: the largest error of a result; raises `WrongResultError`. None: the workload's.
         beside: a name and a call that the engine needs beside this one, timed as a field of its own.
         work: what this way cannot do without, where it computes something else than the case's op.
+        output_bytes: of the output that the call makes itself, which is no extra memory.
+        kept_bytes: of what a loaded call keeps from one call to the next, which is.
     """
 
     name: str
@@ -40,6 +42,8 @@ class Contender:
     judge: Callable[[Any], float] | None = None
     beside: tuple[str, Call] | None = None
     work: Work | None = None
+    output_bytes: int = 0
+    kept_bytes: Callable[[Any], int] = lambda call: 0
 
 
 @dataclass(frozen=True)

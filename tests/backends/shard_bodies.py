@@ -37,6 +37,7 @@ from tests.backends.shard_engine import (
     MAX_TOKENS,
     SCALE,
     STEPS,
+    TOPK,
     WAYS,
     Engine,
     Step,
@@ -50,10 +51,11 @@ from tests.backends.shard_engine import (
     poison,
     same,
 )
+from tests.backends.shard_times import quickest_in
 
 
-def equal_to_unsharded(way: Way) -> None:
-    """Batch after batch through the same buffers, each with two layers."""
+def equal_to_unsharded(way: Way, chunks: int = 1) -> None:
+    """Batch after batch through the same buffers, each with two layers, in so many pieces where there are the rows."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     model, exchange = model_of(way, ranks), exchange_of()
     traded = backend_of(way, model, exchange)
@@ -68,6 +70,8 @@ def equal_to_unsharded(way: Way) -> None:
             continue
         assert plan.token_shard == (ranks <= step.rows <= MAX_TOKENS), plan.reasons["token_shard"]
         trades += plan.token_shard
+        cut = plan.token_shard and step.rows >= ranks * chunks
+        assert plan.token_shard_chunks == (chunks if cut else 1), plan.reasons["token_shard_chunks"]
         unsharded, heads = (whole, slice(None)) if plan.token_shard else (own, heads_of(rank))
         engine.prepare(unsharded)
         assert unsharded.impls == traded.impls
@@ -88,11 +92,36 @@ def equal_to_unsharded(way: Way) -> None:
             same(out[: step.rows], wanted[: step.rows] if not plan.token_shard else wanted[: step.rows, heads_of(rank)])
             if plan.token_shard:
                 assert not out[step.rows :].any()
-                assert ("schedule" in traded.calls) == (buffer is None and _in_place(way, traded))
+                pieces = plan.token_shard_chunks
+                assert traded.calls.count("schedule") == pieces * (buffer is None and _in_place(way, traded))
+                assert sum(call.startswith("flashmla") for call in traded.calls) in (0, pieces)
             assert traded.nsa_plugin.route.plan.dequantize_kv == way.copied
             assert (way.library != "reference") == any(call.startswith("flashmla") for call in traded.calls)
         assert wanted[: step.rows].float().abs().max() > 0.1
     assert trades >= 6 if ranks < 4 else trades >= 5
+
+
+def some_rows_in_some_pieces(chunks: int) -> None:
+    """Ranks with fewer rows than pieces, and one with none: such pieces are exchanged, and not attended there."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    for way in WAYS:
+        model, exchange = model_of(way, ranks), exchange_of()
+        traded, whole = backend_of(way, model, exchange), backend_of(way, replace(model, attn_tp_size=1), None)
+        engine = Engine(Step([3, 20, 1], [140, 20, 9]), way.layout, model.num_heads, 2)
+        for bounds in ((0, 1), (0, 0), (0, 24)):
+            engine.prepare(traded)
+            share = traded.nsa_plugin.share
+            assert share.chunks == chunks
+            share.partition = type(share.partition)((*bounds, *[24] * (ranks - 1)))
+            engine.prepare(whole)
+            selected = engine.select(whole)
+            wanted = engine.attend(whole, selected, slice(None))[:, heads_of(rank)]
+            for layer_id in (0, 1):
+                poison(exchange)
+                traded.calls.clear()
+                same(engine.attend(traded, engine.select(traded), heads_of(rank), layer_id), wanted)
+                attended = sum(call.startswith("flashmla") for call in traded.calls)
+                assert attended == (way.library != "reference") * min(chunks, share.partition.counts[rank])
 
 
 def _in_place(way: Way, backend: Any) -> bool:
@@ -334,6 +363,14 @@ ALL: tuple[Callable[[], None], ...] = (
     starting,
     serving_both,
 )
+
+
+def pieces_on_ranks_of_cpus(device: torch.device, chunks: int) -> None:
+    environment()
+    quickest_in(chunks, dist.get_world_size(), HEADS, TOPK)
+    for way in WAYS:
+        equal_to_unsharded(way, chunks)
+    some_rows_in_some_pieces(chunks)
 
 
 def on_ranks_of_cpus(device: torch.device) -> None:

@@ -36,6 +36,11 @@ def test_indexer_and_attention_are_the_unsharded_ones_bit_for_bit(ranks: int, tm
     on_ranks(ranks, shard_bodies.on_ranks_of_cpus, tmp_path)
 
 
+@pytest.mark.parametrize(("ranks", "chunks"), [(2, 2), (2, 4), (4, 2), (4, 4)])
+def test_pieces_are_the_unsharded_ones_bit_for_bit(ranks: int, chunks: int, tmp_path: Path):
+    on_ranks(ranks, shard_bodies.pieces_on_ranks_of_cpus, tmp_path, chunks)
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_later_steps_are_the_unsharded_ones_bit_for_bit(ranks: int, tmp_path: Path):
     on_ranks(ranks, shard_step_bodies.on_ranks_of_cpus, tmp_path)

@@ -38,6 +38,12 @@ def test_four_ranks_get_what_they_get_without_the_trade_bit_for_bit(way: int, tm
     on_ranks(4, vllm_shard_bodies.batches_on_ranks, tmp_path, way)
 
 
+@pytest.mark.parametrize("way", range(len(WAYS)))
+@pytest.mark.parametrize(("ranks", "chunks"), [(2, 2), (2, 4), (4, 4)])
+def test_pieces_are_what_there_is_without_the_trade_bit_for_bit(ranks: int, way: int, chunks: int, tmp_path: Path):
+    on_ranks(ranks, vllm_shard_bodies.pieces_on_ranks, tmp_path, way, chunks)
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_start_up_capture_and_controls(ranks: int, tmp_path: Path):
     on_ranks(ranks, vllm_shard_bodies.others_on_ranks, tmp_path)
@@ -158,17 +164,25 @@ def test_no_rank_is_dealt_more_rows_than_its_buffers_hold():
 
 
 def test_rows_that_an_engine_pads_or_leaves_out():
-    shard: Any = SimpleNamespace(rank=0, attend=lambda q, shares, attend_rows: attend_rows(q, shares.rows(0)))
+    def attend(q: torch.Tensor, shares: Partition, attend_rows: Any, *, chunks: int) -> torch.Tensor:
+        pieces = [shares.chunk(0, index, chunks) for index in range(chunks)]
+        return torch.cat([attend_rows(q[rows], rows) for rows in pieces])
+
+    shard: Any = SimpleNamespace(rank=0, attend=attend)
     share = Share(Exchange(shard, None), by_count(3, 1))  # type: ignore[arg-type]
     given: list[torch.Tensor] = []
 
-    def attend_rows(q_rows: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    def attend_rows(q_rows: torch.Tensor, chosen: torch.Tensor, rows: slice) -> torch.Tensor:
         given.append(chosen)
+        assert len(chosen) == len(q_rows) == rows.stop - rows.start
         return q_rows + 1
 
     out = share.attend(torch.ones(5, 1, 2), torch.tensor([[4], [5]]), attend_rows)
     assert given[0].tolist() == [[4], [5], [-1]], "a row without a selection attends to nothing"
     assert out[:, 0, 0].tolist() == [2, 2, 2, 0, 0]
+    share.chunks = 2
+    share.attend(torch.ones(5, 1, 2), torch.tensor([[4], [5]]), attend_rows)
+    assert [chosen.tolist() for chosen in given[1:]] == [[[4]], [[5], [-1]]]
     with pytest.raises(NsaPluginError, match="attends 2 query rows of a batch that it prepared with 3"):
         share.attend(torch.ones(2, 1, 2), torch.tensor([[4]]), attend_rows)
 

@@ -32,6 +32,7 @@ from nsa_plugin.parallel.partition import by_count
 from nsa_plugin.parallel.token_shard import TokenShard
 from nsa_plugin.settings import ResolvedSettings, Settings
 from nsa_plugin.telemetry import Trace
+from tests.backends.shard_times import quickest_in
 from tests.backends.vllm_fakes import HEADS, LORA, MAX_LEN, MAX_ROWS, ROPE, Step, World, model
 
 H200 = synthetic(90, libraries=("triton", "deep_gemm", "flash_mla"))
@@ -345,12 +346,16 @@ def environment() -> None:
 # Batches
 
 
-def equal_to_untraded(way: Way, batches: Any, step_tokens: int) -> int:
-    """Batch after batch through the same buffers, each with two layers; how many parts of them were traded."""
+def equal_to_untraded(way: Way, batches: Any, step_tokens: int, chunks: int = 1) -> int:
+    """Batch after batch through the same buffers, each with two layers; how many parts of them were traded.
+
+    Args:
+        chunks: pieces of a prefill that has the rows.
+    """
     ranks = dist.get_world_size()
     exchange = exchange_of()
     traded, kept = world_of(way, exchange, step_tokens), world_of(way, None, step_tokens)
-    trades = 0
+    trades, cut, empty, read = 0, 0, 0, reads_of(traded)
     for lengths, padding in batches:
         steps = sum(rows <= step_tokens for rows, _ in lengths)
         # To vLLM's indexer steps of other rows than the first one's are prefills.
@@ -371,10 +376,15 @@ def equal_to_untraded(way: Way, batches: Any, step_tokens: int) -> int:
                 everything = rows if plan is split.steps else sum(rows for rows, _ in lengths[split.num_steps :])
                 assert plan.token_shard == (ranks <= rows and everything <= MAX_TOKENS), plan.reasons["token_shard"]
                 trades += plan.token_shard
+                pieces = chunks if plan is split.sparse and plan.token_shard and rows >= ranks * chunks else 1
+                assert plan.token_shard_chunks == pieces, plan.reasons["token_shard_chunks"]
+                cut += pieces > 1
         parts = [*step.metadata.mqa] + ([step.metadata.tail] if step.metadata.tail is not None else [])
         for piece in parts:
             assert (piece.share is not None) == piece.plan.token_shard
             assert piece.share is None or piece.stock is None
+            assert piece.share is None or piece.share.chunks == piece.plan.token_shard_chunks
+            empty += piece.share is not None and 0 < rows_of(piece) < piece.share.chunks
             if piece.plan is split.sparse:
                 assert {piece.carrier} == way.carriers
                 assert bool(piece.copied) == (way.copied and piece.plan.token_shard and rows_of(piece) > 0)
@@ -383,14 +393,39 @@ def equal_to_untraded(way: Way, batches: Any, step_tokens: int) -> int:
         exact = all(piece.share is not None or piece.carrier is Carrier.PROVIDER for piece in parts)
         for _ in range(2):  # two layers
             poison(exchange)
+            read.clear()
             out = step.run()
+            copies = [part.slots for piece in parts for part in piece.copied]
+            copies += [dense.slots for dense in step.metadata.mha if dense.slots is not None]
+            assert sorted(map(id, read)) == sorted(map(id, copies)), "what is copied, once a layer"
             if exact:
                 assert torch.equal(out, wanted), (lengths, padding)
             else:
                 torch.testing.assert_close(out, wanted, atol=0.03, rtol=0.03)
         assert bool(out[: step.num_rows].isfinite().all())
         assert float(out[: step.num_rows].abs().max()) > 0.01
+    assert (cut > 0) == (chunks > 1)
+    found_empty = torch.tensor(empty)
+    dist.all_reduce(found_empty)
+    assert bool(found_empty) or chunks < 4, "a rank without rows of some piece"
     return trades
+
+
+def reads_of(world: World) -> list[torch.Tensor]:
+    """The slots of every reading of rows from a world's cache, from now on."""
+    found: list[torch.Tensor] = []
+    providers = world.impl.nsa_plugin_providers
+    helper = providers.helper
+
+    def noted(name: str) -> Callable[..., Any]:
+        def read(cache: PagedCache, slots: torch.Tensor, **named: Any) -> Any:
+            found.append(slots)
+            return helper(name)(cache, slots, **named)
+
+        return read if name == "kv_cache_read" else helper(name)
+
+    providers.helper = noted
+    return found
 
 
 def rows_of(piece: Any) -> int:
@@ -406,7 +441,7 @@ def schedules_are_made_once_a_step() -> None:
     share = step.metadata.mqa[0].share
     first = step.run().clone()
     for another in (1, 2):
-        assert share.scheduled(another, get_mla_metadata) is schedules[0]
+        assert share.scheduled(another, share.rows, get_mla_metadata) is schedules[0]
     assert len(schedules) == 1
     assert torch.equal(step.run(), first)
     assert len(schedules) == 2
@@ -603,8 +638,8 @@ def what_only_a_rank_notices(on: Settings) -> None:
     def given_back(self: TokenShard, out: torch.Tensor | None, *given: Any) -> None:
         give_back(self, out if out is None else out.flip(1), *given)
 
-    def failing(self: TokenShard, *given: Any) -> torch.Tensor:
-        result = attend(self, *given)
+    def failing(self: TokenShard, *given: Any, **named: Any) -> torch.Tensor:
+        result = attend(self, *given, **named)
         if rank == 1:
             raise RuntimeError("a compiler's")
         return result
@@ -620,7 +655,31 @@ def what_only_a_rank_notices(on: Settings) -> None:
     finally:
         TokenShard._fetch, TokenShard._give_back = fetch, give_back  # type: ignore[method-assign]
         TokenShard.attend = attend  # type: ignore[method-assign]
-    assert totals == [2 * ranks + 1], "rows that no number of ranks divides"
+    assert totals == [2 * ranks + 1] * 3, "rows that no number of ranks divides, in one piece and in two"
+
+
+def pieces_on_ranks(device: torch.device, way: int, chunks: int) -> None:
+    environment()
+    quickest_in(chunks, dist.get_world_size(), HEADS, TOPK)
+    # And a tail behind a dense request that has fewer rows than a rank has pieces.
+    short_tail = [(1, 40), (14, 60), (20, 20), (3, 70)], 0
+    equal_to_untraded(WAYS[way], (*BATCHES, short_tail), 1, chunks)
+    the_fault_shows()
+    if WAYS[way].prefill == "flash_mla" and not WAYS[way].copied:
+        schedules_are_of_a_piece(WAYS[way], chunks)
+
+
+def schedules_are_of_a_piece(way: Way, chunks: int) -> None:
+    """Each layer's pieces have one each, which the layers share."""
+    world = world_of(way, exchange_of())
+    step = world.step([(60, 90)])
+    schedules.clear()
+    first = step.run().clone()
+    share = step.metadata.mqa[0].share
+    in_place = way.layout == "v32_fp8"
+    assert len(schedules) == len(share.schedules) == chunks * in_place
+    assert torch.equal(step.run(), first)
+    assert len(schedules) == 2 * chunks * in_place
 
 
 def batches_on_ranks(device: torch.device, way: int) -> None:

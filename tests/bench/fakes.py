@@ -138,6 +138,19 @@ def suite_with_a_wrong_contender() -> Suite:
 
 
 @dataclass(frozen=True)
+class _BuiltSuite(Suite):
+    made_by: Callable[[Case, Context], Workload] = scalars
+
+    def build(self) -> Callable[[Case, Context], Workload]:
+        return self.made_by
+
+
+def building(made_by: Callable[[Case, Context], Workload]) -> Suite:
+    """A suite of one scalar case, made ready by a function that no module has to hold."""
+    return _BuiltSuite("built", "for the tests", "", SCALARS[:1], SCALARS[:1], made_by)
+
+
+@dataclass(frozen=True)
 class _CompilingSuite(Suite):
     take_time: Callable[[], None] = lambda: None
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import torch
 
 from nsa_plugin.bench import inputs
-from nsa_plugin.bench.cases import SUITES, BenchError, Suite, case
+from nsa_plugin.bench.cases import SUITES, BenchError, Case, Suite, case
 from nsa_plugin.bench.floors import Rates
 from nsa_plugin.bench.runner import Options, Outcome, run_suite
+from nsa_plugin.bench.workload import Context, Workload
 from nsa_plugin.kernels.registry import OPS, REFERENCE, Provider, Registry
 from tests.bench import fakes
 from tests.bench.fakes import CPU, RATES, FakeTimer
@@ -42,9 +46,8 @@ def test_every_suite_measures_and_judges_the_references(suite: Suite) -> None:
         assert 0 <= row["max_error"] < 0.2
         assert row["runs"] == 7
     # The stock paths need libraries that no CPU has.
-    assert all(
-        "flash_mla" in r["provider"] or "deep_gemm" in r["provider"] or "." in r["provider"] for r in outcome.refused
-    ), outcome.refused
+    libraries = ("flash_mla", "deep_gemm", "SGLang", ".")
+    assert all(any(name in r["provider"] for name in libraries) for r in outcome.refused), outcome.refused
 
 
 @pytest.mark.parametrize("suite", SUITES.values(), ids=SUITES)
@@ -166,6 +169,27 @@ def test_selection_has_different_keys_in_a_row() -> None:
     assert (few[:, 5:] == -1).all()
     assert all(set(row) == {-1, 0, 1, 2, 3, 4} for row in few.tolist())
     assert inputs.distinct_rows(few, 40) == 5
+
+
+def test_selection_keeps_to_the_keys_that_a_row_has() -> None:
+    counts = torch.tensor([0, 3, 12, 40])
+    chosen = inputs.selection(CPU, 4, 40, 12, 1, counts)
+    for row, count in zip(chosen.tolist(), counts.tolist(), strict=True):
+        held = min(count, 12)
+        assert all(0 <= key < count for key in row[:held])
+        assert len(set(row[:held])) == held
+        assert row[held:] == [-1] * (12 - held)
+
+
+def test_extra_memory_is_beyond_the_output_and_holds_what_a_call_keeps() -> None:
+    def one(case: Case, context: Context) -> Workload:
+        made = fakes.scalars(case, context)
+        ours = replace(made.contenders[2], output_bytes=2**19, kept_bytes=lambda call: 3 * 2**20)
+        return replace(made, contenders=(made.contenders[1], ours))
+
+    suite = fakes.building(one)
+    rows = run_suite(suite, suite.tiny, fakes.context(), FakeTimer(), RATES, Options()).rows
+    assert [row["extra_mib"] for row in rows] == [1.5, 1.5 + 3 - 0.5]
 
 
 def test_large_cache_repeats_pages_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,12 @@ def dry(device: torch.device) -> None:
     heads, tp = 2, f"tp{dist.get_world_size()}"
     assert [place[:5] for place in filed] == [
         (f"token_shard_attention {tp}", "v32_fp8", f"token_shard by {route}", heads, 7)
-        for route in ("flash_mla sparse_prefill after dequantisation", "flash_mla sparse_decode")
+        for route in (
+            "flash_mla sparse_prefill after dequantisation",
+            "flash_mla sparse_prefill after dequantisation, 2 chunks",
+            "flash_mla sparse_prefill after dequantisation, 4 chunks",
+            "flash_mla sparse_decode",
+        )
     ] + [(f"token_shard_steps {tp}", "v32_fp8", "token_shard by flash_mla sparse_decode", heads, 5)]
     assert all(row["bit_equal"] is True for row in sharded)
     assert not [row for row in rows if row not in sharded and "bit_equal" in row]

@@ -236,7 +236,7 @@ def with_plans(original: type) -> type:
                 # Of `later`, the length says what -1 says; its rows are SGLang's of the whole batch.
                 _refuse_sink(later.get("attn_sink"))
                 return state.share.attend(
-                    q_all, page_table_1, lambda q, chosen: kernel(q_all=q, page_table_1=chosen, **named)
+                    q_all, page_table_1, lambda q, chosen, _: kernel(q_all=q, page_table_1=chosen, **named)
                 )
             cache = _paged(self, kv_cache, state)
             return _attend(state, q_all, cache, page_table_1, v_head_dim, sm_scale, later.get("attn_sink"))
@@ -348,7 +348,8 @@ def _share(state: State, route: Route, batch: Batch) -> Share | None:
     """This rank's rows of a batch, where its plan trades heads for tokens."""
     if state.exchange is None or not route.plan.token_shard:
         return None
-    return Share(state.exchange, state.planner.shares(route.plan, batch, state.exchange.shard.max_rows))
+    shares = state.planner.shares(route.plan, batch, state.exchange.shard.max_rows)
+    return Share(state.exchange, shares, route.plan.token_shard_chunks)
 
 
 def _follow(backend: Any, state: State, route: Route | None, share: Share | None) -> None:
@@ -406,7 +407,7 @@ def _attend(
         return _by_provider(state, q, cache, slots, d_v, scale, attn_sink)
     _refuse_sink(attn_sink)
     return state.share.attend(
-        q, slots, lambda q_rows, chosen: _by_provider(state, q_rows, cache, chosen, d_v, scale, None)
+        q, slots, lambda q_rows, chosen, _: _by_provider(state, q_rows, cache, chosen, d_v, scale, None)
     )
 
 
@@ -460,9 +461,9 @@ def _flashmla_kv_of_all_heads(
     lengths = getattr(metadata, f"{state.x}_cache_seqlens_int32")
     layer = SimpleNamespace(tp_q_head_num=heads, head_dim=q.shape[-1])
 
-    def attend_rows(q_rows: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    def attend_rows(q_rows: torch.Tensor, chosen: torch.Tensor, rows: slice) -> torch.Tensor:
         with all_heads(backend, route.plan.head_padding or heads):
-            own = schedule_of(share, layer_id, schedule, lengths, state.x)
+            own = schedule_of(share, layer_id, rows, schedule, lengths, state.x)
             return attend(q_all=q_rows, page_table_1=chosen, layer=layer, metadata=own).squeeze(1)
 
     return share.attend(q, slots, attend_rows).unsqueeze(1)

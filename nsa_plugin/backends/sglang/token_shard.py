@@ -148,11 +148,17 @@ def all_heads(backend: Any, heads: int) -> Iterator[None]:
 
 
 def schedule_of(
-    share: Share, layer_id: int, compute: Callable[[torch.Tensor, int], Any], lengths: torch.Tensor, x: str
+    share: Share,
+    layer_id: int,
+    rows: slice,
+    compute: Callable[[torch.Tensor, int], Any],
+    lengths: torch.Tensor,
+    x: str,
 ) -> Any:
     """The metadata that SGLang's `_forward_flashmla_kv` reads, for own rows; made as `Share.scheduled` says.
 
     Args:
+        rows: those of the batch, all of this rank's or a piece of them.
         layer_id: of the layer that attends.
         compute: SGLang's `_compute_flashmla_metadata`.
         lengths: selected tokens of every row of the batch; rows behind them, which are padded, count as one token's.
@@ -160,9 +166,9 @@ def schedule_of(
     """
 
     def make() -> Any:
-        own = lengths[share.rows]
-        if missing := share.rows.stop - share.rows.start - own.shape[0]:
+        own = lengths[rows]
+        if missing := rows.stop - rows.start - own.shape[0]:
             own = F.pad(own, (0, missing), value=1)
         return SimpleNamespace(**{f"{x}_cache_seqlens_int32": own}, flashmla_metadata=compute(own, 1))
 
-    return share.scheduled(layer_id, make)
+    return share.scheduled(layer_id, rows, make)

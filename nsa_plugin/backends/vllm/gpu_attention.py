@@ -27,7 +27,7 @@ from nsa_plugin.backends.providers import Providers
 from nsa_plugin.backends.token_shard import Share
 from nsa_plugin.backends.vllm.gpu_metadata import DensePiece, Piece, PlannedMetadata, Planning
 from nsa_plugin.backends.vllm.gpu_routes import Carrier, Planner
-from nsa_plugin.backends.vllm.gpu_token_shard import flash_mla
+from nsa_plugin.backends.vllm.gpu_token_shard import Copied, flash_mla
 from nsa_plugin.errors import PatchError
 from nsa_plugin.kernels.kv_cache import PagedCache, open_cache
 from nsa_plugin.patches.ledger import TURN_OFF
@@ -214,30 +214,59 @@ def _traded(
     owners, plan = piece.request_of_row, piece.plan
     assert owners is not None
     cache = _paged(impl, kv_cache)
+    copies = _Copies(impl, cache, piece.copied)
 
-    def attend_rows(q_rows: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    def attend_rows(q_rows: torch.Tensor, chosen: torch.Tensor, rows: slice) -> torch.Tensor:
         if piece.copied:
-            return _over_copies(impl, q_rows, chosen, cache, piece)
-        slots = _slots(impl, chosen, cache, metadata.block_table, owners[share.rows])
+            first = share.rows.start
+            return _over_copies(impl, q_rows, chosen, slice(rows.start - first, rows.stop - first), copies, plan)
+        slots = _slots(impl, chosen, cache, metadata.block_table, owners[rows])
         if piece.carrier is Carrier.PROVIDER:
             return _by_provider(impl, q_rows, cache, slots, plan)
-        schedule = functools.partial(share.scheduled, id(impl))
+        schedule = functools.partial(share.scheduled, id(impl), rows)
         return flash_mla(q_rows, cache, slots, plan, scale=impl.scale, schedule=schedule)
 
     return share.attend(q, impl.topk_indices_buffer[piece.rows], attend_rows)
 
 
-def _over_copies(impl: Any, q: torch.Tensor, selected: torch.Tensor, cache: PagedCache, piece: Piece) -> torch.Tensor:
-    """[own rows, all heads, kv_lora_rank] by FlashMLA over bf16 copies of what the rows' requests hold."""
-    providers: Providers = impl.nsa_plugin_providers
-    read, transform = providers.helper("kv_cache_read"), providers.helper("index_transform_ragged")
+class _Copies:
+    """One layer's bf16 copies of what own rows' requests hold, asked for in order; each is made once, and one held."""
+
+    def __init__(self, impl: Any, cache: PagedCache, parts: tuple[Copied, ...]):
+        self._impl, self._cache, self.parts = impl, cache, parts
+        self._made: tuple[int, PagedCache] | None = None
+
+    def of(self, place: int, dtype: torch.dtype) -> PagedCache:
+        """The copy for `parts[place]`, as rows of one page."""
+        if self._made is None or self._made[0] != place:
+            self._made = None  # its memory is the next one's
+            read = self._impl.nsa_plugin_providers.helper("kv_cache_read")
+            rows = read(self._cache, self.parts[place].slots, dtype=dtype)
+            self._made = place, open_cache(rows.unsqueeze(0), "bf16")
+        return self._made[1]
+
+
+def _over_copies(
+    impl: Any, q: torch.Tensor, selected: torch.Tensor, own: slice, copies: _Copies, plan: Plan
+) -> torch.Tensor:
+    """[n, all heads, kv_lora_rank] by FlashMLA over bf16 copies of what the rows' requests hold.
+
+    Args:
+        q, selected: [n, ...], of a piece of own rows.
+        own: which they are, counted from this rank's first.
+    """
+    transform = impl.nsa_plugin_providers.helper("index_transform_ragged")
     out = q.new_empty(q.shape[0], q.shape[1], impl.kv_lora_rank)
-    for part in piece.copied:
-        copy = open_cache(read(cache, part.slots, dtype=q.dtype).unsqueeze(0), "bf16")
-        rows = transform(selected[part.rows], part.offsets)
+    for place, part in enumerate(copies.parts):
+        first, end = max(part.rows.start, own.start), min(part.rows.stop, own.stop)
+        if first >= end:
+            continue
+        here = slice(first - own.start, end - own.start)
+        offsets = part.offsets[first - part.rows.start : end - part.rows.start]
+        rows = transform(selected[here], offsets)
         if _faulty(impl):
             rows = shifted(rows)
-        out[part.rows] = flash_mla(q[part.rows], copy, rows, piece.plan, scale=impl.scale)
+        out[here] = flash_mla(q[here], copies.of(place, q.dtype), rows, plan, scale=impl.scale)
     return out
 
 

@@ -182,7 +182,7 @@ def assemble(
             copied: tuple[Copied, ...] = ()
             if plan.dequantize_kv:
                 copied = _copied(given.own, common.block_table_tensor, owners, page_size, planner.max_model_len)
-            share = Share(planner.exchange, given.partition)
+            share = Share(planner.exchange, given.partition, plan.token_shard_chunks)
             return Piece(plan, carrier, rows, owners[rows], share=share, copied=copied)
         if carrier is Carrier.PROVIDER:
             return Piece(plan, carrier, rows, owners[rows])

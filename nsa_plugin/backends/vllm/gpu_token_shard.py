@@ -11,7 +11,8 @@ knows of the lengths included: one scheduler hands them out.
 The kernel over own rows is the plugin's provider, or vLLM's FlashMLA (`flash_mla`): called here rather than by way of
 vLLM's `forward_mqa`, whose buffers and metadata have a rank's own heads and all rows. What that call is given depends
 on the rows and on no lengths, so that steps may be captured; the bf16 copy of an fp8 cache, which depends on lengths,
-is a prefill's alone, and none of those is captured.
+is a prefill's alone, and none of those is captured. A prefill's rows may come in pieces, each of which is given what
+belongs to its rows; a copy is made once a layer.
 """
 
 from __future__ import annotations

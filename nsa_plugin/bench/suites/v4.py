@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from nsa_plugin.kernels.swa_indices import IndexRows
 from nsa_plugin.kernels.v4_prefill import Keys, route
 
 DECODE_KERNEL = "flash_mla decode kernel"
+SGLANG = "SGLang's sparse route"
 BY_WORKSPACE = "dequantise, combine, {}"
 
 COMPRESS_RATIO = 4  # tokens of an entry of the selected keys' cache, in DeepSeek-V4's CSA layers
@@ -25,6 +27,7 @@ _SAMPLED_ROWS = 24
 
 
 def prefill(case: Case, context: Context) -> Workload:
+    """The last `q` tokens of one request of `kv` tokens: a query sees its window and the entries before it."""
     device, layout = context.device, case.text("layout")
     names = ("heads", "q", "kv", "topk", "window", "page_size")
     heads, tokens, kv, topk, window, page_size = (case.number(name) for name in names)
@@ -38,9 +41,11 @@ def prefill(case: Case, context: Context) -> Workload:
         ("extra", layout, entries, page_size),
         lambda: inputs.filled_cache(device, layout, entries, max(1, page_size // COMPRESS_RATIO), 4),
     )
-    indices = _windows(device, tokens, window)
+    positions = torch.arange(kv - tokens, kv, dtype=torch.int32, device=device)
+    indices = _windows(positions, window)
     extra = context.shared(
-        ("selected", tokens, entries, topk), lambda: _compact(inputs.selection(device, tokens, entries, topk, 2))
+        ("selected", tokens, kv, topk),
+        lambda: _compact(inputs.selection(device, tokens, entries, topk, 2, counts=(positions + 1) // COMPRESS_RATIO)),
     )
     q = inputs.normal(device, 3, tokens, heads, cache.dim)
     out = torch.empty(tokens, heads, D_V, dtype=torch.bfloat16, device=device)
@@ -95,7 +100,13 @@ def prefill(case: Case, context: Context) -> Workload:
 
         return with_poisoned(out, call)
 
-    def by_workspace(attention: Callable[..., Any]) -> Call:
+    def sglang() -> Call:
+        # A position's row of the window's cache; positions before the first query's window have none.
+        slots = (torch.arange(kv, device=device) - (kv - tokens) + window).clamp(min=0)
+        attend = stock.SglangSparsePrefill(q, cache, slots, extra_cache, extra.indices, window, scale)
+        return _Sglang(attend)
+
+    def by_workspace(attention: Callable[..., Any], out: torch.Tensor | None = out) -> Call:
         window_keys, extra_keys = _keys(cache, indices), _keys(extra_cache, extra)
         needed = window_keys.rows + extra_keys.rows
 
@@ -104,11 +115,21 @@ def prefill(case: Case, context: Context) -> Workload:
             workspace = torch.empty(needed, cache.dim, dtype=torch.bfloat16, device=device)
             return route(q, window_keys, extra_keys, workspace=workspace, scale=scale, attention=attention, out=out)
 
-        return with_poisoned(out, call)
+        return call if out is None else with_poisoned(out, call)
 
+    def as_served() -> Call:
+        # What refuses the case is the provider's; what is timed is how an engine's adapter calls the library.
+        context.registry.load(
+            "sparse_mla_prefill", "flash_mla", layout="bf16", dtype="bfloat16", heads=heads, sm=context.sm
+        )
+        return by_workspace(stock.flash_mla_rows(), out=None)
+
+    workspaces = context.contenders("sparse_mla_prefill", by_workspace, label=BY_WORKSPACE, layout="bf16", heads=heads)
+    served = Contender(BY_WORKSPACE.format("flash_mla"), as_served, output_bytes=out.nbytes)
     contenders = (
-        Contender(DECODE_KERNEL, decode_kernel),
-        *context.contenders("sparse_mla_prefill", by_workspace, label=BY_WORKSPACE, layout="bf16", heads=heads),
+        Contender(SGLANG, sglang, output_bytes=out.nbytes, kept_bytes=lambda call: call.attend.kept_bytes()),
+        Contender(DECODE_KERNEL, decode_kernel, output_bytes=out.nbytes),
+        *(served if contender.name == served.name else contender for contender in workspaces),
         *context.contenders("sparse_mla_prefill", direct, layout=layout, heads=heads),
     )
     gathers = [gather(indices.indices, cache), gather(extra.indices, extra_cache)]
@@ -116,7 +137,7 @@ def prefill(case: Case, context: Context) -> Workload:
         work=floors.sparse_mla(rows=tokens, heads=heads, d_qk=cache.dim, d_v=D_V, gathers=gathers),
         contenders=contenders,
         judge=judge,
-        baselines=(DECODE_KERNEL,),
+        baselines=(SGLANG, DECODE_KERNEL),
         memory=True,
     )
 
@@ -186,15 +207,28 @@ def decode(case: Case, context: Context) -> Workload:
     )
 
 
-def _windows(device: torch.device, tokens: int, window: int) -> IndexRows:
-    """Each query's window in a cache whose row `window` is the first query's token: full windows."""
-    first = torch.arange(1, tokens + 1, dtype=torch.int32, device=device)
-    indices = first.unsqueeze(1) + torch.arange(window, dtype=torch.int32, device=device)
-    return IndexRows(indices, torch.full((tokens,), window, dtype=torch.int32, device=device))
+@dataclass(frozen=True)
+class _Sglang:
+    """SGLang's output as the judge reads a result."""
+
+    attend: stock.SglangSparsePrefill
+
+    def __call__(self) -> Attended:
+        return Attended(self.attend(), None)
+
+
+def _windows(positions: torch.Tensor, window: int) -> IndexRows:
+    """The windows of queries at consecutive positions, in a cache whose row `window` is the first query's token."""
+    lengths = (positions + 1).clamp(max=window)
+    first = positions - positions[0] + window - lengths + 1
+    place = torch.arange(window, dtype=torch.int32, device=positions.device)
+    indices = torch.where(place < lengths.unsqueeze(1), first.unsqueeze(1) + place, -1)
+    return IndexRows(indices.int(), lengths.int())
 
 
 def _compact(indices: torch.Tensor) -> IndexRows:
-    return IndexRows(indices, (indices >= 0).sum(1).int())
+    """Rows whose valid indices come first. A row counts one at least, as SGLang's metadata has it: an invalid one."""
+    return IndexRows(indices, (indices >= 0).sum(1).int().clamp(min=1))
 
 
 def _keys(cache: PagedCache, indices: IndexRows) -> Keys:

@@ -31,13 +31,13 @@ from nsa_plugin.kernels.sparse_mla import reference_prefill
 from nsa_plugin.parallel.bench.group import on_all_ranks
 from nsa_plugin.parallel.partition import Partition, by_count
 from nsa_plugin.parallel.token_shard import TokenShard
+from nsa_plugin.sharding import CHUNKS, in_chunks
 
 ATTENTION, LAYER = "token_shard_attention", "token_shard_layer"
 ALL_HEADS = 128  # of the model, over the ranks
 SHARDED = "token_shard"
 IN_PLACE = " decode kernel"  # behind a library's name: over the fp8 pages of a prefill, so that no bf16 rows are needed
 TOP_K = "sgl_kernel.fast_topk_v2"
-CHUNKS = (1, 2, 4)
 DECODES = (512, 256, 128)  # sequences; the first has the cache that the others use a part of
 INDEXER_HEAD_DIM = 128
 SAMPLED_ROWS = 24
@@ -244,7 +244,7 @@ class Inputs:
 
 def chunked(chunks: int, kernel: str) -> str:
     """How a record names the trade around a kernel."""
-    return f"{SHARDED} {kernel}" + ("" if chunks == 1 else f", {chunks} chunks")
+    return in_chunks(f"{SHARDED} {kernel}", chunks)
 
 
 def _attention(made: Inputs) -> Workload:

@@ -1,0 +1,28 @@
+"""Times that a decision is given in the tests of heads for tokens, so that prefills are traded in so many pieces."""
+
+from __future__ import annotations
+
+from itertools import product
+
+from nsa_plugin import measured
+from nsa_plugin.candidates import Route
+from nsa_plugin.plan import Attention
+from nsa_plugin.sharding import ATTENTION, CHUNKS, group_op, traded_label
+
+LAYOUTS = ("bf16", "v32_fp8")
+ROUTES = tuple(
+    Route(attention, library, dequantize_kv=copied)
+    for attention, library, copied in product(
+        (Attention.SPARSE_PREFILL, Attention.SPARSE_DECODE), ("reference", "flash_mla"), (False, True)
+    )
+)
+
+
+def quickest_in(chunks: int, ranks: int, heads: int, topk: int) -> None:
+    """Let every route's trade be quickest in so many pieces; for a process of its own, which nothing is put back in."""
+    times = {
+        traded_label(route, number): {heads: ((1, 1.0 if number == chunks else 2.0),)}
+        for route, number in product(ROUTES, CHUNKS)
+    }
+    measured.MEASUREMENTS = {(90, group_op(ATTENTION, ranks), layout): times for layout in LAYOUTS}
+    measured.SELECTIONS = dict.fromkeys(LAYOUTS, (topk, 0))
