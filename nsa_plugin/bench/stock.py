@@ -123,7 +123,7 @@ def flash_mla_rows() -> Attention:
     """flash_mla_sparse_fwd as what attends a workspace of bf16 rows, heads padded.
 
     As the SGLang adapter calls it: the kernel's own output is handed on and the combined indices are taken as they
-    are. The provider behind the op's contract copies both.
+    are. The provider behind the op's contract copies both. It takes neither a sink nor a place for the output.
     """
     library: Any = import_module("flash_mla")
 
@@ -139,6 +139,8 @@ def flash_mla_rows() -> Attention:
         out: torch.Tensor | None,
         out_dtype: torch.dtype | None,
     ) -> PrefillOutput:
+        if attn_sink is not None or out is not None or out_dtype is not None:
+            raise KernelArgumentError("flash_mla_rows: attn_sink, out or out_dtype is given; it takes none of them")
         heads = q.shape[-2]
         made, max_logits, lse = library.flash_mla_sparse_fwd(
             pad(q), kv.unsqueeze(1), indices.unsqueeze(1), scale, d_v, topk_length=topk_length, use_legacy=True

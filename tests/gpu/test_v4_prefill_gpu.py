@@ -1,13 +1,19 @@
-"""The compiled V4 prefill route against attention straight from the two caches."""
+"""The compiled V4 prefill route against attention straight from the two caches, and the memory that it takes."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from nsa_plugin.backends import v4
+from nsa_plugin.backends.sglang.v4_batch import Prefill, spans
+from nsa_plugin.backends.sglang.v4_kernels import Call, Named, V4State, attend
+from nsa_plugin.bench.inputs import filled_cache
+from nsa_plugin.bench.stock import flash_mla_rows
 from nsa_plugin.kernels.sparse_mla import PrefillOutput, reference_prefill
 from nsa_plugin.kernels.v4_prefill import combined_width, route
 from tests.kernels import v4_prefill_cases as cases
@@ -135,3 +141,65 @@ def test_the_same_bits_every_time():
     for _ in range(20):
         again = cases.check(case, by_slot=True, attention=attention)
         assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("library", ["sgl_kernel.flash_mla", "flash_mla"])
+def test_what_sglangs_adapter_holds_for_the_largest_prefill_is_bounded(library):
+    """32768 rows of a context of 393216 tokens, attended as in a layer with 4 : 1 compressed keys.
+
+    Beyond the caches, the queries, the batch's indices and the output: bf16 rows, combined indices, maps and FlashMLA's
+    statistics.
+    """
+    pytest.importorskip(library, exc_type=ImportError)
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("flash_mla's kernels for these shapes run on SM90")
+    device, tokens, context, heads, window, topk = torch.device("cuda"), 32768, 393216, 64, 128, 512
+    position = torch.arange(context - tokens, context, dtype=torch.int32, device=device)
+    # Pages as SGLang has them: of 256 tokens, of which the window's pool keeps those that a window reaches.
+    kept = (context - tokens - window + 1) // 256
+    window_cache = filled_cache(device, "v4_fp8", context - 256 * kept, 256, 1)
+    extra_cache = filled_cache(device, "v4_fp8", context // 4, 64, 2)
+    reached = -torch.arange(window, dtype=torch.int32, device=device)  # SGLang names the newest token first
+    in_window = Named(
+        window_cache,
+        position.unsqueeze(1) + reached - 256 * kept,
+        torch.full((tokens,), window, dtype=torch.int32, device=device),
+    )
+    in_extra = Named(
+        extra_cache,
+        torch.randint((context - tokens) // 4, (tokens, topk), dtype=torch.int32, device=device),
+        torch.full((tokens,), topk, dtype=torch.int32, device=device),
+    )
+    pages = torch.arange(context // 256, dtype=torch.int32, device=device)
+    core = SimpleNamespace(swa_page_indices=in_window.indices, page_table=pages.expand(tokens, -1))
+    q = torch.randn(tokens, heads, 512, dtype=torch.bfloat16, device=device)
+    call = Call(q, in_window, in_extra, None, 512**-0.5, heads, 4, core)
+    state = V4State(planner=None, providers=None, prefill=Prefill(spans([tokens], [context]), window))
+    if library == "flash_mla":
+        state.rows_attention = flash_mla_rows()
+    chosen = SimpleNamespace(impl=v4.ROWS)
+
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    out = attend(state, chosen, call)
+    torch.cuda.synchronize()
+    held = (torch.cuda.max_memory_allocated() - before - out.nbytes) / 2**20
+    rows = (129 * 256 + context // 4) / 1024  # 1 KiB each
+    combined = tokens * 640 * 4 / 2**20
+    assert rows + combined < held <= 512
+
+    rows_of = torch.tensor([0, 127, 128, 20000, tokens - 1], device=device)
+    expected = reference_prefill(
+        q[rows_of],
+        window_cache,
+        in_window.indices[rows_of],
+        scale=512**-0.5,
+        topk_length=in_window.lengths[rows_of],
+        extra_kv=extra_cache,
+        extra_indices=in_extra.indices[rows_of],
+        extra_topk_length=in_extra.lengths[rows_of],
+        out_dtype=torch.float32,
+    )
+    torch.testing.assert_close(out[rows_of].float(), expected.out, atol=1e-3, rtol=2.01 / 128)
