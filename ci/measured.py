@@ -52,8 +52,8 @@ BESIDE: dict[str, dict[str, Route]] = {
     "bf16": {"sparse_mla flash_mla padded": Route(Attention.SPARSE_PREFILL, "flash_mla")},
 }
 
-# Heads for tokens, by `python -m nsa_plugin.parallel.bench`, and their labels: the trade of a prefill, in one piece or in
-# several, and of a decode, in one. A prefill's bfloat16 rows are made beforehand; the decision adds their copy.
+# Heads for tokens, by `python -m nsa_plugin.parallel.bench`: the label of a prefill's trade, in one piece or in more,
+# and of a decode's, in one. A prefill's bfloat16 rows are made beforehand; the decision adds their copy.
 TRADED = {in_chunks("token_shard flash_mla", chunks): traded_label(_COPIED, chunks) for chunks in CHUNKS}
 TRADED["token_shard flash_mla decode kernel"] = traded_label(FLASH_MLA_DECODE)
 TRADED_STEPS = {"token_shard flash_mla": traded_label(FLASH_MLA_DECODE)}

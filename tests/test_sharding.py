@@ -256,11 +256,11 @@ def test_the_pieces_that_take_least_are_taken(measure: Any, times: Any, chunks: 
 
 
 def test_auto_compares_the_best_pieces_with_the_own_heads(measure: Any) -> None:
-    measure(in_pieces(700.0, 450.0, 600.0))
+    measure(in_pieces(1400.0, 900.0, 1200.0, rows=4096))
     plan = choose(V32_FP8, LONG, FULL)
     assert (plan.token_shard, plan.token_shard_chunks) == (True, 2)
     assert sharding.pointless(V32_FP8, FULL, Settings(), 4096) is None
-    measure(in_pieces(700.0, 550.0, 600.0))
+    measure(in_pieces(1400.0, 1100.0, 1200.0, rows=4096))
     plan = choose(V32_FP8, LONG, FULL)
     assert (plan.token_shard, plan.token_shard_chunks) == (False, 1)
     assert "takes 1.00 ms against 1.10 ms of the trade in 2 pieces, as measured" in plan.reasons["token_shard"]

@@ -53,7 +53,7 @@ class Exchange:
     def prove(self, heads: int, d_qk: int, d_v: int, dtype: torch.dtype, device: torch.device) -> None:
         """Exchange rows that say where they come from: compiles, connects and checks, before anything is served.
 
-        In one piece and in two, which go other ways.
+        In one piece, then in two, which go other ways.
 
         Raises:
             NoProviderError: on every rank, where one of them did not get what the others sent.
@@ -63,26 +63,31 @@ class Exchange:
         row = torch.arange(rows, device=device).remainder(16).view(-1, 1, 1).expand(rows, heads, d_qk)
         q = (row + 16 * shard.rank).to(dtype).contiguous()  # whole numbers that bfloat16 holds, up to 16 ranks
         partition = by_count(rows, shard.ranks)
-        right, why = True, "a rank did not get what the others sent"
-        own, sender = partition.rows(shard.rank), torch.arange(shard.ranks, device=device)
-        wanted = row[own, :1, :1] + 16 * sender.repeat_interleave(heads).view(1, -1, 1)
-        arrived: list[torch.Tensor] = []
+        sender = torch.arange(shard.ranks, device=device)
+        sent = row[partition.rows(shard.rank), :1, :1] + 16 * sender.repeat_interleave(heads).view(1, -1, 1)
+        wanted = sent.to(dtype).expand(-1, -1, d_qk)
+        for chunks in (1, 2):
+            right, why = self._proven(q, partition, wanted, d_v, chunks)
+            # Between the two, too: a rank that fails would keep the others waiting in the next exchange.
+            if not self.least(int(right)):
+                raise refusal("the exchange of token_shard", why)
+
+    def _proven(
+        self, q: torch.Tensor, partition: Partition, wanted: torch.Tensor, d_v: int, chunks: int
+    ) -> tuple[bool, str]:
+        """(whether what arrived here is `wanted`, of all pieces, and what came back is right; why not)."""
+        arrived = [wanted[:0]]
 
         def attend_rows(q_rows: torch.Tensor, rows: slice) -> torch.Tensor:
             arrived.append(q_rows.clone())
             return q_rows[..., :d_v] + 1
 
         try:
-            for chunks in (1, 2):
-                arrived.clear()
-                back = shard.attend(q, partition, attend_rows, chunks=chunks)
-                right &= torch.equal(back, q[..., :d_v] + 1)
-                found = torch.cat(arrived) if arrived else q.new_empty(0, shard.ranks * heads, d_qk)
-                right &= torch.equal(found, wanted.to(dtype).expand_as(found))
+            back = self.shard.attend(q, partition, attend_rows, chunks=chunks)
+            right = torch.equal(back, q[..., :d_v] + 1) and torch.equal(torch.cat(arrived), wanted)
         except RuntimeError as error:  # the group's, a compiler's or CUDA's own
-            right, why = False, repr(error)
-        if not self.least(int(right)):
-            raise refusal("the exchange of token_shard", why)
+            return False, repr(error)
+        return right, "a rank did not get what the others sent"
 
 
 E = TypeVar("E", bound=Exchange)

@@ -644,6 +644,13 @@ def what_only_a_rank_notices(on: Settings) -> None:
             raise RuntimeError("a compiler's")
         return result
 
+    overlapped = TokenShard._overlapped
+
+    def failing_aside(self: TokenShard, *given: Any) -> None:
+        overlapped(self, *given)
+        if rank == 1:
+            raise RuntimeError("a second stream's")
+
     try:
         TokenShard._fetch, TokenShard._give_back = fetched, given_back  # type: ignore[method-assign]
         with pytest.raises(NoProviderError, match="the exchange of token_shard: a rank did not get"):
@@ -652,10 +659,13 @@ def what_only_a_rank_notices(on: Settings) -> None:
         TokenShard.attend = failing  # type: ignore[method-assign,assignment]
         with pytest.raises(NoProviderError, match="a compiler's" if rank == 1 else "a rank did not get"):
             serving_of(on).building()
+        TokenShard.attend, TokenShard._overlapped = attend, failing_aside  # type: ignore[method-assign]
+        with pytest.raises(NoProviderError, match="a second stream's" if rank == 1 else "exchange of token_shard"):
+            serving_of(on).building()
     finally:
         TokenShard._fetch, TokenShard._give_back = fetch, give_back  # type: ignore[method-assign]
-        TokenShard.attend = attend  # type: ignore[method-assign]
-    assert totals == [2 * ranks + 1] * 3, "rows that no number of ranks divides, in one piece and in two"
+        TokenShard.attend, TokenShard._overlapped = attend, overlapped  # type: ignore[method-assign]
+    assert totals == [2 * ranks + 1], "rows that no number of ranks divides"
 
 
 def pieces_on_ranks(device: torch.device, way: int, chunks: int) -> None:
@@ -663,7 +673,8 @@ def pieces_on_ranks(device: torch.device, way: int, chunks: int) -> None:
     quickest_in(chunks, dist.get_world_size(), HEADS, TOPK)
     # And a tail behind a dense request that has fewer rows than a rank has pieces.
     short_tail = [(1, 40), (14, 60), (20, 20), (3, 70)], 0
-    equal_to_untraded(WAYS[way], (*BATCHES, short_tail), 1, chunks)
+    one_copy = [(12, 30), (12, 32), (8, 30)], 0  # of several requests, and cut within it
+    equal_to_untraded(WAYS[way], (*BATCHES, short_tail, one_copy), 1, chunks)
     the_fault_shows()
     if WAYS[way].prefill == "flash_mla" and not WAYS[way].copied:
         schedules_are_of_a_piece(WAYS[way], chunks)

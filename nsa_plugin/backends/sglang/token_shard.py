@@ -8,6 +8,8 @@ attention's and not the world's; the size of the buffers; what of SGLang's has n
                whatever read them would attend to nothing. Of a later step it is SGLang's own, for all rows
     attention  absorbed q [T, h, 576] -> exchange -> the route's kernel over own rows with all heads -> exchange
 
+A prefill's rows may come in pieces; the bf16 copy of an fp8 cache is SGLang's, made before attention is called.
+
 The cache holds every token on every rank, so own rows find theirs. Layers that take over another's selection
 (`skip_topk`) take it for the same rows, because a batch has one share for all layers.
 
