@@ -2,7 +2,8 @@
 
 ``python -m ci.measured`` writes nsa_plugin/measurements.py from docs/benchmarks; ``--check`` ends 1 if it is
 out of date. The times are medians. Where several cases fall on the same heads and rows, that with the longest
-context counts, of those the one with the largest page, and of those the latest record's.
+context counts, of a prefill's up to `COPIED_CONTEXT`; of those the one with the largest page, and of those the latest
+record's.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ci.rows import ROOT
 from nsa_plugin.bench.record import BACK_TO_BACK, read
 from nsa_plugin.candidates import FLASH_MLA_DECODE, Route
 from nsa_plugin.capabilities import Op
-from nsa_plugin.measured import SELECTIONS, Points
+from nsa_plugin.measured import COPIED_CONTEXT, SELECTIONS, Points
 from nsa_plugin.plan import Attention
 from nsa_plugin.sharding import ATTENTION, CHUNKS, STEPS, group_op, in_chunks, traded_label
 
@@ -69,6 +70,8 @@ def _of_row(row: dict[str, Any]) -> Iterator[Measured]:
     op, case, provider = row["op"], row["case"], row["provider"]
     if op in ROUTES:
         layout = case["layout"]
+        if op != "sparse_mla_decode" and case["kv"] > COPIED_CONTEXT:  # decisions add what a longer context takes
+            return
         if provider in ROUTES[op] and SELECTIONS.get(layout) == (case["topk"], case.get("window", 0)):
             need = Op.SPARSE_MLA_DECODE if op == "sparse_mla_decode" else Op.SPARSE_MLA_PREFILL
             rows = case["q"] if "q" in case else case["batch"] * case["s_q"]
