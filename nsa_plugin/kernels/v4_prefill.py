@@ -11,9 +11,9 @@ and to attend those with a kernel for bfloat16 rows:
     result    = attention(q, workspace, combined, window_length + extra_length, attn_sink)
 
 `reference_route` states the result; `fill` makes the workspace and `attend` the rest, for all query rows
-or some of them; `route` is both. All take each cache as `Keys`, whose indices either are slots of the
-cache, translated by way of a map from pages to places in the workspace, or rows of that cache's share of
-the workspace, `place * page_size + position` for the page at `pages[place]`.
+or some of them, `combine` the indices alone; `route` is all of it. All take each cache as `Keys`, whose
+indices either are slots of the cache, translated by way of a map from pages to places in the workspace, or
+rows of that cache's share of the workspace, `place * page_size + position` for the page at `pages[place]`.
 
 Memory: the caller's workspace, the combined indices (4 * rows * width bytes of the rows that are attended
 at once, or the caller's buffer), the caller's maps (4 bytes a page of a cache, never cleared), and what
@@ -36,6 +36,7 @@ import torch
 from nsa_plugin.kernels.checks import FLOAT_DTYPES, INDEX_DTYPES, KernelArgumentError, check_tensor, require
 from nsa_plugin.kernels.kv_cache import PagedCache
 from nsa_plugin.kernels.sparse_mla import PrefillOutput, reference_prefill
+from nsa_plugin.kernels.swa_indices import IndexRows
 
 if TYPE_CHECKING:
     from nsa_plugin.kernels.triton.v4_prefill import Part
@@ -89,7 +90,7 @@ class Keys:
     @property
     def rows(self) -> int:
         """Rows of the workspace that the pages take."""
-        return len(self.pages) * self.cache.page_size
+        return self.pages.shape[0] * self.cache.page_size
 
     def of(self, tokens: slice) -> Keys:
         """What some of the queries attend."""
@@ -168,12 +169,17 @@ def route(
     )
 
 
-def fill(workspace: torch.Tensor, window: Keys, extra: Keys | None = None) -> None:
+def fill(
+    workspace: torch.Tensor, window: Keys, extra: Keys | None = None, *, again: bool = False, mapped: bool = False
+) -> None:
     """Write the rows of both caches' listed pages to the workspace, and the maps from pages to places.
 
     Waits for nothing.
 
     Args:
+        again: it has been called before with the same arguments but for the caches, which are like those then:
+            nothing is checked.
+        mapped: the maps have been written for these pages, and nobody has written to them since.
         workspace: [rows, 512], bfloat16 for the default attention, rows contiguous and at least
             `workspace_rows(...)` of them; the rest is left alone.
         window: the sliding window's keys.
@@ -182,21 +188,58 @@ def fill(workspace: torch.Tensor, window: Keys, extra: Keys | None = None) -> No
     Raises:
         KernelArgumentError: an argument has the wrong shape, dtype or device, or the workspace is too small.
     """
-    _check_keys(window, extra, len(window.indices), workspace.device)
-    _check_workspace(workspace, _needed(window, extra), workspace.device)
+    if not again:
+        _check_keys(window, extra, window.indices.shape[0], workspace.device)
+        _check_workspace(workspace, _needed(window, extra), workspace.device)
     # Triton is imported here: this module states a contract and is read where there is none.
     from nsa_plugin.kernels.triton.kv_cache import read_pages
     from nsa_plugin.kernels.triton.v4_prefill import map_pages
 
     first = 0
     for keys in (window,) if extra is None else (window, extra):
-        if not keys.rows:
+        rows = keys.rows
+        if not rows:
             continue
-        if keys.page_map is not None:
+        if keys.page_map is not None and not mapped:
             map_pages(keys.pages, keys.page_map[: keys.cache.num_pages])
-        share = workspace[first : first + keys.rows].unflatten(0, (len(keys.pages), keys.cache.page_size))
+        share = workspace[first : first + rows].view(-1, keys.cache.page_size, HEAD_DIM)
         read_pages(keys.cache, keys.pages, out=share)
-        first += keys.rows
+        first += rows
+
+
+def combine(
+    window: Keys,
+    extra: Keys | None = None,
+    *,
+    alignment: int = 128,
+    out: torch.Tensor | None = None,
+    again: bool = False,
+) -> IndexRows:
+    """The combined indices of all query rows of the arguments, and their lengths; `fill` has written the maps.
+
+    They depend on pages, indices and lengths alone, and not on what the caches hold: layers that have these in common
+    have their combined indices in common. Waits for nothing.
+
+    Args:
+        window, extra: as given to `fill`, or of some of the query rows.
+        alignment: the width is a multiple of this; FlashMLA takes multiples of 128.
+        out: [tokens, combined_width(...)] int32: the caller's buffer.
+        again: as of `fill`.
+
+    Raises:
+        KernelArgumentError: an argument has the wrong shape, dtype or device.
+    """
+    tokens, device = window.indices.shape[0], window.indices.device
+    if not again:
+        require(alignment > 0, OP, f"alignment is {alignment}; it is at least 1")
+        _check_keys(window, extra, tokens, device)
+    width = combined_width(window.indices.shape[1], 0 if extra is None else extra.indices.shape[1], alignment)
+    if out is None:
+        out = torch.empty((tokens, width), dtype=torch.int32, device=device)
+    check_tensor(OP, "combined", out, (tokens, width), dtypes=(torch.int32,), device=device)
+    from nsa_plugin.kernels.triton.v4_prefill import combine_rows
+
+    return combine_rows(_part(window), None if extra is None else _part(extra), out)
 
 
 def attend(
@@ -243,16 +286,9 @@ def attend(
     require(alignment > 0, OP, f"alignment is {alignment}; it is at least 1")
     require(rows.step in (None, 1), OP, f"rows has a step of {rows.step}; rows are taken one after the other")
     q, window, extra = q[rows], window.of(rows), None if extra is None else extra.of(rows)
-    tokens = q.shape[0]
-    width = combined_width(window.indices.shape[1], 0 if extra is None else extra.indices.shape[1], alignment)
-    if combined is None:
-        combined = torch.empty((tokens, width), dtype=torch.int32, device=q.device)
-    check_tensor(OP, "combined", combined, (tokens, width), dtypes=(torch.int32,), device=q.device)
-    if q.numel() == 0 or needed == 0 or width == 0:
-        return _nothing(q, out, out_dtype)
-    from nsa_plugin.kernels.triton.v4_prefill import combine_rows
-
-    named = combine_rows(_part(window), None if extra is None else _part(extra), combined)
+    named = combine(window, extra, alignment=alignment, out=combined, again=True)
+    if q.numel() == 0 or needed == 0 or named.indices.shape[1] == 0:
+        return nothing(q, out, out_dtype)
     attends = _default_attention() if attention is None else attention
     return attends(
         q,
@@ -284,7 +320,7 @@ def _default_attention() -> Attention:
     return attention
 
 
-def _nothing(q: torch.Tensor, out: torch.Tensor | None, out_dtype: torch.dtype | None) -> PrefillOutput:
+def nothing(q: torch.Tensor, out: torch.Tensor | None, out_dtype: torch.dtype | None) -> PrefillOutput:
     """The result of queries without a key."""
     if out is None:
         out = torch.empty(q.shape, dtype=out_dtype or q.dtype, device=q.device)

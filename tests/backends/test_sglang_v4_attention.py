@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from nsa_plugin.backends.sglang import v4_kernels
+from nsa_plugin.backends.sglang import v4_batch, v4_kernels, v4_routes, v4_rows
 from nsa_plugin.backends.sglang.v4_attention import release, with_v4_plans
 from nsa_plugin.backends.sglang.v4_table import SLOTS
 from nsa_plugin.backends.sglang.v4_warm import warm_v4
@@ -23,6 +24,7 @@ from tests.backends.sglang_v4_fakes import (
     HEADS,
     LAYERS,
     OLD_H200,
+    TOPK,
     Engine,
     LateEngine,
     attend,
@@ -49,22 +51,30 @@ pytestmark = pytest.mark.usefixtures("nothing_measured", "by_reference")
 @pytest.fixture
 def by_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """The route over rows by its reference, which takes the same pages and indices; the kernels have their own file."""
-    filled: list[torch.Tensor] = []
+    filled: list[tuple[torch.Tensor, Any]] = []
 
-    def filling(workspace: torch.Tensor, *keys: Any) -> None:
+    def filling(workspace: torch.Tensor, *keys: Any, again: bool, mapped: bool) -> None:
         assert len(workspace) == sum(part.rows for part in keys)
-        filled.append(workspace)
+        assert mapped or not again
+        filled[:] = [(workspace, keys)]
+
+    def combining(*keys: Any, out: torch.Tensor, again: bool) -> Any:
+        assert out.shape == (len(keys[0].indices), combined_width(*(part.indices.shape[1] for part in keys)))
+        return [replace(part, indices=part.indices.clone(), lengths=part.lengths.clone()) for part in keys]
 
     def attending(
-        q: torch.Tensor, *keys: Any, workspace: torch.Tensor, rows: slice, combined: torch.Tensor, **given: Any
+        attention: Any, call: Any, q: torch.Tensor, workspace: torch.Tensor, keys: Any, out: Any = None
     ) -> Any:
-        assert filled[-1] is workspace
-        assert combined.shape == (len(q[rows]), combined_width(*(part.indices.shape[1] for part in keys)))
-        given.pop("attention")(q[rows])  # a test counts the calls
-        return reference_route(q[rows], *(part.of(rows) for part in keys), **given)
+        of, caches = filled[0]
+        assert of is workspace
+        attention(q)  # a test counts the calls
+        # What another layer combined is attended in this one's caches.
+        own = [replace(part, cache=one.cache) for part, one in zip(keys, caches, strict=True)]
+        return reference_route(q, *own, scale=call.scale, attn_sink=call.attn_sink, out=out).out
 
-    monkeypatch.setattr(v4_kernels, "fill", filling)
-    monkeypatch.setattr(v4_kernels, "attend_rows", attending)
+    monkeypatch.setattr(v4_rows, "fill", filling)
+    monkeypatch.setattr(v4_rows, "combine", combining)
+    monkeypatch.setattr(v4_rows, "attended", attending)
 
 
 def close(got: torch.Tensor, expected: torch.Tensor) -> None:
@@ -125,11 +135,11 @@ def test_a_context_without_a_compressed_entry(route: str, layer_id: int):
 @EVERY_LAYER
 def test_combined_indices_are_made_by_parts(rows: int, layer_id: int, monkeypatch: pytest.MonkeyPatch):
     of = batch((24, 700), (8, 8))
-    monkeypatch.setattr(v4_kernels, "INDICES_BYTES", rows * 4 * {0: 128, 1: 256, 2: 256}[layer_id])
+    monkeypatch.setattr(v4_rows, "INDICES_BYTES", rows * 4 * {0: 128, 1: 256, 2: 256}[layer_id])
     backend = prepared(of, **SETTINGS[ROWS])
     sizes: list[int] = []
-    fill, fills = v4_kernels.fill, []
-    monkeypatch.setattr(v4_kernels, "fill", lambda *given: (fill(*given), fills.append(given)))
+    fill, fills = v4_rows.fill, []
+    monkeypatch.setattr(v4_rows, "fill", lambda *given, **more: (fill(*given, **more), fills.append(given)))
 
     def counted(q: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         sizes.append(q.shape[0])
@@ -139,6 +149,99 @@ def test_combined_indices_are_made_by_parts(rows: int, layer_id: int, monkeypatc
     assert sum(sizes) == 32
     assert max(sizes) == min(rows, 32)
     assert len(fills) == 1  # the pages are brought to bfloat16 once, however many parts there are
+
+
+def test_what_layers_have_in_common_is_made_once_a_batch(monkeypatch: pytest.MonkeyPatch):
+    backend = prepared(batch(*MIXED), **SETTINGS[ROWS])
+    filled: list[tuple[bool, bool]] = []
+    combined: list[int] = []
+    copied: list[int] = []
+    fill, combine, put = v4_rows.fill, v4_rows.combine, v4_batch.put
+
+    def filling(*given: Any, again: bool, mapped: bool) -> None:
+        filled.append((again, mapped))
+        fill(*given, again=again, mapped=mapped)
+
+    def combining(*keys: Any, **more: Any) -> Any:
+        combined.append(keys[-1].cache.page_size)
+        return combine(*keys, **more)
+
+    def putting(*lists: Any, **more: Any) -> Any:
+        copied.append(len(lists))
+        return put(*lists, **more)
+
+    monkeypatch.setattr(v4_rows, "fill", filling)
+    monkeypatch.setattr(v4_rows, "combine", combining)
+    monkeypatch.setattr(v4_batch, "put", putting)
+    for expected in (1, 2):  # a second batch begins anew
+        for layer_id in (0, 1, 2, 1, 0, 2):
+            attend(backend, layer_id)
+        # The window's and 128 : 1's for all layers, 4 : 1's for each; every layer of a new ratio is checked.
+        assert combined == [256, 64, 2, 64] * expected
+        assert [again for again, _ in filled] == [False, False, False, True, True, True] * expected
+        assert [mapped for _, mapped in filled] == [False, False, True, True, True, True] * expected
+        assert len(copied) == expected
+        backend.init_forward_metadata(backend.batch.forward)
+
+
+def test_the_next_layers_selection_is_attended():
+    of = batch((24, 900))
+    backend = prepared(of, **SETTINGS[ROWS])
+    core = backend.forward_metadata.core_attn_metadata
+    first = attend(backend, 1)
+    core.c4_sparse_raw_indices[:, :TOPK] = torch.arange(TOPK, dtype=torch.int32)
+    core.c4_sparse_page_indices[:, :TOPK] = of.requests[0].slots(64, TOPK).int()
+    again = attend(backend, 1)
+    assert not torch.equal(first, again)
+    close(again, of.expected(core, 1))
+
+
+def test_a_second_batch_takes_the_memory_of_the_first():
+    backend = prepared(batch((24, 700), (8, 8)), **SETTINGS[ROWS])
+    scratch = backend.nsa_plugin.workspace
+    held: list[dict[Any, int]] = []
+    for _ in range(2):
+        for layer_id in LAYERS:
+            attend(backend, layer_id)
+            held.append({key: buffer.memory.data_ptr() for key, buffer in scratch._buffers.of.items()})
+        backend.init_forward_metadata(backend.batch.forward)
+    # Rows and indices do not grow within the batch either.
+    names = {"v4_rows", "v4_combined", "v4_window_map"}
+    assert all(
+        {key[0]: at for key, at in one.items() if key[0] in names}
+        == {key[0]: at for key, at in held[-1].items() if key[0] in names}
+        for one in held
+    )
+    assert held[-1] == held[2]
+
+
+def test_caches_are_opened_once(monkeypatch: pytest.MonkeyPatch):
+    opened: list[int] = []
+    original = v4_kernels.open_cache
+    monkeypatch.setattr(v4_kernels, "open_cache", lambda *given: (opened.append(1), original(*given))[1])
+    backend = prepared(batch((9, 300)), **SETTINGS[ROWS])
+    for _ in range(3):
+        for layer_id in LAYERS:
+            attend(backend, layer_id)
+    assert len(opened) == 1 + 2 + 2
+    # The engine may put a cache elsewhere.
+    backend.batch.pool.window = backend.batch.pool.window.clone()
+    close(attend(backend, 0), backend.batch.expected(backend.forward_metadata.core_attn_metadata, 0))
+    assert len(opened) == 6
+
+
+def test_prefills_of_the_same_lengths_are_decided_once(monkeypatch: pytest.MonkeyPatch):
+    decided: list[int] = []
+    decide = v4_routes.decide
+    monkeypatch.setattr(v4_routes, "decide", lambda *given: (decided.append(1), decide(*given))[1])
+    read: list[int] = []
+    backend = started(batch((9, 300)), **SETTINGS[ROWS])
+    backend.nsa_plugin.planner.free_memory = lambda: read.append(1) or 64 << 30
+    for lens in (((9, 300),), ((9, 300),), ((9, 301),), ((4, 150), (5, 150))):
+        backend.batch = batch(*lens)
+        backend.init_forward_metadata(backend.batch.forward)
+    assert len(decided) == 3
+    assert len(read) == 1  # the driver is asked once
 
 
 def test_no_copy_is_larger_than_the_pages_that_the_batch_reads(monkeypatch: pytest.MonkeyPatch):

@@ -123,6 +123,28 @@ def test_the_second_layer_has_its_own_selection_from_the_same_tables(monkeypatch
     assert not torch.equal(first, again)
 
 
+def test_the_engines_variables_are_asked_once_a_batch(monkeypatch: pytest.MonkeyPatch):
+    asked: list[str] = []
+    get = sglang_v4_fakes.EnvField.get
+    monkeypatch.setattr(sglang_v4_fakes.EnvField, "get", lambda self: (asked.append(self.name), get(self))[1])
+    backend = ready(batch(*LENS))
+    for expected in (1, 1, 2):
+        if expected == 2:
+            backend.init_forward_metadata(backend.batch.forward)
+        select(backend)
+        assert backend.calls[-1] == "prepare"
+        assert asked.count("SGLANG_FP8_PAGED_MQA_LOGITS_TORCH") == expected
+
+
+def test_too_few_or_unknown_arguments_are_said_by_their_names():
+    backend = ready(batch(*LENS))
+    x = torch.zeros(backend.batch.rows, 8)
+    with pytest.raises(TypeError, match="c4_indexer"):
+        backend.forward_c4_indexer(x=x, q_lora=x, forward_batch=backend.batch.forward)
+    with pytest.raises(TypeError, match="sideways"):
+        select(backend, sideways=True)
+
+
 def test_padded_queries_select_nothing():
     of = batch((6, 700), (3, 30), padded=4)
     backend = ready(of)

@@ -38,6 +38,22 @@ def test_kernels_attend_what_a_dense_computation_does(impl: str, settings: dict[
     assert not got[of.rows :].any()
 
 
+def test_layers_of_a_batch_share_maps_and_indices():
+    """Layers in turn, each of them twice: what was made for the first is right for the others."""
+    of = batch((2, 600), (2, 2))
+    backend = prepared(of, rows_attention=reference_prefill, prefill_backend="flash_mla", large_q_rows=1)
+    core = backend.forward_metadata.core_attn_metadata
+    for layer_id in (0, 1, 2, 1, 0, 2):
+        if layer_id == 1:  # each of these layers has a selection of its own
+            core.c4_sparse_raw_indices[0, :100] = core.c4_sparse_raw_indices[0, :100].flip(0)
+            core.c4_sparse_raw_indices[0, 0] = core.c4_sparse_raw_indices[0, 1]
+            chosen = core.c4_sparse_raw_indices[0, :100].long()
+            core.c4_sparse_page_indices[0, :100] = of.requests[0].slots(64, 149)[chosen].int()
+        torch.testing.assert_close(
+            attend(backend, layer_id).double(), of.expected(core, layer_id), atol=4e-3, rtol=2e-2
+        )
+
+
 def test_kernels_are_run_before_serving():
     backend = prepared(batch((2, 2)), rows_attention=reference_prefill, prefill_backend="flash_mla", large_q_rows=1)
     warm_v4([backend.nsa_plugin.route], backend.nsa_plugin, torch.device("cpu"))
@@ -52,7 +68,7 @@ def test_kernels_select_what_the_references_do():
         state.providers.sm = sm
         given = {"x": x, "q_lora": x, "c4_indexer": SimpleNamespace(layer_id=1), "forward_batch": of.forward}
         plan = replace(state.route.plan.indexer, provider=provider)
-        select(backend, state.prefill, plan, state.providers, of.pool, TOPK, given)
+        select(backend, state, state.prefill, plan, of.pool, TOPK, given)
         selected.append(backend.forward_metadata.core_attn_metadata.c4_sparse_page_indices.sort(1).values)
     assert torch.equal(*selected)
     assert (selected[0][:2] >= 0).all()

@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 
 from nsa_plugin.backends.sglang.batch import Batch, prefill_batch
 from nsa_plugin.backends.sglang.v4_backend import sample_routes
-from nsa_plugin.backends.sglang.v4_batch import PAGE, Prefill, Span, page_places, spans, window_places, workspace_bytes
+from nsa_plugin.backends.sglang.v4_batch import (
+    PAGE,
+    Prefill,
+    Span,
+    page_places,
+    spans,
+    window_page_count,
+    window_places,
+    workspace_bytes,
+)
 from nsa_plugin.backends.sglang.v4_routes import V4Planner, asked_by_engine, attention_ranks, route_of, v4_shape
 from nsa_plugin.backends.v4 import CARRIERS, DECODE_KERNEL, DIRECT, ROWS, runnable
 from nsa_plugin.capabilities import Op
@@ -206,6 +215,7 @@ def test_the_models_shape_is_read_from_its_configuration():
 def test_the_pages_of_the_windows_are_those_that_the_windows_reach(lens: list[tuple[int, int]]):
     requests = spans([rows for rows, _ in lens], [rows + prefix for rows, prefix in lens])
     rows, columns = window_places(requests, 128, PAGE)
+    assert len(rows) == sum(window_page_count(request, 128, PAGE) for request in requests)
     named = []
     for row, column in zip(rows, columns, strict=True):
         request = next(one for one in requests if one.first <= row < one.end)

@@ -176,6 +176,7 @@ def _scheduling(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _selecting(original: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
+    defaults = {name: one.default for name, one in signature.parameters.items() if one.default is not one.empty}
     names = v4_indexer.engine_names(original)
 
     @functools.wraps(original)
@@ -183,14 +184,19 @@ def _selecting(original: Callable[..., Any]) -> Callable[..., Any]:
         state: V4State | None = self.nsa_plugin
         if state is None or state.route is None or state.prefill is None:
             return original(self, *args, **kwargs)
-        bound = signature.bind(self, *args, **kwargs)
-        bound.apply_defaults()
-        given = dict(bound.arguments)
+        if args:
+            given = {**defaults, **signature.bind(self, *args, **kwargs).arguments}
+        else:  # as every version calls it
+            given = {"self": self, **defaults, **kwargs}
+            if given.keys() != signature.parameters.keys():
+                signature.bind(self, **kwargs)  # says what is missing, or too much
         mode, plan = given["forward_batch"].forward_mode, state.route.plan.indexer
-        if batches.phase_of(mode) is not Phase.EXTEND or not v4_indexer.covered(self, plan, given["c4_indexer"], names):
+        if batches.phase_of(mode) is not Phase.EXTEND or not v4_indexer.covered(
+            self, state.prefill, plan, given["c4_indexer"], names
+        ):
             return original(self, *args, **kwargs)
         pool, topk = _pool(self, given["forward_batch"]), state.planner.model.index_topk
-        return v4_indexer.select(self, state.prefill, plan, state.providers, pool, topk, given)
+        return v4_indexer.select(self, state, state.prefill, plan, pool, topk, given)
 
     return forward_c4_indexer
 
@@ -233,7 +239,7 @@ def _attending(original: Callable[..., Any]) -> Callable[..., Any]:
         if save_kv_cache:
             self.store_cache(layer.layer_id, k, forward_batch)
         core = self.forward_metadata.core_attn_metadata
-        window, extra = named(core, _pool(self, forward_batch), layer.layer_id, compress_ratio, q.shape[0])
+        window, extra = named(state, core, _pool(self, forward_batch), layer.layer_id, compress_ratio, q.shape[0])
         if wrong:
             window, extra = window.shifted(), None if extra is None else extra.shifted()
         flat = q.squeeze(1) if q.dim() == 4 else q

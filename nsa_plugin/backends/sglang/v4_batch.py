@@ -14,12 +14,16 @@ from typing import Any
 
 import torch
 
+from nsa_plugin.kernels.providers.deep_gemm import Parts, cut
 from nsa_plugin.kernels.topk import Request
 
 PAGE = 256
 """Tokens of a page of SGLang's V4 caches; it hardcodes them."""
 
 RATIOS = (0, 4, 128)
+
+PINNED = 4096
+"""Entries of pinned memory that are taken at once: of a few requests of any length."""
 
 
 @dataclass(frozen=True)
@@ -81,10 +85,15 @@ def page_places(requests: Sequence[Span]) -> tuple[list[int], list[int]]:
     return rows, [page for request in requests for page in range(request.pages)]
 
 
+def window_page_count(request: Span, window: int, page_size: int) -> int:
+    """Pages that the windows of a request's rows reach into."""
+    return (request.context - 1) // page_size - max(0, request.prefix - window + 1) // page_size + 1
+
+
 def workspace_bytes(requests: Sequence[Span], window: int, window_page: int) -> int:
     """Bytes of the bfloat16 rows that a prefill over a workspace holds at once, of the larger compress ratio."""
-    pages, _ = window_places(requests, window, window_page)
-    return 1024 * (len(pages) * window_page + sum(request.pages for request in requests) * (PAGE // 4))
+    pages = sum(window_page_count(request, window, window_page) for request in requests)
+    return 1024 * (pages * window_page + sum(request.pages for request in requests) * (PAGE // 4))
 
 
 @dataclass
@@ -95,12 +104,20 @@ class Keys:
         slots: [keys] int32 in the cache of compressed keys.
         requests: rows and keys of each request, as `indexer_topk` takes them.
         ks, ke: [rows] int32: what each row may see of them.
+        parts: DeepGEMM's, once a layer has cut them.
     """
 
     slots: torch.Tensor
     requests: list[Request]
     ks: torch.Tensor
     ke: torch.Tensor
+    parts: Parts | None = None
+
+    def cut(self, rows_per_chunk: int) -> Parts:
+        """What DeepGEMM scores at once: the same for every layer, whose plan is the batch's."""
+        if self.parts is None:
+            self.parts = cut(self.ks, self.ke, self.slots.shape[0], rows_per_chunk, self.requests)
+        return self.parts
 
 
 @dataclass
@@ -110,17 +127,29 @@ class Prefill:
     Attributes:
         requests: those that have rows.
         window: tokens of the window.
+        tables: of the route over bf16 rows (`v4_rows.Tables`).
+        views: of the engine's indices and lengths, see `v4_kernels.named`.
+        selects: whether the plan's selection takes the place of the engine's, once a layer has asked.
     """
 
     requests: tuple[Span, ...]
     window: int
+    tables: Any = None
+    views: dict[tuple[int, int, int], tuple[torch.Tensor, ...]] = field(default_factory=dict)
+    selects: bool | None = None
     _window_pages: dict[int, torch.Tensor] = field(default_factory=dict)
     _pages: torch.Tensor | None = None
     _keys: Keys | None = None
+    _lists: dict[str, torch.Tensor] | None = None
 
     @property
     def rows(self) -> int:
         return self.requests[-1].end if self.requests else 0
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the compressed caches."""
+        return sum(request.pages for request in self.requests)
 
     def window_pages(self, core: Any, page_size: int) -> torch.Tensor:
         """[n] int32: the pages of the window's cache that the batch reads.
@@ -130,14 +159,16 @@ class Prefill:
             page_size: tokens a page of that cache.
         """
         if page_size not in self._window_pages:
-            slots = _at(core.swa_page_indices, *window_places(self.requests, self.window, page_size))
+            rows, columns = self._places(core.page_table.device, "window", page_size)
+            slots = core.swa_page_indices.flatten(1)[rows, columns].int()
             self._window_pages[page_size] = slots.div(page_size, rounding_mode="floor")
         return self._window_pages[page_size]
 
     def pages(self, core: Any) -> torch.Tensor:
         """[n] int32: the pages of the compressed caches that the batch reads."""
         if self._pages is None:
-            self._pages = _at(core.page_table, *page_places(self.requests))
+            rows, columns = self._places(core.page_table.device, "pages")
+            self._pages = core.page_table[rows, columns].int()
         return self._pages
 
     def keys(self, core: Any, lengths: torch.Tensor, page_size: int) -> Keys:
@@ -154,21 +185,39 @@ class Prefill:
             starts = [0, *accumulate(request.pages * page_size for request in self.requests)]
             given = zip(self.requests, starts, starts[1:], strict=False)
             requests = [(request.first, request.end, start, end) for request, start, end in given]
-            counts = _put([request.rows for request in self.requests], device)
-            ks = torch.repeat_interleave(_put(starts[:-1], device), counts, output_size=self.rows)
+            if len(requests) == 1:
+                ks = torch.zeros(self.rows, dtype=torch.int32, device=device)
+            else:
+                first, counts = put(starts[:-1], [request.rows for request in self.requests], device=device)
+                ks = torch.repeat_interleave(first.int(), counts, output_size=self.rows)
             # A row sees no key behind its request's: the lengths are the engine's, and are at most these.
             self._keys = Keys(slots.flatten(), requests, ks, ks + lengths[: self.rows].flatten().int())
         return self._keys
 
+    def _places(self, device: torch.device, which: str, page_size: int = PAGE) -> tuple[torch.Tensor, torch.Tensor]:
+        """(rows, columns) of `window_places` or `page_places`, both of which are copied at once."""
+        if page_size != PAGE:
+            rows, columns = put(*window_places(self.requests, self.window, page_size), device=device)
+            return rows, columns
+        if self._lists is None:
+            window, pages = window_places(self.requests, self.window, PAGE), page_places(self.requests)
+            copied = put(*window, *pages, device=device)
+            self._lists = dict(
+                zip(("window rows", "window columns", "pages rows", "pages columns"), copied, strict=True)
+            )
+        return self._lists[f"{which} rows"], self._lists[f"{which} columns"]
 
-def _put(values: Sequence[int], device: torch.device) -> torch.Tensor:
-    """[n] int32 on a device, not waited for."""
-    host = torch.tensor(values, dtype=torch.int32, pin_memory=device.type == "cuda")
-    return host.to(device, non_blocking=True)
 
+def put(*lists: Sequence[int], device: torch.device) -> list[torch.Tensor]:
+    """Lists as int64 tensors on a device, by one copy that is not waited for.
 
-def _at(table: torch.Tensor, rows: Sequence[int], columns: Sequence[int]) -> torch.Tensor:
-    """[n] int32: the entries of a table [rows, columns] or [rows, 1, columns]."""
-    places = torch.tensor([rows, columns], dtype=torch.int64, pin_memory=table.device.type == "cuda")
-    row, column = places.to(table.device, non_blocking=True)
-    return table.flatten(1)[row, column].int()
+    The host's side is of few sizes: pinned memory is kept by its size, and to pin some anew can wait for the device.
+    """
+    values = [value for one in lists for value in one]
+    if device.type == "cuda":
+        host = torch.empty(-(-max(len(values), 1) // PINNED) * PINNED, dtype=torch.int64, pin_memory=True)
+        host[: len(values)] = torch.tensor(values, dtype=torch.int64)
+        there = host[: len(values)].to(device, non_blocking=True)
+    else:
+        there = torch.tensor(values, dtype=torch.int64, device=device)
+    return list(there.split([len(one) for one in lists]))

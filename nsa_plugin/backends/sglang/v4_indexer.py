@@ -16,6 +16,7 @@ selection.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -24,9 +25,11 @@ import torch
 
 from nsa_plugin.backends.providers import Providers
 from nsa_plugin.backends.sglang.v4_batch import Prefill
+from nsa_plugin.backends.sglang.v4_kernels import V4State
 from nsa_plugin.backends.sglang.v4_routes import TORCH_LOGITS_VARIABLE
-from nsa_plugin.kernels.kv_cache import open_cache, reference_read_codes
+from nsa_plugin.kernels.kv_cache import reference_read_codes
 from nsa_plugin.kernels.registry import REFERENCE
+from nsa_plugin.layouts import INDEXER_FP8
 from nsa_plugin.plan import IndexerMode, IndexerPlan
 
 PAGE = 64
@@ -42,7 +45,7 @@ def engine_names(original: Callable[..., Any]) -> Mapping[str, Any]:
     return inspect.unwrap(original).__globals__
 
 
-def covered(backend: Any, plan: IndexerPlan, c4_indexer: Any, names: Mapping[str, Any]) -> bool:
+def covered(backend: Any, prefill: Prefill, plan: IndexerPlan, c4_indexer: Any, names: Mapping[str, Any]) -> bool:
     """Whether the plan's selection takes the place of the engine's; see the module.
 
     Args:
@@ -50,12 +53,15 @@ def covered(backend: Any, plan: IndexerPlan, c4_indexer: Any, names: Mapping[str
     """
     if plan.mode is not IndexerMode.TOPK or getattr(c4_indexer, "use_fp4_indexer", False):
         return False
-    # The engine's variables are objects that only `get` may ask.
-    envs = names["envs"]
-    if any(getattr(envs, name).get() for name in (*OTHER_CODE, TORCH_TOPK_VARIABLE) if hasattr(envs, name)):
-        return False
     topk_backend = getattr(backend, "dsa_topk_backend", None)  # before 0.5.17 there was one alone
     if topk_backend is not None and (topk_backend.is_torch() or topk_backend.is_flashinfer()):
+        return False
+    # The engine's variables are objects that only `get` may ask: once a batch.
+    if prefill.selects is None:
+        envs = names["envs"]
+        fields = (getattr(envs, name, None) for name in (*OTHER_CODE, TORCH_TOPK_VARIABLE))
+        prefill.selects = not any(field is not None and field.get() for field in fields)
+    if not prefill.selects:
         return False
     if getattr(backend, "hisparse_coordinator", None) is not None:
         return False
@@ -71,9 +77,9 @@ def covered(backend: Any, plan: IndexerPlan, c4_indexer: Any, names: Mapping[str
 
 def select(
     backend: Any,
+    state: V4State,
     prefill: Prefill,
     plan: IndexerPlan,
-    providers: Providers,
     pool: Any,
     topk: int,
     given: Mapping[str, Any],
@@ -85,15 +91,16 @@ def select(
         topk: the model's index_topk.
         given: the arguments of `forward_c4_indexer` by their names.
     """
-    metadata = backend.forward_metadata
+    metadata, providers = backend.forward_metadata, state.providers
     core, paged = metadata.core_attn_metadata, metadata.indexer_metadata
     c4_indexer = given["c4_indexer"]
     rows = min(given["x"].shape[0], given["q_lora"].shape[0], core.positions.shape[0])
     q, weights = _prepared(backend, pool, {**given, "positions": core.positions[:rows]}, rows)
 
     lengths = paged.compressed_seq_lens if hasattr(paged, "compressed_seq_lens") else paged.c4_seq_lens  # since 0.5.20
-    buffer = pool.get_index_k_with_scale_buffer(layer_id=c4_indexer.layer_id)
-    cache = open_cache(buffer, "indexer_fp8", PAGE)
+    layer_id = int(c4_indexer.layer_id)
+    buffer = pool.get_index_k_with_scale_buffer(layer_id=layer_id)
+    cache = state.cache(layer_id, "indexer", buffer, INDEXER_FP8, lambda: PAGE)
     keys = prefill.keys(core, lengths, PAGE)
     codes, scales = _read_codes(providers)(cache, keys.slots)
 
@@ -101,6 +108,8 @@ def select(
     arguments: dict[str, Any] = {"rows_per_chunk": plan.rows_per_chunk}
     if plan.provider != REFERENCE:
         arguments["requests"] = keys.requests
+    if plan.provider == "deep_gemm":
+        arguments["parts"] = keys.cut(plan.rows_per_chunk)
     raw = getattr(core, "c4_sparse_raw_indices", None)
     slots = core.c4_sparse_page_indices
     into = raw[:count] if raw is not None and raw.shape[1] == topk else None
@@ -130,9 +139,14 @@ def _prepared(backend: Any, pool: Any, given: dict[str, Any], rows: int) -> tupl
     given["token_to_kv_pool"] = pool  # until 0.5.14
     several = given.get("enable_multi_stream", False)
     prepare = backend._forward_prepare_multi_stream if several else backend._forward_prepare_normal
-    wanted = inspect.signature(prepare).parameters
-    q, weights, *_ = prepare(**{name: value for name, value in given.items() if name in wanted})
+    wanted = _parameters(getattr(prepare, "__func__", prepare))
+    q, weights, *_ = prepare(**{name: value for name, value in given.items() if name in wanted and name != "self"})
     return q, weights
+
+
+@functools.cache
+def _parameters(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
 
 
 def _read_codes(providers: Providers) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:

@@ -11,6 +11,7 @@ SGLang gives them one key and reads none of it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,13 +25,11 @@ from nsa_plugin.backends.sglang.routes import Route
 from nsa_plugin.backends.sglang.v4_batch import Prefill
 from nsa_plugin.backends.sglang.v4_flash_mla import sparse_prefill
 from nsa_plugin.backends.sglang.v4_routes import V4Planner
-from nsa_plugin.errors import NoProviderError
+from nsa_plugin.backends.sglang.v4_rows import over_rows
 from nsa_plugin.kernels.kv_cache import PagedCache, open_cache
-from nsa_plugin.kernels.v4_prefill import Attention, Keys, combined_width, fill
-from nsa_plugin.kernels.v4_prefill import attend as attend_rows
+from nsa_plugin.kernels.v4_prefill import Attention
 from nsa_plugin.kernels.workspace import Workspace
-from nsa_plugin.layouts import V4_FP8
-from nsa_plugin.v4_memory import INDICES_BYTES
+from nsa_plugin.layouts import V4_FP8, CacheLayout
 
 D_V = 512
 
@@ -49,6 +48,7 @@ class V4State:
         prefill: that batch's requests.
         schedules: FlashMLA's, of that batch, by compress ratio.
         workspace: the rows, the combined indices and the maps of pages.
+        caches: of the layers, by (layer, which); the engine has them for as long as it runs.
     """
 
     planner: V4Planner
@@ -60,6 +60,17 @@ class V4State:
     prefill: Prefill | None = None
     schedules: dict[int, Any] = field(default_factory=dict)
     workspace: Workspace = field(default_factory=Workspace)
+    caches: dict[tuple[int, str], PagedCache] = field(default_factory=dict)
+
+    def cache(
+        self, layer_id: int, which: str, buffer: torch.Tensor, layout: CacheLayout, page_size: Callable[[], int]
+    ) -> PagedCache:
+        """A layer's cache, opened at its first batch, or anew if the engine has moved it."""
+        known = self.caches.get((layer_id, which))
+        moved = known is None or known.data.data_ptr() != buffer.data_ptr() or known.num_pages != buffer.shape[0]
+        if known is None or moved or known.data.stride(0) != buffer.stride(0):
+            known = self.caches[layer_id, which] = open_cache(buffer, layout, page_size())
+        return known
 
     def forget(self) -> None:
         """The last batch is over."""
@@ -111,16 +122,12 @@ class Call:
         return {cache: self.extra.cache, "extra_indices": indices, "extra_topk_length": self.extra.lengths}
 
 
-def named(core: Any, pool: Any, layer_id: int, ratio: int, rows: int) -> tuple[Named, Named | None]:
+def named(state: V4State, core: Any, pool: Any, layer_id: int, ratio: int, rows: int) -> tuple[Named, Named | None]:
     """The window and, with a compress ratio, the compressed keys of a layer, of as many rows as there are queries."""
-
-    def of(buffer: torch.Tensor, page_size: int, indices: torch.Tensor, lengths: torch.Tensor) -> Named:
-        cache = open_cache(buffer, V4_FP8, page_size)
-        return Named(cache, _fitted(indices.flatten(1), rows, -1), _fitted(lengths.flatten(), rows, 0))
-
-    window = of(
-        pool.get_swa_key_buffer_radix(layer_id), window_page_size(pool), core.swa_page_indices, core.swa_topk_lengths
+    cache = state.cache(
+        layer_id, "window", pool.get_swa_key_buffer_radix(layer_id), V4_FP8, lambda: window_page_size(pool)
     )
+    window = Named(cache, *_of_rows(state.prefill, core.swa_page_indices, core.swa_topk_lengths, rows))
     if ratio == 0:
         return window, None
     chosen, counts = (
@@ -128,7 +135,31 @@ def named(core: Any, pool: Any, layer_id: int, ratio: int, rows: int) -> tuple[N
         if ratio == 4
         else (core.c128_page_indices, core.c128_topk_lengths_clamp1)
     )
-    return window, of(pool.get_extra_key_buffer(layer_id), int(pool.get_extra_key_page_size(layer_id)), chosen, counts)
+    cache = state.cache(
+        layer_id,
+        "extra",
+        pool.get_extra_key_buffer(layer_id),
+        V4_FP8,
+        lambda: int(pool.get_extra_key_page_size(layer_id)),
+    )
+    return window, Named(cache, *_of_rows(state.prefill, chosen, counts, rows))
+
+
+def _of_rows(
+    prefill: Prefill | None, indices: torch.Tensor, lengths: torch.Tensor, rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[rows, topk] and [rows]: of a prefill the same views for all layers, and so what is made of them only once.
+
+    Rows that are padded are copies, which would not see the next layer's selection, and are made for each.
+    """
+    key = id(indices), id(lengths), rows
+    known = None if prefill is None else prefill.views.get(key)
+    if known is not None and known[0] is indices and known[1] is lengths:
+        return known[2:]
+    fitted = _fitted(indices.flatten(1), rows, -1), _fitted(lengths.flatten(), rows, 0)
+    if prefill is not None and rows <= min(indices.shape[0], lengths.shape[0]):
+        prefill.views[key] = indices, lengths, *fitted
+    return fitted
 
 
 def attend(state: V4State, chosen: Route, call: Call) -> torch.Tensor:
@@ -137,7 +168,7 @@ def attend(state: V4State, chosen: Route, call: Call) -> torch.Tensor:
     Heads that the model added are left out by the plugin's own kernels; they hold anything, and it reads none of them.
     """
     if chosen.impl == v4.ROWS:
-        return _over_rows(state, call)
+        return over_rows(state, call)
     if chosen.impl == v4.DECODE_KERNEL:
         return _by_decode_kernel(state, call)
     q, window = call.q, call.window
@@ -158,46 +189,6 @@ def attend(state: V4State, chosen: Route, call: Call) -> torch.Tensor:
         indices = window.indices.unsqueeze(1)
         provider(some.unsqueeze(1), window.cache, indices, out=into.unsqueeze(1), **arguments)
     return out
-
-
-def _over_rows(state: V4State, call: Call) -> torch.Tensor:
-    """By way of bfloat16 rows, which are made once, and by so many query rows at once that the combined indices keep to
-    their bound: several parts only where a row names thousands of keys (c128 of long contexts).
-    """
-    q, window, extra, prefill = call.q, call.window, call.extra, state.prefill
-    if prefill is None:
-        raise NoProviderError("a route over bf16 rows was taken for a batch that is no prefill")
-    scratch, device = state.workspace, q.device
-
-    def keys(part: Named, pages: torch.Tensor, name: str) -> Keys:
-        page_map = scratch.get(name, (part.cache.num_pages,), torch.int32, device)
-        return Keys(part.cache, pages, part.indices, part.lengths, page_map)
-
-    both = [keys(window, prefill.window_pages(call.core, window.cache.page_size), "v4_window_map")]
-    if extra is not None:
-        both.append(keys(extra, prefill.pages(call.core), "v4_extra_map"))
-    workspace = scratch.get("v4_rows", (sum(part.rows for part in both), D_V), torch.bfloat16, device)
-    fill(workspace, *both)
-    width = combined_width(*(part.indices.shape[1] for part in both))
-    step = max(1, min(q.shape[0], INDICES_BYTES // (4 * width)))
-    combined = scratch.get("v4_combined", (step, width), torch.int32, device)
-    # The kernel's own output is handed on where it is the only one.
-    out = q.new_empty(*q.shape[:-1], D_V) if step < q.shape[0] else None
-    result = q
-    for first in range(0, max(1, q.shape[0]), step):
-        some = slice(first, min(first + step, q.shape[0]))
-        result = attend_rows(
-            q,
-            *both,
-            workspace=workspace,
-            rows=some,
-            scale=call.scale,
-            attn_sink=call.attn_sink,
-            attention=state.rows_attention,
-            combined=combined[: some.stop - some.start],
-            out=None if out is None else out[some],
-        ).out
-    return result if out is None else out
 
 
 def _by_decode_kernel(state: V4State, call: Call) -> torch.Tensor:

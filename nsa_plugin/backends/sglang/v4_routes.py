@@ -18,18 +18,18 @@ draft steps unless `decode_backend` names a library.
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nsa_plugin.backends.sglang.batch import Batch
-from nsa_plugin.backends.sglang.routes import Planner, Route, in_place
+from nsa_plugin.backends.sglang.routes import MAX_PREFILLS, Planner, Route, in_place
 from nsa_plugin.backends.sglang.v4_batch import spans, workspace_bytes
 from nsa_plugin.backends.v4 import DECODE_KERNEL, LAYOUT, ROWS, carrier_name, runnable
 from nsa_plugin.devices import MIB
 from nsa_plugin.dispatch import decide
 from nsa_plugin.errors import NoProviderError, NsaPluginError
 from nsa_plugin.plan import Attention, Plan
-from nsa_plugin.shapes import ModelShape
+from nsa_plugin.shapes import BatchShape, ModelShape
 from nsa_plugin.v4_memory import ROWS_BYTES
 
 SPARSE_PREFILL_VARIABLE = "SGLANG_OPT_FLASHMLA_SPARSE_PREFILL"
@@ -77,12 +77,22 @@ class V4Planner(Planner):
     """
 
     asked: frozenset[str] = frozenset()
+    _routes: dict[tuple[BatchShape, tuple[tuple[int, int], ...], int], Route | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.device = runnable(self.device)
 
     def prefill_route(self, batch: Batch, *, dense_allowed: bool = False) -> Route | None:
         """The route of a prefill, or None where it is SGLang's. A V4 model has no dense attention to allow."""
+        lengths = tuple((rows, context) for _, rows, context in batch.requests)
+        key = batch.shape, lengths, self.device.memory_free
+        if key not in self._routes:
+            if len(self._routes) >= MAX_PREFILLS:
+                self._routes.clear()
+            self._routes[key] = self._v4_route(batch)
+        return self._routes[key]
+
+    def _v4_route(self, batch: Batch) -> Route | None:
         if batch.shape.context_parallel:
             return None
         plan = self._asked_plan(batch) or decide(self.model, batch.shape, self.device, self.settings)

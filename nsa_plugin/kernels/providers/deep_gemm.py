@@ -19,6 +19,7 @@ What the library asks for, seen in its sources, and how it is met here:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import ModuleType
 
 import torch
@@ -54,6 +55,7 @@ def topk(
     requests: Sequence[Request] | None = None,
     max_key_span: int | None = None,
     selector: Selector | None = None,
+    parts: Parts | None = None,
 ) -> torch.Tensor:
     """int32 [rows, topk] positions relative to ks, -1 behind them; see `nsa_plugin.kernels.indexer.reference_topk`.
 
@@ -61,6 +63,8 @@ def topk(
         q, k: float8_e4m3fn.
         requests, max_key_span, selector: as `nsa_plugin.kernels.triton.indexer.topk`. With `requests`, a row's
             range lies in its request's keys.
+        parts: `cut` of the same ks, ke, number of keys, rows_per_chunk, requests and max_key_span, which is the same
+            for all layers of a batch; None: they are cut here.
 
     Raises:
         KernelArgumentError: a shape or dtype is wrong, or the library does not take the heads.
@@ -71,42 +75,91 @@ def topk(
     keys = k.shape[0]
     _check_heads(op, q.device, heads, dim)
     result = new_output(op, rows, topk, out, q.device)
-    check_limits(op, rows_per_chunk, max_key_span)
-    chunks = list(row_chunks(rows, keys, rows_per_chunk=rows_per_chunk, requests=requests))
-    for gap in uncovered_rows(chunks, rows):
+    parts = cut(ks, ke, keys, rows_per_chunk, requests, max_key_span) if parts is None else parts
+    for gap in parts.gaps:
         result[gap].fill_(-1)
-    if not chunks:
+    if not parts.parts:
         return result
     import deep_gemm
 
     selector = selector or default_selector(q.device, topk)
     q, k, weights = _aligned(q), _aligned(k), _aligned(weights)
     scale = torch.ones(keys, dtype=torch.float32, device=q.device) if k_scale is None else _aligned(k_scale)
+    whole = slice(0, rows)
+    for part in parts.parts:
+        some_q, some_weights = (q, weights) if part.rows == whole else (q[part.rows], weights[part.rows])
+        scored = (k, scale) if part.keys is None else (k[part.keys], scale[part.keys])
+        of_span = {} if part.span is None else {"max_seqlen_k": part.span}
+        logits = deep_gemm.fp8_mqa_logits(some_q, scored, some_weights, part.ks, part.ke, clean_logits=False, **of_span)
+        selector(logits, part.starts, part.ends, topk, out=result[part.rows])
+        del logits
+    return result
+
+
+@dataclass(frozen=True)
+class Part:
+    """Query rows whose logits are held at once.
+
+    Attributes:
+        rows: the rows.
+        keys: the keys that are scored, which are the logits' columns; None: all keys are given, and the columns count
+            from each row's ks.
+        span: columns, if they count so.
+        ks, ke: int32, each row's keys as the library takes them.
+        starts, ends: int32, its columns as a selector takes them.
+    """
+
+    rows: slice
+    keys: slice | None
+    span: int | None
+    ks: torch.Tensor
+    ke: torch.Tensor
+    starts: torch.Tensor
+    ends: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A batch's rows: those that are scored, and the gaps between them, of rows without a key."""
+
+    parts: tuple[Part, ...]
+    gaps: tuple[slice, ...]
+
+
+def cut(
+    ks: torch.Tensor,
+    ke: torch.Tensor,
+    keys: int,
+    rows_per_chunk: int | None = None,
+    requests: Sequence[Request] | None = None,
+    max_key_span: int | None = None,
+) -> Parts:
+    """What `topk` scores at once, and the ranges as the library and a selector take them. Arguments as `topk`'s.
+
+    Raises:
+        KernelArgumentError: a number is below 1, or requests are out of order or reach past rows or keys.
+    """
+    check_limits("indexer_topk", rows_per_chunk, max_key_span)
+    rows = ks.shape[0]
+    chunks = list(row_chunks(rows, keys, rows_per_chunk=rows_per_chunk, requests=requests))
     ks = ks.clamp(0, keys).int()
     ke = torch.maximum(ke.clamp(max=keys).int(), ks)
+    parts: list[Part] = []
     zeros = None
     for chunk in chunks:
-        part = chunk.rows
+        some = chunk.rows
         span = chunk.span if max_key_span is None else min(chunk.span, max_key_span)
         if chunk.shares_keys and span == chunk.span:
             # The scales' address has to be aligned too: the keys start up to three early.
             base = chunk.keys.start // 4 * 4
-            starts = ks[part].clamp(chunk.keys.start, chunk.keys.stop) - base
-            ends = torch.maximum(ke[part].clamp(max=chunk.keys.stop) - base, starts)
-            some = slice(base, chunk.keys.stop)
-            logits = deep_gemm.fp8_mqa_logits(
-                q[part], (k[some], scale[some]), weights[part], starts, ends, clean_logits=False
-            )
+            starts = ks[some].clamp(chunk.keys.start, chunk.keys.stop) - base
+            ends = torch.maximum(ke[some].clamp(max=chunk.keys.stop) - base, starts)
+            parts.append(Part(some, slice(base, chunk.keys.stop), None, starts, ends, starts, ends))
         else:
-            ends = torch.minimum(ke[part], ks[part] + span)
-            logits = deep_gemm.fp8_mqa_logits(
-                q[part], (k, scale), weights[part], ks[part], ends, clean_logits=False, max_seqlen_k=span
-            )
+            ends = torch.minimum(ke[some], ks[some] + span)
             zeros = torch.zeros_like(ks) if zeros is None else zeros
-            starts, ends = zeros[part], ends - ks[part]
-        selector(logits, starts, ends, topk, out=result[part])
-        del logits
-    return result
+            parts.append(Part(some, None, span, ks[some], ends, zeros[some], ends - ks[some]))
+    return Parts(tuple(parts), tuple(uncovered_rows(chunks, rows)))
 
 
 def paged_topk(

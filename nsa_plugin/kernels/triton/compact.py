@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from nsa_plugin.kernels.triton.sizes import power_of_2
+
 CHUNK = 1024
 
 
@@ -81,6 +83,6 @@ def compact(
             indices, indices if length is None else length, packed, counts,
             s_q, topk, width, num_slots, fill, fill if empty_index is None else empty_index,
             *indices.stride(), *((0, 0) if length is None else length.stride()),
-            HAS_LENGTH=length is not None, BLOCK=min(CHUNK, max(16, triton.next_power_of_2(topk))),
+            HAS_LENGTH=length is not None, BLOCK=min(CHUNK, max(16, power_of_2(topk))),
         )  # fmt: skip
     return CompactRows(packed, counts)

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from nsa_plugin.kernels.checks import INDEX_DTYPES, check_tensor, require
+from nsa_plugin.kernels.triton.sizes import ceil_div, power_of_2
 
 # Entries a program; a row of 2048 is one program.
 MAX_BLOCK = 2048
@@ -49,7 +50,7 @@ def paged(
         return slots
     block = _block(topk)
     with torch.cuda.device_of(slots):
-        _paged[(slots.shape[0], triton.cdiv(topk, block))](
+        _paged[(slots.shape[0], ceil_div(topk, block))](
             slots,
             topk_indices,
             page_table,
@@ -87,7 +88,7 @@ def ragged(
         return moved
     block = _block(topk)
     with torch.cuda.device_of(moved):
-        _ragged[(moved.shape[0], triton.cdiv(topk, block))](
+        _ragged[(moved.shape[0], ceil_div(topk, block))](
             moved,
             topk_indices,
             offsets,
@@ -113,7 +114,7 @@ def pad_rows(topk_indices: torch.Tensor, num_rows: int) -> torch.Tensor:
         return padded
     block = _block(topk)
     with torch.cuda.device_of(padded):
-        _pad_rows[(padded.shape[0], triton.cdiv(topk, block))](
+        _pad_rows[(padded.shape[0], ceil_div(topk, block))](
             padded, topk_indices, rows, topk, *topk_indices.stride(), BLOCK=block
         )
     return padded
@@ -133,10 +134,10 @@ def _new_rows(op: str, topk_indices: torch.Tensor, num_rows: int | None, dtype: 
 
 
 def _block(topk: int) -> int:
-    return min(triton.next_power_of_2(topk), MAX_BLOCK)
+    return min(power_of_2(topk), MAX_BLOCK)
 
 
-@triton.jit(do_not_specialize=["rows", "requests", "pages"])
+@triton.jit(do_not_specialize=["rows", "requests", "pages", "table_stride"])  # a table is as wide as the batch needs
 def _paged(
     slots_ptr,  # int32 [programs, topk]
     indices_ptr,

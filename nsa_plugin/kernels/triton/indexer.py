@@ -30,6 +30,7 @@ from nsa_plugin.kernels.indexer_args import check_limits, check_ragged, paged_li
 from nsa_plugin.kernels.kv_cache import PagedCache
 from nsa_plugin.kernels.topk import Request, Selector, default_selector, new_output, row_chunks, uncovered_rows
 from nsa_plugin.kernels.triton.kv_cache_kernels import decode_fp8
+from nsa_plugin.kernels.triton.sizes import ceil_div, power_of_2
 
 # Keys of a block, and (query row, head) pairs of one: the product that a program holds is [128, 128] float32.
 BLOCK_N = 128
@@ -88,7 +89,7 @@ def topk(
     for chunk, span in zip(chunks, spans, strict=True):
         part = chunk.rows
         logits = buffer[: chunk.num_rows * span].view(chunk.num_rows, span)
-        row_blocks = triton.cdiv(chunk.num_rows, block_q)
+        row_blocks = ceil_div(chunk.num_rows, block_q)
         with torch.cuda.device_of(q):
             _ragged_logits[(row_blocks, _key_programs(row_blocks, span))](
                 _bytes(q[part]),
@@ -110,7 +111,7 @@ def topk(
                 HEADS=heads,
                 HEADS_PADDED=heads_padded,
                 DIM=dim,
-                DIM_PADDED=max(32, triton.next_power_of_2(dim)),
+                DIM_PADDED=max(32, power_of_2(dim)),
                 BLOCK_Q=block_q,
                 BLOCK_N=BLOCK_N,
                 num_warps=NUM_WARPS,
@@ -162,7 +163,7 @@ def paged_topk(
     zeros = torch.zeros_like(limits)
     buffer = torch.empty((min(step, requests) * group, max_len), dtype=torch.float32, device=q.device)
     block_q, heads_padded = _row_block(heads, group)
-    blocks = triton.cdiv(group, block_q)
+    blocks = ceil_div(group, block_q)
     for first in range(0, requests, step):
         end = min(first + step, requests)
         rows = slice(first * group, end * group)
@@ -189,7 +190,7 @@ def paged_topk(
                 HEADS=heads,
                 HEADS_PADDED=heads_padded,
                 DIM=dim,
-                DIM_PADDED=max(32, triton.next_power_of_2(dim)),
+                DIM_PADDED=max(32, power_of_2(dim)),
                 BLOCK_Q=block_q,
                 BLOCK_N=BLOCK_N,
                 num_warps=NUM_WARPS,
@@ -226,10 +227,10 @@ def paged_metadata(context_lens: torch.Tensor, num_sms: int, *, split: int = 256
             last.shape[0],
             last.stride(0),
             num_sms,
-            QUERY_BLOCKS=triton.cdiv(next_n, 2),
+            QUERY_BLOCKS=ceil_div(next_n, 2),
             SPLIT=split,
             BLOCK=64,
-            SMS_PADDED=triton.next_power_of_2(num_sms + 1),
+            SMS_PADDED=power_of_2(num_sms + 1),
             num_warps=8,
         )
     return schedule
@@ -237,16 +238,16 @@ def paged_metadata(context_lens: torch.Tensor, num_sms: int, *, split: int = 256
 
 def _row_block(heads: int, rows: int | None = None) -> tuple[int, int]:
     """Query rows of a block, and the heads they are padded to; both powers of two."""
-    heads_padded = triton.next_power_of_2(heads)
+    heads_padded = power_of_2(heads)
     most = max(1, BLOCK_M // heads_padded)
     if rows is not None:
-        most = min(most, triton.next_power_of_2(rows))
+        most = min(most, power_of_2(rows))
     # Tensor cores take 16 columns or more.
     return max(most, 16 // heads_padded, 1), heads_padded
 
 
 def _key_programs(row_blocks: int, keys: int) -> int:
-    return max(1, min(triton.cdiv(keys, BLOCK_N), triton.cdiv(PROGRAMS, row_blocks)))
+    return max(1, min(ceil_div(keys, BLOCK_N), ceil_div(PROGRAMS, row_blocks)))
 
 
 def _bytes(values: torch.Tensor) -> torch.Tensor:

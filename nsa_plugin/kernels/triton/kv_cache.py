@@ -17,7 +17,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import triton
 
 from nsa_plugin.kernels.checks import FLOAT_DTYPES, FP8_DTYPE, INDEX_DTYPES, KernelArgumentError, check_tensor, require
 from nsa_plugin.kernels.kv_cache import PagedCache
@@ -28,6 +27,7 @@ from nsa_plugin.kernels.triton.kv_cache_kernels import (
     write_plain_kernel,
     write_records_kernel,
 )
+from nsa_plugin.kernels.triton.sizes import ceil_div, power_of_2
 from nsa_plugin.layouts import Fp8Layout, ScaleFormat
 
 # Rows a program: 16 rows of 512 values are 64 values a thread, enough loads in flight to reach HBM speed.
@@ -75,7 +75,7 @@ def write(
     strides = (*rows.stride(), *rope_strides, slot_mapping.stride(0))
     with torch.cuda.device_of(rows):
         if not isinstance(cache.layout, Fp8Layout):
-            grid = (triton.cdiv(count, PLAIN_ROWS), triton.cdiv(cache.dim, PLAIN_VALUES))
+            grid = (ceil_div(count, PLAIN_ROWS), ceil_div(cache.dim, PLAIN_VALUES))
             write_plain_kernel[grid](
                 cache.data,
                 *sources,
@@ -90,7 +90,7 @@ def write(
             )
             return
         rows_per_program = _rows_per_program(count)
-        write_records_kernel[(triton.cdiv(count, rows_per_program),)](
+        write_records_kernel[(ceil_div(count, rows_per_program),)](
             cache.data,
             *sources,
             cache.data.stride(0),
@@ -150,7 +150,7 @@ def read_codes(cache: PagedCache, slots: torch.Tensor) -> tuple[torch.Tensor, to
     if count:
         rows_per_program = _rows_per_program(count)
         with torch.cuda.device_of(slots):
-            read_codes_kernel[(triton.cdiv(count, rows_per_program),)](
+            read_codes_kernel[(ceil_div(count, rows_per_program),)](
                 codes,
                 scales,
                 cache.data,
@@ -191,7 +191,7 @@ def _read(
     constants: dict[str, Any] = {"BY_PAGE": by_page, "INTERPRETED": not out.is_cuda}
     with torch.cuda.device_of(out):
         if not isinstance(cache.layout, Fp8Layout):
-            grid = (triton.cdiv(count, PLAIN_ROWS), triton.cdiv(cache.dim, PLAIN_VALUES))
+            grid = (ceil_div(count, PLAIN_ROWS), ceil_div(cache.dim, PLAIN_VALUES))
             read_plain_kernel[grid](
                 rows,
                 cache.data,
@@ -209,7 +209,7 @@ def _read(
             )
             return out
         rows_per_program = _rows_per_program(count)
-        read_records_kernel[(triton.cdiv(count, rows_per_program),)](
+        read_records_kernel[(ceil_div(count, rows_per_program),)](
             rows,
             cache.data,
             addresses,
@@ -248,21 +248,27 @@ def _record_constants(op: str, cache: PagedCache, layout: Fp8Layout) -> dict[str
     # Tails are read as bfloat16, scales as float32: a GPU faults on such a load at an odd address.
     alignment = 2 if is_exponent else 4
     aligned = cache.data.data_ptr() % alignment == 0 and cache.data.stride(0) % alignment == 0
-    where = f"address {cache.data.data_ptr()} with {cache.data.stride(0)} bytes between pages"
-    require(aligned, op, f"cache is at {where}; layout {layout.name} needs multiples of {alignment}")
-    in_rows = not layout.scales_after_page
+    if not aligned:
+        where = f"address {cache.data.data_ptr()} with {cache.data.stride(0)} bytes between pages"
+        raise KernelArgumentError(f"{op}: cache is at {where}; layout {layout.name} needs multiples of {alignment}")
+    return _layout_constants(layout, cache.page_size, cache.device)
+
+
+@lru_cache
+def _layout_constants(layout: Fp8Layout, page_size: int, device: torch.device) -> dict[str, Any]:
+    is_exponent, in_rows = layout.scale_format is ScaleFormat.UE8M0, not layout.scales_after_page
     return {
-        "PAGE_SIZE": cache.page_size,
+        "PAGE_SIZE": page_size,
         "TILE": layout.tile,
         "TILES": layout.num_scales,
-        "TILES_POWER": triton.next_power_of_2(layout.num_scales),
+        "TILES_POWER": power_of_2(layout.num_scales),
         "TAIL_DIM": layout.bf16_dim,
         "TAIL_START": layout.tail_start,
         "ROW_BYTES": layout.data_stride,
-        "SCALES_START": layout.fp8_dim if in_rows else cache.page_size * layout.data_stride,
+        "SCALES_START": layout.fp8_dim if in_rows else page_size * layout.data_stride,
         "SCALES_STRIDE": layout.data_stride if in_rows else layout.scale_slot_bytes,
         "IS_EXPONENT": is_exponent,
-        "NATIVE_FP8": _has_fp8_conversion(cache.device),
+        "NATIVE_FP8": _has_fp8_conversion(device),
     }
 
 

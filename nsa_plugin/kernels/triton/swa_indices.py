@@ -17,6 +17,7 @@ import triton.language as tl
 
 from nsa_plugin.kernels.checks import INDEX_DTYPES, check_tensor, require
 from nsa_plugin.kernels.swa_indices import IndexRows
+from nsa_plugin.kernels.triton.sizes import ceil_div, power_of_2
 
 # Query rows and entries of a window that a program handles.
 WINDOW_ROWS = 8
@@ -49,9 +50,9 @@ def window(
     lengths = torch.empty((num_tokens,), dtype=torch.int32, device=device)
     if num_tokens == 0:
         return IndexRows(indices, lengths)
-    block = min(triton.next_power_of_2(window), MAX_BLOCK)
+    block = min(power_of_2(window), MAX_BLOCK)
     with torch.cuda.device_of(indices):
-        _window[(triton.cdiv(num_tokens, WINDOW_ROWS), triton.cdiv(window, block))](
+        _window[(ceil_div(num_tokens, WINDOW_ROWS), ceil_div(window, block))](
             indices,
             lengths,
             cu_seqlens_q,
@@ -101,9 +102,9 @@ def combine(
     lengths = torch.empty((tokens,), dtype=torch.int32, device=device)
     if tokens == 0:
         return IndexRows(out, lengths)
-    block = min(triton.next_power_of_2(max(width, 1)), MAX_BLOCK)
+    block = min(power_of_2(max(width, 1)), MAX_BLOCK)
     with torch.cuda.device_of(out):
-        _combine[(tokens, max(1, triton.cdiv(width, block)))](
+        _combine[(tokens, max(1, ceil_div(width, block)))](
             out,
             lengths,
             swa.indices,

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from nsa_plugin.kernels.swa_indices import IndexRows
+from nsa_plugin.kernels.triton.sizes import ceil_div, power_of_2
 
 MAX_BLOCK = 1024
 MAP_BLOCK = 256
@@ -46,7 +47,7 @@ def map_pages(pages: torch.Tensor, page_map: torch.Tensor) -> None:
     """
     if len(pages) and len(page_map):
         with torch.cuda.device_of(pages):
-            _map_pages[(triton.cdiv(len(pages), MAP_BLOCK),)](
+            _map_pages[(ceil_div(len(pages), MAP_BLOCK),)](
                 page_map,
                 pages,
                 len(pages),
@@ -74,9 +75,9 @@ def combine_rows(window: Part, extra: Part | None, out: torch.Tensor) -> IndexRo
     if tokens == 0:
         return IndexRows(out, lengths)
     second = window if extra is None else extra
-    block = min(triton.next_power_of_2(max(width, 1)), MAX_BLOCK)
+    block = min(power_of_2(max(width, 1)), MAX_BLOCK)
     with torch.cuda.device_of(out):
-        _combine_rows[(tokens, max(1, triton.cdiv(width, block)))](
+        _combine_rows[(tokens, max(1, ceil_div(width, block)))](
             out,
             lengths,
             *_pointers(window),
@@ -89,8 +90,9 @@ def combine_rows(window: Part, extra: Part | None, out: torch.Tensor) -> IndexRo
             *out.stride(),
             *_strides(window),
             *_strides(second),
+            0 if extra is None else int(extra.indices.shape[1]),
+            HAS_EXTRA=extra is not None,
             WINDOW_WIDTH=int(window.indices.shape[1]),
-            EXTRA_WIDTH=0 if extra is None else int(extra.indices.shape[1]),
             WINDOW_PAGE=window.page_size,
             EXTRA_PAGE=second.page_size,
             BLOCK=block,
@@ -115,11 +117,11 @@ def _map_pages(map_ptr, pages_ptr, num_listed, num_pages, map_stride, pages_stri
 
 
 @triton.jit
-def _length(lengths_ptr, row, stride, WIDTH: tl.constexpr):
+def _length(lengths_ptr, row, stride, width):
     if lengths_ptr is None:
-        return tl.full([], WIDTH, tl.int64)
+        return tl.full([], 1, tl.int64) * width
     else:
-        return tl.maximum(tl.minimum(tl.load(lengths_ptr + row * stride).to(tl.int64), WIDTH), 0)
+        return tl.maximum(tl.minimum(tl.load(lengths_ptr + row * stride).to(tl.int64), width), 0)
 
 
 @triton.jit
@@ -142,8 +144,9 @@ def _place(index, valid, pages_ptr, map_ptr, num_listed, num_pages, pages_stride
     return place * PAGE_SIZE + index % PAGE_SIZE, valid
 
 
+# Of a compress ratio of 128 the extra width grows with the context, and must not compile the kernel anew.
 @triton.jit(
-    do_not_specialize=["window_listed", "window_pages", "extra_listed", "extra_pages"],
+    do_not_specialize=["window_listed", "window_pages", "extra_listed", "extra_pages", "extra_width"],
 )
 def _combine_rows(
     out_ptr,  # int32 [tokens, width]
@@ -173,8 +176,9 @@ def _combine_rows(
     extra_lengths_stride,
     extra_pages_stride,
     extra_map_stride,
+    extra_width,
+    HAS_EXTRA: tl.constexpr,
     WINDOW_WIDTH: tl.constexpr,
-    EXTRA_WIDTH: tl.constexpr,  # 0: there is no extra half
     WINDOW_PAGE: tl.constexpr,
     EXTRA_PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -197,8 +201,8 @@ def _combine_rows(
         WINDOW_PAGE,
     )
     combined = tl.where(valid, place, -1)
-    if EXTRA_WIDTH > 0:
-        extra_length = _length(extra_lengths_ptr, row, extra_lengths_stride, EXTRA_WIDTH)
+    if HAS_EXTRA:
+        extra_length = _length(extra_lengths_ptr, row, extra_lengths_stride, extra_width)
         length += extra_length
         behind = column - window_length
         from_extra = (behind >= 0) & (behind < extra_length)
