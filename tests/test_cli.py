@@ -19,7 +19,7 @@ from nsa_plugin import cli
 from nsa_plugin.commands import doctor, engines, live, patches
 from nsa_plugin.devices import synthetic
 from nsa_plugin.dispatch import decide
-from nsa_plugin.errors import NsaPluginError
+from nsa_plugin.errors import NoProviderError, NsaPluginError
 from nsa_plugin.patches.ledger import Need, Patch, Target
 from nsa_plugin.settings import Settings, resolve
 from nsa_plugin.shapes import BatchShape, ModelShape, Phase
@@ -312,33 +312,39 @@ def engine_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **changes: A
     ledger.SUPPORTED = changes.get("supported", ">=1,<2")  # type: ignore[attr-defined]
     ledger.PATCHES = (  # type: ignore[attr-defined]
         fake_patch("toyengine.core:serve"),
-        fake_patch("toyengine.core:gone", need=Need.GPU),
+        fake_patch("toyengine.core:gone", need=changes.get("gone", Need.GPU)),
     )
     monkeypatch.setitem(sys.modules, ledger.__name__, ledger)
     return engines.Engine(
-        "toyengine", ("toyengine",), changes.get("group", "toy.plugins"), "TOY_PLUGINS", changes.get("not_yet", {})
+        "toyengine",
+        ("toyengine",),
+        changes.get("group", "toy.plugins"),
+        "TOY_PLUGINS",
+        changes.get("not_yet", {}),
+        changes.get("majors", ()),
     )
 
 
 def test_engine_is_ready_without_being_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    state = doctor.engine_state(engine_on_disk(tmp_path, monkeypatch), cpu=True)
+    state = doctor.engine_state(engine_on_disk(tmp_path, monkeypatch), synthetic(0))
     assert (state.ready, state.version, state.reason) == (True, "1.5", "ready")
 
 
 @pytest.mark.parametrize(
-    ("changes", "cpu", "allowed", "reason"),
+    ("changes", "sm", "allowed", "reason"),
     [
-        ({"supported": ">=2"}, True, None, "version 1.5 is outside >=2, the versions supported on a CPU"),
-        ({}, False, None, "toy.toyengine.core:gone: 'gone' of toyengine.core:gone is not there"),
-        ({"group": "other.plugins"}, True, None, "entry point nsa_plugin of other.plugins is not installed"),
-        ({}, True, "other_plugin", "TOY_PLUGINS='other_plugin' does not list nsa_plugin"),
-        ({}, True, "", "TOY_PLUGINS='' does not list nsa_plugin"),
-        ({"not_yet": {"cpu": "in a later release"}}, True, None, "in a later release"),
+        ({"supported": ">=2"}, 0, None, "version 1.5 is outside >=2, the versions supported on a CPU"),
+        ({}, 90, None, "toy.toyengine.core:gone: 'gone' of toyengine.core:gone is not there"),
+        ({"group": "other.plugins"}, 0, None, "entry point nsa_plugin of other.plugins is not installed"),
+        ({}, 0, "other_plugin", "TOY_PLUGINS='other_plugin' does not list nsa_plugin"),
+        ({}, 0, "", "TOY_PLUGINS='' does not list nsa_plugin"),
+        ({"not_yet": {"cpu": "in a later release"}}, 0, None, "in a later release"),
+        ({"majors": (9, 10), "gone": Need.CPU}, 89, None, "served on SM90 and SM100 GPUs, and this one is SM89"),
     ],
 )
 def test_engine_that_cannot_serve_says_why(
     changes: dict[str, Any],
-    cpu: bool,
+    sm: int,
     allowed: str | None,
     reason: str,
     tmp_path: Path,
@@ -346,24 +352,33 @@ def test_engine_that_cannot_serve_says_why(
 ) -> None:
     if allowed is not None:
         monkeypatch.setenv("TOY_PLUGINS", allowed)
-    state = doctor.engine_state(engine_on_disk(tmp_path, monkeypatch, **changes), cpu=cpu)
+    state = doctor.engine_state(engine_on_disk(tmp_path, monkeypatch, **changes), synthetic(sm))
     assert not state.ready
     assert reason in state.reason
 
 
 def test_engine_that_is_not_installed_is_not_ready(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     engine = engine_on_disk(tmp_path, monkeypatch)
-    state = doctor.engine_state(engines.Engine("toyengine", ("absent",), engine.group, engine.allow_list), cpu=True)
+    state = doctor.engine_state(engines.Engine("toyengine", ("absent",), engine.group, engine.allow_list), synthetic(0))
     assert (state.ready, state.version, state.reason) == (False, "", "not installed")
 
 
 def test_doctor_calls_ready_what_the_backends_serve() -> None:
     """What keeps an engine from serving on a GPU is said where it starts, and here."""
-    from nsa_plugin.backends.sglang import model
-    from nsa_plugin.backends.vllm import activation
+    from nsa_plugin.backends.vllm import gpu_serving
 
-    assert ("cuda" in engines.ENGINES["vllm"].not_yet) == ("cuda" not in activation.SERVED_DEVICES)
-    assert ("cuda" in engines.ENGINES["sglang"].not_yet) == (not model.SERVED_FAMILIES)
+    vllm, sglang = engines.ENGINES["vllm"], engines.ENGINES["sglang"]
+    assert vllm.majors == gpu_serving.BACKEND_MAJORS
+    for sm in (80, 89, 90, 100, 120):
+        try:
+            gpu_serving.refuse_device(synthetic(sm))
+        except NoProviderError:
+            assert vllm.not_on(synthetic(sm)) is not None
+        else:
+            assert vllm.not_on(synthetic(sm)) is None
+        assert sglang.not_on(synthetic(sm)) is None
+    assert vllm.not_on(synthetic(0)) is None
+    assert sglang.not_on(synthetic(0)) == "SGLang serves DeepSeek sparse attention on a GPU only"
 
 
 def run_doctor(

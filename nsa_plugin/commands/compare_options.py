@@ -48,8 +48,7 @@ high (0.8): what others take while a server starts counts as that server's own. 
 --kv-cache-memory-bytes, because its own measurement counts the others too, and a small --gpu-memory-utilization (0.2):
 so much of the device must be free when a server starts.
 
-This release refuses vLLM on a GPU, and vLLM on a CPU has no sparse attention to compare with: compare vllm says so,
-and fails.
+vLLM on a CPU has no sparse attention to compare with: compare vllm says so there, and ends 2.
 
 What was measured is saved after every step, in LOGS/{MEASURED} and in the record, so that a run that is ended keeps it.
 

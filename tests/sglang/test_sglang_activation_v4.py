@@ -83,12 +83,6 @@ def test_a_family_that_is_not_served_is_refused(
     assert "has not been run on a GPU" in note
 
 
-def test_both_families_are_served_and_v4_without_speculative_decoding() -> None:
-    """What has been compared on a GPU; a family more needs a record, and a change here."""
-    assert model.SERVED_FAMILIES == ("v3.2", "v4")
-    assert model.SPECULATING_FAMILIES == ("v3.2",)
-
-
 @pytest.fixture
 def adopted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The backends of V4 that were to serve; nothing is decided or run for them."""
@@ -106,56 +100,22 @@ def adopted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return seen
 
 
-UNCOMPARED = (
-    "--speculative-algorithm is EAGLE and {} is a DeepSeek-V4 model: .* not been compared with stock .*"
-    "Without --speculative-algorithm the server starts.*NSA_PLUGIN_ENABLED=0"
-)
-
-
-@pytest.mark.parametrize("strict", [True, False])
-def test_speculative_decoding_of_v4_is_refused_where_the_backend_is_built(
-    process: Process,
-    registry: Any,
-    adopted: list[Any],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    strict: bool,
-) -> None:
-    """Also with strict off, where the refusal before was a warning, and for the draft model's backend."""
-    report = tmp_path / "report.json"
-    enabled(process, monkeypatch, strict=str(strict), report=str(report))
-    speculating = runner(speculative_algorithm="EAGLE")
-    if strict:
-        with pytest.raises(NoProviderError, match=UNCOMPARED.format("this model")):
-            registry.backends["dsv4"](speculating)(speculating)
-        assert adopted == []
-        return
-    for _ in range(2):
-        registry.backends["dsv4"](speculating)(speculating)
-    process.leave_scheduler(scheduler(V4_CONFIG))
-    assert adopted == []
-    assert read(report)["active"] is False
-    (note,) = read(report)["notes"]
-    assert note.startswith("strict is off and the stock engine serves: --speculative-algorithm is EAGLE")
-
-
-@pytest.mark.parametrize(("algorithm", "compared"), [(None, ("v3.2",)), ("EAGLE", ("v3.2", "v4"))])
-def test_v4_serves_without_speculative_decoding_and_with_it_once_that_is_compared(
+@pytest.mark.parametrize("algorithm", [None, "EAGLE"])
+def test_v4_serves_with_and_without_speculative_decoding(
     process: Process,
     registry: Any,
     adopted: list[Any],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     algorithm: str | None,
-    compared: tuple[str, ...],
 ) -> None:
-    monkeypatch.setattr(model, "SPECULATING_FAMILIES", compared)
     enabled(process, monkeypatch, report=str(tmp_path / "report.json"))
     of = runner(speculative_algorithm=algorithm)
-    built = registry.backends["dsv4"](of)(of)
+    built = [registry.backends["dsv4"](of)(of) for _ in range(2 if algorithm else 1)]  # a draft model's besides
     process.leave_scheduler(scheduler(V4_CONFIG))
-    assert adopted == [built]
-    assert read(tmp_path / "report.json")["active"] is True
+    assert adopted == built
+    report = read(tmp_path / "report.json")
+    assert (report["active"], report["notes"]) == (True, [])
 
 
 def test_speculative_decoding_of_v32_is_served(process: Process) -> None:
@@ -165,28 +125,20 @@ def test_speculative_decoding_of_v32_is_served(process: Process) -> None:
     assert process.serving.active
 
 
-@pytest.mark.parametrize("strict", [True, False])
-def test_speculative_decoding_of_v4_is_refused_before_anything_is_started(
-    process: Process, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, strict: bool
+@pytest.mark.parametrize("config", [vars(V4_CONFIG), {"index_topk": 2048}, {}])
+def test_speculative_decoding_is_not_refused_before_anything_is_started(
+    process: Process, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: dict[str, Any]
 ) -> None:
     pytest.importorskip("transformers")
     monkeypatch.setattr(activation, "_check_files", lambda version: None)
-    (tmp_path / "config.json").write_text(json.dumps(vars(V4_CONFIG)))
-    arguments = SimpleNamespace(model_path=str(tmp_path), device="cuda", speculative_algorithm=None)
-    Carried({"enabled": "true", "strict": str(strict)}, {}).write()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    Carried({"enabled": "true"}, {}).write()
+    arguments = SimpleNamespace(model_path=str(tmp_path), device="cuda", speculative_algorithm="EAGLE")
     process.check_before_serving(arguments)
-    assert not caplog.records
-    arguments.speculative_algorithm = "EAGLE"
-    if strict:
-        with pytest.raises(NoProviderError, match=UNCOMPARED.format(tmp_path)):
+    monkeypatch.setattr(model, "SERVED_FAMILIES", ())
+    if "index_topk" in config:  # it was looked at
+        with pytest.raises(NoProviderError, match="has not been run on a GPU"):
             process.check_before_serving(arguments)
-    else:
-        process.check_before_serving(arguments)
-        assert "strict is off and the stock engine serves: --speculative-algorithm is EAGLE" in caplog.text
-    (tmp_path / "config.json").write_text(json.dumps({"index_topk": 2048}))
-    model.refuse_model(arguments)  # V3.2's has been compared
-    (tmp_path / "config.json").write_text("{}")
-    model.refuse_model(arguments)
 
 
 def test_v4s_class_is_replaced_right_before_the_first_is_built(

@@ -148,7 +148,7 @@ class Process:
         """
         if self.resolved is None or self.stock_because:
             return
-        from nsa_plugin.backends.sglang.serving import Serving, is_v4, left_to_sglang  # imports torch
+        from nsa_plugin.backends.sglang.serving import Serving, left_to_sglang  # imports torch
 
         device = probe() if self.serving is None else self.serving.device
         if left := left_to_sglang(backend, model_runner, device):
@@ -157,9 +157,6 @@ class Process:
             self.left = True
             return
         with self._or_stock():
-            # Once more: a model of a hub is known here only, and with strict off the first refusal was a warning.
-            family = "v4" if is_v4(backend) else "v3.2"
-            model.refuse_speculation(family, model_runner.server_args, "this model")
             if self.serving is None:
                 self.serving = Serving.begin(self.resolved, backend, model_runner, device)
             self.serving.adopt(backend, model_runner)

@@ -11,9 +11,6 @@ from nsa_plugin.shapes import ModelShape
 SERVED_FAMILIES = ("v3.2", "v4")
 """The model families whose attention the plugin serves under SGLang: those that have run on a GPU with this release."""
 
-SPECULATING_FAMILIES = ("v3.2",)
-"""Those of them that it serves with speculative decoding too: their answers have been compared with stock's so."""
-
 NEEDS_GPU = (
     "DeepSeek sparse attention under SGLang needs a GPU, and this engine is to run on a CPU, where SGLang has neither "
     "kernels nor a paged cache for it. Serve it with SGLang on a GPU or with vLLM on the CPU; switching the plugin off "
@@ -49,23 +46,6 @@ def refuse_unserved(family: str | None, model: str) -> None:
         )
 
 
-def refuse_speculation(family: str | None, server_args: Any, model: str) -> None:
-    """Raise NoProviderError for speculative decoding of a family whose answers have not been compared with stock's so.
-
-    Args:
-        family: see `family_of`.
-        server_args: SGLang's arguments, as given or as it has completed them.
-        model: what the message calls the model.
-    """
-    algorithm = getattr(server_args, "speculative_algorithm", None)
-    if family is not None and family not in SPECULATING_FAMILIES and algorithm:
-        raise NoProviderError(
-            f"--speculative-algorithm is {algorithm} and {model} is a DeepSeek-{family.upper()} model: its speculative "
-            "decoding has not been compared with stock SGLang's in this release of nsa-plugin. Without "
-            f"--speculative-algorithm the server starts. {TURN_OFF}"
-        )
-
-
 def configured_for_cpu(server_args: Any) -> bool:
     """Whether the engine is to run on a CPU, as far as its raw arguments say."""
     import torch
@@ -78,8 +58,7 @@ def refuse_model(server_args: Any) -> None:
     """Raise NoProviderError for a model that the plugin would refuse later, before anything is started or loaded.
 
     That is one with sparse attention on a CPU, where SGLang would fail on it in its own way, and one of a family that
-    is not served, or not with speculative decoding where that is asked for. A configuration that cannot be read here is
-    left to SGLang to complain about.
+    is not served. A configuration that cannot be read here is left to SGLang to complain about.
     """
     from transformers import PretrainedConfig
 
@@ -93,9 +72,7 @@ def refuse_model(server_args: Any) -> None:
         return
     if has_sparse_attention(config) and on_cpu:
         raise NoProviderError(f"{model_path}: {NEEDS_GPU}")
-    family = family_of(config)
-    refuse_unserved(family, model_path)
-    refuse_speculation(family, server_args, model_path)
+    refuse_unserved(family_of(config), model_path)
 
 
 def model_shape(backend: Any, model_runner: Any) -> ModelShape:

@@ -45,9 +45,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("nsa_plugin")
 CONFIG_KEY = "nsa_plugin"
 CONFIG_SOURCE = f"--additional-config {{{CONFIG_KEY!r}: ...}}"
-# Kinds of device that this release serves on. "cuda" is complete, and answers as vLLM does on an H200; that it is not
-# slower in decode steps has not been measured since what made it so was mended (docs/vllm.md).
-SERVED_DEVICES: tuple[str, ...] = ("cpu",)
 
 
 @dataclass
@@ -143,12 +140,15 @@ def process() -> Process:
 
 
 def device_kind() -> str:
-    """ "cpu", "cuda" (NVIDIA's), or vLLM's name of another platform."""
+    """ "cpu", "cuda" (NVIDIA's), or another platform in the words of an error."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
         return "cpu"
-    return "cuda" if current_platform.is_cuda() else str(current_platform.device_name or "an unknown platform")
+    if current_platform.is_cuda():
+        return "cuda"
+    # Never the bare name: another maker's platform may call its devices "cuda" or "cpu".
+    return f"vLLM's platform {type(current_platform).__name__}"
 
 
 def settings_of(vllm_config: Any) -> ResolvedSettings:
@@ -174,8 +174,10 @@ def check_here(vllm_config: Any, resolved: ResolvedSettings) -> tuple[Need, ...]
     ledger = process().ledger
     ledger.check_version()
     kind = device_kind()
-    if kind not in SERVED_DEVICES:
-        raise PatchError(_not_served(kind))
+    if kind not in ("cpu", "cuda"):
+        raise PatchError(
+            f"nsa-plugin serves vLLM on a CPU and on NVIDIA GPUs, and has no backend for {kind}. {TURN_OFF}"
+        )
     if kind == "cpu":
         refuse_on_cpu(vllm_config)
         ledger.check(Need.CPU)
@@ -194,16 +196,6 @@ def check_here(vllm_config: Any, resolved: ResolvedSettings) -> tuple[Need, ...]
     assert files is not None
     ledger.check(*needs, look=files.check)
     return needs
-
-
-def _not_served(kind: str) -> str:
-    if kind == "cuda":
-        return (
-            "nsa-plugin's backend for vLLM is not served on a GPU by this release: decode steps of several requests "
-            "were slower than vLLM's own when last measured there, and what made them so is mended and not measured; "
-            f"vLLM on a CPU is served. {TURN_OFF}"
-        )
-    return f"nsa-plugin serves vLLM on a CPU and has no backend for {kind}. {TURN_OFF}"
 
 
 def wanted(vllm_config: Any, resolved: ResolvedSettings) -> bool:

@@ -126,11 +126,13 @@ def prefill_topk(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def worker_load(original: Callable[..., Any]) -> Callable[..., Any]:
-    """For `Worker.load_model`, before which vLLM has chosen its GPU and built no layer."""
+    """For `Worker.load_model`, before which vLLM has chosen its GPU and built no layer, and after which all of them."""
 
     def around(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
         _or_stock(lambda found: found.prepare(torch.device(worker.device)))
-        return original(worker, *args, **kwargs)
+        result = original(worker, *args, **kwargs)
+        _or_stock(lambda found: found.check_layers())
+        return result
 
     return wrap(original, around)
 

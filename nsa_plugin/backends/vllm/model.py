@@ -30,6 +30,9 @@ _CONTEXT_PARALLEL = ("decode_context_parallel_size", "prefill_context_parallel_s
 SERVED_FAMILIES = ("v3.2",)
 """The model families that the plugin serves with vLLM on a GPU: those that have run on one with a real vLLM."""
 
+V32_ARCHITECTURES = ("DeepseekV32ForCausalLM",)
+"""Of those with V3.2's attention, what is served on a GPU. Others share selections between layers, or have other heads,
+and none of them has been compared there."""
 V4_ARCHITECTURES = ("DeepseekV4ForCausalLM",)
 V4_RATIOS = frozenset({0, 1, 4, 128})
 V4_ROW = 512
@@ -154,14 +157,19 @@ def refuse_on_gpu(vllm_config: Any) -> None:
     if family == "v4":
         _refuse_v4(vllm_config)
     else:
+        _refuse_architectures(vllm_config, V32_ARCHITECTURES)
         model_shape(vllm_config, GPU_LAYOUTS)
+
+
+def _refuse_architectures(vllm_config: Any, carried: tuple[str, ...]) -> None:
+    if others := [name for name in _architectures(vllm_config) if name not in carried]:
+        raise SettingsError(f"nsa-plugin carries {', '.join(carried)} here, not {others[0]}. {TURN_OFF}")
 
 
 def _refuse_v4(vllm_config: Any) -> None:
     """As `refuse_on_gpu`, for what only DeepSeek-V4 has."""
-    architectures, config = _architectures(vllm_config), vllm_config.model_config.hf_text_config
-    if others := [name for name in architectures if name not in V4_ARCHITECTURES]:
-        raise SettingsError(f"nsa-plugin carries {', '.join(V4_ARCHITECTURES)} here, not {others[0]}. {TURN_OFF}")
+    config = vllm_config.model_config.hf_text_config
+    _refuse_architectures(vllm_config, V4_ARCHITECTURES)
     ratios = set(getattr(config, "compress_ratios", None) or ())
     if unknown := ratios - V4_RATIOS:
         raise SettingsError(
