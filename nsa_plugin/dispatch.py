@@ -36,7 +36,9 @@ class Part:
     batch: BatchShape
 
 
-def decide(model: ModelShape, batch: BatchShape, device: DeviceProfile, settings: Settings) -> Plan:
+def decide(
+    model: ModelShape, batch: BatchShape, device: DeviceProfile, settings: Settings, *, keeps_heads: str = ""
+) -> Plan:
     """The plan of a batch.
 
     `Plan.reasons` has a sentence for every field of the plan, the indexer's own under "indexer.<field>".
@@ -46,6 +48,8 @@ def decide(model: ModelShape, batch: BatchShape, device: DeviceProfile, settings
         batch: the batch, or the part of one that shares a plan.
         device: what this machine has; `memory_free` is taken as free now.
         settings: what the user chose.
+        keeps_heads: the engine's reason why the ranks do not trade heads for tokens, whatever speaks for it; "": they
+            may.
 
     Raises:
         SettingsError: a setting contradicts the model, the device, or what this batch needs.
@@ -56,7 +60,7 @@ def decide(model: ModelShape, batch: BatchShape, device: DeviceProfile, settings
         return _idle_plan(batch)
     case = Case(model, batch, device, settings)
     route, refused, why = choices.pick_dense(case)
-    return _sparse_plan(case, why) if route is None else _dense_plan(case, route, refused, why)
+    return _sparse_plan(case, why, keeps_heads) if route is None else _dense_plan(case, route, refused, why)
 
 
 def partition(
@@ -70,6 +74,7 @@ def partition(
     cuda_graph: bool = False,
     context_parallel: bool = False,
     attention_workspace_tokens: int = 0,
+    keeps_heads: str = "",
 ) -> tuple[Part, ...]:
     """A batch split so that one long prompt does not take dense attention from the short ones.
 
@@ -80,6 +85,7 @@ def partition(
     Args:
         q_lens, kv_lens: new rows and whole context of each request, in tokens.
         cuda_graph, context_parallel, attention_workspace_tokens: see `BatchShape`.
+        keeps_heads: of all parts; see `decide`.
 
     Raises:
         ShapeError: the lengths cannot belong together.
@@ -98,7 +104,7 @@ def partition(
 
     def part(requests: Sequence[int]) -> Part:
         batch = shape(requests)
-        return Part(tuple(requests), decide(model, batch, device, settings), batch)
+        return Part(tuple(requests), decide(model, batch, device, settings, keeps_heads=keeps_heads), batch)
 
     everything = range(len(q_lens))
     whole = BatchShape.from_lengths(phase, q_lens, kv_lens)
@@ -227,10 +233,10 @@ def _dense_plan(case: Case, route: Route, refused: Sequence[Refusal], why: str) 
     )
 
 
-def _sparse_plan(case: Case, not_dense: str) -> Plan:
+def _sparse_plan(case: Case, not_dense: str, keeps_heads: str) -> Plan:
     load = case.own_load
     route, refused = choices.pick_sparse(case, load)
-    traded = sharding.decided(case, route)
+    traded = sharding.decided(case, route, keeps_heads)
     sharded = traded.chunks > 0
     if sharded:
         load = case.sharded_load

@@ -7,7 +7,6 @@ for each other in an exchange: they are made of the model, the batch, the settin
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -18,7 +17,7 @@ from nsa_plugin.choices import count, head_padding, in_time, pick_sparse
 from nsa_plugin.devices import DeviceProfile
 from nsa_plugin.errors import NsaPluginError
 from nsa_plugin.parallel.partition import Partition, Weights, by_cost, by_count
-from nsa_plugin.plan import Attention, Plan
+from nsa_plugin.plan import Plan
 from nsa_plugin.settings import Settings
 from nsa_plugin.shapes import BatchShape, ModelShape, Phase
 
@@ -51,10 +50,7 @@ def impossible(model: ModelShape, device: DeviceProfile) -> str | None:
 
 
 def never(model: ModelShape, device: DeviceProfile, settings: Settings) -> str | None:
-    """As `impossible`, and why the settings keep every batch from it: where buffers would be for nothing.
-
-    See also `pointless`, which compares times.
-    """
+    """As `impossible`, and why the settings keep every batch from it."""
     if settings.token_shard == "off":
         return "token_shard is off"
     if reason := impossible(model, device):
@@ -72,13 +68,15 @@ def never(model: ModelShape, device: DeviceProfile, settings: Settings) -> str |
 
 
 def pointless(model: ModelShape, device: DeviceProfile, settings: Settings, max_tokens: int) -> str | None:
-    """Why `auto` would trade no batch of up to so many query rows, so that buffers would be for nothing; None if any.
+    """As `never`, and why `auto` would trade no batch of up to so many query rows: buffers would be for nothing.
 
-    For a start-up, where `never` has no objection: it decides batches of all sizes that were measured and of those
-    half-way between, with contexts as short as sparse attention has them, and also without the kernels that read a bf16
-    copy of the cache, for which an engine may find no memory.
+    What a start-up asks; see `backends.token_shard.open_exchange`. It decides batches of all sizes that were measured
+    and of those half-way between, with contexts as short as sparse attention has them, and also without the kernels
+    that read a bf16 copy of the cache, for which an engine may find no memory.
     """
-    if settings.token_shard != "auto":
+    if reason := never(model, device, settings):
+        return reason
+    if settings.token_shard == "on":
         return None
     in_place = device.keeping(lambda _, kernel: not kernel.layouts or model.kv_layout in kernel.layouts)
     sizes = _sizes(model, device, max_tokens)
@@ -132,16 +130,17 @@ class Decided(NamedTuple):
     why_chunks: str = "nothing is exchanged"
 
 
-def decided(case: Case, route: Route) -> Decided:
+def decided(case: Case, route: Route, keeps_heads: str = "") -> Decided:
     """Whether the batch trades heads for tokens around the kernel, and in how many pieces.
 
     Args:
         route: the route that would be taken without, the best one.
+        keeps_heads: see `dispatch.decide`.
     """
     model, batch, mode = case.model, case.batch, case.settings.token_shard
     if batch.phase not in PHASES:
         return Decided(0, f"{batch.phase}: the rows of draft steps are not traded")
-    if reason := never(model, case.device, case.settings):
+    if reason := never(model, case.device, case.settings) or keeps_heads:
         return Decided(0, reason)
     if batch.context_parallel:
         return Decided(0, "the prefill is split over a context-parallel group already")
@@ -188,19 +187,6 @@ def _quickest(case: Case, route: Route) -> tuple[int, float | None, str]:
     best = min(times, key=lambda chunks: times[chunks])  # of equal ones the fewest pieces
     said = ", ".join(f"{in_time(time)} in {count(chunks, 'piece')}" for chunks, time in times.items())
     return best, times[best], f"{said}, as measured on {case.device.where}"
-
-
-def keeping(settings: Settings, keeps: str) -> Settings:
-    """What a batch is decided by whose ranks keep their heads for an engine's reason; "": as any other."""
-    return replace(settings, token_shard="off") if keeps else settings
-
-
-def saying(plan: Plan, settings: Settings, keeps: str) -> Plan:
-    """A plan that was made with `keeping`, with the engine's reason in it."""
-    sparse = plan.attention in (Attention.SPARSE_PREFILL, Attention.SPARSE_DECODE)
-    if not keeps or not sparse or settings.token_shard == "off" or plan.phase not in PHASES:
-        return plan
-    return replace(plan, reasons={**plan.reasons, "token_shard": keeps})
 
 
 def sharded_us(case: Case, route: Route, chunks: int = 1) -> float | None:

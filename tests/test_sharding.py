@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from nsa_plugin import measured, sharding
 from nsa_plugin.devices import DeviceProfile, synthetic
-from nsa_plugin.dispatch import validate
+from nsa_plugin.dispatch import decide, partition, validate
 from nsa_plugin.errors import SettingsError
 from nsa_plugin.parallel.partition import PartitionError, by_count
 from nsa_plugin.settings import Settings
@@ -100,6 +100,39 @@ def test_heads_are_kept(
     plan = choose(model, shape, device, token_shard=mode)
     assert not plan.token_shard
     assert reason in plan.reasons["token_shard"]
+
+
+KEEPS = "two batches are attended at once"
+
+
+@pytest.mark.parametrize(
+    ("shape", "mode", "reason"),
+    [
+        (LONG, "on", KEEPS),
+        (decode(512, 5000, cuda_graph=True), "on", KEEPS),
+        (LONG, "auto", KEEPS),
+        (LONG, "off", "token_shard is off"),
+        (extend(1024, 1024), "on", "dense attention pads no heads"),
+        (decode(512, 5000, phase=Phase.DRAFT_EXTEND), "on", "draft_extend: the rows of draft steps are not traded"),
+    ],
+)
+def test_an_engines_reason_keeps_heads_whatever_speaks_for_the_trade(shape: BatchShape, mode: str, reason: str) -> None:
+    """And its plan is the one of `off` in everything else."""
+    model, settings = replace(V32_FP8, attn_tp_size=4), Settings(token_shard=mode)
+    kept = decide(model, shape, FULL, settings, keeps_heads=KEEPS)
+    off = decide(model, shape, FULL, replace(settings, token_shard="off"))
+    assert kept.reasons == off.reasons | {"token_shard": reason}
+    assert replace(kept, reasons={}) == replace(off, reasons={})
+    if reason == KEEPS:
+        assert decide(model, shape, FULL, settings).token_shard
+
+
+def test_an_engines_reason_keeps_the_heads_of_all_parts_of_a_prefill() -> None:
+    model = replace(V32_FP8, attn_tp_size=4)
+    q_lens, kv_lens = [4096, 100], [65536, 100]
+    parts = partition(model, q_lens, kv_lens, Phase.EXTEND, FULL, Settings(token_shard="on"), keeps_heads=KEEPS)
+    said = {part.requests: (part.plan.token_shard, part.plan.reasons["token_shard"]) for part in parts}
+    assert said == {(0,): (False, KEEPS), (1,): (False, "dense attention pads no heads")}
 
 
 def test_draft_steps_keep_their_heads() -> None:
@@ -383,6 +416,20 @@ def test_on_is_served(ranks: int) -> None:
 
 # ---------------------------------------------------------------------------------------------------
 # Buffers
+
+
+@pytest.mark.parametrize(
+    ("device", "mode", "reason"),
+    [
+        (FULL, "off", "token_shard is off"),
+        (H200, "on", "there are no token_shard kernels"),
+        (replace(FULL, nvlink=False), "auto", "no other GPU is reached over NVLink"),
+    ],
+)
+def test_buffers_are_pointless_where_no_batch_ever_trades(device: DeviceProfile, mode: str, reason: str) -> None:
+    said = sharding.pointless(replace(V32_FP8, attn_tp_size=4), device, Settings(token_shard=mode), 8192)
+    assert said is not None
+    assert said.startswith(reason)
 
 
 @pytest.mark.parametrize(

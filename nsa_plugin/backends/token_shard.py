@@ -10,6 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from typing import Any, TypeVar
 
 import torch
@@ -157,20 +158,32 @@ def least(group: dist.ProcessGroup, number: int) -> int:
     return int(found)
 
 
-def checked_group(engine: str, find: Callable[[], Any], named: str, model: ModelShape) -> Any:
+def free_memory_of(exchange: Exchange | None, read: Callable[[], int]) -> Callable[[], int]:
+    """What reads the free memory that plans are made from: with an exchange, the least of its ranks.
+
+    Ranks that exchange have to plan alike, and a plan may turn on it.
+
+    Args:
+        read: gives the free bytes of this rank's device.
+    """
+    return read if exchange is None else lambda: exchange.least(read())
+
+
+def checked_group(engine: str, getter: tuple[str, str], model: ModelShape) -> Any:
     """An engine's coordinator of the ranks that share the attention's heads.
 
     Args:
         engine: its name, for errors.
-        find: gives the coordinator, by importing what the engine calls `named`.
+        getter: the module and the name of the engine's function that gives it.
 
     Raises:
         PatchError: there is none, or not of these ranks.
     """
+    module, name = getter
     try:
-        group = find()
+        group = getattr(import_module(module), name)()
     except (ImportError, AttributeError) as error:
-        raise PatchError(f"{engine} has no {named}, which token_shard needs. {TURN_OFF}") from error
+        raise PatchError(f"{engine} has no {module}.{name}, which token_shard needs. {TURN_OFF}") from error
     lacks = [part for part in ("device_group", "cpu_group") if getattr(group, part, None) is None]
     if lacks:
         raise PatchError(f"{engine}'s attention group has no {' and no '.join(lacks)}. {TURN_OFF}")
@@ -214,12 +227,7 @@ def open_exchange(
     if not settings.strict:  # no rank may wait for one that has left serving to its engine
         return None, _kept(settings, "strict is off, and a rank that does not serve would keep the others waiting")
     ranks = group()
-    reason = (
-        sharding.never(model, device, settings)
-        or impossible()
-        or sharding.pointless(model, device, settings, max_tokens())
-        or ""
-    )
+    reason = impossible() or sharding.pointless(model, device, settings, max_tokens())
     if not least(ranks.cpu_group, int(not reason)):
         return None, _kept(
             settings, reason or "another rank of the attention group cannot, and its own report says why"

@@ -348,8 +348,8 @@ def serving_both() -> None:
         assert plan.token_shard == trades
         assert each.nsa_plugin.planner.device.memory_free == (1 if trades else 1 + rank) << 30
     assert "draft model" in plan.reasons["token_shard"]
-    made.settle()
     serving.free_device_memory = lambda: (9 - rank) << 30
+    made.settle()
     engine.prepare(backend)
     assert backend.nsa_plugin.planner.device.memory_free == (9 - (ranks - 1)) << 30
 

@@ -162,9 +162,9 @@ def test_a_step_is_decided_once_and_counted_every_time():
 def test_prefills_of_the_same_lengths_are_decided_once_and_counted_every_time(monkeypatch: pytest.MonkeyPatch):
     decided, counted = [], []
 
-    def deciding(model, batch, device, settings):
+    def deciding(model, batch, device, settings, **given):
         decided.append(batch)
-        return decide(model, batch, device, settings)
+        return decide(model, batch, device, settings, **given)
 
     monkeypatch.setattr(routes, "decide", deciding)
     monkeypatch.setattr(routes, "MAX_PREFILLS", 2)
@@ -238,9 +238,9 @@ def test_the_model_of_the_tests_is_the_plugins():
 def test_what_a_steps_plan_depends_on_makes_a_plan_of_its_own(monkeypatch: pytest.MonkeyPatch):
     decided = []
 
-    def deciding(model, batch, device, settings):
+    def deciding(model, batch, device, settings, **given):
         decided.append((batch.phase, batch.num_requests, batch.num_tokens))
-        return decide(model, batch, device, settings)
+        return decide(model, batch, device, settings, **given)
 
     monkeypatch.setattr(routes, "decide", deciding)
     made, counted = planner("v32_fp8"), []

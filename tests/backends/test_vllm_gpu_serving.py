@@ -211,6 +211,25 @@ def test_a_kernel_that_does_not_run_leaves_the_backend_alone(monkeypatch: pytest
     assert here.vllm_config.attention_config.backend is None
 
 
+def test_vllms_layers_alone_are_served_only_where_the_user_named_their_backend(backends: dict[str, object]):
+    def model_of(*layers: Any, backend: str | None = None, **device: Any) -> GpuServing:
+        here = serving(config(attention_config=SimpleNamespace(backend=backend)), **device)
+        here.prepare(torch.device("cpu"))
+        here.vllm_config.compilation_config.static_forward_context |= dict(enumerate(layers))
+        return here
+
+    other = layer(False, "FLASHINFER_MLA_SPARSE")
+    model_of(layer(True), other).check_layers()
+    model_of(other, backend="FLASHINFER_MLA_SPARSE").check_layers()
+    words = f"no layer of the model attends by vLLM's {BACKEND}.*"
+    with pytest.raises(NoProviderError, match=words + "vLLM chose FLASHINFER_MLA_SPARSE, on SM90"):
+        model_of(other).check_layers()  # the plugin's own choice was not kept to
+    with pytest.raises(NoProviderError, match=words + "vLLM chose FLASHINFER_MLA_SPARSE, on SM100"):
+        model_of(other, device=synthetic(100, libraries=("triton", "deep_gemm"))).check_layers()
+    with pytest.raises(NoProviderError, match=words + "no sparse layer that nsa-plugin knows"):
+        model_of().check_layers()
+
+
 def test_free_memory_is_read_after_the_capture(monkeypatch: pytest.MonkeyPatch):
     here = serving()
     planner = here.planning()

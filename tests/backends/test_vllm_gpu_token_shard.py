@@ -12,11 +12,13 @@ import torch
 import torch.distributed as dist
 
 from nsa_plugin import sharding
+from nsa_plugin.backends.providers import Providers
 from nsa_plugin.backends.token_shard import Exchange, Share
 from nsa_plugin.backends.vllm import gpu_patches, gpu_token_shard
 from nsa_plugin.backends.vllm.gpu_indexer import own_rows, runs
 from nsa_plugin.backends.vllm.gpu_metadata import _copied
 from nsa_plugin.backends.vllm.gpu_token_shard import OwnRows, _flat_rows, dealt, impossible
+from nsa_plugin.backends.warm import warm
 from nsa_plugin.dispatch import validate
 from nsa_plugin.errors import NsaPluginError, PatchError, SettingsError
 from nsa_plugin.kernels.kv_cache import open_cache
@@ -24,7 +26,7 @@ from nsa_plugin.parallel.partition import Partition, by_count
 from nsa_plugin.settings import Settings
 from tests.backends import vllm_shard_bodies
 from tests.backends.vllm_fakes import TRITON, planner
-from tests.backends.vllm_shard_bodies import WAYS, planner_of
+from tests.backends.vllm_shard_engine import WAYS, planner_of
 from tests.parallel.ranks import on_ranks
 
 
@@ -205,6 +207,19 @@ def test_a_layer_that_is_built_asks_for_the_exchange(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(gpu_patches, "building", lambda: asked.append(1))
     assert gpu_patches.impl_class(staticmethod(lambda: int)).__func__() is int
     assert asked == [1]
+
+
+@pytest.mark.parametrize("library", ["reference", "triton"])
+def test_kernels_run_while_a_model_is_built(library: str):
+    """Where a tensor that names no device and no dtype has the model's."""
+    shape, kernels = planner_of(WAYS[1], 2, on=True).model, {("sparse_mla_prefill", library)}
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            warm(kernels | {("sparse_mla_decode", library)}, Providers("v32_fp8", 90), shape, torch.device("cpu"))
+    finally:
+        torch.set_default_dtype(before)
 
 
 def test_what_shows_after_the_start_leaves_serving_to_vllm_with_strict_off(monkeypatch: pytest.MonkeyPatch):

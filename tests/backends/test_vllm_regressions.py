@@ -313,6 +313,7 @@ from nsa_plugin.settings import ResolvedSettings, Settings
 from nsa_plugin.shapes import ModelShape
 from nsa_plugin.telemetry import Trace
 
+torch.repeat_interleave = None  # on a host it wakes every thread that torch has, for a few rows
 cache = allocate_cache("indexer_fp8", 128, 8)
 layer = "model.layers.0.self_attn"
 for starts, kv_lens, num_decodes in ([0, 1, 1], [40, 20], 2), ([0, 0, 1, 31, 31], [40, 20, 60, 5], 2):
@@ -322,6 +323,10 @@ for starts, kv_lens, num_decodes in ([0, 1, 1], [40, 20], 2), ([0, 0, 1, 31, 31]
         resolved=ResolvedSettings(settings, {}), request_ids=tuple, trace=Trace(), count=None,
     )
     groups = Builder._groups(SimpleNamespace(serving=serving), starts, kv_lens, num_decodes, len(kv_lens))
+    owners = {row: owner for group in groups for row, owner in zip(group.rows.tolist(), group.request_of_row.tolist())}
+    assert owners == {
+        row: owner for owner in range(len(kv_lens)) for row in range(starts[owner], starts[owner + 1])
+    }
     table = torch.arange(128, dtype=torch.int32).view(4, 32)
     stored = cpu_indexer.CpuIndexerMetadata(torch.full((rows,), -1), table)
     context = SimpleNamespace(

@@ -14,7 +14,6 @@ import importlib
 import importlib.util
 import sys
 import unittest
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -29,6 +28,7 @@ from nsa_plugin.patches.ledger import Ledger
 from nsa_plugin.plan import Attention, Plan
 from nsa_plugin.settings import ResolvedSettings, Settings
 from nsa_plugin.shapes import Phase
+from tests.gpu.calls import record
 
 VERSIONS = ">=0.5.16,<0.5.24"
 KIT = "sglang.test.kits.attention_unittest"
@@ -182,13 +182,10 @@ def plug(monkeypatch: pytest.MonkeyPatch, kit: Kit, **settings: Any) -> Plugged:
     monkeypatch.setattr(serving, "ranks", lambda model_runner: {"tp_rank": 0})
     monkeypatch.setattr(serving, "route_counter", lambda server_args, labels: seen.plans.append)
 
-    attend = attention._attend
+    def of_plugin(args: tuple[Any, ...]) -> None:
+        seen.kernels.append(("plugin", args[0].route.plan.provider))
 
-    def attend_seen(state: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        seen.kernels.append(("plugin", state.route.plan.provider))
-        return attend(state, *args, **kwargs)
-
-    monkeypatch.setattr(attention, "_attend", attend_seen)
+    record(monkeypatch, attention, "_attend", of_plugin)
 
     patch = next(patch for patch in ledger_data.PATCHES if patch.name == "sglang.backend")
     target = patch.target(_version())
@@ -197,8 +194,7 @@ def plug(monkeypatch: pytest.MonkeyPatch, kit: Kit, **settings: Any) -> Plugged:
     original = getattr(module, name)
     for function, kernel in SGLANGS_OWN.items():
         if hasattr(original, function):
-            recorded = _recorded(getattr(original, function), seen.kernels, kernel)
-            monkeypatch.setattr(original, function, recorded)
+            record(monkeypatch, original, function, lambda _, kernel=kernel: seen.kernels.append(("sglang", kernel)))
 
     class Fed(backend.make(original)):  # type: ignore[misc]
         """The plugin's class as a server builds it, given slots for positions; see `_slots`."""
@@ -263,15 +259,6 @@ def _slots(backend: Any, batch: Any, positions: torch.Tensor) -> torch.Tensor:
         table = table.repeat_interleave(rows, dim=0)
     slots = table.gather(1, positions.clamp(min=0).long())
     return torch.where(positions < 0, -1, slots).to(torch.int32)
-
-
-def _recorded(function: Callable[..., Any], kernels: list[tuple[str, str]], kernel: str) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def recorded(*args: Any, **kwargs: Any) -> Any:
-        kernels.append(("sglang", kernel))
-        return function(*args, **kwargs)
-
-    return recorded
 
 
 def _version() -> Version:

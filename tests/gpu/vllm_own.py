@@ -32,6 +32,7 @@ from nsa_plugin.patches import vllm as ledger_data
 from nsa_plugin.patches.ledger import Ledger
 from nsa_plugin.plan import Attention, Plan
 from nsa_plugin.shapes import Phase
+from tests.gpu.calls import record
 
 SOURCE = "TESTS_OF_VLLM"
 VERSIONS = ">=0.24,<0.25"
@@ -236,8 +237,6 @@ def plug(monkeypatch: pytest.MonkeyPatch, own: Own, folder: Path, *, drafts: int
     seen.process = activation.Process(ledger)
     for module in (activation, gpu_patches):
         monkeypatch.setattr(module, "process", lambda: seen.process)
-    # vLLM on a GPU, whether or not this release serves there.
-    monkeypatch.setattr(activation, "SERVED_DEVICES", ("cuda",))
     (folder / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
 
     make_config = own.utils.create_vllm_config
@@ -263,16 +262,16 @@ def plug(monkeypatch: pytest.MonkeyPatch, own: Own, folder: Path, *, drafts: int
     for module in (own.sparse, own.mla):
         monkeypatch.setattr(module, "create_and_prepopulate_kv_cache", create_and_prepopulate_kv_cache)
 
-    _record(monkeypatch, gpu_attention, "_by_provider", lambda args: seen.kernels.append(("plugin", args[4].provider)))
-    dense = "_dense"
-    _record(
-        monkeypatch,
-        gpu_attention,
-        dense,
-        lambda args: seen.kernels.append(("plugin", f"dense {args[4].plan.provider}")),
-    )
+    def of_plugin(args: tuple[Any, ...]) -> None:
+        seen.kernels.append(("plugin", args[4].provider))
+
+    def dense_of_plugin(args: tuple[Any, ...]) -> None:
+        seen.kernels.append(("plugin", f"dense {args[4].plan.provider}"))
+
+    record(monkeypatch, gpu_attention, "_by_provider", of_plugin)
+    record(monkeypatch, gpu_attention, "_dense", dense_of_plugin)
     for function in ("_bf16_flash_mla_kernel", "_fp8_flash_mla_kernel"):
-        _record(monkeypatch, FlashMLASparseImpl, function, lambda args: seen.kernels.append(("vllm", "flash_mla")))
+        record(monkeypatch, FlashMLASparseImpl, function, lambda args: seen.kernels.append(("vllm", "flash_mla")))
 
     selector = kernels_topk.default_selector
 
@@ -288,17 +287,6 @@ def plug(monkeypatch: pytest.MonkeyPatch, own: Own, folder: Path, *, drafts: int
 
     monkeypatch.setattr(gpu_indexer, "default_selector", default_selector)
     return seen
-
-
-def _record(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, note: Callable[[tuple[Any, ...]], None]) -> None:
-    function = getattr(owner, name)
-
-    @functools.wraps(function)
-    def recorded(*args: Any, **kwargs: Any) -> Any:
-        note(args)
-        return function(*args, **kwargs)
-
-    monkeypatch.setattr(owner, name, recorded)
 
 
 def attend(

@@ -143,6 +143,17 @@ def test_requests_are_scored_against_their_own_keys(library, rows_per_chunk):
         assert library.calls == [(2, 61), (2, 61), (1, 142), (2, 5), (1, 5), (2, 34)]
 
 
+@pytest.mark.parametrize("rows_per_chunk", [None, 2])
+def test_what_is_scored_at_once_is_cut_once_for_all_layers(library, rows_per_chunk, monkeypatch):
+    requests, ks, ke = ragged_requests([(4, 61), (0, 9), (1, 140), (3, 3), (2, 0), (2, 33)])
+    parts = provider.cut(ks, ke, 246, rows_per_chunk, requests)
+    monkeypatch.setattr(provider, "cut", None)
+    for seed in range(2):
+        inputs = [values.flip(0) if seed else values for values in indexer_inputs(len(ks), 246, 32)]
+        result = provider.topk(*inputs, ks, ke, 16, parts=parts)
+        assert torch.equal(result, reference_topk(*inputs, ks, ke, 16))
+
+
 def test_a_bound_on_the_keys_of_a_row_bounds_the_buffer(library):
     inputs, (ks, ke) = indexer_inputs(6, 200, 32), ranges(6, 200)
     result = provider.topk(*inputs, ks, ke, 12, max_key_span=50)

@@ -1,6 +1,9 @@
 """The V4 prefill route, interpreted, against attention straight from the two caches."""
 
+import inspect
 import math
+import re
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -255,3 +258,14 @@ SHARED_MAP = torch.zeros(4, dtype=torch.int32)
 def test_wrong_arguments_are_named(changes, message):
     with pytest.raises(KernelArgumentError, match=message):
         route(**arguments(**changes))
+
+
+def test_no_width_of_the_selection_compiles_the_kernel_anew():
+    """At 128 : 1 it grows with the context: a part of what is compiled, it would stop every longer prompt for that."""
+    kernel = import_module("nsa_plugin.kernels.triton.v4_prefill")._combine_rows
+    parameters = inspect.signature(kernel.fn).parameters
+    constant = {name for name, one in parameters.items() if "constexpr" in str(one.annotation)}
+    assert constant == {"HAS_EXTRA", "WINDOW_WIDTH", "WINDOW_PAGE", "EXTRA_PAGE", "BLOCK"}
+    source = inspect.getsource(import_module("nsa_plugin.kernels.triton.v4_prefill"))
+    (varying,) = re.findall(r"do_not_specialize=\[([^]]*)\],?\s*\)\s*def _combine_rows", source)
+    assert '"extra_width"' in varying

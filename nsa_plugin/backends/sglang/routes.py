@@ -209,16 +209,17 @@ class Planner:
         if batch.shape.context_parallel or (batch.mixed and self.model.fp8_cache):
             return None
         keeps = self._keeps_heads(batch)
-        plan = self._decided(batch.shape, self.device, self.settings, keeps)
+        plan = decide(self.model, batch.shape, self.device, self.settings, keeps_heads=keeps)
+        settings = replace(self.settings, mha_max_kv=0)  # for a batch that is not dense
         if plan.attention is Attention.MHA_ONE_SHOT and not dense_allowed:
-            plan = self._decided(batch.shape, self.device, replace(self.settings, mha_max_kv=0), keeps)
+            plan = decide(self.model, batch.shape, self.device, settings, keeps_heads=keeps)
             said = plan.reasons["attention"].replace("mha_max_kv is 0", "SGLang's own rules have none for this batch")
             plan = replace(plan, reasons={**plan.reasons, "attention": said})
         if plan.dequantize_kv and not self._copy_fits(plan, batch):
-            settings = replace(self.settings, mha_max_kv=0)  # this batch is not dense
+            device = in_place(self.device, self.model.kv_layout)
             # Nothing else may take so many rows: then it is copied as SGLang would.
             with suppress(NsaPluginError):
-                plan = self._decided(batch.shape, in_place(self.device, self.model.kv_layout), settings, keeps)
+                plan = decide(self.model, batch.shape, device, settings, keeps_heads=keeps)
                 said = f"{plan.reasons['dequantize_kv']}; a bf16 copy would take over a quarter of the free memory"
                 plan = replace(plan, reasons={**plan.reasons, "dequantize_kv": said})
         return route_of(plan, self.model.kv_layout)
@@ -232,9 +233,6 @@ class Planner:
         if (rows := batch.shape.num_tokens) > self.exchange_rows:
             return f"{rows} query rows exceed the {self.exchange_rows} that the exchange's buffers hold"
         return ""
-
-    def _decided(self, shape: BatchShape, device: DeviceProfile, settings: Settings, keeps: str) -> Plan:
-        return sharding.saying(decide(self.model, shape, device, sharding.keeping(settings, keeps)), settings, keeps)
 
     def shares(self, plan: Plan, batch: Batch, held: int) -> Partition:
         """Whose rows of a batch are whose; see `sharding.shares`, and of a later step `sharding.step_shares`."""
@@ -270,7 +268,8 @@ class Planner:
         return route
 
     def _step_by(self, shape: BatchShape, keeps: str) -> Route:
-        return route_of(self._decided(shape, self.device, self.settings, keeps), self.model.kv_layout)
+        plan = decide(self.model, shape, self.device, self.settings, keeps_heads=keeps)
+        return route_of(plan, self.model.kv_layout)
 
     def _recorded(self, route: Route, batch: Batch) -> Route:
         self.trace.record([(route.plan, batch.requests)])

@@ -19,6 +19,7 @@ from nsa_plugin.backends.sglang.model import impls_of, kv_layout, model_shape
 from nsa_plugin.backends.sglang.routes import PLANNED, Planner, Route
 from nsa_plugin.backends.sglang.token_shard import Exchange, open_exchange
 from nsa_plugin.backends.sglang.v4_routes import v4_shape
+from nsa_plugin.backends.token_shard import free_memory_of
 from nsa_plugin.backends.warm import warm, warm_selection
 from nsa_plugin.capabilities import Op
 from nsa_plugin.devices import DeviceProfile
@@ -107,7 +108,7 @@ class Serving:
             self.resolved.settings,
             self.trace,
             self.count,
-            free_memory_of(exchange),
+            free_memory_of(exchange, free_device_memory),
             exchange_rows=0 if exchange is None else exchange.shard.max_tokens,
             no_exchange=keeps,
         )
@@ -166,7 +167,7 @@ class Serving:
         """SGLang has captured its graphs: what is free from now on is what batches have."""
         for backend in self.backends:
             state = backend.nsa_plugin
-            state.planner.free_memory = free_memory_of(getattr(state, "exchange", None))
+            state.planner.free_memory = free_memory_of(getattr(state, "exchange", None), free_device_memory)
 
     def end(self) -> None:
         """Hand every backend back to SGLang."""
@@ -235,13 +236,3 @@ def left_to_sglang(backend: Any, model_runner: Any, device: DeviceProfile) -> st
 def free_device_memory() -> int:
     """Free bytes of the current device that PyTorch does not hold."""
     return int(torch.cuda.mem_get_info()[0])
-
-
-def free_memory_of(exchange: Exchange | None) -> Callable[[], int]:
-    """What reads the free memory that plans are made from: with an exchange, the least of its ranks.
-
-    Ranks that exchange have to plan alike, and a plan may turn on it.
-    """
-    if exchange is None:
-        return free_device_memory
-    return lambda: exchange.least(free_device_memory())

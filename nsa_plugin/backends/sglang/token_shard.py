@@ -42,6 +42,7 @@ from nsa_plugin.settings import Settings
 from nsa_plugin.shapes import ModelShape
 
 GROUP = "sglang.srt.distributed.parallel_state", "get_attn_tp_group"
+"""What gives SGLang's coordinator of the attention's tensor-parallel ranks."""
 # Whether a prefill is captured or replayed in pieces: of each kind the first name that a version has.
 _BACKEND = "sglang.srt.model_executor.runner_backend_utils"
 IN_GRAPH = (
@@ -103,17 +104,11 @@ def open_exchange(
         device,
         settings,
         torch.device(backend.device),
-        group=lambda: _group(model),
+        group=lambda: checked_group("SGLang", GROUP, model),
         impossible=lambda: impossible(backend, model_runner, model),
         max_tokens=lambda: _max_tokens(model_runner.server_args),
         made=lambda shard, host_group: Exchange(shard, host_group, _in_graph()),
     )
-
-
-def _group(model: ModelShape) -> Any:
-    """SGLang's coordinator of the attention's tensor-parallel ranks."""
-    module, name = GROUP
-    return checked_group("SGLang", lambda: getattr(import_module(module), name)(), f"{module}.{name}", model)
 
 
 def _in_graph() -> Callable[[], bool]:

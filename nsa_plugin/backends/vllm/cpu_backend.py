@@ -24,7 +24,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from nsa_plugin.backends.vllm.activation import process
-from nsa_plugin.backends.vllm.metadata import MLAMetadata, PrefillMetadata
+from nsa_plugin.backends.vllm.metadata import MLAMetadata, PrefillMetadata, owner_of_rows
 from nsa_plugin.backends.vllm.serving import CpuServing
 from nsa_plugin.dispatch import partition
 from nsa_plugin.errors import PatchError
@@ -46,7 +46,7 @@ class Group:
         requests: their places in the batch.
         names: their ids; empty where vLLM has none.
         rows: [num_rows] int64, their query rows in the batch, request after request.
-        request_of_row: [num_rows] int64, the place in the batch of each row's request.
+        request_of_row: [num_rows] int32, the place in the batch of each row's request.
         q_lens, kv_lens: rows and context of each, in tokens, this step's included.
     """
 
@@ -145,6 +145,7 @@ class CpuSparseMLAMetadataBuilder(AttentionMetadataBuilder[CpuSparseMLAMetadata]
         """The batch's groups: its decodes, then its prefills as `partition` splits them."""
         serving = self.serving
         names = serving.request_ids()
+        owners = torch.from_numpy(owner_of_rows(starts))
         groups: list[Group] = []
         for phase, first, last in ((Phase.DECODE, 0, num_decodes), (Phase.EXTEND, num_decodes, num_requests)):
             q_lens = [starts[request + 1] - starts[request] for request in range(first, last)]
@@ -154,15 +155,15 @@ class CpuSparseMLAMetadataBuilder(AttentionMetadataBuilder[CpuSparseMLAMetadata]
             for part in parts:
                 requests = [first + request for request in part.requests]
                 spans = [torch.arange(starts[request], starts[request + 1]) for request in requests]
-                lengths = torch.tensor([len(span) for span in spans], dtype=torch.int64)
+                rows = torch.cat(spans)
                 groups.append(
                     Group(
                         plan=part.plan,
                         requests=requests,
                         names=[names[request] if request < len(names) else "" for request in requests],
-                        rows=torch.cat(spans) if spans else torch.empty(0, dtype=torch.int64),
-                        request_of_row=torch.repeat_interleave(torch.tensor(requests, dtype=torch.int64), lengths),
-                        q_lens=lengths.tolist(),
+                        rows=rows,
+                        request_of_row=owners[rows],
+                        q_lens=[len(span) for span in spans],
                         kv_lens=[kv_lens[request] for request in requests],
                     )
                 )

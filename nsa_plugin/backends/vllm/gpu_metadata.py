@@ -2,8 +2,8 @@
 
 What vLLM's MLA layer reads is there under its names (0.20 to 0.33); what the plugin's implementation works on are
 `Piece`s and `DensePiece`s. All that a captured batch needs lies at addresses that stay: vLLM's block table, and a
-buffer of the builder that says whose row is whose. Nothing here waits for the device, and nothing for torch's threads:
-`torch.repeat_interleave` on a host wakes all of them for two elements, in every step, so numpy repeats here.
+buffer of the builder that says whose row is whose. Nothing here waits for the device, and nothing for torch's threads,
+which `torch.repeat_interleave` would wake on a host: see `metadata.owner_of_rows`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from nsa_plugin.backends.token_shard import Share
 from nsa_plugin.backends.vllm.gpu_routes import Carrier, DensePart, Planner, Split, carrier_of
 from nsa_plugin.backends.vllm.gpu_token_shard import Copied, Dealt, OwnRows
-from nsa_plugin.backends.vllm.metadata import MLAMetadata, PrefillMetadata
+from nsa_plugin.backends.vllm.metadata import MLAMetadata, PrefillMetadata, owner_of_rows
 from nsa_plugin.plan import Plan
 
 # Heads of a rank that vLLM's builder (0.20 to 0.29) takes for few and for many: fewer than 32 and it makes one mixed
@@ -330,13 +330,12 @@ def _owners(split: Split) -> torch.Tensor:
     return torch.from_numpy(owners)
 
 
-def owner_of_rows(starts: Sequence[int]) -> np.ndarray:
-    """int32 [rows]: the request of each row. `starts`: the first row of each request, and the end of the last."""
-    return np.repeat(np.arange(len(starts) - 1, dtype=np.int32), np.diff(starts))
-
-
 def rows_one_by_one(starts: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the request of each row, how many of its rows come behind it), int64 on the host; `starts` as above."""
+    """(the request of each row, how many of its rows come behind it), int64 on the host.
+
+    Args:
+        starts: as `owner_of_rows` has them.
+    """
     owner = owner_of_rows(starts).astype(np.int64)
     ends = np.asarray(starts[1:], dtype=np.int64)
     return torch.from_numpy(owner), torch.from_numpy(ends[owner] - 1 - np.arange(starts[0], starts[-1]))

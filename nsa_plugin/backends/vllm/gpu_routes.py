@@ -276,12 +276,16 @@ class Planner:
 
     def _parts(self, q_lens: list[int], kv_lens: list[int], workspace_tokens: int = 0) -> tuple[Part, ...]:
         """The parts of a prefill."""
-        keeps = self._keeps_heads(sum(q_lens))
-        device, settings = self.prefill_device, sharding.keeping(self.settings, keeps)
-        parts = partition(
-            self.model, q_lens, kv_lens, Phase.EXTEND, device, settings, attention_workspace_tokens=workspace_tokens
+        return partition(
+            self.model,
+            q_lens,
+            kv_lens,
+            Phase.EXTEND,
+            self.prefill_device,
+            self.settings,
+            attention_workspace_tokens=workspace_tokens,
+            keeps_heads=self._keeps_heads(sum(q_lens)),
         )
-        return tuple(replace(part, plan=sharding.saying(part.plan, self.settings, keeps)) for part in parts)
 
     def _keeps_heads(self, rows: int) -> str:
         """Why a batch's ranks do not trade heads for tokens, whatever else speaks for it; "" if they may."""
@@ -330,8 +334,7 @@ class Planner:
                 cuda_graph=True,
             )
             keeps = self._keeps_heads(rows)
-            plan = decide(self.model, shape, self.step_device, sharding.keeping(self.settings, keeps))
-            self._steps[key] = sharding.saying(plan, self.settings, keeps)
+            self._steps[key] = decide(self.model, shape, self.step_device, self.settings, keeps_heads=keeps)
         return self._steps[key]
 
     def prefill_plan(self, rows: int, context: int) -> Plan:

@@ -14,18 +14,17 @@ from typing import Any, ClassVar
 
 import torch
 
-from nsa_plugin import sharding
 from nsa_plugin.backends.providers import Providers
 from nsa_plugin.backends.token_shard import Exchange
 from nsa_plugin.backends.vllm.gpu_routes import Carrier, Planner, carrier_of
-from nsa_plugin.backends.vllm.gpu_token_shard import max_tokens, open_exchange
+from nsa_plugin.backends.vllm.gpu_token_shard import open_exchange
 from nsa_plugin.backends.vllm.model import GPU_LAYOUTS, model_shape, refuse_on_gpu, step_tokens
 from nsa_plugin.backends.vllm.serving import Serving
 from nsa_plugin.backends.warm import warm, warm_selection
 from nsa_plugin.devices import DeviceProfile, probe
 from nsa_plugin.dispatch import validate
-from nsa_plugin.errors import NsaPluginError, SettingsError
-from nsa_plugin.patches.ledger import PatchStatus
+from nsa_plugin.errors import NoProviderError, NsaPluginError, SettingsError
+from nsa_plugin.patches.ledger import TURN_OFF, PatchStatus
 from nsa_plugin.plan import Attention, IndexerMode, Plan
 
 # What vLLM carries inside itself.
@@ -34,6 +33,8 @@ VENDORED = {"deep_gemm": "vllm.third_party.deep_gemm"}
 # the user gave none: from 0.25 on vLLM prefers others there, one by the cache's format. On SM100 it is vLLM's choice.
 BACKEND = "FLASHMLA_SPARSE"
 BACKEND_SMS = (90,)
+# The GPUs that vLLM takes this backend on, by the major part of their SM version (its `supports_compute_capability`).
+BACKEND_MAJORS = (9, 10)
 SHORT, LONG, CONTEXT, MANY = 1024, 4096, 32768, 64
 # Rows of the batches that kernels are looked up for: what is chosen may change with their number.
 ROWS = tuple(1 << power for power in range(14))
@@ -85,6 +86,7 @@ class GpuServing(Serving):
         if self.planner is None:
             refuse_on_gpu(self.vllm_config)
             model, device = model_shape(self.vllm_config, GPU_LAYOUTS), self.device_profile()
+            refuse_device(device)
             scheduler, limit = self.vllm_config.scheduler_config, step_tokens(self.vllm_config)
             planner = Planner(
                 model=model,
@@ -113,16 +115,20 @@ class GpuServing(Serving):
     def building(self) -> Planner:
         """The planner for a layer of the model that is being built; with the first, the exchange of heads for tokens.
 
-        Here and not before, so that vLLM, which measures what building the model takes, counts the buffers.
+        Here and not before, so that vLLM, which measures what building the model takes, counts the buffers. Where ranks
+        exchange, the kernels run with all heads, too.
 
         Raises:
-            SettingsError, PatchError, MismatchError, NoProviderError: see `open_exchange`.
+            SettingsError, PatchError, MismatchError, NoProviderError: see `open_exchange` and `warm`.
         """
         planner = self.planning()
         if not self.opened and self.place is not None:
             settings = self.resolved.settings
             found = open_exchange(self.vllm_config, planner.model, planner.device, settings, self.place)
             planner.trade(*found)
+            if planner.exchange is not None:
+                all_heads = replace(planner.model, attn_tp_size=1)
+                warm(own_kernels(planner, sharded=True), self.loaded(), all_heads, self.place)
             self.opened = True
         return planner
 
@@ -143,7 +149,7 @@ class GpuServing(Serving):
             self.chose = True
 
     def warm(self, device: torch.device) -> None:
-        """Run every kernel of the plugin's that batches may take, once in the process.
+        """Run every kernel of the plugin's that batches may take with a rank's own heads, once in the process.
 
         Raises:
             NoProviderError: one does not run here; says which and why.
@@ -154,13 +160,24 @@ class GpuServing(Serving):
             self.warmed = True
 
     def run_kernels(self, device: torch.device) -> None:
-        """Run the attention kernels of the plugin's that batches may take; see `warm`."""
-        planner, providers = self.planning(), self.loaded()
-        warm(own_kernels(planner), providers, planner.model, device)
-        if not sharding.never(planner.model, planner.device, self.resolved.settings):
-            trading = replace(planner, no_exchange="", exchange_rows=max_tokens(self.vllm_config), _steps={})
-            all_heads = replace(planner.model, attn_tp_size=1)
-            warm(own_kernels(trading, sharded=True), providers, all_heads, device)
+        """Run the attention kernels of the plugin's that batches may take with a rank's own heads; see `warm`."""
+        planner = self.planning()
+        warm(own_kernels(planner), self.loaded(), planner.model, device)
+
+    def check_layers(self) -> None:
+        """vLLM has built its model. If none of it attends by plans, the user must have asked for that.
+
+        Raises:
+            NoProviderError: no layer attends by plans, and the user asked for no other backend.
+        """
+        planned, others = self.layers()
+        if planned or not (self.chose or self.vllm_config.attention_config.backend is None):
+            return
+        found = f"vLLM chose {', '.join(sorted(others))}" if others else "it has no sparse layer that nsa-plugin knows"
+        raise NoProviderError(
+            f"no layer of the model attends by vLLM's {self.backend}, which nsa-plugin plans for: {found}, on "
+            f"{self.planning().device.where}. --attention-backend {self.backend} asks for it. {TURN_OFF}"
+        )
 
     def settle(self) -> None:
         """vLLM has allocated its cache and captured its graphs: what is free from now on is what batches have.
@@ -231,6 +248,20 @@ class GpuServing(Serving):
         if plan.indexer.mode is IndexerMode.TOPK:
             text += f"; logits of {plan.indexer.rows_per_chunk} rows at once"
         return text + f"; heads {'' if plan.token_shard else 'not '}traded for tokens: {plan.reasons['token_shard']}"
+
+
+def refuse_device(device: DeviceProfile) -> None:
+    """Raise NoProviderError for a device that no layer of vLLM's would attend by plans on.
+
+    The plugin's own kernels may well run there, so that no look-up of a kernel fails.
+    """
+    if device.kind != "cuda":
+        raise NoProviderError(f"vLLM serves on a GPU, and torch sees none of NVIDIA's here: {device.name}. {TURN_OFF}")
+    if device.sm // 10 not in BACKEND_MAJORS:
+        raise NoProviderError(
+            f"nsa-plugin plans for vLLM's {BACKEND}, which needs an SM90 or SM100 GPU (H100, H200, B200); this one, "
+            f"{device.name}, is {device.where}. {TURN_OFF}"
+        )
 
 
 def dense_workspace_tokens(vllm_config: Any) -> int:

@@ -36,6 +36,7 @@ from nsa_plugin.settings import Settings
 from nsa_plugin.shapes import ModelShape
 
 GROUP = "vllm.distributed.parallel_state", "get_tp_group"
+"""What gives vLLM's coordinator of the tensor-parallel ranks."""
 FLASH_MLA = "vllm.v1.attention.backends.mla.flashmla_sparse"
 """The module that calls FlashMLA for vLLM's own layers: the functions are those that it has imported."""
 
@@ -132,7 +133,7 @@ def open_exchange(
         device,
         settings,
         where,
-        group=lambda: _group(model),
+        group=lambda: checked_group("vLLM", GROUP, model),
         impossible=lambda: impossible(vllm_config),
         max_tokens=lambda: max_tokens(vllm_config),
         made=Exchange,
@@ -142,12 +143,6 @@ def open_exchange(
 def max_tokens(vllm_config: Any) -> int:
     """Most query rows of a batch that the buffers hold; captured sizes above it keep their heads."""
     return int(vllm_config.scheduler_config.max_num_batched_tokens)
-
-
-def _group(model: ModelShape) -> Any:
-    """vLLM's coordinator of the tensor-parallel ranks."""
-    module, name = GROUP
-    return checked_group("vLLM", lambda: getattr(import_module(module), name)(), f"{module}.{name}", model)
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -1,10 +1,14 @@
-"""What vLLM's MLA layer reads of a batch's metadata, under its names; both backends' own metadata derives from it."""
+"""What both backends lay a batch out by: what vLLM's MLA layer reads of its metadata, under its names, from which
+their own metadata derives, and whose row is whose.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+import numpy as np
 import torch
 
 
@@ -65,3 +69,14 @@ class MLAMetadata:
             block_table=common.block_table_tensor,
             **own,
         )
+
+
+def owner_of_rows(starts: Sequence[int]) -> np.ndarray:
+    """int32 [rows]: the request of each row.
+
+    By numpy: `torch.repeat_interleave` on a host wakes all of torch's threads for two elements, in every step.
+
+    Args:
+        starts: the first row of each request, and the end of the last.
+    """
+    return np.repeat(np.arange(len(starts) - 1, dtype=np.int32), np.diff(starts))
