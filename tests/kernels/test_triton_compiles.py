@@ -15,6 +15,7 @@ import nsa_plugin
 from tests.kernels import compile_program
 
 PACKAGE = Path(nsa_plugin.__file__).parent
+ROOT = Path(compile_program.__file__).parents[2]
 
 
 def launched() -> set[str]:
@@ -38,7 +39,7 @@ def launched() -> set[str]:
 def test_every_kernel_compiles_and_fits_the_shared_memory(sm: int) -> None:
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", compile_program.__name__, str(sm)]
-    done = subprocess.run(command, env=environ, cwd=PACKAGE.parent, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
     compiled: dict[str, list[int]] = json.loads(done.stdout.splitlines()[-1])
     assert {name.rpartition(".")[2] for name in compiled} == launched()
