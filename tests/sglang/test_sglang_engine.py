@@ -6,7 +6,6 @@ of its attention, with all its patches applied and verified in the scheduler pro
 
 from __future__ import annotations
 
-import json
 import re
 from importlib import metadata
 from pathlib import Path
@@ -150,27 +149,6 @@ def test_what_cannot_work_ends_the_command_before_serving(
     assert place.run_command_line(*arguments, **environment) == status
     last = place.log().strip().splitlines()[-1]
     assert all(word in last for word in words), last
-    assert not any(seen["scheduler"] for seen in place.seen("loaded"))
-
-
-V4_MODEL = {"architectures": ["DeepseekV4ForCausalLM"], "index_topk": 512, "compress_ratios": [0, 4, 128, 4, 0]}
-
-
-@pytest.mark.parametrize("offline", [False, True])
-def test_speculative_decoding_of_v4_ends_the_start_before_serving(place: Place, offline: bool) -> None:
-    """By the names that this SGLang has for its arguments; as if for a GPU, which is not looked for so early."""
-    (place.folder / "v4").mkdir()
-    (place.folder / "v4" / "config.json").write_text(json.dumps(V4_MODEL))
-    if offline:
-        arguments = {"model_path": "v4", "device": "cuda", "speculative_algorithm": "EAGLE"}
-        status, _ = place.run_engine(arguments, NSA_PLUGIN_ENABLED="1")
-    else:
-        flags = ["--enable-nsa-plugin", "--device", "cuda", "--speculative-algorithm", "EAGLE"]
-        status = place.run_command_line(*flags, model="v4")
-    assert status == 1
-    (message,) = re.findall(r"(?:nsa-plugin: error|NoProviderError): (.*)", place.log())
-    assert message.startswith("--speculative-algorithm is EAGLE and v4 is a DeepSeek-V4 model")
-    assert "NSA_PLUGIN_ENABLED=0" in message
     assert not any(seen["scheduler"] for seen in place.seen("loaded"))
 
 
