@@ -11,9 +11,10 @@ and to attend those with a kernel for bfloat16 rows:
     result    = attention(q, workspace, combined, window_length + extra_length, attn_sink)
 
 `reference_route` states the result; `fill` makes the workspace and `attend` the rest, for all query rows
-or some of them, `combine` the indices alone; `route` is all of it. All take each cache as `Keys`, whose
-indices either are slots of the cache, translated by way of a map from pages to places in the workspace, or
-rows of that cache's share of the workspace, `place * page_size + position` for the page at `pages[place]`.
+or some of them, `combine` the indices and `attend_rows` the output alone; `route` is all of it. All take
+each cache as `Keys`, whose indices either are slots of the cache, translated by way of a map from pages to
+places in the workspace, or rows of that cache's share of the workspace, `place * page_size + position` for
+the page at `pages[place]`.
 
 Memory: the caller's workspace, the combined indices (4 * rows * width bytes of the rows that are attended
 at once, or the caller's buffer), the caller's maps (4 bytes a page of a cache, never cleared), and what
@@ -287,12 +288,43 @@ def attend(
     require(rows.step in (None, 1), OP, f"rows has a step of {rows.step}; rows are taken one after the other")
     q, window, extra = q[rows], window.of(rows), None if extra is None else extra.of(rows)
     named = combine(window, extra, alignment=alignment, out=combined, again=True)
-    if q.numel() == 0 or needed == 0 or named.indices.shape[1] == 0:
-        return nothing(q, out, out_dtype)
+    return attend_rows(
+        q,
+        workspace[:needed],
+        named,
+        scale=scale,
+        attn_sink=attn_sink,
+        attention=attention,
+        out=out,
+        out_dtype=out_dtype,
+    )
+
+
+def attend_rows(
+    q: torch.Tensor,
+    workspace: torch.Tensor,
+    named: IndexRows,
+    *,
+    scale: float,
+    attn_sink: torch.Tensor | None = None,
+    attention: Attention | None = None,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> PrefillOutput:
+    """Attention of query rows over the rows that they name. Waits for nothing, and checks what `attention` checks.
+
+    Args:
+        q: [tokens, heads, 512].
+        workspace: [rows, 512], nothing behind the pages' rows.
+        named: of these queries, from `combine`.
+        scale, attn_sink, attention, out, out_dtype: as of `attend`.
+    """
+    if q.numel() == 0 or len(workspace) == 0 or named.indices.shape[1] == 0:
+        return _nothing(q, out, out_dtype)
     attends = _default_attention() if attention is None else attention
     return attends(
         q,
-        workspace[:needed],
+        workspace,
         named.indices,
         scale=scale,
         d_v=HEAD_DIM,
@@ -320,7 +352,7 @@ def _default_attention() -> Attention:
     return attention
 
 
-def nothing(q: torch.Tensor, out: torch.Tensor | None, out_dtype: torch.dtype | None) -> PrefillOutput:
+def _nothing(q: torch.Tensor, out: torch.Tensor | None, out_dtype: torch.dtype | None) -> PrefillOutput:
     """The result of queries without a key."""
     if out is None:
         out = torch.empty(q.shape, dtype=out_dtype or q.dtype, device=q.device)

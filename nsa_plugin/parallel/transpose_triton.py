@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from nsa_plugin.kernels.triton.sizes import ceil_div, power_of_2
+
 WORDS = (torch.int64, torch.int32, torch.int16, torch.int8)
 # Words a program: 8 KiB of int64. A thread then has four loads of 16 bytes in flight.
 MAX_BLOCK = 1024
@@ -24,10 +26,10 @@ def swap_blocks(src: torch.Tensor, dst: torch.Tensor) -> torch.Tensor:
     places = [src.storage_offset() * size, dst.storage_offset() * size]
     word = next(word for word in WORDS if all(n % word.itemsize == 0 for n in (nbytes, *strides, *places)))
     words = nbytes // word.itemsize
-    block = min(MAX_BLOCK, triton.next_power_of_2(words))
+    block = min(MAX_BLOCK, power_of_2(words))
     with torch.cuda.device_of(src):
         # Grid dimensions but the first end at 65535.
-        _swap_blocks[(first * second, triton.cdiv(words, block))](
+        _swap_blocks[(first * second, ceil_div(words, block))](
             _in_words(src, word),
             _in_words(dst, word),
             second,

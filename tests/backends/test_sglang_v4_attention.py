@@ -63,18 +63,18 @@ def by_reference(monkeypatch: pytest.MonkeyPatch) -> None:
         return [replace(part, indices=part.indices.clone(), lengths=part.lengths.clone()) for part in keys]
 
     def attending(
-        attention: Any, call: Any, q: torch.Tensor, workspace: torch.Tensor, keys: Any, out: Any = None
+        q: torch.Tensor, workspace: torch.Tensor, keys: Any, *, attention: Any, out: Any = None, **more: Any
     ) -> Any:
         of, caches = filled[0]
         assert of is workspace
         attention(q)  # a test counts the calls
         # What another layer combined is attended in this one's caches.
         own = [replace(part, cache=one.cache) for part, one in zip(keys, caches, strict=True)]
-        return reference_route(q, *own, scale=call.scale, attn_sink=call.attn_sink, out=out).out
+        return reference_route(q, *own, out=out, **more)
 
     monkeypatch.setattr(v4_rows, "fill", filling)
     monkeypatch.setattr(v4_rows, "combine", combining)
-    monkeypatch.setattr(v4_rows, "attended", attending)
+    monkeypatch.setattr(v4_rows, "attend_rows", attending)
 
 
 def close(got: torch.Tensor, expected: torch.Tensor) -> None:

@@ -67,6 +67,12 @@ def serving(vllm_config: Any = None, device: Any = H200, **settings: Any) -> V4S
     )
 
 
+@pytest.mark.parametrize("sm", [80, 120])
+def test_a_device_without_vllms_backend_is_refused(served: None, sm: int):
+    with pytest.raises(NoProviderError, match="vLLM's FLASHMLA_SPARSE_DSV4, which needs an SM90 or SM100"):
+        serving(device=synthetic(sm)).planning()
+
+
 def layer(backend: str) -> Any:
     return SimpleNamespace(swa_cache_layer=object(), get_attn_backend=lambda: SimpleNamespace(get_name=lambda: backend))
 

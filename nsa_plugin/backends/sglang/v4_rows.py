@@ -9,6 +9,7 @@ without compressed keys and once for all at 128 : 1, as SGLang keeps them in its
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ import torch
 from nsa_plugin.backends.sglang.v4_batch import PAGE, Prefill
 from nsa_plugin.errors import NoProviderError
 from nsa_plugin.kernels.swa_indices import IndexRows
-from nsa_plugin.kernels.v4_prefill import HEAD_DIM, Attention, Keys, combine, combined_width, fill, nothing
+from nsa_plugin.kernels.v4_prefill import HEAD_DIM, Keys, attend_rows, combine, combined_width, fill
 from nsa_plugin.kernels.workspace import Workspace
 from nsa_plugin.v4_memory import INDICES_BYTES
 
@@ -98,41 +99,18 @@ def over_rows(state: V4State, call: Call) -> torch.Tensor:
     keys = tuple(one if one.cache is part.cache else replace(one, cache=part.cache) for one, part in own)
     fill(table.workspace, *keys, again=table.filled, mapped=table.mapped)
     table.filled = table.mapped = True
+    attend = partial(attend_rows, scale=call.scale, attn_sink=call.attn_sink, attention=state.rows_attention)
     step = table.combined.shape[0]
     if step >= q.shape[0]:
         # The kernel's own output is handed on where it is the only one.
-        return attended(state.rows_attention, call, q, table.workspace, _indices(table, keys))
+        return attend(q, table.workspace, _indices(table, keys)).out
     out = q.new_empty(*q.shape[:-1], HEAD_DIM)
     for first in range(0, q.shape[0], step):
         some = slice(first, min(first + step, q.shape[0]))
         into = table.combined[: some.stop - some.start]
         indices = combine(*(one.of(some) for one in keys), out=into, again=True)
-        attended(state.rows_attention, call, q[some], table.workspace, indices, out[some])
+        attend(q[some], table.workspace, indices, out=out[some])
     return out
-
-
-def attended(
-    attention: Attention,
-    call: Call,
-    q: torch.Tensor,
-    workspace: torch.Tensor,
-    indices: IndexRows,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The attention of some query rows over the workspace."""
-    if q.numel() == 0 or workspace.shape[0] == 0:
-        return nothing(q, out, None).out
-    return attention(
-        q,
-        workspace,
-        indices.indices,
-        scale=call.scale,
-        d_v=HEAD_DIM,
-        topk_length=indices.lengths,
-        attn_sink=call.attn_sink,
-        out=out,
-        out_dtype=None,
-    ).out
 
 
 def _indices(table: Table, keys: tuple[Keys, ...]) -> IndexRows:

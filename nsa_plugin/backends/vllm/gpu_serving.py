@@ -250,8 +250,8 @@ class GpuServing(Serving):
         return text + f"; heads {'' if plan.token_shard else 'not '}traded for tokens: {plan.reasons['token_shard']}"
 
 
-def refuse_device(device: DeviceProfile) -> None:
-    """Raise NoProviderError for a device that no layer of vLLM's would attend by plans on.
+def refuse_device(device: DeviceProfile, backend: str = BACKEND) -> None:
+    """Raise NoProviderError for a device that no layer of vLLM's `backend` would attend by plans on.
 
     The plugin's own kernels may well run there, so that no look-up of a kernel fails.
     """
@@ -259,7 +259,7 @@ def refuse_device(device: DeviceProfile) -> None:
         raise NoProviderError(f"vLLM serves on a GPU, and torch sees none of NVIDIA's here: {device.name}. {TURN_OFF}")
     if device.sm // 10 not in BACKEND_MAJORS:
         raise NoProviderError(
-            f"nsa-plugin plans for vLLM's {BACKEND}, which needs an SM90 or SM100 GPU (H100, H200, B200); this one, "
+            f"nsa-plugin plans for vLLM's {backend}, which needs an SM90 or SM100 GPU (H100, H200, B200); this one, "
             f"{device.name}, is {device.where}. {TURN_OFF}"
         )
 

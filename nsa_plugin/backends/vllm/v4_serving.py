@@ -11,7 +11,7 @@ import torch
 
 from nsa_plugin.backends.providers import Providers
 from nsa_plugin.backends.v4 import DIRECT, LAYOUT, RATIOS
-from nsa_plugin.backends.vllm.gpu_serving import ROWS, VENDORED, GpuServing
+from nsa_plugin.backends.vllm.gpu_serving import ROWS, VENDORED, GpuServing, refuse_device
 from nsa_plugin.backends.vllm.model import refuse_on_gpu, step_tokens, v4_shape
 from nsa_plugin.backends.vllm.v4_routes import V4Planner, carrier_of, own_kernels
 from nsa_plugin.backends.warm import refusal
@@ -49,6 +49,7 @@ class V4Serving(GpuServing):
                     "tokens; allowed here: auto, off"
                 )
             device, scheduler = self.device_profile(), self.vllm_config.scheduler_config
+            refuse_device(device, self.backend)
             planner = V4Planner(
                 model=v4_shape(self.vllm_config),
                 device=device,

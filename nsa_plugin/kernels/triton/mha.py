@@ -29,6 +29,7 @@ import triton.language as tl
 
 from nsa_plugin.kernels.checks import FLOAT_DTYPES, INDEX_DTYPES, check_tensor, require
 from nsa_plugin.kernels.mha import MhaOutput
+from nsa_plugin.kernels.triton.sizes import power_of_2
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 COMPUTE_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -251,8 +252,8 @@ def mha(
         return MhaOutput(out, lse)
 
     d_low = max(16, 1 << (d_qk.bit_length() - 1))
-    d_high = max(16, triton.next_power_of_2(d_qk - d_low)) if d_qk > d_low else 0
-    d_v_block = max(16, triton.next_power_of_2(d_v))
+    d_high = max(16, power_of_2(d_qk - d_low)) if d_qk > d_low else 0
+    d_v_block = max(16, power_of_2(d_v))
     same = q.dtype == k.dtype == v.dtype
     dtype = q.dtype if same else torch.float32
     tile = tile_of(d_low + d_high, d_v_block, dtype.itemsize, _shared_memory(q.device), max_seqlen_q)

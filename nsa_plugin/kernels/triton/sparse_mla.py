@@ -26,6 +26,7 @@ from nsa_plugin.kernels.kv_cache import PagedCache
 from nsa_plugin.kernels.sparse_mla import DecodeOutput, PrefillOutput
 from nsa_plugin.kernels.sparse_mla_args import Call, Scope, decode_call, prefill_call
 from nsa_plugin.kernels.triton import sparse_mla_kernels as kernels
+from nsa_plugin.kernels.triton.sizes import ceil_div
 from nsa_plugin.layouts import V4_FP8, V32_FP8, Fp8Layout
 
 D_V = 512
@@ -186,7 +187,7 @@ def _launch(call: Call, scale: float, lse: torch.Tensor, max_logits: torch.Tenso
 
     main, extra = call.scopes[0], call.scopes[1] if len(call.scopes) > 1 else None
     layouts = [_layout_code(scope.cache) for scope in call.scopes]
-    grid = (rows * triton.cdiv(heads, tile.block_h), splits)
+    grid = (rows * ceil_div(heads, tile.block_h), splits)
     kernels.sparse_mla_kernel[grid](
         q,
         *q.stride(),

@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from nsa_plugin.kernels.triton.sizes import ceil_div
+
 BLOCK = 1024
 
 
@@ -33,7 +35,7 @@ def masked_rows(
     lengths = None if length is None else torch.empty((batch, s_q), dtype=torch.int32, device=indices.device)
     if out.numel():
         with torch.cuda.device(indices.device) if indices.is_cuda else nullcontext():
-            _masked_rows_kernel[(batch * s_q, triton.cdiv(width, BLOCK))](
+            _masked_rows_kernel[(batch * s_q, ceil_div(width, BLOCK))](
                 indices,
                 *indices.stride(),
                 length,
