@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import subprocess
 import sys
 from enum import IntEnum
+from shutil import which
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
-from nsa_plugin.kernels.cuda import build
+from nsa_plugin.kernels.cuda import build, nvrtc
 
 
 class Status(IntEnum):
@@ -18,53 +20,54 @@ class Status(IntEnum):
     WRONG = 6
 
 
-class Compiler(ModuleType):
-    """`cuda.bindings.nvrtc`: the cubin is the source's length and the options."""
+class Compiler:
+    """The library of NVRTC: the cubin is the number of programs so far."""
 
-    def __init__(self, fails: bool = False):
-        super().__init__("cuda.bindings.nvrtc")
-        self.fails = fails
+    def __init__(self) -> None:
+        self.fails = False
         self.programs: list[SimpleNamespace] = []
+        self.destroyed = 0
 
-    def nvrtcVersion(self):
-        return Status.OK, 13, 0
+    def nvrtcVersion(self, major, minor):
+        major._obj.value, minor._obj.value = 13, 0
+        return 0
 
-    def nvrtcCreateProgram(self, source, name, count, headers, names):
+    def nvrtcCreateProgram(self, program, source, name, count, headers, names):
         assert count == len(headers) == len(names)
-        self.programs.append(SimpleNamespace(source=source, headers=dict(zip(names, headers, strict=True))))
-        return Status.OK, self.programs[-1]
+        program._obj.value = len(self.programs) + 1
+        self.programs.append(SimpleNamespace(source=source.value, headers=dict(zip(names, headers, strict=True))))
+        return 0
 
     def nvrtcCompileProgram(self, program, count, options):
         assert count == len(options)
-        program.options = options
-        return (Status.WRONG,) if self.fails else (Status.OK,)
+        self.programs[program.value - 1].options = list(options)
+        return 6 if self.fails else 0
 
-    def nvrtcGetProgramLogSize(self, program):
-        return Status.OK, 4
+    def nvrtcGetProgramLogSize(self, program, size):
+        size._obj.value = 5
+        return 0
 
     def nvrtcGetProgramLog(self, program, log):
-        ctypes.memmove(log, b"oops", 4)
-        return (Status.OK,)
+        ctypes.memmove(log, b"oops\0", 5)
+        return 0
 
-    def nvrtcGetCUBINSize(self, program):
-        return Status.OK, 8
+    def nvrtcGetCUBINSize(self, program, size):
+        size._obj.value = 8
+        return 0
 
     def nvrtcGetCUBIN(self, program, cubin):
-        ctypes.memmove(cubin, f"{len(self.programs):08d}".encode(), 8)
-        return (Status.OK,)
+        ctypes.memmove(cubin, f"{program.value:08d}".encode(), 8)
+        return 0
 
     def nvrtcDestroyProgram(self, program):
-        return (Status.OK,)
+        self.destroyed += 1
+        return 0
 
 
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path) -> Compiler:
     made = Compiler()
-    package = ModuleType("cuda.bindings")
-    package.nvrtc = made
-    monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
-    monkeypatch.setitem(sys.modules, "cuda.bindings", package)
-    monkeypatch.setitem(sys.modules, "cuda.bindings.nvrtc", made)
+    monkeypatch.setattr(nvrtc, "_library", lambda: made)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return made
 
@@ -97,8 +100,9 @@ def test_a_changed_header_is_another_kernel(compiler, monkeypatch, tmp_path):
 
 def test_what_does_not_compile_says_what_the_compiler_said(compiler):
     compiler.fails = True
-    with pytest.raises(build.KernelBuildError, match=r"topk.cu does not compile for sm_90a .*-DTHREADS=1.*\n *oops"):
+    with pytest.raises(build.KernelBuildError, match=r"topk.cu does not compile \(.*=sm_90a .*-DTHREADS=1\):\noops$"):
         build._cubin("topk.cu", (("THREADS", 1),), "sm_90a")
+    assert len(compiler.programs) == compiler.destroyed == 1
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(compiler, monkeypatch, tmp_path):
@@ -138,3 +142,42 @@ def test_a_launch_passes_pointers_and_numbers_by_address(monkeypatch):
     seen["status"] = Status.WRONG
     with pytest.raises(build.KernelBuildError, match=r"attend: launch of grid \(1, 2, 3\) failed: WRONG"):
         kernel((1, 2, 3), (4, 5, 6), arguments)
+
+
+REAL = """
+int nvrtcVersion(int *major, int *minor) { *major = 99; *minor = 1; return 0; }
+"""
+STAND_IN = """
+void abort(void);
+int nvrtcVersion(int *major, int *minor) { abort(); }
+"""
+ASKS = """
+import ctypes, sys, types
+finder = types.ModuleType("cuda.pathfinder")
+finder.load_nvidia_dynamic_lib = lambda name: types.SimpleNamespace(abs_path=sys.argv[1])
+sys.modules |= {"cuda": types.ModuleType("cuda"), "cuda.pathfinder": finder}
+ctypes.CDLL(sys.argv[2], ctypes.RTLD_GLOBAL)
+from nsa_plugin.kernels.cuda import nvrtc
+print(nvrtc.version())
+"""
+
+
+@pytest.mark.skipif(which("cc") is None, reason="needs a C compiler")
+def test_what_another_library_calls_nvrtcs_functions_is_not_called(tmp_path):
+    """TileLang 0.1.8's functions of these names end the process."""
+    for name, text in (("nvrtc", REAL), ("stand_in", STAND_IN)):
+        (tmp_path / f"{name}.c").write_text(text)
+        subprocess.run(["cc", "-shared", "-fPIC", "-o", tmp_path / f"{name}.so", tmp_path / f"{name}.c"], check=True)
+    command = [sys.executable, "-c", ASKS, tmp_path / "nvrtc.so", tmp_path / "stand_in.so"]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == "(99, 1)"
+
+
+@pytest.mark.parametrize("found", [None, "/nowhere/libnvrtc.so"])
+def test_without_nvrtc_the_error_says_so(found: str | None, monkeypatch: pytest.MonkeyPatch):
+    finder = ModuleType("cuda.pathfinder")
+    finder.load_nvidia_dynamic_lib = lambda name: SimpleNamespace(abs_path=found)
+    monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
+    monkeypatch.setitem(sys.modules, "cuda.pathfinder", finder)
+    nvrtc._library.cache_clear()
+    with pytest.raises(build.KernelBuildError, match="NVRTC is not to be had through cuda"):
+        nvrtc.version()

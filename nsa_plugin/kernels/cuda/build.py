@@ -1,8 +1,9 @@
 """Compiling and launching the plugin's CUDA kernels: NVRTC at first use, then a cache on disk.
 
 The sources (`*.cu` beside this file) include only `*.cuh` beside them, so that a CUDA toolkit is not needed:
-NVRTC and the driver are reached through `cuda.bindings`, which PyTorch's CUDA builds for Linux bring along. Cubins
-are kept in `$XDG_CACHE_HOME/nsa_plugin` (`~/.cache/nsa_plugin`), named after everything they depend on.
+the driver is reached through `cuda.bindings` and NVRTC through `cuda.pathfinder`, which PyTorch's CUDA builds for Linux
+bring along. Cubins are kept in `$XDG_CACHE_HOME/nsa_plugin` (`~/.cache/nsa_plugin`), named after everything they
+depend on.
 """
 
 from __future__ import annotations
@@ -19,17 +20,14 @@ from typing import Any, TypeAlias
 
 import torch
 
-from nsa_plugin.errors import NsaPluginError
+from nsa_plugin.kernels.cuda import nvrtc
+from nsa_plugin.kernels.cuda.nvrtc import KernelBuildError
 
 _SOURCES = Path(__file__).parent
 _BUILD_LOCK = threading.Lock()
 
 # A tensor, None, or a ctypes value or structure, whose base classes ctypes does not publish.
 Argument: TypeAlias = Any
-
-
-class KernelBuildError(NsaPluginError, RuntimeError):
-    """A CUDA kernel does not compile, load or launch; the message holds the compiler's or driver's words."""
 
 
 class Kernel:
@@ -154,30 +152,15 @@ def _load(source: str, name: str, defines: tuple[tuple[str, int], ...], shared: 
 
 
 def _cubin(source: str, defines: tuple[tuple[str, int], ...], arch: str) -> bytes:
-    from cuda.bindings import nvrtc
-
     text = (_SOURCES / source).read_bytes()
     headers = {path.name.encode(): path.read_bytes() for path in sorted(_SOURCES.glob("*.cuh"))}
     options = [f"--gpu-architecture={arch}", "--std=c++17", "-default-device", "-lineinfo"]
     options += [f"-D{key}={value}" for key, value in defines]
-    version = _checked(nvrtc.nvrtcVersion(), "asking NVRTC for its version")
-    key = hashlib.sha256(repr((text, headers, options, version)).encode()).hexdigest()[:32]
+    key = hashlib.sha256(repr((text, headers, options, nvrtc.version())).encode()).hexdigest()[:32]
     path = _cache() / f"{Path(source).stem}-{arch}-{key}.cubin"
     if path.is_file():
         return path.read_bytes()
-
-    program = _checked(
-        nvrtc.nvrtcCreateProgram(text, source.encode(), len(headers), list(headers.values()), list(headers)),
-        f"reading {source}",
-    )
-    status, *_ = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
-    if status:
-        log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program), "reading NVRTC's log")
-        nvrtc.nvrtcGetProgramLog(program, log)
-        raise KernelBuildError(f"{source} does not compile for {arch} ({' '.join(options)}):\n{log.decode()}")
-    cubin = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program), f"compiling {source}")
-    _checked(nvrtc.nvrtcGetCUBIN(program, cubin), f"compiling {source}")
-    nvrtc.nvrtcDestroyProgram(program)
+    cubin = nvrtc.compiled(text, source, headers, options)
     _keep(path, cubin)
     return cubin
 
