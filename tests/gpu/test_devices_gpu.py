@@ -93,8 +93,10 @@ def test_what_is_installed_decides_a_prefill(device: DeviceProfile) -> None:
     plan = decide(model, batch, device, Settings(prefill_backend="reference", decode_backend="reference"))
     assert plan.provider == "reference"
     if device.libraries["flash_mla"].available and device.libraries["deep_gemm"].available:
-        plan = decide(replace(model, kv_layout="v32_fp8"), batch, device, Settings())
-        assert (plan.provider, plan.indexer.provider) == ("flash_mla", "deep_gemm")
+        few = decide(replace(model, kv_layout="v32_fp8"), batch, device, Settings())
+        assert few.provider == ("cuda" if device.libraries["cuda"].available else "flash_mla"), "16 heads"
+        every = decide(replace(model, kv_layout="v32_fp8", attn_tp_size=1), batch, device, Settings())
+        assert (every.provider, every.indexer.provider) == ("flash_mla", "deep_gemm"), "128 heads"
 
 
 def flash_mla_decode(flash_mla: object, rows: int, heads: int, topk: int = 2048) -> object:
