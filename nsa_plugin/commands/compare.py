@@ -98,7 +98,8 @@ def run(args: argparse.Namespace) -> int:
         deadline=deadline,
         start_timeout=args.start_timeout,
         say=say,
-        on_step=lambda: _save(measured, logs, args.json),
+        # Unnamed, the record could take the place of another's.
+        on_step=lambda: _save(measured, logs, args.json if record.is_named(measured) else None),
     )
     code = _EXIT_FAILED
     before = signal.signal(signal.SIGTERM, _terminate)

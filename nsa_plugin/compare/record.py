@@ -120,6 +120,12 @@ def head(measured: Measured) -> dict[str, Any]:
     }
 
 
+def is_named(measured: Measured) -> bool:
+    """Whether a record's name is known: the settings in it are told by the plugin's server, when it has ended."""
+    run = measured.runs.get(PLUGIN)
+    return PLUGIN not in measured.asked["runs"] or (run is not None and (bool(run.report) or bool(run.error)))
+
+
 def case_of(measured: Measured) -> dict[str, Any]:
     """What all rows of a record have in their case."""
     return {name: measured.facts[name] for name in ("heads", "kv", "tp", "dp")}
