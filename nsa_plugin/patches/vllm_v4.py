@@ -100,6 +100,20 @@ REQUIREMENTS = (
         )
     ),
     _requirement(
+        "rows-kernel",
+        "Called over bf16 rows; the control gives it other indices.",
+        Target(
+            path="vllm.model_executor.layers.deepseek_v4_attention:flash_mla_sparse_fwd",
+            kind=Kind.VALUE,
+            versions=_UNTIL_21,
+        ),
+        Target(
+            path="vllm.models.deepseek_v4.nvidia.flashmla:flash_mla_sparse_fwd",
+            kind=Kind.VALUE,
+            versions=">=0.22",
+        ),
+    ),
+    _requirement(
         "decode-kernel",
         "FlashMLA's decode kernel by vLLM's function, for prefills that it carries.",
         Target(

@@ -195,7 +195,16 @@ class Layer:
                 chosen = self.topk_indices_buffer[first + row]
             elif self.compress_ratio == 128:
                 chosen = all_of_them[row]
-            output[row] = self.world.attended(self, q[row], first + row, chosen)
+            keys = self.world.keys(self, first + row, chosen)
+            flash_mla_sparse_fwd(
+                q=q[row : row + 1],
+                kv=keys.unsqueeze(1),
+                indices=torch.arange(len(keys), dtype=torch.int32).view(1, 1, -1),
+                sm_scale=SCALE,
+                attn_sink=self.attn_sink,
+                topk_length=torch.tensor([len(keys)]),
+                out=output[row : row + 1],
+            )
 
     def _forward_decode(
         self,
@@ -209,6 +218,19 @@ class Layer:
         self.own.append("decode")
         for row in range(min(len(q), int(swa_metadata.query_start_loc_cpu[-1]))):
             output[row] = self.world.attended(self, q[row], row, self.world.chosen(self.compress_ratio, row))
+
+
+def dense(q: torch.Tensor, keys: torch.Tensor, sink: torch.Tensor) -> torch.Tensor:
+    """[heads, 512] of one row over [keys, 512]."""
+    logits = torch.cat([q.float() @ keys.T * SCALE, sink.unsqueeze(1)], dim=1)
+    return (logits.softmax(-1)[:, :-1] @ keys).to(q.dtype)
+
+
+def flash_mla_sparse_fwd(**given: Any) -> None:
+    """vLLM's function over rows, for one query row."""
+    (q,), (named,) = given["q"], given["indices"][:, 0]
+    keys = given["kv"][named[: int(given["topk_length"])].long(), 0]
+    given["out"].copy_(dense(q, keys, given["attn_sink"]))
 
 
 class OldImpl:
@@ -341,6 +363,10 @@ class World:
 
     def attended(self, layer: Layer, q: torch.Tensor, row: int, chosen: torch.Tensor | None) -> torch.Tensor:
         """[heads, 512] of one row, from the caches, densely."""
+        return dense(q, self.keys(layer, row, chosen), layer.attn_sink)
+
+    def keys(self, layer: Layer, row: int, chosen: torch.Tensor | None) -> torch.Tensor:
+        """[keys, 512] float32 that a row attends to: its window's, then the compressed ones."""
         request, position = self.owner[row], self.position[row]
         at = torch.arange(max(0, position - WINDOW + 1), position + 1)
         keys = reference_read(open_cache(self.window, V4_FP8), self._slots(at, request, 1), dtype=torch.float32)
@@ -349,8 +375,7 @@ class World:
             slots = self._slots(some, request, ratio)
             more = reference_read(open_cache(self.compressed[ratio], V4_FP8), slots, dtype=torch.float32)
             keys = torch.cat([keys, more])
-        logits = torch.cat([q.float() @ keys.T * SCALE, layer.attn_sink.unsqueeze(1)], dim=1)
-        return (logits.softmax(-1)[:, :-1] @ keys).to(q.dtype)
+        return keys
 
     def common(self) -> CommonAttentionMetadata:
         rows = torch.tensor([count for count, _ in self.lengths])

@@ -32,6 +32,8 @@ from nsa_plugin.patches.ledger import TURN_OFF
 from nsa_plugin.plan import Plan
 
 D_V = 512
+ROWS_KERNEL = "flash_mla_sparse_fwd"
+"""What vLLM's function calls over bf16 rows."""
 
 Given = Mapping[str, Any]
 Kernel = Callable[..., Any]
@@ -45,13 +47,15 @@ def prefill(original: Any, kernel: Callable[[], tuple[Kernel, Kernel]]) -> Any:
         kernel: gives vLLM's `flash_mla_with_kvcache` and `get_mla_metadata`.
     """
 
+    names: dict[str, Any] = (original.__func__ if isinstance(original, classmethod) else original).__globals__
+
     def around(layer: Any, batch: V4Batch, given: Given, engines: Callable[[], None]) -> None:
         plan = batch.prefill
         if plan is None:
             return engines()
         carrier = carrier_of(plan)
         if carrier == ROWS:
-            return _over_rows(layer, batch, given, engines)
+            return _over_rows(batch, names, engines)
         caches = _caches(layer, given["swa_k_cache"], given["compressed_k_cache"], given["attn_metadata"])
         rows = batch.num_prefill_rows
         q, out = given["q"][:rows], given["output"][:rows]
@@ -205,21 +209,24 @@ def _by_decode_kernel(
     )
 
 
-def _over_rows(layer: Any, batch: V4Batch, given: Given, engines: Callable[[], None]) -> None:
-    """vLLM's own route; where a fault is asked for, with other compressed keys than were selected."""
+def _over_rows(batch: V4Batch, names: dict[str, Any], engines: Callable[[], None]) -> None:
+    """vLLM's own route; where a fault is asked for, with other rows of its workspace than were combined.
+
+    Args:
+        names: those of vLLM's module, where its function looks its kernel up.
+    """
     if not _faulty(batch):
         return engines()
-    named, chosen = given["attn_metadata"], layer.topk_indices_buffer
-    all_of_them = getattr(named, "c128a_prefill_topk_indices", None)
-    layer.topk_indices_buffer = None if chosen is None else shifted(chosen)
-    if all_of_them is not None:
-        named.c128a_prefill_topk_indices = shifted(all_of_them)
+    kernel = names[ROWS_KERNEL]
+
+    def elsewhere(*args: Any, **given: Any) -> Any:
+        return kernel(*args, **{**given, "indices": shifted(given["indices"])})
+
+    names[ROWS_KERNEL] = elsewhere
     try:
         return engines()
     finally:
-        layer.topk_indices_buffer = chosen
-        if all_of_them is not None:
-            named.c128a_prefill_topk_indices = all_of_them
+        names[ROWS_KERNEL] = kernel
 
 
 def _as_asked(batch: V4Batch, window: Named, extra: Named | None) -> tuple[Named, Named | None]:
