@@ -139,8 +139,8 @@ _HOSTS: Mapping[str, tuple[_Host, ...]] = {
         _Host("vllm.vllm_flash_attn._vllm_fa3_C", ("vllm",)),
     ),
     "trtllm": (_Host("flashinfer", ("flashinfer-python",)),),
-    # The plugin's own kernels: what compiles and starts them.
-    "cuda": (_Host("cuda.bindings", ("cuda-bindings",)),),
+    # The plugin's own kernels: what compiles and starts them. cuda-bindings brings the module along since 12.9.1.
+    "cuda": (_Host("cuda.pathfinder", ("cuda-bindings",)),),
     "triton": (_Host("triton", ("triton", "pytorch-triton")),),
     "reference": (_Host("torch", ("torch",)),),
 }

@@ -25,6 +25,8 @@ OP = "topk_rows"
 
 # What the CUDA kernel's buffer in shared memory holds.
 CUDA_MAX_TOPK = 4096
+# What compiles and starts it.
+CUDA_MODULES = ("cuda.bindings", "cuda.pathfinder")
 
 Selector = Callable[..., torch.Tensor]
 """A `topk_rows`: (logits, starts, ends, topk, out=None)."""
@@ -185,7 +187,8 @@ def _merged(requests: Sequence[Request]) -> RowChunk:
 
 def default_selector(device: torch.device, topk: int) -> Selector:
     """The fastest `topk_rows` that runs on a device: CUDA's, Triton's or the reference's."""
-    if device.type == "cuda" and not torch.version.hip and topk <= CUDA_MAX_TOPK and _installed("cuda.bindings"):
+    compiles = device.type == "cuda" and not torch.version.hip and all(map(_installed, CUDA_MODULES))
+    if compiles and topk <= CUDA_MAX_TOPK:
         from nsa_plugin.kernels.cuda.topk import topk_rows as cuda_topk_rows
 
         return cuda_topk_rows

@@ -154,14 +154,15 @@ def test_what_the_reference_reads_and_what_cuda_takes():
         call(cuda_topk_rows)
 
 
-def test_the_selector_of_a_device(monkeypatch):
-    installed = {"cuda.bindings", "triton"}
+@pytest.mark.parametrize("missing", ["cuda.bindings", "cuda.pathfinder"])
+def test_the_selector_of_a_device(missing, monkeypatch):
+    installed = {"cuda.bindings", "cuda.pathfinder", "triton"}
     monkeypatch.setattr(contract, "_installed", lambda module: module in installed)
     gpu = torch.device("cuda", 0)
     assert default_selector(gpu, 2048) is cuda_topk_rows
     assert default_selector(gpu, 4097) is triton_topk.topk_rows
     assert default_selector(torch.device("cpu"), 8) is triton_topk.topk_rows
-    installed.remove("cuda.bindings")
+    installed.remove(missing)
     assert default_selector(gpu, 2048) is triton_topk.topk_rows
     installed.clear()
     assert default_selector(gpu, 2048) is reference_topk_rows
