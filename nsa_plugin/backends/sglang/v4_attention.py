@@ -24,6 +24,7 @@ import torch
 
 from nsa_plugin.backends import v4
 from nsa_plugin.backends.fault import shifted
+from nsa_plugin.backends.names import engine_names
 from nsa_plugin.backends.providers import Providers
 from nsa_plugin.backends.sglang import batch as batches
 from nsa_plugin.backends.sglang import v4_indexer, v4_routes
@@ -156,7 +157,7 @@ def _scheduling(original: Callable[..., Any]) -> Callable[..., Any]:
 
     From 0.5.13 on SGLang takes its own above 11673 rows anyway; 0.5.12 asks nothing but its variable.
     """
-    names = v4_indexer.engine_names(original)
+    names = engine_names(original)
 
     @functools.wraps(original)
     def init(self: Any, core_attn_metadata: Any, *args: Any, **kwargs: Any) -> Any:
@@ -177,7 +178,7 @@ def _scheduling(original: Callable[..., Any]) -> Callable[..., Any]:
 def _selecting(original: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
     defaults = {name: one.default for name, one in signature.parameters.items() if one.default is not one.empty}
-    names = v4_indexer.engine_names(original)
+    names = engine_names(original)
 
     @functools.wraps(original)
     def forward_c4_indexer(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -203,7 +204,7 @@ def _selecting(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _attending(original: Callable[..., Any]) -> Callable[..., Any]:
     """The function that attends, `forward` or `_forward_attention`."""
-    names = v4_indexer.engine_names(original)
+    names = engine_names(original)
 
     @functools.wraps(original)
     def attending(

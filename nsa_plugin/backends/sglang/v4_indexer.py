@@ -40,11 +40,6 @@ TORCH_TOPK_VARIABLE = "SGLANG_TOPK_TRANSFORM_512_TORCH"
 IN_GRAPH = ("is_in_breakable_cuda_graph", "is_in_tc_piecewise_cuda_graph")
 
 
-def engine_names(original: Callable[..., Any]) -> Mapping[str, Any]:
-    """The globals of the module that a function of the engine's is from: what it calls there by which name."""
-    return inspect.unwrap(original).__globals__
-
-
 def covered(backend: Any, prefill: Prefill, plan: IndexerPlan, c4_indexer: Any, names: Mapping[str, Any]) -> bool:
     """Whether the plan's selection takes the place of the engine's; see the module.
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from nsa_plugin.backends.fault import shifted
+from nsa_plugin.backends.names import engine_names
 from nsa_plugin.backends.v4 import DECODE_KERNEL, DIRECT, ROWS
 from nsa_plugin.backends.vllm.v4_batch import ATTRIBUTE, Named, V4Batch
 from nsa_plugin.backends.vllm.v4_routes import OPS, carrier_of
@@ -47,7 +48,7 @@ def prefill(original: Any, kernel: Callable[[], tuple[Kernel, Kernel]]) -> Any:
         kernel: gives vLLM's `flash_mla_with_kvcache` and `get_mla_metadata`.
     """
 
-    names: dict[str, Any] = (original.__func__ if isinstance(original, classmethod) else original).__globals__
+    names = engine_names(original)
 
     def around(layer: Any, batch: V4Batch, given: Given, engines: Callable[[], None]) -> None:
         plan = batch.prefill
