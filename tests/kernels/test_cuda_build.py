@@ -25,6 +25,7 @@ class Compiler:
 
     def __init__(self) -> None:
         self.fails = False
+        self.status = 0
         self.programs: list[SimpleNamespace] = []
         self.destroyed = 0
 
@@ -32,10 +33,13 @@ class Compiler:
         major._obj.value, minor._obj.value = 13, 0
         return 0
 
+    def nvrtcGetErrorString(self, status):
+        return {5: b"NVRTC_ERROR_INVALID_OPTION"}[status]
+
     def nvrtcCreateProgram(self, program, source, name, count, headers, names):
         assert count == len(headers) == len(names)
         program._obj.value = len(self.programs) + 1
-        self.programs.append(SimpleNamespace(source=source.value, headers=dict(zip(names, headers, strict=True))))
+        self.programs.append(SimpleNamespace(source=source, headers=dict(zip(names, headers, strict=True))))
         return 0
 
     def nvrtcCompileProgram(self, program, count, options):
@@ -53,7 +57,7 @@ class Compiler:
 
     def nvrtcGetCUBINSize(self, program, size):
         size._obj.value = 8
-        return 0
+        return self.status
 
     def nvrtcGetCUBIN(self, program, cubin):
         ctypes.memmove(cubin, f"{program.value:08d}".encode(), 8)
@@ -105,6 +109,13 @@ def test_what_does_not_compile_says_what_the_compiler_said(compiler):
     assert len(compiler.programs) == compiler.destroyed == 1
 
 
+def test_what_nvrtc_refuses_is_said_in_its_words(compiler):
+    compiler.status = 5
+    with pytest.raises(build.KernelBuildError, match=r"compiling topk\.cu failed: NVRTC_ERROR_INVALID_OPTION"):
+        build._cubin("topk.cu", (), "sm_90a")
+    assert compiler.destroyed == 1
+
+
 def test_a_cache_that_cannot_be_written_is_done_without(compiler, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("not a folder")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
@@ -146,6 +157,7 @@ def test_a_launch_passes_pointers_and_numbers_by_address(monkeypatch):
 
 REAL = """
 int nvrtcVersion(int *major, int *minor) { *major = 99; *minor = 1; return 0; }
+const char *nvrtcGetErrorString(int status) { return ""; }
 """
 STAND_IN = """
 void abort(void);

@@ -44,9 +44,7 @@ def compiled(text: bytes, name: str, headers: Mapping[bytes, bytes], options: Se
     """
     library, program = _library(), ctypes.c_void_p()
     contents, names = _strings(list(headers.values())), _strings(list(headers))
-    created = library.nvrtcCreateProgram(
-        ctypes.byref(program), ctypes.c_char_p(text), ctypes.c_char_p(name.encode()), len(headers), contents, names
-    )
+    created = library.nvrtcCreateProgram(ctypes.byref(program), text, name.encode(), len(headers), contents, names)
     _checked(created, f"reading {name}")
     try:
         if library.nvrtcCompileProgram(program, len(options), _strings([option.encode() for option in options])):
@@ -67,8 +65,10 @@ def _library() -> Any:
         path = load_nvidia_dynamic_lib("nvrtc").abs_path
         if path is None:  # which ctypes would take for the global symbols
             raise OSError("it is loaded, and its file is not known")
-        return ctypes.CDLL(path)
-    except (ImportError, RuntimeError, OSError) as error:
+        library = ctypes.CDLL(path)
+        library.nvrtcGetErrorString.restype = ctypes.c_char_p
+        return library
+    except (ImportError, AttributeError, RuntimeError, OSError) as error:
         raise KernelBuildError(f"NVRTC is not to be had through cuda.pathfinder (of cuda-bindings): {error}") from error
 
 
@@ -86,4 +86,4 @@ def _strings(values: Sequence[bytes]) -> Any:
 
 def _checked(status: int, doing: str) -> None:
     if status:
-        raise KernelBuildError(f"{doing} failed: NVRTC's error {status}")
+        raise KernelBuildError(f"{doing} failed: {_library().nvrtcGetErrorString(status).decode()}")
