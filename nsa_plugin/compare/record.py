@@ -121,7 +121,7 @@ def head(measured: Measured) -> dict[str, Any]:
 
 
 def is_named(measured: Measured) -> bool:
-    """Whether a record's name is known: the settings in it are told by the plugin's server, when it has ended."""
+    """Whether a record's name is known: the settings in it are told by the plugin's server, once it is up."""
     run = measured.runs.get(PLUGIN)
     return PLUGIN not in measured.asked["runs"] or (run is not None and (bool(run.report) or bool(run.error)))
 
