@@ -184,12 +184,14 @@ def test_what_another_library_calls_nvrtcs_functions_is_not_called(tmp_path):
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == "(99, 1)"
 
 
-@pytest.mark.parametrize("found", [None, "/nowhere/libnvrtc.so"])
-def test_without_nvrtc_the_error_says_so(found: str | None, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("found", "why"), [(None, "its file is not known"), ("/nowhere/libnvrtc.so", "/nowhere/libnvrtc.so: cannot open")]
+)
+def test_without_nvrtc_the_error_says_so(found: str | None, why: str, monkeypatch: pytest.MonkeyPatch):
     finder = ModuleType("cuda.pathfinder")
     finder.load_nvidia_dynamic_lib = lambda name: SimpleNamespace(abs_path=found)
     monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
     monkeypatch.setitem(sys.modules, "cuda.pathfinder", finder)
     nvrtc._library.cache_clear()
-    with pytest.raises(build.KernelBuildError, match="NVRTC is not to be had through cuda"):
+    with pytest.raises(build.KernelBuildError, match=f"NVRTC is not to be had through cuda.pathfinder .*{why}"):
         nvrtc.version()
