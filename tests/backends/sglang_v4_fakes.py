@@ -391,11 +391,12 @@ def started(
     server_args: Any = None,
     own_heads_first: bool = True,
     rows_attention: Any = lambda q: None,
+    engine_makes_rows: bool = False,
     **settings: Any,
 ) -> Any:
     """A backend of the plugin that serves the batch; `notes` has what `adopt` said."""
     backend = with_v4_plans(original)(of)
-    planner = V4Planner(MODEL, device, Settings(**settings), asked=asked)
+    planner = V4Planner(MODEL, device, Settings(**settings), asked=asked, engine_makes_rows=engine_makes_rows)
     backend.notes = adopt(backend, planner, server_args or SimpleNamespace(), own_heads_first=own_heads_first)
     if backend.nsa_plugin is not None:
         # FlashMLA runs on a GPU only.

@@ -79,6 +79,13 @@ def test_sglangs_variable_is_asked(monkeypatch: pytest.MonkeyPatch):
     assert {route.impl for route in routes.values()} == {DECODE_KERNEL}
 
 
+@pytest.mark.parametrize("value", ["0", "1"])
+def test_whether_sglang_makes_rows_is_asked(value: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SGLANG_OPT_FLASHMLA_SPARSE_PREFILL", value)
+    backend, *_ = begin(batch((9, 300)), prefill_backend="reference")
+    assert backend.nsa_plugin.planner.engine_makes_rows is (value == "1")
+
+
 def test_a_feature_that_is_sglangs_has_no_routes():
     class Hisparse(Engine):
         def __init__(self, of: Any) -> None:

@@ -23,7 +23,15 @@ from nsa_plugin.backends.sglang.v4_batch import (
     window_places,
     workspace_bytes,
 )
-from nsa_plugin.backends.sglang.v4_routes import V4Planner, asked_by_engine, attention_ranks, route_of, v4_shape
+from nsa_plugin.backends.sglang.v4_routes import (
+    ENGINE_TOKENS,
+    V4Planner,
+    asked_by_engine,
+    attention_ranks,
+    makes_rows,
+    route_of,
+    v4_shape,
+)
 from nsa_plugin.backends.v4 import CARRIERS, DECODE_KERNEL, DIRECT, ROWS, runnable
 from nsa_plugin.capabilities import Op
 from nsa_plugin.devices import MIB, synthetic
@@ -56,6 +64,54 @@ def test_the_decode_kernel_takes_the_rows_that_the_installed_build_takes(rows: i
     route = planner(synthetic(90, versions=OLD), prefill_backend="flash_mla").prefill_route(prefill(rows))
     assert route is not None
     assert route.impl == expected
+
+
+def by_rows(*, engine_makes_rows: bool = True, **settings: Any) -> V4Planner:
+    wanted = Settings(prefill_backend="flash_mla", large_q_rows=1, **settings)
+    return V4Planner(FLASH, synthetic(90), wanted, engine_makes_rows=engine_makes_rows)
+
+
+@pytest.mark.usefixtures("nothing_measured")
+@pytest.mark.parametrize(("tokens", "own"), [(300, False), (ENGINE_TOKENS, False), (ENGINE_TOKENS + 1, True)])
+def test_rows_of_a_small_prefill_are_made_by_sglang(tokens: int, own: bool):
+    for lengths in ([tokens], [100, tokens - 100], [2] * 100 + [tokens - 200]):
+        few = prefill_batch(forward_batch(ForwardMode.EXTEND, [2] * len(lengths), lengths))
+        route = by_rows().prefill_route(few)
+        assert route is not None
+        assert (route.impl, route.own) == (ROWS, own)
+        said = f"SGLang's own code makes rows of {tokens} tokens"
+        assert (said in route.plan.reasons["attention"]) is not own
+
+
+@pytest.mark.usefixtures("nothing_measured")
+@pytest.mark.parametrize(
+    ("given", "rows"),
+    [({"engine_makes_rows": False}, 2), ({"fault": "shift_indices"}, 2), ({"logits_budget_mb": 1}, 2048)],
+)
+def test_rows_of_a_small_prefill_that_sglang_cannot_make(given: dict[str, Any], rows: int):
+    route = by_rows(**given).prefill_route(prefill(rows, 4096))
+    assert route is not None
+    assert (route.impl, route.own) == (ROWS, True)
+    assert "logits_budget_mb" not in given or 0 < route.plan.indexer.rows_per_chunk < rows
+
+
+@pytest.mark.usefixtures("nothing_measured")
+def test_what_is_not_over_rows_is_not_sglangs_for_being_small():
+    for backend, impl in (("reference", DIRECT), ("flash_mla", DECODE_KERNEL)):
+        made = V4Planner(FLASH, synthetic(90), Settings(prefill_backend=backend), engine_makes_rows=True)
+        route = made.prefill_route(prefill(300))
+        assert route is not None
+        assert route.impl == impl
+
+
+def test_whether_sglang_makes_rows_of_any_prefill(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert not makes_rows(SimpleNamespace())  # 0.5.12
+    assert not makes_rows(envs)  # 0.5.13 and 0.5.14
+    monkeypatch.setenv(VARIABLE, "1")
+    assert makes_rows(envs)
+    monkeypatch.setenv(VARIABLE, "0")
+    assert not makes_rows(envs)
 
 
 @pytest.mark.usefixtures("nothing_measured")

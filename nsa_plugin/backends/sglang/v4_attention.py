@@ -31,7 +31,7 @@ from nsa_plugin.backends.sglang import v4_indexer, v4_routes
 from nsa_plugin.backends.sglang.routes import Route
 from nsa_plugin.backends.sglang.v4_batch import PAGE, RATIOS, Prefill, spans
 from nsa_plugin.backends.sglang.v4_kernels import Call, V4State, attend, longest_context, named, record_bytes
-from nsa_plugin.backends.sglang.v4_routes import V4Planner
+from nsa_plugin.backends.sglang.v4_routes import V4Planner, engines_rows
 from nsa_plugin.backends.sglang.v4_table import POOL, SLOTS, check_class
 from nsa_plugin.capabilities import Op
 from nsa_plugin.errors import PatchError
@@ -147,7 +147,8 @@ def _without_tables(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def use_sparse_prefill(self: Any, *args: Any, **kwargs: Any) -> Any:
         state: V4State | None = self.nsa_plugin
-        return False if state is not None and state.route is not None else original(self, *args, **kwargs)
+        idle = state is None or state.route is None or engines_rows(state.route)
+        return original(self, *args, **kwargs) if idle else False
 
     return use_sparse_prefill
 
@@ -228,6 +229,8 @@ def _attending(original: Callable[..., Any]) -> Callable[..., Any]:
         # MegaAttention (0.5.21 on) hands over its rotations and wants its own output back.
         if state is None or chosen is None or compress_ratio not in RATIOS or more.get("cos_sin_cache") is not None:
             return engines()
+        if engines_rows(chosen):
+            return engines()
         wrong = state.planner.settings.fault == "shift_indices"
         if chosen.impl == v4.DECODE_KERNEL and q.shape[0] <= names.get(THRESHOLD, q.shape[0]):
             core = self.forward_metadata.core_attn_metadata if wrong else None
@@ -264,7 +267,7 @@ def _plan(backend: Any, forward_batch: Any) -> None:
         return
     batch = batches.prefill_batch(forward_batch)
     state.route = state.planner.prefill(batch, dense_allowed=False)
-    if state.route is not None:
+    if state.route is not None and not engines_rows(state.route):
         q_lens = [rows for _, rows, _ in batch.requests]
         state.prefill = Prefill(spans(q_lens, [context for *_, context in batch.requests]), v4_routes.WINDOW)
 

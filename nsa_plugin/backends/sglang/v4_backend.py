@@ -14,7 +14,7 @@ from nsa_plugin.backends.sglang.batch import Batch
 from nsa_plugin.backends.sglang.routes import Route
 from nsa_plugin.backends.sglang.v4_attention import adopt, with_v4_plans
 from nsa_plugin.backends.sglang.v4_kernels import V4State, longest_context
-from nsa_plugin.backends.sglang.v4_routes import V4Planner, asked_by_engine
+from nsa_plugin.backends.sglang.v4_routes import V4Planner, asked_by_engine, makes_rows
 from nsa_plugin.backends.sglang.v4_warm import warm_v4
 from nsa_plugin.backends.warm import warm_selection
 from nsa_plugin.devices import DeviceProfile
@@ -69,7 +69,8 @@ def begin(
     from sglang.srt.environ import envs
     from sglang.version import __version__
 
-    planner = V4Planner(model, device, settings, trace, count, free_memory, asked=asked_by_engine(envs))
+    asked, own = asked_by_engine(envs), makes_rows(envs)
+    planner = V4Planner(model, device, settings, trace, count, free_memory, asked=asked, engine_makes_rows=own)
     first = Version(__version__) >= OWN_HEADS_FIRST
     notes = adopt(backend, planner, model_runner.server_args, own_heads_first=first)
     state: V4State | None = backend.nsa_plugin
