@@ -392,11 +392,22 @@ def started(
     own_heads_first: bool = True,
     rows_attention: Any = lambda q: None,
     engine_makes_rows: bool = False,
+    engine_tokens: int = 0,
     **settings: Any,
 ) -> Any:
-    """A backend of the plugin that serves the batch; `notes` has what `adopt` said."""
+    """A backend of the plugin that serves the batch; `notes` has what `adopt` said.
+
+    Batches are small here, and with `engine_tokens` of 0 the plugin's own all the same.
+    """
     backend = with_v4_plans(original)(of)
-    planner = V4Planner(MODEL, device, Settings(**settings), asked=asked, engine_makes_rows=engine_makes_rows)
+    planner = V4Planner(
+        MODEL,
+        device,
+        Settings(**settings),
+        asked=asked,
+        engine_makes_rows=engine_makes_rows,
+        engine_tokens=engine_tokens,
+    )
     backend.notes = adopt(backend, planner, server_args or SimpleNamespace(), own_heads_first=own_heads_first)
     if backend.nsa_plugin is not None:
         # FlashMLA runs on a GPU only.

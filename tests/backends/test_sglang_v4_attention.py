@@ -346,22 +346,40 @@ def test_the_variable_is_as_it_was_after_an_error(monkeypatch: pytest.MonkeyPatc
     assert envs.SGLANG_OPT_FLASHMLA_SPARSE_PREFILL.get()
 
 
+def selected(backend: Any) -> list[str]:
+    """What SGLang was called for while a layer selected."""
+    of, before = backend.batch, len(backend.calls)
+    backend.forward_c4_indexer(x=of.q, q_lora=of.q, c4_indexer=SimpleNamespace(), forward_batch=of.forward)
+    return backend.calls[before:]  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize("original", [Engine, LateEngine])
 @EVERY_LAYER
 def test_a_small_prefill_over_rows_is_sglangs_own_code(original: type, layer_id: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(VARIABLE, "1")
     of = batch(*MIXED)
-    backend = prepared(of, original, engine_makes_rows=True, **SETTINGS[ROWS])
+    backend = prepared(of, original, engine_makes_rows=True, engine_tokens=10_000, **SETTINGS[ROWS])
     assert backend.nsa_plugin.route.impl == ROWS
     close(attend(backend, layer_id), of.expected(backend.forward_metadata.core_attn_metadata, layer_id))
-    backend.forward_c4_indexer(x=of.q, q_lora=of.q, c4_indexer=SimpleNamespace(), forward_batch=of.forward)
-    assert backend.calls[-2:] == ["sparse", "indexer"]
+    assert backend.calls[-1] == "sparse"
+    assert selected(backend) == ["indexer"]
     assert original is Engine or backend._use_sparse_prefill(of.forward, num_qo_tokens=9)
+
+
+@pytest.mark.parametrize("route", SETTINGS)
+def test_a_small_prefill_is_selected_by_sglang_and_attended_by_the_plugin(route: str):
+    of = batch(*MIXED)
+    backend = prepared(of, engine_tokens=10_000, **SETTINGS[route])
+    assert backend.nsa_plugin.route.impl == route
+    close(attend(backend, 1), of.expected(backend.forward_metadata.core_attn_metadata, 1))
+    assert not {"decode kernel", "sparse"} & set(backend.calls)
+    assert selected(backend) == ["indexer"]
 
 
 def test_the_control_of_a_small_prefill_is_wrong_by_the_plugins_code(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(VARIABLE, "1")
-    backend = prepared(batch(*MIXED), engine_makes_rows=True, fault="shift_indices", **SETTINGS[ROWS])
+    more: dict[str, Any] = {"engine_makes_rows": True, "engine_tokens": 10_000, "fault": "shift_indices"}
+    backend = prepared(batch(*MIXED), **more, **SETTINGS[ROWS])
     expected = backend.batch.expected(backend.forward_metadata.core_attn_metadata, 1)
     assert not torch.allclose(attend(backend, 1).double(), expected, atol=4e-3, rtol=2e-2)
     assert "sparse" not in backend.calls

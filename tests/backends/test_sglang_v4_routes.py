@@ -73,35 +73,40 @@ def by_rows(*, engine_makes_rows: bool = True, **settings: Any) -> V4Planner:
 
 @pytest.mark.usefixtures("nothing_measured")
 @pytest.mark.parametrize(("tokens", "own"), [(300, False), (ENGINE_TOKENS, False), (ENGINE_TOKENS + 1, True)])
-def test_rows_of_a_small_prefill_are_made_by_sglang(tokens: int, own: bool):
+def test_a_small_prefill_over_rows_is_sglangs(tokens: int, own: bool):
     for lengths in ([tokens], [100, tokens - 100], [2] * 100 + [tokens - 200]):
         few = prefill_batch(forward_batch(ForwardMode.EXTEND, [2] * len(lengths), lengths))
         route = by_rows().prefill_route(few)
         assert route is not None
-        assert (route.impl, route.own) == (ROWS, own)
+        assert (route.impl, route.own, route.selects) == (ROWS, own, own)
         said = f"SGLang's own code makes rows of {tokens} tokens"
         assert (said in route.plan.reasons["attention"]) is not own
 
 
 @pytest.mark.usefixtures("nothing_measured")
-@pytest.mark.parametrize(
-    ("given", "rows"),
-    [({"engine_makes_rows": False}, 2), ({"fault": "shift_indices"}, 2), ({"logits_budget_mb": 1}, 2048)],
-)
-def test_rows_of_a_small_prefill_that_sglang_cannot_make(given: dict[str, Any], rows: int):
-    route = by_rows(**given).prefill_route(prefill(rows, 4096))
+@pytest.mark.parametrize("given", [{"engine_makes_rows": False}, {"fault": "shift_indices"}])
+def test_a_small_prefill_whose_rows_sglang_does_not_make(given: dict[str, Any]):
+    route = by_rows(**given).prefill_route(prefill(2, 4096))
     assert route is not None
-    assert (route.impl, route.own) == (ROWS, True)
-    assert "logits_budget_mb" not in given or 0 < route.plan.indexer.rows_per_chunk < rows
+    assert (route.impl, route.own, route.selects) == (ROWS, True, False)
 
 
 @pytest.mark.usefixtures("nothing_measured")
-def test_what_is_not_over_rows_is_not_sglangs_for_being_small():
-    for backend, impl in (("reference", DIRECT), ("flash_mla", DECODE_KERNEL)):
-        made = V4Planner(FLASH, synthetic(90), Settings(prefill_backend=backend), engine_makes_rows=True)
-        route = made.prefill_route(prefill(300))
+def test_a_small_prefill_whose_logits_do_not_fit_at_once_is_the_plugins():
+    route = by_rows(logits_budget_mb=1).prefill_route(prefill(2048, 4096))
+    assert route is not None
+    assert 0 < route.plan.indexer.rows_per_chunk < 2048
+    assert (route.impl, route.own, route.selects) == (ROWS, True, True)
+
+
+@pytest.mark.usefixtures("nothing_measured")
+@pytest.mark.parametrize(("backend", "impl"), [("reference", DIRECT), ("flash_mla", DECODE_KERNEL)])
+def test_a_small_prefill_that_is_not_over_rows_is_selected_by_sglang(backend: str, impl: str):
+    made = V4Planner(FLASH, synthetic(90), Settings(prefill_backend=backend), engine_makes_rows=True)
+    for tokens, selects in ((300, False), (ENGINE_TOKENS + 1, True)):
+        route = made.prefill_route(prefill(300, tokens))
         assert route is not None
-        assert route.impl == impl
+        assert (route.impl, route.selects) == (impl, selects)
 
 
 def test_whether_sglang_makes_rows_of_any_prefill(monkeypatch: pytest.MonkeyPatch):

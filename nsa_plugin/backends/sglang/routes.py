@@ -123,11 +123,13 @@ class Route:
         plan: the decision.
         impl: SGLang's name of the path; None where the plan has none (dense attention, no rows).
         own: the plugin's provider runs in place of the kernel at its end.
+        selects: the plan's selection takes the place of the engine's where it may; V4's, which may be told not to.
     """
 
     plan: Plan
     impl: str | None = None
     own: bool = False
+    selects: bool = True
 
     @property
     def dense(self) -> bool:

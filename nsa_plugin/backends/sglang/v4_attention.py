@@ -184,7 +184,7 @@ def _selecting(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def forward_c4_indexer(self: Any, *args: Any, **kwargs: Any) -> Any:
         state: V4State | None = self.nsa_plugin
-        if state is None or state.route is None or state.prefill is None:
+        if state is None or state.route is None or state.prefill is None or not state.route.selects:
             return original(self, *args, **kwargs)
         if args:
             given = {**defaults, **signature.bind(self, *args, **kwargs).arguments}

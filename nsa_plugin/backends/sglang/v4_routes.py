@@ -10,6 +10,9 @@ SGLang's variables, where a user has set them and no setting of the plugin's nam
     SGLANG_OPT_USE_JIT_INDEXER_METADATA  who schedules SGLang's own paged logits; past what the library's scheduling
                                          kernel takes, its 0 cannot be followed and SGLang's kernel schedules
 
+Small prefills are selected by SGLang's own code, and attended by it where it would make bfloat16 rows as well: see
+`ENGINE_TOKENS`.
+
 What stays SGLang's own: context parallelism, hisparse, the fp4 indexer, DSpark, --dsv4-prefill-backend other than auto,
 trtllm's and the unified caches, V4.1's caches and ratios, bounded replay, deterministic inference; decode, verify and
 draft steps unless `decode_backend` names a library.
@@ -40,11 +43,12 @@ WINDOW = 128
 """Tokens of the window; SGLang hardcodes them."""
 WINDOW_PAGE = 256
 
-ENGINE_TOKENS = 4096
-"""Most tokens, of all of a prefill's contexts, that SGLang's own code brings to bf16 rows where it has such a route.
+ENGINE_TOKENS = 8192
+"""Most tokens, of all of a prefill's contexts, for which SGLang's own code selects, and attends over bf16 rows where
+that is its route too.
 
-Its kernels read and write the same there and end in the same one of FlashMLA's. What the plugin's save the device is
-tens of microseconds a layer, and what the plugin asks of the host for a layer is more."""
+Its kernels do the same work there, and attention ends in the same one of FlashMLA's. What the plugin's save the device is
+less than what the plugin asks of the host besides, and it is the host that so few tokens wait for."""
 
 
 def asked_by_engine(envs: Any) -> frozenset[str]:
@@ -96,10 +100,12 @@ class V4Planner(Planner):
     Attributes:
         asked: routes that SGLang's own variable asks for, for prefills; see `asked_by_engine`.
         engine_makes_rows: see `makes_rows`.
+        engine_tokens: see `ENGINE_TOKENS`.
     """
 
     asked: frozenset[str] = frozenset()
     engine_makes_rows: bool = False
+    engine_tokens: int = ENGINE_TOKENS
     _routes: dict[tuple[BatchShape, tuple[tuple[int, int], ...], int], Route | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -125,18 +131,18 @@ class V4Planner(Planner):
                 plan = decide(self.model, batch.shape, in_place(self.device, LAYOUT), self.settings)
                 said = f"{plan.reasons['dequantize_kv']}; bf16 rows would take {held / MIB:.0f} MiB"
                 plan = replace(plan, reasons={**plan.reasons, "dequantize_kv": said})
-        route = route_of(plan)
-        return self._by_engine(route, batch) if route.impl == ROWS else route
+        return self._by_engine(route_of(plan), batch)
 
     def _by_engine(self, route: Route, batch: Batch) -> Route:
-        """The same route by SGLang's own code, where that is its route too and the batch is small."""
+        """The same route with as much of SGLang's own code as may carry it, where the batch is small."""
         tokens, chunk = sum(context for *_, context in batch.requests), route.plan.indexer.rows_per_chunk
-        whole = not chunk or chunk >= batch.shape.num_tokens  # the engine may score all rows at once
-        wanted = self.settings.fault == "none"  # wrong on purpose is the plugin's code alone
-        if not (self.engine_makes_rows and whole and wanted) or tokens > ENGINE_TOKENS:
+        if tokens > self.engine_tokens or 0 < chunk < batch.shape.num_tokens:  # the engine scores all rows at once
             return route
+        if route.impl != ROWS or not self.engine_makes_rows or self.settings.fault != "none":
+            return replace(route, selects=False)
         said = f"{route.plan.reasons['attention']}; SGLang's own code makes rows of {tokens} tokens with less work"
-        return Route(replace(route.plan, reasons={**route.plan.reasons, "attention": said}), ROWS, own=False)
+        plan = replace(route.plan, reasons={**route.plan.reasons, "attention": said})
+        return Route(plan, ROWS, own=False, selects=False)
 
     def step_route(self, batch: Batch) -> Route:
         """See `Planner.step_route`."""
