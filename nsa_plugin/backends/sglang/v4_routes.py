@@ -47,8 +47,8 @@ ENGINE_TOKENS = 8192
 """Most tokens, of all of a prefill's contexts, for which SGLang's own code selects, and attends over bf16 rows where
 that is its route too.
 
-Its kernels do the same work there, and attention ends in the same one of FlashMLA's. What the plugin's save the device is
-less than what the plugin asks of the host besides, and it is the host that so few tokens wait for."""
+Its kernels do the same work there, and attention ends in the same one of FlashMLA's. What the plugin's save the device
+is less than what the plugin asks of the host besides, and it is the host that so few tokens wait for."""
 
 
 def asked_by_engine(envs: Any) -> frozenset[str]:
