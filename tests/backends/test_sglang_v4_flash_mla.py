@@ -77,6 +77,19 @@ def test_more_heads_than_the_kernel_takes():
         )
 
 
+def test_a_flash_mla_without_sinks_is_passed_over(monkeypatch: pytest.MonkeyPatch):
+    def older(q: Any, kv: Any, indices: Any, sm_scale: float, d_v: int = 512) -> None: ...
+
+    installed(monkeypatch, "older_kernel.flash_mla")
+    monkeypatch.setattr(sys.modules["older_kernel.flash_mla"], "flash_mla_sparse_fwd", older)
+    monkeypatch.setattr(v4_flash_mla, "MODULES", ("older_kernel.flash_mla",))
+    with pytest.raises(NoProviderError, match=r"of older_kernel\.flash_mla it takes no attn_sink and no topk_length"):
+        v4_flash_mla._sparse_fwd()
+    installed(monkeypatch, "fake_kernel.flash_mla")
+    monkeypatch.setattr(v4_flash_mla, "MODULES", ("older_kernel.flash_mla", "fake_kernel.flash_mla"))
+    assert v4_flash_mla._sparse_fwd() is sys.modules["fake_kernel.flash_mla"].flash_mla_sparse_fwd  # type: ignore[attr-defined]
+
+
 def test_no_flash_mla_is_an_error(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(v4_flash_mla, "MODULES", ("no_such_package.flash_mla", "no_such_module"))
     v4_flash_mla._sparse_fwd.cache_clear()

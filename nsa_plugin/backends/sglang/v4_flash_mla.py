@@ -1,11 +1,13 @@
 """FlashMLA's kernel for bfloat16 rows as the installed SGLang has it, behind the contract of a V4 prefill's attention.
 
 The plugin's provider takes the distribution sgl-flash-mla, which SGLang needs since 0.5.23 only; before, the same
-kernels came with sglang-kernel (0.5.13 on) or from a separate installation (0.5.12).
+kernels came with sglang-kernel (0.5.13 on). 0.5.12 needs FlashMLA installed beside it for V4: its sglang-kernel has the
+function without sinks and lengths.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
@@ -22,20 +24,28 @@ from nsa_plugin.kernels.sparse_mla import PrefillOutput
 MODULES = ("sglang.kernels.ops.attention.flash_mla_interface", "sgl_kernel.flash_mla", "flash_mla")
 """Where `flash_mla_sparse_fwd` may be: since 0.5.23, from 0.5.13 to 0.5.22, and in 0.5.12."""
 
+NEEDED = frozenset({"attn_sink", "topk_length"})
+"""Parameters that a V4 prefill needs of it."""
+
 HEADS = (64, 128)
 
 
 @cache
 def _sparse_fwd() -> Callable[..., Any]:
+    without = []
     for name in MODULES:
         try:
             missing = find_spec(name) is None
         except ModuleNotFoundError:  # a package above it
             missing = True
-        if not missing:
-            function: Callable[..., Any] = import_module(name).flash_mla_sparse_fwd
+        if missing:
+            continue
+        function: Callable[..., Any] = import_module(name).flash_mla_sparse_fwd
+        if inspect.signature(function).parameters.keys() >= NEEDED:
             return function
-    raise NoProviderError(f"flash_mla_sparse_fwd is in none of {', '.join(MODULES)}")
+        without.append(name)
+    said = f"; of {', '.join(without)} it takes no {' and no '.join(sorted(NEEDED))}" if without else ""
+    raise NoProviderError(f"flash_mla_sparse_fwd for DeepSeek-V4 is in none of {', '.join(MODULES)}{said}")
 
 
 def sparse_prefill(
@@ -60,7 +70,7 @@ def sparse_prefill(
 
     Raises:
         KernelArgumentError: more heads than the kernel takes.
-        NoProviderError: there is no FlashMLA.
+        NoProviderError: there is no FlashMLA, or none that takes sinks and lengths.
     """
     heads = q.shape[1]
     given = next((count for count in HEADS if heads <= count), None)
