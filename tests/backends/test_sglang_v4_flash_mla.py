@@ -90,6 +90,20 @@ def test_a_flash_mla_without_sinks_is_passed_over(monkeypatch: pytest.MonkeyPatc
     assert v4_flash_mla._sparse_fwd() is sys.modules["fake_kernel.flash_mla"].flash_mla_sparse_fwd  # type: ignore[attr-defined]
 
 
+def test_of_a_flash_mla_with_two_sides_hoppers_is_taken(monkeypatch: pytest.MonkeyPatch):
+    sides = []
+
+    def both(
+        q: Any, kv: Any, indices: Any, sm_scale: float, attn_sink: Any, topk_length: Any, use_legacy: bool = False
+    ):
+        sides.append(use_legacy)
+
+    installed(monkeypatch, "fake_kernel.flash_mla")
+    monkeypatch.setattr(sys.modules["fake_kernel.flash_mla"], "flash_mla_sparse_fwd", both)
+    v4_flash_mla._sparse_fwd()(q=0, kv=0, indices=0, sm_scale=1.0, attn_sink=None, topk_length=None)
+    assert sides == [True]
+
+
 def test_no_flash_mla_is_an_error(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(v4_flash_mla, "MODULES", ("no_such_package.flash_mla", "no_such_module"))
     v4_flash_mla._sparse_fwd.cache_clear()

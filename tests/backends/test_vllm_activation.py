@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import pytest
 from packaging.version import Version
 
-from nsa_plugin.backends.vllm import activation, gpu_patches, gpu_serving, model, serving, v4_serving
+from nsa_plugin.backends.vllm import activation, gpu_patches, gpu_serving, serving, v4_serving
 from nsa_plugin.backends.vllm.activation import Process
 from nsa_plugin.backends.vllm.gpu_serving import BACKEND, GpuServing
 from nsa_plugin.backends.vllm.v4_serving import V4Serving
@@ -253,9 +253,9 @@ def test_everything_is_checked_before_anything_is_started(process: Process):
             "--decode-context-parallel-size 2",
         ),
         (
-            lambda c: setattr(c.model_config.hf_config, "architectures", ["DeepseekV4ForCausalLM"]),
+            lambda c: setattr(c.model_config.hf_config, "architectures", ["DeepseekV41ForCausalLM"]),
             SettingsError,
-            "DeepseekV4ForCausalLM",
+            "carries DeepseekV4ForCausalLM here, not DeepseekV41ForCausalLM",
         ),
         (
             lambda c: setattr(c.model_config.hf_config, "architectures", ["GlmMoeDsaForCausalLM"]),
@@ -453,6 +453,9 @@ def test_the_settings_are_read_once(monkeypatch: pytest.MonkeyPatch):
 # DeepSeek-V4
 
 
+SPECULATIVE = SimpleNamespace(num_speculative_tokens=3)
+
+
 class V4Here(V4Serving):
     """With the device of these tests."""
 
@@ -462,8 +465,7 @@ class V4Here(V4Serving):
 
 @pytest.fixture
 def v4(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A configuration of a V4 model, where V4 is served."""
-    monkeypatch.setattr(model, "SERVED_FAMILIES", ("v3.2", "v4"))
+    """A configuration of a V4 model."""
     monkeypatch.setattr(v4_serving, "V4Serving", V4Here)
     monkeypatch.setattr(v4_serving, "warm_v4", lambda *_: None)
     return _enabled(v4_config())
@@ -476,14 +478,14 @@ def _enabled(vllm_config: Any, **settings: Any) -> Any:
 
 
 @pytest.mark.parametrize("start", [engine_config, worker_of])
-def test_v4_is_refused_with_one_error(start: Any, process: Process):
-    with pytest.raises(SettingsError, match=r"DeepSeek-V4 model.*not been compared with vLLM's own.*_ENABLED=0"):
-        start(_enabled(v4_config()))
+def test_what_v4_has_not_been_compared_with_is_refused_with_one_error(start: Any, process: Process):
+    with pytest.raises(SettingsError, match=r"decoding of DeepSeek-V4 has not been compared.*_ENABLED=0"):
+        start(_enabled(v4_config(speculative_config=SPECULATIVE)))
     assert (process.serving, Engine.serve(), Engine.serve_v4()) == (None, "vLLM's", "vLLM's")
 
 
-def test_with_strict_off_vllm_serves_v4(process: Process, reports: list[StartupReport]):
-    vllm_config = _enabled(v4_config(), strict=False)
+def test_with_strict_off_vllm_serves_v4_as_it_is_asked(process: Process, reports: list[StartupReport]):
+    vllm_config = _enabled(v4_config(speculative_config=SPECULATIVE), strict=False)
     assert engine_config(vllm_config) is vllm_config
     worker_of(vllm_config)
     assert (process.serving, Engine.serve_v4()) == (None, "vLLM's")

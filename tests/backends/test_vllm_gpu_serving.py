@@ -96,11 +96,7 @@ def test_context_parallelism_is_refused(name: str):
         serving(config(parallel_config=parallel)).planning()
 
 
-def test_v4_and_an_fp4_indexer_are_refused():
-    other = config()
-    other.model_config.hf_config = SimpleNamespace(architectures=["DeepseekV4ForCausalLM"])
-    with pytest.raises(SettingsError, match="DeepseekV4ForCausalLM"):
-        serving(other).planning()
+def test_an_fp4_indexer_and_hisparse_are_refused():
     with pytest.raises(SettingsError, match="an fp4 indexer cache"):
         serving(config(attention_config=SimpleNamespace(use_fp4_indexer_cache=True))).planning()
     with pytest.raises(SettingsError, match="hisparse"):

@@ -54,12 +54,6 @@ def changed(**hf: Any) -> Any:
     return given
 
 
-@pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one constant, as it is once V4 has been run on a GPU."""
-    monkeypatch.setattr(model, "SERVED_FAMILIES", ("v3.2", "v4"))
-
-
 def serving(vllm_config: Any = None, device: Any = H200, **settings: Any) -> V4Serving:
     resolved = ResolvedSettings(Settings(**settings), {})
     return V4Serving(
@@ -68,7 +62,7 @@ def serving(vllm_config: Any = None, device: Any = H200, **settings: Any) -> V4S
 
 
 @pytest.mark.parametrize("sm", [80, 120])
-def test_a_device_without_vllms_backend_is_refused(served: None, sm: int):
+def test_a_device_without_vllms_backend_is_refused(sm: int):
     with pytest.raises(NoProviderError, match="vLLM's FLASHMLA_SPARSE_DSV4, which needs an SM90 or SM100"):
         serving(device=synthetic(sm)).planning()
 
@@ -77,17 +71,16 @@ def layer(backend: str) -> Any:
     return SimpleNamespace(swa_cache_layer=object(), get_attn_backend=lambda: SimpleNamespace(get_name=lambda: backend))
 
 
-def test_v4_is_refused_until_it_has_been_run():
-    with pytest.raises(
-        SettingsError,
-        match=r"DeepseekV4ForCausalLM is a DeepSeek-V4 model.*not been compared with vLLM's own.*=0",
-    ):
-        refuse_on_gpu(config())
+def test_v4_is_served_without_speculation():
+    refuse_on_gpu(config())
+    given = config(speculative_config=SimpleNamespace(num_speculative_tokens=3))
+    with pytest.raises(SettingsError, match=r"decoding of DeepSeek-V4 has not been compared.*drop --speculative.*=0"):
+        refuse_on_gpu(given)
     with pytest.raises(SettingsError, match="not been compared"):
-        serving().planning()
+        serving(given).planning()
 
 
-def test_v4_is_refused_on_a_cpu_for_good(served: None):
+def test_v4_is_refused_on_a_cpu_for_good():
     with pytest.raises(SettingsError, match="no DeepSeek-V4 for vLLM on a CPU"):
         refuse_on_cpu(config())
 
@@ -98,7 +91,7 @@ def test_v4_is_refused_on_a_cpu_for_good(served: None):
         (changed(architectures=["DeepseekV41ForCausalLM"]), "carries DeepseekV4ForCausalLM here, not DeepseekV41"),
         (changed(compress_ratios=[0, 4, 2]), "compress_ratios of the model has 2; nsa-plugin knows 0, 1, 4, 128"),
         (changed(head_dim=256), "head_dim of the model is 256"),
-        (config(speculative_config=SimpleNamespace(parallel_drafting=True)), "parallel drafting"),
+        (changed(head_dim=None), "head_dim of the model is None"),
         (config(attention_config=SimpleNamespace(use_fp4_indexer_cache=True)), "an fp4 indexer cache"),
         (
             config(parallel_config=SimpleNamespace(tensor_parallel_size=1, decode_context_parallel_size=2)),
@@ -106,17 +99,17 @@ def test_v4_is_refused_on_a_cpu_for_good(served: None):
         ),
     ],
 )
-def test_what_is_not_carried(served: None, given: Any, words: str):
+def test_what_is_not_carried(given: Any, words: str):
     with pytest.raises(SettingsError, match=words):
         refuse_on_gpu(given)
 
 
-def test_a_cache_that_is_not_of_fp8_records(served: None):
+def test_a_cache_that_is_not_of_fp8_records():
     with pytest.raises(ShapeError, match="--kv-cache-dtype is bfloat16; nsa-plugin reads auto, fp8"):
         refuse_on_gpu(config("bfloat16"))
 
 
-def test_the_model_as_a_rank_sees_it(served: None):
+def test_the_model_as_a_rank_sees_it():
     found = v4_shape(config())
     assert (found.family, found.heads_per_rank, found.kv_layout, found.sliding_window) == ("v4", 4, "v4_fp8", 128)
     assert found.row_dims == (512, 512)
@@ -127,10 +120,11 @@ def test_the_model_as_a_rank_sees_it(served: None):
     assert family_of(plain) == "v3.2"
 
 
-def test_a_worker_is_told_what_its_batches_take(served: None, monkeypatch: pytest.MonkeyPatch):
+def test_a_worker_is_told_what_its_batches_take(monkeypatch: pytest.MonkeyPatch):
     warmed: list[Any] = []
     monkeypatch.setattr(v4_serving, "warm_v4", lambda kernels, *_: warmed.append(kernels))
     monkeypatch.setattr(gpu_serving, "warm_selection", lambda *_: None)
+    monkeypatch.setattr(model, "SPECULATING_FAMILIES", ("v4",))
     given = config(speculative_config=SimpleNamespace(num_speculative_tokens=3))
     found = serving(given, prefill_backend="triton")
     for _ in range(2):
@@ -153,7 +147,7 @@ def test_a_worker_is_told_what_its_batches_take(served: None, monkeypatch: pytes
     assert "prefill, 1024 of 1024 tokens" not in found.facts()
 
 
-def test_settings_that_no_batch_can_satisfy_are_refused_at_once(served: None):
+def test_settings_that_no_batch_can_satisfy_are_refused_at_once():
     with pytest.raises(SettingsError, match="token_shard is on and cannot work here"):
         serving(token_shard="on").planning()
     with pytest.raises(SettingsError, match="decode_backend is cuda"):

@@ -2,14 +2,14 @@
 
 The plugin's provider takes the distribution sgl-flash-mla, which SGLang needs since 0.5.23 only; before, the same
 kernels came with sglang-kernel (0.5.13 on). 0.5.12 needs FlashMLA installed beside it for V4: its sglang-kernel has the
-function without sinks and lengths.
+function without sinks and lengths. Of a FlashMLA that has two sides, the one that runs on Hopper is `use_legacy`.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -41,8 +41,9 @@ def _sparse_fwd() -> Callable[..., Any]:
         if missing:
             continue
         function: Callable[..., Any] = import_module(name).flash_mla_sparse_fwd
-        if inspect.signature(function).parameters.keys() >= NEEDED:
-            return function
+        takes = inspect.signature(function).parameters.keys()
+        if takes >= NEEDED:
+            return partial(function, use_legacy=True) if "use_legacy" in takes else function
         without.append(name)
     said = f"; of {', '.join(without)} it takes no {' and no '.join(sorted(NEEDED))}" if without else ""
     raise NoProviderError(f"flash_mla_sparse_fwd for DeepSeek-V4 is in none of {', '.join(MODULES)}{said}")

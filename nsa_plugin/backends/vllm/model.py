@@ -27,8 +27,8 @@ V4_LAYOUTS = dict.fromkeys(("auto", "fp8", "fp8_e4m3", "fp8_ds_mla"), "v4_fp8")
 
 _CONTEXT_PARALLEL = ("decode_context_parallel_size", "prefill_context_parallel_size")
 
-SERVED_FAMILIES = ("v3.2",)
-"""The model families that the plugin serves with vLLM on a GPU: those that have run on one with a real vLLM."""
+SPECULATING_FAMILIES = ("v3.2",)
+"""The model families that may decode speculatively on a GPU: those whose comparison with vLLM's own did."""
 
 V32_ARCHITECTURES = ("DeepseekV32ForCausalLM",)
 """Of those with V3.2's attention, what is served on a GPU. Others share selections between layers, or have other heads,
@@ -139,11 +139,10 @@ def refuse_on_gpu(vllm_config: Any) -> None:
         ShapeError: see `model_shape`.
     """
     family = family_of(vllm_config)
-    if family not in SERVED_FAMILIES:
-        model = (_architectures(vllm_config) or ["the model"])[0]
+    if vllm_config.speculative_config is not None and family not in SPECULATING_FAMILIES:
         raise SettingsError(
-            f"{model} is a DeepSeek-{family.upper()} model, which has not been compared with vLLM's own in this "
-            f"release of nsa-plugin: there it serves DeepSeek-{', '.join(SERVED_FAMILIES).upper()}. {TURN_OFF}"
+            f"speculative decoding of DeepSeek-{family.upper()} has not been compared with vLLM's own in this release "
+            f"of nsa-plugin: drop --speculative-config. {TURN_OFF}"
         )
     parallel = vllm_config.parallel_config
     for name in _CONTEXT_PARALLEL:
@@ -176,8 +175,6 @@ def _refuse_v4(vllm_config: Any) -> None:
             f"compress_ratios of the model has {', '.join(map(str, sorted(unknown)))}; nsa-plugin knows "
             f"{', '.join(map(str, sorted(V4_RATIOS)))}. {TURN_OFF}"
         )
-    if config.head_dim != V4_ROW:
-        raise SettingsError(f"head_dim of the model is {config.head_dim}; nsa-plugin knows {V4_ROW}. {TURN_OFF}")
-    if getattr(vllm_config.speculative_config, "parallel_drafting", False):
-        raise SettingsError(f"nsa-plugin does not carry parallel drafting with DeepSeek-V4. {TURN_OFF}")
+    if (head_dim := getattr(config, "head_dim", None)) != V4_ROW:
+        raise SettingsError(f"head_dim of the model is {head_dim}; nsa-plugin knows {V4_ROW}. {TURN_OFF}")
     v4_shape(vllm_config)
