@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from rich.console import Console
 from nsa_plugin.commands.compare_options import ENGINES, MEASURED, USUAL_CONTEXT, add_arguments
 from nsa_plugin.commands.output import console
 from nsa_plugin.compare import beside, record, report
+from nsa_plugin.compare.common import switches
 from nsa_plugin.compare.engine import V4, V32, CompareError, Engine
 from nsa_plugin.compare.lifecycle import speaker
 from nsa_plugin.compare.load import DECODE, MIXED, SPEED_CASES, decode_prompt, left_out, loads
@@ -251,7 +253,7 @@ def _facts(args: argparse.Namespace, engine: Engine, cases: Sequence[str]) -> di
             "weights": _MADE[family] if args.model is None else args.model.name,
             **shown(config),
         },
-        "command": shlex.join(["nsa-plugin", *sys.argv[1:]]),
+        "command": shlex.join([*switches(engine.name, os.environ), "nsa-plugin", *sys.argv[1:]]),
         "host": record.describe_host(gpu, driver, facts["tp"], args.commit),
     }
 

@@ -6,7 +6,7 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from typing import Any
@@ -18,6 +18,9 @@ PLUGIN = "nsa_plugin"
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([kKmM]?)")
 _FACTORS = {"": 1, "k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
+# A variable's value that says what runs, and the names of those that say where or for whom.
+_SWITCHED = re.compile(r"[\w.+-]+")
+_PRIVATE = re.compile(r"KEY$|TOKEN$|SECRET|PASSWORD|HOST|_IP$|USER")
 # Off is the kill switch: it wins over the plugin's flags, which both servers may be given.
 _SWITCH = "NSA_PLUGIN_ENABLED"
 
@@ -52,6 +55,19 @@ def environ(*, plugin: bool) -> dict[str, str]:
         "TRANSFORMERS_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
     }
+
+
+def switches(engine: str, variables: Mapping[str, str]) -> list[str]:
+    """NAME=value of an engine's own variables, as they stand before a command; without places, addresses and secrets.
+
+    Args:
+        engine: whose names begin with it.
+    """
+    return [
+        f"{name}={value}"
+        for name, value in sorted(variables.items())
+        if name.startswith(f"{engine.upper()}_") and _SWITCHED.fullmatch(value) and not _PRIVATE.search(name)
+    ]
 
 
 def routes(metrics: str, prefix: str) -> Counter[str]:

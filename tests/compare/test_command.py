@@ -14,15 +14,37 @@ import pytest
 from nsa_plugin.bench import report
 from nsa_plugin.commands import compare
 from nsa_plugin.compare import model
+from nsa_plugin.compare.common import switches
 from nsa_plugin.compare.measured import Measured
 from nsa_plugin.demo.checkpoint import CheckpointSpec
 from tests.compare.command import Behave, Read, arguments, call, failed, spawn, until, v4
 from tests.demo.processes import alive
 
 
+def test_the_engines_variables_that_a_record_names():
+    given = {
+        "SGLANG_OPT_FUSED": "0",
+        "SGLANG_BACKEND": "triton",
+        "SGLANG_ENABLED": "",
+        "SGLANG_CACHE_DIR": "/var/x",
+        "SGLANG_HOST_IP": "10.0.0.1",
+        "SGLANG_API_KEY": "word",
+        "VLLM_DEEP_GEMM_WARMUP": "skip",
+        "HOME": "x",
+    }
+    assert switches("sglang", given) == ["SGLANG_BACKEND=triton", "SGLANG_OPT_FUSED=0"]
+    assert switches("vllm", given) == ["VLLM_DEEP_GEMM_WARMUP=skip"]
+
+
 def test_agreement_and_speed_of_four_servers(
-    fake: Behave, pids: Path, read: Read, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    fake: Behave,
+    pids: Path,
+    read: Read,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("SGLANG_DSV4_FP4_EXPERTS", "0")
     line = arguments(tmp_path, fake(), "--speed", "--runs", "stock,plugin,control,stock-again")
     code, out, _ = call(capsys, [*line, "--", "--kv-cache-dtype", "fp8_e4m3", "--disable-cuda-graph"])
     record = read()
@@ -31,6 +53,7 @@ def test_agreement_and_speed_of_four_servers(
     assert len(pids.read_text().split()) == 4
     assert record["suite"] == "sglang-0.5.16-v32-16heads-fp8-eager"
     assert record["host"]["commit"] == "0123abc"
+    assert "SGLANG_DSV4_FP4_EXPERTS=0" in record["command"].partition("nsa-plugin")[0].split()
     assert record["engine_flags"] == ["--kv-cache-dtype", "fp8_e4m3", "--disable-cuda-graph"]
 
     stock, plugin = record["servers"]["stock"], record["servers"]["plugin"]
