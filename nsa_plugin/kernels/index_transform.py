@@ -35,6 +35,7 @@ def reference_paged(
     row_to_request: torch.Tensor | None = None,
     lengths: torch.Tensor | None = None,
     num_rows: int | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Slots of logical positions. Contract: see the module.
 
@@ -47,9 +48,10 @@ def reference_paged(
             `rows_to_requests`). None: the table is expanded, row i of it is for query row i.
         lengths: [rows] int: a row's positions lie below this; None: below the table's width.
         num_rows: rows of the result, at least `rows`; those added are -1.
+        out: [num_rows, topk] int32, contiguous: where the slots are written.
 
     Returns:
-        [num_rows, topk] int32 slots.
+        [num_rows, topk] int32 slots; `out` where it is given.
 
     Raises:
         KernelArgumentError: a shape or dtype is wrong, or row_to_request names a row the table lacks.
@@ -57,6 +59,18 @@ def reference_paged(
     op = "index_transform_paged"
     rows, _ = _check_indices(op, topk_indices)
     device = topk_indices.device
+    if out is not None:
+        check_output(op, topk_indices, _padded(op, rows, num_rows), out)
+        return out.copy_(
+            reference_paged(
+                topk_indices,
+                page_table,
+                page_size=page_size,
+                row_to_request=row_to_request,
+                lengths=lengths,
+                num_rows=num_rows,
+            )
+        )
     check_tensor(op, "page_table", page_table, ("requests", "pages"), dtypes=INDEX_DTYPES, device=device)
     require(page_size > 0, op, f"page_size is {page_size}; a page holds at least 1 token")
     if row_to_request is None:
@@ -81,6 +95,17 @@ def reference_paged(
     pages = page_table[row_to_request.clamp(min=0).long().unsqueeze(1), safe // page_size].long()
     slots = torch.where(valid & (pages >= 0), pages * page_size + safe % page_size, -1)
     return reference_pad_rows(slots.int(), _padded(op, rows, num_rows))
+
+
+def check_output(op: str, topk_indices: torch.Tensor, rows: int, out: torch.Tensor) -> None:
+    """Check where an op is to write [rows, topk] int32.
+
+    Raises:
+        KernelArgumentError: it is of another shape, dtype or device, or not contiguous.
+    """
+    shape = (rows, topk_indices.shape[1])
+    check_tensor(op, "out", out, shape, dtypes=(torch.int32,), device=topk_indices.device)
+    require(out.is_contiguous(), op, f"out has strides {out.stride()}; it is written as contiguous rows")
 
 
 def reference_ragged(

@@ -157,6 +157,19 @@ def test_padded_queries_select_nothing():
     assert (padded.c4_sparse_page_indices[of.rows :] == -1).all()
 
 
+@pytest.mark.parametrize("name", ["c4_sparse_page_indices", "c4_sparse_raw_indices"])
+def test_rows_that_sglang_pads_to_a_multiple_of_64(name: str):
+    of = batch(*LENS)
+    plain = select(ready(of))
+    backend = ready(of)
+    core = backend.forward_metadata.core_attn_metadata
+    setattr(core, name, torch.full((of.rows, TOPK + 3), -1, dtype=torch.int32))
+    select(backend)
+    for each in ("c4_sparse_page_indices", "c4_sparse_raw_indices"):
+        assert torch.equal(getattr(core, each)[:, :TOPK], getattr(plain, each))
+    assert (getattr(core, name)[:, TOPK:] == -1).all()
+
+
 def test_a_version_without_raw_indices_and_with_another_preparation():
     class First(Engine):
         """0.5.12: no raw indices; until 0.5.14 the pool is an argument, and the cache a third result."""

@@ -116,6 +116,15 @@ def test_noncontiguous_tables_and_indices():
     assert torch.equal(reference_paged(noncontiguous(topk), noncontiguous(table), page_size=2), dense)
 
 
+def test_slots_are_written_where_they_are_wanted():
+    topk, table = torch.tensor([[0, 3, 5], [2, -1, 7]]), torch.tensor([[1, 5, 2, 9], [4, 0, 7, 3]])
+    out = torch.full((3, 3), 77, dtype=torch.int32)
+    lengths = torch.tensor([4, 8])
+    given = {"page_size": 2, "lengths": lengths, "num_rows": 3}
+    assert reference_paged(topk, table, **given, out=out) is out
+    assert torch.equal(out, reference_paged(topk, table, **given))
+
+
 @pytest.mark.parametrize("rows", [0, 7])
 def test_padding_rows(rows):
     indices = torch.arange(rows * 3, dtype=torch.int32).view(rows, 3)
@@ -175,6 +184,9 @@ TOPK, TABLE = torch.zeros(3, 4, dtype=torch.int32), torch.zeros(2, 5, dtype=torc
             lambda: reference_paged(TOPK[:2], TABLE, page_size=1, num_rows=1),
             "num_rows is 1; topk_indices has 2",
         ),
+        (lambda: reference_paged(TOPK[:2], TABLE, page_size=1, out=TOPK), r"out has shape \[3, 4\]"),
+        (lambda: reference_paged(TOPK[:2], TABLE, page_size=1, out=TOPK[:2].long()), "out has dtype int64"),
+        (lambda: reference_paged(TOPK[:2], TABLE, page_size=1, out=TOPK.new_zeros(4, 2).t()), "out has strides"),
         (lambda: reference_ragged(TOPK, torch.zeros(2, dtype=torch.int32)), "offsets has shape"),
         (lambda: reference_pad_rows(TOPK, 2), "num_rows is 2; topk_indices has 3"),
         (

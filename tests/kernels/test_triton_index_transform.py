@@ -61,6 +61,8 @@ TOPK, TABLE = torch.zeros(3, 4, dtype=torch.int32), torch.zeros(2, 5, dtype=torc
         (lambda: kernels.paged(TOPK, TABLE, page_size=1, row_to_request=TABLE[0]), "row_to_request has"),
         (lambda: kernels.paged(TOPK[:2], TABLE, page_size=1, lengths=torch.zeros(2)), "lengths has dtype"),
         (lambda: kernels.paged(TOPK[:2], TABLE, page_size=1, num_rows=1), "num_rows is 1; topk_indices has 2"),
+        (lambda: kernels.paged(TOPK[:2], TABLE, page_size=1, out=TOPK), r"out has shape \[3, 4\]"),
+        (lambda: kernels.paged(TOPK[:2], TABLE, page_size=1, out=TOPK.new_zeros(4, 2).t()), "out has strides"),
         (lambda: kernels.ragged(TOPK, torch.zeros(2, dtype=torch.int32)), "offsets has shape"),
         (lambda: kernels.pad_rows(TOPK, 2), "num_rows is 2; topk_indices has 3"),
     ],

@@ -122,8 +122,11 @@ def select(
     )
     if raw is not None and into is None:  # a top-k that is no multiple of 64: SGLang pads its rows
         raw[:count, :topk] = positions
-    transform = providers.helper("index_transform_paged")
-    slots[:count, :topk] = transform(positions, core.page_table[:count], page_size=PAGE)
+    transform, table = providers.helper("index_transform_paged"), core.page_table[:count]
+    if slots.shape[1] == topk and slots.is_contiguous():
+        transform(positions, table, page_size=PAGE, out=slots[:count])
+    else:
+        slots[:count, :topk] = transform(positions, table, page_size=PAGE)
 
 
 def _prepared(backend: Any, pool: Any, given: dict[str, Any], rows: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from nsa_plugin.kernels.checks import INDEX_DTYPES, check_tensor, require
+from nsa_plugin.kernels.index_transform import check_output
 from nsa_plugin.kernels.triton.sizes import ceil_div, power_of_2
 
 # Entries a program; a row of 2048 is one program.
@@ -31,6 +32,7 @@ def paged(
     row_to_request: torch.Tensor | None = None,
     lengths: torch.Tensor | None = None,
     num_rows: int | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Slots of logical positions; see `reference_paged`."""
     op = "index_transform_paged"
@@ -45,7 +47,7 @@ def paged(
         check_tensor(op, "row_to_request", row_to_request, (rows,), dtypes=INDEX_DTYPES, device=device)
     if lengths is not None:
         check_tensor(op, "lengths", lengths, (rows,), dtypes=INDEX_DTYPES, device=device)
-    slots = _new_rows(op, topk_indices, num_rows, torch.int32)
+    slots = _new_rows(op, topk_indices, num_rows, torch.int32, out)
     if slots.numel() == 0:
         return slots
     block = _block(topk)
@@ -126,11 +128,16 @@ def _check_indices(op: str, topk_indices: torch.Tensor) -> tuple[int, int]:
     return rows, topk
 
 
-def _new_rows(op: str, topk_indices: torch.Tensor, num_rows: int | None, dtype: torch.dtype) -> torch.Tensor:
+def _new_rows(
+    op: str, topk_indices: torch.Tensor, num_rows: int | None, dtype: torch.dtype, out: torch.Tensor | None = None
+) -> torch.Tensor:
     rows, topk = topk_indices.shape
     require(num_rows is None or num_rows >= rows, op, f"num_rows is {num_rows}; topk_indices has {rows} rows")
     shape = (rows if num_rows is None else num_rows, topk)
-    return torch.empty(shape, dtype=dtype, device=topk_indices.device)
+    if out is None:
+        return torch.empty(shape, dtype=dtype, device=topk_indices.device)
+    check_output(op, topk_indices, shape[0], out)
+    return out
 
 
 def _block(topk: int) -> int:
