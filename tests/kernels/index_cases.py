@@ -69,26 +69,15 @@ def check_paged(seed: int, rows: int, topk: int, requests: int, pages: int, page
     expected = transform.reference_paged(
         indices, table, page_size=page_size, row_to_request=of_row, lengths=lengths, num_rows=num_rows
     )
-    actual = transform_kernels.paged(
-        draw.to(indices),
-        draw.to(table),
-        page_size=page_size,
-        row_to_request=None if of_row is None else draw.to(of_row),
-        lengths=None if lengths is None else draw.to(lengths),
-        num_rows=num_rows,
-    )
-    same(actual, expected)
+    given = {
+        "page_size": page_size,
+        "row_to_request": None if of_row is None else draw.to(of_row),
+        "lengths": None if lengths is None else draw.to(lengths),
+        "num_rows": num_rows,
+    }
+    same(transform_kernels.paged(draw.to(indices), draw.to(table), **given), expected)
     into = torch.full(expected.shape, 123456, dtype=torch.int32, device=device)
-    written = transform_kernels.paged(
-        draw.to(indices),
-        draw.to(table),
-        page_size=page_size,
-        row_to_request=None if of_row is None else draw.to(of_row),
-        lengths=None if lengths is None else draw.to(lengths),
-        num_rows=num_rows,
-        out=into,
-    )
-    assert written is into
+    assert transform_kernels.paged(draw.to(indices), draw.to(table), **given, out=into) is into
     same(into, expected)
     if rows and requests and not expanded:
         # One table row for all, as a view that repeats it.
