@@ -19,7 +19,7 @@ _COUNT = re.compile(r"(\d+(?:\.\d+)?)([kKmM]?)")
 _FACTORS = {"": 1, "k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 # A variable's value that says what runs, and the names of those that say where or for whom.
-_SWITCHED = re.compile(r"[\w.+-]+")
+_PLAIN = re.compile(r"[\w.+-]+")
 _PRIVATE = re.compile(r"KEY$|TOKEN$|SECRET|PASSWORD|HOST|_IP$|USER")
 # Off is the kill switch: it wins over the plugin's flags, which both servers may be given.
 _SWITCH = "NSA_PLUGIN_ENABLED"
@@ -66,7 +66,7 @@ def switches(engine: str, variables: Mapping[str, str]) -> list[str]:
     return [
         f"{name}={value}"
         for name, value in sorted(variables.items())
-        if name.startswith(f"{engine.upper()}_") and _SWITCHED.fullmatch(value) and not _PRIVATE.search(name)
+        if name.startswith(f"{engine.upper()}_") and _PLAIN.fullmatch(value) and not _PRIVATE.search(name)
     ]
 
 

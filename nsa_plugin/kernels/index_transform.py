@@ -61,16 +61,6 @@ def reference_paged(
     device = topk_indices.device
     if out is not None:
         check_output(op, topk_indices, _padded(op, rows, num_rows), out)
-        return out.copy_(
-            reference_paged(
-                topk_indices,
-                page_table,
-                page_size=page_size,
-                row_to_request=row_to_request,
-                lengths=lengths,
-                num_rows=num_rows,
-            )
-        )
     check_tensor(op, "page_table", page_table, ("requests", "pages"), dtypes=INDEX_DTYPES, device=device)
     require(page_size > 0, op, f"page_size is {page_size}; a page holds at least 1 token")
     if row_to_request is None:
@@ -88,13 +78,13 @@ def reference_paged(
     limits = torch.where(row_to_request < 0, 0, limits)
     positions = topk_indices.long()
     valid = (positions >= 0) & (positions < limits.unsqueeze(1))
-    if not bool(valid.any()):
-        shape = (_padded(op, rows, num_rows), topk_indices.shape[1])
-        return torch.full(shape, -1, dtype=torch.int32, device=device)
-    safe = torch.where(valid, positions, 0)
-    pages = page_table[row_to_request.clamp(min=0).long().unsqueeze(1), safe // page_size].long()
-    slots = torch.where(valid & (pages >= 0), pages * page_size + safe % page_size, -1)
-    return reference_pad_rows(slots.int(), _padded(op, rows, num_rows))
+    slots = torch.full_like(positions, -1)
+    if bool(valid.any()):
+        safe = torch.where(valid, positions, 0)
+        pages = page_table[row_to_request.clamp(min=0).long().unsqueeze(1), safe // page_size].long()
+        slots = torch.where(valid & (pages >= 0), pages * page_size + safe % page_size, -1)
+    padded = reference_pad_rows(slots.int(), _padded(op, rows, num_rows))
+    return padded if out is None else out.copy_(padded)
 
 
 def check_output(op: str, topk_indices: torch.Tensor, rows: int, out: torch.Tensor) -> None:

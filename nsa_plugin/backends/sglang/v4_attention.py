@@ -229,8 +229,6 @@ def _attending(original: Callable[..., Any]) -> Callable[..., Any]:
         # MegaAttention (0.5.21 on) hands over its rotations and wants its own output back.
         if state is None or chosen is None or compress_ratio not in RATIOS or more.get("cos_sin_cache") is not None:
             return engines()
-        if engines_rows(chosen):
-            return engines()
         wrong = state.planner.settings.fault == "shift_indices"
         if chosen.impl == v4.DECODE_KERNEL and q.shape[0] <= names.get(THRESHOLD, q.shape[0]):
             core = self.forward_metadata.core_attn_metadata if wrong else None
@@ -277,7 +275,7 @@ def _route(backend: Any, state: V4State, forward_batch: Any, rows: int) -> Route
     phase = batches.phase_of(forward_batch.forward_mode)
     if phase is Phase.EXTEND:
         late = getattr(backend.forward_metadata, "late_layer_tail", None) is not None
-        idle = state.route is None or state.route.impl is None
+        idle = state.route is None or state.route.impl is None or engines_rows(state.route)
         return None if late or idle else state.route
     if phase is None or phase is Phase.IDLE or not state.plans_steps or rows == 0:
         return None

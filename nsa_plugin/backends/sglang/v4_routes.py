@@ -142,7 +142,7 @@ class V4Planner(Planner):
             return replace(route, selects=False)
         said = f"{route.plan.reasons['attention']}; SGLang's own code makes rows of {tokens} tokens with less work"
         plan = replace(route.plan, reasons={**route.plan.reasons, "attention": said})
-        return Route(plan, ROWS, own=False, selects=False)
+        return replace(route, plan=plan, own=False, selects=False)
 
     def step_route(self, batch: Batch) -> Route:
         """See `Planner.step_route`."""
