@@ -13,7 +13,8 @@ SUPPORTED_CPU = ">=0.28,<0.34"
 
 _HOOKS = "nsa_plugin.backends.vllm.activation"
 _CPU = "nsa_plugin.backends.vllm.cpu_patches"
-_ANY = ">=0.20"
+# Of the first hooks: a version that is not supported is told so by them.
+_ANY = ">=0"
 _CPU_VERSIONS = ">=0.28"
 
 BOOTSTRAP = (

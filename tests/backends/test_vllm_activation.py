@@ -22,6 +22,7 @@ from nsa_plugin.errors import NoProviderError, NsaPluginError, PatchError, Setti
 from nsa_plugin.patches import static
 from nsa_plugin.patches.ledger import Ledger, Need, Patch, Target
 from nsa_plugin.patches.static import SourceTree
+from nsa_plugin.patches.vllm import BOOTSTRAP
 from nsa_plugin.plan import Plan
 from nsa_plugin.telemetry import StartupReport
 from tests.backends.test_vllm_gpu_serving import config, layer
@@ -165,6 +166,12 @@ def test_another_version_is_refused_with_one_error(start: Any, process: Process,
     with pytest.raises(PatchError, match=rf"vllm {version} is installed.*NSA_PLUGIN_ENABLED=0"):
         start(configured())
     assert (process.serving, process.counters, Engine.serve()) == (None, None, "vLLM's")
+
+
+@pytest.mark.parametrize("version", ["0.9.2", "0.19.1", "0.34.0", "1.0"])
+def test_every_version_has_the_hooks_that_refuse_it(version: str):
+    hooks = {patch.name for patch in BOOTSTRAP if patch.target(Version(version))}
+    assert hooks >= {"vllm.engine-config", "vllm.worker"}
 
 
 def test_strict_off_leaves_another_version_to_vllm(
