@@ -460,7 +460,7 @@ def test_the_settings_are_read_once(monkeypatch: pytest.MonkeyPatch):
 # DeepSeek-V4
 
 
-SPECULATIVE = SimpleNamespace(num_speculative_tokens=3)
+PARALLEL = SimpleNamespace(num_speculative_tokens=3, parallel_drafting=True)
 
 
 class V4Here(V4Serving):
@@ -485,18 +485,18 @@ def _enabled(vllm_config: Any, **settings: Any) -> Any:
 
 
 @pytest.mark.parametrize("start", [engine_config, worker_of])
-def test_what_v4_has_not_been_compared_with_is_refused_with_one_error(start: Any, process: Process):
-    with pytest.raises(SettingsError, match=r"decoding of DeepSeek-V4 has not been compared.*_ENABLED=0"):
-        start(_enabled(v4_config(speculative_config=SPECULATIVE)))
+def test_what_v4_does_not_carry_is_refused_with_one_error(start: Any, process: Process):
+    with pytest.raises(SettingsError, match=r"does not carry parallel_drafting.*_ENABLED=0"):
+        start(_enabled(v4_config(speculative_config=PARALLEL)))
     assert (process.serving, Engine.serve(), Engine.serve_v4()) == (None, "vLLM's", "vLLM's")
 
 
 def test_with_strict_off_vllm_serves_v4_as_it_is_asked(process: Process, reports: list[StartupReport]):
-    vllm_config = _enabled(v4_config(speculative_config=SPECULATIVE), strict=False)
+    vllm_config = _enabled(v4_config(speculative_config=PARALLEL), strict=False)
     assert engine_config(vllm_config) is vllm_config
     worker_of(vllm_config)
     assert (process.serving, Engine.serve_v4()) == (None, "vLLM's")
-    assert "not been compared with vLLM's own" in reports[0].text()
+    assert "does not carry parallel_drafting" in reports[0].text()
 
 
 def test_a_v4_worker_from_its_start_to_the_report(v4: Any, process: Process, reports: list[StartupReport]):

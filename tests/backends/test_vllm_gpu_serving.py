@@ -109,6 +109,12 @@ def test_speculated_tokens_count_as_steps():
     assert serving().planning().step_tokens == 1
 
 
+def test_parallel_drafting_is_refused():
+    drafts = SimpleNamespace(num_speculative_tokens=3, parallel_drafting=True)
+    with pytest.raises(SettingsError, match=r"parallel_drafting of --speculative-config, which the method dflash sets"):
+        serving(config(speculative_config=drafts)).planning()
+
+
 def test_settings_that_no_batch_can_satisfy_are_refused_at_once():
     with pytest.raises(SettingsError, match="prefill_backend is flash_mla"):
         serving(prefill_backend="flash_mla").planning()

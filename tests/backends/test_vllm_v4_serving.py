@@ -10,7 +10,7 @@ import torch
 from packaging.version import Version
 
 from nsa_plugin.backends.providers import Providers
-from nsa_plugin.backends.vllm import gpu_serving, model, v4_patches, v4_serving
+from nsa_plugin.backends.vllm import gpu_serving, v4_patches, v4_serving
 from nsa_plugin.backends.vllm.model import family_of, refuse_on_cpu, refuse_on_gpu, v4_shape
 from nsa_plugin.backends.vllm.v4_serving import V4Serving, warm_v4
 from nsa_plugin.devices import synthetic
@@ -71,15 +71,6 @@ def layer(backend: str) -> Any:
     return SimpleNamespace(swa_cache_layer=object(), get_attn_backend=lambda: SimpleNamespace(get_name=lambda: backend))
 
 
-def test_v4_is_served_without_speculation():
-    refuse_on_gpu(config())
-    given = config(speculative_config=SimpleNamespace(num_speculative_tokens=3))
-    with pytest.raises(SettingsError, match=r"decoding of DeepSeek-V4 has not been compared.*drop --speculative.*=0"):
-        refuse_on_gpu(given)
-    with pytest.raises(SettingsError, match="not been compared"):
-        serving(given).planning()
-
-
 def test_v4_is_refused_on_a_cpu_for_good():
     with pytest.raises(SettingsError, match="no DeepSeek-V4 for vLLM on a CPU"):
         refuse_on_cpu(config())
@@ -93,6 +84,10 @@ def test_v4_is_refused_on_a_cpu_for_good():
         (changed(head_dim=256), "head_dim of the model is 256"),
         (changed(head_dim=None), "head_dim of the model is None"),
         (config(attention_config=SimpleNamespace(use_fp4_indexer_cache=True)), "an fp4 indexer cache"),
+        (
+            config(speculative_config=SimpleNamespace(num_speculative_tokens=3, parallel_drafting=True)),
+            "parallel_drafting of --speculative-config",
+        ),
         (
             config(parallel_config=SimpleNamespace(tensor_parallel_size=1, decode_context_parallel_size=2)),
             "--decode-context-parallel-size 2",
@@ -124,7 +119,6 @@ def test_a_worker_is_told_what_its_batches_take(monkeypatch: pytest.MonkeyPatch)
     warmed: list[Any] = []
     monkeypatch.setattr(v4_serving, "warm_v4", lambda kernels, *_: warmed.append(kernels))
     monkeypatch.setattr(gpu_serving, "warm_selection", lambda *_: None)
-    monkeypatch.setattr(model, "SPECULATING_FAMILIES", ("v4",))
     given = config(speculative_config=SimpleNamespace(num_speculative_tokens=3))
     found = serving(given, prefill_backend="triton")
     for _ in range(2):
