@@ -434,6 +434,20 @@ V4_REQUIREMENTS = (
         versions=">=0.5.13",
     ),
     _of_v4(
+        "step-replay",
+        "Prepares a captured step to be replayed: where it is recorded.",
+        f"{_V4_BACKEND}.init_forward_metadata_out_graph",
+        *("self", "forward_batch", "in_capture"),
+        versions=">=0.5.13",
+    ),
+    _of_v4(
+        "step-replay-before",
+        "As step-replay, in 0.5.12.",
+        f"{_V4_BACKEND}.init_forward_metadata_replay_cuda_graph",
+        *("self", "bs", "req_pool_indices", "seq_lens", "seq_lens_sum", "encoder_lens", "forward_mode"),
+        versions=">=0.5.12,<0.5.13",
+    ),
+    _of_v4(
         "tables",
         "Whether SGLang makes the tables of its route over bf16 rows.",
         f"{_V4_BACKEND}._use_sparse_prefill",

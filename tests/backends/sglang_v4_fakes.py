@@ -245,6 +245,7 @@ class Engine:
     def __init__(self, of: Batch) -> None:
         self.batch, self.token_to_kv_pool = of, of.pool
         self.softmax_scale, self.page_size, self.MAX_SEQ_LEN_FOR_CAPTURE = 512**-0.5, PAGE, 4096
+        self.speculative_num_draft_tokens: int | None = None
         self.hisparse_coordinator: Any = None
         self.debug_use_external_c4_sparse_indices = False
         self.forward_metadata: Any = None
@@ -260,6 +261,9 @@ class Engine:
         self.calls.append("jit" if envs.SGLANG_OPT_USE_JIT_INDEXER_METADATA.get() else "library")
         lengths = core_attn_metadata.c4_lengths
         return SimpleNamespace(c4_seq_lens=lengths, page_table=core_attn_metadata.page_table)
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        self.calls.append("captured step" if in_capture else "replayed step")
 
     def init_forward_metadata_for_breakable_cuda_graph_capture(self, forward_batch: Any) -> Any:
         self.calls.append("capture")

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from nsa_plugin.backends.sglang import v4_batch, v4_kernels, v4_routes, v4_rows
+from nsa_plugin.backends.sglang.batch import step_batch
 from nsa_plugin.backends.sglang.v4_attention import release, with_v4_plans
 from nsa_plugin.backends.sglang.v4_table import SLOTS
 from nsa_plugin.backends.sglang.v4_warm import warm_v4
@@ -19,6 +20,7 @@ from nsa_plugin.devices import synthetic
 from nsa_plugin.errors import NoProviderError, PatchError
 from nsa_plugin.kernels.v4_prefill import combined_width, reference_route
 from nsa_plugin.plan import IndexerMode
+from nsa_plugin.shapes import Phase
 from tests.backends.sglang_fakes import ForwardMode
 from tests.backends.sglang_v4_fakes import (
     HEADS,
@@ -558,6 +560,21 @@ def test_kernels_are_run_before_serving(route: str):
     assert chosen.plan.indexer.mode is IndexerMode.TOPK
     warm_v4([chosen], backend.nsa_plugin, torch.device("cpu"))
     assert backend.nsa_plugin.route is None
+
+
+def test_prefills_and_steps_by_one_library_both_run_before_serving():
+    backend = prepared(batch((9, 300)), **SETTINGS[DIRECT], decode_backend="reference")
+    state, ran = backend.nsa_plugin, []
+    load = state.providers.load
+
+    def seen(op: str, name: str, heads: int | None = None) -> Any:
+        ran.append(op)
+        return load(op, name, heads)
+
+    state.providers.load = seen
+    step = state.planner.step_route(step_batch(Phase.DECODE, 1, 1, 4096))
+    warm_v4([state.route, step], state, torch.device("cpu"))
+    assert {"sparse_mla_prefill", "sparse_mla_decode"} <= set(ran)
 
 
 def test_a_kernel_that_does_not_run_is_an_error_before_serving():

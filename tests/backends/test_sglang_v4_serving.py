@@ -103,6 +103,16 @@ def test_the_report_names_a_few_prefills_and_why(warmed: list[Any]):
     assert made.trace.counts.total() == 0  # none of them came to be
 
 
+def test_the_report_names_a_few_steps_where_a_setting_names_a_library(warmed: list[Any]):
+    backend = built(batch(*MIXED))
+    backend.speculative_num_draft_tokens = 4
+    made = begun(backend, prefill_backend="triton", decode_backend="triton")
+    made.adopt(backend, runner())
+    steps = {name: words for name, words in made.routes.items() if "prefill" not in name}
+    assert list(steps) == ["V4 decode, 1 request", "V4 decode, 64 requests", "V4 verify, 64 requests"]
+    assert all(words.startswith("sparse_decode by triton on SGLang's path direct") for words in steps.values())
+
+
 def test_several_backends_share_what_is_counted_and_warm_up_once(warmed: list[Any], monkeypatch: pytest.MonkeyPatch):
     counted: list[Plan] = []
     monkeypatch.setattr(serving, "route_counter", lambda server_args, labels: counted.append)

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from nsa_plugin.backends.sglang.attention import State
 from nsa_plugin.backends.sglang.batch import Batch, step_batch
-from nsa_plugin.backends.sglang.routes import Route
+from nsa_plugin.backends.sglang.routes import Planner, Route
 from nsa_plugin.errors import NsaPluginError
 from nsa_plugin.plan import Attention, IndexerMode
 from nsa_plugin.shapes import BatchShape, Phase
@@ -35,13 +35,20 @@ def routes(state: State, max_context: int, draft_tokens: int | None) -> dict[str
             if route := _prefill(state, rows, context):
                 found[f"prefill, {rows} of {context} tokens"] = route
     if state.plans_steps:
-        for requests in (FEW, MANY):
-            name = f"decode, {requests} request{'s' if requests > 1 else ''}"
-            found[name] = _step(state, Phase.DECODE, requests, requests, max_context)
-        if draft_tokens:
-            rows = MANY * draft_tokens
-            found[f"verify, {MANY} requests"] = _step(state, Phase.TARGET_VERIFY, MANY, rows, max_context)
+        found |= step_routes(state.planner, max_context, draft_tokens)
     return found
+
+
+def step_routes(planner: Planner, max_context: int, draft_tokens: int | None) -> dict[str, Route]:
+    """As `routes`, of steps alone."""
+    batches = {
+        f"decode, {FEW} request": step_batch(Phase.DECODE, FEW, FEW, max_context),
+        f"decode, {MANY} requests": step_batch(Phase.DECODE, MANY, MANY, max_context),
+    }
+    if draft_tokens:
+        rows = MANY * draft_tokens
+        batches[f"verify, {MANY} requests"] = step_batch(Phase.TARGET_VERIFY, MANY, rows, max_context)
+    return {name: planner.step_route(batch) for name, batch in batches.items()}
 
 
 def own_kernels(state: State, max_context: int, *, sharded: bool = False) -> set[tuple[str, str]]:

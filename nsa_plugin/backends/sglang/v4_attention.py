@@ -8,7 +8,8 @@ until then, or for a batch that has no route, every method is the engine's own.
   between the graph's parts, outside them, by the plan. The indexer is a part of the graph, and with it the engine's.
 - The function that attends: it stores the layer's keys where the engine asks for it, as the engine does; then one of
   the routes of `v4_routes`, by `v4_kernels`.
-- Decode, verify and draft steps, captured or not, are the engine's, unless `decode_backend` names a library.
+- Decode, verify and draft steps, captured or not, are the engine's, unless `decode_backend` names a library; then
+  `v4_steps` records them.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from nsa_plugin.backends.fault import shifted
 from nsa_plugin.backends.names import engine_names
 from nsa_plugin.backends.providers import Providers
 from nsa_plugin.backends.sglang import batch as batches
-from nsa_plugin.backends.sglang import v4_indexer, v4_routes
+from nsa_plugin.backends.sglang import v4_indexer, v4_routes, v4_steps
 from nsa_plugin.backends.sglang.routes import Route
 from nsa_plugin.backends.sglang.v4_batch import PAGE, RATIOS, Prefill, spans
 from nsa_plugin.backends.sglang.v4_kernels import Call, V4State, attend, longest_context, named, record_bytes
@@ -58,7 +59,7 @@ def adopt(backend: Any, planner: V4Planner, server_args: Any, *, own_heads_first
     if feature := v4_routes.engines_own(backend, server_args):
         return [f"{feature} is on, which the plugin has no part in: every batch stays SGLang's own"]
     pool = getattr(backend, "token_to_kv_pool", None)
-    read = ("softmax_scale", "page_size", "MAX_SEQ_LEN_FOR_CAPTURE")
+    read = ("softmax_scale", "page_size", "MAX_SEQ_LEN_FOR_CAPTURE", "speculative_num_draft_tokens")
     lacks = [name for name in read if not hasattr(backend, name)]
     lacks += [f"token_to_kv_pool.{name}" for name in POOL if not hasattr(pool, name)]
     if lacks:
@@ -103,6 +104,8 @@ def with_v4_plans(original: type) -> type:
         "prepare_forward_metadata_for_breakable_cuda_graph_replay": _replaying,
         "init_forward_metadata_for_breakable_cuda_graph_capture": _capturing,
         "_use_sparse_prefill": _without_tables,
+        "init_forward_metadata_out_graph": v4_steps.replayed,
+        "init_forward_metadata_replay_cuda_graph": v4_steps.replayed_by_size,
     }
     for name, wrapper in wrappers.items():
         if hasattr(original, name):
@@ -117,6 +120,7 @@ def _preparing(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def init_forward_metadata(self: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
         _plan(self, forward_batch)
+        v4_steps.record(self, forward_batch.forward_mode, forward_batch)
         return original(self, forward_batch, *args, **kwargs)
 
     return init_forward_metadata

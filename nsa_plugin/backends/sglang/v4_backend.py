@@ -12,6 +12,7 @@ from packaging.version import Version
 from nsa_plugin.backends.sglang.backend import started
 from nsa_plugin.backends.sglang.batch import Batch
 from nsa_plugin.backends.sglang.routes import Route
+from nsa_plugin.backends.sglang.samples import step_routes
 from nsa_plugin.backends.sglang.v4_attention import adopt, with_v4_plans
 from nsa_plugin.backends.sglang.v4_kernels import V4State, longest_context
 from nsa_plugin.backends.sglang.v4_routes import V4Planner, asked_by_engine, makes_rows
@@ -61,7 +62,7 @@ def begin(
         warmed: the kernels have run for another backend of the model.
 
     Returns:
-        What stays SGLang's own, and what a few prefills take, by their names; for the start-up report.
+        What stays SGLang's own, and what a few batches take, by their names; for the start-up report.
 
     Raises:
         SettingsError, NoProviderError, PatchError: it cannot; it is to be released then.
@@ -79,6 +80,9 @@ def begin(
     # A library that a setting names may be on this device without a route under SGLang.
     validate(model, planner.device, settings)
     routes = sample_routes(planner, longest_context(backend))
+    if state.plans_steps:
+        steps = step_routes(planner, longest_context(backend), backend.speculative_num_draft_tokens)
+        routes |= {f"V4 {name}": route for name, route in steps.items()}
     if not warmed:
         where = torch.device(backend.device)
         warm_v4(routes.values(), state, where)

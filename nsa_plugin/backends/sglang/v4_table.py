@@ -78,6 +78,18 @@ OPTIONAL = (
         "no tables for the engine's route where a plan has another",
         ">=0.5.22",
     ),
+    Override(
+        "init_forward_metadata_out_graph",
+        ("forward_batch", "in_capture"),
+        "records a step that is replayed, where steps have plans",
+        ">=0.5.13",
+    ),
+    Override(
+        "init_forward_metadata_replay_cuda_graph",
+        ("bs", "req_pool_indices", "seq_lens", "seq_lens_sum", "encoder_lens", "forward_mode"),
+        "records a step that is replayed, where steps have plans",
+        ">=0.5.12,<0.5.13",
+    ),
 )
 """What only some versions have."""
 

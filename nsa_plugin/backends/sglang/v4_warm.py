@@ -32,7 +32,7 @@ def warm_v4(routes: Iterable[Route], state: V4State, device: torch.device) -> No
     """Run each route once on a few rows, of every compress ratio, and wait for it.
 
     Args:
-        routes: of prefills; those that are the engine's own kernel are left out.
+        routes: those that are the engine's own kernel are left out.
         state: an adopted backend's; its batch is forgotten.
         device: the backend's.
 
@@ -44,7 +44,7 @@ def warm_v4(routes: Iterable[Route], state: V4State, device: torch.device) -> No
     q = torch.zeros(ROWS, heads, 512, dtype=torch.bfloat16, device=device)
     sink = torch.zeros(heads, dtype=torch.float32, device=device)
     lengths = torch.arange(1, ROWS + 1, dtype=torch.int32, device=device)
-    for route in {(route.impl, route.plan.provider): route for route in routes}.values():
+    for route in {(route.impl, route.op, route.plan.provider): route for route in routes}.values():
         if route.impl is None or route.impl == DECODE_KERNEL:
             continue
         for ratio, width in ((0, 0), (4, model.index_topk), *((128, width) for width in ALL_KEYS)):

@@ -1,0 +1,62 @@
+"""Steps of DeepSeek-V4 under SGLang that have plans: recorded as they come, in the trace and for the metrics.
+
+A captured step attends by the plan that its capture was made with, so a replay only records it. Steps have plans where
+`decode_backend` names a library; `v4_attention` attends by them.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from nsa_plugin.backends.sglang import batch as batches
+from nsa_plugin.backends.sglang.v4_kernels import V4State, longest_context
+from nsa_plugin.shapes import Phase
+
+
+def record(backend: Any, mode: Any, forward_batch: Any) -> None:
+    """Record a step that is about to run; a batch of another kind, or without a plan, is left alone.
+
+    Args:
+        backend: SGLang's, adopted or not.
+        mode: its ForwardMode.
+        forward_batch: with `batch_size`.
+    """
+    state: V4State | None = backend.nsa_plugin
+    phase = batches.phase_of(mode)
+    if state is None or not state.plans_steps or phase is None or phase in (Phase.EXTEND, Phase.IDLE):
+        return
+    draft, longest = backend.speculative_num_draft_tokens, longest_context(backend)
+    state.planner.step(batches.eager_step(forward_batch, phase, draft, longest))
+
+
+def replayed(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`init_forward_metadata_out_graph` (0.5.13 on), at capture and before every replay."""
+
+    @functools.wraps(original)
+    def init(self: Any, forward_batch: Any, in_capture: bool = False, **more: Any) -> Any:
+        if not in_capture:
+            # A rank without requests replays a graph of decode rows.
+            record(self, getattr(forward_batch, "actual_forward_mode", forward_batch.forward_mode), forward_batch)
+        return original(self, forward_batch, in_capture, **more)
+
+    return init
+
+
+def replayed_by_size(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`init_forward_metadata_replay_cuda_graph` (0.5.12), before every replay; its batch stands on the backend."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.nsa_plugin is not None:
+            given, batch = signature.bind(self, *args, **kwargs).arguments, self._replay_forward_batch
+            idle = batch is not None and batches.phase_of(batch.forward_mode) is Phase.IDLE
+            mode = batch.forward_mode if idle else given["forward_mode"]
+            record(self, mode, SimpleNamespace(batch_size=given["bs"], rids=getattr(batch, "rids", None)))
+        return original(self, *args, **kwargs)
+
+    return init
