@@ -122,12 +122,11 @@ class Process:
         """Apply and verify what DeepSeek-V4 needs besides, right before SGLang builds its first attention backend.
 
         Raises:
-            NsaPluginError: (strict) this release does not serve it, or something does not fit.
+            NsaPluginError: (strict) something does not fit.
         """
         if self.resolved is None or self.stock_because:
             return
         with self._or_stock():
-            model.refuse_unserved("v4", "this model")
             self.statuses = self.ledger.install(Need.GPU_V4)
             self._refuse_copies()
 
@@ -182,7 +181,6 @@ class Process:
             with self._or_stock():
                 self.ledger.verify()
                 if self.serving is None and not self.left:
-                    model.refuse_unserved(model.family_of(config), architecture)
                     raise PatchError(
                         f"{architecture} has sparse attention, but not by SGLang's backends dsa (nsa before 0.5.13) or "
                         f"dsv4, those that nsa-plugin takes the place of. {TURN_OFF}"

@@ -8,9 +8,6 @@ from nsa_plugin.errors import NoProviderError, PatchError, ShapeError
 from nsa_plugin.patches.ledger import TURN_OFF
 from nsa_plugin.shapes import ModelShape
 
-SERVED_FAMILIES = ("v3.2", "v4")
-"""The model families whose attention the plugin serves under SGLang: those that have run on a GPU with this release."""
-
 NEEDS_GPU = (
     "DeepSeek sparse attention under SGLang needs a GPU, and this engine is to run on a CPU, where SGLang has neither "
     "kernels nor a paged cache for it. Serve it with SGLang on a GPU or with vLLM on the CPU; switching the plugin off "
@@ -18,32 +15,11 @@ NEEDS_GPU = (
 )
 
 
-def family_of(config: Any) -> str | None:
-    """The family of a Hugging Face configuration (an object or a dict), one of `shapes.FAMILIES`; None: no indexer."""
-    get = config.get if isinstance(config, dict) else lambda name, default=None: getattr(config, name, default)
-    if get("index_topk") is None:
-        text = get("text_config")
-        return None if text is None else family_of(text)
-    return "v3.2" if get("compress_ratios") is None else "v4"
-
-
 def has_sparse_attention(config: Any) -> bool:
-    """Whether a Hugging Face configuration describes an indexer."""
-    return family_of(config) is not None
-
-
-def refuse_unserved(family: str | None, model: str) -> None:
-    """Raise NoProviderError for a family of models that is wired but has not run on a GPU with this release.
-
-    Args:
-        family: see `family_of`.
-        model: what the message calls the model.
-    """
-    if family is not None and family not in SERVED_FAMILIES:
-        raise NoProviderError(
-            f"{model} is a DeepSeek-{family.upper()} model, which has not been run on a GPU with this release of "
-            f"nsa-plugin: under SGLang it serves DeepSeek-{', '.join(SERVED_FAMILIES).upper()}. {TURN_OFF}"
-        )
+    """Whether a Hugging Face configuration (an object or a dict) describes an indexer."""
+    get = config.get if isinstance(config, dict) else lambda name: getattr(config, name, None)
+    text = get("text_config")
+    return get("index_topk") is not None or (text is not None and has_sparse_attention(text))
 
 
 def configured_for_cpu(server_args: Any) -> bool:
@@ -57,22 +33,20 @@ def configured_for_cpu(server_args: Any) -> bool:
 def refuse_model(server_args: Any) -> None:
     """Raise NoProviderError for a model that the plugin would refuse later, before anything is started or loaded.
 
-    That is one with sparse attention on a CPU, where SGLang would fail on it in its own way, and one of a family that
-    is not served. A configuration that cannot be read here is left to SGLang to complain about.
+    That is one with sparse attention on a CPU, where SGLang would fail on it in its own way. A configuration that
+    cannot be read here is left to SGLang to complain about.
     """
+    if not configured_for_cpu(server_args):
+        return
     from transformers import PretrainedConfig
 
-    on_cpu, model_path = configured_for_cpu(server_args), str(server_args.model_path)
-    # No hub is asked for a server that may well start: what only a hub knows, a scheduler finds out.
-    where = {} if on_cpu else {"local_files_only": True}
+    model_path = str(server_args.model_path)
     try:
-        revision = getattr(server_args, "revision", None)
-        config, _ = PretrainedConfig.get_config_dict(model_path, revision=revision, **where)
+        config, _ = PretrainedConfig.get_config_dict(model_path, revision=getattr(server_args, "revision", None))
     except (OSError, ValueError):
         return
-    if has_sparse_attention(config) and on_cpu:
+    if has_sparse_attention(config):
         raise NoProviderError(f"{model_path}: {NEEDS_GPU}")
-    refuse_unserved(family_of(config), model_path)
 
 
 def model_shape(backend: Any, model_runner: Any) -> ModelShape:
