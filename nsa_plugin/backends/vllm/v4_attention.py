@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,6 +41,28 @@ Given = Mapping[str, Any]
 Kernel = Callable[..., Any]
 
 
+@dataclass(frozen=True)
+class Rows:
+    """The prefills' or the steps' rows of a batch, and what a layer's attention reads for them.
+
+    Attributes:
+        q, out: [rows, heads, 512] bfloat16; heads that vLLM added are behind the rank's own.
+        caches: of the window and of the compressed keys, None without.
+        window, extra: what each row names in them.
+    """
+
+    q: torch.Tensor
+    out: torch.Tensor
+    caches: tuple[PagedCache, PagedCache | None]
+    window: Named
+    extra: Named | None
+
+    def wrong(self) -> Rows:
+        """The same rows with other slots."""
+        extra = None if self.extra is None else replace(self.extra, slots=shifted(self.extra.slots))
+        return replace(self, window=replace(self.window, slots=shifted(self.window.slots)), extra=extra)
+
+
 def prefill(original: Any, kernel: Callable[[], tuple[Kernel, Kernel]]) -> Any:
     """For `_forward_prefill`.
 
@@ -58,13 +81,12 @@ def prefill(original: Any, kernel: Callable[[], tuple[Kernel, Kernel]]) -> Any:
         if carrier == ROWS:
             return _over_rows(batch, names, engines)
         caches = _caches(layer, given["swa_k_cache"], given["compressed_k_cache"], given["attn_metadata"])
-        rows = batch.num_prefill_rows
-        q, out = given["q"][:rows], given["output"][:rows]
-        window, extra = _as_asked(batch, batch.window(), _selected(layer, batch, given, caches[1]))
+        count, extra = batch.num_prefill_rows, _selected(layer, batch, given, caches[1])
+        rows = Rows(given["q"][:count], given["output"][:count], caches, batch.window(), extra)
         if carrier == DECODE_KERNEL:
-            _by_decode_kernel(layer, batch, kernel(), q, caches, window, extra, out)
+            _by_decode_kernel(layer, batch, kernel(), rows)
         else:
-            _direct(layer, batch, plan, q, caches, window, extra, out)
+            _direct(layer, batch, plan, rows)
         return None
 
     return _in_front(original, around)
@@ -90,8 +112,7 @@ def decode(original: Any) -> Any:
             named = given["attn_metadata"]
             slots = named.c128a_global_decode_topk_indices[:rows].flatten(1)
             extra = Named(slots, named.c128a_decode_topk_lens[:rows])
-        window, extra = _as_asked(batch, window, extra)
-        _direct(layer, batch, plan, given["q"][:rows], caches, window, extra, given["output"][:rows])
+        _direct(layer, batch, plan, Rows(given["q"][:rows], given["output"][:rows], caches, window, extra))
         return None
 
     return _in_front(original, around)
@@ -148,17 +169,10 @@ def _selected(layer: Any, batch: V4Batch, given: Given, cache: PagedCache | None
     return Named(slots, lengths.clamp(max=slots.shape[1]))
 
 
-def _direct(
-    layer: Any,
-    batch: V4Batch,
-    plan: Plan,
-    q: torch.Tensor,
-    caches: tuple[PagedCache, PagedCache | None],
-    window: Named,
-    extra: Named | None,
-    out: torch.Tensor,
-) -> None:
-    """Write the attention of q [rows, heads, 512] into `out`, heads that vLLM added left alone."""
+def _direct(layer: Any, batch: V4Batch, plan: Plan, rows: Rows) -> None:
+    """The plugin's kernel; heads that vLLM added are left alone."""
+    rows = rows.wrong() if _faulty(batch) else rows
+    (cache, second), window, extra = rows.caches, rows.window, rows.extra
     heads, op = _own_heads(layer), OPS[plan.attention]
     kernel = batch.providers.load(op, plan.provider, heads=heads)
     by_sequence = op == "sparse_mla_decode"
@@ -168,32 +182,24 @@ def _direct(
 
     arguments: dict[str, Any] = {"scale": layer.scale, "d_v": D_V, "attn_sink": layer.attn_sink[:heads]}
     if extra is not None:
-        arguments |= {"extra_cache" if by_sequence else "extra_kv": caches[1], "extra_topk_length": extra.lengths}
+        arguments |= {"extra_cache" if by_sequence else "extra_kv": second, "extra_topk_length": extra.lengths}
         arguments["extra_indices"] = shaped(extra.slots)
-    into = shaped(out[:, :heads])
-    kernel(shaped(q[:, :heads]), caches[0], shaped(window.slots), topk_length=window.lengths, out=into, **arguments)
+    q, out = shaped(rows.q[:, :heads]), shaped(rows.out[:, :heads])
+    kernel(q, cache, shaped(window.slots), topk_length=window.lengths, out=out, **arguments)
 
 
-def _by_decode_kernel(
-    layer: Any,
-    batch: V4Batch,
-    kernel: tuple[Kernel, Kernel],
-    q: torch.Tensor,
-    caches: tuple[PagedCache, PagedCache | None],
-    window: Named,
-    extra: Named | None,
-    out: torch.Tensor,
-) -> None:
+def _by_decode_kernel(layer: Any, batch: V4Batch, kernel: tuple[Kernel, Kernel], rows: Rows) -> None:
     """FlashMLA's decode kernel, with the arguments of vLLM's own call for decodes."""
+    rows = rows.wrong() if _faulty(batch) else rows
+    (cache, second), window, extra = rows.caches, rows.window, rows.extra
     attend, schedule = kernel
     ratio = int(layer.compress_ratio)
     if ratio not in batch.schedules:
         # Filled by the first layer of the ratio; the lengths of the others are the same.
         batch.schedules[ratio] = schedule()[0]
-    second = caches[1]
     attend(
-        q=q.unsqueeze(1),
-        k_cache=caches[0].as_records(),
+        q=rows.q.unsqueeze(1),
+        k_cache=cache.as_records(),
         block_table=None,
         head_dim_v=D_V,
         tile_scheduler_metadata=batch.schedules[ratio],
@@ -206,7 +212,7 @@ def _by_decode_kernel(
         extra_k_cache=None if second is None else second.as_records(),
         extra_indices_in_kvcache=None if extra is None else extra.slots.unsqueeze(1),
         extra_topk_length=None if extra is None else extra.lengths,
-        out=out.unsqueeze(1),
+        out=rows.out.unsqueeze(1),
     )
 
 
@@ -228,14 +234,6 @@ def _over_rows(batch: V4Batch, names: dict[str, Any], engines: Callable[[], None
         return engines()
     finally:
         names[ROWS_KERNEL] = kernel
-
-
-def _as_asked(batch: V4Batch, window: Named, extra: Named | None) -> tuple[Named, Named | None]:
-    """What each row names; where a fault is asked for, other slots."""
-    if not _faulty(batch):
-        return window, extra
-    wrong = None if extra is None else Named(shifted(extra.slots), extra.lengths)
-    return Named(shifted(window.slots), window.lengths), wrong
 
 
 def _own_heads(layer: Any) -> int:
