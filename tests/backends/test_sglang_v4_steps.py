@@ -78,6 +78,14 @@ def test_verified_rows_count_for_each_request():
     assert backend.counted[0].reasons["phase"].startswith("target_verify: 2 requests, 8 query rows")
 
 
+@pytest.mark.parametrize(("replay", "rows"), [(True, 8), (False, 3)])
+def test_drafted_rows_of_a_replay_are_those_of_its_capture(replay: bool, rows: int):
+    backend = stepping(draft_tokens=4, decode_backend="reference")
+    given = forward_batch(ForwardMode.DRAFT_EXTEND, [1, 2], [300, 7])
+    (backend.init_forward_metadata_out_graph if replay else backend.init_forward_metadata)(given)
+    assert f"2 requests, {rows} query rows" in backend.counted[0].reasons["phase"]
+
+
 def test_a_rank_without_requests_records_nothing():
     backend = stepping(decode_backend="reference")
     idle = forward_batch(ForwardMode.DECODE, [1], [1], actual_forward_mode=ForwardMode.IDLE)

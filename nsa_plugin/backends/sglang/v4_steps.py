@@ -40,7 +40,8 @@ def replayed(original: Callable[..., Any]) -> Callable[..., Any]:
     def init(self: Any, forward_batch: Any, in_capture: bool = False, **more: Any) -> Any:
         if not in_capture:
             # A rank without requests replays a graph of decode rows.
-            record(self, getattr(forward_batch, "actual_forward_mode", forward_batch.forward_mode), forward_batch)
+            mode = getattr(forward_batch, "actual_forward_mode", forward_batch.forward_mode)
+            record(self, mode, _captured(int(forward_batch.batch_size), forward_batch))
         return original(self, forward_batch, in_capture, **more)
 
     return init
@@ -56,7 +57,12 @@ def replayed_by_size(original: Callable[..., Any]) -> Callable[..., Any]:
             given, batch = signature.bind(self, *args, **kwargs).arguments, self._replay_forward_batch
             idle = batch is not None and batches.phase_of(batch.forward_mode) is Phase.IDLE
             mode = batch.forward_mode if idle else given["forward_mode"]
-            record(self, mode, SimpleNamespace(batch_size=given["bs"], rids=getattr(batch, "rids", None)))
+            record(self, mode, _captured(given["bs"], batch))
         return original(self, *args, **kwargs)
 
     return init
+
+
+def _captured(requests: int, forward_batch: Any) -> SimpleNamespace:
+    """A batch as its graph was captured: each request has all rows that it may have, whatever lengths it comes with."""
+    return SimpleNamespace(batch_size=requests, rids=getattr(forward_batch, "rids", None))
