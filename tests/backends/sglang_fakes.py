@@ -147,7 +147,27 @@ class DsaBackend(StockBackend):
         self.calls.append("precomputed")
 
 
-class NsaBackend(StockBackend):
+class ReplayedBySize:
+    """As before 0.5.13: what is replayed is asked for by its size."""
+
+    def init_forward_metadata_replay_cuda_graph(
+        self,
+        bs: int,
+        req_pool_indices: Any,
+        seq_lens: Any,
+        seq_lens_sum: int,
+        encoder_lens: Any,
+        forward_mode: Any,
+        spec_info: Any,
+        seq_lens_cpu: Any,
+    ) -> None:
+        self.replay(bs)
+
+    def replay(self, bs: int) -> None:
+        raise NotImplementedError
+
+
+class NsaBackend(ReplayedBySize, StockBackend):
     """As before 0.5.13."""
 
     x = "nsa"
@@ -172,17 +192,7 @@ class NsaBackend(StockBackend):
         self.set_nsa_prefill_impl(forward_batch=None)
         self.calls.append("capture")
 
-    def init_forward_metadata_replay_cuda_graph(
-        self,
-        bs: int,
-        req_pool_indices: Any,
-        seq_lens: Any,
-        seq_lens_sum: int,
-        encoder_lens: Any,
-        forward_mode: Any,
-        spec_info: Any,
-        seq_lens_cpu: Any,
-    ) -> None:
+    def replay(self, bs: int) -> None:
         self.set_nsa_prefill_impl(forward_batch=None)
         self.calls.append("replay")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nsa_plugin.backends.sglang.batch import eager_step, phase_of, prefill_batch, rows_per_request, step_batch
+from nsa_plugin.backends.sglang.batch import captured_step, eager_step, phase_of, prefill_batch, step_batch
 from nsa_plugin.errors import ShapeError
 from nsa_plugin.shapes import Phase
 from tests.backends.sglang_fakes import DRAFT_TOKENS, ForwardMode, forward_batch
@@ -71,7 +71,7 @@ def test_an_eager_step_is_what_a_captured_one_is(mode: ForwardMode, rows: int):
     phase = phase_of(mode)
     assert phase is not None
     eager = eager_step(forward_batch(mode, [], [10, 20, 30]), phase, DRAFT_TOKENS, 4096)
-    captured = step_batch(phase, 3, 3 * rows_per_request(phase, DRAFT_TOKENS), 4096)
+    captured = captured_step(phase, 3, DRAFT_TOKENS, 4096)
     assert eager.shape == captured.shape
     assert (eager.shape.num_tokens, eager.shape.max_kv_len, eager.shape.cuda_graph) == (rows, 4096, True)
 

@@ -9,7 +9,7 @@ import pytest
 
 from nsa_plugin.backends.sglang.v4_attention import with_v4_plans
 from nsa_plugin.plan import Plan
-from tests.backends.sglang_fakes import ForwardMode, forward_batch
+from tests.backends.sglang_fakes import ForwardMode, ReplayedBySize, forward_batch
 from tests.backends.sglang_v4_fakes import Engine, batch, started
 
 pytestmark = pytest.mark.usefixtures("nothing_measured")
@@ -18,24 +18,14 @@ STEP = "decode/sparse_decode/reference"
 VERIFY = "target_verify/sparse_decode/reference"
 
 
-class FirstEngine(Engine):
-    """As of 0.5.12: what is replayed is asked for by its size, and its batch stands on the backend."""
+class FirstEngine(ReplayedBySize, Engine):
+    """As of 0.5.12: the batch of what is replayed stands on the backend."""
 
     def __init__(self, of: Any) -> None:
         super().__init__(of)
         self._replay_forward_batch: Any = None
 
-    def init_forward_metadata_replay_cuda_graph(
-        self,
-        bs: int,
-        req_pool_indices: Any,
-        seq_lens: Any,
-        seq_lens_sum: int,
-        encoder_lens: Any,
-        forward_mode: ForwardMode,
-        spec_info: Any,
-        seq_lens_cpu: Any,
-    ) -> None:
+    def replay(self, bs: int) -> None:
         self.calls.append(f"replayed {bs}")
 
 

@@ -334,8 +334,7 @@ def _prepared(original: Callable[..., None]) -> Callable[..., None]:
             phase = batches.phase_of(mode)
             route, share = None, None
             if phase is not None and phase is not Phase.EXTEND and state.plans_steps:
-                rows = bs * batches.rows_per_request(phase, self.speculative_num_draft_tokens)
-                batch = batches.step_batch(phase, bs, rows, self.max_context_len)
+                batch = batches.captured_step(phase, bs, self.speculative_num_draft_tokens, self.max_context_len)
                 route = state.planner.step(batch)
                 share = _share(state, route, batch)
             _follow(self, state, route, share)

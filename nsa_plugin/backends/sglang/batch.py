@@ -81,7 +81,7 @@ def prefill_batch(forward_batch: Any, *, in_graph: bool = False) -> Batch:
         context_parallel=getattr(forward_batch, "attn_cp_metadata", None) is not None,
         attention_workspace_tokens=int(forward_batch.get_max_chunk_capacity()),
     )
-    names = _names(forward_batch, len(kv_lens))
+    names = request_names(forward_batch, len(kv_lens))
     requests = list(zip(names, q_lens, kv_lens, strict=True))
     return Batch(shape, mixed=forward_batch.forward_mode.name == "MIXED", in_graph=in_graph, requests=requests)
 
@@ -127,20 +127,25 @@ def eager_step(forward_batch: Any, phase: Phase, draft_tokens: int | None, max_c
         draft_tokens: rows of a request that is verified or drafted (speculative_num_draft_tokens).
     """
     requests = int(forward_batch.batch_size)
-    lengths = getattr(forward_batch, "extend_seq_lens_cpu", None)
+    names, lengths = request_names(forward_batch, requests), getattr(forward_batch, "extend_seq_lens_cpu", None)
     if phase is Phase.DRAFT_EXTEND and lengths is not None:
-        rows = sum(map(int, lengths))
-    else:
-        rows = requests * rows_per_request(phase, draft_tokens)
-    return step_batch(phase, requests, rows, max_context, _names(forward_batch, requests))
+        return step_batch(phase, requests, sum(map(int, lengths)), max_context, names)
+    return captured_step(phase, requests, draft_tokens, max_context, names)
 
 
-def rows_per_request(phase: Phase, draft_tokens: int | None) -> int:
-    """Query rows of each request of a captured batch."""
-    return (draft_tokens or 1) if phase in _OF_DRAFTS else 1
+def captured_step(
+    phase: Phase, requests: int, draft_tokens: int | None, max_context: int, names: Sequence[str] = ()
+) -> Batch:
+    """The `step_batch` of a batch as a graph has it: each request has all rows that it may have.
+
+    Args:
+        draft_tokens: see `eager_step`.
+    """
+    each = (draft_tokens or 1) if phase in _OF_DRAFTS else 1
+    return step_batch(phase, requests, requests * each, max_context, names)
 
 
-def _names(forward_batch: Any, requests: int) -> list[str]:
+def request_names(forward_batch: Any, requests: int) -> list[str]:
     """Ids of the requests; "" for those that were padded in."""
     names = list(map(str, getattr(forward_batch, "rids", None) or ()))[:requests]
     return names + [""] * (requests - len(names))

@@ -120,7 +120,7 @@ def _preparing(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def init_forward_metadata(self: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
         _plan(self, forward_batch)
-        v4_steps.record(self, forward_batch.forward_mode, forward_batch)
+        v4_steps.eager(self, forward_batch)
         return original(self, forward_batch, *args, **kwargs)
 
     return init_forward_metadata

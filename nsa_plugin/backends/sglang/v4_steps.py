@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 from nsa_plugin.backends.sglang import batch as batches
@@ -17,20 +16,15 @@ from nsa_plugin.backends.sglang.v4_kernels import V4State, longest_context
 from nsa_plugin.shapes import Phase
 
 
-def record(backend: Any, mode: Any, forward_batch: Any) -> None:
-    """Record a step that is about to run; a batch of another kind, or without a plan, is left alone.
+def eager(backend: Any, forward_batch: Any) -> None:
+    """Record a step whose metadata is made outside a graph; a batch of another kind, or without a plan, is left alone.
 
     Args:
         backend: SGLang's, adopted or not.
-        mode: its ForwardMode.
-        forward_batch: with `batch_size`.
     """
-    state: V4State | None = backend.nsa_plugin
-    phase = batches.phase_of(mode)
-    if state is None or not state.plans_steps or phase is None or phase in (Phase.EXTEND, Phase.IDLE):
-        return
-    draft, longest = backend.speculative_num_draft_tokens, longest_context(backend)
-    state.planner.step(batches.eager_step(forward_batch, phase, draft, longest))
+    if (phase := _planned(backend, forward_batch.forward_mode)) is not None:
+        draft, longest = backend.speculative_num_draft_tokens, longest_context(backend)
+        backend.nsa_plugin.planner.step(batches.eager_step(forward_batch, phase, draft, longest))
 
 
 def replayed(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -41,7 +35,7 @@ def replayed(original: Callable[..., Any]) -> Callable[..., Any]:
         if not in_capture:
             # A rank without requests replays a graph of decode rows.
             mode = getattr(forward_batch, "actual_forward_mode", forward_batch.forward_mode)
-            record(self, mode, _captured(int(forward_batch.batch_size), forward_batch))
+            _captured(self, mode, int(forward_batch.batch_size), forward_batch)
         return original(self, forward_batch, in_capture, **more)
 
     return init
@@ -56,13 +50,22 @@ def replayed_by_size(original: Callable[..., Any]) -> Callable[..., Any]:
         if self.nsa_plugin is not None:
             given, batch = signature.bind(self, *args, **kwargs).arguments, self._replay_forward_batch
             idle = batch is not None and batches.phase_of(batch.forward_mode) is Phase.IDLE
-            mode = batch.forward_mode if idle else given["forward_mode"]
-            record(self, mode, _captured(given["bs"], batch))
+            _captured(self, batch.forward_mode if idle else given["forward_mode"], given["bs"], batch)
         return original(self, *args, **kwargs)
 
     return init
 
 
-def _captured(requests: int, forward_batch: Any) -> SimpleNamespace:
-    """A batch as its graph was captured: each request has all rows that it may have, whatever lengths it comes with."""
-    return SimpleNamespace(batch_size=requests, rids=getattr(forward_batch, "rids", None))
+def _captured(backend: Any, mode: Any, requests: int, forward_batch: Any) -> None:
+    """As `eager`, of a step that a graph replays for so many requests."""
+    if (phase := _planned(backend, mode)) is not None:
+        draft, longest = backend.speculative_num_draft_tokens, longest_context(backend)
+        names = batches.request_names(forward_batch, requests)
+        backend.nsa_plugin.planner.step(batches.captured_step(phase, requests, draft, longest, names))
+
+
+def _planned(backend: Any, mode: Any) -> Phase | None:
+    """The phase of a step that has a plan, None of any other batch."""
+    state: V4State | None = backend.nsa_plugin
+    phase = batches.phase_of(mode)
+    return None if state is None or not state.plans_steps or phase in (Phase.EXTEND, Phase.IDLE) else phase
