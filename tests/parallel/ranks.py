@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -75,3 +76,8 @@ def _entry(rank: int, ranks: int, body: Callable[..., None], folder: str, device
     except BaseException:
         Path(folder, f"failure-{rank}").write_text(f"rank {rank}:\n{traceback.format_exc()}")
         os._exit(1)  # without waiting for a group that others have left
+    # The rank's work is done, and its group destroyed. What is left is the interpreter's end, in which a process now
+    # and then aborted ("terminate called without an active exception", no Python frame).
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
