@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from ci.rows import ROOT, Row, engines, load
-from nsa_plugin.bench.report import PART
-from nsa_plugin.bench.report import render as benchmarks
-from nsa_plugin.capabilities import KERNELS, spans
 from nsa_plugin.commands.engines import ENGINES
-from nsa_plugin.kernels.registry import OPS, REFERENCE, Provider, Registry
+from nsa_plugin.libraries.capabilities import KERNELS, spans
+from nsa_plugin.libraries.registry import OPS, REFERENCE, Provider, Registry
 from nsa_plugin.settings import ENV_PREFIX, Settings
+from nsa_plugin.tools.bench.report import PART
+from nsa_plugin.tools.bench.report import render as benchmarks
 
 _PART = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n).*?(<!-- end of (?P=name) -->)", re.DOTALL)
 

@@ -1,6 +1,6 @@
 """The times that decisions compare, from the records of `nsa-plugin bench`.
 
-``python -m ci.measured`` writes nsa_plugin/measurements.py from docs/benchmarks; ``--check`` ends 1 if it is
+``python -m ci.measured`` writes nsa_plugin/decision/measurements.py from docs/benchmarks; ``--check`` ends 1 if it is
 out of date. The times are medians. Where several cases fall on the same heads and rows, that with the longest
 context counts, of a prefill's up to `COPIED_CONTEXT`; of those the one with the largest page, and of those the latest
 record's.
@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from ci.rows import ROOT
-from nsa_plugin.bench.record import BACK_TO_BACK, read
-from nsa_plugin.candidates import FLASH_MLA_DECODE, Route
-from nsa_plugin.capabilities import Op
-from nsa_plugin.measured import COPIED_CONTEXT, SELECTIONS, Points
-from nsa_plugin.plan import Attention
-from nsa_plugin.sharding import ATTENTION, CHUNKS, STEPS, group_op, in_chunks, traded_label
+from nsa_plugin.decision.candidates import FLASH_MLA_DECODE, Route
+from nsa_plugin.decision.plan import Attention
+from nsa_plugin.decision.timings import COPIED_CONTEXT, SELECTIONS, Points
+from nsa_plugin.decision.token_shard import ATTENTION, CHUNKS, STEPS, group_op, in_chunks, traded_label
+from nsa_plugin.libraries.capabilities import Op
+from nsa_plugin.tools.bench.record import BACK_TO_BACK, read
 
 RECORDS = ROOT / "docs" / "benchmarks"
 MODULE = ROOT / "nsa_plugin" / "measurements.py"
@@ -53,7 +53,7 @@ BESIDE: dict[str, dict[str, Route]] = {
     "bf16": {"sparse_mla flash_mla padded": Route(Attention.SPARSE_PREFILL, "flash_mla")},
 }
 
-# Heads for tokens, by `python -m nsa_plugin.parallel.bench`: the label of a prefill's trade, in one piece or in more,
+# Heads for tokens, by `python -m nsa_plugin.tools.bench.group`: the label of a prefill's trade, in one piece or more,
 # and of a decode's, in one. A prefill's bfloat16 rows are made beforehand; the decision adds their copy.
 TRADED = {in_chunks("token_shard flash_mla", chunks): traded_label(_COPIED, chunks) for chunks in CHUNKS}
 TRADED["token_shard flash_mla decode kernel"] = traded_label(FLASH_MLA_DECODE)

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from nsa_plugin import __version__
+from nsa_plugin.decision.plan import Plan
 from nsa_plugin.errors import SettingsError
 from nsa_plugin.patches.ledger import PatchStatus
-from nsa_plugin.plan import Plan
 from nsa_plugin.settings import ResolvedSettings
 
 logger = logging.getLogger("nsa_plugin")

@@ -6,7 +6,7 @@ import signal
 import pytest
 import torch
 
-from nsa_plugin import measured
+from nsa_plugin.decision import timings as measured
 
 if not torch.cuda.is_available():
     # Triton kernels run interpreted where there is no GPU. Triton reads this when a kernel is defined: it is said here,

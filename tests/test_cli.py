@@ -17,12 +17,12 @@ from packaging.version import Version
 
 from nsa_plugin import cli
 from nsa_plugin.commands import doctor, engines, live, patches
-from nsa_plugin.devices import synthetic
-from nsa_plugin.dispatch import decide
+from nsa_plugin.decision.dispatch import decide
+from nsa_plugin.decision.shapes import BatchShape, ModelShape, Phase
 from nsa_plugin.errors import NoProviderError, NsaPluginError
+from nsa_plugin.libraries.devices import synthetic
 from nsa_plugin.patches.ledger import Need, Patch, Target
 from nsa_plugin.settings import Settings, resolve
-from nsa_plugin.shapes import BatchShape, ModelShape, Phase
 
 EXAMPLE = (
     "explain --model v3.2 --sm 90 --heads 16 --tp 8 --kv-dtype fp8_e4m3 --phase extend --q-tokens 13000 --max-kv 65536"
@@ -177,7 +177,7 @@ def test_explain_table_shows_every_field_with_its_reason(capsys: pytest.CaptureF
 
 
 def test_explain_of_this_machine_uses_the_probed_device(capsys: pytest.CaptureFixture[str]) -> None:
-    from nsa_plugin.devices import probe
+    from nsa_plugin.libraries.devices import probe
 
     assert data(capsys, "explain")["device"]["name"] == probe().name
 
@@ -365,7 +365,7 @@ def test_engine_that_is_not_installed_is_not_ready(monkeypatch: pytest.MonkeyPat
 
 def test_doctor_calls_ready_what_the_backends_serve() -> None:
     """What keeps an engine from serving on a GPU is said where it starts, and here."""
-    from nsa_plugin.backends.vllm import gpu_serving
+    from nsa_plugin.backends.vllm.v32 import serving as gpu_serving
 
     vllm, sglang = engines.ENGINES["vllm"], engines.ENGINES["sglang"]
     assert vllm.majors == gpu_serving.BACKEND_MAJORS
@@ -391,7 +391,7 @@ def run_doctor(
 def test_doctor_ends_0_when_one_engine_can_serve(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from nsa_plugin.devices import probe
+    from nsa_plugin.libraries.devices import probe
 
     if probe().kind != "cpu":
         pytest.skip("the toy engine lacks its GPU target")

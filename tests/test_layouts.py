@@ -25,7 +25,7 @@ FP8_LAYOUTS = [V32_FP8, V4_FP8, INDEXER_FP8]
 
 
 def test_importing_layouts_and_the_registry_does_not_import_torch():
-    code = "import nsa_plugin.layouts, nsa_plugin.kernels.registry, sys; sys.exit('torch' in sys.modules)"
+    code = "import nsa_plugin.layouts, nsa_plugin.libraries.registry, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from nsa_plugin import __version__
+from nsa_plugin.decision.plan import Attention, IndexerMode, IndexerPlan, Plan
+from nsa_plugin.decision.shapes import Phase
 from nsa_plugin.errors import SettingsError
 from nsa_plugin.patches.ledger import Need, Patch, PatchStatus
-from nsa_plugin.plan import Attention, IndexerMode, IndexerPlan, Plan
 from nsa_plugin.settings import resolve
-from nsa_plugin.shapes import Phase
 from nsa_plugin.telemetry import StartupReport, Trace
 
 PATCH = Patch(name="toy.serve", engine="toy", need=Need.ENABLED, targets=(), why="because")
@@ -165,8 +165,8 @@ def test_trace_to_a_place_that_cannot_be_written_is_an_error_at_start_up(tmp_pat
 
 WRITER = """
 import sys
-from nsa_plugin.plan import Attention, IndexerMode, IndexerPlan, Plan
-from nsa_plugin.shapes import Phase
+from nsa_plugin.decision.plan import Attention, IndexerMode, IndexerPlan, Plan
+from nsa_plugin.decision.shapes import Phase
 from nsa_plugin.telemetry import Trace
 plan = Plan(phase=Phase.IDLE, attention=Attention.NONE, provider="", indexer=IndexerPlan(mode=IndexerMode.NONE))
 trace = Trace(mode=sys.argv[1])

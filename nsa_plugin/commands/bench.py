@@ -7,10 +7,10 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from nsa_plugin.bench.cases import SUITES, BenchError, Suite, chosen
 from nsa_plugin.commands.arguments import positive, seconds
 from nsa_plugin.commands.output import console
-from nsa_plugin.kernels.registry import OPS, REFERENCE, Registry
+from nsa_plugin.libraries.registry import OPS, REFERENCE, Registry
+from nsa_plugin.tools.bench.cases import SUITES, BenchError, Suite, chosen
 
 REPORT = "report"
 RECORDS = Path("docs/benchmarks")
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         raise BenchError(f"--plots belongs to: nsa-plugin bench {REPORT}")
     suites = chosen(args.suites)
     if args.list:
-        from nsa_plugin.bench.tables import print_suites
+        from nsa_plugin.tools.bench.tables import print_suites
 
         print_suites(console())
         return 0
@@ -98,11 +98,11 @@ def _measure(suites: list[Suite], args: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         raise BenchError("measuring needs an NVIDIA GPU, and torch sees none; --list and report work without one")
 
-    from nsa_plugin.bench import record, tables
-    from nsa_plugin.bench.runner import Options, run_suite
-    from nsa_plugin.bench.timing import CudaTimer, measure_rates
-    from nsa_plugin.bench.workload import Context
-    from nsa_plugin.demo.progress import Steps
+    from nsa_plugin.tools.bench import record, tables
+    from nsa_plugin.tools.bench.runner import Options, run_suite
+    from nsa_plugin.tools.bench.timing import CudaTimer, measure_rates
+    from nsa_plugin.tools.bench.workload import Context
+    from nsa_plugin.tools.demo.progress import Steps
 
     out = console()
     steps = Steps(out)
@@ -133,9 +133,9 @@ def _measure(suites: list[Suite], args: argparse.Namespace) -> int:
 
 
 def _report(folder: Path, *, plots: bool) -> int:
-    from nsa_plugin.bench import plots as drawing
-    from nsa_plugin.bench.record import read
-    from nsa_plugin.bench.report import rewrite
+    from nsa_plugin.tools.bench import plots as drawing
+    from nsa_plugin.tools.bench.record import read
+    from nsa_plugin.tools.bench.report import rewrite
 
     if not folder.is_dir():
         raise BenchError(f"--records is {folder}, which is no directory")

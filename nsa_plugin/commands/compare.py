@@ -1,4 +1,4 @@
-"""``nsa-plugin compare``: one model by an engine's own server, stock and with the plugin; see `nsa_plugin.compare`."""
+"""``nsa-plugin compare``: serve one model with a stock engine and with the plugin, and compare the answers."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from rich.console import Console
 
 from nsa_plugin.commands.compare_options import ENGINES, MEASURED, USUAL_CONTEXT, add_arguments
 from nsa_plugin.commands.output import console
-from nsa_plugin.compare import beside, record, report
-from nsa_plugin.compare.common import switches
-from nsa_plugin.compare.engine import V4, V32, CompareError, Engine
-from nsa_plugin.compare.lifecycle import speaker
-from nsa_plugin.compare.load import DECODE, MIXED, SPEED_CASES, decode_prompt, left_out, loads
-from nsa_plugin.compare.measured import Measured
-from nsa_plugin.compare.model import (
+from nsa_plugin.tools.compare import beside, record, report
+from nsa_plugin.tools.compare.common import switches
+from nsa_plugin.tools.compare.engine import V4, V32, CompareError, Engine
+from nsa_plugin.tools.compare.lifecycle import speaker
+from nsa_plugin.tools.compare.load import DECODE, MIXED, SPEED_CASES, decode_prompt, left_out, loads
+from nsa_plugin.tools.compare.measured import Measured
+from nsa_plugin.tools.compare.model import (
     Spec,
     checkpoint_name,
     digest,
@@ -37,10 +37,10 @@ from nsa_plugin.compare.model import (
     shown,
     spec_of,
 )
-from nsa_plugin.compare.rule import CONTROL, PLUGIN, STOCK
-from nsa_plugin.compare.runner import Comparison
-from nsa_plugin.compare.verdict import judge
-from nsa_plugin.compare.workload import AGREEMENT_CASES, LIMIT, ROWS, until_it_fails, workload
+from nsa_plugin.tools.compare.rule import CONTROL, PLUGIN, STOCK
+from nsa_plugin.tools.compare.runner import Comparison
+from nsa_plugin.tools.compare.verdict import judge
+from nsa_plugin.tools.compare.workload import AGREEMENT_CASES, LIMIT, ROWS, until_it_fails, workload
 
 __all__ = ["TAKES_ENGINE_FLAGS", "add_arguments", "run"]
 
@@ -259,8 +259,8 @@ def _facts(args: argparse.Namespace, engine: Engine, cases: Sequence[str]) -> di
 
 
 _MADE = {
-    V32: "seeded random, see nsa_plugin.demo.checkpoint",
-    V4: "seeded random, see nsa_plugin.demo.checkpoint_v4",
+    V32: "seeded random, see nsa_plugin.tools.demo.checkpoint",
+    V4: "seeded random, see nsa_plugin.tools.demo.checkpoint_v4",
 }
 
 

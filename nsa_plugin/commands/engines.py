@@ -15,7 +15,7 @@ from types import ModuleType
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from nsa_plugin.devices import DeviceProfile
+from nsa_plugin.libraries.devices import DeviceProfile
 from nsa_plugin.patches import static
 from nsa_plugin.patches.ledger import Need, Patch
 from nsa_plugin.patches.static import SourceTree

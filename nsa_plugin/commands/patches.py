@@ -15,8 +15,8 @@ from packaging.version import InvalidVersion, Version
 
 from nsa_plugin.commands.engines import ENGINES, Engine, holds
 from nsa_plugin.commands.output import add_json, console, print_json, table
-from nsa_plugin.devices import probe
 from nsa_plugin.errors import SettingsError
+from nsa_plugin.libraries.devices import probe
 from nsa_plugin.patches.ledger import Need, Patch
 
 EPILOG = """states:

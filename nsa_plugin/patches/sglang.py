@@ -16,7 +16,7 @@ ENGINE = "sglang"
 SUPPORTED = ">=0.5.11,<0.5.24"
 
 _SRT = "sglang.srt"
-_HOOKS = "nsa_plugin.backends.sglang.hooks"
+_HOOKS = "nsa_plugin.backends.sglang.startup.hooks"
 _NSA = ">=0.5.11,<0.5.13"
 _DSA = ">=0.5.13"
 # Open at the top: a newer SGLang is to be told that it is not supported, and that takes these.
@@ -91,7 +91,7 @@ ENABLED = (
             Target(path=_NSA_BACKEND, kind=Kind.CLASS, params=("self", "model_runner"), versions=_NSA),
             Target(path=_DSA_BACKEND, kind=Kind.CLASS, params=("self", "model_runner"), versions=_DSA),
         ),
-        replacement="nsa_plugin.backends.sglang.backend:make",
+        replacement="nsa_plugin.backends.sglang.startup.backend:make",
         why="The attention backend of DeepSeek sparse attention. Its registered name stays, because SGLang keys the "
         "model's MLA route and its speculative workers on that name; every user of the class imports it from here "
         "when it builds one.",
@@ -139,7 +139,7 @@ GPU = (
             "Indexer._get_topk_ragged",
             *("self", "enable_dual_stream", "forward_batch", "layer_id", "q_fp8", "weights", "metadata"),
         ),
-        replacement="nsa_plugin.backends.sglang.indexer:wrap_topk_ragged",
+        replacement="nsa_plugin.backends.sglang.v32.indexer:wrap_topk_ragged",
         why="A prefill's selection: SGLang scores every row against the keys of every request of the batch; the plugin "
         "scores each against its own request's, as many rows at once as the plan says.",
         upstream="sglang #13646, #39095",
@@ -156,7 +156,7 @@ GPU = (
                 versions=">=0.5.17",
             ),
         ),
-        replacement="nsa_plugin.backends.sglang.prefill_graph:wrap_can_run_graph",
+        replacement="nsa_plugin.backends.sglang.v32.prefill_graph:wrap_can_run_graph",
         why="A prefill that is replayed from a graph is always sparse; where the user gives mha_max_kv, one that the "
         "plan makes dense runs eagerly. Before 0.5.17 prefills of these models are not captured.",
         upstream="sglang #12788",
@@ -529,7 +529,7 @@ V4 = (
         engine=ENGINE,
         need=Need.GPU_V4,
         targets=(Target(path=_V4_BACKEND, kind=Kind.CLASS, params=("self", "model_runner"), versions=_V4),),
-        replacement="nsa_plugin.backends.sglang.v4_backend:make",
+        replacement="nsa_plugin.backends.sglang.v4.backend:make",
         why="DeepSeek-V4's attention backend: prefills of any number of rows by the plan's route, and selections whose "
         "logits are bounded.",
         upstream="sglang #25418, #25502",

@@ -11,8 +11,8 @@ SUPPORTED = ">=0.20,<0.34"
 # Where the plugin serves on a CPU: vLLM raises for MLA on a CPU before 0.28.
 SUPPORTED_CPU = ">=0.28,<0.34"
 
-_HOOKS = "nsa_plugin.backends.vllm.activation"
-_CPU = "nsa_plugin.backends.vllm.cpu_patches"
+_HOOKS = "nsa_plugin.backends.vllm.startup.activation"
+_CPU = "nsa_plugin.backends.vllm.cpu.patches"
 # Of the first hooks: a version that is not supported is told so by them.
 _ANY = ">=0"
 _CPU_VERSIONS = ">=0.28"

@@ -20,7 +20,7 @@ from __future__ import annotations
 from nsa_plugin.patches.ledger import Kind, Need, Section, Target
 
 ENGINE = "vllm"
-_PATCHES = "nsa_plugin.backends.vllm.gpu_patches"
+_PATCHES = "nsa_plugin.backends.vllm.v32.patches"
 _SPARSE = "vllm.v1.attention.backends.mla.flashmla_sparse"
 _INDEXER = "vllm.v1.attention.backends.mla.indexer"
 _OPERATOR = "vllm.model_executor.layers.sparse_attn_indexer"

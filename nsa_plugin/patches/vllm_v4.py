@@ -16,7 +16,7 @@ from __future__ import annotations
 from nsa_plugin.patches.ledger import Kind, Need, Section, Target
 
 ENGINE = "vllm"
-_PATCHES = "nsa_plugin.backends.vllm.v4_patches"
+_PATCHES = "nsa_plugin.backends.vllm.v4.patches"
 _OLD = "vllm.model_executor.layers.deepseek_v4_attention:DeepseekV4MLAAttention"
 _IMPL = "vllm.models.deepseek_v4.nvidia.flashmla:DeepseekV4FlashMLASparseImpl"
 _LAYER = "vllm.models.deepseek_v4.nvidia.flashmla:DeepseekV4FlashMLAAttention"

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from nsa_plugin.backends.sglang.attention import adopt, with_plans
-from nsa_plugin.backends.sglang.routes import Planner
-from nsa_plugin.devices import synthetic
+from nsa_plugin.backends.sglang.v32.attention import adopt, with_plans
+from nsa_plugin.backends.sglang.v32.routes import Planner
+from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.kernels.kv_cache import PagedCache, allocate_cache, reference_read, reference_write
+from nsa_plugin.libraries.devices import synthetic
 from nsa_plugin.settings import Settings
-from nsa_plugin.shapes import ModelShape
 
 HEADS, PAGE, D_V, D_QK = 4, 64, 512, 576
 MODEL = ModelShape(num_heads=HEADS * 2, attn_tp_size=2, kv_layout="v32_fp8")

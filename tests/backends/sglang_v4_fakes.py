@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 
-from nsa_plugin.backends.sglang.v4_attention import adopt, with_v4_plans
-from nsa_plugin.backends.sglang.v4_routes import V4Planner
-from nsa_plugin.devices import synthetic
+from nsa_plugin.backends.sglang.v4.attention import adopt, with_v4_plans
+from nsa_plugin.backends.sglang.v4.routes import V4Planner
+from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.kernels.indexer import quantize
 from nsa_plugin.kernels.kv_cache import open_cache, reference_read, reference_write
 from nsa_plugin.kernels.sparse_mla import reference_prefill
 from nsa_plugin.layouts import INDEXER_FP8, V4_FP8
+from nsa_plugin.libraries.devices import synthetic
 from nsa_plugin.settings import Settings
-from nsa_plugin.shapes import ModelShape
 from tests.backends.sglang_fakes import ForwardMode, forward_batch
 
 HEADS, WINDOW, PAGE, TOPK, INDEX_HEADS, INDEX_DIM = 4, 128, 256, 128, 32, 128

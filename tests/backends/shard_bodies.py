@@ -16,15 +16,16 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from nsa_plugin import measured, sharding
-from nsa_plugin.backends.sglang import serving
-from nsa_plugin.backends.sglang.attention import with_plans
-from nsa_plugin.backends.sglang.token_shard import Exchange, open_exchange
+from nsa_plugin.backends.sglang.startup import serving
+from nsa_plugin.backends.sglang.v32.attention import with_plans
+from nsa_plugin.backends.sglang.v32.token_shard import Exchange, open_exchange
+from nsa_plugin.decision import timings as measured
+from nsa_plugin.decision import token_shard as sharding
+from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.errors import NoProviderError, SettingsError
 from nsa_plugin.parallel.exchange import MismatchError
 from nsa_plugin.parallel.token_shard import TokenShard
 from nsa_plugin.settings import ResolvedSettings, Settings
-from nsa_plugin.shapes import ModelShape
 from tests.backends.sglang_fakes import (
     D_V,
     H200,

@@ -13,18 +13,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nsa_plugin.backends.providers import Providers
-from nsa_plugin.backends.sglang import token_shard
-from nsa_plugin.backends.sglang.attention import adopt, with_plans
-from nsa_plugin.backends.sglang.indexer import wrap_topk_ragged
-from nsa_plugin.backends.sglang.routes import Planner
-from nsa_plugin.backends.sglang.token_shard import Exchange
-from nsa_plugin.capabilities import Op
+from nsa_plugin.backends.common.providers import Providers
+from nsa_plugin.backends.sglang.v32 import token_shard
+from nsa_plugin.backends.sglang.v32.attention import adopt, with_plans
+from nsa_plugin.backends.sglang.v32.indexer import wrap_topk_ragged
+from nsa_plugin.backends.sglang.v32.routes import Planner
+from nsa_plugin.backends.sglang.v32.token_shard import Exchange
+from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.kernels.kv_cache import open_cache, reference_read
 from nsa_plugin.kernels.sparse_mla import reference_prefill
+from nsa_plugin.libraries.capabilities import Op
 from nsa_plugin.parallel.token_shard import TokenShard
 from nsa_plugin.settings import Settings
-from nsa_plugin.shapes import ModelShape
 from tests.backends.sglang_fakes import (
     D_QK,
     D_V,

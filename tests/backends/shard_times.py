@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from itertools import product
 
-from nsa_plugin import measured
-from nsa_plugin.candidates import Route
-from nsa_plugin.plan import Attention
-from nsa_plugin.sharding import ATTENTION, CHUNKS, group_op, traded_label
+from nsa_plugin.decision import timings as measured
+from nsa_plugin.decision.candidates import Route
+from nsa_plugin.decision.plan import Attention
+from nsa_plugin.decision.token_shard import ATTENTION, CHUNKS, group_op, traded_label
 
 LAYOUTS = ("bf16", "v32_fp8")
 ROUTES = tuple(

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from nsa_plugin.backends.sglang.attention import with_plans
-from nsa_plugin.backends.sglang.indexer import ATTRIBUTE
-from nsa_plugin.plan import Attention, IndexerMode
-from nsa_plugin.shapes import Phase
+from nsa_plugin.backends.sglang.v32.attention import with_plans
+from nsa_plugin.backends.sglang.v32.indexer import ATTRIBUTE
+from nsa_plugin.decision.plan import Attention, IndexerMode
+from nsa_plugin.decision.shapes import Phase
 from tests.backends.sglang_fakes import (
     D_QK,
     D_V,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from nsa_plugin.backends.sglang.batch import captured_step, eager_step, phase_of, prefill_batch, step_batch
+from nsa_plugin.backends.sglang.v32.batch import captured_step, eager_step, phase_of, prefill_batch, step_batch
+from nsa_plugin.decision.shapes import Phase
 from nsa_plugin.errors import ShapeError
-from nsa_plugin.shapes import Phase
 from tests.backends.sglang_fakes import DRAFT_TOKENS, ForwardMode, forward_batch
 
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from nsa_plugin.backends.providers import Providers
-from nsa_plugin.backends.sglang.indexer import Selection, attach, wrap_topk_ragged
-from nsa_plugin.backends.sglang.routes import Planner
+from nsa_plugin.backends.common.providers import Providers
+from nsa_plugin.backends.sglang.v32.indexer import Selection, attach, wrap_topk_ragged
+from nsa_plugin.backends.sglang.v32.routes import Planner
+from nsa_plugin.decision.plan import Plan
 from nsa_plugin.kernels import indexer as kernels
-from nsa_plugin.kernels.registry import Provider, Registry
-from nsa_plugin.plan import Plan
+from nsa_plugin.libraries.registry import Provider, Registry
 from nsa_plugin.settings import Settings
 from tests.backends.sglang_fakes import H200, MODEL, ForwardMode, forward_batch
 
@@ -141,7 +141,7 @@ def case() -> Case:
 @pytest.fixture
 def plan() -> Plan:
     planner = Planner(MODEL, H200, Settings())
-    from nsa_plugin.backends.sglang.batch import prefill_batch
+    from nsa_plugin.backends.sglang.v32.batch import prefill_batch
 
     route = planner.prefill(prefill_batch(forward_batch(ForwardMode.EXTEND, [8], [4096])), dense_allowed=False)
     assert route is not None
@@ -273,8 +273,8 @@ def test_elsewhere_the_original_runs(case: Case, plan: Plan, providers: Provider
         more["q_lens"] = (5, 0, 8)
     metadata = case.metadata(**more)
     planner = Planner(MODEL, H200, Settings())
-    from nsa_plugin.backends.sglang.batch import prefill_batch, step_batch
-    from nsa_plugin.shapes import Phase
+    from nsa_plugin.backends.sglang.v32.batch import prefill_batch, step_batch
+    from nsa_plugin.decision.shapes import Phase
 
     if why == "selects nothing":
         short = prefill_batch(forward_batch(ForwardMode.EXTEND, [8], [8]))

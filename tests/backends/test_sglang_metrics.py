@@ -9,19 +9,19 @@ from types import SimpleNamespace
 
 import pytest
 
-from nsa_plugin.backends.sglang.metrics import NAME, route_counter
-from nsa_plugin.plan import Attention, IndexerMode, IndexerPlan, Plan
-from nsa_plugin.shapes import Phase
+from nsa_plugin.backends.sglang.startup.metrics import NAME, route_counter
+from nsa_plugin.decision.plan import Attention, IndexerMode, IndexerPlan, Plan
+from nsa_plugin.decision.shapes import Phase
 
 # prometheus_client looks for its directory once, when it is imported: so each process is a new one.
 SCHEDULER = """
 from types import SimpleNamespace
-from nsa_plugin.backends.sglang.metrics import route_counter
-from nsa_plugin.backends.sglang.batch import step_batch
-from nsa_plugin.backends.sglang.routes import Planner
-from nsa_plugin.devices import synthetic
+from nsa_plugin.backends.sglang.startup.metrics import route_counter
+from nsa_plugin.backends.sglang.v32.batch import step_batch
+from nsa_plugin.backends.sglang.v32.routes import Planner
+from nsa_plugin.libraries.devices import synthetic
 from nsa_plugin.settings import Settings
-from nsa_plugin.shapes import ModelShape, Phase
+from nsa_plugin.decision.shapes import ModelShape, Phase
 count = route_counter(SimpleNamespace(enable_metrics=True), {"tp_rank": 1})
 planner = Planner(ModelShape(attn_tp_size=8), synthetic(90), Settings(decode_backend="triton"), count=count)
 for _ in range(3):

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from nsa_plugin.backends.sglang.prefill_graph import wrap_can_run_graph
-from nsa_plugin.plan import Attention
+from nsa_plugin.backends.sglang.v32.prefill_graph import wrap_can_run_graph
+from nsa_plugin.decision.plan import Attention
 from tests.backends.sglang_fakes import DsaBackend, ForwardMode, forward_batch, started
 
 SHORT = forward_batch(ForwardMode.EXTEND, [3, 30], [3, 30])

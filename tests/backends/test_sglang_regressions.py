@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from nsa_plugin.backends.sglang.batch import prefill_batch, step_batch
-from nsa_plugin.backends.sglang.indexer import Selection, attach, wrap_topk_ragged
-from nsa_plugin.backends.sglang.routes import PLANNED, Planner
-from nsa_plugin.devices import synthetic
-from nsa_plugin.plan import Attention, IndexerMode
+from nsa_plugin.backends.sglang.v32.batch import prefill_batch, step_batch
+from nsa_plugin.backends.sglang.v32.indexer import Selection, attach, wrap_topk_ragged
+from nsa_plugin.backends.sglang.v32.routes import PLANNED, Planner
+from nsa_plugin.decision.plan import Attention, IndexerMode
+from nsa_plugin.decision.shapes import Phase
+from nsa_plugin.libraries.devices import synthetic
 from nsa_plugin.settings import Settings
-from nsa_plugin.shapes import Phase
 from tests.backends.sglang_fakes import (
     D_QK,
     D_V,

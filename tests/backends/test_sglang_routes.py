@@ -7,16 +7,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from nsa_plugin.backends.sglang import routes
-from nsa_plugin.backends.sglang.batch import prefill_batch, step_batch
-from nsa_plugin.backends.sglang.routes import CARRIERS, PLANNED, Planner, Route, route_of, runnable, sglangs_own
-from nsa_plugin.capabilities import Op
-from nsa_plugin.devices import synthetic
-from nsa_plugin.dispatch import decide
+from nsa_plugin.backends.sglang.v32 import routes
+from nsa_plugin.backends.sglang.v32.batch import prefill_batch, step_batch
+from nsa_plugin.backends.sglang.v32.routes import CARRIERS, PLANNED, Planner, Route, route_of, runnable, sglangs_own
+from nsa_plugin.decision.dispatch import decide
+from nsa_plugin.decision.plan import Attention, IndexerMode, IndexerPlan, Plan
+from nsa_plugin.decision.shapes import ModelShape, Phase
 from nsa_plugin.errors import NoProviderError
-from nsa_plugin.plan import Attention, IndexerMode, IndexerPlan, Plan
+from nsa_plugin.libraries.capabilities import Op
+from nsa_plugin.libraries.devices import synthetic
 from nsa_plugin.settings import Settings
-from nsa_plugin.shapes import ModelShape, Phase
 from tests.backends.sglang_fakes import H200, MODEL, ForwardMode, forward_batch
 
 LAYOUTS = ("bf16", "v32_fp8")

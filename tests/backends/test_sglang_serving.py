@@ -10,21 +10,22 @@ from typing import Any
 import pytest
 import torch
 
-from nsa_plugin import measured
-from nsa_plugin.backends import warm as warming
-from nsa_plugin.backends.providers import Providers
-from nsa_plugin.backends.sglang import samples, serving
-from nsa_plugin.backends.sglang.attention import PAGE_SIZES, release, with_plans
-from nsa_plugin.backends.sglang.metrics import ranks
-from nsa_plugin.backends.sglang.serving import Serving
-from nsa_plugin.backends.warm import warm, warm_selection
-from nsa_plugin.devices import synthetic
+from nsa_plugin.backends.common import warm as warming
+from nsa_plugin.backends.common.providers import Providers
+from nsa_plugin.backends.common.warm import warm, warm_selection
+from nsa_plugin.backends.sglang.startup import serving
+from nsa_plugin.backends.sglang.startup.metrics import ranks
+from nsa_plugin.backends.sglang.startup.serving import Serving
+from nsa_plugin.backends.sglang.v32 import samples
+from nsa_plugin.backends.sglang.v32.attention import PAGE_SIZES, release, with_plans
+from nsa_plugin.decision import timings as measured
+from nsa_plugin.decision.plan import Plan
+from nsa_plugin.decision.shapes import Phase
 from nsa_plugin.errors import NoProviderError, PatchError, SettingsError
-from nsa_plugin.kernels.registry import Provider, Registry
 from nsa_plugin.kernels.topk import reference_topk_rows
-from nsa_plugin.plan import Plan
+from nsa_plugin.libraries.devices import synthetic
+from nsa_plugin.libraries.registry import Provider, Registry
 from nsa_plugin.settings import ResolvedSettings, Settings
-from nsa_plugin.shapes import Phase
 from tests.backends.sglang_fakes import H200, MODEL, DsaBackend, ForwardMode, NsaBackend, forward_batch, started
 
 CPU = torch.device("cpu")

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from nsa_plugin import measured
-from nsa_plugin.backends import token_shard as shared
-from nsa_plugin.backends.sglang import token_shard
-from nsa_plugin.backends.sglang.batch import prefill_batch, step_batch
-from nsa_plugin.backends.sglang.routes import Planner
-from nsa_plugin.backends.sglang.serving import Serving
-from nsa_plugin.backends.sglang.token_shard import all_heads, impossible
+from nsa_plugin.backends.common import token_shard as shared
+from nsa_plugin.backends.sglang.startup.serving import Serving
+from nsa_plugin.backends.sglang.v32 import token_shard
+from nsa_plugin.backends.sglang.v32.batch import prefill_batch, step_batch
+from nsa_plugin.backends.sglang.v32.routes import Planner
+from nsa_plugin.backends.sglang.v32.token_shard import all_heads, impossible
+from nsa_plugin.decision import timings as measured
+from nsa_plugin.decision.shapes import Phase
 from nsa_plugin.errors import PatchError
 from nsa_plugin.parallel.partition import by_count
 from nsa_plugin.settings import ResolvedSettings, Settings
-from nsa_plugin.shapes import Phase
 from tests.backends import shard_bodies, shard_step_bodies
 from tests.backends.sglang_fakes import H200, MODEL, DsaBackend, ForwardMode, forward_batch
 from tests.backends.test_sglang_serving import built, runner
@@ -118,8 +118,8 @@ def test_without_an_exchange_nothing_is_traded():
 def begun(monkeypatch: pytest.MonkeyPatch) -> Serving:
     """By `auto`, with no kernel run."""
     for name in ("warm", "warm_selection"):
-        monkeypatch.setattr(f"nsa_plugin.backends.sglang.serving.{name}", lambda *given: None)
-    monkeypatch.setattr("nsa_plugin.backends.sglang.serving.free_device_memory", lambda: 8 << 30)
+        monkeypatch.setattr(f"nsa_plugin.backends.sglang.startup.serving.{name}", lambda *given: None)
+    monkeypatch.setattr("nsa_plugin.backends.sglang.startup.serving.free_device_memory", lambda: 8 << 30)
     backend, model_runner = built(), runner(chunked_prefill_size=8192)
     made = Serving.begin(ResolvedSettings(Settings(), {}), backend, model_runner, H200)
     made.adopt(backend, model_runner)

@@ -10,17 +10,20 @@ from typing import Any
 import pytest
 import torch
 
-from nsa_plugin.backends.sglang import v4_batch, v4_kernels, v4_routes, v4_rows
-from nsa_plugin.backends.sglang.batch import step_batch
-from nsa_plugin.backends.sglang.v4_attention import release, with_v4_plans
-from nsa_plugin.backends.sglang.v4_table import SLOTS
-from nsa_plugin.backends.sglang.v4_warm import warm_v4
-from nsa_plugin.backends.v4 import DECODE_KERNEL, DIRECT, ROWS
-from nsa_plugin.devices import synthetic
+from nsa_plugin.backends.common.v4 import DECODE_KERNEL, DIRECT, ROWS
+from nsa_plugin.backends.sglang.v4 import batch as v4_batch
+from nsa_plugin.backends.sglang.v4 import kernels as v4_kernels
+from nsa_plugin.backends.sglang.v4 import routes as v4_routes
+from nsa_plugin.backends.sglang.v4 import rows as v4_rows
+from nsa_plugin.backends.sglang.v4.attention import release, with_v4_plans
+from nsa_plugin.backends.sglang.v4.table import SLOTS
+from nsa_plugin.backends.sglang.v4.warm import warm_v4
+from nsa_plugin.backends.sglang.v32.batch import step_batch
+from nsa_plugin.decision.plan import IndexerMode
+from nsa_plugin.decision.shapes import Phase
 from nsa_plugin.errors import NoProviderError, PatchError
 from nsa_plugin.kernels.v4_prefill import combined_width, reference_route
-from nsa_plugin.plan import IndexerMode
-from nsa_plugin.shapes import Phase
+from nsa_plugin.libraries.devices import synthetic
 from tests.backends.sglang_fakes import ForwardMode
 from tests.backends.sglang_v4_fakes import (
     HEADS,

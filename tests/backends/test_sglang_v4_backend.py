@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from nsa_plugin.backends.sglang import v4_backend
-from nsa_plugin.backends.sglang.v4_attention import with_v4_plans
-from nsa_plugin.backends.v4 import DECODE_KERNEL
+from nsa_plugin.backends.common.v4 import DECODE_KERNEL
+from nsa_plugin.backends.sglang.v4 import backend as v4_backend
+from nsa_plugin.backends.sglang.v4.attention import with_v4_plans
 from nsa_plugin.errors import NoProviderError
 from nsa_plugin.settings import Settings
 from nsa_plugin.telemetry import Trace

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from nsa_plugin.backends.sglang import v4_flash_mla
+from nsa_plugin.backends.sglang.v4 import flash_mla as v4_flash_mla
 from nsa_plugin.errors import NoProviderError
 from nsa_plugin.kernels.checks import KernelArgumentError
 from nsa_plugin.kernels.sparse_mla import reference_prefill

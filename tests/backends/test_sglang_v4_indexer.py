@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from nsa_plugin.backends.providers import Providers
+from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.kernels.indexer import reference_topk
 from nsa_plugin.kernels.kv_cache import reference_read_codes
-from nsa_plugin.kernels.registry import REFERENCE
+from nsa_plugin.libraries.registry import REFERENCE
 from tests.backends import sglang_v4_fakes
 from tests.backends.sglang_fakes import ForwardMode
 from tests.backends.sglang_v4_fakes import TOPK, Engine, batch, started
@@ -41,7 +41,7 @@ def plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
     chunks.clear()
     monkeypatch.setattr(Providers, "load", reference)
-    monkeypatch.setattr("nsa_plugin.backends.sglang.v4_indexer._read_codes", lambda providers: reference_read_codes)
+    monkeypatch.setattr("nsa_plugin.backends.sglang.v4.indexer._read_codes", lambda providers: reference_read_codes)
 
 
 chunks: list[tuple[int, Any]] = []

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nsa_plugin.backends.sglang.v4_indexer import select
-from nsa_plugin.backends.sglang.v4_warm import warm_v4
-from nsa_plugin.backends.v4 import DIRECT, ROWS
+from nsa_plugin.backends.common.v4 import DIRECT, ROWS
+from nsa_plugin.backends.sglang.v4.indexer import select
+from nsa_plugin.backends.sglang.v4.warm import warm_v4
 from nsa_plugin.kernels.sparse_mla import reference_prefill
 from tests.backends.sglang_v4_fakes import LAYERS, TOPK, attend, batch, prepared
 

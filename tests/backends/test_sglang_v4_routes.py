@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nsa_plugin.backends.sglang.batch import Batch, prefill_batch
-from nsa_plugin.backends.sglang.v4_backend import sample_routes
-from nsa_plugin.backends.sglang.v4_batch import (
+from nsa_plugin.backends.common.v4 import CARRIERS, DECODE_KERNEL, DIRECT, ROWS, runnable
+from nsa_plugin.backends.sglang.v4.backend import sample_routes
+from nsa_plugin.backends.sglang.v4.batch import (
     PAGE,
     Prefill,
     Span,
@@ -23,7 +23,7 @@ from nsa_plugin.backends.sglang.v4_batch import (
     window_places,
     workspace_bytes,
 )
-from nsa_plugin.backends.sglang.v4_routes import (
+from nsa_plugin.backends.sglang.v4.routes import (
     ENGINE_TOKENS,
     V4Planner,
     asked_by_engine,
@@ -32,14 +32,14 @@ from nsa_plugin.backends.sglang.v4_routes import (
     route_of,
     v4_shape,
 )
-from nsa_plugin.backends.v4 import CARRIERS, DECODE_KERNEL, DIRECT, ROWS, runnable
-from nsa_plugin.capabilities import Op
-from nsa_plugin.devices import MIB, synthetic
+from nsa_plugin.backends.sglang.v32.batch import Batch, prefill_batch
+from nsa_plugin.decision.plan import Attention
+from nsa_plugin.decision.shapes import ModelShape, Phase
+from nsa_plugin.decision.v4_memory import INDICES_BYTES, ROWS_BYTES, held_bytes
 from nsa_plugin.errors import NoProviderError
-from nsa_plugin.plan import Attention
+from nsa_plugin.libraries.capabilities import Op
+from nsa_plugin.libraries.devices import MIB, synthetic
 from nsa_plugin.settings import Settings
-from nsa_plugin.shapes import ModelShape, Phase
-from nsa_plugin.v4_memory import INDICES_BYTES, ROWS_BYTES, held_bytes
 from tests.backends.sglang_fakes import ForwardMode, forward_batch
 from tests.backends.sglang_v4_fakes import batch, envs
 

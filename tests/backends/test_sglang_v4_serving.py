@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 
-from nsa_plugin.backends.sglang import serving, v4_backend
-from nsa_plugin.backends.sglang.serving import Serving, is_v4, left_to_sglang
-from nsa_plugin.backends.sglang.v4_attention import with_v4_plans
-from nsa_plugin.devices import synthetic
+from nsa_plugin.backends.sglang.startup import serving
+from nsa_plugin.backends.sglang.startup.serving import Serving, is_v4, left_to_sglang
+from nsa_plugin.backends.sglang.v4 import backend as v4_backend
+from nsa_plugin.backends.sglang.v4.attention import with_v4_plans
+from nsa_plugin.decision.plan import Plan
+from nsa_plugin.decision.shapes import Phase
 from nsa_plugin.errors import NoProviderError, SettingsError
-from nsa_plugin.plan import Plan
+from nsa_plugin.libraries.devices import synthetic
 from nsa_plugin.settings import ResolvedSettings, Settings
-from nsa_plugin.shapes import Phase
 from tests.backends.sglang_v4_fakes import H200, MODEL, Batch, Engine, attend, batch, envs
 
 pytestmark = pytest.mark.usefixtures("nothing_measured")

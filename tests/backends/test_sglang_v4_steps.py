@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from nsa_plugin.backends.sglang.v4_attention import with_v4_plans
-from nsa_plugin.plan import Plan
+from nsa_plugin.backends.sglang.v4.attention import with_v4_plans
+from nsa_plugin.decision.plan import Plan
 from tests.backends.sglang_fakes import ForwardMode, ReplayedBySize, forward_batch
 from tests.backends.sglang_v4_fakes import Engine, batch, started
 

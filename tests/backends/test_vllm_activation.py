@@ -13,17 +13,20 @@ from typing import Any, ClassVar
 import pytest
 from packaging.version import Version
 
-from nsa_plugin.backends.vllm import activation, gpu_patches, gpu_serving, serving, v4_serving
-from nsa_plugin.backends.vllm.activation import Process
-from nsa_plugin.backends.vllm.gpu_serving import BACKEND, GpuServing
-from nsa_plugin.backends.vllm.v4_serving import V4Serving
-from nsa_plugin.devices import DeviceProfile, synthetic
+from nsa_plugin.backends.vllm.startup import activation, serving
+from nsa_plugin.backends.vllm.startup.activation import Process
+from nsa_plugin.backends.vllm.v4 import serving as v4_serving
+from nsa_plugin.backends.vllm.v4.serving import V4Serving
+from nsa_plugin.backends.vllm.v32 import patches as gpu_patches
+from nsa_plugin.backends.vllm.v32 import serving as gpu_serving
+from nsa_plugin.backends.vllm.v32.serving import BACKEND, GpuServing
+from nsa_plugin.decision.plan import Plan
 from nsa_plugin.errors import NoProviderError, NsaPluginError, PatchError, SettingsError, ShapeError
+from nsa_plugin.libraries.devices import DeviceProfile, synthetic
 from nsa_plugin.patches import static
 from nsa_plugin.patches.ledger import Ledger, Need, Patch, Target
 from nsa_plugin.patches.static import SourceTree
 from nsa_plugin.patches.vllm import BOOTSTRAP
-from nsa_plugin.plan import Plan
 from nsa_plugin.telemetry import StartupReport
 from tests.backends.test_vllm_gpu_serving import config, layer
 from tests.backends.test_vllm_v4_serving import config as v4_config

@@ -11,9 +11,16 @@ from typing import Any
 
 import pytest
 
-from nsa_plugin.backends.vllm import counters
-from nsa_plugin.backends.vllm.counters import CARRIER, MULTIPROCESS, SAMPLE, collect_here, labels_of, route_counter
-from nsa_plugin.compare.common import routes
+from nsa_plugin.backends.vllm.startup import counters
+from nsa_plugin.backends.vllm.startup.counters import (
+    CARRIER,
+    MULTIPROCESS,
+    SAMPLE,
+    collect_here,
+    labels_of,
+    route_counter,
+)
+from nsa_plugin.tools.compare.common import routes
 from tests.backends.vllm_fakes import TRITON, planner
 
 pytest.importorskip("prometheus_client")
@@ -25,7 +32,7 @@ SERVER = f"""
 import os
 from prometheus_client import REGISTRY, Counter, generate_latest
 Counter("vllm:its_own", "vLLM's").inc()
-from nsa_plugin.backends.vllm.counters import collect_here, route_counter
+from nsa_plugin.backends.vllm.startup.counters import collect_here, route_counter
 from tests.backends.vllm_fakes import TRITON, planner
 folder = collect_here()
 print(generate_latest(REGISTRY).decode().count("nsa_plugin"))

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from nsa_plugin.backends.vllm.gpu_attention import rebased
-from nsa_plugin.backends.vllm.gpu_metadata import PlannedMetadata, part_of
-from nsa_plugin.backends.vllm.gpu_routes import Carrier
+from nsa_plugin.backends.vllm.v32.attention import rebased
+from nsa_plugin.backends.vllm.v32.metadata import PlannedMetadata, part_of
+from nsa_plugin.backends.vllm.v32.routes import Carrier
+from nsa_plugin.decision.plan import Attention
+from nsa_plugin.decision.shapes import Phase
 from nsa_plugin.errors import PatchError
-from nsa_plugin.plan import Attention
-from nsa_plugin.shapes import Phase
 from tests.backends.vllm_fakes import (
     TOPK,
     TRITON,

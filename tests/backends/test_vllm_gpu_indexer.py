@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from nsa_plugin.backends.providers import Providers
-from nsa_plugin.backends.vllm.gpu_indexer import (
+from nsa_plugin.backends.common.providers import Providers
+from nsa_plugin.backends.vllm.v32.indexer import (
     ATTRIBUTE,
     StepSelection,
     planned_indexer_builder,
@@ -18,7 +18,7 @@ from nsa_plugin.backends.vllm.gpu_indexer import (
     prefill_topk,
     wrap_indexer,
 )
-from nsa_plugin.backends.vllm.gpu_routes import Planner
+from nsa_plugin.backends.vllm.v32.routes import Planner
 from nsa_plugin.kernels.indexer import quantize, reference_paged_topk
 from nsa_plugin.kernels.kv_cache import PagedCache, allocate_cache, reference_write
 from tests.backends.vllm_fakes import MAX_LEN, TRITON, World, planner

@@ -15,21 +15,21 @@ import pytest
 import torch
 from packaging.version import Version
 
-from nsa_plugin import measured
-from nsa_plugin.backends import providers
-from nsa_plugin.backends.vllm import gpu_serving
-from nsa_plugin.backends.vllm.gpu_routes import CARRIERS, Carrier, carrier_of, runnable
-from nsa_plugin.backends.vllm.gpu_serving import BACKEND, VENDORED, GpuServing, dense_workspace_tokens
-from nsa_plugin.capabilities import Op
-from nsa_plugin.devices import synthetic
+from nsa_plugin.backends.common import providers
+from nsa_plugin.backends.vllm.v32 import serving as gpu_serving
+from nsa_plugin.backends.vllm.v32.routes import CARRIERS, Carrier, carrier_of, runnable
+from nsa_plugin.backends.vllm.v32.serving import BACKEND, VENDORED, GpuServing, dense_workspace_tokens
+from nsa_plugin.decision import timings as measured
+from nsa_plugin.decision.plan import Attention
+from nsa_plugin.decision.shapes import Phase
 from nsa_plugin.errors import NoProviderError, SettingsError, ShapeError
+from nsa_plugin.libraries.capabilities import Op
+from nsa_plugin.libraries.devices import synthetic
 from nsa_plugin.patches import static
 from nsa_plugin.patches.ledger import Need
 from nsa_plugin.patches.vllm import PATCHES
 from nsa_plugin.patches.vllm_gpu import CHANGES, GPU, REQUIREMENTS
-from nsa_plugin.plan import Attention
 from nsa_plugin.settings import ResolvedSettings, Settings
-from nsa_plugin.shapes import Phase
 from nsa_plugin.telemetry import Trace
 from tests.backends.vllm_fakes import MAX_LEN, NOPE, ROPE, TRITON, WITH_FLASH_MLA, planner
 
@@ -350,9 +350,9 @@ ENGINE_PROGRAM = """
 import inspect, vllm
 from packaging.version import Version
 from nsa_plugin.backends.vllm import gpu_patches
-from nsa_plugin.backends.vllm.activation import process
+from nsa_plugin.backends.vllm.startup.activation import process
 from nsa_plugin.patches.vllm_gpu import GPU
-from nsa_plugin.backends.vllm.gpu_serving import GpuServing
+from nsa_plugin.backends.vllm.v32.serving import GpuServing
 from nsa_plugin.patches.ledger import Ledger, Need
 from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseBackend as Backend
 from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerBackend as Indexer

@@ -11,15 +11,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nsa_plugin import sharding
-from nsa_plugin.backends.providers import Providers
-from nsa_plugin.backends.token_shard import Exchange, Share
-from nsa_plugin.backends.vllm import gpu_patches, gpu_token_shard
-from nsa_plugin.backends.vllm.gpu_indexer import own_rows, runs
-from nsa_plugin.backends.vllm.gpu_metadata import _copied
-from nsa_plugin.backends.vllm.gpu_token_shard import OwnRows, _flat_rows, dealt, impossible
-from nsa_plugin.backends.warm import warm
-from nsa_plugin.dispatch import validate
+from nsa_plugin.backends.common.providers import Providers
+from nsa_plugin.backends.common.token_shard import Exchange, Share
+from nsa_plugin.backends.common.warm import warm
+from nsa_plugin.backends.vllm.v32 import patches as gpu_patches
+from nsa_plugin.backends.vllm.v32 import token_shard as gpu_token_shard
+from nsa_plugin.backends.vllm.v32.indexer import own_rows, runs
+from nsa_plugin.backends.vllm.v32.metadata import _copied
+from nsa_plugin.backends.vllm.v32.token_shard import OwnRows, _flat_rows, dealt, impossible
+from nsa_plugin.decision import token_shard as sharding
+from nsa_plugin.decision.dispatch import validate
 from nsa_plugin.errors import NsaPluginError, PatchError, SettingsError
 from nsa_plugin.kernels.kv_cache import open_cache
 from nsa_plugin.parallel.partition import Partition, by_count

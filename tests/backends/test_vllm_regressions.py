@@ -19,21 +19,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nsa_plugin.backends.providers import Providers
-from nsa_plugin.backends.v4 import DECODE_KERNEL, RATIOS, ROWS
-from nsa_plugin.backends.vllm.gpu_indexer import ATTRIBUTE, StepSelection, planned_indexer_builder, wrap_indexer
-from nsa_plugin.backends.vllm.gpu_metadata import PlannedMetadata
-from nsa_plugin.backends.vllm.gpu_routes import Carrier, Planner, carrier_of
-from nsa_plugin.backends.vllm.model import refuse_on_cpu
-from nsa_plugin.backends.vllm.v4_routes import V4Planner
-from nsa_plugin.backends.vllm.v4_routes import carrier_of as carrier_of_v4
-from nsa_plugin.capabilities import Op
-from nsa_plugin.devices import synthetic
+from nsa_plugin.backends.common.providers import Providers
+from nsa_plugin.backends.common.v4 import DECODE_KERNEL, RATIOS, ROWS
+from nsa_plugin.backends.vllm.startup.model import refuse_on_cpu
+from nsa_plugin.backends.vllm.v4.routes import V4Planner
+from nsa_plugin.backends.vllm.v4.routes import carrier_of as carrier_of_v4
+from nsa_plugin.backends.vllm.v32.indexer import ATTRIBUTE, StepSelection, planned_indexer_builder, wrap_indexer
+from nsa_plugin.backends.vllm.v32.metadata import PlannedMetadata
+from nsa_plugin.backends.vllm.v32.routes import Carrier, Planner, carrier_of
+from nsa_plugin.decision.plan import Attention, IndexerMode
+from nsa_plugin.decision.shapes import Phase
 from nsa_plugin.errors import SettingsError
 from nsa_plugin.kernels.kv_cache import allocate_cache, open_cache, reference_write
-from nsa_plugin.plan import Attention, IndexerMode
+from nsa_plugin.libraries.capabilities import Op
+from nsa_plugin.libraries.devices import synthetic
 from nsa_plugin.settings import Settings
-from nsa_plugin.shapes import Phase
 from tests.backends import vllm_v4_fakes
 from tests.backends.test_vllm_gpu_indexer import (
     MIXED,
@@ -306,11 +306,11 @@ CPU_PROGRAM = """
 from types import SimpleNamespace
 import torch
 from nsa_plugin.backends.vllm import cpu_indexer
-from nsa_plugin.backends.vllm.cpu_backend import CpuSparseMLAMetadataBuilder as Builder
-from nsa_plugin.devices import synthetic
+from nsa_plugin.backends.vllm.cpu.backend import CpuSparseMLAMetadataBuilder as Builder
+from nsa_plugin.libraries.devices import synthetic
 from nsa_plugin.kernels.kv_cache import allocate_cache
 from nsa_plugin.settings import ResolvedSettings, Settings
-from nsa_plugin.shapes import ModelShape
+from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.telemetry import Trace
 
 torch.repeat_interleave = None  # on a host it wakes every thread that torch has, for a few rows

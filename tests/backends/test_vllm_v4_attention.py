@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from nsa_plugin.backends.v4 import DECODE_KERNEL, DIRECT, RATIOS, ROWS
-from nsa_plugin.backends.vllm import v4_attention
-from nsa_plugin.backends.vllm.v4_batch import ATTRIBUTE, V4Batch, planned_swa_builder
-from nsa_plugin.backends.vllm.v4_routes import V4Planner, carrier_of, own_kernels
+from nsa_plugin.backends.common.v4 import DECODE_KERNEL, DIRECT, RATIOS, ROWS
+from nsa_plugin.backends.vllm.v4 import attention as v4_attention
+from nsa_plugin.backends.vllm.v4.batch import ATTRIBUTE, V4Batch, planned_swa_builder
+from nsa_plugin.backends.vllm.v4.routes import V4Planner, carrier_of, own_kernels
+from nsa_plugin.decision.plan import Attention
 from nsa_plugin.errors import NoProviderError, PatchError
 from nsa_plugin.patches.ledger import is_marked, mark
-from nsa_plugin.plan import Attention
 from nsa_plugin.settings import Settings
 from tests.backends import vllm_v4_fakes
 from tests.backends.vllm_v4_fakes import CPU, H200, Layer, OldImpl, SWABuilder, World, planner

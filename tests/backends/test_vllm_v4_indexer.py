@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from nsa_plugin.backends.providers import Providers
-from nsa_plugin.backends.vllm.gpu_indexer import ATTRIBUTE, StepSelection, planned_indexer_builder, wrap_indexer
-from nsa_plugin.backends.vllm.v4_indexer import planned_v4_indexer_builder
-from nsa_plugin.backends.vllm.v4_routes import V4Planner
+from nsa_plugin.backends.common.providers import Providers
+from nsa_plugin.backends.vllm.v4.indexer import planned_v4_indexer_builder
+from nsa_plugin.backends.vllm.v4.routes import V4Planner
+from nsa_plugin.backends.vllm.v32.indexer import ATTRIBUTE, StepSelection, planned_indexer_builder, wrap_indexer
 from nsa_plugin.kernels.indexer import reference_paged_topk
 from tests.backends.test_vllm_gpu_indexer import (
     PAGE,

@@ -9,12 +9,14 @@ import pytest
 import torch
 from packaging.version import Version
 
-from nsa_plugin.backends.providers import Providers
-from nsa_plugin.backends.vllm import gpu_serving, v4_patches, v4_serving
-from nsa_plugin.backends.vllm.model import family_of, refuse_on_cpu, refuse_on_gpu, v4_shape
-from nsa_plugin.backends.vllm.v4_serving import V4Serving, warm_v4
-from nsa_plugin.devices import synthetic
+from nsa_plugin.backends.common.providers import Providers
+from nsa_plugin.backends.vllm.startup.model import family_of, refuse_on_cpu, refuse_on_gpu, v4_shape
+from nsa_plugin.backends.vllm.v4 import patches as v4_patches
+from nsa_plugin.backends.vllm.v4 import serving as v4_serving
+from nsa_plugin.backends.vllm.v4.serving import V4Serving, warm_v4
+from nsa_plugin.backends.vllm.v32 import serving as gpu_serving
 from nsa_plugin.errors import NoProviderError, SettingsError, ShapeError
+from nsa_plugin.libraries.devices import synthetic
 from nsa_plugin.patches.ledger import Need
 from nsa_plugin.patches.vllm import PATCHES
 from nsa_plugin.patches.vllm_v4 import CHANGES, V4

@@ -17,14 +17,14 @@ import torch
 if not torch.cuda.is_available():  # before Triton is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from nsa_plugin.backends.providers import Providers
-from nsa_plugin.backends.vllm.gpu_attention import planned_impl, rebased
-from nsa_plugin.backends.vllm.gpu_metadata import planned_builder
-from nsa_plugin.backends.vllm.gpu_routes import Planner
-from nsa_plugin.devices import DeviceProfile, synthetic
+from nsa_plugin.backends.common.providers import Providers
+from nsa_plugin.backends.vllm.v32.attention import planned_impl, rebased
+from nsa_plugin.backends.vllm.v32.metadata import planned_builder
+from nsa_plugin.backends.vllm.v32.routes import Planner
+from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.kernels.kv_cache import PagedCache, allocate_cache, reference_read, reference_write
+from nsa_plugin.libraries.devices import DeviceProfile, synthetic
 from nsa_plugin.settings import Settings
-from nsa_plugin.shapes import ModelShape
 
 T = TypeVar("T")
 HEADS, NOPE, ROPE, LORA, V, TOPK, PAGE = 4, 128, 64, 512, 128, 24, 8

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nsa_plugin.backends.token_shard import Exchange
-from nsa_plugin.backends.vllm.gpu_routes import Carrier
+from nsa_plugin.backends.common.token_shard import Exchange
+from nsa_plugin.backends.vllm.v32.routes import Carrier
 from nsa_plugin.kernels.kv_cache import PagedCache
 from nsa_plugin.parallel.exchange import MismatchError
 from nsa_plugin.parallel.partition import by_count

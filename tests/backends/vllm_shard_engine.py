@@ -14,12 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nsa_plugin.backends.token_shard import Exchange
-from nsa_plugin.backends.vllm import gpu_token_shard
-from nsa_plugin.backends.vllm.gpu_indexer import planned_indexer_builder
-from nsa_plugin.backends.vllm.gpu_routes import Carrier, Planner
-from nsa_plugin.capabilities import Op
-from nsa_plugin.devices import synthetic
+from nsa_plugin.backends.common.token_shard import Exchange
+from nsa_plugin.backends.vllm.v32 import token_shard as gpu_token_shard
+from nsa_plugin.backends.vllm.v32.indexer import planned_indexer_builder
+from nsa_plugin.backends.vllm.v32.routes import Carrier, Planner
+from nsa_plugin.libraries.capabilities import Op
+from nsa_plugin.libraries.devices import synthetic
 from nsa_plugin.parallel.token_shard import TokenShard
 from nsa_plugin.settings import Settings
 from tests.backends.vllm_fakes import HEADS, LORA, MAX_LEN, ROPE, Step, World, model

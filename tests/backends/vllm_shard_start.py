@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nsa_plugin import measured, sharding
-from nsa_plugin.backends.vllm import gpu_serving
-from nsa_plugin.devices import synthetic
+from nsa_plugin.backends.vllm.v32 import serving as gpu_serving
+from nsa_plugin.decision import timings as measured
+from nsa_plugin.decision import token_shard as sharding
 from nsa_plugin.errors import NoProviderError, SettingsError
+from nsa_plugin.libraries.devices import synthetic
 from nsa_plugin.parallel.exchange import MismatchError
 from nsa_plugin.parallel.token_shard import TokenShard
 from nsa_plugin.settings import ResolvedSettings, Settings

@@ -14,17 +14,17 @@ from typing import Any
 
 import torch
 
-from nsa_plugin.backends.providers import Providers
-from nsa_plugin.backends.v4 import LAYOUT
-from nsa_plugin.backends.vllm import v4_attention
-from nsa_plugin.backends.vllm.v4_batch import planned_swa_builder
-from nsa_plugin.backends.vllm.v4_routes import V4Planner
-from nsa_plugin.devices import DeviceProfile, synthetic
+from nsa_plugin.backends.common.providers import Providers
+from nsa_plugin.backends.common.v4 import LAYOUT
+from nsa_plugin.backends.vllm.v4 import attention as v4_attention
+from nsa_plugin.backends.vllm.v4.batch import planned_swa_builder
+from nsa_plugin.backends.vllm.v4.routes import V4Planner
+from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.kernels.kv_cache import open_cache, reference_read, reference_write
 from nsa_plugin.kernels.sparse_mla import reference_decode
 from nsa_plugin.layouts import V4_FP8
+from nsa_plugin.libraries.devices import DeviceProfile, synthetic
 from nsa_plugin.settings import Settings
-from nsa_plugin.shapes import ModelShape
 from tests.backends.vllm_fakes import CommonAttentionMetadata
 
 HEADS, PADDED, WINDOW, BLOCK, TOPK, MAX_LEN, MAX_ROWS = 4, 64, 128, 256, 128, 1024, 1024

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 from ci import measured as generator
-from nsa_plugin import measured
-from nsa_plugin.bench.cases import SUITES, BenchError
-from nsa_plugin.bench.suites import mha, sparse_mla, v4
-from nsa_plugin.devices import synthetic
-from nsa_plugin.dispatch import decide
-from nsa_plugin.measured import COPIED_CONTEXT, SELECTIONS
-from nsa_plugin.parallel.bench import workloads
+from nsa_plugin.decision import timings as measured
+from nsa_plugin.decision.dispatch import decide
+from nsa_plugin.decision.shapes import BatchShape, ModelShape, Phase
+from nsa_plugin.decision.timings import COPIED_CONTEXT, SELECTIONS
+from nsa_plugin.libraries.devices import synthetic
 from nsa_plugin.settings import Settings
-from nsa_plugin.shapes import BatchShape, ModelShape, Phase
+from nsa_plugin.tools.bench.cases import SUITES, BenchError
+from nsa_plugin.tools.bench.group import workloads
+from nsa_plugin.tools.bench.suites import mha, sparse_mla, v4
 
 HOST = {"gpu": "NVIDIA H200", "gpus": 1, "torch": "2.11.0", "triton": "3.6.0", "libraries": {}, "commit": "0123abc"}
 KEY = (90, "sparse_mla_prefill", "v32_fp8")

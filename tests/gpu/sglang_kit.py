@@ -23,11 +23,11 @@ import torch
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from nsa_plugin.decision.plan import Attention, Plan
+from nsa_plugin.decision.shapes import Phase
 from nsa_plugin.patches import sglang as ledger_data
 from nsa_plugin.patches.ledger import Ledger
-from nsa_plugin.plan import Attention, Plan
 from nsa_plugin.settings import ResolvedSettings, Settings
-from nsa_plugin.shapes import Phase
 from tests.gpu.calls import record
 
 VERSIONS = ">=0.5.16,<0.5.24"
@@ -167,7 +167,8 @@ def plug(monkeypatch: pytest.MonkeyPatch, kit: Kit, **settings: Any) -> Plugged:
     Args:
         settings: of the plugin.
     """
-    from nsa_plugin.backends.sglang import activation, attention, backend, serving
+    from nsa_plugin.backends.sglang.startup import activation, backend, serving
+    from nsa_plugin.backends.sglang.v32 import attention
 
     seen = Plugged()
     _complete_kit(monkeypatch, kit)

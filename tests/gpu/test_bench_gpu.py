@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nsa_plugin.bench.cases import SUITES, Suite
-from nsa_plugin.bench.floors import Rates
-from nsa_plugin.bench.runner import Options, run_suite
-from nsa_plugin.bench.timing import CudaTimer, measure_rates
-from nsa_plugin.bench.workload import Context
-from nsa_plugin.kernels.registry import Registry
+from nsa_plugin.libraries.registry import Registry
+from nsa_plugin.tools.bench.cases import SUITES, Suite
+from nsa_plugin.tools.bench.floors import Rates
+from nsa_plugin.tools.bench.runner import Options, run_suite
+from nsa_plugin.tools.bench.timing import CudaTimer, measure_rates
+from nsa_plugin.tools.bench.workload import Context
 
 pytestmark = [
     pytest.mark.gpu,

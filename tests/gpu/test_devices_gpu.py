@@ -10,11 +10,11 @@ from dataclasses import replace
 
 import pytest
 
-from nsa_plugin.capabilities import Capability, Op
-from nsa_plugin.devices import LIBRARIES, DeviceProfile, probe
-from nsa_plugin.dispatch import decide
+from nsa_plugin.decision.dispatch import decide
+from nsa_plugin.decision.shapes import BatchShape, ModelShape, Phase
+from nsa_plugin.libraries.capabilities import Capability, Op
+from nsa_plugin.libraries.devices import LIBRARIES, DeviceProfile, probe
 from nsa_plugin.settings import Settings
-from nsa_plugin.shapes import BatchShape, ModelShape, Phase
 
 torch = pytest.importorskip("torch")
 pytestmark = [

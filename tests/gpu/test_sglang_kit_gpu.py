@@ -22,7 +22,7 @@ import sglang_kit
 import torch
 from sglang_kit import Kit, Plugged, strict
 
-from nsa_plugin.shapes import Phase
+from nsa_plugin.decision.shapes import Phase
 
 pytestmark = [
     pytest.mark.gpu,

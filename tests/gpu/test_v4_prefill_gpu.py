@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nsa_plugin.backends import v4
-from nsa_plugin.backends.sglang.v4_batch import Prefill, spans
-from nsa_plugin.backends.sglang.v4_kernels import Call, Named, V4State, attend
-from nsa_plugin.bench.inputs import filled_cache
-from nsa_plugin.bench.stock import flash_mla_rows
+from nsa_plugin.backends.common import v4
+from nsa_plugin.backends.sglang.v4.batch import Prefill, spans
+from nsa_plugin.backends.sglang.v4.kernels import Call, Named, V4State, attend
 from nsa_plugin.kernels.sparse_mla import PrefillOutput, reference_prefill
 from nsa_plugin.kernels.v4_prefill import combined_width, route
+from nsa_plugin.tools.bench.inputs import filled_cache
+from nsa_plugin.tools.bench.stock import flash_mla_rows
 from tests.kernels import v4_prefill_cases as cases
 
 pytestmark = [

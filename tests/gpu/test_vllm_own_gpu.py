@@ -22,7 +22,7 @@ import torch
 import vllm_own
 from vllm_own import Own, Plugged
 
-from nsa_plugin.shapes import Phase
+from nsa_plugin.decision.shapes import Phase
 
 pytestmark = [
     pytest.mark.gpu,

@@ -26,12 +26,12 @@ import torch
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from nsa_plugin.backends.fault import shifted
+from nsa_plugin.backends.common.fault import shifted
+from nsa_plugin.decision.plan import Attention, Plan
+from nsa_plugin.decision.shapes import Phase
 from nsa_plugin.kernels import topk as kernels_topk
 from nsa_plugin.patches import vllm as ledger_data
 from nsa_plugin.patches.ledger import Ledger
-from nsa_plugin.plan import Attention, Plan
-from nsa_plugin.shapes import Phase
 from tests.gpu.calls import record
 
 SOURCE = "TESTS_OF_VLLM"
@@ -178,7 +178,7 @@ class Plugged:
         """Serve vLLM's configuration, which is complete, as a worker would."""
         from vllm.platforms import current_platform
 
-        from nsa_plugin.backends.vllm import activation
+        from nsa_plugin.backends.vllm.startup import activation
 
         config, text = self.config.model_config, self.config.model_config.hf_text_config
         heads = config.get_num_attention_heads(self.config.parallel_config)
@@ -228,7 +228,10 @@ def plug(monkeypatch: pytest.MonkeyPatch, own: Own, folder: Path, *, drafts: int
     """
     from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseImpl
 
-    from nsa_plugin.backends.vllm import activation, gpu_attention, gpu_indexer, gpu_patches
+    from nsa_plugin.backends.vllm.startup import activation
+    from nsa_plugin.backends.vllm.v32 import attention as gpu_attention
+    from nsa_plugin.backends.vllm.v32 import indexer as gpu_indexer
+    from nsa_plugin.backends.vllm.v32 import patches as gpu_patches
 
     seen = Plugged(settings)
     ledger = Ledger(
@@ -397,7 +400,7 @@ def shift_positions(monkeypatch: pytest.MonkeyPatch) -> None:
 
     The fault halves slots where a kernel of the plugin runs, and these may hold nothing.
     """
-    from nsa_plugin.backends.vllm import gpu_attention
+    from nsa_plugin.backends.vllm.v32 import attention as gpu_attention
 
     slots = gpu_attention._slots
 
@@ -409,7 +412,7 @@ def shift_positions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def shift_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault `shift_indices` for dense attention: other tokens of the cache than the contexts'."""
-    from nsa_plugin.backends.vllm import gpu_attention
+    from nsa_plugin.backends.vllm.v32 import attention as gpu_attention
 
     dense = gpu_attention._dense
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from nsa_plugin.backends.sglang import backend
-from nsa_plugin.backends.sglang.activation import Process
+from nsa_plugin.backends.sglang.startup import backend
+from nsa_plugin.backends.sglang.startup.activation import Process
 
 HF_CONFIG = SimpleNamespace(
     architectures=["DeepseekV32ForCausalLM"],

@@ -7,10 +7,10 @@ import os
 import pytest
 from packaging.version import Version
 
-from nsa_plugin.backends.sglang import activation, backend, hooks, serving
-from nsa_plugin.backends.sglang.activation import Process
-from nsa_plugin.backends.sglang.flags import CARRIER
-from nsa_plugin.devices import synthetic
+from nsa_plugin.backends.sglang.startup import activation, backend, hooks, serving
+from nsa_plugin.backends.sglang.startup.activation import Process
+from nsa_plugin.backends.sglang.startup.flags import CARRIER
+from nsa_plugin.libraries.devices import synthetic
 from nsa_plugin.patches import sglang as data
 from nsa_plugin.patches.ledger import Ledger
 from nsa_plugin.settings import ENV_PREFIX

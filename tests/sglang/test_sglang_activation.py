@@ -14,11 +14,11 @@ import pytest
 from activation_case import HF_CONFIG, StockBackend, read, runner, scheduler, start
 from packaging.version import Version
 
-from nsa_plugin.backends.sglang import activation, backend, hooks, model, serving
-from nsa_plugin.backends.sglang.activation import Process
-from nsa_plugin.backends.sglang.flags import Carried
-from nsa_plugin.devices import synthetic
+from nsa_plugin.backends.sglang.startup import activation, backend, hooks, model, serving
+from nsa_plugin.backends.sglang.startup.activation import Process
+from nsa_plugin.backends.sglang.startup.flags import Carried
 from nsa_plugin.errors import NoProviderError, NsaPluginError, PatchError, SettingsError, ShapeError
+from nsa_plugin.libraries.devices import synthetic
 from nsa_plugin.settings import ENV_PREFIX
 
 pytestmark = pytest.mark.usefixtures("clean_environment")

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from activation_case import read, runner, scheduler, start
 
-from nsa_plugin.backends.sglang import activation, model, serving
-from nsa_plugin.backends.sglang.activation import Process
-from nsa_plugin.backends.sglang.flags import Carried
-from nsa_plugin.devices import synthetic
+from nsa_plugin.backends.sglang.startup import activation, model, serving
+from nsa_plugin.backends.sglang.startup.activation import Process
+from nsa_plugin.backends.sglang.startup.flags import Carried
 from nsa_plugin.errors import NoProviderError, PatchError
+from nsa_plugin.libraries.devices import synthetic
 from nsa_plugin.patches import sglang as data
 from tests.backends.sglang_v4_fakes import MODEL, Engine
 

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from nsa_plugin.backends.sglang import flags
-from nsa_plugin.backends.sglang.flags import CARRIER, Carried, add_flags, engine_backends, given
+from nsa_plugin.backends.sglang.startup import flags
+from nsa_plugin.backends.sglang.startup.flags import CARRIER, Carried, add_flags, engine_backends, given
 from nsa_plugin.settings import DECODE_BACKENDS, ENV_PREFIX, PREFILL_BACKENDS, Settings
 
 # Every choice of --{nsa,dsa}-{prefill,decode}-backend in SGLang 0.5.11 to 0.5.23.

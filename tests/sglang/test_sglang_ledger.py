@@ -100,7 +100,7 @@ def test_the_class_is_looked_at_before_it_is_replaced() -> None:
 
 @pytest.mark.parametrize("version", VERSIONS, ids=str)
 def test_every_method_that_the_plugin_overrides_is_a_target(version: Version) -> None:
-    attention = pytest.importorskip("nsa_plugin.backends.sglang.attention")  # imports torch
+    attention = pytest.importorskip("nsa_plugin.backends.sglang.v32.attention")  # imports torch
     targets = [target for patch in data.REQUIREMENTS if (target := patch.target(version)) is not None]
     methods = {target.attributes[-1] for target in targets if "SparseAttnBackend." in target.path}
     assert set(attention.OVERRIDDEN) <= methods
@@ -113,7 +113,7 @@ def test_every_method_that_the_plugin_overrides_is_a_target(version: Version) ->
 
 @pytest.mark.parametrize("version", VERSIONS, ids=str)
 def test_what_token_shard_asks_of_sglang_is_a_target(version: Version) -> None:
-    token_shard = pytest.importorskip("nsa_plugin.backends.sglang.token_shard")  # imports torch
+    token_shard = pytest.importorskip("nsa_plugin.backends.sglang.v32.token_shard")  # imports torch
     names = ("attention-group", "breakable-graph", "piecewise-graph")
     targets = [BY_NAME[f"sglang.{name}"].target(version) for name in names]
     found = [(target.module, *target.attributes) for target in targets if target is not None]
@@ -123,7 +123,7 @@ def test_what_token_shard_asks_of_sglang_is_a_target(version: Version) -> None:
 
 @pytest.mark.parametrize("version", [version for version in VERSIONS if version >= Version("0.5.12")], ids=str)
 def test_every_method_of_v4_that_the_plugin_overrides_or_calls_is_a_target(version: Version) -> None:
-    table = pytest.importorskip("nsa_plugin.backends.sglang.v4_table")
+    table = pytest.importorskip("nsa_plugin.backends.sglang.v4.table")
     targets = [target for patch in V4 if (target := patch.target(version)) is not None]
     by_name = {target.attributes[-1]: target for target in targets if target.key is None}
     overridden = table.ATTENTION + table.OVERRIDES + table.OPTIONAL

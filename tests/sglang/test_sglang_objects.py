@@ -35,11 +35,11 @@ def built(**settings: Any) -> Any:
     """SGLang's backend under plans on an H200 of data, without its own start, which takes a GPU."""
     import torch
 
-    from nsa_plugin.backends.sglang.attention import adopt, with_plans
-    from nsa_plugin.backends.sglang.routes import Planner
-    from nsa_plugin.devices import synthetic
+    from nsa_plugin.backends.sglang.v32.attention import adopt, with_plans
+    from nsa_plugin.backends.sglang.v32.routes import Planner
+    from nsa_plugin.decision.shapes import ModelShape
+    from nsa_plugin.libraries.devices import synthetic
     from nsa_plugin.settings import Settings
-    from nsa_plugin.shapes import ModelShape
 
     original = importlib.import_module(ATTENTION).DeepseekSparseAttnBackend
     backend = object.__new__(with_plans(original))
@@ -126,7 +126,7 @@ def test_sglangs_rules_and_the_plan_agree_on_dense_attention(
 def test_a_batch_leaves_sglangs_prefill_graph(
     h200: None, monkeypatch: pytest.MonkeyPatch, engine_says: bool, settings: Any, lengths: Any, more: Any, leaves: bool
 ) -> None:
-    from nsa_plugin.backends.sglang.prefill_graph import wrap_can_run_graph
+    from nsa_plugin.backends.sglang.v32.prefill_graph import wrap_can_run_graph
 
     original = importlib.import_module(PREFILL).PrefillCudaGraphRunner
     changed = type("Changed", (original,), {"can_run_graph": wrap_can_run_graph(original.can_run_graph)})

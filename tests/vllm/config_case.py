@@ -24,7 +24,7 @@ def main() -> None:
 
 
 def ask(engine_args: type, case: dict) -> dict:
-    from nsa_plugin.backends.vllm import activation
+    from nsa_plugin.backends.vllm.startup import activation
 
     with mock.patch.dict(os.environ, case.get("environ", {})), broken(case.get("break")):
         answer = {"error": "", "type": ""}
@@ -44,7 +44,7 @@ def ask(engine_args: type, case: dict) -> dict:
 def broken(what: str | None) -> object:
     from packaging.version import Version
 
-    from nsa_plugin.backends.vllm import activation
+    from nsa_plugin.backends.vllm.startup import activation
 
     if what == "version":
         return mock.patch.object(activation.process().ledger, "version", Version("0.99.0"))

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from nsa_plugin.demo.checkpoint import CheckpointSpec, write_checkpoint
-from nsa_plugin.demo.server import Server, ServerError, ServerSpec, python_path_with_vllm_name
+from nsa_plugin.tools.demo.checkpoint import CheckpointSpec, write_checkpoint
+from nsa_plugin.tools.demo.server import Server, ServerError, ServerSpec, python_path_with_vllm_name
 from tests.vllm.conftest import HERE
 
 pytestmark = pytest.mark.engine_vllm
@@ -142,7 +142,7 @@ def test_vllm_keeps_chunked_prefill_for_the_plugin(answers: dict[str, Any]) -> N
 
 def test_the_other_engines_code_is_never_loaded(answers: dict[str, Any]) -> None:
     loaded = answers["disagreement"]["modules"]
-    assert "nsa_plugin.backends.vllm.activation" in loaded
+    assert "nsa_plugin.backends.vllm.startup.activation" in loaded
     assert not [name for name in loaded if "sglang" in name]
 
 

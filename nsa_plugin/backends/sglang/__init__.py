@@ -11,11 +11,11 @@ def register() -> None:
             an Exception would be logged and forgotten, and the stock engine would serve.
     """
     try:
-        from nsa_plugin.backends.sglang.activation import process
+        from nsa_plugin.backends.sglang.startup.activation import process
 
         process().bootstrap()
     except Exception as error:
-        from nsa_plugin.backends.sglang.flags import asked_for
+        from nsa_plugin.backends.sglang.startup.flags import asked_for
 
         if asked_for():
             raise SystemExit(f"nsa-plugin: error: {error}") from error

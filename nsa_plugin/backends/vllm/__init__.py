@@ -9,6 +9,6 @@ def register() -> None:
     Raises:
         PatchError: the plugin is asked for and cannot even read its settings in this vLLM.
     """
-    from nsa_plugin.backends.vllm.activation import process
+    from nsa_plugin.backends.vllm.startup.activation import process
 
     process().bootstrap()

@@ -1,0 +1,1 @@
+"""Adapter code that both engines share."""

@@ -1,0 +1,88 @@
+"""The plugin's kernels, run once before an engine captures a graph or serves.
+
+A kernel that does not compile or load here is an error at start-up, rather than in a capture or in a batch. The
+engines run each batch before they capture it, so whatever is specialised to a batch's shape is built then; this comes
+before, builds what all shapes share, and allocates on no graph's memory what the kernels keep (`cuda.sparse_mla`'s
+records).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from nsa_plugin.backends.common.providers import Providers
+from nsa_plugin.decision.shapes import ModelShape
+from nsa_plugin.errors import NoProviderError
+from nsa_plugin.kernels.kv_cache import allocate_cache
+from nsa_plugin.kernels.topk import default_selector
+from nsa_plugin.patches.ledger import TURN_OFF
+
+PAGE_SIZE = 64
+ROWS = 4
+SELECTED = 64
+
+
+def warm(kernels: Iterable[tuple[str, str]], providers: Providers, model: ModelShape, device: torch.device) -> None:
+    """Run each kernel once on a few rows and wait for it.
+
+    Args:
+        kernels: (op, provider) of sparse attention.
+        providers: the backend's.
+        model: gives the heads, the row and the number of selected tokens.
+        device: the backend's.
+
+    Raises:
+        NoProviderError: one does not run here; says which and why.
+    """
+    d_qk, d_v = model.row_dims
+    plain = model.kv_layout == "bf16"
+    cache = allocate_cache(model.kv_layout, 2, PAGE_SIZE, dim=d_qk if plain else None, device=device)
+    q = torch.zeros(ROWS, model.heads_per_rank, d_qk, dtype=torch.bfloat16, device=device)
+    slots = torch.full((ROWS, model.index_topk), -1, dtype=torch.int32, device=device)
+    named = min(SELECTED, model.index_topk)
+    slots[:, :named] = torch.arange(named, dtype=torch.int32, device=device)
+    for op, name in sorted(kernels):
+        try:
+            kernel = providers.load(op, name, heads=model.heads_per_rank)
+            if op == "sparse_mla_prefill":
+                out = kernel(q, cache, slots, scale=1.0, d_v=d_v).out
+            else:
+                out = kernel(q.unsqueeze(1), cache, slots.unsqueeze(1), scale=1.0, d_v=d_v).out
+            # The cache is all zeros, so any other value is not attention's.
+            right = not bool(out.any())
+        except Exception as error:  # a compiler's, the driver's, or CUDA's own
+            raise refusal(f"{name}'s {op}", repr(error)) from error
+        if not right:
+            raise refusal(f"{name}'s {op}", "attention over a cache of zeros is not zero")
+
+
+def warm_selection(providers: Providers, model: ModelShape, device: torch.device) -> None:
+    """As `warm`, for what turns a prefill's logits into a selection.
+
+    Raises:
+        NoProviderError: as `warm`.
+    """
+    topk = model.index_topk
+    logits = torch.arange(2.0 * topk, device=device).repeat(ROWS, 1)
+    starts = torch.zeros(ROWS, dtype=torch.int32, device=device)
+    ends = torch.full_like(starts, logits.shape[1])
+    try:
+        chosen = default_selector(device, topk)(logits, starts, ends, topk)
+        rows = providers.helper("index_transform_ragged")(chosen, starts)
+        table = torch.arange(logits.shape[1], dtype=torch.int32, device=device).repeat(ROWS, 1)
+        paged = providers.helper("index_transform_paged")
+        slots = paged(chosen, table, page_size=1, row_to_request=torch.arange(ROWS, device=device).int())
+        # The logits ascend, and both transforms of them are the positions themselves.
+        wanted = torch.arange(topk, logits.shape[1], device=device)
+        right = all(bool((found.sort(1).values == wanted).all()) for found in (chosen, rows, slots))
+    except Exception as error:
+        raise refusal("the top-k of a prefill", repr(error)) from error
+    if not right:
+        raise refusal("the top-k of a prefill", "it does not select the largest logits")
+
+
+def refusal(what: str, why: str) -> NoProviderError:
+    """The error of a kernel that was run and did not do what it is for."""
+    return NoProviderError(f"nsa-plugin's kernels do not run on this device: {what}: {why}. {TURN_OFF}")

@@ -1,0 +1,1 @@
+"""Start-up under SGLang: flags, hooks, verification of the patches, metrics."""

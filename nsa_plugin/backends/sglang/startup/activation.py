@@ -1,0 +1,271 @@
+"""From installed to serving: reads the settings, applies the ledger, and refuses to start where it cannot.
+
+In the process that reads SGLang's arguments everything is checked that can be checked before a process is
+started; the ledger's targets are looked up in SGLang's files, so that nothing is imported that SGLang would
+not import there. In each scheduler process the patches are applied and verified before the model is built,
+and what came of it is reported once it is. `hooks` calls all this from inside SGLang.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from packaging.version import Version
+
+from nsa_plugin.backends.sglang.startup import flags, model
+from nsa_plugin.errors import NsaPluginError, PatchError
+from nsa_plugin.libraries.devices import probe
+from nsa_plugin.patches import sglang as ledger_data
+from nsa_plugin.patches import static
+from nsa_plugin.patches.ledger import TURN_OFF, Ledger, Need, Patch, PatchStatus
+from nsa_plugin.settings import ResolvedSettings, killed
+from nsa_plugin.telemetry import StartupReport
+
+if TYPE_CHECKING:
+    from nsa_plugin.backends.sglang.startup.serving import Serving
+
+logger = logging.getLogger("nsa_plugin")
+SCHEDULER_MODULE = "sglang.srt.managers.scheduler"
+
+
+@dataclass
+class Process:
+    """The plugin in this process. One instance a process, because patches are the process's.
+
+    Attributes:
+        child: whether SGLang started this process; then the arguments were checked by the one that did.
+        resolved: the settings, in a scheduler process where the plugin is enabled.
+        serving: set once a backend of the plugin is built; without it the backends leave all to SGLang's own.
+        left: whether a backend of the plugin was built whose batches are all SGLang's own.
+        stock_because: why the stock engine serves although the plugin is enabled; only with strict off.
+    """
+
+    ledger: Ledger
+    child: bool
+    resolved: ResolvedSettings | None = None
+    statuses: Sequence[PatchStatus] = ()
+    notes: list[str] = field(default_factory=list)
+    serving: Serving | None = None
+    left: bool = False
+    stock_because: str = ""
+    _said: set[str] = field(default_factory=set)
+
+    def bootstrap(self) -> None:
+        if not self.child:
+            # Left from a server in whose process this one was started.
+            os.environ.pop(flags.CARRIER, None)
+        try:
+            self.ledger.install(Need.BOOTSTRAP)
+        except PatchError:
+            # Without its first hooks the plugin cannot know whether it is wanted, so look where a user asks for it.
+            if flags.asked_for():
+                self.ledger.check_version()  # the better reason, where it is one
+                raise
+            logger.warning("nsa-plugin is installed but not asked for, and does not know this SGLang", exc_info=True)
+
+    def check_before_serving(self, server_args: Any) -> None:
+        """In the main process, before SGLang works on its arguments.
+
+        Raises:
+            NsaPluginError: a setting is wrong, or (strict) the plugin cannot serve here.
+        """
+        given = flags.Carried.read().flags
+        if killed():
+            if given:
+                self._say_once(logging.INFO, "nsa-plugin: NSA_PLUGIN_ENABLED=0 wins over its flags; it is off")
+            return
+        carried = flags.Carried(given, flags.engine_backends(server_args))
+        carried.write()
+        resolved, _ = carried.resolve()
+        if not resolved.settings.enabled:
+            return
+        try:
+            _check_files(self.ledger.version)
+            if getattr(server_args, "use_ray", False):
+                raise PatchError(
+                    f"SGLang loads no plugins in Ray actors: nsa-plugin does not work with --use-ray. {TURN_OFF}"
+                )
+            model.refuse_model(server_args)
+        except NsaPluginError as error:
+            if resolved.settings.strict:
+                raise
+            self._say_once(logging.WARNING, f"nsa-plugin: strict is off and the stock engine serves: {error}")
+
+    def enter_scheduler(self) -> None:
+        """Apply and verify the patches, before a scheduler builds its model.
+
+        Raises:
+            NsaPluginError: a setting is wrong, or (strict) something does not fit.
+        """
+        if killed():
+            return
+        resolved, notes = flags.Carried.read().resolve()
+        if not resolved.settings.enabled:
+            return
+        self.resolved, self.notes = resolved, notes
+        import torch  # not `probe`: the rank has not chosen its GPU yet
+
+        needs = (Need.ENABLED, Need.GPU) if torch.cuda.is_available() else (Need.ENABLED,)
+        with self._or_stock():
+            self.statuses = self.ledger.install(*needs)
+            self._refuse_copies()
+
+    def enter_v4(self) -> None:
+        """Apply and verify what DeepSeek-V4 needs besides, right before SGLang builds its first attention backend.
+
+        Raises:
+            NsaPluginError: (strict) something does not fit.
+        """
+        if self.resolved is None or self.stock_because:
+            return
+        with self._or_stock():
+            self.statuses = self.ledger.install(Need.GPU_V4)
+            self._refuse_copies()
+
+    def _refuse_copies(self) -> None:
+        """Raise PatchError if a module of SGLang took a backend's class by name before the plugin replaced it."""
+        for patch in ledger_data.BACKENDS:
+            target = patch.target(self.ledger.version)
+            module = None if target is None else sys.modules.get(target.module)
+            live = None if target is None else getattr(module, target.attributes[-1], None)
+            if (original := getattr(live, "nsa_plugin_replaces", None)) is not None:
+                _refuse_copies_of(original)
+
+    def backend_built(self, backend: Any, model_runner: Any) -> None:
+        """An attention backend of the plugin has started; speculative decoding builds several.
+
+        Raises:
+            NsaPluginError: (strict) it cannot serve with these settings on this device.
+        """
+        if self.resolved is None or self.stock_because:
+            return
+        from nsa_plugin.backends.sglang.startup.serving import Serving, left_to_sglang  # imports torch
+
+        device = probe() if self.serving is None else self.serving.device
+        if left := left_to_sglang(backend, model_runner, device):
+            if left not in self.notes:
+                self.notes.append(left)
+            self.left = True
+            return
+        with self._or_stock():
+            if self.serving is None:
+                self.serving = Serving.begin(self.resolved, backend, model_runner, device)
+            self.serving.adopt(backend, model_runner)
+
+    def leave_scheduler(self, scheduler: Any) -> None:
+        """Check once more and report, after a scheduler has built its model.
+
+        Raises:
+            NsaPluginError: (strict) the model's sparse attention is not the plugin's.
+        """
+        if self.resolved is None:
+            return
+        config = scheduler.model_config.hf_config
+        architecture = (getattr(config, "architectures", None) or ["the model"])[0]
+        facts = {"model": architecture}
+        sparse = model.has_sparse_attention(config)
+        if not sparse:
+            self.notes.append(
+                f"enabled, but {architecture} has no DeepSeek sparse attention (its configuration has no index_topk): "
+                "the plugin stays out"
+            )
+        elif not self.stock_because:
+            with self._or_stock():
+                self.ledger.verify()
+                if self.serving is None and not self.left:
+                    raise PatchError(
+                        f"{architecture} has sparse attention, but not by SGLang's backends dsa (nsa before 0.5.13) or "
+                        f"dsv4, those that nsa-plugin takes the place of. {TURN_OFF}"
+                    )
+        if self.stock_because:
+            self.notes.append(f"strict is off and the stock engine serves: {self.stock_because}")
+        if self.serving is not None:
+            shape = self.serving.model
+            facts["model"] += (
+                f", index_topk {shape.index_topk}, {shape.heads_per_rank} heads a rank of {shape.num_heads}, "
+                f"KV cache {shape.kv_layout}"
+            )
+            facts["device"] = self.serving.device.describe()
+            facts |= self.serving.routes
+            self.notes += self.serving.notes
+            self.serving.settle()
+        if _rank() == 0:
+            StartupReport(
+                engine=self.ledger.engine,
+                engine_version=str(self.ledger.version),
+                active=self.serving is not None and self.serving.active,
+                resolved=self.resolved,
+                statuses=self.statuses,
+                facts=facts,
+                notes=self.notes,
+            ).publish()
+
+    @contextmanager
+    def _or_stock(self) -> Iterator[None]:
+        """With strict off, what the block raises on purpose becomes the reason why the stock engine serves."""
+        assert self.resolved is not None
+        try:
+            yield
+        except NsaPluginError as error:
+            if self.resolved.settings.strict:
+                raise
+            self.stock_because = str(error)
+            if self.serving is not None:
+                self.serving.end()
+                self.serving = None
+
+    def _say_once(self, level: int, message: str) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            logger.log(level, message)
+
+
+@functools.cache
+def process() -> Process:
+    from sglang.version import __version__
+
+    started = multiprocessing.parent_process() is not None
+    # Only a scheduler process has the scheduler's module loaded when it loads its plugins, and only there may
+    # the ledger import it: elsewhere it would be loaded before SGLang has read its arguments.
+    in_scheduler = started and SCHEDULER_MODULE in sys.modules
+    return Process(
+        ledger=_ledger(Version(__version__), ledger_data.PATCHES if in_scheduler else ledger_data.BOOTSTRAP),
+        child=started and flags.CARRIER in os.environ,
+    )
+
+
+def _refuse_copies_of(original: type) -> None:
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == ledger_data.ENGINE:
+            copies = [attribute for attribute, value in list(vars(module).items()) if value is original]
+            if copies:
+                raise PatchError(
+                    f"{name}.{copies[0]} is still SGLang's own {original.__name__}: it was imported before "
+                    f"nsa-plugin could take its place. {TURN_OFF}"
+                )
+
+
+def _ledger(version: Version, patches: tuple[Patch, ...]) -> Ledger:
+    return Ledger(engine=ledger_data.ENGINE, version=version, supported=ledger_data.SUPPORTED, patches=patches)
+
+
+def _check_files(version: Version) -> None:
+    """Raise PatchError unless the version is supported and SGLang's files have every target of the ledger."""
+    files = static.installed(ledger_data.ENGINE)
+    assert files is not None
+    _ledger(version, ledger_data.PATCHES).check(*Need, look=files.check)
+
+
+def _rank() -> int:
+    """This process's rank among those that share the model; each data-parallel replica has its own."""
+    from torch import distributed
+
+    return int(distributed.get_rank()) if distributed.is_initialized() else 0

@@ -1,0 +1,42 @@
+"""The attention backend that takes the place of SGLang's.
+
+It inherits everything, so that SGLang's isinstance checks and its speculative workers find what they
+expect, and adds plans (`attention`) and the plugin's duties at start-up.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from nsa_plugin.backends.sglang.startup.activation import process
+from nsa_plugin.backends.sglang.startup.model import NEEDS_GPU
+from nsa_plugin.backends.sglang.v32.attention import with_plans
+from nsa_plugin.errors import NoProviderError
+
+
+def make(original: type) -> type:
+    """The plugin's subclass of the engine's backend class, which is only known once its module is loaded.
+
+    Raises:
+        PatchError: the class is not as the plugin knows it.
+    """
+    return started(with_plans(original), original)
+
+
+def started(planned: type, original: type) -> type:
+    """A subclass of `planned`, a subclass of the engine's `original`, that takes up its duties once it is started."""
+
+    class Backend(planned):
+        nsa_plugin_replaces = original
+
+        # `wraps` keeps the signature, by which the ledger knows the class.
+        @functools.wraps(original.__init__)  # type: ignore[misc]
+        def __init__(self, model_runner: Any, *args: Any, **kwargs: Any) -> None:
+            if str(model_runner.device).partition(":")[0] == "cpu":
+                raise NoProviderError(NEEDS_GPU)
+            super().__init__(model_runner, *args, **kwargs)
+            process().backend_built(self, model_runner)
+
+    Backend.__name__ = Backend.__qualname__ = f"NsaPlugin{original.__name__}"
+    return Backend

@@ -1,0 +1,59 @@
+"""Batches by route on SGLang's own /metrics.
+
+With --enable-metrics SGLang sets PROMETHEUS_MULTIPROC_DIR before it starts a process (`set_prometheus_multiproc_dir`,
+called by `_set_envs_and_config` of `srt/entrypoints/engine.py` in 0.5.11 to 0.5.23), and collects at /metrics whatever
+any of its processes wrote there (`add_prometheus_middleware`). So a counter that is made in a scheduler process
+appears beside SGLang's own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from nsa_plugin.decision.plan import Plan
+
+NAME = "sglang:nsa_plugin_batches_total"
+_ROUTE = ("phase", "attention", "provider")
+
+
+def ranks(model_runner: Any) -> dict[str, int]:
+    """tp_rank, pp_rank and, under data parallelism, dp_rank of this process, as SGLang's own metrics name them.
+
+    The runner has them until 0.5.15, its `ps` from 0.5.16 on, and after 0.5.20 SGLang's context of the process.
+    """
+    holder = next((one for one in (model_runner, getattr(model_runner, "ps", None)) if hasattr(one, "tp_rank")), None)
+    if holder is None:
+        from sglang.srt.runtime_context import get_parallel
+
+        holder = get_parallel()
+    found = {name: getattr(holder, name, None) for name in ("tp_rank", "pp_rank", "dp_rank")}
+    return {name: int(rank) for name, rank in found.items() if rank is not None}
+
+
+def route_counter(server_args: Any, labels: Mapping[str, object]) -> Callable[[Plan], None] | None:
+    """A function that counts a batch's plan, or None where SGLang serves no metrics. Once a process: names are unique.
+
+    Args:
+        server_args: SGLang's.
+        labels: more labels, the same for every batch, such as tp_rank.
+    """
+    if not getattr(server_args, "enable_metrics", False) or "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
+        return None
+    from prometheus_client import Counter  # not before: it looks for the directory when it is imported
+
+    text = "Batches that nsa-plugin planned, by phase, attention and kernel library."
+    counter = Counter(NAME, text, labelnames=(*_ROUTE, *labels))
+    constant = {name: str(value) for name, value in labels.items()}
+    increments: dict[str, Callable[[], None]] = {}
+
+    def count(plan: Plan) -> None:
+        increment = increments.get(plan.route)
+        if increment is None:
+            route = (str(plan.phase), str(plan.attention), plan.provider or "none")
+            child = counter.labels(**dict(zip(_ROUTE, route, strict=True)), **constant)
+            increment = increments[plan.route] = child.inc
+        increment()
+
+    return count

@@ -1,0 +1,99 @@
+"""What SGLang knows of a model, in the plugin's terms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nsa_plugin.decision.shapes import ModelShape
+from nsa_plugin.errors import NoProviderError, PatchError, ShapeError
+from nsa_plugin.patches.ledger import TURN_OFF
+
+NEEDS_GPU = (
+    "DeepSeek sparse attention under SGLang needs a GPU, and this engine is to run on a CPU, where SGLang has neither "
+    "kernels nor a paged cache for it. Serve it with SGLang on a GPU or with vLLM on the CPU; switching the plugin off "
+    "does not help, SGLang alone cannot serve it there either"
+)
+
+
+def has_sparse_attention(config: Any) -> bool:
+    """Whether a Hugging Face configuration (an object or a dict) describes an indexer."""
+    get = config.get if isinstance(config, dict) else lambda name: getattr(config, name, None)
+    text = get("text_config")
+    return get("index_topk") is not None or (text is not None and has_sparse_attention(text))
+
+
+def configured_for_cpu(server_args: Any) -> bool:
+    """Whether the engine is to run on a CPU, as far as its raw arguments say."""
+    import torch
+
+    device = getattr(server_args, "device", None)
+    return device == "cpu" or (device is None and not torch.cuda.is_available())
+
+
+def refuse_model(server_args: Any) -> None:
+    """Raise NoProviderError for a model that the plugin would refuse later, before anything is started or loaded.
+
+    That is one with sparse attention on a CPU, where SGLang would fail on it in its own way. A configuration that
+    cannot be read here is left to SGLang to complain about.
+    """
+    if not configured_for_cpu(server_args):
+        return
+    from transformers import PretrainedConfig
+
+    model_path = str(server_args.model_path)
+    try:
+        config, _ = PretrainedConfig.get_config_dict(model_path, revision=getattr(server_args, "revision", None))
+    except (OSError, ValueError):
+        return
+    if has_sparse_attention(config):
+        raise NoProviderError(f"{model_path}: {NEEDS_GPU}")
+
+
+def model_shape(backend: Any, model_runner: Any) -> ModelShape:
+    """The model as one rank of its attention group sees it.
+
+    Args:
+        backend: SGLang's attention backend, after its own start; it knows the rank's heads and the cache's format.
+        model_runner: the runner that it was built for.
+
+    Raises:
+        ShapeError: the cache's byte layout is none that the plugin knows.
+    """
+    config = model_runner.model_config.hf_text_config
+    layout = kv_layout(backend, model_runner)
+    if layout is None:
+        raise ShapeError(
+            f"the KV cache holds {model_runner.kv_cache_dtype} without scales; the plugin reads --kv-cache-dtype "
+            f"bfloat16, or fp8_e4m3 in the format of the FlashMLA kernels. {TURN_OFF}"
+        )
+    return ModelShape.from_config(
+        config, attn_tp_size=config.num_attention_heads // backend.num_q_heads, kv_layout=layout
+    )
+
+
+def prefix_of(backend: Any) -> str:
+    """What the names of a V3.2 backend's attributes and flags begin with: "dsa", or "nsa" before 0.5.13."""
+    return "dsa" if hasattr(backend, "dsa_prefill_impl") else "nsa"
+
+
+def impls_of(backend: Any) -> dict[str, str]:
+    """What SGLang's V3.2 backend attends by, by the flag that says so: of prefills, then of later steps.
+
+    Raises:
+        PatchError: the backend does not say.
+    """
+    x = prefix_of(backend)
+    names = {f"--{x}-{what}-backend": f"{x}_{what}_impl" for what in ("prefill", "decode")}
+    if lacks := [name for name in names.values() if not hasattr(backend, name)]:
+        raise PatchError(f"SGLang's {type(backend).__name__} has no {', '.join(lacks)}. {TURN_OFF}")
+    return {flag: str(getattr(backend, name)) for flag, name in names.items()}
+
+
+def kv_layout(backend: Any, model_runner: Any) -> str | None:
+    """The plugin's name of the cache's layout, or None for one that it does not know."""
+    scaled_fp8 = getattr(backend, "dsa_kv_cache_store_fp8", None)
+    if scaled_fp8 is None:
+        scaled_fp8 = backend.nsa_kv_cache_store_fp8
+    if scaled_fp8:
+        return "v32_fp8"
+    return "bf16" if str(model_runner.kv_cache_dtype) == "torch.bfloat16" else None

@@ -1,0 +1,240 @@
+"""What the attention backends of one scheduler process share, and how each begins to take its routes from plans.
+
+A backend's class says which family of models it is for (`nsa_plugin_family`; V3.2's says nothing), and with it how it
+begins and ends: `attention` and `samples` for DeepSeek-V3.2, `v4_backend` for DeepSeek-V4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from nsa_plugin.backends.common.token_shard import free_memory_of
+from nsa_plugin.backends.common.warm import warm, warm_selection
+from nsa_plugin.backends.sglang.startup.metrics import ranks, route_counter
+from nsa_plugin.backends.sglang.startup.model import impls_of, kv_layout, model_shape
+from nsa_plugin.backends.sglang.v4 import attention as v4_attention
+from nsa_plugin.backends.sglang.v4 import backend as v4_backend
+from nsa_plugin.backends.sglang.v4.routes import v4_shape
+from nsa_plugin.backends.sglang.v32 import samples
+from nsa_plugin.backends.sglang.v32.attention import State, adopt, release
+from nsa_plugin.backends.sglang.v32.routes import PLANNED, Planner, Route
+from nsa_plugin.backends.sglang.v32.token_shard import Exchange, open_exchange
+from nsa_plugin.decision.dispatch import validate
+from nsa_plugin.decision.plan import Plan
+from nsa_plugin.decision.shapes import ModelShape
+from nsa_plugin.errors import NoProviderError
+from nsa_plugin.libraries.capabilities import Op
+from nsa_plugin.libraries.devices import DeviceProfile
+from nsa_plugin.patches.ledger import TURN_OFF
+from nsa_plugin.settings import ResolvedSettings
+from nsa_plugin.telemetry import Trace
+
+
+@dataclass
+class Serving:
+    """One a scheduler process; speculative decoding and two-batch overlap build several backends in it.
+
+    Attributes:
+        resolved, model, device: what decisions are made from; the model is the first backend's.
+        trace, count: see `Planner`.
+        backends: those that take their routes from plans.
+        routes: what a few batches of the first backend take, and why, by their names; for the start-up report.
+        notes: what stays SGLang's own although the plugin is on.
+        exchange: of heads for tokens, once a backend has opened it; all that may trade have one model's heads.
+    """
+
+    resolved: ResolvedSettings
+    model: ModelShape
+    device: DeviceProfile
+    trace: Trace
+    count: Callable[[Plan], None] | None
+    backends: list[Any] = field(default_factory=list)
+    routes: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    exchange: Exchange | None = None
+    _warmed: set[ModelShape] = field(default_factory=set)
+
+    @classmethod
+    def begin(cls, resolved: ResolvedSettings, backend: Any, model_runner: Any, device: DeviceProfile) -> Serving:
+        """Check the settings against the model and the device, before any batch.
+
+        Args:
+            backend: the first one that SGLang builds in the process, after its own start.
+            model_runner: the one that it is built for.
+
+        Raises:
+            ShapeError, SettingsError, NoProviderError, PatchError: see `refuse_trtllm`, `model_shape` and `validate`.
+        """
+        refuse_trtllm(backend, device)
+        model = shape_of(backend, model_runner)
+        validate(model, device, resolved.settings)
+        where, server_args = ranks(model_runner), model_runner.server_args
+        first = where["tp_rank"] % model.attn_tp_size == 0  # the ranks of an attention group decide alike
+        mode = resolved.settings.trace
+        trace = Trace(mode if first or mode.endswith(".jsonl") else "off", rank=where["tp_rank"])
+        counts = first or getattr(server_args, "enable_metrics_for_all_schedulers", False)
+        return cls(resolved, model, device, trace, route_counter(server_args, where) if counts else None)
+
+    @property
+    def active(self) -> bool:
+        """Whether any batch takes its route from a plan."""
+        return bool(self.backends)
+
+    def adopt(self, backend: Any, model_runner: Any) -> None:
+        """Let a backend that has just been built take its routes from plans, once its kernels have run.
+
+        Raises:
+            ShapeError, SettingsError, NoProviderError, PatchError, MismatchError: it cannot; it is SGLang's own then.
+        """
+        try:
+            take_up = self._adopt_v4 if is_v4(backend) else self._adopt_v32
+            routes = take_up(backend, model_runner)
+        except Exception:
+            hand_back(backend)
+            raise
+        if backend.nsa_plugin is not None:
+            self.routes = self.routes or {name: samples.in_words(route) for name, route in routes.items()}
+            self.backends.append(backend)
+
+    def _adopt_v32(self, backend: Any, model_runner: Any) -> dict[str, Route]:
+        """What a few batches take, by their names."""
+        model = model_shape(backend, model_runner)
+        exchange, keeps = self._exchange_for(backend, model_runner, model)
+        planner = Planner(
+            model,
+            self.device,
+            self.resolved.settings,
+            self.trace,
+            self.count,
+            free_memory_of(exchange, free_device_memory),
+            exchange_rows=0 if exchange is None else exchange.shard.max_tokens,
+            no_exchange=keeps,
+        )
+        self._note(adopt(backend, planner, model_runner.server_args, exchange))
+        state: State | None = backend.nsa_plugin
+        if state is None or not (state.plans_prefill or state.plans_steps):
+            release(backend)
+            return {}
+        routes = samples.routes(state, backend.max_context_len, backend.speculative_num_draft_tokens)
+        if model not in self._warmed:
+            device = torch.device(backend.device)
+            warm(samples.own_kernels(state, backend.max_context_len), state.providers, model, device)
+            if exchange is not None:
+                all_heads = replace(model, attn_tp_size=1)
+                sharded = samples.own_kernels(state, backend.max_context_len, sharded=True)
+                warm(sharded, state.providers, all_heads, device)
+            if state.plans_prefill:
+                warm_selection(state.providers, model, device)
+            self._warmed.add(model)
+        return routes
+
+    def _exchange_for(self, backend: Any, model_runner: Any, model: ModelShape) -> tuple[Exchange | None, str]:
+        """(the exchange of heads for tokens or None, why there is none); see `open_exchange`."""
+        if getattr(model_runner, "is_draft_worker", False):
+            # Its later steps may begin with what it selects here, for rows that another rank has.
+            return None, "a draft model's selection is read again by its later steps"
+        if self.exchange is None:
+            settings = self.resolved.settings
+            self.exchange, keeps = open_exchange(backend, model_runner, model, self.device, settings)
+            return self.exchange, keeps
+        return self.exchange, ""
+
+    def _adopt_v4(self, backend: Any, model_runner: Any) -> dict[str, Route]:
+        """As `_adopt_v32`."""
+        model = v4_shape(model_runner)
+        notes, routes = v4_backend.begin(
+            backend,
+            model_runner,
+            model,
+            self.device,
+            self.resolved.settings,
+            trace=self.trace,
+            count=self.count,
+            free_memory=free_device_memory,
+            warmed=model in self._warmed,
+        )
+        self._note(notes)
+        if routes:
+            self._warmed.add(model)
+        return routes
+
+    def _note(self, notes: list[str]) -> None:
+        self.notes += [note for note in notes if note not in self.notes]
+
+    def settle(self) -> None:
+        """SGLang has captured its graphs: what is free from now on is what batches have."""
+        for backend in self.backends:
+            state = backend.nsa_plugin
+            state.planner.free_memory = free_memory_of(getattr(state, "exchange", None), free_device_memory)
+
+    def end(self) -> None:
+        """Hand every backend back to SGLang."""
+        for backend in self.backends:
+            hand_back(backend)
+        self.backends.clear()
+
+
+def is_v4(backend: Any) -> bool:
+    """Whether a backend of the plugin's class is DeepSeek-V4's."""
+    return getattr(backend, "nsa_plugin_family", "v3.2") == "v4"
+
+
+def shape_of(backend: Any, model_runner: Any) -> ModelShape:
+    """The model as one rank of its attention group sees it.
+
+    Raises:
+        ShapeError: see `model_shape`.
+    """
+    return v4_shape(model_runner) if is_v4(backend) else model_shape(backend, model_runner)
+
+
+def hand_back(backend: Any) -> None:
+    """Make every batch from now on the engine's own."""
+    if is_v4(backend):
+        v4_attention.release(backend)
+    else:
+        release(backend)
+
+
+def refuse_trtllm(backend: Any, device: DeviceProfile) -> None:
+    """Raise NoProviderError where SGLang was told to run TRT-LLM's kernels on a device that has none of them.
+
+    SGLang takes the flag there without a word. Over an fp8 cache it has laid the cache out for these kernels already,
+    and what is wrong with that would be a riddle.
+    """
+    if is_v4(backend) or device.has("trtllm", Op.SPARSE_MLA_DECODE):
+        return
+    for flag, impl in impls_of(backend).items():
+        if impl == "trtllm":
+            raise NoProviderError(
+                f"{flag} is trtllm, and TRT-LLM's sparse MLA kernels are not on this device: they need SM100 and "
+                f"flashinfer, and this is {device.name} ({device.where}). Give another {flag}, or none. {TURN_OFF}"
+            )
+
+
+def left_to_sglang(backend: Any, model_runner: Any, device: DeviceProfile) -> str | None:
+    """Why every batch of a backend is SGLang's own although nothing is wrong, or None; in a sentence.
+
+    Where SGLang runs TRT-LLM's kernels for prefill and decode, an fp8 cache has their format, which has no scales:
+    by its flags, or by default on SM100. Where the device has no such kernels, that is wrong.
+    """
+    if is_v4(backend) or kv_layout(backend, model_runner) is not None:
+        return None  # of V4, `v4_attention.adopt` says so
+    impls = impls_of(backend).values()
+    if any(impl in planned for impl in impls for planned in PLANNED.values()):
+        return None
+    if "trtllm" in impls and not device.has("trtllm", Op.SPARSE_MLA_DECODE):
+        return None
+    return (
+        f"SGLang attends by {' and '.join(dict.fromkeys(impls))} over a cache of {model_runner.kv_cache_dtype} without "
+        "scales, which the plugin has no part in: every batch stays SGLang's own"
+    )
+
+
+def free_device_memory() -> int:
+    """Free bytes of the current device that PyTorch does not hold."""
+    return int(torch.cuda.mem_get_info()[0])

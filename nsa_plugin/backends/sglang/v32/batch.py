@@ -1,0 +1,151 @@
+"""SGLang's batches in the plugin's terms, for 0.5.11 to 0.5.23: the names that changed are data here and nowhere else.
+
+Only what the host knows already is read, the lists and tensors that end in ``_cpu``: nothing waits for the device.
+
+- A prefill's lengths are its own. Rows that MLP-sync pads behind the last request are no request's rows, and a
+  request that was only padded in has no rows.
+- Of every later step (decode, verify, draft) only the number of rows is taken, and contexts count as long as the
+  server allows: such a step may be captured, so that nothing may depend on its lengths, and it takes the same kernel
+  whether its batch size was captured or not.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nsa_plugin.decision.shapes import BatchShape, Phase
+
+# By the name of SGLang's ForwardMode. DRAFT_EXTEND was merged into DRAFT_EXTEND_V2 after 0.5.13. What is not here
+# (SPLIT_PREFILL, DLLM_EXTEND, PREBUILT) belongs to features that the plugin leaves alone.
+PHASES = {
+    "EXTEND": Phase.EXTEND,
+    "MIXED": Phase.EXTEND,
+    "DECODE": Phase.DECODE,
+    "IDLE": Phase.IDLE,
+    "TARGET_VERIFY": Phase.TARGET_VERIFY,
+    "DRAFT_EXTEND": Phase.DRAFT_EXTEND,
+    "DRAFT_EXTEND_V2": Phase.DRAFT_EXTEND,
+}
+
+
+# Whose requests have several rows each.
+_OF_DRAFTS = frozenset({Phase.TARGET_VERIFY, Phase.DRAFT_EXTEND})
+MAX_STEPS = 1024
+"""Steps of different sizes that are kept: every replay of a captured one asks for it again."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch and its requests.
+
+    Attributes:
+        shape: what a plan is made from.
+        mixed: a prefill and decodes in one batch, each decode a request of one row.
+        in_graph: a prefill that SGLang captures or replays in pieces, around attention.
+        requests: (id, query rows, context in tokens) of each request, as far as the host knows them; for the trace.
+    """
+
+    shape: BatchShape
+    mixed: bool = False
+    in_graph: bool = False
+    requests: list[tuple[str, int, int]] = field(default_factory=list)
+
+
+def phase_of(forward_mode: Any) -> Phase | None:
+    """The phase of a ForwardMode, or None for one that the plugin leaves to SGLang."""
+    return PHASES.get(forward_mode.name)
+
+
+def prefill_batch(forward_batch: Any, *, in_graph: bool = False) -> Batch:
+    """A batch of phase extend.
+
+    Args:
+        forward_batch: with `seq_lens_cpu` (a tensor on the host) and `extend_seq_lens_cpu` (a list), which SGLang's own
+            metadata needs too.
+        in_graph: see `Batch`.
+
+    Raises:
+        ShapeError: the lengths cannot belong together.
+    """
+    kv_lens = list(map(int, forward_batch.seq_lens_cpu.tolist()))
+    q_lens = list(map(int, forward_batch.extend_seq_lens_cpu))
+    # MLP-sync pads the lengths of the contexts, and leaves the list of the rows as it was.
+    q_lens += [0] * (len(kv_lens) - len(q_lens))
+    shape = BatchShape.from_lengths(
+        Phase.EXTEND,
+        q_lens,
+        kv_lens,
+        context_parallel=getattr(forward_batch, "attn_cp_metadata", None) is not None,
+        attention_workspace_tokens=int(forward_batch.get_max_chunk_capacity()),
+    )
+    names = request_names(forward_batch, len(kv_lens))
+    requests = list(zip(names, q_lens, kv_lens, strict=True))
+    return Batch(shape, mixed=forward_batch.forward_mode.name == "MIXED", in_graph=in_graph, requests=requests)
+
+
+def step_batch(phase: Phase, requests: int, rows: int, max_context: int, names: Sequence[str] = ()) -> Batch:
+    """A batch of any later phase, captured or not.
+
+    Args:
+        requests: requests, padded ones included.
+        rows: query rows over all of them.
+        max_context: most tokens of a request that the server allows; what every context counts as.
+        names: ids of the requests, as far as they are known.
+    """
+    batch = _step_batch(phase, requests, rows, max_context)
+    if not names or not batch.shape.num_tokens:
+        return batch
+    each, longest = rows // requests, batch.shape.max_kv_len
+    return Batch(batch.shape, requests=[(name, each, longest) for name in names])
+
+
+@functools.lru_cache(MAX_STEPS)
+def _step_batch(phase: Phase, requests: int, rows: int, max_context: int) -> Batch:
+    """`step_batch` without names, one object for all batches of the size: nobody adds to its requests."""
+    if phase is Phase.IDLE or rows == 0:
+        return Batch(BatchShape(phase=Phase.IDLE))
+    longest = max(max_context, -(-rows // requests))
+    shape = BatchShape(
+        phase=phase,
+        num_requests=min(requests, rows),
+        num_tokens=rows,
+        max_kv_len=longest,
+        total_kv_len=requests * longest,
+        has_prefix=True,
+        cuda_graph=True,
+    )
+    return Batch(shape)
+
+
+def eager_step(forward_batch: Any, phase: Phase, draft_tokens: int | None, max_context: int) -> Batch:
+    """The `step_batch` of a batch whose metadata is made outside a graph.
+
+    Args:
+        draft_tokens: rows of a request that is verified or drafted (speculative_num_draft_tokens).
+    """
+    requests = int(forward_batch.batch_size)
+    names, lengths = request_names(forward_batch, requests), getattr(forward_batch, "extend_seq_lens_cpu", None)
+    if phase is Phase.DRAFT_EXTEND and lengths is not None:
+        return step_batch(phase, requests, sum(map(int, lengths)), max_context, names)
+    return captured_step(phase, requests, draft_tokens, max_context, names)
+
+
+def captured_step(
+    phase: Phase, requests: int, draft_tokens: int | None, max_context: int, names: Sequence[str] = ()
+) -> Batch:
+    """The `step_batch` of a batch as a graph has it: each request has all rows that it may have.
+
+    Args:
+        draft_tokens: see `eager_step`.
+    """
+    each = (draft_tokens or 1) if phase in _OF_DRAFTS else 1
+    return step_batch(phase, requests, requests * each, max_context, names)
+
+
+def request_names(forward_batch: Any, requests: int) -> list[str]:
+    """Ids of the requests; "" for those that were padded in."""
+    names = list(map(str, getattr(forward_batch, "rids", None) or ()))[:requests]
+    return names + [""] * (requests - len(names))

@@ -1,0 +1,89 @@
+"""Batches that stand for those to come: to decide before serving, to report, and to warm kernels up with."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from nsa_plugin.backends.sglang.v32.attention import State
+from nsa_plugin.backends.sglang.v32.batch import Batch, step_batch
+from nsa_plugin.backends.sglang.v32.routes import Planner, Route
+from nsa_plugin.decision.plan import Attention, IndexerMode
+from nsa_plugin.decision.shapes import BatchShape, Phase
+from nsa_plugin.errors import NsaPluginError
+
+SHORT, LONG, CONTEXT = 1024, 4096, 32768  # tokens
+FEW, MANY = 1, 64  # requests
+# Rows of the batches that kernels are looked up for: what is chosen may change with their number.
+ROWS = tuple(1 << power for power in range(14))
+
+
+def routes(state: State, max_context: int, draft_tokens: int | None) -> dict[str, Route]:
+    """What a few batches would take, by their names; none of a kind that stays SGLang's.
+
+    Args:
+        state: of an adopted backend.
+        max_context: most tokens of a request that the server allows.
+        draft_tokens: rows of a request that is verified; None without speculative decoding.
+
+    Raises:
+        SettingsError, NoProviderError: a batch of the kind cannot be carried; see `decide`.
+    """
+    found: dict[str, Route] = {}
+    if state.plans_prefill:
+        for rows, context in ((SHORT, SHORT), (LONG, CONTEXT)):
+            rows, context = min(rows, max_context), min(context, max_context)
+            if route := _prefill(state, rows, context):
+                found[f"prefill, {rows} of {context} tokens"] = route
+    if state.plans_steps:
+        found |= step_routes(state.planner, max_context, draft_tokens)
+    return found
+
+
+def step_routes(planner: Planner, max_context: int, draft_tokens: int | None) -> dict[str, Route]:
+    """As `routes`, of steps alone."""
+    batches = {
+        f"decode, {FEW} request": step_batch(Phase.DECODE, FEW, FEW, max_context),
+        f"decode, {MANY} requests": step_batch(Phase.DECODE, MANY, MANY, max_context),
+    }
+    if draft_tokens:
+        rows = MANY * draft_tokens
+        batches[f"verify, {MANY} requests"] = step_batch(Phase.TARGET_VERIFY, MANY, rows, max_context)
+    return {name: planner.step_route(batch) for name, batch in batches.items()}
+
+
+def own_kernels(state: State, max_context: int, *, sharded: bool = False) -> set[tuple[str, str]]:
+    """(op, provider) of every kernel of the plugin's that batches of some size take.
+
+    Args:
+        sharded: of the batches whose ranks trade heads for tokens, which have all heads; else of the others.
+    """
+    found: list[Route | None] = []
+    for rows in ROWS:
+        with suppress(NsaPluginError):  # a size that nothing carries, and that need never come
+            if state.plans_steps:
+                found.append(_step(state, Phase.DECODE, rows, rows, max_context))
+            if state.plans_prefill and rows <= max_context:
+                found += [_prefill(state, rows, rows), _prefill(state, rows, max_context)]
+    taken = [route for route in found if route is not None and route.own]
+    return {(route.op, route.plan.provider) for route in taken if route.plan.token_shard == sharded}
+
+
+def in_words(route: Route) -> str:
+    """A route and the reason for it, in a line."""
+    plan = route.plan
+    if plan.attention is Attention.MHA_ONE_SHOT:
+        return f"{plan.attention} by {plan.provider}; {plan.reasons['attention']}"
+    chosen = f"{plan.attention} by {plan.provider}" + (" after dequantisation" if plan.dequantize_kv else "")
+    text = f"{chosen} on SGLang's path {route.impl}; {plan.reasons['provider']}"
+    if plan.phase is Phase.EXTEND and plan.indexer.mode is IndexerMode.TOPK:
+        text += f"; selection by {plan.indexer.provider}, {plan.indexer.rows_per_chunk} rows at once"
+    return text + f"; heads {'' if plan.token_shard else 'not '}traded for tokens: {plan.reasons['token_shard']}"
+
+
+def _prefill(state: State, rows: int, context: int) -> Route | None:
+    shape = BatchShape.from_lengths(Phase.EXTEND, [rows], [context])
+    return state.planner.prefill_route(Batch(shape), dense_allowed=True)
+
+
+def _step(state: State, phase: Phase, requests: int, rows: int, max_context: int) -> Route:
+    return state.planner.step_route(step_batch(phase, requests, rows, max_context))

@@ -1,0 +1,322 @@
+"""SGLang's V4 attention backend under Plans: one for each prefill, made where SGLang prepares it, read by every layer.
+
+`with_v4_plans` adds to the engine's backend class what `v4_table` lists; `adopt` switches it on for an instance, and
+until then, or for a batch that has no route, every method is the engine's own.
+
+- Eager prefills: `init_forward_metadata` makes the plan, from the lengths on the host, then the engine's metadata.
+- Prefills whose graph breaks at attention (0.5.13 on): the plan is made where a replay is prepared; attention runs
+  between the graph's parts, outside them, by the plan. The indexer is a part of the graph, and with it the engine's.
+- The function that attends: it stores the layer's keys where the engine asks for it, as the engine does; then one of
+  the routes of `v4_routes`, by `v4_kernels`.
+- Decode, verify and draft steps, captured or not, are the engine's, unless `decode_backend` names a library; then
+  `v4_steps` records them.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from nsa_plugin.backends.common import v4
+from nsa_plugin.backends.common.fault import shifted
+from nsa_plugin.backends.common.names import engine_names
+from nsa_plugin.backends.common.providers import Providers
+from nsa_plugin.backends.sglang.v4 import indexer as v4_indexer
+from nsa_plugin.backends.sglang.v4 import routes as v4_routes
+from nsa_plugin.backends.sglang.v4 import steps as v4_steps
+from nsa_plugin.backends.sglang.v4.batch import PAGE, RATIOS, Prefill, spans
+from nsa_plugin.backends.sglang.v4.kernels import Call, V4State, attend, longest_context, named, record_bytes
+from nsa_plugin.backends.sglang.v4.routes import V4Planner, engines_rows
+from nsa_plugin.backends.sglang.v4.table import POOL, SLOTS, check_class
+from nsa_plugin.backends.sglang.v32 import batch as batches
+from nsa_plugin.backends.sglang.v32.routes import Route
+from nsa_plugin.decision.shapes import Phase
+from nsa_plugin.errors import PatchError
+from nsa_plugin.layouts import V4_FP8
+from nsa_plugin.libraries.capabilities import Op
+from nsa_plugin.patches.ledger import TURN_OFF
+
+THRESHOLD = "_LARGE_INDEXER_QUERY_THRESHOLD"
+"""SGLang's rows (11673) above which it does not give FlashMLA's decode kernel a prefill; 0.5.12 has no such number."""
+
+
+def adopt(backend: Any, planner: V4Planner, server_args: Any, *, own_heads_first: bool = True) -> list[str]:
+    """Let a V4 backend take its routes from a planner; call it once the engine's own start of the backend is done.
+
+    Args:
+        own_heads_first: see `V4State`; False before 0.5.14.
+
+    Returns:
+        A sentence for each kind of batch that stays SGLang's own although the plugin is on; for the start-up report.
+
+    Raises:
+        PatchError: the backend or its pool lacks something that the plugin reads.
+    """
+    if feature := v4_routes.engines_own(backend, server_args):
+        return [f"{feature} is on, which the plugin has no part in: every batch stays SGLang's own"]
+    pool = getattr(backend, "token_to_kv_pool", None)
+    read = ("softmax_scale", "page_size", "MAX_SEQ_LEN_FOR_CAPTURE", "speculative_num_draft_tokens")
+    lacks = [name for name in read if not hasattr(backend, name)]
+    lacks += [f"token_to_kv_pool.{name}" for name in POOL if not hasattr(pool, name)]
+    if lacks:
+        raise PatchError(f"SGLang's {type(backend).__name__} has no {', '.join(lacks)}. {TURN_OFF}")
+    if backend.page_size != PAGE:
+        raise PatchError(f"SGLang's V4 cache has pages of {backend.page_size}; the plugin knows {PAGE}. {TURN_OFF}")
+    stored = record_bytes(pool)
+    if stored != V4_FP8.row_bytes:
+        return [f"the V4 cache has {stored} bytes a token, not {V4_FP8.row_bytes}: every batch stays SGLang's own"]
+    steps = planner.settings.decode_backend != "auto"
+    backend.nsa_plugin = V4State(
+        planner=planner,
+        providers=Providers(v4.LAYOUT, planner.device.sm),
+        own_heads_first=own_heads_first,
+        plans_steps=steps,
+    )
+    return [] if steps else ["decode_backend is auto: decode, verify and draft steps of V4 stay SGLang's own"]
+
+
+def release(backend: Any) -> None:
+    """Undo `adopt`: every batch from now on is the engine's own. What graphs have captured stays in them."""
+    backend.nsa_plugin = None
+
+
+def with_v4_plans(original: type) -> type:
+    """The engine's V4 backend class with the plugin's methods; see the module.
+
+    Raises:
+        PatchError: the class is not as `v4_table` has it.
+    """
+    attends = check_class(original)
+
+    class Planned(original):
+        nsa_plugin: V4State | None = None
+        nsa_plugin_family = "v4"
+
+    wrappers: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+        attends: _attending,
+        "init_forward_metadata": _preparing,
+        "init_forward_metadata_indexer": _scheduling,
+        "forward_c4_indexer": _selecting,
+        "prepare_forward_metadata_for_breakable_cuda_graph_replay": _replaying,
+        "init_forward_metadata_for_breakable_cuda_graph_capture": _capturing,
+        "_use_sparse_prefill": _without_tables,
+        "init_forward_metadata_out_graph": v4_steps.replayed,
+        "init_forward_metadata_replay_cuda_graph": v4_steps.replayed_by_size,
+    }
+    for name, wrapper in wrappers.items():
+        if hasattr(original, name):
+            setattr(Planned, name, wrapper(getattr(original, name)))
+    Planned.__name__ = Planned.__qualname__ = f"Planned{original.__name__}"
+    return Planned
+
+
+def _preparing(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`init_forward_metadata` of an eager batch. The plan comes first: what follows may ask for it."""
+
+    @functools.wraps(original)
+    def init_forward_metadata(self: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        _plan(self, forward_batch)
+        v4_steps.eager(self, forward_batch)
+        return original(self, forward_batch, *args, **kwargs)
+
+    return init_forward_metadata
+
+
+def _replaying(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A prefill whose graph breaks at attention: the lengths are the batch's own, not the padded one's."""
+
+    @functools.wraps(original)
+    def prepare(self: Any, capture_metadata: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        _plan(self, forward_batch)
+        return original(self, capture_metadata, forward_batch, *args, **kwargs)
+
+    return prepare
+
+
+def _capturing(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.nsa_plugin is not None:
+            self.nsa_plugin.forget()
+        return original(self, *args, **kwargs)
+
+    return init
+
+
+def _without_tables(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def use_sparse_prefill(self: Any, *args: Any, **kwargs: Any) -> Any:
+        state: V4State | None = self.nsa_plugin
+        idle = state is None or state.route is None or engines_rows(state.route)
+        return original(self, *args, **kwargs) if idle else False
+
+    return use_sparse_prefill
+
+
+def _scheduling(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`init_forward_metadata_indexer`, with SGLang's own scheduling kernel where the library's takes too few rows.
+
+    From 0.5.13 on SGLang takes its own above 11673 rows anyway; 0.5.12 asks nothing but its variable.
+    """
+    names = engine_names(original)
+
+    @functools.wraps(original)
+    def init(self: Any, core_attn_metadata: Any, *args: Any, **kwargs: Any) -> Any:
+        state: V4State | None = self.nsa_plugin
+        field = getattr(names.get("envs"), v4_routes.JIT_METADATA_VARIABLE, None)
+        if state is None or field is None or field.get():
+            return original(self, core_attn_metadata, *args, **kwargs)
+        capability = state.planner.device.capability("deep_gemm", Op.INDEXER_METADATA)
+        limit = None if capability is None else capability.max_rows
+        if limit is None or core_attn_metadata.page_table.shape[0] <= limit:
+            return original(self, core_attn_metadata, *args, **kwargs)
+        with _variable(v4_routes.JIT_METADATA_VARIABLE, "1"):
+            return original(self, core_attn_metadata, *args, **kwargs)
+
+    return init
+
+
+def _selecting(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+    defaults = {name: one.default for name, one in signature.parameters.items() if one.default is not one.empty}
+    names = engine_names(original)
+
+    @functools.wraps(original)
+    def forward_c4_indexer(self: Any, *args: Any, **kwargs: Any) -> Any:
+        state: V4State | None = self.nsa_plugin
+        if state is None or state.route is None or state.prefill is None or not state.route.selects:
+            return original(self, *args, **kwargs)
+        if args:
+            given = {**defaults, **signature.bind(self, *args, **kwargs).arguments}
+        else:  # as every version calls it
+            given = {"self": self, **defaults, **kwargs}
+            if given.keys() != signature.parameters.keys():
+                signature.bind(self, **kwargs)  # says what is missing, or too much
+        mode, plan = given["forward_batch"].forward_mode, state.route.plan.indexer
+        if batches.phase_of(mode) is not Phase.EXTEND or not v4_indexer.covered(
+            self, state.prefill, plan, given["c4_indexer"], names
+        ):
+            return original(self, *args, **kwargs)
+        pool, topk = _pool(self, given["forward_batch"]), state.planner.model.index_topk
+        return v4_indexer.select(self, state, state.prefill, plan, pool, topk, given)
+
+    return forward_c4_indexer
+
+
+def _attending(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The function that attends, `forward` or `_forward_attention`."""
+    names = engine_names(original)
+
+    @functools.wraps(original)
+    def attending(
+        self: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: Any,
+        forward_batch: Any,
+        compress_ratio: int,
+        save_kv_cache: bool = True,
+        attn_sink: torch.Tensor | None = None,
+        **more: Any,
+    ) -> Any:
+        def engines() -> Any:
+            later = {"save_kv_cache": save_kv_cache, "attn_sink": attn_sink, **more}
+            return original(self, q, k, v, layer, forward_batch, compress_ratio, **later)
+
+        state: V4State | None = self.nsa_plugin
+        chosen = None if state is None else _route(self, state, forward_batch, q.shape[0])
+        # MegaAttention (0.5.21 on) hands over its rotations and wants its own output back.
+        if state is None or chosen is None or compress_ratio not in RATIOS or more.get("cos_sin_cache") is not None:
+            return engines()
+        wrong = state.planner.settings.fault == "shift_indices"
+        if chosen.impl == v4.DECODE_KERNEL and q.shape[0] <= names.get(THRESHOLD, q.shape[0]):
+            core = self.forward_metadata.core_attn_metadata if wrong else None
+            with _variable(v4_routes.SPARSE_PREFILL_VARIABLE, "0"), _shifted(core):
+                return engines()
+        if k is not v:
+            raise PatchError(f"SGLang's V4 model hands over keys apart from its values. {TURN_OFF}")
+        if hasattr(self, "_maybe_upgrade_forward_metadata"):  # 0.5.12 completes a decode's metadata here
+            self._maybe_upgrade_forward_metadata()
+        if save_kv_cache:
+            self.store_cache(layer.layer_id, k, forward_batch)
+        core = self.forward_metadata.core_attn_metadata
+        window, extra = named(state, core, _pool(self, forward_batch), layer.layer_id, compress_ratio, q.shape[0])
+        if wrong:
+            window, extra = window.shifted(), None if extra is None else extra.shifted()
+        flat = q.squeeze(1) if q.dim() == 4 else q
+        scale, heads = self.softmax_scale, int(layer.tp_q_head_num)
+        return attend(state, chosen, Call(flat, window, extra, attn_sink, scale, heads, compress_ratio, core))
+
+    return attending
+
+
+def _plan(backend: Any, forward_batch: Any) -> None:
+    """Decide for a prefill; any other batch has no route here."""
+    state: V4State | None = backend.nsa_plugin
+    if state is None:
+        return
+    state.forget()
+    if batches.phase_of(forward_batch.forward_mode) is not Phase.EXTEND:
+        return
+    if getattr(backend, "encoder_replay", False) or getattr(backend, "encoder_row_floor", None) is not None:
+        return
+    if forward_batch.seq_lens_cpu is None or forward_batch.extend_seq_lens_cpu is None:
+        return
+    batch = batches.prefill_batch(forward_batch)
+    state.route = state.planner.prefill(batch, dense_allowed=False)
+    if state.route is not None and not engines_rows(state.route):
+        q_lens = [rows for _, rows, _ in batch.requests]
+        state.prefill = Prefill(spans(q_lens, [context for *_, context in batch.requests]), v4_routes.WINDOW)
+
+
+def _route(backend: Any, state: V4State, forward_batch: Any, rows: int) -> Route | None:
+    """The route of a batch that attends; None where it is the engine's."""
+    phase = batches.phase_of(forward_batch.forward_mode)
+    if phase is Phase.EXTEND:
+        late = getattr(backend.forward_metadata, "late_layer_tail", None) is not None
+        idle = state.route is None or state.route.impl is None or engines_rows(state.route)
+        return None if late or idle else state.route
+    if phase is None or phase is Phase.IDLE or not state.plans_steps or rows == 0:
+        return None
+    batch = batches.step_batch(phase, int(forward_batch.batch_size), rows, longest_context(backend))
+    return state.planner.step_route(batch)
+
+
+def _pool(backend: Any, forward_batch: Any) -> Any:
+    """The engine's pool: the backend's, in 0.5.12 the batch's where the backend has none."""
+    own = getattr(backend, "token_to_kv_pool", None)
+    return forward_batch.token_to_kv_pool if own is None else own
+
+
+@contextmanager
+def _shifted(core: Any) -> Iterator[None]:
+    """Deliberately wrong slots in the engine's metadata while its own kernel attends; None: those that it has."""
+    before = {} if core is None else {name: getattr(core, name) for name in SLOTS}
+    for name, slots in before.items():
+        setattr(core, name, None if slots is None else shifted(slots))
+    try:
+        yield
+    finally:
+        for name, slots in before.items():
+            setattr(core, name, slots)
+
+
+@contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    """A variable of the environment while the engine's code reads it; as it was afterwards, errors included."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -1,0 +1,103 @@
+"""The V4 attention backend that takes the place of SGLang's, and how it begins to take its routes from plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+from packaging.version import Version
+
+from nsa_plugin.backends.common.warm import warm_selection
+from nsa_plugin.backends.sglang.startup.backend import started
+from nsa_plugin.backends.sglang.v4.attention import adopt, with_v4_plans
+from nsa_plugin.backends.sglang.v4.kernels import V4State, longest_context
+from nsa_plugin.backends.sglang.v4.routes import V4Planner, asked_by_engine, makes_rows
+from nsa_plugin.backends.sglang.v4.warm import warm_v4
+from nsa_plugin.backends.sglang.v32.batch import Batch
+from nsa_plugin.backends.sglang.v32.routes import Route
+from nsa_plugin.backends.sglang.v32.samples import step_routes
+from nsa_plugin.decision.dispatch import validate
+from nsa_plugin.decision.plan import Plan
+from nsa_plugin.decision.shapes import BatchShape, ModelShape, Phase
+from nsa_plugin.errors import NsaPluginError
+from nsa_plugin.libraries.devices import DeviceProfile
+from nsa_plugin.settings import Settings
+from nsa_plugin.telemetry import Trace
+
+SAMPLES = (1024, 4096, 8192, 16384, 32768)
+"""Rows of the prefills that are decided before serving, each with its own tokens as context and with the longest."""
+
+OWN_HEADS_FIRST = Version("0.5.14")
+
+
+def make(original: type) -> type:
+    """The plugin's subclass of the engine's V4 backend class.
+
+    Raises:
+        PatchError: the class is not as the plugin knows it.
+    """
+
+    return started(with_v4_plans(original), original)
+
+
+def begin(
+    backend: Any,
+    model_runner: Any,
+    model: ModelShape,
+    device: DeviceProfile,
+    settings: Settings,
+    *,
+    trace: Trace,
+    count: Callable[[Plan], None] | None,
+    free_memory: Callable[[], int],
+    warmed: bool = False,
+) -> tuple[list[str], dict[str, Route]]:
+    """Let a V4 backend that has just been built take its routes from plans, once its kernels have run.
+
+    Args:
+        model: see `v4_routes.v4_shape`.
+        trace, count, free_memory: see `Planner`.
+        warmed: the kernels have run for another backend of the model.
+
+    Returns:
+        What stays SGLang's own, and what a few batches take, by their names; for the start-up report.
+
+    Raises:
+        SettingsError, NoProviderError, PatchError: it cannot; it is to be released then.
+    """
+    from sglang.srt.environ import envs
+    from sglang.version import __version__
+
+    asked, own = asked_by_engine(envs), makes_rows(envs)
+    planner = V4Planner(model, device, settings, trace, count, free_memory, asked=asked, engine_makes_rows=own)
+    first = Version(__version__) >= OWN_HEADS_FIRST
+    notes = adopt(backend, planner, model_runner.server_args, own_heads_first=first)
+    state: V4State | None = backend.nsa_plugin
+    if state is None:
+        return notes, {}
+    # A library that a setting names may be on this device without a route under SGLang.
+    validate(model, planner.device, settings)
+    routes = sample_routes(planner, longest_context(backend))
+    if state.plans_steps:
+        steps = step_routes(planner, longest_context(backend), backend.speculative_num_draft_tokens)
+        routes |= {f"V4 {name}": route for name, route in steps.items()}
+    if not warmed:
+        where = torch.device(backend.device)
+        warm_v4(routes.values(), state, where)
+        warm_selection(state.providers, model, where)
+    return notes, routes
+
+
+def sample_routes(planner: V4Planner, max_context: int) -> dict[str, Route]:
+    """What a few prefills would take, by their names."""
+    found: dict[str, Route] = {}
+    for rows in SAMPLES:
+        for context in dict.fromkeys((min(rows, max_context), max_context)):
+            shape = BatchShape.from_lengths(Phase.EXTEND, [min(rows, context)], [context])
+            batch = Batch(shape, requests=[("", shape.num_tokens, context)])
+            with suppress(NsaPluginError):  # a size that nothing carries, and that need never come
+                if route := planner.prefill_route(batch):
+                    found[f"V4 prefill, {shape.num_tokens} of {context} tokens"] = route
+    return found

@@ -1,0 +1,184 @@
+"""A V4 prefill over bfloat16 rows under SGLang: what the layers of a batch share, and what each of them does itself.
+
+Which pages are read, which indices of the window and of the keys at 128 : 1 there are, and where everything lies in the
+workspace is the batch's. So the maps of pages are made once a batch, and the combined indices once for all layers
+without compressed keys and once for all at 128 : 1, as SGLang keeps them in its `SparsePrefillChunkCache`. Those at
+4 : 1 have a selection each, and are combined layer by layer. A layer brings its own caches' pages to rows, and attends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import takewhile
+from typing import TYPE_CHECKING
+
+import torch
+
+from nsa_plugin.backends.sglang.v4.batch import PAGE, Prefill
+from nsa_plugin.decision.v4_memory import INDICES_BYTES
+from nsa_plugin.errors import NoProviderError
+from nsa_plugin.kernels.swa_indices import IndexRows
+from nsa_plugin.kernels.v4_prefill import HEAD_DIM, Keys, attend_rows, combine, combined_width, fill
+from nsa_plugin.kernels.workspace import Workspace
+
+if TYPE_CHECKING:
+    from nsa_plugin.backends.sglang.v4.kernels import Call, Named, V4State
+
+SELECTED = 4
+"""The compress ratio whose layers name keys of their own."""
+
+
+@dataclass
+class Table:
+    """What the layers of one compress ratio share in a batch.
+
+    Attributes:
+        named: the window and the compressed keys of the first such layer; the others differ in their caches alone.
+        keys: the same for the kernels.
+        workspace: [rows, 512] bfloat16, of exactly these pages.
+        combined: [query rows at once, width] int32.
+        rows: query rows of the batch.
+        kept: nobody else writes to `combined`, and what one layer combines is the next one's too.
+        mapped: a layer has written the maps.
+        filled: a layer of this ratio has been here.
+        indices: the combined ones, once a layer has made them, if they are kept.
+    """
+
+    named: tuple[Named, ...]
+    keys: tuple[Keys, ...]
+    workspace: torch.Tensor
+    combined: torch.Tensor
+    rows: int
+    kept: bool
+    mapped: bool
+    filled: bool = False
+    indices: IndexRows | None = None
+
+    def is_of(self, named: tuple[Named, ...], rows: int) -> bool:
+        """Whether a layer names what the table was made for, in the same tensors, and as many queries ask."""
+        return rows == self.rows and all(
+            one.indices is other.indices
+            and one.lengths is other.lengths
+            and one.cache.num_pages == other.cache.num_pages
+            for one, other in zip(named, self.named, strict=True)
+        )
+
+
+@dataclass
+class Tables:
+    """Those of one batch.
+
+    Attributes:
+        rows: query rows.
+        widths: of the combined indices, by compress ratio.
+        whole: one buffer has room for the indices of every ratio; else all use it in turn.
+        made: by compress ratio.
+        maps: of the window's pages and of the compressed caches', by name and number of pages; a map's second user
+            finds it written.
+    """
+
+    rows: int
+    widths: dict[int, int]
+    whole: bool
+    made: dict[int, Table] = field(default_factory=dict)
+    maps: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
+
+
+def over_rows(state: V4State, call: Call) -> torch.Tensor:
+    """By way of bfloat16 rows, which are made once a layer, and by so many query rows at once that the combined indices
+    keep to their bound: several parts only where a row names thousands of keys (c128 of long contexts).
+
+    Raises:
+        NoProviderError: the batch is no prefill.
+    """
+    if state.prefill is None:
+        raise NoProviderError("a route over bf16 rows was taken for a batch that is no prefill")
+    q, table = call.q, _table(state, state.prefill, call)
+    own = zip(table.keys, _parts(call), strict=True)
+    keys = tuple(one if one.cache is part.cache else replace(one, cache=part.cache) for one, part in own)
+    fill(table.workspace, *keys, again=table.filled, mapped=table.mapped)
+    table.filled = table.mapped = True
+    attend = partial(attend_rows, scale=call.scale, attn_sink=call.attn_sink, attention=state.rows_attention)
+    step = table.combined.shape[0]
+    if step >= q.shape[0]:
+        # The kernel's own output is handed on where it is the only one.
+        return attend(q, table.workspace, _indices(table, keys)).out
+    out = q.new_empty(*q.shape[:-1], HEAD_DIM)
+    for first in range(0, q.shape[0], step):
+        some = slice(first, min(first + step, q.shape[0]))
+        into = table.combined[: some.stop - some.start]
+        indices = combine(*(one.of(some) for one in keys), out=into, again=True)
+        attend(q[some], table.workspace, indices, out=out[some])
+    return out
+
+
+def _indices(table: Table, keys: tuple[Keys, ...]) -> IndexRows:
+    if table.indices is not None:
+        return table.indices
+    indices = combine(*keys, out=table.combined, again=True)
+    if table.kept:
+        table.indices = indices
+    return indices
+
+
+def _parts(call: Call) -> tuple[Named, ...]:
+    return (call.window,) if call.extra is None else (call.window, call.extra)
+
+
+def _table(state: V4State, prefill: Prefill, call: Call) -> Table:
+    named, rows = _parts(call), call.q.shape[0]
+    tables: Tables | None = prefill.tables
+    if tables is None or tables.rows != rows:
+        tables = prefill.tables = _tables(call, rows)
+    known = tables.made.get(call.ratio)
+    if known is not None and known.is_of(named, rows):
+        return known
+    width = combined_width(*(part.indices.shape[1] for part in named))
+    if tables.whole and tables.widths.get(call.ratio) != width:
+        # Other indices than the batch's: there is no place for them in the buffer.
+        tables.whole = False
+        tables.made.clear()
+    scratch, device = state.workspace, call.q.device
+    window, *extra = named
+    pages = [prefill.window_pages(call.core, window.cache.page_size), *(prefill.pages(call.core) for _ in extra)]
+
+    # A page has one number in all compressed caches, so their maps are the same.
+    names = [(name, part.cache.num_pages) for name, part in zip(("v4_window_map", "v4_extra_map"), named, strict=False)]
+    mapped = all(name in tables.maps for name in names)
+    for name, num_pages in names:
+        if (name, num_pages) not in tables.maps:
+            tables.maps[name, num_pages] = scratch.get(name, (num_pages,), torch.int32, device)
+    both = tuple(
+        Keys(part.cache, listed, part.indices, part.lengths, tables.maps[name])
+        for part, listed, name in zip(named, pages, names, strict=True)
+    )
+    needed = most = sum(part.rows for part in both)
+    if SELECTED in tables.widths:  # all ratios in one buffer that never has to grow within the batch
+        most = max(most, both[0].rows + prefill.num_pages * (PAGE // SELECTED))
+    workspace = scratch.get("v4_rows", (most, HEAD_DIM), torch.bfloat16, device)[:needed]
+    combined = _combined(scratch, tables, call.ratio, width, device)
+    kept = tables.whole and call.ratio != SELECTED
+    table = tables.made[call.ratio] = Table(named, both, workspace, combined, rows, kept, mapped)
+    return table
+
+
+def _tables(call: Call, rows: int) -> Tables:
+    window = int(call.window.indices.shape[1])
+    widths = {0: combined_width(window)}
+    for ratio, name in ((SELECTED, "c4_sparse_page_indices"), (128, "c128_page_indices")):
+        slots: torch.Tensor | None = getattr(call.core, name, None)
+        if slots is not None:
+            widths[ratio] = combined_width(window, int(slots.shape[-1]))
+    return Tables(rows, widths, 4 * rows * sum(widths.values()) <= INDICES_BYTES)
+
+
+def _combined(scratch: Workspace, tables: Tables, ratio: int, width: int, device: torch.device) -> torch.Tensor:
+    """[rows at once, width] int32: the ratio's own part of the buffer, or as much of it as the bound allows."""
+    rows = tables.rows
+    if not tables.whole:
+        step = max(1, min(rows, INDICES_BYTES // (4 * width)))
+        return scratch.get("v4_combined", (step, width), torch.int32, device)
+    flat = scratch.get("v4_combined", (rows * sum(tables.widths.values()),), torch.int32, device)
+    start = rows * sum(tables.widths[other] for other in takewhile(lambda other: other != ratio, tables.widths))
+    return flat[start : start + rows * width].view(rows, width)

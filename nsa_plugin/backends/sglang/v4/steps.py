@@ -1,0 +1,71 @@
+"""Steps of DeepSeek-V4 under SGLang that have plans: recorded as they come, in the trace and for the metrics.
+
+A captured step attends by the plan that its capture was made with, so a replay only records it. Steps have plans where
+`decode_backend` names a library; `v4_attention` attends by them.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from nsa_plugin.backends.sglang.v4.kernels import V4State, longest_context
+from nsa_plugin.backends.sglang.v32 import batch as batches
+from nsa_plugin.decision.shapes import Phase
+
+
+def eager(backend: Any, forward_batch: Any) -> None:
+    """Record a step whose metadata is made outside a graph; a batch of another kind, or without a plan, is left alone.
+
+    Args:
+        backend: SGLang's, adopted or not.
+    """
+    if (phase := _planned(backend, forward_batch.forward_mode)) is not None:
+        draft, longest = backend.speculative_num_draft_tokens, longest_context(backend)
+        backend.nsa_plugin.planner.step(batches.eager_step(forward_batch, phase, draft, longest))
+
+
+def replayed(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`init_forward_metadata_out_graph` (0.5.13 on), at capture and before every replay."""
+
+    @functools.wraps(original)
+    def init(self: Any, forward_batch: Any, in_capture: bool = False, **more: Any) -> Any:
+        if not in_capture:
+            # A rank without requests replays a graph of decode rows.
+            mode = getattr(forward_batch, "actual_forward_mode", forward_batch.forward_mode)
+            _captured(self, mode, int(forward_batch.batch_size), forward_batch)
+        return original(self, forward_batch, in_capture, **more)
+
+    return init
+
+
+def replayed_by_size(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`init_forward_metadata_replay_cuda_graph` (0.5.12), before every replay; its batch stands on the backend."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.nsa_plugin is not None:
+            given, batch = signature.bind(self, *args, **kwargs).arguments, self._replay_forward_batch
+            idle = batch is not None and batches.phase_of(batch.forward_mode) is Phase.IDLE
+            _captured(self, batch.forward_mode if idle else given["forward_mode"], given["bs"], batch)
+        return original(self, *args, **kwargs)
+
+    return init
+
+
+def _captured(backend: Any, mode: Any, requests: int, forward_batch: Any) -> None:
+    """As `eager`, of a step that a graph replays for so many requests."""
+    if (phase := _planned(backend, mode)) is not None:
+        draft, longest = backend.speculative_num_draft_tokens, longest_context(backend)
+        names = batches.request_names(forward_batch, requests)
+        backend.nsa_plugin.planner.step(batches.captured_step(phase, requests, draft, longest, names))
+
+
+def _planned(backend: Any, mode: Any) -> Phase | None:
+    """The phase of a step that has a plan, None of any other batch."""
+    state: V4State | None = backend.nsa_plugin
+    phase = batches.phase_of(mode)
+    return None if state is None or not state.plans_steps or phase in (Phase.EXTEND, Phase.IDLE) else phase

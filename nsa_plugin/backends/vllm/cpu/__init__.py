@@ -1,0 +1,1 @@
+"""DeepSeek-V3.2 attention and indexer under vLLM on a CPU."""

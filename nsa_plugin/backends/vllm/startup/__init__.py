@@ -1,0 +1,1 @@
+"""Start-up under vLLM: activation, verification of the patches, counters."""

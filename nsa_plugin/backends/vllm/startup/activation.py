@@ -1,0 +1,311 @@
+"""From installed to serving: reads the settings, applies the ledger, and refuses to start where it cannot.
+
+In the process that parses the command line `wrap_create_engine_config` checks everything that can be
+checked before anything is started. In each worker `wrap_worker_init` applies and verifies the patches
+before the model is built; on a GPU the rest follows once the worker has one (`gpu_patches`). While the
+plugin is off, both pass straight through.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from packaging.version import Version
+
+from nsa_plugin import settings as settings_module
+from nsa_plugin.backends.vllm.startup import counters
+from nsa_plugin.backends.vllm.startup.model import (
+    CPU_LAYOUTS,
+    family_of,
+    is_sparse,
+    model_shape,
+    refuse_on_cpu,
+    refuse_on_gpu,
+)
+from nsa_plugin.backends.vllm.startup.serving import CpuServing, Serving
+from nsa_plugin.decision.dispatch import validate
+from nsa_plugin.errors import NsaPluginError, PatchError
+from nsa_plugin.libraries.devices import probe
+from nsa_plugin.patches import static
+from nsa_plugin.patches import vllm as ledger_data
+from nsa_plugin.patches.ledger import TURN_OFF, Ledger, Need, wrap
+from nsa_plugin.settings import ResolvedSettings
+from nsa_plugin.telemetry import StartupReport, Trace
+
+if TYPE_CHECKING:
+    from nsa_plugin.backends.vllm.v32.serving import GpuServing
+
+logger = logging.getLogger("nsa_plugin")
+CONFIG_KEY = "nsa_plugin"
+CONFIG_SOURCE = f"--additional-config {{{CONFIG_KEY!r}: ...}}"
+
+
+@dataclass
+class Process:
+    """The plugin in this process. One instance a process, because patches are the process's.
+
+    Attributes:
+        serving: in a worker that the plugin serves in.
+        counters: in the process that answers /metrics, the folder of what workers count.
+    """
+
+    ledger: Ledger
+    serving: Serving | None = None
+    counters: TemporaryDirectory[str] | None = None
+    _said: set[str] = field(default_factory=set)
+    _read: tuple[Any, ResolvedSettings] | None = None
+
+    def bootstrap(self) -> None:
+        if settings_module.killed():
+            self.say_once("nsa-plugin is switched off by NSA_PLUGIN_ENABLED=0")
+            return
+        try:
+            self.ledger.install(Need.BOOTSTRAP)
+        except PatchError:
+            # Without its first hooks the plugin cannot know whether it is wanted, so look where a user asks for it.
+            if asked_for(sys.argv, os.environ):
+                raise
+            logger.exception("nsa-plugin is installed but not asked for, and does not know this vLLM")
+
+    def settings(self, vllm_config: Any) -> ResolvedSettings:
+        """The plugin's settings in a configuration of vLLM, which comes by here several times and is read once.
+
+        Raises:
+            SettingsError: a setting is unknown or not allowed.
+        """
+        if self._read is None or self._read[0] is not vllm_config:
+            self._read = vllm_config, settings_of(vllm_config)
+        return self._read[1]
+
+    def collect_counters(self) -> None:
+        if self.counters is None:
+            self.counters = counters.collect_here()
+
+    def give_up(self, error: NsaPluginError, resolved: ResolvedSettings, *, report: bool = True) -> None:
+        """Strict is off, and vLLM serves by itself in this worker."""
+        self.serving = None
+        if report:
+            self.report(resolved, active=False, notes=[f"strict is off and the stock engine serves: {error}"])
+
+    def report_gpu(self, serving: GpuServing) -> None:
+        """The start-up report of a worker on a GPU, which is ready."""
+        if serving.first:
+            what = {"statuses": serving.statuses, "facts": serving.facts(), "notes": serving.notes()}
+            self.report(serving.resolved, active=serving.active, **what)
+
+    def report(self, resolved: ResolvedSettings, **what: Any) -> None:
+        use_engine_log()
+        version = str(self.ledger.version)
+        StartupReport(engine=self.ledger.engine, engine_version=version, resolved=resolved, **what).publish()
+
+    def say_once(self, message: str) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            use_engine_log()
+            logger.info(message)
+
+
+def use_engine_log() -> None:
+    """Write the plugin's log where vLLM writes its own; vLLM sets up handlers for its own loggers only."""
+    engine = logging.getLogger("vllm")
+    logger.handlers[:] = engine.handlers
+    logger.setLevel(engine.getEffectiveLevel())
+    logger.propagate = not engine.handlers
+
+
+def asked_for(argv: list[str], environ: Mapping[str, str]) -> bool:
+    """Whether the command line or the environment names the plugin."""
+    return any(CONFIG_KEY in argument for argument in argv) or environ.get("NSA_PLUGIN_ENABLED", "0") not in ("", "0")
+
+
+@functools.cache
+def process() -> Process:
+    import vllm
+
+    return Process(
+        Ledger(
+            engine=ledger_data.ENGINE,
+            version=Version(vllm.__version__),
+            supported=ledger_data.SUPPORTED_CPU if device_kind() == "cpu" else ledger_data.SUPPORTED,
+            patches=ledger_data.PATCHES,
+        )
+    )
+
+
+def device_kind() -> str:
+    """ "cpu", "cuda" (NVIDIA's), or another platform in the words of an error."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return "cpu"
+    if current_platform.is_cuda():
+        return "cuda"
+    # Never the bare name: another maker's platform may call its devices "cuda" or "cpu".
+    return f"vLLM's platform {type(current_platform).__name__}"
+
+
+def settings_of(vllm_config: Any) -> ResolvedSettings:
+    """The plugin's settings in a configuration of vLLM.
+
+    Raises:
+        SettingsError: a setting is unknown or not allowed.
+    """
+    additional = vllm_config.additional_config
+    config = additional.get(CONFIG_KEY, {}) if isinstance(additional, Mapping) else {}
+    return settings_module.resolve(config=config, config_source=CONFIG_SOURCE)
+
+
+def check_here(vllm_config: Any, resolved: ResolvedSettings) -> tuple[Need, ...]:
+    """Raise what would keep the plugin from serving this configuration, before anything is started.
+
+    Returns:
+        The patches that serving it takes.
+
+    Raises:
+        NsaPluginError: the version, the platform, the configuration or a patch's target does not fit.
+    """
+    ledger = process().ledger
+    ledger.check_version()
+    kind = device_kind()
+    if kind not in ("cpu", "cuda"):
+        raise PatchError(
+            f"nsa-plugin serves vLLM on a CPU and on NVIDIA GPUs, and has no backend for {kind}. {TURN_OFF}"
+        )
+    if kind == "cpu":
+        refuse_on_cpu(vllm_config)
+        ledger.check(Need.CPU)
+        validate(
+            model_shape(vllm_config, CPU_LAYOUTS),
+            probe(),
+            resolved.settings,
+            max_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+            max_decode_tokens=vllm_config.scheduler_config.max_num_seqs,
+        )
+        return (Need.CPU,)
+    refuse_on_gpu(vllm_config)
+    needs = (Need.GPU, Need.GPU_V4) if family_of(vllm_config) == "v4" else (Need.GPU,)
+    # Nothing may touch the GPU here: vLLM forks its workers from this process. So the targets are looked up in files.
+    files = static.installed(ledger_data.ENGINE)
+    assert files is not None
+    ledger.check(*needs, look=files.check)
+    return needs
+
+
+def wanted(vllm_config: Any, resolved: ResolvedSettings) -> bool:
+    """Whether the plugin is to serve this configuration; says once why not."""
+    if not resolved.settings.enabled:
+        return False
+    if vllm_config.model_config is None:
+        return False
+    if not is_sparse(vllm_config):
+        process().say_once(
+            f"nsa-plugin is enabled and stays out: {vllm_config.model_config.model} has no sparse attention "
+            "(its configuration has no index_topk)"
+        )
+        return False
+    return True
+
+
+def wrap_create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
+    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        vllm_config = original(*args, **kwargs)
+        resolved = process().settings(vllm_config)
+        if wanted(vllm_config, resolved):
+            try:
+                check_here(vllm_config, resolved)
+                process().collect_counters()
+            except NsaPluginError as error:
+                if resolved.settings.strict:
+                    raise
+                use_engine_log()
+                logger.warning("NSA_PLUGIN_STRICT is off: the stock engine serves. %s", error)
+        return vllm_config
+
+    return wrap(original, around)
+
+
+def wrap_check_and_update_config(original: Any) -> Any:
+    function = original.__func__
+
+    @functools.wraps(function)
+    def check_and_update_config(cls: type, vllm_config: Any) -> None:
+        scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
+        asked = (scheduler.enable_chunked_prefill, cache.enable_prefix_caching, scheduler.max_num_batched_tokens)
+        function(cls, vllm_config)
+        if (
+            vllm_config.model_config is not None
+            and is_sparse(vllm_config)
+            and process().settings(vllm_config).settings.enabled
+        ):
+            scheduler.enable_chunked_prefill, cache.enable_prefix_caching, scheduler.max_num_batched_tokens = asked
+
+    return classmethod(check_and_update_config)
+
+
+def wrap_worker_init(original: Callable[..., Any]) -> Callable[..., Any]:
+    def around(original: Callable[..., Any], worker: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        serving = start_serving(vllm_config)
+        original(worker, vllm_config, *args, **kwargs)
+        if serving is not None:
+            serving.enter(worker)
+
+    return wrap(original, around)
+
+
+def start_serving(vllm_config: Any) -> Serving | None:
+    """Apply and verify the patches for this worker. On a CPU that is all, and is reported.
+
+    Raises:
+        NsaPluginError: something does not fit and `strict` is on.
+    """
+    this = process()
+    resolved = this.settings(vllm_config)
+    if not wanted(vllm_config, resolved):
+        return None
+    try:
+        needs = check_here(vllm_config, resolved)
+        statuses = this.ledger.install(*needs)
+    except NsaPluginError as error:
+        if resolved.settings.strict:
+            raise
+        this.give_up(error, resolved)
+        return None
+    trace = Trace(mode=resolved.settings.trace)
+    if Need.GPU in needs:
+        serving_class = _serving_class(v4=Need.GPU_V4 in needs)
+        this.serving = serving_class(resolved=resolved, trace=trace, vllm_config=vllm_config, statuses=statuses)
+        return this.serving
+    device, model = probe(), model_shape(vllm_config, CPU_LAYOUTS)
+    this.serving = CpuServing(resolved=resolved, trace=trace, model=model, device=device)
+    facts = {
+        "model": f"{vllm_config.model_config.model}, index_topk {model.index_topk}, "
+        f"{model.heads_per_rank} heads a rank of {model.num_heads}",
+        "device": device.describe(),
+        "scheduler": f"chunked prefill {_on(vllm_config.scheduler_config.enable_chunked_prefill)} at "
+        f"{vllm_config.scheduler_config.max_num_batched_tokens} tokens, prefix caching "
+        f"{_on(vllm_config.cache_config.enable_prefix_caching)}",
+    }
+    this.report(resolved, active=True, statuses=statuses, facts=facts)
+    return this.serving
+
+
+def _serving_class(*, v4: bool) -> type[GpuServing]:
+    """What a worker on a GPU works with."""
+    if v4:
+        from nsa_plugin.backends.vllm.v4 import serving as v4_serving
+
+        return v4_serving.V4Serving
+    from nsa_plugin.backends.vllm.v32 import serving as gpu_serving
+
+    return gpu_serving.GpuServing
+
+
+def _on(flag: bool | None) -> str:
+    return "on" if flag else "off"

@@ -1,0 +1,56 @@
+"""What the plugin works with in one worker process of vLLM; `gpu_serving` has what a GPU adds."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from nsa_plugin.backends.vllm.startup.counters import labels_of, route_counter
+from nsa_plugin.decision.plan import Plan
+from nsa_plugin.decision.shapes import ModelShape
+from nsa_plugin.libraries.devices import DeviceProfile
+from nsa_plugin.settings import ResolvedSettings
+from nsa_plugin.telemetry import Trace
+
+
+@dataclass(kw_only=True)
+class Serving:
+    """What both backends have.
+
+    Attributes:
+        resolved: the settings.
+        trace: where plans are recorded.
+        count: called with every plan, for metrics; None in the ranks that decide as the first one does.
+        worker: vLLM's worker, or None before there is one.
+    """
+
+    resolved: ResolvedSettings
+    trace: Trace
+    count: Callable[[Plan], None] | None = None
+    worker: Callable[[], Any] = lambda: None
+
+    def enter(self, worker: Any) -> None:
+        """vLLM's worker is there, and knows its rank."""
+        self.worker = weakref.ref(worker)
+        self.trace.rank = worker.rank
+        if worker.rank == 0:
+            self.count = route_counter(labels_of(worker.vllm_config))
+
+    def request_ids(self) -> list[str]:
+        """Ids of the running batch's requests, in the batch's order."""
+        batch = getattr(getattr(self.worker(), "model_runner", None), "input_batch", None)
+        return list(getattr(batch, "req_ids", ()))
+
+
+@dataclass(kw_only=True)
+class CpuServing(Serving):
+    """On a CPU everything is known before the worker is built.
+
+    Attributes:
+        model, device: what decisions are made from.
+    """
+
+    model: ModelShape
+    device: DeviceProfile

@@ -1,0 +1,336 @@
+"""One layer's attention under Plans: a subclass of vLLM's FlashMLA-sparse implementation, for 0.20 to 0.33.
+
+vLLM's MLA layer hands the first rows of a batch to `forward_mqa`, queries absorbed, and the others to `forward_mha`,
+queries as projected. Up to 0.25 it hands everything to `forward_mqa` if the implementation is a
+SparseMLAAttentionImpl, which cannot attend densely: `rebased` puts vLLM's own class on the base of the dense-capable
+ones instead. From 0.26 on the metadata's `prefill.use_dense_mha` says so.
+
+- `forward_mqa` runs the pieces of the metadata: the plugin's provider on the rows' own heads, straight from the cache,
+  or vLLM's own FlashMLA call with vLLM's own metadata of those rows. Where a piece trades heads for tokens, its queries
+  are exchanged, and the same kernels run over this rank's rows with all heads (`gpu_token_shard`).
+- `forward_mha` runs the dense pieces, with a prefix read from the cache and brought to bf16, and absorbs the queries of
+  the prefills that select and lie behind the first dense one.
+
+A layer that vLLM built without a planner, and metadata that the plugin's builder did not make, are vLLM's own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from nsa_plugin.backends.common.fault import shifted
+from nsa_plugin.backends.common.providers import Providers
+from nsa_plugin.backends.common.token_shard import Share
+from nsa_plugin.backends.vllm.v32.metadata import DensePiece, Piece, PlannedMetadata, Planning
+from nsa_plugin.backends.vllm.v32.routes import Carrier, Planner
+from nsa_plugin.backends.vllm.v32.token_shard import Copied, flash_mla
+from nsa_plugin.decision.plan import Attention, Plan
+from nsa_plugin.errors import PatchError
+from nsa_plugin.kernels.kv_cache import PagedCache, open_cache
+from nsa_plugin.patches.ledger import TURN_OFF
+
+# Of a class, what belongs to the class object itself rather than to what it does.
+_OWN = {"__dict__", "__weakref__", "__orig_bases__", "__parameters__", "__abstractmethods__", "_abc_impl"}
+
+Layers = Callable[[], dict[str, Any]]
+"""The attention layers of the running model by name (`forward_context.no_compile_layers`)."""
+
+
+def rebased(stock: type, sparse_base: type | None, dense_base: type) -> type:
+    """vLLM's implementation on the base of those that attend densely too.
+
+    Args:
+        stock: FlashMLASparseImpl.
+        sparse_base: SparseMLAAttentionImpl of 0.20 to 0.25; None from 0.26 on, where `stock` is returned as it is.
+        dense_base: MLAAttentionImpl.
+
+    Raises:
+        PatchError: vLLM's class is not as the plugin knows it.
+    """
+    if sparse_base is None or not issubclass(stock, sparse_base):
+        return stock
+    if stock.__mro__[1] is not sparse_base:
+        raise PatchError(f"vLLM's {stock.__name__} does not derive from {sparse_base.__name__} directly. {TURN_OFF}")
+    return type(stock.__name__, (dense_base,), {k: v for k, v in vars(stock).items() if k not in _OWN} | _MHA_LATER)
+
+
+def _no_mha(*_: Any, **__: Any) -> None:
+    raise PatchError("vLLM's sparse implementation has no forward_mha before 0.26")
+
+
+_MHA_LATER: dict[str, Any] = {"forward_mha": _no_mha}
+
+
+def planned_impl(stock: type, planning: Planning, providers: Callable[[], Providers], layers: Layers) -> type:
+    """vLLM's implementation class with the plugin's `forward_mqa` and `forward_mha`.
+
+    Args:
+        stock: FlashMLASparseImpl, on a base that may attend densely (`rebased`).
+        planning: asked once for each layer.
+        providers: those of this process; asked with a planner only.
+        layers: asked at the first batch that needs a layer's weights.
+    """
+
+    class Impl(stock):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.nsa_plugin: Planner | None = planning()
+            if self.nsa_plugin is None:
+                return
+            if self.topk_indices_buffer is None:
+                raise PatchError(f"vLLM built a sparse MLA layer without a top-k buffer. {TURN_OFF}")
+            self.nsa_plugin_providers = providers()
+            self.nsa_plugin_layer: Any = None
+            self.kv_b_proj = kwargs["kv_b_proj"]
+            self.qk_nope_head_dim, self.qk_rope_head_dim = kwargs["qk_nope_head_dim"], kwargs["qk_rope_head_dim"]
+            self.v_head_dim = kwargs["v_head_dim"]
+            # Dense attention under the indexer's mask (SM100, 0.27 on) has no part in a plan.
+            self.masked_mha_available = False
+
+        def forward_mqa(self, q: Any, kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: Any, layer: Any) -> Any:
+            """(out [rows, heads, kv_lora_rank], None) of absorbed queries [rows, heads, 576], or both parts of them."""
+            if not isinstance(attn_metadata, PlannedMetadata):
+                return super().forward_mqa(q, kv_c_and_k_pe_cache, attn_metadata, layer)
+            pieces = attn_metadata.mqa
+            if len(pieces) == 1 and pieces[0].share is not None:
+                return _traded(self, pieces[0].share, _joined(q), kv_c_and_k_pe_cache, attn_metadata, pieces[0]), None
+            if len(pieces) == 1 and pieces[0].carrier is not Carrier.PROVIDER and not _faulty(self):
+                out, _ = super().forward_mqa(q, kv_c_and_k_pe_cache, pieces[0].stock, layer)
+                return out, None
+            q = _joined(q)
+            out = q.new_empty(q.shape[0], q.shape[1], self.kv_lora_rank)
+            stock = super().forward_mqa
+            for piece in pieces:
+                rows = piece.rows
+                _attend(self, stock, q[rows], kv_c_and_k_pe_cache, attn_metadata, piece, layer, out[rows])
+            return out, None
+
+        def forward_mha(
+            self,
+            q: torch.Tensor,
+            kv_c_normed: torch.Tensor,
+            k_pe: torch.Tensor,
+            kv_c_and_k_pe_cache: torch.Tensor,
+            attn_metadata: Any,
+            k_scale: torch.Tensor,
+            output: torch.Tensor,
+            output_scale: torch.Tensor | None = None,
+        ) -> None:
+            """Rows from `num_decode_tokens` on: q [rows, heads, qk_nope + qk_rope], output [rows, heads * v]."""
+            if not isinstance(attn_metadata, PlannedMetadata):
+                super().forward_mha(
+                    q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, output, output_scale
+                )
+                return
+            out = output.view(-1, self.num_heads, self.v_head_dim)
+            first = attn_metadata.num_decode_tokens
+            for dense in attn_metadata.mha:
+                rows = _behind(dense.rows, first)
+                latent = kv_c_normed[rows], k_pe.reshape(len(k_pe), -1)[rows]
+                out[rows] = _dense(self, q[rows], latent, kv_c_and_k_pe_cache, dense)
+            if attn_metadata.tail is not None:
+                rows = _behind(attn_metadata.tail.rows, first)
+                layer = _layer_of(self, layers)
+                nope, rope = q[rows].split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
+                absorbed = torch.bmm(nope.transpose(0, 1), layer.W_UK_T).transpose(0, 1)
+                query = _joined((absorbed, rope))
+                attended = query.new_empty(query.shape[0], query.shape[1], self.kv_lora_rank)
+                stock, tail = super().forward_mqa, attn_metadata.tail
+                _attend(self, stock, query, kv_c_and_k_pe_cache, attn_metadata, tail, layer, attended)
+                out[rows] = torch.bmm(attended.transpose(0, 1), layer.W_UV).transpose(0, 1)
+
+    Impl.__name__ = Impl.__qualname__ = f"Planned{stock.__name__}"
+    return Impl
+
+
+def _attend(
+    impl: Any,
+    stock: Callable[..., Any],
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    metadata: PlannedMetadata,
+    piece: Piece,
+    layer: Any,
+    out: torch.Tensor,
+) -> None:
+    """Write the attention of a piece's rows, [rows, heads, kv_lora_rank], into `out`.
+
+    Args:
+        stock: vLLM's own `forward_mqa`, bound.
+        q: [rows, heads, kv_lora_rank + qk_rope_head_dim].
+    """
+    if piece.share is not None:
+        out.copy_(_traded(impl, piece.share, q, kv_cache, metadata, piece))
+        return
+    selected = impl.topk_indices_buffer[piece.rows]
+    if piece.carrier is not Carrier.PROVIDER:
+        buffer = impl.topk_indices_buffer
+        impl.topk_indices_buffer = shifted(selected) if _faulty(impl) else selected
+        try:
+            out.copy_(stock(q, kv_cache, piece.stock, layer)[0])
+        finally:
+            impl.topk_indices_buffer = buffer
+        return
+    cache = _paged(impl, kv_cache)
+    assert piece.request_of_row is not None
+    slots = _slots(impl, selected, cache, metadata.block_table, piece.request_of_row)
+    _by_provider(impl, q, cache, slots, piece.plan, out)
+
+
+def _slots(
+    impl: Any, selected: torch.Tensor, cache: PagedCache, block_table: torch.Tensor, owners: torch.Tensor
+) -> torch.Tensor:
+    """int32 [rows, topk]: slots of the cache; deliberately wrong ones where the fault is asked for."""
+    transform = impl.nsa_plugin_providers.helper("index_transform_paged")
+    slots: torch.Tensor = transform(selected, block_table, page_size=cache.page_size, row_to_request=owners)
+    return shifted(slots) if _faulty(impl) else slots
+
+
+def _by_provider(
+    impl: Any, q: torch.Tensor, cache: PagedCache, slots: torch.Tensor, plan: Plan, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[rows, heads, kv_lora_rank] by the plan's provider, into `out` if that is given."""
+    providers: Providers = impl.nsa_plugin_providers
+    d_v = impl.kv_lora_rank
+    found: torch.Tensor
+    if plan.attention is Attention.SPARSE_PREFILL:
+        kernel = providers.load("sparse_mla_prefill", plan.provider, heads=q.shape[1])
+        found = kernel(q, cache, slots, scale=impl.scale, d_v=d_v, out=out).out
+    else:
+        kernel = providers.load("sparse_mla_decode", plan.provider, heads=q.shape[1])
+        into = None if out is None else out.unsqueeze(1)
+        found = kernel(q.unsqueeze(1), cache, slots.unsqueeze(1), scale=impl.scale, d_v=d_v, out=into).out.squeeze(1)
+    return found
+
+
+def _traded(
+    impl: Any, share: Share, q: torch.Tensor, kv_cache: torch.Tensor, metadata: PlannedMetadata, piece: Piece
+) -> torch.Tensor:
+    """[rows, heads, kv_lora_rank] of a piece whose ranks trade heads for tokens; valid until the next layer attends."""
+    owners, plan = piece.request_of_row, piece.plan
+    assert owners is not None
+    cache = _paged(impl, kv_cache)
+    copies = _Copies(impl, cache, piece.copied)
+
+    def attend_rows(q_rows: torch.Tensor, chosen: torch.Tensor, rows: slice) -> torch.Tensor:
+        if piece.copied:
+            first = share.rows.start
+            return _over_copies(impl, q_rows, chosen, slice(rows.start - first, rows.stop - first), copies, plan)
+        slots = _slots(impl, chosen, cache, metadata.block_table, owners[rows])
+        if piece.carrier is Carrier.PROVIDER:
+            return _by_provider(impl, q_rows, cache, slots, plan)
+        schedule = functools.partial(share.scheduled, id(impl), rows)
+        return flash_mla(q_rows, cache, slots, plan, scale=impl.scale, schedule=schedule)
+
+    return share.attend(q, impl.topk_indices_buffer[piece.rows], attend_rows)
+
+
+class _Copies:
+    """One layer's bf16 copies of what own rows' requests hold, asked for in order; each is made once, and one held."""
+
+    def __init__(self, impl: Any, cache: PagedCache, parts: tuple[Copied, ...]):
+        self._impl, self._cache, self.parts = impl, cache, parts
+        self._made: tuple[int, PagedCache] | None = None
+
+    def of(self, place: int, dtype: torch.dtype) -> PagedCache:
+        """The copy for `parts[place]`, as rows of one page."""
+        if self._made is None or self._made[0] != place:
+            self._made = None  # its memory is the next one's
+            read = self._impl.nsa_plugin_providers.helper("kv_cache_read")
+            rows = read(self._cache, self.parts[place].slots, dtype=dtype)
+            self._made = place, open_cache(rows.unsqueeze(0), "bf16")
+        return self._made[1]
+
+
+def _over_copies(
+    impl: Any, q: torch.Tensor, selected: torch.Tensor, own: slice, copies: _Copies, plan: Plan
+) -> torch.Tensor:
+    """[n, all heads, kv_lora_rank] by FlashMLA over bf16 copies of what the rows' requests hold.
+
+    Args:
+        q, selected: [n, ...], of a piece of own rows.
+        own: which they are, counted from this rank's first.
+    """
+    transform = impl.nsa_plugin_providers.helper("index_transform_ragged")
+    out = q.new_empty(q.shape[0], q.shape[1], impl.kv_lora_rank)
+    for place, part in enumerate(copies.parts):
+        first, end = max(part.rows.start, own.start), min(part.rows.stop, own.stop)
+        if first >= end:
+            continue
+        here = slice(first - own.start, end - own.start)
+        offsets = part.offsets[first - part.rows.start : end - part.rows.start]
+        rows = transform(selected[here], offsets)
+        if _faulty(impl):
+            rows = shifted(rows)
+        out[here] = flash_mla(q[here], copies.of(place, q.dtype), rows, plan, scale=impl.scale)
+    return out
+
+
+def _dense(
+    impl: Any,
+    q: torch.Tensor,
+    latent: tuple[torch.Tensor, torch.Tensor],
+    kv_cache: torch.Tensor,
+    piece: DensePiece,
+) -> torch.Tensor:
+    """[rows, heads, v_head_dim] of rows that see everything up to themselves.
+
+    Args:
+        latent: the rows' own kv_c [rows, kv_lora_rank] and k_pe [rows, qk_rope_head_dim].
+    """
+    providers: Providers = impl.nsa_plugin_providers
+    kv_c, k_pe = latent
+    if piece.slots is not None:
+        context = providers.helper("kv_cache_read")(_paged(impl, kv_cache), piece.slots, dtype=q.dtype)
+        # This step's tokens as they are, not as the cache rounds them: what vLLM's own dense prefill attends.
+        context[piece.fresh] = torch.cat([kv_c, k_pe], dim=-1)
+        kv_c, k_pe = context.split([impl.kv_lora_rank, impl.qk_rope_head_dim], dim=-1)
+    nope = impl.qk_nope_head_dim
+    kv = impl.kv_b_proj(kv_c.contiguous())[0].view(-1, impl.num_heads, nope + impl.v_head_dim)
+    k = kv.new_empty(kv.shape[0], impl.num_heads, nope + impl.qk_rope_head_dim)
+    k[..., :nope] = kv[..., :nope]
+    k[..., nope:] = k_pe.unsqueeze(1)
+    arguments: dict[str, Any] = {"scale": impl.scale}
+    if piece.plan.provider != "reference":
+        arguments |= {"max_seqlen_q": piece.max_q, "max_seqlen_k": piece.max_k}
+    mha = providers.load("mha_one_shot", piece.plan.provider, heads=impl.num_heads)
+    out: torch.Tensor = mha(q, k, kv[..., nope:], piece.cu_seqlens_q, piece.cu_seqlens_k, **arguments).out
+    return out
+
+
+def _paged(impl: Any, kv_cache: torch.Tensor) -> PagedCache:
+    return open_cache(kv_cache, impl.nsa_plugin.model.kv_layout)
+
+
+def _joined(q: Any) -> torch.Tensor:
+    """[rows, heads, kv_lora_rank + qk_rope_head_dim] of queries that vLLM hands over in two parts.
+
+    In memory of its own: vLLM's buffer for it is in a workspace that other kernels use too (vllm #56771).
+    """
+    return torch.cat(q, dim=-1) if isinstance(q, tuple) else q
+
+
+def _layer_of(impl: Any, layers: Layers) -> Any:
+    """vLLM's MLA layer that this implementation is of; it holds the absorbed weights.
+
+    Raises:
+        PatchError: vLLM does not list it.
+    """
+    if impl.nsa_plugin_layer is None:
+        impl.nsa_plugin_layer = next((one for one in layers().values() if getattr(one, "impl", None) is impl), None)
+        if impl.nsa_plugin_layer is None:
+            raise PatchError(f"vLLM's forward context does not list the MLA layer that is running. {TURN_OFF}")
+    return impl.nsa_plugin_layer
+
+
+def _faulty(impl: Any) -> bool:
+    return bool(impl.nsa_plugin.settings.fault == "shift_indices")
+
+
+def _behind(rows: slice | torch.Tensor, first: int) -> slice | torch.Tensor:
+    """Rows of the batch, counted from row `first`."""
+    return slice(rows.start - first, rows.stop - first) if isinstance(rows, slice) else rows - first

@@ -1,0 +1,291 @@
+"""vLLM's indexer under Plans: what it selects for, and how much memory its logits take, at four of its own seams.
+
+vLLM's operator `sparse_attn_indexer` stores the step's keys and selects for whatever its metadata lists. So:
+
+- `prefill_chunks`: requests that attend densely are in no chunk (their rows stay -1, and no piece of the attention
+  reads them), and a chunk's logits stay within the planner's budget, which follows the free memory. Where the ranks
+  trade heads for tokens, nor are the rows that another rank attends.
+- `prefill_topk`: the top-k of a prefill's logits by the plugin's kernel.
+- `planned_indexer_builder`: hands the batch to the planner before the chunks are asked for; steps whose logits, of
+  [rows, max_model_len], are over the budget are taken out of vLLM's metadata and come with a `StepSelection` instead.
+  Rows alone decide, so that a captured batch and its replays agree.
+- `wrap_indexer`: runs vLLM's function, then selects for such steps, some rows at a time. From 0.26 on vLLM's function
+  leaves out *every* prefill of a batch whose metadata says that dense attention runs; here only some do, so the name of
+  that metadata is withheld (vllm #52512 is what happens otherwise).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
+from typing import Any
+
+import torch
+
+from nsa_plugin.backends.common.providers import Providers
+from nsa_plugin.backends.vllm.v32.metadata import Planning, rows_one_by_one
+from nsa_plugin.backends.vllm.v32.routes import Planner, Split
+from nsa_plugin.backends.vllm.v32.token_shard import OwnRows
+from nsa_plugin.decision.plan import Plan
+from nsa_plugin.kernels.kv_cache import open_cache
+from nsa_plugin.kernels.topk import default_selector
+from nsa_plugin.libraries.registry import REFERENCE
+from nsa_plugin.patches.ledger import wrap
+
+ATTRIBUTE = "nsa_plugin_steps"
+CUDA_TOPK = "nsa_plugin.kernels.cuda.topk"
+DENSE_METADATA = "dense_mha_metadata_layer_name"
+
+Chunk = tuple[slice, slice]
+"""(requests of the batch, rows counted from the first of those requests)."""
+
+
+@dataclass(frozen=True)
+class StepSelection:
+    """Steps that the plugin selects for.
+
+    Attributes:
+        plan: theirs.
+        rows: rows at the front of the batch.
+        lengths: int32 [requests or rows], the keys that the last row of each sees; 0 or less where it only pads.
+        page_table: int32, a row for each of `lengths`.
+    """
+
+    plan: Plan
+    rows: int
+    lengths: torch.Tensor
+    page_table: torch.Tensor
+
+
+def prefill_chunks(original: Callable[..., list[Chunk]], planning: Planning) -> Callable[..., list[Chunk]]:
+    """For `split_indexer_prefill_chunks` (0.20 to 0.29), and for the builder's method of 0.30 on."""
+
+    def around(
+        original: Callable[..., list[Chunk]],
+        seq_lens_cpu: torch.Tensor,
+        query_lens_cpu: torch.Tensor,
+        workspace_size: int,
+        max_logits_bytes: int,
+        request_offset: int = 0,
+    ) -> list[Chunk]:
+        planner = planning()
+        split = None if planner is None else planner.current
+        count = len(seq_lens_cpu)
+        if planner is None or split is None or split.num_requests != request_offset + count:
+            return original(seq_lens_cpu, query_lens_cpu, workspace_size, max_logits_bytes, request_offset)
+        chunks: list[Chunk] = []
+        own = own_rows(split)
+        for first, end in runs(split, query_lens_cpu.tolist(), request_offset):
+            some = slice(first, end)
+            given = (seq_lens_cpu[some], query_lens_cpu[some], workspace_size, planner.logits_budget)
+            if own is None or request_offset + first < split.num_steps:
+                chunks += original(*given, request_offset + first)
+            else:
+                chunks += _own_chunks(original, given, request_offset + first, own)
+        return chunks
+
+    return wrap(original, around)
+
+
+def own_rows(split: Split) -> dict[int, OwnRows] | None:
+    """This rank's rows of each prefill that it has any of; None where no rows of prefills are dealt out."""
+    given = [one for one in (split.head_dealt, split.tail_dealt) if one is not None]
+    return {rows.request: rows for one in given for rows in one.own} if given else None
+
+
+def _own_chunks(
+    original: Callable[..., list[Chunk]], given: tuple[Any, ...], first: int, own: dict[int, OwnRows]
+) -> list[Chunk]:
+    """The chunks of this rank's rows of requests that lie together, from `first` on.
+
+    The rows lie together too, so that of a chunk's requests only the first may begin behind its first row: by as much
+    are the rows of the chunk shifted.
+    """
+    kv_lens, q_lens, *limits = given
+    places = [place for place in range(len(q_lens)) if first + place in own]
+    if not places:
+        return []
+    counts = torch.tensor([own[first + place].count for place in places], dtype=q_lens.dtype)
+    chunks = original(kv_lens[places[0] : places[-1] + 1], counts, *limits, first + places[0])
+    found: list[Chunk] = []
+    for requests, rows in chunks:
+        begin = own[requests.start].first
+        found.append((requests, slice(begin + rows.start, begin + rows.stop)))
+    return found
+
+
+def runs(split: Split, q_lens: list[int], offset: int) -> list[tuple[int, int]]:
+    """(first, end) of requests that lie together and select: those with rows that are not dense.
+
+    Steps that vLLM's indexer takes for prefills are a run of their own where a prefill's rows are dealt out.
+
+    Args:
+        q_lens: rows of the requests from `offset` on.
+    """
+    dense, apart = split.dense_requests, own_rows(split) is not None
+    selects = [
+        (rows > 0 and offset + place not in dense, apart and offset + place < split.num_steps)
+        for place, rows in enumerate(q_lens)
+    ]
+    found: list[tuple[int, int]] = []
+    place = 0
+    for (chosen, _), group in groupby(selects):
+        end = place + len(list(group))
+        if chosen:
+            found.append((place, end))
+        place = end
+    return found
+
+
+def prefill_topk(original: Callable[..., None], active: Callable[[], bool]) -> Callable[..., None]:
+    """For `top_k_per_row_prefill` of `vllm._custom_ops` (0.22 on), with what it is called with.
+
+    Args:
+        active: whether the plugin serves.
+    """
+
+    def around(
+        original: Callable[..., None],
+        logits: torch.Tensor,
+        cu_seqlen_ks: torch.Tensor,
+        cu_seqlen_ke: torch.Tensor,
+        raw_topk_indices: torch.Tensor,
+        num_rows: int,
+        stride0: int,
+        stride1: int,
+        topk_tokens: int,
+    ) -> None:
+        select = default_selector(logits.device, topk_tokens)
+        # Triton's reads the logits more often than vLLM's own.
+        slower = logits.is_cuda and select.__module__ != CUDA_TOPK
+        if slower or not active():
+            given = (logits, cu_seqlen_ks, cu_seqlen_ke, raw_topk_indices, num_rows, stride0, stride1, topk_tokens)
+            return original(*given)
+        # The result counts from the row's first key, as vLLM's does.
+        select(logits[:num_rows], cu_seqlen_ks, cu_seqlen_ke, topk_tokens, out=raw_topk_indices)
+        return None
+
+    return wrap(original, around)
+
+
+def planned_indexer_builder(stock: type, planning: Planning) -> type:
+    """vLLM's builder of the indexer's metadata, after the batch has been split."""
+
+    class Builder(stock):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            # Of a compressed cache (V4) a position is not a token.
+            self.nsa_plugin: Planner | None = planning() if getattr(self, "compress_ratio", 1) == 1 else None
+
+        def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+            planner = self.nsa_plugin
+            split = None if planner is None else planner.split(common_attn_metadata)
+            metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+            if split is not None and own_rows(split) is not None:
+                _select_for_own(metadata.prefill)
+            if planner is None or split is None or not over_budget(split) or not metadata.num_decode_tokens:
+                return metadata
+            return _without_steps(metadata, split, common_attn_metadata)
+
+    if hasattr(stock, "_split_indexer_prefill_chunks"):
+        split_chunks = staticmethod(prefill_chunks(stock._split_indexer_prefill_chunks, planning))
+        Builder._split_indexer_prefill_chunks = split_chunks  # type: ignore[attr-defined]
+    Builder.__name__ = Builder.__qualname__ = f"Planned{stock.__name__}"
+    return Builder
+
+
+def _select_for_own(prefill: Any) -> None:
+    """Make vLLM's metadata of a prefill that of a rank which selects for its own rows.
+
+    vLLM gathers a chunk's keys where the chunk begins with its first request's first row; own rows may begin anywhere.
+    And it has no ranks select for each other (`row_shard_sizes`, 0.32 on): they would exchange what nobody reads.
+    """
+    if prefill is None:
+        return
+    gathered = None
+    for chunk in prefill.chunks:
+        requests = (chunk.block_table.data_ptr(), chunk.num_reqs)
+        chunk.skip_kv_gather = requests == gathered
+        gathered = requests
+    if getattr(prefill, "row_shard_sizes", None) is not None:
+        prefill.row_shard_sizes = None
+
+
+def over_budget(split: Split) -> bool:
+    """Whether the logits of all steps at once are more than the plan allows."""
+    return split.steps is not None and 0 < split.steps.indexer.rows_per_chunk < split.step_rows
+
+
+def _without_steps(metadata: Any, split: Split, common: Any) -> Any:
+    """vLLM's metadata of the prefills alone, with the steps' selection beside it."""
+    assert split.steps is not None
+    # Requests that vLLM's indexer takes for prefills, because their rows are not as many as the others', stay its own.
+    requests = int(metadata.num_decodes)
+    rows = int(metadata.num_decode_tokens)
+    q_lens = [end - start for start, end in pairwise(split.starts[: requests + 1])]
+    lengths, table = common.seq_lens[:requests], common.block_table_tensor[:requests]
+    live, each = sum(count > 0 for count in q_lens), q_lens[0]
+    padded = q_lens == [each] * live + [0] * (requests - live) and rows == requests * (each or rows // requests)
+    if not padded:  # never captured: a row for itself; a request without rows may lie between others (vllm #51486)
+        owner, behind = rows_one_by_one(split.starts[: requests + 1])
+        rows = len(owner)
+        owner, behind = owner.to(lengths.device), behind.to(lengths.device)
+        lengths, table = lengths[owner] - behind.to(lengths.dtype), table[owner]
+    changed = replace(metadata, num_decodes=0, num_decode_tokens=0, decode=None)
+    setattr(changed, ATTRIBUTE, StepSelection(split.steps, rows, lengths, table))
+    return changed
+
+
+def wrap_indexer(original: Callable[..., Any], metadata: Callable[[], Any], providers: Callable[[], Providers]) -> Any:
+    """For vLLM's function `sparse_attn_indexer`, and for the implementation of its operator of that name.
+
+    Args:
+        metadata: gives `forward_context.attn_metadata`: a dict by layer, or None in the profiling run.
+        providers: those of this process.
+    """
+    signature = inspect.signature(original)
+    names = list(signature.parameters)
+    place, withholds = names.index("k_cache_prefix"), DENSE_METADATA in names
+
+    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        batch = metadata()
+        if not isinstance(batch, dict):
+            return original(*args, **kwargs)
+        prefix = args[place] if len(args) > place else kwargs["k_cache_prefix"]
+        steps: StepSelection | None = getattr(batch.get(getattr(prefix, "value", prefix)), ATTRIBUTE, None)
+        if steps is None and not withholds:
+            return original(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        if withholds:
+            bound.arguments[DENSE_METADATA] = ""
+        result = original(*bound.args, **bound.kwargs)
+        if steps is not None and steps.rows:
+            select_steps(steps, bound.arguments, providers())
+        return result
+
+    return wrap(original, around)
+
+
+def select_steps(steps: StepSelection, given: dict[str, Any], providers: Providers) -> None:
+    """Write the selection of the steps' rows into vLLM's buffer, with the logits of some rows at a time.
+
+    Args:
+        given: the arguments of vLLM's function, by name.
+    """
+    cache = open_cache(given["kv_cache"], "indexer_fp8")
+    requests = len(steps.lengths)
+    q = given["q_quant"][: steps.rows].unflatten(0, (requests, steps.rows // requests))
+    plan = steps.plan.indexer
+    arguments: dict[str, Any] = {"rows_per_chunk": plan.rows_per_chunk}
+    if plan.provider != REFERENCE:
+        arguments["max_len"] = given["max_model_len"]
+    if plan.provider == "deep_gemm":
+        arguments["metadata_provider"] = plan.metadata_provider or None
+    score = providers.load("indexer_topk_paged", plan.provider)
+    topk = given["topk_tokens"]
+    out = given["topk_indices_buffer"][: steps.rows, :topk]
+    weights = given["weights"][: steps.rows].float()
+    score(q, cache, weights, steps.lengths.int(), steps.page_table, topk, out=out, **arguments)

@@ -1,0 +1,363 @@
+"""The attention metadata of a batch in parts, and the builder that makes it: a subclass of vLLM's FlashMLA-sparse one.
+
+What vLLM's MLA layer reads is there under its names (0.20 to 0.33); what the plugin's implementation works on are
+`Piece`s and `DensePiece`s. All that a captured batch needs lies at addresses that stay: vLLM's block table, and a
+buffer of the builder that says whose row is whose. Nothing here waits for the device, and nothing for torch's threads,
+which `torch.repeat_interleave` would wake on a host: see `metadata.owner_of_rows`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from nsa_plugin.backends.common.token_shard import Share
+from nsa_plugin.backends.vllm.cpu.metadata import MLAMetadata, PrefillMetadata, owner_of_rows
+from nsa_plugin.backends.vllm.v32.routes import Carrier, DensePart, Planner, Split, carrier_of
+from nsa_plugin.backends.vllm.v32.token_shard import Copied, Dealt, OwnRows
+from nsa_plugin.decision.plan import Plan
+
+# Heads of a rank that vLLM's builder (0.20 to 0.29) takes for few and for many: fewer than 32 and it makes one mixed
+# batch of steps and prefills, else it takes them apart. From 0.30 on the builder keeps the answer in `MIXED_FLAG`.
+FEW_HEADS, MANY_HEADS = 1, 128
+MIXED_FLAG = "fp8_use_mixed_batch"
+
+Planning = Callable[[], Planner | None]
+"""The planner of this process, or None while vLLM serves by itself."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows that attend to selected tokens, in one call.
+
+    Attributes:
+        plan: the decision.
+        carrier: who runs it.
+        rows: of the batch: a slice, or int64 [n] where they do not lie together.
+        request_of_row: int32 [n], the block table's row of each, -1 for rows that only pad; None for vLLM's calls.
+        stock: vLLM's own metadata of these rows; None for the plugin's kernels.
+        share: this rank's rows, where heads are traded for tokens: then neither vLLM's call nor its metadata is used.
+        copied: own rows that are attended over a bf16 copy of an fp8 cache.
+    """
+
+    plan: Plan
+    carrier: Carrier
+    rows: slice | torch.Tensor
+    request_of_row: torch.Tensor | None = None
+    stock: Any = None
+    share: Share | None = None
+    copied: tuple[Copied, ...] = ()
+
+
+@dataclass(frozen=True)
+class DensePiece:
+    """Rows that attend densely, in one call.
+
+    Attributes:
+        plan: the decision.
+        rows: of the batch: a slice, or int64 [num_rows].
+        cu_seqlens_q, cu_seqlens_k: int32 [requests + 1], rows and context tokens, cumulative.
+        max_q, max_k: most rows and most context tokens of a request.
+        slots: int64 [context tokens], where the tokens of the contexts lie in the cache; None if no request has a
+            prefix, and all keys come from the batch itself.
+        fresh: int64 [num_rows], which of the context's tokens are this step's; None as `slots`.
+    """
+
+    plan: Plan
+    rows: slice | torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+    max_q: int
+    max_k: int
+    slots: torch.Tensor | None = None
+    fresh: torch.Tensor | None = None
+
+
+@dataclass(kw_only=True)
+class PlannedMetadata(MLAMetadata):
+    """A batch's metadata. `num_decode_tokens` are all rows before the first dense request, whatever their phase.
+
+    Attributes:
+        decode: only looked at for being there.
+        mqa: what `forward_mqa` runs, in order; covers its rows.
+        mha: what `forward_mha` runs densely.
+        tail: what `forward_mha` attends sparsely: prefills that select, behind the first dense one.
+    """
+
+    mqa: tuple[Piece, ...]
+    mha: tuple[DensePiece, ...]
+    tail: Piece | None
+    decode: str = "nsa_plugin"
+
+
+def planned_builder(stock: type, planning: Planning) -> type:
+    """vLLM's builder class with the plugin's `build`; vLLM's own while `planning()` gives None."""
+
+    class Builder(stock):
+        # A draft's later steps build anew: what is updated in place would be vLLM's own fields.
+        supports_draft_decode_metadata_update = False
+
+        def __init__(self, kv_cache_spec: Any, layer_names: Any, vllm_config: Any, device: Any, **more: Any) -> None:
+            super().__init__(kv_cache_spec, layer_names, vllm_config, device, **more)
+            self.nsa_plugin = planner = planning()
+            if planner is None:
+                return
+            # From 0.28 on vLLM counts requests of up to 256 rows as steps here; the plans' steps are shorter.
+            self.reorder_batch_threshold = planner.step_tokens
+            scheduler = vllm_config.scheduler_config
+            captured = getattr(vllm_config.compilation_config, "max_cudagraph_capture_size", None) or 0
+            rows = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * planner.step_tokens, int(captured))
+            self.nsa_plugin_request_of_row = torch.full((rows,), -1, dtype=torch.int32, device=device)
+
+        def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+            planner: Planner | None = self.nsa_plugin
+            if planner is None:
+                return super().build(common_prefix_len, common_attn_metadata, fast_build)
+            build = super().build
+
+            def stock_metadata(common: Any, carrier: Carrier) -> Any:
+                with _form(self, carrier):
+                    return build(common_prefix_len, common, fast_build)
+
+            split = planner.split(common_attn_metadata)
+            page_size = int(self.kv_cache_spec.block_size)
+            owners = self.nsa_plugin_request_of_row
+            return assemble(split, planner, common_attn_metadata, page_size, owners, stock_metadata)
+
+    Builder.__name__ = Builder.__qualname__ = f"Planned{stock.__name__}"
+    return Builder
+
+
+@contextmanager
+def _form(builder: Any, carrier: Carrier) -> Iterator[None]:
+    """Let vLLM's builder choose the form of a prefill over an fp8 cache that the carrier names."""
+    if carrier not in (Carrier.MIXED, Carrier.SEPARATE):
+        yield
+        return
+    mixed = carrier is Carrier.MIXED
+    heads = FEW_HEADS if mixed else MANY_HEADS
+    name, value = (MIXED_FLAG, mixed) if hasattr(builder, MIXED_FLAG) else ("num_heads", heads)
+    before = getattr(builder, name)
+    setattr(builder, name, value)
+    try:
+        yield
+    finally:
+        setattr(builder, name, before)
+
+
+def assemble(
+    split: Split,
+    planner: Planner,
+    common: Any,
+    page_size: int,
+    request_of_row: torch.Tensor,
+    stock_metadata: Callable[[Any, Carrier], Any],
+) -> PlannedMetadata:
+    """The metadata of a batch that is split.
+
+    Args:
+        common: vLLM's CommonAttentionMetadata of the batch.
+        page_size: tokens a page of the block table.
+        request_of_row: int32 [at least the rows], filled here; captured graphs keep its address.
+        stock_metadata: vLLM's own metadata of (a part's CommonAttentionMetadata, the carrier of its sparse rows).
+    """
+    owners = request_of_row[: split.num_rows]
+    layout = planner.model.kv_layout
+    selecting = [plan for plan in (split.steps, split.sparse) if plan is not None]
+    if any(plan.token_shard or carrier_of(plan, layout) is Carrier.PROVIDER for plan in selecting):
+        owners.copy_(_to_device(_owners(split), owners), non_blocking=True)
+
+    def piece(
+        plan: Plan, rows: slice | torch.Tensor, requests: Sequence[int], given: Dealt | None, keep: bool = False
+    ) -> Piece:
+        carrier = carrier_of(plan, layout)
+        if given is not None:
+            assert planner.exchange is not None
+            copied: tuple[Copied, ...] = ()
+            if plan.dequantize_kv:
+                copied = _copied(given.own, common.block_table_tensor, owners, page_size, planner.max_model_len)
+            share = Share(planner.exchange, given.partition, plan.token_shard_chunks)
+            return Piece(plan, carrier, rows, owners[rows], share=share, copied=copied)
+        if carrier is Carrier.PROVIDER:
+            return Piece(plan, carrier, rows, owners[rows])
+        whole = len(requests) == split.num_requests
+        stock = stock_metadata(common if whole else part_of(common, split, requests), carrier)
+        # vLLM's builder has one buffer for whose row is whose, and the next part overwrites it.
+        if keep and isinstance(getattr(stock, "req_id_per_token", None), torch.Tensor):
+            stock = replace(stock, req_id_per_token=stock.req_id_per_token.clone())
+        return Piece(plan, carrier, rows, stock=stock)
+
+    first_dense, head, behind = split.mha_request, split.head_requests, split.tail_requests
+    mqa: list[Piece] = []
+    tail = None
+    # What is built last may use the buffers of vLLM's builder, so that a batch of one part is as vLLM makes it.
+    if behind:
+        assert split.sparse is not None
+        tail = piece(split.sparse, _rows(split, behind, owners), behind, split.tail_dealt, keep=True)
+    if head:
+        assert split.sparse is not None
+        rows = slice(split.step_rows, split.mha_row)
+        mqa.append(piece(split.sparse, rows, head, split.head_dealt, keep=split.steps is not None))
+    if split.steps is not None:
+        steps = range(split.num_steps)
+        mqa.insert(0, piece(split.steps, slice(0, split.step_rows), steps, split.steps_dealt))
+    table = common.block_table_tensor
+    dense = tuple(_dense_piece(split, part, table, owners, page_size) for part in split.dense)
+    prefill = None
+    if split.num_steps < split.num_requests:
+        bounds = split.starts[split.num_steps :]
+        longest = max(end - start for start, end in pairwise(bounds))
+        prefill = PrefillMetadata(use_dense_mha=bool(dense), max_query_len=longest, chunked_context="nsa_plugin")
+    return PlannedMetadata.of(
+        common,
+        num_decodes=first_dense,
+        num_prefills=split.num_requests - first_dense,
+        num_decode_tokens=split.mha_row,
+        topk_tokens=planner.model.index_topk,
+        prefill_max_seq_len=common.max_seq_len,
+        prefill=prefill,
+        mqa=tuple(mqa),
+        mha=dense,
+        tail=tail,
+    )
+
+
+def part_of(common: Any, split: Split, requests: Sequence[int]) -> Any:
+    """vLLM's CommonAttentionMetadata of some requests of a batch, as if there were no others."""
+    q_lens = [split.starts[request + 1] - split.starts[request] for request in requests]
+    starts = torch.tensor([0, *accumulate(q_lens)], dtype=torch.int32)
+    on_host = _places(requests)
+    chosen = on_host if isinstance(on_host, slice) else _to_device(on_host, common.seq_lens)
+    rows = _rows(split, requests, common.slot_mapping)
+    changed: dict[str, Any] = {
+        "query_start_loc": _to_device(starts, common.query_start_loc),
+        "query_start_loc_cpu": starts,
+        "num_reqs": len(requests),
+        "num_actual_tokens": sum(q_lens),
+        "max_query_len": max(q_lens),
+        "slot_mapping": common.slot_mapping[rows],
+        "seq_lens": common.seq_lens[chosen],
+        "block_table_tensor": common.block_table_tensor[chosen],
+    }
+    # What else there is depends on the version: a value for each request or row, or something derived from all of them.
+    for name in {field.name for field in fields(common)} - set(changed):
+        value = getattr(common, name)
+        if name.endswith("_cache"):
+            changed[name] = None
+        elif isinstance(value, torch.Tensor) and value.dim() and value.shape[0] == common.num_reqs:
+            changed[name] = value[chosen if value.is_cuda else on_host]
+        elif isinstance(value, torch.Tensor) and value.dim() and value.shape[0] == split.num_rows:
+            changed[name] = value[rows]
+    return replace(common, **changed)
+
+
+def _dense_piece(
+    split: Split, part: DensePart, block_table: torch.Tensor, like: torch.Tensor, page_size: int
+) -> DensePiece:
+    """The piece of a dense part; its tensors are on `like`'s device, and nothing is read back."""
+
+    def bounds(lens: Iterable[int]) -> torch.Tensor:
+        return _to_device(torch.tensor([0, *accumulate(lens)], dtype=torch.int32), like)
+
+    piece = DensePiece(
+        plan=part.plan,
+        rows=_rows(split, part.requests, like),
+        cu_seqlens_q=bounds(part.q_lens),
+        cu_seqlens_k=bounds(part.kv_lens),
+        max_q=max(part.q_lens),
+        max_k=max(part.kv_lens),
+    )
+    if not part.has_prefix:
+        return piece
+    firsts = accumulate(part.kv_lens[:-1], initial=0)
+    fresh = torch.cat(
+        [
+            torch.arange(start + kv_len - q_len, start + kv_len)
+            for start, q_len, kv_len in zip(firsts, part.q_lens, part.kv_lens, strict=True)
+        ]
+    )
+    slots = _context_slots(part.requests, part.kv_lens, block_table, like, page_size)
+    return replace(piece, slots=slots, fresh=_to_device(fresh, like))
+
+
+def _context_slots(
+    requests: Sequence[int], kv_lens: Sequence[int], block_table: torch.Tensor, like: torch.Tensor, page_size: int
+) -> torch.Tensor:
+    """int64 [context tokens], on `like`'s device: where the first tokens of requests lie in the cache."""
+    lens = np.asarray(kv_lens, dtype=np.int64)
+    first = np.cumsum(lens) - lens
+    request = _to_device(torch.from_numpy(np.repeat(np.asarray(requests, dtype=np.int64), lens)), like)
+    position = _to_device(torch.from_numpy(np.arange(lens.sum()) - np.repeat(first, lens)), like)
+    pages = block_table[request, position // page_size].long()
+    return pages * page_size + position % page_size
+
+
+def _copied(
+    own: Sequence[OwnRows], block_table: torch.Tensor, like: torch.Tensor, page_size: int, most: int
+) -> tuple[Copied, ...]:
+    """Own rows in parts, whose contexts are copied together: no more than so many tokens, or a single request's."""
+    parts: list[list[OwnRows]] = []
+    held = 0
+    for rows in own:
+        if parts and held + rows.context <= most:
+            parts[-1].append(rows)
+            held += rows.context
+        else:
+            parts.append([rows])
+            held = rows.context
+    found: list[Copied] = []
+    first = 0
+    for part in parts:
+        contexts = [rows.context for rows in part]
+        begins = np.asarray(list(accumulate(contexts[:-1], initial=0)), dtype=np.int32)
+        offsets = _to_device(torch.from_numpy(np.repeat(begins, [rows.count for rows in part])), like)
+        slots = _context_slots([rows.request for rows in part], contexts, block_table, like, page_size)
+        found.append(Copied(slice(first, first + len(offsets)), slots, offsets))
+        first += len(offsets)
+    return tuple(found)
+
+
+def _owners(split: Split) -> torch.Tensor:
+    """int32 [num_rows] on the host: the request of each row, -1 for rows behind the last request."""
+    owners = np.full(split.num_rows, -1, dtype=np.int32)
+    owners[: split.starts[-1]] = owner_of_rows(split.starts)
+    return torch.from_numpy(owners)
+
+
+def rows_one_by_one(starts: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the request of each row, how many of its rows come behind it), int64 on the host.
+
+    Args:
+        starts: as `owner_of_rows` has them.
+    """
+    owner = owner_of_rows(starts).astype(np.int64)
+    ends = np.asarray(starts[1:], dtype=np.int64)
+    return torch.from_numpy(owner), torch.from_numpy(ends[owner] - 1 - np.arange(starts[0], starts[-1]))
+
+
+def _rows(split: Split, requests: Sequence[int], like: torch.Tensor) -> slice | torch.Tensor:
+    """The rows of requests: a slice where they lie together, else int64 on `like`'s device."""
+    if requests[-1] - requests[0] + 1 == len(requests):
+        return slice(split.starts[requests[0]], split.starts[requests[-1] + 1])
+    spans = [torch.arange(split.starts[request], split.starts[request + 1]) for request in requests]
+    return _to_device(torch.cat(spans), like)
+
+
+def _places(requests: Sequence[int]) -> slice | torch.Tensor:
+    """The places of requests in the batch, for indexing: a slice, or int64 on the host."""
+    if requests[-1] - requests[0] + 1 == len(requests):
+        return slice(requests[0], requests[-1] + 1)
+    return torch.tensor(list(requests))
+
+
+def _to_device(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Host values on `like`'s device, without waiting for it."""
+    if not like.is_cuda:
+        return values
+    return values.pin_memory().to(like.device, non_blocking=True)

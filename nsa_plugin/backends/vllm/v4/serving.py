@@ -1,0 +1,165 @@
+"""What one worker process of vLLM works with for DeepSeek-V4: `GpuServing` with V4's plans and kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from nsa_plugin.backends.common.providers import Providers
+from nsa_plugin.backends.common.v4 import DIRECT, LAYOUT, RATIOS
+from nsa_plugin.backends.common.warm import refusal
+from nsa_plugin.backends.vllm.startup.model import refuse_on_gpu, step_tokens, v4_shape
+from nsa_plugin.backends.vllm.v4.routes import V4Planner, carrier_of, own_kernels
+from nsa_plugin.backends.vllm.v32.serving import ROWS, VENDORED, GpuServing, refuse_device
+from nsa_plugin.decision.plan import IndexerMode, Plan
+from nsa_plugin.decision.shapes import ModelShape
+from nsa_plugin.errors import NsaPluginError, SettingsError
+from nsa_plugin.kernels.kv_cache import PagedCache, allocate_cache
+
+BACKENDS = ("FLASHMLA_SPARSE_DSV4", "V4_FLASHMLA_SPARSE")
+"""vLLM's names of the backend whose layers attend by plans: since 0.23, and before."""
+
+WINDOW_PAGE = 64
+BLOCK = 256
+"""Tokens of a page of the window's cache, and of a block of the compressed ones."""
+WARM_ROWS, WARM_COLUMNS = 4, 128
+
+
+@dataclass(kw_only=True)
+class V4Serving(GpuServing):
+    """One a worker process."""
+
+    backend: ClassVar[str] = BACKENDS[0]
+
+    def planning(self) -> V4Planner:
+        """The planner, made at the first call.
+
+        Raises:
+            ShapeError, SettingsError, NoProviderError: the model, the configuration or the machine does not fit.
+        """
+        if not isinstance(self.planner, V4Planner):
+            refuse_on_gpu(self.vllm_config)
+            if self.resolved.settings.token_shard == "on":
+                raise SettingsError(
+                    "token_shard is on and cannot work here: DeepSeek-V4's layers under vLLM trade no heads for "
+                    "tokens; allowed here: auto, off"
+                )
+            device, scheduler = self.device_profile(), self.vllm_config.scheduler_config
+            refuse_device(device, self.backend)
+            planner = V4Planner(
+                model=v4_shape(self.vllm_config),
+                device=device,
+                settings=self.resolved.settings,
+                max_model_len=self.vllm_config.model_config.max_model_len,
+                step_tokens=step_tokens(self.vllm_config),
+                trace=self.trace,
+                count=self.count,
+                request_ids=self.request_ids,
+            )
+            planner.validate(prefill_rows=scheduler.max_num_batched_tokens, step_requests=scheduler.max_num_seqs)
+            self.providers = Providers(LAYOUT, device.sm, vendored=VENDORED)
+            self.planner = planner
+        return self.planner
+
+    def prepare(self, device: torch.device) -> None:
+        """The worker has chosen its GPU and is about to load its model, whose layers choose their backend themselves.
+
+        Raises:
+            ShapeError, SettingsError, NoProviderError: see `planning` and `warm`.
+        """
+        self.planning()
+        self.warm(device)
+
+    def run_kernels(self, device: torch.device) -> None:
+        planner = self.planning()
+        warm_v4(own_kernels(_samples(planner)), self.loaded(), planner.model, device)
+
+    def layers(self) -> tuple[int, set[str]]:
+        """How many layers of the model attend by plans, and the names of the other ones' backends."""
+        planned, others = 0, set()
+        for layer in self.vllm_config.compilation_config.static_forward_context.values():
+            if not hasattr(layer, "swa_cache_layer"):
+                continue
+            name = str(layer.get_attn_backend().get_name())
+            if name in BACKENDS and self.planner is not None:
+                planned += 1
+            else:
+                others.add(name)
+        return planned, others
+
+    def notes(self) -> list[str]:
+        """What stays vLLM's own although the plugin is on."""
+        planned, others = self.layers()
+        found = [
+            f"layers on vLLM's backend {name} stay vLLM's own: nsa-plugin plans for {BACKENDS[0]}"
+            for name in sorted(others)
+        ]
+        if planned and self.resolved.settings.decode_backend == "auto":
+            found.append("decode_backend is auto: decode and verify steps of DeepSeek-V4 stay vLLM's own")
+        return found
+
+    def in_words(self, plan: Plan) -> str:
+        carrier = carrier_of(plan)
+        own = "" if carrier == DIRECT else ", vLLM's FlashMLA"
+        text = f"{carrier} by {plan.provider}{own}; {plan.reasons['provider']}"
+        if plan.indexer.mode is IndexerMode.TOPK:
+            text += f"; logits of {plan.indexer.rows_per_chunk} rows at once"
+        return text
+
+
+def _samples(planner: V4Planner) -> Iterator[Plan]:
+    """What batches of some sizes take."""
+    for rows in ROWS:
+        with suppress(NsaPluginError):  # a size that nothing carries, and that need never come
+            yield planner.step_plan(rows, rows, 1)
+            if rows <= planner.max_model_len:
+                yield planner.prefill_plan(rows, rows)
+                yield planner.prefill_plan(rows, planner.max_model_len)
+
+
+def warm_v4(kernels: set[tuple[str, str]], providers: Providers, model: ModelShape, device: torch.device) -> None:
+    """Run each kernel once on a few rows, of every compress ratio, and wait for it.
+
+    Args:
+        kernels: (op, provider) of sparse attention.
+
+    Raises:
+        NoProviderError: one does not run here; says which and why.
+    """
+    q = torch.zeros(WARM_ROWS, model.heads_per_rank, model.kv_lora_rank, dtype=torch.bfloat16, device=device)
+    sink = torch.zeros(model.heads_per_rank, dtype=torch.float32, device=device)
+    lengths = torch.arange(1, WARM_ROWS + 1, dtype=torch.int32, device=device)
+    column = torch.arange(max(WARM_COLUMNS, model.index_topk), dtype=torch.int32, device=device)
+    slots = torch.where(column < lengths.unsqueeze(1), column, -1).int()
+
+    def cache(page_size: int) -> PagedCache:
+        return allocate_cache(LAYOUT, -(-WARM_ROWS // page_size), page_size, device=device)
+
+    for op, name in sorted(kernels):
+        steps = op == "sparse_mla_decode"
+        for ratio in RATIOS:
+            arguments: dict[str, Any] = {"scale": 1.0, "d_v": model.kv_lora_rank, "attn_sink": sink}
+            if ratio:
+                chosen = slots[:, : model.index_topk if ratio == 4 else WARM_COLUMNS]
+                arguments["extra_cache" if steps else "extra_kv"] = cache(BLOCK // ratio)
+                arguments |= {"extra_indices": _shaped(chosen, steps), "extra_topk_length": lengths}
+            window = slots[:, : model.sliding_window]
+            try:
+                kernel = providers.load(op, name, heads=model.heads_per_rank)
+                result = kernel(
+                    _shaped(q, steps), cache(WINDOW_PAGE), _shaped(window, steps), topk_length=lengths, **arguments
+                )
+                # The caches are all zeros, so any other value is not attention's.
+                right = not bool(result.out.any())
+            except Exception as error:  # a compiler's, the driver's, or CUDA's own
+                raise refusal(f"{name}'s {op} for DeepSeek-V4", repr(error)) from error
+            if not right:
+                raise refusal(f"{name}'s {op} for DeepSeek-V4", "attention over a cache of zeros is not zero")
+
+
+def _shaped(tensor: torch.Tensor, by_sequence: bool) -> torch.Tensor:
+    return tensor.unsqueeze(1) if by_sequence else tensor

@@ -1,0 +1,1 @@
+"""Kernel libraries: what each one provides, on which devices, and within which limits."""

@@ -1,0 +1,1 @@
+"""Developer and user tools: kernel benchmarks and engine comparisons."""

@@ -1,0 +1,171 @@
+"""The record of a suite: what was measured, on what, from which commit.
+
+    {"schema": 1, "suite", "command", "date",
+     "host": {"gpu", "gpus", "torch", "triton", "libraries", "commit", "l2",
+              "copy_gb_s", "matmul_tflops", "fp8_matmul_tflops"},
+     "rows": [{"op", "case", "provider", "median_us", "min_us", "runs", "timing", "floor_us", "baseline",
+               "baseline_us", "speedup", "max_error", ...}],
+     "refused": [{"op", "case", "provider", "reason"}], "failed": [the same], "skipped": [{"op", "case"}]}
+
+Some rows have more: `gather_us`, `extra_mib`, `up_projection_us`, `absorb_us`. Nothing that failed or was
+wrong is among the rows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nsa_plugin.commands.arguments import elsewhere
+from nsa_plugin.tools.bench.cases import BenchError, Suite
+from nsa_plugin.tools.bench.floors import Rates
+
+if TYPE_CHECKING:
+    from nsa_plugin.tools.bench.runner import Outcome
+
+SCHEMA = 1
+# Options of a command that are one machine's; the commit is the host's part of a record.
+_WHERE = ("--json", "--commit")
+FLUSHED, BACK_TO_BACK = "flushed", "back to back"  # how a timed run finds the L2 cache
+LIBRARIES = (
+    "sgl-flash-mla",
+    "sgl-deep-gemm",
+    "flashinfer-python",
+    "sglang-kernel",
+    "sgl-kernel",
+    "sglang",
+    "vllm",
+)
+
+_ROW_KEYS = frozenset(
+    {"op", "case", "provider", "median_us", "min_us", "runs", "floor_us", "baseline", "baseline_us", "speedup"}
+    | {"max_error"}
+)
+_HOST_KEYS = frozenset({"gpu", "gpus", "torch", "triton", "libraries", "commit"})
+
+
+def host_slug(gpu: str) -> str:
+    """The folder of a GPU's records: "h200" for "NVIDIA H200"."""
+    words = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
+    return words.removeprefix("nvidia-") or "gpu"
+
+
+def describe_host(rates: Rates, *, l2: str, commit: str | None = None) -> dict[str, Any]:
+    """The host part of a record made on this machine's current GPU.
+
+    Args:
+        l2: the state of the L2 cache at the start of a run: FLUSHED or BACK_TO_BACK.
+        commit: of the source; None: the checkout's own.
+    """
+    import torch
+
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "gpus": 1,
+        "torch": torch.__version__,
+        "triton": version("triton"),
+        "libraries": {name: found for name in LIBRARIES if (found := version(name))},
+        "commit": checkout() if commit is None else commit,
+        "l2": l2,
+        **{name: None if value is None else round(value, 1) for name, value in asdict(rates).items()},
+    }
+
+
+def as_record(suite: Suite, outcome: Outcome, host: Mapping[str, Any], command: Sequence[str]) -> dict[str, Any]:
+    """The record of one run of a suite. Runs back to back are a suite of their own: SUITE-back-to-back."""
+    back_to_back = host["l2"] == BACK_TO_BACK
+    return {
+        "schema": SCHEMA,
+        "suite": f"{suite.name}-back-to-back" if back_to_back else suite.name,
+        "command": " ".join(elsewhere(command, _WHERE)),
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        "host": dict(host),
+        "rows": outcome.rows,
+        "refused": outcome.refused,
+        "failed": outcome.failed,
+        "skipped": [{"op": case.op, "case": case.as_dict()} for case in outcome.skipped],
+    }
+
+
+def check(record: Any, where: str) -> dict[str, Any]:
+    """The record itself, if it is one of this schema.
+
+    Raises:
+        BenchError: something is missing; the message names it and `where`.
+    """
+    if not isinstance(record, dict) or record.get("schema") != SCHEMA:
+        raise BenchError(f"{where}: not a record of schema {SCHEMA}")
+    for name in ("suite", "command", "date", "host", "rows"):
+        if name not in record:
+            raise BenchError(f"{where}: {name!r} is missing")
+    if missing := _HOST_KEYS - record["host"].keys():
+        raise BenchError(f"{where}: host lacks {', '.join(sorted(missing))}")
+    for position, row in enumerate(record["rows"]):
+        if missing := _ROW_KEYS - row.keys():
+            raise BenchError(f"{where}: row {position} lacks {', '.join(sorted(missing))}")
+    return record
+
+
+def is_timing(record: Any) -> bool:
+    """Whether a record is of this command: `docs/benchmarks` also keeps those of engines and of the demo."""
+    rows = record.get("rows") if isinstance(record, dict) else None
+    return isinstance(rows, list) and bool(rows) and "median_us" in rows[0]
+
+
+def write(record: Mapping[str, Any], folder: Path) -> Path:
+    """Write the record whole, or not at all, to FOLDER/<host>/<suite>.json."""
+    path = folder / host_slug(record["host"]["gpu"]) / f"{record['suite']}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(check(record, str(path)), indent=1) + "\n")
+    os.replace(partial, path)
+    return path
+
+
+def read(folder: Path) -> dict[str, list[tuple[Path, dict[str, Any]]]]:
+    """The records of FOLDER/<host>/*.json that hold timings, by host, in the order of their names.
+
+    Raises:
+        BenchError: a file is not JSON, or a record of timings is not of this schema.
+    """
+    hosts: dict[str, list[tuple[Path, dict[str, Any]]]] = {}
+    for path in sorted(folder.glob("*/*.json")):
+        try:
+            record = json.loads(path.read_text())
+        except json.JSONDecodeError as error:
+            raise BenchError(f"{path}: not JSON: {error}") from error
+        if is_timing(record):
+            hosts.setdefault(path.parent.name, []).append((path, check(record, str(path))))
+    return hosts
+
+
+def version(distribution: str) -> str:
+    """The installed version, "" without one."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def checkout() -> str:
+    """The checkout's commit, with "+changes" where tracked files differ from it; "" where there is no checkout."""
+    here = str(Path(__file__).parent)
+
+    def git(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["git", "-C", here, *arguments], capture_output=True, text=True)
+
+    try:
+        found, changes = git("rev-parse", "--short", "HEAD"), git("status", "--porcelain", "--untracked-files=no")
+    except OSError:  # no git
+        return ""
+    if found.returncode:
+        return ""
+    return found.stdout.strip() + ("+changes" if changes.stdout.strip() else "")

@@ -1,0 +1,329 @@
+"""What the engines run today, to compare with: the libraries called as SGLang and vLLM call them.
+
+Every function makes a call from a case's inputs. The library is imported when the call is made, so that one
+which is missing refuses with ImportError. Padding of heads is part of the call, as it is part of an engine's
+step; scheduler metadata, which an engine makes once for all layers, is not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from nsa_plugin.kernels.checks import KernelArgumentError
+from nsa_plugin.kernels.kv_cache import PagedCache
+from nsa_plugin.kernels.sparse_mla import DecodeOutput, PrefillOutput
+from nsa_plugin.kernels.swa_indices import IndexRows
+from nsa_plugin.kernels.v4_prefill import Attention
+from nsa_plugin.tools.bench.workload import Call
+
+D_V = 512
+
+# What the libraries take on SM90.
+HEADS = (64, 128)
+PREFILL_TOPK_MULTIPLE, DECODE_TOPK_MULTIPLE = 128, 64
+INDEXER_HEADS = (32, 64)
+
+
+def padded_heads(heads: int) -> int:
+    """The head count that FlashMLA is given for `heads`.
+
+    Raises:
+        KernelArgumentError: it takes no such count.
+    """
+    for count in HEADS:
+        if heads <= count:
+            return count
+    raise KernelArgumentError(f"flash_mla: heads is {heads}; it takes at most {HEADS[-1]}")
+
+
+def _require_multiple(indices: torch.Tensor, multiple: int) -> None:
+    topk = indices.shape[-1]
+    if topk % multiple:
+        raise KernelArgumentError(f"flash_mla: topk is {topk}; it takes multiples of {multiple}")
+
+
+def pad(q: torch.Tensor) -> torch.Tensor:
+    """q [..., heads, d_qk] with heads of zeros added up to what FlashMLA takes; itself if none are."""
+    heads = q.shape[-2]
+    padded = padded_heads(heads)
+    if padded == heads:
+        return q
+    wide = q.new_zeros((*q.shape[:-2], padded, q.shape[-1]))
+    wide[..., :heads, :] = q
+    return wide
+
+
+def flash_mla_prefill(
+    q: torch.Tensor, rows: torch.Tensor, indices: torch.Tensor, scale: float, lengths: torch.Tensor | None = None
+) -> Call:
+    """flash_mla_sparse_fwd over bf16 rows [s_kv, d_qk], heads padded."""
+    library: Any = import_module("flash_mla")
+    heads = q.shape[-2]
+    padded_heads(heads)
+    _require_multiple(indices, PREFILL_TOPK_MULTIPLE)
+
+    def call() -> PrefillOutput:
+        out, max_logits, lse = library.flash_mla_sparse_fwd(
+            pad(q), rows.unsqueeze(1), indices.unsqueeze(1), scale, D_V, topk_length=lengths, use_legacy=True
+        )
+        return PrefillOutput(out[:, :heads], max_logits[:, :heads], lse[:, :heads])
+
+    return call
+
+
+def flash_mla_decode(
+    q: torch.Tensor,
+    cache: PagedCache,
+    indices: torch.Tensor,
+    scale: float,
+    *,
+    topk_length: torch.Tensor | None = None,
+    extra_cache: PagedCache | None = None,
+    extra: IndexRows | None = None,
+) -> Call:
+    """flash_mla_with_kvcache on an fp8 cache, heads padded; indices [batch, s_q, topk]."""
+    library: Any = import_module("flash_mla")
+    heads = q.shape[-2]
+    padded_heads(heads)
+    for entries in (indices,) if extra is None else (indices, extra.indices):
+        _require_multiple(entries, DECODE_TOPK_MULTIPLE)
+    metadata, _ = library.get_mla_metadata()
+    more: dict[str, Any] = {"topk_length": topk_length}
+    if extra_cache is not None and extra is not None:
+        more |= {
+            "extra_k_cache": extra_cache.as_records(),
+            "extra_indices_in_kvcache": extra.indices.unsqueeze(1),
+            "extra_topk_length": extra.lengths,
+        }
+
+    def call() -> DecodeOutput:
+        out, lse = library.flash_mla_with_kvcache(
+            pad(q),
+            cache.as_records(),
+            None,
+            None,
+            D_V,
+            metadata,
+            softmax_scale=scale,
+            is_fp8_kvcache=True,
+            indices=indices,
+            use_legacy=True,
+            **more,
+        )
+        return DecodeOutput(out[..., :heads, :], lse[:, :heads])
+
+    return call
+
+
+def flash_mla_rows() -> Attention:
+    """flash_mla_sparse_fwd as what attends a workspace of bf16 rows, heads padded.
+
+    As the SGLang adapter calls it: the kernel's own output is handed on and the combined indices are taken as they
+    are. The provider behind the op's contract copies both. It takes neither a sink nor a place for the output.
+    """
+    library: Any = import_module("flash_mla")
+
+    def attend(
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        indices: torch.Tensor,
+        *,
+        scale: float,
+        d_v: int,
+        topk_length: torch.Tensor | None,
+        attn_sink: torch.Tensor | None,
+        out: torch.Tensor | None,
+        out_dtype: torch.dtype | None,
+    ) -> PrefillOutput:
+        if attn_sink is not None or out is not None or out_dtype is not None:
+            raise KernelArgumentError("flash_mla_rows: attn_sink, out or out_dtype is given; it takes none of them")
+        heads = q.shape[-2]
+        made, max_logits, lse = library.flash_mla_sparse_fwd(
+            pad(q), kv.unsqueeze(1), indices.unsqueeze(1), scale, d_v, topk_length=topk_length, use_legacy=True
+        )
+        return PrefillOutput(made[:, :heads], max_logits[:, :heads], lse[:, :heads])
+
+    return attend
+
+
+class SglangSparsePrefill:
+    """SGLang's own prefill over bf16 rows of a V4 layer with a compress ratio of 4, by the functions that it runs.
+
+    Read of SGLang 0.5.16, `DeepseekV4AttnBackend._forward_prefill_sparse`:
+
+    - once a batch, when its first layer attends, and not in the call: `SparsePrefillChunkCache.build` (the window's
+      slots through both maps of the pool, the lengths, the combined indices of layers without a compressed cache) and
+      `ensure_c4` (the slots of the compressed entries), and the buffers of the combined indices;
+    - every layer, and in the call: `combine_c4_layer` (the selection and the window in one row of indices),
+      `dequantize_k_cache_paged` of each cache into its part of the backend's workspace, and `flash_mla_sparse_fwd` of
+      sgl_kernel. The workspace is allocated by the first call and kept.
+
+    As in the other contenders there is no attention sink. Of the statistics SGLang uses none, and its lse is one of
+    another base: only the output is judged.
+
+    Args:
+        q: [tokens, heads, 512], the last tokens of one request of `context` tokens.
+        window: the window's cache.
+        window_slots: [context] int64: where a position's row is in it; of a position that no query reaches, anything.
+        extra: the compressed cache; entry i of the request is in slot i.
+        selected: [tokens, topk] int32: entries of the request, those that count first: as many as there are before
+            the query, at most topk.
+        window_size: tokens.
+
+    Raises:
+        ImportError: SGLang is missing, or its version has other functions.
+        KernelArgumentError: more heads than FlashMLA takes.
+    """
+
+    def __init__(
+        self,
+        q: torch.Tensor,
+        window: PagedCache,
+        window_slots: torch.Tensor,
+        extra: PagedCache,
+        selected: torch.Tensor,
+        window_size: int,
+        scale: float,
+    ):
+        padded_heads(q.shape[1])
+        library: Any = import_module("sglang.srt.layers.attention.dsv4.sparse_prefill_utils")
+        self._dequantize: Any = import_module(
+            "sglang.kernels.ops.attention.dsv4.dequant_k_cache"
+        ).dequantize_k_cache_paged
+        self._sparse_fwd: Any = import_module("sgl_kernel.flash_mla").flash_mla_sparse_fwd
+        made_once = library.SparsePrefillChunkCache
+        if missing := [name for name in ("ensure_c4", "combine_c4_layer") if not hasattr(made_once, name)]:
+            raise ImportError(f"this SGLang's SparsePrefillChunkCache has no {', '.join(missing)}; 0.5.16 has")
+        self._q, self._selected, self._scale = q, selected, scale
+        self._window, self._extra = _whole_pages(window), _whole_pages(extra)
+        device, context = q.device, len(window_slots)
+        self._chunk = made_once.build(
+            seq_lens=torch.tensor([context], dtype=torch.int32, device=device),
+            extend_seq_lens=torch.tensor([len(q)], dtype=torch.int32, device=device),
+            req_pool_indices=torch.zeros(1, dtype=torch.int32, device=device),
+            req_to_token=torch.arange(context, dtype=torch.int32, device=device).unsqueeze(0),
+            full_to_swa=window_slots,
+            swa_window_size=window_size,
+            swa_page_size=window.page_size,
+            num_qo_tokens=len(q),
+            max_seq_len=context,
+        )
+        pages = torch.arange(extra.num_pages, dtype=torch.int32, device=device)
+        self._chunk.ensure_c4(pages.expand(len(q), -1), extra.page_size)
+        self._entries = self._chunk.c4_flat_token_ids
+        self._rows = len(self._entries) + len(self._chunk.swa_token_ids)
+        self._workspace = library.SparsePrefillWorkspace(device)
+        self._kept = 0
+
+    def __call__(self) -> torch.Tensor:
+        """[tokens, heads, 512]"""
+        heads, entries = self._q.shape[1], len(self._entries)
+        indices, lengths = self._chunk.combine_c4_layer(c4_sparse_raw_indices=self._selected)
+        workspace = self._workspace.get(self._rows)
+        pages, slots = self._extra, self._entries
+        self._dequantize(pages.data, slots, page_size=pages.page_size, out=workspace[:entries])
+        pages, slots = self._window, self._chunk.swa_token_ids
+        self._dequantize(pages.data, slots, page_size=pages.page_size, out=workspace[entries:])
+        out, _, _ = self._sparse_fwd(
+            q=pad(self._q),
+            kv=workspace,
+            indices=indices.unsqueeze(1),
+            sm_scale=self._scale,
+            d_v=D_V,
+            attn_sink=None,
+            topk_length=lengths,
+        )
+        self._kept = workspace.nbytes + indices.nbytes + lengths.nbytes
+        attended: torch.Tensor = out[:, :heads]
+        return attended
+
+    def kept_bytes(self) -> int:
+        """Bytes that stay from one layer to the next: the workspace and the combined indices."""
+        return self._kept
+
+
+def _whole_pages(cache: PagedCache) -> PagedCache:
+    """The cache with the padding behind each page, as SGLang's pools hand theirs over: contiguous."""
+    pages, stride = cache.data.shape[0], cache.data.stride(0)
+    return replace(cache, data=cache.data.as_strided((pages, stride), (stride, 1), cache.data.storage_offset()))
+
+
+def deep_gemm_logits(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    k_scale: torch.Tensor,
+    weights: torch.Tensor,
+    ks: torch.Tensor,
+    ke: torch.Tensor,
+) -> Call:
+    """All logits in one float32 buffer [rows, keys]. Not cleaned outside the ranges, as SGLang has it."""
+    library: Any = import_module("deep_gemm")
+    if q.shape[1] not in INDEXER_HEADS:
+        raise KernelArgumentError(f"deep_gemm: heads is {q.shape[1]}; it takes 32 or 64")
+    return lambda: library.fp8_mqa_logits(q, (k, k_scale), weights, ks, ke, clean_logits=False)
+
+
+def deep_gemm_paged_logits(
+    q: torch.Tensor,
+    cache: PagedCache,
+    weights: torch.Tensor,
+    seq_lens: torch.Tensor,
+    page_table: torch.Tensor,
+    max_len: int,
+) -> Call:
+    """Logits of decode rows from the paged cache, [batch, max_len]; the schedule is made once, as for all layers."""
+    library: Any = import_module("deep_gemm")
+    if q.shape[2] not in INDEXER_HEADS:
+        raise KernelArgumentError(f"deep_gemm: heads is {q.shape[2]}; it takes 32 or 64")
+    lengths = seq_lens.unsqueeze(1)
+    schedule = library.get_paged_mqa_logits_metadata(lengths, cache.page_size, library.get_num_sms())
+    return lambda: library.fp8_paged_mqa_logits(
+        q, cache.as_records(), weights, lengths, page_table, schedule, max_len, clean_logits=False
+    )
+
+
+class Selector:
+    """A library's top-k of whole rows of logits: positions, int32 or int64.
+
+    `name` is one of `SELECTORS`.
+    """
+
+    def __init__(self, name: str, rows: int, keys: int, topk: int, device: torch.device):
+        self._topk = topk
+        self._lengths = torch.full((rows,), keys, dtype=torch.int32, device=device)
+        self._offsets = torch.zeros(rows, dtype=torch.int32, device=device)
+        module, self._function = SELECTORS[name]
+        self._library: Any = import_module(module)
+        if self._function == "fast_topk_v2" and topk != 2048:
+            raise KernelArgumentError(f"fast_topk_v2: topk is {topk}; it takes 2048 alone")
+        if topk > keys:
+            raise KernelArgumentError(f"{name}: topk is {topk}; a row has {keys} logits")
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        function: Any = getattr(self._library, self._function)
+        # FlashInfer takes dense rows only, and DeepGEMM's logits have gaps between theirs: a copy is what it costs.
+        if self._library.__name__ == "flashinfer":
+            logits = logits.contiguous()
+        if self._function == "fast_topk_v2":
+            found = function(logits, self._lengths, self._topk)
+        elif self._function == "top_k_ragged_transform":
+            found = function(logits, self._offsets, self._lengths, self._topk)
+        elif self._function == "topk":
+            found = function(logits, self._topk, dim=-1, sorted=False).indices
+        else:
+            found = function(logits, self._topk)[1]
+        selected: torch.Tensor = found
+        return selected
+
+
+SELECTORS = {
+    "sgl_kernel.fast_topk_v2": ("sgl_kernel", "fast_topk_v2"),
+    "torch.topk": ("torch", "topk"),
+    "flashinfer.top_k": ("flashinfer", "top_k"),
+    "flashinfer.top_k_ragged_transform": ("flashinfer", "top_k_ragged_transform"),
+}
+"""Name: (module, function). SGLang's own first: it is what the others are compared with."""

@@ -1,0 +1,154 @@
+"""Workloads of the ops that only move bytes: cache writers and readers, and the index kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from nsa_plugin.kernels import index_transform, swa_indices
+from nsa_plugin.kernels.kv_cache import allocate_cache, gather_rows, reference_write
+from nsa_plugin.kernels.swa_indices import IndexRows
+from nsa_plugin.tools.bench import floors, inputs, judges
+from nsa_plugin.tools.bench.cases import Case
+from nsa_plugin.tools.bench.suites.sparse_mla import row_bytes
+from nsa_plugin.tools.bench.workload import Call, Context, Workload, with_poisoned
+
+PAGE_SIZE = 64
+_SAMPLED_ROWS = 256
+# Two right writers may differ by one step of an fp8 value: an eighth of it, or the least subnormal's scale.
+_ONE_FP8_STEP = (2e-3, 0.126)
+_ONE_BF16_STEP = (1e-6, 2.0**-8)
+
+
+def kv_cache(case: Case, context: Context) -> Workload:
+    device, layout = context.device, case.text("layout")
+    count, slots_all, page_size = (case.number(name) for name in ("q", "kv", "page_size"))
+    cache = inputs.filled_cache(device, layout, slots_all, page_size, 1)
+    slots = torch.randperm(cache.num_slots, generator=inputs.generator(device, 2), device=device)[:count]
+    sampled = inputs.sample(device, count, _SAMPLED_ROWS)
+    if case.op == "kv_cache_read":
+        out = torch.empty(count, cache.dim, dtype=torch.bfloat16, device=device)
+
+        def judge_read(result: torch.Tensor) -> float:
+            judges.finite("out", result)
+            return judges.close("out", result[sampled], gather_rows(cache, slots[sampled]), _ONE_BF16_STEP)
+
+        return Workload(
+            work=floors.cache_read(rows=count, dim=cache.dim, row_bytes=row_bytes(cache)),
+            contenders=tuple(
+                context.contenders(
+                    case.op,
+                    lambda function: with_poisoned(out, lambda: function(cache, slots, out=out)),
+                    layout=layout,
+                    dtype=None,
+                )
+            ),
+            judge=judge_read,
+        )
+
+    rows = inputs.normal(device, 3, count, cache.dim)
+
+    def judge_write(_: Any) -> float:
+        own = allocate_cache(layout, -(-len(sampled) // page_size), page_size, device=device)
+        places = torch.arange(len(sampled), device=device)
+        reference_write(own, rows[sampled], places)
+        return judges.close("the cache", gather_rows(cache, slots[sampled]), gather_rows(own, places), _ONE_FP8_STEP)
+
+    return Workload(
+        work=floors.cache_write(rows=count, dim=cache.dim, row_bytes=row_bytes(cache)),
+        contenders=tuple(
+            context.contenders(
+                case.op,
+                # Zeros where rows are to be written: what one provider wrote must not stand in for the next.
+                lambda function: _after(lambda: cache.data.zero_(), lambda: function(cache, rows, slots)),
+                layout=layout,
+            )
+        ),
+        judge=judge_write,
+    )
+
+
+def _after(prepare: Callable[[], Any], call: Call) -> Call:
+    prepare()
+    return call
+
+
+def index_ops(case: Case, context: Context) -> Workload:
+    """One op over indices; the arguments are made by the op's own function below."""
+    work, arguments, keywords, reference = _INDEX_OPS[case.op](case, context.device)
+    return Workload(
+        work=work,
+        contenders=tuple(
+            context.contenders(case.op, lambda function: lambda: function(*arguments, **keywords), dtype=None)
+        ),
+        judge=judges.equal(lambda: _tensors(reference(*arguments, **keywords))),
+        graph=True,
+    )
+
+
+_Prepared = tuple[floors.Work, tuple[Any, ...], dict[str, Any], Callable[..., Any]]
+
+
+def _tensors(result: Any) -> tuple[torch.Tensor, ...]:
+    return (result,) if isinstance(result, torch.Tensor) else tuple(result)
+
+
+def _paged(case: Case, device: torch.device) -> _Prepared:
+    rows, kv, topk, batch = (case.number(name) for name in ("q", "kv", "topk", "batch"))
+    positions = inputs.selection(device, rows, kv, topk, 1)
+    pages = -(-kv // PAGE_SIZE)
+    order = torch.randperm(batch * pages, generator=inputs.generator(device, 2), device=device)
+    table = order.view(batch, pages).int()
+    to_request = (torch.arange(rows, device=device) * batch // rows).int()
+    work = floors.index_map(read=rows * topk + batch * pages + rows, written=rows * topk)
+    keywords = {"page_size": PAGE_SIZE, "row_to_request": to_request}
+    return work, (positions, table), keywords, index_transform.reference_paged
+
+
+def _ragged(case: Case, device: torch.device) -> _Prepared:
+    rows, kv, topk, batch = (case.number(name) for name in ("q", "kv", "topk", "batch"))
+    positions = inputs.selection(device, rows, kv, topk, 1)
+    offsets = (torch.arange(rows, device=device) * batch // rows * kv).int()
+    work = floors.index_map(read=rows * topk + rows, written=rows * topk)
+    return work, (positions, offsets), {}, index_transform.reference_ragged
+
+
+def _pad(case: Case, device: torch.device) -> _Prepared:
+    rows, kv, topk = (case.number(name) for name in ("q", "kv", "topk"))
+    positions = inputs.selection(device, rows, kv, topk, 1)
+    padded = rows + max(1, rows // 8)
+    work = floors.index_map(read=rows * topk, written=padded * topk)
+    return work, (positions, padded), {}, index_transform.reference_pad_rows
+
+
+def _window(case: Case, device: torch.device) -> _Prepared:
+    rows, kv, window, batch = (case.number(name) for name in ("q", "kv", "window", "batch"))
+    cu_seqlens = torch.arange(0, rows + 1, rows // batch, dtype=torch.int32, device=device)
+    seq_lens = torch.full((batch,), kv, dtype=torch.int32, device=device)
+    work = floors.index_map(read=2 * batch, written=rows * (window + 1))
+    keywords = {"window": window, "num_tokens": rows}
+    return work, (cu_seqlens, seq_lens), keywords, swa_indices.reference_window
+
+
+def _combine(case: Case, device: torch.device) -> _Prepared:
+    rows, kv, window, topk = (case.number(name) for name in ("q", "kv", "window", "topk"))
+
+    def part(width: int, seed: int) -> IndexRows:
+        lengths = torch.randint(width + 1, (rows,), generator=inputs.generator(device, seed), device=device).int()
+        kept = torch.arange(width, device=device) < lengths.unsqueeze(1)
+        return IndexRows(torch.where(kept, inputs.selection(device, rows, kv, width, seed + 1), -1), lengths)
+
+    width = -(-(window + topk) // 128) * 128
+    work = floors.index_map(read=rows * (window + topk + 2), written=rows * (width + 1))
+    return work, (part(window, 1), part(topk, 3)), {"extra_offset": kv}, swa_indices.reference_combine
+
+
+_INDEX_OPS: dict[str, Callable[[Case, torch.device], _Prepared]] = {
+    "index_transform_paged": _paged,
+    "index_transform_ragged": _ragged,
+    "pad_topk_rows": _pad,
+    "swa_window_indices": _window,
+    "swa_combine_indices": _combine,
+}

@@ -1,0 +1,148 @@
+"""Workloads of sparse prefill and sparse decode from the V3.2 cache."""
+
+from __future__ import annotations
+
+import torch
+
+from nsa_plugin.kernels.kv_cache import PagedCache, gather_rows
+from nsa_plugin.kernels.sparse_mla import reference_decode, reference_prefill
+from nsa_plugin.layouts import Fp8Layout
+from nsa_plugin.tools.bench import floors, inputs, judges, stock
+from nsa_plugin.tools.bench.cases import Case
+from nsa_plugin.tools.bench.judges import Attended
+from nsa_plugin.tools.bench.workload import Call, Contender, Context, Workload, with_poisoned
+
+PADDED = "flash_mla padded"
+WITH_COPY = "flash_mla padded, bf16 copy included"
+DECODE_KERNEL = "flash_mla decode kernel"
+
+D_V = 512
+PAGE_SIZE = 64
+_SAMPLED_ROWS = 24
+_CONVERTED_ROWS = 8192  # of a cache, in float32, at once
+
+
+def row_bytes(cache: PagedCache) -> int:
+    """Bytes that a row of the cache owns."""
+    layout = cache.layout
+    return layout.row_bytes if isinstance(layout, Fp8Layout) else layout.row_bytes(cache.dim)
+
+
+def bf16_rows(cache: PagedCache) -> torch.Tensor:
+    """The whole cache as bf16 rows [num_slots, dim], what FlashMLA's prefill kernel reads."""
+    rows = torch.empty(cache.num_slots, cache.dim, dtype=torch.bfloat16, device=cache.device)
+    for start in range(0, cache.num_slots, _CONVERTED_ROWS):
+        slots = torch.arange(start, min(start + _CONVERTED_ROWS, cache.num_slots), device=cache.device)
+        rows[slots] = gather_rows(cache, slots).bfloat16()
+    return rows
+
+
+def gather(indices: torch.Tensor, cache: PagedCache) -> floors.Gather:
+    """What a call with these indices takes from the cache."""
+    named = int((indices >= 0).sum())
+    distinct = inputs.distinct_rows(indices, cache.num_slots)
+    return floors.Gather(named=named, distinct=distinct, row_bytes=row_bytes(cache), width=indices.numel())
+
+
+def prefill(case: Case, context: Context) -> Workload:
+    device, layout = context.device, case.text("layout")
+    heads, q_rows, kv, topk = (case.number(name) for name in ("heads", "q", "kv", "topk"))
+    cache = context.shared(("cache", layout, kv), lambda: inputs.filled_cache(device, layout, kv, PAGE_SIZE, 1))
+    indices = context.shared(("indices", q_rows, kv, topk), lambda: inputs.selection(device, q_rows, kv, topk, 2))
+    taken = context.shared(("taken", layout, q_rows, kv, topk), lambda: gather(indices, cache))
+    q = inputs.normal(device, 3, q_rows, heads, cache.dim)
+    out = torch.empty(q_rows, heads, D_V, dtype=torch.bfloat16, device=device)
+    scale = cache.dim**-0.5
+
+    rows = inputs.sample(device, q_rows, _SAMPLED_ROWS)
+    judge = judges.attention(
+        rows,
+        lambda: reference_prefill(q[rows], cache, indices[rows], scale=scale, out_dtype=torch.float32),
+        judges.PREFILL_OUT,
+    )
+
+    def padded() -> Call:
+        return stock.flash_mla_prefill(
+            q, context.shared(("rows", layout, kv), lambda: bf16_rows(cache)), indices, scale
+        )
+
+    def padded_with_copy() -> Call:
+        workspace = torch.empty(cache.num_slots, cache.dim, dtype=torch.bfloat16, device=device)
+        slots = torch.arange(cache.num_slots, device=device)
+        attend = stock.flash_mla_prefill(q, workspace, indices, scale)
+        # The plugin's own reader makes the copy: at least as fast as an engine's, which favours the stock path.
+        read = context.registry.load("kv_cache_read", "triton", layout=layout, sm=context.sm)
+
+        def call() -> object:
+            read(cache, slots, out=workspace)
+            return attend()
+
+        return call
+
+    def decode_kernel() -> Call:
+        attend = stock.flash_mla_decode(q.unsqueeze(1), cache, indices.unsqueeze(1), scale)
+
+        def call() -> Attended:
+            result = attend()
+            return Attended(result.out.squeeze(1), result.lse.squeeze(-1))
+
+        return call
+
+    return Workload(
+        work=floors.sparse_mla(rows=q_rows, heads=heads, d_qk=cache.dim, d_v=D_V, gathers=[taken], statistics=2),
+        contenders=(
+            Contender(PADDED, padded),
+            Contender(WITH_COPY, padded_with_copy),
+            Contender(DECODE_KERNEL, decode_kernel),
+            *context.contenders(
+                "sparse_mla_prefill",
+                lambda function: with_poisoned(out, lambda: function(q, cache, indices, scale=scale, out=out)),
+                layout=layout,
+                heads=heads,
+            ),
+        ),
+        judge=judge,
+        baselines=(PADDED,),
+    )
+
+
+def decode(case: Case, context: Context) -> Workload:
+    device, layout = context.device, case.text("layout")
+    heads, batch, s_q, kv, topk = (case.number(name) for name in ("heads", "batch", "s_q", "kv", "topk"))
+    # Every sequence owns kv slots, so that no two share a row.
+    cache = context.shared(
+        ("cache", layout, batch * kv), lambda: inputs.filled_cache(device, layout, batch * kv, PAGE_SIZE, 1)
+    )
+
+    def own_slots() -> torch.Tensor:
+        chosen = inputs.selection(device, batch * s_q, kv, topk, 2).view(batch, s_q, topk)
+        first = torch.arange(batch, device=device, dtype=torch.int32).view(batch, 1, 1) * kv
+        return torch.where(chosen < 0, -1, chosen + first)
+
+    indices = context.shared(("indices", batch, s_q, kv, topk), own_slots)
+    taken = context.shared(("taken", layout, batch, s_q, kv, topk), lambda: gather(indices, cache))
+    q = inputs.normal(device, 3, batch, s_q, heads, cache.dim)
+    out = torch.empty(batch, s_q, heads, D_V, dtype=torch.bfloat16, device=device)
+    scale = cache.dim**-0.5
+
+    rows = inputs.sample(device, batch, max(1, _SAMPLED_ROWS // s_q))
+    judge = judges.attention(
+        rows,
+        lambda: reference_decode(q[rows], cache, indices[rows], scale=scale, out_dtype=torch.float32),
+        judges.DECODE_OUT,
+    )
+    return Workload(
+        work=floors.sparse_mla(rows=batch * s_q, heads=heads, d_qk=cache.dim, d_v=D_V, gathers=[taken]),
+        contenders=(
+            Contender(PADDED, lambda: stock.flash_mla_decode(q, cache, indices, scale)),
+            *context.contenders(
+                "sparse_mla_decode",
+                lambda function: with_poisoned(out, lambda: function(q, cache, indices, scale=scale, out=out)),
+                layout=layout,
+                heads=heads,
+            ),
+        ),
+        judge=judge,
+        baselines=(PADDED,),
+        graph=True,
+    )

@@ -1,0 +1,237 @@
+"""Workloads of V4: window and selected keys from two paged caches; of a prefill every step of the route included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nsa_plugin.kernels.kv_cache import PagedCache
+from nsa_plugin.kernels.sparse_mla import reference_decode, reference_prefill
+from nsa_plugin.kernels.swa_indices import IndexRows
+from nsa_plugin.kernels.v4_prefill import Keys, route
+from nsa_plugin.tools.bench import floors, inputs, judges, stock
+from nsa_plugin.tools.bench.cases import Case
+from nsa_plugin.tools.bench.judges import Attended
+from nsa_plugin.tools.bench.suites.sparse_mla import D_V, PADDED, gather
+from nsa_plugin.tools.bench.workload import Call, Contender, Context, Workload, with_poisoned
+
+DECODE_KERNEL = "flash_mla decode kernel"
+SGLANG = "SGLang's sparse route"
+BY_WORKSPACE = "dequantise, combine, {}"
+
+COMPRESS_RATIO = 4  # tokens of an entry of the selected keys' cache, in DeepSeek-V4's CSA layers
+_SAMPLED_ROWS = 24
+
+
+def prefill(case: Case, context: Context) -> Workload:
+    """The last `q` tokens of one request of `kv` tokens: a query sees its window and the entries before it."""
+    device, layout = context.device, case.text("layout")
+    names = ("heads", "q", "kv", "topk", "window", "page_size")
+    heads, tokens, kv, topk, window, page_size = (case.number(name) for name in names)
+    entries = kv // COMPRESS_RATIO
+    # The window cache holds the chunk's tokens and the window before them; the queries are the last tokens.
+    cache = context.shared(
+        ("window", layout, tokens, page_size),
+        lambda: inputs.filled_cache(device, layout, tokens + window, page_size, 1),
+    )
+    extra_cache = context.shared(
+        ("extra", layout, entries, page_size),
+        lambda: inputs.filled_cache(device, layout, entries, max(1, page_size // COMPRESS_RATIO), 4),
+    )
+    positions = torch.arange(kv - tokens, kv, dtype=torch.int32, device=device)
+    indices = _windows(positions, window)
+    extra = context.shared(
+        ("selected", tokens, kv, topk),
+        lambda: _compact(inputs.selection(device, tokens, entries, topk, 2, counts=(positions + 1) // COMPRESS_RATIO)),
+    )
+    q = inputs.normal(device, 3, tokens, heads, cache.dim)
+    out = torch.empty(tokens, heads, D_V, dtype=torch.bfloat16, device=device)
+    scale = cache.dim**-0.5
+    rows = inputs.sample(device, tokens, _SAMPLED_ROWS)
+    judge = judges.attention(
+        rows,
+        lambda: reference_prefill(
+            q[rows],
+            cache,
+            indices.indices[rows],
+            scale=scale,
+            topk_length=indices.lengths[rows],
+            extra_kv=extra_cache,
+            extra_indices=extra.indices[rows],
+            extra_topk_length=extra.lengths[rows],
+            out_dtype=torch.float32,
+        ),
+        judges.DECODE_OUT,
+    )
+
+    def decode_kernel() -> Call:
+        attend = stock.flash_mla_decode(
+            q.unsqueeze(1),
+            cache,
+            indices.indices.unsqueeze(1),
+            scale,
+            topk_length=indices.lengths,
+            extra_cache=extra_cache,
+            extra=extra,
+        )
+
+        def call() -> Attended:
+            result = attend()
+            return Attended(result.out.squeeze(1), result.lse.squeeze(-1))
+
+        return call
+
+    def direct(function: Callable[..., Any]) -> Call:
+        def call() -> Any:
+            return function(
+                q,
+                cache,
+                indices.indices,
+                scale=scale,
+                topk_length=indices.lengths,
+                extra_kv=extra_cache,
+                extra_indices=extra.indices,
+                extra_topk_length=extra.lengths,
+                out=out,
+            )
+
+        return with_poisoned(out, call)
+
+    def sglang() -> Call:
+        # A position's row of the window's cache; positions before the first query's window have none.
+        slots = (torch.arange(kv, device=device) - (kv - tokens) + window).clamp(min=0)
+        attend = stock.SglangSparsePrefill(q, cache, slots, extra_cache, extra.indices, window, scale)
+        return _Sglang(attend)
+
+    def by_workspace(attention: Callable[..., Any], out: torch.Tensor | None = out) -> Call:
+        window_keys, extra_keys = _keys(cache, indices), _keys(extra_cache, extra)
+        needed = window_keys.rows + extra_keys.rows
+
+        def call() -> Any:
+            # Made in the call, so that its memory counts as the route's.
+            workspace = torch.empty(needed, cache.dim, dtype=torch.bfloat16, device=device)
+            return route(q, window_keys, extra_keys, workspace=workspace, scale=scale, attention=attention, out=out)
+
+        return call if out is None else with_poisoned(out, call)
+
+    def as_served() -> Call:
+        # What refuses the case is the provider's; what is timed is how an engine's adapter calls the library.
+        context.registry.load(
+            "sparse_mla_prefill", "flash_mla", layout="bf16", dtype="bfloat16", heads=heads, sm=context.sm
+        )
+        return by_workspace(stock.flash_mla_rows(), out=None)
+
+    workspaces = context.contenders("sparse_mla_prefill", by_workspace, label=BY_WORKSPACE, layout="bf16", heads=heads)
+    served = Contender(BY_WORKSPACE.format("flash_mla"), as_served, output_bytes=out.nbytes)
+    contenders = (
+        Contender(SGLANG, sglang, output_bytes=out.nbytes, kept_bytes=lambda call: call.attend.kept_bytes()),
+        Contender(DECODE_KERNEL, decode_kernel, output_bytes=out.nbytes),
+        *(served if contender.name == served.name else contender for contender in workspaces),
+        *context.contenders("sparse_mla_prefill", direct, layout=layout, heads=heads),
+    )
+    gathers = [gather(indices.indices, cache), gather(extra.indices, extra_cache)]
+    return Workload(
+        work=floors.sparse_mla(rows=tokens, heads=heads, d_qk=cache.dim, d_v=D_V, gathers=gathers),
+        contenders=contenders,
+        judge=judge,
+        baselines=(SGLANG, DECODE_KERNEL),
+        memory=True,
+    )
+
+
+def decode(case: Case, context: Context) -> Workload:
+    """One query token a sequence; every sequence has its own window and its own selected keys' context."""
+    device, layout = context.device, case.text("layout")
+    names = ("heads", "batch", "kv", "topk", "window", "page_size")
+    heads, batch, kv, topk, window, page_size = (case.number(name) for name in names)
+    entries = kv // COMPRESS_RATIO
+    cache = context.shared(
+        ("window", layout, batch, window), lambda: inputs.filled_cache(device, layout, batch * window, page_size, 1)
+    )
+    extra_cache = context.shared(
+        ("extra", layout, batch * entries),
+        lambda: inputs.filled_cache(device, layout, batch * entries, max(1, page_size // COMPRESS_RATIO), 4),
+    )
+    sequence = torch.arange(batch, dtype=torch.int32, device=device).unsqueeze(1)
+    indices = sequence * window + torch.arange(window, dtype=torch.int32, device=device)
+    chosen = context.shared(("own", batch, entries, topk), lambda: inputs.selection(device, batch, entries, topk, 2))
+    extra = _compact(torch.where(chosen < 0, -1, chosen + sequence * entries))
+    q = inputs.normal(device, 3, batch, 1, heads, cache.dim)
+    out = torch.empty(batch, 1, heads, D_V, dtype=torch.bfloat16, device=device)
+    scale = cache.dim**-0.5
+    rows = inputs.sample(device, batch, _SAMPLED_ROWS)
+
+    def expected() -> Any:
+        return reference_decode(
+            q[rows],
+            cache,
+            indices[rows].unsqueeze(1),
+            scale=scale,
+            extra_cache=extra_cache,
+            extra_indices=extra.indices[rows].unsqueeze(1),
+            extra_topk_length=extra.lengths[rows],
+            out_dtype=torch.float32,
+        )
+
+    def own(function: Callable[..., Any]) -> Call:
+        def call() -> Any:
+            return function(
+                q,
+                cache,
+                indices.unsqueeze(1),
+                scale=scale,
+                extra_cache=extra_cache,
+                extra_indices=extra.indices.unsqueeze(1),
+                extra_topk_length=extra.lengths,
+                out=out,
+            )
+
+        return with_poisoned(out, call)
+
+    def stock_kernel() -> Call:
+        return stock.flash_mla_decode(q, cache, indices.unsqueeze(1), scale, extra_cache=extra_cache, extra=extra)
+
+    gathers = [gather(indices, cache), gather(extra.indices, extra_cache)]
+    return Workload(
+        work=floors.sparse_mla(rows=batch, heads=heads, d_qk=cache.dim, d_v=D_V, gathers=gathers),
+        contenders=(
+            Contender(PADDED, stock_kernel),
+            *context.contenders("sparse_mla_decode", own, layout=layout, heads=heads),
+        ),
+        judge=judges.attention(rows, expected, judges.DECODE_OUT),
+        baselines=(PADDED,),
+        graph=True,
+    )
+
+
+@dataclass(frozen=True)
+class _Sglang:
+    """SGLang's output as the judge reads a result."""
+
+    attend: stock.SglangSparsePrefill
+
+    def __call__(self) -> Attended:
+        return Attended(self.attend(), None)
+
+
+def _windows(positions: torch.Tensor, window: int) -> IndexRows:
+    """The windows of queries at consecutive positions, in a cache whose row `window` is the first query's token."""
+    lengths = (positions + 1).clamp(max=window)
+    first = positions - positions[0] + window - lengths + 1
+    place = torch.arange(window, dtype=torch.int32, device=positions.device)
+    indices = torch.where(place < lengths.unsqueeze(1), first.unsqueeze(1) + place, -1)
+    return IndexRows(indices.int(), lengths.int())
+
+
+def _compact(indices: torch.Tensor) -> IndexRows:
+    """Rows whose valid indices come first. A row counts one at least, as SGLang's metadata has it: an invalid one."""
+    return IndexRows(indices, (indices >= 0).sum(1).int().clamp(min=1))
+
+
+def _keys(cache: PagedCache, indices: IndexRows) -> Keys:
+    """Every page of the cache, which is the context of one request."""
+    pages = torch.arange(cache.num_pages, dtype=torch.int32, device=cache.device)
+    return Keys(cache, pages, indices.indices, indices.lengths, page_map=torch.empty_like(pages))

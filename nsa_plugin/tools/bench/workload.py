@@ -1,0 +1,146 @@
+"""A case made ready: its inputs, the calls that compete on it, and how a result is judged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from nsa_plugin.errors import NsaPluginError
+from nsa_plugin.libraries.registry import REFERENCE, Registry, RegistryError
+from nsa_plugin.tools.bench.floors import Work
+
+Call = Callable[[], Any]
+T = TypeVar("T")
+
+# Inputs that several cases share: the caches and indices of the last few shapes.
+_KEPT = 6
+
+
+class WrongResultError(NsaPluginError):
+    """A provider's result is not the reference's within the tolerance."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to do the case.
+
+    Attributes:
+        name: the provider's name, or the stock path's.
+        load: makes the call; raises where this contender cannot carry the case.
+        judge: the largest error of a result; raises `WrongResultError`. None: the workload's.
+        beside: a name and a call that the engine needs beside this one, timed as a field of its own.
+        work: what this way cannot do without, where it computes something else than the case's op.
+        output_bytes: of the output that the call makes itself, which is no extra memory.
+        kept_bytes: of what a loaded call keeps from one call to the next, which is.
+    """
+
+    name: str
+    load: Callable[[], Call]
+    judge: Callable[[Any], float] | None = None
+    beside: tuple[str, Call] | None = None
+    work: Work | None = None
+    output_bytes: int = 0
+    kept_bytes: Callable[[Any], int] = lambda call: 0
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A case made ready.
+
+    Attributes:
+        work: what the case cannot do without.
+        contenders: in the order in which they run.
+        judge: the largest error of a result against the float32 reference; raises `WrongResultError`.
+        baselines: names of contenders that are stock paths; the first one measured is compared with.
+        graph: time replays of a CUDA graph, as decode steps run.
+        memory: also report the peak memory that a call takes beyond its inputs and output.
+    """
+
+    work: Work
+    contenders: tuple[Contender, ...]
+    judge: Callable[[Any], float]
+    baselines: tuple[str, ...] = ()
+    graph: bool = False
+    memory: bool = False
+
+
+@dataclass
+class Context:
+    """Where a suite runs and what is measured there.
+
+    Attributes:
+        device: of the inputs.
+        sm: SM version, None where the device is no NVIDIA GPU.
+        registry: the plugin's providers.
+        wanted: names of providers to measure; empty: every one but the reference.
+    """
+
+    device: torch.device
+    sm: int | None
+    registry: Registry
+    wanted: Collection[str] = ()
+    _shared: dict[Any, Any] = field(default_factory=dict)
+
+    def shared(self, key: Any, make: Callable[[], T]) -> T:
+        """What `make` gives, kept for the next cases that ask with the same key."""
+        if key in self._shared:
+            self._shared[key] = self._shared.pop(key)
+        else:
+            while len(self._shared) >= _KEPT:
+                del self._shared[next(iter(self._shared))]
+            self._shared[key] = make()
+        found: T = self._shared[key]
+        return found
+
+    def forget(self) -> None:
+        self._shared.clear()
+
+    def contenders(
+        self,
+        op: str,
+        bind: Callable[[Callable[..., Any]], Call],
+        *,
+        label: str = "{}",
+        layout: str | None = None,
+        dtype: str | None = "bfloat16",
+        heads: int | None = None,
+        judge: Callable[[Any], float] | None = None,
+        beside: tuple[str, Call] | None = None,
+        work: Work | None = None,
+    ) -> list[Contender]:
+        """A contender for each provider of `op` that is wanted; one that refuses says why when it is loaded.
+
+        Args:
+            bind: from a provider's function to the call.
+            label: how the record names a provider "{}".
+        """
+        try:
+            names = [provider.name for provider in self.registry.providers(op)]
+        except RegistryError as error:
+            # Not part of this installation: listed as refused rather than left out.
+            return [Contender(label.format("nsa_plugin"), _refuse(error))]
+
+        def loader(name: str) -> Callable[[], Call]:
+            return lambda: bind(self.registry.load(op, name, layout=layout, dtype=dtype, heads=heads, sm=self.sm))
+
+        return [
+            Contender(label.format(name), loader(name), judge, beside, work)
+            for name in names
+            if (name in self.wanted if self.wanted else name != REFERENCE)
+        ]
+
+
+def with_poisoned(out: torch.Tensor, call: Call) -> Call:
+    """The call, after `out` is filled with what no right result holds: what it does not write shows."""
+    out.fill_(float("nan") if out.is_floating_point() else torch.iinfo(out.dtype).min)
+    return call
+
+
+def _refuse(error: Exception) -> Callable[[], Call]:
+    def load() -> Call:
+        raise error
+
+    return load

@@ -1,0 +1,175 @@
+"""One engine's answers beside another's, to the same requests of the same checkpoint.
+
+Two engines do not go into one Python environment, so each has a comparison of its own, and what both have saved is
+judged here by the rule of docs/compare.md, with another yardstick. Engines round at different places, right or not: how
+far their stock servers are from each other is how far the plugin's two may be, and a control of either engine must be
+noticed beside the other's plugin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from nsa_plugin.tools.compare import record, rule
+from nsa_plugin.tools.compare.common import flag_value
+from nsa_plugin.tools.compare.engine import V4, CompareError
+from nsa_plugin.tools.compare.measured import Answer, Measured, Run
+from nsa_plugin.tools.compare.rule import CONTROL, PLUGIN, STOCK, Compared, Tolerance
+from nsa_plugin.tools.compare.verdict import Check, active, agreement_checks, complete, control_check, spread_check
+from nsa_plugin.tools.compare.workload import LIMIT
+
+# Facts that must be the same: what answers depend on beside the engine.
+_SAME = {
+    "family": "the family",
+    "checkpoint": "the checkpoint's digest",
+    "heads": "heads of a rank",
+    "kv": "the KV cache",
+    "chunk": "tokens of a prefill (--chunked-prefill-size of SGLang, --max-num-batched-tokens of vLLM)",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beside:
+    """What two engines came to beside each other.
+
+    Attributes:
+        stock, plugin: of the first engine against that of the other one.
+        controls: each engine's name, and its control against the other engine's plugin.
+    """
+
+    checks: Sequence[Check]
+    tolerance: Tolerance
+    stock: Sequence[Compared]
+    plugin: Sequence[Compared]
+    controls: Sequence[tuple[str, Sequence[Compared]]]
+
+    @property
+    def holds(self) -> bool:
+        return all(check.holds for check in self.checks)
+
+
+def check_same(one: Measured, other: Measured) -> None:
+    """See that answers of the two may be put beside each other. Answers may still be missing.
+
+    Raises:
+        CompareError: they are of other checkpoints, requests or flags, or it is not known whether they are.
+    """
+    engines = [each.facts["engine"] for each in (one, other)]
+    found = [f"both are {engines[0]}"] if engines[0] == engines[1] else []
+    for name, what in _SAME.items():
+        values = [each.facts.get(name) for each in (one, other)]
+        if None in values or values[0] != values[1]:
+            said = (f"{value or 'not known'} ({engine})" for value, engine in zip(values, engines, strict=True))
+            found.append(f"{what}: {' and '.join(said)}")
+    # What an engine takes without the flag depends on its version; V4's cache is fp8 in any case.
+    for each in (one, other):
+        if each.facts.get("family") != V4 and flag_value(each.facts["flags"], "--kv-cache-dtype") is None:
+            found.append(f"{each.facts['engine']} was given no --kv-cache-dtype")
+    groups = _groups(one, other)
+    if not groups:
+        found.append("they have no requests in common")
+    if unlike := [name for name in groups if one.digests[name] != other.digests[name]]:
+        found.append(f"other requests in {', '.join(unlike)}")
+    if found:
+        raise CompareError(f"{' and '.join(engines)} cannot be compared: {'; '.join(found)}")
+
+
+def _groups(one: Measured, other: Measured) -> list[str]:
+    return [name for name in one.digests if name in other.digests and name != LIMIT]
+
+
+def judge(one: Measured, other: Measured) -> Beside:
+    """Judge what two engines have answered; `check_same` must have passed."""
+    stock, plugin = _between(one, STOCK, other, STOCK), _between(one, PLUGIN, other, PLUGIN)
+    allowed = rule.tolerance(stock, rule.floor_of(one.facts["kv"], one.facts["family"]))
+    controls = [_between(one, CONTROL, other, PLUGIN), _between(other, CONTROL, one, PLUGIN)]
+    checks = []
+    for each in (one, other):
+        checks.append(_named(complete(each), each))
+        if PLUGIN in each.runs:
+            checks.append(_named(active(each.runs[PLUGIN]), each))
+    checks.append(
+        spread_check(stock, allowed, name="stock beside stock", nothing="no request was answered by both stock servers")
+    )
+    checks += agreement_checks(plugin, allowed, "engines with the plugin")
+    for each, control in zip((one, other), controls, strict=True):
+        noticed = control_check(control, allowed, each.runs.get(CONTROL), one.facts["selects_above"])
+        checks.append(_named(noticed, each))
+    named = list(zip((_engine(one), _engine(other)), controls, strict=True))
+    return Beside(checks=checks, tolerance=allowed, stock=stock, plugin=plugin, controls=named)
+
+
+def _engine(each: Measured) -> str:
+    return str(each.facts["engine"])
+
+
+def _named(check: Check, each: Measured) -> Check:
+    return replace(check, name=f"{check.name}, {_engine(each)}")
+
+
+def _between(one: Measured, role: str, other: Measured, other_role: str) -> list[Compared]:
+    ours, theirs = one.runs.get(role), other.runs.get(other_role)
+    if ours is None or theirs is None:
+        return []
+    return rule.between(one, _cut(ours, theirs, one.forced), _cut(theirs, ours, one.forced))
+
+
+def _cut(run: Run, other: Run, asked: int) -> Run:
+    """The run with no more log probabilities of a prompt than the other has: of its last tokens.
+
+    vLLM has them of all of a prompt's tokens, SGLang of those that were asked for, the first of them excepted.
+
+    Args:
+        asked: `Measured.forced`; an answer of which both have fewer, the first excepted, is an error.
+    """
+
+    def cut(answer: Answer, theirs: Answer | None) -> Answer:
+        if theirs is None or not answer.prompt_logprobs:
+            return answer
+        count = min(len(answer.prompt_logprobs), len(theirs.prompt_logprobs))
+        if count < asked - 1:
+            return replace(answer, error=f"{count} log probabilities of the prompt in common; {asked} were asked for")
+        return replace(answer, prompt_logprobs=answer.prompt_logprobs[-count:])
+
+    answers = {
+        group: {name: cut(answer, other.answers.get(group, {}).get(name)) for name, answer in named.items()}
+        for group, named in run.answers.items()
+    }
+    return replace(run, answers=answers)
+
+
+def as_record(one: Measured, other: Measured, verdict: Beside) -> dict[str, Any]:
+    """The record of two engines beside each other: that of the first without speed, and `beside`, the other's.
+
+    Its further keys are "checkpoint", a digest, and "requests", a digest of each group's requests (`workload.digest`).
+    """
+    made, others = record.head(one), record.head(other)
+    case = record.case_of(one) | {"beside": _engine(other)}
+    allowed = verdict.tolerance
+    rows = record.agreement_rows(verdict.stock, case, allowed, provider=STOCK, baseline=STOCK)
+    rows += record.agreement_rows(verdict.plugin, case, allowed, provider=record.OURS, baseline=record.OURS)
+    for engine, control in verdict.controls:
+        wrong = case | {"fault": "shift_indices", "control": engine}
+        rows += record.agreement_rows(control, wrong, allowed, provider=record.OURS, baseline=record.OURS)
+    return made | {
+        "suite": f"{made['suite']}-beside-{_suite(made, others)}",
+        "timed": None,
+        "beside": {
+            **{name: others[name] for name in ("suite", "command", "host", "engine", "engine_flags")},
+            "servers": record.servers(other),
+        },
+        "checkpoint": one.facts["checkpoint"],
+        "requests": {name: one.digests[name] for name in _groups(one, other)},
+        "tolerance": record.rounded(allowed),
+        "rows": rows,
+        "servers": record.servers(one),
+        "verdict": {"holds": verdict.holds, "checks": [asdict(check) for check in verdict.checks]},
+    }
+
+
+def _suite(made: dict[str, Any], others: dict[str, Any]) -> str:
+    """The other's suite, without what both say alike behind their engines' names."""
+    ours, theirs = (each["suite"].split("-", 2) for each in (made, others))
+    return "-".join(theirs[:2] if ours[2:] == theirs[2:] else theirs)

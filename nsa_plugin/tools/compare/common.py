@@ -1,0 +1,116 @@
+"""What the engines' servers share: the plugin's entry point and counters, and how flags and numbers are read."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import metadata
+from typing import Any
+
+from nsa_plugin.tools.compare.engine import CompareError
+
+PLUGIN = "nsa_plugin"
+# As engines read the numbers of their flags: 8192, 8k (8000), 8K (8192).
+_COUNT = re.compile(r"(\d+(?:\.\d+)?)([kKmM]?)")
+_FACTORS = {"": 1, "k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
+# A variable's value that says what runs, and the names of those that say where or for whom.
+_PLAIN = re.compile(r"[\w.+-]+")
+_PRIVATE = re.compile(r"KEY$|TOKEN$|SECRET|PASSWORD|HOST|_IP$|USER")
+# Off is the kill switch: it wins over the plugin's flags, which both servers may be given.
+_SWITCH = "NSA_PLUGIN_ENABLED"
+
+
+def installed(distribution: str, title: str, entry_points: str) -> str:
+    """The version of an engine that would find the plugin.
+
+    Args:
+        distribution: its name on a package index. title: its name in messages.
+        entry_points: the group that it looks for plugins in.
+
+    Raises:
+        CompareError: it is not installed, or would not find the plugin.
+    """
+    try:
+        version = metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        raise CompareError(f"{title} is not installed in {sys.prefix}") from None
+    if not metadata.entry_points(group=entry_points, name=PLUGIN):
+        raise CompareError(
+            f"{title} would not find the plugin: no installed distribution has the entry point {PLUGIN} of "
+            f"{entry_points}; install nsa-plugin into {sys.prefix}"
+        )
+    return version
+
+
+def environ(*, plugin: bool) -> dict[str, str]:
+    """Variables of any engine's server."""
+    return {
+        _SWITCH: "1" if plugin else "0",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def switches(engine: str, variables: Mapping[str, str]) -> list[str]:
+    """NAME=value of an engine's own variables, as they stand before a command; without places, addresses and secrets.
+
+    Args:
+        engine: whose names begin with it.
+    """
+    return [
+        f"{name}={value}"
+        for name, value in sorted(variables.items())
+        if name.startswith(f"{engine.upper()}_") and _PLAIN.fullmatch(value) and not _PRIVATE.search(name)
+    ]
+
+
+def routes(metrics: str, prefix: str) -> Counter[str]:
+    """The plugin's counters in the text of a /metrics, whose names begin with `prefix`: see `Engine.routes`."""
+    counted: Counter[str] = Counter()
+    line = re.compile(rf"^{prefix}:nsa_plugin_batches_total\{{(?P<labels>[^}}]*)\}} (?P<value>\S+)", re.MULTILINE)
+    for found in line.finditer(metrics):
+        labels = dict(_LABEL.findall(found["labels"]))
+        route = "/".join(labels.get(name, "?") for name in ("phase", "attention", "provider"))
+        counted[route] += int(float(found["value"]))
+    return counted
+
+
+@contextmanager
+def reading(engine: str, data: Any) -> Iterator[None]:
+    """The block reads an engine's reply; CompareError where it is not as expected."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise CompareError(
+            f"{engine}'s reply is not as expected ({type(error).__name__}: {error}): {str(data)[:300]}"
+        ) from error
+
+
+def number(value: float | None) -> float:
+    """A log probability; an engine's JSON has null for what is no number.
+
+    What is saved and read back must judge the same: five digits.
+    """
+    return math.nan if value is None else round(float(value), 5)
+
+
+def flag_value(flags: Sequence[str], *names: str) -> str | None:
+    """The last value that the flags give one of `names`, as "--name value" or "--name=value"."""
+    found = None
+    for position, flag in enumerate(flags):
+        name, equals, value = flag.partition("=")
+        if name in names:
+            found = value if equals else (flags[position + 1] if position + 1 < len(flags) else None)
+    return found
+
+
+def token_count(text: str | None) -> int | None:
+    """Tokens that a flag's value names; None where it names no number of at least 1 (not given, "auto", -1)."""
+    found = _COUNT.fullmatch(text or "")
+    return int(float(found[1]) * _FACTORS[found[2]]) or None if found else None

@@ -1,0 +1,128 @@
+"""Starts servers at the same time, and ends them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from datetime import datetime
+
+from nsa_plugin.tools.compare.client import settle
+from nsa_plugin.tools.compare.engine import CompareError, Engine
+from nsa_plugin.tools.compare.rule import STOCK
+from nsa_plugin.tools.compare.serving import RoleServer, StartCancelledError
+from nsa_plugin.tools.demo.server import ServerError
+
+HEARTBEAT_S = 15.0
+_DEAD_S, _SETTLE_S = 10.0, 15.0
+_TAIL_LINES, _TAIL_WIDTH = 40, 240
+_SHOWN_WIDTH = 150
+
+Say = Callable[[str], None]
+
+
+def speaker(write: Callable[[str], None]) -> Say:
+    """Writes lines with the time of day and the seconds since now."""
+    started = time.monotonic()
+    return lambda text: write(f"{datetime.now():%H:%M:%S} {time.monotonic() - started:6.1f} s  {text}")
+
+
+def start_all(servers: Sequence[RoleServer], say: Say) -> None:
+    """Start the servers at the same time, and wait until each is healthy or has failed.
+
+    What failed has its run's `error` set. Where that is stock, the others are stopped at once, without an error:
+    there is nothing to compare them with. On an exception (Ctrl-C, a signal turned into one) servers that still start
+    are stopped; those that are healthy are left to the caller, as on success.
+    """
+    with ThreadPoolExecutor(max_workers=len(servers)) as pool:
+        try:
+            starting: dict[Future[None], RoleServer] = {}
+            for one in servers:
+                say(f"{one.role}: starting, {one.server.spec.start_timeout:.0f} s allowed, log {one.server.spec.log}")
+                starting[pool.submit(one.start)] = one
+            said = time.monotonic()
+            while starting:
+                pause = max(0.0, said + HEARTBEAT_S - time.monotonic())
+                for future in wait(starting, pause, FIRST_COMPLETED).done:
+                    one = starting.pop(future)
+                    if not _started(one, future.exception(), say) and one.role == STOCK:
+                        for other in servers:
+                            other.cancel()
+                if starting and time.monotonic() >= said + HEARTBEAT_S:
+                    said = time.monotonic()
+                    for one in starting.values():
+                        last = one.server.tail(1)
+                        shown = last[0][:_SHOWN_WIDTH] if last else "nothing logged yet"
+                        say(f"{one.role}: starting for {one.seconds:.0f} s: {shown}")
+        except BaseException:
+            for one in servers:
+                one.cancel()
+            raise  # once the pool's threads have ended
+
+
+def _started(one: RoleServer, error: BaseException | None, say: Say) -> bool:
+    if error is None:
+        say(f"{one.role}: healthy after {one.run.start_seconds} s")
+        if problem := one.note_plugin():
+            say(f"{one.role}: {problem}")
+    elif isinstance(error, ServerError):
+        for line in one.server.tail(_TAIL_LINES):
+            say(f"  | {line[:_TAIL_WIDTH]}")
+        set_failed(one, error, say)
+    elif not isinstance(error, StartCancelledError):
+        raise error
+    return error is None
+
+
+def set_failed(one: RoleServer, error: Exception, say: Say) -> None:
+    """Have the run end with an error, and its server with it: what is left of it must not disturb the others."""
+    one.run.error = str(error)
+    say(f"{one.role}: FAILED: {error}")
+    try:
+        one.finish()
+    except ServerError as left_behind:
+        say(f"{one.role}: {left_behind}")
+
+
+def recover(one: RoleServer, engine: Engine, left: float) -> None:
+    """After a request that failed or was given up: see that the server lives and has nothing left to do.
+
+    Args:
+        left: seconds until the deadline. Where none are left, nothing follows that a busy server could disturb.
+
+    Raises:
+        ServerError: it dies, which says more than the connection that broke with it; or it stays busy.
+    """
+    if left <= 0:
+        one.server.check_alive()
+        return
+    until = time.monotonic() + left
+    try:
+        settle(engine, one.server.url, min(_SETTLE_S, left))
+    except CompareError as error:
+        one.server.check_alive(min(_DEAD_S, max(0.0, until - time.monotonic())))
+        if time.monotonic() < until:
+            raise ServerError(f"the server does not come to rest: {error}") from error
+
+
+def finish_all(servers: Sequence[RoleServer], say: Say) -> None:
+    """Stop the servers at the same time; see `RoleServer.finish`. Those that are gone already are passed over.
+
+    Whoever is interrupted here leaves nothing behind: the threads are waited for when Python ends, and each
+    server's supervisor ends it even without us.
+    """
+    if not servers:
+        return
+    up = [one.role for one in servers if one.up]
+    with ThreadPoolExecutor(max_workers=len(servers)) as pool:
+        stopping = [(one, pool.submit(one.finish)) for one in servers]
+        for one, future in stopping:
+            try:
+                problem = future.result()
+            except ServerError as error:
+                one.run.error = one.run.error or str(error)
+                problem = str(error)
+            if problem:
+                say(f"{one.role}: {problem}")
+    if up:
+        say(f"{', '.join(up)}: stopped")

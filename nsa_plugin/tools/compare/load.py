@@ -1,0 +1,253 @@
+"""How fast a server answers: streamed requests without log probabilities, timed by the client.
+
+As in the engines' own benchmarks: time to first token (`ttft`) is from sending a request to the first event with a
+token, HTTP included; inter-token latency (`itl`) is the time between two events over the tokens of the second;
+throughput is tokens over the time from the first request sent to the last one answered. Prompts are random and
+distinct, of exactly the length named, the same for every server, and the prefix cache is emptied before each
+repetition. All requests of a repetition are sent at once: each by itself, or, where how a server takes them in is to be
+no part of what is timed, all in one request; or behind a long one. `turns` repeats them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from nsa_plugin.tools.compare.client import flush, new_session, within_time
+from nsa_plugin.tools.compare.engine import CompareError, Engine
+
+if TYPE_CHECKING:
+    import aiohttp
+
+TTFT, PREFILL, DECODE, MIXED = "ttft", "prefill", "decode", "mixed"
+SPEED_CASES = (TTFT, PREFILL, DECODE, MIXED)
+
+# What each request of `DECODE` is asked for, where nothing else is said.
+USUAL_OUTPUT = 256
+# Repetitions of `DECODE` by the most tokens out: 16 × 4096 take half a minute.
+_REPEAT_DECODE, _REPEAT_LONG_DECODE, _LONG_DECODE = 9, 3, 1024
+# `MIXED`: one long prompt, and so many short ones, each with some tokens out so that prefills meet decodes.
+_LONG, _SHORTS, _SHORT, _MIXED_OUTPUT, _REPEAT_MIXED = 60_000, 40, 1000, 32, 9
+# A server is slower to read a body of 60000 numbers than one of 1000: without a start the long one would come last.
+# Its prefill takes longer than this by far.
+_HEAD_START_S = 0.1
+# Repetitions of a single request by the most tokens of its prompt.
+_REPEAT = ((4000, 21), (10_000, 15), (64_000, 9))
+_LONGEST_REPEAT = 5
+_HEADERS = {"Content-Type": "application/json"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """Requests that are sent together, again and again.
+
+    Attributes:
+        name: unique. case: see `SPEED_CASES`.
+        requests: sent at once. prompt: tokens of each. new_tokens: asked of each.
+        repeat: timed repetitions of it, after one that is not. An H200 takes 20 ms for one of the shortest, and a
+            second for one of the longest.
+        in_one: all prompts are sent in one request, whose answer is not streamed and has log probabilities.
+        long: tokens of one more prompt, sent so long before the others that it is the first to be taken in; 0: none.
+    """
+
+    name: str
+    case: str
+    requests: int
+    prompt: int
+    new_tokens: int
+    repeat: int
+    in_one: bool = False
+    long: int = 0
+
+    @property
+    def measures(self) -> tuple[str, ...]:
+        """What is read of it: "ttft_ms", "itl_ms", "input_tokens_per_s", "output_tokens_per_s"; "long_ttft_ms" of the
+        long prompt, which is in none of the others."""
+        if self.in_one:
+            return ("input_tokens_per_s",)
+        return {
+            TTFT: ("ttft_ms",),
+            PREFILL: ("ttft_ms", "input_tokens_per_s"),
+            DECODE: ("itl_ms", "output_tokens_per_s"),
+            MIXED: ("ttft_ms", "long_ttft_ms"),
+        }[self.case]
+
+
+def loads(
+    context: int,
+    cases: Sequence[str] = SPEED_CASES,
+    prompts: Sequence[int] = (),
+    output_tokens: int | None = None,
+) -> list[Load]:
+    """The loads of `cases`: one request of each of three lengths; 100 prompts of 2000 tokens with one token out,
+    each by itself and all in one request; 16 of 4096 with 256 out; and 40 of 1000 behind one of 60000. No prompt is
+    longer than `context`: the last load is left out where that is too short (`left_out`), the others become shorter.
+
+    Args:
+        prompts: the lengths in tokens of the single requests, where they are given.
+        output_tokens: asked of each of the 16, where it is given.
+    """
+    found = []
+    if TTFT in cases:
+        for prompt in sorted({min(length, context) for length in prompts or (2000, 8192, context)}):
+            # Longer ones vary less, and take longer: 128K tokens take seconds.
+            repeat = next((times for most, times in _REPEAT if prompt <= most), _LONGEST_REPEAT)
+            found.append(Load(name=f"ttft-{prompt}", case=TTFT, requests=1, prompt=prompt, new_tokens=1, repeat=repeat))
+    if PREFILL in cases:
+        prompt = min(2000, context)
+        many = Load(name=f"prefill-100x{prompt}", case=PREFILL, requests=100, prompt=prompt, new_tokens=1, repeat=21)
+        found += [many, replace(many, name=f"{many.name}-in-one", in_one=True)]
+    if DECODE in cases:
+        prompt, new_tokens = decode_prompt(context), output_tokens or min(USUAL_OUTPUT, context)
+        name = f"decode-16x{prompt}" + (f"-{output_tokens}-out" if output_tokens else "")
+        repeat = _REPEAT_DECODE if new_tokens <= _LONG_DECODE else _REPEAT_LONG_DECODE
+        found.append(
+            Load(name=name, case=DECODE, requests=16, prompt=prompt, new_tokens=new_tokens, repeat=repeat),
+        )
+    if MIXED in cases and context >= _LONG:
+        found.append(
+            Load(
+                name=_mixed_name(),
+                case=MIXED,
+                requests=_SHORTS,
+                prompt=_SHORT,
+                new_tokens=_MIXED_OUTPUT,
+                repeat=_REPEAT_MIXED,
+                long=_LONG,
+            )
+        )
+    return found
+
+
+def decode_prompt(context: int) -> int:
+    """Tokens of each prompt of `DECODE`."""
+    return min(4096, context)
+
+
+def _mixed_name() -> str:
+    return f"mixed-{_LONG}-{_SHORTS}x{_SHORT}"
+
+
+def left_out(context: int, cases: Sequence[str]) -> dict[str, str]:
+    """Loads of `cases` that `context` is too short for, and why."""
+    if MIXED not in cases or context >= _LONG:
+        return {}
+    return {_mixed_name(): f"it has a prompt of {_LONG} tokens; --context leaves {context}"}
+
+
+@dataclass
+class _Timed:
+    """One streamed request: when its tokens came, in seconds after it was sent."""
+
+    first: float = 0.0
+    gaps: list[float] = field(default_factory=list)
+    tokens: int = 0
+    last: float = 0.0
+
+    def event(self, tokens: int, now: float) -> None:
+        if tokens <= self.tokens:
+            return
+        if not self.tokens:
+            self.first = now
+        else:
+            new = tokens - self.tokens
+            self.gaps += [(now - self.last) / new] * new
+        self.tokens, self.last = tokens, now
+
+
+def measure(engine: Engine, url: str, load: Load, repetition: int, vocab_size: int, timeout: float) -> dict[str, float]:
+    """One repetition of a load, by measure (`Load.measures`). What is a distribution in it is its median.
+
+    Args:
+        repetition: its number; the prompts follow from it and from the load's name.
+        vocab_size: prompts hold any of these tokens but the first ten.
+        timeout: seconds for all of it.
+
+    Raises:
+        CompareError: a request failed, or the time did not suffice.
+    """
+    source = random.Random(f"{load.name}/{repetition}")
+    lengths = [*([load.long] if load.long else []), *[load.prompt] * load.requests]
+    prompts = [[source.randrange(10, vocab_size) for _ in range(length)] for length in lengths]
+    if load.in_one:
+        bodies = [json.dumps(engine.body(prompts, load.new_tokens, top=1))]
+    else:
+        bodies = [json.dumps(engine.body([prompt], load.new_tokens, stream=True)) for prompt in prompts]
+
+    async def once() -> dict[str, float]:
+        async with new_session() as session:
+            await flush(session, engine, url)
+            started = time.perf_counter()
+            if load.in_one:
+                text, seconds = await _whole(session, engine, url, bodies[0])
+                _check_answers(engine, load, text)
+                return {"input_tokens_per_s": load.requests * load.prompt / seconds}
+            starts = [0.0, *[_HEAD_START_S] * load.requests] if load.long else [0.0] * load.requests
+            pairs = zip(bodies, starts, strict=True)
+            timed = await asyncio.gather(*(_stream(session, engine, url, body, after) for body, after in pairs))
+            return _readings(load, timed, time.perf_counter() - started)
+
+    found: dict[str, float] = asyncio.run(within_time(timeout, load.name, once()))
+    return {name: found[name] for name in load.measures}
+
+
+async def _whole(session: aiohttp.ClientSession, engine: Engine, url: str, body: str) -> tuple[str, float]:
+    """(the answer to one request, seconds until all of it was there)."""
+    started = time.perf_counter()
+    async with session.post(f"{url}{engine.generate_path}", data=body, headers=_HEADERS) as response:
+        text = await response.text()
+        if response.status != 200:
+            raise CompareError(f"the server answered {response.status}: {text[:300]}")
+    return text, time.perf_counter() - started
+
+
+def _check_answers(engine: Engine, load: Load, text: str) -> None:
+    answers = engine.answers(json.loads(text))
+    if len(answers) != load.requests:
+        raise CompareError(f"{load.name}: {len(answers)} answers to {load.requests} prompts")
+    for answer in answers:
+        _check_length(load, len(answer.token_ids))
+
+
+async def _stream(session: aiohttp.ClientSession, engine: Engine, url: str, body: str, after: float) -> _Timed:
+    """Send a request, `after` seconds from now, and take the times of its tokens from then on."""
+    timed = _Timed()
+    if after:
+        await asyncio.sleep(after)
+    started = time.perf_counter()
+    async with session.post(f"{url}{engine.generate_path}", data=body, headers=_HEADERS) as response:
+        if response.status != 200:
+            raise CompareError(f"the server answered {response.status}: {(await response.text())[:300]}")
+        async for line in response.content:
+            event = line.strip().removeprefix(b"data: ")
+            if event and event != b"[DONE]":
+                now = time.perf_counter() - started
+                timed.event(engine.streamed(json.loads(event)), now)
+    return timed
+
+
+def _readings(load: Load, timed: Sequence[_Timed], seconds: float) -> dict[str, float]:
+    for one in timed:
+        _check_length(load, one.tokens)
+    long = 0.0
+    if load.long:
+        long, timed = timed[0].first, timed[1:]
+    gaps = [gap for one in timed for gap in one.gaps]
+    return {
+        "ttft_ms": statistics.median(one.first for one in timed) * 1e3,
+        "itl_ms": statistics.median(gaps) * 1e3 if gaps else 0.0,
+        "input_tokens_per_s": load.requests * load.prompt / seconds,
+        "output_tokens_per_s": load.requests * load.new_tokens / seconds,
+        "long_ttft_ms": long * 1e3,
+    }
+
+
+def _check_length(load: Load, tokens: int) -> None:
+    if tokens != load.new_tokens:
+        raise CompareError(f"{load.name}: {tokens} tokens where {load.new_tokens} were asked for")

@@ -1,0 +1,207 @@
+"""The model of a comparison: what its configuration means for the requests, and the checkpoints that are made here."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from nsa_plugin.tools.compare.engine import V4, V32, CompareError
+from nsa_plugin.tools.compare.lifecycle import Say
+from nsa_plugin.tools.demo.checkpoint import CheckpointSpec, write_checkpoint
+from nsa_plugin.tools.demo.checkpoint_v4 import V4CheckpointSpec, compress_ratios, write_v4_checkpoint
+
+Spec = CheckpointSpec | V4CheckpointSpec
+
+# DeepSeek-V3.2's own ranks and dimensions in what attention sees, with the heads of a rank on eight GPUs; as few
+# layers, experts and tokens as still show it all.
+SPEC = CheckpointSpec(
+    seed=2,
+    dtype="bfloat16",
+    vocab_size=4096,
+    hidden_size=2048,
+    intermediate_size=4096,
+    moe_intermediate_size=512,
+    num_hidden_layers=4,
+    num_attention_heads=16,
+    q_lora_rank=1536,
+    qk_nope_head_dim=128,
+    v_head_dim=128,
+    index_topk=2048,
+    index_n_heads=64,
+    rope_factor=40.0,
+    rope_original_positions=4096,
+)
+# V3.2's own widths outside of attention too: for times in which they have a share. Of its 256 experts as few, of which
+# a token takes as many.
+FULL_WIDTH: dict[str, Any] = {
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_experts_per_tok": 8,
+}
+# DeepSeek-V4-Flash's widths and all of its heads; as few layers, experts and tokens as still show it all.
+SPEC_V4 = V4CheckpointSpec(seed=2)
+
+# The compression of the tokens that V4's indexer selects from.
+_SELECTED_RATIO = 4
+_SHOWN = (
+    *("architectures", "num_hidden_layers", "hidden_size", "num_attention_heads", "q_lora_rank", "kv_lora_rank"),
+    *("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "index_topk", "index_n_heads", "index_head_dim"),
+    *("n_routed_experts", "num_experts_per_tok", "num_nextn_predict_layers", "vocab_size", "torch_dtype"),
+)
+_SHOWN_V4 = (*("head_dim", "o_lora_rank", "o_groups", "sliding_window", "compress_ratios"), "quantization_config")
+
+
+def family_of(config: Mapping[str, Any]) -> str:
+    """`V4` or `V32`."""
+    return V4 if "compress_ratios" in config else V32
+
+
+def selects_above(config: Mapping[str, Any]) -> int:
+    """Tokens of the longest context of which every token is attended to: V4's indexer selects of every four one."""
+    return int(config["index_topk"]) * (_SELECTED_RATIO if family_of(config) == V4 else 1)
+
+
+def edges(config: Mapping[str, Any]) -> list[int]:
+    """Further lengths in tokens at which V4 begins to do something else.
+
+    Longer contexts than the window; the first tokens compressed by each ratio; the first one of which not all of the
+    compressed tokens are selected.
+    """
+    if family_of(config) != V4:
+        return []
+    ratios = {ratio for ratio in config["compress_ratios"] if ratio > _SELECTED_RATIO}
+    return sorted({config["sliding_window"], *ratios, selects_above(config) + _SELECTED_RATIO})
+
+
+# Rows of a prefill around which a kernel or a rule changes: the most that FlashMLA's scheduling kernel takes with its
+# first layout of 4 * (5 * rows + 1) bytes in the 227 KiB of an H200's block (11622), and the rows (11673) above which
+# SGLang takes another route and another scheduling kernel; then whole chunks.
+_ROW_EDGES = (11622, 11623, 11673, 11674, 16384, 32768)
+
+
+def row_edges(config: Mapping[str, Any], chunk: int | None) -> list[int]:
+    """Lengths in tokens of prompts whose prefills have a number of rows at which V4's route may change.
+
+    Args:
+        chunk: most tokens of a prefill; a longer prompt would be split, and is left out. None: not known.
+
+    Returns:
+        Each is one prefill of so many rows; the last one, where the chunk is known, is a full chunk and one row more.
+    """
+    if family_of(config) != V4:
+        return []
+    if chunk is None:
+        return list(_ROW_EDGES)
+    return [*(rows for rows in _ROW_EDGES if rows <= chunk), chunk + 1]
+
+
+def shown(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a record says of a model's configuration."""
+    names = _SHOWN + (_SHOWN_V4 if family_of(config) == V4 else ())
+    return {name: config[name] for name in names if name in config}
+
+
+def spec_of(
+    family: str, heads: int | None, layers: int | Sequence[int] | None, *, mtp: bool, full_width: bool = False
+) -> Spec:
+    """The checkpoint that is to be made.
+
+    Args:
+        heads, layers: None: as in `SPEC` and `SPEC_V4`. Of V4, layers may be their compress ratios.
+        full_width: with `FULL_WIDTH`; of V3.2 alone.
+
+    Raises:
+        CompareError: there is no such checkpoint.
+    """
+    nextn = int(mtp)
+    try:
+        if family == V4:
+            if full_width:
+                raise CompareError(f"--full-width is for --family {V32}; the checkpoint of {V4} has its model's widths")
+            ratios = compress_ratios(layers) if isinstance(layers, int) else layers or SPEC_V4.compress_ratios
+            heads = heads or SPEC_V4.num_attention_heads
+            return replace(
+                SPEC_V4, compress_ratios=tuple(ratios), num_attention_heads=heads, num_nextn_predict_layers=nextn
+            )
+        if layers is not None and not isinstance(layers, int):
+            raise CompareError(f"--layers is {_joined(layers)}; compress ratios are for --family {V4}, give a number")
+        return replace(
+            SPEC,
+            **(FULL_WIDTH if full_width else {}),
+            num_hidden_layers=layers or SPEC.num_hidden_layers,
+            num_attention_heads=heads or SPEC.num_attention_heads,
+            num_nextn_predict_layers=nextn,
+        )
+    except ValueError as error:
+        raise CompareError(f"no such checkpoint can be made: {error}") from error
+
+
+def checkpoint_name(spec: Spec) -> str:
+    """Of its directory."""
+    if isinstance(spec, V4CheckpointSpec):
+        kind, layers = "v4", "-".join(map(str, spec.compress_ratios))
+    else:
+        kind, layers = "v32", f"{spec.num_hidden_layers}layers"
+        kind += "-full" if spec.hidden_size == FULL_WIDTH["hidden_size"] else ""
+    return f"{kind}-{spec.num_attention_heads}heads-{layers}{'-mtp' if spec.num_nextn_predict_layers else ''}"
+
+
+def make_checkpoint(spec: Spec, directory: Path, say: Say) -> None:
+    """Write the checkpoint, unless a whole one of the same spec is there.
+
+    Raises:
+        CompareError: it cannot be written.
+    """
+    mark = directory / "spec.json"
+    # The configuration too: what it says of a spec may change while the weights do not.
+    wanted = json.dumps({"spec": asdict(spec), "config": spec.config()})
+    if mark.is_file() and mark.read_text() == wanted:
+        say(f"checkpoint: {directory} is there")
+        return
+    started = time.monotonic()
+    say(f"checkpoint: writing {directory}")
+    try:
+        mark.unlink(missing_ok=True)
+        if isinstance(spec, V4CheckpointSpec):
+            write_v4_checkpoint(directory, spec)
+        else:
+            write_checkpoint(directory, spec)
+        mark.write_text(wanted)  # last: it says that the rest is whole
+    except OSError as error:
+        raise CompareError(f"{directory} cannot be written: {error}") from error
+    say(f"checkpoint: written in {time.monotonic() - started:.1f} s")
+
+
+_ENDS = 1 << 20
+
+
+def digest(directory: Path) -> str:
+    """SHA-256 of a checkpoint: of its config.json, and of each file of weights the name, the size, and the first and
+    the last MiB. In the first are the tensors' names and shapes; all of the weights would take too long to read.
+
+    Raises:
+        CompareError: it cannot be read.
+    """
+    found = hashlib.sha256()
+    try:
+        found.update((directory / "config.json").read_bytes())
+        for path in sorted(directory.glob("*.safetensors")):
+            size = path.stat().st_size
+            found.update(f"\n{path.name} {size}\n".encode())
+            with path.open("rb") as file:
+                found.update(file.read(_ENDS))
+                file.seek(max(0, size - _ENDS))
+                found.update(file.read())
+    except OSError as error:
+        raise CompareError(f"the checkpoint {directory} cannot be read: {error}") from error
+    return found.hexdigest()
+
+
+def _joined(numbers: Sequence[int]) -> str:
+    return ",".join(map(str, numbers))

@@ -1,0 +1,332 @@
+"""The benchmark record of a comparison, and how a record is told from those of other commands.
+
+    {"schema": 1, "suite", "command", "date", "kind": "comparison",
+     "host": {"gpu", "gpus", "driver", "torch", "triton", "libraries", "commit"},
+     "engine", "model": {...}, "engine_flags": [...], "context", "left_out": {load: why},
+     "timed": "in turns" | "one after the other" | null, "tolerance": {...},
+     "rows": [{"op": "agreement", "case": {"heads", "kv", ..., "requests"}, "provider", "baseline", "tokens", "equal",
+               "parted", "max_gap", "max_error", "mean_error", "rejected", "each": [...]},
+              {"op": "serve", "case": {..., "requests", "prompt", "new_tokens", "measure", "in_one", "long"},
+               "provider", "median", "q1", "q3", "best", "runs",
+               "baseline", "baseline_median", "baseline_q1", "baseline_q3", "baseline_best", "baseline_runs",
+               "speedup", "paired_speedup", "baseline_again_median", "baseline_again_q1", ...,
+               "baseline_again_speedup", "baseline_again_paired_speedup"},
+              {"op": "limit", "case", "provider", "answered", "failed_at", "error", "baseline", "baseline_answered",
+               "baseline_failed_at", "baseline_error"}],
+     "servers": {role: {"command", "start_seconds", "routes", "planned", "active", "settings", "skipped", "fell",
+                        "error"}},
+     "verdict": {"holds", "checks": [{"name", "holds", "detail"}]}}
+
+A suite is named after the engine, the model and what differs from the usual: flags of the engine, then settings of the
+plugin. Times are in milliseconds and throughputs in tokens a second, as `measure` says; q1 and q3 are the quartiles
+over the repetitions. `speedup`, the ratio of the medians, is above 1 where the plugin is better. `paired_speedup` is
+there where servers were timed in turns: the median over the repetitions of the ratio of the two readings of one
+repetition. What begins with `baseline_again` is of a second stock server, its speed-ups over the first one.
+Differences of log probabilities are in nats; null stands for one that is infinite. A row of `limit` is of prompts of
+ever more tokens: those that were answered, and the first that was not, null without one.
+
+A record of one engine beside another (`beside`) has the same form, no rows but of agreement, and the keys "beside",
+"checkpoint" and "requests".
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shlex
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from nsa_plugin.commands.arguments import elsewhere
+from nsa_plugin.settings import Settings
+from nsa_plugin.tools.bench.record import LIBRARIES, checkout, host_slug, version
+from nsa_plugin.tools.compare.load import Load, left_out
+from nsa_plugin.tools.compare.measured import Measured, Run
+from nsa_plugin.tools.compare.rule import AGAIN, PLUGIN, STOCK, Compared, Tolerance, mean
+from nsa_plugin.tools.compare.verdict import Verdict, climb
+from nsa_plugin.tools.compare.workload import CONCURRENT, LIMIT
+
+SCHEMA = 1
+KIND = "comparison"
+OURS = "nsa-plugin"
+IN_TURNS, ONE_AFTER_THE_OTHER = "in turns", "one after the other"
+# Settings that change no decision, or that the comparison itself gives.
+_NOT_DECIDED_BY = ("enabled", "strict", "trace", "report", "fault")
+# Options of the command that say where things lie, which is nobody else's concern; the commit is the host's.
+_WHERE = ("--workdir", "--logs", "--json", "--commit", "--measured", "--beside")
+_FOLDERS = re.compile(r"(?<![\w:/.])/(?:[^/\s'\"]+/)+")
+
+
+def describe_host(gpu: str, driver: str, gpus: int, commit: str | None) -> dict[str, Any]:
+    """The host part, without a look at the GPU: the servers need all of it.
+
+    Args:
+        gpu, driver: as nvidia-smi names them; "" without one.
+        commit: of the source; None: the checkout's own.
+    """
+    return {
+        "gpu": gpu,
+        "gpus": gpus if gpu else 0,
+        "driver": driver,
+        "torch": version("torch"),
+        "triton": version("triton"),
+        "libraries": {name: found for name in LIBRARIES if (found := version(name))},
+        "commit": checkout() if commit is None else commit,
+    }
+
+
+def as_record(measured: Measured, verdict: Verdict, loads: Sequence[Load]) -> dict[str, Any]:
+    """The record of what was measured so far."""
+    case, allowed = case_of(measured), verdict.tolerance
+    rows = agreement_rows(verdict.own, case, allowed, provider=STOCK)
+    rows += agreement_rows(verdict.plugin, case, allowed, provider=OURS)
+    rows += agreement_rows(verdict.control, case | {"fault": "shift_indices"}, allowed, provider=OURS)
+    rows += _limit(measured, case)
+    rows += _serve(measured, loads, case)
+    return {
+        **head(measured),
+        "left_out": left_out(measured.facts["context"], measured.asked["cases"]),
+        "timed": _timed(measured),
+        "tolerance": rounded(allowed),
+        "rows": rows,
+        "servers": servers(measured),
+        "verdict": {"holds": verdict.holds, "checks": [asdict(check) for check in verdict.checks]},
+    }
+
+
+def head(measured: Measured) -> dict[str, Any]:
+    """What a record says of the comparison before it says what came out."""
+    facts = measured.facts
+    given = _given(measured)
+    words = [f"{name}-{value}".replace("_", "-") for name, value in given.items()]
+    environ = [f"NSA_PLUGIN_{name.upper()}={value}" for name, value in given.items()]
+    return {
+        "schema": SCHEMA,
+        "kind": KIND,
+        "suite": "-".join([facts["suite"], *words]),
+        "command": shlex.join([*environ, *elsewhere(shlex.split(facts["command"]), _WHERE)]),
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        "host": facts["host"],
+        "engine": facts["engine"],
+        "model": facts["model"],
+        "engine_flags": facts["flags"],
+        "context": facts["context"],
+    }
+
+
+def is_named(measured: Measured) -> bool:
+    """Whether a record's name is known: the settings in it are told by the plugin's server, once it is up."""
+    run = measured.runs.get(PLUGIN)
+    return PLUGIN not in measured.asked["runs"] or (run is not None and (bool(run.report) or bool(run.error)))
+
+
+def case_of(measured: Measured) -> dict[str, Any]:
+    """What all rows of a record have in their case."""
+    return {name: measured.facts[name] for name in ("heads", "kv", "tp", "dp")}
+
+
+def rounded(allowed: Tolerance) -> dict[str, float]:
+    """A tolerance as a record has it."""
+    return {name: round(value, 5) for name, value in asdict(allowed).items()}
+
+
+def _given(measured: Measured) -> dict[str, Any]:
+    """Of the settings that decisions depend on, those that the plugin's server was given, by their names."""
+    run = measured.runs.get(PLUGIN)
+    settings = {} if run is None else run.report.get("settings", {})
+    usual = asdict(Settings())
+    return {name: value for name, value in settings.items() if name not in _NOT_DECIDED_BY and value != usual.get(name)}
+
+
+def agreement_rows(
+    compared: Iterable[Compared], case: dict[str, Any], allowed: Tolerance, provider: str, baseline: str = STOCK
+) -> list[Any]:
+    """A row for each group of requests, by `provider` against `baseline`."""
+    groups: dict[str, list[Compared]] = {}
+    for one in compared:
+        groups.setdefault(one.group, []).append(one)
+    rows = []
+    for group, ones in groups.items():
+        rejected = [one for one in ones if not allowed.holds(one)]
+        # Where there are many, those that are not as they should be.
+        shown = rejected if group.startswith(CONCURRENT) else ones
+        gaps = [one.gap for one in ones if one.gap is not None]
+        rows.append(
+            {
+                "op": "agreement",
+                "case": {**case, "requests": group},
+                "provider": provider,
+                "baseline": baseline,
+                "requests": len(ones),
+                "tokens": sum(one.tokens for one in ones),
+                "equal": sum(one.equal for one in ones),
+                "parted": len(gaps),
+                "max_gap": _number(max(gaps)) if gaps else None,
+                "positions": sum(one.positions for one in ones),
+                "max_error": _number(max(one.largest for one in ones)),
+                "mean_error": _number(mean(ones)),
+                "rejected": len(rejected),
+                "each": [
+                    {
+                        "name": one.name,
+                        "prompt": one.prompt,
+                        "tokens": one.tokens,
+                        "equal": one.equal,
+                        "gap": None if one.gap is None else _number(one.gap),
+                        "max_error": _number(one.largest),
+                        "mean_error": _number(one.mean),
+                        "agrees": allowed.holds(one),
+                        **({"problem": one.problem} if one.problem else {}),
+                    }
+                    for one in shown
+                ],
+            }
+        )
+    return rows
+
+
+def _limit(measured: Measured, case: dict[str, Any]) -> list[Any]:
+    """The row of prompts that were to make stock fail, where there were any."""
+    if LIMIT not in measured.prompts:
+        return []
+    ours, theirs = climb(measured, PLUGIN), climb(measured, STOCK)
+    return [
+        {
+            "op": LIMIT,
+            "case": {**case, "requests": LIMIT},
+            "provider": OURS,
+            "answered": list(ours.answered),
+            "failed_at": ours.failed_at,
+            "error": _nameless(ours.error),
+            "baseline": STOCK,
+            "baseline_answered": list(theirs.answered),
+            "baseline_failed_at": theirs.failed_at,
+            "baseline_error": _nameless(theirs.error),
+        }
+    ]
+
+
+def _number(value: float) -> float | None:
+    """JSON has no infinity."""
+    return round(value, 5) if math.isfinite(value) else None
+
+
+def _timed(measured: Measured) -> str | None:
+    if not any(run.speed for run in measured.runs.values()):
+        return None
+    return IN_TURNS if measured.together else ONE_AFTER_THE_OTHER
+
+
+def _serve(measured: Measured, loads: Sequence[Load], case: dict[str, Any]) -> list[Any]:
+    """A row a measure of each load that stock and the plugin were both timed with."""
+    rows = []
+    for load in loads:
+        for measure in load.measures:
+            ours, theirs, repeated = (
+                measured.runs[role].speed.get(load.name, {}).get(measure, []) if role in measured.runs else []
+                for role in (PLUGIN, STOCK, AGAIN)
+            )
+            if not ours or not theirs:
+                continue
+            higher = measure.endswith("_per_s")
+            what = {"requests": load.requests, "prompt": load.prompt, "new_tokens": load.new_tokens, "measure": measure}
+            what |= {"in_one": True} if load.in_one else {}
+            what |= {"long": load.long} if load.long else {}
+            row = {
+                "op": "serve",
+                "case": {**case, **what},
+                "provider": OURS,
+                **_readings(ours, higher),
+                "baseline": STOCK,
+                **_named("baseline", _readings(theirs, higher)),
+                **_speedups(ours, theirs, higher, paired=measured.together),
+            }
+            if repeated:
+                row |= _named("baseline_again", _readings(repeated, higher))
+                row |= _named("baseline_again", _speedups(repeated, theirs, higher, paired=measured.together))
+            rows.append(row)
+    return rows
+
+
+def _readings(values: Sequence[float], higher: bool) -> dict[str, float]:
+    """What a row says of a server's repetitions. higher: whether more is better."""
+    q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
+    shown = {"median": median, "q1": q1, "q3": q3, "best": max(values) if higher else min(values)}
+    return {name: round(value, 3) for name, value in shown.items()} | {"runs": len(values)}
+
+
+def _speedups(ours: Sequence[float], theirs: Sequence[float], higher: bool, *, paired: bool) -> dict[str, float]:
+    def speedup(our: float, their: float) -> float:
+        return our / their if higher else their / our
+
+    found = {"speedup": speedup(statistics.median(ours), statistics.median(theirs))}
+    if paired:
+        # A server that failed in the course of a load has fewer: readings of the same repetition have the same place.
+        pairs = zip(ours, theirs, strict=False)
+        found["paired_speedup"] = statistics.median(speedup(our, their) for our, their in pairs)
+    return {name: round(value, 4) for name, value in found.items()}
+
+
+def _named(prefix: str, values: dict[str, float]) -> dict[str, float]:
+    return {f"{prefix}_{name}": value for name, value in values.items()}
+
+
+def _nameless(text: str) -> str:
+    """The text with the last part of each absolute path alone."""
+    return _FOLDERS.sub("", text)
+
+
+def servers(measured: Measured) -> dict[str, Any]:
+    """What a record says of each server, by its role."""
+    return {role: _server(run) for role, run in measured.runs.items()}
+
+
+def _server(run: Run) -> dict[str, Any]:
+    settings = run.report.get("settings", {})
+    return {
+        "command": _nameless(run.command),
+        "start_seconds": run.start_seconds,
+        "error": _nameless(run.error),
+        **({"fell": _nameless(run.fell)} if run.fell else {}),
+        "skipped": run.skipped,
+        **(
+            {
+                "active": run.active,
+                "routes": run.routes,
+                "planned": run.planned,
+                "settings": {
+                    name: _nameless(value) if isinstance(value, str) else value for name, value in settings.items()
+                },
+                "report": _nameless(run.report.get("text", "")),
+            }
+            if run.report or run.role == PLUGIN
+            else {}
+        ),
+    }
+
+
+def is_comparison(record: Any) -> bool:
+    """Whether a record is one of this command."""
+    return isinstance(record, dict) and record.get("kind") == KIND and record.get("schema") == SCHEMA
+
+
+def write(record: dict[str, Any], folder: Path) -> Path:
+    """Write the record whole, or not at all, to FOLDER/<host>/<suite>.json."""
+    path = folder / host_slug(record["host"]["gpu"]) / f"{record['suite']}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(record, indent=1) + "\n")
+    os.replace(partial, path)
+    return path
+
+
+def read(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
+    """The records of comparisons in FOLDER/*.json, in the order of their names."""
+    records = [(path, json.loads(path.read_text())) for path in sorted(folder.glob("*.json"))]
+    return [(path, record) for path, record in records if is_comparison(record)]

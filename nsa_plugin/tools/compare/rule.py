@@ -1,0 +1,233 @@
+"""When two servers agree, and when the comparison may say so. The rule is in docs/compare.md in words.
+
+Greedy answers of two servers are compared up to the first token that differs: what follows is conditioned on another
+text. Along the way, and for both tokens where they part, the log probabilities are compared. `forced` requests compare
+those of the prompt's own tokens, where nothing can part. How far the plugin may be from stock follows from how far
+stock is from itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from nsa_plugin.tools.compare.engine import V4, V32
+from nsa_plugin.tools.compare.measured import Answer, Measured, Run
+from nsa_plugin.tools.compare.workload import FORCED, LIMIT, SAME
+
+STOCK, AGAIN, PLUGIN, CONTROL = "stock", "stock-again", "plugin", "control"
+
+# The plugin may be this many times as far from stock as stock is from itself.
+TIMES = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Floor:
+    """What is let pass even where stock repeats itself to the last bit, in nats.
+
+    Attributes:
+        largest: of one log probability, or between two tokens where answers part.
+        mean: of the log probabilities of answers. forced: of those of forced positions, whose tokens are less likely.
+    """
+
+    largest: float
+    mean: float
+    forced: float
+
+
+# What one more rounding does to the model of `--heads` (16 heads, 700 to 3000 tokens, the last 512 positions, in plain
+# torch). Arithmetic in bfloat16 instead of float32 moves the log probability of the likeliest token by 0.08 in the mean
+# and 0.67 at most, and that of a random one by 0.08; two such servers are √2 times that apart. A latent rounded to fp8,
+# in tiles of 128, moves them by 0.16, 1.4 and 0.19: a route that reads fresh keys and one that reads them from an fp8
+# cache differ by that. Attending to the wrong tokens moves the likeliest one's by 1.9 in the mean.
+FLOORS = {
+    "bf16": Floor(largest=0.7, mean=0.11, forced=0.12),
+    "fp8": Floor(largest=1.5, mean=0.17, forced=0.2),
+}
+# Of V4 every route, stock's and the plugin's, reads what its fp8 cache holds, and what the cache's rounding does to an
+# answer it does to both. What is left is arithmetic, of which engines bring each linear layer's input to fp8, where the
+# least difference may become one of a whole code. Computed in the same way (the checkpoint of `--family v4`, its
+# implementation in transformers 5.19, inputs and window keys rounded to fp8 in tiles of 128; 700 tokens, the last 512
+# positions): bfloat16 instead of float32 moves the likeliest token by 0.153 in the mean and 0.82 at most, and a random
+# one by 0.211; in attention alone by 0.12, 0.65 and 0.182. Attending to wrong tokens of the window moves them by 2.98
+# and 1.45 in the mean.
+V4_FLOOR = Floor(largest=0.85, mean=0.16, forced=0.22)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """One request of two servers, or of one in two companies. Differences are absolute and in nats.
+
+    Attributes:
+        group, name: of the request.
+        prompt: its length in tokens.
+        tokens: generated tokens; 0 for `forced` requests.
+        equal: of them, those before the first difference.
+        positions: log probabilities that were compared.
+        largest, mean: of their differences; infinite where one is no number.
+        gap: where the answers part, by how much either server prefers its own token, the larger of the two; infinite
+            where one does not list the other's token. None: they do not part.
+        problem: why there is nothing to compare, or "".
+    """
+
+    group: str
+    name: str
+    prompt: int
+    tokens: int = 0
+    equal: int = 0
+    positions: int = 0
+    largest: float = 0.0
+    mean: float = 0.0
+    gap: float | None = None
+    problem: str = ""
+
+
+def compare(ours: Answer, theirs: Answer, *, group: str, name: str, prompt: int) -> Compared:
+    """Compare two answers to one prompt."""
+    where = {"group": group, "name": name, "prompt": prompt}
+    if problem := ours.error or theirs.error:
+        return Compared(**where, problem=problem)  # type: ignore[arg-type]
+    if ours.prompt_logprobs or theirs.prompt_logprobs:
+        if len(ours.prompt_logprobs) != len(theirs.prompt_logprobs):
+            problem = f"{len(ours.prompt_logprobs)} and {len(theirs.prompt_logprobs)} log probabilities of the prompt"
+            return Compared(**where, problem=problem)  # type: ignore[arg-type]
+        return _compared(where, _differences(zip(ours.prompt_logprobs, theirs.prompt_logprobs, strict=True)))
+    for answer in (ours, theirs):
+        if not (len(answer.token_ids) == len(answer.logprobs) == len(answer.top) and answer.token_ids):
+            problem = f"{len(answer.token_ids)} tokens, {len(answer.logprobs)} log probabilities"
+            return Compared(**where, problem=problem)  # type: ignore[arg-type]
+    if len(ours.token_ids) != len(theirs.token_ids):
+        problem = f"{len(ours.token_ids)} and {len(theirs.token_ids)} tokens"
+        return Compared(**where, problem=problem)  # type: ignore[arg-type]
+
+    tokens = len(ours.token_ids)
+    equal = next((i for i in range(tokens) if ours.token_ids[i] != theirs.token_ids[i]), tokens)
+    differences = _differences(zip(ours.logprobs[:equal], theirs.logprobs[:equal], strict=True))
+    gap = None
+    if equal < tokens:
+        one, other = ours.token_ids[equal], theirs.token_ids[equal]
+        a, b = ours.top[equal], theirs.top[equal]
+        differences += _differences((a[token], b[token]) for token in (one, other) if token in a and token in b)
+        gap = max(_preference(a, one, other), _preference(b, other, one))
+    return _compared(where, differences, tokens=tokens, equal=equal, gap=gap)
+
+
+def _compared(where: dict[str, object], differences: list[float], **more: object) -> Compared:
+    return Compared(
+        **where,  # type: ignore[arg-type]
+        **more,  # type: ignore[arg-type]
+        positions=len(differences),
+        largest=max(differences, default=0.0),
+        mean=sum(differences) / len(differences) if differences else 0.0,
+    )
+
+
+def _differences(pairs: Iterable[tuple[float, float]]) -> list[float]:
+    # nan compares as neither less nor more: let it count as infinitely wrong.
+    return [math.inf if math.isnan(a - b) else abs(a - b) for a, b in pairs]
+
+
+def _preference(top: Mapping[int, float], chosen: int, other: int) -> float:
+    """By how much a server prefers the token it chose to another; infinite where that is not listed."""
+    if chosen not in top or other not in top:
+        return math.inf
+    gap = top[chosen] - top[other]
+    return math.inf if math.isnan(gap) else max(gap, 0.0)
+
+
+def between(measured: Measured, ours: Run, theirs: Run) -> list[Compared]:
+    """The requests that both servers answered, in the same groups. Prompts that are to make stock fail are no part."""
+    pairs = [(group, group) for group in ours.answers if group in theirs.answers and group != LIMIT]
+    return _compare_groups(measured, ours, theirs, pairs)
+
+
+def within(measured: Measured, run: Run) -> list[Compared]:
+    """The requests that one server answered twice, in another company; groups are named "one / other"."""
+    return _compare_groups(measured, run, run, [pair for pair in SAME if set(pair) <= run.answers.keys()])
+
+
+def _compare_groups(measured: Measured, ours: Run, theirs: Run, pairs: Iterable[tuple[str, str]]) -> list[Compared]:
+    return [
+        compare(
+            answer,
+            theirs.answers[other][name],
+            group=one if one == other else f"{one} / {other}",
+            name=name,
+            prompt=measured.prompts[one][name],
+        )
+        for one, other in pairs
+        for name, answer in ours.answers[one].items()
+        if name in theirs.answers[other]
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tolerance:
+    """What the plugin is allowed, and stock's own difference from itself that it follows from, in nats.
+
+    Attributes:
+        largest, answers_mean, forced_mean: allowed; see `Floor`.
+        own_largest, own_answers_mean, own_forced_mean: of stock against itself; the mean is that of the pair of
+            groups, or of servers, with the largest.
+    """
+
+    largest: float
+    answers_mean: float
+    forced_mean: float
+    own_largest: float
+    own_answers_mean: float
+    own_forced_mean: float
+
+    def holds(self, one: Compared) -> bool:
+        """Whether a request agrees. The mean of a single answer says little; that of forced positions is judged."""
+        if one.problem or (one.largest > self.largest and not is_forced(one)):
+            return False
+        if is_forced(one):
+            return one.mean <= self.forced_mean
+        return one.gap is None or one.gap <= self.largest
+
+
+def is_forced(one: Compared) -> bool:
+    return one.group.startswith(FORCED)
+
+
+def mean(compared: Iterable[Compared]) -> float:
+    """Mean difference over all positions; 0 without any."""
+    rows = [one for one in compared if one.positions]
+    return sum(one.mean * one.positions for one in rows) / max(1, sum(one.positions for one in rows))
+
+
+def own_differences(measured: Measured) -> list[Compared]:
+    """All that is known of how far stock is from itself: within each stock server, and between the two."""
+    stock, again = measured.runs.get(STOCK), measured.runs.get(AGAIN)
+    found = [one for run in (stock, again) if run is not None for one in within(measured, run)]
+    if stock is not None and again is not None:
+        found += between(measured, stock, again)
+    return found
+
+
+def floor_of(kv: str, family: str = V32) -> Floor:
+    """Of a model of `family` with a KV cache of `kv`, "bf16" or "fp8"."""
+    return V4_FLOOR if family == V4 else FLOORS[kv]
+
+
+def tolerance(own: Iterable[Compared], floor: Floor) -> Tolerance:
+    """What follows from stock's own differences and the floor."""
+    own = [one for one in own if not one.problem]
+    answers = [one for one in own if not is_forced(one)]
+    # Infinite ones, where stock itself answers with no number or parts far away, would allow everything.
+    spreads = [value for one in answers for value in (one.largest, one.gap or 0.0) if math.isfinite(value)]
+    largest = max(spreads, default=0.0)
+    answers_mean, forced_mean = (
+        max((mean(one for one in rows if one.group == group) for group in {one.group for one in rows}), default=0.0)
+        for rows in (answers, [one for one in own if is_forced(one)])
+    )
+    return Tolerance(
+        largest=max(TIMES * largest, floor.largest),
+        answers_mean=max(TIMES * answers_mean, floor.mean),
+        forced_mean=max(TIMES * forced_mean, floor.forced),
+        own_largest=largest,
+        own_answers_mean=answers_mean,
+        own_forced_mean=forced_mean,
+    )

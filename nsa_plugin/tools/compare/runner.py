@@ -1,0 +1,242 @@
+"""Makes the comparison: a server for each role, and what it gives, saved after every step.
+
+Servers run one after the other, or together: then all are started at the same time, asked one after the other and
+timed in turns. Either way they come in batches, of one server or of all, and a batch takes the same steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from nsa_plugin.tools.compare.client import send
+from nsa_plugin.tools.compare.engine import CompareError, Engine
+from nsa_plugin.tools.compare.lifecycle import Say, finish_all, recover, set_failed, start_all
+from nsa_plugin.tools.compare.load import Load
+from nsa_plugin.tools.compare.measured import Answer, Measured, Run
+from nsa_plugin.tools.compare.rule import AGAIN, CONTROL, PLUGIN, STOCK
+from nsa_plugin.tools.compare.serving import RoleServer
+from nsa_plugin.tools.compare.turns import Turns
+from nsa_plugin.tools.compare.workload import LIMIT, Group, digest
+from nsa_plugin.tools.demo.server import ServerError, free_ports
+
+# Each role is a server of its own. The control is the plugin with wrong tokens on purpose.
+ROLES = (STOCK, PLUGIN, CONTROL, AGAIN)
+# Groups that the control answers too: one company is enough to notice that tokens are wrong.
+CONTROL_GROUPS = ("single", "batch", "forced", "rows")
+
+# Seconds kept for each server that is still to come: a start with its kernels compiled, and the agreement's requests;
+# less where all of them would take more than half of the time.
+_RESERVE_S = 75.0
+# No group of requests takes longer while its server is well, the first compilation of kernels included.
+_STEP_S = 300.0
+# Until a server whose connection broke is seen to be gone.
+_DEAD_S = 10.0
+
+
+@dataclass(kw_only=True)
+class Comparison:
+    """A comparison to be made.
+
+    Attributes:
+        measured: filled as it goes, at once with what is asked; its `together` says how servers run.
+        flags: of the engine, for every server.
+        groups, loads: what each server is sent.
+        logs: directory of the servers' logs and the plugin's reports.
+        deadline: on `time.monotonic`'s clock; nothing is begun or waited for after it.
+        start_timeout: seconds until a server must be healthy.
+        on_step: called after each step; saves what was measured.
+    """
+
+    engine: Engine
+    measured: Measured
+    model: Path
+    flags: Sequence[str]
+    groups: Sequence[Group]
+    loads: Sequence[Load]
+    logs: Path
+    deadline: float
+    start_timeout: float
+    say: Say
+    on_step: Callable[[], object]
+    _to_come: list[str] = field(default_factory=list)
+    _reserve: float = _RESERVE_S
+
+    def __post_init__(self) -> None:
+        measured = self.measured
+        for group in self.groups:
+            measured.prompts[group.name] = {request.name: len(request.prompt) for request in group.requests}
+            measured.digests[group.name] = digest(group)
+            measured.forced = max([measured.forced, *(request.prompt_logprobs for request in group.requests)])
+            measured.least_cached |= {one.name: one.cached_tokens for one in group.requests if one.cached_tokens}
+
+    def make(self, roles: Sequence[str]) -> None:
+        """Run the servers of `roles`. What fails is in the runs, and does not keep the others from being made."""
+        measured = self.measured
+        self.on_step()
+        self._keep_time(len(roles))
+        batches = [list(roles)] if measured.together else [[role] for role in roles]
+        for position, batch in enumerate(batches):
+            self._to_come = [role for later in batches[position + 1 :] for role in later]
+            self._serve(batch)
+
+    def _keep_time(self, servers: int) -> None:
+        self._reserve = min(_RESERVE_S, self._left() / (2 * servers))
+
+    def _left(self) -> float:
+        return self.deadline - time.monotonic()
+
+    def _serve(self, roles: Sequence[str]) -> None:
+        """Start, ask, time and stop the servers of a batch."""
+        servers = self._servers([role for role in roles if not self._left_out(Run(role=role))])
+        if not servers:
+            return
+        try:
+            start_all(servers, self.say)
+            if self.measured.together:
+                self._keep_time(len(servers))
+            self.measured.runs |= {one.role: one.run for one in servers if one.run.error}
+            for position, one in enumerate(servers):
+                if one.run.error or self._left_out(one.run):
+                    continue
+                self.measured.runs[one.role] = one.run
+                self.on_step()
+                to_come = [later for later in servers[position + 1 :] if not later.run.error]
+                self._ask(one, len(self._to_come) + len(to_come))
+            timed = [one for one in servers if self.loads and one.role != CONTROL and not one.run.error]
+            # Even idle, a server takes a part of the host.
+            self._end([one for one in servers if one not in timed])
+            self._time(timed)
+            self._end(timed)
+        finally:
+            finish_all(servers, self.say)
+            self.on_step()
+
+    def _end(self, servers: Sequence[RoleServer]) -> None:
+        finish_all(servers, self.say)
+        for one in servers:
+            one.run.done = not one.run.error
+
+    def _servers(self, roles: Sequence[str]) -> list[RoleServer]:
+        timeout = min(self.start_timeout, self._left())
+        return [
+            RoleServer(
+                role,
+                engine=self.engine,
+                model=self.model,
+                flags=self.flags,
+                logs=self.logs,
+                port=port,
+                start_timeout=timeout,
+            )
+            for role, port in zip(roles, free_ports(len(roles)), strict=True)
+        ]
+
+    def _left_out(self, run: Run) -> bool:
+        """Whether a server is pointless by now; its run says so then."""
+        reason = self._pointless(run.role)
+        if reason:
+            self.say(f"{run.role}: left out, {reason}")
+            run.error = f"left out: {reason}"
+            self.measured.runs[run.role] = run
+        return bool(reason)
+
+    def _pointless(self, role: str) -> str:
+        if self._left() <= 0:
+            return "the time is over"
+        runs = self.measured.runs
+        if STOCK in runs and not runs[STOCK].start_seconds:
+            return "stock did not start"
+        if role == CONTROL and PLUGIN in runs and not runs[PLUGIN].active:
+            return "the plugin did not serve"
+        return ""
+
+    def _ask(self, one: RoleServer, to_come: int) -> None:
+        """Send the groups of agreement, and keep time for as many servers as are still to come."""
+        run = one.run
+        for group in self.groups:
+            if run.role == CONTROL and group.name not in CONTROL_GROUPS:
+                continue
+            left = self._left() - self._reserve * to_come
+            if left <= 0:
+                run.skipped.append(group.name)
+                self.say(f"{run.role}: {group.name} skipped, the time is short")
+                continue
+            if group.case == LIMIT:
+                self._ask_until_it_fails(one, group, self._reserve * to_come)
+                continue
+            started = time.monotonic()
+            try:
+                answers = send(self.engine, one.server.url, group, min(left, _STEP_S))
+            except CompareError as error:
+                answers = {request.name: Answer(error=str(error)) for request in group.requests}
+                try:
+                    recover(one, self.engine, self._left())
+                except ServerError as failed:
+                    set_failed(one, failed, self.say)
+                    return
+            run.answers[group.name] = answers
+            refused = [f"{name}: {answer.error}" for name, answer in answers.items() if answer.error]
+            self.say(
+                f"{run.role}: {group.name}, {len(answers)} requests {group.how} in {time.monotonic() - started:.1f} s"
+                + (f"; refused {len(refused)}, {refused[0]}" if refused else "")
+            )
+            self.on_step()
+        # Whether the plugin served is asked before the control runs, which may be while this server is alive.
+        if problem := one.note_plugin():
+            self.say(f"{run.role}: {problem}")
+
+    def _ask_until_it_fails(self, one: RoleServer, group: Group, kept: float) -> None:
+        """Send a group's requests one by one, until one is refused or the server is gone.
+
+        Of stock that is an outcome, which the run's `fell` says; a server that is only slow has not failed.
+
+        Args:
+            kept: seconds for the servers that are still to come.
+        """
+        run, answers = one.run, dict[str, Answer]()
+        for request in group.requests:
+            started, left = time.monotonic(), self._left() - kept
+            try:
+                if left <= 0:
+                    raise CompareError("the time is short")
+                answers |= send(self.engine, one.server.url, replace(group, requests=(request,)), min(left, _STEP_S))
+            except CompareError as error:
+                try:
+                    one.server.check_alive(min(_DEAD_S, max(0.0, self._left())))
+                except ServerError as failed:
+                    answers[request.name] = Answer(error=str(failed))
+                    if run.role == PLUGIN:
+                        set_failed(one, failed, self.say)
+                    else:
+                        run.fell = str(failed)
+                else:
+                    run.skipped.append(group.name)
+                    self.say(f"{run.role}: {group.name} ended at {request.name}: {error}")
+                    break
+            problem = answers[request.name].error
+            seconds = time.monotonic() - started
+            self.say(
+                f"{run.role}: {group.name} {request.name} {problem.splitlines()[0] if problem else 'answered'}"
+                f" in {seconds:.1f} s"
+            )
+            if problem:
+                break
+        run.answers[group.name] = answers
+        self.on_step()
+
+    def _time(self, servers: Sequence[RoleServer]) -> None:
+        # What is left is shared by the servers that are still to be timed; the control only starts and answers.
+        timed_later = [role for role in self._to_come if role != CONTROL]
+        kept = self._reserve * len(self._to_come)
+        turns = Turns(
+            engine=self.engine,
+            loads=self.loads,
+            vocab_size=self.measured.facts["vocab_size"],
+            until=time.monotonic() + max(0.0, self._left() - kept) / (1 + len(timed_later)),
+            say=self.say,
+            on_step=self.on_step,
+        )
+        turns.take(servers)

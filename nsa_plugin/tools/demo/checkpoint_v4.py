@@ -1,0 +1,407 @@
+"""A small DeepSeek-V4 checkpoint with seeded random weights, made locally.
+
+Every part of the architecture is there, with DeepSeek-V4-Flash's widths: attention over one shared head of 512, a
+sliding window of 128, layers that also attend to tokens compressed 4 : 1 (selected by an indexer) and 128 : 1,
+a sink for each head, output projections in groups, hyper-connections, mixture-of-experts layers, and weights in fp8 in
+blocks of 128 x 128. Tensor names and shapes are those that SGLang reads (0.5.16, `models/deepseek_v4.py`).
+
+As in `checkpoint`, attention decides the next token, and a choice between nearly equal candidates hardly matters: the
+indexer's queries and compressed keys are those dimensions of attention's that carry most of a query, and experts
+resemble each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import cycle, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nsa_plugin.tools.demo.checkpoint import SPECIAL_TOKENS, TOKENIZER_SIZE, mix, uniform, write_files
+
+if TYPE_CHECKING:
+    import torch
+
+    Tensors = dict[str, torch.Tensor]
+
+# Tokens that a layer attends to beside its window: none, each 4 compressed to one, or each 128.
+COMPRESS_RATIOS = (0, 4, 128)
+# Rows and columns of a linear layer's weight that share a scale.
+BLOCK = 128
+_FP8_MAX = 448.0
+
+# Scores are a normal variable times the size of the keys, of the window's tokens and of compressed ones.
+_KV_NORM = 2.5
+# Size of a query's other dimensions, where those that the indexer has too are 1.
+_OTHER_DIMENSIONS = 0.25
+# As in `checkpoint`: shares of a query that all heads have, of an expert that all have, and of an embedding.
+_SHARED_HEADS, _SHARED_EXPERTS, _COMMON = 0.98, 0.95, 0.5
+# Standard deviation of what a projection gives for an input of unit variance; 1 where none is named.
+_DOWN, _HEAD = 0.3, 3.0
+# Of hyper-connections and compressors: the scale of what is projected, and of what is added to it.
+_BIAS = 0.3
+
+
+def compress_ratios(layers: int) -> tuple[int, ...]:
+    """Ratios of so many layers, in the order 0, 4, 128, 4, 0, 4, 128, ..."""
+    return tuple(islice(cycle((0, 4, 128, 4)), layers))
+
+
+@dataclass(frozen=True, kw_only=True)
+class V4CheckpointSpec:
+    """What to write. The fields carry the names of the config they become, where it has one.
+
+    Attributes:
+        seed: of the weights; the same spec gives the same bytes on every machine.
+        compress_ratios: of each layer, see `COMPRESS_RATIOS`.
+        rope_factor, rope_original_positions: YaRN's, of the layers that compress.
+        num_nextn_predict_layers: 1 adds a layer that predicts the token after the next, with its window alone.
+    """
+
+    seed: int = 0
+    vocab_size: int = 4096
+    hidden_size: int = 4096
+    compress_ratios: tuple[int, ...] = compress_ratios(5)
+    num_attention_heads: int = 64
+    head_dim: int = 512
+    qk_rope_head_dim: int = 64
+    q_lora_rank: int = 1024
+    o_lora_rank: int = 1024
+    o_groups: int = 8
+    sliding_window: int = 128
+    index_topk: int = 512
+    index_n_heads: int = 64
+    index_head_dim: int = 128
+    hc_mult: int = 4
+    n_routed_experts: int = 16
+    num_experts_per_tok: int = 4
+    moe_intermediate_size: int = 512
+    routed_scaling_factor: float = 1.5
+    max_position_embeddings: int = 524_288
+    rope_theta: float = 10000.0
+    compress_rope_theta: float = 160000.0
+    rope_factor: float = 16.0
+    rope_original_positions: int = 65536
+    num_nextn_predict_layers: int = 0
+
+    def __post_init__(self) -> None:
+        for ratio in self.compress_ratios:
+            if ratio not in COMPRESS_RATIOS:
+                allowed = ", ".join(map(str, COMPRESS_RATIOS))
+                raise ValueError(f"compress_ratios has {ratio}; allowed: {allowed}")
+        if not self.compress_ratios:
+            raise ValueError("compress_ratios is empty; at least one layer is needed")
+        if self.num_attention_heads % self.o_groups:
+            raise ValueError(
+                f"num_attention_heads {self.num_attention_heads} does not divide among o_groups {self.o_groups}"
+            )
+        for name, size in self._fp8_sizes().items():
+            if size % BLOCK:
+                raise ValueError(f"{name} is {size}, which is no multiple of the {BLOCK} that share a scale")
+        if self.index_head_dim > self.head_dim:
+            raise ValueError(f"index_head_dim {self.index_head_dim} is more than head_dim {self.head_dim}")
+        if not 0 < self.num_experts_per_tok <= self.n_routed_experts:
+            raise ValueError(f"num_experts_per_tok is {self.num_experts_per_tok} of {self.n_routed_experts} experts")
+        if self.num_nextn_predict_layers not in (0, 1):
+            raise ValueError(f"num_nextn_predict_layers is {self.num_nextn_predict_layers}; allowed: 0, 1")
+        if self.vocab_size < TOKENIZER_SIZE:
+            raise ValueError(f"vocab_size {self.vocab_size} is less than the tokenizer's {TOKENIZER_SIZE}")
+
+    @property
+    def group_width(self) -> int:
+        """What a group of heads gives its output projection."""
+        return self.num_attention_heads * self.head_dim // self.o_groups
+
+    def _fp8_sizes(self) -> dict[str, int]:
+        names = ("hidden_size", "head_dim", "q_lora_rank", "o_lora_rank", "moe_intermediate_size")
+        return {name: getattr(self, name) for name in names} | {
+            "num_attention_heads * head_dim / o_groups": self.group_width,
+            "index_n_heads * index_head_dim": self.index_n_heads * self.index_head_dim,
+        }
+
+    def config(self) -> dict[str, Any]:
+        """The content of config.json."""
+        return {
+            "architectures": ["DeepseekV4ForCausalLM"],
+            "model_type": "deepseek_v4",
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.moe_intermediate_size,
+            "moe_intermediate_size": self.moe_intermediate_size,
+            "num_hidden_layers": len(self.compress_ratios),
+            "num_attention_heads": self.num_attention_heads,
+            "num_key_value_heads": 1,
+            "head_dim": self.head_dim,
+            "qk_rope_head_dim": self.qk_rope_head_dim,
+            "qk_nope_head_dim": self.head_dim - self.qk_rope_head_dim,
+            "v_head_dim": self.head_dim,
+            "kv_lora_rank": self.head_dim,
+            "q_lora_rank": self.q_lora_rank,
+            "o_lora_rank": self.o_lora_rank,
+            "o_groups": self.o_groups,
+            "sliding_window": self.sliding_window,
+            "window_size": self.sliding_window,
+            # The layer that predicts a token further has one too.
+            "compress_ratios": [*self.compress_ratios, *[0] * self.num_nextn_predict_layers],
+            "index_topk": self.index_topk,
+            "index_n_heads": self.index_n_heads,
+            "index_head_dim": self.index_head_dim,
+            "hc_mult": self.hc_mult,
+            "hc_sinkhorn_iters": 20,
+            "hc_eps": 1e-6,
+            "first_k_dense_replace": 0,
+            "moe_layer_freq": 1,
+            "n_routed_experts": self.n_routed_experts,
+            "n_shared_experts": 1,
+            # vLLM takes experts for fp4 where nothing is said; SGLang goes by the weights.
+            "expert_dtype": "fp8",
+            "num_experts_per_tok": self.num_experts_per_tok,
+            "n_group": 1,
+            "topk_group": 1,
+            "topk_method": "noaux_tc",
+            "scoring_func": "sqrtsoftplus",
+            "norm_topk_prob": True,
+            "routed_scaling_factor": self.routed_scaling_factor,
+            "num_hash_layers": 0,
+            "swiglu_limit": 10.0,
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-6,
+            "max_position_embeddings": self.max_position_embeddings,
+            "rope_theta": self.rope_theta,
+            "compress_rope_theta": self.compress_rope_theta,
+            "rope_scaling": {
+                "type": "yarn",
+                "rope_type": "yarn",
+                "factor": self.rope_factor,
+                "original_max_position_embeddings": self.rope_original_positions,
+                "beta_fast": 32,
+                "beta_slow": 1,
+            },
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "tie_word_embeddings": False,
+            **SPECIAL_TOKENS,
+            "initializer_range": 0.02,
+            "num_nextn_predict_layers": self.num_nextn_predict_layers,
+            "use_cache": True,
+            "torch_dtype": "bfloat16",
+            "quantization_config": {
+                "quant_method": "fp8",
+                "fmt": "e4m3",
+                "activation_scheme": "dynamic",
+                "weight_block_size": [BLOCK, BLOCK],
+                "scale_fmt": "ue8m0",
+            },
+        }
+
+
+def write_v4_checkpoint(directory: Path, spec: V4CheckpointSpec) -> Path:
+    """Write config.json, model.safetensors and the tokenizer into `directory`, which is made if needed.
+
+    Returns:
+        `directory`.
+
+    Raises:
+        OSError: the files cannot be written.
+    """
+    return write_files(directory, spec.config(), make_v4_weights(spec))
+
+
+def make_v4_weights(spec: V4CheckpointSpec) -> Tensors:
+    """All tensors of the checkpoint by name, in the dtypes that they are stored in.
+
+    A linear layer X is X.weight in float8_e4m3fn and X.scale in float32, which is a power of two for each `BLOCK` rows
+    and columns. Compressors, the gate and what is outside the layers are bfloat16; norms of compressors, sinks,
+    biases and hyper-connections float32.
+    """
+    with ThreadPoolExecutor() as pool:
+        parts = list(pool.map(lambda part: part(), _Weights(spec).parts()))
+    return {name: tensor for part in parts for name, tensor in part.items()}
+
+
+class _Weights:
+    """Makes the tensors, a part at a time. No part depends on another, so that they may be made at the same time."""
+
+    def __init__(self, spec: V4CheckpointSpec):
+        self.spec = spec
+        # The direction that all embeddings share, with elements of unit variance.
+        self._common = self._random("common", spec.hidden_size)
+
+    def parts(self) -> Iterator[Callable[[], Tensors]]:
+        spec = self.spec
+        yield self._outside
+        layers = [(f"layers.{layer}", ratio) for layer, ratio in enumerate(spec.compress_ratios)]
+        if spec.num_nextn_predict_layers:
+            layers.append(("mtp.0", 0))
+            yield partial(self._nextn, "mtp.0")
+        for prefix, ratio in layers:
+            yield partial(self._layer, prefix)
+            yield partial(self._attention, f"{prefix}.attn", ratio)
+            for name, rows, columns in self._projections():
+                yield partial(self._experts, f"{prefix}.ffn", name, rows, columns)
+
+    def _outside(self) -> Tensors:
+        spec = self.spec
+        own = self._random("embed", spec.vocab_size, spec.hidden_size)
+        return {
+            "embed.weight": _stored(mix(self._common, own, _COMMON)),
+            "head.weight": _stored(self._matrix("head", spec.vocab_size, spec.hidden_size, gain=_HEAD)),
+            **self._norm("norm", spec.hidden_size),
+            **self._hyper_connection("hc_head", spec.hc_mult, 1),
+        }
+
+    def _nextn(self, prefix: str) -> Tensors:
+        """What the layer that predicts a token further has beside a layer's parts."""
+        hidden = self.spec.hidden_size
+        made = self._hyper_connection(f"{prefix}.hc_head", self.spec.hc_mult, 1)
+        for part in ("e_proj", "h_proj"):
+            made |= self._linear(f"{prefix}.{part}", hidden, hidden)
+        for part in ("enorm", "hnorm", "norm"):
+            made |= self._norm(f"{prefix}.{part}", hidden)
+        return made
+
+    def _layer(self, prefix: str) -> Tensors:
+        spec = self.spec
+        mixed = (2 + spec.hc_mult) * spec.hc_mult
+        gate = f"{prefix}.ffn.gate"
+        return {
+            **self._norm(f"{prefix}.attn_norm", spec.hidden_size),
+            **self._norm(f"{prefix}.ffn_norm", spec.hidden_size),
+            **self._hyper_connection(f"{prefix}.hc_attn", mixed, 3),
+            **self._hyper_connection(f"{prefix}.hc_ffn", mixed, 3),
+            f"{gate}.weight": _stored(self._matrix(gate, spec.n_routed_experts, spec.hidden_size)),
+            f"{gate}.bias": 0.1 * self._random(f"{gate}.bias", spec.n_routed_experts),
+        }
+
+    def _attention(self, name: str, ratio: int) -> Tensors:
+        spec = self.spec
+        hidden, heads, dim, used = spec.hidden_size, spec.num_attention_heads, spec.head_dim, spec.index_head_dim
+        query = self._matrix(f"{name}.shared_query", dim, spec.q_lora_rank)
+        # The indexer's dimensions are the last ones, which are rotated in both. A query is normalised as a whole.
+        query[:-used] *= _OTHER_DIMENSIONS
+        own = self._matrix(f"{name}.wq_b", heads, dim, spec.q_lora_rank)
+        own[:, :-used] *= _OTHER_DIMENSIONS
+        made = {
+            **self._linear(f"{name}.wq_a", spec.q_lora_rank, hidden),
+            **self._norm(f"{name}.q_norm", spec.q_lora_rank),
+            **_quantized(f"{name}.wq_b", mix(query, own, _SHARED_HEADS).flatten(0, 1)),
+            **self._linear(f"{name}.wkv", dim, hidden),
+            **self._norm(f"{name}.kv_norm", dim, size=_KV_NORM),
+            **self._linear(f"{name}.wo_a", spec.o_groups * spec.o_lora_rank, spec.group_width),
+            **self._linear(f"{name}.wo_b", hidden, spec.o_groups * spec.o_lora_rank),
+            f"{name}.attn_sink": self._random(f"{name}.attn_sink", heads),
+        }
+        if ratio:
+            made |= self._compressor(f"{name}.compressor", ratio)
+        if ratio == 4:
+            made |= self._indexer(f"{name}.indexer", query[-used:], made, f"{name}.compressor")
+        return made
+
+    def _compressor(self, name: str, ratio: int) -> Tensors:
+        spec = self.spec
+        # Each 4 tokens overlap the 4 before, which have values and gates of their own.
+        dims = (2 if ratio == 4 else 1) * spec.head_dim
+        norm = _KV_NORM * (1 + 0.1 * self._random(f"{name}.norm", spec.head_dim))
+        return {
+            f"{name}.ape": _BIAS * self._random(f"{name}.ape", ratio, dims),
+            f"{name}.wkv.weight": _stored(self._matrix(f"{name}.wkv", dims, spec.hidden_size)),
+            f"{name}.wgate.weight": _stored(self._matrix(f"{name}.wgate", dims, spec.hidden_size)),
+            f"{name}.norm.weight": norm,
+        }
+
+    def _indexer(self, name: str, query: torch.Tensor, attention: Tensors, compressor: str) -> Tensors:
+        """An indexer that scores compressed tokens nearly as the heads' shared query does.
+
+        Args:
+            query: [index_head_dim, q_lora_rank], what the heads' queries share of the last dimensions of a head.
+            attention: has attention's compressor, of that name.
+        """
+        import torch
+
+        spec = self.spec
+        heads, used = spec.index_n_heads, spec.index_head_dim
+
+        def last(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+            """The indexer's part of what both halves of the overlap have."""
+            halves = tensor.unflatten(dim, (2, spec.head_dim)).narrow(dim + 1, spec.head_dim - used, used)
+            return halves.flatten(dim, dim + 1).contiguous()
+
+        # Half of the heads ask for the opposite and count against, see `checkpoint`.
+        sign = torch.ones(heads)
+        sign[1::2] = -1
+        own = self._matrix(f"{name}.wq_b", heads, used, spec.q_lora_rank)
+        queries = sign[:, None, None] * mix(query, own, _SHARED_HEADS)
+        own = self._matrix(f"{name}.weights_proj", heads, spec.hidden_size, gain=0.25)
+        toward = self._common * (2 / spec.hidden_size)
+        return {
+            **_quantized(f"{name}.wq_b", queries.flatten(0, 1)),
+            f"{name}.weights_proj.weight": _stored(sign[:, None] * toward + own),
+            f"{name}.compressor.ape": last(attention[f"{compressor}.ape"], 1),
+            f"{name}.compressor.wkv.weight": last(attention[f"{compressor}.wkv.weight"], 0),
+            f"{name}.compressor.wgate.weight": last(attention[f"{compressor}.wgate.weight"], 0),
+            f"{name}.compressor.norm.weight": attention[f"{compressor}.norm.weight"][-used:].clone(),
+        }
+
+    def _projections(self) -> tuple[tuple[str, int, int], ...]:
+        """An expert's gate, down and up projection: name, rows and columns."""
+        hidden, size = self.spec.hidden_size, self.spec.moe_intermediate_size
+        return (("w1", size, hidden), ("w2", hidden, size), ("w3", size, hidden))
+
+    def _experts(self, prefix: str, part: str, rows: int, columns: int) -> Tensors:
+        """One projection of all experts of a layer, the shared one included."""
+        gain = _DOWN if part == "w2" else 1.0
+        made = self._linear(f"{prefix}.shared_experts.{part}", rows, columns, gain=gain)
+        shared = self._matrix(f"{prefix}.expert.{part}", rows, columns, gain=gain)
+        for expert in range(self.spec.n_routed_experts):
+            name = f"{prefix}.experts.{expert}.{part}"
+            made |= _quantized(name, mix(shared, self._matrix(name, rows, columns, gain=gain), _SHARED_EXPERTS))
+        return made
+
+    def _hyper_connection(self, name: str, mixed: int, scales: int) -> Tensors:
+        import torch
+
+        spec = self.spec
+        return {
+            f"{name}_fn": self._matrix(f"{name}_fn", mixed, spec.hc_mult * spec.hidden_size),
+            f"{name}_base": _BIAS * self._random(f"{name}_base", mixed),
+            f"{name}_scale": torch.full((scales,), _BIAS),
+        }
+
+    def _linear(self, name: str, rows: int, columns: int, gain: float = 1.0) -> Tensors:
+        return _quantized(name, self._matrix(name, rows, columns, gain=gain))
+
+    def _norm(self, name: str, width: int, size: float = 1.0) -> Tensors:
+        return {f"{name}.weight": _stored(size * (1 + 0.1 * self._random(name, width)))}
+
+    def _matrix(self, name: str, *shape: int, gain: float = 1.0) -> torch.Tensor:
+        """What gives a variance of gain² for an input of unit variance."""
+        return self._random(name, *shape) * (gain / math.sqrt(shape[-1]))
+
+    def _random(self, name: str, *shape: int) -> torch.Tensor:
+        return uniform(self.spec.seed, name, *shape)
+
+
+def _stored(tensor: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    return tensor.to(torch.bfloat16)
+
+
+def _quantized(name: str, weight: torch.Tensor) -> Tensors:
+    """A linear layer in fp8.
+
+    Args:
+        weight: [rows, columns], float32; both multiples of `BLOCK`.
+    """
+    import torch
+
+    blocks = weight.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
+    # A power of two that leaves no element above fp8's largest: dividing by it is exact.
+    least = blocks.abs().amax((1, 3)) / _FP8_MAX
+    scale = torch.ldexp(torch.ones_like(least), torch.frexp(least).exponent)
+    codes = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
+    return {f"{name}.weight": codes.reshape(weight.shape), f"{name}.scale": scale}

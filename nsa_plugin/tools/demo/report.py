@@ -1,0 +1,180 @@
+"""What the demo prints: a table for people, JSON for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from nsa_plugin import __version__
+from nsa_plugin.tools.demo.compare import Comparison, Tolerance, control_holds
+from nsa_plugin.tools.demo.pipeline import DemoResult, RequestResult
+from nsa_plugin.tools.demo.trace import Route
+
+SCHEMA = 1
+# Narrower terminals get the reasons below the table.
+_WIDTH_FOR_REASONS = 120
+
+
+def print_report(result: DemoResult, console: Console) -> None:
+    """The table, what the run covered, the control, the start-up report, and the verdict last."""
+    tolerance = result.tolerance
+    wide = console.width >= _WIDTH_FOR_REASONS
+    console.print("\nRequests")
+    console.print(_requests_table(result.requests, reasons=wide))
+    if not wide:
+        for request in result.requests:
+            console.print(f"{request.comparison.name}:")
+            for route in request.routes:
+                console.print(f"  {_route_text(route)}")
+        console.print()
+    for request in result.requests:
+        if not request.comparison.agrees:
+            console.print(f"✗ {request.comparison.name}: {request.comparison.explanation()}")
+
+    console.print("What the run covered")
+    checks = Table(box=SIMPLE_HEAD, show_header=False)
+    for check in result.checks:
+        checks.add_row("✓" if check.holds else "✗", check.name, check.detail)
+    console.print(checks)
+    if result.options.control:
+        console.print("Control: the attended tokens are deliberately wrong, so the tokens must differ")
+        console.print(_control_table(result.control))
+
+    console.print("Start-up report of the plugin, as the server logged it")
+    console.print(f"\n{result.startup_report['text']}\n", soft_wrap=True)
+    console.print(f"Judged as {result.options.dtype}: {_rule(tolerance)}.")
+    console.print(verdict(result))
+
+
+def _rule(tolerance: Tolerance) -> str:
+    rule = f"a token whose log probability is within {tolerance.margin:g} of the best one's is a tie; "
+    if tolerance.logprob is None or tolerance.outlier is None:
+        return rule + "log probabilities are measured and not judged"
+    return rule + (
+        f"log probabilities may differ by {tolerance.logprob:g}, and at {tolerance.outlier_share:.0%} of the "
+        f"positions by {tolerance.outlier:g}, where rounding has decided between two tokens that score alike"
+    )
+
+
+def verdict(result: DemoResult) -> str:
+    """One line: whether all is as it must be."""
+    comparisons = [request.comparison for request in result.requests]
+    equal, ties, total = (sum(getattr(c, name) for c in comparisons) for name in ("equal", "ties", "tokens"))
+    worst = max((c.max_logprob_error for c in comparisons), default=0.0)
+    summary = f"{equal} of {total} tokens equal{f' and {_ties(ties)}' if ties else ''}, largest |Δlogprob| {worst:.1e}"
+    failed = [f"{c.name} disagrees" for c in comparisons if not c.agrees]
+    failed += [f"not shown: {check.name}" for check in result.checks if not check.holds]
+    outliers = sum(c.outliers for c in comparisons)
+    if outliers:
+        summary += f", beyond {result.tolerance.logprob:g} at {outliers} position{'s' * (outliers > 1)}"
+    if not result.tolerance.outliers_hold(comparisons):
+        failed.append("too many log probabilities differ")
+    if result.options.control and not control_holds(result.control):
+        failed.append("the control was not noticed, so the comparison is blind")
+    if failed:
+        return f"✗ FAILED: {'; '.join(failed)} ({summary})."
+    control = "; wrong attention was noticed in every control request" if result.options.control else ""
+    return f"✓ All {len(comparisons)} requests agree with the reference: {summary}{control}."
+
+
+def _ties(count: int) -> str:
+    return "1 tie" if count == 1 else f"{count} ties"
+
+
+def _route_text(route: Route) -> str:
+    batches = "1 batch" if route.steps == 1 else f"{route.steps} batches"
+    return f"{route.phase}: {route.attention} by {route.provider}, {route.q_tokens} rows in {batches}; {route.reason}"
+
+
+def _requests_table(requests: Sequence[RequestResult], *, reasons: bool) -> Table:
+    table = Table(box=SIMPLE_HEAD, show_lines=reasons, pad_edge=False, collapse_padding=not reasons)
+    table.add_column("Request", no_wrap=True)
+    for name in ("Prompt", "Output", "Cached"):
+        table.add_column(name, justify="right")
+    if reasons:
+        table.add_column("Route and reason", ratio=1)
+    else:
+        table.add_column("Route", no_wrap=True)
+    table.add_column("Tokens equal", justify="right")
+    table.add_column("max |Δlogprob|", justify="right")
+    for result in requests:
+        comparison, answer = result.comparison, result.answer
+        ties = f"\n+ {_ties(comparison.ties)}" if comparison.ties else ""
+        table.add_row(
+            comparison.name,
+            str(len(answer.request.prompt)),
+            str(len(answer.token_ids)),
+            str(answer.cached_tokens),
+            "\n".join(
+                _route_text(route) if reasons else f"{route.attention} x{route.steps}" for route in result.routes
+            ),
+            f"{'✓' if comparison.agrees else '✗'} {comparison.equal} of {comparison.tokens}{ties}",
+            f"{comparison.max_logprob_error:.1e}",
+        )
+    return table
+
+
+def _control_table(control: Sequence[Comparison]) -> Table:
+    table = Table(box=SIMPLE_HEAD)
+    table.add_column("Request", no_wrap=True)
+    table.add_column("Tokens equal", justify="right")
+    table.add_column("max |Δlogprob|", justify="right")
+    table.add_column("Noticed")
+    for comparison in control:
+        table.add_row(
+            comparison.name,
+            f"{comparison.equal} of {comparison.tokens}",
+            f"{comparison.max_logprob_error:.1e}",
+            "✓" if control_holds([comparison]) else "✗",
+        )
+    return table
+
+
+def as_dict(result: DemoResult) -> dict[str, Any]:
+    """The report as plain data, for JSON."""
+    options = {**asdict(result.options), "work_dir": str(result.options.work_dir)}
+    return {
+        "schema": SCHEMA,
+        "command": "demo",
+        "version": __version__,
+        "ok": result.ok,
+        "verdict": verdict(result),
+        "options": options,
+        "engine": {
+            "name": "vllm",
+            "version": result.engine_version,
+            "command": list(result.command),
+            "start_seconds": round(result.start_seconds, 1),
+        },
+        "tolerance": asdict(result.tolerance),
+        "requests": [_request_dict(request) for request in result.requests],
+        "checks": [asdict(check) for check in result.checks],
+        "control": {
+            "ran": result.options.control,
+            "holds": control_holds(result.control) if result.options.control else None,
+            "requests": [_comparison_dict(comparison) for comparison in result.control],
+        },
+        "startup_report": result.startup_report,
+    }
+
+
+def _request_dict(result: RequestResult) -> dict[str, Any]:
+    answer = result.answer
+    return {
+        "purpose": answer.request.purpose,
+        "prompt_tokens": len(answer.request.prompt),
+        "output_tokens": len(answer.token_ids),
+        "cached_tokens": answer.cached_tokens,
+        "seconds": round(answer.seconds, 3),
+        "routes": [asdict(route) for route in result.routes],
+        **_comparison_dict(result.comparison),
+    }
+
+
+def _comparison_dict(comparison: Comparison) -> dict[str, Any]:
+    return {**asdict(comparison), "agrees": comparison.agrees}

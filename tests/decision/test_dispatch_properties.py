@@ -1,0 +1,444 @@
+"""The decision over all inputs: it is total or a named error, repeatable, and within every limit it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
+from random import Random
+from typing import Any
+from unittest import mock
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from nsa_plugin.decision import timings as measured
+from nsa_plugin.decision import token_shard as sharding
+from nsa_plugin.decision.candidates import NEARLY_EQUAL, Case, Load, Route, estimate_us, sparse_routes
+from nsa_plugin.decision.dispatch import Part, decide, partition, validate
+from nsa_plugin.decision.plan import Attention, IndexerMode, Plan
+from nsa_plugin.decision.shapes import FAMILY_LAYOUTS, BatchShape, ModelShape, Phase
+from nsa_plugin.decision.v4_memory import held_bytes
+from nsa_plugin.errors import NoProviderError, SettingsError
+from nsa_plugin.libraries.capabilities import Op
+from nsa_plugin.libraries.devices import MIB, DeviceProfile, synthetic
+from nsa_plugin.settings import DECODE_BACKENDS, PREFILL_BACKENDS, TOKEN_SHARD_MODES, Settings
+
+OPS = {
+    Attention.MHA_ONE_SHOT: Op.MHA_ONE_SHOT,
+    Attention.SPARSE_PREFILL: Op.SPARSE_MLA_PREFILL,
+    Attention.SPARSE_DECODE: Op.SPARSE_MLA_DECODE,
+}
+BUILDS = {
+    "flash_mla": [("sgl-flash-mla", "1.0.0"), ("sglang-kernel", "0.4.5"), ("vllm", "0.32.0")],
+    "deep_gemm": [("sgl-deep-gemm", "0.1.3"), ("sgl-deep-gemm", "0.2.0")],
+}
+LENGTHS = st.one_of(st.integers(0, 40), st.integers(0, 3000), st.integers(0, 200_000))
+
+
+def mostly(usual: object, *rare: object) -> st.SearchStrategy[Any]:
+    """The usual value two times in three: most random combinations are refused, and plans are what counts."""
+    return st.sampled_from([usual] * 2 * len(rare) + list(rare))
+
+
+FLAG = mostly(False, True)
+
+
+@st.composite
+def models(draw: st.DrawFn) -> ModelShape:
+    family = draw(mostly("v3.2", "v4"))
+    ranks = draw(st.sampled_from([1, 2, 3, 4, 8, 16]))
+    return ModelShape(
+        family=family,
+        num_heads=ranks * draw(st.sampled_from([1, 8, 12, 16, 32, 64, 96, 128, 200])),
+        attn_tp_size=ranks,
+        kv_lora_rank=draw(mostly(512, 64)),
+        v_head_dim=draw(mostly(128, 80)),
+        index_topk=draw(mostly(2048, 64, 512, 2000)),
+        index_n_heads=draw(mostly(64, 8, 32)),
+        index_head_dim=draw(mostly(128, 96)),
+        kv_layout=draw(st.sampled_from(FAMILY_LAYOUTS[family])),
+        sliding_window=draw(mostly(128, 100)) if family == "v4" else 0,
+    )
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> BatchShape:
+    requests = draw(mostly(1, 0, 3, 300))
+    rows = requests + draw(st.one_of(st.integers(0, 600), st.integers(0, 40_000))) if requests else 0
+    longest = draw(LENGTHS)
+    return BatchShape(
+        phase=draw(mostly(Phase.EXTEND, *Phase)),
+        num_requests=requests,
+        num_tokens=rows,
+        max_kv_len=longest,
+        total_kv_len=longest + draw(LENGTHS),
+        has_prefix=draw(st.booleans()),
+        cuda_graph=draw(FLAG),
+        context_parallel=draw(FLAG),
+        attention_workspace_tokens=draw(mostly(0, 1, 1000, 100_000)),
+    )
+
+
+@st.composite
+def machines(draw: st.DrawFn) -> DeviceProfile:
+    return synthetic(
+        draw(st.sampled_from([0, 0, 80, *[90] * 6, *[100] * 4, 103, 120])),
+        libraries=draw(
+            mostly(
+                None,
+                (),
+                ("flash_mla", "deep_gemm"),
+                ("flash_mla", "deep_gemm", "fa3", "trtllm"),
+                ("fa3", "triton"),
+                ("trtllm", "deep_gemm"),
+                ("cuda", "triton"),
+            )
+        ),
+        versions={name: draw(st.sampled_from(builds)) for name, builds in BUILDS.items()},
+        memory_free=draw(st.sampled_from([0, 1, 64 * MIB, 4096 * MIB, 1 << 40])),
+        nvlink=draw(st.booleans()),
+    )
+
+
+SETTINGS = st.builds(
+    Settings,
+    prefill_backend=mostly(*PREFILL_BACKENDS),
+    decode_backend=mostly(*DECODE_BACKENDS),
+    mha_max_kv=mostly(-1, 0, 1, 64, 500, 2049),
+    logits_budget_mb=st.integers(1, 4096),
+    token_shard=mostly(*TOKEN_SHARD_MODES),
+    large_q_rows=mostly(0, 1, 4096, 11622, 20_000),
+)
+
+
+SPARSE = (
+    "cuda sparse_prefill",
+    "triton sparse_prefill",
+    "flash_mla sparse_decode",
+    "flash_mla sparse_prefill",
+    "flash_mla sparse_prefill after dequantisation",
+    "cuda sparse_decode",
+    "triton sparse_decode",
+)
+DENSE = ("fa3 mha_one_shot", "triton mha_one_shot")
+SHARDED = tuple(sharding.in_chunks(f"token_shard by {label}", chunks) for label in SPARSE for chunks in sharding.CHUNKS)
+GROUPS = tuple(f"token_shard_{what} tp{ranks}" for what in ("attention", "steps") for ranks in (2, 4, 8))
+
+
+def table_of(seed: int) -> Any:
+    """Measurements as records may have them: of some routes, heads and rows, from few values so that some are equal."""
+    random = Random(seed)
+
+    def curve() -> measured.Points:
+        rows = sorted(random.sample([1, 64, 512, 1024, 2048, 4096, 8192], random.randint(1, 7)))
+        return tuple((count, random.choice([1.0, 20.0, 20.5, 300.0, 5e4])) for count in rows)
+
+    return {
+        (sm, op, layout): {
+            label: {heads: curve() for heads in random.sample([8, 16, 64, 128], random.randint(1, 4))}
+            for label in (SHARDED if op in GROUPS else (*SPARSE, *DENSE))
+            if random.random() < 0.7
+        }
+        for sm in (90, 100)
+        for op in ("sparse_mla_prefill", "sparse_mla_decode", "mha_one_shot", *GROUPS)
+        for layout in ("bf16", "v32_fp8", "v4_fp8")
+        if random.random() < 0.7
+    }
+
+
+TABLES = st.integers(0, 10_000).map(table_of)
+MEASUREMENTS = st.one_of(st.just({}), TABLES, st.just(measured.MEASUREMENTS))
+
+
+@contextmanager
+def measurements(table: Any) -> Iterator[None]:
+    with mock.patch.object(measured, "MEASUREMENTS", table):
+        yield
+
+
+# Generation, not `decide`, is what takes time on a small machine.
+thorough = settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def outcome(model: ModelShape, batch: BatchShape, device: DeviceProfile, chosen: Settings) -> Plan | str:
+    """The plan, or the message of an error that the plugin raises on purpose; any other error is a failure."""
+    try:
+        return decide(model, batch, device, chosen)
+    except (SettingsError, NoProviderError) as error:
+        return str(error)
+
+
+@thorough
+@given(models(), batches(), machines(), SETTINGS, MEASUREMENTS)
+def test_a_plan_is_total_repeatable_and_within_limits(
+    model: ModelShape, batch: BatchShape, device: DeviceProfile, chosen: Settings, table: Any
+) -> None:
+    with measurements(table):
+        plan = outcome(model, batch, device, chosen)
+        again = outcome(replace(model), replace(batch), replace(device), replace(chosen))
+    assert plan == again
+    if isinstance(plan, str):
+        assert plan.strip()
+        return
+    assert isinstance(again, Plan)
+    assert plan.reasons == again.reasons
+    check_reasons(plan)
+    check_kernel(plan, model, batch, device, chosen)
+    check_dense(plan, model, batch, chosen)
+    check_indexer(plan, model, batch, device, chosen)
+    if plan.token_shard:
+        assert model.attn_tp_size > 1
+        assert device.providers(Op.TOKEN_SHARD)
+        assert not batch.context_parallel
+        assert chosen.token_shard != "off"
+        assert batch.phase in sharding.PHASES
+        assert not (batch.phase is Phase.EXTEND and batch.cuda_graph)
+        assert model.attn_tp_size * plan.token_shard_chunks <= batch.num_tokens
+    assert plan.token_shard_chunks == 1 or (plan.token_shard and batch.phase is Phase.EXTEND)
+
+
+@thorough
+@given(
+    st.sampled_from([2, 4, 8]),
+    st.sampled_from([8, 16, 32, 64]),
+    st.one_of(st.integers(1, 1100), st.integers(1, 20_000)),
+    st.integers(0, 200_000),
+    st.sampled_from([Phase.EXTEND, Phase.DECODE]),
+    MEASUREMENTS,
+)
+def test_auto_trades_nothing_but_what_was_measured_to_take_less(
+    ranks: int, heads: int, rows: int, prefix: int, phase: Phase, table: Any
+) -> None:
+    model = ModelShape(num_heads=ranks * heads, attn_tp_size=ranks, kv_layout="v32_fp8")
+    context = prefix + rows
+    batch = BatchShape(
+        phase=phase, num_requests=1, num_tokens=rows, max_kv_len=context, total_kv_len=context, has_prefix=prefix > 0
+    )
+    device, chosen = synthetic(90), Settings(mha_max_kv=0)
+    with measurements(table):
+        plan = decide(model, batch, device, chosen)
+        if not plan.token_shard:
+            return
+        case = Case(model, batch, device, chosen)
+        kept = decide(model, batch, device, replace(chosen, token_shard="off"))
+        sharded = Route(plan.attention, plan.provider, plan.dequantize_kv)
+        taken = sharding.sharded_us(case, sharded, plan.token_shard_chunks)
+        others = [sharding.sharded_us(case, sharded, chunks) for chunks in sharding.CHUNKS if chunks * ranks <= rows]
+        instead = estimate_us(case, Route(kept.attention, kept.provider, kept.dequantize_kv), case.own_load)
+    assert taken is not None
+    assert instead is not None
+    assert taken < instead
+    assert phase is Phase.DECODE or taken == min(time for time in others if time is not None)
+
+
+def check_reasons(plan: Plan) -> None:
+    data = plan.as_dict()
+    fields = set(data) - {"reasons"} | {f"indexer.{name}" for name in data["indexer"]} - {"indexer.mode"}
+    assert set(plan.reasons) == fields
+    for sentence in plan.reasons.values():
+        assert sentence.strip()
+        assert "None" not in sentence
+
+
+def check_kernel(plan: Plan, model: ModelShape, batch: BatchShape, device: DeviceProfile, chosen: Settings) -> None:
+    """The kernel is installed here and takes these layouts, dims, heads, selections and rows."""
+    if plan.attention is Attention.NONE:
+        assert plan.provider == ""
+        assert batch.phase is Phase.IDLE or batch.num_tokens == 0
+        return
+    library = device.libraries[plan.provider]
+    assert library.available
+    dense = plan.attention is Attention.MHA_ONE_SHOT
+    kernels = [kernel for kernel in library.capabilities if kernel.op == OPS[plan.attention]]
+    copied = plan.dequantize_kv and not dense
+    layout = "bf16" if copied else model.kv_layout
+    (kernel,) = [kernel for kernel in kernels if layout in kernel.layouts]
+    assert kernel.sm_min <= device.sm <= kernel.sm_max
+    assert not kernel.dims or (model.mha_dims if dense else model.row_dims) in kernel.dims
+    assert not (copied and batch.cuda_graph)
+    assert model.fp8_cache or not plan.dequantize_kv
+    rows = -(-batch.num_tokens // model.attn_tp_size) if plan.token_shard else batch.num_tokens
+    assert kernel.max_rows is None or rows <= kernel.max_rows
+    heads = model.num_heads if plan.token_shard else model.heads_per_rank
+    given = plan.head_padding or heads
+    assert given >= heads
+    if not dense:
+        assert not kernel.head_counts or given in kernel.head_counts
+        assert given % kernel.head_multiple == 0
+        assert plan.head_padding != heads
+        assert model.index_topk % kernel.topk_multiple == 0
+        assert model.sliding_window % kernel.topk_multiple == 0
+        asked = chosen.prefill_backend if batch.phase is Phase.EXTEND else chosen.decode_backend
+        assert asked in ("auto", plan.provider)
+        assert plan.provider != "reference" or device.kind == "cpu" or asked == "reference"
+
+
+def check_dense(plan: Plan, model: ModelShape, batch: BatchShape, chosen: Settings) -> None:
+    """Dense attention never sees a context that the indexer would cut, and only ever in a prefill."""
+    assert (plan.attention is Attention.MHA_ONE_SHOT) == (plan.indexer.mode is IndexerMode.STORE_ONLY)
+    if plan.attention is not Attention.MHA_ONE_SHOT:
+        return
+    assert batch.phase is Phase.EXTEND
+    assert model.family == "v3.2"
+    assert batch.max_kv_len <= model.index_topk
+    assert chosen.mha_max_kv < 0 or batch.max_kv_len <= chosen.mha_max_kv
+    assert not batch.cuda_graph
+    assert not batch.context_parallel
+    assert not 0 < batch.attention_workspace_tokens < batch.total_kv_len
+    assert plan.dequantize_kv == (model.fp8_cache and batch.has_prefix)
+
+
+def check_indexer(plan: Plan, model: ModelShape, batch: BatchShape, device: DeviceProfile, chosen: Settings) -> None:
+    indexer = plan.indexer
+    if indexer.mode is not IndexerMode.TOPK:
+        assert (indexer.provider, indexer.rows_per_chunk, indexer.metadata_provider) == ("", 0, "")
+        return
+    kernel = device.capability(indexer.provider, Op.INDEXER_TOPK)
+    assert kernel is not None
+    assert kernel.heads_given(model.index_n_heads) == model.index_n_heads
+    assert not kernel.dims or (model.index_head_dim,) in kernel.dims
+    scored = batch.max_kv_len if model.family == "v3.2" else -(-batch.max_kv_len // 4)
+    asked = chosen.logits_budget_mb * MIB
+    if model.family == "v4" and batch.phase is Phase.EXTEND:
+        asked = max(asked - held_bytes(model, batch, over_rows=plan.dequantize_kv), asked // 8)
+    budget = min(asked, device.memory_free // 4)
+    rows = indexer.rows_per_chunk
+    assert 1 <= rows <= batch.num_tokens
+    assert rows == 1 or rows * 4 * scored <= budget
+    assert rows == batch.num_tokens or rows & (rows - 1) == 0
+    # No smaller than it needs to be: twice the rows would not fit.
+    assert rows == batch.num_tokens or 2 * rows * 4 * max(scored, 1) > budget
+    if batch.phase is Phase.EXTEND:
+        assert indexer.metadata_provider == ""
+    if indexer.metadata_provider:
+        assert indexer.provider == "deep_gemm"
+        assert indexer.metadata_provider in ("deep_gemm", "triton")
+        scheduler = device.capability(indexer.metadata_provider, Op.INDEXER_METADATA)
+        assert scheduler is not None
+        fits = scheduler.max_rows is None or batch.num_tokens <= scheduler.max_rows
+        assert fits != ("go in pieces" in plan.reasons["indexer.metadata_provider"])
+
+
+@thorough
+@given(models(), batches(), machines(), SETTINGS, TABLES)
+def test_measurements_reorder_routes_and_lose_none(
+    model: ModelShape, batch: BatchShape, device: DeviceProfile, chosen: Settings, table: Any
+) -> None:
+    case = Case(model, batch, device, chosen)
+    load = Load(max(batch.num_tokens, 1), model.heads_per_rank)
+    with measurements({}):
+        usual = sparse_routes(replace(case, routes={}), load)  # a case keeps the routes that it was asked for
+    with measurements(table):
+        routes = sparse_routes(case, load)
+        times = [estimate_us(case, route, load) for route in routes]
+        unmeasured = [estimate_us(case, route, load) is None for route in usual]
+    assert len(routes) == len(usual)
+    assert set(routes) == set(usual)
+    # Those without a time stay where they are.
+    assert [time is None for time in times] == unmeasured
+    assert all(ours == theirs for ours, theirs, still in zip(routes, usual, unmeasured, strict=True) if still)
+    # A later one is never quicker by as much as counts, and what is nearly equal keeps its order.
+    known = [(route, time) for route, time in zip(routes, times, strict=True) if time is not None]
+    for (one, first), (other, second) in pairwise(known):
+        assert first <= second * (1 + NEARLY_EQUAL)
+        assert first <= second or usual.index(one) < usual.index(other)
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> tuple[list[int], list[int]]:
+    kv_lens = draw(st.lists(LENGTHS, max_size=12))
+    return [draw(st.one_of(st.integers(0, kv_len), st.just(kv_len))) for kv_len in kv_lens], kv_lens
+
+
+@thorough
+@given(
+    models(),
+    requests(),
+    mostly(Phase.EXTEND, *Phase),
+    machines(),
+    SETTINGS,
+    FLAG,
+    FLAG,
+    st.sampled_from([0, 1, 1000, 5000]),
+    MEASUREMENTS,
+)
+def test_a_partition_covers_every_request_once_in_order(
+    model: ModelShape,
+    lengths: tuple[list[int], list[int]],
+    phase: Phase,
+    device: DeviceProfile,
+    chosen: Settings,
+    cuda_graph: bool,
+    context_parallel: bool,
+    workspace: int,
+    table: Any,
+) -> None:
+    q_lens, kv_lens = lengths
+    with measurements(table):
+        try:
+            parts = partition(
+                model,
+                q_lens,
+                kv_lens,
+                phase,
+                device,
+                chosen,
+                cuda_graph=cuda_graph,
+                context_parallel=context_parallel,
+                attention_workspace_tokens=workspace,
+            )
+        except (SettingsError, NoProviderError):
+            return
+        assert all(part.plan == decide(model, part.batch, device, chosen) for part in parts)
+    assert sorted(request for part in parts for request in part.requests) == list(range(len(q_lens)))
+    assert sum(part.batch.num_tokens for part in parts) == sum(q_lens)
+    for part in parts:
+        assert list(part.requests) == sorted(part.requests)
+        check_part(part, q_lens, kv_lens)
+    attentions = [part.plan.attention for part in parts]
+    assert sum(attention not in (Attention.MHA_ONE_SHOT, Attention.NONE) for attention in attentions) <= 1
+    if phase is not Phase.EXTEND:
+        assert len(parts) <= 1
+
+
+def check_part(part: Part, q_lens: list[int], kv_lens: list[int]) -> None:
+    live = [request for request in part.requests if q_lens[request]]
+    assert part.batch.num_requests == len(live)
+    assert part.batch.max_kv_len == max((kv_lens[request] for request in live), default=0)
+    if part.plan.attention is Attention.NONE:
+        assert not live or part.plan.phase is Phase.IDLE
+    elif part.plan.phase is Phase.EXTEND:
+        assert live == list(part.requests)
+
+
+@thorough
+@given(st.lists(st.integers(1, 9000), min_size=1, max_size=12), st.sampled_from([0, 4096]))
+def test_a_long_prompt_takes_dense_attention_from_no_other(kv_lens: list[int], workspace: int) -> None:
+    model, device = ModelShape(attn_tp_size=8), synthetic(90)
+    with measurements({}):
+        parts = partition(
+            model, kv_lens, kv_lens, Phase.EXTEND, device, Settings(), attention_workspace_tokens=workspace
+        )
+    dense = {request for part in parts if part.plan.attention is Attention.MHA_ONE_SHOT for request in part.requests}
+    assert dense == {request for request, kv_len in enumerate(kv_lens) if kv_len <= model.index_topk}
+
+
+@thorough
+@given(models(), machines(), SETTINGS, st.sampled_from([1, 8192]), st.booleans(), MEASUREMENTS)
+def test_what_validates_decides(
+    model: ModelShape, device: DeviceProfile, chosen: Settings, max_tokens: int, cuda_graph: bool, table: Any
+) -> None:
+    """A configuration that passes at start-up carries the batches it was checked for."""
+    context = 100_000
+    prefill = BatchShape.from_lengths(Phase.EXTEND, [max_tokens], [context + max_tokens])
+    short = BatchShape.from_lengths(Phase.EXTEND, [max_tokens], [max_tokens])
+    step = BatchShape.from_lengths(Phase.DECODE, [1], [context], cuda_graph=cuda_graph)
+    with measurements(table):
+        try:
+            validate(model, device, chosen, max_tokens=max_tokens, cuda_graph=cuda_graph)
+        except (SettingsError, NoProviderError):
+            return
+        for batch in (prefill, short, step):
+            assert decide(model, batch, device, chosen).attention is not Attention.NONE

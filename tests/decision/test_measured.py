@@ -1,0 +1,325 @@
+"""What measurements say of a time, and what a decision makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from nsa_plugin.decision import timings as measured
+from nsa_plugin.decision.candidates import COPY_BYTES, COPY_RATE, Case, Route, estimate_us
+from nsa_plugin.decision.dispatch import decide, partition
+from nsa_plugin.decision.plan import Attention, Plan
+from nsa_plugin.decision.shapes import FAMILY_LAYOUTS, BatchShape, ModelShape, Phase
+from nsa_plugin.layouts import V4_FP8, V32_FP8
+from nsa_plugin.libraries.devices import DeviceProfile, synthetic
+from nsa_plugin.settings import Settings
+
+CUDA = "cuda sparse_prefill"
+TRITON = "triton sparse_prefill"
+STEP = "flash_mla sparse_decode"
+COPIED = "flash_mla sparse_prefill after dequantisation"
+PREFILL = (90, "sparse_mla_prefill", "v32_fp8")
+V4_PREFILL = (90, "sparse_mla_prefill", "v4_fp8")
+DECODE = (90, "sparse_mla_decode", "v32_fp8")
+SHORT = (90, "mha_one_shot", "v32_fp8")
+
+FEW = ModelShape(attn_tp_size=8, kv_layout="v32_fp8")  # 16 heads a rank
+ALL = ModelShape(kv_layout="v32_fp8")
+V4 = ModelShape(family="v4", num_heads=64, index_topk=512, kv_layout="v4_fp8", sliding_window=128)
+H200 = synthetic(90)
+
+Table = dict[tuple[int, str, str], dict[str, dict[int, measured.Points]]]
+Measure = Callable[[Table], None]
+
+
+@pytest.fixture
+def measure(monkeypatch: pytest.MonkeyPatch) -> Measure:
+    """Set what was measured."""
+
+    def put(table: Table) -> None:
+        monkeypatch.setattr(measured, "MEASUREMENTS", table)
+
+    put({})
+    return put
+
+
+def extend(rows: int, context: int = 65536, **flags: Any) -> BatchShape:
+    return BatchShape.from_lengths(Phase.EXTEND, [rows], [max(rows, context)], **flags)
+
+
+def decode(requests: int, s_q: int = 1, **flags: Any) -> BatchShape:
+    phase = Phase.DECODE if s_q == 1 else Phase.TARGET_VERIFY
+    return BatchShape.from_lengths(phase, [s_q] * requests, [8192] * requests, **flags)
+
+
+def choose(model: ModelShape, batch: BatchShape, device: DeviceProfile = H200, **settings: Any) -> Plan:
+    return decide(model, batch, device, Settings(**settings))
+
+
+def route(plan: Plan) -> tuple[str, str, bool]:
+    return str(plan.attention), plan.provider, plan.dequantize_kv
+
+
+# ---------------------------------------------------------------------------------------------------
+# Interpolation
+
+
+@pytest.mark.parametrize(
+    ("rows", "time"),
+    [
+        (1, 20.0),  # below the first point: a launch's time
+        (8, 20.0),
+        (9, 20.0 + 1 / 24 * 40),
+        (20, 40.0),  # between: linear
+        (32, 60.0),
+        (80, 110.0),
+        (128, 160.0),
+        (129, 160.0 * 129 / 128),  # beyond the last: proportional
+        (1280, 1600.0),
+    ],
+)
+def test_a_time_between_points(measure: Measure, rows: int, time: float) -> None:
+    measure({DECODE: {"cuda sparse_decode": {16: ((8, 20.0), (32, 60.0), (128, 160.0))}}})
+    assert measured.estimate_us(*DECODE, 16, rows, "cuda sparse_decode") == pytest.approx(time)
+
+
+def test_a_single_point_is_a_launch_and_a_rate(measure: Measure) -> None:
+    measure({PREFILL: {CUDA: {16: ((512, 100.0),)}}})
+    assert [measured.estimate_us(*PREFILL, 16, rows, CUDA) for rows in (1, 512, 1024)] == [100.0, 100.0, 200.0]
+
+
+@pytest.mark.parametrize(("heads", "time"), [(1, 1.0), (8, 1.0), (9, 2.0), (16, 2.0), (17, 4.0), (64, 4.0)])
+def test_heads_take_the_next_measured_count(measure: Measure, heads: int, time: float) -> None:
+    measure({PREFILL: {CUDA: {64: ((1, 4.0),), 8: ((1, 1.0),), 16: ((1, 2.0),)}}})
+    assert measured.estimate_us(*PREFILL, heads, 1, CUDA) == time
+
+
+@pytest.mark.parametrize(
+    ("sm", "op", "layout", "heads", "label"),
+    [
+        (100, "sparse_mla_prefill", "v32_fp8", 16, CUDA),
+        (90, "sparse_mla_decode", "v32_fp8", 16, CUDA),
+        (90, "sparse_mla_prefill", "v4_fp8", 16, CUDA),
+        (90, "sparse_mla_prefill", "v32_fp8", 65, CUDA),
+        (90, "sparse_mla_prefill", "v32_fp8", 16, TRITON),
+    ],
+    ids=["SM", "op", "layout", "heads", "route"],
+)
+def test_what_was_not_measured_has_no_time(
+    measure: Measure, sm: int, op: str, layout: str, heads: int, label: str
+) -> None:
+    measure({PREFILL: {CUDA: {64: ((1, 4.0),)}}})
+    assert measured.estimate_us(sm, op, layout, heads, 1, label) is None
+    assert measured.points(sm, op, layout, heads, label) == ()
+
+
+def test_every_layout_has_a_measured_selection() -> None:
+    assert set(measured.SELECTIONS) == {layout for layouts in FAMILY_LAYOUTS.values() for layout in layouts}
+
+
+# ---------------------------------------------------------------------------------------------------
+# Who carries a batch
+
+
+def prefills(**times: float) -> Table:
+    """A table of 16 and 128 heads at 4096 rows."""
+    names = {"cuda": CUDA, "triton": TRITON, "step": STEP, "copied": COPIED}
+    return {PREFILL: {names[name]: {16: ((4096, time),), 128: ((4096, time),)} for name, time in times.items()}}
+
+
+@pytest.mark.parametrize(
+    ("times", "few", "many"),
+    [
+        # Nothing measured: by the number of heads.
+        ({}, "cuda", "step"),
+        ({"cuda": 1550.0, "copied": 2410.0, "step": 3000.0}, "cuda", "cuda"),
+        ({"cuda": 2500.0, "copied": 2410.0, "step": 3000.0}, "copied", "copied"),
+        ({"cuda": 2500.0, "copied": 2410.0, "step": 1000.0}, "step", "step"),
+        ({"cuda": 2500.0, "copied": 2410.0, "step": 1000.0, "triton": 900.0}, "triton", "triton"),
+        # Within 3 % the usual order holds: cuda, step, copied for few heads; step, copied, cuda for many.
+        ({"cuda": 1029.0, "copied": 1000.0, "step": 1029.0}, "cuda", "step"),
+        ({"cuda": 1031.0, "copied": 1000.0, "step": 1031.0}, "copied", "copied"),
+        ({"cuda": 1000.0, "copied": 1000.0, "step": 1000.0}, "cuda", "step"),
+        # What was not measured keeps its place.
+        ({"cuda": 9000.0, "copied": 1000.0}, "copied", "step"),
+        ({"cuda": 9000.0}, "cuda", "step"),
+        ({"triton": 1.0}, "cuda", "step"),
+    ],
+)
+def test_the_quickest_of_those_measured_is_taken(
+    measure: Measure, times: dict[str, float], few: str, many: str
+) -> None:
+    measure(prefills(**times))
+    routes = {
+        "cuda": ("sparse_prefill", "cuda", False),
+        "triton": ("sparse_prefill", "triton", False),
+        "step": ("sparse_decode", "flash_mla", False),
+        "copied": ("sparse_prefill", "flash_mla", True),
+    }
+    assert route(choose(FEW, extend(4096))) == routes[few]
+    assert route(choose(ALL, extend(4096))) == routes[many]
+
+
+def test_the_reason_names_the_times(measure: Measure) -> None:
+    measure(prefills(cuda=1550.0, step=2410.0))
+    expected = "cuda 1.55 ms against flash_mla's 2.41 ms as measured on SM90 for 16 heads and 4096 rows"
+    assert choose(FEW, extend(4096)).reasons["provider"] == expected
+    measure(prefills(cuda=812.4, step=700.0, copied=690.0, triton=5000.0))
+    assert choose(FEW, extend(4096)).reasons["provider"] == (
+        "flash_mla 700 us against flash_mla's 690 us after dequantisation and cuda's 812 us and triton's 5.00 ms "
+        "as measured on SM90 for 16 heads and 4096 rows, less than 3% apart, so their usual order holds"
+    )
+
+
+def test_a_time_that_stands_alone_or_decides_nothing_is_not_a_reason(measure: Measure) -> None:
+    first = "cuda is the first that carries the batch on SM90"
+    measure(prefills(cuda=1550.0))
+    assert choose(FEW, extend(4096)).reasons["provider"] == first
+    measure(prefills(step=1000.0, copied=900.0))
+    assert choose(FEW, extend(4096)).reasons["provider"] == first
+
+
+def test_what_is_quicker_and_cannot_is_refused_by_name(measure: Measure) -> None:
+    measure(prefills(cuda=1550.0, step=1000.0))
+    plan = choose(FEW, extend(4096), synthetic(90, libraries=("cuda", "triton")))
+    assert route(plan) == ("sparse_prefill", "cuda", False)
+    assert plan.reasons["provider"] == (
+        "cuda is the first that carries the batch on SM90; refused flash_mla sparse_decode: not installed"
+    )
+
+
+def test_a_setting_wins_over_any_time(measure: Measure) -> None:
+    measure(prefills(cuda=1550.0, step=2410.0, copied=2000.0))
+    assert choose(FEW, extend(4096), prefill_backend="triton").provider == "triton"
+    plan = choose(FEW, extend(4096), prefill_backend="flash_mla")
+    assert route(plan) == ("sparse_prefill", "flash_mla", True)  # of the library's own two, the quicker
+    assert plan.reasons["provider"] == (
+        "prefill_backend asks for flash_mla; flash_mla 2.00 ms after dequantisation against flash_mla's 2.41 ms "
+        "as measured on SM90 for 16 heads and 4096 rows"
+    )
+
+
+def test_measurements_hold_for_their_selection_and_architecture_alone(measure: Measure) -> None:
+    measure(prefills(cuda=9000.0, step=1000.0))
+    assert choose(FEW, extend(4096)).provider == "flash_mla"
+    assert choose(replace(FEW, index_topk=1024), extend(4096)).provider == "cuda"
+    measure({(100, *PREFILL[1:]): prefills(cuda=9000.0, step=1000.0)[PREFILL]})
+    assert choose(FEW, extend(4096)).provider == "cuda"
+
+
+def test_a_graph_and_a_row_limit_refuse_what_is_quicker(measure: Measure) -> None:
+    measure(prefills(cuda=2000.0, copied=1000.0, step=3000.0))
+    assert route(choose(FEW, extend(4096, cuda_graph=True))) == ("sparse_prefill", "cuda", False)
+    old = synthetic(90, versions={"flash_mla": ("sglang-kernel", "0.4.5")})
+    measure(prefills(cuda=2000.0, copied=3000.0, step=1000.0))
+    assert route(choose(FEW, extend(11622), old)) == ("sparse_decode", "flash_mla", False)
+    assert route(choose(FEW, extend(11623), old)) == ("sparse_prefill", "cuda", False)
+
+
+def test_decode_goes_by_its_query_rows(measure: Measure) -> None:
+    measure(
+        {
+            DECODE: {
+                "cuda sparse_decode": {16: ((1, 20.0), (256, 90.0))},
+                STEP: {16: ((1, 30.0), (256, 60.0))},
+            }
+        }
+    )
+    for batch, provider in (
+        (decode(1), "cuda"),
+        (decode(256), "flash_mla"),
+        (decode(128, 2), "flash_mla"),
+        (decode(8, 2), "cuda"),
+    ):
+        assert choose(FEW, batch).provider == provider
+        assert choose(FEW, replace(batch, cuda_graph=True)).provider == provider
+    assert (
+        choose(FEW, decode(128, 2))
+        .reasons["provider"]
+        .startswith("flash_mla 60 us against cuda's 90 us as measured on SM90 for 16 heads and 256 rows; refused fa3 ")
+    )
+
+
+def test_v4_takes_its_own_measurements_and_keeps_large_q_rows(measure: Measure) -> None:
+    curves = {STEP: ((512, 100.0), (8192, 1600.0)), COPIED: ((512, 150.0), (8192, 1200.0))}
+    measure({V4_PREFILL: {label: {64: points} for label, points in curves.items()}})
+    assert route(choose(V4, extend(512))) == ("sparse_decode", "flash_mla", False)
+    assert route(choose(V4, extend(8192))) == ("sparse_prefill", "flash_mla", True)
+    measure({V4_PREFILL: {STEP: {64: ((512, 100.0),)}, COPIED: {64: ((512, 900.0),)}}})
+    assert route(choose(V4, extend(8192))) == ("sparse_decode", "flash_mla", False)
+    assert route(choose(V4, extend(8192), large_q_rows=4096)) == ("sparse_prefill", "flash_mla", True)
+
+
+def test_a_longer_context_takes_longer_to_copy(measure: Measure) -> None:
+    measure(prefills(cuda=1100.0, copied=1000.0))
+
+    def copied(context: int) -> float | None:
+        case = Case(FEW, extend(4096, context), H200, Settings())
+        return estimate_us(case, Route(Attention.SPARSE_PREFILL, "flash_mla", True), case.own_load)
+
+    assert (copied(5000), copied(65536)) == (1000.0, 1000.0)
+    assert copied(65536 + 30_000_000) == pytest.approx(1000.0 + 30_000_000 * 1808 / 3e6)
+    assert choose(FEW, extend(4096)).provider == "flash_mla"
+    assert choose(FEW, extend(4096, 1_000_000)).provider == "cuda"
+    # With fewer rows than were measured the copy decides, and it was not measured by itself.
+    assert copied(65536) is not None
+    assert choose(FEW, extend(4095)).provider == "cuda"
+
+
+def test_the_bytes_of_a_copy_are_the_layouts_own() -> None:
+    assert COPY_BYTES["v32_fp8"] == V32_FP8.row_bytes + 2 * V32_FP8.dim
+    assert COPY_BYTES["v4_fp8"] == (V4_FP8.row_bytes + 2 * V4_FP8.dim) // 4
+    assert COPY_RATE > 0
+
+
+# ---------------------------------------------------------------------------------------------------
+# Dense attention of short prompts
+
+
+def short(dense: list[float], **sparse: list[float]) -> Table:
+    """Times at 512, 1024, 2048 and 4096 tokens."""
+    names = {"cuda": CUDA, "triton": TRITON, "copied": COPIED}
+
+    def points(times: list[float]) -> dict[int, measured.Points]:
+        return {16: tuple(zip((512, 1024, 2048, 4096), times, strict=True))}
+
+    by_label = {"fa3 mha_one_shot": points(dense)} | {names[name]: points(times) for name, times in sparse.items()}
+    return {SHORT: by_label}
+
+
+@pytest.mark.parametrize(
+    ("table", "limit"),
+    [
+        ({}, 2048),
+        (short([1, 2, 3, 4]), 2048),
+        (short([1, 2, 3, 4], cuda=[2, 4, 6, 8]), 2048),
+        (short([1, 2, 6, 9], cuda=[2, 4, 6, 8]), 2048),  # slower from beyond index_topk on
+        (short([1, 2, 7, 9], cuda=[2, 4, 6, 8]), 1024),
+        (short([1, 2, 7, 9], cuda=[9, 9, 9, 9], copied=[2, 1, 6, 8]), 512),
+        (short([3, 2, 7, 9], cuda=[2, 4, 6, 8]), 1024),  # slower where both are launches: no limit from below
+        (short([3, 5, 7, 9], cuda=[2, 4, 6, 8]), 0),
+    ],
+)
+def test_dense_attention_up_to_the_measured_crossover(measure: Measure, table: Table, limit: int) -> None:
+    measure(table)
+    for tokens in (1, 512, 513, 1024, 1025, 2048):
+        plan = choose(FEW, extend(tokens, tokens))
+        assert (plan.attention is Attention.MHA_ONE_SHOT) == (tokens <= limit), tokens
+    parts = partition(FEW, [300, 1500, 900], [300, 1500, 900], Phase.EXTEND, H200, Settings())
+    dense = {request for part in parts if part.plan.provider == "fa3" for request in part.requests}
+    assert dense == {request for request, tokens in enumerate((300, 1500, 900)) if tokens <= limit}
+    assert len(parts) == (2 if 0 < len(dense) < 3 else 1)
+
+
+def test_the_crossover_is_told_and_a_setting_wins_over_it(measure: Measure) -> None:
+    measure(short([1, 2, 7, 9], cuda=[2, 4, 6, 8]))
+    why = "the 1024 up to which fa3 was measured to take no longer than sparse attention"
+    assert choose(FEW, extend(9, 9)).reasons["attention"] == f"the longest context of 9 tokens is within {why}"
+    assert f"the longest context of 1025 tokens exceeds {why}" in choose(FEW, extend(9, 1025)).reasons["attention"]
+    assert choose(FEW, extend(2048, 2048), mha_max_kv=2048).attention is Attention.MHA_ONE_SHOT
+    # Sparse attention that is not there is no reason to leave the dense one.
+    without = synthetic(90, libraries=("flash_mla", "deep_gemm", "fa3"))
+    assert choose(FEW, extend(2048, 2048), without).attention is Attention.MHA_ONE_SHOT

@@ -1,0 +1,69 @@
+"""A Plan as a value: what goes together, equality, and its form as data."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import FrozenInstanceError, replace
+
+import pytest
+
+from nsa_plugin.decision.plan import Attention, IndexerMode, IndexerPlan, Plan
+from nsa_plugin.decision.shapes import Phase
+
+
+def plan(attention: Attention, mode: IndexerMode, **fields: object) -> Plan:
+    values: dict[str, object] = {"phase": Phase.EXTEND, "provider": "flash_mla"} | fields
+    return Plan(attention=attention, indexer=IndexerPlan(mode=mode), **values)  # type: ignore[arg-type]
+
+
+READS_SELECTION = {Attention.SPARSE_PREFILL, Attention.SPARSE_DECODE}
+
+
+@pytest.mark.parametrize("attention", Attention)
+@pytest.mark.parametrize("mode", IndexerMode)
+def test_sparse_attention_and_top_k_go_together(attention: Attention, mode: IndexerMode) -> None:
+    # sglang #12816, vllm #52512: attention over a selection that nobody made reads nothing but -1.
+    if (attention in READS_SELECTION) == (mode is IndexerMode.TOPK):
+        assert plan(attention, mode).indexer.mode is mode
+    else:
+        with pytest.raises(ValueError, match=f"attention {attention} does not go with indexer mode {mode}"):
+            plan(attention, mode)
+
+
+def test_reasons_do_not_make_two_plans_differ() -> None:
+    one = plan(Attention.SPARSE_DECODE, IndexerMode.TOPK, reasons={"attention": "8 query rows"})
+    two = plan(Attention.SPARSE_DECODE, IndexerMode.TOPK, reasons={"attention": "9 query rows"})
+    assert one == two
+    assert hash(one) == hash(two)
+    assert one != plan(Attention.SPARSE_DECODE, IndexerMode.TOPK, head_padding=64)
+
+
+def test_a_plan_cannot_be_changed() -> None:
+    with pytest.raises(FrozenInstanceError):
+        plan(Attention.SPARSE_DECODE, IndexerMode.TOPK).provider = "fa3"  # type: ignore[misc]
+
+
+def test_as_dict_is_the_plan_in_json() -> None:
+    original = plan(Attention.SPARSE_PREFILL, IndexerMode.TOPK, dequantize_kv=True, reasons={"phase": "extend"})
+    assert json.loads(json.dumps(original.as_dict())) == {
+        "phase": "extend",
+        "attention": "sparse_prefill",
+        "provider": "flash_mla",
+        "dequantize_kv": True,
+        "head_padding": 0,
+        "token_shard": False,
+        "token_shard_chunks": 1,
+        "indexer": {"mode": "topk", "provider": "", "rows_per_chunk": 0, "metadata_provider": ""},
+        "reasons": {"phase": "extend"},
+    }
+
+
+def test_the_route_is_the_plans_own_and_no_field_of_it() -> None:
+    one = plan(Attention.SPARSE_DECODE, IndexerMode.TOPK)
+    before = one.as_dict()
+    assert one.route == "extend/sparse_decode/flash_mla"
+    assert one.route is one.route  # made once
+    # Kept in the plan, it is neither handed on to a changed one nor shown, and makes no plan differ.
+    assert replace(one, provider="", phase=Phase.DECODE).route == "decode/sparse_decode/none"
+    assert one.as_dict() == before
+    assert one == plan(Attention.SPARSE_DECODE, IndexerMode.TOPK)

@@ -1,0 +1,547 @@
+"""Whether ranks trade heads for tokens, by every fact that decides it, and whose rows are whose then."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nsa_plugin.decision import timings as measured
+from nsa_plugin.decision import token_shard as sharding
+from nsa_plugin.decision.dispatch import decide, partition, validate
+from nsa_plugin.decision.shapes import BatchShape, ModelShape, Phase
+from nsa_plugin.errors import SettingsError
+from nsa_plugin.libraries.devices import DeviceProfile, synthetic
+from nsa_plugin.parallel.partition import PartitionError, by_count
+from nsa_plugin.settings import Settings
+from tests.decision.dispatch_cases import (
+    CPU,
+    H200,
+    LONG,
+    OLD_FLASH_MLA,
+    OLD_H200,
+    SHARDING_H200,
+    STOCK,
+    TOKEN_SHARD,
+    V4,
+    V32,
+    V32_FP8,
+    choose,
+    decode,
+    extend,
+    route,
+)
+
+CUDA, COPIED, STEP = "cuda sparse_prefill", "flash_mla sparse_prefill after dequantisation", "flash_mla sparse_decode"
+PREFILL = (90, "sparse_mla_prefill", "v32_fp8")
+GROUP8 = (90, "token_shard_attention tp8", "v32_fp8")
+FULL = synthetic(90)
+RECORDS = Path(__file__).parents[2] / "docs" / "benchmarks" / "h200"
+TRADED_STEPS = (Phase.DECODE, Phase.TARGET_VERIFY)
+
+Table = dict[tuple[int, str, str], dict[str, dict[int, measured.Points]]]
+
+
+@pytest.fixture
+def measure(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def put(table: Table) -> None:
+        monkeypatch.setattr(measured, "MEASUREMENTS", table)
+
+    put({})
+    return put
+
+
+def table(kept: float, traded: float, *, by: str = STEP) -> Table:
+    """Times of 4096 rows: CUDA with 16 heads, `by` with all heads of an eighth of them, and that with the exchange."""
+    slow = {16: ((4096, 9e9),), 128: ((512, 9e9),)}
+    kernels = {CUDA: {16: ((4096, kept),), 128: ((512, 9e9),)}, STEP: slow, COPIED: slow}
+    return {
+        PREFILL: kernels | {by: {16: ((4096, 9e9),), 128: ((512, 1.0),)}},
+        GROUP8: {f"token_shard by {by}": {16: ((2048, traded / 2), (4096, traded))}},
+    }
+
+
+# ---------------------------------------------------------------------------------------------------
+# Where heads are kept
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "device", "mode", "reason"),
+    [
+        (V32, LONG, SHARDING_H200, "off", "token_shard is off"),
+        (V32, LONG, H200, "auto", "no token_shard kernels"),
+        (replace(V32, attn_tp_size=1), LONG, SHARDING_H200, "auto", "attn_tp_size is 1"),
+        (replace(V4, attn_tp_size=8), LONG, FULL, "auto", "family v4"),
+        (V32, LONG, SHARDING_H200, "auto", "were not measured on SM90 with a bf16 cache"),
+        (V32, extend(4096, 65536, context_parallel=True), SHARDING_H200, "on", "context-parallel group already"),
+        (V32, extend(4096, 65536, cuda_graph=True), SHARDING_H200, "on", "a captured graph keeps its rows"),
+        (V32, extend(7, 65536), SHARDING_H200, "on", "7 query rows are fewer than the 8 ranks"),
+        (V32, extend(100), SHARDING_H200, "on", "dense attention pads no heads"),
+        # 144 heads are more than any of these kernels takes, and 18 of them are not.
+        (
+            replace(V32, num_heads=144),
+            LONG,
+            synthetic(
+                90, libraries=("flash_mla", "deep_gemm"), kernels=TOKEN_SHARD | {"deep_gemm": TOKEN_SHARD["triton"]}
+            ),
+            "on",
+            "no kernel takes all heads of a share",
+        ),
+    ],
+)
+def test_heads_are_kept(
+    model: ModelShape, shape: BatchShape, device: DeviceProfile, mode: str, reason: str, measure: Any
+) -> None:
+    plan = choose(model, shape, device, token_shard=mode)
+    assert not plan.token_shard
+    assert reason in plan.reasons["token_shard"]
+
+
+KEEPS = "two batches are attended at once"
+
+
+@pytest.mark.parametrize(
+    ("shape", "mode", "reason"),
+    [
+        (LONG, "on", KEEPS),
+        (decode(512, 5000, cuda_graph=True), "on", KEEPS),
+        (LONG, "auto", KEEPS),
+        (LONG, "off", "token_shard is off"),
+        (extend(1024, 1024), "on", "dense attention pads no heads"),
+        (decode(512, 5000, phase=Phase.DRAFT_EXTEND), "on", "draft_extend: the rows of draft steps are not traded"),
+    ],
+)
+def test_an_engines_reason_keeps_heads_whatever_speaks_for_the_trade(shape: BatchShape, mode: str, reason: str) -> None:
+    """And its plan is the one of `off` in everything else."""
+    model, settings = replace(V32_FP8, attn_tp_size=4), Settings(token_shard=mode)
+    kept = decide(model, shape, FULL, settings, keeps_heads=KEEPS)
+    off = decide(model, shape, FULL, replace(settings, token_shard="off"))
+    assert kept.reasons == off.reasons | {"token_shard": reason}
+    assert replace(kept, reasons={}) == replace(off, reasons={})
+    if reason == KEEPS:
+        assert decide(model, shape, FULL, settings).token_shard
+
+
+def test_an_engines_reason_keeps_the_heads_of_all_parts_of_a_prefill() -> None:
+    model = replace(V32_FP8, attn_tp_size=4)
+    q_lens, kv_lens = [4096, 100], [65536, 100]
+    parts = partition(model, q_lens, kv_lens, Phase.EXTEND, FULL, Settings(token_shard="on"), keeps_heads=KEEPS)
+    said = {part.requests: (part.plan.token_shard, part.plan.reasons["token_shard"]) for part in parts}
+    assert said == {(0,): (False, KEEPS), (1,): (False, "dense attention pads no heads")}
+
+
+def test_draft_steps_keep_their_heads() -> None:
+    plan = choose(V32_FP8, decode(512, 5000, phase=Phase.DRAFT_EXTEND), FULL, token_shard="on")
+    assert not plan.token_shard
+    assert plan.reasons["token_shard"] == "draft_extend: the rows of draft steps are not traded"
+
+
+@pytest.mark.parametrize(
+    ("model", "device", "reason"),
+    [
+        (V32, H200, "no token_shard kernels"),
+        (V32, CPU, "no token_shard kernels"),
+        (replace(V32, attn_tp_size=1), SHARDING_H200, "attn_tp_size is 1"),
+        (replace(V4, attn_tp_size=8), FULL, "family v4"),
+    ],
+)
+def test_on_where_it_cannot_work_is_an_error(model: ModelShape, device: DeviceProfile, reason: str) -> None:
+    with pytest.raises(SettingsError, match=rf"token_shard is on and cannot work here: .*{reason}.*: auto, off"):
+        validate(model, device, Settings(token_shard="on"))
+
+
+# ---------------------------------------------------------------------------------------------------
+# Where they are traded
+
+
+def test_on_trades_wherever_it_can(measure: Any) -> None:
+    assert choose(V32, extend(8, 65536), SHARDING_H200, token_shard="on").token_shard
+    assert choose(V32, LONG, replace(SHARDING_H200, nvlink=False), token_shard="on").token_shard
+    unpadded = choose(replace(V32, attn_tp_size=2), LONG, SHARDING_H200, token_shard="on")
+    assert unpadded.reasons["token_shard"].endswith("with all 128 heads instead of 64")
+    plan = choose(V32, LONG, SHARDING_H200, token_shard="on")
+    assert route(plan) == ("sparse_prefill", "flash_mla", False, 0)
+    assert plan.reasons["token_shard"] == (
+        "8 ranks take about 512 of 4096 query rows each with all 128 heads instead of 16 padded to 64"
+    )
+    assert plan.reasons["indexer"].endswith("for each of 4096 query rows, by the rank that attends it")
+    own = choose(V32_FP8, LONG, FULL, token_shard="on")
+    assert own.token_shard
+    assert route(own) == ("sparse_decode", "flash_mla", False, 0)  # its 128 heads are not few
+
+
+@pytest.mark.parametrize("phase", TRADED_STEPS)
+@pytest.mark.parametrize("graph", [False, True])
+def test_on_trades_the_rows_of_a_step(measure: Any, phase: Phase, graph: bool) -> None:
+    plan = choose(V32_FP8, decode(512, 5000, phase=phase, cuda_graph=graph), FULL, token_shard="on")
+    assert plan.token_shard
+    assert route(plan) == ("sparse_decode", "flash_mla", False, 0)
+    assert "8 ranks take about 64 of 512 query rows each with all 128 heads" in plan.reasons["token_shard"]
+    few = choose(V32_FP8, decode(7, 5000, phase=phase, cuda_graph=graph), FULL, token_shard="on")
+    assert (few.token_shard, few.reasons["token_shard"]) == (False, "7 query rows are fewer than the 8 ranks")
+
+
+@pytest.mark.parametrize("phase", TRADED_STEPS)
+def test_auto_trades_a_step_from_the_measured_size_on(measure: Any, phase: Phase) -> None:
+    """By what was measured of steps, and not of prefills, at so many rows."""
+    kernels = {
+        "cuda sparse_decode": {16: ((1, 20.0), (1024, 400.0)), 128: ((1024, 9e9),)},
+        STEP: {16: ((1024, 9e9),), 128: ((1, 20.0), (1024, 1400.0))},
+    }
+    label = f"token_shard by {STEP}"
+    steps = (90, "sparse_mla_decode", "v32_fp8")
+    for key, traded in (((90, "token_shard_steps tp8", "v32_fp8"), True), (GROUP8, False)):
+        measure({steps: kernels, key: {label: {16: ((128, 95.0), (512, 150.0))}}})
+        plan = choose(V32_FP8, decode(512, 5000, phase=phase), FULL)
+        assert plan.token_shard == traded
+        reason = plan.reasons["token_shard"]
+        if not traded:
+            assert reason == f"{STEP} over 8 ranks was not measured on SM90 for 512 rows"
+            continue
+        assert reason.endswith("150 us against cuda sparse_decode's 210 us, as measured on SM90")
+        slower = choose(V32_FP8, decode(128, 5000, phase=phase), FULL).reasons["token_shard"]
+        assert "of the own heads takes 67.2 us against 95 us of the trade, as measured on SM90" in slower
+        fewer = choose(V32_FP8, decode(127, 5000, phase=phase), FULL)
+        assert "was not measured on SM90 for 127 rows" in fewer.reasons["token_shard"]
+
+
+def test_rows_come_under_a_limit(measure: Any) -> None:
+    # 80000 rows are too many for the decode kernel on one rank; an eighth of them is not.
+    device = synthetic(90, libraries=(*STOCK, "triton"), versions=OLD_FLASH_MLA)
+    measure({})
+    plan = choose(V32_FP8, extend(80000), device, token_shard="on")
+    assert (plan.token_shard, route(plan)) == (True, ("sparse_decode", "flash_mla", False, 0))
+    assert route(choose(V32_FP8, extend(80000), OLD_H200)) == ("sparse_prefill", "flash_mla", True, 64)
+
+
+@pytest.mark.parametrize(
+    ("kept", "traded", "trades"),
+    [(1000.0, 500.0, True), (1000.0, 960.0, True), (1000.0, 980.0, False), (1000.0, 1500.0, False)],
+)
+def test_auto_trades_where_it_was_measured_to_be_quicker(
+    measure: Any, kept: float, traded: float, trades: bool
+) -> None:
+    measure(table(kept, traded))
+    plan = choose(V32_FP8, LONG, FULL)
+    assert plan.token_shard == trades
+    assert route(plan)[:2] == (("sparse_decode", "flash_mla") if trades else ("sparse_prefill", "cuda"))
+    for time in (kept, traded):
+        assert (f"{time:g} us" if time < 999.5 else f"{time / 1e3:.2f} ms") in plan.reasons["token_shard"]
+    assert plan.reasons["token_shard"].endswith("as measured on SM90")
+
+
+def test_auto_trades_over_nvlink_only(measure: Any) -> None:
+    measure(table(1000.0, 500.0))
+    plan = choose(V32_FP8, LONG, replace(FULL, nvlink=False))
+    assert (plan.token_shard, "over NVLink" in plan.reasons["token_shard"]) == (False, True)
+
+
+def test_auto_compares_with_the_best_kernel_for_few_heads(measure: Any) -> None:
+    """Not with the padded one: what pads is slower, and not what would run."""
+    padded = table(1000.0, 1500.0)
+    padded[PREFILL][STEP] = padded[PREFILL][STEP] | {16: ((4096, 4000.0),)}
+    measure(padded)
+    assert not choose(V32_FP8, LONG, FULL).token_shard
+    without = replace(FULL, libraries={**FULL.libraries, "cuda": replace(FULL.libraries["cuda"], available=False)})
+    assert choose(V32_FP8, LONG, without).token_shard
+
+
+def test_a_copy_of_the_context_counts(measure: Any) -> None:
+    """Every rank copies it for its share; the measurement of the exchange has none in it."""
+    of_copy = 65536 * (656 + 2 * 576) / 3e6
+    for extra, trades in ((1.05, True), (0.9, False)):
+        measure(table(1000.0, 970.0 - extra * of_copy, by=COPIED))
+        assert choose(V32_FP8, LONG, FULL, prefill_backend="auto").token_shard == trades
+
+
+# ---------------------------------------------------------------------------------------------------
+# In how many pieces
+
+
+def in_pieces(*times: float, rows: int = 2048, phase: str = "attention") -> Table:
+    """Trades in 1, 2 and 4 pieces; of so many rows and of twice as many."""
+    points = {chunks: {16: ((rows, time), (2 * rows, 2 * time))} for chunks, time in zip((1, 2, 4), times, strict=True)}
+    labels = {sharding.in_chunks(f"token_shard by {STEP}", chunks): by_heads for chunks, by_heads in points.items()}
+    return table(1000.0, 1.0) | {(90, f"token_shard_{phase} tp8", "v32_fp8"): labels}
+
+
+@pytest.mark.parametrize(
+    ("times", "chunks"),
+    [((250.0, 200.0, 225.0), 2), ((250.0, 225.0, 200.0), 4), ((200.0, 225.0, 250.0), 1), ((200.0, 200.0, 200.0), 1)],
+)
+@pytest.mark.parametrize("mode", ["auto", "on"])
+def test_the_pieces_that_take_least_are_taken(measure: Any, times: Any, chunks: int, mode: str) -> None:
+    measure(in_pieces(*times))
+    plan = choose(V32_FP8, LONG, FULL, token_shard=mode, prefill_backend="flash_mla" if mode == "on" else "auto")
+    assert (plan.token_shard, plan.token_shard_chunks) == (True, chunks)
+    assert ("in" in plan.reasons["token_shard"].split()) == (chunks > 1)
+    assert chunks == 1 or f", in {chunks} pieces" in plan.reasons["token_shard"]
+    if mode == "auto":
+        assert f": 400 us against {CUDA}'s 1.00 ms, as measured on SM90" in plan.reasons["token_shard"]
+    one, two, four = (f"{2 * time:g} us" for time in times)
+    said = f"{one} in 1 piece, {two} in 2 pieces, {four} in 4 pieces, as measured on SM90"
+    assert plan.reasons["token_shard_chunks"] == said
+
+
+def test_auto_compares_the_best_pieces_with_the_own_heads(measure: Any) -> None:
+    measure(in_pieces(1400.0, 900.0, 1200.0, rows=4096))
+    plan = choose(V32_FP8, LONG, FULL)
+    assert (plan.token_shard, plan.token_shard_chunks) == (True, 2)
+    assert sharding.pointless(V32_FP8, FULL, Settings(), 4096) is None
+    measure(in_pieces(1400.0, 1100.0, 1200.0, rows=4096))
+    plan = choose(V32_FP8, LONG, FULL)
+    assert (plan.token_shard, plan.token_shard_chunks) == (False, 1)
+    assert "takes 1.00 ms against 1.10 ms of the trade in 2 pieces, as measured" in plan.reasons["token_shard"]
+    assert plan.reasons["token_shard_chunks"] == "nothing is exchanged"
+    assert sharding.pointless(V32_FP8, FULL, Settings(), 4096) is not None
+
+
+def test_a_prefill_is_cut_where_that_was_measured_and_there_are_the_rows(measure: Any) -> None:
+    def chosen(shape: BatchShape) -> tuple[int, str]:
+        plan = choose(V32_FP8, shape, FULL, token_shard="on", decode_backend="flash_mla", prefill_backend="flash_mla")
+        assert plan.token_shard
+        return plan.token_shard_chunks, plan.reasons["token_shard_chunks"]
+
+    unmeasured = "no more than one piece was measured on SM90 for 2047 rows"
+    measure({})
+    assert chosen(extend(2047, 65536)) == (1, unmeasured)
+    measure(in_pieces(300.0, 200.0, 100.0))
+    assert chosen(extend(2047, 65536)) == (1, unmeasured)  # fewer rows than were
+    assert chosen(extend(2048, 65536))[0] == 4
+    measure(in_pieces(300.0, 200.0, 100.0, rows=8))
+    assert chosen(extend(32, 65536))[0] == 4
+    assert chosen(extend(31, 65536)) == (2, "1.16 ms in 1 piece, 775 us in 2 pieces, as measured on SM90")
+    assert chosen(extend(16, 65536))[0] == 2
+    assert chosen(extend(15, 65536)) == (1, "15 query rows of 8 ranks are too few to be cut")
+    measure(in_pieces(300.0, 200.0, 100.0, rows=8, phase="steps"))
+    for phase in TRADED_STEPS:
+        whole = 1, "the rows of later steps are exchanged in one piece"
+        assert chosen(decode(512, 5000, phase=phase, cuda_graph=True)) == whole
+
+
+@pytest.mark.parametrize(
+    ("rows", "change", "reason"),
+    [
+        (2047, {}, "flash_mla sparse_decode over 8 ranks was not measured on SM90 for 2047 rows"),
+        (4096, {PREFILL: {}}, "cuda sparse_prefill of 16 heads was not measured"),
+        (
+            4096,
+            {GROUP8: {f"token_shard by {CUDA}": {16: ((2048, 1.0),)}}},
+            "flash_mla sparse_decode over 8 ranks was not",
+        ),
+        (4096, {GROUP8: {}}, "8 ranks trading 16 heads each were not measured on SM90"),
+    ],
+)
+def test_what_was_not_measured_is_not_traded(measure: Any, rows: int, change: Table, reason: str) -> None:
+    measure(table(1000.0, 500.0) | change)
+    plan = choose(V32_FP8, extend(rows, 65536), FULL)
+    assert not plan.token_shard
+    assert reason in plan.reasons["token_shard"]
+
+
+def test_measurements_of_another_group_or_another_selection_say_nothing(measure: Any) -> None:
+    measure(table(1000.0, 500.0))
+    for model in (replace(V32_FP8, attn_tp_size=4), V32, replace(V32_FP8, index_topk=1024)):
+        assert not choose(model, LONG, FULL).token_shard
+
+
+# ---------------------------------------------------------------------------------------------------
+# As released
+
+
+def recorded(ranks: int) -> dict[tuple[str, int, int], tuple[float, float]]:
+    """{(phase, rows, context): (microseconds of the quickest kernel for the own heads, of the quickest trade)}.
+
+    Of H200s, where attention alone was timed.
+    """
+    record = json.loads((RECORDS / f"token-shard-tp{ranks}.json").read_text())
+    found: dict[tuple[str, int, int], tuple[float, float]] = {}
+    for row in record["rows"]:
+        case = row["case"]
+        if row["op"] != sharding.ATTENTION:
+            continue
+        step = "batch" in case
+        place = ("decode" if step else "extend", case["batch"] if step else case["q"], case["kv"])
+        kept, traded = found.get(place, (math.inf, math.inf))
+        trades = row["provider"].startswith("token_shard")
+        time = row["median_us"]
+        found[place] = (kept, min(traded, time)) if trades else (min(kept, time), traded)
+    return found
+
+
+@pytest.mark.parametrize(("rows", "chunks"), [(2048, 2), (4096, 2), (8192, 4)])
+def test_pieces_are_those_of_the_records(rows: int, chunks: int) -> None:
+    plan = choose(replace(V32_FP8, attn_tp_size=4), extend(rows, 65536), FULL)
+    assert (plan.token_shard, plan.token_shard_chunks) == (True, chunks)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_auto_trades_what_the_records_say_is_quicker(ranks: int) -> None:
+    """Beside the kernels of the same record, which the decision does not read: it has theirs from other records."""
+    model = replace(V32_FP8, attn_tp_size=ranks)
+    cases = recorded(ranks)
+    assert {phase for phase, *_ in cases} == {"extend", "decode"}
+    trades = set()
+    for (phase, rows, context), (kept, traded) in cases.items():
+        shape = extend(rows, context) if phase == "extend" else decode(rows, context, cuda_graph=True)
+        plan = choose(model, shape, FULL)
+        assert plan.token_shard == (traded < kept), (phase, rows, context, plan.reasons["token_shard"])
+        if plan.token_shard:
+            trades.add((phase, rows))
+    assert trades == (set() if ranks == 2 else {("extend", 2048), ("extend", 8192), ("decode", 512)})
+
+
+def test_auto_keeps_heads_that_no_kernel_pads() -> None:
+    """64 heads a rank are what FlashMLA takes: by the record the trade is slower, whatever the rows."""
+    model = replace(V32_FP8, attn_tp_size=2)
+    for rows in (2048, 2500, 4096, 6000, 8192, 16384):
+        for context in (rows, 65536, 131072):
+            assert not choose(model, extend(rows, context), FULL).token_shard
+    for rows in (128, 200, 384, 512, 1024):
+        assert not choose(model, decode(rows, 8192, cuda_graph=True), FULL).token_shard
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_on_is_served(ranks: int) -> None:
+    model = replace(V32_FP8, attn_tp_size=ranks)
+    validate(model, FULL, Settings(token_shard="on"), max_tokens=8192, max_decode_tokens=512, cuda_graph=True)
+    for shape in (extend(8192, 65536), decode(ranks, 8192, cuda_graph=True)):
+        assert choose(model, shape, FULL, token_shard="on").token_shard
+
+
+# ---------------------------------------------------------------------------------------------------
+# Buffers
+
+
+@pytest.mark.parametrize(
+    ("device", "mode", "reason"),
+    [
+        (FULL, "off", "token_shard is off"),
+        (H200, "on", "there are no token_shard kernels"),
+        (replace(FULL, nvlink=False), "auto", "no other GPU is reached over NVLink"),
+    ],
+)
+def test_buffers_are_pointless_where_no_batch_ever_trades(device: DeviceProfile, mode: str, reason: str) -> None:
+    said = sharding.pointless(replace(V32_FP8, attn_tp_size=4), device, Settings(token_shard=mode), 8192)
+    assert said is not None
+    assert said.startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("model", "most", "wanted"),
+    [
+        (
+            replace(V32_FP8, attn_tp_size=2),
+            8192,
+            "no batch of up to 8192 query rows was measured on SM90 to be quicker",
+        ),
+        (replace(V32_FP8, attn_tp_size=4), 256, "no batch of up to 256 query rows was measured"),
+        (replace(V32_FP8, attn_tp_size=4), 512, None),  # of steps alone
+        (replace(V32_FP8, attn_tp_size=4), 8192, None),
+    ],
+)
+def test_buffers_are_for_something(model: ModelShape, most: int, wanted: str | None) -> None:
+    assert sharding.never(model, FULL, Settings()) is None
+    said = sharding.pointless(model, FULL, Settings(), most)
+    assert (said is None) if wanted is None else (said is not None and said.startswith(wanted))
+    assert sharding.pointless(model, FULL, Settings(token_shard="on"), most) is None
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_what_is_pointless_is_what_no_batch_does(ranks: int) -> None:
+    """Of batches at every size, those between the measured ones too."""
+    model = replace(V32_FP8, attn_tp_size=ranks)
+    least = min(
+        (
+            rows
+            for rows in range(2, 8193, 7)
+            for shape in (extend(rows, max(rows, 2049)), decode(rows, 2049, cuda_graph=True))
+            if choose(model, shape, FULL).token_shard
+        ),
+        default=None,
+    )
+    assert (sharding.pointless(model, FULL, Settings(), 8192) is None) == (least is not None)
+    if least is not None:
+        assert sharding.pointless(model, FULL, Settings(), least) is None
+        assert sharding.pointless(model, FULL, Settings(), least // 2) is not None
+
+
+def test_buffers_may_be_for_what_is_quicker_half_way_or_in_place(measure: Any) -> None:
+    label = f"token_shard by {STEP}"
+    # At 2048 and at 6144 rows another kernel is as quick as the trade, between them neither.
+    kernels = {
+        CUDA: {16: ((2048, 100.0), (6144, 9000.0)), 128: ((1, 9e9),)},
+        STEP: {16: ((2048, 4000.0), (6144, 4100.0)), 128: ((1, 1.0),)},
+    }
+    measure({PREFILL: kernels, GROUP8: {label: {16: ((2048, 110.0), (6144, 4200.0))}}})
+    for rows, trades in ((2048, False), (4096, True), (6144, False)):
+        assert choose(V32_FP8, extend(rows, 65536), FULL).token_shard == trades
+    assert sharding.pointless(V32_FP8, FULL, Settings(), 6144) is None
+    assert sharding.pointless(V32_FP8, FULL, Settings(), 2048) is not None
+
+    # Only where there is no memory for a bf16 copy of the cache.
+    copied = table(5000.0, 4000.0)
+    copied[PREFILL][COPIED] = {16: ((1, 1.0), (4096, 2000.0)), 128: ((512, 9e9),)}
+    measure(copied)
+    for rows in (2048, 3000, 4096):
+        assert not choose(V32_FP8, extend(rows, 65536), FULL).token_shard
+    assert sharding.pointless(V32_FP8, FULL, Settings(), 4096) is None
+    copied[GROUP8] = {label: {16: ((4096, 6000.0),)}}
+    assert sharding.pointless(V32_FP8, FULL, Settings(), 4096) is not None
+
+
+# ---------------------------------------------------------------------------------------------------
+# Shares
+
+
+def test_shares_of_a_step_are_made_of_the_number_of_rows() -> None:
+    assert sharding.step_shares(V32, 512).counts == [64] * 8
+    assert sharding.step_shares(V32, 9) == by_count(9, 8)
+
+
+def test_weights_are_a_devices_rates() -> None:
+    """In picoseconds, of 128 heads of 576 and 512 values and 64 indexer heads of 128."""
+    values = 128 * (576 + 512)
+    assert sharding.weights(V32).row == pytest.approx(2 * values / 400e9 * 1e12, rel=0.01)
+    assert sharding.weights(V32).attention == pytest.approx(values / 300e12 * 1e12, rel=0.01)
+    assert sharding.weights(V32).indexer == pytest.approx(64 * 128 / 600e12 * 1e12, rel=0.1)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 200_000)), min_size=1, max_size=9),
+    st.sampled_from([2, 4, 8, 16]),
+)
+def test_shares_are_every_row_once_and_fit(requests: list[tuple[int, int]], ranks: int) -> None:
+    q_lens, kv_lens = [rows for rows, _ in requests], [rows + prefix for rows, prefix in requests]
+    total = sum(q_lens)
+    model = replace(V32, attn_tp_size=ranks)
+    plan = choose(V32, LONG, H200)
+    held = max(1, 2 * -(-total // ranks))
+    found = sharding.shares(model, H200, plan, q_lens, kv_lens, held)
+    assert (found.ranks, found.total) == (ranks, total)
+    assert found.max_count <= held
+    assert found == sharding.shares(model, H200, plan, q_lens, kv_lens, held)
+
+
+def test_shares_of_one_long_prompt_are_balanced_by_cost() -> None:
+    plan = choose(V32, LONG, H200)
+    found = sharding.shares(V32, H200, plan, [8192], [8192], 2048)
+    assert found.counts == sorted(found.counts, reverse=True)  # early rows see fewer keys
+    assert found.counts[0] > 1.2 * found.counts[-1]
+
+
+def test_shares_keep_to_the_kernels_limit_of_rows(measure: Any) -> None:
+    device = synthetic(90, libraries=(*STOCK, "triton"), versions=OLD_FLASH_MLA)
+    limit = 11622
+    plan = choose(V32_FP8, extend(8 * limit), device, token_shard="on")
+    assert route(plan) == ("sparse_decode", "flash_mla", False, 0)
+    found = sharding.shares(V32_FP8, device, plan, [8 * limit], [8 * limit], 10**6)
+    assert found.counts == [limit] * 8
+    with pytest.raises(PartitionError, match=f"max_rows is {limit}"):
+        sharding.shares(V32_FP8, device, plan, [8 * limit + 1], [8 * limit + 1], 10**6)

@@ -1,0 +1,154 @@
+"""``nsa-plugin bench`` as a user meets it where there is no GPU, and with a clock in its place."""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from nsa_plugin import cli
+from nsa_plugin.tools.bench import cases, record, report
+from nsa_plugin.tools.bench.cases import SUITES
+from tests.tools.bench import fakes
+from tests.tools.bench.test_report import ROWS, one_record
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    try:
+        code = cli.main(["bench", *arguments])
+    except SystemExit as error:
+        code = int(error.code or 0)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_list_names_every_suite(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, "--list")
+    assert code == 0
+    for name, suite in SUITES.items():
+        assert name in out
+        assert suite.about.split()[0] in out
+    code, out, _ = call(capsys, "topk", "--list")
+    assert code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nonsense"], "suite is 'nonsense'; allowed: sparse-mla-prefill"),
+        (["report", "topk"], "report stands alone"),
+        (["topk", "--plots"], "--plots belongs to"),
+        (["--provider", "cutlass"], "--provider is 'cutlass'; allowed:"),
+        (["--budget", "0"], "'0' is not a number of seconds above 0"),
+        (["--budget", "nan"], "'nan' is not a number of seconds above 0"),
+        (["--runs", "1.5"], "'1.5' is not a whole number of at least 1"),
+        (["--tiny", "--json", "x"], "--tiny makes no record"),
+        (["report", "--records", "no/such/folder"], "no/such/folder, which is no directory"),
+    ],
+)
+def test_bad_usage_is_one_line_and_ends_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = call(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_without_a_gpu_it_says_so_and_ends_2(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    code, out, err = call(capsys, "topk")
+    assert (code, out) == (2, "")
+    assert err == (
+        "nsa-plugin bench: error: measuring needs an NVIDIA GPU, and torch sees none; "
+        "--list and report work without one\n"
+    )
+
+
+def test_listing_and_reporting_need_no_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom nsa_plugin.cli import main\nmain(['bench', '--list'])\n"
+        f"main(['bench', 'report', '--records', {str(tmp_path)!r}])\nassert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, timeout=60)
+
+
+def test_report_rewrites_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, page = tmp_path / "benchmarks", tmp_path / "benchmarks.md"
+    record.write(one_record(ROWS), folder)
+    code, _, err = call(capsys, "report", "--records", str(folder))
+    assert code == 2
+    assert "benchmarks.md is not there" in err
+    page.write_text("<!-- generated: benchmarks -->\n<!-- end of benchmarks -->\n")
+    assert call(capsys, "report", "--records", str(folder))[:2] == (0, f"rewrote {page}\n")
+    assert report.render(folder) in page.read_text()
+    assert call(capsys, "report", "--records", str(folder))[:2] == (0, f"up to date: {page}\n")
+
+
+@pytest.fixture
+def _on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if this were an H200 whose clock is told the times; what is measured is the suite of scalars."""
+    from nsa_plugin.tools.bench import timing
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(timing, "CudaTimer", functools.partial(fakes.FakeTimer, {1.0: 300.0, 3.0: 900.0}))
+    monkeypatch.setattr(timing, "measure_rates", lambda timer: fakes.RATES)
+    monkeypatch.setitem(cases.SUITES, "scalars", fakes.SUITE)
+
+
+@pytest.mark.usefixtures("_on_a_gpu")
+def test_run_prints_a_table_and_writes_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = call(capsys, "scalars", "--json", str(tmp_path), "--commit", "0123abc", "--runs", "3")
+    assert code == 0, err
+    text = " ".join(out.split())
+    assert "NVIDIA H200: copy 4000 GB/s, bf16 matmul 600 TFLOPS, fp8 matmul 1200 TFLOPS" in text
+    assert "scalar: q 1, kv 1" in text
+    assert "refused: absent for scalar: No module named 'absent' (3 cases)" in text
+    made = json.loads((tmp_path / "h200" / "scalars.json").read_text())
+    assert made["host"]["commit"] == "0123abc"
+    assert made["host"]["l2"] == "flushed"
+    assert (made["host"]["copy_gb_s"], made["host"]["matmul_tflops"]) == (4000.0, 600.0)
+    assert [row["provider"] for row in made["rows"]] == ["stock", "ours", "other"] * 3
+    assert {row["runs"] for row in made["rows"]} == {3}
+
+
+@pytest.mark.usefixtures("_on_a_gpu")
+def test_runs_back_to_back_make_a_record_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = call(capsys, "scalars", "--json", str(tmp_path), "--commit", "0123abc", "--back-to-back")
+    assert code == 0, err
+    made = json.loads((tmp_path / "h200" / "scalars-back-to-back.json").read_text())
+    assert (made["suite"], made["host"]["l2"]) == ("scalars-back-to-back", "back to back")
+    assert not (tmp_path / "h200" / "scalars.json").exists()
+
+
+@pytest.mark.usefixtures("_on_a_gpu")
+def test_wrong_result_ends_1_and_has_no_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(cases.SUITES, "scalars", fakes.suite_with_a_wrong_contender())
+    code, out, _ = call(capsys, "scalars", "--json", str(tmp_path))
+    assert code == 1
+    assert "FAILED: far for scalar: wrong result: out: 1 of 1 sampled values" in " ".join(out.split())
+    assert "✗ wrong or failed in scalars" in out
+    made = json.loads((tmp_path / "h200" / "scalars.json").read_text())
+    assert "far" not in {row["provider"] for row in made["rows"]}
+    assert {entry["provider"] for entry in made["failed"]} == {"far"}
+
+
+@pytest.mark.usefixtures("_on_a_gpu")
+def test_tiny_measures_the_tiny_cases(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, "scalars", "--tiny")
+    assert code == 0
+    assert "q 1" in out
+    assert "q 2" not in out

@@ -1,0 +1,226 @@
+"""The documentation's tables and plots, from a record."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ci import docs
+from nsa_plugin.libraries.registry import OPS, REFERENCE, Registry
+from nsa_plugin.tools.bench import plots, record, report
+from nsa_plugin.tools.bench.cases import BenchError
+from tests.tools.bench.test_record import HOST
+
+
+def row(provider: str, median: float, *, heads: int = 16, q: int = 4096, **more: Any) -> dict[str, Any]:
+    return {
+        "op": "sparse_mla_prefill",
+        "case": {"heads": heads, "q": q, "kv": 65536, "topk": 2048, "layout": "v32_fp8"},
+        "provider": provider,
+        "median_us": median,
+        "min_us": median - 1,
+        "runs": 50,
+        "timing": "eager",
+        "floor_us": 400.0,
+        "baseline": "stock",
+        "baseline_us": 2400.0,
+        "speedup": round(2400 / median, 3),
+        "max_error": 2e-4,
+    } | more
+
+
+def one_record(rows: list[dict[str, Any]], suite: str = "sparse-mla-prefill") -> dict[str, Any]:
+    case = {"heads": 2, "q": 1}
+    return {
+        "schema": 1,
+        "suite": suite,
+        "command": f"nsa-plugin bench {suite}",
+        "date": "2026-01-02",
+        "host": HOST,
+        "rows": rows,
+        "refused": [
+            {"op": "sparse_mla_prefill", "case": case | {"q": q}, "provider": "fa3", "reason": "layout is v32_fp8"}
+            for q in (1, 2)
+        ],
+        "failed": [{"op": "sparse_mla_prefill", "case": case, "provider": "x", "reason": "wrong result: NaN"}],
+        "skipped": [{"op": "sparse_mla_prefill", "case": case}],
+    }
+
+
+ROWS = [
+    row("stock", 2400.0),
+    row("ours", 800.0),
+    row("stock", 300.0, heads=8, baseline_us=300.0, speedup=1.0),
+    row("ours", 480.0, heads=8, baseline_us=300.0, speedup=0.625, extra_mib=12.4),
+]
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_table_has_a_line_a_case_and_only_what_varies() -> None:
+    text = report.op_table("sparse_mla_prefill", ROWS)
+    caption, _, header, _, *lines, _, errors = text.splitlines()
+    assert "q 4096, kv 65536, topk 2048, layout v32_fp8" in caption
+    assert "over stock" in caption
+    assert cells(header) == ["heads", "floor µs", "stock", "ours", "best ÷ floor"]
+    assert [cells(line) for line in lines] == [
+        ["8", "400.0", "300.0", "480.0 (0.62×, 12 MiB)", "0.75"],
+        ["16", "400.0", "2400", "800.0 (3.00×)", "2.00"],
+    ]
+    assert errors == "Largest error: stock 2.0e-04, ours 2.0e-04."
+
+
+def test_provider_that_has_no_figure_for_a_case_leaves_a_dash() -> None:
+    _, _, _, _, line, *_ = report.op_table("sparse_mla_prefill", ROWS[:3]).splitlines()
+    assert cells(line) == ["8", "400.0", "300.0", "-", "0.75"]
+
+
+def test_without_a_baseline_no_speed_up_is_shown() -> None:
+    alone = row("ours", 800.0, baseline=None, baseline_us=None, speedup=None)
+    text = report.op_table("sparse_mla_prefill", [alone])
+    assert "speed-up" not in text
+    assert "| 800.0 |" in text
+
+
+def test_page_has_records_provenance_refusals_and_plots(tmp_path: Path) -> None:
+    folder = tmp_path / "benchmarks"
+    record.write(one_record(ROWS), folder)
+    path = record.write(one_record([row("ours", 5.0)], suite="another"), folder)
+    path.with_suffix(".svg").write_text("<svg/>")
+    text = report.render(folder)
+    assert text.index("## NVIDIA H200") < text.index("### sparse-mla-prefill") < text.index("### another")
+    assert "[Record](benchmarks/h200/sparse-mla-prefill.json) of `nsa-plugin bench sparse-mla-prefill`" in text
+    assert "commit 0123abc: torch 2.11.0; triton 3.6.0; sgl-flash-mla 1.0.0; copy 4250.0 GB/s, bf16" in text
+    assert "- fa3 for sparse_mla_prefill: layout is v32_fp8 (2 cases)" in text
+    assert "Failed:\n\n- x for sparse_mla_prefill: wrong result: NaN (heads 2, q 1)" in text
+    assert "Not reached within the time of the run: 1 cases." in text
+    assert text.count("![") == 1
+    assert "![another](benchmarks/h200/another.svg)" in text
+
+
+def test_no_record_is_said() -> None:
+    assert report.render(Path("/nowhere")) == "No record is here yet."
+
+
+def test_rewrite_changes_the_part_and_nothing_else(tmp_path: Path) -> None:
+    folder, page = tmp_path / "benchmarks", tmp_path / "benchmarks.md"
+    record.write(one_record(ROWS), folder)
+    page.write_text("before\n<!-- generated: benchmarks -->\nold\n<!-- end of benchmarks -->\nafter\n")
+    assert report.rewrite(page, folder)
+    text = page.read_text()
+    assert text.startswith("before\n<!-- generated: benchmarks -->\n## NVIDIA H200")
+    assert text.endswith("\n<!-- end of benchmarks -->\nafter\n")
+    assert "old" not in text
+    assert not report.rewrite(page, folder)
+    page.write_text("nothing")
+    with pytest.raises(BenchError, match="no part between"):
+        report.rewrite(page, folder)
+
+
+def mha(provider: str, q: int, median: float, **beside: float) -> dict[str, Any]:
+    return row(provider, median, q=q, op="mha_one_shot", **beside)
+
+
+def test_crossover_adds_what_the_engine_computes_beside_each() -> None:
+    rows = [
+        mha("dense", 256, 10.0, up_projection_us=5.0),
+        mha("sparse", 256, 10.0, absorb_us=9.0),
+        mha("dense", 512, 20.0, up_projection_us=30.0),
+        mha("slow dense", 512, 90.0, up_projection_us=30.0),
+        mha("sparse", 512, 30.0, absorb_us=5.0),
+        mha("dense", 1024, 20.0, up_projection_us=1.0),  # nothing to compare with
+    ]
+    assert report.crossovers(rows).splitlines()[-1] == "- 16 heads: up to 256 tokens, not at 512"
+    assert report.crossovers(rows[:2]).endswith("at every length measured, 256 to 256 tokens")
+    assert report.crossovers(rows[2:]).endswith("at no length measured, 512 to 512 tokens")
+    assert report.crossovers(ROWS) == ""
+
+
+def test_panels_show_what_varies_alone() -> None:
+    rows = [row("ours", 1.0, heads=h, q=q) for q in (4096, 512) for h in (8, 16, 32)]
+    found = {panel.axis: panel for panel in plots.panels(rows)}
+    assert found.keys() == {"q", "heads"}
+    assert found["heads"].fixed["q"] == 4096  # the first of two groups of equal size
+    assert len(found["heads"].rows) == 3
+    assert [one["case"]["q"] for one in found["q"].rows] == [4096, 512]
+
+
+def test_panels_where_queries_are_all_the_keys() -> None:
+    rows = [row("ours", 1.0) | {"case": {"heads": 16, "q": q, "kv": q}} for q in (256, 512, 1024)]
+    panel = next(panel for panel in plots.panels(rows) if panel.axis == "q")
+    assert panel.fixed == {"heads": 16}
+    assert len(panel.rows) == 3
+
+
+def test_floors_of_ops_with_other_work_are_drawn_apart() -> None:
+    rows = [row(provider, 1.0, heads=h, floor_us=floor) for h, floor in ((8, 1.0), (16, 2.0)) for provider in "ab"]
+    (panel,) = plots.panels(rows[:3])  # b has no figure for 16 heads
+    assert plots.floors(panel) == {"floor": {8: 1.0, 16: 2.0}}
+    rows += [row("c", 1.0, heads=h, floor_us=9.0) for h in (8, 16)]
+    (panel,) = plots.panels(rows)
+    assert plots.floors(panel) == {"floor of a": {8: 1.0, 16: 2.0}, "floor of c": {8: 9.0, 16: 9.0}}
+
+
+def test_scaling_is_over_the_records_of_every_group_and_the_largest_groups_alone(tmp_path: Path) -> None:
+    def group(ranks: int, suite: str = "token-shard") -> dict[str, Any]:
+        shapes = [{"heads": 128 // ranks, "q": q, "kv": 65536, "tp": ranks} for q in (8192, 2048)]
+        rows = [row(name, 100.0 / ranks) | {"case": shape} for shape in shapes for name in ("ours", "stock")]
+        return one_record(rows, suite=f"{suite}-tp{ranks}")
+
+    records = {ranks: group(ranks) for ranks in (2, 8, 4)}
+    folder = record.write(records[2], tmp_path).parent
+    assert plots.scaling(records[2], folder) == []  # nothing varies yet
+    for made in (records[8], records[4], group(16, "token-shard-other"), one_record(ROWS)):
+        record.write(made, tmp_path)
+    assert plots.scaling(records[2], folder) == plots.scaling(records[4], folder) == []
+    assert plots.scaling(one_record(ROWS), folder) == []
+    (panel,) = plots.scaling(records[8], folder)
+    assert (panel.axis, panel.fixed) == ("tp", {"q": 8192, "kv": 65536})
+    assert [(one["case"]["tp"], one["median_us"]) for one in panel.rows if one["provider"] == "ours"] == [
+        (2, 50.0),
+        (4, 25.0),
+        (8, 12.5),
+    ]
+    (folder / "token-shard-tp4.json").write_text("{}")
+    with pytest.raises(BenchError, match=r"token-shard-tp4\.json: not a record"):
+        plots.scaling(records[8], folder)
+
+
+def test_plots_without_matplotlib_say_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def absent(name: str) -> None:
+        raise ImportError(f"No module named {name!r}")
+
+    monkeypatch.setattr(importlib, "import_module", absent)
+    with pytest.raises(BenchError, match=r"pip install 'nsa-plugin\[bench\]'"):
+        plots.draw(one_record(ROWS), tmp_path / "x.svg")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
+def test_plot_is_the_same_for_the_same_record(tmp_path: Path) -> None:
+    texts = []
+    for name in ("a.svg", "b.svg"):
+        assert plots.draw(one_record(ROWS), tmp_path / name)
+        texts.append((tmp_path / name).read_bytes())
+    assert texts[0] == texts[1]
+    for word in (b"query heads", b"ours", b"stock", b"floor", b"NVIDIA H200"):
+        assert word in texts[0]
+    assert not plots.draw(one_record(ROWS[:2]), tmp_path / "none.svg")
+    assert not (tmp_path / "none.svg").exists()
+
+
+def test_kernels_page_says_what_a_library_takes_and_names_every_provider() -> None:
+    table = docs.kernels_table()
+    for op in OPS:
+        assert f"| `{op}` | " in table
+        for provider in Registry().providers(op):
+            assert provider.name == REFERENCE or f"| `{op}` | {provider.name} | " in table
+    if "flash_mla" in {provider.name for provider in Registry().providers("sparse_mla_prefill")}:
+        assert (
+            "| `sparse_mla_prefill` | flash_mla | SM90 | bf16 | 64 or 128 | multiples of 128 | `flash_mla` |" in table
+        )

@@ -1,0 +1,147 @@
+import math
+
+import pytest
+import torch
+
+from nsa_plugin.tools.demo.compare import TOLERANCES, Tolerance, compare, control_holds
+from nsa_plugin.tools.demo.reference_model import ReferenceRun
+from nsa_plugin.tools.demo.requests import Answer, Request
+
+STRICT = Tolerance(margin=1e-3, logprob=1e-3, outlier=1e-2, outlier_share=0.02)
+LOOSE = Tolerance(margin=1.0)
+VOCABULARY = 8
+
+
+@pytest.fixture
+def run():
+    """Six positions; token p is preferred at position p, token 7 is next."""
+    logits = torch.zeros(6, VOCABULARY)
+    logits[range(6), range(6)] = 3.0
+    logits[:, 7] = 2.5
+    return ReferenceRun(
+        logprobs=logits.log_softmax(-1),
+        selected=(),
+        index_margin=torch.tensor([[0.5, 0.4, 0.3, 0.2, 0.1, 0.05], [1.0] * 6]),
+        router_margin=torch.empty(0, 6),
+    )
+
+
+def answer_for(run, tokens, *, logprobs=None, max_tokens=None):
+    """An answer to a prompt of three tokens: its first token is judged by row 2."""
+    rows = run.logprobs[2 : 2 + len(tokens)]
+    logprobs = [float(row[token]) for row, token in zip(rows, tokens, strict=True)] if logprobs is None else logprobs
+    return Answer(
+        request=Request(name="r", prompt=(1, 2, 3), max_tokens=max_tokens or len(tokens), purpose=""),
+        token_ids=tuple(tokens),
+        logprobs=tuple(logprobs),
+        top_logprobs=tuple({int(i): float(row[i]) for i in row.topk(3).indices} for row in rows[: len(logprobs)]),
+        cached_tokens=0,
+        seconds=0.0,
+    )
+
+
+def test_the_references_own_answer_agrees(run):
+    comparison = compare(answer_for(run, [2, 3, 4]), run, STRICT)
+    assert comparison.agrees
+    assert (comparison.tokens, comparison.equal, comparison.ties) == (3, 3, 0)
+    assert comparison.max_logprob_error < 1e-6
+    assert comparison.explanation() == ""
+
+
+def test_another_token_is_wrong(run):
+    comparison = compare(answer_for(run, [2, 7, 4]), run, STRICT)
+    assert not comparison.agrees
+    assert comparison.equal == 2
+    (mismatch,) = comparison.wrong
+    assert (mismatch.position, mismatch.token, mismatch.expected) == (1, 7, 3)
+    assert mismatch.margin == pytest.approx(0.5)
+    assert mismatch.index_margin == pytest.approx(0.2)
+    assert "token 1: got token 7, the reference prefers 3 by 5.0e-01" in comparison.explanation()
+
+
+def test_a_token_within_the_margin_is_a_tie(run):
+    comparison = compare(answer_for(run, [2, 7, 4]), run, LOOSE)
+    assert comparison.agrees
+    assert (comparison.equal, comparison.ties) == (2, 1)
+
+
+def test_a_token_beyond_the_margin_is_wrong_in_bfloat16_too(run):
+    comparison = compare(answer_for(run, [2, 6, 4]), run, LOOSE)
+    assert [mismatch.token for mismatch in comparison.wrong] == [6]
+    assert comparison.ties == 0
+
+
+@pytest.mark.parametrize("error", [0.02, math.nan, math.inf])
+def test_a_logprob_that_is_off_is_wrong(run, error):
+    right = [float(run.logprobs[2 + i, 2 + i]) for i in range(3)]
+    comparison = compare(answer_for(run, [2, 3, 4], logprobs=[right[0], right[1] + error, right[2]]), run, STRICT)
+    assert comparison.equal == 3
+    assert [mismatch.position for mismatch in comparison.wrong] == [1]
+    assert "logprob off by" in comparison.explanation()
+    assert comparison.max_logprob_error == (pytest.approx(0.02, abs=1e-5) if error == 0.02 else math.inf)
+
+
+@pytest.mark.parametrize(("error", "outliers"), [(5e-4, 0), (5e-3, 1)])
+def test_a_logprob_that_is_a_little_off_is_an_outlier(run, error, outliers):
+    right = [float(run.logprobs[2 + i, 2 + i]) for i in range(3)]
+    comparison = compare(answer_for(run, [2, 3, 4], logprobs=[right[0], right[1] + error, right[2]]), run, STRICT)
+    assert comparison.agrees
+    assert comparison.outliers == outliers
+
+
+def test_a_run_may_have_few_outliers(run):
+    one = compare(answer_for(run, [2], logprobs=[float(run.logprobs[2, 2]) + 5e-3]), run, STRICT)
+    none = compare(answer_for(run, [2, 3, 4]), run, STRICT)
+    assert STRICT.outliers_hold([none])
+    assert STRICT.outliers_hold([one, *[none] * 17]), "1 of 52"
+    assert not STRICT.outliers_hold([one, *[none] * 16]), "1 of 49"
+    assert LOOSE.outliers_hold([compare(answer_for(run, [2], logprobs=[-9.0]), run, LOOSE)])
+
+
+def test_the_other_candidates_logprobs_count(run):
+    answer = answer_for(run, [2, 3])
+    answer.top_logprobs[1][7] += 0.5
+    comparison = compare(answer, run, STRICT)
+    assert [mismatch.position for mismatch in comparison.wrong] == [1]
+    assert comparison.max_logprob_error == pytest.approx(0.5, abs=1e-5)
+
+
+def test_logprobs_are_measured_even_where_they_are_not_judged(run):
+    comparison = compare(answer_for(run, [2, 3], logprobs=[-9.0, -9.0]), run, LOOSE)
+    assert comparison.agrees
+    assert comparison.max_logprob_error > 8
+
+
+def test_a_short_answer_is_wrong(run):
+    comparison = compare(answer_for(run, [2, 3], max_tokens=3), run, STRICT)
+    assert not comparison.agrees
+    assert comparison.explanation() == "2 tokens where 3 were asked for"
+
+
+def test_missing_logprobs_are_wrong(run):
+    comparison = compare(answer_for(run, [2, 3, 4], logprobs=[-0.5]), run, LOOSE)
+    assert not comparison.agrees
+    assert "1 log probabilities for 3 tokens" in comparison.explanation()
+
+
+def test_an_explanation_names_a_few_and_counts_the_rest(run):
+    explanation = compare(answer_for(run, [6, 6, 6]), run, STRICT).explanation(count=2)
+    assert explanation.count("got token 6") == 2
+    assert explanation.endswith("; and 1 more")
+
+
+def test_the_control_holds_only_if_every_request_has_wrong_tokens(run):
+    wrong_tokens = compare(answer_for(run, [6, 6, 6]), run, STRICT)
+    right = compare(answer_for(run, [2, 3, 4]), run, STRICT)
+    only_logprobs = compare(answer_for(run, [2, 3, 4], logprobs=[-9.0] * 3), run, STRICT)
+    assert control_holds([wrong_tokens])
+    assert not control_holds([wrong_tokens, right])
+    assert not control_holds([wrong_tokens, only_logprobs])
+    assert not control_holds([])
+
+
+def test_a_tolerance_for_each_dtype_and_none_that_hides_a_wrong_token():
+    from nsa_plugin.tools.demo.checkpoint import DTYPES
+
+    assert set(TOLERANCES) == set(DTYPES)
+    assert all(tolerance.margin <= 1.0 for tolerance in TOLERANCES.values())
