@@ -1,4 +1,4 @@
-"""The generated parts of the documentation, between markers in the Markdown files.
+"""The generated documentation: the parts between markers in the Markdown files, and the benchmark pages.
 
 ``python -m ci.docs`` rewrites them; ``--check`` ends 1 if one is out of date.
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import re
 import sys
 from collections.abc import Callable
 from dataclasses import fields
@@ -22,17 +21,11 @@ from nsa_plugin.commands.engines import ENGINES
 from nsa_plugin.libraries.capabilities import KERNELS, spans
 from nsa_plugin.libraries.registry import OPS, REFERENCE, Provider, Registry
 from nsa_plugin.settings import ENV_PREFIX, Settings
-from nsa_plugin.tools.bench.report import PART
-from nsa_plugin.tools.bench.report import render as benchmarks
+from nsa_plugin.tools.pages import site
+from nsa_plugin.tools.pages.markdown import fill, markdown_table
 
-_PART = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n).*?(<!-- end of (?P=name) -->)", re.DOTALL)
-
-
-def _table(header: list[str], rows: list[list[str]]) -> str:
-    def line(cells: list[str]) -> str:
-        return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
-
-    return "\n".join([line(header), line(["---"] * len(header)), *map(line, rows)])
+SUMMARY = ROOT / "docs" / "benchmarks.md"
+RECORDS = ROOT / "docs" / "benchmarks"
 
 
 def settings_table() -> str:
@@ -46,7 +39,7 @@ def settings_table() -> str:
         ]
         for field in fields(Settings)
     ]
-    return _table(["setting", "environment", "default", "allowed", "what it does"], rows)
+    return markdown_table(["setting", "environment", "default", "allowed", "what it does"], rows)
 
 
 def compatibility_table(results: list[Row] | None = None) -> str:
@@ -59,7 +52,7 @@ def compatibility_table(results: list[Row] | None = None) -> str:
                 _cell(done.get((engine.name, version, check)), version in getattr(engine, check)) for check in _CHECKS
             ]
             rows.append([version, *cells])
-        parts.append(f"### {engine.name}\n\n" + _table(["version", *_CHECKS.values()], rows))
+        parts.append(f"### {engine.name}\n\n" + markdown_table(["version", *_CHECKS.values()], rows))
     return "\n\n".join(parts)
 
 
@@ -89,14 +82,14 @@ def patches_table() -> str:
             for patch in engine.ledger.PATCHES
         ]
         header = ["patch", "when", "target", "why", "upstream", "can go when"]
-        parts.append(f"### {engine.name} {engine.ledger.SUPPORTED}\n\n" + _table(header, rows))
+        parts.append(f"### {engine.name} {engine.ledger.SUPPORTED}\n\n" + markdown_table(header, rows))
     return "\n\n".join(parts)
 
 
 def agreement_table() -> str:
     """What docs/benchmarks/cpu holds: how far the tokens served agree with the reference."""
     rows = []
-    for path in sorted((ROOT / "docs" / "benchmarks" / "cpu").glob("*.json")):
+    for path in sorted((RECORDS / "cpu").glob("*.json")):
         record = json.loads(path.read_text())
         groups: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
         for row in record["rows"]:
@@ -116,7 +109,7 @@ def agreement_table() -> str:
             ]
         )
     header = ["engine", "dtype", "how", "tokens equal", "largest |Δlogprob|", "tokens equal in the control", "record"]
-    return _table(header, rows)
+    return markdown_table(header, rows)
 
 
 def _tokens(rows: list[dict[str, Any]]) -> str:
@@ -137,9 +130,9 @@ def kernels_table() -> str:
             if provider.name != REFERENCE
             for limits in _limits(provider)
         ]
-    tables = [_table(["op", "result", "contract"], ops)]
+    tables = [markdown_table(["op", "result", "contract"], ops)]
     if others:
-        tables.append(_table(["op", "provider", "GPUs", "cache layouts", "heads", "top-k", "needs"], others))
+        tables.append(markdown_table(["op", "provider", "GPUs", "cache layouts", "heads", "top-k", "needs"], others))
     return "\n\n".join(tables)
 
 
@@ -166,18 +159,13 @@ def _needs(provider: Provider) -> str:
     return ", ".join(f"`{module}`" for module in provider.modules) or "-"
 
 
-def benchmarks_tables() -> str:
-    """What docs/benchmarks holds of `nsa-plugin bench`."""
-    return benchmarks(ROOT / "docs" / "benchmarks")
-
-
 GENERATORS: dict[str, Callable[[], str]] = {
     "settings": settings_table,
     "compatibility": compatibility_table,
     "patches": patches_table,
     "agreement": agreement_table,
     "kernels": kernels_table,
-    PART: benchmarks_tables,
+    **site.generators(RECORDS),
 }
 
 
@@ -187,22 +175,33 @@ def render(text: str) -> str:
     Raises:
         KeyError: a marker names no generator.
     """
-    return _PART.sub(lambda part: f"{part[1]}{GENERATORS[part['name']]()}\n{part[3]}", text)
+    return fill(text, GENERATORS)
 
 
 def files() -> list[Path]:
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    """Every page that is written by hand; some have generated parts."""
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def stale() -> dict[Path, str | None]:
+    """What is out of date: each page's path and its new text, None for a page whose record is gone."""
+    found: dict[Path, str | None] = dict(site.stale(SUMMARY, RECORDS))
+    for path in files():
+        text = path.read_text()
+        if (made := render(text)) != text:
+            found[path] = made
+    return found
 
 
 def write() -> list[Path]:
     """Rewrite what is out of date; the files that changed."""
-    changed = []
-    for path in files():
-        text = path.read_text()
-        if (made := render(text)) != text:
-            path.write_text(made)
-            changed.append(path)
-    return changed
+    changed = stale()
+    for path, text in changed.items():
+        if text is None:
+            path.unlink()
+        else:
+            path.write_text(text)
+    return list(changed)
 
 
 def main() -> int:
@@ -213,10 +212,10 @@ def main() -> int:
         for path in write():
             print(f"rewrote {path.relative_to(ROOT)}")
         return 0
-    stale = [path for path in files() if render(path.read_text()) != path.read_text()]
-    for path in stale:
-        print(f"{path.relative_to(ROOT)}: a generated part is out of date; run: make docs", file=sys.stderr)
-    return 1 if stale else 0
+    found = stale()
+    for path in found:
+        print(f"{path.relative_to(ROOT)} is out of date; run: make docs", file=sys.stderr)
+    return 1 if found else 0
 
 
 if __name__ == "__main__":

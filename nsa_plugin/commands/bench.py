@@ -21,7 +21,7 @@ examples:
   nsa-plugin bench --list
   nsa-plugin bench sparse-mla-prefill --provider triton
   nsa-plugin bench --json {RECORDS}            every suite, one record each: {RECORDS}/<gpu>/<suite>.json
-  nsa-plugin bench report --plots              {RECORDS}.md and its plots, from those records
+  nsa-plugin bench report --plots              {RECORDS}.md, a page and a plot for each record
 
 Every timed result is compared with the float32 reference on a sample of its rows. A contender that cannot
 carry a case is listed with the reason; one that fails or is wrong is listed too, has no figures, and the
@@ -133,9 +133,9 @@ def _measure(suites: list[Suite], args: argparse.Namespace) -> int:
 
 
 def _report(folder: Path, *, plots: bool) -> int:
-    from nsa_plugin.tools.bench import plots as drawing
     from nsa_plugin.tools.bench.record import read
-    from nsa_plugin.tools.bench.report import rewrite
+    from nsa_plugin.tools.pages import plots as drawing
+    from nsa_plugin.tools.pages.site import rewrite
 
     if not folder.is_dir():
         raise BenchError(f"--records is {folder}, which is no directory")
@@ -147,6 +147,10 @@ def _report(folder: Path, *, plots: bool) -> int:
                     print(f"drew {path.with_suffix('.svg')}")
     page = folder.with_suffix(".md")
     if not page.is_file():
-        raise BenchError(f"{page} is not there; the tables are written into it")
-    print(f"{'rewrote' if rewrite(page, folder) else 'up to date:'} {page}")
+        raise BenchError(f"{page} does not exist; its tables are written from the records")
+    changed = rewrite(page, folder)
+    for path in changed:
+        print(f"{'rewrote' if path.exists() else 'removed'} {path}")
+    if not changed:
+        print(f"up to date: {page} and the pages in {folder}")
     return 0

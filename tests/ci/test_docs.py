@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -60,23 +62,56 @@ def test_patches_table_names_every_entry() -> None:
             assert f"`{patch.name}`" in table
 
 
-def test_every_generated_part_is_used_and_up_to_date() -> None:
+def test_every_generated_part_is_used() -> None:
     text = "".join(path.read_text() for path in docs.files())
     for name in docs.GENERATORS:
         assert f"<!-- generated: {name} -->" in text
-    for path in docs.files():
-        assert docs.render(path.read_text()) == path.read_text(), f"{path.name} is out of date: run make docs"
 
 
-@pytest.mark.parametrize("path", docs.files(), ids=lambda path: path.name)
-def test_every_link_to_a_file_leads_somewhere(path: docs.Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", path.read_text()):
+def test_every_generated_part_and_page_is_up_to_date() -> None:
+    assert list(docs.stale()) == [], "run: make docs"
+
+
+def test_the_performance_summary_stays_short_and_every_record_has_a_page() -> None:
+    assert len(docs.SUMMARY.read_text().splitlines()) <= 120
+    for record in docs.RECORDS.glob("h200/*.json"):
+        assert record.with_suffix(".md").is_file()
+
+
+def test_a_page_that_lost_its_record_is_stale(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "h200").mkdir()
+    (tmp_path / "h200" / "gone.md").write_text("old")
+    monkeypatch.setattr(docs, "RECORDS", tmp_path)
+    assert docs.stale()[tmp_path / "h200" / "gone.md"] is None
+
+
+PAGES = sorted({*docs.files(), *(docs.ROOT / "docs").rglob("*.md")})
+
+
+@functools.cache
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and MkDocs make them."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(docs.ROOT)))
+def test_every_relative_link_leads_somewhere(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", page.read_text()):
         if "://" not in target:
-            assert (path.parent / target).exists(), target
+            path = page.parent / target if target else page
+            assert path.exists(), target
+            assert not anchor or anchor in anchors(path.resolve()), f"{target}#{anchor}"
 
 
 @pytest.mark.parametrize("path", docs.files(), ids=lambda path: path.name)
-def test_every_make_target_that_is_named_exists(path: docs.Path) -> None:
+def test_every_make_target_that_is_named_exists(path: Path) -> None:
     targets = re.findall(r"^([a-z-]+):", (docs.ROOT / "Makefile").read_text(), re.MULTILINE)
     for target in re.findall(r"`make ([a-z-]+)", path.read_text()):
         assert target in targets
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = (docs.ROOT / "mkdocs.yml").read_text()
+    for path in (docs.ROOT / "docs").glob("*.md"):
+        assert f"{path.name}\n" in navigation

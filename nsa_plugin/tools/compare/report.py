@@ -1,21 +1,26 @@
-"""The tables of a comparison, from its record alone: on a terminal, and as Markdown for the documentation."""
+"""The tables of a comparison, from its record alone, and how they look on a terminal."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from nsa_plugin.commands.output import table
-from nsa_plugin.tools.bench.markdown import markdown_table
 from nsa_plugin.tools.compare.record import OURS
 
 Row = dict[str, Any]
 
-_AGREEMENT = ("requests", "of", "tokens equal", "answers part", "largest gap", "largest |Δlogprob|", "mean", "rejected")
+AGREEMENT_COLUMNS = (
+    "requests",
+    "of",
+    "tokens equal",
+    "answers part",
+    "largest gap",
+    "largest |Δlogprob|",
+    "mean",
+    "rejected",
+)
 _SERVE = ("load", "measure", "stock", "nsa-plugin", "times better")
 # Further columns of speed, where the record has them: a row's key, and the column's name.
 _FURTHER = {
@@ -27,14 +32,14 @@ _FURTHER = {
 
 def print_record(record: Row, console: Console) -> None:
     """What was measured, then the checks, the verdict last."""
-    agreement, serve = _tables(record)
+    agreement, serve = tables(record)
     if agreement:
-        shown = table("Agreement", "between", *_AGREEMENT)
+        shown = table("Agreement", "between", *AGREEMENT_COLUMNS)
         for cells in agreement:
             shown.add_row(*cells)
         console.print(shown)
     if serve:
-        shown = table(f"Speed, medians, servers timed {record['timed']}", *_serve_header(record))
+        shown = table(f"Speed, medians, servers timed {record['timed']}", *serve_columns(record))
         for cells in serve:
             shown.add_row(*cells)
         console.print(shown)
@@ -69,11 +74,13 @@ def _further(record: Row) -> list[str]:
     return [key for key in _FURTHER if any(key in row for row in record["rows"])]
 
 
-def _serve_header(record: Row) -> list[str]:
+def serve_columns(record: Row) -> list[str]:
+    """The columns of the table of speed."""
     return [*_SERVE, *(_FURTHER[key] for key in _further(record))]
 
 
-def _tables(record: Row) -> tuple[list[list[str]], list[list[str]]]:
+def tables(record: Row) -> tuple[list[list[str]], list[list[str]]]:
+    """The cells of the table of agreement, and of the table of speed."""
     agreement, serve = [], []
     further = _further(record)
     for row in record["rows"]:
@@ -123,66 +130,3 @@ def _between(row: Row) -> str:
 
 def _nats(value: float | None) -> str:
     return "∞" if value is None else f"{value:.3f}"
-
-
-_OVERVIEW = ("requests compared", "rejected", "control's requests rejected", "TTFT, times better", "all holds")
-
-
-def overview(records: Sequence[Row]) -> str:
-    """A line for each comparison; those that were timed with the longest prompt's time to the first token."""
-    lines = []
-    for record in records:
-        agreement = [row for row in record["rows"] if row["op"] == "agreement" and row["provider"] == OURS]
-        wrong = [row for row in agreement if "fault" in row["case"]]
-        right = [row for row in agreement if "fault" not in row["case"]]
-        ttft = [row for row in record["rows"] if row["op"] == "serve" and row["case"]["measure"] == "ttft_ms"]
-        alone = [row for row in ttft if row["case"]["requests"] == 1]
-        longest = max(alone, key=lambda row: row["case"]["prompt"], default=None)
-        timed = "-" if longest is None else f"{longest['speedup']:.2f} ({longest['case']['prompt']} tokens)"
-        requests, rejected = (str(sum(row[name] for row in right)) for name in ("requests", "rejected"))
-        noticed = f"{sum(row['rejected'] for row in wrong)} of {sum(row['requests'] for row in wrong)}"
-        holds = "yes" if record["verdict"]["holds"] else "**no**"
-        lines.append([f"[{record['suite']}](#{_anchor(record['suite'])})", requests, rejected, noticed, timed, holds])
-    return markdown_table(["comparison", *_OVERVIEW], lines)
-
-
-def _anchor(title: str) -> str:
-    """Of a heading, as GitHub makes it."""
-    return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
-
-
-def section(path: Path, record: Row, folder: str) -> str:
-    """A record as a section of docs/benchmarks.md.
-
-    Args:
-        folder: the record's, as seen from the page.
-    """
-    commit = record["host"]["commit"] or "unknown"
-    parts = [
-        f"### {record['suite']}",
-        f"[Record]({folder}/{path.name}) of `{record['command']}`, {record['date']}, commit {commit}: {_on(record)}.",
-    ]
-    if other := record.get("beside"):
-        parts.append(
-            f"Beside `{other['command']}`, commit {other['host']['commit'] or 'unknown'}: {_on(other)}. Checkpoint "
-            f"{record['checkpoint'][:12]}, the same for both, as are the requests."
-        )
-    agreement, serve = _tables(record)
-    if agreement:
-        parts.append(markdown_table(["between", *_AGREEMENT], agreement))
-    if serve:
-        parts.append(f"Speed, medians; servers were timed {record['timed']}.")
-        parts.append(markdown_table(_serve_header(record), serve))
-    parts += [f"Left out: {load}, {why}." for load, why in record.get("left_out", {}).items()]
-    checks = record["verdict"]["checks"]
-    parts.append(
-        "\n".join(f"- {'holds' if c['holds'] else '**does not hold**'}: {c['name']}: {c['detail']}" for c in checks)
-    )
-    return "\n\n".join(parts)
-
-
-def _on(record: Row) -> str:
-    """What served, and on what."""
-    host = record["host"]
-    libraries = ", ".join(f"{name} {version}" for name, version in host["libraries"].items())
-    return f"{record['engine']}, {host['gpus']} GPU, torch {host['torch']}{'; ' + libraries if libraries else ''}"

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from nsa_plugin import cli
-from nsa_plugin.tools.bench import cases, record, report
+from nsa_plugin.tools.bench import cases, record
 from nsa_plugin.tools.bench.cases import SUITES
 from tests.tools.bench import fakes
-from tests.tools.bench.test_report import ROWS, one_record
+from tests.tools.pages.test_pages import ROWS, one_record
 
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -80,16 +80,22 @@ def test_listing_and_reporting_need_no_torch(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, timeout=60)
 
 
-def test_report_rewrites_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_rewrites_the_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, page = tmp_path / "benchmarks", tmp_path / "benchmarks.md"
-    record.write(one_record(ROWS), folder)
+    path = record.write(one_record(ROWS), folder)
     code, _, err = call(capsys, "report", "--records", str(folder))
     assert code == 2
-    assert "benchmarks.md is not there" in err
-    page.write_text("<!-- generated: benchmarks -->\n<!-- end of benchmarks -->\n")
-    assert call(capsys, "report", "--records", str(folder))[:2] == (0, f"rewrote {page}\n")
-    assert report.render(folder) in page.read_text()
-    assert call(capsys, "report", "--records", str(folder))[:2] == (0, f"up to date: {page}\n")
+    assert "benchmarks.md does not exist" in err
+    page.write_text("<!-- generated: kernel-highlights -->\n<!-- end of kernel-highlights -->\n")
+    code, out, _ = call(capsys, "report", "--records", str(folder))
+    assert code == 0
+    assert set(out.splitlines()) == {
+        f"rewrote {made}" for made in (page, folder / "records.md", path.with_suffix(".md"))
+    }
+    assert call(capsys, "report", "--records", str(folder))[:2] == (
+        0,
+        f"up to date: {page} and the pages in {folder}\n",
+    )
 
 
 @pytest.fixture

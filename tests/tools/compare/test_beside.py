@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from nsa_plugin.tools.bench import report
 from nsa_plugin.tools.compare import beside
 from nsa_plugin.tools.compare.engine import CompareError
 from nsa_plugin.tools.compare.measured import Answer, Measured, Run
 from nsa_plugin.tools.compare.rule import CONTROL, FLOORS, PLUGIN, STOCK, V4_FLOOR, Floor
 from nsa_plugin.tools.compare.workload import LIMIT
+from nsa_plugin.tools.pages import site
 from tests.tools.compare.command import Behave, arguments, call, failed
 
 FLAGS = {"sglang": ("--kv-cache-dtype", "bfloat16", "--chunked-prefill-size", "8192")}
@@ -66,11 +66,11 @@ def test_two_engines_that_agree(fake: Behave, tmp_path: Path, capsys: pytest.Cap
     for engine in ("vllm 0.24.0", "sglang 0.5.16"):
         assert rows["nsa-plugin", engine, "single"]["rejected"] > 0
 
-    text = report.render(tmp_path / "records")
-    assert f"### {made['suite']}" in text
+    text = "".join(site.pages(tmp_path / "records").values())
+    assert f"# {made['suite']}\n" in text
     for between in ("stock, stock", "plugin, plugin", "control of vllm 0.24.0, plugin"):
         assert f"| {between} | single |" in text
-    assert f"Checkpoint {made['checkpoint'][:12]}, the same for both" in text
+    assert f"Checkpoint: {made['checkpoint'][:12]}; both engines got the same files and requests" in text
 
     # What was saved gives the same record again, without a server.
     again = ["compare", "vllm", "--measured", kept(tmp_path, "vllm"), "--beside", kept(tmp_path, "sglang")]

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from nsa_plugin.commands import compare
-from nsa_plugin.tools.bench import report
 from nsa_plugin.tools.compare import model
 from nsa_plugin.tools.compare.common import switches
 from nsa_plugin.tools.compare.measured import Measured
 from nsa_plugin.tools.demo.checkpoint import CheckpointSpec
+from nsa_plugin.tools.pages import site
 from tests.tools.compare.command import Behave, Read, arguments, call, failed, spawn, until, v4
 from tests.tools.demo.processes import alive
 
@@ -95,8 +95,8 @@ def test_agreement_and_speed_of_four_servers(
     assert f"left out: mixed-60000-40x1000, {why}" in " ".join(out.split())
     assert "✓ The plugin's tokens and log probabilities agree" in out
 
-    text = report.render(tmp_path / "records")
-    assert f"### {record['suite']}" in text
+    text = "".join(site.pages(tmp_path / "records").values())
+    assert f"# {record['suite']}\n" in text
     assert "| plugin, stock | batch |" in text
     assert "| 100 × 136 in, 1 out | ttft ms |" in text
     assert f"Left out: mixed-60000-40x1000, {why}." in text
@@ -176,7 +176,7 @@ def test_a_prompt_that_stock_fails_at_is_recorded_as_such(
     assert "CUDA out of memory" in record["servers"]["stock"]["fell"]
     assert record["servers"]["stock"]["error"] == ""
     assert "✓ The plugin answers a prompt that stock fails at." in out
-    assert "fails at 1500" in report.render(tmp_path / "records")
+    assert "fails at 1500" in "".join(site.pages(tmp_path / "records").values())
 
     kept = tmp_path / "work" / "logs" / "measured.jsonl"
     code, _, _ = call(capsys, ["compare", "sglang", "--measured", str(kept), "--json", str(tmp_path / "again")])

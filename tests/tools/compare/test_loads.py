@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from nsa_plugin.tools.bench import report
 from nsa_plugin.tools.compare import load
+from nsa_plugin.tools.pages import site
 from tests.tools.compare.command import Behave, Read, arguments, call, failed
 
 SHORTS = 4
@@ -45,7 +45,7 @@ def test_short_requests_are_timed_behind_a_long_one(
         assert (row["case"]["requests"], row["case"]["prompt"], row["case"]["long"]) == (SHORTS, 20, 120)
         assert (row["runs"], row["baseline_runs"]) == (2, 2)
         assert row["paired_speedup"] > 0
-    text = report.render(tmp_path / "records")
+    text = "".join(site.pages(tmp_path / "records").values())
     assert "| 4 × 20 in, 3 out, behind one of 120 | ttft ms |" in text
     assert "| 4 × 20 in, 3 out, behind one of 120 | long ttft ms |" in text
 

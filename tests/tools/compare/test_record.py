@@ -10,8 +10,9 @@ import pytest
 from nsa_plugin.tools.compare.load import Load
 from nsa_plugin.tools.compare.measured import Measured, Run
 from nsa_plugin.tools.compare.record import as_record
-from nsa_plugin.tools.compare.report import overview, section
 from nsa_plugin.tools.compare.verdict import judge
+from nsa_plugin.tools.pages.comparisons import overview, page
+from nsa_plugin.tools.pages.markdown import FAILED
 
 LOAD = Load(name="x", case="prefill", requests=2, prompt=100, new_tokens=1, repeat=5)
 FACTS = {"heads": 16, "kv": "bf16", "tp": 1, "dp": 1, "suite": "s", "engine": "e", "model": {}, "flags": []}
@@ -79,14 +80,14 @@ def test_nothing_timed(together: bool) -> None:
 def test_tables_have_the_columns_that_there_are_readings_for() -> None:
     stock, plugin, again = ({"ttft_ms": [value]} for value in (20.0, 10.0, 16.0))
     path = Path("s.json")
-    whole = section(path, record(True, stock=stock, plugin=plugin, stock_again=again), "h200")
-    assert "Speed, medians; servers were timed in turns." in whole
+    whole = page(path, record(True, stock=stock, plugin=plugin, stock_again=again))
+    assert "Medians; servers were timed in turns." in whole
     assert (
         "| load | measure | stock | nsa-plugin | times better | in pairs | stock again | stock again, in pairs |"
         in whole
     )
     assert "| 2 × 100 in, 1 out | ttft ms | 20.0 | 10.0 | 2.00 | 2.00 | 1.25 | 1.25 |" in whole
-    bare = section(path, record(False, stock=stock, plugin=plugin), "h200")
+    bare = page(path, record(False, stock=stock, plugin=plugin))
     assert "| load | measure | stock | nsa-plugin | times better |\n" in bare
     assert "timed one after the other." in bare
 
@@ -126,10 +127,10 @@ def test_the_overview_has_a_line_for_each_comparison() -> None:
     own = agreement | {"provider": "stock", "rejected": 5}
     made = {"suite": "a-1.2", "verdict": {"holds": True}, "rows": [agreement, own, control, *timed["rows"]]}
     broken = {"suite": "b", "verdict": {"holds": False}, "rows": []}
-    lines = overview([made, broken]).splitlines()[2:]
+    lines = overview([("h200/a.md", made), ("h200/b.md", broken)]).splitlines()[2:]
     assert lines == [
-        "| [a-1.2](#a-12) | 10 | 1 | 9 of 10 | 2.31 (100 tokens) | yes |",
-        "| [b](#b) | 0 | 0 | 0 of 0 | - | **no** |",
+        "| [a-1.2](h200/a.md) | passed its tolerance | 10 | 1 | 9 of 10 | 2.31 (100 tokens) |",
+        f"| [b](h200/b.md) | **{FAILED}** | - | - | - | - |",
     ]
 
 

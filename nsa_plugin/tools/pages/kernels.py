@@ -1,95 +1,75 @@
-"""The documentation's tables, from records alone."""
+"""The page of a kernel suite: every measurement of one record of ``nsa-plugin bench``."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nsa_plugin.tools.bench.cases import SUITES, BenchError, describe_fields
-from nsa_plugin.tools.bench.markdown import markdown_table
-from nsa_plugin.tools.bench.record import read
+from nsa_plugin.tools.bench.cases import SUITES, describe_fields
 from nsa_plugin.tools.bench.tables import grouped
-from nsa_plugin.tools.compare import record as comparison
-from nsa_plugin.tools.compare.report import overview, section
+from nsa_plugin.tools.pages.markdown import generated_notice, markdown_table
 
-PART = "benchmarks"
-_PART = re.compile(rf"(<!-- generated: {PART} -->\n).*?(<!-- end of {PART} -->)", re.DOTALL)
+BACK_TO_BACK = "-back-to-back"
 
 Row = dict[str, Any]
 
 
-def rewrite(page: Path, folder: Path) -> bool:
-    """Put the tables of `folder`'s records into the page's generated part; whether it changed.
-
-    Raises:
-        BenchError: the page has no such part, or a record cannot be read.
-    """
-    text = page.read_text()
-    if not _PART.search(text):
-        raise BenchError(f"{page}: it has no part between <!-- generated: {PART} --> and <!-- end of {PART} -->")
-    made = _PART.sub(lambda part: f"{part[1]}{render(folder)}\n{part[2]}", text)
-    if made != text:
-        page.write_text(made)
-    return made != text
-
-
-def render(folder: Path) -> str:
-    """The tables of every record in FOLDER/<host>/, as Markdown for a page beside FOLDER: of ops, then of engines."""
-    hosts = read(folder)
-    parts = []
-    for host in sorted(path.name for path in folder.glob("*") if path.is_dir()):
-        records, compared = hosts.get(host, []), comparison.read(folder / host)
-        if not records and not compared:
-            continue
-        parts.append(f"## {(records + compared)[0][1]['host']['gpu'] or host}")
-        order = list(SUITES)
-        known = sorted(records, key=lambda one: (_position(order, one[1]["suite"]), one[1]["suite"]))
-        parts += [_suite(path, record, f"{folder.name}/{host}") for path, record in known]
-        if compared:
-            parts += ["### Comparisons of served models", overview([record for _, record in compared])]
-        parts += [section(path, record, f"{folder.name}/{host}") for path, record in compared]
-    return "\n\n".join(parts) or "No record is here yet."
-
-
-def _position(order: list[str], suite: str) -> int:
-    suite = suite.removesuffix("-back-to-back")
-    return order.index(suite) if suite in order else len(order)
-
-
-def _suite(path: Path, record: dict[str, Any], folder: str) -> str:
-    parts = [f"### {record['suite']}", _provenance(path, record, folder)]
+def page(path: Path, record: Row) -> str:
+    """The Markdown page beside the record at `path`."""
+    parts = [generated_notice(path.name), f"# {record['suite']}"]
+    if about := describe(record["suite"]):
+        parts.append(f"{about}. [How to read these tables](../../kernels.md#how-kernels-are-measured).")
+    parts.append(_provenance(path, record))
     for op in dict.fromkeys(row["op"] for row in record["rows"]):
         rows = [row for row in record["rows"] if row["op"] == op]
         parts.append(op_table(op, rows))
         if crossover := crossovers(rows):
             parts.append(crossover)
-    for kind in ("refused", "failed"):
+    for kind, title in (("refused", "Not supported"), ("failed", "Failed, so not timed")):
         if lines := grouped(record.get(kind, [])):
-            parts.append("\n".join([f"{kind.capitalize()}:", "", *(f"- {line}" for line in lines)]))
+            parts.append("\n".join([f"{title}:", "", *(f"- {line}" for line in lines)]))
     if skipped := record.get("skipped"):
-        parts.append(f"Not reached within the time of the run: {len(skipped)} cases.")
+        parts.append(f"Not measured within the run's time budget: {len(skipped)} cases.")
     if (plot := path.with_suffix(".svg")).is_file():
-        parts.append(f"![{record['suite']}]({folder}/{plot.name})")
-    return "\n\n".join(parts)
+        parts.append(f"![{record['suite']}]({plot.name})")
+    return "\n\n".join(parts) + "\n"
 
 
-def _provenance(path: Path, record: dict[str, Any], folder: str) -> str:
+def describe(suite: str) -> str:
+    """What a suite measures; empty for one that `nsa-plugin bench` does not list."""
+    found = SUITES.get(suite.removesuffix(BACK_TO_BACK))
+    if found is None:
+        return ""
+    about = found.about[0].upper() + found.about[1:]
+    return f"{about}; timed call after call, without emptying the L2 cache" if suite.endswith(BACK_TO_BACK) else about
+
+
+def position(suite: str) -> tuple[int, str]:
+    """Where a suite stands in the index: the order of `nsa-plugin bench --list`, unknown ones last."""
+    order = list(SUITES)
+    name = suite.removesuffix(BACK_TO_BACK)
+    return (order.index(name) if name in order else len(order), suite)
+
+
+def _provenance(path: Path, record: Row) -> str:
     host = record["host"]
-    libraries = ", ".join(f"{name} {version}" for name, version in host["libraries"].items())
+    libraries = [f"torch {host['torch']}", f"triton {host['triton']}"]
+    libraries += [f"{name} {version}" for name, version in host["libraries"].items()]
     rates = [f"copy {host['copy_gb_s']} GB/s"] if host.get("copy_gb_s") else []
     rates += [f"bf16 matmul {host['matmul_tflops']} TFLOPS"] if host.get("matmul_tflops") else []
     rates += [f"fp8 matmul {host['fp8_matmul_tflops']} TFLOPS"] if host.get("fp8_matmul_tflops") else []
-    said = [f"torch {host['torch']}", f"triton {host['triton']}", libraries, ", ".join(rates)]
-    return (
-        f"[Record]({folder}/{path.name}) of `{record['command']}`, {record['date']}, "
-        f"commit {host['commit'] or 'unknown'}: {'; '.join(part for part in said if part)}."
-    )
+    facts = {
+        "Record": f"[{path.name}]({path.name}), {record['date']}, commit {host['commit'] or 'unknown'}",
+        "Command": f"`{record['command']}`",
+        "Device": f"{host['gpu']}; measured rates: {', '.join(rates) or 'none'}",
+        "Software": ", ".join(libraries),
+    }
+    return "\n".join(f"- {name}: {value}" for name, value in facts.items())
 
 
 def op_table(op: str, rows: Sequence[Row]) -> str:
-    """One line a case: its floor, each provider's median and speed-up, and how near the best is to the floor."""
+    """One line for each case: the floor, every provider's median and speed-up, and the best time over the floor."""
     varying, constant = _split_case([row["case"] for row in rows])
     providers = list(dict.fromkeys(row["provider"] for row in rows))
     cases: dict[tuple[Any, ...], dict[str, Row]] = {}
@@ -98,7 +78,7 @@ def op_table(op: str, rows: Sequence[Row]) -> str:
     errors = {name: max(row["max_error"] for row in rows if row["provider"] == name) for name in providers}
 
     lines = []
-    # Cases are measured in the order of their importance, and read in the order of their values.
+    # Suites list cases by importance; a table is easier to read in the order of the values.
     for case, by_provider in sorted(cases.items(), key=lambda one: [(isinstance(v, str), v) for _, v in one[0]]):
         best = min(by_provider.values(), key=lambda row: float(row["median_us"]))
         fields = dict(case)
@@ -119,7 +99,7 @@ def op_table(op: str, rows: Sequence[Row]) -> str:
 
 
 def _split_case(cases: Sequence[Row]) -> tuple[list[str], Row]:
-    """The names of fields that differ between cases, and those that do not with their value."""
+    """The names of the fields that differ between cases, and the fields that do not, with their values."""
     names = list(dict.fromkeys(name for case in cases for name in case))
     values = {name: {case.get(name) for case in cases} for name in names}
     varying = [name for name in names if len(values[name]) > 1]
@@ -141,7 +121,7 @@ def _us(value: float) -> str:
 
 
 def crossovers(rows: Sequence[Row]) -> str:
-    """Up to which length dense attention with its projection beats sparse attention with its own; "" for other ops."""
+    """Up to which length dense attention with its up-projection beats sparse attention; "" for other ops."""
     dense_and_sparse: dict[int, dict[int, dict[str, float]]] = {}
     for row in rows:
         for field, kind in (("up_projection_us", "dense"), ("absorb_us", "sparse")):
@@ -158,7 +138,7 @@ def crossovers(rows: Sequence[Row]) -> str:
             lines.append(f"- {heads} heads: {_ahead(ahead, behind)}")
     if not lines:
         return ""
-    title = "Where dense attention with its up-projection takes no longer than sparse attention with its absorption:"
+    title = "Dense attention with its up-projection is at least as fast as sparse attention with its absorption:"
     return "\n".join([title, "", *lines])
 
 

@@ -1,4 +1,4 @@
-"""The documentation's tables and plots, from a record."""
+"""The benchmark pages and plots, from records."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import pytest
 
 from ci import docs
 from nsa_plugin.libraries.registry import OPS, REFERENCE, Registry
-from nsa_plugin.tools.bench import plots, record, report
+from nsa_plugin.tools.bench import record
 from nsa_plugin.tools.bench.cases import BenchError
+from nsa_plugin.tools.pages import kernels, plots, site, summary
+from nsa_plugin.tools.pages.markdown import FAILED
 from tests.tools.bench.test_record import HOST
 
 
@@ -64,7 +66,7 @@ def cells(line: str) -> list[str]:
 
 
 def test_table_has_a_line_a_case_and_only_what_varies() -> None:
-    text = report.op_table("sparse_mla_prefill", ROWS)
+    text = kernels.op_table("sparse_mla_prefill", ROWS)
     caption, _, header, _, *lines, _, errors = text.splitlines()
     assert "q 4096, kv 65536, topk 2048, layout v32_fp8" in caption
     assert "over stock" in caption
@@ -77,50 +79,154 @@ def test_table_has_a_line_a_case_and_only_what_varies() -> None:
 
 
 def test_provider_that_has_no_figure_for_a_case_leaves_a_dash() -> None:
-    _, _, _, _, line, *_ = report.op_table("sparse_mla_prefill", ROWS[:3]).splitlines()
+    _, _, _, _, line, *_ = kernels.op_table("sparse_mla_prefill", ROWS[:3]).splitlines()
     assert cells(line) == ["8", "400.0", "300.0", "-", "0.75"]
 
 
 def test_without_a_baseline_no_speed_up_is_shown() -> None:
     alone = row("ours", 800.0, baseline=None, baseline_us=None, speedup=None)
-    text = report.op_table("sparse_mla_prefill", [alone])
+    text = kernels.op_table("sparse_mla_prefill", [alone])
     assert "speed-up" not in text
     assert "| 800.0 |" in text
 
 
-def test_page_has_records_provenance_refusals_and_plots(tmp_path: Path) -> None:
+def test_a_page_beside_each_record_has_its_provenance_gaps_and_plot(tmp_path: Path) -> None:
     folder = tmp_path / "benchmarks"
-    record.write(one_record(ROWS), folder)
-    path = record.write(one_record([row("ours", 5.0)], suite="another"), folder)
-    path.with_suffix(".svg").write_text("<svg/>")
-    text = report.render(folder)
-    assert text.index("## NVIDIA H200") < text.index("### sparse-mla-prefill") < text.index("### another")
-    assert "[Record](benchmarks/h200/sparse-mla-prefill.json) of `nsa-plugin bench sparse-mla-prefill`" in text
-    assert "commit 0123abc: torch 2.11.0; triton 3.6.0; sgl-flash-mla 1.0.0; copy 4250.0 GB/s, bf16" in text
-    assert "- fa3 for sparse_mla_prefill: layout is v32_fp8 (2 cases)" in text
-    assert "Failed:\n\n- x for sparse_mla_prefill: wrong result: NaN (heads 2, q 1)" in text
-    assert "Not reached within the time of the run: 1 cases." in text
-    assert text.count("![") == 1
-    assert "![another](benchmarks/h200/another.svg)" in text
+    path = record.write(one_record(ROWS), folder)
+    other = record.write(one_record([row("ours", 5.0)], suite="another"), folder)
+    other.with_suffix(".svg").write_text("<svg/>")
+    made = site.pages(folder)
+    assert made.keys() == {path.with_suffix(".md"), other.with_suffix(".md"), folder / "records.md"}
+    text = made[path.with_suffix(".md")]
+    assert "# sparse-mla-prefill\n\nSparse prefill from the V3.2 fp8 cache" in text
+    assert "- Record: [sparse-mla-prefill.json](sparse-mla-prefill.json), 2026-01-02, commit 0123abc\n" in text
+    assert "- Command: `nsa-plugin bench sparse-mla-prefill`\n" in text
+    assert "- Device: NVIDIA H200; measured rates: copy 4250.0 GB/s, bf16" in text
+    assert "- Software: torch 2.11.0, triton 3.6.0, sgl-flash-mla 1.0.0" in text
+    assert "Not supported:\n\n- fa3 for sparse_mla_prefill: layout is v32_fp8 (2 cases)" in text
+    assert "Failed, so not timed:\n\n- x for sparse_mla_prefill: wrong result: NaN (heads 2, q 1)" in text
+    assert "Not measured within the run's time budget: 1 cases." in text
+    assert "![" not in text
+    assert "![another](another.svg)" in made[other.with_suffix(".md")]
+    index = made[folder / "records.md"]
+    assert index.index("h200/sparse-mla-prefill.md") < index.index("h200/another.md")
 
 
-def test_no_record_is_said() -> None:
-    assert report.render(Path("/nowhere")) == "No record is here yet."
+def test_without_records_every_table_says_so(tmp_path: Path) -> None:
+    assert site.pages(tmp_path).keys() == {tmp_path / "records.md"}
+    assert {generate() for generate in site.generators(tmp_path).values()} == {summary.NOTHING}
 
 
-def test_rewrite_changes_the_part_and_nothing_else(tmp_path: Path) -> None:
+def test_rewrite_brings_the_summary_and_every_page_up_to_date(tmp_path: Path) -> None:
     folder, page = tmp_path / "benchmarks", tmp_path / "benchmarks.md"
-    record.write(one_record(ROWS), folder)
-    page.write_text("before\n<!-- generated: benchmarks -->\nold\n<!-- end of benchmarks -->\nafter\n")
-    assert report.rewrite(page, folder)
+    path = record.write(one_record(ROWS), folder)
+    page.write_text("before\n<!-- generated: kernel-highlights -->\nold\n<!-- end of kernel-highlights -->\nafter\n")
+    assert set(site.rewrite(page, folder)) == {page, path.with_suffix(".md"), folder / "records.md"}
     text = page.read_text()
-    assert text.startswith("before\n<!-- generated: benchmarks -->\n## NVIDIA H200")
-    assert text.endswith("\n<!-- end of benchmarks -->\nafter\n")
-    assert "old" not in text
-    assert not report.rewrite(page, folder)
-    page.write_text("nothing")
-    with pytest.raises(BenchError, match="no part between"):
-        report.rewrite(page, folder)
+    assert text.startswith("before\n<!-- generated: kernel-highlights -->\nNo record is here yet.\n<!-- end of")
+    assert text.endswith("-->\nafter\n")
+    assert site.rewrite(page, folder) == []
+    path.unlink()
+    assert set(site.rewrite(page, folder)) == {path.with_suffix(".md"), folder / "records.md"}
+    assert not path.with_suffix(".md").exists()
+
+
+def test_summary_has_the_fastest_path_of_the_plugin_for_each_case(tmp_path: Path) -> None:
+    rows = [
+        row("flash_mla padded", 2400.0, baseline="flash_mla padded"),
+        row("triton", 1200.0, baseline="flash_mla padded"),
+        row("cuda", 800.0, baseline="flash_mla padded"),
+        row("somebody else's", 1.0, baseline="flash_mla padded"),
+        row("cuda", 3200.0, heads=64, baseline="flash_mla padded"),
+        row("cuda", 1.0, q=512, baseline="flash_mla padded"),
+    ]
+    record.write(one_record(rows), tmp_path)
+    _, _, *lines = site.generators(tmp_path)["kernel-highlights"]().splitlines()
+    link = "[record](benchmarks/h200/sparse-mla-prefill.md)"
+    assert [cells(line)[1:] for line in lines] == [
+        ["heads 16, q 4096, kv 65536", "2,400 (flash_mla padded)", "800.0 (cuda)", "3.00×", link],
+        ["heads 64, q 4096, kv 65536", "2,400 (flash_mla padded)", "3,200 (cuda)", "0.75×", link],
+    ]
+
+
+def served(measure: str, **more: Any) -> dict[str, Any]:
+    return {
+        "op": "serve",
+        "case": {"heads": 16, "requests": 1, "prompt": 8192, "new_tokens": 1, "measure": measure},
+        "speedup": 1.5,
+        "median": 20.0,
+        "q1": 19.0,
+        "q3": 21.0,
+        "baseline_median": 30.0,
+        "baseline_q1": 29.0,
+        "baseline_q3": 31.0,
+    } | more
+
+
+def comparison(rows: list[dict[str, Any]], *, holds: bool = True) -> dict[str, Any]:
+    return {
+        "suite": "sglang-1.0-v32",
+        "engine": "sglang 1.0",
+        "host": {"gpus": 1},
+        "model": {"architectures": ["DeepseekV32ForCausalLM"]},
+        "rows": rows,
+        "verdict": {"holds": holds},
+    }
+
+
+@pytest.mark.parametrize(
+    ("more", "cell"),
+    [
+        ({}, "**1.50×**"),
+        ({"paired_speedup": 1.4, "baseline_again_paired_speedup": 0.9}, "**1.40×** (0.90×)"),
+        (
+            {"paired_speedup": 1.4, "baseline_again_paired_speedup": 1.2},
+            "1.40× (1.20×)",
+        ),  # half of it is noise
+        ({"q3": 29.5}, "1.50×"),  # the readings overlap
+        ({"speedup": 0.5, "q1": 59.0, "q3": 61.0}, "**0.50×**"),
+    ],
+)
+def test_a_speed_up_is_bold_where_the_readings_tell_the_servers_apart(more: dict[str, Any], cell: str) -> None:
+    path = Path("benchmarks/h200/x.json")
+    text = summary.first_token([(path, comparison([served("ttft_ms", **more)]))])
+    assert cells(text.splitlines()[0]) == ["server", "8,192", "record"]
+    assert cells(text.splitlines()[2]) == ["SGLang 1.0, V3.2, 16 heads", cell, "[record](benchmarks/h200/x.md)"]
+
+
+def test_other_loads_are_described() -> None:
+    case = {"heads": 16, "requests": 40, "prompt": 1000, "new_tokens": 32, "measure": "long_ttft_ms", "long": 60000}
+    text = summary.loads([(Path("h200/x.json"), comparison([served("", case=case), served("ttft_ms")]))])
+    (line,) = text.splitlines()[2:]
+    said = "40 prompts of 1,000 tokens, 32 out, behind one of 60,000: first token of the long prompt, ms"
+    assert cells(line)[1:4] == [said, "30.0", "20.0"]
+
+
+def test_prompts_that_stock_fails_at() -> None:
+    limit = {
+        "op": "limit",
+        "case": {"heads": 64},
+        "answered": [1000, 3000],
+        "baseline_answered": [],
+        "baseline_failed_at": 1000,
+    }
+    text = summary.limits([(Path("h200/x.json"), comparison([limit]))])
+    assert cells(text.splitlines()[2])[1:4] == ["no length that was tried", "1,000 tokens", "3,000 tokens"]
+
+
+def test_a_comparison_that_failed_is_labelled_and_linked() -> None:
+    agreement = {"op": "agreement", "provider": "nsa-plugin"}
+    records = [
+        (Path("h200/a.json"), comparison([agreement])),
+        (Path("h200/b.json"), comparison([agreement], holds=False)),
+        (Path("h200/c.json"), comparison([served("ttft_ms")])),  # no answers were compared
+    ]
+    (line,) = summary.correctness(records).splitlines()[2:]
+    assert cells(line) == [
+        "SGLang 1.0, V3.2",
+        "[1](benchmarks/records.md#engine-comparisons)",
+        f"[{FAILED}](benchmarks/h200/b.md)",
+    ]
 
 
 def mha(provider: str, q: int, median: float, **beside: float) -> dict[str, Any]:
@@ -136,10 +242,10 @@ def test_crossover_adds_what_the_engine_computes_beside_each() -> None:
         mha("sparse", 512, 30.0, absorb_us=5.0),
         mha("dense", 1024, 20.0, up_projection_us=1.0),  # nothing to compare with
     ]
-    assert report.crossovers(rows).splitlines()[-1] == "- 16 heads: up to 256 tokens, not at 512"
-    assert report.crossovers(rows[:2]).endswith("at every length measured, 256 to 256 tokens")
-    assert report.crossovers(rows[2:]).endswith("at no length measured, 512 to 512 tokens")
-    assert report.crossovers(ROWS) == ""
+    assert kernels.crossovers(rows).splitlines()[-1] == "- 16 heads: up to 256 tokens, not at 512"
+    assert kernels.crossovers(rows[:2]).endswith("at every length measured, 256 to 256 tokens")
+    assert kernels.crossovers(rows[2:]).endswith("at no length measured, 512 to 512 tokens")
+    assert kernels.crossovers(ROWS) == ""
 
 
 def test_panels_show_what_varies_alone() -> None:

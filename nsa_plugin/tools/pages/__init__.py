@@ -1,0 +1,1 @@
+"""The benchmark pages of the documentation, written from the records alone."""

@@ -1,0 +1,93 @@
+"""Every generated page of the benchmarks: one beside each record, an index, and the tables of the summary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from nsa_plugin.tools.bench import record as timings
+from nsa_plugin.tools.compare import record as served
+from nsa_plugin.tools.pages import comparisons, kernels, summary
+from nsa_plugin.tools.pages.markdown import fill, generated_notice, markdown_table
+
+INDEX = "records.md"
+
+
+def pages(folder: Path) -> dict[Path, str]:
+    """The path and the text of every page that is generated as a whole, for the records in FOLDER/<host>/.
+
+    Raises:
+        BenchError: a record cannot be read.
+    """
+    timed, compared = _timed(folder), _served(folder)
+    made = {path.with_suffix(".md"): kernels.page(path, record) for path, record in timed}
+    made |= {path.with_suffix(".md"): comparisons.page(path, record) for path, record in compared}
+    suites = [
+        [f"[{record['suite']}]({_link(path)})", kernels.describe(record["suite"]) or "-", record["host"]["gpu"]]
+        for path, record in timed
+    ]
+    parts = [
+        generated_notice("the records in this folder"),
+        "# All records",
+        "Every record has a page with all of its figures. [The summary](../benchmarks.md) says what they mean.",
+        "## Kernels",
+        markdown_table(["suite", "what it measures", "GPU"], suites) if suites else summary.NOTHING,
+        "## Engine comparisons",
+        comparisons.overview([(_link(path), record) for path, record in compared]) if compared else summary.NOTHING,
+    ]
+    return made | {folder / INDEX: "\n\n".join(parts) + "\n"}
+
+
+def generators(folder: Path) -> dict[str, Callable[[], str]]:
+    """What writes each generated part of the summary page, by the part's name."""
+    return {
+        "first-token": lambda: summary.first_token(_served(folder)),
+        "loads": lambda: summary.loads(_served(folder)),
+        "limits": lambda: summary.limits(_served(folder)),
+        "kernel-highlights": lambda: summary.kernels(_timed(folder)),
+        "correctness": lambda: summary.correctness(_served(folder)),
+    }
+
+
+def _link(path: Path) -> str:
+    return f"{path.parent.name}/{path.stem}.md"
+
+
+def _timed(folder: Path) -> summary.Records:
+    records = [one for found in timings.read(folder).values() for one in found]
+    return sorted(records, key=lambda one: (one[0].parent.name, kernels.position(one[1]["suite"])))
+
+
+def _served(folder: Path) -> summary.Records:
+    return [one for host in sorted(folder.glob("*")) if host.is_dir() for one in served.read(host)]
+
+
+def stale(page: Path, folder: Path) -> Iterator[tuple[Path, str | None]]:
+    """Each page that differs from what the records give, with its new text; None for one that has lost its record."""
+    made = pages(folder)
+    made[page] = fill(page.read_text(), generators(folder))
+    for path, new in made.items():
+        if not path.is_file() or path.read_text() != new:
+            yield path, new
+    for path in sorted(folder.glob("*/*.md")):
+        if path not in made:
+            yield path, None
+
+
+def rewrite(page: Path, folder: Path) -> list[Path]:
+    """Bring the summary `page` and every page in `folder` up to date.
+
+    Returns:
+        What was written or removed.
+
+    Raises:
+        BenchError: a record cannot be read.
+    """
+    changed = []
+    for path, text in list(stale(page, folder)):
+        if text is None:
+            path.unlink()
+        else:
+            path.write_text(text)
+        changed.append(path)
+    return changed

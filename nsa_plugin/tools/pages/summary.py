@@ -1,0 +1,231 @@
+"""The tables of docs/benchmarks.md: a selection of the records' figures, each with a link to its record's page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from nsa_plugin.tools.bench.cases import describe_fields
+from nsa_plugin.tools.pages.comparisons import compared
+from nsa_plugin.tools.pages.markdown import FAILED, markdown_table
+
+Row = dict[str, Any]
+Records = Sequence[tuple[Path, Row]]
+NOTHING = "No record is here yet."
+
+_ENGINES = {"sglang": "SGLang", "vllm": "vLLM"}
+_MEASURES = {
+    "ttft_ms": "first token, ms",
+    "long_ttft_ms": "first token of the long prompt, ms",
+    "itl_ms": "time between tokens, ms",
+    "input_tokens_per_s": "input tokens/s",
+    "output_tokens_per_s": "output tokens/s",
+}
+
+
+class Highlight(NamedTuple):
+    """Cases of a kernel suite that the summary shows: those of `op` that `where` matches.
+
+    Attributes:
+        plugin: the providers that the plugin may choose, which the stock path is compared with.
+    """
+
+    suite: str
+    op: str
+    what: str
+    where: dict[str, int]
+    plugin: tuple[str, ...]
+
+
+_SPARSE = ("cuda", "triton", "flash_mla decode kernel", "flash_mla padded, bf16 copy included")
+_V4 = ("cuda", "triton", "flash_mla decode kernel", "dequantise, combine, flash_mla")
+_CHUNKS = ("", ", 2 chunks", ", 4 chunks")
+_RESHARDED = tuple(f"token_shard flash_mla{chunks}" for chunks in _CHUNKS)
+_RESHARDED_LAYER = tuple(f"token_shard deep_gemm, flash_mla{chunks}" for chunks in _CHUNKS)
+HIGHLIGHTS = (
+    Highlight("sparse-mla-prefill", "sparse_mla_prefill", "V3.2 prefill", {"q": 4096, "kv": 65536}, _SPARSE),
+    Highlight("sparse-mla-decode", "sparse_mla_decode", "V3.2 decode", {"batch": 128, "s_q": 1}, ("cuda", "triton")),
+    Highlight("v4-prefill", "v4_prefill_route", "V4 prefill", {"q": 8192, "kv": 65536, "page_size": 256}, _V4),
+    Highlight("indexer-topk", "indexer_topk", "V3.2 indexer", {"q": 8192, "kv": 131072}, ("deep_gemm", "triton")),
+    Highlight(
+        "token-shard-tp2", "token_shard_layer", "resharded layer, 2 GPUs", {"q": 8192, "kv": 65536}, _RESHARDED_LAYER
+    ),
+    Highlight(
+        "token-shard-tp4", "token_shard_layer", "resharded layer, 4 GPUs", {"q": 8192, "kv": 65536}, _RESHARDED_LAYER
+    ),
+    Highlight("token-shard-tp2", "token_shard_attention", "resharded decode, 2 GPUs", {"batch": 512}, _RESHARDED),
+    Highlight("token-shard-tp4", "token_shard_attention", "resharded decode, 4 GPUs", {"batch": 512}, _RESHARDED),
+)
+
+
+def first_token(served: Records) -> str:
+    """Speed-ups of the time to the first token of one prompt alone, by its length; bold where the outcome is clear."""
+    found = [(path, record, _serve_rows(record, alone=True)) for path, record in served]
+    lengths = sorted({row["case"]["prompt"] for _, _, rows in found for row in rows})
+    lines = []
+    for path, record, rows in found:
+        if rows:
+            cells = {row["case"]["prompt"]: _speedup(row) for row in rows}
+            lines.append([_server(record, rows[0]["case"]), *(cells.get(n, "-") for n in lengths), _link(path)])
+    header = ["server", *(f"{length:,}" for length in lengths), "record"]
+    return markdown_table(header, lines) if lines else NOTHING
+
+
+def loads(served: Records) -> str:
+    """The other timed loads: many prompts at once, long answers, short prompts behind a long one."""
+    lines = [
+        [
+            _server(record, row["case"]),
+            _load(row["case"]),
+            _figure(row["baseline_median"]),
+            _figure(row["median"]),
+            _speedup(row),
+            _link(path),
+        ]
+        for path, record in served
+        for row in _serve_rows(record, alone=False)
+    ]
+    header = ["server", "load", "stock", "plugin", "speed-up", "record"]
+    return markdown_table(header, lines) if lines else NOTHING
+
+
+def limits(served: Records) -> str:
+    """The prompts that the stock engine failed at."""
+    lines = [
+        [
+            _server(record, row["case"]),
+            _longest(row["baseline_answered"]),
+            _tokens(row["baseline_failed_at"]),
+            _longest(row["answered"]),
+            _link(path),
+        ]
+        for path, record in served
+        for row in record["rows"]
+        if row["op"] == "limit"
+    ]
+    header = ["server", "stock answers up to", "stock fails at", "plugin answers up to", "record"]
+    return markdown_table(header, lines) if lines else NOTHING
+
+
+def _longest(answered: Sequence[int]) -> str:
+    return _tokens(max(answered)) if answered else "no length that was tried"
+
+
+def _tokens(count: int | None) -> str:
+    return "no length that was tried" if count is None else f"{count:,} tokens"
+
+
+def _serve_rows(record: Row, *, alone: bool) -> list[Row]:
+    return [row for row in record["rows"] if row["op"] == "serve" and (row["case"]["requests"] == 1) == alone]
+
+
+def _speedup(row: Row) -> str:
+    """The speed-up, bold where the outcome is clear, and that of a second stock server in brackets."""
+    shown = f"{ratio(row):.2f}×"
+    again = _again(row)
+    return (f"**{shown}**" if clear(row) else shown) + ("" if again is None else f" ({again:.2f}×)")
+
+
+def ratio(row: Row) -> float:
+    """How many times faster the plugin is: in pairs of readings where there are pairs."""
+    return float(row["paired_speedup"] if "paired_speedup" in row else row["speedup"])
+
+
+def clear(row: Row) -> bool:
+    """Whether the readings tell plugin and stock apart.
+
+    They do if the interquartile ranges do not overlap and the plugin differs from stock by more than twice as much as a
+    second stock server does, where one was run.
+    """
+    apart = bool(row["q3"] < row["baseline_q1"] or row["q1"] > row["baseline_q3"])
+    return apart and abs(math.log(ratio(row))) > 2 * abs(math.log(_again(row) or 1.0))
+
+
+def _again(row: Row) -> float | None:
+    """The speed-up of a second stock server over the first one."""
+    again: float | None = row.get("baseline_again_paired_speedup", row.get("baseline_again_speedup"))
+    return again
+
+
+def _server(record: Row, case: Row) -> str:
+    gpus = record["host"]["gpus"]
+    heads = f"{case['heads']} heads" + (f" × {gpus} GPUs" if gpus > 1 else "")
+    return f"{_engine(record)}, {_model(record)}, {heads}"
+
+
+def _engine(record: Row) -> str:
+    name, _, version = record["engine"].partition(" ")
+    return f"{_ENGINES.get(name, name)} {version}"
+
+
+def _model(record: Row) -> str:
+    return "V4" if record["model"]["architectures"] == ["DeepseekV4ForCausalLM"] else "V3.2"
+
+
+def _load(case: Row) -> str:
+    prompts = "1 prompt" if case["requests"] == 1 else f"{case['requests']} prompts"
+    text = f"{prompts} of {case['prompt']:,} tokens"
+    text += f", {case['new_tokens']:,} out" if case["new_tokens"] > 1 else ""
+    text += f", behind one of {case['long']:,}" if "long" in case else ""
+    text += ", in one request" if case.get("in_one") else ""
+    return f"{text}: {_MEASURES.get(case['measure'], case['measure'])}"
+
+
+def _figure(value: float) -> str:
+    return f"{value:.1f}" if value < 1000 else f"{value:,.0f}"
+
+
+def _link(path: Path) -> str:
+    return f"[record](benchmarks/{path.parent.name}/{path.stem}.md)"
+
+
+def kernels(timed: Records) -> str:
+    """The highlights: the stock path and the fastest path that the plugin may choose, per number of heads."""
+    lines = []
+    for highlight, path, best in _highlights(timed):
+        shown = {name: value for name, value in best["case"].items() if name in ("heads", "q", "batch", "kv")}
+        lines.append(
+            [
+                highlight.what,
+                describe_fields(shown),
+                f"{_figure(best['baseline_us'])} ({best['baseline']})",
+                f"{_figure(best['median_us'])} ({best['provider']})",
+                f"{best['baseline_us'] / best['median_us']:.2f}×",
+                _link(path),
+            ]
+        )
+    header = ["operation", "case", "stock path, µs", "fastest path of the plugin, µs", "speed-up", "record"]
+    return markdown_table(header, lines) if lines else NOTHING
+
+
+def _highlights(timed: Records) -> Iterator[tuple[Highlight, Path, Row]]:
+    """Each highlight's cases by heads: the record's path, and the row of the fastest path of the plugin."""
+    for highlight in HIGHLIGHTS:
+        for path, record in timed:
+            if record["suite"] != highlight.suite:
+                continue
+            cases: dict[str, list[Row]] = {}
+            for row in record["rows"]:
+                if row["op"] == highlight.op and highlight.where.items() <= row["case"].items():
+                    cases.setdefault(str(row["case"]), []).append(row)
+            for rows in sorted(cases.values(), key=lambda rows: int(rows[0]["case"]["heads"])):
+                ours = [row for row in rows if row["provider"] in highlight.plugin and row["baseline_us"]]
+                if ours:
+                    yield highlight, path, min(ours, key=lambda row: float(row["median_us"]))
+
+
+def correctness(served: Records) -> str:
+    """How many comparisons passed, by engine version and model, with a link to each that failed."""
+    groups: dict[str, list[tuple[Path, Row]]] = {}
+    for path, record in served:
+        if compared(record):
+            pair = f" against {_engine(record['beside'])}" if "beside" in record else ""
+            groups.setdefault(f"{_engine(record)}{pair}, {_model(record)}", []).append((path, record))
+    lines = []
+    for name, records in groups.items():
+        failed = [path for path, record in records if not record["verdict"]["holds"]]
+        links = "; ".join(f"[{FAILED}](benchmarks/{path.parent.name}/{path.stem}.md)" for path in failed)
+        lines.append([name, f"[{len(records) - len(failed)}](benchmarks/records.md#engine-comparisons)", links or "0"])
+    return markdown_table(["compared", "passed", "failed"], lines) if lines else NOTHING
