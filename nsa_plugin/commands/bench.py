@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from nsa_plugin.commands.arguments import positive, seconds
-from nsa_plugin.commands.output import console
 from nsa_plugin.libraries.registry import OPS, REFERENCE, Registry
 from nsa_plugin.tools.bench.cases import SUITES, BenchError, Suite, chosen
+from nsa_plugin.tools.terminal import console
 
 REPORT = "report"
 RECORDS = Path("docs/benchmarks")
@@ -102,7 +102,7 @@ def _measure(suites: list[Suite], args: argparse.Namespace) -> int:
     from nsa_plugin.tools.bench.runner import Options, run_suite
     from nsa_plugin.tools.bench.timing import CudaTimer, measure_rates
     from nsa_plugin.tools.bench.workload import Context
-    from nsa_plugin.tools.demo.progress import Steps
+    from nsa_plugin.tools.terminal import Steps
 
     out = console()
     steps = Steps(out)

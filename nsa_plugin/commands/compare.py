@@ -18,10 +18,7 @@ from typing import Any, NoReturn
 from rich.console import Console
 
 from nsa_plugin.commands.compare_options import ENGINES, MEASURED, USUAL_CONTEXT, add_arguments
-from nsa_plugin.commands.output import console
 from nsa_plugin.tools.compare import beside, record, report
-from nsa_plugin.tools.compare.common import switches
-from nsa_plugin.tools.compare.engine import V4, V32, CompareError, Engine
 from nsa_plugin.tools.compare.lifecycle import speaker
 from nsa_plugin.tools.compare.load import DECODE, MIXED, SPEED_CASES, decode_prompt, left_out, loads
 from nsa_plugin.tools.compare.measured import Measured
@@ -41,6 +38,9 @@ from nsa_plugin.tools.compare.rule import CONTROL, PLUGIN, STOCK
 from nsa_plugin.tools.compare.runner import Comparison
 from nsa_plugin.tools.compare.verdict import judge
 from nsa_plugin.tools.compare.workload import AGREEMENT_CASES, LIMIT, ROWS, until_it_fails, workload
+from nsa_plugin.tools.serving.common import switches
+from nsa_plugin.tools.serving.engine import V4, V32, CompareError, Engine
+from nsa_plugin.tools.terminal import console
 
 __all__ = ["TAKES_ENGINE_FLAGS", "add_arguments", "run"]
 
@@ -259,8 +259,8 @@ def _facts(args: argparse.Namespace, engine: Engine, cases: Sequence[str]) -> di
 
 
 _MADE = {
-    V32: "seeded random, see nsa_plugin.tools.demo.checkpoint",
-    V4: "seeded random, see nsa_plugin.tools.demo.checkpoint_v4",
+    V32: "seeded random, see nsa_plugin.tools.checkpoints.v32",
+    V4: "seeded random, see nsa_plugin.tools.checkpoints.v4",
 }
 
 

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from nsa_plugin.commands.arguments import positive, positives, seconds
-from nsa_plugin.tools.compare.engine import FAMILIES, V32, Engine
 from nsa_plugin.tools.compare.load import SPEED_CASES, USUAL_OUTPUT
 from nsa_plugin.tools.compare.model import SPEC, SPEC_V4
 from nsa_plugin.tools.compare.rule import CONTROL, PLUGIN, STOCK
 from nsa_plugin.tools.compare.runner import ROLES
-from nsa_plugin.tools.compare.sglang_server import SglangEngine
-from nsa_plugin.tools.compare.vllm_server import VllmEngine
 from nsa_plugin.tools.compare.workload import AGREEMENT_CASES
+from nsa_plugin.tools.serving.engine import FAMILIES, V32, Engine
+from nsa_plugin.tools.serving.sglang import SglangEngine
+from nsa_plugin.tools.serving.vllm import VllmEngine
 
 ENGINES: dict[str, Callable[[], Engine]] = {"sglang": SglangEngine, "vllm": VllmEngine}
 # What a run saves beside its servers' logs.

@@ -1,6 +1,6 @@
-"""``nsa-plugin demo``: serve a small model with a real engine and compare every token; see `nsa_plugin.tools.demo`."""
+"""``nsa-plugin demo``: serve a small model with a real engine and compare every token."""
 
-from nsa_plugin.tools.demo.run import add_arguments
-from nsa_plugin.tools.demo.run import run_demo as run
+from nsa_plugin.tools.compare.demo.run import add_arguments
+from nsa_plugin.tools.compare.demo.run import run_demo as run
 
 __all__ = ["add_arguments", "run"]

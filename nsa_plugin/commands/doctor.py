@@ -10,13 +10,14 @@ from typing import Any
 
 from nsa_plugin import __version__
 from nsa_plugin.commands.engines import ENGINES, Engine, holds
-from nsa_plugin.commands.output import add_json, console, print_json, table
+from nsa_plugin.commands.output import add_json, print_json
 from nsa_plugin.decision.dispatch import decide
 from nsa_plugin.decision.shapes import BatchShape, ModelShape, Phase
 from nsa_plugin.errors import NsaPluginError, SettingsError
 from nsa_plugin.libraries.devices import DeviceProfile, probe
 from nsa_plugin.patches.ledger import Need
 from nsa_plugin.settings import ResolvedSettings, Settings, killed, resolve
+from nsa_plugin.tools.terminal import console, table
 
 EPILOG = """The check holds when at least one installed engine can serve here with the plugin: its version is
 supported, the plugin's entry point is installed and allowed, every object of the engine that the plugin

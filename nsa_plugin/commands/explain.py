@@ -7,7 +7,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from nsa_plugin.commands.arguments import natural, positive
-from nsa_plugin.commands.output import add_json, console, print_json, table
+from nsa_plugin.commands.output import add_json, print_json
 from nsa_plugin.decision.choices import count
 from nsa_plugin.decision.dispatch import decide, partition
 from nsa_plugin.decision.plan import Plan
@@ -15,6 +15,7 @@ from nsa_plugin.decision.shapes import FAMILIES, BatchShape, ModelShape, Phase
 from nsa_plugin.errors import NoProviderError, SettingsError, ShapeError
 from nsa_plugin.libraries.devices import GIB, LIBRARIES, DeviceProfile, probe, synthetic
 from nsa_plugin.settings import ResolvedSettings, Settings, resolve
+from nsa_plugin.tools.terminal import console, table
 
 EXAMPLES = """examples:
   a long prefill on eight H200s, 16 heads a rank, fp8 cache:

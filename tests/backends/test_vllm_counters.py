@@ -20,7 +20,7 @@ from nsa_plugin.backends.vllm.startup.counters import (
     labels_of,
     route_counter,
 )
-from nsa_plugin.tools.compare.common import routes
+from nsa_plugin.tools.serving.common import routes
 from tests.backends.vllm_fakes import TRITON, planner
 
 pytest.importorskip("prometheus_client")

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from nsa_plugin.tools.demo.checkpoint import CheckpointSpec, write_checkpoint
+from nsa_plugin.tools.checkpoints.v32 import CheckpointSpec, write_checkpoint
 
 HERE = Path(__file__).parent
 SPEC = CheckpointSpec(dtype="float32")
@@ -34,7 +34,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def reference(checkpoint: Path) -> Any:
-    from nsa_plugin.tools.demo.reference_model import ReferenceModel
+    from nsa_plugin.tools.reference import ReferenceModel
 
     return ReferenceModel.load(checkpoint)
 

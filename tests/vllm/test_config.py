@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from nsa_plugin.tools.demo.checkpoint import CheckpointSpec, write_checkpoint
-from nsa_plugin.tools.demo.server import Server, ServerError, ServerSpec, python_path_with_vllm_name
+from nsa_plugin.tools.checkpoints.v32 import CheckpointSpec, write_checkpoint
+from nsa_plugin.tools.serving.process import Server, ServerError, ServerSpec, python_path_with_vllm_name
 from tests.vllm.conftest import HERE
 
 pytestmark = pytest.mark.engine_vllm

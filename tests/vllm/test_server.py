@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from nsa_plugin.tools.compare.common import routes
-from nsa_plugin.tools.demo.server import Server, ServerError, ServerSpec, python_path_with_vllm_name
+from nsa_plugin.tools.serving.common import routes
+from nsa_plugin.tools.serving.process import Server, ServerError, ServerSpec, python_path_with_vllm_name
 
 pytestmark = pytest.mark.engine_vllm
 

@@ -14,17 +14,13 @@ wrong is among the rows.
 from __future__ import annotations
 
 import json
-import os
-import re
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nsa_plugin.commands.arguments import elsewhere
+from nsa_plugin.tools import records
 from nsa_plugin.tools.bench.cases import BenchError, Suite
 from nsa_plugin.tools.bench.floors import Rates
 
@@ -35,27 +31,11 @@ SCHEMA = 1
 # Options of a command that are one machine's; the commit is the host's part of a record.
 _WHERE = ("--json", "--commit")
 FLUSHED, BACK_TO_BACK = "flushed", "back to back"  # how a timed run finds the L2 cache
-LIBRARIES = (
-    "sgl-flash-mla",
-    "sgl-deep-gemm",
-    "flashinfer-python",
-    "sglang-kernel",
-    "sgl-kernel",
-    "sglang",
-    "vllm",
-)
-
 _ROW_KEYS = frozenset(
     {"op", "case", "provider", "median_us", "min_us", "runs", "floor_us", "baseline", "baseline_us", "speedup"}
     | {"max_error"}
 )
 _HOST_KEYS = frozenset({"gpu", "gpus", "torch", "triton", "libraries", "commit"})
-
-
-def host_slug(gpu: str) -> str:
-    """The folder of a GPU's records: "h200" for "NVIDIA H200"."""
-    words = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
-    return words.removeprefix("nvidia-") or "gpu"
 
 
 def describe_host(rates: Rates, *, l2: str, commit: str | None = None) -> dict[str, Any]:
@@ -70,10 +50,7 @@ def describe_host(rates: Rates, *, l2: str, commit: str | None = None) -> dict[s
     return {
         "gpu": torch.cuda.get_device_name(),
         "gpus": 1,
-        "torch": torch.__version__,
-        "triton": version("triton"),
-        "libraries": {name: found for name in LIBRARIES if (found := version(name))},
-        "commit": checkout() if commit is None else commit,
+        **records.software(commit),
         "l2": l2,
         **{name: None if value is None else round(value, 1) for name, value in asdict(rates).items()},
     }
@@ -85,7 +62,7 @@ def as_record(suite: Suite, outcome: Outcome, host: Mapping[str, Any], command: 
     return {
         "schema": SCHEMA,
         "suite": f"{suite.name}-back-to-back" if back_to_back else suite.name,
-        "command": " ".join(elsewhere(command, _WHERE)),
+        "command": " ".join(records.portable(command, _WHERE)),
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
         "host": dict(host),
         "rows": outcome.rows,
@@ -122,11 +99,8 @@ def is_timing(record: Any) -> bool:
 
 def write(record: Mapping[str, Any], folder: Path) -> Path:
     """Write the record whole, or not at all, to FOLDER/<host>/<suite>.json."""
-    path = folder / host_slug(record["host"]["gpu"]) / f"{record['suite']}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(check(record, str(path)), indent=1) + "\n")
-    os.replace(partial, path)
+    path = records.path_of(record, folder)
+    records.save(check(record, str(path)), path)
     return path
 
 
@@ -145,27 +119,3 @@ def read(folder: Path) -> dict[str, list[tuple[Path, dict[str, Any]]]]:
         if is_timing(record):
             hosts.setdefault(path.parent.name, []).append((path, check(record, str(path))))
     return hosts
-
-
-def version(distribution: str) -> str:
-    """The installed version, "" without one."""
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return ""
-
-
-def checkout() -> str:
-    """The checkout's commit, with "+changes" where tracked files differ from it; "" where there is no checkout."""
-    here = str(Path(__file__).parent)
-
-    def git(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(["git", "-C", here, *arguments], capture_output=True, text=True)
-
-    try:
-        found, changes = git("rev-parse", "--short", "HEAD"), git("status", "--porcelain", "--untracked-files=no")
-    except OSError:  # no git
-        return ""
-    if found.returncode:
-        return ""
-    return found.stdout.strip() + ("+changes" if changes.stdout.strip() else "")

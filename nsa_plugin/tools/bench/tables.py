@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from nsa_plugin.commands.output import table
 from nsa_plugin.tools.bench.cases import SUITES, describe_fields
 from nsa_plugin.tools.bench.floors import Rates
+from nsa_plugin.tools.terminal import table
 
 if TYPE_CHECKING:
     from nsa_plugin.tools.bench.runner import Outcome

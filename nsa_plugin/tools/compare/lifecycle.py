@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from datetime import datetime
 
-from nsa_plugin.tools.compare.client import settle
-from nsa_plugin.tools.compare.engine import CompareError, Engine
 from nsa_plugin.tools.compare.rule import STOCK
 from nsa_plugin.tools.compare.serving import RoleServer, StartCancelledError
-from nsa_plugin.tools.demo.server import ServerError
+from nsa_plugin.tools.serving.client import settle
+from nsa_plugin.tools.serving.engine import CompareError, Engine
+from nsa_plugin.tools.serving.process import ServerError
 
 HEARTBEAT_S = 15.0
 _DEAD_S, _SETTLE_S = 10.0, 15.0

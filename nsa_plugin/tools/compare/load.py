@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from nsa_plugin.tools.compare.client import flush, new_session, within_time
-from nsa_plugin.tools.compare.engine import CompareError, Engine
+from nsa_plugin.tools.serving.client import flush, new_session, within_time
+from nsa_plugin.tools.serving.engine import CompareError, Engine
 
 if TYPE_CHECKING:
     import aiohttp

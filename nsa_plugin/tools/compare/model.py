@@ -10,10 +10,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from nsa_plugin.tools.compare.engine import V4, V32, CompareError
+from nsa_plugin.tools.checkpoints.v4 import V4CheckpointSpec, compress_ratios, write_v4_checkpoint
+from nsa_plugin.tools.checkpoints.v32 import CheckpointSpec, write_checkpoint
 from nsa_plugin.tools.compare.lifecycle import Say
-from nsa_plugin.tools.demo.checkpoint import CheckpointSpec, write_checkpoint
-from nsa_plugin.tools.demo.checkpoint_v4 import V4CheckpointSpec, compress_ratios, write_v4_checkpoint
+from nsa_plugin.tools.serving.engine import V4, V32, CompareError
 
 Spec = CheckpointSpec | V4CheckpointSpec
 

@@ -33,7 +33,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shlex
 import statistics
@@ -43,9 +42,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from nsa_plugin.commands.arguments import elsewhere
 from nsa_plugin.settings import Settings
-from nsa_plugin.tools.bench.record import LIBRARIES, checkout, host_slug, version
+from nsa_plugin.tools import records
 from nsa_plugin.tools.compare.load import Load, left_out
 from nsa_plugin.tools.compare.measured import Measured, Run
 from nsa_plugin.tools.compare.rule import AGAIN, PLUGIN, STOCK, Compared, Tolerance, mean
@@ -74,10 +72,7 @@ def describe_host(gpu: str, driver: str, gpus: int, commit: str | None) -> dict[
         "gpu": gpu,
         "gpus": gpus if gpu else 0,
         "driver": driver,
-        "torch": version("torch"),
-        "triton": version("triton"),
-        "libraries": {name: found for name in LIBRARIES if (found := version(name))},
-        "commit": checkout() if commit is None else commit,
+        **records.software(commit),
     }
 
 
@@ -110,7 +105,7 @@ def head(measured: Measured) -> dict[str, Any]:
         "schema": SCHEMA,
         "kind": KIND,
         "suite": "-".join([facts["suite"], *words]),
-        "command": shlex.join([*environ, *elsewhere(shlex.split(facts["command"]), _WHERE)]),
+        "command": shlex.join([*environ, *records.portable(shlex.split(facts["command"]), _WHERE)]),
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
         "host": facts["host"],
         "engine": facts["engine"],
@@ -318,11 +313,8 @@ def is_comparison(record: Any) -> bool:
 
 def write(record: dict[str, Any], folder: Path) -> Path:
     """Write the record whole, or not at all, to FOLDER/<host>/<suite>.json."""
-    path = folder / host_slug(record["host"]["gpu"]) / f"{record['suite']}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(record, indent=1) + "\n")
-    os.replace(partial, path)
+    path = records.path_of(record, folder)
+    records.save(record, path)
     return path
 
 

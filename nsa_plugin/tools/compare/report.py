@@ -6,8 +6,8 @@ from typing import Any
 
 from rich.console import Console
 
-from nsa_plugin.commands.output import table
 from nsa_plugin.tools.compare.record import OURS
+from nsa_plugin.tools.terminal import table
 
 Row = dict[str, Any]
 

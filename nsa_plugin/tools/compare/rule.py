@@ -12,9 +12,9 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from nsa_plugin.tools.compare.engine import V4, V32
 from nsa_plugin.tools.compare.measured import Answer, Measured, Run
 from nsa_plugin.tools.compare.workload import FORCED, LIMIT, SAME
+from nsa_plugin.tools.serving.engine import V4, V32
 
 STOCK, AGAIN, PLUGIN, CONTROL = "stock", "stock-again", "plugin", "control"
 

@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from nsa_plugin.tools.compare.client import send
-from nsa_plugin.tools.compare.engine import CompareError, Engine
 from nsa_plugin.tools.compare.lifecycle import Say, finish_all, recover, set_failed, start_all
 from nsa_plugin.tools.compare.load import Load
 from nsa_plugin.tools.compare.measured import Answer, Measured, Run
@@ -20,7 +18,9 @@ from nsa_plugin.tools.compare.rule import AGAIN, CONTROL, PLUGIN, STOCK
 from nsa_plugin.tools.compare.serving import RoleServer
 from nsa_plugin.tools.compare.turns import Turns
 from nsa_plugin.tools.compare.workload import LIMIT, Group, digest
-from nsa_plugin.tools.demo.server import ServerError, free_ports
+from nsa_plugin.tools.serving.client import send
+from nsa_plugin.tools.serving.engine import CompareError, Engine
+from nsa_plugin.tools.serving.process import ServerError, free_ports
 
 # Each role is a server of its own. The control is the plugin with wrong tokens on purpose.
 ROLES = (STOCK, PLUGIN, CONTROL, AGAIN)

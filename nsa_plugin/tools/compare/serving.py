@@ -8,10 +8,10 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from nsa_plugin.tools.compare.engine import Engine
 from nsa_plugin.tools.compare.measured import Run
 from nsa_plugin.tools.compare.rule import CONTROL, PLUGIN
-from nsa_plugin.tools.demo.server import Server, ServerError, ServerSpec, log_tail
+from nsa_plugin.tools.serving.engine import Engine
+from nsa_plugin.tools.serving.process import Server, ServerError, ServerSpec, log_tail
 
 _PLAN = re.compile(r"new plan \S+: (\S+) on (\S+)")
 

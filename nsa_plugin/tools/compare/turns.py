@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from nsa_plugin.tools.compare.engine import CompareError, Engine
 from nsa_plugin.tools.compare.lifecycle import HEARTBEAT_S, Say, recover, set_failed
 from nsa_plugin.tools.compare.load import Load, measure
 from nsa_plugin.tools.compare.serving import RoleServer
-from nsa_plugin.tools.demo.server import ServerError
+from nsa_plugin.tools.serving.engine import CompareError, Engine
+from nsa_plugin.tools.serving.process import ServerError
 
 # No repetition takes longer while its server is well, the first compilation of kernels included.
 _REPETITION_S = 300.0

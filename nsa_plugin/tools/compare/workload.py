@@ -13,7 +13,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nsa_plugin.tools.compare.engine import CompareError
+from nsa_plugin.tools.serving.engine import CompareError
 
 SINGLE, BATCH, PREFIX, CONCURRENT, FORCED = "single", "batch", "prefix", "concurrent", "forced"
 ROWS, LIMIT = "rows", "limit"

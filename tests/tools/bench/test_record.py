@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from nsa_plugin.tools import records
 from nsa_plugin.tools.bench import record
 from nsa_plugin.tools.bench.cases import BenchError
 from nsa_plugin.tools.bench.runner import Options, Outcome, run_suite
@@ -123,11 +124,11 @@ def test_records_of_other_commands_are_left_out() -> None:
     [("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100-80gb-hbm3"), ("NVIDIA B200", "b200"), ("", "gpu")],
 )
 def test_host_slug(gpu: str, slug: str) -> None:
-    assert record.host_slug(gpu) == slug
+    assert records.host_slug(gpu) == slug
 
 
 def test_commit_says_whether_the_source_differs_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record, "__file__", str(tmp_path / "record.py"))
+    monkeypatch.setattr(records, "__file__", str(tmp_path / "records.py"))
 
     def git(*arguments: str) -> None:
         identity = ["-c", "user.name=a", "-c", "user.email=a@b.example"]
@@ -137,11 +138,11 @@ def test_commit_says_whether_the_source_differs_from_it(tmp_path: Path, monkeypa
     (tmp_path / "kernel.py").write_text("1")
     git("add", ".")
     git("commit", "-m", "one")
-    clean = record.checkout()
+    clean = records.checkout()
     assert len(clean) >= 7
     assert clean.isalnum()
     (tmp_path / "kernel.py").write_text("2")
-    assert record.checkout() == f"{clean}+changes"
+    assert records.checkout() == f"{clean}+changes"
 
 
 def test_outcome_of_nothing_makes_no_timing() -> None:

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from nsa_plugin.tools.compare import beside
-from nsa_plugin.tools.compare.engine import CompareError
 from nsa_plugin.tools.compare.measured import Answer, Measured, Run
 from nsa_plugin.tools.compare.rule import CONTROL, FLOORS, PLUGIN, STOCK, V4_FLOOR, Floor
 from nsa_plugin.tools.compare.workload import LIMIT
 from nsa_plugin.tools.pages import site
+from nsa_plugin.tools.serving.engine import CompareError
 from tests.tools.compare.command import Behave, arguments, call, failed
 
 FLAGS = {"sglang": ("--kv-cache-dtype", "bfloat16", "--chunked-prefill-size", "8192")}

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from nsa_plugin.commands import compare
+from nsa_plugin.tools.checkpoints.v32 import CheckpointSpec
 from nsa_plugin.tools.compare import model
-from nsa_plugin.tools.compare.common import switches
 from nsa_plugin.tools.compare.measured import Measured
-from nsa_plugin.tools.demo.checkpoint import CheckpointSpec
 from nsa_plugin.tools.pages import site
+from nsa_plugin.tools.serving.common import switches
 from tests.tools.compare.command import Behave, Read, arguments, call, failed, spawn, until, v4
-from tests.tools.demo.processes import alive
+from tests.tools.processes import alive
 
 
 def test_the_engines_variables_that_a_record_names():

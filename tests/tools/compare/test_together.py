@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from nsa_plugin.tools.compare.measured import Measured
-from nsa_plugin.tools.demo.server import free_ports
+from nsa_plugin.tools.serving.process import free_ports
 from tests.tools.compare.command import Behave, Read, arguments, call, failed, spawn, until
-from tests.tools.demo.processes import alive
+from tests.tools.processes import alive
 
 ROLES = "stock,plugin,control,stock-again"
 SMALL = ("--case", "single", "--case", "forced")

@@ -12,7 +12,7 @@ from nsa_plugin.tools.compare import model
 from nsa_plugin.tools.compare.measured import Measured
 from nsa_plugin.tools.compare.model import SPEC_V4
 from tests.tools.compare.command import Behave, Read, arguments, call, failed, v4
-from tests.tools.demo.processes import alive
+from tests.tools.processes import alive
 
 
 def test_agreement_and_speed_together(

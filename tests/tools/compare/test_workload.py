@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from nsa_plugin.libraries.capabilities import Op, RowLimit
-from nsa_plugin.tools.compare.common import token_count
-from nsa_plugin.tools.compare.engine import CompareError
 from nsa_plugin.tools.compare.load import Load, _check_answers, _readings, _Timed, left_out, loads
 from nsa_plugin.tools.compare.model import SPEC, SPEC_V4, edges, row_edges, selects_above
 from nsa_plugin.tools.compare.model import digest as checkpoint_digest
-from nsa_plugin.tools.compare.sglang_server import SglangEngine
 from nsa_plugin.tools.compare.workload import AGREEMENT_CASES, SAME, digest, prompt_lengths, until_it_fails, workload
+from nsa_plugin.tools.serving.common import token_count
+from nsa_plugin.tools.serving.engine import CompareError
+from nsa_plugin.tools.serving.sglang import SglangEngine
 
 ENGINE = SglangEngine()
 

@@ -18,7 +18,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from nsa_plugin.commands.output import console
 from nsa_plugin.errors import NsaPluginError
 from nsa_plugin.libraries.registry import REFERENCE, Registry
 from nsa_plugin.tools.bench import record, tables
@@ -28,6 +27,7 @@ from nsa_plugin.tools.bench.group.group import GroupTimer, gather, measured_rate
 from nsa_plugin.tools.bench.group.workloads import ALL_HEADS, GroupSuite, suite
 from nsa_plugin.tools.bench.runner import Options, Outcome, run_suite
 from nsa_plugin.tools.bench.workload import Context
+from nsa_plugin.tools.terminal import console
 
 TIMEOUT = timedelta(minutes=5)  # of a collective: kernels compile in between
 NO_LIMIT = float("inf")  # of time: ranks that stopped by their own clocks would part

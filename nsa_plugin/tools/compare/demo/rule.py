@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nsa_plugin.tools.demo.requests import Answer
+from nsa_plugin.tools.compare.demo.requests import Answer
 
 if TYPE_CHECKING:
-    from nsa_plugin.tools.demo.reference_model import ReferenceRun
+    from nsa_plugin.tools.reference import ReferenceRun
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from nsa_plugin.tools.demo.requests import Request, RequestError, read_answer, send, workload
+from nsa_plugin.tools.compare.demo.requests import Request, RequestError, read_answer, send, workload
 
 aiohttp_web = pytest.importorskip("aiohttp.web")
 

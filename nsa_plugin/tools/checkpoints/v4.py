@@ -21,7 +21,7 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nsa_plugin.tools.demo.checkpoint import SPECIAL_TOKENS, TOKENIZER_SIZE, mix, uniform, write_files
+from nsa_plugin.tools.checkpoints.v32 import SPECIAL_TOKENS, TOKENIZER_SIZE, mix, uniform, write_files
 
 if TYPE_CHECKING:
     import torch

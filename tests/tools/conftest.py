@@ -6,7 +6,7 @@ import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from nsa_plugin.tools.demo.checkpoint import CheckpointSpec, write_checkpoint
+from nsa_plugin.tools.checkpoints.v32 import CheckpointSpec, write_checkpoint
 
 
 @pytest.fixture(scope="session")
@@ -21,7 +21,7 @@ def checkpoint(spec, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def reference(checkpoint):
-    from nsa_plugin.tools.demo.reference_model import ReferenceModel
+    from nsa_plugin.tools.reference import ReferenceModel
 
     return ReferenceModel.load(checkpoint)
 

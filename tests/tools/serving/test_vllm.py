@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from nsa_plugin.tools.compare.engine import CompareError, Engine
-from nsa_plugin.tools.compare.vllm_server import VllmEngine
+from nsa_plugin.tools.serving.engine import CompareError, Engine
+from nsa_plugin.tools.serving.vllm import VllmEngine
 
 ENGINE: Engine = VllmEngine()
 MODEL = Path("/models/tiny")

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from nsa_plugin.tools.demo import server as server_module
-from nsa_plugin.tools.demo.server import (
+from nsa_plugin.tools.serving import process as server_module
+from nsa_plugin.tools.serving.process import (
     Server,
     ServerError,
     ServerSpec,
@@ -24,7 +24,7 @@ from nsa_plugin.tools.demo.server import (
     vllm_version,
 )
 
-from .processes import alive
+from ..processes import alive
 
 FAKE = Path(__file__).with_name("fake_server.py")
 NUM_PROCESSES = 5
@@ -128,7 +128,7 @@ def test_nothing_outlives_whoever_started_it(tmp_path, pids, number, mode):
     script = textwrap.dedent(f"""
         import signal, sys, time
         from pathlib import Path
-        from nsa_plugin.tools.demo.server import Server, ServerSpec
+        from nsa_plugin.tools.serving.process import Server, ServerSpec
         signal.signal(signal.SIGINT, signal.default_int_handler)
         spec = ServerSpec(
             model=Path("."), log=Path({str(tmp_path / "server.log")!r}), command=[{sys.executable!r}, {str(FAKE)!r}],

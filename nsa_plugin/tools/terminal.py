@@ -1,27 +1,48 @@
-"""Shows where a long run is: a spinner on a terminal, plain lines elsewhere."""
+"""How commands print for people: tables, a console of a sensible width, and the steps of a long run."""
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.table import Table
 
+# Output that is not a terminal has no width of its own, and reasons are long sentences.
+_WIDTH_OF_A_FILE = 150
 _HEARTBEAT_SECONDS = 10.0
 
 Update = Callable[[str], None]
 
 
+def console(*, stderr: bool = False) -> Console:
+    """A console that prints text as it is: reasons hold brackets and numbers of their own."""
+    stream = sys.stderr if stderr else sys.stdout
+    known = stream.isatty() or "COLUMNS" in os.environ
+    return Console(stderr=stderr, markup=False, highlight=False, emoji=False, width=None if known else _WIDTH_OF_A_FILE)
+
+
+def table(title: str, *columns: str) -> Table:
+    """A table whose first column never wraps and whose last column takes the rest of the line."""
+    made = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    for position, column in enumerate(columns):
+        made.add_column(column, overflow="fold", no_wrap=position == 0)
+    return made
+
+
 class Steps:
-    """Reports the steps of a run to `console`."""
+    """The steps of a long run: a spinner on a terminal, plain lines elsewhere."""
 
     def __init__(self, console: Console):
         self.console = console
 
     @contextmanager
     def step(self, title: str) -> Iterator[Update]:
-        """One step. The function it gives says how far the step is; a failed step says so and re-raises."""
+        """Run one step. Yields a function that reports progress; a step that fails is reported and re-raised."""
         started = time.monotonic()
         try:
             if self.console.is_terminal:

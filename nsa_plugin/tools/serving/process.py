@@ -208,13 +208,13 @@ class Server:
 
     def _kill_members(self, supervisor_pid: int) -> list[int]:
         """What a supervisor that did its work has not left; pids of what could not be killed."""
-        from nsa_plugin.tools.demo.supervisor import kill_members
+        from nsa_plugin.tools.serving.supervisor import kill_members
 
         return kill_members(self._marker, supervisor_pid)
 
     def pids(self) -> list[int]:
         """Pids of the server's living processes."""
-        from nsa_plugin.tools.demo.supervisor import members
+        from nsa_plugin.tools.serving.supervisor import members
 
         return [] if self._process is None else [member.pid for member in members(self._marker, self._process.pid)]
 

@@ -3,8 +3,8 @@ import io
 import pytest
 from rich.console import Console
 
-from nsa_plugin.tools.demo import progress
-from nsa_plugin.tools.demo.progress import Steps
+from nsa_plugin.tools import terminal as progress
+from nsa_plugin.tools.terminal import Steps
 
 
 @pytest.fixture

@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nsa_plugin.errors import NsaPluginError
-from nsa_plugin.tools.demo.checkpoint import CheckpointSpec, write_checkpoint
-from nsa_plugin.tools.demo.compare import TOLERANCES, Comparison, Tolerance, compare, control_holds
-from nsa_plugin.tools.demo.progress import Steps
-from nsa_plugin.tools.demo.requests import Answer, Request, send, workload
-from nsa_plugin.tools.demo.server import Server, ServerError, ServerSpec, python_path_with_vllm_name, vllm_version
-from nsa_plugin.tools.demo.trace import Route, Trace, read_trace
+from nsa_plugin.tools.checkpoints.v32 import CheckpointSpec, write_checkpoint
+from nsa_plugin.tools.compare.demo.requests import Answer, Request, send, workload
+from nsa_plugin.tools.compare.demo.rule import TOLERANCES, Comparison, Tolerance, compare, control_holds
+from nsa_plugin.tools.compare.demo.trace import Route, Trace, read_trace
+from nsa_plugin.tools.serving.process import Server, ServerError, ServerSpec, python_path_with_vllm_name, vllm_version
+from nsa_plugin.tools.terminal import Steps
 
 if TYPE_CHECKING:
-    from nsa_plugin.tools.demo.reference_model import ReferenceModel
+    from nsa_plugin.tools.reference import ReferenceModel
 
 MODEL_NAME = "tiny-deepseek-v3.2"
 # Checkpoint, logs and traces of two servers, with room to spare.
@@ -118,7 +118,7 @@ def run_pipeline(options: Options, steps: Steps) -> DemoResult:
         command, start_seconds = server.command(), server.start_seconds
 
     with steps.step("Loading the reference model"):
-        from nsa_plugin.tools.demo.reference_model import ReferenceModel
+        from nsa_plugin.tools.reference import ReferenceModel
 
         reference = ReferenceModel.load(model)
     tolerance = TOLERANCES[options.dtype]

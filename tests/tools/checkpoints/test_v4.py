@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nsa_plugin.tools.demo.checkpoint_v4 import (
+from nsa_plugin.tools.checkpoints.v4 import (
     BLOCK,
     V4CheckpointSpec,
     _quantized,

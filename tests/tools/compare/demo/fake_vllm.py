@@ -13,7 +13,7 @@ import sys
 import threading
 from pathlib import Path
 
-from nsa_plugin.tools.demo.reference_model import ReferenceModel
+from nsa_plugin.tools.reference import ReferenceModel
 
 PAGE = 16
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nsa_plugin.tools.demo import reference_model
-from nsa_plugin.tools.demo.checkpoint import make_weights, write_checkpoint
-from nsa_plugin.tools.demo.reference_model import (
+from nsa_plugin.tools import reference as reference_model
+from nsa_plugin.tools.checkpoints.v32 import make_weights, write_checkpoint
+from nsa_plugin.tools.reference import (
     ReferenceModel,
     quantize_fp8,
     yarn_frequencies,
@@ -208,7 +208,7 @@ def test_rounding_does_not_decide(spec, checkpoint, token_ids):
 
 def test_needs_neither_the_plugins_kernels_nor_an_engine():
     code = (
-        "import sys, nsa_plugin.tools.demo.reference_model\n"
+        "import sys, nsa_plugin.tools.reference\n"
         "forbidden = ('nsa_plugin.kernels', 'nsa_plugin.backends', 'vllm', 'sglang')\n"
         "sys.exit(', '.join(m for m in sys.modules if m.startswith(forbidden)) or 0)"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nsa_plugin.tools.demo.record import as_record
+from nsa_plugin.tools.compare.demo.record import as_record
 
 
 def outcome(**options: Any) -> dict[str, Any]:

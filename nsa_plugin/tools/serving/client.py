@@ -7,9 +7,9 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from nsa_plugin.tools.compare.engine import CompareError, Engine
 from nsa_plugin.tools.compare.measured import Answer
 from nsa_plugin.tools.compare.workload import TOP, Group, Request
+from nsa_plugin.tools.serving.engine import CompareError, Engine
 
 if TYPE_CHECKING:
     import aiohttp

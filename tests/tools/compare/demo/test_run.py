@@ -15,13 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from nsa_plugin.tools.demo import pipeline, server
-from nsa_plugin.tools.demo.checkpoint import CheckpointSpec
-from nsa_plugin.tools.demo.compare import Tolerance
-from nsa_plugin.tools.demo.requests import workload
-from nsa_plugin.tools.demo.run import add_arguments, run_demo
+from nsa_plugin.tools.checkpoints.v32 import CheckpointSpec
+from nsa_plugin.tools.compare.demo import pipeline
+from nsa_plugin.tools.compare.demo.requests import workload
+from nsa_plugin.tools.compare.demo.rule import Tolerance
+from nsa_plugin.tools.compare.demo.run import add_arguments, run_demo
+from nsa_plugin.tools.serving import process as server
 
-from .processes import alive
+from ...processes import alive
 
 HERE = Path(__file__).parent
 SMALL = ["--index-topk", "16", "--max-num-batched-tokens", "16"]
@@ -42,7 +43,7 @@ def demo(monkeypatch, tmp_path, answers, capsys):
     """Runs the demo: demo(defect, *flags) -> (exit code, what it printed)."""
     monkeypatch.setattr(server, "vllm_command", lambda: [sys.executable, str(HERE / "fake_vllm.py")])
     monkeypatch.setattr(pipeline, "vllm_version", lambda: "0.32.0")
-    monkeypatch.setattr(pipeline, "python_path_with_vllm_name", lambda directory: str(HERE.parents[1]))
+    monkeypatch.setattr(pipeline, "python_path_with_vllm_name", lambda directory: str(HERE.parents[3]))
     monkeypatch.setenv("FAKE_CACHE", str(answers))
     monkeypatch.setattr(pipeline, "workload", short_workload)
     monkeypatch.setattr(pipeline, "CheckpointSpec", partial(CheckpointSpec, num_hidden_layers=2))
@@ -223,8 +224,9 @@ def test_an_interrupted_demo_leaves_nothing(tmp_path, number, code):
         import signal, sys
         signal.signal(signal.SIGINT, signal.default_int_handler)
         from nsa_plugin.cli import main
-        from nsa_plugin.tools.demo import pipeline, server
-        server.vllm_command = lambda: [sys.executable, {str(HERE / "fake_server.py")!r}]
+        from nsa_plugin.tools.compare.demo import pipeline
+        from nsa_plugin.tools.serving import process as server
+        server.vllm_command = lambda: [sys.executable, {str(HERE.parents[1] / "serving" / "fake_server.py")!r}]
         pipeline.vllm_version = lambda: "0.32.0"
         pipeline.python_path_with_vllm_name = lambda directory: ""
         sys.exit(main(["demo"]))

@@ -20,11 +20,11 @@ from rich.console import Console
 
 from nsa_plugin.commands.arguments import positive
 from nsa_plugin.errors import NsaPluginError
-from nsa_plugin.tools.demo.checkpoint import DTYPES
-from nsa_plugin.tools.demo.pipeline import CannotRunError, Options, run_pipeline
-from nsa_plugin.tools.demo.progress import Steps
-from nsa_plugin.tools.demo.record import as_record
-from nsa_plugin.tools.demo.report import SCHEMA, as_dict, print_report
+from nsa_plugin.tools.checkpoints.v32 import DTYPES
+from nsa_plugin.tools.compare.demo.pipeline import CannotRunError, Options, run_pipeline
+from nsa_plugin.tools.compare.demo.record import as_record
+from nsa_plugin.tools.compare.demo.report import SCHEMA, as_dict, print_report
+from nsa_plugin.tools.terminal import Steps
 
 EXIT_OK, EXIT_FAILED, EXIT_CANNOT_RUN, EXIT_INTERRUPTED, EXIT_TERMINATED = 0, 1, 2, 130, 143
 

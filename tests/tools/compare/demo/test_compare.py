@@ -3,9 +3,9 @@ import math
 import pytest
 import torch
 
-from nsa_plugin.tools.demo.compare import TOLERANCES, Tolerance, compare, control_holds
-from nsa_plugin.tools.demo.reference_model import ReferenceRun
-from nsa_plugin.tools.demo.requests import Answer, Request
+from nsa_plugin.tools.compare.demo.requests import Answer, Request
+from nsa_plugin.tools.compare.demo.rule import TOLERANCES, Tolerance, compare, control_holds
+from nsa_plugin.tools.reference import ReferenceRun
 
 STRICT = Tolerance(margin=1e-3, logprob=1e-3, outlier=1e-2, outlier_share=0.02)
 LOOSE = Tolerance(margin=1.0)
@@ -141,7 +141,7 @@ def test_the_control_holds_only_if_every_request_has_wrong_tokens(run):
 
 
 def test_a_tolerance_for_each_dtype_and_none_that_hides_a_wrong_token():
-    from nsa_plugin.tools.demo.checkpoint import DTYPES
+    from nsa_plugin.tools.checkpoints.v32 import DTYPES
 
     assert set(TOLERANCES) == set(DTYPES)
     assert all(tolerance.margin <= 1.0 for tolerance in TOLERANCES.values())

@@ -17,10 +17,10 @@ from importlib import util
 from pathlib import Path
 from typing import Any
 
-from nsa_plugin.tools.compare import common
-from nsa_plugin.tools.compare.common import PLUGIN, flag_value, installed, number, token_count
-from nsa_plugin.tools.compare.engine import V4, CompareError
 from nsa_plugin.tools.compare.measured import Answer
+from nsa_plugin.tools.serving import common
+from nsa_plugin.tools.serving.common import PLUGIN, flag_value, installed, number, token_count
+from nsa_plugin.tools.serving.engine import V4, CompareError
 
 ENTRY_POINTS = "sglang.srt.plugins"
 # Flags that take no value, and the word that each gives a record's suite.

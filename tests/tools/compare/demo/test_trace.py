@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from nsa_plugin.tools.demo.trace import TraceError, build_trace, read_trace
+from nsa_plugin.tools.compare.demo.trace import TraceError, build_trace, read_trace
 
 
 def plan(phase, attention, reason="because"):

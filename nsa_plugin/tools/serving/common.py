@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from importlib import metadata
 from typing import Any
 
-from nsa_plugin.tools.compare.engine import CompareError
+from nsa_plugin.tools.serving.engine import CompareError
 
 PLUGIN = "nsa_plugin"
 # As engines read the numbers of their flags: 8192, 8k (8000), 8K (8192).

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from nsa_plugin import __version__
-from nsa_plugin.tools.demo.compare import Comparison, Tolerance, control_holds
-from nsa_plugin.tools.demo.pipeline import DemoResult, RequestResult
-from nsa_plugin.tools.demo.trace import Route
+from nsa_plugin.tools.compare.demo.pipeline import DemoResult, RequestResult
+from nsa_plugin.tools.compare.demo.rule import Comparison, Tolerance, control_holds
+from nsa_plugin.tools.compare.demo.trace import Route
 
 SCHEMA = 1
 # Narrower terminals get the reasons below the table.

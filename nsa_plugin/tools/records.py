@@ -1,0 +1,116 @@
+"""What all benchmark records share: where they lie, what they say about the host, and how they are written."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+SCHEMA = 1
+LIBRARIES = (
+    "sgl-flash-mla",
+    "sgl-deep-gemm",
+    "flashinfer-python",
+    "sglang-kernel",
+    "sgl-kernel",
+    "sglang",
+    "vllm",
+)
+
+
+def host_slug(gpu: str) -> str:
+    """The folder of a GPU's records: "h200" for "NVIDIA H200"."""
+    words = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
+    return words.removeprefix("nvidia-") or "gpu"
+
+
+def path_of(record: Mapping[str, Any], folder: Path) -> Path:
+    """FOLDER/<host>/<suite>.json."""
+    return folder / host_slug(record["host"]["gpu"]) / f"{record['suite']}.json"
+
+
+def save(record: Mapping[str, Any], path: Path, indent: int = 1) -> None:
+    """Write the record completely or not at all: the documentation is generated from these files."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(record, indent=indent) + "\n")
+    os.replace(partial, path)
+
+
+def software(commit: str | None = None) -> dict[str, Any]:
+    """The host's software as a record lists it.
+
+    Args:
+        commit: source commit; None: read it from the checkout.
+    """
+    return {
+        "torch": version("torch"),
+        "triton": version("triton"),
+        "libraries": libraries(LIBRARIES),
+        "commit": checkout() if commit is None else commit,
+    }
+
+
+def libraries(names: Iterable[str]) -> dict[str, str]:
+    """Versions of those distributions that are installed."""
+    return {name: found for name in names if (found := version(name))}
+
+
+def version(distribution: str) -> str:
+    """The installed version, or "" if the distribution is not installed."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def checkout() -> str:
+    """The checkout's commit, with "+changes" if tracked files differ from it; "" outside a checkout."""
+    here = str(Path(__file__).parent)
+
+    def git(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["git", "-C", here, *arguments], capture_output=True, text=True)
+
+    try:
+        found, changes = git("rev-parse", "--short", "HEAD"), git("status", "--porcelain", "--untracked-files=no")
+    except OSError:  # git is not installed
+        return ""
+    if found.returncode:
+        return ""
+    return found.stdout.strip() + ("+changes" if changes.stdout.strip() else "")
+
+
+def processor() -> str:
+    """The CPU's model name."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor()
+
+
+def portable(command: Sequence[str], local_options: Sequence[str]) -> list[str]:
+    """The command as one would type it on another machine.
+
+    Args:
+        command: its words. Words after "--" belong to the engine and are kept.
+        local_options: options to drop, each with a value: "--name value" or "--name=value", never abbreviated.
+    """
+    return list(_portable(iter(command), local_options))
+
+
+def _portable(words: Iterator[str], local_options: Sequence[str]) -> Iterator[str]:
+    for word in words:
+        if word == "--":
+            yield word
+            yield from words
+            return
+        name, has_value, _ = word.partition("=")
+        if name not in local_options:
+            yield word
+        elif not has_value:
+            next(words, None)
