@@ -18,9 +18,10 @@ from typing import Any
 
 from ci.rows import ROOT, Row, engines, load
 from nsa_plugin.commands.engines import ENGINES
-from nsa_plugin.libraries.capabilities import KERNELS, spans
+from nsa_plugin.libraries.capabilities import spans
+from nsa_plugin.libraries.manifest import MANIFEST
 from nsa_plugin.libraries.registry import OPS, REFERENCE, Provider, Registry
-from nsa_plugin.settings import ENV_PREFIX, Settings
+from nsa_plugin.settings import BACKEND_OPS, ENV_PREFIX, Settings
 from nsa_plugin.tools.pages import site
 from nsa_plugin.tools.pages.markdown import fill, markdown_table
 
@@ -34,7 +35,7 @@ def settings_table() -> str:
             f"`{field.name}`",
             f"`{ENV_PREFIX}{field.name.upper()}`",
             f"`{field.default}`" if field.default != "" else "empty",
-            field.metadata["allowed"],
+            Settings.allowed(field.name),
             field.metadata["doc"],
         ]
         for field in fields(Settings)
@@ -117,46 +118,54 @@ def _tokens(rows: list[dict[str, Any]]) -> str:
 
 
 def kernels_table() -> str:
-    """Every op of the registry, what its reference says of itself, and what its other providers take."""
-    registry, ops, others = Registry(), [], []
+    """Tables of the ops with their references, of the other providers' limits, and of the kernel libraries."""
+    registry, ops, providers = Registry(), [], []
     for op, target in OPS.items():
         module, _, function = target.partition(":")
         documented = getattr(importlib.import_module(module), function).__doc__
         summary = documented.strip().splitlines()[0].removesuffix(" Contract: see the module.")
         ops.append([f"`{op}`", summary, f"`{module}`"])
-        others += [
-            [f"`{op}`", provider.name, *limits, _needs(provider)]
+        providers += [
+            [f"`{op}`", provider.name, *limits]
             for provider in registry.providers(op)
             if provider.name != REFERENCE
             for limits in _limits(provider)
         ]
-    tables = [markdown_table(["op", "result", "contract"], ops)]
-    if others:
-        tables.append(markdown_table(["op", "provider", "GPUs", "cache layouts", "heads", "top-k", "needs"], others))
-    return "\n\n".join(tables)
+    libraries = [
+        [
+            library.name,
+            "<br>".join(f"`{host.module}` from {', '.join(host.distributions)}" for host in library.hosts),
+            ", ".join(f"`{name}`" for name, op in BACKEND_OPS.items() if library.supports(op)) or "-",
+            ", ".join(f"`{module}`" for module in library.requires) or "-",
+        ]
+        for library in MANIFEST.values()
+    ]
+    return "\n\n".join(
+        [
+            markdown_table(["op", "result", "contract"], ops),
+            markdown_table(["op", "provider", "GPUs", "cache layouts", "heads", "top-k"], providers),
+            markdown_table(["kernel library", "installed as", "value of", "the providers import"], libraries),
+        ]
+    )
 
 
 def _limits(provider: Provider) -> list[list[str]]:
     """GPUs, layouts, heads and top-k of each of the provider's kernels for its op."""
-    # The paged form of the indexer takes what the ragged one does.
+    # The paged form of the indexer has the limits of the ragged one.
     op = provider.op.removesuffix("_paged")
-    kernels = [kernel for kernel in KERNELS.get(provider.name, ()) if kernel.op == op]
+    kernels = [kernel for kernel in MANIFEST[provider.name].kernels if kernel.op == op]
     if not kernels:
         sms = "any" if provider.sms is None else ", ".join(f"SM{sm}" for sm in sorted(provider.sms))
         return [[sms, "-", "-", "-"]]
     return [
         [
-            spans([kernel]).replace(" to SM9999", " and later"),
+            spans([kernel]),
             ", ".join(kernel.layouts) or "-",
             "any" if kernel.heads_given(1) == 1 and not kernel.head_counts else kernel.heads_in_words,
             "any" if kernel.topk_multiple == 1 else f"multiples of {kernel.topk_multiple}",
         ]
         for kernel in kernels
     ]
-
-
-def _needs(provider: Provider) -> str:
-    return ", ".join(f"`{module}`" for module in provider.modules) or "-"
 
 
 GENERATORS: dict[str, Callable[[], str]] = {

@@ -51,11 +51,13 @@ class PlainLayout:
 
     Attributes:
         name: the value of `layout` that selects it.
+        families: model families whose attention cache may have it.
         dims: row widths in values that DeepSeek models use: 576 (V3.2), 512 (V4). Others are allowed.
         value_bytes: bytes of a value unless the caller names another float type.
     """
 
     name: str
+    families: tuple[str, ...] = ()
     dims: tuple[int, ...]
     value_bytes: int
 
@@ -87,6 +89,7 @@ class Fp8Layout:
 
     Attributes:
         name: the value of `layout` that selects it.
+        families: model families whose attention cache may have it; empty for an indexer's key cache.
         fp8_dim: values stored as float8_e4m3 (the NoPE part, or the indexer's key).
         bf16_dim: values stored as bfloat16 after them (the RoPE part); 0 for the indexer.
         tile: consecutive fp8 values that share a scale.
@@ -100,6 +103,7 @@ class Fp8Layout:
     """
 
     name: str
+    families: tuple[str, ...] = ()
     fp8_dim: int
     bf16_dim: int
     tile: int
@@ -172,10 +176,11 @@ class Fp8Layout:
 
 CacheLayout = PlainLayout | Fp8Layout
 
-BF16 = PlainLayout(name="bf16", dims=(576, 512), value_bytes=2)
+BF16 = PlainLayout(name="bf16", families=("v3.2", "v4"), dims=(576, 512), value_bytes=2)
 
 V32_FP8 = Fp8Layout(
     name="v32_fp8",
+    families=("v3.2",),
     fp8_dim=512,
     bf16_dim=64,
     tile=128,
@@ -188,6 +193,7 @@ V32_FP8 = Fp8Layout(
 
 V4_FP8 = Fp8Layout(
     name="v4_fp8",
+    families=("v4",),
     fp8_dim=448,
     bf16_dim=64,
     tile=64,
@@ -212,6 +218,12 @@ INDEXER_FP8 = Fp8Layout(
 
 LAYOUTS: dict[str, CacheLayout] = {layout.name: layout for layout in (BF16, V32_FP8, V4_FP8)}
 """Layouts of an attention KV cache, by name."""
+
+FAMILY_LAYOUTS: dict[str, tuple[str, ...]] = {
+    family: tuple(layout.name for layout in LAYOUTS.values() if family in layout.families)
+    for family in dict.fromkeys(family for layout in LAYOUTS.values() for family in layout.families)
+}
+"""Names of the layouts that each model family's attention cache may have."""
 
 INDEXER_LAYOUTS: dict[str, Fp8Layout] = {INDEXER_FP8.name: INDEXER_FP8}
 """Layouts of an indexer's key cache, by name."""

@@ -1,9 +1,11 @@
 """Settings: one frozen dataclass, resolved from the engine's flags, its config, the environment and defaults.
 
-The first source that names a setting wins: engine flag, engine config, ``NSA_PLUGIN_<NAME>``
-in the environment, default. ``NSA_PLUGIN_ENABLED=0`` is the one exception: it is the kill
-switch and wins over everything. Where two sources disagree, the winner and the loser are both
-kept in `ResolvedSettings.notes`, which the start-up report prints.
+The first source that names a setting wins: engine flag, engine config, ``NSA_PLUGIN_<NAME>`` in the environment,
+default. ``NSA_PLUGIN_ENABLED=0`` is the one exception: it is the kill switch and wins over everything. If two sources
+disagree, `ResolvedSettings.notes` names both, and the start-up report prints it.
+
+The choices of `prefill_backend` and `decode_backend` come from the manifest of kernel libraries, which is plain data
+below this module: `libraries` imports neither settings nor torch.
 """
 
 from __future__ import annotations
@@ -15,10 +17,12 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from nsa_plugin.errors import SettingsError
+from nsa_plugin.libraries.capabilities import Op
+from nsa_plugin.libraries.manifest import supporting
 
 ENV_PREFIX = "NSA_PLUGIN_"
-PREFILL_BACKENDS = ("auto", "flash_mla", "trtllm", "cuda", "triton", "reference")
-DECODE_BACKENDS = ("auto", "flash_mla", "fa3", "trtllm", "cuda", "triton", "reference")
+# The settings that name a kernel library, and the op that the library must support.
+BACKEND_OPS = {"prefill_backend": Op.SPARSE_MLA_PREFILL, "decode_backend": Op.SPARSE_MLA_DECODE}
 TOKEN_SHARD_MODES = ("auto", "on", "off")
 FAULTS = ("none", "shift_indices")
 
@@ -54,14 +58,19 @@ def _parse_max_kv(value: object) -> int:
     raise ValueError("-1 (the model's index_topk) or a whole number of tokens of at least 0")
 
 
-def _parse_choice(choices: tuple[str, ...]) -> Callable[[object], str]:
+def backends(setting: str) -> tuple[str, ...]:
+    """The allowed values of `prefill_backend` or `decode_backend`: "auto" and the libraries of the manifest."""
+    return ("auto", *supporting(BACKEND_OPS[setting]))
+
+
+def _parse_choice(choices: Callable[[], tuple[str, ...]]) -> Callable[[object], str]:
     def parse(value: object) -> str:
-        # YAML and JSON turn a bare on/off into a boolean; the word is what was meant.
+        # YAML and JSON turn a bare on/off into a boolean; the user meant the word.
         if isinstance(value, bool):
             value = "on" if value else "off"
-        if isinstance(value, str) and value.strip().lower() in choices:
+        if isinstance(value, str) and value.strip().lower() in choices():
             return value.strip().lower()
-        raise ValueError("one of " + ", ".join(choices))
+        raise ValueError("one of " + ", ".join(choices()))
 
     return parse
 
@@ -83,103 +92,118 @@ def _parse_path(value: object) -> str:
     raise ValueError("a path that ends in .json, or empty for none")
 
 
-def _setting(default: Any, parse: Callable[[object], Any], allowed: str, doc: str) -> Any:
+def _setting(default: Any, parse: Callable[[object], Any], allowed: str | Callable[[], str], doc: str) -> Any:
     return field(default=default, metadata={"parse": parse, "allowed": allowed, "doc": doc})
+
+
+def _choice(default: str, choices: Callable[[], tuple[str, ...]], doc: str) -> Any:
+    """A setting whose value is one of `choices()`, read at each use because the manifest may grow."""
+    return _setting(default, _parse_choice(choices), lambda: ", ".join(choices()), doc)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a user may choose. Units are in the name or in the field's documentation."""
+    """What a user may set. Units are in the name or in the field's documentation."""
 
     enabled: bool = _setting(
         False,
         _parse_bool,
         "true, false",
-        "Serve sparse attention through the plugin. `NSA_PLUGIN_ENABLED=0` switches it off whatever else is set.",
+        "Serve sparse attention with the plugin. `NSA_PLUGIN_ENABLED=0` turns it off whatever else is set.",
     )
     strict: bool = _setting(
         True,
         _parse_bool,
         "true, false",
-        "Refuse to start when a change to the engine cannot be applied and verified. "
-        "False: serve the stock engine instead and say so in the start-up report.",
+        "Refuse to start if a change to the engine cannot be applied and verified. "
+        "False: run the stock engine instead and report why at start-up.",
     )
-    prefill_backend: str = _setting(
+    prefill_backend: str = _choice(
         "auto",
-        _parse_choice(PREFILL_BACKENDS),
-        ", ".join(PREFILL_BACKENDS),
-        "Kernel library of sparse prefill (phase extend). `auto` takes the first that carries the batch, those that "
-        "were measured in the order of their times.",
+        lambda: backends("prefill_backend"),
+        "Kernel library for sparse prefill (phase extend). `auto`: the fastest measured library that supports the "
+        "batch; without measurements, the first in the default order.",
     )
-    decode_backend: str = _setting(
+    decode_backend: str = _choice(
         "auto",
-        _parse_choice(DECODE_BACKENDS),
-        ", ".join(DECODE_BACKENDS),
-        "Kernel library of sparse decode, target_verify and draft_extend.",
+        lambda: backends("decode_backend"),
+        "Kernel library for sparse decode, target_verify and draft_extend.",
     )
     mha_max_kv: int = _setting(
         -1,
         _parse_max_kv,
         "-1 or a number of tokens up to the model's index_topk",
-        "Longest context, in tokens, whose prefill runs as dense multi-head attention. "
+        "Longest context, in tokens, that is prefilled with dense multi-head attention. "
         "-1: the model's index_topk. 0: never. More than index_topk is an error: dense and sparse attention "
-        "agree only while the indexer would select every token.",
+        "agree only while the indexer selects every token.",
     )
     logits_budget_mb: int = _setting(
         512,
         _parse_count(1),
         "a number of MiB, at least 1",
-        "Most memory, in MiB, that the indexer's float32 logits may take at once; of a DeepSeek-V4 prefill, "
-        "with what its route holds. A quarter of the free memory is the limit where that is less.",
+        "Memory limit, in MiB, of the indexer's float32 logits at any one time. A DeepSeek-V4 prefill also counts the "
+        "buffers of its execution path. A quarter of the free memory is the limit if that is less.",
     )
-    token_shard: str = _setting(
+    token_shard: str = _choice(
         "auto",
-        _parse_choice(TOKEN_SHARD_MODES),
-        ", ".join(TOKEN_SHARD_MODES),
-        "Trade attention heads for tokens across the ranks of a tensor-parallel group. `on` where it cannot "
-        "work is an error that says why.",
+        lambda: TOKEN_SHARD_MODES,
+        "Reshard attention from heads to query tokens across the tensor-parallel ranks (head/token all-to-all). `on` "
+        "is an error, with the reason, if resharding is not supported.",
     )
     large_q_rows: int = _setting(
         0,
         _parse_count(0),
-        "0 or a number of query rows, at least 1",
-        "DeepSeek-V4: a prefill of more query rows than this takes the sparse prefill kernel instead of the "
+        "0 or a number of query tokens, at least 1",
+        "DeepSeek-V4: a prefill with more query tokens than this uses the sparse prefill kernel instead of the "
         "decode kernel. 0: the row limit of the installed FlashMLA, if it has one.",
     )
     trace: str = _setting(
         "off",
         _parse_trace,
         "off, log, PATH.jsonl",
-        "`log`: write each distinct plan to the log once, with its reasons. A path that ends in .jsonl: append "
-        "every batch to that file, request by request, as JSON lines, and compare the ranks' rows before each trade of "
-        "heads for tokens.",
+        "`log`: log each distinct plan once, with its reasons. A path that ends in .jsonl: append every batch to that "
+        "file as JSON lines, one per request, and compare the ranks' rows before each head/token all-to-all.",
     )
     report: str = _setting(
         "",
         _parse_path,
         "empty, PATH.json",
-        "Write the start-up report to this file as JSON, beside the log.",
+        "Also write the start-up report to this file, as JSON.",
     )
-    fault: str = _setting(
+    fault: str = _choice(
         "none",
-        _parse_choice(FAULTS),
-        ", ".join(FAULTS),
-        "For tests and demonstrations only: `shift_indices` attends to deliberately wrong tokens, so that a "
-        "comparison can show that it would notice. Warned about at every start.",
+        lambda: FAULTS,
+        "For tests and demonstrations only: `shift_indices` attends to deliberately wrong tokens, to prove that a "
+        "comparison detects them. Every start logs a warning.",
     )
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
         return tuple(f.name for f in fields(cls))
 
+    @classmethod
+    def allowed(cls, name: str) -> str:
+        """The allowed values of a setting, in words."""
+        words: str | Callable[[], str] = cls.__dataclass_fields__[name].metadata["allowed"]
+        return words if isinstance(words, str) else words()
+
 
 @dataclass(frozen=True)
 class ResolvedSettings:
-    """Settings with the source of each value and a sentence for every disagreement."""
+    """Settings from all sources.
+
+    Attributes:
+        settings: the values.
+        sources: the source of each value, by setting.
+        notes: a sentence for every source that another one overrides.
+        engine_paths: the engine's name for the chosen execution path, by backend setting, where the user chose it with
+            the engine's flag ("flashmla_kv", of which `prefill_backend` keeps the library, "flash_mla").
+    """
 
     settings: Settings
     sources: Mapping[str, str]
     notes: tuple[str, ...] = ()
+    engine_paths: Mapping[str, str] = field(default_factory=dict)
 
 
 def _unknown(name: str, source: str) -> SettingsError:
@@ -191,10 +215,10 @@ def _unknown(name: str, source: str) -> SettingsError:
 
 
 def parse_source(values: Mapping[str, object], source: str) -> dict[str, Any]:
-    """Values of one source, each parsed to its type.
+    """Parse the values of one source.
 
     Raises:
-        SettingsError: a name is unknown or a value is not allowed; names the source and the setting.
+        SettingsError: a name is unknown or a value is not allowed; the message names the source and the setting.
     """
     if not isinstance(values, Mapping):
         raise SettingsError(
@@ -237,18 +261,20 @@ def resolve(
     flags: Mapping[str, object] | None = None,
     config: Mapping[str, object] | None = None,
     environ: Mapping[str, str] | None = None,
+    engine_paths: Mapping[str, str] | None = None,
     flag_source: str = "the engine's command line",
     config_source: str = "the engine's configuration",
 ) -> ResolvedSettings:
-    """Settings from all sources, the first that names a setting wins.
+    """Resolve the settings from all sources; the first source that names a setting wins.
 
     Args:
         flags: values given as engine flags, by setting name; only those that the user gave.
         config: values given in the engine's configuration.
         environ: the process environment; `os.environ` if None.
+        engine_paths: the engine's names of execution paths from which values of `config` were made, by setting.
 
     Raises:
-        SettingsError: an unknown name or a value that is not allowed, in any source, used or not.
+        SettingsError: an unknown name or a value that is not allowed, in any source, overridden or not.
     """
     environment = _environment(os.environ if environ is None else environ)
     sources = (
@@ -269,4 +295,5 @@ def resolve(
         notes = [note for note in notes if not note.startswith("enabled ")]
         notes.append(f"switched off by {ENV_PREFIX}ENABLED=0, which wins over {origin['enabled']}")
         values["enabled"], origin["enabled"] = False, "the environment"
-    return ResolvedSettings(Settings(**values), origin, tuple(notes))
+    exact = {name: path for name, path in (engine_paths or {}).items() if origin[name] == config_source}
+    return ResolvedSettings(Settings(**values), origin, tuple(notes), exact)

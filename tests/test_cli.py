@@ -177,7 +177,7 @@ def test_explain_table_shows_every_field_with_its_reason(capsys: pytest.CaptureF
 
 
 def test_explain_of_this_machine_uses_the_probed_device(capsys: pytest.CaptureFixture[str]) -> None:
-    from nsa_plugin.libraries.devices import probe
+    from nsa_plugin.libraries.probe import probe
 
     assert data(capsys, "explain")["device"]["name"] == probe().name
 
@@ -391,7 +391,7 @@ def run_doctor(
 def test_doctor_ends_0_when_one_engine_can_serve(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from nsa_plugin.libraries.devices import probe
+    from nsa_plugin.libraries.probe import probe
 
     if probe().kind != "cpu":
         pytest.skip("the toy engine lacks its GPU target")

@@ -14,7 +14,8 @@ from nsa_plugin.commands.output import add_json, print_json
 from nsa_plugin.decision.dispatch import decide
 from nsa_plugin.decision.shapes import BatchShape, ModelShape, Phase
 from nsa_plugin.errors import NsaPluginError, SettingsError
-from nsa_plugin.libraries.devices import DeviceProfile, probe
+from nsa_plugin.libraries.devices import DeviceProfile
+from nsa_plugin.libraries.probe import probe
 from nsa_plugin.patches.ledger import Need
 from nsa_plugin.settings import ResolvedSettings, Settings, killed, resolve
 from nsa_plugin.tools.terminal import console, table

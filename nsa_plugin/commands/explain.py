@@ -13,7 +13,9 @@ from nsa_plugin.decision.dispatch import decide, partition
 from nsa_plugin.decision.plan import Plan
 from nsa_plugin.decision.shapes import FAMILIES, BatchShape, ModelShape, Phase
 from nsa_plugin.errors import NoProviderError, SettingsError, ShapeError
-from nsa_plugin.libraries.devices import GIB, LIBRARIES, DeviceProfile, probe, synthetic
+from nsa_plugin.libraries.devices import GIB, DeviceProfile, synthetic
+from nsa_plugin.libraries.manifest import MANIFEST
+from nsa_plugin.libraries.probe import probe
 from nsa_plugin.settings import ResolvedSettings, Settings, resolve
 from nsa_plugin.tools.terminal import console, table
 
@@ -56,9 +58,9 @@ def _gigabytes(text: str) -> int:
 
 def _libraries(text: str) -> tuple[str, ...]:
     names = tuple(name.strip() for name in text.split(",") if name.strip())
-    unknown = [name for name in names if name not in LIBRARIES]
+    unknown = [name for name in names if name not in MANIFEST]
     if unknown:
-        raise argparse.ArgumentTypeError(f"unknown library {', '.join(unknown)}; allowed: {', '.join(LIBRARIES)}")
+        raise argparse.ArgumentTypeError(f"unknown library {', '.join(unknown)}; allowed: {', '.join(MANIFEST)}")
     return names
 
 
@@ -139,7 +141,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--libraries",
         type=_libraries,
         metavar="A,B",
-        help=f"its kernel libraries, of {', '.join(LIBRARIES)} (default: all)",
+        help=f"its kernel libraries, of {', '.join(MANIFEST)} (default: all)",
     )
     device.add_argument("--memory-gb", type=_gigabytes, metavar="GIB", help="its free memory in GiB (default: 70.5)")
 
@@ -150,7 +152,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 f"--{field.name.replace('_', '-')}",
                 dest=f"setting_{field.name}",
                 metavar="VALUE",
-                help=f"{field.metadata['allowed']} (default: {field.default})".replace("%", "%%"),
+                help=f"{Settings.allowed(field.name)} (default: {field.default})".replace("%", "%%"),
             )
 
 

@@ -8,10 +8,8 @@ from enum import StrEnum
 from typing import Any
 
 from nsa_plugin.errors import ShapeError
-from nsa_plugin.layouts import LAYOUTS
+from nsa_plugin.layouts import FAMILY_LAYOUTS, LAYOUTS
 
-# The KV layouts that each family's cache may have.
-FAMILY_LAYOUTS = {"v3.2": ("bf16", "v32_fp8"), "v4": ("bf16", "v4_fp8")}
 FAMILIES = tuple(FAMILY_LAYOUTS)
 
 _POSITIVE = (

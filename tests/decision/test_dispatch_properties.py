@@ -23,7 +23,7 @@ from nsa_plugin.decision.v4_memory import held_bytes
 from nsa_plugin.errors import NoProviderError, SettingsError
 from nsa_plugin.libraries.capabilities import Op
 from nsa_plugin.libraries.devices import MIB, DeviceProfile, synthetic
-from nsa_plugin.settings import DECODE_BACKENDS, PREFILL_BACKENDS, TOKEN_SHARD_MODES, Settings
+from nsa_plugin.settings import TOKEN_SHARD_MODES, Settings, backends
 
 OPS = {
     Attention.MHA_ONE_SHOT: Op.MHA_ONE_SHOT,
@@ -104,8 +104,8 @@ def machines(draw: st.DrawFn) -> DeviceProfile:
 
 SETTINGS = st.builds(
     Settings,
-    prefill_backend=mostly(*PREFILL_BACKENDS),
-    decode_backend=mostly(*DECODE_BACKENDS),
+    prefill_backend=mostly(*backends("prefill_backend")),
+    decode_backend=mostly(*backends("decode_backend")),
     mha_max_kv=mostly(-1, 0, 1, 64, 500, 2049),
     logits_budget_mb=st.integers(1, 4096),
     token_shard=mostly(*TOKEN_SHARD_MODES),

@@ -13,7 +13,9 @@ import pytest
 from nsa_plugin.decision.dispatch import decide
 from nsa_plugin.decision.shapes import BatchShape, ModelShape, Phase
 from nsa_plugin.libraries.capabilities import Capability, Op
-from nsa_plugin.libraries.devices import LIBRARIES, DeviceProfile, probe
+from nsa_plugin.libraries.devices import DeviceProfile
+from nsa_plugin.libraries.manifest import MANIFEST
+from nsa_plugin.libraries.probe import probe
 from nsa_plugin.settings import Settings
 
 torch = pytest.importorskip("torch")
@@ -74,7 +76,7 @@ def test_several_h200s_are_linked(device: DeviceProfile) -> None:
 
 
 def test_every_library_is_there_or_says_why_not(device: DeviceProfile) -> None:
-    assert set(device.libraries) == set(LIBRARIES)
+    assert set(device.libraries) == set(MANIFEST)
     for library in device.libraries.values():
         if library.available:
             assert library.version

@@ -13,9 +13,10 @@ from types import SimpleNamespace
 import pytest
 
 from nsa_plugin.decision.shapes import FAMILY_LAYOUTS
-from nsa_plugin.libraries.capabilities import KERNELS, Capability, Op, kernels_of
-from nsa_plugin.libraries.devices import GIB, LIBRARIES, probe, synthetic
-from nsa_plugin.libraries.registry import PROVIDERS
+from nsa_plugin.libraries.capabilities import Capability, Op
+from nsa_plugin.libraries.devices import GIB, synthetic
+from nsa_plugin.libraries.manifest import MANIFEST
+from nsa_plugin.libraries.probe import probe
 
 H200_SMEM = 227 << 10
 OLD_FLASH_MLA = ("sglang-kernel", "0.4.5")
@@ -146,13 +147,12 @@ def test_row_limit_of_deep_gemm_on_sm100() -> None:
     assert capability.max_rows == 29024  # two arrays in 227 KiB
 
 
-def test_kernels_of_leaves_out_other_architectures() -> None:
-    kernels = (
-        Capability(op=Op.MHA_ONE_SHOT, layouts=("bf16",), sm_min=90, sm_max=90),
-        Capability(op=Op.MHA_ONE_SHOT, layouts=("bf16",), sm_min=100, sm_max=109),
-    )
-    found = kernels_of("fa3", kernels, distribution="", version="", sm=103, smem_per_block=H200_SMEM)
-    assert found == kernels[1:]
+def test_kernels_for_other_architectures_are_left_out() -> None:
+    more = Capability(op=Op.MHA_ONE_SHOT, layouts=("bf16",), sm_min=100, sm_max=109)
+    fa3 = MANIFEST["fa3"]
+    assert all(kernel.sm_max == 90 for kernel in fa3.kernels)
+    found = fa3.kernels_on(103, distribution="", version="", smem_per_block=H200_SMEM, more=(more,))
+    assert found == (more,)
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -196,19 +196,18 @@ def test_a_profile_is_json_and_one_line() -> None:
     data = json.loads(json.dumps(device.as_dict()))
     assert data["sm"] == 90
     assert data["libraries"]["flash_mla"]["capabilities"][0]["op"] == "sparse_mla_prefill"
-    assert set(data["libraries"]) == set(LIBRARIES)
+    assert set(data["libraries"]) == set(MANIFEST)
     assert device.describe() == (
         "synthetic SM90 (SM90), 35.0 of 140.0 GiB free, kernels: flash_mla 1.0.0, reference 2.14.1"
     )
 
 
-def test_the_plugins_own_kernels_can_all_be_loaded() -> None:
-    named = {(provider.op, provider.name) for provider in PROVIDERS}
-    for library, kernels in KERNELS.items():
-        for kernel in kernels:
-            # A schedule and an exchange are no ops of the registry's.
+def test_every_kernel_of_a_registry_op_has_a_provider() -> None:
+    for library in MANIFEST.values():
+        for kernel in library.kernels:
+            # The registry has no op for a schedule or for the all-to-all.
             if kernel.op not in (Op.INDEXER_METADATA, Op.TOKEN_SHARD):
-                assert (kernel.op, library) in named
+                assert kernel.op in library.targets
 
 
 def test_the_cuda_kernels_are_built_for_hopper_and_need_its_bindings() -> None:
@@ -315,7 +314,7 @@ def test_an_installed_library_is_found_with_its_limits(site: Site) -> None:
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        ("raise ImportError('no cubin')", "flash_mla is installed and does not load: ImportError: no cubin"),
+        ("raise ImportError('no cubin')", "flash_mla is installed but does not load: ImportError: no cubin"),
         ("raise OSError('libcuda.so.1: cannot open')", "does not load: OSError: libcuda.so.1: cannot open"),
         ("assert False, 'CUDA_HOME'", "does not load: AssertionError: CUDA_HOME"),
         ("def has_legacy():\n    return False", "does not have the kernels for the V3.2 and V4 caches"),

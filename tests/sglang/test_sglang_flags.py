@@ -12,7 +12,7 @@ import pytest
 
 from nsa_plugin.backends.sglang.startup import flags
 from nsa_plugin.backends.sglang.startup.flags import CARRIER, Carried, add_flags, engine_backends, given
-from nsa_plugin.settings import DECODE_BACKENDS, ENV_PREFIX, PREFILL_BACKENDS, Settings
+from nsa_plugin.settings import ENV_PREFIX, Settings, backends
 
 # Every choice of --{nsa,dsa}-{prefill,decode}-backend in SGLang 0.5.11 to 0.5.23.
 ENGINE_CHOICES = (
@@ -57,7 +57,10 @@ def test_given_is_nothing_for_arguments_without_the_flags() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--nsa-plugin-prefill-backend", "cutlass"], ["--nsa-plugin-prefill-backend", "'cutlass'", *PREFILL_BACKENDS]),
+        (
+            ["--nsa-plugin-prefill-backend", "cutlass"],
+            ["--nsa-plugin-prefill-backend", "'cutlass'", *backends("prefill_backend")],
+        ),
         (["--nsa-plugin-logits-budget-mb", "0"], ["--nsa-plugin-logits-budget-mb", "at least 1"]),
         (["--nsa-plugin-strict", "perhaps"], ["--nsa-plugin-strict", "true or false"]),
         (["--nsa-plugin-preffil-backend", "triton"], ["unrecognized arguments", "--nsa-plugin-preffil-backend"]),
@@ -81,7 +84,7 @@ def test_an_engine_flag_sets_the_library_or_says_that_it_does_not(prefix: str, s
     flag = f"--{prefix}-{setting.replace('_', '-')}"
     assert engine == {setting: (flag, value)}
     resolved, notes = Carried(engine=engine).resolve()
-    allowed = PREFILL_BACKENDS if setting == "prefill_backend" else DECODE_BACKENDS
+    allowed = backends(setting)
     library = flags.LIBRARY_OF.get(value)
     if library in allowed:
         assert getattr(resolved.settings, setting) == library

@@ -58,7 +58,7 @@ def test_prefills_of_v4_have_the_rows_that_matter_as_far_as_a_chunk_holds_them(
 
 
 def test_the_row_edges_are_those_of_the_first_flash_mla_and_of_sglangs_threshold() -> None:
-    first = RowLimit(library="flash_mla", op=Op.SPARSE_MLA_DECODE, words_per_row=5, words=1)
+    first = RowLimit(op=Op.SPARSE_MLA_DECODE, words_per_row=5, words=1)
     edges = row_edges(SPEC_V4.config(), 32768)
     assert {first.rows(227 << 10), first.rows(227 << 10) + 1} <= set(edges)
     assert {first.rows(228 << 10), first.rows(228 << 10) + 1} <= set(edges)  # 11673: reckoned with 228 KiB

@@ -22,7 +22,7 @@ from packaging.version import Version
 
 from nsa_plugin.backends.sglang.startup import flags, model
 from nsa_plugin.errors import NsaPluginError, PatchError
-from nsa_plugin.libraries.devices import probe
+from nsa_plugin.libraries.probe import probe
 from nsa_plugin.patches import sglang as ledger_data
 from nsa_plugin.patches import static
 from nsa_plugin.patches.ledger import TURN_OFF, Ledger, Need, Patch, PatchStatus

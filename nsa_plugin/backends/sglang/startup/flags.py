@@ -17,7 +17,7 @@ from typing import Any
 
 from nsa_plugin import settings
 from nsa_plugin.errors import SettingsError
-from nsa_plugin.settings import DECODE_BACKENDS, PREFILL_BACKENDS, ResolvedSettings, Settings, parse_source
+from nsa_plugin.settings import BACKEND_OPS, ResolvedSettings, Settings, backends, parse_source
 
 ENABLE_FLAG = "--enable-nsa-plugin"
 CARRIER = "_NSA_PLUGIN_SGLANG"
@@ -36,7 +36,6 @@ LIBRARY_OF = {
     "triton": "triton",
     "triton_sparse_mla": "triton",
 }
-_LIBRARIES = {"prefill_backend": PREFILL_BACKENDS, "decode_backend": DECODE_BACKENDS}
 
 
 def flag_of(name: str) -> str:
@@ -52,7 +51,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         if spec.name == "enabled":
             group.add_argument(ENABLE_FLAG, action="store_true", help=_literal(text))
         else:
-            text += f" Allowed: {spec.metadata['allowed']}. Default: {spec.default!r}."
+            text += f" Allowed: {Settings.allowed(spec.name)}. Default: {spec.default!r}."
             group.add_argument(flag_of(spec.name), type=_checked(spec.name), metavar="VALUE", help=_literal(text))
 
 
@@ -90,7 +89,7 @@ def engine_backends(server_args: Any) -> dict[str, tuple[str, str]]:
         server_args: ServerArgs or an argparse namespace, before SGLang fills in what was left open.
     """
     found: dict[str, tuple[str, str]] = {}
-    for name in _LIBRARIES:
+    for name in BACKEND_OPS:
         for prefix in ("dsa", "nsa"):
             value = getattr(server_args, f"{prefix}_{name}", None)
             if value is not None:
@@ -132,7 +131,7 @@ class Carried:
         notes: list[str] = []
         for name, (flag, value) in self.engine.items():
             library = LIBRARY_OF.get(value)
-            if library in _LIBRARIES[name]:
+            if library in backends(name):
                 config[name] = library
             else:
                 notes.append(f"{flag} {value} names no kernel library of the plugin: it does not set {name}")
@@ -140,6 +139,7 @@ class Carried:
         resolved = settings.resolve(
             flags=self.flags,
             config=config,
+            engine_paths={name: self.engine[name][1] for name in config},
             flag_source=FLAG_SOURCE,
             config_source=used or ENGINE_SOURCE,
         )

@@ -32,7 +32,7 @@ from nsa_plugin.backends.vllm.startup.model import (
 from nsa_plugin.backends.vllm.startup.serving import CpuServing, Serving
 from nsa_plugin.decision.dispatch import validate
 from nsa_plugin.errors import NsaPluginError, PatchError
-from nsa_plugin.libraries.devices import probe
+from nsa_plugin.libraries.probe import probe
 from nsa_plugin.patches import static
 from nsa_plugin.patches import vllm as ledger_data
 from nsa_plugin.patches.ledger import TURN_OFF, Ledger, Need, wrap

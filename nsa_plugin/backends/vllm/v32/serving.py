@@ -24,7 +24,8 @@ from nsa_plugin.backends.vllm.v32.token_shard import open_exchange
 from nsa_plugin.decision.dispatch import validate
 from nsa_plugin.decision.plan import Attention, IndexerMode, Plan
 from nsa_plugin.errors import NoProviderError, NsaPluginError, SettingsError
-from nsa_plugin.libraries.devices import DeviceProfile, probe
+from nsa_plugin.libraries.devices import DeviceProfile
+from nsa_plugin.libraries.probe import probe
 from nsa_plugin.patches.ledger import TURN_OFF, PatchStatus
 
 # What vLLM carries inside itself.

@@ -1,0 +1,242 @@
+"""Kernel libraries of other projects: one entry of the manifest each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nsa_plugin.libraries.capabilities import (
+    MHA_DIMS,
+    MHA_LAYOUTS,
+    SPARSE_OPS,
+    V4_ROW,
+    V32_ROW,
+    Capability,
+    HostModule,
+    KernelLibrary,
+    Op,
+    RowLimit,
+)
+
+_SGL_KERNEL = ("sglang-kernel", "sgl-kernel")
+
+
+def _sgl_kernel_problem(module: Any) -> str:
+    # sgl_kernel.flash_mla keeps the error of its extension for the first call.
+    failure = getattr(module, "_flashmla_import_error", None)
+    return f"its extension does not load: {failure}" if failure else ""
+
+
+def _flash_mla_problem(module: Any) -> str:
+    # Builds without `has_legacy` predate the split that it reports, and have the kernels.
+    has_legacy = getattr(module, "has_legacy", lambda: True)()
+    return "" if has_legacy else "it does not have the kernels for the V3.2 and V4 caches (`has_legacy()` is false)"
+
+
+_PREFILL_FACTS = (
+    "flash_mla_sparse_fwd reads bf16 rows and needs topk % (2 * B_TOPK) == 0, B_TOPK 64. "
+    "sglang #13646, dsa_backend.py `required_padding`: 64 or 128 heads on SM90, 128 on SM100. "
+)
+_DECODE_FACTS = (
+    "flash_mla_with_kvcache with indices: fp8 pages, 64 or 128 heads (its docstring; vLLM "
+    "`_compute_fp8_decode_padded_heads`), topk % 64 == 0"
+)
+
+FLASH_MLA = KernelLibrary(
+    name="flash_mla",
+    hosts=(
+        # Upstream's `flash_mla` distribution is not listed: since its release of 2026-09-30 it has no SM90 kernels and
+        # reads neither the V3.2 nor the V4 cache. SGLang's fork keeps both.
+        HostModule(module="flash_mla", distributions=("sgl-flash-mla",), problem=_flash_mla_problem),
+        HostModule(module="sgl_kernel.flash_mla", distributions=_SGL_KERNEL, problem=_sgl_kernel_problem),
+        HostModule(module="vllm._flashmla_C", distributions=("vllm",), imports=False),
+    ),
+    targets={
+        "sparse_mla_prefill": "nsa_plugin.kernels.providers.flash_mla:prefill",
+        "sparse_mla_decode": "nsa_plugin.kernels.providers.flash_mla:decode",
+    },
+    requires=("flash_mla",),
+    assumed=("sgl-flash-mla", "1.0.0"),
+    kernels=(
+        Capability(
+            op=Op.SPARSE_MLA_PREFILL,
+            layouts=("bf16",),
+            sm_min=90,
+            sm_max=90,
+            head_counts=(64, 128),
+            dims=(V32_ROW, V4_ROW),
+            topk_multiple=128,
+            source=_PREFILL_FACTS + '"Unsupported h_q" on an H200 with 96, 192 and 256 heads',
+        ),
+        Capability(
+            op=Op.SPARSE_MLA_PREFILL,
+            layouts=("bf16",),
+            sm_min=100,
+            sm_max=109,
+            head_counts=(128,),
+            dims=(V32_ROW, V4_ROW),
+            topk_multiple=128,
+            source=_PREFILL_FACTS + "sgl-flash-mla 1.0.0 also has a 64-head kernel for SM100, not run yet",
+        ),
+        *(
+            Capability(
+                op=Op.SPARSE_MLA_DECODE,
+                layouts=(layout,),
+                sm_min=90,
+                sm_max=109,
+                head_counts=(64, 128),
+                dims=(row,),
+                topk_multiple=64,
+                source=_DECODE_FACTS,
+            )
+            for layout, row in (("v32_fp8", V32_ROW), ("v4_fp8", V4_ROW))
+        ),
+    ),
+    row_limits=(
+        RowLimit(
+            op=Op.SPARSE_MLA_DECODE,
+            distribution="sgl-flash-mla",
+            versions=">=1.0.0",
+            source="sgl-flash-mla 1.0.0 switches to a kernel with less shared memory where its 3 arrays do not fit: "
+            "on an H200 19370 rows ran without it and 32768 with it",
+        ),
+        RowLimit(
+            op=Op.SPARSE_MLA_DECODE,
+            words_per_row=5,
+            words=1,
+            source="get_decoding_sched_meta.cu: 4 * (5 * b + 1) bytes for b query rows (sglang #25502). 228 KiB "
+            "would be 11673 rows; an H200 grants a block 227 KiB, which is 11622",
+        ),
+    ),
+)
+
+_DEEP_GEMM_FACTS = (
+    "fp8_mqa_logits and fp8_paged_mqa_logits assert (arch_major == 10 and num_heads in 8, 16, 32, 64) or "
+    "(arch_major == 9 and num_heads in 32, 64), and head_dim 32, 64 or 128"
+)
+_SCHEDULE_FACTS = "paged_mqa_logits_metadata without `indices`, dynamic arrays since 0.1.4: "
+
+DEEP_GEMM = KernelLibrary(
+    name="deep_gemm",
+    hosts=(
+        HostModule(module="deep_gemm", distributions=("sgl-deep-gemm", "deep-gemm")),
+        HostModule(module="vllm.third_party.deep_gemm", distributions=("vllm",), imports=False),
+    ),
+    targets={
+        "indexer_topk": "nsa_plugin.kernels.providers.deep_gemm:topk",
+        "indexer_topk_paged": "nsa_plugin.kernels.providers.deep_gemm:paged_topk",
+    },
+    requires=("deep_gemm",),
+    assumed=("sgl-deep-gemm", "0.2.3.post2"),
+    kernels=(
+        *(
+            Capability(
+                op=Op.INDEXER_TOPK,
+                sm_min=low,
+                sm_max=high,
+                head_counts=heads,
+                dims=((32,), (64,), (128,)),
+                source=_DEEP_GEMM_FACTS,
+            )
+            for low, high, heads in ((90, 99, (32, 64)), (100, 109, (8, 16, 32, 64)))
+        ),
+        Capability(op=Op.INDEXER_METADATA, sm_min=90, sm_max=109, source=_DEEP_GEMM_FACTS),
+    ),
+    row_limits=(
+        RowLimit(
+            op=Op.INDEXER_METADATA,
+            distribution="sgl-deep-gemm",
+            versions=">=0.1.4",
+            sm_min=90,
+            sm_max=99,
+            words_per_row=1,
+            multiple=32,
+            source=_SCHEDULE_FACTS + "one array of the rows; on an H200 58112 ran and 58144 failed its assertion",
+        ),
+        RowLimit(
+            op=Op.INDEXER_METADATA,
+            distribution="sgl-deep-gemm",
+            versions=">=0.1.4",
+            words_per_row=2,
+            words=33,
+            multiple=32,
+            source=_SCHEDULE_FACTS + "two arrays of the rows and one word per warp on SM100",
+        ),
+        RowLimit(
+            op=Op.INDEXER_METADATA,
+            words_per_row=1,
+            static_bytes=48 << 10,
+            multiple=32,
+            source="Before 0.1.4 one static array, which CUDA 12's assembler limits to 48 KiB (deepseek-ai/DeepGEMM "
+            "#322, sglang #25484). CUDA 13's allowed 0.1.3 more rows, and failed at 16384 (sglang #25855)",
+        ),
+    ),
+)
+
+FA3 = KernelLibrary(
+    name="fa3",
+    hosts=(
+        HostModule(module="sgl_kernel.flash_attn", distributions=_SGL_KERNEL),
+        HostModule(module="vllm.vllm_flash_attn._vllm_fa3_C", distributions=("vllm",), imports=False),
+    ),
+    targets={
+        "mha_one_shot": "nsa_plugin.kernels.providers.fa3:mha",
+        "sparse_mla_decode": "nsa_plugin.kernels.providers.fa3:decode",
+    },
+    assumed=("sglang-kernel", "0.4.10"),
+    kernels=(
+        Capability(
+            op=Op.MHA_ONE_SHOT,
+            layouts=MHA_LAYOUTS,
+            sm_min=90,
+            sm_max=90,
+            dims=MHA_DIMS,
+            source="flash_attn_varlen_func over the request's own keys (sglang #12788 uses FA3 on SM90)",
+        ),
+        Capability(
+            op=Op.SPARSE_MLA_DECODE,
+            layouts=("bf16",),
+            sm_min=90,
+            sm_max=90,
+            dims=(V32_ROW,),
+            source="flash_attn_with_kvcache with `qv` and a page table of single rows: any head count, bf16 cache "
+            "(vLLM FLASH_ATTN_MLA_SPARSE, sglang `_forward_fa3`)",
+        ),
+    ),
+)
+
+TRTLLM = KernelLibrary(
+    name="trtllm",
+    hosts=(HostModule(module="flashinfer", distributions=("flashinfer-python",)),),
+    targets={
+        "mha_one_shot": "nsa_plugin.kernels.providers.trtllm:mha",
+        "sparse_mla_prefill": "nsa_plugin.kernels.providers.trtllm:prefill",
+        "sparse_mla_decode": "nsa_plugin.kernels.providers.trtllm:decode",
+    },
+    requires=("flashinfer",),
+    assumed=("flashinfer-python", "0.7.2"),
+    kernels=(
+        Capability(
+            op=Op.MHA_ONE_SHOT,
+            layouts=MHA_LAYOUTS,
+            sm_min=100,
+            sm_max=109,
+            dims=MHA_DIMS[:2],
+            source="trtllm_ragged_attention_deepseek, flashinfer 0.6.8 to 0.7.2, asserts these dimensions (256, 256 "
+            "since 0.6.12 only). sglang #12788 uses it on SM100 because FA4 was less accurate",
+        ),
+        *(
+            Capability(
+                op=op,
+                layouts=("bf16",),
+                sm_min=100,
+                sm_max=109,
+                head_counts=(*range(1, 65), 128),
+                dims=(V32_ROW,),
+                source="trtllm_batch_decode_with_kv_cache_mla with sparse_mla_top_k, for decode and extend (sglang "
+                "#16758, #17662). It reads plain rows, not the 656-byte fp8 records (vLLM "
+                "FlashInferMLASparseTRTLLMBackend). No kernel between 64 and 128 heads (its host check since 0.6.16)",
+            )
+            for op in SPARSE_OPS
+        ),
+    ),
+)
