@@ -15,6 +15,7 @@ from nsa_plugin.decision.plan import Attention
 from nsa_plugin.decision.shapes import BatchShape, ModelShape, Phase
 from nsa_plugin.libraries.capabilities import Capability, Op
 from nsa_plugin.libraries.devices import DeviceProfile
+from nsa_plugin.libraries.manifest import MANIFEST
 from nsa_plugin.settings import Settings
 
 # Where nothing was measured: up to this many heads the plugin's CUDA kernel, which pads none, comes before
@@ -37,6 +38,9 @@ OPS = {
     Attention.SPARSE_PREFILL: Op.SPARSE_MLA_PREFILL,
     Attention.SPARSE_DECODE: Op.SPARSE_MLA_DECODE,
 }
+
+# Libraries with a place in the order of candidates below.
+RANKED = frozenset({"flash_mla", "fa3", "trtllm", "cuda", "triton", "reference"})
 
 
 @dataclass(frozen=True)
@@ -142,11 +146,20 @@ class Case:
         )
 
 
-@functools.cache
 def dense_routes() -> tuple[Route, ...]:
     """One-shot dense attention (sglang #12788: FA3 on SM90, TRT-LLM ragged on SM100)."""
-    libraries = ("fa3", "trtllm", "triton", "reference")
+    return _dense(tuple(MANIFEST))
+
+
+@functools.cache
+def _dense(known: tuple[str, ...]) -> tuple[Route, ...]:
+    libraries = ("fa3", "trtllm", "triton", *_unranked(Op.MHA_ONE_SHOT, known), "reference")
     return tuple(Route(Attention.MHA_ONE_SHOT, library) for library in libraries)
+
+
+def _unranked(op: Op, known: tuple[str, ...]) -> tuple[str, ...]:
+    """Libraries of the manifest that support an op and have no rank here; they come after all ranked kernels."""
+    return tuple(name for name in known if name not in RANKED and MANIFEST[name].supports(op))
 
 
 def sparse_routes(case: Case, load: Load) -> tuple[Route, ...]:
@@ -163,11 +176,15 @@ def sparse_routes(case: Case, load: Load) -> tuple[Route, ...]:
 
 def usual_sparse_routes(case: Case, load: Load) -> tuple[Route, ...]:
     """The same in the order that holds where nothing was measured; the last one's place is the last in any case."""
-    return _usual(case.extend, case.device.sm, load.heads, case.model.fp8_cache, case.dequantizing_pays)
+    return _usual(
+        case.extend, case.device.sm, load.heads, case.model.fp8_cache, case.dequantizing_pays, tuple(MANIFEST)
+    )
 
 
 @functools.cache  # the same objects every time, so that each makes its words once
-def _usual(extend: bool, sm: int, heads: int, fp8_cache: bool, dequantizing_pays: bool) -> tuple[Route, ...]:
+def _usual(
+    extend: bool, sm: int, heads: int, fp8_cache: bool, dequantizing_pays: bool, known: tuple[str, ...]
+) -> tuple[Route, ...]:
     shape = Attention.SPARSE_PREFILL if extend else Attention.SPARSE_DECODE
     names = ("cuda", "triton", "trtllm", "fa3", "reference")
     cuda, triton, trtllm, fa3, reference = (Route(shape, library) for library in names)
@@ -180,7 +197,8 @@ def _usual(extend: bool, sm: int, heads: int, fp8_cache: bool, dequantizing_pays
         routes = (*few, trtllm, *flash_mla, *many)
     else:
         routes = (*few, *flash_mla, trtllm, *many)
-    return (*routes, triton, reference)
+    unranked = (Route(shape, library) for library in _unranked(OPS[shape], known))
+    return (*routes, triton, *unranked, reference)
 
 
 def estimate_us(case: Case, route: Route, load: Load) -> float | None:

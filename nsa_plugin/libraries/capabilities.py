@@ -216,11 +216,13 @@ class KernelLibrary:
 
 
 def spans(kernels: Iterable[Capability]) -> str:
-    """The SM versions that kernels are built for: "SM90", "SM90, SM100 to SM109", "SM80 and later"."""
+    """The SM versions that kernels are built for: "SM90", "SM90, SM100 to SM109", "SM80 and later", "any device"."""
 
     def words(low: int, high: int) -> str:
         if low == high:
             return f"SM{low}"
+        if (low, high) == (0, LATEST_SM):
+            return "any device"
         return f"SM{low} and later" if high == LATEST_SM else f"SM{low} to SM{high}"
 
     return ", ".join(words(*span) for span in sorted({(kernel.sm_min, kernel.sm_max) for kernel in kernels}))
