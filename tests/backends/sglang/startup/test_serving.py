@@ -1,0 +1,388 @@
+"""From a backend that SGLang has built to one that serves: what is checked, what is run first, what is shared."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from nsa_plugin.backends.common import warm as warming
+from nsa_plugin.backends.common.providers import Providers
+from nsa_plugin.backends.common.warm import warm, warm_selection
+from nsa_plugin.backends.sglang.startup import serving
+from nsa_plugin.backends.sglang.startup.metrics import ranks
+from nsa_plugin.backends.sglang.startup.serving import Serving
+from nsa_plugin.backends.sglang.v32 import samples
+from nsa_plugin.backends.sglang.v32.attention import PAGE_SIZES, release, with_plans
+from nsa_plugin.decision import timings as measured
+from nsa_plugin.decision.plan import Plan
+from nsa_plugin.decision.shapes import Phase
+from nsa_plugin.errors import NoProviderError, PatchError, SettingsError
+from nsa_plugin.kernels.topk import reference_topk_rows
+from nsa_plugin.libraries.devices import synthetic
+from nsa_plugin.libraries.registry import Provider, Registry
+from nsa_plugin.settings import ResolvedSettings, Settings
+from tests.backends.fake_sglang.v32 import H200, MODEL, DsaBackend, ForwardMode, NsaBackend, forward_batch, started
+
+CPU = torch.device("cpu")
+CONFIG = SimpleNamespace(
+    num_attention_heads=MODEL.num_heads,
+    **{
+        name: getattr(MODEL, name)
+        for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "index_topk")
+    },
+    index_n_heads=64,
+    index_head_dim=128,
+)
+
+
+def runner(tp_rank: int = 0, **server_args: Any) -> Any:
+    return SimpleNamespace(
+        tp_rank=tp_rank,
+        pp_rank=0,
+        dp_rank=None,
+        kv_cache_dtype="torch.float8_e4m3fn",
+        model_config=SimpleNamespace(hf_text_config=CONFIG),
+        server_args=SimpleNamespace(**server_args),
+    )
+
+
+def built(original: type = DsaBackend, prefill: str = "flashmla_kv", decode: str = "flashmla_kv") -> Any:
+    """A backend of the plugin's class, as it is when SGLang's own start of it is done."""
+    backend = with_plans(original)(prefill, decode)
+    backend.num_q_heads, backend.device = MODEL.heads_per_rank, "cpu"
+    setattr(backend, f"{original.x}_kv_cache_store_fp8", True)  # type: ignore[attr-defined]
+    return backend
+
+
+def begun(backend: Any, model_runner: Any = None, device: Any = H200, **settings: Any) -> Serving:
+    resolved = ResolvedSettings(Settings(**settings), {})
+    return Serving.begin(resolved, backend, model_runner or runner(), device)
+
+
+@pytest.fixture(autouse=True)
+def no_trade(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where no trade of heads for tokens was measured: no group of ranks is asked for, and there is none here."""
+    known = {key: labels for key, labels in measured.MEASUREMENTS.items() if "token_shard" not in key[1]}
+    monkeypatch.setattr(measured, "MEASUREMENTS", known)
+
+
+@pytest.fixture(autouse=True)
+def free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "free_device_memory", lambda: 8 << 30)
+
+
+@pytest.fixture
+def warmed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What kernels were to be run, instead of running them."""
+    seen: list[Any] = []
+    monkeypatch.setattr(serving, "warm", lambda kernels, providers, model, device: seen.append((kernels, model)))
+    monkeypatch.setattr(serving, "warm_selection", lambda providers, model, device: seen.append(("topk", model)))
+    return seen
+
+
+@pytest.mark.parametrize("original", [DsaBackend, NsaBackend])
+def test_a_backend_serves_once_its_kernels_have_run(original: type, monkeypatch: pytest.MonkeyPatch):
+    """For real: the reference is what runs on this machine's CPU."""
+    monkeypatch.setattr(serving, "warm_selection", lambda *arguments: None)  # Triton's, for the H200 of the tests
+    backend = built(original)
+    made = begun(backend, decode_backend="reference", prefill_backend="reference")
+    made.adopt(backend, runner())
+    assert made.active
+    assert made.notes == []
+    backend.init_forward_metadata(forward_batch(ForwardMode.DECODE, [], [100, 200]))
+    assert backend.nsa_plugin.route.plan.provider == "reference"
+    assert made.trace.counts == {"decode/sparse_decode/reference": 1}
+
+
+def test_the_backends_of_a_process_share_what_is_counted_and_warm_up_once(warmed: list[Any]):
+    target, draft = built(), built()
+    made = begun(target)
+    for backend in (target, draft):
+        made.adopt(backend, runner())
+        backend.init_forward_metadata(forward_batch(ForwardMode.DECODE, [], [100, 200]))
+    assert made.trace.counts.total() == 2
+    assert [what if what == "topk" else "kernels" for what, _ in warmed] == ["kernels", "topk"]
+
+
+def test_the_report_names_a_few_batches_and_why(warmed: list[Any]):
+    backend = built()
+    made = begun(backend, decode_backend="triton")
+    made.adopt(backend, runner())
+    assert list(made.routes) == [
+        "prefill, 1024 of 1024 tokens",
+        "prefill, 4096 of 4096 tokens",  # the fake's context is no longer
+        "decode, 1 request",
+        "decode, 64 requests",
+        "verify, 64 requests",
+    ]
+    assert made.routes["decode, 1 request"].startswith("sparse_decode by triton on SGLang's path flashmla_kv; ")
+    assert "decode_backend asks for triton" in made.routes["verify, 64 requests"]
+    assert "rows at once" in made.routes["prefill, 4096 of 4096 tokens"]
+    assert made.trace.counts.total() == 0  # none of them came to be
+
+
+def test_no_verify_without_speculative_decoding_and_nothing_of_what_stays_sglangs(warmed: list[Any]):
+    backend = built(prefill="tilelang")
+    backend.speculative_num_draft_tokens = None
+    made = begun(backend)
+    made.adopt(backend, runner())
+    assert list(made.routes) == ["decode, 1 request", "decode, 64 requests"]
+    assert made.notes == ["SGLang's --dsa-prefill-backend is tilelang, which the plugin leaves as it is"]
+    assert [what for what, _ in warmed if what == "topk"] == []
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "server_args"),
+    [("tilelang", "tilelang", {}), ("flashmla_kv", "flashmla_kv", {"enable_deterministic_inference": True})],
+)
+def test_where_every_batch_stays_sglangs_the_plugin_is_not_active(
+    warmed: list[Any], prefill: str, decode: str, server_args: dict[str, Any]
+):
+    backend = built(prefill=prefill, decode=decode)
+    made = begun(backend)
+    made.adopt(backend, runner(**server_args))
+    assert not made.active
+    assert backend.nsa_plugin is None
+    assert made.notes
+    assert warmed == []
+
+
+def test_a_note_is_said_once(warmed: list[Any]):
+    made = begun(built())
+    for _ in range(3):
+        made.adopt(built(prefill="tilelang"), runner())
+    assert len(made.notes) == 1
+
+
+def test_a_library_that_the_model_cannot_have_is_refused_before_any_backend_serves():
+    with pytest.raises(SettingsError, match="decode_backend is trtllm"):
+        begun(built(), decode_backend="trtllm")
+
+
+@pytest.mark.parametrize("fp8", [True, False])
+def test_trtllm_by_sglangs_own_flag_is_refused_by_its_name(fp8: bool):
+    """Over fp8 SGLang then has a cache without scales, which is not what the message has to be about."""
+    backend = built(decode="trtllm")
+    setattr(backend, f"{DsaBackend.x}_kv_cache_store_fp8", False)
+    dtype = "torch.float8_e4m3fn" if fp8 else "torch.bfloat16"
+    with pytest.raises(NoProviderError, match=r"--(dsa|nsa)-decode-backend is trtllm, .*this is .*SM90"):
+        begun(backend, SimpleNamespace(**vars(runner()) | {"kv_cache_dtype": dtype}))
+
+
+def test_a_backend_that_does_not_say_what_it_attends_by_is_one_error():
+    backend = built()
+    delattr(backend, f"{DsaBackend.x}_decode_impl")
+    with pytest.raises(PatchError, match=r"has no dsa_decode_impl\. Turn the plugin off"):
+        begun(backend)
+
+
+def test_a_library_that_sglang_has_no_path_for_is_refused():
+    """On SM100 trtllm carries a bf16 prefill, and SGLang was started with another path."""
+    backend = built(prefill="flashmla_sparse", decode="flashmla_sparse")
+    backend.dsa_kv_cache_store_fp8 = False
+    model_runner = runner()
+    model_runner.kv_cache_dtype = "torch.bfloat16"
+    made = begun(backend, model_runner, synthetic(100), prefill_backend="trtllm")
+    with pytest.raises(SettingsError, match="prefill_backend is trtllm"):
+        made.adopt(backend, model_runner)
+    assert backend.nsa_plugin is None
+    assert not made.active
+
+
+def test_the_same_library_is_sglangs_own_where_sglang_was_started_with_it(warmed: list[Any]):
+    backend = built(prefill="flashmla_sparse", decode="trtllm")
+    backend.dsa_kv_cache_store_fp8 = False
+    model_runner = runner()
+    model_runner.kv_cache_dtype = "torch.bfloat16"
+    made = begun(backend, model_runner, synthetic(100), decode_backend="trtllm")
+    made.adopt(backend, model_runner)
+    assert [name for name in made.routes if name.startswith("decode")] == []
+    backend.init_forward_metadata(forward_batch(ForwardMode.DECODE, [], [100]))
+    assert backend.impls[1] == "trtllm"
+
+
+@pytest.mark.parametrize("lacking", ["max_context_len", "speculative_num_draft_tokens", "real_page_size"])
+def test_a_backend_without_what_is_read_of_it_is_refused(warmed: list[Any], lacking: str):
+    backend = built()
+    made = begun(backend)
+    delattr(backend, lacking)
+    said = " or ".join(PAGE_SIZES) if lacking in PAGE_SIZES else lacking
+    with pytest.raises(PatchError, match=f"has no {said}.*NSA_PLUGIN_ENABLED=0"):
+        made.adopt(backend, runner())
+    assert backend.nsa_plugin is None
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["set_dsa_prefill_impl", "_apply_cuda_graph_metadata", "_forward_flashmla_kv", "_compute_flashmla_metadata"],
+)
+def test_a_class_without_a_method_that_is_overridden_is_refused(method: str):
+    """Nobody would call the plugin's, and the engine's own attention would serve unnoticed."""
+    names = {name for cls in (DsaBackend, *DsaBackend.__bases__) for name in vars(cls)}
+    methods = {name: getattr(DsaBackend, name) for name in names if not name.startswith("__") and name != method}
+    with pytest.raises(PatchError, match=f"no method .*{method}"):
+        with_plans(type("Changed", (), methods))
+
+
+def test_a_kernel_that_fails_leaves_the_backend_to_sglang(monkeypatch: pytest.MonkeyPatch):
+    def broken(*arguments: Any) -> None:
+        raise NoProviderError("does not compile")
+
+    monkeypatch.setattr(serving, "warm", broken)
+    backend = built()
+    made = begun(backend)
+    with pytest.raises(NoProviderError, match="does not compile"):
+        made.adopt(backend, runner())
+    assert backend.nsa_plugin is None
+    assert not made.active
+
+
+def test_the_end_hands_every_backend_back(warmed: list[Any]):
+    backend = built(prefill="flashmla_sparse")
+    made = begun(backend, prefill_backend="triton")
+    made.adopt(backend, runner())
+    long = forward_batch(ForwardMode.EXTEND, [3000], [3000])
+    backend.init_forward_metadata(long)
+    assert backend.impls[0] == "flashmla_kv"
+    made.end()
+    assert backend.impls == ("flashmla_sparse", "flashmla_kv")
+    backend.init_forward_metadata(long)
+    assert (backend.nsa_plugin, backend.impls[0], made.active) == (None, "flashmla_sparse", False)
+    release(backend)  # again changes nothing
+
+
+def test_the_free_memory_is_read_at_the_next_prefill_after_the_start(
+    warmed: list[Any], monkeypatch: pytest.MonkeyPatch
+):
+    free = iter([64 << 20, 32 << 20])
+    monkeypatch.setattr(serving, "free_device_memory", lambda: next(free))
+    backend = built()
+    backend.max_context_len = 32768
+    made = begun(backend)
+    made.adopt(backend, runner())
+    long = forward_batch(ForwardMode.EXTEND, [4096], [32768])
+
+    def rows() -> int:
+        backend.init_forward_metadata(long)
+        return int(backend.nsa_plugin.route.plan.indexer.rows_per_chunk)
+
+    assert [rows(), rows()] == [128, 128]  # 16 MiB of 32768 * 4 bytes, as when a prefill's graph was captured
+    made.settle()
+    assert [rows(), rows()] == [64, 64]
+
+
+def test_the_ranks_of_an_attention_group_log_and_count_once(monkeypatch: pytest.MonkeyPatch):
+    labelled: list[Any] = []
+
+    def counter(server_args: Any, labels: dict[str, int]) -> Any:
+        labelled.append(labels)
+        return lambda plan: None
+
+    monkeypatch.setattr(serving, "route_counter", counter)
+    seen = {}
+    for rank in (0, 1, 2, 3):  # attn_tp_size is 2
+        made = begun(built(), runner(tp_rank=rank), trace="log")
+        seen[rank] = (made.trace.mode, made.trace.rank, made.count is not None)
+    assert seen == {0: ("log", 0, True), 1: ("off", 1, False), 2: ("log", 2, True), 3: ("off", 3, False)}
+    assert labelled == [{"tp_rank": 0, "pp_rank": 0}, {"tp_rank": 2, "pp_rank": 0}]
+    assert begun(built(), runner(tp_rank=1, enable_metrics_for_all_schedulers=True)).count is not None
+
+
+def test_every_rank_writes_to_a_trace_file(tmp_path: Any):
+    path = str(tmp_path / "trace.jsonl")
+    assert begun(built(), runner(tp_rank=1), trace=path).trace.mode == path
+
+
+def test_ranks_are_found_where_each_version_keeps_them(monkeypatch: pytest.MonkeyPatch):
+    here = {"tp_rank": 3, "pp_rank": 1, "dp_rank": 0}
+    assert ranks(SimpleNamespace(**here)) == here
+    assert ranks(SimpleNamespace(tp_rank=3, pp_rank=1)) == {"tp_rank": 3, "pp_rank": 1}  # 0.5.11
+    assert ranks(SimpleNamespace(ps=SimpleNamespace(**here | {"dp_rank": None}))) == {"tp_rank": 3, "pp_rank": 1}
+    context = ModuleType("sglang.srt.runtime_context")
+    context.get_parallel = lambda: SimpleNamespace(**here)  # type: ignore[attr-defined]
+    for name in ("sglang", "sglang.srt"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", context)
+    assert ranks(SimpleNamespace()) == here
+
+
+@pytest.mark.parametrize(
+    ("settings", "kernels"),
+    [
+        (
+            {"prefill_backend": "triton", "decode_backend": "triton"},
+            {("sparse_mla_prefill", "triton"), ("sparse_mla_decode", "triton")},
+        ),
+        ({"prefill_backend": "flash_mla", "decode_backend": "cuda"}, {("sparse_mla_decode", "cuda")}),
+        ({"prefill_backend": "flash_mla", "decode_backend": "flash_mla"}, set()),
+    ],
+)
+def test_the_kernels_that_batches_may_take(settings: dict[str, str], kernels: set[tuple[str, str]]):
+    assert samples.own_kernels(started(**settings).nsa_plugin, 65536) == kernels
+
+
+def test_a_kernel_that_only_some_sizes_take_is_among_them(monkeypatch: pytest.MonkeyPatch):
+    state = started().nsa_plugin
+    original = samples._step
+
+    def cuda_for_one_row(state: Any, phase: Phase, requests: int, rows: int, max_context: int) -> Any:
+        route = original(state, phase, requests, rows, max_context)
+        provider = "triton" if rows == 512 else "cuda"
+        return replace(route, plan=replace(route.plan, provider=provider), own=True)
+
+    monkeypatch.setattr(samples, "_step", cuda_for_one_row)
+    found = samples.own_kernels(state, 65536)
+    assert {("sparse_mla_decode", "triton"), ("sparse_mla_decode", "cuda")} <= found
+
+
+def registered(function: str) -> Providers:
+    registry = Registry()
+    for op in ("sparse_mla_prefill", "sparse_mla_decode"):
+        registry.register(Provider(op=op, name="tried", target=f"{__name__}:{function}"))
+    return Providers("v32_fp8", 0, registry)
+
+
+def raises(*arguments: Any, **named: Any) -> Any:
+    raise RuntimeError("CUDA error: no kernel image is available")
+
+
+def wrong(q: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+    return SimpleNamespace(out=torch.ones_like(q[..., :512]))
+
+
+@pytest.mark.parametrize("layout", ["v32_fp8", "bf16"])
+@pytest.mark.parametrize("op", ["sparse_mla_prefill", "sparse_mla_decode"])
+def test_a_kernel_that_runs_is_let_through(op: str, layout: str):
+    warm([(op, "reference")], Providers(layout, 0), replace(MODEL, kv_layout=layout), CPU)
+
+
+@pytest.mark.parametrize("op", ["sparse_mla_prefill", "sparse_mla_decode"])
+@pytest.mark.parametrize(("function", "words"), [("raises", "no kernel image is available"), ("wrong", "is not zero")])
+def test_a_kernel_that_does_not_run_is_an_error_that_names_it(op: str, function: str, words: str):
+    with pytest.raises(NoProviderError, match=f"tried's {op}: .*{words}.*NSA_PLUGIN_ENABLED=0"):
+        warm([(op, "tried")], registered(function), MODEL, CPU)
+
+
+def test_the_selection_is_run_too(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(warming, "default_selector", lambda device, topk: reference_topk_rows)
+    warm_selection(Providers("v32_fp8", 0), MODEL, CPU)
+    monkeypatch.setattr(
+        warming, "default_selector", lambda device, topk: lambda logits, starts, ends, topk: logits[:, :topk].int()
+    )
+    with pytest.raises(NoProviderError, match="does not select the largest"):
+        warm_selection(Providers("v32_fp8", 0), MODEL, CPU)
+
+
+def test_a_count_reaches_the_counter(warmed: list[Any], monkeypatch: pytest.MonkeyPatch):
+    counted: list[Plan] = []
+    monkeypatch.setattr(serving, "route_counter", lambda server_args, labels: counted.append)
+    backend = built()
+    made = begun(backend)
+    made.adopt(backend, runner())
+    backend._apply_cuda_graph_metadata(4, None, None, None, ForwardMode.DECODE, None)
+    assert [plan.phase for plan in counted] == [Phase.DECODE]

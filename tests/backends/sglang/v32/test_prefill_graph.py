@@ -1,0 +1,82 @@
+"""Dense prefills beside prefill graphs: which batches leave the graph, and that all ranks would agree."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nsa_plugin.backends.sglang.v32.prefill_graph import wrap_can_run_graph
+from nsa_plugin.decision.plan import Attention
+from tests.backends.fake_sglang.v32 import DsaBackend, ForwardMode, forward_batch, started
+
+SHORT = forward_batch(ForwardMode.EXTEND, [3, 30], [3, 30])
+
+
+def replayed(backend: Any, batch: Any, engine_says: bool = True) -> bool:
+    """What SGLang is told: whether the batch is replayed from a graph."""
+    asked = []
+
+    def can_run_graph(self: Any, forward_batch: Any) -> bool:
+        asked.append(forward_batch)
+        return engine_says
+
+    runner = SimpleNamespace(model_runner=SimpleNamespace(attn_backend=backend))
+    answer = wrap_can_run_graph(can_run_graph)(runner, batch)
+    assert asked == [batch]
+    return answer
+
+
+@pytest.mark.parametrize("layout", ["v32_fp8", "bf16"])
+def test_a_dense_batch_leaves_the_graph_where_a_limit_is_given(layout: str):
+    backend = started(layout=layout, mha_max_kv=64)
+    assert not replayed(backend, SHORT)
+    backend.init_forward_metadata(SHORT)  # what follows, outside the graph
+    assert backend.use_mha
+    assert backend.nsa_plugin.route.plan.attention is Attention.MHA_ONE_SHOT
+    assert backend.nsa_plugin.planner.trace.counts.total() == 1  # the question itself is no batch
+
+
+@pytest.mark.parametrize(
+    ("settings", "batch"),
+    [
+        ({}, SHORT),  # nobody asked
+        ({"mha_max_kv": 0}, SHORT),
+        ({"mha_max_kv": 64}, forward_batch(ForwardMode.EXTEND, [65], [65])),
+        ({"mha_max_kv": 64}, forward_batch(ForwardMode.EXTEND, [3, 3], [3, 65])),
+        ({"mha_max_kv": 64}, forward_batch(ForwardMode.DRAFT_EXTEND_V2, [4], [9])),
+        ({"mha_max_kv": 64}, forward_batch(ForwardMode.TARGET_VERIFY, [], [9])),
+        # Each group of ranks has a batch of its own, and all replay or none.
+        ({"mha_max_kv": 64}, forward_batch(ForwardMode.EXTEND, [3], [3], global_num_tokens_cpu=[3, 900])),
+        ({"mha_max_kv": 64}, forward_batch(ForwardMode.EXTEND, [3], [3], attn_cp_metadata=object())),
+        ({"mha_max_kv": 64}, forward_batch(ForwardMode.MIXED, [3, 1], [3, 9])),  # SGLang's own over an fp8 cache
+    ],
+)
+def test_every_other_batch_is_replayed(settings: dict[str, int], batch: Any):
+    assert replayed(started(**settings), batch)
+
+
+def test_the_engines_rules_count_too():
+    backend = started(mha_max_kv=64)
+    backend.dense_allowed = False
+    assert replayed(backend, SHORT)
+
+
+@pytest.mark.parametrize("backend", [DsaBackend(), SimpleNamespace()])
+def test_a_backend_that_is_not_the_plugins_is_left_alone(backend: Any):
+    assert replayed(backend, SHORT)
+
+
+def test_what_the_engine_does_not_replay_stays_eager():
+    assert not replayed(started(mha_max_kv=64), forward_batch(ForwardMode.EXTEND, [900], [900]), engine_says=False)
+
+
+def test_a_replayed_prefill_has_a_sparse_plan():
+    """Inside a graph the engine's own rules rule dense attention out, and the plan follows."""
+    backend = started()
+    assert replayed(backend, SHORT)
+    backend.dense_allowed = False  # as `is_in_breakable_cuda_graph()` makes it
+    backend.init_forward_metadata(SHORT)
+    assert not backend.use_mha
+    assert backend.nsa_plugin.route.plan.attention is not Attention.MHA_ONE_SHOT

@@ -1,0 +1,269 @@
+"""From a Plan to SGLang's path."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from nsa_plugin.backends.sglang.v32 import routes
+from nsa_plugin.backends.sglang.v32.batch import prefill_batch, step_batch
+from nsa_plugin.backends.sglang.v32.routes import CARRIERS, PLANNED, Planner, Route, route_of, runnable, sglangs_own
+from nsa_plugin.decision.dispatch import decide
+from nsa_plugin.decision.plan import Attention, IndexerMode, IndexerPlan, Plan
+from nsa_plugin.decision.shapes import ModelShape, Phase
+from nsa_plugin.errors import NoProviderError
+from nsa_plugin.libraries.capabilities import Op
+from nsa_plugin.libraries.devices import synthetic
+from nsa_plugin.settings import Settings
+from tests.backends.fake_sglang.v32 import H200, MODEL, ForwardMode, forward_batch
+
+LAYOUTS = ("bf16", "v32_fp8")
+LONG = prefill_batch(forward_batch(ForwardMode.EXTEND, [4096], [32768]))
+SHORT = prefill_batch(forward_batch(ForwardMode.EXTEND, [32, 100], [32, 100]))
+
+
+def planner(layout: str, device=H200, heads: int = 8, **settings) -> Planner:
+    model = replace(MODEL, num_heads=heads * 2, kv_layout=layout)
+    return Planner(model, device, Settings(**settings))
+
+
+@pytest.mark.parametrize(
+    ("layout", "library", "attention", "impl", "own"),
+    [
+        ("v32_fp8", "cuda", Attention.SPARSE_PREFILL, "flashmla_kv", True),
+        ("v32_fp8", "triton", Attention.SPARSE_PREFILL, "flashmla_kv", True),
+        ("v32_fp8", "reference", Attention.SPARSE_PREFILL, "flashmla_kv", True),
+        ("bf16", "triton", Attention.SPARSE_PREFILL, "flashmla_sparse", True),
+        ("bf16", "flash_mla", Attention.SPARSE_PREFILL, "flashmla_sparse", False),
+    ],
+)
+def test_prefill(layout: str, library: str, attention: Attention, impl: str, own: bool):
+    route = planner(layout, prefill_backend=library).prefill(LONG, dense_allowed=False)
+    assert route is not None
+    assert (route.plan.attention, route.plan.provider, route.impl, route.own) == (attention, library, impl, own)
+
+
+@pytest.mark.parametrize(
+    ("layout", "library", "impl", "own"),
+    [
+        ("v32_fp8", "cuda", "flashmla_kv", True),
+        ("v32_fp8", "flash_mla", "flashmla_kv", False),
+        ("v32_fp8", "triton", "flashmla_kv", True),
+        ("bf16", "fa3", "fa3", False),
+        ("bf16", "flash_mla", "flashmla_sparse", False),
+        ("bf16", "triton", "flashmla_sparse", True),
+    ],
+)
+@pytest.mark.parametrize("phase", [Phase.DECODE, Phase.TARGET_VERIFY, Phase.DRAFT_EXTEND])
+def test_steps(layout: str, library: str, impl: str, own: bool, phase: Phase):
+    route = planner(layout, decode_backend=library).step(step_batch(phase, 8, 32, 4096))
+    assert (route.plan.phase, route.plan.provider, route.impl, route.own) == (phase, library, impl, own)
+
+
+def test_both_of_flash_mlas_ways_to_an_fp8_prefill():
+    def routed(attention: Attention, dequantize: bool) -> Route:
+        topk = IndexerPlan(mode=IndexerMode.TOPK)
+        plan = Plan(
+            phase=Phase.EXTEND, attention=attention, provider="flash_mla", dequantize_kv=dequantize, indexer=topk
+        )
+        return route_of(plan, "v32_fp8")
+
+    assert (routed(Attention.SPARSE_DECODE, False).impl, routed(Attention.SPARSE_DECODE, False).own) == (
+        "flashmla_kv",
+        False,
+    )
+    assert (routed(Attention.SPARSE_PREFILL, True).impl, routed(Attention.SPARSE_PREFILL, True).own) == (
+        "flashmla_sparse",
+        False,
+    )
+    with pytest.raises(NoProviderError, match="SGLang has no path for flash_mla's sparse_prefill over a v32_fp8 cache"):
+        routed(Attention.SPARSE_PREFILL, False)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("sm", [90, 100])
+@pytest.mark.parametrize("heads", [1, 8, 16, 32, 64, 128])
+def test_every_plan_has_a_path(layout: str, sm: int, heads: int):
+    """Whatever the decision is, SGLang has a path for it, of those that it may change to."""
+    # Without the plugin's own kernels too.
+    for libraries in (None, ("flash_mla", "deep_gemm", "fa3", "trtllm", "triton")):
+        made = planner(layout, synthetic(sm, libraries=libraries), heads)
+        for context in (2048, 4096, 200_000):
+            batch = prefill_batch(forward_batch(ForwardMode.EXTEND, [2000], [context]))
+            route = made.prefill(batch, dense_allowed=True)
+            assert route is not None
+            assert route.dense or route.impl in PLANNED[layout, True]
+        for rows in (1, 32, 512):
+            for phase in (Phase.DECODE, Phase.TARGET_VERIFY):
+                assert made.step(step_batch(phase, rows, rows, 200_000)).impl in PLANNED[layout, False]
+
+
+def test_every_path_is_one_that_may_be_taken():
+    for (layout, *_), carrier in CARRIERS.items():
+        assert any(carrier.impl in PLANNED[layout, extend] for extend in (True, False))
+        assert carrier.why
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_sglang_cannot_run_is_not_offered(layout: str):
+    device = runnable(synthetic(100), layout)
+    assert not device.has("trtllm", Op.SPARSE_MLA_DECODE)
+    assert device.has("trtllm", Op.MHA_ONE_SHOT)  # SGLang's dense attention on SM100
+    assert not device.has("triton", Op.MHA_ONE_SHOT)
+    assert device.has("triton", Op.SPARSE_MLA_PREFILL, layout)
+    assert device.has("deep_gemm", Op.INDEXER_TOPK)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_dense_attention_and_the_selection_go_together(layout: str):
+    for batch in (SHORT, LONG):
+        for allowed in (True, False):
+            for limit in (-1, 0, 64, 2048):
+                route = planner(layout, mha_max_kv=limit).prefill(batch, dense_allowed=allowed)
+                assert route is not None
+                assert route.dense == (route.plan.indexer.mode is IndexerMode.STORE_ONLY)
+                assert not route.dense or (allowed and limit != 0)
+
+
+def test_sglang_may_rule_dense_attention_out_and_the_plan_says_so():
+    made = planner("bf16")
+    assert made.prefill(SHORT, dense_allowed=True).dense
+    route = made.prefill(SHORT, dense_allowed=False)
+    assert not route.dense
+    assert "SGLang's own rules have none for this batch" in route.plan.reasons["attention"]
+    assert not planner("bf16", mha_max_kv=0).prefill(SHORT, dense_allowed=True).dense
+
+
+def test_an_idle_batch_has_a_plan_and_no_path():
+    route = planner("v32_fp8").step(step_batch(Phase.IDLE, 2, 2, 4096))
+    assert (route.plan.attention, route.impl, route.own, route.dense) == (Attention.NONE, None, False, False)
+
+
+def test_what_is_left_to_sglang():
+    mixed = prefill_batch(forward_batch(ForwardMode.MIXED, [4096, 1], [4096, 9000]))
+    assert planner("v32_fp8").prefill(mixed, dense_allowed=False) is None
+    assert planner("bf16").prefill(mixed, dense_allowed=False) is not None
+    split = prefill_batch(forward_batch(ForwardMode.EXTEND, [4], [4], attn_cp_metadata=object()))
+    assert planner("bf16").prefill(split, dense_allowed=True) is None
+
+
+def test_a_step_is_decided_once_and_counted_every_time():
+    counted = []
+    made = planner("v32_fp8")
+    made.count = counted.append
+    first, again = (made.step(step_batch(Phase.DECODE, 4, 4, 4096)) for _ in range(2))
+    assert first is again
+    assert counted == [first.plan, first.plan]
+    assert made.trace.counts.total() == 2
+
+
+def test_prefills_of_the_same_lengths_are_decided_once_and_counted_every_time(monkeypatch: pytest.MonkeyPatch):
+    decided, counted = [], []
+
+    def deciding(model, batch, device, settings, **given):
+        decided.append(batch)
+        return decide(model, batch, device, settings, **given)
+
+    monkeypatch.setattr(routes, "decide", deciding)
+    monkeypatch.setattr(routes, "MAX_PREFILLS", 2)
+    made = planner("v32_fp8")
+    made.count = counted.append
+    first, again = (made.prefill(SHORT, dense_allowed=True) for _ in range(2))
+    assert first is again
+    assert (len(decided), len(counted)) == (1, 2)
+    sparse = made.prefill(SHORT, dense_allowed=False)
+    assert sparse is not None
+    assert first is not None
+    assert first.dense
+    assert not sparse.dense
+    made.prefill(LONG, dense_allowed=True)  # one more than are kept
+    before = len(decided)
+    assert made.prefill(SHORT, dense_allowed=True).plan == first.plan
+    assert len(decided) == before + 1
+
+
+def test_the_indexers_chunks_follow_the_memory_that_is_free_when_serving():
+    readings = []
+
+    def free() -> int:
+        readings.append(1)
+        return 64 << 20
+
+    made = planner("v32_fp8")
+    before = made.prefill(LONG, dense_allowed=False).plan.indexer.rows_per_chunk
+    made.free_memory = free
+    after = [made.prefill(LONG, dense_allowed=False).plan.indexer.rows_per_chunk for _ in range(2)]
+    assert after == [128, 128]  # 16 MiB of 32768 * 4 bytes
+    assert before > 128
+    assert len(readings) == 1
+
+
+def test_a_copy_that_does_not_fit_is_not_made():
+    """SGLang gathers a bf16 copy of every context of the batch for FlashMLA's prefill kernel, beside its caches."""
+    made = planner("v32_fp8", synthetic(90, libraries=("flash_mla", "deep_gemm", "fa3")), heads=16)
+    copy = LONG.shape.total_kv_len * 576 * 2
+    for free, copied in ((4 * copy, True), (4 * copy - 4, False)):
+        made.device = replace(made.device, memory_free=free)
+        route = made.prefill(LONG, dense_allowed=False)
+        assert route.plan.dequantize_kv == copied
+        assert route.impl == ("flashmla_sparse" if copied else "flashmla_kv")
+    assert "over a quarter of the free memory" in route.plan.reasons["dequantize_kv"]
+
+
+@pytest.mark.parametrize(
+    ("backend", "server_args", "feature"),
+    [
+        ({"hisparse_coordinator": object()}, {}, "hisparse"),
+        ({}, {"enable_hisparse": True}, "hisparse"),
+        ({}, {"enable_nsa_prefill_context_parallel": True}, "context-parallel prefill"),
+        ({}, {"enable_prefill_cp": True}, "context-parallel prefill"),
+        ({"dcp_size": 2}, {}, "context-parallel decode"),
+        ({"dsa_index_kpool": 4}, {}, "pooled indexer keys"),
+        ({"_kv_shard_pool": object()}, {}, "a sharded KV cache"),
+        ({}, {"enable_deterministic_inference": True}, "deterministic inference"),
+        ({"hisparse_coordinator": None, "_kv_shard_pool": None, "dcp_size": 1}, {"enable_prefill_cp": False}, None),
+    ],
+)
+def test_features_that_are_sglangs_own(backend: dict, server_args: dict, feature: str | None):
+    assert sglangs_own(SimpleNamespace(**backend), SimpleNamespace(**server_args)) == feature
+
+
+def test_the_model_of_the_tests_is_the_plugins():
+    assert isinstance(MODEL, ModelShape)
+    assert MODEL.heads_per_rank == 4
+
+
+def test_what_a_steps_plan_depends_on_makes_a_plan_of_its_own(monkeypatch: pytest.MonkeyPatch):
+    decided = []
+
+    def deciding(model, batch, device, settings, **given):
+        decided.append((batch.phase, batch.num_requests, batch.num_tokens))
+        return decide(model, batch, device, settings, **given)
+
+    monkeypatch.setattr(routes, "decide", deciding)
+    made, counted = planner("v32_fp8"), []
+    made.count = counted.append
+    steps = [(Phase.DECODE, 4, 4), (Phase.DECODE, 8, 8), (Phase.TARGET_VERIFY, 4, 8), (Phase.TARGET_VERIFY, 8, 8)]
+    for _ in range(3):
+        for phase, requests, rows in steps:
+            plan = made.step(step_batch(phase, requests, rows, 4096)).plan
+            assert plan.phase is phase
+            assert f"{requests} requests, {rows} query rows" in plan.reasons["phase"]
+    assert decided == steps
+    assert made.trace.counts == {"decode/sparse_decode/cuda": 6, "target_verify/sparse_decode/cuda": 6}
+    assert len(counted) == 12
+    # The settings are a planner's: what another has decided is not taken over.
+    other = planner("v32_fp8", decode_backend="triton").step(step_batch(*steps[0], 4096)).plan
+    assert (other.provider, len(decided)) == ("triton", len(steps) + 1)
+
+
+def test_a_new_reading_of_the_free_memory_makes_a_new_plan_of_the_same_lengths(monkeypatch: pytest.MonkeyPatch):
+    made, chunks = planner("v32_fp8"), []
+    for free in (64 << 20, 128 << 20, 64 << 20):
+        made.free_memory = lambda free=free: free
+        chunks.append(made.prefill(LONG, dense_allowed=False).plan.indexer.rows_per_chunk)
+    assert chunks == [128, 256, 128]
+    monkeypatch.setattr(routes, "decide", lambda *_: pytest.fail("decided before"))
+    assert made.prefill(LONG, dense_allowed=False).plan.indexer.rows_per_chunk == 128

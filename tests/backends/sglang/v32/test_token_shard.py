@@ -1,0 +1,253 @@
+"""Heads for tokens under SGLang, on real process groups (see the `shard` bodies), and what needs one rank alone."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from nsa_plugin.backends.common import token_shard as shared
+from nsa_plugin.backends.sglang.startup.serving import Serving
+from nsa_plugin.backends.sglang.v32 import token_shard
+from nsa_plugin.backends.sglang.v32.batch import prefill_batch, step_batch
+from nsa_plugin.backends.sglang.v32.routes import Planner
+from nsa_plugin.backends.sglang.v32.token_shard import all_heads, impossible
+from nsa_plugin.decision import timings as measured
+from nsa_plugin.decision.shapes import Phase
+from nsa_plugin.errors import PatchError
+from nsa_plugin.parallel.partition import by_count
+from nsa_plugin.settings import ResolvedSettings, Settings
+from tests.backends.fake_sglang import shard_prefills, shard_steps
+from tests.backends.fake_sglang.v32 import H200, MODEL, DsaBackend, ForwardMode, forward_batch
+from tests.backends.sglang.startup.test_serving import built, runner
+from tests.parallel.ranks import on_ranks
+
+LONG = prefill_batch(forward_batch(ForwardMode.EXTEND, [3000], [9000]))
+SHORT = prefill_batch(forward_batch(ForwardMode.EXTEND, [30], [30]))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_indexer_and_attention_are_the_unsharded_ones_bit_for_bit(ranks: int, tmp_path: Path):
+    on_ranks(ranks, shard_prefills.on_ranks_of_cpus, tmp_path)
+
+
+@pytest.mark.parametrize(("ranks", "chunks"), [(2, 2), (2, 4), (4, 2), (4, 4)])
+def test_pieces_are_the_unsharded_ones_bit_for_bit(ranks: int, chunks: int, tmp_path: Path):
+    on_ranks(ranks, shard_prefills.pieces_on_ranks_of_cpus, tmp_path, chunks)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_later_steps_are_the_unsharded_ones_bit_for_bit(ranks: int, tmp_path: Path):
+    on_ranks(ranks, shard_steps.on_ranks_of_cpus, tmp_path)
+
+
+def planner(**fields: Any) -> Planner:
+    settings = Settings(token_shard=fields.pop("token_shard", "on"))
+    return Planner(MODEL, H200, settings, **({"exchange_rows": 8192, "no_exchange": ""} | fields))
+
+
+def reason(made: Planner, batch: Any, *, dense: bool = False) -> tuple[bool, str]:
+    route = made.prefill(batch, dense_allowed=dense)
+    assert route is not None
+    return route.plan.token_shard, route.plan.reasons["token_shard"]
+
+
+def test_a_planner_trades_where_there_is_an_exchange():
+    assert reason(planner(), LONG)[0]
+    for phase, rows, trades in (
+        (Phase.DECODE, 64, True),
+        (Phase.TARGET_VERIFY, 64, True),
+        (Phase.DECODE, 1, False),
+        (Phase.DRAFT_EXTEND, 64, False),
+        (Phase.IDLE, 64, False),
+    ):
+        assert planner().step(step_batch(phase, rows, rows, 4096)).plan.token_shard is trades
+
+
+@pytest.mark.parametrize(
+    ("fields", "phase", "why"),
+    [
+        ({"no_exchange": "two-batch overlap is on"}, Phase.DECODE, "two-batch overlap is on"),
+        ({"exchange_rows": 63}, Phase.TARGET_VERIFY, "64 query rows exceed the 63 that the exchange's buffers hold"),
+        ({"no_exchange": "whatever"}, Phase.DRAFT_EXTEND, "draft_extend: the rows of draft steps are not traded"),
+        ({"token_shard": "off", "no_exchange": "whatever"}, Phase.DECODE, "token_shard is off"),
+    ],
+)
+def test_a_planner_keeps_the_heads_of_a_step_and_says_why(fields: dict[str, Any], phase: Phase, why: str):
+    plan = planner(**fields).step(step_batch(phase, 64, 64, 4096)).plan
+    assert (plan.token_shard, plan.reasons["token_shard"]) == (False, why)
+
+
+def test_a_step_is_dealt_out_by_its_rows_alone():
+    """A replay has its capture's shares, whatever its lengths are."""
+    made = planner()
+    for rows in (2, 7, 64):
+        batches = [step_batch(Phase.DECODE, rows, rows, context) for context in (64, 4096)]
+        shares = [made.shares(made.step(batch).plan, batch, 8192) for batch in batches]
+        assert shares[0] == shares[1] == by_count(rows, 2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "batch", "why"),
+    [
+        ({"no_exchange": "two-batch overlap is on"}, LONG, "two-batch overlap is on"),
+        ({"exchange_rows": 2999}, LONG, "3000 query rows exceed the 2999 that the exchange's buffers hold"),
+        ({}, replace(LONG, in_graph=True), "SGLang captures or replays this prefill in pieces"),
+        ({}, SHORT, "dense attention pads no heads"),
+        ({"no_exchange": "whatever"}, SHORT, "dense attention pads no heads"),
+        ({"token_shard": "off", "no_exchange": "whatever"}, LONG, "token_shard is off"),
+    ],
+)
+def test_a_planner_keeps_the_heads_and_says_why(fields: dict[str, Any], batch: Any, why: str):
+    trades, said = reason(planner(**fields), batch, dense=batch is SHORT)
+    assert not trades
+    assert said.startswith(why)
+
+
+def test_without_an_exchange_nothing_is_traded():
+    """Whatever the settings say: a plan that trades and a backend that cannot would be wrong rows."""
+    plain = Planner(MODEL, H200, Settings(token_shard="on"))
+    assert reason(plain, LONG) == (False, "this backend has no exchange")
+
+
+def begun(monkeypatch: pytest.MonkeyPatch) -> Serving:
+    """By `auto`, with no kernel run."""
+    for name in ("warm", "warm_selection"):
+        monkeypatch.setattr(f"nsa_plugin.backends.sglang.startup.serving.{name}", lambda *given: None)
+    monkeypatch.setattr("nsa_plugin.backends.sglang.startup.serving.free_device_memory", lambda: 8 << 30)
+    backend, model_runner = built(), runner(chunked_prefill_size=8192)
+    made = Serving.begin(ResolvedSettings(Settings(), {}), backend, model_runner, H200)
+    made.adopt(backend, model_runner)
+    return made
+
+
+def test_auto_asks_no_group_of_a_size_that_was_not_measured(monkeypatch: pytest.MonkeyPatch):
+    """Neither SGLang's groups nor memory: the fakes have none."""
+    others = {key: labels for key, labels in measured.MEASUREMENTS.items() if not key[1].endswith(" tp2")}
+    monkeypatch.setattr(measured, "MEASUREMENTS", others)
+    made = begun(monkeypatch)
+    assert made.exchange is None
+    words = made.routes["prefill, 4096 of 4096 tokens"]
+    assert (
+        f"; heads not traded for tokens: 2 ranks trading {MODEL.heads_per_rank} heads each were not measured" in words
+    )
+
+
+def test_auto_takes_no_memory_where_no_batch_was_measured_to_be_quicker(
+    envs: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+):
+    """The ranks say so to each other: one that has other kernel libraries than the rest might not."""
+    group = SimpleNamespace(device_group=2, cpu_group=object())
+    group_module(monkeypatch, get_attn_tp_group=lambda: group)
+    monkeypatch.setattr(dist, "get_world_size", lambda size: size)
+    said: list[Any] = []
+    monkeypatch.setattr(shared, "least", lambda *given: said.append(given) or 0)
+    made = begun(monkeypatch)
+    assert said == [(group.cpu_group, 0)]
+    assert made.exchange is None
+    words = made.routes["prefill, 4096 of 4096 tokens"]
+    assert (
+        "; heads not traded for tokens: no batch of up to 8192 query rows was measured on SM90 to be quicker" in words
+    )
+
+
+@pytest.fixture
+def envs(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    found = SimpleNamespace()
+    for name in ("sglang", "sglang.srt"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    module = ModuleType("sglang.srt.environ")
+    module.envs = found  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "sglang.srt.environ", module)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("impls", "args", "broadcast", "why"),
+    [
+        ("flashmla_kv", {}, None, None),
+        ("flashmla_kv", {}, False, None),
+        ("flashmla_kv", {}, True, "SGLANG_DSA_TOPK_BROADCAST"),
+        ("flashmla_kv", {"enable_two_batch_overlap": True}, None, "two-batch overlap"),
+        ("flashmla_kv", {"enable_return_indexer_topk": True}, None, "returned to users"),
+        ("flashmla_kv", {"enable_prefill_cp": True}, None, "context-parallel prefill is on"),
+        ("flashmla_kv", {"enable_deterministic_inference": True}, None, "deterministic inference is on"),
+        ("tilelang", {}, None, "--dsa-prefill-backend is tilelang and its decode backend tilelang, which stay"),
+        ("flashmla_kv, tilelang", {}, None, None),
+        ("tilelang, flashmla_kv", {}, None, None),
+    ],
+)
+def test_what_of_a_server_has_no_part_in_it(
+    envs: SimpleNamespace, impls: str, args: dict[str, Any], broadcast: bool | None, why: str | None
+):
+    if broadcast is not None:
+        envs.SGLANG_DSA_TOPK_BROADCAST = SimpleNamespace(get=lambda: broadcast)
+    prefill, *decode = impls.split(", ")
+    said = impossible(built(prefill=prefill, decode=(decode or [prefill])[0]), runner(**args), MODEL)
+    assert (said is None) if why is None else (said is not None and why in said)
+
+
+def group_module(monkeypatch: pytest.MonkeyPatch, **members: Any) -> None:
+    module = ModuleType(token_shard.GROUP[0])
+    vars(module).update(members)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        (None, "has no sglang.srt.distributed.parallel_state.get_attn_tp_group"),
+        (SimpleNamespace(device_group=None, cpu_group=object()), "has no device_group"),
+        (SimpleNamespace(device_group=3, cpu_group=object()), "has 3 ranks, and heads for 2"),
+    ],
+)
+def test_a_group_that_is_not_as_expected_is_refused(
+    envs: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, group: Any, message: str
+):
+    monkeypatch.setattr(dist, "get_world_size", lambda size: size)
+    group_module(monkeypatch, **({} if group is None else {"get_attn_tp_group": lambda: group}))
+    with pytest.raises(PatchError, match=message):
+        token_shard.open_exchange(built(), runner(), MODEL, H200, Settings(token_shard="on"))
+
+
+def test_graphs_are_found_by_the_names_of_every_version(monkeypatch: pytest.MonkeyPatch):
+    answers = {name: False for kind in token_shard.IN_GRAPH for _, name in kind}
+    for old in (0, 1):
+        for kind in token_shard.IN_GRAPH:
+            for place, (path, name) in enumerate(kind):
+                module = ModuleType(path)
+                if place == old:
+                    setattr(module, name, lambda name=name: answers[name])
+                monkeypatch.setitem(sys.modules, path, module)
+        asks = token_shard._in_graph()
+        for kind in token_shard.IN_GRAPH:
+            assert not asks()
+            answers[kind[old][1]] = True
+            assert asks()
+            answers[kind[old][1]] = False
+    for kind in token_shard.IN_GRAPH:
+        for path, _ in kind:
+            monkeypatch.setitem(sys.modules, path, ModuleType(path))
+    with pytest.raises(PatchError, match=r"SGLang has none of .*is_in_breakable_cuda_graph"):
+        token_shard._in_graph()
+
+
+def test_the_engines_heads_come_back_whatever_happens():
+    backend = DsaBackend()
+    backend.flashmla_kv_num_q_heads = 64  # type: ignore[attr-defined]
+    seen = []
+
+    def call() -> None:
+        with all_heads(backend, 128):
+            seen.append(backend.flashmla_kv_num_q_heads)  # type: ignore[attr-defined]
+            raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        call()
+    assert seen == [128]
+    assert backend.flashmla_kv_num_q_heads == 64  # type: ignore[attr-defined]

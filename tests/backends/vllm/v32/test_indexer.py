@@ -1,0 +1,321 @@
+"""vLLM's indexer under plans: who is selected for, within which budget, and steps that go in pieces."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from nsa_plugin.backends.common.providers import Providers
+from nsa_plugin.backends.vllm.v32.indexer import (
+    ATTRIBUTE,
+    StepSelection,
+    planned_indexer_builder,
+    prefill_chunks,
+    prefill_topk,
+    wrap_indexer,
+)
+from nsa_plugin.backends.vllm.v32.routes import Planner
+from nsa_plugin.kernels.indexer import quantize, reference_paged_topk
+from nsa_plugin.kernels.kv_cache import PagedCache, allocate_cache, reference_write
+from tests.backends.fake_vllm.v32 import MAX_LEN, TRITON, World, planner
+
+MIB = 1 << 20
+HEADS, DIM, PAGE, TOPK = 4, 128, 8, 5
+
+
+def split_indexer_prefill_chunks(
+    seq_lens_cpu: torch.Tensor,
+    query_lens_cpu: torch.Tensor,
+    workspace_size: int,
+    max_logits_bytes: int,
+    request_offset: int = 0,
+) -> list[tuple[slice, slice]]:
+    """vLLM's rule: requests while keys fit the workspace and rows x keys the budget; else rows of one request."""
+    chunks: list[tuple[slice, slice]] = []
+    most, end = max_logits_bytes // 4, 0
+    while end < len(seq_lens_cpu):
+        start, rows, keys = end, 0, 0
+        while end < len(seq_lens_cpu):
+            more_rows, more_keys = rows + int(query_lens_cpu[end]), keys + int(seq_lens_cpu[end])
+            if end > start and (more_keys > workspace_size or more_rows * more_keys > most):
+                break
+            rows, keys, end = more_rows, more_keys, end + 1
+        step = max(1, most // keys)
+        for first in range(0, rows, step):
+            some = slice(start + request_offset, end + request_offset)
+            chunks.append((some, slice(first, min(first + step, rows))))
+    return chunks
+
+
+def chunks_of(deciding: Planner | None, lengths: list[tuple[int, int]], offset: int) -> Any:
+    """The chunks of a batch of which vLLM's indexer takes the first `offset` requests for steps."""
+    if deciding is not None:
+        World(deciding).step(lengths)
+    ours = prefill_chunks(split_indexer_prefill_chunks, lambda: deciding)
+    rows, contexts = (torch.tensor([length[place] for length in lengths[offset:]]) for place in (0, 1))
+    return ours(contexts, rows, 1000, 512 * MIB, request_offset=offset)
+
+
+MIXED = [(1, 40), (1, 9), (6, 6), (30, 60), (20, 20), (5, 70), (4, 96), (4, 21), (0, 12)]
+
+
+def test_requests_that_attend_densely_are_in_no_chunk():
+    """vllm #52512: what selects and what attends have to agree, request by request."""
+    chunks = chunks_of(planner(), MIXED, 2)
+    assert chunks == [(slice(3, 4), slice(0, 30)), (slice(5, 7), slice(0, 9))]
+
+
+def test_a_request_without_rows_is_in_no_chunk():
+    """vllm #51486: its keys alone would be a launch without rows."""
+    lengths = [(30, 60), (0, 12), (5, 70)]
+    assert chunks_of(planner(), lengths, 0) == [(slice(0, 1), slice(0, 30)), (slice(2, 3), slice(0, 5))]
+
+
+def test_short_requests_that_vllms_indexer_takes_for_prefills_are_in_one():
+    lengths = [(2, 40), (1, 9), (30, 60)]
+    assert chunks_of(planner(step_tokens=2), lengths, 1) == [(slice(1, 3), slice(0, 31))]
+
+
+def test_the_budget_of_a_prefills_logits_follows_the_free_memory():
+    deciding = planner()
+    deciding.free_memory = lambda: 4 * 60 * 10 * 4  # a quarter of it is the logits of 10 rows of 60 keys
+    assert chunks_of(deciding, [(30, 60)], 0) == [(slice(0, 1), slice(first, first + 10)) for first in (0, 10, 20)]
+    assert deciding.free_memory is None
+
+
+def test_other_batches_are_vllms_own():
+    lengths = [(30, 60), (6, 6)]
+    own = split_indexer_prefill_chunks(torch.tensor([60, 6]), torch.tensor([30, 6]), 1000, 512 * MIB)
+    assert chunks_of(None, lengths, 0) == own
+    ours = prefill_chunks(split_indexer_prefill_chunks, lambda: planner())
+    assert ours(torch.tensor([60, 6]), torch.tensor([30, 6]), 1000, 512 * MIB) == own
+
+
+def test_the_topk_of_a_prefill_counts_from_the_rows_first_key():
+    ran: list[tuple[Any, ...]] = []
+    logits = torch.full((3, 12), torch.nan)
+    starts, ends = torch.tensor([0, 4, 4]).int(), torch.tensor([2, 11, 4]).int()
+    logits[0, :2] = torch.tensor([1.0, 2.0])
+    logits[1, 4:11] = torch.tensor([0.0, 9.0, 1.0, 8.0, 2.0, 7.0, 3.0])
+    out = torch.full((3, 8), 9, dtype=torch.int32)
+    given = (logits, starts, ends, out[:, :3], 3, logits.stride(0), logits.stride(1), 3)
+    prefill_topk(lambda *args: ran.append(args), lambda: False)(*given)
+    assert len(ran) == 1
+    assert bool((out == 9).all())
+    prefill_topk(lambda *args: ran.append(args), lambda: True)(*given)
+    assert len(ran) == 1
+    assert [set(row.tolist()) for row in out[:, :3]] == [{0, 1, -1}, {1, 3, 5}, {-1}]
+    assert bool((out[:, 3:] == 9).all())
+
+
+# ---------------------------------------------------------------------------------------------------
+# Steps over the budget
+
+
+@dataclass
+class IndexerMetadata:
+    num_decodes: int
+    num_decode_tokens: int
+    num_prefills: int
+    decode: Any = None
+    prefill: Any = None
+
+
+class StockIndexerBuilder:
+    """DeepseekV32IndexerMetadataBuilder: requests with as many rows as the first are steps, up to a threshold."""
+
+    threshold = 4
+    compress_ratio = 1
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> IndexerMetadata:
+        common = common_attn_metadata
+        lens = common.query_start_loc_cpu.diff().tolist()
+        same = [0 < rows <= self.threshold and rows in (lens[0], 0) for rows in lens]
+        padded = all(rows in (lens[0], 0) for rows in lens)
+        decodes = len(lens) if padded else (same.index(False) if False in same else len(lens))
+        rows = common.num_actual_tokens if decodes == len(lens) else sum(lens[:decodes])
+        return IndexerMetadata(decodes, rows, len(lens) - decodes, decode="vLLM's", prefill="vLLM's")
+
+
+def built(deciding: Planner, lengths: list[tuple[int, int]], **padding: int) -> tuple[IndexerMetadata, Any]:
+    step = World(deciding).step(lengths, **padding)
+    builder = planned_indexer_builder(StockIndexerBuilder, lambda: deciding)()
+    return builder.build(0, step.common), step
+
+
+def small_budget(step_tokens: int, rows: int = 4) -> Planner:
+    """Steps whose logits are held for `rows` rows at once."""
+    device = replace(TRITON, memory_free=4 * 4 * MAX_LEN * rows)
+    return planner(device=device, step_tokens=step_tokens)
+
+
+def test_steps_within_the_budget_are_vllms():
+    metadata, _ = built(planner(), [(1, 40), (1, 9)])
+    assert (metadata.num_decodes, metadata.decode) == (2, "vLLM's")
+    assert not hasattr(metadata, ATTRIBUTE)
+
+
+@pytest.mark.parametrize("next_n", [1, 2, 4])
+def test_steps_over_the_budget_are_taken_out(next_n: int):
+    lengths = [(next_n, 40), (next_n, 9), (next_n, 20), (next_n, 80), (next_n, 5)]
+    metadata, step = built(small_budget(next_n), lengths, padded_rows=next_n, padded_requests=1)
+    assert (metadata.num_decodes, metadata.num_decode_tokens, metadata.decode) == (0, 0, None)
+    steps: StepSelection = getattr(metadata, ATTRIBUTE)
+    assert steps.rows == 6 * next_n
+    # A captured batch's lengths and pages are vLLM's buffers themselves.
+    assert steps.lengths.data_ptr() == step.common.seq_lens.data_ptr()
+    assert steps.page_table.data_ptr() == step.common.block_table_tensor.data_ptr()
+
+
+def test_steps_that_vllms_indexer_takes_for_prefills_are_its_own():
+    class Strict(StockIndexerBuilder):
+        threshold = 0
+
+    deciding = small_budget(1)
+    step = World(deciding).step([(1, 40), (1, 9), (1, 3), (1, 80), (1, 96), (30, 60)])
+    metadata = planned_indexer_builder(Strict, lambda: deciding)().build(0, step.common)
+    assert metadata.num_prefills == 6
+    assert not hasattr(metadata, ATTRIBUTE)
+
+
+def test_a_compressed_cache_is_vllms():
+    class Compressed(StockIndexerBuilder):
+        compress_ratio = 4
+
+    builder = planned_indexer_builder(Compressed, lambda: small_budget(1))()
+    assert builder.nsa_plugin is None
+
+
+def test_a_builder_that_splits_by_a_method_of_its_own():
+    class Later(StockIndexerBuilder):
+        _split_indexer_prefill_chunks = staticmethod(split_indexer_prefill_chunks)
+
+    deciding = planner()
+    World(deciding).step(MIXED)
+    builder = planned_indexer_builder(Later, lambda: deciding)()
+    rows, contexts = (torch.tensor([length[place] for length in MIXED[2:]]) for place in (0, 1))
+    chunks = builder._split_indexer_prefill_chunks(contexts, rows, 1000, 512 * MIB, request_offset=2)
+    assert [some for some, _ in chunks] == [slice(3, 4), slice(5, 7)]
+
+
+@dataclass
+class Call:
+    """What vLLM's model calls its indexer with."""
+
+    cache: PagedCache
+    q: torch.Tensor
+    weights: torch.Tensor
+    buffer: torch.Tensor
+
+
+def a_call(rows: int) -> Call:
+    random = torch.Generator().manual_seed(5)
+    cache = allocate_cache("indexer_fp8", 160, PAGE)
+    keys = torch.randn(cache.num_slots, DIM, generator=random)
+    reference_write(cache, keys, torch.arange(cache.num_slots), power_of_two_scales=True)
+    q, _ = quantize(torch.randn(rows, HEADS, DIM, generator=random))
+    weights = torch.rand(rows, HEADS, generator=random)
+    return Call(cache, q, weights, torch.full((rows + 3, TOPK), 9, dtype=torch.int32))
+
+
+def stock_indexer(
+    hidden_states: torch.Tensor,
+    k_cache_prefix: str,
+    kv_cache: torch.Tensor,
+    q_quant: torch.Tensor,
+    weights: torch.Tensor,
+    topk_tokens: int,
+    max_model_len: int,
+    topk_indices_buffer: torch.Tensor,
+    dense_mha_metadata_layer_name: str = "mla",
+) -> torch.Tensor:
+    """vLLM's: clears the rows, and here selects nothing."""
+    topk_indices_buffer[: hidden_states.shape[0]] = -1
+    seen.append(dense_mha_metadata_layer_name)
+    return topk_indices_buffer
+
+
+seen: list[str] = []
+
+
+@pytest.mark.parametrize("provider", ["triton", "reference"])
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [(1, 40), (1, 9), (1, 3), (1, 80), (1, 96)],
+        [(2, 40), (2, 9), (2, 2), (2, 80)],
+        [(4, 40), (4, 9), (4, 4), (4, 70)],
+    ],
+)
+def test_steps_in_pieces_select_what_all_at_once_would(lengths: list[tuple[int, int]], provider: str):
+    next_n = lengths[0][0]
+    deciding = small_budget(next_n)
+    metadata, step = built(deciding, lengths, padded_rows=next_n, padded_requests=1)
+    steps: StepSelection = getattr(metadata, ATTRIBUTE)
+    indexer = replace(steps.plan.indexer, provider=provider, metadata_provider="")
+    assert indexer.rows_per_chunk < steps.rows
+    setattr(metadata, ATTRIBUTE, replace(steps, plan=replace(steps.plan, indexer=indexer)))
+    call = a_call(steps.rows)
+    sm = 90 if provider == "triton" else 0
+    ours = wrap_indexer(stock_indexer, lambda: {"indexer": metadata}, lambda: Providers("bf16", sm))
+    hidden = torch.empty(steps.rows, 1)
+    pages = call.cache.data.view(160, PAGE, -1)
+    result = ours(hidden, "indexer", pages, call.q, call.weights, TOPK, MAX_LEN, call.buffer)
+    assert result is call.buffer
+    expected = reference_paged_topk(
+        call.q.unflatten(0, (-1, next_n)),
+        call.cache,
+        call.weights,
+        step.common.seq_lens,
+        step.common.block_table_tensor,
+        TOPK,
+    )
+    assert [set(row) for row in call.buffer[: steps.rows].tolist()] == [set(row) for row in expected.tolist()]
+    assert bool((call.buffer[-3 - next_n : -3] == -1).all())  # padded rows
+    assert bool((call.buffer[-3:] == 9).all())
+
+
+def test_the_logits_of_steps_are_held_for_as_many_rows_as_the_plan_says():
+    metadata, _ = built(small_budget(1), [(1, 40), (1, 9), (1, 3), (1, 80), (1, 96)])
+    call, asked = a_call(5), []
+    providers = Providers("bf16", 0)
+    plan = getattr(metadata, ATTRIBUTE).plan.indexer
+    providers._loaded["indexer_topk_paged", plan.provider, None] = lambda *_, **named: asked.append(named)
+    given = (torch.empty(5, 1), "indexer", call.cache.data.view(160, PAGE, -1), call.q, call.weights)
+    ours = wrap_indexer(stock_indexer, lambda: {"indexer": metadata}, lambda: providers)
+    ours(*given, TOPK, MAX_LEN, call.buffer)
+    (named,) = asked
+    assert named["rows_per_chunk"] == plan.rows_per_chunk == 4
+    assert named["max_len"] == MAX_LEN
+
+
+def test_steps_of_different_rows_go_row_by_row():
+    class Native(StockIndexerBuilder):
+        """One that does not ask for equal rows, as vLLM's for next_n over 2 on SM90."""
+
+        def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> IndexerMetadata:
+            return IndexerMetadata(common_attn_metadata.num_reqs, common_attn_metadata.num_actual_tokens, 0)
+
+    deciding = small_budget(3)
+    step = World(deciding).step([(3, 40), (1, 9), (2, 20)])
+    metadata = planned_indexer_builder(Native, lambda: deciding)().build(0, step.common)
+    steps: StepSelection = getattr(metadata, ATTRIBUTE)
+    assert steps.lengths.tolist() == [38, 39, 40, 9, 19, 20]
+    assert torch.equal(steps.page_table, step.table[[0, 0, 0, 1, 2, 2]])
+
+
+def test_the_name_of_the_attentions_metadata_is_withheld():
+    """From 0.28 on vLLM's function selects for no prefill of a batch in which any attends densely."""
+    seen.clear()
+    prefix = SimpleNamespace(value="indexer")  # vLLM's LayerName
+    call = a_call(2)
+    arguments = (torch.empty(2, 1), prefix, call.cache.data, call.q, call.weights, TOPK, MAX_LEN, call.buffer, "mla")
+    for batch in ({"indexer": IndexerMetadata(0, 0, 1)}, None):
+        wrap_indexer(stock_indexer, lambda batch=batch: batch, lambda: Providers("bf16", 0))(*arguments)
+    assert seen == ["", "mla"]

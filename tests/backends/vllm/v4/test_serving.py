@@ -1,0 +1,235 @@
+"""A worker of V4 before any batch: what is refused, what is warmed, what the report says; and the ledger."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from packaging.version import Version
+
+from nsa_plugin.backends.common.providers import Providers
+from nsa_plugin.backends.vllm.startup.model import family_of, refuse_on_cpu, refuse_on_gpu, v4_shape
+from nsa_plugin.backends.vllm.v4 import patches as v4_patches
+from nsa_plugin.backends.vllm.v4 import serving as v4_serving
+from nsa_plugin.backends.vllm.v4.serving import V4Serving, warm_v4
+from nsa_plugin.backends.vllm.v32 import serving as gpu_serving
+from nsa_plugin.errors import NoProviderError, SettingsError, ShapeError
+from nsa_plugin.libraries.devices import synthetic
+from nsa_plugin.patches.ledger import Need
+from nsa_plugin.patches.vllm import PATCHES
+from nsa_plugin.patches.vllm_v4 import CHANGES, V4
+from nsa_plugin.settings import ResolvedSettings, Settings
+from nsa_plugin.telemetry import Trace
+from tests.backends.fake_vllm.v4 import H200, MODEL
+from tests.backends.vllm.v4.test_indexer import Stock
+
+
+def config(cache_dtype: str = "fp8", **more: Any) -> Any:
+    hf = SimpleNamespace(
+        architectures=["DeepseekV4ForCausalLM"],
+        num_attention_heads=8,
+        head_dim=512,
+        qk_rope_head_dim=64,
+        index_topk=128,
+        index_n_heads=32,
+        index_head_dim=128,
+        sliding_window=128,
+        compress_ratios=[0, 4, 128],
+    )
+    fields = {
+        "model_config": SimpleNamespace(hf_config=hf, hf_text_config=hf, max_model_len=1024, model="checkpoint"),
+        "cache_config": SimpleNamespace(cache_dtype=cache_dtype),
+        "parallel_config": SimpleNamespace(tensor_parallel_size=2),
+        "scheduler_config": SimpleNamespace(max_num_batched_tokens=512, max_num_seqs=8),
+        "speculative_config": None,
+        "attention_config": SimpleNamespace(use_fp4_indexer_cache=False, backend=None),
+        "compilation_config": SimpleNamespace(static_forward_context={}),
+    }
+    return SimpleNamespace(**(fields | more))
+
+
+def changed(**hf: Any) -> Any:
+    given = config()
+    vars(given.model_config.hf_config).update(hf)
+    return given
+
+
+def serving(vllm_config: Any = None, device: Any = H200, **settings: Any) -> V4Serving:
+    resolved = ResolvedSettings(Settings(**settings), {})
+    return V4Serving(
+        resolved=resolved, trace=Trace(), vllm_config=vllm_config or config(), device_profile=lambda: device
+    )
+
+
+@pytest.mark.parametrize("sm", [80, 120])
+def test_a_device_without_vllms_backend_is_refused(sm: int):
+    with pytest.raises(NoProviderError, match="vLLM's FLASHMLA_SPARSE_DSV4, which needs an SM90 or SM100"):
+        serving(device=synthetic(sm)).planning()
+
+
+def layer(backend: str) -> Any:
+    return SimpleNamespace(swa_cache_layer=object(), get_attn_backend=lambda: SimpleNamespace(get_name=lambda: backend))
+
+
+def test_v4_is_refused_on_a_cpu_for_good():
+    with pytest.raises(SettingsError, match="no DeepSeek-V4 for vLLM on a CPU"):
+        refuse_on_cpu(config())
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (changed(architectures=["DeepseekV41ForCausalLM"]), "carries DeepseekV4ForCausalLM here, not DeepseekV41"),
+        (changed(compress_ratios=[0, 4, 2]), "compress_ratios of the model has 2; nsa-plugin knows 0, 1, 4, 128"),
+        (changed(head_dim=256), "head_dim of the model is 256"),
+        (changed(head_dim=None), "head_dim of the model is None"),
+        (config(attention_config=SimpleNamespace(use_fp4_indexer_cache=True)), "an fp4 indexer cache"),
+        (
+            config(speculative_config=SimpleNamespace(num_speculative_tokens=3, parallel_drafting=True)),
+            "parallel_drafting of --speculative-config",
+        ),
+        (
+            config(parallel_config=SimpleNamespace(tensor_parallel_size=1, decode_context_parallel_size=2)),
+            "--decode-context-parallel-size 2",
+        ),
+    ],
+)
+def test_what_is_not_carried(given: Any, words: str):
+    with pytest.raises(SettingsError, match=words):
+        refuse_on_gpu(given)
+
+
+def test_a_cache_that_is_not_of_fp8_records():
+    with pytest.raises(ShapeError, match="--kv-cache-dtype is bfloat16; nsa-plugin reads auto, fp8"):
+        refuse_on_gpu(config("bfloat16"))
+
+
+def test_the_model_as_a_rank_sees_it():
+    found = v4_shape(config())
+    assert (found.family, found.heads_per_rank, found.kv_layout, found.sliding_window) == ("v4", 4, "v4_fp8", 128)
+    assert found.row_dims == (512, 512)
+    assert family_of(config()) == "v4"
+    plain = changed(architectures=["DeepseekV32ForCausalLM"])
+    assert family_of(plain) == "v4", "by its compress ratios"
+    del plain.model_config.hf_config.compress_ratios
+    assert family_of(plain) == "v3.2"
+
+
+def test_a_worker_is_told_what_its_batches_take(monkeypatch: pytest.MonkeyPatch):
+    warmed: list[Any] = []
+    monkeypatch.setattr(v4_serving, "warm_v4", lambda kernels, *_: warmed.append(kernels))
+    monkeypatch.setattr(gpu_serving, "warm_selection", lambda *_: None)
+    given = config(speculative_config=SimpleNamespace(num_speculative_tokens=3))
+    found = serving(given, prefill_backend="triton")
+    for _ in range(2):
+        found.prepare(torch.device("cpu"))
+    assert warmed == [{("sparse_mla_prefill", "triton")}], "once"
+    assert given.attention_config.backend is None, "V4's layers choose theirs"
+    assert (found.planning().step_tokens, found.active) == (4, False)
+    layers = given.compilation_config.static_forward_context
+    layers |= {"a": layer("FLASHMLA_SPARSE_DSV4"), "b": layer("V4_FLASHMLA_SPARSE"), "c": SimpleNamespace()}
+    assert found.active
+    assert found.notes() == ["decode_backend is auto: decode and verify steps of DeepSeek-V4 stay vLLM's own"]
+    facts = found.facts()
+    assert facts["attention"] == "2 layers on vLLM's FLASHMLA_SPARSE_DSV4"
+    assert facts["prefill, 1024 of 1024 tokens"].startswith("direct by triton; ")
+    assert facts["target_verify, 64 requests"].startswith("decode kernel by flash_mla, vLLM's FlashMLA; ")
+    layers["d"] = layer("FLASHINFER_MLA_SPARSE_DSV4")
+    assert "layers on vLLM's backend FLASHINFER_MLA_SPARSE_DSV4 stay vLLM's own" in found.notes()[0]
+    del layers["a"], layers["b"]
+    assert not found.active
+    assert "prefill, 1024 of 1024 tokens" not in found.facts()
+
+
+def test_settings_that_no_batch_can_satisfy_are_refused_at_once():
+    with pytest.raises(SettingsError, match="token_shard is on and cannot work here"):
+        serving(token_shard="on").planning()
+    with pytest.raises(SettingsError, match="decode_backend is cuda"):
+        serving(device=synthetic(90, libraries=("triton", "flash_mla")), decode_backend="cuda").planning()
+    with pytest.raises(NoProviderError):
+        serving(device=synthetic(90, libraries=("triton",))).planning()
+
+
+@pytest.mark.parametrize("provider", ["reference", "triton"])
+def test_kernels_are_run_over_every_compress_ratio(provider: str):
+    providers = Providers("v4_fp8", 90 if provider == "triton" else 0)
+    kernels = {("sparse_mla_prefill", provider), ("sparse_mla_decode", provider)}
+    asked: list[Any] = []
+    load = providers.load
+
+    def counted(op: str, *args: Any, **kwargs: Any) -> Any:
+        asked.append(op)
+        return load(op, *args, **kwargs)
+
+    providers.load = counted  # type: ignore[method-assign]
+    warm_v4(kernels, providers, MODEL, torch.device("cpu"))
+    assert asked == ["sparse_mla_decode"] * 3 + ["sparse_mla_prefill"] * 3
+
+
+@pytest.mark.parametrize(("value", "words"), [(1.0, "is not zero"), (None, "KeyError")])
+def test_a_kernel_that_does_not_run_is_named(value: float | None, words: str):
+    providers = Providers("v4_fp8", 0)
+
+    def broken(q: torch.Tensor, *_: Any, **__: Any) -> Any:
+        if value is None:
+            raise KeyError("a symbol")
+        return SimpleNamespace(out=torch.full_like(q, value))
+
+    providers._loaded["sparse_mla_prefill", "cuda", 4] = broken
+    with pytest.raises(NoProviderError, match=f"cuda's sparse_mla_prefill for DeepSeek-V4.*{words}"):
+        warm_v4({("sparse_mla_prefill", "cuda")}, providers, MODEL, torch.device("cpu"))
+
+
+# ---------------------------------------------------------------------------------------------------
+# The ledger
+
+
+@pytest.mark.parametrize(
+    ("version", "where"),
+    [
+        ("0.20.0", "deepseek_v4_attention:DeepseekV4MLAAttention"),
+        ("0.21.0", "deepseek_v4_attention:DeepseekV4MLAAttention"),
+        ("0.22.1", "nvidia.flashmla:DeepseekV4FlashMLASparseImpl"),
+        ("0.23.0", "nvidia.flashmla:DeepseekV4FlashMLAAttention"),
+        ("0.33.0", "nvidia.flashmla:DeepseekV4FlashMLAAttention"),
+    ],
+)
+def test_where_the_layer_is_by_version(version: str, where: str):
+    targets = {patch.name: patch.target(Version(version)) for patch in V4}
+    for name in ("vllm.v4-prefill", "vllm.v4-decode"):
+        target = targets[name]
+        assert target is not None
+        assert where in target.path
+    assert (targets["vllm.v4-swa-prefill-swa-indices"] is None) == (version < "0.24")
+
+
+def test_v4_is_checked_for_v4_only():
+    assert {patch.need for patch in V4} == {Need.GPU_V4}
+    assert [patch for patch in PATCHES if patch.need is Need.GPU_V4] == list(V4)
+    names = [patch.name for patch in PATCHES]
+    assert names.index("vllm.gpu-indexer-builder") < names.index("vllm.v4-indexer-builder")
+
+
+def test_what_the_patches_make(monkeypatch: pytest.MonkeyPatch):
+    class Backend:
+        @staticmethod
+        def get_builder_cls() -> type:
+            return Stock
+
+    class Inheriting(Backend):
+        pass
+
+    deciding: list[Any] = [None]
+    monkeypatch.setattr(v4_patches, "planning", lambda: deciding[0])
+    ours = v4_patches.indexer_builder_class(Inheriting.get_builder_cls).__func__
+    window = v4_patches.swa_builder_class(vars(Backend)["get_builder_cls"]).__func__
+    assert ours() is Stock
+    assert window() is Stock
+    deciding[0] = object()
+    assert ours().__mro__[2] is Stock
+    assert ours() is ours(), "one class, whoever asks"
+    assert window().__mro__[1] is Stock
+    assert {patch.replacement.rpartition(":")[0] for patch in CHANGES} == {v4_patches.__name__}
+    assert all(hasattr(v4_patches, patch.replacement.rpartition(":")[2]) for patch in CHANGES)
