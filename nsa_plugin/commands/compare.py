@@ -6,22 +6,21 @@ import argparse
 import json
 import os
 import shlex
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from rich.console import Console
 
 from nsa_plugin.commands.compare_options import ENGINES, MEASURED, USUAL_CONTEXT, add_arguments
+from nsa_plugin.commands.signals import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED, sigterm_raises
 from nsa_plugin.tools.compare import beside, record, report
 from nsa_plugin.tools.compare.lifecycle import speaker
 from nsa_plugin.tools.compare.load import DECODE, MIXED, SPEED_CASES, decode_prompt, left_out, loads
-from nsa_plugin.tools.compare.measured import Measured
+from nsa_plugin.tools.compare.measured import CONTROL, PLUGIN, STOCK, Measured
 from nsa_plugin.tools.compare.model import (
     Spec,
     checkpoint_name,
@@ -34,12 +33,11 @@ from nsa_plugin.tools.compare.model import (
     shown,
     spec_of,
 )
-from nsa_plugin.tools.compare.rule import CONTROL, PLUGIN, STOCK
 from nsa_plugin.tools.compare.runner import Comparison
 from nsa_plugin.tools.compare.verdict import judge
 from nsa_plugin.tools.compare.workload import AGREEMENT_CASES, LIMIT, ROWS, until_it_fails, workload
 from nsa_plugin.tools.serving.common import switches
-from nsa_plugin.tools.serving.engine import V4, V32, CompareError, Engine
+from nsa_plugin.tools.serving.engine import V4, V32, CompareError, ServedEngine
 from nsa_plugin.tools.terminal import console
 
 __all__ = ["TAKES_ENGINE_FLAGS", "add_arguments", "run"]
@@ -47,7 +45,6 @@ __all__ = ["TAKES_ENGINE_FLAGS", "add_arguments", "run"]
 TAKES_ENGINE_FLAGS = True
 # Tokens kept for the answer to the longest prompt, and for what speculative decoding puts beyond it.
 _ANSWER = 512
-_EXIT_OK, _EXIT_FAILED, _EXIT_INTERRUPTED, _EXIT_TERMINATED = 0, 1, 130, 143
 
 
 def run(args: argparse.Namespace) -> int:
@@ -103,33 +100,26 @@ def run(args: argparse.Namespace) -> int:
         # Unnamed, the record could take the place of another's.
         on_step=lambda: _save(measured, logs, args.json if record.is_named(measured) else None),
     )
-    code = _EXIT_FAILED
-    before = signal.signal(signal.SIGTERM, _terminate)
+    code = EXIT_FAILED
     try:
-        if args.model is None:
-            make_checkpoint(_spec(args), comparison.model, say)
-        facts["checkpoint"] = digest(comparison.model)
-        if other is not None:
-            beside.check_same(measured, other)
-        comparison.make(runs)
+        with sigterm_raises():
+            if args.model is None:
+                make_checkpoint(_spec(args), comparison.model, say)
+            facts["checkpoint"] = digest(comparison.model)
+            if other is not None:
+                beside.check_same(measured, other)
+            comparison.make(runs)
     except KeyboardInterrupt:
-        measured.ended, code = "interrupted", _EXIT_INTERRUPTED
+        measured.ended, code = "interrupted", EXIT_INTERRUPTED
     except SystemExit:
-        measured.ended, code = "terminated", _EXIT_TERMINATED
-    finally:
-        signal.signal(signal.SIGTERM, before)
+        measured.ended, code = "terminated", EXIT_TERMINATED
     made, path = _save(measured, logs, args.json)
     say(f"saved: {logs / MEASURED}{f', record: {path}' if path else ''}")
     report.print_record(made, out)
     if "checkpoint" not in facts:  # it was ended before anything was asked
         other = None
     holds = _beside(measured, other, args.json, out) and made["verdict"]["holds"]
-    return code if measured.ended else (_EXIT_OK if holds else _EXIT_FAILED)
-
-
-def _terminate(number: int, frame: FrameType | None) -> NoReturn:
-    """SIGTERM as an exception, so that every `with` and `finally` on the way out does its work."""
-    raise SystemExit(_EXIT_TERMINATED)
+    return code if measured.ended else (EXIT_OK if holds else EXIT_FAILED)
 
 
 def _read(option: str, path: Path) -> Measured:
@@ -155,7 +145,7 @@ def _judge_again(args: argparse.Namespace, other: Measured | None, out: Console)
         out.print(f"recorded: {path}")
     report.print_record(made, out)
     holds = _beside(measured, other, args.json, out) and made["verdict"]["holds"]
-    return _EXIT_OK if holds else _EXIT_FAILED
+    return EXIT_OK if holds else EXIT_FAILED
 
 
 def _beside(measured: Measured, other: Measured | None, folder: Path | None, out: Console) -> bool:
@@ -210,7 +200,7 @@ def _cases(args: argparse.Namespace) -> list[str]:
     return [LIMIT]
 
 
-def _facts(args: argparse.Namespace, engine: Engine, cases: Sequence[str]) -> dict[str, Any]:
+def _facts(args: argparse.Namespace, engine: ServedEngine, cases: Sequence[str]) -> dict[str, Any]:
     """What does not change in the course of the comparison of `cases`.
 
     Raises:

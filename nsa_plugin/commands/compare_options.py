@@ -8,15 +8,15 @@ from pathlib import Path
 
 from nsa_plugin.commands.arguments import positive, positives, seconds
 from nsa_plugin.tools.compare.load import SPEED_CASES, USUAL_OUTPUT
+from nsa_plugin.tools.compare.measured import CONTROL, PLUGIN, STOCK
 from nsa_plugin.tools.compare.model import SPEC, SPEC_V4
-from nsa_plugin.tools.compare.rule import CONTROL, PLUGIN, STOCK
 from nsa_plugin.tools.compare.runner import ROLES
 from nsa_plugin.tools.compare.workload import AGREEMENT_CASES
-from nsa_plugin.tools.serving.engine import FAMILIES, V32, Engine
+from nsa_plugin.tools.serving.engine import FAMILIES, V32, ServedEngine
 from nsa_plugin.tools.serving.sglang import SglangEngine
 from nsa_plugin.tools.serving.vllm import VllmEngine
 
-ENGINES: dict[str, Callable[[], Engine]] = {"sglang": SglangEngine, "vllm": VllmEngine}
+ENGINES: dict[str, Callable[[], ServedEngine]] = {"sglang": SglangEngine, "vllm": VllmEngine}
 # What a run saves beside its servers' logs.
 MEASURED = "measured.jsonl"
 USUAL_CONTEXT = 32000

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from nsa_plugin.tools.checkpoints.v32 import CheckpointSpec, write_checkpoint
-from nsa_plugin.tools.serving.process import Server, ServerError, ServerSpec, python_path_with_vllm_name
+from nsa_plugin.tools.serving.process import Server, ServerError, ServerSpec
+from nsa_plugin.tools.serving.vllm import python_path_with_vllm_name, serve_command
 from tests.vllm.conftest import HERE
 
 pytestmark = pytest.mark.engine_vllm
@@ -157,10 +158,10 @@ def test_kill_switch(tmp_path: Path, checkpoint: Path) -> None:
 
 def test_the_server_itself_does_not_start_with_a_wrong_setting(tmp_path: Path, checkpoint: Path) -> None:
     spec = ServerSpec(
-        model=checkpoint,
+        command=lambda port: serve_command(
+            checkpoint, port, ["--dtype", "float32", "--max-model-len", "512"], ON | {"prefill_backend": "fastest"}
+        ),
         log=tmp_path / "server.log",
-        arguments=["--dtype", "float32", "--max-model-len", "512"],
-        plugin=ON | {"prefill_backend": "fastest"},
         environ={"PYTHONPATH": python_path_with_vllm_name(tmp_path / "name"), "HF_HUB_OFFLINE": "1"},
     )
     message = r"'prefill_backend'.*'fastest'; allowed: one of auto, flash_mla"

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from nsa_plugin.tools.serving.common import routes
-from nsa_plugin.tools.serving.process import Server, ServerError, ServerSpec, python_path_with_vllm_name
+from nsa_plugin.tools.serving.process import Server, ServerError, ServerSpec
+from nsa_plugin.tools.serving.vllm import python_path_with_vllm_name, serve_command
 
 pytestmark = pytest.mark.engine_vllm
 
@@ -53,15 +54,15 @@ def dies(server: Server) -> bool:
 
 
 def server_spec(tmp_path: Path, checkpoint: Path, *arguments: str) -> ServerSpec:
+    flags = [
+        *("--served-model-name", "tiny", "--dtype", "float32", "--max-model-len", "512"),
+        *("--enforce-eager", "--kv-cache-memory-bytes", str(1 << 28)),
+        *arguments,
+    ]
+    plugin = {"enabled": True, "trace": str(tmp_path / "trace.jsonl")}
     return ServerSpec(
-        model=checkpoint,
+        command=lambda port: serve_command(checkpoint, port, flags, plugin),
         log=tmp_path / "server.log",
-        arguments=[
-            *("--served-model-name", "tiny", "--dtype", "float32", "--max-model-len", "512"),
-            *("--enforce-eager", "--kv-cache-memory-bytes", str(1 << 28)),
-            *arguments,
-        ],
-        plugin={"enabled": True, "trace": str(tmp_path / "trace.jsonl")},
         environ={"PYTHONPATH": python_path_with_vllm_name(tmp_path / "name"), "HF_HUB_OFFLINE": "1"},
     )
 

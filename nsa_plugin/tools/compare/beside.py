@@ -13,12 +13,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from nsa_plugin.tools.compare import record, rule
-from nsa_plugin.tools.compare.measured import Answer, Measured, Run
-from nsa_plugin.tools.compare.rule import CONTROL, PLUGIN, STOCK, Compared, Tolerance
+from nsa_plugin.tools.compare.measured import CONTROL, PLUGIN, STOCK, Measured, Run
+from nsa_plugin.tools.compare.rule import Compared, Tolerance
 from nsa_plugin.tools.compare.verdict import Check, active, agreement_checks, complete, control_check, spread_check
 from nsa_plugin.tools.compare.workload import LIMIT
 from nsa_plugin.tools.serving.common import flag_value
 from nsa_plugin.tools.serving.engine import V4, CompareError
+from nsa_plugin.tools.serving.requests import Answer
 
 # Facts that must be the same: what answers depend on beside the engine.
 _SAME = {

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from datetime import datetime
 
-from nsa_plugin.tools.compare.rule import STOCK
-from nsa_plugin.tools.compare.serving import RoleServer, StartCancelledError
+from nsa_plugin.tools.compare.measured import STOCK
+from nsa_plugin.tools.compare.role_server import RoleServer, StartCancelledError
 from nsa_plugin.tools.serving.client import settle
-from nsa_plugin.tools.serving.engine import CompareError, Engine
+from nsa_plugin.tools.serving.engine import CompareError, ServedEngine
 from nsa_plugin.tools.serving.process import ServerError
 
 HEARTBEAT_S = 15.0
@@ -38,7 +38,7 @@ def start_all(servers: Sequence[RoleServer], say: Say) -> None:
         try:
             starting: dict[Future[None], RoleServer] = {}
             for one in servers:
-                say(f"{one.role}: starting, {one.server.spec.start_timeout:.0f} s allowed, log {one.server.spec.log}")
+                say(f"{one.role}: starting, {one.server.spec.start_timeout:.0f} s allowed, log {one.log}")
                 starting[pool.submit(one.start)] = one
             said = time.monotonic()
             while starting:
@@ -51,7 +51,7 @@ def start_all(servers: Sequence[RoleServer], say: Say) -> None:
                 if starting and time.monotonic() >= said + HEARTBEAT_S:
                     said = time.monotonic()
                     for one in starting.values():
-                        last = one.server.tail(1)
+                        last = one.tail(1)
                         shown = last[0][:_SHOWN_WIDTH] if last else "nothing logged yet"
                         say(f"{one.role}: starting for {one.seconds:.0f} s: {shown}")
         except BaseException:
@@ -66,7 +66,7 @@ def _started(one: RoleServer, error: BaseException | None, say: Say) -> bool:
         if problem := one.note_plugin():
             say(f"{one.role}: {problem}")
     elif isinstance(error, ServerError):
-        for line in one.server.tail(_TAIL_LINES):
+        for line in one.tail(_TAIL_LINES):
             say(f"  | {line[:_TAIL_WIDTH]}")
         set_failed(one, error, say)
     elif not isinstance(error, StartCancelledError):
@@ -84,7 +84,7 @@ def set_failed(one: RoleServer, error: Exception, say: Say) -> None:
         say(f"{one.role}: {left_behind}")
 
 
-def recover(one: RoleServer, engine: Engine, left: float) -> None:
+def recover(one: RoleServer, engine: ServedEngine, left: float) -> None:
     """After a request that failed or was given up: see that the server lives and has nothing left to do.
 
     Args:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from nsa_plugin.tools.serving.client import flush, new_session, within_time
-from nsa_plugin.tools.serving.engine import CompareError, Engine
+from nsa_plugin.tools.serving.engine import CompareError, ServedEngine
 
 if TYPE_CHECKING:
     import aiohttp
@@ -161,7 +161,9 @@ class _Timed:
         self.tokens, self.last = tokens, now
 
 
-def measure(engine: Engine, url: str, load: Load, repetition: int, vocab_size: int, timeout: float) -> dict[str, float]:
+def measure(
+    engine: ServedEngine, url: str, load: Load, repetition: int, vocab_size: int, timeout: float
+) -> dict[str, float]:
     """One repetition of a load, by measure (`Load.measures`). What is a distribution in it is its median.
 
     Args:
@@ -197,7 +199,7 @@ def measure(engine: Engine, url: str, load: Load, repetition: int, vocab_size: i
     return {name: found[name] for name in load.measures}
 
 
-async def _whole(session: aiohttp.ClientSession, engine: Engine, url: str, body: str) -> tuple[str, float]:
+async def _whole(session: aiohttp.ClientSession, engine: ServedEngine, url: str, body: str) -> tuple[str, float]:
     """(the answer to one request, seconds until all of it was there)."""
     started = time.perf_counter()
     async with session.post(f"{url}{engine.generate_path}", data=body, headers=_HEADERS) as response:
@@ -207,7 +209,7 @@ async def _whole(session: aiohttp.ClientSession, engine: Engine, url: str, body:
     return text, time.perf_counter() - started
 
 
-def _check_answers(engine: Engine, load: Load, text: str) -> None:
+def _check_answers(engine: ServedEngine, load: Load, text: str) -> None:
     answers = engine.answers(json.loads(text))
     if len(answers) != load.requests:
         raise CompareError(f"{load.name}: {len(answers)} answers to {load.requests} prompts")
@@ -215,7 +217,7 @@ def _check_answers(engine: Engine, load: Load, text: str) -> None:
         _check_length(load, len(answer.token_ids))
 
 
-async def _stream(session: aiohttp.ClientSession, engine: Engine, url: str, body: str, after: float) -> _Timed:
+async def _stream(session: aiohttp.ClientSession, engine: ServedEngine, url: str, body: str, after: float) -> _Timed:
     """Send a request, `after` seconds from now, and take the times of its tokens from then on."""
     timed = _Timed()
     if after:

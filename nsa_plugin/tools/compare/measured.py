@@ -9,42 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nsa_plugin.tools.serving.requests import Answer
+
 SCHEMA = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """What a server answered to one prompt. Log probabilities are natural; NaN where the server gave none.
-
-    Attributes:
-        token_ids: generated tokens.
-        logprobs: of each of them.
-        top: for each of them, the most probable token ids with their log probabilities.
-        prompt_logprobs: of the prompt's last tokens, where they were asked for.
-        cached_tokens: prompt tokens that came from the prefix cache.
-        error: why there is no answer, or "".
-    """
-
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[float, ...] = ()
-    top: tuple[dict[int, float], ...] = ()
-    prompt_logprobs: tuple[float, ...] = ()
-    cached_tokens: int = 0
-    error: str = ""
-
-    def as_dict(self) -> dict[str, Any]:
-        return vars(self) | {"top": [[list(best), list(best.values())] for best in self.top]}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Answer:
-        return cls(
-            token_ids=tuple(data["token_ids"]),
-            logprobs=tuple(data["logprobs"]),
-            top=tuple(dict(zip(ids, values, strict=True)) for ids, values in data["top"]),
-            prompt_logprobs=tuple(data["prompt_logprobs"]),
-            cached_tokens=data["cached_tokens"],
-            error=data["error"],
-        )
+STOCK, AGAIN, PLUGIN, CONTROL = "stock", "stock-again", "plugin", "control"
 
 
 @dataclass(kw_only=True)

@@ -45,8 +45,8 @@ from typing import Any
 from nsa_plugin.settings import Settings
 from nsa_plugin.tools import records
 from nsa_plugin.tools.compare.load import Load, left_out
-from nsa_plugin.tools.compare.measured import Measured, Run
-from nsa_plugin.tools.compare.rule import AGAIN, PLUGIN, STOCK, Compared, Tolerance, mean
+from nsa_plugin.tools.compare.measured import AGAIN, PLUGIN, STOCK, Measured, Run
+from nsa_plugin.tools.compare.rule import Compared, Tolerance, mean
 from nsa_plugin.tools.compare.verdict import Verdict, climb
 from nsa_plugin.tools.compare.workload import CONCURRENT, LIMIT
 

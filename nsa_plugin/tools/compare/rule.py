@@ -12,11 +12,10 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from nsa_plugin.tools.compare.measured import Answer, Measured, Run
+from nsa_plugin.tools.compare.measured import AGAIN, STOCK, Measured, Run
 from nsa_plugin.tools.compare.workload import FORCED, LIMIT, SAME
 from nsa_plugin.tools.serving.engine import V4, V32
-
-STOCK, AGAIN, PLUGIN, CONTROL = "stock", "stock-again", "plugin", "control"
+from nsa_plugin.tools.serving.requests import Answer
 
 # The plugin may be this many times as far from stock as stock is from itself.
 TIMES = 2.0

@@ -13,14 +13,14 @@ from pathlib import Path
 
 from nsa_plugin.tools.compare.lifecycle import Say, finish_all, recover, set_failed, start_all
 from nsa_plugin.tools.compare.load import Load
-from nsa_plugin.tools.compare.measured import Answer, Measured, Run
-from nsa_plugin.tools.compare.rule import AGAIN, CONTROL, PLUGIN, STOCK
-from nsa_plugin.tools.compare.serving import RoleServer
+from nsa_plugin.tools.compare.measured import AGAIN, CONTROL, PLUGIN, STOCK, Measured, Run
+from nsa_plugin.tools.compare.role_server import RoleServer
 from nsa_plugin.tools.compare.turns import Turns
-from nsa_plugin.tools.compare.workload import LIMIT, Group, digest
+from nsa_plugin.tools.compare.workload import LIMIT
 from nsa_plugin.tools.serving.client import send
-from nsa_plugin.tools.serving.engine import CompareError, Engine
+from nsa_plugin.tools.serving.engine import CompareError, ServedEngine
 from nsa_plugin.tools.serving.process import ServerError, free_ports
+from nsa_plugin.tools.serving.requests import Answer, RequestGroup
 
 # Each role is a server of its own. The control is the plugin with wrong tokens on purpose.
 ROLES = (STOCK, PLUGIN, CONTROL, AGAIN)
@@ -50,11 +50,11 @@ class Comparison:
         on_step: called after each step; saves what was measured.
     """
 
-    engine: Engine
+    engine: ServedEngine
     measured: Measured
     model: Path
     flags: Sequence[str]
-    groups: Sequence[Group]
+    groups: Sequence[RequestGroup]
     loads: Sequence[Load]
     logs: Path
     deadline: float
@@ -68,7 +68,7 @@ class Comparison:
         measured = self.measured
         for group in self.groups:
             measured.prompts[group.name] = {request.name: len(request.prompt) for request in group.requests}
-            measured.digests[group.name] = digest(group)
+            measured.digests[group.name] = group.digest()
             measured.forced = max([measured.forced, *(request.prompt_logprobs for request in group.requests)])
             measured.least_cached |= {one.name: one.cached_tokens for one in group.requests if one.cached_tokens}
 
@@ -188,7 +188,7 @@ class Comparison:
         if problem := one.note_plugin():
             self.say(f"{run.role}: {problem}")
 
-    def _ask_until_it_fails(self, one: RoleServer, group: Group, kept: float) -> None:
+    def _ask_until_it_fails(self, one: RoleServer, group: RequestGroup, kept: float) -> None:
         """Send a group's requests one by one, until one is refused or the server is gone.
 
         Of stock that is an outcome, which the run's `fell` says; a server that is only slow has not failed.

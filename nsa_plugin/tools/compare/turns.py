@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from nsa_plugin.tools.compare.lifecycle import HEARTBEAT_S, Say, recover, set_failed
 from nsa_plugin.tools.compare.load import Load, measure
-from nsa_plugin.tools.compare.serving import RoleServer
-from nsa_plugin.tools.serving.engine import CompareError, Engine
+from nsa_plugin.tools.compare.role_server import RoleServer
+from nsa_plugin.tools.serving.engine import CompareError, ServedEngine
 from nsa_plugin.tools.serving.process import ServerError
 
 # No repetition takes longer while its server is well, the first compilation of kernels included.
@@ -32,7 +32,7 @@ class Turns:
         on_step: called after each load; saves what was measured.
     """
 
-    engine: Engine
+    engine: ServedEngine
     loads: Sequence[Load]
     vocab_size: int
     until: float

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from nsa_plugin.tools.compare import rule
-from nsa_plugin.tools.compare.measured import Measured, Run
-from nsa_plugin.tools.compare.rule import CONTROL, PLUGIN, STOCK, Compared, Tolerance
+from nsa_plugin.tools.compare.measured import CONTROL, PLUGIN, STOCK, Measured, Run
+from nsa_plugin.tools.compare.rule import Compared, Tolerance
 from nsa_plugin.tools.compare.workload import AGREEMENT_CASES, LIMIT
 from nsa_plugin.tools.serving.engine import V32
 

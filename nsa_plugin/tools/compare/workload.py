@@ -6,14 +6,12 @@ in another company, they show how much a server differs from itself (`SAME`).
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from nsa_plugin.tools.serving.engine import CompareError
+from nsa_plugin.tools.serving.requests import PromptRequest, RequestGroup
 
 SINGLE, BATCH, PREFIX, CONCURRENT, FORCED = "single", "batch", "prefix", "concurrent", "forced"
 ROWS, LIMIT = "rows", "limit"
@@ -29,47 +27,10 @@ SAME = (
     (PREFIX, f"{PREFIX}-cold"),
     (CONCURRENT, f"{CONCURRENT}-again"),
 )
-NEW_TOKENS = 24
 NUM_CONCURRENT = 64
 # Positions of a prompt whose log probabilities are compared: every one is conditioned on the same tokens.
 FORCED_POSITIONS = 512
-# Top log probabilities of each generated token; a near tie is among them.
-TOP = 16
 _FIRST_TOKEN = 10
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """One request.
-
-    Attributes:
-        name: unique in its group; the same in groups that `SAME` pairs.
-        prompt: token ids.
-        prompt_logprobs: see `Engine.body`.
-        cached_tokens: at least so many of the prompt's tokens must come from the prefix cache.
-    """
-
-    name: str
-    prompt: tuple[int, ...]
-    new_tokens: int = NEW_TOKENS
-    prompt_logprobs: int = 0
-    cached_tokens: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Group:
-    """Requests that are sent together.
-
-    Attributes:
-        name: of the group.
-        case: see `AGREEMENT_CASES`; `LIMIT` of what `until_it_fails` makes.
-        how: "one by one", "one batch" (a single HTTP request) or "at once" (an HTTP request each).
-    """
-
-    name: str
-    case: str
-    how: str
-    requests: tuple[Request, ...]
 
 
 def prompt_lengths(selects_above: int, context: int, edges: Sequence[int] = ()) -> list[int]:
@@ -92,7 +53,7 @@ def workload(
     row_edges: Sequence[int] = (),
     seed: int = 7,
     concurrent: int = NUM_CONCURRENT,
-) -> list[Group]:
+) -> list[RequestGroup]:
     """The groups of `cases`, in the order in which they are sent.
 
     Args:
@@ -118,19 +79,20 @@ def workload(
     groups = []
     if SINGLE in cases or BATCH in cases:
         alone = tuple(
-            Request(name=f"p{count}", prompt=tokens(f"p{count}", count))
+            PromptRequest(name=f"p{count}", prompt=tokens(f"p{count}", count))
             for count in prompt_lengths(selects_above, context, edges)
         )
         if SINGLE in cases:
             groups += [
-                Group(name=name, case=SINGLE, how="one by one", requests=alone) for name in (SINGLE, f"{SINGLE}-again")
+                RequestGroup(name=name, case=SINGLE, how="one by one", requests=alone)
+                for name in (SINGLE, f"{SINGLE}-again")
             ]
         if BATCH in cases:
-            groups.append(Group(name=BATCH, case=BATCH, how="one batch", requests=alone))
+            groups.append(RequestGroup(name=BATCH, case=BATCH, how="one batch", requests=alone))
     if FORCED in cases:
         counts = sorted({selects_above * 3 // 4, selects_above * 3 // 2, min(3 * selects_above, context)})
         forced = tuple(
-            Request(
+            PromptRequest(
                 name=f"p{count}",
                 prompt=tokens(f"forced/{count}", count),
                 new_tokens=1,
@@ -138,38 +100,32 @@ def workload(
             )
             for count in counts
         )
-        groups.append(Group(name=FORCED, case=FORCED, how="one by one", requests=forced))
-        groups.append(Group(name=f"{FORCED}-batch", case=FORCED, how="one batch", requests=forced))
+        groups.append(RequestGroup(name=FORCED, case=FORCED, how="one by one", requests=forced))
+        groups.append(RequestGroup(name=f"{FORCED}-batch", case=FORCED, how="one batch", requests=forced))
     if ROWS in cases and (counts := sorted({count for count in row_edges if count <= context})):
-        whole = tuple(Request(name=f"q{count}", prompt=tokens(f"rows/{count}", count)) for count in counts)
-        groups.append(Group(name=ROWS, case=ROWS, how="one by one", requests=whole))
-        groups.append(Group(name=f"{ROWS}-batch", case=ROWS, how="one batch", requests=whole))
+        whole = tuple(PromptRequest(name=f"q{count}", prompt=tokens(f"rows/{count}", count)) for count in counts)
+        groups.append(RequestGroup(name=ROWS, case=ROWS, how="one by one", requests=whole))
+        groups.append(RequestGroup(name=f"{ROWS}-batch", case=ROWS, how="one batch", requests=whole))
     if PREFIX in cases:
         groups += _prefix_groups(selects_above, tokens)
     if CONCURRENT in cases:
         source = random.Random(f"{seed}/lengths")
         low, high = math.log(max(2, selects_above // 64)), math.log(2 * selects_above)
         lengths = [int(math.exp(source.uniform(low, high))) for _ in range(concurrent)]
-        mixed = [Request(name=f"c{i}", prompt=tokens(f"c{i}", count)) for i, count in enumerate(lengths)]
-        groups.append(Group(name=CONCURRENT, case=CONCURRENT, how="at once", requests=tuple(mixed)))
+        mixed = [PromptRequest(name=f"c{i}", prompt=tokens(f"c{i}", count)) for i, count in enumerate(lengths)]
+        groups.append(RequestGroup(name=CONCURRENT, case=CONCURRENT, how="at once", requests=tuple(mixed)))
         source.shuffle(mixed)
-        groups.append(Group(name=f"{CONCURRENT}-again", case=CONCURRENT, how="at once", requests=tuple(mixed)))
+        groups.append(RequestGroup(name=f"{CONCURRENT}-again", case=CONCURRENT, how="at once", requests=tuple(mixed)))
     return groups
 
 
-def until_it_fails(vocab_size: int, lengths: Sequence[int], *, seed: int = 7) -> Group:
+def until_it_fails(vocab_size: int, lengths: Sequence[int], *, seed: int = 7) -> RequestGroup:
     """A prompt of each length, the shortest first, of which the last are expected to be too much for stock."""
     requests = (
-        Request(name=f"p{count}", prompt=_tokens(f"{seed}/{LIMIT}/{count}", count, vocab_size))
+        PromptRequest(name=f"p{count}", prompt=_tokens(f"{seed}/{LIMIT}/{count}", count, vocab_size))
         for count in sorted(set(lengths))
     )
-    return Group(name=LIMIT, case=LIMIT, how="one by one", requests=tuple(requests))
-
-
-def digest(group: Group) -> str:
-    """SHA-256 of all that its requests ask: equal where two servers were asked the same in the same way."""
-    asked = [[one.name, one.prompt, one.new_tokens, one.prompt_logprobs] for one in group.requests]
-    return hashlib.sha256(json.dumps([group.name, group.how, asked]).encode()).hexdigest()
+    return RequestGroup(name=LIMIT, case=LIMIT, how="one by one", requests=tuple(requests))
 
 
 def _tokens(name: str, count: int, vocab_size: int) -> tuple[int, ...]:
@@ -178,24 +134,24 @@ def _tokens(name: str, count: int, vocab_size: int) -> tuple[int, ...]:
     return tuple(source.randrange(_FIRST_TOKEN, vocab_size) for _ in range(count))
 
 
-def _prefix_groups(selects_above: int, tokens: object) -> list[Group]:
+def _prefix_groups(selects_above: int, tokens: object) -> list[RequestGroup]:
     """A pair of prompts with a shared prefix below `selects_above` in all, a pair with one above, and both without."""
     assert callable(tokens)
-    warm: list[Request] = []
+    warm: list[PromptRequest] = []
     for name, shared_count, own_count in (
         ("below-topk", selects_above // 2, selects_above // 8),
         ("above-topk", selects_above * 3 // 2, selects_above // 4),
     ):
         shared = tokens(f"{name}/shared", shared_count)
-        warm.append(Request(name=f"{name}-first", prompt=shared + tokens(f"{name}/first", own_count)))
+        warm.append(PromptRequest(name=f"{name}-first", prompt=shared + tokens(f"{name}/first", own_count)))
         # Caches hold whole pages: half of the prefix is more than enough to show a hit.
         again = shared + tokens(f"{name}/again", own_count + 1)
-        warm.append(Request(name=f"{name}-again", prompt=again, cached_tokens=shared_count // 2))
+        warm.append(PromptRequest(name=f"{name}-again", prompt=again, cached_tokens=shared_count // 2))
     cold = tuple(
-        Request(name=request.name, prompt=request.prompt) for request in warm if request.name.endswith("-again")
+        PromptRequest(name=request.name, prompt=request.prompt) for request in warm if request.name.endswith("-again")
     )
     # The cache is emptied before each request of the second group.
     return [
-        Group(name=PREFIX, case=PREFIX, how="one by one", requests=tuple(warm)),
-        Group(name=f"{PREFIX}-cold", case=PREFIX, how="one by one, uncached", requests=cold),
+        RequestGroup(name=PREFIX, case=PREFIX, how="one by one", requests=tuple(warm)),
+        RequestGroup(name=f"{PREFIX}-cold", case=PREFIX, how="one by one, uncached", requests=cold),
     ]

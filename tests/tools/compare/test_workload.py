@@ -15,7 +15,7 @@ from nsa_plugin.libraries.capabilities import Op, RowLimit
 from nsa_plugin.tools.compare.load import Load, _check_answers, _readings, _Timed, left_out, loads
 from nsa_plugin.tools.compare.model import SPEC, SPEC_V4, edges, row_edges, selects_above
 from nsa_plugin.tools.compare.model import digest as checkpoint_digest
-from nsa_plugin.tools.compare.workload import AGREEMENT_CASES, SAME, digest, prompt_lengths, until_it_fails, workload
+from nsa_plugin.tools.compare.workload import AGREEMENT_CASES, SAME, prompt_lengths, until_it_fails, workload
 from nsa_plugin.tools.serving.common import token_count
 from nsa_plugin.tools.serving.engine import CompareError
 from nsa_plugin.tools.serving.sglang import SglangEngine
@@ -172,10 +172,10 @@ def test_numbers_of_flags() -> None:
 
 def test_a_group_that_asks_for_something_else_has_another_digest() -> None:
     (one, again, *_) = workload(256, 64, 136, ["single"])
-    assert digest(one) == digest(workload(256, 64, 136, ["single", "forced"])[0])
+    assert one.digest() == workload(256, 64, 136, ["single", "forced"])[0].digest()
     others = [again, *workload(256, 64, 136, ["single"], seed=8)[:1], *workload(256, 64, 140, ["single"])[:1]]
     others += [replace(one, how="at once"), replace(one, requests=one.requests[:-1])]
-    assert len({digest(group) for group in (one, *others)}) == 6
+    assert len({group.digest() for group in (one, *others)}) == 6
 
 
 def test_a_checkpoint_of_other_weights_has_another_digest(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def main() -> None:
     if mode == "dies":
         print("(EngineCore pid=7) ERROR 11-21 12:00:00 [core.py:2] Traceback (most recent call last):")
         print("(EngineCore pid=7) ERROR 11-21 12:00:00 [core.py:2] ValueError: index_topk is a fruit")
-        print("RuntimeError: Engine core initialization failed. See root cause above.", flush=True)
+        print("RuntimeError: ServedEngine core initialization failed. See root cause above.", flush=True)
         sys.exit(3)
     if mode == "never_healthy":
         time.sleep(600)

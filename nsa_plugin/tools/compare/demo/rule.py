@@ -1,4 +1,4 @@
-"""Judges the server's answers by the reference model, and the judge by answers that are known to be wrong."""
+"""Judge answers against the float32 reference model, and check the judge with answers that are known to be wrong."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nsa_plugin.tools.compare.demo.requests import Answer
+from nsa_plugin.tools.serving.requests import Answer, PromptRequest
 
 if TYPE_CHECKING:
     from nsa_plugin.tools.reference import ReferenceRun
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tolerance:
+class ReferenceTolerance:
     """How far the server may be from the float32 reference. Log probabilities are natural.
 
     Attributes:
-        margin: a generated token that is not the reference's first choice is wrong where the reference
-            prefers its own by more than this, and a tie where it does not.
-        logprob: |difference| of a log probability beyond which a position is an outlier. None: differences
-            are measured and stated, not judged.
-        outlier: |difference| beyond which a position is wrong.
-        outlier_share: the largest share of a run's positions that may be outliers.
+        margin: a generated token other than the reference's first choice is wrong if the reference prefers its own
+            token by more than this, and a tie otherwise.
+        logprob: a position is an outlier if a log probability differs by more than this. None: report differences
+            without judging them.
+        outlier: a position is wrong if a log probability differs by more than this.
+        outlier_share: largest share of a run's positions that may be outliers.
     """
 
     margin: float
@@ -30,23 +30,23 @@ class Tolerance:
     outlier: float | None = None
     outlier_share: float = 0.0
 
-    def outliers_hold(self, comparisons: Sequence[Comparison]) -> bool:
-        """Whether a run has no more outliers than it may."""
+    def allows_outliers_of(self, comparisons: Sequence[ReferenceComparison]) -> bool:
+        """Whether the run stays within `outlier_share`."""
         tokens = sum(comparison.tokens for comparison in comparisons)
         return sum(comparison.outliers for comparison in comparisons) <= self.outlier_share * tokens
 
 
-# In float32 only the order of additions differs: 3e-5 on this model. But where two tokens at the edge of a selection
-# score alike, that decides which one is attended; of a thousand selections about one turns, and of those that turn
-# one in twenty moves a log probability by more than 1e-3, and none that was seen by more than 6e-3. Attending to all
-# tokens instead of the selected ones puts more than half of the positions beyond 1e-3, and leaving out the indexer's
-# fp8 rounding a fifth.
+# In float32 only the order of additions differs: 3e-5 on this model. But if two tokens at the edge of a selection have
+# nearly the same score, that order decides which one is selected. About one selection in a thousand changes; one in
+# twenty of those moves a log probability by more than 1e-3, and none seen so far by more than 6e-3. Attending to all
+# tokens instead of the selected ones puts more than half of the positions beyond 1e-3; leaving out the indexer's fp8
+# rounding puts a fifth beyond it.
 #
-# In bfloat16 every activation is rounded to 8 bits: log probabilities are seen to differ by up to 0.8, and the
-# preferred token where the choice was within 0.5. Attention to wrong tokens differs by 4 in the median.
+# In bfloat16 every activation is rounded to 8 bits. Log probabilities differ by up to 0.8, and the preferred token
+# differs where the choice was within 0.5. Attention to wrong tokens differs by 4 in the median.
 TOLERANCES = {
-    "float32": Tolerance(margin=1e-3, logprob=1e-3, outlier=1e-2, outlier_share=0.02),
-    "bfloat16": Tolerance(margin=1.0),
+    "float32": ReferenceTolerance(margin=1e-3, logprob=1e-3, outlier=1e-2, outlier_share=0.02),
+    "bfloat16": ReferenceTolerance(margin=1.0),
 }
 
 
@@ -56,11 +56,11 @@ class Mismatch:
 
     Attributes:
         position: in the answer, from 0.
-        token, expected: the server's and the reference's choice.
-        margin: by how much the reference prefers its own, in nats.
-        logprob_error: largest |difference| of the log probabilities that the server gave at this position.
-        index_margin: the least margin of the reference's own selection at this position over the layers, see
-            `ReferenceRun`; near zero, rounding alone decides what is attended.
+        token, expected: the server's choice and the reference's.
+        margin: how much the reference prefers its own token, in nats.
+        logprob_error: largest |difference| of the server's log probabilities at this position.
+        index_margin: smallest margin of the reference's selection at this position over the layers, see
+            `ReferenceRun`. Near zero, rounding alone decides which token is attended to.
     """
 
     position: int
@@ -80,18 +80,18 @@ class Mismatch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """One request, compared.
+class ReferenceComparison:
+    """The comparison of one request.
 
     Attributes:
         name: of the request.
         tokens: generated tokens.
-        equal: of them, those that are the reference's first choice.
-        ties: of the others, those within the tolerance's margin.
-        outliers: positions whose log probabilities are off by more than `Tolerance.logprob`.
-        max_logprob_error: largest |difference| of all log probabilities that the server gave.
-        wrong: positions that the tolerance does not cover.
-        problem: what is wrong with the answer as a whole, or "".
+        equal: tokens that are the reference's first choice.
+        ties: other tokens within the tolerance's margin.
+        outliers: positions whose log probabilities differ by more than `ReferenceTolerance.logprob`.
+        max_logprob_error: largest |difference| of all log probabilities in the answer.
+        wrong: positions outside the tolerance.
+        problem: what is wrong with the whole answer, or "".
     """
 
     name: str
@@ -113,23 +113,25 @@ class Comparison:
         return "; ".join([*([self.problem] if self.problem else []), *map(str, self.wrong[:count])]) + more
 
 
-def compare(answer: Answer, reference: ReferenceRun, tolerance: Tolerance) -> Comparison:
-    """Every token and log probability of an answer against the reference.
+def compare(
+    request: PromptRequest, answer: Answer, reference: ReferenceRun, tolerance: ReferenceTolerance
+) -> ReferenceComparison:
+    """Compare every token and log probability of an answer with the reference.
 
     Args:
-        reference: run on the prompt and the server's own tokens, so that each position is judged by itself.
+        reference: a run on the prompt and the server's tokens, so that each position is judged independently.
     """
-    first = len(answer.request.prompt) - 1
-    problem = ""
-    if len(answer.token_ids) != answer.request.max_tokens:
-        problem = f"{len(answer.token_ids)} tokens where {answer.request.max_tokens} were asked for"
-    elif not len(answer.logprobs) == len(answer.top_logprobs) == len(answer.token_ids):
+    first = len(request.prompt) - 1
+    problem = answer.error
+    if not problem and len(answer.token_ids) != request.new_tokens:
+        problem = f"{len(answer.token_ids)} tokens instead of {request.new_tokens}"
+    elif not problem and not len(answer.logprobs) == len(answer.top) == len(answer.token_ids):
         problem = f"{len(answer.logprobs)} log probabilities for {len(answer.token_ids)} tokens"
 
     equal = ties = outliers = 0
     worst = 0.0
     wrong = []
-    given = zip(answer.token_ids, answer.logprobs, answer.top_logprobs, strict=False)
+    given = zip(answer.token_ids, answer.logprobs, answer.top, strict=False)
     for position, (token, logprob, top) in enumerate(given):
         row = reference.logprobs[first + position]
         expected = int(row.argmax())
@@ -154,8 +156,8 @@ def compare(answer: Answer, reference: ReferenceRun, tolerance: Tolerance) -> Co
                     index_margin=float(index_margins.min()) if index_margins.numel() else float("inf"),
                 )
             )
-    return Comparison(
-        name=answer.request.name,
+    return ReferenceComparison(
+        name=request.name,
         tokens=len(answer.token_ids),
         equal=equal,
         ties=ties,
@@ -166,10 +168,10 @@ def compare(answer: Answer, reference: ReferenceRun, tolerance: Tolerance) -> Co
     )
 
 
-def control_holds(comparisons: Sequence[Comparison]) -> bool:
-    """Whether the comparison sees answers that are known to be wrong.
+def control_noticed(comparisons: Sequence[ReferenceComparison]) -> bool:
+    """Whether the comparison rejects answers that are known to be wrong.
 
-    Every request must be rejected for its tokens: log probabilities alone would not show that tokens are judged.
+    Every request must be rejected for its tokens; log probabilities alone would not show that tokens are judged.
     """
     return bool(comparisons) and all(
         any(mismatch.token != mismatch.expected for mismatch in comparison.wrong) for comparison in comparisons

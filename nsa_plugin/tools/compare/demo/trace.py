@@ -1,4 +1,4 @@
-"""Reads the plugin's trace: which route each request took in each step, and why."""
+"""Read the plugin's trace: the route of each request in each step, and why."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class RouteStep:
 
     Attributes:
         step: number of the batch.
-        phase, attention, provider, reason: of the plan that carried the request.
-        q_tokens: query rows of the request in this batch.
-        kv_tokens: its context after the batch, in tokens.
+        phase, attention, provider, reason: from the request's plan.
+        q_tokens: query tokens of the request in this batch.
+        kv_tokens: the request's context after the batch, in tokens.
     """
 
     step: int
@@ -37,8 +37,8 @@ class RouteStep:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Route:
-    """A stretch of a request's steps that went the same way."""
+class RouteSummary:
+    """Steps of a request that took the same route."""
 
     phase: str
     attention: str
@@ -49,19 +49,19 @@ class Route:
 
 
 @dataclass(frozen=True)
-class Trace:
-    """All batches of a run, as seen by the first rank."""
+class RequestTrace:
+    """All batches of a run, as the first rank saw them."""
 
     steps: Mapping[str, Sequence[RouteStep]]
     mixed_batches: int
 
-    def routes(self, name: str) -> list[Route]:
+    def routes(self, name: str) -> list[RouteSummary]:
         """The routes that request `name` took, in the order of their first step."""
         grouped: dict[tuple[str, str, str], list[RouteStep]] = {}
         for step in self.steps.get(name, ()):
             grouped.setdefault((step.phase, step.attention, step.provider), []).append(step)
         return [
-            Route(
+            RouteSummary(
                 phase=phase,
                 attention=attention,
                 provider=provider,
@@ -73,15 +73,15 @@ class Trace:
         ]
 
     def prefill_chunks(self, name: str) -> int:
-        """Batches that held rows of request `name`'s prompt."""
+        """Batches with tokens of request `name`'s prompt."""
         return sum(step.phase != "decode" for step in self.steps.get(name, ()))
 
     def attention_counts(self) -> Counter[str]:
-        """How many request steps each attention route carried."""
+        """Request steps by attention path."""
         return Counter(step.attention for steps in self.steps.values() for step in steps)
 
 
-def read_trace(path: Path, names: Iterable[str]) -> Trace:
+def read_trace(path: Path, names: Iterable[str]) -> RequestTrace:
     """The trace file at `path`, for the requests called `names`.
 
     Raises:
@@ -98,20 +98,20 @@ def read_trace(path: Path, names: Iterable[str]) -> Trace:
     return build_trace(entries, names)
 
 
-def build_trace(entries: Iterable[Mapping[str, Any]], names: Iterable[str]) -> Trace:
-    """The trace from its parsed lines. The server's ids of requests contain their names."""
+def build_trace(entries: Iterable[Mapping[str, Any]], names: Iterable[str]) -> RequestTrace:
+    """The trace from its parsed lines. The server's request ids contain the names."""
     steps: dict[str, list[RouteStep]] = {name: [] for name in names}
     mixed = 0
     for entry in entries:
         if entry["rank"] != 0:
-            continue  # the ranks of a tensor-parallel group see the same batches
+            continue  # all tensor-parallel ranks see the same batches
         phases = set()
         for part in entry["requests"]:
             plan = entry["plans"][part["plan"]]
             phases.add(plan["phase"])
             name = next((name for name in steps if name in part["request_id"]), None)
             if name is None:
-                continue  # the engine's own, from its start-up
+                continue  # a warm-up request of the engine
             steps[name].append(
                 RouteStep(
                     step=entry["step"],
@@ -124,7 +124,7 @@ def build_trace(entries: Iterable[Mapping[str, Any]], names: Iterable[str]) -> T
                 )
             )
         mixed += {"extend", "decode"} <= phases
-    return Trace(steps, mixed)
+    return RequestTrace(steps, mixed)
 
 
 def _check(entry: Any) -> dict[str, Any]:

@@ -24,30 +24,37 @@ def flag(name: str) -> str:
 
 class Engine:
     def __init__(self) -> None:
-        self.settings = json.loads(flag("--additional-config"))["nsa_plugin"]
+        assert json.loads(flag("--additional-config"))["nsa_plugin"]["enabled"]
         self.defect = os.environ["FAKE_DEFECT"]
-        fault = self.settings.get("fault") == "shift_indices"
+        fault = os.environ.get("NSA_PLUGIN_FAULT") == "shift_indices"
         self.broken = self.defect == "wrong" or (fault and self.defect != "blind")
         self.model = ReferenceModel.load(Path(flag("serve")))
         self.chunk = int(flag("--max-num-batched-tokens"))
         self.prompts: list[list[int]] = []
         self.steps = 0
         self.lock = threading.Lock()
-        Path(self.settings["report"]).write_text(json.dumps({"text": "the fake's own report", "active": True}))
+        Path(os.environ["NSA_PLUGIN_REPORT"]).write_text(json.dumps({"text": "the fake's own report", "active": True}))
 
     def complete(self, name: str, body: dict) -> dict:
         with self.lock:
             if self.defect == "dies":
                 print("RuntimeError: out of fuel", flush=True)
                 os._exit(9)
-            prompt = body["prompt"]
+            (prompt,) = body["prompt"]
             cached = 0 if self.defect == "uncached" else max(map(self.cached, [prompt] * 99, self.prompts), default=0)
             self.prompts.append(prompt)
             tokens, logprobs, top = self.generate(prompt, body["max_tokens"], body["logprobs"])
             self.trace(name, len(prompt), cached, len(tokens))
         return {
             "choices": [
-                {"token_ids": tokens, "logprobs": {"token_logprobs": logprobs, "top_logprobs": top}},
+                {
+                    "index": 0,
+                    "logprobs": {
+                        "tokens": [f"token_id:{token}" for token in tokens],
+                        "token_logprobs": logprobs,
+                        "top_logprobs": top,
+                    },
+                },
             ],
             "usage": {"prompt_tokens_details": {"cached_tokens": cached}},
         }
@@ -81,7 +88,7 @@ class Engine:
             (end - start, end, "extend", "mha_one_shot" if end <= topk else "sparse_prefill") for start, end in spans
         ]
         rows += [(1, prompt + i, "decode", "sparse_decode") for i in range(1, generated)]
-        with open(self.settings["trace"], "a") as file:
+        with open(os.environ["NSA_PLUGIN_TRACE"], "a") as file:
             for q_tokens, kv_tokens, phase, attention in rows:
                 self.steps += 1
                 requests = [
@@ -109,8 +116,10 @@ def main() -> None:
             self.reply('vllm:num_preemptions_total{engine="0",model_name="m"} 2.0\n')
 
         def do_POST(self) -> None:
+            if self.path == "/reset_prefix_cache":
+                return self.reply("")
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            self.reply(json.dumps(engine.complete(self.headers["X-Request-Id"], body)), "application/json")
+            return self.reply(json.dumps(engine.complete(self.headers["X-Request-Id"], body)), "application/json")
 
         def reply(self, text: str, kind: str = "text/plain") -> None:
             self.send_response(200)

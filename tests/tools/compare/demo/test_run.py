@@ -15,12 +15,13 @@ from pathlib import Path
 
 import pytest
 
+from nsa_plugin.commands import demo as command
 from nsa_plugin.tools.checkpoints.v32 import CheckpointSpec
 from nsa_plugin.tools.compare.demo import pipeline
-from nsa_plugin.tools.compare.demo.requests import workload
-from nsa_plugin.tools.compare.demo.rule import Tolerance
-from nsa_plugin.tools.compare.demo.run import add_arguments, run_demo
-from nsa_plugin.tools.serving import process as server
+from nsa_plugin.tools.compare.demo.rule import ReferenceTolerance
+from nsa_plugin.tools.compare.demo.workload import demo_workload
+from nsa_plugin.tools.serving import vllm
+from nsa_plugin.tools.serving.engine import CompareError
 
 from ...processes import alive
 
@@ -35,17 +36,17 @@ def answers(tmp_path_factory):
 
 def short_workload(*args, **kwargs):
     """The workload with short answers: the stand-in has no cache and computes each token from the start."""
-    return [replace(request, max_tokens=min(request.max_tokens, 10)) for request in workload(*args, **kwargs)]
+    return [replace(request, new_tokens=min(request.new_tokens, 10)) for request in demo_workload(*args, **kwargs)]
 
 
 @pytest.fixture
 def demo(monkeypatch, tmp_path, answers, capsys):
     """Runs the demo: demo(defect, *flags) -> (exit code, what it printed)."""
-    monkeypatch.setattr(server, "vllm_command", lambda: [sys.executable, str(HERE / "fake_vllm.py")])
-    monkeypatch.setattr(pipeline, "vllm_version", lambda: "0.32.0")
+    monkeypatch.setattr(vllm, "VLLM_COMMAND", (sys.executable, str(HERE / "fake_vllm.py")))
+    monkeypatch.setattr(vllm.VllmCpuEngine, "version", lambda self: "0.32.0")
     monkeypatch.setattr(pipeline, "python_path_with_vllm_name", lambda directory: str(HERE.parents[3]))
     monkeypatch.setenv("FAKE_CACHE", str(answers))
-    monkeypatch.setattr(pipeline, "workload", short_workload)
+    monkeypatch.setattr(pipeline, "demo_workload", short_workload)
     monkeypatch.setattr(pipeline, "CheckpointSpec", partial(CheckpointSpec, num_hidden_layers=2))
     monkeypatch.setenv("COLUMNS", "400")
     temporary = tmp_path / "temporary"
@@ -55,8 +56,8 @@ def demo(monkeypatch, tmp_path, answers, capsys):
     def run(defect, *flags):
         monkeypatch.setenv("FAKE_DEFECT", defect)
         parser = argparse.ArgumentParser()
-        add_arguments(parser)
-        code = run_demo(parser.parse_args([*SMALL, *flags]))
+        command.add_arguments(parser)
+        code = command.run(parser.parse_args([*SMALL, *flags]))
         return code, capsys.readouterr().out
 
     run.temporary = temporary
@@ -119,7 +120,7 @@ def test_wrong_tokens_fail(demo, tmp_path):
 
 
 def test_too_many_outliers_fail(demo, monkeypatch):
-    strict = Tolerance(margin=1e-3, logprob=1e-8, outlier=1e-2, outlier_share=0.02)
+    strict = ReferenceTolerance(margin=1e-3, logprob=1e-8, outlier=1e-2, outlier_share=0.02)
     monkeypatch.setitem(pipeline.TOLERANCES, "float32", strict)
     code, output = demo("", "--skip-control")
     assert code == 1
@@ -141,7 +142,7 @@ def test_a_route_that_was_not_taken_fails(demo):
 
 
 def test_no_preemption_fails_where_it_was_asked_for(demo, monkeypatch):
-    monkeypatch.setattr(pipeline, "_preemptions", lambda metrics: 0)
+    monkeypatch.setattr(pipeline, "preemptions", lambda metrics: 0)
     code, output = demo("", "--skip-control", "--small-cache")
     assert code == 1
     assert "requests were preempted 0 times" in output
@@ -201,10 +202,10 @@ def test_a_disk_that_fills_up_is_one_message(demo, monkeypatch):
 
 
 def test_no_vllm_is_one_message(demo, monkeypatch):
-    def missing():
-        raise server.ServerError("vLLM is not installed")
+    def missing(engine):
+        raise CompareError("vLLM is not installed")
 
-    monkeypatch.setattr(pipeline, "vllm_version", missing)
+    monkeypatch.setattr(vllm.VllmCpuEngine, "version", missing)
     assert demo("")[0] == 2
 
 
@@ -225,9 +226,9 @@ def test_an_interrupted_demo_leaves_nothing(tmp_path, number, code):
         signal.signal(signal.SIGINT, signal.default_int_handler)
         from nsa_plugin.cli import main
         from nsa_plugin.tools.compare.demo import pipeline
-        from nsa_plugin.tools.serving import process as server
-        server.vllm_command = lambda: [sys.executable, {str(HERE.parents[1] / "serving" / "fake_server.py")!r}]
-        pipeline.vllm_version = lambda: "0.32.0"
+        from nsa_plugin.tools.serving import vllm
+        vllm.VLLM_COMMAND = (sys.executable, {str(HERE.parents[1] / "serving" / "fake_server.py")!r})
+        vllm.VllmCpuEngine.version = lambda self: "0.32.0"
         pipeline.python_path_with_vllm_name = lambda directory: ""
         sys.exit(main(["demo"]))
     """)

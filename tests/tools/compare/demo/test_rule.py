@@ -3,12 +3,12 @@ import math
 import pytest
 import torch
 
-from nsa_plugin.tools.compare.demo.requests import Answer, Request
-from nsa_plugin.tools.compare.demo.rule import TOLERANCES, Tolerance, compare, control_holds
+from nsa_plugin.tools.compare.demo.rule import TOLERANCES, ReferenceTolerance, compare, control_noticed
 from nsa_plugin.tools.reference import ReferenceRun
+from nsa_plugin.tools.serving.requests import Answer, PromptRequest
 
-STRICT = Tolerance(margin=1e-3, logprob=1e-3, outlier=1e-2, outlier_share=0.02)
-LOOSE = Tolerance(margin=1.0)
+STRICT = ReferenceTolerance(margin=1e-3, logprob=1e-3, outlier=1e-2, outlier_share=0.02)
+LOOSE = ReferenceTolerance(margin=1.0)
 VOCABULARY = 8
 
 
@@ -26,22 +26,20 @@ def run():
     )
 
 
-def answer_for(run, tokens, *, logprobs=None, max_tokens=None):
+def answer_for(run, tokens, *, logprobs=None, new_tokens=None):
     """An answer to a prompt of three tokens: its first token is judged by row 2."""
     rows = run.logprobs[2 : 2 + len(tokens)]
     logprobs = [float(row[token]) for row, token in zip(rows, tokens, strict=True)] if logprobs is None else logprobs
-    return Answer(
-        request=Request(name="r", prompt=(1, 2, 3), max_tokens=max_tokens or len(tokens), purpose=""),
+    request = PromptRequest(name="r", prompt=(1, 2, 3), new_tokens=new_tokens or len(tokens))
+    return request, Answer(
         token_ids=tuple(tokens),
         logprobs=tuple(logprobs),
-        top_logprobs=tuple({int(i): float(row[i]) for i in row.topk(3).indices} for row in rows[: len(logprobs)]),
-        cached_tokens=0,
-        seconds=0.0,
+        top=tuple({int(i): float(row[i]) for i in row.topk(3).indices} for row in rows[: len(logprobs)]),
     )
 
 
 def test_the_references_own_answer_agrees(run):
-    comparison = compare(answer_for(run, [2, 3, 4]), run, STRICT)
+    comparison = compare(*answer_for(run, [2, 3, 4]), run, STRICT)
     assert comparison.agrees
     assert (comparison.tokens, comparison.equal, comparison.ties) == (3, 3, 0)
     assert comparison.max_logprob_error < 1e-6
@@ -49,7 +47,7 @@ def test_the_references_own_answer_agrees(run):
 
 
 def test_another_token_is_wrong(run):
-    comparison = compare(answer_for(run, [2, 7, 4]), run, STRICT)
+    comparison = compare(*answer_for(run, [2, 7, 4]), run, STRICT)
     assert not comparison.agrees
     assert comparison.equal == 2
     (mismatch,) = comparison.wrong
@@ -60,13 +58,13 @@ def test_another_token_is_wrong(run):
 
 
 def test_a_token_within_the_margin_is_a_tie(run):
-    comparison = compare(answer_for(run, [2, 7, 4]), run, LOOSE)
+    comparison = compare(*answer_for(run, [2, 7, 4]), run, LOOSE)
     assert comparison.agrees
     assert (comparison.equal, comparison.ties) == (2, 1)
 
 
 def test_a_token_beyond_the_margin_is_wrong_in_bfloat16_too(run):
-    comparison = compare(answer_for(run, [2, 6, 4]), run, LOOSE)
+    comparison = compare(*answer_for(run, [2, 6, 4]), run, LOOSE)
     assert [mismatch.token for mismatch in comparison.wrong] == [6]
     assert comparison.ties == 0
 
@@ -74,7 +72,7 @@ def test_a_token_beyond_the_margin_is_wrong_in_bfloat16_too(run):
 @pytest.mark.parametrize("error", [0.02, math.nan, math.inf])
 def test_a_logprob_that_is_off_is_wrong(run, error):
     right = [float(run.logprobs[2 + i, 2 + i]) for i in range(3)]
-    comparison = compare(answer_for(run, [2, 3, 4], logprobs=[right[0], right[1] + error, right[2]]), run, STRICT)
+    comparison = compare(*answer_for(run, [2, 3, 4], logprobs=[right[0], right[1] + error, right[2]]), run, STRICT)
     assert comparison.equal == 3
     assert [mismatch.position for mismatch in comparison.wrong] == [1]
     assert "logprob off by" in comparison.explanation()
@@ -84,60 +82,66 @@ def test_a_logprob_that_is_off_is_wrong(run, error):
 @pytest.mark.parametrize(("error", "outliers"), [(5e-4, 0), (5e-3, 1)])
 def test_a_logprob_that_is_a_little_off_is_an_outlier(run, error, outliers):
     right = [float(run.logprobs[2 + i, 2 + i]) for i in range(3)]
-    comparison = compare(answer_for(run, [2, 3, 4], logprobs=[right[0], right[1] + error, right[2]]), run, STRICT)
+    comparison = compare(*answer_for(run, [2, 3, 4], logprobs=[right[0], right[1] + error, right[2]]), run, STRICT)
     assert comparison.agrees
     assert comparison.outliers == outliers
 
 
 def test_a_run_may_have_few_outliers(run):
-    one = compare(answer_for(run, [2], logprobs=[float(run.logprobs[2, 2]) + 5e-3]), run, STRICT)
-    none = compare(answer_for(run, [2, 3, 4]), run, STRICT)
-    assert STRICT.outliers_hold([none])
-    assert STRICT.outliers_hold([one, *[none] * 17]), "1 of 52"
-    assert not STRICT.outliers_hold([one, *[none] * 16]), "1 of 49"
-    assert LOOSE.outliers_hold([compare(answer_for(run, [2], logprobs=[-9.0]), run, LOOSE)])
+    one = compare(*answer_for(run, [2], logprobs=[float(run.logprobs[2, 2]) + 5e-3]), run, STRICT)
+    none = compare(*answer_for(run, [2, 3, 4]), run, STRICT)
+    assert STRICT.allows_outliers_of([none])
+    assert STRICT.allows_outliers_of([one, *[none] * 17]), "1 of 52"
+    assert not STRICT.allows_outliers_of([one, *[none] * 16]), "1 of 49"
+    assert LOOSE.allows_outliers_of([compare(*answer_for(run, [2], logprobs=[-9.0]), run, LOOSE)])
 
 
 def test_the_other_candidates_logprobs_count(run):
-    answer = answer_for(run, [2, 3])
-    answer.top_logprobs[1][7] += 0.5
-    comparison = compare(answer, run, STRICT)
+    request, answer = answer_for(run, [2, 3])
+    answer.top[1][7] += 0.5
+    comparison = compare(request, answer, run, STRICT)
     assert [mismatch.position for mismatch in comparison.wrong] == [1]
     assert comparison.max_logprob_error == pytest.approx(0.5, abs=1e-5)
 
 
 def test_logprobs_are_measured_even_where_they_are_not_judged(run):
-    comparison = compare(answer_for(run, [2, 3], logprobs=[-9.0, -9.0]), run, LOOSE)
+    comparison = compare(*answer_for(run, [2, 3], logprobs=[-9.0, -9.0]), run, LOOSE)
     assert comparison.agrees
     assert comparison.max_logprob_error > 8
 
 
 def test_a_short_answer_is_wrong(run):
-    comparison = compare(answer_for(run, [2, 3], max_tokens=3), run, STRICT)
+    comparison = compare(*answer_for(run, [2, 3], new_tokens=3), run, STRICT)
     assert not comparison.agrees
-    assert comparison.explanation() == "2 tokens where 3 were asked for"
+    assert comparison.explanation() == "2 tokens instead of 3"
 
 
 def test_missing_logprobs_are_wrong(run):
-    comparison = compare(answer_for(run, [2, 3, 4], logprobs=[-0.5]), run, LOOSE)
+    comparison = compare(*answer_for(run, [2, 3, 4], logprobs=[-0.5]), run, LOOSE)
     assert not comparison.agrees
     assert "1 log probabilities for 3 tokens" in comparison.explanation()
 
 
+def test_a_refused_request_is_wrong(run):
+    request, _ = answer_for(run, [2])
+    comparison = compare(request, Answer(error="the server answered 400"), run, LOOSE)
+    assert comparison.explanation() == "the server answered 400"
+
+
 def test_an_explanation_names_a_few_and_counts_the_rest(run):
-    explanation = compare(answer_for(run, [6, 6, 6]), run, STRICT).explanation(count=2)
+    explanation = compare(*answer_for(run, [6, 6, 6]), run, STRICT).explanation(count=2)
     assert explanation.count("got token 6") == 2
     assert explanation.endswith("; and 1 more")
 
 
-def test_the_control_holds_only_if_every_request_has_wrong_tokens(run):
-    wrong_tokens = compare(answer_for(run, [6, 6, 6]), run, STRICT)
-    right = compare(answer_for(run, [2, 3, 4]), run, STRICT)
-    only_logprobs = compare(answer_for(run, [2, 3, 4], logprobs=[-9.0] * 3), run, STRICT)
-    assert control_holds([wrong_tokens])
-    assert not control_holds([wrong_tokens, right])
-    assert not control_holds([wrong_tokens, only_logprobs])
-    assert not control_holds([])
+def test_the_control_noticed_only_if_every_request_has_wrong_tokens(run):
+    wrong_tokens = compare(*answer_for(run, [6, 6, 6]), run, STRICT)
+    right = compare(*answer_for(run, [2, 3, 4]), run, STRICT)
+    only_logprobs = compare(*answer_for(run, [2, 3, 4], logprobs=[-9.0] * 3), run, STRICT)
+    assert control_noticed([wrong_tokens])
+    assert not control_noticed([wrong_tokens, right])
+    assert not control_noticed([wrong_tokens, only_logprobs])
+    assert not control_noticed([])
 
 
 def test_a_tolerance_for_each_dtype_and_none_that_hides_a_wrong_token():

@@ -1,0 +1,155 @@
+"""The server of a role: an engine's server with or without the plugin, and the run it fills."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from nsa_plugin.tools.compare.measured import CONTROL, PLUGIN, Run
+from nsa_plugin.tools.serving.engine import ServedEngine
+from nsa_plugin.tools.serving.logs import log_tail
+from nsa_plugin.tools.serving.process import Server, ServerError, ServerSpec
+
+_PLAN = re.compile(r"new plan \S+: (\S+) on (\S+)")
+
+
+class StartCancelledError(Exception):
+    """The server is no longer wanted; it was stopped during its start."""
+
+
+class RoleServer:
+    """The server of a role, and the run that it fills.
+
+    Another thread may call `start` and `finish`, and any thread `cancel` meanwhile.
+
+    Args:
+        flags: of the engine.
+        logs: directory for the log, the plugin's report and its trace.
+        port: TCP port; 0 picks a free one.
+        start_timeout: seconds until the server must be healthy.
+        environ: variables added to the inherited ones and the engine's.
+        trace_file: write the plugin's trace to `trace` instead of the log.
+        on_progress: called during the start, with the seconds since the start and the last message of the log.
+
+    Attributes:
+        run: filled as the run goes; its `error` is set by others.
+        server: the process.
+        up: the server was healthy and has not been stopped.
+        seconds: since the start, during the start.
+        report: the file of the plugin's start-up report.
+        trace: the file of the plugin's trace, with `trace_file`.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        *,
+        engine: ServedEngine,
+        model: Path,
+        flags: Sequence[str],
+        logs: Path,
+        port: int = 0,
+        start_timeout: float,
+        environ: Mapping[str, str] | None = None,
+        trace_file: bool = False,
+        on_progress: Callable[[float, str], None] = lambda seconds, line: None,
+    ):
+        self.run = Run(role=role)
+        self.up = False
+        self.seconds = 0.0
+        self.report = logs / f"{role}-report.json"
+        self.trace = logs / f"{role}-trace.jsonl"
+        self._engine = engine
+        self._cancelled = threading.Event()
+        self._on_progress = on_progress
+        self._plugin = plugin = role in (PLUGIN, CONTROL)
+        variables = {**engine.environ(plugin=plugin), **(environ or {})}
+        if plugin:
+            trace = str(self.trace) if trace_file else "log"
+            variables |= {"NSA_PLUGIN_REPORT": str(self.report), "NSA_PLUGIN_TRACE": trace}
+        if role == CONTROL:
+            variables["NSA_PLUGIN_FAULT"] = "shift_indices"
+        spec = ServerSpec(
+            command=lambda port: engine.command(model, port, flags, plugin=plugin),
+            environ=variables,
+            log=logs / f"{role}.log",
+            port=port,
+            start_timeout=start_timeout,
+        )
+        self.server = Server(spec, self._progress)
+
+    @property
+    def role(self) -> str:
+        return self.run.role
+
+    @property
+    def log(self) -> Path:
+        return self.server.spec.log
+
+    def start(self) -> None:
+        """Start the server and wait until it is healthy.
+
+        Raises:
+            ServerError: the server died or was not healthy in time.
+            StartCancelledError: `cancel` was called. In both cases the server is gone.
+        """
+        for path in (self.report, self.trace):
+            path.unlink(missing_ok=True)
+        self.server.start()
+        self.up = True
+        self.run.start_seconds = round(self.server.start_seconds, 1)
+        self.run.command = " ".join(self.server.command())
+
+    def cancel(self) -> None:
+        """Make `start` stop the server and end, within the seconds of one health check and one stop."""
+        self._cancelled.set()
+
+    def _progress(self, seconds: float, line: str) -> None:
+        self.seconds = seconds
+        if self._cancelled.is_set():
+            raise StartCancelledError
+        self._on_progress(seconds, line)
+
+    def tail(self, count: int) -> list[str]:
+        """The last lines of the log."""
+        return log_tail(self.log, count)
+
+    def finish(self) -> str:
+        """Record what the plugin says about itself and stop the server. Does nothing if the server is gone.
+
+        Returns:
+            What could not be read, or "".
+
+        Raises:
+            ServerError: a process of the server still runs.
+        """
+        up, self.up = self.up, False
+        try:
+            return self.note_plugin() if up else ""
+        finally:
+            self.server.stop()
+
+    def note_plugin(self) -> str:
+        """Record what the plugin says about itself. Nothing here fails a run.
+
+        Returns:
+            What could not be read, or "".
+        """
+        if not self._plugin:
+            return ""
+        run, problem = self.run, ""
+        try:
+            run.report = json.loads(self.report.read_text())
+        except (OSError, ValueError):
+            run.report = {}
+        try:
+            metrics = self.server.get(self._engine.metrics_path, timeout=5.0)
+            run.routes = dict(self._engine.routes(metrics)) or run.routes
+        except ServerError as error:
+            problem = f"no metrics: {error}"
+        found = _PLAN.findall(self.log.read_text(errors="replace")) if self.log.exists() else []
+        run.planned = list(dict.fromkeys(f"{route}/{provider}" for route, provider in found))
+        return problem
