@@ -20,7 +20,7 @@ from nsa_plugin.commands import doctor, engines, live, patches
 from nsa_plugin.decision.dispatch import decide
 from nsa_plugin.decision.shapes import BatchShape, ModelShape, Phase
 from nsa_plugin.errors import NoProviderError, NsaPluginError
-from nsa_plugin.libraries.devices import synthetic
+from nsa_plugin.libraries.devices import DeviceProfile, synthetic
 from nsa_plugin.patches.ledger import Need, Patch, Target
 from nsa_plugin.settings import Settings, resolve
 
@@ -325,8 +325,12 @@ def engine_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **changes: A
     )
 
 
+def state_of(engine: engines.Engine, device: DeviceProfile, **settings: Any) -> doctor.EngineState:
+    return doctor.engine_state(engine, device, doctor.routes(device, Settings(**settings)))
+
+
 def test_engine_is_ready_without_being_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    state = doctor.engine_state(engine_on_disk(tmp_path, monkeypatch), synthetic(0))
+    state = state_of(engine_on_disk(tmp_path, monkeypatch), synthetic(0))
     assert (state.ready, state.version, state.reason) == (True, "1.5", "ready")
 
 
@@ -352,14 +356,14 @@ def test_engine_that_cannot_serve_says_why(
 ) -> None:
     if allowed is not None:
         monkeypatch.setenv("TOY_PLUGINS", allowed)
-    state = doctor.engine_state(engine_on_disk(tmp_path, monkeypatch, **changes), synthetic(sm))
+    state = state_of(engine_on_disk(tmp_path, monkeypatch, **changes), synthetic(sm))
     assert not state.ready
     assert reason in state.reason
 
 
 def test_engine_that_is_not_installed_is_not_ready(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     engine = engine_on_disk(tmp_path, monkeypatch)
-    state = doctor.engine_state(engines.Engine("toyengine", ("absent",), engine.group, engine.allow_list), synthetic(0))
+    state = state_of(engines.Engine("toyengine", ("absent",), engine.group, engine.allow_list), synthetic(0))
     assert (state.ready, state.version, state.reason) == (False, "", "not installed")
 
 
@@ -399,7 +403,7 @@ def test_doctor_ends_0_when_one_engine_can_serve(
     absent = engines.Engine("toyengine", ("absent",), "toy.plugins", "TOY_PLUGINS")
     code, out, _ = run_doctor(monkeypatch, capsys, "doctor", toy=toy, absent=absent)
     assert code == 0
-    assert "ok: toyengine can serve here" in out
+    assert "ok: toyengine can serve V3.2 bf16 here with the plugin" in out
     code, out, _ = run_doctor(monkeypatch, capsys, "doctor --json", toy=toy)
     found = json.loads(out)
     assert found["ok"] is True
@@ -432,8 +436,53 @@ def test_doctor_names_the_kill_switch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("NSA_PLUGIN_ENABLED", "0")
-    _, out, _ = run_doctor(monkeypatch, capsys, "doctor", toy=engine_on_disk(tmp_path, monkeypatch))
-    assert "kill switch" in out
+    code, out, _ = run_doctor(monkeypatch, capsys, "doctor", toy=engine_on_disk(tmp_path, monkeypatch))
+    assert code == 1
+    assert "not ok: NSA_PLUGIN_ENABLED=0 turns the plugin off" in out
+    assert "\nok:" not in out
+
+
+def test_doctor_does_not_call_ready_what_the_settings_refuse(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NSA_PLUGIN_DECODE_BACKEND", "trtllm")
+    monkeypatch.setattr(doctor, "probe", lambda: synthetic(90))
+    toy = engine_on_disk(tmp_path, monkeypatch, gone=Need.CPU)
+    code, out, _ = run_doctor(monkeypatch, capsys, "doctor", toy=toy)
+    assert code == 1
+    assert "\nok:" not in out
+    state = state_of(toy, synthetic(90), decode_backend="trtllm")
+    assert (state.ready, state.models) == (False, ())
+    assert "decode_backend is trtllm" in state.reason
+
+
+def test_doctor_names_the_models_that_can_be_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    toy = engine_on_disk(tmp_path, monkeypatch, gone=Need.CPU)
+    assert state_of(toy, synthetic(90)).models == ("V3.2 bf16", "V3.2 fp8", "V4 fp8")
+    # FA3 reads bf16 caches; nothing here reads the fp8 layouts.
+    assert state_of(toy, synthetic(90, libraries=("fa3", "triton")), decode_backend="fa3").models == ("V3.2 bf16",)
+
+
+def test_doctor_names_the_models_that_vllm_serves_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nsa_plugin.backends.vllm.startup.model import CPU_LAYOUTS
+
+    assert engines.ENGINES["vllm"].cpu_layouts == tuple(dict.fromkeys(CPU_LAYOUTS.values()))
+    assert state_of(engine_on_disk(tmp_path, monkeypatch), synthetic(0)).models == ("V3.2 bf16",)
+
+
+def test_doctor_without_torch_does_not_call_the_device_a_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from nsa_plugin.libraries.probe import probe
+
+    toy = engine_on_disk(tmp_path, monkeypatch)
+    monkeypatch.setitem(sys.modules, "torch", None)  # type: ignore[arg-type]  # makes `import torch` fail
+    monkeypatch.setattr(doctor, "probe", probe.__wrapped__)
+    code, out, _ = run_doctor(monkeypatch, capsys, "doctor", toy=toy)
+    assert code == 1
+    assert "device: torch is not installed, so the device is unknown" in out
+    assert "CPU" not in out
+    assert "\nok:" not in out
 
 
 def test_doctor_routes_are_what_decide_says() -> None:
@@ -463,7 +512,7 @@ def test_doctor_says_why_nothing_runs_where_no_kernel_is_installed(
         False,
     )
     out = " ".join(capsys.readouterr().out.split())
-    assert "not here: no installed kernel library" in out
+    assert "not supported: no installed kernel library" in out
 
 
 # ------------------------------------------------------------------------------------------- process

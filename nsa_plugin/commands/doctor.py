@@ -1,9 +1,10 @@
-"""``nsa-plugin doctor``: what is installed here, what works and what does not, and why."""
+"""``nsa-plugin doctor``: what is installed here, what works, and why something does not."""
 
 from __future__ import annotations
 
 import argparse
 import platform
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata, util
 from typing import Any
@@ -20,14 +21,24 @@ from nsa_plugin.patches.ledger import Need
 from nsa_plugin.settings import ResolvedSettings, Settings, killed, resolve
 from nsa_plugin.tools.terminal import console, table
 
-EPILOG = """The check holds when at least one installed engine can serve here with the plugin: its version is
-supported, the plugin's entry point is installed and allowed, every object of the engine that the plugin
-changes is where it is expected, and the NSA_PLUGIN_* variables are valid. Engines are not imported."""
+EPILOG = """The check passes if at least one installed engine can serve a model here with the plugin. That takes: a
+supported version of the engine; the plugin's entry point, installed and allowed; every object that the plugin changes
+where the ledger expects it; valid NSA_PLUGIN_* variables that do not turn the plugin off; a supported attention path
+for every batch of the model. Engines are not imported."""
 
 
 @dataclass(frozen=True)
 class EngineState:
-    """One engine: installed or not, and why the plugin could not serve there."""
+    """Whether the plugin can serve in one engine here.
+
+    Attributes:
+        engine: its name.
+        distribution, version: the installed one; "" if there is none.
+        supported: the versions that the plugin supports on this kind of device.
+        ready: the plugin can serve at least one model.
+        reason: "ready", or why it cannot.
+        models: the models that it can serve.
+    """
 
     engine: str
     distribution: str
@@ -35,6 +46,7 @@ class EngineState:
     supported: str
     ready: bool
     reason: str
+    models: tuple[str, ...] = ()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,24 +54,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def engine_state(engine: Engine, device: DeviceProfile) -> EngineState:
+def engine_state(engine: Engine, device: DeviceProfile, rows: Sequence[Mapping[str, Any]]) -> EngineState:
+    """The state of an engine on a device; `rows` are those of `routes`."""
     cpu = device.kind == "cpu"
     supported = engine.supported(cpu=cpu)
     found = engine.installed()
     if found is None:
         return EngineState(engine.name, "", "", supported, False, "not installed")
     distribution, version = found
-    where = "a CPU" if cpu else "a GPU"
-    if not holds(supported, version):
-        reason: str | None = f"version {version} is outside {supported}, the versions supported on {where}"
+    reason: str | None
+    if device.kind == "unknown":
+        reason = device.name
+    elif not holds(supported, version):
+        reason = f"version {version} is outside {supported}, the versions supported on {'a CPU' if cpu else 'a GPU'}"
     else:
         here = {Need.CPU} if cpu else {Need.GPU, Need.GPU_V4}
         missing = engine.targets_missing(version, {Need.BOOTSTRAP, Need.ENABLED, *here})
         reason = engine.not_loaded() or "; ".join(missing) or engine.not_on(device)
-    return EngineState(engine.name, distribution, str(version), supported, reason is None, reason or "ready")
+    refused = {name: _refusal(engine, device, name, rows) for name in _MODELS}
+    models = tuple(name for name, why in refused.items() if why is None)
+    if reason is None and not models:
+        reason = "; ".join(dict.fromkeys(filter(None, refused.values())))
+    served = () if reason else models
+    return EngineState(engine.name, distribution, str(version), supported, reason is None, reason or "ready", served)
 
 
-# Batches that stand for what an engine asks: a short prompt, a long one, and decoding.
+def _refusal(engine: Engine, device: DeviceProfile, name: str, rows: Sequence[Mapping[str, Any]]) -> str | None:
+    """Why an engine cannot serve a model on a device, or None."""
+    unsupported = engine.not_for(_MODELS[name], device)
+    return unsupported or next((row["reason"] for row in rows if row["model"] == name and not row["works"]), None)
+
+
+# Typical batches: a short prompt, a long one, and decoding.
 _BATCHES = {
     "short prefill (1024 tokens)": BatchShape(
         phase=Phase.EXTEND, num_requests=1, num_tokens=1024, max_kv_len=1024, total_kv_len=1024
@@ -81,7 +107,7 @@ _MODELS = {
 
 
 def routes(device: DeviceProfile, settings: Settings) -> list[dict[str, Any]]:
-    """What `decide` says here for each model and batch: the route, or why there is none."""
+    """The attention path that `decide` picks for each model and batch, or why there is none."""
     rows: list[dict[str, Any]] = []
     for model_name, model in _MODELS.items():
         for batch_name, batch in _BATCHES.items():
@@ -96,7 +122,7 @@ def routes(device: DeviceProfile, settings: Settings) -> list[dict[str, Any]]:
 
 
 def _environment() -> tuple[ResolvedSettings, str]:
-    """The settings that the environment gives, and what is wrong with it ("" if nothing)."""
+    """The settings from the environment, and its error ("" if it is valid)."""
     try:
         return resolve(), ""
     except SettingsError as error:
@@ -106,9 +132,9 @@ def _environment() -> tuple[ResolvedSettings, str]:
 def run(args: argparse.Namespace) -> int:
     device = probe()
     resolved, environment_error = _environment()
-    states = [engine_state(engine, device) for engine in ENGINES.values()]
-    ok = any(state.ready for state in states) and not environment_error
     rows = routes(device, resolved.settings)
+    states = [engine_state(engine, device, rows) for engine in ENGINES.values()]
+    ok = any(state.ready for state in states) and not environment_error and not killed()
     if args.json:
         print_json(
             {
@@ -161,9 +187,9 @@ def _show(
         libraries.add_row(library.name, installed, operations if library.available else library.reason)
     out.print(libraries)
 
-    routed = table("Routes that the installed kernels carry here", "model", "batch", "route")
+    routed = table("Attention paths here", "model", "batch", "path")
     for row in rows:
-        route = f"{row['route']} by {row['provider']}" if row["works"] else f"not here: {row['reason']}"
+        route = f"{row['route']} with {row['provider']}" if row["works"] else f"not supported: {row['reason']}"
         routed.add_row(row["model"], row["batch"], route)
     out.print(routed)
 
@@ -174,14 +200,14 @@ def _show(
     ]
     if environment_error:
         out.print(f"environment: {environment_error}")
-    elif killed():
-        out.print("environment: NSA_PLUGIN_ENABLED=0, the kill switch: no engine uses the plugin")
     elif given:
         out.print(f"environment: {', '.join(given)}")
-    ready = [state.engine for state in states if state.ready]
     if ok:
-        out.print(f"ok: {' and '.join(ready)} can serve here with the plugin")
+        can = "; ".join(f"{state.engine} can serve {', '.join(state.models)}" for state in states if state.ready)
+        out.print(f"ok: {can} here with the plugin")
+    elif environment_error:
+        out.print(f"not ok: {environment_error}")
+    elif killed():
+        out.print("not ok: NSA_PLUGIN_ENABLED=0 turns the plugin off in every engine (kill switch)")
     else:
-        out.print(
-            "not ok: " + (environment_error or "no installed engine can serve here with the plugin; see Engines above")
-        )
+        out.print("not ok: no installed engine can serve here with the plugin; see Engines above")

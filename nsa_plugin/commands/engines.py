@@ -15,6 +15,7 @@ from types import ModuleType
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.libraries.devices import DeviceProfile
 from nsa_plugin.patches import static
 from nsa_plugin.patches.ledger import Need, Patch
@@ -32,6 +33,7 @@ class Engine:
         allow_list: the environment variable that restricts which plugins it loads.
         not_yet: why this release does not serve sparse attention there, by kind of device.
         majors: the GPUs that it is served on, by the major part of their SM version; none: on any.
+        cpu_layouts: KV layouts of the V3.2 models that it serves on a CPU.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Engine:
     allow_list: str
     not_yet: Mapping[str, str] = field(default_factory=dict)
     majors: tuple[int, ...] = ()
+    cpu_layouts: tuple[str, ...] = ("bf16",)
 
     @property
     def ledger(self) -> ModuleType:
@@ -56,6 +59,12 @@ class Engine:
             taken = " and ".join(f"SM{10 * major}" for major in self.majors)
             return f"sparse attention is served on {taken} GPUs, and this one is {device.where}"
         return self.not_yet.get(device.kind)
+
+    def not_for(self, model: ModelShape, device: DeviceProfile) -> str | None:
+        """Why the plugin does not serve a model there on a device, or None."""
+        if device.kind != "cpu" or (model.family == "v3.2" and model.kv_layout in self.cpu_layouts):
+            return None
+        return f"a CPU serves DeepSeek-V3.2 with a {' or '.join(self.cpu_layouts)} cache only"
 
     def installed(self) -> tuple[str, Version] | None:
         """(distribution, version), or None."""

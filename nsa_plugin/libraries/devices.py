@@ -45,8 +45,8 @@ class DeviceProfile:
     """A device and what is installed for it.
 
     Attributes:
-        kind: "cuda" or "cpu".
-        name: the device's name, as its driver reports it.
+        kind: "cuda", "cpu", or "unknown" if torch is not installed.
+        name: the device's name, as its driver reports it; why it is unknown.
         sm: SM version (compute capability 9.0 is 90); 0 for a CPU.
         memory_total, memory_free: bytes. Free is a reading at the time of the probe: an adapter replaces
             it (`dataclasses.replace`) once the engine has allocated its cache.
@@ -92,15 +92,17 @@ class DeviceProfile:
 
     @property
     def where(self) -> str:
-        """The device in a sentence: "SM90" or "a CPU"."""
-        return name_of(self.sm)
+        """The device in a sentence: "SM90", "a CPU" or "an unknown device"."""
+        return "an unknown device" if self.kind == "unknown" else name_of(self.sm)
 
     def describe(self) -> str:
         """The device and its libraries in one line, for a report."""
-        there = [f"{lib.name} {lib.version}".strip() for lib in self.libraries.values() if lib.available]
+        if self.kind == "unknown":
+            return self.name
+        names = [f"{lib.name} {lib.version}".strip() for lib in self.libraries.values() if lib.available]
         size = f"{self.memory_free / GIB:.1f} of {self.memory_total / GIB:.1f} GiB free"
         sm = f" (SM{self.sm})" if self.kind == "cuda" else ""
-        return f"{self.name}{sm}, {size}, kernels: {', '.join(there) or 'none'}"
+        return f"{self.name}{sm}, {size}, kernels: {', '.join(names) or 'none'}"
 
     def as_dict(self) -> dict[str, Any]:
         """The profile as plain data, for JSON."""

@@ -21,15 +21,15 @@ from nsa_plugin.libraries.manifest import MANIFEST
 def probe() -> DeviceProfile:
     """The profile of this process's current device. Probed once; cached.
 
-    A machine without torch, or whose torch finds no CUDA device, has the profile of a CPU. No library raises: one
-    that is missing or does not load is listed with the reason.
+    A machine whose torch finds no CUDA device has the profile of a CPU. Without torch the device is unknown. No library
+    raises: one that is missing or does not load is listed with the reason.
     """
     try:
         import torch
     except ImportError:
-        return _cpu_profile("CPU (torch is not installed)")
+        return _unknown("torch is not installed, so the device is unknown")
     if torch.version.cuda is None or not torch.cuda.is_available():
-        return _cpu_profile("CPU")
+        return _cpu_profile()
     index = torch.cuda.current_device()
     properties = torch.cuda.get_device_properties(index)
     sm = 10 * properties.major + properties.minor
@@ -48,17 +48,30 @@ def probe() -> DeviceProfile:
     )
 
 
-def _cpu_profile(name: str) -> DeviceProfile:
+def _cpu_profile() -> DeviceProfile:
     total, available = cpu_memory()
     return DeviceProfile(
         kind="cpu",
-        name=name,
+        name="CPU",
         sm=0,
         memory_total=total,
         memory_free=available,
         smem_per_block=0,
         nvlink=False,
         libraries={name: _find(library, 0, 0) for name, library in MANIFEST.items()},
+    )
+
+
+def _unknown(reason: str) -> DeviceProfile:
+    return DeviceProfile(
+        kind="unknown",
+        name=reason,
+        sm=0,
+        memory_total=0,
+        memory_free=0,
+        smem_per_block=0,
+        nvlink=False,
+        libraries={name: InstalledLibrary(name=name, available=False, reason=reason) for name in MANIFEST},
     )
 
 

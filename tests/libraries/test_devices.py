@@ -453,8 +453,9 @@ def test_a_cpu_is_probed_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
-def test_a_machine_without_torch_is_a_cpu_without_kernels(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torch_the_device_is_unknown_and_not_called_a_cpu(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)  # type: ignore[arg-type]  # makes `import torch` fail
     device = probe()
-    assert (device.kind, device.name) == ("cpu", "CPU (torch is not installed)")
-    assert device.libraries["reference"].reason == "not installed (looked for torch)"
+    assert (device.kind, device.where) == ("unknown", "an unknown device")
+    assert device.describe() == "torch is not installed, so the device is unknown"
+    assert {(library.available, library.reason) for library in device.libraries.values()} == {(False, device.name)}
