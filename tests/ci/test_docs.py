@@ -115,3 +115,9 @@ def test_every_page_is_in_the_navigation() -> None:
     navigation = (docs.ROOT / "mkdocs.yml").read_text()
     for path in (docs.ROOT / "docs").glob("*.md"):
         assert f"{path.name}\n" in navigation
+
+
+def test_every_test_that_guards_against_an_engine_bug_exists() -> None:
+    sources = "".join(path.read_text() for path in (docs.ROOT / "tests").rglob("*.py"))
+    for name in set(re.findall(r"`(test_\w+)`", (docs.ROOT / "docs" / "regressions.md").read_text())):
+        assert f"def {name}(" in sources, name

@@ -1,6 +1,6 @@
 """Failures that users of the engines had, as far as they could come back through the plugin's part in SGLang.
 
-docs/sglang.md has the whole list, with the tests that are elsewhere and the reasons where there is none.
+docs/regressions.md has the whole list, with the tests that are elsewhere and the reasons where there is none.
 """
 
 from __future__ import annotations
