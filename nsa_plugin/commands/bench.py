@@ -99,7 +99,7 @@ def _measure(suites: list[Suite], args: argparse.Namespace) -> int:
         raise BenchError("measuring needs an NVIDIA GPU, and torch sees none; --list and report work without one")
 
     from nsa_plugin.tools.bench import record, tables
-    from nsa_plugin.tools.bench.runner import Options, run_suite
+    from nsa_plugin.tools.bench.runner import BenchOptions, run_suite
     from nsa_plugin.tools.bench.timing import CudaTimer, measure_rates
     from nsa_plugin.tools.bench.workload import Context
     from nsa_plugin.tools.terminal import Steps
@@ -117,7 +117,9 @@ def _measure(suites: list[Suite], args: argparse.Namespace) -> int:
     for suite in suites:
         with steps.step(suite.name) as update:
             cases = suite.tiny if args.tiny else suite.cases
-            outcome = run_suite(suite, cases, context, timer, rates, Options(args.budget, args.runs), update=update)
+            outcome = run_suite(
+                suite, cases, context, timer, rates, BenchOptions(args.budget, args.runs), update=update
+            )
         tables.print_outcome(out, suite.name, outcome)
         torch.cuda.empty_cache()
         if outcome.failed:

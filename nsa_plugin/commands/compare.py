@@ -33,7 +33,7 @@ from nsa_plugin.tools.compare.model import (
     shown,
     spec_of,
 )
-from nsa_plugin.tools.compare.runner import Comparison
+from nsa_plugin.tools.compare.runner import EngineComparison
 from nsa_plugin.tools.compare.verdict import judge
 from nsa_plugin.tools.compare.workload import AGREEMENT_CASES, LIMIT, ROWS, until_it_fails, workload
 from nsa_plugin.tools.serving.common import switches
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     for directory in (args.workdir, logs, *([args.json] if args.json else [])):
         _make_directory(directory)
     say(f"{facts['suite']} on {facts['host']['gpu'] or 'no GPU'}, {args.budget:.0f} s for everything")
-    comparison = Comparison(
+    comparison = EngineComparison(
         engine=engine,
         measured=measured,
         model=(args.model or args.workdir / checkpoint_name(_spec(args))).resolve(),

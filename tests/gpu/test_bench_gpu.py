@@ -8,7 +8,7 @@ import torch
 from nsa_plugin.libraries.registry import Registry
 from nsa_plugin.tools.bench.cases import SUITES, Suite
 from nsa_plugin.tools.bench.floors import Rates
-from nsa_plugin.tools.bench.runner import Options, run_suite
+from nsa_plugin.tools.bench.runner import BenchOptions, run_suite
 from nsa_plugin.tools.bench.timing import CudaTimer, measure_rates
 from nsa_plugin.tools.bench.workload import Context
 
@@ -70,7 +70,7 @@ def test_rates_are_measured(timer: CudaTimer) -> None:
 def test_every_provider_that_takes_a_tiny_case_is_right(suite: Suite, timer: CudaTimer) -> None:
     major, minor = torch.cuda.get_device_capability()
     context = Context(torch.device("cuda", torch.cuda.current_device()), 10 * major + minor, Registry())
-    outcome = run_suite(suite, suite.tiny, context, timer, Rates(1000.0, 100.0, None), Options(runs=3))
+    outcome = run_suite(suite, suite.tiny, context, timer, Rates(1000.0, 100.0, None), BenchOptions(runs=3))
     assert outcome.failed == []
     assert outcome.skipped == []
     assert outcome.rows or outcome.refused

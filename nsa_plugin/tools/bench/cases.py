@@ -21,7 +21,7 @@ class BenchError(NsaPluginError):
 
 
 @dataclass(frozen=True)
-class Case:
+class BenchCase:
     """One shape of one op. `fields` are the record's `case`, in its order."""
 
     op: str
@@ -40,8 +40,8 @@ class Case:
         return f"{self.op} {describe_fields(self.as_dict())}"
 
 
-def case(op: str, **fields: Value) -> Case:
-    return Case(op, tuple(fields.items()))
+def case(op: str, **fields: Value) -> BenchCase:
+    return BenchCase(op, tuple(fields.items()))
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Suite:
     Attributes:
         name: of the suite and of its record.
         about: what it measures and against what, in a line.
-        target: "module:function", (Case, Context) -> Workload; imported when the suite runs.
+        target: "module:function", (BenchCase, Context) -> Workload; imported when the suite runs.
         cases: in the order in which they are measured, so that neighbours share their inputs.
         tiny: cases of every op in it, small enough for a CPU and the references.
     """
@@ -59,12 +59,12 @@ class Suite:
     name: str
     about: str
     target: str
-    cases: tuple[Case, ...]
-    tiny: tuple[Case, ...]
+    cases: tuple[BenchCase, ...]
+    tiny: tuple[BenchCase, ...]
 
-    def build(self) -> Callable[[Case, Context], Workload]:
+    def build(self) -> Callable[[BenchCase, Context], Workload]:
         module, _, function = self.target.partition(":")
-        built: Callable[[Case, Context], Workload] = getattr(import_module(module), function)
+        built: Callable[[BenchCase, Context], Workload] = getattr(import_module(module), function)
         return built
 
 
@@ -79,15 +79,15 @@ _V4_CHUNKS = {
 }
 
 
-def _prefill(heads: int, q: int, kv: int, topk: int) -> Case:
+def _prefill(heads: int, q: int, kv: int, topk: int) -> BenchCase:
     return case("sparse_mla_prefill", heads=heads, q=q, kv=kv, topk=topk, layout="v32_fp8")
 
 
-def _decode(heads: int, batch: int, s_q: int, kv: int, topk: int) -> Case:
+def _decode(heads: int, batch: int, s_q: int, kv: int, topk: int) -> BenchCase:
     return case("sparse_mla_decode", heads=heads, batch=batch, s_q=s_q, kv=kv, topk=topk, layout="v32_fp8")
 
 
-def _v4(heads: int, q: int, kv: int, page_size: int, topk: int = 512, window: int = 128) -> Case:
+def _v4(heads: int, q: int, kv: int, page_size: int, topk: int = 512, window: int = 128) -> BenchCase:
     return case(
         "v4_prefill_route",
         heads=heads,
@@ -100,7 +100,7 @@ def _v4(heads: int, q: int, kv: int, page_size: int, topk: int = 512, window: in
     )
 
 
-def _v4_decode(heads: int, batch: int, kv: int, topk: int = 512, window: int = 128, page_size: int = 256) -> Case:
+def _v4_decode(heads: int, batch: int, kv: int, topk: int = 512, window: int = 128, page_size: int = 256) -> BenchCase:
     return case(
         "sparse_mla_decode",
         heads=heads,
@@ -114,28 +114,28 @@ def _v4_decode(heads: int, batch: int, kv: int, topk: int = 512, window: int = 1
     )
 
 
-def _indexer(q: int, kv: int, heads: int, topk: int, budget_mib: int) -> Case:
+def _indexer(q: int, kv: int, heads: int, topk: int, budget_mib: int) -> BenchCase:
     return case("indexer_topk", heads=heads, q=q, kv=kv, topk=topk, budget_mib=budget_mib)
 
 
-def _indexer_paged(batch: int, kv: int, heads: int, topk: int) -> Case:
+def _indexer_paged(batch: int, kv: int, heads: int, topk: int) -> BenchCase:
     return case("indexer_topk_paged", heads=heads, batch=batch, s_q=1, kv=kv, topk=topk)
 
 
-def _topk(q: int, kv: int, topk: int) -> Case:
+def _topk(q: int, kv: int, topk: int) -> BenchCase:
     return case("topk_rows", q=q, kv=kv, topk=topk)
 
 
-def _mha(heads: int, q: int, topk: int) -> Case:
+def _mha(heads: int, q: int, topk: int) -> BenchCase:
     return case("mha_one_shot", heads=heads, q=q, kv=q, topk=topk)
 
 
-def _cache(rows: int, kv: int, layout: str, page_size: int) -> tuple[Case, Case]:
+def _cache(rows: int, kv: int, layout: str, page_size: int) -> tuple[BenchCase, BenchCase]:
     fields: dict[str, Value] = {"q": rows, "kv": kv, "layout": layout, "page_size": page_size}
     return case("kv_cache_write", **fields), case("kv_cache_read", **fields)
 
 
-def _index_ops(rows: int, kv: int, topk: int, batch: int) -> tuple[Case, ...]:
+def _index_ops(rows: int, kv: int, topk: int, batch: int) -> tuple[BenchCase, ...]:
     ops = ("index_transform_paged", "index_transform_ragged", "pad_topk_rows")
     window = min(128, topk)
     return (
@@ -145,7 +145,7 @@ def _index_ops(rows: int, kv: int, topk: int, batch: int) -> tuple[Case, ...]:
     )
 
 
-def _chain(groups: Iterable[Iterable[Case]]) -> tuple[Case, ...]:
+def _chain(groups: Iterable[Iterable[BenchCase]]) -> tuple[BenchCase, ...]:
     return tuple(one for group in groups for one in group)
 
 

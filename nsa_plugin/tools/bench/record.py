@@ -25,10 +25,10 @@ from nsa_plugin.tools.bench.cases import BenchError, Suite
 from nsa_plugin.tools.bench.floors import Rates
 
 if TYPE_CHECKING:
-    from nsa_plugin.tools.bench.runner import Outcome
+    from nsa_plugin.tools.bench.outcome import Outcome
 
 SCHEMA = 1
-# Options of a command that are one machine's; the commit is the host's part of a record.
+# BenchOptions of a command that are one machine's; the commit is the host's part of a record.
 _WHERE = ("--json", "--commit")
 FLUSHED, BACK_TO_BACK = "flushed", "back to back"  # how a timed run finds the L2 cache
 _ROW_KEYS = frozenset(

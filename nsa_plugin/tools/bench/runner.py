@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from nsa_plugin.errors import NoProviderError
 from nsa_plugin.kernels.checks import KernelArgumentError
 from nsa_plugin.libraries.registry import RegistryError
-from nsa_plugin.tools.bench.cases import BenchError, Case, Suite
+from nsa_plugin.tools.bench.cases import BenchCase, BenchError, Suite
 from nsa_plugin.tools.bench.floors import Rates, floor_us, gather_us
+from nsa_plugin.tools.bench.outcome import Outcome
 from nsa_plugin.tools.bench.timing import Timer, Timing
-from nsa_plugin.tools.bench.workload import Call, Contender, Context, Workload, WrongResultError
+from nsa_plugin.tools.bench.workload import Contender, Context, TimedCall, Workload, WrongResultError
 
 # What says "not this case"; anything else that a contender raises is a failure.
 REFUSALS = (KernelArgumentError, NoProviderError, RegistryError, ImportError)
@@ -22,7 +23,7 @@ _LONGEST_SECONDS = 0.2  # of one contender of one case
 
 
 @dataclass(frozen=True)
-class Options:
+class BenchOptions:
     """How much is measured.
 
     Attributes:
@@ -34,30 +35,13 @@ class Options:
     runs: int | None = None
 
 
-@dataclass
-class Outcome:
-    """What came of a suite.
-
-    Attributes:
-        rows: rows of the record.
-        refused: {op, case, provider, reason} of contenders that do not carry a case.
-        failed: the same of those that raised something else, or whose result is wrong.
-        skipped: cases that the time did not reach.
-    """
-
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    refused: list[dict[str, Any]] = field(default_factory=list)
-    failed: list[dict[str, Any]] = field(default_factory=list)
-    skipped: list[Case] = field(default_factory=list)
-
-
 def run_suite(
     suite: Suite,
-    cases: tuple[Case, ...],
+    cases: tuple[BenchCase, ...],
     context: Context,
     timer: Timer,
     rates: Rates,
-    options: Options,
+    options: BenchOptions,
     *,
     update: Callable[[str], None] = lambda _: None,
     clock: Callable[[], float] = time.perf_counter,
@@ -94,12 +78,12 @@ def run_suite(
 
 
 def _measure(
-    case: Case,
+    case: BenchCase,
     workload: Workload,
     contender: Contender,
     timer: Timer,
     rates: Rates,
-    options: Options,
+    options: BenchOptions,
     outcome: Outcome,
     clock: Callable[[], float],
 ) -> tuple[dict[str, Any] | None, float]:
@@ -137,7 +121,7 @@ def _measure(
     return row | beside | {"max_error": _rounded(largest)}, first_call
 
 
-def _extra_mib(contender: Contender, call: Call, timer: Timer) -> float:
+def _extra_mib(contender: Contender, call: TimedCall, timer: Timer) -> float:
     """MiB that a contender takes beyond the case's inputs and output; what it keeps was there before the call."""
     return timer.extra_mib(call) + (contender.kept_bytes(call) - contender.output_bytes) / 2**20
 
@@ -154,7 +138,7 @@ def _timed(timing: Timing, work: Any, rates: Rates) -> dict[str, Any]:
     return fields if gathered is None else fields | {"gather_us": _rounded(gathered)}
 
 
-def _beside(contender: Contender, timer: Timer, options: Options) -> dict[str, Any]:
+def _beside(contender: Contender, timer: Timer, options: BenchOptions) -> dict[str, Any]:
     if contender.beside is None:
         return {}
     name, call = contender.beside

@@ -18,7 +18,7 @@ from nsa_plugin.kernels.kv_cache import PagedCache
 from nsa_plugin.kernels.sparse_mla import DecodeOutput, PrefillOutput
 from nsa_plugin.kernels.swa_indices import IndexRows
 from nsa_plugin.kernels.v4_prefill import Attention
-from nsa_plugin.tools.bench.workload import Call
+from nsa_plugin.tools.bench.workload import TimedCall
 
 D_V = 512
 
@@ -59,7 +59,7 @@ def pad(q: torch.Tensor) -> torch.Tensor:
 
 def flash_mla_prefill(
     q: torch.Tensor, rows: torch.Tensor, indices: torch.Tensor, scale: float, lengths: torch.Tensor | None = None
-) -> Call:
+) -> TimedCall:
     """flash_mla_sparse_fwd over bf16 rows [s_kv, d_qk], heads padded."""
     library: Any = import_module("flash_mla")
     heads = q.shape[-2]
@@ -84,7 +84,7 @@ def flash_mla_decode(
     topk_length: torch.Tensor | None = None,
     extra_cache: PagedCache | None = None,
     extra: IndexRows | None = None,
-) -> Call:
+) -> TimedCall:
     """flash_mla_with_kvcache on an fp8 cache, heads padded; indices [batch, s_q, topk]."""
     library: Any = import_module("flash_mla")
     heads = q.shape[-2]
@@ -259,7 +259,7 @@ def deep_gemm_logits(
     weights: torch.Tensor,
     ks: torch.Tensor,
     ke: torch.Tensor,
-) -> Call:
+) -> TimedCall:
     """All logits in one float32 buffer [rows, keys]. Not cleaned outside the ranges, as SGLang has it."""
     library: Any = import_module("deep_gemm")
     if q.shape[1] not in INDEXER_HEADS:
@@ -274,7 +274,7 @@ def deep_gemm_paged_logits(
     seq_lens: torch.Tensor,
     page_table: torch.Tensor,
     max_len: int,
-) -> Call:
+) -> TimedCall:
     """Logits of decode rows from the paged cache, [batch, max_len]; the schedule is made once, as for all layers."""
     library: Any = import_module("deep_gemm")
     if q.shape[2] not in INDEXER_HEADS:
@@ -286,7 +286,7 @@ def deep_gemm_paged_logits(
     )
 
 
-class Selector:
+class LibraryTopK:
     """A library's top-k of whole rows of logits: positions, int32 or int64.
 
     `name` is one of `SELECTORS`.

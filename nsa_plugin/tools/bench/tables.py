@@ -12,7 +12,7 @@ from nsa_plugin.tools.bench.floors import Rates
 from nsa_plugin.tools.terminal import table
 
 if TYPE_CHECKING:
-    from nsa_plugin.tools.bench.runner import Outcome
+    from nsa_plugin.tools.bench.outcome import Outcome
 
 _EXTRAS = {"extra_mib": "extra MiB", "up_projection_us": "up-projection µs", "absorb_us": "absorb µs"}
 

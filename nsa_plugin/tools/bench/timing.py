@@ -29,7 +29,7 @@ import torch
 
 from nsa_plugin.tools.bench.floors import Rates
 from nsa_plugin.tools.bench.record import BACK_TO_BACK, FLUSHED
-from nsa_plugin.tools.bench.workload import Call
+from nsa_plugin.tools.bench.workload import TimedCall
 
 _WARM_UP_SECONDS = 0.03
 _MIN_RUNS, _MAX_RUNS = 10, 200
@@ -52,11 +52,11 @@ class Timing:
 class Timer(Protocol):
     """What the runner needs of a clock."""
 
-    def time(self, call: Call, *, graph: bool, seconds: float, runs: int | None) -> Timing:
+    def time(self, call: TimedCall, *, graph: bool, seconds: float, runs: int | None) -> Timing:
         """Time `call` for about `seconds`, or `runs` times."""
         ...
 
-    def extra_mib(self, call: Call) -> float:
+    def extra_mib(self, call: TimedCall) -> float:
         """Peak memory in MiB that a call takes beyond what is allocated before it."""
         ...
 
@@ -75,7 +75,7 @@ class CudaTimer:
         self._flushed = torch.zeros(size // 4, dtype=torch.int32, device="cuda")
         self._cycles_a_second = _sleep_rate()
 
-    def time(self, call: Call, *, graph: bool, seconds: float, runs: int | None) -> Timing:
+    def time(self, call: TimedCall, *, graph: bool, seconds: float, runs: int | None) -> Timing:
         held: list[Any] = [None]
 
         def eager() -> None:
@@ -102,7 +102,7 @@ class CudaTimer:
         measured = [start.elapsed_time(end) * 1e3 / batch for start, end in events]
         return Timing(statistics.median(measured), min(measured), count, how, held[0])
 
-    def extra_mib(self, call: Call) -> float:
+    def extra_mib(self, call: TimedCall) -> float:
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -113,7 +113,7 @@ class CudaTimer:
         return (peak - before) / 2**20
 
 
-def _capture(call: Call) -> tuple[torch.cuda.CUDAGraph, Any] | None:
+def _capture(call: TimedCall) -> tuple[torch.cuda.CUDAGraph, Any] | None:
     """A CUDA graph of the call and the result that its replays write, or None where it cannot be captured."""
     run_aside(call)
     graph = torch.cuda.CUDAGraph()
@@ -128,8 +128,8 @@ def _capture(call: Call) -> tuple[torch.cuda.CUDAGraph, Any] | None:
     return graph, result
 
 
-def run_aside(call: Call) -> None:
-    """Call a few times on another stream, as has to come before a capture: what is made at first use is made then."""
+def run_aside(call: TimedCall) -> None:
+    """TimedCall a few times on another stream, as has to come before a capture: what is made at first use is made then."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

@@ -12,7 +12,7 @@ from nsa_plugin.errors import NsaPluginError
 from nsa_plugin.libraries.registry import REFERENCE, Registry, RegistryError
 from nsa_plugin.tools.bench.floors import Work
 
-Call = Callable[[], Any]
+TimedCall = Callable[[], Any]
 T = TypeVar("T")
 
 # Inputs that several cases share: the caches and indices of the last few shapes.
@@ -38,9 +38,9 @@ class Contender:
     """
 
     name: str
-    load: Callable[[], Call]
+    load: Callable[[], TimedCall]
     judge: Callable[[Any], float] | None = None
-    beside: tuple[str, Call] | None = None
+    beside: tuple[str, TimedCall] | None = None
     work: Work | None = None
     output_bytes: int = 0
     kept_bytes: Callable[[Any], int] = lambda call: 0
@@ -101,14 +101,14 @@ class Context:
     def contenders(
         self,
         op: str,
-        bind: Callable[[Callable[..., Any]], Call],
+        bind: Callable[[Callable[..., Any]], TimedCall],
         *,
         label: str = "{}",
         layout: str | None = None,
         dtype: str | None = "bfloat16",
         heads: int | None = None,
         judge: Callable[[Any], float] | None = None,
-        beside: tuple[str, Call] | None = None,
+        beside: tuple[str, TimedCall] | None = None,
         work: Work | None = None,
     ) -> list[Contender]:
         """A contender for each provider of `op` that is wanted; one that refuses says why when it is loaded.
@@ -123,7 +123,7 @@ class Context:
             # Not part of this installation: listed as refused rather than left out.
             return [Contender(label.format("nsa_plugin"), _refuse(error))]
 
-        def loader(name: str) -> Callable[[], Call]:
+        def loader(name: str) -> Callable[[], TimedCall]:
             return lambda: bind(self.registry.load(op, name, layout=layout, dtype=dtype, heads=heads, sm=self.sm))
 
         return [
@@ -133,14 +133,14 @@ class Context:
         ]
 
 
-def with_poisoned(out: torch.Tensor, call: Call) -> Call:
+def with_poisoned(out: torch.Tensor, call: TimedCall) -> TimedCall:
     """The call, after `out` is filled with what no right result holds: what it does not write shows."""
     out.fill_(float("nan") if out.is_floating_point() else torch.iinfo(out.dtype).min)
     return call
 
 
-def _refuse(error: Exception) -> Callable[[], Call]:
-    def load() -> Call:
+def _refuse(error: Exception) -> Callable[[], TimedCall]:
+    def load() -> TimedCall:
         raise error
 
     return load

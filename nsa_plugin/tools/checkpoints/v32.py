@@ -200,7 +200,7 @@ def make_weights(spec: CheckpointSpec) -> dict[str, torch.Tensor]:
     """All tensors of the checkpoint by name, in `spec.dtype` (the router's bias is float32, as published)."""
     import torch
 
-    make = _Weights(spec)
+    make = _V32Weights(spec)
     make.embeddings()
     for layer in range(spec.num_hidden_layers):
         make.layer(layer)
@@ -213,7 +213,7 @@ def make_weights(spec: CheckpointSpec) -> dict[str, torch.Tensor]:
     }
 
 
-class _Weights:
+class _V32Weights:
     """Fills `tensors` in float32. A linear layer's weight is [outputs, inputs]."""
 
     def __init__(self, spec: CheckpointSpec):

@@ -219,11 +219,11 @@ def make_v4_weights(spec: V4CheckpointSpec) -> Tensors:
     biases and hyper-connections float32.
     """
     with ThreadPoolExecutor() as pool:
-        parts = list(pool.map(lambda part: part(), _Weights(spec).parts()))
+        parts = list(pool.map(lambda part: part(), _V4Weights(spec).parts()))
     return {name: tensor for part in parts for name, tensor in part.items()}
 
 
-class _Weights:
+class _V4Weights:
     """Makes the tensors, a part at a time. No part depends on another, so that they may be made at the same time."""
 
     def __init__(self, spec: V4CheckpointSpec):

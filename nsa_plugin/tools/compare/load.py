@@ -44,7 +44,7 @@ _HEADERS = {"Content-Type": "application/json"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Load:
+class SpeedLoad:
     """Requests that are sent together, again and again.
 
     Attributes:
@@ -84,7 +84,7 @@ def loads(
     cases: Sequence[str] = SPEED_CASES,
     prompts: Sequence[int] = (),
     output_tokens: int | None = None,
-) -> list[Load]:
+) -> list[SpeedLoad]:
     """The loads of `cases`: one request of each of three lengths; 100 prompts of 2000 tokens with one token out,
     each by itself and all in one request; 16 of 4096 with 256 out; and 40 of 1000 behind one of 60000. No prompt is
     longer than `context`: the last load is left out where that is too short (`left_out`), the others become shorter.
@@ -98,21 +98,25 @@ def loads(
         for prompt in sorted({min(length, context) for length in prompts or (2000, 8192, context)}):
             # Longer ones vary less, and take longer: 128K tokens take seconds.
             repeat = next((times for most, times in _REPEAT if prompt <= most), _LONGEST_REPEAT)
-            found.append(Load(name=f"ttft-{prompt}", case=TTFT, requests=1, prompt=prompt, new_tokens=1, repeat=repeat))
+            found.append(
+                SpeedLoad(name=f"ttft-{prompt}", case=TTFT, requests=1, prompt=prompt, new_tokens=1, repeat=repeat)
+            )
     if PREFILL in cases:
         prompt = min(2000, context)
-        many = Load(name=f"prefill-100x{prompt}", case=PREFILL, requests=100, prompt=prompt, new_tokens=1, repeat=21)
+        many = SpeedLoad(
+            name=f"prefill-100x{prompt}", case=PREFILL, requests=100, prompt=prompt, new_tokens=1, repeat=21
+        )
         found += [many, replace(many, name=f"{many.name}-in-one", in_one=True)]
     if DECODE in cases:
         prompt, new_tokens = decode_prompt(context), output_tokens or min(USUAL_OUTPUT, context)
         name = f"decode-16x{prompt}" + (f"-{output_tokens}-out" if output_tokens else "")
         repeat = _REPEAT_DECODE if new_tokens <= _LONG_DECODE else _REPEAT_LONG_DECODE
         found.append(
-            Load(name=name, case=DECODE, requests=16, prompt=prompt, new_tokens=new_tokens, repeat=repeat),
+            SpeedLoad(name=name, case=DECODE, requests=16, prompt=prompt, new_tokens=new_tokens, repeat=repeat),
         )
     if MIXED in cases and context >= _LONG:
         found.append(
-            Load(
+            SpeedLoad(
                 name=_mixed_name(),
                 case=MIXED,
                 requests=_SHORTS,
@@ -162,9 +166,9 @@ class _Timed:
 
 
 def measure(
-    engine: ServedEngine, url: str, load: Load, repetition: int, vocab_size: int, timeout: float
+    engine: ServedEngine, url: str, load: SpeedLoad, repetition: int, vocab_size: int, timeout: float
 ) -> dict[str, float]:
-    """One repetition of a load, by measure (`Load.measures`). What is a distribution in it is its median.
+    """One repetition of a load, by measure (`SpeedLoad.measures`). What is a distribution in it is its median.
 
     Args:
         repetition: its number; the prompts follow from it and from the load's name.
@@ -209,7 +213,7 @@ async def _whole(session: aiohttp.ClientSession, engine: ServedEngine, url: str,
     return text, time.perf_counter() - started
 
 
-def _check_answers(engine: ServedEngine, load: Load, text: str) -> None:
+def _check_answers(engine: ServedEngine, load: SpeedLoad, text: str) -> None:
     answers = engine.answers(json.loads(text))
     if len(answers) != load.requests:
         raise CompareError(f"{load.name}: {len(answers)} answers to {load.requests} prompts")
@@ -234,7 +238,7 @@ async def _stream(session: aiohttp.ClientSession, engine: ServedEngine, url: str
     return timed
 
 
-def _readings(load: Load, timed: Sequence[_Timed], seconds: float) -> dict[str, float]:
+def _readings(load: SpeedLoad, timed: Sequence[_Timed], seconds: float) -> dict[str, float]:
     for one in timed:
         _check_length(load, one.tokens)
     long = 0.0
@@ -250,6 +254,6 @@ def _readings(load: Load, timed: Sequence[_Timed], seconds: float) -> dict[str, 
     }
 
 
-def _check_length(load: Load, tokens: int) -> None:
+def _check_length(load: SpeedLoad, tokens: int) -> None:
     if tokens != load.new_tokens:
         raise CompareError(f"{load.name}: {tokens} tokens where {load.new_tokens} were asked for")

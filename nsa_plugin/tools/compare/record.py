@@ -44,7 +44,7 @@ from typing import Any
 
 from nsa_plugin.settings import Settings
 from nsa_plugin.tools import records
-from nsa_plugin.tools.compare.load import Load, left_out
+from nsa_plugin.tools.compare.load import SpeedLoad, left_out
 from nsa_plugin.tools.compare.measured import AGAIN, PLUGIN, STOCK, Measured, Run
 from nsa_plugin.tools.compare.rule import Compared, Tolerance, mean
 from nsa_plugin.tools.compare.verdict import Verdict, climb
@@ -76,7 +76,7 @@ def describe_host(gpu: str, driver: str, gpus: int, commit: str | None) -> dict[
     }
 
 
-def as_record(measured: Measured, verdict: Verdict, loads: Sequence[Load]) -> dict[str, Any]:
+def as_record(measured: Measured, verdict: Verdict, loads: Sequence[SpeedLoad]) -> dict[str, Any]:
     """The record of what was measured so far."""
     case, allowed = case_of(measured), verdict.tolerance
     rows = agreement_rows(verdict.own, case, allowed, provider=STOCK)
@@ -218,7 +218,7 @@ def _timed(measured: Measured) -> str | None:
     return IN_TURNS if measured.together else ONE_AFTER_THE_OTHER
 
 
-def _serve(measured: Measured, loads: Sequence[Load], case: dict[str, Any]) -> list[Any]:
+def _serve(measured: Measured, loads: Sequence[SpeedLoad], case: dict[str, Any]) -> list[Any]:
     """A row a measure of each load that stock and the plugin were both timed with."""
     rows = []
     for load in loads:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from nsa_plugin.tools.compare.lifecycle import Say, finish_all, recover, set_failed, start_all
-from nsa_plugin.tools.compare.load import Load
+from nsa_plugin.tools.compare.load import SpeedLoad
 from nsa_plugin.tools.compare.measured import AGAIN, CONTROL, PLUGIN, STOCK, Measured, Run
 from nsa_plugin.tools.compare.role_server import RoleServer
 from nsa_plugin.tools.compare.turns import Turns
@@ -37,7 +37,7 @@ _DEAD_S = 10.0
 
 
 @dataclass(kw_only=True)
-class Comparison:
+class EngineComparison:
     """A comparison to be made.
 
     Attributes:
@@ -55,7 +55,7 @@ class Comparison:
     model: Path
     flags: Sequence[str]
     groups: Sequence[RequestGroup]
-    loads: Sequence[Load]
+    loads: Sequence[SpeedLoad]
     logs: Path
     deadline: float
     start_timeout: float

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from nsa_plugin.tools.compare.lifecycle import HEARTBEAT_S, Say, recover, set_failed
-from nsa_plugin.tools.compare.load import Load, measure
+from nsa_plugin.tools.compare.load import SpeedLoad, measure
 from nsa_plugin.tools.compare.role_server import RoleServer
 from nsa_plugin.tools.serving.engine import CompareError, ServedEngine
 from nsa_plugin.tools.serving.process import ServerError
@@ -33,7 +33,7 @@ class Turns:
     """
 
     engine: ServedEngine
-    loads: Sequence[Load]
+    loads: Sequence[SpeedLoad]
     vocab_size: int
     until: float
     say: Say
@@ -54,7 +54,7 @@ class Turns:
                 self.say(f"{one.role}: {load.name}: {_summary(one.run.speed.get(load.name, {}), load)}")
             self.on_step()
 
-    def _time(self, load: Load, servers: Sequence[RoleServer]) -> None:
+    def _time(self, load: SpeedLoad, servers: Sequence[RoleServer]) -> None:
         taking_part = list(servers)
         said = time.monotonic()
         for repetition in range(load.repeat + 1):
@@ -68,7 +68,7 @@ class Turns:
                 said = time.monotonic()
                 self.say(f"{load.name}: {repetition} of {load.repeat} repetitions timed")
 
-    def _repeat(self, load: Load, repetition: int, one: RoleServer) -> bool:
+    def _repeat(self, load: SpeedLoad, repetition: int, one: RoleServer) -> bool:
         """One repetition on one server. Whether there may be another."""
         left = self.until - time.monotonic()
         try:
@@ -92,7 +92,7 @@ class Turns:
         return True
 
 
-def _summary(readings: dict[str, list[float]], load: Load) -> str:
+def _summary(readings: dict[str, list[float]], load: SpeedLoad) -> str:
     if not readings:
         return "not timed"
     count = len(next(iter(readings.values())))

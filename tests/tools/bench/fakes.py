@@ -11,12 +11,12 @@ import torch
 from nsa_plugin.kernels.checks import KernelArgumentError
 from nsa_plugin.kernels.sparse_mla import PrefillOutput, reference_prefill
 from nsa_plugin.libraries.registry import Provider, Registry
-from nsa_plugin.tools.bench.cases import Case, Suite, case
+from nsa_plugin.tools.bench.cases import BenchCase, Suite, case
 from nsa_plugin.tools.bench.floors import Rates, Work
 from nsa_plugin.tools.bench.judges import close
 from nsa_plugin.tools.bench.record import BACK_TO_BACK, FLUSHED
 from nsa_plugin.tools.bench.timing import Timing
-from nsa_plugin.tools.bench.workload import Call, Contender, Context, Workload
+from nsa_plugin.tools.bench.workload import Contender, Context, TimedCall, Workload
 
 CPU = torch.device("cpu")
 RATES = Rates(copy_gb_s=4000.0, matmul_tflops=600.0, fp8_matmul_tflops=1200.0)
@@ -31,7 +31,7 @@ class FakeTimer:
         self.graphs: list[bool] = []
         self.before: Callable[[], None] = lambda: None
 
-    def time(self, call: Call, *, graph: bool, seconds: float, runs: int | None) -> Timing:
+    def time(self, call: TimedCall, *, graph: bool, seconds: float, runs: int | None) -> Timing:
         self.before()
         result = call()
         self.graphs.append(graph)
@@ -39,7 +39,7 @@ class FakeTimer:
         median = self.times.get(key, 100.0)
         return Timing(median, median / 2, runs or 7, "graph" if graph else "eager", result)
 
-    def extra_mib(self, call: Call) -> float:
+    def extra_mib(self, call: TimedCall) -> float:
         call()
         return 1.5
 
@@ -95,16 +95,16 @@ def broken(*_: Any, **__: Any) -> PrefillOutput:
 
 # ---------------------------------------------------------------------------------- a suite of scalars
 
-SCALARS: tuple[Case, ...] = tuple(case("scalar", q=q, kv=1) for q in (1, 2, 4))
+SCALARS: tuple[BenchCase, ...] = tuple(case("scalar", q=q, kv=1) for q in (1, 2, 4))
 
 
-def scalars(case: Case, context: Context) -> Workload:
+def scalars(case: BenchCase, context: Context) -> Workload:
     """Contenders that return 1, 2 and 3; the first baseline is not installed."""
 
-    def returns(value: float) -> Callable[[], Call]:
+    def returns(value: float) -> Callable[[], TimedCall]:
         return lambda: lambda: torch.tensor(value)
 
-    def absent() -> Call:
+    def absent() -> TimedCall:
         raise ImportError("No module named 'absent'")
 
     def judge(result: torch.Tensor) -> float:
@@ -127,7 +127,7 @@ def scalars(case: Case, context: Context) -> Workload:
 SUITE = Suite("scalars", "for the tests", f"{__name__}:scalars", SCALARS, SCALARS[:1])
 
 
-def with_a_wrong_one(case: Case, context: Context) -> Workload:
+def with_a_wrong_one(case: BenchCase, context: Context) -> Workload:
     right = scalars(case, context)
     far = Contender("far", lambda: lambda: torch.tensor(9.0))
     return replace(right, contenders=(*right.contenders, far))
@@ -139,13 +139,13 @@ def suite_with_a_wrong_contender() -> Suite:
 
 @dataclass(frozen=True)
 class _BuiltSuite(Suite):
-    made_by: Callable[[Case, Context], Workload] = scalars
+    made_by: Callable[[BenchCase, Context], Workload] = scalars
 
-    def build(self) -> Callable[[Case, Context], Workload]:
+    def build(self) -> Callable[[BenchCase, Context], Workload]:
         return self.made_by
 
 
-def building(made_by: Callable[[Case, Context], Workload]) -> Suite:
+def building(made_by: Callable[[BenchCase, Context], Workload]) -> Suite:
     """A suite of one scalar case, made ready by a function that no module has to hold."""
     return _BuiltSuite("built", "for the tests", "", SCALARS[:1], SCALARS[:1], made_by)
 
@@ -154,9 +154,9 @@ def building(made_by: Callable[[Case, Context], Workload]) -> Suite:
 class _CompilingSuite(Suite):
     take_time: Callable[[], None] = lambda: None
 
-    def build(self) -> Callable[[Case, Context], Workload]:
-        def build(case: Case, context: Context) -> Workload:
-            def load() -> Call:
+    def build(self) -> Callable[[BenchCase, Context], Workload]:
+        def build(case: BenchCase, context: Context) -> Workload:
+            def load() -> TimedCall:
                 self.take_time()
                 return lambda: torch.tensor(2.0)
 
@@ -170,7 +170,7 @@ def compiling(take_time: Callable[[], None]) -> Suite:
     return _CompilingSuite("compiling", "for the tests", "", SCALARS, SCALARS, take_time)
 
 
-def broken_inputs(case: Case, context: Context) -> Workload:
+def broken_inputs(case: BenchCase, context: Context) -> Workload:
     raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
 
 

@@ -13,7 +13,8 @@ import pytest
 from nsa_plugin.tools import records
 from nsa_plugin.tools.bench import record
 from nsa_plugin.tools.bench.cases import BenchError
-from nsa_plugin.tools.bench.runner import Options, Outcome, run_suite
+from nsa_plugin.tools.bench.outcome import Outcome
+from nsa_plugin.tools.bench.runner import BenchOptions, run_suite
 from tests.tools.bench import fakes
 from tests.tools.bench.fakes import RATES, FakeTimer
 
@@ -32,7 +33,7 @@ HOST: dict[str, Any] = {
 
 
 def made() -> dict[str, Any]:
-    outcome = run_suite(fakes.SUITE, fakes.SCALARS[:2], fakes.context(), FakeTimer({1.0: 400.0}), RATES, Options())
+    outcome = run_suite(fakes.SUITE, fakes.SCALARS[:2], fakes.context(), FakeTimer({1.0: 400.0}), RATES, BenchOptions())
     outcome.skipped.append(fakes.SCALARS[2])
     return record.as_record(fakes.SUITE, outcome, HOST, ["nsa-plugin", "bench", "scalars"])
 
@@ -51,7 +52,7 @@ def test_record_is_read_back_as_it_was_written(tmp_path: Path) -> None:
 def test_a_records_command_is_nobodys_machine(words: str) -> None:
     given = ["nsa-plugin", "bench", "scalars", *words.split(), "--runs", "7"]
     one = record.as_record(
-        fakes.SUITE, run_suite(fakes.SUITE, [], fakes.context(), FakeTimer({}), RATES, Options()), HOST, given
+        fakes.SUITE, run_suite(fakes.SUITE, [], fakes.context(), FakeTimer({}), RATES, BenchOptions()), HOST, given
     )
     assert one["command"] == "nsa-plugin bench scalars --runs 7"
 

@@ -9,9 +9,10 @@ import torch
 
 from nsa_plugin.libraries.registry import OPS, REFERENCE, Provider, Registry
 from nsa_plugin.tools.bench import inputs
-from nsa_plugin.tools.bench.cases import SUITES, BenchError, Case, Suite, case
+from nsa_plugin.tools.bench.cases import SUITES, BenchCase, BenchError, Suite, case
 from nsa_plugin.tools.bench.floors import Rates
-from nsa_plugin.tools.bench.runner import Options, Outcome, run_suite
+from nsa_plugin.tools.bench.outcome import Outcome
+from nsa_plugin.tools.bench.runner import BenchOptions, run_suite
 from nsa_plugin.tools.bench.workload import Context, Workload
 from tests.tools.bench import fakes
 from tests.tools.bench.fakes import CPU, RATES, FakeTimer
@@ -21,7 +22,7 @@ PREFILL = SUITES["sparse-mla-prefill"]
 
 def run(suite: Suite, *wanted: str, registry: Registry | None = None, timer: FakeTimer | None = None) -> Outcome:
     where = fakes.context(registry, *wanted)
-    return run_suite(suite, suite.tiny, where, timer or FakeTimer(), RATES, Options())
+    return run_suite(suite, suite.tiny, where, timer or FakeTimer(), RATES, BenchOptions())
 
 
 class WithTopk(Registry):
@@ -117,7 +118,13 @@ def test_without_a_baseline_there_is_no_speed_up() -> None:
 
 def test_cases_beyond_the_time_are_listed() -> None:
     outcome = run_suite(
-        fakes.SUITE, fakes.SCALARS, fakes.context(), FakeTimer(), RATES, Options(seconds=1.0), clock=fakes.Clock(0.4)
+        fakes.SUITE,
+        fakes.SCALARS,
+        fakes.context(),
+        FakeTimer(),
+        RATES,
+        BenchOptions(seconds=1.0),
+        clock=fakes.Clock(0.4),
     )
     assert {row["case"]["q"] for row in outcome.rows} == {1}
     assert outcome.skipped == list(fakes.SCALARS[1:])
@@ -130,7 +137,7 @@ def test_loading_and_compilation_do_not_count_as_time_but_measuring_does(
     clock = fakes.Clock(0.0)
     timer = FakeTimer()
     timer.before = lambda: clock.advance(measure)
-    options = Options(seconds=1.0)
+    options = BenchOptions(seconds=1.0)
     suite = fakes.compiling(lambda: clock.advance(load))
     outcome = run_suite(suite, fakes.SCALARS, fakes.context(), timer, RATES, options, clock=clock)
     assert len(outcome.rows) == reached
@@ -182,13 +189,13 @@ def test_selection_keeps_to_the_keys_that_a_row_has() -> None:
 
 
 def test_extra_memory_is_beyond_the_output_and_holds_what_a_call_keeps() -> None:
-    def one(case: Case, context: Context) -> Workload:
+    def one(case: BenchCase, context: Context) -> Workload:
         made = fakes.scalars(case, context)
         ours = replace(made.contenders[2], output_bytes=2**19, kept_bytes=lambda call: 3 * 2**20)
         return replace(made, contenders=(made.contenders[1], ours))
 
     suite = fakes.building(one)
-    rows = run_suite(suite, suite.tiny, fakes.context(), FakeTimer(), RATES, Options()).rows
+    rows = run_suite(suite, suite.tiny, fakes.context(), FakeTimer(), RATES, BenchOptions()).rows
     assert [row["extra_mib"] for row in rows] == [1.5, 1.5 + 3 - 0.5]
 
 
@@ -202,7 +209,7 @@ def test_large_cache_repeats_pages_of_its_own(monkeypatch: pytest.MonkeyPatch) -
 
 def test_floor_of_a_case_follows_the_rates() -> None:
     half = Rates(RATES.copy_gb_s / 2, RATES.matmul_tflops / 2, None)
-    tiny = run_suite(fakes.SUITE, fakes.SCALARS[:1], fakes.context(), FakeTimer(), half, Options(runs=3))
+    tiny = run_suite(fakes.SUITE, fakes.SCALARS[:1], fakes.context(), FakeTimer(), half, BenchOptions(runs=3))
     assert tiny.rows[0]["floor_us"] == 2.0
     assert tiny.rows[0]["runs"] == 3
 

@@ -15,8 +15,9 @@ from nsa_plugin.kernels.kv_cache import open_cache
 from nsa_plugin.kernels.sparse_mla import reference_decode, reference_prefill
 from nsa_plugin.libraries.registry import Registry
 from nsa_plugin.tools.bench import stock
-from nsa_plugin.tools.bench.cases import SUITES, Case, case
-from nsa_plugin.tools.bench.runner import Options, Outcome, run_suite
+from nsa_plugin.tools.bench.cases import SUITES, BenchCase, case
+from nsa_plugin.tools.bench.outcome import Outcome
+from nsa_plugin.tools.bench.runner import BenchOptions, run_suite
 from tests.tools.bench import fakes
 from tests.tools.bench.fakes import RATES, FakeTimer
 
@@ -123,9 +124,9 @@ def _libraries(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, module)
 
 
-def run(suite: str, *cases: Case, registry: Registry | None = None) -> Outcome:
+def run(suite: str, *cases: BenchCase, registry: Registry | None = None) -> Outcome:
     """The stock paths alone: no provider has the name that is asked for."""
-    outcome = run_suite(SUITES[suite], cases, fakes.context(registry, "none"), FakeTimer(), RATES, Options())
+    outcome = run_suite(SUITES[suite], cases, fakes.context(registry, "none"), FakeTimer(), RATES, BenchOptions())
     assert outcome.failed == []
     return outcome
 

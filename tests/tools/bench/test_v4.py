@@ -15,8 +15,9 @@ from nsa_plugin.kernels.kv_cache import open_cache, reference_read
 from nsa_plugin.kernels.sparse_mla import reference_prefill
 from nsa_plugin.kernels.v4_prefill import combined_width
 from nsa_plugin.libraries.registry import Registry
-from nsa_plugin.tools.bench.cases import SUITES, Case, case
-from nsa_plugin.tools.bench.runner import Options, Outcome, run_suite
+from nsa_plugin.tools.bench.cases import SUITES, BenchCase, case
+from nsa_plugin.tools.bench.outcome import Outcome
+from nsa_plugin.tools.bench.runner import BenchOptions, run_suite
 from nsa_plugin.tools.bench.suites import v4
 from tests.tools.bench import fakes
 from tests.tools.bench.fakes import RATES, FakeTimer
@@ -145,14 +146,14 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Sglang:
     return Sglang(monkeypatch)
 
 
-def prefill(heads: int, q: int, kv: int, page_size: int = 64) -> Case:
+def prefill(heads: int, q: int, kv: int, page_size: int = 64) -> BenchCase:
     fields = {"heads": heads, "q": q, "kv": kv, "topk": 64, "window": 16, "page_size": page_size}
     return case("v4_prefill_route", **fields, layout="v4_fp8")
 
 
-def run(*cases: Case, registry: Registry | None = None, wanted: str = "none") -> Outcome:
+def run(*cases: BenchCase, registry: Registry | None = None, wanted: str = "none") -> Outcome:
     where = fakes.context(registry, wanted)
-    return run_suite(SUITES["v4-prefill"], cases, where, FakeTimer(), RATES, Options())
+    return run_suite(SUITES["v4-prefill"], cases, where, FakeTimer(), RATES, BenchOptions())
 
 
 @pytest.mark.parametrize(

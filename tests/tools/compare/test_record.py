@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from nsa_plugin.tools.compare.load import Load
+from nsa_plugin.tools.compare.load import SpeedLoad
 from nsa_plugin.tools.compare.measured import Measured, Run
 from nsa_plugin.tools.compare.record import as_record
 from nsa_plugin.tools.compare.verdict import judge
 from nsa_plugin.tools.pages.comparisons import overview, page
 from nsa_plugin.tools.pages.markdown import FAILED
 
-LOAD = Load(name="x", case="prefill", requests=2, prompt=100, new_tokens=1, repeat=5)
+LOAD = SpeedLoad(name="x", case="prefill", requests=2, prompt=100, new_tokens=1, repeat=5)
 FACTS = {"heads": 16, "kv": "bf16", "tp": 1, "dp": 1, "suite": "s", "engine": "e", "model": {}, "flags": []}
 FACTS |= {"command": "nsa-plugin compare sglang"}
 HOST = {"gpu": "", "gpus": 0, "driver": "", "torch": "2", "triton": "3", "libraries": {}, "commit": "0123abc"}

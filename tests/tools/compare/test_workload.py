@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from nsa_plugin.libraries.capabilities import Op, RowLimit
-from nsa_plugin.tools.compare.load import Load, _check_answers, _readings, _Timed, left_out, loads
+from nsa_plugin.tools.compare.load import SpeedLoad, _check_answers, _readings, _Timed, left_out, loads
 from nsa_plugin.tools.compare.model import SPEC, SPEC_V4, edges, row_edges, selects_above
 from nsa_plugin.tools.compare.model import digest as checkpoint_digest
 from nsa_plugin.tools.compare.workload import AGREEMENT_CASES, SAME, prompt_lengths, until_it_fails, workload
@@ -126,7 +126,7 @@ def test_loads_fit_the_context() -> None:
     ("answers", "tokens", "says"), [(2, 1, ""), (1, 1, "1 answers to 2"), (2, 2, "2 tokens where 1")]
 )
 def test_all_prompts_of_one_request_are_answered(answers: int, tokens: int, says: str) -> None:
-    load = Load(name="x", case="prefill", requests=2, prompt=3, new_tokens=1, repeat=1, in_one=True)
+    load = SpeedLoad(name="x", case="prefill", requests=2, prompt=3, new_tokens=1, repeat=1, in_one=True)
     assert load.measures == ("input_tokens_per_s",)
     text = json.dumps([{"meta_info": {"output_token_logprobs": [[-1.0, 5, None]] * tokens}}] * answers)
     with pytest.raises(CompareError, match=says) if says else nullcontext():
@@ -152,7 +152,7 @@ def test_the_mixed_load_is_left_out_where_the_context_is_too_short_for_it() -> N
 
 
 def test_readings_of_short_requests_are_without_those_of_the_long_one() -> None:
-    load = Load(name="x", case="mixed", requests=3, prompt=10, new_tokens=1, repeat=1, long=600)
+    load = SpeedLoad(name="x", case="mixed", requests=3, prompt=10, new_tokens=1, repeat=1, long=600)
     found = _readings(load, [_Timed(first=first, tokens=1) for first in (9.0, 1.0, 2.0, 3.0)], 9.0)
     assert {name: found[name] for name in load.measures} == {"ttft_ms": 2000, "long_ttft_ms": 9000}
 
@@ -199,14 +199,14 @@ def test_readings_of_a_load() -> None:
     timed = _Timed()
     for tokens, now in ((1, 0.5), (1, 0.6), (3, 0.9), (4, 1.0)):  # an event without a new token, and one with two
         timed.event(tokens, now)
-    load = Load(name="x", case="decode", requests=1, prompt=100, new_tokens=4, repeat=1)
+    load = SpeedLoad(name="x", case="decode", requests=1, prompt=100, new_tokens=4, repeat=1)
     found = _readings(load, [timed], 2.0)
     assert found["ttft_ms"] == pytest.approx(500)
     assert timed.gaps == pytest.approx([0.2, 0.2, 0.1])
     assert found["itl_ms"] == pytest.approx(200)
     assert (found["input_tokens_per_s"], found["output_tokens_per_s"]) == (50, 2)
     with pytest.raises(CompareError, match="4 tokens where 5 were asked for"):
-        _readings(Load(name="x", case="decode", requests=1, prompt=100, new_tokens=5, repeat=1), [timed], 2.0)
+        _readings(SpeedLoad(name="x", case="decode", requests=1, prompt=100, new_tokens=5, repeat=1), [timed], 2.0)
 
 
 def test_bodies_of_sglang() -> None:

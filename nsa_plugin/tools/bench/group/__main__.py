@@ -21,11 +21,12 @@ import torch.distributed as dist
 from nsa_plugin.errors import NsaPluginError
 from nsa_plugin.libraries.registry import REFERENCE, Registry
 from nsa_plugin.tools.bench import record, tables
-from nsa_plugin.tools.bench.cases import BenchError, Case
+from nsa_plugin.tools.bench.cases import BenchCase, BenchError
 from nsa_plugin.tools.bench.floors import Rates
 from nsa_plugin.tools.bench.group.group import GroupTimer, gather, measured_rates
 from nsa_plugin.tools.bench.group.workloads import ALL_HEADS, GroupSuite, suite
-from nsa_plugin.tools.bench.runner import Options, Outcome, run_suite
+from nsa_plugin.tools.bench.outcome import Outcome
+from nsa_plugin.tools.bench.runner import BenchOptions, run_suite
 from nsa_plugin.tools.bench.workload import Context
 from nsa_plugin.tools.terminal import console
 
@@ -107,7 +108,7 @@ def measure(args: argparse.Namespace, device: torch.device) -> tuple[GroupSuite,
         context,
         GroupTimer(device, args.runs),
         rates,
-        Options(NO_LIMIT, None),
+        BenchOptions(NO_LIMIT, None),
         update=lambda text: out.print(text) if out else None,
     )
     _add_exactness(outcome, chosen)
@@ -130,7 +131,7 @@ def _add_exactness(outcome: Outcome, chosen: GroupSuite) -> None:
     """`bit_equal` of each sharded row: whether it held on every rank."""
     every = gather(chosen.exact)
     for row in outcome.rows:
-        key = (Case(row["op"], tuple(row["case"].items())), row["provider"])
+        key = (BenchCase(row["op"], tuple(row["case"].items())), row["provider"])
         if key in chosen.exact:
             row["bit_equal"] = all(found.get(key, False) for found in every)
 

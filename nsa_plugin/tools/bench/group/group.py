@@ -17,7 +17,7 @@ import torch.distributed as dist
 from nsa_plugin.tools.bench.floors import Rates
 from nsa_plugin.tools.bench.record import FLUSHED
 from nsa_plugin.tools.bench.timing import CudaTimer, Timing, measure_rates, run_aside
-from nsa_plugin.tools.bench.workload import Call, WrongResultError
+from nsa_plugin.tools.bench.workload import TimedCall, WrongResultError
 
 _WARM_UPS = 10
 _FLUSH_OF_L2 = 4  # bytes read, as a multiple of the L2 cache
@@ -49,7 +49,7 @@ class GroupTimer:
             self._flushed = torch.zeros(size // 4, dtype=torch.int32, device=device)
             self._together = torch.zeros(1, device=device)
 
-    def time(self, call: Call, *, graph: bool, seconds: float, runs: int | None) -> Timing:
+    def time(self, call: TimedCall, *, graph: bool, seconds: float, runs: int | None) -> Timing:
         """`runs` timed runs, the timer's own number if None; `seconds` has no influence."""
         count = runs or self._runs
         held: list[Any] = [None]
@@ -66,7 +66,7 @@ class GroupTimer:
         medians, leasts = zip(*gather((statistics.median(measured), min(measured))), strict=True)
         return Timing(max(medians), max(leasts), count, how, held[0])
 
-    def extra_mib(self, call: Call) -> float:
+    def extra_mib(self, call: TimedCall) -> float:
         raise NotImplementedError("no workload of the group asks for memory")
 
     def _on_host(self, run: Callable[[], None], count: int) -> list[float]:
@@ -98,7 +98,7 @@ class GroupTimer:
             torch.cuda.synchronize()
         return [start.elapsed_time(end) * 1e3 for start, end in events]
 
-    def _captured(self, call: Call, held: list[Any]) -> torch.cuda.CUDAGraph | None:
+    def _captured(self, call: TimedCall, held: list[Any]) -> torch.cuda.CUDAGraph | None:
         """A graph of the call whose replays write `held`'s result; None, on every rank, where one cannot capture it."""
         run_aside(call)
         graph, failure = torch.cuda.CUDAGraph(), ""

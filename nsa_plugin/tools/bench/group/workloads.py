@@ -27,11 +27,11 @@ from nsa_plugin.libraries.registry import REFERENCE
 from nsa_plugin.parallel.partition import Partition, by_count
 from nsa_plugin.parallel.token_shard import TokenShard
 from nsa_plugin.tools.bench import floors, inputs, judges, stock
-from nsa_plugin.tools.bench.cases import Case, Suite, case
+from nsa_plugin.tools.bench.cases import BenchCase, Suite, case
 from nsa_plugin.tools.bench.group.group import on_all_ranks
 from nsa_plugin.tools.bench.judges import Attended
 from nsa_plugin.tools.bench.suites.sparse_mla import D_V, PADDED, PAGE_SIZE, bf16_rows, gather
-from nsa_plugin.tools.bench.workload import Call, Contender, Context, Workload
+from nsa_plugin.tools.bench.workload import Contender, Context, TimedCall, Workload
 
 ATTENTION, LAYER = "token_shard_attention", "token_shard_layer"
 ALL_HEADS = 128  # of the model, over the ranks
@@ -46,7 +46,7 @@ LAYOUT = "v32_fp8"
 Attend = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(q [n, heads, d_qk], indices [n, topk]) -> out [n, heads, d_v]."""
 
-Exact = dict[tuple[Case, str], bool]
+Exact = dict[tuple[BenchCase, str], bool]
 """Whether a contender's sampled rows had the bits of the same kernel without the exchange, on this rank."""
 
 
@@ -56,17 +56,17 @@ class GroupSuite(Suite):
 
     exact: Exact = field(default_factory=dict)
 
-    def build(self) -> Callable[[Case, Context], Workload]:
+    def build(self) -> Callable[[BenchCase, Context], Workload]:
         return partial(workload, exact=self.exact)
 
 
 def suite(ranks: int) -> GroupSuite:
     """The cases of a group of so many ranks, which share ALL_HEADS heads."""
 
-    def of(op: str, heads: int, **fields: int) -> Case:
+    def of(op: str, heads: int, **fields: int) -> BenchCase:
         return case(op, heads=heads, **fields, layout=LAYOUT, tp=ranks)
 
-    def prefill(op: str, q: int, kv: int, **fields: int) -> Case:
+    def prefill(op: str, q: int, kv: int, **fields: int) -> BenchCase:
         return of(op, ALL_HEADS // ranks, q=q, kv=kv, topk=2048, **fields)
 
     shapes = ((8192, 65536), (8192, 131072), (2048, 8192))
@@ -88,7 +88,7 @@ def suite(ranks: int) -> GroupSuite:
     )
 
 
-def workload(case: Case, context: Context, exact: Exact) -> Workload:
+def workload(case: BenchCase, context: Context, exact: Exact) -> Workload:
     made = Inputs(case, context, exact)
     return _layer(made) if case.op == LAYER else _attention(made)
 
@@ -105,7 +105,7 @@ class Layered(NamedTuple):
 class Inputs:
     """A case's tensors and kernels, and the partition of its rows."""
 
-    case: Case
+    case: BenchCase
     context: Context
     exact: Exact
 
@@ -169,7 +169,7 @@ class Inputs:
 
         return decode
 
-    def bind(self, name: str) -> Call:
+    def bind(self, name: str) -> TimedCall:
         """A call of attention of this rank's heads: by a provider, or PADDED, which is the engine's.
 
         Raises:
@@ -253,15 +253,15 @@ def _attention(made: Inputs) -> Workload:
     whole = judges.attention(made.sample, cache(lambda: made.expected(indices[made.sample])), tolerance)
     unsharded = cache(lambda kernel: made.unsharded(kernel, indices[made.sample]))
 
-    def plain(name: str) -> Callable[[], Call]:
-        def load() -> Call:
+    def plain(name: str) -> Callable[[], TimedCall]:
+        def load() -> TimedCall:
             attend = made.bind(name)
             return lambda: Attended(attend(), None)
 
         return load
 
-    def sharded(kernel: str, chunks: int) -> Callable[[], Call]:
-        def load() -> Call:
+    def sharded(kernel: str, chunks: int) -> Callable[[], TimedCall]:
+        def load() -> TimedCall:
             attend, shard = made.attend_by(kernel, made.heads * made.ranks), made.shard
 
             def attend_rows(q_rows: torch.Tensor, rows: slice) -> torch.Tensor:
@@ -308,17 +308,17 @@ def _layer(made: Inputs) -> Workload:
     step = max(1, made.case.number("budget_mib") * 2**20 // (4 * (keys + topk)))
     own = made.partition.rows(made.rank)
 
-    def select_by(name: str, part: slice) -> Call:
+    def select_by(name: str, part: slice) -> TimedCall:
         score = made.context.registry.load("indexer_topk", name, dtype="float8_e4m3fn", sm=made.context.sm)
         given = (index_q[part], k, k_scale, weights[part], ks[part], ke[part], topk)
         return lambda: score(*given, rows_per_chunk=step)
 
-    def stock_selection() -> Call:
+    def stock_selection() -> TimedCall:
         parts = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
         calls = []
         for part in parts:
             logits = stock.deep_gemm_logits(index_q[part], k, k_scale, weights[part], ks[part], ke[part])
-            calls.append((part, logits, stock.Selector(TOP_K, part.stop - part.start, keys, topk, device)))
+            calls.append((part, logits, stock.LibraryTopK(TOP_K, part.stop - part.start, keys, topk, device)))
 
         def select() -> torch.Tensor:
             chosen = torch.empty(rows, topk, dtype=torch.int32, device=device)
@@ -328,8 +328,8 @@ def _layer(made: Inputs) -> Workload:
 
         return select
 
-    def plain(make_select: Callable[[], Call], name: str) -> Callable[[], Call]:
-        def load() -> Call:
+    def plain(make_select: Callable[[], TimedCall], name: str) -> Callable[[], TimedCall]:
+        def load() -> TimedCall:
             select, attend = make_select(), padded if name == PADDED else made.attend_by(name, made.heads)
 
             def call() -> Layered:
@@ -345,8 +345,8 @@ def _layer(made: Inputs) -> Workload:
 
     indexer = "deep_gemm" if device.type == "cuda" else REFERENCE
 
-    def sharded(chunks: int) -> Callable[[], Call]:
-        def load() -> Call:
+    def sharded(chunks: int) -> Callable[[], TimedCall]:
+        def load() -> TimedCall:
             select = select_by(indexer, own)
             attend, shard = made.attend_by(made.sharded_by, made.heads * made.ranks), made.shard
 

@@ -9,15 +9,15 @@ import torch
 from nsa_plugin.kernels.indexer import fold_weights, quantize, reference_logits, reference_paged_logits
 from nsa_plugin.layouts import INDEXER_FP8
 from nsa_plugin.tools.bench import floors, inputs, judges, stock
-from nsa_plugin.tools.bench.cases import Case
-from nsa_plugin.tools.bench.workload import Call, Contender, Context, Workload, with_poisoned
+from nsa_plugin.tools.bench.cases import BenchCase
+from nsa_plugin.tools.bench.workload import Contender, Context, TimedCall, Workload, with_poisoned
 
 HEAD_DIM = 128
 PAGE_SIZE = 64  # the only one that DeepGEMM takes
 _SAMPLED_ROWS = 8
 
 
-def indexer_topk(case: Case, context: Context) -> Workload:
+def indexer_topk(case: BenchCase, context: Context) -> Workload:
     """Every query sees every key: the most that a chunk of this size can ask for."""
     device = context.device
     heads, rows, keys, topk = (case.number(name) for name in ("heads", "q", "kv", "topk"))
@@ -39,10 +39,10 @@ def indexer_topk(case: Case, context: Context) -> Workload:
         topk,
     )
 
-    def in_one_piece(name: str) -> Callable[[], Call]:
-        def load() -> Call:
+    def in_one_piece(name: str) -> Callable[[], TimedCall]:
+        def load() -> TimedCall:
             logits = stock.deep_gemm_logits(q, k, k_scale, weights, ks, ke)
-            select = stock.Selector(name, rows, keys, topk, device)
+            select = stock.LibraryTopK(name, rows, keys, topk, device)
             return with_poisoned(out, lambda: out.copy_(select(logits())))
 
         return load
@@ -68,7 +68,7 @@ def indexer_topk(case: Case, context: Context) -> Workload:
     )
 
 
-def paged(case: Case, context: Context) -> Workload:
+def paged(case: BenchCase, context: Context) -> Workload:
     """A decode step: one query row a sequence, its keys in the paged cache."""
     device = context.device
     heads, batch, keys, topk = (case.number(name) for name in ("heads", "batch", "kv", "topk"))
@@ -92,9 +92,9 @@ def paged(case: Case, context: Context) -> Workload:
         topk,
     )
 
-    def in_one_piece() -> Call:
+    def in_one_piece() -> TimedCall:
         logits = stock.deep_gemm_paged_logits(q, cache, weights, seq_lens, table, keys)
-        select = stock.Selector("torch.topk", batch, keys, topk, device)
+        select = stock.LibraryTopK("torch.topk", batch, keys, topk, device)
         return with_poisoned(out, lambda: out.copy_(select(logits())))
 
     name = "deep_gemm in one piece, torch.topk"
@@ -119,7 +119,7 @@ def paged(case: Case, context: Context) -> Workload:
     )
 
 
-def topk_rows(case: Case, context: Context) -> Workload:
+def topk_rows(case: BenchCase, context: Context) -> Workload:
     device = context.device
     rows, keys, topk = (case.number(name) for name in ("q", "kv", "topk"))
     logits = inputs.normal(device, 1, rows, keys, dtype=torch.float32)
@@ -128,9 +128,9 @@ def topk_rows(case: Case, context: Context) -> Workload:
     out = torch.empty(rows, topk, dtype=torch.int32, device=device)
     sampled = inputs.sample(device, rows, _SAMPLED_ROWS)
 
-    def library(name: str) -> Callable[[], Call]:
-        def load() -> Call:
-            select = stock.Selector(name, rows, keys, topk, device)
+    def library(name: str) -> Callable[[], TimedCall]:
+        def load() -> TimedCall:
+            select = stock.LibraryTopK(name, rows, keys, topk, device)
             return lambda: select(logits)
 
         return load

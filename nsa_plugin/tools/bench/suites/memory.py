@@ -11,9 +11,9 @@ from nsa_plugin.kernels import index_transform, swa_indices
 from nsa_plugin.kernels.kv_cache import allocate_cache, gather_rows, reference_write
 from nsa_plugin.kernels.swa_indices import IndexRows
 from nsa_plugin.tools.bench import floors, inputs, judges
-from nsa_plugin.tools.bench.cases import Case
+from nsa_plugin.tools.bench.cases import BenchCase
 from nsa_plugin.tools.bench.suites.sparse_mla import row_bytes
-from nsa_plugin.tools.bench.workload import Call, Context, Workload, with_poisoned
+from nsa_plugin.tools.bench.workload import Context, TimedCall, Workload, with_poisoned
 
 PAGE_SIZE = 64
 _SAMPLED_ROWS = 256
@@ -22,7 +22,7 @@ _ONE_FP8_STEP = (2e-3, 0.126)
 _ONE_BF16_STEP = (1e-6, 2.0**-8)
 
 
-def kv_cache(case: Case, context: Context) -> Workload:
+def kv_cache(case: BenchCase, context: Context) -> Workload:
     device, layout = context.device, case.text("layout")
     count, slots_all, page_size = (case.number(name) for name in ("q", "kv", "page_size"))
     cache = inputs.filled_cache(device, layout, slots_all, page_size, 1)
@@ -70,12 +70,12 @@ def kv_cache(case: Case, context: Context) -> Workload:
     )
 
 
-def _after(prepare: Callable[[], Any], call: Call) -> Call:
+def _after(prepare: Callable[[], Any], call: TimedCall) -> TimedCall:
     prepare()
     return call
 
 
-def index_ops(case: Case, context: Context) -> Workload:
+def index_ops(case: BenchCase, context: Context) -> Workload:
     """One op over indices; the arguments are made by the op's own function below."""
     work, arguments, keywords, reference = _INDEX_OPS[case.op](case, context.device)
     return Workload(
@@ -95,7 +95,7 @@ def _tensors(result: Any) -> tuple[torch.Tensor, ...]:
     return (result,) if isinstance(result, torch.Tensor) else tuple(result)
 
 
-def _paged(case: Case, device: torch.device) -> _Prepared:
+def _paged(case: BenchCase, device: torch.device) -> _Prepared:
     rows, kv, topk, batch = (case.number(name) for name in ("q", "kv", "topk", "batch"))
     positions = inputs.selection(device, rows, kv, topk, 1)
     pages = -(-kv // PAGE_SIZE)
@@ -107,7 +107,7 @@ def _paged(case: Case, device: torch.device) -> _Prepared:
     return work, (positions, table), keywords, index_transform.reference_paged
 
 
-def _ragged(case: Case, device: torch.device) -> _Prepared:
+def _ragged(case: BenchCase, device: torch.device) -> _Prepared:
     rows, kv, topk, batch = (case.number(name) for name in ("q", "kv", "topk", "batch"))
     positions = inputs.selection(device, rows, kv, topk, 1)
     offsets = (torch.arange(rows, device=device) * batch // rows * kv).int()
@@ -115,7 +115,7 @@ def _ragged(case: Case, device: torch.device) -> _Prepared:
     return work, (positions, offsets), {}, index_transform.reference_ragged
 
 
-def _pad(case: Case, device: torch.device) -> _Prepared:
+def _pad(case: BenchCase, device: torch.device) -> _Prepared:
     rows, kv, topk = (case.number(name) for name in ("q", "kv", "topk"))
     positions = inputs.selection(device, rows, kv, topk, 1)
     padded = rows + max(1, rows // 8)
@@ -123,7 +123,7 @@ def _pad(case: Case, device: torch.device) -> _Prepared:
     return work, (positions, padded), {}, index_transform.reference_pad_rows
 
 
-def _window(case: Case, device: torch.device) -> _Prepared:
+def _window(case: BenchCase, device: torch.device) -> _Prepared:
     rows, kv, window, batch = (case.number(name) for name in ("q", "kv", "window", "batch"))
     cu_seqlens = torch.arange(0, rows + 1, rows // batch, dtype=torch.int32, device=device)
     seq_lens = torch.full((batch,), kv, dtype=torch.int32, device=device)
@@ -132,7 +132,7 @@ def _window(case: Case, device: torch.device) -> _Prepared:
     return work, (cu_seqlens, seq_lens), keywords, swa_indices.reference_window
 
 
-def _combine(case: Case, device: torch.device) -> _Prepared:
+def _combine(case: BenchCase, device: torch.device) -> _Prepared:
     rows, kv, window, topk = (case.number(name) for name in ("q", "kv", "window", "topk"))
 
     def part(width: int, seed: int) -> IndexRows:
@@ -145,7 +145,7 @@ def _combine(case: Case, device: torch.device) -> _Prepared:
     return work, (part(window, 1), part(topk, 3)), {"extra_offset": kv}, swa_indices.reference_combine
 
 
-_INDEX_OPS: dict[str, Callable[[Case, torch.device], _Prepared]] = {
+_INDEX_OPS: dict[str, Callable[[BenchCase, torch.device], _Prepared]] = {
     "index_transform_paged": _paged,
     "index_transform_ragged": _ragged,
     "pad_topk_rows": _pad,

@@ -12,10 +12,10 @@ import torch
 from nsa_plugin.kernels.mha import reference
 from nsa_plugin.kernels.sparse_mla import reference_prefill
 from nsa_plugin.tools.bench import floors, inputs, judges, stock
-from nsa_plugin.tools.bench.cases import Case
+from nsa_plugin.tools.bench.cases import BenchCase
 from nsa_plugin.tools.bench.judges import Attended
 from nsa_plugin.tools.bench.suites.sparse_mla import D_V, PADDED, PAGE_SIZE, bf16_rows, gather
-from nsa_plugin.tools.bench.workload import Call, Contender, Context, Workload, with_poisoned
+from nsa_plugin.tools.bench.workload import Contender, Context, TimedCall, Workload, with_poisoned
 
 SDPA = "torch SDPA"
 SPARSE = "sparse_mla {}"
@@ -26,7 +26,7 @@ _LAYOUT = "v32_fp8"
 _SAMPLED_ROWS = 24
 
 
-def one_shot(case: Case, context: Context) -> Workload:
+def one_shot(case: BenchCase, context: Context) -> Workload:
     device = context.device
     heads, tokens, topk = (case.number(name) for name in ("heads", "q", "topk"))
     d_qk = NOPE_DIM + ROPE_DIM
@@ -42,7 +42,7 @@ def one_shot(case: Case, context: Context) -> Workload:
         assert whole.lse is not None
         return Attended(whole.out[rows], whole.lse[rows])
 
-    def sdpa() -> Call:
+    def sdpa() -> TimedCall:
         by_head = [tensor.transpose(0, 1).unsqueeze(0) for tensor in (q, k, v)]
 
         def call() -> Attended:
@@ -112,13 +112,13 @@ def _sparse(context: Context, tokens: int, heads: int, topk: int) -> list[Conten
     ]
 
 
-def _up_projection(device: torch.device, tokens: int, heads: int) -> tuple[str, Call]:
+def _up_projection(device: torch.device, tokens: int, heads: int) -> tuple[str, TimedCall]:
     latent = inputs.normal(device, 7, tokens, LATENT_DIM)
     weight = inputs.normal(device, 8, LATENT_DIM, heads * (NOPE_DIM + V_DIM))
     return "up_projection_us", lambda: latent @ weight
 
 
-def _absorb(device: torch.device, tokens: int, heads: int) -> tuple[str, Call]:
+def _absorb(device: torch.device, tokens: int, heads: int) -> tuple[str, TimedCall]:
     nope = inputs.normal(device, 7, heads, tokens, NOPE_DIM)
     into = inputs.normal(device, 8, heads, NOPE_DIM, LATENT_DIM)
     latent = inputs.normal(device, 9, heads, tokens, LATENT_DIM)

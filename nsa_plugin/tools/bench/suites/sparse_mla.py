@@ -8,9 +8,9 @@ from nsa_plugin.kernels.kv_cache import PagedCache, gather_rows
 from nsa_plugin.kernels.sparse_mla import reference_decode, reference_prefill
 from nsa_plugin.layouts import Fp8Layout
 from nsa_plugin.tools.bench import floors, inputs, judges, stock
-from nsa_plugin.tools.bench.cases import Case
+from nsa_plugin.tools.bench.cases import BenchCase
 from nsa_plugin.tools.bench.judges import Attended
-from nsa_plugin.tools.bench.workload import Call, Contender, Context, Workload, with_poisoned
+from nsa_plugin.tools.bench.workload import Contender, Context, TimedCall, Workload, with_poisoned
 
 PADDED = "flash_mla padded"
 WITH_COPY = "flash_mla padded, bf16 copy included"
@@ -44,7 +44,7 @@ def gather(indices: torch.Tensor, cache: PagedCache) -> floors.Gather:
     return floors.Gather(named=named, distinct=distinct, row_bytes=row_bytes(cache), width=indices.numel())
 
 
-def prefill(case: Case, context: Context) -> Workload:
+def prefill(case: BenchCase, context: Context) -> Workload:
     device, layout = context.device, case.text("layout")
     heads, q_rows, kv, topk = (case.number(name) for name in ("heads", "q", "kv", "topk"))
     cache = context.shared(("cache", layout, kv), lambda: inputs.filled_cache(device, layout, kv, PAGE_SIZE, 1))
@@ -61,12 +61,12 @@ def prefill(case: Case, context: Context) -> Workload:
         judges.PREFILL_OUT,
     )
 
-    def padded() -> Call:
+    def padded() -> TimedCall:
         return stock.flash_mla_prefill(
             q, context.shared(("rows", layout, kv), lambda: bf16_rows(cache)), indices, scale
         )
 
-    def padded_with_copy() -> Call:
+    def padded_with_copy() -> TimedCall:
         workspace = torch.empty(cache.num_slots, cache.dim, dtype=torch.bfloat16, device=device)
         slots = torch.arange(cache.num_slots, device=device)
         attend = stock.flash_mla_prefill(q, workspace, indices, scale)
@@ -79,7 +79,7 @@ def prefill(case: Case, context: Context) -> Workload:
 
         return call
 
-    def decode_kernel() -> Call:
+    def decode_kernel() -> TimedCall:
         attend = stock.flash_mla_decode(q.unsqueeze(1), cache, indices.unsqueeze(1), scale)
 
         def call() -> Attended:
@@ -106,7 +106,7 @@ def prefill(case: Case, context: Context) -> Workload:
     )
 
 
-def decode(case: Case, context: Context) -> Workload:
+def decode(case: BenchCase, context: Context) -> Workload:
     device, layout = context.device, case.text("layout")
     heads, batch, s_q, kv, topk = (case.number(name) for name in ("heads", "batch", "s_q", "kv", "topk"))
     # Every sequence owns kv slots, so that no two share a row.

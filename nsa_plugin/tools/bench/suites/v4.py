@@ -13,10 +13,10 @@ from nsa_plugin.kernels.sparse_mla import reference_decode, reference_prefill
 from nsa_plugin.kernels.swa_indices import IndexRows
 from nsa_plugin.kernels.v4_prefill import Keys, route
 from nsa_plugin.tools.bench import floors, inputs, judges, stock
-from nsa_plugin.tools.bench.cases import Case
+from nsa_plugin.tools.bench.cases import BenchCase
 from nsa_plugin.tools.bench.judges import Attended
 from nsa_plugin.tools.bench.suites.sparse_mla import D_V, PADDED, gather
-from nsa_plugin.tools.bench.workload import Call, Contender, Context, Workload, with_poisoned
+from nsa_plugin.tools.bench.workload import Contender, Context, TimedCall, Workload, with_poisoned
 
 DECODE_KERNEL = "flash_mla decode kernel"
 SGLANG = "SGLang's sparse route"
@@ -26,7 +26,7 @@ COMPRESS_RATIO = 4  # tokens of an entry of the selected keys' cache, in DeepSee
 _SAMPLED_ROWS = 24
 
 
-def prefill(case: Case, context: Context) -> Workload:
+def prefill(case: BenchCase, context: Context) -> Workload:
     """The last `q` tokens of one request of `kv` tokens: a query sees its window and the entries before it."""
     device, layout = context.device, case.text("layout")
     names = ("heads", "q", "kv", "topk", "window", "page_size")
@@ -67,7 +67,7 @@ def prefill(case: Case, context: Context) -> Workload:
         judges.DECODE_OUT,
     )
 
-    def decode_kernel() -> Call:
+    def decode_kernel() -> TimedCall:
         attend = stock.flash_mla_decode(
             q.unsqueeze(1),
             cache,
@@ -84,7 +84,7 @@ def prefill(case: Case, context: Context) -> Workload:
 
         return call
 
-    def direct(function: Callable[..., Any]) -> Call:
+    def direct(function: Callable[..., Any]) -> TimedCall:
         def call() -> Any:
             return function(
                 q,
@@ -100,13 +100,13 @@ def prefill(case: Case, context: Context) -> Workload:
 
         return with_poisoned(out, call)
 
-    def sglang() -> Call:
+    def sglang() -> TimedCall:
         # A position's row of the window's cache; positions before the first query's window have none.
         slots = (torch.arange(kv, device=device) - (kv - tokens) + window).clamp(min=0)
         attend = stock.SglangSparsePrefill(q, cache, slots, extra_cache, extra.indices, window, scale)
         return _Sglang(attend)
 
-    def by_workspace(attention: Callable[..., Any], out: torch.Tensor | None = out) -> Call:
+    def by_workspace(attention: Callable[..., Any], out: torch.Tensor | None = out) -> TimedCall:
         window_keys, extra_keys = _keys(cache, indices), _keys(extra_cache, extra)
         needed = window_keys.rows + extra_keys.rows
 
@@ -117,7 +117,7 @@ def prefill(case: Case, context: Context) -> Workload:
 
         return call if out is None else with_poisoned(out, call)
 
-    def as_served() -> Call:
+    def as_served() -> TimedCall:
         # What refuses the case is the provider's; what is timed is how an engine's adapter calls the library.
         context.registry.load(
             "sparse_mla_prefill", "flash_mla", layout="bf16", dtype="bfloat16", heads=heads, sm=context.sm
@@ -142,7 +142,7 @@ def prefill(case: Case, context: Context) -> Workload:
     )
 
 
-def decode(case: Case, context: Context) -> Workload:
+def decode(case: BenchCase, context: Context) -> Workload:
     """One query token a sequence; every sequence has its own window and its own selected keys' context."""
     device, layout = context.device, case.text("layout")
     names = ("heads", "batch", "kv", "topk", "window", "page_size")
@@ -176,7 +176,7 @@ def decode(case: Case, context: Context) -> Workload:
             out_dtype=torch.float32,
         )
 
-    def own(function: Callable[..., Any]) -> Call:
+    def own(function: Callable[..., Any]) -> TimedCall:
         def call() -> Any:
             return function(
                 q,
@@ -191,7 +191,7 @@ def decode(case: Case, context: Context) -> Workload:
 
         return with_poisoned(out, call)
 
-    def stock_kernel() -> Call:
+    def stock_kernel() -> TimedCall:
         return stock.flash_mla_decode(q, cache, indices.unsqueeze(1), scale, extra_cache=extra_cache, extra=extra)
 
     gathers = [gather(indices, cache), gather(extra.indices, extra_cache)]
