@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 SCHEMA = 1
+Row = dict[str, Any]
 LIBRARIES = (
     "sgl-flash-mla",
     "sgl-deep-gemm",

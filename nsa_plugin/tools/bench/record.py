@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from nsa_plugin.tools.bench.outcome import Outcome
 
 SCHEMA = 1
-# BenchOptions of a command that are one machine's; the commit is the host's part of a record.
+# Options that name local paths, and the commit, which the host part of a record has.
 _WHERE = ("--json", "--commit")
 FLUSHED, BACK_TO_BACK = "flushed", "back to back"  # how a timed run finds the L2 cache
 _ROW_KEYS = frozenset(

@@ -129,7 +129,7 @@ def _capture(call: TimedCall) -> tuple[torch.cuda.CUDAGraph, Any] | None:
 
 
 def run_aside(call: TimedCall) -> None:
-    """TimedCall a few times on another stream, as has to come before a capture: what is made at first use is made then."""
+    """Call a few times on another stream before a capture: what is allocated at first use is allocated here."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

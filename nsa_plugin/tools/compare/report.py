@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rich.console import Console
 
 from nsa_plugin.tools.compare.record import OURS
+from nsa_plugin.tools.records import Row
 from nsa_plugin.tools.terminal import table
-
-Row = dict[str, Any]
 
 AGREEMENT_COLUMNS = (
     "requests",

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from nsa_plugin.tools.compare.record import OURS
 from nsa_plugin.tools.compare.report import AGREEMENT_COLUMNS, serve_columns, tables
 from nsa_plugin.tools.pages.markdown import FAILED, generated_notice, markdown_table
-
-Row = dict[str, Any]
+from nsa_plugin.tools.records import Row
 
 
 def page(path: Path, record: Row) -> str:

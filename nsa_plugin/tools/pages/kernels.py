@@ -9,10 +9,9 @@ from typing import Any
 from nsa_plugin.tools.bench.cases import SUITES, describe_fields
 from nsa_plugin.tools.bench.tables import grouped
 from nsa_plugin.tools.pages.markdown import generated_notice, markdown_table
+from nsa_plugin.tools.records import Row
 
 BACK_TO_BACK = "-back-to-back"
-
-Row = dict[str, Any]
 
 
 def page(path: Path, record: Row) -> str:

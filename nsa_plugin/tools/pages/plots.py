@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from nsa_plugin.tools.bench.cases import BenchError, describe_fields
 from nsa_plugin.tools.bench.record import check
+from nsa_plugin.tools.records import Row
 
 # What may stand on an x axis, in the order of the columns, and how it is called there.
 AXES = {
@@ -25,8 +26,6 @@ AXES = {
 }
 _OF_A_GROUP = re.compile(r"(?P<suite>.+)-tp(?P<ranks>\d+)")
 _SETTINGS = {"svg.hashsalt": "nsa-plugin", "svg.fonttype": "none", "font.size": 8.0, "axes.grid": True}
-
-Row = dict[str, Any]
 
 
 class Panel(NamedTuple):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from nsa_plugin.tools.bench.cases import describe_fields
 from nsa_plugin.tools.pages.comparisons import compared
 from nsa_plugin.tools.pages.markdown import FAILED, markdown_table
+from nsa_plugin.tools.records import Row
 
-Row = dict[str, Any]
 Records = Sequence[tuple[Path, Row]]
 NOTHING = "No record is here yet."
 

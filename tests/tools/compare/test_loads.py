@@ -82,7 +82,7 @@ def test_output_tokens_have_a_record_that_names_them(
     assert (code, json.loads(path.read_text())) == (0, record)
 
 
-MIXED = load.Load(name="mixed", case="mixed", requests=3, prompt=2, new_tokens=1, repeat=1, long=9)
+MIXED = load.SpeedLoad(name="mixed", case="mixed", requests=3, prompt=2, new_tokens=1, repeat=1, long=9)
 
 
 def test_the_long_ones_time_is_in_no_other_reading() -> None:
