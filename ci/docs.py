@@ -88,7 +88,7 @@ def patches_table() -> str:
 
 
 def agreement_table() -> str:
-    """What docs/benchmarks/cpu holds: how far the tokens served agree with the reference."""
+    """How far the served tokens agree with the reference, from the records in docs/benchmarks/cpu."""
     rows = []
     for path in sorted((RECORDS / "cpu").glob("*.json")):
         record = json.loads(path.read_text())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from ci import docs
 from ci.rows import Row, engines
+from nsa_plugin.cli import _parser
 from nsa_plugin.settings import Settings
 
 ROW = Row(
@@ -121,3 +123,30 @@ def test_every_test_that_guards_against_an_engine_bug_exists() -> None:
     sources = "".join(path.read_text() for path in (docs.ROOT / "tests").rglob("*.py"))
     for name in set(re.findall(r"`(test_\w+)`", (docs.ROOT / "docs" / "regressions.md").read_text())):
         assert f"def {name}(" in sources, name
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The `nsa-plugin` commands in a page's code blocks, up to what goes to an engine; shell variables are left out."""
+    found = []
+    for block in re.findall(r"^ *```\n(.*?)^ *```", page.read_text(), re.MULTILINE | re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            if command := re.search(
+                r"(?:^|/|[\"\s])nsa-plugin ((?:doctor|explain|patches|demo|bench|compare)\b.*)", line
+            ):
+                words = shlex.split(command[1].rstrip('"'), comments=True)
+                words = words[: words.index("--")] if "--" in words else words
+                found.append([word for word in words if not word.startswith("$")])
+    return found
+
+
+@pytest.mark.parametrize("page", docs.files(), ids=lambda page: page.name)
+def test_every_command_has_flags_that_exist(page: Path) -> None:
+    for words in commands(page):
+        args, unknown = _parser(words[0]).parse_known_args(words)
+        assert (args.command, unknown) == (words[0], [])
+
+
+def test_commands_are_found_in_the_pages() -> None:
+    found = [words[0] for page in docs.files() for words in commands(page)]
+    assert {"doctor", "explain", "bench", "compare"} <= set(found)
+    assert len(found) >= 20

@@ -1,6 +1,6 @@
-"""The documentation's plots, from records alone: time against what varies, and how much of the floor is achieved.
+"""Plots of records: the time against what varies, and the share of the floor that is reached.
 
-The files are the same for the same record: no date, and ids from a fixed salt.
+The same record gives the same file: no date, and ids from a fixed salt.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from nsa_plugin.tools.bench.cases import BenchError, describe_fields
 from nsa_plugin.tools.bench.record import check
 from nsa_plugin.tools.records import Row
 
-# What may stand on an x axis, in the order of the columns, and how it is called there.
+# The fields that may be an x axis, in the order of the columns, with their labels.
 AXES = {
-    "q": "query rows",
+    "q": "query tokens",
     "batch": "sequences",
     "heads": "query heads",
     "kv": "keys",
@@ -29,7 +29,7 @@ _SETTINGS = {"svg.hashsalt": "nsa-plugin", "svg.fonttype": "none", "font.size": 
 
 
 class Panel(NamedTuple):
-    """A column of a plot: `rows` of one op in which nothing but `axis` and the provider varies."""
+    """A column of a plot: `rows` of one op that differ only in `axis` and in the provider."""
 
     op: str
     axis: str
@@ -38,9 +38,9 @@ class Panel(NamedTuple):
 
 
 def panels(rows: Sequence[Row]) -> list[Panel]:
-    """For each op and axis the cases with the most values of that axis; none with fewer than two.
+    """For each op and axis, the cases with the most values of that axis; none with fewer than two.
 
-    Of several such groups the first in the record's order is taken, which is the order of importance.
+    If several groups of cases have as many values, the first in the record counts: suites list cases by importance.
     """
     found = []
     for op in dict.fromkeys(row["op"] for row in rows):
@@ -48,7 +48,7 @@ def panels(rows: Sequence[Row]) -> list[Panel]:
             groups: dict[tuple[Any, ...], list[Row]] = {}
             for row in rows:
                 if row["op"] == op and axis in row["case"]:
-                    # Where the queries are all the keys, the two vary together; more ranks have fewer heads each.
+                    # If the queries are all the keys, the two vary together; more ranks have fewer heads each.
                     together = {axis, "kv"} if row["case"].get("kv") == row["case"].get("q") else {axis}
                     together |= {"heads"} if axis == "tp" else set()
                     fixed = tuple((name, value) for name, value in row["case"].items() if name not in together)
@@ -65,13 +65,15 @@ def _values(rows: Sequence[Row], axis: str) -> set[Any]:
 
 
 def scaling(record: dict[str, Any], folder: Path) -> list[Panel]:
-    """Time against ranks, over the records of one suite by groups of several sizes; of the largest group's alone.
+    """Time against ranks, over one suite's records for groups of several sizes.
+
+    Only the record of the largest group has these panels.
 
     Args:
-        folder: where `record` is, and SUITE-tp<ranks>.json of the other groups.
+        folder: the folder of `record` and of SUITE-tp<ranks>.json for the other groups.
 
     Raises:
-        BenchError: one of those is no record.
+        BenchError: one of those files is not a record.
     """
     own = _OF_A_GROUP.fullmatch(record["suite"])
     if own is None:
@@ -102,9 +104,9 @@ def require() -> Any:
 
 
 def draw(record: dict[str, Any], path: Path) -> bool:
-    """Write the record's plot to `path`, an SVG beside it; False where nothing in it varies.
+    """Write the record's plot, an SVG, to `path`; False if nothing in the record varies.
 
-    With the records of other groups of ranks beside it, the largest group's has the panels of `scaling` too.
+    The plot includes the panels of `scaling`, from the other records in the folder of `path`.
     """
     figure_class = require()
     shown = [*panels(record["rows"]), *scaling(record, path.parent)]
@@ -122,8 +124,10 @@ def draw(record: dict[str, Any], path: Path) -> bool:
 
 
 def floors(panel: Panel) -> dict[str, dict[int, float]]:
-    """The floor over the panel's axis, by its name in the legend: more than one where providers of another op,
-    whose work is another, compete."""
+    """The floors over the panel's axis, by their names in the legend.
+
+    There is more than one if providers of different ops compete, because their useful work differs.
+    """
     by_provider: dict[str, dict[int, float]] = {}
     for row in sorted(panel.rows, key=lambda row: int(row["case"][panel.axis])):
         by_provider.setdefault(row["provider"], {})[row["case"][panel.axis]] = row["floor_us"]
