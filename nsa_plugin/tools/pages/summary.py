@@ -17,11 +17,11 @@ NOTHING = "No record is here yet."
 
 _ENGINES = {"sglang": "SGLang", "vllm": "vLLM"}
 _MEASURES = {
-    "ttft_ms": "first token, ms",
-    "long_ttft_ms": "first token of the long prompt, ms",
-    "itl_ms": "time between tokens, ms",
-    "input_tokens_per_s": "input tokens/s",
-    "output_tokens_per_s": "output tokens/s",
+    "ttft_ms": "first token",
+    "long_ttft_ms": "first token of the long prompt",
+    "itl_ms": "time between tokens",
+    "input_tokens_per_s": "throughput",
+    "output_tokens_per_s": "throughput",
 }
 
 
@@ -74,21 +74,17 @@ def first_token(served: Records) -> str:
 
 
 def loads(served: Records) -> str:
-    """The other timed loads: many prompts at once, long answers, short prompts behind a long one."""
-    lines = [
-        [
-            _server(record, row["case"]),
-            _load(row["case"]),
-            _figure(row["baseline_median"]),
-            _figure(row["median"]),
-            _speedup(row),
-            _link(path),
-        ]
-        for path, record in served
-        for row in _serve_rows(record, alone=False)
-    ]
-    header = ["server", "load", "stock", "plugin", "speed-up", "record"]
-    return markdown_table(header, lines) if lines else NOTHING
+    """Speed-ups of the other timed loads: many prompts at once, long answers, short prompts behind a long one."""
+    found: dict[tuple[Path, str], list[str]] = {}
+    cells: dict[tuple[Path, str], dict[str, str]] = {}
+    for path, record in served:
+        for row in _serve_rows(record, alone=False):
+            key = (path, _load(row["case"]))
+            found.setdefault(key, [_server(record, row["case"]), key[1]])
+            cells.setdefault(key, {})[_MEASURES[row["case"]["measure"]]] = _speedup(row)
+    measures = [name for name in dict.fromkeys(_MEASURES.values()) if any(name in one for one in cells.values())]
+    lines = [[*start, *(cells[key].get(m, "-") for m in measures), _link(key[0])] for key, start in found.items()]
+    return markdown_table(["server", "load", *measures, "record"], lines) if lines else NOTHING
 
 
 def limits(served: Records) -> str:
@@ -165,12 +161,10 @@ def _model(record: Row) -> str:
 
 
 def _load(case: Row) -> str:
-    prompts = "1 prompt" if case["requests"] == 1 else f"{case['requests']} prompts"
-    text = f"{prompts} of {case['prompt']:,} tokens"
+    text = f"{case['requests']} prompts of {case['prompt']:,} tokens"
     text += f", {case['new_tokens']:,} out" if case["new_tokens"] > 1 else ""
     text += f", behind one of {case['long']:,}" if "long" in case else ""
-    text += ", in one request" if case.get("in_one") else ""
-    return f"{text}: {_MEASURES.get(case['measure'], case['measure'])}"
+    return text + (", in one request" if case.get("in_one") else "")
 
 
 def _figure(value: float) -> str:

@@ -194,12 +194,22 @@ def test_a_speed_up_is_bold_where_the_readings_tell_the_servers_apart(more: dict
     assert cells(text.splitlines()[2]) == ["SGLang 1.0, V3.2, 16 heads", cell, "[record](benchmarks/h200/x.md)"]
 
 
-def test_other_loads_are_described() -> None:
-    case = {"heads": 16, "requests": 40, "prompt": 1000, "new_tokens": 32, "measure": "long_ttft_ms", "long": 60000}
-    text = summary.loads([(Path("h200/x.json"), comparison([served("", case=case), served("ttft_ms")]))])
-    (line,) = text.splitlines()[2:]
-    said = "40 prompts of 1,000 tokens, 32 out, behind one of 60,000: first token of the long prompt, ms"
-    assert cells(line)[1:4] == [said, "30.0", "20.0"]
+def test_other_loads_have_a_line_each_with_every_measure() -> None:
+    mixed = {"heads": 16, "requests": 40, "prompt": 1000, "new_tokens": 32, "long": 60000}
+    many = {"heads": 16, "requests": 100, "prompt": 2000, "new_tokens": 1, "in_one": True}
+    rows = [
+        served("", case=mixed | {"measure": "ttft_ms"}),
+        served("", case=mixed | {"measure": "long_ttft_ms"}, q3=30.0),
+        served("", case=many | {"measure": "input_tokens_per_s"}, speedup=2.0),
+        served("ttft_ms"),  # one prompt alone is not among them
+    ]
+    header, _, *lines = summary.loads([(Path("h200/x.json"), comparison(rows))]).splitlines()
+    measures = ["first token", "first token of the long prompt", "throughput"]
+    assert cells(header) == ["server", "load", *measures, "record"]
+    assert [cells(line)[1:-1] for line in lines] == [
+        ["40 prompts of 1,000 tokens, 32 out, behind one of 60,000", "**1.50×**", "1.50×", "-"],
+        ["100 prompts of 2,000 tokens, in one request", "-", "-", "**2.00×**"],
+    ]
 
 
 def test_prompts_that_stock_fails_at() -> None:
