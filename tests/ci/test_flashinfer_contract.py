@@ -62,7 +62,9 @@ def test_a_version_that_takes_the_calls(target: tuple[str, str]) -> None:
     assert finding.defined_in == ("flashinfer/mla/_core.py" if target == MLA_FUNCTION else "flashinfer/prefill.py")
 
 
-@pytest.mark.parametrize(("target", "name"), [(t, name) for t, keywords in CALLS.items() for name in sorted(keywords.always)])
+@pytest.mark.parametrize(
+    ("target", "name"), [(t, name) for t, keywords in CALLS.items() for name in sorted(keywords.always)]
+)
 def test_every_missing_parameter_is_found(target: tuple[str, str], name: str) -> None:
     key, path = ("mla", "mla/_core.py") if target == MLA_FUNCTION else ("mha", "prefill.py")
     fewer = ", ".join(sorted(CALLS[target].always - {name}))

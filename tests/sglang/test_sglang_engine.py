@@ -185,7 +185,7 @@ import json, sys
 from types import SimpleNamespace
 from packaging.version import Version
 from sglang.version import __version__
-from nsa_plugin.backends.sglang import activation, hooks
+from nsa_plugin.backends.sglang.startup import activation, hooks
 from nsa_plugin.errors import NsaPluginError
 from nsa_plugin.patches import sglang as data
 from nsa_plugin.patches.ledger import Ledger, Need

@@ -5,12 +5,10 @@ docs/regressions.md has the whole list, with the tests that are elsewhere and th
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,21 +33,8 @@ from nsa_plugin.libraries.capabilities import Op
 from nsa_plugin.libraries.devices import synthetic
 from nsa_plugin.settings import Settings
 from tests.backends.fake_vllm import v4 as fake_v4
-from tests.backends.fake_vllm.v32 import (
-    MAX_LEN,
-    TRITON,
-    WITH_FLASH_MLA,
-    CommonAttentionMetadata,
-    World,
-    make_builder,
-    model,
-    planner,
-)
-from tests.backends.vllm.v4.test_attention import DECODES, DIRECTLY, OVER_ROWS, close
-from tests.backends.vllm.v4.test_indexer import builder_of as v4_builder_of
-from tests.backends.vllm.v4.test_indexer import common
-from tests.backends.vllm.v4.test_indexer import small_budget as small_v4_budget
-from tests.backends.vllm.v32.test_indexer import (
+from tests.backends.fake_vllm.config import config
+from tests.backends.fake_vllm.indexer import (
     MIXED,
     PAGE,
     TOPK,
@@ -60,7 +45,20 @@ from tests.backends.vllm.v32.test_indexer import (
     split_indexer_prefill_chunks,
     stock_indexer,
 )
-from tests.backends.vllm.v32.test_serving import config
+from tests.backends.fake_vllm.v4_cases import DECODES, DIRECTLY, OVER_ROWS, close
+from tests.backends.fake_vllm.v4_indexer import builder_of as v4_builder_of
+from tests.backends.fake_vllm.v4_indexer import common
+from tests.backends.fake_vllm.v4_indexer import small_budget as small_v4_budget
+from tests.backends.fake_vllm.v32 import (
+    MAX_LEN,
+    TRITON,
+    WITH_FLASH_MLA,
+    CommonAttentionMetadata,
+    World,
+    make_builder,
+    model,
+    planner,
+)
 
 LAYOUTS = pytest.mark.parametrize("layout", ["bf16", "v32_fp8"])
 SELECTS = (Attention.SPARSE_PREFILL, Attention.SPARSE_DECODE)
@@ -305,7 +303,7 @@ def test_a_request_without_rows_between_steps_moves_nobodys_selection(family: st
 CPU_PROGRAM = """
 from types import SimpleNamespace
 import torch
-from nsa_plugin.backends.vllm import cpu_indexer
+from nsa_plugin.backends.vllm.cpu import indexer as cpu_indexer
 from nsa_plugin.backends.vllm.cpu.backend import CpuSparseMLAMetadataBuilder as Builder
 from nsa_plugin.libraries.devices import synthetic
 from nsa_plugin.kernels.kv_cache import allocate_cache
@@ -450,20 +448,3 @@ def test_a_cpu_refuses_what_it_has_no_rows_for(change: dict[str, Any], words: st
     refuse_on_cpu(config("auto"))
     with pytest.raises(SettingsError, match=words):
         refuse_on_cpu(config("auto", **change))
-
-
-# ---------------------------------------------------------------------------------------------------
-# The lists
-
-
-@pytest.mark.parametrize("page", ["sglang", "vllm"])
-def test_the_list_of_failures_is_whole_and_names_tests_that_exist(page: str):
-    root = Path(__file__).parents[3]
-    text = (root / "docs" / f"{page}.md").read_text()
-    rows = re.findall(r"^\| (\d+) \| [^|]+\|[^|]*\| (.+) \|$", text, re.MULTILINE)
-    assert [int(number) for number, _ in rows] == list(range(1, 29))
-    written = "".join(path.read_text() for path in (root / "tests").rglob("test_*.py"))
-    defined = set(re.findall(r"^def (test_\w+)", written, re.MULTILINE))
-    named = set(re.findall(r"`(test_\w+)`", text))
-    assert len(named) > 25
-    assert named <= defined

@@ -175,3 +175,16 @@ def broken_inputs(case: BenchCase, context: Context) -> Workload:
 
 
 BROKEN_INPUTS = Suite("broken", "for the tests", f"{__name__}:broken_inputs", SCALARS, SCALARS)
+
+HOST: dict[str, Any] = {
+    "gpu": "NVIDIA H200",
+    "gpus": 1,
+    "torch": "2.11.0",
+    "triton": "3.6.0",
+    "libraries": {"sgl-flash-mla": "1.0.0"},
+    "commit": "0123abc",
+    "l2": "flushed",
+    "copy_gb_s": 4250.0,
+    "matmul_tflops": 686.0,
+    "fp8_matmul_tflops": None,
+}

@@ -15,7 +15,7 @@ from nsa_plugin import cli
 from nsa_plugin.tools.bench import cases, record
 from nsa_plugin.tools.bench.cases import SUITES
 from tests.tools.bench import fakes
-from tests.tools.pages.test_pages import ROWS, one_record
+from tests.tools.pages.records import ROWS, one_record
 
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

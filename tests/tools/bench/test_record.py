@@ -16,20 +16,7 @@ from nsa_plugin.tools.bench.cases import BenchError
 from nsa_plugin.tools.bench.outcome import Outcome
 from nsa_plugin.tools.bench.runner import BenchOptions, run_suite
 from tests.tools.bench import fakes
-from tests.tools.bench.fakes import RATES, FakeTimer
-
-HOST: dict[str, Any] = {
-    "gpu": "NVIDIA H200",
-    "gpus": 1,
-    "torch": "2.11.0",
-    "triton": "3.6.0",
-    "libraries": {"sgl-flash-mla": "1.0.0"},
-    "commit": "0123abc",
-    "l2": "flushed",
-    "copy_gb_s": 4250.0,
-    "matmul_tflops": 686.0,
-    "fp8_matmul_tflops": None,
-}
+from tests.tools.bench.fakes import HOST, RATES, FakeTimer
 
 
 def made() -> dict[str, Any]:

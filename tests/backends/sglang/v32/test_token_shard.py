@@ -23,8 +23,8 @@ from nsa_plugin.errors import PatchError
 from nsa_plugin.parallel.partition import by_count
 from nsa_plugin.settings import ResolvedSettings, Settings
 from tests.backends.fake_sglang import shard_prefills, shard_steps
+from tests.backends.fake_sglang.model_runner import built, runner
 from tests.backends.fake_sglang.v32 import H200, MODEL, DsaBackend, ForwardMode, forward_batch
-from tests.backends.sglang.startup.test_serving import built, runner
 from tests.parallel.ranks import on_ranks
 
 LONG = prefill_batch(forward_batch(ForwardMode.EXTEND, [3000], [9000]))

@@ -28,11 +28,11 @@ from nsa_plugin.patches.ledger import Ledger, Need, Patch, Target
 from nsa_plugin.patches.static import SourceTree
 from nsa_plugin.patches.vllm import BOOTSTRAP
 from nsa_plugin.telemetry import StartupReport
+from tests.backends.fake_vllm.config import config, layer
 from tests.backends.fake_vllm.v4 import H200
+from tests.backends.fake_vllm.v4_config import config as v4_config
+from tests.backends.fake_vllm.v4_config import layer as v4_layer
 from tests.backends.fake_vllm.v32 import TRITON
-from tests.backends.vllm.v4.test_serving import config as v4_config
-from tests.backends.vllm.v4.test_serving import layer as v4_layer
-from tests.backends.vllm.v32.test_serving import config, layer
 
 ANOTHER = "FLASH_ATTN_MLA_SPARSE"
 

@@ -31,7 +31,8 @@ from nsa_plugin.patches.vllm import PATCHES
 from nsa_plugin.patches.vllm_gpu import CHANGES, GPU, REQUIREMENTS
 from nsa_plugin.settings import ResolvedSettings, Settings
 from nsa_plugin.telemetry import Trace
-from tests.backends.fake_vllm.v32 import MAX_LEN, NOPE, ROPE, TRITON, WITH_FLASH_MLA, planner
+from tests.backends.fake_vllm.config import config, layer
+from tests.backends.fake_vllm.v32 import TRITON, WITH_FLASH_MLA, planner
 
 
 @pytest.fixture(autouse=True)
@@ -39,41 +40,11 @@ def profiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_serving, "dense_workspace_tokens", lambda vllm_config: 4096)
 
 
-def config(cache_dtype: str = "fp8_ds_mla", **more: Any) -> Any:
-    hf = SimpleNamespace(
-        architectures=["DeepseekV32ForCausalLM"],
-        num_attention_heads=8,
-        kv_lora_rank=512,
-        qk_nope_head_dim=NOPE,
-        qk_rope_head_dim=ROPE,
-        v_head_dim=128,
-        index_topk=64,
-        index_n_heads=32,
-        index_head_dim=128,
-    )
-    fields = {
-        "model_config": SimpleNamespace(hf_config=hf, hf_text_config=hf, max_model_len=MAX_LEN),
-        "cache_config": SimpleNamespace(cache_dtype=cache_dtype),
-        "parallel_config": SimpleNamespace(tensor_parallel_size=2),
-        "scheduler_config": SimpleNamespace(max_num_batched_tokens=64, max_num_seqs=8),
-        "speculative_config": None,
-        "attention_config": SimpleNamespace(use_fp4_indexer_cache=False, backend=None),
-        "compilation_config": SimpleNamespace(static_forward_context={}),
-    }
-    return SimpleNamespace(**(fields | more))
-
-
 def serving(vllm_config: Any = None, device: Any = TRITON, **settings: Any) -> GpuServing:
     resolved = ResolvedSettings(Settings(**settings), {})
     return GpuServing(
         resolved=resolved, trace=Trace(), vllm_config=vllm_config or config(), device_profile=lambda: device
     )
-
-
-def layer(planned: bool, backend: str = BACKEND) -> Any:
-    """vLLM's MLA layer after it has been built."""
-    impl = SimpleNamespace(nsa_plugin=object() if planned else None)
-    return SimpleNamespace(use_sparse=True, impl=impl, attn_backend=SimpleNamespace(get_name=lambda: backend))
 
 
 @pytest.mark.parametrize(
@@ -349,7 +320,7 @@ def _distribution() -> str:
 ENGINE_PROGRAM = """
 import inspect, vllm
 from packaging.version import Version
-from nsa_plugin.backends.vllm import gpu_patches
+from nsa_plugin.backends.vllm.v32 import patches as gpu_patches
 from nsa_plugin.backends.vllm.startup.activation import process
 from nsa_plugin.patches.vllm_gpu import GPU
 from nsa_plugin.backends.vllm.v32.serving import GpuServing

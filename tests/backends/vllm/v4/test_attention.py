@@ -19,17 +19,9 @@ from nsa_plugin.patches.ledger import is_marked, mark
 from nsa_plugin.settings import Settings
 from tests.backends.fake_vllm import v4 as fake_v4
 from tests.backends.fake_vllm.v4 import CPU, H200, Layer, OldImpl, SWABuilder, World, planner
+from tests.backends.fake_vllm.v4_cases import DECODES, DIRECTLY, OVER_ROWS, close
 
 MIXED = [(1, 300), (1, 7), (9, 9), (20, 400), (3, 130), (5, 5)]
-DIRECTLY = {"device": CPU}
-DECODES = {"prefill_backend": "flash_mla"}
-OVER_ROWS = {"prefill_backend": "flash_mla", "large_q_rows": 1}
-
-
-def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Every head of every row within 2 % of its length: bfloat16 rounds to 0.4 %."""
-    error = (found.float() - wanted.float()).norm(dim=-1) / wanted.float().norm(dim=-1)
-    return bool((error <= 0.02).all())
 
 
 @pytest.mark.parametrize("ratio", RATIOS)

@@ -23,31 +23,8 @@ from nsa_plugin.patches.vllm_v4 import CHANGES, V4
 from nsa_plugin.settings import ResolvedSettings, Settings
 from nsa_plugin.telemetry import Trace
 from tests.backends.fake_vllm.v4 import H200, MODEL
-from tests.backends.vllm.v4.test_indexer import Stock
-
-
-def config(cache_dtype: str = "fp8", **more: Any) -> Any:
-    hf = SimpleNamespace(
-        architectures=["DeepseekV4ForCausalLM"],
-        num_attention_heads=8,
-        head_dim=512,
-        qk_rope_head_dim=64,
-        index_topk=128,
-        index_n_heads=32,
-        index_head_dim=128,
-        sliding_window=128,
-        compress_ratios=[0, 4, 128],
-    )
-    fields = {
-        "model_config": SimpleNamespace(hf_config=hf, hf_text_config=hf, max_model_len=1024, model="checkpoint"),
-        "cache_config": SimpleNamespace(cache_dtype=cache_dtype),
-        "parallel_config": SimpleNamespace(tensor_parallel_size=2),
-        "scheduler_config": SimpleNamespace(max_num_batched_tokens=512, max_num_seqs=8),
-        "speculative_config": None,
-        "attention_config": SimpleNamespace(use_fp4_indexer_cache=False, backend=None),
-        "compilation_config": SimpleNamespace(static_forward_context={}),
-    }
-    return SimpleNamespace(**(fields | more))
+from tests.backends.fake_vllm.v4_config import config, layer
+from tests.backends.fake_vllm.v4_indexer import Stock
 
 
 def changed(**hf: Any) -> Any:
@@ -67,10 +44,6 @@ def serving(vllm_config: Any = None, device: Any = H200, **settings: Any) -> V4S
 def test_a_device_without_vllms_backend_is_refused(sm: int):
     with pytest.raises(NoProviderError, match="vLLM's FLASHMLA_SPARSE_DSV4, which needs an SM90 or SM100"):
         serving(device=synthetic(sm)).planning()
-
-
-def layer(backend: str) -> Any:
-    return SimpleNamespace(swa_cache_layer=object(), get_attn_backend=lambda: SimpleNamespace(get_name=lambda: backend))
 
 
 def test_v4_is_refused_on_a_cpu_for_good():

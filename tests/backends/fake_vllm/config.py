@@ -1,0 +1,39 @@
+"""A V3.2 configuration as vLLM passes it to a worker, and the attention layer it builds."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from nsa_plugin.backends.vllm.v32.serving import BACKEND
+from tests.backends.fake_vllm.v32 import MAX_LEN, NOPE, ROPE
+
+
+def config(cache_dtype: str = "fp8_ds_mla", **more: Any) -> Any:
+    hf = SimpleNamespace(
+        architectures=["DeepseekV32ForCausalLM"],
+        num_attention_heads=8,
+        kv_lora_rank=512,
+        qk_nope_head_dim=NOPE,
+        qk_rope_head_dim=ROPE,
+        v_head_dim=128,
+        index_topk=64,
+        index_n_heads=32,
+        index_head_dim=128,
+    )
+    fields = {
+        "model_config": SimpleNamespace(hf_config=hf, hf_text_config=hf, max_model_len=MAX_LEN),
+        "cache_config": SimpleNamespace(cache_dtype=cache_dtype),
+        "parallel_config": SimpleNamespace(tensor_parallel_size=2),
+        "scheduler_config": SimpleNamespace(max_num_batched_tokens=64, max_num_seqs=8),
+        "speculative_config": None,
+        "attention_config": SimpleNamespace(use_fp4_indexer_cache=False, backend=None),
+        "compilation_config": SimpleNamespace(static_forward_context={}),
+    }
+    return SimpleNamespace(**(fields | more))
+
+
+def layer(planned: bool, backend: str = BACKEND) -> Any:
+    """vLLM's MLA layer after it has been built."""
+    impl = SimpleNamespace(nsa_plugin=object() if planned else None)
+    return SimpleNamespace(use_sparse=True, impl=impl, attn_backend=SimpleNamespace(get_name=lambda: backend))
