@@ -1,57 +1,50 @@
 """A small DeepSeek-V3.2 checkpoint with seeded random weights, made locally.
 
-Every part of the real architecture is there at a size that a CPU serves: MLA with a latent cache of
-the real width (512 + 64), the lightning indexer with 32 heads of 128, a dense first layer and then
-mixture-of-experts layers with grouped sigmoid routing, and YaRN. Tensor names, shapes and config keys are
-those of the published checkpoints (deepseek-ai/DeepSeek-V3.2).
-
-Two properties of trained weights are built in, because a comparison of answers needs them:
-
-* Attention decides the next token: its scores are peaked, and what it adds to the residual stream is as
-  large as the embedding. Where attention hardly mattered, every comparison would pass.
-* A choice between nearly equal candidates hardly matters. The indexer ranks tokens as attention does (training
-  aligns the two, DeepSeek-V3.2-Exp, section 2.1), so the last token selected weighs little, and experts
-  resemble each other. With unrelated random weights, the one rounding that swaps the last selected token for
-  the first rejected one moves the answer as much as a wrong kernel does.
+It has every part of the real architecture at a size that a CPU can serve: MLA with a latent cache of the real width
+(512 + 64), the lightning indexer with 32 heads of 128, a dense first layer followed by mixture-of-experts layers with
+grouped sigmoid routing, and YaRN. Tensor names, shapes and config keys are those of the published checkpoints
+(deepseek-ai/DeepSeek-V3.2).
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from nsa_plugin.tools.checkpoints.common import (
+    COMMON,
+    SHARED_EXPERTS,
+    SHARED_HEADS,
+    SeededWeights,
+    check_spec,
+    config_of,
+    mix,
+    write_files,
+    yarn,
+)
 
 if TYPE_CHECKING:
     import torch
 
 DTYPES = ("float32", "bfloat16")
 
-# Standard deviation of what a projection gives for an input of unit variance; 1 where none is named.
+# Standard deviation of a projection's output for input of unit variance; 1 for projections not listed.
 _GAINS = {"q_b_proj": 3.5, "o_proj": 0.5, "down_proj": 0.25, "lm_head": 3.0}
-
-# Share of a query's or key's direction that all heads of a layer have in common, and that the indexer follows.
-_SHARED_HEADS = 0.98
-# Share of an expert's weights that all experts of a layer have in common.
-_SHARED_EXPERTS = 0.95
-# Share of an embedding that is the same for every token. The indexer's head weights read their sign from it.
-_COMMON = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSpec:
-    """What to write. The fields carry the names of the config they become, where it has one.
+    """The checkpoint's shape. Fields have the names of the config's keys where it has one.
 
     Attributes:
         seed: of the weights; the same spec gives the same bytes on every machine.
         dtype: of the stored weights, "float32" or "bfloat16".
-        sparse: with the indexer (DeepseekV32ForCausalLM), or the same model without (DeepseekV3ForCausalLM).
+        sparse: with the indexer (DeepseekV32ForCausalLM), or the same model without it (DeepseekV3ForCausalLM).
         rope_factor, rope_original_positions: YaRN's factor and the context it extends, in tokens. The
             product is the longest position. 1: plain RoPE.
-        num_nextn_predict_layers: 1 adds a layer that predicts the token after the next (DeepSeek-V3, section 2.2),
-            for speculative decoding. Its weights are random too, so what it proposes is rarely taken.
+        num_nextn_predict_layers: 1 adds a multi-token prediction layer (DeepSeek-V3, section 2.2) for speculative
+            decoding. Its weights are random too, so its draft tokens are rarely accepted.
         rope_mscale, rope_mscale_all_dim: YaRN's attention temperature, see `reference_model`.
     """
 
@@ -98,10 +91,7 @@ class CheckpointSpec:
             raise ValueError(
                 f"num_experts_per_tok {self.num_experts_per_tok} is more than topk_group {self.topk_group} groups hold"
             )
-        if self.num_nextn_predict_layers not in (0, 1):
-            raise ValueError(f"num_nextn_predict_layers is {self.num_nextn_predict_layers}; allowed: 0, 1")
-        if self.vocab_size < TOKENIZER_SIZE:
-            raise ValueError(f"vocab_size {self.vocab_size} is less than the tokenizer's {TOKENIZER_SIZE}")
+        check_spec(self)
 
     @property
     def max_position_embeddings(self) -> int:
@@ -110,90 +100,25 @@ class CheckpointSpec:
 
     def config(self) -> dict[str, Any]:
         """The content of config.json."""
-        config: dict[str, Any] = {
-            "architectures": ["DeepseekV32ForCausalLM" if self.sparse else "DeepseekV3ForCausalLM"],
-            "model_type": "deepseek_v32" if self.sparse else "deepseek_v3",
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "moe_intermediate_size": self.moe_intermediate_size,
-            "num_hidden_layers": self.num_hidden_layers,
-            "num_attention_heads": self.num_attention_heads,
-            "num_key_value_heads": self.num_attention_heads,
-            "q_lora_rank": self.q_lora_rank,
-            "kv_lora_rank": self.kv_lora_rank,
-            "qk_nope_head_dim": self.qk_nope_head_dim,
-            "qk_rope_head_dim": self.qk_rope_head_dim,
-            "v_head_dim": self.v_head_dim,
-            "first_k_dense_replace": self.first_k_dense_replace,
-            "moe_layer_freq": 1,
-            "n_routed_experts": self.n_routed_experts,
-            "n_shared_experts": self.n_shared_experts,
-            "num_experts_per_tok": self.num_experts_per_tok,
-            "n_group": self.n_group,
-            "topk_group": self.topk_group,
-            "topk_method": "noaux_tc",
-            "scoring_func": "sigmoid",
-            "norm_topk_prob": True,
-            "routed_scaling_factor": self.routed_scaling_factor,
-            "hidden_act": "silu",
-            "rms_norm_eps": 1e-6,
-            "max_position_embeddings": self.max_position_embeddings,
-            "rope_theta": self.rope_theta,
-            "rope_scaling": None,
-            "attention_bias": False,
-            "attention_dropout": 0.0,
-            "tie_word_embeddings": False,
-            **SPECIAL_TOKENS,
-            "initializer_range": 0.02,
-            "num_nextn_predict_layers": self.num_nextn_predict_layers,
-            "ep_size": 1,
-            "use_cache": True,
-            "torch_dtype": self.dtype,
-        }
-        if self.rope_factor != 1.0:
-            config["rope_scaling"] = {
-                "type": "yarn",
-                "factor": self.rope_factor,
-                "original_max_position_embeddings": self.rope_original_positions,
-                "beta_fast": 32,
-                "beta_slow": 1,
-                "mscale": self.rope_mscale,
-                "mscale_all_dim": self.rope_mscale_all_dim,
-            }
-        if self.sparse:
-            config["index_topk"] = self.index_topk
-            config["index_n_heads"] = self.index_n_heads
-            config["index_head_dim"] = self.index_head_dim
-        return config
+        dense = () if self.sparse else ("index_topk", "index_n_heads", "index_head_dim")
+        scaling = yarn(self, mscale=self.rope_mscale, mscale_all_dim=self.rope_mscale_all_dim)
+        return config_of(
+            self,
+            ("dtype", "sparse", "rope_mscale", "rope_mscale_all_dim", *dense),
+            architectures=["DeepseekV32ForCausalLM" if self.sparse else "DeepseekV3ForCausalLM"],
+            model_type="deepseek_v32" if self.sparse else "deepseek_v3",
+            num_key_value_heads=self.num_attention_heads,
+            scoring_func="sigmoid",
+            max_position_embeddings=self.max_position_embeddings,
+            rope_scaling=None if self.rope_factor == 1.0 else scaling,
+            ep_size=1,
+            torch_dtype=self.dtype,
+        )
 
 
 def write_checkpoint(directory: Path, spec: CheckpointSpec) -> Path:
-    """Write config.json, model.safetensors and the tokenizer into `directory`, which is made if needed.
-
-    Returns:
-        `directory`.
-
-    Raises:
-        OSError: the files cannot be written.
-    """
+    """Write the checkpoint; see `common.write_files`."""
     return write_files(directory, spec.config(), make_weights(spec))
-
-
-def write_files(directory: Path, config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Path:
-    """`write_checkpoint` of any model.
-
-    Args:
-        config: the content of config.json; its special tokens are those of the tokenizer, `SPECIAL_TOKENS`.
-        weights: by name.
-    """
-    from safetensors.torch import save
-
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "model.safetensors").write_bytes(save(weights, metadata={"format": "pt"}))
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    _write_tokenizer(directory)
-    return directory
 
 
 def make_weights(spec: CheckpointSpec) -> dict[str, torch.Tensor]:
@@ -213,19 +138,18 @@ def make_weights(spec: CheckpointSpec) -> dict[str, torch.Tensor]:
     }
 
 
-class _V32Weights:
-    """Fills `tensors` in float32. A linear layer's weight is [outputs, inputs]."""
+class _V32Weights(SeededWeights):
+    """Fills `tensors` in float32."""
 
     def __init__(self, spec: CheckpointSpec):
+        super().__init__(spec.seed, spec.hidden_size)
         self.spec = spec
         self.tensors: dict[str, torch.Tensor] = {}
-        # The direction that all embeddings share, with elements of unit variance.
-        self._common = self._random("common", spec.hidden_size)
 
     def embeddings(self) -> None:
         spec = self.spec
         own = self._random("model.embed_tokens", spec.vocab_size, spec.hidden_size)
-        self.tensors["model.embed_tokens.weight"] = mix(self._common, own, _COMMON)
+        self.tensors["model.embed_tokens.weight"] = mix(self._common, own, COMMON)
         self._norm("model.norm", spec.hidden_size)
         self._linear("lm_head", spec.vocab_size, spec.hidden_size)
 
@@ -245,7 +169,7 @@ class _V32Weights:
         self._mlp(f"{prefix}.mlp.shared_experts", spec.moe_intermediate_size * spec.n_shared_experts)
 
     def nextn(self, layer: int) -> None:
-        """The layer that predicts a token further; embedding and head are the model's own, stored again."""
+        """The multi-token prediction layer; it stores the model's embedding and head again."""
         spec, prefix = self.spec, f"model.layers.{layer}"
         self.layer(layer)
         for part in ("enorm", "hnorm", "shared_head.norm"):
@@ -265,16 +189,16 @@ class _V32Weights:
 
         query = self._matrix(f"{name}.shared_query", nope + rope, spec.q_lora_rank)
         own = self._matrix(f"{name}.q_b_proj", heads, nope + rope, spec.q_lora_rank)
-        self.tensors[f"{name}.q_b_proj.weight"] = mix(query, own, _SHARED_HEADS).flatten(0, 1)
+        self.tensors[f"{name}.q_b_proj.weight"] = mix(query, own, SHARED_HEADS).flatten(0, 1)
         key = self._matrix(f"{name}.shared_key", nope, spec.kv_lora_rank)
         own = self._matrix(f"{name}.kv_b_proj", heads, nope + spec.v_head_dim, spec.kv_lora_rank)
-        own[:, :nope] = mix(key, own[:, :nope], _SHARED_HEADS)
+        own[:, :nope] = mix(key, own[:, :nope], SHARED_HEADS)
         self.tensors[f"{name}.kv_b_proj.weight"] = own.flatten(0, 1)
         if spec.sparse:
             self._indexer(f"{name}.indexer", query, key, self.tensors[f"{name}.kv_a_proj_with_mqa.weight"])
 
     def _indexer(self, name: str, query: torch.Tensor, key: torch.Tensor, kv_a: torch.Tensor) -> None:
-        """An indexer that scores tokens nearly as the heads' shared query and key do.
+        """An indexer whose scores nearly follow the heads' shared query and key.
 
         Args:
             query: [qk_nope_head_dim + qk_rope_head_dim, q_lora_rank]. key: [qk_nope_head_dim, kv_lora_rank].
@@ -299,16 +223,11 @@ class _V32Weights:
         self._norm(f"{name}.k_norm", dim)
         self.tensors[f"{name}.k_norm.bias"] = 0.1 * self._random(f"{name}.k_norm.bias", dim)
 
-        # Half of the heads ask for the opposite and count against: relu(s) - relu(-s) = s. So no token's
-        # score is a sum of zeros, and the selection is never a matter of ties.
-        sign = torch.ones(heads)
-        sign[1::2] = -1
+        sign, gates = self._head_gates(f"{name}.weights_proj", heads, spec.hidden_size)
         own = self._matrix(f"{name}.wq_b", heads, dim, spec.q_lora_rank)
-        queries = sign[:, None, None] * mix(shared_query, own, _SHARED_HEADS)
+        queries = sign[:, None, None] * mix(shared_query, own, SHARED_HEADS)
         self.tensors[f"{name}.wq_b.weight"] = queries.flatten(0, 1)
-        own = self._matrix(f"{name}.weights_proj", heads, spec.hidden_size, gain=0.25)
-        toward = self._common * (2 / spec.hidden_size)
-        self.tensors[f"{name}.weights_proj.weight"] = sign[:, None] * toward + own
+        self.tensors[f"{name}.weights_proj.weight"] = gates
 
     def _mlp(self, name: str, size: int, like: str | None = None) -> None:
         hidden = self.spec.hidden_size
@@ -319,7 +238,7 @@ class _V32Weights:
         ):
             weight = self._matrix(f"{name}.{part}", rows, columns)
             if like is not None:
-                weight = mix(self._matrix(f"{like}.{part}", rows, columns), weight, _SHARED_EXPERTS)
+                weight = mix(self._matrix(f"{like}.{part}", rows, columns), weight, SHARED_EXPERTS)
             self.tensors[f"{name}.{part}.weight"] = weight
 
     def _linear(self, name: str, rows: int, columns: int) -> None:
@@ -329,51 +248,5 @@ class _V32Weights:
         self.tensors[f"{name}.weight"] = 1 + 0.1 * self._random(name, size)
 
     def _matrix(self, name: str, *shape: int, gain: float | None = None) -> torch.Tensor:
-        gain = _GAINS.get(name.split(".")[-1].replace("shared_query", "q_b_proj"), 1.0) if gain is None else gain
-        return self._random(name, *shape) * (gain / math.sqrt(shape[-1]))
-
-    def _random(self, name: str, *shape: int) -> torch.Tensor:
-        return uniform(self.spec.seed, name, *shape)
-
-
-def uniform(seed: int, name: str, *shape: int) -> torch.Tensor:
-    """Uniform values of unit variance, float32. Uniform, not normal: the bits of a normal variable depend on the
-    CPU's vector instructions. Seeded by name: a tensor does not depend on which others there are."""
-    import torch
-
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-    return (torch.rand(*shape, generator=generator) * 2 - 1) * math.sqrt(3)
-
-
-def mix(shared: torch.Tensor, own: torch.Tensor, share: float) -> torch.Tensor:
-    """Of the same variance as its parts, and correlated with `shared` by `share`."""
-    return share * shared + math.sqrt(1 - share**2) * own
-
-
-# The tokenizer: bytes, the 253 most plain two-letter merges, and three special tokens.
-_CONSONANTS = "bcdfghjklmnpqrstvwxyz"
-_VOWELS = "aeiou"
-_MERGES = [pair for a in _CONSONANTS for b in _VOWELS for pair in ((a, b), (b, a))] + [
-    (first, second) for first in "nrst" for second in _CONSONANTS
-]
-_NUM_MERGES = 253
-SPECIAL_TOKENS = {"bos_token_id": 509, "eos_token_id": 510, "pad_token_id": 511}
-TOKENIZER_SIZE = 512
-
-
-def _write_tokenizer(directory: Path) -> None:
-    """Write tokenizer.json and tokenizer_config.json: byte-level BPE, trained on nothing."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
-    merges = _MERGES[:_NUM_MERGES]
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    pieces = alphabet + ["".join(pair) for pair in merges]
-    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
-    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in special.values()])
-    tokenizer.save(str(directory / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **special}
-    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+        kind = name.split(".")[-1].replace("shared_query", "q_b_proj")
+        return super()._matrix(name, *shape, gain=_GAINS.get(kind, 1.0) if gain is None else gain)

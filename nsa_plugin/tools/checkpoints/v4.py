@@ -1,18 +1,15 @@
 """A small DeepSeek-V4 checkpoint with seeded random weights, made locally.
 
-Every part of the architecture is there, with DeepSeek-V4-Flash's widths: attention over one shared head of 512, a
-sliding window of 128, layers that also attend to tokens compressed 4 : 1 (selected by an indexer) and 128 : 1,
-a sink for each head, output projections in groups, hyper-connections, mixture-of-experts layers, and weights in fp8 in
-blocks of 128 x 128. Tensor names and shapes are those that SGLang reads (0.5.16, `models/deepseek_v4.py`).
+It has every part of the architecture with DeepSeek-V4-Flash's widths: attention over one shared head of 512, a sliding
+window of 128, layers that also attend to tokens compressed 4 : 1 (selected by an indexer) and 128 : 1, a sink for each
+head, grouped output projections, hyper-connections, mixture-of-experts layers, and fp8 weights in blocks of 128 x 128.
+Tensor names and shapes are those that SGLang reads (0.5.16, `models/deepseek_v4.py`).
 
-As in `checkpoint`, attention decides the next token, and a choice between nearly equal candidates hardly matters: the
-indexer's queries and compressed keys are those dimensions of attention's that carry most of a query, and experts
-resemble each other.
+The indexer's queries and compressed keys are the dimensions of attention's with most of a query's weight.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,14 +18,24 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nsa_plugin.tools.checkpoints.v32 import SPECIAL_TOKENS, TOKENIZER_SIZE, mix, uniform, write_files
+from nsa_plugin.tools.checkpoints.common import (
+    COMMON,
+    SHARED_EXPERTS,
+    SHARED_HEADS,
+    SeededWeights,
+    check_spec,
+    config_of,
+    mix,
+    write_files,
+    yarn,
+)
 
 if TYPE_CHECKING:
     import torch
 
     Tensors = dict[str, torch.Tensor]
 
-# Tokens that a layer attends to beside its window: none, each 4 compressed to one, or each 128.
+# Tokens that a layer attends to besides its window: none, every 4 compressed to one, or every 128.
 COMPRESS_RATIOS = (0, 4, 128)
 # Rows and columns of a linear layer's weight that share a scale.
 BLOCK = 128
@@ -38,28 +45,26 @@ _FP8_MAX = 448.0
 _KV_NORM = 2.5
 # Size of a query's other dimensions, where those that the indexer has too are 1.
 _OTHER_DIMENSIONS = 0.25
-# As in `checkpoint`: shares of a query that all heads have, of an expert that all have, and of an embedding.
-_SHARED_HEADS, _SHARED_EXPERTS, _COMMON = 0.98, 0.95, 0.5
-# Standard deviation of what a projection gives for an input of unit variance; 1 where none is named.
+# Standard deviation of a projection's output for input of unit variance; 1 for all others.
 _DOWN, _HEAD = 0.3, 3.0
 # Of hyper-connections and compressors: the scale of what is projected, and of what is added to it.
 _BIAS = 0.3
 
 
 def compress_ratios(layers: int) -> tuple[int, ...]:
-    """Ratios of so many layers, in the order 0, 4, 128, 4, 0, 4, 128, ..."""
+    """Ratios of `layers` layers: 0, 4, 128, 4, 0, 4, 128, ..."""
     return tuple(islice(cycle((0, 4, 128, 4)), layers))
 
 
 @dataclass(frozen=True, kw_only=True)
 class V4CheckpointSpec:
-    """What to write. The fields carry the names of the config they become, where it has one.
+    """The checkpoint's shape. Fields have the names of the config's keys where it has one.
 
     Attributes:
         seed: of the weights; the same spec gives the same bytes on every machine.
         compress_ratios: of each layer, see `COMPRESS_RATIOS`.
-        rope_factor, rope_original_positions: YaRN's, of the layers that compress.
-        num_nextn_predict_layers: 1 adds a layer that predicts the token after the next, with its window alone.
+        rope_factor, rope_original_positions: YaRN's, for the layers that compress.
+        num_nextn_predict_layers: 1 adds a multi-token prediction layer, which attends to its window only.
     """
 
     seed: int = 0
@@ -106,14 +111,11 @@ class V4CheckpointSpec:
             raise ValueError(f"index_head_dim {self.index_head_dim} is more than head_dim {self.head_dim}")
         if not 0 < self.num_experts_per_tok <= self.n_routed_experts:
             raise ValueError(f"num_experts_per_tok is {self.num_experts_per_tok} of {self.n_routed_experts} experts")
-        if self.num_nextn_predict_layers not in (0, 1):
-            raise ValueError(f"num_nextn_predict_layers is {self.num_nextn_predict_layers}; allowed: 0, 1")
-        if self.vocab_size < TOKENIZER_SIZE:
-            raise ValueError(f"vocab_size {self.vocab_size} is less than the tokenizer's {TOKENIZER_SIZE}")
+        check_spec(self)
 
     @property
     def group_width(self) -> int:
-        """What a group of heads gives its output projection."""
+        """Width of a head group's input to its output projection."""
         return self.num_attention_heads * self.head_dim // self.o_groups
 
     def _fp8_sizes(self) -> dict[str, int]:
@@ -125,89 +127,44 @@ class V4CheckpointSpec:
 
     def config(self) -> dict[str, Any]:
         """The content of config.json."""
-        return {
-            "architectures": ["DeepseekV4ForCausalLM"],
-            "model_type": "deepseek_v4",
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.moe_intermediate_size,
-            "moe_intermediate_size": self.moe_intermediate_size,
-            "num_hidden_layers": len(self.compress_ratios),
-            "num_attention_heads": self.num_attention_heads,
-            "num_key_value_heads": 1,
-            "head_dim": self.head_dim,
-            "qk_rope_head_dim": self.qk_rope_head_dim,
-            "qk_nope_head_dim": self.head_dim - self.qk_rope_head_dim,
-            "v_head_dim": self.head_dim,
-            "kv_lora_rank": self.head_dim,
-            "q_lora_rank": self.q_lora_rank,
-            "o_lora_rank": self.o_lora_rank,
-            "o_groups": self.o_groups,
-            "sliding_window": self.sliding_window,
-            "window_size": self.sliding_window,
-            # The layer that predicts a token further has one too.
-            "compress_ratios": [*self.compress_ratios, *[0] * self.num_nextn_predict_layers],
-            "index_topk": self.index_topk,
-            "index_n_heads": self.index_n_heads,
-            "index_head_dim": self.index_head_dim,
-            "hc_mult": self.hc_mult,
-            "hc_sinkhorn_iters": 20,
-            "hc_eps": 1e-6,
-            "first_k_dense_replace": 0,
-            "moe_layer_freq": 1,
-            "n_routed_experts": self.n_routed_experts,
-            "n_shared_experts": 1,
-            # vLLM takes experts for fp4 where nothing is said; SGLang goes by the weights.
-            "expert_dtype": "fp8",
-            "num_experts_per_tok": self.num_experts_per_tok,
-            "n_group": 1,
-            "topk_group": 1,
-            "topk_method": "noaux_tc",
-            "scoring_func": "sqrtsoftplus",
-            "norm_topk_prob": True,
-            "routed_scaling_factor": self.routed_scaling_factor,
-            "num_hash_layers": 0,
-            "swiglu_limit": 10.0,
-            "hidden_act": "silu",
-            "rms_norm_eps": 1e-6,
-            "max_position_embeddings": self.max_position_embeddings,
-            "rope_theta": self.rope_theta,
-            "compress_rope_theta": self.compress_rope_theta,
-            "rope_scaling": {
-                "type": "yarn",
-                "rope_type": "yarn",
-                "factor": self.rope_factor,
-                "original_max_position_embeddings": self.rope_original_positions,
-                "beta_fast": 32,
-                "beta_slow": 1,
-            },
-            "attention_bias": False,
-            "attention_dropout": 0.0,
-            "tie_word_embeddings": False,
-            **SPECIAL_TOKENS,
-            "initializer_range": 0.02,
-            "num_nextn_predict_layers": self.num_nextn_predict_layers,
-            "use_cache": True,
-            "torch_dtype": "bfloat16",
-            "quantization_config": {
+        return config_of(
+            self,
+            architectures=["DeepseekV4ForCausalLM"],
+            model_type="deepseek_v4",
+            intermediate_size=self.moe_intermediate_size,
+            num_hidden_layers=len(self.compress_ratios),
+            num_key_value_heads=1,
+            qk_nope_head_dim=self.head_dim - self.qk_rope_head_dim,
+            v_head_dim=self.head_dim,
+            kv_lora_rank=self.head_dim,
+            window_size=self.sliding_window,
+            # The multi-token prediction layer has an entry too.
+            compress_ratios=[*self.compress_ratios, *[0] * self.num_nextn_predict_layers],
+            hc_sinkhorn_iters=20,
+            hc_eps=1e-6,
+            first_k_dense_replace=0,
+            n_shared_experts=1,
+            # vLLM assumes fp4 experts by default; SGLang looks at the weights.
+            expert_dtype="fp8",
+            n_group=1,
+            topk_group=1,
+            scoring_func="sqrtsoftplus",
+            num_hash_layers=0,
+            swiglu_limit=10.0,
+            rope_scaling=yarn(self, rope_type="yarn"),
+            torch_dtype="bfloat16",
+            quantization_config={
                 "quant_method": "fp8",
                 "fmt": "e4m3",
                 "activation_scheme": "dynamic",
                 "weight_block_size": [BLOCK, BLOCK],
                 "scale_fmt": "ue8m0",
             },
-        }
+        )
 
 
 def write_v4_checkpoint(directory: Path, spec: V4CheckpointSpec) -> Path:
-    """Write config.json, model.safetensors and the tokenizer into `directory`, which is made if needed.
-
-    Returns:
-        `directory`.
-
-    Raises:
-        OSError: the files cannot be written.
-    """
+    """Write the checkpoint; see `common.write_files`."""
     return write_files(directory, spec.config(), make_v4_weights(spec))
 
 
@@ -223,13 +180,12 @@ def make_v4_weights(spec: V4CheckpointSpec) -> Tensors:
     return {name: tensor for part in parts for name, tensor in part.items()}
 
 
-class _V4Weights:
-    """Makes the tensors, a part at a time. No part depends on another, so that they may be made at the same time."""
+class _V4Weights(SeededWeights):
+    """Makes the tensors in parts. No part depends on another, so threads can make them at the same time."""
 
     def __init__(self, spec: V4CheckpointSpec):
+        super().__init__(spec.seed, spec.hidden_size)
         self.spec = spec
-        # The direction that all embeddings share, with elements of unit variance.
-        self._common = self._random("common", spec.hidden_size)
 
     def parts(self) -> Iterator[Callable[[], Tensors]]:
         spec = self.spec
@@ -248,14 +204,14 @@ class _V4Weights:
         spec = self.spec
         own = self._random("embed", spec.vocab_size, spec.hidden_size)
         return {
-            "embed.weight": _stored(mix(self._common, own, _COMMON)),
+            "embed.weight": _stored(mix(self._common, own, COMMON)),
             "head.weight": _stored(self._matrix("head", spec.vocab_size, spec.hidden_size, gain=_HEAD)),
             **self._norm("norm", spec.hidden_size),
             **self._hyper_connection("hc_head", spec.hc_mult, 1),
         }
 
     def _nextn(self, prefix: str) -> Tensors:
-        """What the layer that predicts a token further has beside a layer's parts."""
+        """The parts that only a multi-token prediction layer has."""
         hidden = self.spec.hidden_size
         made = self._hyper_connection(f"{prefix}.hc_head", self.spec.hc_mult, 1)
         for part in ("e_proj", "h_proj"):
@@ -281,14 +237,14 @@ class _V4Weights:
         spec = self.spec
         hidden, heads, dim, used = spec.hidden_size, spec.num_attention_heads, spec.head_dim, spec.index_head_dim
         query = self._matrix(f"{name}.shared_query", dim, spec.q_lora_rank)
-        # The indexer's dimensions are the last ones, which are rotated in both. A query is normalised as a whole.
+        # The indexer uses the last dimensions, which are rotated in both. A query is normalised as a whole.
         query[:-used] *= _OTHER_DIMENSIONS
         own = self._matrix(f"{name}.wq_b", heads, dim, spec.q_lora_rank)
         own[:, :-used] *= _OTHER_DIMENSIONS
         made = {
             **self._linear(f"{name}.wq_a", spec.q_lora_rank, hidden),
             **self._norm(f"{name}.q_norm", spec.q_lora_rank),
-            **_quantized(f"{name}.wq_b", mix(query, own, _SHARED_HEADS).flatten(0, 1)),
+            **_quantized(f"{name}.wq_b", mix(query, own, SHARED_HEADS).flatten(0, 1)),
             **self._linear(f"{name}.wkv", dim, hidden),
             **self._norm(f"{name}.kv_norm", dim, size=_KV_NORM),
             **self._linear(f"{name}.wo_a", spec.o_groups * spec.o_lora_rank, spec.group_width),
@@ -314,32 +270,27 @@ class _V4Weights:
         }
 
     def _indexer(self, name: str, query: torch.Tensor, attention: Tensors, compressor: str) -> Tensors:
-        """An indexer that scores compressed tokens nearly as the heads' shared query does.
+        """An indexer whose scores of compressed tokens nearly follow the heads' shared query.
 
         Args:
-            query: [index_head_dim, q_lora_rank], what the heads' queries share of the last dimensions of a head.
-            attention: has attention's compressor, of that name.
+            query: [index_head_dim, q_lora_rank], the part that all heads' queries share, in a head's last dimensions.
+            attention: tensors with attention's compressor.
+            compressor: its name.
         """
-        import torch
-
         spec = self.spec
         heads, used = spec.index_n_heads, spec.index_head_dim
 
         def last(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-            """The indexer's part of what both halves of the overlap have."""
+            """The indexer's dimensions of both halves of the overlap."""
             halves = tensor.unflatten(dim, (2, spec.head_dim)).narrow(dim + 1, spec.head_dim - used, used)
             return halves.flatten(dim, dim + 1).contiguous()
 
-        # Half of the heads ask for the opposite and count against, see `checkpoint`.
-        sign = torch.ones(heads)
-        sign[1::2] = -1
+        sign, gates = self._head_gates(f"{name}.weights_proj", heads, spec.hidden_size)
         own = self._matrix(f"{name}.wq_b", heads, used, spec.q_lora_rank)
-        queries = sign[:, None, None] * mix(query, own, _SHARED_HEADS)
-        own = self._matrix(f"{name}.weights_proj", heads, spec.hidden_size, gain=0.25)
-        toward = self._common * (2 / spec.hidden_size)
+        queries = sign[:, None, None] * mix(query, own, SHARED_HEADS)
         return {
             **_quantized(f"{name}.wq_b", queries.flatten(0, 1)),
-            f"{name}.weights_proj.weight": _stored(sign[:, None] * toward + own),
+            f"{name}.weights_proj.weight": _stored(gates),
             f"{name}.compressor.ape": last(attention[f"{compressor}.ape"], 1),
             f"{name}.compressor.wkv.weight": last(attention[f"{compressor}.wkv.weight"], 0),
             f"{name}.compressor.wgate.weight": last(attention[f"{compressor}.wgate.weight"], 0),
@@ -358,7 +309,7 @@ class _V4Weights:
         shared = self._matrix(f"{prefix}.expert.{part}", rows, columns, gain=gain)
         for expert in range(self.spec.n_routed_experts):
             name = f"{prefix}.experts.{expert}.{part}"
-            made |= _quantized(name, mix(shared, self._matrix(name, rows, columns, gain=gain), _SHARED_EXPERTS))
+            made |= _quantized(name, mix(shared, self._matrix(name, rows, columns, gain=gain), SHARED_EXPERTS))
         return made
 
     def _hyper_connection(self, name: str, mixed: int, scales: int) -> Tensors:
@@ -376,13 +327,6 @@ class _V4Weights:
 
     def _norm(self, name: str, width: int, size: float = 1.0) -> Tensors:
         return {f"{name}.weight": _stored(size * (1 + 0.1 * self._random(name, width)))}
-
-    def _matrix(self, name: str, *shape: int, gain: float = 1.0) -> torch.Tensor:
-        """What gives a variance of gain² for an input of unit variance."""
-        return self._random(name, *shape) * (gain / math.sqrt(shape[-1]))
-
-    def _random(self, name: str, *shape: int) -> torch.Tensor:
-        return uniform(self.spec.seed, name, *shape)
 
 
 def _stored(tensor: torch.Tensor) -> torch.Tensor:

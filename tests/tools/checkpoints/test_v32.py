@@ -5,7 +5,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nsa_plugin.tools.checkpoints.v32 import TOKENIZER_SIZE, CheckpointSpec, make_weights, write_checkpoint
+from nsa_plugin.tools.checkpoints.common import TOKENIZER_SIZE
+from nsa_plugin.tools.checkpoints.v32 import CheckpointSpec, make_weights, write_checkpoint
 
 FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 
