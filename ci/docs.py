@@ -204,13 +204,7 @@ def stale() -> dict[Path, str | None]:
 
 def write() -> list[Path]:
     """Rewrite what is out of date; the files that changed."""
-    changed = stale()
-    for path, text in changed.items():
-        if text is None:
-            path.unlink()
-        else:
-            path.write_text(text)
-    return list(changed)
+    return site.apply(stale())
 
 
 def main() -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from nsa_plugin.tools.bench import record as timings
@@ -34,6 +34,8 @@ def pages(folder: Path) -> dict[Path, str]:
         markdown_table(["suite", "what it measures", "GPU"], suites) if suites else summary.NOTHING,
         "## Engine comparisons",
         comparisons.overview([(_link(path), record) for path, record in compared]) if compared else summary.NOTHING,
+        "## The demo",
+        "[The demo's results](../demo.md#results) lists its records.",
     ]
     return made | {folder / INDEX: "\n\n".join(parts) + "\n"}
 
@@ -83,11 +85,14 @@ def rewrite(page: Path, folder: Path) -> list[Path]:
     Raises:
         BenchError: a record cannot be read.
     """
-    changed = []
-    for path, text in list(stale(page, folder)):
+    return apply(dict(stale(page, folder)))
+
+
+def apply(changes: Mapping[Path, str | None]) -> list[Path]:
+    """Write each page's new text, and remove the pages without one; the paths of all."""
+    for path, text in changes.items():
         if text is None:
             path.unlink()
         else:
             path.write_text(text)
-        changed.append(path)
-    return changed
+    return list(changes)
