@@ -154,3 +154,9 @@ def test_commands_are_found_in_the_pages() -> None:
     found = [words[0] for page in docs.files() for words in commands(page)]
     assert {"doctor", "explain", "bench", "compare"} <= set(found)
     assert len(found) >= 20
+
+
+@pytest.mark.parametrize("page", docs.files(), ids=lambda page: page.name)
+def test_every_file_of_the_repository_that_is_named_exists(page: Path) -> None:
+    for named in re.findall(r"`((?:nsa_plugin|tests|ci|docs)/[\w/.-]+)`", page.read_text()):
+        assert (docs.ROOT / named).exists(), named
