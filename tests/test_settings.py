@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from nsa_plugin.errors import SettingsError
-from nsa_plugin.settings import Settings, killed, parse_source, resolve
+from nsa_plugin.settings import Settings, backends, killed, parse_source, resolve
 
 DEFAULTS = Settings()
+ROOT = Path(__file__).parents[1]
 
 
 def test_without_any_source_every_setting_is_its_default() -> None:
@@ -206,3 +210,28 @@ def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch)
     assert not killed()
     monkeypatch.setenv("NSA_PLUGIN_ENABLED", "0")
     assert killed()
+
+
+def test_the_engines_exact_path_is_kept_beside_its_library() -> None:
+    given = {"config": {"prefill_backend": "flash_mla"}, "engine_paths": {"prefill_backend": "flashmla_kv"}}
+    resolved = resolve(**given, environ={})
+    assert (resolved.settings.prefill_backend, resolved.engine_paths) == (
+        "flash_mla",
+        {"prefill_backend": "flashmla_kv"},
+    )
+    overridden = resolve(**given, flags={"prefill_backend": "triton"}, environ={})
+    assert (overridden.settings.prefill_backend, overridden.engine_paths) == ("triton", {})
+
+
+def test_backends_are_the_libraries_that_support_the_op() -> None:
+    assert backends("prefill_backend") == ("auto", "flash_mla", "trtllm", "cuda", "triton", "reference")
+    assert backends("decode_backend") == ("auto", "flash_mla", "fa3", "trtllm", "cuda", "triton", "reference")
+
+
+def test_importing_settings_is_cheap() -> None:
+    code = (
+        "import sys, nsa_plugin.settings\n"
+        "print(sorted({'torch', 'packaging', 'importlib.metadata', 'vllm', 'sglang'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]"

@@ -267,7 +267,8 @@ def route_refusal(case: Case, route: Route, load: Load, asked: str = "auto") -> 
     op, layout = OPS[route.attention], route.layout_read(model)
     capability = device.capability(route.library, op, layout)
     if capability is None:
-        return f"no {op} kernel for a {layout} cache on {device.where}"
+        excluded = device.exclusion(route.library, op, layout)
+        return excluded or f"no {op} kernel for a {layout} cache on {device.where}"
     if route.dequantize_kv and case.batch.cuda_graph:
         return "the cache rows to bring to bf16 depend on lengths, which a captured graph cannot read"
     if route == FLASH_MLA_DECODE and case.exceeds_large_q(load.rows):

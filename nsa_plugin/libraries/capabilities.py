@@ -64,6 +64,10 @@ class Capability:
     max_rows: int | None = None
     source: str = ""
 
+    def serves(self, op: Op, layout: str | None = None) -> bool:
+        """Whether it is a kernel for an op on a KV layout; None = any layout."""
+        return self.op == op and (layout is None or not self.layouts or layout in self.layouts)
+
     def heads_given(self, heads: int) -> int | None:
         """The head count that the kernel runs with, padding included; None if it does not support `heads`."""
         if self.head_counts:

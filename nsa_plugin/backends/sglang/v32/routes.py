@@ -103,7 +103,16 @@ def runnable(device: DeviceProfile, layout: str) -> DeviceProfile:
         shape = _SPARSE.get(capability.op)
         return shape is None or (layout, shape, library, _copies(capability, layout)) in CARRIERS
 
-    return device.keeping(carried)
+    return device.keeping(carried, _no_path)
+
+
+def _no_path(library: str, capability: Capability) -> str:
+    """Why `runnable` removes a kernel."""
+    if library == "trtllm":
+        # On SM100 SGLang may also pick TRT-LLM by itself; the plugin leaves that choice alone.
+        phase = "decode" if capability.op is Op.SPARSE_MLA_DECODE else "prefill"
+        return f"SGLang runs it only with --dsa-{phase}-backend trtllm (or --nsa-{phase}-backend), {phase}_backend auto"
+    return f"the plugin has no SGLang execution path for {library}'s {capability.op}"
 
 
 def in_place(device: DeviceProfile, layout: str) -> DeviceProfile:

@@ -89,9 +89,11 @@ def test_an_engine_flag_sets_the_library_or_says_that_it_does_not(prefix: str, s
     if library in allowed:
         assert getattr(resolved.settings, setting) == library
         assert resolved.sources[setting] == flag
+        assert resolved.engine_paths == {setting: value}
         assert notes == []
     else:
         assert getattr(resolved.settings, setting) == "auto"
+        assert resolved.engine_paths == {}
         assert notes == [f"{flag} {value} names no kernel library of the plugin: it does not set {setting}"]
 
 
@@ -117,6 +119,7 @@ def test_flag_before_engine_flag_before_environment(monkeypatch: pytest.MonkeyPa
     resolved, _ = carried.resolve()
     assert resolved.settings.decode_backend == "flash_mla"
     assert resolved.settings.prefill_backend == "trtllm"
+    assert resolved.engine_paths == {"prefill_backend": "trtllm"}
     assert sum("decode_backend is 'flash_mla' from the command line" in note for note in resolved.notes) == 2
     assert any("'triton' from the environment is ignored" in note for note in resolved.notes)
 

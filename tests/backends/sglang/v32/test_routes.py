@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ from nsa_plugin.backends.sglang.v32.routes import CARRIERS, PLANNED, Planner, Ro
 from nsa_plugin.decision.dispatch import decide
 from nsa_plugin.decision.plan import Attention, IndexerMode, IndexerPlan, Plan
 from nsa_plugin.decision.shapes import ModelShape, Phase
-from nsa_plugin.errors import NoProviderError
+from nsa_plugin.errors import NoProviderError, SettingsError
 from nsa_plugin.libraries.capabilities import Op
 from nsa_plugin.libraries.devices import synthetic
 from nsa_plugin.settings import Settings
@@ -114,6 +115,22 @@ def test_what_sglang_cannot_run_is_not_offered(layout: str):
     assert not device.has("triton", Op.MHA_ONE_SHOT)
     assert device.has("triton", Op.SPARSE_MLA_PREFILL, layout)
     assert device.has("deep_gemm", Op.INDEXER_TOPK)
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_trtllm_as_a_setting_is_refused_with_the_flag_that_sglang_wants(phase: str):
+    """An SM100 device has the kernels; that they are missing would be the wrong reason."""
+    made = planner("bf16", synthetic(100), **{f"{phase}_backend": "trtllm"})
+    batch = LONG if phase == "prefill" else step_batch(Phase.DECODE, 4, 4, 200_000)
+    plan = made.step if phase == "decode" else partial(made.prefill, dense_allowed=False)
+    with pytest.raises(SettingsError, match=f"{phase}_backend is trtllm.*--dsa-{phase}-backend trtllm") as error:
+        plan(batch)
+    assert "no sparse_mla" not in str(error.value)
+
+
+def test_trtllm_as_a_setting_keeps_its_reason_where_the_device_has_no_kernel():
+    with pytest.raises(SettingsError, match="this device is SM90"):
+        planner("bf16", synthetic(90), decode_backend="trtllm").step(step_batch(Phase.DECODE, 4, 4, 200_000))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
