@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import re
 import shlex
@@ -160,3 +161,24 @@ def test_commands_are_found_in_the_pages() -> None:
 def test_every_file_of_the_repository_that_is_named_exists(page: Path) -> None:
     for named in re.findall(r"`((?:nsa_plugin|tests|ci|docs)/[\w/.-]+)`", page.read_text()):
         assert (docs.ROOT / named).exists(), named
+
+
+def messages() -> str:
+    """Every string of the package, the values in f-strings left out; one a line."""
+    found = []
+    for path in (docs.ROOT / "nsa_plugin").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return "\n".join(found)
+
+
+def test_troubleshooting_quotes_messages_of_the_code() -> None:
+    page = (docs.ROOT / "docs" / "troubleshooting.md").read_text()
+    section = page[page.index("## The engine refuses to start") : page.index("## Kernels and memory")]
+    quoted = [name for line in section.splitlines()[4:] for name in re.findall(r"`([^`]+)`", line.split(" | ")[0])]
+    assert len(quoted) > 15
+    said = messages()
+    assert [name for name in quoted if name not in said] == []
