@@ -1,26 +1,29 @@
-"""KV-cache byte layouts as data: which byte of a page holds which value of which token.
+"""KV-cache byte layouts as data: where each token's values and scales lie in a page.
 
-A cache is a sequence of pages; a page holds `page_size` tokens; token `slot` lives in page
-`slot // page_size` at position `slot % page_size`. Two families exist:
+A cache is a sequence of pages of `page_size` tokens. Token `slot` is in page `slot // page_size` at position
+`slot % page_size`. There are two kinds:
 
-- plain rows (`bf16`): `dim` values of one float type, one token after the other;
-- quantised records (`v32_fp8`, `v4_fp8`, `indexer_fp8`): fp8 values with a scale per tile of
-  values, and for the attention caches a bfloat16 tail (the RoPE part, kept unquantised).
+- plain rows (`bf16`): `dim` values of one float type per token;
+- quantised records (`v32_fp8`, `v4_fp8`, `indexer_fp8`): fp8 values with a scale per tile. The attention caches add a
+  bfloat16 tail, the RoPE part, which is not quantised.
 
-A record's scales either lie inside the token's own row (V3.2) or in a second array that follows
-the rows of the whole page ("page-SOA": V4 and the indexer):
+The scales of a record are either inside the token's row (V3.2) or in a second array behind the rows of the page
+("page-SOA": V4 and the indexer):
 
     v32_fp8      656 B a token   [512 fp8][4 float32][64 bf16]
     v4_fp8       584 B a token   page: [page_size x (448 fp8, 64 bf16)][page_size x (7 ue8m0, 1 pad)][pad]
     indexer_fp8  132 B a token   page: [page_size x 128 fp8][page_size x 1 float32]
 
-A V4 page is padded to a multiple of 576 bytes, the row stride that FlashMLA's tensor maps use.
+A V4 page is padded to a multiple of 576 bytes, the row stride of FlashMLA's tensor maps.
+
+To add a layout, describe it here with its model families and add it to `LAYOUTS`. `FAMILY_LAYOUTS`, the reference's
+reader and writer, and the entries of the manifest that read every layout follow.
 
 Sources: FlashMLA `csrc/kernels/kv_cache_format.h` and `tests/quant.py`; SGLang
 `kernels/ops/attention/{dsa,dsv4}/{quant_k_cache,index_buf_accessor}.py`; vLLM `csrc/cache_kernels.cu`
 (`concat_and_cache_ds_mla`, `indexer_k_quant_and_cache`) and `models/deepseek_v4*/common/ops/cache_utils.py`.
 
-This module imports no torch, so that decisions and the command line can read it anywhere.
+This module imports no torch: decisions and the command line read it without.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ FLOAT32_TINY = 2.0**-126
 
 
 class LayoutError(NsaPluginError, ValueError):
-    """A layout has no such name, or is asked for a page, slot or row that it cannot have."""
+    """No layout has that name, or a page size, slot or scale is out of range."""
 
 
 class ScaleFormat(StrEnum):
@@ -47,13 +50,13 @@ class ScaleFormat(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class PlainLayout:
-    """Rows of one float type, one token after the other.
+    """One row of floats per token.
 
     Attributes:
         name: the value of `layout` that selects it.
         families: model families whose attention cache may have it.
         dims: row widths in values that DeepSeek models use: 576 (V3.2), 512 (V4). Others are allowed.
-        value_bytes: bytes of a value unless the caller names another float type.
+        value_bytes: bytes of a value, unless the caller gives another float type.
     """
 
     name: str
@@ -77,7 +80,7 @@ class PlainLayout:
         return page_size * self.row_bytes(dim, value_bytes)
 
     def row_offset(self, slot: int, page_size: int, dim: int, value_bytes: int | None = None) -> int:
-        """Byte at which the row of token `slot` starts, from the start of the cache."""
+        """Offset in the cache of the row of token `slot`."""
         page, position = _locate(self.name, slot, page_size)
         in_page = position * self.row_bytes(dim, value_bytes)
         return page * self.page_bytes(page_size, dim, value_bytes) + in_page
@@ -85,21 +88,21 @@ class PlainLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8Layout:
-    """Records of fp8 values with tile scales, and for attention caches a bfloat16 tail.
+    """One record per token: fp8 values with tile scales and, in attention caches, a bfloat16 tail.
 
     Attributes:
         name: the value of `layout` that selects it.
         families: model families whose attention cache may have it; empty for an indexer's key cache.
         fp8_dim: values stored as float8_e4m3 (the NoPE part, or the indexer's key).
-        bf16_dim: values stored as bfloat16 after them (the RoPE part); 0 for the indexer.
+        bf16_dim: values stored as bfloat16 behind them (the RoPE part); 0 for the indexer.
         tile: consecutive fp8 values that share a scale.
         scale_format: how a scale is stored.
-        scale_slot_bytes: bytes reserved for a token's scales, padding included.
-        scales_after_page: the scales of a page follow all of its rows (page-SOA); otherwise a token's
-            scales lie in its row, between the fp8 values and the bfloat16 tail.
+        scale_slot_bytes: bytes reserved for a token's scales, including padding.
+        scales_after_page: the scales of a page follow all of its rows (page-SOA). Otherwise a token's scales are in
+            its row, between the fp8 values and the bfloat16 tail.
         page_alignment: a page's size in bytes is rounded up to a multiple of this.
-        amax_floor: the writer takes a tile's largest magnitude as at least this, so that a tile of
-            zeros still has a finite scale. Readers do not depend on it.
+        amax_floor: lower bound of a tile's largest magnitude when it is written, so that a tile of zeros has a
+            finite scale. Readers do not use it.
     """
 
     name: str
@@ -133,37 +136,37 @@ class Fp8Layout:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes that a token owns, scales included and page padding excluded: 656, 584 or 132."""
+        """Bytes of a token, including scales and excluding page padding: 656, 584 or 132."""
         return self.fp8_dim + 2 * self.bf16_dim + self.scale_slot_bytes
 
     @property
     def data_stride(self) -> int:
-        """Bytes between two tokens of a page in its first array: 656, 576 or 128."""
+        """Bytes from one token to the next in a page's first array: 656, 576 or 128."""
         return self.row_bytes - (self.scale_slot_bytes if self.scales_after_page else 0)
 
     @property
     def tail_start(self) -> int:
-        """Byte of the bfloat16 tail within a token's row."""
+        """Offset of the bfloat16 tail in a token's row."""
         return self.fp8_dim + (0 if self.scales_after_page else self.scale_slot_bytes)
 
     def page_bytes(self, page_size: int) -> int:
-        """Bytes from the start of a page to the start of the next, padding included."""
+        """Bytes from the start of a page to the start of the next, including padding."""
         _check_page_size(self.name, page_size)
         return -(-page_size * self.row_bytes // self.page_alignment) * self.page_alignment
 
     def value_offset(self, slot: int, page_size: int) -> int:
-        """Byte of the first fp8 value of token `slot`, from the start of the cache."""
+        """Offset in the cache of the first fp8 value of token `slot`."""
         page, position = _locate(self.name, slot, page_size)
         return page * self.page_bytes(page_size) + position * self.data_stride
 
     def tail_offset(self, slot: int, page_size: int) -> int:
-        """Byte of the first bfloat16 value of token `slot`, from the start of the cache."""
+        """Offset in the cache of the first bfloat16 value of token `slot`."""
         if not self.bf16_dim:
             raise LayoutError(f"layout {self.name} has no bfloat16 tail")
         return self.value_offset(slot, page_size) + self.tail_start
 
     def scale_offset(self, slot: int, page_size: int, index: int = 0) -> int:
-        """Byte of scale `index` of token `slot`, from the start of the cache."""
+        """Offset in the cache of scale `index` of token `slot`."""
         if not 0 <= index < self.num_scales:
             raise LayoutError(f"layout {self.name}: scale is {index}; a token has 0 to {self.num_scales - 1}")
         page, position = _locate(self.name, slot, page_size)
@@ -230,10 +233,10 @@ INDEXER_LAYOUTS: dict[str, Fp8Layout] = {INDEXER_FP8.name: INDEXER_FP8}
 
 
 def get_layout(name: str) -> CacheLayout:
-    """The layout called `name`, of an attention cache or of an indexer's.
+    """The layout of that name, of an attention cache or an indexer's key cache.
 
     Raises:
-        LayoutError: no layout has that name; the message lists those that exist.
+        LayoutError: no layout has that name; the message lists the known ones.
     """
     every: dict[str, CacheLayout] = {**LAYOUTS, **INDEXER_LAYOUTS}
     if name not in every:

@@ -1,7 +1,8 @@
-"""Ask the installed engine itself whether the ledger's targets are there; changes nothing.
+"""Check in the imported engine whether the ledger's targets exist; change nothing.
 
-Run as ``python -m nsa_plugin.commands.live ENGINE FILE``, a process of its own: importing an engine
-takes seconds, logs, and may end the process. FILE receives {patch name: [state, detail]} as JSON.
+`patches` runs ``python -m nsa_plugin.commands.live ENGINE VERSION FILE PATCH...`` as a separate process, because
+importing an engine takes seconds, writes to the log and may end the process. FILE receives
+{patch name: [state, detail]} as JSON.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from nsa_plugin.patches.ledger import Patch, find, load
 
 
 def state_of(patch: Patch, version: Version) -> tuple[str, str]:
-    """(found, missing, not_needed or unused; the detail) of one patch in the live engine."""
+    """(state, detail) of a patch in the imported engine; the state is found, missing, not_needed or unused."""
     target = patch.target(version)
     if target is None:
         return "unused", f"not part of {patch.engine} {version}"

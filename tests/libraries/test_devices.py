@@ -1,4 +1,4 @@
-"""Device profiles: the capability tables, and the probe on machines that are built for the test."""
+"""Device profiles: the limits of the manifest on a device, and the probe on simulated machines."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ OLD_FLASH_MLA = ("sglang-kernel", "0.4.5")
         ((0, "reference"), Op.SPARSE_MLA_DECODE, "v4_fp8", 3, 3),
     ],
 )
-def test_heads_that_a_kernel_is_given(
+def test_heads_that_a_kernel_runs_with(
     library: tuple[int, str], op: Op, layout: str, heads: int, given: int | None
 ) -> None:
     sm, name = library
@@ -159,7 +159,7 @@ def test_kernels_for_other_architectures_are_left_out() -> None:
 # Synthetic profiles
 
 
-def test_synthetic_installs_what_it_is_told() -> None:
+def test_synthetic_installs_the_given_libraries() -> None:
     device = synthetic(90, libraries=("fa3",))
     assert {name for name, library in device.libraries.items() if library.available} == {"fa3", "reference"}
     assert device.libraries["flash_mla"].reason == "not installed"
@@ -167,7 +167,7 @@ def test_synthetic_installs_what_it_is_told() -> None:
     assert device.capability("flash_mla", Op.SPARSE_MLA_DECODE) is None
 
 
-def test_a_kernel_that_reads_no_kv_cache_goes_with_every_layout() -> None:
+def test_a_kernel_that_reads_no_kv_cache_serves_every_layout() -> None:
     assert synthetic(90).has("deep_gemm", Op.INDEXER_TOPK, "v32_fp8")
     assert not synthetic(90).has("flash_mla", Op.INDEXER_TOPK, "v32_fp8")
 
@@ -179,7 +179,7 @@ def test_synthetic_cpu_has_the_reference_only() -> None:
     assert all(device.has("reference", op) for op in (Op.MHA_ONE_SHOT, Op.SPARSE_MLA_PREFILL, Op.INDEXER_TOPK))
 
 
-def test_synthetic_takes_kernels_of_a_later_release() -> None:
+def test_synthetic_accepts_kernels_of_a_later_release() -> None:
     kernel = Capability(op=Op.INDEXER_TOPK, layouts=(), sm_min=90, sm_max=90)
     assert "cuda" not in synthetic(90).providers(Op.INDEXER_TOPK)
     assert "cuda" in synthetic(90, kernels={"cuda": (kernel,)}).providers(Op.INDEXER_TOPK)
@@ -191,7 +191,7 @@ def test_synthetic_refuses_an_unknown_library() -> None:
         synthetic(90, libraries=("cudnn",))
 
 
-def test_a_profile_is_json_and_one_line() -> None:
+def test_a_profile_is_available_as_json_and_as_one_line() -> None:
     device = synthetic(90, libraries=("flash_mla",), memory_total=140 * GIB, memory_free=35 * GIB)
     data = json.loads(json.dumps(device.as_dict()))
     assert data["sm"] == 90
@@ -230,7 +230,7 @@ def test_importing_the_decision_imports_neither_torch_nor_an_engine() -> None:
 
 
 class Site:
-    """A folder of installed packages, made for a test."""
+    """A folder of installed packages."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -254,7 +254,7 @@ FAKED = ("flash_mla", "deep_gemm", "sgl_kernel", "flashinfer", "vllm", "pynvml")
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    """An H200 whose installed libraries are those of the site, and no others."""
+    """Simulate an H200 on which only the packages of the folder are installed."""
 
     def forget() -> None:
         for module in [name for name in sys.modules if name.split(".")[0] in FAKED]:
@@ -272,7 +272,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
             mem_get_info=lambda index: (100 * GIB, 141 * GIB),
         ),
     )
-    # Only this folder and the standard library: what the test machine has installed must not count.
+    # Only this folder and the standard library: packages of the test machine must not count.
     standard = [entry for entry in sys.path if "site-packages" not in entry]
     monkeypatch.setattr(sys, "path", [str(tmp_path), *standard])
     forget()
@@ -329,14 +329,14 @@ def test_a_library_that_does_not_load_says_why(site: Site, body: str, reason: st
     assert (library.version, library.capabilities) == ("1.0.0", ())
 
 
-def test_another_build_of_flash_mla_is_not_trusted(site: Site) -> None:
+def test_a_module_from_an_unknown_distribution_is_not_used(site: Site) -> None:
     site.add(FLASH_MLA, distribution="flash-mla", version="2.0.0")
     library = probe().libraries["flash_mla"]
     assert not library.available
     assert library.reason == "the installed flash_mla is not from sgl-flash-mla"
 
 
-def test_the_next_host_is_taken_when_the_first_does_not_load(site: Site) -> None:
+def test_the_next_host_is_used_if_the_first_does_not_load(site: Site) -> None:
     site.add({"flash_mla.py": "raise OSError('libcuda.so.1')"}, distribution="sgl-flash-mla", version="1.0.0")
     site.add(
         {"sgl_kernel/__init__.py": "", "sgl_kernel/flash_mla.py": "_flashmla_import_error = None"},
@@ -402,7 +402,7 @@ def nvmlDeviceGetP2PStatus(one, other, capability):
     [("[0, 9]", True), ("[5, 9]", False), ("[None, 9, 0]", True), ("[None, 9]", False), ("[9]", False)],
     ids=["linked", "pci", "one fails", "all fail", "alone"],
 )
-def test_nvlink_is_another_gpu_that_is_reached_over_it(site: Site, links: str, nvlink: bool) -> None:
+def test_nvlink_means_a_link_to_another_gpu(site: Site, links: str, nvlink: bool) -> None:
     text = f"{NVML}\nLINKS = {links}\nCOUNT = len(LINKS)\n"
     site.add({"pynvml.py": text.replace("return 1\n", "return 0\n") if links == "[9]" else text})
     assert probe().nvlink is nvlink
@@ -431,7 +431,7 @@ def test_an_engines_kernels_are_found_without_importing_the_engine(site: Site) -
     assert "vllm" not in sys.modules
 
 
-def test_a_library_for_another_architecture_says_so(site: Site) -> None:
+def test_a_library_for_another_architecture_gives_that_reason(site: Site) -> None:
     site.add({"flashinfer/__init__.py": ""}, distribution="flashinfer-python", version="0.6.14")
     library = probe().libraries["trtllm"]
     assert (library.available, library.version) == (False, "0.6.14")

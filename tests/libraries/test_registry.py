@@ -1,4 +1,4 @@
-"""Providers: what is registered, what is refused and why, and nothing imported before it is asked for."""
+"""The registry: what is registered, what is refused and why, and that nothing is imported before it is loaded."""
 
 import ast
 import importlib.util
@@ -15,7 +15,7 @@ PROVIDERS = [provider for op in OPS for provider in Registry().providers(op)]
 WHOLE = {"op": "sparse_mla_prefill", "name": "fast", "target": "json:dumps"}
 
 
-def test_every_op_has_a_reference_that_loads_and_takes_any_case():
+def test_every_op_has_a_reference_that_loads_and_supports_any_case():
     registry = Registry()
     for op in OPS:
         assert next(iter(registry.providers(op))).name == REFERENCE
