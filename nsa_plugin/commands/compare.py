@@ -17,7 +17,7 @@ from rich.console import Console
 
 from nsa_plugin.commands.compare_options import ENGINES, MEASURED, USUAL_CONTEXT, add_arguments
 from nsa_plugin.commands.signals import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED, sigterm_raises
-from nsa_plugin.tools.compare import beside, record, report
+from nsa_plugin.tools.compare import cross_engine, record, report
 from nsa_plugin.tools.compare.lifecycle import speaker
 from nsa_plugin.tools.compare.load import DECODE, MIXED, SPEED_CASES, decode_prompt, left_out, loads
 from nsa_plugin.tools.compare.measured import CONTROL, PLUGIN, STOCK, Measured
@@ -43,7 +43,7 @@ from nsa_plugin.tools.terminal import console
 __all__ = ["TAKES_ENGINE_FLAGS", "add_arguments", "run"]
 
 TAKES_ENGINE_FLAGS = True
-# Tokens kept for the answer to the longest prompt, and for what speculative decoding puts beyond it.
+# Tokens kept for the answer to the longest prompt and for draft tokens of speculative decoding.
 _ANSWER = 512
 
 
@@ -51,8 +51,8 @@ def run(args: argparse.Namespace) -> int:
     out = console()
     logs = args.logs or args.workdir / "logs"
     if args.beside is not None and args.measured is None and args.beside.resolve() == (logs / MEASURED).resolve():
-        raise CompareError(f"--beside is {args.beside}, and this run would save its own there; give it another --logs")
-    # Read before anything is measured: what cannot be compared is said at once.
+        raise CompareError(f"--beside is {args.beside}, and this run would overwrite it; choose another --logs")
+    # Read it before measuring anything, so that a file that cannot be compared fails at once.
     other = None if args.beside is None else _read("--beside", args.beside)
     if args.measured is not None:
         return _judge_again(args, other, out)
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
         deadline=deadline,
         start_timeout=args.start_timeout,
         say=say,
-        # Unnamed, the record could take the place of another's.
+        # Before its name is known, the record could overwrite another one.
         on_step=lambda: _save(measured, logs, args.json if record.is_named(measured) else None),
     )
     code = EXIT_FAILED
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
                 make_checkpoint(_spec(args), comparison.model, say)
             facts["checkpoint"] = digest(comparison.model)
             if other is not None:
-                beside.check_same(measured, other)
+                cross_engine.check_same(measured, other)
             comparison.make(runs)
     except KeyboardInterrupt:
         measured.ended, code = "interrupted", EXIT_INTERRUPTED
@@ -116,9 +116,9 @@ def run(args: argparse.Namespace) -> int:
     made, path = _save(measured, logs, args.json)
     say(f"saved: {logs / MEASURED}{f', record: {path}' if path else ''}")
     report.print_record(made, out)
-    if "checkpoint" not in facts:  # it was ended before anything was asked
+    if "checkpoint" not in facts:  # the run ended before any request
         other = None
-    holds = _beside(measured, other, args.json, out) and made["verdict"]["holds"]
+    holds = _cross_engine(measured, other, args.json, out) and made["verdict"]["holds"]
     return code if measured.ended else (EXIT_OK if holds else EXIT_FAILED)
 
 
@@ -126,7 +126,7 @@ def _read(option: str, path: Path) -> Measured:
     """What an earlier run saved.
 
     Raises:
-        CompareError: it is not there, or not such a file.
+        CompareError: the file is missing or has another format.
     """
     try:
         return Measured.load(path)
@@ -139,20 +139,20 @@ def _judge_again(args: argparse.Namespace, other: Measured | None, out: Console)
     if args.commit is not None:
         measured.facts["host"]["commit"] = args.commit
     if other is not None:
-        beside.check_same(measured, other)
+        cross_engine.check_same(measured, other)
     made, path = _recorded(measured, args.json)
     if path:
         out.print(f"recorded: {path}")
     report.print_record(made, out)
-    holds = _beside(measured, other, args.json, out) and made["verdict"]["holds"]
+    holds = _cross_engine(measured, other, args.json, out) and made["verdict"]["holds"]
     return EXIT_OK if holds else EXIT_FAILED
 
 
-def _beside(measured: Measured, other: Measured | None, folder: Path | None, out: Console) -> bool:
-    """Judge the answers beside another engine's, where there is one; whether all holds."""
+def _cross_engine(measured: Measured, other: Measured | None, folder: Path | None, out: Console) -> bool:
+    """Compare with another engine's answers, if there are any. Returns whether every check passed."""
     if other is None:
         return True
-    made = beside.as_record(measured, other, beside.judge(measured, other))
+    made = cross_engine.as_record(measured, other, cross_engine.judge(measured, other))
     if folder is not None:
         out.print(f"recorded: {record.write(made, folder)}")
     report.print_record(made, out)
@@ -165,7 +165,7 @@ def _save(measured: Measured, logs: Path, folder: Path | None) -> tuple[dict[str
 
 
 def _recorded(measured: Measured, folder: Path | None) -> tuple[dict[str, Any], Path | None]:
-    """The record, and where it was written."""
+    """The record, and the path it was written to."""
     facts = measured.facts
     timed = loads(
         facts["context"], measured.asked["cases"], facts.get("prompt_lengths", ()), facts.get("output_tokens")
@@ -175,36 +175,36 @@ def _recorded(measured: Measured, folder: Path | None) -> tuple[dict[str, Any], 
 
 
 def _cases(args: argparse.Namespace) -> list[str]:
-    """The cases that were asked for.
+    """The requested cases.
 
     Raises:
-        CompareError: they do not go together.
+        CompareError: they cannot be combined.
     """
     if args.stock_fails_at is None:
         cases = args.case or [*AGREEMENT_CASES, *(SPEED_CASES if args.speed else ())]
         if args.output_tokens and DECODE not in cases:
-            raise CompareError(f"--output-tokens is of the case {DECODE}, which is not among {', '.join(cases)}")
+            raise CompareError(f"--output-tokens is for the case {DECODE}, which is not among {', '.join(cases)}")
         if args.beside and not any(case in AGREEMENT_CASES for case in cases):
-            raise CompareError(f"--beside is of cases of agreement, not of {', '.join(cases)}")
-        # Without being named it is left out where it does not fit, and the record says so.
+            raise CompareError(f"--beside is for agreement cases, not for {', '.join(cases)}")
+        # If not asked for by name, it is left out where it does not fit, and the record says so.
         if MIXED in (args.case or ()) and (reasons := left_out(args.context, cases)):
             raise CompareError(f"--case {MIXED}: {'; '.join(reasons.values())}")
         return cases
     if args.case or args.speed or args.together or args.beside:
         raise CompareError(
-            "--stock-fails-at goes with none of --case, --speed, --together and --beside: stock's server ends by it, "
-            "and each server needs all of the memory"
+            "--stock-fails-at cannot be combined with --case, --speed, --together or --beside: it makes stock's "
+            "server fail, and each server needs all of the memory"
         )
     if args.runs and args.runs != [STOCK, PLUGIN]:
-        raise CompareError(f"--stock-fails-at is of {STOCK},{PLUGIN}, in this order, not --runs {','.join(args.runs)}")
+        raise CompareError(f"--stock-fails-at runs {STOCK},{PLUGIN} in this order, not {','.join(args.runs)}")
     return [LIMIT]
 
 
 def _facts(args: argparse.Namespace, engine: ServedEngine, cases: Sequence[str]) -> dict[str, Any]:
-    """What does not change in the course of the comparison of `cases`.
+    """What does not change during the comparison of `cases`.
 
     Raises:
-        CompareError: the engine or the model is not there, or is not what can be compared.
+        CompareError: the engine or the model is missing, or cannot be compared.
     """
     version = engine.version()
     config = _config(args)
@@ -220,7 +220,7 @@ def _facts(args: argparse.Namespace, engine: ServedEngine, cases: Sequence[str])
     context = max(args.stock_fails_at or (args.context,))
     variant += [f"context{context}"] if context > USUAL_CONTEXT else []
     variant += [f"out{args.output_tokens}"] if args.output_tokens else []
-    # Another record than that of the same servers' agreement.
+    # A record apart from that of the same servers' agreement.
     variant += [LIMIT] if LIMIT in cases else []
     variant += ["speed"] if all(case in SPEED_CASES for case in cases) else []
     gpu, driver = _gpu()
@@ -259,27 +259,27 @@ def _config(args: argparse.Namespace) -> dict[str, Any]:
         config = _spec(args).config()
     else:
         if args.family is not None:
-            raise CompareError("--family is of a checkpoint that is made here; --model has its own")
+            raise CompareError("--family is for checkpoints made here; --model has its own")
         if args.full_width:
-            raise CompareError("--full-width is of a checkpoint that is made here; --model has its own widths")
+            raise CompareError("--full-width is for checkpoints made here; --model has its own widths")
         try:
             config = json.loads((args.model / "config.json").read_text())
         except (OSError, ValueError) as error:
             raise CompareError(f"--model is {args.model}, whose config.json cannot be read: {error}") from error
     for name in ("num_attention_heads", "vocab_size", "index_topk"):
         if not isinstance(config.get(name), int):
-            raise CompareError(f"{args.model}/config.json has no {name}: a model with sparse attention is needed")
+            raise CompareError(f"{args.model}/config.json has no {name}: compare needs a model with sparse attention")
     return dict(config)
 
 
 def _check_lengths(args: argparse.Namespace, cases: Sequence[str], config: dict[str, Any], max_len: int | None) -> None:
-    """See that what is asked for fits the model and the servers.
+    """Check that the requested lengths fit the model and the servers.
 
     Args:
         max_len: the longest context in tokens by the engine's flags; None: the model's.
 
     Raises:
-        CompareError: it does not.
+        CompareError: a length does not fit.
     """
     longest, whose = config.get("max_position_embeddings") or sys.maxsize, "the model's longest position"
     if max_len is not None and max_len < longest:
@@ -287,12 +287,12 @@ def _check_lengths(args: argparse.Namespace, cases: Sequence[str], config: dict[
     name = "--stock-fails-at" if args.stock_fails_at else "--context"
     tokens = max(args.stock_fails_at or (args.context,))
     if tokens + _ANSWER > longest:
-        raise CompareError(f"{name} is {tokens}; {whose} leaves {longest - _ANSWER}")
+        raise CompareError(f"{name} is {tokens}; {whose} allows {longest - _ANSWER}")
     if args.prompt_lengths and max(args.prompt_lengths) > args.context:
-        raise CompareError(f"--prompt-lengths has {max(args.prompt_lengths)}; --context leaves {args.context}")
+        raise CompareError(f"--prompt-lengths has {max(args.prompt_lengths)}; --context allows {args.context}")
     left = longest - decode_prompt(args.context)
     if DECODE in cases and args.output_tokens and args.output_tokens > left:
-        raise CompareError(f"--output-tokens is {args.output_tokens}; {whose} leaves {left}")
+        raise CompareError(f"--output-tokens is {args.output_tokens}; {whose} allows {left}")
 
 
 def _spec(args: argparse.Namespace) -> Spec:
@@ -303,11 +303,11 @@ def _make_directory(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise CompareError(f"{path} cannot be made: {error}") from error
+        raise CompareError(f"cannot create {path}: {error}") from error
 
 
 def _gpu() -> tuple[str, str]:
-    """Name and driver of the first GPU, ("", "") without one. Asked of nvidia-smi: torch would take memory there."""
+    """Name and driver of the first GPU, ("", "") without one. From nvidia-smi: torch would use GPU memory."""
     command: Sequence[str] = ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)

@@ -160,7 +160,7 @@ def _layers(text: str) -> int | tuple[int, ...]:
         return positive(text)
     numbers = text.split(",")
     if not all(number.isdecimal() for number in numbers):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of compress ratios")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of compress ratios")
     return tuple(map(int, numbers))
 
 
@@ -168,7 +168,7 @@ def _roles(text: str) -> list[str]:
     roles = [role.strip() for role in text.split(",")]
     for role in roles:
         if role not in ROLES:
-            raise argparse.ArgumentTypeError(f"{role!r} is no role; allowed: {', '.join(ROLES)}")
+            raise argparse.ArgumentTypeError(f"{role!r} is not a role; allowed: {', '.join(ROLES)}")
     if len(set(roles)) != len(roles):
-        raise argparse.ArgumentTypeError(f"{text!r} names a role twice")
+        raise argparse.ArgumentTypeError(f"{text!r} lists a role twice")
     return roles

@@ -1,7 +1,7 @@
-"""The comparison: an engine's own server, stock and with the plugin, on one machine.
+"""Comparisons: an engine's server, stock and with the plugin, on one machine.
 
-`runner.Comparison` starts a server for each role (`serving`, `lifecycle`), sends one workload to each (`workload`,
-`client`), times them (`load`, `turns`) and keeps what it measured (`measured`); `rule` judges it, `record` makes the
-benchmark record of it and `report` the tables. `beside` judges one engine's answers beside another's. What is one
-engine's own is in `sglang_server` and `vllm_server`, behind `engine.ServedEngine`.
+`runner.EngineComparison` starts a server for each role (`role_server`, `lifecycle`), sends one workload to each
+(`workload`), times them (`load`, `turns`) and keeps the measurements (`measured`). `rule` and `verdict` judge them,
+`record` makes the benchmark record and `report` the tables. `cross_engine` compares two engines. `demo` compares one
+server with the float32 reference.
 """

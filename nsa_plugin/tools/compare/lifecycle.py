@@ -1,4 +1,4 @@
-"""Starts servers at the same time, and ends them."""
+"""Start servers at the same time, and stop them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Say = Callable[[str], None]
 
 
 def speaker(write: Callable[[str], None]) -> Say:
-    """Writes lines with the time of day and the seconds since now."""
+    """A function that writes lines with the time of day and the seconds since now."""
     started = time.monotonic()
     return lambda text: write(f"{datetime.now():%H:%M:%S} {time.monotonic() - started:6.1f} s  {text}")
 
@@ -30,9 +30,9 @@ def speaker(write: Callable[[str], None]) -> Say:
 def start_all(servers: Sequence[RoleServer], say: Say) -> None:
     """Start the servers at the same time, and wait until each is healthy or has failed.
 
-    What failed has its run's `error` set. Where that is stock, the others are stopped at once, without an error:
-    there is nothing to compare them with. On an exception (Ctrl-C, a signal turned into one) servers that still start
-    are stopped; those that are healthy are left to the caller, as on success.
+    The run of a failed server has its `error` set. If stock fails, the others are stopped without an error: there is
+    nothing to compare them with. On an exception (Ctrl-C, a signal turned into one) servers that are still starting are
+    stopped; healthy ones are left to the caller, as on success.
     """
     with ThreadPoolExecutor(max_workers=len(servers)) as pool:
         try:
@@ -75,7 +75,7 @@ def _started(one: RoleServer, error: BaseException | None, say: Say) -> bool:
 
 
 def set_failed(one: RoleServer, error: Exception, say: Say) -> None:
-    """Have the run end with an error, and its server with it: what is left of it must not disturb the others."""
+    """End a run with an error, and stop its server so that it does not disturb the others."""
     one.run.error = str(error)
     say(f"{one.role}: FAILED: {error}")
     try:
@@ -85,13 +85,13 @@ def set_failed(one: RoleServer, error: Exception, say: Say) -> None:
 
 
 def recover(one: RoleServer, engine: ServedEngine, left: float) -> None:
-    """After a request that failed or was given up: see that the server lives and has nothing left to do.
+    """After a request that failed or was given up, check that the server lives and is idle.
 
     Args:
-        left: seconds until the deadline. Where none are left, nothing follows that a busy server could disturb.
+        left: seconds until the deadline. With none left, nothing follows that a busy server could disturb.
 
     Raises:
-        ServerError: it dies, which says more than the connection that broke with it; or it stays busy.
+        ServerError: the server is dying, which says more than a broken connection, or it stays busy.
     """
     if left <= 0:
         one.server.check_alive()
@@ -102,14 +102,14 @@ def recover(one: RoleServer, engine: ServedEngine, left: float) -> None:
     except CompareError as error:
         one.server.check_alive(min(_DEAD_S, max(0.0, until - time.monotonic())))
         if time.monotonic() < until:
-            raise ServerError(f"the server does not come to rest: {error}") from error
+            raise ServerError(f"the server does not become idle: {error}") from error
 
 
 def finish_all(servers: Sequence[RoleServer], say: Say) -> None:
-    """Stop the servers at the same time; see `RoleServer.finish`. Those that are gone already are passed over.
+    """Stop the servers at the same time; see `RoleServer.finish`. Stopped servers are skipped.
 
-    Whoever is interrupted here leaves nothing behind: the threads are waited for when Python ends, and each
-    server's supervisor ends it even without us.
+    An interrupt here leaves nothing behind: Python waits for the threads when it ends, and each server's supervisor
+    ends it even without this process.
     """
     if not servers:
         return

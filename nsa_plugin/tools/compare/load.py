@@ -1,11 +1,11 @@
-"""How fast a server answers: streamed requests without log probabilities, timed by the client.
+"""The speed of a server: streamed requests without log probabilities, timed by the client.
 
-As in the engines' own benchmarks: time to first token (`ttft`) is from sending a request to the first event with a
-token, HTTP included; inter-token latency (`itl`) is the time between two events over the tokens of the second;
-throughput is tokens over the time from the first request sent to the last one answered. Prompts are random and
-distinct, of exactly the length named, the same for every server, and the prefix cache is emptied before each
-repetition. All requests of a repetition are sent at once: each by itself, or, where how a server takes them in is to be
-no part of what is timed, all in one request; or behind a long one. `turns` repeats them.
+The definitions are those of the engines' own benchmarks. Time to first token (`ttft`) is from sending a request to the
+first event with a token, including HTTP. Inter-token latency (`itl`) is the time between two events divided by the
+tokens of the second. Throughput is tokens divided by the time from the first request sent to the last one answered.
+Prompts are random and distinct, have exactly the given length and are the same for every server. The prefix cache is
+emptied before each repetition. All requests of a repetition are sent at once: each in its own request; all in one,
+which excludes how a server receives them; or behind a long one. `turns` repeats them.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 TTFT, PREFILL, DECODE, MIXED = "ttft", "prefill", "decode", "mixed"
 SPEED_CASES = (TTFT, PREFILL, DECODE, MIXED)
 
-# What each request of `DECODE` is asked for, where nothing else is said.
+# Default output tokens of each `DECODE` request.
 USUAL_OUTPUT = 256
-# Repetitions of `DECODE` by the most tokens out: 16 × 4096 take half a minute.
+# Repetitions of `DECODE`, fewer for long outputs: 16 × 4096 tokens take half a minute.
 _REPEAT_DECODE, _REPEAT_LONG_DECODE, _LONG_DECODE = 9, 3, 1024
-# `MIXED`: one long prompt, and so many short ones, each with some tokens out so that prefills meet decodes.
+# `MIXED`: one long prompt and many short ones, each with some output so that prefills meet decodes.
 _LONG, _SHORTS, _SHORT, _MIXED_OUTPUT, _REPEAT_MIXED = 60_000, 40, 1000, 32, 9
-# A server is slower to read a body of 60000 numbers than one of 1000: without a start the long one would come last.
-# Its prefill takes longer than this by far.
+# A server takes longer to read a body of 60000 numbers than one of 1000: without a head start the long prompt would
+# arrive last. Its prefill takes much longer than this.
 _HEAD_START_S = 0.1
-# Repetitions of a single request by the most tokens of its prompt.
+# Repetitions of a single request, by its prompt's largest number of tokens.
 _REPEAT = ((4000, 21), (10_000, 15), (64_000, 9))
 _LONGEST_REPEAT = 5
 _HEADERS = {"Content-Type": "application/json"}
@@ -45,15 +45,18 @@ _HEADERS = {"Content-Type": "application/json"}
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedLoad:
-    """Requests that are sent together, again and again.
+    """Requests that are sent together, repeatedly.
 
     Attributes:
-        name: unique. case: see `SPEED_CASES`.
-        requests: sent at once. prompt: tokens of each. new_tokens: asked of each.
-        repeat: timed repetitions of it, after one that is not. An H200 takes 20 ms for one of the shortest, and a
+        name: unique.
+        case: see `SPEED_CASES`.
+        requests: sent at once.
+        prompt: tokens of each prompt.
+        new_tokens: tokens to generate for each.
+        repeat: timed repetitions, after one that is not timed. An H200 takes 20 ms for one of the shortest, and a
             second for one of the longest.
-        in_one: all prompts are sent in one request, whose answer is not streamed and has log probabilities.
-        long: tokens of one more prompt, sent so long before the others that it is the first to be taken in; 0: none.
+        in_one: all prompts are in one request, whose answer is not streamed and has log probabilities.
+        long: tokens of one more prompt, sent early enough to be scheduled first; 0: none.
     """
 
     name: str
@@ -67,8 +70,10 @@ class SpeedLoad:
 
     @property
     def measures(self) -> tuple[str, ...]:
-        """What is read of it: "ttft_ms", "itl_ms", "input_tokens_per_s", "output_tokens_per_s"; "long_ttft_ms" of the
-        long prompt, which is in none of the others."""
+        """Measures of this load: "ttft_ms", "itl_ms", "input_tokens_per_s", "output_tokens_per_s".
+
+        "long_ttft_ms" is of the long prompt, which is in no other measure.
+        """
         if self.in_one:
             return ("input_tokens_per_s",)
         return {
@@ -85,18 +90,20 @@ def loads(
     prompts: Sequence[int] = (),
     output_tokens: int | None = None,
 ) -> list[SpeedLoad]:
-    """The loads of `cases`: one request of each of three lengths; 100 prompts of 2000 tokens with one token out,
-    each by itself and all in one request; 16 of 4096 with 256 out; and 40 of 1000 behind one of 60000. No prompt is
-    longer than `context`: the last load is left out where that is too short (`left_out`), the others become shorter.
+    """The loads of `cases`.
+
+    They are: one request of each of three lengths; 100 prompts of 2000 tokens with one token out, each in its own
+    request and all in one; 16 prompts of 4096 with 256 out; and 40 of 1000 behind one of 60000. No prompt is longer
+    than `context`: the last load is left out if the context is too short (`left_out`), the others become shorter.
 
     Args:
-        prompts: the lengths in tokens of the single requests, where they are given.
-        output_tokens: asked of each of the 16, where it is given.
+        prompts: lengths in tokens of the single requests, if given.
+        output_tokens: tokens to generate for each of the 16, if given.
     """
     found = []
     if TTFT in cases:
         for prompt in sorted({min(length, context) for length in prompts or (2000, 8192, context)}):
-            # Longer ones vary less, and take longer: 128K tokens take seconds.
+            # Longer prompts vary less and take longer: 128K tokens take seconds.
             repeat = next((times for most, times in _REPEAT if prompt <= most), _LONGEST_REPEAT)
             found.append(
                 SpeedLoad(name=f"ttft-{prompt}", case=TTFT, requests=1, prompt=prompt, new_tokens=1, repeat=repeat)
@@ -130,7 +137,7 @@ def loads(
 
 
 def decode_prompt(context: int) -> int:
-    """Tokens of each prompt of `DECODE`."""
+    """Tokens of each `DECODE` prompt."""
     return min(4096, context)
 
 
@@ -139,15 +146,15 @@ def _mixed_name() -> str:
 
 
 def left_out(context: int, cases: Sequence[str]) -> dict[str, str]:
-    """Loads of `cases` that `context` is too short for, and why."""
+    """Loads of `cases` for which `context` is too short, and why."""
     if MIXED not in cases or context >= _LONG:
         return {}
-    return {_mixed_name(): f"it has a prompt of {_LONG} tokens; --context leaves {context}"}
+    return {_mixed_name(): f"it has a prompt of {_LONG} tokens; --context allows {context}"}
 
 
 @dataclass
 class _Timed:
-    """One streamed request: when its tokens came, in seconds after it was sent."""
+    """Arrival times of one streamed request's tokens, in seconds after it was sent."""
 
     first: float = 0.0
     gaps: list[float] = field(default_factory=list)
@@ -168,15 +175,15 @@ class _Timed:
 def measure(
     engine: ServedEngine, url: str, load: SpeedLoad, repetition: int, vocab_size: int, timeout: float
 ) -> dict[str, float]:
-    """One repetition of a load, by measure (`SpeedLoad.measures`). What is a distribution in it is its median.
+    """Run one repetition of a load. Returns its measures (`SpeedLoad.measures`); a distribution is given by its median.
 
     Args:
         repetition: its number; the prompts follow from it and from the load's name.
-        vocab_size: prompts hold any of these tokens but the first ten.
-        timeout: seconds for all of it.
+        vocab_size: prompts use any of these tokens except the first ten.
+        timeout: seconds for the whole repetition.
 
     Raises:
-        CompareError: a request failed, or the time did not suffice.
+        CompareError: a request failed, or the time was not enough.
     """
     source = random.Random(f"{load.name}/{repetition}")
     lengths = [*([load.long] if load.long else []), *[load.prompt] * load.requests]
@@ -204,7 +211,7 @@ def measure(
 
 
 async def _whole(session: aiohttp.ClientSession, engine: ServedEngine, url: str, body: str) -> tuple[str, float]:
-    """(the answer to one request, seconds until all of it was there)."""
+    """(the answer to one request, seconds until it was complete)."""
     started = time.perf_counter()
     async with session.post(f"{url}{engine.generate_path}", data=body, headers=_HEADERS) as response:
         text = await response.text()
@@ -222,7 +229,7 @@ def _check_answers(engine: ServedEngine, load: SpeedLoad, text: str) -> None:
 
 
 async def _stream(session: aiohttp.ClientSession, engine: ServedEngine, url: str, body: str, after: float) -> _Timed:
-    """Send a request, `after` seconds from now, and take the times of its tokens from then on."""
+    """Send a request after `after` seconds, and record when its tokens arrive."""
     timed = _Timed()
     if after:
         await asyncio.sleep(after)
@@ -256,4 +263,4 @@ def _readings(load: SpeedLoad, timed: Sequence[_Timed], seconds: float) -> dict[
 
 def _check_length(load: SpeedLoad, tokens: int) -> None:
     if tokens != load.new_tokens:
-        raise CompareError(f"{load.name}: {tokens} tokens where {load.new_tokens} were asked for")
+        raise CompareError(f"{load.name}: {tokens} tokens instead of {load.new_tokens}")

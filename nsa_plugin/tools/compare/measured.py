@@ -1,4 +1,4 @@
-"""What a comparison has measured: plain data, saved after every step and read back to be judged."""
+"""What a comparison measured: plain data, saved after every step and read back to be judged."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ STOCK, AGAIN, PLUGIN, CONTROL = "stock", "stock-again", "plugin", "control"
 
 @dataclass(kw_only=True)
 class Run:
-    """One server: what it was, and what it gave.
+    """One server: what it was, and what it answered.
 
     Attributes:
         role: see `runner.ROLES`.
         command: its command line.
-        start_seconds: until it was healthy; 0 while it was not.
+        start_seconds: until it was healthy; 0 if it never was.
         answers: by group, then by request.
-        speed: by load and measure (see `load`), the readings of the repetitions: the first, the second, and so on.
-        report: the plugin's start-up report, empty without one.
-        routes: batches by "phase/attention/provider", as the plugin counted them.
-        planned: the plans that the server's log names, as "phase/attention/provider".
-        skipped: groups that the time did not suffice for, and loads that did not come to their end.
-        fell: how the server ended at a prompt that was sent to see whether it would (`workload.LIMIT`), or "".
-        error: why the run ended early otherwise, or "".
-        done: whether it came to its end.
+        speed: by load and measure (see `load`), one reading per repetition.
+        report: the plugin's start-up report, or empty.
+        routes: batches by "phase/attention/provider", from the plugin's counters.
+        planned: plans named in the server's log, as "phase/attention/provider".
+        skipped: groups without enough time, and loads that were not completed.
+        fell: how the server failed at a prompt that was meant to make it fail (`workload.LIMIT`), or "".
+        error: any other reason why the run ended early, or "".
+        done: the run was completed.
     """
 
     role: str
@@ -49,7 +49,7 @@ class Run:
 
     @property
     def active(self) -> bool:
-        """Whether the plugin said that it serves, and was seen to carry batches."""
+        """Whether the plugin reported that it serves and was seen to plan batches."""
         return bool(self.report.get("active")) and bool(sum(self.routes.values()) or self.planned)
 
 
@@ -58,15 +58,15 @@ class Measured:
     """A whole comparison.
 
     Attributes:
-        facts: what does not change between its runs: the engine, the model, the flags, the host.
-        asked: the roles and the cases that were asked for.
-        together: whether all servers were alive at the same time, and timed in turns.
+        facts: what is the same for all runs: the engine, the model, the flags, the host.
+        asked: the requested roles and cases.
+        together: all servers ran at the same time and were timed in turns.
         prompts: tokens of each request's prompt, by group and request.
-        digests: of each group's requests, by group; see `workload.digest`.
-        forced: log probabilities of a prompt that the requests with forced positions ask for.
+        digests: `RequestGroup.digest` by group.
+        forced: log probabilities of a prompt that requests with forced positions ask for.
         least_cached: tokens that must come from the prefix cache, by request.
         runs: by role, in the order in which they were made.
-        ended: why it ended early, or "".
+        ended: why the comparison ended early, or "".
     """
 
     facts: dict[str, Any]
@@ -78,11 +78,11 @@ class Measured:
     least_cached: dict[str, int] = field(default_factory=dict)
     runs: dict[str, Run] = field(default_factory=dict)
     ended: str = ""
-    # Answers of a group do not change: each is turned into text once.
+    # A group's answers do not change: each is turned into text once.
     _lines: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def save(self, path: Path) -> None:
-        """Write it whole, or not at all: a line of all but the answers, then one for each group of answers."""
+        """Write the file completely or not at all: one line without answers, then one line per group of answers."""
         runs = {role: vars(run) | {"answers": {}} for role, run in self.runs.items()}
         head = {"schema": SCHEMA, **vars(self), "runs": runs}
         del head["_lines"]
@@ -100,7 +100,7 @@ class Measured:
         """Read what `save` wrote.
 
         Raises:
-            OSError, ValueError, KeyError, TypeError: it is not there, or not such a file.
+            OSError, ValueError, KeyError, TypeError: the file is missing or has another format.
         """
         head, *lines = (json.loads(line) for line in path.read_text().splitlines())
         if head.pop("schema") != SCHEMA:

@@ -1,4 +1,4 @@
-"""The model of a comparison: what its configuration means for the requests, and the checkpoints that are made here."""
+"""The model of a comparison: what its configuration means for the requests, and the checkpoints made locally."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from nsa_plugin.tools.serving.engine import V4, V32, CompareError
 
 Spec = CheckpointSpec | V4CheckpointSpec
 
-# DeepSeek-V3.2's own ranks and dimensions in what attention sees, with the heads of a rank on eight GPUs; as few
-# layers, experts and tokens as still show it all.
+# DeepSeek-V3.2's ranks and dimensions in attention, with the heads per rank on eight GPUs, and as few layers, experts
+# and tokens as still show everything.
 SPEC = CheckpointSpec(
     seed=2,
     dtype="bfloat16",
@@ -36,18 +36,18 @@ SPEC = CheckpointSpec(
     rope_factor=40.0,
     rope_original_positions=4096,
 )
-# V3.2's own widths outside of attention too: for times in which they have a share. Of its 256 experts as few, of which
-# a token takes as many.
+# V3.2's widths outside attention too, for times to which they contribute. Few of its 256 experts, but as many per
+# token.
 FULL_WIDTH: dict[str, Any] = {
     "hidden_size": 7168,
     "intermediate_size": 18432,
     "moe_intermediate_size": 2048,
     "num_experts_per_tok": 8,
 }
-# DeepSeek-V4-Flash's widths and all of its heads; as few layers, experts and tokens as still show it all.
+# DeepSeek-V4-Flash's widths and all of its heads, with as few layers, experts and tokens as still show everything.
 SPEC_V4 = V4CheckpointSpec(seed=2)
 
-# The compression of the tokens that V4's indexer selects from.
+# Compression ratio of the tokens that V4's indexer selects from.
 _SELECTED_RATIO = 4
 _SHOWN = (
     *("architectures", "num_hidden_layers", "hidden_size", "num_attention_heads", "q_lora_rank", "kv_lora_rank"),
@@ -63,15 +63,15 @@ def family_of(config: Mapping[str, Any]) -> str:
 
 
 def selects_above(config: Mapping[str, Any]) -> int:
-    """Tokens of the longest context of which every token is attended to: V4's indexer selects of every four one."""
+    """Tokens of the longest context that is attended to completely. V4's indexer selects tokens compressed 4 : 1."""
     return int(config["index_topk"]) * (_SELECTED_RATIO if family_of(config) == V4 else 1)
 
 
 def edges(config: Mapping[str, Any]) -> list[int]:
-    """Further lengths in tokens at which V4 begins to do something else.
+    """More lengths in tokens at which V4's behaviour changes.
 
-    Longer contexts than the window; the first tokens compressed by each ratio; the first one of which not all of the
-    compressed tokens are selected.
+    The window's length; the first tokens compressed by each ratio; the first length at which not all of the compressed
+    tokens are selected.
     """
     if family_of(config) != V4:
         return []
@@ -79,20 +79,20 @@ def edges(config: Mapping[str, Any]) -> list[int]:
     return sorted({config["sliding_window"], *ratios, selects_above(config) + _SELECTED_RATIO})
 
 
-# Rows of a prefill around which a kernel or a rule changes: the most that FlashMLA's scheduling kernel takes with its
-# first layout of 4 * (5 * rows + 1) bytes in the 227 KiB of an H200's block (11622), and the rows (11673) above which
-# SGLang takes another route and another scheduling kernel; then whole chunks.
+# Query tokens of a prefill around which a kernel or a rule changes: the most that FlashMLA's scheduling kernel supports
+# with its first layout of 4 * (5 * rows + 1) bytes in the 227 KiB of an H200's block (11622), the number above which
+# SGLang uses another path and another scheduling kernel (11673), then whole chunks.
 _ROW_EDGES = (11622, 11623, 11673, 11674, 16384, 32768)
 
 
 def row_edges(config: Mapping[str, Any], chunk: int | None) -> list[int]:
-    """Lengths in tokens of prompts whose prefills have a number of rows at which V4's route may change.
+    """Lengths in tokens of prompts whose prefills have a number of query tokens at which V4's path may change.
 
     Args:
-        chunk: most tokens of a prefill; a longer prompt would be split, and is left out. None: not known.
+        chunk: most tokens of a prefill; longer prompts would be split and are left out. None: unknown.
 
     Returns:
-        Each is one prefill of so many rows; the last one, where the chunk is known, is a full chunk and one row more.
+        Each is one prefill of that size. The last one, if the chunk is known, is a full chunk and one token more.
     """
     if family_of(config) != V4:
         return []
@@ -102,7 +102,7 @@ def row_edges(config: Mapping[str, Any], chunk: int | None) -> list[int]:
 
 
 def shown(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a record says of a model's configuration."""
+    """The part of a model's configuration that a record has."""
     names = _SHOWN + (_SHOWN_V4 if family_of(config) == V4 else ())
     return {name: config[name] for name in names if name in config}
 
@@ -110,11 +110,11 @@ def shown(config: Mapping[str, Any]) -> dict[str, Any]:
 def spec_of(
     family: str, heads: int | None, layers: int | Sequence[int] | None, *, mtp: bool, full_width: bool = False
 ) -> Spec:
-    """The checkpoint that is to be made.
+    """The checkpoint to make.
 
     Args:
-        heads, layers: None: as in `SPEC` and `SPEC_V4`. Of V4, layers may be their compress ratios.
-        full_width: with `FULL_WIDTH`; of V3.2 alone.
+        heads, layers: None: as in `SPEC` and `SPEC_V4`. For V4, layers may be the compress ratios.
+        full_width: with `FULL_WIDTH`; V3.2 only.
 
     Raises:
         CompareError: there is no such checkpoint.
@@ -123,7 +123,7 @@ def spec_of(
     try:
         if family == V4:
             if full_width:
-                raise CompareError(f"--full-width is for --family {V32}; the checkpoint of {V4} has its model's widths")
+                raise CompareError(f"--full-width is for --family {V32}; a {V4} checkpoint has its model's widths")
             ratios = compress_ratios(layers) if isinstance(layers, int) else layers or SPEC_V4.compress_ratios
             heads = heads or SPEC_V4.num_attention_heads
             return replace(
@@ -139,11 +139,11 @@ def spec_of(
             num_nextn_predict_layers=nextn,
         )
     except ValueError as error:
-        raise CompareError(f"no such checkpoint can be made: {error}") from error
+        raise CompareError(f"cannot make such a checkpoint: {error}") from error
 
 
 def checkpoint_name(spec: Spec) -> str:
-    """Of its directory."""
+    """The name of the checkpoint's directory."""
     if isinstance(spec, V4CheckpointSpec):
         kind, layers = "v4", "-".join(map(str, spec.compress_ratios))
     else:
@@ -153,13 +153,13 @@ def checkpoint_name(spec: Spec) -> str:
 
 
 def make_checkpoint(spec: Spec, directory: Path, say: Say) -> None:
-    """Write the checkpoint, unless a whole one of the same spec is there.
+    """Write the checkpoint, unless a complete one of the same spec exists.
 
     Raises:
         CompareError: it cannot be written.
     """
     mark = directory / "spec.json"
-    # The configuration too: what it says of a spec may change while the weights do not.
+    # The configuration too: it may change for a spec while the weights do not.
     wanted = json.dumps({"spec": asdict(spec), "config": spec.config()})
     if mark.is_file() and mark.read_text() == wanted:
         say(f"checkpoint: {directory} is there")
@@ -182,8 +182,9 @@ _ENDS = 1 << 20
 
 
 def digest(directory: Path) -> str:
-    """SHA-256 of a checkpoint: of its config.json, and of each file of weights the name, the size, and the first and
-    the last MiB. In the first are the tensors' names and shapes; all of the weights would take too long to read.
+    """SHA-256 of a checkpoint: config.json, and each weight file's name, size, first MiB and last MiB.
+
+    The first MiB has the tensors' names and shapes. Reading all weights would take too long.
 
     Raises:
         CompareError: it cannot be read.

@@ -1,4 +1,4 @@
-"""The benchmark record of a comparison, and how a record is told from those of other commands.
+"""The benchmark record of a comparison.
 
     {"schema": 1, "suite", "command", "date", "kind": "comparison",
      "host": {"gpu", "gpus", "driver", "torch", "triton", "libraries", "commit"},
@@ -17,16 +17,16 @@
                         "error"}},
      "verdict": {"holds", "checks": [{"name", "holds", "detail"}]}}
 
-A suite is named after the engine, the model and what differs from the usual: flags of the engine, then settings of the
-plugin. Times are in milliseconds and throughputs in tokens a second, as `measure` says; q1 and q3 are the quartiles
-over the repetitions. `speedup`, the ratio of the medians, is above 1 where the plugin is better. `paired_speedup` is
-there where servers were timed in turns: the median over the repetitions of the ratio of the two readings of one
-repetition. What begins with `baseline_again` is of a second stock server, its speed-ups over the first one.
-Differences of log probabilities are in nats; null stands for one that is infinite. A row of `limit` is of prompts of
-ever more tokens: those that were answered, and the first that was not, null without one.
+A suite's name has the engine, the model, and what differs from the defaults: engine flags, then plugin settings. Times
+are in milliseconds and throughputs in tokens a second, as `measure` says; q1 and q3 are the quartiles over the
+repetitions. `speedup`, the ratio of the medians, is above 1 if the plugin is better. `paired_speedup` exists if servers
+were timed in turns: the median over the repetitions of the ratio of the two readings. Keys that begin with
+`baseline_again` belong to a second stock server; its speed-ups are over the first one. Differences of log probabilities
+are in nats; null stands for infinity. A `limit` row is about longer and longer prompts: those that were answered, and
+the first that was not (null without one).
 
-A record of one engine beside another (`beside`) has the same form, no rows but of agreement, and the keys "beside",
-"checkpoint" and "requests".
+A cross-engine record (`cross_engine`) has the same form, only agreement rows, and the keys "beside", "checkpoint" and
+"requests".
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ SCHEMA = 1
 KIND = "comparison"
 OURS = "nsa-plugin"
 IN_TURNS, ONE_AFTER_THE_OTHER = "in turns", "one after the other"
-# Settings that change no decision, or that the comparison itself gives.
+# Settings that change no decision, or that the comparison sets itself.
 _NOT_DECIDED_BY = ("enabled", "strict", "trace", "report", "fault")
-# Options of the command that say where things lie, which is nobody else's concern; the commit is the host's.
+# Options that name local paths, and the commit, which the host part has.
 _WHERE = ("--workdir", "--logs", "--json", "--commit", "--measured", "--beside")
 _FOLDERS = re.compile(r"(?<![\w:/.])/(?:[^/\s'\"]+/)+")
 
 
 def describe_host(gpu: str, driver: str, gpus: int, commit: str | None) -> dict[str, Any]:
-    """The host part, without a look at the GPU: the servers need all of it.
+    """The host part, without using the GPU: the servers need all of its memory.
 
     Args:
-        gpu, driver: as nvidia-smi names them; "" without one.
-        commit: of the source; None: the checkout's own.
+        gpu, driver: as nvidia-smi reports them; "" without one.
+        commit: source commit; None: read it from the checkout.
     """
     return {
         "gpu": gpu,
@@ -96,7 +96,7 @@ def as_record(measured: Measured, verdict: Verdict, loads: Sequence[SpeedLoad]) 
 
 
 def head(measured: Measured) -> dict[str, Any]:
-    """What a record says of the comparison before it says what came out."""
+    """The part of a record that describes the comparison, without its results."""
     facts = measured.facts
     given = _given(measured)
     words = [f"{name}-{value}".replace("_", "-") for name, value in given.items()]
@@ -116,13 +116,13 @@ def head(measured: Measured) -> dict[str, Any]:
 
 
 def is_named(measured: Measured) -> bool:
-    """Whether a record's name is known: the settings in it are told by the plugin's server, once it is up."""
+    """Whether the record's name is known: the plugin's server reports the settings in it once it is up."""
     run = measured.runs.get(PLUGIN)
     return PLUGIN not in measured.asked["runs"] or (run is not None and (bool(run.report) or bool(run.error)))
 
 
 def case_of(measured: Measured) -> dict[str, Any]:
-    """What all rows of a record have in their case."""
+    """The part of `case` that all rows of a record share."""
     return {name: measured.facts[name] for name in ("heads", "kv", "tp", "dp")}
 
 
@@ -132,7 +132,7 @@ def rounded(allowed: Tolerance) -> dict[str, float]:
 
 
 def _given(measured: Measured) -> dict[str, Any]:
-    """Of the settings that decisions depend on, those that the plugin's server was given, by their names."""
+    """Settings of the plugin's server that affect decisions and differ from the defaults, by name."""
     run = measured.runs.get(PLUGIN)
     settings = {} if run is None else run.report.get("settings", {})
     usual = asdict(Settings())
@@ -142,14 +142,14 @@ def _given(measured: Measured) -> dict[str, Any]:
 def agreement_rows(
     compared: Iterable[Compared], case: dict[str, Any], allowed: Tolerance, provider: str, baseline: str = STOCK
 ) -> list[Any]:
-    """A row for each group of requests, by `provider` against `baseline`."""
+    """A row for each group of requests: `provider` against `baseline`."""
     groups: dict[str, list[Compared]] = {}
     for one in compared:
         groups.setdefault(one.group, []).append(one)
     rows = []
     for group, ones in groups.items():
         rejected = [one for one in ones if not allowed.holds(one)]
-        # Where there are many, those that are not as they should be.
+        # If there are many, only the rejected ones.
         shown = rejected if group.startswith(CONCURRENT) else ones
         gaps = [one.gap for one in ones if one.gap is not None]
         rows.append(
@@ -187,7 +187,7 @@ def agreement_rows(
 
 
 def _limit(measured: Measured, case: dict[str, Any]) -> list[Any]:
-    """The row of prompts that were to make stock fail, where there were any."""
+    """The row for prompts that were meant to make stock fail, if there were any."""
     if LIMIT not in measured.prompts:
         return []
     ours, theirs = climb(measured, PLUGIN), climb(measured, STOCK)
@@ -219,7 +219,7 @@ def _timed(measured: Measured) -> str | None:
 
 
 def _serve(measured: Measured, loads: Sequence[SpeedLoad], case: dict[str, Any]) -> list[Any]:
-    """A row a measure of each load that stock and the plugin were both timed with."""
+    """A row for each measure of each load that both stock and the plugin were timed with."""
     rows = []
     for load in loads:
         for measure in load.measures:
@@ -250,7 +250,11 @@ def _serve(measured: Measured, loads: Sequence[SpeedLoad], case: dict[str, Any])
 
 
 def _readings(values: Sequence[float], higher: bool) -> dict[str, float]:
-    """What a row says of a server's repetitions. higher: whether more is better."""
+    """A server's repetitions as a row has them.
+
+    Args:
+        higher: whether more is better.
+    """
     q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
     shown = {"median": median, "q1": q1, "q3": q3, "best": max(values) if higher else min(values)}
     return {name: round(value, 3) for name, value in shown.items()} | {"runs": len(values)}
@@ -262,7 +266,7 @@ def _speedups(ours: Sequence[float], theirs: Sequence[float], higher: bool, *, p
 
     found = {"speedup": speedup(statistics.median(ours), statistics.median(theirs))}
     if paired:
-        # A server that failed in the course of a load has fewer: readings of the same repetition have the same place.
+        # A server that failed during a load has fewer readings; equal positions are the same repetition.
         pairs = zip(ours, theirs, strict=False)
         found["paired_speedup"] = statistics.median(speedup(our, their) for our, their in pairs)
     return {name: round(value, 4) for name, value in found.items()}
@@ -273,12 +277,12 @@ def _named(prefix: str, values: dict[str, float]) -> dict[str, float]:
 
 
 def _nameless(text: str) -> str:
-    """The text with the last part of each absolute path alone."""
+    """The text with only the last part of each absolute path."""
     return _FOLDERS.sub("", text)
 
 
 def servers(measured: Measured) -> dict[str, Any]:
-    """What a record says of each server, by its role."""
+    """What a record says about each server, by role."""
     return {role: _server(run) for role, run in measured.runs.items()}
 
 
@@ -307,7 +311,7 @@ def _server(run: Run) -> dict[str, Any]:
 
 
 def is_comparison(record: Any) -> bool:
-    """Whether a record is one of this command."""
+    """Whether a record was made by this command."""
     return isinstance(record, dict) and record.get("kind") == KIND and record.get("schema") == SCHEMA
 
 
@@ -319,6 +323,6 @@ def write(record: dict[str, Any], folder: Path) -> Path:
 
 
 def read(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
-    """The records of comparisons in FOLDER/*.json, in the order of their names."""
+    """The comparison records in FOLDER/*.json, sorted by name."""
     records = [(path, json.loads(path.read_text())) for path in sorted(folder.glob("*.json"))]
     return [(path, record) for path, record in records if is_comparison(record)]

@@ -1,4 +1,4 @@
-"""The tables of a comparison, from its record alone, and how they look on a terminal."""
+"""Tables of a comparison, made from its record alone, and their output on a terminal."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ AGREEMENT_COLUMNS = (
     "requests",
     "of",
     "tokens equal",
-    "answers part",
+    "answers diverge",
     "largest gap",
     "largest |Δlogprob|",
     "mean",
     "rejected",
 )
 _SERVE = ("load", "measure", "stock", "nsa-plugin", "times better")
-# Further columns of speed, where the record has them: a row's key, and the column's name.
+# More columns of speed, if the record has them: a row's key, and the column's name.
 _FURTHER = {
     "paired_speedup": "in pairs",
     "baseline_again_speedup": "stock again",
@@ -28,7 +28,7 @@ _FURTHER = {
 
 
 def print_record(record: Row, console: Console) -> None:
-    """What was measured, then the checks, the verdict last."""
+    """Print what was measured, then the checks, and the verdict last."""
     agreement, serve = tables(record)
     if agreement:
         shown = table("Agreement", "between", *AGREEMENT_COLUMNS)
@@ -50,34 +50,34 @@ def print_record(record: Row, console: Console) -> None:
 
 
 def verdict_line(record: Row) -> str:
-    """One sentence: whether all holds."""
+    """One sentence: whether every check passed."""
     failed = [check["name"] for check in record["verdict"]["checks"] if not check["holds"]]
     if failed:
         return f"✗ FAILED: {'; '.join(failed)}"
     if "beside" in record:
         return (
-            f"✓ With the plugin {record['engine']} and {record['beside']['engine']} are as near to each other as "
-            "stock, and wrong tokens are noticed."
+            f"✓ With the plugin {record['engine']} and {record['beside']['engine']} match each other as closely as "
+            "the two stock engines do, and wrong tokens are noticed."
         )
     if any(row["op"] == "agreement" and row["provider"] == OURS for row in record["rows"]):
         return "✓ The plugin's tokens and log probabilities agree with stock's, and wrong ones are noticed."
     if any(row["op"] == "limit" for row in record["rows"]):
-        return "✓ The plugin answers a prompt that stock fails at."
+        return "✓ The plugin answers a prompt at which stock fails."
     return "✓ Measured."
 
 
 def _further(record: Row) -> list[str]:
-    """The keys of `_FURTHER` that any of its rows has."""
+    """The keys of `_FURTHER` that any row has."""
     return [key for key in _FURTHER if any(key in row for row in record["rows"])]
 
 
 def serve_columns(record: Row) -> list[str]:
-    """The columns of the table of speed."""
+    """Columns of the speed table."""
     return [*_SERVE, *(_FURTHER[key] for key in _further(record))]
 
 
 def tables(record: Row) -> tuple[list[list[str]], list[list[str]]]:
-    """The cells of the table of agreement, and of the table of speed."""
+    """Cells of the agreement table and of the speed table."""
     agreement, serve = [], []
     further = _further(record)
     for row in record["rows"]:
@@ -114,9 +114,9 @@ def tables(record: Row) -> tuple[list[list[str]], list[list[str]]]:
 
 
 def _between(row: Row) -> str:
-    """Whose answers a row of agreement compares."""
+    """The two sides that an agreement row compares."""
     case = row["case"]
-    if "beside" in case:  # the first is of the record's own engine, where it is no control
+    if "beside" in case:  # a cross-engine comparison
         if "fault" in case:
             return f"control of {case['control']}, plugin"
         return "plugin, plugin" if row["provider"] == OURS else "stock, stock"

@@ -1,9 +1,9 @@
-"""When two servers agree, and when the comparison may say so. The rule is in docs/compare.md in words.
+"""The rule: when two servers agree, and when the comparison may say so. docs/compare.md explains it.
 
-Greedy answers of two servers are compared up to the first token that differs: what follows is conditioned on another
-text. Along the way, and for both tokens where they part, the log probabilities are compared. `forced` requests compare
-those of the prompt's own tokens, where nothing can part. How far the plugin may be from stock follows from how far
-stock is from itself.
+Greedy answers of two servers are compared up to the first different token, because what follows is conditioned on
+different text. Up to there, and for both tokens at that point, log probabilities are compared. `forced` requests
+compare the log probabilities of the prompt's own tokens, where answers cannot diverge. How far the plugin may be from
+stock follows from how far stock is from itself.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ TIMES = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Floor:
-    """What is let pass even where stock repeats itself to the last bit, in nats.
+    """Differences in nats that always pass, even if stock repeats itself exactly.
 
     Attributes:
-        largest: of one log probability, or between two tokens where answers part.
-        mean: of the log probabilities of answers. forced: of those of forced positions, whose tokens are less likely.
+        largest: of one log probability, or between two tokens where answers diverge.
+        mean: over the log probabilities of answers.
+        forced: mean over forced positions, whose tokens are less likely.
     """
 
     largest: float
@@ -35,38 +36,36 @@ class Floor:
     forced: float
 
 
-# What one more rounding does to the model of `--heads` (16 heads, 700 to 3000 tokens, the last 512 positions, in plain
-# torch). Arithmetic in bfloat16 instead of float32 moves the log probability of the likeliest token by 0.08 in the mean
-# and 0.67 at most, and that of a random one by 0.08; two such servers are √2 times that apart. A latent rounded to fp8,
-# in tiles of 128, moves them by 0.16, 1.4 and 0.19: a route that reads fresh keys and one that reads them from an fp8
-# cache differ by that. Attending to the wrong tokens moves the likeliest one's by 1.9 in the mean.
+# The effect of one more rounding on the model of `--heads` (16 heads, 700 to 3000 tokens, the last 512 positions, in
+# plain torch). Arithmetic in bfloat16 instead of float32 changes the log probability of the likeliest token by 0.08 on
+# average and 0.67 at most, and that of a random token by 0.08; two such servers differ by √2 times that. A latent
+# rounded to fp8, in tiles of 128, changes them by 0.16, 1.4 and 0.19; a path that reads fresh keys and one that reads
+# an fp8 cache differ by that. Attending to wrong tokens changes the likeliest token's by 1.9 on average.
 FLOORS = {
     "bf16": Floor(largest=0.7, mean=0.11, forced=0.12),
     "fp8": Floor(largest=1.5, mean=0.17, forced=0.2),
 }
-# Of V4 every route, stock's and the plugin's, reads what its fp8 cache holds, and what the cache's rounding does to an
-# answer it does to both. What is left is arithmetic, of which engines bring each linear layer's input to fp8, where the
-# least difference may become one of a whole code. Computed in the same way (the checkpoint of `--family v4`, its
-# implementation in transformers 5.19, inputs and window keys rounded to fp8 in tiles of 128; 700 tokens, the last 512
-# positions): bfloat16 instead of float32 moves the likeliest token by 0.153 in the mean and 0.82 at most, and a random
-# one by 0.211; in attention alone by 0.12, 0.65 and 0.182. Attending to wrong tokens of the window moves them by 2.98
-# and 1.45 in the mean.
+# With V4 every path, stock's and the plugin's, reads the fp8 cache, so the cache's rounding affects both alike. What
+# remains is arithmetic: engines convert each linear layer's input to fp8, where a tiny difference may become a whole
+# code. Computed in the same way (the checkpoint of `--family v4`, its implementation in transformers 5.19, inputs and
+# window keys rounded to fp8 in tiles of 128; 700 tokens, the last 512 positions): bfloat16 instead of float32 changes
+# the likeliest token by 0.153 on average and 0.82 at most, and a random one by 0.211; in attention alone by 0.12, 0.65
+# and 0.182. Attending to wrong tokens of the window changes them by 2.98 and 1.45 on average.
 V4_FLOOR = Floor(largest=0.85, mean=0.16, forced=0.22)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """One request of two servers, or of one in two companies. Differences are absolute and in nats.
+    """One request answered by two servers, or by one server in two groups. Differences are absolute and in nats.
 
     Attributes:
-        group, name: of the request.
         prompt: its length in tokens.
         tokens: generated tokens; 0 for `forced` requests.
-        equal: of them, those before the first difference.
-        positions: log probabilities that were compared.
-        largest, mean: of their differences; infinite where one is no number.
-        gap: where the answers part, by how much either server prefers its own token, the larger of the two; infinite
-            where one does not list the other's token. None: they do not part.
+        equal: tokens before the first different one.
+        positions: compared log probabilities.
+        largest, mean: of the differences; infinite if a value is not a number.
+        gap: how much a server prefers its own token where the answers diverge, the larger of the two; infinite if one
+            does not list the other's token. None: the answers do not diverge.
         problem: why there is nothing to compare, or "".
     """
 
@@ -123,12 +122,12 @@ def _compared(where: dict[str, object], differences: list[float], **more: object
 
 
 def _differences(pairs: Iterable[tuple[float, float]]) -> list[float]:
-    # nan compares as neither less nor more: let it count as infinitely wrong.
+    # NaN compares as neither less nor greater: count it as infinitely wrong.
     return [math.inf if math.isnan(a - b) else abs(a - b) for a, b in pairs]
 
 
 def _preference(top: Mapping[int, float], chosen: int, other: int) -> float:
-    """By how much a server prefers the token it chose to another; infinite where that is not listed."""
+    """How much a server prefers its token to another one; infinite if the other is not listed."""
     if chosen not in top or other not in top:
         return math.inf
     gap = top[chosen] - top[other]
@@ -136,13 +135,13 @@ def _preference(top: Mapping[int, float], chosen: int, other: int) -> float:
 
 
 def between(measured: Measured, ours: Run, theirs: Run) -> list[Compared]:
-    """The requests that both servers answered, in the same groups. Prompts that are to make stock fail are no part."""
+    """Requests that both servers answered, in the same groups, without prompts meant to make stock fail."""
     pairs = [(group, group) for group in ours.answers if group in theirs.answers and group != LIMIT]
     return _compare_groups(measured, ours, theirs, pairs)
 
 
 def within(measured: Measured, run: Run) -> list[Compared]:
-    """The requests that one server answered twice, in another company; groups are named "one / other"."""
+    """Requests that one server answered in two groups; groups are named "one / other"."""
     return _compare_groups(measured, run, run, [pair for pair in SAME if set(pair) <= run.answers.keys()])
 
 
@@ -163,12 +162,12 @@ def _compare_groups(measured: Measured, ours: Run, theirs: Run, pairs: Iterable[
 
 @dataclass(frozen=True, kw_only=True)
 class Tolerance:
-    """What the plugin is allowed, and stock's own difference from itself that it follows from, in nats.
+    """The differences allowed for the plugin, and stock's own differences that they follow from, in nats.
 
     Attributes:
         largest, answers_mean, forced_mean: allowed; see `Floor`.
-        own_largest, own_answers_mean, own_forced_mean: of stock against itself; the mean is that of the pair of
-            groups, or of servers, with the largest.
+        own_largest, own_answers_mean, own_forced_mean: of stock against itself. A mean is the largest over the pairs of
+            groups or servers.
     """
 
     largest: float
@@ -179,7 +178,7 @@ class Tolerance:
     own_forced_mean: float
 
     def holds(self, one: Compared) -> bool:
-        """Whether a request agrees. The mean of a single answer says little; that of forced positions is judged."""
+        """Whether a request agrees. The mean of a single answer says little; the mean of forced positions is judged."""
         if one.problem or (one.largest > self.largest and not is_forced(one)):
             return False
         if is_forced(one):
@@ -198,7 +197,7 @@ def mean(compared: Iterable[Compared]) -> float:
 
 
 def own_differences(measured: Measured) -> list[Compared]:
-    """All that is known of how far stock is from itself: within each stock server, and between the two."""
+    """All known differences of stock from itself: within each stock server, and between the two."""
     stock, again = measured.runs.get(STOCK), measured.runs.get(AGAIN)
     found = [one for run in (stock, again) if run is not None for one in within(measured, run)]
     if stock is not None and again is not None:
@@ -207,15 +206,15 @@ def own_differences(measured: Measured) -> list[Compared]:
 
 
 def floor_of(kv: str, family: str = V32) -> Floor:
-    """Of a model of `family` with a KV cache of `kv`, "bf16" or "fp8"."""
+    """The floor for a model of `family` with a KV cache of `kv`, "bf16" or "fp8"."""
     return V4_FLOOR if family == V4 else FLOORS[kv]
 
 
 def tolerance(own: Iterable[Compared], floor: Floor) -> Tolerance:
-    """What follows from stock's own differences and the floor."""
+    """The tolerance that follows from stock's own differences and the floor."""
     own = [one for one in own if not one.problem]
     answers = [one for one in own if not is_forced(one)]
-    # Infinite ones, where stock itself answers with no number or parts far away, would allow everything.
+    # Infinite differences, from stock answers that are not numbers or diverge widely, would allow everything.
     spreads = [value for one in answers for value in (one.largest, one.gap or 0.0) if math.isfinite(value)]
     largest = max(spreads, default=0.0)
     answers_mean, forced_mean = (

@@ -1,7 +1,7 @@
-"""Makes the comparison: a server for each role, and what it gives, saved after every step.
+"""Run a comparison: start a server for each role, send requests and loads, and save the result after every step.
 
-Servers run one after the other, or together: then all are started at the same time, asked one after the other and
-timed in turns. Either way they come in batches, of one server or of all, and a batch takes the same steps.
+Servers run one after the other, or together: then all start at the same time, answer one after the other and are timed
+in turns. Both modes process batches, of one server or of all, in the same steps.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from nsa_plugin.tools.serving.engine import CompareError, ServedEngine
 from nsa_plugin.tools.serving.process import ServerError, free_ports
 from nsa_plugin.tools.serving.requests import Answer, RequestGroup
 
-# Each role is a server of its own. The control is the plugin with wrong tokens on purpose.
+# Each role is a server of its own. The control is the plugin with deliberately wrong tokens.
 ROLES = (STOCK, PLUGIN, CONTROL, AGAIN)
-# Groups that the control answers too: one company is enough to notice that tokens are wrong.
+# Groups that the control answers too; these are enough to notice wrong tokens.
 CONTROL_GROUPS = ("single", "batch", "forced", "rows")
 
-# Seconds kept for each server that is still to come: a start with its kernels compiled, and the agreement's requests;
-# less where all of them would take more than half of the time.
+# Seconds kept for each server still to come: its start with kernel compilation, and the agreement requests. Fewer if
+# all servers together would need more than half of the time.
 _RESERVE_S = 75.0
-# No group of requests takes longer while its server is well, the first compilation of kernels included.
+# Limit for a group on a healthy server, including the first compilation of kernels.
 _STEP_S = 300.0
-# Until a server whose connection broke is seen to be gone.
+# Wait this long to see whether a server with a broken connection is gone.
 _DEAD_S = 10.0
 
 
 @dataclass(kw_only=True)
 class EngineComparison:
-    """A comparison to be made.
+    """A comparison to run.
 
     Attributes:
-        measured: filled as it goes, at once with what is asked; its `together` says how servers run.
+        measured: filled during the run; its `together` says how servers run.
         flags: of the engine, for every server.
         groups, loads: what each server is sent.
         logs: directory of the servers' logs and the plugin's reports.
-        deadline: on `time.monotonic`'s clock; nothing is begun or waited for after it.
+        deadline: on `time.monotonic`'s clock; nothing starts or is waited for after it.
         start_timeout: seconds until a server must be healthy.
-        on_step: called after each step; saves what was measured.
+        on_step: called after each step to save what was measured.
     """
 
     engine: ServedEngine
@@ -73,7 +73,7 @@ class EngineComparison:
             measured.least_cached |= {one.name: one.cached_tokens for one in group.requests if one.cached_tokens}
 
     def make(self, roles: Sequence[str]) -> None:
-        """Run the servers of `roles`. What fails is in the runs, and does not keep the others from being made."""
+        """Run the servers of `roles`. Failures are recorded in the runs and do not stop the other servers."""
         measured = self.measured
         self.on_step()
         self._keep_time(len(roles))
@@ -89,7 +89,7 @@ class EngineComparison:
         return self.deadline - time.monotonic()
 
     def _serve(self, roles: Sequence[str]) -> None:
-        """Start, ask, time and stop the servers of a batch."""
+        """Start the servers of a batch, send the requests, time the loads, and stop the servers."""
         servers = self._servers([role for role in roles if not self._left_out(Run(role=role))])
         if not servers:
             return
@@ -106,7 +106,7 @@ class EngineComparison:
                 to_come = [later for later in servers[position + 1 :] if not later.run.error]
                 self._ask(one, len(self._to_come) + len(to_come))
             timed = [one for one in servers if self.loads and one.role != CONTROL and not one.run.error]
-            # Even idle, a server takes a part of the host.
+            # Even an idle server uses some of the host.
             self._end([one for one in servers if one not in timed])
             self._time(timed)
             self._end(timed)
@@ -135,7 +135,7 @@ class EngineComparison:
         ]
 
     def _left_out(self, run: Run) -> bool:
-        """Whether a server is pointless by now; its run says so then."""
+        """Whether running a server has become pointless; if so, its run says why."""
         reason = self._pointless(run.role)
         if reason:
             self.say(f"{run.role}: left out, {reason}")
@@ -145,7 +145,7 @@ class EngineComparison:
 
     def _pointless(self, role: str) -> str:
         if self._left() <= 0:
-            return "the time is over"
+            return "no time is left"
         runs = self.measured.runs
         if STOCK in runs and not runs[STOCK].start_seconds:
             return "stock did not start"
@@ -154,7 +154,7 @@ class EngineComparison:
         return ""
 
     def _ask(self, one: RoleServer, to_come: int) -> None:
-        """Send the groups of agreement, and keep time for as many servers as are still to come."""
+        """Send the agreement groups, and keep time for the servers still to come."""
         run = one.run
         for group in self.groups:
             if run.role == CONTROL and group.name not in CONTROL_GROUPS:
@@ -162,7 +162,7 @@ class EngineComparison:
             left = self._left() - self._reserve * to_come
             if left <= 0:
                 run.skipped.append(group.name)
-                self.say(f"{run.role}: {group.name} skipped, the time is short")
+                self.say(f"{run.role}: {group.name} skipped, not enough time left")
                 continue
             if group.case == LIMIT:
                 self._ask_until_it_fails(one, group, self._reserve * to_come)
@@ -184,24 +184,24 @@ class EngineComparison:
                 + (f"; refused {len(refused)}, {refused[0]}" if refused else "")
             )
             self.on_step()
-        # Whether the plugin served is asked before the control runs, which may be while this server is alive.
+        # Record now whether the plugin served: the control may start while this server is still running.
         if problem := one.note_plugin():
             self.say(f"{run.role}: {problem}")
 
     def _ask_until_it_fails(self, one: RoleServer, group: RequestGroup, kept: float) -> None:
-        """Send a group's requests one by one, until one is refused or the server is gone.
+        """Send a group's requests one by one until one is refused or the server is gone.
 
-        Of stock that is an outcome, which the run's `fell` says; a server that is only slow has not failed.
+        For stock that is a result, which the run's `fell` records. A slow server has not failed.
 
         Args:
-            kept: seconds for the servers that are still to come.
+            kept: seconds for the servers still to come.
         """
         run, answers = one.run, dict[str, Answer]()
         for request in group.requests:
             started, left = time.monotonic(), self._left() - kept
             try:
                 if left <= 0:
-                    raise CompareError("the time is short")
+                    raise CompareError("not enough time left")
                 answers |= send(self.engine, one.server.url, replace(group, requests=(request,)), min(left, _STEP_S))
             except CompareError as error:
                 try:
@@ -228,7 +228,7 @@ class EngineComparison:
         self.on_step()
 
     def _time(self, servers: Sequence[RoleServer]) -> None:
-        # What is left is shared by the servers that are still to be timed; the control only starts and answers.
+        # The servers still to be timed share the time that is left; the control only starts and answers.
         timed_later = [role for role in self._to_come if role != CONTROL]
         kept = self._reserve * len(self._to_come)
         turns = Turns(

@@ -1,8 +1,8 @@
-"""Times the loads on servers that are alive at the same time, in turns; on one server, one repetition after the other.
+"""Time loads on servers that run at the same time, in turns; on one server, one repetition after the other.
 
-Servers that run one after the other differ in speed by far more than a few per cent, and so does one machine from one
-minute to the next. So a repetition is made on each server before the next one is made on any, and the server that is
-first changes from repetition to repetition. No two servers ever have work at the same time.
+The speed of servers that run one after the other differs by far more than a few per cent, and so does one machine's
+speed from minute to minute. So each repetition runs on every server before the next one starts, and the order of the
+servers rotates. Two servers never work at the same time.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from nsa_plugin.tools.compare.role_server import RoleServer
 from nsa_plugin.tools.serving.engine import CompareError, ServedEngine
 from nsa_plugin.tools.serving.process import ServerError
 
-# No repetition takes longer while its server is well, the first compilation of kernels included.
+# Limit for a repetition on a healthy server, including the first compilation of kernels.
 _REPETITION_S = 300.0
 
 
 @dataclass(kw_only=True)
 class Turns:
-    """Loads that are timed.
+    """Loads to time.
 
     Attributes:
         vocab_size: see `load.measure`.
-        until: on `time.monotonic`'s clock; no repetition is begun or waited for after it.
-        on_step: called after each load; saves what was measured.
+        until: on `time.monotonic`'s clock; no repetition starts or is waited for after it.
+        on_step: called after each load to save what was measured.
     """
 
     engine: ServedEngine
@@ -40,10 +40,10 @@ class Turns:
     on_step: Callable[[], object]
 
     def take(self, servers: Sequence[RoleServer]) -> None:
-        """Time every load on the servers; `speed` and `skipped` of their runs are filled.
+        """Time every load on the servers; fills `speed` and `skipped` of their runs.
 
-        A server that fails has its run's `error` set and is stopped. One whose request fails leaves the load. Neither
-        keeps the others from being timed, and the readings before it are kept.
+        A server that fails has its run's `error` set and is stopped. A server whose request fails leaves the load.
+        Neither stops the others, and earlier readings are kept.
         """
         for load in self.loads:
             alive = [one for one in servers if not one.run.error]
@@ -69,11 +69,11 @@ class Turns:
                 self.say(f"{load.name}: {repetition} of {load.repeat} repetitions timed")
 
     def _repeat(self, load: SpeedLoad, repetition: int, one: RoleServer) -> bool:
-        """One repetition on one server. Whether there may be another."""
+        """Run one repetition on one server. Returns whether the server may take another one."""
         left = self.until - time.monotonic()
         try:
             if left <= 0:
-                raise CompareError("the time is short")
+                raise CompareError("not enough time left")
             found = measure(
                 self.engine, one.server.url, load, repetition, self.vocab_size, min(max(left, 1.0), _REPETITION_S)
             )

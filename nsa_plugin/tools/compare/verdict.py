@@ -1,4 +1,4 @@
-"""What a comparison came to: checks, each of which holds or says why not."""
+"""The verdict of a comparison: checks that passed or say why they failed."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """The checks, and the differences that they are about.
+    """The checks, and the differences they judge.
 
     Attributes:
         own: stock against itself.
-        plugin: the plugin against stock. control: the plugin with wrong tokens on purpose against stock.
+        plugin: the plugin against stock.
+        control: the plugin with deliberately wrong tokens against stock.
     """
 
     checks: Sequence[Check]
@@ -48,7 +49,7 @@ def judge(measured: Measured) -> Verdict:
     """Judge what was measured so far."""
     runs = measured.runs
     own = rule.own_differences(measured)
-    # What was saved by an earlier release says no family; it is of V3.2.
+    # Files saved by earlier releases have no family; they are of V3.2.
     allowed = rule.tolerance(own, rule.floor_of(measured.facts["kv"], measured.facts.get("family", V32)))
     stock = runs.get(STOCK)
 
@@ -64,11 +65,11 @@ def judge(measured: Measured) -> Verdict:
         nothing = "no request was answered twice by stock: its own spread is not known"
         checks.append(spread_check(own, allowed, name="stock against itself", nothing=nothing))
         checks += agreement_checks(plugin, allowed)
-        # With data parallelism each group of ranks has a prefix cache of its own, and which of them a request is sent
-        # to is the router's choice: that none was hit is no fault. What is answered is compared all the same.
+        # With data parallelism each group of ranks has its own prefix cache and the router picks the group, so a miss
+        # is no fault. The answers are compared all the same.
         if "prefix" in measured.asked["cases"] and measured.least_cached and measured.facts["dp"] == 1:
             checks.append(_cached(measured))
-        # What was saved by an earlier release is of V3.2, where the two are the same.
+        # Files saved by earlier releases are of V3.2, where the two are equal.
         selects_above = measured.facts.get("selects_above", measured.facts["index_topk"])
         checks.append(control_check(control, allowed, runs.get(CONTROL), selects_above))
     if LIMIT in measured.asked["cases"]:
@@ -77,7 +78,7 @@ def judge(measured: Measured) -> Verdict:
 
 
 def complete(measured: Measured) -> Check:
-    """Whether all was measured that agreement rests on; without it, whether all was timed."""
+    """Whether everything needed for agreement was measured; without agreement cases, whether everything was timed."""
     cases = measured.asked["cases"]
     missing = [measured.ended] if measured.ended else []
     untimed: list[str] = []
@@ -89,10 +90,10 @@ def complete(measured: Measured) -> Check:
         if run.error:
             missing.append(f"{role}: {_first_and_last(run.error)}")
         elif not run.done:
-            missing.append(f"{role} did not come to its end")
+            missing.append(f"{role} was not completed")
         for skipped in run.skipped:
             if skipped in measured.prompts:
-                missing.append(f"{role}: no time for {skipped}")
+                missing.append(f"{role}: not enough time for {skipped}")
             else:
                 times = max(map(len, run.speed.get(skipped, {}).values()), default=0)
                 untimed.append(f"{role}: {skipped} {f'timed {times} times only' if times else 'not timed'}")
@@ -108,7 +109,7 @@ def active(run: Run) -> Check:
         detail = "its server wrote no start-up report"
     elif not run.report.get("active"):
         notes = "; ".join(run.report.get("notes", ())) or "no reason given"
-        detail = f"its start-up report says that it does not serve: {notes}"
+        detail = f"its start-up report says it does not serve: {notes}"
     elif not run.active:
         detail = "it is on, but neither its counters nor its trace show a batch"
     else:
@@ -118,10 +119,10 @@ def active(run: Run) -> Check:
 
 
 def spread_check(own: Sequence[Compared], allowed: Tolerance, *, name: str, nothing: str) -> Check:
-    """Whether the differences that `allowed` follows from are there.
+    """Whether the differences that `allowed` follows from were measured.
 
     Args:
-        nothing: what is wrong where there are none.
+        nothing: the message if there are none.
     """
     problems = [f"{one.group} {one.name}: {one.problem}" for one in own if one.problem]
     detail = (
@@ -134,17 +135,17 @@ def spread_check(own: Sequence[Compared], allowed: Tolerance, *, name: str, noth
 def agreement_checks(
     plugin: Sequence[Compared], allowed: Tolerance, between: str = "stock and the plugin"
 ) -> list[Check]:
-    """Whether the plugin's answers are near enough, one by one and in the mean.
+    """Whether the plugin's answers are close enough, request by request and on average.
 
     Args:
-        between: whose answers they are, for the message.
+        between: the compared servers, for the message.
     """
     rejected = [one for one in plugin if not allowed.holds(one)]
     answers = [one for one in plugin if not rule.is_forced(one)]
     parted = [one for one in answers if one.gap is not None]
     detail = (
-        f"{len(plugin)} requests, {_equal(plugin)}; {len(parted)} answers part, all at near ties; largest difference "
-        f"{max((one.largest for one in answers), default=0.0):.3f} of {allowed.largest:.3f} allowed"
+        f"{len(plugin)} requests, {_equal(plugin)}; {len(parted)} answers diverge, all at near ties; "
+        f"largest difference {max((one.largest for one in answers), default=0.0):.3f} of {allowed.largest:.3f} allowed"
     )
     if not plugin:
         detail = f"no request was answered by both {between}"
@@ -173,7 +174,7 @@ def agreement_checks(
 
 def _equal(compared: Sequence[Compared]) -> str:
     equal, tokens = sum(one.equal for one in compared), sum(one.tokens for one in compared)
-    return f"{equal} of {tokens} tokens equal until answers part"
+    return f"{equal} of {tokens} tokens equal before answers diverge"
 
 
 def explain(one: Compared, allowed: Tolerance) -> str:
@@ -183,7 +184,7 @@ def explain(one: Compared, allowed: Tolerance) -> str:
     elif rule.is_forced(one):
         what = f"mean difference {one.mean:.4f} of {allowed.forced_mean:.4f}"
     elif one.gap is not None and one.gap > allowed.largest:
-        what = f"token {one.equal} differs and is no near tie, gap {one.gap:.3f} of {allowed.largest:.3f}"
+        what = f"token {one.equal} differs and is not a near tie, gap {one.gap:.3f} of {allowed.largest:.3f}"
     else:
         what = f"largest difference {one.largest:.3f} of {allowed.largest:.3f}"
     return f"{one.group} {one.name}: {what}"
@@ -203,9 +204,9 @@ def _cached(measured: Measured) -> Check:
 
 
 def control_check(control: Sequence[Compared], allowed: Tolerance, run: Run | None, selects_above: int) -> Check:
-    """Wrong tokens must be noticed where a selection is made: in prompts of more than `selects_above` tokens."""
+    """Wrong tokens must be noticed in prompts with a selection: those of more than `selects_above` tokens."""
     name = "wrong tokens are noticed"
-    # What was not answered, for want of time say, shows nothing.
+    # Unanswered requests, for lack of time for example, show nothing.
     long = [one for one in control if one.prompt > selects_above and not one.problem]
     if run is None or not long:
         return Check(name=name, holds=False, detail="no control was run: the comparison may be blind")
@@ -213,7 +214,7 @@ def control_check(control: Sequence[Compared], allowed: Tolerance, run: Run | No
         return Check(name=name, holds=False, detail="the plugin did not serve in the control: nothing was made wrong")
     noticed = [one for one in long if not allowed.holds(one)]
     forced = [one for one in long if rule.is_forced(one)]
-    # The mean of answers says nothing here: they part at once, and there is little left to compare.
+    # The mean of answers says nothing here: they diverge at once, which leaves little to compare.
     holds = 2 * len(noticed) >= len(long) and (not forced or rule.mean(forced) > allowed.forced_mean)
     detail = f"{len(noticed)} of {len(long)} requests longer than {selects_above} tokens rejected"
     if forced:
@@ -239,11 +240,12 @@ def _limit(measured: Measured) -> Check:
 
 @dataclass(frozen=True, kw_only=True)
 class Climb:
-    """How far a server came with ever longer prompts.
+    """How far a server came with longer and longer prompts.
 
     Attributes:
-        answered: tokens of the prompts that it answered, with log probabilities that are numbers.
-        failed_at: tokens of the prompt that it did not; None: there was none. error: how, in a line.
+        answered: tokens of the prompts answered with log probabilities that are numbers.
+        failed_at: tokens of the first prompt that failed; None: there was none.
+        error: the failure in one line.
     """
 
     answered: Sequence[int] = ()
@@ -252,7 +254,7 @@ class Climb:
 
 
 def climb(measured: Measured, role: str) -> Climb:
-    """Of a role's server; see `workload.until_it_fails`."""
+    """How far a role's server came; see `workload.until_it_fails`."""
     run = measured.runs.get(role)
     answered: list[int] = []
     for name, answer in run.answers.get(LIMIT, {}).items() if run is not None else ():
@@ -266,7 +268,7 @@ def climb(measured: Measured, role: str) -> Climb:
 
 
 def _first_and_last(error: str) -> str:
-    """What failed, and the last that a server's log says of it."""
+    """The failure, and the last error in the server's log."""
     lines = error.splitlines()
     return " ".join(dict.fromkeys((lines[0], lines[-1].strip())))
 

@@ -1,7 +1,7 @@
 """The requests of a comparison: the same token ids for every server.
 
-Groups are sent one after the other, the prefix cache emptied before each. Where two groups hold the same prompts
-in another company, they show how much a server differs from itself (`SAME`).
+Groups are sent one after the other, and the prefix cache is emptied before each. Two groups may hold the same prompts
+in different batches; they show how much a server differs from itself (`SAME`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ SINGLE, BATCH, PREFIX, CONCURRENT, FORCED = "single", "batch", "prefix", "concur
 ROWS, LIMIT = "rows", "limit"
 AGREEMENT_CASES = (SINGLE, BATCH, FORCED, ROWS, PREFIX, CONCURRENT)
 
-# Pairs of groups with the same prompts: alone twice, alone and in one batch (where chunks of other sizes carry them),
-# with and without a prefix cache hit, and among others that come in another order.
+# Pairs of groups with the same prompts: alone twice, alone and in one batch (whose chunks have other sizes), with and
+# without a prefix cache hit, and concurrently in another order.
 SAME = (
     (SINGLE, f"{SINGLE}-again"),
     (SINGLE, BATCH),
@@ -28,14 +28,16 @@ SAME = (
     (CONCURRENT, f"{CONCURRENT}-again"),
 )
 NUM_CONCURRENT = 64
-# Positions of a prompt whose log probabilities are compared: every one is conditioned on the same tokens.
+# Positions of a prompt whose log probabilities are compared: each is conditioned on the same tokens.
 FORCED_POSITIONS = 512
 _FIRST_TOKEN = 10
 
 
 def prompt_lengths(selects_above: int, context: int, edges: Sequence[int] = ()) -> list[int]:
-    """Lengths in tokens: short, around `selects_above` and each of `edges`, and up to `context`. For 2048 and 32000:
-    32, 700, 1500, 2047, 2048, 2049, 3000, 6000, 12000, 32000."""
+    """Prompt lengths in tokens: short ones, around `selects_above` and each of `edges`, and up to `context`.
+
+    For 2048 and 32000: 32, 700, 1500, 2047, 2048, 2049, 3000, 6000, 12000, 32000.
+    """
     short = [max(1, selects_above * part // 2048) for part in (32, 700, 1500)]
     long = [selects_above * 3000 // 2048, context * 3 // 16, context * 3 // 8, context]
     around = [edge + more for edge in (selects_above, *edges) for more in (-1, 0, 1)]
@@ -57,21 +59,21 @@ def workload(
     """The groups of `cases`, in the order in which they are sent.
 
     Args:
-        selects_above: tokens of the longest prompt that is attended to as a whole; see `model.selects_above`.
-        context: tokens of the longest prompt.
+        selects_above: longest prompt in tokens that is attended to completely; see `model.selects_above`.
+        context: longest prompt in tokens.
         edges: other lengths that matter, see `model.edges`.
-        row_edges: lengths of the prompts of `ROWS`, see `model.row_edges`; those beyond `context` are left out.
+        row_edges: lengths of the `ROWS` prompts, see `model.row_edges`; those beyond `context` are left out.
 
     Raises:
-        CompareError: `context` leaves no prompt longer than `selects_above`, or the vocabulary is too small.
+        CompareError: `context` allows no prompt longer than `selects_above`, or the vocabulary is too small.
     """
     if context < 2 * selects_above:
         raise CompareError(
-            f"--context is {context}; the model selects of more than {selects_above} tokens, and at least twice as "
-            f"many, {2 * selects_above}, are needed"
+            f"--context is {context}; the model selects from more than {selects_above} tokens, so the context needs "
+            f"at least twice as many: {2 * selects_above}"
         )
     if vocab_size < 2 * _FIRST_TOKEN:
-        raise CompareError(f"the model has {vocab_size} tokens; at least {2 * _FIRST_TOKEN} are needed")
+        raise CompareError(f"the vocabulary has {vocab_size} tokens; at least {2 * _FIRST_TOKEN} are needed")
 
     def tokens(name: str, count: int) -> tuple[int, ...]:
         return _tokens(f"{seed}/{name}", count, vocab_size)
@@ -120,7 +122,7 @@ def workload(
 
 
 def until_it_fails(vocab_size: int, lengths: Sequence[int], *, seed: int = 7) -> RequestGroup:
-    """A prompt of each length, the shortest first, of which the last are expected to be too much for stock."""
+    """A prompt of each length, the shortest first. The longest ones are expected to be too much for stock."""
     requests = (
         PromptRequest(name=f"p{count}", prompt=_tokens(f"{seed}/{LIMIT}/{count}", count, vocab_size))
         for count in sorted(set(lengths))
@@ -129,13 +131,13 @@ def until_it_fails(vocab_size: int, lengths: Sequence[int], *, seed: int = 7) ->
 
 
 def _tokens(name: str, count: int, vocab_size: int) -> tuple[int, ...]:
-    # A stream of its own for each prompt: they stay the same when others are left out.
+    # Each prompt has its own random stream: prompts stay the same when others are left out.
     source = random.Random(name)
     return tuple(source.randrange(_FIRST_TOKEN, vocab_size) for _ in range(count))
 
 
 def _prefix_groups(selects_above: int, tokens: object) -> list[RequestGroup]:
-    """A pair of prompts with a shared prefix below `selects_above` in all, a pair with one above, and both without."""
+    """Two pairs of prompts with a shared prefix, in total below and above `selects_above`, and both without it."""
     assert callable(tokens)
     warm: list[PromptRequest] = []
     for name, shared_count, own_count in (
@@ -144,7 +146,7 @@ def _prefix_groups(selects_above: int, tokens: object) -> list[RequestGroup]:
     ):
         shared = tokens(f"{name}/shared", shared_count)
         warm.append(PromptRequest(name=f"{name}-first", prompt=shared + tokens(f"{name}/first", own_count)))
-        # Caches hold whole pages: half of the prefix is more than enough to show a hit.
+        # Caches hold whole pages: half of the prefix is enough to show a hit.
         again = shared + tokens(f"{name}/again", own_count + 1)
         warm.append(PromptRequest(name=f"{name}-again", prompt=again, cached_tokens=shared_count // 2))
     cold = tuple(

@@ -14,26 +14,27 @@ from typing import Any
 from nsa_plugin.tools.serving.engine import CompareError
 
 PLUGIN = "nsa_plugin"
-# As engines read the numbers of their flags: 8192, 8k (8000), 8K (8192).
+# Engines read the numbers of their flags like this: 8192, 8k (8000), 8K (8192).
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([kKmM]?)")
 _FACTORS = {"": 1, "k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
-# A variable's value that says what runs, and the names of those that say where or for whom.
+# A value that is not a path, and names of variables that hold addresses or secrets.
 _PLAIN = re.compile(r"[\w.+-]+")
 _PRIVATE = re.compile(r"KEY$|TOKEN$|SECRET|PASSWORD|HOST|_IP$|USER")
-# Off is the kill switch: it wins over the plugin's flags, which both servers may be given.
+# Off is the kill switch: it overrides the plugin's flags, which both servers may get.
 _SWITCH = "NSA_PLUGIN_ENABLED"
 
 
 def installed(distribution: str, title: str, entry_points: str) -> str:
-    """The version of an engine that would find the plugin.
+    """The installed version of an engine that will load the plugin.
 
     Args:
-        distribution: its name on a package index. title: its name in messages.
-        entry_points: the group that it looks for plugins in.
+        distribution: name on the package index.
+        title: name in messages.
+        entry_points: the group in which the engine looks for plugins.
 
     Raises:
-        CompareError: it is not installed, or would not find the plugin.
+        CompareError: the engine is not installed, or would not find the plugin.
     """
     try:
         version = metadata.version(distribution)
@@ -48,7 +49,7 @@ def installed(distribution: str, title: str, entry_points: str) -> str:
 
 
 def environ(*, plugin: bool) -> dict[str, str]:
-    """Variables of any engine's server."""
+    """Variables for every engine's server."""
     return {
         _SWITCH: "1" if plugin else "0",
         "HF_HUB_OFFLINE": "1",
@@ -58,10 +59,10 @@ def environ(*, plugin: bool) -> dict[str, str]:
 
 
 def switches(engine: str, variables: Mapping[str, str]) -> list[str]:
-    """NAME=value of an engine's own variables, as they stand before a command; without places, addresses and secrets.
+    """NAME=value of the engine's own variables, for a record's command. Paths, addresses and secrets are left out.
 
     Args:
-        engine: whose names begin with it.
+        engine: prefix of the variables' names.
     """
     return [
         f"{name}={value}"
@@ -71,7 +72,7 @@ def switches(engine: str, variables: Mapping[str, str]) -> list[str]:
 
 
 def routes(metrics: str, prefix: str) -> Counter[str]:
-    """The plugin's counters in the text of a /metrics, whose names begin with `prefix`: see `ServedEngine.routes`."""
+    """Batches by "phase/attention/provider", from the plugin's counters in the text of /metrics."""
     counted: Counter[str] = Counter()
     line = re.compile(rf"^{prefix}:nsa_plugin_batches_total\{{(?P<labels>[^}}]*)\}} (?P<value>\S+)", re.MULTILINE)
     for found in line.finditer(metrics):
@@ -83,7 +84,7 @@ def routes(metrics: str, prefix: str) -> Counter[str]:
 
 @contextmanager
 def reading(engine: str, data: Any) -> Iterator[None]:
-    """The block reads an engine's reply; CompareError where it is not as expected."""
+    """Turn an error while reading an engine's reply into a CompareError."""
     try:
         yield
     except (KeyError, IndexError, TypeError, ValueError) as error:
@@ -108,6 +109,6 @@ def flag_value(flags: Sequence[str], *names: str) -> str | None:
 
 
 def token_count(text: str | None) -> int | None:
-    """Tokens that a flag's value names; None where it names no number of at least 1 (not given, "auto", -1)."""
+    """The number of tokens in a flag's value; None if it is not a number of at least 1 (not given, "auto", -1)."""
     found = _COUNT.fullmatch(text or "")
     return int(float(found[1]) * _FACTORS[found[2]]) or None if found else None

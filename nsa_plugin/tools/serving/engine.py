@@ -1,4 +1,4 @@
-"""What a comparison needs of an engine: how its server starts, is asked and answers."""
+"""What the tools need from an engine: how its server starts, takes requests and answers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ V32, V4 = FAMILIES = ("v3.2", "v4")
 
 
 class CompareError(NsaPluginError):
-    """The comparison cannot be made as asked."""
+    """The comparison is not possible as asked, or a server did not behave as expected."""
 
 
 class ServedEngine(Protocol):
-    """One engine. Nothing of it is imported: its server runs in processes of its own, in this Python.
+    """One engine. Nothing of it is imported: its server runs in its own processes, in this Python environment.
 
     Attributes:
         name: as users call it; also the first word of a record's suite.
@@ -40,11 +40,11 @@ class ServedEngine(Protocol):
         ...
 
     def command(self, model: Path, port: int, flags: Sequence[str], *, plugin: bool) -> list[str]:
-        """The command line of a server on 127.0.0.1, in which `flags` win over what the comparison sets."""
+        """The command line of a server on 127.0.0.1. `flags` override what the tools set."""
         ...
 
     def environ(self, *, plugin: bool) -> dict[str, str]:
-        """Variables of a server beside those that are inherited."""
+        """Variables for the server, in addition to the inherited ones."""
         ...
 
     def body(
@@ -56,24 +56,24 @@ class ServedEngine(Protocol):
         prompt_logprobs: int = 0,
         stream: bool = False,
     ) -> dict[str, Any]:
-        """The JSON of a request that decodes greedily and does not stop at an end-of-sequence token.
+        """The JSON of a request that decodes greedily and ignores end-of-sequence tokens.
 
         Args:
-            top: log probabilities of the chosen and of the `top` best tokens are asked for; 0: none.
-            prompt_logprobs: log probabilities of so many of a prompt's last tokens are asked for.
+            top: request log probabilities of the generated and the `top` most probable tokens; 0: none.
+            prompt_logprobs: request log probabilities of this many of a prompt's last tokens.
         """
         ...
 
     def answers(self, data: Any) -> list[Answer]:
-        """What came back for each prompt of a request that does not stream.
+        """The answer to each prompt of a request that does not stream.
 
         Raises:
-            CompareError: the reply is not as expected.
+            CompareError: the reply has an unexpected form.
         """
         ...
 
     def streamed(self, data: Mapping[str, Any]) -> int:
-        """Tokens generated so far, from one event of a request that streams."""
+        """Tokens generated so far, from one event of a streaming request."""
         ...
 
     def routes(self, metrics: str) -> Counter[str]:
@@ -81,10 +81,10 @@ class ServedEngine(Protocol):
         ...
 
     def facts(self, flags: Sequence[str], family: str) -> dict[str, Any]:
-        """What `flags` say of a server of a model of `family` (`FAMILIES`).
+        """What `flags` say about a server of a model of `family` (`FAMILIES`).
 
         Returns:
-            kv ("bf16", "fp8"), tp, dp, attention_tp, prefix_cache, `variant`, a list of words; and in tokens, None
-            where no flag says it, `chunk`, the most of a prefill, and `max_len`, the longest context.
+            kv ("bf16", "fp8"), tp, dp, attention_tp, prefix_cache, and `variant`, a list of words. `chunk` (most tokens
+            of a prefill) and `max_len` (longest context) are in tokens, or None if no flag sets them.
         """
         ...

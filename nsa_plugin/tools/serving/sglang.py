@@ -1,10 +1,10 @@
-"""SGLang's server (0.5.11 and later): its command line, its /generate, and what the plugin leaves in its metrics.
+"""SGLang's server (0.5.11 and later): its command line, its /generate, and the plugin's counters in its metrics.
 
-Prompts are token ids and the server loads no tokenizer. SGLang's own ``python -m sglang.bench_serving`` cannot
-measure such a server: it counts a token where an event has text, and these have none (0.5.12, `bench_serving.py`;
-0.5.16, `benchmark/serving.py`, `async_request_sglang_generate`). With a tokenizer it would, but then its offline
-data set, random-ids, draws from the tokenizer's few tokens in rows that repeat, and the prefix cache answers. So
-`load` measures, by the same definitions.
+Prompts are token ids and the server loads no tokenizer. ``python -m sglang.bench_serving`` cannot measure such a
+server: it counts a token only if an event has text, and these events have none (0.5.12, `bench_serving.py`; 0.5.16,
+`benchmark/serving.py`, `async_request_sglang_generate`). With a tokenizer it could, but its offline data set,
+random-ids, repeats the tokenizer's few tokens, and the prefix cache answers. So `compare.load` measures, with the same
+definitions.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from nsa_plugin.tools.serving.engine import V4, CompareError
 from nsa_plugin.tools.serving.requests import Answer
 
 ENTRY_POINTS = "sglang.srt.plugins"
-# Flags that take no value, and the word that each gives a record's suite.
+# Flags without a value, and the word that each adds to a record's suite.
 _SWITCHES = {
     "--disable-cuda-graph": "eager",
     "--disable-radix-cache": "noprefix",
@@ -34,7 +34,7 @@ _SWITCHES = {
 
 
 class SglangEngine:
-    """See `engine.ServedEngine`."""
+    """SGLang; see `engine.ServedEngine`."""
 
     name = "sglang"
     generate_path = "/generate"
@@ -54,10 +54,10 @@ class SglangEngine:
             *("--model-path", str(model)),
             *("--host", "127.0.0.1", "--port", str(port)),
             "--skip-tokenizer-init",
-            # Without the library SGLang would not start; the plugin's trace in the log stands in for its counters.
+            # SGLang would not start without the library; the plugin's trace in the log replaces its counters.
             *(["--enable-metrics"] if util.find_spec("prometheus_client") else []),
             *("--random-seed", "1"),
-            # Else each event of a stream holds all tokens so far, and writing and reading them bounds long answers.
+            # Otherwise every event of a stream holds all tokens so far, and reading them limits long answers.
             "--incremental-streaming-output",
             *flags,
             *(["--enable-nsa-plugin"] if plugin else []),
@@ -80,7 +80,7 @@ class SglangEngine:
             "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
         }
         if top:
-            # -1 is after the prompt.
+            # -1 starts after the prompt.
             starts = [len(prompt) - prompt_logprobs if prompt_logprobs else -1 for prompt in prompts]
             body |= {"return_logprob": True, "top_logprobs_num": top, "logprob_start_len": starts}
         if len(prompts) == 1:
@@ -97,7 +97,7 @@ class SglangEngine:
         meta = data["meta_info"]
         chosen = meta["output_token_logprobs"]
         reason = meta.get("finish_reason") or {}
-        # The first of the prompt's positions has no log probability where the prompt begins there.
+        # A prompt's first token has no log probability.
         prompt = [value for value, *_ in meta.get("input_token_logprobs") or () if value is not None]
         return Answer(
             token_ids=tuple(int(token) for _, token, *_ in chosen),
@@ -128,15 +128,15 @@ class SglangEngine:
         variant += ["mtp"] if flag_value(flags, "--speculative-algorithm", "--speculative-algo") else []
         variant += [f"chunk{chunk}"] if chunk else []
         return {
-            # V4's pages are fp8 whatever the flag says (`mem_cache/deepseek_v4_memory_pool.py`).
+            # SGLang stores V4's pages in fp8 whatever the flag says (`mem_cache/deepseek_v4_memory_pool.py`).
             "kv": "fp8" if cache.startswith("fp8") or family == V4 else "bf16",
             "tp": tp,
             "dp": dp,
-            # Data-parallel attention leaves each rank the heads of tp / dp ranks.
+            # With data-parallel attention each rank has the heads of tp / dp ranks.
             "attention_tp": max(1, tp // dp) if "--enable-dp-attention" in flags else tp,
             "prefix_cache": "--disable-radix-cache" not in flags,
             "variant": variant,
-            # Without the flag it follows from the device's memory.
+            # Without the flag the device's memory decides.
             "chunk": token_count(chunk),
             "max_len": token_count(flag_value(flags, "--context-length")),
         }

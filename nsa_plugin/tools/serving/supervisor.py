@@ -1,17 +1,17 @@
-"""Runs a command and leaves nothing of it behind, however the one who asked for it ends.
+"""Run a command and leave nothing of it behind, however the process that asked for it ends.
 
 usage: supervisor.py MARKER COMMAND [ARGUMENT...]
 
-The supervisor leads a session, which the command and its descendants are in, and the command's environment
-holds NSA_TOOLS_PROCESS=MARKER, which its descendants inherit. Either tells that a process is one of them: some
-leave the session, and some (vLLM's workers, by setting their title) overwrite their environment.
+The supervisor leads the session of the command and its descendants, and sets NSA_TOOLS_PROCESS=MARKER in their
+environment. Either one identifies a process: some leave the session, and some (vLLM's workers, by setting their title)
+overwrite their environment.
 
-The supervisor reads standard input. When it ends (the asker closed it, or died, even of SIGKILL), or on
-SIGTERM, or when the command ends by itself, every one of these processes is ended.
+The supervisor reads standard input. It ends all of these processes when standard input ends (the asker closed it or
+died, even of SIGKILL), on SIGTERM, or when the command ends by itself.
 
-Exit code: the command's own; 0 where it was told to stop; 70 where a process could not be ended.
+Exit code: the command's own; 0 if it was told to stop; 70 if a process could not be ended.
 
-A script of its own, not a module to import: it must start at once and hold nothing.
+This is a script and not a module to import: it must start at once and hold nothing.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ import psutil
 
 MARK = "NSA_TOOLS_PROCESS"
 EXIT_LEFT_BEHIND = 70
-# A running vLLM ends within a second of being asked; one that still starts does not listen.
+# A running vLLM ends within a second of SIGTERM; one that is starting does not react.
 _GRACE_SECONDS = 4.0
 _KILL_SECONDS = 10.0
 
 
 def members(marker: str, session: int) -> list[psutil.Process]:
-    """The living processes of the command: those in `session` but its leader, and those with the mark."""
+    """The running processes of the command: those in `session` except its leader, and those with the mark."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -47,9 +47,9 @@ def members(marker: str, session: int) -> list[psutil.Process]:
 
 
 def kill_members(marker: str, session: int) -> list[int]:
-    """Kill the living processes of the command. Pids of those that could not be killed."""
+    """Kill the running processes of the command. Returns the pids of those that could not be killed."""
     deadline = time.monotonic() + _KILL_SECONDS
-    # Again and again: a process may start another between the look and the kill.
+    # In a loop: a process may start another one between the search and the kill.
     while (left := members(marker, session)) and time.monotonic() < deadline:
         for process in left:
             with contextlib.suppress(psutil.Error):
@@ -59,7 +59,7 @@ def kill_members(marker: str, session: int) -> list[int]:
 
 
 def end_all(command: subprocess.Popen[bytes], marker: str) -> list[int]:
-    """Ask the command to end, then kill what is left of it. Pids of what could not be killed."""
+    """Ask the command to end, then kill what is left of it. Returns the pids of what could not be killed."""
     if command.poll() is None:
         command.terminate()
         try:

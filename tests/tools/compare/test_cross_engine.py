@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nsa_plugin.tools.compare import beside
+from nsa_plugin.tools.compare import cross_engine
 from nsa_plugin.tools.compare.measured import CONTROL, PLUGIN, STOCK, Answer, Measured, Run
 from nsa_plugin.tools.compare.rule import FLOORS, V4_FLOOR, Floor
 from nsa_plugin.tools.compare.workload import LIMIT
@@ -50,7 +50,8 @@ def test_two_engines_that_agree(fake: Behave, tmp_path: Path, capsys: pytest.Cap
     assert re.fullmatch("[0-9a-f]{64}", made["checkpoint"])
     assert made["requests"].keys() == {"single", "single-again", "batch", "forced", "forced-batch"}
     assert "--beside" not in made["command"]
-    assert "✓ With the plugin vllm 0.24.0 and sglang 0.5.16 are as near to each other as stock" in " ".join(out.split())
+    said = " ".join(out.split())
+    assert "✓ With the plugin vllm 0.24.0 and sglang 0.5.16 match each other as closely as the two stock" in said
 
     rows = {(row["provider"], row["case"].get("control"), row["case"]["requests"]): row for row in made["rows"]}
     for group in made["requests"]:
@@ -121,8 +122,8 @@ def engine(name: str = "one 1", *, plugin: float = 0.0, stock: float = 0.0, cont
 
 
 def not_held(one: Measured, other: Measured) -> list[str]:
-    beside.check_same(one, other)
-    return [check.name for check in beside.judge(one, other).checks if not check.holds]
+    cross_engine.check_same(one, other)
+    return [check.name for check in cross_engine.judge(one, other).checks if not check.holds]
 
 
 MEANS = ["the plugin agrees in the mean of answers", "the plugin agrees in the mean of forced positions"]
@@ -164,7 +165,7 @@ def test_forced_positions_are_a_prompts_last_tokens_as_far_as_both_have_them() -
         run.answers["forced"]["p"] = replace(own, prompt_logprobs=(-90.0, *own.prompt_logprobs))
         assert len(one.runs[role].answers["forced"]["p"].prompt_logprobs) == 8
     assert not_held(one, other) == []
-    verdict = beside.judge(one, other)
+    verdict = cross_engine.judge(one, other)
     assert [compared.positions for compared in verdict.plugin if compared.group == "forced"] == [8]
     other.runs[PLUGIN].answers["forced"]["p"] = Answer(token_ids=(1,))
     assert "the plugin agrees, request by request" in not_held(one, other)
@@ -176,8 +177,11 @@ def test_forced_positions_are_a_prompts_last_tokens_as_far_as_both_have_them() -
         ({"checkpoint": "c1"}, "the checkpoint's digest: c0 (one 1) and c1 (two 2)"),
         ({"checkpoint": None}, "c0 (one 1) and not known (two 2)"),  # as an earlier release saved it
         ({"kv": "fp8"}, "the KV cache: bf16 (one 1) and fp8 (two 2)"),
-        ({"chunk": None}, "tokens of a prefill (--chunked-prefill-size of SGLang, --max-num-batched-tokens of vLLM): "),
-        ({"heads": 8}, "heads of a rank: 16 (one 1) and 8 (two 2)"),
+        (
+            {"chunk": None},
+            "tokens of a prefill chunk (--chunked-prefill-size of SGLang, --max-num-batched-tokens of vLLM): ",
+        ),
+        ({"heads": 8}, "heads per rank: 16 (one 1) and 8 (two 2)"),
         ({"family": "v4"}, "the family: v3.2 (one 1) and v4 (two 2)"),
         ({"flags": []}, "two 2 was given no --kv-cache-dtype"),
     ],
@@ -186,22 +190,22 @@ def test_other_terms_are_refused(changes: dict[str, Any], says: str) -> None:
     other = engine("two 2")
     other.facts |= changes
     with pytest.raises(CompareError, match=re.escape(says)):
-        beside.check_same(engine(), other)
+        cross_engine.check_same(engine(), other)
 
 
 def test_other_requests_are_refused() -> None:
     other = engine("two 2")
     other.digests["forced"] = "f1"
     with pytest.raises(CompareError, match="one 1 and two 2 cannot be compared: other requests in forced"):
-        beside.check_same(engine(), other)
+        cross_engine.check_same(engine(), other)
     other.digests = {"batch": "b0"}
     with pytest.raises(CompareError, match="they have no requests in common"):
-        beside.check_same(engine(), other)
+        cross_engine.check_same(engine(), other)
 
 
 def test_a_suite_says_of_the_other_engine_what_differs() -> None:
     def suite(one: str, other: str) -> str:
-        return beside._suite({"suite": one}, {"suite": other})
+        return cross_engine._suite({"suite": one}, {"suite": other})
 
     assert suite("vllm-1-v32-16heads-fp8", "sglang-2-v32-16heads-fp8") == "sglang-2"
     assert suite("vllm-1-v32-16heads-fp8", "sglang-2-v32-16heads-fp8-mtp") == "sglang-2-v32-16heads-fp8-mtp"
@@ -230,12 +234,12 @@ def test_what_leaves_nothing_to_judge_does_not_hold() -> None:
     for one in unknown:
         one.facts["checkpoint"] = None
     with pytest.raises(CompareError, match=re.escape("not known (one 1) and not known (two 2)")):
-        beside.check_same(*unknown)
+        cross_engine.check_same(*unknown)
     climbs = engine(), engine("two 2")
     for one in climbs:
         one.digests = {LIMIT: "l0"}
     with pytest.raises(CompareError, match="they have no requests in common"):
-        beside.check_same(*climbs)
+        cross_engine.check_same(*climbs)
 
 
 @pytest.mark.parametrize(
@@ -250,14 +254,14 @@ def test_the_floor_is_that_of_the_cache_and_the_family(facts: dict[str, Any], fl
     pair = engine(), engine("two 2")
     for one in pair:
         one.facts |= facts
-    beside.check_same(*pair)
-    allowed = beside.judge(*pair).tolerance
+    cross_engine.check_same(*pair)
+    allowed = cross_engine.judge(*pair).tolerance
     assert (allowed.largest, allowed.answers_mean, allowed.forced_mean) == (floor.largest, floor.mean, floor.forced)
 
 
 def test_an_engine_is_not_beside_itself() -> None:
     with pytest.raises(CompareError, match="both are one 1"):
-        beside.check_same(engine(), engine())
+        cross_engine.check_same(engine(), engine())
     assert not_held(engine("one 1"), engine("one 2")) == []
 
 
