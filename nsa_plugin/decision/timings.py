@@ -19,9 +19,12 @@ from bisect import bisect_left
 from collections.abc import Mapping
 
 from nsa_plugin.decision.measurements import MEASUREMENTS
+from nsa_plugin.layouts import LAYOUTS
 
 # (selected tokens, tokens of the window) of the measurements of each layout: the released models'.
-SELECTIONS: Mapping[str, tuple[int, int]] = {"bf16": (2048, 0), "v32_fp8": (2048, 0), "v4_fp8": (512, 128)}
+SELECTIONS: Mapping[str, tuple[int, int]] = {
+    name: (2048, 0) if "v3.2" in layout.families else (512, 128) for name, layout in LAYOUTS.items()
+}
 # Longest context, in tokens, that was copied within a measured time.
 COPIED_CONTEXT = 65536
 
