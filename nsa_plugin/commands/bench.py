@@ -9,7 +9,7 @@ from pathlib import Path
 
 from nsa_plugin.commands.arguments import positive, seconds
 from nsa_plugin.libraries.registry import OPS, REFERENCE, Registry
-from nsa_plugin.tools.bench.cases import SUITES, BenchError, Suite, chosen
+from nsa_plugin.tools.bench.cases import SUITES, BenchError, Suite, selected_suites
 from nsa_plugin.tools.terminal import console
 
 REPORT = "report"
@@ -23,9 +23,9 @@ examples:
   nsa-plugin bench --json {RECORDS}            every suite, one record each: {RECORDS}/<gpu>/<suite>.json
   nsa-plugin bench report --plots              {RECORDS}.md, a page and a plot for each record
 
-Every timed result is compared with the float32 reference on a sample of its rows. A contender that cannot
-carry a case is listed with the reason; one that fails or is wrong is listed too, has no figures, and the
-command ends with 1. Without a GPU only --list and report work."""
+Every timed result is compared with the float32 reference on a sample of its rows. A contender that does not
+support a case is listed with the reason. One that fails or is wrong is listed without figures, and the command
+ends with 1. Without a GPU only --list and report work."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,18 +40,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="measure this provider alone, beside the stock path; may be given more than once "
+        help="measure only this provider and the stock path; may be given more than once "
         f"(every registered one but {REFERENCE})",
     )
     measure.add_argument(
-        "--budget", type=seconds, default=60.0, metavar="SECONDS", help="for a suite, compilation apart (%(default)g)"
+        "--budget", type=seconds, default=60.0, metavar="SECONDS", help="for a suite, without compilation (%(default)g)"
     )
     measure.add_argument("--runs", type=positive, metavar="N", help="of each contender (as many as 0.2 s hold)")
     measure.add_argument(
         "--back-to-back",
         action="store_true",
-        help="call after call, the L2 cache as it is left: as published figures are made; a record of its own, "
-        "which decides nothing",
+        help="call after call without emptying the L2 cache, as published figures are measured; makes a separate "
+        "record, which decides nothing",
     )
     measure.add_argument("--tiny", action="store_true", help="small cases, to see what runs; they make no record")
     measure.add_argument("--json", type=Path, metavar="DIR", help="write a record of each suite to DIR/<gpu>/")
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         return _report(args.records, plots=args.plots)
     if args.plots:
         raise BenchError(f"--plots belongs to: nsa-plugin bench {REPORT}")
-    suites = chosen(args.suites)
+    suites = selected_suites(args.suites)
     if args.list:
         from nsa_plugin.tools.bench.tables import print_suites
 

@@ -17,7 +17,7 @@ Value = int | str
 
 
 class BenchError(NsaPluginError):
-    """A measurement cannot be made here, or a record cannot be read; the message says why."""
+    """A measurement is not possible here, or a record cannot be read; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Suite:
 
     Attributes:
         name: of the suite and of its record.
-        about: what it measures and against what, in a line.
+        about: what it measures and the baseline, in one line.
         target: "module:function", (BenchCase, Context) -> Workload; imported when the suite runs.
         cases: in the order in which they are measured, so that neighbours share their inputs.
         tiny: cases of every op in it, small enough for a CPU and the references.
@@ -70,7 +70,7 @@ class Suite:
 
 _SUITES = "nsa_plugin.tools.bench.suites"
 _HEADS = (16, 8, 32, 64, 128)
-# Query rows of a V4 prefill by context, the most telling first: a chunk is no longer than its request.
+# Query tokens of a V4 prefill by context, the most telling first: a chunk is not longer than its request.
 _V4_CHUNKS = {
     4096: (4096, 2048, 512),
     16384: (8192, 16384, 2048, 512),
@@ -152,14 +152,14 @@ def _chain(groups: Iterable[Iterable[BenchCase]]) -> tuple[BenchCase, ...]:
 _ALL = (
     Suite(
         "sparse-mla-prefill",
-        "sparse prefill from the V3.2 fp8 cache, beside FlashMLA with padded heads on bf16 rows",
+        "sparse prefill from the V3.2 fp8 cache; baseline: FlashMLA with padded heads on bf16 rows",
         f"{_SUITES}.sparse_mla:prefill",
         tuple(_prefill(heads, q, kv, 2048) for q, kv in product((4096, 512), (65536, 8192)) for heads in _HEADS),
         (_prefill(3, 5, 70, 20),),
     ),
     Suite(
         "sparse-mla-decode",
-        "sparse decode from the V3.2 fp8 cache, beside FlashMLA's decode kernel with padded heads",
+        "sparse decode from the V3.2 fp8 cache; baseline: FlashMLA's decode kernel with padded heads",
         f"{_SUITES}.sparse_mla:decode",
         (
             *(_decode(heads, batch, 1, 8192, 2048) for batch in (128, 1, 8, 32, 512) for heads in _HEADS),
@@ -169,12 +169,12 @@ _ALL = (
     ),
     Suite(
         "v4-prefill",
-        "the whole route of a V4 prefill, window and selected keys, beside SGLang's own and FlashMLA's decode kernel",
+        "a complete V4 prefill, window and selected keys; baselines: SGLang's path and FlashMLA's decode kernel",
         f"{_SUITES}.v4:prefill",
         (
             *(_v4(64, q, 65536, 256) for q in (8192, 16384, 32768, 4096, 2048, 1024, 512)),
             *(_v4(heads, q, 65536, 256) for heads in (8, 16, 128) for q in (2048, 8192)),
-            # The ends of what is served first: where a run has too little time, the contexts between them are left out.
+            # The shortest and longest contexts first: a run with too little time skips those between.
             *(_v4(64, q, kv, 256) for kv in (393216, 4096, 131072, 16384) for q in _V4_CHUNKS[kv]),
             *(_v4(64, q, 65536, 64) for q in (2048, 8192)),
         ),
@@ -182,14 +182,14 @@ _ALL = (
     ),
     Suite(
         "v4-decode",
-        "a V4 decode step, window and selected keys, beside FlashMLA's decode kernel with padded heads",
+        "a V4 decode step, window and selected keys; baseline: FlashMLA's decode kernel with padded heads",
         f"{_SUITES}.v4:decode",
         tuple(_v4_decode(heads, batch, 32768) for batch in (128, 1, 8, 32, 512) for heads in (64, 8, 16, 32, 128)),
         (_v4_decode(3, 2, 80, topk=16, window=8, page_size=64),),
     ),
     Suite(
         "indexer-topk",
-        "fp8 indexer logits and top-k in a memory budget, beside DeepGEMM in one piece and a top-k",
+        "fp8 indexer logits and top-k in a memory budget; baseline: DeepGEMM in one piece and a top-k",
         f"{_SUITES}.indexer:indexer_topk",
         tuple(
             _indexer(q, kv, 64, 2048, 512)
@@ -199,14 +199,14 @@ _ALL = (
     ),
     Suite(
         "indexer-paged",
-        "the indexer of a decode step from the paged cache, beside DeepGEMM's logits and torch.topk",
+        "the indexer of a decode step from the paged cache; baseline: DeepGEMM's logits and torch.topk",
         f"{_SUITES}.indexer:paged",
         tuple(_indexer_paged(batch, kv, 64, 2048) for batch, kv in ((128, 8192), (32, 65536), (8, 131072), (1, 65536))),
         (_indexer_paged(2, 128, 4, 16),),
     ),
     Suite(
         "topk",
-        "top-k of rows of float32 logits, beside the libraries' selectors",
+        "top-k of rows of float32 logits; baselines: the libraries' top-k kernels",
         f"{_SUITES}.indexer:topk_rows",
         tuple(
             _topk(q, kv, 2048)
@@ -216,14 +216,14 @@ _ALL = (
     ),
     Suite(
         "mha-one-shot",
-        "dense attention of a short prefill, beside sparse attention of the same tokens: the crossover",
+        "dense attention of a short prefill against sparse attention of the same tokens: the crossover",
         f"{_SUITES}.mha:one_shot",
         tuple(_mha(heads, q, 2048) for heads in (16, 32, 128) for q in (256, 512, 1024, 1536, 2048, 3072, 4096)),
         (_mha(2, 12, 8),),
     ),
     Suite(
         "kv-cache",
-        "writing into and reading from the caches",
+        "writing to and reading from the caches",
         f"{_SUITES}.memory:kv_cache",
         _chain(
             _cache(rows, 131072, layout, 64) for layout in ("v32_fp8", "v4_fp8", "bf16") for rows in (65536, 4096, 128)
@@ -242,8 +242,8 @@ _ALL = (
 SUITES: dict[str, Suite] = {suite.name: suite for suite in _ALL}
 
 
-def chosen(names: Iterable[str]) -> list[Suite]:
-    """The suites of these names, all of them without any.
+def selected_suites(names: Iterable[str]) -> list[Suite]:
+    """The suites with these names; all suites if there are none.
 
     Raises:
         BenchError: there is no such suite.

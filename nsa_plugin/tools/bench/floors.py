@@ -1,10 +1,9 @@
-"""What an op cannot do without: the fewest bytes through memory and the useful operations of a case.
+"""The floor of an op: the fewest bytes through memory and the useful operations of a case.
 
-Every input byte is read once and every output byte written once, whatever a kernel does: a gather
-counts each distinct row once, however many queries name it, because a cache may serve the others.
-`gather_bytes` counts every named row instead, which is what a kernel without reuse moves. Operations
-are those that the contract needs; padded heads and padded top-k are no part of them. Indices are
-int32, activations bfloat16, statistics float32.
+Every input byte is read once and every output byte written once, whatever a kernel does. A gather counts each distinct
+row once, however many queries select it, because a cache may serve the others; `gather_bytes` counts every selected
+row, which is what a kernel without reuse moves. Operations are those that the contract needs, without padded heads and
+padded top-k. Indices are int32, activations bfloat16, statistics float32.
 
     floor_us = max(bytes / copy rate, operations / matmul rate)
 
@@ -23,9 +22,9 @@ BF16_BYTES = 2
 
 @dataclass(frozen=True)
 class Rates:
-    """The device's own rates: a large copy (bytes read and bytes written), and large matrix products.
+    """The device's rates for a large copy (bytes read and written) and for large matrix products.
 
-    A rate is None where it could not be measured; a floor then leaves its part out and is still one.
+    A rate is None if it could not be measured; the floor then leaves its part out and is still a lower bound.
     """
 
     copy_gb_s: float
@@ -35,13 +34,13 @@ class Rates:
 
 @dataclass(frozen=True)
 class Work:
-    """What one call cannot do without.
+    """What one call needs at least.
 
     Attributes:
         bytes: fewest bytes through device memory.
-        flops: useful operations, a multiplication and an addition each.
-        fp8: the operations are on fp8 operands.
-        gather_bytes: bytes if every named row came from memory; 0 for an op that gathers nothing.
+        flops: useful operations; a multiplication and an addition count as two.
+        fp8: the operations have fp8 operands.
+        gather_bytes: bytes if every selected row came from memory; 0 for an op that gathers nothing.
     """
 
     bytes: int
@@ -52,35 +51,35 @@ class Work:
 
 @dataclass(frozen=True)
 class Gather:
-    """Rows of one cache that a call names.
+    """Rows of one cache that a call reads.
 
     Attributes:
-        named: valid indices, all query rows together.
+        selected: valid indices of all query rows together.
         distinct: different rows among them.
         row_bytes: bytes of a row.
-        width: entries of the index tensor, valid or not, all query rows together.
+        width: all entries of the index tensor, valid or not.
     """
 
-    named: int
+    selected: int
     distinct: int
     row_bytes: int
     width: int
 
 
-def distinct_at_most(named: int, slots: int) -> int:
-    """Different rows that `named` indices into a cache of `slots` rows can be."""
-    return min(named, slots)
+def distinct_at_most(selected: int, slots: int) -> int:
+    """The most different rows that `selected` indices into a cache of `slots` rows can have."""
+    return min(selected, slots)
 
 
 def floor_us(work: Work, rates: Rates) -> float:
-    """Microseconds that no kernel can go below by much at these rates."""
+    """Microseconds that no kernel can beat by much at these rates."""
     memory = work.bytes / (rates.copy_gb_s * 1e3)
     rate = rates.fp8_matmul_tflops if work.fp8 else rates.matmul_tflops
     return max(memory, work.flops / (rate * 1e6) if rate else 0.0)
 
 
 def gather_us(work: Work, rates: Rates) -> float | None:
-    """Microseconds of the call's bytes if every named row came from memory; None where nothing is gathered."""
+    """Microseconds for the bytes if every selected row came from memory; None if nothing is gathered."""
     return work.gather_bytes / (rates.copy_gb_s * 1e3) if work.gather_bytes else None
 
 
@@ -88,22 +87,22 @@ def sparse_mla(*, rows: int, heads: int, d_qk: int, d_v: int, gathers: Sequence[
     """Sparse attention of `rows` query rows.
 
     Args:
-        d_qk, d_v: values of a key and of a value row.
+        d_qk, d_v: values of a key row and of a value row.
         gathers: each cache's rows; a logit costs 2 d_qk operations, a value 2 d_v.
-        statistics: float32 numbers written a row and head (lse, max_logits).
+        statistics: float32 numbers written per row and head (lse, max_logits).
     """
     queries = rows * heads * (d_qk + d_v) * BF16_BYTES + rows * heads * statistics * FLOAT32_BYTES
     indices = sum(gather.width for gather in gathers) * INDEX_BYTES
-    named = sum(gather.named for gather in gathers)
+    selected = sum(gather.selected for gather in gathers)
     return Work(
         bytes=queries + indices + sum(gather.distinct * gather.row_bytes for gather in gathers),
-        flops=2 * named * heads * (d_qk + d_v),
-        gather_bytes=queries + indices + sum(gather.named * gather.row_bytes for gather in gathers),
+        flops=2 * selected * heads * (d_qk + d_v),
+        gather_bytes=queries + indices + sum(gather.selected * gather.row_bytes for gather in gathers),
     )
 
 
 def indexer_topk(*, rows: int, keys: int, heads: int, dim: int, topk: int, scored: int) -> Work:
-    """fp8 logits and the selection, the logits never in memory.
+    """fp8 logits and the selection, without logits in memory.
 
     Args:
         scored: (query row, key) pairs in range.
@@ -122,7 +121,7 @@ def topk_rows(*, rows: int, keys: int, topk: int) -> Work:
 
 
 def causal_pairs(q: int, kv: int) -> int:
-    """(query, key) pairs that a causal mask leaves where the queries are the last of kv tokens."""
+    """(query, key) pairs under a causal mask if the queries are the last of kv tokens."""
     return q * (kv - q) + q * (q + 1) // 2
 
 

@@ -1,4 +1,4 @@
-"""Random inputs of the suites: caches, queries, indices. Seeded, made on the device."""
+"""Random inputs of the suites: caches, queries, indices. Seeded, and made on the device."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import torch
 from nsa_plugin.kernels.kv_cache import PagedCache, allocate_cache, reference_write
 from nsa_plugin.layouts import PlainLayout
 
-# Pages that hold values of their own; a larger cache repeats them in random order. Writing 4 million
-# random rows with the reference would take longer than every measurement.
+# Rows with values of their own; a larger cache repeats their pages in random order. Writing 4 million random rows with
+# the reference would take longer than all measurements.
 _OWN_ROWS = 16384
-# float32 scores that one pass of `selection` holds: 256 MiB.
+# float32 scores of one pass of `selection`: 256 MiB.
 _SCORES = 64 * 2**20
 
 
@@ -23,9 +23,9 @@ def normal(device: torch.device, seed: int, *shape: int, dtype: torch.dtype = to
 
 
 def filled_cache(device: torch.device, layout: str, slots: int, page_size: int, seed: int) -> PagedCache:
-    """A cache of at least `slots` rows of random values, a quarter of a normal distribution wide.
+    """A cache of at least `slots` rows of random values with a standard deviation of 1/4.
 
-    Scales are powers of two, so that libraries which round float32 scales to bfloat16 read the same values.
+    Scales are powers of two: libraries that round float32 scales to bfloat16 read the same values.
     """
     pages = -(-slots // page_size)
     own = min(pages, -(-_OWN_ROWS // page_size))
@@ -45,11 +45,10 @@ def filled_cache(device: torch.device, layout: str, slots: int, page_size: int, 
 def selection(
     device: torch.device, rows: int, keys: int, topk: int, seed: int, counts: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """[rows, topk] int32: different keys of each row in random order, the least locality that a row can have;
-    -1 behind them where there are fewer keys.
+    """[rows, topk] int32: distinct keys of each row in random order, the worst case for locality; then -1.
 
     Args:
-        counts: [rows]: a row's keys are the first so many only; None: all of them.
+        counts: [rows]: a row selects from its first `counts` keys; None: from all keys.
     """
     count = min(topk, keys)
     chosen = torch.full((rows, topk), -1, dtype=torch.int32, device=device)
@@ -67,7 +66,7 @@ def selection(
 
 
 def distinct_rows(indices: torch.Tensor, slots: int) -> int:
-    """Different valid rows among indices into a cache of `slots` rows."""
+    """Number of different valid rows among indices into a cache of `slots` rows."""
     seen = torch.zeros(slots, dtype=torch.bool, device=indices.device)
     flat = indices.reshape(-1)
     seen[flat[(flat >= 0) & (flat < slots)].long()] = True
@@ -75,5 +74,5 @@ def distinct_rows(indices: torch.Tensor, slots: int) -> int:
 
 
 def sample(device: torch.device, rows: int, count: int) -> torch.Tensor:
-    """[min(rows, count)] int64: rows spread evenly, the first and the last among them."""
+    """[min(rows, count)] int64: evenly spread rows, including the first and the last."""
     return torch.linspace(0, rows - 1, min(rows, count), device=device).round().long().unique()

@@ -1,7 +1,7 @@
-"""A timed result against the float32 reference, on a sample of its rows.
+"""Check a timed result against the float32 reference, on a sample of its rows.
 
-A judge takes a result and returns its largest error; a result that is not finite or beyond the tolerance
-raises `WrongResultError`. What the reference says is computed once for all contenders of a case.
+A judge takes a result and returns its largest error. It raises `WrongResultError` if the result is not finite or beyond
+the tolerance. The reference is computed once for all contenders of a case.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ import torch
 
 from nsa_plugin.tools.bench.workload import WrongResultError
 
-# (absolute, relative). FlashMLA's own, but for the absolute part of a statistic: a row of one key may have an
-# lse near 0, which is a long sum in another order.
+# (absolute, relative): FlashMLA's tolerances, except for the absolute part of a statistic. A row with one key may have
+# an lse near 0, which is a long sum in another order.
 PREFILL_OUT = (8e-4, 3.01 / 128)
 DECODE_OUT = (1e-3, 2.01 / 128)
 STATISTIC = (2e-5, 8.01 / 65536)
-# Rows of a few keys cancel: bfloat16 weights are off by 2**-9 of values up to 1, whatever their sum is.
+# Rows with few keys cancel: bfloat16 weights are off by 2**-9 of values up to 1, whatever their sum is.
 MHA_OUT = (2e-3, 3.01 / 128)
 
-# A selected logit may lie this far below the reference's threshold, as a share of the row's largest
-# logit: libraries sum the heads in float32 and in another order.
+# A selected logit may be this far below the reference's threshold, as a share of the row's largest logit: libraries sum
+# the heads in float32 and in another order.
 TOPK_SLACK = 1e-3
 
 
 class Attended(NamedTuple):
-    """What the judge of attention reads of a result: its sampled rows are those of dimension 0."""
+    """The part of an attention result that is judged; dimension 0 has the sampled rows."""
 
     out: torch.Tensor
     lse: torch.Tensor | None
 
 
 def close(what: str, actual: torch.Tensor, expected: torch.Tensor, tolerance: tuple[float, float]) -> float:
-    """The largest absolute difference; infinities must be the same.
+    """The largest absolute difference; infinities must match.
 
     Raises:
-        WrongResultError: shape, a NaN, an infinity that is not expected, or a difference beyond the tolerance.
+        WrongResultError: wrong shape, a NaN, an unexpected infinity, or a difference beyond the tolerance.
     """
     if actual.shape != expected.shape:
         raise WrongResultError(f"{what} has shape {list(actual.shape)}, not {list(expected.shape)}")
@@ -59,7 +59,7 @@ def close(what: str, actual: torch.Tensor, expected: torch.Tensor, tolerance: tu
 
 
 def finite(what: str, tensor: torch.Tensor) -> None:
-    """Raises WrongResultError where any value of the whole result, not only of the sample, is not finite."""
+    """Raise WrongResultError if any value of the whole result, not only of the sample, is not finite."""
     if not bool(tensor.isfinite().all()):
         raise WrongResultError(f"{what} has values that are not finite")
 
@@ -67,7 +67,7 @@ def finite(what: str, tensor: torch.Tensor) -> None:
 def attention(
     rows: torch.Tensor, expected: Callable[[], Any], tolerance: tuple[float, float]
 ) -> Callable[[Any], float]:
-    """Judge of results with `out` and `lse`, whose sampled rows (dimension 0) `expected` gives."""
+    """Judge for results with `out` and `lse`; `expected` gives their sampled rows (dimension 0)."""
     reference = cache(expected)
 
     def judge(result: Any) -> float:
@@ -83,10 +83,10 @@ def attention(
 def selected(
     rows: torch.Tensor, logits: Callable[[], torch.Tensor], topk: int, slack: float = TOPK_SLACK
 ) -> Callable[[Any], float]:
-    """Judge of [rows, topk] positions: as many different ones as there are, none clearly below the threshold.
+    """Judge for [rows, topk] positions: as many distinct ones as possible, none clearly below the threshold.
 
-    The error is the largest amount by which a selected logit lies below the k-th largest one, as a share of
-    the row's largest magnitude.
+    The error is the largest amount by which a selected logit lies below the k-th largest one, as a share of the row's
+    largest magnitude.
 
     Args:
         logits: float32 [sampled rows, keys], every key in range.
@@ -98,7 +98,7 @@ def selected(
         chosen = result[rows].long()
         count = min(topk, scores.shape[1])
         if bool((chosen[:, count:] != -1).any()):
-            raise WrongResultError(f"entries behind the {count} selected ones are not -1")
+            raise WrongResultError(f"positions after the {count} selected ones are not -1")
         chosen = chosen[:, :count]
         if bool(((chosen < 0) | (chosen >= scores.shape[1])).any()):
             raise WrongResultError(f"selected positions reach from {int(chosen.min())} to {int(chosen.max())}")
@@ -116,14 +116,14 @@ def selected(
 
 
 def equal(expected: Callable[[], Sequence[torch.Tensor]]) -> Callable[[Any], float]:
-    """Judge of integer results, which must be the reference's exactly."""
+    """Judge for integer results, which must equal the reference."""
     reference = cache(lambda: tuple(expected()))
 
     def judge(result: Any) -> float:
         actual = (result,) if isinstance(result, torch.Tensor) else tuple(result)
         for one, other in zip(actual, reference(), strict=True):
             if one.shape != other.shape or not torch.equal(one.long(), other.long()):
-                raise WrongResultError("the indices are not the reference's")
+                raise WrongResultError("the indices differ from the reference's")
         return 0.0
 
     return judge

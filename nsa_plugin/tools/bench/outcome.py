@@ -10,13 +10,13 @@ from nsa_plugin.tools.bench.cases import BenchCase
 
 @dataclass
 class Outcome:
-    """What came of a suite.
+    """The result of a suite.
 
     Attributes:
         rows: rows of the record.
-        refused: {op, case, provider, reason} of contenders that do not carry a case.
-        failed: the same of those that raised something else, or whose result is wrong.
-        skipped: cases that the time did not reach.
+        refused: {op, case, provider, reason} of contenders that do not support a case.
+        failed: the same for those that raised another error, or whose result is wrong.
+        skipped: cases that the time did not allow.
     """
 
     rows: list[dict[str, Any]] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""The record of a suite: what was measured, on what, from which commit.
+"""The record of a suite: measurements, host and commit.
 
     {"schema": 1, "suite", "command", "date",
      "host": {"gpu", "gpus", "torch", "triton", "libraries", "commit", "l2",
@@ -7,8 +7,8 @@
                "baseline_us", "speedup", "max_error", ...}],
      "refused": [{"op", "case", "provider", "reason"}], "failed": [the same], "skipped": [{"op", "case"}]}
 
-Some rows have more: `gather_us`, `extra_mib`, `up_projection_us`, `absorb_us`. Nothing that failed or was
-wrong is among the rows.
+Some rows have more: `gather_us`, `extra_mib`, `up_projection_us`, `absorb_us`. Failed and wrong results are not among
+the rows.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def describe_host(rates: Rates, *, l2: str, commit: str | None = None) -> dict[s
 
     Args:
         l2: the state of the L2 cache at the start of a run: FLUSHED or BACK_TO_BACK.
-        commit: of the source; None: the checkout's own.
+        commit: source commit; None: read it from the checkout.
     """
     import torch
 
@@ -57,7 +57,7 @@ def describe_host(rates: Rates, *, l2: str, commit: str | None = None) -> dict[s
 
 
 def as_record(suite: Suite, outcome: Outcome, host: Mapping[str, Any], command: Sequence[str]) -> dict[str, Any]:
-    """The record of one run of a suite. Runs back to back are a suite of their own: SUITE-back-to-back."""
+    """The record of one run of a suite. Back-to-back runs are a separate suite: SUITE-back-to-back."""
     back_to_back = host["l2"] == BACK_TO_BACK
     return {
         "schema": SCHEMA,
@@ -73,7 +73,7 @@ def as_record(suite: Suite, outcome: Outcome, host: Mapping[str, Any], command: 
 
 
 def check(record: Any, where: str) -> dict[str, Any]:
-    """The record itself, if it is one of this schema.
+    """Return the record if it has this schema.
 
     Raises:
         BenchError: something is missing; the message names it and `where`.
@@ -92,23 +92,23 @@ def check(record: Any, where: str) -> dict[str, Any]:
 
 
 def is_timing(record: Any) -> bool:
-    """Whether a record is of this command: `docs/benchmarks` also keeps those of engines and of the demo."""
+    """Whether a record holds timings: `docs/benchmarks` also has records of comparisons and of the demo."""
     rows = record.get("rows") if isinstance(record, dict) else None
     return isinstance(rows, list) and bool(rows) and "median_us" in rows[0]
 
 
 def write(record: Mapping[str, Any], folder: Path) -> Path:
-    """Write the record whole, or not at all, to FOLDER/<host>/<suite>.json."""
+    """Write the record completely or not at all to FOLDER/<host>/<suite>.json."""
     path = records.path_of(record, folder)
     records.save(check(record, str(path)), path)
     return path
 
 
 def read(folder: Path) -> dict[str, list[tuple[Path, dict[str, Any]]]]:
-    """The records of FOLDER/<host>/*.json that hold timings, by host, in the order of their names.
+    """The timing records in FOLDER/<host>/*.json, by host, sorted by name.
 
     Raises:
-        BenchError: a file is not JSON, or a record of timings is not of this schema.
+        BenchError: a file is not JSON, or a timing record does not have this schema.
     """
     hosts: dict[str, list[tuple[Path, dict[str, Any]]]] = {}
     for path in sorted(folder.glob("*/*.json")):

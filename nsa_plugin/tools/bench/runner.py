@@ -1,4 +1,4 @@
-"""Every contender of every case: refused, failed, or measured and judged."""
+"""Run every contender of every case: each is refused, fails, or is measured and judged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nsa_plugin.tools.bench.outcome import Outcome
 from nsa_plugin.tools.bench.timing import Timer, Timing
 from nsa_plugin.tools.bench.workload import Contender, Context, TimedCall, Workload, WrongResultError
 
-# What says "not this case"; anything else that a contender raises is a failure.
+# Errors that mean "this case is not supported"; any other error is a failure.
 REFUSALS = (KernelArgumentError, NoProviderError, RegistryError, ImportError)
 
 _LONGEST_SECONDS = 0.2  # of one contender of one case
@@ -24,10 +24,10 @@ _LONGEST_SECONDS = 0.2  # of one contender of one case
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """How much is measured.
+    """How much to measure.
 
     Attributes:
-        seconds: for the suite, compilation not counted; cases that it does not reach are listed.
+        seconds: for the suite, without compilation; cases beyond it are listed.
         runs: of each contender; None: as many as fit.
     """
 
@@ -49,11 +49,11 @@ def run_suite(
     """Measure `cases` of a suite.
 
     Args:
-        update: told where the run is.
-        clock: seconds; the time to be within `options.seconds`.
+        update: called with the current position.
+        clock: in seconds; limits the run to `options.seconds`.
 
     Raises:
-        BenchError: a case's inputs cannot be made; without them there is nothing to measure.
+        BenchError: a case's inputs cannot be made, so there is nothing to measure.
     """
     outcome, build = Outcome(), suite.build()
     began, compiling = clock(), 0.0
@@ -87,7 +87,7 @@ def _measure(
     outcome: Outcome,
     clock: Callable[[], float],
 ) -> tuple[dict[str, Any] | None, float]:
-    """(the row, or None if there is none; seconds that loading and the first call took)."""
+    """(the row, or None if there is none; seconds of loading and the first call)."""
     about = {"op": case.op, "case": case.as_dict(), "provider": contender.name}
     judge = contender.judge or workload.judge
     began = clock()
@@ -98,7 +98,7 @@ def _measure(
     except REFUSALS as error:
         outcome.refused.append(about | {"reason": _first_line(error)})
         return None, clock() - began
-    except Exception as error:  # a library's own: the other contenders are still worth their time
+    except Exception as error:  # a library's error must not stop the other contenders
         outcome.failed.append(about | {"reason": f"{type(error).__name__}: {_first_line(error)}"})
         return None, clock() - began
     try:
@@ -106,9 +106,9 @@ def _measure(
         del result
         extra = _extra_mib(contender, call, timer) if workload.memory else None
         timing = timer.time(call, graph=workload.graph, seconds=_LONGEST_SECONDS, runs=options.runs)
-        # Once more on what the last of many runs in a row has left: a race shows there.
+        # Judge again after many runs in a row: a race shows here.
         largest = max(largest, judge(timing.result))
-        beside = _beside(contender, timer, options)
+        extra_time = _time_extra(contender, timer, options)
     except WrongResultError as wrong:
         outcome.failed.append(about | {"reason": f"wrong result: {wrong}"})
         return None, first_call
@@ -118,11 +118,11 @@ def _measure(
     row = about | _timed(timing, contender.work or workload.work, rates)
     if extra is not None:
         row["extra_mib"] = round(extra, 1)
-    return row | beside | {"max_error": _rounded(largest)}, first_call
+    return row | extra_time | {"max_error": _rounded(largest)}, first_call
 
 
 def _extra_mib(contender: Contender, call: TimedCall, timer: Timer) -> float:
-    """MiB that a contender takes beyond the case's inputs and output; what it keeps was there before the call."""
+    """MiB that a contender needs besides the case's inputs and output, including what it keeps between calls."""
     return timer.extra_mib(call) + (contender.kept_bytes(call) - contender.output_bytes) / 2**20
 
 
@@ -138,16 +138,16 @@ def _timed(timing: Timing, work: Any, rates: Rates) -> dict[str, Any]:
     return fields if gathered is None else fields | {"gather_us": _rounded(gathered)}
 
 
-def _beside(contender: Contender, timer: Timer, options: BenchOptions) -> dict[str, Any]:
-    if contender.beside is None:
+def _time_extra(contender: Contender, timer: Timer, options: BenchOptions) -> dict[str, Any]:
+    if contender.extra_call is None:
         return {}
-    name, call = contender.beside
+    name, call = contender.extra_call
     timing = timer.time(call, graph=False, seconds=_LONGEST_SECONDS / 4, runs=options.runs)
     return {name: _rounded(timing.median_us)}
 
 
 def _compared(rows: list[dict[str, Any]], baselines: tuple[str, ...]) -> list[dict[str, Any]]:
-    """The rows with the first measured baseline beside each; without one the three fields are None."""
+    """Add the first measured baseline to each row; without one the three fields are None."""
     by_name = {row["provider"]: row for row in rows}
     baseline = next((name for name in baselines if name in by_name), None)
     for row in rows:
@@ -159,7 +159,7 @@ def _compared(rows: list[dict[str, Any]], baselines: tuple[str, ...]) -> list[di
 
 
 def _rounded(value: float) -> float:
-    """Four significant digits: more than two runs share."""
+    """Four significant digits: two runs do not agree on more."""
     return float(f"{value:.4g}")
 
 

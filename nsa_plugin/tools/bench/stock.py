@@ -1,8 +1,8 @@
-"""What the engines run today, to compare with: the libraries called as SGLang and vLLM call them.
+"""The kernels that the engines run today, called as SGLang and vLLM call them: the baselines.
 
-Every function makes a call from a case's inputs. The library is imported when the call is made, so that one
-which is missing refuses with ImportError. Padding of heads is part of the call, as it is part of an engine's
-step; scheduler metadata, which an engine makes once for all layers, is not.
+Every function makes a call from a case's inputs. It imports its library when the call is made, so that a missing one
+refuses with ImportError. Padding of heads is part of the call, as it is part of an engine's step; scheduler metadata,
+which an engine makes once for all layers, is not.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from nsa_plugin.tools.bench.workload import TimedCall
 
 D_V = 512
 
-# What the libraries take on SM90.
+# What the libraries support on SM90.
 HEADS = (64, 128)
 PREFILL_TOPK_MULTIPLE, DECODE_TOPK_MULTIPLE = 128, 64
 INDEXER_HEADS = (32, 64)
 
 
 def padded_heads(heads: int) -> int:
-    """The head count that FlashMLA is given for `heads`.
+    """The head count that FlashMLA gets for `heads`.
 
     Raises:
-        KernelArgumentError: it takes no such count.
+        KernelArgumentError: FlashMLA does not support as many.
     """
     for count in HEADS:
         if heads <= count:
             return count
-    raise KernelArgumentError(f"flash_mla: heads is {heads}; it takes at most {HEADS[-1]}")
+    raise KernelArgumentError(f"flash_mla: heads is {heads}; the most it supports is {HEADS[-1]}")
 
 
 def _require_multiple(indices: torch.Tensor, multiple: int) -> None:
     topk = indices.shape[-1]
     if topk % multiple:
-        raise KernelArgumentError(f"flash_mla: topk is {topk}; it takes multiples of {multiple}")
+        raise KernelArgumentError(f"flash_mla: topk is {topk}; it must be a multiple of {multiple}")
 
 
 def pad(q: torch.Tensor) -> torch.Tensor:
-    """q [..., heads, d_qk] with heads of zeros added up to what FlashMLA takes; itself if none are."""
+    """q [..., heads, d_qk] with zero heads added up to what FlashMLA supports; q itself if none are needed."""
     heads = q.shape[-2]
     padded = padded_heads(heads)
     if padded == heads:
@@ -120,10 +120,10 @@ def flash_mla_decode(
 
 
 def flash_mla_rows() -> Attention:
-    """flash_mla_sparse_fwd as what attends a workspace of bf16 rows, heads padded.
+    """flash_mla_sparse_fwd as the attention over a workspace of bf16 rows, heads padded.
 
-    As the SGLang adapter calls it: the kernel's own output is handed on and the combined indices are taken as they
-    are. The provider behind the op's contract copies both. It takes neither a sink nor a place for the output.
+    It is called as the SGLang adapter calls it: the kernel's output and the combined indices are used without copies.
+    The provider behind the op's contract copies both. It supports neither a sink nor an output argument.
     """
     library: Any = import_module("flash_mla")
 
@@ -140,7 +140,7 @@ def flash_mla_rows() -> Attention:
         out_dtype: torch.dtype | None,
     ) -> PrefillOutput:
         if attn_sink is not None or out is not None or out_dtype is not None:
-            raise KernelArgumentError("flash_mla_rows: attn_sink, out or out_dtype is given; it takes none of them")
+            raise KernelArgumentError("flash_mla_rows: attn_sink, out or out_dtype is given, which it does not support")
         heads = q.shape[-2]
         made, max_logits, lse = library.flash_mla_sparse_fwd(
             pad(q), kv.unsqueeze(1), indices.unsqueeze(1), scale, d_v, topk_length=topk_length, use_legacy=True
@@ -151,32 +151,32 @@ def flash_mla_rows() -> Attention:
 
 
 class SglangSparsePrefill:
-    """SGLang's own prefill over bf16 rows of a V4 layer with a compress ratio of 4, by the functions that it runs.
+    """SGLang's prefill over bf16 rows of a V4 layer with a compress ratio of 4, with SGLang's own functions.
 
-    Read of SGLang 0.5.16, `DeepseekV4AttnBackend._forward_prefill_sparse`:
+    It follows `DeepseekV4AttnBackend._forward_prefill_sparse` of SGLang 0.5.16:
 
-    - once a batch, when its first layer attends, and not in the call: `SparsePrefillChunkCache.build` (the window's
-      slots through both maps of the pool, the lengths, the combined indices of layers without a compressed cache) and
+    - once per batch, in its first layer, and not in the call: `SparsePrefillChunkCache.build` (the window's slots
+      through both maps of the pool, the lengths, the combined indices of layers without a compressed cache),
       `ensure_c4` (the slots of the compressed entries), and the buffers of the combined indices;
-    - every layer, and in the call: `combine_c4_layer` (the selection and the window in one row of indices),
+    - in every layer, and in the call: `combine_c4_layer` (selection and window in one row of indices),
       `dequantize_k_cache_paged` of each cache into its part of the backend's workspace, and `flash_mla_sparse_fwd` of
-      sgl_kernel. The workspace is allocated by the first call and kept.
+      sgl_kernel. The first call allocates the workspace, which is kept.
 
-    As in the other contenders there is no attention sink. Of the statistics SGLang uses none, and its lse is one of
-    another base: only the output is judged.
+    There is no attention sink, as in the other contenders. SGLang uses none of the statistics, and its lse has another
+    base, so only the output is judged.
 
     Args:
         q: [tokens, heads, 512], the last tokens of one request of `context` tokens.
         window: the window's cache.
-        window_slots: [context] int64: where a position's row is in it; of a position that no query reaches, anything.
+        window_slots: [context] int64: slot of a position's row in it; any value for positions that no query reaches.
         extra: the compressed cache; entry i of the request is in slot i.
-        selected: [tokens, topk] int32: entries of the request, those that count first: as many as there are before
-            the query, at most topk.
+        selected: [tokens, topk] int32: entries of the request. The first ones count: as many as there are before the
+            query, at most topk.
         window_size: tokens.
 
     Raises:
         ImportError: SGLang is missing, or its version has other functions.
-        KernelArgumentError: more heads than FlashMLA takes.
+        KernelArgumentError: more heads than FlashMLA supports.
     """
 
     def __init__(
@@ -242,12 +242,12 @@ class SglangSparsePrefill:
         return attended
 
     def kept_bytes(self) -> int:
-        """Bytes that stay from one layer to the next: the workspace and the combined indices."""
+        """Bytes kept from one layer to the next: the workspace and the combined indices."""
         return self._kept
 
 
 def _whole_pages(cache: PagedCache) -> PagedCache:
-    """The cache with the padding behind each page, as SGLang's pools hand theirs over: contiguous."""
+    """The cache including the padding after each page, contiguous as in SGLang's pools."""
     pages, stride = cache.data.shape[0], cache.data.stride(0)
     return replace(cache, data=cache.data.as_strided((pages, stride), (stride, 1), cache.data.storage_offset()))
 
@@ -260,10 +260,10 @@ def deep_gemm_logits(
     ks: torch.Tensor,
     ke: torch.Tensor,
 ) -> TimedCall:
-    """All logits in one float32 buffer [rows, keys]. Not cleaned outside the ranges, as SGLang has it."""
+    """All logits in one float32 buffer [rows, keys]. Not cleaned outside the ranges, as in SGLang."""
     library: Any = import_module("deep_gemm")
     if q.shape[1] not in INDEXER_HEADS:
-        raise KernelArgumentError(f"deep_gemm: heads is {q.shape[1]}; it takes 32 or 64")
+        raise KernelArgumentError(f"deep_gemm: heads is {q.shape[1]}; it must be 32 or 64")
     return lambda: library.fp8_mqa_logits(q, (k, k_scale), weights, ks, ke, clean_logits=False)
 
 
@@ -278,7 +278,7 @@ def deep_gemm_paged_logits(
     """Logits of decode rows from the paged cache, [batch, max_len]; the schedule is made once, as for all layers."""
     library: Any = import_module("deep_gemm")
     if q.shape[2] not in INDEXER_HEADS:
-        raise KernelArgumentError(f"deep_gemm: heads is {q.shape[2]}; it takes 32 or 64")
+        raise KernelArgumentError(f"deep_gemm: heads is {q.shape[2]}; it must be 32 or 64")
     lengths = seq_lens.unsqueeze(1)
     schedule = library.get_paged_mqa_logits_metadata(lengths, cache.page_size, library.get_num_sms())
     return lambda: library.fp8_paged_mqa_logits(
@@ -287,10 +287,7 @@ def deep_gemm_paged_logits(
 
 
 class LibraryTopK:
-    """A library's top-k of whole rows of logits: positions, int32 or int64.
-
-    `name` is one of `SELECTORS`.
-    """
+    """A library's top-k of whole rows of logits: positions, int32 or int64. `name` is one of `SELECTORS`."""
 
     def __init__(self, name: str, rows: int, keys: int, topk: int, device: torch.device):
         self._topk = topk
@@ -299,13 +296,13 @@ class LibraryTopK:
         module, self._function = SELECTORS[name]
         self._library: Any = import_module(module)
         if self._function == "fast_topk_v2" and topk != 2048:
-            raise KernelArgumentError(f"fast_topk_v2: topk is {topk}; it takes 2048 alone")
+            raise KernelArgumentError(f"fast_topk_v2: topk is {topk}; it must be 2048")
         if topk > keys:
             raise KernelArgumentError(f"{name}: topk is {topk}; a row has {keys} logits")
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
         function: Any = getattr(self._library, self._function)
-        # FlashInfer takes dense rows only, and DeepGEMM's logits have gaps between theirs: a copy is what it costs.
+        # FlashInfer needs dense rows, and DeepGEMM's logits have gaps between theirs: the copy is part of its cost.
         if self._library.__name__ == "flashinfer":
             logits = logits.contiguous()
         if self._function == "fast_topk_v2":
@@ -326,4 +323,4 @@ SELECTORS = {
     "flashinfer.top_k": ("flashinfer", "top_k"),
     "flashinfer.top_k_ragged_transform": ("flashinfer", "top_k_ragged_transform"),
 }
-"""Name: (module, function). SGLang's own first: it is what the others are compared with."""
+"""Name: (module, function). SGLang's comes first: it is the baseline."""

@@ -1,4 +1,4 @@
-"""What a run prints: a table of its measurements, then what was refused, failed or not reached."""
+"""Terminal output of a run: a table of its measurements, then what was refused, failed or skipped."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def print_rates(console: Console, gpu: str, rates: Rates) -> None:
 
 
 def print_outcome(console: Console, suite: str, outcome: Outcome) -> None:
-    """The measurements of a suite and everything that is not among them, with the reason."""
+    """Print the measurements of a suite and everything that is not among them, with the reason."""
     extras = [name for name in _EXTRAS if any(name in row for row in outcome.rows)]
     columns = ("case", "provider", "median µs", "min µs", "÷ floor", "speed-up", *(_EXTRAS[name] for name in extras))
     shown = table(suite, *columns, "max error")
@@ -56,11 +56,11 @@ def print_outcome(console: Console, suite: str, outcome: Outcome) -> None:
         for line in grouped(entries):
             console.print(f"{title}: {line}")
     if outcome.skipped:
-        console.print(f"not reached within the time: {len(outcome.skipped)} cases, from {outcome.skipped[0]}")
+        console.print(f"not enough time for {len(outcome.skipped)} cases, from {outcome.skipped[0]}")
 
 
 def grouped(entries: Iterable[dict[str, Any]]) -> list[str]:
-    """Refusals or failures in lines: one for all cases of an op that a provider has the same reason for."""
+    """Refusals or failures as lines: one for all cases of an op with the same provider and reason."""
     cases: dict[tuple[str, str, str], list[str]] = {}
     for entry in entries:
         key = (entry["op"], entry["provider"], entry["reason"])

@@ -2,19 +2,19 @@
 
 How a call is timed:
 
-- warmed up for a time, not for a number of calls, so that clocks settle for short calls too;
-- the L2 cache is emptied before every run by *reading* a large buffer: writing one would leave dirty
-  lines whose write-back the timed call pays for. A model's layers and steps lie between two uses of a
-  cache, so a cold L2 is what serving sees; rows that one call names twice may still hit;
-- the device is kept busy while the host enqueues the call, so that a run is device time and not the
-  time that Python takes to launch, unless the call itself waits for the device;
-- decode-size calls are replays of a CUDA graph, as engines run them. Where a call cannot be captured
-  it is timed as it is, and the record's row says "eager".
+- The warm-up lasts a time, not a number of calls, so that clocks settle for short calls too.
+- *Reading* a large buffer empties the L2 cache before every run. Writing one would leave dirty lines, and the timed
+  call would pay for their write-back. Between two uses of a cache a model runs its other layers, so serving sees a
+  cold L2; rows that one call reads twice may still hit.
+- The device is kept busy while the host enqueues the call, so a run measures device time and not Python's launch
+  time, unless the call itself waits for the device.
+- Decode-size calls are replays of a CUDA graph, as engines run them. A call that cannot be captured is timed
+  directly, and the record's row says "eager".
 
-The median and the least of the runs are kept.
+The median and the minimum of the runs are kept.
 
-Published figures of kernels are mostly made otherwise: calls back to back, of which each finds the L2 cache as the one
-before left it and waits for no event. `CudaTimer(back_to_back=True)` times so, to be compared with them alone.
+Published kernel figures are usually measured back to back: each call finds the L2 cache as the previous one left it and
+waits for no event. `CudaTimer(back_to_back=True)` does the same, for comparison with such figures only.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _QUEUED_MARGIN = 1.5  # the device is kept busy this much longer than the host t
 
 @dataclass(frozen=True)
 class Timing:
-    """What came of timing one call: microseconds of `runs` runs, how, and the last run's result."""
+    """The time of one call: microseconds over `runs` runs, how they ran, and the last result."""
 
     median_us: float
     min_us: float
@@ -50,14 +50,14 @@ class Timing:
 
 
 class Timer(Protocol):
-    """What the runner needs of a clock."""
+    """The clock that the runner needs."""
 
     def time(self, call: TimedCall, *, graph: bool, seconds: float, runs: int | None) -> Timing:
         """Time `call` for about `seconds`, or `runs` times."""
         ...
 
     def extra_mib(self, call: TimedCall) -> float:
-        """Peak memory in MiB that a call takes beyond what is allocated before it."""
+        """Peak memory in MiB that a call needs besides what was allocated before it."""
         ...
 
 
@@ -65,7 +65,7 @@ class CudaTimer:
     """Times calls on the current CUDA device; see the module.
 
     Args:
-        back_to_back: without emptying the L2 cache, each reading the mean of runs that follow each other directly.
+        back_to_back: do not empty the L2 cache; each reading is the mean of consecutive runs.
     """
 
     def __init__(self, *, back_to_back: bool = False) -> None:
@@ -114,7 +114,7 @@ class CudaTimer:
 
 
 def _capture(call: TimedCall) -> tuple[torch.cuda.CUDAGraph, Any] | None:
-    """A CUDA graph of the call and the result that its replays write, or None where it cannot be captured."""
+    """A CUDA graph of the call and the result that its replays write; None if the call cannot be captured."""
     run_aside(call)
     graph = torch.cuda.CUDAGraph()
     try:
@@ -140,7 +140,7 @@ def run_aside(call: TimedCall) -> None:
 
 
 def _warm_up(run: Callable[[], None]) -> tuple[float, float]:
-    """Seconds that the host takes to enqueue a run, and that a run takes in all, after warming up."""
+    """Warm up. Returns seconds that the host needs to enqueue a run, and seconds that a whole run takes."""
     torch.cuda.synchronize()
     began, host, count = time.perf_counter(), [], 0
     while count < 3 or time.perf_counter() - began < _WARM_UP_SECONDS:
@@ -165,7 +165,7 @@ def _sleep_rate() -> float:
 
 
 def measure_rates(timer: Timer, *, copy_bytes: int = 2**31, side: int = 8192) -> Rates:
-    """The device's rates of a large copy and of large matrix products, on random data, by the median run."""
+    """The device's rates for a large copy and large matrix products on random data, by the median run."""
     copy_us = _copy_us(timer, copy_bytes)
     a, b = (torch.randn(side, side, device="cuda").bfloat16() for _ in range(2))
     bf16 = timer.time(lambda: a @ b, graph=False, seconds=0.2, runs=None)
@@ -184,7 +184,7 @@ def _copy_us(timer: Timer, size: int) -> float:
 
 
 def _fp8_rate(timer: Timer, a: torch.Tensor, b: torch.Tensor, flops: int) -> float | None:
-    """TFLOPS of an fp8 product, None where this torch or device has none."""
+    """TFLOPS of an fp8 product, or None if this torch or device does not support it."""
     one = torch.ones((), device="cuda")
     left, right = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t()
 

@@ -1,4 +1,4 @@
-"""A case made ready: its inputs, the calls that compete on it, and how a result is judged."""
+"""A case ready to run: its inputs, the calls that compete on it, and how a result is judged."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from nsa_plugin.tools.bench.floors import Work
 TimedCall = Callable[[], Any]
 T = TypeVar("T")
 
-# Inputs that several cases share: the caches and indices of the last few shapes.
+# Number of shared inputs to keep: caches and indices of the last few shapes.
 _KEPT = 6
 
 
 class WrongResultError(NsaPluginError):
-    """A provider's result is not the reference's within the tolerance."""
+    """A provider's result differs from the reference by more than the tolerance."""
 
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to do the case.
+    """One way to run the case.
 
     Attributes:
         name: the provider's name, or the stock path's.
-        load: makes the call; raises where this contender cannot carry the case.
-        judge: the largest error of a result; raises `WrongResultError`. None: the workload's.
-        beside: a name and a call that the engine needs beside this one, timed as a field of its own.
-        work: what this way cannot do without, where it computes something else than the case's op.
-        output_bytes: of the output that the call makes itself, which is no extra memory.
-        kept_bytes: of what a loaded call keeps from one call to the next, which is.
+        load: makes the call; raises if this contender does not support the case.
+        judge: the largest error of a result; raises `WrongResultError`. None: the workload's judge.
+        extra_call: name and call of what the engine must also run for this contender, timed as a field of its own.
+        work: what this contender needs at least, if it computes something other than the case's op.
+        output_bytes: of the output that the call allocates, which is not extra memory.
+        kept_bytes: of what a loaded call keeps between calls, which is extra memory.
     """
 
     name: str
     load: Callable[[], TimedCall]
     judge: Callable[[Any], float] | None = None
-    beside: tuple[str, TimedCall] | None = None
+    extra_call: tuple[str, TimedCall] | None = None
     work: Work | None = None
     output_bytes: int = 0
     kept_bytes: Callable[[Any], int] = lambda call: 0
@@ -48,15 +48,15 @@ class Contender:
 
 @dataclass(frozen=True)
 class Workload:
-    """A case made ready.
+    """A case ready to run.
 
     Attributes:
-        work: what the case cannot do without.
+        work: what the case needs at least.
         contenders: in the order in which they run.
         judge: the largest error of a result against the float32 reference; raises `WrongResultError`.
-        baselines: names of contenders that are stock paths; the first one measured is compared with.
+        baselines: names of stock contenders; the first one measured is the baseline.
         graph: time replays of a CUDA graph, as decode steps run.
-        memory: also report the peak memory that a call takes beyond its inputs and output.
+        memory: also report the peak memory that a call needs besides its inputs and output.
     """
 
     work: Work
@@ -69,13 +69,13 @@ class Workload:
 
 @dataclass
 class Context:
-    """Where a suite runs and what is measured there.
+    """Where a suite runs and what it measures.
 
     Attributes:
         device: of the inputs.
-        sm: SM version, None where the device is no NVIDIA GPU.
+        sm: SM version, None if the device is not an NVIDIA GPU.
         registry: the plugin's providers.
-        wanted: names of providers to measure; empty: every one but the reference.
+        wanted: names of providers to measure; empty: all but the reference.
     """
 
     device: torch.device
@@ -85,7 +85,7 @@ class Context:
     _shared: dict[Any, Any] = field(default_factory=dict)
 
     def shared(self, key: Any, make: Callable[[], T]) -> T:
-        """What `make` gives, kept for the next cases that ask with the same key."""
+        """The result of `make`, kept for the next cases that ask with the same key."""
         if key in self._shared:
             self._shared[key] = self._shared.pop(key)
         else:
@@ -108,33 +108,33 @@ class Context:
         dtype: str | None = "bfloat16",
         heads: int | None = None,
         judge: Callable[[Any], float] | None = None,
-        beside: tuple[str, TimedCall] | None = None,
+        extra_call: tuple[str, TimedCall] | None = None,
         work: Work | None = None,
     ) -> list[Contender]:
-        """A contender for each provider of `op` that is wanted; one that refuses says why when it is loaded.
+        """A contender for each wanted provider of `op`. One that does not support the case says why when it is loaded.
 
         Args:
-            bind: from a provider's function to the call.
-            label: how the record names a provider "{}".
+            bind: makes the call from a provider's function.
+            label: name in the record, with "{}" for the provider.
         """
         try:
             names = [provider.name for provider in self.registry.providers(op)]
         except RegistryError as error:
-            # Not part of this installation: listed as refused rather than left out.
+            # Not installed: list the op as refused instead of leaving it out.
             return [Contender(label.format("nsa_plugin"), _refuse(error))]
 
         def loader(name: str) -> Callable[[], TimedCall]:
             return lambda: bind(self.registry.load(op, name, layout=layout, dtype=dtype, heads=heads, sm=self.sm))
 
         return [
-            Contender(label.format(name), loader(name), judge, beside, work)
+            Contender(label.format(name), loader(name), judge, extra_call, work)
             for name in names
             if (name in self.wanted if self.wanted else name != REFERENCE)
         ]
 
 
 def with_poisoned(out: torch.Tensor, call: TimedCall) -> TimedCall:
-    """The call, after `out` is filled with what no right result holds: what it does not write shows."""
+    """The call, after filling `out` with an invalid value: whatever the call does not write shows."""
     out.fill_(float("nan") if out.is_floating_point() else torch.iinfo(out.dtype).min)
     return call
 

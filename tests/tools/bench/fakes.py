@@ -115,7 +115,7 @@ def scalars(case: BenchCase, context: Context) -> Workload:
         contenders=(
             Contender("absent", absent),
             Contender("stock", returns(1.0)),
-            Contender("ours", returns(2.0), beside=("absorb_us", lambda: torch.tensor(9.0))),
+            Contender("ours", returns(2.0), extra_call=("absorb_us", lambda: torch.tensor(9.0))),
             Contender("other", returns(3.0), work=Work(bytes=0, flops=6_000_000_000)),
         ),
         judge=judge,

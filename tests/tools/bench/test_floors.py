@@ -12,7 +12,7 @@ RATES = Rates(copy_gb_s=4250.0, matmul_tflops=686.0, fp8_matmul_tflops=1000.0)
 
 def test_decode_of_128_sequences_gathers_172_megabytes() -> None:
     named = 128 * 2048
-    gather = Gather(named=named, distinct=named, row_bytes=656, width=named)
+    gather = Gather(selected=named, distinct=named, row_bytes=656, width=named)
     work = floors.sparse_mla(rows=128, heads=16, d_qk=576, d_v=512, gathers=[gather])
     rows = 171_966_464  # 128 * 2048 * 656
     queries = 128 * 16 * (576 + 512) * 2 + 128 * 16 * 4
@@ -24,7 +24,7 @@ def test_decode_of_128_sequences_gathers_172_megabytes() -> None:
 
 def test_prefill_counts_a_row_once_however_many_queries_name_it() -> None:
     named = 4096 * 2048
-    gather = Gather(named=named, distinct=floors.distinct_at_most(named, 65536), row_bytes=656, width=named)
+    gather = Gather(selected=named, distinct=floors.distinct_at_most(named, 65536), row_bytes=656, width=named)
     work = floors.sparse_mla(rows=4096, heads=16, d_qk=576, d_v=512, gathers=[gather], statistics=2)
     outside = 4096 * 16 * (1088 * 2 + 2 * 4) + named * 4
     assert work.bytes == outside + 65536 * 656

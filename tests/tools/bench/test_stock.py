@@ -170,7 +170,7 @@ def test_selectors_alone() -> None:
     assert [row["provider"] for row in rows][:4] == list(stock.SELECTORS)
     few = run("topk", case("topk_rows", q=3, kv=210, topk=64))
     assert few.rows[0]["baseline"] == "torch.topk"
-    assert few.refused[0]["reason"] == "fast_topk_v2: topk is 64; it takes 2048 alone"
+    assert few.refused[0]["reason"] == "fast_topk_v2: topk is 64; it must be 2048"
 
 
 def test_sparse_attention_beside_dense_with_their_projections() -> None:
@@ -186,10 +186,13 @@ def test_what_the_libraries_do_not_take_is_refused() -> None:
     cases = {
         "sparse-mla-prefill": ("heads is 129", {"heads": 129, "q": 2, "kv": 130, "topk": 128, "layout": "v32_fp8"}),
         "sparse-mla-decode": (
-            "topk is 65; it takes multiples of 64",
+            "topk is 65; it must be a multiple of 64",
             {"heads": 2, "batch": 1, "s_q": 1, "kv": 90, "topk": 65, "layout": "v32_fp8"},
         ),
-        "indexer-topk": ("heads is 16; it takes 32 or 64", {"heads": 16, "q": 2, "kv": 90, "topk": 8, "budget_mib": 1}),
+        "indexer-topk": (
+            "heads is 16; it must be 32 or 64",
+            {"heads": 16, "q": 2, "kv": 90, "topk": 8, "budget_mib": 1},
+        ),
     }
     for suite, (reason, fields) in cases.items():
         outcome = run(suite, case(SUITES[suite].cases[0].op, **fields))

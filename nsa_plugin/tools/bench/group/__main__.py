@@ -1,9 +1,9 @@
-"""`torchrun --nproc-per-node W -m nsa_plugin.tools.bench.group`: heads for tokens against the engine's way and against
-the plugin's kernel for few heads, on W GPUs of one host.
+"""`torchrun --nproc-per-node W -m nsa_plugin.tools.bench.group`: the head/token all-to-all on W GPUs of one host,
+against the engines' padded heads and the plugin's kernel for few heads.
 
-Every rank makes every call. A figure is the maximum over the ranks of each one's median. Each timed result is compared
-with the float32 reference on a sample of its rows, and the sharded ones with the same kernel over all heads without
-an exchange: `bit_equal` says whether every rank had its very bits.
+Every rank makes every call. A figure is the maximum over the ranks of their medians. Each timed result is compared with
+the float32 reference on a sample of its rows. Resharded results are also compared with the same kernel over all heads
+without an exchange: `bit_equal` says whether every rank got the same bits.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from nsa_plugin.tools.bench.runner import BenchOptions, run_suite
 from nsa_plugin.tools.bench.workload import Context
 from nsa_plugin.tools.terminal import console
 
-TIMEOUT = timedelta(minutes=5)  # of a collective: kernels compile in between
-NO_LIMIT = float("inf")  # of time: ranks that stopped by their own clocks would part
+TIMEOUT = timedelta(minutes=5)  # per collective: kernels compile in between
+NO_LIMIT = float("inf")  # ranks that stopped by their own clocks would stop at different cases
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else list(arguments)
     args = parser().parse_args(given)
     if "RANK" not in os.environ:
-        raise BenchError("start it by torchrun: torchrun --nproc-per-node 8 -m nsa_plugin.tools.bench.group")
+        raise BenchError("start it with torchrun: torchrun --nproc-per-node 8 -m nsa_plugin.tools.bench.group")
     device = _device(tiny=args.tiny)
     bound = {"device_id": device} if device.type == "cuda" else {}
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT, **bound)
@@ -55,12 +55,12 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="nsa_plugin.tools.bench.group", description=__doc__.split("\n\n")[0], allow_abbrev=False
     )
-    made.add_argument("--op", action="append", metavar="OP", help="measure this op alone; may be given again")
+    made.add_argument("--op", action="append", metavar="OP", help="measure only this op; may be given more than once")
     made.add_argument(
         "--provider",
         action="append",
         metavar="NAME",
-        help="the plugin's kernels for few heads, beside the rest (cuda)",
+        help="the plugin's kernels for few heads, in addition to the others (cuda)",
     )
     made.add_argument("--runs", type=int, default=30, metavar="N", help="timed runs of each contender (%(default)s)")
     made.add_argument("--tiny", action="store_true", help="small cases, on a CPU too, to see what runs; no record")
@@ -75,21 +75,21 @@ def _device(*, tiny: bool) -> torch.device:
         torch.cuda.set_device(device)
         return device
     if not tiny:
-        raise BenchError("measuring needs NVIDIA GPUs, and torch sees none; only --tiny runs without")
+        raise BenchError("measuring needs NVIDIA GPUs, and torch sees none; only --tiny runs without one")
     return torch.device("cpu")
 
 
 def measure(args: argparse.Namespace, device: torch.device) -> tuple[GroupSuite, Outcome, Rates]:
-    """Measure on the default group what the arguments ask for; the same rows on every rank.
+    """Measure what the arguments ask for on the default group; every rank gets the same rows.
 
     Raises:
-        BenchError: an argument cannot be, or not with so many ranks.
+        BenchError: an argument is invalid, or not possible with this number of ranks.
     """
     ranks = dist.get_world_size()
     if args.tiny and args.json:
         raise BenchError("--tiny makes no record; leave out --json")
     if ALL_HEADS % ranks:
-        raise BenchError(f"{ranks} ranks; allowed: what divides {ALL_HEADS} heads")
+        raise BenchError(f"{ranks} ranks; the number must divide {ALL_HEADS} heads")
     chosen = suite(ranks)
     cases = [case for case in (chosen.tiny if args.tiny else chosen.cases) if not args.op or case.op in args.op]
     if not cases:
@@ -128,7 +128,7 @@ def _report(given: Sequence[str], args: argparse.Namespace, chosen: GroupSuite, 
 
 
 def _add_exactness(outcome: Outcome, chosen: GroupSuite) -> None:
-    """`bit_equal` of each sharded row: whether it held on every rank."""
+    """Set `bit_equal` of each resharded row: whether it is true on every rank."""
     every = gather(chosen.exact)
     for row in outcome.rows:
         key = (BenchCase(row["op"], tuple(row["case"].items())), row["provider"])

@@ -1,6 +1,6 @@
 """A clock and a judge for calls that all ranks of the default group make together.
 
-Every rank runs the same calls the same number of times, whatever its own clock says: a rank that left earlier would
+Every rank runs the same calls the same number of times, whatever its own clock says: a rank that stopped earlier would
 leave the others waiting in a collective.
 """
 
@@ -33,11 +33,11 @@ def gather(value: Any) -> list[Any]:
 
 
 class GroupTimer:
-    """Times a call that every rank makes: the maximum over the ranks of each one's median (and of each one's least).
+    """Times a call that every rank makes: the maximum over the ranks of their medians, and of their minima.
 
-    On a GPU a run starts when a small collective on the device has brought the ranks together, with the L2 cache
-    emptied by reading and the call enqueued meanwhile; decode-size calls are replays of a CUDA graph. On a CPU, for dry
-    runs, it is the host's clock after a barrier.
+    On a GPU a run starts when a small collective on the device has synchronised the ranks, with the L2 cache emptied by
+    reading and the call already enqueued; decode-size calls are replays of a CUDA graph. On a CPU, for dry runs, it is
+    the host's clock after a barrier.
     """
 
     l2 = FLUSHED
@@ -50,7 +50,7 @@ class GroupTimer:
             self._together = torch.zeros(1, device=device)
 
     def time(self, call: TimedCall, *, graph: bool, seconds: float, runs: int | None) -> Timing:
-        """`runs` timed runs, the timer's own number if None; `seconds` has no influence."""
+        """Time `runs` runs, or the timer's own number if None. `seconds` is ignored."""
         count = runs or self._runs
         held: list[Any] = [None]
 
@@ -67,7 +67,7 @@ class GroupTimer:
         return Timing(max(medians), max(leasts), count, how, held[0])
 
     def extra_mib(self, call: TimedCall) -> float:
-        raise NotImplementedError("no workload of the group asks for memory")
+        raise NotImplementedError("no group workload reports memory")
 
     def _on_host(self, run: Callable[[], None], count: int) -> list[float]:
         measured = []
@@ -99,11 +99,11 @@ class GroupTimer:
         return [start.elapsed_time(end) * 1e3 for start, end in events]
 
     def _captured(self, call: TimedCall, held: list[Any]) -> torch.cuda.CUDAGraph | None:
-        """A graph of the call whose replays write `held`'s result; None, on every rank, where one cannot capture it."""
+        """A graph of the call whose replays write `held`'s result; None on every rank if one rank cannot capture it."""
         run_aside(call)
         graph, failure = torch.cuda.CUDAGraph(), ""
         try:
-            # Of this thread alone: NCCL's watchdog looks at its events meanwhile.
+            # This thread only: NCCL's watchdog queries its events meanwhile.
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 held[0] = call()
         except RuntimeError as error:  # e.g. a host sync
@@ -113,7 +113,7 @@ class GroupTimer:
 
 
 def on_all_ranks(judge: Callable[[Any], float]) -> Callable[[Any], float]:
-    """The largest error of all ranks; a result that is wrong on one raises `WrongResultError` on all."""
+    """The largest error of all ranks; a wrong result on one rank raises `WrongResultError` on all."""
 
     def judged(result: Any) -> float:
         error, wrong = 0.0, ""
@@ -131,7 +131,7 @@ def on_all_ranks(judge: Callable[[Any], float]) -> Callable[[Any], float]:
 
 
 def measured_rates(device: torch.device) -> Rates:
-    """This rank's own rates; of a CPU roughly, as a dry run needs them."""
+    """This rank's own rates; rough ones on a CPU, which are enough for a dry run."""
     if device.type == "cuda":
         return measure_rates(CudaTimer())
     side = 256

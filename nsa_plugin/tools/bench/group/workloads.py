@@ -1,11 +1,11 @@
-"""Workloads of heads for tokens: attention alone, and attention with the indexer.
+"""Workloads of the head/token all-to-all: attention alone, and attention with the indexer.
 
-What they stand beside, in the same run, is the engine's own: FlashMLA with padded heads, and for the indexer DeepGEMM's
-logits with SGLang's top-k. Where that library is not installed the plugin's selection stands in its place, which a
-record's `baseline` then names.
+The baselines, in the same run, are the engine's kernels: FlashMLA with padded heads, and for the indexer DeepGEMM's
+logits with SGLang's top-k. If that library is not installed, the plugin's selection replaces it, and the record's
+`baseline` says so.
 
-The KV cache, the indices and the indexer's inputs are the same on every rank, q is the rank's own heads. Every query
-row sees every key, so a rank's share of the rows is its share of the work.
+The KV cache, the indices and the indexer's inputs are the same on every rank; q has the rank's own heads. Every query
+sees every key, so a rank's share of the rows is its share of the work.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from nsa_plugin.tools.bench.workload import Contender, Context, TimedCall, Workl
 ATTENTION, LAYER = "token_shard_attention", "token_shard_layer"
 ALL_HEADS = 128  # of the model, over the ranks
 SHARDED = "token_shard"
-IN_PLACE = " decode kernel"  # behind a library's name: over the fp8 pages of a prefill, so that no bf16 rows are needed
+IN_PLACE = " decode kernel"  # after a library's name: it reads the fp8 pages of a prefill and needs no bf16 rows
 TOP_K = "sgl_kernel.fast_topk_v2"
-DECODES = (512, 256, 128)  # sequences; the first has the cache that the others use a part of
+DECODES = (512, 256, 128)  # sequences; the others use a part of the first one's cache
 INDEXER_HEAD_DIM = 128
 SAMPLED_ROWS = 24
 LAYOUT = "v32_fp8"
@@ -47,7 +47,7 @@ Attend = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(q [n, heads, d_qk], indices [n, topk]) -> out [n, heads, d_v]."""
 
 Exact = dict[tuple[BenchCase, str], bool]
-"""Whether a contender's sampled rows had the bits of the same kernel without the exchange, on this rank."""
+"""Whether a contender's sampled rows equal those of the same kernel without the exchange bit by bit, on this rank."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class GroupSuite(Suite):
 
 
 def suite(ranks: int) -> GroupSuite:
-    """The cases of a group of so many ranks, which share ALL_HEADS heads."""
+    """The cases of a group of `ranks` ranks, which share ALL_HEADS heads."""
 
     def of(op: str, heads: int, **fields: int) -> BenchCase:
         return case(op, heads=heads, **fields, layout=LAYOUT, tp=ranks)
@@ -73,7 +73,7 @@ def suite(ranks: int) -> GroupSuite:
     indexer = {"index_heads": 64, "budget_mib": 2048}
     return GroupSuite(
         f"token-shard-tp{ranks}",
-        "every head of a share of the rows, beside some heads of every row",
+        "all heads for a share of the rows; baseline: a share of the heads for all rows",
         f"{__name__}:workload",
         (
             *(prefill(ATTENTION, q, kv) for q, kv in shapes),
@@ -94,7 +94,7 @@ def workload(case: BenchCase, context: Context, exact: Exact) -> Workload:
 
 
 class Layered(NamedTuple):
-    """What a layer gives: out [rows, h, d_v], and indices of the rows from `first` on."""
+    """The result of a layer: out [rows, h, d_v], and the indices of the rows from `first` on."""
 
     out: torch.Tensor
     indices: torch.Tensor
@@ -131,7 +131,7 @@ class Inputs:
 
     @cached_property
     def indices(self) -> torch.Tensor:
-        """[rows, topk]: slots; of a decode row among its own sequence's."""
+        """[rows, topk] slots; a decode row selects from its own sequence's."""
         chosen = inputs.selection(self.context.device, self.rows, self.kv, self.topk, 2)
         if not self.decode:
             return chosen
@@ -140,16 +140,16 @@ class Inputs:
 
     @property
     def bf16(self) -> torch.Tensor:
-        """The cache as bf16 rows, which FlashMLA's prefill reads."""
+        """The cache as bf16 rows, the input of FlashMLA's prefill."""
         return self.context.shared(("rows", self.kv), lambda: bf16_rows(self.cache))
 
     def attend_by(self, name: str, heads: int) -> Attend:
         """A provider, with or without IN_PLACE, as a function of q and indices.
 
         Raises:
-            NoProviderError: it does not carry the case.
+            NoProviderError: it does not support the case.
         """
-        one_by_one = self.decode or name.endswith(IN_PLACE)  # every row is a sequence of its own to the kernel
+        one_by_one = self.decode or name.endswith(IN_PLACE)  # to the kernel every row is a sequence
         name = name.removesuffix(IN_PLACE)
         reads_bf16 = name == "flash_mla" and not one_by_one
         op = "sparse_mla_decode" if one_by_one else "sparse_mla_prefill"
@@ -170,10 +170,10 @@ class Inputs:
         return decode
 
     def bind(self, name: str) -> TimedCall:
-        """A call of attention of this rank's heads: by a provider, or PADDED, which is the engine's.
+        """A call of attention of this rank's heads: by a provider, or PADDED, the engine's.
 
         Raises:
-            NoProviderError, ImportError: it does not carry the case.
+            NoProviderError, ImportError: it does not support the case.
         """
         if name != PADDED:
             attend = self.attend_by(name, self.heads)
@@ -198,21 +198,21 @@ class Inputs:
         )
 
     def names(self) -> list[str]:
-        """The plugin's kernels for few heads that are measured."""
+        """The measured kernels of the plugin for few heads."""
         return sorted(self.context.wanted)
 
     def expected(self, indices: torch.Tensor) -> Any:
-        """The float32 reference of the sampled rows, which have these indices [samples, topk]."""
+        """The float32 reference of the sampled rows with these indices [samples, topk]."""
         rows = self.q[self.sample]
         return reference_prefill(rows, self.cache, indices, scale=self.scale, out_dtype=torch.float32)
 
     def unsharded(self, kernel: str, indices: torch.Tensor) -> torch.Tensor:
-        """This rank's heads of the sampled rows, by the kernel of a sharded contender over all heads.
+        """This rank's heads of the sampled rows, from a resharded contender's kernel over all heads.
 
-        How a decode kernel splits a row's keys turns on all rows of its call: it is given one share after the other.
+        How a decode kernel splits a row's keys depends on all rows of its call, so it gets one share after the other.
 
         Args:
-            indices: of the sampled rows; a decode kernel has the case's own.
+            indices: of the sampled rows; a decode kernel uses the case's own.
         """
         own = slice(self.rank * self.heads, (self.rank + 1) * self.heads)
         all_heads = self.ranks * self.heads
@@ -225,7 +225,7 @@ class Inputs:
         return torch.cat(outs)[self.sample]
 
     def note(self, name: str, out: torch.Tensor, expected: torch.Tensor) -> None:
-        """Whether the sampled rows of a sharded result have the bits of the unsharded one, on this rank."""
+        """Note whether the sampled rows of a resharded result equal the unsharded ones bit by bit on this rank."""
         same = torch.equal(out[self.sample], expected)
         self.exact[self.case, name] = same and self.exact.get((self.case, name), True)
 
@@ -243,7 +243,7 @@ class Inputs:
 
 
 def chunked(chunks: int, kernel: str) -> str:
-    """How a record names the trade around a kernel."""
+    """How a record names resharding around a kernel."""
     return in_chunks(f"{SHARDED} {kernel}", chunks)
 
 
@@ -295,7 +295,7 @@ def _attention(made: Inputs) -> Workload:
 
 
 def _layer(made: Inputs) -> Workload:
-    """The indexer's selection and attention to it."""
+    """The indexer's selection, and attention to it."""
     device, rows, keys, topk = made.context.device, made.rows, made.kv, made.topk
     index_heads = made.case.number("index_heads")
     k, k_scale = quantize(inputs.normal(device, 91, keys, INDEXER_HEAD_DIM))
@@ -399,7 +399,7 @@ def _layer(made: Inputs) -> Workload:
 
 
 def _sampled(result: Layered, sample: torch.Tensor, topk: int) -> torch.Tensor:
-    """[samples, topk]: what was selected for the sampled rows, by whichever rank has them."""
+    """[samples, topk]: the selection of the sampled rows, from whichever rank has them."""
     chosen = torch.full((len(sample), topk), torch.iinfo(torch.int32).min, dtype=torch.int32, device=sample.device)
     own = (sample >= result.first) & (sample < result.first + len(result.indices))
     chosen[own] = result.indices[sample[own] - result.first]

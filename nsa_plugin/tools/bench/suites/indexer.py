@@ -1,4 +1,4 @@
-"""Workloads of the indexer: logits with top-k under a memory budget, and the top-k alone."""
+"""Workloads of the indexer: logits with top-k under a memory budget, and top-k alone."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from nsa_plugin.tools.bench.cases import BenchCase
 from nsa_plugin.tools.bench.workload import Contender, Context, TimedCall, Workload, with_poisoned
 
 HEAD_DIM = 128
-PAGE_SIZE = 64  # the only one that DeepGEMM takes
+PAGE_SIZE = 64  # the only page size that DeepGEMM supports
 _SAMPLED_ROWS = 8
 
 
 def indexer_topk(case: BenchCase, context: Context) -> Workload:
-    """Every query sees every key: the most that a chunk of this size can ask for."""
+    """Every query sees every key: the worst case for a chunk of this size."""
     device = context.device
     heads, rows, keys, topk = (case.number(name) for name in ("heads", "q", "kv", "topk"))
     k, k_scale = quantize(inputs.normal(device, 1, keys, HEAD_DIM))
@@ -29,7 +29,7 @@ def indexer_topk(case: BenchCase, context: Context) -> Workload:
     ks = torch.zeros(rows, dtype=torch.int32, device=device)
     ke = torch.full_like(ks, keys)
     out = torch.empty(rows, topk, dtype=torch.int32, device=device)
-    # The budget is for everything: a row's logits, and the integers of its selection.
+    # The budget covers a row's logits and the integers of its selection.
     rows_per_chunk = max(1, case.number("budget_mib") * 2**20 // (4 * (keys + topk)))
 
     sampled = inputs.sample(device, rows, _SAMPLED_ROWS)
@@ -69,7 +69,7 @@ def indexer_topk(case: BenchCase, context: Context) -> Workload:
 
 
 def paged(case: BenchCase, context: Context) -> Workload:
-    """A decode step: one query row a sequence, its keys in the paged cache."""
+    """A decode step: one query token per sequence, with its keys in the paged cache."""
     device = context.device
     heads, batch, keys, topk = (case.number(name) for name in ("heads", "batch", "kv", "topk"))
     pages = -(-keys // PAGE_SIZE)
@@ -145,7 +145,7 @@ def topk_rows(case: BenchCase, context: Context) -> Workload:
                 dtype=None,
             ),
         ),
-        # The logits are given, so what is selected must be right but for ties.
+        # The logits are inputs, so the selection must be exact except for ties.
         judge=judges.selected(sampled, lambda: logits[sampled], topk, slack=0.0),
         baselines=tuple(stock.SELECTORS),
         memory=True,

@@ -17,7 +17,7 @@ from nsa_plugin.tools.bench.workload import Context, TimedCall, Workload, with_p
 
 PAGE_SIZE = 64
 _SAMPLED_ROWS = 256
-# Two right writers may differ by one step of an fp8 value: an eighth of it, or the least subnormal's scale.
+# Two correct writers may differ by one step of an fp8 value: an eighth of it, or the smallest subnormal's scale.
 _ONE_FP8_STEP = (2e-3, 0.126)
 _ONE_BF16_STEP = (1e-6, 2.0**-8)
 
@@ -61,7 +61,7 @@ def kv_cache(case: BenchCase, context: Context) -> Workload:
         contenders=tuple(
             context.contenders(
                 case.op,
-                # Zeros where rows are to be written: what one provider wrote must not stand in for the next.
+                # Start with zeros: rows written by one provider must not stand in for the next one's.
                 lambda function: _after(lambda: cache.data.zero_(), lambda: function(cache, rows, slots)),
                 layout=layout,
             )
@@ -76,7 +76,7 @@ def _after(prepare: Callable[[], Any], call: TimedCall) -> TimedCall:
 
 
 def index_ops(case: BenchCase, context: Context) -> Workload:
-    """One op over indices; the arguments are made by the op's own function below."""
+    """One op over indices; a function per op below makes its arguments."""
     work, arguments, keywords, reference = _INDEX_OPS[case.op](case, context.device)
     return Workload(
         work=work,

@@ -1,8 +1,8 @@
 """Workloads of a short prefill of one request: dense attention, and sparse attention of the same tokens.
 
-Both are timed from queries and keys on; what the engine has to compute around each is a field of its own:
-dense attention needs every head's keys and values from the latent rows (`up_projection_us`), sparse
-attention needs the queries brought into the latent space and its output out of it (`absorb_us`).
+Both are timed from queries and keys on. What the engine must compute around each is a separate field: dense attention
+needs every head's keys and values from the latent rows (`up_projection_us`), sparse attention needs the queries
+projected into the latent space and its output projected back (`absorb_us`).
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ def one_shot(case: BenchCase, context: Context) -> Workload:
     return Workload(
         work=floors.mha(q=tokens, kv=tokens, heads=heads, d_qk=d_qk, d_v=V_DIM),
         contenders=(
-            Contender(SDPA, sdpa, beside=_up_projection(device, tokens, heads)),
+            Contender(SDPA, sdpa, extra_call=_up_projection(device, tokens, heads)),
             *context.contenders(
                 "mha_one_shot",
                 lambda function: lambda: function(q, k, v, cu_seqlens, cu_seqlens, scale=scale),
                 heads=heads,
-                beside=_up_projection(device, tokens, heads),
+                extra_call=_up_projection(device, tokens, heads),
             ),
             *_sparse(context, tokens, heads, topk),
         ),
@@ -90,13 +90,13 @@ def _sparse(context: Context, tokens: int, heads: int, topk: int) -> list[Conten
     work = floors.sparse_mla(
         rows=tokens, heads=heads, d_qk=cache.dim, d_v=D_V, gathers=[gather(indices, cache)], statistics=2
     )
-    beside = _absorb(device, tokens, heads)
+    extra_call = _absorb(device, tokens, heads)
     return [
         Contender(
             SPARSE.format(PADDED),
             lambda: stock.flash_mla_prefill(q, bf16_rows(cache), indices, scale),
             judge,
-            beside,
+            extra_call,
             work,
         ),
         *context.contenders(
@@ -106,7 +106,7 @@ def _sparse(context: Context, tokens: int, heads: int, topk: int) -> list[Conten
             layout=_LAYOUT,
             heads=heads,
             judge=judge,
-            beside=beside,
+            extra_call=extra_call,
             work=work,
         ),
     ]

@@ -23,13 +23,13 @@ _CONVERTED_ROWS = 8192  # of a cache, in float32, at once
 
 
 def row_bytes(cache: PagedCache) -> int:
-    """Bytes that a row of the cache owns."""
+    """Bytes of a row of the cache."""
     layout = cache.layout
     return layout.row_bytes if isinstance(layout, Fp8Layout) else layout.row_bytes(cache.dim)
 
 
 def bf16_rows(cache: PagedCache) -> torch.Tensor:
-    """The whole cache as bf16 rows [num_slots, dim], what FlashMLA's prefill kernel reads."""
+    """The whole cache as bf16 rows [num_slots, dim], the input of FlashMLA's prefill kernel."""
     rows = torch.empty(cache.num_slots, cache.dim, dtype=torch.bfloat16, device=cache.device)
     for start in range(0, cache.num_slots, _CONVERTED_ROWS):
         slots = torch.arange(start, min(start + _CONVERTED_ROWS, cache.num_slots), device=cache.device)
@@ -38,10 +38,10 @@ def bf16_rows(cache: PagedCache) -> torch.Tensor:
 
 
 def gather(indices: torch.Tensor, cache: PagedCache) -> floors.Gather:
-    """What a call with these indices takes from the cache."""
-    named = int((indices >= 0).sum())
+    """What a call with these indices reads from the cache."""
+    selected = int((indices >= 0).sum())
     distinct = inputs.distinct_rows(indices, cache.num_slots)
-    return floors.Gather(named=named, distinct=distinct, row_bytes=row_bytes(cache), width=indices.numel())
+    return floors.Gather(selected=selected, distinct=distinct, row_bytes=row_bytes(cache), width=indices.numel())
 
 
 def prefill(case: BenchCase, context: Context) -> Workload:
@@ -70,7 +70,7 @@ def prefill(case: BenchCase, context: Context) -> Workload:
         workspace = torch.empty(cache.num_slots, cache.dim, dtype=torch.bfloat16, device=device)
         slots = torch.arange(cache.num_slots, device=device)
         attend = stock.flash_mla_prefill(q, workspace, indices, scale)
-        # The plugin's own reader makes the copy: at least as fast as an engine's, which favours the stock path.
+        # The plugin's reader makes the copy. It is at least as fast as an engine's, which favours the stock path.
         read = context.registry.load("kv_cache_read", "triton", layout=layout, sm=context.sm)
 
         def call() -> object:

@@ -1,4 +1,4 @@
-"""Workloads of V4: window and selected keys from two paged caches; of a prefill every step of the route included."""
+"""Workloads of V4: window and selected keys from two paged caches. A prefill includes every step of the path."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def prefill(case: BenchCase, context: Context) -> Workload:
         return with_poisoned(out, call)
 
     def sglang() -> TimedCall:
-        # A position's row of the window's cache; positions before the first query's window have none.
+        # Slot of a position's row in the window's cache; positions before the first query's window have none.
         slots = (torch.arange(kv, device=device) - (kv - tokens) + window).clamp(min=0)
         attend = stock.SglangSparsePrefill(q, cache, slots, extra_cache, extra.indices, window, scale)
         return _Sglang(attend)
@@ -111,14 +111,14 @@ def prefill(case: BenchCase, context: Context) -> Workload:
         needed = window_keys.rows + extra_keys.rows
 
         def call() -> Any:
-            # Made in the call, so that its memory counts as the route's.
+            # Allocated in the call, so that its memory counts for this path.
             workspace = torch.empty(needed, cache.dim, dtype=torch.bfloat16, device=device)
             return route(q, window_keys, extra_keys, workspace=workspace, scale=scale, attention=attention, out=out)
 
         return call if out is None else with_poisoned(out, call)
 
     def as_served() -> TimedCall:
-        # What refuses the case is the provider's; what is timed is how an engine's adapter calls the library.
+        # The provider may refuse the case; the timed call is how an engine adapter calls the library.
         context.registry.load(
             "sparse_mla_prefill", "flash_mla", layout="bf16", dtype="bfloat16", heads=heads, sm=context.sm
         )
@@ -143,7 +143,7 @@ def prefill(case: BenchCase, context: Context) -> Workload:
 
 
 def decode(case: BenchCase, context: Context) -> Workload:
-    """One query token a sequence; every sequence has its own window and its own selected keys' context."""
+    """One query token per sequence; every sequence has its own window and its own context of selected keys."""
     device, layout = context.device, case.text("layout")
     names = ("heads", "batch", "kv", "topk", "window", "page_size")
     heads, batch, kv, topk, window, page_size = (case.number(name) for name in names)
@@ -209,7 +209,7 @@ def decode(case: BenchCase, context: Context) -> Workload:
 
 @dataclass(frozen=True)
 class _Sglang:
-    """SGLang's output as the judge reads a result."""
+    """SGLang's output in the form that the judge reads."""
 
     attend: stock.SglangSparsePrefill
 
@@ -218,7 +218,7 @@ class _Sglang:
 
 
 def _windows(positions: torch.Tensor, window: int) -> IndexRows:
-    """The windows of queries at consecutive positions, in a cache whose row `window` is the first query's token."""
+    """Windows of queries at consecutive positions, in a cache whose row `window` is the first query's token."""
     lengths = (positions + 1).clamp(max=window)
     first = positions - positions[0] + window - lengths + 1
     place = torch.arange(window, dtype=torch.int32, device=positions.device)
@@ -227,7 +227,7 @@ def _windows(positions: torch.Tensor, window: int) -> IndexRows:
 
 
 def _compact(indices: torch.Tensor) -> IndexRows:
-    """Rows whose valid indices come first. A row counts one at least, as SGLang's metadata has it: an invalid one."""
+    """Rows whose valid indices come first. A row counts at least one, possibly invalid, as in SGLang's metadata."""
     return IndexRows(indices, (indices >= 0).sum(1).int().clamp(min=1))
 
 
