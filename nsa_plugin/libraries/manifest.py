@@ -127,3 +127,10 @@ MANIFEST: dict[str, KernelLibrary] = {
 def supporting(op: Op) -> tuple[str, ...]:
     """Names of the libraries that have a kernel for an op on any device."""
     return tuple(name for name, library in MANIFEST.items() if library.supports(op))
+
+
+def distributions() -> tuple[str, ...]:
+    """Every distribution that may install a kernel library, for the versions in a record."""
+    return tuple(
+        dict.fromkeys(name for library in MANIFEST.values() for host in library.hosts for name in host.distributions)
+    )

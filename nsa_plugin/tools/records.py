@@ -12,17 +12,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from nsa_plugin.libraries.manifest import distributions
+
 SCHEMA = 1
 Row = dict[str, Any]
-LIBRARIES = (
-    "sgl-flash-mla",
-    "sgl-deep-gemm",
-    "flashinfer-python",
-    "sglang-kernel",
-    "sgl-kernel",
-    "sglang",
-    "vllm",
-)
 
 
 def host_slug(gpu: str) -> str:
@@ -53,7 +46,7 @@ def software(commit: str | None = None) -> dict[str, Any]:
     return {
         "torch": version("torch"),
         "triton": version("triton"),
-        "libraries": libraries(LIBRARIES),
+        "libraries": libraries(name for name in (*distributions(), "sglang") if name not in ("torch", "triton")),
         "commit": checkout() if commit is None else commit,
     }
 

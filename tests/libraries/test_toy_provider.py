@@ -25,6 +25,7 @@ from nsa_plugin.libraries.manifest import MANIFEST
 from nsa_plugin.libraries.probe import probe
 from nsa_plugin.libraries.registry import Registry
 from nsa_plugin.settings import Settings, backends, resolve
+from nsa_plugin.tools import records
 
 PROVIDER = '''
 """Toy kernels behind the contract of sparse MLA decode."""
@@ -116,6 +117,10 @@ def test_a_decision_picks_it_without_being_asked_only_if_no_ranked_kernel_suppor
 def test_a_batch_beyond_its_limits_is_refused_with_the_limit() -> None:
     with pytest.raises(SettingsError, match=r"decode_backend is toy .* 16 or 32 heads; there are 128"):
         decide(ModelShape(num_heads=128), DECODE, synthetic(90), Settings(decode_backend="toy"))
+
+
+def test_a_record_names_the_installed_build() -> None:
+    assert records.software(commit="none")["libraries"]["toy-kernels"] == "1.2"
 
 
 def test_the_docs_and_doctor_show_it(capsys: pytest.CaptureFixture[str]) -> None:
