@@ -1,4 +1,4 @@
-"""``nsa-plugin bench``: ops timed across providers and shapes on this machine's GPU, and reports of that."""
+"""``nsa-plugin bench``: time ops across kernel providers and shapes on this machine's GPU, and report the records."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if REPORT in args.suites:
         if args.suites != [REPORT]:
-            raise BenchError(f"{REPORT} stands alone; it takes no suites")
+            raise BenchError(f"{REPORT} takes no suites")
         return _report(args.records, plots=args.plots)
     if args.plots:
         raise BenchError(f"--plots belongs to: nsa-plugin bench {REPORT}")

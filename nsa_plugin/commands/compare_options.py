@@ -1,4 +1,4 @@
-"""What ``nsa-plugin compare`` can be asked for."""
+"""The options of ``nsa-plugin compare``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nsa_plugin.tools.serving.sglang import SglangEngine
 from nsa_plugin.tools.serving.vllm import VllmEngine
 
 ENGINES: dict[str, Callable[[], ServedEngine]] = {"sglang": SglangEngine, "vllm": VllmEngine}
-# What a run saves beside its servers' logs.
+# The file that a run saves in the servers' log directory.
 MEASURED = "measured.jsonl"
 USUAL_CONTEXT = 32000
 
@@ -36,25 +36,25 @@ examples:
   nsa-plugin compare sglang --model /models/DeepSeek-V3.2 --speed -- --tp 8
   nsa-plugin compare vllm --heads 16 --together --speed --runs stock,plugin,control,stock-again -- \\
       --kv-cache-dtype fp8 --kv-cache-memory-bytes 4G --gpu-memory-utilization 0.2
-  nsa-plugin compare sglang --measured work/logs/{MEASURED} --json docs/benchmarks    judge again, measure nothing
+  nsa-plugin compare sglang --measured work/logs/{MEASURED} --json docs/benchmarks    judge again without measuring
   nsa-plugin compare vllm --heads 16 --logs work/vllm --beside work/sglang/{MEASURED} --json docs/benchmarks -- \\
       --kv-cache-dtype fp8 --max-num-batched-tokens 8192    SGLang's run had fp8_e4m3 and chunks of 8192 too
 
-What follows -- is given to every server. Servers run one after the other on the same devices, each with all of their
-memory. Timed so, they differ by far more than a few per cent, the same server twice as well: with --together all are
-alive at the same time and speed is timed in turns. Their memory is then for the flags after -- to divide, because every
-server sizes itself as if it were alone. SGLang: bound each cache by --max-total-tokens, and leave --mem-fraction-static
-high (0.8): what others take while a server starts counts as that server's own. vLLM: give the cache's size by
---kv-cache-memory-bytes, because its own measurement counts the others too, and a small --gpu-memory-utilization (0.2):
-so much of the device must be free when a server starts.
+Flags after -- go to every server. Servers run one after the other on the same devices, each with all of the memory.
+Timed that way, even two runs of the same server differ by far more than a few per cent. With --together all servers run
+at the same time and are timed in turns. The flags after -- must then divide the memory, because every server sizes
+itself as if it were alone. SGLang: limit each cache with --max-total-tokens, and keep --mem-fraction-static high (0.8),
+because memory that others allocate while a server starts counts as its own. vLLM: set the cache's size with
+--kv-cache-memory-bytes, because its own measurement counts the others too, and a small --gpu-memory-utilization (0.2),
+the share of the device that must be free when a server starts.
 
-vLLM on a CPU has no sparse attention to compare with: compare vllm says so there, and ends 2.
+vLLM on a CPU has no stock sparse attention to compare with: compare vllm says so and ends 2.
 
-What was measured is saved after every step, in LOGS/{MEASURED} and in the record, so that a run that is ended keeps it.
+Measurements are saved after every step, in LOGS/{MEASURED} and in the record, so that an interrupted run keeps them.
 
-Ends 0 only if the plugin's answers are as near to stock's as stock's own are to each other, the plugin was seen to
-serve, and answers that are wrong on purpose (role {CONTROL}) were noticed, with --beside also those of the other
-engine beside this one's; 143 if it is terminated."""
+Ends 0 only if the plugin's answers match stock's as closely as stock matches itself, the plugin was seen to serve, and
+deliberately wrong answers (role {CONTROL}) were noticed; with --beside the same holds across the two engines. Ends 143
+if it is terminated."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,24 +69,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=positive,
         metavar="N",
         help="query heads of a checkpoint with seeded random weights, made here "
-        f"({SPEC.num_attention_heads}, of v4 {SPEC_V4.num_attention_heads})",
+        f"({SPEC.num_attention_heads}, for v4 {SPEC_V4.num_attention_heads})",
     )
     model.add_argument(
-        "--family", choices=FAMILIES, help=f"whose shape it has: DeepSeek-V3.2's or DeepSeek-V4's ({V32})"
+        "--family", choices=FAMILIES, help=f"the checkpoint's shape: DeepSeek-V3.2's or DeepSeek-V4's ({V32})"
     )
     model.add_argument(
         "--layers",
         type=_layers,
         metavar="N",
-        help=f"of it ({SPEC.num_hidden_layers}); of v4 a number or their compress ratios "
+        help=f"its layers ({SPEC.num_hidden_layers}); for v4 a number or their compress ratios "
         f"({','.join(map(str, SPEC_V4.compress_ratios))})",
     )
     model.add_argument(
         "--full-width",
         action="store_true",
-        help="with DeepSeek-V3.2's widths outside of attention too, so that its share of a prefill is no larger",
+        help="use DeepSeek-V3.2's widths outside attention too, so that attention's share of a prefill is realistic",
     )
-    model.add_argument("--mtp", action="store_true", help="with a layer for speculative decoding")
+    model.add_argument("--mtp", action="store_true", help="add a multi-token prediction layer for speculative decoding")
     model.add_argument(
         "--context", type=positive, default=USUAL_CONTEXT, metavar="TOKENS", help="longest prompt (%(default)s)"
     )
@@ -96,61 +96,71 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--runs",
         type=_roles,
         metavar="ROLE,...",
-        help=f"servers, in this order, of {', '.join(ROLES)} ({STOCK},{PLUGIN},{CONTROL}; {STOCK},{PLUGIN} "
-        "without a case of agreement)",
+        help=f"servers to run, in this order, from {', '.join(ROLES)} ({STOCK},{PLUGIN},{CONTROL}; {STOCK},{PLUGIN} "
+        "without agreement cases)",
     )
     what.add_argument(
         "--case",
         action="append",
         choices=(*AGREEMENT_CASES, *SPEED_CASES),
         metavar="NAME",
-        help="only this one; may be given more than once (all of agreement)",
+        help="run only this case; may be given more than once (all agreement cases)",
     )
-    what.add_argument("--speed", action="store_true", help="also time the servers: the cases of speed")
+    what.add_argument("--speed", action="store_true", help="also time the servers: the speed cases")
     what.add_argument(
         "--prompt-lengths",
         type=positives,
         default=[],
         metavar="TOKENS,...",
-        help="of the single requests that are timed (2000,8192 and the context)",
+        help="prompt lengths of the timed single requests (2000,8192 and the context)",
     )
     what.add_argument(
         "--output-tokens",
         type=positive,
         metavar="TOKENS",
-        help=f"asked of each request of the case decode ({USUAL_OUTPUT})",
+        help=f"output tokens of each request of the case decode ({USUAL_OUTPUT})",
     )
     what.add_argument(
         "--stock-fails-at",
         type=positives,
         metavar="TOKENS,...",
-        help="nothing but prompts of these lengths, the shortest first, until stock fails: it has to, and the plugin "
-        "has to answer the same prompt",
+        help="send only prompts of these lengths, the shortest first, until stock fails; the check passes if stock "
+        "fails and the plugin answers the same prompt",
     )
     what.add_argument(
         "--together",
         action="store_true",
         help="start all servers at the same time and time them in turns; the flags after -- must divide the memory",
     )
-    what.add_argument("--budget", type=seconds, default=1500.0, metavar="SECONDS", help="for everything (%(default)g)")
     what.add_argument(
-        "--start-timeout", type=seconds, default=400.0, metavar="SECONDS", help="for a server's start (%(default)g)"
+        "--budget", type=seconds, default=1500.0, metavar="SECONDS", help="total time limit (%(default)g)"
     )
-    what.add_argument("--measured", type=Path, metavar="FILE", help="judge what an earlier run saved, and run nothing")
+    what.add_argument(
+        "--start-timeout",
+        type=seconds,
+        default=400.0,
+        metavar="SECONDS",
+        help="limit for a server's start (%(default)g)",
+    )
+    what.add_argument("--measured", type=Path, metavar="FILE", help="judge what an earlier run saved; run nothing")
 
     what.add_argument(
         "--beside",
         type=Path,
         metavar="FILE",
-        help=f"also judge the answers beside those of another engine: its run's {MEASURED}, of the same checkpoint, "
+        help=f"also compare the answers with another engine's: {MEASURED} of its run with the same checkpoint, "
         "requests, KV cache and chunk",
     )
 
     output = parser.add_argument_group("output")
     output.add_argument(
-        "--workdir", type=Path, default=Path("compare-work"), metavar="DIR", help="for the checkpoint (%(default)s)"
+        "--workdir",
+        type=Path,
+        default=Path("compare-work"),
+        metavar="DIR",
+        help="for the checkpoint (%(default)s)",
     )
-    output.add_argument("--logs", type=Path, metavar="DIR", help="for the servers' logs (WORKDIR/logs)")
+    output.add_argument("--logs", type=Path, metavar="DIR", help="directory for the servers' logs (WORKDIR/logs)")
     output.add_argument("--json", type=Path, metavar="DIR", help="write the record to DIR/<gpu>/")
     output.add_argument("--commit", metavar="HASH", help="commit for the record, where the source is in no checkout")
 

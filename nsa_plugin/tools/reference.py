@@ -1,8 +1,8 @@
-"""DeepSeek-V3.2 in plain torch, written to be read: what the served model's answers are compared with.
+"""DeepSeek-V3.2 in plain torch, written to be read: the reference for the served model's answers.
 
-Independent of the plugin and of every engine: it reads a checkpoint's config.json and model.safetensors,
-runs the whole sequence at once without a cache, forms every head's keys and values from the latent
-(no weight absorption), and attends under a mask built from the indexer's selection.
+It is independent of the plugin and of every engine. It reads a checkpoint's config.json and model.safetensors, runs the
+whole sequence at once without a cache, forms every head's keys and values from the latent (no weight absorption), and
+attends under a mask built from the indexer's selection.
 
 Sources: DeepSeek-V2 (arXiv 2405.04434, MLA), DeepSeek-V3 (arXiv 2412.19437, routing without auxiliary loss),
 DeepSeek-V3.2-Exp (the lightning indexer, with its fp8 keys and queries), YaRN (arXiv 2309.00071).
@@ -31,13 +31,13 @@ class ReferenceRun:
 
     Attributes:
         logprobs: [num_tokens, vocab_size] log probabilities; row t is the distribution of token t + 1.
-        selected: for each layer, [num_tokens, index_topk] int64 positions attended by each row, -1 where
-            the context is shorter; empty for a model without an indexer.
-        index_margin: [num_layers, num_tokens] difference of the last selected and the first rejected index
-            score, divided by the spread (standard deviation) of the row's scores; infinite where nothing
-            was rejected. Where it is near zero, rounding decides which token is attended.
-        router_margin: [num_moe_layers, num_tokens] the same for the choice of experts and of expert groups,
-            whichever is less, in units of the router's probability.
+        selected: for each layer, [num_tokens, index_topk] int64 positions that each token attends to, -1 if the context
+            is shorter; empty for a model without an indexer.
+        index_margin: [num_layers, num_tokens] difference between the last selected and the first rejected index score,
+            divided by the standard deviation of the row's scores; infinite if nothing was rejected. Near zero, rounding
+            decides which token is attended to.
+        router_margin: [num_moe_layers, num_tokens] the same for the choice of experts or of expert groups, whichever is
+            smaller, in units of the router's probability.
     """
 
     logprobs: Tensor

@@ -41,7 +41,7 @@ def test_list_names_every_suite(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "message"),
     [
         (["nonsense"], "suite is 'nonsense'; allowed: sparse-mla-prefill"),
-        (["report", "topk"], "report stands alone"),
+        (["report", "topk"], "report takes no suites"),
         (["topk", "--plots"], "--plots belongs to"),
         (["--provider", "cutlass"], "--provider is 'cutlass'; allowed:"),
         (["--budget", "0"], "'0' is not a number of seconds above 0"),
