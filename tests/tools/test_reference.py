@@ -48,7 +48,7 @@ def test_selecting_everything_is_dense_attention(spec, reference, token_ids):
 
 
 def test_attention_equals_its_absorbed_form(spec, reference, token_ids):
-    """What a serving kernel computes: queries in the latent space, against the cached latents themselves."""
+    """Attention as a serving kernel computes it: queries in the latent space against the cached latents."""
     config, weights, name = reference.config, reference._weights, "model.layers.1.self_attn"
     heads, nope, rank = config["num_attention_heads"], config["qk_nope_head_dim"], config["kv_lora_rank"]
     tokens, rope_dim = len(token_ids), config["qk_rope_head_dim"]

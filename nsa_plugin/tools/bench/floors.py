@@ -66,11 +66,6 @@ class Gather:
     width: int
 
 
-def distinct_at_most(selected: int, slots: int) -> int:
-    """The most different rows that `selected` indices into a cache of `slots` rows can have."""
-    return min(selected, slots)
-
-
 def floor_us(work: Work, rates: Rates) -> float:
     """Microseconds that no kernel can beat by much at these rates."""
     memory = work.bytes / (rates.copy_gb_s * 1e3)
@@ -132,13 +127,8 @@ def mha(*, q: int, kv: int, heads: int, d_qk: int, d_v: int) -> Work:
     return Work(bytes=(queries + keys) * BF16_BYTES, flops=2 * causal_pairs(q, kv) * heads * (d_qk + d_v))
 
 
-def cache_write(*, rows: int, dim: int, row_bytes: int, slot_bytes: int = 8) -> Work:
-    """bf16 rows read, records written."""
-    return Work(bytes=rows * (dim * BF16_BYTES + row_bytes + slot_bytes))
-
-
-def cache_read(*, rows: int, dim: int, row_bytes: int, slot_bytes: int = 8) -> Work:
-    """Records read, bf16 rows written."""
+def cache_rows(*, rows: int, dim: int, row_bytes: int, slot_bytes: int = 8) -> Work:
+    """bf16 rows on one side, cache records on the other: a cache writer or a reader."""
     return Work(bytes=rows * (dim * BF16_BYTES + row_bytes + slot_bytes))
 
 

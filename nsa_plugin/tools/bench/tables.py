@@ -66,8 +66,8 @@ def grouped(entries: Iterable[dict[str, Any]]) -> list[str]:
         key = (entry["op"], entry["provider"], entry["reason"])
         cases.setdefault(key, []).append(describe_fields(entry["case"]))
     return [
-        f"{provider} for {op}: {reason} ({named[0] if len(named) == 1 else f'{len(named)} cases'})"
-        for (op, provider, reason), named in cases.items()
+        f"{provider} for {op}: {reason} ({found[0] if len(found) == 1 else f'{len(found)} cases'})"
+        for (op, provider, reason), found in cases.items()
     ]
 
 

@@ -92,14 +92,19 @@ def judge(one: Measured, other: Measured) -> CrossEngineVerdict:
         if PLUGIN in each.runs:
             checks.append(_of_engine(active(each.runs[PLUGIN]), each))
     checks.append(
-        spread_check(stock, allowed, name="stock beside stock", nothing="no request was answered by both stock servers")
+        spread_check(
+            stock,
+            allowed,
+            name="stock against the other stock",
+            nothing="no request was answered by both stock servers",
+        )
     )
     checks += agreement_checks(plugin, allowed, "engines with the plugin")
     for each, control in zip((one, other), controls, strict=True):
         noticed = control_check(control, allowed, each.runs.get(CONTROL), one.facts["selects_above"])
         checks.append(_of_engine(noticed, each))
-    named = list(zip((_engine(one), _engine(other)), controls, strict=True))
-    return CrossEngineVerdict(checks=checks, tolerance=allowed, stock=stock, plugin=plugin, controls=named)
+    by_engine = list(zip((_engine(one), _engine(other)), controls, strict=True))
+    return CrossEngineVerdict(checks=checks, tolerance=allowed, stock=stock, plugin=plugin, controls=by_engine)
 
 
 def _engine(each: Measured) -> str:
@@ -135,8 +140,8 @@ def _cut(run: Run, other: Run, asked: int) -> Run:
         return replace(answer, prompt_logprobs=answer.prompt_logprobs[-count:])
 
     answers = {
-        group: {name: cut(answer, other.answers.get(group, {}).get(name)) for name, answer in named.items()}
-        for group, named in run.answers.items()
+        group: {name: cut(answer, other.answers.get(group, {}).get(name)) for name, answer in answers.items()}
+        for group, answers in run.answers.items()
     }
     return replace(run, answers=answers)
 

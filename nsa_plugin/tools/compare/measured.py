@@ -87,9 +87,9 @@ class Measured:
         head = {"schema": SCHEMA, **vars(self), "runs": runs}
         del head["_lines"]
         for role, run in self.runs.items():
-            for group, named in run.answers.items():
+            for group, found in run.answers.items():
                 if (role, group) not in self._lines:
-                    answers = {name: one.as_dict() for name, one in named.items()}
+                    answers = {name: one.as_dict() for name, one in found.items()}
                     self._lines[role, group] = _line({"role": role, "group": group, "answers": answers})
         partial = path.with_suffix(".partial")
         partial.write_text("".join([_line(head), *self._lines.values()]))

@@ -100,7 +100,7 @@ def test_report_rewrites_the_pages(tmp_path: Path, capsys: pytest.CaptureFixture
 
 @pytest.fixture
 def _on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if this were an H200 whose clock is told the times; what is measured is the suite of scalars."""
+    """Pretend to be an H200 with a fake clock; the suite of scalars is measured."""
     from nsa_plugin.tools.bench import timing
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

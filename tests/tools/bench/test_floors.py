@@ -24,14 +24,14 @@ def test_decode_of_128_sequences_gathers_172_megabytes() -> None:
 
 def test_prefill_counts_a_row_once_however_many_queries_name_it() -> None:
     named = 4096 * 2048
-    gather = Gather(selected=named, distinct=floors.distinct_at_most(named, 65536), row_bytes=656, width=named)
+    gather = Gather(selected=named, distinct=min(named, 65536), row_bytes=656, width=named)
     work = floors.sparse_mla(rows=4096, heads=16, d_qk=576, d_v=512, gathers=[gather], statistics=2)
     outside = 4096 * 16 * (1088 * 2 + 2 * 4) + named * 4
     assert work.bytes == outside + 65536 * 656
     assert work.gather_bytes == outside + named * 656
     # 292 Gflop at 686 TFLOPS are 0.426 ms, and 65536 rows take far less.
     assert floors.floor_us(work, RATES) == pytest.approx(425.7, abs=0.1)
-    # Every named row from memory: 0.32 µs a token for the rows alone.
+    # Every selected row from memory: 0.32 µs a token for the rows alone.
     assert floors.gather_us(work, RATES) == pytest.approx(4096 * 0.3161 + outside / 4250e3, rel=1e-3)
 
 
@@ -67,8 +67,8 @@ def test_dense_attention() -> None:
 
 
 def test_cache_writer_and_reader() -> None:
-    assert floors.cache_write(rows=10, dim=576, row_bytes=656).bytes == 10 * (1152 + 656 + 8)
-    assert floors.cache_read(rows=10, dim=512, row_bytes=584).bytes == 10 * (1024 + 584 + 8)
+    assert floors.cache_rows(rows=10, dim=576, row_bytes=656).bytes == 10 * (1152 + 656 + 8)
+    assert floors.cache_rows(rows=10, dim=512, row_bytes=584).bytes == 10 * (1024 + 584 + 8)
 
 
 def test_rate_that_was_not_measured_leaves_its_part_out() -> None:

@@ -1,4 +1,4 @@
-"""What becomes of each contender: measured, refused, failed; and every suite's code at tiny sizes."""
+"""Each contender is measured, refused or fails; every suite runs at tiny sizes."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ ARGUMENTS = {
 
 
 class Sglang:
-    """What the contender calls of SGLang 0.5.16, in torch, with what each checks; `calls` counts them."""
+    """The functions of SGLang 0.5.16 that the contender calls, in torch, with checks; `calls` counts them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: Counter[str] = Counter()

@@ -176,7 +176,7 @@ def test_the_indexer_scores_as_attention_does() -> None:
 
 
 def _shared_direction(made: dict[str, torch.Tensor]) -> torch.Tensor:
-    """What all embeddings have in common, of about unit variance."""
+    """The part that all embeddings share, with about unit variance."""
     mean = made["embed.weight"].float().mean(0)
     return mean / mean.square().mean().sqrt()
 

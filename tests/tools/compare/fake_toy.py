@@ -1,4 +1,4 @@
-"""What the stand-ins for engines' servers share: a toy model and the HTTP around it. It lies beside them there.
+"""A toy model and its HTTP server, shared by the fake engine servers and installed next to them.
 
 Log probabilities follow from the tokens before, with a little noise that depends on the engine, the role and the batch,
 as a GPU's arithmetic has. FAKE_PIDS names a file that gets the server's pid.

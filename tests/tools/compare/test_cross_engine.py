@@ -224,7 +224,7 @@ def test_a_control_must_be_noticed_beside_the_other_engines_plugin() -> None:
 def test_what_leaves_nothing_to_judge_does_not_hold() -> None:
     without = engine("two 2")
     del without.runs[STOCK]
-    assert "stock beside stock" in not_held(engine(), without)
+    assert "stock against the other stock" in not_held(engine(), without)
     # Prompts that are attended to as a whole show no wrong selection.
     short = engine(), engine("two 2")
     for one in short:

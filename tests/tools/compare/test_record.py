@@ -1,4 +1,4 @@
-"""What a record says of speed, from readings made by hand."""
+"""The speed rows of a record, from readings made by hand."""
 
 from __future__ import annotations
 

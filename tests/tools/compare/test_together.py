@@ -1,4 +1,4 @@
-"""`nsa-plugin compare --together`: servers that are alive at the same time, and timed in turns."""
+"""`nsa-plugin compare --together`: servers that run at the same time and are timed in turns."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REPEAT = 21  # of one request of 136 tokens
 
 
 def logged(tmp_path: Path, record: dict[str, Any]) -> list[dict[str, Any]]:
-    """What the servers did, in the order of its beginning, each with the server's role."""
+    """The servers' actions with their roles, in the order in which they began."""
     roles = {}
     for role, server in record["servers"].items():
         words = server["command"].split()

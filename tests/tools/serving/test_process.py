@@ -159,7 +159,7 @@ def test_ctrl_c_during_the_clean_up_waits_for_it(tmp_path, pids):
 
 
 def test_an_answer_that_is_none_is_no_answer(tmp_path, pids):
-    """As of a connection that reached itself, while the server does not listen yet."""
+    """A connection can reach itself while the server does not listen yet."""
     server = Server(fake_spec(tmp_path, pids))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server._port = listener.getsockname()[1]

@@ -281,12 +281,12 @@ def _attention(made: Inputs) -> Workload:
     ways = [(made.sharded_by, chunks) for chunks in ((1,) if made.decode else CHUNKS)]
     if not made.decode:
         ways.append((made.sharded_by + IN_PLACE, 1))
-    named = {chunked(chunks, kernel): (kernel, chunks) for kernel, chunks in ways}
+    resharded = {chunked(chunks, kernel): (kernel, chunks) for kernel, chunks in ways}
     return Workload(
         work=made.work(),
         contenders=(
             *(Contender(name, plain(name)) for name in (PADDED, *made.names())),
-            *(Contender(name, sharded(*way), exactly(name, way[0])) for name, way in named.items()),
+            *(Contender(name, sharded(*way), exactly(name, way[0])) for name, way in resharded.items()),
         ),
         judge=on_all_ranks(whole),
         baselines=(PADDED,),

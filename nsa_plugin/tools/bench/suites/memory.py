@@ -36,7 +36,7 @@ def kv_cache(case: BenchCase, context: Context) -> Workload:
             return judges.close("out", result[sampled], gather_rows(cache, slots[sampled]), _ONE_BF16_STEP)
 
         return Workload(
-            work=floors.cache_read(rows=count, dim=cache.dim, row_bytes=row_bytes(cache)),
+            work=floors.cache_rows(rows=count, dim=cache.dim, row_bytes=row_bytes(cache)),
             contenders=tuple(
                 context.contenders(
                     case.op,
@@ -57,7 +57,7 @@ def kv_cache(case: BenchCase, context: Context) -> Workload:
         return judges.close("the cache", gather_rows(cache, slots[sampled]), gather_rows(own, places), _ONE_FP8_STEP)
 
     return Workload(
-        work=floors.cache_write(rows=count, dim=cache.dim, row_bytes=row_bytes(cache)),
+        work=floors.cache_rows(rows=count, dim=cache.dim, row_bytes=row_bytes(cache)),
         contenders=tuple(
             context.contenders(
                 case.op,
