@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from nsa_plugin.tools.checkpoints.v32 import CheckpointSpec, write_checkpoint
+from nsa_plugin.tools.checkpoints.v32 import write_checkpoint
+from tests.vllm.outcome import SPEC, Answer, Outcome
 
 HERE = Path(__file__).parent
-SPEC = CheckpointSpec(dtype="float32")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -37,45 +37,6 @@ def reference(checkpoint: Path) -> Any:
     from nsa_plugin.tools.reference import ReferenceModel
 
     return ReferenceModel.load(checkpoint)
-
-
-@dataclass
-class Answer:
-    """One request of a case: what the engine answered, and what the reference says of the same tokens.
-
-    Attributes:
-        prompt_tokens, cached_tokens: of the prompt, and how many of them came from the prefix cache.
-        equal: the reference would have chosen the same token, step by step.
-        logprob_errors: absolute difference of the chosen token's log probability, step by step.
-        gaps: how much less probable, in nats, the reference holds the engine's token than its own.
-    """
-
-    prompt_tokens: int
-    cached_tokens: int
-    equal: list[bool]
-    logprob_errors: list[float]
-    gaps: list[float]
-
-
-@dataclass
-class Outcome:
-    rounds: list[list[Answer]]
-    preemptions: float | None
-    log: str
-    trace: list[dict[str, Any]]
-
-    @property
-    def answers(self) -> list[Answer]:
-        return [answer for answers in self.rounds for answer in answers]
-
-    def equal(self) -> int:
-        return sum(sum(answer.equal) for answer in self.answers)
-
-    def total(self) -> int:
-        return sum(len(answer.equal) for answer in self.answers)
-
-    def worst(self) -> float:
-        return max(error for answer in self.answers for error in answer.logprob_errors)
 
 
 @pytest.fixture

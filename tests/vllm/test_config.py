@@ -14,7 +14,6 @@ import pytest
 from nsa_plugin.tools.checkpoints.v32 import CheckpointSpec, write_checkpoint
 from nsa_plugin.tools.serving.process import Server, ServerError, ServerSpec
 from nsa_plugin.tools.serving.vllm import python_path_with_vllm_name, serve_command
-from tests.vllm.conftest import HERE
 
 pytestmark = pytest.mark.engine_vllm
 
@@ -30,7 +29,7 @@ def ask(tmp_path: Path, cases: dict[str, dict[str, Any]], environ: dict[str, str
     """The answers of one vLLM process to the cases, by name."""
     (tmp_path / "cases.json").write_text(json.dumps(list(cases.values())))
     done = subprocess.run(
-        [sys.executable, str(HERE / "config_case.py"), str(tmp_path / "cases.json"), str(tmp_path / "results.json")],
+        [sys.executable, str(Path(__file__).parent / "config_case.py"), str(tmp_path / "cases.json"), str(tmp_path / "results.json")],
         env={**os.environ, "HF_HUB_OFFLINE": "1", **(environ or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.conftest import SPEC, Outcome
+from tests.vllm.outcome import SPEC, Outcome
 
 pytestmark = pytest.mark.engine_vllm
 
