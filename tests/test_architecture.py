@@ -41,7 +41,26 @@ KNOWN_UPWARD_IMPORTS: set[tuple[str, str]] = {
     ("nsa_plugin.telemetry", "nsa_plugin.decision.plan"),
     ("nsa_plugin.telemetry", "nsa_plugin.patches.ledger"),
 }
-KNOWN_DUPLICATE_TYPES: set[str] = set()
+KNOWN_DUPLICATE_TYPES: set[str] = {
+    "AttendRows",
+    "Attention",
+    "Call",
+    "Carrier",
+    "Exchange",
+    "Kernel",
+    "Keys",
+    "Named",
+    "Part",
+    "Piece",
+    "Planner",
+    "Process",
+    "Route",
+    "Scope",
+    "Serving",
+    "Tile",
+    "V4Planner",
+    "_Key",
+}
 KNOWN_ENGINE_IMPORTS: dict[str, set[str]] = {"sglang": {"nsa_plugin.tools.bench.stock"}}
 
 
@@ -63,7 +82,10 @@ def imported(tree: ast.AST) -> Iterator[str]:
             base = "." * node.level + (node.module or "")
             yield base
             yield from (f"{base}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in ("import_module", "__import__"):
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in (
+            "import_module",
+            "__import__",
+        ):
             first = node.args[0]
             if isinstance(first, ast.Constant) and isinstance(first.value, str):
                 yield first.value

@@ -29,7 +29,12 @@ def ask(tmp_path: Path, cases: dict[str, dict[str, Any]], environ: dict[str, str
     """The answers of one vLLM process to the cases, by name."""
     (tmp_path / "cases.json").write_text(json.dumps(list(cases.values())))
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).parent / "config_case.py"), str(tmp_path / "cases.json"), str(tmp_path / "results.json")],
+        [
+            sys.executable,
+            str(Path(__file__).parent / "config_case.py"),
+            str(tmp_path / "cases.json"),
+            str(tmp_path / "results.json"),
+        ],
         env={**os.environ, "HF_HUB_OFFLINE": "1", **(environ or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
