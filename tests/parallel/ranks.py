@@ -1,9 +1,9 @@
-"""Runs a function on the ranks of a real process group, each a process of its own, and never longer than said."""
+"""Run a function on every rank of a real process group, one process a rank, under a time limit."""
 
 from __future__ import annotations
 
+import gc
 import os
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-# Only what hangs comes to these: ranks that share a few busy cores take minutes.
+# Only a hang reaches these limits: ranks that share a few busy cores take minutes.
 COLLECTIVE_SECONDS = 120.0
 ALL_SECONDS = 300.0
 GRACE_SECONDS = 3.0
@@ -26,9 +26,9 @@ def on_ranks(ranks: int, body: Callable[..., None], folder: Path, *given: Any, d
     """Call `body(device, *given)` on each rank; fail with what the first failing ranks printed.
 
     Args:
-        body: a function of a module, as processes import it.
-        folder: an empty one, for the group's meeting point and for tracebacks.
-        device: "cpu" for gloo, "cuda" for NCCL with a GPU a rank.
+        body: a module-level function, which the processes import.
+        folder: an empty folder for the group's rendezvous file and for tracebacks.
+        device: "cpu" for gloo, "cuda" for NCCL with one GPU a rank.
     """
     context = mp.get_context("spawn")
     folder.mkdir(parents=True, exist_ok=True)
@@ -41,7 +41,7 @@ def on_ranks(ranks: int, body: Callable[..., None], folder: Path, *given: Any, d
     deadline = time.monotonic() + ALL_SECONDS
     while (running := [process for process in started if process.is_alive()]) and time.monotonic() < deadline:
         wait([process.sentinel for process in running], timeout=deadline - time.monotonic())
-        if any(process.exitcode for process in started):  # what the others say of it is worth a moment
+        if any(process.exitcode for process in started):  # give the others a moment to report as well
             deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
     hung = [rank for rank, process in enumerate(started) if process.is_alive()]
     for process in started:
@@ -72,12 +72,21 @@ def _entry(rank: int, ranks: int, body: Callable[..., None], folder: str, device
         )
         body(place, *given)
         dist.barrier()
-        dist.destroy_process_group()
+        _end_group()
     except BaseException:
         Path(folder, f"failure-{rank}").write_text(f"rank {rank}:\n{traceback.format_exc()}")
         os._exit(1)  # without waiting for a group that others have left
-    # The rank's work is done, and its group destroyed. What is left is the interpreter's end, in which a process now
-    # and then aborted ("terminate called without an active exception", no Python frame).
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+
+
+def _end_group() -> None:
+    """Destroy the group together with its threads.
+
+    A gloo thread that releases a collective's tensor takes the GIL to release its Python object too. If the interpreter
+    is shutting down by then, CPython ends the thread with pthread_exit, which unwinds through a C++ destructor: the
+    process aborts with "terminate called without an active exception". `destroy_process_group` joins the threads only
+    if nothing else refers to the group, so a reference that is left is an error here.
+    """
+    gc.collect()  # cycles through a caught exception's traceback
+    dist.destroy_process_group()
+    left = [task for task in Path("/proc/self/task").iterdir() if "gloo_runloop" in (task / "comm").read_text()]
+    assert not left, f"{len(left)} threads of the destroyed group are alive: something still refers to it"

@@ -203,14 +203,17 @@ def world_of(way: Way, exchange: Exchange | None, step_tokens: int = 1, **settin
 
 def environment() -> None:
     """vLLM's modules that the adapter reads, in miniature."""
-    group = SimpleNamespace(device_group=dist.group.WORLD, cpu_group=dist.group.WORLD)
+
+    def group() -> Any:  # looked up by each call: a module that held the group would keep its threads alive
+        return SimpleNamespace(device_group=dist.group.WORLD, cpu_group=dist.group.WORLD)
+
     library = {
         "flash_mla_sparse_fwd": flash_mla_sparse_fwd,
         "flash_mla_with_kvcache": flash_mla_with_kvcache,
         "get_mla_metadata": get_mla_metadata,
     }
     contents: dict[str, dict[str, Any]] = {
-        gpu_token_shard.GROUP[0]: {gpu_token_shard.GROUP[1]: lambda: group},
+        gpu_token_shard.GROUP[0]: {gpu_token_shard.GROUP[1]: group},
         gpu_token_shard.FLASH_MLA: library,
     }
     for name, members in contents.items():
