@@ -22,18 +22,21 @@ ALL_SECONDS = 300.0
 GRACE_SECONDS = 3.0
 
 
-def on_ranks(ranks: int, body: Callable[..., None], folder: Path, *given: Any, device: str = "cpu") -> None:
+def on_ranks(
+    ranks: int, body: Callable[..., None], folder: Path, *given: Any, device: str = "cpu", group_stays: bool = False
+) -> None:
     """Call `body(device, *given)` on each rank; fail with what the first failing ranks printed.
 
     Args:
         body: a module-level function, which the processes import.
         folder: an empty folder for the group's rendezvous file and for tracebacks.
         device: "cpu" for gloo, "cuda" for NCCL with one GPU a rank.
+        group_stays: PyTorch itself keeps the group after the body, so a rank exits without finalization (`_end_group`).
     """
     context = mp.get_context("spawn")
     folder.mkdir(parents=True, exist_ok=True)
     started = [
-        context.Process(target=_entry, args=(rank, ranks, body, str(folder), device, given), daemon=True)
+        context.Process(target=_entry, args=(rank, ranks, body, str(folder), device, group_stays, given), daemon=True)
         for rank in range(ranks)
     ]
     for process in started:
@@ -54,7 +57,15 @@ def on_ranks(ranks: int, body: Callable[..., None], folder: Path, *given: Any, d
     assert codes == [0] * ranks
 
 
-def _entry(rank: int, ranks: int, body: Callable[..., None], folder: str, device: str, given: tuple[Any, ...]) -> None:
+def _entry(
+    rank: int,
+    ranks: int,
+    body: Callable[..., None],
+    folder: str,
+    device: str,
+    group_stays: bool,
+    given: tuple[Any, ...],
+) -> None:
     torch.set_num_threads(1)
     place, bound = torch.device("cpu"), {}
     if device == "cuda":
@@ -72,6 +83,9 @@ def _entry(rank: int, ranks: int, body: Callable[..., None], folder: str, device
         )
         body(place, *given)
         dist.barrier()
+        if group_stays:
+            dist.destroy_process_group()
+            os._exit(0)
         _end_group()
     except BaseException:
         Path(folder, f"failure-{rank}").write_text(f"rank {rank}:\n{traceback.format_exc()}")
