@@ -1,29 +1,29 @@
 """The times that decisions compare, from the records of `nsa-plugin bench`.
 
-``python -m ci.measured`` writes nsa_plugin/decision/measurements.py from docs/benchmarks; ``--check`` ends 1 if it is
-out of date. The times are medians. Where several cases fall on the same heads and rows, that with the longest
-context counts, of a prefill's up to `COPIED_CONTEXT`; of those the one with the largest page, and of those the latest
-record's.
+``python -m ci.measured`` writes nsa_plugin/decision/timings.json from docs/benchmarks; ``--check`` ends 1 if it is out
+of date. The times are medians. If several cases have the same heads and query tokens, the one with the longest context
+counts (of a prefill, up to `COPIED_CONTEXT`), then the one with the largest page, then the latest record's.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from ci.rows import ROOT
-from nsa_plugin.decision.candidates import FLASH_MLA_DECODE, Route
 from nsa_plugin.decision.plan import Attention
-from nsa_plugin.decision.timings import COPIED_CONTEXT, SELECTIONS, Points
-from nsa_plugin.decision.token_shard import ATTENTION, CHUNKS, STEPS, group_op, in_chunks, traded_label
+from nsa_plugin.decision.routes import FLASH_MLA_DECODE, Route
+from nsa_plugin.decision.timings import COPIED_CONTEXT, SELECTIONS, TimingKey, Timings
+from nsa_plugin.decision.token_shard import ATTENTION, CHUNKS, STEPS, group_op, in_chunks, reshard_label
 from nsa_plugin.libraries.capabilities import Op
 from nsa_plugin.tools.bench.record import BACK_TO_BACK, read
 
 RECORDS = ROOT / "docs" / "benchmarks"
-MODULE = ROOT / "nsa_plugin" / "measurements.py"
+TIMINGS = ROOT / "nsa_plugin" / "decision" / "timings.json"
 
 # SM versions of the GPUs whose records count. Another GPU of the same version has other proportions.
 GPUS = {"NVIDIA H200": 90}
@@ -53,14 +53,12 @@ BESIDE: dict[str, dict[str, Route]] = {
     "bf16": {"sparse_mla flash_mla padded": Route(Attention.SPARSE_PREFILL, "flash_mla")},
 }
 
-# Heads for tokens, by `python -m nsa_plugin.tools.bench.group`: the label of a prefill's trade, in one piece or more,
-# and of a decode's, in one. A prefill's bfloat16 rows are made beforehand; the decision adds their copy.
-TRADED = {in_chunks("token_shard flash_mla", chunks): traded_label(_COPIED, chunks) for chunks in CHUNKS}
-TRADED["token_shard flash_mla decode kernel"] = traded_label(FLASH_MLA_DECODE)
-TRADED_STEPS = {"token_shard flash_mla": traded_label(FLASH_MLA_DECODE)}
+# Resharding, measured by `python -m nsa_plugin.tools.bench.group`: the label of a prefill, in one piece or more, and of
+# a decode, in one. A prefill's bf16 rows are made beforehand; the decision adds their copy.
+RESHARDED = {in_chunks("token_shard flash_mla", chunks): reshard_label(_COPIED, chunks) for chunks in CHUNKS}
+RESHARDED["token_shard flash_mla decode kernel"] = reshard_label(FLASH_MLA_DECODE)
+RESHARDED_STEPS = {"token_shard flash_mla": reshard_label(FLASH_MLA_DECODE)}
 
-Key = tuple[int, str, str]
-Table = dict[Key, dict[str, dict[int, Points]]]
 # (op, layout, label, heads, rows, microseconds, rank of the case among those of the same rows)
 Measured = tuple[str, str, str, int, int, float, tuple[int, int]]
 
@@ -79,7 +77,7 @@ def _of_row(row: dict[str, Any]) -> Iterator[Measured]:
             yield str(need), layout, str(ROUTES[op][provider]), case["heads"], rows, row["median_us"], rank
     elif op == ATTENTION:
         layout, step = case["layout"], "batch" in case
-        label = (TRADED_STEPS if step else TRADED).get(provider)
+        label = (RESHARDED_STEPS if step else RESHARDED).get(provider)
         if label is not None and SELECTIONS.get(layout) == (case["topk"], 0):
             filed = group_op(STEPS if step else ATTENTION, case["tp"])
             rows = case["batch"] * case["s_q"] if step else case["q"]
@@ -95,13 +93,13 @@ def _of_row(row: dict[str, Any]) -> Iterator[Measured]:
             yield op, layout, str(route), case["heads"], case["q"], row["median_us"] + projection, (case["kv"], 0)
 
 
-def collect(folder: Path) -> Table:
+def collect(folder: Path) -> Timings:
     """The table of a folder's records, sorted.
 
     Raises:
         BenchError: a record cannot be read.
     """
-    chosen: dict[tuple[Key, str, int, int], tuple[tuple[int, int], str, float]] = {}
+    chosen: dict[tuple[TimingKey, str, int, int], tuple[tuple[int, int], str, float]] = {}
     for records in read(folder).values():
         for _, record in records:
             sm = GPUS.get(record["host"]["gpu"])
@@ -113,56 +111,39 @@ def collect(folder: Path) -> Table:
                     found = rank, record["date"], time
                     if place not in chosen or found[:2] >= chosen[place][:2]:
                         chosen[place] = found
-    table: Table = {}
+    table: Timings = {}
     for (key, label, heads, rows), (_, _, time) in sorted(chosen.items()):
         by_heads = table.setdefault(key, {}).setdefault(label, {})
         by_heads[heads] = (*by_heads.get(heads, ()), (rows, float(f"{time:.4g}")))
     return table
 
 
-_HEAD = '''"""Made by `python -m ci.measured` from docs/benchmarks; change nothing here.
-
-Microseconds of one call: {(SM version, op, layout): {route: {heads: ((rows, microseconds), ...)}}}.
-"""
-
-'''
-_TYPE = "dict[tuple[int, str, str], dict[str, dict[int, tuple[tuple[int, float], ...]]]]"
-
-
-def render(table: Table) -> str:
-    """The module, laid out as `ruff format` would."""
-    if not table:
-        return f"{_HEAD}MEASUREMENTS: {_TYPE} = {{}}\n"
-    lines = [f"MEASUREMENTS: {_TYPE} = {{"]
-    for (sm, op, layout), by_label in table.items():
-        lines.append(f'    ({sm}, "{op}", "{layout}"): {{')
-        for label, by_heads in by_label.items():
-            lines.append(f'        "{label}": {{')
-            for heads, points in by_heads.items():
-                lines += _points(heads, points)
-            lines.append("        },")
-        lines.append("    },")
-    return _HEAD + "\n".join([*lines, "}"]) + "\n"
-
-
-def _points(heads: int, points: Points) -> list[str]:
-    line = f"            {heads}: {points!r},"
-    if len(line) <= 120:
-        return [line]
-    return [f"            {heads}: (", *(f"                {point!r}," for point in points), "            ),"]
+def render(table: Timings) -> str:
+    """The JSON file: a row of points a line, so that a change of one time is a change of one line."""
+    gpus = {str(sm): gpu.removeprefix("NVIDIA ") for gpu, sm in GPUS.items()}
+    rows = [
+        {"sm": sm, "op": op, "layout": layout, "route": route, "heads": heads, "points": points}
+        for (sm, op, layout), by_route in table.items()
+        for route, by_heads in by_route.items()
+        for heads, points in by_heads.items()
+    ]
+    about = "Microseconds of one call, points as [query tokens, microseconds]. Made by: python -m ci.measured"
+    listed = ",\n".join(f"  {json.dumps(row)}" for row in rows)
+    times = f"[\n{listed}\n ]" if rows else "[]"
+    return f'{{\n "about": {json.dumps(about)},\n "gpus": {json.dumps(gpus)},\n "times": {times}\n}}\n'
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m ci.measured", description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="change nothing; end 1 if the module is out of date")
+    parser.add_argument("--check", action="store_true", help="change nothing; end 1 if the file is out of date")
     args = parser.parse_args()
-    made, name = render(collect(RECORDS)), MODULE.relative_to(ROOT)
-    if MODULE.read_text() == made:
+    made, name = render(collect(RECORDS)), TIMINGS.relative_to(ROOT)
+    if TIMINGS.exists() and TIMINGS.read_text() == made:
         return 0
     if args.check:
         print(f"{name}: not what docs/benchmarks gives; run: make docs", file=sys.stderr)
         return 1
-    MODULE.write_text(made)
+    TIMINGS.write_text(made)
     print(f"rewrote {name}")
     return 0
 

@@ -1,8 +1,8 @@
 """One decision: `decide` routes a batch, `partition` splits a prefill first, `validate` checks at start-up.
 
-Pure: no torch, no engine, no I/O; the same arguments give the same plan. That there is one place that
-decides follows sglang #13544; the rules themselves are in `choices`, `candidates`, `sharding` and `indexing`, each
-with the pull request that it follows. Limits come from the `DeviceProfile`, never from here.
+Pure: no torch, no engine, no I/O; the same arguments give the same plan. One place decides, as in sglang #13544. The
+rules are in `dense`, `sparse`, `token_shard` and `indexer`, each with the pull request that it follows. Limits come
+from the `DeviceProfile` and restrictions from the `Constraints`, never from here.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from nsa_plugin.decision import choices
-from nsa_plugin.decision import token_shard as sharding
-from nsa_plugin.decision.candidates import Case, Refusal, Route
+from nsa_plugin.decision import dense, sparse, token_shard
+from nsa_plugin.decision.case import Case, batch_sentence
+from nsa_plugin.decision.constraints import UNCONSTRAINED, Constraints
 from nsa_plugin.decision.indexer import topk_plan
 from nsa_plugin.decision.plan import Attention, IndexerMode, IndexerPlan, Plan
+from nsa_plugin.decision.routes import Refusal, Route
 from nsa_plugin.decision.shapes import BatchShape, ModelShape, Phase
 from nsa_plugin.errors import NsaPluginError, SettingsError
 from nsa_plugin.libraries.capabilities import Op
@@ -23,7 +24,7 @@ from nsa_plugin.settings import Settings
 
 
 @dataclass(frozen=True)
-class Part:
+class BatchPart:
     """Requests of a batch that share a plan.
 
     Attributes:
@@ -38,7 +39,11 @@ class Part:
 
 
 def decide(
-    model: ModelShape, batch: BatchShape, device: DeviceProfile, settings: Settings, *, keeps_heads: str = ""
+    model: ModelShape,
+    batch: BatchShape,
+    device: DeviceProfile,
+    settings: Settings,
+    constraints: Constraints = UNCONSTRAINED,
 ) -> Plan:
     """The plan of a batch.
 
@@ -49,19 +54,26 @@ def decide(
         batch: the batch, or the part of one that shares a plan.
         device: what this machine has; `memory_free` is taken as free now.
         settings: what the user chose.
-        keeps_heads: the engine's reason why the ranks do not trade heads for tokens, whatever speaks for it; "": they
-            may.
+        constraints: what the engine restricts.
 
     Raises:
         SettingsError: a setting contradicts the model, the device, or what this batch needs.
-        NoProviderError: no installed kernel carries the batch; lists each and why not.
+        NoProviderError: no installed kernel supports the batch; lists each and why not.
     """
     _check_settings(model, device, settings)
     if batch.phase is Phase.IDLE or batch.num_tokens == 0:
         return _idle_plan(batch)
-    case = Case(model, batch, device, settings)
-    route, refused, why = choices.pick_dense(case)
-    return _sparse_plan(case, why, keeps_heads) if route is None else _dense_plan(case, route, refused, why)
+    case = Case(model, batch, device, settings, constraints)
+    route, refused, why = dense.pick_dense(case)
+    if route is not None:
+        return _dense_plan(case, route, refused, why)
+    try:
+        return _sparse_plan(case, why)
+    except NsaPluginError:
+        if constraints.copy_fits:
+            raise
+    # Only a copy supports the batch: then the cache is copied, over its budget, as the stock engine does.
+    return _sparse_plan(replace(case, constraints=replace(constraints, copy_bytes=None)), why)
 
 
 def partition(
@@ -75,8 +87,8 @@ def partition(
     cuda_graph: bool = False,
     context_parallel: bool = False,
     attention_workspace_tokens: int = 0,
-    keeps_heads: str = "",
-) -> tuple[Part, ...]:
+    constraints: Constraints = UNCONSTRAINED,
+) -> tuple[BatchPart, ...]:
     """A batch split so that one long prompt does not take dense attention from the short ones.
 
     Only a prefill is split: into parts of dense requests, each within the workspace, then one part of
@@ -86,7 +98,7 @@ def partition(
     Args:
         q_lens, kv_lens: new rows and whole context of each request, in tokens.
         cuda_graph, context_parallel, attention_workspace_tokens: see `BatchShape`.
-        keeps_heads: of all parts; see `decide`.
+        constraints: of all parts; see `decide`.
 
     Raises:
         ShapeError: the lengths cannot belong together.
@@ -103,9 +115,9 @@ def partition(
             attention_workspace_tokens=attention_workspace_tokens,
         )
 
-    def part(requests: Sequence[int]) -> Part:
+    def part(requests: Sequence[int]) -> BatchPart:
         batch = shape(requests)
-        return Part(tuple(requests), decide(model, batch, device, settings, keeps_heads=keeps_heads), batch)
+        return BatchPart(tuple(requests), decide(model, batch, device, settings, constraints), batch)
 
     everything = range(len(q_lens))
     whole = BatchShape.from_lengths(phase, q_lens, kv_lens)
@@ -113,29 +125,30 @@ def partition(
         return (part(everything),) if everything else ()
     live = [request for request in everything if q_lens[request]]
     empty = [request for request in everything if not q_lens[request]]
-    dense, sparse = _split_dense(Case(model, shape(live), device, settings), live, kv_lens)
-    return tuple(part(requests) for requests in (*dense, sparse, empty) if requests)
+    dense_groups, selecting = _split_dense(Case(model, shape(live), device, settings, constraints), live, kv_lens)
+    return tuple(part(requests) for requests in (*dense_groups, selecting, empty) if requests)
 
 
 def _split_dense(case: Case, live: Sequence[int], kv_lens: Sequence[int]) -> tuple[list[list[int]], list[int]]:
-    """(groups of requests that run dense, those that run sparse)."""
-    if choices.dense_ruled_out(case) or choices.dense_provider(case)[0] is None:
+    """(groups of requests that attend densely, those that select)."""
+    ruled_out = dense.dense_ruled_out(case) or case.constraints.no_dense
+    if ruled_out or dense.dense_provider(case)[0] is None:
         return [], list(live)
-    limit, workspace = choices.mha_limit(case)[0], case.batch.attention_workspace_tokens
-    dense: list[list[int]] = []
-    sparse: list[int] = []
+    limit, workspace = dense.mha_limit(case)[0], case.batch.attention_workspace_tokens
+    groups: list[list[int]] = []
+    selecting: list[int] = []
     held = 0
     for request in live:
         tokens = kv_lens[request]
         if tokens > limit or 0 < workspace < tokens:
-            sparse.append(request)
-        elif dense and (not workspace or held + tokens <= workspace):
-            dense[-1].append(request)
+            selecting.append(request)
+        elif groups and (not workspace or held + tokens <= workspace):
+            groups[-1].append(request)
             held += tokens
         else:
-            dense.append([request])
+            groups.append([request])
             held = tokens
-    return dense, sparse
+    return groups, selecting
 
 
 def validate(
@@ -146,6 +159,8 @@ def validate(
     max_tokens: int = 1,
     max_decode_tokens: int = 1,
     cuda_graph: bool = False,
+    constraints: Constraints = UNCONSTRAINED,
+    decode_constraints: Constraints | None = None,
 ) -> None:
     """Raise before serving what `decide` would raise for a batch of this configuration.
 
@@ -153,23 +168,25 @@ def validate(
         max_tokens: most query rows that a prefill batch may have (the engine's chunk size), at least 1.
         max_decode_tokens: most query rows that a decode batch may have, at least 1.
         cuda_graph: decode batches are captured.
+        constraints: of prefills, and of decode batches too unless `decode_constraints` is given.
 
     Raises:
-        SettingsError: a setting contradicts the model or the device, or names a library that cannot
-            carry prefill or decode here.
-        NoProviderError: no installed kernel carries prefill or decode.
+        SettingsError: a setting contradicts the model or the device, or names a library that does not
+            support prefill or decode here.
+        NoProviderError: no installed kernel supports prefill or decode.
     """
 
-    def sparse(phase: Phase, rows: int, cuda_graph: bool = False) -> BatchShape:
+    def selecting(phase: Phase, rows: int, cuda_graph: bool = False) -> BatchShape:
         context = model.index_topk + rows
         return BatchShape.from_lengths(phase, [rows], [context], cuda_graph=cuda_graph)
 
-    prefill = sparse(Phase.EXTEND, max_tokens)
-    decode = sparse(Phase.DECODE, max_decode_tokens, cuda_graph)
+    prefill = selecting(Phase.EXTEND, max_tokens)
+    decode = selecting(Phase.DECODE, max_decode_tokens, cuda_graph)
     errors: list[NsaPluginError] = []
-    for batch in (prefill, decode):
+    of_decode = constraints if decode_constraints is None else decode_constraints
+    for batch, restricted in ((prefill, constraints), (decode, of_decode)):
         try:
-            decide(model, batch, device, settings)
+            decide(model, batch, device, settings, restricted)
         except NsaPluginError as error:
             if str(error) not in map(str, errors):
                 errors.append(error)
@@ -191,22 +208,24 @@ def _check_settings(model: ModelShape, device: DeviceProfile, settings: Settings
                 f"large_q_rows is {settings.large_q_rows}; allowed: 0 to {capability.max_rows}, the query "
                 "rows that the installed FlashMLA takes on this device"
             )
-    if settings.token_shard == "on" and (reason := sharding.impossible(model, device)):
+    if settings.token_shard == "on" and (reason := token_shard.impossible(model, device)):
         raise SettingsError(f"token_shard is on and cannot work here: {reason}; allowed here: auto, off")
 
 
+_STOCK_FIELDS = ("stock_attention", "stock_selection")
+_NOT_STOCK = "no constraint leaves it to the stock engine's code"
 _INDEXER_FIELDS = ("indexer.provider", "indexer.rows_per_chunk", "indexer.metadata_provider")
 
 
 def _idle_plan(batch: BatchShape) -> Plan:
     fields = ("attention", "provider", "dequantize_kv", "head_padding", "token_shard", "token_shard_chunks", "indexer")
-    reasons = dict.fromkeys((*fields, *_INDEXER_FIELDS), "there are no query rows")
+    reasons = dict.fromkeys((*fields, *_INDEXER_FIELDS, *_STOCK_FIELDS), "there are no query tokens")
     return Plan(
         phase=batch.phase,
         attention=Attention.NONE,
         provider="",
         indexer=IndexerPlan(mode=IndexerMode.NONE),
-        reasons={"phase": choices.batch_sentence(batch)} | reasons,
+        reasons={"phase": batch_sentence(batch)} | reasons,
     )
 
 
@@ -221,30 +240,33 @@ def _dense_plan(case: Case, route: Route, refused: Sequence[Refusal], why: str) 
         dequantize_kv=route.dequantize_kv,
         indexer=IndexerPlan(mode=IndexerMode.STORE_ONLY),
         reasons={
-            "phase": choices.batch_sentence(batch),
+            "phase": batch_sentence(batch),
             "attention": why,
-            "provider": choices.provider_sentence(case, route, case.own_load, refused),
-            "dequantize_kv": choices.dequantize_sentence(case, route),
-            "head_padding": "dense attention takes any number of heads",
+            "provider": sparse.provider_sentence(case, route, case.own_load, refused),
+            "dequantize_kv": sparse.dequantize_sentence(case, route),
+            "head_padding": "dense attention supports any number of heads",
             "token_shard": "dense attention pads no heads",
             "token_shard_chunks": "nothing is exchanged",
             "indexer": f"the keys are stored for later; {nothing}",
         }
-        | dict.fromkeys(_INDEXER_FIELDS, nothing),
+        | dict.fromkeys(_INDEXER_FIELDS, nothing)
+        | dict.fromkeys(_STOCK_FIELDS, _NOT_STOCK),
     )
 
 
-def _sparse_plan(case: Case, not_dense: str, keeps_heads: str) -> Plan:
+def _sparse_plan(case: Case, not_dense: str) -> Plan:
     load = case.own_load
-    route, refused = choices.pick_sparse(case, load)
-    traded = sharding.decided(case, route, keeps_heads)
-    sharded = traded.chunks > 0
+    route, refused = sparse.pick_sparse(case, load)
+    resharding = token_shard.decided(case, route)
+    sharded = resharding.chunks > 0
     if sharded:
         load = case.sharded_load
-        route, refused = choices.pick_sparse(case, load)
-    padding, why_padding = choices.head_padding(case, route, load.heads)
+        route, refused = sparse.pick_sparse(case, load)
+    padding, why_padding = sparse.head_padding(case, route, load.heads)
     indexer, why_indexer = topk_plan(case, route, shared=sharded and case.extend)
-    attention = choices.attention_sentence(case, route, load, refused)
+    attention = sparse.attention_sentence(case, route, load, refused)
+    stock_selection, why_selection = _stock_selection(case, indexer)
+    stock_attention = stock_selection and route in case.constraints.stock_routes
     return Plan(
         phase=case.batch.phase,
         attention=route.attention,
@@ -252,16 +274,28 @@ def _sparse_plan(case: Case, not_dense: str, keeps_heads: str) -> Plan:
         dequantize_kv=route.dequantize_kv,
         head_padding=padding,
         token_shard=sharded,
-        token_shard_chunks=max(1, traded.chunks),
+        token_shard_chunks=max(1, resharding.chunks),
         indexer=indexer,
+        stock_attention=stock_attention,
+        stock_selection=stock_selection,
         reasons={
-            "phase": choices.batch_sentence(case.batch),
+            "phase": batch_sentence(case.batch),
             "attention": f"not dense: {not_dense}; {attention}",
-            "provider": choices.provider_sentence(case, route, load, refused),
-            "dequantize_kv": choices.dequantize_sentence(case, route),
+            "provider": sparse.provider_sentence(case, route, load, refused),
+            "dequantize_kv": sparse.dequantize_sentence(case, route, refused),
             "head_padding": why_padding,
-            "token_shard": traded.why,
-            "token_shard_chunks": traded.why_chunks,
+            "token_shard": resharding.why,
+            "token_shard_chunks": resharding.why_chunks,
+            "stock_attention": why_selection if stock_attention else _NOT_STOCK,
+            "stock_selection": why_selection if stock_selection else _NOT_STOCK,
         }
         | why_indexer,
     )
+
+
+def _stock_selection(case: Case, indexer: IndexerPlan) -> tuple[bool, str]:
+    """Whether the stock engine's code selects, and why."""
+    tokens, most = case.batch.total_kv_len, case.constraints.stock_tokens
+    # The stock code scores all query tokens at once.
+    stock = tokens <= most and indexer.rows_per_chunk >= case.batch.num_tokens
+    return stock, f"{tokens} context tokens: up to {most}, {case.constraints.engine}'s own code costs the host less"

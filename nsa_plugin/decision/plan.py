@@ -1,4 +1,4 @@
-"""The Plan: what `dispatch.decide` chose for a batch, and why."""
+"""The Plan: what `decide` chose for a batch, and why."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from nsa_plugin.decision.shapes import Phase
 
 
 class Attention(StrEnum):
-    """The kernel's shape, whatever the phase: a decode kernel may carry a prefill."""
+    """The attention path, whatever the phase: a decode kernel may run a prefill."""
 
     MHA_ONE_SHOT = "mha_one_shot"  # dense causal attention over the request's own keys and values
-    SPARSE_PREFILL = "sparse_prefill"  # MLA over selected rows, kernel shaped for many query rows
-    SPARSE_DECODE = "sparse_decode"  # MLA over selected rows of the paged cache, kernel split over keys
+    SPARSE_PREFILL = "sparse_prefill"  # MLA over selected KV tokens, a kernel for many query tokens
+    SPARSE_DECODE = "sparse_decode"  # MLA over selected KV tokens of the paged cache, a kernel split over keys
     NONE = "none"  # nothing to attend to
 
 
 class IndexerMode(StrEnum):
     TOPK = "topk"  # store the keys, score them, select
     STORE_ONLY = "store_only"  # store the keys; every token is attended, so there is nothing to select
-    NONE = "none"  # no rows
+    NONE = "none"  # no query tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class IndexerPlan:
     Attributes:
         mode: see `IndexerMode`.
         provider: kernel library of the logits and the top-k; "" when nothing is selected.
-        rows_per_chunk: query rows whose logits are held at once; 0 when nothing is selected.
+        rows_per_chunk: query tokens whose logits are held at once; 0 when nothing is selected.
         metadata_provider: kernel library of the paged logits' scheduling metadata; "" where none is needed.
     """
 
@@ -45,18 +45,20 @@ class IndexerPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One batch's routing. Backends read it and never re-derive it.
+    """The decision for one batch. Backends read it and never derive it again.
 
     Attributes:
         phase: what the batch is for.
-        attention: the route.
-        provider: kernel library that carries it; "" for `Attention.NONE`.
-        dequantize_kv: bring fp8 cache rows to bf16 in a workspace first, because the kernel reads only those.
-        head_padding: query heads that the kernel is given when it takes no fewer; 0 = the rank's own heads.
-        token_shard: trade heads for tokens over the attention group around the kernel.
-        token_shard_chunks: pieces in which every rank's rows are exchanged and attended, one on its way while another
-            is attended; 1 where nothing is traded, or nothing overlaps.
+        attention: the attention path.
+        provider: its kernel library; "" for `Attention.NONE`.
+        dequantize_kv: copy fp8 cache rows to bf16 in a workspace first, because the kernel reads only bf16.
+        head_padding: query heads that the kernel gets if it supports no fewer; 0 = the rank's own heads.
+        token_shard: reshard heads to tokens over the attention group around the kernel.
+        token_shard_chunks: pieces in which every rank's query tokens are exchanged and attended, one exchanged while
+            another is attended; 1 without resharding, or where nothing overlaps.
         indexer: the indexer's part.
+        stock_attention: the stock engine's own code attends by this path.
+        stock_selection: the stock engine's own code selects.
         reasons: one sentence for each choice, by field name ("indexer.provider" for the indexer's own),
             naming the fact that decided it.
     """
@@ -69,17 +71,19 @@ class Plan:
     token_shard: bool = False
     token_shard_chunks: int = 1
     indexer: IndexerPlan
+    stock_attention: bool = False
+    stock_selection: bool = False
     reasons: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         # vllm #52512: attention that reads a selection which the indexer did not make attends to nothing.
         reads_selection = self.attention in (Attention.SPARSE_PREFILL, Attention.SPARSE_DECODE)
         if reads_selection != (self.indexer.mode is IndexerMode.TOPK):
-            raise ValueError(f"attention {self.attention} does not go with indexer mode {self.indexer.mode}")
+            raise ValueError(f"attention {self.attention} contradicts indexer mode {self.indexer.mode}")
 
     @functools.cached_property
     def route(self) -> str:
-        """phase/attention/library, what batches are counted by. Kept: every step asks for it."""
+        """phase/attention/provider, by which batches are counted. Cached: every decode step asks for it."""
         return f"{self.phase}/{self.attention}/{self.provider or 'none'}"
 
     def as_dict(self) -> dict[str, Any]:

@@ -1,57 +1,142 @@
-"""How long a kernel takes, from measurements: what a decision compares where several carry the batch.
+"""How long a kernel takes, from measured times: what a decision compares where several routes support a batch.
 
-The numbers are `measurements.MEASUREMENTS`, which `python -m ci.measured` makes from the records of
-`nsa-plugin bench`. A label is a route in words, as `candidates.Route` has them. What a time depends on:
+The times are `timings.json`, which `python -m ci.measured` makes from the records of `nsa-plugin bench`. They are filed
+by SM version, op, KV layout, route in words, and head count. What a time depends on:
 
-- rows: linear between measured points, proportional beyond the last, and below the first the first's own,
-  because a launch costs that much. The rows of a decode are all its query rows, batch * s_q.
-- heads: the next measured count that is not below, because a kernel pads to it or runs another group of heads.
+- query tokens: linear between measured points, proportional beyond the last, and below the first the first's own,
+  because a launch costs that much. A decode's are all of its query tokens, batch * s_q.
+- heads: the next measured count that is not smaller, because a kernel pads to it or runs another group of heads.
 - the selection and the window are those of `SELECTIONS`; for others there is no estimate.
-- the context only where it is copied (see `candidates.estimate_us`); of two measured contexts the longer counts.
+- the context only where it is copied (see `sparse.estimate`); of two measured contexts the longer counts.
 
-Pure: no torch, no engine, no I/O.
+Pure: no torch, no engine; reads one packaged file, once.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 from bisect import bisect_left
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib import resources
+from typing import Any
 
-from nsa_plugin.decision.measurements import MEASUREMENTS
 from nsa_plugin.layouts import LAYOUTS
 
-# (selected tokens, tokens of the window) of the measurements of each layout: the released models'.
 SELECTIONS: Mapping[str, tuple[int, int]] = {
     name: (2048, 0) if "v3.2" in layout.families else (512, 128) for name, layout in LAYOUTS.items()
 }
-# Longest context, in tokens, that was copied within a measured time.
+"""(selected tokens, window tokens) that the times of each KV layout were measured with: the released models'."""
 COPIED_CONTEXT = 65536
+"""Longest context, in tokens, that was copied within a measured time."""
 
 Points = tuple[tuple[int, float], ...]
+TimingKey = tuple[int, str, str]
+"""(SM version, op, KV layout)."""
+Timings = dict[TimingKey, dict[str, dict[int, Points]]]
+"""{key: {route in words: {heads: ((query tokens, microseconds), ...)}}}, points by query tokens."""
 
 
-def points(sm: int, op: str, layout: str, heads: int, label: str) -> Points:
-    """(rows, microseconds) of one call, by rows; empty where no head count that fits was measured."""
-    by_heads = MEASUREMENTS.get((sm, op, layout), {}).get(label, {})
-    if heads in by_heads:
-        return by_heads[heads]
-    fitting = [count for count in by_heads if count >= heads]
-    return by_heads[min(fitting)] if fitting else ()
+@dataclass(frozen=True)
+class TimeEstimate:
+    """The time of one call, and where it comes from.
+
+    Attributes:
+        us: microseconds.
+        rows, heads: query tokens and heads of the call.
+        from_rows: the measured numbers of query tokens that it comes from: one, or the two around `rows`.
+        from_heads: the measured head count.
+        copied: what a longer context's copy adds is in it, by the memory's rate.
+    """
+
+    us: float
+    rows: int
+    heads: int
+    from_rows: tuple[int, ...]
+    from_heads: int
+    copied: bool = False
+
+    @property
+    def measured(self) -> bool:
+        """Whether this very point was measured."""
+        return self.from_rows == (self.rows,) and self.from_heads == self.heads and not self.copied
+
+    def source(self, gpu: str) -> str:
+        """Where the time comes from: "measured on H200, 16 heads, 4096 query tokens", or the points it is made of."""
+        heads = f"{self.from_heads} heads" + ("" if self.from_heads == self.heads else f" for {self.heads}")
+        more = ", copy of a longer context added" if self.copied else ""
+        if self.from_rows == (self.rows,):
+            verb = "measured" if self.measured else "estimated from measurements"
+            return f"{verb} on {gpu}, {heads}, {_tokens(self.rows)}{more}"
+        if len(self.from_rows) == 2:
+            low, high = self.from_rows
+            return f"interpolated between {low} and {_tokens(high)}, measured on {gpu}, {heads}{more}"
+        return f"estimated from {_tokens(self.from_rows[0])}, measured on {gpu}, {heads}{more}"
+
+    def plus(self, us: float) -> TimeEstimate:
+        """With the time of a longer context's copy."""
+        return replace(self, us=self.us + us, copied=True) if us else self
 
 
-def estimate_us(sm: int, op: str, layout: str, heads: int, rows: int, label: str) -> float | None:
-    """Microseconds of one call, or None where nothing that fits was measured.
+def _tokens(count: int) -> str:
+    return f"{count} query token" + ("" if count == 1 else "s")
+
+
+def from_json(data: dict[str, Any]) -> Timings:
+    """The table that a timings file holds."""
+    table: Timings = {}
+    for row in data["times"]:
+        by_route = table.setdefault((row["sm"], row["op"], row["layout"]), {})
+        by_route.setdefault(row["route"], {})[row["heads"]] = tuple((count, us) for count, us in row["points"])
+    return table
+
+
+_PACKAGED: dict[str, Any] = json.loads(
+    resources.files("nsa_plugin.decision").joinpath("timings.json").read_text(encoding="utf-8")
+)
+TIMINGS: Timings = from_json(_PACKAGED)
+GPUS: dict[int, str] = {int(sm): gpu for sm, gpu in _PACKAGED["gpus"].items()}
+"""The GPU that the times of an SM version were measured on."""
+
+
+def gpu_of(sm: int) -> str:
+    """The GPU whose times stand for an SM version: "H200"; "SM100" where none was measured."""
+    return GPUS.get(sm, f"SM{sm}")
+
+
+def points(sm: int, op: str, layout: str, heads: int, route: str) -> Points:
+    """(query tokens, microseconds) of one call, by query tokens; empty where no head count that fits was measured."""
+    return _points(sm, op, layout, heads, route)[1]
+
+
+def _points(sm: int, op: str, layout: str, heads: int, route: str) -> tuple[int, Points]:
+    by_heads = TIMINGS.get((sm, op, layout), {}).get(route, {})
+    fitting = min((count for count in by_heads if count >= heads), default=0)
+    return fitting, by_heads.get(fitting, ())
+
+
+def estimate(sm: int, op: str, layout: str, heads: int, rows: int, route: str) -> TimeEstimate | None:
+    """The time of one call, or None where nothing that fits was measured.
 
     Args:
         sm: SM version.
         op: what the batch needs: "sparse_mla_prefill", "sparse_mla_decode" or "mha_one_shot".
         layout: of the KV cache, whatever layout the kernel itself reads.
-        heads, rows: given to the call; rows of "mha_one_shot" are the tokens of one request without a prefix.
-        label: the route in words.
+        heads, rows: heads and query tokens of the call; for "mha_one_shot" the tokens of one request without a prefix.
+        route: in words, as `str(Route)` gives it.
     """
-    found = points(sm, op, layout, heads, label)
-    return _between(found, rows) if found else None
+    from_heads, found = _points(sm, op, layout, heads, route)
+    if not found:
+        return None
+    us, used = _between(found, rows)
+    return TimeEstimate(us, rows, heads, used, from_heads)
+
+
+def estimate_us(sm: int, op: str, layout: str, heads: int, rows: int, route: str) -> float | None:
+    """The microseconds of `estimate`."""
+    found = estimate(sm, op, layout, heads, rows, route)
+    return None if found is None else found.us
 
 
 def dense_limit(sm: int, layout: str, heads: int, dense: str, sparse: tuple[str, ...]) -> int | None:
@@ -62,28 +147,30 @@ def dense_limit(sm: int, layout: str, heads: int, dense: str, sparse: tuple[str,
     is not counted.
 
     Args:
-        dense, sparse: labels; of the sparse ones the quickest counts.
+        dense, sparse: routes in words; of the sparse ones the quickest counts.
     """
-    known, *rivals = (points(sm, "mha_one_shot", layout, heads, label) for label in (dense, *sparse))
+    known, *rivals = (points(sm, "mha_one_shot", layout, heads, route) for route in (dense, *sparse))
     return _crossover(known, tuple(rivals))
 
 
-@functools.cache  # a decision asks for it each time, and short prefills wait for it
+@functools.cache  # every decision asks for it, and short prefills wait for the decision
 def _crossover(dense: Points, sparse: tuple[Points, ...]) -> int | None:
-    """`dense_limit` of what was measured of each route."""
+    """`dense_limit` from the measured points of each route."""
     for tokens, time in reversed(dense):
-        if not any(_between(rival, tokens) < time for rival in sparse if rival):
+        if not any(_between(rival, tokens)[0] < time for rival in sparse if rival):
             return None if tokens == dense[-1][0] else tokens
     return 0 if dense else None
 
 
-def _between(known: Points, rows: int) -> float:
-    """The time at `rows` on the line through the points."""
+def _between(known: Points, rows: int) -> tuple[float, tuple[int, ...]]:
+    """(the time at `rows` on the line through the points, the points' query tokens that it comes from)."""
     first, last = known[0], known[-1]
     if rows <= first[0]:
-        return first[1]
+        return first[1], (first[0],)
     if rows >= last[0]:
-        return last[1] * rows / last[0]
+        return last[1] * rows / last[0], (last[0],)
     above = bisect_left(known, rows, key=lambda point: point[0])
     (low, before), (high, after) = known[above - 1], known[above]
-    return before + (after - before) * (rows - low) / (high - low)
+    if rows == high:
+        return after, (high,)
+    return before + (after - before) * (rows - low) / (high - low), (low, high)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from nsa_plugin.backends.common.planner import Execution
 from nsa_plugin.backends.common.token_shard import free_memory_of
 from nsa_plugin.backends.common.warm import warm, warm_selection
 from nsa_plugin.backends.sglang.startup.metrics import ranks, route_counter
@@ -21,7 +22,7 @@ from nsa_plugin.backends.sglang.v4 import backend as v4_backend
 from nsa_plugin.backends.sglang.v4.routes import v4_shape
 from nsa_plugin.backends.sglang.v32 import samples
 from nsa_plugin.backends.sglang.v32.attention import State, adopt, release
-from nsa_plugin.backends.sglang.v32.routes import PLANNED, Planner, Route
+from nsa_plugin.backends.sglang.v32.routes import PLANNED, SglangPlanner
 from nsa_plugin.backends.sglang.v32.token_shard import Exchange, open_exchange
 from nsa_plugin.decision.dispatch import validate
 from nsa_plugin.decision.plan import Plan
@@ -100,11 +101,11 @@ class Serving:
             self.routes = self.routes or {name: samples.in_words(route) for name, route in routes.items()}
             self.backends.append(backend)
 
-    def _adopt_v32(self, backend: Any, model_runner: Any) -> dict[str, Route]:
+    def _adopt_v32(self, backend: Any, model_runner: Any) -> dict[str, Execution]:
         """What a few batches take, by their names."""
         model = model_shape(backend, model_runner)
         exchange, keeps = self._exchange_for(backend, model_runner, model)
-        planner = Planner(
+        planner = SglangPlanner(
             model,
             self.device,
             self.resolved.settings,
@@ -143,7 +144,7 @@ class Serving:
             return self.exchange, keeps
         return self.exchange, ""
 
-    def _adopt_v4(self, backend: Any, model_runner: Any) -> dict[str, Route]:
+    def _adopt_v4(self, backend: Any, model_runner: Any) -> dict[str, Execution]:
         """As `_adopt_v32`."""
         model = v4_shape(model_runner)
         notes, routes = v4_backend.begin(

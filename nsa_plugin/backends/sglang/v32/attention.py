@@ -34,13 +34,14 @@ import torch
 import torch.nn.functional as F
 
 from nsa_plugin.backends.common.fault import shifted
+from nsa_plugin.backends.common.planner import Execution
 from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.common.token_shard import Share
 from nsa_plugin.backends.sglang.startup.model import prefix_of
 from nsa_plugin.backends.sglang.v32 import batch as batches
 from nsa_plugin.backends.sglang.v32.batch import Batch
 from nsa_plugin.backends.sglang.v32.indexer import Selection, attach
-from nsa_plugin.backends.sglang.v32.routes import PLANNED, Planner, Route, sglangs_own
+from nsa_plugin.backends.sglang.v32.routes import PLANNED, SglangPlanner, sglangs_own
 from nsa_plugin.backends.sglang.v32.token_shard import Exchange, all_heads, schedule_of
 from nsa_plugin.decision.shapes import Phase
 from nsa_plugin.errors import NsaPluginError, PatchError
@@ -85,20 +86,20 @@ class State:
         share: this rank's rows of the batch that was prepared last, where its plan trades.
     """
 
-    planner: Planner
+    planner: SglangPlanner
     x: str
     prefill_impl: str
     decode_impl: str
     plans_prefill: bool
     plans_steps: bool
     providers: Providers
-    route: Route | None = None
+    route: Execution | None = None
     preparing: bool = False
     exchange: Exchange | None = None
     share: Share | None = None
 
 
-def adopt(backend: Any, planner: Planner, server_args: Any, exchange: Exchange | None = None) -> list[str]:
+def adopt(backend: Any, planner: SglangPlanner, server_args: Any, exchange: Exchange | None = None) -> list[str]:
     """Let a backend take its routes from a planner; call it once the engine's own start of the backend is done.
 
     Returns:
@@ -262,7 +263,7 @@ def with_plans(original: type) -> type:
             original_setter(self, forward_batch)  # the engine's rules; what it sets, the preparation sets again
             if not self.use_mha:
                 return False
-            route = state.planner.prefill_route(batches.prefill_batch(forward_batch), dense_allowed=True)
+            route = state.planner.prefill_execution(batches.prefill_batch(forward_batch), dense_allowed=True)
             return route is not None and route.dense
 
     methods = {setter: _setter(original_setter)}
@@ -343,7 +344,7 @@ def _prepared(original: Callable[..., None]) -> Callable[..., None]:
     return prepare
 
 
-def _share(state: State, route: Route, batch: Batch) -> Share | None:
+def _share(state: State, route: Execution, batch: Batch) -> Share | None:
     """This rank's rows of a batch, where its plan trades heads for tokens."""
     if state.exchange is None or not route.plan.token_shard:
         return None
@@ -351,10 +352,10 @@ def _share(state: State, route: Route, batch: Batch) -> Share | None:
     return Share(state.exchange, shares, route.plan.token_shard_chunks)
 
 
-def _follow(backend: Any, state: State, route: Route | None, share: Share | None) -> None:
+def _follow(backend: Any, state: State, route: Execution | None, share: Share | None) -> None:
     """Make a route, or its absence, the backend's."""
     state.route, state.share = route, share
-    impl = None if route is None else route.impl
+    impl = None if route is None else route.path
     if impl is not None and route is not None and route.plan.phase is Phase.EXTEND:
         setattr(backend, f"{state.x}_prefill_impl", impl)
     stepping = impl is not None and route is not None and route.plan.phase is not Phase.EXTEND

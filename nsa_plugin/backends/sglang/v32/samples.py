@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from contextlib import suppress
 
+from nsa_plugin.backends.common.planner import Execution
 from nsa_plugin.backends.sglang.v32.attention import State
 from nsa_plugin.backends.sglang.v32.batch import Batch, step_batch
-from nsa_plugin.backends.sglang.v32.routes import Planner, Route
+from nsa_plugin.backends.sglang.v32.routes import SglangPlanner
 from nsa_plugin.decision.plan import Attention, IndexerMode
 from nsa_plugin.decision.shapes import BatchShape, Phase
 from nsa_plugin.errors import NsaPluginError
@@ -17,7 +18,7 @@ FEW, MANY = 1, 64  # requests
 ROWS = tuple(1 << power for power in range(14))
 
 
-def routes(state: State, max_context: int, draft_tokens: int | None) -> dict[str, Route]:
+def routes(state: State, max_context: int, draft_tokens: int | None) -> dict[str, Execution]:
     """What a few batches would take, by their names; none of a kind that stays SGLang's.
 
     Args:
@@ -28,7 +29,7 @@ def routes(state: State, max_context: int, draft_tokens: int | None) -> dict[str
     Raises:
         SettingsError, NoProviderError: a batch of the kind cannot be carried; see `decide`.
     """
-    found: dict[str, Route] = {}
+    found: dict[str, Execution] = {}
     if state.plans_prefill:
         for rows, context in ((SHORT, SHORT), (LONG, CONTEXT)):
             rows, context = min(rows, max_context), min(context, max_context)
@@ -39,7 +40,7 @@ def routes(state: State, max_context: int, draft_tokens: int | None) -> dict[str
     return found
 
 
-def step_routes(planner: Planner, max_context: int, draft_tokens: int | None) -> dict[str, Route]:
+def step_routes(planner: SglangPlanner, max_context: int, draft_tokens: int | None) -> dict[str, Execution]:
     """As `routes`, of steps alone."""
     batches = {
         f"decode, {FEW} request": step_batch(Phase.DECODE, FEW, FEW, max_context),
@@ -48,7 +49,7 @@ def step_routes(planner: Planner, max_context: int, draft_tokens: int | None) ->
     if draft_tokens:
         rows = MANY * draft_tokens
         batches[f"verify, {MANY} requests"] = step_batch(Phase.TARGET_VERIFY, MANY, rows, max_context)
-    return {name: planner.step_route(batch) for name, batch in batches.items()}
+    return {name: planner.step_execution(batch) for name, batch in batches.items()}
 
 
 def own_kernels(state: State, max_context: int, *, sharded: bool = False) -> set[tuple[str, str]]:
@@ -57,7 +58,7 @@ def own_kernels(state: State, max_context: int, *, sharded: bool = False) -> set
     Args:
         sharded: of the batches whose ranks trade heads for tokens, which have all heads; else of the others.
     """
-    found: list[Route | None] = []
+    found: list[Execution | None] = []
     for rows in ROWS:
         with suppress(NsaPluginError):  # a size that nothing carries, and that need never come
             if state.plans_steps:
@@ -68,22 +69,22 @@ def own_kernels(state: State, max_context: int, *, sharded: bool = False) -> set
     return {(route.op, route.plan.provider) for route in taken if route.plan.token_shard == sharded}
 
 
-def in_words(route: Route) -> str:
+def in_words(route: Execution) -> str:
     """A route and the reason for it, in a line."""
     plan = route.plan
     if plan.attention is Attention.MHA_ONE_SHOT:
         return f"{plan.attention} by {plan.provider}; {plan.reasons['attention']}"
     chosen = f"{plan.attention} by {plan.provider}" + (" after dequantisation" if plan.dequantize_kv else "")
-    text = f"{chosen} on SGLang's path {route.impl}; {plan.reasons['provider']}"
+    text = f"{chosen} on SGLang's path {route.path}; {plan.reasons['provider']}"
     if plan.phase is Phase.EXTEND and plan.indexer.mode is IndexerMode.TOPK:
         text += f"; selection by {plan.indexer.provider}, {plan.indexer.rows_per_chunk} rows at once"
     return text + f"; heads {'' if plan.token_shard else 'not '}traded for tokens: {plan.reasons['token_shard']}"
 
 
-def _prefill(state: State, rows: int, context: int) -> Route | None:
+def _prefill(state: State, rows: int, context: int) -> Execution | None:
     shape = BatchShape.from_lengths(Phase.EXTEND, [rows], [context])
-    return state.planner.prefill_route(Batch(shape), dense_allowed=True)
+    return state.planner.prefill_execution(Batch(shape), dense_allowed=True)
 
 
-def _step(state: State, phase: Phase, requests: int, rows: int, max_context: int) -> Route:
-    return state.planner.step_route(step_batch(phase, requests, rows, max_context))
+def _step(state: State, phase: Phase, requests: int, rows: int, max_context: int) -> Execution:
+    return state.planner.step_execution(step_batch(phase, requests, rows, max_context))

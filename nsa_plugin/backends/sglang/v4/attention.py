@@ -23,19 +23,20 @@ from typing import Any
 
 import torch
 
-from nsa_plugin.backends.common import v4
 from nsa_plugin.backends.common.fault import shifted
 from nsa_plugin.backends.common.names import engine_names
+from nsa_plugin.backends.common.paths import DECODE_KERNEL
+from nsa_plugin.backends.common.planner import Execution
 from nsa_plugin.backends.common.providers import Providers
+from nsa_plugin.backends.common.v4 import LAYOUT
 from nsa_plugin.backends.sglang.v4 import indexer as v4_indexer
 from nsa_plugin.backends.sglang.v4 import routes as v4_routes
 from nsa_plugin.backends.sglang.v4 import steps as v4_steps
 from nsa_plugin.backends.sglang.v4.batch import PAGE, RATIOS, Prefill, spans
 from nsa_plugin.backends.sglang.v4.kernels import Call, V4State, attend, longest_context, named, record_bytes
-from nsa_plugin.backends.sglang.v4.routes import V4Planner, engines_rows
+from nsa_plugin.backends.sglang.v4.routes import SglangV4Planner
 from nsa_plugin.backends.sglang.v4.table import POOL, SLOTS, check_class
 from nsa_plugin.backends.sglang.v32 import batch as batches
-from nsa_plugin.backends.sglang.v32.routes import Route
 from nsa_plugin.decision.shapes import Phase
 from nsa_plugin.errors import PatchError
 from nsa_plugin.layouts import V4_FP8
@@ -46,7 +47,7 @@ THRESHOLD = "_LARGE_INDEXER_QUERY_THRESHOLD"
 """SGLang's rows (11673) above which it does not give FlashMLA's decode kernel a prefill; 0.5.12 has no such number."""
 
 
-def adopt(backend: Any, planner: V4Planner, server_args: Any, *, own_heads_first: bool = True) -> list[str]:
+def adopt(backend: Any, planner: SglangV4Planner, server_args: Any, *, own_heads_first: bool = True) -> list[str]:
     """Let a V4 backend take its routes from a planner; call it once the engine's own start of the backend is done.
 
     Args:
@@ -74,7 +75,7 @@ def adopt(backend: Any, planner: V4Planner, server_args: Any, *, own_heads_first
     steps = planner.settings.decode_backend != "auto"
     backend.nsa_plugin = V4State(
         planner=planner,
-        providers=Providers(v4.LAYOUT, planner.device.sm),
+        providers=Providers(LAYOUT, planner.device.sm),
         own_heads_first=own_heads_first,
         plans_steps=steps,
     )
@@ -153,7 +154,7 @@ def _without_tables(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def use_sparse_prefill(self: Any, *args: Any, **kwargs: Any) -> Any:
         state: V4State | None = self.nsa_plugin
-        idle = state is None or state.route is None or engines_rows(state.route)
+        idle = state is None or state.route is None or state.route.plan.stock_attention
         return original(self, *args, **kwargs) if idle else False
 
     return use_sparse_prefill
@@ -190,7 +191,7 @@ def _selecting(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def forward_c4_indexer(self: Any, *args: Any, **kwargs: Any) -> Any:
         state: V4State | None = self.nsa_plugin
-        if state is None or state.route is None or state.prefill is None or not state.route.selects:
+        if state is None or state.route is None or state.prefill is None or state.route.plan.stock_selection:
             return original(self, *args, **kwargs)
         if args:
             given = {**defaults, **signature.bind(self, *args, **kwargs).arguments}
@@ -236,7 +237,7 @@ def _attending(original: Callable[..., Any]) -> Callable[..., Any]:
         if state is None or chosen is None or compress_ratio not in RATIOS or more.get("cos_sin_cache") is not None:
             return engines()
         wrong = state.planner.settings.fault == "shift_indices"
-        if chosen.impl == v4.DECODE_KERNEL and q.shape[0] <= names.get(THRESHOLD, q.shape[0]):
+        if chosen.path == DECODE_KERNEL and q.shape[0] <= names.get(THRESHOLD, q.shape[0]):
             core = self.forward_metadata.core_attn_metadata if wrong else None
             with _variable(v4_routes.SPARSE_PREFILL_VARIABLE, "0"), _shifted(core):
                 return engines()
@@ -271,22 +272,22 @@ def _plan(backend: Any, forward_batch: Any) -> None:
         return
     batch = batches.prefill_batch(forward_batch)
     state.route = state.planner.prefill(batch, dense_allowed=False)
-    if state.route is not None and not engines_rows(state.route):
+    if state.route is not None and not state.route.plan.stock_attention:
         q_lens = [rows for _, rows, _ in batch.requests]
         state.prefill = Prefill(spans(q_lens, [context for *_, context in batch.requests]), v4_routes.WINDOW)
 
 
-def _route(backend: Any, state: V4State, forward_batch: Any, rows: int) -> Route | None:
+def _route(backend: Any, state: V4State, forward_batch: Any, rows: int) -> Execution | None:
     """The route of a batch that attends; None where it is the engine's."""
     phase = batches.phase_of(forward_batch.forward_mode)
     if phase is Phase.EXTEND:
         late = getattr(backend.forward_metadata, "late_layer_tail", None) is not None
-        idle = state.route is None or state.route.impl is None or engines_rows(state.route)
+        idle = state.route is None or state.route.path is None or state.route.plan.stock_attention
         return None if late or idle else state.route
     if phase is None or phase is Phase.IDLE or not state.plans_steps or rows == 0:
         return None
     batch = batches.step_batch(phase, int(forward_batch.batch_size), rows, longest_context(backend))
-    return state.planner.step_route(batch)
+    return state.planner.step_execution(batch)
 
 
 def _pool(backend: Any, forward_batch: Any) -> Any:

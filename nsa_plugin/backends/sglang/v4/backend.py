@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from packaging.version import Version
 
+from nsa_plugin.backends.common.planner import Execution
 from nsa_plugin.backends.common.warm import warm_selection
 from nsa_plugin.backends.sglang.startup.backend import started
 from nsa_plugin.backends.sglang.v4.attention import adopt, with_v4_plans
 from nsa_plugin.backends.sglang.v4.kernels import V4State, longest_context
-from nsa_plugin.backends.sglang.v4.routes import V4Planner, asked_by_engine, makes_rows
+from nsa_plugin.backends.sglang.v4.routes import SglangV4Planner, asked_by_engine, makes_rows
 from nsa_plugin.backends.sglang.v4.warm import warm_v4
 from nsa_plugin.backends.sglang.v32.batch import Batch
-from nsa_plugin.backends.sglang.v32.routes import Route
 from nsa_plugin.backends.sglang.v32.samples import step_routes
 from nsa_plugin.decision.dispatch import validate
 from nsa_plugin.decision.plan import Plan
@@ -53,7 +53,7 @@ def begin(
     count: Callable[[Plan], None] | None,
     free_memory: Callable[[], int],
     warmed: bool = False,
-) -> tuple[list[str], dict[str, Route]]:
+) -> tuple[list[str], dict[str, Execution]]:
     """Let a V4 backend that has just been built take its routes from plans, once its kernels have run.
 
     Args:
@@ -71,14 +71,15 @@ def begin(
     from sglang.version import __version__
 
     asked, own = asked_by_engine(envs), makes_rows(envs)
-    planner = V4Planner(model, device, settings, trace, count, free_memory, asked=asked, engine_makes_rows=own)
+    planner = SglangV4Planner(model, device, settings, trace, count, free_memory, asked=asked, engine_makes_rows=own)
     first = Version(__version__) >= OWN_HEADS_FIRST
     notes = adopt(backend, planner, model_runner.server_args, own_heads_first=first)
     state: V4State | None = backend.nsa_plugin
     if state is None:
         return notes, {}
     # A library that a setting names may be on this device without a route under SGLang.
-    validate(model, planner.device, settings)
+    steps, prefills = planner.constraints(prefill=False), planner.constraints(prefill=True)
+    validate(model, planner.device, settings, constraints=prefills, decode_constraints=steps)
     routes = sample_routes(planner, longest_context(backend))
     if state.plans_steps:
         steps = step_routes(planner, longest_context(backend), backend.speculative_num_draft_tokens)
@@ -90,14 +91,14 @@ def begin(
     return notes, routes
 
 
-def sample_routes(planner: V4Planner, max_context: int) -> dict[str, Route]:
+def sample_routes(planner: SglangV4Planner, max_context: int) -> dict[str, Execution]:
     """What a few prefills would take, by their names."""
-    found: dict[str, Route] = {}
+    found: dict[str, Execution] = {}
     for rows in SAMPLES:
         for context in dict.fromkeys((min(rows, max_context), max_context)):
             shape = BatchShape.from_lengths(Phase.EXTEND, [min(rows, context)], [context])
             batch = Batch(shape, requests=[("", shape.num_tokens, context)])
             with suppress(NsaPluginError):  # a size that nothing carries, and that need never come
-                if route := planner.prefill_route(batch):
+                if route := planner.prefill_execution(batch):
                     found[f"V4 prefill, {shape.num_tokens} of {context} tokens"] = route
     return found

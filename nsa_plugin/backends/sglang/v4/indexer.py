@@ -9,8 +9,8 @@ What SGLang's selection leaves is left here: `c4_sparse_page_indices` [rows, ind
 cache, and where there is one `c4_sparse_raw_indices`, the same as positions; -1 behind the last. Which members of a
 tie are taken, and the order in a row, may differ.
 
-The original runs instead, untouched, for a batch without a plan or a small one (`Route.selects`); inside a graph that
-is captured; with the fp4 indexer; where a variable of SGLang's or --dsa-topk-backend names other code; with hisparse;
+The original runs instead, untouched, for a batch without a plan or a small one (`Plan.stock_selection`); in a captured
+graph; with the fp4 indexer; where a variable of SGLang's or --dsa-topk-backend names other code; with hisparse;
 and where something records the selection.
 """
 

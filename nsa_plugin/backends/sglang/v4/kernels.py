@@ -18,14 +18,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from nsa_plugin.backends.common import v4
 from nsa_plugin.backends.common.fault import shifted
+from nsa_plugin.backends.common.paths import BF16_ROWS, DECODE_KERNEL
+from nsa_plugin.backends.common.planner import Execution
 from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.sglang.v4.batch import Prefill
 from nsa_plugin.backends.sglang.v4.flash_mla import sparse_prefill
-from nsa_plugin.backends.sglang.v4.routes import V4Planner
+from nsa_plugin.backends.sglang.v4.routes import SglangV4Planner
 from nsa_plugin.backends.sglang.v4.rows import over_rows
-from nsa_plugin.backends.sglang.v32.routes import Route
 from nsa_plugin.kernels.kv_cache import PagedCache, open_cache
 from nsa_plugin.kernels.v4_prefill import Attention
 from nsa_plugin.kernels.workspace import Workspace
@@ -51,12 +51,12 @@ class V4State:
         caches: of the layers, by (layer, which); the engine has them for as long as it runs.
     """
 
-    planner: V4Planner
+    planner: SglangV4Planner
     providers: Providers
     own_heads_first: bool = True
     rows_attention: Attention = sparse_prefill
     plans_steps: bool = False
-    route: Route | None = None
+    route: Execution | None = None
     prefill: Prefill | None = None
     schedules: dict[int, Any] = field(default_factory=dict)
     workspace: Workspace = field(default_factory=Workspace)
@@ -162,14 +162,14 @@ def _of_rows(
     return fitted
 
 
-def attend(state: V4State, chosen: Route, call: Call) -> torch.Tensor:
+def attend(state: V4State, chosen: Execution, call: Call) -> torch.Tensor:
     """[rows, heads, 512] in memory of its own: the model rotates the last values back in place.
 
     Heads that the model added are left out by the plugin's own kernels; they hold anything, and it reads none of them.
     """
-    if chosen.impl == v4.ROWS:
+    if chosen.path == BF16_ROWS:
         return over_rows(state, call)
-    if chosen.impl == v4.DECODE_KERNEL:
+    if chosen.path == DECODE_KERNEL:
         return _by_decode_kernel(state, call)
     q, window = call.q, call.window
     heads = call.own_heads if state.own_heads_first and 0 < call.own_heads < q.shape[1] else q.shape[1]

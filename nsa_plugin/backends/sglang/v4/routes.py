@@ -1,39 +1,37 @@
-"""From a Plan to how a V4 batch attends under SGLang, and what of SGLang's own settings a Plan has to respect.
+"""SGLang's V4 batches in terms of plans: SGLang's own settings that a plan respects, and the planner of one backend.
 
-A prefill has the three routes of `backends.v4.CARRIERS`; that over bfloat16 rows is `kernels.v4_prefill`.
+`backends.common.paths` says how a plan is executed; the path over bf16 rows is `kernels.v4_prefill`.
 
-SGLang's variables, where a user has set them and no setting of the plugin's names a library:
+SGLang's variables, if a user has set them and no setting of the plugin names a library:
 
-    SGLANG_OPT_FLASHMLA_SPARSE_PREFILL   1: bfloat16 rows and FlashMLA's prefill kernel; 0: its decode kernel, as far as
-                                         the installed build takes the rows, and the routes of `auto` above
-    SGLANG_FP8_PAGED_MQA_LOGITS_TORCH    the indexer is SGLang's own torch code (`v4_indexer`)
-    SGLANG_OPT_USE_JIT_INDEXER_METADATA  who schedules SGLang's own paged logits; past what the library's scheduling
-                                         kernel takes, its 0 cannot be followed and SGLang's kernel schedules
+    SGLANG_OPT_FLASHMLA_SPARSE_PREFILL   1: bf16 rows and FlashMLA's prefill kernel; 0: its decode kernel, as far as the
+                                         installed build supports the query tokens, and the routes of `auto` above
+    SGLANG_FP8_PAGED_MQA_LOGITS_TORCH    the indexer is SGLang's own torch code (`indexer`)
+    SGLANG_OPT_USE_JIT_INDEXER_METADATA  which kernel schedules SGLang's own paged logits; beyond what the library's
+                                         scheduling kernel supports, 0 is ignored and SGLang's kernel schedules
 
-Small prefills are selected by SGLang's own code, and attended by it where it would make bfloat16 rows as well: see
-`ENGINE_TOKENS`.
+In small prefills SGLang's own code selects, and attends too if it would make bf16 rows as well: see `ENGINE_TOKENS`.
 
-What stays SGLang's own: context parallelism, hisparse, the fp4 indexer, DSpark, --dsv4-prefill-backend other than auto,
-trtllm's and the unified caches, V4.1's caches and ratios, bounded replay, deterministic inference; decode, verify and
+Left to the stock path: context parallelism, hisparse, the fp4 indexer, DSpark, --dsv4-prefill-backend other than auto,
+the trtllm and unified caches, V4.1's caches and ratios, bounded replay, deterministic inference; decode, verify and
 draft steps unless `decode_backend` names a library.
 """
 
 from __future__ import annotations
 
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import Any
 
-from nsa_plugin.backends.common.v4 import DECODE_KERNEL, LAYOUT, ROWS, carrier_name, runnable
+from nsa_plugin.backends.common.paths import BF16_ROWS, DECODE_KERNEL, SGLANG, routes_of
+from nsa_plugin.backends.common.v4 import LAYOUT
 from nsa_plugin.backends.sglang.v4.batch import spans, workspace_bytes
 from nsa_plugin.backends.sglang.v32.batch import Batch
-from nsa_plugin.backends.sglang.v32.routes import MAX_PREFILLS, Planner, Route, in_place
-from nsa_plugin.decision.dispatch import decide
-from nsa_plugin.decision.plan import Attention, Plan
-from nsa_plugin.decision.shapes import BatchShape, ModelShape
+from nsa_plugin.backends.sglang.v32.routes import SglangPlanner
+from nsa_plugin.decision.constraints import Constraints
+from nsa_plugin.decision.routes import Route
+from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.decision.v4_memory import ROWS_BYTES
-from nsa_plugin.errors import NoProviderError, NsaPluginError
-from nsa_plugin.libraries.devices import MIB
 
 SPARSE_PREFILL_VARIABLE = "SGLANG_OPT_FLASHMLA_SPARSE_PREFILL"
 JIT_METADATA_VARIABLE = "SGLANG_OPT_USE_JIT_INDEXER_METADATA"
@@ -44,15 +42,15 @@ WINDOW = 128
 WINDOW_PAGE = 256
 
 ENGINE_TOKENS = 8192
-"""Most tokens, of all of a prefill's contexts, for which SGLang's own code selects, and attends over bf16 rows where
-that is its route too.
+"""Up to this many context tokens over all requests of a prefill, SGLang's own code selects, and attends over bf16 rows
+if that is its path too.
 
-Its kernels do the same work there, and attention ends in the same one of FlashMLA's. What the plugin's save the device
-is less than what the plugin asks of the host besides, and it is the host that so few tokens wait for."""
+Its kernels do the same work there, and attention ends in the same FlashMLA kernel. The plugin's kernels save less GPU
+time than the plugin's CPU overhead adds, and a prefill of so few tokens is CPU-bound."""
 
 
 def asked_by_engine(envs: Any) -> frozenset[str]:
-    """The routes that SGLang's own variable asks for; none where no user has set it.
+    """The execution paths that SGLang's own variable asks for; none if no user has set it.
 
     Args:
         envs: SGLang's `environ.envs`; 0.5.12 has no such variable.
@@ -60,11 +58,11 @@ def asked_by_engine(envs: Any) -> frozenset[str]:
     field = getattr(envs, SPARSE_PREFILL_VARIABLE, None)
     if field is None or not field.is_set():
         return frozenset()
-    return frozenset({ROWS if field.get() else DECODE_KERNEL})
+    return frozenset({BF16_ROWS if field.get() else DECODE_KERNEL})
 
 
 def makes_rows(envs: Any) -> bool:
-    """Whether SGLang's own route of a prefill is over bf16 rows, whatever its size: from 0.5.15 on unless told not to.
+    """Whether SGLang's own prefill path is over bf16 rows, whatever its size: since 0.5.15 unless switched off.
 
     Args:
         envs: see `asked_by_engine`.
@@ -73,32 +71,16 @@ def makes_rows(envs: Any) -> bool:
     return field is not None and bool(field.get())
 
 
-def route_of(plan: Plan) -> Route:
-    """How SGLang's V4 backend carries a plan.
-
-    Raises:
-        NoProviderError: it cannot; `runnable` keeps such a plan from being made.
-    """
-    if plan.attention is Attention.NONE:
-        return Route(plan)
-    name = carrier_name(plan)
-    if name is None:
-        after = " after dequantisation" if plan.dequantize_kv else ""
-        raise NoProviderError(f"SGLang's V4 backend has no route for {plan.provider}'s {plan.attention}{after}")
-    return Route(plan, name, own=name != DECODE_KERNEL)
-
-
-def engines_rows(route: Route) -> bool:
-    """Whether SGLang's own code brings the caches to bf16 rows, selects and attends for this route."""
-    return route.impl == ROWS and not route.own
+def _over_rows() -> frozenset[Route]:
+    return routes_of(SGLANG, LAYOUT, prefill=True, only=frozenset({BF16_ROWS}))
 
 
 @dataclass
-class V4Planner(Planner):
-    """The decisions of one V4 backend; see `Planner`.
+class SglangV4Planner(SglangPlanner):
+    """The decisions of one SGLang V4 backend; see `Planner`.
 
     Attributes:
-        asked: routes that SGLang's own variable asks for, for prefills; see `asked_by_engine`.
+        asked: execution paths that SGLang's own variable asks for, for prefills; see `asked_by_engine`.
         engine_makes_rows: see `makes_rows`.
         engine_tokens: see `ENGINE_TOKENS`.
     """
@@ -106,68 +88,28 @@ class V4Planner(Planner):
     asked: frozenset[str] = frozenset()
     engine_makes_rows: bool = False
     engine_tokens: int = ENGINE_TOKENS
-    _routes: dict[tuple[BatchShape, tuple[tuple[int, int], ...], int], Route | None] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.device = runnable(self.device)
+    def _prefill_key(self, batch: Batch) -> tuple[Hashable, ...]:
+        return batch.shape, tuple((rows, context) for _, rows, context in batch.requests)
 
-    def prefill_route(self, batch: Batch, *, dense_allowed: bool = False) -> Route | None:
-        """The route of a prefill, or None where it is SGLang's. A V4 model has no dense attention to allow."""
-        lengths = tuple((rows, context) for _, rows, context in batch.requests)
-        key = batch.shape, lengths, self.device.memory_free
-        if key not in self._routes:
-            if len(self._routes) >= MAX_PREFILLS:
-                self._routes.clear()
-            self._routes[key] = self._v4_route(batch)
-        return self._routes[key]
-
-    def _v4_route(self, batch: Batch) -> Route | None:
-        if batch.shape.context_parallel:
-            return None
-        plan = self._asked_plan(batch) or decide(self.model, batch.shape, self.device, self.settings)
-        if plan.dequantize_kv and (held := self._rows_bytes(batch)) > self._room():
-            # Nothing else may take so many rows: then they are copied as SGLang would.
-            with suppress(NsaPluginError):
-                plan = decide(self.model, batch.shape, in_place(self.device, LAYOUT), self.settings)
-                said = f"{plan.reasons['dequantize_kv']}; bf16 rows would take {held / MIB:.0f} MiB"
-                plan = replace(plan, reasons={**plan.reasons, "dequantize_kv": said})
-        return self._by_engine(route_of(plan), batch)
-
-    def _by_engine(self, route: Route, batch: Batch) -> Route:
-        """The same route with as much of SGLang's own code as may carry it, where the batch is small."""
-        tokens, chunk = sum(context for *_, context in batch.requests), route.plan.indexer.rows_per_chunk
-        if tokens > self.engine_tokens or 0 < chunk < batch.shape.num_tokens:  # the engine scores all rows at once
-            return route
-        if route.impl != ROWS or not self.engine_makes_rows or self.settings.fault != "none":
-            return replace(route, selects=False)
-        said = f"{route.plan.reasons['attention']}; SGLang's own code makes rows of {tokens} tokens with less work"
-        plan = replace(route.plan, reasons={**route.plan.reasons, "attention": said})
-        return replace(route, plan=plan, own=False, selects=False)
-
-    def step_route(self, batch: Batch) -> Route:
-        """See `Planner.step_route`."""
-        key = (batch.shape.phase, batch.shape.num_requests, batch.shape.num_tokens)
-        if key not in self._steps:
-            self._steps[key] = route_of(decide(self.model, batch.shape, self.device, self.settings))
-        return self._steps[key]
-
-    def _asked_plan(self, batch: Batch) -> Plan | None:
-        """The plan by the routes that SGLang's variable asks for, or None: nothing asked, or they do not carry it."""
-        if not self.asked or self.settings.prefill_backend != "auto":
-            return None
-        try:
-            plan = decide(self.model, batch.shape, runnable(self.device, self.asked), self.settings)
-        except NoProviderError:
-            return None
-        said = f"{plan.reasons['attention']}; {SPARSE_PREFILL_VARIABLE} asks for it"
-        return replace(plan, reasons={**plan.reasons, "attention": said})
-
-    def _rows_bytes(self, batch: Batch) -> int:
+    def prefill_constraints(self, batch: Batch, no_dense: str = "") -> Constraints:
+        """What restricts a prefill. A V4 model has no dense attention to rule out."""
+        preferred: frozenset[Route] = frozenset()
+        if self.asked:
+            preferred = routes_of(SGLANG, LAYOUT, prefill=True, only=self.asked)
+        stock_rows = self.engine_makes_rows and self.settings.fault == "none"
         q_lens = [rows for _, rows, _ in batch.requests]
-        return workspace_bytes(spans(q_lens, [context for *_, context in batch.requests]), WINDOW, WINDOW_PAGE)
-
-    def _room(self) -> int:
-        return min(ROWS_BYTES, self.device.memory_free // 4)
+        contexts = [context for *_, context in batch.requests]
+        return self.constraints(
+            prefill=True,
+            preferred=preferred,
+            preferred_by=SPARSE_PREFILL_VARIABLE,
+            copy_bytes=workspace_bytes(spans(q_lens, contexts), WINDOW, WINDOW_PAGE),
+            copy_budget=min(ROWS_BYTES, self.device.memory_free // 4),
+            copy_budget_from="the budget of bf16 rows",
+            stock_tokens=self.engine_tokens,
+            stock_routes=_over_rows() if stock_rows else frozenset(),
+        )
 
 
 def v4_shape(model_runner: Any) -> ModelShape:

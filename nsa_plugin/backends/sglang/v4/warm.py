@@ -12,13 +12,12 @@ from types import SimpleNamespace
 
 import torch
 
-from nsa_plugin.backends.common.v4 import DECODE_KERNEL
-from nsa_plugin.backends.common.v4 import ROWS as OVER_ROWS
+from nsa_plugin.backends.common.paths import BF16_ROWS, DECODE_KERNEL
+from nsa_plugin.backends.common.planner import Execution
 from nsa_plugin.backends.common.warm import refusal
 from nsa_plugin.backends.sglang.v4.batch import PAGE, Prefill, spans
 from nsa_plugin.backends.sglang.v4.kernels import Call, Named, V4State, attend
 from nsa_plugin.backends.sglang.v4.routes import WINDOW, WINDOW_PAGE
-from nsa_plugin.backends.sglang.v32.routes import Route
 from nsa_plugin.kernels.kv_cache import allocate_cache
 from nsa_plugin.layouts import INDEXER_FP8, V4_FP8
 
@@ -28,7 +27,7 @@ ALL_KEYS = (64, 320, 832)
 """Widths of the selection at 128 : 1, which grow with the context: one of each size that a program combines at once."""
 
 
-def warm_v4(routes: Iterable[Route], state: V4State, device: torch.device) -> None:
+def warm_v4(routes: Iterable[Execution], state: V4State, device: torch.device) -> None:
     """Run each route once on a few rows, of every compress ratio, and wait for it.
 
     Args:
@@ -44,8 +43,8 @@ def warm_v4(routes: Iterable[Route], state: V4State, device: torch.device) -> No
     q = torch.zeros(ROWS, heads, 512, dtype=torch.bfloat16, device=device)
     sink = torch.zeros(heads, dtype=torch.float32, device=device)
     lengths = torch.arange(1, ROWS + 1, dtype=torch.int32, device=device)
-    for route in {(route.impl, route.op, route.plan.provider): route for route in routes}.values():
-        if route.impl is None or route.impl == DECODE_KERNEL:
+    for route in {(route.path, route.op, route.plan.provider): route for route in routes}.values():
+        if route.path is None or route.path == DECODE_KERNEL:
             continue
         for ratio, width in ((0, 0), (4, model.index_topk), *((128, width) for width in ALL_KEYS)):
             try:
@@ -64,7 +63,7 @@ def warm_v4(routes: Iterable[Route], state: V4State, device: torch.device) -> No
                 state.forget()
             if not right:
                 raise refusal(_in_words(route), "attention over a cache of zeros is not zero")
-        if route.impl == OVER_ROWS:
+        if route.path == BF16_ROWS:
             _warm_reading(_in_words(route), device)
     if state.providers.sm:
         _warm_selection(state, device)
@@ -114,5 +113,5 @@ def _named(page_size: int, width: int, lengths: torch.Tensor, *, named: int = RO
     return Named(allocate_cache(V4_FP8, 1, page_size, device=lengths.device), indices, lengths)
 
 
-def _in_words(route: Route) -> str:
-    return f"{route.plan.provider}'s {route.plan.attention} for DeepSeek-V4 ({route.impl})"
+def _in_words(route: Execution) -> str:
+    return f"{route.plan.provider}'s {route.plan.attention} for DeepSeek-V4 ({route.path})"

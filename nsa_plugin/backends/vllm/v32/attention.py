@@ -23,10 +23,11 @@ from typing import Any
 import torch
 
 from nsa_plugin.backends.common.fault import shifted
+from nsa_plugin.backends.common.paths import PROVIDER
 from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.common.token_shard import Share
 from nsa_plugin.backends.vllm.v32.metadata import DensePiece, Piece, PlannedMetadata, Planning
-from nsa_plugin.backends.vllm.v32.routes import Carrier, Planner
+from nsa_plugin.backends.vllm.v32.routes import VllmPlanner
 from nsa_plugin.backends.vllm.v32.token_shard import Copied, flash_mla
 from nsa_plugin.decision.plan import Attention, Plan
 from nsa_plugin.errors import PatchError
@@ -78,7 +79,7 @@ def planned_impl(stock: type, planning: Planning, providers: Callable[[], Provid
     class Impl(stock):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            self.nsa_plugin: Planner | None = planning()
+            self.nsa_plugin: VllmPlanner | None = planning()
             if self.nsa_plugin is None:
                 return
             if self.topk_indices_buffer is None:
@@ -98,7 +99,7 @@ def planned_impl(stock: type, planning: Planning, providers: Callable[[], Provid
             pieces = attn_metadata.mqa
             if len(pieces) == 1 and pieces[0].share is not None:
                 return _traded(self, pieces[0].share, _joined(q), kv_c_and_k_pe_cache, attn_metadata, pieces[0]), None
-            if len(pieces) == 1 and pieces[0].carrier is not Carrier.PROVIDER and not _faulty(self):
+            if len(pieces) == 1 and pieces[0].path != PROVIDER and not _faulty(self):
                 out, _ = super().forward_mqa(q, kv_c_and_k_pe_cache, pieces[0].stock, layer)
                 return out, None
             q = _joined(q)
@@ -167,7 +168,7 @@ def _attend(
         out.copy_(_traded(impl, piece.share, q, kv_cache, metadata, piece))
         return
     selected = impl.topk_indices_buffer[piece.rows]
-    if piece.carrier is not Carrier.PROVIDER:
+    if piece.path != PROVIDER:
         buffer = impl.topk_indices_buffer
         impl.topk_indices_buffer = shifted(selected) if _faulty(impl) else selected
         try:
@@ -221,7 +222,7 @@ def _traded(
             first = share.rows.start
             return _over_copies(impl, q_rows, chosen, slice(rows.start - first, rows.stop - first), copies, plan)
         slots = _slots(impl, chosen, cache, metadata.block_table, owners[rows])
-        if piece.carrier is Carrier.PROVIDER:
+        if piece.path == PROVIDER:
             return _by_provider(impl, q_rows, cache, slots, plan)
         schedule = functools.partial(share.scheduled, id(impl), rows)
         return flash_mla(q_rows, cache, slots, plan, scale=impl.scale, schedule=schedule)

@@ -26,7 +26,7 @@ import torch
 
 from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.vllm.v32.metadata import Planning, rows_one_by_one
-from nsa_plugin.backends.vllm.v32.routes import Planner, Split
+from nsa_plugin.backends.vllm.v32.routes import Split, VllmPlanner
 from nsa_plugin.backends.vllm.v32.token_shard import OwnRows
 from nsa_plugin.decision.plan import Plan
 from nsa_plugin.kernels.kv_cache import open_cache
@@ -177,7 +177,7 @@ def planned_indexer_builder(stock: type, planning: Planning) -> type:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             # Of a compressed cache (V4) a position is not a token.
-            self.nsa_plugin: Planner | None = planning() if getattr(self, "compress_ratio", 1) == 1 else None
+            self.nsa_plugin: VllmPlanner | None = planning() if getattr(self, "compress_ratio", 1) == 1 else None
 
         def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
             planner = self.nsa_plugin

@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from nsa_plugin.backends.common.paths import MIXED, PROVIDER, SEPARATE, VLLM, path_of
 from nsa_plugin.backends.common.token_shard import Share
 from nsa_plugin.backends.vllm.cpu.metadata import MLAMetadata, PrefillMetadata, owner_of_rows
-from nsa_plugin.backends.vllm.v32.routes import Carrier, DensePart, Planner, Split, carrier_of
+from nsa_plugin.backends.vllm.v32.routes import DensePart, Split, VllmPlanner
 from nsa_plugin.backends.vllm.v32.token_shard import Copied, Dealt, OwnRows
 from nsa_plugin.decision.plan import Plan
 
@@ -28,7 +29,7 @@ from nsa_plugin.decision.plan import Plan
 FEW_HEADS, MANY_HEADS = 1, 128
 MIXED_FLAG = "fp8_use_mixed_batch"
 
-Planning = Callable[[], Planner | None]
+Planning = Callable[[], VllmPlanner | None]
 """The planner of this process, or None while vLLM serves by itself."""
 
 
@@ -38,7 +39,7 @@ class Piece:
 
     Attributes:
         plan: the decision.
-        carrier: who runs it.
+        path: its execution path.
         rows: of the batch: a slice, or int64 [n] where they do not lie together.
         request_of_row: int32 [n], the block table's row of each, -1 for rows that only pad; None for vLLM's calls.
         stock: vLLM's own metadata of these rows; None for the plugin's kernels.
@@ -47,7 +48,7 @@ class Piece:
     """
 
     plan: Plan
-    carrier: Carrier
+    path: str
     rows: slice | torch.Tensor
     request_of_row: torch.Tensor | None = None
     stock: Any = None
@@ -116,13 +117,13 @@ def planned_builder(stock: type, planning: Planning) -> type:
             self.nsa_plugin_request_of_row = torch.full((rows,), -1, dtype=torch.int32, device=device)
 
         def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-            planner: Planner | None = self.nsa_plugin
+            planner: VllmPlanner | None = self.nsa_plugin
             if planner is None:
                 return super().build(common_prefix_len, common_attn_metadata, fast_build)
             build = super().build
 
-            def stock_metadata(common: Any, carrier: Carrier) -> Any:
-                with _form(self, carrier):
+            def stock_metadata(common: Any, path: str) -> Any:
+                with _form(self, path):
                     return build(common_prefix_len, common, fast_build)
 
             split = planner.split(common_attn_metadata)
@@ -135,12 +136,12 @@ def planned_builder(stock: type, planning: Planning) -> type:
 
 
 @contextmanager
-def _form(builder: Any, carrier: Carrier) -> Iterator[None]:
-    """Let vLLM's builder choose the form of a prefill over an fp8 cache that the carrier names."""
-    if carrier not in (Carrier.MIXED, Carrier.SEPARATE):
+def _form(builder: Any, path: str) -> Iterator[None]:
+    """Let vLLM's builder choose the form of a prefill over an fp8 cache that the execution path names."""
+    if path not in (MIXED, SEPARATE):
         yield
         return
-    mixed = carrier is Carrier.MIXED
+    mixed = path == MIXED
     heads = FEW_HEADS if mixed else MANY_HEADS
     name, value = (MIXED_FLAG, mixed) if hasattr(builder, MIXED_FLAG) else ("num_heads", heads)
     before = getattr(builder, name)
@@ -153,11 +154,11 @@ def _form(builder: Any, carrier: Carrier) -> Iterator[None]:
 
 def assemble(
     split: Split,
-    planner: Planner,
+    planner: VllmPlanner,
     common: Any,
     page_size: int,
     request_of_row: torch.Tensor,
-    stock_metadata: Callable[[Any, Carrier], Any],
+    stock_metadata: Callable[[Any, str], Any],
 ) -> PlannedMetadata:
     """The metadata of a batch that is split.
 
@@ -165,33 +166,33 @@ def assemble(
         common: vLLM's CommonAttentionMetadata of the batch.
         page_size: tokens a page of the block table.
         request_of_row: int32 [at least the rows], filled here; captured graphs keep its address.
-        stock_metadata: vLLM's own metadata of (a part's CommonAttentionMetadata, the carrier of its sparse rows).
+        stock_metadata: vLLM's own metadata of (a part's CommonAttentionMetadata, its execution path).
     """
     owners = request_of_row[: split.num_rows]
     layout = planner.model.kv_layout
     selecting = [plan for plan in (split.steps, split.sparse) if plan is not None]
-    if any(plan.token_shard or carrier_of(plan, layout) is Carrier.PROVIDER for plan in selecting):
+    if any(plan.token_shard or path_of(VLLM, layout, plan).path == PROVIDER for plan in selecting):
         owners.copy_(_to_device(_owners(split), owners), non_blocking=True)
 
     def piece(
         plan: Plan, rows: slice | torch.Tensor, requests: Sequence[int], given: Dealt | None, keep: bool = False
     ) -> Piece:
-        carrier = carrier_of(plan, layout)
+        path = path_of(VLLM, layout, plan).path
         if given is not None:
             assert planner.exchange is not None
             copied: tuple[Copied, ...] = ()
             if plan.dequantize_kv:
                 copied = _copied(given.own, common.block_table_tensor, owners, page_size, planner.max_model_len)
             share = Share(planner.exchange, given.partition, plan.token_shard_chunks)
-            return Piece(plan, carrier, rows, owners[rows], share=share, copied=copied)
-        if carrier is Carrier.PROVIDER:
-            return Piece(plan, carrier, rows, owners[rows])
+            return Piece(plan, path, rows, owners[rows], share=share, copied=copied)
+        if path == PROVIDER:
+            return Piece(plan, path, rows, owners[rows])
         whole = len(requests) == split.num_requests
-        stock = stock_metadata(common if whole else part_of(common, split, requests), carrier)
+        stock = stock_metadata(common if whole else part_of(common, split, requests), path)
         # vLLM's builder has one buffer for whose row is whose, and the next part overwrites it.
         if keep and isinstance(getattr(stock, "req_id_per_token", None), torch.Tensor):
             stock = replace(stock, req_id_per_token=stock.req_id_per_token.clone())
-        return Piece(plan, carrier, rows, stock=stock)
+        return Piece(plan, path, rows, stock=stock)
 
     first_dense, head, behind = split.mha_request, split.head_requests, split.tail_requests
     mqa: list[Piece] = []

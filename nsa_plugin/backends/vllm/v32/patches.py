@@ -15,7 +15,7 @@ from nsa_plugin.backends.vllm.v32.indexer import planned_indexer_builder, wrap_i
 from nsa_plugin.backends.vllm.v32.indexer import prefill_chunks as chunks_under_plans
 from nsa_plugin.backends.vllm.v32.indexer import prefill_topk as topk_by_plugin
 from nsa_plugin.backends.vllm.v32.metadata import planned_builder
-from nsa_plugin.backends.vllm.v32.routes import Planner
+from nsa_plugin.backends.vllm.v32.routes import VllmPlanner
 from nsa_plugin.backends.vllm.v32.serving import GpuServing
 from nsa_plugin.errors import NsaPluginError, PatchError
 from nsa_plugin.patches.ledger import MARK, wrap
@@ -48,7 +48,7 @@ def _or_stock(do: Callable[[GpuServing], T]) -> T | None:
         return None
 
 
-def planning() -> Planner | None:
+def planning() -> VllmPlanner | None:
     """The planner of this worker, which has chosen its GPU.
 
     Raises:
@@ -57,7 +57,7 @@ def planning() -> Planner | None:
     return _or_stock(lambda found: found.planning())
 
 
-def building() -> Planner | None:
+def building() -> VllmPlanner | None:
     """As `planning`, for a layer of the model that is being built.
 
     Raises:
@@ -98,7 +98,7 @@ def indexer_builder_class(original: Any) -> Any:
     return _static(original, functools.cache(lambda stock: planned_indexer_builder(stock, planning)))
 
 
-def _static(original: Any, planned: Callable[[type], type], ask: Callable[[], Planner | None] | None = None) -> Any:
+def _static(original: Any, planned: Callable[[type], type], ask: Callable[[], VllmPlanner | None] | None = None) -> Any:
     """vLLM's static method, with the plugin's class wherever there is a planner.
 
     Args:

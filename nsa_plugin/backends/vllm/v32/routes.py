@@ -1,95 +1,35 @@
-"""vLLM's batches on a GPU, split into parts with a Plan each, and who carries a part.
+"""vLLM's batches on a GPU, split into parts with a plan each, and the planner of one worker.
 
-A batch of vLLM is [steps][prefills]: the runner sorts requests with few rows (one, or one and the speculated ones)
-to the front. `Planner.split` decides for the steps by their phase and number of rows alone, because they may be
-captured, and for the prefills request by request (`dispatch.partition`), so that one long prompt does not take dense
-attention from the short ones. Attention and indexer builders ask the same planner about the same batch, so that what
-one leaves out the other never reads (vllm #52512).
+A batch of vLLM is [steps][prefills]: the runner sorts requests with few query tokens (one, or one and the speculated
+ones) to the front. `VllmPlanner.split` decides for the steps by their phase and number of query tokens alone, because
+they may be captured, and for the prefills request by request (`decision.partition`), so that one long prompt does not
+take dense attention from the short ones. Attention and indexer builders ask the same planner about the same batch, so
+that what one leaves out the other never reads (vllm #52512).
 
-`CARRIERS` is all that is known of vLLM's own FlashMLA calls: the plugin has no FlashMLA of its own beside vLLM, and
-lets vLLM's run for the rows of a part whose Plan names it. Everything else a Plan may name is the plugin's provider.
+`backends.common.paths` says how a part is executed: by the plugin's kernel, or by vLLM's own FlashMLA call.
 
-Where a Plan trades heads for tokens, the rows of a part are dealt out here, once for attention and indexer; see
-`gpu_token_shard`.
+Where a plan reshards, the query tokens of a part are assigned to the ranks here, once for attention and indexer; see
+`token_shard`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
+from nsa_plugin.backends.common.paths import VLLM
+from nsa_plugin.backends.common.planner import Planner
 from nsa_plugin.backends.common.token_shard import Exchange
 from nsa_plugin.backends.vllm.v32.token_shard import Dealt, dealt
 from nsa_plugin.decision import token_shard as sharding
-from nsa_plugin.decision.dispatch import Part, decide, partition
+from nsa_plugin.decision.dispatch import BatchPart, partition
 from nsa_plugin.decision.plan import Attention, Plan
-from nsa_plugin.decision.shapes import BatchShape, ModelShape, Phase
-from nsa_plugin.errors import NoProviderError
-from nsa_plugin.libraries.capabilities import Capability, Op
-from nsa_plugin.libraries.devices import MIB, DeviceProfile
-from nsa_plugin.settings import Settings
-from nsa_plugin.telemetry import Trace
-
-
-class Carrier(StrEnum):
-    """Who runs a part's sparse attention.
-
-    PROVIDER is the plugin's, over the cache in place. STOCK is vLLM's FlashMLA call in the form vLLM would choose;
-    MIXED and SEPARATE name the form for a prefill over an fp8 cache: the fp8 decode kernel for all rows, or a bf16
-    copy of the requests' contexts and the prefill kernel.
-    """
-
-    PROVIDER = "provider"
-    STOCK = "stock"
-    MIXED = "mixed"
-    SEPARATE = "separate"
-
-
-# (layout of the cache, whether it is a prefill, shape of the kernel, after dequantisation) of vLLM's FlashMLA calls.
-CARRIERS: dict[tuple[str, bool, Attention, bool], Carrier] = {
-    ("v32_fp8", True, Attention.SPARSE_DECODE, False): Carrier.MIXED,
-    ("v32_fp8", True, Attention.SPARSE_PREFILL, True): Carrier.SEPARATE,
-    ("v32_fp8", False, Attention.SPARSE_DECODE, False): Carrier.STOCK,
-    ("bf16", True, Attention.SPARSE_PREFILL, False): Carrier.STOCK,
-    ("bf16", False, Attention.SPARSE_PREFILL, False): Carrier.STOCK,
-}
-STOCK_LIBRARY = "flash_mla"
-
-_SPARSE = {Op.SPARSE_MLA_PREFILL: Attention.SPARSE_PREFILL, Op.SPARSE_MLA_DECODE: Attention.SPARSE_DECODE}
-
-
-def carrier_of(plan: Plan, layout: str) -> Carrier:
-    """Who runs a plan that attends to selected tokens.
-
-    Raises:
-        NoProviderError: the plan names a FlashMLA kernel that vLLM does not call; `runnable` keeps it from being made.
-    """
-    if plan.provider != STOCK_LIBRARY:
-        return Carrier.PROVIDER
-    carrier = CARRIERS.get((layout, plan.phase is Phase.EXTEND, plan.attention, plan.dequantize_kv))
-    if carrier is None:
-        after = " after dequantisation" if plan.dequantize_kv else ""
-        what = f"{plan.attention}{after} for {plan.phase} over a {layout} cache"
-        raise NoProviderError(f"vLLM makes no call of FlashMLA's {what}")
-    return carrier
-
-
-def runnable(device: DeviceProfile, layout: str, *, prefill: bool) -> DeviceProfile:
-    """The profile without what nobody carries here: FlashMLA calls that vLLM does not make."""
-
-    def carried(library: str, capability: Capability) -> bool:
-        shape = _SPARSE.get(capability.op)
-        if library != STOCK_LIBRARY or shape is None:
-            return True
-        copies = layout not in capability.layouts
-        return (layout, prefill, shape, copies) in CARRIERS
-
-    return device.keeping(carried)
+from nsa_plugin.decision.shapes import BatchShape, Phase
+from nsa_plugin.libraries.devices import MIB
 
 
 @dataclass(frozen=True)
@@ -170,68 +110,45 @@ class Split:
 
 
 @dataclass
-class Planner:
-    """The decisions of one worker process.
+class VllmPlanner(Planner):
+    """The decisions of one vLLM worker process; see `Planner`.
 
     Attributes:
-        model, settings: what is decided from.
-        device: as probed.
-        max_model_len: most tokens of a request that the server allows; what the context of every step counts as.
-        step_tokens: most rows of a request that count as a step: 1 and the speculated ones.
-        workspace_tokens: most context tokens that one dense part may hold keys and values of; 0: no limit.
-        trace: where plans are recorded.
-        count: called with every plan, for metrics.
+        max_model_len: most tokens of a request that the server allows; the context that every step counts as.
+        step_tokens: most query tokens of a request that counts as a step: 1 and the speculated ones.
+        workspace_tokens: most context tokens whose keys and values one dense part may hold; 0: no limit.
         request_ids: ids of the running batch's requests, for the trace.
-        free_memory: reads the device's free bytes at the next prefill, and is forgotten then: a reading may wait for
-            the device. Set again, it is read again.
-        exchange: of heads for tokens; None where no batch trades them (`trade`).
-        no_exchange: why there is none; "" where there may be.
-        exchange_rows: query rows of a batch that heads are traded for at most.
+        exchange: of heads for tokens; None if no batch reshards (`set_exchange`).
         current: the last batch that was split, for the indexer's hooks that see no batch of their own.
     """
 
-    model: ModelShape
-    device: DeviceProfile
-    settings: Settings
-    max_model_len: int
+    engine: ClassVar[str] = VLLM
+
+    no_exchange: str = "this worker has no exchange"
+    max_model_len: int = 1
     step_tokens: int = 1
     workspace_tokens: int = 0
-    trace: Trace = field(default_factory=Trace)
-    count: Callable[[Plan], None] | None = None
     request_ids: Callable[[], Sequence[str]] = tuple
-    free_memory: Callable[[], int] | None = None
     exchange: Exchange | None = None
-    no_exchange: str = "this worker has no exchange"
-    exchange_rows: int = 0
     current: Split | None = None
-    _steps: dict[tuple[Phase, int, int], Plan] = field(default_factory=dict)
     _seen: tuple[torch.Tensor, tuple[Any, ...]] | None = None
-
-    def __post_init__(self) -> None:
-        layout = self.model.kv_layout
-        self.prefill_device = runnable(self.device, layout, prefill=True)
-        self.step_device = runnable(self.device, layout, prefill=False)
 
     @property
     def logits_budget(self) -> int:
         """Bytes that the indexer's float32 logits may take at once."""
-        return min(self.settings.logits_budget_mb * MIB, self.prefill_device.memory_free // 4)
+        return min(self.settings.logits_budget_mb * MIB, self.device.memory_free // 4)
 
-    def trade(self, exchange: Exchange | None, keeps: str) -> None:
-        """What came of the exchange of heads for tokens, before any batch.
+    def set_exchange(self, exchange: Exchange | None, why_none: str) -> None:
+        """Take the exchange of heads for tokens, or the reason why there is none, before any batch.
 
-        With one, every rank has to call this: ranks that trade have to plan alike, and a plan may turn on what is free.
-
-        Args:
-            keeps: why there is none.
+        With an exchange, every rank must call this: ranks that reshard must plan alike, and a plan may depend on the
+        free memory.
         """
-        self.exchange, self.no_exchange = exchange, keeps
+        self.exchange, self.no_exchange = exchange, why_none
         self._steps.clear()
         if exchange is not None:
             self.exchange_rows = exchange.shard.max_tokens
-            free = exchange.least(self.device.memory_free)
-            self.prefill_device = replace(self.prefill_device, memory_free=free)
-            self.step_device = replace(self.step_device, memory_free=free)
+            self.device = replace(self.device, memory_free=exchange.least(self.device.memory_free))
 
     def split(self, common: Any) -> Split:
         """The parts of a batch, from vLLM's CommonAttentionMetadata; the same for every builder that asks.
@@ -263,7 +180,7 @@ class Planner:
         dense: list[DensePart] = []
         rows = q_lens[num_steps:]
         if any(rows):
-            self._read_free_memory()
+            self.read_free_memory()
             for part in self._parts(rows, kv_lens, self.workspace_tokens):
                 requests = tuple(num_steps + request for request in part.requests)
                 if part.plan.attention is Attention.MHA_ONE_SHOT:
@@ -274,26 +191,18 @@ class Planner:
         split = Split(starts, num_rows, num_steps, step_rows, steps, sparse, sparse_requests, tuple(dense))
         return split if self.exchange is None else self._dealt_out(split, q_lens, kv_lens, self.exchange)
 
-    def _parts(self, q_lens: list[int], kv_lens: list[int], workspace_tokens: int = 0) -> tuple[Part, ...]:
+    def _parts(self, q_lens: list[int], kv_lens: list[int], workspace_tokens: int = 0) -> tuple[BatchPart, ...]:
         """The parts of a prefill."""
         return partition(
             self.model,
             q_lens,
             kv_lens,
             Phase.EXTEND,
-            self.prefill_device,
+            self.device,
             self.settings,
             attention_workspace_tokens=workspace_tokens,
-            keeps_heads=self._keeps_heads(sum(q_lens)),
+            constraints=self.constraints(prefill=True, rows=sum(q_lens)),
         )
-
-    def _keeps_heads(self, rows: int) -> str:
-        """Why a batch's ranks do not trade heads for tokens, whatever else speaks for it; "" if they may."""
-        if self.no_exchange:
-            return self.no_exchange
-        if rows > self.exchange_rows:
-            return f"{rows} query rows exceed the {self.exchange_rows} that the exchange's buffers hold"
-        return ""
 
     def _dealt_out(self, split: Split, q_lens: list[int], kv_lens: list[int], exchange: Exchange) -> Split:
         """The split with the rows of its parts that trade dealt out: the same on every rank.
@@ -313,7 +222,7 @@ class Planner:
             q = [q_lens[request] for request in requests]
             kv = [kv_lens[request - split.num_steps] for request in requests]
             shard = exchange.shard
-            shares = sharding.shares(self.model, self.prefill_device, split.sparse, q, kv, shard.max_rows)
+            shares = sharding.shares(self.model, self.device, split.sparse, q, kv, shard.max_rows)
             found.append(dealt(shares, shard.rank, requests, q, kv))
         return replace(split, head_dealt=found[0], tail_dealt=found[1])
 
@@ -321,31 +230,22 @@ class Planner:
         """The plan of a decode or verify step: the same whenever the phase, the requests and the rows are."""
         phase = Phase.DECODE if rows_each <= 1 else Phase.TARGET_VERIFY
         requests = max(1, min(requests, rows))
-        key = (phase, requests, rows)
-        if key not in self._steps:
-            longest = max(self.max_model_len, -(-rows // requests))
-            shape = BatchShape(
-                phase=phase,
-                num_requests=requests,
-                num_tokens=rows,
-                max_kv_len=longest,
-                total_kv_len=requests * longest,
-                has_prefix=True,
-                cuda_graph=True,
-            )
-            keeps = self._keeps_heads(rows)
-            self._steps[key] = decide(self.model, shape, self.step_device, self.settings, keeps_heads=keeps)
-        return self._steps[key]
+        longest = max(self.max_model_len, -(-rows // requests))
+        shape = BatchShape(
+            phase=phase,
+            num_requests=requests,
+            num_tokens=rows,
+            max_kv_len=longest,
+            total_kv_len=requests * longest,
+            has_prefix=True,
+            cuda_graph=True,
+        )
+        return self.step_execution_of(shape).plan
 
     def prefill_plan(self, rows: int, context: int) -> Plan:
-        """The plan of a prefill of one request that does not come to be: nothing is recorded."""
+        """The plan of a prefill of one request that is never scheduled: nothing is recorded."""
         (part,) = self._parts([rows], [context])
         return part.plan
-
-    def _read_free_memory(self) -> None:
-        if self.free_memory is not None:
-            self.prefill_device = replace(self.prefill_device, memory_free=self.free_memory())
-            self.free_memory = None
 
     def _record(self, split: Split, q_lens: list[int], kv_lens: list[int]) -> None:
         names = list(self.request_ids())
@@ -364,10 +264,7 @@ class Planner:
         if split.sparse is not None:
             rows = [entry(request, kv_lens[request - split.num_steps]) for request in split.sparse_requests]
             parts.append((split.sparse, rows))
-        self.trace.record(parts)
-        if self.count is not None:
-            for plan, _ in parts:
-                self.count(plan)
+        self.record(parts)
 
 
 def host_lengths(common: Any) -> list[int]:

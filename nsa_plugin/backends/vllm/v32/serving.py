@@ -14,12 +14,14 @@ from typing import Any, ClassVar
 
 import torch
 
+from nsa_plugin.backends.common.paths import VLLM, path_of
+from nsa_plugin.backends.common.planner import KERNEL_OPS
 from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.common.token_shard import Exchange
 from nsa_plugin.backends.common.warm import warm, warm_selection
 from nsa_plugin.backends.vllm.startup.model import GPU_LAYOUTS, model_shape, refuse_on_gpu, step_tokens
 from nsa_plugin.backends.vllm.startup.serving import Serving
-from nsa_plugin.backends.vllm.v32.routes import Carrier, Planner, carrier_of
+from nsa_plugin.backends.vllm.v32.routes import VllmPlanner
 from nsa_plugin.backends.vllm.v32.token_shard import open_exchange
 from nsa_plugin.decision.dispatch import validate
 from nsa_plugin.decision.plan import Attention, IndexerMode, Plan
@@ -67,7 +69,7 @@ class GpuServing(Serving):
     first: bool = True
     chose: bool = False
     providers: Providers | None = None
-    planner: Planner | None = None
+    planner: VllmPlanner | None = None
     warmed: bool = False
     place: torch.device | None = None
     opened: bool = False
@@ -78,7 +80,7 @@ class GpuServing(Serving):
         if not self.first and not self.trace.mode.endswith(".jsonl"):
             self.trace.mode = "off"  # the ranks decide alike
 
-    def planning(self) -> Planner:
+    def planning(self) -> VllmPlanner:
         """The planner, made at the first call.
 
         Raises:
@@ -89,7 +91,7 @@ class GpuServing(Serving):
             model, device = model_shape(self.vllm_config, GPU_LAYOUTS), self.device_profile()
             refuse_device(device)
             scheduler, limit = self.vllm_config.scheduler_config, step_tokens(self.vllm_config)
-            planner = Planner(
+            planner = VllmPlanner(
                 model=model,
                 device=device,
                 settings=self.resolved.settings,
@@ -101,9 +103,16 @@ class GpuServing(Serving):
                 request_ids=self.request_ids,
             )
             settings = self.resolved.settings
-            validate(model, planner.prefill_device, settings, max_tokens=scheduler.max_num_batched_tokens)
-            most = scheduler.max_num_seqs * limit
-            validate(model, planner.step_device, settings, max_decode_tokens=most, cuda_graph=True)
+            validate(
+                model,
+                device,
+                settings,
+                max_tokens=scheduler.max_num_batched_tokens,
+                max_decode_tokens=scheduler.max_num_seqs * limit,
+                cuda_graph=True,
+                constraints=planner.constraints(prefill=True),
+                decode_constraints=planner.constraints(prefill=False),
+            )
             self.providers = Providers(model.kv_layout, device.sm, vendored=VENDORED)
             self.planner = planner
         return self.planner
@@ -113,7 +122,7 @@ class GpuServing(Serving):
         assert self.providers is not None
         return self.providers
 
-    def building(self) -> Planner:
+    def building(self) -> VllmPlanner:
         """The planner for a layer of the model that is being built; with the first, the exchange of heads for tokens.
 
         Here and not before, so that vLLM, which measures what building the model takes, counts the buffers. Where ranks
@@ -126,7 +135,7 @@ class GpuServing(Serving):
         if not self.opened and self.place is not None:
             settings = self.resolved.settings
             found = open_exchange(self.vllm_config, planner.model, planner.device, settings, self.place)
-            planner.trade(*found)
+            planner.set_exchange(*found)
             if planner.exchange is not None:
                 all_heads = replace(planner.model, attn_tp_size=1)
                 warm(own_kernels(planner, sharded=True), self.loaded(), all_heads, self.place)
@@ -243,7 +252,7 @@ class GpuServing(Serving):
         """A plan and the reason for it, in a line."""
         if plan.attention is Attention.MHA_ONE_SHOT:
             return f"{plan.attention} by {plan.provider}; {plan.reasons['attention']}"
-        own = carrier_of(plan, self.planning().model.kv_layout) is Carrier.PROVIDER
+        own = path_of(VLLM, self.planning().model.kv_layout, plan).own
         text = f"{plan.attention} by {plan.provider}" + (" after dequantisation" if plan.dequantize_kv else "")
         text += ("" if own else ", vLLM's own call") + f"; {plan.reasons['provider']}"
         if plan.indexer.mode is IndexerMode.TOPK:
@@ -288,7 +297,7 @@ def free_memory_of(exchange: Exchange | None) -> Callable[[], int]:
     return lambda: exchange.least(free_device_memory())
 
 
-def own_kernels(planner: Planner, *, sharded: bool = False) -> set[tuple[str, str]]:
+def own_kernels(planner: VllmPlanner, *, sharded: bool = False) -> set[tuple[str, str]]:
     """(op, provider) of every sparse kernel of the plugin's that batches of some size take.
 
     Args:
@@ -302,9 +311,8 @@ def own_kernels(planner: Planner, *, sharded: bool = False) -> set[tuple[str, st
                 plans.append(planner.prefill_plan(rows, rows))
                 plans.append(planner.prefill_plan(rows, planner.max_model_len))
     layout = planner.model.kv_layout
-    ops = {Attention.SPARSE_PREFILL: "sparse_mla_prefill", Attention.SPARSE_DECODE: "sparse_mla_decode"}
     return {
-        (ops[plan.attention], plan.provider)
+        (KERNEL_OPS[plan.attention], plan.provider)
         for plan in plans
-        if plan.attention in ops and plan.token_shard == sharded and carrier_of(plan, layout) is Carrier.PROVIDER
+        if plan.attention in KERNEL_OPS and plan.token_shard == sharded and path_of(VLLM, layout, plan).own
     }

@@ -24,9 +24,10 @@ import torch
 
 from nsa_plugin.backends.common.fault import shifted
 from nsa_plugin.backends.common.names import engine_names
-from nsa_plugin.backends.common.v4 import DECODE_KERNEL, DIRECT, ROWS
+from nsa_plugin.backends.common.paths import BF16_ROWS, DECODE_KERNEL, DIRECT
+from nsa_plugin.backends.common.planner import KERNEL_OPS
 from nsa_plugin.backends.vllm.v4.batch import ATTRIBUTE, Named, V4Batch
-from nsa_plugin.backends.vllm.v4.routes import OPS, carrier_of
+from nsa_plugin.backends.vllm.v4.routes import path
 from nsa_plugin.decision.plan import Plan
 from nsa_plugin.errors import PatchError
 from nsa_plugin.kernels.kv_cache import PagedCache, open_cache
@@ -77,13 +78,13 @@ def prefill(original: Any, kernel: Callable[[], tuple[Kernel, Kernel]]) -> Any:
         plan = batch.prefill
         if plan is None:
             return engines()
-        carrier = carrier_of(plan)
-        if carrier == ROWS:
+        taken = path(plan)
+        if taken == BF16_ROWS:
             return _over_rows(batch, names, engines)
         caches = _caches(layer, given["swa_k_cache"], given["compressed_k_cache"], given["attn_metadata"])
         count, extra = batch.num_prefill_rows, _selected(layer, batch, given, caches[1])
         rows = Rows(given["q"][:count], given["output"][:count], caches, batch.window(), extra)
-        if carrier == DECODE_KERNEL:
+        if taken == DECODE_KERNEL:
             _by_decode_kernel(layer, batch, kernel(), rows)
         else:
             _direct(layer, batch, plan, rows)
@@ -97,7 +98,7 @@ def decode(original: Any) -> Any:
 
     def around(layer: Any, batch: V4Batch, given: Given, engines: Callable[[], None]) -> None:
         plan = batch.steps
-        if plan is None or carrier_of(plan) != DIRECT:
+        if plan is None or path(plan) != DIRECT:
             return engines()
         metadata, rows = batch.metadata, int(batch.metadata.num_decode_tokens)
         caches = _caches(layer, layer.swa_cache_layer.kv_cache, given["kv_cache"], given["attn_metadata"])
@@ -173,7 +174,7 @@ def _direct(layer: Any, batch: V4Batch, plan: Plan, rows: Rows) -> None:
     """The plugin's kernel; heads that vLLM added are left alone."""
     rows = rows.wrong() if _faulty(batch) else rows
     (cache, second), window, extra = rows.caches, rows.window, rows.extra
-    heads, op = _own_heads(layer), OPS[plan.attention]
+    heads, op = _own_heads(layer), KERNEL_OPS[plan.attention]
     kernel = batch.providers.load(op, plan.provider, heads=heads)
     by_sequence = op == "sparse_mla_decode"
 

@@ -16,7 +16,7 @@ import torch
 
 from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.vllm.v32.metadata import Planning
-from nsa_plugin.backends.vllm.v32.routes import Planner, host_lengths
+from nsa_plugin.backends.vllm.v32.routes import VllmPlanner, host_lengths
 from nsa_plugin.decision.plan import Plan
 from nsa_plugin.errors import PatchError
 from nsa_plugin.patches.ledger import TURN_OFF
@@ -49,7 +49,7 @@ class V4Batch:
         schedules: FlashMLA's, of its prefills, by compress ratio.
     """
 
-    planner: Planner
+    planner: VllmPlanner
     providers: Providers
     metadata: Any
     steps: Plan | None
@@ -153,7 +153,7 @@ def planned_swa_builder(stock: type, planning: Planning, providers: Callable[[],
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             planner = planning()
-            self.nsa_plugin: Planner | None = planner
+            self.nsa_plugin: VllmPlanner | None = planner
             if planner is not None and self.decode_threshold != planner.step_tokens:
                 raise PatchError(
                     f"vLLM counts requests of up to {self.decode_threshold} rows as steps; the configuration says "
@@ -173,7 +173,7 @@ def planned_swa_builder(stock: type, planning: Planning, providers: Callable[[],
     return Builder
 
 
-def v4_batch(planner: Planner, providers: Providers, metadata: Any, common: Any) -> V4Batch:
+def v4_batch(planner: VllmPlanner, providers: Providers, metadata: Any, common: Any) -> V4Batch:
     """The batch of vLLM's metadata, under its plans.
 
     Args:

@@ -16,7 +16,7 @@ import torch
 
 from nsa_plugin.backends.vllm.v32.indexer import ATTRIBUTE, StepSelection, over_budget, planned_indexer_builder
 from nsa_plugin.backends.vllm.v32.metadata import Planning, rows_one_by_one
-from nsa_plugin.backends.vllm.v32.routes import Planner, Split
+from nsa_plugin.backends.vllm.v32.routes import Split, VllmPlanner
 
 
 def planned_v4_indexer_builder(stock: type, planning: Planning) -> type:
@@ -33,7 +33,7 @@ def planned_v4_indexer_builder(stock: type, planning: Planning) -> type:
     class Builder(planned):  # type: ignore[misc, valid-type]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            self.nsa_plugin_v4: Planner | None = planning()
+            self.nsa_plugin_v4: VllmPlanner | None = planning()
             if self.nsa_plugin_v4 is None:
                 return
             scheduler = self.vllm_config.scheduler_config

@@ -9,11 +9,12 @@ from typing import Any, ClassVar
 
 import torch
 
+from nsa_plugin.backends.common.paths import DIRECT
 from nsa_plugin.backends.common.providers import Providers
-from nsa_plugin.backends.common.v4 import DIRECT, LAYOUT, RATIOS
+from nsa_plugin.backends.common.v4 import LAYOUT, RATIOS
 from nsa_plugin.backends.common.warm import refusal
 from nsa_plugin.backends.vllm.startup.model import refuse_on_gpu, step_tokens, v4_shape
-from nsa_plugin.backends.vllm.v4.routes import V4Planner, carrier_of, own_kernels
+from nsa_plugin.backends.vllm.v4.routes import VllmV4Planner, own_kernels, path
 from nsa_plugin.backends.vllm.v32.serving import ROWS, VENDORED, GpuServing, refuse_device
 from nsa_plugin.decision.plan import IndexerMode, Plan
 from nsa_plugin.decision.shapes import ModelShape
@@ -35,13 +36,13 @@ class V4Serving(GpuServing):
 
     backend: ClassVar[str] = BACKENDS[0]
 
-    def planning(self) -> V4Planner:
+    def planning(self) -> VllmV4Planner:
         """The planner, made at the first call.
 
         Raises:
             ShapeError, SettingsError, NoProviderError: the model, the configuration or the machine does not fit.
         """
-        if not isinstance(self.planner, V4Planner):
+        if not isinstance(self.planner, VllmV4Planner):
             refuse_on_gpu(self.vllm_config)
             if self.resolved.settings.token_shard == "on":
                 raise SettingsError(
@@ -50,7 +51,7 @@ class V4Serving(GpuServing):
                 )
             device, scheduler = self.device_profile(), self.vllm_config.scheduler_config
             refuse_device(device, self.backend)
-            planner = V4Planner(
+            planner = VllmV4Planner(
                 model=v4_shape(self.vllm_config),
                 device=device,
                 settings=self.resolved.settings,
@@ -103,15 +104,15 @@ class V4Serving(GpuServing):
         return found
 
     def in_words(self, plan: Plan) -> str:
-        carrier = carrier_of(plan)
-        own = "" if carrier == DIRECT else ", vLLM's FlashMLA"
-        text = f"{carrier} by {plan.provider}{own}; {plan.reasons['provider']}"
+        taken = path(plan)
+        own = "" if taken == DIRECT else ", vLLM's FlashMLA"
+        text = f"{taken} by {plan.provider}{own}; {plan.reasons['provider']}"
         if plan.indexer.mode is IndexerMode.TOPK:
             text += f"; logits of {plan.indexer.rows_per_chunk} rows at once"
         return text
 
 
-def _samples(planner: V4Planner) -> Iterator[Plan]:
+def _samples(planner: VllmV4Planner) -> Iterator[Plan]:
     """What batches of some sizes take."""
     for rows in ROWS:
         with suppress(NsaPluginError):  # a size that nothing carries, and that need never come

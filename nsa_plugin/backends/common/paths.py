@@ -1,0 +1,230 @@
+"""The execution-path table: how each engine executes a plan's route, for both engines and both model families.
+
+A route is an attention kernel of a library, over the cache in place or over a bf16 copy (`decision.routes.Route`). An
+execution path is what the adapter does with it: which of the engine's own paths the batch takes, and whether the
+plugin's kernel runs at its end. A route without an entry for an engine and a KV layout is never planned there: the
+planner passes the routes of this table to `decide` as `Constraints.paths`.
+
+The one place to extend for a new route.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from nsa_plugin.decision.plan import Attention, Plan
+from nsa_plugin.decision.routes import Route
+from nsa_plugin.decision.shapes import Phase
+from nsa_plugin.errors import NoProviderError
+from nsa_plugin.layouts import FAMILY_LAYOUTS
+from nsa_plugin.libraries.manifest import MANIFEST
+
+SGLANG, VLLM = "SGLang", "vLLM"
+
+PREFILL, DECODE, DENSE = Attention.SPARSE_PREFILL, Attention.SPARSE_DECODE, Attention.MHA_ONE_SHOT
+
+# Execution paths. Of DeepSeek-V3.2 under SGLang they are SGLang's own names.
+FLASHMLA_KV, FLASHMLA_SPARSE, FA3, MHA = "flashmla_kv", "flashmla_sparse", "fa3", "mha"
+# Of DeepSeek-V3.2 under vLLM: the plugin's kernel; or vLLM's FlashMLA call as vLLM would make it; or, for a prefill over
+# an fp8 cache, one of its two forms: the fp8 decode kernel for all tokens, or a bf16 copy and the prefill kernel.
+PROVIDER, STOCK, MIXED, SEPARATE = "provider", "stock", "mixed", "separate"
+# Of DeepSeek-V4: the plugin's kernel over both fp8 caches; bf16 rows of the pages that the batch reads, then FlashMLA's
+# prefill kernel; FlashMLA's decode kernel.
+DIRECT, BF16_ROWS, DECODE_KERNEL = "direct", "bf16 rows", "decode kernel"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PathEntry:
+    """Routes that an engine executes in one way.
+
+    Attributes:
+        path: the execution path.
+        own: the plugin's code runs the kernel; else the stock engine's call does.
+        engines, layouts: where the entry holds.
+        attention: the kernels of the routes.
+        libraries: their libraries; () = every library whose kernel the plugin calls itself.
+        dequantize_kv: they read a bf16 copy of the cache.
+        prefill: only prefills (True), only decode, verify and draft steps (False), or both (None).
+        why: the reason for this path, for a reader of the report; "" where the path's name says it.
+    """
+
+    path: str
+    own: bool
+    engines: tuple[str, ...]
+    layouts: tuple[str, ...]
+    attention: tuple[Attention, ...]
+    libraries: tuple[str, ...] = ()
+    dequantize_kv: bool = False
+    prefill: bool | None = None
+    why: str = ""
+
+
+_V32 = FAMILY_LAYOUTS["v3.2"]
+
+PATHS: tuple[PathEntry, ...] = (
+    PathEntry(
+        path=FLASHMLA_KV,
+        own=True,
+        engines=(SGLANG,),
+        layouts=("v32_fp8",),
+        attention=(PREFILL, DECODE),
+        why="only this path passes slots and the fp8 pages themselves",
+    ),
+    PathEntry(
+        path=FLASHMLA_KV,
+        own=False,
+        engines=(SGLANG,),
+        layouts=("v32_fp8",),
+        attention=(DECODE,),
+        libraries=("flash_mla",),
+        why="SGLang's own FlashMLA call, whose schedule it keeps for all layers and in graphs",
+    ),
+    PathEntry(
+        path=FLASHMLA_SPARSE,
+        own=False,
+        engines=(SGLANG,),
+        layouts=("v32_fp8",),
+        attention=(PREFILL,),
+        libraries=("flash_mla",),
+        dequantize_kv=True,
+        why="SGLang gathers and dequantises the contexts of the batch's requests, then calls FlashMLA",
+    ),
+    PathEntry(
+        path=FLASHMLA_SPARSE,
+        own=True,
+        engines=(SGLANG,),
+        layouts=("bf16",),
+        attention=(PREFILL, DECODE),
+        why="this path passes slots and the bf16 rows, and needs no scheduling metadata",
+    ),
+    PathEntry(
+        path=FLASHMLA_SPARSE,
+        own=False,
+        engines=(SGLANG,),
+        layouts=("bf16",),
+        attention=(PREFILL,),
+        libraries=("flash_mla",),
+        why="SGLang's own FlashMLA call, with padded heads",
+    ),
+    PathEntry(
+        path=FA3,
+        own=False,
+        engines=(SGLANG,),
+        layouts=("bf16",),
+        attention=(DECODE,),
+        libraries=("fa3",),
+        why="SGLang's own FA3 call",
+    ),
+    PathEntry(path=MHA, own=False, engines=(SGLANG,), layouts=_V32, attention=(DENSE,), libraries=("fa3", "trtllm")),
+    PathEntry(path=MHA, own=True, engines=(VLLM,), layouts=_V32, attention=(DENSE,), libraries=tuple(MANIFEST)),
+    PathEntry(
+        path=PROVIDER,
+        own=True,
+        engines=(VLLM,),
+        layouts=_V32,
+        attention=(PREFILL, DECODE),
+        libraries=("fa3", "trtllm"),
+    ),
+    PathEntry(path=PROVIDER, own=True, engines=(VLLM,), layouts=_V32, attention=(PREFILL, DECODE)),
+    PathEntry(
+        path=MIXED,
+        own=False,
+        engines=(VLLM,),
+        layouts=("v32_fp8",),
+        attention=(DECODE,),
+        libraries=("flash_mla",),
+        prefill=True,
+    ),
+    PathEntry(
+        path=SEPARATE,
+        own=False,
+        engines=(VLLM,),
+        layouts=("v32_fp8",),
+        attention=(PREFILL,),
+        libraries=("flash_mla",),
+        dequantize_kv=True,
+        prefill=True,
+    ),
+    PathEntry(
+        path=STOCK,
+        own=False,
+        engines=(VLLM,),
+        layouts=("v32_fp8",),
+        attention=(DECODE,),
+        libraries=("flash_mla",),
+        prefill=False,
+    ),
+    PathEntry(
+        path=STOCK, own=False, engines=(VLLM,), layouts=("bf16",), attention=(PREFILL,), libraries=("flash_mla",)
+    ),
+    PathEntry(path=DIRECT, own=True, engines=(SGLANG, VLLM), layouts=("v4_fp8",), attention=(PREFILL, DECODE)),
+    PathEntry(
+        path=BF16_ROWS,
+        own=True,
+        engines=(SGLANG, VLLM),
+        layouts=("v4_fp8",),
+        attention=(PREFILL,),
+        libraries=("flash_mla",),
+        dequantize_kv=True,
+    ),
+    PathEntry(
+        path=DECODE_KERNEL,
+        own=False,
+        engines=(SGLANG, VLLM),
+        layouts=("v4_fp8",),
+        attention=(DECODE,),
+        libraries=("flash_mla",),
+    ),
+)
+
+# Libraries that the engines bring and call themselves; each of their routes has an entry of its own.
+ENGINE_LIBRARIES = frozenset({"flash_mla", "fa3", "trtllm", "deep_gemm"})
+
+
+def entry_of(engine: str, layout: str, route: Route, *, prefill: bool) -> PathEntry | None:
+    """The entry of a route, or None if the engine has no path for it."""
+    return _table(engine, layout, prefill, tuple(MANIFEST)).get(route)
+
+
+def path_of(engine: str, layout: str, plan: Plan) -> PathEntry:
+    """The execution path of a plan that attends.
+
+    Raises:
+        NoProviderError: the engine has none; `routes_of` keeps `decide` from making such a plan.
+    """
+    route = Route(plan.attention, plan.provider, plan.dequantize_kv)
+    entry = entry_of(engine, layout, _in_table(route), prefill=plan.phase is Phase.EXTEND)
+    if entry is None:
+        raise NoProviderError(f"{engine} has no execution path for {route} in {plan.phase} over a {layout} cache")
+    return entry
+
+
+def routes_of(engine: str, layout: str, *, prefill: bool, only: frozenset[str] = frozenset()) -> frozenset[Route]:
+    """The routes that an engine can execute over a KV layout; with `only`, those of these execution paths."""
+    return _routes(engine, layout, prefill, only, tuple(MANIFEST))
+
+
+@functools.cache
+def _routes(engine: str, layout: str, prefill: bool, only: frozenset[str], known: tuple[str, ...]) -> frozenset[Route]:
+    table = _table(engine, layout, prefill, known)
+    return frozenset(route for route, entry in table.items() if not only or entry.path in only)
+
+
+@functools.cache
+def _table(engine: str, layout: str, prefill: bool, known: tuple[str, ...]) -> dict[Route, PathEntry]:
+    """{route: entry}; `known` are the manifest's libraries, which a test may add to."""
+    table: dict[Route, PathEntry] = {}
+    for entry in PATHS:
+        if engine not in entry.engines or layout not in entry.layouts or entry.prefill not in (None, prefill):
+            continue
+        libraries = entry.libraries or tuple(name for name in known if name not in ENGINE_LIBRARIES)
+        for attention in entry.attention:
+            for library in libraries:
+                table[Route(attention, library, entry.dequantize_kv)] = entry
+    return table
+
+
+def _in_table(route: Route) -> Route:
+    """Dense attention copies only the prefix of an fp8 cache; its path is the same with and without."""
+    return Route(route.attention, route.library) if route.attention is DENSE else route

@@ -1,0 +1,129 @@
+"""The planner that both engines share: one call of `decide` a plan, with what the adapter knows as `Constraints`.
+
+An engine's planner reads that engine's batch and adds what only it knows. It never edits a plan or decides twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+from nsa_plugin.backends.common.paths import path_of, routes_of
+from nsa_plugin.decision.constraints import Constraints
+from nsa_plugin.decision.dispatch import decide
+from nsa_plugin.decision.plan import Attention, Plan
+from nsa_plugin.decision.shapes import BatchShape, ModelShape, Phase
+from nsa_plugin.libraries.devices import DeviceProfile
+from nsa_plugin.settings import Settings
+from nsa_plugin.telemetry import Trace
+
+KERNEL_OPS = {Attention.SPARSE_PREFILL: "sparse_mla_prefill", Attention.SPARSE_DECODE: "sparse_mla_decode"}
+"""The registry's op of a plan's sparse kernel."""
+
+TracedRequest = tuple[str, int, int]
+"""(id, query tokens, context in tokens) of a request, for the trace."""
+
+
+@dataclass(frozen=True)
+class Execution:
+    """A plan and the engine's execution path for it.
+
+    Attributes:
+        plan: the decision.
+        path: the execution path; None where nothing is selected (dense attention, or no query tokens).
+        own: the plugin's code runs the attention kernel.
+    """
+
+    plan: Plan
+    path: str | None = None
+    own: bool = False
+
+    @property
+    def dense(self) -> bool:
+        return self.plan.attention is Attention.MHA_ONE_SHOT
+
+    @property
+    def op(self) -> str:
+        """The registry's op of the sparse kernel."""
+        return KERNEL_OPS[self.plan.attention]
+
+
+def execution_of(engine: str, layout: str, plan: Plan) -> Execution:
+    """How an engine executes a plan; only sparse attention has a path of its own.
+
+    Raises:
+        NoProviderError: see `path_of`.
+    """
+    if plan.attention not in KERNEL_OPS:
+        return Execution(plan)
+    entry = path_of(engine, layout, plan)
+    return Execution(plan, entry.path, entry.own and not plan.stock_attention)
+
+
+@dataclass
+class Planner:
+    """The decisions of one attention backend or worker process.
+
+    Attributes:
+        model, device, settings: the inputs of every decision; the device as probed, its free memory as last read.
+        trace: where plans are recorded; several backends of a process may share one.
+        count: called with the plan of every batch, for metrics.
+        free_memory: reads the device's free bytes at the next prefill, then is dropped: a reading may wait for the
+            device. Once set again, it is read again.
+        exchange_rows: most query tokens of a batch that reshards (`token_shard`).
+        no_exchange: why no batch reshards; "" = batches may.
+    """
+
+    engine: ClassVar[str] = ""
+
+    model: ModelShape
+    device: DeviceProfile
+    settings: Settings
+    trace: Trace = field(default_factory=Trace)
+    count: Callable[[Plan], None] | None = None
+    free_memory: Callable[[], int] | None = None
+    exchange_rows: int = 0
+    no_exchange: str = "this backend has no exchange"
+    _steps: dict[tuple[Phase, int, int], Execution] = field(default_factory=dict)
+
+    def constraints(self, *, prefill: bool, rows: int = 0, **more: Any) -> Constraints:
+        """What restricts a batch of `rows` query tokens: the engine's paths, why heads stay local, and `more`."""
+        paths = routes_of(self.engine, self.model.kv_layout, prefill=prefill)
+        named = {"paths": paths, "engine": self.engine, "keep_heads": self.keep_heads(rows)} | more
+        return Constraints(**named)
+
+    def keep_heads(self, rows: int) -> str:
+        """Why a batch of `rows` query tokens does not reshard, whatever its times; "" if it may."""
+        if self.no_exchange:
+            return self.no_exchange
+        if rows > self.exchange_rows:
+            return f"{rows} query tokens exceed the {self.exchange_rows} that the exchange's buffers hold"
+        return ""
+
+    def step_execution_of(self, shape: BatchShape) -> Execution:
+        """How a decode, verify or draft step is executed: the same for the same phase, requests and query tokens."""
+        key = (shape.phase, shape.num_requests, shape.num_tokens)
+        execution = self._steps.get(key)
+        if execution is None:
+            constraints = self.constraints(prefill=False, rows=shape.num_tokens)
+            plan = decide(self.model, shape, self.device, self.settings, constraints)
+            execution = self._steps[key] = self.execution(plan)
+        return execution
+
+    def execution(self, plan: Plan) -> Execution:
+        """How the engine executes a plan."""
+        return execution_of(self.engine, self.model.kv_layout, plan)
+
+    def read_free_memory(self) -> None:
+        """Take the device's free memory as it is now, if a reading is due."""
+        if self.free_memory is not None:
+            self.device = replace(self.device, memory_free=self.free_memory())
+            self.free_memory = None
+
+    def record(self, parts: list[tuple[Plan, list[TracedRequest]]]) -> None:
+        """Put the plans of a batch into the trace and the metrics."""
+        self.trace.record(parts)
+        if self.count is not None:
+            for plan, _ in parts:
+                self.count(plan)

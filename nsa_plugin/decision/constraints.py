@@ -1,0 +1,59 @@
+"""What restricts a decision besides the model, the batch, the device and the settings, as data.
+
+An adapter knows things about its engine that `decide` cannot: which execution paths exist, what the user configured in
+the engine itself, how much memory a copy of this batch takes. It passes them in here and never edits a plan afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from nsa_plugin.decision.routes import Route
+from nsa_plugin.errors import ShapeError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constraints:
+    """The caller's restrictions on one plan.
+
+    Attributes:
+        no_dense: why the batch must not attend densely; "" = it may.
+        paths: the routes that the engine can execute; None = all.
+        engine: the engine's name, for the reason of a route outside `paths`.
+        preferred: routes that the user configured in the engine itself. They come first, and any other route follows
+            if none of them supports the batch. A library named in the plugin's settings goes before them.
+        preferred_by: what asks for them.
+        copy_bytes: bytes that a bf16 copy of the cache takes for this batch; None = not limited.
+        copy_budget: bytes that such a copy may take.
+        copy_budget_from: where the budget comes from.
+        keep_heads: why the ranks keep their heads for every token; "" = they may reshard.
+        keep_heads_on: why the ranks keep their heads, by the route that they would otherwise reshard around.
+        stock_tokens: up to this many context tokens in all, the stock engine's code selects; 0 = never.
+        stock_routes: the routes that the stock engine's code also attends by, up to `stock_tokens`.
+    """
+
+    no_dense: str = ""
+    paths: frozenset[Route] | None = None
+    engine: str = "the engine"
+    preferred: frozenset[Route] = frozenset()
+    preferred_by: str = ""
+    copy_bytes: int | None = None
+    copy_budget: int = 0
+    copy_budget_from: str = ""
+    keep_heads: str = ""
+    keep_heads_on: Mapping[Route, str] = field(default_factory=dict)
+    stock_tokens: int = 0
+    stock_routes: frozenset[Route] = frozenset()
+
+    def __post_init__(self) -> None:
+        if self.preferred and not self.preferred_by:
+            raise ShapeError("preferred routes need preferred_by, the setting that asks for them")
+
+    @property
+    def copy_fits(self) -> bool:
+        """Whether a bf16 copy of the cache stays within its budget."""
+        return self.copy_bytes is None or self.copy_bytes <= self.copy_budget
+
+
+UNCONSTRAINED = Constraints()

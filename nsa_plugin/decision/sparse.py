@@ -1,0 +1,263 @@
+"""Sparse attention: the routes in order of preference, the choice among them, and the sentences for it.
+
+The order is upstream's, and where the plugin has measured several routes, their times'. Providers: sglang #16758,
+#17662. Head padding: #13646.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+from nsa_plugin.decision import timings
+from nsa_plugin.decision.case import DEQUANTIZE_KV_PER_ROW, Case, batch_sentence, count, in_time, route_refusal
+from nsa_plugin.decision.plan import Attention
+from nsa_plugin.decision.routes import FLASH_MLA_DECODE, OPS, KernelLoad, Refusal, Route, first, unranked
+from nsa_plugin.decision.timings import TimeEstimate
+from nsa_plugin.errors import NoProviderError, SettingsError
+from nsa_plugin.libraries.capabilities import Op
+from nsa_plugin.libraries.manifest import MANIFEST
+
+# Without measured times: up to this many heads the plugin's CUDA kernel, which pads none, comes before
+# FlashMLA's, which pad to 64 (sglang #13646).
+FEW_HEADS = 16
+# Times that differ by less than this keep their order: another run may turn them around.
+NEARLY_EQUAL = 0.03
+# Bytes read and written to copy a context token to bf16; V4's selected keys are every fourth token's.
+COPY_BYTES = {"v32_fp8": 656 + 2 * 576, "v4_fp8": (584 + 2 * 512) // 4}
+# The part of the device memory's rate that such a copy reaches at least on SM90, in bytes a microsecond.
+COPY_RATE = 3e6
+# On SM100 the trtllm kernel is quicker than a padded FlashMLA up to this many heads (vLLM #35807, #33451).
+TRTLLM_HEADS = 16
+
+
+def sparse_routes(case: Case, load: KernelLoad) -> tuple[Route, ...]:
+    """Every route for a batch that attends to selected tokens, the preferred first.
+
+    Measured routes are ordered by their times, within the places that they have among the others.
+    """
+    known = case.routes.get(load)
+    if known is None:
+        *usual, last = usual_sparse_routes(case, load)
+        known = case.routes[load] = (*_by_time(case, usual, load), last)
+    return known
+
+
+def usual_sparse_routes(case: Case, load: KernelLoad) -> tuple[Route, ...]:
+    """The same in the order used without measured times; the last one is the last in any case."""
+    return _usual(
+        case.extend, case.device.sm, load.heads, case.model.fp8_cache, case.dequantizing_pays, tuple(MANIFEST)
+    )
+
+
+@functools.cache  # the same objects every time, so that each makes its words once
+def _usual(
+    extend: bool, sm: int, heads: int, fp8_cache: bool, dequantizing_pays: bool, known: tuple[str, ...]
+) -> tuple[Route, ...]:
+    shape = Attention.SPARSE_PREFILL if extend else Attention.SPARSE_DECODE
+    names = ("cuda", "triton", "trtllm", "fa3", "reference")
+    cuda, triton, trtllm, fa3, reference = (Route(shape, library) for library in names)
+    flash_mla = _flash_mla_routes(fp8_cache, dequantizing_pays)
+    few, many = ((cuda,), ()) if heads <= FEW_HEADS else ((), (cuda,))
+    if not extend:
+        # SGLang's own defaults: FA3 on SM90 and TRT-LLM on SM100 for a bf16 cache, FlashMLA for fp8.
+        routes = (fa3, trtllm, *few, *flash_mla, *many)
+    elif sm >= 100 and heads <= TRTLLM_HEADS:
+        routes = (*few, trtllm, *flash_mla, *many)
+    else:
+        routes = (*few, *flash_mla, trtllm, *many)
+    others = (Route(shape, library) for library in unranked(OPS[shape], known))
+    return (*routes, triton, *others, reference)
+
+
+def _flash_mla_routes(fp8_cache: bool, dequantizing_pays: bool) -> tuple[Route, ...]:
+    if not fp8_cache:
+        return (Route(Attention.SPARSE_PREFILL, "flash_mla"),)
+    copied = Route(Attention.SPARSE_PREFILL, "flash_mla", dequantize_kv=True)
+    return (copied, FLASH_MLA_DECODE) if dequantizing_pays else (FLASH_MLA_DECODE, copied)
+
+
+def estimate(case: Case, route: Route, load: KernelLoad) -> TimeEstimate | None:
+    """The time of a route for the batch, or None where no measurement says.
+
+    The measured time of a route that copies the cache holds a copy of `timings.COPIED_CONTEXT` tokens: a longer
+    context is added, a shorter one is not taken off. With fewer query tokens than were measured the copy is most of
+    the time, and what a query token costs besides is not known.
+    """
+    model, sm = case.model, case.device.sm
+    op = Op.SPARSE_MLA_PREFILL if case.extend else Op.SPARSE_MLA_DECODE
+    if timings.SELECTIONS[model.kv_layout] != (model.index_topk, model.sliding_window):
+        return None
+    found = timings.estimate(sm, op, model.kv_layout, load.heads, load.rows, str(route))
+    if found is None or not route.dequantize_kv:
+        return found
+    if load.rows < timings.points(sm, op, model.kv_layout, load.heads, str(route))[0][0]:
+        return None
+    longer = max(case.batch.total_kv_len - timings.COPIED_CONTEXT, 0)
+    return found.plus(longer * COPY_BYTES[model.kv_layout] / COPY_RATE)
+
+
+def estimate_us(case: Case, route: Route, load: KernelLoad) -> float | None:
+    """The microseconds of `estimate`."""
+    found = estimate(case, route, load)
+    return None if found is None else found.us
+
+
+def _by_time(case: Case, routes: Sequence[Route], load: KernelLoad) -> tuple[Route, ...]:
+    times = [estimate_us(case, route, load) for route in routes]
+    waiting = [(time, route) for time, route in zip(times, routes, strict=True) if time is not None]
+    ordered: list[Route] = []
+    while waiting:
+        quickest = min(time for time, _ in waiting)
+        place = next(place for place, (time, _) in enumerate(waiting) if time <= quickest * (1 + NEARLY_EQUAL))
+        ordered.append(waiting.pop(place)[1])
+    taken = iter(ordered)
+    return tuple(route if time is None else next(taken) for time, route in zip(times, routes, strict=True))
+
+
+def pick_sparse(case: Case, load: KernelLoad) -> tuple[Route, list[Refusal]]:
+    """The route of the batch, and the preferred ones that do not support it.
+
+    Raises:
+        SettingsError: the library that the settings name does not support the batch.
+        NoProviderError: no installed library does.
+    """
+    routes = sparse_routes(case, load)
+    if case.asked == "auto":
+        preferred = [route for route in routes if route in case.constraints.preferred]
+        route, refused = first(preferred, lambda route: route_refusal(case, route, load))
+        if route is None:
+            route, refused = first(routes, lambda route: route_refusal(case, route, load))
+        if route is None:
+            raise NoProviderError(
+                f"no installed kernel library supports {batch_sentence(case.batch)}; {load.heads} heads, "
+                f"{case.model.kv_layout} cache, {case.device.where}. " + "; ".join(map(str, refused))
+            )
+        return route, refused
+    asked = [route for route in routes if route.library == case.asked]
+    route, refused = first(asked, lambda route: route_refusal(case, route, load, case.asked))
+    if route is None:
+        work = [r.library for r in routes if route_refusal(case, r, load, r.library) is None]
+        raise SettingsError(
+            f"{case.backend_setting} is {case.asked}, which does not support {batch_sentence(case.batch)}. "
+            f"{'; '.join(map(str, refused))}. What works here: {', '.join(dict.fromkeys(work)) or 'nothing'}"
+        )
+    return route, refused
+
+
+# ---------------------------------------------------------------------------------------------------
+# Reasons
+
+
+def attention_sentence(case: Case, route: Route, load: KernelLoad, refused: Sequence[Refusal]) -> str:
+    """Why this kernel of the library, with its other kernels that were refused."""
+    model, batch = case.model, case.batch
+    kernel = "prefill" if route.attention is Attention.SPARSE_PREFILL else "decode"
+    window = f" and a window of {model.sliding_window}" if model.sliding_window else ""
+    verb = "attends" if load.rows == 1 else "attend"
+    rows = f"{count(load.rows, 'query token')} {verb} to {model.index_topk} selected KV tokens{window} each"
+    if route.dequantize_kv:
+        sentence = f"{rows}; {route.library}'s {kernel} kernel reads a bf16 copy of the cache"
+        if case.dequantizing_pays:
+            sentence += (
+                f", because {batch.total_kv_len} context tokens are fewer than {DEQUANTIZE_KV_PER_ROW} "
+                f"for each of {count(batch.num_tokens, 'query token')}"
+            )
+    else:
+        sentence = f"{rows}; {route.library}'s {kernel} kernel reads the {model.kv_layout} cache in place"
+    same = [refusal for refusal in refused if refusal.route.library == route.library]
+    preferred = [f"{case.constraints.preferred_by} asks for it"] if _is_preferred(case, route) else []
+    return "; ".join([sentence, *preferred, *(f"refused {refusal}" for refusal in same)])
+
+
+def provider_sentence(case: Case, route: Route, load: KernelLoad, refused: Sequence[Refusal]) -> str:
+    """Why this library: asked for, the quickest by its times, or the first; and the preferred ones refused."""
+    dense = route.attention is Attention.MHA_ONE_SHOT
+    times = [] if dense else _times(case, route, load)
+    if case.asked != "auto" and not dense:
+        return "; ".join([f"{case.backend_setting} asks for {case.asked}", *times])
+    if _is_preferred(case, route):
+        return "; ".join([f"{case.constraints.preferred_by} asks for {route.library}", *times])
+    if case.device.kind == "cpu":
+        return "on a CPU only the plugin's plain-torch reference runs"
+    others = [refusal for refusal in refused if refusal.route.library != route.library]
+    chosen = times or [f"{route.library} is the first that supports the batch on {case.device.where}"]
+    return "; ".join([*chosen, *_untimed(case, dense), *(f"refused {refusal}" for refusal in others)])
+
+
+def _is_preferred(case: Case, route: Route) -> bool:
+    return case.asked == "auto" and route in case.constraints.preferred
+
+
+def _untimed(case: Case, dense: bool) -> list[str]:
+    """Why measured times do not count for this model, or nothing."""
+    model = case.model
+    topk, window = timings.SELECTIONS[model.kv_layout]
+    if dense or (model.index_topk, model.sliding_window) == (topk, window):
+        return []
+    measured = f"{topk} selected tokens" + (f" and a window of {window}" if window else "")
+    return [f"no times for {model.index_topk} selected tokens (measured: {measured})"]
+
+
+def _times(case: Case, route: Route, load: KernelLoad) -> list[str]:
+    """The times that put this route before the others that support the batch: one sentence or none."""
+    own = estimate(case, route, load)
+    rivals = {
+        other: time
+        for other in sparse_routes(case, load)
+        if other != route
+        and case.asked in ("auto", other.library)
+        and route_refusal(case, other, load, case.asked) is None
+        and (time := estimate(case, other, load)) is not None
+    }
+    if own is None or not rivals:
+        return []
+    sentence = compared({_named(other): time for other, time in {route: own, **rivals}.items()}, case.device.sm)
+    if own.us > min(time.us for time in rivals.values()) and case.asked == "auto" and not _is_preferred(case, route):
+        sentence += f", less than {NEARLY_EQUAL:.0%} apart, so their usual order holds"
+    return [sentence]
+
+
+def _named(route: Route) -> str:
+    """The kernel in words: "cuda", "flash_mla after dequantisation", "flash_mla decode kernel"."""
+    if route.dequantize_kv:
+        return f"{route.library} after dequantisation"
+    return f"{route.library} decode kernel" if route == FLASH_MLA_DECODE else route.library
+
+
+def compared(times: dict[str, TimeEstimate], sm: int) -> str:
+    """Times side by side and where each comes from, said once if it is the same for all."""
+    gpu = timings.gpu_of(sm)
+    sources = [time.source(gpu) for time in times.values()]
+    if len(set(sources)) == 1:
+        listed = ", ".join(f"{name} {in_time(time.us)}" for name, time in times.items())
+        return f"{listed} ({sources[0]})"
+    return ", ".join(f"{name} {in_time(time.us)} ({time.source(gpu)})" for name, time in times.items())
+
+
+def dequantize_sentence(case: Case, route: Route, refused: Sequence[Refusal] = ()) -> str:
+    """Why the cache is copied to bf16, or is not."""
+    layout = case.model.kv_layout
+    if not case.model.fp8_cache:
+        return f"the {layout} cache is not quantised"
+    if route.attention is not Attention.MHA_ONE_SHOT:
+        reads = "bf16 rows only" if route.dequantize_kv else f"{layout} itself"
+        sentence = f"{route.library}'s kernel reads {reads}"
+        copies = [refusal for refusal in refused if refusal.route.dequantize_kv]
+        if copies and not case.constraints.copy_fits:
+            return f"{sentence}; {copies[0].reason}"
+        return sentence
+    if route.dequantize_kv:
+        return f"older keys of a prefix come from the {layout} cache, and dense attention reads bf16"
+    return "no request has a prefix, so every key comes from this batch"
+
+
+def head_padding(case: Case, route: Route, heads: int) -> tuple[int, str]:
+    """(heads that the kernel gets where it does not support `heads`, else 0; why)."""
+    capability = case.device.capability(route.library, OPS[route.attention], route.layout_read(case.model))
+    given = capability.heads_given(heads) if capability else None
+    if capability is None or given is None or given == heads:
+        return 0, f"{route.library} supports {count(heads, 'head')} without padding"
+    return given, (
+        f"{route.library}'s kernel on {case.device.where} supports {capability.heads_in_words} heads; there are {heads}"
+    )
