@@ -39,8 +39,9 @@ def topk_plan(case: Case, route: Route, *, shared: bool = False) -> tuple[Indexe
     metadata, why_metadata = _metadata_provider(case, provider)
     plan = IndexerPlan(mode=IndexerMode.TOPK, provider=provider, rows_per_chunk=rows, metadata_provider=metadata)
     whose = ", by the rank that attends to them" if shared else ""
+    each = f"each of {count(batch.num_tokens, 'query token')}{whose}"
     return plan, {
-        "indexer": f"{model.index_topk} KV tokens are selected for each of {count(batch.num_tokens, 'query token')}{whose}",
+        "indexer": f"{model.index_topk} KV tokens are selected for {each}",
         "indexer.provider": why_provider,
         "indexer.rows_per_chunk": why_rows,
         "indexer.metadata_provider": why_metadata,

@@ -26,8 +26,8 @@ PREFILL, DECODE, DENSE = Attention.SPARSE_PREFILL, Attention.SPARSE_DECODE, Atte
 
 # Execution paths. Of DeepSeek-V3.2 under SGLang they are SGLang's own names.
 FLASHMLA_KV, FLASHMLA_SPARSE, FA3, MHA = "flashmla_kv", "flashmla_sparse", "fa3", "mha"
-# Of DeepSeek-V3.2 under vLLM: the plugin's kernel; or vLLM's FlashMLA call as vLLM would make it; or, for a prefill over
-# an fp8 cache, one of its two forms: the fp8 decode kernel for all tokens, or a bf16 copy and the prefill kernel.
+# Of DeepSeek-V3.2 under vLLM: the plugin's kernel; or vLLM's FlashMLA call as vLLM would make it; or, for a prefill
+# over an fp8 cache, one of its two forms: the fp8 decode kernel for all tokens, or a bf16 copy and the prefill kernel.
 PROVIDER, STOCK, MIXED, SEPARATE = "provider", "stock", "mixed", "separate"
 # Of DeepSeek-V4: the plugin's kernel over both fp8 caches; bf16 rows of the pages that the batch reads, then FlashMLA's
 # prefill kernel; FlashMLA's decode kernel.

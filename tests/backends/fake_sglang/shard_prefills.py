@@ -277,8 +277,8 @@ def starting() -> None:
     assert exchange.least(10 + rank) == 10
 
     # Not asked for, and nothing measured, or nothing to be quicker: no memory is taken for what no batch would use.
-    before = measured.MEASUREMENTS, measured.SELECTIONS
-    measured.MEASUREMENTS = {}
+    before = measured.TIMINGS, measured.SELECTIONS
+    measured.TIMINGS = {}
     assert opened(Settings())[0] is None
     assert "not measured" in opened(Settings())[1]
     assert opened(Settings(token_shard="off")) == (None, "token_shard is off")
@@ -287,7 +287,7 @@ def starting() -> None:
 
     def times(traded: float) -> None:
         group = {f"token_shard by {kernel}": {HEADS: ((1, traded),)}}
-        measured.MEASUREMENTS = {
+        measured.TIMINGS = {
             (90, "sparse_mla_prefill", layout): {kernel: {HEADS: ((1, 2.0),)}},
             (90, f"{sharding.ATTENTION} tp{ranks}", layout): group,
         }
@@ -304,7 +304,7 @@ def starting() -> None:
     nowhere, keeps = opened(Settings(), replace(H200, nvlink=rank != 1))
     assert nowhere is None
     assert ("over NVLink" if rank == 1 else "another rank of the attention group") in keeps
-    measured.MEASUREMENTS, measured.SELECTIONS = before
+    measured.TIMINGS, measured.SELECTIONS = before
 
     with pytest.raises(SettingsError, match="two-batch overlap is on"):
         opened(enable_two_batch_overlap=True)

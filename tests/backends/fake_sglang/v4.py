@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from nsa_plugin.backends.sglang.v4.attention import adopt, with_v4_plans
-from nsa_plugin.backends.sglang.v4.routes import V4Planner
+from nsa_plugin.backends.sglang.v4.routes import SglangV4Planner
 from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.kernels.indexer import quantize
 from nsa_plugin.kernels.kv_cache import open_cache, reference_read, reference_write
@@ -404,7 +404,7 @@ def started(
     Batches are small here, and with `engine_tokens` of 0 the plugin's own all the same.
     """
     backend = with_v4_plans(original)(of)
-    planner = V4Planner(
+    planner = SglangV4Planner(
         MODEL,
         device,
         Settings(**settings),

@@ -93,11 +93,11 @@ def starting() -> None:
     # Not asked for, and nothing measured, or nothing to be quicker: no memory is taken for what no batch would use, and
     # no kernel is run.
     warmed.clear()
-    before, measured.MEASUREMENTS = measured.MEASUREMENTS, {}
+    before, measured.TIMINGS = measured.TIMINGS, {}
     quiet = serving_of(replace(on, token_shard="auto"))
     assert quiet.building().exchange is None
     assert "not measured" in quiet.planning().step_plan(64, 64, 1).reasons["token_shard"]
-    measured.MEASUREMENTS = before
+    measured.TIMINGS = before
     slower = serving_of(replace(on, token_shard="auto")).building()
     assert slower.exchange is None
     assert f"no batch of up to {MAX_TOKENS} query rows was measured on SM90 to be quicker" in slower.no_exchange

@@ -18,7 +18,7 @@ from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.common.v4 import LAYOUT
 from nsa_plugin.backends.vllm.v4 import attention as v4_attention
 from nsa_plugin.backends.vllm.v4.batch import planned_swa_builder
-from nsa_plugin.backends.vllm.v4.routes import V4Planner
+from nsa_plugin.backends.vllm.v4.routes import VllmV4Planner
 from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.kernels.kv_cache import open_cache, reference_read, reference_write
 from nsa_plugin.kernels.sparse_mla import reference_decode
@@ -44,8 +44,8 @@ CPU = synthetic(0)
 H200 = synthetic(90, libraries=("triton", "flash_mla"))
 
 
-def planner(device: DeviceProfile = H200, *, step_tokens: int = 1, **settings: Any) -> V4Planner:
-    return V4Planner(
+def planner(device: DeviceProfile = H200, *, step_tokens: int = 1, **settings: Any) -> VllmV4Planner:
+    return VllmV4Planner(
         model=MODEL, device=device, settings=Settings(**settings), max_model_len=MAX_LEN, step_tokens=step_tokens
     )
 
@@ -276,7 +276,7 @@ class World:
         since_24: see `SWABuilder`.
     """
 
-    planner: V4Planner | None
+    planner: VllmV4Planner | None
     lengths: list[tuple[int, int]]
     padding: int = 0
     since_24: bool = True

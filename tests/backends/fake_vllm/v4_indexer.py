@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from nsa_plugin.backends.vllm.v4.indexer import planned_v4_indexer_builder
-from nsa_plugin.backends.vllm.v4.routes import V4Planner
+from nsa_plugin.backends.vllm.v4.routes import VllmV4Planner
 from tests.backends.fake_vllm.indexer import (
     PAGE,
     StockIndexerBuilder,
@@ -36,7 +36,7 @@ class Stock(StockIndexerBuilder):
         self.device = torch.device("cpu")
 
 
-def small_budget(step_tokens: int = 1, rows: int = 4) -> V4Planner:
+def small_budget(step_tokens: int = 1, rows: int = 4) -> VllmV4Planner:
     """Steps whose logits are held for `rows` rows at once: of MAX_LEN / 4 compressed tokens each."""
     return planner(replace(H200, memory_free=4 * MAX_LEN * rows), step_tokens=step_tokens)
 
@@ -63,5 +63,5 @@ def common(lengths: list[tuple[int, int]], padding: int = 0) -> CommonAttentionM
     )
 
 
-def builder_of(deciding: V4Planner | None, stock: type = Stock) -> Any:
+def builder_of(deciding: VllmV4Planner | None, stock: type = Stock) -> Any:
     return planned_v4_indexer_builder(stock, lambda: deciding)()

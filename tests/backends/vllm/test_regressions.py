@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.common.v4 import DECODE_KERNEL, RATIOS, ROWS
 from nsa_plugin.backends.vllm.startup.model import refuse_on_cpu
-from nsa_plugin.backends.vllm.v4.routes import V4Planner
+from nsa_plugin.backends.vllm.v4.routes import VllmV4Planner
 from nsa_plugin.backends.vllm.v4.routes import carrier_of as carrier_of_v4
 from nsa_plugin.backends.vllm.v32.indexer import ATTRIBUTE, StepSelection, planned_indexer_builder, wrap_indexer
 from nsa_plugin.backends.vllm.v32.metadata import PlannedMetadata
@@ -178,7 +178,7 @@ def test_lengths_of_zero_in_a_capture(family: str, next_n: int, provider: str):
     if family == "v32":
         metadata = planned_indexer_builder(StockIndexerBuilder, lambda: deciding)().build(0, batch)
     else:
-        assert isinstance(deciding, V4Planner)
+        assert isinstance(deciding, VllmV4Planner)
         metadata = v4_builder_of(deciding).build(0, batch)
     steps: StepSelection = getattr(metadata, ATTRIBUTE)
     plan = replace(steps.plan, indexer=replace(steps.plan.indexer, provider=provider, metadata_provider=""))

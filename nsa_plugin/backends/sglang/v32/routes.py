@@ -63,7 +63,7 @@ class SglangPlanner(Planner):
         execution = self.prefill_execution(batch, dense_allowed=dense_allowed)
         return None if execution is None else self._recorded(execution, batch)
 
-    def prefill_execution(self, batch: Batch, *, dense_allowed: bool) -> Execution | None:
+    def prefill_execution(self, batch: Batch, *, dense_allowed: bool = False) -> Execution | None:
         """As `prefill`, for a batch that is never scheduled: nothing is recorded."""
         key = *self._prefill_key(batch), dense_allowed, self.device.memory_free
         if key not in self._prefills:

@@ -78,8 +78,8 @@ def begin(
     if state is None:
         return notes, {}
     # A library that a setting names may be on this device without a route under SGLang.
-    steps, prefills = planner.constraints(prefill=False), planner.constraints(prefill=True)
-    validate(model, planner.device, settings, constraints=prefills, decode_constraints=steps)
+    of_prefill, of_steps = (planner.constraints(prefill=prefill) for prefill in (True, False))
+    validate(model, planner.device, settings, constraints=of_prefill, decode_constraints=of_steps)
     routes = sample_routes(planner, longest_context(backend))
     if state.plans_steps:
         steps = step_routes(planner, longest_context(backend), backend.speculative_num_draft_tokens)

@@ -40,8 +40,8 @@ def begun(backend: Any, model_runner: Any = None, device: Any = H200, **settings
 @pytest.fixture(autouse=True)
 def no_trade(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where no trade of heads for tokens was measured: no group of ranks is asked for, and there is none here."""
-    known = {key: labels for key, labels in measured.MEASUREMENTS.items() if "token_shard" not in key[1]}
-    monkeypatch.setattr(measured, "MEASUREMENTS", known)
+    known = {key: labels for key, labels in measured.TIMINGS.items() if "token_shard" not in key[1]}
+    monkeypatch.setattr(measured, "TIMINGS", known)
 
 
 @pytest.fixture(autouse=True)

@@ -128,8 +128,8 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> Serving:
 
 def test_auto_asks_no_group_of_a_size_that_was_not_measured(monkeypatch: pytest.MonkeyPatch):
     """Neither SGLang's groups nor memory: the fakes have none."""
-    others = {key: labels for key, labels in measured.MEASUREMENTS.items() if not key[1].endswith(" tp2")}
-    monkeypatch.setattr(measured, "MEASUREMENTS", others)
+    others = {key: labels for key, labels in measured.TIMINGS.items() if not key[1].endswith(" tp2")}
+    monkeypatch.setattr(measured, "TIMINGS", others)
     made = begun(monkeypatch)
     assert made.exchange is None
     words = made.routes["prefill, 4096 of 4096 tokens"]

@@ -575,7 +575,7 @@ def test_prefills_and_steps_by_one_library_both_run_before_serving():
         return load(op, name, heads)
 
     state.providers.load = seen
-    step = state.planner.step_route(step_batch(Phase.DECODE, 1, 1, 4096))
+    step = state.planner.step_execution(step_batch(Phase.DECODE, 1, 1, 4096))
     warm_v4([state.route, step], state, torch.device("cpu"))
     assert {"sparse_mla_prefill", "sparse_mla_decode"} <= set(ran)
 

@@ -25,7 +25,7 @@ from nsa_plugin.backends.sglang.v4.batch import (
 )
 from nsa_plugin.backends.sglang.v4.routes import (
     ENGINE_TOKENS,
-    V4Planner,
+    SglangV4Planner,
     asked_by_engine,
     attention_ranks,
     makes_rows,
@@ -49,8 +49,8 @@ LENS = st.lists(st.tuples(st.integers(0, 600), st.integers(0, 2000)), min_size=1
 OLD = {"flash_mla": ("sglang-kernel", "0.4.4")}
 
 
-def planner(device: Any = None, asked: frozenset[str] = frozenset(), **settings: Any) -> V4Planner:
-    return V4Planner(FLASH, device or synthetic(90), Settings(**settings), asked=asked)
+def planner(device: Any = None, asked: frozenset[str] = frozenset(), **settings: Any) -> SglangV4Planner:
+    return SglangV4Planner(FLASH, device or synthetic(90), Settings(**settings), asked=asked)
 
 
 def prefill(q_len: int, kv_len: int | None = None) -> Batch:
@@ -61,14 +61,14 @@ def prefill(q_len: int, kv_len: int | None = None) -> Batch:
 @pytest.mark.parametrize(("rows", "expected"), [(11622, DECODE_KERNEL), (11623, ROWS), (11674, ROWS), (32768, ROWS)])
 def test_the_decode_kernel_takes_the_rows_that_the_installed_build_takes(rows: int, expected: str):
     # 11622 = (227 KiB / 4 - 1) // 5: an H200's shared memory; SGLang's own number of 11673 counts 228 KiB.
-    route = planner(synthetic(90, versions=OLD), prefill_backend="flash_mla").prefill_route(prefill(rows))
+    route = planner(synthetic(90, versions=OLD), prefill_backend="flash_mla").prefill_execution(prefill(rows))
     assert route is not None
     assert route.impl == expected
 
 
-def by_rows(*, engine_makes_rows: bool = True, **settings: Any) -> V4Planner:
+def by_rows(*, engine_makes_rows: bool = True, **settings: Any) -> SglangV4Planner:
     wanted = Settings(prefill_backend="flash_mla", large_q_rows=1, **settings)
-    return V4Planner(FLASH, synthetic(90), wanted, engine_makes_rows=engine_makes_rows)
+    return SglangV4Planner(FLASH, synthetic(90), wanted, engine_makes_rows=engine_makes_rows)
 
 
 @pytest.mark.usefixtures("nothing_measured")
@@ -76,7 +76,7 @@ def by_rows(*, engine_makes_rows: bool = True, **settings: Any) -> V4Planner:
 def test_a_small_prefill_over_rows_is_sglangs(tokens: int, own: bool):
     for lengths in ([tokens], [100, tokens - 100], [2] * 100 + [tokens - 200]):
         few = prefill_batch(forward_batch(ForwardMode.EXTEND, [2] * len(lengths), lengths))
-        route = by_rows().prefill_route(few)
+        route = by_rows().prefill_execution(few)
         assert route is not None
         assert (route.impl, route.own, route.selects) == (ROWS, own, own)
         said = f"SGLang's own code makes rows of {tokens} tokens"
@@ -86,14 +86,14 @@ def test_a_small_prefill_over_rows_is_sglangs(tokens: int, own: bool):
 @pytest.mark.usefixtures("nothing_measured")
 @pytest.mark.parametrize("given", [{"engine_makes_rows": False}, {"fault": "shift_indices"}])
 def test_a_small_prefill_whose_rows_sglang_does_not_make(given: dict[str, Any]):
-    route = by_rows(**given).prefill_route(prefill(2, 4096))
+    route = by_rows(**given).prefill_execution(prefill(2, 4096))
     assert route is not None
     assert (route.impl, route.own, route.selects) == (ROWS, True, False)
 
 
 @pytest.mark.usefixtures("nothing_measured")
 def test_a_small_prefill_whose_logits_do_not_fit_at_once_is_the_plugins():
-    route = by_rows(logits_budget_mb=1).prefill_route(prefill(2048, 4096))
+    route = by_rows(logits_budget_mb=1).prefill_execution(prefill(2048, 4096))
     assert route is not None
     assert 0 < route.plan.indexer.rows_per_chunk < 2048
     assert (route.impl, route.own, route.selects) == (ROWS, True, True)
@@ -102,9 +102,9 @@ def test_a_small_prefill_whose_logits_do_not_fit_at_once_is_the_plugins():
 @pytest.mark.usefixtures("nothing_measured")
 @pytest.mark.parametrize(("backend", "impl"), [("reference", DIRECT), ("flash_mla", DECODE_KERNEL)])
 def test_a_small_prefill_that_is_not_over_rows_is_selected_by_sglang(backend: str, impl: str):
-    made = V4Planner(FLASH, synthetic(90), Settings(prefill_backend=backend), engine_makes_rows=True)
+    made = SglangV4Planner(FLASH, synthetic(90), Settings(prefill_backend=backend), engine_makes_rows=True)
     for tokens, selects in ((300, False), (ENGINE_TOKENS + 1, True)):
-        route = made.prefill_route(prefill(300, tokens))
+        route = made.prefill_execution(prefill(300, tokens))
         assert route is not None
         assert (route.impl, route.selects) == (impl, selects)
 
@@ -121,7 +121,7 @@ def test_whether_sglang_makes_rows_of_any_prefill(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.usefixtures("nothing_measured")
 def test_a_build_without_a_limit_has_none():
-    route = planner(prefill_backend="flash_mla").prefill_route(prefill(32768))
+    route = planner(prefill_backend="flash_mla").prefill_execution(prefill(32768))
     assert route is not None
     assert route.impl == DECODE_KERNEL
 
@@ -131,7 +131,7 @@ def test_a_build_without_a_limit_has_none():
 def test_every_prefill_has_a_route_that_a_carrier_has(rows: int, versions: Any):
     made = planner(synthetic(90, versions=versions))
     for context in (rows, 131072, 393216):
-        route = made.prefill_route(prefill(min(rows, context), context))
+        route = made.prefill_execution(prefill(min(rows, context), context))
         assert route is not None
         assert route.impl in CARRIERS.values()
         logits = route.plan.indexer.rows_per_chunk * 4 * -(-context // 4)
@@ -149,7 +149,7 @@ def test_whatever_a_prefill_holds_and_its_logits_keep_to_the_budget(lens: list[t
     kv_lens = [4096 + more, *(rows + prefix for rows, prefix in lens)]
     made = planner(synthetic(90, libraries=("flash_mla", "triton")), large_q_rows=1)
     given_batch = prefill_batch(forward_batch(ForwardMode.EXTEND, q_lens, kv_lens))
-    route = made.prefill_route(given_batch)
+    route = made.prefill_execution(given_batch)
     assert route is not None
     requests = spans(q_lens, kv_lens)
     rows = workspace_bytes(requests, 128, 256)
@@ -166,22 +166,22 @@ def test_rows_that_would_take_too_much_memory_are_read_in_place():
     settings: dict[str, Any] = {"prefill_backend": "flash_mla", "large_q_rows": 1000}
     made = planner(**settings)
     fits, not_fits = prefill(32768, 393216), prefill(32768, 2_000_000)
-    route = made.prefill_route(fits)
+    route = made.prefill_execution(fits)
     assert route is not None
     assert route.impl == ROWS
     assert workspace_bytes(spans([32768], [393216]), 128, 256) <= ROWS_BYTES
     wide = planner()
     wide.device = runnable(synthetic(90, libraries=("flash_mla", "triton")))
     wide.settings = replace(wide.settings, large_q_rows=1000)
-    route = wide.prefill_route(fits)
+    route = wide.prefill_execution(fits)
     assert route is not None
     assert route.impl == ROWS
-    route = wide.prefill_route(not_fits)
+    route = wide.prefill_execution(not_fits)
     assert route is not None
     assert route.impl == DIRECT
     assert "bf16 rows would take" in route.plan.reasons["dequantize_kv"]
     # Where a setting leaves no other kernel for so many rows, they are copied all the same.
-    route = made.prefill_route(not_fits)
+    route = made.prefill_execution(not_fits)
     assert route is not None
     assert route.impl == ROWS
 
@@ -189,7 +189,7 @@ def test_rows_that_would_take_too_much_memory_are_read_in_place():
 def test_context_parallel_prefills_are_the_engines():
     given_batch = prefill(4096)
     parallel = replace(given_batch, shape=replace(given_batch.shape, context_parallel=True))
-    assert planner().prefill_route(parallel) is None
+    assert planner().prefill_execution(parallel) is None
 
 
 @pytest.mark.parametrize(
@@ -208,18 +208,18 @@ def test_the_engines_variable_asks_only_where_a_user_has_set_it(
 @pytest.mark.parametrize("asked", [ROWS, DECODE_KERNEL])
 def test_what_the_engines_variable_asks_for_is_taken(asked: str):
     made = planner(asked=frozenset({asked}))
-    route = made.prefill_route(prefill(4096))
+    route = made.prefill_execution(prefill(4096))
     assert route is not None
     assert route.impl == asked
     assert VARIABLE in route.plan.reasons["attention"]
-    assert planner(asked=frozenset({asked}), prefill_backend="triton").prefill_route(prefill(4096)) == planner(
+    assert planner(asked=frozenset({asked}), prefill_backend="triton").prefill_execution(prefill(4096)) == planner(
         prefill_backend="triton"
-    ).prefill_route(prefill(4096))
+    ).prefill_execution(prefill(4096))
 
 
 def test_the_decode_kernel_that_is_asked_for_cannot_take_more_than_it_takes():
     made = planner(synthetic(90, versions=OLD), asked=frozenset({DECODE_KERNEL}))
-    route = made.prefill_route(prefill(11650))
+    route = made.prefill_execution(prefill(11650))
     assert route is not None
     assert route.impl != DECODE_KERNEL
 
@@ -239,7 +239,7 @@ def test_only_what_a_carrier_has_is_left_of_a_device(sm: int):
 
 
 def test_a_plan_without_a_carrier_is_refused():
-    route = planner(prefill_backend="triton").prefill_route(prefill(64))
+    route = planner(prefill_backend="triton").prefill_execution(prefill(64))
     assert route is not None
     with pytest.raises(NoProviderError, match="trtllm's sparse_prefill"):
         route_of(replace(route.plan, provider="trtllm"))
@@ -248,7 +248,7 @@ def test_a_plan_without_a_carrier_is_refused():
 def test_steps_are_decided_once():
     made = planner(decode_backend="triton")
     shape = replace(prefill(8).shape, phase=Phase.DECODE, cuda_graph=True)
-    assert made.step_route(Batch(shape)) is made.step_route(Batch(shape))
+    assert made.step_execution(Batch(shape)) is made.step_execution(Batch(shape))
 
 
 def test_samples_for_the_report_are_decided():

@@ -12,7 +12,7 @@ import torch
 from nsa_plugin.backends.common.v4 import DECODE_KERNEL, DIRECT, RATIOS, ROWS
 from nsa_plugin.backends.vllm.v4 import attention as v4_attention
 from nsa_plugin.backends.vllm.v4.batch import ATTRIBUTE, V4Batch, planned_swa_builder
-from nsa_plugin.backends.vllm.v4.routes import V4Planner, carrier_of, own_kernels
+from nsa_plugin.backends.vllm.v4.routes import VllmV4Planner, carrier_of, own_kernels
 from nsa_plugin.decision.plan import Attention
 from nsa_plugin.errors import NoProviderError, PatchError
 from nsa_plugin.patches.ledger import is_marked, mark
@@ -104,7 +104,7 @@ def test_what_a_batchs_layers_share_is_made_once(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize(("rows", "padding"), [(1, 0), (1, 3), (3, 0)])
 def test_steps_by_a_library_that_the_user_names(ratio: int, rows: int, padding: int):
-    deciding = V4Planner(
+    deciding = VllmV4Planner(
         model=planner().model,
         device=CPU,
         settings=Settings(decode_backend="reference"),
