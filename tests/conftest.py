@@ -6,7 +6,7 @@ import signal
 import pytest
 import torch
 
-from nsa_plugin.decision import timings as measured
+from nsa_plugin.decision import timings
 
 if not torch.cuda.is_available():
     # Triton kernels run interpreted where there is no GPU. Triton reads this when a kernel is defined: it is said here,
@@ -35,4 +35,4 @@ def _interruptible() -> None:
 @pytest.fixture
 def nothing_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rules without measurements, whatever records this checkout has; a test that wants some sets its own."""
-    monkeypatch.setattr(measured, "MEASUREMENTS", {})
+    monkeypatch.setattr(timings, "TIMINGS", {})

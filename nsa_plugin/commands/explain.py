@@ -8,7 +8,7 @@ from typing import Any
 
 from nsa_plugin.commands.arguments import natural, positive
 from nsa_plugin.commands.output import add_json, print_json
-from nsa_plugin.decision.choices import count
+from nsa_plugin.decision.case import count
 from nsa_plugin.decision.dispatch import decide, partition
 from nsa_plugin.decision.plan import Plan
 from nsa_plugin.decision.shapes import FAMILIES, BatchShape, ModelShape, Phase

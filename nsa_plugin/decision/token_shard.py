@@ -169,7 +169,7 @@ def decided(case: Case, route: Route) -> Resharding:
     padding, _ = head_padding(case, route, model.heads_per_rank)
     own = f"{model.heads_per_rank} padded to {padding}" if padding else str(model.heads_per_rank)
     chunks, taken, why_chunks = _quickest(case, sharded)
-    pieces = "" if chunks == 1 else f" in {chunks} pieces"
+    pieces = "" if chunks == 1 else f", in {chunks} pieces"
     share = (
         f"each of {ranks} ranks attends about {case.sharded_load.rows} of {rows} query tokens with all "
         f"{model.num_heads} heads instead of {own}{pieces}"
@@ -180,7 +180,7 @@ def decided(case: Case, route: Route) -> Resharding:
     if kept is None or taken is None:
         what = f"{route} of {count(model.heads_per_rank, 'head')}" if kept is None else f"{sharded} over {ranks} ranks"
         return Resharding(0, f"no times on {case.device.where} for {what} and {count(rows, 'query token')}")
-    times = compared({f"own heads with {route}": kept, f"resharding{pieces}": taken}, case.device.sm)
+    times = compared({f"own heads with {route}": kept, f"resharding{pieces.removeprefix(',')}": taken}, case.device.sm)
     if taken.us * (1 + NEARLY_EQUAL) >= kept.us:
         return Resharding(0, f"no gain: {times}")
     return Resharding(chunks, f"{share}: {times}", why_chunks)

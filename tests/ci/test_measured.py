@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ci import measured as generator
-from nsa_plugin.decision import timings as measured
+from nsa_plugin.decision import timings
 from nsa_plugin.decision.dispatch import decide
 from nsa_plugin.decision.shapes import BatchShape, ModelShape, Phase
 from nsa_plugin.decision.timings import COPIED_CONTEXT, SELECTIONS
@@ -259,7 +259,7 @@ def test_heads_for_tokens_are_filed_where_the_decision_looks(tmp_path: Path, mon
         wanted[90, f"token_shard_steps tp{tp}", "v32_fp8"] = {f"token_shard by {in_place}": {heads: steps}}
     assert table == wanted
 
-    monkeypatch.setattr(measured, "MEASUREMENTS", measured.MEASUREMENTS | table)
+    monkeypatch.setattr(timings, "TIMINGS", timings.TIMINGS | table)
     model = ModelShape(attn_tp_size=8, kv_layout="v32_fp8")
     for batch, time in (
         (BatchShape.from_lengths(Phase.EXTEND, [4096], [4096]), "834 us"),  # and 2.5 us of the copy

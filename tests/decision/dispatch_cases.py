@@ -38,6 +38,8 @@ FIELDS = {
     "head_padding",
     "token_shard",
     "token_shard_chunks",
+    "stock_attention",
+    "stock_selection",
     "indexer",
     "indexer.provider",
     "indexer.rows_per_chunk",

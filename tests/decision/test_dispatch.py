@@ -125,7 +125,7 @@ def test_dense_attention_needs_head_dims_that_its_kernel_has() -> None:
     plan = choose(replace(V32, v_head_dim=96), extend(100))
     assert plan.attention is Attention.SPARSE_PREFILL
     assert (
-        "takes heads of (192, 128) or (128, 128) or (256, 256) elements; the model's have (192, 96)"
+        "supports heads of (192, 128) or (128, 128) or (256, 256) elements; the model's have (192, 96)"
         in (plan.reasons["attention"])
     )
 
@@ -243,10 +243,10 @@ def test_sm100_does_not_branch_on_lengths_in_a_graph() -> None:
 
 def test_the_plugins_own_kernel_pads_no_heads_and_says_so() -> None:
     plan = choose(V32_FP8, LONG, FULL_H200)
-    assert plan.reasons["provider"] == "cuda is the first that carries the batch on SM90"
-    assert plan.reasons["head_padding"] == "cuda takes 16 heads as they are"
+    assert plan.reasons["provider"] == "cuda is the first that supports the batch on SM90"
+    assert plan.reasons["head_padding"] == "cuda supports 16 heads without padding"
     many = choose(replace(V32_FP8, num_heads=2048), LONG, FULL_H200)
-    assert "flash_mla sparse_decode: takes 64 or 128 heads; there are 256" in many.reasons["provider"]
+    assert "flash_mla sparse_decode: supports 64 or 128 heads; there are 256" in many.reasons["provider"]
 
 
 @pytest.mark.parametrize(
@@ -254,19 +254,19 @@ def test_the_plugins_own_kernel_pads_no_heads_and_says_so() -> None:
     [
         (
             replace(V32, index_topk=2000),
-            "flash_mla sparse_prefill: takes selections in multiples of 128 tokens; the model's is 2000",
+            "flash_mla sparse_prefill: supports selections in multiples of 128 tokens; the model's is 2000",
         ),
         (
             replace(V4, kv_layout="bf16", sliding_window=100),
-            "flash_mla sparse_prefill: takes selections in multiples of 128 tokens; the model's is 100",
+            "flash_mla sparse_prefill: supports selections in multiples of 128 tokens; the model's is 100",
         ),
         (
             replace(V32, kv_lora_rank=64),
-            "flash_mla sparse_prefill: takes heads of (576, 512) or (512, 512) elements; the model's have (128, 64)",
+            "flash_mla sparse_prefill: supports heads of (576, 512) or (512, 512) elements; the model's have (128, 64)",
         ),
         (
             replace(V32_FP8, num_heads=2048),
-            "flash_mla sparse_decode: takes 64 or 128 heads; there are 256",
+            "flash_mla sparse_decode: supports 64 or 128 heads; there are 256",
         ),
     ],
     ids=["topk", "window", "dims", "heads"],
@@ -281,7 +281,7 @@ def test_no_library_is_one_error_that_lists_each() -> None:
     with pytest.raises(NoProviderError) as error:
         decide(V32, decode(3, 5000), synthetic(90, libraries=()), Settings())
     message = str(error.value)
-    assert message.startswith("no installed kernel library carries decode: 3 requests, 3 query rows, ")
+    assert message.startswith("no installed kernel library supports decode: 3 requests, 3 query tokens, ")
     for library in ("fa3", "trtllm", "triton", "flash_mla", "reference"):
         assert f"{library} sparse_" in message
 
@@ -300,7 +300,7 @@ def test_no_library_is_one_error_that_lists_each() -> None:
 def test_a_prefill_of_too_many_rows_for_the_decode_kernel(rows: int, expected: tuple[str, str, bool, int]) -> None:
     plan = choose(V32_FP8, extend(rows, 70000), OLD_H200)
     assert route(plan) == expected
-    assert ("11623 query rows exceed the 11622" in plan.reasons["attention"]) is (rows == 11623)
+    assert ("11623 query tokens exceed the 11622" in plan.reasons["attention"]) is (rows == 11623)
 
 
 def test_a_newer_build_has_no_row_limit() -> None:
@@ -308,7 +308,7 @@ def test_a_newer_build_has_no_row_limit() -> None:
 
 
 def test_too_many_captured_rows_are_an_error_not_a_crash() -> None:
-    with pytest.raises(NoProviderError, match=r"20000 query rows exceed the 11622.*captured graph cannot read"):
+    with pytest.raises(NoProviderError, match=r"20000 query tokens exceed the 11622.*captured graph cannot read"):
         decide(V32_FP8, decode(20000, 100, cuda_graph=True), OLD_H200, Settings())
 
 
@@ -413,7 +413,7 @@ def test_a_named_library_is_taken(
             decode(8, 5000),
             H200,
             {"decode_backend": "trtllm"},
-            r"decode_backend is trtllm and cannot carry decode: .*SM100 to SM109; this device is SM90\. "
+            r"decode_backend is trtllm, which does not support decode: .*SM100 to SM109; this device is SM90\. "
             r"What works here: fa3, flash_mla, reference",
         ),
         (
@@ -421,7 +421,7 @@ def test_a_named_library_is_taken(
             decode(8, 5000),
             H200,
             {"decode_backend": "fa3"},
-            r"decode_backend is fa3 .*no sparse_mla_decode kernel for a v32_fp8 cache on SM90\. "
+            r"decode_backend is fa3, .*no sparse_mla_decode kernel for a v32_fp8 cache on SM90\. "
             r"What works here: flash_mla, reference",
         ),
         (
@@ -429,21 +429,21 @@ def test_a_named_library_is_taken(
             LONG,
             CPU,
             {"prefill_backend": "flash_mla"},
-            r"prefill_backend is flash_mla .*needs an NVIDIA GPU.*What works here: reference",
+            r"prefill_backend is flash_mla, .*needs an NVIDIA GPU.*What works here: reference",
         ),
         (
             V32,
             LONG,
             H200,
             {"prefill_backend": "triton"},
-            r"prefill_backend is triton .*not installed.*What works here: flash_mla, reference",
+            r"prefill_backend is triton, .*not installed.*What works here: flash_mla, reference",
         ),
         (
             V32,
             LONG,
             FULL_H200,
             {"prefill_backend": "cuda"},
-            r"prefill_backend is cuda .*no sparse_mla_prefill kernel for a bf16 cache on SM90\. "
+            r"prefill_backend is cuda, .*no sparse_mla_prefill kernel for a bf16 cache on SM90\. "
             r"What works here: flash_mla, triton, reference",
         ),
         (
@@ -451,7 +451,7 @@ def test_a_named_library_is_taken(
             decode(2, 5000, Phase.TARGET_VERIFY),
             synthetic(90, libraries=("flash_mla",)),
             {"decode_backend": "fa3"},
-            r"decode_backend is fa3 and cannot carry target_verify: .*not installed\. What works here: flash_mla",
+            r"decode_backend is fa3, which does not support target_verify: .*not installed\. What works here: flash_mla",
         ),
     ],
 )
@@ -464,7 +464,7 @@ def test_a_named_library_that_cannot_is_an_error(
 
 def test_the_reference_runs_on_a_gpu_only_when_asked_for() -> None:
     nothing = synthetic(90, libraries=())
-    with pytest.raises(NoProviderError, match="plain torch, taken on a GPU only where a setting asks for it"):
+    with pytest.raises(NoProviderError, match="plain torch, chosen on a GPU only if a setting asks for it"):
         decide(V32, LONG, nothing, Settings())
     plan = choose(V32, LONG, nothing, prefill_backend="reference")
     assert (plan.provider, plan.indexer.provider) == ("reference", "reference")

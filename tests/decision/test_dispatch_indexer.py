@@ -58,12 +58,14 @@ def test_rows_of_logits_held_at_once(
 def test_the_reason_for_the_rows_names_the_numbers() -> None:
     plan = choose(V32, extend(4096, 65536), logits_budget_mb=1000)
     assert plan.reasons["indexer.rows_per_chunk"] == (
-        "4000 rows of 262144 B of logits fit 1000.0 MiB (logits_budget_mb), rounded down to a power of two"
+        "the logits of 4000 query tokens, 262144 B each, fit 1000.0 MiB (logits_budget_mb); rounded down to a power of two"
     )
     plan = choose(V32, extend(4096, 65536), synthetic(90, memory_free=64 * MIB))
     assert "16.0 MiB (a quarter of the free memory)" in plan.reasons["indexer.rows_per_chunk"]
     plan = choose(V32, extend(4, 2**28), logits_budget_mb=1)
-    assert "the logits of one row take 1073741824 B, more than 1.0 MiB" in plan.reasons["indexer.rows_per_chunk"]
+    assert (
+        "the logits of one query token take 1073741824 B, more than 1.0 MiB" in plan.reasons["indexer.rows_per_chunk"]
+    )
 
 
 def test_decode_logits_are_budgeted_too() -> None:
@@ -76,7 +78,7 @@ def test_v4_scores_compressed_keys() -> None:
     plan = choose(V4, extend(8192, 262144), OLD_H200)
     assert plan.indexer.rows_per_chunk == 1024
     assert plan.reasons["indexer.rows_per_chunk"] == (
-        "2013 rows of 262144 B of logits fit 503.5 MiB (logits_budget_mb less 8.5 MiB for gathered keys), rounded down "
+        "the logits of 2013 query tokens, 262144 B each, fit 503.5 MiB (logits_budget_mb less 8.5 MiB for gathered keys); rounded down "
         "to a power of two"
     )
     # Of a decode nothing is gathered.
@@ -138,8 +140,8 @@ def test_who_scores_and_who_schedules(
 @pytest.mark.parametrize(
     ("rows", "reason"),
     [
-        (12288, "12288 rows are within what the installed DeepGEMM schedules"),
-        (12289, "12289 rows go in pieces: the installed DeepGEMM schedules 12288 at once here"),
+        (12288, "the installed DeepGEMM schedules 12288 query tokens"),
+        (12289, "12289 query tokens in pieces: the installed DeepGEMM schedules 12288 at once here"),
     ],
 )
 def test_what_deep_gemm_cannot_schedule_at_once_goes_in_pieces(rows: int, reason: str) -> None:
@@ -151,16 +153,16 @@ def test_what_deep_gemm_cannot_schedule_at_once_goes_in_pieces(rows: int, reason
 def test_a_fallback_of_the_indexer_says_why() -> None:
     plan = choose(replace(V32, index_n_heads=16), LONG, FULL_H200)
     assert plan.reasons["indexer.provider"] == (
-        "triton is the first that scores 16 indexer heads on SM90; better ones refused: "
-        "deep_gemm: takes 32 or 64 indexer heads; the model has 16"
+        "triton is the first that supports 16 indexer heads on SM90; refused "
+        "deep_gemm: supports 32 or 64 indexer heads; the model has 16"
     )
 
 
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (replace(V32, index_n_heads=16), r"deep_gemm: takes 32 or 64 indexer heads; the model has 16"),
-        (replace(V32, index_head_dim=96), r"deep_gemm: takes heads of .* elements; the model's have \(96,\)"),
+        (replace(V32, index_n_heads=16), r"deep_gemm: supports 32 or 64 indexer heads; the model has 16"),
+        (replace(V32, index_head_dim=96), r"deep_gemm: supports heads of .* elements; the model's have \(96,\)"),
     ],
 )
 def test_an_indexer_that_no_kernel_takes_is_an_error(model: ModelShape, message: str) -> None:
@@ -169,7 +171,7 @@ def test_an_indexer_that_no_kernel_takes_is_an_error(model: ModelShape, message:
 
 
 def test_without_deep_gemm_a_gpu_cannot_select() -> None:
-    with pytest.raises(NoProviderError, match=r"selects tokens for 64 indexer heads .*deep_gemm: not installed"):
+    with pytest.raises(NoProviderError, match=r"selects KV tokens for 64 indexer heads .*deep_gemm: not installed"):
         decide(V32, LONG, synthetic(90, libraries=("flash_mla", "fa3")), Settings())
     # A prompt that selects nothing does not need it.
     assert choose(V32, extend(10), synthetic(90, libraries=("fa3",))).provider == "fa3"

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from nsa_plugin.decision import timings as measured
-from nsa_plugin.decision.dispatch import Part, decide, partition, validate
+from nsa_plugin.decision import timings
+from nsa_plugin.decision.dispatch import BatchPart, decide, partition, validate
 from nsa_plugin.decision.plan import Attention, IndexerMode, IndexerPlan
 from nsa_plugin.decision.shapes import BatchShape, ModelShape, Phase
 from nsa_plugin.errors import NoProviderError, SettingsError, ShapeError
@@ -64,7 +64,7 @@ def test_rows_without_a_context_are_carried() -> None:
 # Splitting a prefill
 
 
-def split(parts: tuple[Part, ...]) -> list[tuple[tuple[int, ...], str]]:
+def split(parts: tuple[BatchPart, ...]) -> list[tuple[tuple[int, ...], str]]:
     return [(part.requests, str(part.plan.attention)) for part in parts]
 
 
@@ -173,16 +173,16 @@ def test_an_error_is_told_once() -> None:
 
 
 def test_missing_libraries_are_found_at_start_up() -> None:
-    with pytest.raises(NoProviderError, match=r"carries extend: .*carries decode: "):
+    with pytest.raises(NoProviderError, match=r"supports extend: .*supports decode: "):
         validate(V32, synthetic(90, libraries=("deep_gemm",)), Settings())
     # Rows that only a prefill of this size has.
     old = synthetic(90, libraries=("flash_mla", "deep_gemm"), versions=OLD_FLASH_MLA)
     named = Settings(prefill_backend="flash_mla", decode_backend="flash_mla")
     validate(V32_FP8, old, named, max_tokens=32768)
     validate(V32_FP8, old, named, max_decode_tokens=20000)
-    with pytest.raises(NoProviderError, match="20000 query rows exceed the 11622"):
+    with pytest.raises(NoProviderError, match="20000 query tokens exceed the 11622"):
         validate(V32_FP8, old, Settings(), max_decode_tokens=20000, cuda_graph=True)
-    with pytest.raises(NoProviderError, match="takes 64 or 128 heads; there are 256"):
+    with pytest.raises(NoProviderError, match="supports 64 or 128 heads; there are 256"):
         validate(replace(V32_FP8, num_heads=2048), old, Settings())
 
 
@@ -192,7 +192,7 @@ def test_the_longest_dense_context_is_the_same_for_a_batch_and_for_its_parts(mon
         "fa3 mha_one_shot": {128: ((2, 1.0), (1024, 500.0))},
         "flash_mla sparse_decode": {128: ((2, 9.0), (1024, 99.0))},
     }
-    monkeypatch.setattr(measured, "MEASUREMENTS", {(90, "mha_one_shot", "v32_fp8"): times})
+    monkeypatch.setattr(timings, "TIMINGS", {(90, "mha_one_shot", "v32_fp8"): times})
     device = OLD_H200
     capability = device.capability("flash_mla", Op.SPARSE_MLA_DECODE, "v32_fp8")
     assert capability is not None

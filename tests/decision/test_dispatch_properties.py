@@ -13,12 +13,14 @@ from unittest import mock
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nsa_plugin.decision import timings as measured
+from nsa_plugin.decision import timings
 from nsa_plugin.decision import token_shard as sharding
-from nsa_plugin.decision.candidates import NEARLY_EQUAL, Case, Load, Route, estimate_us, sparse_routes
-from nsa_plugin.decision.dispatch import Part, decide, partition, validate
+from nsa_plugin.decision.case import Case
+from nsa_plugin.decision.dispatch import BatchPart, decide, partition, validate
 from nsa_plugin.decision.plan import Attention, IndexerMode, Plan
+from nsa_plugin.decision.routes import KernelLoad, Route
 from nsa_plugin.decision.shapes import FAMILY_LAYOUTS, BatchShape, ModelShape, Phase
+from nsa_plugin.decision.sparse import NEARLY_EQUAL, estimate_us, sparse_routes
 from nsa_plugin.decision.v4_memory import held_bytes
 from nsa_plugin.errors import NoProviderError, SettingsError
 from nsa_plugin.libraries.capabilities import Op
@@ -131,7 +133,7 @@ def table_of(seed: int) -> Any:
     """Measurements as records may have them: of some routes, heads and rows, from few values so that some are equal."""
     random = Random(seed)
 
-    def curve() -> measured.Points:
+    def curve() -> timings.Points:
         rows = sorted(random.sample([1, 64, 512, 1024, 2048, 4096, 8192], random.randint(1, 7)))
         return tuple((count, random.choice([1.0, 20.0, 20.5, 300.0, 5e4])) for count in rows)
 
@@ -149,12 +151,12 @@ def table_of(seed: int) -> Any:
 
 
 TABLES = st.integers(0, 10_000).map(table_of)
-MEASUREMENTS = st.one_of(st.just({}), TABLES, st.just(measured.MEASUREMENTS))
+MEASUREMENTS = st.one_of(st.just({}), TABLES, st.just(timings.TIMINGS))
 
 
 @contextmanager
 def measurements(table: Any) -> Iterator[None]:
-    with mock.patch.object(measured, "MEASUREMENTS", table):
+    with mock.patch.object(timings, "TIMINGS", table):
         yield
 
 
@@ -318,7 +320,7 @@ def check_indexer(plan: Plan, model: ModelShape, batch: BatchShape, device: Devi
         scheduler = device.capability(indexer.metadata_provider, Op.INDEXER_METADATA)
         assert scheduler is not None
         fits = scheduler.max_rows is None or batch.num_tokens <= scheduler.max_rows
-        assert fits != ("go in pieces" in plan.reasons["indexer.metadata_provider"])
+        assert fits != ("in pieces" in plan.reasons["indexer.metadata_provider"])
 
 
 @thorough
@@ -327,7 +329,7 @@ def test_measurements_reorder_routes_and_lose_none(
     model: ModelShape, batch: BatchShape, device: DeviceProfile, chosen: Settings, table: Any
 ) -> None:
     case = Case(model, batch, device, chosen)
-    load = Load(max(batch.num_tokens, 1), model.heads_per_rank)
+    load = KernelLoad(max(batch.num_tokens, 1), model.heads_per_rank)
     with measurements({}):
         usual = sparse_routes(replace(case, routes={}), load)  # a case keeps the routes that it was asked for
     with measurements(table):
@@ -403,7 +405,7 @@ def test_a_partition_covers_every_request_once_in_order(
         assert len(parts) <= 1
 
 
-def check_part(part: Part, q_lens: list[int], kv_lens: list[int]) -> None:
+def check_part(part: BatchPart, q_lens: list[int], kv_lens: list[int]) -> None:
     live = [request for request in part.requests if q_lens[request]]
     assert part.batch.num_requests == len(live)
     assert part.batch.max_kv_len == max((kv_lens[request] for request in live), default=0)

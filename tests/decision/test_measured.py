@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
-from nsa_plugin.decision import timings as measured
-from nsa_plugin.decision.candidates import COPY_BYTES, COPY_RATE, Case, Route, estimate_us
+from nsa_plugin.decision import timings
+from nsa_plugin.decision.case import Case
 from nsa_plugin.decision.dispatch import decide, partition
 from nsa_plugin.decision.plan import Attention, Plan
+from nsa_plugin.decision.routes import Route
 from nsa_plugin.decision.shapes import FAMILY_LAYOUTS, BatchShape, ModelShape, Phase
+from nsa_plugin.decision.sparse import COPY_BYTES, COPY_RATE, estimate_us
 from nsa_plugin.layouts import V4_FP8, V32_FP8
 from nsa_plugin.libraries.devices import DeviceProfile, synthetic
 from nsa_plugin.settings import Settings
@@ -31,7 +33,7 @@ ALL = ModelShape(kv_layout="v32_fp8")
 V4 = ModelShape(family="v4", num_heads=64, index_topk=512, kv_layout="v4_fp8", sliding_window=128)
 H200 = synthetic(90)
 
-Table = dict[tuple[int, str, str], dict[str, dict[int, measured.Points]]]
+Table = dict[tuple[int, str, str], dict[str, dict[int, timings.Points]]]
 Measure = Callable[[Table], None]
 
 
@@ -40,7 +42,7 @@ def measure(monkeypatch: pytest.MonkeyPatch) -> Measure:
     """Set what was measured."""
 
     def put(table: Table) -> None:
-        monkeypatch.setattr(measured, "MEASUREMENTS", table)
+        monkeypatch.setattr(timings, "TIMINGS", table)
 
     put({})
     return put
@@ -83,18 +85,18 @@ def route(plan: Plan) -> tuple[str, str, bool]:
 )
 def test_a_time_between_points(measure: Measure, rows: int, time: float) -> None:
     measure({DECODE: {"cuda sparse_decode": {16: ((8, 20.0), (32, 60.0), (128, 160.0))}}})
-    assert measured.estimate_us(*DECODE, 16, rows, "cuda sparse_decode") == pytest.approx(time)
+    assert timings.estimate_us(*DECODE, 16, rows, "cuda sparse_decode") == pytest.approx(time)
 
 
 def test_a_single_point_is_a_launch_and_a_rate(measure: Measure) -> None:
     measure({PREFILL: {CUDA: {16: ((512, 100.0),)}}})
-    assert [measured.estimate_us(*PREFILL, 16, rows, CUDA) for rows in (1, 512, 1024)] == [100.0, 100.0, 200.0]
+    assert [timings.estimate_us(*PREFILL, 16, rows, CUDA) for rows in (1, 512, 1024)] == [100.0, 100.0, 200.0]
 
 
 @pytest.mark.parametrize(("heads", "time"), [(1, 1.0), (8, 1.0), (9, 2.0), (16, 2.0), (17, 4.0), (64, 4.0)])
 def test_heads_take_the_next_measured_count(measure: Measure, heads: int, time: float) -> None:
     measure({PREFILL: {CUDA: {64: ((1, 4.0),), 8: ((1, 1.0),), 16: ((1, 2.0),)}}})
-    assert measured.estimate_us(*PREFILL, heads, 1, CUDA) == time
+    assert timings.estimate_us(*PREFILL, heads, 1, CUDA) == time
 
 
 @pytest.mark.parametrize(
@@ -112,12 +114,12 @@ def test_what_was_not_measured_has_no_time(
     measure: Measure, sm: int, op: str, layout: str, heads: int, label: str
 ) -> None:
     measure({PREFILL: {CUDA: {64: ((1, 4.0),)}}})
-    assert measured.estimate_us(sm, op, layout, heads, 1, label) is None
-    assert measured.points(sm, op, layout, heads, label) == ()
+    assert timings.estimate_us(sm, op, layout, heads, 1, label) is None
+    assert timings.points(sm, op, layout, heads, label) == ()
 
 
 def test_every_layout_has_a_measured_selection() -> None:
-    assert set(measured.SELECTIONS) == {layout for layouts in FAMILY_LAYOUTS.values() for layout in layouts}
+    assert set(timings.SELECTIONS) == {layout for layouts in FAMILY_LAYOUTS.values() for layout in layouts}
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -165,17 +167,17 @@ def test_the_quickest_of_those_measured_is_taken(
 
 def test_the_reason_names_the_times(measure: Measure) -> None:
     measure(prefills(cuda=1550.0, step=2410.0))
-    expected = "cuda 1.55 ms against flash_mla's 2.41 ms as measured on SM90 for 16 heads and 4096 rows"
+    expected = "cuda 1.55 ms, flash_mla decode kernel 2.41 ms (measured on H200, 16 heads, 4096 query tokens)"
     assert choose(FEW, extend(4096)).reasons["provider"] == expected
     measure(prefills(cuda=812.4, step=700.0, copied=690.0, triton=5000.0))
     assert choose(FEW, extend(4096)).reasons["provider"] == (
-        "flash_mla 700 us against flash_mla's 690 us after dequantisation and cuda's 812 us and triton's 5.00 ms "
-        "as measured on SM90 for 16 heads and 4096 rows, less than 3% apart, so their usual order holds"
+        "flash_mla decode kernel 700 us, flash_mla after dequantisation 690 us, cuda 812 us, triton 5.00 ms "
+        "(measured on H200, 16 heads, 4096 query tokens), less than 3% apart, so their usual order holds"
     )
 
 
 def test_a_time_that_stands_alone_or_decides_nothing_is_not_a_reason(measure: Measure) -> None:
-    first = "cuda is the first that carries the batch on SM90"
+    first = "cuda is the first that supports the batch on SM90"
     measure(prefills(cuda=1550.0))
     assert choose(FEW, extend(4096)).reasons["provider"] == first
     measure(prefills(step=1000.0, copied=900.0))
@@ -187,7 +189,7 @@ def test_what_is_quicker_and_cannot_is_refused_by_name(measure: Measure) -> None
     plan = choose(FEW, extend(4096), synthetic(90, libraries=("cuda", "triton")))
     assert route(plan) == ("sparse_prefill", "cuda", False)
     assert plan.reasons["provider"] == (
-        "cuda is the first that carries the batch on SM90; refused flash_mla sparse_decode: not installed"
+        "cuda is the first that supports the batch on SM90; refused flash_mla sparse_decode: not installed"
     )
 
 
@@ -197,8 +199,8 @@ def test_a_setting_wins_over_any_time(measure: Measure) -> None:
     plan = choose(FEW, extend(4096), prefill_backend="flash_mla")
     assert route(plan) == ("sparse_prefill", "flash_mla", True)  # of the library's own two, the quicker
     assert plan.reasons["provider"] == (
-        "prefill_backend asks for flash_mla; flash_mla 2.00 ms after dequantisation against flash_mla's 2.41 ms "
-        "as measured on SM90 for 16 heads and 4096 rows"
+        "prefill_backend asks for flash_mla; flash_mla after dequantisation 2.00 ms, flash_mla decode kernel 2.41 ms "
+        "(measured on H200, 16 heads, 4096 query tokens)"
     )
 
 
@@ -239,7 +241,9 @@ def test_decode_goes_by_its_query_rows(measure: Measure) -> None:
     assert (
         choose(FEW, decode(128, 2))
         .reasons["provider"]
-        .startswith("flash_mla 60 us against cuda's 90 us as measured on SM90 for 16 heads and 256 rows; refused fa3 ")
+        .startswith(
+            "flash_mla decode kernel 60 us, cuda 90 us (measured on H200, 16 heads, 256 query tokens); refused fa3 "
+        )
     )
 
 
@@ -283,7 +287,7 @@ def short(dense: list[float], **sparse: list[float]) -> Table:
     """Times at 512, 1024, 2048 and 4096 tokens."""
     names = {"cuda": CUDA, "triton": TRITON, "copied": COPIED}
 
-    def points(times: list[float]) -> dict[int, measured.Points]:
+    def points(times: list[float]) -> dict[int, timings.Points]:
         return {16: tuple(zip((512, 1024, 2048, 4096), times, strict=True))}
 
     by_label = {"fa3 mha_one_shot": points(dense)} | {names[name]: points(times) for name, times in sparse.items()}

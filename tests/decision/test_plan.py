@@ -26,7 +26,7 @@ def test_sparse_attention_and_top_k_go_together(attention: Attention, mode: Inde
     if (attention in READS_SELECTION) == (mode is IndexerMode.TOPK):
         assert plan(attention, mode).indexer.mode is mode
     else:
-        with pytest.raises(ValueError, match=f"attention {attention} does not go with indexer mode {mode}"):
+        with pytest.raises(ValueError, match=f"attention {attention} contradicts indexer mode {mode}"):
             plan(attention, mode)
 
 
@@ -54,6 +54,8 @@ def test_as_dict_is_the_plan_in_json() -> None:
         "token_shard": False,
         "token_shard_chunks": 1,
         "indexer": {"mode": "topk", "provider": "", "rows_per_chunk": 0, "metadata_provider": ""},
+        "stock_attention": False,
+        "stock_selection": False,
         "reasons": {"phase": "extend"},
     }
 

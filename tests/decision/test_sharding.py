@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nsa_plugin.decision import timings as measured
+from nsa_plugin.decision import timings
 from nsa_plugin.decision import token_shard as sharding
+from nsa_plugin.decision.constraints import Constraints
 from nsa_plugin.decision.dispatch import decide, partition, validate
 from nsa_plugin.decision.shapes import BatchShape, ModelShape, Phase
 from nsa_plugin.errors import SettingsError
@@ -45,13 +46,13 @@ FULL = synthetic(90)
 RECORDS = Path(__file__).parents[2] / "docs" / "benchmarks" / "h200"
 TRADED_STEPS = (Phase.DECODE, Phase.TARGET_VERIFY)
 
-Table = dict[tuple[int, str, str], dict[str, dict[int, measured.Points]]]
+Table = dict[tuple[int, str, str], dict[str, dict[int, timings.Points]]]
 
 
 @pytest.fixture
 def measure(monkeypatch: pytest.MonkeyPatch) -> Any:
     def put(table: Table) -> None:
-        monkeypatch.setattr(measured, "MEASUREMENTS", table)
+        monkeypatch.setattr(timings, "TIMINGS", table)
 
     put({})
     return put
@@ -77,11 +78,17 @@ def table(kept: float, traded: float, *, by: str = STEP) -> Table:
         (V32, LONG, SHARDING_H200, "off", "token_shard is off"),
         (V32, LONG, H200, "auto", "no token_shard kernels"),
         (replace(V32, attn_tp_size=1), LONG, SHARDING_H200, "auto", "attn_tp_size is 1"),
-        (replace(V4, attn_tp_size=8), LONG, FULL, "auto", "family v4"),
-        (V32, LONG, SHARDING_H200, "auto", "were not measured on SM90 with a bf16 cache"),
-        (V32, extend(4096, 65536, context_parallel=True), SHARDING_H200, "on", "context-parallel group already"),
-        (V32, extend(4096, 65536, cuda_graph=True), SHARDING_H200, "on", "a captured graph keeps its rows"),
-        (V32, extend(7, 65536), SHARDING_H200, "on", "7 query rows are fewer than the 8 ranks"),
+        (replace(V4, attn_tp_size=8), LONG, FULL, "auto", "family is v4"),
+        (V32, LONG, SHARDING_H200, "auto", "no times on SM90 for 8 ranks that reshard 16 heads each over a bf16 cache"),
+        (
+            V32,
+            extend(4096, 65536, context_parallel=True),
+            SHARDING_H200,
+            "on",
+            "already split over a context-parallel group",
+        ),
+        (V32, extend(4096, 65536, cuda_graph=True), SHARDING_H200, "on", "a captured graph has fixed query tokens"),
+        (V32, extend(7, 65536), SHARDING_H200, "on", "7 query tokens, fewer than the 8 ranks"),
         (V32, extend(100), SHARDING_H200, "on", "dense attention pads no heads"),
         # 144 heads are more than any of these kernels takes, and 18 of them are not.
         (
@@ -91,7 +98,7 @@ def table(kept: float, traded: float, *, by: str = STEP) -> Table:
                 90, libraries=("flash_mla", "deep_gemm"), kernels=TOKEN_SHARD | {"deep_gemm": TOKEN_SHARD["triton"]}
             ),
             "on",
-            "no kernel takes all heads of a share",
+            "no kernel supports all heads of a rank's share",
         ),
     ],
 )
@@ -114,13 +121,13 @@ KEEPS = "two batches are attended at once"
         (LONG, "auto", KEEPS),
         (LONG, "off", "token_shard is off"),
         (extend(1024, 1024), "on", "dense attention pads no heads"),
-        (decode(512, 5000, phase=Phase.DRAFT_EXTEND), "on", "draft_extend: the rows of draft steps are not traded"),
+        (decode(512, 5000, phase=Phase.DRAFT_EXTEND), "on", "draft_extend: draft steps do not reshard"),
     ],
 )
 def test_an_engines_reason_keeps_heads_whatever_speaks_for_the_trade(shape: BatchShape, mode: str, reason: str) -> None:
     """And its plan is the one of `off` in everything else."""
     model, settings = replace(V32_FP8, attn_tp_size=4), Settings(token_shard=mode)
-    kept = decide(model, shape, FULL, settings, keeps_heads=KEEPS)
+    kept = decide(model, shape, FULL, settings, Constraints(keep_heads=KEEPS))
     off = decide(model, shape, FULL, replace(settings, token_shard="off"))
     assert kept.reasons == off.reasons | {"token_shard": reason}
     assert replace(kept, reasons={}) == replace(off, reasons={})
@@ -131,7 +138,15 @@ def test_an_engines_reason_keeps_heads_whatever_speaks_for_the_trade(shape: Batc
 def test_an_engines_reason_keeps_the_heads_of_all_parts_of_a_prefill() -> None:
     model = replace(V32_FP8, attn_tp_size=4)
     q_lens, kv_lens = [4096, 100], [65536, 100]
-    parts = partition(model, q_lens, kv_lens, Phase.EXTEND, FULL, Settings(token_shard="on"), keeps_heads=KEEPS)
+    parts = partition(
+        model,
+        q_lens,
+        kv_lens,
+        Phase.EXTEND,
+        FULL,
+        Settings(token_shard="on"),
+        constraints=Constraints(keep_heads=KEEPS),
+    )
     said = {part.requests: (part.plan.token_shard, part.plan.reasons["token_shard"]) for part in parts}
     assert said == {(0,): (False, KEEPS), (1,): (False, "dense attention pads no heads")}
 
@@ -139,7 +154,7 @@ def test_an_engines_reason_keeps_the_heads_of_all_parts_of_a_prefill() -> None:
 def test_draft_steps_keep_their_heads() -> None:
     plan = choose(V32_FP8, decode(512, 5000, phase=Phase.DRAFT_EXTEND), FULL, token_shard="on")
     assert not plan.token_shard
-    assert plan.reasons["token_shard"] == "draft_extend: the rows of draft steps are not traded"
+    assert plan.reasons["token_shard"] == "draft_extend: draft steps do not reshard"
 
 
 @pytest.mark.parametrize(
@@ -148,7 +163,7 @@ def test_draft_steps_keep_their_heads() -> None:
         (V32, H200, "no token_shard kernels"),
         (V32, CPU, "no token_shard kernels"),
         (replace(V32, attn_tp_size=1), SHARDING_H200, "attn_tp_size is 1"),
-        (replace(V4, attn_tp_size=8), FULL, "family v4"),
+        (replace(V4, attn_tp_size=8), FULL, "family is v4"),
     ],
 )
 def test_on_where_it_cannot_work_is_an_error(model: ModelShape, device: DeviceProfile, reason: str) -> None:
@@ -168,9 +183,9 @@ def test_on_trades_wherever_it_can(measure: Any) -> None:
     plan = choose(V32, LONG, SHARDING_H200, token_shard="on")
     assert route(plan) == ("sparse_prefill", "flash_mla", False, 0)
     assert plan.reasons["token_shard"] == (
-        "8 ranks take about 512 of 4096 query rows each with all 128 heads instead of 16 padded to 64"
+        "each of 8 ranks attends about 512 of 4096 query tokens with all 128 heads instead of 16 padded to 64"
     )
-    assert plan.reasons["indexer"].endswith("for each of 4096 query rows, by the rank that attends it")
+    assert plan.reasons["indexer"].endswith("for each of 4096 query tokens, by the rank that attends to them")
     own = choose(V32_FP8, LONG, FULL, token_shard="on")
     assert own.token_shard
     assert route(own) == ("sparse_decode", "flash_mla", False, 0)  # its 128 heads are not few
@@ -182,9 +197,9 @@ def test_on_trades_the_rows_of_a_step(measure: Any, phase: Phase, graph: bool) -
     plan = choose(V32_FP8, decode(512, 5000, phase=phase, cuda_graph=graph), FULL, token_shard="on")
     assert plan.token_shard
     assert route(plan) == ("sparse_decode", "flash_mla", False, 0)
-    assert "8 ranks take about 64 of 512 query rows each with all 128 heads" in plan.reasons["token_shard"]
+    assert "each of 8 ranks attends about 64 of 512 query tokens with all 128 heads" in plan.reasons["token_shard"]
     few = choose(V32_FP8, decode(7, 5000, phase=phase, cuda_graph=graph), FULL, token_shard="on")
-    assert (few.token_shard, few.reasons["token_shard"]) == (False, "7 query rows are fewer than the 8 ranks")
+    assert (few.token_shard, few.reasons["token_shard"]) == (False, "7 query tokens, fewer than the 8 ranks")
 
 
 @pytest.mark.parametrize("phase", TRADED_STEPS)
@@ -202,13 +217,17 @@ def test_auto_trades_a_step_from_the_measured_size_on(measure: Any, phase: Phase
         assert plan.token_shard == traded
         reason = plan.reasons["token_shard"]
         if not traded:
-            assert reason == f"{STEP} over 8 ranks was not measured on SM90 for 512 rows"
+            assert reason == f"no times on SM90 for {STEP} over 8 ranks and 512 query tokens"
             continue
-        assert reason.endswith("150 us against cuda sparse_decode's 210 us, as measured on SM90")
+        assert reason.endswith(
+            "own heads with cuda sparse_decode 210 us (interpolated between 1 and 1024 query tokens, measured on H200, "
+            "16 heads), resharding 150 us (measured on H200, 16 heads, 512 query tokens)"
+        )
         slower = choose(V32_FP8, decode(128, 5000, phase=phase), FULL).reasons["token_shard"]
-        assert "of the own heads takes 67.2 us against 95 us of the trade, as measured on SM90" in slower
+        assert "no gain: own heads with cuda sparse_decode 67.2 us (interpolated" in slower
+        assert "resharding 95 us (measured on H200, 16 heads, 128 query tokens)" in slower
         fewer = choose(V32_FP8, decode(127, 5000, phase=phase), FULL)
-        assert "was not measured on SM90 for 127 rows" in fewer.reasons["token_shard"]
+        assert "over 8 ranks and 127 query tokens" in fewer.reasons["token_shard"]
 
 
 def test_rows_come_under_a_limit(measure: Any) -> None:
@@ -233,7 +252,7 @@ def test_auto_trades_where_it_was_measured_to_be_quicker(
     assert route(plan)[:2] == (("sparse_decode", "flash_mla") if trades else ("sparse_prefill", "cuda"))
     for time in (kept, traded):
         assert (f"{time:g} us" if time < 999.5 else f"{time / 1e3:.2f} ms") in plan.reasons["token_shard"]
-    assert plan.reasons["token_shard"].endswith("as measured on SM90")
+    assert plan.reasons["token_shard"].endswith("(measured on H200, 16 heads, 4096 query tokens)")
 
 
 def test_auto_trades_over_nvlink_only(measure: Any) -> None:
@@ -283,9 +302,10 @@ def test_the_pieces_that_take_least_are_taken(measure: Any, times: Any, chunks: 
     assert ("in" in plan.reasons["token_shard"].split()) == (chunks > 1)
     assert chunks == 1 or f", in {chunks} pieces" in plan.reasons["token_shard"]
     if mode == "auto":
-        assert f": 400 us against {CUDA}'s 1.00 ms, as measured on SM90" in plan.reasons["token_shard"]
+        assert plan.reasons["token_shard"].endswith("400 us (measured on H200, 16 heads, 4096 query tokens)")
+        assert f": own heads with {CUDA} 1.00 ms, resharding" in plan.reasons["token_shard"]
     one, two, four = (f"{2 * time:g} us" for time in times)
-    said = f"{one} in 1 piece, {two} in 2 pieces, {four} in 4 pieces, as measured on SM90"
+    said = f"1 piece {one}, 2 pieces {two}, 4 pieces {four} (measured on H200, 16 heads, 4096 query tokens)"
     assert plan.reasons["token_shard_chunks"] == said
 
 
@@ -297,7 +317,10 @@ def test_auto_compares_the_best_pieces_with_the_own_heads(measure: Any) -> None:
     measure(in_pieces(1400.0, 1100.0, 1200.0, rows=4096))
     plan = choose(V32_FP8, LONG, FULL)
     assert (plan.token_shard, plan.token_shard_chunks) == (False, 1)
-    assert "takes 1.00 ms against 1.10 ms of the trade in 2 pieces, as measured" in plan.reasons["token_shard"]
+    assert (
+        "no gain: own heads with cuda sparse_prefill 1.00 ms, resharding in 2 pieces 1.10 ms (measured"
+        in plan.reasons["token_shard"]
+    )
     assert plan.reasons["token_shard_chunks"] == "nothing is exchanged"
     assert sharding.pointless(V32_FP8, FULL, Settings(), 4096) is not None
 
@@ -308,7 +331,7 @@ def test_a_prefill_is_cut_where_that_was_measured_and_there_are_the_rows(measure
         assert plan.token_shard
         return plan.token_shard_chunks, plan.reasons["token_shard_chunks"]
 
-    unmeasured = "no more than one piece was measured on SM90 for 2047 rows"
+    unmeasured = "no times on SM90 for more than one piece and 2047 query tokens"
     measure({})
     assert chosen(extend(2047, 65536)) == (1, unmeasured)
     measure(in_pieces(300.0, 200.0, 100.0))
@@ -316,26 +339,29 @@ def test_a_prefill_is_cut_where_that_was_measured_and_there_are_the_rows(measure
     assert chosen(extend(2048, 65536))[0] == 4
     measure(in_pieces(300.0, 200.0, 100.0, rows=8))
     assert chosen(extend(32, 65536))[0] == 4
-    assert chosen(extend(31, 65536)) == (2, "1.16 ms in 1 piece, 775 us in 2 pieces, as measured on SM90")
+    assert chosen(extend(31, 65536)) == (
+        2,
+        "1 piece 1.16 ms, 2 pieces 775 us (estimated from 16 query tokens, measured on H200, 16 heads)",
+    )
     assert chosen(extend(16, 65536))[0] == 2
-    assert chosen(extend(15, 65536)) == (1, "15 query rows of 8 ranks are too few to be cut")
+    assert chosen(extend(15, 65536)) == (1, "15 query tokens of 8 ranks are too few to split")
     measure(in_pieces(300.0, 200.0, 100.0, rows=8, phase="steps"))
     for phase in TRADED_STEPS:
-        whole = 1, "the rows of later steps are exchanged in one piece"
+        whole = 1, "decode and verify steps are exchanged in one piece"
         assert chosen(decode(512, 5000, phase=phase, cuda_graph=True)) == whole
 
 
 @pytest.mark.parametrize(
     ("rows", "change", "reason"),
     [
-        (2047, {}, "flash_mla sparse_decode over 8 ranks was not measured on SM90 for 2047 rows"),
-        (4096, {PREFILL: {}}, "cuda sparse_prefill of 16 heads was not measured"),
+        (2047, {}, "no times on SM90 for flash_mla sparse_decode over 8 ranks and 2047 query tokens"),
+        (4096, {PREFILL: {}}, "no times on SM90 for cuda sparse_prefill of 16 heads"),
         (
             4096,
             {GROUP8: {f"token_shard by {CUDA}": {16: ((2048, 1.0),)}}},
-            "flash_mla sparse_decode over 8 ranks was not",
+            "no times on SM90 for flash_mla sparse_decode over 8 ranks",
         ),
-        (4096, {GROUP8: {}}, "8 ranks trading 16 heads each were not measured on SM90"),
+        (4096, {GROUP8: {}}, "no times on SM90 for 8 ranks that reshard 16 heads each"),
     ],
 )
 def test_what_was_not_measured_is_not_traded(measure: Any, rows: int, change: Table, reason: str) -> None:
@@ -439,9 +465,9 @@ def test_buffers_are_pointless_where_no_batch_ever_trades(device: DeviceProfile,
         (
             replace(V32_FP8, attn_tp_size=2),
             8192,
-            "no batch of up to 8192 query rows was measured on SM90 to be quicker",
+            "by the times on SM90, no batch of up to 8192 query tokens is quicker",
         ),
-        (replace(V32_FP8, attn_tp_size=4), 256, "no batch of up to 256 query rows was measured"),
+        (replace(V32_FP8, attn_tp_size=4), 256, "by the times on SM90, no batch of up to 256 query tokens is quicker"),
         (replace(V32_FP8, attn_tp_size=4), 512, None),  # of steps alone
         (replace(V32_FP8, attn_tp_size=4), 8192, None),
     ],
