@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from nsa_plugin.decision import timings
 from nsa_plugin.decision.constraints import UNCONSTRAINED, Constraints
 from nsa_plugin.decision.plan import Attention
-from nsa_plugin.decision.routes import FLASH_MLA_DECODE, OPS, KernelLoad, Route, capability_refusal
+from nsa_plugin.decision.routes import BF16_COPY, FLASH_MLA_DECODE, OPS, KernelLoad, Route, capability_refusal
 from nsa_plugin.decision.shapes import BatchShape, ModelShape, Phase
-from nsa_plugin.libraries.devices import MIB, DeviceProfile
+from nsa_plugin.libraries.devices import DeviceProfile
 from nsa_plugin.settings import Settings
 
 # On SM100 copying a cache of fewer context tokens than this per query token to bf16 costs less than reading
@@ -54,6 +55,16 @@ class Case:
         return KernelLoad(-(-self.batch.num_tokens // self.model.attn_tp_size), self.model.num_heads)
 
     @property
+    def timed(self) -> bool:
+        """Whether the measured times are of this model's selection and window; for another there is no estimate."""
+        return (self.model.index_topk, self.model.sliding_window) == timings.SELECTIONS[self.model.kv_layout]
+
+    @property
+    def stock_route(self) -> Route:
+        """The route by which the stock engine runs a V4 prefill: bf16 rows, unless the constraints name another."""
+        return self.constraints.stock_route or BF16_COPY
+
+    @property
     def dequantizing_pays(self) -> bool:
         """SGLang's rule for a V3.2 fp8 prefill on SM100."""
         return (
@@ -96,8 +107,7 @@ def route_refusal(case: Case, route: Route, load: KernelLoad, asked: str = "auto
     if route.dequantize_kv and case.batch.cuda_graph:
         return "which cache rows to copy to bf16 depends on lengths, which a captured graph cannot read"
     if route.dequantize_kv and not constraints.copy_fits:
-        held = f"{(constraints.copy_bytes or 0) / MIB:.0f} MiB"
-        return f"a bf16 copy would take {held}, over {constraints.copy_budget_from}"
+        return constraints.copy_refusal
     if route == FLASH_MLA_DECODE and case.exceeds_large_q(load.rows):
         return f"{load.rows} query tokens exceed large_q_rows {case.settings.large_q_rows}"
     if route.attention is Attention.MHA_ONE_SHOT:

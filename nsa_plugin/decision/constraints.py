@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from nsa_plugin.decision.routes import Route
 from nsa_plugin.errors import ShapeError
+from nsa_plugin.libraries.devices import MIB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,8 @@ class Constraints:
         copy_budget_from: where the budget comes from.
         keep_heads: why the ranks keep their heads for every token; "" = they may reshard.
         keep_heads_on: why the ranks keep their heads, by the route that they would otherwise reshard around.
+        stock_route: the route by which the stock engine runs a V4 prefill, first where no times exist; None = over bf16
+            rows.
         stock_tokens: up to this many context tokens in all, the stock engine's code selects; 0 = never.
         stock_routes: the routes that the stock engine's code also attends by, up to `stock_tokens`.
     """
@@ -43,6 +46,7 @@ class Constraints:
     copy_budget_from: str = ""
     keep_heads: str = ""
     keep_heads_on: Mapping[Route, str] = field(default_factory=dict)
+    stock_route: Route | None = None
     stock_tokens: int = 0
     stock_routes: frozenset[Route] = frozenset()
 
@@ -54,6 +58,11 @@ class Constraints:
     def copy_fits(self) -> bool:
         """Whether a bf16 copy of the cache stays within its budget."""
         return self.copy_bytes is None or self.copy_bytes <= self.copy_budget
+
+    @property
+    def copy_refusal(self) -> str:
+        """Why a route that copies the cache does not fit."""
+        return f"a bf16 copy would take {(self.copy_bytes or 0) / MIB:.0f} MiB, over {self.copy_budget_from}"
 
 
 UNCONSTRAINED = Constraints()

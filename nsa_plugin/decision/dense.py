@@ -39,7 +39,7 @@ def mha_limit(case: Case) -> tuple[int, str]:
     if asked >= 0:
         return asked, f"mha_max_kv {asked}"
     dense, _ = dense_provider(case)
-    if dense is not None and timings.SELECTIONS[model.kv_layout] == (model.index_topk, model.sliding_window):
+    if dense is not None and case.timed:
         load = KernelLoad(1, model.heads_per_rank)  # one request: a kernel's limit of rows is the batch's concern
         if not case.constraints.copy_fits:  # the limit is one for all batches, whatever their copies take
             case = replace(case, constraints=replace(case.constraints, copy_bytes=None))

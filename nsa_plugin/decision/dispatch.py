@@ -73,7 +73,9 @@ def decide(
         if constraints.copy_fits:
             raise
     # Only a copy supports the batch: then the cache is copied, over its budget, as the stock engine does.
-    return _sparse_plan(replace(case, constraints=replace(constraints, copy_bytes=None)), why)
+    plan = _sparse_plan(replace(case, constraints=replace(constraints, copy_bytes=None)), why)
+    over = f"{constraints.copy_refusal}, and no other kernel supports the batch, so it is copied as the stock engine does"
+    return replace(plan, reasons={**plan.reasons, "dequantize_kv": f"{plan.reasons['dequantize_kv']}; {over}"})
 
 
 def partition(

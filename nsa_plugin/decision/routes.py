@@ -53,6 +53,7 @@ class Route:
 
 
 FLASH_MLA_DECODE = Route(Attention.SPARSE_DECODE, "flash_mla")
+BF16_COPY = Route(Attention.SPARSE_PREFILL, "flash_mla", dequantize_kv=True)
 
 
 @dataclass(frozen=True)

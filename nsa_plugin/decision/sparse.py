@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from nsa_plugin.decision import timings
 from nsa_plugin.decision.case import DEQUANTIZE_KV_PER_ROW, Case, batch_sentence, count, in_time, route_refusal
 from nsa_plugin.decision.plan import Attention
-from nsa_plugin.decision.routes import FLASH_MLA_DECODE, OPS, KernelLoad, Refusal, Route, first, unranked
+from nsa_plugin.decision.routes import BF16_COPY, FLASH_MLA_DECODE, OPS, KernelLoad, Refusal, Route, first, unranked
 from nsa_plugin.decision.timings import TimeEstimate
 from nsa_plugin.errors import NoProviderError, SettingsError
 from nsa_plugin.libraries.capabilities import Op
@@ -38,9 +38,23 @@ def sparse_routes(case: Case, load: KernelLoad) -> tuple[Route, ...]:
     """
     known = case.routes.get(load)
     if known is None:
-        *usual, last = usual_sparse_routes(case, load)
+        *usual, last = _stock_first(case, usual_sparse_routes(case, load), load)
         known = case.routes[load] = (*_by_time(case, usual, load), last)
     return known
+
+
+def _stock_first(case: Case, routes: tuple[Route, ...], load: KernelLoad) -> tuple[Route, ...]:
+    """The stock engine's own route in front of a V4 prefill's others if no measured time says which is quicker."""
+    if stock_route_first(case, load):
+        return (case.stock_route, *(route for route in routes if route != case.stock_route))
+    return routes
+
+
+def stock_route_first(case: Case, load: KernelLoad) -> bool:
+    """Whether the batch is a V4 prefill of which no route has a time. `large_q_rows` keeps its decode kernel first."""
+    if not case.extend or case.model.family != "v4" or not case.model.fp8_cache or case.settings.large_q_rows:
+        return False
+    return all(estimate(case, route, load) is None for route in usual_sparse_routes(case, load))
 
 
 def usual_sparse_routes(case: Case, load: KernelLoad) -> tuple[Route, ...]:
@@ -73,8 +87,7 @@ def _usual(
 def _flash_mla_routes(fp8_cache: bool, dequantizing_pays: bool) -> tuple[Route, ...]:
     if not fp8_cache:
         return (Route(Attention.SPARSE_PREFILL, "flash_mla"),)
-    copied = Route(Attention.SPARSE_PREFILL, "flash_mla", dequantize_kv=True)
-    return (copied, FLASH_MLA_DECODE) if dequantizing_pays else (FLASH_MLA_DECODE, copied)
+    return (BF16_COPY, FLASH_MLA_DECODE) if dequantizing_pays else (FLASH_MLA_DECODE, BF16_COPY)
 
 
 def estimate(case: Case, route: Route, load: KernelLoad) -> TimeEstimate | None:
@@ -86,7 +99,7 @@ def estimate(case: Case, route: Route, load: KernelLoad) -> TimeEstimate | None:
     """
     model, sm = case.model, case.device.sm
     op = Op.SPARSE_MLA_PREFILL if case.extend else Op.SPARSE_MLA_DECODE
-    if timings.SELECTIONS[model.kv_layout] != (model.index_topk, model.sliding_window):
+    if not case.timed:
         return None
     found = timings.estimate(sm, op, model.kv_layout, load.heads, load.rows, str(route))
     if found is None or not route.dequantize_kv:
@@ -182,21 +195,30 @@ def provider_sentence(case: Case, route: Route, load: KernelLoad, refused: Seque
         return "on a CPU only the plugin's plain-torch reference runs"
     others = [refusal for refusal in refused if refusal.route.library != route.library]
     chosen = times or [f"{route.library} is the first that supports the batch on {case.device.where}"]
-    return "; ".join([*chosen, *_untimed(case, dense), *(f"refused {refusal}" for refusal in others)])
+    untimed = [] if dense or times else _untimed(case, route, load)
+    return "; ".join([*chosen, *untimed, *(f"refused {refusal}" for refusal in others)])
 
 
 def _is_preferred(case: Case, route: Route) -> bool:
     return case.asked == "auto" and route in case.constraints.preferred
 
 
-def _untimed(case: Case, dense: bool) -> list[str]:
-    """Why measured times do not count for this model, or nothing."""
-    model = case.model
-    topk, window = timings.SELECTIONS[model.kv_layout]
-    if dense or (model.index_topk, model.sliding_window) == (topk, window):
+def _untimed(case: Case, route: Route, load: KernelLoad) -> list[str]:
+    """That the order comes from no measured time, and why there is none; nothing if one route has a time."""
+    if any(estimate(case, other, load) is not None for other in sparse_routes(case, load)):
         return []
-    measured = f"{topk} selected tokens" + (f" and a window of {window}" if window else "")
-    return [f"no times for {model.index_topk} selected tokens (measured: {measured})"]
+    model = case.model
+    selection = _selection(model.index_topk, model.sliding_window)
+    sentence = f"no times on {case.device.where} for {selection}, {count(load.heads, 'head')}, {model.kv_layout} cache"
+    if not case.timed:
+        sentence += f" (measured: {_selection(*timings.SELECTIONS[model.kv_layout])})"
+    if stock_route_first(case, load) and route == case.stock_route:
+        return [f"{sentence}, so the stock engine's route comes first"]
+    return [sentence]
+
+
+def _selection(topk: int, window: int) -> str:
+    return f"{topk} selected tokens" + (f" and a window of {window}" if window else "")
 
 
 def _times(case: Case, route: Route, load: KernelLoad) -> list[str]:

@@ -212,7 +212,7 @@ def sharded_time(case: Case, route: Route, chunks: int = 1) -> TimeEstimate | No
     included. The measurements have their bf16 rows made beforehand; if the route copies the cache, that is added.
     """
     model, device = case.model, case.device
-    if timings.SELECTIONS[model.kv_layout] != (model.index_topk, model.sliding_window):
+    if not case.timed:
         return None
     where, label = _key(ATTENTION if case.extend else STEPS, model, device), reshard_label(route, chunks)
     known = timings.points(*where, model.heads_per_rank, label)

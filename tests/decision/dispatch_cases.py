@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from nsa_plugin.decision.constraints import UNCONSTRAINED, Constraints
 from nsa_plugin.decision.dispatch import decide
 from nsa_plugin.decision.plan import Plan
 from nsa_plugin.decision.shapes import BatchShape, ModelShape, Phase
@@ -59,8 +60,14 @@ def decode(requests: int, context: int, phase: Phase = Phase.DECODE, **flags: An
     return batch(phase, [1] * requests, [context] * requests, **flags)
 
 
-def choose(model: ModelShape, shape: BatchShape, device: DeviceProfile = H200, **settings: Any) -> Plan:
-    plan = decide(model, shape, device, Settings(**settings))
+def choose(
+    model: ModelShape,
+    shape: BatchShape,
+    device: DeviceProfile = H200,
+    constraints: Constraints = UNCONSTRAINED,
+    **settings: Any,
+) -> Plan:
+    plan = decide(model, shape, device, Settings(**settings), constraints)
     assert set(plan.reasons) == FIELDS
     assert all(plan.reasons.values())
     return plan

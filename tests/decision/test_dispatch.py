@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
+from nsa_plugin.decision import timings
+from nsa_plugin.decision.constraints import Constraints
 from nsa_plugin.decision.dispatch import decide
 from nsa_plugin.decision.plan import Attention, IndexerMode, IndexerPlan
+from nsa_plugin.decision.routes import FLASH_MLA_DECODE
 from nsa_plugin.decision.shapes import BatchShape, ModelShape, Phase
 from nsa_plugin.errors import NoProviderError, SettingsError
 from nsa_plugin.libraries.devices import DeviceProfile, synthetic
@@ -33,6 +36,8 @@ from tests.decision.dispatch_cases import (
 )
 
 pytestmark = pytest.mark.usefixtures("nothing_measured")
+
+RELEASED = timings.TIMINGS  # read before the fixture empties it
 
 # ---------------------------------------------------------------------------------------------------
 # Dense attention for short prefills: sglang #12788 (providers), #12964 (fp8)
@@ -167,8 +172,9 @@ PREFILLS: list[tuple[str, ModelShape, DeviceProfile, tuple[str, str, bool, int]]
     ("SM100 fp8 own", V32_FP8, FULL_B200, ("sparse_prefill", "flash_mla", True, 128)),
     ("SM80 fp8 own", V32_FP8, synthetic(80), ("sparse_prefill", "triton", False, 0)),
     ("SM120 bf16 own", V32, synthetic(120), ("sparse_prefill", "triton", False, 0)),
-    ("SM90 V4 own, 8 heads", replace(V4, attn_tp_size=8), FULL_H200, ("sparse_prefill", "cuda", False, 0)),
-    ("SM90 V4 own, all heads", V4, FULL_H200, ("sparse_decode", "flash_mla", False, 0)),
+    ("SM90 V4 own, 8 heads", replace(V4, attn_tp_size=8), FULL_H200, ("sparse_prefill", "flash_mla", True, 64)),
+    ("SM90 V4 own, all heads", V4, FULL_H200, ("sparse_prefill", "flash_mla", True, 0)),
+    ("SM90 V4 own alone", V4, synthetic(90, libraries=("cuda", "triton")), ("sparse_prefill", "cuda", False, 0)),
 ]
 
 
@@ -243,7 +249,10 @@ def test_sm100_does_not_branch_on_lengths_in_a_graph() -> None:
 
 def test_the_plugins_own_kernel_pads_no_heads_and_says_so() -> None:
     plan = choose(V32_FP8, LONG, FULL_H200)
-    assert plan.reasons["provider"] == "cuda is the first that supports the batch on SM90"
+    assert plan.reasons["provider"] == (
+        "cuda is the first that supports the batch on SM90; no times on SM90 for 2048 selected tokens, 16 heads, "
+        "v32_fp8 cache"
+    )
     assert plan.reasons["head_padding"] == "cuda supports 16 heads without padding"
     many = choose(replace(V32_FP8, num_heads=2048), LONG, FULL_H200)
     assert "flash_mla sparse_decode: supports 64 or 128 heads; there are 256" in many.reasons["provider"]
@@ -319,14 +328,15 @@ def test_too_many_captured_rows_are_an_error_not_a_crash() -> None:
 @pytest.mark.parametrize(
     ("rows", "device", "settings", "expected"),
     [
-        (11622, OLD_H200, {}, ("sparse_decode", "flash_mla", False, 0)),
-        (11623, OLD_H200, {}, ("sparse_prefill", "flash_mla", True, 0)),
-        (32768, H200, {}, ("sparse_decode", "flash_mla", False, 0)),
+        (11622, OLD_H200, {"large_q_rows": 11622}, ("sparse_decode", "flash_mla", False, 0)),
+        (11623, OLD_H200, {"large_q_rows": 11622}, ("sparse_prefill", "flash_mla", True, 0)),
+        (32768, H200, {"large_q_rows": 32768}, ("sparse_decode", "flash_mla", False, 0)),
+        (32768, H200, {}, ("sparse_prefill", "flash_mla", True, 0)),
         (4096, H200, {"large_q_rows": 4096}, ("sparse_decode", "flash_mla", False, 0)),
         (4097, H200, {"large_q_rows": 4096}, ("sparse_prefill", "flash_mla", True, 0)),
         (100, CPU, {}, ("sparse_prefill", "reference", False, 0)),
     ],
-    ids=["old limit", "past it", "new build", "setting", "past the setting", "CPU"],
+    ids=["old limit", "past it", "new build", "no times", "setting", "past the setting", "CPU"],
 )
 def test_v4_prefill(
     rows: int, device: DeviceProfile, settings: dict[str, Any], expected: tuple[str, str, bool, int]
@@ -336,8 +346,49 @@ def test_v4_prefill(
 
 def test_v4_is_never_dense() -> None:
     plan = choose(V4, extend(100))
-    assert plan.attention is Attention.SPARSE_DECODE
+    assert plan.attention is Attention.SPARSE_PREFILL
     assert "family v4 attends to a window and to compressed keys" in plan.reasons["attention"]
+
+
+V4_PRO = replace(V4, num_heads=128, index_topk=1024)
+
+
+@pytest.mark.parametrize(
+    ("model", "device", "missing"),
+    [
+        (
+            V4_PRO,
+            FULL_H200,
+            "no times on SM90 for 1024 selected tokens and a window of 128, 128 heads, v4_fp8 cache "
+            "(measured: 512 selected tokens and a window of 128)",
+        ),
+        (V4, FULL_B200, "no times on SM100 for 512 selected tokens and a window of 128, 64 heads, v4_fp8 cache"),
+        (replace(V4, attn_tp_size=8), B200, "no times on SM100 for 512 selected tokens and a window of 128, 8 heads, "),
+    ],
+    ids=["V4-Pro", "SM100", "SM100, few heads"],
+)
+def test_a_v4_prefill_without_times_takes_the_stock_engines_route(
+    model: ModelShape, device: DeviceProfile, missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timings, "TIMINGS", RELEASED)
+    for tokens in (100, 4096, 32768):
+        plan = choose(model, extend(tokens, 40000), device)
+        assert route(plan)[:3] == ("sparse_prefill", "flash_mla", True)
+        assert missing in plan.reasons["provider"]
+        assert "so the stock engine's route comes first" in plan.reasons["provider"]
+        # Before 0.5.15 SGLang's own route is the decode kernel.
+        older = Constraints(stock_route=FLASH_MLA_DECODE)
+        assert choose(model, extend(tokens, 40000), device, older).attention is Attention.SPARSE_DECODE
+    # Decode steps keep their order, and a graph its one kernel.
+    assert choose(model, decode(8, 5000), device).attention is Attention.SPARSE_DECODE
+    assert choose(model, extend(64, 40000, cuda_graph=True), device).dequantize_kv is False
+
+
+def test_a_v4_prefill_with_times_goes_by_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timings, "TIMINGS", RELEASED)
+    reason = choose(V4, extend(8192, 40000), FULL_H200).reasons["provider"]
+    assert "(measured on H200, 64 heads, 8192 query tokens)" in reason
+    assert "no times" not in reason
 
 
 @pytest.mark.parametrize("phase", AFTER_PREFILL)

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from nsa_plugin.decision.constraints import Constraints
 from nsa_plugin.decision.dispatch import decide
+from nsa_plugin.decision.routes import FLASH_MLA_DECODE
 from nsa_plugin.decision.shapes import BatchShape, ModelShape
 from nsa_plugin.errors import NoProviderError
 from nsa_plugin.libraries.devices import GIB, MIB, DeviceProfile, synthetic
@@ -75,7 +77,8 @@ def test_decode_logits_are_budgeted_too() -> None:
 
 def test_v4_scores_compressed_keys() -> None:
     # 256 KiB a row, and 8.5 MiB of the 512 for the gathered keys: 2013 rows.
-    plan = choose(V4, extend(8192, 262144), OLD_H200)
+    in_place = Constraints(stock_route=FLASH_MLA_DECODE)
+    plan = choose(V4, extend(8192, 262144), OLD_H200, in_place)
     assert plan.indexer.rows_per_chunk == 1024
     assert plan.reasons["indexer.rows_per_chunk"] == (
         "the logits of 2013 query tokens, 262144 B each, fit 503.5 MiB (logits_budget_mb less 8.5 MiB for gathered keys); rounded down "

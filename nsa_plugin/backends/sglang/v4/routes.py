@@ -29,7 +29,7 @@ from nsa_plugin.backends.sglang.v4.batch import spans, workspace_bytes
 from nsa_plugin.backends.sglang.v32.batch import Batch
 from nsa_plugin.backends.sglang.v32.routes import SglangPlanner
 from nsa_plugin.decision.constraints import Constraints
-from nsa_plugin.decision.routes import Route
+from nsa_plugin.decision.routes import BF16_COPY, FLASH_MLA_DECODE, Route
 from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.decision.v4_memory import ROWS_BYTES
 
@@ -107,6 +107,7 @@ class SglangV4Planner(SglangPlanner):
             copy_bytes=workspace_bytes(spans(q_lens, contexts), WINDOW, WINDOW_PAGE),
             copy_budget=min(ROWS_BYTES, self.device.memory_free // 4),
             copy_budget_from="the budget of bf16 rows",
+            stock_route=BF16_COPY if self.engine_makes_rows else FLASH_MLA_DECODE,
             stock_tokens=self.engine_tokens,
             stock_routes=_over_rows() if stock_rows else frozenset(),
         )
