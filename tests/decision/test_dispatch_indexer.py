@@ -60,7 +60,8 @@ def test_rows_of_logits_held_at_once(
 def test_the_reason_for_the_rows_names_the_numbers() -> None:
     plan = choose(V32, extend(4096, 65536), logits_budget_mb=1000)
     assert plan.reasons["indexer.rows_per_chunk"] == (
-        "the logits of 4000 query tokens, 262144 B each, fit 1000.0 MiB (logits_budget_mb); rounded down to a power of two"
+        "the logits of 4000 query tokens, 262144 B each, fit 1000.0 MiB (logits_budget_mb); "
+        "rounded down to a power of two"
     )
     plan = choose(V32, extend(4096, 65536), synthetic(90, memory_free=64 * MIB))
     assert "16.0 MiB (a quarter of the free memory)" in plan.reasons["indexer.rows_per_chunk"]
@@ -81,8 +82,8 @@ def test_v4_scores_compressed_keys() -> None:
     plan = choose(V4, extend(8192, 262144), OLD_H200, in_place)
     assert plan.indexer.rows_per_chunk == 1024
     assert plan.reasons["indexer.rows_per_chunk"] == (
-        "the logits of 2013 query tokens, 262144 B each, fit 503.5 MiB (logits_budget_mb less 8.5 MiB for gathered keys); rounded down "
-        "to a power of two"
+        "the logits of 2013 query tokens, 262144 B each, fit 503.5 MiB "
+        "(logits_budget_mb less 8.5 MiB for gathered keys); rounded down to a power of two"
     )
     # Of a decode nothing is gathered.
     assert choose(V4, decode(8192, 262144), FULL_H200).indexer.rows_per_chunk == 2048

@@ -327,3 +327,71 @@ def test_the_crossover_is_told_and_a_setting_wins_over_it(measure: Measure) -> N
     # Sparse attention that is not there is no reason to leave the dense one.
     without = synthetic(90, libraries=("flash_mla", "deep_gemm", "fa3"))
     assert choose(FEW, extend(2048, 2048), without).attention is Attention.MHA_ONE_SHOT
+
+
+# ---------------------------------------------------------------------------------------------------
+# Where a time comes from
+
+
+CURVE = {16: ((512, 100.0), (2048, 400.0), (4096, 800.0))}
+
+
+@pytest.mark.parametrize(
+    ("heads", "tokens", "measured", "source"),
+    [
+        (16, 2048, True, "measured on H200, 16 heads, 2048 query tokens"),
+        (16, 3000, False, "interpolated between 2048 and 4096 query tokens, measured on H200, 16 heads"),
+        (16, 8192, False, "estimated from 4096 query tokens, measured on H200, 16 heads"),
+        (16, 100, False, "estimated from 512 query tokens, measured on H200, 16 heads"),
+        (12, 2048, False, "estimated from measurements on H200, 16 heads for 12, 2048 query tokens"),
+        (12, 3000, False, "interpolated between 2048 and 4096 query tokens, measured on H200, 16 heads for 12"),
+    ],
+    ids=["measured", "between", "beyond", "below", "next head count", "next head count, between"],
+)
+def test_a_time_says_where_it_comes_from(
+    measure: Measure, heads: int, tokens: int, measured: bool, source: str
+) -> None:
+    measure({PREFILL: {CUDA: CURVE}})
+    found = timings.estimate(*PREFILL, heads, tokens, CUDA)
+    assert found is not None
+    assert (found.measured, found.source("H200")) == (measured, source)
+
+
+def test_a_copy_that_was_added_is_told(measure: Measure) -> None:
+    measure({PREFILL: {COPIED: CURVE}})
+    found = timings.estimate(*PREFILL, 16, 2048, COPIED)
+    assert found is not None
+    longer = found.plus(25.0)
+    assert (longer.us, longer.measured) == (425.0, False)
+    assert longer.source("H200") == (
+        "estimated from measurements on H200, 16 heads, 2048 query tokens, copy of a longer context added"
+    )
+    assert found.plus(0.0) == found
+
+
+def test_a_reason_never_calls_an_interpolated_time_measured_at_its_point(measure: Measure) -> None:
+    """Before, every reason said "as measured", whatever the batch's query tokens and heads."""
+    measure({PREFILL: {CUDA: CURVE, STEP: {64: ((512, 300.0), (4096, 2400.0))}}})
+    assert choose(FEW, extend(3000)).reasons["provider"] == (
+        "cuda 586 us (interpolated between 2048 and 4096 query tokens, measured on H200, 16 heads), "
+        "flash_mla decode kernel 1.76 ms (interpolated between 512 and 4096 query tokens, measured on H200, "
+        "64 heads for 16)"
+    )
+
+
+@pytest.mark.parametrize("layout", ["bf16", "v32_fp8"])
+@pytest.mark.parametrize("topk", [512, 1024, 4096])
+def test_a_selection_that_was_not_measured_has_no_estimate_and_says_so(layout: str, topk: int) -> None:
+    """By the times of the checkout, which has some for 2048 selected tokens."""
+    model = ModelShape(attn_tp_size=8, kv_layout=layout, index_topk=topk)
+    for batch in (extend(8192), decode(64)):
+        plan = choose(model, batch)
+        assert (
+            f"no times on SM90 for {topk} selected tokens, 16 heads, {layout} cache (measured: 2048 selected tokens)"
+        ) in plan.reasons["provider"]
+        assert "measured on H200" not in plan.reasons["provider"]
+
+
+def test_a_bf16_cache_has_no_times_and_says_so() -> None:
+    plan = choose(ModelShape(attn_tp_size=8), extend(8192))
+    assert "no times on SM90 for 2048 selected tokens, 16 heads, bf16 cache" in plan.reasons["provider"]
