@@ -1,4 +1,4 @@
-"""``nsa-plugin explain``: one decision from flags, as `dispatch.decide` makes it in an engine."""
+"""``nsa-plugin explain``: print the plan that `decide` makes for a batch described by flags, with its reasons."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ EXAMPLES = """examples:
   a long prefill on eight H200s, 16 heads a rank, fp8 cache:
     nsa-plugin explain --model v3.2 --sm 90 --heads 16 --tp 8 --kv-dtype fp8_e4m3 \\
         --phase extend --q-tokens 13000 --max-kv 65536
-  what this machine would do with a decode batch of 64 requests:
+  a decode batch of 64 requests on this machine:
     nsa-plugin explain --phase decode --requests 64 --q-tokens 64 --max-kv 8192
-  a mixed prefill, request by request as rows:context, and how it is split:
+  a mixed prefill, each request as query tokens:context, and how it is split:
     nsa-plugin explain --sm 90 --lengths 300:300,512:9000,800:800
-  with a smaller memory budget, and FA3 not installed:
+  a smaller budget for logits, and FA3 not installed:
     nsa-plugin explain --sm 90 --libraries flash_mla,deep_gemm --logits-budget-mb 128 --q-tokens 4096 --max-kv 131072"""
 
-# Settings that say whether and how to serve, and nothing about a batch.
+# Settings that do not change the plan of a batch.
 _NOT_ABOUT_BATCHES = ("enabled", "strict", "trace", "report", "fault")
 
 _LAYOUTS = {
@@ -67,32 +67,30 @@ def _libraries(text: str) -> tuple[str, ...]:
 def _lengths(text: str) -> list[tuple[int, int]]:
     pairs = []
     for part in text.split(","):
-        rows, colon, context = part.strip().partition(":")
-        if not (colon and rows.isdecimal() and context.isdecimal()):
-            raise argparse.ArgumentTypeError(f"{part!r} is not ROWS:CONTEXT, two whole numbers of tokens")
-        pairs.append((int(rows), int(context)))
+        tokens, colon, context = part.strip().partition(":")
+        if not (colon and tokens.isdecimal() and context.isdecimal()):
+            raise argparse.ArgumentTypeError(f"{part!r} is not TOKENS:CONTEXT, two whole numbers")
+        pairs.append((int(tokens), int(context)))
     return pairs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = f"{EXAMPLES}\n\n{parser.epilog}"
     add_json(parser)
-    model = parser.add_argument_group("model, as one rank sees it")
+    model = parser.add_argument_group("model on one rank")
     model.add_argument("--model", choices=FAMILIES, default="v3.2", help="family (default: %(default)s)")
     model.add_argument(
         "--heads", type=positive, metavar="N", help="query heads of a rank (default: the model's 128 over --tp)"
     )
-    model.add_argument(
-        "--tp", type=positive, default=1, metavar="N", help="ranks that share the heads (default: %(default)s)"
-    )
+    model.add_argument("--tp", type=positive, default=1, metavar="N", help="attention TP size (default: %(default)s)")
     model.add_argument(
         "--kv-dtype",
         choices=("bf16", "fp8_e4m3"),
         default="bf16",
-        help="type of the KV cache; fp8_e4m3 is the family's own layout (default: %(default)s)",
+        help="KV cache dtype; fp8_e4m3 is the model family's fp8 layout (default: %(default)s)",
     )
     model.add_argument(
-        "--index-topk", type=positive, metavar="N", help="tokens the indexer selects (default: the model's)"
+        "--index-topk", type=positive, metavar="N", help="KV tokens that the indexer selects (default: the model's)"
     )
 
     batch = parser.add_argument_group("batch")
@@ -100,13 +98,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--phase",
         choices=[str(p) for p in Phase],
         default=str(Phase.EXTEND),
-        help="what it is for (default: %(default)s)",
+        help="phase of the batch (default: %(default)s)",
     )
     batch.add_argument(
-        "--requests", type=positive, metavar="N", help="requests (default: 1; one for each row of a decode)"
+        "--requests", type=positive, metavar="N", help="requests (default: 1; for decode, one for each query token)"
     )
     batch.add_argument(
-        "--q-tokens", type=natural, metavar="N", help="query rows over all requests (default: --requests)"
+        "--q-tokens", type=natural, metavar="N", help="query tokens of all requests (default: --requests)"
     )
     batch.add_argument("--max-kv", type=natural, metavar="N", help="longest context in tokens (default: --q-tokens)")
     batch.add_argument(
@@ -118,8 +116,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     batch.add_argument(
         "--lengths",
         type=_lengths,
-        metavar="ROWS:CONTEXT,...",
-        help="each request's rows and context instead of the five above; shows how the batch is split",
+        metavar="TOKENS:CONTEXT,...",
+        help="query tokens and context of each request, instead of the four flags above; shows how the batch is split",
     )
     batch.add_argument("--cuda-graph", action="store_true", help="the batch is captured in a CUDA graph")
     batch.add_argument(
@@ -130,22 +128,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=natural,
         default=0,
         metavar="N",
-        help="most tokens that one-shot MHA may hold; 0 is no limit (default: %(default)s)",
+        help="most context tokens that dense attention may hold at once; 0: no limit (default: %(default)s)",
     )
 
     device = parser.add_argument_group("device (default: this machine)")
-    device.add_argument(
-        "--sm", type=natural, metavar="N", help="describe a device of this SM version instead: 90, 100; 0 is a CPU"
-    )
+    device.add_argument("--sm", type=natural, metavar="N", help="SM version of another device: 90, 100; 0 is a CPU")
     device.add_argument(
         "--libraries",
         type=_libraries,
         metavar="A,B",
-        help=f"its kernel libraries, of {', '.join(MANIFEST)} (default: all)",
+        help=f"kernel libraries of that device: {', '.join(MANIFEST)} (default: all)",
     )
-    device.add_argument("--memory-gb", type=_gigabytes, metavar="GIB", help="its free memory in GiB (default: 70.5)")
+    device.add_argument(
+        "--memory-gb", type=_gigabytes, metavar="GIB", help="free memory of that device in GiB (default: 70.5)"
+    )
 
-    settings = parser.add_argument_group("settings (default: the environment's NSA_PLUGIN_*, then the plugin's own)")
+    settings = parser.add_argument_group(
+        "settings (default: NSA_PLUGIN_* of the environment, then the plugin's defaults)"
+    )
     for field in fields(Settings):
         if field.name not in _NOT_ABOUT_BATCHES:
             settings.add_argument(
@@ -172,7 +172,9 @@ def _batch(args: argparse.Namespace) -> BatchShape:
     requests = args.requests or ((args.q_tokens or 1) if decode else 1)
     q_tokens = requests if args.q_tokens is None else args.q_tokens
     if decode and q_tokens not in (0, requests):
-        raise ShapeError(f"a decode batch has one row a request: --q-tokens is {q_tokens}, --requests {requests}")
+        raise ShapeError(
+            f"a decode batch has one query token a request: --q-tokens is {q_tokens}, --requests {requests}"
+        )
     max_kv = q_tokens if args.max_kv is None else args.max_kv
     total_kv = max_kv * requests if args.total_kv is None else args.total_kv
     if max_kv * requests < q_tokens:
@@ -198,7 +200,7 @@ def _batch(args: argparse.Namespace) -> BatchShape:
 def _device(args: argparse.Namespace) -> DeviceProfile:
     if args.sm is None:
         if args.libraries is not None or args.memory_gb is not None:
-            raise SettingsError("--libraries and --memory-gb describe a device that is not here: give its --sm too")
+            raise SettingsError("--libraries and --memory-gb describe another device: give its --sm too")
         return probe()
     memory = {} if args.memory_gb is None else {"memory_free": args.memory_gb, "memory_total": args.memory_gb}
     return synthetic(args.sm, libraries=args.libraries, **memory)
@@ -212,17 +214,15 @@ def _settings(args: argparse.Namespace) -> ResolvedSettings:
 def _parts(
     args: argparse.Namespace, model: ModelShape, device: DeviceProfile, settings: Settings
 ) -> list[tuple[tuple[int, ...] | None, BatchShape, Plan]]:
-    """Each part as (requests, its shape, its plan); requests is None where they were not listed."""
+    """(requests, shape, plan) of each part of the batch; requests is None without --lengths."""
     if args.lengths is None:
         batch = _batch(args)
         return [(None, batch, decide(model, batch, device, settings))]
     if any(getattr(args, name) is not None for name in ("requests", "q_tokens", "max_kv", "total_kv")):
-        raise SettingsError(
-            "--lengths takes the place of --requests, --q-tokens, --max-kv and --total-kv: give one or the other"
-        )
+        raise SettingsError("--lengths replaces --requests, --q-tokens, --max-kv and --total-kv: give one or the other")
     parts = partition(
         model,
-        [rows for rows, _ in args.lengths],
+        [tokens for tokens, _ in args.lengths],
         [context for _, context in args.lengths],
         Phase(args.phase),
         device,
@@ -235,7 +235,7 @@ def _parts(
 
 
 def _plan_fields(plan: Plan) -> list[tuple[str, str, str]]:
-    """(field, choice, reason), the indexer's fields after its mode."""
+    """(field, choice, reason) of each field, the indexer's after its mode."""
     data = plan.as_dict()
     indexer = data.pop("indexer")
     reasons = data.pop("reasons")
@@ -278,9 +278,9 @@ def run(args: argparse.Namespace) -> int:
         out.print(f"note:   {note}")
     for requests, batch, plan in parts:
         which = "" if requests is None else f"requests {', '.join(map(str, requests))}: "
-        size = f"{count(batch.num_tokens, 'query row')} over {count(batch.total_kv_len, 'token')}"
-        rows = table(f"{which}{size}", "field", "choice", "why")
+        size = f"{count(batch.num_tokens, 'query token')} over {count(batch.total_kv_len, 'context token')}"
+        listed = table(f"{which}{size}", "field", "choice", "why")
         for row in _plan_fields(plan):
-            rows.add_row(*row)
-        out.print(rows)
+            listed.add_row(*row)
+        out.print(listed)
     return 0
