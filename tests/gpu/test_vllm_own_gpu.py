@@ -207,7 +207,7 @@ def test_chunks_of_the_indexers_logits(plug, own):
         batch = own.utils.BatchSpec(seq_lens.tolist(), query_lens.tolist())
         planner.step_tokens = 0  # none of these requests is a step, though some have one row
         planner.split(own.utils.create_common_attn_metadata(batch, vllm_own.PAGE_SIZE, torch.device("cpu")))
-        planner.prefill_device = replace(planner.prefill_device, memory_free=4 * bound)
+        planner.device = replace(planner.device, memory_free=4 * bound)
         found = indexer.split_indexer_prefill_chunks(seq_lens, query_lens, workspace, 1 << 40)
         assert found == expected
 

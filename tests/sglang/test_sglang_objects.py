@@ -36,7 +36,7 @@ def built(**settings: Any) -> Any:
     import torch
 
     from nsa_plugin.backends.sglang.v32.attention import adopt, with_plans
-    from nsa_plugin.backends.sglang.v32.routes import Planner
+    from nsa_plugin.backends.sglang.v32.routes import SglangPlanner
     from nsa_plugin.decision.shapes import ModelShape
     from nsa_plugin.libraries.devices import synthetic
     from nsa_plugin.settings import Settings
@@ -64,7 +64,7 @@ def built(**settings: Any) -> Any:
     }
     for name, value in fields.items():
         setattr(backend, name, value)
-    planner = Planner(
+    planner = SglangPlanner(
         ModelShape(num_heads=128, attn_tp_size=8, kv_layout="v32_fp8"), synthetic(90), Settings(**settings)
     )
     assert adopt(backend, planner, SimpleNamespace()) == []

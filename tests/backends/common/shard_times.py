@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from itertools import product
 
-from nsa_plugin.decision import timings as measured
-from nsa_plugin.decision.candidates import Route
+from nsa_plugin.decision import timings
+from nsa_plugin.decision.routes import Route
 from nsa_plugin.decision.plan import Attention
-from nsa_plugin.decision.token_shard import ATTENTION, CHUNKS, group_op, traded_label
+from nsa_plugin.decision.token_shard import ATTENTION, CHUNKS, group_op, reshard_label
 
 LAYOUTS = ("bf16", "v32_fp8")
 ROUTES = tuple(
@@ -21,8 +21,8 @@ ROUTES = tuple(
 def quickest_in(chunks: int, ranks: int, heads: int, topk: int) -> None:
     """Let every route's trade be quickest in so many pieces; for a process of its own, which nothing is put back in."""
     times = {
-        traded_label(route, number): {heads: ((1, 1.0 if number == chunks else 2.0),)}
+        reshard_label(route, number): {heads: ((1, 1.0 if number == chunks else 2.0),)}
         for route, number in product(ROUTES, CHUNKS)
     }
-    measured.MEASUREMENTS = {(90, group_op(ATTENTION, ranks), layout): times for layout in LAYOUTS}
-    measured.SELECTIONS = dict.fromkeys(LAYOUTS, (topk, 0))
+    timings.TIMINGS = {(90, group_op(ATTENTION, ranks), layout): times for layout in LAYOUTS}
+    timings.SELECTIONS = dict.fromkeys(LAYOUTS, (topk, 0))

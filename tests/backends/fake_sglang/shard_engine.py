@@ -17,7 +17,7 @@ from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.sglang.v32 import token_shard
 from nsa_plugin.backends.sglang.v32.attention import adopt, with_plans
 from nsa_plugin.backends.sglang.v32.indexer import wrap_topk_ragged
-from nsa_plugin.backends.sglang.v32.routes import Planner
+from nsa_plugin.backends.sglang.v32.routes import SglangPlanner
 from nsa_plugin.backends.sglang.v32.token_shard import Exchange
 from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.kernels.kv_cache import open_cache, reference_read
@@ -307,7 +307,7 @@ def backend_of(way: Way, model: ModelShape, exchange: Exchange | None, **setting
     rows = {} if exchange is None else {"exchange_rows": exchange.shard.max_tokens, "no_exchange": ""}
     other = Op.SPARSE_MLA_DECODE if way.copied else None
     device = H200.keeping(lambda library, kernel: library != "flash_mla" or kernel.op is not other)
-    planner = Planner(model, device, chosen, **rows)
+    planner = SglangPlanner(model, device, chosen, **rows)
     paths = ("flashmla_kv", "flashmla_kv") if way.layout == "v32_fp8" else ("flashmla_sparse", "fa3")
     backend = with_plans(way.original)(*paths)
     adopt(backend, planner, SimpleNamespace(), exchange)

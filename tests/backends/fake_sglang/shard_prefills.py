@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from nsa_plugin.backends.sglang.startup import serving
 from nsa_plugin.backends.sglang.v32.attention import with_plans
 from nsa_plugin.backends.sglang.v32.token_shard import Exchange, open_exchange
-from nsa_plugin.decision import timings as measured
+from nsa_plugin.decision import timings
 from nsa_plugin.decision import token_shard as sharding
 from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.errors import NoProviderError, SettingsError
@@ -277,23 +277,23 @@ def starting() -> None:
     assert exchange.least(10 + rank) == 10
 
     # Not asked for, and nothing measured, or nothing to be quicker: no memory is taken for what no batch would use.
-    before = measured.TIMINGS, measured.SELECTIONS
-    measured.TIMINGS = {}
+    before = timings.TIMINGS, timings.SELECTIONS
+    timings.TIMINGS = {}
     assert opened(Settings())[0] is None
     assert "not measured" in opened(Settings())[1]
     assert opened(Settings(token_shard="off")) == (None, "token_shard is off")
     kernel, layout = "cuda sparse_prefill", "v32_fp8"
-    measured.SELECTIONS = {layout: (model.index_topk, 0)}
+    timings.SELECTIONS = {layout: (model.index_topk, 0)}
 
     def times(traded: float) -> None:
         group = {f"token_shard by {kernel}": {HEADS: ((1, traded),)}}
-        measured.TIMINGS = {
+        timings.TIMINGS = {
             (90, "sparse_mla_prefill", layout): {kernel: {HEADS: ((1, 2.0),)}},
             (90, f"{sharding.ATTENTION} tp{ranks}", layout): group,
         }
 
     times(3.0 if rank == 1 else 1.0)  # one rank that has no use of it is all of them that do not
-    reason = "no batch of up to 120 query rows was measured" if rank == 1 else "another rank of the attention group"
+    reason = "no batch of up to 120 query tokens was measured" if rank == 1 else "another rank of the attention group"
     slower, keeps = opened(Settings())
     assert slower is None
     assert reason in keeps
@@ -304,7 +304,7 @@ def starting() -> None:
     nowhere, keeps = opened(Settings(), replace(H200, nvlink=rank != 1))
     assert nowhere is None
     assert ("over NVLink" if rank == 1 else "another rank of the attention group") in keeps
-    measured.TIMINGS, measured.SELECTIONS = before
+    timings.TIMINGS, timings.SELECTIONS = before
 
     with pytest.raises(SettingsError, match="two-batch overlap is on"):
         opened(enable_two_batch_overlap=True)
@@ -342,7 +342,7 @@ def serving_both() -> None:
     assert backend.nsa_plugin.exchange is made.exchange
     assert draft.nsa_plugin.exchange is None
     words = made.routes["prefill, 1024 of 1024 tokens"]
-    assert f"heads not traded for tokens: 1024 query rows exceed the {MAX_TOKENS}" in words
+    assert f"heads stay local: 1024 query tokens exceed the {MAX_TOKENS}" in words
     for each, trades in ((backend, True), (draft, False)):
         engine = Engine(MANY, "v32_fp8", model.num_heads, 1)
         plan = engine.prepare(each)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from nsa_plugin.backends.sglang.v32.attention import adopt, with_plans
-from nsa_plugin.backends.sglang.v32.routes import Planner
+from nsa_plugin.backends.sglang.v32.routes import SglangPlanner
 from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.kernels.kv_cache import PagedCache, allocate_cache, reference_read, reference_write
 from nsa_plugin.libraries.devices import synthetic
@@ -216,7 +216,7 @@ def started(
     """A backend of the plugin that serves; `notes` has what `adopt` said."""
     defaults = ("flashmla_kv", "flashmla_kv") if layout == "v32_fp8" else ("flashmla_sparse", "fa3")
     backend = with_plans(original)(prefill or defaults[0], decode or defaults[1])
-    planner = Planner(replace(MODEL, kv_layout=layout), H200, Settings(**settings))
+    planner = SglangPlanner(replace(MODEL, kv_layout=layout), H200, Settings(**settings))
     backend.notes = adopt(backend, planner, server_args or SimpleNamespace())
     return backend
 

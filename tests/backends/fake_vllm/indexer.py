@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nsa_plugin.backends.vllm.v32.routes import Planner
+from nsa_plugin.backends.vllm.v32.routes import VllmPlanner
 from nsa_plugin.kernels.indexer import quantize
 from nsa_plugin.kernels.kv_cache import PagedCache, allocate_cache, reference_write
 from tests.backends.fake_vllm.v32 import MAX_LEN, TRITON, planner
@@ -72,7 +72,7 @@ class StockIndexerBuilder:
         return IndexerMetadata(decodes, rows, len(lens) - decodes, decode="vLLM's", prefill="vLLM's")
 
 
-def small_budget(step_tokens: int, rows: int = 4) -> Planner:
+def small_budget(step_tokens: int, rows: int = 4) -> VllmPlanner:
     """Steps whose logits are held for `rows` rows at once."""
     device = replace(TRITON, memory_free=4 * 4 * MAX_LEN * rows)
     return planner(device=device, step_tokens=step_tokens)

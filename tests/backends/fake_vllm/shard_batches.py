@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from nsa_plugin.backends.common.paths import PROVIDER
 from nsa_plugin.backends.common.token_shard import Exchange
-from nsa_plugin.backends.vllm.v32.routes import Carrier
 from nsa_plugin.kernels.kv_cache import PagedCache
 from nsa_plugin.parallel.exchange import MismatchError
 from nsa_plugin.parallel.partition import by_count
@@ -101,11 +101,11 @@ def equal_to_untraded(way: Way, batches: Any, step_tokens: int, chunks: int = 1)
             assert piece.share is None or piece.share.chunks == piece.plan.token_shard_chunks
             empty += piece.share is not None and 0 < rows_of(piece) < piece.share.chunks
             if piece.plan is split.sparse:
-                assert {piece.carrier} == way.carriers
+                assert {piece.path} == way.carriers
                 assert bool(piece.copied) == (way.copied and piece.plan.token_shard and rows_of(piece) > 0)
         assert split.steps_dealt is None or split.steps_dealt.partition == by_count(split.step_rows, ranks)
         # vLLM's own call, which attends for those that keep their heads, is float32 here.
-        exact = all(piece.share is not None or piece.carrier is Carrier.PROVIDER for piece in parts)
+        exact = all(piece.share is not None or piece.path == PROVIDER for piece in parts)
         for _ in range(2):  # two layers
             poison(exchange)
             read.clear()

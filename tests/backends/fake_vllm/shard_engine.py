@@ -14,10 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nsa_plugin.backends.common.paths import MIXED, PROVIDER, SEPARATE, STOCK
 from nsa_plugin.backends.common.token_shard import Exchange
 from nsa_plugin.backends.vllm.v32 import token_shard as gpu_token_shard
 from nsa_plugin.backends.vllm.v32.indexer import planned_indexer_builder
-from nsa_plugin.backends.vllm.v32.routes import Carrier, Planner
+from nsa_plugin.backends.vllm.v32.routes import VllmPlanner
 from nsa_plugin.libraries.capabilities import Op
 from nsa_plugin.libraries.devices import synthetic
 from nsa_plugin.parallel.token_shard import TokenShard
@@ -47,13 +48,13 @@ class Way:
     later: bool = False
 
     @property
-    def carriers(self) -> set[Carrier]:
+    def carriers(self) -> set[str]:
         """Of prefills."""
         if self.prefill != "flash_mla":
-            return {Carrier.PROVIDER}
+            return {PROVIDER}
         if self.layout == "bf16":
-            return {Carrier.STOCK}
-        return {Carrier.SEPARATE if self.copied else Carrier.MIXED}
+            return {STOCK}
+        return {SEPARATE if self.copied else MIXED}
 
 
 WAYS = (
@@ -165,10 +166,10 @@ def exchange_of(**changed: Any) -> Exchange:
     return Exchange(TokenShard(None, dtype=torch.bfloat16, device="cpu", **sizes), dist.group.WORLD)
 
 
-def planner_of(way: Way, ranks: int, *, on: bool, step_tokens: int = 1, **settings: Any) -> Planner:
+def planner_of(way: Way, ranks: int, *, on: bool, step_tokens: int = 1, **settings: Any) -> VllmPlanner:
     left_out = Op.SPARSE_MLA_DECODE if way.copied else Op.SPARSE_MLA_PREFILL if way.layout == "v32_fp8" else None
     device = H200.keeping(lambda library, kernel: library != "flash_mla" or kernel.op is not left_out)
-    return Planner(
+    return VllmPlanner(
         model=replace(model(way.layout, HEADS * ranks, TOPK), attn_tp_size=ranks),
         device=device,
         settings=Settings(
@@ -188,8 +189,8 @@ def world_of(way: Way, exchange: Exchange | None, step_tokens: int = 1, **settin
     ranks, rank = dist.get_world_size(), dist.get_rank()
     planner = planner_of(way, ranks, on=exchange is not None, step_tokens=step_tokens, **settings)
     if exchange is not None:
-        planner.trade(exchange, "")
-    planner.prefill_device = replace(planner.prefill_device, memory_free=4 * 4 * 60 * 9)  # chunks of a few rows
+        planner.set_exchange(exchange, "")
+    planner.device = replace(planner.device, memory_free=4 * 4 * 60 * 9)  # chunks of a few rows
     world = World(planner, way.later, rank)
     prefill, decode = kernels(torch.bfloat16 if way.copied else torch.float32)
     _, plain_decode = kernels(torch.float32)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from nsa_plugin.backends.vllm.v32 import serving as gpu_serving
-from nsa_plugin.decision import timings as measured
+from nsa_plugin.decision import timings
 from nsa_plugin.decision import token_shard as sharding
 from nsa_plugin.errors import NoProviderError, SettingsError
 from nsa_plugin.libraries.devices import synthetic
@@ -77,14 +77,14 @@ def starting() -> None:
     assert ("sparse_mla_decode", "triton") in warmed[1][0]
     assert (exchange.shard.ranks, exchange.shard.rank, exchange.shard.max_tokens) == (ranks, rank, MAX_TOKENS)
     assert not exchange.shard._check_rows
-    assert planner.prefill_device.memory_free == planner.step_device.memory_free == 1 << 30
+    assert planner.device.memory_free == 1 << 30
     assert planner.step_plan(64, 64, 1).token_shard
     assert not planner.step_plan(ranks - 1, ranks - 1, 1).token_shard
     assert "exceed the 200" in planner.step_plan(MAX_TOKENS + 1, MAX_TOKENS + 1, 1).reasons["token_shard"]
     context = made.vllm_config.compilation_config.static_forward_context
     context["attn"] = SimpleNamespace(impl=SimpleNamespace(nsa_plugin=planner))
     words = made.facts()["decode, 64 requests"]
-    assert f"; heads traded for tokens: {ranks} ranks take about {64 // ranks} of 64 query rows each" in words
+    assert f"; resharded: {ranks} ranks take about {64 // ranks} of 64 query tokens each" in words
     gpu_serving.free_device_memory = lambda: (9 - rank) << 30
     made.settle()
     assert planner.free_memory is not None
@@ -93,14 +93,14 @@ def starting() -> None:
     # Not asked for, and nothing measured, or nothing to be quicker: no memory is taken for what no batch would use, and
     # no kernel is run.
     warmed.clear()
-    before, measured.TIMINGS = measured.TIMINGS, {}
+    before, timings.TIMINGS = timings.TIMINGS, {}
     quiet = serving_of(replace(on, token_shard="auto"))
     assert quiet.building().exchange is None
     assert "not measured" in quiet.planning().step_plan(64, 64, 1).reasons["token_shard"]
-    measured.TIMINGS = before
+    timings.TIMINGS = before
     slower = serving_of(replace(on, token_shard="auto")).building()
     assert slower.exchange is None
-    assert f"no batch of up to {MAX_TOKENS} query rows was measured on SM90 to be quicker" in slower.no_exchange
+    assert f"no batch of up to {MAX_TOKENS} query tokens was measured on SM90 to be quicker" in slower.no_exchange
     assert [heads for _, heads in warmed] == [HEADS, HEADS]
     traced = serving_of(replace(on, trace="/nowhere/trace.jsonl")).building().exchange
     assert traced is not None

@@ -20,7 +20,7 @@ if not torch.cuda.is_available():  # before Triton is imported
 from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.vllm.v32.attention import planned_impl, rebased
 from nsa_plugin.backends.vllm.v32.metadata import planned_builder
-from nsa_plugin.backends.vllm.v32.routes import Planner
+from nsa_plugin.backends.vllm.v32.routes import VllmPlanner
 from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.kernels.kv_cache import PagedCache, allocate_cache, reference_read, reference_write
 from nsa_plugin.libraries.devices import DeviceProfile, synthetic
@@ -57,8 +57,8 @@ def planner(
     heads: int = HEADS,
     topk: int = TOPK,
     **settings: Any,
-) -> Planner:
-    return Planner(
+) -> VllmPlanner:
+    return VllmPlanner(
         model=model(layout, heads, topk),
         device=device,
         settings=Settings(**settings),
@@ -253,7 +253,7 @@ class World:
     What the heads have is the rank's own; all else is the same on every rank.
     """
 
-    planner: Planner
+    planner: VllmPlanner
     later: bool = False
     rank: int = 0
     requests: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -301,7 +301,7 @@ def vllm_config(**more: Any) -> Any:
     return SimpleNamespace(scheduler_config=scheduler, compilation_config=compilation, **more)
 
 
-def make_builder(planner: Planner | None) -> Any:
+def make_builder(planner: VllmPlanner | None) -> Any:
     spec = SimpleNamespace(block_size=PAGE)
     return planned_builder(StockBuilder, lambda: planner)(spec, ["mla"], vllm_config(), torch.device("cpu"))
 

@@ -14,7 +14,7 @@ import torch
 
 from nsa_plugin.backends.sglang.v32.batch import prefill_batch, step_batch
 from nsa_plugin.backends.sglang.v32.indexer import Selection, attach, wrap_topk_ragged
-from nsa_plugin.backends.sglang.v32.routes import PLANNED, Planner
+from nsa_plugin.backends.sglang.v32.routes import PLANNED, SglangPlanner
 from nsa_plugin.decision.plan import Attention, IndexerMode
 from nsa_plugin.decision.shapes import Phase
 from nsa_plugin.libraries.devices import synthetic
@@ -158,7 +158,7 @@ def test_a_replay_has_the_route_of_its_capture_whatever_ran_between(original: ty
         backend.init_forward_metadata(LONG)
         backend.nsa_plugin.planner.free_memory = lambda: 1 << 20  # what is free is another number by now
         assert captured(backend, ForwardMode.DECODE, bs, capture=False) is route
-        assert backend.impls == ("flashmla_kv", route.impl)
+        assert backend.impls == ("flashmla_kv", route.path)
 
 
 @pytest.mark.parametrize("layout", ["v32_fp8", "bf16"])
@@ -209,7 +209,7 @@ def test_a_prefill_without_rows_runs_nothing(path: str):
 
 
 def test_a_selection_of_no_rows_is_the_engines():
-    route = Planner(MODEL, H200, Settings()).prefill(prefill_batch(LONG), dense_allowed=False)
+    route = SglangPlanner(MODEL, H200, Settings()).prefill(prefill_batch(LONG), dense_allowed=False)
     assert route is not None
     empty = torch.empty(0, dtype=torch.int32)
     metadata = SimpleNamespace(
@@ -291,9 +291,9 @@ def test_the_row_limit_is_that_of_the_installed_flash_mla(rows: int, old: str, n
     for versions, path in ((OLD_FLASH_MLA, old), (None, new)):
         device = synthetic(90, libraries=("flash_mla", "fa3", "deep_gemm"), versions=versions, memory_free=1 << 20)
         batch = prefill_batch(forward_batch(ForwardMode.EXTEND, [rows], [60000]))
-        route = Planner(MODEL, device, Settings()).prefill(batch, dense_allowed=False)
+        route = SglangPlanner(MODEL, device, Settings()).prefill(batch, dense_allowed=False)
         assert route is not None
-        assert (route.impl, route.plan.dequantize_kv) == (f"flashmla_{path}", path == "sparse")
+        assert (route.path, route.plan.dequantize_kv) == (f"flashmla_{path}", path == "sparse")
 
 
 @pytest.mark.parametrize("layout", ["v32_fp8", "bf16"])
@@ -305,7 +305,7 @@ def test_a_batch_is_planned_by_its_own_rows_not_by_those_it_is_padded_to(layout:
     padded = forward_batch(ForwardMode.EXTEND, [tokens], [3000, *[1] * (rows - tokens)], rids=["a"])
     backend.init_forward_metadata(padded)
     plan = backend.nsa_plugin.route.plan
-    assert plan.reasons["phase"].startswith(f"extend: 1 request, {tokens} query row")
+    assert plan.reasons["phase"].startswith(f"extend: 1 request, {tokens} query token")
     q, slots = queries(rows), slots_of(tokens)
     out = attend(backend, path, q, slots)
     torch.testing.assert_close(out[:tokens], attend(backend, path, q[:tokens], slots), atol=0, rtol=0)
@@ -355,9 +355,9 @@ def test_every_split_of_the_heads_has_its_routes(tp: int, dp: int, layout: str):
     """dp_size below tp_size leaves 128 * dp / tp heads on a rank."""
     model = replace(MODEL, num_heads=128, attn_tp_size=tp // dp, kv_layout=layout)
     assert model.heads_per_rank == 128 * dp // tp
-    planner = Planner(model, H200, Settings())
+    planner = SglangPlanner(model, H200, Settings())
     for rows in (1, 100, 4096):
         prefill = prefill_batch(forward_batch(ForwardMode.EXTEND, [rows], [max(rows, 3000)]))
         assert planner.prefill(prefill, dense_allowed=False) is not None
     for phase in STEPS.values():
-        assert planner.step(step_batch(phase, 64, 64, 65536)).impl in PLANNED[layout, False]
+        assert planner.step(step_batch(phase, 64, 64, 65536)).path in PLANNED[layout, False]

@@ -17,14 +17,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nsa_plugin.backends.common.paths import BF16_ROWS, DECODE_KERNEL, PROVIDER, VLLM, path_of
 from nsa_plugin.backends.common.providers import Providers
-from nsa_plugin.backends.common.v4 import DECODE_KERNEL, RATIOS, ROWS
+from nsa_plugin.backends.common.v4 import RATIOS
 from nsa_plugin.backends.vllm.startup.model import refuse_on_cpu
 from nsa_plugin.backends.vllm.v4.routes import VllmV4Planner
-from nsa_plugin.backends.vllm.v4.routes import carrier_of as carrier_of_v4
+from nsa_plugin.backends.vllm.v4.routes import path as v4_path
 from nsa_plugin.backends.vllm.v32.indexer import ATTRIBUTE, StepSelection, planned_indexer_builder, wrap_indexer
 from nsa_plugin.backends.vllm.v32.metadata import PlannedMetadata
-from nsa_plugin.backends.vllm.v32.routes import Carrier, Planner, carrier_of
+from nsa_plugin.backends.vllm.v32.routes import VllmPlanner
 from nsa_plugin.decision.plan import Attention, IndexerMode
 from nsa_plugin.decision.shapes import Phase
 from nsa_plugin.errors import SettingsError
@@ -172,7 +173,7 @@ def test_what_attends_to_a_selection_has_one_and_nothing_else(
 @pytest.mark.parametrize("family", ["v32", "v4"])
 def test_lengths_of_zero_in_a_capture(family: str, next_n: int, provider: str):
     """vllm #51970: vLLM captures with lengths of zero for requests that have rows; what is behind a length was read."""
-    deciding: Planner = small_budget(next_n) if family == "v32" else small_v4_budget(next_n)
+    deciding: VllmPlanner = small_budget(next_n) if family == "v32" else small_v4_budget(next_n)
     batch = common([(next_n, 9)] * 5)
     batch.seq_lens.zero_()
     if family == "v32":
@@ -259,7 +260,7 @@ def test_requests_without_rows_beside_v4_prefills(ratio: int, carrier: dict[str,
     """vllm #51486: a prefill whose tokens all came with the KV transfer."""
     deciding = fake_v4.planner(**carrier)
     if carrier is DIRECTLY:  # a CPU has no FlashMLA for the steps
-        deciding.step_device = fake_v4.planner().step_device
+        deciding.step_execution_of = fake_v4.planner().step_execution_of  # type: ignore[method-assign]
     world = fake_v4.World(deciding, [(1, 300), (9, 9), (0, 140), (20, 400), (0, 12)])
     found, wanted, _ = world.run(ratio)
     assert len(found) == 30
@@ -389,7 +390,7 @@ def test_tokens_of_a_page_beyond_2_to_the_31_bytes_are_attended(op: str, library
     assert float(found[0].abs().max()) > 0.1
 
 
-@pytest.mark.parametrize(("rows", "carrier"), [(11622, DECODE_KERNEL), (11623, ROWS)])
+@pytest.mark.parametrize(("rows", "carrier"), [(11622, DECODE_KERNEL), (11623, BF16_ROWS)])
 def test_more_rows_of_v4_than_flash_mla_schedules_are_attended_over_bf16_rows(rows: int, carrier: str):
     """sglang #25502: 11623 rows asked for more shared memory than the scheduler's kernel has.
 
@@ -397,7 +398,7 @@ def test_more_rows_of_v4_than_flash_mla_schedules_are_attended_over_bf16_rows(ro
     """
     device = synthetic(90, versions={"flash_mla": ("vllm", "0.32.0")})
     plan = fake_v4.planner(device, prefill_backend="flash_mla").prefill_plan(rows, 60000)
-    assert carrier_of_v4(plan) == carrier
+    assert v4_path(plan) == carrier
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8, 16])
@@ -407,13 +408,13 @@ def test_every_split_of_the_heads_has_its_routes(tp: int, layout: str):
     shape = replace(model(layout, 128, 2048), attn_tp_size=tp)
     for library in ("auto", "flash_mla", "triton"):
         asked = Settings(prefill_backend=library, decode_backend=library)
-        deciding = Planner(model=shape, device=synthetic(90), settings=asked, max_model_len=163840, step_tokens=3)
+        deciding = VllmPlanner(model=shape, device=synthetic(90), settings=asked, max_model_len=163840, step_tokens=3)
         for rows in (1, 100, 4096):
             plans = [deciding.prefill_plan(rows, 9000), deciding.step_plan(rows, rows, 1)]
             for plan in [*plans, deciding.step_plan(rows, 3 * rows, 3)]:
                 assert plan.attention in SELECTS
                 heads = max(plan.head_padding, 128 // tp)
-                if carrier_of(plan, layout) is Carrier.PROVIDER:
+                if path_of(VLLM, layout, plan).path == PROVIDER:
                     assert plan.head_padding == 0
                 else:
                     assert heads in (64, 128)

@@ -78,7 +78,7 @@ def in_words(route: Execution) -> str:
     text = f"{chosen} on SGLang's path {route.path}; {plan.reasons['provider']}"
     if plan.phase is Phase.EXTEND and plan.indexer.mode is IndexerMode.TOPK:
         text += f"; selection by {plan.indexer.provider}, {plan.indexer.rows_per_chunk} rows at once"
-    return text + f"; heads {'' if plan.token_shard else 'not '}traded for tokens: {plan.reasons['token_shard']}"
+    return text + f"; {'resharded' if plan.token_shard else 'heads stay local'}: {plan.reasons['token_shard']}"
 
 
 def _prefill(state: State, rows: int, context: int) -> Execution | None:

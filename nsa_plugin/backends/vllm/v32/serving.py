@@ -257,7 +257,7 @@ class GpuServing(Serving):
         text += ("" if own else ", vLLM's own call") + f"; {plan.reasons['provider']}"
         if plan.indexer.mode is IndexerMode.TOPK:
             text += f"; logits of {plan.indexer.rows_per_chunk} rows at once"
-        return text + f"; heads {'' if plan.token_shard else 'not '}traded for tokens: {plan.reasons['token_shard']}"
+        return text + f"; {'resharded' if plan.token_shard else 'heads stay local'}: {plan.reasons['token_shard']}"
 
 
 def refuse_device(device: DeviceProfile, backend: str = BACKEND) -> None:

@@ -18,12 +18,12 @@ SCHEDULER = """
 from types import SimpleNamespace
 from nsa_plugin.backends.sglang.startup.metrics import route_counter
 from nsa_plugin.backends.sglang.v32.batch import step_batch
-from nsa_plugin.backends.sglang.v32.routes import Planner
+from nsa_plugin.backends.sglang.v32.routes import SglangPlanner
 from nsa_plugin.libraries.devices import synthetic
 from nsa_plugin.settings import Settings
 from nsa_plugin.decision.shapes import ModelShape, Phase
 count = route_counter(SimpleNamespace(enable_metrics=True), {"tp_rank": 1})
-planner = Planner(ModelShape(attn_tp_size=8), synthetic(90), Settings(decode_backend="triton"), count=count)
+planner = SglangPlanner(ModelShape(attn_tp_size=8), synthetic(90), Settings(decode_backend="triton"), count=count)
 for _ in range(3):
     planner.step(step_batch(Phase.DECODE, 4, 4, 4096))
 planner.step(step_batch(Phase.IDLE, 0, 0, 4096))

@@ -18,7 +18,7 @@ from nsa_plugin.backends.sglang.startup.metrics import ranks
 from nsa_plugin.backends.sglang.startup.serving import Serving
 from nsa_plugin.backends.sglang.v32 import samples
 from nsa_plugin.backends.sglang.v32.attention import PAGE_SIZES, release, with_plans
-from nsa_plugin.decision import timings as measured
+from nsa_plugin.decision import timings
 from nsa_plugin.decision.plan import Plan
 from nsa_plugin.decision.shapes import Phase
 from nsa_plugin.errors import NoProviderError, PatchError, SettingsError
@@ -40,8 +40,8 @@ def begun(backend: Any, model_runner: Any = None, device: Any = H200, **settings
 @pytest.fixture(autouse=True)
 def no_trade(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where no trade of heads for tokens was measured: no group of ranks is asked for, and there is none here."""
-    known = {key: labels for key, labels in measured.TIMINGS.items() if "token_shard" not in key[1]}
-    monkeypatch.setattr(measured, "TIMINGS", known)
+    known = {key: labels for key, labels in timings.TIMINGS.items() if "token_shard" not in key[1]}
+    monkeypatch.setattr(timings, "TIMINGS", known)
 
 
 @pytest.fixture(autouse=True)

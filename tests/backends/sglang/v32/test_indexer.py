@@ -12,7 +12,7 @@ import torch
 
 from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.sglang.v32.indexer import Selection, attach, wrap_topk_ragged
-from nsa_plugin.backends.sglang.v32.routes import Planner
+from nsa_plugin.backends.sglang.v32.routes import SglangPlanner
 from nsa_plugin.decision.plan import Plan
 from nsa_plugin.kernels import indexer as kernels
 from nsa_plugin.libraries.registry import Provider, Registry
@@ -140,7 +140,7 @@ def case() -> Case:
 
 @pytest.fixture
 def plan() -> Plan:
-    planner = Planner(MODEL, H200, Settings())
+    planner = SglangPlanner(MODEL, H200, Settings())
     from nsa_plugin.backends.sglang.v32.batch import prefill_batch
 
     route = planner.prefill(prefill_batch(forward_batch(ForwardMode.EXTEND, [8], [4096])), dense_allowed=False)
@@ -272,7 +272,7 @@ def test_elsewhere_the_original_runs(case: Case, plan: Plan, providers: Provider
     if why == "lengths":
         more["q_lens"] = (5, 0, 8)
     metadata = case.metadata(**more)
-    planner = Planner(MODEL, H200, Settings())
+    planner = SglangPlanner(MODEL, H200, Settings())
     from nsa_plugin.backends.sglang.v32.batch import prefill_batch, step_batch
     from nsa_plugin.decision.shapes import Phase
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
+from nsa_plugin.backends.common import planner as common_planner
+from nsa_plugin.backends.common.paths import PATHS, SGLANG, routes_of
+from nsa_plugin.backends.common.planner import execution_of
 from nsa_plugin.backends.sglang.v32 import routes
 from nsa_plugin.backends.sglang.v32.batch import prefill_batch, step_batch
-from nsa_plugin.backends.sglang.v32.routes import CARRIERS, PLANNED, Planner, Route, route_of, runnable, sglangs_own
+from nsa_plugin.backends.sglang.v32.routes import PLANNED, SglangPlanner, sglangs_own
 from nsa_plugin.decision.dispatch import decide
 from nsa_plugin.decision.plan import Attention, IndexerMode, IndexerPlan, Plan
+from nsa_plugin.decision.routes import Route
 from nsa_plugin.decision.shapes import ModelShape, Phase
-from nsa_plugin.errors import NoProviderError, SettingsError
-from nsa_plugin.libraries.capabilities import Op
+from nsa_plugin.errors import NoProviderError
 from nsa_plugin.libraries.devices import synthetic
 from nsa_plugin.settings import Settings
 from tests.backends.fake_sglang.v32 import H200, MODEL, ForwardMode, forward_batch
@@ -25,9 +27,9 @@ LONG = prefill_batch(forward_batch(ForwardMode.EXTEND, [4096], [32768]))
 SHORT = prefill_batch(forward_batch(ForwardMode.EXTEND, [32, 100], [32, 100]))
 
 
-def planner(layout: str, device=H200, heads: int = 8, **settings) -> Planner:
+def planner(layout: str, device=H200, heads: int = 8, **settings) -> SglangPlanner:
     model = replace(MODEL, num_heads=heads * 2, kv_layout=layout)
-    return Planner(model, device, Settings(**settings))
+    return SglangPlanner(model, device, Settings(**settings))
 
 
 @pytest.mark.parametrize(
@@ -43,7 +45,7 @@ def planner(layout: str, device=H200, heads: int = 8, **settings) -> Planner:
 def test_prefill(layout: str, library: str, attention: Attention, impl: str, own: bool):
     route = planner(layout, prefill_backend=library).prefill(LONG, dense_allowed=False)
     assert route is not None
-    assert (route.plan.attention, route.plan.provider, route.impl, route.own) == (attention, library, impl, own)
+    assert (route.plan.attention, route.plan.provider, route.path, route.own) == (attention, library, impl, own)
 
 
 @pytest.mark.parametrize(
@@ -60,27 +62,22 @@ def test_prefill(layout: str, library: str, attention: Attention, impl: str, own
 @pytest.mark.parametrize("phase", [Phase.DECODE, Phase.TARGET_VERIFY, Phase.DRAFT_EXTEND])
 def test_steps(layout: str, library: str, impl: str, own: bool, phase: Phase):
     route = planner(layout, decode_backend=library).step(step_batch(phase, 8, 32, 4096))
-    assert (route.plan.phase, route.plan.provider, route.impl, route.own) == (phase, library, impl, own)
+    assert (route.plan.phase, route.plan.provider, route.path, route.own) == (phase, library, impl, own)
 
 
 def test_both_of_flash_mlas_ways_to_an_fp8_prefill():
-    def routed(attention: Attention, dequantize: bool) -> Route:
+    def executed(attention: Attention, dequantize: bool) -> tuple[str | None, bool]:
         topk = IndexerPlan(mode=IndexerMode.TOPK)
         plan = Plan(
             phase=Phase.EXTEND, attention=attention, provider="flash_mla", dequantize_kv=dequantize, indexer=topk
         )
-        return route_of(plan, "v32_fp8")
+        execution = execution_of(SGLANG, "v32_fp8", plan)
+        return execution.path, execution.own
 
-    assert (routed(Attention.SPARSE_DECODE, False).impl, routed(Attention.SPARSE_DECODE, False).own) == (
-        "flashmla_kv",
-        False,
-    )
-    assert (routed(Attention.SPARSE_PREFILL, True).impl, routed(Attention.SPARSE_PREFILL, True).own) == (
-        "flashmla_sparse",
-        False,
-    )
-    with pytest.raises(NoProviderError, match="SGLang has no path for flash_mla's sparse_prefill over a v32_fp8 cache"):
-        routed(Attention.SPARSE_PREFILL, False)
+    assert executed(Attention.SPARSE_DECODE, False) == ("flashmla_kv", False)
+    assert executed(Attention.SPARSE_PREFILL, True) == ("flashmla_sparse", False)
+    with pytest.raises(NoProviderError, match="SGLang has no execution path for flash_mla sparse_prefill in extend"):
+        executed(Attention.SPARSE_PREFILL, False)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -95,42 +92,29 @@ def test_every_plan_has_a_path(layout: str, sm: int, heads: int):
             batch = prefill_batch(forward_batch(ForwardMode.EXTEND, [2000], [context]))
             route = made.prefill(batch, dense_allowed=True)
             assert route is not None
-            assert route.dense or route.impl in PLANNED[layout, True]
+            assert route.dense or route.path in PLANNED[layout, True]
         for rows in (1, 32, 512):
             for phase in (Phase.DECODE, Phase.TARGET_VERIFY):
-                assert made.step(step_batch(phase, rows, rows, 200_000)).impl in PLANNED[layout, False]
+                assert made.step(step_batch(phase, rows, rows, 200_000)).path in PLANNED[layout, False]
 
 
 def test_every_path_is_one_that_may_be_taken():
-    for (layout, *_), carrier in CARRIERS.items():
-        assert any(carrier.impl in PLANNED[layout, extend] for extend in (True, False))
-        assert carrier.why
+    for entry in PATHS:
+        if SGLANG in entry.engines and entry.path in ("flashmla_kv", "flashmla_sparse", "fa3"):
+            assert all(any(entry.path in PLANNED[layout, ex] for ex in (True, False)) for layout in entry.layouts)
+            assert entry.why
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_sglang_cannot_run_is_not_offered(layout: str):
-    device = runnable(synthetic(100), layout)
-    assert not device.has("trtllm", Op.SPARSE_MLA_DECODE)
-    assert device.has("trtllm", Op.MHA_ONE_SHOT)  # SGLang's dense attention on SM100
-    assert not device.has("triton", Op.MHA_ONE_SHOT)
-    assert device.has("triton", Op.SPARSE_MLA_PREFILL, layout)
-    assert device.has("deep_gemm", Op.INDEXER_TOPK)
-
-
-@pytest.mark.parametrize("phase", ["decode", "prefill"])
-def test_trtllm_as_a_setting_is_refused_with_the_flag_that_sglang_wants(phase: str):
-    """An SM100 device has the kernels; that they are missing would be the wrong reason."""
-    made = planner("bf16", synthetic(100), **{f"{phase}_backend": "trtllm"})
-    batch = LONG if phase == "prefill" else step_batch(Phase.DECODE, 4, 4, 200_000)
-    plan = made.step if phase == "decode" else partial(made.prefill, dense_allowed=False)
-    with pytest.raises(SettingsError, match=f"{phase}_backend is trtllm.*--dsa-{phase}-backend trtllm") as error:
-        plan(batch)
-    assert "no sparse_mla" not in str(error.value)
-
-
-def test_trtllm_as_a_setting_keeps_its_reason_where_the_device_has_no_kernel():
-    with pytest.raises(SettingsError, match="this device is SM90"):
-        planner("bf16", synthetic(90), decode_backend="trtllm").step(step_batch(Phase.DECODE, 4, 4, 200_000))
+    routes = routes_of(SGLANG, layout, prefill=True)
+    assert Route(Attention.SPARSE_DECODE, "trtllm") not in routes
+    assert Route(Attention.MHA_ONE_SHOT, "trtllm") in routes  # SGLang's dense attention on SM100
+    assert Route(Attention.MHA_ONE_SHOT, "triton") not in routes
+    assert Route(Attention.SPARSE_PREFILL, "triton") in routes
+    plan = planner(layout, synthetic(100)).prefill(LONG, dense_allowed=False).plan
+    assert plan.provider != "trtllm"
+    assert plan.indexer.provider == "deep_gemm"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -149,13 +133,13 @@ def test_sglang_may_rule_dense_attention_out_and_the_plan_says_so():
     assert made.prefill(SHORT, dense_allowed=True).dense
     route = made.prefill(SHORT, dense_allowed=False)
     assert not route.dense
-    assert "SGLang's own rules have none for this batch" in route.plan.reasons["attention"]
+    assert "SGLang's own rules rule it out for this batch" in route.plan.reasons["attention"]
     assert not planner("bf16", mha_max_kv=0).prefill(SHORT, dense_allowed=True).dense
 
 
 def test_an_idle_batch_has_a_plan_and_no_path():
     route = planner("v32_fp8").step(step_batch(Phase.IDLE, 2, 2, 4096))
-    assert (route.plan.attention, route.impl, route.own, route.dense) == (Attention.NONE, None, False, False)
+    assert (route.plan.attention, route.path, route.own, route.dense) == (Attention.NONE, None, False, False)
 
 
 def test_what_is_left_to_sglang():
@@ -179,9 +163,9 @@ def test_a_step_is_decided_once_and_counted_every_time():
 def test_prefills_of_the_same_lengths_are_decided_once_and_counted_every_time(monkeypatch: pytest.MonkeyPatch):
     decided, counted = [], []
 
-    def deciding(model, batch, device, settings, **given):
+    def deciding(model, batch, device, settings, constraints):
         decided.append(batch)
-        return decide(model, batch, device, settings, **given)
+        return decide(model, batch, device, settings, constraints)
 
     monkeypatch.setattr(routes, "decide", deciding)
     monkeypatch.setattr(routes, "MAX_PREFILLS", 2)
@@ -225,7 +209,7 @@ def test_a_copy_that_does_not_fit_is_not_made():
         made.device = replace(made.device, memory_free=free)
         route = made.prefill(LONG, dense_allowed=False)
         assert route.plan.dequantize_kv == copied
-        assert route.impl == ("flashmla_sparse" if copied else "flashmla_kv")
+        assert route.path == ("flashmla_sparse" if copied else "flashmla_kv")
     assert "over a quarter of the free memory" in route.plan.reasons["dequantize_kv"]
 
 
@@ -255,11 +239,11 @@ def test_the_model_of_the_tests_is_the_plugins():
 def test_what_a_steps_plan_depends_on_makes_a_plan_of_its_own(monkeypatch: pytest.MonkeyPatch):
     decided = []
 
-    def deciding(model, batch, device, settings, **given):
+    def deciding(model, batch, device, settings, constraints):
         decided.append((batch.phase, batch.num_requests, batch.num_tokens))
-        return decide(model, batch, device, settings, **given)
+        return decide(model, batch, device, settings, constraints)
 
-    monkeypatch.setattr(routes, "decide", deciding)
+    monkeypatch.setattr(common_planner, "decide", deciding)
     made, counted = planner("v32_fp8"), []
     made.count = counted.append
     steps = [(Phase.DECODE, 4, 4), (Phase.DECODE, 8, 8), (Phase.TARGET_VERIFY, 4, 8), (Phase.TARGET_VERIFY, 8, 8)]
@@ -267,7 +251,7 @@ def test_what_a_steps_plan_depends_on_makes_a_plan_of_its_own(monkeypatch: pytes
         for phase, requests, rows in steps:
             plan = made.step(step_batch(phase, requests, rows, 4096)).plan
             assert plan.phase is phase
-            assert f"{requests} requests, {rows} query rows" in plan.reasons["phase"]
+            assert f"{requests} requests, {rows} query tokens" in plan.reasons["phase"]
     assert decided == steps
     assert made.trace.counts == {"decode/sparse_decode/cuda": 6, "target_verify/sparse_decode/cuda": 6}
     assert len(counted) == 12

@@ -15,9 +15,9 @@ from nsa_plugin.backends.common import token_shard as shared
 from nsa_plugin.backends.sglang.startup.serving import Serving
 from nsa_plugin.backends.sglang.v32 import token_shard
 from nsa_plugin.backends.sglang.v32.batch import prefill_batch, step_batch
-from nsa_plugin.backends.sglang.v32.routes import Planner
+from nsa_plugin.backends.sglang.v32.routes import SglangPlanner
 from nsa_plugin.backends.sglang.v32.token_shard import all_heads, impossible
-from nsa_plugin.decision import timings as measured
+from nsa_plugin.decision import timings
 from nsa_plugin.decision.shapes import Phase
 from nsa_plugin.errors import PatchError
 from nsa_plugin.parallel.partition import by_count
@@ -46,12 +46,12 @@ def test_later_steps_are_the_unsharded_ones_bit_for_bit(ranks: int, tmp_path: Pa
     on_ranks(ranks, shard_steps.on_ranks_of_cpus, tmp_path)
 
 
-def planner(**fields: Any) -> Planner:
+def planner(**fields: Any) -> SglangPlanner:
     settings = Settings(token_shard=fields.pop("token_shard", "on"))
-    return Planner(MODEL, H200, settings, **({"exchange_rows": 8192, "no_exchange": ""} | fields))
+    return SglangPlanner(MODEL, H200, settings, **({"exchange_rows": 8192, "no_exchange": ""} | fields))
 
 
-def reason(made: Planner, batch: Any, *, dense: bool = False) -> tuple[bool, str]:
+def reason(made: SglangPlanner, batch: Any, *, dense: bool = False) -> tuple[bool, str]:
     route = made.prefill(batch, dense_allowed=dense)
     assert route is not None
     return route.plan.token_shard, route.plan.reasons["token_shard"]
@@ -73,7 +73,7 @@ def test_a_planner_trades_where_there_is_an_exchange():
     ("fields", "phase", "why"),
     [
         ({"no_exchange": "two-batch overlap is on"}, Phase.DECODE, "two-batch overlap is on"),
-        ({"exchange_rows": 63}, Phase.TARGET_VERIFY, "64 query rows exceed the 63 that the exchange's buffers hold"),
+        ({"exchange_rows": 63}, Phase.TARGET_VERIFY, "64 query tokens exceed the 63 that the exchange's buffers hold"),
         ({"no_exchange": "whatever"}, Phase.DRAFT_EXTEND, "draft_extend: the rows of draft steps are not traded"),
         ({"token_shard": "off", "no_exchange": "whatever"}, Phase.DECODE, "token_shard is off"),
     ],
@@ -96,7 +96,7 @@ def test_a_step_is_dealt_out_by_its_rows_alone():
     ("fields", "batch", "why"),
     [
         ({"no_exchange": "two-batch overlap is on"}, LONG, "two-batch overlap is on"),
-        ({"exchange_rows": 2999}, LONG, "3000 query rows exceed the 2999 that the exchange's buffers hold"),
+        ({"exchange_rows": 2999}, LONG, "3000 query tokens exceed the 2999 that the exchange's buffers hold"),
         ({}, replace(LONG, in_graph=True), "SGLang captures or replays this prefill in pieces"),
         ({}, SHORT, "dense attention pads no heads"),
         ({"no_exchange": "whatever"}, SHORT, "dense attention pads no heads"),
@@ -111,7 +111,7 @@ def test_a_planner_keeps_the_heads_and_says_why(fields: dict[str, Any], batch: A
 
 def test_without_an_exchange_nothing_is_traded():
     """Whatever the settings say: a plan that trades and a backend that cannot would be wrong rows."""
-    plain = Planner(MODEL, H200, Settings(token_shard="on"))
+    plain = SglangPlanner(MODEL, H200, Settings(token_shard="on"))
     assert reason(plain, LONG) == (False, "this backend has no exchange")
 
 
@@ -128,13 +128,13 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> Serving:
 
 def test_auto_asks_no_group_of_a_size_that_was_not_measured(monkeypatch: pytest.MonkeyPatch):
     """Neither SGLang's groups nor memory: the fakes have none."""
-    others = {key: labels for key, labels in measured.TIMINGS.items() if not key[1].endswith(" tp2")}
-    monkeypatch.setattr(measured, "TIMINGS", others)
+    others = {key: labels for key, labels in timings.TIMINGS.items() if not key[1].endswith(" tp2")}
+    monkeypatch.setattr(timings, "TIMINGS", others)
     made = begun(monkeypatch)
     assert made.exchange is None
     words = made.routes["prefill, 4096 of 4096 tokens"]
     assert (
-        f"; heads not traded for tokens: 2 ranks trading {MODEL.heads_per_rank} heads each were not measured" in words
+        f"; heads stay local: 2 ranks trading {MODEL.heads_per_rank} heads each were not measured" in words
     )
 
 
@@ -152,7 +152,7 @@ def test_auto_takes_no_memory_where_no_batch_was_measured_to_be_quicker(
     assert made.exchange is None
     words = made.routes["prefill, 4096 of 4096 tokens"]
     assert (
-        "; heads not traded for tokens: no batch of up to 8192 query rows was measured on SM90 to be quicker" in words
+        "; heads stay local: no batch of up to 8192 query tokens was measured on SM90 to be quicker" in words
     )
 
 

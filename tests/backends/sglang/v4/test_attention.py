@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from nsa_plugin.backends.common.v4 import DECODE_KERNEL, DIRECT, ROWS
+from nsa_plugin.backends.common.paths import BF16_ROWS, DECODE_KERNEL, DIRECT
 from nsa_plugin.backends.sglang.v4 import batch as v4_batch
 from nsa_plugin.backends.sglang.v4 import kernels as v4_kernels
 from nsa_plugin.backends.sglang.v4 import routes as v4_routes
@@ -47,7 +47,7 @@ JIT = "SGLANG_OPT_USE_JIT_INDEXER_METADATA"
 # The settings that lead to a route, whatever was measured.
 SETTINGS: dict[str, dict[str, Any]] = {
     DIRECT: {"prefill_backend": "reference"},
-    ROWS: {"prefill_backend": "flash_mla", "large_q_rows": 1},
+    BF16_ROWS: {"prefill_backend": "flash_mla", "large_q_rows": 1},
 }
 EVERY_LAYER = pytest.mark.parametrize("layer_id", LAYERS)
 pytestmark = pytest.mark.usefixtures("nothing_measured", "by_reference")
@@ -93,7 +93,7 @@ def close(got: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("route", SETTINGS)
 def test_every_route_attends_what_a_dense_computation_does(route: str, layer_id: int, original: type):
     backend = prepared(batch(*MIXED), original, **SETTINGS[route])
-    assert backend.nsa_plugin.route.impl == route
+    assert backend.nsa_plugin.route.path == route
     got = attend(backend, layer_id)
     close(got, backend.batch.expected(backend.forward_metadata.core_attn_metadata, layer_id))
     assert not {"decode kernel", "sparse"} & set(backend.calls)
@@ -141,7 +141,7 @@ def test_a_context_without_a_compressed_entry(route: str, layer_id: int):
 def test_combined_indices_are_made_by_parts(rows: int, layer_id: int, monkeypatch: pytest.MonkeyPatch):
     of = batch((24, 700), (8, 8))
     monkeypatch.setattr(v4_rows, "INDICES_BYTES", rows * 4 * {0: 128, 1: 256, 2: 256}[layer_id])
-    backend = prepared(of, **SETTINGS[ROWS])
+    backend = prepared(of, **SETTINGS[BF16_ROWS])
     sizes: list[int] = []
     fill, fills = v4_rows.fill, []
     monkeypatch.setattr(v4_rows, "fill", lambda *given, **more: (fill(*given, **more), fills.append(given)))
@@ -157,7 +157,7 @@ def test_combined_indices_are_made_by_parts(rows: int, layer_id: int, monkeypatc
 
 
 def test_what_layers_have_in_common_is_made_once_a_batch(monkeypatch: pytest.MonkeyPatch):
-    backend = prepared(batch(*MIXED), **SETTINGS[ROWS])
+    backend = prepared(batch(*MIXED), **SETTINGS[BF16_ROWS])
     filled: list[tuple[bool, bool]] = []
     combined: list[int] = []
     copied: list[int] = []
@@ -191,7 +191,7 @@ def test_what_layers_have_in_common_is_made_once_a_batch(monkeypatch: pytest.Mon
 
 def test_the_next_layers_selection_is_attended():
     of = batch((24, 900))
-    backend = prepared(of, **SETTINGS[ROWS])
+    backend = prepared(of, **SETTINGS[BF16_ROWS])
     core = backend.forward_metadata.core_attn_metadata
     first = attend(backend, 1)
     core.c4_sparse_raw_indices[:, :TOPK] = torch.arange(TOPK, dtype=torch.int32)
@@ -202,7 +202,7 @@ def test_the_next_layers_selection_is_attended():
 
 
 def test_a_second_batch_takes_the_memory_of_the_first():
-    backend = prepared(batch((24, 700), (8, 8)), **SETTINGS[ROWS])
+    backend = prepared(batch((24, 700), (8, 8)), **SETTINGS[BF16_ROWS])
     scratch = backend.nsa_plugin.workspace
     held: list[dict[Any, int]] = []
     for _ in range(2):
@@ -224,7 +224,7 @@ def test_caches_are_opened_once(monkeypatch: pytest.MonkeyPatch):
     opened: list[int] = []
     original = v4_kernels.open_cache
     monkeypatch.setattr(v4_kernels, "open_cache", lambda *given: (opened.append(1), original(*given))[1])
-    backend = prepared(batch((9, 300)), **SETTINGS[ROWS])
+    backend = prepared(batch((9, 300)), **SETTINGS[BF16_ROWS])
     for _ in range(3):
         for layer_id in LAYERS:
             attend(backend, layer_id)
@@ -240,7 +240,7 @@ def test_prefills_of_the_same_lengths_are_decided_once(monkeypatch: pytest.Monke
     decide = v4_routes.decide
     monkeypatch.setattr(v4_routes, "decide", lambda *given: (decided.append(1), decide(*given))[1])
     read: list[int] = []
-    backend = started(batch((9, 300)), **SETTINGS[ROWS])
+    backend = started(batch((9, 300)), **SETTINGS[BF16_ROWS])
     backend.nsa_plugin.planner.free_memory = lambda: read.append(1) or 64 << 30
     for lens in (((9, 300),), ((9, 300),), ((9, 301),), ((4, 150), (5, 150))):
         backend.batch = batch(*lens)
@@ -251,7 +251,7 @@ def test_prefills_of_the_same_lengths_are_decided_once(monkeypatch: pytest.Monke
 
 def test_no_copy_is_larger_than_the_pages_that_the_batch_reads(monkeypatch: pytest.MonkeyPatch):
     of = batch((24, 700), (8, 8))
-    backend = prepared(of, **SETTINGS[ROWS])
+    backend = prepared(of, **SETTINGS[BF16_ROWS])
     taken: dict[str, int] = {}
     scratch = backend.nsa_plugin.workspace
     get = scratch.get
@@ -335,7 +335,7 @@ def test_the_decode_kernel_is_the_engines_own_call(before: str | None, monkeypat
     if before is not None:
         monkeypatch.setenv(VARIABLE, before)
     backend = prepared(batch(*MIXED), prefill_backend="flash_mla", device=OLD_H200)
-    assert backend.nsa_plugin.route.impl == DECODE_KERNEL
+    assert backend.nsa_plugin.route.path == DECODE_KERNEL
     attend(backend, 1)
     # Even where SGLang's variable would have taken its other route: a setting of the plugin's names the library.
     assert backend.calls[-1] == "decode kernel"
@@ -363,8 +363,8 @@ def selected(backend: Any) -> list[str]:
 def test_a_small_prefill_over_rows_is_sglangs_own_code(original: type, layer_id: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(VARIABLE, "1")
     of = batch(*MIXED)
-    backend = prepared(of, original, engine_makes_rows=True, engine_tokens=10_000, **SETTINGS[ROWS])
-    assert backend.nsa_plugin.route.impl == ROWS
+    backend = prepared(of, original, engine_makes_rows=True, engine_tokens=10_000, **SETTINGS[BF16_ROWS])
+    assert backend.nsa_plugin.route.path == BF16_ROWS
     close(attend(backend, layer_id), of.expected(backend.forward_metadata.core_attn_metadata, layer_id))
     assert backend.calls[-1] == "sparse"
     assert selected(backend) == ["indexer"]
@@ -375,7 +375,7 @@ def test_a_small_prefill_over_rows_is_sglangs_own_code(original: type, layer_id:
 def test_a_small_prefill_is_selected_by_sglang_and_attended_by_the_plugin(route: str):
     of = batch(*MIXED)
     backend = prepared(of, engine_tokens=10_000, **SETTINGS[route])
-    assert backend.nsa_plugin.route.impl == route
+    assert backend.nsa_plugin.route.path == route
     close(attend(backend, 1), of.expected(backend.forward_metadata.core_attn_metadata, 1))
     assert not {"decode kernel", "sparse"} & set(backend.calls)
     assert selected(backend) == ["indexer"]
@@ -384,7 +384,7 @@ def test_a_small_prefill_is_selected_by_sglang_and_attended_by_the_plugin(route:
 def test_the_control_of_a_small_prefill_is_wrong_by_the_plugins_code(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(VARIABLE, "1")
     more: dict[str, Any] = {"engine_makes_rows": True, "engine_tokens": 10_000, "fault": "shift_indices"}
-    backend = prepared(batch(*MIXED), **more, **SETTINGS[ROWS])
+    backend = prepared(batch(*MIXED), **more, **SETTINGS[BF16_ROWS])
     expected = backend.batch.expected(backend.forward_metadata.core_attn_metadata, 1)
     assert not torch.allclose(attend(backend, 1).double(), expected, atol=4e-3, rtol=2e-2)
     assert "sparse" not in backend.calls
@@ -515,7 +515,7 @@ def test_a_fault_that_is_asked_for_changes_what_every_route_attends(route: str, 
     # An unwritten slot is NaN: zeros are wrong as well, and can be told from what is right.
     for buffer in (wrong.batch.pool.window, *wrong.batch.pool.extra.values()):
         buffer[buffer == 0xFF] = 0
-    assert {right.nsa_plugin.route.impl, wrong.nsa_plugin.route.impl} == {route}
+    assert {right.nsa_plugin.route.path, wrong.nsa_plugin.route.path} == {route}
     core = wrong.forward_metadata.core_attn_metadata
     before = {name: getattr(core, name) for name in SLOTS}
     expected, got = attend(right, layer_id).float(), attend(wrong, layer_id).float()
@@ -581,7 +581,7 @@ def test_prefills_and_steps_by_one_library_both_run_before_serving():
 
 
 def test_a_kernel_that_does_not_run_is_an_error_before_serving():
-    backend = prepared(batch((9, 300)), **SETTINGS[ROWS])
+    backend = prepared(batch((9, 300)), **SETTINGS[BF16_ROWS])
     chosen = backend.nsa_plugin.route
 
     def broken(*args: Any, **kwargs: Any) -> Any:

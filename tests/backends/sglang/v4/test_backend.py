@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from nsa_plugin.backends.common.v4 import DECODE_KERNEL
+from nsa_plugin.backends.common.paths import DECODE_KERNEL
 from nsa_plugin.backends.sglang.v4 import backend as v4_backend
 from nsa_plugin.backends.sglang.v4.attention import with_v4_plans
 from nsa_plugin.errors import NoProviderError
@@ -76,7 +76,7 @@ def test_sglangs_variable_is_asked(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("SGLANG_OPT_FLASHMLA_SPARSE_PREFILL", "0")
     backend, _, routes = begin(batch((9, 300)))
     assert backend.nsa_plugin.planner.asked == {DECODE_KERNEL}
-    assert {route.impl for route in routes.values()} == {DECODE_KERNEL}
+    assert {route.path for route in routes.values()} == {DECODE_KERNEL}
 
 
 @pytest.mark.parametrize("value", ["0", "1"])

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nsa_plugin.backends.common.v4 import DIRECT, ROWS
+from nsa_plugin.backends.common.paths import BF16_ROWS, DIRECT
 from nsa_plugin.backends.sglang.v4.indexer import select
 from nsa_plugin.backends.sglang.v4.warm import warm_v4
 from nsa_plugin.kernels.sparse_mla import reference_prefill
@@ -26,12 +26,12 @@ pytestmark = [
 @pytest.mark.parametrize("layer_id", LAYERS)
 @pytest.mark.parametrize(
     ("impl", "settings"),
-    [(DIRECT, {"prefill_backend": "triton"}), (ROWS, {"prefill_backend": "flash_mla", "large_q_rows": 1})],
+    [(DIRECT, {"prefill_backend": "triton"}), (BF16_ROWS, {"prefill_backend": "flash_mla", "large_q_rows": 1})],
 )
 def test_kernels_attend_what_a_dense_computation_does(impl: str, settings: dict[str, object], layer_id: int):
     of = batch((2, 600), (2, 2), padded=1)
     backend = prepared(of, rows_attention=reference_prefill, **settings)
-    assert backend.nsa_plugin.route.impl == impl
+    assert backend.nsa_plugin.route.path == impl
     got = attend(backend, layer_id)
     expected = of.expected(backend.forward_metadata.core_attn_metadata, layer_id)
     torch.testing.assert_close(got[: of.rows].double(), expected, atol=4e-3, rtol=2e-2)

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nsa_plugin.backends.common.v4 import CARRIERS, DECODE_KERNEL, DIRECT, ROWS, runnable
+from nsa_plugin.backends.common.paths import BF16_ROWS, DECODE_KERNEL, DIRECT, PATHS, SGLANG, routes_of
+from nsa_plugin.backends.common.planner import Execution, execution_of
 from nsa_plugin.backends.sglang.v4.backend import sample_routes
 from nsa_plugin.backends.sglang.v4.batch import (
     PAGE,
@@ -29,7 +30,6 @@ from nsa_plugin.backends.sglang.v4.routes import (
     asked_by_engine,
     attention_ranks,
     makes_rows,
-    route_of,
     v4_shape,
 )
 from nsa_plugin.backends.sglang.v32.batch import Batch, prefill_batch
@@ -37,7 +37,6 @@ from nsa_plugin.decision.plan import Attention
 from nsa_plugin.decision.shapes import ModelShape, Phase
 from nsa_plugin.decision.v4_memory import INDICES_BYTES, ROWS_BYTES, held_bytes
 from nsa_plugin.errors import NoProviderError
-from nsa_plugin.libraries.capabilities import Op
 from nsa_plugin.libraries.devices import MIB, synthetic
 from nsa_plugin.settings import Settings
 from tests.backends.fake_sglang.v4 import batch, envs
@@ -58,12 +57,19 @@ def prefill(q_len: int, kv_len: int | None = None) -> Batch:
 
 
 @pytest.mark.usefixtures("nothing_measured")
-@pytest.mark.parametrize(("rows", "expected"), [(11622, DECODE_KERNEL), (11623, ROWS), (11674, ROWS), (32768, ROWS)])
+@pytest.mark.parametrize(
+    ("rows", "expected"), [(11622, DECODE_KERNEL), (11623, BF16_ROWS), (11674, BF16_ROWS), (32768, BF16_ROWS)]
+)
 def test_the_decode_kernel_takes_the_rows_that_the_installed_build_takes(rows: int, expected: str):
     # 11622 = (227 KiB / 4 - 1) // 5: an H200's shared memory; SGLang's own number of 11673 counts 228 KiB.
     route = planner(synthetic(90, versions=OLD), prefill_backend="flash_mla").prefill_execution(prefill(rows))
     assert route is not None
-    assert route.impl == expected
+    assert route.path == expected
+
+
+def executed(route: Execution) -> tuple[str | None, bool, bool]:
+    """(path, the plugin's code attends, the plugin's code selects)."""
+    return route.path, route.own, not route.plan.stock_selection
 
 
 def by_rows(*, engine_makes_rows: bool = True, **settings: Any) -> SglangV4Planner:
@@ -78,9 +84,10 @@ def test_a_small_prefill_over_rows_is_sglangs(tokens: int, own: bool):
         few = prefill_batch(forward_batch(ForwardMode.EXTEND, [2] * len(lengths), lengths))
         route = by_rows().prefill_execution(few)
         assert route is not None
-        assert (route.impl, route.own, route.selects) == (ROWS, own, own)
-        said = f"SGLang's own code makes rows of {tokens} tokens"
-        assert (said in route.plan.reasons["attention"]) is not own
+        assert executed(route) == (BF16_ROWS, own, own)
+        said = f"{tokens} context tokens: up to {ENGINE_TOKENS}, SGLang's own code costs the host less"
+        for field in ("stock_attention", "stock_selection"):
+            assert (route.plan.reasons[field] == said) is not own
 
 
 @pytest.mark.usefixtures("nothing_measured")
@@ -88,7 +95,7 @@ def test_a_small_prefill_over_rows_is_sglangs(tokens: int, own: bool):
 def test_a_small_prefill_whose_rows_sglang_does_not_make(given: dict[str, Any]):
     route = by_rows(**given).prefill_execution(prefill(2, 4096))
     assert route is not None
-    assert (route.impl, route.own, route.selects) == (ROWS, True, False)
+    assert executed(route) == (BF16_ROWS, True, False)
 
 
 @pytest.mark.usefixtures("nothing_measured")
@@ -96,7 +103,7 @@ def test_a_small_prefill_whose_logits_do_not_fit_at_once_is_the_plugins():
     route = by_rows(logits_budget_mb=1).prefill_execution(prefill(2048, 4096))
     assert route is not None
     assert 0 < route.plan.indexer.rows_per_chunk < 2048
-    assert (route.impl, route.own, route.selects) == (ROWS, True, True)
+    assert executed(route) == (BF16_ROWS, True, True)
 
 
 @pytest.mark.usefixtures("nothing_measured")
@@ -106,7 +113,7 @@ def test_a_small_prefill_that_is_not_over_rows_is_selected_by_sglang(backend: st
     for tokens, selects in ((300, False), (ENGINE_TOKENS + 1, True)):
         route = made.prefill_execution(prefill(300, tokens))
         assert route is not None
-        assert (route.impl, route.selects) == (impl, selects)
+        assert (route.path, not route.plan.stock_selection) == (impl, selects)
 
 
 def test_whether_sglang_makes_rows_of_any_prefill(monkeypatch: pytest.MonkeyPatch):
@@ -123,20 +130,20 @@ def test_whether_sglang_makes_rows_of_any_prefill(monkeypatch: pytest.MonkeyPatc
 def test_a_build_without_a_limit_has_none():
     route = planner(prefill_backend="flash_mla").prefill_execution(prefill(32768))
     assert route is not None
-    assert route.impl == DECODE_KERNEL
+    assert route.path == DECODE_KERNEL
 
 
 @pytest.mark.parametrize("rows", [1, 512, 4096, 8192, 11623, 16384, 32768])
 @pytest.mark.parametrize("versions", [OLD, None])
-def test_every_prefill_has_a_route_that_a_carrier_has(rows: int, versions: Any):
+def test_every_prefill_has_an_execution_path(rows: int, versions: Any):
     made = planner(synthetic(90, versions=versions))
     for context in (rows, 131072, 393216):
         route = made.prefill_execution(prefill(min(rows, context), context))
         assert route is not None
-        assert route.impl in CARRIERS.values()
+        assert route.path in {entry.path for entry in PATHS}
         logits = route.plan.indexer.rows_per_chunk * 4 * -(-context // 4)
         held = 0
-        if route.impl == ROWS:
+        if route.path == BF16_ROWS:
             held = workspace_bytes(spans([min(rows, context)], [context]), 128, 256) + INDICES_BYTES
         assert logits + held + -(-context // 4) * 136 <= 512 * MIB
 
@@ -153,10 +160,10 @@ def test_whatever_a_prefill_holds_and_its_logits_keep_to_the_budget(lens: list[t
     assert route is not None
     requests = spans(q_lens, kv_lens)
     rows = workspace_bytes(requests, 128, 256)
-    assert (route.impl == ROWS) == (rows <= ROWS_BYTES)
+    assert (route.path == BF16_ROWS) == (rows <= ROWS_BYTES)
     keys = sum(request.pages for request in requests) * 64 * 136
-    held = keys + (rows + INDICES_BYTES if route.impl == ROWS else 0)
-    assert held <= held_bytes(FLASH, given_batch.shape, over_rows=route.impl == ROWS)
+    held = keys + (rows + INDICES_BYTES if route.path == BF16_ROWS else 0)
+    assert held <= held_bytes(FLASH, given_batch.shape, over_rows=route.path == BF16_ROWS)
     logits = route.plan.indexer.rows_per_chunk * 4 * -(-max(kv_lens) // 4)
     assert logits + held <= 512 * MIB
 
@@ -168,22 +175,22 @@ def test_rows_that_would_take_too_much_memory_are_read_in_place():
     fits, not_fits = prefill(32768, 393216), prefill(32768, 2_000_000)
     route = made.prefill_execution(fits)
     assert route is not None
-    assert route.impl == ROWS
+    assert route.path == BF16_ROWS
     assert workspace_bytes(spans([32768], [393216]), 128, 256) <= ROWS_BYTES
     wide = planner()
-    wide.device = runnable(synthetic(90, libraries=("flash_mla", "triton")))
+    wide.device = synthetic(90, libraries=("flash_mla", "triton"))
     wide.settings = replace(wide.settings, large_q_rows=1000)
     route = wide.prefill_execution(fits)
     assert route is not None
-    assert route.impl == ROWS
+    assert route.path == BF16_ROWS
     route = wide.prefill_execution(not_fits)
     assert route is not None
-    assert route.impl == DIRECT
-    assert "bf16 rows would take" in route.plan.reasons["dequantize_kv"]
+    assert route.path == DIRECT
+    assert "a bf16 copy would take" in route.plan.reasons["dequantize_kv"]
     # Where a setting leaves no other kernel for so many rows, they are copied all the same.
     route = made.prefill_execution(not_fits)
     assert route is not None
-    assert route.impl == ROWS
+    assert route.path == BF16_ROWS
 
 
 def test_context_parallel_prefills_are_the_engines():
@@ -193,7 +200,7 @@ def test_context_parallel_prefills_are_the_engines():
 
 
 @pytest.mark.parametrize(
-    ("value", "expected"), [(None, frozenset()), ("1", frozenset({ROWS})), ("0", frozenset({DECODE_KERNEL}))]
+    ("value", "expected"), [(None, frozenset()), ("1", frozenset({BF16_ROWS})), ("0", frozenset({DECODE_KERNEL}))]
 )
 def test_the_engines_variable_asks_only_where_a_user_has_set_it(
     value: str | None, expected: frozenset[str], monkeypatch: pytest.MonkeyPatch
@@ -205,12 +212,12 @@ def test_the_engines_variable_asks_only_where_a_user_has_set_it(
     assert asked_by_engine(SimpleNamespace()) == frozenset()
 
 
-@pytest.mark.parametrize("asked", [ROWS, DECODE_KERNEL])
+@pytest.mark.parametrize("asked", [BF16_ROWS, DECODE_KERNEL])
 def test_what_the_engines_variable_asks_for_is_taken(asked: str):
     made = planner(asked=frozenset({asked}))
     route = made.prefill_execution(prefill(4096))
     assert route is not None
-    assert route.impl == asked
+    assert route.path == asked
     assert VARIABLE in route.plan.reasons["attention"]
     assert planner(asked=frozenset({asked}), prefill_backend="triton").prefill_execution(prefill(4096)) == planner(
         prefill_backend="triton"
@@ -221,28 +228,22 @@ def test_the_decode_kernel_that_is_asked_for_cannot_take_more_than_it_takes():
     made = planner(synthetic(90, versions=OLD), asked=frozenset({DECODE_KERNEL}))
     route = made.prefill_execution(prefill(11650))
     assert route is not None
-    assert route.impl != DECODE_KERNEL
+    assert route.path != DECODE_KERNEL
 
 
-@pytest.mark.parametrize("sm", [80, 90, 100])
-def test_only_what_a_carrier_has_is_left_of_a_device(sm: int):
-    device = runnable(synthetic(sm))
-    for library in device.libraries.values():
-        for capability in library.capabilities:
-            assert capability.op not in (Op.MHA_ONE_SHOT, Op.TOKEN_SHARD)
-            shape = {
-                Op.SPARSE_MLA_PREFILL: Attention.SPARSE_PREFILL,
-                Op.SPARSE_MLA_DECODE: Attention.SPARSE_DECODE,
-            }.get(capability.op)
-            if shape is not None:
-                assert (shape, library.name, "v4_fp8" not in capability.layouts) in CARRIERS
+@pytest.mark.parametrize("prefill", [True, False])
+def test_v4_has_sparse_paths_alone(prefill: bool):
+    routes = routes_of(SGLANG, "v4_fp8", prefill=prefill)
+    assert {route.attention for route in routes} == {Attention.SPARSE_PREFILL, Attention.SPARSE_DECODE}
+    assert {route.library for route in routes if route.dequantize_kv} == {"flash_mla"}
+    assert not {"trtllm", "fa3"} & {route.library for route in routes}
 
 
-def test_a_plan_without_a_carrier_is_refused():
+def test_a_plan_without_an_execution_path_is_refused():
     route = planner(prefill_backend="triton").prefill_execution(prefill(64))
     assert route is not None
-    with pytest.raises(NoProviderError, match="trtllm's sparse_prefill"):
-        route_of(replace(route.plan, provider="trtllm"))
+    with pytest.raises(NoProviderError, match="SGLang has no execution path for trtllm sparse_prefill"):
+        execution_of(SGLANG, "v4_fp8", replace(route.plan, provider="trtllm"))
 
 
 def test_steps_are_decided_once():

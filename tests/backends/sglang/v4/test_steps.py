@@ -65,7 +65,7 @@ def test_verified_rows_count_for_each_request():
     backend = stepping(draft_tokens=4, decode_backend="reference")
     backend.init_forward_metadata_out_graph(forward_batch(ForwardMode.TARGET_VERIFY, [4, 4], [300, 7]))
     assert routes(backend) == {VERIFY: 1}
-    assert backend.counted[0].reasons["phase"].startswith("target_verify: 2 requests, 8 query rows")
+    assert backend.counted[0].reasons["phase"].startswith("target_verify: 2 requests, 8 query tokens")
 
 
 @pytest.mark.parametrize(("replay", "rows"), [(True, 8), (False, 3)])
@@ -73,7 +73,7 @@ def test_drafted_rows_of_a_replay_are_those_of_its_capture(replay: bool, rows: i
     backend = stepping(draft_tokens=4, decode_backend="reference")
     given = forward_batch(ForwardMode.DRAFT_EXTEND, [1, 2], [300, 7])
     (backend.init_forward_metadata_out_graph if replay else backend.init_forward_metadata)(given)
-    assert f"2 requests, {rows} query rows" in backend.counted[0].reasons["phase"]
+    assert f"2 requests, {rows} query tokens" in backend.counted[0].reasons["phase"]
 
 
 def test_a_rank_without_requests_records_nothing():
@@ -103,7 +103,7 @@ def test_a_replay_of_the_first_version_is_recorded_by_its_size(mode: ForwardMode
     backend._replay_forward_batch = SimpleNamespace(forward_mode=mode, rids=["a"])
     backend.init_forward_metadata_replay_cuda_graph(**replay)
     rows = 8 if mode is ForwardMode.DECODE else 32
-    assert f"8 requests, {rows} query rows" in backend.counted[0].reasons["phase"]
+    assert f"8 requests, {rows} query tokens" in backend.counted[0].reasons["phase"]
     backend._replay_forward_batch = SimpleNamespace(forward_mode=ForwardMode.IDLE)
     backend.init_forward_metadata_replay_cuda_graph(**replay)
     assert len(backend.counted) == 1

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from nsa_plugin.backends.common.paths import STOCK
 from nsa_plugin.backends.vllm.v32.attention import rebased
 from nsa_plugin.backends.vllm.v32.metadata import PlannedMetadata, part_of
-from nsa_plugin.backends.vllm.v32.routes import Carrier
 from nsa_plugin.decision.plan import Attention
 from nsa_plugin.decision.shapes import Phase
 from nsa_plugin.errors import PatchError
@@ -135,7 +135,7 @@ def test_the_plans_rows_are_not_in_vllms_workspace():
 def test_a_batch_that_is_vllms_own_gets_vllms_own_metadata():
     world = World(planner(device=WITH_FLASH_MLA, prefill_backend="flash_mla", decode_backend="flash_mla", topk=128))
     step = world.step([(1, 40), (1, 9)])
-    assert [piece.carrier for piece in step.metadata.mqa] == [Carrier.STOCK]
+    assert [piece.path for piece in step.metadata.mqa] == [STOCK]
     step.check()
     (given,) = world.impl.calls
     assert given.common is step.common

@@ -18,7 +18,7 @@ from nsa_plugin.backends.vllm.v32.indexer import (
     prefill_topk,
     wrap_indexer,
 )
-from nsa_plugin.backends.vllm.v32.routes import Planner
+from nsa_plugin.backends.vllm.v32.routes import VllmPlanner
 from nsa_plugin.kernels.indexer import reference_paged_topk
 from tests.backends.fake_vllm.indexer import (
     MIB,
@@ -36,7 +36,7 @@ from tests.backends.fake_vllm.indexer import (
 from tests.backends.fake_vllm.v32 import MAX_LEN, World, planner
 
 
-def chunks_of(deciding: Planner | None, lengths: list[tuple[int, int]], offset: int) -> Any:
+def chunks_of(deciding: VllmPlanner | None, lengths: list[tuple[int, int]], offset: int) -> Any:
     """The chunks of a batch of which vLLM's indexer takes the first `offset` requests for steps."""
     if deciding is not None:
         World(deciding).step(lengths)
@@ -98,7 +98,7 @@ def test_the_topk_of_a_prefill_counts_from_the_rows_first_key():
 # Steps over the budget
 
 
-def built(deciding: Planner, lengths: list[tuple[int, int]], **padding: int) -> tuple[IndexerMetadata, Any]:
+def built(deciding: VllmPlanner, lengths: list[tuple[int, int]], **padding: int) -> tuple[IndexerMetadata, Any]:
     step = World(deciding).step(lengths, **padding)
     builder = planned_indexer_builder(StockIndexerBuilder, lambda: deciding)()
     return builder.build(0, step.common), step

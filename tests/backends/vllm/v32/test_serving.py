@@ -16,14 +16,14 @@ import torch
 from packaging.version import Version
 
 from nsa_plugin.backends.common import providers
+from nsa_plugin.backends.common.paths import PROVIDER, VLLM, path_of, routes_of
 from nsa_plugin.backends.vllm.v32 import serving as gpu_serving
-from nsa_plugin.backends.vllm.v32.routes import CARRIERS, Carrier, carrier_of, runnable
 from nsa_plugin.backends.vllm.v32.serving import BACKEND, VENDORED, GpuServing, dense_workspace_tokens
-from nsa_plugin.decision import timings as measured
+from nsa_plugin.decision import timings
 from nsa_plugin.decision.plan import Attention
+from nsa_plugin.decision.routes import Route
 from nsa_plugin.decision.shapes import Phase
 from nsa_plugin.errors import NoProviderError, SettingsError, ShapeError
-from nsa_plugin.libraries.capabilities import Op
 from nsa_plugin.libraries.devices import synthetic
 from nsa_plugin.patches import static
 from nsa_plugin.patches.ledger import Need
@@ -104,8 +104,8 @@ def test_the_workspace_is_within_what_vllm_profiles(monkeypatch: pytest.MonkeyPa
 
 
 def test_kernels_run_once_before_batches(monkeypatch: pytest.MonkeyPatch):
-    known = {key: labels for key, labels in measured.TIMINGS.items() if "token_shard" not in key[1]}
-    monkeypatch.setattr(measured, "TIMINGS", known)  # `auto` then warms nothing for a trade
+    known = {key: labels for key, labels in timings.TIMINGS.items() if "token_shard" not in key[1]}
+    monkeypatch.setattr(timings, "TIMINGS", known)  # `auto` then warms nothing for a trade
     runs: list[Any] = []
     warm = gpu_serving.warm
     monkeypatch.setattr(gpu_serving, "warm", lambda *args: (runs.append(args[0]), warm(*args)))
@@ -213,12 +213,12 @@ def test_free_memory_is_read_after_the_capture(monkeypatch: pytest.MonkeyPatch):
 
 
 # ---------------------------------------------------------------------------------------------------
-# Carriers
+# Execution paths
 
 
 @pytest.mark.parametrize("layout", ["bf16", "v32_fp8"])
 @pytest.mark.parametrize("heads", [8, 64, 128])
-def test_every_flash_mla_plan_has_a_carrier(layout: str, heads: int):
+def test_every_flash_mla_plan_has_an_execution_path(layout: str, heads: int):
     for mla in ("auto", "flash_mla"):
         deciding = planner(
             layout, device=synthetic(90), heads=heads, topk=2048, prefill_backend=mla, decode_backend=mla
@@ -228,23 +228,33 @@ def test_every_flash_mla_plan_has_a_carrier(layout: str, heads: int):
             plans = [deciding.step_plan(rows, rows, 1)]
             plans += [deciding.prefill_plan(rows, context) for context in (4096 + rows, 131072)]
             for plan in plans:
-                carrier = carrier_of(plan, layout)
-                assert (carrier is Carrier.PROVIDER) == (plan.provider != "flash_mla")
+                entry = path_of(VLLM, layout, plan)
+                assert entry.own == (entry.path == PROVIDER) == (plan.provider != "flash_mla")
 
 
 def test_a_call_that_vllm_does_not_make():
     plan = planner("v32_fp8").step_plan(1, 1, 1)
     other = replace(plan, attention=Attention.SPARSE_PREFILL, provider="flash_mla")
-    with pytest.raises(NoProviderError, match="no call of FlashMLA's sparse_prefill for decode over a v32_fp8 cache"):
-        carrier_of(other, "v32_fp8")
+    with pytest.raises(NoProviderError, match="vLLM has no execution path for flash_mla sparse_prefill in decode"):
+        path_of(VLLM, "v32_fp8", other)
 
 
-def test_the_profile_of_a_phase_has_only_what_is_carried():
-    device = synthetic(90)
-    assert not runnable(device, "v32_fp8", prefill=False).has("flash_mla", Op.SPARSE_MLA_PREFILL)
-    assert runnable(device, "v32_fp8", prefill=True).has("flash_mla", Op.SPARSE_MLA_PREFILL)
-    assert not runnable(device, "bf16", prefill=True).has("flash_mla", Op.SPARSE_MLA_DECODE)
-    assert {key[2] for key in CARRIERS} == {Attention.SPARSE_PREFILL, Attention.SPARSE_DECODE}
+def test_a_phase_has_only_the_flash_mla_calls_that_vllm_makes():
+    prefill, copied = (Route(Attention.SPARSE_PREFILL, "flash_mla", dequantize_kv=copy) for copy in (False, True))
+    decode = Route(Attention.SPARSE_DECODE, "flash_mla")
+    found = {
+        (layout, phase): {route for route in routes_of(VLLM, layout, prefill=phase) if route.library == "flash_mla"}
+        for layout in ("bf16", "v32_fp8")
+        for phase in (True, False)
+    }
+    for routes in found.values():
+        routes.discard(Route(Attention.MHA_ONE_SHOT, "flash_mla"))
+    assert found == {
+        ("v32_fp8", True): {decode, copied},
+        ("v32_fp8", False): {decode},
+        ("bf16", True): {prefill},
+        ("bf16", False): {prefill},
+    }
 
 
 def test_a_phase_and_its_rows_have_one_plan():

@@ -58,18 +58,18 @@ def test_a_planner_without_an_exchange_keeps_the_heads_and_says_so():
         assert not plan.token_shard
         assert plan.reasons["token_shard"] == "this worker has no exchange"
     assert made.prefill_plan(20, 20).reasons["token_shard"] == "dense attention pads no heads"
-    made.trade(None, "batches are split in two")
+    made.set_exchange(None, "batches are split in two")
     assert made.step_plan(64, 64, 1).reasons["token_shard"] == "batches are split in two"
 
 
 def test_on_is_served_and_auto_of_a_size_that_was_not_measured_asks_no_group():
     """vLLM's is not there."""
     made = planner_of(next(way for way in WAYS if way.layout == "v32_fp8"), 8, on=True)
-    validate(made.model, made.step_device, made.settings)
+    validate(made.model, made.device, made.settings, decode_constraints=made.constraints(prefill=False))
     found = gpu_token_shard.open_exchange(config(), made.model, made.device, Settings(), torch.device("cpu"))
     reason = f"8 ranks trading {made.model.heads_per_rank} heads each were not measured on SM90 with a v32_fp8 cache"
     assert found == (None, reason)
-    made.trade(*found)
+    made.set_exchange(*found)
     assert made.step_plan(64, 64, 1).reasons["token_shard"] == reason
 
 
@@ -186,7 +186,7 @@ def test_rows_that_an_engine_pads_or_leaves_out():
     share.chunks = 2
     share.attend(torch.ones(5, 1, 2), torch.tensor([[4], [5]]), attend_rows)
     assert [chosen.tolist() for chosen in given[1:]] == [[[4]], [[5], [-1]]]
-    with pytest.raises(NsaPluginError, match="attends 2 query rows of a batch that it prepared with 3"):
+    with pytest.raises(NsaPluginError, match="attends 2 query tokens of a batch that it prepared with 3"):
         share.attend(torch.ones(2, 1, 2), torch.tensor([[4]]), attend_rows)
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from nsa_plugin.backends.common.v4 import DECODE_KERNEL, DIRECT, RATIOS, ROWS
+from nsa_plugin.backends.common.paths import BF16_ROWS, DECODE_KERNEL, DIRECT
+from nsa_plugin.backends.common.v4 import RATIOS
 from nsa_plugin.backends.vllm.v4 import attention as v4_attention
 from nsa_plugin.backends.vllm.v4.batch import ATTRIBUTE, V4Batch, planned_swa_builder
-from nsa_plugin.backends.vllm.v4.routes import VllmV4Planner, carrier_of, own_kernels
-from nsa_plugin.decision.plan import Attention
+from nsa_plugin.backends.vllm.v4.routes import VllmV4Planner, own_kernels, path
 from nsa_plugin.errors import NoProviderError, PatchError
 from nsa_plugin.patches.ledger import is_marked, mark
 from nsa_plugin.settings import Settings
@@ -31,18 +31,18 @@ MIXED = [(1, 300), (1, 7), (9, 9), (20, 400), (3, 130), (5, 5)]
     [
         (DIRECTLY, DIRECT, ["decode"]),
         (DECODES, DECODE_KERNEL, ["decode"]),
-        (OVER_ROWS, ROWS, ["prefill", "decode"]),
+        (OVER_ROWS, BF16_ROWS, ["prefill", "decode"]),
     ],
 )
-def test_a_mixed_batch_by_every_carrier(
+def test_a_mixed_batch_on_every_execution_path(
     ratio: int, since_24: bool, given: dict[str, Any], carrier: str, own: list[str]
 ):
     deciding = planner(**given)
     if given is DIRECTLY:  # a CPU has no FlashMLA for the steps
-        deciding.step_device = planner().step_device
+        deciding.step_execution_of = planner().step_execution_of  # type: ignore[method-assign]
     world = World(deciding, MIXED, since_24=since_24)
     metadata = world.metadata()
-    assert carrier_of(getattr(metadata, ATTRIBUTE).prefill) == carrier
+    assert path(getattr(metadata, ATTRIBUTE).prefill) == carrier
     found, wanted, layer = world.run(ratio, metadata)
     assert close(found, wanted)
     assert layer.own == own
@@ -76,13 +76,13 @@ def test_heads_that_vllm_added_and_rows_that_pad_are_left_alone(ratio: int):
 def test_one_plan_a_batch_whatever_the_layers():
     plans: list[Any] = []
     deciding = planner(CPU)
-    deciding.step_device = planner().step_device
+    deciding.step_execution_of = planner().step_execution_of  # type: ignore[method-assign]
     deciding.count = plans.append
     world = World(deciding, MIXED)
     metadata = world.metadata()
     for ratio in RATIOS:
         world.run(ratio, metadata)
-    assert [(plan.phase, carrier_of(plan)) for plan in plans] == [("decode", DECODE_KERNEL), ("extend", DIRECT)]
+    assert [(plan.phase, path(plan)) for plan in plans] == [("decode", DECODE_KERNEL), ("extend", DIRECT)]
 
 
 def test_what_a_batchs_layers_share_is_made_once(monkeypatch: pytest.MonkeyPatch):
@@ -122,7 +122,7 @@ def test_steps_by_a_library_that_the_user_names(ratio: int, rows: int, padding: 
 def test_the_control_attends_to_other_tokens(ratio: int, given: dict[str, Any]):
     deciding = planner(**given)
     if given.get("device") is CPU:
-        deciding.step_device = planner().step_device
+        deciding.step_execution_of = planner().step_execution_of  # type: ignore[method-assign]
     deciding.settings = replace(deciding.settings, fault="shift_indices")
     world = World(deciding, [(1, 400), (20, 600)])
     before, all_of_them = world.topk.clone(), world.named[128].c128a_prefill_topk_indices.clone()
@@ -251,8 +251,8 @@ def test_a_batch_that_vllm_splits_elsewhere():
 
 
 def test_steps_are_vllms_own_unless_a_library_is_named():
-    assert carrier_of(planner().step_plan(4, 4, 1)) == DECODE_KERNEL
-    assert carrier_of(planner(decode_backend="triton").step_plan(4, 4, 1)) == DIRECT
+    assert path(planner().step_plan(4, 4, 1)) == DECODE_KERNEL
+    assert path(planner(decode_backend="triton").step_plan(4, 4, 1)) == DIRECT
     with pytest.raises(NoProviderError):
         planner(CPU).step_plan(4, 4, 1)
 
@@ -263,12 +263,12 @@ def test_what_batches_of_some_sizes_need_is_known_before_any():
         planner(CPU).validate(prefill_rows=8192, step_requests=256)
     plans = [planner(prefill_backend="triton").prefill_plan(64, 512), planner().step_plan(4, 4, 1)]
     assert own_kernels(plans) == {("sparse_mla_prefill", "triton")}
-    other = SimpleNamespace(attention=Attention.SPARSE_DECODE, provider="fa3", dequantize_kv=False)
-    with pytest.raises(NoProviderError, match="no route under vLLM for fa3's sparse_decode of V4"):
-        carrier_of(other)  # type: ignore[arg-type]
+    other = replace(plans[1], provider="fa3")
+    with pytest.raises(NoProviderError, match="vLLM has no execution path for fa3 sparse_decode in decode"):
+        path(other)
 
 
-def test_every_plan_that_is_made_has_a_carrier():
+def test_every_plan_has_an_execution_path():
     deciding = planner(H200)
     for rows in (1, 16, 300, 1000):
-        assert carrier_of(deciding.prefill_plan(rows, 1024)) in (DIRECT, ROWS, DECODE_KERNEL)
+        assert path(deciding.prefill_plan(rows, 1024)) in (DIRECT, BF16_ROWS, DECODE_KERNEL)
