@@ -103,7 +103,7 @@ def route_refusal(case: Case, route: Route, load: KernelLoad, asked: str = "auto
     if capability is None:
         return f"no {op} kernel for a {layout} cache on {device.where}"
     if constraints.paths is not None and route not in constraints.paths:
-        return f"{constraints.engine} has no execution path for it"
+        return constraints.no_path.get(route.library, f"{constraints.engine} has no execution path for it")
     if route.dequantize_kv and case.batch.cuda_graph:
         return "which cache rows to copy to bf16 depends on lengths, which a captured graph cannot read"
     if route.dequantize_kv and not constraints.copy_fits:

@@ -22,6 +22,7 @@ class Constraints:
         no_dense: why the batch must not attend densely; "" = it may.
         paths: the routes that the engine can execute; None = all.
         engine: the engine's name, for the reason of a route outside `paths`.
+        no_path: why a library has no path, by its name; for others the reason only names the engine.
         preferred: routes that the user configured in the engine itself. They come first, and any other route follows
             if none of them supports the batch. A library named in the plugin's settings goes before them.
         preferred_by: what asks for them.
@@ -39,6 +40,7 @@ class Constraints:
     no_dense: str = ""
     paths: frozenset[Route] | None = None
     engine: str = "the engine"
+    no_path: Mapping[str, str] = field(default_factory=dict)
     preferred: frozenset[Route] = frozenset()
     preferred_by: str = ""
     copy_bytes: int | None = None

@@ -74,9 +74,7 @@ def decide(
             raise
     # Only a copy supports the batch: then the cache is copied, over its budget, as the stock engine does.
     plan = _sparse_plan(replace(case, constraints=replace(constraints, copy_bytes=None)), why)
-    over = (
-        f"{constraints.copy_refusal}, and no other kernel supports the batch, so it is made, as in the stock engine"
-    )
+    over = f"{constraints.copy_refusal}, and no other kernel supports the batch, so it is made, as in the stock engine"
     return replace(plan, reasons={**plan.reasons, "dequantize_kv": f"{plan.reasons['dequantize_kv']}; {over}"})
 
 

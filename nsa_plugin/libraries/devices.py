@@ -29,7 +29,6 @@ class InstalledLibrary:
         module: dotted name of the module with its kernels; "" if there is none.
         reason: why it is not available; "" if it is.
         capabilities: its kernels for this device; empty if it is not available.
-        excluded: kernels for this device that `DeviceProfile.keeping` removed, each with the reason.
     """
 
     name: str
@@ -39,7 +38,6 @@ class InstalledLibrary:
     module: str = ""
     reason: str = ""
     capabilities: tuple[Capability, ...] = ()
-    excluded: tuple[tuple[Capability, str], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,12 +71,6 @@ class DeviceProfile:
             return None
         return next((kernel for kernel in entry.capabilities if kernel.serves(op, layout)), None)
 
-    def exclusion(self, library: str, op: Op, layout: str | None = None) -> str | None:
-        """Why `keeping` removed the library's kernel for an operation on a KV layout, or None if it did not."""
-        entry = self.libraries.get(library)
-        removed = entry.excluded if entry else ()
-        return next((reason for kernel, reason in removed if kernel.serves(op, layout)), None)
-
     def has(self, library: str, op: Op, layout: str | None = None) -> bool:
         return self.capability(library, op, layout) is not None
 
@@ -86,21 +78,12 @@ class DeviceProfile:
         """Names of the available libraries that provide an operation."""
         return tuple(name for name in self.libraries if self.has(name, op))
 
-    def keeping(
-        self, kept: Callable[[str, Capability], bool], why: Callable[[str, Capability], str] | None = None
-    ) -> DeviceProfile:
-        """The profile reduced to the kernels for which `kept(library, capability)` is true.
-
-        Args:
-            why: the reason for a removed kernel, which `exclusion` returns.
-        """
+    def keeping(self, kept: Callable[[str, Capability], bool]) -> DeviceProfile:
+        """The profile reduced to the kernels for which `kept(library, capability)` is true."""
 
         def reduced(library: InstalledLibrary) -> InstalledLibrary:
-            split: tuple[list[Capability], list[Capability]] = [], []
-            for capability in library.capabilities:
-                split[kept(library.name, capability)].append(capability)
-            removed = [(capability, why(library.name, capability)) for capability in split[False]] if why else []
-            return replace(library, capabilities=tuple(split[True]), excluded=(*library.excluded, *removed))
+            capabilities = tuple(capability for capability in library.capabilities if kept(library.name, capability))
+            return replace(library, capabilities=capabilities)
 
         return replace(self, libraries={name: reduced(library) for name, library in self.libraries.items()})
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import product
 
 from nsa_plugin.decision import timings
-from nsa_plugin.decision.routes import Route
 from nsa_plugin.decision.plan import Attention
+from nsa_plugin.decision.routes import Route
 from nsa_plugin.decision.token_shard import ATTENTION, CHUNKS, group_op, reshard_label
 
 LAYOUTS = ("bf16", "v32_fp8")

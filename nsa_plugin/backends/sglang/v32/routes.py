@@ -100,6 +100,10 @@ class SglangPlanner(Planner):
         )
 
     def constraints(self, *, prefill: bool, rows: int = 0, **more: Any) -> Constraints:
+        phase = "prefill" if prefill else "decode"
+        # On SM100 SGLang may also pick TRT-LLM by itself; the plugin leaves that choice alone.
+        flag = f"--dsa-{phase}-backend trtllm (or --nsa-{phase}-backend)"
+        more["no_path"] = {"trtllm": f"SGLang runs it only with {flag}, {phase}_backend auto"}
         if not prefill:
             more["keep_heads_on"] = {
                 route: "SGLang's path fa3 attends the query tokens of the whole batch"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +18,7 @@ from nsa_plugin.decision.dispatch import decide
 from nsa_plugin.decision.plan import Attention, IndexerMode, IndexerPlan, Plan
 from nsa_plugin.decision.routes import Route
 from nsa_plugin.decision.shapes import ModelShape, Phase
-from nsa_plugin.errors import NoProviderError
+from nsa_plugin.errors import NoProviderError, SettingsError
 from nsa_plugin.libraries.devices import synthetic
 from nsa_plugin.settings import Settings
 from tests.backends.fake_sglang.v32 import H200, MODEL, ForwardMode, forward_batch
@@ -115,6 +116,22 @@ def test_what_sglang_cannot_run_is_not_offered(layout: str):
     plan = planner(layout, synthetic(100)).prefill(LONG, dense_allowed=False).plan
     assert plan.provider != "trtllm"
     assert plan.indexer.provider == "deep_gemm"
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_trtllm_as_a_setting_is_refused_with_the_flag_that_sglang_wants(phase: str):
+    """An SM100 device has the kernels; that they are missing would be the wrong reason."""
+    made = planner("bf16", synthetic(100), **{f"{phase}_backend": "trtllm"})
+    batch = LONG if phase == "prefill" else step_batch(Phase.DECODE, 4, 4, 200_000)
+    plan = made.step if phase == "decode" else partial(made.prefill, dense_allowed=False)
+    with pytest.raises(SettingsError, match=f"{phase}_backend is trtllm.*--dsa-{phase}-backend trtllm") as error:
+        plan(batch)
+    assert "no sparse_mla" not in str(error.value)
+
+
+def test_trtllm_as_a_setting_keeps_its_reason_where_the_device_has_no_kernel():
+    with pytest.raises(SettingsError, match="this device is SM90"):
+        planner("bf16", synthetic(90), decode_backend="trtllm").step(step_batch(Phase.DECODE, 4, 4, 200_000))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -133,9 +133,7 @@ def test_auto_asks_no_group_of_a_size_that_was_not_measured(monkeypatch: pytest.
     made = begun(monkeypatch)
     assert made.exchange is None
     words = made.routes["prefill, 4096 of 4096 tokens"]
-    assert (
-        f"; heads stay local: 2 ranks trading {MODEL.heads_per_rank} heads each were not measured" in words
-    )
+    assert f"; heads stay local: 2 ranks trading {MODEL.heads_per_rank} heads each were not measured" in words
 
 
 def test_auto_takes_no_memory_where_no_batch_was_measured_to_be_quicker(
@@ -151,9 +149,7 @@ def test_auto_takes_no_memory_where_no_batch_was_measured_to_be_quicker(
     assert said == [(group.cpu_group, 0)]
     assert made.exchange is None
     words = made.routes["prefill, 4096 of 4096 tokens"]
-    assert (
-        "; heads stay local: no batch of up to 8192 query tokens was measured on SM90 to be quicker" in words
-    )
+    assert "; heads stay local: no batch of up to 8192 query tokens was measured on SM90 to be quicker" in words
 
 
 @pytest.fixture
