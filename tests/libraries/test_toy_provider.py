@@ -115,7 +115,7 @@ def test_a_decision_picks_it_without_being_asked_only_if_no_ranked_kernel_suppor
 
 
 def test_a_batch_beyond_its_limits_is_refused_with_the_limit() -> None:
-    with pytest.raises(SettingsError, match=r"decode_backend is toy .* 16 or 32 heads; there are 128"):
+    with pytest.raises(SettingsError, match=r"decode_backend is toy, .* 16 or 32 heads; there are 128"):
         decide(ModelShape(num_heads=128), DECODE, synthetic(90), Settings(decode_backend="toy"))
 
 

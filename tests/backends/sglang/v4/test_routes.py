@@ -109,7 +109,8 @@ def test_a_small_prefill_whose_logits_do_not_fit_at_once_is_the_plugins():
 @pytest.mark.usefixtures("nothing_measured")
 @pytest.mark.parametrize(("backend", "impl"), [("reference", DIRECT), ("flash_mla", DECODE_KERNEL)])
 def test_a_small_prefill_that_is_not_over_rows_is_selected_by_sglang(backend: str, impl: str):
-    made = SglangV4Planner(FLASH, synthetic(90), Settings(prefill_backend=backend), engine_makes_rows=True)
+    wanted = Settings(prefill_backend=backend, large_q_rows=4096)  # up to so many the decode kernel comes first
+    made = SglangV4Planner(FLASH, synthetic(90), wanted, engine_makes_rows=True)
     for tokens, selects in ((300, False), (ENGINE_TOKENS + 1, True)):
         route = made.prefill_execution(prefill(300, tokens))
         assert route is not None
