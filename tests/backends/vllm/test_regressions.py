@@ -26,7 +26,9 @@ from nsa_plugin.backends.vllm.v4.routes import path as v4_path
 from nsa_plugin.backends.vllm.v32.indexer import ATTRIBUTE, StepSelection, planned_indexer_builder, wrap_indexer
 from nsa_plugin.backends.vllm.v32.metadata import PlannedMetadata
 from nsa_plugin.backends.vllm.v32.routes import VllmPlanner
+from nsa_plugin.decision import timings
 from nsa_plugin.decision.plan import Attention, IndexerMode
+from nsa_plugin.decision.routes import BF16_COPY, FLASH_MLA_DECODE
 from nsa_plugin.decision.shapes import Phase
 from nsa_plugin.errors import SettingsError
 from nsa_plugin.kernels.kv_cache import allocate_cache, open_cache, reference_write
@@ -390,15 +392,22 @@ def test_tokens_of_a_page_beyond_2_to_the_31_bytes_are_attended(op: str, library
     assert float(found[0].abs().max()) > 0.1
 
 
-@pytest.mark.parametrize(("rows", "carrier"), [(11622, DECODE_KERNEL), (11623, BF16_ROWS)])
-def test_more_rows_of_v4_than_flash_mla_schedules_are_attended_over_bf16_rows(rows: int, carrier: str):
+@pytest.mark.parametrize(("rows", "path"), [(11622, DECODE_KERNEL), (11623, BF16_ROWS)])
+def test_more_rows_of_v4_than_flash_mla_schedules_are_attended_over_bf16_rows(
+    rows: int, path: str, monkeypatch: pytest.MonkeyPatch
+):
     """sglang #25502: 11623 rows asked for more shared memory than the scheduler's kernel has.
 
     Of V3.2 vLLM hands the rows of a prefill to that kernel as one sequence.
     """
     device = synthetic(90, versions={"flash_mla": ("vllm", "0.32.0")})
-    plan = fake_v4.planner(device, prefill_backend="flash_mla").prefill_plan(rows, 60000)
-    assert v4_path(plan) == carrier
+    planner = fake_v4.planner(device, prefill_backend="flash_mla")
+    # Times that put the decode kernel first, so that only its limit keeps a batch from it.
+    model = planner.model
+    times = {str(FLASH_MLA_DECODE): {model.num_heads: ((1, 1.0),)}, str(BF16_COPY): {model.num_heads: ((1, 9e9),)}}
+    monkeypatch.setattr(timings, "TIMINGS", {(90, "sparse_mla_prefill", model.kv_layout): times})
+    monkeypatch.setattr(timings, "SELECTIONS", {model.kv_layout: (model.index_topk, model.sliding_window)})
+    assert v4_path(planner.prefill_plan(rows, 60000)) == path
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8, 16])
