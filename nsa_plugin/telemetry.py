@@ -13,17 +13,39 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from nsa_plugin import __version__
 from nsa_plugin.decision.plan import Plan
 from nsa_plugin.errors import SettingsError
-from nsa_plugin.patches.ledger import PatchStatus
 from nsa_plugin.settings import ResolvedSettings
 
 logger = logging.getLogger("nsa_plugin")
 
 _NO_FILE = ("off", "log")
+
+
+class ReportedPatch(Protocol):
+    """What a report says of a patch."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def why(self) -> str: ...
+
+
+class PatchOutcome(Protocol):
+    """What became of one patch; the ledger's `PatchStatus`."""
+
+    @property
+    def patch(self) -> ReportedPatch: ...
+
+    @property
+    def state(self) -> str: ...
+
+    @property
+    def detail(self) -> str: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +65,7 @@ class StartupReport:
     engine_version: str
     active: bool
     resolved: ResolvedSettings
-    statuses: Sequence[PatchStatus] = ()
+    statuses: Sequence[PatchOutcome] = ()
     facts: dict[str, str] = field(default_factory=dict)
     notes: Sequence[str] = ()
 

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib.util import find_spec
 
 import torch
 
@@ -25,8 +23,6 @@ OP = "topk_rows"
 
 # What the CUDA kernel's buffer in shared memory holds.
 CUDA_MAX_TOPK = 4096
-# What compiles and starts it.
-CUDA_MODULES = ("cuda.bindings", "cuda.pathfinder")
 
 Selector = Callable[..., torch.Tensor]
 """A `topk_rows`: (logits, starts, ends, topk, out=None)."""
@@ -183,25 +179,3 @@ def _merged(requests: Sequence[Request]) -> RowChunk:
     keys = slice(min(first for _, _, first, _ in requests), max(end for *_, end in requests))
     span = max(end - first for _, _, first, end in requests)
     return RowChunk(slice(requests[0][0], requests[-1][1]), keys, span)
-
-
-def default_selector(device: torch.device, topk: int) -> Selector:
-    """The fastest `topk_rows` that runs on a device: CUDA's, Triton's or the reference's."""
-    compiles = device.type == "cuda" and not torch.version.hip and all(map(_installed, CUDA_MODULES))
-    if compiles and topk <= CUDA_MAX_TOPK:
-        from nsa_plugin.kernels.cuda.topk import topk_rows as cuda_topk_rows
-
-        return cuda_topk_rows
-    if _installed("triton"):
-        from nsa_plugin.kernels.triton.topk import topk_rows as triton_topk_rows
-
-        return triton_topk_rows
-    return reference_topk_rows
-
-
-@cache
-def _installed(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # the package that would hold it
-        return False

@@ -529,7 +529,7 @@ V4 = (
         engine=ENGINE,
         need=Need.GPU_V4,
         targets=(Target(path=_V4_BACKEND, kind=Kind.CLASS, params=("self", "model_runner"), versions=_V4),),
-        replacement="nsa_plugin.backends.sglang.v4.backend:make",
+        replacement="nsa_plugin.backends.sglang.startup.backend:make_v4",
         why="DeepSeek-V4's attention backend: prefills of any number of rows by the plan's route, and selections whose "
         "logits are bounded.",
         upstream="sglang #25418, #25502",

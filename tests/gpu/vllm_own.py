@@ -29,7 +29,7 @@ from packaging.version import Version
 from nsa_plugin.backends.common.fault import shifted
 from nsa_plugin.decision.plan import Attention, Plan
 from nsa_plugin.decision.shapes import Phase
-from nsa_plugin.kernels import topk as kernels_topk
+from nsa_plugin.kernels import selector as topk_selector
 from nsa_plugin.patches import vllm as ledger_data
 from nsa_plugin.patches.ledger import Ledger
 from tests.gpu.calls import record
@@ -276,7 +276,7 @@ def plug(monkeypatch: pytest.MonkeyPatch, own: Own, folder: Path, *, drafts: int
     for function in ("_bf16_flash_mla_kernel", "_fp8_flash_mla_kernel"):
         record(monkeypatch, FlashMLASparseImpl, function, lambda args: seen.kernels.append(("vllm", "flash_mla")))
 
-    selector = kernels_topk.default_selector
+    selector = topk_selector.default_selector
 
     def default_selector(device: torch.device, topk: int) -> Callable[..., Any]:
         select = selector(device, topk)

@@ -5,12 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nsa_plugin.kernels import topk as contract
+from nsa_plugin.kernels import selector
 from nsa_plugin.kernels.checks import KernelArgumentError
 from nsa_plugin.kernels.cuda.topk import topk_rows as cuda_topk_rows
+from nsa_plugin.kernels.selector import default_selector
 from nsa_plugin.kernels.topk import (
     RowChunk,
-    default_selector,
     reference_topk_rows,
     row_chunks,
     uncovered_rows,
@@ -157,7 +157,7 @@ def test_what_the_reference_reads_and_what_cuda_takes():
 @pytest.mark.parametrize("missing", ["cuda.bindings", "cuda.pathfinder"])
 def test_the_selector_of_a_device(missing, monkeypatch):
     installed = {"cuda.bindings", "cuda.pathfinder", "triton"}
-    monkeypatch.setattr(contract, "_installed", lambda module: module in installed)
+    monkeypatch.setattr(selector, "_installed", lambda module: module in installed)
     gpu = torch.device("cuda", 0)
     assert default_selector(gpu, 2048) is cuda_topk_rows
     assert default_selector(gpu, 4097) is triton_topk.topk_rows

@@ -16,7 +16,7 @@ from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.errors import NoProviderError
 from nsa_plugin.kernels.kv_cache import allocate_cache
-from nsa_plugin.kernels.topk import default_selector
+from nsa_plugin.kernels.selector import default_selector
 from nsa_plugin.patches.ledger import TURN_OFF
 
 PAGE_SIZE = 64

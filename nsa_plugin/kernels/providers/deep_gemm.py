@@ -27,7 +27,8 @@ import torch
 from nsa_plugin.kernels.checks import FP8_DTYPE, require
 from nsa_plugin.kernels.indexer_args import check_limits, check_ragged, paged_limits
 from nsa_plugin.kernels.kv_cache import PagedCache
-from nsa_plugin.kernels.topk import Request, Selector, default_selector, new_output, row_chunks, uncovered_rows
+from nsa_plugin.kernels.selector import default_selector
+from nsa_plugin.kernels.topk import Request, Selector, new_output, row_chunks, uncovered_rows
 
 HEADS = {9: (32, 64), 10: (8, 16, 32, 64)}
 """Heads that the library takes, by the major version of the SM."""

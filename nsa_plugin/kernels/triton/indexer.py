@@ -28,7 +28,8 @@ import triton.language as tl
 from nsa_plugin.kernels.checks import FLOAT_DTYPES, FP8_DTYPE, INDEX_DTYPES, check_tensor, require
 from nsa_plugin.kernels.indexer_args import check_limits, check_ragged, paged_limits
 from nsa_plugin.kernels.kv_cache import PagedCache
-from nsa_plugin.kernels.topk import Request, Selector, default_selector, new_output, row_chunks, uncovered_rows
+from nsa_plugin.kernels.selector import default_selector
+from nsa_plugin.kernels.topk import Request, Selector, new_output, row_chunks, uncovered_rows
 from nsa_plugin.kernels.triton.kv_cache_kernels import decode_fp8
 from nsa_plugin.kernels.triton.sizes import ceil_div, power_of_2
 

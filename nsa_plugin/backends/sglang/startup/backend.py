@@ -1,7 +1,7 @@
-"""The attention backend that takes the place of SGLang's.
+"""The attention backends that replace SGLang's, of both model families.
 
-It inherits everything, so that SGLang's isinstance checks and its speculative workers find what they
-expect, and adds plans (`attention`) and the plugin's duties at start-up.
+They inherit everything, so that SGLang's isinstance checks and speculative workers find what they expect, and add plans
+(`v32.attention`, `v4.attention`) and the plugin's duties at start-up.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 from nsa_plugin.backends.sglang.startup.activation import process
 from nsa_plugin.backends.sglang.startup.model import NEEDS_GPU
+from nsa_plugin.backends.sglang.v4.attention import with_v4_plans
 from nsa_plugin.backends.sglang.v32.attention import with_plans
 from nsa_plugin.errors import NoProviderError
 
@@ -21,11 +22,20 @@ def make(original: type) -> type:
     Raises:
         PatchError: the class is not as the plugin knows it.
     """
-    return started(with_plans(original), original)
+    return _started(with_plans(original), original)
 
 
-def started(planned: type, original: type) -> type:
-    """A subclass of `planned`, a subclass of the engine's `original`, that takes up its duties once it is started."""
+def make_v4(original: type) -> type:
+    """As `make`, for the engine's DeepSeek-V4 backend class.
+
+    Raises:
+        PatchError: see `make`.
+    """
+    return _started(with_v4_plans(original), original)
+
+
+def _started(planned: type, original: type) -> type:
+    """A subclass of `planned`, itself a subclass of the engine's `original`, that reports to the plugin once built."""
 
     class Backend(planned):
         nsa_plugin_replaces = original

@@ -1,4 +1,4 @@
-"""The V4 attention backend that takes the place of SGLang's, and how it begins to take its routes from plans."""
+"""How a V4 attention backend begins to follow plans: checks, sample batches, warm-up."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from packaging.version import Version
 
 from nsa_plugin.backends.common.planner import Execution
 from nsa_plugin.backends.common.warm import warm_selection
-from nsa_plugin.backends.sglang.startup.backend import started
-from nsa_plugin.backends.sglang.v4.attention import adopt, with_v4_plans
+from nsa_plugin.backends.sglang.v4.attention import adopt
 from nsa_plugin.backends.sglang.v4.kernels import V4State, longest_context
 from nsa_plugin.backends.sglang.v4.routes import SglangV4Planner, asked_by_engine, makes_rows
 from nsa_plugin.backends.sglang.v4.warm import warm_v4
@@ -30,16 +29,6 @@ SAMPLES = (1024, 4096, 8192, 16384, 32768)
 """Rows of the prefills that are decided before serving, each with its own tokens as context and with the longest."""
 
 OWN_HEADS_FIRST = Version("0.5.14")
-
-
-def make(original: type) -> type:
-    """The plugin's subclass of the engine's V4 backend class.
-
-    Raises:
-        PatchError: the class is not as the plugin knows it.
-    """
-
-    return started(with_v4_plans(original), original)
 
 
 def begin(

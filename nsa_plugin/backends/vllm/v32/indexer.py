@@ -30,7 +30,7 @@ from nsa_plugin.backends.vllm.v32.routes import Split, VllmPlanner
 from nsa_plugin.backends.vllm.v32.token_shard import OwnRows
 from nsa_plugin.decision.plan import Plan
 from nsa_plugin.kernels.kv_cache import open_cache
-from nsa_plugin.kernels.topk import default_selector
+from nsa_plugin.kernels.selector import default_selector
 from nsa_plugin.libraries.registry import REFERENCE
 from nsa_plugin.patches.ledger import wrap
 

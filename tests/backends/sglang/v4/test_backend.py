@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from nsa_plugin.backends.common.paths import DECODE_KERNEL
+from nsa_plugin.backends.sglang.startup import backend as startup_backend
 from nsa_plugin.backends.sglang.v4 import backend as v4_backend
 from nsa_plugin.backends.sglang.v4.attention import with_v4_plans
 from nsa_plugin.errors import NoProviderError
@@ -114,7 +115,7 @@ def test_the_class_keeps_the_engines_signature_and_refuses_a_cpu():
         def __init__(self, model_runner: Any, skip_prefill: bool = False, speculative_step_id: int = 0) -> None:
             super().__init__(model_runner.batch)
 
-    made = v4_backend.make(Built)
+    made = startup_backend.make_v4(Built)
     assert made.__name__ == "NsaPluginBuilt"
     assert made.nsa_plugin_replaces is Built
     assert issubclass(made, Built)
