@@ -9,7 +9,7 @@ from tests.backends.fake_vllm.v4 import CPU
 DIRECTLY = {"device": CPU}
 
 
-DECODES = {"prefill_backend": "flash_mla"}
+DECODES = {"prefill_backend": "flash_mla", "large_q_rows": 8192}  # up to so many the decode kernel comes first
 
 
 OVER_ROWS = {"prefill_backend": "flash_mla", "large_q_rows": 1}

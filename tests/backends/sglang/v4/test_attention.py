@@ -13,7 +13,7 @@ import torch
 from nsa_plugin.backends.common.paths import BF16_ROWS, DECODE_KERNEL, DIRECT
 from nsa_plugin.backends.sglang.v4 import batch as v4_batch
 from nsa_plugin.backends.sglang.v4 import kernels as v4_kernels
-from nsa_plugin.backends.sglang.v4 import routes as v4_routes
+from nsa_plugin.backends.sglang.v32 import routes
 from nsa_plugin.backends.sglang.v4 import rows as v4_rows
 from nsa_plugin.backends.sglang.v4.attention import release, with_v4_plans
 from nsa_plugin.backends.sglang.v4.table import SLOTS
@@ -237,8 +237,8 @@ def test_caches_are_opened_once(monkeypatch: pytest.MonkeyPatch):
 
 def test_prefills_of_the_same_lengths_are_decided_once(monkeypatch: pytest.MonkeyPatch):
     decided: list[int] = []
-    decide = v4_routes.decide
-    monkeypatch.setattr(v4_routes, "decide", lambda *given: (decided.append(1), decide(*given))[1])
+    decide = routes.decide
+    monkeypatch.setattr(routes, "decide", lambda *given: (decided.append(1), decide(*given))[1])
     read: list[int] = []
     backend = started(batch((9, 300)), **SETTINGS[BF16_ROWS])
     backend.nsa_plugin.planner.free_memory = lambda: read.append(1) or 64 << 30

@@ -353,7 +353,7 @@ FOREIGN = [
     (synthetic(89), "needs an SM90 or SM100 GPU.* is SM89"),
     (synthetic(120), "needs an SM90 or SM100 GPU.* is SM120"),
     (synthetic(0), "torch sees none of NVIDIA's here"),  # a ROCm build of torch under a platform that says it is CUDA
-    (synthetic(90, libraries=()), "no installed kernel library carries"),
+    (synthetic(90, libraries=()), "no installed kernel library supports"),
 ]
 
 
