@@ -31,7 +31,7 @@ from typing import NamedTuple
 import torch
 
 from nsa_plugin.kernels.kv_cache import PagedCache, gather_rows
-from nsa_plugin.kernels.sparse_mla_args import Call, Scope, decode_call, prefill_call
+from nsa_plugin.kernels.sparse_mla_args import Scope, SparseMlaCall, decode_call, prefill_call
 
 # Bytes of float32 KV rows that one pass gathers; bounds the references' memory.
 GATHER_BYTES = 32 * 2**20
@@ -128,7 +128,7 @@ def reference_decode(
     return DecodeOutput(call.out, lse.view(batch, s_q, call.heads).transpose(1, 2))
 
 
-def _attend_rows(call: Call, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _attend_rows(call: SparseMlaCall, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Write `call.out`; return max_logits and lse, [rows, heads] each."""
     q, d_v = call.q.flatten(0, 1), call.out.shape[-1]
     rows, heads, d_qk = q.shape

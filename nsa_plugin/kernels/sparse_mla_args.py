@@ -1,6 +1,6 @@
 """Arguments of sparse MLA in the one form that its kernels take: prefill and decode alike.
 
-A prefill is a decode of a batch of sequences with one query token each, so both become a `Call` of
+A prefill is a decode of a batch of sequences with one query token each, so both become a `SparseMlaCall` of
 4-D views. Nothing is copied, no value is read, and the errors are those of the references.
 """
 
@@ -30,7 +30,7 @@ class Scope(NamedTuple):
         return int(self.indices.shape[-1])
 
 
-class Call(NamedTuple):
+class SparseMlaCall(NamedTuple):
     """q [batch, s_q, heads, d_qk], out [batch, s_q, heads, d_v], one or two scopes, sink [heads] or None."""
 
     q: torch.Tensor
@@ -65,7 +65,7 @@ def prefill_call(
     out: torch.Tensor | None,
     out_dtype: torch.dtype | None,
     allocate: bool = True,
-) -> Call:
+) -> SparseMlaCall:
     """Check the arguments of `reference_prefill` (shapes, dtypes: see there) and take them together.
 
     Args:
@@ -99,7 +99,7 @@ def prefill_call(
         assert extra_indices is not None
         scopes += (scope("extra_", extra_kv, extra_indices, extra_topk_length),)
     out = _check_rest(op, q, d_v, attn_sink, out, out_dtype, allocate)
-    return Call(q.unsqueeze(1), out.unsqueeze(1), scopes, attn_sink)
+    return SparseMlaCall(q.unsqueeze(1), out.unsqueeze(1), scopes, attn_sink)
 
 
 def decode_call(
@@ -115,7 +115,7 @@ def decode_call(
     out: torch.Tensor | None,
     out_dtype: torch.dtype | None,
     allocate: bool = True,
-) -> Call:
+) -> SparseMlaCall:
     """Check the arguments of `reference_decode` (shapes, dtypes: see there) and take them together.
 
     Args:
@@ -143,7 +143,7 @@ def decode_call(
         assert extra_indices is not None
         scopes += (scope("extra_", extra_cache, extra_indices, extra_topk_length),)
     out = _check_rest(op, q, d_v, attn_sink, out, out_dtype, allocate)
-    return Call(q, out, scopes, attn_sink)
+    return SparseMlaCall(q, out, scopes, attn_sink)
 
 
 def _has_extra(

@@ -12,7 +12,7 @@ and to attend those with a kernel for bfloat16 rows:
 
 `reference_route` states the result; `fill` makes the workspace and `attend` the rest, for all query rows
 or some of them, `combine` the indices and `attend_rows` the output alone; `route` is all of it. All take
-each cache as `Keys`, whose indices either are slots of the cache, translated by way of a map from pages to
+each cache as `PrefillKeys`, whose indices either are slots of the cache, translated by way of a map from pages to
 places in the workspace, or rows of that cache's share of the workspace, `place * page_size + position` for
 the page at `pages[place]`.
 
@@ -40,14 +40,14 @@ from nsa_plugin.kernels.sparse_mla import PrefillOutput, reference_prefill
 from nsa_plugin.kernels.swa_indices import IndexRows
 
 if TYPE_CHECKING:
-    from nsa_plugin.kernels.triton.v4_prefill import Part
+    from nsa_plugin.kernels.triton.v4_prefill import RowsPart
 
 OP = "v4_prefill_route"
 HEAD_DIM = 512  # values of a query, of a key and of a value
 DEFAULT_ATTENTION = "nsa_plugin.kernels.providers.flash_mla"
 
 
-class Attention(Protocol):
+class RowsAttention(Protocol):
     """Attention over a flat KV tensor; `reference_prefill` and its providers are."""
 
     def __call__(
@@ -66,7 +66,7 @@ class Attention(Protocol):
 
 
 @dataclass(frozen=True)
-class Keys:
+class PrefillKeys:
     """What the queries attend of one cache.
 
     Attributes:
@@ -93,7 +93,7 @@ class Keys:
         """Rows of the workspace that the pages take."""
         return self.pages.shape[0] * self.cache.page_size
 
-    def of(self, tokens: slice) -> Keys:
+    def of(self, tokens: slice) -> PrefillKeys:
         """What some of the queries attend."""
         lengths = None if self.lengths is None else self.lengths[tokens]
         return replace(self, indices=self.indices[tokens], lengths=lengths)
@@ -111,8 +111,8 @@ def combined_width(window_topk: int, extra_topk: int = 0, alignment: int = 128) 
 
 def reference_route(
     q: torch.Tensor,
-    window: Keys,
-    extra: Keys | None = None,
+    window: PrefillKeys,
+    extra: PrefillKeys | None = None,
     *,
     scale: float,
     attn_sink: torch.Tensor | None = None,
@@ -140,13 +140,13 @@ def reference_route(
 
 def route(
     q: torch.Tensor,
-    window: Keys,
-    extra: Keys | None = None,
+    window: PrefillKeys,
+    extra: PrefillKeys | None = None,
     *,
     workspace: torch.Tensor,
     scale: float,
     attn_sink: torch.Tensor | None = None,
-    attention: Attention | None = None,
+    attention: RowsAttention | None = None,
     alignment: int = 128,
     combined: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
@@ -171,7 +171,12 @@ def route(
 
 
 def fill(
-    workspace: torch.Tensor, window: Keys, extra: Keys | None = None, *, again: bool = False, mapped: bool = False
+    workspace: torch.Tensor,
+    window: PrefillKeys,
+    extra: PrefillKeys | None = None,
+    *,
+    again: bool = False,
+    mapped: bool = False,
 ) -> None:
     """Write the rows of both caches' listed pages to the workspace, and the maps from pages to places.
 
@@ -209,8 +214,8 @@ def fill(
 
 
 def combine(
-    window: Keys,
-    extra: Keys | None = None,
+    window: PrefillKeys,
+    extra: PrefillKeys | None = None,
     *,
     alignment: int = 128,
     out: torch.Tensor | None = None,
@@ -245,14 +250,14 @@ def combine(
 
 def attend(
     q: torch.Tensor,
-    window: Keys,
-    extra: Keys | None = None,
+    window: PrefillKeys,
+    extra: PrefillKeys | None = None,
     *,
     workspace: torch.Tensor,
     rows: slice = slice(None),
     scale: float,
     attn_sink: torch.Tensor | None = None,
-    attention: Attention | None = None,
+    attention: RowsAttention | None = None,
     alignment: int = 128,
     combined: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
@@ -307,7 +312,7 @@ def attend_rows(
     *,
     scale: float,
     attn_sink: torch.Tensor | None = None,
-    attention: Attention | None = None,
+    attention: RowsAttention | None = None,
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> PrefillOutput:
@@ -335,20 +340,20 @@ def attend_rows(
     )
 
 
-def _needed(window: Keys, extra: Keys | None) -> int:
+def _needed(window: PrefillKeys, extra: PrefillKeys | None) -> int:
     """Rows of the workspace."""
     return window.rows + (0 if extra is None else extra.rows)
 
 
-def _part(keys: Keys) -> Part:
-    from nsa_plugin.kernels.triton.v4_prefill import Part
+def _part(keys: PrefillKeys) -> RowsPart:
+    from nsa_plugin.kernels.triton.v4_prefill import RowsPart
 
     cache = keys.cache
-    return Part(keys.indices, keys.lengths, keys.pages, keys.page_map, cache.num_pages, cache.page_size)
+    return RowsPart(keys.indices, keys.lengths, keys.pages, keys.page_map, cache.num_pages, cache.page_size)
 
 
-def _default_attention() -> Attention:
-    attention: Attention = import_module(DEFAULT_ATTENTION).prefill
+def _default_attention() -> RowsAttention:
+    attention: RowsAttention = import_module(DEFAULT_ATTENTION).prefill
     return attention
 
 
@@ -360,7 +365,7 @@ def _nothing(q: torch.Tensor, out: torch.Tensor | None, out_dtype: torch.dtype |
     return PrefillOutput(out.zero_(), statistics[0], statistics[1].neg_())
 
 
-def _slots(keys: Keys) -> torch.Tensor:
+def _slots(keys: PrefillKeys) -> torch.Tensor:
     """Indices as slots of the cache, -1 where they name none."""
     cache, size = keys.cache, keys.cache.page_size
     indices = keys.indices.long()
@@ -373,12 +378,12 @@ def _slots(keys: Keys) -> torch.Tensor:
     return torch.where(listed, indices, -1)
 
 
-def _check(q: torch.Tensor, window: Keys, extra: Keys | None) -> None:
+def _check(q: torch.Tensor, window: PrefillKeys, extra: PrefillKeys | None) -> None:
     check_tensor(OP, "q", q, ("tokens", "heads", HEAD_DIM), dtypes=FLOAT_DTYPES)
     _check_keys(window, extra, q.shape[0], q.device)
 
 
-def _check_keys(window: Keys, extra: Keys | None, tokens: int, device: torch.device) -> None:
+def _check_keys(window: PrefillKeys, extra: PrefillKeys | None, tokens: int, device: torch.device) -> None:
     for name, keys in (("window", window), ("extra", extra)):
         if keys is None:
             continue

@@ -226,7 +226,7 @@ def _check_ranks(ranks: int) -> None:
 
 
 @dataclass(frozen=True)
-class Piece:
+class PartitionPiece:
     """The part of one request that lies in a range of rows: a request of its own to the indexer.
 
     Attributes:
@@ -246,7 +246,7 @@ class Piece:
         return self.end - self.first
 
 
-def pieces(rows: slice, q_lens: Sequence[int], kv_lens: Sequence[int]) -> Iterator[Piece]:
+def pieces(rows: slice, q_lens: Sequence[int], kv_lens: Sequence[int]) -> Iterator[PartitionPiece]:
     """The pieces of the requests in `rows` (`Partition.rows`, or a chunk of them), in order; none without rows.
 
     Padded rows behind the requests belong to no piece.
@@ -258,7 +258,7 @@ def pieces(rows: slice, q_lens: Sequence[int], kv_lens: Sequence[int]) -> Iterat
             return
         first, end = max(start, rows.start), min(ends[request], rows.stop)
         if first < end:
-            yield Piece(request, first, end, kv_lens[request] - (ends[request] - end))
+            yield PartitionPiece(request, first, end, kv_lens[request] - (ends[request] - end))
 
 
 def requests(rows: slice, q_lens: Sequence[int], kv_lens: Sequence[int]) -> list[Request]:

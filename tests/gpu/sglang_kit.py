@@ -173,7 +173,7 @@ def plug(monkeypatch: pytest.MonkeyPatch, kit: Kit, **settings: Any) -> Plugged:
     seen = Plugged()
     _complete_kit(monkeypatch, kit)
     # As a scheduler's process has it after `enter_scheduler`, whose patches the kit does not need.
-    process = activation.Process(
+    process = activation.SglangProcess(
         ledger=Ledger(engine=ledger_data.ENGINE, version=_version(), supported=ledger_data.SUPPORTED, patches=()),
         child=True,
         resolved=ResolvedSettings(Settings(enabled=True, **settings), sources={}),

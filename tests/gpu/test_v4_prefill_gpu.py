@@ -11,7 +11,7 @@ import torch
 
 from nsa_plugin.backends.common import v4
 from nsa_plugin.backends.sglang.v4.batch import Prefill, spans
-from nsa_plugin.backends.sglang.v4.kernels import Call, Named, V4State, attend
+from nsa_plugin.backends.sglang.v4.kernels import CacheSelection, LayerCall, V4State, attend
 from nsa_plugin.kernels.sparse_mla import PrefillOutput, reference_prefill
 from nsa_plugin.kernels.v4_prefill import combined_width, route
 from nsa_plugin.tools.bench.inputs import filled_cache
@@ -160,12 +160,12 @@ def test_what_sglangs_adapter_holds_for_the_largest_prefill_is_bounded(library):
     window_cache = filled_cache(device, "v4_fp8", context - 256 * kept, 256, 1)
     extra_cache = filled_cache(device, "v4_fp8", context // 4, 64, 2)
     reached = -torch.arange(window, dtype=torch.int32, device=device)  # SGLang names the newest token first
-    in_window = Named(
+    in_window = CacheSelection(
         window_cache,
         position.unsqueeze(1) + reached - 256 * kept,
         torch.full((tokens,), window, dtype=torch.int32, device=device),
     )
-    in_extra = Named(
+    in_extra = CacheSelection(
         extra_cache,
         torch.randint((context - tokens) // 4, (tokens, topk), dtype=torch.int32, device=device),
         torch.full((tokens,), topk, dtype=torch.int32, device=device),
@@ -173,7 +173,7 @@ def test_what_sglangs_adapter_holds_for_the_largest_prefill_is_bounded(library):
     pages = torch.arange(context // 256, dtype=torch.int32, device=device)
     core = SimpleNamespace(swa_page_indices=in_window.indices, page_table=pages.expand(tokens, -1))
     q = torch.randn(tokens, heads, 512, dtype=torch.bfloat16, device=device)
-    call = Call(q, in_window, in_extra, None, 512**-0.5, heads, 4, core)
+    call = LayerCall(q, in_window, in_extra, None, 512**-0.5, heads, 4, core)
     state = V4State(planner=None, providers=None, prefill=Prefill(spans([tokens], [context]), window))
     if library == "flash_mla":
         state.rows_attention = flash_mla_rows()

@@ -237,7 +237,7 @@ def plug(monkeypatch: pytest.MonkeyPatch, own: Own, folder: Path, *, drafts: int
     ledger = Ledger(
         engine=ledger_data.ENGINE, version=_version(), supported=ledger_data.SUPPORTED, patches=ledger_data.PATCHES
     )
-    seen.process = activation.Process(ledger)
+    seen.process = activation.VllmProcess(ledger)
     for module in (activation, gpu_patches):
         monkeypatch.setattr(module, "process", lambda: seen.process)
     (folder / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")

@@ -175,8 +175,8 @@ def v4_routes() -> None:
     """What combines the indices of a V4 prefill's two caches."""
     v4_prefill.map_pages(empty(8), empty(64))
 
-    def part(width: int, page_size: int) -> v4_prefill.Part:
-        return v4_prefill.Part(empty(64, width), empty(64), empty(8), empty(64), 64, page_size)
+    def part(width: int, page_size: int) -> v4_prefill.RowsPart:
+        return v4_prefill.RowsPart(empty(64, width), empty(64), empty(8), empty(64), 64, page_size)
 
     v4_prefill.combine_rows(part(128, 256), None, empty(64, 128))
     for width, page_size in ((512, 64), (320, 2)):

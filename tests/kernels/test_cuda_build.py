@@ -145,7 +145,7 @@ def test_a_launch_passes_pointers_and_numbers_by_address(monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda.bindings", package)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=77))
     tensor = torch.zeros(3)
-    kernel = build.Kernel("attend", "handle")
+    kernel = build.CudaKernel("attend", "handle")
     arguments = (tensor, None, ctypes.c_int32(-5), ctypes.c_float(0.5))
     kernel((1, 2, 3), (4, 5, 6), arguments, shared_bytes=9)
     assert seen["values"] == (tensor.data_ptr(), None, -5, 0.5)

@@ -66,7 +66,7 @@ def test_the_result_does_not_depend_on_the_tile(max_seqlen_q):
 
 def test_every_tile_height_covers_every_row(monkeypatch):
     """Lengths around multiples of the tile's height: no row is left out, none is written twice."""
-    monkeypatch.setattr(triton_mha, "TILES", (triton_mha.Tile(16, 16, 4, 1),))
+    monkeypatch.setattr(triton_mha, "TILES", (triton_mha.MhaTile(16, 16, 4, 1),))
     lengths = [15, 16, 17, 1, 0, 31, 32, 33, 0, 0, 48]
     case = mha_cases.make([(length, length) for length in lengths], 1, d_qk=16, d_v=16)
     actual = mha(*case, scale=case.scale, out=torch.full_like(case.q, math.nan), return_lse=True)

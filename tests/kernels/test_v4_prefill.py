@@ -13,7 +13,15 @@ from nsa_plugin.kernels import v4_prefill
 from nsa_plugin.kernels.checks import KernelArgumentError
 from nsa_plugin.kernels.kv_cache import allocate_cache
 from nsa_plugin.kernels.sparse_mla import PrefillOutput, reference_prefill
-from nsa_plugin.kernels.v4_prefill import Keys, attend, combined_width, fill, reference_route, route, workspace_rows
+from nsa_plugin.kernels.v4_prefill import (
+    PrefillKeys,
+    attend,
+    combined_width,
+    fill,
+    reference_route,
+    route,
+    workspace_rows,
+)
 
 from . import v4_prefill_cases as cases
 
@@ -100,8 +108,10 @@ def test_what_the_attention_is_given():
     def int32(values):
         return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
-    window = Keys(window_cache, int32([5, 2]), int32([[4, 11, 6, 10], [5, -1, 99, 0]]), int32([4, 1]), int32([1] * 8))
-    extra = Keys(extra_cache, int32([7, -1, 0]), int32([[1, 14, 2], [15, 0, 3]]), int32([2, 7]), int32([0] * 8))
+    window = PrefillKeys(
+        window_cache, int32([5, 2]), int32([[4, 11, 6, 10], [5, -1, 99, 0]]), int32([4, 1]), int32([1] * 8)
+    )
+    extra = PrefillKeys(extra_cache, int32([7, -1, 0]), int32([[1, 14, 2], [15, 0, 3]]), int32([2, 7]), int32([0] * 8))
     combined, seen = torch.full((2, 8), 77, dtype=torch.int32, device=DEVICE), {}
 
     def attention(q, kv, indices, **arguments):
@@ -129,8 +139,8 @@ def test_rows_of_the_share_that_hold_no_page_and_lengths_below_zero():
         return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
     # Rows 2 and 3 are a padding entry's; page 8, for rows 4 and 5, is beyond the cache.
-    window = Keys(cache, int32([5, -1, 8, 7]), int32([[0, 2, 3, 4, 5, 6], [7, 8, -1, 1, 1, 1]]), int32([9, -1]))
-    extra = Keys(cache, int32([1]), int32([[1, 0], [0, 2]]), None)
+    window = PrefillKeys(cache, int32([5, -1, 8, 7]), int32([[0, 2, 3, 4, 5, 6], [7, 8, -1, 1, 1, 1]]), int32([9, -1]))
+    extra = PrefillKeys(cache, int32([1]), int32([[1, 0], [0, 2]]), None)
     combined = torch.full((2, 8), 77, dtype=torch.int32, device=DEVICE)
 
     def attention(q, kv, indices, **arguments):
@@ -166,7 +176,9 @@ def test_strided_arguments(by_slot):
     for half in (case.window, case.extra):
         keys = half.keys(by_slot=by_slot)
         page_map = None if keys.page_map is None else strided(keys.page_map)
-        halves.append(Keys(keys.cache, strided(keys.pages), strided(keys.indices), strided(keys.lengths), page_map))
+        halves.append(
+            PrefillKeys(keys.cache, strided(keys.pages), strided(keys.indices), strided(keys.lengths), page_map)
+        )
     workspace = torch.full((halves[0].rows + halves[1].rows, 512), math.nan, dtype=torch.bfloat16, device=DEVICE)
     actual = route(
         case.q, *halves, workspace=workspace, scale=case.scale, attn_sink=case.sink, attention=reference_prefill
@@ -177,7 +189,7 @@ def test_strided_arguments(by_slot):
 @pytest.mark.parametrize(("tokens", "topk", "pages"), [(0, 4, 2), (2, 0, 2), (2, 4, 0)])
 def test_nothing_to_attend(tokens, topk, pages):
     cache = allocate_cache("v4_fp8", 4, 2, device=DEVICE)
-    keys = Keys(
+    keys = PrefillKeys(
         cache,
         torch.arange(pages, device=DEVICE),
         torch.zeros(tokens, topk, dtype=torch.int32, device=DEVICE),
@@ -224,8 +236,8 @@ def arguments(**changes):
     other = keys | {"page_map": torch.zeros(4).int()}
     given = {
         "q": torch.zeros(2, 1, 512),
-        "window": Keys(**(keys | changes.pop("window", {}))),
-        "extra": Keys(**(other | changes.pop("extra", {}))),
+        "window": PrefillKeys(**(keys | changes.pop("window", {}))),
+        "extra": PrefillKeys(**(other | changes.pop("extra", {}))),
         "workspace": torch.zeros(12, 512),
         "scale": 1.0,
         "attention": reference_prefill,

@@ -10,7 +10,7 @@ import torch
 
 from nsa_plugin.kernels.kv_cache import PagedCache, open_cache, reference_write
 from nsa_plugin.kernels.sparse_mla import PrefillOutput, reference_prefill
-from nsa_plugin.kernels.v4_prefill import Keys, route, workspace_rows
+from nsa_plugin.kernels.v4_prefill import PrefillKeys, route, workspace_rows
 from nsa_plugin.layouts import V4_FP8
 
 INVALID = (-(2**31), -123456, -1, 2**31 - 1)
@@ -25,10 +25,10 @@ class Half:
     slots: torch.Tensor
     lengths: torch.Tensor | None
 
-    def keys(self, *, by_slot: bool, index_dtype: torch.dtype = torch.int32) -> Keys:
+    def keys(self, *, by_slot: bool, index_dtype: torch.dtype = torch.int32) -> PrefillKeys:
         """As the route takes it; with `by_slot` the map holds junk, among it places of other pages."""
         indices = (self.slots if by_slot else self.rows()).to(index_dtype)
-        keys = Keys(self.cache, self.pages, indices, self.lengths)
+        keys = PrefillKeys(self.cache, self.pages, indices, self.lengths)
         if not by_slot:
             return keys
         size, most = (self.cache.num_pages,), len(self.pages) + 5

@@ -28,7 +28,7 @@ from nsa_plugin.parallel.token_shard import TokenShard
 from nsa_plugin.patches.ledger import TURN_OFF
 from nsa_plugin.settings import Settings
 
-AttendRows = Callable[[torch.Tensor, torch.Tensor, slice], torch.Tensor]
+AttendShare = Callable[[torch.Tensor, torch.Tensor, slice], torch.Tensor]
 """(q [n, H, d_qk], selection [n, topk], the rows of the batch that these are) -> out [n, H, d_v], which no later call
 writes; see `TokenShard.attend`. Called for every piece of this rank's rows, in order, so that whatever it reads of rows
 has to be of these, and what all pieces share is made once a layer.
@@ -117,7 +117,7 @@ class Share:
         """This rank's rows."""
         return self.partition.rows(self.exchange.shard.rank)
 
-    def attend(self, q: torch.Tensor, selection: torch.Tensor, attend_rows: AttendRows) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, selection: torch.Tensor, attend_rows: AttendShare) -> torch.Tensor:
         """[T, h, d_v]: this rank's heads of all rows, by one rank a row.
 
         A view of a buffer: valid until the next layer attends, which comes after the engine has projected it.

@@ -30,7 +30,7 @@ _BUILD_LOCK = threading.Lock()
 Argument: TypeAlias = Any
 
 
-class Kernel:
+class CudaKernel:
     """A compiled kernel of the current device."""
 
     def __init__(self, name: str, handle: Any) -> None:
@@ -114,7 +114,7 @@ def load_kernel(
     *,
     defines: Mapping[str, int] | None = None,
     max_dynamic_shared: int = 0,
-) -> Kernel:
+) -> CudaKernel:
     """A kernel for torch's current device, compiled unless it already is.
 
     Args:
@@ -130,7 +130,7 @@ def load_kernel(
 
 
 @functools.cache
-def _load(source: str, name: str, defines: tuple[tuple[str, int], ...], shared: int, device: int) -> Kernel:
+def _load(source: str, name: str, defines: tuple[tuple[str, int], ...], shared: int, device: int) -> CudaKernel:
     from cuda.bindings import driver
 
     major, minor = torch.cuda.get_device_capability(device)
@@ -148,7 +148,7 @@ def _load(source: str, name: str, defines: tuple[tuple[str, int], ...], shared: 
     handle = _checked(driver.cuDeviceGet(device), "finding the device")
     for attribute, value in wanted.items():
         _checked(driver.cuKernelSetAttribute(attribute, value, kernel, handle), f"{what}: {attribute.name} {value}")
-    return Kernel(name, driver.CUfunction(int(kernel)))
+    return CudaKernel(name, driver.CUfunction(int(kernel)))
 
 
 def _cubin(source: str, defines: tuple[tuple[str, int], ...], arch: str) -> bytes:

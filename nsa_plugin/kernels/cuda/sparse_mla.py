@@ -16,10 +16,10 @@ import torch
 
 from nsa_plugin.kernels import sparse_mla_args
 from nsa_plugin.kernels.checks import check_tensor, require
-from nsa_plugin.kernels.cuda.build import Argument, Kernel, load_kernel
+from nsa_plugin.kernels.cuda.build import Argument, CudaKernel, load_kernel
 from nsa_plugin.kernels.kv_cache import PagedCache
 from nsa_plugin.kernels.sparse_mla import DecodeOutput, PrefillOutput
-from nsa_plugin.kernels.sparse_mla_args import Call, decode_call, prefill_call
+from nsa_plugin.kernels.sparse_mla_args import SparseMlaCall, decode_call, prefill_call
 from nsa_plugin.layouts import V4_FP8, V32_FP8, CacheLayout
 
 SOURCE = "sparse_mla.cu"
@@ -73,8 +73,8 @@ class Variant:
 VARIANTS = (Variant(tiles=1, blocks=2, held=8), Variant(tiles=2, blocks=2, held=4), Variant(tiles=4, blocks=1, held=8))
 
 
-class Scope(ctypes.Structure):
-    """`Scope` of the source, and what the host keeps beside it.
+class CudaScope(ctypes.Structure):
+    """`CudaScope` of the source, and what the host keeps beside it.
 
     Attributes:
         is_flat: the record of slot s lies s records from the start.
@@ -174,7 +174,7 @@ def choose_splits(rows: int, groups: int, topk: int, sms: int, blocks: int) -> i
 
 
 def _attend(
-    op: str, cache_name: str, call: Call, scale: float, splits: int | None
+    op: str, cache_name: str, call: SparseMlaCall, scale: float, splits: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch; (lse, max_logits) [rows, heads] float32."""
     q = call.q.flatten(0, 1)
@@ -188,7 +188,7 @@ def _attend(
     lse, max_logits = torch.empty((2, rows, heads), dtype=torch.float32, device=q.device).unbind()
     if not q.numel():
         return lse, max_logits
-    first, second = scopes if len(scopes) == 2 else (scopes[0], Scope(lengths_divisor=1, page_size=1))
+    first, second = scopes if len(scopes) == 2 else (scopes[0], CudaScope(lengths_divisor=1, page_size=1))
     most = f"splits is {splits}; this kernel adds up 1 to {MAX_SPLITS}"
     require(splits is None or 1 <= splits <= MAX_SPLITS, op, most)
     q = q if q.stride(2) == 1 else q.contiguous()
@@ -240,7 +240,7 @@ def _attend(
 
 
 @functools.cache
-def _kernels(defines: tuple[tuple[str, int], ...], shared: int, device: int | None) -> tuple[Kernel, Kernel]:
+def _kernels(defines: tuple[tuple[str, int], ...], shared: int, device: int | None) -> tuple[CudaKernel, CudaKernel]:
     options = dict(defines)
     return (
         load_kernel(SOURCE, "attend", defines=options, max_dynamic_shared=shared),
@@ -249,7 +249,7 @@ def _kernels(defines: tuple[tuple[str, int], ...], shared: int, device: int | No
 
 
 @functools.cache
-def _clusters(attend: Kernel, shared: int, splits: int) -> int:
+def _clusters(attend: CudaKernel, shared: int, splits: int) -> int:
     return attend.resident_clusters(BLOCK, (1, 1, splits), shared_bytes=shared)
 
 
@@ -263,7 +263,7 @@ def _nothing(device: torch.device, layout: str) -> torch.Tensor:
     return records
 
 
-def _scope(op: str, name: str, given: sparse_mla_args.Scope, layout: CacheLayout) -> Scope:
+def _scope(op: str, name: str, given: sparse_mla_args.Scope, layout: CacheLayout) -> CudaScope:
     """The kernel's view of one cache and its entries, checked against what it can read."""
     cache, size = given.cache, given.cache.page_size
     reads = ", ".join(one.name for one in LAYOUTS)
@@ -281,7 +281,7 @@ def _scope(op: str, name: str, given: sparse_mla_args.Scope, layout: CacheLayout
         if lengths.stride(1) == 0:
             lengths, divisor = lengths[:, 0], lengths.shape[1]
         lengths = _int32(lengths).flatten().contiguous()
-    scope = Scope(
+    scope = CudaScope(
         data=cache.data.data_ptr(),
         page_stride=stride,
         indices=indices.data_ptr(),

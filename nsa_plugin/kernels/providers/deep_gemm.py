@@ -98,7 +98,7 @@ def topk(
 
 
 @dataclass(frozen=True)
-class Part:
+class LogitsPart:
     """Query rows whose logits are held at once.
 
     Attributes:
@@ -123,7 +123,7 @@ class Part:
 class Parts:
     """A batch's rows: those that are scored, and the gaps between them, of rows without a key."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[LogitsPart, ...]
     gaps: tuple[slice, ...]
 
 
@@ -145,7 +145,7 @@ def cut(
     chunks = list(row_chunks(rows, keys, rows_per_chunk=rows_per_chunk, requests=requests))
     ks = ks.clamp(0, keys).int()
     ke = torch.maximum(ke.clamp(max=keys).int(), ks)
-    parts: list[Part] = []
+    parts: list[LogitsPart] = []
     zeros = None
     for chunk in chunks:
         some = chunk.rows
@@ -155,11 +155,11 @@ def cut(
             base = chunk.keys.start // 4 * 4
             starts = ks[some].clamp(chunk.keys.start, chunk.keys.stop) - base
             ends = torch.maximum(ke[some].clamp(max=chunk.keys.stop) - base, starts)
-            parts.append(Part(some, slice(base, chunk.keys.stop), None, starts, ends, starts, ends))
+            parts.append(LogitsPart(some, slice(base, chunk.keys.stop), None, starts, ends, starts, ends))
         else:
             ends = torch.minimum(ke[some], ks[some] + span)
             zeros = torch.zeros_like(ks) if zeros is None else zeros
-            parts.append(Part(some, None, span, ks[some], ends, zeros[some], ends - ks[some]))
+            parts.append(LogitsPart(some, None, span, ks[some], ends, zeros[some], ends - ks[some]))
     return Parts(tuple(parts), tuple(uncovered_rows(chunks, rows)))
 
 

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from nsa_plugin.kernels.checks import KernelArgumentError, require
 from nsa_plugin.kernels.kv_cache import PagedCache
 from nsa_plugin.kernels.sparse_mla import DecodeOutput, PrefillOutput
-from nsa_plugin.kernels.sparse_mla_args import Call, Scope, decode_call, prefill_call
+from nsa_plugin.kernels.sparse_mla_args import Scope, SparseMlaCall, decode_call, prefill_call
 from nsa_plugin.kernels.triton.sparse_mla_indices import masked_rows
 from nsa_plugin.layouts import V32_FP8, Fp8Layout
 
@@ -181,7 +181,7 @@ def decode(
     return DecodeOutput(_deliver(result[:, :, :heads], out, call.out.dtype), lse[:, :heads])
 
 
-def _check_queries(op: str, call: Call) -> None:
+def _check_queries(op: str, call: SparseMlaCall) -> None:
     q, heads = call.q, call.heads
     require(q.dtype == torch.bfloat16, op, f"q has dtype {q.dtype}; flash_mla takes bfloat16")
     require(q.shape[-1] in (576, 512), op, f"q has {q.shape[-1]} values a head; flash_mla takes 576 or 512")
@@ -263,7 +263,7 @@ def _deliver(result: torch.Tensor, out: torch.Tensor | None, dtype: torch.dtype)
     return result.to(dtype) if out is None else out.copy_(result)
 
 
-def _empty(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+def _empty(call: SparseMlaCall) -> tuple[torch.Tensor, torch.Tensor]:
     """What no valid entry gives: out of zeros [batch, s_q, heads, d_v], lse [rows, heads] of +inf."""
     out = torch.empty_like(call.out, device=call.q.device) if call.out.is_meta else call.out
     lse = torch.full((call.rows, call.heads), math.inf, dtype=torch.float32, device=call.q.device)

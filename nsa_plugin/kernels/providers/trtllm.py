@@ -39,7 +39,7 @@ from nsa_plugin.kernels.checks import FLOAT_DTYPES, FP8_DTYPE, INDEX_DTYPES, Ker
 from nsa_plugin.kernels.kv_cache import PagedCache
 from nsa_plugin.kernels.mha import MhaOutput
 from nsa_plugin.kernels.sparse_mla import DecodeOutput, PrefillOutput
-from nsa_plugin.kernels.sparse_mla_args import Call, decode_call, prefill_call
+from nsa_plugin.kernels.sparse_mla_args import SparseMlaCall, decode_call, prefill_call
 from nsa_plugin.kernels.triton.compact import compact
 from nsa_plugin.kernels.workspace import SHARED, Workspace
 from nsa_plugin.layouts import FP8_E4M3_MAX, PlainLayout
@@ -353,7 +353,7 @@ def arguments_of(
 def _attend(
     op: str,
     q: torch.Tensor,
-    call: Call,
+    call: SparseMlaCall,
     scale: float,
     d_v: int,
     q_scale: float,

@@ -39,7 +39,7 @@ LOG2_E = 1.4426950408889634
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
-class Tile(NamedTuple):
+class MhaTile(NamedTuple):
     """Query rows and keys that a program holds at a time, its warps and the stages of its loop over keys."""
 
     block_m: int
@@ -54,9 +54,15 @@ class Tile(NamedTuple):
 
 # The first that fits the device's shared memory is taken; float32 products have no tensor cores and keep
 # their operands in registers, so they start at the small ones.
-TILES = (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 1))
-SMALL_TILES = (Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 1))
-FLOAT32_TILES = (Tile(32, 32, 4, 1), Tile(16, 16, 4, 1))
+TILES = (
+    MhaTile(128, 64, 8, 3),
+    MhaTile(128, 64, 8, 2),
+    MhaTile(128, 32, 8, 2),
+    MhaTile(64, 32, 4, 2),
+    MhaTile(32, 32, 4, 1),
+)
+SMALL_TILES = (MhaTile(64, 64, 4, 3), MhaTile(64, 64, 4, 2), MhaTile(64, 32, 4, 2), MhaTile(32, 32, 4, 1))
+FLOAT32_TILES = (MhaTile(32, 32, 4, 1), MhaTile(16, 16, 4, 1))
 
 # Of the shared memory that a block may ask for, what a compiler may want for itself.
 SHARED_RESERVE = 8 << 10
@@ -275,7 +281,7 @@ def mha(
     return MhaOutput(out, lse)
 
 
-def tile_of(d_qk: int, d_v: int, itemsize: int, shared_memory: int, max_seqlen_q: int | None) -> Tile:
+def tile_of(d_qk: int, d_v: int, itemsize: int, shared_memory: int, max_seqlen_q: int | None) -> MhaTile:
     """The tile for heads of these (padded) widths, `shared_memory` in bytes."""
     small = max_seqlen_q is not None and max_seqlen_q <= 64
     tiles = FLOAT32_TILES if itemsize == 4 else SMALL_TILES if small else TILES

@@ -24,7 +24,7 @@ import triton.language as tl
 from nsa_plugin.kernels.checks import require
 from nsa_plugin.kernels.kv_cache import PagedCache
 from nsa_plugin.kernels.sparse_mla import DecodeOutput, PrefillOutput
-from nsa_plugin.kernels.sparse_mla_args import Call, Scope, decode_call, prefill_call
+from nsa_plugin.kernels.sparse_mla_args import Scope, SparseMlaCall, decode_call, prefill_call
 from nsa_plugin.kernels.triton import sparse_mla_kernels as kernels
 from nsa_plugin.kernels.triton.sizes import ceil_div
 from nsa_plugin.layouts import V4_FP8, V32_FP8, Fp8Layout
@@ -57,7 +57,7 @@ class DeviceFacts(NamedTuple):
 INTERPRETER = DeviceFacts(sms=32, architecture=0)
 
 
-class Tile(NamedTuple):
+class SparseTile(NamedTuple):
     """How a program is shaped: heads, keys at a time, warps, stages of the loop; and programs a processor."""
 
     block_h: int
@@ -67,20 +67,20 @@ class Tile(NamedTuple):
     programs_per_sm: int
 
 
-def tile_of(heads: int, architecture: int) -> Tile:
+def tile_of(heads: int, architecture: int) -> SparseTile:
     """The shape of a program.
 
     Up to 32 heads it fits 100 KB of shared memory (16 heads: two programs in Hopper's registers). More
     heads fill the 64 rows of Hopper's warpgroup products; other architectures take them 32 at a time.
     """
     if heads <= 16:
-        return Tile(16, 32, 4, 2, 2)
+        return SparseTile(16, 32, 4, 2, 2)
     if heads <= 32 or architecture != 90:
-        return Tile(32, 32, 8, 2, 1)
-    return Tile(64, 64, 8, 2, 1)
+        return SparseTile(32, 32, 8, 2, 1)
+    return SparseTile(64, 64, 8, 2, 1)
 
 
-def num_splits(rows: int, heads: int, topk: int, tile: Tile, sms: int) -> int:
+def num_splits(rows: int, heads: int, topk: int, tile: SparseTile, sms: int) -> int:
     """Parts to cut every row's keys into. From shapes alone.
 
     Args:
@@ -149,7 +149,7 @@ def decode(
     return DecodeOutput(call.out, lse.view(q.shape[:3]).transpose(1, 2))
 
 
-def _run(op: str, call: Call, scale: float, want_max: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _run(op: str, call: SparseMlaCall, scale: float, want_max: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Fill `call.out`; return lse and, if wanted, max_logits, [rows, heads] float32."""
     d_qk, d_v = call.q.shape[-1], call.out.shape[-1]
     require(d_v == D_V, op, f"d_v is {d_v}; this kernel has {D_V}")
@@ -169,7 +169,7 @@ def _run(op: str, call: Call, scale: float, want_max: bool) -> tuple[torch.Tenso
     return lse, max_logits
 
 
-def _launch(call: Call, scale: float, lse: torch.Tensor, max_logits: torch.Tensor | None) -> None:
+def _launch(call: SparseMlaCall, scale: float, lse: torch.Tensor, max_logits: torch.Tensor | None) -> None:
     q, out, sink = call.q, call.out, call.attn_sink
     rows, heads, s_q, device = call.rows, call.heads, q.shape[1], q.device
     interpreted = not isinstance(kernels.sparse_mla_kernel, triton.JITFunction)
@@ -265,7 +265,7 @@ def _layout_code(cache: PagedCache) -> int:
     return LAYOUT_CODES.get(cache.layout.name, kernels.PLAIN.value)
 
 
-def _plain_dtype(call: Call) -> tl.dtype:
+def _plain_dtype(call: SparseMlaCall) -> tl.dtype:
     """float16 where plain rows and queries are float16; otherwise bfloat16, whose range holds them all."""
     plain = [scope.cache.data.dtype for scope in call.scopes if not isinstance(scope.cache.layout, Fp8Layout)]
     return tl.float16 if all(dtype == torch.float16 for dtype in [call.q.dtype, *plain]) else tl.bfloat16

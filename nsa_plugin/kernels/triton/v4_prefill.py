@@ -22,7 +22,7 @@ MAX_BLOCK = 1024
 MAP_BLOCK = 256
 
 
-class Part(NamedTuple):
+class RowsPart(NamedTuple):
     """One cache's share of the workspace.
 
     indices [tokens, topk] int: slots of the cache with `page_map`, rows of the share without;
@@ -58,7 +58,7 @@ def map_pages(pages: torch.Tensor, page_map: torch.Tensor) -> None:
             )
 
 
-def combine_rows(window: Part, extra: Part | None, out: torch.Tensor) -> IndexRows:
+def combine_rows(window: RowsPart, extra: RowsPart | None, out: torch.Tensor) -> IndexRows:
     """Workspace rows of both halves, left-compact: the window's, then the extra ones, then -1.
 
     Args:
@@ -100,11 +100,11 @@ def combine_rows(window: Part, extra: Part | None, out: torch.Tensor) -> IndexRo
     return IndexRows(out, lengths)
 
 
-def _pointers(part: Part) -> tuple[torch.Tensor | None, ...]:
+def _pointers(part: RowsPart) -> tuple[torch.Tensor | None, ...]:
     return part.indices, part.lengths, part.pages, part.page_map
 
 
-def _strides(part: Part) -> tuple[int, ...]:
+def _strides(part: RowsPart) -> tuple[int, ...]:
     optional = (0 if tensor is None else tensor.stride(0) for tensor in (part.lengths, part.pages, part.page_map))
     return (*part.indices.stride(), *optional)
 

@@ -17,7 +17,7 @@ from nsa_plugin.kernels.checks import KernelArgumentError
 from nsa_plugin.kernels.kv_cache import PagedCache
 from nsa_plugin.kernels.sparse_mla import DecodeOutput, PrefillOutput
 from nsa_plugin.kernels.swa_indices import IndexRows
-from nsa_plugin.kernels.v4_prefill import Attention
+from nsa_plugin.kernels.v4_prefill import RowsAttention
 from nsa_plugin.tools.bench.workload import TimedCall
 
 D_V = 512
@@ -119,7 +119,7 @@ def flash_mla_decode(
     return call
 
 
-def flash_mla_rows() -> Attention:
+def flash_mla_rows() -> RowsAttention:
     """flash_mla_sparse_fwd as the attention over a workspace of bf16 rows, heads padded.
 
     It is called as the SGLang adapter calls it: the kernel's output and the combined indices are used without copies.

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from nsa_plugin.backends.sglang.startup import backend
-from nsa_plugin.backends.sglang.startup.activation import Process
+from nsa_plugin.backends.sglang.startup.activation import SglangProcess
 
 HF_CONFIG = SimpleNamespace(
     architectures=["DeepseekV32ForCausalLM"],
@@ -64,7 +64,7 @@ def scheduler(config: Any = HF_CONFIG) -> SimpleNamespace:
     return SimpleNamespace(model_config=SimpleNamespace(hf_config=config))
 
 
-def start(process: Process, config: Any = HF_CONFIG, build: SimpleNamespace | None = None) -> None:
+def start(process: SglangProcess, config: Any = HF_CONFIG, build: SimpleNamespace | None = None) -> None:
     """What happens in a scheduler process, in its order."""
     process.enter_scheduler()
     if build is not None:

@@ -18,7 +18,7 @@ from nsa_plugin.backends.sglang.v32 import token_shard
 from nsa_plugin.backends.sglang.v32.attention import adopt, with_plans
 from nsa_plugin.backends.sglang.v32.indexer import wrap_topk_ragged
 from nsa_plugin.backends.sglang.v32.routes import SglangPlanner
-from nsa_plugin.backends.sglang.v32.token_shard import Exchange
+from nsa_plugin.backends.sglang.v32.token_shard import SglangExchange
 from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.kernels.kv_cache import open_cache, reference_read
 from nsa_plugin.kernels.sparse_mla import reference_prefill
@@ -292,17 +292,17 @@ WAYS = (
 )
 
 
-def exchange_of(**changed: Any) -> Exchange:
+def exchange_of(**changed: Any) -> SglangExchange:
     sizes = {"heads": HEADS, "d_qk": D_QK, "d_v": D_V, "max_tokens": MAX_TOKENS} | changed
     shard = TokenShard(None, dtype=torch.bfloat16, device="cpu", **sizes)
-    return Exchange(shard, dist.group.WORLD, lambda: False)
+    return SglangExchange(shard, dist.group.WORLD, lambda: False)
 
 
 def model_of(way: Way, ranks: int) -> ModelShape:
     return ModelShape(num_heads=ranks * HEADS, attn_tp_size=ranks, kv_layout=way.layout, index_topk=TOPK)
 
 
-def backend_of(way: Way, model: ModelShape, exchange: Exchange | None, **settings: Any) -> Any:
+def backend_of(way: Way, model: ModelShape, exchange: SglangExchange | None, **settings: Any) -> Any:
     chosen = Settings(prefill_backend=way.library, token_shard="off" if exchange is None else "on", **settings)
     rows = {} if exchange is None else {"exchange_rows": exchange.shard.max_tokens, "no_exchange": ""}
     other = Op.SPARSE_MLA_DECODE if way.copied else None
@@ -340,7 +340,7 @@ def environment() -> None:
         sys.modules[name] = module
 
 
-def poison(exchange: Exchange) -> None:
+def poison(exchange: SglangExchange) -> None:
     for buffer in vars(exchange.shard).values():
         if isinstance(buffer, torch.Tensor):
             buffer.fill_(float("nan"))

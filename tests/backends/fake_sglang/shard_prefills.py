@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from nsa_plugin.backends.sglang.startup import serving
 from nsa_plugin.backends.sglang.v32.attention import with_plans
-from nsa_plugin.backends.sglang.v32.token_shard import Exchange, open_exchange
+from nsa_plugin.backends.sglang.v32.token_shard import SglangExchange, open_exchange
 from nsa_plugin.decision import timings
 from nsa_plugin.decision import token_shard as sharding
 from nsa_plugin.decision.shapes import ModelShape
@@ -259,7 +259,7 @@ def starting() -> None:
     model = model_of(Way("v32_fp8", "reference"), ranks)
     on = Settings(token_shard="on", prefill_backend="reference")
 
-    def opened(settings: Settings = on, device: Any = H200, **args: Any) -> tuple[Exchange | None, str]:
+    def opened(settings: Settings = on, device: Any = H200, **args: Any) -> tuple[SglangExchange | None, str]:
         backend, runner = built(model, **args)
         return open_exchange(backend, runner, model, device, settings)
 
@@ -335,7 +335,7 @@ def serving_both() -> None:
     serving.free_device_memory = lambda: (1 + rank) << 30
     settings = Settings(token_shard="on", prefill_backend="reference", decode_backend="reference", mha_max_kv=0)
     backend, runner = built(model)
-    made = serving.Serving.begin(ResolvedSettings(settings, {}), backend, runner, H200)
+    made = serving.SglangServing.begin(ResolvedSettings(settings, {}), backend, runner, H200)
     made.adopt(backend, runner)
     draft, draft_runner = built(model, is_draft_worker=True)
     made.adopt(draft, draft_runner)

@@ -30,14 +30,14 @@ from nsa_plugin.settings import ResolvedSettings, killed
 from nsa_plugin.telemetry import StartupReport
 
 if TYPE_CHECKING:
-    from nsa_plugin.backends.sglang.startup.serving import Serving
+    from nsa_plugin.backends.sglang.startup.serving import SglangServing
 
 logger = logging.getLogger("nsa_plugin")
 SCHEDULER_MODULE = "sglang.srt.managers.scheduler"
 
 
 @dataclass
-class Process:
+class SglangProcess:
     """The plugin in this process. One instance a process, because patches are the process's.
 
     Attributes:
@@ -53,7 +53,7 @@ class Process:
     resolved: ResolvedSettings | None = None
     statuses: Sequence[PatchStatus] = ()
     notes: list[str] = field(default_factory=list)
-    serving: Serving | None = None
+    serving: SglangServing | None = None
     left: bool = False
     stock_because: str = ""
     _said: set[str] = field(default_factory=set)
@@ -147,7 +147,7 @@ class Process:
         """
         if self.resolved is None or self.stock_because:
             return
-        from nsa_plugin.backends.sglang.startup.serving import Serving, left_to_sglang  # imports torch
+        from nsa_plugin.backends.sglang.startup.serving import SglangServing, left_to_sglang  # imports torch
 
         device = probe() if self.serving is None else self.serving.device
         if left := left_to_sglang(backend, model_runner, device):
@@ -157,7 +157,7 @@ class Process:
             return
         with self._or_stock():
             if self.serving is None:
-                self.serving = Serving.begin(self.resolved, backend, model_runner, device)
+                self.serving = SglangServing.begin(self.resolved, backend, model_runner, device)
             self.serving.adopt(backend, model_runner)
 
     def leave_scheduler(self, scheduler: Any) -> None:
@@ -229,14 +229,14 @@ class Process:
 
 
 @functools.cache
-def process() -> Process:
+def process() -> SglangProcess:
     from sglang.version import __version__
 
     started = multiprocessing.parent_process() is not None
     # Only a scheduler process has the scheduler's module loaded when it loads its plugins, and only there may
     # the ledger import it: elsewhere it would be loaded before SGLang has read its arguments.
     in_scheduler = started and SCHEDULER_MODULE in sys.modules
-    return Process(
+    return SglangProcess(
         ledger=_ledger(Version(__version__), ledger_data.PATCHES if in_scheduler else ledger_data.BOOTSTRAP),
         child=started and flags.CARRIER in os.environ,
     )

@@ -23,7 +23,7 @@ from nsa_plugin.backends.sglang.v4.routes import v4_shape
 from nsa_plugin.backends.sglang.v32 import samples
 from nsa_plugin.backends.sglang.v32.attention import State, adopt, release
 from nsa_plugin.backends.sglang.v32.routes import PLANNED, SglangPlanner
-from nsa_plugin.backends.sglang.v32.token_shard import Exchange, open_exchange
+from nsa_plugin.backends.sglang.v32.token_shard import SglangExchange, open_exchange
 from nsa_plugin.decision.dispatch import validate
 from nsa_plugin.decision.plan import Plan
 from nsa_plugin.decision.shapes import ModelShape
@@ -36,7 +36,7 @@ from nsa_plugin.telemetry import Trace
 
 
 @dataclass
-class Serving:
+class SglangServing:
     """One a scheduler process; speculative decoding and two-batch overlap build several backends in it.
 
     Attributes:
@@ -56,11 +56,11 @@ class Serving:
     backends: list[Any] = field(default_factory=list)
     routes: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    exchange: Exchange | None = None
+    exchange: SglangExchange | None = None
     _warmed: set[ModelShape] = field(default_factory=set)
 
     @classmethod
-    def begin(cls, resolved: ResolvedSettings, backend: Any, model_runner: Any, device: DeviceProfile) -> Serving:
+    def begin(cls, resolved: ResolvedSettings, backend: Any, model_runner: Any, device: DeviceProfile) -> SglangServing:
         """Check the settings against the model and the device, before any batch.
 
         Args:
@@ -133,7 +133,7 @@ class Serving:
             self._warmed.add(model)
         return routes
 
-    def _exchange_for(self, backend: Any, model_runner: Any, model: ModelShape) -> tuple[Exchange | None, str]:
+    def _exchange_for(self, backend: Any, model_runner: Any, model: ModelShape) -> tuple[SglangExchange | None, str]:
         """(the exchange of heads for tokens or None, why there is none); see `open_exchange`."""
         if getattr(model_runner, "is_draft_worker", False):
             # Its later steps may begin with what it selects here, for rows that another rank has.

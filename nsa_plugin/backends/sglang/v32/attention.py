@@ -42,7 +42,7 @@ from nsa_plugin.backends.sglang.v32 import batch as batches
 from nsa_plugin.backends.sglang.v32.batch import Batch
 from nsa_plugin.backends.sglang.v32.indexer import Selection, attach
 from nsa_plugin.backends.sglang.v32.routes import PLANNED, SglangPlanner, sglangs_own
-from nsa_plugin.backends.sglang.v32.token_shard import Exchange, all_heads, schedule_of
+from nsa_plugin.backends.sglang.v32.token_shard import SglangExchange, all_heads, schedule_of
 from nsa_plugin.decision.shapes import Phase
 from nsa_plugin.errors import NsaPluginError, PatchError
 from nsa_plugin.kernels.kv_cache import PagedCache, open_cache
@@ -95,11 +95,11 @@ class State:
     providers: Providers
     route: Execution | None = None
     preparing: bool = False
-    exchange: Exchange | None = None
+    exchange: SglangExchange | None = None
     share: Share | None = None
 
 
-def adopt(backend: Any, planner: SglangPlanner, server_args: Any, exchange: Exchange | None = None) -> list[str]:
+def adopt(backend: Any, planner: SglangPlanner, server_args: Any, exchange: SglangExchange | None = None) -> list[str]:
     """Let a backend take its routes from a planner; call it once the engine's own start of the backend is done.
 
     Returns:

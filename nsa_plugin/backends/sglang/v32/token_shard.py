@@ -58,7 +58,7 @@ IN_GRAPH = (
 
 
 @dataclass(frozen=True)
-class Exchange(token_shard.Exchange):
+class SglangExchange(token_shard.Exchange):
     """What the attention backends of a process share.
 
     Attributes:
@@ -94,7 +94,7 @@ def _selection_is_broadcast() -> bool:
 
 def open_exchange(
     backend: Any, model_runner: Any, model: ModelShape, device: DeviceProfile, settings: Settings
-) -> tuple[Exchange | None, str]:
+) -> tuple[SglangExchange | None, str]:
     """(the exchange of this process or None, why there is none); see `token_shard.open_exchange`.
 
     Raises: as that.
@@ -107,7 +107,7 @@ def open_exchange(
         group=lambda: checked_group("SGLang", GROUP, model),
         impossible=lambda: impossible(backend, model_runner, model),
         max_tokens=lambda: _max_tokens(model_runner.server_args),
-        made=lambda shard, host_group: Exchange(shard, host_group, _in_graph()),
+        made=lambda shard, host_group: SglangExchange(shard, host_group, _in_graph()),
     )
 
 

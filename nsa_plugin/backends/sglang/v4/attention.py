@@ -33,7 +33,7 @@ from nsa_plugin.backends.sglang.v4 import indexer as v4_indexer
 from nsa_plugin.backends.sglang.v4 import routes as v4_routes
 from nsa_plugin.backends.sglang.v4 import steps as v4_steps
 from nsa_plugin.backends.sglang.v4.batch import PAGE, RATIOS, Prefill, spans
-from nsa_plugin.backends.sglang.v4.kernels import Call, V4State, attend, longest_context, named, record_bytes
+from nsa_plugin.backends.sglang.v4.kernels import LayerCall, V4State, attend, longest_context, named, record_bytes
 from nsa_plugin.backends.sglang.v4.routes import SglangV4Planner
 from nsa_plugin.backends.sglang.v4.table import POOL, SLOTS, check_class
 from nsa_plugin.backends.sglang.v32 import batch as batches
@@ -253,7 +253,7 @@ def _attending(original: Callable[..., Any]) -> Callable[..., Any]:
             window, extra = window.shifted(), None if extra is None else extra.shifted()
         flat = q.squeeze(1) if q.dim() == 4 else q
         scale, heads = self.softmax_scale, int(layer.tp_q_head_num)
-        return attend(state, chosen, Call(flat, window, extra, attn_sink, scale, heads, compress_ratio, core))
+        return attend(state, chosen, LayerCall(flat, window, extra, attn_sink, scale, heads, compress_ratio, core))
 
     return attending
 

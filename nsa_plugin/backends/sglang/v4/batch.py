@@ -97,7 +97,7 @@ def workspace_bytes(requests: Sequence[Span], window: int, window_page: int) -> 
 
 
 @dataclass
-class Keys:
+class IndexerKeys:
     """A batch's keys of the indexer, each request's at a page's start.
 
     Attributes:
@@ -139,7 +139,7 @@ class Prefill:
     selects: bool | None = None
     _window_pages: dict[int, torch.Tensor] = field(default_factory=dict)
     _pages: torch.Tensor | None = None
-    _keys: Keys | None = None
+    _keys: IndexerKeys | None = None
     _lists: dict[str, torch.Tensor] | None = None
 
     @property
@@ -171,7 +171,7 @@ class Prefill:
             self._pages = core.page_table[rows, columns].int()
         return self._pages
 
-    def keys(self, core: Any, lengths: torch.Tensor, page_size: int) -> Keys:
+    def keys(self, core: Any, lengths: torch.Tensor, page_size: int) -> IndexerKeys:
         """The indexer's keys.
 
         Args:
@@ -191,7 +191,7 @@ class Prefill:
                 first, counts = put(starts[:-1], [request.rows for request in self.requests], device=device)
                 ks = torch.repeat_interleave(first.int(), counts, output_size=self.rows)
             # A row sees no key behind its request's: the lengths are the engine's, and are at most these.
-            self._keys = Keys(slots.flatten(), requests, ks, ks + lengths[: self.rows].flatten().int())
+            self._keys = IndexerKeys(slots.flatten(), requests, ks, ks + lengths[: self.rows].flatten().int())
         return self._keys
 
     def _places(self, device: torch.device, which: str, page_size: int = PAGE) -> tuple[torch.Tensor, torch.Tensor]:

@@ -27,7 +27,7 @@ from nsa_plugin.backends.sglang.v4.flash_mla import sparse_prefill
 from nsa_plugin.backends.sglang.v4.routes import SglangV4Planner
 from nsa_plugin.backends.sglang.v4.rows import over_rows
 from nsa_plugin.kernels.kv_cache import PagedCache, open_cache
-from nsa_plugin.kernels.v4_prefill import Attention
+from nsa_plugin.kernels.v4_prefill import RowsAttention
 from nsa_plugin.kernels.workspace import Workspace
 from nsa_plugin.layouts import V4_FP8, CacheLayout
 
@@ -54,7 +54,7 @@ class V4State:
     planner: SglangV4Planner
     providers: Providers
     own_heads_first: bool = True
-    rows_attention: Attention = sparse_prefill
+    rows_attention: RowsAttention = sparse_prefill
     plans_steps: bool = False
     route: Execution | None = None
     prefill: Prefill | None = None
@@ -79,20 +79,20 @@ class V4State:
 
 
 @dataclass(frozen=True)
-class Named:
+class CacheSelection:
     """A cache of one layer and what each row names in it: indices [rows, topk], lengths [rows], both int32."""
 
     cache: PagedCache
     indices: torch.Tensor
     lengths: torch.Tensor
 
-    def shifted(self) -> Named:
+    def shifted(self) -> CacheSelection:
         """The same with deliberately wrong slots."""
-        return Named(self.cache, shifted(self.indices), self.lengths)
+        return CacheSelection(self.cache, shifted(self.indices), self.lengths)
 
 
 @dataclass(frozen=True)
-class Call:
+class LayerCall:
     """A layer's attention.
 
     Attributes:
@@ -106,8 +106,8 @@ class Call:
     """
 
     q: torch.Tensor
-    window: Named
-    extra: Named | None
+    window: CacheSelection
+    extra: CacheSelection | None
     attn_sink: torch.Tensor | None
     scale: float
     own_heads: int
@@ -122,12 +122,14 @@ class Call:
         return {cache: self.extra.cache, "extra_indices": indices, "extra_topk_length": self.extra.lengths}
 
 
-def named(state: V4State, core: Any, pool: Any, layer_id: int, ratio: int, rows: int) -> tuple[Named, Named | None]:
+def named(
+    state: V4State, core: Any, pool: Any, layer_id: int, ratio: int, rows: int
+) -> tuple[CacheSelection, CacheSelection | None]:
     """The window and, with a compress ratio, the compressed keys of a layer, of as many rows as there are queries."""
     cache = state.cache(
         layer_id, "window", pool.get_swa_key_buffer_radix(layer_id), V4_FP8, lambda: window_page_size(pool)
     )
-    window = Named(cache, *_of_rows(state.prefill, core.swa_page_indices, core.swa_topk_lengths, rows))
+    window = CacheSelection(cache, *_of_rows(state.prefill, core.swa_page_indices, core.swa_topk_lengths, rows))
     if ratio == 0:
         return window, None
     chosen, counts = (
@@ -142,7 +144,7 @@ def named(state: V4State, core: Any, pool: Any, layer_id: int, ratio: int, rows:
         V4_FP8,
         lambda: int(pool.get_extra_key_page_size(layer_id)),
     )
-    return window, Named(cache, *_of_rows(state.prefill, chosen, counts, rows))
+    return window, CacheSelection(cache, *_of_rows(state.prefill, chosen, counts, rows))
 
 
 def _of_rows(
@@ -162,7 +164,7 @@ def _of_rows(
     return fitted
 
 
-def attend(state: V4State, chosen: Execution, call: Call) -> torch.Tensor:
+def attend(state: V4State, chosen: Execution, call: LayerCall) -> torch.Tensor:
     """[rows, heads, 512] in memory of its own: the model rotates the last values back in place.
 
     Heads that the model added are left out by the plugin's own kernels; they hold anything, and it reads none of them.
@@ -191,7 +193,7 @@ def attend(state: V4State, chosen: Execution, call: Call) -> torch.Tensor:
     return out
 
 
-def _by_decode_kernel(state: V4State, call: Call) -> torch.Tensor:
+def _by_decode_kernel(state: V4State, call: LayerCall) -> torch.Tensor:
     """FlashMLA's decode kernel for more rows than SGLang gives it, where the installed build takes them."""
     decode = state.providers.load("sparse_mla_decode", "flash_mla", heads=call.q.shape[1])
     if call.ratio not in state.schedules:

@@ -19,11 +19,11 @@ from nsa_plugin.backends.sglang.v4.batch import PAGE, Prefill
 from nsa_plugin.decision.v4_memory import INDICES_BYTES
 from nsa_plugin.errors import NoProviderError
 from nsa_plugin.kernels.swa_indices import IndexRows
-from nsa_plugin.kernels.v4_prefill import HEAD_DIM, Keys, attend_rows, combine, combined_width, fill
+from nsa_plugin.kernels.v4_prefill import HEAD_DIM, PrefillKeys, attend_rows, combine, combined_width, fill
 from nsa_plugin.kernels.workspace import Workspace
 
 if TYPE_CHECKING:
-    from nsa_plugin.backends.sglang.v4.kernels import Call, Named, V4State
+    from nsa_plugin.backends.sglang.v4.kernels import CacheSelection, LayerCall, V4State
 
 SELECTED = 4
 """The compress ratio whose layers name keys of their own."""
@@ -45,8 +45,8 @@ class Table:
         indices: the combined ones, once a layer has made them, if they are kept.
     """
 
-    named: tuple[Named, ...]
-    keys: tuple[Keys, ...]
+    named: tuple[CacheSelection, ...]
+    keys: tuple[PrefillKeys, ...]
     workspace: torch.Tensor
     combined: torch.Tensor
     rows: int
@@ -55,7 +55,7 @@ class Table:
     filled: bool = False
     indices: IndexRows | None = None
 
-    def is_of(self, named: tuple[Named, ...], rows: int) -> bool:
+    def is_of(self, named: tuple[CacheSelection, ...], rows: int) -> bool:
         """Whether a layer names what the table was made for, in the same tensors, and as many queries ask."""
         return rows == self.rows and all(
             one.indices is other.indices
@@ -85,7 +85,7 @@ class Tables:
     maps: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
 
 
-def over_rows(state: V4State, call: Call) -> torch.Tensor:
+def over_rows(state: V4State, call: LayerCall) -> torch.Tensor:
     """By way of bfloat16 rows, which are made once a layer, and by so many query rows at once that the combined indices
     keep to their bound: several parts only where a row names thousands of keys (c128 of long contexts).
 
@@ -113,7 +113,7 @@ def over_rows(state: V4State, call: Call) -> torch.Tensor:
     return out
 
 
-def _indices(table: Table, keys: tuple[Keys, ...]) -> IndexRows:
+def _indices(table: Table, keys: tuple[PrefillKeys, ...]) -> IndexRows:
     if table.indices is not None:
         return table.indices
     indices = combine(*keys, out=table.combined, again=True)
@@ -122,11 +122,11 @@ def _indices(table: Table, keys: tuple[Keys, ...]) -> IndexRows:
     return indices
 
 
-def _parts(call: Call) -> tuple[Named, ...]:
+def _parts(call: LayerCall) -> tuple[CacheSelection, ...]:
     return (call.window,) if call.extra is None else (call.window, call.extra)
 
 
-def _table(state: V4State, prefill: Prefill, call: Call) -> Table:
+def _table(state: V4State, prefill: Prefill, call: LayerCall) -> Table:
     named, rows = _parts(call), call.q.shape[0]
     tables: Tables | None = prefill.tables
     if tables is None or tables.rows != rows:
@@ -150,7 +150,7 @@ def _table(state: V4State, prefill: Prefill, call: Call) -> Table:
         if (name, num_pages) not in tables.maps:
             tables.maps[name, num_pages] = scratch.get(name, (num_pages,), torch.int32, device)
     both = tuple(
-        Keys(part.cache, listed, part.indices, part.lengths, tables.maps[name])
+        PrefillKeys(part.cache, listed, part.indices, part.lengths, tables.maps[name])
         for part, listed, name in zip(named, pages, names, strict=True)
     )
     needed = most = sum(part.rows for part in both)
@@ -163,7 +163,7 @@ def _table(state: V4State, prefill: Prefill, call: Call) -> Table:
     return table
 
 
-def _tables(call: Call, rows: int) -> Tables:
+def _tables(call: LayerCall, rows: int) -> Tables:
     window = int(call.window.indices.shape[1])
     widths = {0: combined_width(window)}
     for ratio, name in ((SELECTED, "c4_sparse_page_indices"), (128, "c128_page_indices")):

@@ -16,7 +16,7 @@ from nsa_plugin.backends.common.paths import BF16_ROWS, DECODE_KERNEL
 from nsa_plugin.backends.common.planner import Execution
 from nsa_plugin.backends.common.warm import refusal
 from nsa_plugin.backends.sglang.v4.batch import PAGE, Prefill, spans
-from nsa_plugin.backends.sglang.v4.kernels import Call, Named, V4State, attend
+from nsa_plugin.backends.sglang.v4.kernels import CacheSelection, LayerCall, V4State, attend
 from nsa_plugin.backends.sglang.v4.routes import WINDOW, WINDOW_PAGE
 from nsa_plugin.kernels.kv_cache import allocate_cache
 from nsa_plugin.layouts import INDEXER_FP8, V4_FP8
@@ -55,7 +55,7 @@ def warm_v4(routes: Iterable[Execution], state: V4State, device: torch.device) -
                 core = SimpleNamespace(
                     swa_page_indices=window.indices, page_table=torch.zeros(ROWS, 1, dtype=torch.int32, device=device)
                 )
-                call = Call(q, window, extra, sink, 1.0, model.heads_per_rank, ratio, core)
+                call = LayerCall(q, window, extra, sink, 1.0, model.heads_per_rank, ratio, core)
                 right = not bool(attend(state, route, call)[:, : model.heads_per_rank].any())
             except Exception as error:  # a compiler's, the driver's, or CUDA's own
                 raise refusal(_in_words(route), repr(error)) from error
@@ -105,12 +105,12 @@ def _warm_selection(state: V4State, device: torch.device) -> None:
         raise refusal(what, "keys of zeros or their slots are not as they were written")
 
 
-def _named(page_size: int, width: int, lengths: torch.Tensor, *, named: int = ROWS) -> Named:
+def _named(page_size: int, width: int, lengths: torch.Tensor, *, named: int = ROWS) -> CacheSelection:
     """A page of zeros, and rows that name their own slot first, then backwards, as the engine's do."""
     column = torch.arange(width, dtype=torch.int32, device=lengths.device)
     indices = lengths.unsqueeze(1) - 1 - column
     indices = torch.where((indices >= 0) & (lengths.unsqueeze(1) <= named), indices, -1).int()
-    return Named(allocate_cache(V4_FP8, 1, page_size, device=lengths.device), indices, lengths)
+    return CacheSelection(allocate_cache(V4_FP8, 1, page_size, device=lengths.device), indices, lengths)
 
 
 def _in_words(route: Execution) -> str:

@@ -29,7 +29,7 @@ from nsa_plugin.backends.vllm.startup.model import (
     refuse_on_cpu,
     refuse_on_gpu,
 )
-from nsa_plugin.backends.vllm.startup.serving import CpuServing, Serving
+from nsa_plugin.backends.vllm.startup.serving import CpuServing, VllmServing
 from nsa_plugin.decision.dispatch import validate
 from nsa_plugin.errors import NsaPluginError, PatchError
 from nsa_plugin.libraries.probe import probe
@@ -48,7 +48,7 @@ CONFIG_SOURCE = f"--additional-config {{{CONFIG_KEY!r}: ...}}"
 
 
 @dataclass
-class Process:
+class VllmProcess:
     """The plugin in this process. One instance a process, because patches are the process's.
 
     Attributes:
@@ -57,7 +57,7 @@ class Process:
     """
 
     ledger: Ledger
-    serving: Serving | None = None
+    serving: VllmServing | None = None
     counters: TemporaryDirectory[str] | None = None
     _said: set[str] = field(default_factory=set)
     _read: tuple[Any, ResolvedSettings] | None = None
@@ -126,10 +126,10 @@ def asked_for(argv: list[str], environ: Mapping[str, str]) -> bool:
 
 
 @functools.cache
-def process() -> Process:
+def process() -> VllmProcess:
     import vllm
 
-    return Process(
+    return VllmProcess(
         Ledger(
             engine=ledger_data.ENGINE,
             version=Version(vllm.__version__),
@@ -259,7 +259,7 @@ def wrap_worker_init(original: Callable[..., Any]) -> Callable[..., Any]:
     return wrap(original, around)
 
 
-def start_serving(vllm_config: Any) -> Serving | None:
+def start_serving(vllm_config: Any) -> VllmServing | None:
     """Apply and verify the patches for this worker. On a CPU that is all, and is reported.
 
     Raises:

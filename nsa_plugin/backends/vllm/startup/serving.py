@@ -16,7 +16,7 @@ from nsa_plugin.telemetry import Trace
 
 
 @dataclass(kw_only=True)
-class Serving:
+class VllmServing:
     """What both backends have.
 
     Attributes:
@@ -45,7 +45,7 @@ class Serving:
 
 
 @dataclass(kw_only=True)
-class CpuServing(Serving):
+class CpuServing(VllmServing):
     """On a CPU everything is known before the worker is built.
 
     Attributes:

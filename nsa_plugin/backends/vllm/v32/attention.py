@@ -26,7 +26,7 @@ from nsa_plugin.backends.common.fault import shifted
 from nsa_plugin.backends.common.paths import PROVIDER
 from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.common.token_shard import Share
-from nsa_plugin.backends.vllm.v32.metadata import DensePiece, Piece, PlannedMetadata, Planning
+from nsa_plugin.backends.vllm.v32.metadata import DensePiece, PlannedMetadata, Planning, SparsePiece
 from nsa_plugin.backends.vllm.v32.routes import VllmPlanner
 from nsa_plugin.backends.vllm.v32.token_shard import Copied, flash_mla
 from nsa_plugin.decision.plan import Attention, Plan
@@ -154,7 +154,7 @@ def _attend(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
     metadata: PlannedMetadata,
-    piece: Piece,
+    piece: SparsePiece,
     layer: Any,
     out: torch.Tensor,
 ) -> None:
@@ -209,7 +209,7 @@ def _by_provider(
 
 
 def _traded(
-    impl: Any, share: Share, q: torch.Tensor, kv_cache: torch.Tensor, metadata: PlannedMetadata, piece: Piece
+    impl: Any, share: Share, q: torch.Tensor, kv_cache: torch.Tensor, metadata: PlannedMetadata, piece: SparsePiece
 ) -> torch.Tensor:
     """[rows, heads, kv_lora_rank] of a piece whose ranks trade heads for tokens; valid until the next layer attends."""
     owners, plan = piece.request_of_row, piece.plan

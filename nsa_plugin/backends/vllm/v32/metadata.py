@@ -1,7 +1,7 @@
 """The attention metadata of a batch in parts, and the builder that makes it: a subclass of vLLM's FlashMLA-sparse one.
 
 What vLLM's MLA layer reads is there under its names (0.20 to 0.33); what the plugin's implementation works on are
-`Piece`s and `DensePiece`s. All that a captured batch needs lies at addresses that stay: vLLM's block table, and a
+`SparsePiece`s and `DensePiece`s. All that a captured batch needs lies at addresses that stay: vLLM's block table, and a
 buffer of the builder that says whose row is whose. Nothing here waits for the device, and nothing for torch's threads,
 which `torch.repeat_interleave` would wake on a host: see `metadata.owner_of_rows`.
 """
@@ -34,7 +34,7 @@ Planning = Callable[[], VllmPlanner | None]
 
 
 @dataclass(frozen=True)
-class Piece:
+class SparsePiece:
     """Rows that attend to selected tokens, in one call.
 
     Attributes:
@@ -91,9 +91,9 @@ class PlannedMetadata(MLAMetadata):
         tail: what `forward_mha` attends sparsely: prefills that select, behind the first dense one.
     """
 
-    mqa: tuple[Piece, ...]
+    mqa: tuple[SparsePiece, ...]
     mha: tuple[DensePiece, ...]
-    tail: Piece | None
+    tail: SparsePiece | None
     decode: str = "nsa_plugin"
 
 
@@ -176,7 +176,7 @@ def assemble(
 
     def piece(
         plan: Plan, rows: slice | torch.Tensor, requests: Sequence[int], given: Dealt | None, keep: bool = False
-    ) -> Piece:
+    ) -> SparsePiece:
         path = path_of(VLLM, layout, plan).path
         if given is not None:
             assert planner.exchange is not None
@@ -184,18 +184,18 @@ def assemble(
             if plan.dequantize_kv:
                 copied = _copied(given.own, common.block_table_tensor, owners, page_size, planner.max_model_len)
             share = Share(planner.exchange, given.partition, plan.token_shard_chunks)
-            return Piece(plan, path, rows, owners[rows], share=share, copied=copied)
+            return SparsePiece(plan, path, rows, owners[rows], share=share, copied=copied)
         if path == PROVIDER:
-            return Piece(plan, path, rows, owners[rows])
+            return SparsePiece(plan, path, rows, owners[rows])
         whole = len(requests) == split.num_requests
         stock = stock_metadata(common if whole else part_of(common, split, requests), path)
         # vLLM's builder has one buffer for whose row is whose, and the next part overwrites it.
         if keep and isinstance(getattr(stock, "req_id_per_token", None), torch.Tensor):
             stock = replace(stock, req_id_per_token=stock.req_id_per_token.clone())
-        return Piece(plan, path, rows, stock=stock)
+        return SparsePiece(plan, path, rows, stock=stock)
 
     first_dense, head, behind = split.mha_request, split.head_requests, split.tail_requests
-    mqa: list[Piece] = []
+    mqa: list[SparsePiece] = []
     tail = None
     # What is built last may use the buffers of vLLM's builder, so that a batch of one part is as vLLM makes it.
     if behind:

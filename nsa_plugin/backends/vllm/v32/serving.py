@@ -20,7 +20,7 @@ from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.common.token_shard import Exchange
 from nsa_plugin.backends.common.warm import warm, warm_selection
 from nsa_plugin.backends.vllm.startup.model import GPU_LAYOUTS, model_shape, refuse_on_gpu, step_tokens
-from nsa_plugin.backends.vllm.startup.serving import Serving
+from nsa_plugin.backends.vllm.startup.serving import VllmServing
 from nsa_plugin.backends.vllm.v32.routes import VllmPlanner
 from nsa_plugin.backends.vllm.v32.token_shard import open_exchange
 from nsa_plugin.decision.dispatch import validate
@@ -47,7 +47,7 @@ WORKSPACE_SHARE = 2
 
 
 @dataclass(kw_only=True)
-class GpuServing(Serving):
+class GpuServing(VllmServing):
     """One a worker process.
 
     Attributes:

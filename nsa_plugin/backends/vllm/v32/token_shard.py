@@ -32,7 +32,7 @@ from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.errors import NsaPluginError
 from nsa_plugin.kernels.kv_cache import PagedCache
 from nsa_plugin.libraries.devices import DeviceProfile
-from nsa_plugin.parallel.partition import Partition, Piece, pieces
+from nsa_plugin.parallel.partition import Partition, PartitionPiece, pieces
 from nsa_plugin.settings import Settings
 
 GROUP = "vllm.distributed.parallel_state", "get_tp_group"
@@ -41,7 +41,7 @@ FLASH_MLA = "vllm.v1.attention.backends.mla.flashmla_sparse"
 """The module that calls FlashMLA for vLLM's own layers: the functions are those that it has imported."""
 
 
-class OwnRows(Piece):
+class OwnRows(PartitionPiece):
     """What this rank has of one request: its place in the batch, and rows counted from the request's first one."""
 
 

@@ -26,7 +26,7 @@ from nsa_plugin.backends.common.fault import shifted
 from nsa_plugin.backends.common.names import engine_names
 from nsa_plugin.backends.common.paths import BF16_ROWS, DECODE_KERNEL, DIRECT
 from nsa_plugin.backends.common.planner import KERNEL_OPS
-from nsa_plugin.backends.vllm.v4.batch import ATTRIBUTE, Named, V4Batch
+from nsa_plugin.backends.vllm.v4.batch import ATTRIBUTE, SlotSelection, V4Batch
 from nsa_plugin.backends.vllm.v4.routes import path
 from nsa_plugin.decision.plan import Plan
 from nsa_plugin.errors import PatchError
@@ -39,7 +39,7 @@ ROWS_KERNEL = "flash_mla_sparse_fwd"
 """What vLLM's function calls over bf16 rows."""
 
 Given = Mapping[str, Any]
-Kernel = Callable[..., Any]
+KernelFunction = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class Rows:
     q: torch.Tensor
     out: torch.Tensor
     caches: tuple[PagedCache, PagedCache | None]
-    window: Named
-    extra: Named | None
+    window: SlotSelection
+    extra: SlotSelection | None
 
     def wrong(self) -> Rows:
         """The same rows with other slots."""
@@ -64,7 +64,7 @@ class Rows:
         return replace(self, window=replace(self.window, slots=shifted(self.window.slots)), extra=extra)
 
 
-def prefill(original: Any, kernel: Callable[[], tuple[Kernel, Kernel]]) -> Any:
+def prefill(original: Any, kernel: Callable[[], tuple[KernelFunction, KernelFunction]]) -> Any:
     """For `_forward_prefill`.
 
     Args:
@@ -102,17 +102,17 @@ def decode(original: Any) -> Any:
             return engines()
         metadata, rows = batch.metadata, int(batch.metadata.num_decode_tokens)
         caches = _caches(layer, layer.swa_cache_layer.kv_cache, given["kv_cache"], given["attn_metadata"])
-        window = Named(metadata.decode_swa_indices[:rows].flatten(1), metadata.decode_swa_lens[:rows])
+        window = SlotSelection(metadata.decode_swa_indices[:rows].flatten(1), metadata.decode_swa_lens[:rows])
         extra = None
         if caches[1] is not None and layer.compress_ratio == 4:
             transform = batch.providers.helper("index_transform_paged")
             chosen, table = layer.topk_indices_buffer[:rows], given["attn_metadata"].block_table
             page_size, owners = caches[1].page_size, batch.step_owners()
-            extra = Named(transform(chosen, table, page_size=page_size, row_to_request=owners), None)
+            extra = SlotSelection(transform(chosen, table, page_size=page_size, row_to_request=owners), None)
         elif caches[1] is not None:
             named = given["attn_metadata"]
             slots = named.c128a_global_decode_topk_indices[:rows].flatten(1)
-            extra = Named(slots, named.c128a_decode_topk_lens[:rows])
+            extra = SlotSelection(slots, named.c128a_decode_topk_lens[:rows])
         _direct(layer, batch, plan, Rows(given["q"][:rows], given["output"][:rows], caches, window, extra))
         return None
 
@@ -156,7 +156,7 @@ def _caches(layer: Any, window: torch.Tensor, extra: torch.Tensor | None, named:
     return own, second
 
 
-def _selected(layer: Any, batch: V4Batch, given: Given, cache: PagedCache | None) -> Named | None:
+def _selected(layer: Any, batch: V4Batch, given: Given, cache: PagedCache | None) -> SlotSelection | None:
     """The compressed keys of the prefills' rows; None without a compressed cache."""
     if cache is None:
         return None
@@ -167,7 +167,7 @@ def _selected(layer: Any, batch: V4Batch, given: Given, cache: PagedCache | None
     else:
         chosen = named.c128a_prefill_topk_indices[: len(lengths)]
     slots = batch.slots(ratio, chosen, named.block_table, cache.page_size, lengths)
-    return Named(slots, lengths.clamp(max=slots.shape[1]))
+    return SlotSelection(slots, lengths.clamp(max=slots.shape[1]))
 
 
 def _direct(layer: Any, batch: V4Batch, plan: Plan, rows: Rows) -> None:
@@ -189,7 +189,7 @@ def _direct(layer: Any, batch: V4Batch, plan: Plan, rows: Rows) -> None:
     kernel(q, cache, shaped(window.slots), topk_length=window.lengths, out=out, **arguments)
 
 
-def _by_decode_kernel(layer: Any, batch: V4Batch, kernel: tuple[Kernel, Kernel], rows: Rows) -> None:
+def _by_decode_kernel(layer: Any, batch: V4Batch, kernel: tuple[KernelFunction, KernelFunction], rows: Rows) -> None:
     """FlashMLA's decode kernel, with the arguments of vLLM's own call for decodes."""
     rows = rows.wrong() if _faulty(batch) else rows
     (cache, second), window, extra = rows.caches, rows.window, rows.extra

@@ -28,7 +28,7 @@ COLUMNS = 128
 
 
 @dataclass(frozen=True)
-class Named:
+class SlotSelection:
     """What each row names in a cache: slots [rows, topk] int32, and how many of them count, [rows] int32 or None."""
 
     slots: torch.Tensor
@@ -57,7 +57,7 @@ class V4Batch:
     prefill_rows: slice
     longest: int
     schedules: dict[int, Any] = field(default_factory=dict)
-    _window: Named | None = None
+    _window: SlotSelection | None = None
     _lengths: dict[int, torch.Tensor] = field(default_factory=dict)
     _slots: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
 
@@ -79,7 +79,7 @@ class V4Batch:
         owners[: len(found)] = torch.where(self.metadata.is_valid_token[: len(found)], found, -1)
         return owners
 
-    def window(self) -> Named:
+    def window(self) -> SlotSelection:
         """The window's slots of the prefills' rows."""
         if self._window is None:
             given = getattr(self.metadata, "prefill_swa_indices", None)  # since 0.24
@@ -87,10 +87,10 @@ class V4Batch:
                 self._window = self._own_window()
             else:
                 rows = self.num_prefill_rows
-                self._window = Named(given[:rows].flatten(1), self.metadata.prefill_swa_lens[:rows])
+                self._window = SlotSelection(given[:rows].flatten(1), self.metadata.prefill_swa_lens[:rows])
         return self._window
 
-    def _own_window(self) -> Named:
+    def _own_window(self) -> SlotSelection:
         metadata, first = self.metadata, int(self.metadata.num_decodes)
         starts = metadata.query_start_loc[first:] - metadata.query_start_loc[first]
         rows = self.num_prefill_rows
@@ -101,7 +101,7 @@ class V4Batch:
         slots = transform(
             positions.indices, metadata.block_table, page_size=int(metadata.block_size), row_to_request=self.owners
         )
-        return Named(slots, positions.lengths)
+        return SlotSelection(slots, positions.lengths)
 
     def lengths(self, ratio: int, positions: torch.Tensor) -> torch.Tensor:
         """int32 [prefill rows]: the compressed keys that each row may see.

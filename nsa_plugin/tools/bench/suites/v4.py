@@ -11,7 +11,7 @@ import torch
 from nsa_plugin.kernels.kv_cache import PagedCache
 from nsa_plugin.kernels.sparse_mla import reference_decode, reference_prefill
 from nsa_plugin.kernels.swa_indices import IndexRows
-from nsa_plugin.kernels.v4_prefill import Keys, route
+from nsa_plugin.kernels.v4_prefill import PrefillKeys, route
 from nsa_plugin.tools.bench import floors, inputs, judges, stock
 from nsa_plugin.tools.bench.cases import BenchCase
 from nsa_plugin.tools.bench.judges import Attended
@@ -231,7 +231,7 @@ def _compact(indices: torch.Tensor) -> IndexRows:
     return IndexRows(indices, (indices >= 0).sum(1).int().clamp(min=1))
 
 
-def _keys(cache: PagedCache, indices: IndexRows) -> Keys:
+def _keys(cache: PagedCache, indices: IndexRows) -> PrefillKeys:
     """Every page of the cache, which is the context of one request."""
     pages = torch.arange(cache.num_pages, dtype=torch.int32, device=cache.device)
-    return Keys(cache, pages, indices.indices, indices.lengths, page_map=torch.empty_like(pages))
+    return PrefillKeys(cache, pages, indices.indices, indices.lengths, page_map=torch.empty_like(pages))

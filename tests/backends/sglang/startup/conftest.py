@@ -8,7 +8,7 @@ import pytest
 from packaging.version import Version
 
 from nsa_plugin.backends.sglang.startup import activation, backend, hooks, serving
-from nsa_plugin.backends.sglang.startup.activation import Process
+from nsa_plugin.backends.sglang.startup.activation import SglangProcess
 from nsa_plugin.backends.sglang.startup.flags import CARRIER
 from nsa_plugin.libraries.devices import synthetic
 from nsa_plugin.patches import sglang as data
@@ -24,14 +24,14 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def process(monkeypatch: pytest.MonkeyPatch) -> Process:
+def process(monkeypatch: pytest.MonkeyPatch) -> SglangProcess:
     """The plugin in a scheduler process on an H200, with no patches to apply."""
     ledger = Ledger(engine="sglang", version=Version("0.5.16"), supported=data.SUPPORTED, patches=())
-    this = Process(ledger=ledger, child=True)
+    this = SglangProcess(ledger=ledger, child=True)
     monkeypatch.setattr(backend, "process", lambda: this)
     monkeypatch.setattr(hooks, "process", lambda: this)
     monkeypatch.setattr(activation, "probe", lambda: synthetic(sm=90, libraries=("flash_mla", "fa3", "deep_gemm")))
-    monkeypatch.setattr(Process, "_refuse_copies", lambda self: None)
+    monkeypatch.setattr(SglangProcess, "_refuse_copies", lambda self: None)
     monkeypatch.setattr(serving, "warm", lambda *arguments: None)
     monkeypatch.setattr(serving, "warm_selection", lambda *arguments: None)
     return this

@@ -14,7 +14,7 @@ import pytest
 from packaging.version import Version
 
 from nsa_plugin.backends.sglang.startup import activation, backend, hooks, model, serving
-from nsa_plugin.backends.sglang.startup.activation import Process
+from nsa_plugin.backends.sglang.startup.activation import SglangProcess
 from nsa_plugin.backends.sglang.startup.flags import Carried
 from nsa_plugin.errors import NoProviderError, NsaPluginError, PatchError, SettingsError, ShapeError
 from nsa_plugin.libraries.devices import synthetic
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("clean_environment")
 
 
 def test_a_sparse_model_on_a_gpu_is_checked_and_reported(
-    process: Process, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    process: SglangProcess, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("NSA_PLUGIN_REPORT", str(tmp_path / "report.json"))
     Carried({"enabled": "true"}, {}).write()
@@ -47,7 +47,7 @@ def test_a_sparse_model_on_a_gpu_is_checked_and_reported(
     assert process.serving.model.attn_tp_size == 8
 
 
-def test_a_backend_of_the_plugin_takes_its_routes_from_plans(process: Process) -> None:
+def test_a_backend_of_the_plugin_takes_its_routes_from_plans(process: SglangProcess) -> None:
     Carried({"enabled": "true"}, {}).write()
     process.enter_scheduler()
     plugin_backend = backend.make(StockBackend)
@@ -59,7 +59,7 @@ def test_a_backend_of_the_plugin_takes_its_routes_from_plans(process: Process) -
 
 
 def test_what_is_free_is_read_anew_once_the_engine_has_started(
-    process: Process, monkeypatch: pytest.MonkeyPatch
+    process: SglangProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(serving, "free_device_memory", lambda: 1)
     Carried({"enabled": "true"}, {}).write()
@@ -72,7 +72,7 @@ def test_what_is_free_is_read_anew_once_the_engine_has_started(
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_a_later_backend_that_cannot_serve_takes_the_others_back(
-    process: Process, tmp_path: Path, strict: bool
+    process: SglangProcess, tmp_path: Path, strict: bool
 ) -> None:
     report = tmp_path / "report.json"
     Carried({"enabled": "true", "strict": str(strict), "report": str(report)}, {}).write()
@@ -93,7 +93,7 @@ def test_a_later_backend_that_cannot_serve_takes_the_others_back(
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_a_kernel_that_does_not_run_is_refused_at_start(
-    process: Process, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, strict: bool
+    process: SglangProcess, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, strict: bool
 ) -> None:
     def broken(*arguments: Any) -> None:
         raise NoProviderError("cuda's sparse_mla_decode: it does not compile")
@@ -110,7 +110,7 @@ def test_a_kernel_that_does_not_run_is_refused_at_start(
     assert any("the stock engine serves" in note and "does not compile" in note for note in read(report)["notes"])
 
 
-def test_a_feature_that_is_sglangs_own_is_reported_as_such(process: Process, tmp_path: Path) -> None:
+def test_a_feature_that_is_sglangs_own_is_reported_as_such(process: SglangProcess, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     Carried({"enabled": "true", "report": str(report)}, {}).write()
     start(process, build=runner(enable_deterministic_inference=True))
@@ -120,7 +120,7 @@ def test_a_feature_that_is_sglangs_own_is_reported_as_such(process: Process, tmp
     ]
 
 
-def test_the_second_backend_of_a_process_does_not_change_what_is_served(process: Process) -> None:
+def test_the_second_backend_of_a_process_does_not_change_what_is_served(process: SglangProcess) -> None:
     Carried({"enabled": "true"}, {}).write()
     process.enter_scheduler()
     plugin_backend = backend.make(StockBackend)
@@ -130,7 +130,7 @@ def test_the_second_backend_of_a_process_does_not_change_what_is_served(process:
     assert process.serving is first
 
 
-def test_the_backend_is_the_engine_s_own_with_its_arguments(process: Process) -> None:
+def test_the_backend_is_the_engine_s_own_with_its_arguments(process: SglangProcess) -> None:
     plugin_backend = backend.make(StockBackend)
     built = plugin_backend(runner(), False, topk=7)
     assert isinstance(built, StockBackend)
@@ -139,14 +139,14 @@ def test_the_backend_is_the_engine_s_own_with_its_arguments(process: Process) ->
     assert process.serving is None  # not enabled
 
 
-def test_on_a_cpu_the_backend_says_that_it_needs_a_gpu(process: Process) -> None:
+def test_on_a_cpu_the_backend_says_that_it_needs_a_gpu(process: SglangProcess) -> None:
     with pytest.raises(NoProviderError, match="needs a GPU"):
         backend.make(StockBackend)(runner(device="cpu"))
 
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_a_library_that_cannot_carry_the_model_is_refused_at_start(
-    process: Process, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, strict: bool
+    process: SglangProcess, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, strict: bool
 ) -> None:
     """trtllm on an H200: an error before serving, not in the first batch."""
     report = tmp_path / "report.json"
@@ -172,7 +172,7 @@ class TrtllmBackend(StockBackend):
 
 @pytest.mark.parametrize("dtype", ["torch.float8_e4m3fn", "torch.bfloat16"])
 def test_the_engines_own_trtllm_serves_where_the_device_has_it(
-    process: Process, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dtype: str
+    process: SglangProcess, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dtype: str
 ) -> None:
     """Over an fp8 cache too, whose format is TRT-LLM's own; several backends of it say so once."""
     monkeypatch.setattr(activation, "probe", lambda: synthetic(sm=100))
@@ -188,7 +188,7 @@ def test_the_engines_own_trtllm_serves_where_the_device_has_it(
     assert len(report["notes"]) == len(set(report["notes"]))
 
 
-def test_trtllm_over_fp8_is_refused_where_the_device_lacks_it(process: Process) -> None:
+def test_trtllm_over_fp8_is_refused_where_the_device_lacks_it(process: SglangProcess) -> None:
     Carried({"enabled": "true"}, {"decode_backend": ("--dsa-decode-backend", "trtllm")}).write()
     process.enter_scheduler()
     with pytest.raises(NsaPluginError, match=r"--dsa-prefill-backend is trtllm, .* need SM100"):
@@ -197,7 +197,7 @@ def test_trtllm_over_fp8_is_refused_where_the_device_lacks_it(process: Process) 
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_sparse_attention_by_another_backend_is_not_taken_for_the_plugin_s(
-    process: Process, tmp_path: Path, strict: bool
+    process: SglangProcess, tmp_path: Path, strict: bool
 ) -> None:
     """--attention-backend other than dsa: refusing must not look like running."""
     report = tmp_path / "report.json"
@@ -211,7 +211,7 @@ def test_sparse_attention_by_another_backend_is_not_taken_for_the_plugin_s(
 
 
 def test_a_model_without_sparse_attention_is_left_alone(
-    process: Process, caplog: pytest.LogCaptureFixture, tmp_path: Path
+    process: SglangProcess, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     Carried({"enabled": "true", "report": str(tmp_path / "report.json")}, {}).write()
     with caplog.at_level(logging.INFO, "nsa_plugin"):
@@ -221,7 +221,7 @@ def test_a_model_without_sparse_attention_is_left_alone(
     assert "LlamaForCausalLM has no DeepSeek sparse attention" in caplog.text
 
 
-def test_only_the_first_rank_reports(process: Process, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_only_the_first_rank_reports(process: SglangProcess, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     Carried({"enabled": "true", "report": str(tmp_path / "report.json")}, {}).write()
     monkeypatch.setattr(activation, "_rank", lambda: 3)
     start(process, build=runner())
@@ -229,7 +229,7 @@ def test_only_the_first_rank_reports(process: Process, monkeypatch: pytest.Monke
     assert process.serving is not None
 
 
-def test_while_it_is_off_a_scheduler_passes_through(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_while_it_is_off_a_scheduler_passes_through(process: SglangProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     start(process)
     assert process.resolved is None
     Carried({"enabled": "true"}, {}).write()
@@ -239,7 +239,7 @@ def test_while_it_is_off_a_scheduler_passes_through(process: Process, monkeypatc
 
 
 def test_an_error_of_the_plugin_leaves_a_scheduler_as_a_plain_message(
-    process: Process, monkeypatch: pytest.MonkeyPatch
+    process: SglangProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang catches Exception around a scheduler's start and kills the server with a traceback."""
     monkeypatch.setenv("NSA_PLUGIN_TARCE", "log")
@@ -250,7 +250,7 @@ def test_an_error_of_the_plugin_leaves_a_scheduler_as_a_plain_message(
     assert started == []
 
 
-def test_another_error_of_a_scheduler_is_left_to_the_engine(process: Process) -> None:
+def test_another_error_of_a_scheduler_is_left_to_the_engine(process: SglangProcess) -> None:
     def engine_fails(scheduler: Any, server_args: Any) -> None:
         raise RuntimeError("out of memory")
 
@@ -259,7 +259,7 @@ def test_another_error_of_a_scheduler_is_left_to_the_engine(process: Process) ->
 
 
 def test_a_copy_of_the_class_that_was_taken_before_is_refused(
-    process: Process, monkeypatch: pytest.MonkeyPatch
+    process: SglangProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()
     name = "sglang.srt.layers.attention.dsa_backend"
@@ -334,7 +334,7 @@ def test_an_engine_that_the_plugin_cannot_read_is_stopped_only_if_it_is_asked_fo
 
 
 def test_strict_off_before_serving_is_a_warning_said_once(
-    process: Process, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    process: SglangProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(version: Version) -> None:
         raise PatchError("a target is gone")
@@ -350,7 +350,7 @@ def test_strict_off_before_serving_is_a_warning_said_once(
         process.check_before_serving(arguments)
 
 
-def test_what_the_user_gave_to_the_engine_is_kept_before_the_engine_fills_in_the_rest(process: Process) -> None:
+def test_what_the_user_gave_to_the_engine_is_kept_before_the_engine_fills_in_the_rest(process: SglangProcess) -> None:
     process.check_before_serving(SimpleNamespace(dsa_decode_backend="flashmla_kv", dsa_prefill_backend=None))
     assert Carried.read().engine == {"decode_backend": ("--dsa-decode-backend", "flashmla_kv")}
 

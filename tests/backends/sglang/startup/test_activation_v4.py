@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from nsa_plugin.backends.sglang.startup import activation, model, serving
-from nsa_plugin.backends.sglang.startup.activation import Process
+from nsa_plugin.backends.sglang.startup.activation import SglangProcess
 from nsa_plugin.backends.sglang.startup.flags import Carried
 from nsa_plugin.errors import NoProviderError, PatchError
 from nsa_plugin.libraries.devices import synthetic
@@ -21,7 +21,7 @@ from tests.backends.fake_sglang.scheduler import read, runner, scheduler, start
 from tests.backends.fake_sglang.v4 import MODEL, Engine
 
 pytestmark = pytest.mark.usefixtures("clean_environment")
-REFUSE_COPIES = Process._refuse_copies  # a fixture takes it away
+REFUSE_COPIES = SglangProcess._refuse_copies  # a fixture takes it away
 
 V4_CONFIG = SimpleNamespace(architectures=["DeepseekV4ForCausalLM"], index_topk=512, compress_ratios=[0, 4, 128])
 V4_MODULE = "sglang.srt.layers.attention.deepseek_v4_backend"
@@ -34,7 +34,7 @@ class StockV4Backend(Engine):
 
 
 @pytest.fixture
-def registry(process: Process, monkeypatch: pytest.MonkeyPatch) -> Any:
+def registry(process: SglangProcess, monkeypatch: pytest.MonkeyPatch) -> Any:
     """SGLang's registry, whose entry for V4 imports the class when it is called; with what the ledger does to both."""
     built: list[Any] = []
 
@@ -51,11 +51,11 @@ def registry(process: Process, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setitem(sys.modules, name, ModuleType(name))
     sys.modules[name].ATTENTION_BACKENDS = {"dsv4": create}  # type: ignore[attr-defined]
     process.ledger.patches = data.V4_ENTRY + data.V4
-    monkeypatch.setattr(Process, "_refuse_copies", REFUSE_COPIES)
+    monkeypatch.setattr(SglangProcess, "_refuse_copies", REFUSE_COPIES)
     return SimpleNamespace(backends=sys.modules[name].ATTENTION_BACKENDS, built=built)
 
 
-def enabled(process: Process, monkeypatch: pytest.MonkeyPatch, **settings: str) -> None:
+def enabled(process: SglangProcess, monkeypatch: pytest.MonkeyPatch, **settings: str) -> None:
     """A scheduler's process that has just been entered, on a GPU."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     Carried({"enabled": "true", **settings}, {}).write()
@@ -75,13 +75,13 @@ def adopted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         routes={},
         notes=[],
     )
-    monkeypatch.setattr(serving.Serving, "begin", lambda *arguments: begun)
+    monkeypatch.setattr(serving.SglangServing, "begin", lambda *arguments: begun)
     return seen
 
 
 @pytest.mark.parametrize("algorithm", [None, "EAGLE"])
 def test_v4_serves_with_and_without_speculative_decoding(
-    process: Process,
+    process: SglangProcess,
     registry: Any,
     adopted: list[Any],
     monkeypatch: pytest.MonkeyPatch,
@@ -97,7 +97,7 @@ def test_v4_serves_with_and_without_speculative_decoding(
     assert (report["active"], report["notes"]) == (True, [])
 
 
-def test_speculative_decoding_of_v32_is_served(process: Process) -> None:
+def test_speculative_decoding_of_v32_is_served(process: SglangProcess) -> None:
     Carried({"enabled": "true"}, {}).write()
     start(process, build=runner(scaled_fp8=True, speculative_algorithm="EAGLE"))
     assert process.serving is not None
@@ -106,7 +106,7 @@ def test_speculative_decoding_of_v32_is_served(process: Process) -> None:
 
 @pytest.mark.parametrize("config", [vars(V4_CONFIG), {"index_topk": 2048}, {}])
 def test_speculative_decoding_is_not_refused_before_anything_is_started(
-    process: Process, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: dict[str, Any]
+    process: SglangProcess, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: dict[str, Any]
 ) -> None:
     pytest.importorskip("transformers")
     monkeypatch.setattr(activation, "_check_files", lambda version: None)
@@ -121,7 +121,7 @@ def test_speculative_decoding_is_not_refused_before_anything_is_started(
 
 
 def test_v4s_class_is_replaced_right_before_the_first_is_built(
-    process: Process, registry: Any, monkeypatch: pytest.MonkeyPatch
+    process: SglangProcess, registry: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     enabled(process, monkeypatch)
     states = {status.patch.name: status.state for status in process.statuses}
@@ -138,7 +138,7 @@ def test_v4s_class_is_replaced_right_before_the_first_is_built(
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_a_copy_of_v4s_class_is_refused_as_well(
-    process: Process, registry: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, strict: bool
+    process: SglangProcess, registry: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, strict: bool
 ) -> None:
     report, words = tmp_path / "report.json", "sglang.other.Backend is still SGLang's own StockV4Backend"
     enabled(process, monkeypatch, strict=str(strict), report=str(report))
@@ -158,14 +158,14 @@ def test_a_copy_of_v4s_class_is_refused_as_well(
     assert words in note
 
 
-def test_while_it_is_off_v4_passes_through(process: Process, registry: Any) -> None:
+def test_while_it_is_off_v4_passes_through(process: SglangProcess, registry: Any) -> None:
     process.enter_v4()
     assert registry.backends["dsv4"](runner()) is StockV4Backend
     assert sys.modules[V4_MODULE].DeepseekV4AttnBackend is StockV4Backend  # type: ignore[attr-defined]
 
 
 def test_v4_without_its_backend_is_not_taken_for_the_plugin_s(
-    process: Process,
+    process: SglangProcess,
 ) -> None:
     Carried({"enabled": "true"}, {}).write()
     with pytest.raises(PatchError, match=r"not by SGLang's backends dsa .* or dsv4"):

@@ -15,7 +15,7 @@ from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.common.warm import warm, warm_selection
 from nsa_plugin.backends.sglang.startup import serving
 from nsa_plugin.backends.sglang.startup.metrics import ranks
-from nsa_plugin.backends.sglang.startup.serving import Serving
+from nsa_plugin.backends.sglang.startup.serving import SglangServing
 from nsa_plugin.backends.sglang.v32 import samples
 from nsa_plugin.backends.sglang.v32.attention import PAGE_SIZES, release, with_plans
 from nsa_plugin.decision import timings
@@ -32,9 +32,9 @@ from tests.backends.fake_sglang.v32 import H200, MODEL, DsaBackend, ForwardMode,
 CPU = torch.device("cpu")
 
 
-def begun(backend: Any, model_runner: Any = None, device: Any = H200, **settings: Any) -> Serving:
+def begun(backend: Any, model_runner: Any = None, device: Any = H200, **settings: Any) -> SglangServing:
     resolved = ResolvedSettings(Settings(**settings), {})
-    return Serving.begin(resolved, backend, model_runner or runner(), device)
+    return SglangServing.begin(resolved, backend, model_runner or runner(), device)
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from nsa_plugin.backends.common import token_shard as shared
-from nsa_plugin.backends.sglang.startup.serving import Serving
+from nsa_plugin.backends.sglang.startup.serving import SglangServing
 from nsa_plugin.backends.sglang.v32 import token_shard
 from nsa_plugin.backends.sglang.v32.batch import prefill_batch, step_batch
 from nsa_plugin.backends.sglang.v32.routes import SglangPlanner
@@ -115,13 +115,13 @@ def test_without_an_exchange_nothing_is_traded():
     assert reason(plain, LONG) == (False, "this backend has no exchange")
 
 
-def begun(monkeypatch: pytest.MonkeyPatch) -> Serving:
+def begun(monkeypatch: pytest.MonkeyPatch) -> SglangServing:
     """By `auto`, with no kernel run."""
     for name in ("warm", "warm_selection"):
         monkeypatch.setattr(f"nsa_plugin.backends.sglang.startup.serving.{name}", lambda *given: None)
     monkeypatch.setattr("nsa_plugin.backends.sglang.startup.serving.free_device_memory", lambda: 8 << 30)
     backend, model_runner = built(), runner(chunked_prefill_size=8192)
-    made = Serving.begin(ResolvedSettings(Settings(), {}), backend, model_runner, H200)
+    made = SglangServing.begin(ResolvedSettings(Settings(), {}), backend, model_runner, H200)
     made.adopt(backend, model_runner)
     return made
 

@@ -13,11 +13,11 @@ import torch
 from nsa_plugin.backends.common.paths import BF16_ROWS, DECODE_KERNEL, DIRECT
 from nsa_plugin.backends.sglang.v4 import batch as v4_batch
 from nsa_plugin.backends.sglang.v4 import kernels as v4_kernels
-from nsa_plugin.backends.sglang.v32 import routes
 from nsa_plugin.backends.sglang.v4 import rows as v4_rows
 from nsa_plugin.backends.sglang.v4.attention import release, with_v4_plans
 from nsa_plugin.backends.sglang.v4.table import SLOTS
 from nsa_plugin.backends.sglang.v4.warm import warm_v4
+from nsa_plugin.backends.sglang.v32 import routes
 from nsa_plugin.backends.sglang.v32.batch import step_batch
 from nsa_plugin.decision.plan import IndexerMode
 from nsa_plugin.decision.shapes import Phase

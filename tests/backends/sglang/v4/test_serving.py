@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nsa_plugin.backends.sglang.startup import serving
-from nsa_plugin.backends.sglang.startup.serving import Serving, is_v4, left_to_sglang
+from nsa_plugin.backends.sglang.startup.serving import SglangServing, is_v4, left_to_sglang
 from nsa_plugin.backends.sglang.v4 import backend as v4_backend
 from nsa_plugin.backends.sglang.v4.attention import with_v4_plans
 from nsa_plugin.decision.plan import Plan
@@ -68,8 +68,8 @@ def built(of: Batch, original: type = Engine) -> Any:
     return backend
 
 
-def begun(backend: Any, device: Any = H200, **settings: Any) -> Serving:
-    return Serving.begin(ResolvedSettings(Settings(**settings), {}), backend, runner(), device)
+def begun(backend: Any, device: Any = H200, **settings: Any) -> SglangServing:
+    return SglangServing.begin(ResolvedSettings(Settings(**settings), {}), backend, runner(), device)
 
 
 def run(backend: Any) -> None:

@@ -14,7 +14,7 @@ import pytest
 from packaging.version import Version
 
 from nsa_plugin.backends.vllm.startup import activation, serving
-from nsa_plugin.backends.vllm.startup.activation import Process
+from nsa_plugin.backends.vllm.startup.activation import VllmProcess
 from nsa_plugin.backends.vllm.v4 import serving as v4_serving
 from nsa_plugin.backends.vllm.v4.serving import V4Serving
 from nsa_plugin.backends.vllm.v32 import patches as gpu_patches
@@ -129,10 +129,10 @@ def configured(*, backend: str | None = None, cache_dtype: str = "fp8", **settin
 
 
 @pytest.fixture(autouse=True)
-def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[Process]:
+def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[VllmProcess]:
     """A process of a vLLM on a GPU."""
     ledger = Ledger(engine="vllm", version=Version("0.24.0"), supported=">=0.20,<0.34", patches=(PATCH, V4_PATCH))
-    this = Process(ledger)
+    this = VllmProcess(ledger)
     for module in (activation, gpu_patches):
         monkeypatch.setattr(module, "process", lambda: this)
     registry = ModuleType("vllm.v1.attention.backends.registry")
@@ -164,7 +164,7 @@ def reports(monkeypatch: pytest.MonkeyPatch) -> list[StartupReport]:
 
 @pytest.mark.parametrize("version", ["0.19.1", "0.34.0"])
 @pytest.mark.parametrize("start", [engine_config, worker_of])
-def test_another_version_is_refused_with_one_error(start: Any, process: Process, version: str):
+def test_another_version_is_refused_with_one_error(start: Any, process: VllmProcess, version: str):
     process.ledger.version = Version(version)
     with pytest.raises(PatchError, match=rf"vllm {version} is installed.*NSA_PLUGIN_ENABLED=0"):
         start(configured())
@@ -178,7 +178,7 @@ def test_every_version_has_the_hooks_that_refuse_it(version: str):
 
 
 def test_strict_off_leaves_another_version_to_vllm(
-    process: Process, reports: list[StartupReport], caplog: pytest.LogCaptureFixture
+    process: VllmProcess, reports: list[StartupReport], caplog: pytest.LogCaptureFixture
 ):
     process.ledger.version = Version("0.19.1")
     vllm_config = configured(strict=False)
@@ -234,7 +234,7 @@ def test_a_cpu_and_nvidias_gpus_are_told_apart(monkeypatch: pytest.MonkeyPatch, 
     assert activation.device_kind() == kind
 
 
-def test_what_is_not_asked_for_is_not_refused(process: Process):
+def test_what_is_not_asked_for_is_not_refused(process: VllmProcess):
     vllm_config = configured(enabled=False)
     assert engine_config(vllm_config) is vllm_config
     assert worker_of(vllm_config).rank == 0
@@ -245,7 +245,7 @@ def test_what_is_not_asked_for_is_not_refused(process: Process):
 # On a GPU
 
 
-def test_everything_is_checked_before_anything_is_started(process: Process):
+def test_everything_is_checked_before_anything_is_started(process: VllmProcess):
     vllm_config = configured()
     assert engine_config(vllm_config) is vllm_config
     assert process.counters == "a folder"
@@ -289,7 +289,7 @@ def test_a_target_that_the_files_do_not_have(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_worker_from_its_start_to_the_report(
-    process: Process, reports: list[StartupReport], monkeypatch: pytest.MonkeyPatch
+    process: VllmProcess, reports: list[StartupReport], monkeypatch: pytest.MonkeyPatch
 ):
     counted: list[Plan] = []
     labels: list[Any] = []
@@ -327,7 +327,7 @@ def test_a_worker_from_its_start_to_the_report(
 
 
 def test_ranks_that_decide_alike_are_silent(
-    process: Process, reports: list[StartupReport], monkeypatch: pytest.MonkeyPatch
+    process: VllmProcess, reports: list[StartupReport], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(serving, "route_counter", lambda labels: pytest.fail("only the first counts"))
     worker = worker_of(configured(trace="log"), 1)
@@ -370,7 +370,11 @@ def test_a_device_that_no_layer_attends_by_plans_on_ends_the_start_before_the_mo
 
 @pytest.mark.parametrize(("device", "words"), FOREIGN)
 def test_with_strict_off_vllm_serves_on_such_a_device(
-    process: Process, reports: list[StartupReport], monkeypatch: pytest.MonkeyPatch, device: DeviceProfile, words: str
+    process: VllmProcess,
+    reports: list[StartupReport],
+    monkeypatch: pytest.MonkeyPatch,
+    device: DeviceProfile,
+    words: str,
 ):
     monkeypatch.setattr(Here, "device", device)
     worker = worker_of(configured(strict=False))
@@ -396,7 +400,7 @@ def test_layers_that_vllm_gives_another_backend_unasked_end_the_start(monkeypatc
 
 
 def test_with_strict_off_such_layers_are_vllms(
-    process: Process, reports: list[StartupReport], monkeypatch: pytest.MonkeyPatch
+    process: VllmProcess, reports: list[StartupReport], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(Here, "device", BLACKWELL)
     worker = worker_of(configured(strict=False))
@@ -434,7 +438,7 @@ def test_a_kernel_that_does_not_run_ends_the_start_before_the_model_is_loaded(mo
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_with_strict_off_vllm_serves_instead(
-    process: Process, reports: list[StartupReport], monkeypatch: pytest.MonkeyPatch, rank: int
+    process: VllmProcess, reports: list[StartupReport], monkeypatch: pytest.MonkeyPatch, rank: int
 ):
     monkeypatch.setattr(gpu_serving, "warm", _fails)
     worker = worker_of(configured(strict=False), rank)
@@ -488,13 +492,13 @@ def _enabled(vllm_config: Any, **settings: Any) -> Any:
 
 
 @pytest.mark.parametrize("start", [engine_config, worker_of])
-def test_what_v4_does_not_carry_is_refused_with_one_error(start: Any, process: Process):
+def test_what_v4_does_not_carry_is_refused_with_one_error(start: Any, process: VllmProcess):
     with pytest.raises(SettingsError, match=r"does not carry parallel_drafting.*_ENABLED=0"):
         start(_enabled(v4_config(speculative_config=PARALLEL)))
     assert (process.serving, Engine.serve(), Engine.serve_v4()) == (None, "vLLM's", "vLLM's")
 
 
-def test_with_strict_off_vllm_serves_v4_as_it_is_asked(process: Process, reports: list[StartupReport]):
+def test_with_strict_off_vllm_serves_v4_as_it_is_asked(process: VllmProcess, reports: list[StartupReport]):
     vllm_config = _enabled(v4_config(speculative_config=PARALLEL), strict=False)
     assert engine_config(vllm_config) is vllm_config
     worker_of(vllm_config)
@@ -502,7 +506,7 @@ def test_with_strict_off_vllm_serves_v4_as_it_is_asked(process: Process, reports
     assert "does not carry parallel_drafting" in reports[0].text()
 
 
-def test_a_v4_worker_from_its_start_to_the_report(v4: Any, process: Process, reports: list[StartupReport]):
+def test_a_v4_worker_from_its_start_to_the_report(v4: Any, process: VllmProcess, reports: list[StartupReport]):
     engine_config(v4)
     assert Engine.serve_v4() == "vLLM's", "nothing is changed in the process that starts the workers"
     worker = worker_of(v4)
