@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -35,6 +34,7 @@ from nsa_plugin.backends.sglang.v4 import steps as v4_steps
 from nsa_plugin.backends.sglang.v4.batch import PAGE, RATIOS, Prefill, spans
 from nsa_plugin.backends.sglang.v4.kernels import LayerCall, V4State, attend, longest_context, named, record_bytes
 from nsa_plugin.backends.sglang.v4.routes import SglangV4Planner
+from nsa_plugin.backends.sglang.v4.switches import answering, steer
 from nsa_plugin.backends.sglang.v4.table import POOL, SLOTS, check_class
 from nsa_plugin.backends.sglang.v32 import batch as batches
 from nsa_plugin.decision.shapes import Phase
@@ -165,19 +165,19 @@ def _scheduling(original: Callable[..., Any]) -> Callable[..., Any]:
 
     From 0.5.13 on SGLang takes its own above 11673 rows anyway; 0.5.12 asks nothing but its variable.
     """
-    names = engine_names(original)
+    field = getattr(engine_names(original).get("envs"), v4_routes.JIT_METADATA_VARIABLE, None)
+    steer(field)
 
     @functools.wraps(original)
     def init(self: Any, core_attn_metadata: Any, *args: Any, **kwargs: Any) -> Any:
         state: V4State | None = self.nsa_plugin
-        field = getattr(names.get("envs"), v4_routes.JIT_METADATA_VARIABLE, None)
         if state is None or field is None or field.get():
             return original(self, core_attn_metadata, *args, **kwargs)
         capability = state.planner.device.capability("deep_gemm", Op.INDEXER_METADATA)
         limit = None if capability is None else capability.max_rows
         if limit is None or core_attn_metadata.page_table.shape[0] <= limit:
             return original(self, core_attn_metadata, *args, **kwargs)
-        with _variable(v4_routes.JIT_METADATA_VARIABLE, "1"):
+        with answering(field, True):
             return original(self, core_attn_metadata, *args, **kwargs)
 
     return init
@@ -213,6 +213,8 @@ def _selecting(original: Callable[..., Any]) -> Callable[..., Any]:
 def _attending(original: Callable[..., Any]) -> Callable[..., Any]:
     """The function that attends, `forward` or `_forward_attention`."""
     names = engine_names(original)
+    switch = getattr(names.get("envs"), v4_routes.SPARSE_PREFILL_VARIABLE, None)
+    steer(switch)
 
     @functools.wraps(original)
     def attending(
@@ -239,7 +241,7 @@ def _attending(original: Callable[..., Any]) -> Callable[..., Any]:
         wrong = state.planner.settings.fault == "shift_indices"
         if chosen.path == DECODE_KERNEL and q.shape[0] <= names.get(THRESHOLD, q.shape[0]):
             core = self.forward_metadata.core_attn_metadata if wrong else None
-            with _variable(v4_routes.SPARSE_PREFILL_VARIABLE, "0"), _shifted(core):
+            with answering(switch, False), _shifted(core):
                 return engines()
         if k is not v:
             raise PatchError(f"SGLang's V4 model hands over keys apart from its values. {TURN_OFF}")
@@ -307,17 +309,3 @@ def _shifted(core: Any) -> Iterator[None]:
     finally:
         for name, slots in before.items():
             setattr(core, name, slots)
-
-
-@contextmanager
-def _variable(name: str, value: str) -> Iterator[None]:
-    """A variable of the environment while the engine's code reads it; as it was afterwards, errors included."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before

@@ -342,6 +342,23 @@ def test_the_decode_kernel_is_the_engines_own_call(before: str | None, monkeypat
     assert os.environ.get(VARIABLE) == before
 
 
+def test_a_layer_changes_no_environment_variable(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(VARIABLE, "1")
+    monkeypatch.setenv(JIT, "0")
+    old = synthetic(90, versions={"deep_gemm": ("sgl-deep-gemm", "0.1.3")})
+    selecting = started(batch((9, 300)), device=old, **SETTINGS[DIRECT])
+    attending = prepared(batch(*MIXED), prefill_backend="flash_mla", device=OLD_H200)
+    changed: list[object] = []
+    for name in ("__setitem__", "__delitem__"):
+        monkeypatch.setattr(type(os.environ), name, lambda _, key, *value: changed.append(key))
+    attend(attending, 1)
+    selecting.init_forward_metadata_indexer(SimpleNamespace(page_table=torch.empty(12289, 0), c4_lengths=None))
+    monkeypatch.undo()
+    assert attending.calls[-1] == "decode kernel"
+    assert selecting.calls[-1] == "jit"
+    assert changed == []
+
+
 def test_the_variable_is_as_it_was_after_an_error(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(VARIABLE, "1")
     backend = prepared(batch(*MIXED), prefill_backend="flash_mla", device=OLD_H200)
