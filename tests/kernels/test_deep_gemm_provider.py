@@ -227,6 +227,27 @@ def test_paged_topk_with_limits_of_its_own_for_each_row(library):
     assert library.calls == [(4, 310)]
 
 
+def test_a_library_with_one_kernel_for_fp8_and_fp4_gets_q_without_scales(library, monkeypatch):
+    """vLLM 0.33's copy of DeepGEMM has no kernel for fp8 alone: a decode beyond the logits' budget ended the start."""
+    for name in ("mqa_logits", "paged_mqa_logits"):
+        kernel = getattr(library, f"fp8_{name}")
+
+        def unified(q, *args, kernel=kernel, **kwargs):
+            values, scales = q
+            assert scales is None
+            return kernel(values, *args, **kwargs)
+
+        setattr(library, f"fp8_fp4_{name}", unified)
+        monkeypatch.setattr(library, f"fp8_{name}", None, raising=False)
+    inputs, (ks, ke) = indexer_inputs(9, 300, 32), ranges(9, 300)
+    assert torch.equal(provider.topk(*inputs, ks, ke, 20), reference_topk(*inputs, ks, ke, 20))
+    cache, table = paged_keys([300, 90], 5)
+    q, _, _, weights = indexer_inputs(2, 1, 32)
+    q, lens = q.view(2, 1, 32, 128), torch.tensor([300, 90])
+    result = provider.paged_topk(q, cache, weights, lens, table, 25)
+    assert torch.equal(result, reference_paged_topk(q, cache, weights, lens, table, 25))
+
+
 def test_the_library_s_own_schedule_is_asked_for_few_requests_at_a_time(library, monkeypatch):
     monkeypatch.setattr(provider, "LIBRARY_SCHEDULE_REQUESTS", 3)
     cache, table = paged_keys([70] * 5, 2)

@@ -129,7 +129,7 @@ class Share:
         """
         total, rows = self.partition.total, q.shape[0]
         if rows < total:
-            raise NsaPluginError(f"the engine attends {rows} query rows of a batch that it prepared with {total}")
+            raise NsaPluginError(f"the engine attends {rows} query tokens of a batch that it prepared with {total}")
         if selection.shape[0] < total:
             selection = F.pad(selection, (0, 0, 0, total - selection.shape[0]), value=-1)
         out = self.exchange.shard.attend(

@@ -87,11 +87,12 @@ def topk(
     q, k, weights = _aligned(q), _aligned(k), _aligned(weights)
     scale = torch.ones(keys, dtype=torch.float32, device=q.device) if k_scale is None else _aligned(k_scale)
     whole = slice(0, rows)
+    score = _logits_kernel(deep_gemm, "mqa_logits")
     for part in parts.parts:
         some_q, some_weights = (q, weights) if part.rows == whole else (q[part.rows], weights[part.rows])
         scored = (k, scale) if part.keys is None else (k[part.keys], scale[part.keys])
         of_span = {} if part.span is None else {"max_seqlen_k": part.span}
-        logits = deep_gemm.fp8_mqa_logits(some_q, scored, some_weights, part.ks, part.ke, clean_logits=False, **of_span)
+        logits = score(some_q, scored, some_weights, part.ks, part.ke, clean_logits=False, **of_span)
         selector(logits, part.starts, part.ends, topk, out=result[part.rows])
         del logits
     return result
@@ -222,10 +223,11 @@ def paged_topk(
     count = batch * repeats
     step = count if rows_per_chunk is None else max(1, rows_per_chunk // pair)
     step = step if own else min(step, LIBRARY_SCHEDULE_REQUESTS)
+    score = _logits_kernel(deep_gemm, "paged_mqa_logits")
     for first in range(0, count, step):
         some = slice(first, min(first + step, count))
         rows = slice(some.start * pair, some.stop * pair)
-        logits = deep_gemm.fp8_paged_mqa_logits(
+        logits = score(
             q[some],
             cache.as_records(),
             weights[rows],
@@ -238,6 +240,18 @@ def paged_topk(
         selector(logits, zeros[rows], limits[rows], topk, out=result[rows])
         del logits
     return result
+
+
+def _logits_kernel(deep_gemm: ModuleType, name: str) -> Callable[..., torch.Tensor]:
+    """DeepGEMM's fp8 logits kernel by its own name, or by that of the kernel for fp8 and fp4 that replaced it.
+
+    The unified kernel, the only one in vLLM 0.33's copy, expects q as (values, scales); fp8 values have no scales.
+    """
+    own: Callable[..., torch.Tensor] | None = getattr(deep_gemm, f"fp8_{name}", None)
+    if own is not None:
+        return own
+    unified = getattr(deep_gemm, f"fp8_fp4_{name}")
+    return lambda q, *args, **kwargs: unified((q, None), *args, **kwargs)
 
 
 def _own_schedule(deep_gemm: ModuleType) -> Scheduler:

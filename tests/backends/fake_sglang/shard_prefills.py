@@ -280,7 +280,7 @@ def starting() -> None:
     before = timings.TIMINGS, timings.SELECTIONS
     timings.TIMINGS = {}
     assert opened(Settings())[0] is None
-    assert "not measured" in opened(Settings())[1]
+    assert "no times on SM90" in opened(Settings())[1]
     assert opened(Settings(token_shard="off")) == (None, "token_shard is off")
     kernel, layout = "cuda sparse_prefill", "v32_fp8"
     timings.SELECTIONS = {layout: (model.index_topk, 0)}
@@ -293,7 +293,7 @@ def starting() -> None:
         }
 
     times(3.0 if rank == 1 else 1.0)  # one rank that has no use of it is all of them that do not
-    reason = "no batch of up to 120 query tokens was measured" if rank == 1 else "another rank of the attention group"
+    reason = "no batch of up to 120 query tokens is quicker" if rank == 1 else "another rank of the attention group"
     slower, keeps = opened(Settings())
     assert slower is None
     assert reason in keeps

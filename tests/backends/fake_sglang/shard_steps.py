@@ -124,7 +124,7 @@ def where_steps_keep_their_heads() -> None:
     prepare_step(Engine(decoded(4 * ranks), "bf16", 1, 0), bf16, True)
     plan = bf16.nsa_plugin.route.plan
     assert (plan.provider, plan.token_shard, bf16.nsa_plugin.share) == ("fa3", False, None)
-    assert plan.reasons["token_shard"] == "SGLang's path fa3 attends the rows of the whole batch"
+    assert plan.reasons["token_shard"] == "SGLang's path fa3 attends the query tokens of the whole batch"
 
 
 def on_ranks_of_cpus(device: torch.device) -> None:

@@ -7,6 +7,7 @@ compared, bit for bit, with the same rank that keeps its heads; attention is `sh
 from __future__ import annotations
 
 import sys
+from copy import copy
 from dataclasses import dataclass, replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -190,7 +191,9 @@ def world_of(way: Way, exchange: Exchange | None, step_tokens: int = 1, **settin
     planner = planner_of(way, ranks, on=exchange is not None, step_tokens=step_tokens, **settings)
     if exchange is not None:
         planner.set_exchange(exchange, "")
-    planner.device = replace(planner.device, memory_free=4 * 4 * 60 * 9)  # chunks of a few rows
+    roomy = copy(planner)  # steps have enough memory to score all query tokens at once, as in a captured graph
+    planner.device = replace(planner.device, memory_free=4 * 4 * 60 * 9)  # prefills: chunks of a few query tokens
+    planner.step_execution_of = roomy.step_execution_of  # type: ignore[method-assign]
     world = World(planner, way.later, rank)
     prefill, decode = kernels(torch.bfloat16 if way.copied else torch.float32)
     _, plain_decode = kernels(torch.float32)

@@ -111,6 +111,7 @@ class Handler(fake_toy.Handler):
             print("RuntimeError: an illegal memory access was encountered", flush=True)
             os._exit(9)
         if PLUGIN and MODE == "hangs timed" and streamed > 4:
+            log("hang", began)
             time.sleep(600)
         if PLUGIN and MODE == "refuses timed" and streamed > 4:
             return self.reply(b"too late", 400)

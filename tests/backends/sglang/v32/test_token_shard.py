@@ -74,7 +74,7 @@ def test_a_planner_trades_where_there_is_an_exchange():
     [
         ({"no_exchange": "two-batch overlap is on"}, Phase.DECODE, "two-batch overlap is on"),
         ({"exchange_rows": 63}, Phase.TARGET_VERIFY, "64 query tokens exceed the 63 that the exchange's buffers hold"),
-        ({"no_exchange": "whatever"}, Phase.DRAFT_EXTEND, "draft_extend: the rows of draft steps are not traded"),
+        ({"no_exchange": "whatever"}, Phase.DRAFT_EXTEND, "draft_extend: draft steps do not reshard"),
         ({"token_shard": "off", "no_exchange": "whatever"}, Phase.DECODE, "token_shard is off"),
     ],
 )
@@ -133,7 +133,7 @@ def test_auto_asks_no_group_of_a_size_that_was_not_measured(monkeypatch: pytest.
     made = begun(monkeypatch)
     assert made.exchange is None
     words = made.routes["prefill, 4096 of 4096 tokens"]
-    assert f"; heads stay local: 2 ranks trading {MODEL.heads_per_rank} heads each were not measured" in words
+    assert f"; heads stay local: no times on SM90 for 2 ranks that reshard {MODEL.heads_per_rank} heads each" in words
 
 
 def test_auto_takes_no_memory_where_no_batch_was_measured_to_be_quicker(
@@ -149,7 +149,7 @@ def test_auto_takes_no_memory_where_no_batch_was_measured_to_be_quicker(
     assert said == [(group.cpu_group, 0)]
     assert made.exchange is None
     words = made.routes["prefill, 4096 of 4096 tokens"]
-    assert "; heads stay local: no batch of up to 8192 query tokens was measured on SM90 to be quicker" in words
+    assert "; heads stay local: by the times on SM90, no batch of up to 8192 query tokens is quicker" in words
 
 
 @pytest.fixture

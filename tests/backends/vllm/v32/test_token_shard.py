@@ -67,7 +67,7 @@ def test_on_is_served_and_auto_of_a_size_that_was_not_measured_asks_no_group():
     made = planner_of(next(way for way in WAYS if way.layout == "v32_fp8"), 8, on=True)
     validate(made.model, made.device, made.settings, decode_constraints=made.constraints(prefill=False))
     found = gpu_token_shard.open_exchange(config(), made.model, made.device, Settings(), torch.device("cpu"))
-    reason = f"8 ranks trading {made.model.heads_per_rank} heads each were not measured on SM90 with a v32_fp8 cache"
+    reason = f"no times on SM90 for 8 ranks that reshard {made.model.heads_per_rank} heads each over a v32_fp8 cache"
     assert found == (None, reason)
     made.set_exchange(*found)
     assert made.step_plan(64, 64, 1).reasons["token_shard"] == reason
