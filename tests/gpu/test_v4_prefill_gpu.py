@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nsa_plugin.backends.common import v4
+from nsa_plugin.backends.common.paths import BF16_ROWS
 from nsa_plugin.backends.sglang.v4.batch import Prefill, spans
 from nsa_plugin.backends.sglang.v4.kernels import CacheSelection, LayerCall, V4State, attend
 from nsa_plugin.kernels.sparse_mla import PrefillOutput, reference_prefill
@@ -177,7 +177,7 @@ def test_what_sglangs_adapter_holds_for_the_largest_prefill_is_bounded(library):
     state = V4State(planner=None, providers=None, prefill=Prefill(spans([tokens], [context]), window))
     if library == "flash_mla":
         state.rows_attention = flash_mla_rows()
-    chosen = SimpleNamespace(impl=v4.ROWS)
+    chosen = SimpleNamespace(path=BF16_ROWS)
 
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
