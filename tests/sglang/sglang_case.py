@@ -28,6 +28,8 @@ from packaging.specifiers import SpecifierSet
 # Those that ask for the torch whose CPU build the tests run with.
 RUNS_ON_CPU = ">=0.5.18,<0.5.22"
 STUBS = Path(__file__).parents[2] / "ci" / "stubs" / "sglang-cpu"
+# Asked before any test runs: a test in this process may put the stubs on its own path.
+STUBBED = util.find_spec("torchvision") is None
 # Generous: two cores that others use take several times the 25 seconds of an idle machine.
 START_TIMEOUT_S = 420
 
@@ -182,7 +184,7 @@ class Place:
         kept = {key: value for key, value in os.environ.items() if not key.lstrip("_").startswith("NSA_PLUGIN")}
         # In front of the installed packages, so that the witness is loaded before the plugin.
         path = [str(self.folder / "plugins")]
-        if util.find_spec("torchvision") is None:
+        if STUBBED:
             path.append(str(STUBS))
         if inherited := os.environ.get("PYTHONPATH"):
             path.append(inherited)

@@ -203,7 +203,7 @@ def build(make):
         return f"SGLang goes on: {error}"
 
 ledger = Ledger(engine=data.ENGINE, version=Version(__version__), supported=data.SUPPORTED, patches=data.PATCHES)
-process = activation.Process(ledger=ledger, child=True, resolved=ResolvedSettings(Settings(enabled=True), {}))
+process = activation.SglangProcess(ledger=ledger, child=True, resolved=ResolvedSettings(Settings(enabled=True), {}))
 hooks.process = lambda: process
 ledger.install(Need.ENABLED, Need.GPU)
 name = "sglang.srt.layers.attention.deepseek_v4_backend"
