@@ -17,5 +17,12 @@ class NoProviderError(NsaPluginError):
     """No installed kernel library can carry a batch; the message lists each and why not."""
 
 
+class LeftToStockError(NsaPluginError):
+    """The plugin does not support a configuration that the stock engine serves.
+
+    Nothing is wrong: the stock engine serves it, the start-up report says why, and only `strict` "full" ends the start.
+    """
+
+
 class PatchError(NsaPluginError):
     """A change to an engine's own object could not be applied or verified."""

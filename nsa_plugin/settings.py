@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from nsa_plugin.errors import SettingsError
+from nsa_plugin.errors import LeftToStockError, NsaPluginError, SettingsError
 from nsa_plugin.libraries.capabilities import Op
 from nsa_plugin.libraries.manifest import supporting
 
@@ -25,6 +25,8 @@ ENV_PREFIX = "NSA_PLUGIN_"
 BACKEND_OPS = {"prefill_backend": Op.SPARSE_MLA_PREFILL, "decode_backend": Op.SPARSE_MLA_DECODE}
 TOKEN_SHARD_MODES = ("auto", "on", "off")
 FAULTS = ("none", "shift_indices")
+FULL = "full"
+"""`strict`: what the plugin does not support ends the start, too."""
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
@@ -38,6 +40,15 @@ def _parse_bool(value: object) -> bool:
     if isinstance(value, str) and value.strip().lower() in _TRUE + _FALSE:
         return value.strip().lower() in _TRUE
     raise ValueError("true or false (1/0, yes/no, on/off)")
+
+
+def _parse_strict(value: object) -> bool | str:
+    if isinstance(value, str) and value.strip().lower() == FULL:
+        return FULL
+    try:
+        return _parse_bool(value)
+    except ValueError:
+        raise ValueError("true or false (1/0, yes/no, on/off), or full") from None
 
 
 def _parse_count(low: int) -> Callable[[object], int]:
@@ -111,12 +122,14 @@ class Settings:
         "true, false",
         "Serve sparse attention with the plugin. `NSA_PLUGIN_ENABLED=0` turns it off whatever else is set.",
     )
-    strict: bool = _setting(
+    strict: bool | str = _setting(
         True,
-        _parse_bool,
-        "true, false",
+        _parse_strict,
+        "true, false, full",
         "Refuse to start if a change to the engine cannot be applied and verified. "
-        "False: run the stock engine instead and report why at start-up.",
+        "False: run the stock engine instead and report why at start-up. `full`: also refuse to start with a "
+        "configuration that the plugin does not support; otherwise the stock engine serves it, and the start-up "
+        "report says why.",
     )
     prefill_backend: str = _choice(
         "auto",
@@ -180,6 +193,10 @@ class Settings:
     @classmethod
     def names(cls) -> tuple[str, ...]:
         return tuple(f.name for f in fields(cls))
+
+    def ends_start(self, error: NsaPluginError) -> bool:
+        """Whether an error ends the start of the engine, rather than leaving the serving to the stock engine."""
+        return self.strict == FULL or (bool(self.strict) and not isinstance(error, LeftToStockError))
 
     @classmethod
     def allowed(cls, name: str) -> str:
@@ -297,3 +314,10 @@ def resolve(
         values["enabled"], origin["enabled"] = False, "the environment"
     exact = {name: path for name, path in (engine_paths or {}).items() if origin[name] == config_source}
     return ResolvedSettings(Settings(**values), origin, tuple(notes), exact)
+
+
+def why_stock(error: NsaPluginError) -> str:
+    """Why the stock engine serves although the plugin is enabled: a sentence for the log and the start-up report."""
+    if isinstance(error, LeftToStockError):
+        return f"left to the stock engine: {error}"
+    return f"strict is off and the stock engine serves: {error}"

@@ -19,7 +19,7 @@ from nsa_plugin import cli
 from nsa_plugin.commands import doctor, engines, live, patches
 from nsa_plugin.decision.dispatch import decide
 from nsa_plugin.decision.shapes import BatchShape, ModelShape, Phase
-from nsa_plugin.errors import NoProviderError, NsaPluginError
+from nsa_plugin.errors import LeftToStockError, NsaPluginError
 from nsa_plugin.libraries.devices import DeviceProfile, synthetic
 from nsa_plugin.patches.ledger import Need, Patch, Target
 from nsa_plugin.settings import Settings, resolve
@@ -375,8 +375,8 @@ def test_doctor_calls_ready_what_the_backends_serve() -> None:
     assert vllm.majors == gpu_serving.BACKEND_MAJORS
     for sm in (80, 89, 90, 100, 120):
         try:
-            gpu_serving.refuse_device(synthetic(sm))
-        except NoProviderError:
+            gpu_serving.check_device(synthetic(sm))
+        except LeftToStockError:
             assert vllm.not_on(synthetic(sm)) is not None
         else:
             assert vllm.not_on(synthetic(sm)) is None

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from nsa_plugin.errors import SettingsError
-from nsa_plugin.settings import Settings, backends, killed, parse_source, resolve
+from nsa_plugin.errors import LeftToStockError, PatchError, SettingsError
+from nsa_plugin.settings import Settings, backends, killed, parse_source, resolve, why_stock
 
 DEFAULTS = Settings()
 ROOT = Path(__file__).parents[1]
@@ -47,6 +47,7 @@ def test_every_setting_says_what_is_allowed_and_what_it_does() -> None:
         ("enabled", 0, False),
         ("strict", "false", False),
         ("strict", "off", False),
+        ("strict", " FULL ", "full"),
         ("prefill_backend", " FLASH_MLA ", "flash_mla"),
         ("decode_backend", "fa3", "fa3"),
         ("mha_max_kv", -1, -1),
@@ -235,3 +236,19 @@ def test_importing_settings_is_cheap() -> None:
     )
     done = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("strict", "failure", "left"), [(True, True, False), (False, False, False), ("full", True, True)]
+)
+def test_only_strict_full_ends_the_start_for_what_is_left_to_stock(
+    strict: bool | str, failure: bool, left: bool
+) -> None:
+    settings = Settings(strict=strict)
+    assert settings.ends_start(PatchError("a method is gone")) is failure
+    assert settings.ends_start(LeftToStockError("another cache")) is left
+
+
+def test_the_reason_says_whether_it_is_a_failure() -> None:
+    assert why_stock(LeftToStockError("another cache")) == "left to the stock engine: another cache"
+    assert why_stock(PatchError("it is gone")) == "strict is off and the stock engine serves: it is gone"

@@ -8,6 +8,17 @@ from typing import Any
 from nsa_plugin.backends.vllm.v32.serving import BACKEND
 from tests.backends.fake_vllm.v32 import MAX_LEN, NOPE, ROPE
 
+REGISTRY = SimpleNamespace(
+    models={
+        "DeepseekV32ForCausalLM": SimpleNamespace(module_name="vllm.models.deepseek_v32"),
+        "GlmMoeDsaForCausalLM": SimpleNamespace(module_name="vllm.models.deepseek_v32"),
+        "DeepseekV3ForCausalLM": SimpleNamespace(module_name="vllm.model_executor.models.deepseek_v2"),
+        "HYV4ForCausalLM": SimpleNamespace(module_name="vllm.models.hy_v4"),
+        "Plugged": SimpleNamespace(),
+    }
+)
+"""vLLM's registry of models: the module of each architecture's model code."""
+
 
 def config(cache_dtype: str = "fp8_ds_mla", **more: Any) -> Any:
     hf = SimpleNamespace(
@@ -22,7 +33,7 @@ def config(cache_dtype: str = "fp8_ds_mla", **more: Any) -> Any:
         index_head_dim=128,
     )
     fields = {
-        "model_config": SimpleNamespace(hf_config=hf, hf_text_config=hf, max_model_len=MAX_LEN),
+        "model_config": SimpleNamespace(hf_config=hf, hf_text_config=hf, max_model_len=MAX_LEN, registry=REGISTRY),
         "cache_config": SimpleNamespace(cache_dtype=cache_dtype),
         "parallel_config": SimpleNamespace(tensor_parallel_size=2),
         "scheduler_config": SimpleNamespace(max_num_batched_tokens=64, max_num_seqs=8),

@@ -19,6 +19,7 @@ from nsa_plugin.parallel.exchange import MismatchError
 from nsa_plugin.parallel.token_shard import TokenShard
 from nsa_plugin.settings import ResolvedSettings, Settings
 from nsa_plugin.telemetry import Trace
+from tests.backends.fake_vllm.config import REGISTRY
 from tests.backends.fake_vllm.shard_engine import H200, MAX_TOKENS, TOPK
 from tests.backends.fake_vllm.v32 import HEADS, MAX_LEN, model
 
@@ -35,7 +36,7 @@ def config(**more: Any) -> Any:
     )
     parallel = {"tensor_parallel_size": ranks} | more.pop("parallel", {})
     return SimpleNamespace(
-        model_config=SimpleNamespace(hf_config=hf, hf_text_config=hf, max_model_len=MAX_LEN),
+        model_config=SimpleNamespace(hf_config=hf, hf_text_config=hf, max_model_len=MAX_LEN, registry=REGISTRY),
         cache_config=SimpleNamespace(cache_dtype="fp8_ds_mla"),
         parallel_config=SimpleNamespace(**parallel),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=more.pop("tokens", MAX_TOKENS), max_num_seqs=8),

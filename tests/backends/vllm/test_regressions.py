@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from nsa_plugin.backends.common.paths import BF16_ROWS, DECODE_KERNEL, PROVIDER, VLLM, path_of
 from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.common.v4 import RATIOS
-from nsa_plugin.backends.vllm.startup.model import refuse_on_cpu
+from nsa_plugin.backends.vllm.startup.model import check_on_cpu
 from nsa_plugin.backends.vllm.v4.routes import VllmV4Planner
 from nsa_plugin.backends.vllm.v4.routes import path as v4_path
 from nsa_plugin.backends.vllm.v32.indexer import ATTRIBUTE, StepSelection, planned_indexer_builder, wrap_indexer
@@ -30,7 +30,7 @@ from nsa_plugin.decision import timings
 from nsa_plugin.decision.plan import Attention, IndexerMode
 from nsa_plugin.decision.routes import BF16_COPY, FLASH_MLA_DECODE
 from nsa_plugin.decision.shapes import Phase
-from nsa_plugin.errors import SettingsError
+from nsa_plugin.errors import LeftToStockError
 from nsa_plugin.kernels.kv_cache import allocate_cache, open_cache, reference_write
 from nsa_plugin.libraries.capabilities import Op
 from nsa_plugin.libraries.devices import synthetic
@@ -448,13 +448,13 @@ def test_lengths_that_belong_to_other_rows_do_not_reach_vllms_flash_mla():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"speculative_config": SimpleNamespace(num_speculative_tokens=1)}, "speculative decoding on a CPU"),
-        ({"parallel_config": SimpleNamespace(decode_context_parallel_size=2)}, "context parallelism on a CPU"),
-        ({"parallel_config": SimpleNamespace(prefill_context_parallel_size=2)}, "context parallelism on a CPU"),
+        ({"speculative_config": SimpleNamespace(num_speculative_tokens=1)}, "--speculative-config on a CPU"),
+        ({"parallel_config": SimpleNamespace(decode_context_parallel_size=2)}, "--decode-context-parallel-size 2"),
+        ({"parallel_config": SimpleNamespace(prefill_context_parallel_size=2)}, "--prefill-context-parallel-size 2"),
     ],
 )
 def test_a_cpu_refuses_what_it_has_no_rows_for(change: dict[str, Any], words: str):
     """Its attention knows steps of one row and prefills, and ranks that have every token."""
-    refuse_on_cpu(config("auto"))
-    with pytest.raises(SettingsError, match=words):
-        refuse_on_cpu(config("auto", **change))
+    check_on_cpu(config("auto"))
+    with pytest.raises(LeftToStockError, match=words):
+        check_on_cpu(config("auto", **change))

@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 from packaging.version import Version
 
 from nsa_plugin.backends.sglang.startup import flags, model
-from nsa_plugin.errors import NsaPluginError, PatchError
+from nsa_plugin.errors import LeftToStockError, NsaPluginError, PatchError
 from nsa_plugin.libraries.probe import probe
 from nsa_plugin.patches import sglang as ledger_data
 from nsa_plugin.patches import static
 from nsa_plugin.patches.ledger import TURN_OFF, Ledger, Need, Patch, PatchStatus
-from nsa_plugin.settings import ResolvedSettings, killed
+from nsa_plugin.settings import ResolvedSettings, killed, why_stock
 from nsa_plugin.telemetry import StartupReport
 
 if TYPE_CHECKING:
@@ -44,8 +44,8 @@ class SglangProcess:
         child: whether SGLang started this process; then the arguments were checked by the one that did.
         resolved: the settings, in a scheduler process where the plugin is enabled.
         serving: set once a backend of the plugin is built; without it the backends leave all to SGLang's own.
-        left: whether a backend of the plugin was built whose batches are all SGLang's own.
-        stock_because: why the stock engine serves although the plugin is enabled; only with strict off.
+        left: whether a backend of the plugin was built whose batches are all left to stock SGLang.
+        stock_because: why the stock engine serves although the plugin is enabled (`why_stock`); empty if it does not.
     """
 
     ledger: Ledger
@@ -90,14 +90,12 @@ class SglangProcess:
         try:
             _check_files(self.ledger.version)
             if getattr(server_args, "use_ray", False):
-                raise PatchError(
-                    f"SGLang loads no plugins in Ray actors: nsa-plugin does not work with --use-ray. {TURN_OFF}"
-                )
+                raise LeftToStockError("SGLang loads no plugins in Ray actors, which --use-ray asks for")
             model.refuse_model(server_args)
         except NsaPluginError as error:
-            if resolved.settings.strict:
+            if resolved.settings.ends_start(error):
                 raise
-            self._say_once(logging.WARNING, f"nsa-plugin: strict is off and the stock engine serves: {error}")
+            self._say_once(logging.WARNING, f"nsa-plugin: {why_stock(error)}")
 
     def enter_scheduler(self) -> None:
         """Apply and verify the patches, before a scheduler builds its model.
@@ -147,18 +145,22 @@ class SglangProcess:
         """
         if self.resolved is None or self.stock_because:
             return
-        from nsa_plugin.backends.sglang.startup.serving import SglangServing, left_to_sglang  # imports torch
+        from nsa_plugin.backends.sglang.startup.serving import SglangServing, check_cache  # imports torch
 
         device = probe() if self.serving is None else self.serving.device
-        if left := left_to_sglang(backend, model_runner, device):
-            if left not in self.notes:
-                self.notes.append(left)
-            self.left = True
-            return
         with self._or_stock():
-            if self.serving is None:
-                self.serving = SglangServing.begin(self.resolved, backend, model_runner, device)
-            self.serving.adopt(backend, model_runner)
+            try:
+                check_cache(backend, model_runner, device)
+                if self.serving is None:
+                    self.serving = SglangServing.begin(self.resolved, backend, model_runner, device)
+                self.serving.adopt(backend, model_runner)
+            except LeftToStockError as error:
+                if self.resolved.settings.ends_start(error):
+                    raise
+                # The other backends, the target's of a draft's, are still served.
+                self.left = True
+                if (note := why_stock(error)) not in self.notes:
+                    self.notes.append(note)
 
     def leave_scheduler(self, scheduler: Any) -> None:
         """Check once more and report, after a scheduler has built its model.
@@ -181,12 +183,12 @@ class SglangProcess:
             with self._or_stock():
                 self.ledger.verify()
                 if self.serving is None and not self.left:
-                    raise PatchError(
-                        f"{architecture} has sparse attention, but not by SGLang's backends dsa (nsa before 0.5.13) or "
-                        f"dsv4, those that nsa-plugin takes the place of. {TURN_OFF}"
+                    raise LeftToStockError(
+                        f"SGLang serves the sparse attention of {architecture} with another attention backend than "
+                        "dsa (nsa before 0.5.13) or dsv4, which nsa-plugin extends"
                     )
         if self.stock_because:
-            self.notes.append(f"strict is off and the stock engine serves: {self.stock_because}")
+            self.notes.append(self.stock_because)
         if self.serving is not None:
             shape = self.serving.model
             facts["model"] += (
@@ -210,14 +212,14 @@ class SglangProcess:
 
     @contextmanager
     def _or_stock(self) -> Iterator[None]:
-        """With strict off, what the block raises on purpose becomes the reason why the stock engine serves."""
+        """Keep what the block raises as the reason why the stock engine serves, unless it ends the start."""
         assert self.resolved is not None
         try:
             yield
         except NsaPluginError as error:
-            if self.resolved.settings.strict:
+            if self.resolved.settings.ends_start(error):
                 raise
-            self.stock_because = str(error)
+            self.stock_because = why_stock(error)
             if self.serving is not None:
                 self.serving.end()
                 self.serving = None

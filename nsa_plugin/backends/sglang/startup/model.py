@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from nsa_plugin.decision.shapes import ModelShape
-from nsa_plugin.errors import NoProviderError, PatchError, ShapeError
+from nsa_plugin.errors import LeftToStockError, NoProviderError, PatchError
 from nsa_plugin.patches.ledger import TURN_OFF
 
 NEEDS_GPU = (
@@ -57,14 +57,14 @@ def model_shape(backend: Any, model_runner: Any) -> ModelShape:
         model_runner: the runner that it was built for.
 
     Raises:
-        ShapeError: the cache's byte layout is none that the plugin knows.
+        LeftToStockError: the plugin does not support the cache's byte layout.
     """
     config = model_runner.model_config.hf_text_config
     layout = kv_layout(backend, model_runner)
     if layout is None:
-        raise ShapeError(
-            f"the KV cache holds {model_runner.kv_cache_dtype} without scales; the plugin reads --kv-cache-dtype "
-            f"bfloat16, or fp8_e4m3 in the format of the FlashMLA kernels. {TURN_OFF}"
+        raise LeftToStockError(
+            f"the KV cache holds {model_runner.kv_cache_dtype} without scales; the plugin supports --kv-cache-dtype "
+            "bfloat16, and fp8_e4m3 in the format of the FlashMLA kernels"
         )
     return ModelShape.from_config(
         config, attn_tp_size=config.num_attention_heads // backend.num_q_heads, kv_layout=layout

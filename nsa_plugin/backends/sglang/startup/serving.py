@@ -27,11 +27,11 @@ from nsa_plugin.backends.sglang.v32.token_shard import SglangExchange, open_exch
 from nsa_plugin.decision.dispatch import validate
 from nsa_plugin.decision.plan import Plan
 from nsa_plugin.decision.shapes import ModelShape
-from nsa_plugin.errors import NoProviderError
+from nsa_plugin.errors import LeftToStockError, NoProviderError
 from nsa_plugin.libraries.capabilities import Op
 from nsa_plugin.libraries.devices import DeviceProfile
 from nsa_plugin.patches.ledger import TURN_OFF
-from nsa_plugin.settings import ResolvedSettings
+from nsa_plugin.settings import FULL, ResolvedSettings
 from nsa_plugin.telemetry import Trace
 
 
@@ -115,7 +115,10 @@ class SglangServing:
             exchange_rows=0 if exchange is None else exchange.shard.max_tokens,
             no_exchange=keeps,
         )
-        self._note(adopt(backend, planner, model_runner.server_args, exchange))
+        left = adopt(backend, planner, model_runner.server_args, exchange)
+        if left and self.resolved.settings.strict == FULL:
+            raise LeftToStockError(left[0])
+        self._note(left)
         state: State | None = backend.nsa_plugin
         if state is None or not (state.plans_prefill or state.plans_steps):
             release(backend)
@@ -217,22 +220,25 @@ def refuse_trtllm(backend: Any, device: DeviceProfile) -> None:
             )
 
 
-def left_to_sglang(backend: Any, model_runner: Any, device: DeviceProfile) -> str | None:
-    """Why every batch of a backend is SGLang's own although nothing is wrong, or None; in a sentence.
+def check_cache(backend: Any, model_runner: Any, device: DeviceProfile) -> None:
+    """Check that the plugin reads the cache that SGLang has laid out for a backend's kernels.
 
-    Where SGLang runs TRT-LLM's kernels for prefill and decode, an fp8 cache has their format, which has no scales:
-    by its flags, or by default on SM100. Where the device has no such kernels, that is wrong.
+    Where SGLang runs TRT-LLM's kernels for prefill and decode, by its flags or by default on SM100, an fp8 cache has
+    their format, without scales. Where the device lacks these kernels, `refuse_trtllm` says so.
+
+    Raises:
+        LeftToStockError: the plugin does not read it, and nothing is wrong.
     """
     if is_v4(backend) or kv_layout(backend, model_runner) is not None:
-        return None  # of V4, `v4_attention.adopt` says so
+        return  # of V4, `v4_attention.adopt` says so
     impls = impls_of(backend).values()
     if any(impl in planned for impl in impls for planned in PLANNED.values()):
-        return None
+        return
     if "trtllm" in impls and not device.has("trtllm", Op.SPARSE_MLA_DECODE):
-        return None
-    return (
-        f"SGLang attends by {' and '.join(dict.fromkeys(impls))} over a cache of {model_runner.kv_cache_dtype} without "
-        "scales, which the plugin has no part in: every batch stays SGLang's own"
+        return
+    raise LeftToStockError(
+        f"SGLang runs {' and '.join(dict.fromkeys(impls))} over a cache of {model_runner.kv_cache_dtype} without "
+        "scales, which the plugin does not support"
     )
 
 

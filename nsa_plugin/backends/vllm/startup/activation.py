@@ -23,19 +23,19 @@ from nsa_plugin import settings as settings_module
 from nsa_plugin.backends.vllm.startup import counters
 from nsa_plugin.backends.vllm.startup.model import (
     CPU_LAYOUTS,
+    check_on_cpu,
+    check_on_gpu,
     family_of,
     is_sparse,
     model_shape,
-    refuse_on_cpu,
-    refuse_on_gpu,
 )
 from nsa_plugin.backends.vllm.startup.serving import CpuServing, VllmServing
 from nsa_plugin.decision.dispatch import validate
-from nsa_plugin.errors import NsaPluginError, PatchError
+from nsa_plugin.errors import LeftToStockError, NsaPluginError, PatchError
 from nsa_plugin.libraries.probe import probe
 from nsa_plugin.patches import static
 from nsa_plugin.patches import vllm as ledger_data
-from nsa_plugin.patches.ledger import TURN_OFF, Ledger, Need, wrap
+from nsa_plugin.patches.ledger import Ledger, Need, wrap
 from nsa_plugin.settings import ResolvedSettings
 from nsa_plugin.telemetry import StartupReport, Trace
 
@@ -89,10 +89,10 @@ class VllmProcess:
             self.counters = counters.collect_here()
 
     def give_up(self, error: NsaPluginError, resolved: ResolvedSettings, *, report: bool = True) -> None:
-        """Strict is off, and vLLM serves by itself in this worker."""
+        """Stock vLLM serves in this worker: strict is off, or the plugin does not support the configuration."""
         self.serving = None
         if report:
-            self.report(resolved, active=False, notes=[f"strict is off and the stock engine serves: {error}"])
+            self.report(resolved, active=False, notes=[settings_module.why_stock(error)])
 
     def report_gpu(self, serving: GpuServing) -> None:
         """The start-up report of a worker on a GPU, which is ready."""
@@ -175,11 +175,9 @@ def check_here(vllm_config: Any, resolved: ResolvedSettings) -> tuple[Need, ...]
     ledger.check_version()
     kind = device_kind()
     if kind not in ("cpu", "cuda"):
-        raise PatchError(
-            f"nsa-plugin serves vLLM on a CPU and on NVIDIA GPUs, and has no backend for {kind}. {TURN_OFF}"
-        )
+        raise LeftToStockError(f"nsa-plugin serves vLLM on CPUs and NVIDIA GPUs; it does not support {kind}")
     if kind == "cpu":
-        refuse_on_cpu(vllm_config)
+        check_on_cpu(vllm_config)
         ledger.check(Need.CPU)
         validate(
             model_shape(vllm_config, CPU_LAYOUTS),
@@ -189,7 +187,7 @@ def check_here(vllm_config: Any, resolved: ResolvedSettings) -> tuple[Need, ...]
             max_decode_tokens=vllm_config.scheduler_config.max_num_seqs,
         )
         return (Need.CPU,)
-    refuse_on_gpu(vllm_config)
+    check_on_gpu(vllm_config)
     needs = (Need.GPU, Need.GPU_V4) if family_of(vllm_config) == "v4" else (Need.GPU,)
     # Nothing may touch the GPU here: vLLM forks its workers from this process. So the targets are looked up in files.
     files = static.installed(ledger_data.ENGINE)
@@ -222,10 +220,10 @@ def wrap_create_engine_config(original: Callable[..., Any]) -> Callable[..., Any
                 check_here(vllm_config, resolved)
                 process().collect_counters()
             except NsaPluginError as error:
-                if resolved.settings.strict:
+                if resolved.settings.ends_start(error):
                     raise
                 use_engine_log()
-                logger.warning("NSA_PLUGIN_STRICT is off: the stock engine serves. %s", error)
+                logger.warning("nsa-plugin: %s", settings_module.why_stock(error))
         return vllm_config
 
     return wrap(original, around)
@@ -263,7 +261,7 @@ def start_serving(vllm_config: Any) -> VllmServing | None:
     """Apply and verify the patches for this worker. On a CPU that is all, and is reported.
 
     Raises:
-        NsaPluginError: something does not fit and `strict` is on.
+        NsaPluginError: something does not fit; see `Settings.ends_start`.
     """
     this = process()
     resolved = this.settings(vllm_config)
@@ -273,7 +271,7 @@ def start_serving(vllm_config: Any) -> VllmServing | None:
         needs = check_here(vllm_config, resolved)
         statuses = this.ledger.install(*needs)
     except NsaPluginError as error:
-        if resolved.settings.strict:
+        if resolved.settings.ends_start(error):
             raise
         this.give_up(error, resolved)
         return None

@@ -1,4 +1,4 @@
-"""What vLLM's configuration says of a model, in the plugin's terms, and what of it the plugin does not carry.
+"""A model as vLLM's configuration describes it, in the plugin's terms, and which configurations the plugin supports.
 
 Nothing here asks the device or imports vLLM.
 """
@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from nsa_plugin.decision.shapes import ModelShape
-from nsa_plugin.errors import SettingsError, ShapeError
-from nsa_plugin.patches.ledger import TURN_OFF
+from nsa_plugin.errors import LeftToStockError
+from nsa_plugin.libraries.capabilities import V32_ROW
 
 # vLLM's --kv-cache-dtype, by the layout that the cache has then. On a CPU the plugin's backend keeps the model's dtype;
 # on a GPU vLLM's FlashMLA-sparse backend makes any fp8 fp8_ds_mla.
@@ -27,9 +27,11 @@ V4_LAYOUTS = dict.fromkeys(("auto", "fp8", "fp8_e4m3", "fp8_ds_mla"), "v4_fp8")
 
 _CONTEXT_PARALLEL = ("decode_context_parallel_size", "prefill_context_parallel_size")
 
-V32_ARCHITECTURES = ("DeepseekV32ForCausalLM",)
-"""Of those with V3.2's attention, what is served on a GPU. Others share selections between layers, or have other heads,
-and none of them has been compared there."""
+V32_MODULES = ("vllm.models.deepseek_v32", "vllm.model_executor.models.deepseek_v2")
+"""Modules of vLLM with the model code that the ledger changes: DeepSeek-V3.2, GLM-5 and whatever else vLLM serves with
+it."""
+INDEX_HEAD_DIM = 128
+"""Elements of a key in the indexer's cache."""
 V4_ARCHITECTURES = ("DeepseekV4ForCausalLM",)
 V4_RATIOS = frozenset({0, 1, 4, 128})
 V4_ROW = 512
@@ -43,7 +45,7 @@ def is_sparse(vllm_config: Any) -> bool:
 
 def family_of(vllm_config: Any) -> str:
     """The family of a model with sparse attention, one of `shapes.FAMILIES`."""
-    named = any("V4" in name for name in _architectures(vllm_config))
+    named = any(name.lower().startswith("deepseekv4") for name in _architectures(vllm_config))
     ratios = getattr(vllm_config.model_config.hf_text_config, "compress_ratios", None)
     return "v4" if named or ratios is not None else "v3.2"
 
@@ -56,7 +58,7 @@ def v4_shape(vllm_config: Any) -> ModelShape:
     """A DeepSeek-V4 model as one rank of the tensor-parallel group sees it.
 
     Raises:
-        ShapeError: the cache's format is none that the plugin reads.
+        LeftToStockError: the plugin does not support the cache's format.
     """
     config = vllm_config.model_config.hf_text_config
     return ModelShape(
@@ -82,7 +84,7 @@ def model_shape(vllm_config: Any, layouts: Mapping[str, str]) -> ModelShape:
         layouts: of the cache, by vLLM's name of its dtype: CPU_LAYOUTS or GPU_LAYOUTS.
 
     Raises:
-        ShapeError: the cache's format is none that the plugin reads.
+        LeftToStockError: the plugin does not support the cache's format.
     """
     return ModelShape.from_config(
         vllm_config.model_config.hf_text_config,
@@ -94,85 +96,104 @@ def model_shape(vllm_config: Any, layouts: Mapping[str, str]) -> ModelShape:
 def _layout(vllm_config: Any, layouts: Mapping[str, str]) -> str:
     cache_dtype = str(vllm_config.cache_config.cache_dtype)
     if cache_dtype not in layouts:
-        raise ShapeError(
-            f"--kv-cache-dtype is {cache_dtype}; nsa-plugin reads {', '.join(sorted(layouts))} here. {TURN_OFF}"
+        raise LeftToStockError(
+            f"--kv-cache-dtype is {cache_dtype}; nsa-plugin supports {', '.join(sorted(layouts))} here"
         )
     return layouts[cache_dtype]
 
 
 def step_tokens(vllm_config: Any) -> int:
-    """Most rows of a request in a decode or verify step: 1 and the speculated ones."""
+    """Most query tokens of a request in a decode or verify step: 1 and the speculated ones."""
     speculative = vllm_config.speculative_config
     return 1 + (int(speculative.num_speculative_tokens or 0) if speculative is not None else 0)
 
 
-def refuse_on_cpu(vllm_config: Any) -> None:
-    """Raise what keeps the plugin from serving a configuration of vLLM on a CPU.
+def check_on_cpu(vllm_config: Any) -> None:
+    """Check that the plugin supports a configuration of vLLM on a CPU.
 
     Raises:
-        SettingsError: names the flag.
+        LeftToStockError: it does not; names the flag or the model.
     """
     if family_of(vllm_config) == "v4":
-        raise SettingsError(f"nsa-plugin has no DeepSeek-V4 for vLLM on a CPU. {TURN_OFF}")
+        raise LeftToStockError("nsa-plugin does not support DeepSeek-V4 under vLLM on a CPU")
+    _check_v32(vllm_config)
     if vllm_config.speculative_config is not None:
-        raise SettingsError(
-            f"nsa-plugin does not carry speculative decoding on a CPU: drop --speculative-config. {TURN_OFF}"
-        )
-    cache_dtype = vllm_config.cache_config.cache_dtype
-    if cache_dtype not in CPU_LAYOUTS:
-        raise SettingsError(
-            f"nsa-plugin on a CPU keeps the KV cache in the model's dtype; --kv-cache-dtype is {cache_dtype}, "
-            f"allowed: {', '.join(CPU_LAYOUTS)}. {TURN_OFF}"
-        )
-    if any(getattr(vllm_config.parallel_config, name, 1) > 1 for name in _CONTEXT_PARALLEL):
-        raise SettingsError(f"nsa-plugin does not carry context parallelism on a CPU. {TURN_OFF}")
+        raise LeftToStockError("nsa-plugin does not support --speculative-config on a CPU")
+    _layout(vllm_config, CPU_LAYOUTS)
+    _check_context_parallel(vllm_config)
 
 
-def refuse_on_gpu(vllm_config: Any) -> None:
-    """Raise what keeps the plugin from serving a configuration of vLLM on a GPU.
+def check_on_gpu(vllm_config: Any) -> None:
+    """Check that the plugin supports a configuration of vLLM on a GPU.
 
     Raises:
-        SettingsError: names the flag.
-        ShapeError: see `model_shape`.
+        LeftToStockError: it does not; names the flag or the model.
     """
-    family = family_of(vllm_config)
-    # vLLM counts more rows of a request as a step there than 1 and the speculated ones.
+    # vLLM counts more query tokens of a request as a step there than 1 and the speculated ones.
     if getattr(vllm_config.speculative_config, "parallel_drafting", False):
-        raise SettingsError(
-            "nsa-plugin does not carry parallel_drafting of --speculative-config, which the method dflash sets. "
-            f"{TURN_OFF}"
+        raise LeftToStockError(
+            "nsa-plugin does not support parallel_drafting of --speculative-config, which the method dflash sets"
         )
+    _check_context_parallel(vllm_config)
     parallel = vllm_config.parallel_config
-    for name in _CONTEXT_PARALLEL:
-        if getattr(parallel, name, 1) > 1:
-            flag = "--" + name.replace("_", "-")
-            raise SettingsError(f"nsa-plugin does not carry {flag} {getattr(parallel, name)}. {TURN_OFF}")
+    if getattr(parallel, "enable_dbo", False):
+        raise LeftToStockError("nsa-plugin does not support --enable-dbo, which splits a batch between two streams")
     attention = getattr(vllm_config, "attention_config", None)
     for name, what in (("use_fp4_indexer_cache", "an fp4 indexer cache"), ("hisparse_config", "hisparse")):
         if getattr(attention, name, None):
-            raise SettingsError(f"nsa-plugin does not carry {what}. {TURN_OFF}")
-    if family == "v4":
-        _refuse_v4(vllm_config)
+            raise LeftToStockError(f"nsa-plugin does not support {what} (attention_config.{name})")
+    if family_of(vllm_config) == "v4":
+        _check_v4(vllm_config)
     else:
-        _refuse_architectures(vllm_config, V32_ARCHITECTURES)
+        _check_v32(vllm_config)
         model_shape(vllm_config, GPU_LAYOUTS)
 
 
-def _refuse_architectures(vllm_config: Any, carried: tuple[str, ...]) -> None:
-    if others := [name for name in _architectures(vllm_config) if name not in carried]:
-        raise SettingsError(f"nsa-plugin carries {', '.join(carried)} here, not {others[0]}. {TURN_OFF}")
+def _check_context_parallel(vllm_config: Any) -> None:
+    parallel = vllm_config.parallel_config
+    for name in _CONTEXT_PARALLEL:
+        if (size := getattr(parallel, name, 1)) > 1:
+            raise LeftToStockError(f"nsa-plugin does not support --{name.replace('_', '-')} {size}")
 
 
-def _refuse_v4(vllm_config: Any) -> None:
-    """As `refuse_on_gpu`, for what only DeepSeek-V4 has."""
+def _check_v32(vllm_config: Any) -> None:
+    """Check that a model has V3.2's attention, by its shape and by the model code that vLLM runs it with."""
     config = vllm_config.model_config.hf_text_config
-    _refuse_architectures(vllm_config, V4_ARCHITECTURES)
+    name = ", ".join(_architectures(vllm_config)) or "the model"
+    modules = _modules(vllm_config)
+    if others := [module for module in modules if module not in V32_MODULES]:
+        raise LeftToStockError(
+            f"vLLM runs {name} with {others[0]}; nsa-plugin supports the model code of {' and '.join(V32_MODULES)}"
+        )
+    wanted = {
+        "kv_lora_rank": V32_ROW[1],
+        "qk_rope_head_dim": V32_ROW[0] - V32_ROW[1],
+        "index_head_dim": INDEX_HEAD_DIM,
+    }
+    for key, value in wanted.items():
+        if (found := getattr(config, key, None)) != value:
+            raise LeftToStockError(f"{key} of {name} is {found}; nsa-plugin supports {value}")
+    if (pooled := getattr(config, "index_kpool", 1)) not in (None, 1):
+        raise LeftToStockError(f"index_kpool of {name} is {pooled}: its indexer selects pools of tokens, not tokens")
+
+
+def _modules(vllm_config: Any) -> list[str]:
+    """The modules of the model code that vLLM's registry names for the model's architectures."""
+    models = vllm_config.model_config.registry.models
+    entries = [models.get(name) for name in _architectures(vllm_config)]
+    return [str(getattr(entry, "module_name", "code that its registry does not name")) for entry in entries]
+
+
+def _check_v4(vllm_config: Any) -> None:
+    config = vllm_config.model_config.hf_text_config
+    if others := [name for name in _architectures(vllm_config) if name not in V4_ARCHITECTURES]:
+        raise LeftToStockError(f"nsa-plugin supports {', '.join(V4_ARCHITECTURES)} here, not {others[0]}")
     ratios = set(getattr(config, "compress_ratios", None) or ())
     if unknown := ratios - V4_RATIOS:
-        raise SettingsError(
-            f"compress_ratios of the model has {', '.join(map(str, sorted(unknown)))}; nsa-plugin knows "
-            f"{', '.join(map(str, sorted(V4_RATIOS)))}. {TURN_OFF}"
+        raise LeftToStockError(
+            f"compress_ratios of the model has {', '.join(map(str, sorted(unknown)))}; nsa-plugin supports "
+            f"{', '.join(map(str, sorted(V4_RATIOS)))}"
         )
     if (head_dim := getattr(config, "head_dim", None)) != V4_ROW:
-        raise SettingsError(f"head_dim of the model is {head_dim}; nsa-plugin knows {V4_ROW}. {TURN_OFF}")
+        raise LeftToStockError(f"head_dim of the model is {head_dim}; nsa-plugin supports {V4_ROW}")
     v4_shape(vllm_config)

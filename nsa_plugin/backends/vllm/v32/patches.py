@@ -31,7 +31,7 @@ def serving() -> GpuServing | None:
 
 
 def _or_stock(do: Callable[[GpuServing], T]) -> T | None:
-    """What `do` gives; None while vLLM serves by itself, and from the first error on with strict off.
+    """What `do` gives; None while vLLM serves by itself, and from the first error on that does not end the start.
 
     Raises:
         NsaPluginError: (strict) the model, the configuration or the machine does not fit.
@@ -42,7 +42,7 @@ def _or_stock(do: Callable[[GpuServing], T]) -> T | None:
     try:
         return do(found)
     except NsaPluginError as error:
-        if found.resolved.settings.strict:
+        if found.resolved.settings.ends_start(error):
             raise
         process().give_up(error, found.resolved, report=found.first)
         return None

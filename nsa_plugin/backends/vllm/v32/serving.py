@@ -19,16 +19,17 @@ from nsa_plugin.backends.common.planner import KERNEL_OPS
 from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.common.token_shard import Exchange
 from nsa_plugin.backends.common.warm import warm, warm_selection
-from nsa_plugin.backends.vllm.startup.model import GPU_LAYOUTS, model_shape, refuse_on_gpu, step_tokens
+from nsa_plugin.backends.vllm.startup.model import GPU_LAYOUTS, check_on_gpu, model_shape, step_tokens
 from nsa_plugin.backends.vllm.startup.serving import VllmServing
 from nsa_plugin.backends.vllm.v32.routes import VllmPlanner
 from nsa_plugin.backends.vllm.v32.token_shard import open_exchange
 from nsa_plugin.decision.dispatch import validate
 from nsa_plugin.decision.plan import Attention, IndexerMode, Plan
-from nsa_plugin.errors import NoProviderError, NsaPluginError, SettingsError
+from nsa_plugin.errors import LeftToStockError, NsaPluginError, SettingsError
 from nsa_plugin.libraries.devices import DeviceProfile
 from nsa_plugin.libraries.probe import probe
-from nsa_plugin.patches.ledger import TURN_OFF, PatchStatus
+from nsa_plugin.patches.ledger import PatchStatus
+from nsa_plugin.settings import FULL
 
 # What vLLM carries inside itself.
 VENDORED = {"deep_gemm": "vllm.third_party.deep_gemm"}
@@ -87,9 +88,9 @@ class GpuServing(VllmServing):
             ShapeError, SettingsError, NoProviderError: the model, the configuration or the machine does not fit.
         """
         if self.planner is None:
-            refuse_on_gpu(self.vllm_config)
+            check_on_gpu(self.vllm_config)
             model, device = model_shape(self.vllm_config, GPU_LAYOUTS), self.device_profile()
-            refuse_device(device)
+            check_device(device)
             scheduler, limit = self.vllm_config.scheduler_config, step_tokens(self.vllm_config)
             planner = VllmPlanner(
                 model=model,
@@ -175,18 +176,22 @@ class GpuServing(VllmServing):
         warm(own_kernels(planner), self.loaded(), planner.model, device)
 
     def check_layers(self) -> None:
-        """vLLM has built its model. If none of it attends by plans, the user must have asked for that.
+        """vLLM has built its model. If none of it attends by plans, stock vLLM serves it.
 
         Raises:
-            NoProviderError: no layer attends by plans, and the user asked for no other backend.
+            LeftToStockError: no layer attends by plans, and the user asked for no other backend; with `strict` "full",
+                some layer does not.
         """
         planned, others = self.layers()
-        if planned or not (self.chose or self.vllm_config.attention_config.backend is None):
+        asked_for = not self.chose and self.vllm_config.attention_config.backend is not None
+        if self.resolved.settings.strict == FULL and others and (planned or asked_for):
+            raise LeftToStockError(f"layers on vLLM's backend {', '.join(sorted(others))} are left to the stock engine")
+        if planned or asked_for:
             return
         found = f"vLLM chose {', '.join(sorted(others))}" if others else "it has no sparse layer that nsa-plugin knows"
-        raise NoProviderError(
+        raise LeftToStockError(
             f"no layer of the model attends by vLLM's {self.backend}, which nsa-plugin plans for: {found}, on "
-            f"{self.planning().device.where}. --attention-backend {self.backend} asks for it. {TURN_OFF}"
+            f"{self.planning().device.where}. --attention-backend {self.backend} asks for it"
         )
 
     def settle(self) -> None:
@@ -260,17 +265,20 @@ class GpuServing(VllmServing):
         return text + f"; {'resharded' if plan.token_shard else 'heads stay local'}: {plan.reasons['token_shard']}"
 
 
-def refuse_device(device: DeviceProfile, backend: str = BACKEND) -> None:
-    """Raise NoProviderError for a device that no layer of vLLM's `backend` would attend by plans on.
+def check_device(device: DeviceProfile, backend: str = BACKEND) -> None:
+    """Check that vLLM has layers of `backend` on a device; only those attend by plans.
 
-    The plugin's own kernels may well run there, so that no look-up of a kernel fails.
+    The plugin's own kernels may well run there, so no look-up of a kernel would fail.
+
+    Raises:
+        LeftToStockError: it has none.
     """
     if device.kind != "cuda":
-        raise NoProviderError(f"vLLM serves on a GPU, and torch sees none of NVIDIA's here: {device.name}. {TURN_OFF}")
+        raise LeftToStockError(f"vLLM serves on a GPU, and torch sees no NVIDIA GPU here: {device.name}")
     if device.sm // 10 not in BACKEND_MAJORS:
-        raise NoProviderError(
+        raise LeftToStockError(
             f"nsa-plugin plans for vLLM's {backend}, which needs an SM90 or SM100 GPU (H100, H200, B200); this one, "
-            f"{device.name}, is {device.where}. {TURN_OFF}"
+            f"{device.name}, is {device.where}"
         )
 
 

@@ -13,9 +13,9 @@ from nsa_plugin.backends.common.paths import DIRECT
 from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.common.v4 import LAYOUT, RATIOS
 from nsa_plugin.backends.common.warm import refusal
-from nsa_plugin.backends.vllm.startup.model import refuse_on_gpu, step_tokens, v4_shape
+from nsa_plugin.backends.vllm.startup.model import check_on_gpu, step_tokens, v4_shape
 from nsa_plugin.backends.vllm.v4.routes import VllmV4Planner, own_kernels, path
-from nsa_plugin.backends.vllm.v32.serving import ROWS, VENDORED, GpuServing, refuse_device
+from nsa_plugin.backends.vllm.v32.serving import ROWS, VENDORED, GpuServing, check_device
 from nsa_plugin.decision.plan import IndexerMode, Plan
 from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.errors import NsaPluginError, SettingsError
@@ -43,14 +43,14 @@ class V4Serving(GpuServing):
             ShapeError, SettingsError, NoProviderError: the model, the configuration or the machine does not fit.
         """
         if not isinstance(self.planner, VllmV4Planner):
-            refuse_on_gpu(self.vllm_config)
+            check_on_gpu(self.vllm_config)
             if self.resolved.settings.token_shard == "on":
                 raise SettingsError(
                     "token_shard is on and cannot work here: DeepSeek-V4's layers under vLLM trade no heads for "
                     "tokens; allowed here: auto, off"
                 )
             device, scheduler = self.device_profile(), self.vllm_config.scheduler_config
-            refuse_device(device, self.backend)
+            check_device(device, self.backend)
             planner = VllmV4Planner(
                 model=v4_shape(self.vllm_config),
                 device=device,

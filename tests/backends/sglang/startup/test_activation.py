@@ -16,7 +16,7 @@ from packaging.version import Version
 from nsa_plugin.backends.sglang.startup import activation, backend, hooks, model, serving
 from nsa_plugin.backends.sglang.startup.activation import SglangProcess
 from nsa_plugin.backends.sglang.startup.flags import Carried
-from nsa_plugin.errors import NoProviderError, NsaPluginError, PatchError, SettingsError, ShapeError
+from nsa_plugin.errors import LeftToStockError, NoProviderError, NsaPluginError, PatchError, SettingsError
 from nsa_plugin.libraries.devices import synthetic
 from nsa_plugin.settings import ENV_PREFIX
 from tests.backends.fake_sglang.scheduler import HF_CONFIG, StockBackend, read, runner, scheduler, start
@@ -70,9 +70,9 @@ def test_what_is_free_is_read_anew_once_the_engine_has_started(
     assert built.nsa_plugin.planner.free_memory() == 1
 
 
-@pytest.mark.parametrize("strict", [True, False])
-def test_a_later_backend_that_cannot_serve_takes_the_others_back(
-    process: SglangProcess, tmp_path: Path, strict: bool
+@pytest.mark.parametrize("strict", [True, "full"])
+def test_a_draft_that_is_left_to_sglang_does_not_take_the_target_back(
+    process: SglangProcess, tmp_path: Path, strict: bool | str
 ) -> None:
     report = tmp_path / "report.json"
     Carried({"enabled": "true", "strict": str(strict), "report": str(report)}, {}).write()
@@ -80,15 +80,15 @@ def test_a_later_backend_that_cannot_serve_takes_the_others_back(
     plugin_backend = backend.make(StockBackend)
     target = plugin_backend(runner(scaled_fp8=True))
     draft = runner(dtype="torch.float8_e4m3fn")  # without scales
-    if strict:
-        with pytest.raises(ShapeError, match="float8_e4m3fn without scales"):
+    if strict == "full":
+        with pytest.raises(LeftToStockError, match="float8_e4m3fn without scales"):
             plugin_backend(draft)
         return
-    plugin_backend(draft)
-    assert target.nsa_plugin is None
+    assert plugin_backend(draft).nsa_plugin is None
+    assert target.nsa_plugin is not None
     process.leave_scheduler(scheduler())
-    assert read(report)["active"] is False
-    assert any("the stock engine serves" in note and "without scales" in note for note in read(report)["notes"])
+    assert read(report)["active"] is True
+    assert any("left to the stock engine: " in note and "without scales" in note for note in read(report)["notes"])
 
 
 @pytest.mark.parametrize("strict", [True, False])
@@ -195,19 +195,20 @@ def test_trtllm_over_fp8_is_refused_where_the_device_lacks_it(process: SglangPro
         backend.make(TrtllmBackend)(runner(dtype="torch.float8_e4m3fn"))
 
 
-@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("strict", [True, "full"])
 def test_sparse_attention_by_another_backend_is_not_taken_for_the_plugin_s(
-    process: SglangProcess, tmp_path: Path, strict: bool
+    process: SglangProcess, tmp_path: Path, strict: bool | str
 ) -> None:
     """--attention-backend other than dsa: refusing must not look like running."""
     report = tmp_path / "report.json"
     Carried({"enabled": "true", "strict": str(strict), "report": str(report)}, {}).write()
-    if strict:
-        with pytest.raises(PatchError, match="not by SGLang's backends dsa"):
+    if strict == "full":
+        with pytest.raises(LeftToStockError, match="with another attention backend than dsa"):
             start(process)
         return
     start(process)
     assert read(report)["active"] is False
+    assert any(note.startswith("left to the stock engine: SGLang serves") for note in read(report)["notes"])
 
 
 def test_a_model_without_sparse_attention_is_left_alone(
@@ -290,7 +291,7 @@ def test_model_shape(scaled_fp8: bool, dtype: str, layout: str) -> None:
 
 def test_a_cache_without_scales_is_no_layout_of_the_plugin() -> None:
     model_runner = runner(dtype="torch.float8_e4m3fn")
-    with pytest.raises(ShapeError, match="float8_e4m3fn without scales"):
+    with pytest.raises(LeftToStockError, match="float8_e4m3fn without scales"):
         model.model_shape(StockBackend(model_runner), model_runner)
 
 

@@ -14,7 +14,7 @@ import pytest
 from nsa_plugin.backends.sglang.startup import activation, model, serving
 from nsa_plugin.backends.sglang.startup.activation import SglangProcess
 from nsa_plugin.backends.sglang.startup.flags import Carried
-from nsa_plugin.errors import NoProviderError, PatchError
+from nsa_plugin.errors import LeftToStockError, NoProviderError, PatchError
 from nsa_plugin.libraries.devices import synthetic
 from nsa_plugin.patches import sglang as data
 from tests.backends.fake_sglang.scheduler import read, runner, scheduler, start
@@ -167,8 +167,8 @@ def test_while_it_is_off_v4_passes_through(process: SglangProcess, registry: Any
 def test_v4_without_its_backend_is_not_taken_for_the_plugin_s(
     process: SglangProcess,
 ) -> None:
-    Carried({"enabled": "true"}, {}).write()
-    with pytest.raises(PatchError, match=r"not by SGLang's backends dsa .* or dsv4"):
+    Carried({"enabled": "true", "strict": "full"}, {}).write()
+    with pytest.raises(LeftToStockError, match=r"another attention backend than dsa .* or dsv4"):
         start(process, config=V4_CONFIG)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nsa_plugin.backends.sglang.startup import serving
-from nsa_plugin.backends.sglang.startup.serving import SglangServing, is_v4, left_to_sglang
+from nsa_plugin.backends.sglang.startup.serving import SglangServing, check_cache, is_v4
 from nsa_plugin.backends.sglang.v4 import backend as v4_backend
 from nsa_plugin.backends.sglang.v4.attention import with_v4_plans
 from nsa_plugin.decision.plan import Plan
@@ -216,4 +216,4 @@ def test_the_family_is_the_classs(original: type):
     assert is_v4(backend)
     assert not is_v4(SimpleNamespace())
     # V3.2's question of kernel paths is not asked of V4's backend, which has none.
-    assert left_to_sglang(backend, runner(), H200) is None
+    check_cache(backend, runner(), H200)

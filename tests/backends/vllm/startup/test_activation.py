@@ -21,7 +21,7 @@ from nsa_plugin.backends.vllm.v32 import patches as gpu_patches
 from nsa_plugin.backends.vllm.v32 import serving as gpu_serving
 from nsa_plugin.backends.vllm.v32.serving import BACKEND, GpuServing
 from nsa_plugin.decision.plan import Plan
-from nsa_plugin.errors import NoProviderError, NsaPluginError, PatchError, SettingsError, ShapeError
+from nsa_plugin.errors import LeftToStockError, NoProviderError, PatchError
 from nsa_plugin.libraries.devices import DeviceProfile, synthetic
 from nsa_plugin.patches import static
 from nsa_plugin.patches.ledger import Ledger, Need, Patch, Target
@@ -224,8 +224,9 @@ def test_another_platform_has_no_backend_whatever_it_calls_its_devices(
     start: Any, monkeypatch: pytest.MonkeyPatch, name: str
 ):
     on_platform(monkeypatch, RocmPlatform(name))
-    with pytest.raises(PatchError, match=r"has no backend for vLLM's platform RocmPlatform\. .*NSA_PLUGIN_ENABLED=0"):
-        start(configured())
+    with pytest.raises(LeftToStockError, match=r"does not support vLLM's platform RocmPlatform"):
+        start(configured(strict="full"))
+    assert start(configured()) is not None
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
@@ -253,33 +254,53 @@ def test_everything_is_checked_before_anything_is_started(process: VllmProcess):
     assert process.serving is None
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "words"),
-    [
-        (lambda c: setattr(c.cache_config, "cache_dtype", "nvfp4"), ShapeError, "--kv-cache-dtype is nvfp4"),
-        (
-            lambda c: setattr(c.parallel_config, "decode_context_parallel_size", 2),
-            SettingsError,
-            "--decode-context-parallel-size 2",
-        ),
-        (
-            lambda c: setattr(c.model_config.hf_config, "architectures", ["DeepseekV41ForCausalLM"]),
-            SettingsError,
-            "carries DeepseekV4ForCausalLM here, not DeepseekV41ForCausalLM",
-        ),
-        (
-            lambda c: setattr(c.model_config.hf_config, "architectures", ["GlmMoeDsaForCausalLM"]),
-            SettingsError,
-            "carries DeepseekV32ForCausalLM here, not GlmMoeDsaForCausalLM",
-        ),
-    ],
-)
+LEFT = [
+    (lambda c: setattr(c.cache_config, "cache_dtype", "nvfp4"), "--kv-cache-dtype is nvfp4"),
+    (
+        lambda c: setattr(c.parallel_config, "decode_context_parallel_size", 2),
+        "--decode-context-parallel-size 2",
+    ),
+    (
+        lambda c: setattr(c.model_config.hf_config, "architectures", ["DeepseekV41ForCausalLM"]),
+        "supports DeepseekV4ForCausalLM here, not DeepseekV41ForCausalLM",
+    ),
+    (
+        lambda c: setattr(c.model_config.hf_config, "architectures", ["HYV4ForCausalLM"]),
+        "vLLM runs HYV4ForCausalLM with vllm.models.hy_v4",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), LEFT)
 @pytest.mark.parametrize("start", [engine_config, worker_of])
-def test_what_the_plugin_does_not_carry(start: Any, change: Any, error: type[NsaPluginError], words: str):
+def test_what_the_plugin_does_not_support_ends_the_start_only_with_strict_full(start: Any, change: Any, words: str):
+    vllm_config = configured(strict="full")
+    change(vllm_config)
+    with pytest.raises(LeftToStockError, match=words):
+        start(vllm_config)
+
+
+@pytest.mark.parametrize(("change", "words"), LEFT)
+def test_what_the_plugin_does_not_support_is_left_to_stock_vllm(
+    process: VllmProcess,
+    reports: list[StartupReport],
+    caplog: pytest.LogCaptureFixture,
+    change: Any,
+    words: str,
+):
     vllm_config = configured()
     change(vllm_config)
-    with pytest.raises(error, match=words):
-        start(vllm_config)
+    with caplog.at_level(logging.WARNING, logger="nsa_plugin"):
+        assert engine_config(vllm_config) is vllm_config
+    assert "left to the stock engine: " in caplog.text
+    assert re.search(words, caplog.text)
+    worker = worker_of(vllm_config)
+    load_model(worker)
+    warm_up(worker)
+    assert (process.serving, worker.loaded, Engine.serve()) == (None, True, "vLLM's")
+    (report,) = reports
+    assert not report.active
+    assert re.search(f"left to the stock engine: .*{words}", report.text())
 
 
 def test_a_target_that_the_files_do_not_have(monkeypatch: pytest.MonkeyPatch):
@@ -352,24 +373,31 @@ FOREIGN = [
     (synthetic(80), "needs an SM90 or SM100 GPU.* is SM80"),
     (synthetic(89), "needs an SM90 or SM100 GPU.* is SM89"),
     (synthetic(120), "needs an SM90 or SM100 GPU.* is SM120"),
-    (synthetic(0), "torch sees none of NVIDIA's here"),  # a ROCm build of torch under a platform that says it is CUDA
-    (synthetic(90, libraries=()), "no installed kernel library supports"),
+    (synthetic(0), "torch sees no NVIDIA GPU here"),  # a ROCm build of torch under a platform that says it is CUDA
 ]
 
 
 @pytest.mark.parametrize(("device", "words"), FOREIGN)
-def test_a_device_that_no_layer_attends_by_plans_on_ends_the_start_before_the_model_is_loaded(
+def test_with_strict_full_a_device_without_planned_layers_ends_the_start_before_the_model_is_loaded(
     monkeypatch: pytest.MonkeyPatch, device: DeviceProfile, words: str
 ):
     monkeypatch.setattr(Here, "device", device)
+    worker = worker_of(configured(strict="full"))
+    with pytest.raises(LeftToStockError, match=words):
+        load_model(worker)
+    assert not worker.loaded
+
+
+def test_a_device_without_kernels_ends_the_start(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Here, "device", synthetic(90, libraries=()))
     worker = worker_of(configured())
-    with pytest.raises(NoProviderError, match=words):
+    with pytest.raises(NoProviderError, match="no installed kernel library supports"):
         load_model(worker)
     assert not worker.loaded
 
 
 @pytest.mark.parametrize(("device", "words"), FOREIGN)
-def test_with_strict_off_vllm_serves_on_such_a_device(
+def test_stock_vllm_serves_on_such_a_device(
     process: VllmProcess,
     reports: list[StartupReport],
     monkeypatch: pytest.MonkeyPatch,
@@ -377,7 +405,7 @@ def test_with_strict_off_vllm_serves_on_such_a_device(
     words: str,
 ):
     monkeypatch.setattr(Here, "device", device)
-    worker = worker_of(configured(strict=False))
+    worker = worker_of(configured())
     load_model(worker)
     warm_up(worker)
     assert (worker.loaded, worker.vllm_config.attention_config.backend) == (True, None)
@@ -390,20 +418,20 @@ def test_with_strict_off_vllm_serves_on_such_a_device(
 BLACKWELL = synthetic(100, libraries=("triton", "deep_gemm"))
 
 
-def test_layers_that_vllm_gives_another_backend_unasked_end_the_start(monkeypatch: pytest.MonkeyPatch):
-    """On SM100 the choice is vLLM's: its own attention is not served under the plugin's name."""
+def test_with_strict_full_layers_that_vllm_gives_another_backend_unasked_end_the_start(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Here, "device", BLACKWELL)
-    worker = worker_of(configured())
+    worker = worker_of(configured(strict="full"))
     words = f"no layer of the model attends by vLLM's {BACKEND}.*vLLM chose {ANOTHER}, on SM100.*--attention-backend"
-    with pytest.raises(NoProviderError, match=words):
+    with pytest.raises(LeftToStockError, match=words):
         load_model(worker)
 
 
-def test_with_strict_off_such_layers_are_vllms(
+def test_layers_that_vllm_gives_another_backend_are_left_to_stock_vllm(
     process: VllmProcess, reports: list[StartupReport], monkeypatch: pytest.MonkeyPatch
 ):
+    """On SM100 the choice is vLLM's, and the report does not take its attention for the plugin's."""
     monkeypatch.setattr(Here, "device", BLACKWELL)
-    worker = worker_of(configured(strict=False))
+    worker = worker_of(configured())
     load_model(worker)
     warm_up(worker)
     assert (process.serving, gpu_patches.planning()) == (None, None)
@@ -492,18 +520,18 @@ def _enabled(vllm_config: Any, **settings: Any) -> Any:
 
 
 @pytest.mark.parametrize("start", [engine_config, worker_of])
-def test_what_v4_does_not_carry_is_refused_with_one_error(start: Any, process: VllmProcess):
-    with pytest.raises(SettingsError, match=r"does not carry parallel_drafting.*_ENABLED=0"):
-        start(_enabled(v4_config(speculative_config=PARALLEL)))
+def test_with_strict_full_what_v4_does_not_support_is_refused_with_one_error(start: Any, process: VllmProcess):
+    with pytest.raises(LeftToStockError, match=r"does not support parallel_drafting"):
+        start(_enabled(v4_config(speculative_config=PARALLEL), strict="full"))
     assert (process.serving, Engine.serve(), Engine.serve_v4()) == (None, "vLLM's", "vLLM's")
 
 
-def test_with_strict_off_vllm_serves_v4_as_it_is_asked(process: VllmProcess, reports: list[StartupReport]):
-    vllm_config = _enabled(v4_config(speculative_config=PARALLEL), strict=False)
+def test_stock_vllm_serves_v4_as_it_is_asked(process: VllmProcess, reports: list[StartupReport]):
+    vllm_config = _enabled(v4_config(speculative_config=PARALLEL))
     assert engine_config(vllm_config) is vllm_config
     worker_of(vllm_config)
     assert (process.serving, Engine.serve_v4()) == (None, "vLLM's")
-    assert "does not carry parallel_drafting" in reports[0].text()
+    assert "does not support parallel_drafting" in reports[0].text()
 
 
 def test_a_v4_worker_from_its_start_to_the_report(v4: Any, process: VllmProcess, reports: list[StartupReport]):

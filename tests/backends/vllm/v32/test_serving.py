@@ -23,7 +23,7 @@ from nsa_plugin.decision import timings
 from nsa_plugin.decision.plan import Attention
 from nsa_plugin.decision.routes import Route
 from nsa_plugin.decision.shapes import Phase
-from nsa_plugin.errors import NoProviderError, SettingsError, ShapeError
+from nsa_plugin.errors import LeftToStockError, NoProviderError, SettingsError
 from nsa_plugin.libraries.devices import synthetic
 from nsa_plugin.patches import static
 from nsa_plugin.patches.ledger import Need
@@ -56,22 +56,62 @@ def test_the_model_as_a_rank_sees_it(cache_dtype: str, layout: str):
 
 
 def test_a_cache_format_that_no_kernel_reads():
-    with pytest.raises(ShapeError, match="--kv-cache-dtype is nvfp4; nsa-plugin reads auto, bfloat16"):
+    with pytest.raises(LeftToStockError, match="--kv-cache-dtype is nvfp4; nsa-plugin supports auto, bfloat16"):
         serving(config("nvfp4")).planning()
 
 
 @pytest.mark.parametrize("name", ["decode_context_parallel_size", "prefill_context_parallel_size"])
-def test_context_parallelism_is_refused(name: str):
+def test_context_parallelism_is_left_to_vllm(name: str):
     parallel = SimpleNamespace(tensor_parallel_size=2, **{name: 2})
-    with pytest.raises(SettingsError, match=f"--{name.replace('_', '-')} 2"):
+    with pytest.raises(LeftToStockError, match=f"--{name.replace('_', '-')} 2"):
         serving(config(parallel_config=parallel)).planning()
 
 
-def test_an_fp4_indexer_and_hisparse_are_refused():
-    with pytest.raises(SettingsError, match="an fp4 indexer cache"):
+def test_an_fp4_indexer_and_hisparse_are_left_to_vllm():
+    with pytest.raises(LeftToStockError, match="an fp4 indexer cache"):
         serving(config(attention_config=SimpleNamespace(use_fp4_indexer_cache=True))).planning()
-    with pytest.raises(SettingsError, match="hisparse"):
+    with pytest.raises(LeftToStockError, match="hisparse"):
         serving(config(attention_config=SimpleNamespace(hisparse_config=object()))).planning()
+
+
+def test_two_batch_overlap_is_left_to_vllm():
+    parallel = SimpleNamespace(tensor_parallel_size=2, enable_dbo=True)
+    with pytest.raises(LeftToStockError, match="--enable-dbo"):
+        serving(config(parallel_config=parallel)).planning()
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (
+            {"architectures": ["HYV4ForCausalLM"]},
+            "vLLM runs HYV4ForCausalLM with vllm.models.hy_v4; nsa-plugin",
+        ),
+        ({"architectures": ["Plugged"]}, "vLLM runs Plugged with code that its registry does not name"),
+        ({"architectures": ["Unknown"]}, "vLLM runs Unknown with code that its registry does not name"),
+        ({"kv_lora_rank": 256}, "kv_lora_rank of DeepseekV32ForCausalLM is 256; nsa-plugin supports 512"),
+        ({"qk_rope_head_dim": None}, "qk_rope_head_dim of DeepseekV32ForCausalLM is None; nsa-plugin supports 64"),
+        ({"index_head_dim": 64}, "index_head_dim of DeepseekV32ForCausalLM is 64; nsa-plugin supports 128"),
+        ({"index_kpool": 4}, "index_kpool of DeepseekV32ForCausalLM is 4: its indexer selects pools"),
+    ],
+)
+def test_a_model_of_another_shape_or_code_is_left_to_vllm(changed: dict[str, Any], words: str):
+    given = config()
+    vars(given.model_config.hf_config).update(changed)
+    with pytest.raises(LeftToStockError, match=words):
+        serving(given).planning()
+
+
+GLM = {"num_attention_heads": 64, "qk_nope_head_dim": 192, "v_head_dim": 256, "index_n_heads": 32, "index_topk": 2048}
+
+
+@pytest.mark.parametrize("name", ["GlmMoeDsaForCausalLM", "DeepseekV3ForCausalLM"])
+def test_a_model_is_served_by_its_shape_and_code_whatever_its_name(name: str):
+    """GLM-5, and V3.2's attention under another name."""
+    given = config()
+    vars(given.model_config.hf_config).update(GLM, architectures=[name])
+    model = serving(given).planning().model
+    assert (model.heads_per_rank, model.mha_dims, model.index_n_heads) == (32, (256, 256), 32)
 
 
 def test_speculated_tokens_count_as_steps():
@@ -80,9 +120,9 @@ def test_speculated_tokens_count_as_steps():
     assert serving().planning().step_tokens == 1
 
 
-def test_parallel_drafting_is_refused():
+def test_parallel_drafting_is_left_to_vllm():
     drafts = SimpleNamespace(num_speculative_tokens=3, parallel_drafting=True)
-    with pytest.raises(SettingsError, match=r"parallel_drafting of --speculative-config, which the method dflash sets"):
+    with pytest.raises(LeftToStockError, match="parallel_drafting of --speculative-config"):
         serving(config(speculative_config=drafts)).planning()
 
 
@@ -195,11 +235,11 @@ def test_vllms_layers_alone_are_served_only_where_the_user_named_their_backend(b
     model_of(layer(True), other).check_layers()
     model_of(other, backend="FLASHINFER_MLA_SPARSE").check_layers()
     words = f"no layer of the model attends by vLLM's {BACKEND}.*"
-    with pytest.raises(NoProviderError, match=words + "vLLM chose FLASHINFER_MLA_SPARSE, on SM90"):
+    with pytest.raises(LeftToStockError, match=words + "vLLM chose FLASHINFER_MLA_SPARSE, on SM90"):
         model_of(other).check_layers()  # the plugin's own choice was not kept to
-    with pytest.raises(NoProviderError, match=words + "vLLM chose FLASHINFER_MLA_SPARSE, on SM100"):
+    with pytest.raises(LeftToStockError, match=words + "vLLM chose FLASHINFER_MLA_SPARSE, on SM100"):
         model_of(other, device=synthetic(100, libraries=("triton", "deep_gemm"))).check_layers()
-    with pytest.raises(NoProviderError, match=words + "no sparse layer that nsa-plugin knows"):
+    with pytest.raises(LeftToStockError, match=words + "no sparse layer that nsa-plugin knows"):
         model_of().check_layers()
 
 

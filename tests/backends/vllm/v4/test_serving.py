@@ -10,12 +10,12 @@ import torch
 from packaging.version import Version
 
 from nsa_plugin.backends.common.providers import Providers
-from nsa_plugin.backends.vllm.startup.model import family_of, refuse_on_cpu, refuse_on_gpu, v4_shape
+from nsa_plugin.backends.vllm.startup.model import check_on_cpu, check_on_gpu, family_of, v4_shape
 from nsa_plugin.backends.vllm.v4 import patches as v4_patches
 from nsa_plugin.backends.vllm.v4 import serving as v4_serving
 from nsa_plugin.backends.vllm.v4.serving import V4Serving, warm_v4
 from nsa_plugin.backends.vllm.v32 import serving as gpu_serving
-from nsa_plugin.errors import NoProviderError, SettingsError, ShapeError
+from nsa_plugin.errors import LeftToStockError, NoProviderError, SettingsError
 from nsa_plugin.libraries.devices import synthetic
 from nsa_plugin.patches.ledger import Need
 from nsa_plugin.patches.vllm import PATCHES
@@ -41,21 +41,21 @@ def serving(vllm_config: Any = None, device: Any = H200, **settings: Any) -> V4S
 
 
 @pytest.mark.parametrize("sm", [80, 120])
-def test_a_device_without_vllms_backend_is_refused(sm: int):
-    with pytest.raises(NoProviderError, match="vLLM's FLASHMLA_SPARSE_DSV4, which needs an SM90 or SM100"):
+def test_a_device_without_vllms_backend_is_left_to_vllm(sm: int):
+    with pytest.raises(LeftToStockError, match="vLLM's FLASHMLA_SPARSE_DSV4, which needs an SM90 or SM100"):
         serving(device=synthetic(sm)).planning()
 
 
-def test_v4_is_refused_on_a_cpu_for_good():
-    with pytest.raises(SettingsError, match="no DeepSeek-V4 for vLLM on a CPU"):
-        refuse_on_cpu(config())
+def test_v4_on_a_cpu_is_left_to_vllm():
+    with pytest.raises(LeftToStockError, match="does not support DeepSeek-V4 under vLLM on a CPU"):
+        check_on_cpu(config())
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (changed(architectures=["DeepseekV41ForCausalLM"]), "carries DeepseekV4ForCausalLM here, not DeepseekV41"),
-        (changed(compress_ratios=[0, 4, 2]), "compress_ratios of the model has 2; nsa-plugin knows 0, 1, 4, 128"),
+        (changed(architectures=["DeepseekV41ForCausalLM"]), "supports DeepseekV4ForCausalLM here, not DeepseekV41"),
+        (changed(compress_ratios=[0, 4, 2]), "compress_ratios of the model has 2; nsa-plugin supports 0, 1, 4, 128"),
         (changed(head_dim=256), "head_dim of the model is 256"),
         (changed(head_dim=None), "head_dim of the model is None"),
         (config(attention_config=SimpleNamespace(use_fp4_indexer_cache=True)), "an fp4 indexer cache"),
@@ -69,14 +69,14 @@ def test_v4_is_refused_on_a_cpu_for_good():
         ),
     ],
 )
-def test_what_is_not_carried(given: Any, words: str):
-    with pytest.raises(SettingsError, match=words):
-        refuse_on_gpu(given)
+def test_what_is_not_supported(given: Any, words: str):
+    with pytest.raises(LeftToStockError, match=words):
+        check_on_gpu(given)
 
 
 def test_a_cache_that_is_not_of_fp8_records():
-    with pytest.raises(ShapeError, match="--kv-cache-dtype is bfloat16; nsa-plugin reads auto, fp8"):
-        refuse_on_gpu(config("bfloat16"))
+    with pytest.raises(LeftToStockError, match="--kv-cache-dtype is bfloat16; nsa-plugin supports auto, fp8"):
+        check_on_gpu(config("bfloat16"))
 
 
 def test_the_model_as_a_rank_sees_it():
