@@ -14,12 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
-from nsa_plugin.kernels import sparse_mla_args
-from nsa_plugin.kernels.checks import check_tensor, require
+from nsa_plugin.kernels.checks import check_tensor
 from nsa_plugin.kernels.cuda.build import Argument, CudaKernel, load_kernel
-from nsa_plugin.kernels.kv_cache import PagedCache
-from nsa_plugin.kernels.sparse_mla import DecodeOutput, PrefillOutput
-from nsa_plugin.kernels.sparse_mla_args import SparseMlaCall, decode_call, prefill_call
+from nsa_plugin.kernels.sparse_mla import Scope, SparseMlaCall, SparseMlaResult, decode_op, prefill_op
 from nsa_plugin.layouts import V4_FP8, V32_FP8, CacheLayout
 
 SOURCE = "sparse_mla.cu"
@@ -27,7 +24,6 @@ LOG2_E = 1.4426950408889634
 KEYS = 64  # entries that a block of threads attends at a time
 D_V = 512
 LAYOUTS = (V32_FP8, V4_FP8)
-PREFIXES = ("", "extra_")  # of the arguments of the first and of the second cache
 MAX_SPLITS = 16  # as many blocks as a cluster may have
 BLOCK = (256, 1, 1)
 NOTHINGS = 1024  # records that stand for entries which do not count
@@ -98,67 +94,6 @@ class CudaScope(ctypes.Structure):
     )
 
 
-def prefill(
-    q: torch.Tensor,
-    kv: torch.Tensor | PagedCache,
-    indices: torch.Tensor,
-    *,
-    scale: float,
-    d_v: int = D_V,
-    topk_length: torch.Tensor | None = None,
-    attn_sink: torch.Tensor | None = None,
-    extra_kv: torch.Tensor | PagedCache | None = None,
-    extra_indices: torch.Tensor | None = None,
-    extra_topk_length: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    splits: int | None = None,
-) -> PrefillOutput:
-    """Attention of query tokens over the rows that they name: `reference_prefill`, within the module's limits.
-
-    Args:
-        splits: shares of a token's entries that are attended apart and then added up; None: as many as
-            fill the device.
-
-    Raises:
-        KernelArgumentError: an argument has the wrong shape, dtype, layout or device.
-        KernelBuildError: the kernel does not compile or launch.
-    """
-    call = prefill_call(
-        q, kv, indices, d_v, topk_length, attn_sink, extra_kv, extra_indices, extra_topk_length, out, out_dtype
-    )
-    lse, max_logits = _attend("sparse_mla_prefill", "kv", call, scale, splits)
-    return PrefillOutput(call.out.squeeze(1) if out is None else out, max_logits, lse)
-
-
-def decode(
-    q: torch.Tensor,
-    cache: PagedCache,
-    indices: torch.Tensor,
-    *,
-    scale: float,
-    d_v: int = D_V,
-    topk_length: torch.Tensor | None = None,
-    attn_sink: torch.Tensor | None = None,
-    extra_cache: PagedCache | None = None,
-    extra_indices: torch.Tensor | None = None,
-    extra_topk_length: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    splits: int | None = None,
-) -> DecodeOutput:
-    """Attention of a batch's new tokens over cache slots: `reference_decode`, within the module's limits.
-
-    Args, Raises: as `prefill`.
-    """
-    call = decode_call(
-        q, cache, indices, d_v, topk_length, attn_sink, extra_cache, extra_indices, extra_topk_length, out, out_dtype
-    )
-    lse, _ = _attend("sparse_mla_decode", "cache", call, scale, splits)
-    batch, s_q = call.q.shape[:2]
-    return DecodeOutput(call.out, lse.view(batch, s_q, call.heads).transpose(1, 2))
-
-
 def choose_splits(rows: int, groups: int, topk: int, sms: int, blocks: int) -> int:
     """Shares of each row's entries: as many as fill the device once, each of several steps' work.
 
@@ -173,26 +108,32 @@ def choose_splits(rows: int, groups: int, topk: int, sms: int, blocks: int) -> i
     return max(1, min(room, steps // 2, MAX_SPLITS))
 
 
-def _attend(
-    op: str, cache_name: str, call: SparseMlaCall, scale: float, splits: int | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch; (lse, max_logits) [rows, heads] float32."""
+def attend(call: SparseMlaCall, *, splits: int | None = None) -> SparseMlaResult:
+    """Attend with the CUDA kernel, within the module's limits.
+
+    Args:
+        splits: shares of a token's entries that are attended apart and then added up; None: as many as fill the device.
+
+    Raises:
+        KernelArgumentError: the kernel does not support a shape, dtype, layout or device.
+        KernelBuildError: the kernel does not compile or launch.
+    """
     q = call.q.flatten(0, 1)
     rows, heads, _ = q.shape
-    check_tensor(op, "q", call.q, call.q.shape, dtypes=(torch.bfloat16,))
-    require(call.out.shape[-1] == D_V, op, f"d_v is {call.out.shape[-1]}; this kernel has values of {D_V}")
+    check_tensor(call.op, "q", call.q, call.q.shape, dtypes=(torch.bfloat16,))
+    call.require(call.d_v == D_V, f"d_v is {call.d_v}; this kernel has values of {D_V}")
     layout = call.scopes[0].cache.layout
-    names = [f"{prefix}{cache_name}" for prefix in PREFIXES[: len(call.scopes)]]
-    scopes = [_scope(op, name, scope, layout) for name, scope in zip(names, call.scopes, strict=True)]
-    require(q.is_cuda, op, f"q is on {q.device}; the CUDA kernel needs a CUDA device")
+    scopes = [_scope(call, scope, layout) for scope in call.scopes]
+    call.require(q.is_cuda, f"q is on {q.device}; the CUDA kernel needs a CUDA device")
     lse, max_logits = torch.empty((2, rows, heads), dtype=torch.float32, device=q.device).unbind()
+    result = SparseMlaResult(call.output(), lse, max_logits)
     if not q.numel():
-        return lse, max_logits
+        return result
     first, second = scopes if len(scopes) == 2 else (scopes[0], CudaScope(lengths_divisor=1, page_size=1))
     most = f"splits is {splits}; this kernel adds up 1 to {MAX_SPLITS}"
-    require(splits is None or 1 <= splits <= MAX_SPLITS, op, most)
+    call.require(splits is None or 1 <= splits <= MAX_SPLITS, most)
     q = q if q.stride(2) == 1 else q.contiguous()
-    out = _rows_of(call.out)
+    out = _rows_of(result.out)
     sink = None if call.attn_sink is None else call.attn_sink.contiguous()
     variant = next((v for v in VARIANTS if v.heads >= heads), VARIANTS[-1])
     groups = -(-heads // variant.heads)
@@ -212,21 +153,21 @@ def _attend(
     shared = variant.shared_bytes(layout.name)
     results = out, int64(out.stride(0)), int64(out.stride(1)), lse, max_logits
     with torch.cuda.device_of(q):
-        attend, combine = _kernels(tuple(defines.items()), shared, q.device.index)
+        run, combine = _kernels(tuple(defines.items()), shared, q.device.index)
         # The shares of a row as a cluster, which adds up in shared memory; if all clusters run at once.
-        is_cluster = splits > 1 and _clusters(attend, shared, splits) >= rows * groups
+        is_cluster = splits > 1 and _clusters(run, shared, splits) >= rows * groups
         parts: tuple[Argument, Argument] = (None, None)
         if splits > 1 and not is_cluster:
             parts = (
                 torch.empty((splits, rows, heads, D_V), dtype=torch.float32, device=q.device),
                 torch.empty((splits, rows, heads, 2), dtype=torch.float32, device=q.device),
             )
-        attend(
+        run(
             (rows, groups, splits),
             BLOCK,
             (
                 *(q, int64(q.stride(0)), int64(q.stride(1)), size(heads)),
-                *(first, second, _nothing(q.device, layout.name), sink, ctypes.c_float(scale * LOG2_E)),
+                *(first, second, _nothing(q.device, layout.name), sink, ctypes.c_float(call.scale * LOG2_E)),
                 *(*results, *parts),
             ),
             shared_bytes=shared,
@@ -234,9 +175,12 @@ def _attend(
         )
         if parts[0] is not None:
             combine((rows, heads, 1), (128, 1, 1), (*parts, size(splits), size(rows), size(heads), sink, *results))
-    if out.data_ptr() != call.out.data_ptr():
-        call.out.copy_(out.view(call.out.shape))
-    return lse, max_logits
+    if out.data_ptr() != result.out.data_ptr():
+        result.out.copy_(out.view(result.out.shape))
+    return result
+
+
+prefill, decode = prefill_op(attend), decode_op(attend)
 
 
 @functools.cache
@@ -263,19 +207,20 @@ def _nothing(device: torch.device, layout: str) -> torch.Tensor:
     return records
 
 
-def _scope(op: str, name: str, given: sparse_mla_args.Scope, layout: CacheLayout) -> CudaScope:
+def _scope(call: SparseMlaCall, given: Scope, layout: CacheLayout) -> CudaScope:
     """The kernel's view of one cache and its entries, checked against what it can read."""
-    cache, size = given.cache, given.cache.page_size
+    name, cache, indices, lengths = given
+    size = cache.page_size
     reads = ", ".join(one.name for one in LAYOUTS)
-    require(cache.layout in LAYOUTS, op, f"{name} has layout {cache.layout.name}; this kernel reads {reads}")
-    require(cache.layout is layout, op, f"{name} has layout {cache.layout.name}; a call reads one, {layout.name}")
-    require(cache.num_slots < 2**31, op, f"{name} has {cache.num_slots} slots; this kernel counts them in int32")
+    call.require(cache.layout in LAYOUTS, f"{name} has layout {cache.layout.name}; this kernel reads {reads}")
+    call.require(cache.layout is layout, f"{name} has layout {cache.layout.name}; a call reads one, {layout.name}")
+    call.require(cache.num_slots < 2**31, f"{name} has {cache.num_slots} slots; this kernel counts them in int32")
     stride = cache.data.stride(0) if cache.num_pages > 1 else 0
     aligned = cache.data.data_ptr() % 16 == 0 and stride % 16 == 0
-    require(aligned, op, f"{name} starts or strides ({stride} B) off a multiple of 16 B")
-    indices = _int32(given.indices.flatten(0, 1))
+    call.require(aligned, f"{name} starts or strides ({stride} B) off a multiple of 16 B")
+    indices = _int32(indices.flatten(0, 1))
     indices = indices if indices.stride(1) == 1 else indices.contiguous()
-    lengths, divisor = given.length, 1
+    divisor = 1
     if lengths is not None:
         # A length of each sequence comes as one that is repeated for its query tokens.
         if lengths.stride(1) == 0:

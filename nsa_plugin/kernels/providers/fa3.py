@@ -26,8 +26,7 @@ import torch
 from nsa_plugin.kernels.checks import FLOAT_DTYPES, INDEX_DTYPES, check_tensor, require
 from nsa_plugin.kernels.kv_cache import PagedCache
 from nsa_plugin.kernels.mha import MhaOutput
-from nsa_plugin.kernels.sparse_mla import DecodeOutput
-from nsa_plugin.kernels.sparse_mla_args import decode_call
+from nsa_plugin.kernels.sparse_mla import SparseMlaCall, SparseMlaResult, decode_op
 from nsa_plugin.kernels.triton.compact import compact
 from nsa_plugin.layouts import PlainLayout
 
@@ -131,58 +130,23 @@ def _is_padding(cu_seqlens_q: torch.Tensor, tokens: int) -> torch.Tensor:
     return torch.arange(tokens, device=cu_seqlens_q.device) >= cu_seqlens_q[-1]
 
 
-def decode(
-    q: torch.Tensor,
-    cache: PagedCache,
-    indices: torch.Tensor,
-    *,
-    scale: float,
-    d_v: int = 512,
-    topk_length: torch.Tensor | None = None,
-    attn_sink: torch.Tensor | None = None,
-    extra_cache: PagedCache | None = None,
-    extra_indices: torch.Tensor | None = None,
-    extra_topk_length: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> DecodeOutput:
-    """Sparse decode over a bfloat16 (or float16) cache. Contract: see `nsa_plugin.kernels.sparse_mla`.
-
-    Raises:
-        KernelArgumentError: an argument is wrong, or is one that FA3 cannot carry (see the module).
-    """
-    op = "sparse_mla_decode"
-    call = decode_call(
-        q,
-        cache,
-        indices,
-        d_v,
-        topk_length,
-        attn_sink,
-        extra_cache,
-        extra_indices,
-        extra_topk_length,
-        out,
-        out_dtype,
-    )
-    require(attn_sink is None, op, "attn_sink is given; provider fa3 has no sink here")
-    require(len(call.scopes) == 1, op, "extra_cache is given; provider fa3 reads one cache")
-    require(d_v == KV_LORA_RANK, op, f"d_v is {d_v}; provider fa3 takes {KV_LORA_RANK}")
-    rows = flat_rows(op, cache, KV_LORA_RANK + ROPE_DIM)
-    check_tensor(op, "q", q, q.shape, dtypes=(rows.dtype,))
-    batch, s_q, heads, d_qk = q.shape
+def attend(call: SparseMlaCall) -> SparseMlaResult:
+    """Attend a bfloat16 or float16 cache with FA3, within the module's limits."""
+    call.require(call.attn_sink is None, "attn_sink is given; provider fa3 has no sink here")
+    call.require(len(call.scopes) == 1, "extra_cache is given; provider fa3 reads one cache")
+    call.require(call.d_v == KV_LORA_RANK, f"d_v is {call.d_v}; provider fa3 takes {KV_LORA_RANK}")
+    scope, q = call.scopes[0], call.q
+    rows = flat_rows(call.op, scope.cache, KV_LORA_RANK + ROPE_DIM)
+    check_tensor(call.op, "q", q, q.shape, dtypes=(rows.dtype,))
     if call.is_empty:
-        call.out.zero_()
-        return DecodeOutput(call.out, _empty_lse(batch * s_q, heads, q.device).view(batch, s_q, heads).transpose(1, 2))
-
+        return call.empty_result()
     library = load()
-    scope = call.scopes[0]
     # Entries behind the valid ones are not attended; 0 keeps them harmless to a prefetch.
-    packed = compact(scope.indices, scope.length, cache.num_slots, fill=0)
-    flat_q = q.reshape(batch * s_q, heads, d_qk)
-    flat_shape = (batch * s_q, heads, d_v)
-    direct = library.takes_out and call.out.dtype == q.dtype and call.out.is_contiguous()
-    arguments: dict[str, Any] = {"out": call.out.view(flat_shape)} if direct else {}
+    packed = compact(scope.indices, scope.length, scope.cache.num_slots, fill=0)
+    flat_q = q.reshape(call.rows, call.heads, -1)
+    out = call.output()
+    direct = library.takes_out and out.dtype == q.dtype and out.is_contiguous()
+    arguments: dict[str, Any] = {"out": out.view(call.rows, call.heads, call.d_v)} if direct else {}
     given, raw_lse, *_ = library.paged(
         q=flat_q[..., KV_LORA_RANK:],
         k_rows=rows[:, KV_LORA_RANK:].view(-1, 1, 1, ROPE_DIM),
@@ -190,15 +154,17 @@ def decode(
         qv=flat_q[..., :KV_LORA_RANK],
         page_table=packed.indices,
         lengths=packed.counts,
-        cu_seqlens_q=torch.arange(batch * s_q + 1, dtype=torch.int32, device=q.device),
-        softmax_scale=scale,
+        cu_seqlens_q=torch.arange(call.rows + 1, dtype=torch.int32, device=q.device),
+        softmax_scale=call.scale,
         **arguments,
     )
     if not direct:
-        call.out.copy_(given.view(call.out.shape))
+        out.copy_(given.view(out.shape))
     lse = raw_lse.transpose(0, 1)
-    lse = lse.masked_fill(lse == float("-inf"), float("inf"))
-    return DecodeOutput(call.out, lse.reshape(batch, s_q, heads).transpose(1, 2))
+    return SparseMlaResult(out, lse.masked_fill(lse == float("-inf"), float("inf")))
+
+
+decode = decode_op(attend)
 
 
 def flat_rows(op: str, cache: PagedCache, dim: int) -> torch.Tensor:

@@ -25,8 +25,7 @@ import torch.nn.functional as F
 
 from nsa_plugin.kernels.checks import KernelArgumentError, require
 from nsa_plugin.kernels.kv_cache import PagedCache
-from nsa_plugin.kernels.sparse_mla import DecodeOutput, PrefillOutput
-from nsa_plugin.kernels.sparse_mla_args import Scope, SparseMlaCall, decode_call, prefill_call
+from nsa_plugin.kernels.sparse_mla import Scope, SparseMlaCall, SparseMlaResult, decode_op, prefill_op
 from nsa_plugin.kernels.triton.sparse_mla_indices import masked_rows
 from nsa_plugin.layouts import V32_FP8, Fp8Layout
 
@@ -39,118 +38,48 @@ DECODE_TOPK_MULTIPLE = 64
 ALIGNMENT = 16
 
 
-def prefill(
-    q: torch.Tensor,
-    kv: torch.Tensor | PagedCache,
-    indices: torch.Tensor,
-    *,
-    scale: float,
-    d_v: int = D_V,
-    topk_length: torch.Tensor | None = None,
-    attn_sink: torch.Tensor | None = None,
-    extra_kv: torch.Tensor | PagedCache | None = None,
-    extra_indices: torch.Tensor | None = None,
-    extra_topk_length: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> PrefillOutput:
-    """`reference_prefill` by `flash_mla_sparse_fwd`, within the library's limits (see the module).
-
-    Raises:
-        KernelArgumentError: an argument is wrong, or beyond what the library can do.
-    """
-    op = "sparse_mla_prefill"
-    call = prefill_call(
-        q,
-        kv,
-        indices,
-        d_v,
-        topk_length,
-        attn_sink,
-        extra_kv,
-        extra_indices,
-        extra_topk_length,
-        out,
-        out_dtype,
-        allocate=False,
-    )
-    _check_queries(op, call)
-    require(len(call.scopes) == 1, op, "extra_kv is given; flash_mla reads one cache: combine the rows and indices")
-    scope = call.scopes[0]
-    rows = _flat_rows(op, scope.cache)
-    tokens, heads = call.rows, call.heads
+def attend_prefill(call: SparseMlaCall) -> SparseMlaResult:
+    """Attend with `flash_mla_sparse_fwd`, within the library's limits (see the module)."""
+    _check_queries(call)
+    one = len(call.scopes) == 1
+    call.require(one, "extra_kv is given; flash_mla reads one cache: combine the rows and indices")
+    rows = _flat_rows(call.op, call.scopes[0].cache)
     if call.is_empty:
-        empty_out, lse = _empty(call)
-        return PrefillOutput(empty_out.squeeze(1), torch.full_like(lse, -math.inf), lse)
-    entries, lengths = _entries(scope, PREFILL_TOPK_MULTIPLE, only_minus_one=False)
-    padded = _pad_heads(q)
-    result, max_logits, lse = import_module("flash_mla").flash_mla_sparse_fwd(
+        return call.empty_result()
+    entries, lengths = _entries(call.scopes[0], PREFILL_TOPK_MULTIPLE, only_minus_one=False)
+    padded = _pad_heads(call.q.squeeze(1))
+    out, max_logits, lse = import_module("flash_mla").flash_mla_sparse_fwd(
         padded,
         rows,
         entries,
-        scale,
+        call.scale,
         D_V,
-        attn_sink=_pad_sink(attn_sink, padded.shape[1]),
-        topk_length=None if lengths is None else lengths.view(tokens),
+        attn_sink=_pad_sink(call.attn_sink, padded.shape[1]),
+        topk_length=None if lengths is None else lengths.view(call.rows),
         use_legacy=True,
     )
-    result = _deliver(result[:, :heads], out, call.out.dtype)
-    return PrefillOutput(result, max_logits[:, :heads], lse[:, :heads])
+    heads = slice(0, call.heads)
+    return SparseMlaResult(call.deliver(out[:, heads]), lse[:, heads], max_logits[:, heads])
 
 
-def decode(
-    q: torch.Tensor,
-    cache: PagedCache,
-    indices: torch.Tensor,
-    *,
-    scale: float,
-    d_v: int = D_V,
-    topk_length: torch.Tensor | None = None,
-    attn_sink: torch.Tensor | None = None,
-    extra_cache: PagedCache | None = None,
-    extra_indices: torch.Tensor | None = None,
-    extra_topk_length: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    metadata: Any = None,
-) -> DecodeOutput:
-    """`reference_decode` by `flash_mla_with_kvcache`, within the library's limits (see the module).
+def attend_decode(call: SparseMlaCall, *, metadata: Any = None) -> SparseMlaResult:
+    """Attend with `flash_mla_with_kvcache`, within the library's limits (see the module).
 
     Args:
         metadata: the library's schedule, from `flash_mla.get_mla_metadata()`; a new one if None. It can
             be used again while shapes and the values of the lengths are the same, which nothing checks.
-        Others: as `reference_decode`.
-
-    Raises:
-        KernelArgumentError: an argument is wrong, or beyond what the library can do.
     """
-    op = "sparse_mla_decode"
-    call = decode_call(
-        q,
-        cache,
-        indices,
-        d_v,
-        topk_length,
-        attn_sink,
-        extra_cache,
-        extra_indices,
-        extra_topk_length,
-        out,
-        out_dtype,
-        allocate=False,
-    )
-    _check_queries(op, call)
-    for prefix, scope in zip(("", "extra_"), call.scopes, strict=False):
-        _check_records(op, f"{prefix}cache", scope.cache)
-    if cache.layout.name == V32_FP8.name:
-        require(topk_length is None, op, "topk_length is given; flash_mla has none for v32_fp8: write -1 instead")
-        require(extra_cache is None, op, "extra_cache is given; flash_mla reads one cache of v32_fp8")
-    batch, s_q, heads = q.shape[:3]
+    _check_queries(call)
+    for scope in call.scopes:
+        _check_records(call.op, scope.name, scope.cache)
+    first = call.scopes[0]
+    if first.cache.layout.name == V32_FP8.name:
+        no_length = first.length is None
+        call.require(no_length, "topk_length is given; flash_mla has none for v32_fp8: write -1 instead")
+        call.require(len(call.scopes) == 1, "extra_cache is given; flash_mla reads one cache of v32_fp8")
     if call.is_empty:
-        empty_out, lse = _empty(call)
-        return DecodeOutput(empty_out, lse.view(batch, s_q, heads).transpose(1, 2))
-
-    # Of an invalid entry the library reads the first row, so a cache without rows is not shown to it.
+        return call.empty_result()
+    # The library reads the first row for an invalid entry, so it is not given a cache without rows.
     scopes = [scope for scope in call.scopes if scope.topk and scope.cache.num_slots]
     entries, lengths = _entries(scopes[0], DECODE_TOPK_MULTIPLE, only_minus_one=True)
     extra: dict[str, torch.Tensor | None] = {}
@@ -162,31 +91,34 @@ def decode(
             "extra_topk_length": _by_sequence(second_lengths),
         }
     flash_mla = import_module("flash_mla")
-    padded = _pad_heads(q)
-    result, lse = flash_mla.flash_mla_with_kvcache(
+    padded = _pad_heads(call.q)
+    out, lse = flash_mla.flash_mla_with_kvcache(
         padded,
         scopes[0].cache.as_records(),
         None,
         None,
         D_V,
         flash_mla.get_mla_metadata()[0] if metadata is None else metadata,
-        softmax_scale=scale,
+        softmax_scale=call.scale,
         is_fp8_kvcache=True,
         indices=entries,
         topk_length=_by_sequence(lengths),
-        attn_sink=_pad_sink(attn_sink, padded.shape[2]),
+        attn_sink=_pad_sink(call.attn_sink, padded.shape[2]),
         use_legacy=True,
         **extra,
     )
-    return DecodeOutput(_deliver(result[:, :, :heads], out, call.out.dtype), lse[:, :heads])
+    return SparseMlaResult(call.deliver(out[:, :, : call.heads]), lse[:, : call.heads].transpose(1, 2))
 
 
-def _check_queries(op: str, call: SparseMlaCall) -> None:
+prefill, decode = prefill_op(attend_prefill), decode_op(attend_decode)
+
+
+def _check_queries(call: SparseMlaCall) -> None:
     q, heads = call.q, call.heads
-    require(q.dtype == torch.bfloat16, op, f"q has dtype {q.dtype}; flash_mla takes bfloat16")
-    require(q.shape[-1] in (576, 512), op, f"q has {q.shape[-1]} values a head; flash_mla takes 576 or 512")
-    require(call.out.shape[-1] == D_V, op, f"d_v is {call.out.shape[-1]}; flash_mla has {D_V}")
-    require(heads <= HEADS[-1], op, f"q has {heads} heads; flash_mla takes up to {HEADS[-1]}")
+    call.require(q.dtype == torch.bfloat16, f"q has dtype {q.dtype}; flash_mla takes bfloat16")
+    call.require(q.shape[-1] in (576, 512), f"q has {q.shape[-1]} values a head; flash_mla takes 576 or 512")
+    call.require(call.d_v == D_V, f"d_v is {call.d_v}; flash_mla has {D_V}")
+    call.require(heads <= HEADS[-1], f"q has {heads} heads; flash_mla takes up to {HEADS[-1]}")
 
 
 def _flat_rows(op: str, cache: PagedCache) -> torch.Tensor:
@@ -257,14 +189,3 @@ def _pad_sink(attn_sink: torch.Tensor | None, heads: int) -> torch.Tensor | None
     if attn_sink is None or attn_sink.shape[0] == heads:
         return None if attn_sink is None else attn_sink.contiguous()
     return F.pad(attn_sink, (0, heads - attn_sink.shape[0]))
-
-
-def _deliver(result: torch.Tensor, out: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    return result.to(dtype) if out is None else out.copy_(result)
-
-
-def _empty(call: SparseMlaCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """What no valid entry gives: out of zeros [batch, s_q, heads, d_v], lse [rows, heads] of +inf."""
-    out = torch.empty_like(call.out, device=call.q.device) if call.out.is_meta else call.out
-    lse = torch.full((call.rows, call.heads), math.inf, dtype=torch.float32, device=call.q.device)
-    return out.zero_(), lse

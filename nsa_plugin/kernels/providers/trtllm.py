@@ -38,8 +38,7 @@ from nsa_plugin.errors import NsaPluginError
 from nsa_plugin.kernels.checks import FLOAT_DTYPES, FP8_DTYPE, INDEX_DTYPES, KernelArgumentError, check_tensor, require
 from nsa_plugin.kernels.kv_cache import PagedCache
 from nsa_plugin.kernels.mha import MhaOutput
-from nsa_plugin.kernels.sparse_mla import DecodeOutput, PrefillOutput
-from nsa_plugin.kernels.sparse_mla_args import SparseMlaCall, decode_call, prefill_call
+from nsa_plugin.kernels.sparse_mla import SparseMlaCall, SparseMlaResult, decode_op, prefill_op
 from nsa_plugin.kernels.triton.compact import compact
 from nsa_plugin.kernels.workspace import SHARED, Workspace
 from nsa_plugin.layouts import FP8_E4M3_MAX, PlainLayout
@@ -254,77 +253,6 @@ def mha(
     return MhaOutput(out, lse)
 
 
-def prefill(
-    q: torch.Tensor,
-    kv: torch.Tensor | PagedCache,
-    indices: torch.Tensor,
-    *,
-    scale: float,
-    d_v: int = 512,
-    topk_length: torch.Tensor | None = None,
-    attn_sink: torch.Tensor | None = None,
-    extra_kv: torch.Tensor | PagedCache | None = None,
-    extra_indices: torch.Tensor | None = None,
-    extra_topk_length: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    q_scale: float = 1.0,
-    k_scale: float = 1.0,
-    return_lse: bool = False,
-    workspace: Workspace = SHARED,
-) -> PrefillOutput:
-    """Sparse attention of query tokens (extend). Contract: see `nsa_plugin.kernels.sparse_mla`, and the module.
-
-    Args:
-        q: bfloat16; float8_e4m3fn too over an fp8 cache, else it is quantised with `q_scale`.
-        kv: bfloat16 rows or cache; an fp8 cache as `open_fp8_cache` gives it.
-        q_scale, k_scale: value of a code of 1.0 in q and in the cache; fp8 only.
-        return_lse: also compute lse; NaN otherwise. max_logits are NaN always.
-        workspace: where the kernel's scratch memory comes from.
-
-    Raises:
-        KernelArgumentError: an argument is wrong, or is one that this kernel cannot carry.
-        LibraryContractError: the installed FlashInfer's function has changed.
-    """
-    call = prefill_call(
-        _float_like(q), kv, indices, d_v, topk_length, attn_sink, extra_kv, extra_indices, extra_topk_length,
-        out, out_dtype,
-    )  # fmt: skip
-    lse = _attend("sparse_mla_prefill", q.unsqueeze(1), call, scale, d_v, q_scale, k_scale, return_lse, workspace)
-    return PrefillOutput(call.out.squeeze(1), lse.new_full((), math.nan).expand(lse.shape), lse)
-
-
-def decode(
-    q: torch.Tensor,
-    cache: PagedCache,
-    indices: torch.Tensor,
-    *,
-    scale: float,
-    d_v: int = 512,
-    topk_length: torch.Tensor | None = None,
-    attn_sink: torch.Tensor | None = None,
-    extra_cache: PagedCache | None = None,
-    extra_indices: torch.Tensor | None = None,
-    extra_topk_length: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    q_scale: float = 1.0,
-    k_scale: float = 1.0,
-    return_lse: bool = False,
-    workspace: Workspace = SHARED,
-) -> DecodeOutput:
-    """Sparse attention of a batch's new tokens. Contract: see `nsa_plugin.kernels.sparse_mla`, and the module.
-
-    Args, Raises: as `prefill`.
-    """
-    call = decode_call(
-        _float_like(q), cache, indices, d_v, topk_length, attn_sink, extra_cache, extra_indices,
-        extra_topk_length, out, out_dtype,
-    )  # fmt: skip
-    lse = _attend("sparse_mla_decode", q, call, scale, d_v, q_scale, k_scale, return_lse, workspace)
-    return DecodeOutput(call.out, lse.view(*q.shape[:3]).transpose(1, 2))
-
-
 def open_fp8_cache(data: torch.Tensor) -> PagedCache:
     """A cache of plain fp8 rows: data [num_pages, page_size, 576] or [num_pages, page_size, 1, 576], no copy."""
     data = data.squeeze(2) if data.dim() == 4 else data
@@ -350,34 +278,43 @@ def arguments_of(
     return {key: value for key, value in values.items() if key in parameters}
 
 
-def _attend(
-    op: str,
-    q: torch.Tensor,
+def attend(
     call: SparseMlaCall,
-    scale: float,
-    d_v: int,
-    q_scale: float,
-    k_scale: float,
-    return_lse: bool,
-    workspace: Workspace,
-) -> torch.Tensor:
-    """Fill call.out; lse [rows, heads]."""
-    require(call.attn_sink is None, op, "attn_sink is given; provider trtllm has no sink here")
-    require(len(call.scopes) == 1, op, "an extra cache is given; provider trtllm reads one")
-    require(d_v == KV_LORA_RANK, op, f"d_v is {d_v}; provider trtllm takes {KV_LORA_RANK}")
-    heads = call.heads
-    takes_heads = heads <= 64 or heads == 128
-    require(takes_heads, op, f"q has {heads} heads; provider trtllm takes 1 to 64, or 128")
-    scope = call.scopes[0]
-    pages = _pages(op, scope.cache)
+    *,
+    q_scale: float = 1.0,
+    k_scale: float = 1.0,
+    return_lse: bool = False,
+    workspace: Workspace = SHARED,
+) -> SparseMlaResult:
+    """Attend with trtllm-gen, within the module's limits.
+
+    q is bfloat16; over an fp8 cache, as `open_fp8_cache` gives it, q may be float8_e4m3fn too, or is quantised with
+    `q_scale`.
+
+    Args:
+        q_scale, k_scale: value of a code of 1.0 in q and in the cache; fp8 only.
+        return_lse: also compute lse; NaN otherwise. max_logits are always NaN.
+        workspace: where the kernel's scratch memory comes from.
+
+    Raises:
+        KernelArgumentError: this kernel does not support an argument.
+        LibraryContractError: the installed FlashInfer's function has changed.
+    """
+    call.require(call.attn_sink is None, "attn_sink is given; provider trtllm has no sink here")
+    call.require(len(call.scopes) == 1, "an extra cache is given; provider trtllm reads one")
+    call.require(call.d_v == KV_LORA_RANK, f"d_v is {call.d_v}; provider trtllm takes {KV_LORA_RANK}")
+    heads, scope, q = call.heads, call.scopes[0], call.q
+    call.require(heads <= 64 or heads == 128, f"q has {heads} heads; provider trtllm takes 1 to 64, or 128")
+    pages = _pages(call.op, scope.cache)
     is_fp8 = pages.dtype == FP8_DTYPE
-    check_tensor(op, "q", q, q.shape, dtypes=(torch.bfloat16, FP8_DTYPE) if is_fp8 else (torch.bfloat16,))
+    check_tensor(call.op, "q", q, q.shape, dtypes=(torch.bfloat16, FP8_DTYPE) if is_fp8 else (torch.bfloat16,))
     unscaled = is_fp8 or q_scale == k_scale == 1.0
-    require(unscaled, op, f"q_scale and k_scale are {q_scale} and {k_scale}; they belong to an fp8 cache")
-    lse = torch.full((call.rows, heads), math.inf if return_lse else math.nan, device=q.device)
+    call.require(unscaled, f"q_scale and k_scale are {q_scale} and {k_scale}; they belong to an fp8 cache")
+    out, lse = call.output(), call.statistics(math.inf if return_lse else math.nan)
+    result = SparseMlaResult(out, lse, lse.new_full((), math.nan).expand(lse.shape))
     if call.is_empty:
-        call.out.zero_()
-        return lse
+        out.zero_()
+        return result
 
     function, version = _load(MLA_FUNCTION)
     if is_fp8 and q.dtype != FP8_DTYPE:
@@ -385,9 +322,9 @@ def _attend(
     flat_q = q.reshape(call.rows, 1, heads, ROW).contiguous()
     packed = compact(scope.indices, scope.length, scope.cache.num_slots, fill=-1, empty_index=0, multiple=TOPK_MULTIPLE)
     width = packed.indices.shape[1]
-    direct = call.out.dtype == torch.bfloat16 and call.out.is_contiguous()
-    flat_shape = (call.rows, 1, heads, d_v)
-    flat_out = call.out.view(flat_shape) if direct else q.new_empty(flat_shape, dtype=torch.bfloat16)
+    direct = out.dtype == torch.bfloat16 and out.is_contiguous()
+    flat_shape = (call.rows, 1, heads, call.d_v)
+    flat_out = out.view(flat_shape) if direct else q.new_empty(flat_shape, dtype=torch.bfloat16)
     lengths = packed.counts.clamp(min=1)
     statistics = STATISTICS_BYTES * STATISTICS_ROWS * heads * min(call.rows, MAX_ROWS) + STATISTICS_GUARD
     nbytes = BASE_WORKSPACE + (statistics if return_lse else 0)
@@ -406,26 +343,27 @@ def _attend(
             "max_seq_len": width,
             "sparse_mla_top_k": width,
             "out": flat_out[rows],
-            "bmm1_scale": scale * q_scale * k_scale,
+            "bmm1_scale": call.scale * q_scale * k_scale,
             "bmm2_scale": k_scale,
             "backend": "trtllm-gen",
         }
         if return_lse:
             values["return_lse"] = True
         arguments = arguments_of(MLA_FUNCTION, inspect.signature(function).parameters, str(version), values)
-        result = function(**arguments)
+        computed = function(**arguments)
         if return_lse:
-            lse[rows] = result[1].reshape(-1, heads) * LN_2
+            lse[rows] = computed[1].reshape(-1, heads) * LN_2
     is_empty = packed.counts == 0
     flat_out.masked_fill_(is_empty.view(-1, 1, 1, 1), 0.0)
     if not direct:
-        call.out.copy_(flat_out.view(call.out.shape))
-    return lse.masked_fill_(is_empty.unsqueeze(1), math.inf) if return_lse else lse
+        out.copy_(flat_out.view(out.shape))
+    if return_lse:
+        lse.masked_fill_(is_empty.unsqueeze(1), math.inf)
+    return result
 
 
-def _float_like(q: torch.Tensor) -> torch.Tensor:
-    """q, or bfloat16 of its shape and device without memory for an fp8 one: what argument checks look at."""
-    return q.new_empty((), dtype=torch.bfloat16).expand(q.shape) if q.dtype == FP8_DTYPE else q
+QUERY_DTYPES = (*FLOAT_DTYPES, FP8_DTYPE)
+prefill, decode = prefill_op(attend, QUERY_DTYPES), decode_op(attend, QUERY_DTYPES)
 
 
 def _pages(op: str, cache: PagedCache) -> torch.Tensor:

@@ -1,13 +1,12 @@
 """Sparse MLA in Triton: any number of heads, every cache layout read in place, one or two caches.
 
-`prefill` and `decode` have the signatures and results of `nsa_plugin.kernels.sparse_mla`'s references.
-Of the references' generality they leave out one thing: d_v is 512 and d_qk is 576 or 512, the widths of
-DeepSeek's models. Products are taken in the rows' own 16-bit float type (fp8 codes in float16, exactly)
-and accumulated in float32: queries of another type are rounded to it, rows of float32 to bfloat16.
+The contract is `nsa_plugin.kernels.sparse_mla`'s, with d_v 512 and d_qk 576 or 512, the widths of DeepSeek's models.
+Products are taken in the rows' own 16-bit float type (fp8 codes in float16, exactly) and accumulated in float32.
+Queries of another type are rounded to it, rows of float32 to bfloat16.
 
-No argument is copied, whatever its strides, and no value is read on the host, so a call can be captured
-in a CUDA graph. Few query rows are split over programs along their keys; the parts meet in a second
-kernel, in a fixed order, so that equal inputs give bit-identical results.
+No argument is copied, whatever its strides, and no value is read on the host, so a CUDA graph can capture a call. Few
+query rows are split over programs along their keys. A second kernel combines the parts in a fixed order, so equal
+inputs give bit-identical results.
 """
 
 from __future__ import annotations
@@ -21,10 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
-from nsa_plugin.kernels.checks import require
 from nsa_plugin.kernels.kv_cache import PagedCache
-from nsa_plugin.kernels.sparse_mla import DecodeOutput, PrefillOutput
-from nsa_plugin.kernels.sparse_mla_args import Scope, SparseMlaCall, decode_call, prefill_call
+from nsa_plugin.kernels.sparse_mla import PREFILL, Scope, SparseMlaCall, SparseMlaResult, decode_op, prefill_op
 from nsa_plugin.kernels.triton import sparse_mla_kernels as kernels
 from nsa_plugin.kernels.triton.sizes import ceil_div
 from nsa_plugin.layouts import V4_FP8, V32_FP8, Fp8Layout
@@ -94,83 +91,27 @@ def num_splits(rows: int, heads: int, topk: int, tile: SparseTile, sms: int) -> 
     return max(1, min(sms * tile.programs_per_sm // programs, by_blocks, MAX_SPLITS))
 
 
-def prefill(
-    q: torch.Tensor,
-    kv: torch.Tensor | PagedCache,
-    indices: torch.Tensor,
-    *,
-    scale: float,
-    d_v: int = D_V,
-    topk_length: torch.Tensor | None = None,
-    attn_sink: torch.Tensor | None = None,
-    extra_kv: torch.Tensor | PagedCache | None = None,
-    extra_indices: torch.Tensor | None = None,
-    extra_topk_length: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> PrefillOutput:
-    """Attention of query tokens over the rows that they name: `reference_prefill`, at d_v 512.
-
-    Raises:
-        KernelArgumentError: an argument has the wrong shape, dtype, device or alignment.
-    """
-    call = prefill_call(
-        q, kv, indices, d_v, topk_length, attn_sink, extra_kv, extra_indices, extra_topk_length, out, out_dtype
-    )
-    lse, max_logits = _run("sparse_mla_prefill", call, scale, want_max=True)
-    assert max_logits is not None
-    return PrefillOutput(call.out.squeeze(1) if out is None else out, max_logits, lse)
-
-
-def decode(
-    q: torch.Tensor,
-    cache: PagedCache,
-    indices: torch.Tensor,
-    *,
-    scale: float,
-    d_v: int = D_V,
-    topk_length: torch.Tensor | None = None,
-    attn_sink: torch.Tensor | None = None,
-    extra_cache: PagedCache | None = None,
-    extra_indices: torch.Tensor | None = None,
-    extra_topk_length: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> DecodeOutput:
-    """Attention of a batch's new tokens over cache slots: `reference_decode`, at d_v 512.
-
-    Raises:
-        KernelArgumentError: an argument has the wrong shape, dtype, device or alignment.
-    """
-    call = decode_call(
-        q, cache, indices, d_v, topk_length, attn_sink, extra_cache, extra_indices, extra_topk_length, out, out_dtype
-    )
-    lse, _ = _run("sparse_mla_decode", call, scale, want_max=False)
-    return DecodeOutput(call.out, lse.view(q.shape[:3]).transpose(1, 2))
-
-
-def _run(op: str, call: SparseMlaCall, scale: float, want_max: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Fill `call.out`; return lse and, if wanted, max_logits, [rows, heads] float32."""
-    d_qk, d_v = call.q.shape[-1], call.out.shape[-1]
-    require(d_v == D_V, op, f"d_v is {d_v}; this kernel has {D_V}")
-    require(d_qk in D_QK, op, f"q has {d_qk} values a head; this kernel has {' or '.join(map(str, D_QK))}")
+def attend(call: SparseMlaCall) -> SparseMlaResult:
+    """Attend in Triton. An alignment that the kernels cannot read is a `KernelArgumentError`."""
+    d_qk, d_v = call.q.shape[-1], call.d_v
+    call.require(d_v == D_V, f"d_v is {d_v}; this kernel has {D_V}")
+    call.require(d_qk in D_QK, f"q has {d_qk} values a head; this kernel has {' or '.join(map(str, D_QK))}")
     for scope in call.scopes:
-        _check_alignment(op, scope.cache)
-    lse = torch.empty((call.rows, call.heads), dtype=torch.float32, device=call.q.device)
-    max_logits = torch.empty_like(lse) if want_max else None
+        _check_alignment(call, scope.cache)
     if call.is_empty:
-        call.out.zero_()
-        lse.fill_(math.inf)
-        if max_logits is not None:
-            max_logits.fill_(-math.inf)
-        return lse, max_logits
+        return call.empty_result()
+    lse = torch.empty((call.rows, call.heads), dtype=torch.float32, device=call.q.device)
+    result = SparseMlaResult(call.output(), lse, torch.empty_like(lse) if call.op == PREFILL else None)
     with torch.cuda.device(call.q.device) if call.q.is_cuda else nullcontext():
-        _launch(call, scale, lse, max_logits)
-    return lse, max_logits
+        _launch(call, *result)
+    return result
 
 
-def _launch(call: SparseMlaCall, scale: float, lse: torch.Tensor, max_logits: torch.Tensor | None) -> None:
-    q, out, sink = call.q, call.out, call.attn_sink
+prefill, decode = prefill_op(attend), decode_op(attend)
+
+
+def _launch(call: SparseMlaCall, out: torch.Tensor, lse: torch.Tensor, max_logits: torch.Tensor | None) -> None:
+    q, sink = call.q, call.attn_sink
     rows, heads, s_q, device = call.rows, call.heads, q.shape[1], q.device
     interpreted = not isinstance(kernels.sparse_mla_kernel, triton.JITFunction)
     facts = INTERPRETER if interpreted else _device_facts(device)
@@ -200,7 +141,7 @@ def _launch(call: SparseMlaCall, scale: float, lse: torch.Tensor, max_logits: to
         sink_stride,
         *_scope_arguments(main),
         *(_scope_arguments(extra) if extra is not None else _scope_arguments(main)),
-        float(scale),
+        float(call.scale),
         rows,
         s_q,
         heads,
@@ -241,7 +182,7 @@ def _launch(call: SparseMlaCall, scale: float, lse: torch.Tensor, max_logits: to
 
 
 def _scope_arguments(scope: Scope) -> tuple[object, ...]:
-    cache, indices, length = scope
+    _, cache, indices, length = scope
     if isinstance(cache.layout, Fp8Layout):
         page_stride, row_stride, value_stride = cache.data.stride(0), cache.layout.data_stride, 1
     else:
@@ -271,12 +212,12 @@ def _plain_dtype(call: SparseMlaCall) -> tl.dtype:
     return tl.float16 if all(dtype == torch.float16 for dtype in [call.q.dtype, *plain]) else tl.bfloat16
 
 
-def _check_alignment(op: str, cache: PagedCache) -> None:
+def _check_alignment(call: SparseMlaCall, cache: PagedCache) -> None:
     alignment = ALIGNMENTS.get(cache.layout.name, 1)
     stride, address = cache.data.stride(0), cache.data.data_ptr()
     aligned = (stride % alignment == 0 or cache.num_pages < 2) and address % alignment == 0
     message = f"pages of {cache.layout.name} start at multiples of {alignment} bytes; the page stride is {stride}"
-    require(aligned, op, f"{message} and the cache starts at {address:#x}")
+    call.require(aligned, f"{message} and the cache starts at {address:#x}")
 
 
 @lru_cache
