@@ -84,7 +84,7 @@ def setup(project: Path, venv: str, *locks: str, **changes: str) -> subprocess.C
 
 
 def ask(project: Path, venv: str, code: str) -> str:
-    command = [str(project / venv / "bin" / "python"), "-c", code]
+    command = [str(project / venv / "bin" / "python"), "-I", "-c", code]  # a PYTHONPATH must not stand in
     return subprocess.run(command, capture_output=True, text=True, check=True, cwd="/").stdout.strip()
 
 
