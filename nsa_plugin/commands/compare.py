@@ -37,7 +37,7 @@ from nsa_plugin.tools.compare.runner import EngineComparison
 from nsa_plugin.tools.compare.verdict import judge
 from nsa_plugin.tools.compare.workload import AGREEMENT_CASES, LIMIT, ROWS, until_it_fails, workload
 from nsa_plugin.tools.serving.common import switches
-from nsa_plugin.tools.serving.engine import V4, V32, CompareError, ServedEngine
+from nsa_plugin.tools.serving.engine import GLM, V4, V32, CompareError, ServedEngine
 from nsa_plugin.tools.terminal import console
 
 __all__ = ["TAKES_ENGINE_FLAGS", "add_arguments", "run"]
@@ -212,7 +212,7 @@ def _facts(args: argparse.Namespace, engine: ServedEngine, cases: Sequence[str])
     facts = engine.facts(args.engine_flags, family)
     _check_lengths(args, cases, config, facts["max_len"])
     heads = config["num_attention_heads"] // facts["attention_tp"]
-    kind = str(config.get("model_type", "model")).removeprefix("deepseek_")
+    kind = str(config.get("model_type", "model")).removeprefix("deepseek_").replace("glm_moe_dsa", "glm5")
     variant = ["full-width"] if args.full_width else []
     variant += [f"tp{facts['tp']}"] if facts["tp"] > 1 else []
     variant += [f"dp{facts['dp']}"] if facts["dp"] > 1 else []
@@ -250,6 +250,7 @@ def _facts(args: argparse.Namespace, engine: ServedEngine, cases: Sequence[str])
 
 _MADE = {
     V32: "seeded random, see nsa_plugin.tools.checkpoints.v32",
+    GLM: "seeded random, see nsa_plugin.tools.checkpoints.v32",
     V4: "seeded random, see nsa_plugin.tools.checkpoints.v4",
 }
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from nsa_plugin.commands.arguments import positive, positives, seconds
 from nsa_plugin.tools.compare.load import SPEED_CASES, USUAL_OUTPUT
 from nsa_plugin.tools.compare.measured import CONTROL, PLUGIN, STOCK
-from nsa_plugin.tools.compare.model import SPEC, SPEC_V4
+from nsa_plugin.tools.compare.model import SPEC, SPEC_GLM, SPEC_V4
 from nsa_plugin.tools.compare.runner import ROLES
 from nsa_plugin.tools.compare.workload import AGREEMENT_CASES
 from nsa_plugin.tools.serving.engine import FAMILIES, V32, ServedEngine
@@ -72,19 +72,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"({SPEC.num_attention_heads}, for v4 {SPEC_V4.num_attention_heads})",
     )
     model.add_argument(
-        "--family", choices=FAMILIES, help=f"the checkpoint's shape: DeepSeek-V3.2's or DeepSeek-V4's ({V32})"
+        "--family", choices=FAMILIES, help=f"the checkpoint's shape: DeepSeek-V3.2's, DeepSeek-V4's or GLM-5's ({V32})"
     )
     model.add_argument(
         "--layers",
         type=_layers,
         metavar="N",
-        help=f"its layers ({SPEC.num_hidden_layers}); for v4 a number or their compress ratios "
-        f"({','.join(map(str, SPEC_V4.compress_ratios))})",
+        help=f"its layers ({SPEC.num_hidden_layers}, for glm {SPEC_GLM.num_hidden_layers}); for v4 a number or their "
+        f"compress ratios ({','.join(map(str, SPEC_V4.compress_ratios))})",
     )
     model.add_argument(
         "--full-width",
         action="store_true",
-        help="use DeepSeek-V3.2's widths outside attention too, so that attention's share of a prefill is realistic",
+        help="use the model's widths outside attention too, so that attention's share of a prefill is realistic "
+        "(v4 has them)",
     )
     model.add_argument("--mtp", action="store_true", help="add a multi-token prediction layer for speculative decoding")
     model.add_argument(

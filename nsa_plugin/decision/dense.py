@@ -45,10 +45,12 @@ def mha_limit(case: Case) -> tuple[int, str]:
             case = replace(case, constraints=replace(case.constraints, copy_bytes=None))
         routes = usual_sparse_routes(case, load)
         sparse = tuple(str(route) for route in routes if route_refusal(case, route, load) is None)
-        limit = timings.dense_limit(case.device.sm, model.kv_layout, load.heads, str(dense), sparse)
+        limit = timings.dense_limit(case.device.sm, model.kv_layout, load.heads, str(dense), sparse, model.mha_dims)
         if limit is not None and limit < model.index_topk:
-            quicker = f"{dense.library} was measured to take no longer than sparse attention"
-            return limit, f"the {limit} up to which {quicker}"
+            known = "was measured"
+            if model.mha_dims != timings.MHA_DIMS:
+                known = f"is estimated, from measurements with heads of {timings.MHA_DIMS},"
+            return limit, f"the {limit} up to which {dense.library} {known} to take no longer than sparse attention"
     return model.index_topk, f"mha_max_kv {model.index_topk}"
 
 

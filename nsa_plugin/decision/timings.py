@@ -28,6 +28,8 @@ SELECTIONS: Mapping[str, tuple[int, int]] = {
     name: (2048, 0) if "v3.2" in layout.families else (512, 128) for name, layout in LAYOUTS.items()
 }
 """(selected tokens, window tokens) that the times of each KV layout were measured with: the released models'."""
+MHA_DIMS = (192, 128)
+"""(query, value) elements of a head that dense attention was measured with: V3.2's."""
 COPIED_CONTEXT = 65536
 """Longest context, in tokens, that was copied within a measured time."""
 
@@ -139,7 +141,9 @@ def estimate_us(sm: int, op: str, layout: str, heads: int, rows: int, route: str
     return None if found is None else found.us
 
 
-def dense_limit(sm: int, layout: str, heads: int, dense: str, sparse: tuple[str, ...]) -> int | None:
+def dense_limit(
+    sm: int, layout: str, heads: int, dense: str, sparse: tuple[str, ...], dims: tuple[int, int] = MHA_DIMS
+) -> int | None:
     """Longest measured prompt, in tokens, for which dense attention takes no longer than sparse attention.
 
     None where that is the longest one measured, or where either was not measured; 0 where it is none. Each time
@@ -148,16 +152,18 @@ def dense_limit(sm: int, layout: str, heads: int, dense: str, sparse: tuple[str,
 
     Args:
         dense, sparse: routes in words; of the sparse ones the quickest counts.
+        dims: (query, value) elements of a head of dense attention. For others than `MHA_DIMS` its measured times are
+            taken in proportion to the elements, as its operations are.
     """
     known, *rivals = (points(sm, "mha_one_shot", layout, heads, route) for route in (dense, *sparse))
-    return _crossover(known, tuple(rivals))
+    return _crossover(known, tuple(rivals), sum(dims) / sum(MHA_DIMS))
 
 
 @functools.cache  # every decision asks for it, and short prefills wait for the decision
-def _crossover(dense: Points, sparse: tuple[Points, ...]) -> int | None:
-    """`dense_limit` from the measured points of each route."""
+def _crossover(dense: Points, sparse: tuple[Points, ...], scale: float) -> int | None:
+    """`dense_limit` from the measured points of each route; the dense ones take `scale` as long."""
     for tokens, time in reversed(dense):
-        if not any(_between(rival, tokens)[0] < time for rival in sparse if rival):
+        if not any(_between(rival, tokens)[0] < time * scale for rival in sparse if rival):
             return None if tokens == dense[-1][0] else tokens
     return 0 if dense else None
 

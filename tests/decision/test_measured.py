@@ -318,6 +318,19 @@ def test_dense_attention_up_to_the_measured_crossover(measure: Measure, table: T
     assert len(parts) == (2 if 0 < len(dense) < 3 else 1)
 
 
+def test_other_head_dimensions_scale_the_dense_times_and_the_reason_says_estimated(measure: Measure) -> None:
+    """GLM-5's heads have 256 + 256 elements where 192 + 128 were measured: 1.6 times the operations."""
+    measure(short([1, 2, 5, 9], cuda=[2, 4, 6, 9]))
+    glm = replace(FEW, qk_nope_head_dim=192, v_head_dim=256)
+    assert choose(FEW, extend(2048, 2048)).attention is Attention.MHA_ONE_SHOT
+    assert choose(glm, extend(1024, 1024)).attention is Attention.MHA_ONE_SHOT
+    plan = choose(glm, extend(2048, 2048))
+    assert plan.attention is Attention.SPARSE_PREFILL
+    assert (
+        "fa3 is estimated, from measurements with heads of (192, 128), to take no longer" in plan.reasons["attention"]
+    )
+
+
 def test_the_crossover_is_told_and_a_setting_wins_over_it(measure: Measure) -> None:
     measure(short([1, 2, 7, 9], cuda=[2, 4, 6, 8]))
     why = "the 1024 up to which fa3 was measured to take no longer than sparse attention"

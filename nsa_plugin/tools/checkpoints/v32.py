@@ -1,9 +1,10 @@
-"""A small DeepSeek-V3.2 checkpoint with seeded random weights, made locally.
+"""A small checkpoint of DeepSeek-V3.2 or GLM-5 with seeded random weights, made locally.
 
 It has every part of the real architecture at a size that a CPU can serve: MLA with a latent cache of the real width
 (512 + 64), the lightning indexer with 32 heads of 128, a dense first layer followed by mixture-of-experts layers with
 grouped sigmoid routing, and YaRN. Tensor names, shapes and config keys are those of the published checkpoints
-(deepseek-ai/DeepSeek-V3.2).
+(deepseek-ai/DeepSeek-V3.2, zai-org/GLM-5). GLM-5 has the same tensors; its indexer rotates neighbours as MLA does, its
+RoPE is plain, and later layers may reuse the selection of an earlier one (IndexShare).
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     import torch
 
 DTYPES = ("float32", "bfloat16")
+# Share of a layer's latent projections that it has in common with the layer whose selection it reuses: training shares
+# a selection between layers that attend alike, so that what was selected has the weight.
+SHARED_SELECTION = 0.98
 
 # Standard deviation of a projection's output for input of unit variance; 1 for projections not listed.
 _GAINS = {"q_b_proj": 3.5, "o_proj": 0.5, "down_proj": 0.25, "lm_head": 3.0}
@@ -41,6 +45,9 @@ class CheckpointSpec:
         seed: of the weights; the same spec gives the same bytes on every machine.
         dtype: of the stored weights, "float32" or "bfloat16".
         sparse: with the indexer (DeepseekV32ForCausalLM), or the same model without it (DeepseekV3ForCausalLM).
+        glm: GLM-5's architecture and config keys (GlmMoeDsaForCausalLM).
+        index_topk_pattern: a letter for each layer, "F" for its own selection and "S" for the previous one's; empty:
+            every layer has its own. GLM-5 only.
         rope_factor, rope_original_positions: YaRN's factor and the context it extends, in tokens. The
             product is the longest position. 1: plain RoPE.
         num_nextn_predict_layers: 1 adds a multi-token prediction layer (DeepSeek-V3, section 2.2) for speculative
@@ -51,6 +58,8 @@ class CheckpointSpec:
     seed: int = 0
     dtype: str = "bfloat16"
     sparse: bool = True
+    glm: bool = False
+    index_topk_pattern: str = ""
     vocab_size: int = 512
     hidden_size: int = 256
     intermediate_size: int = 512
@@ -91,6 +100,15 @@ class CheckpointSpec:
             raise ValueError(
                 f"num_experts_per_tok {self.num_experts_per_tok} is more than topk_group {self.topk_group} groups hold"
             )
+        if self.glm and (self.rope_factor != 1.0 or not self.sparse):
+            raise ValueError("a GLM-5 checkpoint has plain RoPE (rope_factor 1) and an indexer")
+        pattern = self.index_topk_pattern
+        if pattern and (not self.glm or len(pattern) != self.num_hidden_layers or pattern.strip("FS")):
+            raise ValueError(
+                f"index_topk_pattern is {pattern!r}; it has F or S for each of {self.num_hidden_layers} layers of GLM-5"
+            )
+        if pattern.startswith("S"):
+            raise ValueError(f"index_topk_pattern is {pattern!r}; the first layer has no selection to reuse")
         check_spec(self)
 
     @property
@@ -100,11 +118,13 @@ class CheckpointSpec:
 
     def config(self) -> dict[str, Any]:
         """The content of config.json."""
+        if self.glm:
+            return self._glm_config()
         dense = () if self.sparse else ("index_topk", "index_n_heads", "index_head_dim")
         scaling = yarn(self, mscale=self.rope_mscale, mscale_all_dim=self.rope_mscale_all_dim)
         return config_of(
             self,
-            ("dtype", "sparse", "rope_mscale", "rope_mscale_all_dim", *dense),
+            ("dtype", "sparse", "glm", "index_topk_pattern", "rope_mscale", "rope_mscale_all_dim", *dense),
             architectures=["DeepseekV32ForCausalLM" if self.sparse else "DeepseekV3ForCausalLM"],
             model_type="deepseek_v32" if self.sparse else "deepseek_v3",
             num_key_value_heads=self.num_attention_heads,
@@ -114,6 +134,26 @@ class CheckpointSpec:
             ep_size=1,
             torch_dtype=self.dtype,
         )
+
+    def _glm_config(self) -> dict[str, Any]:
+        left_out = ("dtype", "sparse", "glm", "rope_theta", "rope_mscale", "rope_mscale_all_dim")
+        return config_of(
+            self,
+            left_out if self.index_topk_pattern else (*left_out, "index_topk_pattern"),
+            architectures=["GlmMoeDsaForCausalLM"],
+            model_type="glm_moe_dsa",
+            num_key_value_heads=self.num_attention_heads,
+            scoring_func="sigmoid",
+            max_position_embeddings=self.max_position_embeddings,
+            rope_parameters={"rope_type": "default", "rope_theta": self.rope_theta},
+            indexer_rope_interleave=True,
+            ep_size=1,
+            torch_dtype=self.dtype,
+        )
+
+    def selects(self, layer: int) -> int:
+        """The layer whose selection a layer attends to: itself, or with `index_topk_pattern` an earlier one."""
+        return layer if layer >= len(self.index_topk_pattern) else self.index_topk_pattern.rindex("F", 0, layer + 1)
 
 
 def write_checkpoint(directory: Path, spec: CheckpointSpec) -> Path:
@@ -157,7 +197,7 @@ class _V32Weights(SeededWeights):
         spec, prefix = self.spec, f"model.layers.{layer}"
         self._norm(f"{prefix}.input_layernorm", spec.hidden_size)
         self._norm(f"{prefix}.post_attention_layernorm", spec.hidden_size)
-        self._attention(f"{prefix}.self_attn")
+        self._attention(f"{prefix}.self_attn", f"model.layers.{spec.selects(layer)}.self_attn")
         if layer < spec.first_k_dense_replace:
             self._mlp(f"{prefix}.mlp", spec.intermediate_size)
             return
@@ -178,23 +218,29 @@ class _V32Weights(SeededWeights):
         for name, source in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")):
             self.tensors[f"{prefix}.{name}.weight"] = self.tensors[f"{source}.weight"].clone()
 
-    def _attention(self, name: str) -> None:
+    def _attention(self, name: str, selects: str) -> None:
+        """Attention of a layer.
+
+        Args:
+            selects: name of the attention whose selection it attends to; its own or an earlier layer's.
+        """
         spec = self.spec
         heads, nope, rope = spec.num_attention_heads, spec.qk_nope_head_dim, spec.qk_rope_head_dim
-        self._linear(f"{name}.q_a_proj", spec.q_lora_rank, spec.hidden_size)
+        self._linear(f"{name}.q_a_proj", spec.q_lora_rank, spec.hidden_size, like=f"{selects}.q_a_proj")
         self._norm(f"{name}.q_a_layernorm", spec.q_lora_rank)
-        self._linear(f"{name}.kv_a_proj_with_mqa", spec.kv_lora_rank + rope, spec.hidden_size)
+        latent = "kv_a_proj_with_mqa"
+        self._linear(f"{name}.{latent}", spec.kv_lora_rank + rope, spec.hidden_size, like=f"{selects}.{latent}")
         self._norm(f"{name}.kv_a_layernorm", spec.kv_lora_rank)
         self._linear(f"{name}.o_proj", spec.hidden_size, heads * spec.v_head_dim)
 
-        query = self._matrix(f"{name}.shared_query", nope + rope, spec.q_lora_rank)
+        query = self._matrix(f"{selects}.shared_query", nope + rope, spec.q_lora_rank)
         own = self._matrix(f"{name}.q_b_proj", heads, nope + rope, spec.q_lora_rank)
         self.tensors[f"{name}.q_b_proj.weight"] = mix(query, own, SHARED_HEADS).flatten(0, 1)
-        key = self._matrix(f"{name}.shared_key", nope, spec.kv_lora_rank)
+        key = self._matrix(f"{selects}.shared_key", nope, spec.kv_lora_rank)
         own = self._matrix(f"{name}.kv_b_proj", heads, nope + spec.v_head_dim, spec.kv_lora_rank)
         own[:, :nope] = mix(key, own[:, :nope], SHARED_HEADS)
         self.tensors[f"{name}.kv_b_proj.weight"] = own.flatten(0, 1)
-        if spec.sparse:
+        if spec.sparse and selects == name:
             self._indexer(f"{name}.indexer", query, key, self.tensors[f"{name}.kv_a_proj_with_mqa.weight"])
 
     def _indexer(self, name: str, query: torch.Tensor, key: torch.Tensor, kv_a: torch.Tensor) -> None:
@@ -210,8 +256,9 @@ class _V32Weights(SeededWeights):
         heads, dim, nope, rope = (
             spec.index_n_heads, spec.index_head_dim, spec.qk_nope_head_dim, spec.qk_rope_head_dim,
         )  # fmt: skip
-        # The indexer's rotated dimensions come first, and it rotates halves where MLA rotates neighbours.
-        halves = torch.cat([torch.arange(0, rope, 2), torch.arange(1, rope, 2)])
+        # The indexer's rotated dimensions come first. V3.2's rotates halves where MLA rotates neighbours.
+        neighbours = torch.arange(rope)
+        halves = neighbours if spec.glm else torch.cat([neighbours[::2], neighbours[1::2]])
         used = min(nope, dim - rope)
         shared_query = self._matrix(f"{name}.spare_query", dim, spec.q_lora_rank)
         shared_query[:rope] = query[nope:][halves]
@@ -241,8 +288,11 @@ class _V32Weights(SeededWeights):
                 weight = mix(self._matrix(f"{like}.{part}", rows, columns), weight, SHARED_EXPERTS)
             self.tensors[f"{name}.{part}.weight"] = weight
 
-    def _linear(self, name: str, rows: int, columns: int) -> None:
-        self.tensors[f"{name}.weight"] = self._matrix(name, rows, columns)
+    def _linear(self, name: str, rows: int, columns: int, like: str | None = None) -> None:
+        weight = self._matrix(name, rows, columns)
+        if like is not None and like != name:
+            weight = mix(self._matrix(like, rows, columns), weight, SHARED_SELECTION)
+        self.tensors[f"{name}.weight"] = weight
 
     def _norm(self, name: str, size: int) -> None:
         self.tensors[f"{name}.weight"] = 1 + 0.1 * self._random(name, size)

@@ -13,7 +13,7 @@ from typing import Any
 from nsa_plugin.tools.checkpoints.v4 import V4CheckpointSpec, compress_ratios, write_v4_checkpoint
 from nsa_plugin.tools.checkpoints.v32 import CheckpointSpec, write_checkpoint
 from nsa_plugin.tools.compare.lifecycle import Say
-from nsa_plugin.tools.serving.engine import V4, V32, CompareError
+from nsa_plugin.tools.serving.engine import GLM, V4, V32, CompareError
 
 Spec = CheckpointSpec | V4CheckpointSpec
 
@@ -44,6 +44,30 @@ FULL_WIDTH: dict[str, Any] = {
     "moe_intermediate_size": 2048,
     "num_experts_per_tok": 8,
 }
+# GLM-5's ranks and dimensions in attention, and one layer in three that selects, as GLM-5.2 has them (IndexShare).
+GLM_SHARES = "FSS"
+SPEC_GLM = replace(
+    SPEC,
+    glm=True,
+    num_hidden_layers=6,
+    index_topk_pattern=GLM_SHARES * 2,
+    q_lora_rank=2048,
+    qk_nope_head_dim=192,
+    v_head_dim=256,
+    index_n_heads=32,
+    n_group=1,
+    topk_group=1,
+    rope_theta=1000000.0,
+    rope_factor=1.0,
+    rope_original_positions=202752,
+)
+# GLM-5's widths outside attention.
+GLM_FULL_WIDTH: dict[str, Any] = {
+    "hidden_size": 6144,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 2048,
+    "num_experts_per_tok": 8,
+}
 # DeepSeek-V4-Flash's widths and all of its heads, with as few layers, experts and tokens as still show everything.
 SPEC_V4 = V4CheckpointSpec(seed=2)
 
@@ -54,12 +78,15 @@ _SHOWN = (
     *("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "index_topk", "index_n_heads", "index_head_dim"),
     *("n_routed_experts", "num_experts_per_tok", "num_nextn_predict_layers", "vocab_size", "torch_dtype"),
 )
+_SHOWN_GLM = ("index_topk_pattern",)
 _SHOWN_V4 = (*("head_dim", "o_lora_rank", "o_groups", "sliding_window", "compress_ratios"), "quantization_config")
 
 
 def family_of(config: Mapping[str, Any]) -> str:
-    """`V4` or `V32`."""
-    return V4 if "compress_ratios" in config else V32
+    """`V4`, `GLM` or `V32`."""
+    if "compress_ratios" in config:
+        return V4
+    return GLM if str(config.get("model_type", "")).startswith("glm") else V32
 
 
 def selects_above(config: Mapping[str, Any]) -> int:
@@ -103,7 +130,7 @@ def row_edges(config: Mapping[str, Any], chunk: int | None) -> list[int]:
 
 def shown(config: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a model's configuration that a record has."""
-    names = _SHOWN + (_SHOWN_V4 if family_of(config) == V4 else ())
+    names = _SHOWN + {V4: _SHOWN_V4, GLM: _SHOWN_GLM}.get(family_of(config), ())
     return {name: config[name] for name in names if name in config}
 
 
@@ -113,8 +140,8 @@ def spec_of(
     """The checkpoint to make.
 
     Args:
-        heads, layers: None: as in `SPEC` and `SPEC_V4`. For V4, layers may be the compress ratios.
-        full_width: with `FULL_WIDTH`; V3.2 only.
+        heads, layers: None: as in `SPEC`, `SPEC_GLM` and `SPEC_V4`. For V4, layers may be the compress ratios.
+        full_width: with `FULL_WIDTH` or `GLM_FULL_WIDTH`; not V4.
 
     Raises:
         CompareError: there is no such checkpoint.
@@ -123,7 +150,7 @@ def spec_of(
     try:
         if family == V4:
             if full_width:
-                raise CompareError(f"--full-width is for --family {V32}; a {V4} checkpoint has its model's widths")
+                raise CompareError(f"--full-width is not for --family {V4}, whose checkpoint has its model's widths")
             ratios = compress_ratios(layers) if isinstance(layers, int) else layers or SPEC_V4.compress_ratios
             heads = heads or SPEC_V4.num_attention_heads
             return replace(
@@ -131,11 +158,14 @@ def spec_of(
             )
         if layers is not None and not isinstance(layers, int):
             raise CompareError(f"--layers is {_joined(layers)}; compress ratios are for --family {V4}, give a number")
+        spec, widths = (SPEC_GLM, GLM_FULL_WIDTH) if family == GLM else (SPEC, FULL_WIDTH)
+        count = layers or spec.num_hidden_layers
         return replace(
-            SPEC,
-            **(FULL_WIDTH if full_width else {}),
-            num_hidden_layers=layers or SPEC.num_hidden_layers,
-            num_attention_heads=heads or SPEC.num_attention_heads,
+            spec,
+            **(widths if full_width else {}),
+            num_hidden_layers=count,
+            index_topk_pattern=(GLM_SHARES * count)[:count] if family == GLM else "",
+            num_attention_heads=heads or spec.num_attention_heads,
             num_nextn_predict_layers=nextn,
         )
     except ValueError as error:
@@ -147,8 +177,8 @@ def checkpoint_name(spec: Spec) -> str:
     if isinstance(spec, V4CheckpointSpec):
         kind, layers = "v4", "-".join(map(str, spec.compress_ratios))
     else:
-        kind, layers = "v32", f"{spec.num_hidden_layers}layers"
-        kind += "-full" if spec.hidden_size == FULL_WIDTH["hidden_size"] else ""
+        kind, layers = "glm" if spec.glm else "v32", f"{spec.num_hidden_layers}layers"
+        kind += "-full" if spec.hidden_size in (FULL_WIDTH["hidden_size"], GLM_FULL_WIDTH["hidden_size"]) else ""
     return f"{kind}-{spec.num_attention_heads}heads-{layers}{'-mtp' if spec.num_nextn_predict_layers else ''}"
 
 

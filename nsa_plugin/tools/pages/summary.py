@@ -157,7 +157,8 @@ def _engine(record: Row) -> str:
 
 
 def _model(record: Row) -> str:
-    return "V4" if record["model"]["architectures"] == ["DeepseekV4ForCausalLM"] else "V3.2"
+    (architecture,) = record["model"]["architectures"]
+    return {"DeepseekV4ForCausalLM": "V4", "GlmMoeDsaForCausalLM": "GLM-5"}.get(architecture, "V3.2")
 
 
 def _load(case: Row) -> str:

@@ -11,7 +11,7 @@ from nsa_plugin.errors import NsaPluginError
 from nsa_plugin.tools.serving.requests import Answer
 
 # Families of models, as `nsa_plugin.decision.shapes.ModelShape` names them.
-V32, V4 = FAMILIES = ("v3.2", "v4")
+V32, V4, GLM = FAMILIES = ("v3.2", "v4", "glm")
 
 
 class CompareError(NsaPluginError):

@@ -49,6 +49,32 @@ def test_architecture_follows_the_indexer(spec):
     assert not [key for key in dense if key.startswith("index_")]
 
 
+GLM = {"glm": True, "rope_factor": 1.0, "num_hidden_layers": 4, "index_topk_pattern": "FSSF"}
+
+
+def test_glms_config_is_what_transformers_reads():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(**CheckpointSpec(**GLM, num_nextn_predict_layers=1).config())
+    assert type(config).__name__ == "GlmMoeDsaConfig"
+    assert config.indexer_types == ["full", "shared", "shared", "full"]
+    assert config.index_topk_pattern == "FSSF"
+    assert config.indexer_rope_interleave is True
+    assert config.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0}
+
+
+def test_layers_that_share_a_selection_have_no_indexer_and_attend_alike():
+    weights = make_weights(CheckpointSpec(**GLM, num_nextn_predict_layers=1))
+    assert {name.split(".")[2] for name in weights if ".indexer." in name} == {"0", "3", "4"}, "4 is the MTP layer"
+
+    def alike(one: int, other: int, part: str) -> float:
+        names = [f"model.layers.{layer}.self_attn.{part}.weight" for layer in (one, other)]
+        return float(torch.cosine_similarity(*(weights[name].float().flatten() for name in names), dim=0))
+
+    for part in ("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj"):
+        assert alike(0, 1, part) > 0.9
+        assert abs(alike(0, 3, part)) < 0.1
+
+
 def test_defaults_hold_every_part_of_the_architecture():
     config = CheckpointSpec().config()
     assert 0 < config["first_k_dense_replace"] < config["num_hidden_layers"]
@@ -69,6 +95,10 @@ def test_defaults_hold_every_part_of_the_architecture():
         ({"n_routed_experts": 4}, "groups of at least 2"),
         ({"num_experts_per_tok": 9}, "num_experts_per_tok 9 is more than"),
         ({"vocab_size": 100}, "vocab_size 100 is less than"),
+        ({"glm": True}, "a GLM-5 checkpoint has plain RoPE"),
+        (GLM | {"index_topk_pattern": "FS"}, "index_topk_pattern is 'FS'; it has F or S for each of 4 layers"),
+        (GLM | {"index_topk_pattern": "SFFF"}, "the first layer has no selection to reuse"),
+        ({"index_topk_pattern": "FFFF"}, "for each of 4 layers of GLM-5"),
     ],
 )
 def test_impossible_specs_are_named(change, message):

@@ -221,7 +221,7 @@ def test_a_prompt_that_stock_answers_or_the_plugin_does_not(
         ("--family v4 --layers 4,8", "compress_ratios has 8; allowed: 0, 4, 128"),
         ("--layers 4,4", "--layers is 4,4; compress ratios are for --family v4, give a number"),
         ("--layers 4,x", "'4,x' is not a list of compress ratios"),
-        ("--family v4 --full-width", "--full-width is for --family v3.2"),
+        ("--family v4 --full-width", "--full-width is not for --family v4"),
         ("--family v4 --context 524000", "the model's longest position allows 523776"),
     ],
 )
@@ -252,6 +252,18 @@ def test_full_width_is_a_checkpoint_of_its_own() -> None:
     assert config["hidden_size"] == 7168
     changed = {name for name, value in config.items() if value != narrow.config()[name]}
     assert changed == set(model.FULL_WIDTH)
+
+
+def test_a_glm_checkpoint_has_glms_attention_and_shares_selections() -> None:
+    spec = model.spec_of("glm", 8, 4, mtp=True)
+    assert model.checkpoint_name(spec) == "glm-8heads-4layers-mtp"
+    config = spec.config()
+    assert model.family_of(config) == "glm"
+    assert (config["qk_nope_head_dim"], config["v_head_dim"], config["index_n_heads"]) == (192, 256, 32)
+    assert model.shown(config)["index_topk_pattern"] == "FSSF"
+    full = model.spec_of("glm", None, None, mtp=False, full_width=True)
+    assert model.checkpoint_name(full) == "glm-full-16heads-6layers"
+    assert full.config()["hidden_size"] == 6144
 
 
 # Without a plugin that serves, the control is left out.
