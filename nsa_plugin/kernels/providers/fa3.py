@@ -1,16 +1,16 @@
-"""FlashAttention-3 behind the contracts of dense attention and of sparse decode, on SM90.
+"""FlashAttention-3 (FA3) behind the contracts of dense attention and of sparse decode, on SM90.
 
-FA3 comes with SGLang (`sgl_kernel.flash_attn`) or with vLLM (`vllm.vllm_flash_attn`); the first that
-imports is used. Their functions differ in names only, which `_Library` hides.
+FA3 comes with SGLang (`sgl_kernel.flash_attn`) or with vLLM (`vllm.vllm_flash_attn`); the provider uses the first that
+imports. Their functions differ in names only, which `_Library` hides.
 
-`mha` is `flash_attn_varlen_func` over the requests' own keys. `decode` attends a bfloat16 cache of latent
-rows: the RoPE part of q and of the rows are FA3's q and k, the rest its `qv` and v, and the page table
-names single rows, one query token a sequence (SGLang `_forward_fa3`, vLLM FLASH_ATTN_MLA_SPARSE). FA3
-attends the first so many entries of a page-table row, so valid entries are moved to the front.
+`mha` is `flash_attn_varlen_func` over the requests' own keys. `decode` attends a bfloat16 cache of latent rows. The
+RoPE parts of q and of the rows are FA3's q and k, the rest its `qv` and v. The page table lists single rows, one query
+token a sequence (SGLang `_forward_fa3`, vLLM FLASH_ATTN_MLA_SPARSE). FA3 attends a prefix of a page-table row, so
+valid entries are moved to the front.
 
-What differs from the contracts: bfloat16 and float16 only; in `mha`, rows of k and v behind the last request
-have to be finite (FA3 reads whole tiles, and a probability of 0 keeps a NaN); in `decode`, no sink, no second
-cache, d_v 512 of rows of 576, and pages that follow each other in memory without a gap.
+Limits: bfloat16 and float16 only. In `mha`, rows of k and v behind the last request have to be finite (FA3 reads whole
+tiles, and a probability of 0 keeps a NaN). In `decode`, no sink, no second cache, d_v 512 of rows of 576, and no gaps
+between pages.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nsa_plugin.kernels.checks import FLOAT_DTYPES, INDEX_DTYPES, check_tensor, require
+from nsa_plugin.kernels.checks import check_tensor, require
 from nsa_plugin.kernels.kv_cache import PagedCache
-from nsa_plugin.kernels.mha import MhaOutput
+from nsa_plugin.kernels.mha import MhaCall, MhaOutput, mha_op
 from nsa_plugin.kernels.sparse_mla import SparseMlaCall, SparseMlaResult, decode_op
 from nsa_plugin.kernels.triton.compact import compact
 from nsa_plugin.layouts import PlainLayout
@@ -36,10 +36,10 @@ ROPE_DIM = 64
 
 
 class _Library(NamedTuple):
-    """One of the packages that carry FA3.
+    """A package that contains FA3.
 
-    varlen: its `flash_attn_varlen_func`; paged: its function for a page table and `qv`, called with what
-    `decode` passes; takes_out: `varlen` and `paged` write into a given `out`.
+    varlen: its `flash_attn_varlen_func`; paged: its function for a page table and `qv`, with the argument names of
+    `attend`; takes_out: `varlen` and `paged` write into a given `out`.
     """
 
     module: str
@@ -48,55 +48,20 @@ class _Library(NamedTuple):
     takes_out: bool
 
 
-def mha(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    *,
-    scale: float,
-    causal: bool = True,
-    return_lse: bool = False,
-    out: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-) -> MhaOutput:
-    """Dense attention of ragged requests. Contract: see `nsa_plugin.kernels.mha`.
+def attend_dense(call: MhaCall) -> MhaOutput:
+    """Attend with `flash_attn_varlen_func`.
 
-    Args:
-        q, k, v: bfloat16 or float16, one dtype; values of a head contiguous, or they are copied.
-        cu_seqlens_q, cu_seqlens_k: on q's device; int64 is converted.
-        max_seqlen_q, max_seqlen_k: most queries and keys of a request. Without them the bounds that the
-            shapes give are used, so nothing is read on the host either way.
-
-    Raises:
-        KernelArgumentError: a shape, dtype or device is wrong.
+    q, k and v are copied unless the values of a head are contiguous; int64 boundaries are converted. Without
+    `max_seqlen_q` and `max_seqlen_k` the shapes give the bounds, so nothing is read on the host.
     """
-    op = "mha_one_shot"
-    check_tensor(op, "q", q, ("tokens", "heads", "d_qk"), dtypes=DTYPES)
-    tokens, heads, d_qk = q.shape
-    check_tensor(op, "k", k, ("kv_tokens", heads, d_qk), dtypes=(q.dtype,), device=q.device)
-    check_tensor(op, "v", v, (k.shape[0], heads, "d_v"), dtypes=(q.dtype,), device=q.device)
-    for name, bounds in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        check_tensor(op, name, bounds, ("requests + 1",), dtypes=INDEX_DTYPES, device=q.device)
-    count, k_count = len(cu_seqlens_q), len(cu_seqlens_k)
-    require(count > 0, op, "cu_seqlens_q is []; it has at least the entry 0")
-    require(count == k_count, op, f"cu_seqlens_k has {k_count} entries; expected {count}")
-    shape = (tokens, heads, v.shape[-1])
-    if out is None:
-        out = torch.empty(shape, dtype=out_dtype or q.dtype, device=q.device)
-    require(out_dtype in (None, out.dtype), op, f"out_dtype is {out_dtype} but out has {out.dtype}")
-    check_tensor(op, "out", out, shape, dtypes=FLOAT_DTYPES, device=q.device)
-    if q.numel() == 0 or k.shape[0] == 0 or count == 1:
-        out.zero_()
-        return MhaOutput(out, _empty_lse(tokens, heads, q.device) if return_lse else None)
-
+    q, k, v, out = call.q, call.k, call.v, call.out
+    tokens, bounds = q.shape[0], call.cu_seqlens_q
+    if q.numel() == 0 or k.shape[0] == 0 or len(bounds) == 1:
+        return call.empty_output()
     library = load()
     # FA3 leaves the rows behind the last request as they are.
     direct = library.takes_out and out.dtype == q.dtype and out.is_contiguous()
-    written = out if direct else torch.empty(shape, dtype=q.dtype, device=q.device)
+    written = out if direct else torch.empty(out.shape, dtype=q.dtype, device=q.device)
     if library.takes_out:
         written.zero_()
     arguments: dict[str, Any] = {"out": written} if library.takes_out else {}
@@ -104,25 +69,28 @@ def mha(
         q=_inner_contiguous(q),
         k=_inner_contiguous(k),
         v=_inner_contiguous(v),
-        cu_seqlens_q=_int32(cu_seqlens_q),
-        cu_seqlens_k=_int32(cu_seqlens_k),
-        max_seqlen_q=tokens if max_seqlen_q is None else max_seqlen_q,
-        max_seqlen_k=k.shape[0] if max_seqlen_k is None else max_seqlen_k,
-        softmax_scale=scale,
-        causal=causal,
+        cu_seqlens_q=_int32(bounds),
+        cu_seqlens_k=_int32(call.cu_seqlens_k),
+        max_seqlen_q=tokens if call.max_seqlen_q is None else call.max_seqlen_q,
+        max_seqlen_k=k.shape[0] if call.max_seqlen_k is None else call.max_seqlen_k,
+        softmax_scale=call.scale,
+        causal=call.causal,
         num_splits=1,
         return_softmax_lse=True,
         **arguments,
     )
     if not library.takes_out:
-        given = given.masked_fill(_is_padding(cu_seqlens_q, tokens)[:, None, None], 0.0)
+        given = given.masked_fill(_is_padding(bounds, tokens)[:, None, None], 0.0)
     if not direct:
         out.copy_(given)
-    if not return_lse:
+    if not call.return_lse:
         return MhaOutput(out, None)
     lse = raw_lse.transpose(0, 1)
-    unseen = (lse == float("-inf")) | _is_padding(cu_seqlens_q, tokens)[:, None]
+    unseen = (lse == float("-inf")) | _is_padding(bounds, tokens)[:, None]
     return MhaOutput(out, lse.masked_fill(unseen, float("inf")))
+
+
+mha = mha_op(attend_dense, DTYPES, one_dtype=True)
 
 
 def _is_padding(cu_seqlens_q: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -141,7 +109,7 @@ def attend(call: SparseMlaCall) -> SparseMlaResult:
     if call.is_empty:
         return call.empty_result()
     library = load()
-    # Entries behind the valid ones are not attended; 0 keeps them harmless to a prefetch.
+    # FA3 does not attend entries behind the valid ones, but may prefetch their rows.
     packed = compact(scope.indices, scope.length, scope.cache.num_slots, fill=0)
     flat_q = q.reshape(call.rows, call.heads, -1)
     out = call.output()
@@ -155,7 +123,10 @@ def attend(call: SparseMlaCall) -> SparseMlaResult:
         page_table=packed.indices,
         lengths=packed.counts,
         cu_seqlens_q=torch.arange(call.rows + 1, dtype=torch.int32, device=q.device),
+        max_seqlen_q=1,
         softmax_scale=call.scale,
+        causal=True,
+        return_softmax_lse=True,
         **arguments,
     )
     if not direct:
@@ -168,11 +139,10 @@ decode = decode_op(attend)
 
 
 def flat_rows(op: str, cache: PagedCache, dim: int) -> torch.Tensor:
-    """[num_slots, dim]: a plain cache's rows, so that a slot is a row number. A view.
+    """View a plain cache as [num_slots, dim], so that a slot is a row number.
 
     Raises:
-        KernelArgumentError: the layout is not plain, the rows are of another width or type, or there are
-            gaps between pages.
+        KernelArgumentError: the layout is not plain, rows have another width or type, or there are gaps between pages.
     """
     plain = isinstance(cache.layout, PlainLayout) and cache.data.dtype in DTYPES
     require(plain, op, f"cache has layout {cache.layout.name} of {cache.data.dtype}; this provider reads 16-bit rows")
@@ -186,7 +156,7 @@ def flat_rows(op: str, cache: PagedCache, dim: int) -> torch.Tensor:
 
 @lru_cache(maxsize=1)
 def load() -> _Library:
-    """The first FA3 that imports.
+    """Load the first FA3 that imports.
 
     Raises:
         ImportError: none does; the message says why for each.
@@ -203,32 +173,8 @@ def load() -> _Library:
 def _from_sglang(name: str, module: Any) -> _Library:
     with_kvcache = module.flash_attn_with_kvcache
 
-    def paged(
-        *,
-        q: torch.Tensor,
-        k_rows: torch.Tensor,
-        v_rows: torch.Tensor,
-        qv: torch.Tensor,
-        page_table: torch.Tensor,
-        lengths: torch.Tensor,
-        cu_seqlens_q: torch.Tensor,
-        softmax_scale: float,
-        **arguments: Any,
-    ) -> Any:
-        return with_kvcache(
-            q=q,
-            k_cache=k_rows,
-            v_cache=v_rows,
-            qv=qv,
-            page_table=page_table,
-            cache_seqlens=lengths,
-            cu_seqlens_q=cu_seqlens_q,
-            max_seqlen_q=1,
-            softmax_scale=softmax_scale,
-            causal=True,
-            return_softmax_lse=True,
-            **arguments,
-        )
+    def paged(*, k_rows: torch.Tensor, v_rows: torch.Tensor, lengths: torch.Tensor, **arguments: Any) -> Any:
+        return with_kvcache(k_cache=k_rows, v_cache=v_rows, cache_seqlens=lengths, **arguments)
 
     varlen = module.flash_attn_varlen_func
     return _Library(name, varlen, paged, _takes(varlen, "out") and _takes(with_kvcache, "out"))
@@ -244,32 +190,15 @@ def _from_vllm(name: str, module: Any) -> _Library:
 
     def paged(
         *,
-        q: torch.Tensor,
         k_rows: torch.Tensor,
         v_rows: torch.Tensor,
         qv: torch.Tensor,
         page_table: torch.Tensor,
         lengths: torch.Tensor,
-        cu_seqlens_q: torch.Tensor,
-        softmax_scale: float,
         **arguments: Any,
     ) -> Any:
-        return function(
-            q=q,
-            k=k_rows,
-            v=v_rows,
-            q_v=qv,
-            max_seqlen_q=1,
-            cu_seqlens_q=cu_seqlens_q,
-            max_seqlen_k=page_table.shape[1],
-            seqused_k=lengths,
-            block_table=page_table,
-            softmax_scale=softmax_scale,
-            causal=True,
-            return_softmax_lse=True,
-            fa_version=3,
-            **arguments,
-        )
+        keys = {"max_seqlen_k": page_table.shape[1], "seqused_k": lengths, "block_table": page_table}
+        return varlen(k=k_rows, v=v_rows, q_v=qv, **keys, **arguments)
 
     return _Library(name, varlen, paged, _takes(function, "out"))
 
@@ -284,7 +213,3 @@ def _inner_contiguous(tensor: torch.Tensor) -> torch.Tensor:
 
 def _int32(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.int32).contiguous()
-
-
-def _empty_lse(rows: int, heads: int, device: torch.device) -> torch.Tensor:
-    return torch.full((rows, heads), float("inf"), dtype=torch.float32, device=device)

@@ -1,22 +1,20 @@
 """FlashInfer's trtllm-gen kernels behind the contracts of dense attention and sparse MLA, on SM100.
 
-Not run on SM100 hardware here. `ci.flashinfer_contract` checks the calls below against the signatures and
-assertions of every flashinfer-python from 0.6.8 to 0.7.2; what differs between versions is looked up in
-the installed function's signature.
+Not run on SM100 hardware. `ci.flashinfer_contract` checks the calls below against the signatures and assertions of
+every flashinfer-python from 0.6.8 to 0.7.2. The installed function's signature decides where versions differ.
 
-`mha` is `flashinfer.prefill.trtllm_ragged_attention_deepseek`. `decode` and `prefill` (extend) both are
-`flashinfer.decode.trtllm_batch_decode_with_kv_cache_mla` with `sparse_mla_top_k`: each query token is one
-row of the batch with q_len 1 and its own indices. It attends the first `seq_lens` entries of a row, which
-has to have one; so valid entries are moved to the front, a row without any is given slot 0, and its
-output is set to 0 afterwards.
+`mha` is `flashinfer.prefill.trtllm_ragged_attention_deepseek`. `decode` and `prefill` (extend) are both
+`flashinfer.decode.trtllm_batch_decode_with_kv_cache_mla` with `sparse_mla_top_k`: each query token is one row of the
+batch with q_len 1 and its own indices. The function attends the first `seq_lens` entries of a row, at least one.
+Valid entries are therefore moved to the front. A row without any gets slot 0, and its output is set to 0 afterwards.
 
-What differs from the contracts:
-- `mha`: bfloat16; (192, 128), (128, 128) and, since 0.6.12, (256, 256) values a head; a request with queries
-  and keys has as many keys as queries at least. It needs the requests' lengths on the host: give
-  `seqlens_q` and `seqlens_k`, or they are read, which waits for the device.
-- `prefill`, `decode`: rows of 576 values in bfloat16, or in float8_e4m3fn with one scale for all; pages of
-  32 or 64 rows, or memory that can be seen as such; 1 to 64 or 128 heads; no sink and no second cache.
-  max_logits are NaN. lse is NaN unless `return_lse` (since 0.6.12): it costs workspace, 2 KiB a head and row.
+Limits:
+- `mha`: bfloat16; (192, 128), (128, 128) and, since 0.6.12, (256, 256) values a head; a causal request with queries
+  and keys has at least as many keys as queries. The lengths of the requests are needed on the host: without
+  `seqlens_q` and `seqlens_k` they are read, which waits for the device.
+- `prefill`, `decode`: rows of 576 values in bfloat16, or in float8_e4m3fn with one scale for all; pages of 32 or 64
+  rows, or memory that can be viewed as such; 1 to 64 or 128 heads; no sink and no second cache. max_logits are NaN.
+  lse is NaN unless `return_lse` (since 0.6.12), which costs 2 KiB of workspace a head and row.
 
 Sources: FlashInfer `prefill.py`, `mla/_core.py`, `csrc/trtllm_fmha_kernel_launcher.cu` (lse is log2 of the sum
 in every version, `lse.cuh`); SGLang `_forward_trtllm`; vLLM `FlashInferMLASparseTRTLLMBackend`.
@@ -35,9 +33,9 @@ import torch
 from packaging.version import Version
 
 from nsa_plugin.errors import NsaPluginError
-from nsa_plugin.kernels.checks import FLOAT_DTYPES, FP8_DTYPE, INDEX_DTYPES, KernelArgumentError, check_tensor, require
+from nsa_plugin.kernels.checks import FLOAT_DTYPES, FP8_DTYPE, KernelArgumentError, check_tensor, require
 from nsa_plugin.kernels.kv_cache import PagedCache
-from nsa_plugin.kernels.mha import MhaOutput
+from nsa_plugin.kernels.mha import OP, MhaCall, MhaOutput, mha_op
 from nsa_plugin.kernels.sparse_mla import SparseMlaCall, SparseMlaResult, decode_op, prefill_op
 from nsa_plugin.kernels.triton.compact import compact
 from nsa_plugin.kernels.workspace import SHARED, Workspace
@@ -57,8 +55,8 @@ MAX_ROWS = 8192
 # Columns of the page table; the kernels read indices in vectors, and both engines' top-k are multiples.
 TOPK_MULTIPLE = 128
 
-# Both engines give these kernels 384 MiB or more; softmax statistics (8 bytes a head and row, rows rounded
-# up to 256 a sequence, and a guard) come on top where lse is asked for.
+# Both engines give these kernels 384 MiB or more. With lse, softmax statistics come on top: 8 bytes a head and row,
+# rows rounded up to 256 a sequence, and a guard.
 BASE_WORKSPACE = 384 << 20
 STATISTICS_BYTES = 8
 STATISTICS_ROWS = 256
@@ -74,8 +72,8 @@ class LibraryContractError(NsaPluginError, RuntimeError):
 class Keywords(NamedTuple):
     """Arguments of a library function, all passed by name.
 
-    always: it must have them; if_known: passed where it has them; since: asked for only by callers who
-    want that, with the first version that has it.
+    always: it must have them; if_known: passed where it has them; since: optional arguments and the first version
+    that has them.
     """
 
     always: frozenset[str]
@@ -86,110 +84,59 @@ class Keywords(NamedTuple):
 MHA_FUNCTION = ("flashinfer.prefill", "trtllm_ragged_attention_deepseek")
 MLA_FUNCTION = ("flashinfer.decode", "trtllm_batch_decode_with_kv_cache_mla")
 MHA_ALWAYS = (
-    "query",
-    "key",
-    "value",
-    "workspace_buffer",
-    "seq_lens",
-    "max_q_len",
-    "max_kv_len",
-    "bmm1_scale",
-    "bmm2_scale",
-    "o_sf_scale",
-    "batch_size",
-    "window_left",
-    "cum_seq_lens_q",
-    "cum_seq_lens_kv",
-    "enable_pdl",
-    "is_causal",
-    "return_lse",
-    "out",
-)
+    "query", "key", "value", "workspace_buffer", "seq_lens", "max_q_len", "max_kv_len", "bmm1_scale", "bmm2_scale",
+    "o_sf_scale", "batch_size", "window_left", "cum_seq_lens_q", "cum_seq_lens_kv", "enable_pdl", "is_causal",
+    "return_lse", "out",
+)  # fmt: skip
 MLA_ALWAYS = (
-    "query",
-    "kv_cache",
-    "workspace_buffer",
-    "qk_nope_head_dim",
-    "kv_lora_rank",
-    "qk_rope_head_dim",
-    "block_tables",
-    "seq_lens",
-    "max_seq_len",
-    "sparse_mla_top_k",
-    "out",
-    "bmm1_scale",
-    "bmm2_scale",
-    "backend",
-)
+    "query", "kv_cache", "workspace_buffer", "qk_nope_head_dim", "kv_lora_rank", "qk_rope_head_dim", "block_tables",
+    "seq_lens", "max_seq_len", "sparse_mla_top_k", "out", "bmm1_scale", "bmm2_scale", "backend",
+)  # fmt: skip
 CALLS: Mapping[tuple[str, str], Keywords] = {
-    # Lengths on the host since 0.6.18, so that it need not look for empty requests on the device.
+    # Since 0.6.18 it takes lengths on the host, and does not look for empty requests on the device.
     MHA_FUNCTION: Keywords(always=frozenset(MHA_ALWAYS), if_known=frozenset({"q_seq_lens_cpu", "kv_seq_lens_cpu"})),
     MLA_FUNCTION: Keywords(always=frozenset(MLA_ALWAYS), since={"return_lse": "0.6.12"}),
 }
 
 
-def mha(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
+def attend_dense(
+    call: MhaCall,
     *,
-    scale: float,
-    causal: bool = True,
-    return_lse: bool = False,
-    out: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
     seqlens_q: Sequence[int] | None = None,
     seqlens_k: Sequence[int] | None = None,
     workspace: Workspace = SHARED,
 ) -> MhaOutput:
-    """Dense attention of ragged requests. Contract: see `nsa_plugin.kernels.mha`, and the module.
+    """Attend with `trtllm_ragged_attention_deepseek`, within the module's limits.
 
     Args:
         seqlens_q, seqlens_k: queries and keys of each request, on the host; must agree with the boundaries.
-        max_seqlen_q, max_seqlen_k: taken as other providers take them; the lengths say it here.
+            `max_seqlen_q` and `max_seqlen_k` follow from them.
         workspace: where the kernel's scratch memory comes from.
 
     Raises:
-        KernelArgumentError: an argument is wrong, or is one that this kernel cannot carry.
+        KernelArgumentError: this kernel does not support an argument.
         LibraryContractError: the installed FlashInfer's function has changed.
     """
-    op = "mha_one_shot"
-    check_tensor(op, "q", q, ("tokens", "heads", "d_qk"), dtypes=(torch.bfloat16,))
-    tokens, heads, d_qk = q.shape
-    check_tensor(op, "k", k, ("kv_tokens", heads, d_qk), dtypes=(q.dtype,), device=q.device)
-    check_tensor(op, "v", v, (k.shape[0], heads, "d_v"), dtypes=(q.dtype,), device=q.device)
-    d_v = v.shape[-1]
+    q, k, v, out, scale, causal = call.q, call.k, call.v, call.out, call.scale, call.causal
+    (tokens, heads, d_qk), d_v = q.shape, v.shape[-1]
+    cu_seqlens_q, cu_seqlens_k, return_lse = call.cu_seqlens_q, call.cu_seqlens_k, call.return_lse
     known = ", ".join(map(str, MHA_DIMS))
     takes_dims = (d_qk, d_v) in MHA_DIMS
-    require(takes_dims, op, f"q and v have heads of {d_qk} and {d_v} values; provider trtllm takes {known}")
-    for name, bounds in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        check_tensor(op, name, bounds, ("requests + 1",), dtypes=INDEX_DTYPES, device=q.device)
-    q_lens = _lengths(op, "seqlens_q", seqlens_q, "cu_seqlens_q", cu_seqlens_q, tokens)
-    k_lens = _lengths(op, "seqlens_k", seqlens_k, "cu_seqlens_k", cu_seqlens_k, k.shape[0])
-    same = len(q_lens) == len(k_lens)
-    require(same, op, f"cu_seqlens_k has {len(k_lens) + 1} entries; expected {len(q_lens) + 1}")
+    call.require(takes_dims, f"q and v have heads of {d_qk} and {d_v} values; provider trtllm takes {known}")
+    q_lens = _lengths("seqlens_q", seqlens_q, "cu_seqlens_q", cu_seqlens_q, tokens)
+    k_lens = _lengths("seqlens_k", seqlens_k, "cu_seqlens_k", cu_seqlens_k, k.shape[0])
     if causal:
         for request, (sq, sk) in enumerate(zip(q_lens, k_lens, strict=True)):
             fits = not 0 < sk < sq
-            require(fits, op, f"request {request} has {sq} queries and {sk} keys; provider trtllm takes no fewer keys")
-    shape = (tokens, heads, d_v)
-    if out is None:
-        out = torch.empty(shape, dtype=out_dtype or q.dtype, device=q.device)
-    require(out_dtype in (None, out.dtype), op, f"out_dtype is {out_dtype} but out has {out.dtype}")
-    check_tensor(op, "out", out, shape, dtypes=FLOAT_DTYPES, device=q.device)
-    lse = torch.full((tokens, heads), math.inf, device=q.device) if return_lse else None
+            call.require(fits, f"request {request} has {sq} queries and {sk} keys; provider trtllm takes no fewer keys")
     active = [i for i, (sq, sk) in enumerate(zip(q_lens, k_lens, strict=True)) if sq and sk]
     if not active or heads == 0:
-        out.zero_()
-        return MhaOutput(out, lse)
+        return call.empty_output()
 
+    lse = call.statistics(math.inf) if return_lse else None
     function, version = _load(MHA_FUNCTION)
     since = MHA_DIMS[d_qk, d_v]
-    require(version >= Version(since), op, f"heads of {d_qk} and {d_v} values need flashinfer {since}, not {version}")
+    call.require(version >= Version(since), f"heads of {d_qk} and {d_v} values need flashinfer {since}, not {version}")
     q_starts, k_starts = [0, *accumulate(q_lens)], [0, *accumulate(k_lens)]
     q_parts = [slice(q_starts[i], q_starts[i + 1]) for i in active]
     k_parts = [slice(k_starts[i], k_starts[i + 1]) for i in active]
@@ -198,7 +145,7 @@ def mha(
         q_part, k_part, v_part = q[: q_starts[-1]], k[: k_starts[-1]], v[: k_starts[-1]]
         bounds_q, bounds_k = cu_seqlens_q.int(), cu_seqlens_k.int()
     else:
-        # The kernels know no empty request.
+        # The kernels do not support empty requests.
         q_part = torch.cat([q[part] for part in q_parts])
         k_part, v_part = (torch.cat([tensor[part] for part in k_parts]) for tensor in (k, v))
         q_lens, k_lens = [q_lens[i] for i in active], [k_lens[i] for i in active]
@@ -253,8 +200,11 @@ def mha(
     return MhaOutput(out, lse)
 
 
+mha = mha_op(attend_dense, (torch.bfloat16,))
+
+
 def open_fp8_cache(data: torch.Tensor) -> PagedCache:
-    """A cache of plain fp8 rows: data [num_pages, page_size, 576] or [num_pages, page_size, 1, 576], no copy."""
+    """Open a cache of plain fp8 rows: data [num_pages, page_size, 576] or [num_pages, page_size, 1, 576], no copy."""
     data = data.squeeze(2) if data.dim() == 4 else data
     check_tensor("open_fp8_cache", "data", data, ("num_pages", "page_size", ROW), dtypes=(FP8_DTYPE,))
     return PagedCache(data, FP8_ROWS, int(data.shape[1]))
@@ -263,10 +213,10 @@ def open_fp8_cache(data: torch.Tensor) -> PagedCache:
 def arguments_of(
     target: tuple[str, str], parameters: Mapping[str, inspect.Parameter], version: str, values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Those of `values` that the installed function takes.
+    """Select the `values` that the installed function takes.
 
     Raises:
-        LibraryContractError: it lacks one that has to be passed, or wants one that nobody gives.
+        LibraryContractError: it lacks a parameter that must be passed, or requires one that is not known.
     """
     name, keywords = ".".join(target), CALLS[target]
     for missing in sorted((values.keys() - keywords.if_known) - parameters.keys()):
@@ -367,7 +317,7 @@ prefill, decode = prefill_op(attend, QUERY_DTYPES), decode_op(attend, QUERY_DTYP
 
 
 def _pages(op: str, cache: PagedCache) -> torch.Tensor:
-    """The cache as [pages, 32 or 64, 576]; a slot keeps its number. A view."""
+    """View the cache as [pages, 32 or 64, 576]; a slot keeps its number."""
     data = cache.data
     plain = isinstance(cache.layout, PlainLayout) and data.dtype in (torch.bfloat16, FP8_DTYPE)
     name = str(data.dtype).removeprefix("torch.")
@@ -385,9 +335,7 @@ def _pages(op: str, cache: PagedCache) -> torch.Tensor:
     )
 
 
-def _lengths(
-    op: str, name: str, given: Sequence[int] | None, bounds_name: str, bounds: torch.Tensor, tokens: int
-) -> list[int]:
+def _lengths(name: str, given: Sequence[int] | None, bounds_name: str, bounds: torch.Tensor, tokens: int) -> list[int]:
     if given is None:
         ends: list[int] = bounds.tolist()
         lengths = [end - start for start, end in pairwise(ends)]
@@ -395,9 +343,9 @@ def _lengths(
     else:
         lengths, starts_at_zero = [int(length) for length in given], True
         same = len(lengths) == len(bounds) - 1
-        require(same, op, f"{name} has {len(lengths)} entries; {bounds_name} has {len(bounds) - 1} requests")
+        require(same, OP, f"{name} has {len(lengths)} entries; {bounds_name} has {len(bounds) - 1} requests")
     fits = starts_at_zero and all(length >= 0 for length in lengths) and sum(lengths) <= tokens
-    require(fits, op, f"{name} gives requests of {lengths} tokens; they must add up to at most {tokens}")
+    require(fits, OP, f"{name} gives requests of {lengths} tokens; they must add up to at most {tokens}")
     return lengths
 
 

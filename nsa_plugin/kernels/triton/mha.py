@@ -27,8 +27,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nsa_plugin.kernels.checks import FLOAT_DTYPES, INDEX_DTYPES, check_tensor, require
-from nsa_plugin.kernels.mha import MhaOutput
+from nsa_plugin.kernels.mha import MhaCall, MhaOutput, mha_op
 from nsa_plugin.kernels.triton.sizes import power_of_2
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -209,51 +208,13 @@ def _mha_kernel(
         tl.store(lse + rows * lse_row + head, tl.where(is_empty, float("inf"), row_lse), mask=in_request)
 
 
-def mha(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    *,
-    scale: float,
-    causal: bool = True,
-    return_lse: bool = False,
-    out: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-) -> MhaOutput:
-    """Dense attention of ragged requests. Contract: see `nsa_plugin.kernels.mha`.
-
-    Args:
-        q, k, v: any strides; up to 256 values a head.
-        cu_seqlens_q, cu_seqlens_k: on q's device; never read on the host.
-        max_seqlen_q: most queries of a request, if the host knows; only the choice of a tile follows it.
-        max_seqlen_k: taken because other providers want it; nothing follows it.
-
-    Raises:
-        KernelArgumentError: a shape, dtype or device is wrong.
-    """
-    op = "mha_one_shot"
-    check_tensor(op, "q", q, ("tokens", "heads", "d_qk"), dtypes=DTYPES)
-    tokens, heads, d_qk = q.shape
-    check_tensor(op, "k", k, ("kv_tokens", heads, d_qk), dtypes=DTYPES, device=q.device)
-    check_tensor(op, "v", v, (k.shape[0], heads, "d_v"), dtypes=DTYPES, device=q.device)
-    d_v = v.shape[-1]
+def attend(call: MhaCall) -> MhaOutput:
+    """Attend in Triton: any strides, up to 256 values a head; boundaries are never read on the host."""
+    q, k, v, out, cu_q, cu_k = call.q, call.k, call.v, call.out, call.cu_seqlens_q, call.cu_seqlens_k
+    (tokens, heads, d_qk), d_v = q.shape, v.shape[-1]
     fits = 0 < d_qk <= MAX_HEAD_DIM and 0 < d_v <= MAX_HEAD_DIM
-    require(fits, op, f"q and v have heads of {d_qk} and {d_v} values; this provider takes 1 to {MAX_HEAD_DIM}")
-    for name, bounds in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        check_tensor(op, name, bounds, ("requests + 1",), dtypes=INDEX_DTYPES, device=q.device)
-    count, k_count = len(cu_seqlens_q), len(cu_seqlens_k)
-    require(count > 0, op, "cu_seqlens_q is []; it has at least the entry 0")
-    require(count == k_count, op, f"cu_seqlens_k has {k_count} entries; expected {count}")
-    shape = (tokens, heads, d_v)
-    if out is None:
-        out = torch.empty(shape, dtype=out_dtype or q.dtype, device=q.device)
-    require(out_dtype in (None, out.dtype), op, f"out_dtype is {out_dtype} but out has {out.dtype}")
-    check_tensor(op, "out", out, shape, dtypes=FLOAT_DTYPES, device=q.device)
-    lse = torch.empty((tokens, heads), dtype=torch.float32, device=q.device) if return_lse else None
+    call.require(fits, f"q and v have heads of {d_qk} and {d_v} values; this provider takes 1 to {MAX_HEAD_DIM}")
+    lse = torch.empty((tokens, heads), dtype=torch.float32, device=q.device) if call.return_lse else None
     if q.numel() == 0:
         return MhaOutput(out, lse)
 
@@ -262,15 +223,15 @@ def mha(
     d_v_block = max(16, power_of_2(d_v))
     same = q.dtype == k.dtype == v.dtype
     dtype = q.dtype if same else torch.float32
-    tile = tile_of(d_low + d_high, d_v_block, dtype.itemsize, _shared_memory(q.device), max_seqlen_q)
-    requests = count - 1
+    tile = tile_of(d_low + d_high, d_v_block, dtype.itemsize, _shared_memory(q.device), call.max_seqlen_q)
+    requests = len(cu_q) - 1
     grid = (tokens // tile.block_m + requests + 1, heads)
     _mha_kernel[grid](
-        q, k, v, out, out if lse is None else lse, cu_seqlens_q, cu_seqlens_k,
-        tokens, k.shape[0], requests, scale * LOG2_E,
+        q, k, v, out, out if lse is None else lse, cu_q, cu_k,
+        tokens, k.shape[0], requests, call.scale * LOG2_E,
         *q.stride(), *k.stride(), *v.stride(), *out.stride(), heads,
-        cu_seqlens_q.stride(0), cu_seqlens_k.stride(0),
-        CAUSAL=causal, HAS_LSE=return_lse,
+        cu_q.stride(0), cu_k.stride(0),
+        CAUSAL=call.causal, HAS_LSE=call.return_lse,
         D_LOW=d_low, D_LOW_USED=min(d_low, d_qk), D_HIGH=d_high, D_HIGH_USED=max(d_qk - d_low, 0),
         D_V=d_v, D_V_BLOCK=d_v_block,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
@@ -279,6 +240,9 @@ def mha(
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return MhaOutput(out, lse)
+
+
+mha = mha_op(attend, DTYPES)
 
 
 def tile_of(d_qk: int, d_v: int, itemsize: int, shared_memory: int, max_seqlen_q: int | None) -> MhaTile:
