@@ -32,6 +32,7 @@ from nsa_plugin.backends.vllm.v32.token_shard import Copied, flash_mla
 from nsa_plugin.decision.plan import Attention, Plan
 from nsa_plugin.errors import PatchError
 from nsa_plugin.kernels.kv_cache import PagedCache, open_cache
+from nsa_plugin.libraries.registry import REFERENCE
 from nsa_plugin.patches.ledger import TURN_OFF
 
 # Of a class, what belongs to the class object itself rather than to what it does.
@@ -295,11 +296,15 @@ def _dense(
     k = kv.new_empty(kv.shape[0], impl.num_heads, nope + impl.qk_rope_head_dim)
     k[..., :nope] = kv[..., :nope]
     k[..., nope:] = k_pe.unsqueeze(1)
-    arguments: dict[str, Any] = {"scale": impl.scale}
-    if piece.plan.provider != "reference":
-        arguments |= {"max_seqlen_q": piece.max_q, "max_seqlen_k": piece.max_k}
-    mha = providers.load("mha_one_shot", piece.plan.provider, heads=impl.num_heads)
-    out: torch.Tensor = mha(q, k, kv[..., nope:], piece.cu_seqlens_q, piece.cu_seqlens_k, **arguments).out
+    provider = piece.plan.provider
+    lengths: dict[str, Any] = {}
+    if provider == "trtllm":  # without the lengths it copies the boundaries from the device and waits for them
+        lengths = {"seqlens_q": piece.q_lens, "seqlens_k": piece.kv_lens}
+    elif provider != REFERENCE:
+        lengths = {"max_seqlen_q": max(piece.q_lens), "max_seqlen_k": max(piece.kv_lens)}
+    mha = providers.load("mha_one_shot", provider, heads=impl.num_heads)
+    v = kv[..., nope:]
+    out: torch.Tensor = mha(q, k, v, piece.cu_seqlens_q, piece.cu_seqlens_k, scale=impl.scale, **lengths).out
     return out
 
 

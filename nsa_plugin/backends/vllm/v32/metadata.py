@@ -63,8 +63,8 @@ class DensePiece:
     Attributes:
         plan: the decision.
         rows: of the batch: a slice, or int64 [num_rows].
-        cu_seqlens_q, cu_seqlens_k: int32 [requests + 1], rows and context tokens, cumulative.
-        max_q, max_k: most rows and most context tokens of a request.
+        cu_seqlens_q, cu_seqlens_k: int32 [requests + 1], query and context tokens, cumulative; on the device.
+        q_lens, kv_lens: query and context tokens of each request, on the host.
         slots: int64 [context tokens], where the tokens of the contexts lie in the cache; None if no request has a
             prefix, and all keys come from the batch itself.
         fresh: int64 [num_rows], which of the context's tokens are this step's; None as `slots`.
@@ -74,8 +74,8 @@ class DensePiece:
     rows: slice | torch.Tensor
     cu_seqlens_q: torch.Tensor
     cu_seqlens_k: torch.Tensor
-    max_q: int
-    max_k: int
+    q_lens: tuple[int, ...]
+    kv_lens: tuple[int, ...]
     slots: torch.Tensor | None = None
     fresh: torch.Tensor | None = None
 
@@ -271,8 +271,8 @@ def _dense_piece(
         rows=_rows(split, part.requests, like),
         cu_seqlens_q=bounds(part.q_lens),
         cu_seqlens_k=bounds(part.kv_lens),
-        max_q=max(part.q_lens),
-        max_k=max(part.kv_lens),
+        q_lens=part.q_lens,
+        kv_lens=part.kv_lens,
     )
     if not part.has_prefix:
         return piece

@@ -14,7 +14,10 @@ from nsa_plugin.backends.vllm.v32.metadata import PlannedMetadata, part_of
 from nsa_plugin.decision.plan import Attention
 from nsa_plugin.decision.shapes import Phase
 from nsa_plugin.errors import PatchError
+from nsa_plugin.kernels.mha import reference
+from nsa_plugin.libraries.devices import synthetic
 from tests.backends.fake_vllm.v32 import (
+    HEADS,
     TOPK,
     TRITON,
     WITH_FLASH_MLA,
@@ -118,6 +121,24 @@ def test_dense_parts_within_the_workspace():
     step = World(planner(workspace_tokens=30)).step([(20, 20), (8, 8), (24, 24), (2, 2)])
     assert [part.requests for part in step.split.dense] == [(0, 1), (2, 3)]
     step.check()
+
+
+@LAYOUTS
+def test_trtllm_gets_the_lengths_from_the_host(layout: str):
+    """Without them it reads the boundaries back, and every layer waits for the device."""
+    device = synthetic(100, libraries=("triton", "trtllm"))
+    world = World(planner(layout, device=device, decode_backend="triton"))
+    given = []
+
+    def mha(q: Any, k: Any, v: Any, *bounds: torch.Tensor, scale: float, **lengths: tuple[int, ...]) -> Any:
+        given.append(lengths)
+        return reference(q, k, v, *bounds, scale=scale)
+
+    world.impl.nsa_plugin_providers._loaded["mha_one_shot", "trtllm", HEADS] = mha
+    step = world.step([(1, 40), (20, 20), (5, 21)])
+    assert [piece.plan.provider for piece in step.metadata.mha] == ["trtllm"]
+    step.check()
+    assert given == [{"seqlens_q": (20, 5), "seqlens_k": (20, 21)}]
 
 
 def test_the_plans_rows_are_not_in_vllms_workspace():
