@@ -28,6 +28,8 @@ from nsa_plugin.parallel.token_shard import TokenShard
 from nsa_plugin.patches.ledger import TURN_OFF
 from nsa_plugin.settings import Settings
 
+SINKS = "the model has attention sinks (learnable_sink in its config), and a rank holds those of its own heads only"
+
 AttendShare = Callable[[torch.Tensor, torch.Tensor, slice], torch.Tensor]
 """(q [n, H, d_qk], selection [n, topk], the rows of the batch that these are) -> out [n, H, d_v], which no later call
 writes; see `TokenShard.attend`. Called for every piece of this rank's rows, in order, so that whatever it reads of rows
@@ -149,6 +151,11 @@ class Share:
         if rows.start not in self.schedules or self.first_layer == layer:
             self.schedules[rows.start], self.first_layer = make(), layer
         return self.schedules[rows.start]
+
+
+def has_sinks(config: Any) -> bool:
+    """Whether a model has learned attention sinks, by its Hugging Face configuration (of its text model)."""
+    return bool(getattr(config, "learnable_sink", False))
 
 
 def least(group: dist.ProcessGroup, number: int) -> int:

@@ -209,7 +209,7 @@ def ranks_with_other_rows() -> None:
         engine.attend(traded, engine.select(traded), heads_of(rank))
 
 
-def a_sink_is_refused() -> None:
+def a_sink_that_no_configuration_names_is_refused() -> None:
     rank = dist.get_rank()
     for library in ("reference", "flash_mla"):
         way = Way("bf16", library)
@@ -217,7 +217,7 @@ def a_sink_is_refused() -> None:
         traded = backend_of(way, model, exchange)
         engine = Engine(MANY, way.layout, model.num_heads, 1)
         engine.prepare(traded)
-        with pytest.raises(Exception, match="an attention sink is given"):
+        with pytest.raises(Exception, match="attention sinks, which token_shard does not support"):
             traded._forward_flashmla_sparse(
                 q_all=engine.all_q[:, heads_of(rank)].contiguous(),
                 kv_cache=engine.cache,
@@ -238,6 +238,7 @@ def built(model: ModelShape, **args: Any) -> tuple[Any, Any]:
     backend.num_q_heads, backend.device, backend.dsa_kv_cache_store_fp8 = model.heads_per_rank, "cpu", True
     names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "index_topk", "index_n_heads")
     config = {name: getattr(model, name) for name in (*names, "index_head_dim")}
+    config["learnable_sink"] = args.pop("learnable_sink", False)
     runner = SimpleNamespace(
         tp_rank=dist.get_rank(),
         pp_rank=0,
@@ -308,6 +309,8 @@ def starting() -> None:
 
     with pytest.raises(SettingsError, match="two-batch overlap is on"):
         opened(enable_two_batch_overlap=True)
+    with pytest.raises(SettingsError, match=r"token_shard is on and cannot work here: .* attention sinks"):
+        opened(learnable_sink=True)
     # One rank that cannot is all of them that do not.
     wanted = "returned to users" if rank == 1 else "another rank of the attention group cannot"
     with pytest.raises(SettingsError, match=wanted):
@@ -360,7 +363,7 @@ ALL: tuple[Callable[[], None], ...] = (
     a_share_is_of_its_batch_alone,
     controls,
     ranks_with_other_rows,
-    a_sink_is_refused,
+    a_sink_that_no_configuration_names_is_refused,
     starting,
     serving_both,
 )

@@ -211,12 +211,13 @@ def started(
     prefill: str | None = None,
     decode: str | None = None,
     server_args: Any = None,
+    sinks: bool = False,
     **settings: Any,
 ) -> Any:
     """A backend of the plugin that serves; `notes` has what `adopt` said."""
     defaults = ("flashmla_kv", "flashmla_kv") if layout == "v32_fp8" else ("flashmla_sparse", "fa3")
     backend = with_plans(original)(prefill or defaults[0], decode or defaults[1])
-    planner = SglangPlanner(replace(MODEL, kv_layout=layout), H200, Settings(**settings))
+    planner = SglangPlanner(replace(MODEL, kv_layout=layout), H200, Settings(**settings), sinks=sinks)
     backend.notes = adopt(backend, planner, server_args or SimpleNamespace())
     return backend
 

@@ -32,6 +32,7 @@ def config(**more: Any) -> Any:
         architectures=["DeepseekV32ForCausalLM"],
         num_attention_heads=shape.num_heads,
         index_head_dim=128,
+        learnable_sink=more.pop("learnable_sink", False),
         **{name: getattr(shape, name) for name in names},
     )
     parallel = {"tensor_parallel_size": ranks} | more.pop("parallel", {})
@@ -109,6 +110,8 @@ def starting() -> None:
 
     with pytest.raises(SettingsError, match="token_shard is on and cannot work here: batches are split in two"):
         serving_of(on, parallel={"enable_dbo": True}).building()
+    with pytest.raises(SettingsError, match=r"token_shard is on and cannot work here: .* attention sinks"):
+        serving_of(on, learnable_sink=True).building()
     # One rank that cannot is all of them that do not.
     wanted = "batches are split in two" if rank == 1 else "another rank of the attention group cannot"
     with pytest.raises(SettingsError, match=wanted):

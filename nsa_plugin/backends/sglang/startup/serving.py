@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from nsa_plugin.backends.common.planner import Execution
-from nsa_plugin.backends.common.token_shard import free_memory_of
+from nsa_plugin.backends.common.token_shard import free_memory_of, has_sinks
 from nsa_plugin.backends.common.warm import warm, warm_selection
 from nsa_plugin.backends.sglang.startup.metrics import ranks, route_counter
 from nsa_plugin.backends.sglang.startup.model import impls_of, kv_layout, model_shape
@@ -114,6 +114,7 @@ class SglangServing:
             free_memory_of(exchange, free_device_memory),
             exchange_rows=0 if exchange is None else exchange.shard.max_tokens,
             no_exchange=keeps,
+            sinks=has_sinks(model_runner.model_config.hf_text_config),
         )
         left = adopt(backend, planner, model_runner.server_args, exchange)
         if left and self.resolved.settings.strict == FULL:

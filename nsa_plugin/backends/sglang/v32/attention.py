@@ -123,13 +123,15 @@ def adopt(backend: Any, planner: SglangPlanner, server_args: Any, exchange: Sgla
     for what, impl, extend in (("prefill", prefill, True), ("decode", decode, False)):
         if impl not in PLANNED[layout, extend]:
             notes.append(f"SGLang's --{x}-{what}-backend is {impl}, which the plugin leaves as it is")
+    if planner.sinks:  # SGLang's FA3 path refuses them
+        notes.append("the model has attention sinks: decode, verify and draft steps fall back to the stock path")
     backend.nsa_plugin = State(
         planner=planner,
         x=x,
         prefill_impl=prefill,
         decode_impl=decode,
         plans_prefill=prefill in PLANNED[layout, True],
-        plans_steps=decode in PLANNED[layout, False],
+        plans_steps=decode in PLANNED[layout, False] and not planner.sinks,
         providers=Providers(layout, planner.device.sm),
         exchange=exchange,
     )
@@ -470,5 +472,6 @@ def _flashmla_kv_of_all_heads(
 
 
 def _refuse_sink(attn_sink: torch.Tensor | None) -> None:
+    """Refuse the sinks of a model whose configuration does not name them (`has_sinks`), rather than drop them."""
     if attn_sink is not None:
-        raise NsaPluginError("an attention sink is given for this rank's heads, and token_shard attends with all heads")
+        raise NsaPluginError("SGLang passes attention sinks, which token_shard does not support: set it to off")

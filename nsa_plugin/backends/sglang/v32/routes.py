@@ -46,10 +46,15 @@ COPY_BUDGET = "a quarter of the free memory"
 
 @dataclass
 class SglangPlanner(Planner):
-    """The decisions of one SGLang attention backend; see `Planner`."""
+    """The decisions of one SGLang attention backend; see `Planner`.
+
+    Attributes:
+        sinks: the model has attention sinks.
+    """
 
     engine: ClassVar[str] = SGLANG
 
+    sinks: bool = False
     _prefills: dict[Hashable, Execution | None] = field(default_factory=dict)
 
     def prefill(self, batch: Batch, *, dense_allowed: bool) -> Execution | None:

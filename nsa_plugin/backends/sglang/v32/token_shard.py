@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 
 from nsa_plugin.backends.common import token_shard
-from nsa_plugin.backends.common.token_shard import Share, checked_group
+from nsa_plugin.backends.common.token_shard import SINKS, Share, checked_group, has_sinks
 from nsa_plugin.backends.sglang.startup.model import impls_of
 from nsa_plugin.backends.sglang.v32.routes import PLANNED, sglangs_own
 from nsa_plugin.decision.shapes import ModelShape
@@ -76,6 +76,8 @@ def impossible(backend: Any, model_runner: Any, model: ModelShape) -> str | None
     (flag, prefill), (_, decode) = impls_of(backend).items()
     if prefill not in PLANNED[model.kv_layout, True] and decode not in PLANNED[model.kv_layout, False]:
         return f"SGLang's {flag} is {prefill} and its decode backend {decode}, which stay SGLang's own"
+    if has_sinks(model_runner.model_config.hf_text_config):
+        return SINKS
     if getattr(server_args, "enable_two_batch_overlap", False):
         return "two-batch overlap is on, which attends two batches at once"
     if getattr(server_args, "enable_return_indexer_topk", False):

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 
 from nsa_plugin.backends.common import token_shard
-from nsa_plugin.backends.common.token_shard import Exchange, checked_group
+from nsa_plugin.backends.common.token_shard import SINKS, Exchange, checked_group, has_sinks
 from nsa_plugin.decision.plan import Attention, Plan
 from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.errors import NsaPluginError
@@ -104,6 +104,8 @@ def impossible(vllm_config: Any) -> str | None:
     parallel, speculative = vllm_config.parallel_config, getattr(vllm_config, "speculative_config", None)
     if getattr(parallel, "enable_dbo", False) or getattr(parallel, "ubatch_size", 0) > 1:
         return "batches are split in two (--enable-dbo, --ubatch-size), and two are attended at once"
+    if has_sinks(vllm_config.model_config.hf_text_config):
+        return SINKS
     if speculative is None:
         return None
     ranks = getattr(speculative, "draft_tensor_parallel_size", None)

@@ -303,6 +303,7 @@ def test_the_fault_is_injected_into_fa3_too():
         ({"server_args": SimpleNamespace(enable_prefill_cp=True)}, ["context-parallel prefill is on, which"], None),
         ({"decode": "trtllm"}, ["SGLang's --dsa-decode-backend is trtllm, which the plugin"], "prefill"),
         ({"prefill": "flashmla_auto"}, [], "prefill"),
+        ({"layout": "bf16", "sinks": True}, ["the model has attention sinks: decode, verify and draft"], "prefill"),
     ],
 )
 def test_the_engines_own_choices_are_left_and_said(options: dict[str, Any], notes: list[str], route: str | None):
@@ -314,6 +315,14 @@ def test_the_engines_own_choices_are_left_and_said(options: dict[str, Any], note
     assert planned == (route is not None)
     if not planned:
         assert backend.impls[0] == options.get("prefill", "flashmla_kv")
+
+
+def test_steps_of_a_model_with_sinks_are_left_to_the_stock_path():
+    """SGLang's FA3, which a plan takes for a bf16 cache, refuses them."""
+    for sinks, decode in ((False, "fa3"), (True, "flashmla_sparse")):
+        backend = started(layout="bf16", decode="flashmla_sparse", sinks=sinks)
+        backend.init_forward_metadata(DECODE)
+        assert backend.impls[1] == decode
 
 
 def test_the_indexer_is_handed_the_plan():

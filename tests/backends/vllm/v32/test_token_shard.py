@@ -89,8 +89,9 @@ def test_with_strict_off_no_rank_waits_for_one_that_left(monkeypatch: pytest.Mon
     assert reason == "strict is off, and a rank that does not serve would keep the others waiting"
 
 
-def config(speculative: Any = None, **parallel: Any) -> Any:
+def config(speculative: Any = None, *, sinks: bool = False, **parallel: Any) -> Any:
     return SimpleNamespace(
+        model_config=SimpleNamespace(hf_text_config=SimpleNamespace(learnable_sink=sinks)),
         parallel_config=SimpleNamespace(**({"tensor_parallel_size": 2} | parallel)),
         speculative_config=speculative,
         scheduler_config=SimpleNamespace(max_num_batched_tokens=64),
@@ -112,6 +113,7 @@ def draft(ranks: int | None, shared: bool) -> Any:
         (config(draft(None, False)), None),
         (config(draft(2, False)), None),
         (config(SimpleNamespace()), None),
+        (config(sinks=True), "the model has attention sinks"),
         (config(draft(1, False)), "the draft model has 1 of the 2 ranks"),
         (config(draft(2, True)), "index_share_for_mtp_iteration"),
     ],
