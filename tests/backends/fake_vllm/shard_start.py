@@ -109,7 +109,7 @@ def starting() -> None:
     assert traced.shard._check_rows
 
     with pytest.raises(SettingsError, match="token_shard is on and cannot work here: batches are split in two"):
-        serving_of(on, parallel={"enable_dbo": True}).building()
+        serving_of(on, parallel={"ubatch_size": 2}).building()
     with pytest.raises(SettingsError, match=r"token_shard is on and cannot work here: .* attention sinks"):
         serving_of(on, learnable_sink=True).building()
     # One rank that cannot is all of them that do not.
