@@ -124,7 +124,7 @@ def _metadata_provider(case: Case, provider: str) -> tuple[str, str]:
         return "", f"{provider} needs no scheduling metadata"
     if case.extend:
         return "", "a prefill's logits are ragged, and only paged logits are scheduled"
-    if device.has("triton", Op.INDEXER_METADATA):
+    if device.has("triton", Op.INDEXER_METADATA) and device.has("deep_gemm", Op.SCHEDULED_LOGITS):
         return "triton", f"the plugin schedules any number of query tokens for DeepGEMM on {device.where}"
     capability = device.capability("deep_gemm", Op.INDEXER_METADATA)
     limit = capability.max_rows if capability else None

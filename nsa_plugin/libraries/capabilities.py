@@ -22,6 +22,7 @@ class Op(StrEnum):
     SPARSE_MLA_DECODE = "sparse_mla_decode"
     INDEXER_TOPK = "indexer_topk"  # logits and top-k
     INDEXER_METADATA = "indexer_metadata"  # scheduling metadata of the paged logits
+    SCHEDULED_LOGITS = "scheduled_logits"  # paged logits that take another library's scheduling metadata
     TOKEN_SHARD = "token_shard"  # the copies around the head/token all-to-all
 
 
@@ -50,6 +51,7 @@ class Capability:
         dims: supported (query, value) elements of a head; empty = any. The indexer has (query,).
         topk_multiple: the number of selected tokens must be a multiple of this.
         max_rows: most query rows of one call; None = no limit. Set by `kernels_on` from the library's row limits.
+        not_in: (distribution, versions) of the builds without this kernel.
         source: where these facts come from.
     """
 
@@ -62,6 +64,7 @@ class Capability:
     dims: tuple[tuple[int, ...], ...] = ()
     topk_multiple: int = 1
     max_rows: int | None = None
+    not_in: tuple[str, str] | None = None
     source: str = ""
 
     def serves(self, op: Op, layout: str | None = None) -> bool:
@@ -83,6 +86,20 @@ class Capability:
         starts = [count for count in counts if count - 1 not in counts]
         ends = [count for count in counts if count + 1 not in counts]
         return " or ".join(f"{a}" if a == b else f"{a} to {b}" for a, b in zip(starts, ends, strict=True))
+
+
+def is_build(distribution: str, versions: str, installed: str, version: str) -> bool:
+    """Whether an installed distribution is the one that is meant, in one of the versions (a specifier) that are."""
+    if distribution != installed:
+        return False
+    # Imported here because `settings` reads the manifest in every engine process.
+    from packaging.specifiers import SpecifierSet
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        return SpecifierSet(versions, prereleases=True).contains(Version(version))
+    except InvalidVersion:
+        return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,16 +134,7 @@ class RowLimit:
             return False
         if not self.distribution:
             return True
-        if self.distribution != distribution:
-            return False
-        # Imported here because `settings` reads the manifest in every engine process.
-        from packaging.specifiers import SpecifierSet
-        from packaging.version import InvalidVersion, Version
-
-        try:
-            return SpecifierSet(self.versions, prereleases=True).contains(Version(version))
-        except InvalidVersion:
-            return False
+        return is_build(self.distribution, self.versions, distribution, version)
 
     def rows(self, smem_per_block: int) -> int | None:
         """Most rows of a call, or None for no limit; `smem_per_block` in bytes."""
@@ -216,7 +224,11 @@ class KernelLibrary:
             limit = next((limit for limit in limits if limit.op == kernel.op), None)
             return replace(kernel, max_rows=limit.rows(smem_per_block)) if limit else kernel
 
-        return tuple(limited(kernel) for kernel in (*self.kernels, *more) if kernel.sm_min <= sm <= kernel.sm_max)
+        def built(kernel: Capability) -> bool:
+            missing = kernel.not_in is not None and is_build(*kernel.not_in, distribution, version)
+            return kernel.sm_min <= sm <= kernel.sm_max and not missing
+
+        return tuple(limited(kernel) for kernel in (*self.kernels, *more) if built(kernel))
 
 
 def spans(kernels: Iterable[Capability]) -> str:

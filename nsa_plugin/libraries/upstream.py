@@ -113,6 +113,11 @@ _DEEP_GEMM_FACTS = (
     "fp8_mqa_logits and fp8_paged_mqa_logits assert (arch_major == 10 and num_heads in 8, 16, 32, 64) or "
     "(arch_major == 9 and num_heads in 32, 64), and head_dim 32, 64 or 128"
 )
+_VLLM_COPY = ("vllm", ">=0.33")
+_VLLM_COPY_FACTS = (
+    ". vLLM 0.33's copy takes packed UE8M0 scales and bf16 weights on SM100 (its utils/deep_gemm.py "
+    "`mqa_logits_use_mx_scales`), which the provider does not write"
+)
 _SCHEDULE_FACTS = "paged_mqa_logits_metadata without `indices`, dynamic arrays since 0.1.4: "
 
 DEEP_GEMM = KernelLibrary(
@@ -135,11 +140,22 @@ DEEP_GEMM = KernelLibrary(
                 sm_max=high,
                 head_counts=heads,
                 dims=((32,), (64,), (128,)),
-                source=_DEEP_GEMM_FACTS,
+                not_in=not_in,
+                source=_DEEP_GEMM_FACTS + facts,
             )
-            for low, high, heads in ((90, 99, (32, 64)), (100, 109, (8, 16, 32, 64)))
+            for low, high, heads, not_in, facts in (
+                (90, 99, (32, 64), None, ""),
+                (100, 109, (8, 16, 32, 64), _VLLM_COPY, _VLLM_COPY_FACTS),
+            )
         ),
         Capability(op=Op.INDEXER_METADATA, sm_min=90, sm_max=109, source=_DEEP_GEMM_FACTS),
+        Capability(
+            op=Op.SCHEDULED_LOGITS,
+            sm_min=90,
+            sm_max=99,
+            not_in=_VLLM_COPY,
+            source="sgl-deep-gemm 0.1.4 to 0.2.3: splits of 256 keys. That of vLLM 0.33's copy is compiled in, unseen",
+        ),
     ),
     row_limits=(
         RowLimit(

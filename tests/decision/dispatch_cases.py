@@ -25,6 +25,7 @@ FULL_H200 = synthetic(90)
 FULL_B200 = synthetic(100)
 OLD_FLASH_MLA = {"flash_mla": ("sglang-kernel", "0.4.5")}
 OLD_DEEP_GEMM = {"deep_gemm": ("sgl-deep-gemm", "0.1.3")}
+VLLM_DEEP_GEMM = {"deep_gemm": ("vllm", "0.33.0")}
 OLD_H200 = synthetic(90, libraries=STOCK, versions=OLD_FLASH_MLA)
 TOKEN_SHARD = {"triton": (Capability(op=Op.TOKEN_SHARD, layouts=(), sm_min=90, sm_max=109),)}
 SHARDING_H200 = synthetic(90, libraries=(*STOCK, "triton"), kernels=TOKEN_SHARD)

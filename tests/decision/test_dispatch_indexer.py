@@ -26,6 +26,7 @@ from tests.decision.dispatch_cases import (
     V4,
     V32,
     V32_FP8,
+    VLLM_DEEP_GEMM,
     choose,
     decode,
     extend,
@@ -125,6 +126,9 @@ def test_what_bf16_rows_hold_is_no_logits() -> None:
         (V32, decode(8, 5000), FULL_H200, ("deep_gemm", "triton")),
         (V32, decode(100_000, 5000, cuda_graph=True), FULL_H200, ("deep_gemm", "triton")),
         (V4, decode(32768, 40000), synthetic(90, versions=OLD_DEEP_GEMM), ("deep_gemm", "triton")),
+        # What vLLM 0.33's copy reads as a schedule is unknown, and on SM100 it takes scales that the plugin has not.
+        (V32, decode(8, 5000), synthetic(90, versions=VLLM_DEEP_GEMM), ("deep_gemm", "deep_gemm")),
+        (V32, decode(8, 5000), synthetic(100, versions=VLLM_DEEP_GEMM), ("triton", "")),
         (V32, decode(8, 5000), FULL_B200, ("deep_gemm", "deep_gemm")),
         (replace(V32, index_n_heads=16), LONG, FULL_H200, ("triton", "")),
         (replace(V32, index_n_heads=16), decode(8, 5000), FULL_H200, ("triton", "")),

@@ -227,25 +227,63 @@ def test_paged_topk_with_limits_of_its_own_for_each_row(library):
     assert library.calls == [(4, 310)]
 
 
-def test_a_library_with_one_kernel_for_fp8_and_fp4_gets_q_without_scales(library, monkeypatch):
-    """vLLM 0.33's copy of DeepGEMM has no kernel for fp8 alone: a decode beyond the logits' budget ended the start."""
-    for name in ("mqa_logits", "paged_mqa_logits"):
-        kernel = getattr(library, f"fp8_{name}")
+class UnifiedDeepGemm(ModuleType):
+    """vLLM 0.33's copy: q is (values, scales), the columns always count from ks, and there is no `clean_logits`."""
 
-        def unified(q, *args, kernel=kernel, **kwargs):
-            values, scales = q
-            assert scales is None
-            return kernel(values, *args, **kwargs)
+    def __init__(self, older: FakeDeepGemm) -> None:
+        super().__init__("deep_gemm")
+        self.older = older
+        self.get_num_sms = older.get_num_sms
+        self.get_paged_mqa_logits_metadata = older.get_paged_mqa_logits_metadata
 
-        setattr(library, f"fp8_fp4_{name}", unified)
-        monkeypatch.setattr(library, f"fp8_{name}", None, raising=False)
+    def fp8_fp4_mqa_logits(self, q, kv, weights, ks, ke, max_seqlen_k, schedule_meta=None):
+        values, scales = q
+        assert scales is None
+        assert max_seqlen_k > 0
+        return self.older.fp8_mqa_logits(values, kv, weights, ks, ke, max_seqlen_k=max_seqlen_k)
+
+    def fp8_fp4_paged_mqa_logits(
+        self, q, kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len, indices=None
+    ):
+        values, scales = q
+        assert scales is None
+        return self.older.fp8_paged_mqa_logits(
+            values, kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len
+        )
+
+
+@pytest.fixture
+def unified(library, monkeypatch):
+    monkeypatch.setitem(sys.modules, "deep_gemm", UnifiedDeepGemm(library))
+    return library
+
+
+@pytest.mark.parametrize("rows_per_chunk", [None, 4])
+def test_vllm_s_copy_scores_ragged_rows(unified, rows_per_chunk):
     inputs, (ks, ke) = indexer_inputs(9, 300, 32), ranges(9, 300)
-    assert torch.equal(provider.topk(*inputs, ks, ke, 20), reference_topk(*inputs, ks, ke, 20))
+    result = provider.topk(*inputs, ks, ke, 20, rows_per_chunk=rows_per_chunk)
+    assert torch.equal(result, reference_topk(*inputs, ks, ke, 20))
+
+
+@pytest.mark.parametrize("rows_per_chunk", [None, 40])
+def test_vllm_s_copy_scores_several_requests(unified, rows_per_chunk):
+    requests, ks, ke = ragged_requests([(5, 90), (1, 33), (7, 200)])
+    inputs = indexer_inputs(13, 323, 32)
+    result = provider.topk(*inputs, ks, ke, 20, rows_per_chunk=rows_per_chunk, requests=requests)
+    assert torch.equal(result, reference_topk(*inputs, ks, ke, 20))
+
+
+@pytest.mark.parametrize("next_n", [1, 2, 3])
+def test_vllm_s_copy_scores_pages_by_its_own_schedule(unified, next_n):
+    """That of the plugin is unproven there. A decode beyond the logits' budget ended the start (vLLM 0.33.0)."""
     cache, table = paged_keys([300, 90], 5)
-    q, _, _, weights = indexer_inputs(2, 1, 32)
-    q, lens = q.view(2, 1, 32, 128), torch.tensor([300, 90])
+    q, _, _, weights = indexer_inputs(2 * next_n, 1, 32)
+    q, lens = q.view(2, next_n, 32, 128), torch.tensor([300, 90])
     result = provider.paged_topk(q, cache, weights, lens, table, 25)
     assert torch.equal(result, reference_paged_topk(q, cache, weights, lens, table, 25))
+    assert unified.schedules == len(unified.calls)
+    with pytest.raises(KernelArgumentError, match="metadata_provider is 'triton'; for this build on SM9x"):
+        provider.paged_topk(q, cache, weights, lens, table, 25, metadata_provider="triton")
 
 
 def test_the_library_s_own_schedule_is_asked_for_few_requests_at_a_time(library, monkeypatch):

@@ -65,6 +65,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> dict[
         "library not here": {"arguments": arguments(checkpoint, ON | {"decode_backend": "trtllm"})},
         "token shard on": {"arguments": arguments(checkpoint, ON | {"token_shard": "on"})},
         "cache dtype": {"arguments": arguments(checkpoint, ON, kv_cache_dtype="fp8")},
+        "cache dtype, strict=full": {"arguments": arguments(checkpoint, ON | {"strict": "full"}, kv_cache_dtype="fp8")},
         "dense model": {"arguments": arguments(dense, ON)},
         "version": {"arguments": arguments(checkpoint, ON), "break": "version"},
         "version not asked for": {"arguments": arguments(checkpoint), "break": "version"},
@@ -99,13 +100,13 @@ def answers(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> dict[
         ("dense beyond top-k", ["mha_max_kv", "65", "64"]),
         ("library not here", ["decode_backend", "trtllm"]),
         ("token shard on", ["token_shard"]),
-        ("cache dtype", ["--kv-cache-dtype", "fp8", "allowed: auto"]),
+        ("cache dtype, strict=full", ["--kv-cache-dtype is fp8", "supports auto, bfloat16, float16"]),
         ("version", ["vllm 0.99.0 is installed", "NSA_PLUGIN_ENABLED=0"]),
         ("target", ["DeepseekV32IndexerCache.get_attn_backend", "parameters", "Supported:", "NSA_PLUGIN_ENABLED=0"]),
     ],
 )
 def test_refuses_before_serving(answers: dict[str, Any], case: str, words: list[str]) -> None:
-    assert answers[case]["type"] in ("SettingsError", "PatchError", "NoProviderError")
+    assert answers[case]["type"] in ("SettingsError", "PatchError", "NoProviderError", "LeftToStockError")
     for word in words:
         assert word in answers[case]["error"]
 
@@ -113,6 +114,11 @@ def test_refuses_before_serving(answers: dict[str, Any], case: str, words: list[
 def test_a_model_without_sparse_attention_is_left_alone_and_told_once(answers: dict[str, Any]) -> None:
     assert answers["dense model"]["error"] == ""
     assert answers["log"].count("has no sparse attention") == 1
+
+
+def test_a_cache_that_the_plugin_does_not_support_is_left_to_vllm(answers: dict[str, Any]) -> None:
+    assert answers["cache dtype"]["error"] == ""
+    assert "--kv-cache-dtype is fp8; nsa-plugin supports auto, bfloat16, float16 here" in answers["log"]
 
 
 def test_strict_off_serves_stock_and_says_so(answers: dict[str, Any]) -> None:

@@ -1,4 +1,5 @@
-"""The indexer over DeepGEMM's fp8 logits (sgl-deep-gemm 0.1.2 to 0.2.0): SM90 and SM100.
+"""The indexer over DeepGEMM's fp8 logits: SM90 and SM100 with sgl-deep-gemm and with the copies in vLLM up to 0.32,
+SM90 with the copy in vLLM 0.33.
 
 `topk` and `paged_topk` have the signatures and results of `nsa_plugin.kernels.indexer`'s references. The
 library writes float32 logits of one chunk of rows into memory that it takes from PyTorch's allocator (it
@@ -14,12 +15,15 @@ What the library asks for, seen in its sources, and how it is met here:
   requests takes, so that none is scored against the keys of another. It does not stop at the width, so ranges do.
 - the paged kernel of SM90 takes 1 or 2 query rows a request and pages of 64; more rows go as several requests.
   Requests of no key are scored as if they had one, and the selector leaves that out.
+- vLLM 0.33's copy has no `clean_logits`, and its columns always count from each row's ks (see `_Interface`).
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from types import ModuleType
 
 import torch
@@ -87,12 +91,14 @@ def topk(
     q, k, weights = _aligned(q), _aligned(k), _aligned(weights)
     scale = torch.ones(keys, dtype=torch.float32, device=q.device) if k_scale is None else _aligned(k_scale)
     whole = slice(0, rows)
-    score = _logits_kernel(deep_gemm, "mqa_logits")
+    library = _interface(deep_gemm)
+    score = library.kernel("mqa_logits")
     for part in parts.parts:
+        part = part.from_row_start() if library.from_row_start else part
         some_q, some_weights = (q, weights) if part.rows == whole else (q[part.rows], weights[part.rows])
         scored = (k, scale) if part.keys is None else (k[part.keys], scale[part.keys])
         of_span = {} if part.span is None else {"max_seqlen_k": part.span}
-        logits = score(some_q, scored, some_weights, part.ks, part.ke, clean_logits=False, **of_span)
+        logits = score(some_q, scored, some_weights, part.ks, part.ke, **of_span)
         selector(logits, part.starts, part.ends, topk, out=result[part.rows])
         del logits
     return result
@@ -118,6 +124,13 @@ class LogitsPart:
     ke: torch.Tensor
     starts: torch.Tensor
     ends: torch.Tensor
+
+    def from_row_start(self) -> LogitsPart:
+        """The same logits with columns that count from each row's ks."""
+        if self.keys is None:
+            return self
+        span = self.keys.stop - self.keys.start
+        return replace(self, span=span, starts=torch.zeros_like(self.ks), ends=self.ke - self.ks)
 
 
 @dataclass(frozen=True)
@@ -184,8 +197,8 @@ def paged_topk(
         q: [batch, next_n, heads, dim] float8_e4m3fn.
         cache: an `indexer_fp8` cache with pages of 64.
         rows_per_chunk, max_len, selector: as `nsa_plugin.kernels.triton.indexer.paged_topk`.
-        metadata_provider: who schedules: "deep_gemm", or "triton" (SM90 only), which takes any number of rows in one
-            chunk. None: "triton" where it may.
+        metadata_provider: who schedules: "deep_gemm", or "triton" (SM90 only, and not for vLLM 0.33's copy), which
+            takes any number of rows in one chunk. None: "triton" where it may.
 
     Raises:
         KernelArgumentError: a shape, dtype or page size is wrong, or the library does not take the heads.
@@ -195,19 +208,21 @@ def paged_topk(
     batch, next_n, heads, dim = q.shape
     major = _check_heads(op, q.device, heads, dim)
     require(cache.page_size == PAGE_SIZE, op, f"cache has pages of {cache.page_size}; deep_gemm reads {PAGE_SIZE}")
-    allowed = (None, "deep_gemm", "triton") if major == 9 else (None, "deep_gemm")
-    known = metadata_provider in allowed
-    require(known, op, f"metadata_provider is {metadata_provider!r}; on SM{major}x it is one of {allowed}")
+    import deep_gemm
+
+    library = _interface(deep_gemm)
+    schedulers = (None, "deep_gemm", "triton") if major == 9 and library.takes_any_schedule else (None, "deep_gemm")
+    known = metadata_provider in schedulers
+    require(known, op, f"metadata_provider is {metadata_provider!r}; for this build on SM{major}x: {schedulers}")
     result = new_output(op, batch * next_n, topk, out, q.device)
     check_limits(op, rows_per_chunk, None)
     if batch * next_n == 0:
         return result
     if max_len == 0:
         return result.fill_(-1)
-    import deep_gemm
 
     selector = selector or default_selector(q.device, topk)
-    own = major == 9 and metadata_provider != "deep_gemm"
+    own = "triton" in schedulers and metadata_provider != "deep_gemm"
     schedule = _own_schedule(deep_gemm) if own else _library_schedule(deep_gemm)
 
     # Requests of one or two query rows: two read each key once, where they may be in one chunk.
@@ -223,7 +238,7 @@ def paged_topk(
     count = batch * repeats
     step = count if rows_per_chunk is None else max(1, rows_per_chunk // pair)
     step = step if own else min(step, LIBRARY_SCHEDULE_REQUESTS)
-    score = _logits_kernel(deep_gemm, "paged_mqa_logits")
+    score = library.kernel("paged_mqa_logits")
     for first in range(0, count, step):
         some = slice(first, min(first + step, count))
         rows = slice(some.start * pair, some.stop * pair)
@@ -235,23 +250,53 @@ def paged_topk(
             table[some],
             schedule(context[some]),
             max_len,
-            clean_logits=False,
         )
         selector(logits, zeros[rows], limits[rows], topk, out=result[rows])
         del logits
     return result
 
 
-def _logits_kernel(deep_gemm: ModuleType, name: str) -> Callable[..., torch.Tensor]:
-    """DeepGEMM's fp8 logits kernel by its own name, or by that of the kernel for fp8 and fp4 that replaced it.
+@dataclass(frozen=True)
+class _Interface:
+    """How the installed DeepGEMM is called.
 
-    The unified kernel, the only one in vLLM 0.33's copy, expects q as (values, scales); fp8 values have no scales.
+    Attributes:
+        library: its module.
+        from_row_start: the columns of ragged logits always count from each row's ks, and `clean_logits` is gone: vLLM
+            0.33's copy. It leaves what is outside a row's keys as it was, as the others do without `clean_logits`.
     """
-    own: Callable[..., torch.Tensor] | None = getattr(deep_gemm, f"fp8_{name}", None)
-    if own is not None:
-        return own
-    unified = getattr(deep_gemm, f"fp8_fp4_{name}")
-    return lambda q, *args, **kwargs: unified((q, None), *args, **kwargs)
+
+    library: ModuleType
+    from_row_start: bool
+
+    @property
+    def takes_any_schedule(self) -> bool:
+        """Whether `paged_metadata` is known to be what its paged logits read."""
+        return not self.from_row_start
+
+    def kernel(self, name: str) -> Callable[..., torch.Tensor]:
+        """Its fp8 logits kernel by its own name, or by that of the kernel for fp8 and fp4 that replaced it.
+
+        The unified kernel, the only one in vLLM's copies from 0.33 on, expects q as (values, scales); fp8 values have
+        no scales.
+        """
+        own: Callable[..., torch.Tensor] | None = getattr(self.library, f"fp8_{name}", None)
+        unified = getattr(self.library, f"fp8_fp4_{name}", None)
+        unclean = {} if self.from_row_start else {"clean_logits": False}
+        if own is not None:
+            return partial(own, **unclean)
+        assert unified is not None
+        return lambda q, *args, **kwargs: unified((q, None), *args, **unclean, **kwargs)
+
+
+@lru_cache(maxsize=1)
+def _interface(deep_gemm: ModuleType) -> _Interface:
+    kernel = getattr(deep_gemm, "fp8_mqa_logits", None) or deep_gemm.fp8_fp4_mqa_logits
+    try:
+        known = "clean_logits" in inspect.signature(kernel).parameters
+    except ValueError:  # compiled, as in every release that has the argument
+        known = True
+    return _Interface(deep_gemm, from_row_start=not known)
 
 
 def _own_schedule(deep_gemm: ModuleType) -> Scheduler:

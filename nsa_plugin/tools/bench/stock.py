@@ -191,13 +191,18 @@ class SglangSparsePrefill:
     ):
         padded_heads(q.shape[1])
         library: Any = import_module("sglang.srt.layers.attention.dsv4.sparse_prefill_utils")
-        self._dequantize: Any = import_module(
-            "sglang.kernels.ops.attention.dsv4.dequant_k_cache"
-        ).dequantize_k_cache_paged
-        self._sparse_fwd: Any = import_module("sgl_kernel.flash_mla").flash_mla_sparse_fwd
+        rows: Any = import_module("sglang.kernels.ops.attention.dsv4.dequant_k_cache")
         made_once = library.SparsePrefillChunkCache
-        if missing := [name for name in ("ensure_c4", "combine_c4_layer") if not hasattr(made_once, name)]:
-            raise ImportError(f"this SGLang's SparsePrefillChunkCache has no {', '.join(missing)}; 0.5.16 has")
+        for place, owner, name in (
+            ("dequant_k_cache", rows, "dequantize_k_cache_paged"),
+            ("sparse_prefill_utils", library, "SparsePrefillWorkspace"),
+            ("SparsePrefillChunkCache", made_once, "ensure_c4"),
+            ("SparsePrefillChunkCache", made_once, "combine_c4_layer"),
+        ):
+            if not hasattr(owner, name):
+                raise ImportError(f"this SGLang's {place} has no {name}; 0.5.16 has")
+        self._dequantize: Any = rows.dequantize_k_cache_paged
+        self._sparse_fwd: Any = import_module("sgl_kernel.flash_mla").flash_mla_sparse_fwd
         self._q, self._selected, self._scale = q, selected, scale
         self._window, self._extra = _whole_pages(window), _whole_pages(extra)
         device, context = q.device, len(window_slots)

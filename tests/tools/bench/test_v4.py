@@ -208,6 +208,10 @@ def test_another_version_of_sglang_is_refused_by_what_it_lacks(engine: Sglang) -
     del engine.chunk_cache.combine_c4_layer
     refused = {one["provider"]: one["reason"] for one in run(prefill(64, 6, 600)).refused}
     assert refused[v4.SGLANG] == "this SGLang's SparsePrefillChunkCache has no combine_c4_layer; 0.5.16 has"
+    # 0.5.23 has renamed it.
+    del sys.modules["sglang.kernels.ops.attention.dsv4.dequant_k_cache"].dequantize_k_cache_paged
+    refused = {one["provider"]: one["reason"] for one in run(prefill(64, 6, 600)).refused}
+    assert refused[v4.SGLANG] == "this SGLang's dequant_k_cache has no dequantize_k_cache_paged; 0.5.16 has"
 
 
 class WithFlashMla(Registry):

@@ -271,7 +271,7 @@ def check_device(device: DeviceProfile, backend: str = BACKEND) -> None:
     The plugin's own kernels may well run there, so no look-up of a kernel would fail.
 
     Raises:
-        LeftToStockError: it has none.
+        LeftToStockError: it has none, or its indexer's cache has a format that the plugin does not read.
     """
     if device.kind != "cuda":
         raise LeftToStockError(f"vLLM serves on a GPU, and torch sees no NVIDIA GPU here: {device.name}")
@@ -280,6 +280,17 @@ def check_device(device: DeviceProfile, backend: str = BACKEND) -> None:
             f"nsa-plugin plans for vLLM's {backend}, which needs an SM90 or SM100 GPU (H100, H200, B200); this one, "
             f"{device.name}, is {device.where}"
         )
+    if device.sm // 10 == 10 and _packs_indexer_scales():
+        raise LeftToStockError(
+            f"this vLLM packs the scales of the indexer's cache as UE8M0 on {device.where}; nsa-plugin reads float32"
+        )
+
+
+def _packs_indexer_scales() -> bool:
+    """Whether vLLM (0.33 on) writes UE8M0 scales into the indexer's cache on SM100."""
+    from vllm.utils import deep_gemm
+
+    return hasattr(deep_gemm, "mqa_logits_use_mx_scales")
 
 
 def dense_workspace_tokens(vllm_config: Any) -> int:
