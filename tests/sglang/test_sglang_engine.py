@@ -139,7 +139,7 @@ def test_with_strict_off_the_stock_engine_serves_and_the_report_says_so(place: P
             1,
             ["sparse: DeepSeek sparse attention", "needs a GPU"],
         ),
-        (["--enable-nsa-plugin", "--use-ray"], {}, 1, ["Ray actors", "--use-ray"]),
+        (["--enable-nsa-plugin", "--nsa-plugin-strict", "full", "--use-ray"], {}, 1, ["Ray actors", "--use-ray"]),
     ],
     ids=["flag-value", "environment-name", "environment-value", "version", "sparse-model-on-cpu", "ray"],
 )
