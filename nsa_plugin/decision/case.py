@@ -60,9 +60,9 @@ class Case:
         return (self.model.index_topk, self.model.sliding_window) == timings.SELECTIONS[self.model.kv_layout]
 
     @property
-    def stock_route(self) -> Route:
+    def stock_prefill(self) -> Route:
         """The route by which the stock engine runs a V4 prefill: bf16 rows, unless the constraints name another."""
-        return self.constraints.stock_route or BF16_COPY
+        return self.constraints.stock_prefill or BF16_COPY
 
     @property
     def dequantizing_pays(self) -> bool:

@@ -31,10 +31,9 @@ class Constraints:
         copy_budget_from: where the budget comes from.
         keep_heads: why the ranks keep their heads for every token; "" = they may reshard.
         keep_heads_on: why the ranks keep their heads, by the route that they would otherwise reshard around.
-        stock_route: the route by which the stock engine runs a V4 prefill, first where no times exist; None = over bf16
-            rows.
+        stock_prefill: the route of the stock engine's V4 prefill, first where no times exist; None = over bf16 rows.
         stock_tokens: up to this many context tokens in all, the stock engine's code selects; 0 = never.
-        stock_routes: the routes that the stock engine's code also attends by, up to `stock_tokens`.
+        stock_attends_by: the routes that the stock engine's code also attends by, up to `stock_tokens`.
     """
 
     no_dense: str = ""
@@ -48,9 +47,9 @@ class Constraints:
     copy_budget_from: str = ""
     keep_heads: str = ""
     keep_heads_on: Mapping[Route, str] = field(default_factory=dict)
-    stock_route: Route | None = None
+    stock_prefill: Route | None = None
     stock_tokens: int = 0
-    stock_routes: frozenset[Route] = frozenset()
+    stock_attends_by: frozenset[Route] = frozenset()
 
     def __post_init__(self) -> None:
         if self.preferred and not self.preferred_by:

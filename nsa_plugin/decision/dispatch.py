@@ -268,7 +268,7 @@ def _sparse_plan(case: Case, not_dense: str) -> Plan:
     indexer, why_indexer = topk_plan(case, route, shared=sharded and case.extend)
     attention = sparse.attention_sentence(case, route, load, refused)
     stock_selection, why_selection = _stock_selection(case, indexer)
-    stock_attention = stock_selection and route in case.constraints.stock_routes
+    stock_attention = stock_selection and route in case.constraints.stock_attends_by
     return Plan(
         phase=case.batch.phase,
         attention=route.attention,

@@ -46,7 +46,7 @@ def sparse_routes(case: Case, load: KernelLoad) -> tuple[Route, ...]:
 def _stock_first(case: Case, routes: tuple[Route, ...], load: KernelLoad) -> tuple[Route, ...]:
     """The stock engine's own route in front of a V4 prefill's others if no measured time says which is quicker."""
     if stock_route_first(case, load):
-        return (case.stock_route, *(route for route in routes if route != case.stock_route))
+        return (case.stock_prefill, *(route for route in routes if route != case.stock_prefill))
     return routes
 
 
@@ -110,15 +110,9 @@ def estimate(case: Case, route: Route, load: KernelLoad) -> TimeEstimate | None:
     return found.plus(longer * COPY_BYTES[model.kv_layout] / COPY_RATE)
 
 
-def estimate_us(case: Case, route: Route, load: KernelLoad) -> float | None:
-    """The microseconds of `estimate`."""
-    found = estimate(case, route, load)
-    return None if found is None else found.us
-
-
 def _by_time(case: Case, routes: Sequence[Route], load: KernelLoad) -> tuple[Route, ...]:
-    times = [estimate_us(case, route, load) for route in routes]
-    waiting = [(time, route) for time, route in zip(times, routes, strict=True) if time is not None]
+    times = [estimate(case, route, load) for route in routes]
+    waiting = [(time.us, route) for time, route in zip(times, routes, strict=True) if time is not None]
     ordered: list[Route] = []
     while waiting:
         quickest = min(time for time, _ in waiting)
@@ -212,7 +206,7 @@ def _untimed(case: Case, route: Route, load: KernelLoad) -> list[str]:
     sentence = f"no times on {case.device.where} for {selection}, {count(load.heads, 'head')}, {model.kv_layout} cache"
     if not case.timed:
         sentence += f" (measured: {_selection(*timings.SELECTIONS[model.kv_layout])})"
-    if stock_route_first(case, load) and route == case.stock_route:
+    if stock_route_first(case, load) and route == case.stock_prefill:
         return [f"{sentence}, so the stock engine's route comes first"]
     return [sentence]
 

@@ -135,12 +135,6 @@ def estimate(sm: int, op: str, layout: str, heads: int, rows: int, route: str) -
     return TimeEstimate(us, rows, heads, used, from_heads)
 
 
-def estimate_us(sm: int, op: str, layout: str, heads: int, rows: int, route: str) -> float | None:
-    """The microseconds of `estimate`."""
-    found = estimate(sm, op, layout, heads, rows, route)
-    return None if found is None else found.us
-
-
 def dense_limit(
     sm: int, layout: str, heads: int, dense: str, sparse: tuple[str, ...], dims: tuple[int, int] = MHA_DIMS
 ) -> int | None:

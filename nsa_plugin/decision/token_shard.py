@@ -224,12 +224,6 @@ def sharded_time(case: Case, route: Route, chunks: int = 1) -> TimeEstimate | No
     return time.plus(case.batch.total_kv_len * COPY_BYTES[model.kv_layout] / COPY_RATE)
 
 
-def sharded_us(case: Case, route: Route, chunks: int = 1) -> float | None:
-    """The microseconds of `sharded_time`."""
-    found = sharded_time(case, route, chunks)
-    return None if found is None else found.us
-
-
 SHARDED = "token_shard by "
 """The prefix of these labels; see `reshard_label`."""
 

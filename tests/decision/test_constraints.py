@@ -99,17 +99,17 @@ def test_a_copy_over_its_budget_is_made_if_nothing_else_supports_the_batch() -> 
 
 @pytest.mark.parametrize(("context", "stock"), [(8192, True), (8193, False)])
 def test_the_stock_engine_selects_and_attends_in_small_batches(context: int, stock: bool) -> None:
-    held = Constraints(engine="SGLang", stock_tokens=8192, stock_routes=frozenset({BF16_COPY}))
+    held = Constraints(engine="SGLang", stock_tokens=8192, stock_attends_by=frozenset({BF16_COPY}))
     plan = choose(V4, extend(4096, context), H200, held)
     assert (plan.stock_selection, plan.stock_attention) == (stock, stock)
     assert ("SGLang's own code costs the host less" in plan.reasons["stock_attention"]) is stock
     # By another route only the selection is the stock engine's.
-    other = choose(V4, extend(4096, context), H200, replace(held, stock_route=FLASH_MLA_DECODE))
+    other = choose(V4, extend(4096, context), H200, replace(held, stock_prefill=FLASH_MLA_DECODE))
     assert (other.stock_selection, other.stock_attention) == (stock, False)
 
 
 def test_the_stock_engine_selects_only_what_it_scores_at_once() -> None:
-    held = Constraints(stock_tokens=10**9, stock_routes=frozenset({BF16_COPY}))
+    held = Constraints(stock_tokens=10**9, stock_attends_by=frozenset({BF16_COPY}))
     plan = choose(V4, extend(32768, 393216), H200, held)
     assert plan.indexer.rows_per_chunk < 32768
     assert not plan.stock_selection

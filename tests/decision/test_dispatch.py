@@ -377,7 +377,7 @@ def test_a_v4_prefill_without_times_takes_the_stock_engines_route(
         assert missing in plan.reasons["provider"]
         assert "so the stock engine's route comes first" in plan.reasons["provider"]
         # Before 0.5.15 SGLang's own route is the decode kernel.
-        older = Constraints(stock_route=FLASH_MLA_DECODE)
+        older = Constraints(stock_prefill=FLASH_MLA_DECODE)
         assert choose(model, extend(tokens, 40000), device, older).attention is Attention.SPARSE_DECODE
     # Decode steps keep their order, and a graph its one kernel.
     assert choose(model, decode(8, 5000), device).attention is Attention.SPARSE_DECODE

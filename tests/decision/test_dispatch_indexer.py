@@ -79,7 +79,7 @@ def test_decode_logits_are_budgeted_too() -> None:
 
 def test_v4_scores_compressed_keys() -> None:
     # 256 KiB a row, and 8.5 MiB of the 512 for the gathered keys: 2013 rows.
-    in_place = Constraints(stock_route=FLASH_MLA_DECODE)
+    in_place = Constraints(stock_prefill=FLASH_MLA_DECODE)
     plan = choose(V4, extend(8192, 262144), OLD_H200, in_place)
     assert plan.indexer.rows_per_chunk == 1024
     assert plan.reasons["indexer.rows_per_chunk"] == (

@@ -20,7 +20,7 @@ from nsa_plugin.decision.dispatch import BatchPart, decide, partition, validate
 from nsa_plugin.decision.plan import Attention, IndexerMode, Plan
 from nsa_plugin.decision.routes import KernelLoad, Route
 from nsa_plugin.decision.shapes import FAMILY_LAYOUTS, BatchShape, ModelShape, Phase
-from nsa_plugin.decision.sparse import NEARLY_EQUAL, estimate_us, sparse_routes
+from nsa_plugin.decision.sparse import NEARLY_EQUAL, estimate, sparse_routes
 from nsa_plugin.decision.v4_memory import held_bytes
 from nsa_plugin.errors import NoProviderError, SettingsError
 from nsa_plugin.libraries.capabilities import Op
@@ -37,6 +37,10 @@ BUILDS = {
     "deep_gemm": [("sgl-deep-gemm", "0.1.3"), ("sgl-deep-gemm", "0.2.0")],
 }
 LENGTHS = st.one_of(st.integers(0, 40), st.integers(0, 3000), st.integers(0, 200_000))
+
+
+def _us(estimated: timings.TimeEstimate | None) -> float | None:
+    return None if estimated is None else estimated.us
 
 
 def mostly(usual: object, *rare: object) -> st.SearchStrategy[Any]:
@@ -226,9 +230,11 @@ def test_auto_trades_nothing_but_what_was_measured_to_take_less(
         case = Case(model, batch, device, chosen)
         kept = decide(model, batch, device, replace(chosen, token_shard="off"))
         sharded = Route(plan.attention, plan.provider, plan.dequantize_kv)
-        taken = sharding.sharded_us(case, sharded, plan.token_shard_chunks)
-        others = [sharding.sharded_us(case, sharded, chunks) for chunks in sharding.CHUNKS if chunks * ranks <= rows]
-        instead = estimate_us(case, Route(kept.attention, kept.provider, kept.dequantize_kv), case.own_load)
+        taken = _us(sharding.sharded_time(case, sharded, plan.token_shard_chunks))
+        others = [
+            _us(sharding.sharded_time(case, sharded, chunks)) for chunks in sharding.CHUNKS if chunks * ranks <= rows
+        ]
+        instead = _us(estimate(case, Route(kept.attention, kept.provider, kept.dequantize_kv), case.own_load))
     assert taken is not None
     assert instead is not None
     assert taken < instead
@@ -334,8 +340,8 @@ def test_measurements_reorder_routes_and_lose_none(
         usual = sparse_routes(replace(case, routes={}), load)  # a case keeps the routes that it was asked for
     with measurements(table):
         routes = sparse_routes(case, load)
-        times = [estimate_us(case, route, load) for route in routes]
-        unmeasured = [estimate_us(case, route, load) is None for route in usual]
+        times = [_us(estimate(case, route, load)) for route in routes]
+        unmeasured = [estimate(case, route, load) is None for route in usual]
     assert len(routes) == len(usual)
     assert set(routes) == set(usual)
     # Those without a time stay where they are.

@@ -14,7 +14,7 @@ from nsa_plugin.decision.dispatch import decide, partition
 from nsa_plugin.decision.plan import Attention, Plan
 from nsa_plugin.decision.routes import Route
 from nsa_plugin.decision.shapes import FAMILY_LAYOUTS, BatchShape, ModelShape, Phase
-from nsa_plugin.decision.sparse import COPY_BYTES, COPY_RATE, estimate_us
+from nsa_plugin.decision.sparse import COPY_BYTES, COPY_RATE, estimate
 from nsa_plugin.layouts import V4_FP8, V32_FP8
 from nsa_plugin.libraries.devices import DeviceProfile, synthetic
 from nsa_plugin.settings import Settings
@@ -46,6 +46,10 @@ def measure(monkeypatch: pytest.MonkeyPatch) -> Measure:
 
     put({})
     return put
+
+
+def _us(estimated: timings.TimeEstimate | None) -> float | None:
+    return None if estimated is None else estimated.us
 
 
 def extend(rows: int, context: int = 65536, **flags: Any) -> BatchShape:
@@ -85,18 +89,18 @@ def route(plan: Plan) -> tuple[str, str, bool]:
 )
 def test_a_time_between_points(measure: Measure, rows: int, time: float) -> None:
     measure({DECODE: {"cuda sparse_decode": {16: ((8, 20.0), (32, 60.0), (128, 160.0))}}})
-    assert timings.estimate_us(*DECODE, 16, rows, "cuda sparse_decode") == pytest.approx(time)
+    assert _us(timings.estimate(*DECODE, 16, rows, "cuda sparse_decode")) == pytest.approx(time)
 
 
 def test_a_single_point_is_a_launch_and_a_rate(measure: Measure) -> None:
     measure({PREFILL: {CUDA: {16: ((512, 100.0),)}}})
-    assert [timings.estimate_us(*PREFILL, 16, rows, CUDA) for rows in (1, 512, 1024)] == [100.0, 100.0, 200.0]
+    assert [_us(timings.estimate(*PREFILL, 16, rows, CUDA)) for rows in (1, 512, 1024)] == [100.0, 100.0, 200.0]
 
 
 @pytest.mark.parametrize(("heads", "time"), [(1, 1.0), (8, 1.0), (9, 2.0), (16, 2.0), (17, 4.0), (64, 4.0)])
 def test_heads_take_the_next_measured_count(measure: Measure, heads: int, time: float) -> None:
     measure({PREFILL: {CUDA: {64: ((1, 4.0),), 8: ((1, 1.0),), 16: ((1, 2.0),)}}})
-    assert timings.estimate_us(*PREFILL, heads, 1, CUDA) == time
+    assert _us(timings.estimate(*PREFILL, heads, 1, CUDA)) == time
 
 
 @pytest.mark.parametrize(
@@ -114,7 +118,7 @@ def test_what_was_not_measured_has_no_time(
     measure: Measure, sm: int, op: str, layout: str, heads: int, label: str
 ) -> None:
     measure({PREFILL: {CUDA: {64: ((1, 4.0),)}}})
-    assert timings.estimate_us(sm, op, layout, heads, 1, label) is None
+    assert timings.estimate(sm, op, layout, heads, 1, label) is None
     assert timings.points(sm, op, layout, heads, label) == ()
 
 
@@ -262,7 +266,7 @@ def test_a_longer_context_takes_longer_to_copy(measure: Measure) -> None:
 
     def copied(context: int) -> float | None:
         case = Case(FEW, extend(4096, context), H200, Settings())
-        return estimate_us(case, Route(Attention.SPARSE_PREFILL, "flash_mla", True), case.own_load)
+        return _us(estimate(case, Route(Attention.SPARSE_PREFILL, "flash_mla", True), case.own_load))
 
     assert (copied(5000), copied(65536)) == (1000.0, 1000.0)
     assert copied(65536 + 30_000_000) == pytest.approx(1000.0 + 30_000_000 * 1808 / 3e6)

@@ -35,7 +35,7 @@ _WARM_UP_SECONDS = 0.03
 _MIN_RUNS, _MAX_RUNS = 10, 200
 _FLUSH_OF_L2 = 4  # bytes read, as a multiple of the L2 cache
 _BATCH_SECONDS = 0.002  # of the runs between two events, back to back
-_QUEUED_MARGIN = 1.5  # the device is kept busy this much longer than the host takes to enqueue a call
+QUEUED_MARGIN = 1.5  # the device is kept busy this much longer than the host takes to enqueue a call
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,7 @@ class CudaTimer:
 
     def __init__(self, *, back_to_back: bool = False) -> None:
         self.l2 = BACK_TO_BACK if back_to_back else FLUSHED
-        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        size = _FLUSH_OF_L2 * properties.L2_cache_size
-        self._flushed = torch.zeros(size // 4, dtype=torch.int32, device="cuda")
+        self._flushed = l2_flusher(torch.device("cuda", torch.cuda.current_device()))
         self._cycles_a_second = _sleep_rate()
 
     def time(self, call: TimedCall, *, graph: bool, seconds: float, runs: int | None) -> Timing:
@@ -87,9 +85,9 @@ class CudaTimer:
             run, how = recorded.replay, "graph"
         host, device = _warm_up(run)
         batch = max(1, int(_BATCH_SECONDS / max(device, 1e-6))) if self.l2 == BACK_TO_BACK else 1
-        queued = int(host * _QUEUED_MARGIN * self._cycles_a_second * batch)
+        queued = int(host * QUEUED_MARGIN * self._cycles_a_second * batch)
         count = runs or min(_MAX_RUNS, max(_MIN_RUNS, int(seconds / max(device, 1e-6))))
-        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
+        events = event_pairs(count)
         for start, end in events:
             if self.l2 == FLUSHED:
                 self._flushed.amax()
@@ -111,6 +109,17 @@ class CudaTimer:
         peak = torch.cuda.max_memory_allocated()
         del result
         return (peak - before) / 2**20
+
+
+def l2_flusher(device: torch.device) -> torch.Tensor:
+    """A buffer whose reading empties the L2 cache."""
+    size = _FLUSH_OF_L2 * torch.cuda.get_device_properties(device).L2_cache_size
+    return torch.zeros(size // 4, dtype=torch.int32, device=device)
+
+
+def event_pairs(count: int) -> list[tuple[torch.cuda.Event, torch.cuda.Event]]:
+    """`count` pairs of timing events, for the start and the end of a run."""
+    return [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
 
 
 def _capture(call: TimedCall) -> tuple[torch.cuda.CUDAGraph, Any] | None:
@@ -156,7 +165,7 @@ def _sleep_rate() -> float:
     """Cycles of `torch.cuda._sleep` a second."""
     cycles = 1_000_000
     torch.cuda._sleep(cycles)
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    ((start, end),) = event_pairs(1)
     start.record()
     torch.cuda._sleep(cycles)
     end.record()

@@ -9,8 +9,9 @@ stock follows from how far stock is from itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from nsa_plugin.tools.compare.measured import AGAIN, STOCK, Measured, Run
 from nsa_plugin.tools.compare.workload import FORCED, LIMIT, SAME
@@ -83,21 +84,21 @@ class Compared:
 
 def compare(ours: Answer, theirs: Answer, *, group: str, name: str, prompt: int) -> Compared:
     """Compare two answers to one prompt."""
-    where = {"group": group, "name": name, "prompt": prompt}
+    made = partial(Compared, group=group, name=name, prompt=prompt)
     if problem := ours.error or theirs.error:
-        return Compared(**where, problem=problem)  # type: ignore[arg-type]
+        return made(problem=problem)
     if ours.prompt_logprobs or theirs.prompt_logprobs:
         if len(ours.prompt_logprobs) != len(theirs.prompt_logprobs):
             problem = f"{len(ours.prompt_logprobs)} and {len(theirs.prompt_logprobs)} log probabilities of the prompt"
-            return Compared(**where, problem=problem)  # type: ignore[arg-type]
-        return _compared(where, _differences(zip(ours.prompt_logprobs, theirs.prompt_logprobs, strict=True)))
+            return made(problem=problem)
+        return _compared(made, _differences(zip(ours.prompt_logprobs, theirs.prompt_logprobs, strict=True)))
     for answer in (ours, theirs):
         if not (len(answer.token_ids) == len(answer.logprobs) == len(answer.top) and answer.token_ids):
             problem = f"{len(answer.token_ids)} tokens, {len(answer.logprobs)} log probabilities"
-            return Compared(**where, problem=problem)  # type: ignore[arg-type]
+            return made(problem=problem)
     if len(ours.token_ids) != len(theirs.token_ids):
         problem = f"{len(ours.token_ids)} and {len(theirs.token_ids)} tokens"
-        return Compared(**where, problem=problem)  # type: ignore[arg-type]
+        return made(problem=problem)
 
     tokens = len(ours.token_ids)
     equal = next((i for i in range(tokens) if ours.token_ids[i] != theirs.token_ids[i]), tokens)
@@ -108,13 +109,12 @@ def compare(ours: Answer, theirs: Answer, *, group: str, name: str, prompt: int)
         a, b = ours.top[equal], theirs.top[equal]
         differences += _differences((a[token], b[token]) for token in (one, other) if token in a and token in b)
         gap = max(_preference(a, one, other), _preference(b, other, one))
-    return _compared(where, differences, tokens=tokens, equal=equal, gap=gap)
+    return _compared(made, differences, tokens=tokens, equal=equal, gap=gap)
 
 
-def _compared(where: dict[str, object], differences: list[float], **more: object) -> Compared:
-    return Compared(
-        **where,  # type: ignore[arg-type]
-        **more,  # type: ignore[arg-type]
+def _compared(made: Callable[..., Compared], differences: list[float], **more: object) -> Compared:
+    return made(
+        **more,
         positions=len(differences),
         largest=max(differences, default=0.0),
         mean=sum(differences) / len(differences) if differences else 0.0,

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from importlib import metadata
 from typing import Any
 
-from nsa_plugin.tools.serving.engine import CompareError
+from nsa_plugin.tools.serving.engine import V4, CompareError
 
 PLUGIN = "nsa_plugin"
 # Engines read the numbers of their flags like this: 8192, 8k (8000), 8K (8192).
@@ -112,3 +112,20 @@ def token_count(text: str | None) -> int | None:
     """The number of tokens in a flag's value; None if it is not a number of at least 1 (not given, "auto", -1)."""
     found = _COUNT.fullmatch(text or "")
     return int(float(found[1]) * _FACTORS[found[2]]) or None if found else None
+
+
+def facts(
+    flags: Sequence[str], family: str, *, tp: Sequence[str], dp: Sequence[str], chunk: str, max_len: str
+) -> dict[str, Any]:
+    """The part of `ServedEngine.facts` that both engines' flags give; the arguments name an engine's flags."""
+    cache = flag_value(flags, "--kv-cache-dtype") or "auto"
+    return {
+        # V4's pages are fp8 whatever the flag says (SGLang: `mem_cache/deepseek_v4_memory_pool.py`; vLLM:
+        # `models/deepseek_v4/attention.py`).
+        "kv": "fp8" if cache.startswith("fp8") or family == V4 else "bf16",
+        "tp": int(flag_value(flags, *tp) or 1),
+        "dp": int(flag_value(flags, *dp) or 1),
+        # Without the flag the device decides.
+        "chunk": token_count(flag_value(flags, chunk)),
+        "max_len": token_count(flag_value(flags, max_len)),
+    }

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from nsa_plugin.tools.serving import common
-from nsa_plugin.tools.serving.common import PLUGIN, flag_value, installed, number, token_count
-from nsa_plugin.tools.serving.engine import V4, CompareError
+from nsa_plugin.tools.serving.common import PLUGIN, flag_value, installed, number
+from nsa_plugin.tools.serving.engine import CompareError
 from nsa_plugin.tools.serving.requests import Answer
 
 ENTRY_POINTS = "sglang.srt.plugins"
@@ -120,23 +120,21 @@ class SglangEngine:
         return common.routes(metrics, "sglang")
 
     def facts(self, flags: Sequence[str], family: str) -> dict[str, Any]:
-        tp = int(flag_value(flags, "--tp", "--tp-size", "--tensor-parallel-size") or 1)
-        dp = int(flag_value(flags, "--dp", "--dp-size", "--data-parallel-size") or 1)
-        cache = flag_value(flags, "--kv-cache-dtype") or "auto"
-        chunk = flag_value(flags, "--chunked-prefill-size")
+        chunk = "--chunked-prefill-size"
         variant = [word for flag, word in _SWITCHES.items() if flag in flags]
         variant += ["mtp"] if flag_value(flags, "--speculative-algorithm", "--speculative-algo") else []
-        variant += [f"chunk{chunk}"] if chunk else []
-        return {
-            # SGLang stores V4's pages in fp8 whatever the flag says (`mem_cache/deepseek_v4_memory_pool.py`).
-            "kv": "fp8" if cache.startswith("fp8") or family == V4 else "bf16",
-            "tp": tp,
-            "dp": dp,
+        variant += [f"chunk{given}"] if (given := flag_value(flags, chunk)) else []
+        made = common.facts(
+            flags,
+            family,
+            tp=("--tp", "--tp-size", "--tensor-parallel-size"),
+            dp=("--dp", "--dp-size", "--data-parallel-size"),
+            chunk=chunk,
+            max_len="--context-length",
+        )
+        return made | {
             # With data-parallel attention each rank has the heads of tp / dp ranks.
-            "attention_tp": max(1, tp // dp) if "--enable-dp-attention" in flags else tp,
+            "attention_tp": max(1, made["tp"] // made["dp"]) if "--enable-dp-attention" in flags else made["tp"],
             "prefix_cache": "--disable-radix-cache" not in flags,
             "variant": variant,
-            # Without the flag the device's memory decides.
-            "chunk": token_count(chunk),
-            "max_len": token_count(flag_value(flags, "--context-length")),
         }

@@ -18,8 +18,8 @@ from typing import Any
 
 from nsa_plugin.tools import records
 from nsa_plugin.tools.serving import common
-from nsa_plugin.tools.serving.common import PLUGIN, flag_value, installed, number, token_count
-from nsa_plugin.tools.serving.engine import V4, CompareError
+from nsa_plugin.tools.serving.common import PLUGIN, flag_value, installed, number
+from nsa_plugin.tools.serving.engine import CompareError
 from nsa_plugin.tools.serving.requests import Answer
 
 ENTRY_POINTS = "vllm.general_plugins"
@@ -147,25 +147,23 @@ class VllmEngine:
         return common.routes(metrics, "vllm")
 
     def facts(self, flags: Sequence[str], family: str) -> dict[str, Any]:
-        tp = int(flag_value(flags, "--tensor-parallel-size", "-tp") or 1)
-        dp = int(flag_value(flags, "--data-parallel-size", "-dp") or 1)
-        cache = flag_value(flags, "--kv-cache-dtype") or "auto"
-        chunk = flag_value(flags, "--max-num-batched-tokens")
+        chunk = "--max-num-batched-tokens"
         variant = [word for flag, word in _SWITCHES.items() if flag in flags]
         variant += ["nocompile"] if flag_value(flags, "-cc.mode", "--compilation-config.mode") in _NO_COMPILE else []
         variant += ["mtp"] if flag_value(flags, "--speculative-config", "-sc") else []
-        variant += [f"chunk{chunk}"] if chunk else []
-        return {
-            # V4's FlashMLA layers have only an fp8 cache (`models/deepseek_v4/attention.py`).
-            "kv": "fp8" if cache.startswith("fp8") or family == V4 else "bf16",
-            "tp": tp,
-            "dp": dp,
-            "attention_tp": tp,  # each data-parallel replica has all heads
+        variant += [f"chunk{given}"] if (given := flag_value(flags, chunk)) else []
+        made = common.facts(
+            flags,
+            family,
+            tp=("--tensor-parallel-size", "-tp"),
+            dp=("--data-parallel-size", "-dp"),
+            chunk=chunk,
+            max_len="--max-model-len",
+        )
+        return made | {
+            "attention_tp": made["tp"],  # each data-parallel replica has all heads
             "prefix_cache": "--no-enable-prefix-caching" not in flags,
             "variant": variant,
-            # Without the flag the device decides.
-            "chunk": token_count(chunk),
-            "max_len": token_count(flag_value(flags, "--max-model-len")),
         }
 
 

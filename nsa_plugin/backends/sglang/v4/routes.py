@@ -107,9 +107,9 @@ class SglangV4Planner(SglangPlanner):
             copy_bytes=workspace_bytes(spans(q_lens, contexts), WINDOW, WINDOW_PAGE),
             copy_budget=min(ROWS_BYTES, self.device.memory_free // 4),
             copy_budget_from="the budget of bf16 rows",
-            stock_route=BF16_COPY if self.engine_makes_rows else FLASH_MLA_DECODE,
+            stock_prefill=BF16_COPY if self.engine_makes_rows else FLASH_MLA_DECODE,
             stock_tokens=self.engine_tokens,
-            stock_routes=_over_rows() if stock_rows else frozenset(),
+            stock_attends_by=_over_rows() if stock_rows else frozenset(),
         )
 
 

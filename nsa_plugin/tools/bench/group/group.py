@@ -16,12 +16,18 @@ import torch.distributed as dist
 
 from nsa_plugin.tools.bench.floors import Rates
 from nsa_plugin.tools.bench.record import FLUSHED
-from nsa_plugin.tools.bench.timing import CudaTimer, Timing, measure_rates, run_aside
+from nsa_plugin.tools.bench.timing import (
+    QUEUED_MARGIN,
+    CudaTimer,
+    Timing,
+    event_pairs,
+    l2_flusher,
+    measure_rates,
+    run_aside,
+)
 from nsa_plugin.tools.bench.workload import TimedCall, WrongResultError
 
 _WARM_UPS = 10
-_FLUSH_OF_L2 = 4  # bytes read, as a multiple of the L2 cache
-_QUEUED_MARGIN = 1.5  # the device is kept busy this much longer than the host takes to enqueue a call
 _CYCLES_A_SECOND = 2e9  # of a GPU's clock, at most
 
 
@@ -45,8 +51,7 @@ class GroupTimer:
     def __init__(self, device: torch.device, runs: int):
         self._device, self._runs = device, runs
         if device.type == "cuda":
-            size = _FLUSH_OF_L2 * torch.cuda.get_device_properties(device).L2_cache_size
-            self._flushed = torch.zeros(size // 4, dtype=torch.int32, device=device)
+            self._flushed = l2_flusher(device)
             self._together = torch.zeros(1, device=device)
 
     def time(self, call: TimedCall, *, graph: bool, seconds: float, runs: int | None) -> Timing:
@@ -85,8 +90,8 @@ class GroupTimer:
             run()
             host.append(time.perf_counter() - began)
             torch.cuda.synchronize()
-        queued = int(max(gather(statistics.median(host))) * _QUEUED_MARGIN * _CYCLES_A_SECOND)
-        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
+        queued = int(max(gather(statistics.median(host))) * QUEUED_MARGIN * _CYCLES_A_SECOND)
+        events = event_pairs(count)
         for start, end in events:
             dist.barrier()
             self._flushed.amax()

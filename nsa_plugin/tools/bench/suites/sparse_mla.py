@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from nsa_plugin.kernels.kv_cache import PagedCache, gather_rows
@@ -44,6 +46,19 @@ def gather(indices: torch.Tensor, cache: PagedCache) -> floors.Gather:
     return floors.Gather(selected=selected, distinct=distinct, row_bytes=row_bytes(cache), width=indices.numel())
 
 
+def prefill_by_decode(
+    q: torch.Tensor, cache: PagedCache, indices: torch.Tensor, scale: float, **more: Any
+) -> TimedCall:
+    """A prefill by FlashMLA's decode kernel: every query token is a sequence. `more` goes to the kernel."""
+    attend = stock.flash_mla_decode(q.unsqueeze(1), cache, indices.unsqueeze(1), scale, **more)
+
+    def call() -> Attended:
+        result = attend()
+        return Attended(result.out.squeeze(1), result.lse.squeeze(-1))
+
+    return call
+
+
 def prefill(case: BenchCase, context: Context) -> Workload:
     device, layout = context.device, case.text("layout")
     heads, q_rows, kv, topk = (case.number(name) for name in ("heads", "q", "kv", "topk"))
@@ -79,21 +94,12 @@ def prefill(case: BenchCase, context: Context) -> Workload:
 
         return call
 
-    def decode_kernel() -> TimedCall:
-        attend = stock.flash_mla_decode(q.unsqueeze(1), cache, indices.unsqueeze(1), scale)
-
-        def call() -> Attended:
-            result = attend()
-            return Attended(result.out.squeeze(1), result.lse.squeeze(-1))
-
-        return call
-
     return Workload(
         work=floors.sparse_mla(rows=q_rows, heads=heads, d_qk=cache.dim, d_v=D_V, gathers=[taken], statistics=2),
         contenders=(
             Contender(PADDED, padded),
             Contender(WITH_COPY, padded_with_copy),
-            Contender(DECODE_KERNEL, decode_kernel),
+            Contender(DECODE_KERNEL, lambda: prefill_by_decode(q, cache, indices, scale)),
             *context.contenders(
                 "sparse_mla_prefill",
                 lambda function: with_poisoned(out, lambda: function(q, cache, indices, scale=scale, out=out)),

@@ -15,10 +15,9 @@ from nsa_plugin.kernels.v4_prefill import PrefillKeys, route
 from nsa_plugin.tools.bench import floors, inputs, judges, stock
 from nsa_plugin.tools.bench.cases import BenchCase
 from nsa_plugin.tools.bench.judges import Attended
-from nsa_plugin.tools.bench.suites.sparse_mla import D_V, PADDED, gather
+from nsa_plugin.tools.bench.suites.sparse_mla import D_V, DECODE_KERNEL, PADDED, gather, prefill_by_decode
 from nsa_plugin.tools.bench.workload import Contender, Context, TimedCall, Workload, with_poisoned
 
-DECODE_KERNEL = "flash_mla decode kernel"
 SGLANG = "SGLang's sparse route"
 BY_WORKSPACE = "dequantise, combine, {}"
 
@@ -68,21 +67,8 @@ def prefill(case: BenchCase, context: Context) -> Workload:
     )
 
     def decode_kernel() -> TimedCall:
-        attend = stock.flash_mla_decode(
-            q.unsqueeze(1),
-            cache,
-            indices.indices.unsqueeze(1),
-            scale,
-            topk_length=indices.lengths,
-            extra_cache=extra_cache,
-            extra=extra,
-        )
-
-        def call() -> Attended:
-            result = attend()
-            return Attended(result.out.squeeze(1), result.lse.squeeze(-1))
-
-        return call
+        more = {"topk_length": indices.lengths, "extra_cache": extra_cache, "extra": extra}
+        return prefill_by_decode(q, cache, indices.indices, scale, **more)
 
     def direct(function: Callable[..., Any]) -> TimedCall:
         def call() -> Any:
