@@ -9,7 +9,10 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+from nsa_plugin.backends.common.fault import AttendedTokens
 from nsa_plugin.libraries.registry import REFERENCE, Registry
+
+SPARSE_OPS = ("sparse_mla_prefill", "sparse_mla_decode")
 
 
 @dataclass
@@ -21,6 +24,7 @@ class Providers:
         sm: the device's SM version; 0 for a CPU.
         helpers: the provider of ops that no plan names; None: Triton's on a GPU, the reference on a CPU.
         vendored: libraries that the engine carries inside itself: provider and module name -> the engine's module.
+        attended: the tokens that sparse attention reads; wrong ones under the deliberate fault.
     """
 
     layout: str
@@ -28,6 +32,7 @@ class Providers:
     registry: Registry = field(default_factory=Registry)
     helpers: str | None = None
     vendored: Mapping[str, str] = field(default_factory=dict)
+    attended: AttendedTokens = field(default_factory=AttendedTokens)
     _loaded: dict[tuple[str, str, int | None], Callable[..., Any]] = field(default_factory=dict)
 
     def load(self, op: str, name: str, heads: int | None = None) -> Callable[..., Any]:
@@ -43,7 +48,8 @@ class Providers:
         if key not in self._loaded:
             if name in self.vendored:
                 use_vendored(name, self.vendored[name])
-            self._loaded[key] = self.registry.load(op, name, layout=self.layout, heads=heads, sm=self.sm or None)
+            found = self.registry.load(op, name, layout=self.layout, heads=heads, sm=self.sm or None)
+            self._loaded[key] = self.attended.kernel(found) if op in SPARSE_OPS else found
         return self._loaded[key]
 
     def helper(self, op: str) -> Callable[..., Any]:

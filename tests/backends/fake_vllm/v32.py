@@ -17,6 +17,7 @@ import torch
 if not torch.cuda.is_available():  # before Triton is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from nsa_plugin.backends.common.fault import AttendedTokens
 from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.vllm.v32.attention import planned_impl, rebased
 from nsa_plugin.backends.vllm.v32.metadata import planned_builder
@@ -269,7 +270,8 @@ class World:
         self.buffer = torch.full((MAX_ROWS, self.planner.model.index_topk), 7, dtype=torch.int32)
         self.layers: dict[str, Any] = {"another": SimpleNamespace()}
         stock = LaterImpl if self.later else StockImpl
-        providers = Providers(layout, self.planner.device.sm, helpers="reference")
+        attended = AttendedTokens.of(self.planner.settings)
+        providers = Providers(layout, self.planner.device.sm, helpers="reference", attended=attended)
         impl_cls = planned_impl(
             rebased(stock, SparseBase, DenseBase), lambda: self.planner, lambda: providers, lambda: self.layers
         )

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from nsa_plugin.backends.common.fault import AttendedTokens
 from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.common.v4 import LAYOUT
 from nsa_plugin.backends.vllm.v4 import attention as v4_attention
@@ -400,7 +401,8 @@ class World:
         return (self.schedules[-1],)
 
     def providers(self) -> Providers:
-        return Providers(LAYOUT, 90 if self.triton else 0)
+        attended = AttendedTokens() if self.planner is None else AttendedTokens.of(self.planner.settings)
+        return Providers(LAYOUT, 90 if self.triton else 0, attended=attended)
 
     def metadata(self) -> Any:
         threshold = 1 if self.planner is None else self.planner.step_tokens

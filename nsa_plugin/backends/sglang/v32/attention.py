@@ -33,7 +33,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from nsa_plugin.backends.common.fault import shifted
+from nsa_plugin.backends.common.fault import AttendedTokens
 from nsa_plugin.backends.common.planner import Execution
 from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.common.token_shard import Share
@@ -132,7 +132,7 @@ def adopt(backend: Any, planner: SglangPlanner, server_args: Any, exchange: Sgla
         decode_impl=decode,
         plans_prefill=prefill in PLANNED[layout, True],
         plans_steps=decode in PLANNED[layout, False] and not planner.sinks,
-        providers=Providers(layout, planner.device.sm),
+        providers=Providers(layout, planner.device.sm, attended=AttendedTokens.of(planner.settings)),
         exchange=exchange,
     )
     return notes
@@ -196,8 +196,8 @@ def with_plans(original: type) -> type:
             page_table_1: torch.Tensor,
         ) -> torch.Tensor:
             state = self.nsa_plugin
-            page_table_1 = _selected(state, page_table_1)
             if state is None or state.route is None or not state.route.own:
+                page_table_1 = _attended(state, page_table_1)
                 if state is not None and state.share is not None:
                     named = {"kv_cache": kv_cache, "v_head_dim": v_head_dim, "sm_scale": sm_scale}
                     stock = functools.partial(super()._forward_flashmla_kv, **named), super()._compute_flashmla_metadata
@@ -230,8 +230,8 @@ def with_plans(original: type) -> type:
         ) -> torch.Tensor:
             """`later`: topk_length (from 0.5.17; -1 behind it says the same) and attn_sink (from 0.5.20)."""
             state = self.nsa_plugin
-            page_table_1 = _selected(state, page_table_1)
             if state is None or state.route is None or not state.route.own:
+                page_table_1 = _attended(state, page_table_1)
                 named = {"kv_cache": kv_cache, "v_head_dim": v_head_dim, "sm_scale": sm_scale}
                 kernel = super()._forward_flashmla_sparse
                 if state is None or state.share is None:
@@ -246,7 +246,7 @@ def with_plans(original: type) -> type:
 
         def _forward_fa3(self, *, page_table: torch.Tensor, **named: Any) -> torch.Tensor:
             """The engine's own kernel, whose call names everything; only the deliberate fault is added to it."""
-            return super()._forward_fa3(page_table=_selected(self.nsa_plugin, page_table), **named)  # type: ignore[no-any-return]
+            return super()._forward_fa3(page_table=_attended(self.nsa_plugin, page_table), **named)  # type: ignore[no-any-return]
 
         def nsa_plugin_leaves_graph(self, forward_batch: Any) -> bool:
             """Whether a prefill is to run eagerly and densely rather than be replayed from a graph, which is sparse.
@@ -383,11 +383,9 @@ def _rows_with_lengths(state: State | None, metadata: Any, rows: int) -> int:
     return rows if lengths is None else min(rows, int(lengths.shape[0]))
 
 
-def _selected(state: State | None, slots: torch.Tensor) -> torch.Tensor:
-    """The slots or rows that are attended, [tokens, topk]: deliberately wrong ones where the fault is asked for."""
-    if state is None or state.planner.settings.fault != "shift_indices":
-        return slots
-    return shifted(slots)
+def _attended(state: State | None, slots: torch.Tensor) -> torch.Tensor:
+    """The slots or rows that a stock kernel attends, [tokens, topk]."""
+    return slots if state is None else state.providers.attended(slots)
 
 
 def _attend(

@@ -14,15 +14,15 @@ until then, or for a batch that has no route, every method is the engine's own.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from nsa_plugin.backends.common.fault import shifted
+from nsa_plugin.backends.common.fault import AttendedTokens
 from nsa_plugin.backends.common.names import engine_names
 from nsa_plugin.backends.common.paths import DECODE_KERNEL
 from nsa_plugin.backends.common.planner import Execution
@@ -75,7 +75,7 @@ def adopt(backend: Any, planner: SglangV4Planner, server_args: Any, *, own_heads
     steps = planner.settings.decode_backend != "auto"
     backend.nsa_plugin = V4State(
         planner=planner,
-        providers=Providers(LAYOUT, planner.device.sm),
+        providers=Providers(LAYOUT, planner.device.sm, attended=AttendedTokens.of(planner.settings)),
         own_heads_first=own_heads_first,
         plans_steps=steps,
     )
@@ -229,20 +229,18 @@ def _attending(original: Callable[..., Any]) -> Callable[..., Any]:
         attn_sink: torch.Tensor | None = None,
         **more: Any,
     ) -> Any:
-        def engines() -> Any:
+        def engines(backend: Any) -> Any:
             later = {"save_kv_cache": save_kv_cache, "attn_sink": attn_sink, **more}
-            return original(self, q, k, v, layer, forward_batch, compress_ratio, **later)
+            return original(backend, q, k, v, layer, forward_batch, compress_ratio, **later)
 
         state: V4State | None = self.nsa_plugin
         chosen = None if state is None else _route(self, state, forward_batch, q.shape[0])
         # MegaAttention (0.5.21 on) hands over its rotations and wants its own output back.
         if state is None or chosen is None or compress_ratio not in RATIOS or more.get("cos_sin_cache") is not None:
-            return engines()
-        wrong = state.planner.settings.fault == "shift_indices"
+            return engines(self)
         if chosen.path == DECODE_KERNEL and q.shape[0] <= names.get(THRESHOLD, q.shape[0]):
-            core = self.forward_metadata.core_attn_metadata if wrong else None
-            with answering(switch, False), _shifted(core):
-                return engines()
+            with answering(switch, False):
+                return engines(_attending_others(self) if state.providers.attended.wrong else self)
         if k is not v:
             raise PatchError(f"SGLang's V4 model hands over keys apart from its values. {TURN_OFF}")
         if hasattr(self, "_maybe_upgrade_forward_metadata"):  # 0.5.12 completes a decode's metadata here
@@ -251,8 +249,6 @@ def _attending(original: Callable[..., Any]) -> Callable[..., Any]:
             self.store_cache(layer.layer_id, k, forward_batch)
         core = self.forward_metadata.core_attn_metadata
         window, extra = named(state, core, _pool(self, forward_batch), layer.layer_id, compress_ratio, q.shape[0])
-        if wrong:
-            window, extra = window.shifted(), None if extra is None else extra.shifted()
         flat = q.squeeze(1) if q.dim() == 4 else q
         scale, heads = self.softmax_scale, int(layer.tp_q_head_num)
         return attend(state, chosen, LayerCall(flat, window, extra, attn_sink, scale, heads, compress_ratio, core))
@@ -298,14 +294,15 @@ def _pool(backend: Any, forward_batch: Any) -> Any:
     return forward_batch.token_to_kv_pool if own is None else own
 
 
-@contextmanager
-def _shifted(core: Any) -> Iterator[None]:
-    """Deliberately wrong slots in the engine's metadata while its own kernel attends; None: those that it has."""
-    before = {} if core is None else {name: getattr(core, name) for name in SLOTS}
-    for name, slots in before.items():
-        setattr(core, name, None if slots is None else shifted(slots))
-    try:
-        yield
-    finally:
-        for name, slots in before.items():
-            setattr(core, name, slots)
+def _attending_others(backend: Any) -> Any:
+    """A copy of the backend whose own kernel attends wrong slots; the backend and its metadata stay as they are."""
+    if hasattr(backend, "_maybe_upgrade_forward_metadata"):  # 0.5.12 completes a decode's metadata here
+        backend._maybe_upgrade_forward_metadata()
+    other, metadata = copy.copy(backend), copy.copy(backend.forward_metadata)
+    core = copy.copy(metadata.core_attn_metadata)
+    for name in SLOTS:
+        if (slots := getattr(core, name)) is not None:
+            setattr(core, name, backend.nsa_plugin.providers.attended(slots))
+    metadata.core_attn_metadata = core
+    other.forward_metadata = metadata
+    return other

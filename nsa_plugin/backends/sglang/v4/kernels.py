@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from nsa_plugin.backends.common.fault import shifted
 from nsa_plugin.backends.common.paths import BF16_ROWS, DECODE_KERNEL
 from nsa_plugin.backends.common.planner import Execution
 from nsa_plugin.backends.common.providers import Providers
@@ -85,10 +84,6 @@ class CacheSelection:
     cache: PagedCache
     indices: torch.Tensor
     lengths: torch.Tensor
-
-    def shifted(self) -> CacheSelection:
-        """The same with deliberately wrong slots."""
-        return CacheSelection(self.cache, shifted(self.indices), self.lengths)
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,8 @@ def over_rows(state: V4State, call: LayerCall) -> torch.Tensor:
     keys = tuple(one if one.cache is part.cache else replace(one, cache=part.cache) for one, part in own)
     fill(table.workspace, *keys, again=table.filled, mapped=table.mapped)
     table.filled = table.mapped = True
-    attend = partial(attend_rows, scale=call.scale, attn_sink=call.attn_sink, attention=state.rows_attention)
+    attention = state.providers.attended.kernel(state.rows_attention)
+    attend = partial(attend_rows, scale=call.scale, attn_sink=call.attn_sink, attention=attention)
     step = table.combined.shape[0]
     if step >= q.shape[0]:
         # The kernel's own output is handed on where it is the only one.

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 
-from nsa_plugin.backends.common.fault import shifted
 from nsa_plugin.backends.common.paths import PROVIDER
 from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.common.token_shard import Share
@@ -100,7 +99,7 @@ def planned_impl(stock: type, planning: Planning, providers: Callable[[], Provid
             pieces = attn_metadata.mqa
             if len(pieces) == 1 and pieces[0].share is not None:
                 return _traded(self, pieces[0].share, _joined(q), kv_c_and_k_pe_cache, attn_metadata, pieces[0]), None
-            if len(pieces) == 1 and pieces[0].path != PROVIDER and not _faulty(self):
+            if len(pieces) == 1 and pieces[0].path != PROVIDER and not self.nsa_plugin_providers.attended.wrong:
                 out, _ = super().forward_mqa(q, kv_c_and_k_pe_cache, pieces[0].stock, layer)
                 return out, None
             q = _joined(q)
@@ -171,7 +170,7 @@ def _attend(
     selected = impl.topk_indices_buffer[piece.rows]
     if piece.path != PROVIDER:
         buffer = impl.topk_indices_buffer
-        impl.topk_indices_buffer = shifted(selected) if _faulty(impl) else selected
+        impl.topk_indices_buffer = impl.nsa_plugin_providers.attended(selected)
         try:
             out.copy_(stock(q, kv_cache, piece.stock, layer)[0])
         finally:
@@ -186,10 +185,10 @@ def _attend(
 def _slots(
     impl: Any, selected: torch.Tensor, cache: PagedCache, block_table: torch.Tensor, owners: torch.Tensor
 ) -> torch.Tensor:
-    """int32 [rows, topk]: slots of the cache; deliberately wrong ones where the fault is asked for."""
+    """int32 [rows, topk]: slots of the cache."""
     transform = impl.nsa_plugin_providers.helper("index_transform_paged")
     slots: torch.Tensor = transform(selected, block_table, page_size=cache.page_size, row_to_request=owners)
-    return shifted(slots) if _faulty(impl) else slots
+    return slots
 
 
 def _by_provider(
@@ -226,7 +225,9 @@ def _traded(
         if piece.path == PROVIDER:
             return _by_provider(impl, q_rows, cache, slots, plan)
         schedule = functools.partial(share.scheduled, id(impl), rows)
-        return flash_mla(q_rows, cache, slots, plan, scale=impl.scale, schedule=schedule)
+        return flash_mla(
+            q_rows, cache, impl.nsa_plugin_providers.attended(slots), plan, scale=impl.scale, schedule=schedule
+        )
 
     return share.attend(q, impl.topk_indices_buffer[piece.rows], attend_rows)
 
@@ -265,9 +266,7 @@ def _over_copies(
             continue
         here = slice(first - own.start, end - own.start)
         offsets = part.offsets[first - part.rows.start : end - part.rows.start]
-        rows = transform(selected[here], offsets)
-        if _faulty(impl):
-            rows = shifted(rows)
+        rows = impl.nsa_plugin_providers.attended(transform(selected[here], offsets))
         out[here] = flash_mla(q[here], copies.of(place, q.dtype), rows, plan, scale=impl.scale)
     return out
 
@@ -331,10 +330,6 @@ def _layer_of(impl: Any, layers: Layers) -> Any:
         if impl.nsa_plugin_layer is None:
             raise PatchError(f"vLLM's forward context does not list the MLA layer that is running. {TURN_OFF}")
     return impl.nsa_plugin_layer
-
-
-def _faulty(impl: Any) -> bool:
-    return bool(impl.nsa_plugin.settings.fault == "shift_indices")
 
 
 def _behind(rows: slice | torch.Tensor, first: int) -> slice | torch.Tensor:

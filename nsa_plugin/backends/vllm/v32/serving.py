@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from nsa_plugin.backends.common.fault import AttendedTokens
 from nsa_plugin.backends.common.paths import VLLM, path_of
 from nsa_plugin.backends.common.planner import KERNEL_OPS
 from nsa_plugin.backends.common.providers import Providers
@@ -114,7 +115,8 @@ class GpuServing(VllmServing):
                 constraints=planner.constraints(prefill=True),
                 decode_constraints=planner.constraints(prefill=False),
             )
-            self.providers = Providers(model.kv_layout, device.sm, vendored=VENDORED)
+            attended = AttendedTokens.of(settings)
+            self.providers = Providers(model.kv_layout, device.sm, vendored=VENDORED, attended=attended)
             self.planner = planner
         return self.planner
 

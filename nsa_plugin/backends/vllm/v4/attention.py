@@ -17,13 +17,13 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
 
-from nsa_plugin.backends.common.fault import shifted
-from nsa_plugin.backends.common.names import engine_names
+from nsa_plugin.backends.common.fault import AttendedTokens
 from nsa_plugin.backends.common.paths import BF16_ROWS, DECODE_KERNEL, DIRECT
 from nsa_plugin.backends.common.planner import KERNEL_OPS
 from nsa_plugin.backends.vllm.v4.batch import ATTRIBUTE, SlotSelection, V4Batch
@@ -40,6 +40,8 @@ ROWS_KERNEL = "flash_mla_sparse_fwd"
 
 Given = Mapping[str, Any]
 KernelFunction = Callable[..., Any]
+Engines = Callable[..., None]
+"""Calls vLLM's function as vLLM did, or a copy of it with the same arguments."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +60,6 @@ class Rows:
     window: SlotSelection
     extra: SlotSelection | None
 
-    def wrong(self) -> Rows:
-        """The same rows with other slots."""
-        extra = None if self.extra is None else replace(self.extra, slots=shifted(self.extra.slots))
-        return replace(self, window=replace(self.window, slots=shifted(self.window.slots)), extra=extra)
-
 
 def prefill(original: Any, kernel: Callable[[], tuple[KernelFunction, KernelFunction]]) -> Any:
     """For `_forward_prefill`.
@@ -72,15 +69,15 @@ def prefill(original: Any, kernel: Callable[[], tuple[KernelFunction, KernelFunc
         kernel: gives vLLM's `flash_mla_with_kvcache` and `get_mla_metadata`.
     """
 
-    names = engine_names(original)
+    rows_kernel_of = functools.cache(functools.partial(_with_rows_kernel, original))
 
-    def around(layer: Any, batch: V4Batch, given: Given, engines: Callable[[], None]) -> None:
+    def around(layer: Any, batch: V4Batch, given: Given, engines: Engines) -> None:
         plan = batch.prefill
         if plan is None:
             return engines()
         taken = path(plan)
         if taken == BF16_ROWS:
-            return _over_rows(batch, names, engines)
+            return engines(rows_kernel_of(batch.providers.attended))
         caches = _caches(layer, given["swa_k_cache"], given["compressed_k_cache"], given["attn_metadata"])
         count, extra = batch.num_prefill_rows, _selected(layer, batch, given, caches[1])
         rows = Rows(given["q"][:count], given["output"][:count], caches, batch.window(), extra)
@@ -96,7 +93,7 @@ def prefill(original: Any, kernel: Callable[[], tuple[KernelFunction, KernelFunc
 def decode(original: Any) -> Any:
     """For `_forward_decode`, vLLM's function or classmethod."""
 
-    def around(layer: Any, batch: V4Batch, given: Given, engines: Callable[[], None]) -> None:
+    def around(layer: Any, batch: V4Batch, given: Given, engines: Engines) -> None:
         plan = batch.steps
         if plan is None or path(plan) != DIRECT:
             return engines()
@@ -119,7 +116,7 @@ def decode(original: Any) -> Any:
     return _in_front(original, around)
 
 
-def _in_front(original: Any, around: Callable[[Any, V4Batch, Given, Callable[[], None]], None]) -> Any:
+def _in_front(original: Any, around: Callable[[Any, V4Batch, Given, Engines], None]) -> Any:
     """A function or classmethod like `original`, that hands batches under plans to `around`."""
     of_class = isinstance(original, classmethod)
     function = original.__func__ if of_class else original
@@ -133,7 +130,7 @@ def _in_front(original: Any, around: Callable[[Any, V4Batch, Given, Callable[[],
         if batch is None:
             return function(*args, **kwargs)  # type: ignore[no-any-return]
         layer = given["layer"] if of_class else given[names[0]]
-        return around(layer, batch, given, lambda: function(*args, **kwargs))
+        return around(layer, batch, given, lambda copied=None: (copied or function)(*args, **kwargs))
 
     return classmethod(attend) if of_class else attend
 
@@ -172,7 +169,6 @@ def _selected(layer: Any, batch: V4Batch, given: Given, cache: PagedCache | None
 
 def _direct(layer: Any, batch: V4Batch, plan: Plan, rows: Rows) -> None:
     """The plugin's kernel; heads that vLLM added are left alone."""
-    rows = rows.wrong() if _faulty(batch) else rows
     (cache, second), window, extra = rows.caches, rows.window, rows.extra
     heads, op = _own_heads(layer), KERNEL_OPS[plan.attention]
     kernel = batch.providers.load(op, plan.provider, heads=heads)
@@ -191,9 +187,9 @@ def _direct(layer: Any, batch: V4Batch, plan: Plan, rows: Rows) -> None:
 
 def _by_decode_kernel(layer: Any, batch: V4Batch, kernel: tuple[KernelFunction, KernelFunction], rows: Rows) -> None:
     """FlashMLA's decode kernel, with the arguments of vLLM's own call for decodes."""
-    rows = rows.wrong() if _faulty(batch) else rows
     (cache, second), window, extra = rows.caches, rows.window, rows.extra
     attend, schedule = kernel
+    attend = batch.providers.attended.kernel(attend, named=("indices", "extra_indices_in_kvcache"))
     ratio = int(layer.compress_ratio)
     if ratio not in batch.schedules:
         # Filled by the first layer of the ratio; the lengths of the others are the same.
@@ -217,31 +213,28 @@ def _by_decode_kernel(layer: Any, batch: V4Batch, kernel: tuple[KernelFunction, 
     )
 
 
-def _over_rows(batch: V4Batch, names: dict[str, Any], engines: Callable[[], None]) -> None:
-    """vLLM's own route; where a fault is asked for, with other rows of its workspace than were combined.
+def _with_rows_kernel(original: Any, attended: AttendedTokens) -> KernelFunction | None:
+    """A copy of vLLM's function that attends wrong rows of its workspace; None without the fault.
 
-    Args:
-        names: those of vLLM's module, where its function looks its kernel up.
+    vLLM's function calls its kernel by a name of its module, which stays as it is: the copy has names of its own.
     """
-    if not _faulty(batch):
-        return engines()
-    kernel = names[ROWS_KERNEL]
-
-    def elsewhere(*args: Any, **given: Any) -> Any:
-        return kernel(*args, **{**given, "indices": shifted(given["indices"])})
-
-    names[ROWS_KERNEL] = elsewhere
-    try:
-        return engines()
-    finally:
-        names[ROWS_KERNEL] = kernel
+    if not attended.wrong:
+        return None
+    function = inspect.unwrap(original)
+    names = function.__globals__
+    kernel = attended.kernel(names[ROWS_KERNEL], named=("indices",))
+    copied = FunctionType(
+        function.__code__,
+        {**names, ROWS_KERNEL: kernel},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
 
 
 def _own_heads(layer: Any) -> int:
     """Heads of the rank; vLLM's queries may have more."""
     heads = getattr(layer, "n_local_heads", None)  # num_heads before 0.23
     return int(layer.num_heads if heads is None else heads)
-
-
-def _faulty(batch: V4Batch) -> bool:
-    return bool(batch.planner.settings.fault == "shift_indices")

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from nsa_plugin.backends.common.fault import AttendedTokens
 from nsa_plugin.backends.common.paths import DIRECT
 from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.common.v4 import LAYOUT, RATIOS
@@ -62,7 +63,8 @@ class V4Serving(GpuServing):
                 request_ids=self.request_ids,
             )
             planner.validate(prefill_rows=scheduler.max_num_batched_tokens, step_requests=scheduler.max_num_seqs)
-            self.providers = Providers(LAYOUT, device.sm, vendored=VENDORED)
+            attended = AttendedTokens.of(self.resolved.settings)
+            self.providers = Providers(LAYOUT, device.sm, vendored=VENDORED, attended=attended)
             self.planner = planner
         return self.planner
 
