@@ -7,10 +7,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nsa_plugin.backends.common.fault import AttendedTokens
 from nsa_plugin.libraries.registry import REFERENCE, Registry
+
+if TYPE_CHECKING:
+    import torch
+
+    from nsa_plugin.kernels.kv_cache import PagedCache
 
 SPARSE_OPS = ("sparse_mla_prefill", "sparse_mla_decode")
 
@@ -51,6 +56,33 @@ class Providers:
             found = self.registry.load(op, name, layout=self.layout, heads=heads, sm=self.sm or None)
             self._loaded[key] = self.attended.kernel(found) if op in SPARSE_OPS else found
         return self._loaded[key]
+
+    def attend(
+        self,
+        op: str,
+        name: str,
+        q: torch.Tensor,
+        cache: PagedCache,
+        slots: torch.Tensor,
+        *,
+        out: torch.Tensor | None = None,
+        **arguments: Any,
+    ) -> torch.Tensor:
+        """Sparse attention of query tokens [n, heads, d_qk] by provider `name`, for either op: [n, heads, d_v].
+
+        Args:
+            slots: int32 [n, topk], -1 for none.
+            out: where to put the output.
+            arguments: `scale`, `d_v` and `attn_sink`, as in `nsa_plugin.kernels.sparse_mla`.
+        """
+        kernel = self.load(op, name, heads=q.shape[1])
+        found: torch.Tensor
+        if op == "sparse_mla_prefill":
+            found = kernel(q, cache, slots, out=out, **arguments).out
+        else:
+            into = None if out is None else out.unsqueeze(1)
+            found = kernel(q.unsqueeze(1), cache, slots.unsqueeze(1), out=into, **arguments).out.squeeze(1)
+        return found
 
     def helper(self, op: str) -> Callable[..., Any]:
         """The function of an op that no plan names."""

@@ -424,12 +424,8 @@ def _by_provider(
     assert route is not None
     if slots.shape[0] < q.shape[0]:
         slots = F.pad(slots, (0, 0, 0, q.shape[0] - slots.shape[0]), value=-1)
-    provider = state.providers.load(route.op, route.plan.provider, heads=q.shape[1])
-    if route.op == "sparse_mla_prefill":
-        out: torch.Tensor = provider(q, cache, slots, scale=scale, d_v=d_v, attn_sink=attn_sink).out
-        return out
-    step = provider(q.unsqueeze(1), cache, slots.unsqueeze(1), scale=scale, d_v=d_v, attn_sink=attn_sink)
-    return step.out.squeeze(1)  # type: ignore[no-any-return]
+    given = {"scale": scale, "d_v": d_v, "attn_sink": attn_sink}
+    return state.providers.attend(route.op, route.plan.provider, q, cache, slots, **given)
 
 
 def _replaces_flashmla_kv(state: State) -> bool:

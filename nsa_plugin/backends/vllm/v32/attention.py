@@ -23,12 +23,13 @@ from typing import Any
 import torch
 
 from nsa_plugin.backends.common.paths import PROVIDER
+from nsa_plugin.backends.common.planner import KERNEL_OPS
 from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.common.token_shard import Share
 from nsa_plugin.backends.vllm.v32.metadata import DensePiece, PlannedMetadata, Planning, SparsePiece
 from nsa_plugin.backends.vllm.v32.routes import VllmPlanner
 from nsa_plugin.backends.vllm.v32.token_shard import Copied, flash_mla
-from nsa_plugin.decision.plan import Attention, Plan
+from nsa_plugin.decision.plan import Plan
 from nsa_plugin.errors import PatchError
 from nsa_plugin.kernels.kv_cache import PagedCache, open_cache
 from nsa_plugin.libraries.registry import REFERENCE
@@ -196,16 +197,8 @@ def _by_provider(
 ) -> torch.Tensor:
     """[rows, heads, kv_lora_rank] by the plan's provider, into `out` if that is given."""
     providers: Providers = impl.nsa_plugin_providers
-    d_v = impl.kv_lora_rank
-    found: torch.Tensor
-    if plan.attention is Attention.SPARSE_PREFILL:
-        kernel = providers.load("sparse_mla_prefill", plan.provider, heads=q.shape[1])
-        found = kernel(q, cache, slots, scale=impl.scale, d_v=d_v, out=out).out
-    else:
-        kernel = providers.load("sparse_mla_decode", plan.provider, heads=q.shape[1])
-        into = None if out is None else out.unsqueeze(1)
-        found = kernel(q.unsqueeze(1), cache, slots.unsqueeze(1), scale=impl.scale, d_v=d_v, out=into).out.squeeze(1)
-    return found
+    op = KERNEL_OPS[plan.attention]
+    return providers.attend(op, plan.provider, q, cache, slots, scale=impl.scale, d_v=impl.kv_lora_rank, out=out)
 
 
 def _traded(

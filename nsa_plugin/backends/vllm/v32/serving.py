@@ -18,7 +18,7 @@ from nsa_plugin.backends.common.fault import AttendedTokens
 from nsa_plugin.backends.common.paths import VLLM, path_of
 from nsa_plugin.backends.common.planner import KERNEL_OPS
 from nsa_plugin.backends.common.providers import Providers
-from nsa_plugin.backends.common.token_shard import Exchange
+from nsa_plugin.backends.common.token_shard import free_memory_of
 from nsa_plugin.backends.common.warm import warm, warm_selection
 from nsa_plugin.backends.vllm.startup.model import GPU_LAYOUTS, check_on_gpu, model_shape, step_tokens
 from nsa_plugin.backends.vllm.startup.serving import VllmServing
@@ -208,7 +208,7 @@ class GpuServing(VllmServing):
             raise SettingsError(
                 f"token_shard is on and cannot work here: no layer attends by vLLM's {BACKEND}; allowed here: auto, off"
             )
-        self.planner.free_memory = free_memory_of(self.planner.exchange)
+        self.planner.free_memory = free_memory_of(self.planner.exchange, free_device_memory)
 
     def layers(self) -> tuple[int, set[str]]:
         """How many layers of the model attend by plans, and the names of the other sparse ones' backends."""
@@ -306,16 +306,6 @@ def dense_workspace_tokens(vllm_config: Any) -> int:
 def free_device_memory() -> int:
     """Free bytes of the current device, those that PyTorch holds and does not use included."""
     return int(torch.cuda.mem_get_info()[0]) + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-
-
-def free_memory_of(exchange: Exchange | None) -> Callable[[], int]:
-    """What reads the free memory that plans are made from: with an exchange, the least of its ranks.
-
-    Ranks that exchange have to plan alike, and a plan may turn on it.
-    """
-    if exchange is None:
-        return free_device_memory
-    return lambda: exchange.least(free_device_memory())
 
 
 def own_kernels(planner: VllmPlanner, *, sharded: bool = False) -> set[tuple[str, str]]:
