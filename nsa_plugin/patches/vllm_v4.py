@@ -13,119 +13,107 @@ indexer's builder is made from the one that stands there.
 
 from __future__ import annotations
 
-from nsa_plugin.patches.ledger import Kind, Need, Section, Target
+from nsa_plugin.patches.ledger import Need, Section
 
 ENGINE = "vllm"
-_PATCHES = "nsa_plugin.backends.vllm.v4.patches"
-_OLD = "vllm.model_executor.layers.deepseek_v4_attention:DeepseekV4MLAAttention"
-_IMPL = "vllm.models.deepseek_v4.nvidia.flashmla:DeepseekV4FlashMLASparseImpl"
-_LAYER = "vllm.models.deepseek_v4.nvidia.flashmla:DeepseekV4FlashMLAAttention"
-_SWA = "vllm.v1.attention.backends.mla.sparse_swa"
-_INDEXER = "vllm.v1.attention.backends.mla.indexer"
-_ANY = ">=0.20"
+_FLASHMLA = "models.deepseek_v4.nvidia.flashmla"
+_SWA = "v1.attention.backends.mla.sparse_swa"
+_INDEXER = "v1.attention.backends.mla.indexer"
 _UNTIL_21, _22, _SINCE_23 = ">=0.20,<0.22", ">=0.22,<0.23", ">=0.23"
+_PREFILL = "q, positions, compressed_k_cache, swa_k_cache, output, attn_metadata, swa_metadata"
+_DECODE = "q, kv_cache, swa_metadata, attn_metadata, swa_only, output"
 
-_PREFILL = ("q", "positions", "compressed_k_cache", "swa_k_cache", "output", "attn_metadata", "swa_metadata")
-_DECODE = ("q", "kv_cache", "swa_metadata", "attn_metadata", "swa_only", "output")
-
-
-def _of_layer(method: str, *params: str) -> tuple[Target, ...]:
-    """The targets of a method of vLLM's FlashMLA layer."""
-    return (
-        Target(path=f"{_OLD}.{method}", params=("self", *params), versions=_UNTIL_21),
-        Target(path=f"{_IMPL}.{method}", params=("layer", *params), versions=_22),
-        Target(path=f"{_LAYER}.{method}", params=("self", *params), versions=_SINCE_23),
-    )
-
-
-_SECTION = Section(ENGINE, "vllm.v4-", Need.GPU_V4, _PATCHES)
-_change, _requirement = _SECTION.change, _SECTION.requirement
-
+_SECTION = Section(
+    engine=ENGINE,
+    prefix="vllm.v4-",
+    need=Need.GPU_V4,
+    versions=">=0.20",
+    package="vllm",
+    replacements="nsa_plugin.backends.vllm",
+)
 
 CHANGES = (
-    _change(
+    _SECTION.change(
         "prefill",
-        "prefill",
+        "v4.patches:prefill",
         "vLLM brings the context of every prefill to bf16 rows, whatever its size, and pads fewer than 64 heads.",
         "vLLM attends in place where that is quicker, and has kernels for few heads",
-        *_of_layer("_forward_prefill", *_PREFILL),
+        {
+            _UNTIL_21: "model_executor.layers.deepseek_v4_attention:DeepseekV4MLAAttention._forward_prefill(self, "
+            f"{_PREFILL})",
+            _22: f"{_FLASHMLA}:DeepseekV4FlashMLASparseImpl._forward_prefill(layer, {_PREFILL})",
+            _SINCE_23: f"{_FLASHMLA}:DeepseekV4FlashMLAAttention._forward_prefill(self, {_PREFILL})",
+        },
     ),
-    _change(
+    _SECTION.change(
         "decode",
-        "decode",
+        "v4.patches:decode",
         "vLLM pads fewer than 64 heads; taken only where decode_backend names a library.",
         "vLLM has kernels for few heads",
-        *_of_layer("_forward_decode", *_DECODE),
+        {
+            _UNTIL_21: "model_executor.layers.deepseek_v4_attention:DeepseekV4MLAAttention._forward_decode(self, "
+            f"{_DECODE})",
+            _22: f"{_FLASHMLA}:DeepseekV4FlashMLASparseImpl._forward_decode(layer, {_DECODE})",
+            _SINCE_23: f"{_FLASHMLA}:DeepseekV4FlashMLAAttention._forward_decode(self, {_DECODE})",
+        },
     ),
-    _change(
+    _SECTION.change(
         "swa-builder",
-        "swa_builder_class",
+        "v4.patches:swa_builder_class",
         "The batch's plans lie on the window's metadata: made once, read by every layer.",
         "as vllm.v4-prefill",
-        Target(path=f"{_SWA}:DeepseekSparseSWABackend.get_builder_cls", versions=_ANY),
+        f"{_SWA}:DeepseekSparseSWABackend.get_builder_cls",
     ),
-    _change(
+    _SECTION.change(
         "indexer-builder",
-        "indexer_builder_class",
+        "v4.patches:indexer_builder_class",
         "The logits of a decode batch, [rows, max_model_len / 4] float32, have no bound in vLLM.",
         "vLLM bounds them",
-        Target(path=f"{_INDEXER}:DeepseekV4IndexerBackend.get_builder_cls", versions=_ANY),
+        f"{_INDEXER}:DeepseekV4IndexerBackend.get_builder_cls",
     ),
 )
 
 REQUIREMENTS = (
-    _requirement(
+    _SECTION.requirement(
         "stock-swa-builder",
         "The builder derives from it.",
-        Target(
-            path=f"{_SWA}:DeepseekSparseSWAMetadataBuilder.build",
-            params=("self", "common_prefix_len", "common_attn_metadata", "fast_build"),
-            versions=_ANY,
-        ),
+        f"{_SWA}:DeepseekSparseSWAMetadataBuilder.build(self, common_prefix_len, common_attn_metadata, fast_build)",
     ),
     *(
-        _requirement(
+        _SECTION.requirement(
             f"swa-{field.replace('_', '-')}",
             f"{what}, of a batch's window metadata.",
-            Target(path=f"{_SWA}:DeepseekSparseSWAMetadata.{field}", kind=Kind.VALUE, versions=versions),
+            f"value {_SWA}:DeepseekSparseSWAMetadata.{field}",
         )
-        for field, what, versions in (
-            ("num_decodes", "Requests that are steps", _ANY),
-            ("num_decode_tokens", "Rows of steps", _ANY),
-            ("num_prefills", "Requests that are prefills", _ANY),
-            ("token_to_req_indices", "Whose row is whose", _ANY),
-            ("is_valid_token", "Which rows only pad", _ANY),
-            ("decode_swa_indices", "Slots of the steps' windows", _ANY),
-            ("prefill_swa_indices", "Slots of the prefills' windows; made by the plugin before", ">=0.24"),
+        for field, what in (
+            ("num_decodes", "Requests that are steps"),
+            ("num_decode_tokens", "Rows of steps"),
+            ("num_prefills", "Requests that are prefills"),
+            ("token_to_req_indices", "Whose row is whose"),
+            ("is_valid_token", "Which rows only pad"),
+            ("decode_swa_indices", "Slots of the steps' windows"),
         )
     ),
-    _requirement(
+    _SECTION.requirement(
+        "swa-prefill-swa-indices",
+        "Slots of the prefills' windows; made by the plugin before, of a batch's window metadata.",
+        {">=0.24": f"value {_SWA}:DeepseekSparseSWAMetadata.prefill_swa_indices"},
+    ),
+    _SECTION.requirement(
         "rows-kernel",
         "Called over bf16 rows; the control gives it other indices.",
-        Target(
-            path="vllm.model_executor.layers.deepseek_v4_attention:flash_mla_sparse_fwd",
-            kind=Kind.VALUE,
-            versions=_UNTIL_21,
-        ),
-        Target(
-            path="vllm.models.deepseek_v4.nvidia.flashmla:flash_mla_sparse_fwd",
-            kind=Kind.VALUE,
-            versions=">=0.22",
-        ),
+        {
+            _UNTIL_21: "value model_executor.layers.deepseek_v4_attention:flash_mla_sparse_fwd",
+            ">=0.22": f"value {_FLASHMLA}:flash_mla_sparse_fwd",
+        },
     ),
-    _requirement(
+    _SECTION.requirement(
         "decode-kernel",
         "FlashMLA's decode kernel by vLLM's function, for prefills that it carries.",
-        Target(
-            path="vllm.v1.attention.ops.flashmla:flash_mla_with_kvcache",
-            kind=Kind.VALUE,
-            versions=_ANY,
-        ),
+        "value v1.attention.ops.flashmla:flash_mla_with_kvcache",
     ),
-    _requirement(
-        "decode-kernel-schedule",
-        "An empty schedule for it.",
-        Target(path="vllm.v1.attention.ops.flashmla:get_mla_metadata", kind=Kind.VALUE, versions=_ANY),
+    _SECTION.requirement(
+        "decode-kernel-schedule", "An empty schedule for it.", "value v1.attention.ops.flashmla:get_mla_metadata"
     ),
 )
 
