@@ -20,7 +20,7 @@ from nsa_plugin.decision.dispatch import BatchPart, decide, partition, validate
 from nsa_plugin.decision.plan import Attention, IndexerMode, Plan
 from nsa_plugin.decision.routes import KernelLoad, Route
 from nsa_plugin.decision.shapes import FAMILY_LAYOUTS, BatchShape, ModelShape, Phase
-from nsa_plugin.decision.sparse import NEARLY_EQUAL, estimate, sparse_routes
+from nsa_plugin.decision.sparse import NEARLY_EQUAL, estimate, sparse_routes, stock_route_first, usual_sparse_routes
 from nsa_plugin.decision.v4_memory import held_bytes
 from nsa_plugin.errors import NoProviderError, SettingsError
 from nsa_plugin.libraries.capabilities import Op
@@ -339,6 +339,8 @@ def test_measurements_reorder_routes_and_lose_none(
     with measurements({}):
         usual = sparse_routes(replace(case, routes={}), load)  # a case keeps the routes that it was asked for
     with measurements(table):
+        if not stock_route_first(case, load):  # then one has a time, and the stock route keeps its usual place
+            usual = usual_sparse_routes(case, load)
         routes = sparse_routes(case, load)
         times = [_us(estimate(case, route, load)) for route in routes]
         unmeasured = [estimate(case, route, load) is None for route in usual]

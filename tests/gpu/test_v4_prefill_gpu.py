@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from nsa_plugin.backends.common.paths import BF16_ROWS
+from nsa_plugin.backends.common.v4 import CacheSelection, LayerCall
 from nsa_plugin.backends.sglang.v4.batch import Prefill, spans
-from nsa_plugin.backends.sglang.v4.kernels import CacheSelection, LayerCall, V4State, attend
+from nsa_plugin.backends.sglang.v4.kernels import attend
+from nsa_plugin.backends.sglang.v4.state import V4State
 from nsa_plugin.kernels.sparse_mla import PrefillOutput, reference_prefill
 from nsa_plugin.kernels.v4_prefill import combined_width, route
 from nsa_plugin.tools.bench.inputs import filled_cache

@@ -8,7 +8,8 @@ records).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 
@@ -44,18 +45,7 @@ def warm(kernels: Iterable[tuple[str, str]], providers: Providers, model: ModelS
     named = min(SELECTED, model.index_topk)
     slots[:, :named] = torch.arange(named, dtype=torch.int32, device=device)
     for op, name in sorted(kernels):
-        try:
-            kernel = providers.load(op, name, heads=model.heads_per_rank)
-            if op == "sparse_mla_prefill":
-                out = kernel(q, cache, slots, scale=1.0, d_v=d_v).out
-            else:
-                out = kernel(q.unsqueeze(1), cache, slots.unsqueeze(1), scale=1.0, d_v=d_v).out
-            # The cache is all zeros, so any other value is not attention's.
-            right = not bool(out.any())
-        except Exception as error:  # a compiler's, the driver's, or CUDA's own
-            raise refusal(f"{name}'s {op}", repr(error)) from error
-        if not right:
-            raise refusal(f"{name}'s {op}", "attention over a cache of zeros is not zero")
+        expect_zeros(f"{name}'s {op}", partial(providers.attend, op, name, q, cache, slots, scale=1.0, d_v=d_v))
 
 
 def warm_selection(providers: Providers, model: ModelShape, device: torch.device) -> None:
@@ -81,6 +71,23 @@ def warm_selection(providers: Providers, model: ModelShape, device: torch.device
         raise refusal("the top-k of a prefill", repr(error)) from error
     if not right:
         raise refusal("the top-k of a prefill", "it does not select the largest logits")
+
+
+def expect_zeros(what: str, run: Callable[[], torch.Tensor]) -> None:
+    """Run a kernel over caches of zeros and wait for it.
+
+    Args:
+        what: the kernel, for the error.
+
+    Raises:
+        NoProviderError: it fails, or its output is not zero.
+    """
+    try:
+        zero = not bool(run().any())
+    except Exception as error:  # the compiler's, the driver's or CUDA's
+        raise refusal(what, repr(error)) from error
+    if not zero:
+        raise refusal(what, "over a cache of zeros its output is not zero")
 
 
 def refusal(what: str, why: str) -> NoProviderError:

@@ -197,11 +197,12 @@ def world_of(way: Way, exchange: Exchange | None, step_tokens: int = 1, **settin
     world = World(planner, way.later, rank)
     prefill, decode = kernels(torch.bfloat16 if way.copied else torch.float32)
     _, plain_decode = kernels(torch.float32)
-    loaded = world.impl.nsa_plugin_providers._loaded
+    providers = world.impl.nsa_plugin_providers
+    loaded, attended = providers._loaded, providers.attended.kernel
     loaded["mha_one_shot", "triton", HEADS] = dense
     for heads in (HEADS, ranks * HEADS):
-        loaded["sparse_mla_prefill", "reference", heads] = prefill
-        loaded["sparse_mla_decode", "reference", heads] = plain_decode if way.copied else decode
+        loaded["sparse_mla_prefill", "reference", heads] = attended(prefill)
+        loaded["sparse_mla_decode", "reference", heads] = attended(plain_decode if way.copied else decode)
     return world
 
 

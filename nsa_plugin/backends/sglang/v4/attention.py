@@ -27,13 +27,14 @@ from nsa_plugin.backends.common.names import engine_names
 from nsa_plugin.backends.common.paths import DECODE_KERNEL
 from nsa_plugin.backends.common.planner import Execution
 from nsa_plugin.backends.common.providers import Providers
-from nsa_plugin.backends.common.v4 import LAYOUT
+from nsa_plugin.backends.common.v4 import LAYOUT, RATIOS
 from nsa_plugin.backends.sglang.v4 import indexer as v4_indexer
 from nsa_plugin.backends.sglang.v4 import routes as v4_routes
 from nsa_plugin.backends.sglang.v4 import steps as v4_steps
-from nsa_plugin.backends.sglang.v4.batch import PAGE, RATIOS, Prefill, spans
-from nsa_plugin.backends.sglang.v4.kernels import LayerCall, V4State, attend, longest_context, named, record_bytes
+from nsa_plugin.backends.sglang.v4.batch import PAGE, Prefill, spans
+from nsa_plugin.backends.sglang.v4.kernels import attend, layer_call, longest_context, record_bytes
 from nsa_plugin.backends.sglang.v4.routes import SglangV4Planner
+from nsa_plugin.backends.sglang.v4.state import V4State
 from nsa_plugin.backends.sglang.v4.switches import answering, steer
 from nsa_plugin.backends.sglang.v4.table import POOL, SLOTS, check_class
 from nsa_plugin.backends.sglang.v32 import batch as batches
@@ -248,10 +249,18 @@ def _attending(original: Callable[..., Any]) -> Callable[..., Any]:
         if save_kv_cache:
             self.store_cache(layer.layer_id, k, forward_batch)
         core = self.forward_metadata.core_attn_metadata
-        window, extra = named(state, core, _pool(self, forward_batch), layer.layer_id, compress_ratio, q.shape[0])
-        flat = q.squeeze(1) if q.dim() == 4 else q
-        scale, heads = self.softmax_scale, int(layer.tp_q_head_num)
-        return attend(state, chosen, LayerCall(flat, window, extra, attn_sink, scale, heads, compress_ratio, core))
+        call = layer_call(
+            state,
+            core,
+            _pool(self, forward_batch),
+            layer.layer_id,
+            q=q.squeeze(1) if q.dim() == 4 else q,
+            attn_sink=attn_sink,
+            scale=self.softmax_scale,
+            own_heads=int(layer.tp_q_head_num),
+            ratio=compress_ratio,
+        )
+        return attend(state, chosen, call)
 
     return attending
 

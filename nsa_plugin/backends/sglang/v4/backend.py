@@ -12,8 +12,9 @@ from packaging.version import Version
 from nsa_plugin.backends.common.planner import Execution
 from nsa_plugin.backends.common.warm import warm_selection
 from nsa_plugin.backends.sglang.v4.attention import adopt
-from nsa_plugin.backends.sglang.v4.kernels import V4State, longest_context
+from nsa_plugin.backends.sglang.v4.kernels import longest_context
 from nsa_plugin.backends.sglang.v4.routes import SglangV4Planner, asked_by_engine, makes_rows
+from nsa_plugin.backends.sglang.v4.state import V4State
 from nsa_plugin.backends.sglang.v4.warm import warm_v4
 from nsa_plugin.backends.sglang.v32.batch import Batch
 from nsa_plugin.backends.sglang.v32.samples import step_routes

@@ -20,8 +20,6 @@ from nsa_plugin.kernels.topk import Request
 PAGE = 256
 """Tokens of a page of SGLang's V4 caches; it hardcodes them."""
 
-RATIOS = (0, 4, 128)
-
 PINNED = 4096
 """Entries of pinned memory that are taken at once: of a few requests of any length."""
 

@@ -25,8 +25,8 @@ import torch
 
 from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.sglang.v4.batch import Prefill
-from nsa_plugin.backends.sglang.v4.kernels import V4State
 from nsa_plugin.backends.sglang.v4.routes import TORCH_LOGITS_VARIABLE
+from nsa_plugin.backends.sglang.v4.state import V4State
 from nsa_plugin.decision.plan import IndexerMode, IndexerPlan
 from nsa_plugin.kernels.kv_cache import reference_read_codes
 from nsa_plugin.layouts import INDEXER_FP8

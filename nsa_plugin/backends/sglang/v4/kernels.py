@@ -1,18 +1,16 @@
-"""The routes of a V4 batch, from SGLang's caches and indices to the attention's output.
+"""A V4 layer's attention under SGLang: read its caches and selections, then run the batch's execution path.
 
-What SGLang hands over, in every version: q [rows, heads, 512] bfloat16, or with a dimension of 1 behind the rows; both
-caches as [pages, bytes] of fp8 records with padding behind a page's (`layouts.V4_FP8`), the window's with pages of 256
-tokens, the compressed ones' with 64 (c4) or 2 (c128); int32 slots and lengths a row; attn_sink [heads] float32. Of lse
-it takes nothing.
+SGLang passes, in every version: q [query tokens, heads, 512] bfloat16, some versions with a dimension of 1 behind the
+tokens; both caches as [pages, bytes] of fp8 records with padding at the end of a page (`layouts.V4_FP8`): window pages
+of 256 tokens, compressed pages of 64 (ratio 4) or 2 (ratio 128); int32 slots and lengths per query token; attn_sink
+[heads] float32. It does not use lse.
 
-Rows of the metadata and of q may differ by those that MLP-sync added. Those get no keys here, and an output of zeros;
-SGLang gives them one key and reads none of it.
+MLP-sync may pad q beyond the query tokens of the metadata. The padding attends no keys here and its output is zero;
+SGLang gives it one key and never reads the output.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,107 +18,41 @@ import torch.nn.functional as F
 
 from nsa_plugin.backends.common.paths import BF16_ROWS, DECODE_KERNEL
 from nsa_plugin.backends.common.planner import Execution
-from nsa_plugin.backends.common.providers import Providers
+from nsa_plugin.backends.common.v4 import D_V, CacheSelection, LayerCall, attend_in_place
 from nsa_plugin.backends.sglang.v4.batch import Prefill
-from nsa_plugin.backends.sglang.v4.flash_mla import sparse_prefill
-from nsa_plugin.backends.sglang.v4.routes import SglangV4Planner
 from nsa_plugin.backends.sglang.v4.rows import over_rows
-from nsa_plugin.kernels.kv_cache import PagedCache, open_cache
-from nsa_plugin.kernels.v4_prefill import RowsAttention
-from nsa_plugin.kernels.workspace import Workspace
-from nsa_plugin.layouts import V4_FP8, CacheLayout
-
-D_V = 512
+from nsa_plugin.backends.sglang.v4.state import V4State
+from nsa_plugin.layouts import V4_FP8
 
 
-@dataclass
-class V4State:
-    """What the plugin keeps on a V4 backend.
+def layer_call(
+    state: V4State,
+    core: Any,
+    pool: Any,
+    layer_id: int,
+    *,
+    q: torch.Tensor,
+    attn_sink: torch.Tensor | None,
+    scale: float,
+    own_heads: int,
+    ratio: int,
+) -> LayerCall:
+    """The attention of one layer.
 
-    Attributes:
-        planner: decides.
-        providers: where its kernels come from.
-        own_heads_first: the heads that the model adds for FlashMLA follow the rank's own (from 0.5.14 on).
-        rows_attention: attends rows of a workspace; FlashMLA's.
-        plans_steps: whether later steps than prefills have plans.
-        route: of the prefill that was prepared last; None where it is SGLang's own.
-        prefill: that batch's requests.
-        schedules: FlashMLA's, of that batch, by compress ratio.
-        workspace: the rows, the combined indices and the maps of pages.
-        caches: of the layers, by (layer, which); the engine has them for as long as it runs.
-    """
-
-    planner: SglangV4Planner
-    providers: Providers
-    own_heads_first: bool = True
-    rows_attention: RowsAttention = sparse_prefill
-    plans_steps: bool = False
-    route: Execution | None = None
-    prefill: Prefill | None = None
-    schedules: dict[int, Any] = field(default_factory=dict)
-    workspace: Workspace = field(default_factory=Workspace)
-    caches: dict[tuple[int, str], PagedCache] = field(default_factory=dict)
-
-    def cache(
-        self, layer_id: int, which: str, buffer: torch.Tensor, layout: CacheLayout, page_size: Callable[[], int]
-    ) -> PagedCache:
-        """A layer's cache, opened at its first batch, or anew if the engine has moved it."""
-        known = self.caches.get((layer_id, which))
-        moved = known is None or known.data.data_ptr() != buffer.data_ptr() or known.num_pages != buffer.shape[0]
-        if known is None or moved or known.data.stride(0) != buffer.stride(0):
-            known = self.caches[layer_id, which] = open_cache(buffer, layout, page_size())
-        return known
-
-    def forget(self) -> None:
-        """The last batch is over."""
-        self.route = self.prefill = None
-        self.schedules.clear()
-
-
-@dataclass(frozen=True)
-class CacheSelection:
-    """A cache of one layer and what each row names in it: indices [rows, topk], lengths [rows], both int32."""
-
-    cache: PagedCache
-    indices: torch.Tensor
-    lengths: torch.Tensor
-
-
-@dataclass(frozen=True)
-class LayerCall:
-    """A layer's attention.
-
-    Attributes:
-        q: [rows, heads, 512].
-        window, extra: see `named`.
-        attn_sink: [heads] float32 or None.
-        scale: of the logits.
-        own_heads: heads of the rank; the model may have added some.
-        ratio: 0, 4 or 128.
+    Args:
         core: SGLang's `DSV4AttnMetadata`.
+        pool: SGLang's KV pool.
+        own_heads: heads of the tensor-parallel rank; q may have more.
     """
-
-    q: torch.Tensor
-    window: CacheSelection
-    extra: CacheSelection | None
-    attn_sink: torch.Tensor | None
-    scale: float
-    own_heads: int
-    ratio: int
-    core: Any
-
-    def second(self, cache: str, *, by_sequence: bool = False) -> dict[str, Any]:
-        """The arguments of the second cache, whose parameter is called `cache`; none without one."""
-        if self.extra is None:
-            return {}
-        indices = self.extra.indices.unsqueeze(1) if by_sequence else self.extra.indices
-        return {cache: self.extra.cache, "extra_indices": indices, "extra_topk_length": self.extra.lengths}
+    heads = own_heads if state.own_heads_first and 0 < own_heads < q.shape[1] else q.shape[1]
+    window, extra = selections(state, core, pool, layer_id, ratio, q.shape[0])
+    return LayerCall(q, window, extra, attn_sink, scale, heads, ratio, core)
 
 
-def named(
+def selections(
     state: V4State, core: Any, pool: Any, layer_id: int, ratio: int, rows: int
 ) -> tuple[CacheSelection, CacheSelection | None]:
-    """The window and, with a compress ratio, the compressed keys of a layer, of as many rows as there are queries."""
+    """What a layer selects in the window's cache and, with a compress ratio, in its compressed cache."""
     cache = state.cache(
         layer_id, "window", pool.get_swa_key_buffer_radix(layer_id), V4_FP8, lambda: window_page_size(pool)
     )
@@ -145,9 +77,10 @@ def named(
 def _of_rows(
     prefill: Prefill | None, indices: torch.Tensor, lengths: torch.Tensor, rows: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[rows, topk] and [rows]: of a prefill the same views for all layers, and so what is made of them only once.
+    """Fit indices and lengths to q: [rows, topk] and [rows].
 
-    Rows that are padded are copies, which would not see the next layer's selection, and are made for each.
+    A prefill's layers share one view, so that what is computed from it is computed once. Padding makes a copy, which
+    would not see the next layer's selection, so padded tensors are not shared.
     """
     key = id(indices), id(lengths), rows
     known = None if prefill is None else prefill.views.get(key)
@@ -160,41 +93,26 @@ def _of_rows(
 
 
 def attend(state: V4State, chosen: Execution, call: LayerCall) -> torch.Tensor:
-    """[rows, heads, 512] in memory of its own: the model rotates the last values back in place.
+    """[query tokens, heads, 512] in new memory: the model rotates the RoPE part back in place.
 
-    Heads that the model added are left out by the plugin's own kernels; they hold anything, and it reads none of them.
+    Padded heads hold anything; the model does not read them.
     """
     if chosen.path == BF16_ROWS:
         return over_rows(state, call)
     if chosen.path == DECODE_KERNEL:
         return _by_decode_kernel(state, call)
-    q, window = call.q, call.window
-    heads = call.own_heads if state.own_heads_first and 0 < call.own_heads < q.shape[1] else q.shape[1]
-    provider = state.providers.load(chosen.op, chosen.plan.provider, heads=heads)
-    out = q.new_empty(*q.shape[:-1], D_V)
-    some, into = q[:, :heads], out[:, :heads]
-    arguments: dict[str, Any] = {
-        "scale": call.scale,
-        "d_v": D_V,
-        "topk_length": window.lengths,
-        "attn_sink": None if call.attn_sink is None else call.attn_sink[:heads],
-    }
-    if chosen.op == "sparse_mla_prefill":
-        provider(some, window.cache, window.indices, out=into, **arguments, **call.second("extra_kv"))
-    else:
-        arguments |= call.second("extra_cache", by_sequence=True)
-        indices = window.indices.unsqueeze(1)
-        provider(some.unsqueeze(1), window.cache, indices, out=into.unsqueeze(1), **arguments)
+    out = call.q.new_empty(*call.q.shape[:-1], D_V)
+    attend_in_place(state.providers, chosen.op, chosen.plan.provider, call, out)
     return out
 
 
 def _by_decode_kernel(state: V4State, call: LayerCall) -> torch.Tensor:
-    """FlashMLA's decode kernel for more rows than SGLang gives it, where the installed build takes them."""
+    """Call FlashMLA's decode kernel for more query tokens than SGLang does, if the installed build supports them."""
     decode = state.providers.load("sparse_mla_decode", "flash_mla", heads=call.q.shape[1])
     if call.ratio not in state.schedules:
         from flash_mla import get_mla_metadata
 
-        # Filled by the first layer of the ratio; the lengths of the others are the same.
+        # The first layer of a ratio fills it; the other layers have the same lengths.
         state.schedules[call.ratio] = get_mla_metadata()[0]
     step = decode(
         call.q.unsqueeze(1),
@@ -211,14 +129,14 @@ def _by_decode_kernel(state: V4State, call: LayerCall) -> torch.Tensor:
 
 
 def window_page_size(pool: Any) -> int:
-    """Tokens a page of the window's cache, by the versions' names of it."""
+    """Tokens of a page of the window's cache."""
     ask = getattr(pool, "get_swa_key_page_size", None)  # since 0.5.22
     return int(pool.swa_kv_pool.page_size if ask is None else ask())
 
 
 def longest_context(backend: Any) -> int:
-    """Most tokens of a request that the server allows."""
-    # Since 0.5.16; before, the width of the table of every request's slots, which holds a few more.
+    """The server's longest context in tokens."""
+    # Since 0.5.16; before, the width of the slot table, which is a few tokens more.
     known = getattr(backend, "max_context_len", None)
     return int(backend.MAX_SEQ_LEN_FOR_CAPTURE if known is None else known)
 
@@ -230,7 +148,7 @@ def record_bytes(pool: Any) -> int:
 
 
 def _fitted(values: torch.Tensor, rows: int, padding: int) -> torch.Tensor:
-    """[rows, ...]: cut, or padded where MLP-sync added queries behind the batch's."""
+    """[rows, ...]: cut to q, or padded where MLP-sync has padded q."""
     missing = rows - values.shape[0]
     if missing <= 0:
         return values[:rows]

@@ -11,19 +11,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import takewhile
-from typing import TYPE_CHECKING
 
 import torch
 
+from nsa_plugin.backends.common.v4 import CacheSelection, LayerCall
 from nsa_plugin.backends.sglang.v4.batch import PAGE, Prefill
+from nsa_plugin.backends.sglang.v4.state import V4State
 from nsa_plugin.decision.v4_memory import INDICES_BYTES
 from nsa_plugin.errors import NoProviderError
 from nsa_plugin.kernels.swa_indices import IndexRows
 from nsa_plugin.kernels.v4_prefill import HEAD_DIM, PrefillKeys, attend_rows, combine, combined_width, fill
 from nsa_plugin.kernels.workspace import Workspace
-
-if TYPE_CHECKING:
-    from nsa_plugin.backends.sglang.v4.kernels import CacheSelection, LayerCall, V4State
 
 SELECTED = 4
 """The compress ratio whose layers name keys of their own."""

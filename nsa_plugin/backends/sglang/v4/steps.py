@@ -11,7 +11,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from nsa_plugin.backends.sglang.v4.kernels import V4State, longest_context
+from nsa_plugin.backends.sglang.v4.kernels import longest_context
+from nsa_plugin.backends.sglang.v4.state import V4State
 from nsa_plugin.backends.sglang.v32 import batch as batches
 from nsa_plugin.decision.shapes import Phase
 

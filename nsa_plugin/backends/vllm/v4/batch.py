@@ -15,24 +15,18 @@ from typing import Any
 import torch
 
 from nsa_plugin.backends.common.providers import Providers
+from nsa_plugin.backends.common.v4 import CacheSelection
 from nsa_plugin.backends.vllm.v32.metadata import Planning
 from nsa_plugin.backends.vllm.v32.routes import VllmPlanner, host_lengths
 from nsa_plugin.decision.plan import Plan
 from nsa_plugin.errors import PatchError
+from nsa_plugin.kernels.kv_cache import PagedCache
 from nsa_plugin.patches.ledger import TURN_OFF
 
 ATTRIBUTE = "nsa_plugin_v4"
 
 COLUMNS = 128
 """FlashMLA takes selections in multiples of so many entries."""
-
-
-@dataclass(frozen=True)
-class SlotSelection:
-    """What each row names in a cache: slots [rows, topk] int32, and how many of them count, [rows] int32 or None."""
-
-    slots: torch.Tensor
-    lengths: torch.Tensor | None
 
 
 @dataclass
@@ -57,7 +51,7 @@ class V4Batch:
     prefill_rows: slice
     longest: int
     schedules: dict[int, Any] = field(default_factory=dict)
-    _window: SlotSelection | None = None
+    _window: tuple[torch.Tensor, torch.Tensor] | None = None
     _lengths: dict[int, torch.Tensor] = field(default_factory=dict)
     _slots: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
 
@@ -79,18 +73,18 @@ class V4Batch:
         owners[: len(found)] = torch.where(self.metadata.is_valid_token[: len(found)], found, -1)
         return owners
 
-    def window(self) -> SlotSelection:
-        """The window's slots of the prefills' rows."""
+    def window(self, cache: PagedCache) -> CacheSelection:
+        """The prefills' slots in a layer's window cache."""
         if self._window is None:
             given = getattr(self.metadata, "prefill_swa_indices", None)  # since 0.24
             if given is None:
-                self._window = self._own_window()
+                self._window = self._window_slots()
             else:
                 rows = self.num_prefill_rows
-                self._window = SlotSelection(given[:rows].flatten(1), self.metadata.prefill_swa_lens[:rows])
-        return self._window
+                self._window = given[:rows].flatten(1), self.metadata.prefill_swa_lens[:rows]
+        return CacheSelection(cache, *self._window)
 
-    def _own_window(self) -> SlotSelection:
+    def _window_slots(self) -> tuple[torch.Tensor, torch.Tensor]:
         metadata, first = self.metadata, int(self.metadata.num_decodes)
         starts = metadata.query_start_loc[first:] - metadata.query_start_loc[first]
         rows = self.num_prefill_rows
@@ -101,7 +95,7 @@ class V4Batch:
         slots = transform(
             positions.indices, metadata.block_table, page_size=int(metadata.block_size), row_to_request=self.owners
         )
-        return SlotSelection(slots, positions.lengths)
+        return slots, positions.lengths
 
     def lengths(self, ratio: int, positions: torch.Tensor) -> torch.Tensor:
         """int32 [prefill rows]: the compressed keys that each row may see.

@@ -5,30 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import partial
+from typing import ClassVar
 
 import torch
 
 from nsa_plugin.backends.common.fault import AttendedTokens
 from nsa_plugin.backends.common.paths import DIRECT
 from nsa_plugin.backends.common.providers import Providers
-from nsa_plugin.backends.common.v4 import LAYOUT, RATIOS
-from nsa_plugin.backends.common.warm import refusal
+from nsa_plugin.backends.common.v4 import LAYOUT, LayerCall, attend_in_place, warm_calls
+from nsa_plugin.backends.common.warm import expect_zeros
 from nsa_plugin.backends.vllm.startup.model import check_on_gpu, step_tokens, v4_shape
+from nsa_plugin.backends.vllm.v4.batch import COLUMNS
 from nsa_plugin.backends.vllm.v4.routes import VllmV4Planner, own_kernels, path
 from nsa_plugin.backends.vllm.v32.serving import ROWS, VENDORED, GpuServing, check_device
 from nsa_plugin.decision.plan import IndexerMode, Plan
 from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.errors import NsaPluginError, SettingsError
-from nsa_plugin.kernels.kv_cache import PagedCache, allocate_cache
 
 BACKENDS = ("FLASHMLA_SPARSE_DSV4", "V4_FLASHMLA_SPARSE")
 """vLLM's names of the backend whose layers attend by plans: since 0.23, and before."""
 
-WINDOW_PAGE = 64
-BLOCK = 256
-"""Tokens of a page of the window's cache, and of a block of the compressed ones."""
-WARM_ROWS, WARM_COLUMNS = 4, 128
+PAGE_SIZES = {0: 64, 4: 64, 128: 2}
+"""Slots of a page by compress ratio, 0 for the window's cache: vLLM's blocks have 256 tokens."""
 
 
 @dataclass(kw_only=True)
@@ -125,7 +124,7 @@ def _samples(planner: VllmV4Planner) -> Iterator[Plan]:
 
 
 def warm_v4(kernels: set[tuple[str, str]], providers: Providers, model: ModelShape, device: torch.device) -> None:
-    """Run each kernel once on a few rows, of every compress ratio, and wait for it.
+    """Run each kernel once on a few query tokens, for every compress ratio, and wait for it.
 
     Args:
         kernels: (op, provider) of sparse attention.
@@ -133,36 +132,13 @@ def warm_v4(kernels: set[tuple[str, str]], providers: Providers, model: ModelSha
     Raises:
         NoProviderError: one does not run here; says which and why.
     """
-    q = torch.zeros(WARM_ROWS, model.heads_per_rank, model.kv_lora_rank, dtype=torch.bfloat16, device=device)
-    sink = torch.zeros(model.heads_per_rank, dtype=torch.float32, device=device)
-    lengths = torch.arange(1, WARM_ROWS + 1, dtype=torch.int32, device=device)
-    column = torch.arange(max(WARM_COLUMNS, model.index_topk), dtype=torch.int32, device=device)
-    slots = torch.where(column < lengths.unsqueeze(1), column, -1).int()
 
-    def cache(page_size: int) -> PagedCache:
-        return allocate_cache(LAYOUT, -(-WARM_ROWS // page_size), page_size, device=device)
+    def attended(op: str, name: str, call: LayerCall) -> torch.Tensor:
+        out = torch.empty_like(call.q)
+        attend_in_place(providers, op, name, call, out)
+        return out
 
     for op, name in sorted(kernels):
-        steps = op == "sparse_mla_decode"
-        for ratio in RATIOS:
-            arguments: dict[str, Any] = {"scale": 1.0, "d_v": model.kv_lora_rank, "attn_sink": sink}
-            if ratio:
-                chosen = slots[:, : model.index_topk if ratio == 4 else WARM_COLUMNS]
-                arguments["extra_cache" if steps else "extra_kv"] = cache(BLOCK // ratio)
-                arguments |= {"extra_indices": _shaped(chosen, steps), "extra_topk_length": lengths}
-            window = slots[:, : model.sliding_window]
-            try:
-                kernel = providers.load(op, name, heads=model.heads_per_rank)
-                result = kernel(
-                    _shaped(q, steps), cache(WINDOW_PAGE), _shaped(window, steps), topk_length=lengths, **arguments
-                )
-                # The caches are all zeros, so any other value is not attention's.
-                right = not bool(result.out.any())
-            except Exception as error:  # a compiler's, the driver's, or CUDA's own
-                raise refusal(f"{name}'s {op} for DeepSeek-V4", repr(error)) from error
-            if not right:
-                raise refusal(f"{name}'s {op} for DeepSeek-V4", "attention over a cache of zeros is not zero")
-
-
-def _shaped(tensor: torch.Tensor, by_sequence: bool) -> torch.Tensor:
-    return tensor.unsqueeze(1) if by_sequence else tensor
+        calls = warm_calls(model, device, heads=model.heads_per_rank, page_sizes=PAGE_SIZES, all_keys=(COLUMNS,))
+        for call in calls:
+            expect_zeros(f"{name}'s {op} for DeepSeek-V4", partial(attended, op, name, call))

@@ -13,8 +13,8 @@ import torch
 from nsa_plugin.backends.common.fault import shifted
 from nsa_plugin.backends.common.paths import BF16_ROWS, DECODE_KERNEL, DIRECT
 from nsa_plugin.backends.sglang.v4 import batch as v4_batch
-from nsa_plugin.backends.sglang.v4 import kernels as v4_kernels
 from nsa_plugin.backends.sglang.v4 import rows as v4_rows
+from nsa_plugin.backends.sglang.v4 import state as v4_state
 from nsa_plugin.backends.sglang.v4.attention import release, with_v4_plans
 from nsa_plugin.backends.sglang.v4.table import SLOTS
 from nsa_plugin.backends.sglang.v4.warm import warm_v4
@@ -225,8 +225,8 @@ def test_a_second_batch_takes_the_memory_of_the_first():
 
 def test_caches_are_opened_once(monkeypatch: pytest.MonkeyPatch):
     opened: list[int] = []
-    original = v4_kernels.open_cache
-    monkeypatch.setattr(v4_kernels, "open_cache", lambda *given: (opened.append(1), original(*given))[1])
+    original = v4_state.open_cache
+    monkeypatch.setattr(v4_state, "open_cache", lambda *given: (opened.append(1), original(*given))[1])
     backend = prepared(batch((9, 300)), **SETTINGS[BF16_ROWS])
     for _ in range(3):
         for layer_id in LAYERS:

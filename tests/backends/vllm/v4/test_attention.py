@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from nsa_plugin.backends.common.paths import BF16_ROWS, DECODE_KERNEL, DIRECT
-from nsa_plugin.backends.common.v4 import RATIOS
+from nsa_plugin.backends.common.v4 import LAYOUT, RATIOS, CacheSelection
 from nsa_plugin.backends.vllm.v4 import attention as v4_attention
 from nsa_plugin.backends.vllm.v4.batch import ATTRIBUTE, V4Batch, planned_swa_builder
 from nsa_plugin.backends.vllm.v4.routes import VllmV4Planner, own_kernels, path
 from nsa_plugin.errors import NoProviderError, PatchError
+from nsa_plugin.kernels.kv_cache import allocate_cache
 from nsa_plugin.patches.ledger import is_marked, mark
 from nsa_plugin.settings import Settings
 from tests.backends.fake_vllm import v4 as fake_v4
@@ -98,7 +99,8 @@ def test_what_a_batchs_layers_share_is_made_once(monkeypatch: pytest.MonkeyPatch
     given = (128, named.c128a_prefill_topk_indices, named.block_table, 2, batch.lengths(128, torch.zeros(0)))
     assert batch.slots(*given) is batch.slots(*given)
     assert batch.slots(*given).shape[1] == 128, "no more columns than the longest context needs"
-    assert batch.window() is batch.window()
+    cache = allocate_cache(LAYOUT, 1, 64)
+    assert batch.window(cache).indices is batch.window(cache).indices
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
@@ -156,9 +158,11 @@ def alone(metadata: Any, providers: Any = None, longest: int = 0) -> V4Batch:
     return V4Batch(planner(), providers, metadata, None, None, slice(0, rows), longest)
 
 
-def test_heads_of_the_rank_are_called_otherwise_before_023():
-    assert v4_attention._own_heads(SimpleNamespace(num_heads=4)) == 4
-    assert v4_attention._own_heads(SimpleNamespace(n_local_heads=4, num_heads=8)) == 4
+def test_the_ranks_heads_have_another_name_before_023():
+    window = CacheSelection(allocate_cache(LAYOUT, 1, 64), torch.zeros(1, 64, dtype=torch.int32), None)
+    for names in ({"num_heads": 4}, {"n_local_heads": 4, "num_heads": 8}):
+        layer = SimpleNamespace(attn_sink=None, scale=1.0, compress_ratio=0, **names)
+        assert v4_attention._layer_call(layer, torch.zeros(1, 8, 512), window, None).num_heads == 4
 
 
 def test_rows_of_steps_that_only_pad_are_nobodys():
