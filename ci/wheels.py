@@ -42,6 +42,25 @@ def _pip(*arguments: str) -> str:
     return done.stdout
 
 
+def newest(distribution: str) -> str:
+    """The newest final release on the package index that has a wheel for Linux on x86-64.
+
+    Raises:
+        WheelError: there is none, or the index cannot be asked.
+    """
+    return str(_resolved(distribution)["metadata"]["version"])
+
+
+def _resolved(requirement: str) -> dict[str, Any]:
+    """What pip would install: `download_info` and `metadata`, as its report has them."""
+    with tempfile.TemporaryDirectory() as nowhere:
+        # --target: pip looks for another platform's wheels only then; --dry-run installs nothing.
+        target = ["--target", nowhere, "--dry-run", "--ignore-installed", "--report", "-"]
+        report: dict[str, Any] = json.loads(_pip("install", *target, *_WHEEL, requirement))
+    found: dict[str, Any] = report["install"][0]
+    return found
+
+
 class Wheel:
     """The Python files of one version of a distribution.
 
@@ -100,11 +119,7 @@ class Wheel:
         return self._zip
 
     def _url(self) -> str:
-        with tempfile.TemporaryDirectory() as nowhere:
-            # --target: pip looks for another platform's wheels only then; --dry-run installs nothing.
-            target = ["--target", nowhere, "--dry-run", "--ignore-installed", "--report", "-"]
-            report: dict[str, Any] = json.loads(_pip("install", *target, *_WHEEL, self.requirement))
-        return str(report["install"][0]["download_info"]["url"])
+        return str(_resolved(self.requirement)["download_info"]["url"])
 
     def _download(self) -> Path:
         folder = self.folder / "wheel"

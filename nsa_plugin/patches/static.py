@@ -42,6 +42,7 @@ class _Instance:
 
 @dataclass(frozen=True)
 class _Function:
+    node: ast.AST
     parameters: tuple[str, ...]
 
 
@@ -81,6 +82,25 @@ class SourceTree:
         Raises:
             LookupError: the target is not there or does not look as expected; says what differs.
         """
+        self._check_kind(target, self._find(target))
+
+    def definition(self, target: Target) -> ast.AST | None:
+        """The syntax tree of what the target is: a function, a class, or a value's expression.
+
+        Returns:
+            None if it is not defined in the engine's files.
+
+        Raises:
+            LookupError: the target is not there.
+        """
+        found = self._find(target)
+        if isinstance(found, _Instance):
+            found = found.of
+        if isinstance(found, _Module):
+            return found.tree
+        return None if isinstance(found, _Outside) else found.node
+
+    def _find(self, target: Target) -> _Object:
         module = self._module(target.module)
         if module is None:
             raise LookupError(f"module {target.module} is not there")
@@ -95,7 +115,7 @@ class SourceTree:
             if entry is None:
                 raise LookupError(f"{target.path}: no entry {target.key!r} is written in {target.module}")
             found = entry
-        self._check_kind(target, found)
+        return found
 
     def _check_kind(self, target: Target, found: _Object) -> None:
         if target.kind is Kind.VALUE:
@@ -154,7 +174,7 @@ class SourceTree:
         if isinstance(binding, ast.ClassDef):
             return _Class(module, binding)
         if isinstance(binding, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            return _Function(_parameters(binding.args))
+            return _Function(binding, _parameters(binding.args))
         if isinstance(binding, ast.ImportFrom):
             source = _absolute(module, binding)
             original = next(alias.name for alias in binding.names if (alias.asname or alias.name) == name)
@@ -180,7 +200,7 @@ class SourceTree:
             owner = self._evaluate(module, node.value, seen)
             return (self._attribute(owner, node.attr) if owner else None) or _Value(module, node)
         if isinstance(node, ast.Lambda):
-            return _Function(_parameters(node.args))
+            return _Function(node, _parameters(node.args))
         if isinstance(node, ast.Call):
             made = self._evaluate(module, node.func, seen)
             return _Instance(made) if isinstance(made, _Class) else _Value(module, node)
@@ -367,7 +387,7 @@ def _method(module: _Module, node: ast.FunctionDef | ast.AsyncFunctionDef, *, bo
         return _Value(module, node)
     parameters = _parameters(node.args)
     takes_owner = "classmethod" in decorators or (bound and "staticmethod" not in decorators)
-    return _Function(parameters[1:] if takes_owner else parameters)
+    return _Function(node, parameters[1:] if takes_owner else parameters)
 
 
 def _called_name(node: ast.expr) -> str:
