@@ -14,12 +14,15 @@ from nsa_plugin.decision.constraints import Constraints
 from nsa_plugin.decision.dispatch import decide
 from nsa_plugin.decision.plan import Attention, Plan
 from nsa_plugin.decision.shapes import BatchShape, ModelShape, Phase
-from nsa_plugin.libraries.devices import DeviceProfile
+from nsa_plugin.libraries.devices import GIB, DeviceProfile
 from nsa_plugin.settings import Settings
 from nsa_plugin.telemetry import Trace
 
 KERNEL_OPS = {Attention.SPARSE_PREFILL: "sparse_mla_prefill", Attention.SPARSE_DECODE: "sparse_mla_decode"}
 """The registry's op of a plan's sparse kernel."""
+
+READ_EVERY = 64
+"""Prefills from one reading of the free memory to the next, which may wait for the driver."""
 
 TracedRequest = tuple[str, int, int]
 """(id, query tokens, context in tokens) of a request, for the trace."""
@@ -69,8 +72,7 @@ class Planner:
         model, device, settings: the inputs of every decision; the device as probed, its free memory as last read.
         trace: where plans are recorded; several backends of a process may share one.
         count: called with the plan of every batch, for metrics.
-        free_memory: reads the device's free bytes at the next prefill, then is dropped: a reading may wait for the
-            device. Once set again, it is read again.
+        free_memory: reads the device's free bytes; see `read_free_memory`.
         exchange_rows: most query tokens of a batch that reshards (`token_shard`).
         no_exchange: why no batch reshards; "" = batches may.
     """
@@ -86,6 +88,8 @@ class Planner:
     exchange_rows: int = 0
     no_exchange: str = "this backend has no exchange"
     _steps: dict[tuple[Phase, int, int], Execution] = field(default_factory=dict)
+    _read_with: Callable[[], int] | None = None
+    _prefills_until_reading: int = 0
 
     def constraints(self, *, prefill: bool, rows: int = 0, **more: Any) -> Constraints:
         """What restricts a batch of `rows` query tokens: the engine's paths, why heads stay local, and `more`."""
@@ -115,11 +119,29 @@ class Planner:
         """How the engine executes a plan."""
         return execution_of(self.engine, self.model.kv_layout, plan)
 
+    def measure(self, free_memory: Callable[[], int]) -> None:
+        """Read the device's free memory at the next batch."""
+        self.free_memory, self._read_with = free_memory, None
+
+    @property
+    def memory_unread(self) -> bool:
+        """Whether `free_memory` was set and has not been read since."""
+        return self.free_memory is not None and self.free_memory is not self._read_with
+
     def read_free_memory(self) -> None:
-        """Take the device's free memory as it is now, if a reading is due."""
-        if self.free_memory is not None:
-            self.device = replace(self.device, memory_free=self.free_memory())
-            self.free_memory = None
+        """Take the device's free memory as it is now: as soon as `free_memory` is set, then every READ_EVERY prefills.
+
+        Ranks that reshard have the same batches, so they read at the same one. Budgets above 1 GiB are rounded down to
+        four binary digits: a small change of what is free makes no new plans.
+        """
+        if self.free_memory is None:
+            return
+        if self.memory_unread or self._prefills_until_reading == 0:
+            free = self.free_memory()
+            step = 1 << max(0, free.bit_length() - 4)
+            self.device = replace(self.device, memory_free=free // step * step if free > GIB else free)
+            self._read_with, self._prefills_until_reading = self.free_memory, READ_EVERY
+        self._prefills_until_reading -= 1
 
     def record(self, parts: list[tuple[Plan, list[TracedRequest]]]) -> None:
         """Put the plans of a batch into the trace and the metrics."""

@@ -174,7 +174,7 @@ class SglangServing:
         """SGLang has captured its graphs: what is free from now on is what batches have."""
         for backend in self.backends:
             state = backend.nsa_plugin
-            state.planner.free_memory = free_memory_of(getattr(state, "exchange", None), free_device_memory)
+            state.planner.measure(free_memory_of(getattr(state, "exchange", None), free_device_memory))
 
     def end(self) -> None:
         """Hand every backend back to SGLang."""

@@ -5,6 +5,7 @@ Nothing here asks the device or imports vLLM.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -129,6 +130,10 @@ def check_on_gpu(vllm_config: Any) -> None:
     Raises:
         LeftToStockError: it does not; names the flag or the model.
     """
+    if os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"):
+        raise LeftToStockError(
+            "VLLM_BATCH_INVARIANT is set; nsa-plugin picks kernels by the size of a batch, so its results depend on it"
+        )
     # vLLM counts more query tokens of a request as a step there than 1 and the speculated ones.
     if getattr(vllm_config.speculative_config, "parallel_drafting", False):
         raise LeftToStockError(

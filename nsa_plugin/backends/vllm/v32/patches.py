@@ -138,9 +138,10 @@ def worker_load(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def worker_warm_up(original: Callable[..., Any]) -> Callable[..., Any]:
-    """For `Worker.compile_or_warm_up_model`, at whose end vLLM has allocated its cache and captured its graphs."""
+    """For `Worker.compile_or_warm_up_model`: the cache is allocated before it, and graphs are captured in it."""
 
     def around(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
+        _or_stock(lambda found: found.measure())
         result = original(worker, *args, **kwargs)
         _or_stock(lambda found: found.settle())
         if (found := serving()) is not None:

@@ -138,6 +138,10 @@ class VllmPlanner(Planner):
         """Bytes that the indexer's float32 logits may take at once."""
         return min(self.settings.logits_budget_mb * MIB, self.device.memory_free // 4)
 
+    def forget_steps(self) -> None:
+        """Plan decode and verify steps anew. Not once graphs are captured: a replay executes its capture's plan."""
+        self._steps.clear()
+
     def set_exchange(self, exchange: Exchange | None, why_none: str) -> None:
         """Take the exchange of heads for tokens, or the reason why there is none, before any batch.
 
@@ -174,13 +178,14 @@ class VllmPlanner(Planner):
         self, starts: tuple[int, ...], q_lens: list[int], kv_lens: list[int], num_steps: int, num_rows: int
     ) -> Split:
         step_rows = num_rows if num_steps == len(q_lens) else starts[num_steps]
+        if num_steps < len(q_lens) or self.memory_unread:
+            self.read_free_memory()
         steps = self.step_plan(num_steps, step_rows, max(q_lens[:num_steps], default=0)) if step_rows else None
         sparse: Plan | None = None
         sparse_requests: tuple[int, ...] = ()
         dense: list[DensePart] = []
         rows = q_lens[num_steps:]
         if any(rows):
-            self.read_free_memory()
             for part in self._parts(rows, kv_lens, self.workspace_tokens):
                 requests = tuple(num_steps + request for request in part.requests)
                 if part.plan.attention is Attention.MHA_ONE_SHOT:

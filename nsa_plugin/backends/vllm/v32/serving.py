@@ -196,6 +196,12 @@ class GpuServing(VllmServing):
             f"{self.planning().device.where}. --attention-backend {self.backend} asks for it"
         )
 
+    def measure(self) -> None:
+        """vLLM has loaded the model and allocated its cache, and captures graphs next: plan with what is free now."""
+        if self.planner is not None:
+            self.planner.forget_steps()
+            self.planner.measure(free_memory_of(self.planner.exchange, free_device_memory))
+
     def settle(self) -> None:
         """vLLM has allocated its cache and captured its graphs: what is free from now on is what batches have.
 
@@ -208,7 +214,7 @@ class GpuServing(VllmServing):
             raise SettingsError(
                 f"token_shard is on and cannot work here: no layer attends by vLLM's {BACKEND}; allowed here: auto, off"
             )
-        self.planner.free_memory = free_memory_of(self.planner.exchange, free_device_memory)
+        self.planner.measure(free_memory_of(self.planner.exchange, free_device_memory))
 
     def layers(self) -> tuple[int, set[str]]:
         """How many layers of the model attend by plans, and the names of the other sparse ones' backends."""

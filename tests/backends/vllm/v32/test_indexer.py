@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from nsa_plugin.backends.common.planner import READ_EVERY
 from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.vllm.v32.indexer import (
     ATTRIBUTE,
@@ -64,9 +65,14 @@ def test_short_requests_that_vllms_indexer_takes_for_prefills_are_in_one():
 
 def test_the_budget_of_a_prefills_logits_follows_the_free_memory():
     deciding = planner()
-    deciding.free_memory = lambda: 4 * 60 * 10 * 4  # a quarter of it is the logits of 10 rows of 60 keys
-    assert chunks_of(deciding, [(30, 60)], 0) == [(slice(0, 1), slice(first, first + 10)) for first in (0, 10, 20)]
-    assert deciding.free_memory is None
+    free = [4 * 60 * 10 * 4]  # a quarter of it is the logits of 10 rows of 60 keys
+    deciding.free_memory = lambda: free[-1]
+    in_tens = [(slice(0, 1), slice(first, first + 10)) for first in (0, 10, 20)]
+    assert chunks_of(deciding, [(30, 60)], 0) == in_tens
+    free.append(4 * 60 * 30 * 4)
+    found = [chunks_of(deciding, [(30, 60)], 0) for _ in range(READ_EVERY)]
+    assert found[:-1] == [in_tens] * (READ_EVERY - 1), "a reading may wait for the driver"
+    assert found[-1] == [(slice(0, 1), slice(0, 30))]
 
 
 def test_other_batches_are_vllms_own():

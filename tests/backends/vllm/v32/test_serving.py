@@ -74,6 +74,24 @@ def test_an_fp4_indexer_and_hisparse_are_left_to_vllm():
         serving(config(attention_config=SimpleNamespace(hisparse_config=object()))).planning()
 
 
+def test_batch_invariance_is_left_to_vllm(monkeypatch: pytest.MonkeyPatch):
+    """The plugin picks kernels and splits by a batch's size, so a request's tokens would depend on the others."""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
+    serving().planning()
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with pytest.raises(LeftToStockError, match="VLLM_BATCH_INVARIANT is set"):
+        serving().planning()
+
+
+def test_an_indexer_cache_with_packed_scales_is_left_to_vllm(monkeypatch: pytest.MonkeyPatch):
+    """vLLM 0.33 on SM100: read as float32, its four UE8M0 bytes would be another scale."""
+    gpu_serving.check_device(synthetic(100))
+    monkeypatch.setattr("vllm.utils.deep_gemm.mqa_logits_use_mx_scales", lambda: True, raising=False)
+    gpu_serving.check_device(synthetic(90))
+    with pytest.raises(LeftToStockError, match="packs the scales of the indexer's cache as UE8M0 on SM100"):
+        gpu_serving.check_device(synthetic(100))
+
+
 def test_two_batch_overlap_is_left_to_vllm():
     parallel = SimpleNamespace(tensor_parallel_size=2, enable_dbo=True)
     with pytest.raises(LeftToStockError, match="--enable-dbo"):
@@ -241,6 +259,27 @@ def test_vllms_layers_alone_are_served_only_where_the_user_named_their_backend(b
         model_of(other, device=synthetic(100, libraries=("triton", "deep_gemm"))).check_layers()
     with pytest.raises(LeftToStockError, match=words + "no sparse layer that nsa-plugin knows"):
         model_of().check_layers()
+
+
+def test_decode_steps_are_planned_with_the_memory_that_is_free_behind_the_weights(monkeypatch: pytest.MonkeyPatch):
+    """They were planned with what was free before the weights: logits of a whole batch where a tenth of them fit."""
+    here = serving()
+    planner = here.planning()
+    before = planner.step_plan(4, 4, 1).indexer.rows_per_chunk
+    assert before == 4
+    monkeypatch.setattr(gpu_serving, "free_device_memory", lambda: 4 * 4 * planner.max_model_len)
+    here.measure()
+    assert planner.memory_unread
+    planner.read_free_memory()
+    assert planner.step_plan(4, 4, 1).indexer.rows_per_chunk == 1
+
+
+def test_budgets_change_with_the_binary_digits_of_the_free_memory():
+    planner = serving().planning()
+    for free, taken in ((100 << 30, 96 << 30), (103 << 30, 96 << 30), (104 << 30, 104 << 30), (12345, 12345)):
+        planner.free_memory = lambda free=free: free
+        planner.read_free_memory()
+        assert planner.device.memory_free == taken
 
 
 def test_free_memory_is_read_after_the_capture(monkeypatch: pytest.MonkeyPatch):
