@@ -1,12 +1,12 @@
-"""The ledger: patches to an engine as data, and the machine that probes, applies, verifies and undoes them.
+"""The ledger: patches to an engine as data, and the code that probes, applies, verifies and undoes them.
 
-A patch replaces one attribute of an engine (or one entry of a dict) by what `Patch.replacement`
-builds from the original. Engines swallow the errors of their plugins, so a patch counts as applied
-only when the live object carries the patch's mark. One that cannot be applied undoes all others
-and raises a `PatchError` that names the target, the installed version and the supported ones.
+A patch replaces one attribute of an engine (or one entry of a dict) by the object that `Patch.replacement` builds from
+the original. Engines swallow the errors of their plugins, so a patch counts as applied only when the live object has
+the patch's mark. If one cannot be applied, all others are undone and a `PatchError` names the target, the installed
+version and the supported ones.
 
-The entries are plain data that needs no engine to read: `nsa-plugin patches` lists them anywhere,
-and the compatibility matrix checks their targets in unpacked wheels.
+Reading the entries needs no engine: `nsa-plugin patches` lists them anywhere, and the compatibility matrix checks their
+targets in unpacked wheels.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Target:
         path: "package.module:Owner.attribute", or "package.module:MAPPING[key]" for an entry of a dict.
         kind: what the object is.
         params: names that its parameters must include, in this order; for a class, those of `__init__`.
-        versions: the engine versions in which it is there, as a version specifier.
+        versions: the engine versions that have it, as a version specifier.
     """
 
     path: str
@@ -85,12 +85,11 @@ class Patch:
 
     Attributes:
         name: unique, "<engine>.<what>".
-        targets: where the change goes; the first whose versions hold the installed engine is used.
+        targets: the objects to change; the first whose versions include the installed engine is used.
         replacement: "module:function" of a function that makes the new object from the original. "" for a
             requirement: an object that the plugin builds on and does not change.
-        why, upstream, remove_when: for people: the reason, the engine's own issue or change, and when this entry
-            can go.
-        probe: "module:function" returning None when the engine still needs the patch, else the reason why not.
+        why, upstream, remove_when: for people: the reason, the engine's issue or change, and when this entry can go.
+        probe: "module:function" returning None if the engine still needs the patch, else the reason why not.
     """
 
     name: str
@@ -170,7 +169,7 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True)
 class PatchStatus:
-    """What became of one patch: applied, required (checked, not changed), not_needed, or unused."""
+    """State of one patch: applied, required (checked, not changed), not_needed, or unused."""
 
     patch: Patch
     state: str
@@ -194,7 +193,7 @@ def load(reference: str) -> Any:
 
 
 def params_missing(expected: Iterable[str], found: list[str]) -> str | None:
-    """None if `found` holds `expected` in this order, else what is missing."""
+    """Return None if `found` includes `expected` in this order, else what is missing."""
     position = 0
     for name in expected:
         if name not in found[position:]:
@@ -204,10 +203,10 @@ def params_missing(expected: Iterable[str], found: list[str]) -> str | None:
 
 
 def find(target: Target) -> tuple[Any, str, Any]:
-    """Owner, attribute name and live object of a target.
+    """Find the owner, attribute name and live object of a target.
 
     Raises:
-        LookupError: it is not there or does not look as expected; says what differs.
+        LookupError: it does not exist or differs from what is expected; says what differs.
     """
     try:
         owner: Any = importlib.import_module(target.module)
@@ -250,7 +249,7 @@ def _check_kind(target: Target, live: Any) -> None:
 
 
 def mark(replacement: Any, name: str) -> Any:
-    """Leave the patch's mark on the object that stands in the engine, so that it can be verified."""
+    """Put the patch's mark on a replacement, so that `verify` can recognise it in the engine."""
     inner = replacement.__func__ if isinstance(replacement, (classmethod, staticmethod)) else replacement
     setattr(inner, MARK, name)
     return replacement
@@ -264,9 +263,9 @@ def is_marked(live: Any, name: str) -> bool:
 
 @dataclass
 class Ledger:
-    """The patches of one engine at one installed version, and what has been done with them.
+    """The patches of one engine at one installed version, and their states.
 
-    State is the instance's: one ledger a process, held by the engine's adapter.
+    Each engine's adapter holds one ledger per process.
     """
 
     engine: str
@@ -292,11 +291,11 @@ class Ledger:
             )
 
     def check(self, *needs: Need, look: Callable[[Target], object] = find) -> None:
-        """Raise PatchError unless every target of the given needs is as expected; changes nothing.
+        """Raise PatchError unless every target of the given needs is as expected. Changes nothing.
 
         Args:
-            look: raises LookupError for a target that is not; `find` asks the live engine, importing it, and
-                `static.SourceTree.check` its files.
+            look: raises LookupError for a target that is not. `find` imports the live engine,
+                `static.SourceTree.check` reads its files.
         """
         self.check_version()
         for patch in self.patches:
@@ -311,7 +310,7 @@ class Ledger:
         """Probe, apply and verify every patch of the given needs; all or none. Idempotent.
 
         Raises:
-            PatchError: a target is missing, changed, or did not take the replacement; nothing of this call is left.
+            PatchError: a target is missing, changed, or did not take the replacement; this call is undone.
         """
         already, known = len(self._applied), dict(self.statuses)
         try:
@@ -321,7 +320,7 @@ class Ledger:
                 if patch.need in needs and patch.name not in self.statuses:
                     self.statuses[patch.name] = self._install_one(patch)
             self.verify()
-        except BaseException:  # engines swallow what a plugin raises: nothing may be left half done
+        except BaseException:  # engines swallow a plugin's errors: leave nothing half done
             self._undo_to(already)
             self.statuses = known
             raise
@@ -341,7 +340,7 @@ class Ledger:
             if patch.probe and (reason := load(patch.probe)()):
                 return PatchStatus(patch=patch, state="not_needed", detail=reason)
             if target.key is None:
-                # The raw attribute, so that a classmethod or staticmethod goes back as it was.
+                # The raw attribute, so that undo restores a classmethod or staticmethod.
                 original = vars(owner).get(name, _MISSING)
                 replacement = load(patch.replacement)(getattr(owner, name) if original is _MISSING else original)
                 setattr(owner, name, mark(replacement, patch.name))
@@ -354,7 +353,7 @@ class Ledger:
         return PatchStatus(patch=patch, state="applied", detail=target.path)
 
     def verify(self) -> None:
-        """Raise PatchError unless every applied patch still stands on the live object."""
+        """Raise PatchError unless every applied patch is still on the live object."""
         for item in self._applied:
             target = item.patch.target(self.version)
             assert target is not None
@@ -382,7 +381,7 @@ class Ledger:
 
 
 def wrap(original: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls `around(original, *args, **kwargs)` and looks like the original."""
+    """Return a function that calls `around(original, *args, **kwargs)` and looks like the original."""
 
     @functools.wraps(original)
     def wrapped(*args: Any, **kwargs: Any) -> Any:

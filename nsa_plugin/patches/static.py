@@ -1,9 +1,8 @@
-"""Look for the ledger's targets in an engine's source files, by their syntax trees; nothing is imported.
+"""Find the ledger's targets in the syntax trees of an engine's source files, without importing them.
 
-`ledger.find` asks a live engine; this asks its files, so that a version can be checked that cannot run
-here: one whose wheel is only on the package index, or one that needs a GPU to be imported. It follows
-imports inside the engine, re-exports, base classes, aliases and registration decorators, and treats
-whatever lies outside the engine's own files as unknown.
+`ledger.find` needs a live engine. This reads files, so it can also check versions that cannot run here: those not
+installed, and those that need a GPU to import. It follows imports inside the engine, re-exports, base classes, aliases
+and registration decorators, and treats everything outside the engine's files as unknown.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from pathlib import Path
 from nsa_plugin.patches.ledger import Kind, Target, params_missing
 
 Reader = Callable[[str], str | None]
-"""The text of a file by its path in the wheel ("vllm/engine/arg_utils.py"), None where there is no such file."""
+"""Return the text of a file by its path in the wheel ("vllm/engine/arg_utils.py"), None if there is no such file."""
 
 _NOT_CALLABLE = ("property", "cached_property")
 
@@ -48,7 +47,7 @@ class _Function:
 
 @dataclass(frozen=True)
 class _Value:
-    """Some object of which only the expression is known."""
+    """An object of which only the expression is known."""
 
     module: _Module
     node: ast.AST
@@ -77,21 +76,21 @@ class SourceTree:
         self._modules: dict[str, _Module | None] = {}
 
     def check(self, target: Target) -> None:
-        """Do for the files what `ledger.find` does for the live engine.
+        """Check a target in the files, as `ledger.find` does in the live engine.
 
         Raises:
-            LookupError: the target is not there or does not look as expected; says what differs.
+            LookupError: the target does not exist or differs from what is expected; says what differs.
         """
         self._check_kind(target, self._find(target))
 
     def definition(self, target: Target) -> ast.AST | None:
-        """The syntax tree of what the target is: a function, a class, or a value's expression.
+        """Return the syntax tree of a target: a function, a class, or a value's expression.
 
         Returns:
             None if it is not defined in the engine's files.
 
         Raises:
-            LookupError: the target is not there.
+            LookupError: the target does not exist.
         """
         found = self._find(target)
         if isinstance(found, _Instance):
@@ -154,14 +153,14 @@ class SourceTree:
         return None
 
     def _global(self, module: _Module, name: str, seen: frozenset[tuple[str, str]]) -> _Object | None:
-        """What a name means in a module; `seen` stops imports that run in a circle."""
+        """Resolve a name in a module; `seen` stops circular imports."""
         if (module.name, name) in seen:
             return None
         seen |= {(module.name, name)}
         bound = (self._bound(module, binding, name, seen) for binding in _in_order(_bindings(module.tree.body, name)))
         known = [found for found in bound if found is not None]
         if known:
-            # `try: from elsewhere import x`, `except ImportError: def x(): ...`: the one that can be read.
+            # `try: from elsewhere import x`, `except ImportError: def x(): ...`: prefer the one that can be read.
             return next((found for found in known if not isinstance(found, _Outside)), known[0])
         for statement in _statements(module.tree.body):
             if isinstance(statement, ast.ImportFrom) and statement.names[0].name == "*":
@@ -189,11 +188,11 @@ class SourceTree:
         module = self._module(source)
         if module is not None:
             return self._global(module, name, seen) or self._module(f"{source}.{name}")
-        # A module of the engine that is not there leaves the name undefined; another package's is unknown.
+        # A missing module of the engine leaves the name undefined; another package's module is unknown.
         return None if self._module(source.partition(".")[0]) else _Outside(f"{source}.{name}")
 
     def _evaluate(self, module: _Module, node: ast.AST, seen: frozenset[tuple[str, str]]) -> _Object | None:
-        """What an expression on the right of an assignment is, as far as its text says."""
+        """Resolve the right side of an assignment, as far as its text allows."""
         if isinstance(node, ast.Name):
             return self._global(module, node.id, seen) or _Value(module, node)
         if isinstance(node, ast.Attribute):
@@ -223,7 +222,7 @@ class SourceTree:
         return None
 
     def _lineage(self, owner: _Class) -> Iterator[_Class | _Outside]:
-        """The class and its bases, nearest first."""
+        """Yield the class and its bases, nearest first."""
         yield owner
         for base in owner.node.bases:
             expression = base.value if isinstance(base, ast.Subscript) else base
@@ -234,11 +233,11 @@ class SourceTree:
                 yield _Outside(ast.unparse(expression))
 
     def _beyond(self, found: _Object) -> str:
-        """For the error: bases that could have held an attribute but are not among the files."""
+        """Name, for the error, the bases outside the files, which may have the attribute."""
         if not isinstance(found, _Class):
             return ""
         outside = sorted({cls.name for cls in self._lineage(found) if isinstance(cls, _Outside)} - {"object", "ABC"})
-        return f" (nor can its bases outside the engine be read: {', '.join(outside)})" if outside else ""
+        return f" (its bases outside the engine cannot be read: {', '.join(outside)})" if outside else ""
 
     def _init(self, owner: _Class) -> tuple[str, ...] | None:
         for cls in self._lineage(owner):
@@ -270,7 +269,7 @@ class SourceTree:
         return [*positional, *keyword]
 
     def _entry(self, found: _Object, name: str, module: _Module, key: str) -> _Object | None:
-        """An entry of a mapping: written in it, assigned to it, or registered through a decorator."""
+        """Find an entry of a mapping: written in it, assigned to it, or registered by a decorator."""
         home = found.module if isinstance(found, _Value) else module
         if isinstance(found, _Value) and isinstance(found.node, ast.Dict):
             for key_node, value in zip(found.node.keys, found.node.values, strict=True):
@@ -293,7 +292,7 @@ class SourceTree:
 
 
 def installed(package: str) -> SourceTree | None:
-    """The source files of an installed top-level package, found without importing it; None if it is not there."""
+    """Return the source files of an installed top-level package without importing it; None if there is none."""
     spec = util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -307,7 +306,7 @@ def installed(package: str) -> SourceTree | None:
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements of a module or class body, those under if, try and with included."""
+    """Yield the statements of a module or class body, including those under if, try and with."""
     for statement in body:
         yield statement
         if isinstance(statement, ast.If):
@@ -352,15 +351,15 @@ def _bindings(body: list[ast.stmt], name: str) -> Iterator[_Binding]:
 
 
 def _made_over(node: ast.expr, name: str) -> bool:
-    """Whether the node is the object `name` itself, or a call that makes it over: X = X, X = decorate(X),
-    X = defstruct("X", namespace=vars(X)). As far as its text says, it keeps what it had."""
+    """Whether the node is the object `name` or a call on it: X = X, X = decorate(X), X = defstruct("X",
+    namespace=vars(X)). Such an object is taken to keep its attributes."""
     if isinstance(node, ast.Call):
         return any(isinstance(inner, ast.Name) and inner.id == name for inner in ast.walk(node))
     return isinstance(node, ast.Name) and node.id == name
 
 
 def _in_order(bindings: Iterator[_Binding]) -> list[ast.AST]:
-    """The last unconditional binding first, then the others as written: which branch runs is not known."""
+    """Put the last unconditional binding first, then the others as written: which branch runs is unknown."""
     found = list(bindings)
     last = [node for node, unconditional in found if unconditional][-1:]
     return last + [node for node, _ in found if node not in last]

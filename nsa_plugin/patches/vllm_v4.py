@@ -1,14 +1,14 @@
-"""The part of vLLM's ledger that DeepSeek-V4 needs besides a GPU's: what is changed or built on, by version.
+"""vLLM's ledger for DeepSeek-V4 on a GPU: the objects that the plugin changes or builds on, by version.
 
 | changed | 0.20, 0.21 | 0.22 | from 0.23 on |
 |---|---|---|---|
 | `_forward_prefill`, `_forward_decode` | `deepseek_v4_attention.DeepseekV4MLAAttention` | class methods of \
 `nvidia.flashmla.DeepseekV4FlashMLASparseImpl` | `nvidia.flashmla.DeepseekV4FlashMLAAttention` |
-| builder of the window's metadata | `DeepseekSparseSWABackend.get_builder_cls` | the same | the same |
+| builder of the sliding-window metadata | `DeepseekSparseSWABackend.get_builder_cls` | the same | the same |
 | indexer's builder class | `DeepseekV4IndexerBackend.get_builder_cls` (inherited) | the same | the same |
 
-DeepSeek-V4.1 has modules of its own in vLLM, and nothing of them is changed. These entries come after a GPU's: the
-indexer's builder is made from the one that stands there.
+vLLM has separate modules for DeepSeek-V4.1, which the plugin does not change. These entries follow those of
+`vllm_gpu`: the indexer's builder derives from the class that they leave in place.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ CHANGES = (
     _SECTION.change(
         "prefill",
         "v4.patches:prefill",
-        "vLLM brings the context of every prefill to bf16 rows, whatever its size, and pads fewer than 64 heads.",
-        "vLLM attends in place where that is quicker, and has kernels for few heads",
+        "vLLM copies the context of every prefill to bf16, whatever its size, and pads fewer than 64 heads.",
+        "vLLM attends in place where that is faster, and has kernels for fewer than 64 heads",
         {
             _UNTIL_21: "model_executor.layers.deepseek_v4_attention:DeepseekV4MLAAttention._forward_prefill(self, "
             f"{_PREFILL})",
@@ -48,8 +48,8 @@ CHANGES = (
     _SECTION.change(
         "decode",
         "v4.patches:decode",
-        "vLLM pads fewer than 64 heads; taken only where decode_backend names a library.",
-        "vLLM has kernels for few heads",
+        "vLLM pads fewer than 64 heads. The plugin's kernel runs only if decode_backend names a library.",
+        "vLLM has kernels for fewer than 64 heads",
         {
             _UNTIL_21: "model_executor.layers.deepseek_v4_attention:DeepseekV4MLAAttention._forward_decode(self, "
             f"{_DECODE})",
@@ -60,14 +60,14 @@ CHANGES = (
     _SECTION.change(
         "swa-builder",
         "v4.patches:swa_builder_class",
-        "The batch's plans lie on the window's metadata: made once, read by every layer.",
+        "The sliding-window metadata holds the batch's plans: made once, read by every layer.",
         "as vllm.v4-prefill",
         f"{_SWA}:DeepseekSparseSWABackend.get_builder_cls",
     ),
     _SECTION.change(
         "indexer-builder",
         "v4.patches:indexer_builder_class",
-        "The logits of a decode batch, [rows, max_model_len / 4] float32, have no bound in vLLM.",
+        "vLLM does not bound the logits of a decode batch, [query tokens, max_model_len / 4] float32.",
         "vLLM bounds them",
         f"{_INDEXER}:DeepseekV4IndexerBackend.get_builder_cls",
     ),
@@ -76,32 +76,32 @@ CHANGES = (
 REQUIREMENTS = (
     _SECTION.requirement(
         "stock-swa-builder",
-        "The builder derives from it.",
+        "Base class of the builder.",
         f"{_SWA}:DeepseekSparseSWAMetadataBuilder.build(self, common_prefix_len, common_attn_metadata, fast_build)",
     ),
     *(
         _SECTION.requirement(
             f"swa-{field.replace('_', '-')}",
-            f"{what}, of a batch's window metadata.",
+            f"{what}, in a batch's sliding-window metadata.",
             f"value {_SWA}:DeepseekSparseSWAMetadata.{field}",
         )
         for field, what in (
-            ("num_decodes", "Requests that are steps"),
-            ("num_decode_tokens", "Rows of steps"),
-            ("num_prefills", "Requests that are prefills"),
-            ("token_to_req_indices", "Whose row is whose"),
-            ("is_valid_token", "Which rows only pad"),
-            ("decode_swa_indices", "Slots of the steps' windows"),
+            ("num_decodes", "Number of decode requests"),
+            ("num_decode_tokens", "Number of decode tokens"),
+            ("num_prefills", "Number of prefill requests"),
+            ("token_to_req_indices", "Request of each query token"),
+            ("is_valid_token", "Whether each query token is real, not padding"),
+            ("decode_swa_indices", "Window slots of the decode tokens"),
         )
     ),
     _SECTION.requirement(
         "swa-prefill-swa-indices",
-        "Slots of the prefills' windows; made by the plugin before, of a batch's window metadata.",
+        "Window slots of the prefill tokens, in a batch's sliding-window metadata; the plugin makes them before 0.24.",
         {">=0.24": f"value {_SWA}:DeepseekSparseSWAMetadata.prefill_swa_indices"},
     ),
     _SECTION.requirement(
         "rows-kernel",
-        "Called over bf16 rows; the control gives it other indices.",
+        "Attends over a bf16 copy; the deliberate fault of a test gives it other indices.",
         {
             _UNTIL_21: "value model_executor.layers.deepseek_v4_attention:flash_mla_sparse_fwd",
             ">=0.22": f"value {_FLASHMLA}:flash_mla_sparse_fwd",
@@ -109,11 +109,13 @@ REQUIREMENTS = (
     ),
     _SECTION.requirement(
         "decode-kernel",
-        "FlashMLA's decode kernel by vLLM's function, for prefills that it carries.",
+        "vLLM's wrapper of FlashMLA's decode kernel, for prefills whose plan names it.",
         "value v1.attention.ops.flashmla:flash_mla_with_kvcache",
     ),
     _SECTION.requirement(
-        "decode-kernel-schedule", "An empty schedule for it.", "value v1.attention.ops.flashmla:get_mla_metadata"
+        "decode-kernel-schedule",
+        "Makes the empty schedule of decode-kernel.",
+        "value v1.attention.ops.flashmla:get_mla_metadata",
     ),
 )
 

@@ -1,4 +1,4 @@
-"""The ledger on a small engine made here: all or none, verified on the live object, undone to the last attribute."""
+"""The ledger on a small fake engine: patches are applied all or none, verified on the live object and undone."""
 
 from __future__ import annotations
 

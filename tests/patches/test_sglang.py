@@ -1,4 +1,4 @@
-"""The ledger's data of SGLang, read without an engine."""
+"""SGLang's ledger data, read without an engine."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_the_gate_follows_the_resolution_of_the_arguments() -> None:
 
 
 def test_needs() -> None:
-    """Nothing that only a GPU needs may stop an engine on a CPU, and the flags never depend on being enabled."""
+    """GPU-only patches do not stop an engine on a CPU, and the flags work while the plugin is off."""
     assert {patch.need for patch in data.BOOTSTRAP + data.SCHEDULER} == {Need.BOOTSTRAP}
     assert {patch.need for patch in data.ENABLED} == {Need.ENABLED}
     assert {patch.need for patch in data.GPU} == {Need.GPU}
@@ -90,7 +90,7 @@ def test_needs() -> None:
 
 
 def test_the_class_is_looked_at_before_it_is_replaced() -> None:
-    """Afterwards the plugin's own methods would be found in it."""
+    """After the replacement the check would find the plugin's methods."""
     names = list(BY_NAME)
     for patch in data.REQUIREMENTS:
         assert names.index(patch.name) < names.index("sglang.backend")

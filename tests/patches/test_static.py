@@ -1,4 +1,4 @@
-"""The reader of source files says what the live engine would say: each target is asked both ways."""
+"""Reading source files gives the same answer as the live engine, for each target."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SourceTree
 
 
 def holds(tree: SourceTree, target: Target) -> tuple[bool, bool]:
-    """What the files say and what the live engine says."""
+    """Answers from the files and from the live engine."""
     answers = []
     for ask in (tree.check, find):
         try:
@@ -244,7 +244,7 @@ def test_star_imports_are_followed(tree: SourceTree, path: str, kind: Kind, para
 
 
 def test_what_lies_outside_the_engine_is_said_to_be_unknown(tree: SourceTree) -> None:
-    with pytest.raises(LookupError, match=r"nor can its bases outside the engine be read: json\.JSONEncoder"):
+    with pytest.raises(LookupError, match=r"its bases outside the engine cannot be read: json\.JSONEncoder"):
         tree.check(Target(path="toy_engine.core:FromOutside.encode"))
     with pytest.raises(LookupError, match="comes from json, which is not among the engine's files"):
         tree.check(Target(path="toy_engine.core:json"))
