@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from ci.rows import ROOT, Row, engines, load
+from nsa_plugin.backends.common.paths import SGLANG, VLLM
+from nsa_plugin.backends.common.support import CONFIGURATIONS
 from nsa_plugin.commands.engines import ENGINES
 from nsa_plugin.libraries.capabilities import spans
 from nsa_plugin.libraries.manifest import MANIFEST
@@ -45,6 +47,7 @@ def settings_table() -> str:
 
 def compatibility_table(results: list[Row] | None = None) -> str:
     done = {row.key: row for row in (load() if results is None else results)}
+    served = gpu_records()
     parts = []
     for engine in engines().values():
         rows = []
@@ -52,10 +55,35 @@ def compatibility_table(results: list[Row] | None = None) -> str:
             cells = [
                 _cell(done.get((engine.name, version, check)), version in getattr(engine, check)) for check in _CHECKS
             ]
-            rows.append([version, *cells])
-        parts.append(f"### {engine.name}\n\n" + markdown_table(["version", *_CHECKS.values()], rows))
+            rows.append([version, _on_gpu(served.get((engine.name, version), {})), *cells])
+        header = ["version", "served on an H200", *_CHECKS.values()]
+        parts.append(f"### {engine.name}\n\n" + markdown_table(header, rows))
     return "\n\n".join(parts)
 
+
+def gpu_records(folder: Path = RECORDS / "h200") -> dict[tuple[str, str], dict[str, list[Path]]]:
+    """The engine comparisons that passed their tolerance, by (engine, version) and model family."""
+    found: dict[tuple[str, str], dict[str, list[Path]]] = {}
+    for path in sorted(folder.glob("*.json")):
+        record = json.loads(path.read_text())
+        if record.get("kind") == "comparison" and record["verdict"]["holds"]:
+            engine, version = record["engine"].split()
+            family = path.stem.removeprefix(f"{engine}-{version}-").partition("-")[0]
+            found.setdefault((engine, version), {}).setdefault(family, []).append(path)
+    return found
+
+
+def _on_gpu(families: dict[str, list[Path]]) -> str:
+    """Each family with its first record, whose name is the shortest."""
+    cells = []
+    for family, paths in sorted(families.items()):
+        first = min(paths, key=lambda path: len(path.stem))
+        more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+        cells.append(f"{_FAMILIES[family]}: [{first.stem}](benchmarks/h200/{first.stem}.md){more}")
+    return "<br>".join(cells) or "not run"
+
+
+_FAMILIES = {"v32": "DeepSeek-V3.2", "glm5": "GLM-5", "v4": "DeepSeek-V4"}
 
 _CHECKS = {"run": "served on a CPU", "seams": "objects the plugin changes or builds on"}
 
@@ -84,6 +112,15 @@ def patches_table() -> str:
         ]
         header = ["patch", "when", "target", "why", "upstream", "can go when"]
         parts.append(f"### {engine.name} {engine.ledger.SUPPORTED}\n\n" + markdown_table(header, rows))
+    return "\n\n".join(parts)
+
+
+def support_table() -> str:
+    """What is left to each stock engine, and what is refused."""
+    parts = []
+    for engine in (SGLANG, VLLM):
+        rows = [[one.what, one.given, str(one.outcome), one.why] for one in CONFIGURATIONS if one.engine == engine]
+        parts.append(f"## {engine}\n\n" + markdown_table(["configuration", "given by", "outcome", "because"], rows))
     return "\n\n".join(parts)
 
 
@@ -172,6 +209,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "settings": settings_table,
     "compatibility": compatibility_table,
     "patches": patches_table,
+    "support": support_table,
     "agreement": agreement_table,
     "kernels": kernels_table,
     **site.generators(RECORDS),

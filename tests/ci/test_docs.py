@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import json
 import re
 import shlex
 from dataclasses import replace
@@ -13,6 +14,7 @@ import pytest
 
 from ci import docs
 from ci.rows import Row, engines
+from nsa_plugin.backends.common.support import CONFIGURATIONS
 from nsa_plugin.cli import _parser
 from nsa_plugin.settings import Settings
 
@@ -51,9 +53,30 @@ def test_compatibility_table_says_what_was_not_run() -> None:
     assert "ok: 3 passed (2026-01-02)" in lines["0.32.0"]
     assert "failed: 1 passed, 2 failed" in lines["0.31.0"]
     assert "not run yet" in lines["0.30.0"]
-    assert lines["0.20.0"].split(" | ")[1] == "-"  # it does not run on a CPU
+    assert lines["0.20.0"].split(" | ")[1:3] == ["not run", "-"]  # it does not run on a CPU
     for engine in engines().values():
         assert set(engine.seams) <= set(lines)
+
+
+def test_the_gpu_column_is_made_from_the_records_that_passed(tmp_path: Path) -> None:
+    for name, holds in (("v32-16heads", True), ("v32-16heads-mtp", True), ("v4-64heads", False), ("glm5-8heads", True)):
+        record = {"kind": "comparison", "engine": "vllm 0.33.0", "verdict": {"holds": holds}}
+        (tmp_path / f"vllm-0.33.0-{name}.json").write_text(json.dumps(record))
+    (tmp_path / "topk.json").write_text(json.dumps({"suite": "topk"}))
+    records = docs.gpu_records(tmp_path)
+    assert {key: sorted(found) for key, found in records.items()} == {("vllm", "0.33.0"): ["glm5", "v32"]}
+    cell = docs._on_gpu(records["vllm", "0.33.0"])
+    assert cell == (
+        "GLM-5: [vllm-0.33.0-glm5-8heads](benchmarks/h200/vllm-0.33.0-glm5-8heads.md)<br>"
+        "DeepSeek-V3.2: [vllm-0.33.0-v32-16heads](benchmarks/h200/vllm-0.33.0-v32-16heads.md) and 1 more"
+    )
+    assert docs._on_gpu({}) == "not run"
+
+
+def test_the_support_page_names_every_configuration() -> None:
+    table = docs.support_table()
+    for one in CONFIGURATIONS:
+        assert f"| {one.what} | {one.given} | {one.outcome} |" in table
 
 
 def test_patches_table_names_every_entry() -> None:

@@ -1,0 +1,195 @@
+"""Every configuration of `support.CONFIGURATIONS` is started: its outcome and its reason are those of the table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from packaging.version import Version
+
+from nsa_plugin.backends.common.paths import SGLANG, VLLM
+from nsa_plugin.backends.common.support import CONFIGURATIONS, Configuration, Handling
+from nsa_plugin.backends.sglang.startup import activation as sglang_activation
+from nsa_plugin.backends.sglang.startup import model as sglang_model
+from nsa_plugin.backends.sglang.startup.activation import SglangProcess
+from nsa_plugin.backends.sglang.startup.flags import CARRIER, Carried
+from nsa_plugin.backends.sglang.startup.serving import check_cache, refuse_trtllm
+from nsa_plugin.backends.vllm.startup import activation as vllm_activation
+from nsa_plugin.backends.vllm.startup.model import check_on_gpu
+from nsa_plugin.backends.vllm.v4.serving import V4Serving
+from nsa_plugin.backends.vllm.v32.serving import check_device
+from nsa_plugin.errors import LeftToStockError, NsaPluginError
+from nsa_plugin.libraries.devices import synthetic
+from nsa_plugin.patches.ledger import Ledger
+from nsa_plugin.settings import Settings
+from tests.backends.fake_sglang import v4 as sglang_v4
+from tests.backends.fake_sglang.model_runner import built, runner
+from tests.backends.fake_sglang.scheduler import scheduler
+from tests.backends.fake_sglang.v4 import batch
+from tests.backends.fake_sglang.v32 import DsaBackend, started
+from tests.backends.fake_vllm import v4_config
+from tests.backends.fake_vllm.config import config
+
+Start = Callable[[pytest.MonkeyPatch], object]
+"""Starts a configuration: raises what the plugin raises, or returns the notes of the start-up report."""
+
+
+def vllm(of: Callable[..., Any] = config, *, model: dict[str, Any] | None = None, **fields: dict[str, Any]) -> Start:
+    def start(monkeypatch: pytest.MonkeyPatch) -> None:
+        made = of()
+        for name, values in fields.items():
+            vars(getattr(made, name)).update(values)
+        vars(made.model_config.hf_config).update(model or {})
+        check_on_gpu(made)
+
+    return start
+
+
+def drafting(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_on_gpu(config(speculative_config=SimpleNamespace(parallel_drafting=True, num_speculative_tokens=2)))
+
+
+def invariant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    check_on_gpu(config())
+
+
+def packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.utils.deep_gemm.mqa_logits_use_mx_scales", lambda: True, raising=False)
+    check_device(synthetic(100))
+
+
+def platform(monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = SimpleNamespace(check_version=lambda: None)
+    monkeypatch.setattr(vllm_activation, "process", lambda: SimpleNamespace(ledger=ledger))
+    monkeypatch.setattr(vllm_activation, "device_kind", lambda: "RocmPlatform")
+    vllm_activation.check_here(config(), SimpleNamespace(settings=Settings()))
+
+
+def v4_serving(**settings: Any) -> Any:
+    return SimpleNamespace(
+        planner=None,
+        vllm_config=v4_config.config(),
+        resolved=SimpleNamespace(settings=Settings(**settings)),
+        layers=lambda: (1, set()),
+    )
+
+
+def sglang(backend: dict[str, Any] | None = None, **server_args: Any) -> Start:
+    """A V3.2 backend of SGLang with a feature switched on."""
+    original = type("Featured", (DsaBackend,), backend or {})
+    return lambda monkeypatch: started(original, server_args=SimpleNamespace(**server_args)).notes
+
+
+def without_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = built(prefill="trtllm", decode="trtllm")
+    backend.dsa_kv_cache_store_fp8 = False
+    check_cache(backend, runner(), synthetic(100))
+
+
+def another_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No backend of the plugin's has been built when the scheduler is."""
+    monkeypatch.setenv(CARRIER, "")
+    Carried({"enabled": "true", "strict": "full"}, {}).write()
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    process = SglangProcess(
+        Ledger(engine="sglang", version=Version("0.5.23"), supported=">=0.5.11", patches=()), child=True
+    )
+    process.enter_scheduler()
+    process.leave_scheduler(scheduler())
+
+
+def ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang_activation, "_check_files", lambda version: None)
+    monkeypatch.setenv(CARRIER, "")
+    monkeypatch.setenv("NSA_PLUGIN_ENABLED", "1")
+    monkeypatch.setenv("NSA_PLUGIN_STRICT", "full")
+    process = SglangProcess(
+        Ledger(engine="sglang", version=Version("0.5.23"), supported=">=0.5.11", patches=()), child=False
+    )
+    process.check_before_serving(SimpleNamespace(use_ray=True))
+
+
+def trtllm_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_trtllm(built(decode="trtllm"), synthetic(90))
+
+
+def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    configured = ({"index_topk": 2048}, {})
+    monkeypatch.setattr("transformers.PretrainedConfig.get_config_dict", lambda *args, **kwargs: configured)
+    sglang_model.refuse_model(SimpleNamespace(device="cpu", model_path="checkpoint"))
+
+
+def v4_steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    notes: list[str] = sglang_v4.started(batch((9, 300))).notes
+    return notes
+
+
+def v41(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    original = type("Featured", (sglang_v4.Engine,), {"is_dsv41": True})
+    notes: list[str] = sglang_v4.started(batch((9, 300)), original).notes
+    return notes
+
+
+STARTS: dict[tuple[str, str], Start] = {
+    (VLLM, "decode context parallelism"): vllm(parallel_config={"decode_context_parallel_size": 2}),
+    (VLLM, "prefill context parallelism"): vllm(parallel_config={"prefill_context_parallel_size": 2}),
+    (VLLM, "two batches at once"): vllm(parallel_config={"enable_dbo": True}),
+    (VLLM, "an fp4 indexer cache"): vllm(attention_config={"use_fp4_indexer_cache": True}),
+    (VLLM, "HiSparse"): vllm(attention_config={"hisparse_config": object()}),
+    (VLLM, "parallel drafting"): drafting,
+    (VLLM, "batch invariance"): invariant,
+    (VLLM, "another KV-cache format"): vllm(cache_config={"cache_dtype": "nvfp4"}),
+    (VLLM, "a model whose attention has another shape"): vllm(model={"kv_lora_rank": 256}),
+    (VLLM, "pooled indexer keys"): vllm(model={"index_kpool": 4}),
+    (VLLM, "a model with other model code"): vllm(model={"architectures": ["HYV4ForCausalLM"]}),
+    (VLLM, "DeepSeek-V4.1"): vllm(v4_config.config, model={"architectures": ["DeepseekV41ForCausalLM"]}),
+    (VLLM, "another GPU than SM90 or SM100"): lambda monkeypatch: check_device(synthetic(89)),
+    (VLLM, "packed indexer scales"): packed,
+    (VLLM, "another platform"): platform,
+    (VLLM, "decode and verify steps of DeepSeek-V4"): lambda monkeypatch: V4Serving.notes(v4_serving()),
+    (VLLM, "resharding where it cannot work"): lambda monkeypatch: V4Serving.planning(v4_serving(token_shard="on")),
+    (SGLANG, "HiSparse"): sglang(enable_hisparse=True),
+    (SGLANG, "prefill context parallelism"): sglang(enable_prefill_cp=True),
+    (SGLANG, "decode context parallelism"): sglang({"dcp_size": 2}),
+    (SGLANG, "pooled indexer keys"): sglang({"dsa_index_kpool": 4}),
+    (SGLANG, "a sharded KV cache"): sglang({"_kv_shard_pool": object()}),
+    (SGLANG, "deterministic inference"): sglang(enable_deterministic_inference=True),
+    (SGLANG, "another attention kernel for prefill or decode"): lambda monkeypatch: started(prefill="tilelang").notes,
+    (SGLANG, "a cache without scales"): without_scales,
+    (SGLANG, "another attention backend"): another_backend,
+    (SGLANG, "decode steps of a model with attention sinks"): lambda monkeypatch: (
+        started(layout="bf16", sinks=True).notes
+    ),
+    (SGLANG, "decode, verify and draft steps of DeepSeek-V4"): v4_steps,
+    (SGLANG, "DeepSeek-V4.1"): v41,
+    (SGLANG, "Ray actors"): ray,
+    (SGLANG, "trtllm by SGLang's flag where it cannot run"): trtllm_flag,
+    (SGLANG, "a model with sparse attention on a CPU"): on_a_cpu,
+}
+
+
+def test_every_configuration_is_started() -> None:
+    assert STARTS.keys() == {(one.engine, one.what) for one in CONFIGURATIONS}
+
+
+def outcome_of(start: Start, monkeypatch: pytest.MonkeyPatch) -> tuple[Handling, str]:
+    """What the plugin does with a configuration, and what it says; SGLang's backends say it in notes."""
+    try:
+        notes = start(monkeypatch)
+    except LeftToStockError as error:
+        return Handling.STOCK, str(error)
+    except NsaPluginError as error:
+        return Handling.REFUSED, str(error)
+    assert isinstance(notes, list)
+    whole = any("every batch" in note for note in notes)
+    return Handling.STOCK if whole else Handling.PARTLY, "\n".join(notes)
+
+
+@pytest.mark.parametrize("one", CONFIGURATIONS, ids=lambda one: f"{one.engine}: {one.what}")
+def test_the_table_says_what_happens(one: Configuration, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome, said = outcome_of(STARTS[one.engine, one.what], monkeypatch)
+    assert outcome is one.outcome
+    assert one.says in said
