@@ -8,7 +8,10 @@ been told to interpret (tests/conftest.py), so `test_triton_compiles` runs it as
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 import sys
+import tempfile
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -17,6 +20,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -36,10 +40,9 @@ from nsa_plugin.kernels.triton import (
     v4_prefill,
 )
 from nsa_plugin.layouts import Fp8Layout, get_layout
+from nsa_plugin.libraries.architectures import shared_memory_per_block
 from nsa_plugin.parallel import transpose_triton
 
-# Of a block on SM90 and SM100: 227 KiB.
-SHARED_MEMORY = 232448
 BF16, FP8, F32, I32 = torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.int32
 
 
@@ -59,27 +62,39 @@ class Driver:
         return 0
 
 
-def without_a_gpu(sm: int) -> dict[str, list[int]]:
-    """Have launches compiled for an SM version instead: {kernel: bytes of shared memory of each compilation}."""
+def without_a_gpu(sm: int) -> dict[str, list[dict[str, int]]]:
+    """Have launches compiled for an SM version instead: {kernel: what a block of each compilation needs}."""
     driver.set_active(Driver(sm))
     facts = {"multi_processor_count": 132, "major": sm // 10, "minor": sm % 10}
-    properties = SimpleNamespace(**facts, shared_memory_per_block_optin=SHARED_MEMORY)
+    properties = SimpleNamespace(**facts, shared_memory_per_block_optin=shared_memory_per_block(sm))
     torch.cuda.get_device_properties = lambda device=None: properties
     torch.cuda.get_device_capability = lambda device=None: divmod(sm, 10)
     torch.cuda.device = torch.cuda.device_of = lambda device: nullcontext()
     # Triton asks whether addresses are multiples of 16, as an allocator's are; torch built without CUDA cannot index.
     FakeTensor.data_ptr = lambda self: 0
     FakeTensor.__getitem__ = _item
-    compiled: dict[str, list[int]] = defaultdict(list)
+    compiled: dict[str, list[dict[str, int]]] = defaultdict(list)
     run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        compiled[f"{self.fn.__module__}.{self.fn.__name__}"].append(kernel.metadata.shared)
+        needs = {"shared": kernel.metadata.shared, "threads": 32 * kernel.metadata.num_warps}
+        compiled[f"{self.fn.__module__}.{self.fn.__name__}"].append(needs | resources(kernel.asm["cubin"]))
         return kernel
 
     JITFunction.run = compile_only
     return compiled
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """Registers and bytes of spilled registers of a thread, as cuobjdump reads them from the machine code."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack, local = (int(re.search(rf"{name}:(\d+)", said)[1]) for name in ("REG", "STACK", "LOCAL"))
+    return {"registers": registers, "spilled": stack + local}
 
 
 def _item(tensor: torch.Tensor, key: Any) -> torch.Tensor:

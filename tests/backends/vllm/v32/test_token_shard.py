@@ -230,7 +230,7 @@ def test_what_shows_after_the_start_leaves_serving_to_vllm_with_strict_off(monke
         raise SettingsError("no layer attends")
 
     settings = SimpleNamespace(settings=Settings(strict=False))
-    here: list[Any] = [SimpleNamespace(settle=settle, resolved=settings, first=True)]
+    here: list[Any] = [SimpleNamespace(measure=lambda: None, settle=settle, resolved=settings, first=True)]
     said: list[str] = []
 
     def give_up(error: Exception, resolved: Any, report: bool) -> None:
