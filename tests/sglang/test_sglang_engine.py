@@ -89,7 +89,7 @@ def test_the_kill_switch_wins_over_the_flag(place: Place) -> None:
     (scheduler,) = place.seen("scheduler")
     assert (scheduler["backend"] or [BACKEND])[0] == BACKEND  # SGLang 0.5.18 and 0.5.19 have not even loaded it
     assert not place.report_file.exists()
-    assert "NSA_PLUGIN_ENABLED=0 wins over its flags" in place.log()
+    assert "NSA_PLUGIN_ENABLED=0 overrides its flags" in place.log()
 
 
 def test_a_target_that_is_gone_in_the_scheduler_stops_the_engine(place: Place) -> None:

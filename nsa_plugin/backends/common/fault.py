@@ -1,7 +1,7 @@
-"""The deliberate fault `shift_indices`, by which a comparison shows that it notices wrong tokens.
+"""The deliberate fault `shift_indices`, which shows that a comparison detects wrong tokens.
 
-`Providers` holds one `AttendedTokens`, made at start. The plugin's kernels are loaded through it; an adapter that calls
-a stock kernel passes that kernel's indices through it. Nothing of an engine changes while a batch runs.
+`Providers` holds one `AttendedTokens`, made at start. It loads the plugin's kernels through it, and adapters pass the
+indices of stock kernels through it. Nothing of an engine changes while a batch runs.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from nsa_plugin.settings import Settings
 
 @dataclass(frozen=True)
 class AttendedTokens:
-    """The tokens that sparse attention reads: those selected, or with the fault others of the same cache.
+    """The tokens that sparse attention reads: the selected ones, or with the fault other tokens of the same cache.
 
     Attributes:
-        wrong: the fault is on.
+        wrong: whether the fault is on.
     """
 
     wrong: bool = False
@@ -31,11 +31,11 @@ class AttendedTokens:
         return cls(settings.fault == "shift_indices")
 
     def __call__(self, indices: torch.Tensor) -> torch.Tensor:
-        """Slots, rows or positions to attend; -1 stays -1."""
+        """Return the slots, rows or positions to attend; -1 stays -1."""
         return shifted(indices) if self.wrong else indices
 
     def kernel(self, attend: Callable[..., Any], *, named: tuple[str, ...] = ("extra_indices",)) -> Callable[..., Any]:
-        """A sparse attention kernel that attends these tokens.
+        """Wrap a sparse attention kernel so that it attends these tokens.
 
         Args:
             attend: takes its indices as the third argument, or among the keywords `named`.
@@ -54,5 +54,5 @@ class AttendedTokens:
 
 
 def shifted(indices: torch.Tensor) -> torch.Tensor:
-    """Another token's slot, row or position for each, in the same cache; -1 stays -1."""
+    """Replace each slot, row or position by that of another token in the same cache; -1 stays -1."""
     return indices.div(2, rounding_mode="floor")

@@ -1,4 +1,4 @@
-"""What an engine's function calls, by the names that it looks up."""
+"""Names that an engine's function looks up."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from typing import Any
 
 
 def engine_names(original: Any) -> dict[str, Any]:
-    """The globals of the module that a function or classmethod of the engine's is from, whatever is wrapped around."""
+    """Return the globals of the module that defines an engine's function or classmethod, wrapped or not."""
     names: dict[str, Any] = inspect.unwrap(original).__globals__
     return names

@@ -1,11 +1,11 @@
 """The execution-path table: how each engine executes a plan's route, for both engines and both model families.
 
 A route is an attention kernel of a library, over the cache in place or over a bf16 copy (`decision.routes.Route`). An
-execution path is what the adapter does with it: which of the engine's own paths the batch takes, and whether the
-plugin's kernel runs at its end. A route without an entry for an engine and a KV layout is never planned there: the
-planner passes the routes of this table to `decide` as `Constraints.paths`.
+execution path is how the adapter runs it: the stock code path that the batch takes, and whether the plugin's kernel
+runs at its end. The planner passes the routes of this table to `decide` as `Constraints.paths`, so a route without an
+entry for an engine and a KV layout is never planned there.
 
-The one place to extend for a new route.
+A new route is added here and nowhere else in the adapters.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ SGLANG, VLLM = "SGLang", "vLLM"
 
 PREFILL, DECODE, DENSE = Attention.SPARSE_PREFILL, Attention.SPARSE_DECODE, Attention.MHA_ONE_SHOT
 
-# Execution paths. Of DeepSeek-V3.2 under SGLang they are SGLang's own names.
+# Execution paths of DeepSeek-V3.2 under SGLang, by SGLang's names.
 FLASHMLA_KV, FLASHMLA_SPARSE, FA3, MHA = "flashmla_kv", "flashmla_sparse", "fa3", "mha"
-# Of DeepSeek-V3.2 under vLLM: the plugin's kernel; or vLLM's FlashMLA call as vLLM would make it; or, for a prefill
-# over an fp8 cache, one of its two forms: the fp8 decode kernel for all tokens, or a bf16 copy and the prefill kernel.
+# Of DeepSeek-V3.2 under vLLM: the plugin's kernel; vLLM's FlashMLA call; for a prefill over an fp8 cache, one of the
+# call's two variants: the fp8 decode kernel for all tokens, or a bf16 copy and the prefill kernel.
 PROVIDER, STOCK, MIXED, SEPARATE = "provider", "stock", "mixed", "separate"
-# Of DeepSeek-V4: the plugin's kernel over both fp8 caches; bf16 rows of the pages that the batch reads, then FlashMLA's
-# prefill kernel; FlashMLA's decode kernel.
+# Of DeepSeek-V4: the plugin's kernel over both fp8 caches; a bf16 copy of the pages that the batch reads, then
+# FlashMLA's prefill kernel; FlashMLA's decode kernel.
 DIRECT, BF16_ROWS, DECODE_KERNEL = "direct", "bf16 rows", "decode kernel"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PathEntry:
-    """Routes that an engine executes in one way.
+    """Routes with the same execution path.
 
     Attributes:
         path: the execution path.
-        own: the plugin's code runs the kernel; else the stock engine's call does.
-        engines, layouts: where the entry holds.
+        own: the plugin runs the kernel; else the stock engine does.
+        engines, layouts: the engines and KV layouts that the entry applies to.
         attention: the kernels of the routes.
-        libraries: their libraries; () = every library whose kernel the plugin calls itself.
-        dequantize_kv: they read a bf16 copy of the cache.
+        libraries: their libraries; () = every library whose kernel the plugin calls.
+        dequantize_kv: whether they read a bf16 copy of the cache.
         prefill: only prefills (True), only decode, verify and draft steps (False), or both (None).
-        why: the reason for this path, for a reader of the report; "" where the path's name says it.
+        why: the reason for this path, for the report; "" if the path's name says it.
     """
 
     path: str
@@ -69,7 +69,7 @@ PATHS: tuple[PathEntry, ...] = (
         engines=(SGLANG,),
         layouts=("v32_fp8",),
         attention=(PREFILL, DECODE),
-        why="only this path passes slots and the fp8 pages themselves",
+        why="only this path passes slots and the fp8 pages",
     ),
     PathEntry(
         path=FLASHMLA_KV,
@@ -78,7 +78,7 @@ PATHS: tuple[PathEntry, ...] = (
         layouts=("v32_fp8",),
         attention=(DECODE,),
         libraries=("flash_mla",),
-        why="SGLang's own FlashMLA call, whose schedule it keeps for all layers and in graphs",
+        why="SGLang's FlashMLA call, whose schedule it keeps for all layers and in graphs",
     ),
     PathEntry(
         path=FLASHMLA_SPARSE,
@@ -96,7 +96,7 @@ PATHS: tuple[PathEntry, ...] = (
         engines=(SGLANG,),
         layouts=("bf16",),
         attention=(PREFILL, DECODE),
-        why="this path passes slots and the bf16 rows, and needs no scheduling metadata",
+        why="this path passes slots and the bf16 cache, and needs no scheduling metadata",
     ),
     PathEntry(
         path=FLASHMLA_SPARSE,
@@ -105,7 +105,7 @@ PATHS: tuple[PathEntry, ...] = (
         layouts=("bf16",),
         attention=(PREFILL,),
         libraries=("flash_mla",),
-        why="SGLang's own FlashMLA call, with padded heads",
+        why="SGLang's FlashMLA call, with padded heads",
     ),
     PathEntry(
         path=FA3,
@@ -114,7 +114,7 @@ PATHS: tuple[PathEntry, ...] = (
         layouts=("bf16",),
         attention=(DECODE,),
         libraries=("fa3",),
-        why="SGLang's own FA3 call",
+        why="SGLang's FA3 call",
     ),
     PathEntry(path=MHA, own=False, engines=(SGLANG,), layouts=_V32, attention=(DENSE,), libraries=("fa3", "trtllm")),
     PathEntry(path=MHA, own=True, engines=(VLLM,), layouts=_V32, attention=(DENSE,), libraries=tuple(MANIFEST)),
@@ -178,17 +178,17 @@ PATHS: tuple[PathEntry, ...] = (
     ),
 )
 
-# Libraries that the engines bring and call themselves; each of their routes has an entry of its own.
+# Libraries that the engines install and call; each of their routes has a separate entry.
 ENGINE_LIBRARIES = frozenset({"flash_mla", "fa3", "trtllm", "deep_gemm"})
 
 
 def entry_of(engine: str, layout: str, route: Route, *, prefill: bool) -> PathEntry | None:
-    """The entry of a route, or None if the engine has no path for it."""
+    """Return the entry of a route, or None if the engine has no path for it."""
     return _table(engine, layout, prefill, tuple(MANIFEST)).get(route)
 
 
 def path_of(engine: str, layout: str, plan: Plan) -> PathEntry:
-    """The execution path of a plan that attends.
+    """Return the execution path of a plan that attends.
 
     Raises:
         NoProviderError: the engine has none; `routes_of` keeps `decide` from making such a plan.
@@ -201,7 +201,7 @@ def path_of(engine: str, layout: str, plan: Plan) -> PathEntry:
 
 
 def routes_of(engine: str, layout: str, *, prefill: bool, only: frozenset[str] = frozenset()) -> frozenset[Route]:
-    """The routes that an engine can execute over a KV layout; with `only`, those of these execution paths."""
+    """Return the routes that an engine can execute over a KV layout; with `only`, those of these execution paths."""
     return _routes(engine, layout, prefill, only, tuple(MANIFEST))
 
 
@@ -213,7 +213,7 @@ def _routes(engine: str, layout: str, prefill: bool, only: frozenset[str], known
 
 @functools.cache
 def _table(engine: str, layout: str, prefill: bool, known: tuple[str, ...]) -> dict[Route, PathEntry]:
-    """{route: entry}; `known` are the manifest's libraries, which a test may add to."""
+    """{route: entry}; `known`: the manifest's libraries, to which a test may add."""
     table: dict[Route, PathEntry] = {}
     for entry in PATHS:
         if engine not in entry.engines or layout not in entry.layouts or entry.prefill not in (None, prefill):
@@ -226,5 +226,5 @@ def _table(engine: str, layout: str, prefill: bool, known: tuple[str, ...]) -> d
 
 
 def _in_table(route: Route) -> Route:
-    """Dense attention copies only the prefix of an fp8 cache; its path is the same with and without."""
+    """Drop dequantisation from a dense route: it copies only the prefix of an fp8 cache, on the same path."""
     return Route(route.attention, route.library) if route.attention is DENSE else route

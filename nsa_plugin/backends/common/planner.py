@@ -1,4 +1,4 @@
-"""The planner that both engines share: one call of `decide` a plan, with what the adapter knows as `Constraints`.
+"""The planner of both engines: one call of `decide` per plan, with what the adapter knows as `Constraints`.
 
 An engine's planner reads that engine's batch and adds what only it knows. It never edits a plan or decides twice.
 """
@@ -34,8 +34,8 @@ class Execution:
 
     Attributes:
         plan: the decision.
-        path: the execution path; None where nothing is selected (dense attention, or no query tokens).
-        own: the plugin's code runs the attention kernel.
+        path: the execution path; None without sparse attention (dense attention, or no query tokens).
+        own: whether the plugin runs the attention kernel.
     """
 
     plan: Plan
@@ -53,7 +53,7 @@ class Execution:
 
 
 def execution_of(engine: str, layout: str, plan: Plan) -> Execution:
-    """How an engine executes a plan; only sparse attention has a path of its own.
+    """Return how an engine executes a plan; only sparse attention has an entry in the path table.
 
     Raises:
         NoProviderError: see `path_of`.
@@ -92,13 +92,13 @@ class Planner:
     _prefills_until_reading: int = 0
 
     def constraints(self, *, prefill: bool, rows: int = 0, **more: Any) -> Constraints:
-        """What restricts a batch of `rows` query tokens: the engine's paths, why heads stay local, and `more`."""
+        """Return the constraints of a batch of `rows` query tokens: paths, why heads stay local, and `more`."""
         paths = routes_of(self.engine, self.model.kv_layout, prefill=prefill)
         named = {"paths": paths, "engine": self.engine, "keep_heads": self.keep_heads(rows)} | more
         return Constraints(**named)
 
     def keep_heads(self, rows: int) -> str:
-        """Why a batch of `rows` query tokens does not reshard, whatever its times; "" if it may."""
+        """Return why a batch of `rows` query tokens cannot reshard, whatever the times; "" if it can."""
         if self.no_exchange:
             return self.no_exchange
         if rows > self.exchange_rows:
@@ -106,7 +106,7 @@ class Planner:
         return ""
 
     def step_execution_of(self, shape: BatchShape) -> Execution:
-        """How a decode, verify or draft step is executed: the same for the same phase, requests and query tokens."""
+        """Return how to execute a decode, verify or draft step; it depends on phase, requests and tokens alone."""
         key = (shape.phase, shape.num_requests, shape.num_tokens)
         execution = self._steps.get(key)
         if execution is None:
@@ -116,7 +116,7 @@ class Planner:
         return execution
 
     def execution(self, plan: Plan) -> Execution:
-        """How the engine executes a plan."""
+        """Return how the engine executes a plan."""
         return execution_of(self.engine, self.model.kv_layout, plan)
 
     def measure(self, free_memory: Callable[[], int]) -> None:
@@ -144,7 +144,7 @@ class Planner:
         self._prefills_until_reading -= 1
 
     def record(self, parts: list[tuple[Plan, list[TracedRequest]]]) -> None:
-        """Put the plans of a batch into the trace and the metrics."""
+        """Record the plans of a batch in the trace and the metrics."""
         self.trace.record(parts)
         if self.count is not None:
             for plan, _ in parts:

@@ -1,4 +1,4 @@
-"""The registry's providers for a backend, looked up once: a layer's attention has no time to search for packages."""
+"""Kernel providers of a backend, looked up once: searching for packages is too slow for every layer."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ SPARSE_OPS = ("sparse_mla_prefill", "sparse_mla_decode")
 
 @dataclass
 class Providers:
-    """Loads providers that carry a device's and a cache's cases.
+    """Loads providers that support a device and a cache layout.
 
     Attributes:
         layout: name of the cache's layout.
         sm: the device's SM version; 0 for a CPU.
-        helpers: the provider of ops that no plan names; None: Triton's on a GPU, the reference on a CPU.
-        vendored: libraries that the engine carries inside itself: provider and module name -> the engine's module.
-        attended: the tokens that sparse attention reads; wrong ones under the deliberate fault.
+        helpers: the provider of ops that no plan names; None: Triton on a GPU, the reference on a CPU.
+        vendored: libraries bundled with the engine: provider and module name -> the engine's module.
+        attended: the tokens that sparse attention reads; wrong ones with the deliberate fault.
     """
 
     layout: str
@@ -41,10 +41,10 @@ class Providers:
     _loaded: dict[tuple[str, str, int | None], Callable[..., Any]] = field(default_factory=dict)
 
     def load(self, op: str, name: str, heads: int | None = None) -> Callable[..., Any]:
-        """The function of provider `name` for an op.
+        """Return the function of provider `name` for an op.
 
         Args:
-            heads: query heads of the call; None where the op has none.
+            heads: query heads of the call; None if the op has none.
 
         Raises:
             RegistryError, NoProviderError: see `Registry.load`.
@@ -68,11 +68,11 @@ class Providers:
         out: torch.Tensor | None = None,
         **arguments: Any,
     ) -> torch.Tensor:
-        """Sparse attention of query tokens [n, heads, d_qk] by provider `name`, for either op: [n, heads, d_v].
+        """Attend query tokens q [n, heads, d_qk] with provider `name`, for either sparse op: [n, heads, d_v].
 
         Args:
             slots: int32 [n, topk], -1 for none.
-            out: where to put the output.
+            out: tensor for the output; None = a new one.
             arguments: `scale`, `d_v` and `attn_sink`, as in `nsa_plugin.kernels.sparse_mla`.
         """
         kernel = self.load(op, name, heads=q.shape[1])
@@ -85,14 +85,14 @@ class Providers:
         return found
 
     def helper(self, op: str) -> Callable[..., Any]:
-        """The function of an op that no plan names."""
+        """Return the function of an op that no plan names."""
         return self.load(op, self.helpers or ("triton" if self.sm else REFERENCE))
 
 
 def use_vendored(library: str, inside: str) -> None:
-    """Let a library that an engine carries inside itself be imported by its own name, unless it is installed besides.
+    """Make a library bundled with an engine importable by its usual name, unless it is also installed.
 
-    Engines look for the installed one first themselves, and get the same module object then.
+    Engines also prefer the installed library, so both get the same module object.
     """
     if library in sys.modules or find_spec(library) is not None:
         return

@@ -1,8 +1,8 @@
-"""Heads for tokens in an engine: the exchange of one process, and the share of one batch.
+"""Resharding of heads to tokens in an engine: the exchange of one process, and this rank's share of one batch.
 
-The plan says whether a batch's ranks reshard (`decision.token_shard`), `parallel.token_shard` does it. Here is
-what every engine has to do with it: what the ranks agree on before any of them may wait for another, the proof that
-the exchange works before anything is served, and a batch's rows. What only one engine has is in its own module.
+The plan says whether a batch's ranks reshard (`decision.token_shard`); `parallel.token_shard` does it. This module has
+what both engines need: the agreement of the ranks before any of them waits for another, a test of the exchange before
+serving, and the query tokens of each rank.
 """
 
 from __future__ import annotations
@@ -28,57 +28,57 @@ from nsa_plugin.parallel.token_shard import TokenShard
 from nsa_plugin.patches.ledger import TURN_OFF
 from nsa_plugin.settings import Settings
 
-SINKS = "the model has attention sinks (learnable_sink in its config), and a rank holds those of its own heads only"
+SINKS = "the model has attention sinks (learnable_sink in its config), and each rank has only those of its local heads"
 
 AttendShare = Callable[[torch.Tensor, torch.Tensor, slice], torch.Tensor]
-"""(q [n, H, d_qk], selection [n, topk], the rows of the batch that these are) -> out [n, H, d_v], which no later call
-writes; see `TokenShard.attend`. Called for every piece of this rank's rows, in order, so that whatever it reads of rows
-has to be of these, and what all pieces share is made once a layer.
+"""(q [n, H, d_qk], selection [n, topk], their query tokens in the batch) -> out [n, H, d_v], which no later call
+writes; see `TokenShard.attend`. Called in order for every piece of this rank's query tokens; it must read per-token
+data of these tokens only.
 """
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """What the attention layers of a process share.
+    """The exchange that the attention layers of a process share.
 
     Attributes:
-        shard: the two exchanges, with their buffers; of one stream, so one batch after the other.
-        host_group: the ranks of `shard`, for what they agree on without their devices.
+        shard: the two exchanges with their buffers, on one stream: one batch after the other.
+        host_group: the ranks of `shard`, for agreement through the CPU.
     """
 
     shard: TokenShard
     host_group: dist.ProcessGroup
 
     def least(self, number: int) -> int:
-        """The least number of all ranks, each of which has to ask: a wait for them."""
+        """Return the smallest number of all ranks; waits until every rank has called."""
         return least(self.host_group, number)
 
     def prove(self, heads: int, d_qk: int, d_v: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Exchange rows that say where they come from: compiles, connects and checks, before anything is served.
+        """Exchange test data whose values tell their origin: compiles, connects and checks, before serving.
 
-        In one piece, then in two, which go other ways.
+        Runs in one piece, then in two, which take different code paths.
 
         Raises:
-            NoProviderError: on every rank, where one of them did not get what the others sent.
+            NoProviderError: on every rank, if one of them did not receive what the others sent.
         """
         shard = self.shard
         rows = min(2 * shard.ranks + 1, shard.max_tokens)  # not a multiple of the ranks
         row = torch.arange(rows, device=device).remainder(16).view(-1, 1, 1).expand(rows, heads, d_qk)
-        q = (row + 16 * shard.rank).to(dtype).contiguous()  # whole numbers that bfloat16 holds, up to 16 ranks
+        q = (row + 16 * shard.rank).to(dtype).contiguous()  # integers exact in bfloat16, up to 16 ranks
         partition = by_count(rows, shard.ranks)
         sender = torch.arange(shard.ranks, device=device)
         sent = row[partition.rows(shard.rank), :1, :1] + 16 * sender.repeat_interleave(heads).view(1, -1, 1)
         wanted = sent.to(dtype).expand(-1, -1, d_qk)
         for chunks in (1, 2):
             right, why = self._proven(q, partition, wanted, d_v, chunks)
-            # Between the two, too: a rank that fails would keep the others waiting in the next exchange.
+            # After each run: a rank that failed would keep the others waiting in the next exchange.
             if not self.least(int(right)):
                 raise refusal("the exchange of token_shard", why)
 
     def _proven(
         self, q: torch.Tensor, partition: Partition, wanted: torch.Tensor, d_v: int, chunks: int
     ) -> tuple[bool, str]:
-        """(whether what arrived here is `wanted`, of all pieces, and what came back is right; why not)."""
+        """(whether this rank received `wanted`, over all pieces, and a correct output came back; why not)."""
         arrived = [wanted[:0]]
 
         def attend_rows(q_rows: torch.Tensor, rows: slice) -> torch.Tensor:
@@ -88,9 +88,9 @@ class Exchange:
         try:
             back = self.shard.attend(q, partition, attend_rows, chunks=chunks)
             right = torch.equal(back, q[..., :d_v] + 1) and torch.equal(torch.cat(arrived), wanted)
-        except RuntimeError as error:  # the group's, a compiler's or CUDA's own
+        except RuntimeError as error:  # from the group, a compiler or CUDA
             return False, repr(error)
-        return right, "a rank did not get what the others sent"
+        return right, "a rank did not receive what the others sent"
 
 
 E = TypeVar("E", bound=Exchange)
@@ -98,13 +98,12 @@ E = TypeVar("E", bound=Exchange)
 
 @dataclass
 class Share:
-    """Whose rows of one batch, or of one call of it, are whose, for all layers.
+    """How the ranks share the query tokens of one batch, or of one attention call of it, for all layers.
 
     Attributes:
         partition: the same on every rank.
-        chunks: pieces in which the rows are exchanged and attended, by the plan; the same on every rank.
-        schedules: what the engine's FlashMLA schedules for a piece of this rank's rows, by the first of them; see
-            `scheduled`.
+        chunks: pieces in which the query tokens are exchanged and attended, from the plan; the same on every rank.
+        schedules: FlashMLA's schedule for each piece of this rank's query tokens, by its first token; see `scheduled`.
         first_layer: the layer that made them.
     """
 
@@ -116,18 +115,19 @@ class Share:
 
     @property
     def rows(self) -> slice:
-        """This rank's rows."""
+        """This rank's query tokens."""
         return self.partition.rows(self.exchange.shard.rank)
 
     def attend(self, q: torch.Tensor, selection: torch.Tensor, attend_rows: AttendShare) -> torch.Tensor:
-        """[T, h, d_v]: this rank's heads of all rows, by one rank a row.
-
-        A view of a buffer: valid until the next layer attends, which comes after the engine has projected it.
+        """Attend with resharded heads. Each query token is attended by one rank with all heads.
 
         Args:
-            q: [T, h, d_qk]; rows behind the requests', which an engine pads on every rank alike, have no output: zeros.
-            selection: [rows or fewer, topk], of which own rows alone are read; rows that are missing attend to nothing.
-            attend_rows: not called for a piece in which this rank has no rows.
+            q: [T, h, d_qk], this rank's heads. An engine pads T alike on every rank; padding gets zeros.
+            selection: [T or fewer, topk], read only for this rank's query tokens; missing ones attend to nothing.
+            attend_rows: not called for a piece in which this rank has no query tokens.
+
+        Returns:
+            [T, h, d_v], this rank's heads of all query tokens: a view of a buffer that the next layer overwrites.
         """
         total, rows = self.partition.total, q.shape[0]
         if rows < total:
@@ -143,10 +143,10 @@ class Share:
         return out if rows == total else F.pad(out, (0, 0, 0, 0, 0, rows - total))
 
     def scheduled(self, layer: Hashable, rows: slice, make: Callable[[], Any]) -> Any:
-        """What `make` gave the first layer that asked for these rows, a piece; the layers behind it share it.
+        """Return a piece's schedule, made with `make` by the first layer that asks and shared by later layers.
 
-        Where that layer comes again, the model has begun again, with other lengths in the same tensors or under capture
-        after a run without: it is made again, and so is in the graph that reads it.
+        When the first layer comes again, the model has started again, with other lengths in the same tensors or under
+        capture. The schedule is then made again, so that it is part of the graph that reads it.
         """
         if rows.start not in self.schedules or self.first_layer == layer:
             self.schedules[rows.start], self.first_layer = make(), layer
@@ -154,37 +154,37 @@ class Share:
 
 
 def has_sinks(config: Any) -> bool:
-    """Whether a model has learned attention sinks, by its Hugging Face configuration (of its text model)."""
+    """Whether a model has learned attention sinks, by the Hugging Face configuration of its text model."""
     return bool(getattr(config, "learnable_sink", False))
 
 
 def least(group: dist.ProcessGroup, number: int) -> int:
-    """The least number of a group's ranks, each of which has to ask."""
-    found = torch.tensor([number], dtype=torch.int64, device="cpu")  # whatever device an engine builds its layers on
+    """Return the smallest number of a group's ranks; every rank has to call."""
+    found = torch.tensor([number], dtype=torch.int64, device="cpu")  # an engine may have set another default device
     dist.all_reduce(found, op=dist.ReduceOp.MIN, group=group)
     return int(found)
 
 
 def free_memory_of(exchange: Exchange | None, read: Callable[[], int]) -> Callable[[], int]:
-    """What reads the free memory that plans are made from: with an exchange, the least of its ranks.
+    """Return a function that reads the free memory for plans: with an exchange, the smallest of its ranks.
 
-    Ranks that exchange have to plan alike, and a plan may turn on it.
+    Ranks that exchange must make the same plans, and a plan may depend on the free memory.
 
     Args:
-        read: gives the free bytes of this rank's device.
+        read: returns the free bytes of this rank's device.
     """
     return read if exchange is None else lambda: exchange.least(read())
 
 
 def checked_group(engine: str, getter: tuple[str, str], model: ModelShape) -> Any:
-    """An engine's coordinator of the ranks that share the attention's heads.
+    """Return an engine's coordinator of the ranks that share the attention heads.
 
     Args:
         engine: its name, for errors.
-        getter: the module and the name of the engine's function that gives it.
+        getter: module and name of the engine's function that returns the coordinator.
 
     Raises:
-        PatchError: there is none, or not of these ranks.
+        PatchError: there is none, or it has other ranks.
     """
     module, name = getter
     try:
@@ -196,7 +196,7 @@ def checked_group(engine: str, getter: tuple[str, str], model: ModelShape) -> An
         raise PatchError(f"{engine}'s attention group has no {' and no '.join(lacks)}. {TURN_OFF}")
     size = dist.get_world_size(group.device_group)
     if size != model.attn_tp_size:
-        raise PatchError(f"{engine}'s attention group has {size} ranks, and heads for {model.attn_tp_size}. {TURN_OFF}")
+        raise PatchError(f"{engine}'s attention group has {size} ranks, but heads for {model.attn_tp_size}. {TURN_OFF}")
     return group
 
 
@@ -211,27 +211,30 @@ def open_exchange(
     max_tokens: Callable[[], int],
     made: Callable[[TokenShard, dist.ProcessGroup], E],
 ) -> tuple[E | None, str]:
-    """(the exchange of this process or None, why there is none).
+    """Open the exchange of this process, if its batches may reshard.
 
-    All ranks of an attention group come here in the same order, and leave with the same answer.
+    All ranks of an attention group call this in the same order and get the same answer.
 
     Args:
         where: the device of the buffers.
         group: finds the engine's coordinator; see `checked_group`.
-        impossible: what of this server has no part in it, or None.
-        max_tokens: most query rows of a batch that the buffers hold.
-        made: the engine's exchange of the two.
+        impossible: returns why this server does not support it, or None.
+        max_tokens: returns the most query tokens of a batch that the buffers hold.
+        made: makes the engine's exchange.
+
+    Returns:
+        (the exchange or None, why there is none).
 
     Raises:
-        SettingsError: `token_shard` is on, and this server or another rank of the group cannot.
+        SettingsError: `token_shard` is on, but this server or another rank of the group cannot reshard.
         PatchError: the engine's groups are not as expected.
-        MismatchError: the ranks would not decide alike.
+        MismatchError: the ranks would decide differently.
         NoProviderError: the exchange does not run.
     """
-    # But for its links, which only a rank itself knows, a device is the same on every rank.
+    # Devices are the same on every rank except for their links, which only the rank knows.
     if reason := sharding.never(model, replace(device, nvlink=True), settings):
         return None, reason
-    if not settings.strict:  # no rank may wait for one that has left serving to its engine
+    if not settings.strict:  # no rank may wait for one that the stock engine serves
         return None, _kept(settings, "strict is off, and a rank that does not serve would keep the others waiting")
     ranks = group()
     reason = impossible() or sharding.pointless(model, device, settings, max_tokens())
@@ -268,10 +271,10 @@ def open_exchange(
 
 
 def _kept(settings: Settings, reason: str) -> str:
-    """The reason why heads are kept.
+    """Return the reason why heads stay local.
 
     Raises:
-        SettingsError: the settings ask for the trade.
+        SettingsError: the settings ask for resharding.
     """
     if settings.token_shard == "on":
         raise SettingsError(f"token_shard is on and cannot work here: {reason}; allowed here: auto, off")

@@ -1,9 +1,8 @@
-"""The plugin's kernels, run once before an engine captures a graph or serves.
+"""Warm-up: run the plugin's kernels once before an engine captures a graph or serves.
 
-A kernel that does not compile or load here is an error at start-up, rather than in a capture or in a batch. The
-engines run each batch before they capture it, so whatever is specialised to a batch's shape is built then; this comes
-before, builds what all shapes share, and allocates on no graph's memory what the kernels keep (`cuda.sparse_mla`'s
-records).
+A kernel that does not compile or load then fails at start-up, not in a capture or a batch. Code specialised to a
+batch's shape is built later, since engines run each batch before they capture it. The warm-up also keeps buffers that
+outlive a call (`cuda.sparse_mla`'s records) out of a graph's memory pool.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ SELECTED = 64
 
 
 def warm(kernels: Iterable[tuple[str, str]], providers: Providers, model: ModelShape, device: torch.device) -> None:
-    """Run each kernel once on a few rows and wait for it.
+    """Run each kernel once on a few query tokens and wait for it.
 
     Args:
         kernels: (op, provider) of sparse attention.
-        providers: the backend's.
-        model: gives the heads, the row and the number of selected tokens.
-        device: the backend's.
+        providers: of the backend.
+        model: has the heads, the row dimensions and the number of selected tokens.
+        device: of the backend.
 
     Raises:
-        NoProviderError: one does not run here; says which and why.
+        NoProviderError: a kernel does not run on this device; says which and why.
     """
     d_qk, d_v = model.row_dims
     plain = model.kv_layout == "bf16"
@@ -49,7 +48,7 @@ def warm(kernels: Iterable[tuple[str, str]], providers: Providers, model: ModelS
 
 
 def warm_selection(providers: Providers, model: ModelShape, device: torch.device) -> None:
-    """As `warm`, for what turns a prefill's logits into a selection.
+    """As `warm`, for the kernels that turn a prefill's logits into a selection.
 
     Raises:
         NoProviderError: as `warm`.
@@ -64,7 +63,7 @@ def warm_selection(providers: Providers, model: ModelShape, device: torch.device
         table = torch.arange(logits.shape[1], dtype=torch.int32, device=device).repeat(ROWS, 1)
         paged = providers.helper("index_transform_paged")
         slots = paged(chosen, table, page_size=1, row_to_request=torch.arange(ROWS, device=device).int())
-        # The logits ascend, and both transforms of them are the positions themselves.
+        # The logits ascend, and both transforms map positions to themselves.
         wanted = torch.arange(topk, logits.shape[1], device=device)
         right = all(bool((found.sort(1).values == wanted).all()) for found in (chosen, rows, slots))
     except Exception as error:
@@ -84,12 +83,12 @@ def expect_zeros(what: str, run: Callable[[], torch.Tensor]) -> None:
     """
     try:
         zero = not bool(run().any())
-    except Exception as error:  # the compiler's, the driver's or CUDA's
+    except Exception as error:  # from the compiler, the driver or CUDA
         raise refusal(what, repr(error)) from error
     if not zero:
-        raise refusal(what, "over a cache of zeros its output is not zero")
+        raise refusal(what, "its output over a cache of zeros is not zero")
 
 
 def refusal(what: str, why: str) -> NoProviderError:
-    """The error of a kernel that was run and did not do what it is for."""
+    """Return the error of a kernel that failed or gave a wrong result."""
     return NoProviderError(f"nsa-plugin's kernels do not run on this device: {what}: {why}. {TURN_OFF}")

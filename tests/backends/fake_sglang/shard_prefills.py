@@ -59,13 +59,13 @@ def equal_to_unsharded(way: Way, chunks: int = 1) -> None:
     """Batch after batch through the same buffers, each with two layers, in so many pieces where there are the rows."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     model, exchange = model_of(way, ranks), exchange_of()
-    traded = backend_of(way, model, exchange)
+    sharded = backend_of(way, model, exchange)
     own = backend_of(way, model, None)
     whole = backend_of(way, replace(model, attn_tp_size=1), None)
     trades = 0
     for seed, step in enumerate(STEPS):
         engine = Engine(step, way.layout, model.num_heads, seed)
-        plan = engine.prepare(traded)
+        plan = engine.prepare(sharded)
         if step.rows == 0:
             assert not plan.token_shard
             continue
@@ -75,29 +75,29 @@ def equal_to_unsharded(way: Way, chunks: int = 1) -> None:
         assert plan.token_shard_chunks == (chunks if cut else 1), plan.reasons["token_shard_chunks"]
         unsharded, heads = (whole, slice(None)) if plan.token_shard else (own, heads_of(rank))
         engine.prepare(unsharded)
-        assert unsharded.impls == traded.impls
+        assert unsharded.impls == sharded.impls
         selected = engine.select(unsharded)
         wanted = engine.attend(unsharded, selected, heads)
-        mine = traded.nsa_plugin.share.rows if plan.token_shard else slice(0, step.rows)
+        mine = sharded.nsa_plugin.share.rows if plan.token_shard else slice(0, step.rows)
         garbage = torch.full_like(selected, 5)  # a buffer of the engine's, which held something
         for layer_id, buffer in enumerate((None, garbage)):
             poison(exchange)
-            traded.calls.clear()
-            chosen = engine.select(traded, buffer)
+            sharded.calls.clear()
+            chosen = engine.select(sharded, buffer)
             same(chosen[mine], selected[mine])
             if plan.token_shard:
                 others = torch.ones(len(chosen), dtype=torch.bool)
                 others[mine] = False
                 assert (chosen[others] == -1).all()
-            out = engine.attend(traded, chosen, heads_of(rank), layer_id)
+            out = engine.attend(sharded, chosen, heads_of(rank), layer_id)
             same(out[: step.rows], wanted[: step.rows] if not plan.token_shard else wanted[: step.rows, heads_of(rank)])
             if plan.token_shard:
                 assert not out[step.rows :].any()
                 pieces = plan.token_shard_chunks
-                assert traded.calls.count("schedule") == pieces * (buffer is None and _in_place(way, traded))
-                assert sum(call.startswith("flashmla") for call in traded.calls) in (0, pieces)
-            assert traded.nsa_plugin.route.plan.dequantize_kv == way.copied
-            assert (way.library != "reference") == any(call.startswith("flashmla") for call in traded.calls)
+                assert sharded.calls.count("schedule") == pieces * (buffer is None and _in_place(way, sharded))
+                assert sum(call.startswith("flashmla") for call in sharded.calls) in (0, pieces)
+            assert sharded.nsa_plugin.route.plan.dequantize_kv == way.copied
+            assert (way.library != "reference") == any(call.startswith("flashmla") for call in sharded.calls)
         assert wanted[: step.rows].float().abs().max() > 0.1
     assert trades >= 6 if ranks < 4 else trades >= 5
 
@@ -107,11 +107,11 @@ def some_rows_in_some_pieces(chunks: int) -> None:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     for way in WAYS:
         model, exchange = model_of(way, ranks), exchange_of()
-        traded, whole = backend_of(way, model, exchange), backend_of(way, replace(model, attn_tp_size=1), None)
+        sharded, whole = backend_of(way, model, exchange), backend_of(way, replace(model, attn_tp_size=1), None)
         engine = Engine(Step([3, 20, 1], [140, 20, 9]), way.layout, model.num_heads, 2)
         for bounds in ((0, 1), (0, 0), (0, 24)):
-            engine.prepare(traded)
-            share = traded.nsa_plugin.share
+            engine.prepare(sharded)
+            share = sharded.nsa_plugin.share
             assert share.chunks == chunks
             share.partition = type(share.partition)((*bounds, *[24] * (ranks - 1)))
             engine.prepare(whole)
@@ -119,9 +119,9 @@ def some_rows_in_some_pieces(chunks: int) -> None:
             wanted = engine.attend(whole, selected, slice(None))[:, heads_of(rank)]
             for layer_id in (0, 1):
                 poison(exchange)
-                traded.calls.clear()
-                same(engine.attend(traded, engine.select(traded), heads_of(rank), layer_id), wanted)
-                attended = sum(call.startswith("flashmla") for call in traded.calls)
+                sharded.calls.clear()
+                same(engine.attend(sharded, engine.select(sharded), heads_of(rank), layer_id), wanted)
+                attended = sum(call.startswith("flashmla") for call in sharded.calls)
                 assert attended == (way.library != "reference") * min(chunks, share.partition.counts[rank])
 
 
@@ -134,19 +134,19 @@ def mixed_with_decodes() -> None:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     way = Way("bf16", "reference")
     model, exchange = model_of(way, ranks), exchange_of()
-    traded, whole = backend_of(way, model, exchange), backend_of(way, replace(model, attn_tp_size=1), None)
+    sharded, whole = backend_of(way, model, exchange), backend_of(way, replace(model, attn_tp_size=1), None)
     engine = Engine(Step([40, 1, 1, 1], [170, 9, 140, 33], mode=ForwardMode.MIXED), "bf16", model.num_heads, 3)
-    assert engine.prepare(traded).token_shard
+    assert engine.prepare(sharded).token_shard
     engine.prepare(whole)
     wanted = engine.attend(whole, engine.select(whole), slice(None))[:, heads_of(rank)]
-    same(engine.attend(traded, engine.select(traded), heads_of(rank)), wanted)
+    same(engine.attend(sharded, engine.select(sharded), heads_of(rank)), wanted)
 
 
 def a_share_is_of_its_batch_alone() -> None:
     """No batch has the share of a batch before it."""
     way = Way("v32_fp8", "reference")
     ranks = dist.get_world_size()
-    traded = backend_of(way, model_of(way, ranks), exchange_of(), decode_backend="reference")
+    sharded = backend_of(way, model_of(way, ranks), exchange_of(), decode_backend="reference")
     engine = Engine(MANY, way.layout, 1, 0)
     for batch in (
         forward_batch(ForwardMode.DECODE, [], [100] * (ranks - 1)),
@@ -156,14 +156,14 @@ def a_share_is_of_its_batch_alone() -> None:
         forward_batch(ForwardMode.EXTEND, [3, 30], [3, 30]),  # dense
         forward_batch(ForwardMode.EXTEND, [100], [200], attn_cp_metadata=object()),
     ):
-        assert engine.prepare(traded).token_shard
-        assert traded.nsa_plugin.share is not None
-        traded.init_forward_metadata(batch)
-        assert traded.nsa_plugin.share is None
-    traded._apply_cuda_graph_metadata(4, None, None, None, ForwardMode.DRAFT_EXTEND_V2, None)
-    assert traded.nsa_plugin.share is None
-    traded._apply_cuda_graph_metadata(ranks - 1, None, None, None, ForwardMode.DECODE, None)
-    assert traded.nsa_plugin.share is None
+        assert engine.prepare(sharded).token_shard
+        assert sharded.nsa_plugin.share is not None
+        sharded.init_forward_metadata(batch)
+        assert sharded.nsa_plugin.share is None
+    sharded._apply_cuda_graph_metadata(4, None, None, None, ForwardMode.DRAFT_EXTEND_V2, None)
+    assert sharded.nsa_plugin.share is None
+    sharded._apply_cuda_graph_metadata(ranks - 1, None, None, None, ForwardMode.DECODE, None)
+    assert sharded.nsa_plugin.share is None
 
 
 def controls() -> None:
@@ -171,25 +171,25 @@ def controls() -> None:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     way = Way("v32_fp8", "reference")
     model, exchange = model_of(way, ranks), exchange_of()
-    traded = backend_of(way, model, exchange)
+    sharded = backend_of(way, model, exchange)
     engine = Engine(MANY, way.layout, model.num_heads, 1)
-    engine.prepare(traded)
-    selected = engine.select(traded)
-    right = engine.attend(traded, selected, heads_of(rank)).clone()
+    engine.prepare(sharded)
+    selected = engine.select(sharded)
+    right = engine.attend(sharded, selected, heads_of(rank)).clone()
     assert right.float().abs().amax((1, 2)).min() > 0
 
     fetch = exchange.shard._fetch
     exchange.shard._fetch = lambda *given: fetch(*given).flip(1)  # type: ignore[method-assign]  # heads in another order
-    assert not torch.equal(engine.attend(traded, selected, heads_of(rank)), right)
+    assert not torch.equal(engine.attend(sharded, selected, heads_of(rank)), right)
     exchange.shard._fetch = fetch  # type: ignore[method-assign]
-    same(engine.attend(traded, selected, heads_of(rank)), right)
+    same(engine.attend(sharded, selected, heads_of(rank)), right)
 
-    # The same batch dealt out otherwise after the indexer has selected: rows that changed hands have no selection.
-    share = traded.nsa_plugin.share
+    # The same batch partitioned otherwise after the indexer has selected: rows that changed hands have no selection.
+    share = sharded.nsa_plugin.share
     before = share.partition
     bounds = (0, *(bound - 1 for bound in before.bounds[1:-1]), before.total)
     share.partition = type(before)(bounds)
-    moved = engine.attend(traded, selected, heads_of(rank))
+    moved = engine.attend(sharded, selected, heads_of(rank))
     changed = [bound - 1 for bound in before.bounds[1:-1]]
     kept = [row for row in range(MANY.rows) if row not in changed]
     assert not moved[changed].any()
@@ -201,12 +201,12 @@ def ranks_with_other_rows() -> None:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     way = Way("v32_fp8", "reference")
     model, exchange = model_of(way, ranks), exchange_of(check_rows=True)
-    traded = backend_of(way, model, exchange)
+    sharded = backend_of(way, model, exchange)
     step = Step([40], [170]) if rank else Step([39], [169])
     engine = Engine(step, way.layout, model.num_heads, 1)
-    engine.prepare(traded)
+    engine.prepare(sharded)
     with pytest.raises(MismatchError, match=r"rank 0: T 39, .* rank 1: T 40"):
-        engine.attend(traded, engine.select(traded), heads_of(rank))
+        engine.attend(sharded, engine.select(sharded), heads_of(rank))
 
 
 def a_sink_that_no_configuration_names_is_refused() -> None:
@@ -214,14 +214,14 @@ def a_sink_that_no_configuration_names_is_refused() -> None:
     for library in ("reference", "flash_mla"):
         way = Way("bf16", library)
         model, exchange = model_of(way, dist.get_world_size()), exchange_of()
-        traded = backend_of(way, model, exchange)
+        sharded = backend_of(way, model, exchange)
         engine = Engine(MANY, way.layout, model.num_heads, 1)
-        engine.prepare(traded)
+        engine.prepare(sharded)
         with pytest.raises(Exception, match="attention sinks, which token_shard does not support"):
-            traded._forward_flashmla_sparse(
+            sharded._forward_flashmla_sparse(
                 q_all=engine.all_q[:, heads_of(rank)].contiguous(),
                 kv_cache=engine.cache,
-                page_table_1=F.pad(engine.select(traded), (0, 0)),
+                page_table_1=F.pad(engine.select(sharded), (0, 0)),
                 sm_scale=SCALE,
                 v_head_dim=D_V,
                 attn_sink=torch.zeros(HEADS),
@@ -286,8 +286,8 @@ def starting() -> None:
     kernel, layout = "cuda sparse_prefill", "v32_fp8"
     timings.SELECTIONS = {layout: (model.index_topk, 0)}
 
-    def times(traded: float) -> None:
-        group = {f"token_shard by {kernel}": {HEADS: ((1, traded),)}}
+    def times(sharded: float) -> None:
+        group = {f"token_shard by {kernel}": {HEADS: ((1, sharded),)}}
         timings.TIMINGS = {
             (90, "sparse_mla_prefill", layout): {kernel: {HEADS: ((1, 2.0),)}},
             (90, f"{sharding.ATTENTION} tp{ranks}", layout): group,
@@ -299,7 +299,7 @@ def starting() -> None:
     assert slower is None
     assert reason in keeps
 
-    # Measured to be quicker, but a rank is not reached over NVLink: all of them keep their heads.
+    # Measured to be quicker, but a rank is not reached over NVLink: all of them keep heads local.
     times(1.0)
     assert opened(Settings())[0] is not None
     nowhere, keeps = opened(Settings(), replace(H200, nvlink=rank != 1))
@@ -325,7 +325,7 @@ def starting() -> None:
         return fetch(self, *given).flip(1)
 
     TokenShard._fetch = swapped if rank == 1 else fetch  # type: ignore[method-assign]
-    with pytest.raises(NoProviderError, match="the exchange of token_shard: a rank did not get"):
+    with pytest.raises(NoProviderError, match="the exchange of token_shard: a rank did not receive"):
         opened()
     TokenShard._fetch = fetch  # type: ignore[method-assign]
 

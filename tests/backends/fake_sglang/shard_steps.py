@@ -47,7 +47,7 @@ def steps_equal_to_unsharded() -> None:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     for way in STEP_WAYS:
         model, exchange = model_of(way, ranks), exchange_of()
-        traded = backend_of(way, model, exchange, decode_backend=way.library)
+        sharded = backend_of(way, model, exchange, decode_backend=way.library)
         own = backend_of(way, model, None, decode_backend=way.library)
         whole = backend_of(way, replace(model, attn_tp_size=1), None, decode_backend=way.library)
         sizes = (decoded(9), decoded(1), decoded(ranks), decoded(5, draft=4), decoded(23), decoded(31, draft=4))
@@ -56,16 +56,16 @@ def steps_equal_to_unsharded() -> None:
             unsharded, heads = (whole, slice(None)) if trades else (own, heads_of(rank))
             for padding, graph in ((0, False), (3, False), (0, True)):
                 engine = Engine(replace(step, padding=padding), way.layout, model.num_heads, seed)
-                for backend in (traded, unsharded):
+                for backend in (sharded, unsharded):
                     prepare_step(engine, backend, graph)
-                plan, share = traded.nsa_plugin.route.plan, traded.nsa_plugin.share
+                plan, share = sharded.nsa_plugin.route.plan, sharded.nsa_plugin.share
                 assert plan.token_shard == trades == (share is not None), plan.reasons["token_shard"]
                 assert share is None or share.partition == by_count(step.rows, ranks)
                 selected = everything_seen(engine)
                 wanted = engine.attend(unsharded, selected, heads)[: step.rows]
                 for layer_id in (0, 1):
                     poison(exchange)
-                    out = engine.attend(traded, selected, heads_of(rank), layer_id)
+                    out = engine.attend(sharded, selected, heads_of(rank), layer_id)
                     same(out[: step.rows], wanted[:, heads_of(rank)] if trades else wanted)
                     assert not out[step.rows :].nan_to_num(1).any() or not trades
 
@@ -98,22 +98,22 @@ def a_schedule_is_made_again_when_the_model_begins_again() -> None:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     way = Way("v32_fp8", "flash_mla")
     model, exchange = model_of(way, ranks), exchange_of()
-    traded = backend_of(way, model, exchange, decode_backend="flash_mla")
+    sharded = backend_of(way, model, exchange, decode_backend="flash_mla")
     engine = Engine(decoded(2 * ranks), way.layout, model.num_heads, 0)
-    prepare_step(engine, traded, True)
-    traded.calls.clear()
+    prepare_step(engine, sharded, True)
+    sharded.calls.clear()
     selected = everything_seen(engine)
-    first = engine.attend(traded, selected, heads_of(rank), 3).clone()
+    first = engine.attend(sharded, selected, heads_of(rank), 3).clone()
     for layer_id in (4, 5, 3, 4):
-        same(engine.attend(traded, selected, heads_of(rank), layer_id), first)
-    assert traded.calls.count("schedule") == 2
+        same(engine.attend(sharded, selected, heads_of(rank), layer_id), first)
+    assert sharded.calls.count("schedule") == 2
     # In place, as a replay's lengths are: the last request's row sees one token now.
     engine.lengths[-1] = 1
     selected[-1, 1:] = -1
-    assert not torch.equal(engine.attend(traded, selected, heads_of(rank), 3)[-1], first[-1])
+    assert not torch.equal(engine.attend(sharded, selected, heads_of(rank), 3)[-1], first[-1])
 
     engine.lengths, selected[-1] = engine.lengths[:-1], -1
-    out = engine.attend(traded, selected[:-1], heads_of(rank), 3)
+    out = engine.attend(sharded, selected[:-1], heads_of(rank), 3)
     assert not out[-1].any()
     same(out[:-1], first[:-1])
 

@@ -61,27 +61,27 @@ def poison(exchange: Exchange) -> None:
             buffer.fill_(float("nan"))
 
 
-def equal_to_untraded(way: Way, batches: Any, step_tokens: int, chunks: int = 1) -> int:
-    """Batch after batch through the same buffers, each with two layers; how many parts of them were traded.
+def equal_to_local(way: Way, batches: Any, step_tokens: int, chunks: int = 1) -> int:
+    """Batch after batch through the same buffers, each with two layers; how many parts of them were sharded.
 
     Args:
         chunks: pieces of a prefill that has the rows.
     """
     ranks = dist.get_world_size()
     exchange = exchange_of()
-    traded, kept = world_of(way, exchange, step_tokens), world_of(way, None, step_tokens)
-    trades, cut, empty, read = 0, 0, 0, reads_of(traded)
+    sharded, kept = world_of(way, exchange, step_tokens), world_of(way, None, step_tokens)
+    trades, cut, empty, read = 0, 0, 0, reads_of(sharded)
     for lengths, padding in batches:
         steps = sum(rows <= step_tokens for rows, _ in lengths)
         # To vLLM's indexer steps of other rows than the first one's are prefills.
         uniform = next((place for place, (rows, _) in enumerate(lengths) if rows != lengths[0][0]), len(lengths))
         found = []
-        for world in (traded, kept):
+        for world in (sharded, kept):
             step = world.step(lengths, padded_rows=padding * step_tokens, padded_requests=padding)
             select(world, step, step.common.num_reqs if padding else min(steps, uniform))
             found.append(step)
-        step, untraded = found
-        wanted = untraded.run()
+        step, local = found
+        wanted = local.run()
         split = step.split
         for plan, rows in (
             (split.steps, split.step_rows),
@@ -103,7 +103,7 @@ def equal_to_untraded(way: Way, batches: Any, step_tokens: int, chunks: int = 1)
             if piece.plan is split.sparse:
                 assert {piece.path} == way.carriers
                 assert bool(piece.copied) == (way.copied and piece.plan.token_shard and rows_of(piece) > 0)
-        assert split.steps_dealt is None or split.steps_dealt.partition == by_count(split.step_rows, ranks)
+        assert split.steps_assigned is None or split.steps_assigned.partition == by_count(split.step_rows, ranks)
         # vLLM's own call, which attends for those that keep their heads, is float32 here.
         exact = all(piece.share is not None or piece.path == PROVIDER for piece in parts)
         for _ in range(2):  # two layers
@@ -218,7 +218,7 @@ def pieces_on_ranks(device: torch.device, way: int, chunks: int) -> None:
     # And a tail behind a dense request that has fewer rows than a rank has pieces.
     short_tail = [(1, 40), (14, 60), (20, 20), (3, 70)], 0
     one_copy = [(12, 30), (12, 32), (8, 30)], 0  # of several requests, and cut within it
-    equal_to_untraded(WAYS[way], (*BATCHES, short_tail, one_copy), 1, chunks)
+    equal_to_local(WAYS[way], (*BATCHES, short_tail, one_copy), 1, chunks)
     the_fault_shows()
     if WAYS[way].prefill == "flash_mla" and not WAYS[way].copied:
         schedules_are_of_a_piece(WAYS[way], chunks)
@@ -239,9 +239,9 @@ def schedules_are_of_a_piece(way: Way, chunks: int) -> None:
 
 def batches_on_ranks(device: torch.device, way: int) -> None:
     environment()
-    trades = equal_to_untraded(WAYS[way], BATCHES, 1)
+    trades = equal_to_local(WAYS[way], BATCHES, 1)
     assert trades >= (10 if dist.get_world_size() == 2 else 7), trades
-    assert equal_to_untraded(WAYS[way], VERIFY, 3) >= 4
+    assert equal_to_local(WAYS[way], VERIFY, 3) >= 4
 
 
 def others_on_ranks(device: torch.device) -> None:

@@ -134,7 +134,7 @@ def select(world: World, step: Step, steps: int) -> None:
     world.buffer[: metadata.num_decode_tokens] = full[: metadata.num_decode_tokens]
     if metadata.prefill is None:
         return
-    dealt = step.split.head_dealt is not None or step.split.tail_dealt is not None
+    dealt = step.split.head_assigned is not None or step.split.tail_assigned is not None
     assert (metadata.prefill.row_shard_sizes is None) == dealt
     workspace, scored = None, torch.zeros(rows, dtype=torch.int32)
     for chunk in metadata.prefill.chunks:

@@ -132,7 +132,7 @@ def starting() -> None:
         return fetch(self, *given).flip(1)
 
     TokenShard._fetch = swapped if rank == 1 else fetch  # type: ignore[method-assign]
-    with pytest.raises(NoProviderError, match="the exchange of token_shard: a rank did not get"):
+    with pytest.raises(NoProviderError, match="the exchange of token_shard: a rank did not receive"):
         serving_of(on).building()
     TokenShard._fetch = fetch  # type: ignore[method-assign]
     what_only_a_rank_notices(on)
@@ -181,11 +181,11 @@ def what_only_a_rank_notices(on: Settings) -> None:
 
     try:
         TokenShard._fetch, TokenShard._give_back = fetched, given_back  # type: ignore[method-assign]
-        with pytest.raises(NoProviderError, match="the exchange of token_shard: a rank did not get"):
+        with pytest.raises(NoProviderError, match="the exchange of token_shard: a rank did not receive"):
             serving_of(on).building()
         TokenShard._fetch, TokenShard._give_back = fetch, give_back  # type: ignore[method-assign]
         TokenShard.attend = failing  # type: ignore[method-assign,assignment]
-        with pytest.raises(NoProviderError, match="a compiler's" if rank == 1 else "a rank did not get"):
+        with pytest.raises(NoProviderError, match="a compiler's" if rank == 1 else "a rank did not receive"):
             serving_of(on).building()
         TokenShard.attend, TokenShard._overlapped = attend, failing_aside  # type: ignore[method-assign]
         with pytest.raises(NoProviderError, match="a second stream's" if rank == 1 else "exchange of token_shard"):

@@ -1,9 +1,9 @@
-"""From installed to serving: reads the settings, applies the ledger, and refuses to start where it cannot.
+"""Activation under SGLang: read the settings, apply the ledger, and refuse to start if that fails.
 
-In the process that reads SGLang's arguments everything is checked that can be checked before a process is
-started; the ledger's targets are looked up in SGLang's files, so that nothing is imported that SGLang would
-not import there. In each scheduler process the patches are applied and verified before the model is built,
-and what came of it is reported once it is. `hooks` calls all this from inside SGLang.
+The process that reads SGLang's arguments checks as much as possible before it starts other processes. It looks the
+ledger's targets up in SGLang's files, so that it imports nothing that SGLang would not import there. Each scheduler
+process applies and verifies the patches before the model is built and reports the result afterwards. `hooks` calls all
+this from inside SGLang.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ SCHEDULER_MODULE = "sglang.srt.managers.scheduler"
 
 @dataclass
 class SglangProcess:
-    """The plugin in this process. One instance a process, because patches are the process's.
+    """The plugin in this process. There is one instance per process, because patches change the process.
 
     Attributes:
-        child: whether SGLang started this process; then the arguments were checked by the one that did.
-        resolved: the settings, in a scheduler process where the plugin is enabled.
-        serving: set once a backend of the plugin is built; without it the backends leave all to SGLang's own.
-        left: whether a backend of the plugin was built whose batches are all left to stock SGLang.
-        stock_because: why the stock engine serves although the plugin is enabled (`why_stock`); empty if it does not.
+        child: whether SGLang started this process; its parent has then checked the arguments.
+        resolved: the settings, in a scheduler process with the plugin enabled.
+        serving: set once one of the plugin's backends is built; without it they fall back to the stock path.
+        left: whether one of the plugin's backends was built and left entirely to stock SGLang.
+        stock_because: why the stock engine serves although the plugin is enabled (`why_stock`); "" if it does not.
     """
 
     ledger: Ledger
@@ -60,37 +60,37 @@ class SglangProcess:
 
     def bootstrap(self) -> None:
         if not self.child:
-            # Left from a server in whose process this one was started.
-            os.environ.pop(flags.CARRIER, None)
+            # A server in the parent process may have left it.
+            os.environ.pop(flags.VARIABLE, None)
         try:
             self.ledger.install(Need.BOOTSTRAP)
         except PatchError:
-            # Without its first hooks the plugin cannot know whether it is wanted, so look where a user asks for it.
+            # Without the first hooks the plugin cannot read its flags, so look for them directly.
             if flags.asked_for():
-                self.ledger.check_version()  # the better reason, where it is one
+                self.ledger.check_version()  # raises a clearer error if the version is the cause
                 raise
-            logger.warning("nsa-plugin is installed but not asked for, and does not know this SGLang", exc_info=True)
+            logger.warning("nsa-plugin is installed but not enabled, and does not support this SGLang", exc_info=True)
 
     def check_before_serving(self, server_args: Any) -> None:
-        """In the main process, before SGLang works on its arguments.
+        """Check everything in the main process, before SGLang processes its arguments.
 
         Raises:
             NsaPluginError: a setting is wrong, or (strict) the plugin cannot serve here.
         """
-        given = flags.Carried.read().flags
+        given = flags.PassedFlags.read().flags
         if killed():
             if given:
-                self._say_once(logging.INFO, "nsa-plugin: NSA_PLUGIN_ENABLED=0 wins over its flags; it is off")
+                self._say_once(logging.INFO, "nsa-plugin is off: NSA_PLUGIN_ENABLED=0 overrides its flags")
             return
-        carried = flags.Carried(given, flags.engine_backends(server_args))
-        carried.write()
-        resolved, _ = carried.resolve()
+        passed = flags.PassedFlags(given, flags.engine_backends(server_args))
+        passed.write()
+        resolved, _ = passed.resolve()
         if not resolved.settings.enabled:
             return
         try:
             _check_files(self.ledger.version)
             if getattr(server_args, "use_ray", False):
-                raise LeftToStockError("SGLang loads no plugins in Ray actors, which --use-ray asks for")
+                raise LeftToStockError("SGLang does not load plugins in Ray actors, which --use-ray asks for")
             model.refuse_model(server_args)
         except NsaPluginError as error:
             if resolved.settings.ends_start(error):
@@ -105,11 +105,11 @@ class SglangProcess:
         """
         if killed():
             return
-        resolved, notes = flags.Carried.read().resolve()
+        resolved, notes = flags.PassedFlags.read().resolve()
         if not resolved.settings.enabled:
             return
         self.resolved, self.notes = resolved, notes
-        import torch  # not `probe`: the rank has not chosen its GPU yet
+        import torch  # not `probe`: this rank has no GPU yet
 
         needs = (Need.ENABLED, Need.GPU) if torch.cuda.is_available() else (Need.ENABLED,)
         with self._or_stock():
@@ -117,7 +117,7 @@ class SglangProcess:
             self._refuse_copies()
 
     def enter_v4(self) -> None:
-        """Apply and verify what DeepSeek-V4 needs besides, right before SGLang builds its first attention backend.
+        """Apply and verify the patches for DeepSeek-V4, just before SGLang builds its first attention backend.
 
         Raises:
             NsaPluginError: (strict) something does not fit.
@@ -129,7 +129,7 @@ class SglangProcess:
             self._refuse_copies()
 
     def _refuse_copies(self) -> None:
-        """Raise PatchError if a module of SGLang took a backend's class by name before the plugin replaced it."""
+        """Raise PatchError if a module of SGLang imported a backend's class before the plugin replaced it."""
         for patch in ledger_data.BACKENDS:
             target = patch.target(self.ledger.version)
             module = None if target is None else sys.modules.get(target.module)
@@ -138,7 +138,7 @@ class SglangProcess:
                 _refuse_copies_of(original)
 
     def backend_built(self, backend: Any, model_runner: Any) -> None:
-        """An attention backend of the plugin has started; speculative decoding builds several.
+        """Start serving with one of the plugin's attention backends; speculative decoding builds several.
 
         Raises:
             NsaPluginError: (strict) it cannot serve with these settings on this device.
@@ -157,16 +157,16 @@ class SglangProcess:
             except LeftToStockError as error:
                 if self.resolved.settings.ends_start(error):
                     raise
-                # The other backends, the target's of a draft's, are still served.
+                # Other backends are still served, such as the target's if this is a draft's.
                 self.left = True
                 if (note := why_stock(error)) not in self.notes:
                     self.notes.append(note)
 
     def leave_scheduler(self, scheduler: Any) -> None:
-        """Check once more and report, after a scheduler has built its model.
+        """Verify the patches again and report, after a scheduler has built its model.
 
         Raises:
-            NsaPluginError: (strict) the model's sparse attention is not the plugin's.
+            NsaPluginError: (strict) the plugin does not serve the model's sparse attention.
         """
         if self.resolved is None:
             return
@@ -176,8 +176,8 @@ class SglangProcess:
         sparse = model.has_sparse_attention(config)
         if not sparse:
             self.notes.append(
-                f"enabled, but {architecture} has no DeepSeek sparse attention (its configuration has no index_topk): "
-                "the plugin stays out"
+                f"enabled, but {architecture} has no DeepSeek sparse attention (no index_topk in its configuration): "
+                "the plugin changes nothing"
             )
         elif not self.stock_because:
             with self._or_stock():
@@ -192,7 +192,7 @@ class SglangProcess:
         if self.serving is not None:
             shape = self.serving.model
             facts["model"] += (
-                f", index_topk {shape.index_topk}, {shape.heads_per_rank} heads a rank of {shape.num_heads}, "
+                f", index_topk {shape.index_topk}, {shape.heads_per_rank} of {shape.num_heads} heads per rank, "
                 f"KV cache {shape.kv_layout}"
             )
             facts["device"] = self.serving.device.describe()
@@ -212,7 +212,7 @@ class SglangProcess:
 
     @contextmanager
     def _or_stock(self) -> Iterator[None]:
-        """Keep what the block raises as the reason why the stock engine serves, unless it ends the start."""
+        """Let the stock engine serve if the block raises, and keep the reason, unless the error ends the start."""
         assert self.resolved is not None
         try:
             yield
@@ -235,12 +235,12 @@ def process() -> SglangProcess:
     from sglang.version import __version__
 
     started = multiprocessing.parent_process() is not None
-    # Only a scheduler process has the scheduler's module loaded when it loads its plugins, and only there may
-    # the ledger import it: elsewhere it would be loaded before SGLang has read its arguments.
+    # Only a scheduler process has loaded the scheduler's module when it loads plugins. Elsewhere the ledger must not
+    # import it, because SGLang has not read its arguments yet.
     in_scheduler = started and SCHEDULER_MODULE in sys.modules
     return SglangProcess(
         ledger=_ledger(Version(__version__), ledger_data.PATCHES if in_scheduler else ledger_data.BOOTSTRAP),
-        child=started and flags.CARRIER in os.environ,
+        child=started and flags.VARIABLE in os.environ,
     )
 
 
@@ -250,8 +250,8 @@ def _refuse_copies_of(original: type) -> None:
             copies = [attribute for attribute, value in list(vars(module).items()) if value is original]
             if copies:
                 raise PatchError(
-                    f"{name}.{copies[0]} is still SGLang's own {original.__name__}: it was imported before "
-                    f"nsa-plugin could take its place. {TURN_OFF}"
+                    f"{name}.{copies[0]} is still the stock {original.__name__}: it was imported before nsa-plugin "
+                    f"could replace it. {TURN_OFF}"
                 )
 
 
@@ -260,14 +260,14 @@ def _ledger(version: Version, patches: tuple[Patch, ...]) -> Ledger:
 
 
 def _check_files(version: Version) -> None:
-    """Raise PatchError unless the version is supported and SGLang's files have every target of the ledger."""
+    """Raise PatchError unless the version is supported and SGLang's files have all targets of the ledger."""
     files = static.installed(ledger_data.ENGINE)
     assert files is not None
     _ledger(version, ledger_data.PATCHES).check(*Need, look=files.check)
 
 
 def _rank() -> int:
-    """This process's rank among those that share the model; each data-parallel replica has its own."""
+    """Return this process's rank among those that share the model; each data-parallel replica has a rank 0."""
     from torch import distributed
 
     return int(distributed.get_rank()) if distributed.is_initialized() else 0

@@ -1,7 +1,7 @@
-"""The attention backends that replace SGLang's, of both model families.
+"""Attention backends that replace SGLang's, for both model families.
 
-They inherit everything, so that SGLang's isinstance checks and speculative workers find what they expect, and add plans
-(`v32.attention`, `v4.attention`) and the plugin's duties at start-up.
+They inherit from SGLang's classes, so that its isinstance checks and speculative workers still work, and add plans
+(`v32.attention`, `v4.attention`) and the plugin's start-up.
 """
 
 from __future__ import annotations
@@ -17,30 +17,26 @@ from nsa_plugin.errors import NoProviderError
 
 
 def make(original: type) -> type:
-    """The plugin's subclass of the engine's backend class, which is only known once its module is loaded.
+    """Make the plugin's subclass of the engine's backend class, which exists only once its module is loaded.
 
     Raises:
-        PatchError: the class is not as the plugin knows it.
+        PatchError: the class is not as expected.
     """
     return _started(with_plans(original), original)
 
 
 def make_v4(original: type) -> type:
-    """As `make`, for the engine's DeepSeek-V4 backend class.
-
-    Raises:
-        PatchError: see `make`.
-    """
+    """As `make`, for the engine's DeepSeek-V4 backend class."""
     return _started(with_v4_plans(original), original)
 
 
 def _started(planned: type, original: type) -> type:
-    """A subclass of `planned`, itself a subclass of the engine's `original`, that reports to the plugin once built."""
+    """Make a subclass of `planned`, itself a subclass of `original`, that reports to the plugin once built."""
 
     class Backend(planned):
         nsa_plugin_replaces = original
 
-        # `wraps` keeps the signature, by which the ledger knows the class.
+        # `wraps` keeps the signature, which the ledger checks.
         @functools.wraps(original.__init__)  # type: ignore[misc]
         def __init__(self, model_runner: Any, *args: Any, **kwargs: Any) -> None:
             if str(model_runner.device).partition(":")[0] == "cpu":

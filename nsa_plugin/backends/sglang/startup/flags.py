@@ -1,8 +1,7 @@
-"""The plugin's flags on SGLang's command line, and their way to the scheduler processes.
+"""The plugin's flags on SGLang's command line, and how the scheduler processes get them.
 
-SGLang drops flags that are not fields of ServerArgs. What the user gave is therefore carried in one
-environment variable, which the processes that SGLang starts inherit. Its name does not begin with
-``NSA_PLUGIN_``: those are the user's.
+SGLang drops flags that are not fields of ServerArgs, so one environment variable passes them to the processes that
+SGLang starts. Its name does not begin with ``NSA_PLUGIN_``, the prefix of the user's variables.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from nsa_plugin.errors import SettingsError
 from nsa_plugin.settings import BACKEND_OPS, ResolvedSettings, Settings, backends, parse_source
 
 ENABLE_FLAG = "--enable-nsa-plugin"
-CARRIER = "_NSA_PLUGIN_SGLANG"
+VARIABLE = "_NSA_PLUGIN_SGLANG"
 FLAG_SOURCE = "the command line"
-ENGINE_SOURCE = "SGLang's own flag"
+ENGINE_SOURCE = "SGLang's flag"
 
-# SGLang's names of attention kernels to the libraries that they come from. The plugin chooses among a
-# library's kernels by the batch. tilelang, aiter, intel_xpu and flashinfer_sparse_mla are none of its libraries.
+# SGLang's names of attention kernels -> their libraries. The plugin picks a library's kernel for each batch. It does
+# not support tilelang, aiter, intel_xpu and flashinfer_sparse_mla.
 LIBRARY_OF = {
     "flashmla_sparse": "flash_mla",
     "flashmla_sparse_q8": "flash_mla",
@@ -39,12 +38,12 @@ LIBRARY_OF = {
 
 
 def flag_of(name: str) -> str:
-    """The flag of a setting."""
+    """Return the flag of a setting."""
     return ENABLE_FLAG if name == "enabled" else "--nsa-plugin-" + name.replace("_", "-")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for each setting; a value that is not allowed ends the parse with a message that says so."""
+    """Add a flag for each setting; a value that is not allowed ends the parse with an error."""
     group = parser.add_argument_group("nsa-plugin")
     for spec in fields(Settings):
         text = spec.metadata["doc"]
@@ -56,12 +55,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _literal(text: str) -> str:
-    """For argparse, which formats its help texts."""
+    """Escape a help text for argparse, which formats it."""
     return text.replace("%", "%%")
 
 
 def _checked(name: str) -> Callable[[str], str]:
-    """For argparse: the text as it is, once it is seen to be allowed."""
+    """Return an argparse type that checks a value and keeps its text."""
 
     def check(text: str) -> str:
         try:
@@ -74,7 +73,7 @@ def _checked(name: str) -> Callable[[str], str]:
 
 
 def given(namespace: Any) -> dict[str, str]:
-    """The settings that the user gave as flags, by name, as text."""
+    """Return the settings that the user gave as flags: {name: text}."""
     found = {name: getattr(namespace, f"nsa_plugin_{name}", None) for name in Settings.names()}
     values = {name: value for name, value in found.items() if value is not None}
     if getattr(namespace, "enable_nsa_plugin", False):
@@ -83,10 +82,10 @@ def given(namespace: Any) -> dict[str, str]:
 
 
 def engine_backends(server_args: Any) -> dict[str, tuple[str, str]]:
-    """What SGLang's own flags say about a setting: (flag, value), by setting; only those that the user gave.
+    """Return SGLang's flags that the user gave and that name a setting's backend: {setting: (flag, value)}.
 
     Args:
-        server_args: ServerArgs or an argparse namespace, before SGLang fills in what was left open.
+        server_args: ServerArgs or an argparse namespace, before SGLang fills in defaults.
     """
     found: dict[str, tuple[str, str]] = {}
     for name in BACKEND_OPS:
@@ -99,8 +98,8 @@ def engine_backends(server_args: Any) -> dict[str, tuple[str, str]]:
 
 
 @dataclass(frozen=True)
-class Carried:
-    """What the main process knows and the processes that it starts cannot.
+class PassedFlags:
+    """Flags that the main process passes to the processes it starts.
 
     Attributes:
         flags: see `given`.
@@ -111,18 +110,18 @@ class Carried:
     engine: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, environ: Mapping[str, str] | None = None) -> Carried:
-        text = (os.environ if environ is None else environ).get(CARRIER)
+    def read(cls, environ: Mapping[str, str] | None = None) -> PassedFlags:
+        text = (os.environ if environ is None else environ).get(VARIABLE)
         if not text:
             return cls()
         data = json.loads(text)
         return cls(data["flags"], {name: (flag, value) for name, (flag, value) in data["engine"].items()})
 
     def write(self, environ: MutableMapping[str, str] | None = None) -> None:
-        (os.environ if environ is None else environ)[CARRIER] = json.dumps(asdict(self))
+        (os.environ if environ is None else environ)[VARIABLE] = json.dumps(asdict(self))
 
     def resolve(self) -> tuple[ResolvedSettings, list[str]]:
-        """The settings from all sources, and a sentence for each flag of SGLang that cannot be honoured.
+        """Resolve the settings from all sources; also return a note for each SGLang flag that cannot be honoured.
 
         Raises:
             SettingsError: an unknown name or a value that is not allowed, in any source.
@@ -134,7 +133,7 @@ class Carried:
             if library in backends(name):
                 config[name] = library
             else:
-                notes.append(f"{flag} {value} names no kernel library of the plugin: it does not set {name}")
+                notes.append(f"{flag} {value} names no kernel library that the plugin supports: {name} is not set")
         used = ", ".join(flag for name, (flag, _) in self.engine.items() if name in config)
         resolved = settings.resolve(
             flags=self.flags,
@@ -147,8 +146,8 @@ class Carried:
 
 
 def asked_for() -> bool:
-    """Whether the command line or the environment names the plugin and the kill switch is off."""
+    """Whether the command line or the environment enables the plugin and the kill switch is off."""
     if settings.killed():
         return False
     named = any(argument == ENABLE_FLAG or argument.startswith("--nsa-plugin-") for argument in sys.argv)
-    return named or bool(Carried.read().flags) or os.environ.get(f"{settings.ENV_PREFIX}ENABLED", "").strip() != ""
+    return named or bool(PassedFlags.read().flags) or os.environ.get(f"{settings.ENV_PREFIX}ENABLED", "").strip() != ""

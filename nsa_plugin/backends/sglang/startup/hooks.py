@@ -1,8 +1,7 @@
-"""What the ledger puts into SGLang around its own functions. While the plugin is off, all pass straight through.
+"""Wrappers that the ledger puts around SGLang's functions. While the plugin is off, they only call the original.
 
-SGLang catches and logs every Exception of a plugin while it loads it, and answers those of a scheduler's
-start by killing the server with a traceback: what is raised on purpose leaves here as SystemExit where
-nobody could catch it to any use.
+SGLang only logs an Exception of a plugin that it loads, and kills the server with a traceback for one in a scheduler's
+start. The plugin's errors therefore leave as SystemExit.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from nsa_plugin.patches.ledger import wrap
 
 @contextmanager
 def _clear_exit() -> Iterator[None]:
-    """What is raised on purpose ends the process with its message alone."""
+    """End the process with the message alone, without a traceback."""
     try:
         yield
     except NsaPluginError as error:
@@ -43,7 +42,7 @@ def wrap_from_cli_args(original: Any) -> Any:
 
     @functools.wraps(function)
     def from_cli_args(cls: type, args: Any) -> Any:
-        flags.Carried(flags.given(args)).write()
+        flags.PassedFlags(flags.given(args)).write()
         with _clear_exit():
             process().check_before_serving(args)
         return function(cls, args)
@@ -53,7 +52,7 @@ def wrap_from_cli_args(original: Any) -> Any:
 
 def wrap_resolve(original: Callable[..., Any]) -> Callable[..., Any]:
     def around(original: Callable[..., Any], server_args: Any) -> Any:
-        # Resolved arguments come by here again, and there what the user gave can no longer be told.
+        # Resolved arguments pass here again, but no longer tell what the user gave.
         if not process().child and not getattr(server_args, "_resolution_finished", False):
             process().check_before_serving(server_args)
         return original(server_args)

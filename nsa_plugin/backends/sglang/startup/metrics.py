@@ -1,9 +1,9 @@
-"""Batches by route on SGLang's own /metrics.
+"""Batches by execution path on SGLang's /metrics.
 
 With --enable-metrics SGLang sets PROMETHEUS_MULTIPROC_DIR before it starts a process (`set_prometheus_multiproc_dir`,
-called by `_set_envs_and_config` of `srt/entrypoints/engine.py` in 0.5.11 to 0.5.23), and collects at /metrics whatever
-any of its processes wrote there (`add_prometheus_middleware`). So a counter that is made in a scheduler process
-appears beside SGLang's own.
+called by `_set_envs_and_config` of `srt/entrypoints/engine.py` in 0.5.11 to 0.5.23), and /metrics collects what any of
+its processes wrote there (`add_prometheus_middleware`). So a counter made in a scheduler process appears beside
+SGLang's.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _ROUTE = ("phase", "attention", "provider")
 
 
 def ranks(model_runner: Any) -> dict[str, int]:
-    """tp_rank, pp_rank and, under data parallelism, dp_rank of this process, as SGLang's own metrics name them.
+    """Return tp_rank, pp_rank and, under data parallelism, dp_rank of this process, as in SGLang's metrics.
 
-    The runner has them until 0.5.15, its `ps` from 0.5.16 on, and after 0.5.20 SGLang's context of the process.
+    The runner has them until 0.5.15, its `ps` from 0.5.16 on, and SGLang's process context after 0.5.20.
     """
     holder = next((one for one in (model_runner, getattr(model_runner, "ps", None)) if hasattr(one, "tp_rank")), None)
     if holder is None:
@@ -33,15 +33,15 @@ def ranks(model_runner: Any) -> dict[str, int]:
 
 
 def route_counter(server_args: Any, labels: Mapping[str, object]) -> Callable[[Plan], None] | None:
-    """A function that counts a batch's plan, or None where SGLang serves no metrics. Once a process: names are unique.
+    """Return a function that counts a batch's plan, or None if SGLang serves no metrics. Call it once per process.
 
     Args:
-        server_args: SGLang's.
-        labels: more labels, the same for every batch, such as tp_rank.
+        server_args: of SGLang.
+        labels: labels that are the same for every batch, such as tp_rank.
     """
     if not getattr(server_args, "enable_metrics", False) or "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
         return None
-    from prometheus_client import Counter  # not before: it looks for the directory when it is imported
+    from prometheus_client import Counter  # not at the top: the import reads PROMETHEUS_MULTIPROC_DIR
 
     text = "Batches that nsa-plugin planned, by phase, attention and kernel library."
     counter = Counter(NAME, text, labelnames=(*_ROUTE, *labels))

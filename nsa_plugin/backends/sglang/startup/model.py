@@ -1,4 +1,4 @@
-"""What SGLang knows of a model, in the plugin's terms."""
+"""Read a model's shape and cache layout from SGLang."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from nsa_plugin.patches.ledger import TURN_OFF
 
 NEEDS_GPU = (
     "DeepSeek sparse attention under SGLang needs a GPU, and this engine is to run on a CPU, where SGLang has neither "
-    "kernels nor a paged cache for it. Serve it with SGLang on a GPU or with vLLM on the CPU; switching the plugin off "
-    "does not help, SGLang alone cannot serve it there either"
+    "kernels nor a paged cache for it. Use SGLang on a GPU or vLLM on the CPU. Turning the plugin off does not help: "
+    "stock SGLang does not support it on a CPU either"
 )
 
 
 def has_sparse_attention(config: Any) -> bool:
-    """Whether a Hugging Face configuration (an object or a dict) describes an indexer."""
+    """Whether a Hugging Face configuration (an object or a dict) has an indexer."""
     get = config.get if isinstance(config, dict) else lambda name: getattr(config, name, None)
     text = get("text_config")
     return get("index_topk") is not None or (text is not None and has_sparse_attention(text))
 
 
 def configured_for_cpu(server_args: Any) -> bool:
-    """Whether the engine is to run on a CPU, as far as its raw arguments say."""
+    """Whether the engine is to run on a CPU, by its raw arguments."""
     import torch
 
     device = getattr(server_args, "device", None)
@@ -31,10 +31,9 @@ def configured_for_cpu(server_args: Any) -> bool:
 
 
 def refuse_model(server_args: Any) -> None:
-    """Raise NoProviderError for a model that the plugin would refuse later, before anything is started or loaded.
+    """Raise NoProviderError for a model with sparse attention on a CPU, before anything is started or loaded.
 
-    That is one with sparse attention on a CPU, where SGLang would fail on it in its own way. A configuration that
-    cannot be read here is left to SGLang to complain about.
+    A configuration that cannot be read here is left to SGLang, which reports it.
     """
     if not configured_for_cpu(server_args):
         return
@@ -50,11 +49,11 @@ def refuse_model(server_args: Any) -> None:
 
 
 def model_shape(backend: Any, model_runner: Any) -> ModelShape:
-    """The model as one rank of its attention group sees it.
+    """Return the shape of the model on one rank of its attention group.
 
     Args:
-        backend: SGLang's attention backend, after its own start; it knows the rank's heads and the cache's format.
-        model_runner: the runner that it was built for.
+        backend: SGLang's attention backend, fully built; it knows the rank's heads and the cache's format.
+        model_runner: the runner that the backend was built for.
 
     Raises:
         LeftToStockError: the plugin does not support the cache's byte layout.
@@ -72,15 +71,15 @@ def model_shape(backend: Any, model_runner: Any) -> ModelShape:
 
 
 def prefix_of(backend: Any) -> str:
-    """What the names of a V3.2 backend's attributes and flags begin with: "dsa", or "nsa" before 0.5.13."""
+    """Return the prefix of a V3.2 backend's attributes and flags: "dsa", or "nsa" before 0.5.13."""
     return "dsa" if hasattr(backend, "dsa_prefill_impl") else "nsa"
 
 
 def impls_of(backend: Any) -> dict[str, str]:
-    """What SGLang's V3.2 backend attends by, by the flag that says so: of prefills, then of later steps.
+    """Return the paths of SGLang's V3.2 backend by flag: of prefills, then of decode, verify and draft steps.
 
     Raises:
-        PatchError: the backend does not say.
+        PatchError: the backend lacks the attributes.
     """
     x = prefix_of(backend)
     names = {f"--{x}-{what}-backend": f"{x}_{what}_impl" for what in ("prefill", "decode")}
@@ -90,7 +89,7 @@ def impls_of(backend: Any) -> dict[str, str]:
 
 
 def kv_layout(backend: Any, model_runner: Any) -> str | None:
-    """The plugin's name of the cache's layout, or None for one that it does not know."""
+    """Return the plugin's name of the cache's layout, or None if it does not support it."""
     scaled_fp8 = getattr(backend, "dsa_kv_cache_store_fp8", None)
     if scaled_fp8 is None:
         scaled_fp8 = backend.nsa_kv_cache_store_fp8

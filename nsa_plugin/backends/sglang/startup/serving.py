@@ -1,7 +1,7 @@
-"""What the attention backends of one scheduler process share, and how each begins to take its routes from plans.
+"""State that the attention backends of one scheduler process share, and how each starts to take plans.
 
-A backend's class says which family of models it is for (`nsa_plugin_family`; V3.2's says nothing), and with it how it
-begins and ends: `attention` and `samples` for DeepSeek-V3.2, `v4_backend` for DeepSeek-V4.
+The backend's class names its model family (`nsa_plugin_family`; none for V3.2). `v32.attention` and `v32.samples` start
+DeepSeek-V3.2's, `v4.backend` starts DeepSeek-V4's.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from nsa_plugin.telemetry import Trace
 
 @dataclass
 class SglangServing:
-    """One a scheduler process; speculative decoding and two-batch overlap build several backends in it.
+    """The plugin in one scheduler process; speculative decoding and two-batch overlap build several backends in it.
 
     Attributes:
-        resolved, model, device: what decisions are made from; the model is the first backend's.
+        resolved, model, device: inputs of decisions; the model of the first backend.
         trace, count: see `Planner`.
-        backends: those that take their routes from plans.
-        routes: what a few batches of the first backend take, and why, by their names; for the start-up report.
-        notes: what stays SGLang's own although the plugin is on.
-        exchange: of heads for tokens, once a backend has opened it; all that may trade have one model's heads.
+        backends: those that take plans.
+        routes: execution paths of sample batches of the first backend, with reasons, for the start-up report.
+        notes: what falls back to the stock path although the plugin is on.
+        exchange: for resharding, once a backend has opened it; all backends that reshard have the same heads.
     """
 
     resolved: ResolvedSettings
@@ -64,8 +64,8 @@ class SglangServing:
         """Check the settings against the model and the device, before any batch.
 
         Args:
-            backend: the first one that SGLang builds in the process, after its own start.
-            model_runner: the one that it is built for.
+            backend: the first one that SGLang builds in the process, fully built.
+            model_runner: the runner that the backend was built for.
 
         Raises:
             ShapeError, SettingsError, NoProviderError, PatchError: see `refuse_trtllm`, `model_shape` and `validate`.
@@ -74,7 +74,7 @@ class SglangServing:
         model = shape_of(backend, model_runner)
         validate(model, device, resolved.settings)
         where, server_args = ranks(model_runner), model_runner.server_args
-        first = where["tp_rank"] % model.attn_tp_size == 0  # the ranks of an attention group decide alike
+        first = where["tp_rank"] % model.attn_tp_size == 0  # all ranks of an attention group make the same plans
         mode = resolved.settings.trace
         trace = Trace(mode if first or mode.endswith(".jsonl") else "off", rank=where["tp_rank"])
         counts = first or getattr(server_args, "enable_metrics_for_all_schedulers", False)
@@ -82,14 +82,14 @@ class SglangServing:
 
     @property
     def active(self) -> bool:
-        """Whether any batch takes its route from a plan."""
+        """Whether any backend takes plans."""
         return bool(self.backends)
 
     def adopt(self, backend: Any, model_runner: Any) -> None:
-        """Let a backend that has just been built take its routes from plans, once its kernels have run.
+        """Let a newly built backend take plans, once its kernels have run.
 
         Raises:
-            ShapeError, SettingsError, NoProviderError, PatchError, MismatchError: it cannot; it is SGLang's own then.
+            ShapeError, SettingsError, NoProviderError, PatchError, MismatchError: it cannot; it stays a stock backend.
         """
         try:
             take_up = self._adopt_v4 if is_v4(backend) else self._adopt_v32
@@ -102,7 +102,7 @@ class SglangServing:
             self.backends.append(backend)
 
     def _adopt_v32(self, backend: Any, model_runner: Any) -> dict[str, Execution]:
-        """What a few batches take, by their names."""
+        """Return the execution paths of sample batches, by their names."""
         model = model_shape(backend, model_runner)
         exchange, keeps = self._exchange_for(backend, model_runner, model)
         planner = SglangPlanner(
@@ -138,10 +138,10 @@ class SglangServing:
         return routes
 
     def _exchange_for(self, backend: Any, model_runner: Any, model: ModelShape) -> tuple[SglangExchange | None, str]:
-        """(the exchange of heads for tokens or None, why there is none); see `open_exchange`."""
+        """(the exchange or None, why there is none); see `open_exchange`."""
         if getattr(model_runner, "is_draft_worker", False):
-            # Its later steps may begin with what it selects here, for rows that another rank has.
-            return None, "a draft model's selection is read again by its later steps"
+            # Later draft steps may read the selection of query tokens that another rank has.
+            return None, "later draft steps read a draft model's selection again"
         if self.exchange is None:
             settings = self.resolved.settings
             self.exchange, keeps = open_exchange(backend, model_runner, model, self.device, settings)
@@ -171,7 +171,7 @@ class SglangServing:
         self.notes += [note for note in notes if note not in self.notes]
 
     def settle(self) -> None:
-        """SGLang has captured its graphs: what is free from now on is what batches have."""
+        """Read the free memory again, now that SGLang has captured its graphs."""
         for backend in self.backends:
             state = backend.nsa_plugin
             state.planner.measure(free_memory_of(getattr(state, "exchange", None), free_device_memory))
@@ -184,12 +184,12 @@ class SglangServing:
 
 
 def is_v4(backend: Any) -> bool:
-    """Whether a backend of the plugin's class is DeepSeek-V4's."""
+    """Whether one of the plugin's backends is for DeepSeek-V4."""
     return getattr(backend, "nsa_plugin_family", "v3.2") == "v4"
 
 
 def shape_of(backend: Any, model_runner: Any) -> ModelShape:
-    """The model as one rank of its attention group sees it.
+    """Return the shape of the model on one rank of its attention group.
 
     Raises:
         ShapeError: see `model_shape`.
@@ -198,7 +198,7 @@ def shape_of(backend: Any, model_runner: Any) -> ModelShape:
 
 
 def hand_back(backend: Any) -> None:
-    """Make every batch from now on the engine's own."""
+    """Let a backend fall back to the stock path for all later batches."""
     if is_v4(backend):
         v4_attention.release(backend)
     else:
@@ -206,32 +206,31 @@ def hand_back(backend: Any) -> None:
 
 
 def refuse_trtllm(backend: Any, device: DeviceProfile) -> None:
-    """Raise NoProviderError where SGLang was told to run TRT-LLM's kernels on a device that has none of them.
+    """Raise NoProviderError if SGLang is set to TRT-LLM's kernels on a device that does not support them.
 
-    SGLang takes the flag there without a word. Over an fp8 cache it has laid the cache out for these kernels already,
-    and what is wrong with that would be a riddle.
+    SGLang accepts the flag there, and has laid an fp8 cache out for these kernels, which fails later in obscure ways.
     """
     if is_v4(backend) or device.has("trtllm", Op.SPARSE_MLA_DECODE):
         return
     for flag, impl in impls_of(backend).items():
         if impl == "trtllm":
             raise NoProviderError(
-                f"{flag} is trtllm, and TRT-LLM's sparse MLA kernels are not on this device: they need SM100 and "
-                f"flashinfer, and this is {device.name} ({device.where}). Give another {flag}, or none. {TURN_OFF}"
+                f"{flag} is trtllm, but TRT-LLM's sparse MLA kernels need SM100 and flashinfer, and this is "
+                f"{device.name} ({device.where}). Give another {flag}, or none. {TURN_OFF}"
             )
 
 
 def check_cache(backend: Any, model_runner: Any, device: DeviceProfile) -> None:
-    """Check that the plugin reads the cache that SGLang has laid out for a backend's kernels.
+    """Check that the plugin supports the cache that SGLang has laid out for a backend's kernels.
 
-    Where SGLang runs TRT-LLM's kernels for prefill and decode, by its flags or by default on SM100, an fp8 cache has
-    their format, without scales. Where the device lacks these kernels, `refuse_trtllm` says so.
+    If SGLang runs TRT-LLM's kernels for prefill and decode, by its flags or by default on SM100, an fp8 cache has no
+    scales. On a device without these kernels, `refuse_trtllm` raises instead.
 
     Raises:
-        LeftToStockError: the plugin does not read it, and nothing is wrong.
+        LeftToStockError: the plugin does not support the cache.
     """
     if is_v4(backend) or kv_layout(backend, model_runner) is not None:
-        return  # of V4, `v4_attention.adopt` says so
+        return  # `v4_attention.adopt` checks V4's cache
     impls = impls_of(backend).values()
     if any(impl in planned for impl in impls for planned in PLANNED.values()):
         return

@@ -1,24 +1,25 @@
-"""SGLang's attention backend under Plans: one for each batch, made where SGLang prepares it, read where it attends.
+"""SGLang's attention backend with plans: one plan per batch, made when SGLang prepares it, read when it attends.
 
-`with_plans` adds to the engine's backend class, NSA or DSA, what follows; `adopt` switches it on for an instance, and
-until then, or for a batch that has no route, every method is the engine's own.
+`with_plans` extends the engine's backend class, NSA or DSA; `adopt` switches an instance on. Before that, and for a
+batch without a route, every method is the stock one.
 
-- Eager batches: the engine asks `set_{nsa,dsa}_prefill_impl(forward_batch)` before anything depends on the answer. It
-  decides, then the plan: whether dense attention runs (`use_mha`, which the model reads, and with it whether the
-  indexer selects, so that the two cannot come apart: sglang #12816, vllm #52512), and the path.
+- Eager batches: the engine calls `set_{nsa,dsa}_prefill_impl(forward_batch)` before anything depends on the result.
+  SGLang's rules run first, then the plan sets the path and whether dense attention runs (`use_mha`). The model reads
+  `use_mha` for the indexer too, so attention and selection cannot disagree (sglang #12816, vllm #52512).
 - Captured batches: capture and replay go through `_apply_cuda_graph_metadata` (0.5.13 on) or
   `init_forward_metadata_{capture,replay}_cuda_graph` (before), and the draft steps of MTP through
-  `..._replay_cuda_graph_from_precomputed`. A phase and a number of rows have one route, so a replay has its capture's.
-- `_forward_flashmla_kv` and `_forward_flashmla_sparse`, where every path of `routes.CARRIERS` ends: the plan's provider
-  runs in their place, given the same slots and cache, with no padding of heads; or the engine's own kernel does.
-- Where the plan trades heads for tokens (`token_shard`), both are given every head of this rank's rows, by the exchange
-  around them. A captured step's rows are dealt out by their number alone, so a replay exchanges what its capture did.
-- Rows that are no request's, which the engine adds to a graph's size or to a multiple of its ranks, have slots like any
-  other: -1, or some slot of the cache. Providers skip whatever is no slot, and take no lengths that could be too few.
-- `nsa_plugin_leaves_graph` says whether a prefill that the engine would replay is to run eagerly; see `prefill_graph`.
+  `..._replay_cuda_graph_from_precomputed`. A route depends on the phase and the number of query tokens alone, so a
+  replay has the route of its capture.
+- `_forward_flashmla_kv` and `_forward_flashmla_sparse` call the kernel. The plan's provider runs instead, with the same
+  slots and cache and without head padding, or the upstream kernel does.
+- If the plan reshards (`token_shard`), the exchange around both gives them all heads of this rank's query tokens. A
+  captured step is partitioned by its number of query tokens alone, so a replay exchanges as its capture did.
+- Padding, which the engine adds up to a graph's size or a multiple of its ranks, has slots too: -1, or some slot of the
+  cache. Providers skip -1 and get no lengths that could be too short.
+- `nsa_plugin_leaves_graph` says whether a prefill that the engine would replay runs eagerly; see `prefill_graph`.
 
-Two-batch overlap and the steps of MTP have a backend instance each, and so a route each. What the plugin leaves to
-SGLang is listed in `routes`.
+Two-batch overlap and the steps of MTP each have a backend instance, and so a route. `routes` lists what the plugin
+leaves to SGLang.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ from nsa_plugin.backends.sglang.startup.model import prefix_of
 from nsa_plugin.backends.sglang.v32 import batch as batches
 from nsa_plugin.backends.sglang.v32.batch import Batch
 from nsa_plugin.backends.sglang.v32.indexer import Selection, attach
-from nsa_plugin.backends.sglang.v32.routes import PLANNED, SglangPlanner, sglangs_own
+from nsa_plugin.backends.sglang.v32.routes import PLANNED, SglangPlanner, stock_feature
 from nsa_plugin.backends.sglang.v32.token_shard import SglangExchange, all_heads, schedule_of
 from nsa_plugin.decision.shapes import Phase
 from nsa_plugin.errors import NsaPluginError, PatchError
 from nsa_plugin.kernels.kv_cache import PagedCache, open_cache
 from nsa_plugin.patches.ledger import TURN_OFF
 
-# What the engine's class has to have for `with_plans`, besides the setter and the preparation of captured batches.
+# Methods that `with_plans` needs, besides the setter and the preparation of captured batches.
 OVERRIDDEN = (
     "init_forward_metadata",
     "get_indexer_metadata",
@@ -59,31 +60,33 @@ OVERRIDDEN = (
 )
 SETTERS = ("set_dsa_prefill_impl", "set_nsa_prefill_impl")
 
-# Where a captured batch is prepared: those of them that the engine's class has, the first or the next two at least.
-# Each takes bs and forward_mode.
+# Methods that prepare a captured batch, each with bs and forward_mode. A class has the first or the next two at least.
 GRAPH_METHODS = (
     "_apply_cuda_graph_metadata",
     "init_forward_metadata_capture_cuda_graph",
     "init_forward_metadata_replay_cuda_graph",
     "init_forward_metadata_replay_cuda_graph_from_precomputed",
 )
-# The fp8 pages' and the bf16 pages' size, by the versions' names of it.
+# The page size, by its names in SGLang's versions.
 PAGE_SIZES = ("physical_page_size", "real_page_size")
+# By whether the flag is for prefills.
+STOCK_PHASES = {True: "prefills", False: "decode, verify and draft steps"}
 
 
 @dataclass
 class State:
-    """What the plugin keeps on a backend.
+    """State of the plugin on a backend.
 
     Attributes:
-        planner: decides.
-        x: "nsa" or "dsa", as the engine's names have it.
+        planner: makes the plans.
+        x: "nsa" or "dsa", as in the engine's names.
         prefill_impl, decode_impl: the paths that the engine was started with.
-        plans_prefill, plans_steps: whether plans are made for prefills, and for later steps.
-        route: of the batch that was prepared last; None where it is SGLang's own.
+        plans_prefill: whether prefills have plans.
+        plans_steps: whether decode, verify and draft steps have plans.
+        route: of the batch prepared last; None if it is left to the stock path.
         preparing: inside `init_forward_metadata`, which no graph captures.
-        exchange: of heads for tokens; None where no plan of this backend trades them.
-        share: this rank's rows of the batch that was prepared last, where its plan trades.
+        exchange: for resharding; None if no plan of this backend reshards.
+        share: this rank's query tokens of the batch prepared last, if its plan reshards.
     """
 
     planner: SglangPlanner
@@ -100,13 +103,13 @@ class State:
 
 
 def adopt(backend: Any, planner: SglangPlanner, server_args: Any, exchange: SglangExchange | None = None) -> list[str]:
-    """Let a backend take its routes from a planner; call it once the engine's own start of the backend is done.
+    """Let a backend, fully built by the engine, take its routes from a planner.
 
     Returns:
-        A sentence for each kind of batch that stays SGLang's own although the plugin is on; for the start-up report.
+        A note for each kind of batch that falls back to the stock path, for the start-up report.
 
     Raises:
-        PatchError: the backend lacks something that the plugin reads of it.
+        PatchError: the backend lacks an attribute that the plugin reads.
     """
     x = prefix_of(backend)
     read = (f"{x}_prefill_impl", f"{x}_decode_impl", "max_context_len", "speculative_num_draft_tokens")
@@ -118,12 +121,12 @@ def adopt(backend: Any, planner: SglangPlanner, server_args: Any, exchange: Sgla
     prefill, decode = getattr(backend, f"{x}_prefill_impl"), getattr(backend, f"{x}_decode_impl")
     layout = planner.model.kv_layout
     notes = []
-    if feature := sglangs_own(backend, server_args):
-        return [f"{feature} is on, which the plugin has no part in: every batch stays SGLang's own"]
+    if feature := stock_feature(backend, server_args):
+        return [f"{feature} is on, which the plugin does not support: every batch falls back to the stock path"]
     for what, impl, extend in (("prefill", prefill, True), ("decode", decode, False)):
         if impl not in PLANNED[layout, extend]:
-            notes.append(f"SGLang's --{x}-{what}-backend is {impl}, which the plugin leaves as it is")
-    if planner.sinks:  # SGLang's FA3 path refuses them
+            notes.append(f"SGLang's --{x}-{what}-backend is {impl}: {STOCK_PHASES[extend]} fall back to the stock path")
+    if planner.sinks:  # SGLang's FA3 path does not support them
         notes.append("the model has attention sinks: decode, verify and draft steps fall back to the stock path")
     backend.nsa_plugin = State(
         planner=planner,
@@ -139,7 +142,7 @@ def adopt(backend: Any, planner: SglangPlanner, server_args: Any, exchange: Sgla
 
 
 def release(backend: Any) -> None:
-    """Undo `adopt`: every batch from now on is the engine's own. What graphs have captured stays in them."""
+    """Undo `adopt`: all later batches take the stock path. Captured graphs stay as they are."""
     state: State | None = backend.nsa_plugin
     if state is not None:
         setattr(backend, f"{state.x}_prefill_impl", state.prefill_impl)
@@ -148,10 +151,10 @@ def release(backend: Any) -> None:
 
 
 def with_plans(original: type) -> type:
-    """The engine's backend class with the plugin's methods; see the module.
+    """Make a subclass of the engine's backend class with the plugin's methods; see the module.
 
     Raises:
-        PatchError: the class lacks a method that is to be overridden: nobody would call the plugin's.
+        PatchError: the class lacks a method that the plugin overrides, so SGLang would never call the override.
     """
     setter = _check_methods(original)
     original_setter: Callable[..., None] = getattr(original, setter)
@@ -173,7 +176,7 @@ def with_plans(original: type) -> type:
             metadata = super().get_indexer_metadata(layer_id, forward_batch)
             state = self.nsa_plugin
             if state is not None and state.route is not None and metadata is not None:
-                # Before 0.5.13 the batch has it.
+                # Before 0.5.13 the batch has the pool.
                 pool = getattr(self, "token_to_kv_pool", None)
                 pool = forward_batch.token_to_kv_pool if pool is None else pool
                 attach(metadata, Selection(state.route.plan, pool, state.providers, state.share))
@@ -181,7 +184,7 @@ def with_plans(original: type) -> type:
 
         def _compute_flashmla_metadata(self, cache_seqlens: torch.Tensor, seq_len_q: int) -> Any:
             state = self.nsa_plugin
-            # Nobody reads the schedule then; of a large prefill the library may not be able to make it (sglang #25502).
+            # The schedule is not read then, and the library may fail to make it for a large prefill (sglang #25502).
             unread = state is not None and state.preparing and _replaces_flashmla_kv(state)
             return None if unread else super()._compute_flashmla_metadata(cache_seqlens, seq_len_q)
 
@@ -228,7 +231,7 @@ def with_plans(original: type) -> type:
             sm_scale: float,
             **later: Any,
         ) -> torch.Tensor:
-            """`later`: topk_length (from 0.5.17; -1 behind it says the same) and attn_sink (from 0.5.20)."""
+            """`later`: topk_length (0.5.17 on; redundant, since -1 follows) and attn_sink (0.5.20 on)."""
             state = self.nsa_plugin
             if state is None or state.route is None or not state.route.own:
                 page_table_1 = _attended(state, page_table_1)
@@ -236,7 +239,7 @@ def with_plans(original: type) -> type:
                 kernel = super()._forward_flashmla_sparse
                 if state is None or state.share is None:
                     return kernel(q_all=q_all, page_table_1=page_table_1, **named, **later)  # type: ignore[no-any-return]
-                # Of `later`, the length says what -1 says; its rows are SGLang's of the whole batch.
+                # topk_length is for the whole batch, and -1 in the slots says the same.
                 _refuse_sink(later.get("attn_sink"))
                 return state.share.attend(
                     q_all, page_table_1, lambda q, chosen, _: kernel(q_all=q, page_table_1=chosen, **named)
@@ -245,15 +248,15 @@ def with_plans(original: type) -> type:
             return _attend(state, q_all, cache, page_table_1, v_head_dim, sm_scale, later.get("attn_sink"))
 
         def _forward_fa3(self, *, page_table: torch.Tensor, **named: Any) -> torch.Tensor:
-            """The engine's own kernel, whose call names everything; only the deliberate fault is added to it."""
+            """Call the upstream kernel, all arguments by name; only the deliberate fault changes its slots."""
             return super()._forward_fa3(page_table=_attended(self.nsa_plugin, page_table), **named)  # type: ignore[no-any-return]
 
         def nsa_plugin_leaves_graph(self, forward_batch: Any) -> bool:
-            """Whether a prefill is to run eagerly and densely rather than be replayed from a graph, which is sparse.
+            """Whether a prefill runs eagerly and densely instead of being replayed from a graph, which is sparse.
 
-            It is asked outside any graph, before the batch is prepared. All ranks have to answer alike: the answer is
-            made of the batch's lengths and of what the ranks share, and under DP attention, where each group of them
-            has a batch of its own, it is the engine's.
+            SGLang asks outside any graph, before it prepares the batch. All ranks must answer alike, so the answer
+            depends on the batch's lengths and on state that the ranks share. With DP attention each group has a
+            different batch, and the stock answer holds.
             """
             state = self.nsa_plugin
             if state is None or not state.plans_prefill or state.planner.settings.mha_max_kv <= 0:
@@ -262,7 +265,7 @@ def with_plans(original: type) -> type:
                 return False
             if getattr(forward_batch, "global_num_tokens_cpu", None) is not None:
                 return False
-            original_setter(self, forward_batch)  # the engine's rules; what it sets, the preparation sets again
+            original_setter(self, forward_batch)  # SGLang's rules; the preparation sets them again
             if not self.use_mha:
                 return False
             route = state.planner.prefill_execution(batches.prefill_batch(forward_batch), dense_allowed=True)
@@ -277,7 +280,7 @@ def with_plans(original: type) -> type:
 
 
 def _check_methods(original: type) -> str:
-    """The name of the engine's `set_..._prefill_impl`, once everything else is seen to be there."""
+    """Return the name of the engine's `set_..._prefill_impl`; raise PatchError if a method is missing."""
     setter = next((name for name in SETTERS if hasattr(original, name)), None)
     lacks = [name for name in OVERRIDDEN if not hasattr(original, name)]
     if setter is None:
@@ -291,14 +294,14 @@ def _check_methods(original: type) -> str:
 
 
 def _setter(original: Callable[..., None]) -> Callable[..., None]:
-    """`set_{nsa,dsa}_prefill_impl` under a plan. Without a batch it is asked for a captured one, whose route is set."""
+    """Wrap `set_{nsa,dsa}_prefill_impl`. A call without a batch is for a captured one, whose route is already set."""
 
     @functools.wraps(original)
     def set_prefill_impl(self: Any, forward_batch: Any = None) -> None:
         state: State | None = self.nsa_plugin
         if state is None:
             return original(self, forward_batch)
-        # Whatever the last batch's route was: the engine's own rules start from the engine's own path.
+        # SGLang's rules start from the path it was started with, not from the last batch's route.
         setattr(self, f"{state.x}_prefill_impl", state.prefill_impl)
         original(self, forward_batch)
         if forward_batch is None:
@@ -324,7 +327,7 @@ def _setter(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _prepared(original: Callable[..., None]) -> Callable[..., None]:
-    """A method that prepares a captured batch, after its route is set."""
+    """Wrap a method that prepares a captured batch: set the batch's route first."""
     names = list(inspect.signature(original).parameters)[1:]
     bs_place, mode_place = names.index("bs"), names.index("forward_mode")
 
@@ -347,7 +350,7 @@ def _prepared(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _share(state: State, route: Execution, batch: Batch) -> Share | None:
-    """This rank's rows of a batch, where its plan trades heads for tokens."""
+    """Return this rank's query tokens of a batch, if its plan reshards."""
     if state.exchange is None or not route.plan.token_shard:
         return None
     shares = state.planner.shares(route.plan, batch, state.exchange.shard.max_rows)
@@ -355,7 +358,7 @@ def _share(state: State, route: Execution, batch: Batch) -> Share | None:
 
 
 def _follow(backend: Any, state: State, route: Execution | None, share: Share | None) -> None:
-    """Make a route, or its absence, the backend's."""
+    """Set a route, or None for the stock path, on the backend."""
     state.route, state.share = route, share
     impl = None if route is None else route.path
     if impl is not None and route is not None and route.plan.phase is Phase.EXTEND:
@@ -365,17 +368,17 @@ def _follow(backend: Any, state: State, route: Execution | None, share: Share | 
 
 
 def _paged(backend: Any, kv_cache: torch.Tensor, state: State) -> PagedCache:
-    """The engine's cache of one layer, any shape [..., bytes or values of a token], as pages."""
+    """Open the engine's cache of one layer, of any shape [..., bytes or values of a token], as pages."""
     page_size = next(int(getattr(backend, name)) for name in PAGE_SIZES if hasattr(backend, name))
     pages = kv_cache.view(-1, page_size, 1, kv_cache.shape[-1])
     return open_cache(pages, state.planner.model.kv_layout)
 
 
 def _rows_with_lengths(state: State | None, metadata: Any, rows: int) -> int:
-    """How many of `rows` query rows the engine's FlashMLA is given: those that its metadata has lengths for.
+    """Return how many of `rows` query tokens the upstream FlashMLA gets: those with lengths in its metadata.
 
-    The engine pads rows behind the last request in more ways than it pads the lengths, and the library refuses
-    the difference: "seqlens_k must have shape (batch_size)" (thread of sglang #13646).
+    The engine pads the query tokens in more ways than the lengths, and the library then raises "seqlens_k must have
+    shape (batch_size)" (thread of sglang #13646).
     """
     if state is None:
         return rows
@@ -384,7 +387,7 @@ def _rows_with_lengths(state: State | None, metadata: Any, rows: int) -> int:
 
 
 def _attended(state: State | None, slots: torch.Tensor) -> torch.Tensor:
-    """The slots or rows that a stock kernel attends, [tokens, topk]."""
+    """Return the slots or rows that an upstream kernel attends, [tokens, topk]."""
     return slots if state is None else state.providers.attended(slots)
 
 
@@ -397,11 +400,11 @@ def _attend(
     scale: float,
     attn_sink: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[tokens, heads, d_v] by the plan's provider.
+    """Attend with the plan's provider: [tokens, heads, d_v].
 
     Args:
-        q: [tokens, heads, d_qk], rows that MLP-sync padded included.
-        slots: [tokens or fewer, topk] int32 cache slots, -1 for none; rows that are missing have none.
+        q: [tokens, heads, d_qk], padding by MLP-sync included.
+        slots: [tokens or fewer, topk] int32 cache slots, -1 for none; missing query tokens have none.
     """
     if state.share is None:
         return _by_provider(state, q, cache, slots, d_v, scale, attn_sink)
@@ -429,7 +432,7 @@ def _by_provider(
 
 
 def _replaces_flashmla_kv(state: State) -> bool:
-    """Whether the engine's FlashMLA over fp8 pages is not called for the batch, or for other rows and heads of it."""
+    """Whether the batch does not call FlashMLA over fp8 pages, or calls it with other query tokens and heads."""
     return state.route is not None and (state.route.own or state.share is not None)
 
 
@@ -442,12 +445,12 @@ def _flashmla_kv_of_all_heads(
     metadata: Any,
     layer_id: int,
 ) -> torch.Tensor:
-    """[tokens, 1, heads, d_v] by the engine's FlashMLA over fp8 pages, given every head of this rank's rows.
+    """Attend with upstream FlashMLA over fp8 pages, with all heads of own query tokens: [tokens, 1, heads, d_v].
 
     Args:
-        stock: the engine's call, but for what is changed here, and its schedule.
+        stock: the engine's call, with the arguments that stay, and its schedule.
         q, slots: as for `_attend`.
-        metadata: the engine's of the whole batch.
+        metadata: of the whole batch.
     """
     route, share = state.route, state.share
     assert route is not None
@@ -466,6 +469,6 @@ def _flashmla_kv_of_all_heads(
 
 
 def _refuse_sink(attn_sink: torch.Tensor | None) -> None:
-    """Refuse the sinks of a model whose configuration does not name them (`has_sinks`), rather than drop them."""
+    """Refuse attention sinks that the model's configuration does not name (`has_sinks`), rather than drop them."""
     if attn_sink is not None:
         raise NsaPluginError("SGLang passes attention sinks, which token_shard does not support: set it to off")

@@ -1,12 +1,12 @@
-"""SGLang's batches in the plugin's terms, for 0.5.11 to 0.5.23: the names that changed are data here and nowhere else.
+"""Read SGLang's batches (0.5.11 to 0.5.23). Names that changed between versions appear only here.
 
-Only what the host knows already is read, the lists and tensors that end in ``_cpu``: nothing waits for the device.
+Only values on the host are read, the lists and tensors that end in ``_cpu``: nothing waits for the device.
 
-- A prefill's lengths are its own. Rows that MLP-sync pads behind the last request are no request's rows, and a
-  request that was only padded in has no rows.
-- Of every later step (decode, verify, draft) only the number of rows is taken, and contexts count as long as the
-  server allows: such a step may be captured, so that nothing may depend on its lengths, and it takes the same kernel
-  whether its batch size was captured or not.
+- Prefills are planned by their lengths. Padding that MLP-sync adds belongs to no request; a padded request has no query
+  tokens.
+- Decode, verify and draft steps are planned by their number of query tokens, with contexts as long as the server
+  allows. Such a step may be captured, so nothing may depend on its lengths, and it takes the same kernel whether its
+  batch size was captured or not.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 
 from nsa_plugin.decision.shapes import BatchShape, Phase
 
-# By the name of SGLang's ForwardMode. DRAFT_EXTEND was merged into DRAFT_EXTEND_V2 after 0.5.13. What is not here
-# (SPLIT_PREFILL, DLLM_EXTEND, PREBUILT) belongs to features that the plugin leaves alone.
+# SGLang's ForwardMode -> phase. DRAFT_EXTEND was merged into DRAFT_EXTEND_V2 after 0.5.13. The plugin does not support
+# the others: SPLIT_PREFILL, DLLM_EXTEND, PREBUILT.
 PHASES = {
     "EXTEND": Phase.EXTEND,
     "MIXED": Phase.EXTEND,
@@ -31,10 +31,10 @@ PHASES = {
 }
 
 
-# Whose requests have several rows each.
+# Phases with several query tokens per request.
 _OF_DRAFTS = frozenset({Phase.TARGET_VERIFY, Phase.DRAFT_EXTEND})
 MAX_STEPS = 1024
-"""Steps of different sizes that are kept: every replay of a captured one asks for it again."""
+"""Steps of different sizes that are cached: every replay of a captured step asks again."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class Batch:
     """A batch and its requests.
 
     Attributes:
-        shape: what a plan is made from.
-        mixed: a prefill and decodes in one batch, each decode a request of one row.
+        shape: input of the plan.
+        mixed: a prefill and decodes in one batch; each decode is a request with one query token.
         in_graph: a prefill that SGLang captures or replays in pieces, around attention.
-        requests: (id, query rows, context in tokens) of each request, as far as the host knows them; for the trace.
+        requests: (id, query tokens, context in tokens) of each request, as far as the host knows; for the trace.
     """
 
     shape: BatchShape
@@ -55,24 +55,24 @@ class Batch:
 
 
 def phase_of(forward_mode: Any) -> Phase | None:
-    """The phase of a ForwardMode, or None for one that the plugin leaves to SGLang."""
+    """Return the phase of a ForwardMode, or None if the plugin does not support it."""
     return PHASES.get(forward_mode.name)
 
 
 def prefill_batch(forward_batch: Any, *, in_graph: bool = False) -> Batch:
-    """A batch of phase extend.
+    """Read a prefill.
 
     Args:
-        forward_batch: with `seq_lens_cpu` (a tensor on the host) and `extend_seq_lens_cpu` (a list), which SGLang's own
-            metadata needs too.
+        forward_batch: with `seq_lens_cpu` (a tensor on the host) and `extend_seq_lens_cpu` (a list), which SGLang's
+            metadata also needs.
         in_graph: see `Batch`.
 
     Raises:
-        ShapeError: the lengths cannot belong together.
+        ShapeError: the lengths contradict each other.
     """
     kv_lens = list(map(int, forward_batch.seq_lens_cpu.tolist()))
     q_lens = list(map(int, forward_batch.extend_seq_lens_cpu))
-    # MLP-sync pads the lengths of the contexts, and leaves the list of the rows as it was.
+    # MLP-sync pads the context lengths but not the list of query lengths.
     q_lens += [0] * (len(kv_lens) - len(q_lens))
     shape = BatchShape.from_lengths(
         Phase.EXTEND,
@@ -87,13 +87,13 @@ def prefill_batch(forward_batch: Any, *, in_graph: bool = False) -> Batch:
 
 
 def step_batch(phase: Phase, requests: int, rows: int, max_context: int, names: Sequence[str] = ()) -> Batch:
-    """A batch of any later phase, captured or not.
+    """Make a decode, verify or draft step, captured or not.
 
     Args:
-        requests: requests, padded ones included.
-        rows: query rows over all of them.
-        max_context: most tokens of a request that the server allows; what every context counts as.
-        names: ids of the requests, as far as they are known.
+        requests: number of requests, padded ones included.
+        rows: query tokens of all requests.
+        max_context: most tokens of a request that the server allows; taken as every context's length.
+        names: ids of the requests, as far as known.
     """
     batch = _step_batch(phase, requests, rows, max_context)
     if not names or not batch.shape.num_tokens:
@@ -104,7 +104,7 @@ def step_batch(phase: Phase, requests: int, rows: int, max_context: int, names: 
 
 @functools.lru_cache(MAX_STEPS)
 def _step_batch(phase: Phase, requests: int, rows: int, max_context: int) -> Batch:
-    """`step_batch` without names, one object for all batches of the size: nobody adds to its requests."""
+    """`step_batch` without names: one shared object per size, so do not add to its requests."""
     if phase is Phase.IDLE or rows == 0:
         return Batch(BatchShape(phase=Phase.IDLE))
     longest = max(max_context, -(-rows // requests))
@@ -121,10 +121,10 @@ def _step_batch(phase: Phase, requests: int, rows: int, max_context: int) -> Bat
 
 
 def eager_step(forward_batch: Any, phase: Phase, draft_tokens: int | None, max_context: int) -> Batch:
-    """The `step_batch` of a batch whose metadata is made outside a graph.
+    """Read a step whose metadata is made outside a graph; see `step_batch`.
 
     Args:
-        draft_tokens: rows of a request that is verified or drafted (speculative_num_draft_tokens).
+        draft_tokens: query tokens of a request that is verified or drafted (speculative_num_draft_tokens).
     """
     requests = int(forward_batch.batch_size)
     names, lengths = request_names(forward_batch, requests), getattr(forward_batch, "extend_seq_lens_cpu", None)
@@ -136,7 +136,7 @@ def eager_step(forward_batch: Any, phase: Phase, draft_tokens: int | None, max_c
 def captured_step(
     phase: Phase, requests: int, draft_tokens: int | None, max_context: int, names: Sequence[str] = ()
 ) -> Batch:
-    """The `step_batch` of a batch as a graph has it: each request has all rows that it may have.
+    """Make a step as a graph has it, each request with its full number of query tokens; see `step_batch`.
 
     Args:
         draft_tokens: see `eager_step`.
@@ -146,6 +146,6 @@ def captured_step(
 
 
 def request_names(forward_batch: Any, requests: int) -> list[str]:
-    """Ids of the requests; "" for those that were padded in."""
+    """Return the ids of the requests; "" for padded ones."""
     names = list(map(str, getattr(forward_batch, "rids", None) or ()))[:requests]
     return names + [""] * (requests - len(names))

@@ -1,24 +1,24 @@
-"""A prefill's selection under a Plan: the logits of no more rows at once than the plan says, none of another request.
+"""Top-k selection of a prefill with a plan: each request against its keys only, in chunks of the plan's size.
 
-SGLang's `Indexer._get_topk_ragged` scores every query row against the keys of every request, in one buffer of
-[rows, all keys] or, where that is over a budget, in chunks of as many columns. `wrap_topk_ragged` gives the plan's
-provider the requests' ranges instead, so that a chunk is no wider than its longest request, and hands back what
-SGLang's `topk_transform` would have:
+SGLang's `Indexer._get_topk_ragged` scores every query token against the keys of all requests, in one buffer of
+[query tokens, all keys] or, above a budget, in chunks with as many columns. `wrap_topk_ragged` gives the plan's
+provider the range of each request instead, so that a chunk is no wider than its longest request. It returns what
+SGLang's `topk_transform` would:
 
     unfused            positions within the request
     fused, PAGED       page_table_1[request, position]: slots of the cache
     fused, RAGGED      position + topk_indices_offset[row]: rows of the copy of the batch's keys
 
-each -1 behind the last, in rows of index_topk. Which members of a tie are taken, and the order in a row, may differ.
+Each row has index_topk entries, padded with -1. The choice among ties and the order within a row may differ.
 
-Where a prefill's plan trades heads for tokens (`token_shard`), rows of other ranks are neither scored nor selected for:
-they are -1, in a buffer of SGLang's too, whatever it held.
+If a prefill's plan reshards (`token_shard`), this rank does not score or select for query tokens of other ranks. Their
+selection is -1, also in a buffer that SGLang passes.
 
-The original function runs instead, untouched, where the batch has no plan of the plugin's or one that selects nothing;
-where --{nsa,dsa}-topk-backend is not sgl-kernel (its tie-breaking is asked for); where the model forces its first or
-last tokens into the selection; under context parallelism; and where the lengths on the host do not add up to the rows.
-Decode, verify and draft steps (`_get_topk_paged`) are SGLang's own: where such a step's ranks trade heads for tokens,
-each still selects for all rows, and attention reads its own rows of the selection.
+The original function runs unchanged if the batch has no plan, or one without a selection; if --{nsa,dsa}-topk-backend
+is not sgl-kernel (the user asked for its tie-breaking); if the model forces its first or last tokens into the
+selection; with context parallelism; and if the lengths on the host do not add up to the query tokens. Decode, verify
+and draft steps (`_get_topk_paged`) are left to SGLang: if such a step reshards, each rank still selects for all query
+tokens, and attention reads the selection of this rank's.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ ATTRIBUTE = "nsa_plugin_selection"
 
 @dataclass(frozen=True)
 class Selection:
-    """What the indexer needs of the backend.
+    """State that the indexer needs from the backend.
 
     Attributes:
-        plan: the batch's.
+        plan: of the batch.
         pool: SGLang's pool, which holds the indexer's keys.
-        providers: where the plan's provider comes from.
-        share: this rank's rows, where heads are traded for tokens.
+        providers: loads the plan's provider.
+        share: this rank's query tokens, if the batch reshards.
     """
 
     plan: Plan
@@ -60,12 +60,12 @@ class Selection:
 
 
 def attach(metadata: Any, selection: Selection) -> None:
-    """Hand the selection on with SGLang's indexer metadata, which is frozen."""
+    """Attach the selection to SGLang's indexer metadata, a frozen dataclass."""
     object.__setattr__(metadata, ATTRIBUTE, selection)
 
 
 def wrap_topk_ragged(original: Callable[..., Any]) -> Callable[..., Any]:
-    """For `Indexer._get_topk_ragged`. 0.5.13 added `topk_result`, a buffer of [rows, index_topk] of -1 to be filled."""
+    """Wrap `Indexer._get_topk_ragged`. 0.5.13 added `topk_result`, a buffer [tokens, index_topk] of -1 to fill."""
 
     def around(
         original: Callable[..., Any],
@@ -93,9 +93,9 @@ def wrap_topk_ragged(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _covered(selection: Selection, indexer: Any, metadata: Any) -> list[Request] | None:
-    """The requests' rows and keys, or None where the original function has to run.
+    """Return the query tokens and keys of each request, or None if the original function must run.
 
-    Of a share, what lies in its rows; rows count from the first of them.
+    With a share, only its query tokens count, numbered from the first of them.
     """
     plan = selection.plan
     if plan.phase is not Phase.EXTEND or plan.indexer.mode is not IndexerMode.TOPK:
@@ -118,12 +118,12 @@ def _covered(selection: Selection, indexer: Any, metadata: Any) -> list[Request]
 
 
 def _own_rows(selection: Selection, rows: int) -> slice:
-    """The rows that this rank selects for, of so many."""
+    """Return those of `rows` query tokens that this rank selects for."""
     return slice(0, rows) if selection.share is None else selection.share.rows
 
 
 def _extend_lens(metadata: Any) -> list[int]:
-    """Query rows of each request."""
+    """Return the query tokens of each request."""
     renamed = hasattr(metadata, "get_dsa_extend_len_cpu")
     lens = metadata.get_dsa_extend_len_cpu() if renamed else metadata.get_nsa_extend_len_cpu()
     return [int(length) for length in lens]
@@ -158,7 +158,7 @@ def _select(
         arguments["requests"] = requests
     score = selection.providers.load("indexer_topk", plan.provider)
     unfused = not _fused(metadata)
-    # A pipeline's receive may run beside the kernel, which then has to leave it an SM.
+    # A pipeline's receive may run at the same time and needs an SM.
     with getattr(indexer, "_with_real_sm_count", nullcontext)():
         positions = score(
             q_fp8[own],
@@ -177,7 +177,7 @@ def _select(
 
 
 def _transformed(selection: Selection, metadata: Any, positions: torch.Tensor, own: slice) -> torch.Tensor:
-    """int32 [rows, topk]: slots or rows of the copied keys, as SGLang's fused transform gives them."""
+    """Return int32 [rows, topk]: slots or rows of the copied keys, as SGLang's fused transform does."""
     attention = metadata.attn_metadata
     if metadata.topk_transform_method.name == "RAGGED":
         ragged = selection.providers.helper("index_transform_ragged")
@@ -188,7 +188,7 @@ def _transformed(selection: Selection, metadata: Any, positions: torch.Tensor, o
 
 
 def _fused(metadata: Any) -> bool:
-    """Whether the selection is transformed here rather than before attention."""
+    """Whether the selection is transformed here, not before attention."""
     if getattr(metadata, "force_unfused_topk", False):
         return False
     from sglang.srt.environ import envs

@@ -1,10 +1,9 @@
-"""Dense prefills beside SGLang's prefill graphs, by choice.
+"""Dense prefills instead of SGLang's prefill graphs, if the user asks for them.
 
 From 0.5.17 on SGLang captures prefills of up to 2048 tokens (`--cuda-graph-max-bs-prefill`, breakable CUDA graphs) for
-models with sparse attention, and a captured prefill is always sparse: its projections are those of absorbed attention.
-A batch of more tokens runs eagerly, and takes dense attention as before. What a graph saves of a short prefill and what
-dense attention saves have to be weighed, so a graph is left only where the user gives `mha_max_kv`: then batches that
-the plan makes dense run eagerly, as any batch that no graph was captured for.
+models with sparse attention. A captured prefill is always sparse, since its projections are those of absorbed
+attention; larger batches run eagerly and may be dense. Whether the graph or dense attention saves more depends on the
+batch, so only with `mha_max_kv` set do prefills that the plan makes dense run eagerly.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from nsa_plugin.patches.ledger import wrap
 
 
 def wrap_can_run_graph(original: Callable[..., bool]) -> Callable[..., bool]:
-    """For `PrefillCudaGraphRunner.can_run_graph`, the last word on a batch that is padded and not yet prepared."""
+    """Wrap `PrefillCudaGraphRunner.can_run_graph`, the last check of a batch, padded and not yet prepared."""
 
     def around(original: Callable[..., bool], runner: Any, forward_batch: Any) -> bool:
         if not original(runner, forward_batch):

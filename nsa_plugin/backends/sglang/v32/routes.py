@@ -1,14 +1,14 @@
-"""SGLang's V3.2 batches in terms of plans: which phases the plugin plans for, and the planner of one backend.
+"""Plans for SGLang's V3.2 batches: which phases the plugin plans for, and the planner of one backend.
 
-SGLang routes a batch by two strings of its backend, `{nsa,dsa}_prefill_impl` and `{nsa,dsa}_decode_impl`, which also
-say how the indexer's selection is passed on: as slots of the paged cache, or, for flashmla_sparse over an fp8 cache, as
-rows of a copy. `backends.common.paths` says which of them executes a plan.
+SGLang routes a batch by two strings of its backend, `{nsa,dsa}_prefill_impl` and `{nsa,dsa}_decode_impl`. They also
+select the form of the indexer's selection: slots of the paged cache, or, for flashmla_sparse over an fp8 cache, rows of
+a copy. `backends.common.paths` says which of them executes a plan.
 
 Left to the stock path: trtllm and flashmla_sparse_q8, tilelang, aiter, flashinfer, triton_sparse_mla, intel_xpu (if a
 flag or a default of SGLang's names them); hisparse; context parallelism; pooled indexer keys; KV shards; deterministic
-inference; the modes of PD multiplexing and diffusion models; a mixed batch over an fp8 cache. Under a plan SGLang also
-makes the dense kernel call itself (FA3 on SM90, trtllm on SM100), the copy of an fp8 prefix to bf16, the cache writes,
-the fused top-k of decode steps and its transform.
+inference; the modes of PD multiplexing and diffusion models; a mixed batch over an fp8 cache. With a plan, SGLang still
+calls the dense kernel (FA3 on SM90, trtllm on SM100), copies an fp8 prefix to bf16, writes the cache, and runs the
+fused top-k of decode steps and its transform.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from nsa_plugin.decision.shapes import Phase
 from nsa_plugin.parallel.partition import Partition
 
 # SGLang's paths that a plan may replace, by layout and whether it is a prefill. If a flag or a default names another
-# path, that phase is left to the stock path. A decode path may only change among those that need the same buffers,
-# which SGLang allocates before it captures: flashmla_kv has some of its own.
+# path, that phase is left to the stock path. Decode paths in one set need the same buffers, which SGLang allocates
+# before it captures; flashmla_kv needs others.
 PLANNED = {
     ("v32_fp8", True): frozenset({"flashmla_kv", "flashmla_sparse", "flashmla_auto"}),
     ("v32_fp8", False): frozenset({"flashmla_kv"}),
@@ -39,8 +39,8 @@ PLANNED = {
 
 BF16_BYTES = 2
 MAX_PREFILLS = 1024
-"""Prefills of different lengths whose plans are cached: a decision is part of what a short prefill takes."""
-NO_DENSE = "SGLang's own rules rule it out for this batch"
+"""Prefills of different lengths whose plans are cached: deciding anew would slow short prefills down."""
+NO_DENSE = "SGLang's rules exclude it for this batch"
 COPY_BUDGET = "a quarter of the free memory"
 
 
@@ -49,7 +49,7 @@ class SglangPlanner(Planner):
     """The decisions of one SGLang attention backend; see `Planner`.
 
     Attributes:
-        sinks: the model has attention sinks.
+        sinks: whether the model has attention sinks.
     """
 
     engine: ClassVar[str] = SGLANG
@@ -58,11 +58,11 @@ class SglangPlanner(Planner):
     _prefills: dict[Hashable, Execution | None] = field(default_factory=dict)
 
     def prefill(self, batch: Batch, *, dense_allowed: bool) -> Execution | None:
-        """How a prefill is executed, or None where it is left to the stock path.
+        """Return how to execute a prefill, or None if it is left to the stock path.
 
         Args:
-            dense_allowed: SGLang's own rules allow dense attention for the batch. They know its flags, and graphs
-                without dense attention; a plan may use dense attention less than they allow, never more.
+            dense_allowed: whether SGLang's rules allow dense attention for the batch. They know its flags and graphs; a
+                plan may use dense attention less than they allow, never more.
         """
         self.read_free_memory()
         execution = self.prefill_execution(batch, dense_allowed=dense_allowed)
@@ -78,18 +78,18 @@ class SglangPlanner(Planner):
         return self._prefills[key]
 
     def _prefill_key(self, batch: Batch) -> tuple[Hashable, ...]:
-        """What a prefill's plan depends on."""
+        """Return the batch properties that a prefill's plan depends on."""
         return batch.shape, batch.mixed, batch.in_graph
 
     def _prefill_execution(self, batch: Batch, dense_allowed: bool) -> Execution | None:
-        # Over an fp8 cache SGLang makes its copy only for whole prefills, and the paths take different inputs.
+        # SGLang copies an fp8 cache only for whole prefills, and the paths take different inputs.
         if batch.shape.context_parallel or (batch.mixed and self.model.fp8_cache):
             return None
         constraints = self.prefill_constraints(batch, "" if dense_allowed else NO_DENSE)
         return self.execution(decide(self.model, batch.shape, self.device, self.settings, constraints))
 
     def prefill_constraints(self, batch: Batch, no_dense: str = "") -> Constraints:
-        """What restricts a prefill."""
+        """Return the constraints of a prefill."""
         rows, (d_qk, _) = batch.shape.num_tokens, self.model.row_dims
         more: dict[str, Any] = {"no_dense": no_dense}
         if batch.in_graph and not self.no_exchange:
@@ -97,7 +97,7 @@ class SglangPlanner(Planner):
         return self.constraints(
             prefill=True,
             rows=rows,
-            # SGLang copies all contexts for sparse attention; it bounds the copy for dense attention itself.
+            # SGLang copies all contexts for sparse attention without a limit; for dense attention it limits the copy.
             copy_bytes=batch.shape.total_kv_len * d_qk * BF16_BYTES,
             copy_budget=self.device.memory_free // 4,
             copy_budget_from=COPY_BUDGET,
@@ -117,14 +117,14 @@ class SglangPlanner(Planner):
         return super().constraints(prefill=prefill, rows=rows, **more)
 
     def shares(self, plan: Plan, batch: Batch, held: int) -> Partition:
-        """Each rank's share of a batch; see `decision.token_shard.shares`, and of a later step `step_shares`."""
+        """Return each rank's share of a batch; see `shares` of `decision.token_shard`, and `step_shares` for steps."""
         if plan.phase is not Phase.EXTEND:
             return sharding.step_shares(self.model, batch.shape.num_tokens)
         q_lens, kv_lens = [rows for _, rows, _ in batch.requests], [context for *_, context in batch.requests]
         return sharding.shares(self.model, self.device, plan, q_lens, kv_lens, held)
 
     def step(self, batch: Batch) -> Execution:
-        """How a decode, verify or draft step is executed: the same for the same phase and query tokens."""
+        """Return how to execute a decode, verify or draft step; it depends on the phase and the query tokens alone."""
         return self._recorded(self.step_execution(batch), batch)
 
     def step_execution(self, batch: Batch) -> Execution:
@@ -136,8 +136,8 @@ class SglangPlanner(Planner):
         return execution
 
 
-def sglangs_own(backend: Any, server_args: Any) -> str | None:
-    """The feature of this server whose batches the plugin leaves to SGLang altogether, or None."""
+def stock_feature(backend: Any, server_args: Any) -> str | None:
+    """Return a feature of this server that leaves all its batches to the stock path, or None."""
     if getattr(backend, "hisparse_coordinator", None) is not None or getattr(server_args, "enable_hisparse", False):
         return "hisparse"
     flags = (
@@ -154,7 +154,7 @@ def sglangs_own(backend: Any, server_args: Any) -> str | None:
         return "pooled indexer keys"
     if getattr(backend, "_kv_shard_pool", None) is not None:
         return "a sharded KV cache"
-    # Its promise is that a batch's size changes nothing; here the size chooses the kernel, and how it splits its work.
+    # It promises results that do not depend on the batch size, which selects the plugin's kernels and their splits.
     if getattr(server_args, "enable_deterministic_inference", False):
         return "deterministic inference"
     return None

@@ -1,4 +1,4 @@
-"""Batches that stand for those to come: to decide before serving, to report, and to warm kernels up with."""
+"""Sample batches, used to decide before serving, to report, and to warm kernels up."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from nsa_plugin.errors import NsaPluginError
 
 SHORT, LONG, CONTEXT = 1024, 4096, 32768  # tokens
 FEW, MANY = 1, 64  # requests
-# Rows of the batches that kernels are looked up for: what is chosen may change with their number.
+# Query tokens of the batches whose kernels are warmed up: the choice may depend on their number.
 ROWS = tuple(1 << power for power in range(14))
 
 
 def routes(state: State, max_context: int, draft_tokens: int | None) -> dict[str, Execution]:
-    """What a few batches would take, by their names; none of a kind that stays SGLang's.
+    """Return the execution of sample batches by name; none of a kind that is left to the stock path.
 
     Args:
         state: of an adopted backend.
         max_context: most tokens of a request that the server allows.
-        draft_tokens: rows of a request that is verified; None without speculative decoding.
+        draft_tokens: query tokens of a request that is verified; None without speculative decoding.
 
     Raises:
-        SettingsError, NoProviderError: a batch of the kind cannot be carried; see `decide`.
+        SettingsError, NoProviderError: no kernel supports such a batch; see `decide`.
     """
     found: dict[str, Execution] = {}
     if state.plans_prefill:
@@ -41,7 +41,7 @@ def routes(state: State, max_context: int, draft_tokens: int | None) -> dict[str
 
 
 def step_routes(planner: SglangPlanner, max_context: int, draft_tokens: int | None) -> dict[str, Execution]:
-    """As `routes`, of steps alone."""
+    """As `routes`, for decode and verify steps only."""
     batches = {
         f"decode, {FEW} request": step_batch(Phase.DECODE, FEW, FEW, max_context),
         f"decode, {MANY} requests": step_batch(Phase.DECODE, MANY, MANY, max_context),
@@ -53,14 +53,14 @@ def step_routes(planner: SglangPlanner, max_context: int, draft_tokens: int | No
 
 
 def own_kernels(state: State, max_context: int, *, sharded: bool = False) -> set[tuple[str, str]]:
-    """(op, provider) of every kernel of the plugin's that batches of some size take.
+    """Return (op, provider) of every plugin kernel that batches of some size take.
 
     Args:
-        sharded: of the batches whose ranks trade heads for tokens, which have all heads; else of the others.
+        sharded: for batches that reshard, whose kernels run with all heads; else for the others.
     """
     found: list[Execution | None] = []
     for rows in ROWS:
-        with suppress(NsaPluginError):  # a size that nothing carries, and that need never come
+        with suppress(NsaPluginError):  # no kernel supports this size, which may never occur
             if state.plans_steps:
                 found.append(_step(state, Phase.DECODE, rows, rows, max_context))
             if state.plans_prefill and rows <= max_context:
@@ -70,7 +70,7 @@ def own_kernels(state: State, max_context: int, *, sharded: bool = False) -> set
 
 
 def in_words(route: Execution) -> str:
-    """A route and the reason for it, in a line."""
+    """Describe an execution and its reasons in one line."""
     plan = route.plan
     if plan.attention is Attention.MHA_ONE_SHOT:
         return f"{plan.attention} by {plan.provider}; {plan.reasons['attention']}"

@@ -1,22 +1,22 @@
-"""Heads for tokens under SGLang: the exchange of one process, and the share of one batch.
+"""Resharding of heads to tokens under SGLang: the exchange of one process, and this rank's share of one batch.
 
 The plan says whether the ranks reshard (`decision.token_shard`), `parallel.token_shard` does it, and
-`backends.common.token_shard` has what both engines need. Here is what is SGLang's: the group, which is the
-attention's and not the world's; the size of the buffers; what of SGLang's has no part in it; its FlashMLA's schedule.
+`backends.common.token_shard` has what both engines need. This module has SGLang's part: the attention tensor-parallel
+group, the size of the buffers, the features that do not support resharding, and FlashMLA's schedule.
 
-    indexer    of a prefill: scores and selects for this rank's rows; all others of the selection are -1, so that
-               whatever read them would attend to nothing. Of a later step it is SGLang's own, for all rows
-    attention  absorbed q [T, h, 576] -> exchange -> the route's kernel over own rows with all heads -> exchange
+    indexer    prefill: scores and selects for this rank's query tokens; the selection of all others is -1.
+               Decode, verify and draft steps: left to SGLang, which selects for all query tokens
+    attention  absorbed q [T, h, 576] -> exchange -> the route's kernel, own query tokens, all heads -> exchange
 
-A prefill's rows may come in pieces; the bf16 copy of an fp8 cache is SGLang's, made before attention is called.
+A prefill's query tokens may come in pieces. SGLang makes the bf16 copy of an fp8 cache before it calls attention.
 
-The cache holds every token on every rank, so own rows find theirs. Layers that take over another's selection
-(`skip_topk`) take it for the same rows, because a batch has one share for all layers.
+Every rank's cache holds all tokens. A layer that reuses another's selection (`skip_topk`) reads it for the same query
+tokens, because a batch has one share for all layers.
 
-A later step may be captured in a CUDA graph: its rows are dealt out by their number, which the captured batch has with
-every replay, padded rows included; buffers stay where they are, and FlashMLA's schedule of own rows is made in the
-graph, by the first layer, from the lengths that SGLang writes before it replays. The ranks of an attention group have
-the same batches, idle ones too, so that they capture and replay the same exchanges.
+A decode, verify or draft step may be captured in a CUDA graph. It is partitioned by its number of query tokens, which
+is the same at every replay, padding included. Buffers keep their addresses, and the first layer makes FlashMLA's
+schedule in the graph, from the lengths that SGLang writes before a replay. The ranks of an attention group have the
+same batches, idle ones too, so they capture and replay the same exchanges.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from nsa_plugin.backends.common import token_shard
 from nsa_plugin.backends.common.token_shard import SINKS, Share, checked_group, has_sinks
 from nsa_plugin.backends.sglang.startup.model import impls_of
-from nsa_plugin.backends.sglang.v32.routes import PLANNED, sglangs_own
+from nsa_plugin.backends.sglang.v32.routes import PLANNED, stock_feature
 from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.errors import PatchError
 from nsa_plugin.libraries.devices import DeviceProfile
@@ -42,8 +42,8 @@ from nsa_plugin.patches.ledger import TURN_OFF
 from nsa_plugin.settings import Settings
 
 GROUP = "sglang.srt.distributed.parallel_state", "get_attn_tp_group"
-"""What gives SGLang's coordinator of the attention's tensor-parallel ranks."""
-# Whether a prefill is captured or replayed in pieces: of each kind the first name that a version has.
+"""The function that returns SGLang's coordinator of the attention tensor-parallel ranks."""
+# Functions that say whether a prefill is captured or replayed in pieces; of each kind, by version.
 _BACKEND = "sglang.srt.model_executor.runner_backend_utils"
 IN_GRAPH = (
     (
@@ -59,7 +59,7 @@ IN_GRAPH = (
 
 @dataclass(frozen=True)
 class SglangExchange(token_shard.Exchange):
-    """What the attention backends of a process share.
+    """The exchange that the attention backends of a process share.
 
     Attributes:
         in_graph: whether a prefill is being captured or replayed in pieces.
@@ -69,21 +69,21 @@ class SglangExchange(token_shard.Exchange):
 
 
 def impossible(backend: Any, model_runner: Any, model: ModelShape) -> str | None:
-    """What of this server has no part in trading heads for tokens, or None."""
+    """Return why this server does not support resharding, or None."""
     server_args = model_runner.server_args
-    if feature := sglangs_own(backend, server_args):
-        return f"{feature} is on, whose batches stay SGLang's own"
+    if feature := stock_feature(backend, server_args):
+        return f"{feature} is on: its batches fall back to the stock path"
     (flag, prefill), (_, decode) = impls_of(backend).items()
     if prefill not in PLANNED[model.kv_layout, True] and decode not in PLANNED[model.kv_layout, False]:
-        return f"SGLang's {flag} is {prefill} and its decode backend {decode}, which stay SGLang's own"
+        return f"SGLang's {flag} is {prefill} and its decode backend {decode}: both fall back to the stock path"
     if has_sinks(model_runner.model_config.hf_text_config):
         return SINKS
     if getattr(server_args, "enable_two_batch_overlap", False):
         return "two-batch overlap is on, which attends two batches at once"
     if getattr(server_args, "enable_return_indexer_topk", False):
-        return "the selection is returned to users, and a rank has its own rows of it only"
+        return "the selection is returned to users, but each rank has it for some query tokens only"
     if _selection_is_broadcast():
-        return "SGLANG_DSA_TOPK_BROADCAST gives every rank the selection of the first, which has its own rows only"
+        return "SGLANG_DSA_TOPK_BROADCAST sends the first rank's selection, which has some query tokens only, to all"
     return None
 
 
@@ -97,10 +97,7 @@ def _selection_is_broadcast() -> bool:
 def open_exchange(
     backend: Any, model_runner: Any, model: ModelShape, device: DeviceProfile, settings: Settings
 ) -> tuple[SglangExchange | None, str]:
-    """(the exchange of this process or None, why there is none); see `token_shard.open_exchange`.
-
-    Raises: as that.
-    """
+    """(the exchange of this process or None, why there is none); see `token_shard.open_exchange`."""
     return token_shard.open_exchange(
         model,
         device,
@@ -130,14 +127,14 @@ def _in_graph() -> Callable[[], bool]:
 
 
 def _max_tokens(server_args: Any) -> int:
-    """Most query rows of a batch; larger ones, prefills that no chunking bounds, keep their heads."""
+    """Return the most query tokens of a batch that reshards; larger prefills, without chunking, keep heads local."""
     chunk = getattr(server_args, "chunked_prefill_size", None)
     return int(chunk if chunk and chunk > 0 else server_args.max_prefill_tokens)
 
 
 @contextmanager
 def all_heads(backend: Any, heads: int) -> Iterator[None]:
-    """Let SGLang's FlashMLA over fp8 pages, and its schedule, have so many heads instead of a rank's own."""
+    """Let SGLang's FlashMLA over fp8 pages and its schedule use `heads` heads instead of this rank's."""
     own = backend.flashmla_kv_num_q_heads
     backend.flashmla_kv_num_q_heads = heads
     try:
@@ -154,13 +151,13 @@ def schedule_of(
     lengths: torch.Tensor,
     x: str,
 ) -> Any:
-    """The metadata that SGLang's `_forward_flashmla_kv` reads, for own rows; made as `Share.scheduled` says.
+    """Return the metadata that SGLang's `_forward_flashmla_kv` reads, for some query tokens; see `Share.scheduled`.
 
     Args:
-        rows: those of the batch, all of this rank's or a piece of them.
+        rows: this rank's query tokens of the batch, or a piece of them.
         layer_id: of the layer that attends.
         compute: SGLang's `_compute_flashmla_metadata`.
-        lengths: selected tokens of every row of the batch; rows behind them, which are padded, count as one token's.
+        lengths: number of selected tokens of each query token in the batch; padding behind them counts as 1.
         x: "nsa" or "dsa".
     """
 

@@ -1,9 +1,8 @@
-"""Sparse MLA for vLLM on a CPU: the batch's plan in the metadata, the plugin's reference kernels underneath.
+"""Sparse MLA for vLLM on a CPU: plans in the batch's metadata, attention by the plugin's reference kernels.
 
-vLLM's MLA layer hands the first rows of a batch to `forward_mqa` (absorbed queries) and the rest to
-`forward_mha` (queries as projected). The plan decides request by request, so one long prompt in a
-batch does not take dense attention from the short ones: whenever some request is dense, all prefill
-rows come through `forward_mha`, which absorbs the queries of the sparse ones itself.
+vLLM's MLA layer passes the first query tokens of a batch to `forward_mqa` (absorbed queries) and the rest to
+`forward_mha` (queries as projected). The plan decides request by request, so short prompts stay dense beside a long
+one. If any request is dense, all prefills go to `forward_mha`, which absorbs the queries of the sparse ones.
 """
 
 from __future__ import annotations
@@ -44,10 +43,10 @@ class Group:
     Attributes:
         plan: the decision.
         requests: their places in the batch.
-        names: their ids; empty where vLLM has none.
-        rows: [num_rows] int64, their query rows in the batch, request after request.
-        request_of_row: [num_rows] int32, the place in the batch of each row's request.
-        q_lens, kv_lens: rows and context of each, in tokens, this step's included.
+        names: their ids; empty if vLLM has none.
+        rows: [num_rows] int64, their query tokens in the batch, request after request.
+        request_of_row: [num_rows] int32, place in the batch of each query token's request.
+        q_lens, kv_lens: query tokens and context of each, the query tokens included.
     """
 
     plan: Plan
@@ -61,11 +60,11 @@ class Group:
 
 @dataclass(kw_only=True)
 class CpuSparseMLAMetadata(MLAMetadata):
-    """What vLLM's MLA layer reads, and the groups that the kernels work on.
+    """Metadata that vLLM's MLA layer reads, and the groups that the kernels attend.
 
     Attributes:
-        groups: the requests by plan, decodes first: those with one row each, at the front of the batch.
-        settings: what the user chose.
+        groups: the requests by plan, decodes first: those with one query token, at the front of the batch.
+        settings: of the plugin.
     """
 
     groups: list[Group]
@@ -104,7 +103,7 @@ class CpuSparseMLABackend(MLACommonBackend):
 
 class CpuSparseMLAMetadataBuilder(AttentionMetadataBuilder[CpuSparseMLAMetadata]):
     _cudagraph_support: ClassVar = AttentionCGSupport.NEVER
-    # vLLM sorts requests with this many rows to the front: they are the decodes.
+    # vLLM sorts requests with this many query tokens to the front: the decodes.
     reorder_batch_threshold = 1
 
     def __init__(
@@ -142,7 +141,7 @@ class CpuSparseMLAMetadataBuilder(AttentionMetadataBuilder[CpuSparseMLAMetadata]
         )
 
     def _groups(self, starts: list[int], kv_lens: list[int], num_decodes: int, num_requests: int) -> list[Group]:
-        """The batch's groups: its decodes, then its prefills as `partition` splits them."""
+        """Group a batch: its decodes, then its prefills as `partition` splits them."""
         serving = self.serving
         names = serving.request_ids()
         owners = torch.from_numpy(owner_of_rows(starts))
@@ -177,11 +176,11 @@ class CpuSparseMLAMetadataBuilder(AttentionMetadataBuilder[CpuSparseMLAMetadata]
 
 
 class CpuSparseMLAImpl(MLAAttentionImpl[CpuSparseMLAMetadata]):
-    """One layer's attention over the plugin's kernels, for any head count and any float dtype."""
+    """One layer's attention with the plugin's kernels, for any head count and float dtype."""
 
     is_sparse: ClassVar[bool] = True
-    # Dense prefill is this class's own either way. Said to vLLM where its own CPU form exists (0.29), so that it does
-    # not log that there is none; where it does not, vLLM would try to import a CUDA one.
+    # This class does dense prefills in any case. If vLLM has a CPU version (0.29 on), True keeps it from logging that
+    # there is none; if not, True would make it import a CUDA one.
     supports_dense_mha_prefill: ClassVar[bool] = find_spec(f"{_MLA_PREFILL}.cpu_sdpa") is not None
     can_return_lse_for_decode = False
     masked_mha_available = False
@@ -221,7 +220,7 @@ class CpuSparseMLAImpl(MLAAttentionImpl[CpuSparseMLAMetadata]):
         buffer = topk_indices_buffer if indexer is None else indexer.topk_indices_buffer
         if buffer is None:
             raise PatchError(
-                "vLLM built a sparse MLA layer without a top-k buffer; nsa-plugin has nothing to attend by"
+                "vLLM built a sparse MLA layer without a top-k buffer, from which nsa-plugin reads the selection"
             )
         self.topk_indices_buffer = buffer
         self._absorbed: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -240,7 +239,7 @@ class CpuSparseMLAImpl(MLAAttentionImpl[CpuSparseMLAMetadata]):
     def absorbed_weights(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """W_UK [num_heads, qk_nope_head_dim, kv_lora_rank] and W_UV [num_heads, kv_lora_rank, v_head_dim].
 
-        Read through the projection itself, because vLLM repacks its weight for the CPU.
+        Computed with the projection, because vLLM repacks its weight for the CPU.
         """
         if self._absorbed is None:
             identity = torch.eye(self.kv_lora_rank, dtype=dtype)
@@ -266,7 +265,7 @@ class CpuSparseMLAImpl(MLAAttentionImpl[CpuSparseMLAMetadata]):
     def forward_mqa(
         self, q: Any, kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: CpuSparseMLAMetadata, layer: Any
     ) -> tuple[torch.Tensor, None]:
-        """Absorbed queries of the batch's first rows: ([rows, num_heads, kv_lora_rank], [.., qk_rope_head_dim])."""
+        """Attend the first tokens, queries absorbed: ([rows, num_heads, kv_lora_rank], [.., qk_rope_head_dim])."""
         query = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
         out = query.new_empty(query.shape[0], self.num_heads, self.kv_lora_rank)
         for group in attn_metadata.groups:
@@ -285,7 +284,7 @@ class CpuSparseMLAImpl(MLAAttentionImpl[CpuSparseMLAMetadata]):
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
     ) -> None:
-        """The batch's prefill rows, queries as projected: [rows, num_heads, qk_nope_head_dim + qk_rope_head_dim]."""
+        """Attend prefills, queries as projected: [rows, num_heads, qk_nope_head_dim + qk_rope_head_dim]."""
         first = attn_metadata.num_decode_tokens
         out = output.view(-1, self.num_heads, self.v_head_dim)
         for group in attn_metadata.groups:
@@ -304,7 +303,7 @@ class CpuSparseMLAImpl(MLAAttentionImpl[CpuSparseMLAMetadata]):
     def _dense(
         self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: CpuSparseMLAMetadata, group: Group
     ) -> torch.Tensor:
-        """Dense causal attention of whole requests; their cache holds this step's rows already."""
+        """Attend whole requests densely and causally; the cache already holds the new tokens."""
         cache = open_cache(kv_cache, "bf16")
         slots, cu_seqlens_k = index_transform.request_slots(
             metadata.block_table[group.requests], torch.tensor(group.kv_lens), cache.page_size
@@ -320,7 +319,7 @@ class CpuSparseMLAImpl(MLAAttentionImpl[CpuSparseMLAMetadata]):
     def _sparse(
         self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: CpuSparseMLAMetadata, group: Group
     ) -> torch.Tensor:
-        """Attention of absorbed queries over the tokens that the indexer selected for each row."""
+        """Attend absorbed queries over the tokens that the indexer selected."""
         cache = open_cache(kv_cache, "bf16")
         slots = index_transform.reference_paged(
             self.topk_indices_buffer[group.rows],

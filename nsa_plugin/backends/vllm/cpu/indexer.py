@@ -1,8 +1,7 @@
 """The indexer of DeepSeek sparse attention for vLLM on a CPU.
 
-Stores the keys of this step, then selects for each query row the tokens that its attention will read,
-as positions in the row's own request. Which requests need a selection is the plan's word, read from the
-attention layer's metadata, so that the two can never disagree.
+Stores the new keys, then selects the tokens that attention reads for each query token, as positions in its request. The
+plan in the attention layer's metadata says which requests need a selection, so the two cannot disagree.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from nsa_plugin.kernels.kv_cache import PagedCache, open_cache, reference_read_c
 
 @dataclass
 class CpuIndexerMetadata:
-    """Where the indexer's keys of this step go.
+    """Places of the new indexer keys.
 
     Attributes:
         slot_mapping: [num_tokens] int64; negative: nothing to store.
-        block_table: [num_requests, max_pages] int32, pages of the indexer's own cache.
+        block_table: [num_requests, max_pages] int32, pages of the indexer's cache.
     """
 
     slot_mapping: torch.Tensor
@@ -52,7 +51,7 @@ class CpuIndexerBackend(DeepseekV32IndexerBackend):
 
 class CpuIndexerMetadataBuilder(AttentionMetadataBuilder[CpuIndexerMetadata]):
     _cudagraph_support: ClassVar = AttentionCGSupport.NEVER
-    # The order of the batch is the attention layers' business.
+    # The attention builder orders the batch.
     reorder_batch_threshold = None
 
     def __init__(
@@ -65,10 +64,10 @@ class CpuIndexerMetadataBuilder(AttentionMetadataBuilder[CpuIndexerMetadata]):
 
 
 def attention_layer(cache_prefix: str) -> str:
-    """Name of the attention layer that reads what the indexer with this key cache selects.
+    """Return the name of the attention layer that reads the selection of the indexer with this key cache.
 
     Raises:
-        PatchError: the cache is not named as DeepSeek-V3.2's layers name theirs.
+        PatchError: the cache's name does not follow DeepSeek-V3.2's layers.
     """
     layer, suffix, rest = cache_prefix.rpartition(".indexer.k_cache")
     if not suffix or rest:
@@ -80,15 +79,15 @@ def attention_layer(cache_prefix: str) -> str:
 def sparse_attn_indexer(
     q_fp8: torch.Tensor, k: torch.Tensor, weights: torch.Tensor, topk_indices_buffer: torch.Tensor, cache_prefix: str
 ) -> None:
-    """Store this step's keys and write each row's selection into the buffer.
+    """Store the new keys and write the selection of each query token into the buffer.
 
-    An operator of its own, because torch.compile must not look inside: it depends on the batch.
+    A custom operator, because torch.compile must not trace it: it depends on the batch.
 
     Args:
         q_fp8: [num_tokens, index_n_heads, index_head_dim] float8_e4m3fn, its scale folded into `weights`.
         k: [num_tokens, index_head_dim], float.
         weights: [num_tokens, index_n_heads], float.
-        topk_indices_buffer: [max_tokens, index_topk] int32; rows without a selection become -1.
+        topk_indices_buffer: [max_tokens, index_topk] int32; -1 without a selection.
         cache_prefix: name of the layer's key cache in the forward context.
     """
     context = get_forward_context()
@@ -112,12 +111,12 @@ def sparse_attn_indexer(
 
 @dataclass
 class _Request:
-    """One request's rows in this step.
+    """One request's query tokens in a batch.
 
     Attributes:
         place: in the batch.
-        rows: [q_len] int64, its query rows in the batch.
-        limits: [q_len] int64, tokens that each row sees: all up to its own.
+        rows: [q_len] int64, its query tokens in the batch.
+        limits: [q_len] int64, number of tokens that each query token sees, itself included.
     """
 
     place: int
@@ -128,7 +127,7 @@ class _Request:
 def requests_of(group: Group) -> Iterator[_Request]:
     first = 0
     for place, q_len, kv_len in zip(group.requests, group.q_lens, group.kv_lens, strict=True):
-        if q_len:  # a request whose tokens all came with a KV transfer has nothing to select for
+        if q_len:  # a request may have no query tokens if a KV transfer brought all its tokens
             yield _Request(place, group.rows[first : first + q_len], torch.arange(kv_len - q_len, kv_len) + 1)
         first += q_len
 
@@ -142,8 +141,10 @@ def select(
     plan: IndexerPlan,
     topk: int,
 ) -> torch.Tensor:
-    """[q_len, topk] int32 positions in the request. One request at a time, so that the logits of one chunk of rows
-    over one request's keys are all that is held."""
+    """Return [q_len, topk] int32 positions in the request.
+
+    One request at a time, so only the logits of one chunk over one request's keys are held.
+    """
     kv_len = int(request.limits[-1])
     slots, _ = index_transform.request_slots(
         block_table[request.place : request.place + 1], torch.tensor([kv_len]), cache.page_size
@@ -162,7 +163,7 @@ def select(
 
 
 def shifted(selected: torch.Tensor, limits: torch.Tensor) -> torch.Tensor:
-    """The injected fault: each row attends to other tokens, half its context away, still within its context."""
+    """Apply the deliberate fault: each query token attends to other tokens, half its context away."""
     moved = (selected + limits.unsqueeze(1) // 2) % limits.unsqueeze(1)
     return torch.where(selected >= 0, moved, selected).to(selected.dtype)
 

@@ -1,6 +1,4 @@
-"""What both backends lay a batch out by: what vLLM's MLA layer reads of its metadata, under its names, from which
-their own metadata derives, and whose row is whose.
-"""
+"""Metadata fields that vLLM's MLA layer reads, the base of both backends' metadata."""
 
 from __future__ import annotations
 
@@ -14,12 +12,12 @@ import torch
 
 @dataclass(frozen=True)
 class PrefillMetadata:
-    """What the layer reads of the rows that it hands to `forward_mha`.
+    """Fields of the query tokens that the layer passes to `forward_mha`.
 
     Attributes:
         use_dense_mha: whether any of them attends densely.
-        max_query_len: most rows of a request.
-        chunked_context: a layer that finds None lets `forward_mha` write a quantised output (0.24 on).
+        max_query_len: most query tokens of a request.
+        chunked_context: if None, the layer lets `forward_mha` write a quantised output (0.24 on).
     """
 
     use_dense_mha: bool
@@ -32,11 +30,11 @@ class MLAMetadata:
     """A batch's metadata.
 
     Attributes:
-        num_actual_tokens: rows, those that only pad the batch included.
-        query_start_loc: int32 [num_reqs + 1]. seq_lens: int32 [num_reqs]. slot_mapping: int64 [rows].
+        num_actual_tokens: query tokens, padding included.
+        query_start_loc: int32 [num_reqs + 1]. seq_lens: int32 [num_reqs]. slot_mapping: int64 [query tokens].
         block_table: int32 [num_reqs, max_pages].
-        num_decode_tokens: rows at the front that the layer hands to `forward_mqa`.
-        num_decodes, num_prefills: their requests, and the others.
+        num_decode_tokens: query tokens at the front that the layer passes to `forward_mqa`.
+        num_decodes, num_prefills: number of their requests, and of the others.
         prefill: None without a prefill.
     """
 
@@ -57,7 +55,7 @@ class MLAMetadata:
 
     @classmethod
     def of(cls, common: Any, **own: Any) -> Self:
-        """The metadata of a batch, from vLLM's CommonAttentionMetadata and what is the backend's own."""
+        """Make a batch's metadata from vLLM's CommonAttentionMetadata and the backend's fields."""
         return cls(
             num_reqs=common.num_reqs,
             num_actual_tokens=common.num_actual_tokens,
@@ -72,11 +70,11 @@ class MLAMetadata:
 
 
 def owner_of_rows(starts: Sequence[int]) -> np.ndarray:
-    """int32 [rows]: the request of each row.
+    """Return int32 [query tokens]: the request of each.
 
-    By numpy: `torch.repeat_interleave` on a host wakes all of torch's threads for two elements, in every step.
+    Uses numpy, because `torch.repeat_interleave` on a host wakes all of torch's threads even for two elements.
 
     Args:
-        starts: the first row of each request, and the end of the last.
+        starts: first query token of each request, and the end of the last.
     """
     return np.repeat(np.arange(len(starts) - 1, dtype=np.int32), np.diff(starts))

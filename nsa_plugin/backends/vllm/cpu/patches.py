@@ -1,4 +1,4 @@
-"""What the CPU entries of the vLLM ledger put in place; each function makes the new object from the original."""
+"""Replacements of the CPU entries of the vLLM ledger; each function makes the new object from the original."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def indexer_cache_backend(original: Callable[..., Any]) -> Callable[..., Any]:
     return wrap(original, get_attn_backend)
 
 
-# An operator of its own, so that torch.compile does not trace the argument checks.
+# A custom operator, so that torch.compile does not trace the argument checks.
 @torch.library.custom_op("nsa_plugin::quantize_groups", mutates_args=())
 def quantize_groups(x: torch.Tensor, group_size: int, ue8m0: bool) -> tuple[torch.Tensor, torch.Tensor]:
     return quantize(x, group_size, ue8m0=ue8m0, amax_floor=1e-10)
@@ -92,10 +92,10 @@ def attention_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @torch.library.custom_op("nsa_plugin::after_selection", mutates_args=())
 def after_selection(q: torch.Tensor, topk_indices_buffer: torch.Tensor, layer_name: str) -> torch.Tensor:
-    """q again, to be used by the attention: it exists only once the selection has been made.
+    """Return a copy of q for attention, so that a compiled graph makes the selection first.
 
-    A compiled graph may write the selection to a copy of the buffer and orders operators by their tensors alone;
-    the attention reads the buffer without the graph's knowledge.
+    A compiled graph orders operators by their tensors alone and may write the selection to a copy of the buffer, but
+    does not see that attention reads the buffer.
     """
     from vllm.forward_context import get_forward_context
 

@@ -1,9 +1,8 @@
-"""From installed to serving: reads the settings, applies the ledger, and refuses to start where it cannot.
+"""Activation under vLLM: read the settings, apply the ledger, and refuse to start if that fails.
 
-In the process that parses the command line `wrap_create_engine_config` checks everything that can be
-checked before anything is started. In each worker `wrap_worker_init` applies and verifies the patches
-before the model is built; on a GPU the rest follows once the worker has one (`gpu_patches`). While the
-plugin is off, both pass straight through.
+In the process that parses the command line, `wrap_create_engine_config` checks as much as possible before anything
+starts. In each worker, `wrap_worker_init` applies and verifies the patches before the model is built; on a GPU the rest
+follows once the worker has its device (`v32.patches`). While the plugin is off, both only call the original.
 """
 
 from __future__ import annotations
@@ -49,11 +48,11 @@ CONFIG_SOURCE = f"--additional-config {{{CONFIG_KEY!r}: ...}}"
 
 @dataclass
 class VllmProcess:
-    """The plugin in this process. One instance a process, because patches are the process's.
+    """The plugin in this process. There is one instance per process, because patches change the process.
 
     Attributes:
-        serving: in a worker that the plugin serves in.
-        counters: in the process that answers /metrics, the folder of what workers count.
+        serving: set in a worker that the plugin serves.
+        counters: in the process that answers /metrics, the folder of the workers' counters.
     """
 
     ledger: Ledger
@@ -64,18 +63,18 @@ class VllmProcess:
 
     def bootstrap(self) -> None:
         if settings_module.killed():
-            self.say_once("nsa-plugin is switched off by NSA_PLUGIN_ENABLED=0")
+            self.say_once("nsa-plugin is off: NSA_PLUGIN_ENABLED=0")
             return
         try:
             self.ledger.install(Need.BOOTSTRAP)
         except PatchError:
-            # Without its first hooks the plugin cannot know whether it is wanted, so look where a user asks for it.
+            # Without the first hooks the plugin cannot read its settings, so look for them directly.
             if asked_for(sys.argv, os.environ):
                 raise
-            logger.exception("nsa-plugin is installed but not asked for, and does not know this vLLM")
+            logger.exception("nsa-plugin is installed but not enabled, and does not support this vLLM")
 
     def settings(self, vllm_config: Any) -> ResolvedSettings:
-        """The plugin's settings in a configuration of vLLM, which comes by here several times and is read once.
+        """Return the plugin's settings in a vLLM configuration; reads each configuration once.
 
         Raises:
             SettingsError: a setting is unknown or not allowed.
@@ -89,13 +88,13 @@ class VllmProcess:
             self.counters = counters.collect_here()
 
     def give_up(self, error: NsaPluginError, resolved: ResolvedSettings, *, report: bool = True) -> None:
-        """Stock vLLM serves in this worker: strict is off, or the plugin does not support the configuration."""
+        """Let stock vLLM serve in this worker: strict is off, or the plugin does not support the configuration."""
         self.serving = None
         if report:
             self.report(resolved, active=False, notes=[settings_module.why_stock(error)])
 
     def report_gpu(self, serving: GpuServing) -> None:
-        """The start-up report of a worker on a GPU, which is ready."""
+        """Publish the start-up report of a GPU worker that is ready."""
         if serving.first:
             what = {"statuses": serving.statuses, "facts": serving.facts(), "notes": serving.notes()}
             self.report(serving.resolved, active=serving.active, **what)
@@ -113,7 +112,7 @@ class VllmProcess:
 
 
 def use_engine_log() -> None:
-    """Write the plugin's log where vLLM writes its own; vLLM sets up handlers for its own loggers only."""
+    """Send the plugin's log to vLLM's handlers, which vLLM sets up for its loggers only."""
     engine = logging.getLogger("vllm")
     logger.handlers[:] = engine.handlers
     logger.setLevel(engine.getEffectiveLevel())
@@ -140,19 +139,19 @@ def process() -> VllmProcess:
 
 
 def device_kind() -> str:
-    """ "cpu", "cuda" (NVIDIA's), or another platform in the words of an error."""
+    """Return "cpu", "cuda" (NVIDIA's), or a description of another platform for an error."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
         return "cpu"
     if current_platform.is_cuda():
         return "cuda"
-    # Never the bare name: another maker's platform may call its devices "cuda" or "cpu".
+    # Not the bare name: another vendor's platform may call its devices "cuda" or "cpu".
     return f"vLLM's platform {type(current_platform).__name__}"
 
 
 def settings_of(vllm_config: Any) -> ResolvedSettings:
-    """The plugin's settings in a configuration of vLLM.
+    """Return the plugin's settings in a vLLM configuration.
 
     Raises:
         SettingsError: a setting is unknown or not allowed.
@@ -163,10 +162,10 @@ def settings_of(vllm_config: Any) -> ResolvedSettings:
 
 
 def check_here(vllm_config: Any, resolved: ResolvedSettings) -> tuple[Need, ...]:
-    """Raise what would keep the plugin from serving this configuration, before anything is started.
+    """Check that the plugin can serve this configuration, before anything starts.
 
     Returns:
-        The patches that serving it takes.
+        The needs of the patches to install.
 
     Raises:
         NsaPluginError: the version, the platform, the configuration or a patch's target does not fit.
@@ -189,7 +188,7 @@ def check_here(vllm_config: Any, resolved: ResolvedSettings) -> tuple[Need, ...]
         return (Need.CPU,)
     check_on_gpu(vllm_config)
     needs = (Need.GPU, Need.GPU_V4) if family_of(vllm_config) == "v4" else (Need.GPU,)
-    # Nothing may touch the GPU here: vLLM forks its workers from this process. So the targets are looked up in files.
+    # vLLM forks its workers from this process, so nothing here may touch the GPU: read files, import nothing.
     files = static.installed(ledger_data.ENGINE)
     assert files is not None
     ledger.check(*needs, look=files.check)
@@ -197,15 +196,15 @@ def check_here(vllm_config: Any, resolved: ResolvedSettings) -> tuple[Need, ...]
 
 
 def wanted(vllm_config: Any, resolved: ResolvedSettings) -> bool:
-    """Whether the plugin is to serve this configuration; says once why not."""
+    """Whether the plugin is to serve this configuration; logs once why not."""
     if not resolved.settings.enabled:
         return False
     if vllm_config.model_config is None:
         return False
     if not is_sparse(vllm_config):
         process().say_once(
-            f"nsa-plugin is enabled and stays out: {vllm_config.model_config.model} has no sparse attention "
-            "(its configuration has no index_topk)"
+            f"nsa-plugin is enabled but changes nothing: {vllm_config.model_config.model} has no sparse attention "
+            "(no index_topk in its configuration)"
         )
         return False
     return True
@@ -258,7 +257,7 @@ def wrap_worker_init(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def start_serving(vllm_config: Any) -> VllmServing | None:
-    """Apply and verify the patches for this worker. On a CPU that is all, and is reported.
+    """Apply and verify the patches for this worker. On a CPU this completes the start, so report.
 
     Raises:
         NsaPluginError: something does not fit; see `Settings.ends_start`.
@@ -284,7 +283,7 @@ def start_serving(vllm_config: Any) -> VllmServing | None:
     this.serving = CpuServing(resolved=resolved, trace=trace, model=model, device=device)
     facts = {
         "model": f"{vllm_config.model_config.model}, index_topk {model.index_topk}, "
-        f"{model.heads_per_rank} heads a rank of {model.num_heads}",
+        f"{model.heads_per_rank} of {model.num_heads} heads per rank",
         "device": device.describe(),
         "scheduler": f"chunked prefill {_on(vllm_config.scheduler_config.enable_chunked_prefill)} at "
         f"{vllm_config.scheduler_config.max_num_batched_tokens} tokens, prefix caching "
@@ -295,7 +294,7 @@ def start_serving(vllm_config: Any) -> VllmServing | None:
 
 
 def _serving_class(*, v4: bool) -> type[GpuServing]:
-    """What a worker on a GPU works with."""
+    """Return the serving class of a GPU worker."""
     if v4:
         from nsa_plugin.backends.vllm.v4 import serving as v4_serving
 

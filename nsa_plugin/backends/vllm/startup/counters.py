@@ -1,16 +1,15 @@
-"""Batches by route on vLLM's own /metrics.
+"""Batches by execution path on vLLM's /metrics.
 
-vLLM answers /metrics in the process of its API server, from prometheus_client's registry there; plans are made in
-workers, which are processes of their own, and what those send with a step (`ModelRunnerOutput`, `SchedulerStats`) has
-no place for a plugin's counts. So the first worker of an engine counts in a file of prometheus_client's multi-process
-format, and:
+vLLM's API server answers /metrics from prometheus_client's registry in its process. Plans are made in worker processes,
+and the data that workers send with a step (`ModelRunnerOutput`, `SchedulerStats`) has no field for a plugin's counts.
+So the first worker of an engine counts in a file of prometheus_client's multi-process format:
 
-- with one API server, `collect_here` adds a folder of such files to the registry that this server answers from;
-- with several, vLLM itself sets PROMETHEUS_MULTIPROC_DIR and answers from all files of that folder
-  (`setup_multiprocess_prometheus`), so the worker's lies there.
+- with one API server, `collect_here` adds a folder of such files to that server's registry;
+- with several, vLLM sets PROMETHEUS_MULTIPROC_DIR and answers from all files of that folder
+  (`setup_multiprocess_prometheus`), so the worker writes there.
 
-Nothing is counted where a worker does not see the folder (Ray on another machine), and /metrics does not show it where
-something else than vLLM's Python server answers (VLLM_RUST_FRONTEND_PATH).
+Nothing is counted if a worker does not see the folder (Ray on another machine). /metrics does not show the counts if
+another server than vLLM's Python one answers (VLLM_RUST_FRONTEND_PATH).
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ logger = logging.getLogger("nsa_plugin")
 METRIC = "vllm:nsa_plugin_batches"
 SAMPLE = f"{METRIC}_total"
 TEXT = "Batches that nsa-plugin planned, by phase, attention and kernel library."
-CARRIER = "_NSA_PLUGIN_VLLM_COUNTERS"
+FOLDER_VARIABLE = "_NSA_PLUGIN_VLLM_COUNTERS"
 MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
 _ROUTE = ("phase", "attention", "provider")
 
 
 def collect_here() -> tempfile.TemporaryDirectory[str] | None:
-    """Show on this process's /metrics what workers count that are started from now on.
+    """Show the counts of workers that start from now on in this process's /metrics.
 
     Returns:
-        The folder of their files, to be kept as long as the process; None where vLLM collects such files itself.
+        The folder of their files, to keep as long as the process lives; None if vLLM collects such files.
     """
     if os.environ.get(MULTIPROCESS):
         return None
@@ -46,12 +45,12 @@ def collect_here() -> tempfile.TemporaryDirectory[str] | None:
 
     folder = tempfile.TemporaryDirectory(prefix="nsa_plugin_counters_")
     MultiProcessCollector(REGISTRY, path=folder.name)  # type: ignore[no-untyped-call]
-    os.environ[CARRIER] = folder.name
+    os.environ[FOLDER_VARIABLE] = folder.name
     return folder
 
 
 def labels_of(vllm_config: Any) -> dict[str, str]:
-    """model_name and engine of this worker, as vLLM's own metrics name them."""
+    """Return model_name and engine of this worker, as in vLLM's metrics."""
     parallel = vllm_config.parallel_config
     return {
         "model_name": str(vllm_config.model_config.served_model_name),
@@ -60,23 +59,23 @@ def labels_of(vllm_config: Any) -> dict[str, str]:
 
 
 def route_counter(labels: Mapping[str, str]) -> Callable[[Plan], None] | None:
-    """A function that counts a batch's plan, or None where nobody would collect it.
+    """Return a function that counts a batch's plan, or None if nothing collects the counts.
 
     Args:
-        labels: more labels, the same for every batch.
+        labels: labels that are the same for every batch.
     """
-    folder = os.environ.get(MULTIPROCESS) or os.environ.get(CARRIER)
+    folder = os.environ.get(MULTIPROCESS) or os.environ.get(FOLDER_VARIABLE)
     if not folder or not Path(folder).is_dir():
         return None
-    # Not prometheus_client.Counter: whether it writes to files is settled when the module is imported, and a worker
-    # may have been forked from a process that imported it before the folder was known.
+    # Not prometheus_client.Counter, which settles on import whether it writes to files: a worker may be forked from a
+    # process that imported it before the folder was known.
     try:
         from prometheus_client.mmap_dict import MmapedDict, mmap_key
     except ImportError as error:
-        logger.warning("nsa-plugin counts no batches: prometheus_client's file format is not where it was: %s", error)
+        logger.warning("nsa-plugin counts no batches: prometheus_client has changed its file format: %s", error)
         return None
 
-    # What the collector makes of a file is said by its name up to the first underscore.
+    # The collector takes the type of a file from its name, up to the first underscore.
     file = MmapedDict(str(Path(folder, f"counter_nsa_plugin_{os.getpid()}.db")))  # type: ignore[no-untyped-call]
     names = [*_ROUTE, *labels]
     counts: dict[tuple[str, str, str], tuple[str, float]] = {}

@@ -1,6 +1,6 @@
-"""A model as vLLM's configuration describes it, in the plugin's terms, and which configurations the plugin supports.
+"""Read a model's shape from vLLM's configuration, and check which configurations the plugin supports.
 
-Nothing here asks the device or imports vLLM.
+Nothing here uses the device or imports vLLM.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.errors import LeftToStockError
 from nsa_plugin.libraries.capabilities import V32_ROW
 
-# vLLM's --kv-cache-dtype, by the layout that the cache has then. On a CPU the plugin's backend keeps the model's dtype;
-# on a GPU vLLM's FlashMLA-sparse backend makes any fp8 fp8_ds_mla.
+# vLLM's --kv-cache-dtype -> the layout of the cache. On a CPU the plugin's backend keeps the model's dtype; on a GPU
+# vLLM's FlashMLA-sparse backend makes any fp8 fp8_ds_mla.
 CPU_LAYOUTS = {"auto": "bf16", "bfloat16": "bf16", "float16": "bf16"}
 GPU_LAYOUTS = {
     "auto": "bf16",
@@ -24,19 +24,18 @@ GPU_LAYOUTS = {
     "fp8_e4m3": "v32_fp8",
 }
 V4_LAYOUTS = dict.fromkeys(("auto", "fp8", "fp8_e4m3", "fp8_ds_mla"), "v4_fp8")
-"""Of DeepSeek-V4 on a GPU: vLLM's FlashMLA layers have no other cache."""
+"""For DeepSeek-V4 on a GPU: vLLM's FlashMLA layers support no other cache."""
 
 _CONTEXT_PARALLEL = ("decode_context_parallel_size", "prefill_context_parallel_size")
 
 V32_MODULES = ("vllm.models.deepseek_v32", "vllm.model_executor.models.deepseek_v2")
-"""Modules of vLLM with the model code that the ledger changes: DeepSeek-V3.2, GLM-5 and whatever else vLLM serves with
-it."""
+"""vLLM modules with the model code that the ledger changes: DeepSeek-V3.2, GLM-5 and other models that use it."""
 INDEX_HEAD_DIM = 128
-"""Elements of a key in the indexer's cache."""
+"""Values of a key in the indexer's cache."""
 V4_ARCHITECTURES = ("DeepseekV4ForCausalLM",)
 V4_RATIOS = frozenset({0, 1, 4, 128})
 V4_ROW = 512
-"""Values of a cache row of V4, and of a query."""
+"""Values of a V4 cache entry, and of a query head."""
 
 
 def is_sparse(vllm_config: Any) -> bool:
@@ -45,7 +44,7 @@ def is_sparse(vllm_config: Any) -> bool:
 
 
 def family_of(vllm_config: Any) -> str:
-    """The family of a model with sparse attention, one of `shapes.FAMILIES`."""
+    """Return the family of a model with sparse attention, one of `shapes.FAMILIES`."""
     named = any(name.lower().startswith("deepseekv4") for name in _architectures(vllm_config))
     ratios = getattr(vllm_config.model_config.hf_text_config, "compress_ratios", None)
     return "v4" if named or ratios is not None else "v3.2"
@@ -56,7 +55,7 @@ def _architectures(vllm_config: Any) -> list[str]:
 
 
 def v4_shape(vllm_config: Any) -> ModelShape:
-    """A DeepSeek-V4 model as one rank of the tensor-parallel group sees it.
+    """Return the shape of a DeepSeek-V4 model on one tensor-parallel rank.
 
     Raises:
         LeftToStockError: the plugin does not support the cache's format.
@@ -79,10 +78,10 @@ def v4_shape(vllm_config: Any) -> ModelShape:
 
 
 def model_shape(vllm_config: Any, layouts: Mapping[str, str]) -> ModelShape:
-    """The model as one rank of the tensor-parallel group sees it.
+    """Return the shape of the model on one tensor-parallel rank.
 
     Args:
-        layouts: of the cache, by vLLM's name of its dtype: CPU_LAYOUTS or GPU_LAYOUTS.
+        layouts: {--kv-cache-dtype: layout}, CPU_LAYOUTS or GPU_LAYOUTS.
 
     Raises:
         LeftToStockError: the plugin does not support the cache's format.
@@ -104,7 +103,7 @@ def _layout(vllm_config: Any, layouts: Mapping[str, str]) -> str:
 
 
 def step_tokens(vllm_config: Any) -> int:
-    """Most query tokens of a request in a decode or verify step: 1 and the speculated ones."""
+    """Return the most query tokens per request in a decode or verify step: 1 plus the speculated ones."""
     speculative = vllm_config.speculative_config
     return 1 + (int(speculative.num_speculative_tokens or 0) if speculative is not None else 0)
 
@@ -132,9 +131,9 @@ def check_on_gpu(vllm_config: Any) -> None:
     """
     if os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"):
         raise LeftToStockError(
-            "VLLM_BATCH_INVARIANT is set; nsa-plugin picks kernels by the size of a batch, so its results depend on it"
+            "VLLM_BATCH_INVARIANT is set, but nsa-plugin picks kernels by batch size, so results depend on it"
         )
-    # vLLM counts more query tokens of a request as a step there than 1 and the speculated ones.
+    # vLLM then counts more query tokens per request in a step than 1 plus the speculated ones.
     if getattr(vllm_config.speculative_config, "parallel_drafting", False):
         raise LeftToStockError(
             "nsa-plugin does not support parallel_drafting of --speculative-config, which the method dflash sets"
@@ -162,7 +161,7 @@ def _check_context_parallel(vllm_config: Any) -> None:
 
 
 def _check_v32(vllm_config: Any) -> None:
-    """Check that a model has V3.2's attention, by its shape and by the model code that vLLM runs it with."""
+    """Check that a model has V3.2's attention, by its shape and by vLLM's model code for it."""
     config = vllm_config.model_config.hf_text_config
     name = ", ".join(_architectures(vllm_config)) or "the model"
     modules = _modules(vllm_config)
@@ -183,7 +182,7 @@ def _check_v32(vllm_config: Any) -> None:
 
 
 def _modules(vllm_config: Any) -> list[str]:
-    """The modules of the model code that vLLM's registry names for the model's architectures."""
+    """Return the model code modules in vLLM's registry for the model's architectures."""
     models = vllm_config.model_config.registry.models
     entries = [models.get(name) for name in _architectures(vllm_config)]
     return [str(getattr(entry, "module_name", "code that its registry does not name")) for entry in entries]

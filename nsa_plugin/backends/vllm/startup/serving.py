@@ -1,4 +1,4 @@
-"""What the plugin works with in one worker process of vLLM; `gpu_serving` has what a GPU adds."""
+"""State of the plugin in one vLLM worker process; `v32.serving` and `v4.serving` extend it for GPUs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from nsa_plugin.telemetry import Trace
 
 @dataclass(kw_only=True)
 class VllmServing:
-    """What both backends have.
+    """State of a CPU or GPU worker.
 
     Attributes:
         resolved: the settings.
         trace: where plans are recorded.
-        count: called with every plan, for metrics; None in the ranks that decide as the first one does.
+        count: called with every plan, for metrics; None except in rank 0, since all ranks make the same plans.
         worker: vLLM's worker, or None before there is one.
     """
 
@@ -32,24 +32,24 @@ class VllmServing:
     worker: Callable[[], Any] = lambda: None
 
     def enter(self, worker: Any) -> None:
-        """vLLM's worker is there, and knows its rank."""
+        """Take vLLM's worker, once it is built and knows its rank."""
         self.worker = weakref.ref(worker)
         self.trace.rank = worker.rank
         if worker.rank == 0:
             self.count = route_counter(labels_of(worker.vllm_config))
 
     def request_ids(self) -> list[str]:
-        """Ids of the running batch's requests, in the batch's order."""
+        """Return the ids of the running batch's requests, in batch order."""
         batch = getattr(getattr(self.worker(), "model_runner", None), "input_batch", None)
         return list(getattr(batch, "req_ids", ()))
 
 
 @dataclass(kw_only=True)
 class CpuServing(VllmServing):
-    """On a CPU everything is known before the worker is built.
+    """State of a CPU worker, complete before the worker is built.
 
     Attributes:
-        model, device: what decisions are made from.
+        model, device: inputs of decisions.
     """
 
     model: ModelShape

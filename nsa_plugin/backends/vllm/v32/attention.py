@@ -1,17 +1,17 @@
-"""One layer's attention under Plans: a subclass of vLLM's FlashMLA-sparse implementation, for 0.20 to 0.33.
+"""One layer's attention with plans: a subclass of vLLM's FlashMLA-sparse implementation, for 0.20 to 0.33.
 
-vLLM's MLA layer hands the first rows of a batch to `forward_mqa`, queries absorbed, and the others to `forward_mha`,
-queries as projected. Up to 0.25 it hands everything to `forward_mqa` if the implementation is a
-SparseMLAAttentionImpl, which cannot attend densely: `rebased` puts vLLM's own class on the base of the dense-capable
-ones instead. From 0.26 on the metadata's `prefill.use_dense_mha` says so.
+vLLM's MLA layer passes the first query tokens of a batch to `forward_mqa`, with absorbed queries, and the others to
+`forward_mha`, with queries as projected. Up to 0.25 it passes all to `forward_mqa` if the implementation is a
+SparseMLAAttentionImpl, which cannot attend densely; `rebased` gives vLLM's class the base of dense-capable ones
+instead. From 0.26 on the metadata's `prefill.use_dense_mha` decides.
 
-- `forward_mqa` runs the pieces of the metadata: the plugin's provider on the rows' own heads, straight from the cache,
-  or vLLM's own FlashMLA call with vLLM's own metadata of those rows. Where a piece trades heads for tokens, its queries
-  are exchanged, and the same kernels run over this rank's rows with all heads (`gpu_token_shard`).
-- `forward_mha` runs the dense pieces, with a prefix read from the cache and brought to bf16, and absorbs the queries of
-  the prefills that select and lie behind the first dense one.
+- `forward_mqa` runs the pieces of the metadata: the plugin's provider with unpadded heads, straight from the cache, or
+  vLLM's FlashMLA call with vLLM's metadata. If a piece reshards, its queries are exchanged, and the same kernels run
+  over this rank's query tokens with all heads (`token_shard`).
+- `forward_mha` runs the dense pieces, with the prefix read from the cache as bf16. It absorbs the queries of prefills
+  that select and follow the first dense one.
 
-A layer that vLLM built without a planner, and metadata that the plugin's builder did not make, are vLLM's own.
+Layers that vLLM built without a planner, and metadata from another builder, take the stock path.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from nsa_plugin.kernels.kv_cache import PagedCache, open_cache
 from nsa_plugin.libraries.registry import REFERENCE
 from nsa_plugin.patches.ledger import TURN_OFF
 
-# Of a class, what belongs to the class object itself rather than to what it does.
+# Attributes of the class object itself, which a copy of the class must not take over.
 _OWN = {"__dict__", "__weakref__", "__orig_bases__", "__parameters__", "__abstractmethods__", "_abc_impl"}
 
 Layers = Callable[[], dict[str, Any]]
@@ -43,15 +43,15 @@ Layers = Callable[[], dict[str, Any]]
 
 
 def rebased(stock: type, sparse_base: type | None, dense_base: type) -> type:
-    """vLLM's implementation on the base of those that attend densely too.
+    """Give vLLM's implementation the base class of dense-capable ones.
 
     Args:
         stock: FlashMLASparseImpl.
-        sparse_base: SparseMLAAttentionImpl of 0.20 to 0.25; None from 0.26 on, where `stock` is returned as it is.
+        sparse_base: SparseMLAAttentionImpl of 0.20 to 0.25; None from 0.26 on, where `stock` is returned unchanged.
         dense_base: MLAAttentionImpl.
 
     Raises:
-        PatchError: vLLM's class is not as the plugin knows it.
+        PatchError: vLLM's class has other bases than expected.
     """
     if sparse_base is None or not issubclass(stock, sparse_base):
         return stock
@@ -68,13 +68,13 @@ _MHA_LATER: dict[str, Any] = {"forward_mha": _no_mha}
 
 
 def planned_impl(stock: type, planning: Planning, providers: Callable[[], Providers], layers: Layers) -> type:
-    """vLLM's implementation class with the plugin's `forward_mqa` and `forward_mha`.
+    """Make a subclass of vLLM's implementation with the plugin's `forward_mqa` and `forward_mha`.
 
     Args:
-        stock: FlashMLASparseImpl, on a base that may attend densely (`rebased`).
-        planning: asked once for each layer.
-        providers: those of this process; asked with a planner only.
-        layers: asked at the first batch that needs a layer's weights.
+        stock: FlashMLASparseImpl, with a dense-capable base (`rebased`).
+        planning: called once per layer.
+        providers: returns those of this process; called with a planner only.
+        layers: called at the first batch that needs a layer's weights.
     """
 
     class Impl(stock):
@@ -90,16 +90,16 @@ def planned_impl(stock: type, planning: Planning, providers: Callable[[], Provid
             self.kv_b_proj = kwargs["kv_b_proj"]
             self.qk_nope_head_dim, self.qk_rope_head_dim = kwargs["qk_nope_head_dim"], kwargs["qk_rope_head_dim"]
             self.v_head_dim = kwargs["v_head_dim"]
-            # Dense attention under the indexer's mask (SM100, 0.27 on) has no part in a plan.
+            # Plans do not support dense attention under the indexer's mask (SM100, 0.27 on).
             self.masked_mha_available = False
 
         def forward_mqa(self, q: Any, kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: Any, layer: Any) -> Any:
-            """(out [rows, heads, kv_lora_rank], None) of absorbed queries [rows, heads, 576], or both parts of them."""
+            """(out [rows, heads, kv_lora_rank], None) of absorbed queries [rows, heads, 576], or their two parts."""
             if not isinstance(attn_metadata, PlannedMetadata):
                 return super().forward_mqa(q, kv_c_and_k_pe_cache, attn_metadata, layer)
             pieces = attn_metadata.mqa
             if len(pieces) == 1 and pieces[0].share is not None:
-                return _traded(self, pieces[0].share, _joined(q), kv_c_and_k_pe_cache, attn_metadata, pieces[0]), None
+                return _reshard(self, pieces[0].share, _joined(q), kv_c_and_k_pe_cache, attn_metadata, pieces[0]), None
             if len(pieces) == 1 and pieces[0].path != PROVIDER and not self.nsa_plugin_providers.attended.wrong:
                 out, _ = super().forward_mqa(q, kv_c_and_k_pe_cache, pieces[0].stock, layer)
                 return out, None
@@ -122,7 +122,7 @@ def planned_impl(stock: type, planning: Planning, providers: Callable[[], Provid
             output: torch.Tensor,
             output_scale: torch.Tensor | None = None,
         ) -> None:
-            """Rows from `num_decode_tokens` on: q [rows, heads, qk_nope + qk_rope], output [rows, heads * v]."""
+            """Tokens from `num_decode_tokens` on: q [rows, heads, qk_nope + qk_rope], output [rows, heads * v]."""
             if not isinstance(attn_metadata, PlannedMetadata):
                 super().forward_mha(
                     q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, output, output_scale
@@ -159,14 +159,14 @@ def _attend(
     layer: Any,
     out: torch.Tensor,
 ) -> None:
-    """Write the attention of a piece's rows, [rows, heads, kv_lora_rank], into `out`.
+    """Attend a piece's query tokens into `out`, [rows, heads, kv_lora_rank].
 
     Args:
-        stock: vLLM's own `forward_mqa`, bound.
+        stock: vLLM's `forward_mqa`, bound.
         q: [rows, heads, kv_lora_rank + qk_rope_head_dim].
     """
     if piece.share is not None:
-        out.copy_(_traded(impl, piece.share, q, kv_cache, metadata, piece))
+        out.copy_(_reshard(impl, piece.share, q, kv_cache, metadata, piece))
         return
     selected = impl.topk_indices_buffer[piece.rows]
     if piece.path != PROVIDER:
@@ -186,7 +186,7 @@ def _attend(
 def _slots(
     impl: Any, selected: torch.Tensor, cache: PagedCache, block_table: torch.Tensor, owners: torch.Tensor
 ) -> torch.Tensor:
-    """int32 [rows, topk]: slots of the cache."""
+    """Return int32 [rows, topk]: cache slots."""
     transform = impl.nsa_plugin_providers.helper("index_transform_paged")
     slots: torch.Tensor = transform(selected, block_table, page_size=cache.page_size, row_to_request=owners)
     return slots
@@ -195,16 +195,16 @@ def _slots(
 def _by_provider(
     impl: Any, q: torch.Tensor, cache: PagedCache, slots: torch.Tensor, plan: Plan, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """[rows, heads, kv_lora_rank] by the plan's provider, into `out` if that is given."""
+    """Attend with the plan's provider: [rows, heads, kv_lora_rank], into `out` if given."""
     providers: Providers = impl.nsa_plugin_providers
     op = KERNEL_OPS[plan.attention]
     return providers.attend(op, plan.provider, q, cache, slots, scale=impl.scale, d_v=impl.kv_lora_rank, out=out)
 
 
-def _traded(
+def _reshard(
     impl: Any, share: Share, q: torch.Tensor, kv_cache: torch.Tensor, metadata: PlannedMetadata, piece: SparsePiece
 ) -> torch.Tensor:
-    """[rows, heads, kv_lora_rank] of a piece whose ranks trade heads for tokens; valid until the next layer attends."""
+    """Attend a piece that reshards: [rows, heads, kv_lora_rank], valid until the next layer attends."""
     owners, plan = piece.request_of_row, piece.plan
     assert owners is not None
     cache = _paged(impl, kv_cache)
@@ -226,16 +226,16 @@ def _traded(
 
 
 class _Copies:
-    """One layer's bf16 copies of what own rows' requests hold, asked for in order; each is made once, and one held."""
+    """One layer's bf16 copies of the contexts of own query tokens, asked for in order; one is held at a time."""
 
     def __init__(self, impl: Any, cache: PagedCache, parts: tuple[Copied, ...]):
         self._impl, self._cache, self.parts = impl, cache, parts
         self._made: tuple[int, PagedCache] | None = None
 
     def of(self, place: int, dtype: torch.dtype) -> PagedCache:
-        """The copy for `parts[place]`, as rows of one page."""
+        """Return the copy for `parts[place]`, as one page."""
         if self._made is None or self._made[0] != place:
-            self._made = None  # its memory is the next one's
+            self._made = None  # free its memory for the next
             read = self._impl.nsa_plugin_providers.helper("kv_cache_read")
             rows = read(self._cache, self.parts[place].slots, dtype=dtype)
             self._made = place, open_cache(rows.unsqueeze(0), "bf16")
@@ -245,11 +245,11 @@ class _Copies:
 def _over_copies(
     impl: Any, q: torch.Tensor, selected: torch.Tensor, own: slice, copies: _Copies, plan: Plan
 ) -> torch.Tensor:
-    """[n, all heads, kv_lora_rank] by FlashMLA over bf16 copies of what the rows' requests hold.
+    """Attend with FlashMLA over bf16 copies of the contexts: [n, all heads, kv_lora_rank].
 
     Args:
-        q, selected: [n, ...], of a piece of own rows.
-        own: which they are, counted from this rank's first.
+        q, selected: [n, ...], of a piece of own query tokens.
+        own: their places, counted from this rank's first.
     """
     transform = impl.nsa_plugin_providers.helper("index_transform_ragged")
     out = q.new_empty(q.shape[0], q.shape[1], impl.kv_lora_rank)
@@ -271,16 +271,16 @@ def _dense(
     kv_cache: torch.Tensor,
     piece: DensePiece,
 ) -> torch.Tensor:
-    """[rows, heads, v_head_dim] of rows that see everything up to themselves.
+    """Attend densely and causally: [rows, heads, v_head_dim].
 
     Args:
-        latent: the rows' own kv_c [rows, kv_lora_rank] and k_pe [rows, qk_rope_head_dim].
+        latent: the query tokens' kv_c [rows, kv_lora_rank] and k_pe [rows, qk_rope_head_dim].
     """
     providers: Providers = impl.nsa_plugin_providers
     kv_c, k_pe = latent
     if piece.slots is not None:
         context = providers.helper("kv_cache_read")(_paged(impl, kv_cache), piece.slots, dtype=q.dtype)
-        # This step's tokens as they are, not as the cache rounds them: what vLLM's own dense prefill attends.
+        # New tokens unrounded, not as the cache stores them, as in vLLM's dense prefill.
         context[piece.fresh] = torch.cat([kv_c, k_pe], dim=-1)
         kv_c, k_pe = context.split([impl.kv_lora_rank, impl.qk_rope_head_dim], dim=-1)
     nope = impl.qk_nope_head_dim
@@ -290,7 +290,7 @@ def _dense(
     k[..., nope:] = k_pe.unsqueeze(1)
     provider = piece.plan.provider
     lengths: dict[str, Any] = {}
-    if provider == "trtllm":  # without the lengths it copies the boundaries from the device and waits for them
+    if provider == "trtllm":  # without lengths it copies the boundaries from the device and waits
         lengths = {"seqlens_q": piece.q_lens, "seqlens_k": piece.kv_lens}
     elif provider != REFERENCE:
         lengths = {"max_seqlen_q": max(piece.q_lens), "max_seqlen_k": max(piece.kv_lens)}
@@ -305,15 +305,15 @@ def _paged(impl: Any, kv_cache: torch.Tensor) -> PagedCache:
 
 
 def _joined(q: Any) -> torch.Tensor:
-    """[rows, heads, kv_lora_rank + qk_rope_head_dim] of queries that vLLM hands over in two parts.
+    """Join queries that vLLM passes in two parts: [rows, heads, kv_lora_rank + qk_rope_head_dim].
 
-    In memory of its own: vLLM's buffer for it is in a workspace that other kernels use too (vllm #56771).
+    The result is a new tensor: other kernels also use the workspace of vLLM's buffer (vllm #56771).
     """
     return torch.cat(q, dim=-1) if isinstance(q, tuple) else q
 
 
 def _layer_of(impl: Any, layers: Layers) -> Any:
-    """vLLM's MLA layer that this implementation is of; it holds the absorbed weights.
+    """Return vLLM's MLA layer of this implementation, which has the absorbed weights.
 
     Raises:
         PatchError: vLLM does not list it.
@@ -326,5 +326,5 @@ def _layer_of(impl: Any, layers: Layers) -> Any:
 
 
 def _behind(rows: slice | torch.Tensor, first: int) -> slice | torch.Tensor:
-    """Rows of the batch, counted from row `first`."""
+    """Count rows of the batch from row `first`."""
     return slice(rows.start - first, rows.stop - first) if isinstance(rows, slice) else rows - first

@@ -1,17 +1,18 @@
-"""vLLM's indexer under Plans: what it selects for, and how much memory its logits take, at four of its own seams.
+"""vLLM's indexer with plans: which query tokens it selects for, and how much memory its logits take.
 
-vLLM's operator `sparse_attn_indexer` stores the step's keys and selects for whatever its metadata lists. So:
+vLLM's operator `sparse_attn_indexer` stores the new keys and selects for the query tokens in its metadata. The plugin
+changes it in four places:
 
-- `prefill_chunks`: requests that attend densely are in no chunk (their rows stay -1, and no piece of the attention
-  reads them), and a chunk's logits stay within the planner's budget, which follows the free memory. Where the ranks
-  trade heads for tokens, nor are the rows that another rank attends.
-- `prefill_topk`: the top-k of a prefill's logits by the plugin's kernel.
-- `planned_indexer_builder`: hands the batch to the planner before the chunks are asked for; steps whose logits, of
-  [rows, max_model_len], are over the budget are taken out of vLLM's metadata and come with a `StepSelection` instead.
-  Rows alone decide, so that a captured batch and its replays agree.
-- `wrap_indexer`: runs vLLM's function, then selects for such steps, some rows at a time. From 0.26 on vLLM's function
-  leaves out *every* prefill of a batch whose metadata says that dense attention runs; here only some do, so the name of
-  that metadata is withheld (vllm #52512 is what happens otherwise).
+- `prefill_chunks`: chunks leave out requests that attend densely (their selection stays -1 and is not read) and, if
+  the batch reshards, query tokens of other ranks. A chunk's logits fit the planner's budget, which follows the free
+  memory.
+- `prefill_topk`: the plugin's top-k kernel for a prefill's logits.
+- `planned_indexer_builder`: the planner splits the batch before vLLM asks for chunks. Decode steps whose logits,
+  [query tokens, max_model_len], exceed the budget are removed from vLLM's metadata and get a `StepSelection`. This
+  depends on the number of query tokens alone, so a captured batch and its replays agree.
+- `wrap_indexer`: runs vLLM's function, then selects for such steps in pieces. From 0.26 on vLLM's function skips
+  *every* prefill of a batch whose metadata says that dense attention runs. Here only some prefills are dense, so the
+  name of that metadata is withheld (otherwise vllm #52512 happens).
 """
 
 from __future__ import annotations
@@ -39,17 +40,17 @@ CUDA_TOPK = "nsa_plugin.kernels.cuda.topk"
 DENSE_METADATA = "dense_mha_metadata_layer_name"
 
 Chunk = tuple[slice, slice]
-"""(requests of the batch, rows counted from the first of those requests)."""
+"""(requests of the batch, query tokens counted from the first of those requests)."""
 
 
 @dataclass(frozen=True)
 class StepSelection:
-    """Steps that the plugin selects for.
+    """Decode and verify steps that the plugin selects for.
 
     Attributes:
-        plan: theirs.
-        rows: rows at the front of the batch.
-        lengths: int32 [requests or rows], the keys that the last row of each sees; 0 or less where it only pads.
+        plan: of the steps.
+        rows: number of query tokens, at the front of the batch.
+        lengths: int32 [requests or query tokens], keys that the last query token of each sees; 0 or less for padding.
         page_table: int32, a row for each of `lengths`.
     """
 
@@ -90,18 +91,18 @@ def prefill_chunks(original: Callable[..., list[Chunk]], planning: Planning) -> 
 
 
 def own_rows(split: Split) -> dict[int, OwnRows] | None:
-    """This rank's rows of each prefill that it has any of; None where no rows of prefills are dealt out."""
-    given = [one for one in (split.head_dealt, split.tail_dealt) if one is not None]
+    """This rank's query tokens by prefill; None if no prefill reshards."""
+    given = [one for one in (split.head_assigned, split.tail_assigned) if one is not None]
     return {rows.request: rows for one in given for rows in one.own} if given else None
 
 
 def _own_chunks(
     original: Callable[..., list[Chunk]], given: tuple[Any, ...], first: int, own: dict[int, OwnRows]
 ) -> list[Chunk]:
-    """The chunks of this rank's rows of requests that lie together, from `first` on.
+    """Return the chunks of this rank's query tokens in contiguous requests, from `first` on.
 
-    The rows lie together too, so that of a chunk's requests only the first may begin behind its first row: by as much
-    are the rows of the chunk shifted.
+    This rank's query tokens are contiguous, so only a chunk's first request may begin after its first query token. The
+    chunk is shifted by that much.
     """
     kv_lens, q_lens, *limits = given
     places = [place for place in range(len(q_lens)) if first + place in own]
@@ -117,12 +118,12 @@ def _own_chunks(
 
 
 def runs(split: Split, q_lens: list[int], offset: int) -> list[tuple[int, int]]:
-    """(first, end) of requests that lie together and select: those with rows that are not dense.
+    """(first, end) of contiguous requests that select: those with query tokens that are not dense.
 
-    Steps that vLLM's indexer takes for prefills are a run of their own where a prefill's rows are dealt out.
+    If a prefill reshards, steps that vLLM's indexer takes for prefills form a separate run.
 
     Args:
-        q_lens: rows of the requests from `offset` on.
+        q_lens: query tokens of the requests from `offset` on.
     """
     dense, apart = split.dense_requests, own_rows(split) is not None
     selects = [
@@ -140,7 +141,7 @@ def runs(split: Split, q_lens: list[int], offset: int) -> list[tuple[int, int]]:
 
 
 def prefill_topk(original: Callable[..., None], active: Callable[[], bool]) -> Callable[..., None]:
-    """For `top_k_per_row_prefill` of `vllm._custom_ops` (0.22 on), with what it is called with.
+    """For `top_k_per_row_prefill` of `vllm._custom_ops` (0.22 on), with the same arguments.
 
     Args:
         active: whether the plugin serves.
@@ -158,12 +159,12 @@ def prefill_topk(original: Callable[..., None], active: Callable[[], bool]) -> C
         topk_tokens: int,
     ) -> None:
         select = default_selector(logits.device, topk_tokens)
-        # Triton's reads the logits more often than vLLM's own.
+        # The Triton kernel reads the logits more often than vLLM's.
         slower = logits.is_cuda and select.__module__ != CUDA_TOPK
         if slower or not active():
             given = (logits, cu_seqlen_ks, cu_seqlen_ke, raw_topk_indices, num_rows, stride0, stride1, topk_tokens)
             return original(*given)
-        # The result counts from the row's first key, as vLLM's does.
+        # Positions count from the row's first key, as vLLM's do.
         select(logits[:num_rows], cu_seqlen_ks, cu_seqlen_ke, topk_tokens, out=raw_topk_indices)
         return None
 
@@ -171,12 +172,12 @@ def prefill_topk(original: Callable[..., None], active: Callable[[], bool]) -> C
 
 
 def planned_indexer_builder(stock: type, planning: Planning) -> type:
-    """vLLM's builder of the indexer's metadata, after the batch has been split."""
+    """Make a subclass of vLLM's indexer metadata builder that splits the batch first."""
 
     class Builder(stock):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            # Of a compressed cache (V4) a position is not a token.
+            # In a compressed cache (V4) a position is not a token.
             self.nsa_plugin: VllmPlanner | None = planning() if getattr(self, "compress_ratio", 1) == 1 else None
 
         def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
@@ -197,10 +198,10 @@ def planned_indexer_builder(stock: type, planning: Planning) -> type:
 
 
 def _select_for_own(prefill: Any) -> None:
-    """Make vLLM's metadata of a prefill that of a rank which selects for its own rows.
+    """Change vLLM's prefill metadata so that this rank selects for its query tokens.
 
-    vLLM gathers a chunk's keys where the chunk begins with its first request's first row; own rows may begin anywhere.
-    And it has no ranks select for each other (`row_shard_sizes`, 0.32 on): they would exchange what nobody reads.
+    vLLM gathers a chunk's keys if the chunk begins with its first request's first query token, but own query tokens may
+    begin anywhere. Ranks must not select for each other either (`row_shard_sizes`, 0.32 on): nobody reads the result.
     """
     if prefill is None:
         return
@@ -214,21 +215,21 @@ def _select_for_own(prefill: Any) -> None:
 
 
 def over_budget(split: Split) -> bool:
-    """Whether the logits of all steps at once are more than the plan allows."""
+    """Whether the logits of all steps together exceed what the plan allows."""
     return split.steps is not None and 0 < split.steps.indexer.rows_per_chunk < split.step_rows
 
 
 def _without_steps(metadata: Any, split: Split, common: Any) -> Any:
-    """vLLM's metadata of the prefills alone, with the steps' selection beside it."""
+    """Return vLLM's metadata of the prefills only, with the steps' `StepSelection` attached."""
     assert split.steps is not None
-    # Requests that vLLM's indexer takes for prefills, because their rows are not as many as the others', stay its own.
+    # vLLM's indexer still selects for steps that it takes for prefills because their query tokens differ in number.
     requests = int(metadata.num_decodes)
     rows = int(metadata.num_decode_tokens)
     q_lens = [end - start for start, end in pairwise(split.starts[: requests + 1])]
     lengths, table = common.seq_lens[:requests], common.block_table_tensor[:requests]
     live, each = sum(count > 0 for count in q_lens), q_lens[0]
     padded = q_lens == [each] * live + [0] * (requests - live) and rows == requests * (each or rows // requests)
-    if not padded:  # never captured: a row for itself; a request without rows may lie between others (vllm #51486)
+    if not padded:  # never captured: one entry per query token; a request may have none (vllm #51486)
         owner, behind = rows_one_by_one(split.starts[: requests + 1])
         rows = len(owner)
         owner, behind = owner.to(lengths.device), behind.to(lengths.device)
@@ -239,11 +240,11 @@ def _without_steps(metadata: Any, split: Split, common: Any) -> Any:
 
 
 def wrap_indexer(original: Callable[..., Any], metadata: Callable[[], Any], providers: Callable[[], Providers]) -> Any:
-    """For vLLM's function `sparse_attn_indexer`, and for the implementation of its operator of that name.
+    """For vLLM's function `sparse_attn_indexer` and the implementation of its operator of that name.
 
     Args:
-        metadata: gives `forward_context.attn_metadata`: a dict by layer, or None in the profiling run.
-        providers: those of this process.
+        metadata: returns `forward_context.attn_metadata`: a dict by layer, or None in the profiling run.
+        providers: returns those of this process.
     """
     signature = inspect.signature(original)
     names = list(signature.parameters)
@@ -270,7 +271,7 @@ def wrap_indexer(original: Callable[..., Any], metadata: Callable[[], Any], prov
 
 
 def select_steps(steps: StepSelection, given: dict[str, Any], providers: Providers) -> None:
-    """Write the selection of the steps' rows into vLLM's buffer, with the logits of some rows at a time.
+    """Write the steps' selection into vLLM's buffer, with the logits of some query tokens at a time.
 
     Args:
         given: the arguments of vLLM's function, by name.

@@ -1,9 +1,9 @@
-"""The attention metadata of a batch in parts, and the builder that makes it: a subclass of vLLM's FlashMLA-sparse one.
+"""Attention metadata of a batch in pieces, and its builder: a subclass of vLLM's FlashMLA-sparse builder.
 
-What vLLM's MLA layer reads is there under its names (0.20 to 0.33); what the plugin's implementation works on are
-`SparsePiece`s and `DensePiece`s. All that a captured batch needs lies at addresses that stay: vLLM's block table, and a
-buffer of the builder that says whose row is whose. Nothing here waits for the device, and nothing for torch's threads,
-which `torch.repeat_interleave` would wake on a host: see `metadata.owner_of_rows`.
+The metadata has the fields that vLLM's MLA layer reads (0.20 to 0.33), and `SparsePiece`s and `DensePiece`s for the
+plugin's implementation. A captured batch reads fixed addresses only: vLLM's block table, and a buffer of the builder
+with the request of each query token. Nothing here waits for the device or for torch's threads, which
+`torch.repeat_interleave` would wake on a host: see `metadata.owner_of_rows`.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from nsa_plugin.backends.common.paths import MIXED, PROVIDER, SEPARATE, VLLM, pa
 from nsa_plugin.backends.common.token_shard import Share
 from nsa_plugin.backends.vllm.cpu.metadata import MLAMetadata, PrefillMetadata, owner_of_rows
 from nsa_plugin.backends.vllm.v32.routes import DensePart, Split, VllmPlanner
-from nsa_plugin.backends.vllm.v32.token_shard import Copied, Dealt, OwnRows
+from nsa_plugin.backends.vllm.v32.token_shard import Assigned, Copied, OwnRows
 from nsa_plugin.decision.plan import Plan
 
-# Heads of a rank that vLLM's builder (0.20 to 0.29) takes for few and for many: fewer than 32 and it makes one mixed
-# batch of steps and prefills, else it takes them apart. From 0.30 on the builder keeps the answer in `MIXED_FLAG`.
+# Head counts that make vLLM's builder (0.20 to 0.29) use one mixed batch of steps and prefills (fewer than 32) or
+# separate ones. From 0.30 on the builder keeps the answer in `MIXED_FLAG`.
 FEW_HEADS, MANY_HEADS = 1, 128
 MIXED_FLAG = "fp8_use_mixed_batch"
 
 Planning = Callable[[], VllmPlanner | None]
-"""The planner of this process, or None while vLLM serves by itself."""
+"""Returns the planner of this process, or None while stock vLLM serves."""
 
 
 @dataclass(frozen=True)
 class SparsePiece:
-    """Rows that attend to selected tokens, in one call.
+    """Query tokens that attend to selected tokens, in one call.
 
     Attributes:
         plan: the decision.
         path: its execution path.
-        rows: of the batch: a slice, or int64 [n] where they do not lie together.
-        request_of_row: int32 [n], the block table's row of each, -1 for rows that only pad; None for vLLM's calls.
-        stock: vLLM's own metadata of these rows; None for the plugin's kernels.
-        share: this rank's rows, where heads are traded for tokens: then neither vLLM's call nor its metadata is used.
-        copied: own rows that are attended over a bf16 copy of an fp8 cache.
+        rows: the query tokens in the batch: a slice, or int64 [n] if they are not contiguous.
+        request_of_row: int32 [n], the block table row of each, -1 for padding; None for vLLM's calls.
+        stock: vLLM's metadata of these query tokens; None for the plugin's kernels.
+        share: this rank's query tokens, if the batch reshards; vLLM's call and metadata are not used then.
+        copied: own query tokens that attend over a bf16 copy of an fp8 cache.
     """
 
     plan: Plan
@@ -58,16 +58,16 @@ class SparsePiece:
 
 @dataclass(frozen=True)
 class DensePiece:
-    """Rows that attend densely, in one call.
+    """Query tokens that attend densely, in one call.
 
     Attributes:
         plan: the decision.
-        rows: of the batch: a slice, or int64 [num_rows].
+        rows: the query tokens in the batch: a slice, or int64 [num_rows].
         cu_seqlens_q, cu_seqlens_k: int32 [requests + 1], query and context tokens, cumulative; on the device.
         q_lens, kv_lens: query and context tokens of each request, on the host.
-        slots: int64 [context tokens], where the tokens of the contexts lie in the cache; None if no request has a
-            prefix, and all keys come from the batch itself.
-        fresh: int64 [num_rows], which of the context's tokens are this step's; None as `slots`.
+        slots: int64 [context tokens], cache slots of the contexts; None if no request has a prefix, so that the batch
+            has all keys.
+        fresh: int64 [num_rows], which context tokens are new in this batch; None as `slots`.
     """
 
     plan: Plan
@@ -82,13 +82,13 @@ class DensePiece:
 
 @dataclass(kw_only=True)
 class PlannedMetadata(MLAMetadata):
-    """A batch's metadata. `num_decode_tokens` are all rows before the first dense request, whatever their phase.
+    """A batch's metadata. `num_decode_tokens` counts all query tokens before the first dense request, of any phase.
 
     Attributes:
-        decode: only looked at for being there.
-        mqa: what `forward_mqa` runs, in order; covers its rows.
-        mha: what `forward_mha` runs densely.
-        tail: what `forward_mha` attends sparsely: prefills that select, behind the first dense one.
+        decode: vLLM only checks that it is not None.
+        mqa: pieces of `forward_mqa`, in order; they cover its query tokens.
+        mha: dense pieces of `forward_mha`.
+        tail: sparse piece of `forward_mha`: prefills that select, after the first dense one.
     """
 
     mqa: tuple[SparsePiece, ...]
@@ -98,10 +98,10 @@ class PlannedMetadata(MLAMetadata):
 
 
 def planned_builder(stock: type, planning: Planning) -> type:
-    """vLLM's builder class with the plugin's `build`; vLLM's own while `planning()` gives None."""
+    """Make a subclass of vLLM's builder with the plugin's `build`; it acts as vLLM's while `planning()` is None."""
 
     class Builder(stock):
-        # A draft's later steps build anew: what is updated in place would be vLLM's own fields.
+        # Later draft steps build anew: an update in place would change vLLM's fields only.
         supports_draft_decode_metadata_update = False
 
         def __init__(self, kv_cache_spec: Any, layer_names: Any, vllm_config: Any, device: Any, **more: Any) -> None:
@@ -109,7 +109,7 @@ def planned_builder(stock: type, planning: Planning) -> type:
             self.nsa_plugin = planner = planning()
             if planner is None:
                 return
-            # From 0.28 on vLLM counts requests of up to 256 rows as steps here; the plans' steps are shorter.
+            # From 0.28 on vLLM counts requests of up to 256 query tokens as steps here; the plans' steps are shorter.
             self.reorder_batch_threshold = planner.step_tokens
             scheduler = vllm_config.scheduler_config
             captured = getattr(vllm_config.compilation_config, "max_cudagraph_capture_size", None) or 0
@@ -137,7 +137,7 @@ def planned_builder(stock: type, planning: Planning) -> type:
 
 @contextmanager
 def _form(builder: Any, path: str) -> Iterator[None]:
-    """Let vLLM's builder choose the form of a prefill over an fp8 cache that the execution path names."""
+    """Make vLLM's builder use the variant of a prefill over an fp8 cache that the execution path names."""
     if path not in (MIXED, SEPARATE):
         yield
         return
@@ -160,13 +160,13 @@ def assemble(
     request_of_row: torch.Tensor,
     stock_metadata: Callable[[Any, str], Any],
 ) -> PlannedMetadata:
-    """The metadata of a batch that is split.
+    """Assemble the metadata of a split batch.
 
     Args:
         common: vLLM's CommonAttentionMetadata of the batch.
-        page_size: tokens a page of the block table.
-        request_of_row: int32 [at least the rows], filled here; captured graphs keep its address.
-        stock_metadata: vLLM's own metadata of (a part's CommonAttentionMetadata, its execution path).
+        page_size: tokens per page of the block table.
+        request_of_row: int32 [at least the query tokens], filled here; captured graphs keep its address.
+        stock_metadata: makes vLLM's metadata from (a part's CommonAttentionMetadata, its execution path).
     """
     owners = request_of_row[: split.num_rows]
     layout = planner.model.kv_layout
@@ -175,7 +175,7 @@ def assemble(
         owners.copy_(_to_device(_owners(split), owners), non_blocking=True)
 
     def piece(
-        plan: Plan, rows: slice | torch.Tensor, requests: Sequence[int], given: Dealt | None, keep: bool = False
+        plan: Plan, rows: slice | torch.Tensor, requests: Sequence[int], given: Assigned | None, keep: bool = False
     ) -> SparsePiece:
         path = path_of(VLLM, layout, plan).path
         if given is not None:
@@ -189,7 +189,7 @@ def assemble(
             return SparsePiece(plan, path, rows, owners[rows])
         whole = len(requests) == split.num_requests
         stock = stock_metadata(common if whole else part_of(common, split, requests), path)
-        # vLLM's builder has one buffer for whose row is whose, and the next part overwrites it.
+        # vLLM's builder has one buffer for the request of each query token, which the next part overwrites.
         if keep and isinstance(getattr(stock, "req_id_per_token", None), torch.Tensor):
             stock = replace(stock, req_id_per_token=stock.req_id_per_token.clone())
         return SparsePiece(plan, path, rows, stock=stock)
@@ -197,17 +197,17 @@ def assemble(
     first_dense, head, behind = split.mha_request, split.head_requests, split.tail_requests
     mqa: list[SparsePiece] = []
     tail = None
-    # What is built last may use the buffers of vLLM's builder, so that a batch of one part is as vLLM makes it.
+    # The part built last may use the buffers of vLLM's builder, so a batch of one part equals vLLM's.
     if behind:
         assert split.sparse is not None
-        tail = piece(split.sparse, _rows(split, behind, owners), behind, split.tail_dealt, keep=True)
+        tail = piece(split.sparse, _rows(split, behind, owners), behind, split.tail_assigned, keep=True)
     if head:
         assert split.sparse is not None
         rows = slice(split.step_rows, split.mha_row)
-        mqa.append(piece(split.sparse, rows, head, split.head_dealt, keep=split.steps is not None))
+        mqa.append(piece(split.sparse, rows, head, split.head_assigned, keep=split.steps is not None))
     if split.steps is not None:
         steps = range(split.num_steps)
-        mqa.insert(0, piece(split.steps, slice(0, split.step_rows), steps, split.steps_dealt))
+        mqa.insert(0, piece(split.steps, slice(0, split.step_rows), steps, split.steps_assigned))
     table = common.block_table_tensor
     dense = tuple(_dense_piece(split, part, table, owners, page_size) for part in split.dense)
     prefill = None
@@ -230,7 +230,7 @@ def assemble(
 
 
 def part_of(common: Any, split: Split, requests: Sequence[int]) -> Any:
-    """vLLM's CommonAttentionMetadata of some requests of a batch, as if there were no others."""
+    """Make vLLM's CommonAttentionMetadata of some requests of a batch, as if there were no others."""
     q_lens = [split.starts[request + 1] - split.starts[request] for request in requests]
     starts = torch.tensor([0, *accumulate(q_lens)], dtype=torch.int32)
     on_host = _places(requests)
@@ -246,7 +246,7 @@ def part_of(common: Any, split: Split, requests: Sequence[int]) -> Any:
         "seq_lens": common.seq_lens[chosen],
         "block_table_tensor": common.block_table_tensor[chosen],
     }
-    # What else there is depends on the version: a value for each request or row, or something derived from all of them.
+    # Other fields depend on the version: a value per request or query token, or a value derived from all of them.
     for name in {field.name for field in fields(common)} - set(changed):
         value = getattr(common, name)
         if name.endswith("_cache"):
@@ -261,7 +261,7 @@ def part_of(common: Any, split: Split, requests: Sequence[int]) -> Any:
 def _dense_piece(
     split: Split, part: DensePart, block_table: torch.Tensor, like: torch.Tensor, page_size: int
 ) -> DensePiece:
-    """The piece of a dense part; its tensors are on `like`'s device, and nothing is read back."""
+    """Make the piece of a dense part, with tensors on `like`'s device; nothing is read back."""
 
     def bounds(lens: Iterable[int]) -> torch.Tensor:
         return _to_device(torch.tensor([0, *accumulate(lens)], dtype=torch.int32), like)
@@ -290,7 +290,7 @@ def _dense_piece(
 def _context_slots(
     requests: Sequence[int], kv_lens: Sequence[int], block_table: torch.Tensor, like: torch.Tensor, page_size: int
 ) -> torch.Tensor:
-    """int64 [context tokens], on `like`'s device: where the first tokens of requests lie in the cache."""
+    """Return int64 [context tokens] on `like`'s device: cache slots of the first tokens of requests."""
     lens = np.asarray(kv_lens, dtype=np.int64)
     first = np.cumsum(lens) - lens
     request = _to_device(torch.from_numpy(np.repeat(np.asarray(requests, dtype=np.int64), lens)), like)
@@ -302,7 +302,7 @@ def _context_slots(
 def _copied(
     own: Sequence[OwnRows], block_table: torch.Tensor, like: torch.Tensor, page_size: int, most: int
 ) -> tuple[Copied, ...]:
-    """Own rows in parts, whose contexts are copied together: no more than so many tokens, or a single request's."""
+    """Group own query tokens whose contexts are copied together: at most `most` tokens, or one request."""
     parts: list[list[OwnRows]] = []
     held = 0
     for rows in own:
@@ -325,17 +325,17 @@ def _copied(
 
 
 def _owners(split: Split) -> torch.Tensor:
-    """int32 [num_rows] on the host: the request of each row, -1 for rows behind the last request."""
+    """Return int32 [num_rows] on the host: the request of each query token, -1 for padding."""
     owners = np.full(split.num_rows, -1, dtype=np.int32)
     owners[: split.starts[-1]] = owner_of_rows(split.starts)
     return torch.from_numpy(owners)
 
 
 def rows_one_by_one(starts: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the request of each row, how many of its rows come behind it), int64 on the host.
+    """(the request of each query token, how many of the request's follow it), int64 on the host.
 
     Args:
-        starts: as `owner_of_rows` has them.
+        starts: see `owner_of_rows`.
     """
     owner = owner_of_rows(starts).astype(np.int64)
     ends = np.asarray(starts[1:], dtype=np.int64)
@@ -343,7 +343,7 @@ def rows_one_by_one(starts: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _rows(split: Split, requests: Sequence[int], like: torch.Tensor) -> slice | torch.Tensor:
-    """The rows of requests: a slice where they lie together, else int64 on `like`'s device."""
+    """Return the query tokens of requests: a slice if contiguous, else int64 on `like`'s device."""
     if requests[-1] - requests[0] + 1 == len(requests):
         return slice(split.starts[requests[0]], split.starts[requests[-1] + 1])
     spans = [torch.arange(split.starts[request], split.starts[request + 1]) for request in requests]
@@ -351,14 +351,14 @@ def _rows(split: Split, requests: Sequence[int], like: torch.Tensor) -> slice | 
 
 
 def _places(requests: Sequence[int]) -> slice | torch.Tensor:
-    """The places of requests in the batch, for indexing: a slice, or int64 on the host."""
+    """Return the places of requests in the batch, as an index: a slice, or int64 on the host."""
     if requests[-1] - requests[0] + 1 == len(requests):
         return slice(requests[0], requests[-1] + 1)
     return torch.tensor(list(requests))
 
 
 def _to_device(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Host values on `like`'s device, without waiting for it."""
+    """Copy host values to `like`'s device without waiting for it."""
     if not like.is_cuda:
         return values
     return values.pin_memory().to(like.device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""What vLLM's ledger for a GPU (`patches.vllm_gpu`) puts in place; each makes the new object from the original."""
+"""Replacements of vLLM's ledger for a GPU (`patches.vllm_gpu`); each makes the new object from the original."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ OPERATOR = "sparse_attn_indexer"
 
 
 def serving() -> GpuServing | None:
-    """What this worker works with; None while vLLM serves by itself."""
+    """Return the plugin's state in this worker; None while stock vLLM serves."""
     found: Any = process().serving
     return found if isinstance(found, GpuServing) else None
 
 
 def _or_stock(do: Callable[[GpuServing], T]) -> T | None:
-    """What `do` gives; None while vLLM serves by itself, and from the first error on that does not end the start.
+    """Return the result of `do`, or None while stock vLLM serves: after the first error, unless it ends the start.
 
     Raises:
         NsaPluginError: (strict) the model, the configuration or the machine does not fit.
@@ -49,7 +49,7 @@ def _or_stock(do: Callable[[GpuServing], T]) -> T | None:
 
 
 def planning() -> VllmPlanner | None:
-    """The planner of this worker, which has chosen its GPU.
+    """Return the planner of this worker, which has its GPU.
 
     Raises:
         NsaPluginError: (strict) see `_or_stock`.
@@ -58,7 +58,7 @@ def planning() -> VllmPlanner | None:
 
 
 def building() -> VllmPlanner | None:
-    """As `planning`, for a layer of the model that is being built.
+    """As `planning`, for a layer that is being built.
 
     Raises:
         NsaPluginError: (strict) see `_or_stock`.
@@ -69,12 +69,12 @@ def building() -> VllmPlanner | None:
 def providers() -> Providers:
     found = serving()
     if found is None:
-        raise PatchError("a kernel of nsa-plugin was asked for, but the plugin does not serve")
+        raise PatchError("a layer asked for a kernel of nsa-plugin, but the plugin does not serve")
     return found.loaded()
 
 
 def impl_class(original: Any) -> Any:
-    """For `FlashMLASparseBackend.get_impl_cls`; the backend and its name stay vLLM's."""
+    """For `FlashMLASparseBackend.get_impl_cls`; the backend and its name do not change."""
 
     @functools.cache
     def planned(stock: type) -> type:
@@ -84,7 +84,7 @@ def impl_class(original: Any) -> Any:
         base = rebased(stock, getattr(backend, "SparseMLAAttentionImpl", None), backend.MLAAttentionImpl)
         return planned_impl(base, planning, providers, lambda: get_forward_context().no_compile_layers)
 
-    # vLLM asks where it builds a layer: whatever fails then fails before the class is chosen.
+    # vLLM calls this when it builds a layer, so errors come before the class is chosen.
     return _static(original, planned, building)
 
 
@@ -99,17 +99,17 @@ def indexer_builder_class(original: Any) -> Any:
 
 
 def _static(original: Any, planned: Callable[[type], type], ask: Callable[[], VllmPlanner | None] | None = None) -> Any:
-    """vLLM's static method, with the plugin's class wherever there is a planner.
+    """Make vLLM's static method return the plugin's class if there is a planner.
 
     Args:
-        ask: gives it; None: `planning`.
+        ask: returns the planner; None: `planning`.
     """
     function = original.__func__
 
     @functools.wraps(function)
     def get_cls() -> type:
         stock: type = function()
-        # Without a planner vLLM's class, and not one that does as it does: its layers ask what it derives from.
+        # Without a planner return vLLM's class, not a subclass: vLLM's layers check its bases.
         return stock if (ask or planning)() is None else planned(stock)
 
     return staticmethod(get_cls)
@@ -126,7 +126,7 @@ def prefill_topk(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def worker_load(original: Callable[..., Any]) -> Callable[..., Any]:
-    """For `Worker.load_model`, before which vLLM has chosen its GPU and built no layer, and after which all of them."""
+    """For `Worker.load_model`: the worker has its GPU before it, and all layers after it."""
 
     def around(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
         _or_stock(lambda found: found.prepare(torch.device(worker.device)))
@@ -138,7 +138,7 @@ def worker_load(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def worker_warm_up(original: Callable[..., Any]) -> Callable[..., Any]:
-    """For `Worker.compile_or_warm_up_model`: the cache is allocated before it, and graphs are captured in it."""
+    """For `Worker.compile_or_warm_up_model`, which captures graphs; the cache is allocated before it."""
 
     def around(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
         _or_stock(lambda found: found.measure())
@@ -152,19 +152,19 @@ def worker_warm_up(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def indexer_function(original: Callable[..., Any]) -> Callable[..., Any]:
-    """For the function `sparse_attn_indexer` where a model calls it as one (`vllm.models.deepseek_v32`, 0.27 on).
+    """For the function `sparse_attn_indexer`, called directly by a model (`vllm.models.deepseek_v32`, 0.27 on).
 
-    A model's module that was loaded after the function was replaced has the replacement, which is not wrapped again.
+    A model's module loaded after the function was replaced already has the replacement, which is not wrapped again.
     """
     own = original.__wrapped__ if MARK in vars(original) else original  # type: ignore[attr-defined]
     return wrap_indexer(own, _batch, providers)
 
 
 def indexer_operator(original: Callable[..., Any]) -> Callable[..., Any]:
-    """For the same function where it is the implementation of an operator, whose name graphs are split at.
+    """For the same function as the implementation of an operator, at whose name graphs are split.
 
-    The operator keeps its name and its schema; its kernel for vLLM's device becomes the new function. Without a
-    planner that is vLLM's own again.
+    The operator keeps its name and schema; its kernel for vLLM's device becomes the new function, which calls vLLM's
+    if there is no planner.
     """
     from vllm.platforms import current_platform
 
@@ -179,5 +179,5 @@ def indexer_operator(original: Callable[..., Any]) -> Callable[..., Any]:
 def _batch() -> Any:
     from vllm.forward_context import get_forward_context
 
-    # Without a planner nobody left anything out, and vLLM's own names count.
+    # Without a planner nothing was skipped, and vLLM's metadata names apply.
     return None if serving() is None else get_forward_context().attn_metadata

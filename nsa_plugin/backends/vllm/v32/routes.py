@@ -2,11 +2,11 @@
 
 A batch of vLLM is [steps][prefills]: the runner sorts requests with few query tokens (one, or one and the speculated
 ones) to the front. `VllmPlanner.split` decides for the steps by their phase and number of query tokens alone, because
-they may be captured, and for the prefills request by request (`decision.partition`), so that one long prompt does not
-take dense attention from the short ones. Attention and indexer builders ask the same planner about the same batch, so
-that what one leaves out the other never reads (vllm #52512).
+they may be captured, and for the prefills request by request (`decision.partition`), so that short prompts
+stay dense beside a long one. Attention and indexer builders ask the same planner about the same batch, so attention
+never reads a selection that the indexer skipped (vllm #52512).
 
-`backends.common.paths` says how a part is executed: by the plugin's kernel, or by vLLM's own FlashMLA call.
+`backends.common.paths` says how a part is executed: by the plugin's kernel or by vLLM's FlashMLA call.
 
 Where a plan reshards, the query tokens of a part are assigned to the ranks here, once for attention and indexer; see
 `token_shard`.
@@ -24,7 +24,7 @@ import torch
 from nsa_plugin.backends.common.paths import VLLM
 from nsa_plugin.backends.common.planner import Planner
 from nsa_plugin.backends.common.token_shard import Exchange
-from nsa_plugin.backends.vllm.v32.token_shard import Dealt, dealt
+from nsa_plugin.backends.vllm.v32.token_shard import Assigned, assign
 from nsa_plugin.decision import token_shard as sharding
 from nsa_plugin.decision.dispatch import BatchPart, partition
 from nsa_plugin.decision.plan import Attention, Plan
@@ -38,7 +38,7 @@ class DensePart:
 
     Attributes:
         requests: their places in the batch.
-        q_lens, kv_lens: rows and context of each, in tokens, this step's included.
+        q_lens, kv_lens: query tokens and context of each, the query tokens included.
     """
 
     plan: Plan
@@ -56,16 +56,16 @@ class Split:
     """A batch in parts.
 
     Attributes:
-        starts: first row of each request and the end of the last, as the host knows them.
-        num_rows: rows of the batch, those that only pad it for a CUDA graph included.
-        num_steps: requests at the front that are steps; padded ones, which have no rows, included.
-        step_rows: their rows; of a batch without prefills all rows.
+        starts: first query token of each request and the end of the last, as the host knows them.
+        num_rows: query tokens of the batch, padding for a CUDA graph included.
+        num_steps: decode or verify requests at the front; padded ones, without query tokens, included.
+        step_rows: their query tokens; all query tokens of a batch without prefills.
         steps: their plan; None without any.
         sparse: the plan of all prefills that select; None without any.
         sparse_requests: their places, ascending.
-        dense: the parts of those that do not.
-        steps_dealt, head_dealt, tail_dealt: whose rows are whose, of the steps, of `head_requests` and of
-            `tail_requests`; None where each rank keeps its heads.
+        dense: the parts of prefills that attend densely.
+        steps_assigned, head_assigned, tail_assigned: query tokens of each rank, of the steps, of `head_requests` and of
+            `tail_requests`; None if heads stay local.
     """
 
     starts: tuple[int, ...]
@@ -76,9 +76,9 @@ class Split:
     sparse: Plan | None
     sparse_requests: tuple[int, ...]
     dense: tuple[DensePart, ...]
-    steps_dealt: Dealt | None = None
-    head_dealt: Dealt | None = None
-    tail_dealt: Dealt | None = None
+    steps_assigned: Assigned | None = None
+    head_assigned: Assigned | None = None
+    tail_assigned: Assigned | None = None
 
     @property
     def num_requests(self) -> int:
@@ -90,22 +90,22 @@ class Split:
 
     @property
     def mha_request(self) -> int:
-        """The first dense request: it and all behind it are handed to `forward_mha`. The end where none is dense."""
+        """The first dense request, from which vLLM calls `forward_mha`; the number of requests if none is dense."""
         return min(self.dense_requests, default=self.num_requests)
 
     @property
     def mha_row(self) -> int:
-        """The first row of `forward_mha`; every row before it goes to `forward_mqa`."""
+        """The first query token of `forward_mha`; all before it go to `forward_mqa`."""
         return self.starts[self.mha_request] if self.dense else self.num_rows
 
     @property
     def head_requests(self) -> tuple[int, ...]:
-        """The prefills that select and are attended by `forward_mqa`; their rows lie together."""
+        """The prefills that select and go to `forward_mqa`; they are contiguous."""
         return tuple(request for request in self.sparse_requests if request < self.mha_request)
 
     @property
     def tail_requests(self) -> tuple[int, ...]:
-        """The prefills that select and lie behind the first dense one."""
+        """The prefills that select and follow the first dense one."""
         return tuple(request for request in self.sparse_requests if request > self.mha_request)
 
 
@@ -114,12 +114,12 @@ class VllmPlanner(Planner):
     """The decisions of one vLLM worker process; see `Planner`.
 
     Attributes:
-        max_model_len: most tokens of a request that the server allows; the context that every step counts as.
-        step_tokens: most query tokens of a request that counts as a step: 1 and the speculated ones.
+        max_model_len: most tokens of a request that the server allows; taken as the context of every step.
+        step_tokens: most query tokens of a decode or verify request: 1 plus the speculated ones.
         workspace_tokens: most context tokens whose keys and values one dense part may hold; 0: no limit.
         request_ids: ids of the running batch's requests, for the trace.
-        exchange: of heads for tokens; None if no batch reshards (`set_exchange`).
-        current: the last batch that was split, for the indexer's hooks that see no batch of their own.
+        exchange: for resharding; None if no batch reshards (`set_exchange`).
+        current: the last batch that was split, for the indexer's hooks, which get no batch.
     """
 
     engine: ClassVar[str] = VLLM
@@ -143,10 +143,9 @@ class VllmPlanner(Planner):
         self._steps.clear()
 
     def set_exchange(self, exchange: Exchange | None, why_none: str) -> None:
-        """Take the exchange of heads for tokens, or the reason why there is none, before any batch.
+        """Take the exchange, or the reason why there is none, before any batch.
 
-        With an exchange, every rank must call this: ranks that reshard must plan alike, and a plan may depend on the
-        free memory.
+        With an exchange every rank must call this: all need the same plans, which may depend on the free memory.
         """
         self.exchange, self.no_exchange = exchange, why_none
         self._steps.clear()
@@ -155,17 +154,17 @@ class VllmPlanner(Planner):
             self.device = replace(self.device, memory_free=exchange.least(self.device.memory_free))
 
     def split(self, common: Any) -> Split:
-        """The parts of a batch, from vLLM's CommonAttentionMetadata; the same for every builder that asks.
+        """Split a batch, from vLLM's CommonAttentionMetadata; every builder that asks gets the same parts.
 
-        Reads what the host has: query_start_loc_cpu, and for prefills seq_lens_cpu_upper_bound, which is exact for
-        them. Only where vLLM gives no such bound are the lengths copied from the device.
+        Reads host values: query_start_loc_cpu, and for prefills seq_lens_cpu_upper_bound, which is exact for them. If
+        vLLM has no such bound, the lengths are copied from the device.
         """
         starts = tuple(common.query_start_loc_cpu.tolist())
         q_lens = [end - start for start, end in pairwise(starts)]
         num_steps = next((place for place, rows in enumerate(q_lens) if rows > self.step_tokens), len(q_lens))
         kv_lens = host_lengths(common)[num_steps:] if num_steps < len(q_lens) else []
         key = (starts, tuple(kv_lens), int(common.num_actual_tokens))
-        # The copies of a step's metadata share the tensor: one batch is decided, and recorded, once.
+        # Copies of a batch's metadata share the tensor, so one batch is decided and recorded once.
         if self._seen is not None and self._seen[0] is common.query_start_loc_cpu and self._seen[1] == key:
             assert self.current is not None
             return self.current
@@ -194,10 +193,10 @@ class VllmPlanner(Planner):
                 elif part.plan.attention is not Attention.NONE:
                     sparse, sparse_requests = part.plan, requests
         split = Split(starts, num_rows, num_steps, step_rows, steps, sparse, sparse_requests, tuple(dense))
-        return split if self.exchange is None else self._dealt_out(split, q_lens, kv_lens, self.exchange)
+        return split if self.exchange is None else self._assigned_split(split, q_lens, kv_lens, self.exchange)
 
     def _parts(self, q_lens: list[int], kv_lens: list[int], workspace_tokens: int = 0) -> tuple[BatchPart, ...]:
-        """The parts of a prefill."""
+        """Return the parts of a prefill."""
         return partition(
             self.model,
             q_lens,
@@ -209,17 +208,18 @@ class VllmPlanner(Planner):
             constraints=self.constraints(prefill=True, rows=sum(q_lens)),
         )
 
-    def _dealt_out(self, split: Split, q_lens: list[int], kv_lens: list[int], exchange: Exchange) -> Split:
-        """The split with the rows of its parts that trade dealt out: the same on every rank.
+    def _assigned_split(self, split: Split, q_lens: list[int], kv_lens: list[int], exchange: Exchange) -> Split:
+        """Assign the query tokens of parts that reshard to ranks; the result is the same on every rank.
 
         Args:
-            q_lens: of every request. kv_lens: of those that are no steps.
+            q_lens: of every request.
+            kv_lens: of the prefills.
         """
         if split.steps is not None and split.steps.token_shard:
-            split = replace(split, steps_dealt=Dealt(sharding.step_shares(self.model, split.step_rows)))
+            split = replace(split, steps_assigned=Assigned(sharding.step_shares(self.model, split.step_rows)))
         if split.sparse is None or not split.sparse.token_shard:
             return split
-        found: list[Dealt | None] = []
+        found: list[Assigned | None] = []
         for requests in (split.head_requests, split.tail_requests):
             if not requests:
                 found.append(None)
@@ -228,11 +228,11 @@ class VllmPlanner(Planner):
             kv = [kv_lens[request - split.num_steps] for request in requests]
             shard = exchange.shard
             shares = sharding.shares(self.model, self.device, split.sparse, q, kv, shard.max_rows)
-            found.append(dealt(shares, shard.rank, requests, q, kv))
-        return replace(split, head_dealt=found[0], tail_dealt=found[1])
+            found.append(assign(shares, shard.rank, requests, q, kv))
+        return replace(split, head_assigned=found[0], tail_assigned=found[1])
 
     def step_plan(self, requests: int, rows: int, rows_each: int) -> Plan:
-        """The plan of a decode or verify step: the same whenever the phase, the requests and the rows are."""
+        """Return the plan of a decode or verify step; it depends on phase, requests and query tokens alone."""
         phase = Phase.DECODE if rows_each <= 1 else Phase.TARGET_VERIFY
         requests = max(1, min(requests, rows))
         longest = max(self.max_model_len, -(-rows // requests))
@@ -248,7 +248,7 @@ class VllmPlanner(Planner):
         return self.step_execution_of(shape).plan
 
     def prefill_plan(self, rows: int, context: int) -> Plan:
-        """The plan of a prefill of one request that is never scheduled: nothing is recorded."""
+        """Return the plan of a one-request prefill that is never scheduled: nothing is recorded."""
         (part,) = self._parts([rows], [context])
         return part.plan
 
@@ -273,7 +273,7 @@ class VllmPlanner(Planner):
 
 
 def host_lengths(common: Any) -> list[int]:
-    """Context of each request, in tokens, this step's included; an upper bound for steps."""
+    """Return the context of each request in tokens, new ones included; an upper bound for decode and verify steps."""
     bound = getattr(common, "seq_lens_cpu_upper_bound", None)
     if bound is None:
         bound = common.seq_lens.cpu()

@@ -1,8 +1,7 @@
-"""What one worker process of vLLM on a GPU works with, from the first layer that is built to the last batch.
+"""State of the plugin in one vLLM GPU worker, from the first layer to the last batch.
 
-The worker knows its configuration before it has chosen its GPU. Once it has, and before it builds a layer, the planner
-is made and the kernels run once (`prepare`), so that whatever does not fit is known while vLLM can still serve by
-itself.
+A worker has its configuration before it has its GPU. Once it has the GPU, and before it builds a layer, `prepare` makes
+the planner and runs the kernels once. Anything unsupported is thus found while stock vLLM can still serve.
 """
 
 from __future__ import annotations
@@ -32,38 +31,38 @@ from nsa_plugin.libraries.probe import probe
 from nsa_plugin.patches.ledger import PatchStatus
 from nsa_plugin.settings import FULL
 
-# What vLLM carries inside itself.
+# Libraries bundled with vLLM.
 VENDORED = {"deep_gemm": "vllm.third_party.deep_gemm"}
-# vLLM's backend whose implementation and builders the ledger replaces, and the GPUs on which the plugin takes it where
-# the user gave none: from 0.25 on vLLM prefers others there, one by the cache's format. On SM100 it is vLLM's choice.
+# vLLM's backend whose implementation and builders the ledger replaces, and the GPUs on which the plugin selects it if
+# the user chose none: from 0.25 on vLLM prefers other backends there. On SM100 the plugin leaves the choice to vLLM.
 BACKEND = "FLASHMLA_SPARSE"
 BACKEND_SMS = (90,)
-# The GPUs that vLLM takes this backend on, by the major part of their SM version (its `supports_compute_capability`).
+# GPUs on which vLLM supports this backend, by major SM version (its `supports_compute_capability`).
 BACKEND_MAJORS = (9, 10)
 SHORT, LONG, CONTEXT, MANY = 1024, 4096, 32768, 64
-# Rows of the batches that kernels are looked up for: what is chosen may change with their number.
+# Query tokens of the batches whose kernels are warmed up: the choice may depend on their number.
 ROWS = tuple(1 << power for power in range(14))
-# vLLM's profiling run holds [tokens, heads, nope + v] for its own dense prefill; a dense part here holds the keys with
-# their RoPE and a copy of the latent rows besides, about twice that a token.
+# vLLM's profiling run holds [tokens, heads, nope + v] for its dense prefill. A dense part here also holds the keys with
+# RoPE and a copy of the latent cache entries: about twice the bytes per token.
 WORKSPACE_SHARE = 2
 
 
 @dataclass(kw_only=True)
 class GpuServing(VllmServing):
-    """One a worker process.
+    """State of a GPU worker.
 
     Attributes:
-        vllm_config: the worker's.
-        statuses: what became of each patch, for the start-up report.
-        device_profile: what the machine has; asked once the GPU is chosen.
-        first: whether this is the rank that speaks for its engine.
-        chose: whether the attention backend is the plugin's choice.
-        place: the worker's device, once it is about to load its model.
-        opened: whether the exchange of heads for tokens was asked for.
+        vllm_config: of the worker.
+        statuses: state of each patch, for the start-up report.
+        device_profile: probes the machine; called once the worker has its GPU.
+        first: whether this is the rank that reports for its engine.
+        chose: whether the plugin chose the attention backend.
+        place: the worker's device, set before it loads the model.
+        opened: whether `open_exchange` was called.
     """
 
     backend: ClassVar[str] = BACKEND
-    """vLLM's backend whose layers attend by plans."""
+    """vLLM's backend whose layers the plugin plans for."""
 
     vllm_config: Any
     statuses: Sequence[PatchStatus] = ()
@@ -80,10 +79,10 @@ class GpuServing(VllmServing):
         super().enter(worker)
         self.first = worker.rank == 0
         if not self.first and not self.trace.mode.endswith(".jsonl"):
-            self.trace.mode = "off"  # the ranks decide alike
+            self.trace.mode = "off"  # all ranks make the same plans
 
     def planning(self) -> VllmPlanner:
-        """The planner, made at the first call.
+        """Return the planner, made at the first call.
 
         Raises:
             ShapeError, SettingsError, NoProviderError: the model, the configuration or the machine does not fit.
@@ -126,10 +125,10 @@ class GpuServing(VllmServing):
         return self.providers
 
     def building(self) -> VllmPlanner:
-        """The planner for a layer of the model that is being built; with the first, the exchange of heads for tokens.
+        """Return the planner for a layer that is being built; open the exchange with the first layer.
 
-        Here and not before, so that vLLM, which measures what building the model takes, counts the buffers. Where ranks
-        exchange, the kernels run with all heads, too.
+        vLLM measures the memory that building the model takes, so buffers allocated here are counted. With an exchange
+        the kernels also run once with all heads.
 
         Raises:
             SettingsError, PatchError, MismatchError, NoProviderError: see `open_exchange` and `warm`.
@@ -146,7 +145,7 @@ class GpuServing(VllmServing):
         return planner
 
     def prepare(self, device: torch.device) -> None:
-        """The worker has chosen its GPU and is about to load its model.
+        """Make the planner and warm up, once the worker has its GPU and before it loads the model.
 
         Raises:
             ShapeError, SettingsError, NoProviderError: see `planning` and `warm`; nothing is changed then.
@@ -162,10 +161,10 @@ class GpuServing(VllmServing):
             self.chose = True
 
     def warm(self, device: torch.device) -> None:
-        """Run every kernel of the plugin's that batches may take with a rank's own heads, once in the process.
+        """Run every plugin kernel that batches may take with this rank's heads, once per process.
 
         Raises:
-            NoProviderError: one does not run here; says which and why.
+            NoProviderError: a kernel does not run on this device; says which and why.
         """
         if not self.warmed:
             self.run_kernels(device)
@@ -173,16 +172,16 @@ class GpuServing(VllmServing):
             self.warmed = True
 
     def run_kernels(self, device: torch.device) -> None:
-        """Run the attention kernels of the plugin's that batches may take with a rank's own heads; see `warm`."""
+        """Run the plugin's attention kernels that batches may take with this rank's heads; see `warm`."""
         planner = self.planning()
         warm(own_kernels(planner), self.loaded(), planner.model, device)
 
     def check_layers(self) -> None:
-        """vLLM has built its model. If none of it attends by plans, stock vLLM serves it.
+        """Check the layers that vLLM has built.
 
         Raises:
-            LeftToStockError: no layer attends by plans, and the user asked for no other backend; with `strict` "full",
-                some layer does not.
+            LeftToStockError: the plugin plans for no layer, and the user did not choose the backend; with `strict`
+                "full", for some layer.
         """
         planned, others = self.layers()
         asked_for = not self.chose and self.vllm_config.attention_config.backend is not None
@@ -190,23 +189,25 @@ class GpuServing(VllmServing):
             raise LeftToStockError(f"layers on vLLM's backend {', '.join(sorted(others))} are left to the stock engine")
         if planned or asked_for:
             return
-        found = f"vLLM chose {', '.join(sorted(others))}" if others else "it has no sparse layer that nsa-plugin knows"
+        found = (
+            f"vLLM chose {', '.join(sorted(others))}" if others else "it has no sparse layer that the plugin supports"
+        )
         raise LeftToStockError(
             f"no layer of the model attends by vLLM's {self.backend}, which nsa-plugin plans for: {found}, on "
-            f"{self.planning().device.where}. --attention-backend {self.backend} asks for it"
+            f"{self.planning().device.where}. Select it with --attention-backend {self.backend}"
         )
 
     def measure(self) -> None:
-        """vLLM has loaded the model and allocated its cache, and captures graphs next: plan with what is free now."""
+        """Read the free memory anew: vLLM has loaded the model and allocated its cache, and captures graphs next."""
         if self.planner is not None:
             self.planner.forget_steps()
             self.planner.measure(free_memory_of(self.planner.exchange, free_device_memory))
 
     def settle(self) -> None:
-        """vLLM has allocated its cache and captured its graphs: what is free from now on is what batches have.
+        """Read the free memory anew, now that vLLM has captured its graphs.
 
         Raises:
-            SettingsError: token_shard is on, and no layer has asked for the exchange.
+            SettingsError: token_shard is on, but no layer has opened the exchange.
         """
         if self.planner is None:
             return
@@ -217,7 +218,7 @@ class GpuServing(VllmServing):
         self.planner.measure(free_memory_of(self.planner.exchange, free_device_memory))
 
     def layers(self) -> tuple[int, set[str]]:
-        """How many layers of the model attend by plans, and the names of the other sparse ones' backends."""
+        """Return the number of layers that the plugin plans for, and the backends of other sparse layers."""
         planned, others = 0, set()
         for layer in self.vllm_config.compilation_config.static_forward_context.values():
             impl = getattr(layer, "impl", None)
@@ -229,25 +230,25 @@ class GpuServing(VllmServing):
 
     @property
     def active(self) -> bool:
-        """Whether any batch takes its route from a plan."""
+        """Whether the plugin plans for any layer."""
         return self.layers()[0] > 0
 
     def notes(self) -> list[str]:
-        """What stays vLLM's own although the plugin is on."""
+        """Return a note for each kind of layer that is left to vLLM."""
         _, others = self.layers()
         return [
-            f"layers on vLLM's backend {name} stay vLLM's own: nsa-plugin plans for --attention-backend {BACKEND}"
+            f"layers on vLLM's backend {name} are left to vLLM: nsa-plugin plans for --attention-backend {BACKEND}"
             for name in sorted(others)
         ]
 
     def facts(self) -> dict[str, str]:
-        """What a few batches take, and why; for the start-up report."""
+        """Return the execution of sample batches, with reasons, for the start-up report."""
         planner = self.planning()
         planned, _ = self.layers()
         model, longest = planner.model, planner.max_model_len
         found = {
-            "model": f"DeepSeek-{model.family.upper()}, index_topk {model.index_topk}, {model.heads_per_rank} heads a "
-            f"rank of {model.num_heads}, KV cache {model.kv_layout}",
+            "model": f"DeepSeek-{model.family.upper()}, index_topk {model.index_topk}, {model.heads_per_rank} of "
+            f"{model.num_heads} heads per rank, KV cache {model.kv_layout}",
             "device": planner.device.describe(),
             "attention": f"{planned} layers on vLLM's {self.backend}" + (", the plugin's choice" if self.chose else ""),
         }
@@ -262,27 +263,27 @@ class GpuServing(VllmServing):
         return found
 
     def in_words(self, plan: Plan) -> str:
-        """A plan and the reason for it, in a line."""
+        """Describe a plan and its reasons in one line."""
         if plan.attention is Attention.MHA_ONE_SHOT:
             return f"{plan.attention} by {plan.provider}; {plan.reasons['attention']}"
         own = path_of(VLLM, self.planning().model.kv_layout, plan).own
         text = f"{plan.attention} by {plan.provider}" + (" after dequantisation" if plan.dequantize_kv else "")
-        text += ("" if own else ", vLLM's own call") + f"; {plan.reasons['provider']}"
+        text += ("" if own else ", vLLM's call") + f"; {plan.reasons['provider']}"
         if plan.indexer.mode is IndexerMode.TOPK:
-            text += f"; logits of {plan.indexer.rows_per_chunk} rows at once"
+            text += f"; logits of {plan.indexer.rows_per_chunk} query tokens at once"
         return text + f"; {'resharded' if plan.token_shard else 'heads stay local'}: {plan.reasons['token_shard']}"
 
 
 def check_device(device: DeviceProfile, backend: str = BACKEND) -> None:
-    """Check that vLLM has layers of `backend` on a device; only those attend by plans.
+    """Check that vLLM supports `backend` on a device; the plugin plans for its layers only.
 
-    The plugin's own kernels may well run there, so no look-up of a kernel would fail.
+    The plugin's kernels may run on other devices too, so loading a kernel would not fail.
 
     Raises:
-        LeftToStockError: it has none, or its indexer's cache has a format that the plugin does not read.
+        LeftToStockError: it does not, or the plugin does not support the format of its indexer's cache.
     """
     if device.kind != "cuda":
-        raise LeftToStockError(f"vLLM serves on a GPU, and torch sees no NVIDIA GPU here: {device.name}")
+        raise LeftToStockError(f"vLLM serves on a GPU, but torch sees no NVIDIA GPU: {device.name}")
     if device.sm // 10 not in BACKEND_MAJORS:
         raise LeftToStockError(
             f"nsa-plugin plans for vLLM's {backend}, which needs an SM90 or SM100 GPU (H100, H200, B200); this one, "
@@ -302,7 +303,7 @@ def _packs_indexer_scales() -> bool:
 
 
 def dense_workspace_tokens(vllm_config: Any) -> int:
-    """Context tokens that one dense part may hold; within what vLLM's profiling run sets aside for its own."""
+    """Return how many context tokens one dense part may hold, within the memory of vLLM's profiling run."""
     from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
 
     tokens = int(MLACommonMetadataBuilder.determine_chunked_prefill_workspace_size(vllm_config))
@@ -310,19 +311,19 @@ def dense_workspace_tokens(vllm_config: Any) -> int:
 
 
 def free_device_memory() -> int:
-    """Free bytes of the current device, those that PyTorch holds and does not use included."""
+    """Free bytes of the current device, including those that PyTorch holds and does not use."""
     return int(torch.cuda.mem_get_info()[0]) + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
 
 
 def own_kernels(planner: VllmPlanner, *, sharded: bool = False) -> set[tuple[str, str]]:
-    """(op, provider) of every sparse kernel of the plugin's that batches of some size take.
+    """Return (op, provider) of every sparse plugin kernel that batches of some size take.
 
     Args:
-        sharded: of the batches whose ranks trade heads for tokens, which have all heads; else of the others.
+        sharded: for batches that reshard, whose kernels run with all heads; else for the others.
     """
     plans: list[Plan] = []
     for rows in ROWS:
-        with suppress(NsaPluginError):  # a size that nothing carries, and that need never come
+        with suppress(NsaPluginError):  # no kernel supports this size, which may never occur
             plans.append(planner.step_plan(rows, rows, 1))
             if rows <= planner.max_model_len:
                 plans.append(planner.prefill_plan(rows, rows))

@@ -1,18 +1,17 @@
-"""Heads for tokens under vLLM on a GPU: its group, what has no part in it, own rows, and FlashMLA over them.
+"""Resharding of heads to tokens under vLLM on a GPU: the group, unsupported features, own query tokens, FlashMLA.
 
-`nsa_plugin.backends.common.token_shard` has what both engines need. The group is vLLM's tensor-parallel one; under
-data-parallel attention each replica has its own. All of its ranks have the same batches, padded rows and what the host
-knows of the lengths included: one scheduler hands them out.
+`nsa_plugin.backends.common.token_shard` has what both engines need. The group is vLLM's tensor-parallel group, one per
+replica with data-parallel attention. Its ranks get the same batches from one scheduler, padding and host lengths
+included.
 
-    indexer    of a prefill: vLLM's chunks cover this rank's rows alone; all others stay -1, as vLLM clears them.
-               Of a step it is vLLM's own, for all rows
-    attention  absorbed q [T, h, 576] -> exchange -> a kernel over own rows with all heads -> exchange
+    indexer    prefill: vLLM's chunks cover this rank's query tokens; the selection of all others stays -1, as vLLM
+               clears it. Decode and verify steps: left to vLLM, which selects for all query tokens
+    attention  absorbed q [T, h, 576] -> exchange -> a kernel, own query tokens, all heads -> exchange
 
-The kernel over own rows is the plugin's provider, or vLLM's FlashMLA (`flash_mla`): called here rather than by way of
-vLLM's `forward_mqa`, whose buffers and metadata have a rank's own heads and all rows. What that call is given depends
-on the rows and on no lengths, so that steps may be captured; the bf16 copy of an fp8 cache, which depends on lengths,
-is a prefill's alone, and none of those is captured. A prefill's rows may come in pieces, each of which is given what
-belongs to its rows; a copy is made once a layer.
+The kernel is the plugin's provider or vLLM's FlashMLA. `flash_mla` calls the latter directly, because the buffers and
+metadata of vLLM's `forward_mqa` are for this rank's heads and all query tokens. Its arguments depend on the number of
+query tokens and on no lengths, so steps may be captured. Only prefills, which are not captured, use the bf16 copy of an
+fp8 cache, which depends on lengths. A prefill's query tokens may come in pieces; each layer makes a copy once.
 """
 
 from __future__ import annotations
@@ -36,36 +35,36 @@ from nsa_plugin.parallel.partition import Partition, PartitionPiece, pieces
 from nsa_plugin.settings import Settings
 
 GROUP = "vllm.distributed.parallel_state", "get_tp_group"
-"""What gives vLLM's coordinator of the tensor-parallel ranks."""
+"""The function that returns vLLM's coordinator of the tensor-parallel ranks."""
 FLASH_MLA = "vllm.v1.attention.backends.mla.flashmla_sparse"
-"""The module that calls FlashMLA for vLLM's own layers: the functions are those that it has imported."""
+"""vLLM's module that imports FlashMLA's functions for its layers."""
 
 
 class OwnRows(PartitionPiece):
-    """What this rank has of one request: its place in the batch, and rows counted from the request's first one."""
+    """This rank's query tokens of one request: its place in the batch, tokens counted from the request's first."""
 
 
 @dataclass(frozen=True)
-class Dealt:
-    """The rows of one call, dealt out.
+class Assigned:
+    """The query tokens of one attention call, assigned to ranks.
 
     Attributes:
-        partition: whose rows are whose, counted from the call's first row.
-        own: this rank's, in order; of a step, whose rows are dealt out by their number alone, nothing.
+        partition: the query tokens of each rank, counted from the call's first.
+        own: this rank's, in order; empty for a step, which is partitioned by its number of query tokens alone.
     """
 
     partition: Partition
     own: tuple[OwnRows, ...] = ()
 
 
-def dealt(
+def assign(
     partition: Partition, rank: int, requests: Sequence[int], q_lens: Sequence[int], kv_lens: Sequence[int]
-) -> Dealt:
-    """The rows of a prefill's call.
+) -> Assigned:
+    """Return the query tokens of a prefill's call, assigned to ranks.
 
     Args:
         requests: their places in the batch.
-        q_lens, kv_lens: query rows and context of each.
+        q_lens, kv_lens: query tokens and context of each.
     """
     firsts = [sum(q_lens[:place]) for place in range(len(q_lens))]
     own = [
@@ -77,17 +76,17 @@ def dealt(
         )
         for piece in pieces(partition.rows(rank), q_lens, kv_lens)
     ]
-    return Dealt(partition, tuple(own))
+    return Assigned(partition, tuple(own))
 
 
 @dataclass(frozen=True)
 class Copied:
-    """Own rows that are attended over one bf16 copy of their contexts.
+    """Own query tokens that attend over one bf16 copy of their contexts.
 
     Attributes:
-        rows: counted from this rank's first.
-        slots: int64 [context tokens], where the copied tokens lie in the cache.
-        offsets: int32 [rows], where the context of each row's request begins in the copy.
+        rows: the query tokens, counted from this rank's first.
+        slots: int64 [context tokens], cache slots of the copied tokens.
+        offsets: int32 [query tokens], start of the context of each one's request in the copy.
     """
 
     rows: slice
@@ -100,22 +99,22 @@ class Copied:
 
 
 def impossible(vllm_config: Any) -> str | None:
-    """What of this server has no part in trading heads for tokens, or None."""
+    """Return why this server does not support resharding, or None."""
     parallel, speculative = vllm_config.parallel_config, getattr(vllm_config, "speculative_config", None)
     if getattr(parallel, "enable_dbo", False) or getattr(parallel, "ubatch_size", 0) > 1:
-        return "batches are split in two (--enable-dbo, --ubatch-size), and two are attended at once"
+        return "batches are split in two (--enable-dbo, --ubatch-size) and attend at the same time"
     if has_sinks(vllm_config.model_config.hf_text_config):
         return SINKS
     if speculative is None:
         return None
     ranks = getattr(speculative, "draft_tensor_parallel_size", None)
     if ranks is not None and ranks != parallel.tensor_parallel_size:
-        return f"the draft model has {ranks} of the {parallel.tensor_parallel_size} ranks, and other heads on each"
+        return f"the draft model has {ranks} of the {parallel.tensor_parallel_size} ranks, with other heads on each"
     draft = getattr(getattr(speculative, "draft_model_config", None), "hf_config", None)
     if getattr(draft, "index_share_for_mtp_iteration", False):
         return (
-            "the draft model's later steps read what its first one has selected (index_share_for_mtp_iteration), and a "
-            "rank has its own rows of that only"
+            "later draft steps read the selection of the first (index_share_for_mtp_iteration), which each rank has "
+            "for some query tokens only"
         )
     return None
 
@@ -127,8 +126,6 @@ def open_exchange(
 
     Args:
         where: the worker's device.
-
-    Raises: as that.
     """
     return token_shard.open_exchange(
         model,
@@ -143,12 +140,12 @@ def open_exchange(
 
 
 def max_tokens(vllm_config: Any) -> int:
-    """Most query rows of a batch that the buffers hold; captured sizes above it keep their heads."""
+    """Return the most query tokens of a batch that the buffers hold; larger captured sizes keep heads local."""
     return int(vllm_config.scheduler_config.max_num_batched_tokens)
 
 
 # ---------------------------------------------------------------------------------------------------
-# vLLM's FlashMLA over own rows
+# vLLM's FlashMLA over own query tokens
 
 
 def flash_mla(
@@ -160,14 +157,14 @@ def flash_mla(
     scale: float,
     schedule: Callable[[Callable[[], Any]], Any] = lambda make: make(),
 ) -> torch.Tensor:
-    """[n, H, kv_lora_rank] of own rows with all heads.
+    """Attend own query tokens with all heads: [n, H, kv_lora_rank].
 
     Args:
         q: bfloat16 [n, H, 576].
-        cache: of bf16 rows for FlashMLA's prefill kernel, of fp8 pages for its decode kernel.
-        slots: int32 [n, topk], -1 behind the last.
-        plan: names the kernel, and the heads that it takes.
-        schedule: gives what it is given to make, or what was made for a layer before; for the decode kernel.
+        cache: bf16 for FlashMLA's prefill kernel, fp8 pages for its decode kernel.
+        slots: int32 [n, topk], padded with -1.
+        plan: names the kernel and its head padding.
+        schedule: makes the decode kernel's schedule with the given function, or returns an earlier layer's.
     """
     library = import_module(FLASH_MLA)
     heads = q.shape[1]
@@ -175,7 +172,7 @@ def flash_mla(
         q = F.pad(q, (0, 0, 0, plan.head_padding - heads))
     if plan.attention is Attention.SPARSE_PREFILL:
         rows, entries = _flat_rows(cache, slots)
-        # As vLLM does: what lies behind the last valid entry is not read.
+        # As vLLM does: entries behind the last valid one are not read.
         valid = (entries >= 0).sum(-1, dtype=torch.int32)
         out: torch.Tensor = library.flash_mla_sparse_fwd(q, rows, entries.unsqueeze(1), scale, topk_length=valid)[0]
         return out[:, :heads]
@@ -194,14 +191,14 @@ def flash_mla(
 
 
 def _flat_rows(cache: PagedCache, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the rows of a plain cache as [rows, 1, dim], a view; the slots as rows of it).
+    """(a plain cache as [rows, 1, dim], a view; the slots as rows of it).
 
-    Pages may lie further apart than their tokens take, by whole rows: those between belong to other layers.
+    Pages may be further apart than their size, by whole rows that belong to other layers.
     """
     data, size = cache.data, cache.page_size
     apart, row = data.stride(0) // data.stride(1), data.stride(1)
     if data.stride(0) % row:
-        raise NsaPluginError(f"FlashMLA reads rows at one stride, and the cache's pages have strides {data.stride()}")
+        raise NsaPluginError(f"FlashMLA reads rows at one stride, but the cache's pages have strides {data.stride()}")
     count = (cache.num_pages - 1) * apart + size
     rows = data.as_strided((count, 1, data.shape[-1]), (row, row, 1), data.storage_offset())
     if apart == size:

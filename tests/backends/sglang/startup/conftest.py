@@ -9,7 +9,7 @@ from packaging.version import Version
 
 from nsa_plugin.backends.sglang.startup import activation, backend, hooks, serving
 from nsa_plugin.backends.sglang.startup.activation import SglangProcess
-from nsa_plugin.backends.sglang.startup.flags import CARRIER
+from nsa_plugin.backends.sglang.startup.flags import VARIABLE
 from nsa_plugin.libraries.devices import synthetic
 from nsa_plugin.patches import sglang as data
 from nsa_plugin.patches.ledger import Ledger
@@ -18,9 +18,9 @@ from nsa_plugin.settings import ENV_PREFIX
 
 @pytest.fixture
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [key for key in os.environ if key.startswith(ENV_PREFIX) or key == CARRIER]:
+    for name in [key for key in os.environ if key.startswith(ENV_PREFIX) or key == VARIABLE]:
         monkeypatch.delenv(name)
-    monkeypatch.setenv(CARRIER, "")  # so that what a test writes there is taken back
+    monkeypatch.setenv(VARIABLE, "")  # so that what a test writes there is taken back
 
 
 @pytest.fixture

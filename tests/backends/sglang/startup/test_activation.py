@@ -15,7 +15,7 @@ from packaging.version import Version
 
 from nsa_plugin.backends.sglang.startup import activation, backend, hooks, model, serving
 from nsa_plugin.backends.sglang.startup.activation import SglangProcess
-from nsa_plugin.backends.sglang.startup.flags import Carried
+from nsa_plugin.backends.sglang.startup.flags import PassedFlags
 from nsa_plugin.errors import LeftToStockError, NoProviderError, NsaPluginError, PatchError, SettingsError
 from nsa_plugin.libraries.devices import synthetic
 from nsa_plugin.settings import ENV_PREFIX
@@ -28,14 +28,14 @@ def test_a_sparse_model_on_a_gpu_is_checked_and_reported(
     process: SglangProcess, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("NSA_PLUGIN_REPORT", str(tmp_path / "report.json"))
-    Carried({"enabled": "true"}, {}).write()
+    PassedFlags({"enabled": "true"}, {}).write()
     start(process, build=runner(scaled_fp8=True))
     report = read(tmp_path / "report.json")
     assert report["active"] is True
     assert report["notes"] == []
     facts = report["facts"]
     assert "2048" in facts["model"]
-    assert "16 heads a rank of 128" in facts["model"]
+    assert "16 of 128 heads per rank" in facts["model"]
     assert "v32_fp8" in facts["model"]
     assert facts["prefill, 1024 of 1024 tokens"].startswith("mha_one_shot by fa3; the longest context of 1024 tokens")
     assert " by flash_mla" in facts["prefill, 4096 of 32768 tokens"]
@@ -48,7 +48,7 @@ def test_a_sparse_model_on_a_gpu_is_checked_and_reported(
 
 
 def test_a_backend_of_the_plugin_takes_its_routes_from_plans(process: SglangProcess) -> None:
-    Carried({"enabled": "true"}, {}).write()
+    PassedFlags({"enabled": "true"}, {}).write()
     process.enter_scheduler()
     plugin_backend = backend.make(StockBackend)
     target, draft = plugin_backend(runner(scaled_fp8=True)), plugin_backend(runner(scaled_fp8=True))
@@ -62,7 +62,7 @@ def test_what_is_free_is_read_anew_once_the_engine_has_started(
     process: SglangProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(serving, "free_device_memory", lambda: 1)
-    Carried({"enabled": "true"}, {}).write()
+    PassedFlags({"enabled": "true"}, {}).write()
     process.enter_scheduler()
     built = backend.make(StockBackend)(runner(scaled_fp8=True))
     built.nsa_plugin.planner.free_memory = None  # a graph of a prefill was captured
@@ -75,7 +75,7 @@ def test_a_draft_that_is_left_to_sglang_does_not_take_the_target_back(
     process: SglangProcess, tmp_path: Path, strict: bool | str
 ) -> None:
     report = tmp_path / "report.json"
-    Carried({"enabled": "true", "strict": str(strict), "report": str(report)}, {}).write()
+    PassedFlags({"enabled": "true", "strict": str(strict), "report": str(report)}, {}).write()
     process.enter_scheduler()
     plugin_backend = backend.make(StockBackend)
     target = plugin_backend(runner(scaled_fp8=True))
@@ -100,7 +100,7 @@ def test_a_kernel_that_does_not_run_is_refused_at_start(
 
     monkeypatch.setattr(serving, "warm", broken)
     report = tmp_path / "report.json"
-    Carried({"enabled": "true", "strict": str(strict), "report": str(report)}, {}).write()
+    PassedFlags({"enabled": "true", "strict": str(strict), "report": str(report)}, {}).write()
     if strict:
         with pytest.raises(NoProviderError, match="does not compile"):
             start(process, build=runner())
@@ -112,16 +112,16 @@ def test_a_kernel_that_does_not_run_is_refused_at_start(
 
 def test_a_feature_that_is_sglangs_own_is_reported_as_such(process: SglangProcess, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
-    Carried({"enabled": "true", "report": str(report)}, {}).write()
+    PassedFlags({"enabled": "true", "report": str(report)}, {}).write()
     start(process, build=runner(enable_deterministic_inference=True))
     assert read(report)["active"] is False
     assert read(report)["notes"] == [
-        "deterministic inference is on, which the plugin has no part in: every batch stays SGLang's own"
+        "deterministic inference is on, which the plugin does not support: every batch falls back to the stock path"
     ]
 
 
 def test_the_second_backend_of_a_process_does_not_change_what_is_served(process: SglangProcess) -> None:
-    Carried({"enabled": "true"}, {}).write()
+    PassedFlags({"enabled": "true"}, {}).write()
     process.enter_scheduler()
     plugin_backend = backend.make(StockBackend)
     plugin_backend(runner(scaled_fp8=True))
@@ -151,7 +151,7 @@ def test_a_library_that_cannot_carry_the_model_is_refused_at_start(
     """trtllm on an H200: an error before serving, not in the first batch."""
     report = tmp_path / "report.json"
     given = {"enabled": "true", "strict": str(strict), "report": str(report)}
-    Carried(given, {"decode_backend": ("--dsa-decode-backend", "trtllm")}).write()
+    PassedFlags(given, {"decode_backend": ("--dsa-decode-backend", "trtllm")}).write()
     if strict:
         with pytest.raises(SettingsError, match="decode_backend"):
             start(process, build=runner())
@@ -176,7 +176,7 @@ def test_the_engines_own_trtllm_serves_where_the_device_has_it(
 ) -> None:
     """Over an fp8 cache too, whose format is TRT-LLM's own; several backends of it say so once."""
     monkeypatch.setattr(activation, "probe", lambda: synthetic(sm=100))
-    Carried({"enabled": "true", "report": str(tmp_path / "report.json")}, {}).write()
+    PassedFlags({"enabled": "true", "report": str(tmp_path / "report.json")}, {}).write()
     process.enter_scheduler()
     for _ in range(2):
         built = backend.make(TrtllmBackend)(runner(dtype=dtype))
@@ -189,7 +189,7 @@ def test_the_engines_own_trtllm_serves_where_the_device_has_it(
 
 
 def test_trtllm_over_fp8_is_refused_where_the_device_lacks_it(process: SglangProcess) -> None:
-    Carried({"enabled": "true"}, {"decode_backend": ("--dsa-decode-backend", "trtllm")}).write()
+    PassedFlags({"enabled": "true"}, {"decode_backend": ("--dsa-decode-backend", "trtllm")}).write()
     process.enter_scheduler()
     with pytest.raises(NsaPluginError, match=r"--dsa-prefill-backend is trtllm, .* need SM100"):
         backend.make(TrtllmBackend)(runner(dtype="torch.float8_e4m3fn"))
@@ -201,7 +201,7 @@ def test_sparse_attention_by_another_backend_is_not_taken_for_the_plugin_s(
 ) -> None:
     """--attention-backend other than dsa: refusing must not look like running."""
     report = tmp_path / "report.json"
-    Carried({"enabled": "true", "strict": str(strict), "report": str(report)}, {}).write()
+    PassedFlags({"enabled": "true", "strict": str(strict), "report": str(report)}, {}).write()
     if strict == "full":
         with pytest.raises(LeftToStockError, match="with another attention backend than dsa"):
             start(process)
@@ -214,7 +214,7 @@ def test_sparse_attention_by_another_backend_is_not_taken_for_the_plugin_s(
 def test_a_model_without_sparse_attention_is_left_alone(
     process: SglangProcess, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    Carried({"enabled": "true", "report": str(tmp_path / "report.json")}, {}).write()
+    PassedFlags({"enabled": "true", "report": str(tmp_path / "report.json")}, {}).write()
     with caplog.at_level(logging.INFO, "nsa_plugin"):
         start(process, config=SimpleNamespace(architectures=["LlamaForCausalLM"]))
     assert read(tmp_path / "report.json")["active"] is False
@@ -223,7 +223,7 @@ def test_a_model_without_sparse_attention_is_left_alone(
 
 
 def test_only_the_first_rank_reports(process: SglangProcess, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    Carried({"enabled": "true", "report": str(tmp_path / "report.json")}, {}).write()
+    PassedFlags({"enabled": "true", "report": str(tmp_path / "report.json")}, {}).write()
     monkeypatch.setattr(activation, "_rank", lambda: 3)
     start(process, build=runner())
     assert not (tmp_path / "report.json").exists()
@@ -233,7 +233,7 @@ def test_only_the_first_rank_reports(process: SglangProcess, monkeypatch: pytest
 def test_while_it_is_off_a_scheduler_passes_through(process: SglangProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     start(process)
     assert process.resolved is None
-    Carried({"enabled": "true"}, {}).write()
+    PassedFlags({"enabled": "true"}, {}).write()
     monkeypatch.setenv("NSA_PLUGIN_ENABLED", "0")
     start(process)
     assert process.resolved is None
@@ -272,7 +272,7 @@ def test_a_copy_of_the_class_that_was_taken_before_is_refused(
     process._refuse_copies()
     other: Any = sys.modules["sglang.other"]
     other.Backend = StockBackend
-    with pytest.raises(PatchError, match=r"sglang\.other\.Backend is still SGLang's own StockBackend"):
+    with pytest.raises(PatchError, match=r"sglang\.other\.Backend is still the stock StockBackend"):
         process._refuse_copies()
 
 
@@ -342,18 +342,18 @@ def test_strict_off_before_serving_is_a_warning_said_once(
 
     monkeypatch.setattr(activation, "_check_files", refuse)
     arguments = SimpleNamespace(model_path="m", device="cuda")
-    Carried({"enabled": "true", "strict": "off"}, {}).write()
+    PassedFlags({"enabled": "true", "strict": "off"}, {}).write()
     process.check_before_serving(arguments)
     process.check_before_serving(arguments)
     assert caplog.text.count("strict is off and the stock engine serves: a target is gone") == 1
-    Carried({"enabled": "true"}, {}).write()
+    PassedFlags({"enabled": "true"}, {}).write()
     with pytest.raises(NsaPluginError, match="a target is gone"):
         process.check_before_serving(arguments)
 
 
 def test_what_the_user_gave_to_the_engine_is_kept_before_the_engine_fills_in_the_rest(process: SglangProcess) -> None:
     process.check_before_serving(SimpleNamespace(dsa_decode_backend="flashmla_kv", dsa_prefill_backend=None))
-    assert Carried.read().engine == {"decode_backend": ("--dsa-decode-backend", "flashmla_kv")}
+    assert PassedFlags.read().engine == {"decode_backend": ("--dsa-decode-backend", "flashmla_kv")}
 
 
 def test_nothing_of_the_vllm_adapter_is_loaded() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from nsa_plugin.backends.sglang.startup import activation, model, serving
 from nsa_plugin.backends.sglang.startup.activation import SglangProcess
-from nsa_plugin.backends.sglang.startup.flags import Carried
+from nsa_plugin.backends.sglang.startup.flags import PassedFlags
 from nsa_plugin.errors import LeftToStockError, NoProviderError, PatchError
 from nsa_plugin.libraries.devices import synthetic
 from nsa_plugin.patches import sglang as data
@@ -58,7 +58,7 @@ def registry(process: SglangProcess, monkeypatch: pytest.MonkeyPatch) -> Any:
 def enabled(process: SglangProcess, monkeypatch: pytest.MonkeyPatch, **settings: str) -> None:
     """A scheduler's process that has just been entered, on a GPU."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    Carried({"enabled": "true", **settings}, {}).write()
+    PassedFlags({"enabled": "true", **settings}, {}).write()
     process.enter_scheduler()
 
 
@@ -98,7 +98,7 @@ def test_v4_serves_with_and_without_speculative_decoding(
 
 
 def test_speculative_decoding_of_v32_is_served(process: SglangProcess) -> None:
-    Carried({"enabled": "true"}, {}).write()
+    PassedFlags({"enabled": "true"}, {}).write()
     start(process, build=runner(scaled_fp8=True, speculative_algorithm="EAGLE"))
     assert process.serving is not None
     assert process.serving.active
@@ -111,7 +111,7 @@ def test_speculative_decoding_is_not_refused_before_anything_is_started(
     pytest.importorskip("transformers")
     monkeypatch.setattr(activation, "_check_files", lambda version: None)
     (tmp_path / "config.json").write_text(json.dumps(config))
-    Carried({"enabled": "true"}, {}).write()
+    PassedFlags({"enabled": "true"}, {}).write()
     arguments = SimpleNamespace(model_path=str(tmp_path), device="cuda", speculative_algorithm="EAGLE")
     process.check_before_serving(arguments)
     arguments.device = "cpu"
@@ -140,7 +140,7 @@ def test_v4s_class_is_replaced_right_before_the_first_is_built(
 def test_a_copy_of_v4s_class_is_refused_as_well(
     process: SglangProcess, registry: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, strict: bool
 ) -> None:
-    report, words = tmp_path / "report.json", "sglang.other.Backend is still SGLang's own StockV4Backend"
+    report, words = tmp_path / "report.json", "sglang.other.Backend is still the stock StockV4Backend"
     enabled(process, monkeypatch, strict=str(strict), report=str(report))
     monkeypatch.setitem(sys.modules, "sglang.other", ModuleType("sglang.other"))
     sys.modules["sglang.other"].Backend = StockV4Backend  # type: ignore[attr-defined]
@@ -167,7 +167,7 @@ def test_while_it_is_off_v4_passes_through(process: SglangProcess, registry: Any
 def test_v4_without_its_backend_is_not_taken_for_the_plugin_s(
     process: SglangProcess,
 ) -> None:
-    Carried({"enabled": "true", "strict": "full"}, {}).write()
+    PassedFlags({"enabled": "true", "strict": "full"}, {}).write()
     with pytest.raises(LeftToStockError, match=r"another attention backend than dsa .* or dsv4"):
         start(process, config=V4_CONFIG)
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from nsa_plugin.backends.sglang.startup import flags
-from nsa_plugin.backends.sglang.startup.flags import CARRIER, Carried, add_flags, engine_backends, given
+from nsa_plugin.backends.sglang.startup.flags import VARIABLE, PassedFlags, add_flags, engine_backends, given
 from nsa_plugin.settings import ENV_PREFIX, Settings, backends
 
 # Every choice of --{nsa,dsa}-{prefill,decode}-backend in SGLang 0.5.11 to 0.5.23.
@@ -23,7 +23,7 @@ ENGINE_CHOICES = (
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [key for key in os.environ if key.startswith(ENV_PREFIX) or key == CARRIER]:
+    for name in [key for key in os.environ if key.startswith(ENV_PREFIX) or key == VARIABLE]:
         monkeypatch.delenv(name)
 
 
@@ -83,7 +83,7 @@ def test_an_engine_flag_sets_the_library_or_says_that_it_does_not(prefix: str, s
     engine = engine_backends(SimpleNamespace(**{f"{prefix}_{setting}": value}))
     flag = f"--{prefix}-{setting.replace('_', '-')}"
     assert engine == {setting: (flag, value)}
-    resolved, notes = Carried(engine=engine).resolve()
+    resolved, notes = PassedFlags(engine=engine).resolve()
     allowed = backends(setting)
     library = flags.LIBRARY_OF.get(value)
     if library in allowed:
@@ -94,7 +94,7 @@ def test_an_engine_flag_sets_the_library_or_says_that_it_does_not(prefix: str, s
     else:
         assert getattr(resolved.settings, setting) == "auto"
         assert resolved.engine_paths == {}
-        assert notes == [f"{flag} {value} names no kernel library of the plugin: it does not set {setting}"]
+        assert notes == [f"{flag} {value} names no kernel library that the plugin supports: {setting} is not set"]
 
 
 def test_which_engine_choices_have_no_equivalent() -> None:
@@ -109,14 +109,14 @@ def test_an_engine_flag_that_was_not_given_is_not_a_source() -> None:
 def test_flag_before_engine_flag_before_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NSA_PLUGIN_DECODE_BACKEND", "triton")
     monkeypatch.setenv("NSA_PLUGIN_PREFILL_BACKEND", "triton")
-    carried = Carried(
+    passed = PassedFlags(
         flags={"decode_backend": "flash_mla"},
         engine={
             "decode_backend": ("--dsa-decode-backend", "fa3"),
             "prefill_backend": ("--dsa-prefill-backend", "trtllm"),
         },
     )
-    resolved, _ = carried.resolve()
+    resolved, _ = passed.resolve()
     assert resolved.settings.decode_backend == "flash_mla"
     assert resolved.settings.prefill_backend == "trtllm"
     assert resolved.engine_paths == {"prefill_backend": "trtllm"}
@@ -125,17 +125,17 @@ def test_flag_before_engine_flag_before_environment(monkeypatch: pytest.MonkeyPa
 
 
 def test_what_is_carried_arrives_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent = Carried({"enabled": "true", "trace": "log"}, {"decode_backend": ("--nsa-decode-backend", "fa3")})
+    sent = PassedFlags({"enabled": "true", "trace": "log"}, {"decode_backend": ("--nsa-decode-backend", "fa3")})
     environ: dict[str, str] = {}
     sent.write(environ)
-    assert list(environ) == [CARRIER]
-    assert not CARRIER.startswith(ENV_PREFIX)  # or the settings would refuse it as unknown
-    assert Carried.read(environ) == sent
-    assert Carried.read({}) == Carried()
-    monkeypatch.setenv(CARRIER, environ[CARRIER])
-    resolved, _ = Carried.read().resolve()
+    assert list(environ) == [VARIABLE]
+    assert not VARIABLE.startswith(ENV_PREFIX)  # or the settings would refuse it as unknown
+    assert PassedFlags.read(environ) == sent
+    assert PassedFlags.read({}) == PassedFlags()
+    monkeypatch.setenv(VARIABLE, environ[VARIABLE])
+    resolved, _ = PassedFlags.read().resolve()
     assert resolved.settings.trace == "log"
-    assert json.loads(environ[CARRIER])["flags"]["trace"] == "log"
+    assert json.loads(environ[VARIABLE])["flags"]["trace"] == "log"
 
 
 @pytest.mark.parametrize(
@@ -147,8 +147,8 @@ def test_what_is_carried_arrives_as_it_was(monkeypatch: pytest.MonkeyPatch) -> N
         (["--nsa-plugin-trace", "log"], {}, True),
         ([], {"NSA_PLUGIN_ENABLED": "1"}, True),
         ([], {"NSA_PLUGIN_ENABLED": "perhaps"}, True),
-        ([], {CARRIER: '{"flags": {"enabled": "true"}, "engine": {}}'}, True),
-        ([], {CARRIER: '{"flags": {}, "engine": {}}'}, False),
+        ([], {VARIABLE: '{"flags": {"enabled": "true"}, "engine": {}}'}, True),
+        ([], {VARIABLE: '{"flags": {}, "engine": {}}'}, False),
         (["--enable-nsa-plugin"], {"NSA_PLUGIN_ENABLED": "0"}, False),
     ],
 )

@@ -105,7 +105,7 @@ def test_no_verify_without_speculative_decoding_and_nothing_of_what_stays_sglang
     made = begun(backend)
     made.adopt(backend, runner())
     assert list(made.routes) == ["decode, 1 request", "decode, 64 requests"]
-    assert made.notes == ["SGLang's --dsa-prefill-backend is tilelang, which the plugin leaves as it is"]
+    assert made.notes == ["SGLang's --dsa-prefill-backend is tilelang: prefills fall back to the stock path"]
     assert [what for what, _ in warmed if what == "topk"] == []
 
 

@@ -296,12 +296,12 @@ def test_the_fault_is_injected_into_fa3_too():
     [
         (
             {"prefill": "tilelang"},
-            ["SGLang's --dsa-prefill-backend is tilelang, which the plugin leaves as it is"],
+            ["SGLang's --dsa-prefill-backend is tilelang: prefills fall back to the stock path"],
             None,
         ),
-        ({"prefill": "flashmla_sparse_q8"}, ["SGLang's --dsa-prefill-backend is flashmla_sparse_q8, which"], None),
+        ({"prefill": "flashmla_sparse_q8"}, ["SGLang's --dsa-prefill-backend is flashmla_sparse_q8: prefills"], None),
         ({"server_args": SimpleNamespace(enable_prefill_cp=True)}, ["context-parallel prefill is on, which"], None),
-        ({"decode": "trtllm"}, ["SGLang's --dsa-decode-backend is trtllm, which the plugin"], "prefill"),
+        ({"decode": "trtllm"}, ["SGLang's --dsa-decode-backend is trtllm: decode, verify and draft steps"], "prefill"),
         ({"prefill": "flashmla_auto"}, [], "prefill"),
         ({"layout": "bf16", "sinks": True}, ["the model has attention sinks: decode, verify and draft"], "prefill"),
     ],

@@ -13,7 +13,7 @@ from nsa_plugin.backends.common.paths import PATHS, SGLANG, routes_of
 from nsa_plugin.backends.common.planner import execution_of
 from nsa_plugin.backends.sglang.v32 import routes
 from nsa_plugin.backends.sglang.v32.batch import prefill_batch, step_batch
-from nsa_plugin.backends.sglang.v32.routes import PLANNED, SglangPlanner, sglangs_own
+from nsa_plugin.backends.sglang.v32.routes import PLANNED, SglangPlanner, stock_feature
 from nsa_plugin.decision.dispatch import decide
 from nsa_plugin.decision.plan import Attention, IndexerMode, IndexerPlan, Plan
 from nsa_plugin.decision.routes import Route
@@ -150,7 +150,7 @@ def test_sglang_may_rule_dense_attention_out_and_the_plan_says_so():
     assert made.prefill(SHORT, dense_allowed=True).dense
     route = made.prefill(SHORT, dense_allowed=False)
     assert not route.dense
-    assert "SGLang's own rules rule it out for this batch" in route.plan.reasons["attention"]
+    assert "SGLang's rules exclude it for this batch" in route.plan.reasons["attention"]
     assert not planner("bf16", mha_max_kv=0).prefill(SHORT, dense_allowed=True).dense
 
 
@@ -245,7 +245,7 @@ def test_a_copy_that_does_not_fit_is_not_made():
     ],
 )
 def test_features_that_are_sglangs_own(backend: dict, server_args: dict, feature: str | None):
-    assert sglangs_own(SimpleNamespace(**backend), SimpleNamespace(**server_args)) == feature
+    assert stock_feature(SimpleNamespace(**backend), SimpleNamespace(**server_args)) == feature
 
 
 def test_the_model_of_the_tests_is_the_plugins():

@@ -199,7 +199,7 @@ def group_module(monkeypatch: pytest.MonkeyPatch, **members: Any) -> None:
     [
         (None, "has no sglang.srt.distributed.parallel_state.get_attn_tp_group"),
         (SimpleNamespace(device_group=None, cpu_group=object()), "has no device_group"),
-        (SimpleNamespace(device_group=3, cpu_group=object()), "has 3 ranks, and heads for 2"),
+        (SimpleNamespace(device_group=3, cpu_group=object()), "has 3 ranks, but heads for 2"),
     ],
 )
 def test_a_group_that_is_not_as_expected_is_refused(

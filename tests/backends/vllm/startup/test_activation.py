@@ -366,14 +366,14 @@ def test_the_users_backend_stays_and_the_report_says_whose_the_layers_are(report
     assert worker.vllm_config.attention_config.backend == ANOTHER
     (report,) = reports
     assert not report.active
-    assert f"layers on vLLM's backend {ANOTHER} stay vLLM's own" in report.text()
+    assert f"layers on vLLM's backend {ANOTHER} are left to vLLM" in report.text()
 
 
 FOREIGN = [
     (synthetic(80), "needs an SM90 or SM100 GPU.* is SM80"),
     (synthetic(89), "needs an SM90 or SM100 GPU.* is SM89"),
     (synthetic(120), "needs an SM90 or SM100 GPU.* is SM120"),
-    (synthetic(0), "torch sees no NVIDIA GPU here"),  # a ROCm build of torch under a platform that says it is CUDA
+    (synthetic(0), "torch sees no NVIDIA GPU"),  # a ROCm build of torch under a platform that says it is CUDA
 ]
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from nsa_plugin.backends.vllm.startup import counters
 from nsa_plugin.backends.vllm.startup.counters import (
-    CARRIER,
+    FOLDER_VARIABLE,
     MULTIPROCESS,
     SAMPLE,
     collect_here,
@@ -55,7 +55,7 @@ print(generate_latest(registry).decode())
 
 
 def run(code: str, **environ: str) -> str:
-    kept = {name: value for name, value in os.environ.items() if name not in (MULTIPROCESS, CARRIER)}
+    kept = {name: value for name, value in os.environ.items() if name not in (MULTIPROCESS, FOLDER_VARIABLE)}
     done = subprocess.run(
         [sys.executable, "-c", code], env=kept | environ, capture_output=True, text=True, timeout=120, check=False
     )
@@ -65,7 +65,7 @@ def run(code: str, **environ: str) -> str:
 
 @pytest.fixture(autouse=True)
 def nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (MULTIPROCESS, CARRIER):
+    for name in (MULTIPROCESS, FOLDER_VARIABLE):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -103,14 +103,14 @@ def test_a_second_engine_in_a_process_goes_on_counting(tmp_path: Path, monkeypat
 
 def test_without_a_folder_nothing_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert route_counter(LABELS) is None
-    monkeypatch.setenv(CARRIER, str(tmp_path / "of another machine"))
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "of another machine"))
     assert route_counter(LABELS) is None
 
 
 def test_another_file_format_is_said_and_does_not_stop_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setenv(CARRIER, str(tmp_path))
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     monkeypatch.setitem(sys.modules, "prometheus_client.mmap_dict", None)
     monkeypatch.setattr(counters.logger, "propagate", True)
     assert route_counter(LABELS) is None

@@ -189,10 +189,10 @@ def test_the_report_says_what_batches_take():
     facts = here.facts()
     assert (here.active, here.notes()) == (True, [])
     assert facts["attention"] == "2 layers on vLLM's FLASHMLA_SPARSE"
-    assert facts["model"] == "DeepSeek-V3.2, index_topk 64, 4 heads a rank of 8, KV cache v32_fp8"
-    assert "vLLM's own call; decode_backend asks for flash_mla" in facts["decode, 64 requests"]
+    assert facts["model"] == "DeepSeek-V3.2, index_topk 64, 4 of 8 heads per rank, KV cache v32_fp8"
+    assert "vLLM's call; decode_backend asks for flash_mla" in facts["decode, 64 requests"]
     assert facts["prefill, 96 of 96 tokens"].startswith("sparse_")
-    assert "rows at once" in facts["prefill, 96 of 96 tokens"]
+    assert "query tokens at once" in facts["prefill, 96 of 96 tokens"]
 
 
 def test_layers_on_another_backend_stay_vllms_and_the_report_says_so():
@@ -200,7 +200,7 @@ def test_layers_on_another_backend_stay_vllms_and_the_report_says_so():
     here.vllm_config.compilation_config.static_forward_context |= {"attn": layer(False, "FLASHINFER_MLA_SPARSE")}
     assert not here.active
     assert here.notes() == [
-        "layers on vLLM's backend FLASHINFER_MLA_SPARSE stay vLLM's own: nsa-plugin plans for --attention-backend "
+        "layers on vLLM's backend FLASHINFER_MLA_SPARSE are left to vLLM: nsa-plugin plans for --attention-backend "
         "FLASHMLA_SPARSE"
     ]
     assert set(here.facts()) == {"model", "device", "attention"}
@@ -257,7 +257,7 @@ def test_vllms_layers_alone_are_served_only_where_the_user_named_their_backend(b
         model_of(other).check_layers()  # the plugin's own choice was not kept to
     with pytest.raises(LeftToStockError, match=words + "vLLM chose FLASHINFER_MLA_SPARSE, on SM100"):
         model_of(other, device=synthetic(100, libraries=("triton", "deep_gemm"))).check_layers()
-    with pytest.raises(LeftToStockError, match=words + "no sparse layer that nsa-plugin knows"):
+    with pytest.raises(LeftToStockError, match=words + "no sparse layer that the plugin supports"):
         model_of().check_layers()
 
 

@@ -18,7 +18,7 @@ from nsa_plugin.backends.vllm.v32 import patches as gpu_patches
 from nsa_plugin.backends.vllm.v32 import token_shard as gpu_token_shard
 from nsa_plugin.backends.vllm.v32.indexer import own_rows, runs
 from nsa_plugin.backends.vllm.v32.metadata import _copied
-from nsa_plugin.backends.vllm.v32.token_shard import OwnRows, _flat_rows, dealt, impossible
+from nsa_plugin.backends.vllm.v32.token_shard import OwnRows, _flat_rows, assign, impossible
 from nsa_plugin.decision import token_shard as sharding
 from nsa_plugin.decision.dispatch import validate
 from nsa_plugin.errors import NsaPluginError, PatchError, SettingsError
@@ -108,8 +108,8 @@ def draft(ranks: int | None, shared: bool) -> Any:
     [
         (config(), None),
         (config(enable_dbo=False, ubatch_size=0), None),
-        (config(enable_dbo=True), "two are attended at once"),
-        (config(ubatch_size=2), "two are attended at once"),
+        (config(enable_dbo=True), "attend at the same time"),
+        (config(ubatch_size=2), "attend at the same time"),
         (config(draft(None, False)), None),
         (config(draft(2, False)), None),
         (config(SimpleNamespace()), None),
@@ -128,7 +128,7 @@ def test_what_of_a_server_has_no_part_in_it(vllm_config: Any, why: str | None):
     [
         (None, "vLLM has no vllm.distributed.parallel_state.get_tp_group"),
         (SimpleNamespace(device_group=3, cpu_group=None), "has no cpu_group"),
-        (SimpleNamespace(device_group=3, cpu_group=object()), "has 3 ranks, and heads for 2"),
+        (SimpleNamespace(device_group=3, cpu_group=object()), "has 3 ranks, but heads for 2"),
     ],
 )
 def test_a_group_that_is_not_as_expected_is_refused(monkeypatch: pytest.MonkeyPatch, group: Any, message: str):
@@ -145,14 +145,14 @@ def test_a_group_that_is_not_as_expected_is_refused(monkeypatch: pytest.MonkeyPa
 def test_own_rows_count_from_the_request():
     requests, q_lens, kv_lens = (3, 5, 6), [10, 4, 6], [50, 4, 90]
     shares = Partition((0, 7, 16, 20))
-    assert dealt(shares, 0, requests, q_lens, kv_lens).own == (OwnRows(3, 0, 7, 47),)
-    assert dealt(shares, 1, requests, q_lens, kv_lens).own == (
+    assert assign(shares, 0, requests, q_lens, kv_lens).own == (OwnRows(3, 0, 7, 47),)
+    assert assign(shares, 1, requests, q_lens, kv_lens).own == (
         OwnRows(3, 7, 10, 50),
         OwnRows(5, 0, 4, 4),
         OwnRows(6, 0, 2, 86),
     )
-    assert dealt(shares, 2, requests, q_lens, kv_lens).own == (OwnRows(6, 2, 6, 90),)
-    assert dealt(by_count(0, 3), 1, (), [], []).own == ()
+    assert assign(shares, 2, requests, q_lens, kv_lens).own == (OwnRows(6, 2, 6, 90),)
+    assert assign(by_count(0, 3), 1, (), [], []).own == ()
 
 
 def test_no_rank_is_dealt_more_rows_than_its_buffers_hold():
@@ -160,12 +160,14 @@ def test_no_rank_is_dealt_more_rows_than_its_buffers_hold():
     shard: Any = SimpleNamespace(rank=0, max_tokens=200, max_rows=50)
     made.exchange, made.no_exchange, made.exchange_rows = Exchange(shard, None), "", 200  # type: ignore[arg-type]
     split = made._split((0, 200), [200], [200], 0, 200)
-    assert split.head_dealt is not None
-    assert split.head_dealt.partition.counts == [50] * 4, "by cost the first rank has more, whose rows see fewer keys"
+    assert split.head_assigned is not None
+    assert split.head_assigned.partition.counts == [50] * 4, (
+        "by cost the first rank has more: its tokens see fewer keys"
+    )
     shard.max_rows = 200
     split = made._split((0, 200), [200], [200], 0, 200)
-    assert split.head_dealt is not None
-    assert max(split.head_dealt.partition.counts) > 50
+    assert split.head_assigned is not None
+    assert max(split.head_assigned.partition.counts) > 50
 
 
 def test_rows_that_an_engine_pads_or_leaves_out():
