@@ -173,7 +173,7 @@ def envs(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         ("flashmla_kv", {"enable_return_indexer_topk": True}, None, "returned to users"),
         ("flashmla_kv", {"enable_prefill_cp": True}, None, "context-parallel prefill is on"),
         ("flashmla_kv", {"enable_deterministic_inference": True}, None, "deterministic inference is on"),
-        ("tilelang", {}, None, "--dsa-prefill-backend is tilelang and its decode backend tilelang, which stay"),
+        ("tilelang", {}, None, "--dsa-prefill-backend is tilelang and its decode backend tilelang: both fall back"),
         ("flashmla_kv, tilelang", {}, None, None),
         ("tilelang, flashmla_kv", {}, None, None),
     ],
