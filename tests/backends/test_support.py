@@ -14,7 +14,7 @@ from nsa_plugin.backends.common.support import CONFIGURATIONS, Configuration, Ha
 from nsa_plugin.backends.sglang.startup import activation as sglang_activation
 from nsa_plugin.backends.sglang.startup import model as sglang_model
 from nsa_plugin.backends.sglang.startup.activation import SglangProcess
-from nsa_plugin.backends.sglang.startup.flags import CARRIER, Carried
+from nsa_plugin.backends.sglang.startup.flags import VARIABLE, PassedFlags
 from nsa_plugin.backends.sglang.startup.serving import check_cache, refuse_trtllm
 from nsa_plugin.backends.vllm.startup import activation as vllm_activation
 from nsa_plugin.backends.vllm.startup.model import check_on_gpu
@@ -91,8 +91,8 @@ def without_scales(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def another_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     """No backend of the plugin's has been built when the scheduler is."""
-    monkeypatch.setenv(CARRIER, "")
-    Carried({"enabled": "true", "strict": "full"}, {}).write()
+    monkeypatch.setenv(VARIABLE, "")
+    PassedFlags({"enabled": "true", "strict": "full"}, {}).write()
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     process = SglangProcess(
         Ledger(engine="sglang", version=Version("0.5.23"), supported=">=0.5.11", patches=()), child=True
@@ -103,7 +103,7 @@ def another_backend(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sglang_activation, "_check_files", lambda version: None)
-    monkeypatch.setenv(CARRIER, "")
+    monkeypatch.setenv(VARIABLE, "")
     monkeypatch.setenv("NSA_PLUGIN_ENABLED", "1")
     monkeypatch.setenv("NSA_PLUGIN_STRICT", "full")
     process = SglangProcess(
