@@ -31,7 +31,7 @@ V4_ONLY = {
 }
 
 
-def test_names_are_unique_and_the_engine_s() -> None:
+def test_names_are_unique_and_start_with_the_engine() -> None:
     assert len(BY_NAME) == len(data.PATCHES)
     assert all(patch.engine == data.ENGINE and patch.name.startswith("sglang.") for patch in data.PATCHES)
 
@@ -68,7 +68,7 @@ def test_a_version_above_the_range_can_still_be_refused() -> None:
         assert BY_NAME[name].target(Version("0.6")) is not None
 
 
-def test_the_gate_follows_the_resolution_of_the_arguments() -> None:
+def test_the_gate_wraps_the_method_that_resolves_the_arguments() -> None:
     paths = {str(v): BY_NAME["sglang.gate"].target(v) for v in VERSIONS}
     assert {v for v, t in paths.items() if t and t.path.endswith("__post_init__")} == {
         f"0.5.{n}" for n in range(11, 19)
@@ -89,7 +89,7 @@ def test_needs() -> None:
     assert not any("deepseek_v4" in t.path or "dsv4." in t.path for p in data.PATCHES if p not in V4 for t in p.targets)
 
 
-def test_the_class_is_looked_at_before_it_is_replaced() -> None:
+def test_requirements_on_the_class_come_before_its_replacement() -> None:
     """After the replacement the check would find the plugin's methods."""
     names = list(BY_NAME)
     for patch in data.REQUIREMENTS:
@@ -112,7 +112,7 @@ def test_every_method_that_the_plugin_overrides_is_a_target(version: Version) ->
 
 
 @pytest.mark.parametrize("version", VERSIONS, ids=str)
-def test_what_token_shard_asks_of_sglang_is_a_target(version: Version) -> None:
+def test_every_function_that_token_shard_uses_is_a_target(version: Version) -> None:
     token_shard = pytest.importorskip("nsa_plugin.backends.sglang.v32.token_shard")  # imports torch
     names = ("attention-group", "breakable-graph", "piecewise-graph")
     targets = [BY_NAME[f"sglang.{name}"].target(version) for name in names]

@@ -243,7 +243,7 @@ def test_star_imports_are_followed(tree: SourceTree, path: str, kind: Kind, para
     assert holds(tree, Target(path=path, kind=kind, params=params)) == (True, True)
 
 
-def test_what_lies_outside_the_engine_is_said_to_be_unknown(tree: SourceTree) -> None:
+def test_objects_outside_the_engine_are_unknown(tree: SourceTree) -> None:
     with pytest.raises(LookupError, match=r"its bases outside the engine cannot be read: json\.JSONEncoder"):
         tree.check(Target(path="toy_engine.core:FromOutside.encode"))
     with pytest.raises(LookupError, match="comes from json, which is not among the engine's files"):
@@ -254,7 +254,7 @@ def test_what_lies_outside_the_engine_is_said_to_be_unknown(tree: SourceTree) ->
         tree.check(Target(path="toy_engine.core:made", params=("port",)))
 
 
-def test_an_import_in_a_circle_ends() -> None:
+def test_circular_imports_end() -> None:
     files = {"a.py": "from b import x\n", "b.py": "from a import x\n"}
     with pytest.raises(LookupError, match="'x' of a:x is not there"):
         SourceTree(files.get).check(Target(path="a:x"))

@@ -1,6 +1,6 @@
-"""Failures that users of the engines had, as far as they could come back through the plugin's part in SGLang.
+"""Failures reported by users of the engines that the plugin's SGLang adapter could bring back.
 
-docs/regressions.md has the whole list, with the tests that are elsewhere and the reasons where there is none.
+docs/regressions.md has the whole list, with tests in other files and the reasons for missing ones.
 """
 
 from __future__ import annotations

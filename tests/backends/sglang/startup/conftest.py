@@ -1,4 +1,4 @@
-"""What tests of a scheduler process without SGLang share."""
+"""Fixtures for tests of a scheduler process without SGLang."""
 
 from __future__ import annotations
 

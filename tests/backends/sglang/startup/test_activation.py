@@ -1,4 +1,4 @@
-"""From installed to serving, with stand-ins for SGLang's objects: what a scheduler with a GPU would do."""
+"""Activation in a scheduler process with a GPU, on a fake SGLang."""
 
 from __future__ import annotations
 
@@ -58,9 +58,7 @@ def test_a_backend_of_the_plugin_takes_its_routes_from_plans(process: SglangProc
     assert target.nsa_plugin.planner is not draft.nsa_plugin.planner
 
 
-def test_what_is_free_is_read_anew_once_the_engine_has_started(
-    process: SglangProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_free_memory_is_read_again_after_the_start(process: SglangProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "free_device_memory", lambda: 1)
     PassedFlags({"enabled": "true"}, {}).write()
     process.enter_scheduler()
@@ -71,7 +69,7 @@ def test_what_is_free_is_read_anew_once_the_engine_has_started(
 
 
 @pytest.mark.parametrize("strict", [True, "full"])
-def test_a_draft_that_is_left_to_sglang_does_not_take_the_target_back(
+def test_a_draft_left_to_sglang_leaves_the_target_with_the_plugin(
     process: SglangProcess, tmp_path: Path, strict: bool | str
 ) -> None:
     report = tmp_path / "report.json"
@@ -110,7 +108,7 @@ def test_a_kernel_that_does_not_run_is_refused_at_start(
     assert any("the stock engine serves" in note and "does not compile" in note for note in read(report)["notes"])
 
 
-def test_a_feature_that_is_sglangs_own_is_reported_as_such(process: SglangProcess, tmp_path: Path) -> None:
+def test_a_feature_left_to_sglang_is_reported(process: SglangProcess, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     PassedFlags({"enabled": "true", "report": str(report)}, {}).write()
     start(process, build=runner(enable_deterministic_inference=True))
@@ -120,7 +118,7 @@ def test_a_feature_that_is_sglangs_own_is_reported_as_such(process: SglangProces
     ]
 
 
-def test_the_second_backend_of_a_process_does_not_change_what_is_served(process: SglangProcess) -> None:
+def test_a_second_backend_does_not_change_the_first(process: SglangProcess) -> None:
     PassedFlags({"enabled": "true"}, {}).write()
     process.enter_scheduler()
     plugin_backend = backend.make(StockBackend)
@@ -130,7 +128,7 @@ def test_the_second_backend_of_a_process_does_not_change_what_is_served(process:
     assert process.serving is first
 
 
-def test_the_backend_is_the_engine_s_own_with_its_arguments(process: SglangProcess) -> None:
+def test_the_backend_subclasses_the_engines_and_keeps_its_arguments(process: SglangProcess) -> None:
     plugin_backend = backend.make(StockBackend)
     built = plugin_backend(runner(), False, topk=7)
     assert isinstance(built, StockBackend)
@@ -145,10 +143,10 @@ def test_on_a_cpu_the_backend_says_that_it_needs_a_gpu(process: SglangProcess) -
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_a_library_that_cannot_carry_the_model_is_refused_at_start(
+def test_a_library_that_does_not_support_the_model_is_refused_at_start(
     process: SglangProcess, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, strict: bool
 ) -> None:
-    """trtllm on an H200: an error before serving, not in the first batch."""
+    """trtllm on an H200 is an error before serving, not in the first batch."""
     report = tmp_path / "report.json"
     given = {"enabled": "true", "strict": str(strict), "report": str(report)}
     PassedFlags(given, {"decode_backend": ("--dsa-decode-backend", "trtllm")}).write()
@@ -171,10 +169,10 @@ class TrtllmBackend(StockBackend):
 
 
 @pytest.mark.parametrize("dtype", ["torch.float8_e4m3fn", "torch.bfloat16"])
-def test_the_engines_own_trtllm_serves_where_the_device_has_it(
+def test_sglangs_trtllm_serves_on_a_device_that_supports_it(
     process: SglangProcess, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dtype: str
 ) -> None:
-    """Over an fp8 cache too, whose format is TRT-LLM's own; several backends of it say so once."""
+    """Also over an fp8 cache, which is in TRT-LLM's format; several backends give one note."""
     monkeypatch.setattr(activation, "probe", lambda: synthetic(sm=100))
     PassedFlags({"enabled": "true", "report": str(tmp_path / "report.json")}, {}).write()
     process.enter_scheduler()
@@ -196,10 +194,10 @@ def test_trtllm_over_fp8_is_refused_where_the_device_lacks_it(process: SglangPro
 
 
 @pytest.mark.parametrize("strict", [True, "full"])
-def test_sparse_attention_by_another_backend_is_not_taken_for_the_plugin_s(
+def test_sparse_attention_by_another_backend_is_not_reported_as_the_plugins(
     process: SglangProcess, tmp_path: Path, strict: bool | str
 ) -> None:
-    """--attention-backend other than dsa: refusing must not look like running."""
+    """With --attention-backend other than dsa, the report must not look as if the plugin served."""
     report = tmp_path / "report.json"
     PassedFlags({"enabled": "true", "strict": str(strict), "report": str(report)}, {}).write()
     if strict == "full":
@@ -230,7 +228,7 @@ def test_only_the_first_rank_reports(process: SglangProcess, monkeypatch: pytest
     assert process.serving is not None
 
 
-def test_while_it_is_off_a_scheduler_passes_through(process: SglangProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_while_off_a_scheduler_starts_unchanged(process: SglangProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     start(process)
     assert process.resolved is None
     PassedFlags({"enabled": "true"}, {}).write()
@@ -239,7 +237,7 @@ def test_while_it_is_off_a_scheduler_passes_through(process: SglangProcess, monk
     assert process.resolved is None
 
 
-def test_an_error_of_the_plugin_leaves_a_scheduler_as_a_plain_message(
+def test_a_plugin_error_ends_a_scheduler_with_its_message_alone(
     process: SglangProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang catches Exception around a scheduler's start and kills the server with a traceback."""
@@ -259,9 +257,7 @@ def test_another_error_of_a_scheduler_is_left_to_the_engine(process: SglangProce
         hooks.wrap_scheduler_init(engine_fails)(scheduler(), None)
 
 
-def test_a_copy_of_the_class_that_was_taken_before_is_refused(
-    process: SglangProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_class_imported_before_the_patch_is_refused(process: SglangProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     name = "sglang.srt.layers.attention.dsa_backend"
     for part in ("sglang", "sglang.srt", "sglang.srt.layers", "sglang.srt.layers.attention", name, "sglang.other"):
@@ -289,7 +285,7 @@ def test_model_shape(scaled_fp8: bool, dtype: str, layout: str) -> None:
     assert (shape.v_head_dim, shape.index_topk, shape.index_n_heads, shape.index_head_dim) == (128, 2048, 64, 128)
 
 
-def test_a_cache_without_scales_is_no_layout_of_the_plugin() -> None:
+def test_a_cache_without_scales_is_not_supported() -> None:
     model_runner = runner(dtype="torch.float8_e4m3fn")
     with pytest.raises(LeftToStockError, match="float8_e4m3fn without scales"):
         model.model_shape(StockBackend(model_runner), model_runner)
@@ -311,7 +307,7 @@ def test_has_sparse_attention(config: Any, sparse: bool) -> None:
 
 
 @pytest.mark.parametrize("asked", [True, False])
-def test_an_engine_that_the_plugin_cannot_read_is_stopped_only_if_it_is_asked_for(tmp_path: Path, asked: bool) -> None:
+def test_an_unsupported_engine_is_stopped_only_if_the_plugin_is_enabled(tmp_path: Path, asked: bool) -> None:
     """SGLang swallows every Exception of `register`: only SystemExit gets through."""
     package = tmp_path / "sglang"
     package.mkdir()
@@ -334,7 +330,7 @@ def test_an_engine_that_the_plugin_cannot_read_is_stopped_only_if_it_is_asked_fo
         assert (done.returncode, done.stdout) == (0, "the engine serves\n")
 
 
-def test_strict_off_before_serving_is_a_warning_said_once(
+def test_strict_off_before_serving_warns_once(
     process: SglangProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(version: Version) -> None:
@@ -351,7 +347,7 @@ def test_strict_off_before_serving_is_a_warning_said_once(
         process.check_before_serving(arguments)
 
 
-def test_what_the_user_gave_to_the_engine_is_kept_before_the_engine_fills_in_the_rest(process: SglangProcess) -> None:
+def test_the_users_engine_flags_are_kept_before_the_engine_fills_in_defaults(process: SglangProcess) -> None:
     process.check_before_serving(SimpleNamespace(dsa_decode_backend="flashmla_kv", dsa_prefill_backend=None))
     assert PassedFlags.read().engine == {"decode_backend": ("--dsa-decode-backend", "flashmla_kv")}
 

@@ -1,4 +1,4 @@
-"""DeepSeek-V4 in a scheduler's process, with stand-ins for SGLang's objects."""
+"""Activation for DeepSeek-V4 in a scheduler process, on a fake SGLang."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_speculative_decoding_is_not_refused_before_anything_is_started(
             process.check_before_serving(arguments)
 
 
-def test_v4s_class_is_replaced_right_before_the_first_is_built(
+def test_v4s_class_is_replaced_just_before_the_first_backend_is_built(
     process: SglangProcess, registry: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     enabled(process, monkeypatch)
@@ -137,7 +137,7 @@ def test_v4s_class_is_replaced_right_before_the_first_is_built(
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_a_copy_of_v4s_class_is_refused_as_well(
+def test_a_v4_class_imported_before_the_patch_is_refused(
     process: SglangProcess, registry: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, strict: bool
 ) -> None:
     report, words = tmp_path / "report.json", "sglang.other.Backend is still the stock StockV4Backend"
@@ -158,13 +158,13 @@ def test_a_copy_of_v4s_class_is_refused_as_well(
     assert words in note
 
 
-def test_while_it_is_off_v4_passes_through(process: SglangProcess, registry: Any) -> None:
+def test_while_off_v4_starts_unchanged(process: SglangProcess, registry: Any) -> None:
     process.enter_v4()
     assert registry.backends["dsv4"](runner()) is StockV4Backend
     assert sys.modules[V4_MODULE].DeepseekV4AttnBackend is StockV4Backend  # type: ignore[attr-defined]
 
 
-def test_v4_without_its_backend_is_not_taken_for_the_plugin_s(
+def test_v4_by_another_backend_is_not_reported_as_the_plugins(
     process: SglangProcess,
 ) -> None:
     PassedFlags({"enabled": "true", "strict": "full"}, {}).write()
@@ -189,5 +189,5 @@ def test_a_model_is_refused_on_a_cpu_before_anything_is_started(tmp_path: Path) 
 @pytest.mark.parametrize(
     "config", [V4_CONFIG, vars(V4_CONFIG), {"text_config": vars(V4_CONFIG)}, SimpleNamespace(text_config=V4_CONFIG)]
 )
-def test_where_a_configuration_says_that_attention_is_sparse(config: Any) -> None:
+def test_sparse_attention_is_found_in_a_configuration(config: Any) -> None:
     assert model.has_sparse_attention(config)

@@ -1,4 +1,4 @@
-"""The flags on SGLang's command line, SGLang's own flags, and their way to other processes; no engine needed."""
+"""The plugin's and SGLang's flags on the command line, and how other processes get them; no engine needed."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def test_every_setting_has_its_flag_with_its_documentation(parser: argparse.Argu
         assert spec.metadata["doc"].replace(" ", "") in text.replace(" ", "")
 
 
-def test_only_what_the_user_gave_counts_as_given(parser: argparse.ArgumentParser) -> None:
+def test_given_has_only_the_users_flags(parser: argparse.ArgumentParser) -> None:
     assert given(parser.parse_args(["--model-path", "m"])) == {}
     arguments = ["--enable-nsa-plugin", "--nsa-plugin-mha-max-kv", "-1", "--nsa-plugin-token-shard=off"]
     assert given(parser.parse_args(arguments)) == {"enabled": "true", "mha_max_kv": "-1", "token_shard": "off"}
 
 
-def test_given_is_nothing_for_arguments_without_the_flags() -> None:
+def test_given_is_empty_without_flags() -> None:
     assert given(SimpleNamespace(model_path="m")) == {}
 
 
@@ -66,7 +66,7 @@ def test_given_is_nothing_for_arguments_without_the_flags() -> None:
         (["--nsa-plugin-preffil-backend", "triton"], ["unrecognized arguments", "--nsa-plugin-preffil-backend"]),
     ],
 )
-def test_a_wrong_flag_ends_the_parse_and_says_what_is_allowed(
+def test_a_wrong_flag_ends_the_parse_and_names_the_allowed_values(
     parser: argparse.ArgumentParser, capsys: pytest.CaptureFixture[str], arguments: list[str], words: list[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -79,7 +79,7 @@ def test_a_wrong_flag_ends_the_parse_and_says_what_is_allowed(
 @pytest.mark.parametrize("value", ENGINE_CHOICES)
 @pytest.mark.parametrize("setting", ["prefill_backend", "decode_backend"])
 @pytest.mark.parametrize("prefix", ["nsa", "dsa"])
-def test_an_engine_flag_sets_the_library_or_says_that_it_does_not(prefix: str, setting: str, value: str) -> None:
+def test_an_engine_flag_sets_the_library_or_gives_a_note(prefix: str, setting: str, value: str) -> None:
     engine = engine_backends(SimpleNamespace(**{f"{prefix}_{setting}": value}))
     flag = f"--{prefix}-{setting.replace('_', '-')}"
     assert engine == {setting: (flag, value)}
@@ -124,7 +124,7 @@ def test_flag_before_engine_flag_before_environment(monkeypatch: pytest.MonkeyPa
     assert any("'triton' from the environment is ignored" in note for note in resolved.notes)
 
 
-def test_what_is_carried_arrives_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passed_flags_arrive_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     sent = PassedFlags({"enabled": "true", "trace": "log"}, {"decode_backend": ("--nsa-decode-backend", "fa3")})
     environ: dict[str, str] = {}
     sent.write(environ)

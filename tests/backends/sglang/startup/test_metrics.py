@@ -1,4 +1,4 @@
-"""Batches by route, as SGLang's /metrics collects them from its processes."""
+"""Batches by execution path on SGLang's /metrics."""
 
 from __future__ import annotations
 

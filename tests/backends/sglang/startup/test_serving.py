@@ -1,4 +1,4 @@
-"""From a backend that SGLang has built to one that serves: what is checked, what is run first, what is shared."""
+"""Start of serving with a backend that SGLang has built: checks, warm-up, shared state."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def begun(backend: Any, model_runner: Any = None, device: Any = H200, **settings
 
 @pytest.fixture(autouse=True)
 def no_trade(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where no trade of heads for tokens was measured: no group of ranks is asked for, and there is none here."""
+    """No measured times of resharding, so no group of ranks is asked for; there is none here."""
     known = {key: labels for key, labels in timings.TIMINGS.items() if "token_shard" not in key[1]}
     monkeypatch.setattr(timings, "TIMINGS", known)
 
@@ -51,7 +51,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def warmed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What kernels were to be run, instead of running them."""
+    """Record the kernels to warm up instead of running them."""
     seen: list[Any] = []
     monkeypatch.setattr(serving, "warm", lambda kernels, providers, model, device: seen.append((kernels, model)))
     monkeypatch.setattr(serving, "warm_selection", lambda providers, model, device: seen.append(("topk", model)))
@@ -60,7 +60,7 @@ def warmed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.mark.parametrize("original", [DsaBackend, NsaBackend])
 def test_a_backend_serves_once_its_kernels_have_run(original: type, monkeypatch: pytest.MonkeyPatch):
-    """For real: the reference is what runs on this machine's CPU."""
+    """With real kernels: the reference, which runs on a CPU."""
     monkeypatch.setattr(serving, "warm_selection", lambda *arguments: None)  # Triton's, for the H200 of the tests
     backend = built(original)
     made = begun(backend, decode_backend="reference", prefill_backend="reference")
@@ -72,7 +72,7 @@ def test_a_backend_serves_once_its_kernels_have_run(original: type, monkeypatch:
     assert made.trace.counts == {"decode/sparse_decode/reference": 1}
 
 
-def test_the_backends_of_a_process_share_what_is_counted_and_warm_up_once(warmed: list[Any]):
+def test_the_backends_of_a_process_share_counters_and_warm_up_once(warmed: list[Any]):
     target, draft = built(), built()
     made = begun(target)
     for backend in (target, draft):
@@ -82,7 +82,7 @@ def test_the_backends_of_a_process_share_what_is_counted_and_warm_up_once(warmed
     assert [what if what == "topk" else "kernels" for what, _ in warmed] == ["kernels", "topk"]
 
 
-def test_the_report_names_a_few_batches_and_why(warmed: list[Any]):
+def test_the_report_describes_sample_batches_with_reasons(warmed: list[Any]):
     backend = built()
     made = begun(backend, decode_backend="triton")
     made.adopt(backend, runner())
@@ -99,7 +99,7 @@ def test_the_report_names_a_few_batches_and_why(warmed: list[Any]):
     assert made.trace.counts.total() == 0  # none of them came to be
 
 
-def test_no_verify_without_speculative_decoding_and_nothing_of_what_stays_sglangs(warmed: list[Any]):
+def test_the_report_omits_verify_without_speculation_and_stock_phases(warmed: list[Any]):
     backend = built(prefill="tilelang")
     backend.speculative_num_draft_tokens = None
     made = begun(backend)
@@ -125,21 +125,21 @@ def test_where_every_batch_stays_sglangs_the_plugin_is_not_active(
     assert warmed == []
 
 
-def test_a_note_is_said_once(warmed: list[Any]):
+def test_a_note_appears_once(warmed: list[Any]):
     made = begun(built())
     for _ in range(3):
         made.adopt(built(prefill="tilelang"), runner())
     assert len(made.notes) == 1
 
 
-def test_a_library_that_the_model_cannot_have_is_refused_before_any_backend_serves():
+def test_a_library_that_does_not_support_the_model_is_refused_before_serving():
     with pytest.raises(SettingsError, match="decode_backend is trtllm"):
         begun(built(), decode_backend="trtllm")
 
 
 @pytest.mark.parametrize("fp8", [True, False])
-def test_trtllm_by_sglangs_own_flag_is_refused_by_its_name(fp8: bool):
-    """Over fp8 SGLang then has a cache without scales, which is not what the message has to be about."""
+def test_trtllm_by_sglangs_flag_is_refused_with_the_flag_named(fp8: bool):
+    """Over fp8 SGLang then has a cache without scales, but the message is about the flag."""
     backend = built(decode="trtllm")
     setattr(backend, f"{DsaBackend.x}_kv_cache_store_fp8", False)
     dtype = "torch.float8_e4m3fn" if fp8 else "torch.bfloat16"
@@ -147,7 +147,7 @@ def test_trtllm_by_sglangs_own_flag_is_refused_by_its_name(fp8: bool):
         begun(backend, SimpleNamespace(**vars(runner()) | {"kv_cache_dtype": dtype}))
 
 
-def test_a_backend_that_does_not_say_what_it_attends_by_is_one_error():
+def test_a_backend_without_impl_attributes_is_one_error():
     backend = built()
     delattr(backend, f"{DsaBackend.x}_decode_impl")
     with pytest.raises(PatchError, match=r"has no dsa_decode_impl\. Turn the plugin off"):
@@ -155,7 +155,7 @@ def test_a_backend_that_does_not_say_what_it_attends_by_is_one_error():
 
 
 def test_a_library_that_sglang_has_no_path_for_is_refused():
-    """On SM100 trtllm carries a bf16 prefill, and SGLang was started with another path."""
+    """On SM100 trtllm supports a bf16 prefill, but SGLang was started with another path."""
     backend = built(prefill="flashmla_sparse", decode="flashmla_sparse")
     backend.dsa_kv_cache_store_fp8 = False
     model_runner = runner()
@@ -167,7 +167,7 @@ def test_a_library_that_sglang_has_no_path_for_is_refused():
     assert not made.active
 
 
-def test_the_same_library_is_sglangs_own_where_sglang_was_started_with_it(warmed: list[Any]):
+def test_trtllm_is_left_to_sglang_if_sglang_was_started_with_it(warmed: list[Any]):
     backend = built(prefill="flashmla_sparse", decode="trtllm")
     backend.dsa_kv_cache_store_fp8 = False
     model_runner = runner()
@@ -180,7 +180,7 @@ def test_the_same_library_is_sglangs_own_where_sglang_was_started_with_it(warmed
 
 
 @pytest.mark.parametrize("lacking", ["max_context_len", "speculative_num_draft_tokens", "real_page_size"])
-def test_a_backend_without_what_is_read_of_it_is_refused(warmed: list[Any], lacking: str):
+def test_a_backend_without_an_attribute_that_the_plugin_reads_is_refused(warmed: list[Any], lacking: str):
     backend = built()
     made = begun(backend)
     delattr(backend, lacking)
@@ -195,7 +195,7 @@ def test_a_backend_without_what_is_read_of_it_is_refused(warmed: list[Any], lack
     ["set_dsa_prefill_impl", "_apply_cuda_graph_metadata", "_forward_flashmla_kv", "_compute_flashmla_metadata"],
 )
 def test_a_class_without_a_method_that_is_overridden_is_refused(method: str):
-    """Nobody would call the plugin's, and the engine's own attention would serve unnoticed."""
+    """SGLang would never call the override, and the stock attention would serve unnoticed."""
     names = {name for cls in (DsaBackend, *DsaBackend.__bases__) for name in vars(cls)}
     methods = {name: getattr(DsaBackend, name) for name in names if not name.startswith("__") and name != method}
     with pytest.raises(PatchError, match=f"no method .*{method}"):
@@ -330,7 +330,7 @@ def wrong(q: torch.Tensor, *arguments: Any, **named: Any) -> Any:
 
 @pytest.mark.parametrize("layout", ["v32_fp8", "bf16"])
 @pytest.mark.parametrize("op", ["sparse_mla_prefill", "sparse_mla_decode"])
-def test_a_kernel_that_runs_is_let_through(op: str, layout: str):
+def test_a_kernel_that_runs_is_accepted(op: str, layout: str):
     warm([(op, "reference")], Providers(layout, 0), replace(MODEL, kv_layout=layout), CPU)
 
 

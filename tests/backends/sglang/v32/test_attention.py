@@ -1,4 +1,4 @@
-"""SGLang's backend under plans: what it asks, what it is given, and what stays its own."""
+"""SGLang's V3.2 backend with plans: routes, kernels, and what is left to the stock path."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def selection(rows: int, slots: int = 256, topk: int = 2048) -> torch.Tensor:
 
 
 def leaf(backend: Any, path: str, q: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor, **more: Any):
-    """What `forward_extend` and `forward_decode` call at the end of a path, with the names that they use."""
+    """Call a path's kernel as `forward_extend` and `forward_decode` do."""
     given = {"q_all": q, "kv_cache": kv_cache, "page_table_1": slots, "sm_scale": 0.1, "v_head_dim": D_V}
     if path == "flashmla_kv":
         given |= {"layer": Layer(), "metadata": SimpleNamespace()}
@@ -67,7 +67,7 @@ def test_a_backend_that_was_not_adopted_is_the_engines(original: type, batch: An
 
 
 @BOTH
-def test_dense_attention_is_the_plans(original: type):
+def test_the_plan_decides_on_dense_attention(original: type):
     backend = started(original)
     for batch, dense in ((SHORT, True), (LONG, False), (SHORT, True), (DECODE, False)):
         backend.init_forward_metadata(batch)
@@ -90,7 +90,7 @@ def test_the_plan_may_narrow_dense_attention_and_never_widens_it(original: type)
 
 
 @BOTH
-def test_the_prefill_path_is_the_batchs_and_is_not_left_behind(original: type):
+def test_the_prefill_path_is_set_per_batch_and_reset(original: type):
     backend = started(original, prefill="flashmla_sparse", prefill_backend="cuda")
     backend.init_forward_metadata(LONG)
     assert backend.impls == ("flashmla_kv", "flashmla_kv")
@@ -100,7 +100,7 @@ def test_the_prefill_path_is_the_batchs_and_is_not_left_behind(original: type):
     assert backend.impls == ("flashmla_sparse", "flashmla_kv")
 
 
-def test_the_decode_path_is_the_batchs_and_is_not_left_behind():
+def test_the_decode_path_is_set_per_batch_and_reset():
     backend = started(layout="bf16", decode_backend="triton")
     backend.init_forward_metadata(DECODE)
     assert backend.impls == ("flashmla_sparse", "flashmla_sparse")
@@ -109,7 +109,7 @@ def test_the_decode_path_is_the_batchs_and_is_not_left_behind():
 
 
 @BOTH
-def test_a_schedule_that_nobody_reads_is_not_made(original: type):
+def test_an_unread_schedule_is_not_made(original: type):
     own = started(original, prefill_backend="cuda", decode_backend="flash_mla")
     own.init_forward_metadata(LONG)
     assert own.forward_metadata.flashmla_metadata is None
@@ -119,7 +119,7 @@ def test_a_schedule_that_nobody_reads_is_not_made(original: type):
 
 
 def test_a_captured_batch_keeps_its_schedule():
-    """SGLang copies schedules into those that it captured, whoever reads them."""
+    """SGLang copies schedules into captured ones, whether read or not."""
     backend = started(decode_backend="cuda")
     backend.init_forward_metadata(LONG)
     backend._apply_cuda_graph_metadata(4, None, None, None, ForwardMode.DECODE, None)
@@ -128,7 +128,7 @@ def test_a_captured_batch_keeps_its_schedule():
 
 
 def graph(backend: Any, mode: ForwardMode, bs: int, replay: bool) -> Any:
-    """Prepare a captured batch as the engine does; the route."""
+    """Prepare a captured batch as the engine does and return its route."""
     if isinstance(backend, DsaBackend):
         given = {"req_pool_indices": None, "seq_lens": None, "seq_lens_cpu": None, "spec_info": None}
         backend._apply_cuda_graph_metadata(bs=bs, forward_mode=mode, **given)
@@ -160,7 +160,7 @@ def test_eager_capture_and_replay_have_one_route(original: type, mode: ForwardMo
     assert backend.nsa_plugin.route is captured
 
 
-def test_the_draft_steps_of_mtp_have_routes():
+def test_mtp_draft_steps_have_routes():
     backend = started()
     backend.init_forward_metadata(LONG)
     backend.init_forward_metadata_replay_cuda_graph_from_precomputed(
@@ -204,7 +204,7 @@ def test_the_plans_provider_runs_and_agrees_with_the_engine(layout: str, path: s
     assert out[:-1].float().abs().max() > 0.1
 
 
-def test_rows_that_mlp_sync_padded_may_lack_a_selection():
+def test_mlp_sync_padding_may_lack_a_selection():
     backend = started(prefill_backend="reference")
     backend.init_forward_metadata(LONG)
     _, kv_cache = filled_cache("v32_fp8")
@@ -232,7 +232,7 @@ def test_a_renamed_page_size_is_found():
         ("v32_fp8", "flashmla_kv", forward_batch(ForwardMode.SPLIT_PREFILL, [9], [9]), {}),
     ],
 )
-def test_elsewhere_the_engines_kernel_runs(layout: str, path: str, batch: Any, settings: dict[str, str]):
+def test_otherwise_the_upstream_kernel_runs(layout: str, path: str, batch: Any, settings: dict[str, str]):
     backend = started(layout=layout, **settings)
     backend.init_forward_metadata(batch)
     backend.calls.clear()
@@ -306,7 +306,7 @@ def test_the_fault_is_injected_into_fa3_too():
         ({"layout": "bf16", "sinks": True}, ["the model has attention sinks: decode, verify and draft"], "prefill"),
     ],
 )
-def test_the_engines_own_choices_are_left_and_said(options: dict[str, Any], notes: list[str], route: str | None):
+def test_stock_choices_are_left_alone_and_noted(options: dict[str, Any], notes: list[str], route: str | None):
     backend = started(**options)
     assert len(backend.notes) == len(notes)
     assert all(said.startswith(note) for said, note in zip(backend.notes, notes, strict=True))
@@ -325,7 +325,7 @@ def test_steps_of_a_model_with_sinks_are_left_to_the_stock_path():
         assert backend.impls[1] == decode
 
 
-def test_the_indexer_is_handed_the_plan():
+def test_the_indexer_gets_the_plan():
     backend = started()
     backend.init_forward_metadata(LONG)
     selected = getattr(backend.get_indexer_metadata(0, LONG), ATTRIBUTE)
@@ -333,7 +333,7 @@ def test_the_indexer_is_handed_the_plan():
     assert selected.pool is backend.token_to_kv_pool
 
 
-def test_the_pool_of_older_versions_is_the_batchs():
+def test_older_versions_have_the_pool_on_the_batch():
     backend = started(NsaBackend)
     del backend.token_to_kv_pool
     batch = forward_batch(ForwardMode.EXTEND, [3000], [3000], token_to_kv_pool="the batch's")

@@ -1,4 +1,4 @@
-"""SGLang's batches in the plugin's terms."""
+"""Reading SGLang's batches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nsa_plugin.errors import ShapeError
 from tests.backends.fake_sglang.v32 import DRAFT_TOKENS, ForwardMode, forward_batch
 
 
-def test_every_mode_has_a_phase_or_is_left_alone():
+def test_every_mode_has_a_phase_or_is_not_supported():
     phases = {mode.name: phase_of(mode) for mode in ForwardMode}
     assert phases == {
         "EXTEND": Phase.EXTEND,
@@ -24,7 +24,7 @@ def test_every_mode_has_a_phase_or_is_left_alone():
     }
 
 
-def test_a_prefill_has_its_own_lengths():
+def test_a_prefill_has_its_real_lengths():
     batch = prefill_batch(forward_batch(ForwardMode.EXTEND, [3, 5], [10, 5]))
     shape = batch.shape
     assert (shape.phase, shape.num_requests, shape.num_tokens) == (Phase.EXTEND, 2, 8)
@@ -38,7 +38,7 @@ def test_without_a_prefix_there_is_none():
     assert not prefill_batch(forward_batch(ForwardMode.EXTEND, [4], [4])).shape.has_prefix
 
 
-def test_requests_that_mlp_sync_pads_in_have_no_rows():
+def test_requests_padded_by_mlp_sync_have_no_query_tokens():
     """The lengths of the contexts are padded with ones, the list of the rows is not, nor are the names."""
     padded = forward_batch(ForwardMode.EXTEND, [7], [7, 1], rids=["a"])
     batch = prefill_batch(padded)
@@ -46,15 +46,15 @@ def test_requests_that_mlp_sync_pads_in_have_no_rows():
     assert batch.requests == [("a", 7, 7), ("", 0, 1)]
 
 
-def test_a_mixed_batch_says_so():
+def test_a_mixed_batch_is_marked():
     assert prefill_batch(forward_batch(ForwardMode.MIXED, [5, 1], [5, 90])).mixed
 
 
-def test_context_parallel_is_seen_by_its_metadata():
+def test_context_parallelism_is_read_from_its_metadata():
     assert prefill_batch(forward_batch(ForwardMode.EXTEND, [4], [4], attn_cp_metadata=object())).shape.context_parallel
 
 
-def test_lengths_that_cannot_be_are_an_error():
+def test_contradicting_lengths_are_an_error():
     with pytest.raises(ShapeError, match="request 0 has 5 rows and a context of 4 tokens"):
         prefill_batch(forward_batch(ForwardMode.EXTEND, [5], [4]))
 
@@ -67,7 +67,7 @@ def test_lengths_that_cannot_be_are_an_error():
         (ForwardMode.DRAFT_EXTEND_V2, 3 * DRAFT_TOKENS),
     ],
 )
-def test_an_eager_step_is_what_a_captured_one_is(mode: ForwardMode, rows: int):
+def test_an_eager_step_equals_a_captured_one(mode: ForwardMode, rows: int):
     phase = phase_of(mode)
     assert phase is not None
     eager = eager_step(forward_batch(mode, [], [10, 20, 30]), phase, DRAFT_TOKENS, 4096)
@@ -82,13 +82,13 @@ def test_a_step_reads_no_lengths():
     assert eager_step(unknown, Phase.DECODE, None, 4096).shape.num_tokens == 2
 
 
-def test_the_older_draft_extend_has_rows_of_its_own():
+def test_the_older_draft_extend_reads_its_lengths():
     shape = eager_step(forward_batch(ForwardMode.DRAFT_EXTEND, [2, 4, 1], [9, 9, 9]), Phase.DRAFT_EXTEND, 4, 4096).shape
     assert (shape.num_requests, shape.num_tokens) == (3, 7)
 
 
 @pytest.mark.parametrize("phase", [Phase.IDLE, Phase.DECODE])
-def test_an_idle_rank_has_no_rows(phase: Phase):
+def test_an_idle_rank_has_no_query_tokens(phase: Phase):
     requests = 3 if phase is Phase.IDLE else 0  # padded rows are no rows either
     assert step_batch(phase, requests, requests, 4096).shape.num_tokens == 0
     assert eager_step(forward_batch(ForwardMode.IDLE, [], []), Phase.IDLE, None, 4096).shape.phase is Phase.IDLE
@@ -99,7 +99,7 @@ def test_more_rows_than_the_server_allows_are_still_a_shape():
     assert step_batch(Phase.TARGET_VERIFY, 1, 8, 4).shape.max_kv_len == 8
 
 
-def test_a_step_that_comes_again_is_the_same_and_every_other_is_its_own():
+def test_equal_steps_share_a_batch_and_different_ones_do_not():
     usual = (Phase.DECODE, 8, 8, 4096)
     batch = step_batch(*usual)
     assert step_batch(*usual) is batch
@@ -109,7 +109,7 @@ def test_a_step_that_comes_again_is_the_same_and_every_other_is_its_own():
         assert step_batch(*other).shape.phase is other[0]
 
 
-def test_the_names_of_a_step_are_not_those_of_the_next():
+def test_the_names_of_a_step_do_not_leak_into_the_next():
     named = step_batch(Phase.TARGET_VERIFY, 2, 8, 4096, ["a", "b"])
     assert named.requests == [("a", 4, 4096), ("b", 4, 4096)]
     assert step_batch(Phase.TARGET_VERIFY, 2, 8, 4096).requests == []

@@ -1,4 +1,4 @@
-"""A prefill's selection: bounded, request by request, and in the form that SGLang's own would have."""
+"""Top-k selection of a prefill: bounded, request by request, in SGLang's form."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def test_a_buffer_that_is_given_is_filled(
     assert torch.equal(buffer, fresh)
 
 
-def test_no_buffer_by_name_is_as_none(case: Case, plan: Plan, providers: Providers):
+def test_a_buffer_of_none_by_name_is_allowed(case: Case, plan: Plan, providers: Providers):
     assert case.run(given(case, plan, providers, case.metadata()), topk_result=None).shape == (PADDED, TOPK)
 
 
@@ -265,7 +265,7 @@ def test_a_pipelines_receive_keeps_its_sm(case: Case, plan: Plan, providers: Pro
     "why",
     ["no plan", "selects nothing", "another phase", "another top-k", "init tokens", "local tokens", "cp", "lengths"],
 )
-def test_elsewhere_the_original_runs(case: Case, plan: Plan, providers: Providers, why: str):
+def test_otherwise_the_original_runs(case: Case, plan: Plan, providers: Providers, why: str):
     more: dict[str, Any] = {}
     if why == "another top-k":
         more["topk_backend"] = SimpleNamespace(is_sgl_kernel=lambda: False)

@@ -29,7 +29,7 @@ def replayed(backend: Any, batch: Any, engine_says: bool = True) -> bool:
 
 
 @pytest.mark.parametrize("layout", ["v32_fp8", "bf16"])
-def test_a_dense_batch_leaves_the_graph_where_a_limit_is_given(layout: str):
+def test_a_dense_batch_leaves_the_graph_if_mha_max_kv_is_set(layout: str):
     backend = started(layout=layout, mha_max_kv=64)
     assert not replayed(backend, SHORT)
     backend.init_forward_metadata(SHORT)  # what follows, outside the graph
@@ -64,7 +64,7 @@ def test_the_engines_rules_count_too():
 
 
 @pytest.mark.parametrize("backend", [DsaBackend(), SimpleNamespace()])
-def test_a_backend_that_is_not_the_plugins_is_left_alone(backend: Any):
+def test_a_stock_backend_is_left_alone(backend: Any):
     assert replayed(backend, SHORT)
 
 
@@ -73,7 +73,7 @@ def test_what_the_engine_does_not_replay_stays_eager():
 
 
 def test_a_replayed_prefill_has_a_sparse_plan():
-    """Inside a graph the engine's own rules rule dense attention out, and the plan follows."""
+    """Inside a graph SGLang's rules exclude dense attention, and the plan follows."""
     backend = started()
     assert replayed(backend, SHORT)
     backend.dense_allowed = False  # as `is_in_breakable_cuda_graph()` makes it

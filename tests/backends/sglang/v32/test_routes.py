@@ -1,4 +1,4 @@
-"""From a Plan to SGLang's path."""
+"""From a plan to SGLang's execution path."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_steps(layout: str, library: str, impl: str, own: bool, phase: Phase):
     assert (route.plan.phase, route.plan.provider, route.path, route.own) == (phase, library, impl, own)
 
 
-def test_both_of_flash_mlas_ways_to_an_fp8_prefill():
+def test_both_flash_mla_paths_of_an_fp8_prefill():
     def executed(attention: Attention, dequantize: bool) -> tuple[str | None, bool]:
         topk = IndexerPlan(mode=IndexerMode.TOPK)
         plan = Plan(
@@ -99,7 +99,7 @@ def test_every_plan_has_a_path(layout: str, sm: int, heads: int):
                 assert made.step(step_batch(phase, rows, rows, 200_000)).path in PLANNED[layout, False]
 
 
-def test_every_path_is_one_that_may_be_taken():
+def test_every_path_may_be_taken():
     for entry in PATHS:
         if SGLANG in entry.engines and entry.path in ("flashmla_kv", "flashmla_sparse", "fa3"):
             assert all(any(entry.path in PLANNED[layout, ex] for ex in (True, False)) for layout in entry.layouts)
@@ -107,7 +107,7 @@ def test_every_path_is_one_that_may_be_taken():
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_sglang_cannot_run_is_not_offered(layout: str):
+def test_routes_that_sglang_cannot_run_are_not_offered(layout: str):
     routes = routes_of(SGLANG, layout, prefill=True)
     assert Route(Attention.SPARSE_DECODE, "trtllm") not in routes
     assert Route(Attention.MHA_ONE_SHOT, "trtllm") in routes  # SGLang's dense attention on SM100
@@ -145,7 +145,7 @@ def test_dense_attention_and_the_selection_go_together(layout: str):
                 assert not route.dense or (allowed and limit != 0)
 
 
-def test_sglang_may_rule_dense_attention_out_and_the_plan_says_so():
+def test_sglang_may_exclude_dense_attention_and_the_plan_gives_the_reason():
     made = planner("bf16")
     assert made.prefill(SHORT, dense_allowed=True).dense
     route = made.prefill(SHORT, dense_allowed=False)
@@ -202,7 +202,7 @@ def test_prefills_of_the_same_lengths_are_decided_once_and_counted_every_time(mo
     assert len(decided) == before + 1
 
 
-def test_the_indexers_chunks_follow_the_memory_that_is_free_when_serving():
+def test_the_indexers_chunks_follow_the_free_memory_when_serving():
     readings = []
 
     def free() -> int:
@@ -244,16 +244,16 @@ def test_a_copy_that_does_not_fit_is_not_made():
         ({"hisparse_coordinator": None, "_kv_shard_pool": None, "dcp_size": 1}, {"enable_prefill_cp": False}, None),
     ],
 )
-def test_features_that_are_sglangs_own(backend: dict, server_args: dict, feature: str | None):
+def test_features_left_to_sglang(backend: dict, server_args: dict, feature: str | None):
     assert stock_feature(SimpleNamespace(**backend), SimpleNamespace(**server_args)) == feature
 
 
-def test_the_model_of_the_tests_is_the_plugins():
+def test_the_tests_model_equals_the_plugins_shape():
     assert isinstance(MODEL, ModelShape)
     assert MODEL.heads_per_rank == 4
 
 
-def test_what_a_steps_plan_depends_on_makes_a_plan_of_its_own(monkeypatch: pytest.MonkeyPatch):
+def test_each_input_of_a_steps_plan_makes_another_plan(monkeypatch: pytest.MonkeyPatch):
     decided = []
 
     def deciding(model, batch, device, settings, constraints):

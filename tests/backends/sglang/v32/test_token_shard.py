@@ -1,4 +1,4 @@
-"""Heads for tokens under SGLang, on real process groups (see the `shard` bodies), and what needs one rank alone."""
+"""Resharding under SGLang on real process groups (the `shard` bodies), and tests of one rank."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_pieces_are_the_unsharded_ones_bit_for_bit(ranks: int, chunks: int, tmp_
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_later_steps_are_the_unsharded_ones_bit_for_bit(ranks: int, tmp_path: Path):
+def test_decode_verify_and_draft_steps_reshard_bit_for_bit(ranks: int, tmp_path: Path):
     on_ranks(ranks, shard_steps.on_ranks_of_cpus, tmp_path)
 
 
@@ -57,7 +57,7 @@ def reason(made: SglangPlanner, batch: Any, *, dense: bool = False) -> tuple[boo
     return route.plan.token_shard, route.plan.reasons["token_shard"]
 
 
-def test_a_planner_trades_where_there_is_an_exchange():
+def test_a_planner_with_an_exchange_reshards():
     assert reason(planner(), LONG)[0]
     for phase, rows, trades in (
         (Phase.DECODE, 64, True),
@@ -78,12 +78,12 @@ def test_a_planner_trades_where_there_is_an_exchange():
         ({"token_shard": "off", "no_exchange": "whatever"}, Phase.DECODE, "token_shard is off"),
     ],
 )
-def test_a_planner_keeps_the_heads_of_a_step_and_says_why(fields: dict[str, Any], phase: Phase, why: str):
+def test_a_planner_keeps_a_steps_heads_local_with_a_reason(fields: dict[str, Any], phase: Phase, why: str):
     plan = planner(**fields).step(step_batch(phase, 64, 64, 4096)).plan
     assert (plan.token_shard, plan.reasons["token_shard"]) == (False, why)
 
 
-def test_a_step_is_dealt_out_by_its_rows_alone():
+def test_a_step_is_partitioned_by_its_number_of_query_tokens():
     """A replay has its capture's shares, whatever its lengths are."""
     made = planner()
     for rows in (2, 7, 64):
@@ -103,13 +103,13 @@ def test_a_step_is_dealt_out_by_its_rows_alone():
         ({"token_shard": "off", "no_exchange": "whatever"}, LONG, "token_shard is off"),
     ],
 )
-def test_a_planner_keeps_the_heads_and_says_why(fields: dict[str, Any], batch: Any, why: str):
+def test_a_planner_keeps_heads_local_with_a_reason(fields: dict[str, Any], batch: Any, why: str):
     trades, said = reason(planner(**fields), batch, dense=batch is SHORT)
     assert not trades
     assert said.startswith(why)
 
 
-def test_without_an_exchange_nothing_is_traded():
+def test_without_an_exchange_nothing_reshards():
     """Whatever the settings say: a plan that trades and a backend that cannot would be wrong rows."""
     plain = SglangPlanner(MODEL, H200, Settings(token_shard="on"))
     assert reason(plain, LONG) == (False, "this backend has no exchange")
@@ -126,7 +126,7 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> SglangServing:
     return made
 
 
-def test_auto_asks_no_group_of_a_size_that_was_not_measured(monkeypatch: pytest.MonkeyPatch):
+def test_auto_without_measured_times_asks_no_group(monkeypatch: pytest.MonkeyPatch):
     """Neither SGLang's groups nor memory: the fakes have none."""
     others = {key: labels for key, labels in timings.TIMINGS.items() if not key[1].endswith(" tp2")}
     monkeypatch.setattr(timings, "TIMINGS", others)
@@ -136,9 +136,7 @@ def test_auto_asks_no_group_of_a_size_that_was_not_measured(monkeypatch: pytest.
     assert f"; heads stay local: no times on SM90 for 2 ranks that reshard {MODEL.heads_per_rank} heads each" in words
 
 
-def test_auto_takes_no_memory_where_no_batch_was_measured_to_be_quicker(
-    envs: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-):
+def test_auto_allocates_nothing_if_no_batch_was_measured_faster(envs: SimpleNamespace, monkeypatch: pytest.MonkeyPatch):
     """The ranks say so to each other: one that has other kernel libraries than the rest might not."""
     group = SimpleNamespace(device_group=2, cpu_group=object())
     group_module(monkeypatch, get_attn_tp_group=lambda: group)
@@ -178,7 +176,7 @@ def envs(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         ("tilelang, flashmla_kv", {}, None, None),
     ],
 )
-def test_what_of_a_server_has_no_part_in_it(
+def test_servers_that_do_not_support_resharding(
     envs: SimpleNamespace, impls: str, args: dict[str, Any], broadcast: bool | None, why: str | None
 ):
     if broadcast is not None:
@@ -211,7 +209,7 @@ def test_a_group_that_is_not_as_expected_is_refused(
         token_shard.open_exchange(built(), runner(), MODEL, H200, Settings(token_shard="on"))
 
 
-def test_graphs_are_found_by_the_names_of_every_version(monkeypatch: pytest.MonkeyPatch):
+def test_graph_flags_are_found_in_every_version(monkeypatch: pytest.MonkeyPatch):
     answers = {name: False for kind in token_shard.IN_GRAPH for _, name in kind}
     for old in (0, 1):
         for kind in token_shard.IN_GRAPH:
@@ -233,7 +231,7 @@ def test_graphs_are_found_by_the_names_of_every_version(monkeypatch: pytest.Monk
         token_shard._in_graph()
 
 
-def test_the_engines_heads_come_back_whatever_happens():
+def test_the_engines_head_count_is_restored_after_an_error():
     backend = DsaBackend()
     backend.flashmla_kv_num_q_heads = 64  # type: ignore[attr-defined]
     seen = []

@@ -1,4 +1,4 @@
-"""vLLM on a GPU from the configuration to the start-up report, with a ledger and workers that stand in for vLLM's."""
+"""vLLM on a GPU from the configuration to the start-up report, with a fake ledger and fake workers."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def test_a_cpu_and_nvidias_gpus_are_told_apart(monkeypatch: pytest.MonkeyPatch, 
     assert activation.device_kind() == kind
 
 
-def test_what_is_not_asked_for_is_not_refused(process: VllmProcess):
+def test_nothing_is_refused_while_the_plugin_is_off(process: VllmProcess):
     vllm_config = configured(enabled=False)
     assert engine_config(vllm_config) is vllm_config
     assert worker_of(vllm_config).rank == 0
@@ -359,7 +359,7 @@ def test_ranks_that_decide_alike_are_silent(
     assert (found.trace.mode, found.trace.rank, found.count, reports) == ("off", 1, None, [])
 
 
-def test_the_users_backend_stays_and_the_report_says_whose_the_layers_are(reports: list[StartupReport]):
+def test_the_users_backend_stays_and_the_report_names_it(reports: list[StartupReport]):
     worker = worker_of(configured(backend=ANOTHER))
     load_model(worker)
     warm_up(worker)
@@ -526,7 +526,7 @@ def test_with_strict_full_what_v4_does_not_support_is_refused_with_one_error(sta
     assert (process.serving, Engine.serve(), Engine.serve_v4()) == (None, "vLLM's", "vLLM's")
 
 
-def test_stock_vllm_serves_v4_as_it_is_asked(process: VllmProcess, reports: list[StartupReport]):
+def test_stock_vllm_serves_unsupported_v4(process: VllmProcess, reports: list[StartupReport]):
     vllm_config = _enabled(v4_config(speculative_config=PARALLEL))
     assert engine_config(vllm_config) is vllm_config
     worker_of(vllm_config)

@@ -1,4 +1,4 @@
-"""Batches by route on vLLM's /metrics: a worker counts, and another process answers."""
+"""Batches by execution path on vLLM's /metrics: a worker counts, another process answers."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_without_a_folder_nothing_is_counted(tmp_path: Path, monkeypatch: pytest
     assert route_counter(LABELS) is None
 
 
-def test_another_file_format_is_said_and_does_not_stop_the_start(
+def test_another_file_format_warns_and_does_not_stop_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
@@ -117,7 +117,7 @@ def test_another_file_format_is_said_and_does_not_stop_the_start(
     assert "counts no batches" in caplog.text
 
 
-def test_the_labels_are_those_of_vllms_own_metrics():
+def test_the_labels_equal_those_of_vllms_metrics():
     vllm_config = SimpleNamespace(
         model_config=SimpleNamespace(served_model_name="model"), parallel_config=SimpleNamespace(data_parallel_index=1)
     )

@@ -1,4 +1,4 @@
-"""vLLM's layer under plans: every kind of batch against a dense float32 computation, and what stays vLLM's own."""
+"""vLLM's layer with plans: every kind of batch against dense float32 attention, and the stock path."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_trtllm_gets_the_lengths_from_the_host(layout: str):
     assert given == [{"seqlens_q": (20, 5), "seqlens_k": (20, 21)}]
 
 
-def test_the_plans_rows_are_not_in_vllms_workspace():
+def test_joined_queries_are_not_in_vllms_workspace():
     """vllm #56771: a prefill wrote into memory that a live decode graph reads."""
     world = World(planner("v32_fp8"))
     world.step(MIXED).check()
@@ -153,7 +153,7 @@ def test_the_plans_rows_are_not_in_vllms_workspace():
 # vLLM's own FlashMLA calls under a plan
 
 
-def test_a_batch_that_is_vllms_own_gets_vllms_own_metadata():
+def test_a_stock_batch_gets_vllms_metadata():
     world = World(planner(device=WITH_FLASH_MLA, prefill_backend="flash_mla", decode_backend="flash_mla", topk=128))
     step = world.step([(1, 40), (1, 9)])
     assert [piece.path for piece in step.metadata.mqa] == [STOCK]
@@ -165,7 +165,7 @@ def test_a_batch_that_is_vllms_own_gets_vllms_own_metadata():
 
 @LATER
 @pytest.mark.parametrize(("layout", "mixed"), [("bf16", None), ("v32_fp8", True)])
-def test_vllms_own_calls_beside_dense_attention(layout: str, mixed: bool | None, later: bool):
+def test_vllms_calls_together_with_dense_attention(layout: str, mixed: bool | None, later: bool):
     asked = {"prefill_backend": "flash_mla", "decode_backend": "flash_mla", "mha_max_kv": 24}
     world = World(planner(layout, device=WITH_FLASH_MLA, topk=128, **asked), later)
     step = world.step(MIXED)
@@ -196,7 +196,7 @@ def test_a_part_of_a_batch_is_a_batch():
     assert part.causal
 
 
-def test_the_form_of_a_prefill_over_an_fp8_cache_is_the_plans():
+def test_the_plan_sets_the_variant_of_a_prefill_over_an_fp8_cache():
     """64 heads: vLLM would take steps and prefills apart; the plan's kernel is the one for mixed batches."""
     asked = {"prefill_backend": "flash_mla", "mha_max_kv": 24}
     world = World(planner("v32_fp8", device=WITH_FLASH_MLA, topk=128, **asked))
@@ -209,7 +209,7 @@ def test_the_form_of_a_prefill_over_an_fp8_cache_is_the_plans():
     step.check()
 
 
-def test_the_injected_fault_shows():
+def test_the_deliberate_fault_changes_the_output():
     clean, faulty = (
         World(planner("v32_fp8", fault=fault)).step([(1, 60), (30, 60)]) for fault in ("none", "shift_indices")
     )
@@ -239,7 +239,7 @@ def test_rebased_refuses_a_class_between():
         rebased(Between, SparseBase, DenseBase)
 
 
-def test_without_a_planner_everything_is_vllms():
+def test_without_a_planner_everything_is_left_to_vllm():
     world = World(planner())
     step = world.step([(1, 40)])
     builder = make_builder(None)

@@ -1,4 +1,4 @@
-"""vLLM's indexer under plans: who is selected for, within which budget, and steps that go in pieces."""
+"""vLLM's indexer with plans: which query tokens it selects for, its memory budget, and steps in pieces."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.backends.fake_vllm.v32 import MAX_LEN, World, planner
 
 
 def chunks_of(deciding: VllmPlanner | None, lengths: list[tuple[int, int]], offset: int) -> Any:
-    """The chunks of a batch of which vLLM's indexer takes the first `offset` requests for steps."""
+    """Chunks of a batch whose first `offset` requests vLLM's indexer takes for steps."""
     if deciding is not None:
         World(deciding).step(lengths)
     ours = prefill_chunks(split_indexer_prefill_chunks, lambda: deciding)
@@ -47,7 +47,7 @@ def chunks_of(deciding: VllmPlanner | None, lengths: list[tuple[int, int]], offs
 
 
 def test_requests_that_attend_densely_are_in_no_chunk():
-    """vllm #52512: what selects and what attends have to agree, request by request."""
+    """vllm #52512: selection and attention must agree, request by request."""
     chunks = chunks_of(planner(), MIXED, 2)
     assert chunks == [(slice(3, 4), slice(0, 30)), (slice(5, 7), slice(0, 9))]
 
@@ -75,7 +75,7 @@ def test_the_budget_of_a_prefills_logits_follows_the_free_memory():
     assert found[-1] == [(slice(0, 1), slice(0, 30))]
 
 
-def test_other_batches_are_vllms_own():
+def test_other_batches_are_left_to_vllm():
     lengths = [(30, 60), (6, 6)]
     own = split_indexer_prefill_chunks(torch.tensor([60, 6]), torch.tensor([30, 6]), 1000, 512 * MIB)
     assert chunks_of(None, lengths, 0) == own
@@ -128,7 +128,7 @@ def test_steps_over_the_budget_are_taken_out(next_n: int):
     assert steps.page_table.data_ptr() == step.common.block_table_tensor.data_ptr()
 
 
-def test_steps_that_vllms_indexer_takes_for_prefills_are_its_own():
+def test_steps_that_vllms_indexer_takes_for_prefills_are_left_to_it():
     class Strict(StockIndexerBuilder):
         threshold = 0
 
@@ -139,7 +139,7 @@ def test_steps_that_vllms_indexer_takes_for_prefills_are_its_own():
     assert not hasattr(metadata, ATTRIBUTE)
 
 
-def test_a_compressed_cache_is_vllms():
+def test_a_compressed_cache_is_left_to_vllm():
     class Compressed(StockIndexerBuilder):
         compress_ratio = 4
 
@@ -147,7 +147,7 @@ def test_a_compressed_cache_is_vllms():
     assert builder.nsa_plugin is None
 
 
-def test_a_builder_that_splits_by_a_method_of_its_own():
+def test_a_builder_with_a_method_for_chunks():
     class Later(StockIndexerBuilder):
         _split_indexer_prefill_chunks = staticmethod(split_indexer_prefill_chunks)
 
@@ -168,7 +168,7 @@ def test_a_builder_that_splits_by_a_method_of_its_own():
         [(4, 40), (4, 9), (4, 4), (4, 70)],
     ],
 )
-def test_steps_in_pieces_select_what_all_at_once_would(lengths: list[tuple[int, int]], provider: str):
+def test_steps_in_pieces_select_as_all_at_once(lengths: list[tuple[int, int]], provider: str):
     next_n = lengths[0][0]
     deciding = small_budget(next_n)
     metadata, step = built(deciding, lengths, padded_rows=next_n, padded_requests=1)
@@ -196,7 +196,7 @@ def test_steps_in_pieces_select_what_all_at_once_would(lengths: list[tuple[int, 
     assert bool((call.buffer[-3:] == 9).all())
 
 
-def test_the_logits_of_steps_are_held_for_as_many_rows_as_the_plan_says():
+def test_logits_of_steps_are_held_for_the_plans_number_of_query_tokens():
     metadata, _ = built(small_budget(1), [(1, 40), (1, 9), (1, 3), (1, 80), (1, 96)])
     call, asked = a_call(5), []
     providers = Providers("bf16", 0)

@@ -1,4 +1,4 @@
-"""A worker's decisions before any batch: what is refused, what is warmed, what the report says; and the ledger."""
+"""A GPU worker before any batch: refusals, warm-up, the start-up report; and the ledger."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_a_kernel_that_does_not_run_is_named():
         here.warm(torch.device("cpu"))
 
 
-def test_the_report_says_what_batches_take():
+def test_the_report_describes_sample_batches():
     here = serving(device=WITH_FLASH_MLA, decode_backend="flash_mla")
     layers = here.vllm_config.compilation_config.static_forward_context
     layers |= {"0.attn": layer(True), "1.attn": layer(True), "0.indexer.k_cache": SimpleNamespace()}
@@ -195,7 +195,7 @@ def test_the_report_says_what_batches_take():
     assert "query tokens at once" in facts["prefill, 96 of 96 tokens"]
 
 
-def test_layers_on_another_backend_stay_vllms_and_the_report_says_so():
+def test_layers_on_another_backend_are_left_to_vllm_and_reported():
     here = serving()
     here.vllm_config.compilation_config.static_forward_context |= {"attn": layer(False, "FLASHINFER_MLA_SPARSE")}
     assert not here.active
@@ -216,7 +216,7 @@ def backends(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     return module.AttentionBackendEnum  # type: ignore[attr-defined]
 
 
-def test_the_backend_is_chosen_where_the_user_gave_none(backends: dict[str, object]):
+def test_the_plugin_chooses_the_backend_if_the_user_did_not(backends: dict[str, object]):
     here = serving()
     here.prepare(torch.device("cpu"))
     assert here.vllm_config.attention_config.backend is backends[BACKEND]
@@ -242,7 +242,7 @@ def test_a_kernel_that_does_not_run_leaves_the_backend_alone(monkeypatch: pytest
     assert here.vllm_config.attention_config.backend is None
 
 
-def test_vllms_layers_alone_are_served_only_where_the_user_named_their_backend(backends: dict[str, object]):
+def test_a_model_without_planned_layers_needs_the_user_to_name_the_backend(backends: dict[str, object]):
     def model_of(*layers: Any, backend: str | None = None, **device: Any) -> GpuServing:
         here = serving(config(attention_config=SimpleNamespace(backend=backend)), **device)
         here.prepare(torch.device("cpu"))
@@ -347,7 +347,7 @@ def test_a_phase_and_its_rows_have_one_plan():
 # Libraries and seams
 
 
-def test_a_library_inside_vllm_answers_to_its_own_name(monkeypatch: pytest.MonkeyPatch):
+def test_a_library_bundled_with_vllm_is_importable_by_its_name(monkeypatch: pytest.MonkeyPatch):
     inside = ModuleType("some_vendored_library")
     inside.__spec__ = ModuleSpec(inside.__name__, None)
     monkeypatch.setitem(sys.modules, inside.__name__, inside)

@@ -1,4 +1,4 @@
-"""Heads for tokens under vLLM on a GPU, on real process groups (`shard_batches`), and what needs one rank alone."""
+"""Resharding under vLLM on real process groups (`shard_batches`), and tests of one rank."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ from tests.parallel.ranks import on_ranks
 
 
 @pytest.mark.parametrize("way", range(len(WAYS)))
-def test_two_ranks_get_what_they_get_without_the_trade_bit_for_bit(way: int, tmp_path: Path):
+def test_two_ranks_reshard_bit_for_bit(way: int, tmp_path: Path):
     on_ranks(2, shard_batches.batches_on_ranks, tmp_path, way)
 
 
 @pytest.mark.parametrize("way", [1, 3, 4])
-def test_four_ranks_get_what_they_get_without_the_trade_bit_for_bit(way: int, tmp_path: Path):
+def test_four_ranks_reshard_bit_for_bit(way: int, tmp_path: Path):
     on_ranks(4, shard_batches.batches_on_ranks, tmp_path, way)
 
 
 @pytest.mark.parametrize("way", range(len(WAYS)))
 @pytest.mark.parametrize(("ranks", "chunks"), [(2, 2), (2, 4), (4, 4)])
-def test_pieces_are_what_there_is_without_the_trade_bit_for_bit(ranks: int, way: int, chunks: int, tmp_path: Path):
+def test_resharding_in_pieces_is_bit_for_bit(ranks: int, way: int, chunks: int, tmp_path: Path):
     on_ranks(ranks, shard_batches.pieces_on_ranks, tmp_path, way, chunks)
 
 
@@ -52,7 +52,7 @@ def test_start_up_capture_and_controls(ranks: int, tmp_path: Path):
     on_ranks(ranks, shard_batches.others_on_ranks, tmp_path)
 
 
-def test_a_planner_without_an_exchange_keeps_the_heads_and_says_so():
+def test_a_planner_without_an_exchange_keeps_heads_local_with_a_reason():
     made = planner_of(WAYS[0], 2, on=True)
     for plan in (made.step_plan(64, 64, 1), made.prefill_plan(60, 90)):
         assert not plan.token_shard
@@ -62,7 +62,7 @@ def test_a_planner_without_an_exchange_keeps_the_heads_and_says_so():
     assert made.step_plan(64, 64, 1).reasons["token_shard"] == "batches are split in two"
 
 
-def test_on_is_served_and_auto_of_a_size_that_was_not_measured_asks_no_group():
+def test_on_is_served_and_auto_without_measured_times_asks_no_group():
     """vLLM's is not there."""
     made = planner_of(next(way for way in WAYS if way.layout == "v32_fp8"), 8, on=True)
     validate(made.model, made.device, made.settings, decode_constraints=made.constraints(prefill=False))
@@ -73,7 +73,7 @@ def test_on_is_served_and_auto_of_a_size_that_was_not_measured_asks_no_group():
     assert made.step_plan(64, 64, 1).reasons["token_shard"] == reason
 
 
-def test_with_strict_off_no_rank_waits_for_one_that_left(monkeypatch: pytest.MonkeyPatch):
+def test_with_strict_off_no_rank_waits_for_a_stock_one(monkeypatch: pytest.MonkeyPatch):
     """And no group is asked for: vLLM's is not there."""
     made = planner_of(WAYS[0], 2, on=True)
 
@@ -118,7 +118,7 @@ def draft(ranks: int | None, shared: bool) -> Any:
         (config(draft(2, True)), "index_share_for_mtp_iteration"),
     ],
 )
-def test_what_of_a_server_has_no_part_in_it(vllm_config: Any, why: str | None):
+def test_servers_that_do_not_support_resharding(vllm_config: Any, why: str | None):
     said = impossible(vllm_config)
     assert (said is None) if why is None else (said is not None and why in said)
 
@@ -155,7 +155,7 @@ def test_own_rows_count_from_the_request():
     assert assign(by_count(0, 3), 1, (), [], []).own == ()
 
 
-def test_no_rank_is_dealt_more_rows_than_its_buffers_hold():
+def test_no_rank_gets_more_query_tokens_than_its_buffers_hold():
     made = planner_of(WAYS[0], 4, on=True)
     shard: Any = SimpleNamespace(rank=0, max_tokens=200, max_rows=50)
     made.exchange, made.no_exchange, made.exchange_rows = Exchange(shard, None), "", 200  # type: ignore[arg-type]
@@ -170,7 +170,7 @@ def test_no_rank_is_dealt_more_rows_than_its_buffers_hold():
     assert max(split.head_assigned.partition.counts) > 50
 
 
-def test_rows_that_an_engine_pads_or_leaves_out():
+def test_padded_and_missing_query_tokens():
     def attend(q: torch.Tensor, shares: Partition, attend_rows: Any, *, chunks: int) -> torch.Tensor:
         pieces = [shares.chunk(0, index, chunks) for index in range(chunks)]
         return torch.cat([attend_rows(q[rows], rows) for rows in pieces])
@@ -207,7 +207,7 @@ def test_copies_of_contexts_are_made_in_parts():
     assert parts[1].slots.tolist() == list(range(2 * 23 * 4, 2 * 23 * 4 + 30))
 
 
-def test_a_layer_that_is_built_asks_for_the_exchange(monkeypatch: pytest.MonkeyPatch):
+def test_building_a_layer_opens_the_exchange(monkeypatch: pytest.MonkeyPatch):
     asked: list[int] = []
     monkeypatch.setattr(gpu_patches, "building", lambda: asked.append(1))
     assert gpu_patches.impl_class(staticmethod(lambda: int)).__func__() is int
@@ -216,7 +216,7 @@ def test_a_layer_that_is_built_asks_for_the_exchange(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("library", ["reference", "triton"])
 def test_kernels_run_while_a_model_is_built(library: str):
-    """Where a tensor that names no device and no dtype has the model's."""
+    """vLLM sets the default device and dtype to the model's then."""
     shape, kernels = planner_of(WAYS[1], 2, on=True).model, {("sparse_mla_prefill", library)}
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
@@ -227,7 +227,7 @@ def test_kernels_run_while_a_model_is_built(library: str):
         torch.set_default_dtype(before)
 
 
-def test_what_shows_after_the_start_leaves_serving_to_vllm_with_strict_off(monkeypatch: pytest.MonkeyPatch):
+def test_an_error_after_the_start_falls_back_to_vllm_with_strict_off(monkeypatch: pytest.MonkeyPatch):
     def settle() -> None:
         raise SettingsError("no layer attends")
 
@@ -246,14 +246,14 @@ def test_what_shows_after_the_start_leaves_serving_to_vllm_with_strict_off(monke
     assert said == ["no layer attends"]
 
 
-def test_without_a_trade_the_runs_of_requests_are_as_they_were():
+def test_without_resharding_runs_of_requests_do_not_change():
     split = planner()._split((0, 2, 3, 33), [2, 1, 30], [60], 2, 33)
     assert own_rows(split) is None
     assert runs(split, [1, 30], 1) == [(0, 2)]
 
 
-def test_rows_of_pages_that_lie_apart():
-    """vLLM may keep other layers' pages between a layer's own."""
+def test_rows_of_pages_with_gaps():
+    """vLLM may keep other layers' pages between a layer's pages."""
     everything = torch.arange(4 * 6 * 576).reshape(4, 6, 576).bfloat16()
     cache = open_cache(everything[:, :2], "bf16")
     slots = torch.tensor([[0, 3, 6, -1]], dtype=torch.int32)
