@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from nsa_plugin.backends.common.providers import Providers
+from nsa_plugin.backends.common.warm import row_counts
 from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.kernels.kv_cache import PagedCache, allocate_cache
 from nsa_plugin.layouts import V4_FP8
@@ -22,8 +23,6 @@ RATIOS = (0, 4, 128)
 """Compress ratios of layers; 0: the sliding window alone."""
 
 D_V = 512
-
-WARM_TOKENS = 4
 
 
 @dataclass(frozen=True)
@@ -99,26 +98,27 @@ def attend_in_place(providers: Providers, op: str, name: str, call: LayerCall, o
 def warm_calls(
     model: ModelShape, device: torch.device, *, heads: int, page_sizes: Mapping[int, int], all_keys: tuple[int, ...]
 ) -> Iterator[LayerCall]:
-    """Calls over caches of zeros for the warm-up: one for each compress ratio and width of its selection.
+    """Calls over caches of zeros for the warm-up: for each compress ratio, width of its selection and `row_counts`.
 
     Args:
         heads: of q, those that the engine adds included.
         page_sizes: slots of a page by compress ratio; 0: of the window's cache.
         all_keys: widths of the selection at ratio 128, which grow with the context.
     """
-    q = torch.zeros(WARM_TOKENS, heads, D_V, dtype=torch.bfloat16, device=device)
-    sink = torch.zeros(heads, dtype=torch.float32, device=device)
-    seen = torch.arange(1, WARM_TOKENS + 1, dtype=torch.int32, device=device)
+    for tokens in row_counts(device):
+        q = torch.zeros(tokens, heads, D_V, dtype=torch.bfloat16, device=device)
+        sink = torch.zeros(heads, dtype=torch.float32, device=device)
+        seen = torch.arange(1, tokens + 1, dtype=torch.int32, device=device)
+        for ratio in RATIOS:
+            for width in {0: (0,), 4: (model.index_topk,), 128: all_keys}[ratio]:
+                window = _newest(page_sizes[0], model.sliding_window, seen)
+                extra = _newest(page_sizes[ratio], width, seen) if ratio else None
+                yield LayerCall(q, window, extra, sink, 1.0, model.heads_per_rank, ratio)
 
-    def selection(page_size: int, width: int) -> CacheSelection:
-        lengths = seen.clamp(max=page_size)
-        column = torch.arange(width, dtype=torch.int32, device=device)
-        # Each query token's newest slot first, then backwards, as the engines write a window.
-        slots = (lengths.unsqueeze(1) - 1 - column).clamp(min=-1)
-        return CacheSelection(allocate_cache(LAYOUT, 1, page_size, device=device), slots, lengths)
 
-    for ratio in RATIOS:
-        for width in {0: (0,), 4: (model.index_topk,), 128: all_keys}[ratio]:
-            window = selection(page_sizes[0], model.sliding_window)
-            extra = selection(page_sizes[ratio], width) if ratio else None
-            yield LayerCall(q, window, extra, sink, 1.0, model.heads_per_rank, ratio)
+def _newest(page_size: int, width: int, seen: torch.Tensor) -> CacheSelection:
+    """A page of zeros, and each query token's newest slots in it, newest first, as the engines write a window."""
+    lengths = seen.clamp(max=page_size)
+    column = torch.arange(width, dtype=torch.int32, device=seen.device)
+    slots = (lengths.unsqueeze(1) - 1 - column).clamp(min=-1)
+    return CacheSelection(allocate_cache(LAYOUT, 1, page_size, device=seen.device), slots, lengths.clamp(max=width))

@@ -22,6 +22,9 @@ from nsa_plugin.patches.ledger import TURN_OFF
 PAGE_SIZE = 64
 ROWS = 4
 SELECTED = 64
+WHOLE_ROWS = 512
+MANY_ROWS = 2048
+"""More than `kernels.triton.kv_cache.FEW_ROWS`."""
 
 
 def warm(kernels: Iterable[tuple[str, str]], providers: Providers, model: ModelShape, device: torch.device) -> None:
@@ -37,18 +40,30 @@ def warm(kernels: Iterable[tuple[str, str]], providers: Providers, model: ModelS
         NoProviderError: a kernel does not run on this device; says which and why.
     """
     d_qk, d_v = model.row_dims
-    plain = model.kv_layout == "bf16"
-    cache = allocate_cache(model.kv_layout, 2, PAGE_SIZE, dim=d_qk if plain else None, device=device)
-    q = torch.zeros(ROWS, model.heads_per_rank, d_qk, dtype=torch.bfloat16, device=device)
-    slots = torch.full((ROWS, model.index_topk), -1, dtype=torch.int32, device=device)
+    dim = d_qk if model.kv_layout == "bf16" else None
+    cache = allocate_cache(model.kv_layout, 2, PAGE_SIZE, dim=dim, device=device)
     named = min(SELECTED, model.index_topk)
-    slots[:, :named] = torch.arange(named, dtype=torch.int32, device=device)
-    for op, name in sorted(kernels):
-        expect_zeros(f"{name}'s {op}", partial(providers.attend, op, name, q, cache, slots, scale=1.0, d_v=d_v))
+    for count in row_counts(device):
+        q = torch.zeros(count, model.heads_per_rank, d_qk, dtype=torch.bfloat16, device=device)
+        slots = torch.full((count, model.index_topk), -1, dtype=torch.int32, device=device)
+        slots[:, :named] = torch.arange(named, dtype=torch.int32, device=device)
+        for op, name in sorted(kernels):
+            expect_zeros(f"{name}'s {op}", partial(providers.attend, op, name, q, cache, slots, scale=1.0, d_v=d_v))
 
 
-def warm_selection(providers: Providers, model: ModelShape, device: torch.device) -> None:
+def row_counts(device: torch.device) -> tuple[int, ...]:
+    """Query tokens to run a kernel with: few, and on a GPU many.
+
+    Triton's kernel splits the keys of few query tokens over programs, and is compiled anew for many.
+    """
+    return (ROWS, WHOLE_ROWS) if device.type == "cuda" else (ROWS,)
+
+
+def warm_selection(providers: Providers, model: ModelShape, device: torch.device, *, page_size: int = 1) -> None:
     """As `warm`, for the kernels that turn a prefill's logits into a selection.
+
+    Args:
+        page_size: of the block tables that turn positions into slots; kernels are compiled for it.
 
     Raises:
         NoProviderError: as `warm`.
@@ -60,9 +75,10 @@ def warm_selection(providers: Providers, model: ModelShape, device: torch.device
     try:
         chosen = default_selector(device, topk)(logits, starts, ends, topk)
         rows = providers.helper("index_transform_ragged")(chosen, starts)
-        table = torch.arange(logits.shape[1], dtype=torch.int32, device=device).repeat(ROWS, 1)
+        pages = -(-logits.shape[1] // page_size)
+        table = torch.arange(pages, dtype=torch.int32, device=device).repeat(ROWS, 1)
         paged = providers.helper("index_transform_paged")
-        slots = paged(chosen, table, page_size=1, row_to_request=torch.arange(ROWS, device=device).int())
+        slots = paged(chosen, table, page_size=page_size, row_to_request=torch.arange(ROWS, device=device).int())
         # The logits ascend, and both transforms map positions to themselves.
         wanted = torch.arange(topk, logits.shape[1], device=device)
         right = all(bool((found.sort(1).values == wanted).all()) for found in (chosen, rows, slots))
@@ -70,6 +86,22 @@ def warm_selection(providers: Providers, model: ModelShape, device: torch.device
         raise refusal("the top-k of a prefill", repr(error)) from error
     if not right:
         raise refusal("the top-k of a prefill", "it does not select the largest logits")
+
+
+def warm_reading(providers: Providers, model: ModelShape, device: torch.device) -> None:
+    """As `warm`, for reading a cached prefix: few and many rows, which different kernels read.
+
+    Raises:
+        NoProviderError: as `warm`.
+    """
+    d_qk, _ = model.row_dims
+    cache = allocate_cache(
+        model.kv_layout, 2, PAGE_SIZE, dim=d_qk if model.kv_layout == "bf16" else None, device=device
+    )
+    read = providers.helper("kv_cache_read")
+    for count in (ROWS, MANY_ROWS):
+        slots = torch.zeros(count, dtype=torch.int64, device=device)
+        expect_zeros("reading the KV cache", partial(read, cache, slots, dtype=torch.bfloat16))
 
 
 def expect_zeros(what: str, run: Callable[[], torch.Tensor]) -> None:

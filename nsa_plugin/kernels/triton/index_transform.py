@@ -144,7 +144,10 @@ def _block(topk: int) -> int:
     return min(power_of_2(topk), MAX_BLOCK)
 
 
-@triton.jit(do_not_specialize=["rows", "requests", "pages", "table_stride"])  # a table is as wide as the batch needs
+@triton.jit(
+    do_not_specialize=["rows", "requests", "pages", "table_stride"],  # a table is as wide as the batch needs
+    do_not_specialize_on_alignment=["request_ptr", "lengths_ptr"],  # they may be slices from any row on
+)
 def _paged(
     slots_ptr,  # int32 [programs, topk]
     indices_ptr,
@@ -186,7 +189,7 @@ def _paged(
     tl.store(slots_ptr + row * topk + column, slot.to(tl.int32), mask=column < topk)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["offsets_ptr", "lengths_ptr"])
 def _ragged(
     moved_ptr,  # int32 [programs, topk]
     indices_ptr,

@@ -78,7 +78,7 @@ def locate(addresses_ptr, row, num_rows, available, stride, PAGE_SIZE: tl.conste
         return address // PAGE_SIZE, address % PAGE_SIZE, inside
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_slots"])
+@triton.jit(do_not_specialize=["num_rows", "num_slots"], do_not_specialize_on_alignment=["slots_ptr"])
 def write_records_kernel(
     cache_ptr,  # uint8, pages page_stride bytes apart
     rows_ptr,
@@ -214,7 +214,7 @@ def read_records_kernel(
         tl.store(pointers, round_to(tail, dtype, INTERPRETED), mask=(tail_row < num_rows)[:, None])
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_slots"])
+@triton.jit(do_not_specialize=["num_rows", "num_slots"], do_not_specialize_on_alignment=["slots_ptr"])
 def read_codes_kernel(
     codes_ptr,  # uint8 [num_rows, TILES * TILE]
     scales_ptr,  # float32 [num_rows, TILES]
@@ -255,7 +255,7 @@ def read_codes_kernel(
     tl.store(scales_ptr + row * TILES + tile, scale, mask=stored)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_slots"])
+@triton.jit(do_not_specialize=["num_rows", "num_slots"], do_not_specialize_on_alignment=["slots_ptr"])
 def write_plain_kernel(
     cache_ptr,
     rows_ptr,

@@ -127,7 +127,10 @@ def combine(
     return IndexRows(out, lengths)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "requests"])
+@triton.jit(
+    do_not_specialize=["num_tokens", "requests"],
+    do_not_specialize_on_alignment=["cu_seqlens_ptr", "seq_lens_ptr", "bases_ptr", "gather_lens_ptr"],
+)
 def _window(
     indices_ptr,  # int32 [num_tokens, window]
     lengths_ptr,  # int32 [num_tokens]

@@ -66,7 +66,7 @@ def _keys(row_ptr, column_stride, base, length, BLOCK: tl.constexpr):
     return bits ^ ((bits >> 31) & 0x7FFFFFFF), inside, position
 
 
-@triton.jit(do_not_specialize=["columns", "topk"])
+@triton.jit(do_not_specialize=["columns", "topk"], do_not_specialize_on_alignment=["starts_ptr", "ends_ptr"])
 def _topk_rows(
     logits_ptr,
     starts_ptr,

@@ -61,7 +61,7 @@ def serving_of(settings: Settings, device: Any = H200, **more: Any) -> gpu_servi
 def starting() -> None:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     gpu_serving.dense_workspace_tokens = lambda vllm_config: 4096
-    gpu_serving.warm_selection = lambda *given: None
+    gpu_serving.warm_selection = gpu_serving.warm_reading = lambda *_, **__: None
     warmed: list[Any] = []
     gpu_serving.warm = lambda kernels, providers, shape, device: warmed.append((kernels, shape.heads_per_rank))
     on = Settings(token_shard="on", prefill_backend="reference", decode_backend="triton")

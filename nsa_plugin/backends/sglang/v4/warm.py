@@ -15,8 +15,8 @@ import torch
 
 from nsa_plugin.backends.common.paths import BF16_ROWS, DECODE_KERNEL
 from nsa_plugin.backends.common.planner import Execution
-from nsa_plugin.backends.common.v4 import RATIOS, WARM_TOKENS, LayerCall, warm_calls
-from nsa_plugin.backends.common.warm import expect_zeros, refusal
+from nsa_plugin.backends.common.v4 import RATIOS, LayerCall, warm_calls
+from nsa_plugin.backends.common.warm import ROWS, expect_zeros, refusal
 from nsa_plugin.backends.sglang.v4.batch import PAGE, Prefill, spans
 from nsa_plugin.backends.sglang.v4.kernels import attend
 from nsa_plugin.backends.sglang.v4.routes import WINDOW, WINDOW_PAGE
@@ -57,9 +57,10 @@ def warm_v4(routes: Iterable[Execution], state: V4State, device: torch.device) -
 
 def _attended(state: V4State, route: Execution, call: LayerCall) -> torch.Tensor:
     """Attention of a batch of one request, for the rank's heads."""
-    table = torch.zeros(WARM_TOKENS, 1, dtype=torch.int32, device=call.q.device)
+    rows = call.q.shape[0]
+    table = torch.zeros(rows, -(-rows // PAGE), dtype=torch.int32, device=call.q.device)
     core = SimpleNamespace(swa_page_indices=call.window.indices, page_table=table)
-    state.prefill = Prefill(spans([WARM_TOKENS], [WARM_TOKENS]), WINDOW)
+    state.prefill = Prefill(spans([rows], [rows]), WINDOW)
     try:
         heads = call.num_heads if state.own_heads_first else call.q.shape[1]
         return attend(state, route, replace(call, core=core, num_heads=heads))[:, : call.num_heads]
@@ -88,8 +89,8 @@ def _warm_selection(state: V4State, device: torch.device) -> None:
         for count in (PAGE // 4, FEW_ROWS + 1):
             codes, scales = read_codes(cache, torch.zeros(count, dtype=torch.int32, device=device))
             right = right and not bool(codes.view(torch.uint8).any() or scales.any())
-        chosen = torch.arange(state.planner.model.index_topk, dtype=torch.int32, device=device).repeat(WARM_TOKENS, 1)
-        table = torch.arange(PAGE // 4, dtype=torch.int32, device=device).repeat(WARM_TOKENS, 1)
+        chosen = torch.arange(state.planner.model.index_topk, dtype=torch.int32, device=device).repeat(ROWS, 1)
+        table = torch.arange(PAGE // 4, dtype=torch.int32, device=device).repeat(ROWS, 1)
         slots = state.providers.helper("index_transform_paged")(chosen, table, page_size=PAGE // 4)
         right = right and torch.equal(slots, chosen)
     except Exception as error:  # the compiler's, the driver's or CUDA's

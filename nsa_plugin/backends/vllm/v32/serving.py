@@ -18,7 +18,7 @@ from nsa_plugin.backends.common.paths import VLLM, path_of
 from nsa_plugin.backends.common.planner import KERNEL_OPS
 from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.common.token_shard import free_memory_of
-from nsa_plugin.backends.common.warm import warm, warm_selection
+from nsa_plugin.backends.common.warm import PAGE_SIZE, warm, warm_reading, warm_selection
 from nsa_plugin.backends.vllm.startup.model import GPU_LAYOUTS, check_on_gpu, model_shape, step_tokens
 from nsa_plugin.backends.vllm.startup.serving import VllmServing
 from nsa_plugin.backends.vllm.v32.routes import VllmPlanner
@@ -168,13 +168,14 @@ class GpuServing(VllmServing):
         """
         if not self.warmed:
             self.run_kernels(device)
-            warm_selection(self.loaded(), self.planning().model, device)
             self.warmed = True
 
     def run_kernels(self, device: torch.device) -> None:
-        """Run the plugin's attention kernels that batches may take with this rank's heads; see `warm`."""
-        planner = self.planning()
-        warm(own_kernels(planner), self.loaded(), planner.model, device)
+        """Run the plugin's kernels that batches may take with this rank's heads; see `warm`."""
+        planner, providers = self.planning(), self.loaded()
+        warm(own_kernels(planner), providers, planner.model, device)
+        warm_selection(providers, planner.model, device, page_size=PAGE_SIZE)
+        warm_reading(providers, planner.model, device)
 
     def check_layers(self) -> None:
         """Check the layers that vLLM has built.

@@ -14,7 +14,8 @@ from nsa_plugin.backends.common.fault import AttendedTokens
 from nsa_plugin.backends.common.paths import DIRECT
 from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.common.v4 import LAYOUT, LayerCall, attend_in_place, warm_calls
-from nsa_plugin.backends.common.warm import expect_zeros
+from nsa_plugin.backends.common.warm import ROWS as WARM_ROWS
+from nsa_plugin.backends.common.warm import expect_zeros, warm_selection
 from nsa_plugin.backends.vllm.startup.model import check_on_gpu, step_tokens, v4_shape
 from nsa_plugin.backends.vllm.v4.batch import COLUMNS
 from nsa_plugin.backends.vllm.v4.routes import VllmV4Planner, own_kernels, path
@@ -28,6 +29,8 @@ BACKENDS = ("FLASHMLA_SPARSE_DSV4", "V4_FLASHMLA_SPARSE")
 
 PAGE_SIZES = {0: 64, 4: 64, 128: 2}
 """Slots of a page by compress ratio, 0 for the window's cache: vLLM's blocks have 256 tokens."""
+ALL_KEYS = (128, 256, 512, 1024, 2048)
+"""Widths of the selection at ratio 128: each power of two that the transform is compiled for."""
 
 
 @dataclass(kw_only=True)
@@ -77,8 +80,10 @@ class V4Serving(GpuServing):
         self.warm(device)
 
     def run_kernels(self, device: torch.device) -> None:
-        planner = self.planning()
-        warm_v4(own_kernels(_samples(planner)), self.loaded(), planner.model, device)
+        planner, providers = self.planning(), self.loaded()
+        warm_v4(own_kernels(_samples(planner)), providers, planner.model, device)
+        warm_selection(providers, planner.model, device, page_size=PAGE_SIZES[4])
+        warm_slots(providers, planner.model, device)
 
     def layers(self) -> tuple[int, set[str]]:
         """How many layers of the model attend by plans, and the names of the other ones' backends."""
@@ -142,3 +147,20 @@ def warm_v4(kernels: set[tuple[str, str]], providers: Providers, model: ModelSha
         calls = warm_calls(model, device, heads=model.heads_per_rank, page_sizes=PAGE_SIZES, all_keys=(COLUMNS,))
         for call in calls:
             expect_zeros(f"{name}'s {op} for DeepSeek-V4", partial(attended, op, name, call))
+
+
+def warm_slots(providers: Providers, model: ModelShape, device: torch.device) -> None:
+    """As `warm_v4`, for what turns selected positions into slots, at every width that a kernel is compiled for.
+
+    Raises:
+        NoProviderError: as `warm_v4`.
+    """
+    transform = providers.helper("index_transform_paged")
+    ones = torch.ones(WARM_ROWS, dtype=torch.int32, device=device)
+    owners = torch.zeros_like(ones)
+    for ratio, widths in ((4, (model.index_topk,)), (128, ALL_KEYS)):
+        for width in widths:
+            # Position 0 of page 0 is slot 0.
+            chosen, table = (torch.zeros(WARM_ROWS, width, dtype=torch.int32, device=device) for _ in range(2))
+            given = {"page_size": PAGE_SIZES[ratio], "row_to_request": owners, "lengths": ones}
+            expect_zeros("the slots of DeepSeek-V4", partial(transform, chosen, table, **given))

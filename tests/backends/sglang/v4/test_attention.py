@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from nsa_plugin.backends.common import v4
 from nsa_plugin.backends.common.fault import shifted
 from nsa_plugin.backends.common.paths import BF16_ROWS, DECODE_KERNEL, DIRECT
 from nsa_plugin.backends.sglang.v4 import batch as v4_batch
@@ -576,8 +577,10 @@ def test_more_rows_than_the_library_schedules_go_to_the_engines_kernel(monkeypat
     assert os.environ[JIT] == "0"
 
 
+@pytest.mark.parametrize("rows", [4, 300])
 @pytest.mark.parametrize("route", SETTINGS)
-def test_kernels_are_run_before_serving(route: str):
+def test_kernels_are_run_before_serving(route: str, rows: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(v4, "row_counts", lambda device: (rows,))
     backend = prepared(batch((9, 300)), **SETTINGS[route])
     chosen = backend.nsa_plugin.route
     assert chosen.plan.indexer.mode is IndexerMode.TOPK

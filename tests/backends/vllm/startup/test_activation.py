@@ -144,7 +144,8 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[VllmProcess]:
     monkeypatch.setattr(gpu_serving, "GpuServing", Here)
     monkeypatch.setattr(gpu_serving, "dense_workspace_tokens", lambda vllm_config: 4096)
     monkeypatch.setattr(gpu_serving, "warm", lambda *_: None)
-    monkeypatch.setattr(gpu_serving, "warm_selection", lambda *_: None)
+    for name in ("warm_selection", "warm_reading"):
+        monkeypatch.setattr(gpu_serving, name, lambda *_, **__: None)
     monkeypatch.setattr(activation, "use_engine_log", lambda: None)
     yield this
     ledger.undo()
@@ -509,7 +510,8 @@ class V4Here(V4Serving):
 def v4(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A configuration of a V4 model."""
     monkeypatch.setattr(v4_serving, "V4Serving", V4Here)
-    monkeypatch.setattr(v4_serving, "warm_v4", lambda *_: None)
+    for name in ("warm_v4", "warm_selection", "warm_slots"):
+        monkeypatch.setattr(v4_serving, name, lambda *_, **__: None)
     return _enabled(v4_config())
 
 

@@ -14,7 +14,6 @@ from nsa_plugin.backends.vllm.startup.model import check_on_cpu, check_on_gpu, f
 from nsa_plugin.backends.vllm.v4 import patches as v4_patches
 from nsa_plugin.backends.vllm.v4 import serving as v4_serving
 from nsa_plugin.backends.vllm.v4.serving import V4Serving, warm_v4
-from nsa_plugin.backends.vllm.v32 import serving as gpu_serving
 from nsa_plugin.errors import LeftToStockError, NoProviderError, SettingsError
 from nsa_plugin.libraries.devices import synthetic
 from nsa_plugin.patches.ledger import Need
@@ -93,7 +92,8 @@ def test_the_model_as_a_rank_sees_it():
 def test_a_worker_is_told_what_its_batches_take(monkeypatch: pytest.MonkeyPatch):
     warmed: list[Any] = []
     monkeypatch.setattr(v4_serving, "warm_v4", lambda kernels, *_: warmed.append(kernels))
-    monkeypatch.setattr(gpu_serving, "warm_selection", lambda *_: None)
+    for name in ("warm_selection", "warm_slots"):
+        monkeypatch.setattr(v4_serving, name, lambda *_, **__: None)
     given = config(speculative_config=SimpleNamespace(num_speculative_tokens=3))
     found = serving(given, prefill_backend="triton")
     for _ in range(2):

@@ -1,0 +1,147 @@
+"""python -m tests.kernels.serving_variants: which Triton variants batches need that the warm-up has not; a JSON line.
+
+As `compile_program`, with tensors of a GPU that is not there; nothing is compiled, the variants are counted. The
+warm-up of each adapter runs first, then what its batches launch, in sizes and at offsets that it did not use.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from triton.runtime.jit import JITFunction, compute_cache_key
+
+from nsa_plugin.backends.common import warm as warming
+from nsa_plugin.backends.common.providers import Providers
+from nsa_plugin.backends.common.v4 import CacheSelection, LayerCall, attend_in_place
+from nsa_plugin.backends.vllm.v4 import serving as v4_serving
+from nsa_plugin.decision.shapes import ModelShape
+from nsa_plugin.kernels.triton import topk
+from tests.kernels.compile_program import BF16, F32, cache, empty, without_a_gpu
+
+SM = 90
+ROWS = (1, 2, 3, 7, 16, 17, 100, 1000, 4096)
+OFFSETS = (0, 1, 3, 8)
+WIDTHS = (1, 2, 3, 16, 63, 64, 513)
+DEVICE = torch.device("cuda")
+V32 = ModelShape(num_heads=128, attn_tp_size=8, kv_layout="v32_fp8")
+V4 = ModelShape(
+    family="v4",
+    num_heads=64,
+    attn_tp_size=4,
+    kv_layout="v4_fp8",
+    qk_nope_head_dim=448,
+    v_head_dim=512,
+    index_topk=512,
+    sliding_window=128,
+)
+
+
+class Variants:
+    """Counts the variants of each kernel that a launch needs instead of compiling them."""
+
+    def __init__(self) -> None:
+        self.serving = ""
+        self.known: dict[str, set[str]] = {}
+        self.missed: dict[str, list[str]] = {}
+        variants = self
+
+        def count(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+            _, kernel_keys, _, _, binder = self.device_caches[0]
+            _, specialization, options = binder(*args, **kwargs, debug=False)
+            key = compute_cache_key(kernel_keys, specialization, options)
+            known = variants.known.setdefault(self.fn.__name__, set())
+            if key not in known and variants.serving:
+                variants.missed.setdefault(self.fn.__name__, []).append(variants.serving)
+            known.add(key)
+
+        JITFunction.run = count
+
+
+def addresses() -> None:
+    """Give tensors the addresses that an allocator and slices would: 512 bytes apart, and as far in as the slice."""
+    item = FakeTensor.__getitem__
+
+    def sliced(tensor: torch.Tensor, key: Any) -> torch.Tensor:
+        found, offset = item(tensor, key), 0
+        for dim, one in enumerate(key if isinstance(key, tuple) else (key,)):
+            start = one.start or 0 if isinstance(one, slice) else one
+            offset += (start or 0) * tensor.stride(dim)
+        found.address = getattr(tensor, "address", 0) + offset * tensor.element_size()  # type: ignore[attr-defined]
+        return found
+
+    FakeTensor.__getitem__ = sliced
+    FakeTensor.__setitem__ = lambda *_: None
+    FakeTensor.data_ptr = lambda self: getattr(self, "address", 0)
+
+
+def sizes() -> Iterator[tuple[int, int]]:
+    return ((rows, offset) for rows in ROWS for offset in OFFSETS)
+
+
+def v32(variants: Variants) -> None:
+    """vLLM's and SGLang's V3.2 batches: slots of a selection, attention in place, a cached prefix, the selection."""
+    providers = Providers(V32.kv_layout, SM)
+    kernels = {("sparse_mla_prefill", "triton"), ("sparse_mla_decode", "triton")}
+    warming.warm(kernels, providers, V32, DEVICE)
+    for page_size in (1, 64):
+        warming.warm_selection(providers, V32, DEVICE, page_size=page_size)
+    warming.warm_reading(providers, V32, DEVICE)
+    paged, ragged = (providers.helper(f"index_transform_{form}") for form in ("paged", "ragged"))
+    read, keys = providers.helper("kv_cache_read"), cache("v32_fp8", 64, 64)
+    for rows, offset in sizes():
+        numbers, selected = empty(rows + offset), empty(rows + offset, 2048)[offset:]
+        variants.serving = f"{rows} rows from {offset} on"
+        ragged(selected, numbers[offset:])
+        topk.topk_rows(empty(rows, 4096, dtype=F32), numbers[offset:], numbers[offset:], 2048)
+        read(keys, empty(rows, dtype=torch.int64), dtype=BF16)
+        for op, name in kernels:
+            providers.attend(op, name, empty(rows, 16, 576, dtype=BF16), keys, selected, scale=1.0, d_v=512)
+        for width in WIDTHS:
+            variants.serving = f"{rows} rows from {offset} on, {width} pages"
+            for page_size in (1, 64):
+                paged(selected, empty(rows, width), page_size=page_size, row_to_request=numbers[offset:])
+
+
+def v4(variants: Variants) -> None:
+    """vLLM's V4 batches: slots of both caches, and attention in place."""
+    variants.serving = ""
+    providers = Providers(V4.kv_layout, SM)
+    v4_serving.warm_v4({("sparse_mla_prefill", "triton")}, providers, V4, DEVICE)
+    warming.warm_selection(providers, V4, DEVICE, page_size=64)
+    v4_serving.warm_slots(providers, V4, DEVICE)
+    paged = providers.helper("index_transform_paged")
+    for rows, offset in sizes():
+        numbers = empty(rows + offset)[offset:]
+        variants.serving = f"V4, {rows} rows from {offset} on"
+        for page_size, widths in ((64, (512,)), (2, (128, 256, 384, 1024, 8192))):
+            for width in widths:
+                given = {"page_size": page_size, "row_to_request": numbers, "lengths": numbers}
+                paged(empty(rows, width), empty(rows, 63), **given)
+        window = CacheSelection(cache("v4_fp8", 16, 64), empty(rows, 128), numbers)
+        for ratio, width, page_size in ((0, 0, 0), (4, 512, 64), (128, 384, 2)):
+            extra = CacheSelection(cache("v4_fp8", 16, page_size), empty(rows, width), numbers) if ratio else None
+            q = empty(rows, 64, 512, dtype=BF16)
+            call = LayerCall(q, window, extra, empty(64, dtype=F32), 1.0, 16, ratio)
+            attend_in_place(providers, "sparse_mla_prefill", "triton", call, empty(rows, 64, 512, dtype=BF16))
+
+
+def main() -> None:
+    without_a_gpu(SM)
+    addresses()
+    # The warm-up looks at results, which nobody has computed.
+    FakeTensor.any = lambda self: False
+    FakeTensor.all = lambda self: True
+    warming.default_selector = lambda device, topk_: topk.topk_rows
+    variants = Variants()
+    with FakeTensorMode():
+        for family in (v32, v4):
+            family(variants)
+    print(json.dumps(variants.missed))
+
+
+if __name__ == "__main__":
+    main()
