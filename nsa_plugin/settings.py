@@ -27,6 +27,8 @@ TOKEN_SHARD_MODES = ("auto", "on", "off")
 FAULTS = ("none", "shift_indices")
 FULL = "full"
 """`strict`: what the plugin does not support ends the start, too."""
+LEFT = "left to the stock engine"
+"""What a log line and the start-up report say of a configuration that the plugin does not support."""
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
@@ -319,5 +321,5 @@ def resolve(
 def why_stock(error: NsaPluginError) -> str:
     """Why the stock engine serves although the plugin is enabled: a sentence for the log and the start-up report."""
     if isinstance(error, LeftToStockError):
-        return f"left to the stock engine: {error}"
+        return f"{LEFT}: {error}"
     return f"strict is off and the stock engine serves: {error}"

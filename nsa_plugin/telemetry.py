@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from nsa_plugin import __version__
 from nsa_plugin.decision.plan import Plan
 from nsa_plugin.errors import SettingsError
-from nsa_plugin.settings import ResolvedSettings
+from nsa_plugin.settings import LEFT, ResolvedSettings
 
 logger = logging.getLogger("nsa_plugin")
 
@@ -58,6 +58,7 @@ class StartupReport:
         resolved: the settings and where each came from.
         statuses: what became of each patch.
         facts: anything else a user needs, as label and text: the model's shape, the device, providers.
+        left: what the stock engine serves although the plugin is on, and why.
         notes: sentences that need attention: ignored sources, strict off, a fault injected.
     """
 
@@ -67,6 +68,7 @@ class StartupReport:
     resolved: ResolvedSettings
     statuses: Sequence[PatchOutcome] = ()
     facts: dict[str, str] = field(default_factory=dict)
+    left: Sequence[str] = ()
     notes: Sequence[str] = ()
 
     def all_notes(self) -> list[str]:
@@ -98,6 +100,7 @@ class StartupReport:
                 lines.append(f"  {label}: " + ", ".join(s.patch.name for s in named))
         if checked := sum(s.state == "required" for s in self.statuses):
             lines.append(f"  checked: {checked} more objects of {self.engine}, all as the plugin expects them")
+        lines += [f"  {LEFT}: {what}" for what in self.left]
         lines += [f"  note: {note}" for note in self.all_notes()]
         return "\n".join(lines)
 
@@ -115,6 +118,7 @@ class StartupReport:
                 {"name": s.patch.name, "state": s.state, "detail": s.detail, "why": s.patch.why} for s in self.statuses
             ],
             "facts": self.facts,
+            "left_to_stock": list(self.left),
             "notes": self.all_notes(),
             "text": self.text(),
         }
@@ -125,7 +129,7 @@ class StartupReport:
         Raises:
             OSError: the file cannot be written.
         """
-        level = logging.WARNING if self.all_notes() else logging.INFO
+        level = logging.WARNING if self.left or self.all_notes() else logging.INFO
         logger.log(level, "%s", self.text())
         if path := self.resolved.settings.report:
             # Through a temporary name: a reader never sees half a report.

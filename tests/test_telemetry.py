@@ -76,6 +76,15 @@ def test_report_warns_of_an_injected_fault() -> None:
     assert "deliberately wrong" in faulty.all_notes()[1]
 
 
+def test_report_names_what_is_left_to_the_stock_engine(caplog: pytest.LogCaptureFixture) -> None:
+    left = report(left=["hisparse is on"])
+    assert "  left to the stock engine: hisparse is on" in left.text().splitlines()
+    assert left.as_dict()["left_to_stock"] == ["hisparse is on"]
+    with caplog.at_level(logging.INFO, "nsa_plugin"):
+        left.publish()
+    assert caplog.records[0].levelno == logging.WARNING
+
+
 @pytest.mark.parametrize(("notes", "level"), [([], logging.INFO), (["look here"], logging.WARNING)])
 def test_report_is_logged_at_the_level_of_its_notes(
     notes: list[str], level: int, caplog: pytest.LogCaptureFixture

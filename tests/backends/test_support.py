@@ -149,7 +149,7 @@ STARTS: dict[tuple[str, str], Start] = {
     (VLLM, "another GPU than SM90 or SM100"): lambda monkeypatch: check_device(synthetic(89)),
     (VLLM, "packed indexer scales"): packed,
     (VLLM, "another platform"): platform,
-    (VLLM, "decode and verify steps of DeepSeek-V4"): lambda monkeypatch: V4Serving.notes(v4_serving()),
+    (VLLM, "decode and verify steps of DeepSeek-V4"): lambda monkeypatch: V4Serving.left(v4_serving()),
     (VLLM, "resharding where it cannot work"): lambda monkeypatch: V4Serving.planning(v4_serving(token_shard="on")),
     (SGLANG, "HiSparse"): sglang(enable_hisparse=True),
     (SGLANG, "prefill context parallelism"): sglang(enable_prefill_cp=True),

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from packaging.version import Version
 
 from nsa_plugin.backends.sglang.startup import flags, model
+from nsa_plugin.backends.sglang.startup.metrics import show_left
 from nsa_plugin.errors import LeftToStockError, NsaPluginError, PatchError
 from nsa_plugin.libraries.probe import probe
 from nsa_plugin.patches import sglang as ledger_data
@@ -44,7 +45,7 @@ class SglangProcess:
         child: whether SGLang started this process; its parent has then checked the arguments.
         resolved: the settings, in a scheduler process with the plugin enabled.
         serving: set once one of the plugin's backends is built; without it they fall back to the stock path.
-        left: whether one of the plugin's backends was built and left entirely to stock SGLang.
+        left: what is left to stock SGLang although the plugin is on, and why.
         stock_because: why the stock engine serves although the plugin is enabled (`why_stock`); "" if it does not.
     """
 
@@ -54,7 +55,7 @@ class SglangProcess:
     statuses: Sequence[PatchStatus] = ()
     notes: list[str] = field(default_factory=list)
     serving: SglangServing | None = None
-    left: bool = False
+    left: list[str] = field(default_factory=list)
     stock_because: str = ""
     _said: set[str] = field(default_factory=set)
 
@@ -158,9 +159,8 @@ class SglangProcess:
                 if self.resolved.settings.ends_start(error):
                     raise
                 # Other backends are still served, such as the target's if this is a draft's.
-                self.left = True
-                if (note := why_stock(error)) not in self.notes:
-                    self.notes.append(note)
+                if str(error) not in self.left:
+                    self.left.append(str(error))
 
     def leave_scheduler(self, scheduler: Any) -> None:
         """Verify the patches again and report, after a scheduler has built its model.
@@ -187,8 +187,6 @@ class SglangProcess:
                         f"SGLang serves the sparse attention of {architecture} with another attention backend than "
                         "dsa (nsa before 0.5.13) or dsv4, which nsa-plugin extends"
                     )
-        if self.stock_because:
-            self.notes.append(self.stock_because)
         if self.serving is not None:
             shape = self.serving.model
             facts["model"] += (
@@ -197,7 +195,7 @@ class SglangProcess:
             )
             facts["device"] = self.serving.device.describe()
             facts |= self.serving.routes
-            self.notes += self.serving.notes
+            self.left += self.serving.notes
             self.serving.settle()
         if _rank() == 0:
             StartupReport(
@@ -207,8 +205,10 @@ class SglangProcess:
                 resolved=self.resolved,
                 statuses=self.statuses,
                 facts=facts,
+                left=self.left,
                 notes=self.notes,
             ).publish()
+            show_left(getattr(scheduler, "server_args", None), self.left)
 
     @contextmanager
     def _or_stock(self) -> Iterator[None]:
@@ -220,6 +220,10 @@ class SglangProcess:
             if self.resolved.settings.ends_start(error):
                 raise
             self.stock_because = why_stock(error)
+            if isinstance(error, LeftToStockError):
+                self.left.append(str(error))
+            else:
+                self.notes.append(self.stock_because)
             if self.serving is not None:
                 self.serving.end()
                 self.serving = None

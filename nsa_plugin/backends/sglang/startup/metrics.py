@@ -9,13 +9,31 @@ SGLang's.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nsa_plugin.decision.plan import Plan
 
 NAME = "sglang:nsa_plugin_batches_total"
 _ROUTE = ("phase", "attention", "provider")
+
+
+LEFT = "sglang:nsa_plugin_left_to_stock"
+
+
+def show_left(server_args: Any, left: Sequence[str]) -> None:
+    """Show on /metrics what is left to the stock engine, one sample of 1 for each reason; nothing without metrics."""
+    if not left or not _collected(server_args):
+        return
+    from prometheus_client import Gauge  # not before: it looks for the directory when it is imported
+
+    gauge = Gauge(LEFT, "What nsa-plugin leaves to the stock engine, and why.", ["reason"], multiprocess_mode="max")
+    for reason in left:
+        gauge.labels(reason=reason).set(1)
+
+
+def _collected(server_args: Any) -> bool:
+    return bool(getattr(server_args, "enable_metrics", False)) and "PROMETHEUS_MULTIPROC_DIR" in os.environ
 
 
 def ranks(model_runner: Any) -> dict[str, int]:
@@ -39,7 +57,7 @@ def route_counter(server_args: Any, labels: Mapping[str, object]) -> Callable[[P
         server_args: of SGLang.
         labels: labels that are the same for every batch, such as tp_rank.
     """
-    if not getattr(server_args, "enable_metrics", False) or "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
+    if not _collected(server_args):
         return None
     from prometheus_client import Counter  # not at the top: the import reads PROMETHEUS_MULTIPROC_DIR
 

@@ -91,18 +91,21 @@ class VllmProcess:
         """Let stock vLLM serve in this worker: strict is off, or the plugin does not support the configuration."""
         self.serving = None
         if report:
-            self.report(resolved, active=False, notes=[settings_module.why_stock(error)])
+            left = isinstance(error, LeftToStockError)
+            what = {"left": [str(error)]} if left else {"notes": [settings_module.why_stock(error)]}
+            self.report(resolved, active=False, **what)
 
     def report_gpu(self, serving: GpuServing) -> None:
         """Publish the start-up report of a GPU worker that is ready."""
         if serving.first:
-            what = {"statuses": serving.statuses, "facts": serving.facts(), "notes": serving.notes()}
+            what = {"statuses": serving.statuses, "facts": serving.facts(), "left": serving.left()}
             self.report(serving.resolved, active=serving.active, **what)
 
     def report(self, resolved: ResolvedSettings, **what: Any) -> None:
         use_engine_log()
         version = str(self.ledger.version)
         StartupReport(engine=self.ledger.engine, engine_version=version, resolved=resolved, **what).publish()
+        counters.show_left(what.get("left", ()))
 
     def say_once(self, message: str) -> None:
         if message not in self._said:

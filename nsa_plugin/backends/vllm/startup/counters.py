@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ TEXT = "Batches that nsa-plugin planned, by phase, attention and kernel library.
 FOLDER_VARIABLE = "_NSA_PLUGIN_VLLM_COUNTERS"
 MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
 _ROUTE = ("phase", "attention", "provider")
+LEFT = "vllm:nsa_plugin_left_to_stock"
+LEFT_TEXT = "What nsa-plugin leaves to the stock engine, and why."
 
 
 def collect_here() -> tempfile.TemporaryDirectory[str] | None:
@@ -64,19 +66,9 @@ def route_counter(labels: Mapping[str, str]) -> Callable[[Plan], None] | None:
     Args:
         labels: labels that are the same for every batch.
     """
-    folder = os.environ.get(MULTIPROCESS) or os.environ.get(FOLDER_VARIABLE)
-    if not folder or not Path(folder).is_dir():
+    if (opened := _open("counter_nsa_plugin_")) is None:
         return None
-    # Not prometheus_client.Counter, which settles on import whether it writes to files: a worker may be forked from a
-    # process that imported it before the folder was known.
-    try:
-        from prometheus_client.mmap_dict import MmapedDict, mmap_key
-    except ImportError as error:
-        logger.warning("nsa-plugin counts no batches: prometheus_client has changed its file format: %s", error)
-        return None
-
-    # The collector takes the type of a file from its name, up to the first underscore.
-    file = MmapedDict(str(Path(folder, f"counter_nsa_plugin_{os.getpid()}.db")))  # type: ignore[no-untyped-call]
+    file, mmap_key = opened
     names = [*_ROUTE, *labels]
     counts: dict[tuple[str, str, str], tuple[str, float]] = {}
 
@@ -90,3 +82,32 @@ def route_counter(labels: Mapping[str, str]) -> Callable[[Plan], None] | None:
         file.write_value(key, value + 1, 0.0)  # type: ignore[no-untyped-call]
 
     return count
+
+
+def show_left(left: Sequence[str]) -> None:
+    """Show in /metrics what is left to the stock engine, one sample of 1 for each reason."""
+    if not left or (opened := _open("gauge_max_nsaplugin")) is None:
+        return
+    file, mmap_key = opened
+    for reason in left:
+        file.write_value(mmap_key(LEFT, LEFT, ["reason"], [reason], LEFT_TEXT), 1.0, 0.0)
+
+
+def _open(prefix: str) -> tuple[Any, Callable[..., str]] | None:
+    """Open this process's file of metrics, with the function that makes its keys; None if nothing collects it.
+
+    Not by prometheus_client's own metrics, which settle on import whether they write to files: a worker may be forked
+    from a process that imported it before the folder was known.
+
+    Args:
+        prefix: of the file's name, from which the collector takes the metrics' type: "counter_" or "gauge_max_".
+    """
+    folder = os.environ.get(MULTIPROCESS) or os.environ.get(FOLDER_VARIABLE)
+    if not folder or not Path(folder).is_dir():
+        return None
+    try:
+        from prometheus_client.mmap_dict import MmapedDict, mmap_key
+    except ImportError as error:
+        logger.warning("nsa-plugin shows no metrics: prometheus_client has changed its file format: %s", error)
+        return None
+    return MmapedDict(str(Path(folder, f"{prefix}{os.getpid()}.db"))), mmap_key  # type: ignore[no-untyped-call]

@@ -234,7 +234,7 @@ class GpuServing(VllmServing):
         """Whether the plugin plans for any layer."""
         return self.layers()[0] > 0
 
-    def notes(self) -> list[str]:
+    def left(self) -> list[str]:
         """Return a note for each kind of layer that is left to vLLM."""
         _, others = self.layers()
         return [

@@ -98,7 +98,7 @@ class V4Serving(GpuServing):
                 others.add(name)
         return planned, others
 
-    def notes(self) -> list[str]:
+    def left(self) -> list[str]:
         """What stays vLLM's own although the plugin is on."""
         planned, others = self.layers()
         found = [

@@ -86,7 +86,7 @@ def test_a_draft_left_to_sglang_leaves_the_target_with_the_plugin(
     assert target.nsa_plugin is not None
     process.leave_scheduler(scheduler())
     assert read(report)["active"] is True
-    assert any("left to the stock engine: " in note and "without scales" in note for note in read(report)["notes"])
+    assert any("without scales" in reason for reason in read(report)["left_to_stock"])
 
 
 @pytest.mark.parametrize("strict", [True, False])
@@ -113,7 +113,7 @@ def test_a_feature_left_to_sglang_is_reported(process: SglangProcess, tmp_path: 
     PassedFlags({"enabled": "true", "report": str(report)}, {}).write()
     start(process, build=runner(enable_deterministic_inference=True))
     assert read(report)["active"] is False
-    assert read(report)["notes"] == [
+    assert read(report)["left_to_stock"] == [
         "deterministic inference is on, which the plugin does not support: every batch falls back to the stock path"
     ]
 
@@ -182,8 +182,8 @@ def test_sglangs_trtllm_serves_on_a_device_that_supports_it(
     process.leave_scheduler(scheduler())
     report = read(tmp_path / "report.json")
     assert report["active"] is False
-    assert any("trtllm" in note for note in report["notes"])
-    assert len(report["notes"]) == len(set(report["notes"]))
+    assert any("trtllm" in reason for reason in report["left_to_stock"])
+    assert len(report["left_to_stock"]) == len(set(report["left_to_stock"]))
 
 
 def test_trtllm_over_fp8_is_refused_where_the_device_lacks_it(process: SglangProcess) -> None:
@@ -206,7 +206,7 @@ def test_sparse_attention_by_another_backend_is_not_reported_as_the_plugins(
         return
     start(process)
     assert read(report)["active"] is False
-    assert any(note.startswith("left to the stock engine: SGLang serves") for note in read(report)["notes"])
+    assert any(reason.startswith("SGLang serves") for reason in read(report)["left_to_stock"])
 
 
 def test_a_model_without_sparse_attention_is_left_alone(

@@ -9,14 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from nsa_plugin.backends.sglang.startup.metrics import NAME, route_counter
+from nsa_plugin.backends.sglang.startup.metrics import LEFT, NAME, route_counter
 from nsa_plugin.decision.plan import Attention, IndexerMode, IndexerPlan, Plan
 from nsa_plugin.decision.shapes import Phase
 
 # prometheus_client looks for its directory once, when it is imported: so each process is a new one.
 SCHEDULER = """
 from types import SimpleNamespace
-from nsa_plugin.backends.sglang.startup.metrics import route_counter
+from nsa_plugin.backends.sglang.startup.metrics import route_counter, show_left
 from nsa_plugin.backends.sglang.v32.batch import step_batch
 from nsa_plugin.backends.sglang.v32.routes import SglangPlanner
 from nsa_plugin.libraries.devices import synthetic
@@ -27,6 +27,8 @@ planner = SglangPlanner(ModelShape(attn_tp_size=8), synthetic(90), Settings(deco
 for _ in range(3):
     planner.step(step_batch(Phase.DECODE, 4, 4, 4096))
 planner.step(step_batch(Phase.IDLE, 0, 0, 4096))
+show_left(SimpleNamespace(enable_metrics=False), ["without metrics"])
+show_left(SimpleNamespace(enable_metrics=True), ["hisparse is on", "another cache"])
 """
 SERVER = """
 from prometheus_client import CollectorRegistry, generate_latest, multiprocess
@@ -48,7 +50,10 @@ def test_the_server_sees_what_a_scheduler_counted(tmp_path: Path):
         return done.stdout
 
     run(SCHEDULER)
-    lines = [line for line in run(SERVER).splitlines() if line.startswith(NAME)]
+    text = run(SERVER)
+    shown = [line for line in text.splitlines() if line.startswith(LEFT)]
+    assert sorted(shown) == [f'{LEFT}{{reason="{reason}"}} 1.0' for reason in ("another cache", "hisparse is on")]
+    lines = [line for line in text.splitlines() if line.startswith(NAME)]
     values = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
     labels = 'attention="{}",phase="{}",provider="{}",tp_rank="1"'
     assert values == {

@@ -14,11 +14,13 @@ import pytest
 from nsa_plugin.backends.vllm.startup import counters
 from nsa_plugin.backends.vllm.startup.counters import (
     FOLDER_VARIABLE,
+    LEFT,
     MULTIPROCESS,
     SAMPLE,
     collect_here,
     labels_of,
     route_counter,
+    show_left,
 )
 from nsa_plugin.tools.serving.common import routes
 from tests.backends.fake_vllm.v32 import TRITON, planner
@@ -101,6 +103,19 @@ def test_a_second_engine_in_a_process_goes_on_counting(tmp_path: Path, monkeypat
     assert routes(run(SEVERAL_SERVERS, **{MULTIPROCESS: str(tmp_path)}), "vllm") == {"decode/sparse_decode/triton": 2}
 
 
+def test_what_is_left_to_vllm_is_shown_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    show_left(["nobody collects it"])
+    monkeypatch.setenv(MULTIPROCESS, str(tmp_path))
+    show_left([])
+    assert list(tmp_path.iterdir()) == []
+    for _ in range(2):
+        show_left(["--enable-dbo", "another cache"])
+    text = run(SEVERAL_SERVERS, **{MULTIPROCESS: str(tmp_path)})
+    shown = [line for line in text.splitlines() if line.startswith(LEFT)]
+    assert sorted(shown) == [f'{LEFT}{{reason="{reason}"}} 1.0' for reason in ("--enable-dbo", "another cache")]
+    assert f"# TYPE {LEFT} gauge" in text
+
+
 def test_without_a_folder_nothing_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert route_counter(LABELS) is None
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "of another machine"))
@@ -114,7 +129,7 @@ def test_another_file_format_warns_and_does_not_stop_the_start(
     monkeypatch.setitem(sys.modules, "prometheus_client.mmap_dict", None)
     monkeypatch.setattr(counters.logger, "propagate", True)
     assert route_counter(LABELS) is None
-    assert "counts no batches" in caplog.text
+    assert "shows no metrics" in caplog.text
 
 
 def test_the_labels_equal_those_of_vllms_metrics():

@@ -187,7 +187,7 @@ def test_the_report_describes_sample_batches():
     layers = here.vllm_config.compilation_config.static_forward_context
     layers |= {"0.attn": layer(True), "1.attn": layer(True), "0.indexer.k_cache": SimpleNamespace()}
     facts = here.facts()
-    assert (here.active, here.notes()) == (True, [])
+    assert (here.active, here.left()) == (True, [])
     assert facts["attention"] == "2 layers on vLLM's FLASHMLA_SPARSE"
     assert facts["model"] == "DeepSeek-V3.2, index_topk 64, 4 of 8 heads per rank, KV cache v32_fp8"
     assert "vLLM's call; decode_backend asks for flash_mla" in facts["decode, 64 requests"]
@@ -199,7 +199,7 @@ def test_layers_on_another_backend_are_left_to_vllm_and_reported():
     here = serving()
     here.vllm_config.compilation_config.static_forward_context |= {"attn": layer(False, "FLASHINFER_MLA_SPARSE")}
     assert not here.active
-    assert here.notes() == [
+    assert here.left() == [
         "layers on vLLM's backend FLASHINFER_MLA_SPARSE are left to vLLM: nsa-plugin plans for --attention-backend "
         "FLASHMLA_SPARSE"
     ]
