@@ -146,12 +146,12 @@ def test_requests_are_scored_against_their_own_keys(library, rows_per_chunk):
 @pytest.mark.parametrize("rows_per_chunk", [None, 2])
 def test_what_is_scored_at_once_is_cut_once_for_all_layers(library, rows_per_chunk, monkeypatch):
     requests, ks, ke = ragged_requests([(4, 61), (0, 9), (1, 140), (3, 3), (2, 0), (2, 33)])
-    parts = provider.cut(ks, ke, 246, rows_per_chunk, requests)
-    monkeypatch.setattr(provider, "cut", None)
+    shared = {}
     for seed in range(2):
         inputs = [values.flip(0) if seed else values for values in indexer_inputs(len(ks), 246, 32)]
-        result = provider.topk(*inputs, ks, ke, 16, parts=parts)
+        result = provider.topk(*inputs, ks, ke, 16, rows_per_chunk=rows_per_chunk, requests=requests, shared=shared)
         assert torch.equal(result, reference_topk(*inputs, ks, ke, 16))
+        monkeypatch.setattr(provider, "cut", None)
 
 
 def test_a_bound_on_the_keys_of_a_row_bounds_the_buffer(library):

@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -60,7 +61,7 @@ def topk(
     requests: Sequence[Request] | None = None,
     max_key_span: int | None = None,
     selector: Selector | None = None,
-    parts: Parts | None = None,
+    shared: dict[str, Any] | None = None,
 ) -> torch.Tensor:
     """int32 [rows, topk] positions relative to ks, -1 behind them; see `nsa_plugin.kernels.indexer.reference_topk`.
 
@@ -68,8 +69,8 @@ def topk(
         q, k: float8_e4m3fn.
         requests, max_key_span, selector: as `nsa_plugin.kernels.triton.indexer.topk`. With `requests`, a row's
             range lies in its request's keys.
-        parts: `cut` of the same ks, ke, number of keys, rows_per_chunk, requests and max_key_span, which is the same
-            for all layers of a batch; None: they are cut here.
+        shared: kept by the caller for calls with the same ks, ke, number of keys, rows_per_chunk, requests and
+            max_key_span, such as a batch's layers: the ranges are made in the first.
 
     Raises:
         KernelArgumentError: a shape or dtype is wrong, or the library does not take the heads.
@@ -80,7 +81,11 @@ def topk(
     keys = k.shape[0]
     _check_heads(op, q.device, heads, dim)
     result = new_output(op, rows, topk, out, q.device)
-    parts = cut(ks, ke, keys, rows_per_chunk, requests, max_key_span) if parts is None else parts
+    parts: Parts | None = None if shared is None else shared.get("parts")
+    if parts is None:
+        parts = cut(ks, ke, keys, rows_per_chunk, requests, max_key_span)
+        if shared is not None:
+            shared["parts"] = parts
     for gap in parts.gaps:
         result[gap].fill_(-1)
     if not parts.parts:

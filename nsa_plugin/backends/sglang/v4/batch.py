@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from nsa_plugin.kernels.providers.deep_gemm import Parts, cut
 from nsa_plugin.kernels.topk import Request
 
 PAGE = 256
@@ -102,20 +101,14 @@ class IndexerKeys:
         slots: [keys] int32 in the cache of compressed keys.
         requests: rows and keys of each request, as `indexer_topk` takes them.
         ks, ke: [rows] int32: what each row may see of them.
-        parts: DeepGEMM's, once a layer has cut them.
+        shared: what a provider keeps from one layer to the next: its plan and its ranges are the batch's.
     """
 
     slots: torch.Tensor
     requests: list[Request]
     ks: torch.Tensor
     ke: torch.Tensor
-    parts: Parts | None = None
-
-    def cut(self, rows_per_chunk: int) -> Parts:
-        """What DeepGEMM scores at once: the same for every layer, whose plan is the batch's."""
-        if self.parts is None:
-            self.parts = cut(self.ks, self.ke, self.slots.shape[0], rows_per_chunk, self.requests)
-        return self.parts
+    shared: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass

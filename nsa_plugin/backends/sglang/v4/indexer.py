@@ -104,7 +104,7 @@ def select(
     if plan.provider != REFERENCE:
         arguments["requests"] = keys.requests
     if plan.provider == "deep_gemm":
-        arguments["parts"] = keys.cut(plan.rows_per_chunk)
+        arguments["shared"] = keys.shared
     raw = getattr(core, "c4_sparse_raw_indices", None)
     slots = core.c4_sparse_page_indices
     into = raw[:count] if raw is not None and raw.shape[1] == topk else None
