@@ -14,7 +14,7 @@ class ShapeError(NsaPluginError):
 
 
 class NoProviderError(NsaPluginError):
-    """No installed kernel library can carry a batch; the message lists each and why not."""
+    """No installed kernel library supports a batch; the message lists each and why not."""
 
 
 class LeftToStockError(NsaPluginError):

@@ -1,1 +1,1 @@
-"""Work of an attention layer dealt out over the ranks of a tensor-parallel group. Knows no engine."""
+"""An attention layer's work, resharded over the ranks of a tensor-parallel group. Knows no engine."""

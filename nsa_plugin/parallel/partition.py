@@ -1,7 +1,7 @@
 """Which rows of a batch each rank of the attention group takes: one contiguous range a rank.
 
-`by_count` deals out numbers of rows alone, for batches whose kernels are captured in a CUDA graph: nothing may then
-depend on lengths. `by_cost` deals out work. A query row that sees s keys costs
+`by_count` divides the number of rows, for batches whose kernels are captured in a CUDA graph: nothing may then depend
+on lengths. `by_cost` divides the work. A query row that sees s keys costs
 
     cost(s) = row + attention * min(s, topk) + indexer * s
 

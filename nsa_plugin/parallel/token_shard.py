@@ -1,7 +1,7 @@
-"""Heads for tokens: sparse MLA of a tensor-parallel group without padded heads.
+"""Head/token all-to-all (Ulysses-style): sparse MLA of a tensor-parallel group without padded heads.
 
 Under pure tensor parallelism each of W ranks has h of the H = W * h query heads, of all T rows, and the whole KV cache.
-Kernels that compute 64 or 128 heads, however few they are given, waste what they pad. So the ranks trade:
+Kernels that compute 64 or 128 heads waste what they pad. So the ranks reshard:
 
     q [T, h, d_qk]  --all-to-all-->  q of my n rows [n, H, d_qk]  --attention-->  out of my n rows [n, H, d_v]
                                                                                      |
@@ -9,7 +9,7 @@ Kernels that compute 64 or 128 heads, however few they are given, waste what the
 
 A rank's rows are one contiguous range (`nsa_plugin.parallel.partition`), so q is sent from where it lies and the output
 is received where it belongs; only the n rows are transposed, once after they arrive and once before they leave. Each
-row is attended by one kernel with the heads side by side, and the values are those of that kernel without the trade.
+row is attended by one kernel with the heads side by side, and the values are those of that kernel without resharding.
 `nsa_plugin.parallel.partition.requests` says which rows the indexer has to score for this, and no others.
 
 What is fixed. All memory is allocated by `TokenShard(...)`: see `buffer_bytes`. An exchange allocates nothing on a

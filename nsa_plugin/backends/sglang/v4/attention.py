@@ -1,7 +1,7 @@
 """SGLang's V4 attention backend under Plans: one for each prefill, made where SGLang prepares it, read by every layer.
 
 `with_v4_plans` adds to the engine's backend class what `v4_table` lists; `adopt` switches it on for an instance, and
-until then, or for a batch that has no route, every method is the engine's own.
+until then, or for a batch without a route, every method does what SGLang's does.
 
 - Eager prefills: `init_forward_metadata` makes the plan, from the lengths on the host, then the engine's metadata.
 - Prefills whose graph breaks at attention (0.5.13 on): the plan is made where a replay is prepared; attention runs
@@ -49,19 +49,19 @@ THRESHOLD = "_LARGE_INDEXER_QUERY_THRESHOLD"
 
 
 def adopt(backend: Any, planner: SglangV4Planner, server_args: Any, *, own_heads_first: bool = True) -> list[str]:
-    """Let a V4 backend take its routes from a planner; call it once the engine's own start of the backend is done.
+    """Let a V4 backend take its routes from a planner; call it once SGLang has started the backend.
 
     Args:
         own_heads_first: see `V4State`; False before 0.5.14.
 
     Returns:
-        A sentence for each kind of batch that stays SGLang's own although the plugin is on; for the start-up report.
+        What falls back to the stock path although the plugin is on, for the start-up report.
 
     Raises:
         PatchError: the backend or its pool lacks something that the plugin reads.
     """
     if feature := v4_routes.engines_own(backend, server_args):
-        return [f"{feature} is on, which the plugin has no part in: every batch stays SGLang's own"]
+        return [f"{feature} is on, which the plugin does not support: every batch falls back to the stock path"]
     pool = getattr(backend, "token_to_kv_pool", None)
     read = ("softmax_scale", "page_size", "MAX_SEQ_LEN_FOR_CAPTURE", "speculative_num_draft_tokens")
     lacks = [name for name in read if not hasattr(backend, name)]
@@ -72,7 +72,9 @@ def adopt(backend: Any, planner: SglangV4Planner, server_args: Any, *, own_heads
         raise PatchError(f"SGLang's V4 cache has pages of {backend.page_size}; the plugin knows {PAGE}. {TURN_OFF}")
     stored = record_bytes(pool)
     if stored != V4_FP8.row_bytes:
-        return [f"the V4 cache has {stored} bytes a token, not {V4_FP8.row_bytes}: every batch stays SGLang's own"]
+        return [
+            f"the V4 cache has {stored} bytes a token, not {V4_FP8.row_bytes}: every batch falls back to the stock path"
+        ]
     steps = planner.settings.decode_backend != "auto"
     backend.nsa_plugin = V4State(
         planner=planner,
@@ -80,11 +82,11 @@ def adopt(backend: Any, planner: SglangV4Planner, server_args: Any, *, own_heads
         own_heads_first=own_heads_first,
         plans_steps=steps,
     )
-    return [] if steps else ["decode_backend is auto: decode, verify and draft steps of V4 stay SGLang's own"]
+    return [] if steps else ["decode_backend is auto: decode, verify and draft steps of V4 run on the stock path"]
 
 
 def release(backend: Any) -> None:
-    """Undo `adopt`: every batch from now on is the engine's own. What graphs have captured stays in them."""
+    """Undo `adopt`: from now on every batch takes the stock path, except in graphs that are captured already."""
     backend.nsa_plugin = None
 
 
@@ -162,7 +164,7 @@ def _without_tables(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _scheduling(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`init_forward_metadata_indexer`, with SGLang's own scheduling kernel where the library's takes too few rows.
+    """`init_forward_metadata_indexer`, with SGLang's scheduling kernel if the library's supports too few rows.
 
     From 0.5.13 on SGLang takes its own above 11673 rows anyway; 0.5.12 asks nothing but its variable.
     """

@@ -52,7 +52,7 @@ def begin(
         warmed: the kernels have run for another backend of the model.
 
     Returns:
-        What stays SGLang's own, and what a few batches take, by their names; for the start-up report.
+        What falls back to the stock path, and the execution of a few batches by name; for the start-up report.
 
     Raises:
         SettingsError, NoProviderError, PatchError: it cannot; it is to be released then.

@@ -130,7 +130,7 @@ def select(
 
 
 def _prepared(backend: Any, pool: Any, given: dict[str, Any], rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """q [rows, heads, dim] float8 and weights [rows, heads, 1] float32, by the engine's own preparation."""
+    """q [rows, heads, dim] float8 and weights [rows, heads, 1] float32, as SGLang prepares them."""
     if given["q_lora"].shape[0] != rows:
         given["q_lora_quant"] = None  # since 0.5.23: of all its rows
     given["x"], given["q_lora"] = given["x"][:rows], given["q_lora"][:rows]

@@ -1,4 +1,4 @@
-"""SGLang's V4 batches in terms of plans: SGLang's own settings that a plan respects, and the planner of one backend.
+"""SGLang's V4 batches in terms of plans: the settings of SGLang that a plan respects, and the planner of one backend.
 
 `backends.common.paths` says how a plan is executed; the path over bf16 rows is `kernels.v4_prefill`.
 
@@ -6,11 +6,11 @@ SGLang's variables, if a user has set them and no setting of the plugin names a 
 
     SGLANG_OPT_FLASHMLA_SPARSE_PREFILL   1: bf16 rows and FlashMLA's prefill kernel; 0: its decode kernel, as far as the
                                          installed build supports the query tokens, and the routes of `auto` above
-    SGLANG_FP8_PAGED_MQA_LOGITS_TORCH    the indexer is SGLang's own torch code (`indexer`)
-    SGLANG_OPT_USE_JIT_INDEXER_METADATA  which kernel schedules SGLang's own paged logits; beyond what the library's
+    SGLANG_FP8_PAGED_MQA_LOGITS_TORCH    the indexer is SGLang's torch code (`indexer`)
+    SGLANG_OPT_USE_JIT_INDEXER_METADATA  which kernel schedules SGLang's paged logits; beyond what the library's
                                          scheduling kernel supports, 0 is ignored and SGLang's kernel schedules
 
-In small prefills SGLang's own code selects, and attends too if it would make bf16 rows as well: see `ENGINE_TOKENS`.
+In small prefills SGLang's code selects, and attends too if it would make bf16 rows as well: see `ENGINE_TOKENS`.
 
 Left to the stock path: context parallelism, hisparse, the fp4 indexer, DSpark, --dsv4-prefill-backend other than auto,
 the trtllm and unified caches, V4.1's caches and ratios, bounded replay, deterministic inference; decode, verify and
@@ -42,7 +42,7 @@ WINDOW = 128
 WINDOW_PAGE = 256
 
 ENGINE_TOKENS = 8192
-"""Up to this many context tokens over all requests of a prefill, SGLang's own code selects, and attends over bf16 rows
+"""Up to this many context tokens over all requests of a prefill, SGLang's code selects, and attends over bf16 rows
 if that is its path too.
 
 Its kernels do the same work there, and attention ends in the same FlashMLA kernel. The plugin's kernels save less GPU
@@ -50,7 +50,7 @@ time than the plugin's CPU overhead adds, and a prefill of so few tokens is CPU-
 
 
 def asked_by_engine(envs: Any) -> frozenset[str]:
-    """The execution paths that SGLang's own variable asks for; none if no user has set it.
+    """The execution paths that SGLang's variable asks for; none if no user has set it.
 
     Args:
         envs: SGLang's `environ.envs`; 0.5.12 has no such variable.
@@ -62,7 +62,7 @@ def asked_by_engine(envs: Any) -> frozenset[str]:
 
 
 def makes_rows(envs: Any) -> bool:
-    """Whether SGLang's own prefill path is over bf16 rows, whatever its size: since 0.5.15 unless switched off.
+    """Whether SGLang's prefill path is over bf16 rows, whatever its size: since 0.5.15 unless switched off.
 
     Args:
         envs: see `asked_by_engine`.
@@ -80,7 +80,7 @@ class SglangV4Planner(SglangPlanner):
     """The decisions of one SGLang V4 backend; see `Planner`.
 
     Attributes:
-        asked: execution paths that SGLang's own variable asks for, for prefills; see `asked_by_engine`.
+        asked: execution paths that SGLang's variable asks for, for prefills; see `asked_by_engine`.
         engine_makes_rows: see `makes_rows`.
         engine_tokens: see `ENGINE_TOKENS`.
     """

@@ -1,7 +1,7 @@
 """vLLM's V4 batches in terms of plans.
 
-`backends.common.paths` says how a plan is executed. The path over bf16 rows is vLLM's own, by chunks of requests in a
-workspace that its profiling run has set aside; vLLM's own function calls FlashMLA's decode kernel; over the caches in
+`backends.common.paths` says how a plan is executed. The path over bf16 rows is vLLM's, by chunks of requests in a
+workspace that its profiling run has set aside; vLLM's function calls FlashMLA's decode kernel; over the caches in
 place the plugin's kernel runs. Decode and verify steps are left to the stock path, which is FlashMLA's decode kernel,
 unless `decode_backend` names another library.
 """

@@ -49,8 +49,8 @@ class V4Serving(GpuServing):
             check_on_gpu(self.vllm_config)
             if self.resolved.settings.token_shard == "on":
                 raise SettingsError(
-                    "token_shard is on and cannot work here: DeepSeek-V4's layers under vLLM trade no heads for "
-                    "tokens; allowed here: auto, off"
+                    "token_shard is on and cannot work here: nsa-plugin does not reshard DeepSeek-V4 under vLLM; "
+                    "allowed here: auto, off"
                 )
             device, scheduler = self.device_profile(), self.vllm_config.scheduler_config
             check_device(device, self.backend)
@@ -99,14 +99,14 @@ class V4Serving(GpuServing):
         return planned, others
 
     def left(self) -> list[str]:
-        """What stays vLLM's own although the plugin is on."""
+        """What falls back to the stock path although the plugin is on."""
         planned, others = self.layers()
         found = [
-            f"layers on vLLM's backend {name} stay vLLM's own: nsa-plugin plans for {BACKENDS[0]}"
+            f"layers on vLLM's backend {name} run on the stock path: nsa-plugin plans for {BACKENDS[0]}"
             for name in sorted(others)
         ]
         if planned and self.resolved.settings.decode_backend == "auto":
-            found.append("decode_backend is auto: decode and verify steps of DeepSeek-V4 stay vLLM's own")
+            found.append("decode_backend is auto: decode and verify steps of DeepSeek-V4 run on the stock path")
         return found
 
     def in_words(self, plan: Plan) -> str:

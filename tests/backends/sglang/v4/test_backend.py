@@ -1,4 +1,4 @@
-"""How a V4 backend of the plugin begins: SGLang is asked, kernels run, or it stays SGLang's own."""
+"""How a V4 backend of the plugin begins: SGLang is asked, kernels run, or every batch falls back to the stock path."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def test_a_backend_serves_once_its_kernels_have_run():
     made.adopt(backend, runner())
     assert made.active
     assert made.backends == [backend]
-    assert made.notes == ["decode_backend is auto: decode, verify and draft steps of V4 stay SGLang's own"]
+    assert made.notes == ["decode_backend is auto: decode, verify and draft steps of V4 run on the stock path"]
     run(backend)
     assert not {"sparse", "decode kernel"} & set(backend.calls)
     assert made.trace.counts == {"extend/sparse_prefill/reference": 1}
@@ -205,7 +205,7 @@ def test_where_every_batch_stays_sglangs_the_plugin_is_not_active(
     made.adopt(backend, runner(**server_args))
     assert not made.active
     assert backend.nsa_plugin is None
-    assert made.notes == [f"{said} is on, which the plugin has no part in: every batch stays SGLang's own"]
+    assert made.notes == [f"{said} is on, which the plugin does not support: every batch falls back to the stock path"]
     assert made.routes == {}
     assert warmed == []
 

@@ -104,13 +104,13 @@ def test_a_worker_is_told_what_its_batches_take(monkeypatch: pytest.MonkeyPatch)
     layers = given.compilation_config.static_forward_context
     layers |= {"a": layer("FLASHMLA_SPARSE_DSV4"), "b": layer("V4_FLASHMLA_SPARSE"), "c": SimpleNamespace()}
     assert found.active
-    assert found.left() == ["decode_backend is auto: decode and verify steps of DeepSeek-V4 stay vLLM's own"]
+    assert found.left() == ["decode_backend is auto: decode and verify steps of DeepSeek-V4 run on the stock path"]
     facts = found.facts()
     assert facts["attention"] == "2 layers on vLLM's FLASHMLA_SPARSE_DSV4"
     assert facts["prefill, 1024 of 1024 tokens"].startswith("direct by triton; ")
     assert facts["target_verify, 64 requests"].startswith("decode kernel by flash_mla, vLLM's FlashMLA; ")
     layers["d"] = layer("FLASHINFER_MLA_SPARSE_DSV4")
-    assert "layers on vLLM's backend FLASHINFER_MLA_SPARSE_DSV4 stay vLLM's own" in found.left()[0]
+    assert "layers on vLLM's backend FLASHINFER_MLA_SPARSE_DSV4 run on the stock path" in found.left()[0]
     del layers["a"], layers["b"]
     assert not found.active
     assert "prefill, 1024 of 1024 tokens" not in found.facts()
