@@ -1,0 +1,66 @@
+"""The GitHub workflows: each command exists, each job ends, and no token has more rights than it needs."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ci.rows import ROOT
+
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+EXPRESSION = re.compile(r"\$\{\{\s*matrix\.(\w+)\s*\}\}")
+
+every_workflow = pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+
+
+def jobs_of(path: Path) -> dict[str, Any]:
+    return yaml.safe_load(path.read_text())["jobs"]
+
+
+def commands(job: dict[str, Any]) -> list[str]:
+    """Every shell command of a job, once for each combination of the matrix values that it names."""
+    matrix = job.get("strategy", {}).get("matrix", {})
+    found = []
+    for text in (step["run"] for step in job["steps"] if "run" in step):
+        names = sorted(set(EXPRESSION.findall(text)))
+        for values in itertools.product(*(matrix[name] for name in names)):
+            chosen = dict(zip(names, values, strict=True))
+            found.append(EXPRESSION.sub(lambda match, chosen=chosen: str(chosen[match[1]]), text))
+    return found
+
+
+def test_workflows_are_found() -> None:
+    assert {path.stem for path in WORKFLOWS} >= {"test", "gpu", "upstream", "release", "docs"}
+
+
+@every_workflow
+def test_make_targets_and_modules_exist(path: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for command in itertools.chain.from_iterable(commands(job) for job in jobs_of(path).values()):
+        assert set(re.findall(r"\bmake ([\w-]+)", command)) <= targets, command
+        for module in re.findall(r"-m (ci\.\w+)", command):
+            assert find_spec(module), command
+
+
+def test_test_workflow_runs_all_of_make_test() -> None:
+    (needed,) = re.findall(r"^test: (.*?) ##", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    ran = {command.removeprefix("make ") for command in commands(jobs_of(ROOT / ".github/workflows/test.yml")["test"])}
+    assert ran == set(needed.split())
+
+
+@every_workflow
+def test_every_job_has_a_timeout(path: Path) -> None:
+    assert [name for name, job in jobs_of(path).items() if "timeout-minutes" not in job] == []
+
+
+@every_workflow
+def test_permissions_are_set_at_top_level_and_only_read(path: Path) -> None:
+    workflow = yaml.safe_load(path.read_text())
+    assert workflow["permissions"] == {"contents": "read"}
+    assert workflow["concurrency"]["group"]
