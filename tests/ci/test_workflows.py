@@ -1,4 +1,4 @@
-"""The GitHub workflows: each command exists, each job ends, and no token has more rights than it needs."""
+"""Files for GitHub and Docker: commands exist, jobs end, no token has needless rights, versions are current."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from ci.rows import ROOT
+import nsa_plugin
+from ci.rows import ROOT, engines
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 EXPRESSION = re.compile(r"\$\{\{\s*matrix\.(\w+)\s*\}\}")
@@ -64,3 +65,19 @@ def test_permissions_are_set_at_top_level_and_only_read(path: Path) -> None:
     workflow = yaml.safe_load(path.read_text())
     assert workflow["permissions"] == {"contents": "read"}
     assert workflow["concurrency"]["group"]
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_docker_images_default_to_the_newest_version(name: str) -> None:
+    text = (ROOT / "docker" / f"{name}.Dockerfile").read_text()
+    assert f"ARG ENGINE_TAG=v{engines()[name].seams[-1]}\n" in text
+
+
+def test_citation_and_issue_forms() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == nsa_plugin.__version__
+    for form in ("bug", "feature"):
+        text = (ROOT / ".github" / "ISSUE_TEMPLATE" / f"{form}.yml").read_text()
+        assert yaml.safe_load(text)["body"]
+        assert "nsa-plugin doctor --json" in text
+        assert "Start-up report" in text
