@@ -169,7 +169,7 @@ def _keep(path: Path, cubin: bytes) -> None:
     """Write the cubin for the next process; one that cannot be written is compiled again there."""
     partial = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # whoever writes here runs code on the GPU
         partial.write_bytes(cubin)
         # Several ranks compile at once: the rename is atomic and either cubin is the same.
         partial.replace(path)
