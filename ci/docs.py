@@ -26,6 +26,7 @@ from nsa_plugin.libraries.registry import OPS, REFERENCE, Provider, Registry
 from nsa_plugin.settings import BACKEND_OPS, ENV_PREFIX, Settings
 from nsa_plugin.tools.pages import site
 from nsa_plugin.tools.pages.markdown import fill, markdown_table
+from nsa_plugin.tools.pages.summary import model_family
 
 SUMMARY = ROOT / "docs" / "benchmarks.md"
 RECORDS = ROOT / "docs" / "benchmarks"
@@ -68,8 +69,7 @@ def gpu_records(folder: Path = RECORDS / "h200") -> dict[tuple[str, str], dict[s
         record = json.loads(path.read_text())
         if record.get("kind") == "comparison" and record["verdict"]["holds"]:
             engine, version = record["engine"].split()
-            family = path.stem.removeprefix(f"{engine}-{version}-").partition("-")[0]
-            found.setdefault((engine, version), {}).setdefault(family, []).append(path)
+            found.setdefault((engine, version), {}).setdefault(model_family(record), []).append(path)
     return found
 
 
@@ -79,11 +79,9 @@ def _on_gpu(families: dict[str, list[Path]]) -> str:
     for family, paths in sorted(families.items()):
         first = min(paths, key=lambda path: len(path.stem))
         more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
-        cells.append(f"{_FAMILIES[family]}: [{first.stem}](benchmarks/h200/{first.stem}.md){more}")
+        cells.append(f"{family}: [{first.stem}](benchmarks/h200/{first.stem}.md){more}")
     return "<br>".join(cells) or "not run"
 
-
-_FAMILIES = {"v32": "DeepSeek-V3.2", "glm5": "GLM-5", "v4": "DeepSeek-V4"}
 
 _CHECKS = {"run": "served on a CPU", "seams": "objects the plugin changes or builds on"}
 

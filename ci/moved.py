@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import copy
 import difflib
 import sys
 from collections import Counter
@@ -94,8 +95,7 @@ def _compare_one(patch: Patch, before: Target | None, after: Target, old: Source
 
 def text_of(node: ast.AST) -> str:
     """A definition without comments, docstrings and formatting."""
-    text = ast.unparse(node)
-    copied = ast.parse(text)
+    copied = copy.deepcopy(node)
     for inner in ast.walk(copied):
         body = getattr(inner, "body", None)
         if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and ast.get_docstring(inner):

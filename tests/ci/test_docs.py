@@ -59,16 +59,27 @@ def test_compatibility_table_says_what_was_not_run() -> None:
 
 
 def test_the_gpu_column_is_made_from_the_records_that_passed(tmp_path: Path) -> None:
-    for name, holds in (("v32-16heads", True), ("v32-16heads-mtp", True), ("v4-64heads", False), ("glm5-8heads", True)):
-        record = {"kind": "comparison", "engine": "vllm 0.33.0", "verdict": {"holds": holds}}
+    v32, v4, glm5 = "DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM", "GlmMoeDsaForCausalLM"
+    for name, architecture, holds in (
+        ("v32-16heads", v32, True),
+        ("v32-16heads-mtp", v32, True),
+        ("v4-64heads", v4, False),
+        ("glm5-8heads", glm5, True),
+    ):
+        record = {
+            "kind": "comparison",
+            "engine": "vllm 0.33.0",
+            "model": {"architectures": [architecture]},
+            "verdict": {"holds": holds},
+        }
         (tmp_path / f"vllm-0.33.0-{name}.json").write_text(json.dumps(record))
     (tmp_path / "topk.json").write_text(json.dumps({"suite": "topk"}))
     records = docs.gpu_records(tmp_path)
-    assert {key: sorted(found) for key, found in records.items()} == {("vllm", "0.33.0"): ["glm5", "v32"]}
+    assert {key: sorted(found) for key, found in records.items()} == {("vllm", "0.33.0"): ["GLM-5", "V3.2"]}
     cell = docs._on_gpu(records["vllm", "0.33.0"])
     assert cell == (
         "GLM-5: [vllm-0.33.0-glm5-8heads](benchmarks/h200/vllm-0.33.0-glm5-8heads.md)<br>"
-        "DeepSeek-V3.2: [vllm-0.33.0-v32-16heads](benchmarks/h200/vllm-0.33.0-v32-16heads.md) and 1 more"
+        "V3.2: [vllm-0.33.0-v32-16heads](benchmarks/h200/vllm-0.33.0-v32-16heads.md) and 1 more"
     )
     assert docs._on_gpu({}) == "not run"
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 
 from nsa_plugin.backends.common.paths import SGLANG, VLLM
 
@@ -40,14 +41,14 @@ class Configuration:
     why: str
 
 
-def _vllm(what: str, given: str, says: str, why: str, outcome: Handling = Handling.STOCK) -> Configuration:
-    return Configuration(engine=VLLM, what=what, given=given, outcome=outcome, says=says, why=why)
+def _configuration(
+    engine: str, what: str, given: str, says: str, why: str, outcome: Handling = Handling.STOCK
+) -> Configuration:
+    return Configuration(engine=engine, what=what, given=given, outcome=outcome, says=says, why=why)
 
 
-def _sglang(what: str, given: str, says: str, why: str, outcome: Handling = Handling.STOCK) -> Configuration:
-    return Configuration(engine=SGLANG, what=what, given=given, outcome=outcome, says=says, why=why)
-
-
+_vllm = partial(_configuration, VLLM)
+_sglang = partial(_configuration, SGLANG)
 _NOT_BUILT = "the plugin has no code for it"
 _OTHER_CACHE = "the plugin's kernels do not read this cache format"
 

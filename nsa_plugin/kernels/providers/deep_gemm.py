@@ -81,25 +81,23 @@ def topk(
     keys = k.shape[0]
     _check_heads(op, q.device, heads, dim)
     result = new_output(op, rows, topk, out, q.device)
+    import deep_gemm
+
+    library = _interface(deep_gemm)
     parts: Parts | None = None if shared is None else shared.get("parts")
     if parts is None:
         parts = cut(ks, ke, keys, rows_per_chunk, requests, max_key_span)
+        parts = parts.from_row_start() if library.from_row_start else parts
         if shared is not None:
             shared["parts"] = parts
     for gap in parts.gaps:
         result[gap].fill_(-1)
-    if not parts.parts:
-        return result
-    import deep_gemm
-
     selector = selector or default_selector(q.device, topk)
     q, k, weights = _aligned(q), _aligned(k), _aligned(weights)
     scale = torch.ones(keys, dtype=torch.float32, device=q.device) if k_scale is None else _aligned(k_scale)
     whole = slice(0, rows)
-    library = _interface(deep_gemm)
     score = library.kernel("mqa_logits")
     for part in parts.parts:
-        part = part.from_row_start() if library.from_row_start else part
         some_q, some_weights = (q, weights) if part.rows == whole else (q[part.rows], weights[part.rows])
         scored = (k, scale) if part.keys is None else (k[part.keys], scale[part.keys])
         of_span = {} if part.span is None else {"max_seqlen_k": part.span}
@@ -144,6 +142,10 @@ class Parts:
 
     parts: tuple[LogitsPart, ...]
     gaps: tuple[slice, ...]
+
+    def from_row_start(self) -> Parts:
+        """The same rows, with columns of the logits that count from each row's ks."""
+        return replace(self, parts=tuple(part.from_row_start() for part in self.parts))
 
 
 def cut(

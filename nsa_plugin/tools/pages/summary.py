@@ -148,7 +148,7 @@ def _again(row: Row) -> float | None:
 def _server(record: Row, case: Row) -> str:
     gpus = record["host"]["gpus"]
     heads = f"{case['heads']} heads" + (f" × {gpus} GPUs" if gpus > 1 else "")
-    return f"{_engine(record)}, {_model(record)}, {heads}"
+    return f"{_engine(record)}, {model_family(record)}, {heads}"
 
 
 def _engine(record: Row) -> str:
@@ -156,7 +156,8 @@ def _engine(record: Row) -> str:
     return f"{_ENGINES.get(name, name)} {version}"
 
 
-def _model(record: Row) -> str:
+def model_family(record: Row) -> str:
+    """The family of the model that a comparison served."""
     (architecture,) = record["model"]["architectures"]
     return {"DeepseekV4ForCausalLM": "V4", "GlmMoeDsaForCausalLM": "GLM-5"}.get(architecture, "V3.2")
 
@@ -217,7 +218,7 @@ def correctness(served: Records) -> str:
     for path, record in served:
         if compared(record):
             pair = f" against {_engine(record['beside'])}" if "beside" in record else ""
-            groups.setdefault(f"{_engine(record)}{pair}, {_model(record)}", []).append((path, record))
+            groups.setdefault(f"{_engine(record)}{pair}, {model_family(record)}", []).append((path, record))
     lines = []
     for name, records in groups.items():
         failed = [path for path, record in records if not record["verdict"]["holds"]]

@@ -246,8 +246,7 @@ def _attending(original: Callable[..., Any]) -> Callable[..., Any]:
                 return engines(_attending_others(self) if state.providers.attended.wrong else self)
         if k is not v:
             raise PatchError(f"SGLang's V4 model hands over keys apart from its values. {TURN_OFF}")
-        if hasattr(self, "_maybe_upgrade_forward_metadata"):  # 0.5.12 completes a decode's metadata here
-            self._maybe_upgrade_forward_metadata()
+        _complete_metadata(self)
         if save_kv_cache:
             self.store_cache(layer.layer_id, k, forward_batch)
         core = self.forward_metadata.core_attn_metadata
@@ -305,10 +304,14 @@ def _pool(backend: Any, forward_batch: Any) -> Any:
     return forward_batch.token_to_kv_pool if own is None else own
 
 
-def _attending_others(backend: Any) -> Any:
-    """A copy of the backend whose own kernel attends wrong slots; the backend and its metadata stay as they are."""
+def _complete_metadata(backend: Any) -> None:
     if hasattr(backend, "_maybe_upgrade_forward_metadata"):  # 0.5.12 completes a decode's metadata here
         backend._maybe_upgrade_forward_metadata()
+
+
+def _attending_others(backend: Any) -> Any:
+    """A copy of the backend whose own kernel attends wrong slots; the backend and its metadata stay as they are."""
+    _complete_metadata(backend)
     other, metadata = copy.copy(backend), copy.copy(backend.forward_metadata)
     core = copy.copy(metadata.core_attn_metadata)
     for name in SLOTS:
