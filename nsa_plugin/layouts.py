@@ -79,12 +79,6 @@ class PlainLayout:
         _check_page_size(self.name, page_size)
         return page_size * self.row_bytes(dim, value_bytes)
 
-    def row_offset(self, slot: int, page_size: int, dim: int, value_bytes: int | None = None) -> int:
-        """Offset in the cache of the row of token `slot`."""
-        page, position = _locate(self.name, slot, page_size)
-        in_page = position * self.row_bytes(dim, value_bytes)
-        return page * self.page_bytes(page_size, dim, value_bytes) + in_page
-
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8Layout:
@@ -153,28 +147,6 @@ class Fp8Layout:
         """Bytes from the start of a page to the start of the next, including padding."""
         _check_page_size(self.name, page_size)
         return -(-page_size * self.row_bytes // self.page_alignment) * self.page_alignment
-
-    def value_offset(self, slot: int, page_size: int) -> int:
-        """Offset in the cache of the first fp8 value of token `slot`."""
-        page, position = _locate(self.name, slot, page_size)
-        return page * self.page_bytes(page_size) + position * self.data_stride
-
-    def tail_offset(self, slot: int, page_size: int) -> int:
-        """Offset in the cache of the first bfloat16 value of token `slot`."""
-        if not self.bf16_dim:
-            raise LayoutError(f"layout {self.name} has no bfloat16 tail")
-        return self.value_offset(slot, page_size) + self.tail_start
-
-    def scale_offset(self, slot: int, page_size: int, index: int = 0) -> int:
-        """Offset in the cache of scale `index` of token `slot`."""
-        if not 0 <= index < self.num_scales:
-            raise LayoutError(f"layout {self.name}: scale is {index}; a token has 0 to {self.num_scales - 1}")
-        page, position = _locate(self.name, slot, page_size)
-        if self.scales_after_page:
-            first = page_size * self.data_stride + position * self.scale_slot_bytes
-        else:
-            first = position * self.data_stride + self.fp8_dim
-        return page * self.page_bytes(page_size) + first + index * self.scale_bytes
 
 
 CacheLayout = PlainLayout | Fp8Layout
@@ -247,10 +219,3 @@ def get_layout(name: str) -> CacheLayout:
 def _check_page_size(name: str, page_size: int) -> None:
     if page_size < 1:
         raise LayoutError(f"layout {name}: page_size is {page_size}; a page holds at least 1 token")
-
-
-def _locate(name: str, slot: int, page_size: int) -> tuple[int, int]:
-    _check_page_size(name, page_size)
-    if slot < 0:
-        raise LayoutError(f"layout {name}: slot is {slot}; slots start at 0")
-    return divmod(slot, page_size)

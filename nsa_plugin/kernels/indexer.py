@@ -28,7 +28,7 @@ import torch
 
 from nsa_plugin.kernels.checks import FLOAT_DTYPES, check_tensor, require
 from nsa_plugin.kernels.fp8 import quantize_tiles
-from nsa_plugin.kernels.index_transform import check_requests, request_slots, rows_to_requests
+from nsa_plugin.kernels.index_transform import request_slots
 from nsa_plugin.kernels.indexer_args import check_limits, check_paged, check_ragged
 from nsa_plugin.kernels.kv_cache import PagedCache, reference_read_codes
 from nsa_plugin.kernels.topk import in_range, new_output, select
@@ -70,36 +70,6 @@ def fold_weights(weights: torch.Tensor, q_scale: torch.Tensor, scale: float) -> 
     q_scale = q_scale.squeeze(-1) if q_scale.dim() == 3 else q_scale
     check_tensor(op, "q_scale", q_scale, weights.shape, dtypes=(torch.float32,), device=weights.device)
     return weights.float() * q_scale * scale
-
-
-def key_ranges(
-    cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor, *, num_rows: int, compress_ratio: int = 1
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """ks and ke [num_rows] int32 of causal queries over keys laid out one request after the other.
-
-    The queries of a request are its last tokens; request r has seq_lens[r] // compress_ratio keys, and
-    the query at position p sees (p + 1) // compress_ratio of them. Rows behind the last request get an
-    empty range.
-
-    Args:
-        cu_seqlens_q: [requests + 1] int, cumulative query rows from 0.
-        seq_lens: [requests] int, context of each request, its queries included.
-        num_rows: rows, padding included.
-    """
-    op = "indexer_key_ranges"
-    check_requests(op, cu_seqlens_q, seq_lens)
-    require(compress_ratio > 0, op, f"compress_ratio is {compress_ratio}; it is at least 1")
-    ks = torch.zeros(num_rows, dtype=torch.int64, device=seq_lens.device)
-    ke = torch.zeros_like(ks)
-    request = rows_to_requests(cu_seqlens_q, num_rows).long()
-    real = (request >= 0).nonzero().squeeze(1)
-    request = request[real]
-    num_keys = seq_lens.long() // compress_ratio
-    first_key = num_keys.cumsum(0) - num_keys
-    position = seq_lens[request] - (cu_seqlens_q[request + 1] - real)
-    ks[real] = first_key[request]
-    ke[real] = first_key[request] + (position.long() + 1) // compress_ratio
-    return ks.int(), ke.int()
 
 
 def reference_logits(

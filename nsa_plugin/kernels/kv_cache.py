@@ -234,20 +234,6 @@ def reference_read(
     return out
 
 
-def reference_read_pages(
-    cache: PagedCache,
-    pages: torch.Tensor,
-    *,
-    out: torch.Tensor | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-) -> torch.Tensor:
-    """Dequantise whole pages: pages [n] -> [n, page_size, cache.dim]. Else as `reference_read`."""
-    check_tensor("kv_cache_read", "pages", pages, ("n",), dtypes=INDEX_DTYPES, device=cache.device)
-    positions = torch.arange(cache.page_size, device=cache.device)
-    slots = torch.where(pages[:, None] < 0, -1, pages[:, None].long() * cache.page_size + positions)
-    return reference_read(cache, slots, out=out, dtype=dtype)
-
-
 def reference_read_codes(cache: PagedCache, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The stored fp8 codes and scales of slots, without dequantising: what fp8 indexer logits take.
 

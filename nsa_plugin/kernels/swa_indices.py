@@ -76,26 +76,15 @@ def reference_window(
             )
         shift = bases.long() - (seq_lens - gather_lens)
 
-    request, position = _query_positions(cu_seqlens_q, seq_lens, num_tokens)
+    request = rows_to_requests(cu_seqlens_q, num_tokens).long()
+    # The last row of a request is at its last position; padded rows are at -1.
+    behind = _of_request(cu_seqlens_q[1:].long(), request) - torch.arange(num_tokens, device=seq_lens.device)
+    position = torch.where(request < 0, -1, _of_request(seq_lens.long(), request) - behind)
     lengths = (position + 1).clamp(max=window)
     column = torch.arange(window, device=seq_lens.device)
     first = position - lengths + 1 + _of_request(shift, request)
     indices = torch.where(column < lengths.unsqueeze(1), first.unsqueeze(1) + column, -1)
     return IndexRows(indices.int(), lengths.int())
-
-
-def reference_extra_lengths(
-    cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor, *, num_tokens: int, compress_ratio: int, topk: int
-) -> torch.Tensor:
-    """[num_tokens] int32: selected keys of each query, min((position + 1) // compress_ratio, topk).
-
-    A compressed entry exists once all the tokens that it stands for do. Arguments as `reference_window`.
-    """
-    op = "swa_combine_indices"
-    check_requests(op, cu_seqlens_q, seq_lens)
-    require(compress_ratio > 0, op, f"compress_ratio is {compress_ratio}; it is at least 1")
-    _, position = _query_positions(cu_seqlens_q, seq_lens, num_tokens)
-    return ((position + 1) // compress_ratio).clamp(max=topk).int()
 
 
 def reference_combine(
@@ -145,17 +134,6 @@ def _place(out: torch.Tensor, indices: torch.Tensor, lengths: torch.Tensor, star
     column = torch.arange(indices.shape[1], device=out.device)
     row, column = (column < lengths.unsqueeze(1)).nonzero(as_tuple=True)
     out[row, starts[row].long() + column] = indices[row, column].to(out.dtype)
-
-
-def _query_positions(
-    cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor, num_tokens: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The request of each query row and its position in it; -1 and -1 for padded rows."""
-    request = rows_to_requests(cu_seqlens_q, num_tokens).long()
-    row = torch.arange(num_tokens, device=seq_lens.device)
-    # The last row of a request is at its last position.
-    behind = _of_request(cu_seqlens_q[1:].long(), request) - row
-    return request, torch.where(request < 0, -1, _of_request(seq_lens.long(), request) - behind)
 
 
 def _of_request(values: torch.Tensor, request: torch.Tensor) -> torch.Tensor:

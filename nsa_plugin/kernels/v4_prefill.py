@@ -1,26 +1,23 @@
 """DeepSeek-V4 prefill with many query tokens: dequantise once, combine the indices, attend bfloat16 rows.
 
-The op of a V4 layer is `sparse_mla_prefill` over two paged fp8 caches: the sliding window's, and with a
-compress_ratio of 4 or 128 the compressed one's. Attention straight from fp8 records converts a record
-again for every query that names it. Neighbouring queries name much the same records, so from some
-number of queries on it is cheaper to dequantise the pages that the batch reads into bfloat16 rows once
-and to attend those with a kernel for bfloat16 rows:
+The op of a V4 layer is `sparse_mla_prefill` over two paged fp8 caches: the sliding window's, and with a compress_ratio
+of 4 or 128 the compressed one's. Attention straight from fp8 records converts a record again for every query that
+selects it. Neighbouring queries select much the same records, so with enough queries it is cheaper to dequantise the
+pages that the batch reads into bfloat16 rows once, and to attend these with a kernel for bfloat16 rows:
 
     workspace = [rows of the window's pages; rows of the extra pages]      in the order of `pages`
     combined  = [window_indices[:window_length], extra_indices[:extra_length], -1 ...]  as workspace rows
     result    = attention(q, workspace, combined, window_length + extra_length, attn_sink)
 
-`reference_route` states the result; `fill` makes the workspace and `attend` the rest, for all query rows
-or some of them, `combine` the indices and `attend_rows` the output alone; `route` is all of it. All take
-each cache as `PrefillKeys`, whose indices either are slots of the cache, translated by way of a map from pages to
-places in the workspace, or rows of that cache's share of the workspace, `place * page_size + position` for
-the page at `pages[place]`.
+`fill` writes the workspace, `combine` the indices and `attend_rows` the output; `route` runs all three. They take each
+cache as `PrefillKeys`, whose indices are either slots of the cache, translated through a map from pages to places in
+the workspace, or rows of that cache's share of the workspace: `place * page_size + position` for the page at
+`pages[place]`. Nothing waits for the device: no value of a tensor is read on the host.
 
-Memory: the caller's workspace, the combined indices (4 * rows * width bytes of the rows that are attended
-at once, or the caller's buffer), the caller's maps (4 bytes a page of a cache, never cleared), and what
-the attention itself needs. The two halves of the workspace are written in place; nothing is concatenated.
-Which tokens read which pages is known to the device only, so a workspace that is too small is an error
-rather than several passes.
+Memory: the caller's workspace, the combined indices (4 * query rows * width bytes, or the caller's buffer), the
+caller's maps (4 bytes a page of a cache, never cleared), and what the attention needs. Both halves of the workspace are
+written in place; nothing is concatenated. Only the device knows which tokens read which pages, so a workspace that is
+too small is an error rather than several passes.
 
 Sources: SGLang pull request 25502 and `srt/layers/attention/dsv4/sparse_prefill_utils.py`; vLLM
 `models/deepseek_v4/common/ops/cache_utils.py`.
@@ -29,14 +26,13 @@ Sources: SGLang pull request 25502 and `srt/layers/attention/dsv4/sparse_prefill
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from nsa_plugin.kernels.checks import FLOAT_DTYPES, INDEX_DTYPES, KernelArgumentError, check_tensor, require
 from nsa_plugin.kernels.kv_cache import PagedCache
-from nsa_plugin.kernels.sparse_mla import PrefillOutput, reference_prefill
+from nsa_plugin.kernels.sparse_mla import PrefillOutput
 from nsa_plugin.kernels.swa_indices import IndexRows
 
 if TYPE_CHECKING:
@@ -44,7 +40,6 @@ if TYPE_CHECKING:
 
 OP = "v4_prefill_route"
 HEAD_DIM = 512  # values of a query, of a key and of a value
-DEFAULT_ATTENTION = "nsa_plugin.kernels.providers.flash_mla"
 
 
 class RowsAttention(Protocol):
@@ -67,19 +62,18 @@ class RowsAttention(Protocol):
 
 @dataclass(frozen=True)
 class PrefillKeys:
-    """What the queries attend of one cache.
+    """The keys of one cache that the queries attend.
 
     Attributes:
         cache: a paged cache of rows of 512 values, any layout (V4's: v4_fp8).
-        pages: [n] int32 or int64: the pages that the batch reads, in the order of the workspace. Every
-            page that a counted index names has to be here, or the index is lost: its entry becomes -1.
-            A page listed twice takes its room twice; a negative entry takes room and holds nothing, so
-            that a list may be padded to a number known on the host.
-        indices: [tokens, topk] int32 or int64: slots of the cache if `page_map` is given, else rows of
-            the cache's share of the workspace. Negative or out of range: no key.
-        lengths: [tokens] int: only the first so many entries of a row count; None: all.
-        page_map: [>= cache.num_pages] int32: the caller's buffer for the map from pages to places,
-            contents arbitrary; one for each of two caches.
+        pages: [n] int32 or int64: the pages that the batch reads, in the order of the workspace. An index into a page
+            that is not listed becomes -1. A page listed twice takes its room twice; a negative entry takes room and
+            holds nothing, so that a list can be padded to a number known on the host.
+        indices: [tokens, topk] int32 or int64: slots of the cache if `page_map` is given, else rows of the cache's
+            share of the workspace. Negative or out of range: no key.
+        lengths: [tokens] int: entries of each row that count; None: all.
+        page_map: [>= cache.num_pages] int32: the caller's buffer for the map from pages to places, contents arbitrary;
+            one for each of two caches.
     """
 
     cache: PagedCache
@@ -94,48 +88,14 @@ class PrefillKeys:
         return self.pages.shape[0] * self.cache.page_size
 
     def of(self, tokens: slice) -> PrefillKeys:
-        """What some of the queries attend."""
+        """The keys of some of the queries."""
         lengths = None if self.lengths is None else self.lengths[tokens]
         return replace(self, indices=self.indices[tokens], lengths=lengths)
-
-
-def workspace_rows(window_pages: int, window_page_size: int, extra_pages: int = 0, extra_page_size: int = 0) -> int:
-    """Rows of 512 bfloat16 values (1 KiB) that a workspace needs for so many listed pages of each cache."""
-    return window_pages * window_page_size + extra_pages * extra_page_size
 
 
 def combined_width(window_topk: int, extra_topk: int = 0, alignment: int = 128) -> int:
     """Columns of the combined indices: the sum of both, rounded up to a multiple of `alignment`."""
     return -(-(window_topk + extra_topk) // alignment) * alignment
-
-
-def reference_route(
-    q: torch.Tensor,
-    window: PrefillKeys,
-    extra: PrefillKeys | None = None,
-    *,
-    scale: float,
-    attn_sink: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> PrefillOutput:
-    """The result of the route, from the caches themselves. Arguments as `route`."""
-    _check(q, window, extra)
-    second: dict[str, Any] = {}
-    if extra is not None:
-        second = {"extra_kv": extra.cache, "extra_indices": _slots(extra), "extra_topk_length": extra.lengths}
-    return reference_prefill(
-        q,
-        window.cache,
-        _slots(window),
-        scale=scale,
-        d_v=HEAD_DIM,
-        topk_length=window.lengths,
-        attn_sink=attn_sink,
-        out=out,
-        out_dtype=out_dtype,
-        **second,
-    )
 
 
 def route(
@@ -145,26 +105,39 @@ def route(
     *,
     workspace: torch.Tensor,
     scale: float,
+    attention: RowsAttention,
     attn_sink: torch.Tensor | None = None,
-    attention: RowsAttention | None = None,
     alignment: int = 128,
     combined: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> PrefillOutput:
-    """`fill`, then `attend` of every row. Arguments and errors as theirs."""
-    _check(q, window, extra)  # both check again; but what does not fit q is said before anything is written
+    """Attention of a V4 layer's queries: `fill`, `combine` and `attend_rows`. Contract: see the module.
+
+    Args:
+        q: [tokens, heads, 512].
+        window, extra, workspace: as of `fill`.
+        scale: factor of the logits.
+        attention: the kernel over the workspace.
+        attn_sink: [heads] float32.
+        alignment, combined: `alignment` and `out` of `combine`.
+        out: [tokens, heads, 512], where to put the output.
+        out_dtype: dtype of a new output; default q's.
+
+    Raises:
+        KernelArgumentError: an argument has the wrong shape, dtype or device, or the workspace is too small.
+    """
+    check_tensor(OP, "q", q, ("tokens", "heads", HEAD_DIM), dtypes=FLOAT_DTYPES)
+    _check_keys(window, extra, q.shape[0], q.device)
     fill(workspace, window, extra)
-    return attend(
+    keys = (window,) if extra is None else (window, extra)
+    return attend_rows(
         q,
-        window,
-        extra,
-        workspace=workspace,
+        workspace[: sum(part.rows for part in keys)],
+        combine(*keys, alignment=alignment, out=combined),
         scale=scale,
-        attn_sink=attn_sink,
         attention=attention,
-        alignment=alignment,
-        combined=combined,
+        attn_sink=attn_sink,
         out=out,
         out_dtype=out_dtype,
     )
@@ -180,23 +153,20 @@ def fill(
 ) -> None:
     """Write the rows of both caches' listed pages to the workspace, and the maps from pages to places.
 
-    Waits for nothing.
-
     Args:
-        again: it has been called before with the same arguments but for the caches, which are like those then:
-            nothing is checked.
-        mapped: the maps have been written for these pages, and nobody has written to them since.
-        workspace: [rows, 512], bfloat16 for the default attention, rows contiguous and at least
-            `workspace_rows(...)` of them; the rest is left alone.
+        workspace: [>= window.rows + extra.rows, 512], contiguous; rows behind these are left alone.
         window: the sliding window's keys.
         extra: the compressed cache's keys; None for a layer without one.
+        again: skip the checks: called before with the same arguments, or with caches of the same form.
+        mapped: the maps hold these pages already.
 
     Raises:
         KernelArgumentError: an argument has the wrong shape, dtype or device, or the workspace is too small.
     """
     if not again:
         _check_keys(window, extra, window.indices.shape[0], workspace.device)
-        _check_workspace(workspace, _needed(window, extra), workspace.device)
+        needed = window.rows + (0 if extra is None else extra.rows)
+        _check_workspace(workspace, needed, workspace.device)
     # Triton is imported here: this module states a contract and is read where there is none.
     from nsa_plugin.kernels.triton.kv_cache import read_pages
     from nsa_plugin.kernels.triton.v4_prefill import map_pages
@@ -221,10 +191,9 @@ def combine(
     out: torch.Tensor | None = None,
     again: bool = False,
 ) -> IndexRows:
-    """The combined indices of all query rows of the arguments, and their lengths; `fill` has written the maps.
+    """Combine the indices of all query rows; `fill` has written the maps.
 
-    They depend on pages, indices and lengths alone, and not on what the caches hold: layers that have these in common
-    have their combined indices in common. Waits for nothing.
+    The result depends on pages, indices and lengths, not on what the caches hold: layers that share these can share it.
 
     Args:
         window, extra: as given to `fill`, or of some of the query rows.
@@ -248,101 +217,38 @@ def combine(
     return combine_rows(_part(window), None if extra is None else _part(extra), out)
 
 
-def attend(
-    q: torch.Tensor,
-    window: PrefillKeys,
-    extra: PrefillKeys | None = None,
-    *,
-    workspace: torch.Tensor,
-    rows: slice = slice(None),
-    scale: float,
-    attn_sink: torch.Tensor | None = None,
-    attention: RowsAttention | None = None,
-    alignment: int = 128,
-    combined: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> PrefillOutput:
-    """Attention of a V4 layer's queries over a workspace. Contract: see the module.
-
-    Waits for nothing: no value of a tensor is read on the host.
-
-    Args:
-        q: [tokens, heads, 512], bfloat16 for the default attention.
-        window, extra: as given to `fill`, maps included.
-        workspace: as `fill` left it.
-        rows: the tokens to attend for; every other argument but the next two is still of all tokens.
-        scale: factor of the logits.
-        attn_sink: [heads] float32.
-        attention: what attends the workspace; default flash_mla's `prefill`.
-        alignment: the combined indices' width is a multiple of this; FlashMLA takes multiples of 128.
-        combined: [len(rows), combined_width(...)] int32: the caller's buffer for the combined indices.
-        out: [len(rows), heads, 512], where to put the output.
-        out_dtype: dtype of a new output; default q's.
-
-    Returns:
-        The results of those rows.
-
-    Raises:
-        KernelArgumentError: an argument has the wrong shape, dtype or device, or the workspace is too small.
-    """
-    _check(q, window, extra)
-    needed = _needed(window, extra)
-    _check_workspace(workspace, needed, q.device)
-    require(alignment > 0, OP, f"alignment is {alignment}; it is at least 1")
-    require(rows.step in (None, 1), OP, f"rows has a step of {rows.step}; rows are taken one after the other")
-    q, window, extra = q[rows], window.of(rows), None if extra is None else extra.of(rows)
-    named = combine(window, extra, alignment=alignment, out=combined, again=True)
-    return attend_rows(
-        q,
-        workspace[:needed],
-        named,
-        scale=scale,
-        attn_sink=attn_sink,
-        attention=attention,
-        out=out,
-        out_dtype=out_dtype,
-    )
-
-
 def attend_rows(
     q: torch.Tensor,
     workspace: torch.Tensor,
-    named: IndexRows,
+    selected: IndexRows,
     *,
     scale: float,
+    attention: RowsAttention,
     attn_sink: torch.Tensor | None = None,
-    attention: RowsAttention | None = None,
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> PrefillOutput:
-    """Attention of query rows over the rows that they name. Waits for nothing, and checks what `attention` checks.
+    """Attention of query rows over their selected workspace rows. Checks only what `attention` checks.
 
     Args:
         q: [tokens, heads, 512].
-        workspace: [rows, 512], nothing behind the pages' rows.
-        named: of these queries, from `combine`.
-        scale, attn_sink, attention, out, out_dtype: as of `attend`.
+        workspace: [rows, 512], only the pages' rows.
+        selected: the rows of each query, from `combine`.
+        scale, attention, attn_sink, out, out_dtype: as of `route`.
     """
-    if q.numel() == 0 or len(workspace) == 0 or named.indices.shape[1] == 0:
+    if q.numel() == 0 or len(workspace) == 0 or selected.indices.shape[1] == 0:
         return _nothing(q, out, out_dtype)
-    attends = _default_attention() if attention is None else attention
-    return attends(
+    return attention(
         q,
         workspace,
-        named.indices,
+        selected.indices,
         scale=scale,
         d_v=HEAD_DIM,
-        topk_length=named.lengths,
+        topk_length=selected.lengths,
         attn_sink=attn_sink,
         out=out,
         out_dtype=out_dtype,
     )
-
-
-def _needed(window: PrefillKeys, extra: PrefillKeys | None) -> int:
-    """Rows of the workspace."""
-    return window.rows + (0 if extra is None else extra.rows)
 
 
 def _part(keys: PrefillKeys) -> RowsPart:
@@ -352,35 +258,12 @@ def _part(keys: PrefillKeys) -> RowsPart:
     return RowsPart(keys.indices, keys.lengths, keys.pages, keys.page_map, cache.num_pages, cache.page_size)
 
 
-def _default_attention() -> RowsAttention:
-    attention: RowsAttention = import_module(DEFAULT_ATTENTION).prefill
-    return attention
-
-
 def _nothing(q: torch.Tensor, out: torch.Tensor | None, out_dtype: torch.dtype | None) -> PrefillOutput:
     """The result of queries without a key."""
     if out is None:
         out = torch.empty(q.shape, dtype=out_dtype or q.dtype, device=q.device)
     statistics = torch.full((2, *q.shape[:2]), float("-inf"), dtype=torch.float32, device=q.device)
     return PrefillOutput(out.zero_(), statistics[0], statistics[1].neg_())
-
-
-def _slots(keys: PrefillKeys) -> torch.Tensor:
-    """Indices as slots of the cache, -1 where they name none."""
-    cache, size = keys.cache, keys.cache.page_size
-    indices = keys.indices.long()
-    if keys.page_map is None:
-        valid = (indices >= 0) & (indices < keys.rows)
-        pages = keys.pages[torch.where(valid, indices // size, 0)].long() if len(keys.pages) else indices
-        valid &= (pages >= 0) & (pages < cache.num_pages)
-        return torch.where(valid, pages * size + indices % size, -1)
-    listed = torch.isin(indices // size, keys.pages.long()) & (indices >= 0)
-    return torch.where(listed, indices, -1)
-
-
-def _check(q: torch.Tensor, window: PrefillKeys, extra: PrefillKeys | None) -> None:
-    check_tensor(OP, "q", q, ("tokens", "heads", HEAD_DIM), dtypes=FLOAT_DTYPES)
-    _check_keys(window, extra, q.shape[0], q.device)
 
 
 def _check_keys(window: PrefillKeys, extra: PrefillKeys | None, tokens: int, device: torch.device) -> None:

@@ -9,8 +9,7 @@ Buffers only grow. What a CUDA graph captured has the address written into it, s
 
 - a buffer handed out during capture stays allocated, at its address, until `release`: if it has to grow
   later, the graph keeps the old one and everything after takes a new one;
-- growing (or first allocating) during capture is an error: reserve before, on the stream that captures,
-  as a warm-up run on it does.
+- growing (or first allocating) during capture is an error: run once before, on the stream that captures.
 
 Dequantising a cached prefix for dense attention is one read into such a buffer, of the slots of all
 requests in order, which the caller up-projects:
@@ -84,10 +83,6 @@ class Workspace:
         buffer = self._buffer(name, needed, device, zeroed)
         return buffer.memory[:needed].view(dtype).view(tuple(shape))
 
-    def reserve(self, name: str, nbytes: int, device: torch.device | str, *, zeroed: bool = False) -> None:
-        """Make the buffer `name` of this thread and the current stream hold at least `nbytes` bytes."""
-        self.get(name, (nbytes,), torch.uint8, device, zeroed=zeroed)
-
     def release(self) -> None:
         """Forget this thread's buffers and all that graphs captured. No captured graph may run afterwards."""
         self._buffers.of.clear()
@@ -103,7 +98,7 @@ class Workspace:
                 held = 0 if buffer is None else buffer.memory.numel()
                 raise WorkspaceError(
                     f"workspace {name!r} holds {held} bytes on this thread and stream of {device} and needs {nbytes}, "
-                    "but a CUDA graph is being captured; reserve it, or run once, on this stream before the capture"
+                    "but a CUDA graph is being captured; run once on this stream before the capture"
                 )
             size = -(-max(nbytes, 1) // GRANULE) * GRANULE
             allocate = torch.zeros if zeroed else torch.empty

@@ -1,7 +1,7 @@
-"""Which rows of a batch each rank of the attention group takes: one contiguous range a rank.
+"""Partition a batch's rows over the ranks of the attention group: one contiguous range a rank.
 
-`by_count` divides the number of rows, for batches whose kernels are captured in a CUDA graph: nothing may then depend
-on lengths. `by_cost` divides the work. A query row that sees s keys costs
+`by_count` divides the number of rows, for batches whose kernels are captured in a CUDA graph and must not depend on
+lengths. `by_cost` divides the work. A query row that sees s keys costs
 
     cost(s) = row + attention * min(s, topk) + indexer * s
 
@@ -10,7 +10,7 @@ A request's costs are one or two arithmetic progressions (up to topk keys, and b
 form and is inverted with an integer square root; no loop goes over rows. Everything is integers: every rank computes
 the same bounds from the same lengths.
 
-How even it is. Let C be the cost of all rows, W the ranks and P(b) the cost of the rows before b. Bound r is the row
+Balance. Let C be the cost of all rows, W the ranks and P(b) the cost of the rows before b. Bound r is the row
 boundary with P nearest to r * C / W (the lower one of two), so P(b_r) = r * C / W + e_r with |e_r| at most half the
 cost of the row that holds the target, and e_0 = e_W = 0. A rank's cost is C / W + e_{r+1} - e_r, and so differs from
 the ideal by at most the mean of two rows' costs: never by more than the largest row. A `max_rows` that moves a bound
@@ -87,12 +87,12 @@ class Partition:
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """What a query row costs, in any one unit; whole numbers (picoseconds, say) of measured times.
+    """The cost of a query row: whole numbers in any one unit, such as picoseconds of measured times.
 
     Attributes:
-        row: whatever it sees: its way between the ranks.
-        attention: for each key that it attends to, with all heads.
-        indexer: for each key that its indexer scores.
+        row: fixed cost: the exchange between the ranks.
+        attention: cost of each attended key, with all heads.
+        indexer: cost of each key that the indexer scores.
 
     Raises:
         PartitionError: one is negative or not whole, or all are 0.
@@ -109,7 +109,7 @@ class Weights:
 
 
 def by_count(rows: int, ranks: int) -> Partition:
-    """Counts that differ by at most 1. Depends on nothing but the two numbers.
+    """Partition into counts that differ by at most 1. Depends only on the two numbers.
 
     Raises:
         PartitionError: rows is negative, or ranks is below 1.
@@ -127,10 +127,9 @@ def by_cost(
     *,
     topk: int,
     weights: Weights,
-    rows: int | None = None,
     max_rows: int | None = None,
 ) -> Partition:
-    """Ranges of nearly equal cost; see the module for the cost of a row and for how nearly.
+    """Partition into ranges of nearly equal cost; see the module.
 
     Args:
         q_lens: query rows of each request; the batch's rows are theirs, one request after the other.
@@ -138,22 +137,15 @@ def by_cost(
         ranks: of the attention group.
         topk: most keys that a row attends to.
         weights: of a row, of a key attended to and of a key scored.
-        rows: rows of the batch where padding follows the requests'; a padded row costs as one that sees one key.
         max_rows: most rows of a rank, as buffers hold them; None: no limit.
 
     Raises:
-        PartitionError: a length, topk, rows or max_rows is out of range; the message says what is allowed.
+        PartitionError: a length, topk or max_rows is out of range; the message says what is allowed.
     """
     _check_ranks(ranks)
     if topk < 1:
         raise PartitionError(f"topk is {topk}; at least 1")
     total, runs = _runs(q_lens, kv_lens, topk, weights)
-    if rows is not None:
-        if rows < total:
-            raise PartitionError(f"rows is {rows}; the requests have {total}")
-        if rows > total:
-            runs.append(_Run(total, rows - total, weights.row + weights.attention + weights.indexer, 0))
-        total = rows
     if max_rows is not None and total > ranks * max_rows:
         raise PartitionError(f"max_rows is {max_rows}; {total} rows are more than {ranks} ranks hold then")
 
@@ -177,11 +169,11 @@ class _Run(NamedTuple):
     step: int
 
     def cost(self, rows: int) -> int:
-        """Of the first `rows`."""
+        """The cost of the first `rows`."""
         return rows * self.cost0 + self.step * (rows * (rows - 1) // 2)
 
     def rows_within(self, cost: int) -> int:
-        """The most rows that cost no more than that, however many the run has."""
+        """The most rows that cost at most `cost`, however many the run has."""
         if self.step == 0:
             return cost // self.cost0
         # The larger root of step * n**2 + linear * n - 2 * cost; rounding the root down first changes no quotient.
@@ -190,7 +182,7 @@ class _Run(NamedTuple):
 
 
 def _runs(q_lens: Sequence[int], kv_lens: Sequence[int], topk: int, weights: Weights) -> tuple[int, list[_Run]]:
-    """(rows, their costs), the requests one after the other."""
+    """The number of rows and the runs of their costs, in the order of the requests."""
     if len(q_lens) != len(kv_lens):
         raise PartitionError(f"q_lens has {len(q_lens)} requests, kv_lens {len(kv_lens)}")
     near, far = weights.attention + weights.indexer, weights.indexer
@@ -262,9 +254,10 @@ def pieces(rows: slice, q_lens: Sequence[int], kv_lens: Sequence[int]) -> Iterat
 
 
 def requests(rows: slice, q_lens: Sequence[int], kv_lens: Sequence[int]) -> list[Request]:
-    """The pieces as `nsa_plugin.kernels.topk.Request`s: rows count from `rows.start`, so that the indexer is given
-    the rank's own rows alone; keys are those of the batch's buffer, every request's after the other's, and of a request
-    no more than its last row here sees. Selected positions count from the request's first key, as without a partition.
+    """The pieces as `nsa_plugin.kernels.topk.Request`s, for an indexer that is given only this rank's rows.
+
+    Rows count from `rows.start`. Keys count in the batch's buffer, in the order of the requests; a request's keys end
+    with those that its last row here sees. Selected positions count from the request's first key.
     """
     key_ends = list(accumulate(kv_lens))
     found = []

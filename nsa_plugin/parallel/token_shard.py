@@ -7,27 +7,22 @@ Kernels that compute 64 or 128 heads waste what they pad. So the ranks reshard:
                                                                                      |
     out [T, h, d_v]  <------------------------all-to-all-----------------------------+
 
-A rank's rows are one contiguous range (`nsa_plugin.parallel.partition`), so q is sent from where it lies and the output
-is received where it belongs; only the n rows are transposed, once after they arrive and once before they leave. Each
-row is attended by one kernel with the heads side by side, and the values are those of that kernel without resharding.
-`nsa_plugin.parallel.partition.requests` says which rows the indexer has to score for this, and no others.
+A rank's rows are one contiguous range (`nsa_plugin.parallel.partition`), so q is sent from its place and the output is
+received in its place; only the n rows are transposed, after they arrive and before they leave. One kernel attends all
+heads of a row, and the values are those of that kernel without resharding. `nsa_plugin.parallel.partition.requests`
+gives the rows that the indexer has to score.
 
-What is fixed. All memory is allocated by `TokenShard(...)`: see `buffer_bytes`. An exchange allocates nothing on a
-device (`attend` with chunks holds what `attend_rows` returns), waits for none and reads no value from one. So it can be
-captured in a CUDA graph, after a call that has compiled the transpose; a replay exchanges the rows of the captured
-partition, which `by_count` therefore makes of nothing but T and W. Rows do not meet: what a padded row holds reaches
-that row's output alone. A batch, or a chunk, without rows on any rank is not exchanged.
+Memory. `TokenShard(...)` allocates all buffers. `attend` allocates nothing else on the device (with chunks it keeps
+what `attend_rows` returns), does not wait for the device and reads no value from it. So it can be captured in a CUDA
+graph after a call that has compiled the transpose; a replay exchanges the rows of the captured partition, so use
+`by_count`, which depends only on T and W. A padded row affects only its own output. A batch, or a chunk, without rows
+on any rank is not exchanged. The result is a view of a buffer, valid until the next `attend` on the caller's stream;
+the caller orders calls from several streams.
 
-What is overwritten. Results are views of the buffers, valid until the next exchange of the same `TokenShard`: the rows
-of `exchange_q` until the next `exchange_q` or `attend`, the result of `exchange_out` and `attend` until the next
-`exchange_out` or `attend`. That counts in the order of the caller's stream, and calls from several streams have to be
-put in order by the caller.
-
-When a rank fails. Both exchanges are collectives of the group and end as the group's others do: if a rank has died or
-does not come, gloo raises on the others when the group's timeout is over (at once, if a connection broke); under NCCL
-the kernel waits on the device, and the process group's watchdog ends the process when the timeout is over, with
-TORCH_NCCL_ASYNC_ERROR_HANDLING as it is by default. There is no timeout of its own here. Ranks that call with
-different rows make either a hang of the same kind or wrong rows: `check_rows` finds that out.
+Failures. Both exchanges are collectives of the group. If a rank has died or does not call, gloo raises on the others
+after the group's timeout (at once if a connection broke); under NCCL the kernel waits on the device, and the process
+group's watchdog ends the process after the timeout (TORCH_NCCL_ASYNC_ERROR_HANDLING at its default). Ranks that call
+with different rows hang or compute wrong rows: `check_rows` detects this.
 """
 
 from __future__ import annotations
@@ -50,26 +45,15 @@ AttendRows = Callable[[torch.Tensor, slice], torch.Tensor]
 
 
 def default_max_rows(max_tokens: int, ranks: int) -> int:
-    """Rows that a rank may take unless said otherwise: twice its share, for partitions by cost."""
+    """Most rows of a rank by default: twice its equal share, for partitions by cost."""
     return min(max_tokens, 2 * -(-max_tokens // ranks))
-
-
-def buffer_bytes(
-    ranks: int, *, heads: int, d_qk: int, d_v: int, dtype: torch.dtype, max_tokens: int, max_rows: int | None = None
-) -> int:
-    """Bytes that a `TokenShard` of these arguments allocates on each rank.
-
-    Of 16 heads of 576 and 512 bfloat16 values, 8 ranks, 8192 tokens: 704 MiB, or 416 MiB with max_rows of 1024.
-    """
-    owned = default_max_rows(max_tokens, ranks) if max_rows is None else max_rows
-    elements = owned * ranks * heads * (d_qk + max(d_qk, d_v)) + max_tokens * heads * d_v
-    return elements * dtype.itemsize
 
 
 class TokenShard:
     """The two exchanges of one group and one shape of heads, with their buffers; see the module.
 
-    One object serves all layers, one call after the other.
+    One object serves all layers in turn. Per rank it allocates max_rows * H * (d_qk + max(d_qk, d_v)) +
+    max_tokens * h * d_v values.
 
     Args:
         group: the attention group; its size is W. None: the default group.
@@ -78,17 +62,17 @@ class TokenShard:
         dtype: of q and of the output.
         device: of the tensors; the backend of the group has to serve it.
         max_tokens: most rows of a batch.
-        max_rows: most rows that one rank takes; None: twice its share (`default_max_rows`). `by_cost` takes it too.
-        check_rows: for debugging: before each exchange all ranks compare T, the bounds and the chunks, which costs a
-            small collective and a wait for the device; ranks that differ raise `MismatchError` all together. Calls that
-            a CUDA graph captures are not compared: a replay could not raise.
+        max_rows: most rows of one rank; None: twice its share (`default_max_rows`). `by_cost` takes it too.
+        check_rows: for debugging: before each call the ranks compare T, the bounds and the chunks, at the cost of a
+            small collective and a wait for the device. If they differ, all ranks raise `MismatchError`. Calls that a
+            CUDA graph captures are not compared: a replay could not raise.
 
     Attributes:
         ranks, rank: the group's size and this process's place in it.
         max_tokens, max_rows: see above.
 
     Raises:
-        KernelArgumentError: a size is below 1, the dtype is none of `DTYPES`, or max_rows is too little for max_tokens.
+        KernelArgumentError: a size is below 1, the dtype is not in `DTYPES`, or max_rows is too small for max_tokens.
     """
 
     def __init__(
@@ -122,87 +106,49 @@ class TokenShard:
 
         all_heads = self.ranks * heads
         self._q_rows = allocate(self.max_rows * all_heads * d_qk)
-        # What has arrived and is not yet transposed, then what is transposed and not yet sent.
+        # Rows that have arrived and are not yet transposed, then rows that are transposed and not yet sent.
         self._staging = allocate(self.max_rows * all_heads * max(d_qk, d_v))
         self._result = allocate(max_tokens * heads * d_v)
         self._device = self._result.device
         self._side = SideStream(self._device)
 
-    def exchange_q(self, q: torch.Tensor, partition: Partition) -> torch.Tensor:
-        """[n, H, d_qk]: every head of this rank's n rows, rank 0's heads first. A view of a buffer; see the module.
+    def attend(
+        self, q: torch.Tensor, partition: Partition, attend_rows: AttendRows, *, chunks: int = 1
+    ) -> torch.Tensor:
+        """Attention of all rows, for this rank's heads: [T, h, d_v]. A view of a buffer; see the module.
+
+        With several chunks, every rank's rows are cut into as many. While one chunk is attended on the caller's stream,
+        a second stream receives the next one and sends the previous one back. The caller's stream waits for the second
+        stream before this returns.
 
         Args:
             q: [T, h, d_qk] contiguous: this rank's heads of all rows.
-            partition: whose rows are whose; the same on every rank.
+            partition: the rows of each rank; the same on every rank.
+            attend_rows: attends this rank's rows, chunk after chunk in ascending order, on the caller's stream; not
+                called for a chunk without rows. A later call of it must not overwrite what it returned.
+            chunks: the same on every rank.
 
         Raises:
             KernelArgumentError: q or the partition does not fit this object.
             MismatchError: with `check_rows`, the ranks' rows differ.
-        """
-        self._check(q.shape[0], partition, 1)
-        self._check_q(q, partition)
-        return self._fetch(q, partition, 0, 1)
-
-    def exchange_out(self, out: torch.Tensor, partition: Partition) -> torch.Tensor:
-        """[T, h, d_v]: this rank's heads of all rows. A view of a buffer; see the module.
-
-        Args:
-            out: [n, H, d_v]: every head of this rank's rows, in any strides; or what `out_view` gave, written by
-                the kernel, which saves the transpose.
-            partition: as for `exchange_q`.
-
-        Raises: as `exchange_q`.
-        """
-        self._check(partition.total, partition, 1)
-        self._check_partition(partition)
-        self._give_back(out, partition, 0, 1)
-        return self._result_of(partition)
-
-    def out_view(self, partition: Partition) -> torch.Tensor:
-        """[n, W, h, d_v]: where the output is sent from, for a kernel that writes groups of h heads by their stride.
-
-        Its memory is that of rows that have just arrived, so it may be written once `exchange_q` is through; not with
-        chunks, which have places of their own.
-        """
-        self._check_partition(partition)
-        return self._staged(partition.rows(self.rank), partition, self._d_v).transpose(0, 1)
-
-    def attend(
-        self, q: torch.Tensor, partition: Partition, attend_rows: AttendRows, *, chunks: int = 1
-    ) -> torch.Tensor:
-        """[T, h, d_v]: this rank's heads of the attention of all rows. A view of a buffer; see the module.
-
-        With more chunks than one, every rank's rows are cut into as many. While one is attended on the caller's stream,
-        the next one arrives and the one before is sent back on a second stream; the caller's stream waits for
-        that one before this returns, so the result and q's memory are the caller's as usual.
-
-        Args:
-            q, partition: as for `exchange_q`.
-            attend_rows: attends this rank's rows, chunk after chunk in ascending order, on the caller's stream; not
-                called for a chunk without rows. What it returns must not be written by a later call of it.
-            chunks: the same on every rank.
-
-        Raises: as `exchange_q`, and what `attend_rows` raises; the other ranks then wait for this one, see the module.
+            Whatever `attend_rows` raises; the other ranks then wait for this one, see the module.
         """
         require(chunks >= 1, OP, f"chunks is {chunks}; at least 1")
-        self._check(q.shape[0], partition, chunks)
-        self._check_q(q, partition)
+        self._check_ranks_agree(q.shape[0], partition, chunks)
+        self._check(q, partition)
         if chunks > 1:
             self._overlapped(q, partition, attend_rows, chunks)
         else:
             q_rows = self._fetch(q, partition, 0, 1)
             out = attend_rows(q_rows, partition.rows(self.rank)) if len(q_rows) else None
-            self._give_back(out, partition, 0, 1)
+            self._send_back(out, partition, 0, 1)
         return self._result_of(partition)
-
-    # -----------------------------------------------------------------------------------------------
-    # The way there and back
 
     def _overlapped(self, q: torch.Tensor, partition: Partition, attend_rows: AttendRows, chunks: int) -> None:
         side = self._side
-        outs: list[torch.Tensor | None] = []  # held until the caller's stream waits for the side, which reads them
+        outs: list[torch.Tensor | None] = []  # kept until the caller's stream waits for the side, which reads them
         try:
-            with side.after_caller():  # and so behind whoever still reads the buffers
+            with side.after_caller():  # and so after the last reader of the buffers
                 q_rows, arrived = self._fetch(q, partition, 0, chunks), side.mark()
             for index in range(chunks):
                 current, here = q_rows, arrived
@@ -213,8 +159,8 @@ class TokenShard:
                 rows = partition.chunk(self.rank, index, chunks)
                 outs.append(attend_rows(current, rows) if len(current) else None)
                 with side.after_caller():
-                    self._give_back(outs[-1], partition, index, chunks)
-        finally:  # also where attend_rows raises: the side reads q, which is the caller's
+                    self._send_back(outs[-1], partition, index, chunks)
+        finally:  # also if attend_rows raises: the side reads q, which is the caller's
             side.caller_waits(side.mark())
 
     def _fetch(self, q: torch.Tensor, partition: Partition, index: int, chunks: int) -> torch.Tensor:
@@ -233,7 +179,7 @@ class TokenShard:
         swap_leading(received, arranged)
         return arranged.view(count, self.ranks * self._heads, self._d_qk)
 
-    def _give_back(self, out: torch.Tensor | None, partition: Partition, index: int, chunks: int) -> None:
+    def _send_back(self, out: torch.Tensor | None, partition: Partition, index: int, chunks: int) -> None:
         """Transpose a chunk's output and exchange it into the result."""
         rows = partition.chunk(self.rank, index, chunks)
         count = rows.stop - rows.start
@@ -248,35 +194,26 @@ class TokenShard:
             all_to_all(self._group, received, sent.unbind(0))
 
     def _arrange(self, out: torch.Tensor | None, sent: torch.Tensor) -> None:
-        """out [n, H, d_v], or the view of `out_view`, in the order in which it is sent."""
+        """Transpose out [n, H, d_v] into the order in which it is sent."""
         ranks, count, heads, dim = sent.shape
         if out is None:
-            raise KernelArgumentError(f"{OP}: attend_rows gave nothing for {count} rows")
-        wide = out.dim() == 4
-        shape = (count, ranks, heads, dim) if wide else (count, ranks * heads, dim)
-        check_tensor(OP, "out", out, shape, dtypes=(self._dtype,), device=self._device)
-        if not wide:
-            out = out.unflatten(1, (ranks, heads))
-        elif out.data_ptr() == sent.data_ptr() and out.stride() == sent.transpose(0, 1).stride():
-            return
-        swap_leading(out, sent)
+            raise KernelArgumentError(f"{OP}: attend_rows returned nothing for {count} rows")
+        check_tensor(OP, "out", out, (count, ranks * heads, dim), dtypes=(self._dtype,), device=self._device)
+        swap_leading(out.unflatten(1, (ranks, heads)), sent)
 
     def _exchange(self, into: torch.Tensor, given: torch.Tensor, into_rows: list[int], given_rows: list[int]) -> None:
-        """all_to_all_single over rows, of tensors whose rows lie behind each other whatever their dimensions."""
+        """all_to_all_single over the rows of contiguous tensors, whatever their dimensions."""
         if not into.numel() and not given.numel():  # no rank has rows
             return
         width = self._heads * into.shape[-1]
         dist.all_to_all_single(into.view(-1, width), given.view(-1, width), into_rows, given_rows, group=self._group)
 
-    # -----------------------------------------------------------------------------------------------
-    # Where things lie
-
     def _own(self, rows: slice, partition: Partition) -> int:
-        """The first of these rows, counted from this rank's first."""
+        """The first of these rows, relative to this rank's first."""
         return int(rows.start - partition.bounds[self.rank])
 
     def _staged(self, rows: slice, partition: Partition, dim: int) -> torch.Tensor:
-        """[W, rows, h, dim] of the staging buffer; chunks of a batch have places of their own."""
+        """[W, rows, h, dim] of the staging buffer; the chunks of a batch do not overlap."""
         count, first = rows.stop - rows.start, self._own(rows, partition)
         width = self.ranks * self._heads
         start = first * width * max(self._d_qk, self._d_v)
@@ -286,11 +223,8 @@ class TokenShard:
         total, row = partition.total, self._heads * self._d_v
         return self._result[: total * row].view(total, self._heads, self._d_v)
 
-    # -----------------------------------------------------------------------------------------------
-    # Checks
-
-    def _check(self, tokens: int, partition: Partition, chunks: int) -> None:
-        """With `check_rows`: before anything that one rank alone could refuse."""
+    def _check_ranks_agree(self, tokens: int, partition: Partition, chunks: int) -> None:
+        """With `check_rows`; before any check that could fail on one rank alone."""
         if not self._check_rows:
             return
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -299,14 +233,15 @@ class TokenShard:
         names = ("T", "chunks", "ranks", *(f"bounds[{position}]" for position in range(len(bounds))))
         require_agreement(self._group, self._device, names, (tokens, chunks, partition.ranks, *bounds))
 
-    def _check_partition(self, partition: Partition) -> None:
+    def _check(self, q: torch.Tensor, partition: Partition) -> None:
         require(partition.ranks == self.ranks, OP, f"partition is for {partition.ranks} ranks; there are {self.ranks}")
         total, most = partition.total, partition.max_count
         require(total <= self.max_tokens, OP, f"partition has {total} rows; max_tokens is {self.max_tokens}")
         require(most <= self.max_rows, OP, f"partition gives a rank {most} rows; max_rows is {self.max_rows}")
-
-    def _check_q(self, q: torch.Tensor, partition: Partition) -> None:
-        self._check_partition(partition)
         shape = (partition.total, self._heads, self._d_qk)
         check_tensor(OP, "q", q, shape, dtypes=(self._dtype,), device=self._device)
-        require(q.is_contiguous(), OP, f"q has strides {q.stride()}; it is sent from where it lies: contiguous")
+        require(
+            q.is_contiguous(),
+            OP,
+            f"q has strides {q.stride()}; it must be contiguous, because it is sent from its place",
+        )

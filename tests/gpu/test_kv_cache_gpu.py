@@ -110,7 +110,7 @@ def test_a_cache_beyond_2_to_the_31_bytes(name):
     kernels.write(cache, rows.cuda(), torch.cat([far, near]).cuda())
     expected = allocate_cache(name, 2, 64)
     contract.reference_write(expected, rows, torch.arange(128))
-    both = contract.reference_read_pages(expected, torch.tensor([0, 1]))
+    both = cases.reference_read_pages(expected, torch.tensor([0, 1]))
     cases.same(kernels.read_pages(cache, torch.tensor([pages - 1, 0], device="cuda")), both)
     cases.same(kernels.read(cache, torch.cat([far, near]).cuda()), both.flatten(0, 1))
 

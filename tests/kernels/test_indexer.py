@@ -12,7 +12,6 @@ from nsa_plugin.kernels import indexer
 from nsa_plugin.kernels.checks import KernelArgumentError
 from nsa_plugin.kernels.indexer import (
     fold_weights,
-    key_ranges,
     quantize,
     reference_logits,
     reference_paged_logits,
@@ -273,26 +272,6 @@ def test_paged_topk_into_a_buffer_and_with_no_requests():
     assert none.shape == (0, 9)
 
 
-@settings(deadline=None)
-@given(
-    st.lists(st.integers(0, 5).flatmap(lambda r: st.tuples(st.just(r), st.integers(r, r + 15))), max_size=4),
-    st.integers(1, 6),
-    st.integers(0, 2),
-)
-def test_key_ranges_against_a_loop(requests, ratio, padding):
-    expected, first = [], 0
-    for rows, context in requests:
-        expected += [(first, first + (p + 1) // ratio) for p in range(context - rows, context)]
-        first += context // ratio
-    expected += [(0, 0)] * padding
-    counts = [rows for rows, _ in requests]
-    cu_seqlens = torch.tensor([sum(counts[:i]) for i in range(len(counts) + 1)], dtype=torch.int32)
-    seq_lens = torch.tensor([context for _, context in requests], dtype=torch.int32)
-    ks, ke = key_ranges(cu_seqlens, seq_lens, num_rows=len(expected), compress_ratio=ratio)
-    assert list(zip(ks.tolist(), ke.tolist(), strict=True)) == expected
-    assert ks.dtype == ke.dtype == torch.int32
-
-
 def test_quantised_values_and_power_of_two_scales():
     values = torch.randn(4, 3, 256, generator=torch.Generator().manual_seed(0)) * 7
     for ue8m0 in (True, False):
@@ -377,12 +356,6 @@ def paged(**changes):
         (lambda: paged(rows_per_chunk=-1), "rows_per_chunk is -1"),
         (lambda: quantize(torch.zeros(3, 100)), "values has 100 in a row; block is 128"),
         (lambda: fold_weights(torch.zeros(3, 2), torch.zeros(3, 3), 1.0), "q_scale has shape"),
-        (lambda: key_ranges(torch.tensor([0, 1]), torch.tensor([1, 2]), num_rows=1), "seq_lens has shape"),
-        (lambda: key_ranges(torch.tensor([0, 2]), torch.tensor([1]), num_rows=2), "request has more queries"),
-        (
-            lambda: key_ranges(torch.tensor([0, 1]), torch.tensor([1]), num_rows=1, compress_ratio=0),
-            "compress_ratio is 0",
-        ),
     ],
 )
 def test_wrong_arguments_are_named(call, message):

@@ -16,7 +16,6 @@ from nsa_plugin.kernels.kv_cache import (
     open_cache,
     reference_read,
     reference_read_codes,
-    reference_read_pages,
     reference_write,
 )
 from nsa_plugin.layouts import LayoutError, get_layout
@@ -209,16 +208,6 @@ def test_reading_into_a_workspace_in_chunks(name, monkeypatch):
     assert torch.equal(wide[..., 4:-5].bfloat16(), whole)
     assert wide[..., :4].isnan().all()
     assert (whole[1, 1] == 0).all()
-
-
-def test_reading_pages():
-    cache = allocate_cache("v4_fp8", 4, 8)
-    reference_write(cache, random_rows(32, 512), torch.arange(32))
-    read = reference_read_pages(cache, torch.tensor([2, -1, 0], dtype=torch.int32))
-    assert read.shape == (3, 8, 512)
-    assert torch.equal(read[0], reference_read(cache, torch.arange(16, 24)))
-    assert (read[1] == 0).all()
-    assert torch.equal(read[2], reference_read(cache, torch.arange(8)))
 
 
 def test_codes_and_scales_are_the_stored_ones():

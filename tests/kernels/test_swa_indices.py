@@ -13,7 +13,6 @@ from nsa_plugin.kernels.sparse_mla import reference_prefill
 from nsa_plugin.kernels.swa_indices import (
     IndexRows,
     reference_combine,
-    reference_extra_lengths,
     reference_window,
 )
 
@@ -74,20 +73,6 @@ def test_window_slots_through_the_page_table():
     slots = reference_paged(window.indices, table, page_size=2, row_to_request=rows_to_requests(cu_seqlens, 3))
     # request 0: positions 1..3 and 2..4 in pages 7, 2, 5; request 1: position 0 in page 4
     assert slots.tolist() == [[15, 4, 5], [4, 5, 10], [8, -1, -1]]
-
-
-@settings(deadline=None)
-@given(requests_strategy, st.integers(1, 9), st.integers(0, 5))
-def test_extra_lengths_against_a_loop(requests, ratio, topk):
-    expected = [min((p + 1) // ratio, topk) for rows, context in requests for p in range(context - rows, context)]
-    result = reference_extra_lengths(
-        cumulative([r for r, _ in requests]),
-        int32([c for _, c in requests]),
-        num_tokens=len(expected) + 1,
-        compress_ratio=ratio,
-        topk=topk,
-    )
-    assert result.tolist() == [*expected, 0]
 
 
 @settings(deadline=None, max_examples=100)
@@ -167,10 +152,6 @@ ROWS = IndexRows(torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, dtype=torc
                 int32([0, 1]), int32([9]), 4, num_tokens=1, bases=int32([0]), gather_lens=int32([3])
             ),
             r"gather_lens is \[3\]; the windows need \[4\]",
-        ),
-        (
-            lambda: reference_extra_lengths(int32([0, 1]), int32([1]), num_tokens=1, compress_ratio=0, topk=1),
-            "compress_ratio is 0",
         ),
         (
             lambda: reference_combine(ROWS, IndexRows(ROWS.indices[:1], ROWS.lengths), extra_offset=0),

@@ -4,24 +4,14 @@ import inspect
 import math
 import re
 from importlib import import_module
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from nsa_plugin.kernels import v4_prefill
 from nsa_plugin.kernels.checks import KernelArgumentError
 from nsa_plugin.kernels.kv_cache import allocate_cache
 from nsa_plugin.kernels.sparse_mla import PrefillOutput, reference_prefill
-from nsa_plugin.kernels.v4_prefill import (
-    PrefillKeys,
-    attend,
-    combined_width,
-    fill,
-    reference_route,
-    route,
-    workspace_rows,
-)
+from nsa_plugin.kernels.v4_prefill import PrefillKeys, attend_rows, combine, combined_width, fill, route
 
 from . import v4_prefill_cases as cases
 
@@ -49,7 +39,9 @@ def test_the_reference_route_agrees(by_slot):
     case = cases.make_case(6, 3, (16, 64, 7, 3), (24, 2, 30, 5), 21, DEVICE)
     assert case.extra is not None
     window, extra = case.window.keys(by_slot=by_slot), case.extra.keys(by_slot=by_slot)
-    actual = reference_route(case.q, window, extra, scale=case.scale, attn_sink=case.sink, out_dtype=torch.float32)
+    actual = cases.reference_route(
+        case.q, window, extra, scale=case.scale, attn_sink=case.sink, out_dtype=torch.float32
+    )
     for part, wanted in zip(actual, case.expected, strict=True):
         assert torch.equal(part, wanted)
 
@@ -57,7 +49,7 @@ def test_the_reference_route_agrees(by_slot):
 @pytest.mark.parametrize("by_slot", [True, False])
 @pytest.mark.parametrize("extra", [(24, 2, 30, 5), None])
 @pytest.mark.parametrize("parts", [((0, 6),), ((0, 1), (1, 5), (5, 6)), ((2, 4), (4, 6), (0, 2)), ((0, 0), (0, 6))])
-def test_rows_are_attended_by_parts_over_pages_that_were_brought_once(parts, extra, by_slot):
+def test_query_tokens_are_attended_in_parts_over_one_filled_workspace(parts, extra, by_slot):
     case = cases.make_case(6, 3, (16, 64, 7, 3), extra, 41, DEVICE)
     halves = [half.keys(by_slot=by_slot) for half in (case.window, case.extra) if half is not None]
     workspace = torch.full((sum(keys.rows for keys in halves), 512), math.nan, dtype=torch.bfloat16, device=DEVICE)
@@ -68,28 +60,19 @@ def test_rows_are_attended_by_parts_over_pages_that_were_brought_once(parts, ext
     width = combined_width(*(keys.indices.shape[1] for keys in halves))
     buffer = torch.full((6, width), 77, dtype=torch.int32, device=DEVICE)
     for first, end in parts:
-        result = attend(
-            case.q,
-            *halves,
-            workspace=workspace,
-            rows=slice(first, end),
+        part = slice(first, end)
+        result = attend_rows(
+            case.q[part],
+            workspace,
+            combine(*(keys.of(part) for keys in halves), out=buffer[: end - first], again=True),
             scale=case.scale,
             attn_sink=case.sink,
             attention=reference_prefill,
-            combined=buffer[: end - first],
-            out=out[first:end],
+            out=out[part],
         )
         statistics[0, first:end], statistics[1, first:end] = result.max_logits, result.lse
     cases.assert_close(PrefillOutput(out, *statistics), case.expected)
     assert torch.equal(workspace.view(torch.int16), filled.view(torch.int16))  # rows of no key are NaN
-
-
-def test_rows_that_are_not_one_after_the_other_are_refused():
-    case = cases.make_case(6, 1, (16, 64, 7, 3), None, 41, DEVICE)
-    keys = case.window.keys(by_slot=True)
-    workspace = torch.zeros(keys.rows, 512, dtype=torch.bfloat16, device=DEVICE)
-    with pytest.raises(KernelArgumentError, match="rows has a step of 2"):
-        attend(case.q, keys, workspace=workspace, rows=slice(0, 6, 2), scale=1.0)
 
 
 def test_what_is_filled_fits_the_workspace_and_its_device():
@@ -210,23 +193,13 @@ def test_nothing_to_attend(tokens, topk, pages):
     assert result.lse.shape == result.max_logits.shape == (tokens, 3)
 
 
-def test_what_a_workspace_needs():
-    assert workspace_rows(3, 256) == 768
-    assert workspace_rows(3, 256, 5, 64) == 768 + 320
+def test_combined_widths_are_multiples_of_the_alignment():
     assert (combined_width(128), combined_width(128, 512), combined_width(100, 29), combined_width(0)) == (
         128,
         640,
         256,
         0,
     )
-
-
-def test_the_default_attention_is_flash_mla(monkeypatch):
-    asked = []
-    provider = SimpleNamespace(prefill=reference_prefill)
-    monkeypatch.setattr(v4_prefill, "import_module", lambda name: asked.append(name) or provider)
-    cases.check(cases.make_case(3, 1, (8, 2, 9, 4), None, 1, DEVICE), by_slot=True, attention=None)
-    assert asked == ["nsa_plugin.kernels.providers.flash_mla"]
 
 
 def arguments(**changes):

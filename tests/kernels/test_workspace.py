@@ -84,7 +84,7 @@ def test_growing_during_capture_is_refused(workspace, device_state):
     with pytest.raises(WorkspaceError, match=r"'scratch' holds 0 bytes .* needs 400"):
         workspace.get("scratch", (100,), torch.float32, "cpu")
     device_state["capturing"] = False
-    workspace.reserve("scratch", 512, "cpu")
+    workspace.get("scratch", (512,), torch.uint8, "cpu")
     device_state["capturing"] = True
     assert workspace.get("scratch", (128,), torch.float32, "cpu").numel() == 128
     with pytest.raises(WorkspaceError, match=r"holds 512 bytes .* needs 516"):
@@ -96,7 +96,7 @@ def test_growing_during_capture_is_refused(workspace, device_state):
 
 def test_what_a_graph_captured_outlives_growth_and_its_thread(workspace, device_state):
     def capture() -> int:
-        workspace.reserve("scratch", 4096, "cpu")
+        workspace.get("scratch", (4096,), torch.uint8, "cpu")
         device_state["capturing"] = True
         address = workspace.get("scratch", (1024,), torch.float32, "cpu").data_ptr()
         device_state["capturing"] = False

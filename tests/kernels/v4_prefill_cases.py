@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 
 from nsa_plugin.kernels.kv_cache import PagedCache, open_cache, reference_write
 from nsa_plugin.kernels.sparse_mla import PrefillOutput, reference_prefill
-from nsa_plugin.kernels.v4_prefill import PrefillKeys, route, workspace_rows
+from nsa_plugin.kernels.v4_prefill import HEAD_DIM, PrefillKeys, route
 from nsa_plugin.layouts import V4_FP8
 
 INVALID = (-(2**31), -123456, -1, 2**31 - 1)
@@ -146,9 +147,7 @@ def check(case: Case, *, by_slot: bool, attention=reference_prefill, surplus: in
     """The route over a NaN workspace with `surplus` rows too many, against the reference over the caches."""
     window = case.window.keys(by_slot=by_slot)
     extra = None if case.extra is None else case.extra.keys(by_slot=by_slot, index_dtype=torch.int64)
-    needed = workspace_rows(len(window.pages), window.cache.page_size)
-    if extra is not None:
-        needed = workspace_rows(len(window.pages), window.cache.page_size, len(extra.pages), extra.cache.page_size)
+    needed = window.rows + (0 if extra is None else extra.rows)
     workspace = torch.full((needed + surplus, 512), math.nan, dtype=torch.bfloat16, device=case.device)
     actual = route(
         case.q, window, extra, workspace=workspace, scale=case.scale, attn_sink=case.sink, attention=attention
@@ -156,6 +155,31 @@ def check(case: Case, *, by_slot: bool, attention=reference_prefill, surplus: in
     assert_close(actual, case.expected)
     assert workspace[needed:].isnan().all()
     return actual
+
+
+def reference_route(
+    q: torch.Tensor, window: PrefillKeys, extra: PrefillKeys | None = None, **options: Any
+) -> PrefillOutput:
+    """The result of the route in float32, from the caches themselves."""
+    second: dict[str, Any] = {}
+    if extra is not None:
+        second = {"extra_kv": extra.cache, "extra_indices": _slots(extra), "extra_topk_length": extra.lengths}
+    return reference_prefill(
+        q, window.cache, _slots(window), d_v=HEAD_DIM, topk_length=window.lengths, **options, **second
+    )
+
+
+def _slots(keys: PrefillKeys) -> torch.Tensor:
+    """Indices as slots of the cache, -1 where they select none."""
+    cache, size = keys.cache, keys.cache.page_size
+    indices = keys.indices.long()
+    if keys.page_map is None:
+        valid = (indices >= 0) & (indices < keys.rows)
+        pages = keys.pages[torch.where(valid, indices // size, 0)].long() if len(keys.pages) else indices
+        valid &= (pages >= 0) & (pages < cache.num_pages)
+        return torch.where(valid, pages * size + indices % size, -1)
+    listed = torch.isin(indices // size, keys.pages.long()) & (indices >= 0)
+    return torch.where(listed, indices, -1)
 
 
 def assert_close(actual: PrefillOutput, expected: PrefillOutput) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from nsa_plugin.kernels.checks import KernelArgumentError
 from nsa_plugin.kernels.sparse_mla import reference_prefill
 from nsa_plugin.parallel.exchange import MismatchError
 from nsa_plugin.parallel.partition import Partition, Weights, by_cost, by_count
-from nsa_plugin.parallel.token_shard import TokenShard, buffer_bytes
+from nsa_plugin.parallel.token_shard import TokenShard
 
 HEADS, D_QK, D_V = 2, 72, 64
 KEYS, TOPK = 60, 12
@@ -120,44 +119,21 @@ def equal_to_unsharded(device: torch.device) -> None:
                 batch.seen.clear()
 
 
-def in_two_steps(device: torch.device) -> None:
-    """exchange_q and exchange_out by themselves, of every dtype, and an output in any of its forms."""
+def other_dtypes(device: torch.device) -> None:
+    """Wider values, and an output with gaps between its rows."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        shard = make_shard(device, dtype=dtype)
-        batch = Batch(37, device, ranks, 5, dtype)
+    for dtype in (torch.float16, torch.float32):
+        shard, batch = make_shard(device, dtype=dtype), Batch(37, device, ranks, 5, dtype)
         expected = batch.expected(rank)
-        for partition in partitions(37, ranks, 5):
-            rows = partition.rows(rank)
-            poison(shard)
-            q_rows = shard.exchange_q(batch.q(rank), partition)
+
+        def attend(q_rows: torch.Tensor, rows: slice, batch: Batch = batch) -> torch.Tensor:
             same(q_rows, batch.all_q[rows])
-            out = batch.attend(q_rows, rows) if len(q_rows) else q_rows[..., :D_V]
-            same(shard.exchange_out(out, partition), expected)
+            padded = torch.full((len(q_rows), ranks * HEADS + 3, D_V), float("nan"), dtype=batch.dtype, device=device)
+            return padded[:, : ranks * HEADS].copy_(batch.attend(q_rows, rows))
 
-            padded = torch.full((len(out), ranks * HEADS + 3, D_V), float("nan"), dtype=dtype, device=device)
-            padded[:, : ranks * HEADS] = out
+        for partition in partitions(37, ranks, 5):
             poison(shard)
-            same(shard.exchange_out(padded[:, : ranks * HEADS], partition), expected)
-
-            poison(shard)
-            view = shard.out_view(partition)
-            view.copy_(out.view(len(out), ranks, HEADS, D_V))
-            same(shard.exchange_out(view, partition), expected)
-
-            poison(shard)
-            same(shard.exchange_out(out.view(len(out), ranks, HEADS, D_V).clone(), partition), expected)
-
-            poison(shard)
-            same(shard.attend(batch.q(rank), partition, partial(attend_in_place, shard, partition, batch)), expected)
-
-
-def attend_in_place(
-    shard: TokenShard, partition: Partition, batch: Batch, q_rows: torch.Tensor, rows: slice
-) -> torch.Tensor:
-    """As a kernel does that writes groups of heads where they are sent from."""
-    attended = batch.attend(q_rows, rows)
-    return shard.out_view(partition).copy_(attended.unflatten(1, (shard.ranks, HEADS)))
+            same(shard.attend(batch.q(rank), partition, attend), expected)
 
 
 def padded_rows(device: torch.device) -> None:
@@ -187,21 +163,19 @@ def nothing_is_allocated(device: torch.device) -> None:
     """What a CUDA graph needs: fixed memory, and nothing that allocates or waits on the device's values."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     shard = make_shard(device, max_rows=None)
-    owned = 2 * -(-MAX_TOKENS // ranks)
-    sizes = {"heads": HEADS, "d_qk": D_QK, "d_v": D_V, "dtype": torch.bfloat16, "max_tokens": MAX_TOKENS}
-    assert sum(buffer.nbytes for buffer in buffers(shard)) == buffer_bytes(ranks, **sizes)
-    assert buffer_bytes(ranks, **sizes) == buffer_bytes(ranks, **sizes, max_rows=owned)
+    owned, all_heads = 2 * -(-MAX_TOKENS // ranks), ranks * HEADS
+    values = owned * all_heads * (D_QK + max(D_QK, D_V)) + MAX_TOKENS * HEADS * D_V
+    assert sum(buffer.numel() for buffer in buffers(shard)) == values
     places = set()
     for rows in (37, 64):
         batch, partition = Batch(rows, device, ranks, rows), by_count(rows, ranks)
         q, out = batch.q(rank), torch.zeros(partition.counts[rank], ranks * HEADS, D_V, dtype=torch.bfloat16)
         with Recorded() as recorded:
-            arrived = shard.exchange_q(q, partition)
-            result = shard.exchange_out(out, partition)
+            result = shard.attend(q, partition, lambda q_rows, rows, out=out: places.add(q_rows.data_ptr()) or out)
         assert sum("alltoall" in op for op in recorded.ops) == 2
         assert not [op for op in recorded.ops if not HARMLESS.match(op)]
-        places.add((arrived.data_ptr(), result.data_ptr()))
-    assert len(places) == 1
+        places.add(result.data_ptr())
+    assert len(places) == 2  # of the received rows and of the result
 
 
 def mismatches(device: torch.device) -> None:
@@ -220,13 +194,6 @@ def mismatches(device: torch.device) -> None:
         (attend(batch, moved) if odd else attend(batch, usual), r"bounds\[1\]", r"bounds\[1\] 19"),
         (attend(batch, usual, 2) if odd else attend(batch, usual), "chunks", "chunks 2"),
         (attend(batch, by_count(20, ranks + 1) if odd else usual), "ranks", f"ranks {ranks + 1}"),
-        (
-            lambda: (
-                shard.exchange_q(other.q(rank), by_count(21, ranks)) if odd else shard.exchange_q(batch.q(rank), usual)
-            ),
-            "T",
-            "rank 1: T 21",
-        ),
     ]
     for call, differs, listed in cases:
         with pytest.raises(
@@ -241,22 +208,26 @@ def mismatches(device: torch.device) -> None:
 
 
 def refusals(device: torch.device) -> None:
-    """What every rank does wrong alike is an error that names it."""
+    """Wrong arguments on every rank raise an error that names them."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     shard, batch = make_shard(device, max_rows=100), Batch(20, device, ranks, 1)
     q, usual = batch.q(rank), by_count(20, ranks)
     heads_last = q.transpose(1, 2).contiguous().transpose(1, 2)
     out = torch.zeros(1 + usual.counts[rank], ranks * HEADS, D_V, dtype=q.dtype, device=device)
+
+    def attend(q: torch.Tensor, partition: Partition) -> Callable[[], object]:
+        return lambda: shard.attend(q, partition, batch.attend)
+
     wrong: list[tuple[Callable[[], object], str]] = [
-        (lambda: shard.exchange_q(q[:19], usual), "q has shape"),
-        (lambda: shard.exchange_q(q.float(), usual), "q has dtype"),
-        (lambda: shard.exchange_q(heads_last, usual), "contiguous"),
-        (lambda: shard.exchange_q(q, by_count(20, ranks + 1)), f"partition is for {ranks + 1} ranks"),
-        (lambda: shard.exchange_q(q, by_count(MAX_TOKENS + 1, ranks)), "max_tokens is 200"),
-        (lambda: shard.exchange_q(q, Partition((0, *[101] * ranks))), "max_rows is 100"),
-        (lambda: shard.exchange_out(out, usual), "out has shape"),
+        (attend(q[:19], usual), "q has shape"),
+        (attend(q.float(), usual), "q has dtype"),
+        (attend(heads_last, usual), "contiguous"),
+        (attend(q, by_count(20, ranks + 1)), f"partition is for {ranks + 1} ranks"),
+        (attend(q, by_count(MAX_TOKENS + 1, ranks)), "max_tokens is 200"),
+        (attend(q, Partition((0, *[101] * ranks))), "max_rows is 100"),
+        (lambda: shard.attend(q, usual, lambda q_rows, rows: out), "out has shape"),
         (lambda: shard.attend(q, usual, batch.attend, chunks=0), "chunks is 0"),
-        (lambda: shard.attend(q, usual, lambda q_rows, rows: None), "attend_rows gave nothing"),  # type: ignore[arg-type, return-value]
+        (lambda: shard.attend(q, usual, lambda q_rows, rows: None), "attend_rows returned nothing"),  # type: ignore[arg-type, return-value]
         (lambda: make_shard(device, heads=0), "heads is 0"),
         (lambda: make_shard(device, dtype=torch.int32), "dtype is torch.int32"),
         (lambda: make_shard(device, max_rows=-(-MAX_TOKENS // ranks) - 1), "max_rows is"),
@@ -350,7 +321,7 @@ def on_a_stream_of_the_callers(device: torch.device) -> None:
         same(result, wanted[step % 3])
 
 
-ANYWHERE = (equal_to_unsharded, in_two_steps, padded_rows, mismatches, refusals)
+ANYWHERE = (equal_to_unsharded, other_dtypes, padded_rows, mismatches, refusals)
 
 
 def anywhere(device: torch.device) -> None:

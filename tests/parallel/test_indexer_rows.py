@@ -10,7 +10,7 @@ from nsa_plugin.parallel.partition import Weights, by_cost, by_count, requests
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HEADS, DIM, TOPK = 2, 128, 6
 
-# Prompts, continued prompts, decode and verify rows, an idle request, side by side; and padding behind them.
+# Prompts, continued prompts, decode and verify rows, and an idle request; then padding.
 Q_LENS = [9, 1, 1, 17, 0, 4, 1, 3, 26, 1]
 KV_LENS = [9, 40, 3, 60, 12, 4, 1, 33, 51, 70]
 PADDING = 3
@@ -37,7 +37,7 @@ def test_own_rows_select_as_all_rows_do(ranks: int, rows_per_chunk: int | None) 
     whole = reference_topk(q, k, k_scale, weights, ks, ke, TOPK)
     costs = Weights(row=9, attention=2, indexer=1)
     for partition in (
-        by_cost(Q_LENS, KV_LENS, ranks, topk=TOPK, weights=costs, rows=len(q)),
+        by_cost(Q_LENS, KV_LENS, ranks, topk=TOPK, weights=costs),
         by_count(len(q), ranks),
     ):
         for rank in range(ranks):

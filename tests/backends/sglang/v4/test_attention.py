@@ -24,7 +24,7 @@ from nsa_plugin.backends.sglang.v32.batch import step_batch
 from nsa_plugin.decision.plan import IndexerMode
 from nsa_plugin.decision.shapes import Phase
 from nsa_plugin.errors import NoProviderError, PatchError
-from nsa_plugin.kernels.v4_prefill import combined_width, reference_route
+from nsa_plugin.kernels.v4_prefill import combined_width
 from nsa_plugin.libraries.devices import synthetic
 from tests.backends.fake_sglang.v4 import (
     HEADS,
@@ -40,6 +40,7 @@ from tests.backends.fake_sglang.v4 import (
     started,
 )
 from tests.backends.fake_sglang.v32 import ForwardMode
+from tests.kernels.v4_prefill_cases import reference_route
 
 # A chunk of a long request, a fresh one too short for a compressed entry, and one whose rows cross a page.
 MIXED = ((4, 700), (3, 3), (4, 258))
