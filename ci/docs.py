@@ -16,6 +16,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from ci import headline
 from ci.rows import ROOT, Row, engines, load
 from nsa_plugin.backends.common.paths import SGLANG, VLLM
 from nsa_plugin.backends.common.support import CONFIGURATIONS
@@ -210,6 +211,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "support": support_table,
     "agreement": agreement_table,
     "kernels": kernels_table,
+    "headline": headline.table,
     **site.generators(RECORDS),
 }
 
@@ -235,6 +237,9 @@ def stale() -> dict[Path, str | None]:
         text = path.read_text()
         if (made := render(text)) != text:
             found[path] = made
+    picture = headline.picture()
+    if not headline.PICTURE.is_file() or headline.PICTURE.read_text() != picture:
+        found[headline.PICTURE] = picture
     return found
 
 

@@ -1,0 +1,106 @@
+"""The README: its links work from PyPI, and every address of the project agrees with pyproject.toml."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tomllib
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ci import headline
+from ci.rows import ROOT
+
+README = (ROOT / "README.md").read_text()
+URLS: dict[str, str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+RAW = URLS["Repository"].replace("github.com", "raw.githubusercontent.com") + "/main/"
+TARGETS = [*re.findall(r"\]\(([^)\s]+)\)", README), *re.findall(r"^\[[\w-]+\]: (\S+)$", README, re.MULTILINE)]
+
+
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_link_is_absolute() -> None:
+    assert len(TARGETS) > 25
+    assert [target for target in TARGETS if not target.startswith("https://")] == []
+
+
+def test_every_link_to_a_file_of_the_repository_leads_to_one() -> None:
+    files = []
+    for target in TARGETS:
+        for prefix in (f"{URLS['Repository']}/blob/main/", RAW):
+            if target.startswith(prefix):
+                path, _, anchor = target.removeprefix(prefix).partition("#")
+                files.append(ROOT / path)
+                assert (ROOT / path).is_file(), target
+                assert not anchor or anchor in anchors(ROOT / path), target
+    assert len(files) > 20
+    assert headline.PICTURE in files
+
+
+def test_every_workflow_badge_names_a_workflow() -> None:
+    badges = re.findall(r"/actions/workflows/([\w.-]+)", README)
+    assert badges
+    for name in badges:
+        assert (ROOT / ".github" / "workflows" / name).is_file()
+
+
+def test_every_address_of_the_project_agrees_with_pyproject() -> None:
+    assert headline.repository() == URLS["Repository"]
+    assert all(url.startswith(URLS["Repository"]) for name, url in URLS.items() if name != "Documentation")
+    listed = subprocess.run(["git", "-C", str(ROOT), "ls-files"], capture_output=True, text=True, check=True).stdout
+    owner, name = URLS["Repository"].removeprefix("https://github.com/").split("/")
+    for path in listed.splitlines():
+        if path.startswith(("docs/benchmarks/", "tests/")) or not (ROOT / path).is_file():
+            continue
+        text = (ROOT / path).read_bytes().decode(errors="ignore")
+        for host, found in re.findall(rf"https://(github\.com|raw\.githubusercontent\.com)/([\w-]+)/{name}\b", text):
+            assert found == owner, f"{path}: {host}/{found}/{name}"
+        for found in re.findall(rf"https://([\w-]+)\.github\.io/{name}\b", text):
+            assert f"https://{found}.github.io/{name}/" == URLS["Documentation"], path
+
+
+def test_the_site_and_the_citation_name_the_same_addresses() -> None:
+    site = (ROOT / "mkdocs.yml").read_text()
+    assert f"repo_url: {URLS['Repository']}\n" in site
+    assert f"site_url: {URLS['Documentation']}\n" in site
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["repository-code"] == URLS["Repository"]
+
+
+def test_the_picture_is_well_formed_and_says_its_figures() -> None:
+    root = ET.fromstring(headline.picture())
+    title = root.find("{http://www.w3.org/2000/svg}title")
+    assert title is not None
+    for one in headline.servers():
+        assert f"{one.name}: first token " in str(title.text)
+    texts = "".join("".join(node.itertext()) for node in root.iter("{http://www.w3.org/2000/svg}text"))
+    assert "random weights" in texts
+    assert "stock kernel kept" in texts
+
+
+def test_the_table_has_a_line_for_each_server_with_its_layers_and_record() -> None:
+    lines = headline.table().splitlines()[2:]
+    found = headline.servers()
+    assert len(lines) == len(found) >= 7
+    for line, one in zip(lines, found, strict=True):
+        assert f"| {one.layers} |" in line
+        assert one.path.stem in line
+
+
+def test_models_with_random_weights_are_said_to_be_so() -> None:
+    assert "random weights" in README[README.index("## Figures") : README.index("<!-- generated: headline -->")]
+    layers = [one.layers for one in headline.servers()]
+    assert f"{min(layers)} to {max(layers)} layers" in README
+
+
+@pytest.mark.parametrize(("speedup", "apart", "shown"), [(1.5, True, "**1.50×** (2 → 1.33 ms)"), (1.5, False, "1.50×")])
+def test_medians_are_shown_where_the_outcome_is_clear(speedup: float, apart: bool, shown: str) -> None:
+    median = 2.0 / speedup
+    quartiles = {"q1": median, "q3": median, "baseline_q1": 1.9 if apart else 1.0, "baseline_q3": 2.1}
+    row = {"speedup": speedup, "median": median, "baseline_median": 2.0, **quartiles}
+    assert headline._figure(row, "", " ms") == shown
