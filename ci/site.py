@@ -14,6 +14,10 @@ _LINK = re.compile(r"(?<=\]\()(?!\w+:|#|/)([^)#\s]+)")
 _TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
 _HEAD = re.compile(r"<th[^>]*>(.*?)</th>", re.DOTALL)
 _ROW = re.compile(r"<tr>.*?</tr>", re.DOTALL)
+_NAME = re.compile(r"(<(?:code|a [^>]*)>)([^<]+)(</)")
+_LONG = re.compile(r"(?<![<\w./=\"-])[\w.:/]{25,}(?![^<]*>)")
+# Not in an entity such as &gt;, and not in a number such as 0.5.11.
+_SEPARATOR = re.compile(r"([a-z][.:/,_=-]+(?=[A-Za-z])|[a-z](?=[A-Z][a-z]))")
 _TAG = re.compile(r"<[^>]+>")
 
 
@@ -39,8 +43,15 @@ def absolute_links(markdown: str, folder: str, repository: str) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Give each cell of a table its column's name, for the layout of narrow screens (docs/site.css)."""
-    return _TABLE.sub(lambda table: labelled(table[0]), html)
+    """Give each cell of a table its column's name, for narrow screens (docs/site.css), and let long names break."""
+    return _TABLE.sub(lambda table: breakable(labelled(table[0])), html)
+
+
+def breakable(table: str) -> str:
+    """An HTML table whose names in code and in links may break after a dot, colon, slash, comma or underscore,
+    and before a capital letter."""
+    table = _NAME.sub(lambda name: name[1] + _SEPARATOR.sub(r"\1<wbr>", name[2]) + name[3], table)
+    return _LONG.sub(lambda word: _SEPARATOR.sub(r"\1<wbr>", word[0]), table)
 
 
 def labelled(table: str) -> str:

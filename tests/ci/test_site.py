@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
+
+import pytest
 
 from ci import docs, site
 from ci.rows import ROOT
+from nsa_plugin.cli import main
 from nsa_plugin.tools.bench.record import read
 
 NAVIGATION = (ROOT / "mkdocs.yml").read_text()
@@ -28,6 +32,13 @@ def test_each_cell_says_its_column() -> None:
     assert '<td data-label="a &amp; &quot;b&quot;">1</td><td>2</td><td data-label="c" style="y">3</td>' in made
 
 
+def test_long_names_may_break() -> None:
+    made = site.breakable('<td><code>a.b:C_d --x-y 0.5.11 aBc</code> a.b <a href="a.b/c">token_shard</a></td>')
+    assert made == (
+        '<td><code>a.<wbr>b:<wbr>C_d --x-<wbr>y 0.5.11 a<wbr>Bc</code> a.b <a href="a.b/c">token_<wbr>shard</a></td>'
+    )
+
+
 def test_the_navigation_names_existing_pages_and_every_kernel_suite() -> None:
     pages = re.findall(r": ([\w/.-]+\.md)$", NAVIGATION, re.MULTILINE)
     assert len(pages) == len(set(pages)) > 40
@@ -37,3 +48,27 @@ def test_the_navigation_names_existing_pages_and_every_kernel_suite() -> None:
     assert suites
     for path in suites:
         assert path.with_suffix(".md").relative_to(ROOT / "docs").as_posix() in pages
+
+
+@pytest.mark.parametrize(
+    ("ranks", "batch", "provider", "resharded"),
+    [
+        (8, "--phase extend --q-tokens 8192 --max-kv 65536", "cuda", False),
+        (8, "--phase decode --requests 64 --max-kv 8192 --cuda-graph", "cuda", False),
+        (4, "--phase extend --q-tokens 2048 --max-kv 65536", "flash_mla", True),
+        (4, "--phase decode --requests 64 --max-kv 8192 --cuda-graph", "cuda", False),
+        (4, "--phase decode --requests 512 --max-kv 8192 --cuda-graph", "flash_mla", True),
+        (2, "--phase extend --q-tokens 8192 --max-kv 65536", "flash_mla", False),
+        (1, "--phase extend --q-tokens 8192 --max-kv 65536", "flash_mla", False),
+        (1, "--phase decode --requests 64 --max-kv 8192 --cuda-graph", "flash_mla", False),
+    ],
+)
+def test_the_deployment_page_says_what_is_decided(
+    ranks: int, batch: str, provider: str, resharded: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = f"explain --json --sm 90 --kv-dtype fp8_e4m3 --tp {ranks} {batch}"
+    assert main(command.split()) == 0
+    plan = json.loads(capsys.readouterr().out)["plan"]
+    assert (plan["provider"], plan["token_shard"]) == (provider, resharded)
+    page = (ROOT / "docs" / "deploy.md").read_text()
+    assert re.search(rf"^\| TP 8.*\| {128 // ranks}\b", page, re.MULTILINE)
