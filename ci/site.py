@@ -22,7 +22,9 @@ _TAG = re.compile(r"<[^>]+>")
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
-    """Make a link that leaves the docs folder a link to the repository."""
+    """Make a link that leaves the docs folder a link to the repository. Records come last in a search."""
+    if page.file.src_uri.startswith("benchmarks/"):
+        page.meta.setdefault("search", {})["boost"] = 0.2
     folder = posixpath.dirname(posixpath.join("docs", page.file.src_uri))
     return absolute_links(markdown, folder, config.repo_url)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -37,6 +39,15 @@ def test_long_names_may_break() -> None:
     assert made == (
         '<td><code>a.<wbr>b:<wbr>C_d --x-<wbr>y 0.5.11 a<wbr>Bc</code> a.b <a href="a.b/c">token_<wbr>shard</a></td>'
     )
+
+
+@pytest.mark.parametrize("page", docs.files(), ids=lambda page: page.name)
+def test_lists_are_written_so_that_the_site_reads_them_as_github_does(page: Path) -> None:
+    text = re.sub(r"^( *)```.*?^\1```", r"\1```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert not re.search(r"^ {1,3}(```|\|)", text, re.MULTILINE), "a block in a list is indented by four spaces"
+    for before, line in pairwise(text.splitlines()):
+        if re.match(r"(- |\d+\. )", line):
+            assert not before or re.match(r"(- |\d+\. |  )", before), f"an empty line comes before a list: {line}"
 
 
 def test_the_navigation_names_existing_pages_and_every_kernel_suite() -> None:
