@@ -12,6 +12,7 @@ from typing import Any
 
 _LINK = re.compile(r"(?<=\]\()(?!\w+:|#|/)([^)#\s]+)")
 _TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
+_PLOT = re.compile(r'(<img [^>]*src="([^"]+\.svg)"[^>]*>)')
 _HEAD = re.compile(r"<th[^>]*>(.*?)</th>", re.DOTALL)
 _ROW = re.compile(r"<tr>.*?</tr>", re.DOTALL)
 _NAME = re.compile(r"(<(?:code|a [^>]*)>)([^<]+)(</)")
@@ -45,7 +46,11 @@ def absolute_links(markdown: str, folder: str, repository: str) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Give each cell of a table its column's name, for narrow screens (docs/site.css), and let long names break."""
+    """Give each cell of a table its column's name, for narrow screens (docs/site.css), and let long names break.
+
+    A plot links to itself, so that it can be looked at alone.
+    """
+    html = _PLOT.sub(r'<a href="\2">\1</a>', html)
     return _TABLE.sub(lambda table: breakable(labelled(table[0])), html)
 
 

@@ -34,6 +34,11 @@ def test_each_cell_says_its_column() -> None:
     assert '<td data-label="a &amp; &quot;b&quot;">1</td><td>2</td><td data-label="c" style="y">3</td>' in made
 
 
+def test_a_plot_links_to_itself() -> None:
+    image = '<img alt="x" src="../a.svg" />'
+    assert site.on_page_content(f"<p>{image}</p>") == f'<p><a href="../a.svg">{image}</a></p>'
+
+
 def test_long_names_may_break() -> None:
     made = site.breakable('<td><code>a.b:C_d --x-y 0.5.11 aBc</code> a.b <a href="a.b/c">token_shard</a></td>')
     assert made == (
