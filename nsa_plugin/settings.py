@@ -24,6 +24,7 @@ ENV_PREFIX = "NSA_PLUGIN_"
 # The settings that name a kernel library, and the op that the library must support.
 BACKEND_OPS = {"prefill_backend": Op.SPARSE_MLA_PREFILL, "decode_backend": Op.SPARSE_MLA_DECODE}
 TOKEN_SHARD_MODES = ("auto", "on", "off")
+PORTABLE_MODES = ("auto", "on")
 FAULTS = ("none", "shift_indices")
 FULL = "full"
 """`strict`: what the plugin does not support ends the start, too."""
@@ -184,6 +185,13 @@ class Settings:
         _parse_path,
         "empty, PATH.json",
         "Also write the start-up report to this file, as JSON.",
+    )
+    portable: str = _choice(
+        "auto",
+        lambda: PORTABLE_MODES,
+        "The portable path serves GPUs that FlashMLA and DeepGEMM do not support (SM80, SM86, SM89, SM120) with Triton "
+        "kernels. `auto`: on those GPUs. `on`: on any GPU, as if it were SM86 (99 KiB of shared memory, no fp8 "
+        "instructions); slow, for tests. vLLM only.",
     )
     fault: str = _choice(
         "none",

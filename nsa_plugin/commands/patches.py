@@ -82,10 +82,9 @@ def _states(engine: Engine, asked: Version | None, no_probe: bool) -> dict[str, 
     }
     if asked or no_probe:
         return states
-    others = {Need.GPU, Need.GPU_V4} if probe().kind != "cuda" else {Need.CPU}
+    others = engine.needs_elsewhere(probe())
     here = [patch for patch in patches if patch.target(version) and patch.need not in others]
-    only = "only on a " + ("GPU" if Need.GPU in others else "CPU")
-    states |= {patch.name: ("elsewhere", only) for patch in patches if patch.need in others}
+    states |= {patch.name: ("elsewhere", others[patch.need]) for patch in patches if patch.need in others}
     return states | live_states(engine, version, here)
 
 

@@ -26,6 +26,9 @@ SHARED_MEMORY_PER_BLOCK = MappingProxyType(
 )
 """Bytes by SM version (compute capability 9.0 is 90). `probe` reads the device itself where torch reports it."""
 
+FIRST_WITH_FP8 = 89
+"""The first SM version that converts e4m3 by an instruction."""
+
 # Every CUDA device grants a block this much without opting in.
 _WITHOUT_OPT_IN = 48 * KIB
 

@@ -132,6 +132,32 @@ def installed_library(
     return replace(found, available=True, capabilities=usable)
 
 
+def emulating(profile: DeviceProfile, sm: int) -> DeviceProfile:
+    """The profile with the kernels and the shared memory of an older GPU, to test the portable path on this one.
+
+    Raises:
+        ValueError: the device is not a GPU, or is older than SM version `sm`.
+    """
+    if profile.kind != "cuda" or profile.sm < sm:
+        raise ValueError(f"{profile.where} cannot emulate {name_of(sm)}")
+    smem = shared_memory_per_block(sm)
+    libraries = {
+        name: installed_library(
+            MANIFEST[name],
+            distribution=found.distribution,
+            version=found.version,
+            module=found.module,
+            sm=sm,
+            smem_per_block=smem,
+        )
+        if found.available
+        else found
+        for name, found in profile.libraries.items()
+    }
+    name = f"{profile.name} emulating {name_of(sm)}"
+    return replace(profile, name=name, sm=sm, smem_per_block=smem, libraries=libraries)
+
+
 def without_gpu(library: KernelLibrary, sm: int) -> InstalledLibrary | None:
     """The library as unavailable where the device is a CPU and it has no kernel for one; otherwise None."""
     if sm or library.runs_on_cpu:

@@ -76,6 +76,7 @@ class Need(StrEnum):
     ENABLED = "enabled"  # wherever the plugin serves
     CPU = "cpu"  # only where the engine runs on a CPU
     GPU = "gpu"
+    PORTABLE = "gpu, portable path"  # only on a GPU that the engine's kernels for sparse attention do not support
     GPU_V4 = "gpu, DeepSeek-V4"  # only where the engine builds a DeepSeek-V4 model's attention on a GPU
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from nsa_plugin.patches.ledger import Need, Section
 from nsa_plugin.patches.vllm_gpu import GPU
+from nsa_plugin.patches.vllm_portable import PORTABLE
 from nsa_plugin.patches.vllm_v4 import V4
 
 ENGINE = "vllm"
 SUPPORTED = ">=0.20,<0.34"
 # On a CPU: vLLM raises for MLA on a CPU before 0.28.
 SUPPORTED_CPU = ">=0.28,<0.34"
+# The portable path: its entries know the model code of DeepSeek-V3.2 in these versions.
+SUPPORTED_PORTABLE = ">=0.28,<0.34"
 
 # No bounds: the first hooks tell the user that a version is not supported.
 _ANY = ">=0"
@@ -164,4 +167,4 @@ REQUIREMENTS = (
     ),
 )
 
-PATCHES = BOOTSTRAP + CPU + REQUIREMENTS + GPU + V4
+PATCHES = BOOTSTRAP + CPU + REQUIREMENTS + GPU + PORTABLE + V4

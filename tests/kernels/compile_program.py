@@ -33,6 +33,7 @@ from nsa_plugin.kernels.triton import (
     indexer,
     kv_cache,
     mha,
+    mla_inputs,
     sparse_mla,
     sparse_mla_indices,
     swa_indices,
@@ -186,6 +187,22 @@ def caches() -> None:
                 kv_cache.read_codes(one, empty(count))
 
 
+def inputs() -> None:
+    """What a layer computes before attention."""
+    rows, angles, where = 8, empty(4096, 64, dtype=BF16), empty(8, dtype=torch.int64)
+    q_c, kv_c, k_pe = (empty(rows, dim, dtype=BF16) for dim in (1536, 512, 64))
+    weights = empty(1536, dtype=BF16), empty(512, dtype=BF16)
+    mla_inputs.norm_rope(q_c, kv_c, k_pe, where, angles, *weights, q_eps=1e-6, kv_eps=1e-6)
+    mla_inputs.rope(empty(rows, 16, 64, dtype=BF16), where, angles)
+    for interleaved in (False, True):
+        norm = empty(128, dtype=F32), empty(128, dtype=F32)
+        mla_inputs.indexer_keys(empty(rows, 128, dtype=BF16), where, angles, *norm, eps=1e-6, interleaved=interleaved)
+        gates = empty(rows, 64, dtype=BF16)
+        mla_inputs.indexer_queries(
+            empty(rows, 64, 128, dtype=BF16), gates, where, angles, scale=1.0, interleaved=interleaved
+        )
+
+
 def v4_routes() -> None:
     """What combines the indices of a V4 prefill's two caches."""
     v4_prefill.map_pages(empty(8), empty(64))
@@ -204,7 +221,7 @@ def exchange() -> None:
     transpose_triton.swap_blocks(empty(4, 64, 16, 576, dtype=BF16), empty(64, 4, 16, 576, dtype=BF16))
 
 
-GROUPS: tuple[Callable[[], None], ...] = (attention, selection, caches, v4_routes, exchange)
+GROUPS: tuple[Callable[[], None], ...] = (attention, selection, caches, inputs, v4_routes, exchange)
 
 
 def main() -> None:

@@ -18,7 +18,6 @@ rounding, and only members of what is nearly a tie may be selected differently.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from nsa_plugin.kernels.indexer_args import check_limits, check_ragged, paged_li
 from nsa_plugin.kernels.kv_cache import PagedCache
 from nsa_plugin.kernels.selector import default_selector
 from nsa_plugin.kernels.topk import Request, Selector, new_output, row_chunks, uncovered_rows
+from nsa_plugin.kernels.triton.device import facts_of
 from nsa_plugin.kernels.triton.kv_cache_kernels import decode_fp8
 from nsa_plugin.kernels.triton.sizes import ceil_div, power_of_2
 
@@ -258,16 +258,11 @@ def _bytes(values: torch.Tensor) -> torch.Tensor:
 def _operands(q: torch.Tensor, k: torch.Tensor) -> dict[str, Any]:
     """The types in which the product is taken; float8 itself where both sides are and the GPU multiplies it."""
     fp8 = [values.dtype not in FLOAT_DTYPES for values in (q, k)]
-    native = q.is_cuda and _converts_fp8(q.device)
+    native = facts_of(q.device).native_fp8
     dtype = tl.float8e4nv if native else tl.float16
     if not all(fp8) or not q.is_cuda:
         dtype = tl.float32
     return {"Q_IS_FP8": fp8[0], "K_IS_FP8": fp8[1], "NATIVE_FP8": native, "DOT_DTYPE": dtype}
-
-
-@lru_cache
-def _converts_fp8(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 @triton.jit

@@ -20,6 +20,7 @@ import torch
 
 from nsa_plugin.kernels.checks import FLOAT_DTYPES, FP8_DTYPE, INDEX_DTYPES, KernelArgumentError, check_tensor, require
 from nsa_plugin.kernels.kv_cache import PagedCache
+from nsa_plugin.kernels.triton.device import facts_of
 from nsa_plugin.kernels.triton.kv_cache_kernels import (
     read_codes_kernel,
     read_plain_kernel,
@@ -251,11 +252,11 @@ def _record_constants(op: str, cache: PagedCache, layout: Fp8Layout) -> dict[str
     if not aligned:
         where = f"address {cache.data.data_ptr()} with {cache.data.stride(0)} bytes between pages"
         raise KernelArgumentError(f"{op}: cache is at {where}; layout {layout.name} needs multiples of {alignment}")
-    return _layout_constants(layout, cache.page_size, cache.device)
+    return _layout_constants(layout, cache.page_size) | {"NATIVE_FP8": facts_of(cache.device).native_fp8}
 
 
 @lru_cache
-def _layout_constants(layout: Fp8Layout, page_size: int, device: torch.device) -> dict[str, Any]:
+def _layout_constants(layout: Fp8Layout, page_size: int) -> dict[str, Any]:
     is_exponent, in_rows = layout.scale_format is ScaleFormat.UE8M0, not layout.scales_after_page
     return {
         "PAGE_SIZE": page_size,
@@ -268,10 +269,4 @@ def _layout_constants(layout: Fp8Layout, page_size: int, device: torch.device) -
         "SCALES_START": layout.fp8_dim if in_rows else page_size * layout.data_stride,
         "SCALES_STRIDE": layout.data_stride if in_rows else layout.scale_slot_bytes,
         "IS_EXPONENT": is_exponent,
-        "NATIVE_FP8": _has_fp8_conversion(device),
     }
-
-
-@lru_cache
-def _has_fp8_conversion(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)

@@ -20,7 +20,6 @@ Source of the algorithm: FlashAttention-2 (arXiv 2307.08691).
 # mypy: allow-untyped-defs
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -28,6 +27,7 @@ import triton
 import triton.language as tl
 
 from nsa_plugin.kernels.mha import MhaCall, MhaOutput, mha_op
+from nsa_plugin.kernels.triton.device import facts_of
 from nsa_plugin.kernels.triton.sizes import power_of_2
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -223,7 +223,7 @@ def attend(call: MhaCall) -> MhaOutput:
     d_v_block = max(16, power_of_2(d_v))
     same = q.dtype == k.dtype == v.dtype
     dtype = q.dtype if same else torch.float32
-    tile = tile_of(d_low + d_high, d_v_block, dtype.itemsize, _shared_memory(q.device), call.max_seqlen_q)
+    tile = tile_of(d_low + d_high, d_v_block, dtype.itemsize, facts_of(q.device).shared_memory, call.max_seqlen_q)
     requests = len(cu_q) - 1
     grid = (tokens // tile.block_m + requests + 1, heads)
     _mha_kernel[grid](
@@ -251,11 +251,3 @@ def tile_of(d_qk: int, d_v: int, itemsize: int, shared_memory: int, max_seqlen_q
     tiles = FLOAT32_TILES if itemsize == 4 else SMALL_TILES if small else TILES
     room = shared_memory - SHARED_RESERVE
     return next((tile for tile in tiles if tile.shared_bytes(d_qk, d_v, itemsize) <= room), tiles[-1])
-
-
-@lru_cache
-def _shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that a block may ask for; 227 KiB for the interpreter, as Hopper has."""
-    if device.type != "cuda":
-        return 227 << 10
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)

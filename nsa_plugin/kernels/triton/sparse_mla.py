@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -23,6 +22,7 @@ import triton.language as tl
 from nsa_plugin.kernels.kv_cache import PagedCache
 from nsa_plugin.kernels.sparse_mla import PREFILL, Scope, SparseMlaCall, SparseMlaResult, decode_op, prefill_op
 from nsa_plugin.kernels.triton import sparse_mla_kernels as kernels
+from nsa_plugin.kernels.triton.device import INTERPRETER, facts_of
 from nsa_plugin.kernels.triton.sizes import ceil_div
 from nsa_plugin.layouts import V4_FP8, V32_FP8, Fp8Layout
 
@@ -37,21 +37,6 @@ LAYOUT_CODES = {V32_FP8.name: kernels.V32_FP8.value, V4_FP8.name: kernels.V4_FP8
 
 # Alignment in bytes that the fields of a record need: float32 scales, and eight ue8m0 bytes read as one word.
 ALIGNMENTS = {V32_FP8.name: 4, V4_FP8.name: 8}
-
-
-class DeviceFacts(NamedTuple):
-    """Processors; the architecture (90 for SM90; 0: interpreted)."""
-
-    sms: int
-    architecture: int
-
-    @property
-    def native_fp8(self) -> bool:
-        """Whether it converts e4m3 by an instruction."""
-        return self.architecture == 0 or self.architecture >= 89
-
-
-INTERPRETER = DeviceFacts(sms=32, architecture=0)
 
 
 class SparseTile(NamedTuple):
@@ -114,7 +99,7 @@ def _launch(call: SparseMlaCall, out: torch.Tensor, lse: torch.Tensor, max_logit
     q, sink = call.q, call.attn_sink
     rows, heads, s_q, device = call.rows, call.heads, q.shape[1], q.device
     interpreted = not isinstance(kernels.sparse_mla_kernel, triton.JITFunction)
-    facts = INTERPRETER if interpreted else _device_facts(device)
+    facts = INTERPRETER if interpreted else facts_of(device)
     tile = tile_of(heads, facts.architecture)
     splits = num_splits(rows, heads, sum(scope.topk for scope in call.scopes), tile, facts.sms)
     sink_stride = 0 if sink is None else sink.stride(0)
@@ -155,7 +140,7 @@ def _launch(call: SparseMlaCall, out: torch.Tensor, lse: torch.Tensor, max_logit
         WHOLE=splits == 1,
         BLOCK_H=tile.block_h,
         BLOCK_K=tile.block_k,
-        NATIVE_FP8=facts.native_fp8,
+        NATIVE_FP8=interpreted or facts.native_fp8,
         PLAIN_DTYPE=tl.float32 if interpreted else _plain_dtype(call),
         CODE_DTYPE=tl.float32 if interpreted else tl.float16,
         TAIL_DTYPE=tl.float32 if interpreted else tl.bfloat16,
@@ -218,9 +203,3 @@ def _check_alignment(call: SparseMlaCall, cache: PagedCache) -> None:
     aligned = (stride % alignment == 0 or cache.num_pages < 2) and address % alignment == 0
     message = f"pages of {cache.layout.name} start at multiples of {alignment} bytes; the page stride is {stride}"
     call.require(aligned, f"{message} and the cache starts at {address:#x}")
-
-
-@lru_cache
-def _device_facts(device: torch.device) -> DeviceFacts:
-    properties = torch.cuda.get_device_properties(device)
-    return DeviceFacts(properties.multi_processor_count, 10 * properties.major + properties.minor)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from nsa_plugin import settings as settings_module
@@ -25,12 +26,13 @@ from nsa_plugin.backends.vllm.startup.model import (
     check_on_cpu,
     check_on_gpu,
     family_of,
+    is_portable,
     is_sparse,
     model_shape,
 )
 from nsa_plugin.backends.vllm.startup.serving import CpuServing, VllmServing
 from nsa_plugin.decision.dispatch import validate
-from nsa_plugin.errors import LeftToStockError, NsaPluginError, PatchError
+from nsa_plugin.errors import LeftToStockError, NsaPluginError, PatchError, SettingsError
 from nsa_plugin.libraries.probe import probe
 from nsa_plugin.patches import static
 from nsa_plugin.patches import vllm as ledger_data
@@ -153,6 +155,14 @@ def device_kind() -> str:
     return f"vLLM's platform {type(current_platform).__name__}"
 
 
+def device_sm() -> int:
+    """Return the SM version of vLLM's device, which NVML knows without touching the GPU; 0 if vLLM does not say."""
+    from vllm.platforms import current_platform
+
+    capability = current_platform.get_device_capability()
+    return 0 if capability is None else 10 * int(capability.major) + int(capability.minor)
+
+
 def settings_of(vllm_config: Any) -> ResolvedSettings:
     """Return the plugin's settings in a vLLM configuration.
 
@@ -178,6 +188,10 @@ def check_here(vllm_config: Any, resolved: ResolvedSettings) -> tuple[Need, ...]
     kind = device_kind()
     if kind not in ("cpu", "cuda"):
         raise LeftToStockError(f"nsa-plugin serves vLLM on CPUs and NVIDIA GPUs; it does not support {kind}")
+    forced = resolved.settings.portable == "on"
+    if forced and (kind == "cpu" or family_of(vllm_config) == "v4"):
+        what = "on a CPU" if kind == "cpu" else "for DeepSeek-V4"
+        raise SettingsError(f"portable is on and cannot work {what}; allowed here: auto")
     if kind == "cpu":
         check_on_cpu(vllm_config)
         ledger.check(Need.CPU)
@@ -190,7 +204,14 @@ def check_here(vllm_config: Any, resolved: ResolvedSettings) -> tuple[Need, ...]
         )
         return (Need.CPU,)
     check_on_gpu(vllm_config)
-    needs = (Need.GPU, Need.GPU_V4) if family_of(vllm_config) == "v4" else (Need.GPU,)
+    needs: tuple[Need, ...] = (Need.GPU,)
+    if family_of(vllm_config) == "v4":
+        needs = (Need.GPU, Need.GPU_V4)
+    elif forced or is_portable(device_sm()):
+        supported = ledger_data.SUPPORTED_PORTABLE
+        if not SpecifierSet(supported, prereleases=True).contains(ledger.version):
+            raise LeftToStockError(f"nsa-plugin's portable path supports vLLM {supported}; this is {ledger.version}")
+        needs = (Need.GPU, Need.PORTABLE)
     # vLLM forks its workers from this process, so nothing here may touch the GPU: read files, import nothing.
     files = static.installed(ledger_data.ENGINE)
     assert files is not None

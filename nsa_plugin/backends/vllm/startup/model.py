@@ -26,6 +26,11 @@ GPU_LAYOUTS = {
 V4_LAYOUTS = dict.fromkeys(("auto", "fp8", "fp8_e4m3", "fp8_ds_mla"), "v4_fp8")
 """For DeepSeek-V4 on a GPU: vLLM's FlashMLA layers support no other cache."""
 
+BACKEND_MAJORS = (9, 10)
+"""GPUs on which vLLM supports FlashMLA, by major SM version (its `supports_compute_capability`)."""
+PORTABLE_FROM = 80
+"""The oldest GPU of the portable path."""
+
 _CONTEXT_PARALLEL = ("decode_context_parallel_size", "prefill_context_parallel_size")
 
 V32_MODULES = ("vllm.models.deepseek_v32", "vllm.model_executor.models.deepseek_v2")
@@ -36,6 +41,11 @@ V4_ARCHITECTURES = ("DeepseekV4ForCausalLM",)
 V4_RATIOS = frozenset({0, 1, 4, 128})
 V4_ROW = 512
 """Values of a V4 cache entry, and of a query head."""
+
+
+def is_portable(sm: int) -> bool:
+    """Whether the portable path serves a GPU of SM version `sm`: FlashMLA has no kernels for it, the plugin has."""
+    return sm >= PORTABLE_FROM and sm // 10 not in BACKEND_MAJORS
 
 
 def is_sparse(vllm_config: Any) -> bool:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -27,12 +27,11 @@ import torch
 
 from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.vllm.v32.metadata import Planning, rows_one_by_one
+from nsa_plugin.backends.vllm.v32.portable import select
 from nsa_plugin.backends.vllm.v32.routes import Split, VllmPlanner
+from nsa_plugin.backends.vllm.v32.steps import StepSelection, select_steps
 from nsa_plugin.backends.vllm.v32.token_shard import OwnRows
-from nsa_plugin.decision.plan import Plan
-from nsa_plugin.kernels.kv_cache import open_cache
 from nsa_plugin.kernels.selector import default_selector
-from nsa_plugin.libraries.registry import REFERENCE
 from nsa_plugin.patches.ledger import wrap
 
 ATTRIBUTE = "nsa_plugin_steps"
@@ -41,23 +40,6 @@ DENSE_METADATA = "dense_mha_metadata_layer_name"
 
 Chunk = tuple[slice, slice]
 """(requests of the batch, query tokens counted from the first of those requests)."""
-
-
-@dataclass(frozen=True)
-class StepSelection:
-    """Decode and verify steps that the plugin selects for.
-
-    Attributes:
-        plan: of the steps.
-        rows: number of query tokens, at the front of the batch.
-        lengths: int32 [requests or query tokens], keys that the last query token of each sees; 0 or less for padding.
-        page_table: int32, a row for each of `lengths`.
-    """
-
-    plan: Plan
-    rows: int
-    lengths: torch.Tensor
-    page_table: torch.Tensor
 
 
 def prefill_chunks(original: Callable[..., list[Chunk]], planning: Planning) -> Callable[..., list[Chunk]]:
@@ -186,7 +168,9 @@ def planned_indexer_builder(stock: type, planning: Planning) -> type:
             metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
             if split is not None and own_rows(split) is not None:
                 _select_for_own(metadata.prefill)
-            if planner is None or split is None or not over_budget(split) or not metadata.num_decode_tokens:
+            if planner is None or split is None or not metadata.num_decode_tokens:
+                return metadata
+            if not planner.portable and not over_budget(split):
                 return metadata
             return _without_steps(metadata, split, common_attn_metadata)
 
@@ -239,12 +223,18 @@ def _without_steps(metadata: Any, split: Split, common: Any) -> Any:
     return changed
 
 
-def wrap_indexer(original: Callable[..., Any], metadata: Callable[[], Any], providers: Callable[[], Providers]) -> Any:
+def wrap_indexer(
+    original: Callable[..., Any],
+    metadata: Callable[[], Any],
+    providers: Callable[[], Providers],
+    portable: Callable[[], bool] = lambda: False,
+) -> Any:
     """For vLLM's function `sparse_attn_indexer` and the implementation of its operator of that name.
 
     Args:
         metadata: returns `forward_context.attn_metadata`: a dict by layer, or None in the profiling run.
         providers: returns those of this process.
+        portable: whether the plugin selects for all query tokens (`portable.select`).
     """
     signature = inspect.signature(original)
     names = list(signature.parameters)
@@ -255,11 +245,15 @@ def wrap_indexer(original: Callable[..., Any], metadata: Callable[[], Any], prov
         if not isinstance(batch, dict):
             return original(*args, **kwargs)
         prefix = args[place] if len(args) > place else kwargs["k_cache_prefix"]
-        steps: StepSelection | None = getattr(batch.get(getattr(prefix, "value", prefix)), ATTRIBUTE, None)
-        if steps is None and not withholds:
+        own = batch.get(getattr(prefix, "value", prefix))
+        steps: StepSelection | None = getattr(own, ATTRIBUTE, None)
+        whole = portable()
+        if steps is None and not withholds and not whole:
             return original(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
+        if whole:
+            return select(bound.arguments, own, steps, providers())
         if withholds:
             bound.arguments[DENSE_METADATA] = ""
         result = original(*bound.args, **bound.kwargs)
@@ -268,25 +262,3 @@ def wrap_indexer(original: Callable[..., Any], metadata: Callable[[], Any], prov
         return result
 
     return wrap(original, around)
-
-
-def select_steps(steps: StepSelection, given: dict[str, Any], providers: Providers) -> None:
-    """Write the steps' selection into vLLM's buffer, with the logits of some query tokens at a time.
-
-    Args:
-        given: the arguments of vLLM's function, by name.
-    """
-    cache = open_cache(given["kv_cache"], "indexer_fp8")
-    requests = len(steps.lengths)
-    q = given["q_quant"][: steps.rows].unflatten(0, (requests, steps.rows // requests))
-    plan = steps.plan.indexer
-    arguments: dict[str, Any] = {"rows_per_chunk": plan.rows_per_chunk}
-    if plan.provider != REFERENCE:
-        arguments["max_len"] = given["max_model_len"]
-    if plan.provider == "deep_gemm":
-        arguments["metadata_provider"] = plan.metadata_provider or None
-    score = providers.load("indexer_topk_paged", plan.provider)
-    topk = given["topk_tokens"]
-    out = given["topk_indices_buffer"][: steps.rows, :topk]
-    weights = given["weights"][: steps.rows].float()
-    score(q, cache, weights, steps.lengths.int(), steps.page_table, topk, out=out, **arguments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -15,9 +16,11 @@ from nsa_plugin.backends.vllm.v32.indexer import planned_indexer_builder, wrap_i
 from nsa_plugin.backends.vllm.v32.indexer import prefill_chunks as chunks_under_plans
 from nsa_plugin.backends.vllm.v32.indexer import prefill_topk as topk_by_plugin
 from nsa_plugin.backends.vllm.v32.metadata import planned_builder
+from nsa_plugin.backends.vllm.v32.portable import norm_rope, queries
 from nsa_plugin.backends.vllm.v32.routes import VllmPlanner
 from nsa_plugin.backends.vllm.v32.serving import GpuServing
 from nsa_plugin.errors import NsaPluginError, PatchError
+from nsa_plugin.libraries.architectures import FIRST_WITH_FP8
 from nsa_plugin.patches.ledger import MARK, wrap
 
 T = TypeVar("T")
@@ -151,13 +154,60 @@ def worker_warm_up(original: Callable[..., Any]) -> Callable[..., Any]:
     return wrap(original, around)
 
 
+def supports_compute_capability(original: Any) -> Any:
+    """For `FlashMLASparseBackend.supports_compute_capability`: also on GPUs of the portable path."""
+    function = original.__func__
+
+    @functools.wraps(function)
+    def supports(cls: type, capability: Any) -> bool:
+        return bool(function(cls, capability)) or _portable()
+
+    return classmethod(supports)
+
+
+def has_deep_gemm(original: Callable[[], bool]) -> Callable[[], bool]:
+    """For `has_deep_gemm` of vLLM's indexer: DeepGEMM has no kernels for GPUs of the portable path."""
+    return wrap(original, lambda original: original() and not _portable())
+
+
+def fused_norm_rope(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For `fused_norm_rope` of vLLM's model code."""
+    return _without_fp8(original, norm_rope)
+
+
+def fused_q(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For `fused_q` of vLLM's model code."""
+    return _without_fp8(original, queries)
+
+
+def _without_fp8(original: Callable[..., Any], ours: Callable[[dict[str, Any], Providers], Any]) -> Callable[..., Any]:
+    """Call `ours` with the arguments by name if the plugin serves on a GPU without fp8 instructions."""
+    signature = inspect.signature(original)
+
+    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        found = serving()
+        if found is None or found.planning().device.sm >= FIRST_WITH_FP8:
+            return original(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return ours(bound.arguments, found.loaded())
+
+    return wrap(original, around)
+
+
+def _portable() -> bool:
+    """Whether the plugin serves by the portable path."""
+    planner = planning()
+    return planner is not None and planner.portable
+
+
 def indexer_function(original: Callable[..., Any]) -> Callable[..., Any]:
     """For the function `sparse_attn_indexer`, called directly by a model (`vllm.models.deepseek_v32`, 0.27 on).
 
     A model's module loaded after the function was replaced already has the replacement, which is not wrapped again.
     """
     own = original.__wrapped__ if MARK in vars(original) else original  # type: ignore[attr-defined]
-    return wrap_indexer(own, _batch, providers)
+    return wrap_indexer(own, _batch, providers, _portable)
 
 
 def indexer_operator(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -168,7 +218,7 @@ def indexer_operator(original: Callable[..., Any]) -> Callable[..., Any]:
     """
     from vllm.platforms import current_platform
 
-    replacement = wrap_indexer(original, _batch, providers)
+    replacement = wrap_indexer(original, _batch, providers, _portable)
     library = torch.library.Library("vllm", "IMPL")
     library.impl(OPERATOR, replacement, current_platform.dispatch_key, allow_override=True)
     # The kernel lives as long as its library does.

@@ -116,6 +116,7 @@ class VllmPlanner(Planner):
     Attributes:
         max_model_len: most tokens of a request that the server allows; taken as the context of every step.
         step_tokens: most query tokens of a decode or verify request: 1 plus the speculated ones.
+        portable: whether vLLM's FlashMLA and DeepGEMM do not support the GPU, so that the plugin's kernels do all.
         workspace_tokens: most context tokens whose keys and values one dense part may hold; 0: no limit.
         request_ids: ids of the running batch's requests, for the trace.
         exchange: for resharding; None if no batch reshards (`set_exchange`).
@@ -127,6 +128,7 @@ class VllmPlanner(Planner):
     no_exchange: str = "this worker has no exchange"
     max_model_len: int = 1
     step_tokens: int = 1
+    portable: bool = False
     workspace_tokens: int = 0
     request_ids: Callable[[], Sequence[str]] = tuple
     exchange: Exchange | None = None

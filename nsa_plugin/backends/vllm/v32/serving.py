@@ -19,14 +19,24 @@ from nsa_plugin.backends.common.planner import KERNEL_OPS
 from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.common.token_shard import free_memory_of
 from nsa_plugin.backends.common.warm import PAGE_SIZE, warm, warm_reading, warm_selection
-from nsa_plugin.backends.vllm.startup.model import GPU_LAYOUTS, check_on_gpu, model_shape, step_tokens
+from nsa_plugin.backends.vllm.startup.model import (
+    BACKEND_MAJORS,
+    GPU_LAYOUTS,
+    check_on_gpu,
+    is_portable,
+    model_shape,
+    step_tokens,
+)
 from nsa_plugin.backends.vllm.startup.serving import VllmServing
+from nsa_plugin.backends.vllm.v32.portable import warm_portable
 from nsa_plugin.backends.vllm.v32.routes import VllmPlanner
 from nsa_plugin.backends.vllm.v32.token_shard import open_exchange
 from nsa_plugin.decision.dispatch import validate
 from nsa_plugin.decision.plan import Attention, IndexerMode, Plan
 from nsa_plugin.errors import LeftToStockError, NsaPluginError, SettingsError
-from nsa_plugin.libraries.devices import DeviceProfile
+from nsa_plugin.kernels.triton.device import emulate
+from nsa_plugin.libraries.architectures import FIRST_WITH_FP8
+from nsa_plugin.libraries.devices import DeviceProfile, emulating
 from nsa_plugin.libraries.probe import probe
 from nsa_plugin.patches.ledger import PatchStatus
 from nsa_plugin.settings import FULL
@@ -37,8 +47,10 @@ VENDORED = {"deep_gemm": "vllm.third_party.deep_gemm"}
 # the user chose none: from 0.25 on vLLM prefers other backends there. On SM100 the plugin leaves the choice to vLLM.
 BACKEND = "FLASHMLA_SPARSE"
 BACKEND_SMS = (90,)
-# GPUs on which vLLM supports this backend, by major SM version (its `supports_compute_capability`).
-BACKEND_MAJORS = (9, 10)
+# vLLM's sparse backend for SM120 (0.33 on), and the selections that it supports.
+SM120_BACKEND, SM120_TOPK = "FLASHINFER_MLA_SPARSE_SM120", 2048
+# The GPU that `portable` = on emulates.
+EMULATED = 86
 SHORT, LONG, CONTEXT, MANY = 1024, 4096, 32768, 64
 # Query tokens of the batches whose kernels are warmed up: the choice may depend on their number.
 ROWS = tuple(1 << power for power in range(14))
@@ -89,7 +101,7 @@ class GpuServing(VllmServing):
         """
         if self.planner is None:
             check_on_gpu(self.vllm_config)
-            model, device = model_shape(self.vllm_config, GPU_LAYOUTS), self.device_profile()
+            model, device = model_shape(self.vllm_config, GPU_LAYOUTS), self.device_in_use()
             check_device(device)
             scheduler, limit = self.vllm_config.scheduler_config, step_tokens(self.vllm_config)
             planner = VllmPlanner(
@@ -98,6 +110,7 @@ class GpuServing(VllmServing):
                 settings=self.resolved.settings,
                 max_model_len=self.vllm_config.model_config.max_model_len,
                 step_tokens=limit,
+                portable=is_portable(device.sm),
                 workspace_tokens=dense_workspace_tokens(self.vllm_config),
                 trace=self.trace,
                 count=self.count,
@@ -118,6 +131,14 @@ class GpuServing(VllmServing):
             self.providers = Providers(model.kv_layout, device.sm, vendored=VENDORED, attended=attended)
             self.planner = planner
         return self.planner
+
+    def device_in_use(self) -> DeviceProfile:
+        """Return the device's profile; with `portable` on, that of the GPU that it emulates."""
+        device = self.device_profile()
+        if self.resolved.settings.portable != "on" or device.kind != "cuda":
+            return device
+        emulate(EMULATED)
+        return emulating(device, EMULATED)
 
     def loaded(self) -> Providers:
         self.planning()
@@ -154,9 +175,13 @@ class GpuServing(VllmServing):
         self.place = device
         self.warm(device)
         attention = self.vllm_config.attention_config
-        if attention.backend is None and planner.device.sm in BACKEND_SMS:
+        if attention.backend is None and (planner.portable or planner.device.sm in BACKEND_SMS):
             from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+            # vLLM's kernels for SM120 were not compared with the plugin's.
+            sm120 = planner.device.sm // 10 == 12 and hasattr(AttentionBackendEnum, SM120_BACKEND)
+            if sm120 and (planner.model.kv_layout, planner.model.index_topk) == ("v32_fp8", SM120_TOPK):
+                return
             attention.backend = AttentionBackendEnum[BACKEND]
             self.chose = True
 
@@ -176,6 +201,8 @@ class GpuServing(VllmServing):
         warm(own_kernels(planner), providers, planner.model, device)
         warm_selection(providers, planner.model, device, page_size=PAGE_SIZE)
         warm_reading(providers, planner.model, device)
+        if planner.device.sm < FIRST_WITH_FP8:
+            warm_portable(providers, planner.model, device)
 
     def check_layers(self) -> None:
         """Check the layers that vLLM has built.
@@ -188,7 +215,7 @@ class GpuServing(VllmServing):
         asked_for = not self.chose and self.vllm_config.attention_config.backend is not None
         if self.resolved.settings.strict == FULL and others and (planned or asked_for):
             raise LeftToStockError(f"layers on vLLM's backend {', '.join(sorted(others))} are left to the stock engine")
-        if planned or asked_for:
+        if planned or (asked_for and not self.planning().portable):
             return
         found = (
             f"vLLM chose {', '.join(sorted(others))}" if others else "it has no sparse layer that the plugin supports"
@@ -276,19 +303,19 @@ class GpuServing(VllmServing):
 
 
 def check_device(device: DeviceProfile, backend: str = BACKEND) -> None:
-    """Check that vLLM supports `backend` on a device; the plugin plans for its layers only.
-
-    The plugin's kernels may run on other devices too, so loading a kernel would not fail.
+    """Check that the plugin plans for the layers of vLLM's `backend` on a device.
 
     Raises:
-        LeftToStockError: it does not, or the plugin does not support the format of its indexer's cache.
+        LeftToStockError: it does not, or does not support the format of the indexer's cache there.
     """
     if device.kind != "cuda":
         raise LeftToStockError(f"vLLM serves on a GPU, but torch sees no NVIDIA GPU: {device.name}")
+    if backend == BACKEND and is_portable(device.sm):
+        return
     if device.sm // 10 not in BACKEND_MAJORS:
+        wanted = "an SM80 or later GPU" if backend == BACKEND else "an SM90 or SM100 GPU (H100, H200, B200)"
         raise LeftToStockError(
-            f"nsa-plugin plans for vLLM's {backend}, which needs an SM90 or SM100 GPU (H100, H200, B200); this one, "
-            f"{device.name}, is {device.where}"
+            f"nsa-plugin plans for vLLM's {backend}, which needs {wanted}; this one, {device.name}, is {device.where}"
         )
     if device.sm // 10 == 10 and _packs_indexer_scales():
         raise LeftToStockError(

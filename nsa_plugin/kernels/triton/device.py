@@ -1,0 +1,63 @@
+"""What the Triton kernels need to know of a device: processors, architecture and shared memory.
+
+`emulate` makes every kernel act as on an older GPU, so that one GPU can test the portable path.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from nsa_plugin.libraries.architectures import FIRST_WITH_FP8, shared_memory_per_block
+
+
+class DeviceFacts(NamedTuple):
+    """A device.
+
+    Attributes:
+        sms: processors.
+        architecture: SM version (90 for SM90); 0 for Triton's interpreter.
+        shared_memory: bytes that a block may request.
+    """
+
+    sms: int
+    architecture: int
+    shared_memory: int
+
+    @property
+    def native_fp8(self) -> bool:
+        """Whether the GPU converts e4m3 by an instruction; the interpreter does not."""
+        return self.architecture >= FIRST_WITH_FP8
+
+
+INTERPRETER = DeviceFacts(sms=32, architecture=0, shared_memory=shared_memory_per_block(90))
+
+_emulated: int | None = None
+
+
+def emulate(sm: int | None) -> None:
+    """Make the kernels of this process act as on a GPU of SM version `sm`, or (None) as on their own.
+
+    Call it before the first kernel runs. Processors are the device's own.
+    """
+    global _emulated
+    _emulated = sm
+
+
+def facts_of(device: torch.device) -> DeviceFacts:
+    """Return what the kernels know of a device; of a CPU, Triton's interpreter."""
+    if device.type != "cuda":
+        return INTERPRETER
+    found = _probed(device)
+    if _emulated is None:
+        return found
+    return found._replace(architecture=_emulated, shared_memory=shared_memory_per_block(_emulated))
+
+
+@lru_cache
+def _probed(device: torch.device) -> DeviceFacts:
+    properties = torch.cuda.get_device_properties(device)
+    architecture = 10 * properties.major + properties.minor
+    return DeviceFacts(properties.multi_processor_count, architecture, int(properties.shared_memory_per_block_optin))

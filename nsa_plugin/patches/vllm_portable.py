@@ -1,0 +1,65 @@
+"""vLLM's ledger for GPUs that FlashMLA and DeepGEMM do not support: SM80, SM86, SM89 and SM120.
+
+These entries come on top of those of `vllm_gpu`, and only there. vLLM's FlashMLA-sparse layers and its indexer then run
+with the plugin's kernels alone.
+"""
+
+from __future__ import annotations
+
+from nsa_plugin.patches.ledger import Need, Section
+
+ENGINE = "vllm"
+_SPARSE = "v1.attention.backends.mla.flashmla_sparse"
+_INDEXER = "v1.attention.backends.mla.indexer"
+_MODEL = "models.deepseek_v32.attention"
+_NO_FP8 = "Its Triton kernel converts to fp8 by an instruction that SM80 and SM86 lack."
+
+_SECTION = Section(
+    engine=ENGINE,
+    prefix="vllm.portable-",
+    need=Need.PORTABLE,
+    versions=">=0.28",
+    package="vllm",
+    replacements="nsa_plugin.backends.vllm",
+)
+
+PORTABLE = (
+    _SECTION.change(
+        "capability",
+        "v32.patches:supports_compute_capability",
+        "vLLM has no backend for sparse MLA there. The plugin attends with its kernels in this backend's layers.",
+        "vLLM has sparse MLA kernels for these GPUs",
+        f"{_SPARSE}:FlashMLASparseBackend.supports_compute_capability(capability)",
+    ),
+    _SECTION.change(
+        "indexer-library",
+        "v32.patches:has_deep_gemm",
+        "vLLM schedules DeepGEMM's logits if the library is installed, also on GPUs that it has no kernels for.",
+        "vLLM asks whether DeepGEMM supports the GPU",
+        f"{_INDEXER}:has_deep_gemm",
+    ),
+    _SECTION.change(
+        "norms",
+        "v32.patches:fused_norm_rope",
+        f"Norms, RoPE, and both caches' new entries. {_NO_FP8}",
+        "vLLM's kernel compiles for SM80",
+        f"{_MODEL}:fused_norm_rope(positions, q_c, q_rms_norm_w, q_rms_eps, kv_c, kv_rms_norm_w, kv_rms_eps, k_pe, "
+        "k_rope_cos_sin_cache, index_k, index_k_layer_norm_w, index_k_layer_norm_bias, index_k_layer_norm_eps, "
+        "index_k_rope_cos_sin_cache, topk_indices_buffer, slot_mapping, indexer_k_cache, mla_kv_cache, has_indexer, "
+        "index_rope_interleave, q_c_out)",
+    ),
+    _SECTION.change(
+        "queries",
+        "v32.patches:fused_q",
+        f"RoPE of the queries, and the indexer's fp8 queries. {_NO_FP8}",
+        "vLLM's kernel compiles for SM80",
+        f"{_MODEL}:fused_q(positions, q_pe, q_pe_cos_sin_cache, index_q, index_q_cos_sin_cache, index_weights, "
+        "index_weights_softmax_scale, index_weights_head_scale, has_indexer, index_rope_interleave, quantize_mqa)",
+    ),
+    _SECTION.requirement(
+        "chunk",
+        "The plugin gathers and scores the keys of such a chunk of a prefill.",
+        f"class {_INDEXER}:DeepseekV32IndexerPrefillChunkMetadata(block_table, cu_seqlen_ks, cu_seqlen_ke, "
+        "cu_seq_lens, total_seq_lens, token_start, token_end, skip_kv_gather)",
+    ),
+)
