@@ -17,7 +17,7 @@ from nsa_plugin.commands.engines import ENGINES, Engine, holds
 from nsa_plugin.commands.output import add_json, print_json
 from nsa_plugin.errors import SettingsError
 from nsa_plugin.libraries.probe import probe
-from nsa_plugin.patches.ledger import Need, Patch
+from nsa_plugin.patches.ledger import Patch
 from nsa_plugin.tools.terminal import console, table
 
 EPILOG = """states:

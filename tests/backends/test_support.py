@@ -19,18 +19,20 @@ from nsa_plugin.backends.sglang.startup.serving import check_cache, refuse_trtll
 from nsa_plugin.backends.vllm.startup import activation as vllm_activation
 from nsa_plugin.backends.vllm.startup.model import check_on_gpu
 from nsa_plugin.backends.vllm.v4.serving import V4Serving
+from nsa_plugin.backends.vllm.v32 import serving as gpu_serving
 from nsa_plugin.backends.vllm.v32.serving import check_device
 from nsa_plugin.errors import LeftToStockError, NsaPluginError
 from nsa_plugin.libraries.devices import synthetic
 from nsa_plugin.patches.ledger import Ledger
-from nsa_plugin.settings import Settings
+from nsa_plugin.settings import Settings, resolve
+from nsa_plugin.telemetry import Trace
 from tests.backends.fake_sglang import v4 as sglang_v4
 from tests.backends.fake_sglang.model_runner import built, runner
 from tests.backends.fake_sglang.scheduler import scheduler
 from tests.backends.fake_sglang.v4 import batch
 from tests.backends.fake_sglang.v32 import DsaBackend, started
 from tests.backends.fake_vllm import v4_config
-from tests.backends.fake_vllm.config import config
+from tests.backends.fake_vllm.config import config, layer
 
 Start = Callable[[pytest.MonkeyPatch], object]
 """Starts a configuration: raises what the plugin raises, or returns the notes of the start-up report."""
@@ -66,6 +68,21 @@ def platform(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_activation, "process", lambda: SimpleNamespace(ledger=ledger))
     monkeypatch.setattr(vllm_activation, "device_kind", lambda: "RocmPlatform")
     vllm_activation.check_here(config(), SimpleNamespace(settings=Settings()))
+
+
+def on_sm120(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM has built a layer of its own choice."""
+    monkeypatch.setattr(gpu_serving, "dense_workspace_tokens", lambda vllm_config: 4096)
+    made = config()
+    made.compilation_config.static_forward_context["attn"] = layer(False, gpu_serving.SM120_BACKEND)
+    serving = gpu_serving.GpuServing(
+        resolved=resolve(config={"enabled": True}, environ={}),
+        trace=Trace(),
+        vllm_config=made,
+        portable=True,
+        device_profile=lambda: synthetic(120, libraries=("triton",)),
+    )
+    serving.check_layers()
 
 
 def v4_serving(**settings: Any) -> Any:
@@ -146,7 +163,11 @@ STARTS: dict[tuple[str, str], Start] = {
     (VLLM, "pooled indexer keys"): vllm(model={"index_kpool": 4}),
     (VLLM, "a model with other model code"): vllm(model={"architectures": ["HYV4ForCausalLM"]}),
     (VLLM, "DeepSeek-V4.1"): vllm(v4_config.config, model={"architectures": ["DeepseekV41ForCausalLM"]}),
-    (VLLM, "another GPU than SM90 or SM100"): lambda monkeypatch: check_device(synthetic(89)),
+    (VLLM, "a GPU before SM80"): lambda monkeypatch: check_device(synthetic(75)),
+    (VLLM, "DeepSeek-V4 on another GPU than SM90 or SM100"): lambda monkeypatch: check_device(
+        synthetic(89), V4Serving.backend
+    ),
+    (VLLM, "DeepSeek-V3.2 on SM120 over an fp8 cache"): on_sm120,
     (VLLM, "packed indexer scales"): packed,
     (VLLM, "another platform"): platform,
     (VLLM, "decode and verify steps of DeepSeek-V4"): lambda monkeypatch: V4Serving.left(v4_serving()),

@@ -106,10 +106,22 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
     ),
     _vllm("DeepSeek-V4.1", "its architecture", "supports DeepseekV4ForCausalLM here", "its caches have other formats"),
     _vllm(
-        "another GPU than SM90 or SM100",
+        "a GPU before SM80",
+        "V100, T4",
+        "which needs an SM80 or later GPU",
+        "Triton's kernels for the portable path start there",
+    ),
+    _vllm(
+        "DeepSeek-V4 on another GPU than SM90 or SM100",
         "A100, L40S, RTX PRO 6000",
         "which needs an SM90 or SM100 GPU",
-        "vLLM has no FlashMLA-sparse layers there",
+        "the portable path is for DeepSeek-V3.2 and GLM-5",
+    ),
+    _vllm(
+        "DeepSeek-V3.2 on SM120 over an fp8 cache",
+        "RTX PRO 6000, RTX 5090 with vLLM 0.33 and no `--attention-backend`",
+        "Select it with --attention-backend FLASHMLA_SPARSE",
+        "vLLM has sparse kernels of FlashInfer there, which were not compared with the plugin's",
     ),
     _vllm(
         "packed indexer scales",

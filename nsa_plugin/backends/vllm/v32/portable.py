@@ -27,11 +27,11 @@ SLOTS = "nsa_plugin_slots"
 """Attribute of a prefill chunk: the slots of its keys, made by the first layer."""
 PROVIDER = "triton"
 
-Given = Mapping[str, Any]
+NamedArguments = Mapping[str, Any]
 """The arguments of the vLLM function that is replaced, by name."""
 
 
-def select(given: Given, metadata: Any, steps: StepSelection | None, providers: Providers) -> torch.Tensor:
+def select(given: NamedArguments, metadata: Any, steps: StepSelection | None, providers: Providers) -> torch.Tensor:
     """Store the batch's new keys and select for all its query tokens: vLLM's `sparse_attn_indexer`.
 
     Args:
@@ -82,7 +82,7 @@ def slots_of(chunk: Any, page_size: int) -> torch.Tensor:
     return found
 
 
-def norm_rope(given: Given, providers: Providers) -> torch.Tensor:
+def norm_rope(given: NamedArguments, providers: Providers) -> torch.Tensor:
     """Norm and rotate a layer's inputs and write both caches: vLLM's `fused_norm_rope`.
 
     Returns:
@@ -127,7 +127,7 @@ def norm_rope(given: Given, providers: Providers) -> torch.Tensor:
     return out
 
 
-def queries(given: Given, providers: Providers) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def queries(given: NamedArguments, providers: Providers) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Rotate a layer's queries and quantise the indexer's: vLLM's `fused_q`.
 
     Returns:
@@ -185,8 +185,8 @@ def warm_portable(providers: Providers, model: ModelShape, device: torch.device)
             "index_rope_interleave": False,
             "topk_indices_buffer": zeros(rows, 1, dtype=torch.int32),
             "slot_mapping": zeros(rows, dtype=torch.int64),
-            "mla_kv_cache": main.data,
-            "indexer_k_cache": keys.data,
+            "mla_kv_cache": main.data.view(2, PAGE_SIZE, -1),
+            "indexer_k_cache": keys.data.view(2, PAGE_SIZE, -1),
             "has_indexer": True,
         }
         norm_rope(given, providers)

@@ -33,12 +33,12 @@ from nsa_plugin.backends.vllm.v32.routes import VllmPlanner
 from nsa_plugin.backends.vllm.v32.token_shard import open_exchange
 from nsa_plugin.decision.dispatch import validate
 from nsa_plugin.decision.plan import Attention, IndexerMode, Plan
-from nsa_plugin.errors import LeftToStockError, NsaPluginError, SettingsError
+from nsa_plugin.errors import LeftToStockError, NsaPluginError, PatchError, SettingsError
 from nsa_plugin.kernels.triton.device import emulate
 from nsa_plugin.libraries.architectures import FIRST_WITH_FP8
 from nsa_plugin.libraries.devices import DeviceProfile, emulating
 from nsa_plugin.libraries.probe import probe
-from nsa_plugin.patches.ledger import PatchStatus
+from nsa_plugin.patches.ledger import TURN_OFF, PatchStatus
 from nsa_plugin.settings import FULL
 
 # Libraries bundled with vLLM.
@@ -66,6 +66,7 @@ class GpuServing(VllmServing):
     Attributes:
         vllm_config: of the worker.
         statuses: state of each patch, for the start-up report.
+        portable: whether the ledger's entries for the portable path are applied.
         device_profile: probes the machine; called once the worker has its GPU.
         first: whether this is the rank that reports for its engine.
         chose: whether the plugin chose the attention backend.
@@ -78,6 +79,7 @@ class GpuServing(VllmServing):
 
     vllm_config: Any
     statuses: Sequence[PatchStatus] = ()
+    portable: bool = False
     device_profile: Callable[[], DeviceProfile] = probe
     first: bool = True
     chose: bool = False
@@ -103,6 +105,11 @@ class GpuServing(VllmServing):
             check_on_gpu(self.vllm_config)
             model, device = model_shape(self.vllm_config, GPU_LAYOUTS), self.device_in_use()
             check_device(device)
+            if is_portable(device.sm) and not self.portable:
+                raise PatchError(
+                    f"vLLM did not report {device.where} before it chose the worker's GPU, so vLLM's indexer is not "
+                    f"replaced. {TURN_OFF}"
+                )
             scheduler, limit = self.vllm_config.scheduler_config, step_tokens(self.vllm_config)
             planner = VllmPlanner(
                 model=model,
@@ -110,7 +117,7 @@ class GpuServing(VllmServing):
                 settings=self.resolved.settings,
                 max_model_len=self.vllm_config.model_config.max_model_len,
                 step_tokens=limit,
-                portable=is_portable(device.sm),
+                portable=self.portable,
                 workspace_tokens=dense_workspace_tokens(self.vllm_config),
                 trace=self.trace,
                 count=self.count,

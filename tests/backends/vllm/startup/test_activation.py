@@ -21,7 +21,7 @@ from nsa_plugin.backends.vllm.v32 import patches as gpu_patches
 from nsa_plugin.backends.vllm.v32 import serving as gpu_serving
 from nsa_plugin.backends.vllm.v32.serving import BACKEND, GpuServing
 from nsa_plugin.decision.plan import Plan
-from nsa_plugin.errors import LeftToStockError, NoProviderError, PatchError
+from nsa_plugin.errors import LeftToStockError, NoProviderError, PatchError, SettingsError
 from nsa_plugin.libraries.devices import DeviceProfile, synthetic
 from nsa_plugin.patches import static
 from nsa_plugin.patches.ledger import Ledger, Need, Patch, Target
@@ -48,6 +48,10 @@ class Engine:
     def serve_v4() -> str:
         return "vLLM's"
 
+    @staticmethod
+    def serve_portable() -> str:
+        return "vLLM's"
+
 
 def replacement(original: Any) -> Any:
     return staticmethod(lambda: "the plugin's")
@@ -67,11 +71,20 @@ V4_PATCH = replace(
     need=Need.GPU_V4,
     targets=(Target(path=f"{__name__}:Engine.serve_v4", versions=">=0.20"),),
 )
+PORTABLE_PATCH = replace(
+    PATCH,
+    name="vllm.portable-something",
+    need=Need.PORTABLE,
+    targets=(Target(path=f"{__name__}:Engine.serve_portable", versions=">=0.28"),),
+)
 DEVICE_KIND = activation.device_kind  # a fixture takes it away
 FILE = f"{__name__.replace('.', '/')}.py"
 
 
-SOURCE = "class Engine:\n def serve(): 0\n def serve_v4(): 0"
+SOURCE = "class Engine:\n def serve(): 0\n def serve_v4(): 0\n def serve_portable(): 0"
+
+
+PATCHES = (PATCH, PORTABLE_PATCH, V4_PATCH)
 
 
 class Worker:
@@ -131,7 +144,7 @@ def configured(*, backend: str | None = None, cache_dtype: str = "fp8", **settin
 @pytest.fixture(autouse=True)
 def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[VllmProcess]:
     """A process of a vLLM on a GPU."""
-    ledger = Ledger(engine="vllm", version=Version("0.24.0"), supported=">=0.20,<0.34", patches=(PATCH, V4_PATCH))
+    ledger = Ledger(engine="vllm", version=Version("0.24.0"), supported=">=0.20,<0.34", patches=PATCHES)
     this = VllmProcess(ledger)
     for module in (activation, gpu_patches):
         monkeypatch.setattr(module, "process", lambda: this)
@@ -139,17 +152,18 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[VllmProcess]:
     registry.AttentionBackendEnum = {BACKEND: BACKEND}  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, registry.__name__, registry)
     monkeypatch.setattr(activation, "device_kind", lambda: "cuda")
+    monkeypatch.setattr(activation, "device_sm", lambda: Here.device.sm)
     monkeypatch.setattr(activation.counters, "collect_here", lambda: "a folder")
     monkeypatch.setattr(static, "installed", lambda package: SourceTree({FILE: SOURCE}.get))
     monkeypatch.setattr(gpu_serving, "GpuServing", Here)
     monkeypatch.setattr(gpu_serving, "dense_workspace_tokens", lambda vllm_config: 4096)
     monkeypatch.setattr(gpu_serving, "warm", lambda *_: None)
-    for name in ("warm_selection", "warm_reading"):
+    for name in ("warm_selection", "warm_reading", "warm_portable"):
         monkeypatch.setattr(gpu_serving, name, lambda *_, **__: None)
     monkeypatch.setattr(activation, "use_engine_log", lambda: None)
     yield this
     ledger.undo()
-    assert (Engine.serve(), Engine.serve_v4()) == ("vLLM's", "vLLM's")
+    assert (Engine.serve(), Engine.serve_v4(), Engine.serve_portable()) == ("vLLM's",) * 3
 
 
 @pytest.fixture(autouse=True)
@@ -371,9 +385,8 @@ def test_the_users_backend_stays_and_the_report_names_it(reports: list[StartupRe
 
 
 FOREIGN = [
-    (synthetic(80), "needs an SM90 or SM100 GPU.* is SM80"),
-    (synthetic(89), "needs an SM90 or SM100 GPU.* is SM89"),
-    (synthetic(120), "needs an SM90 or SM100 GPU.* is SM120"),
+    (synthetic(70), "needs an SM80 or later GPU.* is SM70"),
+    (synthetic(75), "needs an SM80 or later GPU.* is SM75"),
     (synthetic(0), "torch sees no NVIDIA GPU"),  # a ROCm build of torch under a platform that says it is CUDA
 ]
 
@@ -490,6 +503,102 @@ def test_the_settings_are_read_once(monkeypatch: pytest.MonkeyPatch):
     another = configured(mha_max_kv=0)
     engine_config(another)
     assert [entry is another for entry in reads] == [False, True]
+
+
+# ---------------------------------------------------------------------------------------------------
+# The portable path
+
+
+@pytest.mark.parametrize("sm", [80, 86, 89, 110, 120])
+def test_the_portable_path_serves_gpus_without_kernels_of_flashmla(
+    process: VllmProcess, reports: list[StartupReport], monkeypatch: pytest.MonkeyPatch, sm: int
+):
+    monkeypatch.setattr(Here, "device", synthetic(sm, libraries=("triton",)))
+    process.ledger.version = Version("0.28.0")
+    worker = worker_of(configured())
+    assert (Engine.serve(), Engine.serve_portable()) == ("the plugin's", "the plugin's")
+    load_model(worker)
+    warm_up(worker)
+    assert worker.vllm_config.attention_config.backend == BACKEND
+    planner = gpu_patches.planning()
+    assert planner is not None
+    assert (planner.portable, planner.device.sm) == (True, sm)
+    (report,) = reports
+    assert report.active
+
+
+def test_other_gpus_are_served_without_its_changes(process: VllmProcess):
+    process.ledger.version = Version("0.28.0")
+    load_model(worker_of(configured()))
+    planner = gpu_patches.planning()
+    assert planner is not None
+    assert (planner.portable, Engine.serve_portable()) == (False, "vLLM's")
+
+
+def test_the_portable_path_leaves_an_older_vllm_to_itself(
+    process: VllmProcess, reports: list[StartupReport], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(Here, "device", synthetic(86, libraries=("triton",)))
+    process.ledger.version = Version("0.27.1")
+    load_model(worker_of(configured()))
+    assert process.serving is None
+    assert "portable path supports vLLM >=0.28" in reports[0].text()
+
+
+def test_portable_on_emulates_an_older_gpu(process: VllmProcess, monkeypatch: pytest.MonkeyPatch):
+    emulated: list[int] = []
+    monkeypatch.setattr(gpu_serving, "emulate", emulated.append)
+    monkeypatch.setattr(Here, "device", synthetic(90))
+    process.ledger.version = Version("0.33.0")
+    load_model(worker_of(configured(portable="on")))
+    planner = gpu_patches.planning()
+    assert planner is not None
+    assert (planner.portable, planner.device.sm, emulated) == (True, 86, [86])
+    assert planner.device.smem_per_block == 99 << 10
+    assert {plan.provider for plan in (planner.prefill_plan(60, 60), planner.step_plan(1, 1, 1))} == {"triton"}
+    assert Engine.serve_portable() == "the plugin's"
+
+
+def test_portable_on_is_refused_where_it_cannot_work(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(SettingsError, match="portable is on and cannot work for DeepSeek-V4; allowed here: auto"):
+        worker_of(_enabled(v4_config(), portable="on"))
+    monkeypatch.setattr(activation, "device_kind", lambda: "cpu")
+    with pytest.raises(SettingsError, match="portable is on and cannot work on a CPU"):
+        worker_of(configured(portable="on"))
+
+
+def test_a_worker_on_another_gpu_than_vllm_reported_does_not_serve(
+    process: VllmProcess, monkeypatch: pytest.MonkeyPatch
+):
+    """The ledger's entries are chosen before the worker has its GPU."""
+    monkeypatch.setattr(Here, "device", synthetic(86, libraries=("triton",)))
+    monkeypatch.setattr(activation, "device_sm", lambda: 90)
+    process.ledger.version = Version("0.33.0")
+    with pytest.raises(PatchError, match=r"vLLM did not report SM86.*NSA_PLUGIN_ENABLED=0"):
+        load_model(worker_of(configured()))
+
+
+@pytest.mark.parametrize("backend", [None, "FLASHINFER_MLA_SPARSE_SM120"])
+@pytest.mark.parametrize("cache_dtype", ["fp8", "bfloat16"])
+def test_vllms_backend_for_sm120_is_kept(
+    process: VllmProcess,
+    reports: list[StartupReport],
+    monkeypatch: pytest.MonkeyPatch,
+    backend: str | None,
+    cache_dtype: str,
+):
+    enum = {BACKEND: BACKEND, gpu_serving.SM120_BACKEND: gpu_serving.SM120_BACKEND}
+    names = type("Names", (dict,), {name: name for name in enum})(enum)
+    monkeypatch.setattr(sys.modules["vllm.v1.attention.backends.registry"], "AttentionBackendEnum", names)
+    monkeypatch.setattr(Here, "device", synthetic(120, libraries=("triton",)))
+    process.ledger.version = Version("0.33.0")
+    vllm_config = configured(backend=backend, cache_dtype=cache_dtype)
+    vllm_config.model_config.hf_text_config.index_topk = 2048
+    load_model(worker_of(vllm_config))
+    kept = backend is not None or cache_dtype == "fp8"
+    assert (vllm_config.attention_config.backend == BACKEND) is not kept
+    assert (process.serving is None) is kept
+    assert not kept or "Select it with --attention-backend FLASHMLA_SPARSE" in reports[0].text()
 
 
 # ---------------------------------------------------------------------------------------------------
