@@ -129,6 +129,17 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> None:
     process.check_before_serving(SimpleNamespace(use_ray=True))
 
 
+def portable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang_activation, "_check_files", lambda version: None)
+    monkeypatch.setenv(VARIABLE, "")
+    monkeypatch.setenv("NSA_PLUGIN_ENABLED", "1")
+    monkeypatch.setenv("NSA_PLUGIN_PORTABLE", "on")
+    process = SglangProcess(
+        Ledger(engine="sglang", version=Version("0.5.23"), supported=">=0.5.11", patches=()), child=False
+    )
+    process.check_before_serving(SimpleNamespace())
+
+
 def trtllm_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_trtllm(built(decode="trtllm"), synthetic(90))
 
@@ -187,6 +198,7 @@ STARTS: dict[tuple[str, str], Start] = {
     (SGLANG, "decode, verify and draft steps of DeepSeek-V4"): v4_steps,
     (SGLANG, "DeepSeek-V4.1"): v41,
     (SGLANG, "Ray actors"): ray,
+    (SGLANG, "the portable path by name"): portable,
     (SGLANG, "trtllm by SGLang's flag where it cannot run"): trtllm_flag,
     (SGLANG, "a model with sparse attention on a CPU"): on_a_cpu,
 }

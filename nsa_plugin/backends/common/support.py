@@ -211,6 +211,13 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
         "the plugin is never loaded there",
     ),
     _sglang(
+        "the portable path by name",
+        "`--nsa-plugin-portable on`",
+        "portable is on and cannot work here",
+        "a setting asked for it by name, and it is for vLLM",
+        Handling.REFUSED,
+    ),
+    _sglang(
         "trtllm by SGLang's flag where it cannot run",
         "`--dsa-decode-backend trtllm` on an H200",
         "TRT-LLM's sparse MLA kernels need SM100",

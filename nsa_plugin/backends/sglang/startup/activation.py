@@ -22,7 +22,7 @@ from packaging.version import Version
 
 from nsa_plugin.backends.sglang.startup import flags, model
 from nsa_plugin.backends.sglang.startup.metrics import show_left
-from nsa_plugin.errors import LeftToStockError, NsaPluginError, PatchError
+from nsa_plugin.errors import LeftToStockError, NsaPluginError, PatchError, SettingsError
 from nsa_plugin.libraries.probe import probe
 from nsa_plugin.patches import sglang as ledger_data
 from nsa_plugin.patches import static
@@ -90,6 +90,8 @@ class SglangProcess:
             return
         try:
             _check_files(self.ledger.version)
+            if resolved.settings.portable == "on":
+                raise SettingsError("portable is on and cannot work here: it is for vLLM; allowed here: auto")
             if getattr(server_args, "use_ray", False):
                 raise LeftToStockError("SGLang does not load plugins in Ray actors, which --use-ray asks for")
             model.refuse_model(server_args)

@@ -117,6 +117,7 @@ class VllmPlanner(Planner):
         max_model_len: most tokens of a request that the server allows; taken as the context of every step.
         step_tokens: most query tokens of a decode or verify request: 1 plus the speculated ones.
         portable: whether vLLM's FlashMLA and DeepGEMM do not support the GPU, so that the plugin's kernels do all.
+        no_dense: why no prompt attends densely; "" = they may.
         workspace_tokens: most context tokens whose keys and values one dense part may hold; 0: no limit.
         request_ids: ids of the running batch's requests, for the trace.
         exchange: for resharding; None if no batch reshards (`set_exchange`).
@@ -129,6 +130,7 @@ class VllmPlanner(Planner):
     max_model_len: int = 1
     step_tokens: int = 1
     portable: bool = False
+    no_dense: str = ""
     workspace_tokens: int = 0
     request_ids: Callable[[], Sequence[str]] = tuple
     exchange: Exchange | None = None
@@ -207,7 +209,7 @@ class VllmPlanner(Planner):
             self.device,
             self.settings,
             attention_workspace_tokens=workspace_tokens,
-            constraints=self.constraints(prefill=True, rows=sum(q_lens)),
+            constraints=self.constraints(prefill=True, rows=sum(q_lens), no_dense=self.no_dense),
         )
 
     def _assigned_split(self, split: Split, q_lens: list[int], kv_lens: list[int], exchange: Exchange) -> Split:

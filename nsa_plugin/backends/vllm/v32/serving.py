@@ -51,6 +51,7 @@ BACKEND_SMS = (90,)
 SM120_BACKEND, SM120_TOPK = "FLASHINFER_MLA_SPARSE_SM120", 2048
 # The GPU that `portable` = on emulates.
 EMULATED = 86
+FORCES_MQA = "attention_config.sparse_mla_force_mqa is set"
 SHORT, LONG, CONTEXT, MANY = 1024, 4096, 32768, 64
 # Query tokens of the batches whose kernels are warmed up: the choice may depend on their number.
 ROWS = tuple(1 << power for power in range(14))
@@ -118,6 +119,7 @@ class GpuServing(VllmServing):
                 max_model_len=self.vllm_config.model_config.max_model_len,
                 step_tokens=limit,
                 portable=self.portable,
+                no_dense=FORCES_MQA if forces_mqa(self.vllm_config) else "",
                 workspace_tokens=dense_workspace_tokens(self.vllm_config),
                 trace=self.trace,
                 count=self.count,
@@ -307,6 +309,12 @@ class GpuServing(VllmServing):
         if plan.indexer.mode is IndexerMode.TOPK:
             text += f"; logits of {plan.indexer.rows_per_chunk} query tokens at once"
         return text + f"; {'resharded' if plan.token_shard else 'heads stay local'}: {plan.reasons['token_shard']}"
+
+
+def forces_mqa(vllm_config: Any) -> bool:
+    """Whether vLLM's sparse layers pass every query token to `forward_mqa` (0.28 on), because the user said so."""
+    attention = getattr(vllm_config, "attention_config", None)
+    return bool(getattr(attention, "sparse_mla_force_mqa", False))
 
 
 def check_device(device: DeviceProfile, backend: str = BACKEND) -> None:

@@ -60,6 +60,15 @@ def test_a_cache_format_that_no_kernel_reads():
         serving(config("nvfp4")).planning()
 
 
+def test_no_prompt_attends_densely_where_vllm_passes_all_tokens_to_forward_mqa():
+    """vLLM's layer would never call `forward_mha`, and dense query tokens would have no output."""
+    attention = SimpleNamespace(use_fp4_indexer_cache=False, backend=None, sparse_mla_force_mqa=True)
+    forced = serving(config(attention_config=attention)).planning().prefill_plan(30, 30)
+    usual = serving().planning().prefill_plan(30, 30)
+    assert (forced.attention, usual.attention) == (Attention.SPARSE_PREFILL, Attention.MHA_ONE_SHOT)
+    assert "sparse_mla_force_mqa is set" in forced.reasons["attention"]
+
+
 @pytest.mark.parametrize("name", ["decode_context_parallel_size", "prefill_context_parallel_size"])
 def test_context_parallelism_is_left_to_vllm(name: str):
     parallel = SimpleNamespace(tensor_parallel_size=2, **{name: 2})
