@@ -204,8 +204,10 @@ def check_function(read: Reader, version: str, target: tuple[str, str]) -> Findi
         return Finding(version, target, "", (str(error),))
     parameters = parameters_of(function.args)
     problems = []
+    wanted = keywords.always | keywords.if_known
+    wanted |= {name for name, since in keywords.since.items() if Version(version) >= Version(since)}
     try:
-        arguments_of(target, parameters, version, dict.fromkeys(keywords.always | keywords.if_known))
+        arguments_of(target, parameters, version, dict.fromkeys(wanted))
     except LibraryContractError as error:
         problems.append(str(error))
     source = ast.unparse(tree)

@@ -142,8 +142,8 @@ def mha_op(
 def _reference(call: MhaCall) -> MhaOutput:
     """Attend in float32, request by request; reads the boundaries."""
     q, k, v, out = call.q, call.k, call.v, call.out
-    q_bounds = host_bounds("cu_seqlens_q", call.cu_seqlens_q, q.shape[0])
-    k_bounds = host_bounds("cu_seqlens_k", call.cu_seqlens_k, k.shape[0])
+    q_bounds = _bounds("cu_seqlens_q", call.cu_seqlens_q, q.shape[0])
+    k_bounds = _bounds("cu_seqlens_k", call.cu_seqlens_k, k.shape[0])
     out.zero_()
     lse = call.statistics(float("inf"))
     for request in range(len(q_bounds) - 1):
@@ -170,8 +170,8 @@ def _reference(call: MhaCall) -> MhaOutput:
     return MhaOutput(out, lse if call.return_lse else None)
 
 
-def host_bounds(name: str, cu_seqlens: torch.Tensor, tokens: int) -> list[int]:
-    """The boundaries on the host, checked. Waits for the device."""
+def _bounds(name: str, cu_seqlens: torch.Tensor, tokens: int) -> list[int]:
+    """The boundaries on the host, checked."""
     bounds: list[int] = cu_seqlens.tolist()
     ascending = bounds[:1] == [0] and all(a <= b for a, b in pairwise(bounds))
     fits = ascending and bounds[-1] <= tokens

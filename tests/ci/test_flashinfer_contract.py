@@ -101,9 +101,12 @@ def test_what_came_later_is_not_asked_of_older_versions() -> None:
     older_mha = files()["flashinfer/prefill.py"].replace("query.shape[2] == 256", "True")
     assert check(MHA_FUNCTION, "0.6.11.post3", mha=older_mha).problems == ()
     assert check(MHA_FUNCTION, "0.6.12", mha=older_mha).problems
-    older_mla = files()["flashinfer/mla/_core.py"].replace("64 < num_heads_q < 128", "False")
+    older_mla = files()["flashinfer/mla/_core.py"].replace(", *, return_lse=False", "")
+    older_mla = older_mla.replace("64 < num_heads_q < 128", "False")
     assert check(MLA_FUNCTION, "0.6.11", mla=older_mla).problems == ()
-    assert check(MLA_FUNCTION, "0.6.16", mla=older_mla).problems
+    assert (
+        "no parameter return_lse, which it has since 0.6.12" in check(MLA_FUNCTION, "0.6.12", mla=older_mla).problems[0]
+    )
 
 
 @pytest.mark.parametrize(

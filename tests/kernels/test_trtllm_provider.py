@@ -98,8 +98,7 @@ def sparse(query, kv_cache, block_tables, seq_lens, max_seq_len, top_k, out, bmm
     result = sparse_mla.reference_prefill(
         query.squeeze(1).float(), rows, block_tables, scale=bmm1_scale, topk_length=seq_lens, out_dtype=torch.float32
     )
-    assert bmm2_scale == 1.0
-    out.copy_(result.out.unsqueeze(1))
+    out.copy_((result.out * bmm2_scale).unsqueeze(1))
     return out, result.lse * LOG2_E
 
 
@@ -154,14 +153,17 @@ def _small_workspace(monkeypatch):
     monkeypatch.setattr(trtllm, "BASE_WORKSPACE", 1 << 16)
 
 
-SUPPORTED = [name for name in mha_cases.REQUESTS if name != "more rows than keys"]
+CARRIED = [name for name in mha_cases.REQUESTS if name != "more rows than keys"]
 
 
+@pytest.mark.parametrize("with_lengths", [True, False])
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("name", SUPPORTED)
-def test_mha(flashinfer, name, causal):
-    case = mha_cases.make(mha_cases.REQUESTS[name], 3)
-    actual = trtllm.mha(*case, scale=case.scale, causal=causal, return_lse=True)
+@pytest.mark.parametrize("name", CARRIED)
+def test_mha(flashinfer, name, causal, with_lengths):
+    requests = mha_cases.REQUESTS[name]
+    case = mha_cases.make(requests, 3)
+    lengths = {"seqlens_q": [sq for sq, _ in requests], "seqlens_k": [sk for _, sk in requests]} if with_lengths else {}
+    actual = trtllm.mha(*case, scale=case.scale, causal=causal, return_lse=True, **lengths)
     mha_cases.check(actual, case, causal=causal)
 
 
@@ -177,10 +179,18 @@ def test_mha_into_a_caller_s_output(flashinfer):
             mha_cases.check(actual, case)
 
 
-def test_mha_refuses_fewer_keys_than_queries(flashinfer):
-    case = mha_cases.make([(6, 2)], 2)
-    with pytest.raises(KernelArgumentError, match="request 0 has 6 queries and 2 keys"):
-        trtllm.mha(*case, scale=1.0)
+@pytest.mark.parametrize(
+    ("requests", "options", "message"),
+    [
+        ([(6, 2)], {}, "request 0 has 6 queries and 2 keys"),
+        ([(6, 6)], {"seqlens_q": [6, 1]}, "seqlens_q has 2 entries; cu_seqlens_q has 1 requests"),
+        ([(6, 6)], {"seqlens_q": [12]}, r"seqlens_q gives requests of \[12\] tokens; they must add up to at most 11"),
+    ],
+)
+def test_mha_refuses_lengths(flashinfer, requests, options, message):
+    case = mha_cases.make(requests, 2)
+    with pytest.raises(KernelArgumentError, match=message):
+        trtllm.mha(*case, scale=1.0, **options)
 
 
 @pytest.mark.parametrize(
@@ -255,6 +265,41 @@ def test_decode(flashinfer, by_query):
             assert actual.lse.shape == (3, 3, 2)
 
 
+def test_lse_is_natural_where_the_version_has_it(monkeypatch):
+    q, cache, indices = sparse_case()
+    install(monkeypatch, "0.7.2", *FUNCTIONS["0.7.2"])
+    expected = sparse_mla.reference_prefill(q, cache, indices, scale=0.05)
+    actual = trtllm.prefill(q, cache, indices, scale=0.05, return_lse=True)
+    torch.testing.assert_close(actual.lse, expected.lse, atol=1e-6, rtol=8.01 / 65536)
+    assert actual.lse[0].isposinf().all()
+    install(monkeypatch, "0.6.8", *FUNCTIONS["0.6.8"])
+    with pytest.raises(
+        trtllm.LibraryContractError, match=r"of flashinfer 0.6.8 has no parameter return_lse, .* since 0.6.12"
+    ):
+        trtllm.prefill(q, cache, indices, scale=0.05, return_lse=True)
+
+
+@pytest.mark.parametrize("quantised_q", [True, False])
+def test_fp8_rows_with_one_scale(flashinfer, quantised_q):
+    q, cache, indices = sparse_case()
+    q_scale, k_scale = 0.02, 0.01
+    codes = (cache.data.float() / k_scale).clamp(-448, 448).to(FP8_DTYPE)
+    q_codes = (q.float() / q_scale).clamp(-448, 448).to(FP8_DTYPE)
+    expected = sparse_mla.reference_prefill(
+        q_codes.float() * q_scale, open_cache(codes.float() * k_scale, "bf16"), indices, scale=0.05
+    )
+    actual = trtllm.prefill(
+        q_codes if quantised_q else q,
+        trtllm.open_fp8_cache(codes),
+        indices,
+        scale=0.05,
+        q_scale=q_scale,
+        k_scale=k_scale,
+    )
+    assert actual.out.dtype == torch.bfloat16
+    torch.testing.assert_close(actual.out.float(), expected.out, atol=1e-3, rtol=3.01 / 128)
+
+
 def test_many_rows_go_in_several_calls(flashinfer, monkeypatch):
     monkeypatch.setattr(trtllm, "MAX_ROWS", 2)
     q, cache, indices = sparse_case()
@@ -265,7 +310,9 @@ def test_many_rows_go_in_several_calls(flashinfer, monkeypatch):
 def test_without_a_row_or_an_entry(flashinfer):
     q, cache, indices = sparse_case()
     assert trtllm.prefill(q[:0], cache, indices[:0], scale=1.0).out.shape == (0, 3, 512)
-    assert (trtllm.prefill(q, cache, indices[:, :0], scale=1.0).out == 0).all()
+    none = trtllm.prefill(q, cache, indices[:, :0], scale=1.0, return_lse=True)
+    assert (none.out == 0).all()
+    assert none.lse.isposinf().all()
 
 
 @pytest.mark.parametrize(
@@ -283,10 +330,11 @@ def test_without_a_row_or_an_entry(flashinfer):
         ({"q": torch.zeros(5, 3, 576)}, "q has dtype float32; allowed: bfloat16"),
         ({"q": torch.zeros(5, 3, 576).to(FP8_DTYPE)}, "q has dtype float8_e4m3fn; allowed: bfloat16"),
         ({"q": torch.zeros(5, 96, 576).bfloat16()}, "q has 96 heads; provider trtllm takes 1 to 64, or 128"),
+        ({"k_scale": 0.5}, "q_scale and k_scale are 1.0 and 0.5; they belong to an fp8 cache"),
         ({"indices": torch.zeros(4, 40).int()}, "indices has shape"),
     ],
 )
-def test_unsupported_arguments_are_refused(flashinfer, changes, message):
+def test_what_it_cannot_carry_is_refused(flashinfer, changes, message):
     q, cache, indices = sparse_case()
     with pytest.raises(KernelArgumentError, match=message):
         trtllm.prefill(**({"q": q, "kv": cache, "indices": indices, "scale": 1.0} | changes))

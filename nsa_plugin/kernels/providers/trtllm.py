@@ -10,9 +10,11 @@ Valid entries are therefore moved to the front. A row without any gets slot 0, a
 
 Limits:
 - `mha`: bfloat16; (192, 128), (128, 128) and, since 0.6.12, (256, 256) values a head; a causal request with queries
-  and keys has at least as many keys as queries. The boundaries are read on the host, which waits for the device.
-- `prefill`, `decode`: rows of 576 bfloat16 values; pages of 32 or 64 rows, or memory that can be viewed as such; 1 to
-  64 or 128 heads; no sink and no second cache. max_logits and lse are NaN.
+  and keys has at least as many keys as queries. The lengths of the requests are needed on the host: without
+  `seqlens_q` and `seqlens_k` they are read, which waits for the device.
+- `prefill`, `decode`: rows of 576 values in bfloat16, or in float8_e4m3fn with one scale for all; pages of 32 or 64
+  rows, or memory that can be viewed as such; 1 to 64 or 128 heads; no sink and no second cache. max_logits are NaN.
+  lse is NaN unless `return_lse` (since 0.6.12), which costs 2 KiB of workspace a head and row.
 
 Sources: FlashInfer `prefill.py`, `mla/_core.py`, `csrc/trtllm_fmha_kernel_launcher.cu` (lse is log2 of the sum
 in every version, `lse.cuh`); SGLang `_forward_trtllm`; vLLM `FlashInferMLASparseTRTLLMBackend`.
@@ -22,7 +24,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -31,18 +33,19 @@ import torch
 from packaging.version import Version
 
 from nsa_plugin.errors import NsaPluginError
-from nsa_plugin.kernels.checks import KernelArgumentError, require
+from nsa_plugin.kernels.checks import FLOAT_DTYPES, FP8_DTYPE, KernelArgumentError, check_tensor, require
 from nsa_plugin.kernels.kv_cache import PagedCache
-from nsa_plugin.kernels.mha import MhaCall, MhaOutput, host_bounds, mha_op
+from nsa_plugin.kernels.mha import OP, MhaCall, MhaOutput, mha_op
 from nsa_plugin.kernels.sparse_mla import SparseMlaCall, SparseMlaResult, decode_op, prefill_op
 from nsa_plugin.kernels.triton.compact import compact
 from nsa_plugin.kernels.workspace import SHARED, Workspace
-from nsa_plugin.layouts import PlainLayout
+from nsa_plugin.layouts import FP8_E4M3_MAX, PlainLayout
 
 KV_LORA_RANK = 512
 ROPE_DIM = 64
 ROW = KV_LORA_RANK + ROPE_DIM
 PAGE_SIZES = (64, 32)
+FP8_ROWS = PlainLayout(name="fp8", dims=(ROW,), value_bytes=1)
 
 # (query, value) values of a head, and the first version that takes them.
 MHA_DIMS = {(192, 128): "0.6.8", (128, 128): "0.6.8", (256, 256): "0.6.12"}
@@ -52,8 +55,8 @@ MAX_ROWS = 8192
 # Columns of the page table; the kernels read indices in vectors, and both engines' top-k are multiples.
 TOPK_MULTIPLE = 128
 
-# Both engines give these kernels 384 MiB or more. `mha` adds softmax statistics: 8 bytes a head and row, rows rounded
-# up to 256 a sequence, and a guard.
+# Both engines give these kernels 384 MiB or more. With lse, softmax statistics come on top: 8 bytes a head and row,
+# rows rounded up to 256 a sequence, and a guard.
 BASE_WORKSPACE = 384 << 20
 STATISTICS_BYTES = 8
 STATISTICS_ROWS = 256
@@ -67,10 +70,15 @@ class LibraryContractError(NsaPluginError, RuntimeError):
 
 
 class Keywords(NamedTuple):
-    """Arguments of a library function, all passed by name: those it must have, and those it may have."""
+    """Arguments of a library function, all passed by name.
+
+    always: it must have them; if_known: passed where it has them; since: optional arguments and the first version
+    that has them.
+    """
 
     always: frozenset[str]
     if_known: frozenset[str] = frozenset()
+    since: Mapping[str, str] = {}
 
 
 MHA_FUNCTION = ("flashinfer.prefill", "trtllm_ragged_attention_deepseek")
@@ -87,14 +95,23 @@ MLA_ALWAYS = (
 CALLS: Mapping[tuple[str, str], Keywords] = {
     # Since 0.6.18 it takes lengths on the host, and does not look for empty requests on the device.
     MHA_FUNCTION: Keywords(always=frozenset(MHA_ALWAYS), if_known=frozenset({"q_seq_lens_cpu", "kv_seq_lens_cpu"})),
-    MLA_FUNCTION: Keywords(always=frozenset(MLA_ALWAYS)),
+    MLA_FUNCTION: Keywords(always=frozenset(MLA_ALWAYS), since={"return_lse": "0.6.12"}),
 }
 
 
-def attend_dense(call: MhaCall, *, workspace: Workspace = SHARED) -> MhaOutput:
+def attend_dense(
+    call: MhaCall,
+    *,
+    seqlens_q: Sequence[int] | None = None,
+    seqlens_k: Sequence[int] | None = None,
+    workspace: Workspace = SHARED,
+) -> MhaOutput:
     """Attend with `trtllm_ragged_attention_deepseek`, within the module's limits.
 
-    `workspace` holds the kernel's scratch memory.
+    Args:
+        seqlens_q, seqlens_k: queries and keys of each request, on the host; must agree with the boundaries.
+            `max_seqlen_q` and `max_seqlen_k` follow from them.
+        workspace: where the kernel's scratch memory comes from.
 
     Raises:
         KernelArgumentError: this kernel does not support an argument.
@@ -106,9 +123,8 @@ def attend_dense(call: MhaCall, *, workspace: Workspace = SHARED) -> MhaOutput:
     known = ", ".join(map(str, MHA_DIMS))
     takes_dims = (d_qk, d_v) in MHA_DIMS
     call.require(takes_dims, f"q and v have heads of {d_qk} and {d_v} values; provider trtllm takes {known}")
-    q_starts = host_bounds("cu_seqlens_q", cu_seqlens_q, tokens)
-    k_starts = host_bounds("cu_seqlens_k", cu_seqlens_k, k.shape[0])
-    q_lens, k_lens = ([end - start for start, end in pairwise(starts)] for starts in (q_starts, k_starts))
+    q_lens = _lengths("seqlens_q", seqlens_q, "cu_seqlens_q", cu_seqlens_q, tokens)
+    k_lens = _lengths("seqlens_k", seqlens_k, "cu_seqlens_k", cu_seqlens_k, k.shape[0])
     if causal:
         for request, (sq, sk) in enumerate(zip(q_lens, k_lens, strict=True)):
             fits = not 0 < sk < sq
@@ -121,6 +137,7 @@ def attend_dense(call: MhaCall, *, workspace: Workspace = SHARED) -> MhaOutput:
     function, version = _load(MHA_FUNCTION)
     since = MHA_DIMS[d_qk, d_v]
     call.require(version >= Version(since), f"heads of {d_qk} and {d_v} values need flashinfer {since}, not {version}")
+    q_starts, k_starts = [0, *accumulate(q_lens)], [0, *accumulate(k_lens)]
     q_parts = [slice(q_starts[i], q_starts[i + 1]) for i in active]
     k_parts = [slice(k_starts[i], k_starts[i + 1]) for i in active]
     is_whole = len(active) == len(q_lens)
@@ -186,6 +203,13 @@ def attend_dense(call: MhaCall, *, workspace: Workspace = SHARED) -> MhaOutput:
 mha = mha_op(attend_dense, (torch.bfloat16,))
 
 
+def open_fp8_cache(data: torch.Tensor) -> PagedCache:
+    """Open a cache of plain fp8 rows: data [num_pages, page_size, 576] or [num_pages, page_size, 1, 576], no copy."""
+    data = data.squeeze(2) if data.dim() == 4 else data
+    check_tensor("open_fp8_cache", "data", data, ("num_pages", "page_size", ROW), dtypes=(FP8_DTYPE,))
+    return PagedCache(data, FP8_ROWS, int(data.shape[1]))
+
+
 def arguments_of(
     target: tuple[str, str], parameters: Mapping[str, inspect.Parameter], version: str, values: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -196,17 +220,31 @@ def arguments_of(
     """
     name, keywords = ".".join(target), CALLS[target]
     for missing in sorted((values.keys() - keywords.if_known) - parameters.keys()):
-        raise LibraryContractError(f"{name} of flashinfer {version} has no parameter {missing}")
+        since = f", which it has since {keywords.since[missing]}" if missing in keywords.since else ""
+        raise LibraryContractError(f"{name} of flashinfer {version} has no parameter {missing}{since}")
     for parameter in parameters.values():
         if parameter.default is parameter.empty and parameter.name not in values:
             raise LibraryContractError(f"{name} of flashinfer {version} requires {parameter.name}, which is not known")
     return {key: value for key, value in values.items() if key in parameters}
 
 
-def attend(call: SparseMlaCall, *, workspace: Workspace = SHARED) -> SparseMlaResult:
+def attend(
+    call: SparseMlaCall,
+    *,
+    q_scale: float = 1.0,
+    k_scale: float = 1.0,
+    return_lse: bool = False,
+    workspace: Workspace = SHARED,
+) -> SparseMlaResult:
     """Attend with trtllm-gen, within the module's limits.
 
-    `workspace` holds the kernel's scratch memory.
+    q is bfloat16; over an fp8 cache, as `open_fp8_cache` gives it, q may be float8_e4m3fn too, or is quantised with
+    `q_scale`.
+
+    Args:
+        q_scale, k_scale: value of a code of 1.0 in q and in the cache; fp8 only.
+        return_lse: also compute lse; NaN otherwise. max_logits are always NaN.
+        workspace: where the kernel's scratch memory comes from.
 
     Raises:
         KernelArgumentError: this kernel does not support an argument.
@@ -218,13 +256,19 @@ def attend(call: SparseMlaCall, *, workspace: Workspace = SHARED) -> SparseMlaRe
     heads, scope, q = call.heads, call.scopes[0], call.q
     call.require(heads <= 64 or heads == 128, f"q has {heads} heads; provider trtllm takes 1 to 64, or 128")
     pages = _pages(call.op, scope.cache)
-    out, statistics = call.output(), call.statistics(math.nan)
-    result = SparseMlaResult(out, statistics, statistics)
+    is_fp8 = pages.dtype == FP8_DTYPE
+    check_tensor(call.op, "q", q, q.shape, dtypes=(torch.bfloat16, FP8_DTYPE) if is_fp8 else (torch.bfloat16,))
+    unscaled = is_fp8 or q_scale == k_scale == 1.0
+    call.require(unscaled, f"q_scale and k_scale are {q_scale} and {k_scale}; they belong to an fp8 cache")
+    out, lse = call.output(), call.statistics(math.inf if return_lse else math.nan)
+    result = SparseMlaResult(out, lse, lse.new_full((), math.nan).expand(lse.shape))
     if call.is_empty:
         out.zero_()
         return result
 
     function, version = _load(MLA_FUNCTION)
+    if is_fp8 and q.dtype != FP8_DTYPE:
+        q = (q.float() / q_scale).clamp_(-FP8_E4M3_MAX, FP8_E4M3_MAX).to(FP8_DTYPE)
     flat_q = q.reshape(call.rows, 1, heads, ROW).contiguous()
     packed = compact(scope.indices, scope.length, scope.cache.num_slots, fill=-1, empty_index=0, multiple=TOPK_MULTIPLE)
     width = packed.indices.shape[1]
@@ -232,7 +276,9 @@ def attend(call: SparseMlaCall, *, workspace: Workspace = SHARED) -> SparseMlaRe
     flat_shape = (call.rows, 1, heads, call.d_v)
     flat_out = out.view(flat_shape) if direct else q.new_empty(flat_shape, dtype=torch.bfloat16)
     lengths = packed.counts.clamp(min=1)
-    buffer = workspace.get("trtllm_mla", (BASE_WORKSPACE,), torch.uint8, q.device, zeroed=True)
+    statistics = STATISTICS_BYTES * STATISTICS_ROWS * heads * min(call.rows, MAX_ROWS) + STATISTICS_GUARD
+    nbytes = BASE_WORKSPACE + (statistics if return_lse else 0)
+    buffer = workspace.get("trtllm_mla", (nbytes,), torch.uint8, q.device, zeroed=True)
     for start in range(0, call.rows, MAX_ROWS):
         rows = slice(start, start + MAX_ROWS)
         values = {
@@ -247,26 +293,35 @@ def attend(call: SparseMlaCall, *, workspace: Workspace = SHARED) -> SparseMlaRe
             "max_seq_len": width,
             "sparse_mla_top_k": width,
             "out": flat_out[rows],
-            "bmm1_scale": call.scale,
-            "bmm2_scale": 1.0,
+            "bmm1_scale": call.scale * q_scale * k_scale,
+            "bmm2_scale": k_scale,
             "backend": "trtllm-gen",
         }
-        function(**arguments_of(MLA_FUNCTION, inspect.signature(function).parameters, str(version), values))
-    flat_out.masked_fill_((packed.counts == 0).view(-1, 1, 1, 1), 0.0)
+        if return_lse:
+            values["return_lse"] = True
+        arguments = arguments_of(MLA_FUNCTION, inspect.signature(function).parameters, str(version), values)
+        computed = function(**arguments)
+        if return_lse:
+            lse[rows] = computed[1].reshape(-1, heads) * LN_2
+    is_empty = packed.counts == 0
+    flat_out.masked_fill_(is_empty.view(-1, 1, 1, 1), 0.0)
     if not direct:
         out.copy_(flat_out.view(out.shape))
+    if return_lse:
+        lse.masked_fill_(is_empty.unsqueeze(1), math.inf)
     return result
 
 
-prefill, decode = prefill_op(attend, (torch.bfloat16,)), decode_op(attend, (torch.bfloat16,))
+QUERY_DTYPES = (*FLOAT_DTYPES, FP8_DTYPE)
+prefill, decode = prefill_op(attend, QUERY_DTYPES), decode_op(attend, QUERY_DTYPES)
 
 
 def _pages(op: str, cache: PagedCache) -> torch.Tensor:
     """View the cache as [pages, 32 or 64, 576]; a slot keeps its number."""
     data = cache.data
-    plain = isinstance(cache.layout, PlainLayout) and data.dtype == torch.bfloat16
+    plain = isinstance(cache.layout, PlainLayout) and data.dtype in (torch.bfloat16, FP8_DTYPE)
     name = str(data.dtype).removeprefix("torch.")
-    require(plain, op, f"cache has layout {cache.layout.name} of {name}; provider trtllm reads plain bf16 rows")
+    require(plain, op, f"cache has layout {cache.layout.name} of {name}; provider trtllm reads plain bf16 or fp8 rows")
     require(data.shape[-1] == ROW, op, f"cache has rows of {data.shape[-1]} values; provider trtllm takes {ROW}")
     require(data.is_contiguous(), op, f"cache has strides {data.stride()}; provider trtllm takes contiguous pages")
     if cache.page_size in PAGE_SIZES:
@@ -278,6 +333,20 @@ def _pages(op: str, cache: PagedCache) -> torch.Tensor:
         f"{op}: cache has {cache.num_slots} rows in pages of {cache.page_size}; provider trtllm takes "
         "pages of 32 or 64, or a multiple of 32 rows"
     )
+
+
+def _lengths(name: str, given: Sequence[int] | None, bounds_name: str, bounds: torch.Tensor, tokens: int) -> list[int]:
+    if given is None:
+        ends: list[int] = bounds.tolist()
+        lengths = [end - start for start, end in pairwise(ends)]
+        name, starts_at_zero = bounds_name, ends[:1] == [0]
+    else:
+        lengths, starts_at_zero = [int(length) for length in given], True
+        same = len(lengths) == len(bounds) - 1
+        require(same, OP, f"{name} has {len(lengths)} entries; {bounds_name} has {len(bounds) - 1} requests")
+    fits = starts_at_zero and all(length >= 0 for length in lengths) and sum(lengths) <= tokens
+    require(fits, OP, f"{name} gives requests of {lengths} tokens; they must add up to at most {tokens}")
+    return lengths
 
 
 def _load(target: tuple[str, str]) -> tuple[Callable[..., Any], Version]:

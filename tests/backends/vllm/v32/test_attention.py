@@ -15,6 +15,7 @@ from nsa_plugin.decision.plan import Attention
 from nsa_plugin.decision.shapes import Phase
 from nsa_plugin.errors import PatchError
 from nsa_plugin.kernels.mha import reference
+from nsa_plugin.kernels.providers import trtllm
 from nsa_plugin.libraries.devices import synthetic
 from tests.backends.fake_vllm.v32 import (
     HEADS,
@@ -139,6 +140,7 @@ def test_trtllm_gets_the_lengths_from_the_host(layout: str):
     assert [piece.plan.provider for piece in step.metadata.mha] == ["trtllm"]
     step.check()
     assert given == [{"seqlens_q": (20, 5), "seqlens_k": (20, 21)}]
+    assert given[0].keys() <= inspect.signature(trtllm.attend_dense).parameters.keys()
 
 
 def test_joined_queries_are_not_in_vllms_workspace():
