@@ -15,7 +15,7 @@ import pytest
 from ci import docs
 from ci.rows import Row, engines
 from nsa_plugin.backends.common.support import CONFIGURATIONS
-from nsa_plugin.cli import _parser
+from nsa_plugin.cli import _parser, main
 from nsa_plugin.settings import Settings
 
 ROW = Row(
@@ -189,6 +189,15 @@ def test_commands_are_found_in_the_pages() -> None:
     found = [words[0] for page in docs.files() for words in commands(page)]
     assert {"doctor", "explain", "bench", "compare"} <= set(found)
     assert len(found) >= 20
+
+
+EXPLAINED = {" ".join(words): words for page in docs.files() for words in commands(page) if words[0] == "explain"}
+
+
+@pytest.mark.parametrize("command", EXPLAINED)
+def test_every_decision_that_a_page_asks_for_is_made(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(EXPLAINED[command]) == 0
+    assert "attention" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("page", docs.files(), ids=lambda page: page.name)
