@@ -58,17 +58,36 @@ def test_import_needs_neither_torch_nor_an_engine(module: str) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the wheel and the sdist, made from a copy of the sources."""
-    folder = tmp_path_factory.mktemp("build")
-    source = folder / "source"
-    generated = shutil.ignore_patterns(".*", "__pycache__", "dist")
-    shutil.copytree(ROOT, source, ignore=generated)
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder / "dist"), str(source)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+def build(folder: Path, **environ: str) -> Path:
+    """Build the wheel and the sdist from a copy of the sources; the folder that holds them."""
+    generated = shutil.ignore_patterns(".git", ".venv*", ".cache", ".*_cache", ".hypothesis", "__pycache__", "dist")
+    shutil.copytree(ROOT, folder / "source", ignore=generated, copy_function=shutil.copy)  # with new times
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder / "dist"), "."]
+    done = subprocess.run(
+        command, cwd=folder / "source", env=os.environ | environ, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "dist"
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("build"))
+
+
+def test_builds_are_byte_identical(tmp_path: Path) -> None:
+    """Built in two folders, with file times, hash seeds and umasks that differ."""
+    first = build(tmp_path / "a", SOURCE_DATE_EPOCH="1767225600", PYTHONHASHSEED="1")
+    before = os.umask(0o077)
+    try:
+        second = build(tmp_path / "elsewhere" / "b", SOURCE_DATE_EPOCH="1767225600", PYTHONHASHSEED="2")
+    finally:
+        os.umask(before)
+    names = sorted(path.name for path in first.iterdir())
+    assert [Path(name).suffix for name in names] == [".whl", ".gz"]
+    assert sorted(path.name for path in second.iterdir()) == names
+    for name in names:
+        assert (first / name).read_bytes() == (second / name).read_bytes(), name
 
 
 @pytest.fixture(scope="module")
@@ -116,25 +135,27 @@ def test_wheel_metadata_names_license_and_extras(wheel: zipfile.ZipFile) -> None
         assert f"Provides-Extra: {extra}\n" in text
 
 
-def test_sdist_holds_what_building_and_testing_need(built: Path) -> None:
+def test_sdist_holds_every_tracked_file(built: Path) -> None:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    tracked = {name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()}
     (path,) = built.glob("*.tar.gz")
     with tarfile.open(path) as archive:
-        names = {name.partition("/")[2] for name in archive.getnames()}
-    wanted = {
-        "pyproject.toml",
-        "README.md",
-        "LICENSE",
-        "CHANGELOG.md",
-        "CONTRIBUTING.md",
-        "Makefile",
-        "ci/matrix.toml",
-        "ci/setup.sh",
-        "ci/requirements-vllm-cpu.txt",
-        "docs/settings.md",
-        "nsa_plugin/cli.py",
-        "tests/test_package.py",
-    }
-    assert wanted <= names
+        names = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
+    assert names - {"PKG-INFO"} == tracked
+
+
+def test_sdist_passes_its_own_checks(built: Path, tmp_path: Path) -> None:
+    """The tests of workflows and locks read most files outside the package."""
+    (path,) = built.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (source,) = tmp_path.iterdir()
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/ci/test_workflows.py"]
+    environ = os.environ | {"PYTHONPATH": str(source)}
+    done = subprocess.run(command, cwd=source, env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
