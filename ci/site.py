@@ -48,9 +48,9 @@ def absolute_links(markdown: str, folder: str, repository: str) -> str:
 def on_page_content(html: str, **_: Any) -> str:
     """Give each cell of a table its column's name, for narrow screens (docs/site.css), and let long names break.
 
-    A plot links to itself, so that it can be looked at alone.
+    A plot keeps its own size, in a box that scrolls (docs/site.css), and links to itself.
     """
-    html = _PLOT.sub(r'<a href="\2">\1</a>', html)
+    html = _PLOT.sub(r'<span class="plot"><a href="\2">\1</a></span>', html)
     return _TABLE.sub(lambda table: breakable(labelled(table[0])), html)
 
 

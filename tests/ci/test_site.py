@@ -36,7 +36,9 @@ def test_each_cell_says_its_column() -> None:
 
 def test_a_plot_links_to_itself() -> None:
     image = '<img alt="x" src="../a.svg" />'
-    assert site.on_page_content(f"<p>{image}</p>") == f'<p><a href="../a.svg">{image}</a></p>'
+    assert site.on_page_content(f"<p>{image}</p>") == (
+        f'<p><span class="plot"><a href="../a.svg">{image}</a></span></p>'
+    )
 
 
 def test_long_names_may_break() -> None:
