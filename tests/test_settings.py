@@ -6,8 +6,12 @@ import dataclasses
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import settings as property_settings
+from hypothesis import strategies as st
 
 from nsa_plugin.errors import LeftToStockError, PatchError, SettingsError
 from nsa_plugin.settings import Settings, backends, killed, parse_source, resolve, why_stock
@@ -252,3 +256,35 @@ def test_only_strict_full_ends_the_start_for_what_is_left_to_stock(
 def test_the_reason_says_whether_it_is_a_failure() -> None:
     assert why_stock(LeftToStockError("another cache")) == "left to the stock engine: another cache"
     assert why_stock(PatchError("it is gone")) == "strict is off and the stock engine serves: it is gone"
+
+
+VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(10**20), 10**20),
+    st.floats(),
+    st.text(max_size=20),
+    st.binary(max_size=5),
+    st.lists(st.integers(), max_size=2),
+    st.sampled_from(["on", "OFF ", "auto", "full", "triton", "log", "x.jsonl", "x.json", "-1", "007", "1e3", "٣"]),
+)
+
+
+@property_settings(max_examples=400, deadline=None)
+@given(st.sampled_from(Settings.names()), VALUES, st.sampled_from(["config", "flags", "environ"]))
+def test_any_value_is_accepted_as_it_is_or_refused_by_name(name: str, value: Any, source: str) -> None:
+    """Nothing is clamped: an accepted number is the number given, and what was accepted is accepted again."""
+    key = f"NSA_PLUGIN_{name.upper()}" if source == "environ" else name
+    value = str(value).replace("\0", "") if source == "environ" else value
+    refused = ""
+    try:
+        found = getattr(resolve(**({"environ": {}} | {source: {key: value}})).settings, name)
+    except SettingsError as error:
+        refused = str(error)
+    if refused:
+        assert repr(name) in refused
+        assert "allowed: " in refused
+        return
+    assert getattr(resolve(config={name: found}, environ={}).settings, name) == found
+    if isinstance(found, int) and not isinstance(found, bool) and not isinstance(value, bool):
+        assert found == int(value)

@@ -1,0 +1,143 @@
+"""What holds for every plan, whatever the input: checks shared by the property tests and the fuzzer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from nsa_plugin.decision import token_shard as sharding
+from nsa_plugin.decision.dispatch import decide
+from nsa_plugin.decision.plan import Attention, IndexerMode, Plan
+from nsa_plugin.decision.shapes import BatchShape, ModelShape, Phase
+from nsa_plugin.decision.v4_memory import held_bytes
+from nsa_plugin.errors import NoProviderError, SettingsError
+from nsa_plugin.libraries.capabilities import Op
+from nsa_plugin.libraries.devices import MIB, DeviceProfile
+from nsa_plugin.settings import Settings
+
+OPS = {
+    Attention.MHA_ONE_SHOT: Op.MHA_ONE_SHOT,
+    Attention.SPARSE_PREFILL: Op.SPARSE_MLA_PREFILL,
+    Attention.SPARSE_DECODE: Op.SPARSE_MLA_DECODE,
+}
+
+
+def outcome(model: ModelShape, batch: BatchShape, device: DeviceProfile, chosen: Settings) -> Plan | str:
+    """The plan, or the message of an error that the plugin raises on purpose; any other error is a failure."""
+    try:
+        return decide(model, batch, device, chosen)
+    except (SettingsError, NoProviderError) as error:
+        return str(error)
+
+
+def check_decision(model: ModelShape, batch: BatchShape, device: DeviceProfile, chosen: Settings) -> Plan | str:
+    """Decide twice, and check the plan; return it, or the message of the error."""
+    plan = outcome(model, batch, device, chosen)
+    again = outcome(replace(model), replace(batch), replace(device), replace(chosen))
+    assert plan == again
+    if isinstance(plan, str):
+        assert plan.strip()
+        return plan
+    assert isinstance(again, Plan)
+    assert plan.reasons == again.reasons
+    check_reasons(plan)
+    check_kernel(plan, model, batch, device, chosen)
+    check_dense(plan, model, batch, chosen)
+    check_indexer(plan, model, batch, device, chosen)
+    if plan.token_shard:
+        assert model.attn_tp_size > 1
+        assert device.providers(Op.TOKEN_SHARD)
+        assert not batch.context_parallel
+        assert chosen.token_shard != "off"
+        assert batch.phase in sharding.PHASES
+        assert not (batch.phase is Phase.EXTEND and batch.cuda_graph)
+        assert model.attn_tp_size * plan.token_shard_chunks <= batch.num_tokens
+    assert plan.token_shard_chunks == 1 or (plan.token_shard and batch.phase is Phase.EXTEND)
+    return plan
+
+
+def check_reasons(plan: Plan) -> None:
+    data = plan.as_dict()
+    fields = set(data) - {"reasons"} | {f"indexer.{name}" for name in data["indexer"]} - {"indexer.mode"}
+    assert set(plan.reasons) == fields
+    for sentence in plan.reasons.values():
+        assert sentence.strip()
+        assert "None" not in sentence
+
+
+def check_kernel(plan: Plan, model: ModelShape, batch: BatchShape, device: DeviceProfile, chosen: Settings) -> None:
+    """The kernel is installed here and takes these layouts, dims, heads, selections and rows."""
+    if plan.attention is Attention.NONE:
+        assert plan.provider == ""
+        assert batch.phase is Phase.IDLE or batch.num_tokens == 0
+        return
+    library = device.libraries[plan.provider]
+    assert library.available
+    dense = plan.attention is Attention.MHA_ONE_SHOT
+    kernels = [kernel for kernel in library.capabilities if kernel.op == OPS[plan.attention]]
+    copied = plan.dequantize_kv and not dense
+    layout = "bf16" if copied else model.kv_layout
+    (kernel,) = [kernel for kernel in kernels if layout in kernel.layouts]
+    assert kernel.sm_min <= device.sm <= kernel.sm_max
+    assert not kernel.dims or (model.mha_dims if dense else model.row_dims) in kernel.dims
+    assert not (copied and batch.cuda_graph)
+    assert model.fp8_cache or not plan.dequantize_kv
+    rows = -(-batch.num_tokens // model.attn_tp_size) if plan.token_shard else batch.num_tokens
+    assert kernel.max_rows is None or rows <= kernel.max_rows
+    heads = model.num_heads if plan.token_shard else model.heads_per_rank
+    given = plan.head_padding or heads
+    assert given >= heads
+    if not dense:
+        assert not kernel.head_counts or given in kernel.head_counts
+        assert given % kernel.head_multiple == 0
+        assert plan.head_padding != heads
+        assert model.index_topk % kernel.topk_multiple == 0
+        assert model.sliding_window % kernel.topk_multiple == 0
+        asked = chosen.prefill_backend if batch.phase is Phase.EXTEND else chosen.decode_backend
+        assert asked in ("auto", plan.provider)
+        assert plan.provider != "reference" or device.kind == "cpu" or asked == "reference"
+
+
+def check_dense(plan: Plan, model: ModelShape, batch: BatchShape, chosen: Settings) -> None:
+    """Dense attention never sees a context that the indexer would cut, and only ever in a prefill."""
+    assert (plan.attention is Attention.MHA_ONE_SHOT) == (plan.indexer.mode is IndexerMode.STORE_ONLY)
+    if plan.attention is not Attention.MHA_ONE_SHOT:
+        return
+    assert batch.phase is Phase.EXTEND
+    assert model.family == "v3.2"
+    assert batch.max_kv_len <= model.index_topk
+    assert chosen.mha_max_kv < 0 or batch.max_kv_len <= chosen.mha_max_kv
+    assert not batch.cuda_graph
+    assert not batch.context_parallel
+    assert not 0 < batch.attention_workspace_tokens < batch.total_kv_len
+    assert plan.dequantize_kv == (model.fp8_cache and batch.has_prefix)
+
+
+def check_indexer(plan: Plan, model: ModelShape, batch: BatchShape, device: DeviceProfile, chosen: Settings) -> None:
+    indexer = plan.indexer
+    if indexer.mode is not IndexerMode.TOPK:
+        assert (indexer.provider, indexer.rows_per_chunk, indexer.metadata_provider) == ("", 0, "")
+        return
+    kernel = device.capability(indexer.provider, Op.INDEXER_TOPK)
+    assert kernel is not None
+    assert kernel.heads_given(model.index_n_heads) == model.index_n_heads
+    assert not kernel.dims or (model.index_head_dim,) in kernel.dims
+    scored = batch.max_kv_len if model.family == "v3.2" else -(-batch.max_kv_len // 4)
+    asked = chosen.logits_budget_mb * MIB
+    if model.family == "v4" and batch.phase is Phase.EXTEND:
+        asked = max(asked - held_bytes(model, batch, over_rows=plan.dequantize_kv), asked // 8)
+    budget = min(asked, device.memory_free // 4)
+    rows = indexer.rows_per_chunk
+    assert 1 <= rows <= batch.num_tokens
+    assert rows == 1 or rows * 4 * scored <= budget
+    assert rows == batch.num_tokens or rows & (rows - 1) == 0
+    # No smaller than it needs to be: twice the rows would not fit.
+    assert rows == batch.num_tokens or 2 * rows * 4 * max(scored, 1) > budget
+    if batch.phase is Phase.EXTEND:
+        assert indexer.metadata_provider == ""
+    if indexer.metadata_provider:
+        assert indexer.provider == "deep_gemm"
+        assert indexer.metadata_provider in ("deep_gemm", "triton")
+        scheduler = device.capability(indexer.metadata_provider, Op.INDEXER_METADATA)
+        assert scheduler is not None
+        fits = scheduler.max_rows is None or batch.num_tokens <= scheduler.max_rows
+        assert fits != ("in pieces" in plan.reasons["indexer.metadata_provider"])
