@@ -17,6 +17,7 @@ export PYTHON TORCH_INDEX SETUP_GB
 
 BUILD_LOCK := ci/requirements-build.txt
 DEV_LOCK := ci/requirements-dev.txt
+RELEASE_LOCK := ci/requirements-release.txt
 VLLM_LOCK := ci/requirements-vllm-cpu.txt
 SGLANG_LOCK := ci/requirements-sglang-cpu.txt
 BIN := .venv/bin
@@ -25,12 +26,12 @@ NO_ENGINE := not gpu and not engine_vllm and not engine_sglang
 # JOBS processes; one that has nothing left to do takes tests of another.
 PARALLEL := -n $(JOBS) --dist worksteal
 
-.PHONY: help demo test setup setup-dev setup-sglang lint docs-check unit seams test-vllm test-sglang test-gpu sanitize-gpu matrix docs build clean
+.PHONY: help demo test setup setup-dev setup-sglang lint docs-check unit seams test-vllm test-sglang test-gpu sanitize-gpu matrix docs build release-check clean
 
 help: ## list the targets and variables
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
 	@echo 'Variables: PYTHON (Python 3.11 or later), TORCH_INDEX (the last index to try for the CPU build of torch;'
-	@echo '  now $(TORCH_INDEX)), SETUP_GB (free disk space required), ARGS (arguments of demo and matrix),'
+	@echo '  now $(TORCH_INDEX)), SETUP_GB (free disk space required), ARGS (arguments of demo, matrix and release-check),'
 	@echo '  JOBS (test processes; now $(JOBS)), GPU_PYTHON (Python of test-gpu).'
 
 demo: setup ## serve a small DeepSeek-V3.2 with a real vLLM server and compare every token
@@ -91,6 +92,11 @@ docs: setup-dev ## regenerate the packaged measurements and the generated docume
 build: setup-dev ## build the wheel and the sdist in dist/
 	$(BIN)/python -m build --no-isolation
 
-clean: ## delete build outputs, caches and both environments
-	rm -rf .venv .venv-sglang .cache dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+release-check: SETUP_GB = 1
+release-check: ## install the wheel beside the newest engines in clean environments and try it (ARGS: --engine, --version)
+	@PLUGIN=none ci/setup.sh .venv-release $(BUILD_LOCK) $(RELEASE_LOCK)
+	.venv-release/bin/python -m ci.release_check $(ARGS)
+
+clean: ## delete build outputs, caches and the environments
+	rm -rf .venv .venv-sglang .venv-release .cache dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -7,6 +7,7 @@
 # PYTHON       the Python to use; otherwise the first of python3.11, 3.12, 3.13 and python3 that is new enough
 # TORCH_INDEX  where torch's CPU build comes from when pip is not configured to find it
 # SETUP_GB     free disk space that is asked for before anything is installed
+# PLUGIN       "editable" (default) installs the plugin from this folder, "none" leaves it out
 set -euo pipefail
 
 cd "$(dirname "$0")/.."
@@ -15,6 +16,7 @@ shift
 locks=("$@")
 torch_index=${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}
 needed_gb=${SETUP_GB:-5}
+plugin=${PLUGIN:-editable}
 log=$venv/setup.log
 
 say() { echo "setup: $*"; }
@@ -142,5 +144,5 @@ if ! new_enough "$venv/bin/python" || [[ ! -f $venv/.done/venv ]]; then
     mark_done venv 1
 fi
 for lock in "${locks[@]}"; do install_lock "$lock"; done
-install_plugin
+if [[ $plugin == editable ]]; then install_plugin; fi
 say "$venv is ready"
