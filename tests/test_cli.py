@@ -22,7 +22,7 @@ from nsa_plugin.decision.shapes import BatchShape, ModelShape, Phase
 from nsa_plugin.errors import LeftToStockError, NsaPluginError
 from nsa_plugin.libraries.devices import DeviceProfile, synthetic
 from nsa_plugin.patches.ledger import Need, Patch, Target
-from nsa_plugin.settings import Settings, resolve
+from nsa_plugin.settings import Settings
 
 EXAMPLE = (
     "explain --model v3.2 --sm 90 --heads 16 --tp 8 --kv-dtype fp8_e4m3 --phase extend --q-tokens 13000 --max-kv 65536"
@@ -480,7 +480,7 @@ def test_doctor_without_torch_does_not_call_the_device_a_cpu(
     monkeypatch.setattr(doctor, "probe", probe.__wrapped__)
     code, out, _ = run_doctor(monkeypatch, capsys, "doctor", toy=toy)
     assert code == 1
-    assert "device: torch is not installed, so the device is unknown" in out
+    assert "torch is not installed, so the device is unknown" in out
     assert "CPU" not in out
     assert "\nok:" not in out
 
@@ -500,17 +500,51 @@ def test_doctor_routes_are_what_decide_says() -> None:
                 decide(model, batch, device, Settings())
 
 
+@pytest.mark.parametrize("sm", [0, 80, 90, 100])
+def test_doctor_fits_one_screen_and_gives_commands(
+    sm: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    toy = engine_on_disk(tmp_path, monkeypatch, gone=Need.PORTABLE)
+    monkeypatch.setattr(doctor, "probe", lambda: synthetic(sm, libraries=("triton", "reference")))
+    absent = engines.Engine("toyengine", ("absent", "absent-cpu"), "toy.plugins", "TOY_PLUGINS")
+    _, out, _ = run_doctor(monkeypatch, capsys, "doctor", toy=toy, absent=absent)
+    assert len(out.splitlines()) <= 24
+    assert max(map(len, out.splitlines())) <= 80
+    assert f'fix: pip install "absent{"" if sm else "-cpu"}>=1,<2"' in out
+    assert ("sgl-flash-mla>=1.0.0" in out) == (sm >= 90)
+    _, more, _ = run_doctor(monkeypatch, capsys, "doctor -v", toy=toy)
+    assert "Attention paths here" in more
+    assert max(map(len, more.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("allowed", "command"), [("", "export TOY_PLUGINS=nsa_plugin"), ("one", "export TOY_PLUGINS=one,nsa_plugin")]
+)
+def test_doctor_gives_the_command_that_allows_the_plugin(
+    allowed: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOY_PLUGINS", allowed)
+    assert state_of(engine_on_disk(tmp_path, monkeypatch), synthetic(0)).fix == command
+
+
+def test_doctor_calls_nothing_ready_that_is_switched_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NSA_PLUGIN_ENABLED", "0")
+    monkeypatch.setattr(doctor, "probe", lambda: synthetic(0))
+    _, out, _ = run_doctor(monkeypatch, capsys, "doctor", toy=engine_on_disk(tmp_path, monkeypatch))
+    assert "switched off" in out
+    assert "serves" not in out
+    assert "ready" not in out
+    assert "fix: unset NSA_PLUGIN_ENABLED" in out
+
+
 def test_doctor_says_why_nothing_runs_where_no_kernel_is_installed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    doctor._show(
-        synthetic(90, libraries=()),
-        resolve(environ={}),
-        "",
-        [],
-        doctor.routes(synthetic(90, libraries=()), Settings()),
-        False,
-    )
+    device = synthetic(90, libraries=())
+    doctor._show_all(doctor.console(), device, [], doctor.routes(device, Settings()))
     out = " ".join(capsys.readouterr().out.split())
     assert "not supported: no installed kernel library" in out
 

