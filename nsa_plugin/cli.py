@@ -8,6 +8,7 @@ an engine. A command is a module with `add_arguments(parser)` and `run(args) -> 
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import os
 import sys
@@ -85,6 +86,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     end = arguments.index("--") if "--" in arguments else len(arguments)
     try:
         parser = _parser(asked)
+        if asked is not None and asked not in COMMANDS:
+            near = difflib.get_close_matches(asked, COMMANDS, 1, 0.5)
+            said = f"Did you mean {near[0]!r}?" if near else f"Commands: {', '.join(COMMANDS)}"
+            parser.error(f"unknown command {asked!r}. {said}")
         args, unknown = parser.parse_known_args(arguments[:end])
         command: argparse.ArgumentParser = args.parser
         if unknown:

@@ -99,7 +99,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 BAD = {
     "": "required: COMMAND",
-    "nonsense": "invalid choice: 'nonsense'",
+    "nonsense": "unknown command 'nonsense'. Commands: doctor, explain, patches",
+    "doctr": "unknown command 'doctr'. Did you mean 'doctor'?",
+    "patch": "Did you mean 'patches'?",
     "doctor more": "nsa-plugin doctor: error: unrecognized arguments: more (see nsa-plugin doctor --help)",
     "explain --q-tok 5": "unrecognized arguments: --q-tok",  # no abbreviations: a later flag could change their meaning
     "explain --sm -1": "'-1' is not a whole number",
@@ -167,13 +169,44 @@ def test_explain_is_the_decision_of_the_same_inputs(capsys: pytest.CaptureFixtur
 
 def test_explain_table_shows_every_field_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
     plan = data(capsys, EXAMPLE)["plan"]
-    code, out, _ = call(capsys, EXAMPLE)
+    code, out, _ = call(capsys, f"{EXAMPLE} -v")
     assert code == 0
     words = " ".join(out.split())
     for name in (*(set(plan) - {"reasons", "indexer"}), "indexer.provider", "indexer.rows_per_chunk"):
         assert name in out
     for sentence in plan["reasons"].values():
         assert sentence.split()[0] in words
+
+
+@pytest.mark.parametrize("sm", [0, 80, 90, 100])
+def test_explain_is_short_and_fits_80_columns(
+    sm: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = call(capsys, f"explain --sm {sm} --q-tokens 9000 --max-kv 9000")
+    _, more, _ = call(capsys, f"explain --sm {sm} --q-tokens 9000 --max-kv 9000 -v")
+    assert "attention" in out
+    assert "stock_attention" not in out
+    assert "stock_attention" in more
+    assert len(out.splitlines()) < len(more.splitlines()) - 8
+    assert max(map(len, (out + more).splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("spelling", "v32", "v4"),
+    [
+        ("auto", "bf16", "v4_fp8"),
+        ("bf16", "bf16", "bf16"),
+        ("bfloat16", "bf16", "bf16"),
+        *((name, "v32_fp8", "v4_fp8") for name in ("fp8", "fp8_e4m3", "fp8_ds_mla", "FP8")),
+    ],
+)
+def test_explain_takes_the_cache_dtypes_of_every_engine(
+    spelling: str, v32: str, v4: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for model, layout in (("v3.2", v32), ("v4", v4)):
+        found = data(capsys, f"explain --sm 90 --model {model} --kv-dtype {spelling} --q-tokens 9 --max-kv 9000")
+        assert found["model"]["kv_layout"] == layout
 
 
 def test_explain_of_this_machine_uses_the_probed_device(capsys: pytest.CaptureFixture[str]) -> None:
@@ -233,12 +266,27 @@ def fake_patch(path: str, **changes: Any) -> Patch:
 
 
 def test_patches_lists_every_entry_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = call(capsys, "patches --no-probe")
+    code, out, _ = call(capsys, "patches --no-probe -v")
     assert code == 0
     for engine in engines.ENGINES.values():
         for patch in engine.ledger.PATCHES:
             assert patch.name in out
             assert patch.why.split()[0] in out
+
+
+@pytest.mark.parametrize("engine", engines.ENGINES)
+def test_patches_are_a_line_each_at_80_columns(
+    engine: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    version = "0.30.0" if engine == "vllm" else "0.5.20"
+    code, out, _ = call(capsys, f"patches --engine {engine} --version {version}")
+    assert code == 0
+    ledger = engines.ENGINES[engine].ledger
+    needed = [patch for patch in ledger.PATCHES if patch.target(Version(version))]
+    assert all(patch.name in out for patch in needed)
+    assert len(out.splitlines()) <= len(needed) + 10
+    assert max(map(len, out.splitlines())) <= 80
 
 
 def test_patches_of_a_version_shows_that_versions_targets(capsys: pytest.CaptureFixture[str]) -> None:

@@ -250,7 +250,7 @@ def _show(
         )
         if state.models and not off:
             rows.add_row("", f"serves {', '.join(state.models)}")
-        for model, why in state.refused.items():
+        for model, why in () if off else state.refused.items():
             rows.add_row("", f"not {model}: {why.partition('. ')[0]}")
         if state.fix:
             rows.add_row("", f"fix: {state.fix}")

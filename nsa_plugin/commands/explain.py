@@ -7,7 +7,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from nsa_plugin.commands.arguments import natural, positive
-from nsa_plugin.commands.output import add_json, print_json
+from nsa_plugin.commands.output import add_json, add_verbose, print_json
 from nsa_plugin.decision.case import count
 from nsa_plugin.decision.dispatch import decide, partition
 from nsa_plugin.decision.plan import Plan
@@ -39,6 +39,9 @@ _LAYOUTS = {
     ("v4", "bf16"): "bf16",
     ("v4", "fp8_e4m3"): "v4_fp8",
 }
+# The engines' spellings of --kv-cache-dtype. `auto` is the cache of most GPUs: bf16 for V3.2, fp8 for V4.
+_BF16 = ("bf16", "bfloat16")
+_FP8 = ("fp8", "fp8_e4m3", "fp8_ds_mla")
 # Dimensions of the released models, where they differ from ModelShape's defaults.
 _FAMILY_DIMS: dict[str, dict[str, int]] = {
     "v3.2": {},
@@ -64,6 +67,15 @@ def _libraries(text: str) -> tuple[str, ...]:
     return names
 
 
+def _kv_dtype(text: str) -> str:
+    """A KV cache dtype as the layouts name it: "bf16", "fp8_e4m3" or "auto"."""
+    for name, spellings in (("bf16", _BF16), ("fp8_e4m3", _FP8), ("auto", ("auto",))):
+        if text.lower() in spellings:
+            return name
+    allowed = ", ".join((*_BF16, *_FP8, "auto"))
+    raise argparse.ArgumentTypeError(f"{text!r} is not a KV cache dtype of these models; allowed: {allowed}")
+
+
 def _lengths(text: str) -> list[tuple[int, int]]:
     pairs = []
     for part in text.split(","):
@@ -77,6 +89,7 @@ def _lengths(text: str) -> list[tuple[int, int]]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = f"{EXAMPLES}\n\n{parser.epilog}"
     add_json(parser)
+    add_verbose(parser, "the parts of the plan that are off or not used, with their reasons")
     model = parser.add_argument_group("model on one rank")
     model.add_argument("--model", choices=FAMILIES, default="v3.2", help="family (default: %(default)s)")
     model.add_argument(
@@ -85,9 +98,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--tp", type=positive, default=1, metavar="N", help="attention TP size (default: %(default)s)")
     model.add_argument(
         "--kv-dtype",
-        choices=("bf16", "fp8_e4m3"),
+        type=_kv_dtype,
         default="bf16",
-        help="KV cache dtype; fp8_e4m3 is the model family's fp8 layout (default: %(default)s)",
+        metavar="DTYPE",
+        help="KV cache dtype in any engine's spelling: bf16, bfloat16; fp8, fp8_e4m3 or fp8_ds_mla for the family's "
+        "fp8 layout; auto for bf16 with v3.2 and fp8 with v4 (default: %(default)s)",
     )
     model.add_argument(
         "--index-topk", type=positive, metavar="N", help="KV tokens that the indexer selects (default: the model's)"
@@ -162,7 +177,10 @@ def _model(args: argparse.Namespace) -> ModelShape:
         dims["index_topk"] = args.index_topk
     if args.heads:
         dims["num_heads"] = args.heads * args.tp
-    return ModelShape(family=args.model, attn_tp_size=args.tp, kv_layout=_LAYOUTS[args.model, args.kv_dtype], **dims)
+    dtype = args.kv_dtype
+    if dtype == "auto":
+        dtype = "fp8_e4m3" if args.model == "v4" else "bf16"
+    return ModelShape(family=args.model, attn_tp_size=args.tp, kv_layout=_LAYOUTS[args.model, dtype], **dims)
 
 
 def _batch(args: argparse.Namespace) -> BatchShape:
@@ -247,6 +265,13 @@ def _plan_fields(plan: Plan) -> list[tuple[str, str, str]]:
     return [(name, "-" if value == "" else str(value), reasons.get(name, "")) for name, value in choices.items()]
 
 
+def _matters(name: str, choice: str, model: ModelShape) -> bool:
+    """Whether a field says what is done, not what is left out; resharding is a question with several ranks only."""
+    if name == "token_shard":
+        return model.attn_tp_size > 1
+    return name != "phase" and choice not in ("False", "-", "0") and (name, choice) != ("token_shard_chunks", "1")
+
+
 def run(args: argparse.Namespace) -> int:
     model, device, resolved = _model(args), _device(args), _settings(args)
     inputs: dict[str, Any] = {
@@ -281,6 +306,9 @@ def run(args: argparse.Namespace) -> int:
         size = f"{count(batch.num_tokens, 'query token')} over {count(batch.total_kv_len, 'context token')}"
         listed = table(f"{which}{size}", "field", "choice", "why")
         for row in _plan_fields(plan):
-            listed.add_row(*row)
+            if args.verbose or _matters(row[0], row[1], model):
+                listed.add_row(*row)
         out.print(listed)
+    if not args.verbose:
+        out.print("-v adds what is off, with the reasons")
     return 0

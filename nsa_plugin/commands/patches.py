@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from packaging.version import InvalidVersion, Version
+from rich.table import Table
 
 from nsa_plugin.commands.engines import ENGINES, Engine, holds
-from nsa_plugin.commands.output import add_json, print_json
+from nsa_plugin.commands.output import add_json, add_verbose, print_json
 from nsa_plugin.errors import SettingsError
 from nsa_plugin.libraries.probe import probe
 from nsa_plugin.patches.ledger import Patch
@@ -41,6 +42,7 @@ def _version(text: str) -> Version:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = f"{EPILOG}\n\n{parser.epilog}"
     add_json(parser)
+    add_verbose(parser, "every target, the reason, the upstream reference and when the patch can go")
     parser.add_argument("--engine", choices=tuple(ENGINES), help="only this engine")
     parser.add_argument(
         "--version", type=_version, metavar="V", help="the targets of this engine version; needs --engine"
@@ -126,30 +128,53 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"ok": ok, "engines": report})
     else:
-        _show(report)
+        _show(report, verbose=args.verbose)
     return 0 if ok else 1
 
 
-def _show(report: list[dict[str, Any]]) -> None:
+def _show(report: list[dict[str, Any]], *, verbose: bool) -> None:
     out = console()
     for engine in report:
         version = engine["version"] and f"; targets of {engine['version']}"
         installed = engine["installed"] or "not installed"
         title = f"{engine['engine']}: supported {engine['supported']}, installed: {installed}{version}"
-        rows = table(title, "patch", "state", "what and why")
-        rows.show_lines = True
-        for patch in engine["patches"]:
-            lines = [f"{t['path']} ({t['versions'] or 'every version'})" for t in patch["targets"]]
-            if not patch["changes"]:
-                lines.append("built on, not changed")
-            lines.append(patch["why"])
-            if patch["upstream"]:
-                lines.append(f"upstream: {patch['upstream']}")
-            if patch["remove_when"]:
-                lines.append(f"removed when {patch['remove_when']}")
-            if patch["state"] in ("missing", "not_needed"):
-                lines.append(f"{patch['state']}: {patch['detail']}")
-            rows.add_row(f"{patch['name']}\n({patch['need']})", patch["state"], "\n".join(lines))
-        out.print(rows)
+        out.print(_all_rows(title, engine["patches"]) if verbose else _short_rows(title, engine["patches"]))
         if not engine["in_range"]:
-            out.print(f"{engine['engine']} {engine['version']} is outside the supported range {engine['supported']}")
+            out.print(
+                f"{engine['engine']} {engine['version']} is outside the supported range {engine['supported']}",
+                style="red",
+            )
+    if not verbose:
+        out.print("-v adds targets and reasons")
+
+
+def _short_rows(title: str, patches: list[dict[str, Any]]) -> Table:
+    """One line a patch that this version and device need, with what is wrong; the others are counted."""
+    rows = table(title, "patch", "state", "needed")
+    shown = [patch for patch in patches if patch["state"] not in ("unused", "elsewhere")]
+    for patch in shown:
+        wrong = patch["state"] in ("missing", "not_needed")
+        needed = f"{patch['need']}{'' if patch['changes'] else ', not changed'}"
+        rows.add_row(patch["name"], patch["state"], patch["detail"] if wrong else needed)
+    if len(patches) > len(shown):
+        others = len(patches) - len(shown)
+        rows.caption, rows.caption_justify = f"{others} not listed: for another version or device", "left"
+    return rows
+
+
+def _all_rows(title: str, patches: list[dict[str, Any]]) -> Table:
+    rows = table(title, "patch", "state", "what and why")
+    rows.show_lines = True
+    for patch in patches:
+        lines = [f"{t['path']} ({t['versions'] or 'every version'})" for t in patch["targets"]]
+        if not patch["changes"]:
+            lines.append("built on, not changed")
+        lines.append(patch["why"])
+        if patch["upstream"]:
+            lines.append(f"upstream: {patch['upstream']}")
+        if patch["remove_when"]:
+            lines.append(f"removed when {patch['remove_when']}")
+        if patch["state"] in ("missing", "not_needed"):
+            lines.append(f"{patch['state']}: {patch['detail']}")
+        rows.add_row(f"{patch['name']}\n({patch['need']})", patch["state"], "\n".join(lines))
+    return rows

@@ -241,4 +241,9 @@ def spans(kernels: Iterable[Capability]) -> str:
             return "any device"
         return f"SM{low} and later" if high == LATEST_SM else f"SM{low} to SM{high}"
 
-    return ", ".join(words(*span) for span in sorted({(kernel.sm_min, kernel.sm_max) for kernel in kernels}))
+    merged: list[tuple[int, int]] = []
+    for low, high in sorted({(kernel.sm_min, kernel.sm_max) for kernel in kernels}):
+        if merged and low <= merged[-1][1] + 1:
+            low, high = merged[-1][0], max(high, merged.pop()[1])
+        merged.append((low, high))
+    return ", ".join(words(*span) for span in merged)
