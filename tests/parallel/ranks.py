@@ -8,6 +8,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import set_forkserver_preload
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -33,10 +34,18 @@ def on_ranks(
         device: "cpu" for gloo, "cuda" for NCCL with one GPU a rank.
         group_stays: PyTorch itself keeps the group after the body, so a rank exits without finalization (`_end_group`).
     """
-    context = mp.get_context("spawn")
+    # On CPUs ranks are forked from a server that has imported torch, which takes seconds in a new process. It has the
+    # environment of its start, so ranks get this process's. With CUDA they start afresh.
+    context = mp.get_context("forkserver" if device == "cpu" else "spawn")
+    if device == "cpu":
+        set_forkserver_preload(["torch", "torch.distributed", "triton", "nsa_plugin.parallel.token_shard", __name__])
     folder.mkdir(parents=True, exist_ok=True)
     started = [
-        context.Process(target=_entry, args=(rank, ranks, body, str(folder), device, group_stays, given), daemon=True)
+        context.Process(
+            target=_entry,
+            args=(dict(os.environ), rank, ranks, body, str(folder), device, group_stays, given),
+            daemon=True,
+        )
         for rank in range(ranks)
     ]
     for process in started:
@@ -58,6 +67,7 @@ def on_ranks(
 
 
 def _entry(
+    environ: dict[str, str],
     rank: int,
     ranks: int,
     body: Callable[..., None],
@@ -66,6 +76,8 @@ def _entry(
     group_stays: bool,
     given: tuple[Any, ...],
 ) -> None:
+    os.environ.clear()
+    os.environ.update(environ)
     torch.set_num_threads(1)
     place, bound = torch.device("cpu"), {}
     if device == "cuda":
