@@ -1,4 +1,4 @@
-"""Models, machines and batches of the tests of the decision."""
+"""Models, devices and batches for the tests of the decision."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nsa_plugin.settings import Settings
 V32 = ModelShape(attn_tp_size=8)  # 16 heads a rank
 V32_FP8 = replace(V32, kv_layout="v32_fp8")
 V4 = ModelShape(family="v4", num_heads=64, index_topk=512, kv_layout="v4_fp8", sliding_window=128, index_n_heads=64)
-# What the engines bring, and what the plugin brings besides.
+# Libraries that the engines install, and the plugin's.
 STOCK = ("flash_mla", "deep_gemm", "fa3", "trtllm")
 H200 = synthetic(90, libraries=STOCK)
 B200 = synthetic(100, libraries=STOCK)

@@ -22,7 +22,7 @@ OPS = {
 
 
 def outcome(model: ModelShape, batch: BatchShape, device: DeviceProfile, chosen: Settings) -> Plan | str:
-    """The plan, or the message of an error that the plugin raises on purpose; any other error is a failure."""
+    """The plan, or the message of a deliberate error; any other error is a failure."""
     try:
         return decide(model, batch, device, chosen)
     except (SettingsError, NoProviderError) as error:
@@ -98,7 +98,7 @@ def check_kernel(plan: Plan, model: ModelShape, batch: BatchShape, device: Devic
 
 
 def check_dense(plan: Plan, model: ModelShape, batch: BatchShape, chosen: Settings) -> None:
-    """Dense attention never sees a context that the indexer would cut, and only ever in a prefill."""
+    """Dense attention only takes prefills whose contexts the indexer would not cut."""
     assert (plan.attention is Attention.MHA_ONE_SHOT) == (plan.indexer.mode is IndexerMode.STORE_ONLY)
     if plan.attention is not Attention.MHA_ONE_SHOT:
         return
@@ -130,7 +130,7 @@ def check_indexer(plan: Plan, model: ModelShape, batch: BatchShape, device: Devi
     assert 1 <= rows <= batch.num_tokens
     assert rows == 1 or rows * 4 * scored <= budget
     assert rows == batch.num_tokens or rows & (rows - 1) == 0
-    # No smaller than it needs to be: twice the rows would not fit.
+    # Not too small: twice the rows would not fit.
     assert rows == batch.num_tokens or 2 * rows * 4 * max(scored, 1) > budget
     if batch.phase is Phase.EXTEND:
         assert indexer.metadata_provider == ""

@@ -1,4 +1,4 @@
-"""What an adapter restricts: every constraint changes the plan in `decide` itself, and the reason says so."""
+"""Constraints of an adapter: each changes the plan inside `decide`, and the reason says so."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_no_dense_says_why() -> None:
     assert "not dense: the engine's rules rule it out; " in plan.reasons["attention"]
 
 
-def test_no_dense_holds_for_every_part_of_a_prefill() -> None:
+def test_no_dense_applies_to_every_part_of_a_prefill() -> None:
     lengths = [100, 4000]
     free = partition(V32, lengths, lengths, Phase.EXTEND, H200, Settings())
     assert [part.plan.attention for part in free] == [Attention.MHA_ONE_SHOT, Attention.SPARSE_PREFILL]

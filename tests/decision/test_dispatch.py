@@ -86,7 +86,7 @@ def test_dense_attention_dequantises_a_prefix(model: ModelShape, shape: BatchSha
         (extend(1, 2049), {}, "the longest context of 2049 tokens exceeds mha_max_kv 2048"),
         (extend(600), {"mha_max_kv": 512}, "the longest context of 600 tokens exceeds mha_max_kv 512"),
         (extend(5), {"mha_max_kv": 0}, "mha_max_kv is 0"),
-        # sglang #12816: a captured graph replays whatever was decided at capture.
+        # sglang #12816: a captured graph replays the decision made at capture.
         (extend(5, cuda_graph=True), {}, "a captured graph cannot branch on lengths"),
         (extend(5, context_parallel=True), {}, "split over a context-parallel group"),
         (
@@ -142,7 +142,7 @@ def test_dense_beyond_index_topk_is_an_error() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------
-# Sparse attention: who carries it. sglang #13544 (one decision), #16758 and #17662 (TRT-LLM), #13646 (padding)
+# Sparse attention: the provider. sglang #13544 (one decision), #16758 and #17662 (TRT-LLM), #13646 (padding)
 
 PREFILLS: list[tuple[str, ModelShape, DeviceProfile, tuple[str, str, bool, int]]] = [
     ("SM90 bf16", V32, H200, ("sparse_prefill", "flash_mla", False, 64)),
@@ -217,7 +217,7 @@ def test_sparse_decode(
     assert route(choose(model, decode(8, 5000, phase, cuda_graph=True), device)) == expected
 
 
-def test_the_plan_says_why_a_preferred_library_was_not_taken() -> None:
+def test_the_plan_says_why_a_preferred_library_is_not_used() -> None:
     plan = choose(V32_FP8, LONG, B200)
     assert (
         "trtllm sparse_prefill: no sparse_mla_prefill kernel for a v32_fp8 cache on SM100" in plan.reasons["provider"]
@@ -247,7 +247,7 @@ def test_sm100_does_not_branch_on_lengths_in_a_graph() -> None:
     )
 
 
-def test_the_plugins_own_kernel_pads_no_heads_and_says_so() -> None:
+def test_the_cuda_kernel_pads_no_heads_and_says_so() -> None:
     plan = choose(V32_FP8, LONG, FULL_H200)
     assert plan.reasons["provider"] == (
         "cuda is the first that supports the batch on SM90; no times on SM90 for 2048 selected tokens, 16 heads, "
@@ -280,7 +280,7 @@ def test_the_plugins_own_kernel_pads_no_heads_and_says_so() -> None:
     ],
     ids=["topk", "window", "dims", "heads"],
 )
-def test_a_kernel_that_does_not_take_the_model_is_refused(model: ModelShape, reason: str) -> None:
+def test_a_kernel_that_does_not_support_the_model_is_refused(model: ModelShape, reason: str) -> None:
     with pytest.raises(NoProviderError) as error:
         decide(model, LONG, synthetic(90, libraries=("flash_mla", "deep_gemm")), Settings())
     assert reason in str(error.value)
@@ -367,7 +367,7 @@ V4_PRO = replace(V4, num_heads=128, index_topk=1024)
     ],
     ids=["V4-Pro", "SM100", "SM100, few heads"],
 )
-def test_a_v4_prefill_without_times_takes_the_stock_engines_route(
+def test_a_v4_prefill_without_measured_times_takes_the_stock_route(
     model: ModelShape, device: DeviceProfile, missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(timings, "TIMINGS", RELEASED)
@@ -384,7 +384,7 @@ def test_a_v4_prefill_without_times_takes_the_stock_engines_route(
     assert choose(model, extend(64, 40000, cuda_graph=True), device).dequantize_kv is False
 
 
-def test_a_v4_prefill_with_times_goes_by_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_v4_prefill_with_measured_times_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timings, "TIMINGS", RELEASED)
     reason = choose(V4, extend(8192, 40000), FULL_H200).reasons["provider"]
     assert "(measured on H200, 64 heads, 8192 query tokens)" in reason
@@ -416,7 +416,7 @@ def test_v4_large_q_rows_beyond_the_build_is_an_error() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------
-# Backends that the settings name
+# Backends requested by the settings
 
 
 @pytest.mark.parametrize(
@@ -446,7 +446,7 @@ def test_v4_large_q_rows_beyond_the_build_is_an_error() -> None:
         ),
     ],
 )
-def test_a_named_library_is_taken(
+def test_a_requested_library_is_used(
     model: ModelShape,
     shape: BatchShape,
     device: DeviceProfile,
@@ -506,7 +506,7 @@ def test_a_named_library_is_taken(
         ),
     ],
 )
-def test_a_named_library_that_cannot_is_an_error(
+def test_a_requested_library_that_does_not_support_the_batch_is_an_error(
     model: ModelShape, shape: BatchShape, device: DeviceProfile, settings: dict[str, str], message: str
 ) -> None:
     with pytest.raises(SettingsError, match=message):

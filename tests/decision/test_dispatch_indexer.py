@@ -1,4 +1,4 @@
-"""The decision about the indexer, and about trading heads for tokens."""
+"""The decision about the indexer."""
 
 from __future__ import annotations
 
@@ -86,12 +86,12 @@ def test_v4_scores_compressed_keys() -> None:
         "the logits of 2013 query tokens, 262144 B each, fit 503.5 MiB "
         "(logits_budget_mb less 8.5 MiB for gathered keys); rounded down to a power of two"
     )
-    # Of a decode nothing is gathered.
+    # A decode gathers no keys.
     assert choose(V4, decode(8192, 262144), FULL_H200).indexer.rows_per_chunk == 2048
 
 
-def test_what_bf16_rows_hold_is_no_logits() -> None:
-    """DeepSeek-V4: rows, indices, keys and logits together keep to the setting."""
+def test_memory_of_bf16_rows_is_not_given_to_logits() -> None:
+    """DeepSeek-V4: rows, indices, keys and logits together stay within the setting."""
     asked: dict[str, Any] = {"prefill_backend": "flash_mla", "large_q_rows": 1}
     plan = choose(V4, extend(32768, 393216), FULL_H200, **asked)
     assert plan.dequantize_kv
@@ -103,9 +103,9 @@ def test_what_bf16_rows_hold_is_no_logits() -> None:
     )
     assert plan.indexer.rows_per_chunk == 512
     assert held + 512 * 393216 / MIB <= 512
-    # A batch without such rows has more.
+    # A batch without such rows has a larger budget.
     assert choose(V4, extend(32768, 393216), FULL_H200, prefill_backend="cuda").indexer.rows_per_chunk == 1024
-    # Where next to nothing is left, an eighth is.
+    # The budget is at least an eighth.
     plan = choose(V4, extend(32768, 393216), FULL_H200, logits_budget_mb=64, **asked)
     assert plan.indexer.rows_per_chunk == 16
     assert "8.0 MiB (1/8 of logits_budget_mb, since bf16 rows" in plan.reasons["indexer.rows_per_chunk"]
@@ -121,12 +121,13 @@ def test_what_bf16_rows_hold_is_no_logits() -> None:
         (V4, extend(12289, 40000), H200, ("deep_gemm", "")),
         (V4, decode(12289, 40000), H200, ("deep_gemm", "deep_gemm")),
         (V32, decode(8, 5000), CPU, ("reference", "")),
-        # The plugin schedules for DeepGEMM's kernel of SM90, and scores what DeepGEMM does not take.
+        # The plugin schedules for DeepGEMM's SM90 kernel, and scores what DeepGEMM does not support.
         (V32, LONG, FULL_H200, ("deep_gemm", "")),
         (V32, decode(8, 5000), FULL_H200, ("deep_gemm", "triton")),
         (V32, decode(100_000, 5000, cuda_graph=True), FULL_H200, ("deep_gemm", "triton")),
         (V4, decode(32768, 40000), synthetic(90, versions=OLD_DEEP_GEMM), ("deep_gemm", "triton")),
-        # What vLLM 0.33's copy reads as a schedule is unknown, and on SM100 it takes scales that the plugin has not.
+        # The schedule format of vLLM 0.33's copy is unknown, and on SM100 it needs scales that the plugin does not
+        # have.
         (V32, decode(8, 5000), synthetic(90, versions=VLLM_DEEP_GEMM), ("deep_gemm", "deep_gemm")),
         (V32, decode(8, 5000), synthetic(100, versions=VLLM_DEEP_GEMM), ("triton", "")),
         (V32, decode(8, 5000), FULL_B200, ("deep_gemm", "deep_gemm")),
@@ -138,7 +139,7 @@ def test_what_bf16_rows_hold_is_no_logits() -> None:
         (V32_FP8, LONG, synthetic(80), ("triton", "")),
     ],
 )
-def test_who_scores_and_who_schedules(
+def test_providers_of_logits_and_of_the_schedule(
     model: ModelShape, shape: BatchShape, device: DeviceProfile, expected: tuple[str, str]
 ) -> None:
     indexer = choose(model, shape, device).indexer
@@ -152,7 +153,7 @@ def test_who_scores_and_who_schedules(
         (12289, "12289 query tokens in pieces: the installed DeepGEMM schedules 12288 at once here"),
     ],
 )
-def test_what_deep_gemm_cannot_schedule_at_once_goes_in_pieces(rows: int, reason: str) -> None:
+def test_decodes_beyond_deep_gemms_schedule_run_in_pieces(rows: int, reason: str) -> None:
     plan = choose(V4, decode(rows, 40000), synthetic(90, libraries=STOCK, versions=OLD_DEEP_GEMM))
     assert plan.indexer.metadata_provider == "deep_gemm"
     assert plan.reasons["indexer.metadata_provider"] == reason
@@ -173,7 +174,7 @@ def test_a_fallback_of_the_indexer_says_why() -> None:
         (replace(V32, index_head_dim=96), r"deep_gemm: supports heads of .* elements; the model's have \(96,\)"),
     ],
 )
-def test_an_indexer_that_no_kernel_takes_is_an_error(model: ModelShape, message: str) -> None:
+def test_an_indexer_that_no_kernel_supports_is_an_error(model: ModelShape, message: str) -> None:
     with pytest.raises(NoProviderError, match=message):
         decide(model, LONG, H200, Settings())
 

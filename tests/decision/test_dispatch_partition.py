@@ -1,4 +1,4 @@
-"""The decision about nothing, about a prefill that is split, and before serving."""
+"""The decision for empty batches, for split prefills, and before serving."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.decision.dispatch_cases import (
 pytestmark = pytest.mark.usefixtures("nothing_measured")
 
 # ---------------------------------------------------------------------------------------------------
-# Nothing to do
+# Empty batches
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_no_rows_no_kernels(shape: BatchShape, device: DeviceProfile) -> None:
     assert plan.indexer == IndexerPlan(mode=IndexerMode.NONE)
 
 
-def test_rows_without_a_context_are_carried() -> None:
+def test_query_tokens_without_a_context_are_supported() -> None:
     # vllm #51970: a graph is captured with lengths of 0; nothing may divide by them.
     shape = BatchShape(phase=Phase.DECODE, num_requests=8, num_tokens=8, cuda_graph=True)
     assert choose(V32_FP8, shape).indexer.rows_per_chunk == 8
@@ -129,7 +129,7 @@ def test_without_a_dense_kernel_nothing_is_split() -> None:
     assert split(parts) == [((0, 1), "sparse_prefill")]
 
 
-def test_partition_refuses_lengths_that_cannot_be() -> None:
+def test_partition_refuses_impossible_lengths() -> None:
     with pytest.raises(ShapeError, match="request 1 has 9 rows and a context of 3"):
         partition(V32, [1, 9], [1, 3], Phase.EXTEND, H200, Settings())
 
@@ -166,7 +166,7 @@ def test_settings_that_no_batch_satisfies_are_found_at_start_up(settings: dict[s
         validate(V32, H200, Settings(**settings))
 
 
-def test_an_error_is_told_once() -> None:
+def test_an_error_is_reported_once() -> None:
     with pytest.raises(SettingsError) as error:
         validate(V32, H200, Settings(mha_max_kv=4096))
     assert str(error.value).count("mha_max_kv is 4096") == 1
@@ -187,7 +187,7 @@ def test_missing_libraries_are_found_at_start_up() -> None:
 
 
 def test_the_longest_dense_context_is_the_same_for_a_batch_and_for_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that the whole batch has too many rows for is still quicker for a request of the batch alone."""
+    """A kernel whose limit the whole batch exceeds may still be faster for one of its requests."""
     times = {
         "fa3 mha_one_shot": {128: ((2, 1.0), (1024, 500.0))},
         "flash_mla sparse_decode": {128: ((2, 9.0), (1024, 99.0))},

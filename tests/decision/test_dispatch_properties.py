@@ -1,4 +1,4 @@
-"""The decision over all inputs: it is total or a named error, repeatable, and within every limit it is given."""
+"""The decision over all inputs: a plan or a named error, repeatable, within every given limit."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _us(estimated: timings.TimeEstimate | None) -> float | None:
 
 
 def mostly(usual: object, *rare: object) -> st.SearchStrategy[Any]:
-    """The usual value two times in three: most random combinations are refused, and plans are what counts."""
+    """The usual value in two of three draws: most random combinations are refused, and the tests need plans."""
     return st.sampled_from([usual] * 2 * len(rare) + list(rare))
 
 
@@ -128,7 +128,7 @@ GROUPS = tuple(f"token_shard_{what} tp{ranks}" for what in ("attention", "steps"
 
 
 def table_of(seed: int) -> Any:
-    """Measurements as records may have them: of some routes, heads and rows, from few values so that some are equal."""
+    """Measurements of some routes, heads and query tokens, from few values so that some are equal."""
     random = Random(seed)
 
     def curve() -> timings.Points:
@@ -180,7 +180,7 @@ def test_a_plan_is_total_repeatable_and_within_limits(
     st.sampled_from([Phase.EXTEND, Phase.DECODE]),
     MEASUREMENTS,
 )
-def test_auto_trades_nothing_but_what_was_measured_to_take_less(
+def test_auto_reshards_only_if_measured_faster(
     ranks: int, heads: int, rows: int, prefix: int, phase: Phase, table: Any
 ) -> None:
     model = ModelShape(num_heads=ranks * heads, attn_tp_size=ranks, kv_layout="v32_fp8")
@@ -215,7 +215,7 @@ def test_measurements_reorder_routes_and_lose_none(
     case = Case(model, batch, device, chosen)
     load = KernelLoad(max(batch.num_tokens, 1), model.heads_per_rank)
     with measurements({}):
-        usual = sparse_routes(replace(case, routes={}), load)  # a case keeps the routes that it was asked for
+        usual = sparse_routes(replace(case, routes={}), load)  # a case keeps the routes that were requested
     with measurements(table):
         if not stock_route_first(case, load):  # then one has a time, and the stock route keeps its usual place
             usual = usual_sparse_routes(case, load)
@@ -224,10 +224,10 @@ def test_measurements_reorder_routes_and_lose_none(
         unmeasured = [estimate(case, route, load) is None for route in usual]
     assert len(routes) == len(usual)
     assert set(routes) == set(usual)
-    # Those without a time stay where they are.
+    # Routes without a time keep their place.
     assert [time is None for time in times] == unmeasured
     assert all(ours == theirs for ours, theirs, still in zip(routes, usual, unmeasured, strict=True) if still)
-    # A later one is never quicker by as much as counts, and what is nearly equal keeps its order.
+    # A later one is never clearly faster, and nearly equal ones keep their order.
     known = [(route, time) for route, time in zip(routes, times, strict=True) if time is not None]
     for (one, first), (other, second) in pairwise(known):
         assert first <= second * (1 + NEARLY_EQUAL)
@@ -303,7 +303,7 @@ def check_part(part: BatchPart, q_lens: list[int], kv_lens: list[int]) -> None:
 
 @thorough
 @given(st.lists(st.integers(1, 9000), min_size=1, max_size=12), st.sampled_from([0, 4096]))
-def test_a_long_prompt_takes_dense_attention_from_no_other(kv_lens: list[int], workspace: int) -> None:
+def test_a_long_prompt_leaves_short_ones_dense(kv_lens: list[int], workspace: int) -> None:
     model, device = ModelShape(attn_tp_size=8), synthetic(90)
     with measurements({}):
         parts = partition(
@@ -315,10 +315,10 @@ def test_a_long_prompt_takes_dense_attention_from_no_other(kv_lens: list[int], w
 
 @thorough
 @given(models(), machines(), SETTINGS, st.sampled_from([1, 8192]), st.booleans(), MEASUREMENTS)
-def test_what_validates_decides(
+def test_a_validated_configuration_decides_every_batch(
     model: ModelShape, device: DeviceProfile, chosen: Settings, max_tokens: int, cuda_graph: bool, table: Any
 ) -> None:
-    """A configuration that passes at start-up carries the batches it was checked for."""
+    """A configuration that passes at start-up supports the batches it was checked for."""
     context = 100_000
     prefill = BatchShape.from_lengths(Phase.EXTEND, [max_tokens], [context + max_tokens])
     short = BatchShape.from_lengths(Phase.EXTEND, [max_tokens], [max_tokens])

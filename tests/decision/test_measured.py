@@ -1,4 +1,4 @@
-"""What measurements say of a time, and what a decision makes of them."""
+"""Times from measurements, and how a decision uses them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Measure = Callable[[Table], None]
 
 @pytest.fixture
 def measure(monkeypatch: pytest.MonkeyPatch) -> Measure:
-    """Set what was measured."""
+    """Replace the measured times."""
 
     def put(table: Table) -> None:
         monkeypatch.setattr(timings, "TIMINGS", table)
@@ -127,7 +127,7 @@ def test_every_layout_has_a_measured_selection() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------
-# Who carries a batch
+# The provider of a batch
 
 
 def prefills(**times: float) -> Table:
@@ -145,19 +145,17 @@ def prefills(**times: float) -> Table:
         ({"cuda": 2500.0, "copied": 2410.0, "step": 3000.0}, "copied", "copied"),
         ({"cuda": 2500.0, "copied": 2410.0, "step": 1000.0}, "step", "step"),
         ({"cuda": 2500.0, "copied": 2410.0, "step": 1000.0, "triton": 900.0}, "triton", "triton"),
-        # Within 3 % the usual order holds: cuda, step, copied for few heads; step, copied, cuda for many.
+        # Within 3 % the usual order applies: cuda, step, copied for few heads; step, copied, cuda for many.
         ({"cuda": 1029.0, "copied": 1000.0, "step": 1029.0}, "cuda", "step"),
         ({"cuda": 1031.0, "copied": 1000.0, "step": 1031.0}, "copied", "copied"),
         ({"cuda": 1000.0, "copied": 1000.0, "step": 1000.0}, "cuda", "step"),
-        # What was not measured keeps its place.
+        # A route without a measurement keeps its place.
         ({"cuda": 9000.0, "copied": 1000.0}, "copied", "step"),
         ({"cuda": 9000.0}, "cuda", "step"),
         ({"triton": 1.0}, "cuda", "step"),
     ],
 )
-def test_the_quickest_of_those_measured_is_taken(
-    measure: Measure, times: dict[str, float], few: str, many: str
-) -> None:
+def test_the_fastest_measured_route_is_used(measure: Measure, times: dict[str, float], few: str, many: str) -> None:
     measure(prefills(**times))
     routes = {
         "cuda": ("sparse_prefill", "cuda", False),
@@ -188,7 +186,7 @@ def test_a_time_that_stands_alone_or_decides_nothing_is_not_a_reason(measure: Me
     assert choose(FEW, extend(4096)).reasons["provider"] == first
 
 
-def test_what_is_quicker_and_cannot_is_refused_by_name(measure: Measure) -> None:
+def test_a_faster_route_that_cannot_run_is_refused_with_a_reason(measure: Measure) -> None:
     measure(prefills(cuda=1550.0, step=1000.0))
     plan = choose(FEW, extend(4096), synthetic(90, libraries=("cuda", "triton")))
     assert route(plan) == ("sparse_prefill", "cuda", False)
@@ -197,18 +195,18 @@ def test_what_is_quicker_and_cannot_is_refused_by_name(measure: Measure) -> None
     )
 
 
-def test_a_setting_wins_over_any_time(measure: Measure) -> None:
+def test_a_setting_overrides_measured_times(measure: Measure) -> None:
     measure(prefills(cuda=1550.0, step=2410.0, copied=2000.0))
     assert choose(FEW, extend(4096), prefill_backend="triton").provider == "triton"
     plan = choose(FEW, extend(4096), prefill_backend="flash_mla")
-    assert route(plan) == ("sparse_prefill", "flash_mla", True)  # of the library's own two, the quicker
+    assert route(plan) == ("sparse_prefill", "flash_mla", True)  # the faster of the library's two
     assert plan.reasons["provider"] == (
         "prefill_backend asks for flash_mla; flash_mla after dequantisation 2.00 ms, flash_mla decode kernel 2.41 ms "
         "(measured on H200, 16 heads, 4096 query tokens)"
     )
 
 
-def test_measurements_hold_for_their_selection_and_architecture_alone(measure: Measure) -> None:
+def test_measurements_apply_only_to_their_topk_and_architecture(measure: Measure) -> None:
     measure(prefills(cuda=9000.0, step=1000.0))
     assert choose(FEW, extend(4096)).provider == "flash_mla"
     assert choose(replace(FEW, index_topk=1024), extend(4096)).provider == "cuda"
@@ -216,7 +214,7 @@ def test_measurements_hold_for_their_selection_and_architecture_alone(measure: M
     assert choose(FEW, extend(4096)).provider == "cuda"
 
 
-def test_a_graph_and_a_row_limit_refuse_what_is_quicker(measure: Measure) -> None:
+def test_a_graph_and_a_row_limit_refuse_a_faster_route(measure: Measure) -> None:
     measure(prefills(cuda=2000.0, copied=1000.0, step=3000.0))
     assert route(choose(FEW, extend(4096, cuda_graph=True))) == ("sparse_prefill", "cuda", False)
     old = synthetic(90, versions={"flash_mla": ("sglang-kernel", "0.4.5")})
@@ -225,7 +223,7 @@ def test_a_graph_and_a_row_limit_refuse_what_is_quicker(measure: Measure) -> Non
     assert route(choose(FEW, extend(11623), old)) == ("sparse_prefill", "cuda", False)
 
 
-def test_decode_goes_by_its_query_rows(measure: Measure) -> None:
+def test_decode_times_depend_on_query_tokens(measure: Measure) -> None:
     measure(
         {
             DECODE: {
@@ -277,7 +275,7 @@ def test_a_longer_context_takes_longer_to_copy(measure: Measure) -> None:
     assert choose(FEW, extend(4095)).provider == "cuda"
 
 
-def test_the_bytes_of_a_copy_are_the_layouts_own() -> None:
+def test_the_bytes_of_a_copy_follow_from_the_layout() -> None:
     assert COPY_BYTES["v32_fp8"] == V32_FP8.row_bytes + 2 * V32_FP8.dim
     assert COPY_BYTES["v4_fp8"] == (V4_FP8.row_bytes + 2 * V4_FP8.dim) // 4
     assert COPY_RATE > 0
@@ -335,13 +333,13 @@ def test_other_head_dimensions_scale_the_dense_times_and_the_reason_says_estimat
     )
 
 
-def test_the_crossover_is_told_and_a_setting_wins_over_it(measure: Measure) -> None:
+def test_the_crossover_is_reported_and_a_setting_overrides_it(measure: Measure) -> None:
     measure(short([1, 2, 7, 9], cuda=[2, 4, 6, 8]))
     why = "the 1024 up to which fa3 was measured to take no longer than sparse attention"
     assert choose(FEW, extend(9, 9)).reasons["attention"] == f"the longest context of 9 tokens is within {why}"
     assert f"the longest context of 1025 tokens exceeds {why}" in choose(FEW, extend(9, 1025)).reasons["attention"]
     assert choose(FEW, extend(2048, 2048), mha_max_kv=2048).attention is Attention.MHA_ONE_SHOT
-    # Sparse attention that is not there is no reason to leave the dense one.
+    # Without sparse attention a prefill stays dense.
     without = synthetic(90, libraries=("flash_mla", "deep_gemm", "fa3"))
     assert choose(FEW, extend(2048, 2048), without).attention is Attention.MHA_ONE_SHOT
 
@@ -374,7 +372,7 @@ def test_a_time_says_where_it_comes_from(
     assert (found.measured, found.source("H200")) == (measured, source)
 
 
-def test_a_copy_that_was_added_is_told(measure: Measure) -> None:
+def test_an_added_copy_is_in_the_reason(measure: Measure) -> None:
     measure({PREFILL: {COPIED: CURVE}})
     found = timings.estimate(*PREFILL, 16, 2048, COPIED)
     assert found is not None
@@ -399,7 +397,7 @@ def test_a_reason_never_calls_an_interpolated_time_measured_at_its_point(measure
 @pytest.mark.parametrize("layout", ["bf16", "v32_fp8"])
 @pytest.mark.parametrize("topk", [512, 1024, 4096])
 def test_a_selection_that_was_not_measured_has_no_estimate_and_says_so(layout: str, topk: int) -> None:
-    """By the times of the checkout, which has some for 2048 selected tokens."""
+    """With the packaged times, which are for 2048 selected tokens."""
     model = ModelShape(attn_tp_size=8, kv_layout=layout, index_topk=topk)
     for batch in (extend(8192), decode(64)):
         plan = choose(model, batch)

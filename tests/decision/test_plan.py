@@ -1,4 +1,4 @@
-"""A Plan as a value: what goes together, equality, and its form as data."""
+"""A Plan as a value: consistency, equality, and its JSON form."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ READS_SELECTION = {Attention.SPARSE_PREFILL, Attention.SPARSE_DECODE}
 @pytest.mark.parametrize("attention", Attention)
 @pytest.mark.parametrize("mode", IndexerMode)
 def test_sparse_attention_and_top_k_go_together(attention: Attention, mode: IndexerMode) -> None:
-    # sglang #12816, vllm #52512: attention over a selection that nobody made reads nothing but -1.
+    # sglang #12816, vllm #52512: attention without a selection reads only -1.
     if (attention in READS_SELECTION) == (mode is IndexerMode.TOPK):
         assert plan(attention, mode).indexer.mode is mode
     else:
@@ -65,7 +65,7 @@ def test_the_route_is_the_plans_own_and_no_field_of_it() -> None:
     before = one.as_dict()
     assert one.route == "extend/sparse_decode/flash_mla"
     assert one.route is one.route  # made once
-    # Kept in the plan, it is neither handed on to a changed one nor shown, and makes no plan differ.
+    # The cached route is not copied to a changed plan, not shown, and does not affect equality.
     assert replace(one, provider="", phase=Phase.DECODE).route == "decode/sparse_decode/none"
     assert one.as_dict() == before
     assert one == plan(Attention.SPARSE_DECODE, IndexerMode.TOPK)

@@ -1,4 +1,4 @@
-"""Model and batch shapes: what they derive, and what they refuse."""
+"""Model and batch shapes: derived values and refused ones."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_each_family_has_layouts_of_attention_caches_only() -> None:
         (V4 | {"sliding_window": 0}, r"sliding_window is 0 for family v4"),
     ],
 )
-def test_a_model_that_cannot_be_names_the_field(fields: dict[str, object], message: str) -> None:
+def test_an_impossible_model_names_the_field(fields: dict[str, object], message: str) -> None:
     with pytest.raises(ShapeError, match=message):
         ModelShape(**fields)
 
@@ -95,7 +95,7 @@ def test_no_requests_are_an_empty_batch() -> None:
         ([-1], [4], r"request 0 has -1 rows"),
     ],
 )
-def test_lengths_that_cannot_be_name_the_request(q_lens: list[int], kv_lens: list[int], message: str) -> None:
+def test_impossible_lengths_name_the_request(q_lens: list[int], kv_lens: list[int], message: str) -> None:
     with pytest.raises(ShapeError, match=message):
         BatchShape.from_lengths(Phase.EXTEND, q_lens, kv_lens)
 
@@ -109,7 +109,7 @@ def test_lengths_that_cannot_be_name_the_request(q_lens: list[int], kv_lens: lis
         ({"max_kv_len": 5, "total_kv_len": 4}, "max_kv_len 5 exceeds total_kv_len 4"),
     ],
 )
-def test_a_batch_that_cannot_be_says_why(fields: dict[str, int], message: str) -> None:
+def test_an_impossible_batch_is_refused_with_a_reason(fields: dict[str, int], message: str) -> None:
     with pytest.raises(ShapeError, match=message):
         BatchShape(phase=Phase.EXTEND, **fields)
 

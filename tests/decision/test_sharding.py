@@ -1,4 +1,4 @@
-"""Whether ranks trade heads for tokens, by every fact that decides it, and whose rows are whose then."""
+"""The decision to reshard heads, by each fact that it depends on, and the partition of query tokens."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ PREFILL = (90, "sparse_mla_prefill", "v32_fp8")
 GROUP8 = (90, "token_shard_attention tp8", "v32_fp8")
 FULL = synthetic(90)
 RECORDS = Path(__file__).parents[2] / "docs" / "benchmarks" / "h200"
-TRADED_STEPS = (Phase.DECODE, Phase.TARGET_VERIFY)
+RESHARDED_STEPS = (Phase.DECODE, Phase.TARGET_VERIFY)
 
 Table = dict[tuple[int, str, str], dict[str, dict[int, timings.Points]]]
 
@@ -58,18 +58,18 @@ def measure(monkeypatch: pytest.MonkeyPatch) -> Any:
     return put
 
 
-def table(kept: float, traded: float, *, by: str = STEP) -> Table:
-    """Times of 4096 rows: CUDA with 16 heads, `by` with all heads of an eighth of them, and that with the exchange."""
+def table(local: float, resharded: float, *, by: str = STEP) -> Table:
+    """Times of 4096 rows: CUDA with 16 heads, `by` with all heads of an eighth of them, and `by` with the exchange."""
     slow = {16: ((4096, 9e9),), 128: ((512, 9e9),)}
-    kernels = {CUDA: {16: ((4096, kept),), 128: ((512, 9e9),)}, STEP: slow, COPIED: slow}
+    kernels = {CUDA: {16: ((4096, local),), 128: ((512, 9e9),)}, STEP: slow, COPIED: slow}
     return {
         PREFILL: kernels | {by: {16: ((4096, 9e9),), 128: ((512, 1.0),)}},
-        GROUP8: {f"token_shard by {by}": {16: ((2048, traded / 2), (4096, traded))}},
+        GROUP8: {f"token_shard by {by}": {16: ((2048, resharded / 2), (4096, resharded))}},
     }
 
 
 # ---------------------------------------------------------------------------------------------------
-# Where heads are kept
+# Heads stay local
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def table(kept: float, traded: float, *, by: str = STEP) -> Table:
         (V32, extend(4096, 65536, cuda_graph=True), SHARDING_H200, "on", "a captured graph has fixed query tokens"),
         (V32, extend(7, 65536), SHARDING_H200, "on", "7 query tokens, fewer than the 8 ranks"),
         (V32, extend(100), SHARDING_H200, "on", "dense attention pads no heads"),
-        # 144 heads are more than any of these kernels takes, and 18 of them are not.
+        # 144 heads exceed every kernel's limit; 18 do not.
         (
             replace(V32, num_heads=144),
             LONG,
@@ -102,7 +102,7 @@ def table(kept: float, traded: float, *, by: str = STEP) -> Table:
         ),
     ],
 )
-def test_heads_are_kept(
+def test_heads_stay_local(
     model: ModelShape, shape: BatchShape, device: DeviceProfile, mode: str, reason: str, measure: Any
 ) -> None:
     plan = choose(model, shape, device, token_shard=mode)
@@ -124,18 +124,18 @@ KEEPS = "two batches are attended at once"
         (decode(512, 5000, phase=Phase.DRAFT_EXTEND), "on", "draft_extend: draft steps do not reshard"),
     ],
 )
-def test_an_engines_reason_keeps_heads_whatever_speaks_for_the_trade(shape: BatchShape, mode: str, reason: str) -> None:
-    """And its plan is the one of `off` in everything else."""
+def test_an_engines_reason_keeps_heads_local_whatever_was_measured(shape: BatchShape, mode: str, reason: str) -> None:
+    """The rest of the plan equals that of `off`."""
     model, settings = replace(V32_FP8, attn_tp_size=4), Settings(token_shard=mode)
-    kept = decide(model, shape, FULL, settings, Constraints(keep_heads=KEEPS))
+    local = decide(model, shape, FULL, settings, Constraints(keep_heads=KEEPS))
     off = decide(model, shape, FULL, replace(settings, token_shard="off"))
-    assert kept.reasons == off.reasons | {"token_shard": reason}
-    assert replace(kept, reasons={}) == replace(off, reasons={})
+    assert local.reasons == off.reasons | {"token_shard": reason}
+    assert replace(local, reasons={}) == replace(off, reasons={})
     if reason == KEEPS:
         assert decide(model, shape, FULL, settings).token_shard
 
 
-def test_an_engines_reason_keeps_the_heads_of_all_parts_of_a_prefill() -> None:
+def test_an_engines_reason_keeps_heads_local_in_all_parts_of_a_prefill() -> None:
     model = replace(V32_FP8, attn_tp_size=4)
     q_lens, kv_lens = [4096, 100], [65536, 100]
     parts = partition(
@@ -151,7 +151,7 @@ def test_an_engines_reason_keeps_the_heads_of_all_parts_of_a_prefill() -> None:
     assert said == {(0,): (False, KEEPS), (1,): (False, "dense attention pads no heads")}
 
 
-def test_draft_steps_keep_their_heads() -> None:
+def test_draft_steps_keep_heads_local() -> None:
     plan = choose(V32_FP8, decode(512, 5000, phase=Phase.DRAFT_EXTEND), FULL, token_shard="on")
     assert not plan.token_shard
     assert plan.reasons["token_shard"] == "draft_extend: draft steps do not reshard"
@@ -166,16 +166,16 @@ def test_draft_steps_keep_their_heads() -> None:
         (replace(V4, attn_tp_size=8), FULL, "family is v4"),
     ],
 )
-def test_on_where_it_cannot_work_is_an_error(model: ModelShape, device: DeviceProfile, reason: str) -> None:
+def test_on_is_an_error_where_resharding_cannot_work(model: ModelShape, device: DeviceProfile, reason: str) -> None:
     with pytest.raises(SettingsError, match=rf"token_shard is on and cannot work here: .*{reason}.*: auto, off"):
         validate(model, device, Settings(token_shard="on"))
 
 
 # ---------------------------------------------------------------------------------------------------
-# Where they are traded
+# Heads are resharded
 
 
-def test_on_trades_wherever_it_can(measure: Any) -> None:
+def test_on_reshards_wherever_it_can(measure: Any) -> None:
     assert choose(V32, extend(8, 65536), SHARDING_H200, token_shard="on").token_shard
     assert choose(V32, LONG, replace(SHARDING_H200, nvlink=False), token_shard="on").token_shard
     unpadded = choose(replace(V32, attn_tp_size=2), LONG, SHARDING_H200, token_shard="on")
@@ -188,12 +188,12 @@ def test_on_trades_wherever_it_can(measure: Any) -> None:
     assert plan.reasons["indexer"].endswith("for each of 4096 query tokens, by the rank that attends to them")
     own = choose(V32_FP8, LONG, FULL, token_shard="on")
     assert own.token_shard
-    assert route(own) == ("sparse_decode", "flash_mla", False, 0)  # its 128 heads are not few
+    assert route(own) == ("sparse_decode", "flash_mla", False, 0)  # 128 heads need no padding
 
 
-@pytest.mark.parametrize("phase", TRADED_STEPS)
+@pytest.mark.parametrize("phase", RESHARDED_STEPS)
 @pytest.mark.parametrize("graph", [False, True])
-def test_on_trades_the_rows_of_a_step(measure: Any, phase: Phase, graph: bool) -> None:
+def test_on_reshards_decode_and_verify_steps(measure: Any, phase: Phase, graph: bool) -> None:
     plan = choose(V32_FP8, decode(512, 5000, phase=phase, cuda_graph=graph), FULL, token_shard="on")
     assert plan.token_shard
     assert route(plan) == ("sparse_decode", "flash_mla", False, 0)
@@ -202,21 +202,21 @@ def test_on_trades_the_rows_of_a_step(measure: Any, phase: Phase, graph: bool) -
     assert (few.token_shard, few.reasons["token_shard"]) == (False, "7 query tokens, fewer than the 8 ranks")
 
 
-@pytest.mark.parametrize("phase", TRADED_STEPS)
-def test_auto_trades_a_step_from_the_measured_size_on(measure: Any, phase: Phase) -> None:
-    """By what was measured of steps, and not of prefills, at so many rows."""
+@pytest.mark.parametrize("phase", RESHARDED_STEPS)
+def test_auto_reshards_steps_from_the_measured_size_up(measure: Any, phase: Phase) -> None:
+    """From measurements of steps, not of prefills, at that number of query tokens."""
     kernels = {
         "cuda sparse_decode": {16: ((1, 20.0), (1024, 400.0)), 128: ((1024, 9e9),)},
         STEP: {16: ((1024, 9e9),), 128: ((1, 20.0), (1024, 1400.0))},
     }
     label = f"token_shard by {STEP}"
     steps = (90, "sparse_mla_decode", "v32_fp8")
-    for key, traded in (((90, "token_shard_steps tp8", "v32_fp8"), True), (GROUP8, False)):
+    for key, resharded in (((90, "token_shard_steps tp8", "v32_fp8"), True), (GROUP8, False)):
         measure({steps: kernels, key: {label: {16: ((128, 95.0), (512, 150.0))}}})
         plan = choose(V32_FP8, decode(512, 5000, phase=phase), FULL)
-        assert plan.token_shard == traded
+        assert plan.token_shard == resharded
         reason = plan.reasons["token_shard"]
-        if not traded:
+        if not resharded:
             assert reason == f"no times on SM90 for {STEP} over 8 ranks and 512 query tokens"
             continue
         assert reason.endswith(
@@ -230,8 +230,8 @@ def test_auto_trades_a_step_from_the_measured_size_on(measure: Any, phase: Phase
         assert "over 8 ranks and 127 query tokens" in fewer.reasons["token_shard"]
 
 
-def test_rows_come_under_a_limit(measure: Any) -> None:
-    # 80000 rows are too many for the decode kernel on one rank; an eighth of them is not.
+def test_resharding_keeps_query_tokens_within_a_kernels_limit(measure: Any) -> None:
+    # 80000 query tokens exceed the decode kernel's limit on one rank; an eighth of them does not.
     device = synthetic(90, libraries=(*STOCK, "triton"), versions=OLD_FLASH_MLA)
     measure({})
     plan = choose(V32_FP8, extend(80000), device, token_shard="on")
@@ -240,29 +240,27 @@ def test_rows_come_under_a_limit(measure: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kept", "traded", "trades"),
+    ("local", "resharded", "reshards"),
     [(1000.0, 500.0, True), (1000.0, 960.0, True), (1000.0, 980.0, False), (1000.0, 1500.0, False)],
 )
-def test_auto_trades_where_it_was_measured_to_be_quicker(
-    measure: Any, kept: float, traded: float, trades: bool
-) -> None:
-    measure(table(kept, traded))
+def test_auto_reshards_if_measured_faster(measure: Any, local: float, resharded: float, reshards: bool) -> None:
+    measure(table(local, resharded))
     plan = choose(V32_FP8, LONG, FULL)
-    assert plan.token_shard == trades
-    assert route(plan)[:2] == (("sparse_decode", "flash_mla") if trades else ("sparse_prefill", "cuda"))
-    for time in (kept, traded):
+    assert plan.token_shard == reshards
+    assert route(plan)[:2] == (("sparse_decode", "flash_mla") if reshards else ("sparse_prefill", "cuda"))
+    for time in (local, resharded):
         assert (f"{time:g} us" if time < 999.5 else f"{time / 1e3:.2f} ms") in plan.reasons["token_shard"]
     assert plan.reasons["token_shard"].endswith("(measured on H200, 16 heads, 4096 query tokens)")
 
 
-def test_auto_trades_over_nvlink_only(measure: Any) -> None:
+def test_auto_reshards_over_nvlink_only(measure: Any) -> None:
     measure(table(1000.0, 500.0))
     plan = choose(V32_FP8, LONG, replace(FULL, nvlink=False))
     assert (plan.token_shard, "over NVLink" in plan.reasons["token_shard"]) == (False, True)
 
 
 def test_auto_compares_with_the_best_kernel_for_few_heads(measure: Any) -> None:
-    """Not with the padded one: what pads is slower, and not what would run."""
+    """Not with the padded one, which is slower and would not run."""
     padded = table(1000.0, 1500.0)
     padded[PREFILL][STEP] = padded[PREFILL][STEP] | {16: ((4096, 4000.0),)}
     measure(padded)
@@ -272,19 +270,19 @@ def test_auto_compares_with_the_best_kernel_for_few_heads(measure: Any) -> None:
 
 
 def test_a_copy_of_the_context_counts(measure: Any) -> None:
-    """Every rank copies it for its share; the measurement of the exchange has none in it."""
+    """Every rank makes the copy for its share; the measurement of the exchange does not include it."""
     of_copy = 65536 * (656 + 2 * 576) / 3e6
-    for extra, trades in ((1.05, True), (0.9, False)):
+    for extra, reshards in ((1.05, True), (0.9, False)):
         measure(table(1000.0, 970.0 - extra * of_copy, by=COPIED))
-        assert choose(V32_FP8, LONG, FULL, prefill_backend="auto").token_shard == trades
+        assert choose(V32_FP8, LONG, FULL, prefill_backend="auto").token_shard == reshards
 
 
 # ---------------------------------------------------------------------------------------------------
-# In how many pieces
+# Number of pieces
 
 
 def in_pieces(*times: float, rows: int = 2048, phase: str = "attention") -> Table:
-    """Trades in 1, 2 and 4 pieces; of so many rows and of twice as many."""
+    """Times of resharding in 1, 2 and 4 pieces, for `rows` and for twice as many."""
     points = {chunks: {16: ((rows, time), (2 * rows, 2 * time))} for chunks, time in zip((1, 2, 4), times, strict=True)}
     labels = {sharding.in_chunks(f"token_shard by {STEP}", chunks): by_heads for chunks, by_heads in points.items()}
     return table(1000.0, 1.0) | {(90, f"token_shard_{phase} tp8", "v32_fp8"): labels}
@@ -295,7 +293,7 @@ def in_pieces(*times: float, rows: int = 2048, phase: str = "attention") -> Tabl
     [((250.0, 200.0, 225.0), 2), ((250.0, 225.0, 200.0), 4), ((200.0, 225.0, 250.0), 1), ((200.0, 200.0, 200.0), 1)],
 )
 @pytest.mark.parametrize("mode", ["auto", "on"])
-def test_the_pieces_that_take_least_are_taken(measure: Any, times: Any, chunks: int, mode: str) -> None:
+def test_the_fastest_number_of_pieces_is_used(measure: Any, times: Any, chunks: int, mode: str) -> None:
     measure(in_pieces(*times))
     plan = choose(V32_FP8, LONG, FULL, token_shard=mode, prefill_backend="flash_mla" if mode == "on" else "auto")
     assert (plan.token_shard, plan.token_shard_chunks) == (True, chunks)
@@ -309,7 +307,7 @@ def test_the_pieces_that_take_least_are_taken(measure: Any, times: Any, chunks: 
     assert plan.reasons["token_shard_chunks"] == said
 
 
-def test_auto_compares_the_best_pieces_with_the_own_heads(measure: Any) -> None:
+def test_auto_compares_the_best_pieces_with_local_heads(measure: Any) -> None:
     measure(in_pieces(1400.0, 900.0, 1200.0, rows=4096))
     plan = choose(V32_FP8, LONG, FULL)
     assert (plan.token_shard, plan.token_shard_chunks) == (True, 2)
@@ -325,7 +323,7 @@ def test_auto_compares_the_best_pieces_with_the_own_heads(measure: Any) -> None:
     assert sharding.pointless(V32_FP8, FULL, Settings(), 4096) is not None
 
 
-def test_a_prefill_is_cut_where_that_was_measured_and_there_are_the_rows(measure: Any) -> None:
+def test_a_prefill_is_cut_if_measured_and_large_enough(measure: Any) -> None:
     def chosen(shape: BatchShape) -> tuple[int, str]:
         plan = choose(V32_FP8, shape, FULL, token_shard="on", decode_backend="flash_mla", prefill_backend="flash_mla")
         assert plan.token_shard
@@ -346,7 +344,7 @@ def test_a_prefill_is_cut_where_that_was_measured_and_there_are_the_rows(measure
     assert chosen(extend(16, 65536))[0] == 2
     assert chosen(extend(15, 65536)) == (1, "15 query tokens of 8 ranks are too few to split")
     measure(in_pieces(300.0, 200.0, 100.0, rows=8, phase="steps"))
-    for phase in TRADED_STEPS:
+    for phase in RESHARDED_STEPS:
         whole = 1, "decode and verify steps are exchanged in one piece"
         assert chosen(decode(512, 5000, phase=phase, cuda_graph=True)) == whole
 
@@ -364,14 +362,14 @@ def test_a_prefill_is_cut_where_that_was_measured_and_there_are_the_rows(measure
         (4096, {GROUP8: {}}, "no times on SM90 for 8 ranks that reshard 16 heads each"),
     ],
 )
-def test_what_was_not_measured_is_not_traded(measure: Any, rows: int, change: Table, reason: str) -> None:
+def test_auto_does_not_reshard_without_a_measurement(measure: Any, rows: int, change: Table, reason: str) -> None:
     measure(table(1000.0, 500.0) | change)
     plan = choose(V32_FP8, extend(rows, 65536), FULL)
     assert not plan.token_shard
     assert reason in plan.reasons["token_shard"]
 
 
-def test_measurements_of_another_group_or_another_selection_say_nothing(measure: Any) -> None:
+def test_measurements_of_another_group_or_topk_are_not_used(measure: Any) -> None:
     measure(table(1000.0, 500.0))
     for model in (replace(V32_FP8, attn_tp_size=4), V32, replace(V32_FP8, index_topk=1024)):
         assert not choose(model, LONG, FULL).token_shard
@@ -382,9 +380,9 @@ def test_measurements_of_another_group_or_another_selection_say_nothing(measure:
 
 
 def recorded(ranks: int) -> dict[tuple[str, int, int], tuple[float, float]]:
-    """{(phase, rows, context): (microseconds of the quickest kernel for the own heads, of the quickest trade)}.
+    """{(phase, rows, context): (microseconds of the fastest kernel with local heads, of the fastest with resharding)}.
 
-    Of H200s, where attention alone was timed.
+    Attention alone, on H200s.
     """
     record = json.loads((RECORDS / f"token-shard-tp{ranks}.json").read_text())
     found: dict[tuple[str, int, int], tuple[float, float]] = {}
@@ -394,10 +392,10 @@ def recorded(ranks: int) -> dict[tuple[str, int, int], tuple[float, float]]:
             continue
         step = "batch" in case
         place = ("decode" if step else "extend", case["batch"] if step else case["q"], case["kv"])
-        kept, traded = found.get(place, (math.inf, math.inf))
-        trades = row["provider"].startswith("token_shard")
+        local, resharded = found.get(place, (math.inf, math.inf))
+        reshards = row["provider"].startswith("token_shard")
         time = row["median_us"]
-        found[place] = (kept, min(traded, time)) if trades else (min(kept, time), traded)
+        found[place] = (local, min(resharded, time)) if reshards else (min(local, time), resharded)
     return found
 
 
@@ -408,23 +406,23 @@ def test_pieces_are_those_of_the_records(rows: int, chunks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_auto_trades_what_the_records_say_is_quicker(ranks: int) -> None:
-    """Beside the kernels of the same record, which the decision does not read: it has theirs from other records."""
+def test_auto_reshards_what_the_records_show_is_faster(ranks: int) -> None:
+    """Compared with the kernels of the same record; the decision has their times from other records."""
     model = replace(V32_FP8, attn_tp_size=ranks)
     cases = recorded(ranks)
     assert {phase for phase, *_ in cases} == {"extend", "decode"}
-    trades = set()
-    for (phase, rows, context), (kept, traded) in cases.items():
+    reshards = set()
+    for (phase, rows, context), (local, resharded) in cases.items():
         shape = extend(rows, context) if phase == "extend" else decode(rows, context, cuda_graph=True)
         plan = choose(model, shape, FULL)
-        assert plan.token_shard == (traded < kept), (phase, rows, context, plan.reasons["token_shard"])
+        assert plan.token_shard == (resharded < local), (phase, rows, context, plan.reasons["token_shard"])
         if plan.token_shard:
-            trades.add((phase, rows))
-    assert trades == (set() if ranks == 2 else {("extend", 2048), ("extend", 8192), ("decode", 512)})
+            reshards.add((phase, rows))
+    assert reshards == (set() if ranks == 2 else {("extend", 2048), ("extend", 8192), ("decode", 512)})
 
 
-def test_auto_keeps_heads_that_no_kernel_pads() -> None:
-    """64 heads a rank are what FlashMLA takes: by the record the trade is slower, whatever the rows."""
+def test_auto_keeps_heads_local_if_no_kernel_pads_them() -> None:
+    """FlashMLA supports 64 heads a rank: by the record resharding is slower for any number of query tokens."""
     model = replace(V32_FP8, attn_tp_size=2)
     for rows in (2048, 2500, 4096, 6000, 8192, 16384):
         for context in (rows, 65536, 131072):
@@ -453,7 +451,7 @@ def test_on_is_served(ranks: int) -> None:
         (replace(FULL, nvlink=False), "auto", "no other GPU is reached over NVLink"),
     ],
 )
-def test_buffers_are_pointless_where_no_batch_ever_trades(device: DeviceProfile, mode: str, reason: str) -> None:
+def test_buffers_are_not_needed_if_no_batch_reshards(device: DeviceProfile, mode: str, reason: str) -> None:
     said = sharding.pointless(replace(V32_FP8, attn_tp_size=4), device, Settings(token_shard=mode), 8192)
     assert said is not None
     assert said.startswith(reason)
@@ -472,7 +470,7 @@ def test_buffers_are_pointless_where_no_batch_ever_trades(device: DeviceProfile,
         (replace(V32_FP8, attn_tp_size=4), 8192, None),
     ],
 )
-def test_buffers_are_for_something(model: ModelShape, most: int, wanted: str | None) -> None:
+def test_buffers_are_needed_if_some_batch_reshards(model: ModelShape, most: int, wanted: str | None) -> None:
     assert sharding.never(model, FULL, Settings()) is None
     said = sharding.pointless(model, FULL, Settings(), most)
     assert (said is None) if wanted is None else (said is not None and said.startswith(wanted))
@@ -480,8 +478,8 @@ def test_buffers_are_for_something(model: ModelShape, most: int, wanted: str | N
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_what_is_pointless_is_what_no_batch_does(ranks: int) -> None:
-    """Of batches at every size, those between the measured ones too."""
+def test_buffers_are_needed_exactly_if_some_batch_reshards(ranks: int) -> None:
+    """For batches of every size, also between the measured ones."""
     model = replace(V32_FP8, attn_tp_size=ranks)
     least = min(
         (
@@ -498,20 +496,20 @@ def test_what_is_pointless_is_what_no_batch_does(ranks: int) -> None:
         assert sharding.pointless(model, FULL, Settings(), least // 2) is not None
 
 
-def test_buffers_may_be_for_what_is_quicker_half_way_or_in_place(measure: Any) -> None:
+def test_buffers_may_be_needed_only_between_measured_points_or_without_a_copy(measure: Any) -> None:
     label = f"token_shard by {STEP}"
-    # At 2048 and at 6144 rows another kernel is as quick as the trade, between them neither.
+    # At 2048 and 6144 query tokens another kernel is as fast as resharding; between them resharding is faster.
     kernels = {
         CUDA: {16: ((2048, 100.0), (6144, 9000.0)), 128: ((1, 9e9),)},
         STEP: {16: ((2048, 4000.0), (6144, 4100.0)), 128: ((1, 1.0),)},
     }
     measure({PREFILL: kernels, GROUP8: {label: {16: ((2048, 110.0), (6144, 4200.0))}}})
-    for rows, trades in ((2048, False), (4096, True), (6144, False)):
-        assert choose(V32_FP8, extend(rows, 65536), FULL).token_shard == trades
+    for rows, reshards in ((2048, False), (4096, True), (6144, False)):
+        assert choose(V32_FP8, extend(rows, 65536), FULL).token_shard == reshards
     assert sharding.pointless(V32_FP8, FULL, Settings(), 6144) is None
     assert sharding.pointless(V32_FP8, FULL, Settings(), 2048) is not None
 
-    # Only where there is no memory for a bf16 copy of the cache.
+    # Only without memory for a bf16 copy of the cache.
     copied = table(5000.0, 4000.0)
     copied[PREFILL][COPIED] = {16: ((1, 1.0), (4096, 2000.0)), 128: ((512, 9e9),)}
     measure(copied)
@@ -526,13 +524,13 @@ def test_buffers_may_be_for_what_is_quicker_half_way_or_in_place(measure: Any) -
 # Shares
 
 
-def test_shares_of_a_step_are_made_of_the_number_of_rows() -> None:
+def test_shares_of_a_step_depend_only_on_the_number_of_query_tokens() -> None:
     assert sharding.step_shares(V32, 512).counts == [64] * 8
     assert sharding.step_shares(V32, 9) == by_count(9, 8)
 
 
-def test_weights_are_a_devices_rates() -> None:
-    """In picoseconds, of 128 heads of 576 and 512 values and 64 indexer heads of 128."""
+def test_weights_follow_from_a_devices_rates() -> None:
+    """In picoseconds, for 128 heads of 576 and 512 values and 64 indexer heads of 128."""
     values = 128 * (576 + 512)
     assert sharding.weights(V32).row == pytest.approx(2 * values / 400e9 * 1e12, rel=0.01)
     assert sharding.weights(V32).attention == pytest.approx(values / 300e12 * 1e12, rel=0.01)
@@ -543,7 +541,7 @@ def test_weights_are_a_devices_rates() -> None:
     st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 200_000)), min_size=1, max_size=9),
     st.sampled_from([2, 4, 8, 16]),
 )
-def test_shares_are_every_row_once_and_fit(requests: list[tuple[int, int]], ranks: int) -> None:
+def test_shares_cover_every_query_token_once_and_fit(requests: list[tuple[int, int]], ranks: int) -> None:
     q_lens, kv_lens = [rows for rows, _ in requests], [rows + prefix for rows, prefix in requests]
     total = sum(q_lens)
     model = replace(V32, attn_tp_size=ranks)

@@ -272,7 +272,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
             mem_get_info=lambda index: (100 * GIB, 141 * GIB),
         ),
     )
-    # Only this folder and the standard library: packages of the test machine must not count.
+    # Only this folder and the standard library: packages of the test machine are not visible.
     standard = [entry for entry in sys.path if "site-packages" not in entry]
     monkeypatch.setattr(sys, "path", [str(tmp_path), *standard])
     forget()
@@ -329,7 +329,7 @@ def test_a_library_that_does_not_load_says_why(site: Site, body: str, reason: st
     assert (library.version, library.capabilities) == ("1.0.0", ())
 
 
-def test_a_module_from_an_unknown_distribution_is_not_used(site: Site) -> None:
+def test_a_module_of_an_unknown_distribution_is_not_used(site: Site) -> None:
     site.add(FLASH_MLA, distribution="flash-mla", version="2.0.0")
     library = probe().libraries["flash_mla"]
     assert not library.available
@@ -348,7 +348,7 @@ def test_the_next_host_is_used_if_the_first_does_not_load(site: Site) -> None:
     assert {capability.max_rows for capability in library.capabilities} == {None, 11622}
 
 
-def test_an_extension_that_failed_silently_is_noticed(site: Site) -> None:
+def test_an_extension_that_failed_silently_is_detected(site: Site) -> None:
     site.add(
         {
             "sgl_kernel/__init__.py": "",

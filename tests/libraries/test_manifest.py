@@ -85,7 +85,7 @@ def test_the_limits_of_the_provider_modules_are_the_manifests() -> None:
 
 
 @pytest.mark.parametrize("sm", SHARED_MEMORY_PER_BLOCK)
-def test_a_synthetic_device_grants_what_its_architecture_does(sm: int) -> None:
+def test_a_synthetic_device_has_its_architectures_limits(sm: int) -> None:
     assert synthetic(sm).smem_per_block == SHARED_MEMORY_PER_BLOCK[sm]
 
 

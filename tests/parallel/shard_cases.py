@@ -1,4 +1,4 @@
-"""What ranks do in the tests of `TokenShard`, each function on every rank: sharded against unsharded attention."""
+"""Bodies of the tests of `TokenShard`, run on every rank: resharded against local attention."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ HARMLESS = re.compile(
 class Batch:
     """T rows of q with all heads, the same on every rank, and the attention of all of them in one piece.
 
-    A matrix product may add up in another order for fewer rows. So on a CPU attention is the reference provider's, row
-    by row; on a GPU it is elementwise and takes its time, so that an exchange that does not wait for it shows.
+    A matrix product may add in another order for fewer rows. So on a CPU the reference attends row by row; on a GPU
+    attention is elementwise and slow, so that an exchange that does not wait for it is detected.
     """
 
     def __init__(self, rows: int, device: torch.device, ranks: int, seed: int, dtype: torch.dtype = torch.bfloat16):
@@ -82,7 +82,7 @@ def poison(shard: TokenShard) -> None:
 
 
 def partitions(rows: int, ranks: int, seed: int) -> list[Partition]:
-    """Equal, by cost, any, and ranks without rows."""
+    """Partitions by count, by cost, at random, and with ranks without rows."""
     made = torch.Generator().manual_seed(seed)
     cuts = torch.randint(0, rows + 1, (ranks - 1,), generator=made).sort().values.tolist()
     first = rows // 3
@@ -98,11 +98,11 @@ def partitions(rows: int, ranks: int, seed: int) -> list[Partition]:
 
 def same(actual: torch.Tensor, expected: torch.Tensor) -> None:
     assert actual.shape == expected.shape
-    assert torch.equal(actual, expected)  # and no NaN, which equals nothing
+    assert torch.equal(actual, expected)  # also fails on NaN
 
 
 def equal_to_unsharded(device: torch.device) -> None:
-    """Other rows in every call, through the same buffers, which hold nothing of the call before."""
+    """Calls with different rows share the buffers; nothing is left of the previous call."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     shard = make_shard(device)
     for seed, rows in enumerate((200, 0, 1, ranks - 1, ranks, 37, 200)):
@@ -137,7 +137,7 @@ def other_dtypes(device: torch.device) -> None:
 
 
 def padded_rows(device: torch.device) -> None:
-    """Whatever rows behind the batch's hold, the batch's are the same."""
+    """Padded rows do not affect the others."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     shard, batch = make_shard(device), Batch(40, device, ranks, 7)
     expected = batch.expected(rank)[:33].clone()
@@ -179,7 +179,7 @@ def nothing_is_allocated(device: torch.device) -> None:
 
 
 def mismatches(device: torch.device) -> None:
-    """Ranks that differ raise one error on all of them; the object works on afterwards."""
+    """Ranks that differ all raise the same error; the object stays usable."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     shard, odd = make_shard(device, check_rows=True), rank == 1
     batch, other = Batch(20, device, ranks, 1), Batch(21, device, ranks, 1)
@@ -247,7 +247,7 @@ def refusals(device: torch.device) -> None:
 
 
 def groups_apart(device: torch.device) -> None:
-    """Two attention groups in one world, each with rows of its own."""
+    """Two attention groups in one world, with different rows."""
     rank, half = dist.get_rank(), dist.get_world_size() // 2
     members = [list(range(half)), list(range(half, 2 * half))]
     groups = [dist.new_group(ranks) for ranks in members]
@@ -262,26 +262,26 @@ def groups_apart(device: torch.device) -> None:
 
 
 def a_rank_that_stays_away(device: torch.device) -> None:
-    """The others get the group's own error when its timeout is over."""
+    """The other ranks get the group's error after its timeout."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    # Connecting the ranks is under the same limit, on a busy machine too.
+    # Connecting the ranks has the same limit, also on a busy machine.
     group = dist.new_group(list(range(ranks)), timeout=timedelta(seconds=5))
     shard, batch = make_shard(device, group), Batch(20, device, ranks, 1)
     if rank != 0:
         with pytest.raises(RuntimeError):
             shard.attend(batch.q(rank), by_count(20, ranks), batch.attend)
-    dist.barrier()  # rank 0 is alive until the others have their error
+    dist.barrier()  # keep rank 0 alive until the others have their error
 
 
 def in_cuda_graphs(device: torch.device) -> None:
-    """Captured on a stream of the caller's, replayed with other values."""
+    """Captured on the caller's stream, replayed with other values."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     shard, stream = make_shard(device), torch.cuda.Stream()
     for rows, chunks in ((64, 1), (ranks - 1, 1), (64, 2), (37, 3)):
         first, second = Batch(rows, device, ranks, 1), Batch(rows, device, ranks, 2)
         second.indices = first.indices
         wanted = [batch.expected(rank) for batch in (first, second)]
-        # A copy: of a single row it would be a part of the batch, which is written over.
+        # Copied: with a single row it would be a view of the batch, which is overwritten.
         q, partition = first.q(rank).clone(), by_count(rows, ranks)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -300,7 +300,8 @@ def in_cuda_graphs(device: torch.device) -> None:
 
 
 def on_a_stream_of_the_callers(device: torch.device) -> None:
-    """q is made on the stream just before, the result read just after, and memory of both is used again at once."""
+    """q is written on the stream just before, the result is read just after, and the memory of both is reused at
+    once."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     shard = make_shard(device)
     batches = [Batch(rows, device, ranks, rows) for rows in (37, 200, 150)]
@@ -334,7 +335,7 @@ def on_cpus(device: torch.device) -> None:
     nothing_is_allocated(device)
     if dist.get_world_size() % 2 == 0:
         groups_apart(device)
-    a_rank_that_stays_away(device)  # last: nobody uses that group again
+    a_rank_that_stays_away(device)  # last: the group is not usable afterwards
 
 
 def on_gpus(device: torch.device) -> None:

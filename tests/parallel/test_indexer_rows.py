@@ -1,4 +1,4 @@
-"""A rank's own rows through the indexer select what they select among all rows of the batch."""
+"""The indexer selects the same tokens for a rank's rows alone as for all rows of the batch."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def inputs() -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.parametrize(("ranks", "rows_per_chunk"), [(3, None), (8, 5)])
-def test_own_rows_select_as_all_rows_do(ranks: int, rows_per_chunk: int | None) -> None:
+def test_a_ranks_rows_select_as_in_the_whole_batch(ranks: int, rows_per_chunk: int | None) -> None:
     q, k, k_scale, weights, ks, ke = inputs()
     whole = reference_topk(q, k, k_scale, weights, ks, ke, TOPK)
     costs = Weights(row=9, attention=2, indexer=1)
@@ -47,7 +47,7 @@ def test_own_rows_select_as_all_rows_do(ranks: int, rows_per_chunk: int | None) 
                 q[own], k, k_scale, weights[own], ks[own], ke[own], TOPK, rows_per_chunk=rows_per_chunk, requests=mine
             )
             assert torch.equal(selected.sort(1).values, whole[own].sort(1).values)
-            # No logit beyond what the last of the rank's rows of a request sees.
+            # No logits beyond the keys that the request's last row on this rank sees.
             for first, end, key_first, key_end in mine:
                 assert ks[own][first:end].tolist() == [key_first] * (end - first)
                 assert int(ke[own][first:end].max()) == key_end

@@ -1,4 +1,4 @@
-"""Partitions against a loop over rows, and the bounds that their module proves."""
+"""Partitions against a loop over rows, and the bounds stated by their module."""
 
 from fractions import Fraction
 from itertools import pairwise
@@ -82,7 +82,7 @@ def test_early_rows_are_cheap_and_decode_rows_alike() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-def test_no_rows_few_rows_and_rows_that_no_rank_shares(ranks: int) -> None:
+def test_no_rows_and_fewer_rows_than_ranks(ranks: int) -> None:
     assert by_cost([], [], ranks, topk=4, weights=ONES) == by_count(0, ranks)
     assert by_cost([0, 0], [0, 70], ranks, topk=4, weights=ONES) == by_count(0, ranks)
     one = by_cost([1], [1000], ranks, topk=4, weights=ONES)
@@ -91,7 +91,7 @@ def test_no_rows_few_rows_and_rows_that_no_rank_shares(ranks: int) -> None:
 
 @settings(max_examples=200)
 @given(batch=lengths(), ranks=st.integers(1, 9), spare=st.integers(0, 20))
-def test_max_rows_holds_and_moves_no_more_than_it_must(
+def test_max_rows_is_kept_and_moves_bounds_only_if_it_must(
     batch: tuple[list[int], list[int]], ranks: int, spare: int
 ) -> None:
     q_lens, kv_lens = batch
@@ -109,7 +109,7 @@ def test_max_rows_holds_and_moves_no_more_than_it_must(
 
 @settings(max_examples=200)
 @given(batch=lengths(), ranks=st.integers(1, 6), chunks=st.integers(1, 3), padding=st.integers(0, 5))
-def test_pieces_are_the_rows_and_see_what_each_row_sees(
+def test_pieces_cover_the_rows_and_each_sees_its_keys(
     batch: tuple[list[int], list[int]], ranks: int, chunks: int, padding: int
 ) -> None:
     q_lens, kv_lens = batch
@@ -164,6 +164,6 @@ def test_pieces_of_a_batch_with_lengths_in_it() -> None:
         (lambda: by_cost([1], [2], 2, topk=0, weights=ONES), "topk is 0"),
     ],
 )
-def test_what_is_wrong_is_named(call, reason: str) -> None:
+def test_errors_name_the_wrong_argument(call, reason: str) -> None:
     with pytest.raises(PartitionError, match=reason):
         call()

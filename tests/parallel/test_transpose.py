@@ -66,7 +66,7 @@ def test_nothing_to_move(shape: tuple[int, int, int, int]) -> None:
     assert swap_leading(torch.empty(shape, device=DEVICE), dst) is dst
 
 
-def test_heads_apart_are_moved_too() -> None:
+def test_heads_with_gaps_are_moved_too() -> None:
     src = bits((2, 3, 4, 6), torch.float32, 0).transpose(2, 3)
     dst = torch.empty(3, 2, 6, 4, device=DEVICE)
     assert same_bits(swap_leading(src, dst), src.transpose(0, 1))
@@ -80,6 +80,6 @@ def test_heads_apart_are_moved_too() -> None:
         (torch.empty(3, 2, 20), "dst has shape"),
     ],
 )
-def test_what_is_wrong_is_named(dst: torch.Tensor, reason: str) -> None:
+def test_errors_name_the_wrong_argument(dst: torch.Tensor, reason: str) -> None:
     with pytest.raises(KernelArgumentError, match=reason):
         swap_leading(torch.empty(2, 3, 4, 5), dst)

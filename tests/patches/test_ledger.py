@@ -139,7 +139,7 @@ def snapshot(module: ModuleType) -> dict[str, Any]:
     }
 
 
-# What can be replaced, how it behaves then, and that undo leaves nothing.
+# Every kind of replacement, its behaviour, and that undo leaves nothing.
 CASES: dict[str, tuple[Patch, Callable[[ModuleType], Any], Any, Any]] = {
     "function": (
         patch("serve", "core:serve", params=("host", "port")),
@@ -254,7 +254,7 @@ REFUSALS = {
     "unreadable parameters": (patch("x", "core:HANDLERS[other]", params=("z",)), "its parameters cannot be read"),
     "replacement that raises": (patch("x", "core:serve", "broken"), "RuntimeError('no such kernel')"),
     "replacement that is not there": (patch("x", "core:serve", "absent"), "the patch itself failed"),
-    "replacement that carries no mark": (patch("x", "core:serve", "unmarkable"), "the patch itself failed"),
+    "replacement without a mark": (patch("x", "core:serve", "unmarkable"), "the patch itself failed"),
     "probe that is not there": (patch("x", "core:serve", probe="absent"), "the patch itself failed"),
     "requirement that is not there": (patch("x", "core:gone", ""), "is not there"),
 }
@@ -291,7 +291,7 @@ def test_refusal_keeps_what_an_earlier_call_applied(engine: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("version", ["0.9", "2.0", "3"])
-def test_version_outside_the_range_is_refused_before_anything_is_touched(version: str, engine: ModuleType) -> None:
+def test_version_outside_the_range_is_refused_before_any_change(version: str, engine: ModuleType) -> None:
     before = snapshot(engine)
     book = ledger(patch("serve", "core:serve"), version=version)
     with pytest.raises(PatchError, match=rf"supports fake >=1,<2; fake {version} is installed"):
@@ -301,7 +301,7 @@ def test_version_outside_the_range_is_refused_before_anything_is_touched(version
 
 @pytest.mark.usefixtures("engine")
 def test_bootstrap_alone_does_not_refuse_a_version() -> None:
-    # It only reads the settings: whether to refuse depends on what they say.
+    # It only reads the settings, which decide whether to refuse.
     (status,) = ledger(patch("boot", "core:serve", need=Need.BOOTSTRAP), version="9").install(Need.BOOTSTRAP)
     assert status.state == "applied"
 
@@ -358,7 +358,7 @@ def test_probe_that_says_needed_applies(engine: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("case", ["function", "method", "classmethod", "staticmethod", "class", "dict entry"])
-def test_verification_notices_that_something_replaced_the_object(case: str, engine: ModuleType) -> None:
+def test_verification_detects_a_replaced_object(case: str, engine: ModuleType) -> None:
     entry = CASES[case][0]
     book = ledger(entry)
     book.install(Need.ENABLED)
@@ -385,7 +385,7 @@ def test_subclass_of_a_patched_class_does_not_pass_for_it(engine: ModuleType) ->
         book.verify()
 
 
-def test_verification_notices_that_the_object_is_gone(engine: ModuleType) -> None:
+def test_verification_detects_a_missing_object(engine: ModuleType) -> None:
     book = ledger(patch("serve", "core:serve"))
     book.install(Need.ENABLED)
     del engine.serve

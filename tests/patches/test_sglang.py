@@ -17,7 +17,7 @@ SINCE_0_5_13 = {"sglang.registered-alias", "sglang.metadata-out-graph", "sglang.
 SINCE_0_5_17 = {"sglang.prefill-graph"}
 UNTIL_0_5_13 = {"sglang.graph-capture", "sglang.graph-replay"}
 V4 = data.V4_ENTRY + data.V4_REQUIREMENTS + data.V4
-# Those of DeepSeek-V4 that not every version from 0.5.12 on has.
+# DeepSeek-V4's targets that not every version from 0.5.12 on has.
 V4_ONLY = {
     "sglang.v4-attention": ">=0.5.21",
     "sglang.v4-forward": ">=0.5.12,<0.5.21",
@@ -39,7 +39,7 @@ def test_names_are_unique_and_start_with_the_engine() -> None:
 @pytest.mark.parametrize("patch", data.PATCHES, ids=lambda patch: patch.name)
 def test_every_entry_is_explained(patch: Patch) -> None:
     assert patch.why.endswith(".")
-    assert bool(patch.remove_when) == bool(patch.replacement)  # what changes SGLang can go one day
+    assert bool(patch.remove_when) == bool(patch.replacement)  # a patch that changes SGLang has a removal condition
 
 
 @pytest.mark.parametrize("version", VERSIONS, ids=str)
@@ -83,7 +83,7 @@ def test_needs() -> None:
     assert {patch.need for patch in data.GPU} == {Need.GPU}
     assert {patch.need for patch in data.REQUIREMENTS} == {Need.ENABLED, Need.GPU}
     assert not any(patch.replacement for patch in data.REQUIREMENTS + data.V4_REQUIREMENTS)
-    # The entry imports nothing of V4, and all else waits until it is asked for.
+    # The entry imports nothing of V4; everything else is imported on request.
     assert {patch.need for patch in data.V4_ENTRY} == {Need.GPU}
     assert {patch.need for patch in data.V4_REQUIREMENTS + data.V4} == {Need.GPU_V4}
     assert not any("deepseek_v4" in t.path or "dsv4." in t.path for p in data.PATCHES if p not in V4 for t in p.targets)
@@ -105,7 +105,7 @@ def test_every_method_that_the_plugin_overrides_is_a_target(version: Version) ->
     methods = {target.attributes[-1] for target in targets if "SparseAttnBackend." in target.path}
     assert set(attention.OVERRIDDEN) <= methods
     assert len(methods.intersection(attention.SETTERS)) == 1
-    # Those that a version has; of the others it has none.
+    # A version has either all of them or none.
     assert set(attention.GRAPH_METHODS) - methods == (
         set(attention.GRAPH_METHODS[:1]) if version < Version("0.5.13") else set(attention.GRAPH_METHODS[1:3])
     )

@@ -182,10 +182,10 @@ FUNCTION, CLASS, VALUE = Kind.FUNCTION, Kind.CLASS, Kind.VALUE
         ("core:Decimal", CLASS, (), False),  # only for the type checker
         ("core:Engine", CLASS, ("self", "model", "size"), True),
         ("core:Engine", CLASS, ("self", "size", "model"), False),
-        ("core:Engine", FUNCTION, (), True),  # a class can be called
+        ("core:Engine", FUNCTION, (), True),  # classes are callable
         ("core:Child", CLASS, ("self", "model"), True),
         ("core:Self", CLASS, ("self", "model"), True),
-        ("core:Remade.flags", FUNCTION, ("parser",), True),  # made over from the class that it was
+        ("core:Remade.flags", FUNCTION, ("parser",), True),  # copied from the original class
         ("core:Remade.gone", FUNCTION, (), False),
         ("core:Rebuilt.method", FUNCTION, ("self", "x"), True),
         ("core:Engine.run", FUNCTION, ("self", "a", "x", "rest", "scale", "kwargs"), True),
@@ -200,7 +200,7 @@ FUNCTION, CLASS, VALUE = Kind.FUNCTION, Kind.CLASS, Kind.VALUE
         ("core:Engine.inherited", FUNCTION, ("self", "x"), True),
         ("core:Child.inherited", FUNCTION, ("self", "x"), True),
         ("core:Engine.limit", VALUE, (), True),
-        ("core:Engine.annotated", VALUE, (), False),  # an annotation alone makes no attribute
+        ("core:Engine.annotated", VALUE, (), False),  # an annotation alone defines no attribute
         ("core:Engine.ready", VALUE, (), True),
         ("core:Engine.gone", FUNCTION, (), False),
         ("core:engine.run", FUNCTION, ("x",), True),

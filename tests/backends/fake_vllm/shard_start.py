@@ -156,7 +156,7 @@ def a_rank_without_links(auto: Settings) -> None:
 def what_only_a_rank_notices(on: Settings) -> None:
     """Heads in another order that come back in the right one; and an exchange that fails on one rank alone."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    fetch, give_back, attend = TokenShard._fetch, TokenShard._give_back, TokenShard.attend
+    fetch, send_back, attend = TokenShard._fetch, TokenShard._send_back, TokenShard.attend
     totals: list[int] = []
 
     def fetched(self: TokenShard, q: torch.Tensor, partition: Any, *given: Any) -> torch.Tensor:
@@ -164,7 +164,7 @@ def what_only_a_rank_notices(on: Settings) -> None:
         return fetch(self, q, partition, *given).flip(1)
 
     def given_back(self: TokenShard, out: torch.Tensor | None, *given: Any) -> None:
-        give_back(self, out if out is None else out.flip(1), *given)
+        send_back(self, out if out is None else out.flip(1), *given)
 
     def failing(self: TokenShard, *given: Any, **named: Any) -> torch.Tensor:
         result = attend(self, *given, **named)
@@ -180,10 +180,10 @@ def what_only_a_rank_notices(on: Settings) -> None:
             raise RuntimeError("a second stream's")
 
     try:
-        TokenShard._fetch, TokenShard._give_back = fetched, given_back  # type: ignore[method-assign]
+        TokenShard._fetch, TokenShard._send_back = fetched, given_back  # type: ignore[method-assign]
         with pytest.raises(NoProviderError, match="the exchange of token_shard: a rank did not receive"):
             serving_of(on).building()
-        TokenShard._fetch, TokenShard._give_back = fetch, give_back  # type: ignore[method-assign]
+        TokenShard._fetch, TokenShard._send_back = fetch, send_back  # type: ignore[method-assign]
         TokenShard.attend = failing  # type: ignore[method-assign,assignment]
         with pytest.raises(NoProviderError, match="a compiler's" if rank == 1 else "a rank did not receive"):
             serving_of(on).building()
@@ -191,6 +191,6 @@ def what_only_a_rank_notices(on: Settings) -> None:
         with pytest.raises(NoProviderError, match="a second stream's" if rank == 1 else "exchange of token_shard"):
             serving_of(on).building()
     finally:
-        TokenShard._fetch, TokenShard._give_back = fetch, give_back  # type: ignore[method-assign]
+        TokenShard._fetch, TokenShard._send_back = fetch, send_back  # type: ignore[method-assign]
         TokenShard.attend, TokenShard._overlapped = attend, overlapped  # type: ignore[method-assign]
     assert totals == [2 * ranks + 1], "rows that no number of ranks divides"
