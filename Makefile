@@ -50,10 +50,11 @@ setup-sglang: SETUP_GB = 3
 setup-sglang:
 	@ci/setup.sh .venv-sglang $(BUILD_LOCK) $(SGLANG_LOCK) $(DEV_LOCK)
 
-lint: setup-dev ## check style, format and types
+lint: setup-dev ## check style, format, types and the licences of requirements
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m ci.audit
 
 docs-check: setup-dev ## check that the generated documentation is up to date
 	$(BIN)/python -m ci.measured --check

