@@ -28,7 +28,7 @@ class Engine:
 
     Attributes:
         name: its name, which is that of its package and of its ledger in `nsa_plugin.patches`.
-        distributions: the distributions that carry the package.
+        distributions: the distributions that install the package.
         group: the entry-point group from which it loads plugins.
         allow_list: the environment variable that restricts which plugins it loads.
         not_yet: why this release does not serve sparse attention there, by kind of device.

@@ -57,8 +57,8 @@ class Plan:
         token_shard_chunks: pieces in which every rank's query tokens are exchanged and attended, one exchanged while
             another is attended; 1 without resharding, or where nothing overlaps.
         indexer: the indexer's part.
-        stock_attention: the stock engine's own code attends by this path.
-        stock_selection: the stock engine's own code selects.
+        stock_attention: the stock engine's code attends by this path.
+        stock_selection: the stock engine's code selects.
         reasons: one sentence for each choice, by field name ("indexer.provider" for the indexer's own),
             naming the fact that decided it.
     """

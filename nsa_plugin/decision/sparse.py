@@ -44,7 +44,7 @@ def sparse_routes(case: Case, load: KernelLoad) -> tuple[Route, ...]:
 
 
 def _stock_first(case: Case, routes: tuple[Route, ...], load: KernelLoad) -> tuple[Route, ...]:
-    """The stock engine's own route in front of a V4 prefill's others if no measured time says which is quicker."""
+    """Put the stock engine's route first for a V4 prefill if no measured time says which is quicker."""
     if stock_route_first(case, load):
         return (case.stock_prefill, *(route for route in routes if route != case.stock_prefill))
     return routes
@@ -74,7 +74,7 @@ def _usual(
     flash_mla = _flash_mla_routes(fp8_cache, dequantizing_pays)
     few, many = ((cuda,), ()) if heads <= FEW_HEADS else ((), (cuda,))
     if not extend:
-        # SGLang's own defaults: FA3 on SM90 and TRT-LLM on SM100 for a bf16 cache, FlashMLA for fp8.
+        # SGLang's defaults: FA3 on SM90 and TRT-LLM on SM100 for a bf16 cache, FlashMLA for fp8.
         routes = (fa3, trtllm, *few, *flash_mla, *many)
     elif sm >= 100 and heads <= TRTLLM_HEADS:
         routes = (*few, trtllm, *flash_mla, *many)

@@ -1,8 +1,8 @@
-"""Device memory that a DeepSeek-V4 prefill takes besides the engine's own, in bytes: what decisions reckon with.
+"""Estimate the device memory, in bytes, that a DeepSeek-V4 prefill takes in addition to the engine's.
 
 A prefill over bfloat16 rows (`kernels.v4_prefill`) holds, for all layers, the rows of the pages that it reads and the
-combined indices of some query rows; the selection of any prefill holds the indexer's gathered keys of one layer. How
-much is known from the lengths of a batch: no more than is said here, whatever the size of the engine's pages.
+combined indices of some query rows. The selection of any prefill holds the indexer's gathered keys of one layer. These
+are upper bounds from the lengths of a batch, for any page size.
 
 Pure: no torch, no engine, no I/O.
 """

@@ -210,7 +210,7 @@ def test_writing_and_checking(
 
 
 def group_record(folder: Path, tp: int) -> None:
-    """A record of heads for tokens: its suite's cases and contenders, 0.25 us a row for what is traded whole.
+    """A record of resharding: its suite's cases and providers, 0.25 us a row in one piece.
 
     In pieces 0.25 us a row too, and 64 us more for two pieces, 192 us less for four.
     """

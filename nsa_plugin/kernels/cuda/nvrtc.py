@@ -69,7 +69,7 @@ def _library() -> Any:
         library.nvrtcGetErrorString.restype = ctypes.c_char_p
         return library
     except (ImportError, AttributeError, RuntimeError, OSError) as error:
-        raise KernelBuildError(f"NVRTC is not to be had through cuda.pathfinder (of cuda-bindings): {error}") from error
+        raise KernelBuildError(f"Could not load NVRTC with cuda.pathfinder (of cuda-bindings): {error}") from error
 
 
 def _read(size_of: Any, read: Any, program: ctypes.c_void_p, doing: str) -> bytes:

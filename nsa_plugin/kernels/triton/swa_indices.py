@@ -1,9 +1,8 @@
 """Triton kernels for DeepSeek-V4's window and combined indices; contracts in `nsa_plugin.kernels.swa_indices`.
 
-Each function has the signature of the reference of its name, launches one kernel and waits for nothing.
-Any strides. What the reference checks by reading values cannot be checked without waiting for the
-device: a query before the first token of its context has an empty window, and what a gathered buffer
-does not hold of a window is -1 in its place.
+Each function has the signature of its reference, launches one kernel and does not wait for the device. Any strides.
+What the reference checks by reading values is not checked here: a query before the first token of its context has an
+empty window, and window tokens that a gathered buffer lacks are -1.
 """
 
 # Triton types a kernel's parameters, not Python.

@@ -1,4 +1,4 @@
-"""Times that a decision is given in the tests of heads for tokens, so that prefills are traded in so many pieces."""
+"""Times for decisions in the tests of resharding, so that prefills reshard in a given number of pieces."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROUTES = tuple(
 
 
 def quickest_in(chunks: int, ranks: int, heads: int, topk: int) -> None:
-    """Let every route's trade be quickest in so many pieces; for a process of its own, which nothing is put back in."""
+    """Make resharding in this many pieces the quickest of every route; for a process that ends afterwards."""
     times = {
         reshard_label(route, number): {heads: ((1, 1.0 if number == chunks else 2.0),)}
         for route, number in product(ROUTES, CHUNKS)

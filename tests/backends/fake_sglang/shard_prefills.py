@@ -62,7 +62,7 @@ def equal_to_unsharded(way: Way, chunks: int = 1) -> None:
     sharded = backend_of(way, model, exchange)
     own = backend_of(way, model, None)
     whole = backend_of(way, replace(model, attn_tp_size=1), None)
-    trades = 0
+    reshards = 0
     for seed, step in enumerate(STEPS):
         engine = Engine(step, way.layout, model.num_heads, seed)
         plan = engine.prepare(sharded)
@@ -70,7 +70,7 @@ def equal_to_unsharded(way: Way, chunks: int = 1) -> None:
             assert not plan.token_shard
             continue
         assert plan.token_shard == (ranks <= step.rows <= MAX_TOKENS), plan.reasons["token_shard"]
-        trades += plan.token_shard
+        reshards += plan.token_shard
         cut = plan.token_shard and step.rows >= ranks * chunks
         assert plan.token_shard_chunks == (chunks if cut else 1), plan.reasons["token_shard_chunks"]
         unsharded, heads = (whole, slice(None)) if plan.token_shard else (own, heads_of(rank))
@@ -99,7 +99,7 @@ def equal_to_unsharded(way: Way, chunks: int = 1) -> None:
             assert sharded.nsa_plugin.route.plan.dequantize_kv == way.copied
             assert (way.library != "reference") == any(call.startswith("flashmla") for call in sharded.calls)
         assert wanted[: step.rows].float().abs().max() > 0.1
-    assert trades >= 6 if ranks < 4 else trades >= 5
+    assert reshards >= 6 if ranks < 4 else reshards >= 5
 
 
 def some_rows_in_some_pieces(chunks: int) -> None:
@@ -346,11 +346,11 @@ def serving_both() -> None:
     assert draft.nsa_plugin.exchange is None
     words = made.routes["prefill, 1024 of 1024 tokens"]
     assert f"heads stay local: 1024 query tokens exceed the {MAX_TOKENS}" in words
-    for each, trades in ((backend, True), (draft, False)):
+    for each, reshards in ((backend, True), (draft, False)):
         engine = Engine(MANY, "v32_fp8", model.num_heads, 1)
         plan = engine.prepare(each)
-        assert plan.token_shard == trades
-        assert each.nsa_plugin.planner.device.memory_free == (1 if trades else 1 + rank) << 30
+        assert plan.token_shard == reshards
+        assert each.nsa_plugin.planner.device.memory_free == (1 if reshards else 1 + rank) << 30
     assert "draft model" in plan.reasons["token_shard"]
     serving.free_device_memory = lambda: (9 - rank) << 30
     made.settle()

@@ -52,22 +52,22 @@ def steps_equal_to_unsharded() -> None:
         whole = backend_of(way, replace(model, attn_tp_size=1), None, decode_backend=way.library)
         sizes = (decoded(9), decoded(1), decoded(ranks), decoded(5, draft=4), decoded(23), decoded(31, draft=4))
         for seed, step in enumerate(sizes):
-            trades = ranks <= step.rows <= MAX_TOKENS
-            unsharded, heads = (whole, slice(None)) if trades else (own, heads_of(rank))
+            reshards = ranks <= step.rows <= MAX_TOKENS
+            unsharded, heads = (whole, slice(None)) if reshards else (own, heads_of(rank))
             for padding, graph in ((0, False), (3, False), (0, True)):
                 engine = Engine(replace(step, padding=padding), way.layout, model.num_heads, seed)
                 for backend in (sharded, unsharded):
                     prepare_step(engine, backend, graph)
                 plan, share = sharded.nsa_plugin.route.plan, sharded.nsa_plugin.share
-                assert plan.token_shard == trades == (share is not None), plan.reasons["token_shard"]
+                assert plan.token_shard == reshards == (share is not None), plan.reasons["token_shard"]
                 assert share is None or share.partition == by_count(step.rows, ranks)
                 selected = everything_seen(engine)
                 wanted = engine.attend(unsharded, selected, heads)[: step.rows]
                 for layer_id in (0, 1):
                     poison(exchange)
                     out = engine.attend(sharded, selected, heads_of(rank), layer_id)
-                    same(out[: step.rows], wanted[:, heads_of(rank)] if trades else wanted)
-                    assert not out[step.rows :].nan_to_num(1).any() or not trades
+                    same(out[: step.rows], wanted[:, heads_of(rank)] if reshards else wanted)
+                    assert not out[step.rows :].nan_to_num(1).any() or not reshards
 
 
 def prepare_step(engine: Engine, backend: Any, graph: bool) -> None:

@@ -70,7 +70,7 @@ def equal_to_local(way: Way, batches: Any, step_tokens: int, chunks: int = 1) ->
     ranks = dist.get_world_size()
     exchange = exchange_of()
     sharded, kept = world_of(way, exchange, step_tokens), world_of(way, None, step_tokens)
-    trades, cut, empty, read = 0, 0, 0, reads_of(sharded)
+    reshards, cut, empty, read = 0, 0, 0, reads_of(sharded)
     for lengths, padding in batches:
         steps = sum(rows <= step_tokens for rows, _ in lengths)
         # To vLLM's indexer steps of other rows than the first one's are prefills.
@@ -90,7 +90,7 @@ def equal_to_local(way: Way, batches: Any, step_tokens: int, chunks: int = 1) ->
             if plan is not None:
                 everything = rows if plan is split.steps else sum(rows for rows, _ in lengths[split.num_steps :])
                 assert plan.token_shard == (ranks <= rows and everything <= MAX_TOKENS), plan.reasons["token_shard"]
-                trades += plan.token_shard
+                reshards += plan.token_shard
                 pieces = chunks if plan is split.sparse and plan.token_shard and rows >= ranks * chunks else 1
                 assert plan.token_shard_chunks == pieces, plan.reasons["token_shard_chunks"]
                 cut += pieces > 1
@@ -123,7 +123,7 @@ def equal_to_local(way: Way, batches: Any, step_tokens: int, chunks: int = 1) ->
     found_empty = torch.tensor(empty)
     dist.all_reduce(found_empty)
     assert bool(found_empty) or chunks < 4, "a rank without rows of some piece"
-    return trades
+    return reshards
 
 
 def reads_of(world: World) -> list[torch.Tensor]:
@@ -239,8 +239,8 @@ def schedules_are_of_a_piece(way: Way, chunks: int) -> None:
 
 def batches_on_ranks(device: torch.device, way: int) -> None:
     environment()
-    trades = equal_to_local(WAYS[way], BATCHES, 1)
-    assert trades >= (10 if dist.get_world_size() == 2 else 7), trades
+    reshards = equal_to_local(WAYS[way], BATCHES, 1)
+    assert reshards >= (10 if dist.get_world_size() == 2 else 7), reshards
     assert equal_to_local(WAYS[way], VERIFY, 3) >= 4
 
 

@@ -186,7 +186,7 @@ def planner_of(way: Way, ranks: int, *, on: bool, step_tokens: int = 1, **settin
 
 
 def world_of(way: Way, exchange: Exchange | None, step_tokens: int = 1, **settings: Any) -> World:
-    """One whose ranks trade, or which keeps its heads and does without FlashMLA."""
+    """A planner whose ranks reshard, or one that keeps its heads and has no FlashMLA."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     planner = planner_of(way, ranks, on=exchange is not None, step_tokens=step_tokens, **settings)
     if exchange is not None:

@@ -57,7 +57,7 @@ def kernels(read: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def dense(*given: Any, max_seqlen_q: int, max_seqlen_k: int, **named: Any) -> Any:
-    """Not traded, and quicker than Triton's interpreted one."""
+    """Not resharded, and quicker than Triton's interpreted one."""
     return dense_reference(*given, **named)
 
 

@@ -141,13 +141,13 @@ def starting() -> None:
 
 def a_rank_without_links(auto: Settings) -> None:
     """Only it knows; all of them keep their heads."""
-    rank, never, trades = dist.get_rank(), sharding.never, sharding._reshards
+    rank, never, reshards = dist.get_rank(), sharding.never, sharding._reshards
     sharding.never = lambda model, device, settings: None if device.nvlink else "no link"
     sharding._reshards = lambda case: True
     try:
         planner = serving_of(auto, replace(H200, nvlink=rank != 1)).building()
     finally:
-        sharding.never, sharding._reshards = never, trades
+        sharding.never, sharding._reshards = never, reshards
     assert planner.exchange is None
     others = "another rank of the attention group cannot, and its own report says why"
     assert planner.no_exchange == ("no link" if rank == 1 else others)

@@ -88,7 +88,7 @@ def sample_routes(planner: SglangV4Planner, max_context: int) -> dict[str, Execu
         for context in dict.fromkeys((min(rows, max_context), max_context)):
             shape = BatchShape.from_lengths(Phase.EXTEND, [min(rows, context)], [context])
             batch = Batch(shape, requests=[("", shape.num_tokens, context)])
-            with suppress(NsaPluginError):  # a size that nothing carries, and that need never come
+            with suppress(NsaPluginError):  # no kernel supports this size, which may never occur
                 if route := planner.prefill_execution(batch):
                     found[f"V4 prefill, {shape.num_tokens} of {context} tokens"] = route
     return found

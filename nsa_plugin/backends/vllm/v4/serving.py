@@ -121,7 +121,7 @@ class V4Serving(GpuServing):
 def _samples(planner: VllmV4Planner) -> Iterator[Plan]:
     """What batches of some sizes take."""
     for rows in ROWS:
-        with suppress(NsaPluginError):  # a size that nothing carries, and that need never come
+        with suppress(NsaPluginError):  # no kernel supports this size, which may never occur
             yield planner.step_plan(rows, rows, 1)
             if rows <= planner.max_model_len:
                 yield planner.prefill_plan(rows, rows)

@@ -59,14 +59,14 @@ def reason(made: SglangPlanner, batch: Any, *, dense: bool = False) -> tuple[boo
 
 def test_a_planner_with_an_exchange_reshards():
     assert reason(planner(), LONG)[0]
-    for phase, rows, trades in (
+    for phase, rows, reshards in (
         (Phase.DECODE, 64, True),
         (Phase.TARGET_VERIFY, 64, True),
         (Phase.DECODE, 1, False),
         (Phase.DRAFT_EXTEND, 64, False),
         (Phase.IDLE, 64, False),
     ):
-        assert planner().step(step_batch(phase, rows, rows, 4096)).plan.token_shard is trades
+        assert planner().step(step_batch(phase, rows, rows, 4096)).plan.token_shard is reshards
 
 
 @pytest.mark.parametrize(
@@ -104,13 +104,13 @@ def test_a_step_is_partitioned_by_its_number_of_query_tokens():
     ],
 )
 def test_a_planner_keeps_heads_local_with_a_reason(fields: dict[str, Any], batch: Any, why: str):
-    trades, said = reason(planner(**fields), batch, dense=batch is SHORT)
-    assert not trades
+    reshards, said = reason(planner(**fields), batch, dense=batch is SHORT)
+    assert not reshards
     assert said.startswith(why)
 
 
 def test_without_an_exchange_nothing_reshards():
-    """Whatever the settings say: a plan that trades and a backend that cannot would be wrong rows."""
+    """Whatever the settings say: a plan that reshards and a backend that cannot would be wrong rows."""
     plain = SglangPlanner(MODEL, H200, Settings(token_shard="on"))
     assert reason(plain, LONG) == (False, "this backend has no exchange")
 

@@ -172,7 +172,7 @@ def test_the_workspace_is_within_what_vllm_profiles(monkeypatch: pytest.MonkeyPa
 
 def test_kernels_run_once_before_batches(monkeypatch: pytest.MonkeyPatch):
     known = {key: labels for key, labels in timings.TIMINGS.items() if "token_shard" not in key[1]}
-    monkeypatch.setattr(timings, "TIMINGS", known)  # `auto` then warms nothing for a trade
+    monkeypatch.setattr(timings, "TIMINGS", known)  # `auto` then warms nothing for resharding
     runs: list[Any] = []
     warm = gpu_serving.warm
     monkeypatch.setattr(gpu_serving, "warm", lambda *args: (runs.append(args[0]), warm(*args)))
