@@ -56,6 +56,14 @@ PORTABLE = (
         f"{_MODEL}:fused_q(positions, q_pe, q_pe_cos_sin_cache, index_q, index_q_cos_sin_cache, index_weights, "
         "index_weights_softmax_scale, index_weights_head_scale, has_indexer, index_rope_interleave, quantize_mqa)",
     ),
+    _SECTION.change(
+        "warm-up",
+        "v32.patches:pack_warmup_keys",
+        "vLLM compiles a Triton kernel with fp8 arguments before it serves, which fails on SM80 and SM86 and ends the "
+        "start. It is for a selection that the plugin makes.",
+        "vLLM compiles it only where its indexer launches it",
+        {">=0.30": "v1.attention.ops.common:PackSeqTritonKernel.get_warmup_keys(self, dtype, pad_value)"},
+    ),
     _SECTION.requirement(
         "chunk",
         "The plugin gathers and scores the keys of such a chunk of a prefill.",

@@ -97,6 +97,14 @@ for interleaved, layout, has_indexer, with_caches in itertools.product(
     if has_indexer:
         close(ours[5][0], theirs[5][0], 34, wrong=0.06)
         close(ours[5][1], theirs[5][1], 1)
+
+from vllm.v1.attention.ops.common import PackSeqTritonKernel
+asked = []
+keys = patches.pack_warmup_keys(lambda kernel, **given: asked.append(given) or ["a key"])
+fp8 = torch.float8_e4m3fn
+for sm, dtype, expected in ((86, fp8, []), (89, fp8, ["a key"]), (86, torch.uint8, ["a key"])):
+    patches.serving = lambda: SimpleNamespace(planning=lambda: SimpleNamespace(device=SimpleNamespace(sm=sm)))
+    assert keys(PackSeqTritonKernel, dtype=dtype, pad_value=0) == expected
 print("all agree")
 """
 

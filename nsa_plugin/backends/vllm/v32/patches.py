@@ -180,6 +180,19 @@ def fused_q(original: Callable[..., Any]) -> Callable[..., Any]:
     return _without_fp8(original, queries)
 
 
+def pack_warmup_keys(original: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """For `PackSeqTritonKernel.get_warmup_keys` (0.30 on): nothing to compile for fp8 values the GPU cannot convert."""
+
+    def around(original: Callable[..., list[Any]], kernel: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        found = serving()
+        fp8 = torch.float8_e4m3fn in (*args, *kwargs.values())
+        if found is None or not fp8 or found.planning().device.sm >= FIRST_WITH_FP8:
+            return original(kernel, *args, **kwargs)
+        return []
+
+    return wrap(original, around)
+
+
 def _without_fp8(original: Callable[..., Any], ours: Callable[[dict[str, Any], Providers], Any]) -> Callable[..., Any]:
     """Call `ours` with the arguments by name if the plugin serves on a GPU without fp8 instructions."""
     signature = inspect.signature(original)
