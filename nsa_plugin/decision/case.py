@@ -112,7 +112,7 @@ def route_refusal(case: Case, route: Route, load: KernelLoad, asked: str = "auto
         return f"{load.rows} query tokens exceed large_q_rows {case.settings.large_q_rows}"
     if route.attention is Attention.MHA_ONE_SHOT:
         return capability_refusal(capability, heads=load.heads, rows=load.rows, dims=model.mha_dims)
-    # V4 selects tokens and attends to a window besides; the kernel gets each as a list of its own.
+    # V4 attends selected tokens and a window; the kernel gets two index lists.
     selections = tuple(count for count in (model.index_topk, model.sliding_window) if count)
     return capability_refusal(capability, heads=load.heads, rows=load.rows, dims=model.row_dims, selections=selections)
 

@@ -208,8 +208,8 @@ def _quickest(case: Case, route: Route) -> tuple[int, TimeEstimate | None, str]:
 def sharded_time(case: Case, route: Route, chunks: int = 1) -> TimeEstimate | None:
     """The time of exchange, attention of a rank's share by `route`, and exchange, in `chunks` pieces.
 
-    None where it was not measured. The selection, which each rank of a prefill makes for its own share, is not
-    included. The measurements have their bf16 rows made beforehand; if the route copies the cache, that is added.
+    None if it was not measured. The top-k selection, which each rank runs for its share, is not included. The
+    measurements exclude the bf16 copy of the cache; if the route makes one, its time is added.
     """
     model, device = case.model, case.device
     if not case.timed:

@@ -7,9 +7,9 @@ KV tensor sees both as one flat buffer `[swa; extra]`:
     window     of the query at position p:   the min(p + 1, window) positions that end with p
     combined   [swa_indices[:swa_length], extra_indices[:extra_length] + extra_offset, -1 ...]
 
-where `extra_offset` is the row at which the extra half starts. Both halves are left-compact, so is the
-result: its length is swa_length + extra_length and everything behind is -1. A negative index inside a
-half stays -1 whatever the offset. The width is a multiple of `alignment` (FlashMLA's prefill takes
+where `extra_offset` is the row at which the extra half starts. Both halves are left-compact, and so is the
+result: its length is swa_length + extra_length, followed by -1. A negative index stays -1. The width is a multiple of
+`alignment` (FlashMLA's prefill takes
 top-k in steps of 128).
 
 Sources: SGLang `srt/layers/attention/dsv4/sparse_prefill_utils.py`; vLLM

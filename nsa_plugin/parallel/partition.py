@@ -219,11 +219,11 @@ def _check_ranks(ranks: int) -> None:
 
 @dataclass(frozen=True)
 class PartitionPiece:
-    """The part of one request that lies in a range of rows: a request of its own to the indexer.
+    """The part of one request in a range of rows; the indexer treats it as a request.
 
     Attributes:
         request: its number in the batch.
-        first, end: its rows in the batch, `end` behind the last.
+        first, end: its rows in the batch, `end` exclusive.
         context: keys that its last row sees; the row before sees one fewer, and so on.
     """
 

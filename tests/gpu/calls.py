@@ -1,4 +1,4 @@
-"""What is noted of an engine's calls while its own tests run under the plugin."""
+"""Record an engine's calls while its tests run under the plugin."""
 
 from __future__ import annotations
 

@@ -244,10 +244,10 @@ def _with_slots(backend: Any, batch: Any, arguments: dict[str, Any]) -> dict[str
 
 
 def _slots(backend: Any, batch: Any, positions: torch.Tensor) -> torch.Tensor:
-    """What a server's indexer hands over, whose top-k looks the slots up itself (SGLANG_DSA_FUSE_TOPK).
+    """Convert positions to slots, as a server's indexer does in its top-k (SGLANG_DSA_FUSE_TOPK).
 
-    The kit has no indexer. It hands over positions, and the backend takes them for slots: by SGLang alone, other
-    tokens are attended than those that the kit compares with, and its tolerance hides it.
+    The kit has no indexer and passes positions, which the backend reads as slots. So stock SGLang attends other tokens
+    than the kit compares with, and the kit's tolerance hides it.
 
     Args:
         positions: [rows, topk], -1 for none.

@@ -202,7 +202,7 @@ def paged_topk(
 
 
 def paged_metadata(context_lens: torch.Tensor, num_sms: int, *, split: int = 256) -> torch.Tensor:
-    """int32 [num_sms + 1, 2]: where each multiprocessor starts in DeepGEMM's paged logits of SM90.
+    """int32 [num_sms + 1, 2]: the start of each multiprocessor in DeepGEMM's paged logits on SM90.
 
     The keys of all requests, in splits of `split`, are assigned in order: an entry is (index of the first block
     of queries, split of its keys), the last one the end of all. Two query rows of a request are one block, an odd

@@ -101,7 +101,7 @@ def equal_to_local(way: Way, batches: Any, step_tokens: int, chunks: int = 1) ->
             assert piece.share is None or piece.share.chunks == piece.plan.token_shard_chunks
             empty += piece.share is not None and 0 < rows_of(piece) < piece.share.chunks
             if piece.plan is split.sparse:
-                assert {piece.path} == way.carriers
+                assert {piece.path} == way.paths
                 assert bool(piece.copied) == (way.copied and piece.plan.token_shard and rows_of(piece) > 0)
         assert split.steps_assigned is None or split.steps_assigned.partition == by_count(split.step_rows, ranks)
         # vLLM's own call, which attends for those that keep their heads, is float32 here.

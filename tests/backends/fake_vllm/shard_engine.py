@@ -49,8 +49,8 @@ class Way:
     later: bool = False
 
     @property
-    def carriers(self) -> set[str]:
-        """Of prefills."""
+    def paths(self) -> set[str]:
+        """Execution paths of prefills."""
         if self.prefill != "flash_mla":
             return {PROVIDER}
         if self.layout == "bf16":

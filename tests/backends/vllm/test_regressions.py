@@ -256,12 +256,12 @@ def test_prefills_between_replays_leave_a_graph_what_it_reads(library: str):
 # Batches
 
 
-@pytest.mark.parametrize("carrier", [DIRECTLY, DECODES, OVER_ROWS])
+@pytest.mark.parametrize("execution", [DIRECTLY, DECODES, OVER_ROWS])
 @pytest.mark.parametrize("ratio", RATIOS)
-def test_requests_without_rows_beside_v4_prefills(ratio: int, carrier: dict[str, Any]):
+def test_requests_without_query_tokens_among_v4_prefills(ratio: int, execution: dict[str, Any]):
     """vllm #51486: a prefill whose tokens all came with the KV transfer."""
-    deciding = fake_v4.planner(**carrier)
-    if carrier is DIRECTLY:  # a CPU has no FlashMLA for the steps
+    deciding = fake_v4.planner(**execution)
+    if execution is DIRECTLY:  # a CPU has no FlashMLA for the steps
         deciding.step_execution_of = fake_v4.planner().step_execution_of  # type: ignore[method-assign]
     world = fake_v4.World(deciding, [(1, 300), (9, 9), (0, 140), (20, 400), (0, 12)])
     found, wanted, _ = world.run(ratio)
@@ -357,11 +357,11 @@ def test_requests_without_rows_on_a_cpu():
 
 
 @pytest.mark.parametrize("since_24", [True, False])
-@pytest.mark.parametrize("carrier", [DIRECTLY, DECODES])
+@pytest.mark.parametrize("execution", [DIRECTLY, DECODES])
 @pytest.mark.parametrize("ratio", RATIOS)
-def test_every_prefill_of_a_v4_batch_has_its_own_keys(ratio: int, carrier: dict[str, Any], since_24: bool):
+def test_every_prefill_of_a_v4_batch_has_its_own_keys(ratio: int, execution: dict[str, Any], since_24: bool):
     """vllm #41834: the second request of a batch attended to what had been selected for the first."""
-    world = fake_v4.World(fake_v4.planner(**carrier), [(9, 600), (9, 600), (130, 600), (2, 2)], since_24=since_24)
+    world = fake_v4.World(fake_v4.planner(**execution), [(9, 600), (9, 600), (130, 600), (2, 2)], since_24=since_24)
     found, wanted, _ = world.run(ratio)
     assert close(found, wanted)
 

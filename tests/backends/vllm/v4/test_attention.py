@@ -1,4 +1,4 @@
-"""A V4 layer under vLLM by every carrier, against a dense computation; and what stays vLLM's own."""
+"""A V4 layer under vLLM on every execution path, against a dense computation; and what is left to stock vLLM."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MIXED = [(1, 300), (1, 7), (9, 9), (20, 400), (3, 130), (5, 5)]
 @pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize("since_24", [True, False])
 @pytest.mark.parametrize(
-    ("given", "carrier", "own"),
+    ("given", "execution", "own"),
     [
         (DIRECTLY, DIRECT, ["decode"]),
         (DECODES, DECODE_KERNEL, ["decode"]),
@@ -36,14 +36,14 @@ MIXED = [(1, 300), (1, 7), (9, 9), (20, 400), (3, 130), (5, 5)]
     ],
 )
 def test_a_mixed_batch_on_every_execution_path(
-    ratio: int, since_24: bool, given: dict[str, Any], carrier: str, own: list[str]
+    ratio: int, since_24: bool, given: dict[str, Any], execution: str, own: list[str]
 ):
     deciding = planner(**given)
     if given is DIRECTLY:  # a CPU has no FlashMLA for the steps
         deciding.step_execution_of = planner().step_execution_of  # type: ignore[method-assign]
     world = World(deciding, MIXED, since_24=since_24)
     metadata = world.metadata()
-    assert path(getattr(metadata, ATTRIBUTE).prefill) == carrier
+    assert path(getattr(metadata, ATTRIBUTE).prefill) == execution
     found, wanted, layer = world.run(ratio, metadata)
     assert close(found, wanted)
     assert layer.own == own
