@@ -38,7 +38,7 @@ COMMANDS = {
 
 EXAMPLES = """examples:
   nsa-plugin doctor
-  nsa-plugin explain --model v3.2 --sm 90 --heads 16 --tp 8 --kv-dtype fp8_e4m3 \\
+  nsa-plugin explain --model v3.2 --sm 90 --heads 16 --tp 8 --kv-dtype fp8 \\
       --phase extend --q-tokens 13000 --max-kv 65536
   nsa-plugin patches --engine vllm
   nsa-plugin demo --json result.json

@@ -71,6 +71,15 @@ def test_help_of_a_command_says_its_flags_and_exit_codes(command: str, capsys: p
     assert "exit codes" in out
 
 
+@pytest.mark.parametrize("command", ["", "doctor", "explain", "patches"])
+def test_help_fits_80_columns(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = call(capsys, f"{command} --help")
+    assert [line for line in out.splitlines() if len(line) > 80] == []
+
+
 def test_help_of_explain_has_a_flag_for_every_setting_that_a_decision_reads(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

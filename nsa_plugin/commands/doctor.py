@@ -27,10 +27,12 @@ from nsa_plugin.patches.ledger import Need
 from nsa_plugin.settings import ResolvedSettings, Settings, killed, resolve
 from nsa_plugin.tools.terminal import console, table
 
-EPILOG = """The check passes if at least one installed engine can serve a model here with the plugin. That takes: a
-supported version of the engine; the plugin's entry point, installed and allowed; every object that the plugin changes
-where the ledger expects it; valid NSA_PLUGIN_* variables that do not turn the plugin off; a supported attention path
-for every batch of the model. Engines are not imported."""
+EPILOG = """The check passes if at least one installed engine can serve a model here
+with the plugin. That takes: a supported version of the engine; the plugin's
+entry point, installed and allowed; every object that the plugin changes where
+the ledger expects it; valid NSA_PLUGIN_* variables that do not turn the plugin
+off; a supported attention path for every batch of the model. Engines are not
+imported."""
 
 
 @dataclass(frozen=True)

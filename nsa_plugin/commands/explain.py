@@ -21,14 +21,15 @@ from nsa_plugin.tools.terminal import console, table
 
 EXAMPLES = """examples:
   a long prefill on eight H200s, 16 heads a rank, fp8 cache:
-    nsa-plugin explain --model v3.2 --sm 90 --heads 16 --tp 8 --kv-dtype fp8_e4m3 \\
+    nsa-plugin explain --model v3.2 --sm 90 --heads 16 --tp 8 --kv-dtype fp8 \\
         --phase extend --q-tokens 13000 --max-kv 65536
   a decode batch of 64 requests on this machine:
     nsa-plugin explain --phase decode --requests 64 --q-tokens 64 --max-kv 8192
   a mixed prefill, each request as query tokens:context, and how it is split:
     nsa-plugin explain --sm 90 --lengths 300:300,512:9000,800:800
   a smaller budget for logits, and FA3 not installed:
-    nsa-plugin explain --sm 90 --libraries flash_mla,deep_gemm --logits-budget-mb 128 --q-tokens 4096 --max-kv 131072"""
+    nsa-plugin explain --sm 90 --libraries flash_mla,deep_gemm \\
+        --logits-budget-mb 128 --q-tokens 4096 --max-kv 131072"""
 
 # Settings that do not change the plan of a batch.
 _NOT_ABOUT_BATCHES = ("enabled", "strict", "trace", "report", "portable", "fault")
@@ -113,7 +114,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--phase",
         choices=[str(p) for p in Phase],
         default=str(Phase.EXTEND),
-        help="phase of the batch (default: %(default)s)",
+        metavar="PHASE",
+        help=f"phase of the batch: {', '.join(map(str, Phase))} (default: %(default)s)",
     )
     batch.add_argument(
         "--requests", type=positive, metavar="N", help="requests (default: 1; for decode, one for each query token)"

@@ -27,7 +27,7 @@ EPILOG = """states:
   not_needed  the engine no longer needs the patch
   unused      not part of this version
   elsewhere   for another kind of device than this one
-  -           not asked: no engine is installed, or --version or --no-probe was given"""
+  -           not asked: no engine is installed, or --version or --no-probe"""
 
 _PROBE_TIMEOUT_S = 600
 
