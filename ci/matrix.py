@@ -75,7 +75,7 @@ def outcome_of(report: Path) -> tuple[bool, str]:
 
 
 def run_version(engine: Engine, version: str, console: Console) -> Row:
-    """Start one version of an engine for real: its tests that carry the engine's marker."""
+    """Start one version of an engine for real: its tests with the engine's marker."""
     started = time.monotonic()
     try:
         environ = environment(install_beside(engine, version))

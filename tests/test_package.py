@@ -218,7 +218,7 @@ def test_wheel_lists_the_ledger(clean: Path) -> None:
 
 @pytest.mark.engine_vllm
 def test_wheel_runs_the_demo(built: Path, tmp_path: Path) -> None:
-    """In an environment of its own that has the wheel, and the engine by way of this one's packages."""
+    """In a separate environment with the wheel, and the engine from this environment's packages."""
     venv.create(tmp_path / "venv", with_pip=False)
     python = tmp_path / "venv" / "bin" / "python"
     (path,) = built.glob("*.whl")

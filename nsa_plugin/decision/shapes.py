@@ -42,7 +42,7 @@ class ModelShape:
         num_heads: query heads of the whole model.
         attn_tp_size: ranks that share the heads; each holds num_heads / attn_tp_size of every token.
         kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim: MLA dimensions in elements. A V4 cache
-            row is kv_lora_rank elements of which the last qk_rope_head_dim carry RoPE; a V3.2 row has
+            row is kv_lora_rank elements of which the last qk_rope_head_dim have RoPE; a V3.2 row has
             its RoPE elements besides.
         index_topk: tokens that the indexer selects for a query.
         index_n_heads, index_head_dim: the indexer's own heads.

@@ -268,7 +268,7 @@ def test_paged_metadata(requests, next_n):
 
 
 def test_paged_metadata_is_the_library_s():
-    """Of sgl-deep-gemm from 0.1.4 on; earlier ones deal the surplus out to the first multiprocessors."""
+    """For sgl-deep-gemm from 0.1.4 on; earlier ones give the surplus splits to the first multiprocessors."""
     deep_gemm = need_deep_gemm()
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("the library schedules otherwise on SM100")

@@ -122,7 +122,7 @@ def test_every_case_of_the_kit_is_here(kit):
     assert [case.name for case in kit.cases()] == [*DENSE, *PREFILL, *DECODE]
 
 
-# --- Dense attention. The libraries of sparse attention that the settings name have no part in it.
+# --- Dense attention. The sparse libraries requested by the settings are not used.
 
 
 @pytest.mark.parametrize("name", DENSE)

@@ -2,8 +2,8 @@
 
 The cases, the reference and the comparison are vLLM's (`tests/v1/attention` and `tests/kernels` of its source
 distribution, which TESTS_OF_VLLM names); see `vllm_own` for how the plugin comes into them, and for the tolerance,
-which is stricter than vLLM's. Each test asserts besides what was planned and what ran, so that none passes by vLLM's
-own way.
+which is stricter than vLLM's. Each test also asserts what was planned and what ran, so that none passes on the stock
+path.
 
 Not here, because the plugin leaves it to vLLM: FlashInfer's and TRTLLM's sparse backends, the conversion of positions
 to slots inside vLLM's FlashMLA calls, DeepGEMM's logits, and the top-k of decode batches.

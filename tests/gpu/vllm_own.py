@@ -347,7 +347,7 @@ def attend_all(own: Own, monkeypatch: pytest.MonkeyPatch, folder: Path, batch: s
     Args:
         folder: the one that `plug` was given.
         batch: name of one of vLLM's batches, of no more tokens a request than the model selects.
-        cache: --kv-cache-dtype; vLLM's test has no fp8_ds_mla, which its functions carry.
+        cache: --kv-cache-dtype; vLLM's test has no fp8_ds_mla, which its functions support.
         ranks: that share 128 heads.
     """
     from vllm.v1.attention.backends.mla.prefill import MLAPrefillBackendEnum

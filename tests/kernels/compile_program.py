@@ -217,7 +217,7 @@ def v4_routes() -> None:
 
 
 def exchange() -> None:
-    """What turns rows between two exchanges of heads for tokens."""
+    """The transpose of the head/token all-to-all."""
     transpose_triton.swap_blocks(empty(4, 64, 16, 576, dtype=BF16), empty(64, 4, 16, 576, dtype=BF16))
 
 

@@ -2,7 +2,7 @@
 
 On data without long ties the logits are read once, plus a sample of a 32nd of them; 2048 of 131072 columns
 need 72 KiB of shared memory a block, so three rows share a multiprocessor. Rows that defeat the sampled
-threshold are read a second time. Positions come out ascending, by way of a bitmap in shared memory.
+threshold are read a second time. A bitmap in shared memory puts positions in ascending order.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The engine in miniature for the tests of heads for tokens under SGLang: its ranks, batches, selection and cache.
+"""SGLang in miniature for the tests of resharding: its ranks, batches, selection and cache.
 
 Every rank has the same batch, its own heads of q, and the whole cache.
 """

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of heads for tokens under SGLang: prefills through indexer and attention of the adapter.
+"""Bodies of the tests of resharding under SGLang: prefills through the adapter's indexer and attention.
 
 What a rank of `shard_engine` gets is compared, bit for bit, with the same kernel given all heads of all rows in one
 piece and a selection for all rows.

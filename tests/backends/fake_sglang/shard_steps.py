@@ -1,4 +1,4 @@
-"""What ranks do in the tests of heads for tokens under SGLang: decode and verify steps through the adapter's attention.
+"""Bodies of the tests of resharding under SGLang: decode and verify steps through the adapter's attention.
 
 The engine in miniature of `shard_engine`. Every rank has the selection of all rows, as SGLang's own indexer gives it.
 """

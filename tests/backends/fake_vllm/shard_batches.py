@@ -1,4 +1,4 @@
-"""What ranks do in the tests of heads for tokens under vLLM: batches through the adapter's indexer and attention.
+"""Bodies of the tests of resharding under vLLM: batches through the adapter's indexer and attention.
 
 A rank's worlds are `shard_engine`'s; what it does at start-up is in `shard_start`.
 """

@@ -1,4 +1,4 @@
-"""What heads for tokens are tested with under vLLM: ways to attend, its indexer in miniature, and a rank's worlds.
+"""vLLM in miniature for the tests of resharding: ways to attend, its indexer, and a rank's worlds.
 
 Every rank has the layer of `v32` with heads of its own, the same cache and the same batches. What it gets is
 compared, bit for bit, with the same rank that keeps its heads; attention is `shard_kernels`'.
@@ -134,11 +134,11 @@ def select(world: World, step: Step, steps: int) -> None:
     world.buffer[: metadata.num_decode_tokens] = full[: metadata.num_decode_tokens]
     if metadata.prefill is None:
         return
-    dealt = step.split.head_assigned is not None or step.split.tail_assigned is not None
-    assert (metadata.prefill.row_shard_sizes is None) == dealt
+    assigned = step.split.head_assigned is not None or step.split.tail_assigned is not None
+    assert (metadata.prefill.row_shard_sizes is None) == assigned
     workspace, scored = None, torch.zeros(rows, dtype=torch.int32)
     for chunk in metadata.prefill.chunks:
-        if dealt:
+        if assigned:
             assert chunk.skip_kv_gather == (workspace == chunk.requests), "keys are gathered once"
         if not chunk.skip_kv_gather:
             workspace = chunk.requests
@@ -147,7 +147,7 @@ def select(world: World, step: Step, steps: int) -> None:
         scored[some] += 1
         world.buffer[some] = full[some]
     assert int(scored.max()) <= 1
-    if not dealt:
+    if not assigned:
         return
     # Every row that selects is scored by one rank, and rows that are a step's to the planner by all.
     dist.all_reduce(scored)

@@ -1,4 +1,4 @@
-"""The attention that heads for tokens are tested with under vLLM: the plugin's ops, and vLLM's FlashMLA.
+"""The attention for the tests of resharding under vLLM: the plugin's ops, and vLLM's FlashMLA.
 
 In float64, so that neither the number of heads nor that of rows shows in what is rounded to bfloat16.
 """

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of heads for tokens under vLLM at start-up: they agree, open the exchange, or refuse."""
+"""Bodies of the tests of resharding under vLLM at start-up: ranks agree, open the exchange, or refuse."""
 
 from __future__ import annotations
 

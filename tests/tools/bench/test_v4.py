@@ -215,7 +215,7 @@ def test_another_version_of_sglang_is_refused_by_what_it_lacks(engine: Sglang) -
 
 
 class WithFlashMla(Registry):
-    """The registry in which FlashMLA's provider carries bf16 rows, on a CPU."""
+    """A registry on a CPU whose FlashMLA provider supports bf16 rows."""
 
     def load(self, op: str, name: str, *, layout: str | None = None, **_: Any) -> Any:
         if layout != "bf16":

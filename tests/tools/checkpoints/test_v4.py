@@ -150,7 +150,7 @@ def test_quantised_weights_are_near_their_own_and_scales_are_powers_of_two() -> 
 
 
 def test_the_indexer_scores_as_attention_does() -> None:
-    """Its queries and compressed keys are attention's own last dimensions, which carry most of a query."""
+    """The indexer's queries and compressed keys are attention's last dimensions, the largest part of a query."""
     spec = replace(SPEC, num_attention_heads=2, head_dim=512, o_groups=1, compress_ratios=(4,), index_n_heads=4)
     made = make_v4_weights(spec)
 

@@ -444,7 +444,7 @@ def test_a_batch_of_another_kind_forgets_the_last_plan():
         ("batch", "attn_cp_metadata", object()),
     ],
 )
-def test_a_prefill_that_the_plugin_has_no_part_in(place: str, name: str, value: Any):
+def test_a_prefill_left_to_the_stock_path(place: str, name: str, value: Any):
     of = batch((9, 300))
     backend = started(of, **SETTINGS[DIRECT])
     setattr(backend if place == "backend" else of.forward, name, value)

@@ -101,7 +101,7 @@ def test_the_report_names_a_few_prefills_and_why(warmed: list[Any]):
     words = made.routes["V4 prefill, 4096 of 4096 tokens"]
     assert words.startswith("sparse_prefill by triton on SGLang's path direct; prefill_backend asks for triton")
     assert "rows at once" in words
-    assert made.trace.counts.total() == 0  # none of them came to be
+    assert made.trace.counts.total() == 0  # none of them was scheduled
 
 
 def test_the_report_names_a_few_steps_where_a_setting_names_a_library(warmed: list[Any]):
@@ -171,7 +171,7 @@ def test_a_kernel_that_fails_leaves_the_backend_to_sglang(monkeypatch: pytest.Mo
 
 
 def test_a_library_that_sglang_has_no_route_for_is_refused(warmed: list[Any]):
-    """What the device has is asked first, and then what of it SGLang's backend carries."""
+    """The device's libraries are checked first, then those that SGLang's backend supports."""
     backend = built(batch(*MIXED))
     with pytest.raises(SettingsError, match="prefill_backend is trtllm"):
         begun(backend, synthetic(90), prefill_backend="trtllm")
