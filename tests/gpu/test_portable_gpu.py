@@ -1,0 +1,104 @@
+"""The Triton kernels as on an SM86 GPU: no fp8 instructions, 99 KiB of shared memory; on any GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from nsa_plugin.kernels import mla_inputs as contract
+from nsa_plugin.kernels.indexer import reference_logits, reference_paged_topk
+from nsa_plugin.kernels.sparse_mla import reference_decode, reference_prefill
+from nsa_plugin.kernels.triton import device, indexer, mha, mla_inputs, sparse_mla
+from tests.kernels import mha_cases
+from tests.kernels.indexer_cases import assert_selected, indexer_inputs, paged_keys
+from tests.kernels.sparse_mla_cases import assert_same, decode_case, prefill_case
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+EMULATED = 86
+PLACE = "cuda"
+LOGIT_TOLERANCE = 5e-3
+
+
+@pytest.fixture(autouse=True)
+def emulation() -> Iterator[None]:
+    device.emulate(EMULATED)
+    yield
+    device.emulate(None)
+
+
+@pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
+@pytest.mark.parametrize("layout", ["v32_fp8", "bf16"])
+def test_sparse_attention(layout: str, heads: int) -> None:
+    case = prefill_case(tokens=24, heads=heads, slots=4096, topk=512, layout=layout)
+    assert_same(sparse_mla.prefill(**case), reference_prefill(**case, out_dtype=torch.float32))
+    steps = decode_case(batch=5, s_q=2, heads=heads, layout=layout, slots=4096, topk=512)
+    assert_same(sparse_mla.decode(**steps), reference_decode(**steps, out_dtype=torch.float32))
+
+
+@pytest.mark.parametrize("heads", [32, 64])
+def test_the_indexers_selection(heads: int) -> None:
+    rows, keys, topk = 65, 5000, 2048
+    inputs = indexer_inputs(rows, keys, heads, device=PLACE)
+    ks = torch.zeros(rows, dtype=torch.int32, device=PLACE)
+    ke = torch.arange(keys - rows, keys, dtype=torch.int32, device=PLACE) + 1
+    logits = reference_logits(*inputs, ks, ke)
+    assert_selected(indexer.topk(*inputs, ks, ke, topk), logits, ks, ke, topk, LOGIT_TOLERANCE)
+
+    lengths = [1, 64, 700, 3001]
+    cache, table = paged_keys(lengths, 48, device=PLACE)
+    q, _, _, weights = indexer_inputs(len(lengths), 1, heads, seed=3, device=PLACE)
+    seen = torch.tensor(lengths, device=PLACE)
+    found = indexer.paged_topk(q.unsqueeze(1), cache, weights, seen, table, 512)
+    right = reference_paged_topk(q.unsqueeze(1), cache, weights, seen, table, 512)
+    for one, other in zip(found.tolist(), right.tolist(), strict=True):
+        assert len(set(one) ^ set(other)) <= 8, "more than keys that score nearly alike"
+
+
+@pytest.mark.parametrize(("d_qk", "d_v"), [(192, 128), (256, 256)])
+def test_dense_attention(d_qk: int, d_v: int) -> None:
+    case = mha_cases.make([(300, 300), (17, 900), (1, 5)], 16, d_qk=d_qk, d_v=d_v, device=PLACE)
+    mha_cases.check(mha.mha(*case, scale=case.scale, return_lse=True), case)
+
+
+@pytest.mark.parametrize("rows", [1, 77, 5000])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_what_a_layer_computes_before_attention(rows: int, interleaved: bool) -> None:
+    made = torch.Generator().manual_seed(rows)
+
+    def randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        wide = torch.randn((*shape[:-1], shape[-1] + 16), generator=made).to(dtype).to(PLACE)
+        return wide[..., 8 : 8 + shape[-1]]
+
+    angles = torch.rand(4096, 32, generator=made) * 6.28
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=-1).to(PLACE)
+    where = torch.randint(0, 4096, (rows,), generator=made).to(PLACE)
+    norms = randn(rows, 1536), randn(rows, 512), randn(rows, 64), where, cos_sin, randn(1536), randn(512)
+    norms = (*norms[:5], *(weight.contiguous() for weight in norms[5:]))
+    found = mla_inputs.norm_rope(*norms, q_eps=1e-6, kv_eps=1e-6)
+    for one, other in zip(found, contract.reference_norm_rope(*norms, q_eps=1e-6, kv_eps=1e-6), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-2 if one.dtype == torch.bfloat16 else 1e-4, atol=1e-4)
+    affine = (torch.rand(128, generator=made).to(PLACE), torch.rand(128, generator=made).to(PLACE))
+    keys = randn(rows, 128), where, cos_sin, *affine
+    torch.testing.assert_close(
+        mla_inputs.indexer_keys(*keys, eps=1e-6, interleaved=interleaved),
+        contract.reference_indexer_keys(*keys, eps=1e-6, interleaved=interleaved),
+        rtol=1e-4,
+        atol=1e-4,
+    )
+    queries = randn(rows, 64, 128), randn(rows, 64), where, cos_sin
+    codes, gates = mla_inputs.indexer_queries(*queries, scale=0.01, interleaved=interleaved)
+    right, expected = contract.reference_indexer_queries(*queries, scale=0.01, interleaved=interleaved)
+    # A product rounded in another place may move the largest magnitude across a power of two.
+    assert float((gates / expected - 1).abs().gt(1e-6).float().mean()) < 1e-3
+    steps = (codes.view(torch.uint8).int() & 0x7F) - (right.view(torch.uint8).int() & 0x7F)
+    assert float((steps != 0).float().mean()) < 0.02
+    q_pe = randn(rows, 16, 64)
+    torch.testing.assert_close(
+        mla_inputs.rope(q_pe, where, cos_sin), contract.reference_rope(q_pe, where, cos_sin), rtol=1e-2, atol=1e-2
+    )
