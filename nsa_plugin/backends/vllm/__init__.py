@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+
 
 def register() -> None:
     """Called by vLLM in every process that it starts, before any configuration is known; may be called again.
@@ -9,6 +12,17 @@ def register() -> None:
     Raises:
         PatchError: the plugin is asked for and cannot even read its settings in this vLLM.
     """
+    from nsa_plugin.settings import killed
+
+    if killed():
+        _say_off()
+        return
     from nsa_plugin.backends.vllm.startup.activation import process
 
     process().bootstrap()
+
+
+@functools.cache
+def _say_off() -> None:
+    """Log once, below vLLM's logger: the adapter, whose imports take a while, stays unloaded."""
+    logging.getLogger("vllm.nsa_plugin").info("nsa-plugin is off: NSA_PLUGIN_ENABLED=0")

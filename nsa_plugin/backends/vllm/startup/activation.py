@@ -64,9 +64,6 @@ class VllmProcess:
     _read: tuple[Any, ResolvedSettings] | None = None
 
     def bootstrap(self) -> None:
-        if settings_module.killed():
-            self.say_once("nsa-plugin is off: NSA_PLUGIN_ENABLED=0")
-            return
         try:
             self.ledger.install(Need.BOOTSTRAP)
         except PatchError:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -673,3 +675,22 @@ def test_a_target_of_v4_that_the_files_do_not_have(v4: Any, monkeypatch: pytest.
     with pytest.raises(PatchError, match=r"vllm.v4-something to vllm 0.24.0.*Engine.serve_v4"):
         engine_config(v4)
     engine_config(configured())
+
+
+SWITCHED_OFF = """
+import logging, sys
+logging.basicConfig(level=logging.INFO)
+from nsa_plugin.backends.vllm import register
+register()
+register()
+loaded = {name.partition(".")[0] for name in sys.modules}
+assert not loaded & {"vllm", "torch", "triton", "numpy"}, loaded
+assert "nsa_plugin.backends.vllm.startup.activation" not in sys.modules
+"""
+
+
+def test_with_the_kill_switch_the_entry_point_loads_nothing():
+    environ = os.environ | {"NSA_PLUGIN_ENABLED": "0"}
+    done = subprocess.run([sys.executable, "-c", SWITCHED_OFF], env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("nsa-plugin is off: NSA_PLUGIN_ENABLED=0") == 1
