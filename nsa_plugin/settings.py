@@ -54,11 +54,16 @@ def _parse_strict(value: object) -> bool | str:
         raise ValueError("true or false (1/0, yes/no, on/off), or full") from None
 
 
+def _is_number(text: str) -> bool:
+    """Whether a text is a whole number; Python converts only so many digits."""
+    return text.isdecimal() and len(text) <= 20
+
+
 def _parse_count(low: int) -> Callable[[object], int]:
     def parse(value: object) -> int:
         if isinstance(value, int) and not isinstance(value, bool) and value >= low:
             return value
-        if isinstance(value, str) and value.strip().isdecimal() and int(value) >= low:
+        if isinstance(value, str) and _is_number(value.strip()) and int(value) >= low:
             return int(value)
         raise ValueError(f"a whole number of at least {low}")
 
@@ -67,7 +72,7 @@ def _parse_count(low: int) -> Callable[[object], int]:
 
 def _parse_max_kv(value: object) -> int:
     text = str(value).strip() if isinstance(value, (int, str)) and not isinstance(value, bool) else ""
-    if text == "-1" or text.isdecimal():
+    if text == "-1" or _is_number(text):
         return int(text)
     raise ValueError("-1 (the model's index_topk) or a whole number of tokens of at least 0")
 

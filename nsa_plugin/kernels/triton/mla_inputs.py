@@ -189,6 +189,21 @@ def _pairs(HALF: tl.constexpr, HALF_POWER: tl.constexpr, INTERLEAVED: tl.constex
 
 
 @triton.jit
+def _places(
+    DIM: tl.constexpr, HALF: tl.constexpr, HALF_POWER: tl.constexpr, REST_POWER: tl.constexpr, INTERLEAVED: tl.constexpr
+):
+    """Places of the pairs' values and of those behind them, and which are inside the row."""
+    one, other = _pairs(HALF, HALF_POWER, INTERLEAVED)
+    behind = 2 * HALF + tl.arange(0, REST_POWER)
+    return one, other, behind, tl.arange(0, HALF_POWER) < HALF, behind < DIM
+
+
+@triton.jit
+def _load(source, places, stride, inside):
+    return tl.load(source + places * stride, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _store_normed(
     source, value_stride, weight_ptr, eps, target, DIM: tl.constexpr, POWER: tl.constexpr, INTERPRETED: tl.constexpr
 ):
@@ -245,8 +260,7 @@ def norm_rope_kernel(
         even, odd = _pairs(HALF, HALF_POWER, True)
         inside = even < 2 * HALF
         keys = k_pe_ptr + row * k_pe_row_stride
-        first = tl.load(keys + even * k_pe_value_stride, mask=inside, other=0.0).to(tl.float32)
-        second = tl.load(keys + odd * k_pe_value_stride, mask=inside, other=0.0).to(tl.float32)
+        first, second = _load(keys, even, k_pe_value_stride, inside), _load(keys, odd, k_pe_value_stride, inside)
         position = tl.load(positions_ptr + row)
         first, second = _rotate(
             first, second, position, cos_sin_ptr, cos_sin_row_stride, cos_sin_value_stride, HALF, HALF_POWER
@@ -277,13 +291,9 @@ def indexer_keys_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     source, target = k_ptr + row * row_stride, out_ptr + row * DIM
-    one, other = _pairs(HALF, HALF_POWER, INTERLEAVED)
-    paired = tl.arange(0, HALF_POWER) < HALF
-    behind = 2 * HALF + tl.arange(0, REST_POWER)
-    left = behind < DIM
-    first = tl.load(source + one * value_stride, mask=paired, other=0.0).to(tl.float32)
-    second = tl.load(source + other * value_stride, mask=paired, other=0.0).to(tl.float32)
-    rest = tl.load(source + behind * value_stride, mask=left, other=0.0).to(tl.float32)
+    one, other, behind, paired, left = _places(DIM, HALF, HALF_POWER, REST_POWER, INTERLEAVED)
+    first, second = _load(source, one, value_stride, paired), _load(source, other, value_stride, paired)
+    rest = _load(source, behind, value_stride, left)
 
     mean = (tl.sum(first + second, axis=0) + tl.sum(rest, axis=0)) / DIM
     first = tl.where(paired, first - mean, 0.0)
@@ -335,13 +345,9 @@ def indexer_queries_kernel(
 ):
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     source, place = q_ptr + row * row_stride + head * head_stride, row * heads + head
-    one, other = _pairs(HALF, HALF_POWER, INTERLEAVED)
-    paired = tl.arange(0, HALF_POWER) < HALF
-    behind = 2 * HALF + tl.arange(0, REST_POWER)
-    left = behind < DIM
-    first = tl.load(source + one * value_stride, mask=paired, other=0.0).to(tl.float32)
-    second = tl.load(source + other * value_stride, mask=paired, other=0.0).to(tl.float32)
-    rest = tl.load(source + behind * value_stride, mask=left, other=0.0).to(tl.float32)
+    one, other, behind, paired, left = _places(DIM, HALF, HALF_POWER, REST_POWER, INTERLEAVED)
+    first, second = _load(source, one, value_stride, paired), _load(source, other, value_stride, paired)
+    rest = _load(source, behind, value_stride, left)
     position = tl.load(positions_ptr + row)
     first, second = _rotate(
         first, second, position, cos_sin_ptr, cos_sin_row_stride, cos_sin_value_stride, HALF, HALF_POWER
