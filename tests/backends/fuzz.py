@@ -1,0 +1,91 @@
+"""python -m tests.backends.fuzz [COUNT] [--seed N]: random batches of vLLM through one layer, against float32.
+
+Each batch mixes decode and verify steps, requests without query tokens, prompts that attend densely, and prompts that
+select, with and without a prefix; some are padded as for a CUDA graph. Batch n depends on the seed and n alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from random import Random
+
+from nsa_plugin.decision.plan import Plan
+from tests.backends.fake_vllm.v32 import CPU, MAX_LEN, MAX_ROWS, WITH_FLASH_MLA, Step, World, planner
+
+REQUESTS = 11
+
+
+def world(random: Random) -> World:
+    """A planner and a layer; one in ten on a GPU, with Triton interpreted and vLLM's own calls."""
+    return World(
+        planner(
+            random.choice(("bf16", "v32_fp8")),
+            device=CPU if random.random() < 0.9 else WITH_FLASH_MLA,
+            step_tokens=random.choice((1, 1, 2, 3)),
+            workspace_tokens=random.choice((0, 0, 30, 200)),
+            mha_max_kv=random.choice((-1, -1, 0, 7)),
+        ),
+        later=random.random() < 0.5,
+    )
+
+
+def lengths(random: Random, step_tokens: int) -> tuple[list[tuple[int, int]], int]:
+    """(query tokens, context) of each request, steps first, and the query tokens that are left."""
+    found: list[tuple[int, int]] = []
+    room = MAX_ROWS
+    for _ in range(random.randint(0, REQUESTS)):
+        rows = random.randint(0 if random.random() < 0.1 else 1, step_tokens)
+        found.append((rows, random.randint(max(rows, 1), MAX_LEN)))
+    if random.random() < 0.3:
+        return found, room - sum(rows for rows, _ in found)
+    for _ in range(random.randint(0, REQUESTS - len(found))):
+        rows = random.randint(step_tokens + 1, random.choice((8, 24, 60)))
+        context = rows if random.random() < 0.5 else random.randint(rows, MAX_LEN)
+        found.append((rows, context))
+    while sum(rows for rows, _ in found) > room:
+        found.pop()
+    return found, room - sum(rows for rows, _ in found)
+
+
+def batch(random: Random) -> Step:
+    made = world(random)
+    step_tokens = made.planner.step_tokens
+    requests, room = lengths(random, step_tokens)
+    only_steps = all(rows <= step_tokens for rows, _ in requests)
+    padded = random.randint(0, 3) if only_steps and room >= 3 * step_tokens else 0
+    return made.step(requests, padded_rows=padded * step_tokens, padded_requests=padded)
+
+
+def run(count: int, seed: int) -> Counter[str]:
+    """Check `count` batches; return how many had a part with each attention path.
+
+    Raises:
+        AssertionError: an output differs from the reference, or anything was raised.
+    """
+    seen: Counter[str] = Counter()
+    for number in range(count):
+        random = Random(f"{seed}:{number}")
+        step = None
+        try:
+            step = batch(random)
+            step.check()
+        except Exception as error:
+            what = "a batch" if step is None else f"{step.lengths}, {step.world.planner.settings}"
+            raise AssertionError(f"batch {number} of seed {seed}: {what}: {error!r}") from error
+        plans: list[Plan | None] = [step.split.steps, step.split.sparse, *(part.plan for part in step.split.dense)]
+        seen.update({f"{plan.phase}: {plan.attention} by {plan.provider}" for plan in plans if plan is not None})
+    return seen
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Run random batches of vLLM through one layer, against float32.")
+    parser.add_argument("count", type=int, nargs="?", default=10_000)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    for name, times in run(given.count, given.seed).most_common():
+        print(f"{times:7} {name}")
+
+
+if __name__ == "__main__":
+    main()
