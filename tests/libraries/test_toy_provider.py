@@ -130,5 +130,5 @@ def test_the_docs_and_doctor_show_it(capsys: pytest.CaptureFixture[str]) -> None
     cli.main(["doctor", "--json"])
     library = json.loads(capsys.readouterr().out)["device"]["libraries"]["toy"]
     assert (library["available"], library["version"]) == (True, "1.2")
-    cli.main(["doctor"])
+    cli.main(["doctor", "-v"])
     assert "toy-kernels 1.2" in capsys.readouterr().out
