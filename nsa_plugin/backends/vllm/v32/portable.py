@@ -74,9 +74,10 @@ def slots_of(chunk: Any, page_size: int) -> torch.Tensor:
     """Return int64 [keys of the chunk]: slots in the indexer's cache, request after request; made once a batch."""
     found: torch.Tensor | None = getattr(chunk, SLOTS, None)
     if found is None:
-        places = torch.arange(chunk.total_seq_lens, device=chunk.cu_seq_lens.device)
-        request = torch.searchsorted(chunk.cu_seq_lens[1:], places, right=True)
-        position = places - chunk.cu_seq_lens[request]
+        bounds = chunk.cu_seq_lens.long()
+        places = torch.arange(chunk.total_seq_lens, device=bounds.device)
+        request = torch.searchsorted(bounds[1:], places, right=True)
+        position = places - bounds[request]
         found = chunk.block_table[request, position // page_size].long() * page_size + position % page_size
         setattr(chunk, SLOTS, found)
     return found
@@ -151,10 +152,44 @@ def queries(given: NamedArguments, providers: Providers) -> tuple[torch.Tensor, 
     return codes, gates, rotated
 
 
-def warm_portable(providers: Providers, model: ModelShape, device: torch.device) -> None:
-    """Run `norm_rope` and the reader of the indexer's keys on zeros, few and many query tokens; see `common.warm`.
+def warm_indexer(providers: Providers, model: ModelShape, device: torch.device, step_tokens: int) -> None:
+    """Run the kernels of `select` on zeros: a prefill's, and those of steps of up to `step_tokens` query tokens.
 
-    The other kernels run in vLLM's profiling run, or are warmed up on every GPU.
+    Raises:
+        NoProviderError: a kernel does not run on this device; says which and why.
+    """
+    heads, dim, topk = model.index_n_heads, model.index_head_dim, model.index_topk
+    cache = allocate_cache("indexer_fp8", 2, PAGE_SIZE, device=device)
+    table = torch.zeros(FEW_ROWS, 2, dtype=torch.int32, device=device)
+    lengths = torch.full((FEW_ROWS,), PAGE_SIZE, dtype=torch.int32, device=device)
+
+    def inputs(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        q = torch.zeros(rows, heads, dim, device=device).to(FP8_DTYPE)
+        return q, torch.zeros(rows, heads, dtype=torch.float32, device=device)
+
+    def prefill(keys: int) -> torch.Tensor:
+        slots = torch.zeros(keys, dtype=torch.int64, device=device)
+        codes, scales = providers.helper("kv_cache_read_codes")(cache, slots)
+        q, weights = inputs(FEW_ROWS)
+        score = providers.load("indexer_topk", PROVIDER)
+        found: torch.Tensor = score(q, codes, scales.squeeze(-1), weights, lengths * 0, lengths, topk)
+        return found >= PAGE_SIZE
+
+    def step(rows_each: int) -> torch.Tensor:
+        q, weights = inputs(FEW_ROWS * rows_each)
+        score = providers.load("indexer_topk_paged", PROVIDER)
+        q = q.unflatten(0, (FEW_ROWS, rows_each))
+        found: torch.Tensor = score(q, cache, weights, lengths, table, topk, max_len=2 * PAGE_SIZE)
+        return found >= PAGE_SIZE
+
+    for keys in (PAGE_SIZE, MANY_ROWS):
+        expect_zeros("the indexer's selection for a prefill", partial(prefill, keys))
+    for rows_each in range(1, step_tokens + 1):
+        expect_zeros("the indexer's selection for a step", partial(step, rows_each))
+
+
+def warm_inputs(providers: Providers, model: ModelShape, device: torch.device) -> None:
+    """Run `norm_rope` on zeros, few and many query tokens; see `common.warm`. `queries` runs in vLLM's profiling run.
 
     Raises:
         NoProviderError: a kernel does not run on this device; says which and why.

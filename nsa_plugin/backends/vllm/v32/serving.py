@@ -28,7 +28,7 @@ from nsa_plugin.backends.vllm.startup.model import (
     step_tokens,
 )
 from nsa_plugin.backends.vllm.startup.serving import VllmServing
-from nsa_plugin.backends.vllm.v32.portable import warm_portable
+from nsa_plugin.backends.vllm.v32.portable import warm_indexer, warm_inputs
 from nsa_plugin.backends.vllm.v32.routes import VllmPlanner
 from nsa_plugin.backends.vllm.v32.token_shard import open_exchange
 from nsa_plugin.decision.dispatch import validate
@@ -210,8 +210,10 @@ class GpuServing(VllmServing):
         warm(own_kernels(planner), providers, planner.model, device)
         warm_selection(providers, planner.model, device, page_size=PAGE_SIZE)
         warm_reading(providers, planner.model, device)
+        if planner.portable:
+            warm_indexer(providers, planner.model, device, planner.step_tokens)
         if planner.device.sm < FIRST_WITH_FP8:
-            warm_portable(providers, planner.model, device)
+            warm_inputs(providers, planner.model, device)
 
     def check_layers(self) -> None:
         """Check the layers that vLLM has built.

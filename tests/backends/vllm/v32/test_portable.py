@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from nsa_plugin.backends.common.providers import Providers
+from nsa_plugin.backends.vllm.v32 import portable
 from nsa_plugin.backends.vllm.v32.indexer import ATTRIBUTE, planned_indexer_builder, prefill_chunks, wrap_indexer
-from nsa_plugin.backends.vllm.v32.portable import warm_portable
+from nsa_plugin.backends.vllm.v32.portable import warm_indexer, warm_inputs
 from nsa_plugin.backends.vllm.v32.routes import VllmPlanner
 from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.errors import NoProviderError
@@ -154,7 +155,8 @@ def test_the_profiling_run_is_vllms():
 
 
 @pytest.mark.parametrize("layout", ["v32_fp8", "bf16"])
-def test_the_warm_up_runs_what_vllms_model_code_calls(layout: str):
+def test_the_warm_up_runs_what_vllms_model_code_calls(layout: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(portable, "MANY_ROWS", 8)  # interpreted, thousands take minutes
     ran: list[str] = []
     providers = Providers(layout, 86)
     load = providers.registry.load
@@ -164,8 +166,11 @@ def test_the_warm_up_runs_what_vllms_model_code_calls(layout: str):
         return load(op, name, **more)
 
     providers.registry = SimpleNamespace(load=loading)  # type: ignore[assignment]
-    warm_portable(providers, ModelShape(kv_layout=layout), torch.device("cpu"))
-    assert {"mla_norm_rope", "indexer_keys", "kv_cache_write", "kv_cache_read_codes"} <= set(ran)
+    shape = ModelShape(kv_layout=layout, index_n_heads=32, index_topk=128)
+    warm_inputs(providers, shape, torch.device("cpu"))
+    warm_indexer(providers, shape, torch.device("cpu"), step_tokens=2)
+    written = {"mla_norm_rope", "indexer_keys", "kv_cache_write"}
+    assert written | {"kv_cache_read_codes", "indexer_topk", "indexer_topk_paged"} <= set(ran)
     providers._loaded["mla_norm_rope", "triton", None] = lambda *_, **__: 1 / 0
     with pytest.raises(NoProviderError, match="norms, RoPE and the caches' new entries: ZeroDivisionError"):
-        warm_portable(providers, ModelShape(kv_layout=layout), torch.device("cpu"))
+        warm_inputs(providers, shape, torch.device("cpu"))
