@@ -141,14 +141,17 @@ def test_kernels_are_run_over_every_compress_ratio(provider: str):
     assert asked == ["sparse_mla_decode"] * 3 + ["sparse_mla_prefill"] * 3
 
 
-@pytest.mark.parametrize(("value", "words"), [(1.0, "is not zero"), (None, "KeyError")])
+@pytest.mark.parametrize(("value", "words"), [(1.0, "is not zero"), (0.0, "is not zero"), (None, "KeyError")])
 def test_a_kernel_that_does_not_run_is_named(value: float | None, words: str):
+    """One that raises, one that writes ones, and (0.0) one that writes nothing."""
     providers = Providers("v4_fp8", 0)
 
-    def broken(q: torch.Tensor, *_: Any, **__: Any) -> Any:
+    def broken(q: torch.Tensor, *_: Any, out: torch.Tensor, **__: Any) -> Any:
         if value is None:
             raise KeyError("a symbol")
-        return SimpleNamespace(out=torch.full_like(q, value))
+        if value:
+            out.fill_(value)
+        return SimpleNamespace(out=out)
 
     providers._loaded["sparse_mla_prefill", "cuda", 4] = broken
     with pytest.raises(NoProviderError, match=f"cuda's sparse_mla_prefill for DeepSeek-V4.*{words}"):
