@@ -86,6 +86,8 @@ for interleaved, layout, has_indexer, with_caches in itertools.product(
     main = [reference_read(one[2], every, dtype=torch.float32) for one in (ours, theirs)]
     assert bool(main[0].any()) == with_caches, case
     close(main[0][slots[slots >= 0]], main[1][slots[slots >= 0]], 34, wrong=0.06)
+    if layout == "v32_fp8":
+        assert torch.equal(*[one[2].data.view(-1, 656)[slots[slots >= 0], 512:528] for one in (ours, theirs)]), case
     rest = torch.ones(256, dtype=torch.bool).index_fill(0, slots[slots >= 0], False)
     assert not main[0][rest].any()
     stored = [reference_read_codes(one[3], every) for one in (ours, theirs)]

@@ -7,11 +7,13 @@ two Triton kernels of vLLM's model code that need them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
+from packaging.version import Version
 
 from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.common.warm import MANY_ROWS, PAGE_SIZE, expect_zeros
@@ -26,6 +28,8 @@ from nsa_plugin.patches.ledger import TURN_OFF
 SLOTS = "nsa_plugin_slots"
 """Attribute of a prefill chunk: the slots of its keys, made by the first layer."""
 PROVIDER = "triton"
+ROUNDS_SCALES = Version("0.31")
+"""From this version on vLLM rounds the scales of its fp8 MLA cache up to powers of two."""
 
 NamedArguments = Mapping[str, Any]
 """The arguments of the vLLM function that is replaced, by name."""
@@ -104,7 +108,8 @@ def norm_rope(given: NamedArguments, providers: Providers) -> torch.Tensor:
     write = providers.helper("kv_cache_write")
     slots = given["slot_mapping"]
     if given["mla_kv_cache"] is not None:
-        write(open_cache(given["mla_kv_cache"], providers.layout), latents, slots[:rows], rope=keys)
+        main = open_cache(given["mla_kv_cache"], providers.layout)
+        write(main, latents, slots[:rows], rope=keys, power_of_two_scales=rounds_scales())
     for name, values in (("kv_c_out", latents), ("k_pe_out", keys), ("q_c_out", queries)):
         if given.get(name) is not None:
             given[name].copy_(values)
@@ -126,6 +131,14 @@ def norm_rope(given: NamedArguments, providers: Providers) -> torch.Tensor:
             write(cache, indexer_keys, slots[:rows], power_of_two_scales=True)
     out: torch.Tensor = queries if given.get("q_c_out") is None else given["q_c_out"]
     return out
+
+
+@functools.cache
+def rounds_scales() -> bool:
+    """Whether the installed vLLM rounds the scales of its fp8 MLA cache up to powers of two."""
+    import vllm
+
+    return Version(vllm.__version__) >= ROUNDS_SCALES
 
 
 def queries(given: NamedArguments, providers: Providers) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
