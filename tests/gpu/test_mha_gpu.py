@@ -212,7 +212,7 @@ def test_workspace_of_a_captured_graph():
     with torch.cuda.stream(side):
         with pytest.raises(WorkspaceError, match="needs 4096"), torch.cuda.graph(torch.cuda.CUDAGraph(), stream=side):
             workspace.get("scratch", (1024,), torch.float32, "cuda")
-        workspace.reserve("scratch", 4096, "cuda")
+        workspace.get("scratch", (1024,), torch.float32, "cuda")
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=side):
             captured = workspace.get("scratch", (1024,), torch.float32, "cuda")

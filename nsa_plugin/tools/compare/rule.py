@@ -140,6 +140,24 @@ def between(measured: Measured, ours: Run, theirs: Run) -> list[Compared]:
     return _compare_groups(measured, ours, theirs, pairs)
 
 
+def against_stock(measured: Measured, stock: Run, run: Run, allowed: Tolerance) -> list[Compared]:
+    """As `between`. Where stock's answers to one prompt do not agree with each other, the closer one counts."""
+    others: dict[tuple[str, str], list[str]] = {}
+    for pair in (pair for pair in SAME if set(pair) <= stock.answers.keys()):
+        for one in _compare_groups(measured, stock, stock, [pair]):
+            if not one.problem and not allowed.holds(one):
+                for group, other in (pair, pair[::-1]):
+                    others.setdefault((group, one.name), []).append(other)
+
+    def closer(one: Compared) -> Compared:
+        against = partial(compare, theirs=run.answers[one.group][one.name], group=one.group, name=one.name)
+        twins = (stock.answers[other][one.name] for other in others.get((one.group, one.name), []))
+        found = (one, *(against(twin, prompt=one.prompt) for twin in twins))
+        return next((other for other in found if allowed.holds(other)), one)
+
+    return [closer(one) for one in between(measured, stock, run)]
+
+
 def within(measured: Measured, run: Run) -> list[Compared]:
     """Requests that one server answered in two groups; groups are named "one / other"."""
     return _compare_groups(measured, run, run, [pair for pair in SAME if set(pair) <= run.answers.keys()])

@@ -54,7 +54,7 @@ def judge(measured: Measured) -> Verdict:
     stock = runs.get(STOCK)
 
     def against_stock(role: str) -> list[Compared]:
-        return rule.between(measured, stock, runs[role]) if stock is not None and role in runs else []
+        return rule.against_stock(measured, stock, runs[role], allowed) if stock is not None and role in runs else []
 
     plugin, control = against_stock(PLUGIN), against_stock(CONTROL)
     agreement = any(case in AGREEMENT_CASES for case in measured.asked["cases"])
@@ -129,6 +129,10 @@ def spread_check(own: Sequence[Compared], allowed: Tolerance, *, name: str, noth
         f"largest difference {allowed.own_largest:.3f}, mean {allowed.own_answers_mean:.4f}, "
         f"mean of forced positions {allowed.own_forced_mean:.4f}; {_equal(own)}"
     )
+    if differ := [f"{one.group} {one.name}" for one in own if not one.problem and not allowed.holds(one)]:
+        detail += (
+            f"; two answers to one prompt differ by more than is allowed, and the closer one counts: {_some(differ)}"
+        )
     return Check(name=name, holds=bool(own) and not problems, detail=_some(problems) or (detail if own else nothing))
 
 

@@ -178,6 +178,17 @@ def test_plugin_beyond_the_tolerance_fails_by_request_and_by_mean() -> None:
     assert failed(measured(plugin_shift=0.8))[0] == "the plugin agrees, request by request"  # 0.7 allowed
 
 
+def test_either_of_two_stock_answers_counts_where_they_disagree() -> None:
+    """Stock was seen to give two answers to one prompt in two rounds."""
+    one, elsewhere = measured(), answer([9] * 8, top={9: -1.0, 8: -1.2})
+    one.runs[STOCK].answers["single-again"]["p"] = elsewhere
+    assert failed(one) == []  # the plugin gives stock's first answer in both rounds
+    detail = next(check.detail for check in judge(one).checks if check.name == "stock against itself")
+    assert "the closer one counts: single / single-again p" in detail
+    one.runs[PLUGIN].answers["single-again"]["p"] = answer([3] * 8)
+    assert failed(one) == ["the plugin agrees, request by request"]  # an answer that stock never gave
+
+
 @pytest.mark.parametrize(
     ("dp", "cached", "checked", "holds"), [(1, 64, True, True), (1, 0, True, False), (2, 0, False, True)]
 )
