@@ -21,6 +21,19 @@ _SLOW_READ_S = 0.1
 _STREAMED = (Kind.STREAM, Kind.SLOW, Kind.DISCONNECT)
 
 
+def new_session() -> aiohttp.ClientSession:
+    """A session with a new connection for each request.
+
+    A server closes a connection that is idle for some seconds, and a request sent at that moment is lost through no
+    fault of the server (RFC 9112, section 9.3.1).
+    """
+    import aiohttp
+
+    return aiohttp.ClientSession(
+        timeout=aiohttp.ClientTimeout(total=None), connector=aiohttp.TCPConnector(limit=0, force_close=True)
+    )
+
+
 class _ClientLeft(Exception):
     """The client has what it wanted."""
 

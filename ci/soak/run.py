@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ci.soak.client import Client, compared
+from ci.soak.client import Client, compared, new_session
 from ci.soak.ending import kill_worker
 from ci.soak.engines import PREEMPTIONS, RUNNING, Setup, count_of
 from ci.soak.judge import RULES
@@ -19,7 +19,7 @@ from ci.soak.watch import Watch
 from nsa_plugin.tools.checkpoints.v32 import write_checkpoint
 from nsa_plugin.tools.compare.measured import PLUGIN
 from nsa_plugin.tools.compare.role_server import RoleServer
-from nsa_plugin.tools.serving.client import new_session, send, settle
+from nsa_plugin.tools.serving.client import send, settle
 from nsa_plugin.tools.serving.engine import CompareError
 from nsa_plugin.tools.serving.process import ServerError
 from nsa_plugin.tools.serving.requests import Answer, RequestGroup

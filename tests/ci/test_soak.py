@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 from ci.soak.__main__ import parser
-from ci.soak.client import Client, compared
+from ci.soak.client import Client, compared, new_session
 from ci.soak.engines import PREEMPTIONS, SETUPS, count_of
 from ci.soak.judge import CHECKS, MIB, RULES, judge, quantile
 from ci.soak.measured import LEAVING_KINDS, REFUSED_KINDS, End, Ending, Kind, Repeat, Sample, Sent, Soak
@@ -285,8 +285,6 @@ def asked(handler: Callable[[Any], Awaitable[Any]], kind: Kind, leave_after: flo
     """What the client says of a request for three tokens to a server with this handler."""
     web = pytest.importorskip("aiohttp.web")
     from aiohttp.test_utils import TestServer
-
-    from nsa_plugin.tools.serving.client import new_session
 
     async def ask() -> Sent:
         app = web.Application()
