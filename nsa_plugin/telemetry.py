@@ -1,7 +1,7 @@
-"""What a user can see: the start-up report, the trace of decisions, and counters by route.
+"""What a user can see: the start-up report, the trace of decisions, and the metrics.
 
-Nothing here is on a kernel's path: unless a file is written, a batch costs an increment, and a look-up where its plan
-is not the last one's.
+Nothing here is on a kernel's path or waits for the device: unless a trace is written to a file, a batch costs a few
+increments, and a look-up where its plan is not the last one's.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
 
 from nsa_plugin import __version__
-from nsa_plugin.decision.plan import Plan
+from nsa_plugin.decision.plan import IndexerMode, Plan
+from nsa_plugin.decision.shapes import Phase
 from nsa_plugin.errors import SettingsError
 from nsa_plugin.settings import LEFT, ResolvedSettings
 
@@ -136,6 +138,124 @@ class StartupReport:
             temporary = Path(f"{path}.{os.getpid()}")
             temporary.write_text(json.dumps(self.as_dict(), indent=2) + "\n")
             temporary.replace(path)
+
+
+class MetricKind(StrEnum):
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """A metric in the engine's /metrics.
+
+    Attributes:
+        name: after the engine's name and a colon.
+        labels: besides the labels of the process, such as tp_rank.
+        buckets: upper bounds of a histogram.
+    """
+
+    name: str
+    kind: MetricKind
+    text: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+    def of(self, engine: str) -> str:
+        """The whole name."""
+        return f"{engine}:{self.name}"
+
+
+_ROUTE = ("phase", "attention", "provider")
+BATCHES = Metric(
+    name="nsa_plugin_batches_total",
+    kind=MetricKind.COUNTER,
+    text="Batches that nsa-plugin planned, by phase, attention and kernel library.",
+    labels=_ROUTE,
+)
+QUERY_TOKENS = Metric(
+    name="nsa_plugin_query_tokens_total",
+    kind=MetricKind.COUNTER,
+    text="Query tokens of the batches that nsa-plugin planned, by phase, attention and kernel library.",
+    labels=_ROUTE,
+)
+PREFILL_CHUNKS = Metric(
+    name="nsa_plugin_prefill_chunks_total",
+    kind=MetricKind.COUNTER,
+    text="Pieces in which the plans of sparse prefills make the indexer's logits.",
+)
+DECISION_SECONDS = Metric(
+    name="nsa_plugin_decision_seconds",
+    kind=MetricKind.HISTOGRAM,
+    text="Seconds to find the plans of a batch, most of which are reused.",
+    buckets=(5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 5e-3, 2e-2),
+)
+LOGITS_BUDGET = Metric(
+    name="nsa_plugin_logits_budget_bytes",
+    kind=MetricKind.GAUGE,
+    text="Bytes that the indexer's float32 logits may take at once.",
+)
+LEFT_TO_STOCK = Metric(
+    name="nsa_plugin_left_to_stock",
+    kind=MetricKind.GAUGE,
+    text="What nsa-plugin leaves to the stock engine, and why.",
+    labels=("reason",),
+)
+BUILD_INFO = Metric(
+    name="nsa_plugin_build_info",
+    kind=MetricKind.GAUGE,
+    text="Always 1; the labels name the versions of nsa-plugin and of the engine.",
+    labels=("version", "engine_version"),
+)
+METRICS = (BATCHES, QUERY_TOKENS, PREFILL_CHUNKS, DECISION_SECONDS, LOGITS_BUDGET, LEFT_TO_STOCK, BUILD_INFO)
+
+Write = Callable[[float], None]
+"""Adds to a counter, sets a gauge or observes in a histogram."""
+MetricWriter = Callable[[Metric, Mapping[str, str]], Write]
+"""An engine's way to its /metrics: from a metric and its labels to what writes it."""
+
+
+class Metrics:
+    """The metrics of one process that plans batches.
+
+    Args:
+        write: of the engine.
+    """
+
+    def __init__(self, write: MetricWriter):
+        self._write = write
+        self._chunks, self._seconds, self._budget = (
+            write(metric, {}) for metric in (PREFILL_CHUNKS, DECISION_SECONDS, LOGITS_BUDGET)
+        )
+        self._routes: dict[str, tuple[Write, Write]] = {}
+        self._last_budget = -1
+
+    def batch(self, plan: Plan, tokens: int) -> None:
+        """Count a batch, or a part of one, of `tokens` query tokens."""
+        found = self._routes.get(plan.route)
+        if found is None:
+            labels = dict(zip(_ROUTE, (str(plan.phase), str(plan.attention), plan.provider or "none"), strict=True))
+            found = self._routes[plan.route] = (self._write(BATCHES, labels), self._write(QUERY_TOKENS, labels))
+        batches, query_tokens = found
+        batches(1)
+        query_tokens(tokens)
+        if plan.phase is Phase.EXTEND and plan.indexer.mode is IndexerMode.TOPK and plan.indexer.rows_per_chunk:
+            self._chunks(-(-tokens // plan.indexer.rows_per_chunk))
+
+    def decided(self, seconds: float, budget: int) -> None:
+        """Observe the time that a batch's plans took, and show the budget of the indexer's logits in bytes."""
+        self._seconds(seconds)
+        if budget != self._last_budget:
+            self._budget(budget)
+            self._last_budget = budget
+
+
+def show_start(write: MetricWriter, engine_version: str, left: Sequence[str]) -> None:
+    """Show the versions, and what is left to the stock engine: one sample of 1 for each reason."""
+    write(BUILD_INFO, {"version": __version__, "engine_version": engine_version})(1)
+    for reason in left:
+        write(LEFT_TO_STOCK, {"reason": reason})(1)
 
 
 @dataclass

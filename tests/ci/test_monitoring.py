@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from importlib.util import find_spec
@@ -11,21 +12,16 @@ from typing import Any
 import pytest
 
 from ci.rows import ROOT
-from nsa_plugin.backends.sglang.startup import metrics
-from nsa_plugin.backends.vllm.startup import counters
 from nsa_plugin.decision.plan import Attention
 from nsa_plugin.decision.shapes import Phase
+from nsa_plugin.telemetry import METRICS, MetricKind
 
 DASHBOARD: dict[str, Any] = json.loads((ROOT / "docs/monitoring/grafana-dashboard.json").read_text())
 PAGE = (ROOT / "docs" / "monitoring.md").read_text()
 ENGINES = ("sglang", "vllm")
-METRICS = {
-    value
-    for module in (metrics, counters)
-    for value in vars(module).values()
-    if isinstance(value, str) and value.startswith(("sglang:", "vllm:"))
-}
-LABELS = {"phase", "attention", "provider", "reason", "instance", "le"}
+NAMES = {metric.name for metric in METRICS}
+LABELS = {"instance", "le", *itertools.chain.from_iterable(metric.labels for metric in METRICS)}
+SUFFIX = re.compile(r"_(bucket|sum|count)$")
 PROVIDED_BY_ENGINE = {"time_to_first_token_seconds", "inter_token_latency_seconds"}
 
 
@@ -38,9 +34,7 @@ def test_every_metric_of_the_dashboard_exists_in_both_engines() -> None:
     named = {name for query in queries() for name in re.findall(r"\$\{engine\}:(\w+)", query)}
     assert all("${engine}:" in query for query in queries())
     own = {name for name in named if name.startswith("nsa_plugin_")}
-    assert own == {"nsa_plugin_batches_total", "nsa_plugin_left_to_stock"}
-    for engine in ENGINES:
-        assert {f"{engine}:{name}" for name in own} <= METRICS
+    assert {SUFFIX.sub("", name) for name in own} == NAMES
     assert {name.removesuffix("_bucket") for name in named - own} == PROVIDED_BY_ENGINE
 
 
@@ -72,9 +66,17 @@ def test_every_label_and_value_in_a_query_exists() -> None:
 
 
 def test_every_metric_of_the_page_exists_and_every_metric_is_on_it() -> None:
-    named = set(re.findall(r"\b((?:sglang|vllm):nsa_plugin_\w+)", PAGE))
-    assert named <= METRICS
-    assert METRICS - {counters.METRIC} <= named
+    assert set(re.findall(r"^\| `(nsa_plugin_\w+)` \|", PAGE, re.MULTILINE)) == NAMES
+    assert {SUFFIX.sub("", name) for name in re.findall(r":(nsa_plugin_\w+)", PAGE)} <= NAMES
+
+
+def test_names_follow_the_conventions_of_prometheus() -> None:
+    for metric in METRICS:
+        assert metric.name.endswith("_total") is (metric.kind is MetricKind.COUNTER)
+        assert (metric.buckets != ()) is (metric.kind is MetricKind.HISTOGRAM)
+        assert list(metric.buckets) == sorted(metric.buckets)
+        assert not re.search(r"_(ms|us|milliseconds|mb|mib|kb)(_|$)", metric.name)
+        assert metric.text.endswith(".")
 
 
 def test_the_page_lists_every_phase_and_attention() -> None:

@@ -23,11 +23,12 @@ import torch
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from nsa_plugin.decision.plan import Attention, Plan
+from nsa_plugin.decision.plan import Attention
 from nsa_plugin.decision.shapes import Phase
 from nsa_plugin.patches import sglang as ledger_data
 from nsa_plugin.patches.ledger import Ledger
 from nsa_plugin.settings import ResolvedSettings, Settings
+from tests.backends.counted import Counted
 from tests.gpu.calls import record
 
 VERSIONS = ">=0.5.16,<0.5.24"
@@ -132,7 +133,7 @@ class Plugged:
         backends: that took up their duties.
     """
 
-    plans: list[Plan] = field(default_factory=list)
+    plans: Counted = field(default_factory=Counted)
     kernels: list[tuple[str, str]] = field(default_factory=list)
     backends: list[Any] = field(default_factory=list)
 
@@ -181,7 +182,7 @@ def plug(monkeypatch: pytest.MonkeyPatch, kit: Kit, **settings: Any) -> Plugged:
     monkeypatch.setattr(backend, "process", lambda: process)
     # SGLang's metrics would be asked for the ranks and keep a counter a process; the kit has neither.
     monkeypatch.setattr(serving, "ranks", lambda model_runner: {"tp_rank": 0})
-    monkeypatch.setattr(serving, "route_counter", lambda server_args, labels: seen.plans.append)
+    monkeypatch.setattr(serving, "metrics_of", lambda server_args, labels: seen.plans)
 
     def of_plugin(args: tuple[Any, ...]) -> None:
         seen.kernels.append(("plugin", args[0].route.plan.provider))

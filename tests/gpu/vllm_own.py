@@ -27,11 +27,12 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from nsa_plugin.backends.common.fault import shifted
-from nsa_plugin.decision.plan import Attention, Plan
+from nsa_plugin.decision.plan import Attention
 from nsa_plugin.decision.shapes import Phase
 from nsa_plugin.kernels import selector as topk_selector
 from nsa_plugin.patches import vllm as ledger_data
 from nsa_plugin.patches.ledger import Ledger
+from tests.backends.counted import Counted
 from tests.gpu.calls import record
 
 SOURCE = "TESTS_OF_VLLM"
@@ -166,7 +167,7 @@ class Plugged:
     config: Any = None
     worker: Worker | None = None
     process: Any = None
-    plans: list[Plan] = field(default_factory=list)
+    plans: Counted = field(default_factory=Counted)
     kernels: list[tuple[str, str]] = field(default_factory=list)
     own_topk: list[tuple[int, ...]] = field(default_factory=list)
 
@@ -191,7 +192,7 @@ class Plugged:
         serving: Any = activation.start_serving(self.config)
         self.worker = Worker(self.config)
         serving.enter(self.worker)
-        serving.count = self.plans.append
+        serving.metrics = self.plans
         serving.prepare(torch.device(current_platform.device_type))
         serving.settle()
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from ci.soak.engines import count_of
 from nsa_plugin.tools.serving.common import routes
 from nsa_plugin.tools.serving.process import Server, ServerError, ServerSpec
 from nsa_plugin.tools.serving.vllm import python_path_with_vllm_name, serve_command
@@ -80,6 +81,10 @@ def test_metrics_have_every_batch_of_the_trace(tmp_path: Path, checkpoint: Path,
     plans = [plan for batch in batches for plan in batch["plans"].values()]
     assert routes(text, "vllm") == Counter("/".join(plan[key] for key in ROUTE) for plan in plans)
     assert {plan["attention"] for plan in plans} == {"sparse_prefill", "sparse_decode"}
+    tokens = sum(request["q_tokens"] for batch in batches for request in batch["requests"])
+    assert count_of(text, ["vllm:nsa_plugin_query_tokens_total"]) == tokens == 107
+    assert count_of(text, ["vllm:nsa_plugin_decision_seconds_count"]) == len(batches)
+    assert count_of(text, ["vllm:nsa_plugin_build_info"]) == 1
     assert "vllm:generation_tokens_total{" in text
 
 

@@ -5,7 +5,8 @@ An engine's planner reads that engine's batch and adds what only it knows. It ne
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -14,9 +15,9 @@ from nsa_plugin.decision.constraints import Constraints
 from nsa_plugin.decision.dispatch import decide
 from nsa_plugin.decision.plan import Attention, Plan
 from nsa_plugin.decision.shapes import BatchShape, ModelShape, Phase
-from nsa_plugin.libraries.devices import GIB, DeviceProfile
+from nsa_plugin.libraries.devices import GIB, MIB, DeviceProfile
 from nsa_plugin.settings import Settings
-from nsa_plugin.telemetry import Trace
+from nsa_plugin.telemetry import Metrics, Trace
 
 KERNEL_OPS = {Attention.SPARSE_PREFILL: "sparse_mla_prefill", Attention.SPARSE_DECODE: "sparse_mla_decode"}
 """The registry's op of a plan's sparse kernel."""
@@ -71,7 +72,7 @@ class Planner:
     Attributes:
         model, device, settings: the inputs of every decision; the device as probed, its free memory as last read.
         trace: where plans are recorded; several backends of a process may share one.
-        count: called with the plan of every batch, for metrics.
+        metrics: of this process; None if nothing collects them.
         free_memory: reads the device's free bytes; see `read_free_memory`.
         exchange_rows: most query tokens of a batch that reshards (`token_shard`).
         no_exchange: why no batch reshards; "" = batches may.
@@ -83,7 +84,7 @@ class Planner:
     device: DeviceProfile
     settings: Settings
     trace: Trace = field(default_factory=Trace)
-    count: Callable[[Plan], None] | None = None
+    metrics: Metrics | None = None
     free_memory: Callable[[], int] | None = None
     exchange_rows: int = 0
     no_exchange: str = "this backend has no exchange"
@@ -143,9 +144,27 @@ class Planner:
             self._read_with, self._prefills_until_reading = self.free_memory, READ_EVERY
         self._prefills_until_reading -= 1
 
-    def record(self, parts: list[tuple[Plan, list[TracedRequest]]]) -> None:
-        """Record the plans of a batch in the trace and the metrics."""
+    @property
+    def logits_budget(self) -> int:
+        """Bytes that the indexer's float32 logits may take at once."""
+        return logits_budget(self.settings, self.device)
+
+    def record(self, parts: list[tuple[Plan, list[TracedRequest]]], started: float, tokens: Sequence[int] = ()) -> None:
+        """Record the plans of a batch in the trace and the metrics.
+
+        Args:
+            started: `time.perf_counter` when the search for the plans began.
+            tokens: query tokens of each part; empty: those of its requests.
+        """
+        seconds = time.perf_counter() - started
         self.trace.record(parts)
-        if self.count is not None:
-            for plan, _ in parts:
-                self.count(plan)
+        if self.metrics is not None:
+            self.metrics.decided(seconds, self.logits_budget)
+            counts = tokens or [sum(rows for _, rows, _ in requests) for _, requests in parts]
+            for (plan, _), count in zip(parts, counts, strict=True):
+                self.metrics.batch(plan, count)
+
+
+def logits_budget(settings: Settings, device: DeviceProfile) -> int:
+    """Return the bytes that the indexer's float32 logits may take at once."""
+    return min(settings.logits_budget_mb * MIB, device.memory_free // 4)

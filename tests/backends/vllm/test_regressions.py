@@ -35,6 +35,7 @@ from nsa_plugin.kernels.kv_cache import allocate_cache, open_cache, reference_wr
 from nsa_plugin.libraries.capabilities import Op
 from nsa_plugin.libraries.devices import synthetic
 from nsa_plugin.settings import Settings
+from tests.backends.counted import Counted
 from tests.backends.fake_vllm import v4 as fake_v4
 from tests.backends.fake_vllm.config import config
 from tests.backends.fake_vllm.indexer import (
@@ -272,9 +273,9 @@ def test_requests_without_query_tokens_among_v4_prefills(ratio: int, execution: 
 @LAYOUTS
 def test_a_batch_of_requests_without_rows_attends_nothing(layout: str):
     """vllm #51486: without a row there is neither a piece, nor a selection, nor a plan."""
-    counted: list[Any] = []
+    counted = Counted()
     deciding = planner(layout)
-    deciding.count = counted.append
+    deciding.metrics = counted  # type: ignore[assignment]
     step = World(deciding).step([(0, 20), (0, 70)])
     assert (step.metadata.mqa, step.metadata.mha, step.metadata.tail) == ((), (), None)
     assert step.run().shape[0] == 0
@@ -321,7 +322,7 @@ for starts, kv_lens, num_decodes in ([0, 1, 1], [40, 20], 2), ([0, 0, 1, 31, 31]
     rows, settings = starts[-1], Settings()
     serving = SimpleNamespace(
         model=ModelShape(num_heads=4, kv_layout="bf16", index_topk=24, index_n_heads=4), device=synthetic(0),
-        resolved=ResolvedSettings(settings, {}), request_ids=tuple, trace=Trace(), count=None,
+        resolved=ResolvedSettings(settings, {}), request_ids=tuple, trace=Trace(), metrics=None,
     )
     groups = Builder._groups(SimpleNamespace(serving=serving), starts, kv_lens, num_decodes, len(kv_lens))
     owners = {row: owner for group in groups for row, owner in zip(group.rows.tolist(), group.request_of_row.tolist())}

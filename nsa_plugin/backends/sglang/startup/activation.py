@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
 
-from nsa_plugin.backends.sglang.startup import flags, model
-from nsa_plugin.backends.sglang.startup.metrics import show_left
+from nsa_plugin.backends.sglang.startup import flags, metrics, model
 from nsa_plugin.errors import LeftToStockError, NsaPluginError, PatchError, SettingsError
 from nsa_plugin.libraries.probe import probe
 from nsa_plugin.patches import sglang as ledger_data
@@ -210,7 +209,7 @@ class SglangProcess:
                 left=self.left,
                 notes=self.notes,
             ).publish()
-            show_left(getattr(scheduler, "server_args", None), self.left)
+            metrics.show(getattr(scheduler, "server_args", None), str(self.ledger.version), self.left)
 
     @contextmanager
     def _or_stock(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Batches by execution path on SGLang's /metrics.
+"""The plugin's metrics on SGLang's /metrics.
 
 With --enable-metrics SGLang sets PROMETHEUS_MULTIPROC_DIR before it starts a process (`set_prometheus_multiproc_dir`,
 called by `_set_envs_and_config` of `srt/entrypoints/engine.py` in 0.5.11 to 0.5.23), and /metrics collects what any of
@@ -9,27 +9,31 @@ SGLang's.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nsa_plugin.decision.plan import Plan
+from nsa_plugin.telemetry import Metric, MetricKind, Metrics, Write, show_start
 
-NAME = "sglang:nsa_plugin_batches_total"
-_ROUTE = ("phase", "attention", "provider")
-
-
-LEFT = "sglang:nsa_plugin_left_to_stock"
+ENGINE = "sglang"
 
 
-def show_left(server_args: Any, left: Sequence[str]) -> None:
-    """Show on /metrics what is left to the stock engine, one sample of 1 for each reason; nothing without metrics."""
-    if not left or not _collected(server_args):
-        return
-    from prometheus_client import Gauge  # not before: it looks for the directory when it is imported
+def show(server_args: Any, engine_version: str, left: Sequence[str]) -> None:
+    """Show on /metrics the versions and what is left to the stock engine; nothing without metrics.
 
-    gauge = Gauge(LEFT, "What nsa-plugin leaves to the stock engine, and why.", ["reason"], multiprocess_mode="max")
-    for reason in left:
-        gauge.labels(reason=reason).set(1)
+    Call it once per process.
+    """
+    if _collected(server_args):
+        show_start(ClientWriter({}), engine_version, left)
+
+
+def metrics_of(server_args: Any, labels: Mapping[str, object]) -> Metrics | None:
+    """Return the metrics of this process's batches, or None if SGLang serves no metrics. Call it once per process.
+
+    Args:
+        server_args: of SGLang.
+        labels: labels that are the same for every batch, such as tp_rank.
+    """
+    return Metrics(ClientWriter(labels)) if _collected(server_args) else None
 
 
 def _collected(server_args: Any) -> bool:
@@ -50,28 +54,32 @@ def ranks(model_runner: Any) -> dict[str, int]:
     return {name: int(rank) for name, rank in found.items() if rank is not None}
 
 
-def route_counter(server_args: Any, labels: Mapping[str, object]) -> Callable[[Plan], None] | None:
-    """Return a function that counts a batch's plan, or None if SGLang serves no metrics. Call it once per process.
+class ClientWriter:
+    """Writes metrics with prometheus_client; see `MetricWriter`.
 
     Args:
-        server_args: of SGLang.
-        labels: labels that are the same for every batch, such as tp_rank.
+        labels: labels that are the same for all of this process's samples.
     """
-    if not _collected(server_args):
-        return None
-    from prometheus_client import Counter  # not at the top: the import reads PROMETHEUS_MULTIPROC_DIR
 
-    text = "Batches that nsa-plugin planned, by phase, attention and kernel library."
-    counter = Counter(NAME, text, labelnames=(*_ROUTE, *labels))
-    constant = {name: str(value) for name, value in labels.items()}
-    increments: dict[str, Callable[[], None]] = {}
+    def __init__(self, labels: Mapping[str, object]):
+        self._labels = {name: str(value) for name, value in labels.items()}
+        self._made: dict[str, Any] = {}
 
-    def count(plan: Plan) -> None:
-        increment = increments.get(plan.route)
-        if increment is None:
-            route = (str(plan.phase), str(plan.attention), plan.provider or "none")
-            child = counter.labels(**dict(zip(_ROUTE, route, strict=True)), **constant)
-            increment = increments[plan.route] = child.inc
-        increment()
+    def __call__(self, metric: Metric, labels: Mapping[str, str]) -> Write:
+        if metric.name not in self._made:
+            self._made[metric.name] = self._make(metric)
+        sample, values = self._made[metric.name], {**labels, **self._labels}
+        if values:
+            sample = sample.labels(**values)
+        write: Write = getattr(sample, {"counter": "inc", "gauge": "set", "histogram": "observe"}[metric.kind])
+        return write
 
-    return count
+    def _make(self, metric: Metric) -> Any:
+        import prometheus_client  # not at the top: the import reads PROMETHEUS_MULTIPROC_DIR
+
+        name, names = metric.of(ENGINE), (*metric.labels, *self._labels)
+        if metric.kind is MetricKind.COUNTER:
+            return prometheus_client.Counter(name, metric.text, names)
+        if metric.kind is MetricKind.GAUGE:
+            return prometheus_client.Gauge(name, metric.text, names, multiprocess_mode="max")
+        return prometheus_client.Histogram(name, metric.text, names, buckets=metric.buckets)

@@ -6,7 +6,6 @@ DeepSeek-V3.2's, `v4.backend` starts DeepSeek-V4's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from nsa_plugin.backends.common.planner import Execution
 from nsa_plugin.backends.common.token_shard import free_memory_of, has_sinks
 from nsa_plugin.backends.common.warm import warm, warm_selection
-from nsa_plugin.backends.sglang.startup.metrics import ranks, route_counter
+from nsa_plugin.backends.sglang.startup.metrics import metrics_of, ranks
 from nsa_plugin.backends.sglang.startup.model import impls_of, kv_layout, model_shape
 from nsa_plugin.backends.sglang.v4 import attention as v4_attention
 from nsa_plugin.backends.sglang.v4 import backend as v4_backend
@@ -25,14 +24,13 @@ from nsa_plugin.backends.sglang.v32.attention import State, adopt, release
 from nsa_plugin.backends.sglang.v32.routes import PLANNED, SglangPlanner
 from nsa_plugin.backends.sglang.v32.token_shard import SglangExchange, open_exchange
 from nsa_plugin.decision.dispatch import validate
-from nsa_plugin.decision.plan import Plan
 from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.errors import LeftToStockError, NoProviderError
 from nsa_plugin.libraries.capabilities import Op
 from nsa_plugin.libraries.devices import DeviceProfile
 from nsa_plugin.patches.ledger import TURN_OFF
 from nsa_plugin.settings import FULL, ResolvedSettings
-from nsa_plugin.telemetry import Trace
+from nsa_plugin.telemetry import Metrics, Trace
 
 
 @dataclass
@@ -41,7 +39,7 @@ class SglangServing:
 
     Attributes:
         resolved, model, device: inputs of decisions; the model of the first backend.
-        trace, count: see `Planner`.
+        trace, metrics: see `Planner`.
         backends: those that take plans.
         routes: execution paths of sample batches of the first backend, with reasons, for the start-up report.
         notes: what falls back to the stock path although the plugin is on.
@@ -52,7 +50,7 @@ class SglangServing:
     model: ModelShape
     device: DeviceProfile
     trace: Trace
-    count: Callable[[Plan], None] | None
+    metrics: Metrics | None
     backends: list[Any] = field(default_factory=list)
     routes: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -78,7 +76,7 @@ class SglangServing:
         mode = resolved.settings.trace
         trace = Trace(mode if first or mode.endswith(".jsonl") else "off", rank=where["tp_rank"])
         counts = first or getattr(server_args, "enable_metrics_for_all_schedulers", False)
-        return cls(resolved, model, device, trace, route_counter(server_args, where) if counts else None)
+        return cls(resolved, model, device, trace, metrics_of(server_args, where) if counts else None)
 
     @property
     def active(self) -> bool:
@@ -110,7 +108,7 @@ class SglangServing:
             self.device,
             self.resolved.settings,
             self.trace,
-            self.count,
+            self.metrics,
             free_memory_of(exchange, free_device_memory),
             exchange_rows=0 if exchange is None else exchange.shard.max_tokens,
             no_exchange=keeps,
@@ -158,7 +156,7 @@ class SglangServing:
             self.device,
             self.resolved.settings,
             trace=self.trace,
-            count=self.count,
+            metrics=self.metrics,
             free_memory=free_device_memory,
             warmed=model in self._warmed,
         )

@@ -13,6 +13,7 @@ fused top-k of decode steps and its transform.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -64,9 +65,10 @@ class SglangPlanner(Planner):
             dense_allowed: whether SGLang's rules allow dense attention for the batch. They know its flags and graphs; a
                 plan may use dense attention less than they allow, never more.
         """
+        started = time.perf_counter()
         self.read_free_memory()
         execution = self.prefill_execution(batch, dense_allowed=dense_allowed)
-        return None if execution is None else self._recorded(execution, batch)
+        return None if execution is None else self._recorded(execution, batch, started)
 
     def prefill_execution(self, batch: Batch, *, dense_allowed: bool = False) -> Execution | None:
         """As `prefill`, for a batch that is never scheduled: nothing is recorded."""
@@ -125,14 +127,16 @@ class SglangPlanner(Planner):
 
     def step(self, batch: Batch) -> Execution:
         """Return how to execute a decode, verify or draft step; it depends on the phase and the query tokens alone."""
-        return self._recorded(self.step_execution(batch), batch)
+        started = time.perf_counter()
+        return self._recorded(self.step_execution(batch), batch, started)
 
     def step_execution(self, batch: Batch) -> Execution:
         """As `step`, for a batch that is never scheduled: nothing is recorded."""
         return self.step_execution_of(batch.shape)
 
-    def _recorded(self, execution: Execution, batch: Batch) -> Execution:
-        self.record([(execution.plan, batch.requests)])
+    def _recorded(self, execution: Execution, batch: Batch, started: float) -> Execution:
+        # The requests of a step have no names, and so are not listed, in some versions of SGLang.
+        self.record([(execution.plan, batch.requests)], started, [batch.shape.num_tokens])
         return execution
 
 

@@ -19,12 +19,11 @@ from nsa_plugin.backends.sglang.v4.warm import warm_v4
 from nsa_plugin.backends.sglang.v32.batch import Batch
 from nsa_plugin.backends.sglang.v32.samples import step_routes
 from nsa_plugin.decision.dispatch import validate
-from nsa_plugin.decision.plan import Plan
 from nsa_plugin.decision.shapes import BatchShape, ModelShape, Phase
 from nsa_plugin.errors import NsaPluginError
 from nsa_plugin.libraries.devices import DeviceProfile
 from nsa_plugin.settings import Settings
-from nsa_plugin.telemetry import Trace
+from nsa_plugin.telemetry import Metrics, Trace
 
 SAMPLES = (1024, 4096, 8192, 16384, 32768)
 """Rows of the prefills that are decided before serving, each with its own tokens as context and with the longest."""
@@ -40,7 +39,7 @@ def begin(
     settings: Settings,
     *,
     trace: Trace,
-    count: Callable[[Plan], None] | None,
+    metrics: Metrics | None,
     free_memory: Callable[[], int],
     warmed: bool = False,
 ) -> tuple[list[str], dict[str, Execution]]:
@@ -48,7 +47,7 @@ def begin(
 
     Args:
         model: see `v4_routes.v4_shape`.
-        trace, count, free_memory: see `Planner`.
+        trace, metrics, free_memory: see `Planner`.
         warmed: the kernels have run for another backend of the model.
 
     Returns:
@@ -61,7 +60,7 @@ def begin(
     from sglang.version import __version__
 
     asked, own = asked_by_engine(envs), makes_rows(envs)
-    planner = SglangV4Planner(model, device, settings, trace, count, free_memory, asked=asked, engine_makes_rows=own)
+    planner = SglangV4Planner(model, device, settings, trace, metrics, free_memory, asked=asked, engine_makes_rows=own)
     first = Version(__version__) >= OWN_HEADS_FIRST
     notes = adopt(backend, planner, model_runner.server_args, own_heads_first=first)
     state: V4State | None = backend.nsa_plugin

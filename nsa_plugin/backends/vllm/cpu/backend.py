@@ -7,6 +7,7 @@ one. If any request is dense, all prefills go to `forward_mha`, which absorbs th
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import accumulate
@@ -22,6 +23,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
+from nsa_plugin.backends.common.planner import logits_budget
 from nsa_plugin.backends.vllm.cpu.metadata import MLAMetadata, PrefillMetadata, owner_of_rows
 from nsa_plugin.backends.vllm.startup.activation import process
 from nsa_plugin.backends.vllm.startup.serving import CpuServing
@@ -146,11 +148,14 @@ class CpuSparseMLAMetadataBuilder(AttentionMetadataBuilder[CpuSparseMLAMetadata]
         names = serving.request_ids()
         owners = torch.from_numpy(owner_of_rows(starts))
         groups: list[Group] = []
+        seconds = 0.0
         for phase, first, last in ((Phase.DECODE, 0, num_decodes), (Phase.EXTEND, num_decodes, num_requests)):
             q_lens = [starts[request + 1] - starts[request] for request in range(first, last)]
+            started = time.perf_counter()
             parts = partition(
                 serving.model, q_lens, kv_lens[first:last], phase, serving.device, serving.resolved.settings
             )
+            seconds += time.perf_counter() - started
             for part in parts:
                 requests = [first + request for request in part.requests]
                 spans = [torch.arange(starts[request], starts[request + 1]) for request in requests]
@@ -169,9 +174,10 @@ class CpuSparseMLAMetadataBuilder(AttentionMetadataBuilder[CpuSparseMLAMetadata]
         serving.trace.record(
             (group.plan, list(zip(group.names, group.q_lens, group.kv_lens, strict=True))) for group in groups
         )
-        if serving.count is not None:
+        if serving.metrics is not None:
+            serving.metrics.decided(seconds, logits_budget(serving.resolved.settings, serving.device))
             for group in groups:
-                serving.count(group.plan)
+                serving.metrics.batch(group.plan, sum(group.q_lens))
         return groups
 
 

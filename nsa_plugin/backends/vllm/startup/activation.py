@@ -104,7 +104,7 @@ class VllmProcess:
         use_engine_log()
         version = str(self.ledger.version)
         StartupReport(engine=self.ledger.engine, engine_version=version, resolved=resolved, **what).publish()
-        counters.show_left(what.get("left", ()))
+        counters.show(version, what.get("left", ()))
 
     def say_once(self, message: str) -> None:
         if message not in self._said:

@@ -1,4 +1,4 @@
-"""Batches by execution path on vLLM's /metrics.
+"""The plugin's metrics on vLLM's /metrics.
 
 vLLM's API server answers /metrics from prometheus_client's registry in its process. Plans are made in worker processes,
 and the data that workers send with a step (`ModelRunnerOutput`, `SchedulerStats`) has no field for a plugin's counts.
@@ -17,21 +17,23 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from nsa_plugin.decision.plan import Plan
+from nsa_plugin.telemetry import Metric, MetricKind, Metrics, Write, show_start
 
 logger = logging.getLogger("nsa_plugin")
-METRIC = "vllm:nsa_plugin_batches"
-SAMPLE = f"{METRIC}_total"
-TEXT = "Batches that nsa-plugin planned, by phase, attention and kernel library."
+ENGINE = "vllm"
 FOLDER_VARIABLE = "_NSA_PLUGIN_VLLM_COUNTERS"
 MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
-_ROUTE = ("phase", "attention", "provider")
-LEFT = "vllm:nsa_plugin_left_to_stock"
-LEFT_TEXT = "What nsa-plugin leaves to the stock engine, and why."
+# The collector takes a metric's type from its file's name.
+_PREFIXES = {
+    MetricKind.COUNTER: "counter_nsa_plugin_",
+    MetricKind.GAUGE: "gauge_max_nsaplugin",
+    MetricKind.HISTOGRAM: "histogram_nsa_plugin_",
+}
 
 
 def collect_here() -> tempfile.TemporaryDirectory[str] | None:
@@ -60,54 +62,99 @@ def labels_of(vllm_config: Any) -> dict[str, str]:
     }
 
 
-def route_counter(labels: Mapping[str, str]) -> Callable[[Plan], None] | None:
-    """Return a function that counts a batch's plan, or None if nothing collects the counts.
+def metrics_of(labels: Mapping[str, str]) -> Metrics | None:
+    """Return the metrics of this process's batches, or None if nothing collects them.
 
     Args:
         labels: labels that are the same for every batch.
     """
-    if (opened := _open("counter_nsa_plugin_")) is None:
+    writer = _writer(labels)
+    return None if writer is None else Metrics(writer)
+
+
+def show(engine_version: str, left: Sequence[str]) -> None:
+    """Show in /metrics the versions and what is left to the stock engine; nothing if nothing collects it."""
+    if (writer := _writer({})) is not None:
+        show_start(writer, engine_version, left)
+
+
+def _writer(labels: Mapping[str, str]) -> FileWriter | None:
+    folder = os.environ.get(MULTIPROCESS) or os.environ.get(FOLDER_VARIABLE)
+    if not folder or not Path(folder).is_dir():
         return None
-    file, mmap_key = opened
-    names = [*_ROUTE, *labels]
-    counts: dict[tuple[str, str, str], tuple[str, float]] = {}
-
-    def count(plan: Plan) -> None:
-        route = (str(plan.phase), str(plan.attention), plan.provider or "none")
-        if route not in counts:
-            key = mmap_key(METRIC, SAMPLE, names, [*route, *labels.values()], TEXT)
-            counts[route] = key, file.read_value(key)[0]  # type: ignore[no-untyped-call]
-        key, value = counts[route]
-        counts[route] = key, value + 1
-        file.write_value(key, value + 1, 0.0)  # type: ignore[no-untyped-call]
-
-    return count
+    try:
+        import prometheus_client.mmap_dict  # noqa: F401
+    except ImportError as error:
+        logger.warning("nsa-plugin shows no metrics: prometheus_client has changed its file format: %s", error)
+        return None
+    return FileWriter(folder, labels)
 
 
-def show_left(left: Sequence[str]) -> None:
-    """Show in /metrics what is left to the stock engine, one sample of 1 for each reason."""
-    if not left or (opened := _open("gauge_max_nsaplugin")) is None:
-        return
-    file, mmap_key = opened
-    for reason in left:
-        file.write_value(mmap_key(LEFT, LEFT, ["reason"], [reason], LEFT_TEXT), 1.0, 0.0)
-
-
-def _open(prefix: str) -> tuple[Any, Callable[..., str]] | None:
-    """Open this process's file of metrics, with the function that makes its keys; None if nothing collects it.
+class FileWriter:
+    """Writes metrics into this process's files; see `MetricWriter`.
 
     Not by prometheus_client's own metrics, which settle on import whether they write to files: a worker may be forked
     from a process that imported it before the folder was known.
 
     Args:
-        prefix: of the file's name, from which the collector takes the metrics' type: "counter_" or "gauge_max_".
+        folder: of the files.
+        labels: labels that are the same for all of this process's samples.
     """
-    folder = os.environ.get(MULTIPROCESS) or os.environ.get(FOLDER_VARIABLE)
-    if not folder or not Path(folder).is_dir():
-        return None
-    try:
-        from prometheus_client.mmap_dict import MmapedDict, mmap_key
-    except ImportError as error:
-        logger.warning("nsa-plugin shows no metrics: prometheus_client has changed its file format: %s", error)
-        return None
-    return MmapedDict(str(Path(folder, f"{prefix}{os.getpid()}.db"))), mmap_key  # type: ignore[no-untyped-call]
+
+    # By path, with the process's id: two open copies of one file would overwrite each other's samples.
+    _files: ClassVar[dict[Path, Any]] = {}
+
+    def __init__(self, folder: str, labels: Mapping[str, str]):
+        self._folder, self._labels = folder, labels
+
+    def __call__(self, metric: Metric, labels: Mapping[str, str]) -> Write:
+        names, values = [*metric.labels, *self._labels], [labels[name] for name in metric.labels]
+        values += self._labels.values()
+        sample = metric.of(ENGINE)
+        if metric.kind is MetricKind.HISTOGRAM:
+            return self._histogram(metric, names, values)
+        if metric.kind is MetricKind.COUNTER:
+            # The client's name of a counter has no suffix, its sample has one.
+            return self._adding(metric, sample.removesuffix("_total"), sample, names, values)
+        file, key = self._open(metric), _key(sample, sample, names, values, metric.text)
+        return lambda value: file.write_value(key, value, 0.0)
+
+    def _histogram(self, metric: Metric, names: list[str], values: list[str]) -> Write:
+        family = metric.of(ENGINE)
+        bounds = [*map(str, metric.buckets), "+Inf"]
+        # The collector adds up the buckets below one, and counts.
+        buckets = [
+            self._adding(metric, family, f"{family}_bucket", [*names, "le"], [*values, bound]) for bound in bounds
+        ]
+        total = self._adding(metric, family, f"{family}_sum", names, values)
+
+        def observe(value: float) -> None:
+            buckets[bisect_left(metric.buckets, value)](1)
+            total(value)
+
+        return observe
+
+    def _adding(self, metric: Metric, family: str, sample: str, names: list[str], values: list[str]) -> Write:
+        file, key = self._open(metric), _key(family, sample, names, values, metric.text)
+        known = file.read_value(key)[0]
+
+        def add(amount: float) -> None:
+            nonlocal known
+            known += amount
+            file.write_value(key, known, 0.0)
+
+        return add
+
+    def _open(self, metric: Metric) -> Any:
+        from prometheus_client.mmap_dict import MmapedDict
+
+        path = Path(self._folder, f"{_PREFIXES[metric.kind]}{os.getpid()}.db")
+        if path not in self._files:
+            self._files[path] = MmapedDict(str(path))  # type: ignore[no-untyped-call]
+        return self._files[path]
+
+
+def _key(family: str, sample: str, names: list[str], values: list[str], text: str) -> str:
+    from prometheus_client.mmap_dict import mmap_key
+
+    return str(mmap_key(family, sample, names, values, text))  # type: ignore[no-untyped-call]

@@ -7,12 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from nsa_plugin.backends.vllm.startup.counters import labels_of, route_counter
-from nsa_plugin.decision.plan import Plan
+from nsa_plugin.backends.vllm.startup.counters import labels_of, metrics_of
 from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.libraries.devices import DeviceProfile
 from nsa_plugin.settings import ResolvedSettings
-from nsa_plugin.telemetry import Trace
+from nsa_plugin.telemetry import Metrics, Trace
 
 
 @dataclass(kw_only=True)
@@ -22,13 +21,13 @@ class VllmServing:
     Attributes:
         resolved: the settings.
         trace: where plans are recorded.
-        count: called with every plan, for metrics; None except in rank 0, since all ranks make the same plans.
+        metrics: None except in rank 0, since all ranks make the same plans.
         worker: vLLM's worker, or None before there is one.
     """
 
     resolved: ResolvedSettings
     trace: Trace
-    count: Callable[[Plan], None] | None = None
+    metrics: Metrics | None = None
     worker: Callable[[], Any] = lambda: None
 
     def enter(self, worker: Any) -> None:
@@ -36,7 +35,7 @@ class VllmServing:
         self.worker = weakref.ref(worker)
         self.trace.rank = worker.rank
         if worker.rank == 0:
-            self.count = route_counter(labels_of(worker.vllm_config))
+            self.metrics = metrics_of(labels_of(worker.vllm_config))
 
     def request_ids(self) -> list[str]:
         """Return the ids of the running batch's requests, in batch order."""

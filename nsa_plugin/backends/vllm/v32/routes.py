@@ -14,6 +14,7 @@ Where a plan reshards, the query tokens of a part are assigned to the ranks here
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -29,7 +30,6 @@ from nsa_plugin.decision import token_shard as sharding
 from nsa_plugin.decision.dispatch import BatchPart, partition
 from nsa_plugin.decision.plan import Attention, Plan
 from nsa_plugin.decision.shapes import BatchShape, Phase
-from nsa_plugin.libraries.devices import MIB
 
 
 @dataclass(frozen=True)
@@ -137,11 +137,6 @@ class VllmPlanner(Planner):
     current: Split | None = None
     _seen: tuple[torch.Tensor, tuple[Any, ...]] | None = None
 
-    @property
-    def logits_budget(self) -> int:
-        """Bytes that the indexer's float32 logits may take at once."""
-        return min(self.settings.logits_budget_mb * MIB, self.device.memory_free // 4)
-
     def forget_steps(self) -> None:
         """Plan decode and verify steps anew. Not once graphs are captured: a replay executes its capture's plan."""
         self._steps.clear()
@@ -172,9 +167,10 @@ class VllmPlanner(Planner):
         if self._seen is not None and self._seen[0] is common.query_start_loc_cpu and self._seen[1] == key:
             assert self.current is not None
             return self.current
+        started = time.perf_counter()
         self._seen = (common.query_start_loc_cpu, key)
         self.current = self._split(starts, q_lens, kv_lens, num_steps, key[2])
-        self._record(self.current, q_lens, kv_lens)
+        self._record(self.current, q_lens, kv_lens, started)
         return self.current
 
     def _split(
@@ -256,7 +252,7 @@ class VllmPlanner(Planner):
         (part,) = self._parts([rows], [context])
         return part.plan
 
-    def _record(self, split: Split, q_lens: list[int], kv_lens: list[int]) -> None:
+    def _record(self, split: Split, q_lens: list[int], kv_lens: list[int], started: float) -> None:
         names = list(self.request_ids())
 
         def entry(request: int, kv_len: int) -> tuple[str, int, int]:
@@ -273,7 +269,7 @@ class VllmPlanner(Planner):
         if split.sparse is not None:
             rows = [entry(request, kv_lens[request - split.num_steps]) for request in split.sparse_requests]
             parts.append((split.sparse, rows))
-        self.record(parts)
+        self.record(parts, started)
 
 
 def host_lengths(common: Any) -> list[int]:

@@ -122,7 +122,7 @@ class GpuServing(VllmServing):
                 no_dense=FORCES_MQA if forces_mqa(self.vllm_config) else "",
                 workspace_tokens=dense_workspace_tokens(self.vllm_config),
                 trace=self.trace,
-                count=self.count,
+                metrics=self.metrics,
                 request_ids=self.request_ids,
             )
             settings = self.resolved.settings

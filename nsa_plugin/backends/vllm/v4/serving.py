@@ -61,7 +61,7 @@ class V4Serving(GpuServing):
                 max_model_len=self.vllm_config.model_config.max_model_len,
                 step_tokens=step_tokens(self.vllm_config),
                 trace=self.trace,
-                count=self.count,
+                metrics=self.metrics,
                 request_ids=self.request_ids,
             )
             planner.validate(prefill_rows=scheduler.max_num_batched_tokens, step_requests=scheduler.max_num_seqs)

@@ -1,4 +1,4 @@
-"""Batches by execution path on SGLang's /metrics."""
+"""The plugin's metrics on SGLang's /metrics."""
 
 from __future__ import annotations
 
@@ -9,26 +9,32 @@ from types import SimpleNamespace
 
 import pytest
 
-from nsa_plugin.backends.sglang.startup.metrics import LEFT, NAME, route_counter
+from nsa_plugin import __version__
+from nsa_plugin.backends.sglang.startup.metrics import metrics_of
 from nsa_plugin.decision.plan import Attention, IndexerMode, IndexerPlan, Plan
 from nsa_plugin.decision.shapes import Phase
+from nsa_plugin.telemetry import BATCHES, BUILD_INFO, LEFT_TO_STOCK
 
+NAME, LEFT = BATCHES.of("sglang"), LEFT_TO_STOCK.of("sglang")
 # prometheus_client looks for its directory once, when it is imported: so each process is a new one.
 SCHEDULER = """
 from types import SimpleNamespace
-from nsa_plugin.backends.sglang.startup.metrics import route_counter, show_left
-from nsa_plugin.backends.sglang.v32.batch import step_batch
+from nsa_plugin.backends.sglang.startup.metrics import metrics_of, show
+from nsa_plugin.backends.sglang.v32.batch import Batch, step_batch
 from nsa_plugin.backends.sglang.v32.routes import SglangPlanner
 from nsa_plugin.libraries.devices import synthetic
 from nsa_plugin.settings import Settings
-from nsa_plugin.decision.shapes import ModelShape, Phase
-count = route_counter(SimpleNamespace(enable_metrics=True), {"tp_rank": 1})
-planner = SglangPlanner(ModelShape(attn_tp_size=8), synthetic(90), Settings(decode_backend="triton"), count=count)
+from nsa_plugin.decision.shapes import BatchShape, ModelShape, Phase
+made = metrics_of(SimpleNamespace(enable_metrics=True), {"tp_rank": 1})
+planner = SglangPlanner(ModelShape(attn_tp_size=8), synthetic(90), Settings(decode_backend="triton"), metrics=made)
 for _ in range(3):
     planner.step(step_batch(Phase.DECODE, 4, 4, 4096))
 planner.step(step_batch(Phase.IDLE, 0, 0, 4096))
-show_left(SimpleNamespace(enable_metrics=False), ["without metrics"])
-show_left(SimpleNamespace(enable_metrics=True), ["hisparse is on", "another cache"])
+shape = BatchShape.from_lengths(Phase.EXTEND, [5000], [100_000])
+prefill = planner.prefill(Batch(shape, requests=[("a", 5000, 100_000)]), dense_allowed=False).plan
+print(prefill.provider, prefill.attention, prefill.indexer.rows_per_chunk, planner.logits_budget)
+show(SimpleNamespace(enable_metrics=False), "0.5.23", ["without metrics"])
+show(SimpleNamespace(enable_metrics=True), "0.5.23", ["hisparse is on", "another cache"])
 """
 SERVER = """
 from prometheus_client import CollectorRegistry, generate_latest, multiprocess
@@ -49,17 +55,25 @@ def test_the_server_sees_what_a_scheduler_counted(tmp_path: Path):
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    run(SCHEDULER)
+    provider, attention, chunk, budget = run(SCHEDULER).split()
     text = run(SERVER)
     shown = [line for line in text.splitlines() if line.startswith(LEFT)]
     assert sorted(shown) == [f'{LEFT}{{reason="{reason}"}} 1.0' for reason in ("another cache", "hisparse is on")]
-    lines = [line for line in text.splitlines() if line.startswith(NAME)]
-    values = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
-    labels = 'attention="{}",phase="{}",provider="{}",tp_rank="1"'
-    assert values == {
-        f"{NAME}{{{labels.format('sparse_decode', 'decode', 'triton')}}}": 3.0,
-        f"{NAME}{{{labels.format('none', 'idle', 'none')}}}": 1.0,
-    }
+    assert f'{BUILD_INFO.of("sglang")}{{engine_version="0.5.23",version="{__version__}"}} 1.0' in text
+
+    def values(name: str) -> dict[str, float]:
+        lines = [line for line in text.splitlines() if line.startswith(f"sglang:nsa_plugin_{name}{{")]
+        return {line[line.index("{") : line.rindex(" ")]: float(line.rpartition(" ")[2]) for line in lines}
+
+    labels = '{{attention="{}",phase="{}",provider="{}",tp_rank="1"}}'
+    decode, idle = labels.format("sparse_decode", "decode", "triton"), labels.format("none", "idle", "none")
+    extend, rank = labels.format(attention, "extend", provider), '{tp_rank="1"}'
+    assert values("batches_total") == {decode: 3, idle: 1, extend: 1}
+    assert values("query_tokens_total") == {decode: 12, idle: 0, extend: 5000}
+    assert values("prefill_chunks_total") == {rank: -(-5000 // int(chunk))}
+    assert values("logits_budget_bytes") == {rank: int(budget)}
+    assert values("decision_seconds_count") == {rank: 5}
+    assert "# TYPE sglang:nsa_plugin_decision_seconds histogram" in text
 
 
 @pytest.mark.parametrize(("enabled", "directory"), [(False, True), (True, False)])
@@ -69,25 +83,29 @@ def test_without_metrics_nothing_is_counted(
     monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
     if directory:
         monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
-    assert route_counter(SimpleNamespace(enable_metrics=enabled), {}) is None
+    assert metrics_of(SimpleNamespace(enable_metrics=enabled), {}) is None
 
 
 def test_a_routes_counter_is_looked_up_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     client = pytest.importorskip("prometheus_client")
     registry, looked_up = client.CollectorRegistry(), []
 
-    class Counter(client.Counter):
-        def __init__(self, *args, **named):
-            super().__init__(*args, **named, registry=registry)
+    def counting(kind):
+        class Registered(kind):
+            def __init__(self, *args, **named):
+                super().__init__(*args, **named, registry=registry)
 
-        def labels(self, *args, **named):
-            looked_up.append(named["provider"])
-            return super().labels(*args, **named)
+            def labels(self, *args, **named):
+                looked_up.extend([named["provider"]] if "provider" in named else [])
+                return super().labels(*args, **named)
 
-    monkeypatch.setattr(client, "Counter", Counter)
+        return Registered
+
+    for name in ("Counter", "Gauge", "Histogram"):
+        monkeypatch.setattr(client, name, counting(getattr(client, name)))
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
-    count = route_counter(SimpleNamespace(enable_metrics=True), {"tp_rank": 1})
-    assert count is not None
+    made = metrics_of(SimpleNamespace(enable_metrics=True), {"tp_rank": 1})
+    assert made is not None
     plans = [
         Plan(
             phase=Phase.DECODE,
@@ -99,9 +117,9 @@ def test_a_routes_counter_is_looked_up_once(monkeypatch: pytest.MonkeyPatch, tmp
     ]
     for _ in range(5):
         for plan in plans:
-            count(plan)
+            made.batch(plan, 4)
     # The two of cuda are different plans of one route.
-    assert looked_up == ["cuda", "triton"]
+    assert looked_up == ["cuda", "cuda", "triton", "triton"]  # batches and query tokens
     route = {"phase": "decode", "attention": "sparse_decode", "tp_rank": "1"}
     counted = {name: registry.get_sample_value(NAME, route | {"provider": name}) for name in ("cuda", "triton")}
     assert counted == {"cuda": 10, "triton": 5}

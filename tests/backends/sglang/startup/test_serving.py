@@ -19,13 +19,13 @@ from nsa_plugin.backends.sglang.startup.serving import SglangServing
 from nsa_plugin.backends.sglang.v32 import samples
 from nsa_plugin.backends.sglang.v32.attention import PAGE_SIZES, release, with_plans
 from nsa_plugin.decision import timings
-from nsa_plugin.decision.plan import Plan
 from nsa_plugin.decision.shapes import Phase
 from nsa_plugin.errors import NoProviderError, PatchError, SettingsError
 from nsa_plugin.kernels.topk import reference_topk_rows
 from nsa_plugin.libraries.devices import synthetic
 from nsa_plugin.libraries.registry import Provider, Registry
 from nsa_plugin.settings import ResolvedSettings, Settings
+from tests.backends.counted import Counted
 from tests.backends.fake_sglang.model_runner import built, runner
 from tests.backends.fake_sglang.v32 import H200, MODEL, DsaBackend, ForwardMode, NsaBackend, forward_batch, started
 
@@ -252,18 +252,18 @@ def test_the_free_memory_is_read_at_the_next_prefill_after_the_start(
 def test_the_ranks_of_an_attention_group_log_and_count_once(monkeypatch: pytest.MonkeyPatch):
     labelled: list[Any] = []
 
-    def counter(server_args: Any, labels: dict[str, int]) -> Any:
+    def metrics_of(server_args: Any, labels: dict[str, int]) -> Any:
         labelled.append(labels)
-        return lambda plan: None
+        return Counted()
 
-    monkeypatch.setattr(serving, "route_counter", counter)
+    monkeypatch.setattr(serving, "metrics_of", metrics_of)
     seen = {}
     for rank in (0, 1, 2, 3):  # attn_tp_size is 2
         made = begun(built(), runner(tp_rank=rank), trace="log")
-        seen[rank] = (made.trace.mode, made.trace.rank, made.count is not None)
+        seen[rank] = (made.trace.mode, made.trace.rank, made.metrics is not None)
     assert seen == {0: ("log", 0, True), 1: ("off", 1, False), 2: ("log", 2, True), 3: ("off", 3, False)}
     assert labelled == [{"tp_rank": 0, "pp_rank": 0}, {"tp_rank": 2, "pp_rank": 0}]
-    assert begun(built(), runner(tp_rank=1, enable_metrics_for_all_schedulers=True)).count is not None
+    assert begun(built(), runner(tp_rank=1, enable_metrics_for_all_schedulers=True)).metrics is not None
 
 
 def test_every_rank_writes_to_a_trace_file(tmp_path: Any):
@@ -351,11 +351,12 @@ def test_the_selection_is_run_too(monkeypatch: pytest.MonkeyPatch):
         warm_selection(Providers("v32_fp8", 0), MODEL, CPU)
 
 
-def test_a_count_reaches_the_counter(warmed: list[Any], monkeypatch: pytest.MonkeyPatch):
-    counted: list[Plan] = []
-    monkeypatch.setattr(serving, "route_counter", lambda server_args, labels: counted.append)
+def test_a_step_reaches_the_metrics(warmed: list[Any], monkeypatch: pytest.MonkeyPatch):
+    counted = Counted()
+    monkeypatch.setattr(serving, "metrics_of", lambda server_args, labels: counted)
     backend = built()
     made = begun(backend)
     made.adopt(backend, runner())
     backend._apply_cuda_graph_metadata(4, None, None, None, ForwardMode.DECODE, None)
     assert [plan.phase for plan in counted] == [Phase.DECODE]
+    assert counted.tokens == [4]

@@ -21,6 +21,7 @@ from nsa_plugin.decision.shapes import ModelShape, Phase
 from nsa_plugin.errors import NoProviderError, SettingsError
 from nsa_plugin.libraries.devices import synthetic
 from nsa_plugin.settings import Settings
+from tests.backends.counted import Counted
 from tests.backends.fake_sglang.v32 import H200, MODEL, ForwardMode, forward_batch
 
 LAYOUTS = ("bf16", "v32_fp8")
@@ -168,17 +169,19 @@ def test_what_is_left_to_sglang():
 
 
 def test_a_step_is_decided_once_and_counted_every_time():
-    counted = []
+    counted = Counted()
     made = planner("v32_fp8")
-    made.count = counted.append
+    made.metrics = counted
     first, again = (made.step(step_batch(Phase.DECODE, 4, 4, 4096)) for _ in range(2))
     assert first is again
     assert counted == [first.plan, first.plan]
+    assert counted.tokens == [4, 4]
+    assert counted.budgets == [made.logits_budget] * 2
     assert made.trace.counts.total() == 2
 
 
 def test_prefills_of_the_same_lengths_are_decided_once_and_counted_every_time(monkeypatch: pytest.MonkeyPatch):
-    decided, counted = [], []
+    decided, counted = [], Counted()
 
     def deciding(model, batch, device, settings, constraints):
         decided.append(batch)
@@ -187,7 +190,7 @@ def test_prefills_of_the_same_lengths_are_decided_once_and_counted_every_time(mo
     monkeypatch.setattr(routes, "decide", deciding)
     monkeypatch.setattr(routes, "MAX_PREFILLS", 2)
     made = planner("v32_fp8")
-    made.count = counted.append
+    made.metrics = counted
     first, again = (made.prefill(SHORT, dense_allowed=True) for _ in range(2))
     assert first is again
     assert (len(decided), len(counted)) == (1, 2)
@@ -261,8 +264,8 @@ def test_each_input_of_a_steps_plan_makes_another_plan(monkeypatch: pytest.Monke
         return decide(model, batch, device, settings, constraints)
 
     monkeypatch.setattr(common_planner, "decide", deciding)
-    made, counted = planner("v32_fp8"), []
-    made.count = counted.append
+    made, counted = planner("v32_fp8"), Counted()
+    made.metrics = counted
     steps = [(Phase.DECODE, 4, 4), (Phase.DECODE, 8, 8), (Phase.TARGET_VERIFY, 4, 8), (Phase.TARGET_VERIFY, 8, 8)]
     for _ in range(3):
         for phase, requests, rows in steps:

@@ -12,11 +12,11 @@ from nsa_plugin.backends.sglang.startup import serving
 from nsa_plugin.backends.sglang.startup.serving import SglangServing, check_cache, is_v4
 from nsa_plugin.backends.sglang.v4 import backend as v4_backend
 from nsa_plugin.backends.sglang.v4.attention import with_v4_plans
-from nsa_plugin.decision.plan import Plan
 from nsa_plugin.decision.shapes import Phase
 from nsa_plugin.errors import NoProviderError, SettingsError
 from nsa_plugin.libraries.devices import synthetic
 from nsa_plugin.settings import ResolvedSettings, Settings
+from tests.backends.counted import Counted
 from tests.backends.fake_sglang.v4 import H200, MODEL, Batch, Engine, attend, batch, envs
 
 pytestmark = pytest.mark.usefixtures("nothing_measured")
@@ -115,8 +115,8 @@ def test_the_report_names_a_few_steps_where_a_setting_names_a_library(warmed: li
 
 
 def test_several_backends_share_what_is_counted_and_warm_up_once(warmed: list[Any], monkeypatch: pytest.MonkeyPatch):
-    counted: list[Plan] = []
-    monkeypatch.setattr(serving, "route_counter", lambda server_args, labels: counted.append)
+    counted = Counted()
+    monkeypatch.setattr(serving, "metrics_of", lambda server_args, labels: counted)
     of = batch(*MIXED)
     target, draft = built(of), built(of)
     made = begun(target, prefill_backend="reference")

@@ -9,6 +9,7 @@ import pytest
 
 from nsa_plugin.backends.sglang.v4.attention import with_v4_plans
 from nsa_plugin.decision.plan import Plan
+from tests.backends.counted import Counted
 from tests.backends.fake_sglang.v4 import Engine, batch, started
 from tests.backends.fake_sglang.v32 import ForwardMode, ReplayedBySize, forward_batch
 
@@ -33,8 +34,7 @@ def stepping(original: type = Engine, draft_tokens: int | None = None, **setting
     """A backend whose planner's plans are in `counted`."""
     backend = started(batch((1, 300), (1, 7), mode=ForwardMode.DECODE), original, **settings)
     backend.speculative_num_draft_tokens = draft_tokens
-    backend.counted = []
-    backend.nsa_plugin.planner.count = backend.counted.append
+    backend.counted = backend.nsa_plugin.planner.metrics = Counted()
     return backend
 
 

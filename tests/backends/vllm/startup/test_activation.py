@@ -22,7 +22,6 @@ from nsa_plugin.backends.vllm.v4.serving import V4Serving
 from nsa_plugin.backends.vllm.v32 import patches as gpu_patches
 from nsa_plugin.backends.vllm.v32 import serving as gpu_serving
 from nsa_plugin.backends.vllm.v32.serving import BACKEND, GpuServing
-from nsa_plugin.decision.plan import Plan
 from nsa_plugin.errors import LeftToStockError, NoProviderError, PatchError, SettingsError
 from nsa_plugin.libraries.devices import DeviceProfile, synthetic
 from nsa_plugin.patches import static
@@ -30,6 +29,7 @@ from nsa_plugin.patches.ledger import Ledger, Need, Patch, Target
 from nsa_plugin.patches.static import SourceTree
 from nsa_plugin.patches.vllm import BOOTSTRAP
 from nsa_plugin.telemetry import StartupReport
+from tests.backends.counted import Counted
 from tests.backends.fake_vllm.config import config, layer
 from tests.backends.fake_vllm.v4 import H200
 from tests.backends.fake_vllm.v4_config import config as v4_config
@@ -329,9 +329,9 @@ def test_a_target_that_the_files_do_not_have(monkeypatch: pytest.MonkeyPatch):
 def test_a_worker_from_its_start_to_the_report(
     process: VllmProcess, reports: list[StartupReport], monkeypatch: pytest.MonkeyPatch
 ):
-    counted: list[Plan] = []
+    counted = Counted()
     labels: list[Any] = []
-    monkeypatch.setattr(serving, "route_counter", lambda given: labels.append(given) or counted.append)
+    monkeypatch.setattr(serving, "metrics_of", lambda given: labels.append(given) or counted)
     vllm_config = configured()
     worker = worker_of(vllm_config)
     assert Engine.serve() == "the plugin's"
@@ -347,7 +347,7 @@ def test_a_worker_from_its_start_to_the_report(
     assert vllm_config.attention_config.backend == BACKEND
     planner = gpu_patches.planning()
     assert planner is not None
-    assert planner.count is not None
+    assert planner.metrics is counted
     assert planner.request_ids() == ["a", "b"]
     assert reports == [], "not before the worker is ready"
 
@@ -367,13 +367,13 @@ def test_a_worker_from_its_start_to_the_report(
 def test_ranks_that_decide_alike_are_silent(
     process: VllmProcess, reports: list[StartupReport], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(serving, "route_counter", lambda labels: pytest.fail("only the first counts"))
+    monkeypatch.setattr(serving, "metrics_of", lambda labels: pytest.fail("only the first counts"))
     worker = worker_of(configured(trace="log"), 1)
     load_model(worker)
     warm_up(worker)
     found = gpu_patches.serving()
     assert found is not None
-    assert (found.trace.mode, found.trace.rank, found.count, reports) == ("off", 1, None, [])
+    assert (found.trace.mode, found.trace.rank, found.metrics, reports) == ("off", 1, None, [])
 
 
 def test_the_users_backend_stays_and_the_report_names_it(reports: list[StartupReport]):

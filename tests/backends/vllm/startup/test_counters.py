@@ -1,4 +1,4 @@
-"""Batches by execution path on vLLM's /metrics: a worker counts, another process answers."""
+"""The plugin's metrics on vLLM's /metrics: a worker counts, another process answers."""
 
 from __future__ import annotations
 
@@ -11,39 +11,43 @@ from typing import Any
 
 import pytest
 
+from nsa_plugin import __version__
 from nsa_plugin.backends.vllm.startup import counters
 from nsa_plugin.backends.vllm.startup.counters import (
     FOLDER_VARIABLE,
-    LEFT,
     MULTIPROCESS,
-    SAMPLE,
     collect_here,
     labels_of,
-    route_counter,
-    show_left,
+    metrics_of,
+    show,
 )
+from nsa_plugin.telemetry import BUILD_INFO, DECISION_SECONDS, LEFT_TO_STOCK
 from nsa_plugin.tools.serving.common import routes
 from tests.backends.fake_vllm.v32 import TRITON, planner
 
 pytest.importorskip("prometheus_client")
 
 LABELS = {"model_name": "model", "engine": "1"}
+PROCESS = 'engine="1",model_name="model"'
+LEFT = LEFT_TO_STOCK.of("vllm")
 
 # The worker is forked from a process that has imported prometheus_client, as vLLM's are, and ends without a word.
 SERVER = f"""
 import os
 from prometheus_client import REGISTRY, Counter, generate_latest
 Counter("vllm:its_own", "vLLM's").inc()
-from nsa_plugin.backends.vllm.startup.counters import collect_here, route_counter
+from nsa_plugin.backends.vllm.startup.counters import collect_here, metrics_of
 from tests.backends.fake_vllm.v32 import TRITON, planner
 folder = collect_here()
 print(generate_latest(REGISTRY).decode().count("nsa_plugin"))
 if (worker := os.fork()) == 0:
     deciding = planner(device=TRITON, decode_backend="triton")
-    deciding.count = route_counter({LABELS!r})
-    plan = deciding.step_plan(4, 4, 1)
+    deciding.metrics = metrics_of({LABELS!r})
+    plan, prefill = deciding.step_plan(4, 4, 1), deciding.prefill_plan(5000, 100_000)
     for _ in range(3):
-        deciding.count(plan)
+        deciding.record([(plan, [("", 2, 9)])], 0.0, [4])
+    deciding.record([(prefill, [("a", 5000, 100_000)])], 0.0)
+    print(prefill.indexer.rows_per_chunk, deciding.logits_budget)
     os._exit(0)
 assert os.waitpid(worker, 0)[1] == 0
 print(generate_latest(REGISTRY).decode())
@@ -76,50 +80,91 @@ def decode_plan(requests: int = 4) -> Any:
 
 
 def test_the_one_api_server_shows_what_a_worker_counted():
-    before, _, text = run(SERVER).partition("\n")
+    before, numbers, text = run(SERVER).split("\n", 2)
     assert before == "0"
-    line = 'attention="sparse_decode",engine="1",model_name="model",phase="decode",provider="triton"'
-    assert f"{SAMPLE}{{{line}}} 3.0" in text.splitlines()
-    assert "# TYPE vllm:nsa_plugin_batches_total counter" in text
-    assert "vllm:its_own_total 1.0" in text
-    assert routes(text, "vllm") == {"decode/sparse_decode/triton": 3}
+    chunk, budget = map(int, numbers.split())
+    lines = text.splitlines()
+    decode = f'{{attention="sparse_decode",{PROCESS},phase="decode",provider="triton"}}'
+    assert f"vllm:nsa_plugin_batches_total{decode} 3.0" in lines
+    assert f"vllm:nsa_plugin_query_tokens_total{decode} 12.0" in lines
+    assert f"vllm:nsa_plugin_prefill_chunks_total{{{PROCESS}}} {float(-(-5000 // chunk))}" in lines
+    shown = next(line for line in lines if line.startswith(f"vllm:nsa_plugin_logits_budget_bytes{{{PROCESS}}} "))
+    assert float(shown.rpartition(" ")[2]) == budget
+    for name, kind in (
+        ("batches_total", "counter"),
+        ("logits_budget_bytes", "gauge"),
+        ("decision_seconds", "histogram"),
+    ):
+        assert f"# TYPE vllm:nsa_plugin_{name} {kind}" in lines
+    assert "vllm:its_own_total 1.0" in lines
+    found = routes(text, "vllm")
+    assert found.pop("decode/sparse_decode/triton") == 3
+    assert sum(found.values()) == 1
+
+
+def test_decision_times_are_a_histogram(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(MULTIPROCESS, str(tmp_path))
+    made = metrics_of(LABELS)
+    assert made is not None
+    for seconds in (1e-6, 2e-5, 3e-5, 1.0):
+        made.decided(seconds, 2**20)
+    text, name = run(SEVERAL_SERVERS, **{MULTIPROCESS: str(tmp_path)}), DECISION_SECONDS.of("vllm")
+    assert f"{name}_count{{{PROCESS}}} 4.0" in text
+    assert f"{name}_sum{{{PROCESS}}} 1.00005" in text
+    counts = [float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(f"{name}_bucket")]
+    assert counts == [1, 1, 2, 3, 3, 3, 3, 3, 3, 3, 4]
+    assert 'le="2e-05"' in text
 
 
 def test_several_api_servers_show_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(MULTIPROCESS, str(tmp_path))
     assert collect_here() is None, "vLLM collects the files itself"
-    count = route_counter(LABELS)
-    assert count is not None
-    count(decode_plan())
+    made = metrics_of(LABELS)
+    assert made is not None
+    made.batch(decode_plan(), 4)
     assert routes(run(SEVERAL_SERVERS, **{MULTIPROCESS: str(tmp_path)}), "vllm") == {"decode/sparse_decode/triton": 1}
 
 
 def test_a_second_engine_in_a_process_goes_on_counting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(MULTIPROCESS, str(tmp_path))
     for _ in range(2):
-        count = route_counter(LABELS)
-        assert count is not None
-        count(decode_plan())
+        made = metrics_of(LABELS)
+        assert made is not None
+        made.batch(decode_plan(), 4)
     assert routes(run(SEVERAL_SERVERS, **{MULTIPROCESS: str(tmp_path)}), "vllm") == {"decode/sparse_decode/triton": 2}
 
 
-def test_what_is_left_to_vllm_is_shown_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    show_left(["nobody collects it"])
+def test_versions_and_what_is_left_to_vllm_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    show("0.32.0", ["nobody collects it"])
     monkeypatch.setenv(MULTIPROCESS, str(tmp_path))
-    show_left([])
-    assert list(tmp_path.iterdir()) == []
     for _ in range(2):
-        show_left(["--enable-dbo", "another cache"])
+        show("0.32.0", ["--enable-dbo", "another cache"])
     text = run(SEVERAL_SERVERS, **{MULTIPROCESS: str(tmp_path)})
     shown = [line for line in text.splitlines() if line.startswith(LEFT)]
     assert sorted(shown) == [f'{LEFT}{{reason="{reason}"}} 1.0' for reason in ("--enable-dbo", "another cache")]
     assert f"# TYPE {LEFT} gauge" in text
+    assert f'{BUILD_INFO.of("vllm")}{{engine_version="0.32.0",version="{__version__}"}} 1.0' in text
+
+
+def test_a_budget_and_what_is_left_do_not_overwrite_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Both are gauges of one process, and so in one file."""
+    monkeypatch.setenv(MULTIPROCESS, str(tmp_path))
+    made = metrics_of(LABELS)
+    assert made is not None
+    for budget in (4096, 2048):
+        made.decided(1e-5, budget)
+        show("0.32.0", [f"reason {budget}"])
+    made.decided(1e-5, 1024)
+    text = run(SEVERAL_SERVERS, **{MULTIPROCESS: str(tmp_path)})
+    assert f"vllm:nsa_plugin_logits_budget_bytes{{{PROCESS}}} 1024.0" in text
+    assert f'{LEFT}{{reason="reason 2048"}} 1.0' in text
+    assert f'{LEFT}{{reason="reason 4096"}} 1.0' in text
 
 
 def test_without_a_folder_nothing_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    assert route_counter(LABELS) is None
+    assert metrics_of(LABELS) is None
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "of another machine"))
-    assert route_counter(LABELS) is None
+    assert metrics_of(LABELS) is None
 
 
 def test_another_file_format_warns_and_does_not_stop_the_start(
@@ -128,7 +173,7 @@ def test_another_file_format_warns_and_does_not_stop_the_start(
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     monkeypatch.setitem(sys.modules, "prometheus_client.mmap_dict", None)
     monkeypatch.setattr(counters.logger, "propagate", True)
-    assert route_counter(LABELS) is None
+    assert metrics_of(LABELS) is None
     assert "shows no metrics" in caplog.text
 
 

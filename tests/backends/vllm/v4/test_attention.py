@@ -18,6 +18,7 @@ from nsa_plugin.errors import NoProviderError, PatchError
 from nsa_plugin.kernels.kv_cache import allocate_cache
 from nsa_plugin.patches.ledger import is_marked, mark
 from nsa_plugin.settings import Settings
+from tests.backends.counted import Counted
 from tests.backends.fake_vllm import v4 as fake_v4
 from tests.backends.fake_vllm.v4 import CPU, H200, Layer, OldImpl, SWABuilder, World, planner
 from tests.backends.fake_vllm.v4_cases import DECODES, DIRECTLY, OVER_ROWS, close
@@ -75,10 +76,10 @@ def test_heads_that_vllm_added_and_rows_that_pad_are_left_alone(ratio: int):
 
 
 def test_one_plan_a_batch_whatever_the_layers():
-    plans: list[Any] = []
+    plans = Counted()
     deciding = planner(CPU)
     deciding.step_execution_of = planner().step_execution_of  # type: ignore[method-assign]
-    deciding.count = plans.append
+    deciding.metrics = plans  # type: ignore[assignment]
     world = World(deciding, MIXED)
     metadata = world.metadata()
     for ratio in RATIOS:
