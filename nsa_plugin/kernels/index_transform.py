@@ -1,10 +1,10 @@
 """From the indexer's logical positions to what attention reads: cache slots, or rows of a ragged buffer.
 
-Ops `index_transform_paged`, `index_transform_ragged`, `pad_topk_rows`, and the helpers that say which
-request a query row belongs to and which slots a request owns.
+Ops `index_transform_paged` and `index_transform_ragged`, and helpers that map query rows to requests and requests to
+slots.
 
-The indexer names tokens by their position in the request, 0 to length - 1, padded with -1. Attention
-wants either a slot of the paged cache,
+The indexer names tokens by their position in the request, 0 to length - 1, padded with -1. Attention reads either a
+slot of the paged cache,
 
     paged    page_table[request, position // page_size] * page_size + position % page_size
 
@@ -12,9 +12,9 @@ or, where the keys of the batch lie one request after the other, a row of that b
 
     ragged   position + offset of the row's request
 
-Whatever is negative stays -1, and so does a position beyond the row's length or the page table, an
-unassigned page (negative table entry), and every entry of a padded row. Nothing else maps to -1, and
--1 never becomes a slot. Results are int32: slots and rows are counts of tokens.
+A negative position stays -1. So does a position beyond the row's length or the page table, one on an unassigned page
+(negative table entry), and every entry of a padded row. Nothing else maps to -1, and -1 never becomes a slot. Results
+are int32: slots and rows are counts of tokens.
 
 Sources: SGLang `kernels/ops/attention/dsa/transform_index.py`; vLLM
 `v1/attention/backends/mla/sparse_utils.py` (`triton_convert_req_index_to_global_index`).
@@ -24,7 +24,9 @@ from __future__ import annotations
 
 import torch
 
-from nsa_plugin.kernels.checks import INDEX_DTYPES, KernelArgumentError, check_tensor, require
+from nsa_plugin.kernels.checks import INDEX_DTYPES, check_tensor, require
+
+PAGED, RAGGED = "index_transform_paged", "index_transform_ragged"
 
 
 def reference_paged(
@@ -34,7 +36,6 @@ def reference_paged(
     page_size: int,
     row_to_request: torch.Tensor | None = None,
     lengths: torch.Tensor | None = None,
-    num_rows: int | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Slots of logical positions. Contract: see the module.
@@ -47,63 +48,36 @@ def reference_paged(
         row_to_request: [rows] int: the table row of each query row, -1 for a padded row (see
             `rows_to_requests`). None: the table is expanded, row i of it is for query row i.
         lengths: [rows] int: a row's positions lie below this; None: below the table's width.
-        num_rows: rows of the result, at least `rows`; those added are -1.
-        out: [num_rows, topk] int32, contiguous: where the slots are written.
+        out: [rows, topk] int32, contiguous: where the slots are written.
 
     Returns:
-        [num_rows, topk] int32 slots; `out` where it is given.
+        [rows, topk] int32 slots; `out` where it is given.
 
     Raises:
         KernelArgumentError: a shape or dtype is wrong, or row_to_request names a row the table lacks.
     """
-    op = "index_transform_paged"
-    rows, _ = _check_indices(op, topk_indices)
-    device = topk_indices.device
-    if out is not None:
-        check_output(op, topk_indices, _padded(op, rows, num_rows), out)
-    check_tensor(op, "page_table", page_table, ("requests", "pages"), dtypes=INDEX_DTYPES, device=device)
-    require(page_size > 0, op, f"page_size is {page_size}; a page holds at least 1 token")
+    out = check_paged(topk_indices, page_table, page_size, row_to_request, lengths, out)
+    rows, device = len(topk_indices), topk_indices.device
     if row_to_request is None:
-        check = page_table.shape[0] >= rows
-        require(check, op, f"page_table has {page_table.shape[0]} rows for {rows} rows of topk_indices")
         row_to_request = torch.arange(rows, device=device)
-    check_tensor(op, "row_to_request", row_to_request, (rows,), dtypes=INDEX_DTYPES, device=device)
     largest = int(row_to_request.max()) if rows else -1
-    require(largest < page_table.shape[0], op, f"row_to_request has {largest}; page_table has no such row")
+    require(largest < page_table.shape[0], PAGED, f"row_to_request has {largest}; page_table has no such row")
 
     limits = torch.full((rows,), page_table.shape[1] * page_size, device=device)
     if lengths is not None:
-        check_tensor(op, "lengths", lengths, (rows,), dtypes=INDEX_DTYPES, device=device)
         limits = torch.minimum(limits, lengths.long())
     limits = torch.where(row_to_request < 0, 0, limits)
     positions = topk_indices.long()
     valid = (positions >= 0) & (positions < limits.unsqueeze(1))
-    slots = torch.full_like(positions, -1)
-    if bool(valid.any()):
-        safe = torch.where(valid, positions, 0)
-        pages = page_table[row_to_request.clamp(min=0).long().unsqueeze(1), safe // page_size].long()
-        slots = torch.where(valid & (pages >= 0), pages * page_size + safe % page_size, -1)
-    padded = reference_pad_rows(slots.int(), _padded(op, rows, num_rows))
-    return padded if out is None else out.copy_(padded)
-
-
-def check_output(op: str, topk_indices: torch.Tensor, rows: int, out: torch.Tensor) -> None:
-    """Check where an op is to write [rows, topk] int32.
-
-    Raises:
-        KernelArgumentError: it is of another shape, dtype or device, or not contiguous.
-    """
-    shape = (rows, topk_indices.shape[1])
-    check_tensor(op, "out", out, shape, dtypes=(torch.int32,), device=topk_indices.device)
-    require(out.is_contiguous(), op, f"out has strides {out.stride()}; it is written as contiguous rows")
+    if not bool(valid.any()):
+        return out.fill_(-1)
+    safe = torch.where(valid, positions, 0)
+    pages = page_table[row_to_request.clamp(min=0).long().unsqueeze(1), safe // page_size].long()
+    return out.copy_(torch.where(valid & (pages >= 0), pages * page_size + safe % page_size, -1))
 
 
 def reference_ragged(
-    topk_indices: torch.Tensor,
-    offsets: torch.Tensor,
-    *,
-    lengths: torch.Tensor | None = None,
-    num_rows: int | None = None,
+    topk_indices: torch.Tensor, offsets: torch.Tensor, *, lengths: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Rows of a ragged key buffer of logical positions. Contract: see the module.
 
@@ -111,35 +85,50 @@ def reference_ragged(
         topk_indices: [rows, topk] int32 or int64, positions within the row's request.
         offsets: [rows] int: where the keys of the row's request start in the buffer.
         lengths: [rows] int: a row's positions lie below this; None: no limit.
-        num_rows: rows of the result, at least `rows`; those added are -1.
 
     Returns:
-        [num_rows, topk] int32 rows of the buffer.
+        [rows, topk] int32 rows of the buffer.
     """
-    op = "index_transform_ragged"
-    rows, _ = _check_indices(op, topk_indices)
-    check_tensor(op, "offsets", offsets, (rows,), dtypes=INDEX_DTYPES, device=topk_indices.device)
+    check_ragged(topk_indices, offsets, lengths)
     positions = topk_indices.long()
     valid = positions >= 0
     if lengths is not None:
-        check_tensor(op, "lengths", lengths, (rows,), dtypes=INDEX_DTYPES, device=topk_indices.device)
         valid &= positions < lengths.unsqueeze(1)
-    moved = torch.where(valid, positions + offsets.unsqueeze(1), -1)
-    return reference_pad_rows(moved.int(), _padded(op, rows, num_rows))
+    return torch.where(valid, positions + offsets.unsqueeze(1), -1).int()
 
 
-def reference_pad_rows(topk_indices: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """[rows, topk] with rows of -1 added up to `num_rows`, the padded token count; itself if none are.
+def check_paged(
+    topk_indices: torch.Tensor,
+    page_table: torch.Tensor,
+    page_size: int,
+    row_to_request: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    """Check all that needs no value of a tensor; return `out` or a new, uninitialised one."""
+    check_tensor(PAGED, "topk_indices", topk_indices, ("rows", "topk"), dtypes=INDEX_DTYPES)
+    (rows, topk), device = topk_indices.shape, topk_indices.device
+    check_tensor(PAGED, "page_table", page_table, ("requests", "pages"), dtypes=INDEX_DTYPES, device=device)
+    require(page_size > 0, PAGED, f"page_size is {page_size}; a page holds at least 1 token")
+    if row_to_request is None:
+        enough = page_table.shape[0] >= rows
+        require(enough, PAGED, f"page_table has {page_table.shape[0]} rows for {rows} rows of topk_indices")
+    for name, tensor in (("row_to_request", row_to_request), ("lengths", lengths)):
+        if tensor is not None:
+            check_tensor(PAGED, name, tensor, (rows,), dtypes=INDEX_DTYPES, device=device)
+    if out is None:
+        return torch.empty((rows, topk), dtype=torch.int32, device=device)
+    check_tensor(PAGED, "out", out, (rows, topk), dtypes=(torch.int32,), device=device)
+    require(out.is_contiguous(), PAGED, f"out has strides {out.stride()}; it is written as contiguous rows")
+    return out
 
-    Raises:
-        KernelArgumentError: there are already more rows than that.
-    """
-    op = "pad_topk_rows"
-    rows, topk = _check_indices(op, topk_indices)
-    missing = _padded(op, rows, num_rows) - rows
-    if missing == 0:
-        return topk_indices
-    return torch.cat([topk_indices, topk_indices.new_full((missing, topk), -1)])
+
+def check_ragged(topk_indices: torch.Tensor, offsets: torch.Tensor, lengths: torch.Tensor | None) -> None:
+    """Check shapes, dtypes and devices."""
+    check_tensor(RAGGED, "topk_indices", topk_indices, ("rows", "topk"), dtypes=INDEX_DTYPES)
+    for name, tensor in (("offsets", offsets), ("lengths", lengths)):
+        if tensor is not None:
+            check_tensor(RAGGED, name, tensor, topk_indices.shape[:1], dtypes=INDEX_DTYPES, device=topk_indices.device)
 
 
 def rows_to_requests(cu_seqlens_q: torch.Tensor, num_rows: int) -> torch.Tensor:
@@ -186,24 +175,3 @@ def request_slots(
     position = token - cu_seqlens[request]
     slots = page_table[request, position // page_size].long() * page_size + position % page_size
     return slots, cu_seqlens.int()
-
-
-def check_requests(op: str, cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor) -> int:
-    """Check cu_seqlens_q [requests + 1] and seq_lens [requests] against each other; return the requests."""
-    check_tensor(op, "cu_seqlens_q", cu_seqlens_q, ("requests + 1",), dtypes=INDEX_DTYPES)
-    requests = int(cu_seqlens_q.shape[0]) - 1
-    check_tensor(op, "seq_lens", seq_lens, (requests,), dtypes=INDEX_DTYPES, device=cu_seqlens_q.device)
-    if not bool((cu_seqlens_q.diff() <= seq_lens).all()):
-        raise KernelArgumentError(f"{op}: seq_lens is {seq_lens.tolist()}; a request has more queries")
-    return requests
-
-
-def _check_indices(op: str, topk_indices: torch.Tensor) -> tuple[int, int]:
-    check_tensor(op, "topk_indices", topk_indices, ("rows", "topk"), dtypes=INDEX_DTYPES)
-    rows, topk = topk_indices.shape
-    return rows, topk
-
-
-def _padded(op: str, rows: int, num_rows: int | None) -> int:
-    require(num_rows is None or num_rows >= rows, op, f"num_rows is {num_rows}; topk_indices has {rows} rows")
-    return rows if num_rows is None else num_rows

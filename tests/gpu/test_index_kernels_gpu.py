@@ -7,7 +7,6 @@ import torch
 
 from nsa_plugin.kernels import index_transform as transform
 from nsa_plugin.kernels import swa_indices as swa
-from nsa_plugin.kernels.swa_indices import IndexRows
 from nsa_plugin.kernels.triton import index_transform as transform_kernels
 from nsa_plugin.kernels.triton import swa_indices as swa_kernels
 from tests.kernels import index_cases as cases
@@ -41,12 +40,6 @@ def test_ragged(seed, rows, topk):
     cases.check_ragged(seed, rows, topk, "cuda")
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize(("rows", "topk", "missing"), [(5, 9, 3), (5, 9, 0), (0, 3, 4), (3, 0, 1), (1000, 2048, 24)])
-def test_padding_rows(seed, rows, topk, missing):
-    cases.check_pad_rows(seed, rows, topk, missing, "cuda")
-
-
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize(
     ("requests", "window", "padding", "most"),
@@ -54,23 +47,6 @@ def test_padding_rows(seed, rows, topk, missing):
 )
 def test_window(seed, requests, window, padding, most):
     cases.check_window(seed, requests, window, padding, "cuda", most)
-
-
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize(
-    ("tokens", "width", "extra_width", "alignment"),
-    [
-        (5, 7, 11, 128),
-        (3, 1, 0, 1),
-        (4, 0, 6, 8),
-        (2, 0, 0, 64),
-        (0, 3, 4, 8),
-        (4096, 128, 512, 128),
-        (77, 128, 2048, 64),
-    ],
-)
-def test_combine(seed, tokens, width, extra_width, alignment):
-    cases.check_combine(seed, tokens, width, extra_width, alignment, "cuda")
 
 
 def test_an_index_tensor_beyond_2_to_the_31_entries():
@@ -103,17 +79,15 @@ class Batch:
 
     def references(self) -> list[torch.Tensor]:
         window = swa.reference_window(self.cu_seqlens, self.seq_lens, 128, num_tokens=64)
-        slots = transform.reference_paged(self.topk, self.table, page_size=64, lengths=self.lengths, num_rows=70)
+        slots = transform.reference_paged(self.topk, self.table, page_size=64, lengths=self.lengths)
         ragged = transform.reference_ragged(self.topk, self.offsets, lengths=self.lengths)
-        combined = swa.reference_combine(window, IndexRows(slots[:64], self.lengths), extra_offset=5000)
-        return [slots, ragged, transform.reference_pad_rows(ragged, 99), *window, *combined]
+        return [slots, ragged, *window]
 
     def kernels(self) -> list[torch.Tensor]:
         window = swa_kernels.window(self.cu_seqlens, self.seq_lens, 128, num_tokens=64)
-        slots = transform_kernels.paged(self.topk, self.table, page_size=64, lengths=self.lengths, num_rows=70)
+        slots = transform_kernels.paged(self.topk, self.table, page_size=64, lengths=self.lengths)
         ragged = transform_kernels.ragged(self.topk, self.offsets, lengths=self.lengths)
-        combined = swa_kernels.combine(window, IndexRows(slots[:64], self.lengths), extra_offset=5000)
-        return [slots, ragged, transform_kernels.pad_rows(ragged, 99), *window, *combined]
+        return [slots, ragged, *window]
 
 
 def test_in_a_cuda_graph_and_without_waiting():

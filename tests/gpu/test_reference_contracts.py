@@ -25,7 +25,6 @@ from nsa_plugin.kernels.indexer import (
 )
 from nsa_plugin.kernels.kv_cache import PagedCache, open_cache, reference_read, reference_write
 from nsa_plugin.kernels.sparse_mla import DecodeOutput, PrefillOutput, reference_decode, reference_prefill
-from nsa_plugin.kernels.swa_indices import IndexRows, reference_combine
 from nsa_plugin.layouts import Fp8Layout, get_layout
 
 pytestmark = [
@@ -259,19 +258,20 @@ def test_v4_prefill_over_a_flat_workspace(heads):
     for source, used, first in ((cache, window, 0), (extra, selected, window_slots)):
         slots = used[used >= 0].unique()
         workspace[first + slots.long()] = reference_read(source, slots)
-    combined = reference_combine(
-        IndexRows(window, window_length), IndexRows(selected, selected_length), extra_offset=window_slots
-    )
-    assert combined.indices.shape == (tokens, 640)
+
+    def counted(indices: torch.Tensor, lengths: torch.Tensor, first: int) -> torch.Tensor:
+        kept = (indices >= 0) & (torch.arange(indices.shape[1], device="cuda") < lengths.unsqueeze(1))
+        return torch.where(kept, indices + first, -1)
+
+    combined = [counted(window, window_length, 0), counted(selected, selected_length, window_slots)]
     actual = PrefillOutput(
         *flash_mla.flash_mla_sparse_fwd(
             q,
             workspace.unsqueeze(1),
-            combined.indices.unsqueeze(1),
+            torch.cat(combined, dim=1).unsqueeze(1),
             scale,
             512,
             attn_sink=sink,
-            topk_length=combined.lengths,
             use_legacy=True,
         )
     )

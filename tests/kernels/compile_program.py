@@ -26,7 +26,6 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from nsa_plugin.kernels.kv_cache import PagedCache, open_cache
-from nsa_plugin.kernels.swa_indices import IndexRows
 from nsa_plugin.kernels.triton import (
     compact,
     index_transform,
@@ -162,11 +161,9 @@ def selection() -> None:
     index_transform.paged(empty(8, 2048), empty(8, 64), page_size=64)
     index_transform.paged(empty(8, 512), empty(8, 63), page_size=64, lengths=empty(8))
     index_transform.ragged(empty(8, 2048), empty(8))
-    index_transform.pad_rows(empty(7, 2048), 8)
     compact.compact(empty(8, 1, 2048), None, 4096)
     sparse_mla_indices.masked_rows(empty(4, 2, 2048), 4096, empty(4, 2), 2048)
-    windows = swa_indices.window(empty(3), empty(2), 128, num_tokens=64)
-    swa_indices.combine(windows, IndexRows(empty(64, 512), empty(64)), extra_offset=128)
+    swa_indices.window(empty(3), empty(2), 128, num_tokens=64)
 
 
 def select(*args: Any, out: torch.Tensor, **_: Any) -> torch.Tensor:

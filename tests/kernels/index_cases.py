@@ -12,7 +12,6 @@ import torch
 
 from nsa_plugin.kernels import index_transform as transform
 from nsa_plugin.kernels import swa_indices as swa
-from nsa_plugin.kernels.swa_indices import IndexRows
 from nsa_plugin.kernels.triton import index_transform as transform_kernels
 from nsa_plugin.kernels.triton import swa_indices as swa_kernels
 
@@ -58,22 +57,18 @@ def same(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def check_paged(seed: int, rows: int, topk: int, requests: int, pages: int, page_size: int, device: str) -> None:
-    """With and without lengths and row_to_request, padded rows at the end, unassigned pages."""
+    """With and without lengths and row_to_request, unassigned pages."""
     draw = Draw(seed, device)
     indices = draw.positions(rows, topk, pages * page_size)
     expanded = seed % 3 == 0
     table = draw.integers(-1, 10000, rows if expanded else requests, pages)
     of_row = None if expanded else draw.integers(-1, requests, rows)
     lengths = None if seed % 5 == 0 else draw.integers(-2, pages * page_size + 2, rows)
-    num_rows = None if seed % 4 == 0 else rows + seed % 4
-    expected = transform.reference_paged(
-        indices, table, page_size=page_size, row_to_request=of_row, lengths=lengths, num_rows=num_rows
-    )
+    expected = transform.reference_paged(indices, table, page_size=page_size, row_to_request=of_row, lengths=lengths)
     given = {
         "page_size": page_size,
         "row_to_request": None if of_row is None else draw.to(of_row),
         "lengths": None if lengths is None else draw.to(lengths),
-        "num_rows": num_rows,
     }
     same(transform_kernels.paged(draw.to(indices), draw.to(table), **given), expected)
     into = torch.full(expected.shape, 123456, dtype=torch.int32, device=device)
@@ -104,26 +99,13 @@ def check_ragged(seed: int, rows: int, topk: int, device: str) -> None:
     indices = draw.positions(rows, topk, 5000).clamp(max=INT_MAX - 100000)
     offsets = draw.integers(0, 100000, rows)
     lengths = None if seed % 3 == 0 else draw.integers(-2, 5000, rows)
-    num_rows = None if seed % 4 == 0 else rows + seed % 4
-    expected = transform.reference_ragged(indices, offsets, lengths=lengths, num_rows=num_rows)
+    expected = transform.reference_ragged(indices, offsets, lengths=lengths)
     moved_lengths = None if lengths is None else draw.to(lengths)
-    same(
-        transform_kernels.ragged(draw.to(indices), draw.to(offsets), lengths=moved_lengths, num_rows=num_rows),
-        expected,
-    )
-
-
-def check_pad_rows(seed: int, rows: int, topk: int, missing: int, device: str) -> None:
-    draw = Draw(seed, device)
-    indices = draw.positions(rows, topk, 1000)
-    moved = draw.to(indices)
-    padded = transform_kernels.pad_rows(moved, rows + missing)
-    same(padded, transform.reference_pad_rows(indices, rows + missing))
-    assert (padded is moved) == (missing == 0)
+    same(transform_kernels.ragged(draw.to(indices), draw.to(offsets), lengths=moved_lengths), expected)
 
 
 def check_window(seed: int, requests: int, window: int, padding: int, device: str, most: int = 7) -> None:
-    """Ragged requests, some without queries or context; positions, and rows of a gathered buffer."""
+    """Ragged requests, some without queries or context."""
     draw = Draw(seed, device)
     counts = draw.integers(0, most, requests)
     contexts = counts + draw.integers(0, 3 * window, requests)
@@ -134,40 +116,3 @@ def check_window(seed: int, requests: int, window: int, padding: int, device: st
     expected = swa.reference_window(cu_seqlens, contexts, window, num_tokens=num_tokens)
     for actual, wanted in zip(swa_kernels.window(*moved, window, num_tokens=num_tokens), expected, strict=True):
         same(actual, wanted)
-    held = torch.minimum(contexts, counts + window - 1 + draw.integers(0, 4, requests))
-    bases = held.cumsum(0).to(held.dtype) - held + 5
-    expected = swa.reference_window(cu_seqlens, contexts, window, num_tokens=num_tokens, bases=bases, gather_lens=held)
-    buffers = {"bases": draw.to(bases), "gather_lens": draw.to(held)}
-    result = swa_kernels.window(*moved, window, num_tokens=num_tokens, **buffers)
-    for actual, wanted in zip(result, expected, strict=True):
-        same(actual, wanted)
-
-
-def index_rows(draw: Draw, tokens: int, width: int, end: int) -> IndexRows:
-    """Left-compact rows with some negative entries inside; lengths from -1 to beyond the width."""
-    indices = draw.integers(0, end, tokens, width)
-    hole = torch.rand(tokens, width, generator=draw.generator) < 0.2
-    return IndexRows(
-        torch.where(hole, draw.integers(-9, 0, tokens, width), indices), draw.integers(-1, width + 2, tokens)
-    )
-
-
-def check_combine(seed: int, tokens: int, width: int, extra_width: int, alignment: int, device: str) -> None:
-    """A number as the offset, one a row, one for all; into a new tensor and into a part of a wider one."""
-    draw = Draw(seed, device)
-    first, second = index_rows(draw, tokens, width, 4000), index_rows(draw, tokens, extra_width, 9000)
-    moved = IndexRows(*map(draw.to, first)), IndexRows(*map(draw.to, second))
-    each = draw.integers(0, 500, tokens)
-    for offset in (0, 1, 77 * 16, each, each[:1] if tokens else each, torch.tensor(9)):
-        expected = swa.reference_combine(first, second, extra_offset=offset, alignment=alignment)
-        total = expected.indices.shape[1]
-        wide = torch.full((tokens, total + 5), 4321, dtype=torch.int32, device=device)
-        out = None if isinstance(offset, int) else wide[:, 2 : total + 2]
-        on_device = draw.to(offset) if isinstance(offset, torch.Tensor) and offset.dim() else offset
-        on_device = on_device.to(device) if isinstance(on_device, torch.Tensor) else on_device
-        actual = swa_kernels.combine(*moved, extra_offset=on_device, alignment=alignment, out=out)
-        same(actual.indices, expected.indices)
-        same(actual.lengths, expected.lengths)
-        assert out is None or actual.indices is out
-        assert (wide[:, :2] == 4321).all()
-        assert (wide[:, total + 2 :] == 4321).all()

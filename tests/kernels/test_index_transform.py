@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from nsa_plugin.kernels.checks import KernelArgumentError
 from nsa_plugin.kernels.index_transform import (
-    reference_pad_rows,
     reference_paged,
     reference_ragged,
     request_slots,
@@ -50,19 +49,16 @@ def test_paged_against_a_loop(data):
     table = [[draw(entry) for _ in range(pages)] for _ in range(max(requests, rows))]
     of_row = draw(st.one_of(st.none(), st.lists(st.integers(-1, requests - 1), min_size=rows, max_size=rows)))
     lengths = draw(st.one_of(st.none(), st.lists(st.integers(-2, 400), min_size=rows, max_size=rows)))
-    padded = rows + draw(st.integers(0, 3))
-
     result = reference_paged(
         indices,
         torch.tensor(table, dtype=torch.int32),
         page_size=page_size,
-        num_rows=padded,
         row_to_request=None if of_row is None else torch.tensor(of_row, dtype=torch.int32),
         lengths=None if lengths is None else torch.tensor(lengths, dtype=torch.int32),
     )
     assert result.dtype == torch.int32
     expected = loop_paged(indices, table, page_size, of_row, lengths)
-    assert result.tolist() == expected + [[-1] * topk] * (padded - rows)
+    assert result.tolist() == expected
 
 
 @settings(max_examples=80, deadline=None)
@@ -78,14 +74,13 @@ def test_ragged_against_a_loop(data):
     result = reference_ragged(
         indices,
         torch.tensor(offsets, dtype=torch.int32),
-        num_rows=rows + 2,
         lengths=None if lengths is None else torch.tensor(lengths, dtype=torch.int64),
     )
     expected = [
         [p + offsets[row] if p >= 0 and (lengths is None or p < lengths[row]) else -1 for p in positions]
         for row, positions in enumerate(indices.tolist())
     ]
-    assert result.tolist() == expected + [[-1] * topk] * 2
+    assert result.tolist() == expected
     assert result.dtype == torch.int32
 
 
@@ -118,22 +113,10 @@ def test_noncontiguous_tables_and_indices():
 
 def test_slots_are_written_where_they_are_wanted():
     topk, table = torch.tensor([[0, 3, 5], [2, -1, 7]]), torch.tensor([[1, 5, 2, 9], [4, 0, 7, 3]])
-    out = torch.full((3, 3), 77, dtype=torch.int32)
-    lengths = torch.tensor([4, 8])
-    given = {"page_size": 2, "lengths": lengths, "num_rows": 3}
+    out = torch.full((2, 3), 77, dtype=torch.int32)
+    given = {"page_size": 2, "lengths": torch.tensor([4, 8])}
     assert reference_paged(topk, table, **given, out=out) is out
     assert torch.equal(out, reference_paged(topk, table, **given))
-
-
-@pytest.mark.parametrize("rows", [0, 7])
-def test_padding_rows(rows):
-    indices = torch.arange(rows * 3, dtype=torch.int32).view(rows, 3)
-    padded = reference_pad_rows(indices, 8)
-    assert padded.dtype == torch.int32
-    assert torch.equal(padded[:rows], indices)
-    assert (padded[rows:] == -1).all()
-    assert padded.shape == (8, 3)
-    assert reference_pad_rows(indices, rows) is indices
 
 
 @settings(deadline=None)
@@ -180,15 +163,10 @@ TOPK, TABLE = torch.zeros(3, 4, dtype=torch.int32), torch.zeros(2, 5, dtype=torc
             "row_to_request has",
         ),
         (lambda: reference_paged(TOPK[:2], TABLE, page_size=1, lengths=torch.zeros(2)), "lengths has dtype"),
-        (
-            lambda: reference_paged(TOPK[:2], TABLE, page_size=1, num_rows=1),
-            "num_rows is 1; topk_indices has 2",
-        ),
         (lambda: reference_paged(TOPK[:2], TABLE, page_size=1, out=TOPK), r"out has shape \[3, 4\]"),
         (lambda: reference_paged(TOPK[:2], TABLE, page_size=1, out=TOPK[:2].long()), "out has dtype int64"),
         (lambda: reference_paged(TOPK[:2], TABLE, page_size=1, out=TOPK.new_zeros(4, 2).t()), "out has strides"),
         (lambda: reference_ragged(TOPK, torch.zeros(2, dtype=torch.int32)), "offsets has shape"),
-        (lambda: reference_pad_rows(TOPK, 2), "num_rows is 2; topk_indices has 3"),
         (
             lambda: request_slots(TABLE, torch.tensor([5, 11]), 2),
             "seq_lens has 11 tokens; page_table holds 10",

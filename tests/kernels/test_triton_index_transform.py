@@ -26,19 +26,12 @@ def test_rows_wider_than_a_program(monkeypatch):
     monkeypatch.setattr(kernels, "MAX_BLOCK", 16)
     cases.check_paged(1, 3, 50, 2, 9, 2, DEVICE)
     cases.check_ragged(1, 3, 50, DEVICE)
-    cases.check_pad_rows(1, 3, 50, 2, DEVICE)
 
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize(("rows", "topk"), [(5, 9), (1, 1), (0, 3), (3, 0), (3, 130)])
 def test_ragged(seed, rows, topk):
     cases.check_ragged(seed, rows, topk, DEVICE)
-
-
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize(("rows", "topk", "missing"), [(5, 9, 3), (5, 9, 0), (0, 3, 4), (3, 0, 1), (0, 0, 0)])
-def test_padding_rows(seed, rows, topk, missing):
-    cases.check_pad_rows(seed, rows, topk, missing, DEVICE)
 
 
 def test_a_large_int64_table_does_not_wrap():
@@ -60,11 +53,9 @@ TOPK, TABLE = torch.zeros(3, 4, dtype=torch.int32), torch.zeros(2, 5, dtype=torc
         (lambda: kernels.paged(TOPK, TABLE, page_size=1), "page_table has 2 rows for 3 rows"),
         (lambda: kernels.paged(TOPK, TABLE, page_size=1, row_to_request=TABLE[0]), "row_to_request has"),
         (lambda: kernels.paged(TOPK[:2], TABLE, page_size=1, lengths=torch.zeros(2)), "lengths has dtype"),
-        (lambda: kernels.paged(TOPK[:2], TABLE, page_size=1, num_rows=1), "num_rows is 1; topk_indices has 2"),
         (lambda: kernels.paged(TOPK[:2], TABLE, page_size=1, out=TOPK), r"out has shape \[3, 4\]"),
         (lambda: kernels.paged(TOPK[:2], TABLE, page_size=1, out=TOPK.new_zeros(4, 2).t()), "out has strides"),
         (lambda: kernels.ragged(TOPK, torch.zeros(2, dtype=torch.int32)), "offsets has shape"),
-        (lambda: kernels.pad_rows(TOPK, 2), "num_rows is 2; topk_indices has 3"),
     ],
 )
 def test_wrong_arguments_are_named(call, message):

@@ -136,12 +136,10 @@ def _cache(rows: int, kv: int, layout: str, page_size: int) -> tuple[BenchCase, 
 
 
 def _index_ops(rows: int, kv: int, topk: int, batch: int) -> tuple[BenchCase, ...]:
-    ops = ("index_transform_paged", "index_transform_ragged", "pad_topk_rows")
-    window = min(128, topk)
+    ops = ("index_transform_paged", "index_transform_ragged")
     return (
         *(case(op, q=rows, kv=kv, topk=topk, batch=batch) for op in ops),
-        case("swa_window_indices", q=rows, kv=kv, window=window, batch=batch),
-        case("swa_combine_indices", q=rows, kv=kv, window=window, topk=max(1, topk // 4), batch=batch),
+        case("swa_window_indices", q=rows, kv=kv, window=min(128, topk), batch=batch),
     )
 
 

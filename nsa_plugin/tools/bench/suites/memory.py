@@ -9,7 +9,6 @@ import torch
 
 from nsa_plugin.kernels import index_transform, swa_indices
 from nsa_plugin.kernels.kv_cache import allocate_cache, gather_rows, reference_write
-from nsa_plugin.kernels.swa_indices import IndexRows
 from nsa_plugin.tools.bench import floors, inputs, judges
 from nsa_plugin.tools.bench.cases import BenchCase
 from nsa_plugin.tools.bench.suites.sparse_mla import row_bytes
@@ -115,14 +114,6 @@ def _ragged(case: BenchCase, device: torch.device) -> _Prepared:
     return work, (positions, offsets), {}, index_transform.reference_ragged
 
 
-def _pad(case: BenchCase, device: torch.device) -> _Prepared:
-    rows, kv, topk = (case.number(name) for name in ("q", "kv", "topk"))
-    positions = inputs.selection(device, rows, kv, topk, 1)
-    padded = rows + max(1, rows // 8)
-    work = floors.index_map(read=rows * topk, written=padded * topk)
-    return work, (positions, padded), {}, index_transform.reference_pad_rows
-
-
 def _window(case: BenchCase, device: torch.device) -> _Prepared:
     rows, kv, window, batch = (case.number(name) for name in ("q", "kv", "window", "batch"))
     cu_seqlens = torch.arange(0, rows + 1, rows // batch, dtype=torch.int32, device=device)
@@ -132,23 +123,8 @@ def _window(case: BenchCase, device: torch.device) -> _Prepared:
     return work, (cu_seqlens, seq_lens), keywords, swa_indices.reference_window
 
 
-def _combine(case: BenchCase, device: torch.device) -> _Prepared:
-    rows, kv, window, topk = (case.number(name) for name in ("q", "kv", "window", "topk"))
-
-    def part(width: int, seed: int) -> IndexRows:
-        lengths = torch.randint(width + 1, (rows,), generator=inputs.generator(device, seed), device=device).int()
-        kept = torch.arange(width, device=device) < lengths.unsqueeze(1)
-        return IndexRows(torch.where(kept, inputs.selection(device, rows, kv, width, seed + 1), -1), lengths)
-
-    width = -(-(window + topk) // 128) * 128
-    work = floors.index_map(read=rows * (window + topk + 2), written=rows * (width + 1))
-    return work, (part(window, 1), part(topk, 3)), {"extra_offset": kv}, swa_indices.reference_combine
-
-
 _INDEX_OPS: dict[str, Callable[[BenchCase, torch.device], _Prepared]] = {
     "index_transform_paged": _paged,
     "index_transform_ragged": _ragged,
-    "pad_topk_rows": _pad,
     "swa_window_indices": _window,
-    "swa_combine_indices": _combine,
 }
