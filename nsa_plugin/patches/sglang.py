@@ -10,9 +10,11 @@ the same through the registry entry. Its entries have the need `GPU_V4`.
 from __future__ import annotations
 
 from nsa_plugin.patches.ledger import Need, Section
+from nsa_plugin.patches.sglang_portable import PORTABLE
 
 ENGINE = "sglang"
 SUPPORTED = ">=0.5.11,<0.5.24"
+SUPPORTED_PORTABLE = ">=0.5.23,<0.5.24"
 
 _NSA, _DSA = ">=0.5.11,<0.5.13", ">=0.5.13"
 _CAPTURED_BEFORE, _CAPTURED = ">=0.5.11,<0.5.14", ">=0.5.14"
@@ -458,4 +460,4 @@ BACKENDS = ENABLED + V4
 """Attention backend classes that the plugin replaces."""
 
 # Requirements come first: they look up attributes of the stock backend class, before the plugin replaces it.
-PATCHES = BOOTSTRAP + SCHEDULER + REQUIREMENTS + ENABLED + GPU + V4_ENTRY + V4_REQUIREMENTS + V4
+PATCHES = BOOTSTRAP + SCHEDULER + REQUIREMENTS + ENABLED + GPU + PORTABLE + V4_ENTRY + V4_REQUIREMENTS + V4

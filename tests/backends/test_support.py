@@ -110,7 +110,7 @@ def another_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     """No backend of the plugin's has been built when the scheduler is."""
     monkeypatch.setenv(VARIABLE, "")
     PassedFlags({"enabled": "true", "strict": "full"}, {}).write()
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(sglang_model, "device_sm", lambda: 90)
     process = SglangProcess(
         Ledger(engine="sglang", version=Version("0.5.23"), supported=">=0.5.11", patches=()), child=True
     )
@@ -135,7 +135,7 @@ def portable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NSA_PLUGIN_ENABLED", "1")
     monkeypatch.setenv("NSA_PLUGIN_PORTABLE", "on")
     process = SglangProcess(
-        Ledger(engine="sglang", version=Version("0.5.23"), supported=">=0.5.11", patches=()), child=False
+        Ledger(engine="sglang", version=Version("0.5.22"), supported=">=0.5.11", patches=()), child=False
     )
     process.check_before_serving(SimpleNamespace())
 
@@ -198,7 +198,7 @@ STARTS: dict[tuple[str, str], Start] = {
     (SGLANG, "decode, verify and draft steps of DeepSeek-V4"): v4_steps,
     (SGLANG, "DeepSeek-V4.1"): v41,
     (SGLANG, "Ray actors"): ray,
-    (SGLANG, "the portable path by name"): portable,
+    (SGLANG, "the portable path by name in an older SGLang"): portable,
     (SGLANG, "trtllm by SGLang's flag where it cannot run"): trtllm_flag,
     (SGLANG, "a model with sparse attention on a CPU"): on_a_cpu,
 }

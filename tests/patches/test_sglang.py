@@ -49,6 +49,7 @@ def test_exactly_one_target_holds_in_each_supported_version(version: Version) ->
         holding = [t for t in patch.targets if version in SpecifierSet(t.versions)]
         missing = patch.name in (SINCE_0_5_13 if version < Version("0.5.13") else UNTIL_0_5_13)
         missing |= version < Version("0.5.17") and patch.name in SINCE_0_5_17
+        missing |= version < Version("0.5.23") and patch.need is Need.PORTABLE
         if patch in V4:
             missing = version not in SpecifierSet(V4_ONLY.get(patch.name, ">=0.5.12"))
         assert len(holding) == (0 if missing else 1), patch.name

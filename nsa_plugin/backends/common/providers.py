@@ -10,7 +10,9 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from nsa_plugin.backends.common.fault import AttendedTokens
+from nsa_plugin.libraries.devices import DeviceProfile, emulating
 from nsa_plugin.libraries.registry import REFERENCE, Registry
+from nsa_plugin.settings import Settings
 
 if TYPE_CHECKING:
     import torch
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from nsa_plugin.kernels.kv_cache import PagedCache
 
 SPARSE_OPS = ("sparse_mla_prefill", "sparse_mla_decode")
+EMULATED = 86
+"""The GPU that `portable` = on emulates, by SM version."""
 
 
 @dataclass
@@ -87,6 +91,16 @@ class Providers:
     def helper(self, op: str) -> Callable[..., Any]:
         """Return the function of an op that no plan names."""
         return self.load(op, self.helpers or ("triton" if self.sm else REFERENCE))
+
+
+def device_in_use(device: DeviceProfile, settings: Settings) -> DeviceProfile:
+    """Return the device's profile; with `portable` on, that of the GPU that it emulates."""
+    if settings.portable != "on" or device.kind != "cuda":
+        return device
+    from nsa_plugin.kernels.triton.device import emulate  # imports torch
+
+    emulate(EMULATED)
+    return emulating(device, EMULATED)
 
 
 def use_vendored(library: str, inside: str) -> None:

@@ -211,10 +211,10 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
         "the plugin is never loaded there",
     ),
     _sglang(
-        "the portable path by name",
-        "`--nsa-plugin-portable on`",
-        "portable is on and cannot work here",
-        "a setting asked for it by name, and it is for vLLM",
+        "the portable path by name in an older SGLang",
+        "`--nsa-plugin-portable on` before 0.5.23",
+        "portable is on and cannot work with SGLang",
+        "a setting asked for it by name, and it needs SGLang 0.5.23",
         Handling.REFUSED,
     ),
     _sglang(

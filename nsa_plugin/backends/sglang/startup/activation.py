@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from nsa_plugin.backends.sglang.startup import flags, metrics, model
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from nsa_plugin.backends.sglang.startup.serving import SglangServing
 
 logger = logging.getLogger("nsa_plugin")
+NO_PORTABLE_V4 = "DeepSeek-V4 needs an SM90 or SM100 GPU: the portable path is for DeepSeek-V3.2 and GLM-5"
 SCHEDULER_MODULE = "sglang.srt.managers.scheduler"
 
 
@@ -44,6 +46,7 @@ class SglangProcess:
         child: whether SGLang started this process; its parent has then checked the arguments.
         resolved: the settings, in a scheduler process with the plugin enabled.
         serving: set once one of the plugin's backends is built; without it they fall back to the stock path.
+        portable: whether the ledger's entries for the portable path are applied.
         left: what is left to stock SGLang although the plugin is on, and why.
         stock_because: why the stock engine serves although the plugin is enabled (`why_stock`); "" if it does not.
     """
@@ -54,6 +57,7 @@ class SglangProcess:
     statuses: Sequence[PatchStatus] = ()
     notes: list[str] = field(default_factory=list)
     serving: SglangServing | None = None
+    portable: bool = False
     left: list[str] = field(default_factory=list)
     stock_because: str = ""
     _said: set[str] = field(default_factory=set)
@@ -89,8 +93,11 @@ class SglangProcess:
             return
         try:
             _check_files(self.ledger.version)
-            if resolved.settings.portable == "on":
-                raise SettingsError("portable is on and cannot work here: it is for vLLM; allowed here: auto")
+            if resolved.settings.portable == "on" and not _has_portable(self.ledger.version):
+                raise SettingsError(
+                    f"portable is on and cannot work with SGLang {self.ledger.version}: it is for SGLang "
+                    f"{ledger_data.SUPPORTED_PORTABLE}; allowed here: auto"
+                )
             if getattr(server_args, "use_ray", False):
                 raise LeftToStockError("SGLang does not load plugins in Ray actors, which --use-ray asks for")
             model.refuse_model(server_args)
@@ -111,10 +118,16 @@ class SglangProcess:
         if not resolved.settings.enabled:
             return
         self.resolved, self.notes = resolved, notes
-        import torch  # not `probe`: this rank has no GPU yet
-
-        needs = (Need.ENABLED, Need.GPU) if torch.cuda.is_available() else (Need.ENABLED,)
+        sm = model.device_sm()
+        needs = (Need.ENABLED, Need.GPU) if sm else (Need.ENABLED,)
         with self._or_stock():
+            if model.is_portable(sm) or (sm and resolved.settings.portable == "on"):
+                if not _has_portable(self.ledger.version):
+                    raise LeftToStockError(
+                        f"nsa-plugin's portable path supports SGLang {ledger_data.SUPPORTED_PORTABLE}; this is "
+                        f"{self.ledger.version}"
+                    )
+                needs, self.portable = (*needs, Need.PORTABLE), True
             self.statuses = self.ledger.install(*needs)
             self._refuse_copies()
 
@@ -127,6 +140,8 @@ class SglangProcess:
         if self.resolved is None or self.stock_because:
             return
         with self._or_stock():
+            if self.portable:
+                raise LeftToStockError(NO_PORTABLE_V4)
             self.statuses = self.ledger.install(Need.GPU_V4)
             self._refuse_copies()
 
@@ -147,14 +162,16 @@ class SglangProcess:
         """
         if self.resolved is None or self.stock_because:
             return
-        from nsa_plugin.backends.sglang.startup.serving import SglangServing, check_cache  # imports torch
+        from nsa_plugin.backends.common.providers import device_in_use  # imports torch
+        from nsa_plugin.backends.sglang.startup.serving import SglangServing, check_cache
 
-        device = probe() if self.serving is None else self.serving.device
+        device = device_in_use(probe(), self.resolved.settings) if self.serving is None else self.serving.device
         with self._or_stock():
             try:
                 check_cache(backend, model_runner, device)
                 if self.serving is None:
-                    self.serving = SglangServing.begin(self.resolved, backend, model_runner, device)
+                    begin = functools.partial(SglangServing.begin, portable=self.portable)
+                    self.serving = begin(self.resolved, backend, model_runner, device)
                 self.serving.adopt(backend, model_runner)
             except LeftToStockError as error:
                 if self.resolved.settings.ends_start(error):
@@ -269,6 +286,10 @@ def _check_files(version: Version) -> None:
     files = static.installed(ledger_data.ENGINE)
     assert files is not None
     _ledger(version, ledger_data.PATCHES).check(*Need, look=files.check)
+
+
+def _has_portable(version: Version) -> bool:
+    return SpecifierSet(ledger_data.SUPPORTED_PORTABLE, prereleases=True).contains(version)
 
 
 def _rank() -> int:

@@ -30,6 +30,21 @@ def configured_for_cpu(server_args: Any) -> bool:
     return device == "cpu" or (device is None and not torch.cuda.is_available())
 
 
+def device_sm() -> int:
+    """Return the SM version of the GPU that PyTorch names first; 0 without one. The rank has no GPU yet."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return 0
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
+
+
+def is_portable(sm: int) -> bool:
+    """Whether the portable path serves a GPU of SM version `sm`. SM120 is left to SGLang's own kernels for it."""
+    return 80 <= sm < 90
+
+
 def refuse_model(server_args: Any) -> None:
     """Raise NoProviderError for a model with sparse attention on a CPU, before anything is started or loaded.
 

@@ -6,12 +6,14 @@ DeepSeek-V3.2's, `v4.backend` starts DeepSeek-V4's.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from nsa_plugin.backends.common.planner import Execution
+from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.common.token_shard import free_memory_of, has_sinks
 from nsa_plugin.backends.common.warm import warm, warm_selection
 from nsa_plugin.backends.sglang.startup.metrics import metrics_of, ranks
@@ -21,6 +23,7 @@ from nsa_plugin.backends.sglang.v4 import backend as v4_backend
 from nsa_plugin.backends.sglang.v4.routes import v4_shape
 from nsa_plugin.backends.sglang.v32 import samples
 from nsa_plugin.backends.sglang.v32.attention import State, adopt, release
+from nsa_plugin.backends.sglang.v32.portable import warm_portable
 from nsa_plugin.backends.sglang.v32.routes import PLANNED, SglangPlanner
 from nsa_plugin.backends.sglang.v32.token_shard import SglangExchange, open_exchange
 from nsa_plugin.decision.dispatch import validate
@@ -44,6 +47,7 @@ class SglangServing:
         routes: execution paths of sample batches of the first backend, with reasons, for the start-up report.
         notes: what falls back to the stock path although the plugin is on.
         exchange: for resharding, once a backend has opened it; all backends that reshard have the same heads.
+        portable: whether the ledger's entries for the portable path are applied.
     """
 
     resolved: ResolvedSettings
@@ -55,15 +59,25 @@ class SglangServing:
     routes: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     exchange: SglangExchange | None = None
+    portable: bool = False
     _warmed: set[ModelShape] = field(default_factory=set)
 
     @classmethod
-    def begin(cls, resolved: ResolvedSettings, backend: Any, model_runner: Any, device: DeviceProfile) -> SglangServing:
+    def begin(
+        cls,
+        resolved: ResolvedSettings,
+        backend: Any,
+        model_runner: Any,
+        device: DeviceProfile,
+        *,
+        portable: bool = False,
+    ) -> SglangServing:
         """Check the settings against the model and the device, before any batch.
 
         Args:
             backend: the first one that SGLang builds in the process, fully built.
             model_runner: the runner that the backend was built for.
+            portable: whether the ledger's entries for the portable path are applied.
 
         Raises:
             ShapeError, SettingsError, NoProviderError, PatchError: see `refuse_trtllm`, `model_shape` and `validate`.
@@ -76,7 +90,13 @@ class SglangServing:
         mode = resolved.settings.trace
         trace = Trace(mode if first or mode.endswith(".jsonl") else "off", rank=where["tp_rank"])
         counts = first or getattr(server_args, "enable_metrics_for_all_schedulers", False)
-        return cls(resolved, model, device, trace, metrics_of(server_args, where) if counts else None)
+        metrics = metrics_of(server_args, where) if counts else None
+        return cls(resolved, model, device, trace, metrics, portable=portable)
+
+    @functools.cached_property
+    def providers(self) -> Providers:
+        """The providers for what no plan names."""
+        return Providers(self.model.kv_layout, self.device.sm)
 
     @property
     def active(self) -> bool:
@@ -114,7 +134,9 @@ class SglangServing:
             no_exchange=keeps,
             sinks=has_sinks(model_runner.model_config.hf_text_config),
         )
-        left = adopt(backend, planner, model_runner.server_args, exchange)
+        if self.portable and model.fp8_cache and getattr(model_runner.server_args, "enable_mixed_chunk", False):
+            raise LeftToStockError("the portable path does not support --enable-mixed-chunk over an fp8 cache")
+        left = adopt(backend, planner, model_runner.server_args, exchange, portable=self.portable)
         if left and self.resolved.settings.strict == FULL:
             raise LeftToStockError(left[0])
         self._note(left)
@@ -132,6 +154,8 @@ class SglangServing:
                 warm(sharded, state.providers, all_heads, device)
             if state.plans_prefill:
                 warm_selection(state.providers, model, device)
+            if self.portable:
+                warm_portable(state.providers, model, device)
             self._warmed.add(model)
         return routes
 

@@ -25,6 +25,7 @@ leaves to SGLang.
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -87,6 +88,7 @@ class State:
         preparing: inside `init_forward_metadata`, which no graph captures.
         exchange: for resharding; None if no plan of this backend reshards.
         share: this rank's query tokens of the batch prepared last, if its plan reshards.
+        portable: whether SGLang's libraries do not support the GPU, so that the plugin's kernels do all.
     """
 
     planner: SglangPlanner
@@ -100,10 +102,21 @@ class State:
     preparing: bool = False
     exchange: SglangExchange | None = None
     share: Share | None = None
+    portable: bool = False
 
 
-def adopt(backend: Any, planner: SglangPlanner, server_args: Any, exchange: SglangExchange | None = None) -> list[str]:
+def adopt(
+    backend: Any,
+    planner: SglangPlanner,
+    server_args: Any,
+    exchange: SglangExchange | None = None,
+    *,
+    portable: bool = False,
+) -> list[str]:
     """Let a backend, fully built by the engine, take its routes from a planner.
+
+    Args:
+        portable: see `State`.
 
     Returns:
         A note for each kind of batch that falls back to the stock path, for the start-up report.
@@ -137,6 +150,7 @@ def adopt(backend: Any, planner: SglangPlanner, server_args: Any, exchange: Sgla
         plans_steps=decode in PLANNED[layout, False] and not planner.sinks,
         providers=Providers(layout, planner.device.sm, attended=AttendedTokens.of(planner.settings)),
         exchange=exchange,
+        portable=portable,
     )
     return notes
 
@@ -179,11 +193,14 @@ def with_plans(original: type) -> type:
                 # Before 0.5.13 the batch has the pool.
                 pool = getattr(self, "token_to_kv_pool", None)
                 pool = forward_batch.token_to_kv_pool if pool is None else pool
-                attach(metadata, Selection(state.route.plan, pool, state.providers, state.share))
+                selection = Selection(state.route.plan, pool, state.providers, state.share, portable=state.portable)
+                attach(metadata, selection)
             return metadata
 
         def _compute_flashmla_metadata(self, cache_seqlens: torch.Tensor, seq_len_q: int) -> Any:
             state = self.nsa_plugin
+            if state is not None and state.portable:
+                return _no_schedule(original, cache_seqlens)
             # The schedule is not read then, and the library may fail to make it for a large prefill (sglang #25502).
             unread = state is not None and state.preparing and _replaces_flashmla_kv(state)
             return None if unread else super()._compute_flashmla_metadata(cache_seqlens, seq_len_q)
@@ -429,6 +446,14 @@ def _by_provider(
         slots = F.pad(slots, (0, 0, 0, q.shape[0] - slots.shape[0]), value=-1)
     given = {"scale": scale, "d_v": d_v, "attn_sink": attn_sink}
     return state.providers.attend(route.op, route.plan.provider, q, cache, slots, **given)
+
+
+def _no_schedule(original: type, cache_seqlens: torch.Tensor) -> Any:
+    """Return a schedule for FlashMLA that SGLang can slice and copy, and that no kernel reads."""
+    given = {"dtype": torch.int32, "device": cache_seqlens.device}
+    return importlib.import_module(original.__module__).DSAFlashMLAMetadata(
+        flashmla_metadata=torch.zeros(1, 8, **given), num_splits=torch.zeros(len(cache_seqlens) + 1, **given)
+    )
 
 
 def _replaces_flashmla_kv(state: State) -> bool:

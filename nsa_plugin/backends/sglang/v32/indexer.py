@@ -34,10 +34,11 @@ from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.common.token_shard import Share
 from nsa_plugin.decision.plan import IndexerMode, Plan
 from nsa_plugin.decision.shapes import Phase
+from nsa_plugin.errors import PatchError
 from nsa_plugin.kernels.topk import Request
 from nsa_plugin.libraries.registry import REFERENCE
 from nsa_plugin.parallel.partition import requests as requests_within
-from nsa_plugin.patches.ledger import wrap
+from nsa_plugin.patches.ledger import TURN_OFF, wrap
 
 ATTRIBUTE = "nsa_plugin_selection"
 
@@ -51,12 +52,14 @@ class Selection:
         pool: SGLang's pool, which holds the indexer's keys.
         providers: loads the plan's provider.
         share: this rank's query tokens, if the batch reshards.
+        portable: whether SGLang has no kernels for a selection, so that nothing may be left to it.
     """
 
     plan: Plan
     pool: Any
     providers: Providers
     share: Share | None = None
+    portable: bool = False
 
 
 def attach(metadata: Any, selection: Selection) -> None:
@@ -82,6 +85,8 @@ def wrap_topk_ragged(original: Callable[..., Any]) -> Callable[..., Any]:
         selection: Selection | None = getattr(metadata, ATTRIBUTE, None)
         requests = None if selection is None else _covered(selection, indexer, metadata)
         if selection is None or requests is None:
+            if selection is not None and selection.portable and q_fp8.shape[0]:
+                raise PatchError(f"SGLang asks for a selection that the portable path lacks. {TURN_OFF}")
             given = (enable_dual_stream, forward_batch, layer_id, q_fp8, weights, metadata)
             return original(indexer, *given, *topk_result, **named)
         out = next(iter((*topk_result, *named.values())), None)
@@ -157,7 +162,7 @@ def _select(
     if plan.provider != REFERENCE:
         arguments["requests"] = requests
     score = selection.providers.load("indexer_topk", plan.provider)
-    unfused = not _fused(metadata)
+    unfused = not is_fused(metadata)
     # A pipeline's receive may run at the same time and needs an SM.
     with getattr(indexer, "_with_real_sm_count", nullcontext)():
         positions = score(
@@ -187,7 +192,7 @@ def _transformed(selection: Selection, metadata: Any, positions: torch.Tensor, o
     return paged(positions, attention.page_table_1, page_size=1, row_to_request=request)  # type: ignore[no-any-return]
 
 
-def _fused(metadata: Any) -> bool:
+def is_fused(metadata: Any) -> bool:
     """Whether the selection is transformed here, not before attention."""
     if getattr(metadata, "force_unfused_topk", False):
         return False

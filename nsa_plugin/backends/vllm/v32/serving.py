@@ -16,7 +16,7 @@ import torch
 from nsa_plugin.backends.common.fault import AttendedTokens
 from nsa_plugin.backends.common.paths import VLLM, path_of
 from nsa_plugin.backends.common.planner import KERNEL_OPS
-from nsa_plugin.backends.common.providers import Providers
+from nsa_plugin.backends.common.providers import Providers, device_in_use
 from nsa_plugin.backends.common.token_shard import free_memory_of
 from nsa_plugin.backends.common.warm import PAGE_SIZE, warm, warm_reading, warm_selection
 from nsa_plugin.backends.vllm.startup.model import (
@@ -34,9 +34,8 @@ from nsa_plugin.backends.vllm.v32.token_shard import open_exchange
 from nsa_plugin.decision.dispatch import validate
 from nsa_plugin.decision.plan import Attention, IndexerMode, Plan
 from nsa_plugin.errors import LeftToStockError, NsaPluginError, PatchError, SettingsError
-from nsa_plugin.kernels.triton.device import emulate
 from nsa_plugin.libraries.architectures import FIRST_WITH_FP8
-from nsa_plugin.libraries.devices import DeviceProfile, emulating
+from nsa_plugin.libraries.devices import DeviceProfile
 from nsa_plugin.libraries.probe import probe
 from nsa_plugin.patches.ledger import TURN_OFF, PatchStatus
 from nsa_plugin.settings import FULL
@@ -49,8 +48,6 @@ BACKEND = "FLASHMLA_SPARSE"
 BACKEND_SMS = (90,)
 # vLLM's sparse backend for SM120 (0.33 on), and the selections that it supports.
 SM120_BACKEND, SM120_TOPK = "FLASHINFER_MLA_SPARSE_SM120", 2048
-# The GPU that `portable` = on emulates.
-EMULATED = 86
 FORCES_MQA = "attention_config.sparse_mla_force_mqa is set"
 SHORT, LONG, CONTEXT, MANY = 1024, 4096, 32768, 64
 # Query tokens of the batches whose kernels are warmed up: the choice may depend on their number.
@@ -143,11 +140,7 @@ class GpuServing(VllmServing):
 
     def device_in_use(self) -> DeviceProfile:
         """Return the device's profile; with `portable` on, that of the GPU that it emulates."""
-        device = self.device_profile()
-        if self.resolved.settings.portable != "on" or device.kind != "cuda":
-            return device
-        emulate(EMULATED)
-        return emulating(device, EMULATED)
+        return device_in_use(self.device_profile(), self.resolved.settings)
 
     def loaded(self) -> Providers:
         self.planning()

@@ -57,7 +57,7 @@ def registry(process: SglangProcess, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def enabled(process: SglangProcess, monkeypatch: pytest.MonkeyPatch, **settings: str) -> None:
     """A scheduler's process that has just been entered, on a GPU."""
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(model, "device_sm", lambda: 90)
     PassedFlags({"enabled": "true", **settings}, {}).write()
     process.enter_scheduler()
 
@@ -75,7 +75,7 @@ def adopted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         routes={},
         notes=[],
     )
-    monkeypatch.setattr(serving.SglangServing, "begin", lambda *arguments: begun)
+    monkeypatch.setattr(serving.SglangServing, "begin", lambda *arguments, **named: begun)
     return seen
 
 

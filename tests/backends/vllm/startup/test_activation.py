@@ -549,7 +549,7 @@ def test_the_portable_path_leaves_an_older_vllm_to_itself(
 
 def test_portable_on_emulates_an_older_gpu(process: VllmProcess, monkeypatch: pytest.MonkeyPatch):
     emulated: list[int] = []
-    monkeypatch.setattr(gpu_serving, "emulate", emulated.append)
+    monkeypatch.setattr("nsa_plugin.kernels.triton.device.emulate", emulated.append)
     monkeypatch.setattr(Here, "device", synthetic(90))
     process.ledger.version = Version("0.33.0")
     load_model(worker_of(configured(portable="on")))

@@ -1,0 +1,95 @@
+"""Replacements of SGLang's ledger for the portable path (`patches.sglang_portable`).
+
+They are installed only there. Before the plugin serves, and once it has stopped, they call the original.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from nsa_plugin.backends.common.providers import Providers
+from nsa_plugin.backends.sglang.startup.activation import process
+from nsa_plugin.backends.sglang.v32.indexer import ATTRIBUTE, Selection
+from nsa_plugin.backends.sglang.v32.portable import no_schedule, quantize, select_steps, write
+from nsa_plugin.libraries.architectures import FIRST_WITH_FP8
+from nsa_plugin.patches.ledger import wrap
+
+
+def providers_without_fp8() -> Providers | None:
+    """Return the providers if the plugin serves on a GPU without fp8 instructions, else None."""
+    serving = process().serving
+    return None if serving is None or serving.device.sm >= FIRST_WITH_FP8 else serving.providers
+
+
+def wrap_schedule(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `resolve_paged_mqa_logits_metadata_fn`, which returns DeepGEMM's function."""
+    return wrap(original, lambda original: original() if process().serving is None else no_schedule)
+
+
+def wrap_sm_count(original: Callable[..., int]) -> Callable[..., int]:
+    """Wrap `resolve_num_sms`."""
+    return wrap(original, lambda original: torch.cuda.get_device_properties().multi_processor_count)
+
+
+def wrap_skip_logits(original: Callable[..., bool]) -> Callable[..., bool]:
+    """Wrap `Indexer._should_skip_logits_computation`."""
+    return wrap(original, lambda original, *given: process().serving is None and original(*given))
+
+
+def wrap_topk_paged(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `Indexer._get_topk_paged`."""
+
+    def around(
+        original: Callable[..., Any],
+        indexer: Any,
+        forward_batch: Any,
+        layer_id: int,
+        q_fp8: torch.Tensor,
+        weights: torch.Tensor,
+        metadata: Any,
+    ) -> Any:
+        selection: Selection | None = getattr(metadata, ATTRIBUTE, None)
+        if selection is None:
+            return original(indexer, forward_batch, layer_id, q_fp8, weights, metadata)
+        mode = forward_batch.forward_mode
+        expanded = mode.is_target_verify() or mode.is_draft_extend_v2()
+        lengths = metadata.get_seqlens_expanded() if expanded else metadata.get_seqlens_int32()
+        keys = indexer._get_index_k_read_buffer(selection.pool, layer_id)
+        return select_steps(selection, indexer, q_fp8, keys, weights, lengths, metadata)
+
+    return wrap(original, around)
+
+
+def wrap_act_quant(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `act_quant`."""
+
+    def around(original: Callable[..., Any], x: torch.Tensor, block_size: int = 128, scale_fmt: Any = None) -> Any:
+        providers = providers_without_fp8()
+        if providers is None or x.shape[-1] != block_size or scale_fmt is None:
+            return original(x, block_size, scale_fmt)
+        return quantize(x, providers)
+
+    return wrap(original, around)
+
+
+def wrap_write(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap `MLATokenToKVPool._write_mla_kv_buffer`."""
+
+    def around(
+        original: Callable[..., None],
+        pool: Any,
+        dst_buffer: torch.Tensor,
+        loc: torch.Tensor,
+        cache_k_nope: torch.Tensor,
+        cache_k_rope: torch.Tensor,
+    ) -> None:
+        providers = providers_without_fp8()
+        if providers is None or not pool.dsa_kv_cache_store_fp8:
+            original(pool, dst_buffer, loc, cache_k_nope, cache_k_rope)
+        else:
+            write(providers, dst_buffer, loc, cache_k_nope, cache_k_rope)
+
+    return wrap(original, around)

@@ -1,0 +1,96 @@
+"""Activation of the portable path, on a fake SGLang."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from packaging.version import Version
+
+from nsa_plugin.backends.sglang.startup import activation, model, serving
+from nsa_plugin.backends.sglang.startup.activation import SglangProcess
+from nsa_plugin.backends.sglang.startup.flags import PassedFlags
+from nsa_plugin.errors import LeftToStockError
+from nsa_plugin.libraries.devices import synthetic
+from nsa_plugin.patches.ledger import Need
+from tests.backends.fake_sglang.scheduler import read, runner, start
+
+pytestmark = pytest.mark.usefixtures("clean_environment")
+
+
+@pytest.fixture
+def installed(process: SglangProcess, monkeypatch: pytest.MonkeyPatch) -> list[Need]:
+    """The needs whose patches a scheduler installs, on SGLang 0.5.23."""
+    needs: list[Need] = []
+    process.ledger.version = Version("0.5.23")
+    install = process.ledger.install
+    monkeypatch.setattr(process.ledger, "install", lambda *given: needs.extend(given) or install(*given))
+    monkeypatch.setattr(serving, "warm_portable", lambda *given: None)
+    return needs
+
+
+def on(monkeypatch: pytest.MonkeyPatch, sm: int, *libraries: str) -> None:
+    monkeypatch.setattr(model, "device_sm", lambda: sm)
+    monkeypatch.setattr(activation, "probe", lambda: synthetic(sm, libraries=libraries))
+
+
+@pytest.mark.parametrize("sm", [80, 86, 89])
+def test_the_portable_path_serves_gpus_without_kernels_of_flashmla(
+    process: SglangProcess, installed: list[Need], monkeypatch: pytest.MonkeyPatch, sm: int
+) -> None:
+    on(monkeypatch, sm, "triton")
+    PassedFlags({"enabled": "true"}, {}).write()
+    start(process, build=runner(scaled_fp8=True))
+    assert installed == [Need.ENABLED, Need.GPU, Need.PORTABLE]
+    assert process.serving is not None
+    (backend,) = process.serving.backends
+    assert (process.serving.portable, backend.nsa_plugin.portable) == (True, True)
+    assert all("triton" in text for text in process.serving.routes.values())
+
+
+@pytest.mark.parametrize("sm", [90, 100, 120])
+def test_other_gpus_are_served_without_its_changes(
+    process: SglangProcess, installed: list[Need], monkeypatch: pytest.MonkeyPatch, sm: int
+) -> None:
+    monkeypatch.setattr(model, "device_sm", lambda: sm)
+    PassedFlags({"enabled": "true"}, {}).write()
+    process.enter_scheduler()
+    assert Need.PORTABLE not in installed
+
+
+def test_it_leaves_an_older_sglang_to_itself(
+    process: SglangProcess, installed: list[Need], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    on(monkeypatch, 86, "triton")
+    process.ledger.version = Version("0.5.22")
+    PassedFlags({"enabled": "true", "report": str(tmp_path / "report.json")}, {}).write()
+    start(process, build=runner(scaled_fp8=True))
+    assert process.serving is None
+    assert read(tmp_path / "report.json")["left_to_stock"] == [
+        "nsa-plugin's portable path supports SGLang >=0.5.23,<0.5.24; this is 0.5.22"
+    ]
+
+
+def test_portable_on_emulates_an_older_gpu(
+    process: SglangProcess, installed: list[Need], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emulated: list[int] = []
+    monkeypatch.setattr("nsa_plugin.kernels.triton.device.emulate", emulated.append)
+    on(monkeypatch, 90, "triton", "flash_mla", "fa3", "deep_gemm")
+    PassedFlags({"enabled": "true", "portable": "on"}, {}).write()
+    start(process, build=runner(scaled_fp8=True))
+    assert process.serving is not None
+    assert (process.serving.device.sm, emulated, Need.PORTABLE in installed) == (86, [86], True)
+    assert all(" by triton" in text for text in process.serving.routes.values())
+
+
+def test_v4_and_mixed_chunks_are_left_to_sglang(
+    process: SglangProcess, installed: list[Need], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on(monkeypatch, 86, "triton")
+    PassedFlags({"enabled": "true", "strict": "full"}, {}).write()
+    process.enter_scheduler()
+    with pytest.raises(LeftToStockError, match="DeepSeek-V4 needs an SM90 or SM100 GPU"):
+        process.enter_v4()
+    with pytest.raises(LeftToStockError, match="does not support --enable-mixed-chunk"):
+        start(process, build=runner(scaled_fp8=True, enable_mixed_chunk=True))
