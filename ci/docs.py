@@ -16,7 +16,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from ci import headline
+from ci import headline, regressions
 from ci.rows import ROOT, Row, engines, load
 from nsa_plugin.backends.common.paths import SGLANG, VLLM
 from nsa_plugin.backends.common.support import CONFIGURATIONS
@@ -212,6 +212,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "agreement": agreement_table,
     "kernels": kernels_table,
     "headline": headline.table,
+    "regressions": regressions.table,
     **site.generators(RECORDS),
 }
 
@@ -252,11 +253,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m ci.docs", description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="change nothing; end 1 if a part is out of date")
     args = parser.parse_args()
+    try:
+        found = stale()
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
     if not args.check:
-        for path in write():
+        for path in site.apply(found):
             print(f"rewrote {path.relative_to(ROOT)}")
         return 0
-    found = stale()
     for path in found:
         print(f"{path.relative_to(ROOT)} is out of date; run: make docs", file=sys.stderr)
     return 1 if found else 0

@@ -38,6 +38,8 @@ pytestmark = pytest.mark.usefixtures("nothing_measured")
 # The indexer: sglang #13646, #25502, and the out-of-memory failures of #39095 and #37712
 
 
+@pytest.mark.regression(8)
+@pytest.mark.regression(24)
 @pytest.mark.parametrize(
     ("rows", "context", "settings", "memory_free", "expected"),
     [

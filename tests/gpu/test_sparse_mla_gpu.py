@@ -240,6 +240,7 @@ def test_v4_decode_with_a_second_cache(provider, batch, s_q, heads, page_size):
     check_decode(provider, case)
 
 
+@pytest.mark.regression(15)
 @pytest.mark.parametrize("layout", ["v32_fp8", "v4_fp8", "bf16"])
 def test_a_cache_beyond_two_gibibytes(provider, layout):
     row = {"v32_fp8": 656, "v4_fp8": 584, "bf16": 1152}[layout]

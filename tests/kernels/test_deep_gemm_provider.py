@@ -130,6 +130,7 @@ def test_topk(library, heads, rows_per_chunk):
     assert library.calls == [(rows, 300) for rows in expected]
 
 
+@pytest.mark.regression(16)
 @pytest.mark.parametrize("rows_per_chunk", [None, 2, 5])
 def test_requests_are_scored_against_their_own_keys(library, rows_per_chunk):
     requests, ks, ke = ragged_requests([(4, 61), (0, 9), (1, 140), (3, 3), (2, 0), (2, 33)])
@@ -196,6 +197,7 @@ def test_the_selector_given_is_the_one_used(library):
 LENGTHS = [130, 0, 2, 64, -1, 700, 257]
 
 
+@pytest.mark.regression(11, "DeepGEMM's schedule")
 @pytest.mark.parametrize("next_n", [1, 2, 3, 4])
 @pytest.mark.parametrize("rows_per_chunk", [None, 1, 5])
 @pytest.mark.parametrize("metadata_provider", [None, "deep_gemm"])

@@ -94,12 +94,14 @@ def test_rows_of_a_request_share_its_table_row_and_verify_rows_have_their_own():
     assert torch.equal(expanded, shared)
 
 
+@pytest.mark.regression(13, "unassigned pages")
 def test_positions_on_an_unassigned_page_have_no_slot():
     table = torch.tensor([[3, -1, 5]], dtype=torch.int32)
     slots = reference_paged(torch.arange(6).unsqueeze(0), table, page_size=2)
     assert slots.tolist() == [[6, 7, -1, -1, 10, 11]]
 
 
+@pytest.mark.regression(15)
 def test_a_large_int64_table_does_not_wrap():
     pages = torch.tensor([[2**31 // 64 - 1]])
     assert reference_paged(torch.tensor([[63]]), pages, page_size=64).item() == 2**31 - 1

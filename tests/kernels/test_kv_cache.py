@@ -250,6 +250,7 @@ def test_plain_records_are_a_view_with_a_head_dimension():
     assert cache.as_records().data_ptr() == cache.data.data_ptr()
 
 
+@pytest.mark.regression(15)
 def test_slots_of_a_page_beyond_2_to_the_31_bytes():
     page_bytes = 149760
     pages = 2**31 // page_bytes + 3
@@ -264,6 +265,7 @@ def test_slots_of_a_page_beyond_2_to_the_31_bytes():
     assert torch.equal(reference_read(cache, last), reference_read(small, torch.tensor([255, 0])))
 
 
+@pytest.mark.regression(15)
 @pytest.mark.filterwarnings("ignore:Use of index_put_ on expanded tensors")
 def test_slot_numbers_beyond_2_to_the_31():
     # All pages are the same memory, so that the caches cost nothing. 48 does not divide 2 ** 32: a slot

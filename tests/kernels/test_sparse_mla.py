@@ -115,6 +115,7 @@ def test_rows_without_a_valid_key(sink):
     assert (result.max_logits == -math.inf).all()
 
 
+@pytest.mark.regression(14)
 def test_lengths_cut_a_row_even_where_valid_indices_follow():
     lengths = [0, 1, 30, 13, 99, -5]
     q, kv = make_q(6, 3, 24), make_q(64, 24, seed=1)

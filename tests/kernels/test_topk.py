@@ -93,6 +93,7 @@ def test_strides_and_an_output_buffer(select):
     assert torch.equal(select(noncontiguous(logits), starts.long(), ends.long(), 33), expected)
 
 
+@pytest.mark.regression(19)
 def test_ranges_that_the_device_cannot_check_are_clamped():
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
     starts, ends = torch.tensor([-7, 60, 45, 3]), torch.tensor([20, 70, 99, -(2**31)])

@@ -34,6 +34,7 @@ def test_ragged(seed, rows, topk):
     cases.check_ragged(seed, rows, topk, DEVICE)
 
 
+@pytest.mark.regression(15)
 def test_a_large_int64_table_does_not_wrap():
     pages = torch.tensor([[2**31 // 64 - 1]], device=DEVICE)
     position = torch.tensor([[63]], device=DEVICE)

@@ -58,6 +58,7 @@ def test_chunks_do_not_change_the_result(rows_per_chunk):
     assert torch.equal(topk(*inputs, *bounds, 20, rows_per_chunk=rows_per_chunk), whole)
 
 
+@pytest.mark.regression(16)
 @pytest.mark.parametrize("rows_per_chunk", [None, 2, 5])
 def test_requests_are_scored_against_their_own_keys(rows_per_chunk):
     sizes = []
@@ -118,6 +119,7 @@ def test_nan_keys_are_the_last_choice():
     assert topk(q, k, k_scale, weights, ks, ke, 16).tolist() == [[*range(10), *[-1] * 6]]
 
 
+@pytest.mark.regression(19)
 def test_ranges_beyond_the_keys_are_clamped():
     inputs = indexer_inputs(3, 40, 4)
     ks, ke = torch.tensor([-5, 30, 60]), torch.tensor([10, 90, 70])

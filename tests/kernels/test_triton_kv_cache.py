@@ -65,6 +65,7 @@ def test_workspaces_and_slots_beyond_the_cache(name):
     cases.check_workspace(name, DEVICE)
 
 
+@pytest.mark.regression(15)
 @pytest.mark.parametrize("name", ["bf16", *cases.FP8_NAMES])
 def test_slot_numbers_beyond_2_to_the_31(name):
     cases.check_far_slots(name, DEVICE)

@@ -127,6 +127,7 @@ def test_parts_follow_the_shapes():
     assert num_splits(1, 16, 40, tile, 132) == 1
 
 
+@pytest.mark.regression(14)
 @pytest.mark.parametrize("layout", ["rows", "v32_fp8"])
 def test_lengths_of_every_kind_and_int64(layout):
     lengths = torch.tensor([0, 1, 39, 40, 99, -5], dtype=torch.int64, device=DEVICE)
@@ -262,6 +263,7 @@ def test_a_wrong_argument_is_named(changes, message):
         prefill(**(case | changes))
 
 
+@pytest.mark.regression(14)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("with_length", [True, False])
 def test_masked_rows(dtype, with_length):

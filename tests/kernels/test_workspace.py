@@ -40,6 +40,7 @@ def test_a_buffer_keeps_its_address_until_it_has_to_grow(workspace):
     assert workspace.get("rows", (1000,), torch.float32, "cpu").data_ptr() == grown.data_ptr()
 
 
+@pytest.mark.regression(13)
 def test_names_and_streams_do_not_share(workspace, device_state):
     tensors = [workspace.get(name, (8,), torch.float32, "cpu") for name in ("a", "b")]
     device_state["stream"] = 7
@@ -79,6 +80,7 @@ def test_threads_never_see_each_other_s_memory(workspace):
     assert len({address for address, _ in results}) == threads
 
 
+@pytest.mark.regression(13)
 def test_growing_during_capture_is_refused(workspace, device_state):
     device_state["capturing"] = True
     with pytest.raises(WorkspaceError, match=r"'scratch' holds 0 bytes .* needs 400"):
@@ -94,6 +96,7 @@ def test_growing_during_capture_is_refused(workspace, device_state):
         workspace.get("scratch", (1,), torch.float32, "cpu")
 
 
+@pytest.mark.regression(13)
 def test_what_a_graph_captured_outlives_growth_and_its_thread(workspace, device_state):
     def capture() -> int:
         workspace.get("scratch", (4096,), torch.uint8, "cpu")

@@ -26,6 +26,7 @@ OLD_FLASH_MLA = ("sglang-kernel", "0.4.5")
 # Capabilities
 
 
+@pytest.mark.regression(18)
 @pytest.mark.parametrize(
     ("library", "op", "layout", "heads", "given"),
     [
@@ -103,6 +104,7 @@ def test_every_kernel_reads_layouts_that_models_have() -> None:
                 assert set(capability.layouts) <= known, (library.name, capability.op)
 
 
+@pytest.mark.regression(6, "DeepSeek-V4")
 @pytest.mark.parametrize(
     ("build", "smem", "rows"),
     [

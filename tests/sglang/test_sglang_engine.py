@@ -174,6 +174,7 @@ with open("result.json", "w") as file:
 """
 
 
+@pytest.mark.regression(27)
 def test_every_target_of_the_ledger_is_there_live_those_of_a_gpu_too(place: Place) -> None:
     # In 0.5.13 one method took the place of these. Which of DeepSeek-V4's each version has: test_sglang_ledger.
     renamed = {"sglang.graph-capture", "sglang.graph-replay"}

@@ -99,6 +99,7 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention.envs.SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD, "get", lambda: 2048)
 
 
+@pytest.mark.regression(10)
 @pytest.mark.parametrize(
     ("lengths", "captured", "dense"), [((5, 2048), False, True), ((5, 2049), False, False), ((5,), True, False)]
 )

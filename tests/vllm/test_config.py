@@ -121,6 +121,7 @@ def test_a_cache_that_the_plugin_does_not_support_is_left_to_vllm(answers: dict[
     assert "--kv-cache-dtype is fp8; nsa-plugin supports auto, bfloat16, float16 here" in answers["log"]
 
 
+@pytest.mark.regression(28)
 def test_strict_off_serves_stock_and_says_so(answers: dict[str, Any]) -> None:
     assert answers["target, not strict"]["error"] == ""
     assert answers["target, not strict"]["serves"] is False

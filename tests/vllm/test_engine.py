@@ -51,6 +51,9 @@ def routes(outcome: Outcome, kv_tokens: range) -> set[str]:
     }
 
 
+@pytest.mark.regression(4, "CPU")
+@pytest.mark.regression(10, "CPU: the indexer reads the attention's own metadata")
+@pytest.mark.regression(21, "CPU")
 def test_chunked_prefill_prefix_cache_and_mixed_batches(run_engine: Run) -> None:
     outcome = run_engine(MIXED, environ=ONE_PROCESS)
     assert_right(outcome)

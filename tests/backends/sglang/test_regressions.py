@@ -79,6 +79,7 @@ def captured(backend: Any, mode: ForwardMode, bs: int, *, capture: bool) -> Any:
     return backend.nsa_plugin.route
 
 
+@pytest.mark.regression(1)
 @BOTH
 @pytest.mark.parametrize("mode", STEPS)
 @pytest.mark.parametrize("context", [1, 100, 2048, 3000])
@@ -103,6 +104,8 @@ def test_a_step_always_selects_and_is_never_dense(original: type, mode: ForwardM
         assert not backend.use_mha
 
 
+@pytest.mark.regression(5)
+@pytest.mark.regression(12)
 @pytest.mark.parametrize("mode", STEPS)
 def test_rows_of_every_step_attend_as_requests_of_their_own(mode: ForwardMode):
     """vllm #31845, sglang #17662: verify and draft rows had no path, or one for a single row of a request."""
@@ -128,6 +131,7 @@ STALE = {
 }
 
 
+@pytest.mark.regression(26)
 @pytest.mark.parametrize("stale", STALE)
 @pytest.mark.parametrize("path", ["flashmla_kv", "flashmla_sparse"])
 @pytest.mark.parametrize("setting", ["prefill_backend", "decode_backend"])
@@ -196,6 +200,7 @@ def test_decode_paths_that_a_plan_may_change_between_have_the_same_buffers(layou
     assert len({impl == "flashmla_kv" for impl in PLANNED[layout, False]}) == 1
 
 
+@pytest.mark.regression(9)
 @pytest.mark.parametrize("path", ["flashmla_kv", "flashmla_sparse"])
 def test_a_prefill_without_rows_runs_nothing(path: str):
     """vllm #51486: a prefill whose tokens all came with the KV transfer; a kernel was launched over nothing."""
@@ -208,6 +213,7 @@ def test_a_prefill_without_rows_runs_nothing(path: str):
     assert attend(backend, path, queries(0), slots_of(0)).shape == (0, HEADS, D_V)
 
 
+@pytest.mark.regression(9)
 def test_a_selection_of_no_rows_is_the_engines():
     route = SglangPlanner(MODEL, H200, Settings()).prefill(prefill_batch(LONG), dense_allowed=False)
     assert route is not None
@@ -222,6 +228,8 @@ def test_a_selection_of_no_rows_is_the_engines():
     assert ran(SimpleNamespace(), False, LONG, 0, empty, empty, metadata) == "the engine's"
 
 
+@pytest.mark.regression(3)
+@pytest.mark.regression(11)
 def test_no_length_reaches_the_plugins_kernels():
     """vllm #51970, sglang #13236: lengths of zero or of the wrong row, in a capture and in draft rows."""
     backend = started(prefill_backend="reference", decode_backend="reference")
@@ -254,6 +262,7 @@ class StrictDsa(Strict, DsaBackend): ...
 class StrictNsa(Strict, NsaBackend): ...
 
 
+@pytest.mark.regression(25)
 @pytest.mark.parametrize("original", [StrictDsa, StrictNsa])
 @pytest.mark.parametrize(
     ("batch", "settings"),
@@ -279,6 +288,7 @@ def test_rows_that_have_no_length_do_not_reach_the_engines_flash_mla(original: t
     torch.testing.assert_close(attend(backend, "flashmla_kv", q, slots, whole), out, atol=0, rtol=0)
 
 
+@pytest.mark.regression(6)
 @pytest.mark.parametrize(
     ("rows", "old", "new"), [(11622, "kv", "kv"), (11623, "sparse", "kv"), (16384, "sparse", "kv")]
 )
@@ -296,6 +306,7 @@ def test_the_row_limit_is_that_of_the_installed_flash_mla(rows: int, old: str, n
         assert (route.path, route.plan.dequantize_kv) == (f"flashmla_{path}", path == "sparse")
 
 
+@pytest.mark.regression(22, "the plugin pads no batch")
 @pytest.mark.parametrize("layout", ["v32_fp8", "bf16"])
 @pytest.mark.parametrize(("tokens", "rows"), [(7, 8), (1, 8), (13, 16)])
 def test_a_batch_is_planned_by_its_own_rows_not_by_those_it_is_padded_to(layout: str, tokens: int, rows: int):
@@ -312,6 +323,7 @@ def test_a_batch_is_planned_by_its_own_rows_not_by_those_it_is_padded_to(layout:
     assert not out[tokens:].any()
 
 
+@pytest.mark.regression(21)
 def test_a_mixed_batch_is_one_prefill_with_requests_of_one_row():
     """vllm #41836: metadata by token and by request of a mixed batch did not line up."""
     mixed = forward_batch(ForwardMode.MIXED, [3000, 1, 1], [3000, 9000, 70])
@@ -349,6 +361,7 @@ def test_the_halves_of_an_overlapped_batch_have_answers_of_their_own():
         assert (plan.indexer.mode is IndexerMode.STORE_ONLY) is dense
 
 
+@pytest.mark.regression(18)
 @pytest.mark.parametrize(("tp", "dp"), [(8, 1), (8, 2), (8, 4), (8, 8), (16, 2)])
 @pytest.mark.parametrize("layout", ["v32_fp8", "bf16"])
 def test_every_split_of_the_heads_has_its_routes(tp: int, dp: int, layout: str):

@@ -102,6 +102,7 @@ def selected_rows(metadata: Any, starts: list[int]) -> list[int]:
 # What selects and what attends
 
 
+@pytest.mark.regression(1)
 @LAYOUTS
 @pytest.mark.parametrize("next_n", [1, 3])
 def test_a_step_always_selects_and_is_never_dense(layout: str, next_n: int):
@@ -122,6 +123,7 @@ def test_a_step_always_selects_and_is_never_dense(layout: str, next_n: int):
             assert selected_rows(indexer.build(0, step.common), step.starts) == list(range(rows))
 
 
+@pytest.mark.regression(10)
 @settings(deadline=None, max_examples=150)
 @given(
     steps=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 90)), max_size=4),
@@ -171,6 +173,8 @@ def test_what_attends_to_a_selection_has_one_and_nothing_else(
 # Captured batches
 
 
+@pytest.mark.regression(11)
+@pytest.mark.regression(19)
 @pytest.mark.parametrize("provider", ["triton", "reference"])
 @pytest.mark.parametrize("next_n", [1, 3])
 @pytest.mark.parametrize("family", ["v32", "v4"])
@@ -197,6 +201,8 @@ def test_lengths_of_zero_in_a_capture(family: str, next_n: int, provider: str):
     assert bool((call.buffer[steps.rows :] == 9).all())
 
 
+@pytest.mark.regression(3, "attention reads no lengths")
+@pytest.mark.regression(11)
 def test_no_length_reaches_attention_over_a_selection():
     """vllm #51970, sglang #13236: neither zeros in a capture nor wrong lengths of draft rows."""
     for lengths, next_n in (([(3, 50), (3, 8)], 3), ([(1, 40), (6, 60), (5, 70), (4, 9)], 1)):
@@ -216,6 +222,7 @@ STALE = {
 }
 
 
+@pytest.mark.regression(26)
 @pytest.mark.parametrize("library", ["triton", "reference"])
 @pytest.mark.parametrize("stale", STALE)
 @LAYOUTS
@@ -231,6 +238,7 @@ def test_what_is_in_padded_rows_stays_there(layout: str, stale: str, library: st
     assert not bool(padded[2:].any())
 
 
+@pytest.mark.regression(13)
 @pytest.mark.parametrize("library", ["triton", "reference"])
 def test_prefills_between_replays_leave_a_graph_what_it_reads(library: str):
     """vllm #56771: an eager prefill wrote where a captured decode step reads.
@@ -257,6 +265,7 @@ def test_prefills_between_replays_leave_a_graph_what_it_reads(library: str):
 # Batches
 
 
+@pytest.mark.regression(9, "DeepSeek-V4")
 @pytest.mark.parametrize("execution", [DIRECTLY, DECODES, OVER_ROWS])
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_requests_without_query_tokens_among_v4_prefills(ratio: int, execution: dict[str, Any]):
@@ -270,6 +279,7 @@ def test_requests_without_query_tokens_among_v4_prefills(ratio: int, execution: 
     assert close(found, wanted)
 
 
+@pytest.mark.regression(9)
 @LAYOUTS
 def test_a_batch_of_requests_without_rows_attends_nothing(layout: str):
     """vllm #51486: without a row there is neither a piece, nor a selection, nor a plan."""
@@ -284,6 +294,7 @@ def test_a_batch_of_requests_without_rows_attends_nothing(layout: str):
     assert selected_rows(indexer.build(0, step.common), step.starts) == []
 
 
+@pytest.mark.regression(9, "between steps")
 @pytest.mark.parametrize("each", [1, 2, 3])
 @pytest.mark.parametrize("family", ["v32", "v4"])
 def test_a_request_without_rows_between_steps_moves_nobodys_selection(family: str, each: int):
@@ -348,6 +359,7 @@ print("all held")
 """
 
 
+@pytest.mark.regression(9, "CPU")
 @pytest.mark.engine_vllm
 def test_requests_without_rows_on_a_cpu():
     """vllm #51486, in a process of its own: what is imported is vLLM's."""
@@ -357,6 +369,7 @@ def test_requests_without_rows_on_a_cpu():
     assert done.stdout.strip().endswith("all held"), done.stderr[-3000:]
 
 
+@pytest.mark.regression(16, "DeepSeek-V4")
 @pytest.mark.parametrize("since_24", [True, False])
 @pytest.mark.parametrize("execution", [DIRECTLY, DECODES])
 @pytest.mark.parametrize("ratio", RATIOS)
@@ -367,6 +380,7 @@ def test_every_prefill_of_a_v4_batch_has_its_own_keys(ratio: int, execution: dic
     assert close(found, wanted)
 
 
+@pytest.mark.regression(15)
 @pytest.mark.parametrize("library", ["triton", "reference"])
 @pytest.mark.parametrize("op", ["sparse_mla_prefill", "sparse_mla_decode"])
 def test_tokens_of_a_page_beyond_2_to_the_31_bytes_are_attended(op: str, library: str):
@@ -393,6 +407,7 @@ def test_tokens_of_a_page_beyond_2_to_the_31_bytes_are_attended(op: str, library
     assert float(found[0].abs().max()) > 0.1
 
 
+@pytest.mark.regression(6, "DeepSeek-V4")
 @pytest.mark.parametrize(("rows", "path"), [(11622, DECODE_KERNEL), (11623, BF16_ROWS)])
 def test_more_rows_of_v4_than_flash_mla_schedules_are_attended_over_bf16_rows(
     rows: int, path: str, monkeypatch: pytest.MonkeyPatch
@@ -411,6 +426,7 @@ def test_more_rows_of_v4_than_flash_mla_schedules_are_attended_over_bf16_rows(
     assert v4_path(planner.prefill_plan(rows, 60000)) == path
 
 
+@pytest.mark.regression(18)
 @pytest.mark.parametrize("tp", [1, 2, 4, 8, 16])
 @LAYOUTS
 def test_every_split_of_the_heads_has_its_routes(tp: int, layout: str):
@@ -432,6 +448,7 @@ def test_every_split_of_the_heads_has_its_routes(tp: int, layout: str):
                 assert deciding.device.has(plan.provider, op)
 
 
+@pytest.mark.regression(25)
 def test_lengths_that_belong_to_other_rows_do_not_reach_vllms_flash_mla():
     """Thread of sglang #13646: rows and lengths of two batches. A part's call of vLLM's has those of the part alone."""
     asked = {"prefill_backend": "flash_mla", "decode_backend": "flash_mla", "mha_max_kv": 24}

@@ -24,6 +24,7 @@ from tests.backends.fake_sglang.scheduler import HF_CONFIG, StockBackend, read, 
 pytestmark = pytest.mark.usefixtures("clean_environment")
 
 
+@pytest.mark.regression(28)
 def test_a_sparse_model_on_a_gpu_is_checked_and_reported(
     process: SglangProcess, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -142,6 +143,7 @@ def test_on_a_cpu_the_backend_says_that_it_needs_a_gpu(process: SglangProcess) -
         backend.make(StockBackend)(runner(device="cpu"))
 
 
+@pytest.mark.regression(5, "`trtllm` on a device that lacks it")
 @pytest.mark.parametrize("strict", [True, False])
 def test_a_library_that_does_not_support_the_model_is_refused_at_start(
     process: SglangProcess, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, strict: bool
@@ -193,6 +195,7 @@ def test_trtllm_over_fp8_is_refused_where_the_device_lacks_it(process: SglangPro
         backend.make(TrtllmBackend)(runner(dtype="torch.float8_e4m3fn"))
 
 
+@pytest.mark.regression(28)
 @pytest.mark.parametrize("strict", [True, "full"])
 def test_sparse_attention_by_another_backend_is_not_reported_as_the_plugins(
     process: SglangProcess, tmp_path: Path, strict: bool | str

@@ -66,6 +66,7 @@ def test_a_backend_that_was_not_adopted_is_the_engines(original: type, batch: An
     assert not hasattr(backend.get_indexer_metadata(0, batch), ATTRIBUTE)
 
 
+@pytest.mark.regression(10)
 @BOTH
 def test_the_plan_decides_on_dense_attention(original: type):
     backend = started(original)
@@ -108,6 +109,7 @@ def test_the_decode_path_is_set_per_batch_and_reset():
     assert backend.impls[1] == "fa3"
 
 
+@pytest.mark.regression(6)
 @BOTH
 def test_an_unread_schedule_is_not_made(original: type):
     own = started(original, prefill_backend="cuda", decode_backend="flash_mla")
@@ -204,6 +206,7 @@ def test_the_plans_provider_runs_and_agrees_with_the_engine(layout: str, path: s
     assert out[:-1].float().abs().max() > 0.1
 
 
+@pytest.mark.regression(26)
 def test_mlp_sync_padding_may_lack_a_selection():
     backend = started(prefill_backend="reference")
     backend.init_forward_metadata(LONG)

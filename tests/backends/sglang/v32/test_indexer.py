@@ -188,6 +188,8 @@ def sets(result: torch.Tensor) -> list[set[int]]:
     return [set(row[row >= 0].tolist()) for row in result[:ROWS]]
 
 
+@pytest.mark.regression(2)
+@pytest.mark.regression(16)
 @pytest.mark.parametrize("kind", [Metadata, OlderMetadata])
 @pytest.mark.parametrize("variant", ["unfused", "forced", "PAGED", "RAGGED"])
 def test_the_selection_is_sglangs(case: Case, plan: Plan, providers: Providers, fuse: Any, kind: type, variant: str):
@@ -213,6 +215,7 @@ def test_the_older_name_of_the_setting(case: Case, plan: Plan, providers: Provid
     assert sets(case.run(given(case, plan, providers, case.metadata(OlderMetadata)))) == case.expected()
 
 
+@pytest.mark.regression(7)
 def test_logits_are_bounded_by_rows_and_by_request(case: Case, plan: Plan, providers: Providers):
     case.run(given(case, plan, providers, case.metadata()))
     (call,) = calls

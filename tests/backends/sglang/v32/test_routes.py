@@ -135,6 +135,7 @@ def test_trtllm_as_a_setting_keeps_its_reason_where_the_device_has_no_kernel():
         planner("bf16", synthetic(90), decode_backend="trtllm").step(step_batch(Phase.DECODE, 4, 4, 200_000))
 
 
+@pytest.mark.regression(10)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_dense_attention_and_the_selection_go_together(layout: str):
     for batch in (SHORT, LONG):
@@ -160,6 +161,7 @@ def test_an_idle_batch_has_a_plan_and_no_path():
     assert (route.plan.attention, route.path, route.own, route.dense) == (Attention.NONE, None, False, False)
 
 
+@pytest.mark.regression(20, "stock path")
 def test_what_is_left_to_sglang():
     mixed = prefill_batch(forward_batch(ForwardMode.MIXED, [4096, 1], [4096, 9000]))
     assert planner("v32_fp8").prefill(mixed, dense_allowed=False) is None
@@ -205,6 +207,7 @@ def test_prefills_of_the_same_lengths_are_decided_once_and_counted_every_time(mo
     assert len(decided) == before + 1
 
 
+@pytest.mark.regression(7)
 def test_the_indexers_chunks_follow_the_free_memory_when_serving():
     readings = []
 

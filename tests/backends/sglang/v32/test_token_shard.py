@@ -31,6 +31,7 @@ LONG = prefill_batch(forward_batch(ForwardMode.EXTEND, [3000], [9000]))
 SHORT = prefill_batch(forward_batch(ForwardMode.EXTEND, [30], [30]))
 
 
+@pytest.mark.regression(23)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_indexer_and_attention_are_the_unsharded_ones_bit_for_bit(ranks: int, tmp_path: Path):
     on_ranks(ranks, shard_prefills.on_ranks_of_cpus, tmp_path)
@@ -83,6 +84,7 @@ def test_a_planner_keeps_a_steps_heads_local_with_a_reason(fields: dict[str, Any
     assert (plan.token_shard, plan.reasons["token_shard"]) == (False, why)
 
 
+@pytest.mark.regression(23)
 def test_a_step_is_partitioned_by_its_number_of_query_tokens():
     """A replay has its capture's shares, whatever its lengths are."""
     made = planner()
@@ -109,6 +111,7 @@ def test_a_planner_keeps_heads_local_with_a_reason(fields: dict[str, Any], batch
     assert said.startswith(why)
 
 
+@pytest.mark.regression(23)
 def test_without_an_exchange_nothing_reshards():
     """Whatever the settings say: a plan that reshards and a backend that cannot would be wrong rows."""
     plain = SglangPlanner(MODEL, H200, Settings(token_shard="on"))

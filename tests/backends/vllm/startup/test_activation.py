@@ -179,6 +179,7 @@ def reports(monkeypatch: pytest.MonkeyPatch) -> list[StartupReport]:
 # What is refused wherever it is asked for
 
 
+@pytest.mark.regression(28)
 @pytest.mark.parametrize("version", ["0.19.1", "0.34.0"])
 @pytest.mark.parametrize("start", [engine_config, worker_of])
 def test_another_version_is_refused_with_one_error(start: Any, process: VllmProcess, version: str):
@@ -320,6 +321,7 @@ def test_what_the_plugin_does_not_support_is_left_to_stock_vllm(
     assert re.search(f"left to the stock engine: .*{words}", report.text())
 
 
+@pytest.mark.regression(27)
 def test_a_target_that_the_files_do_not_have(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(static, "installed", lambda package: SourceTree({FILE: "class Engine: ..."}.get))
     with pytest.raises(PatchError, match=r"vllm.gpu-something to vllm 0.24.0.*Engine.serve"):
@@ -376,6 +378,7 @@ def test_ranks_that_decide_alike_are_silent(
     assert (found.trace.mode, found.trace.rank, found.metrics, reports) == ("off", 1, None, [])
 
 
+@pytest.mark.regression(28)
 def test_the_users_backend_stays_and_the_report_names_it(reports: list[StartupReport]):
     worker = worker_of(configured(backend=ANOTHER))
     load_model(worker)
@@ -442,6 +445,7 @@ def test_with_strict_full_layers_that_vllm_gives_another_backend_unasked_end_the
         load_model(worker)
 
 
+@pytest.mark.regression(28)
 def test_layers_that_vllm_gives_another_backend_are_left_to_stock_vllm(
     process: VllmProcess, reports: list[StartupReport], monkeypatch: pytest.MonkeyPatch
 ):
@@ -472,6 +476,7 @@ def _fails(*_: Any) -> None:
     raise NoProviderError("a kernel does not run")
 
 
+@pytest.mark.regression(18)
 def test_a_kernel_that_does_not_run_ends_the_start_before_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(gpu_serving, "warm", _fails)
     worker = worker_of(configured())

@@ -39,6 +39,8 @@ LATER = pytest.mark.parametrize("later", [False, True], ids=["to 0.25", "from 0.
 MIXED = [(1, 40), (1, 9), (6, 6), (30, 60), (20, 20), (5, 70), (4, 21)]
 
 
+@pytest.mark.regression(16)
+@pytest.mark.regression(21)
 @LAYOUTS
 @LATER
 def test_a_mixed_batch(layout: str, later: bool):
@@ -69,6 +71,8 @@ def test_each_provider(library: str):
     step.check()
 
 
+@pytest.mark.regression(5)
+@pytest.mark.regression(12)
 @LAYOUTS
 @pytest.mark.parametrize("next_n", [2, 3, 4])
 def test_steps_of_several_rows(layout: str, next_n: int):
@@ -82,6 +86,7 @@ def test_steps_of_several_rows(layout: str, next_n: int):
     step.check()
 
 
+@pytest.mark.regression(11)
 @LAYOUTS
 @pytest.mark.parametrize("next_n", [1, 3])
 def test_padded_rows_of_a_captured_batch(layout: str, next_n: int):
@@ -99,6 +104,7 @@ def test_a_batch_of_padding_alone():
     assert not bool(step.run().any())
 
 
+@pytest.mark.regression(9)
 def test_a_request_without_rows():
     """vllm #51486: a prefill of no rows aborted the worker."""
     step = World(planner()).step([(1, 20), (0, 12), (30, 60), (0, 5), (4, 4)])
@@ -143,6 +149,7 @@ def test_trtllm_gets_the_lengths_from_the_host(layout: str):
     assert given[0].keys() <= inspect.signature(trtllm.attend_dense).parameters.keys()
 
 
+@pytest.mark.regression(13)
 def test_joined_queries_are_not_in_vllms_workspace():
     """vllm #56771: a prefill wrote into memory that a live decode graph reads."""
     world = World(planner("v32_fp8"))
@@ -165,6 +172,7 @@ def test_a_stock_batch_gets_vllms_metadata():
     assert bool(world.impl.q_concat_buffer[:2].isfinite().all())
 
 
+@pytest.mark.regression(21)
 @LATER
 @pytest.mark.parametrize(("layout", "mixed"), [("bf16", None), ("v32_fp8", True)])
 def test_vllms_calls_together_with_dense_attention(layout: str, mixed: bool | None, later: bool):
@@ -182,6 +190,8 @@ def test_vllms_calls_together_with_dense_attention(layout: str, mixed: bool | No
     assert world.builder.num_heads == 4
 
 
+@pytest.mark.regression(21)
+@pytest.mark.regression(25)
 def test_a_part_of_a_batch_is_a_batch():
     world = World(planner())
     step = world.step(MIXED)

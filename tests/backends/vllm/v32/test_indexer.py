@@ -46,12 +46,15 @@ def chunks_of(deciding: VllmPlanner | None, lengths: list[tuple[int, int]], offs
     return ours(contexts, rows, 1000, 512 * MIB, request_offset=offset)
 
 
+@pytest.mark.regression(2, "stock ranges, for the requests that the plan keeps in a chunk")
+@pytest.mark.regression(10)
 def test_requests_that_attend_densely_are_in_no_chunk():
     """vllm #52512: selection and attention must agree, request by request."""
     chunks = chunks_of(planner(), MIXED, 2)
     assert chunks == [(slice(3, 4), slice(0, 30)), (slice(5, 7), slice(0, 9))]
 
 
+@pytest.mark.regression(9)
 def test_a_request_without_rows_is_in_no_chunk():
     """vllm #51486: its keys alone would be a launch without rows."""
     lengths = [(30, 60), (0, 12), (5, 70)]
@@ -63,6 +66,7 @@ def test_short_requests_that_vllms_indexer_takes_for_prefills_are_in_one():
     assert chunks_of(planner(step_tokens=2), lengths, 1) == [(slice(1, 3), slice(0, 31))]
 
 
+@pytest.mark.regression(7)
 def test_the_budget_of_a_prefills_logits_follows_the_free_memory():
     deciding = planner()
     free = [4 * 60 * 10 * 4]  # a quarter of it is the logits of 10 rows of 60 keys
@@ -83,6 +87,7 @@ def test_other_batches_are_left_to_vllm():
     assert ours(torch.tensor([60, 6]), torch.tensor([30, 6]), 1000, 512 * MIB) == own
 
 
+@pytest.mark.regression(2, "where the plugin uses them")
 def test_the_topk_of_a_prefill_counts_from_the_rows_first_key():
     ran: list[tuple[Any, ...]] = []
     logits = torch.full((3, 12), torch.nan)
@@ -147,6 +152,7 @@ def test_a_compressed_cache_is_left_to_vllm():
     assert builder.nsa_plugin is None
 
 
+@pytest.mark.regression(8, "one budget wherever a version of vLLM splits prefills")
 def test_a_builder_with_a_method_for_chunks():
     class Later(StockIndexerBuilder):
         _split_indexer_prefill_chunks = staticmethod(split_indexer_prefill_chunks)
@@ -196,6 +202,7 @@ def test_steps_in_pieces_select_as_all_at_once(lengths: list[tuple[int, int]], p
     assert bool((call.buffer[-3:] == 9).all())
 
 
+@pytest.mark.regression(7, "decode steps")
 def test_logits_of_steps_are_held_for_the_plans_number_of_query_tokens():
     metadata, _ = built(small_budget(1), [(1, 40), (1, 9), (1, 3), (1, 80), (1, 96)])
     call, asked = a_call(5), []
@@ -210,6 +217,7 @@ def test_logits_of_steps_are_held_for_the_plans_number_of_query_tokens():
     assert named["max_len"] == MAX_LEN
 
 
+@pytest.mark.regression(3, "steps selected in pieces")
 def test_steps_of_different_rows_go_row_by_row():
     class Native(StockIndexerBuilder):
         """One that does not ask for equal rows, as vLLM's for next_n over 2 on SM90."""
@@ -225,6 +233,7 @@ def test_steps_of_different_rows_go_row_by_row():
     assert torch.equal(steps.page_table, step.table[[0, 0, 0, 1, 2, 2]])
 
 
+@pytest.mark.regression(10)
 def test_the_name_of_the_attentions_metadata_is_withheld():
     """From 0.28 on vLLM's function selects for no prefill of a batch in which any attends densely."""
     seen.clear()

@@ -69,6 +69,7 @@ def test_no_prompt_attends_densely_where_vllm_passes_all_tokens_to_forward_mqa()
     assert "sparse_mla_force_mqa is set" in forced.reasons["attention"]
 
 
+@pytest.mark.regression(20, "left to stock vLLM")
 @pytest.mark.parametrize("name", ["decode_context_parallel_size", "prefill_context_parallel_size"])
 def test_context_parallelism_is_left_to_vllm(name: str):
     parallel = SimpleNamespace(tensor_parallel_size=2, **{name: 2})
@@ -320,6 +321,7 @@ def test_every_flash_mla_plan_has_an_execution_path(layout: str, heads: int):
                 assert entry.own == (entry.path == PROVIDER) == (plan.provider != "flash_mla")
 
 
+@pytest.mark.regression(5, "calls vLLM does not make")
 def test_a_call_that_vllm_does_not_make():
     plan = planner("v32_fp8").step_plan(1, 1, 1)
     other = replace(plan, attention=Attention.SPARSE_PREFILL, provider="flash_mla")
@@ -327,6 +329,7 @@ def test_a_call_that_vllm_does_not_make():
         path_of(VLLM, "v32_fp8", other)
 
 
+@pytest.mark.regression(5, "calls vLLM does not make")
 def test_a_phase_has_only_the_flash_mla_calls_that_vllm_makes():
     prefill, copied = (Route(Attention.SPARSE_PREFILL, "flash_mla", dequantize_kv=copy) for copy in (False, True))
     decode = Route(Attention.SPARSE_DECODE, "flash_mla")
@@ -398,6 +401,7 @@ def test_every_replacement_is_there():
         assert callable(load(patch.replacement))
 
 
+@pytest.mark.regression(27)
 def test_every_seam_is_in_the_installed_vllm():
     files = static.installed("vllm")
     if files is None:

@@ -31,11 +31,13 @@ from tests.backends.fake_vllm.v32 import TRITON, planner
 from tests.parallel.ranks import on_ranks
 
 
+@pytest.mark.regression(23)
 @pytest.mark.parametrize("way", range(len(WAYS)))
 def test_two_ranks_reshard_bit_for_bit(way: int, tmp_path: Path):
     on_ranks(2, shard_batches.batches_on_ranks, tmp_path, way)
 
 
+@pytest.mark.regression(23)
 @pytest.mark.parametrize("way", [1, 3, 4])
 def test_four_ranks_reshard_bit_for_bit(way: int, tmp_path: Path):
     on_ranks(4, shard_batches.batches_on_ranks, tmp_path, way)

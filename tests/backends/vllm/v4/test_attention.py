@@ -26,6 +26,8 @@ from tests.backends.fake_vllm.v4_cases import DECODES, DIRECTLY, OVER_ROWS, clos
 MIXED = [(1, 300), (1, 7), (9, 9), (20, 400), (3, 130), (5, 5)]
 
 
+@pytest.mark.regression(16, "DeepSeek-V4")
+@pytest.mark.regression(21, "DeepSeek-V4")
 @pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize("since_24", [True, False])
 @pytest.mark.parametrize(
@@ -58,6 +60,7 @@ def test_the_kernel_of_a_gpu_interpreted(ratio: int):
     assert layer.own == ["decode"]
 
 
+@pytest.mark.regression(22, "padded query tokens belong to no prefill")
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_heads_that_vllm_added_and_rows_that_pad_are_left_alone(ratio: int):
     deciding = planner(prefill_backend="triton")
@@ -104,6 +107,7 @@ def test_what_a_batchs_layers_share_is_made_once(monkeypatch: pytest.MonkeyPatch
     assert batch.window(cache).indices is batch.window(cache).indices
 
 
+@pytest.mark.regression(12, "DeepSeek-V4")
 @pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize(("rows", "padding"), [(1, 0), (1, 3), (3, 0)])
 def test_steps_by_a_library_that_the_user_names(ratio: int, rows: int, padding: int):

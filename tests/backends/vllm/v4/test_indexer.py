@@ -31,6 +31,7 @@ def test_steps_within_the_budget_are_vllms():
         assert not hasattr(metadata, ATTRIBUTE)
 
 
+@pytest.mark.regression(3, "steps selected in pieces")
 @pytest.mark.parametrize("provider", ["triton", "reference"])
 @pytest.mark.parametrize(
     "lengths",
@@ -75,6 +76,7 @@ def test_steps_in_pieces_select_what_each_row_sees(lengths: list[tuple[int, int]
     assert bool((call.buffer[steps.rows :] == 9).all())
 
 
+@pytest.mark.regression(13, "DeepSeek-V4")
 def test_lengths_and_pages_lie_where_a_graph_has_captured_them():
     builder = builder_of(small_budget())
     first, second = (getattr(builder.build(0, common([(1, context)] * 5)), ATTRIBUTE) for context in (40, 90))
@@ -122,6 +124,8 @@ def test_a_prefill_beside_such_steps_stays():
     assert getattr(metadata, ATTRIBUTE).rows == 5
 
 
+@pytest.mark.regression(7, "DeepSeek-V4")
+@pytest.mark.regression(8, "one budget wherever a version of vLLM splits prefills")
 def test_the_logits_of_a_prefill_keep_to_the_free_memory():
     class Later(Stock):
         _split_indexer_prefill_chunks = staticmethod(split_indexer_prefill_chunks)
