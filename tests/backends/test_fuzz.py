@@ -1,15 +1,38 @@
-"""A slice of the fuzzer's batches in every test run; `python -m tests.backends.fuzz` runs 10,000."""
+"""A slice of the fuzzers' batches in every test run; `python -m tests.backends.fuzz{,_sglang}` run 10,000."""
 
 from __future__ import annotations
 
-from tests.backends import fuzz
+from typing import Any
+
+import pytest
+import torch
+
+from nsa_plugin.backends.sglang.v32 import indexer
+from tests.backends import fuzz, fuzz_sglang
+
+PATHS = {
+    "decode: sparse_decode",
+    "target_verify: sparse_decode",
+    "extend: sparse_prefill",
+    "extend: mha_one_shot",
+}
 
 
-def test_random_batches_attend_as_the_reference() -> None:
-    seen = fuzz.run(25, seed=2)
-    assert {name.partition(" by ")[0] for name in seen} >= {
-        "decode: sparse_decode",
-        "target_verify: sparse_decode",
-        "extend: sparse_prefill",
-        "extend: mha_one_shot",
-    }
+def test_random_batches_of_vllm_attend_as_the_reference() -> None:
+    assert {name.partition(" by ")[0] for name in fuzz.run(25, seed=2)} >= PATHS
+
+
+def test_random_batches_of_sglang_select_and_attend_as_the_reference() -> None:
+    assert {name.partition(" by ")[0] for name in fuzz_sglang.run(60, seed=0)} >= PATHS
+
+
+def test_the_fuzzer_notices_a_wrong_selection(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = indexer._transformed
+
+    def shifted(*given: Any) -> torch.Tensor:
+        found: torch.Tensor = right(*given)
+        return torch.where(found > 0, found - 1, found)
+
+    monkeypatch.setattr(indexer, "_transformed", shifted)
+    with pytest.raises(AssertionError, match="query token"):
+        fuzz_sglang.run(60, seed=0)
