@@ -18,6 +18,7 @@ from typing import Any
 
 from ci import headline, regressions
 from ci.rows import ROOT, Row, engines, load
+from ci.soak.report import runs_table
 from nsa_plugin.backends.common.paths import SGLANG, VLLM
 from nsa_plugin.backends.common.support import CONFIGURATIONS
 from nsa_plugin.commands.engines import ENGINES
@@ -213,6 +214,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "kernels": kernels_table,
     "headline": headline.table,
     "regressions": regressions.table,
+    "soak": runs_table,
     **site.generators(RECORDS),
 }
 

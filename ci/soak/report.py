@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import datetime
+import json
 import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from ci.rows import ROOT
 from ci.soak.judge import MIB, quantile
 from ci.soak.measured import End, Kind, Soak
 from ci.soak.run import Finished, Options
 from nsa_plugin.tools import records
 from nsa_plugin.tools.compare.verdict import Check
+from nsa_plugin.tools.pages.markdown import markdown_table
 from nsa_plugin.tools.terminal import table
 
+RECORDS = ROOT / "docs" / "soak"
 _POINTS = 120  # of memory in a record
 
 
@@ -76,6 +81,32 @@ def latencies(soak: Soak) -> dict[str, dict[str, float]]:
         for name, given in values.items()
         if given
     }
+
+
+def runs_table(folder: Path = RECORDS) -> str:
+    """The recorded runs, for docs/soak.md."""
+    rows = []
+    for path in sorted(folder.glob("*.json")):
+        record = json.loads(path.read_text())
+        sent: Counter[str] = Counter()
+        for counts in record["requests"].values():
+            sent.update(counts)
+        probes, memory = record["probes"], [one["rss"] / MIB for one in record["memory"]]
+        ending = record["ending"]
+        rows.append(
+            [
+                f"{record['engine']}, {record['minutes']:g} minutes",
+                "passed" if record["ok"] else "failed",
+                ", ".join(f"{count} {end}" for end, count in sent.most_common()),
+                str(record["preemptions"]),
+                f"{probes['same']} of {probes['tokens']}",
+                f"{memory[0]:.0f} MiB at first, {max(memory):.0f} at most, {memory[-1]:.0f} at last",
+                f"ended after {ending['seconds']:g} s, {len(ending['left'])} processes left",
+                f"[record](soak/{path.name}), {record['date']}",
+            ]
+        )
+    header = ["run", "checks", "requests", "preemptions", "tokens the same", "host memory", "worker killed", "record"]
+    return markdown_table(header, rows)
 
 
 def _host_memory(soak: Soak) -> tuple[int, int, int]:
