@@ -12,15 +12,7 @@ from nsa_plugin.layouts import FAMILY_LAYOUTS, LAYOUTS
 
 FAMILIES = tuple(FAMILY_LAYOUTS)
 
-_POSITIVE = (
-    "num_heads",
-    "attn_tp_size",
-    "kv_lora_rank",
-    "v_head_dim",
-    "index_topk",
-    "index_n_heads",
-    "index_head_dim",
-)
+_POSITIVE = ("num_heads", "attn_tp_size", "kv_lora_rank", "v_head_dim", "index_topk", "index_n_heads", "index_head_dim")
 
 
 class Phase(StrEnum):

@@ -258,12 +258,7 @@ def _check_ragged(
 
 
 def _check_paged(
-    op: str,
-    q: torch.Tensor,
-    cache: PagedCache,
-    weights: torch.Tensor,
-    seq_lens: torch.Tensor,
-    page_table: torch.Tensor,
+    op: str, q: torch.Tensor, cache: PagedCache, weights: torch.Tensor, seq_lens: torch.Tensor, page_table: torch.Tensor
 ) -> torch.Tensor:
     """Check the arguments; return [batch, next_n] int64, the keys that each query row sees, 0 or more."""
     limits = check_paged(op, q, cache, weights, seq_lens, page_table).long().clamp(min=0)

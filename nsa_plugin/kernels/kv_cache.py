@@ -25,14 +25,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nsa_plugin.kernels.checks import (
-    FLOAT_DTYPES,
-    FP8_DTYPE,
-    INDEX_DTYPES,
-    KernelArgumentError,
-    check_tensor,
-    require,
-)
+from nsa_plugin.kernels.checks import FLOAT_DTYPES, FP8_DTYPE, INDEX_DTYPES, KernelArgumentError, check_tensor, require
 from nsa_plugin.kernels.fp8 import ceil_exponents, dequantize_tiles, exponents_to_scales, quantize_tiles
 from nsa_plugin.layouts import CacheLayout, Fp8Layout, PlainLayout, ScaleFormat, get_layout
 
@@ -80,9 +73,7 @@ class PagedCache:
             return self.data.unsqueeze(2)
         row = self.layout.row_bytes
         return self.data.as_strided(
-            (self.num_pages, self.page_size, 1, row),
-            (self.data.stride(0), row, row, 1),
-            self.data.storage_offset(),
+            (self.num_pages, self.page_size, 1, row), (self.data.stride(0), row, row, 1), self.data.storage_offset()
         )
 
 
@@ -106,9 +97,7 @@ def open_cache(data: torch.Tensor, layout: str | CacheLayout, page_size: int | N
     require(data.dim() in (2, 3), op, f"data has shape {list(data.shape)}; expected 2, 3 or 4 dimensions")
     if data.dim() == 3:
         require(
-            page_size in (None, data.shape[1]),
-            op,
-            f"page_size is {page_size} but data has {data.shape[1]} rows a page",
+            page_size in (None, data.shape[1]), op, f"page_size is {page_size} but data has {data.shape[1]} rows a page"
         )
         page_size = data.shape[1]
     if page_size is None or page_size < 1:
@@ -198,11 +187,7 @@ def reference_write(
 
 
 def reference_read(
-    cache: PagedCache,
-    slots: torch.Tensor,
-    *,
-    out: torch.Tensor | None = None,
-    dtype: torch.dtype = torch.bfloat16,
+    cache: PagedCache, slots: torch.Tensor, *, out: torch.Tensor | None = None, dtype: torch.dtype = torch.bfloat16
 ) -> torch.Tensor:
     """Dequantise a set of slots into float rows. Contract: see the module.
 

@@ -32,11 +32,7 @@ Request = tuple[int, int, int, int]
 
 
 def reference_topk_rows(
-    logits: torch.Tensor,
-    starts: torch.Tensor,
-    ends: torch.Tensor,
-    topk: int,
-    out: torch.Tensor | None = None,
+    logits: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor, topk: int, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """int32 [rows, topk] positions relative to `starts`, -1 behind them. Contract: see the module.
 

@@ -59,13 +59,7 @@ class Workspace:
         self._lock = threading.Lock()
 
     def get(
-        self,
-        name: str,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device | str,
-        *,
-        zeroed: bool = False,
+        self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str, *, zeroed: bool = False
     ) -> torch.Tensor:
         """A contiguous tensor at the start of the buffer `name`; the next `get` of that name overlaps it.
 

@@ -202,13 +202,7 @@ class KernelLibrary:
         return frozenset(sm for sm in SHARED_MEMORY_PER_BLOCK if any(k.sm_min <= sm <= k.sm_max for k in self.kernels))
 
     def kernels_on(
-        self,
-        sm: int,
-        *,
-        distribution: str,
-        version: str,
-        smem_per_block: int,
-        more: Iterable[Capability] = (),
+        self, sm: int, *, distribution: str, version: str, smem_per_block: int, more: Iterable[Capability] = ()
     ) -> tuple[Capability, ...]:
         """The kernels that run on a device, each with the row limit of the installed build.
 

@@ -53,12 +53,7 @@ class Provider:
     sms: frozenset[int] | None = None
 
     def refusal(
-        self,
-        *,
-        layout: str | None = None,
-        dtype: str | None = None,
-        heads: int | None = None,
-        sm: int | None = None,
+        self, *, layout: str | None = None, dtype: str | None = None, heads: int | None = None, sm: int | None = None
     ) -> str | None:
         """Why it does not support a case, or None.
 

@@ -15,11 +15,7 @@ class MismatchError(NsaPluginError, RuntimeError):
     """The ranks of a group do not agree on what they are about to exchange."""
 
 
-def all_to_all(
-    group: dist.ProcessGroup,
-    into: Sequence[torch.Tensor],
-    given: Sequence[torch.Tensor],
-) -> None:
+def all_to_all(group: dist.ProcessGroup, into: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
     """given[r] of every rank goes to into[own rank] of rank r. Each is contiguous and may be empty.
 
     Parts that do not lie behind each other, so that no buffer holds them all: a chunk of every rank's rows. Where no

@@ -30,13 +30,9 @@ def swap_blocks(src: torch.Tensor, dst: torch.Tensor) -> torch.Tensor:
     with torch.cuda.device_of(src):
         # Grid dimensions but the first end at 65535.
         _swap_blocks[(first * second, ceil_div(words, block))](
-            _in_words(src, word),
-            _in_words(dst, word),
-            second,
-            words,
-            *(stride // word.itemsize for stride in strides),
+            _in_words(src, word), _in_words(dst, word), second, words, *(stride // word.itemsize for stride in strides),
             BLOCK=block,
-        )
+        )  # fmt: skip
     return dst
 
 
@@ -48,16 +44,9 @@ def _in_words(tensor: torch.Tensor, word: torch.dtype) -> torch.Tensor:
 
 @triton.jit(do_not_specialize=["second"])
 def _swap_blocks(
-    src_ptr,
-    dst_ptr,
-    second,
-    words,
-    src_first_stride,
-    src_second_stride,
-    dst_second_stride,
-    dst_first_stride,
+    src_ptr, dst_ptr, second, words, src_first_stride, src_second_stride, dst_second_stride, dst_first_stride,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     pair = tl.program_id(0).to(tl.int64)
     a, b = pair // second, pair % second
     word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -12,9 +12,12 @@ from itertools import product
 from random import Random
 from typing import TypeVar
 
-from nsa_plugin.decision.plan import Plan
+from nsa_plugin.decision.constraints import Constraints
+from nsa_plugin.decision.plan import Attention, Plan
+from nsa_plugin.decision.routes import Route
 from nsa_plugin.decision.shapes import FAMILY_LAYOUTS, BatchShape, ModelShape, Phase
 from nsa_plugin.libraries.devices import GIB, MIB, DeviceProfile, synthetic
+from nsa_plugin.libraries.manifest import MANIFEST
 from nsa_plugin.settings import TOKEN_SHARD_MODES, Settings, backends
 from tests.decision.plan_checks import check_decision
 
@@ -34,7 +37,10 @@ MACHINES = [
         (0, 75, 80, 86, 89, 90, 100, 103, 120), LIBRARIES, (0, 64 * MIB, 40 * GIB), (False, True)
     )
 ]
-
+# Also paths that no library has.
+ROUTES = [
+    Route(attention, library, copied) for attention, library, copied in product(Attention, MANIFEST, (False, True))
+]
 
 T = TypeVar("T")
 
@@ -92,6 +98,32 @@ def settings(random: Random) -> Settings:
     )
 
 
+def routes(random: Random, share: float) -> frozenset[Route]:
+    return frozenset(route for route in ROUTES if random.random() < share)
+
+
+def constraints(random: Random) -> Constraints:
+    """What an engine may restrict; none in half of the inputs."""
+    if random.random() < 0.5:
+        return Constraints()
+    preferred = routes(random, random.choice((0, 0, 0.1, 0.5)))
+    return Constraints(
+        no_dense=random.choice(("", "", "the engine rules dense attention out")),
+        paths=None if random.random() < 0.6 else routes(random, mostly(random, 0.9, 0, 0.5)),
+        no_path=random.choice(({}, {"cuda": "cuda has no path here"})),
+        preferred=preferred,
+        preferred_by="a flag" if preferred else "",
+        copy_bytes=random.choice((None, 0, 100 * MIB)),
+        copy_budget=random.choice((0, 99 * MIB, 100 * MIB)),
+        copy_budget_from="a quarter of the free memory",
+        keep_heads=random.choice(("", "", "the exchange has no buffers")),
+        keep_heads_on=dict.fromkeys(routes(random, random.choice((0, 0.3))), "this path attends all tokens"),
+        stock_prefill=random.choice((None, Route(Attention.SPARSE_DECODE, "flash_mla"))),
+        stock_tokens=random.choice((0, 0, 8192, 10**9)),
+        stock_attends_by=routes(random, random.choice((0, 0.5))),
+    )
+
+
 def run(count: int, seed: int) -> Counter[str]:
     """Check `count` decisions; return how many ended in each attention path, or in an error.
 
@@ -101,7 +133,7 @@ def run(count: int, seed: int) -> Counter[str]:
     outcomes: Counter[str] = Counter()
     for number in range(count):
         random = Random(f"{seed}:{number}")
-        case = model(random), batch(random), machine(random), settings(random)
+        case = model(random), batch(random), machine(random), settings(random), constraints(random)
         try:
             found = check_decision(*case)
         except Exception as error:

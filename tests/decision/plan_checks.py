@@ -1,12 +1,14 @@
-"""What holds for every plan, whatever the input: checks shared by the property tests and the fuzzer."""
+"""Checks of one plan, for any input; shared by the property tests and the fuzzer."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from nsa_plugin.decision import token_shard as sharding
+from nsa_plugin.decision.constraints import UNCONSTRAINED, Constraints
 from nsa_plugin.decision.dispatch import decide
 from nsa_plugin.decision.plan import Attention, IndexerMode, Plan
+from nsa_plugin.decision.routes import Route
 from nsa_plugin.decision.shapes import BatchShape, ModelShape, Phase
 from nsa_plugin.decision.v4_memory import held_bytes
 from nsa_plugin.errors import NoProviderError, SettingsError
@@ -21,18 +23,26 @@ OPS = {
 }
 
 
-def outcome(model: ModelShape, batch: BatchShape, device: DeviceProfile, chosen: Settings) -> Plan | str:
+def outcome(
+    model: ModelShape, batch: BatchShape, device: DeviceProfile, chosen: Settings, constraints: Constraints
+) -> Plan | str:
     """The plan, or the message of a deliberate error; any other error is a failure."""
     try:
-        return decide(model, batch, device, chosen)
+        return decide(model, batch, device, chosen, constraints)
     except (SettingsError, NoProviderError) as error:
         return str(error)
 
 
-def check_decision(model: ModelShape, batch: BatchShape, device: DeviceProfile, chosen: Settings) -> Plan | str:
+def check_decision(
+    model: ModelShape,
+    batch: BatchShape,
+    device: DeviceProfile,
+    chosen: Settings,
+    constraints: Constraints = UNCONSTRAINED,
+) -> Plan | str:
     """Decide twice, and check the plan; return it, or the message of the error."""
-    plan = outcome(model, batch, device, chosen)
-    again = outcome(replace(model), replace(batch), replace(device), replace(chosen))
+    plan = outcome(model, batch, device, chosen, constraints)
+    again = outcome(replace(model), replace(batch), replace(device), replace(chosen), replace(constraints))
     assert plan == again
     if isinstance(plan, str):
         assert plan.strip()
@@ -43,6 +53,7 @@ def check_decision(model: ModelShape, batch: BatchShape, device: DeviceProfile, 
     check_kernel(plan, model, batch, device, chosen)
     check_dense(plan, model, batch, chosen)
     check_indexer(plan, model, batch, device, chosen)
+    check_constraints(plan, batch, chosen, constraints)
     if plan.token_shard:
         assert model.attn_tp_size > 1
         assert device.providers(Op.TOKEN_SHARD)
@@ -53,6 +64,30 @@ def check_decision(model: ModelShape, batch: BatchShape, device: DeviceProfile, 
         assert model.attn_tp_size * plan.token_shard_chunks <= batch.num_tokens
     assert plan.token_shard_chunks == 1 or (plan.token_shard and batch.phase is Phase.EXTEND)
     return plan
+
+
+def check_constraints(plan: Plan, batch: BatchShape, chosen: Settings, constraints: Constraints) -> None:
+    """The plan keeps to what the engine restricts, and its reasons say so."""
+    if plan.attention is Attention.NONE:
+        return
+    dense = plan.attention is Attention.MHA_ONE_SHOT
+    copied = plan.dequantize_kv and not dense
+    route = Route(plan.attention, plan.provider, copied)
+    assert not (dense and constraints.no_dense)
+    assert constraints.paths is None or route in constraints.paths
+    if copied and not constraints.copy_fits:
+        assert f"{constraints.copy_refusal}, and no other kernel supports" in plan.reasons["dequantize_kv"]
+    asked = chosen.prefill_backend if batch.phase is Phase.EXTEND else chosen.decode_backend
+    if not dense and asked == "auto" and constraints.preferred:
+        sentence = f"{constraints.preferred_by} asks for {plan.provider}"
+        assert (route in constraints.preferred) == plan.reasons["provider"].startswith(sentence)
+    if plan.token_shard:
+        assert not constraints.keep_heads
+        assert route not in constraints.keep_heads_on
+    if plan.stock_selection:
+        assert batch.total_kv_len <= constraints.stock_tokens
+        assert not dense
+    assert plan.stock_attention == (plan.stock_selection and route in constraints.stock_attends_by)
 
 
 def check_reasons(plan: Plan) -> None:

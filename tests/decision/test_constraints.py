@@ -13,18 +13,7 @@ from nsa_plugin.decision.shapes import Phase
 from nsa_plugin.errors import NoProviderError, ShapeError
 from nsa_plugin.libraries.devices import MIB, synthetic
 from nsa_plugin.settings import Settings
-from tests.decision.dispatch_cases import (
-    FULL_H200,
-    H200,
-    LONG,
-    OLD_H200,
-    V4,
-    V32,
-    V32_FP8,
-    choose,
-    extend,
-    route,
-)
+from tests.decision.dispatch_cases import FULL_H200, H200, LONG, OLD_H200, V4, V32, V32_FP8, choose, extend, route
 
 pytestmark = pytest.mark.usefixtures("nothing_measured")
 

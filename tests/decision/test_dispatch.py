@@ -226,10 +226,7 @@ def test_the_plan_says_why_a_preferred_library_is_not_used() -> None:
     assert "refused fa3 sparse_decode: not installed" in plan.reasons["provider"]
 
 
-@pytest.mark.parametrize(
-    ("context", "dequantize"),
-    [(512 * 4096 - 1, True), (512 * 4096, False)],
-)
+@pytest.mark.parametrize(("context", "dequantize"), [(512 * 4096 - 1, True), (512 * 4096, False)])
 def test_sm100_dequantises_while_the_context_is_short_for_its_rows(context: int, dequantize: bool) -> None:
     # SGLang's rule on SM100: total context < 512 tokens a query row.
     plan = choose(V32_FP8, extend(4096, context), B200)
@@ -239,12 +236,7 @@ def test_sm100_dequantises_while_the_context_is_short_for_its_rows(context: int,
 
 
 def test_sm100_does_not_branch_on_lengths_in_a_graph() -> None:
-    assert route(choose(V32_FP8, extend(64, 4096, cuda_graph=True), B200)) == (
-        "sparse_decode",
-        "flash_mla",
-        False,
-        64,
-    )
+    assert route(choose(V32_FP8, extend(64, 4096, cuda_graph=True), B200)) == ("sparse_decode", "flash_mla", False, 64)
 
 
 def test_the_cuda_kernel_pads_no_heads_and_says_so() -> None:
@@ -273,10 +265,7 @@ def test_the_cuda_kernel_pads_no_heads_and_says_so() -> None:
             replace(V32, kv_lora_rank=64),
             "flash_mla sparse_prefill: supports heads of (576, 512) or (512, 512) elements; the model's have (128, 64)",
         ),
-        (
-            replace(V32_FP8, num_heads=2048),
-            "flash_mla sparse_decode: supports 64 or 128 heads; there are 256",
-        ),
+        (replace(V32_FP8, num_heads=2048), "flash_mla sparse_decode: supports 64 or 128 heads; there are 256"),
     ],
     ids=["topk", "window", "dims", "heads"],
 )
@@ -301,10 +290,7 @@ def test_no_library_is_one_error_that_lists_each() -> None:
 
 @pytest.mark.parametrize(
     ("rows", "expected"),
-    [
-        (11622, ("sparse_decode", "flash_mla", False, 64)),
-        (11623, ("sparse_prefill", "flash_mla", True, 64)),
-    ],
+    [(11622, ("sparse_decode", "flash_mla", False, 64)), (11623, ("sparse_prefill", "flash_mla", True, 64))],
 )
 def test_a_prefill_of_too_many_rows_for_the_decode_kernel(rows: int, expected: tuple[str, str, bool, int]) -> None:
     plan = choose(V32_FP8, extend(rows, 70000), OLD_H200)

@@ -224,14 +224,7 @@ def test_a_graph_and_a_row_limit_refuse_a_faster_route(measure: Measure) -> None
 
 
 def test_decode_times_depend_on_query_tokens(measure: Measure) -> None:
-    measure(
-        {
-            DECODE: {
-                "cuda sparse_decode": {16: ((1, 20.0), (256, 90.0))},
-                STEP: {16: ((1, 30.0), (256, 60.0))},
-            }
-        }
-    )
+    measure({DECODE: {"cuda sparse_decode": {16: ((1, 20.0), (256, 90.0))}, STEP: {16: ((1, 30.0), (256, 60.0))}}})
     for batch, provider in (
         (decode(1), "cuda"),
         (decode(256), "flash_mla"),

@@ -12,10 +12,7 @@ from nsa_plugin.tools.bench.runner import BenchOptions, run_suite
 from nsa_plugin.tools.bench.timing import CudaTimer, measure_rates
 from nsa_plugin.tools.bench.workload import Context
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 @pytest.fixture(scope="module")

@@ -19,10 +19,7 @@ from nsa_plugin.libraries.probe import probe
 from nsa_plugin.settings import Settings
 
 torch = pytest.importorskip("torch")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")]
 
 PAGE = 64
 ROW_BYTES = 656

@@ -11,10 +11,7 @@ from nsa_plugin.kernels.triton import index_transform as transform_kernels
 from nsa_plugin.kernels.triton import swa_indices as swa_kernels
 from tests.kernels import index_cases as cases
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 @pytest.mark.parametrize("seed", range(12))

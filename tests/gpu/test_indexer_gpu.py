@@ -26,10 +26,7 @@ from tests.kernels.indexer_cases import (
     schedule_oracle,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 SELECTORS: dict[str, Callable[..., torch.Tensor]] = {"cuda": cuda_topk_rows, "triton": triton_topk_rows}
 TOLERANCE = 1e-3

@@ -11,10 +11,7 @@ from nsa_plugin.kernels.triton import device
 from nsa_plugin.kernels.triton import kv_cache as kernels
 from tests.kernels import kv_cache_cases as cases
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 @pytest.fixture(params=["native", "portable"])

@@ -17,10 +17,7 @@ from nsa_plugin.kernels.triton.compact import compact
 from nsa_plugin.kernels.workspace import Workspace, WorkspaceError
 from tests.kernels import mha_cases
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 HEADS = [1, 2, 3, 5, 7, 8, 16, 20, 32, 64, 128]
 PROVIDERS = ["triton", "fa3"]

@@ -15,10 +15,7 @@ from tests.kernels import mha_cases
 from tests.kernels.indexer_cases import assert_selected, indexer_inputs, paged_keys
 from tests.kernels.sparse_mla_cases import assert_same, decode_case, prefill_case
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 EMULATED = 86
 PLACE = "cuda"

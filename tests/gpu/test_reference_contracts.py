@@ -17,20 +17,12 @@ import pytest
 import torch
 
 from nsa_plugin.kernels.index_transform import request_slots
-from nsa_plugin.kernels.indexer import (
-    fold_weights,
-    quantize,
-    reference_logits,
-    reference_paged_logits,
-)
+from nsa_plugin.kernels.indexer import fold_weights, quantize, reference_logits, reference_paged_logits
 from nsa_plugin.kernels.kv_cache import PagedCache, open_cache, reference_read, reference_write
 from nsa_plugin.kernels.sparse_mla import DecodeOutput, PrefillOutput, reference_decode, reference_prefill
 from nsa_plugin.layouts import Fp8Layout, get_layout
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 INVALID_PREFILL = [-(2**31), -123456, -1, "s_kv", 2**31 - 1]
 
@@ -80,12 +72,7 @@ def make_sink(heads: int, seed: int) -> torch.Tensor:
 
 
 def filled_cache(
-    layout: str,
-    num_pages: int,
-    page_size: int,
-    used: torch.Tensor,
-    seed: int,
-    power_of_two_scales: bool = True,
+    layout: str, num_pages: int, page_size: int, used: torch.Tensor, seed: int, power_of_two_scales: bool = True
 ) -> PagedCache:
     """A cache of 0xFF bytes (NaN in every field) but for the slots named in `used`."""
     spec = get_layout(layout)
@@ -210,11 +197,7 @@ def test_v4_decode(heads, batch, s_q, page_size, extra_page_size, with_length, w
     theirs: dict[str, object] = {"topk_length": length}
     if with_extra:
         extra_cache, extra_indices, extra_length = scope(selected, extra_slots, extra_page_size, 13)
-        ours |= {
-            "extra_cache": extra_cache,
-            "extra_indices": extra_indices,
-            "extra_topk_length": extra_length,
-        }
+        ours |= {"extra_cache": extra_cache, "extra_indices": extra_indices, "extra_topk_length": extra_length}
         theirs |= {
             "extra_k_cache": extra_cache.as_records(),
             "extra_indices_in_kvcache": extra_indices,

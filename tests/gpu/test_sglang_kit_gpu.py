@@ -24,10 +24,7 @@ from sglang_kit import Kit, Plugged, strict
 
 from nsa_plugin.decision.shapes import Phase
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 DENSE = (
     "dsa_mha_one_shot_no_prefix_ragged",

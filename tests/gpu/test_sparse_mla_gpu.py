@@ -30,10 +30,7 @@ from tests.kernels.sparse_mla_cases import (
     strided,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 PROVIDERS = ("triton", "cuda", "flash_mla")
 MODULES = {
@@ -304,11 +301,7 @@ def test_noncontiguous_arguments_and_outputs(provider):
 @pytest.mark.parametrize("heads", [16, 64])
 def test_twenty_reruns_are_identical(provider, heads):
     prefill = prefill_case(
-        tokens=213,
-        heads=heads,
-        layout="rows" if provider == "flash_mla" else "v32_fp8",
-        slots=8192,
-        topk=512,
+        tokens=213, heads=heads, layout="rows" if provider == "flash_mla" else "v32_fp8", slots=8192, topk=512
     )
     decode = decode_case(batch=4, s_q=1, heads=heads, layout="v4_fp8", slots=8192, topk=1024, extra=V4_EXTRA)
     for op, case in (("prefill", prefill), ("decode", decode)):

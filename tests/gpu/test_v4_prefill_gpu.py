@@ -21,10 +21,7 @@ from nsa_plugin.tools.bench.inputs import filled_cache
 from nsa_plugin.tools.bench.stock import flash_mla_rows
 from tests.kernels import v4_prefill_cases as cases
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 # topk, page size, pages of the cache, pages that the batch reads
 WINDOW_2, WINDOW_64, WINDOW_256 = (100, 2, 900, 400), (128, 64, 60, 17), (128, 256, 20, 5)

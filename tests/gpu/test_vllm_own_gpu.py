@@ -24,10 +24,7 @@ from vllm_own import Own, Plugged
 
 from nsa_plugin.decision.shapes import Phase
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 # vLLM's batches of its test of sparse backends, and of its test of dense ones those that are all decode rows.
 PREFILLS = ("small_prefill", "medium_prefill", "single_prefill", "large_q_prefill", "large_q_pure_prefill")
@@ -64,11 +61,7 @@ def own() -> Own:
 def _group(own: Own, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The group of one rank that vLLM's linear layers ask for."""
     from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.distributed import (
-        cleanup_dist_env_and_memory,
-        init_distributed_environment,
-        initialize_model_parallel,
-    )
+    from vllm.distributed import cleanup_dist_env_and_memory, init_distributed_environment, initialize_model_parallel
 
     store = tmp_path_factory.mktemp("group") / "store"
     with set_current_vllm_config(VllmConfig()):

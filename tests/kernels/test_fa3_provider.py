@@ -159,10 +159,7 @@ def test_mha(library, name, causal):
 def test_mha_into_a_caller_s_output_with_lengths_and_strides(library):
     case = mha_cases.make([(3, 30), (20, 20)], 2)
     strided = case._replace(
-        q=noncontiguous(case.q),
-        k=noncontiguous(case.k),
-        v=noncontiguous(case.v),
-        cu_seqlens_q=case.cu_seqlens_q.long(),
+        q=noncontiguous(case.q), k=noncontiguous(case.k), v=noncontiguous(case.v), cu_seqlens_q=case.cu_seqlens_q.long()
     )
     for out in (
         torch.full((28, 2, 128), math.nan, dtype=torch.bfloat16),

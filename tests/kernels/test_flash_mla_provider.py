@@ -85,11 +85,7 @@ class Library:
         caches = [open_cache(cache, layout) for cache, _, _ in scopes]
         more = {}
         if len(scopes) > 1:
-            more = {
-                "extra_cache": caches[1],
-                "extra_indices": scopes[1][1],
-                "extra_topk_length": scopes[1][2],
-            }
+            more = {"extra_cache": caches[1], "extra_indices": scopes[1][1], "extra_topk_length": scopes[1][2]}
         result = reference_decode(
             q,
             caches[0],

@@ -6,12 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nsa_plugin.kernels.checks import KernelArgumentError
-from nsa_plugin.kernels.index_transform import (
-    reference_paged,
-    reference_ragged,
-    request_slots,
-    rows_to_requests,
-)
+from nsa_plugin.kernels.index_transform import reference_paged, reference_ragged, request_slots, rows_to_requests
 
 from .oracles import INT_MAX, INT_MIN, noncontiguous
 
@@ -156,23 +151,14 @@ TOPK, TABLE = torch.zeros(3, 4, dtype=torch.int32), torch.zeros(2, 5, dtype=torc
         (lambda: reference_paged(TOPK, TABLE[0], page_size=1), "page_table has shape"),
         (lambda: reference_paged(TOPK, TABLE, page_size=0), "page_size is 0"),
         (lambda: reference_paged(TOPK, TABLE, page_size=1), "page_table has 2 rows for 3 rows"),
-        (
-            lambda: reference_paged(TOPK, TABLE, page_size=1, row_to_request=torch.tensor([0, 1, 2])),
-            "has 2; page_t",
-        ),
-        (
-            lambda: reference_paged(TOPK, TABLE, page_size=1, row_to_request=torch.tensor([0])),
-            "row_to_request has",
-        ),
+        (lambda: reference_paged(TOPK, TABLE, page_size=1, row_to_request=torch.tensor([0, 1, 2])), "has 2; page_t"),
+        (lambda: reference_paged(TOPK, TABLE, page_size=1, row_to_request=torch.tensor([0])), "row_to_request has"),
         (lambda: reference_paged(TOPK[:2], TABLE, page_size=1, lengths=torch.zeros(2)), "lengths has dtype"),
         (lambda: reference_paged(TOPK[:2], TABLE, page_size=1, out=TOPK), r"out has shape \[3, 4\]"),
         (lambda: reference_paged(TOPK[:2], TABLE, page_size=1, out=TOPK[:2].long()), "out has dtype int64"),
         (lambda: reference_paged(TOPK[:2], TABLE, page_size=1, out=TOPK.new_zeros(4, 2).t()), "out has strides"),
         (lambda: reference_ragged(TOPK, torch.zeros(2, dtype=torch.int32)), "offsets has shape"),
-        (
-            lambda: request_slots(TABLE, torch.tensor([5, 11]), 2),
-            "seq_lens has 11 tokens; page_table holds 10",
-        ),
+        (lambda: request_slots(TABLE, torch.tensor([5, 11]), 2), "seq_lens has 11 tokens; page_table holds 10"),
     ],
 )
 def test_wrong_arguments_are_named(call, message):

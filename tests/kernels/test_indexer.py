@@ -299,15 +299,7 @@ def test_folded_weights():
 def ragged(**changes):
     q, k, k_scale, weights = case(3, 9, 2)
     bounds = torch.tensor([0, 2, 4], dtype=torch.int32)
-    arguments = {
-        "q": q,
-        "k": k,
-        "k_scale": k_scale,
-        "weights": weights,
-        "ks": bounds,
-        "ke": bounds + 3,
-        "topk": 4,
-    }
+    arguments = {"q": q, "k": k, "k_scale": k_scale, "weights": weights, "ks": bounds, "ke": bounds + 3, "topk": 4}
     return reference_topk(**(arguments | changes))
 
 
@@ -328,10 +320,7 @@ def paged(**changes):
     ("call", "message"),
     [
         (lambda: ragged(q=torch.zeros(3, 128)), "indexer_topk: q has shape"),
-        (
-            lambda: ragged(q=torch.zeros(3, 2, 128, dtype=torch.int8)),
-            "q has dtype int8; allowed: float8_e4m3fn",
-        ),
+        (lambda: ragged(q=torch.zeros(3, 2, 128, dtype=torch.int8)), "q has dtype int8; allowed: float8_e4m3fn"),
         (lambda: ragged(k=torch.zeros(9, 64)), "k has shape"),
         (lambda: ragged(k_scale=torch.zeros(9, 1)), "k_scale has shape"),
         (lambda: ragged(weights=torch.zeros(3, 2, dtype=torch.bfloat16)), "weights has dtype bfloat16"),
@@ -342,15 +331,9 @@ def paged(**changes):
         (lambda: ragged(rows_per_chunk=0), "rows_per_chunk is 0"),
         (lambda: ragged(out=torch.zeros(3, 4)), "out has dtype"),
         (lambda: paged(q=torch.zeros(2, 1, 2, 64)), "q has 64 values a head; the cache's keys have 128"),
-        (
-            lambda: paged(cache=allocate_cache("v32_fp8", 1, 64)),
-            "cache has layout v32_fp8; expected indexer_fp8",
-        ),
+        (lambda: paged(cache=allocate_cache("v32_fp8", 1, 64)), "cache has layout v32_fp8; expected indexer_fp8"),
         (lambda: paged(weights=torch.zeros(3, 2)), "weights has shape"),
-        (
-            lambda: paged(seq_lens=torch.tensor([9, 129])),
-            "seq_lens has a row of 129 keys; page_table holds 128",
-        ),
+        (lambda: paged(seq_lens=torch.tensor([9, 129])), "seq_lens has a row of 129 keys; page_table holds 128"),
         (lambda: paged(seq_lens=torch.tensor([[9, 5]])), "seq_lens has shape"),
         (lambda: paged(page_table=torch.zeros(2, 1)), "page_table has dtype"),
         (lambda: paged(rows_per_chunk=-1), "rows_per_chunk is -1"),

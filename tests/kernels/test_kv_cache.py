@@ -231,12 +231,7 @@ def test_every_accepted_form_of_a_tensor_addresses_the_same_memory(name, page_si
     expected = reference_read(flat, torch.arange(60, 69))
     strides = (layout.page_bytes(page_size), row, row, 1)
     as_engine = memory.as_strided((3, page_size, 1, row), strides)
-    for data in (
-        as_engine,
-        as_engine[:, :, 0],
-        as_engine.view(torch.float8_e4m3fn),
-        as_engine.view(torch.int8),
-    ):
+    for data in (as_engine, as_engine[:, :, 0], as_engine.view(torch.float8_e4m3fn), as_engine.view(torch.int8)):
         assert torch.equal(reference_read(open_cache(data, name), torch.arange(60, 69)), expected)
     records = flat.as_records()
     assert records.shape == (3, page_size, 1, row)
@@ -326,24 +321,15 @@ def test_codes_never_overflow(values, power_of_two):
         (lambda c: open_cache(torch.zeros(4, 64, 576, dtype=torch.uint8), "v32_fp8"), "data has shape"),
         (lambda c: open_cache(torch.zeros(4, 64, 656), "v32_fp8"), "data has dtype float32; allowed: uint8"),
         (lambda c: open_cache(torch.zeros(4, 64, 656, dtype=torch.uint8), "v32_fp8", 32), "page_size is 32"),
-        (
-            lambda c: open_cache(torch.zeros(4, 64, 657, dtype=torch.uint8)[..., 1:], "v32_fp8"),
-            "data has strides",
-        ),
+        (lambda c: open_cache(torch.zeros(4, 64, 657, dtype=torch.uint8)[..., 1:], "v32_fp8"), "data has strides"),
         (lambda c: open_cache(torch.zeros(4, 37375, dtype=torch.uint8), "v4_fp8", 64), "needs 37376"),
         (lambda c: open_cache(torch.zeros(4, 64, 576, dtype=torch.uint8), "bf16"), "data has dtype uint8"),
         (lambda c: allocate_cache("v4_fp8", 1, 64, dim=576), "dim is 576"),
         (lambda c: reference_write(c, torch.zeros(2, 575), torch.arange(2)), "rows has shape"),
-        (
-            lambda c: reference_write(c, torch.zeros(2, 576), torch.arange(3)),
-            "slot_mapping has 3 slots for 2",
-        ),
+        (lambda c: reference_write(c, torch.zeros(2, 576), torch.arange(3)), "slot_mapping has 3 slots for 2"),
         (lambda c: reference_write(c, torch.zeros(2, 576), torch.tensor([0, 8])), "slot_mapping has slot 8"),
         (lambda c: reference_write(c, torch.zeros(2, 576), torch.zeros(2)), "slot_mapping has dtype float32"),
-        (
-            lambda c: reference_write(c, torch.zeros(2, 512), torch.arange(2), rope=torch.zeros(3, 64)),
-            "rope has",
-        ),
+        (lambda c: reference_write(c, torch.zeros(2, 512), torch.arange(2), rope=torch.zeros(3, 64)), "rope has"),
         (lambda c: reference_read(c, torch.tensor([8])), "slots has slot 8; the cache has 8 slots"),
         (lambda c: reference_read(c, torch.tensor([0]), out=torch.zeros(1, 575)), "out has shape"),
         (lambda c: reference_read_codes(c, torch.tensor([-1])), "negative"),

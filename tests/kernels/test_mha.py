@@ -120,10 +120,7 @@ def test_empty_inputs():
         ({"k": torch.zeros(16, 2, 12)}, r"k has shape \[16, 2, 12\]; expected \[kv_tokens, 3, 12\]"),
         ({"v": torch.zeros(15, 3, 8)}, "v has shape"),
         ({"v": torch.zeros(16, 3, 8, dtype=torch.int32)}, "v has dtype int32"),
-        (
-            {"cu_seqlens_q": torch.tensor([0, 3, 9])},
-            r"cu_seqlens_q is \[0, 3, 9\]; it must rise from 0 to at most 8",
-        ),
+        ({"cu_seqlens_q": torch.tensor([0, 3, 9])}, r"cu_seqlens_q is \[0, 3, 9\]; it must rise from 0 to at most 8"),
         ({"cu_seqlens_q": torch.tensor([1, 3, 8])}, "cu_seqlens_q is"),
         ({"cu_seqlens_k": torch.tensor([0, 12, 11])}, "cu_seqlens_k is"),
         ({"cu_seqlens_k": torch.tensor([0, 16])}, "cu_seqlens_k has 2 entries; expected 3"),

@@ -294,8 +294,7 @@ def test_large_logits_do_not_overflow():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "heads", "s_kv", "topk"),
-    [(0, 4, 10, 5), (3, 4, 0, 5), (3, 4, 10, 0), (0, 4, 0, 0), (3, 0, 10, 5)],
+    ("tokens", "heads", "s_kv", "topk"), [(0, 4, 10, 5), (3, 4, 0, 5), (3, 4, 10, 0), (0, 4, 0, 0), (3, 0, 10, 5)]
 )
 def test_empty_inputs(tokens, heads, s_kv, topk):
     indices = torch.zeros(tokens, topk, dtype=torch.int32)
@@ -333,11 +332,7 @@ def test_order_split_and_heads_do_not_matter(heads, tokens, s_kv, topk, split, s
         q, kv, indices[:, :split], scale=0.3, d_v=8, extra_kv=kv, extra_indices=indices[:, split:]
     )
     last_head = reference_prefill(q[:, -1:], kv, indices, scale=0.3, d_v=8)
-    for other, expected in (
-        (shuffled.out, base.out),
-        (halves.out, base.out),
-        (last_head.out, base.out[:, -1:]),
-    ):
+    for other, expected in ((shuffled.out, base.out), (halves.out, base.out), (last_head.out, base.out[:, -1:])):
         assert torch.allclose(other, expected, atol=1e-5)
     assert torch.allclose(halves.lse, base.lse, atol=1e-5)
 
@@ -382,23 +377,16 @@ def decode(**changes):
         (lambda: prefill(out=torch.zeros(3, 2, 24)), "out has shape"),
         (lambda: prefill(out=torch.zeros(3, 2, 16), out_dtype=torch.bfloat16), "out_dtype"),
         (lambda: prefill(extra_kv=torch.zeros(9, 24)), "extra_indices is missing"),
-        (
-            lambda: prefill(extra_indices=torch.zeros(3, 5, dtype=torch.int32)),
-            "extra_indices is given without",
-        ),
+        (lambda: prefill(extra_indices=torch.zeros(3, 5, dtype=torch.int32)), "extra_indices is given without"),
         (lambda: prefill(extra_topk_length=torch.zeros(3)), "extra_topk_length is given without extra_kv"),
         (lambda: prefill(kv=torch.zeros(9, 24, device="meta")), "kv is on meta; expected cpu"),
         (lambda: decode(q=torch.zeros(2, 2, 576)), "sparse_mla_decode: q has shape"),
         (lambda: decode(q=torch.zeros(2, 1, 2, 512)), "cache has rows of 576 values; q has 512"),
         (lambda: decode(indices=torch.zeros(2, 5, dtype=torch.int32)), "indices has shape"),
-        (
-            lambda: decode(extra_cache=allocate_cache("v4_fp8", 1, 4)),
-            "extra_indices is missing beside extra_cache",
-        ),
+        (lambda: decode(extra_cache=allocate_cache("v4_fp8", 1, 4)), "extra_indices is missing beside extra_cache"),
         (
             lambda: decode(
-                extra_cache=allocate_cache("v4_fp8", 1, 4),
-                extra_indices=torch.zeros(2, 1, 5, dtype=torch.int32),
+                extra_cache=allocate_cache("v4_fp8", 1, 4), extra_indices=torch.zeros(2, 1, 5, dtype=torch.int32)
             ),
             "extra_cache has rows of 512 values; q has 576",
         ),

@@ -9,12 +9,7 @@ from nsa_plugin.kernels import selector
 from nsa_plugin.kernels.checks import KernelArgumentError
 from nsa_plugin.kernels.cuda.topk import topk_rows as cuda_topk_rows
 from nsa_plugin.kernels.selector import default_selector
-from nsa_plugin.kernels.topk import (
-    RowChunk,
-    reference_topk_rows,
-    row_chunks,
-    uncovered_rows,
-)
+from nsa_plugin.kernels.topk import RowChunk, reference_topk_rows, row_chunks, uncovered_rows
 from nsa_plugin.kernels.triton import topk as triton_topk
 
 from .indexer_cases import assert_selected, hard_rows, ranked

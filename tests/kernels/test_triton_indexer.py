@@ -8,12 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nsa_plugin.kernels.checks import KernelArgumentError
-from nsa_plugin.kernels.indexer import (
-    reference_logits,
-    reference_paged_logits,
-    reference_paged_topk,
-    reference_topk,
-)
+from nsa_plugin.kernels.indexer import reference_logits, reference_paged_logits, reference_paged_topk, reference_topk
 from nsa_plugin.kernels.kv_cache import allocate_cache, open_cache
 from nsa_plugin.kernels.topk import reference_topk_rows
 from nsa_plugin.kernels.triton import indexer as triton_indexer

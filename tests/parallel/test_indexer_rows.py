@@ -36,10 +36,7 @@ def test_a_ranks_rows_select_as_in_the_whole_batch(ranks: int, rows_per_chunk: i
     q, k, k_scale, weights, ks, ke = inputs()
     whole = reference_topk(q, k, k_scale, weights, ks, ke, TOPK)
     costs = Weights(row=9, attention=2, indexer=1)
-    for partition in (
-        by_cost(Q_LENS, KV_LENS, ranks, topk=TOPK, weights=costs),
-        by_count(len(q), ranks),
-    ):
+    for partition in (by_cost(Q_LENS, KV_LENS, ranks, topk=TOPK, weights=costs), by_count(len(q), ranks)):
         for rank in range(ranks):
             own = partition.rows(rank)
             mine = requests(own, Q_LENS, KV_LENS)

@@ -109,11 +109,7 @@ def _clustered(
 
 
 def load_kernel(
-    source: str,
-    name: str,
-    *,
-    defines: Mapping[str, int] | None = None,
-    max_dynamic_shared: int = 0,
+    source: str, name: str, *, defines: Mapping[str, int] | None = None, max_dynamic_shared: int = 0
 ) -> CudaKernel:
     """A kernel for torch's current device, compiled unless it already is.
 

@@ -23,11 +23,7 @@ WORD_BYTES = 4
 
 
 def topk_rows(
-    logits: torch.Tensor,
-    starts: torch.Tensor,
-    ends: torch.Tensor,
-    topk: int,
-    out: torch.Tensor | None = None,
+    logits: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor, topk: int, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """As `nsa_plugin.kernels.topk.reference_topk_rows`, on a CUDA device of SM80 or later.
 

@@ -250,13 +250,7 @@ def paged_topk(
         some = slice(first, min(first + step, count))
         rows = slice(some.start * pair, some.stop * pair)
         logits = score(
-            q[some],
-            cache.as_records(),
-            weights[rows],
-            context[some],
-            table[some],
-            schedule(context[some]),
-            max_len,
+            q[some], cache.as_records(), weights[rows], context[some], table[some], schedule(context[some]), max_len
         )
         selector(logits, zeros[rows], limits[rows], topk, out=result[rows])
         del logits

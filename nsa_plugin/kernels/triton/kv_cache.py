@@ -78,38 +78,22 @@ def write(
         if not isinstance(cache.layout, Fp8Layout):
             grid = (ceil_div(count, PLAIN_ROWS), ceil_div(cache.dim, PLAIN_VALUES))
             write_plain_kernel[grid](
-                cache.data,
-                *sources,
-                *cache.data.stride(),
-                *strides,
-                PAGE_SIZE=cache.page_size,
-                DIM=cache.dim,
-                SPLIT=cache.dim - rope_dim,
-                ROWS=PLAIN_ROWS,
-                VALUES=PLAIN_VALUES,
-                INTERPRETED=not rows.is_cuda,
-            )
+                cache.data, *sources, *cache.data.stride(), *strides,
+                PAGE_SIZE=cache.page_size, DIM=cache.dim, SPLIT=cache.dim - rope_dim, ROWS=PLAIN_ROWS,
+                VALUES=PLAIN_VALUES, INTERPRETED=not rows.is_cuda,
+            )  # fmt: skip
             return
         rows_per_program = _rows_per_program(count)
         write_records_kernel[(ceil_div(count, rows_per_program),)](
-            cache.data,
-            *sources,
-            cache.data.stride(0),
-            *strides,
-            **_record_constants(op, cache, cache.layout),
-            AMAX_FLOOR_BITS=_float_bits(cache.layout.amax_floor),
+            cache.data, *sources, cache.data.stride(0), *strides,
+            **_record_constants(op, cache, cache.layout), AMAX_FLOOR_BITS=_float_bits(cache.layout.amax_floor),
             POWER_OF_TWO=power_of_two_scales or cache.layout.scale_format is ScaleFormat.UE8M0,
-            INTERPRETED=not rows.is_cuda,
-            ROWS=rows_per_program,
-        )
+            INTERPRETED=not rows.is_cuda, ROWS=rows_per_program,
+        )  # fmt: skip
 
 
 def read(
-    cache: PagedCache,
-    slots: torch.Tensor,
-    *,
-    out: torch.Tensor | None = None,
-    dtype: torch.dtype = torch.bfloat16,
+    cache: PagedCache, slots: torch.Tensor, *, out: torch.Tensor | None = None, dtype: torch.dtype = torch.bfloat16
 ) -> torch.Tensor:
     """Dequantise a set of slots into float rows; see `reference_read`. A slot beyond the cache: zeros.
 
@@ -124,11 +108,7 @@ def read(
 
 
 def read_pages(
-    cache: PagedCache,
-    pages: torch.Tensor,
-    *,
-    out: torch.Tensor | None = None,
-    dtype: torch.dtype = torch.bfloat16,
+    cache: PagedCache, pages: torch.Tensor, *, out: torch.Tensor | None = None, dtype: torch.dtype = torch.bfloat16
 ) -> torch.Tensor:
     """Dequantise whole pages: pages [n] -> [n, page_size, cache.dim]. Else as `read`."""
     check_tensor("kv_cache_read", "pages", pages, ("n",), dtypes=INDEX_DTYPES, device=cache.device)
@@ -152,17 +132,9 @@ def read_codes(cache: PagedCache, slots: torch.Tensor) -> tuple[torch.Tensor, to
         rows_per_program = _rows_per_program(count)
         with torch.cuda.device_of(slots):
             read_codes_kernel[(ceil_div(count, rows_per_program),)](
-                codes,
-                scales,
-                cache.data,
-                slots,
-                count,
-                cache.num_slots,
-                cache.data.stride(0),
-                slots.stride(0),
-                **_record_constants(op, cache, layout),
-                ROWS=rows_per_program,
-            )
+                codes, scales, cache.data, slots, count, cache.num_slots, cache.data.stride(0), slots.stride(0),
+                **_record_constants(op, cache, layout), ROWS=rows_per_program,
+            )  # fmt: skip
     return codes.view(FP8_DTYPE), scales
 
 
@@ -194,35 +166,16 @@ def _read(
         if not isinstance(cache.layout, Fp8Layout):
             grid = (ceil_div(count, PLAIN_ROWS), ceil_div(cache.dim, PLAIN_VALUES))
             read_plain_kernel[grid](
-                rows,
-                cache.data,
-                addresses,
-                count,
-                available,
-                *cache.data.stride(),
-                addresses.stride(0),
+                rows, cache.data, addresses, count, available, *cache.data.stride(), addresses.stride(0),
                 *rows.stride(),
-                PAGE_SIZE=cache.page_size,
-                DIM=cache.dim,
-                ROWS=PLAIN_ROWS,
-                VALUES=PLAIN_VALUES,
-                **constants,
-            )
+                PAGE_SIZE=cache.page_size, DIM=cache.dim, ROWS=PLAIN_ROWS, VALUES=PLAIN_VALUES, **constants,
+            )  # fmt: skip
             return out
         rows_per_program = _rows_per_program(count)
         read_records_kernel[(ceil_div(count, rows_per_program),)](
-            rows,
-            cache.data,
-            addresses,
-            count,
-            available,
-            cache.data.stride(0),
-            addresses.stride(0),
-            *rows.stride(),
-            **_record_constants(op, cache, cache.layout),
-            **constants,
-            ROWS=rows_per_program,
-        )
+            rows, cache.data, addresses, count, available, cache.data.stride(0), addresses.stride(0), *rows.stride(),
+            **_record_constants(op, cache, cache.layout), **constants, ROWS=rows_per_program,
+        )  # fmt: skip
     return out
 
 

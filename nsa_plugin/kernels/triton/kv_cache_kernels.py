@@ -1,8 +1,8 @@
 """Device code of the cache writers and readers; `kv_cache` launches it.
 
-A program handles whole rows: the fp8 tiles of `ROWS` rows as a [ROWS * tiles, tile] block, which makes
-a tile's scale a value a line, and their bfloat16 tails as a second block. GPUs before SM89 have no fp8
-conversion; there, and interpreted, the bits are converted with integers.
+A program handles whole rows: the fp8 tiles of ROWS rows as a [ROWS * tiles, tile] block, so that each line has one
+scale, and their bfloat16 tails as a second block. GPUs before SM89 have no fp8 conversion; there, and interpreted, the
+bits are converted with integers.
 """
 
 # Triton types a kernel's parameters, not Python.
@@ -30,13 +30,13 @@ def round_to(values, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def encode_fp8(values, NATIVE_FP8: tl.constexpr):
-    """e4m3 bytes of float32 values no larger than 448 but for a rounding; NaN stays NaN."""
+    """e4m3 bytes of float32 values of at most 448, up to rounding; NaN stays NaN."""
     if NATIVE_FP8:
         return values.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
         bits = values.to(tl.int32, bitcast=True)
         magnitude = bits & 0x7FFFFFFF
-        # 20 mantissa bits go, to nearest even; the exponent's bias changes from 127 to 7.
+        # Round 20 mantissa bits away, to nearest even; the exponent's bias changes from 127 to 7.
         normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
         # Below 2 ** -6 the step is 2 ** -9, which is the last mantissa bit of 2 ** 14: the addition rounds to it.
         stepped = (magnitude.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
@@ -67,7 +67,7 @@ def scale_of_exponent(exponent):
 
 @triton.jit
 def locate(addresses_ptr, row, num_rows, available, stride, PAGE_SIZE: tl.constexpr, BY_PAGE: tl.constexpr):
-    """Page and position of the slot that row `row` names, and whether it is in the cache; 0 and 0 if not."""
+    """Page and position of each row's slot, and whether it is in the cache; 0 and 0 if not."""
     entry = row // PAGE_SIZE if BY_PAGE else row
     address = tl.load(addresses_ptr + entry * stride, mask=row < num_rows, other=-1).to(tl.int64)
     inside = (address >= 0) & (address < available)
@@ -78,42 +78,61 @@ def locate(addresses_ptr, row, num_rows, available, stride, PAGE_SIZE: tl.conste
         return address // PAGE_SIZE, address % PAGE_SIZE, inside
 
 
+@triton.jit
+def locate_tiles(
+    cache_ptr, addresses_ptr, first, num_rows, available, page_stride, addresses_stride,
+    PAGE_SIZE: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, TILES_POWER: tl.constexpr,
+    ROW_BYTES: tl.constexpr, SCALES_START: tl.constexpr, SCALES_STRIDE: tl.constexpr,
+    BY_PAGE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The tiles of ROWS rows, as [ROWS * tiles]: row, tile, whether it is in the cache, its values' columns
+    [ROWS * tiles, TILE] and their codes' addresses, and the address of the row's scales."""
+    line = tl.arange(0, ROWS * TILES_POWER)
+    row, tile = first + line // TILES_POWER, line % TILES_POWER
+    page, position, inside = locate(addresses_ptr, row, num_rows, available, addresses_stride, PAGE_SIZE, BY_PAGE)
+    column = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
+    page_ptr = cache_ptr + page * page_stride
+    codes = (page_ptr + position * ROW_BYTES)[:, None] + column
+    return row, tile, inside & (tile < TILES), column, codes, page_ptr + SCALES_START + position * SCALES_STRIDE
+
+
+@triton.jit
+def locate_tails(
+    cache_ptr, addresses_ptr, row, num_rows, available, page_stride, addresses_stride,
+    PAGE_SIZE: tl.constexpr, TAIL_START: tl.constexpr, ROW_BYTES: tl.constexpr, BY_PAGE: tl.constexpr,
+):  # fmt: skip
+    """The addresses of rows' bfloat16 tails, and whether each row is in the cache."""
+    page, position, inside = locate(addresses_ptr, row, num_rows, available, addresses_stride, PAGE_SIZE, BY_PAGE)
+    return cache_ptr + page * page_stride + position * ROW_BYTES + TAIL_START, inside
+
+
+@triton.jit
+def load_scales(scales, tile, inside, IS_EXPONENT: tl.constexpr):
+    """float32 scales of tiles."""
+    if IS_EXPONENT:
+        return scale_of_exponent(tl.load(scales + tile, mask=inside, other=0).to(tl.int32))
+    else:
+        return tl.load((scales + tile * 4).to(tl.pointer_type(tl.float32)), mask=inside, other=0.0)
+
+
 @triton.jit(do_not_specialize=["num_rows", "num_slots"], do_not_specialize_on_alignment=["slots_ptr"])
 def write_records_kernel(
     cache_ptr,  # uint8, pages page_stride bytes apart
     rows_ptr,
     rope_ptr,  # or None: the tail follows the rows' other values
     slots_ptr,
-    num_rows,
-    num_slots,
-    page_stride,
-    rows_stride,
-    rows_value_stride,
-    rope_stride,
-    rope_value_stride,
-    slots_stride,
-    PAGE_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    TILES: tl.constexpr,
-    TILES_POWER: tl.constexpr,
-    TAIL_DIM: tl.constexpr,
-    TAIL_START: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    SCALES_START: tl.constexpr,
-    SCALES_STRIDE: tl.constexpr,
-    IS_EXPONENT: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-    AMAX_FLOOR_BITS: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    num_rows, num_slots, page_stride,
+    rows_stride, rows_value_stride, rope_stride, rope_value_stride, slots_stride,
+    PAGE_SIZE: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, TILES_POWER: tl.constexpr,
+    TAIL_DIM: tl.constexpr, TAIL_START: tl.constexpr, ROW_BYTES: tl.constexpr,
+    SCALES_START: tl.constexpr, SCALES_STRIDE: tl.constexpr, IS_EXPONENT: tl.constexpr, NATIVE_FP8: tl.constexpr,
+    AMAX_FLOOR_BITS: tl.constexpr, POWER_OF_TWO: tl.constexpr, INTERPRETED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * ROWS
-    line = tl.arange(0, ROWS * TILES_POWER)
-    row, tile = first + line // TILES_POWER, line % TILES_POWER
-    page, position, inside = locate(slots_ptr, row, num_rows, num_slots, slots_stride, PAGE_SIZE, False)
-    inside = inside & (tile < TILES)
-    column = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
+    row, tile, inside, column, targets, scales = locate_tiles(
+        cache_ptr, slots_ptr, first, num_rows, num_slots, page_stride, slots_stride,
+        PAGE_SIZE, TILE, TILES, TILES_POWER, ROW_BYTES, SCALES_START, SCALES_STRIDE, False, ROWS,
+    )  # fmt: skip
     pointers = rows_ptr + row[:, None] * rows_stride + column.to(tl.int64) * rows_value_stride
     values = tl.load(pointers, mask=inside[:, None], other=0.0).to(tl.float32)
 
@@ -125,12 +144,7 @@ def write_records_kernel(
         bits = scale.to(tl.int32, bitcast=True)
         exponent = tl.minimum((bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32), 255)
         scale = scale_of_exponent(exponent)
-    codes = encode_fp8(tl.div_rn(values, scale[:, None]), NATIVE_FP8)
-
-    page_ptr = cache_ptr + page * page_stride
-    record = page_ptr + position * ROW_BYTES
-    tl.store(record[:, None] + column, codes, mask=inside[:, None])
-    scales = page_ptr + SCALES_START + position * SCALES_STRIDE
+    tl.store(targets, encode_fp8(tl.div_rn(values, scale[:, None]), NATIVE_FP8), mask=inside[:, None])
     if IS_EXPONENT:
         tl.store(scales + tile, exponent.to(tl.uint8), mask=inside)
     else:
@@ -138,18 +152,20 @@ def write_records_kernel(
 
     if TAIL_DIM > 0:
         row = first + tl.arange(0, ROWS)
-        page, position, inside = locate(slots_ptr, row, num_rows, num_slots, slots_stride, PAGE_SIZE, False)
+        target, inside = locate_tails(
+            cache_ptr, slots_ptr, row, num_rows, num_slots, page_stride, slots_stride,
+            PAGE_SIZE, TAIL_START, ROW_BYTES, False,
+        )  # fmt: skip
         column = tl.arange(0, TAIL_DIM)
         if rope_ptr is None:
             pointers = rows_ptr + row[:, None] * rows_stride
             pointers += (TILES * TILE + column).to(tl.int64)[None, :] * rows_value_stride
-            tail = tl.load(pointers, mask=inside[:, None], other=0.0).to(tl.float32)
         else:
             pointers = rope_ptr + row[:, None] * rope_stride + column.to(tl.int64)[None, :] * rope_value_stride
-            tail = tl.load(pointers, mask=inside[:, None], other=0.0).to(tl.float32)
-            # The contract's rows have one dtype.
+        tail = tl.load(pointers, mask=inside[:, None], other=0.0).to(tl.float32)
+        if rope_ptr is not None:  # the contract's rows have one dtype
             tail = round_to(tail, rows_ptr.dtype.element_ty, INTERPRETED).to(tl.float32)
-        target = (cache_ptr + page * page_stride + position * ROW_BYTES + TAIL_START).to(tl.pointer_type(tl.bfloat16))
+        target = target.to(tl.pointer_type(tl.bfloat16))
         tl.store(target[:, None] + column[None, :], round_to(tail, tl.bfloat16, INTERPRETED), mask=inside[:, None])
 
 
@@ -160,46 +176,28 @@ def read_records_kernel(
     addresses_ptr,  # slots, or pages with BY_PAGE
     num_rows,
     available,  # slots or pages of the cache
-    page_stride,
-    addresses_stride,
-    out_stride,
-    out_value_stride,
-    PAGE_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    TILES: tl.constexpr,
-    TILES_POWER: tl.constexpr,
-    TAIL_DIM: tl.constexpr,
-    TAIL_START: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    SCALES_START: tl.constexpr,
-    SCALES_STRIDE: tl.constexpr,
-    IS_EXPONENT: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-    BY_PAGE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    page_stride, addresses_stride, out_stride, out_value_stride,
+    PAGE_SIZE: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, TILES_POWER: tl.constexpr,
+    TAIL_DIM: tl.constexpr, TAIL_START: tl.constexpr, ROW_BYTES: tl.constexpr,
+    SCALES_START: tl.constexpr, SCALES_STRIDE: tl.constexpr, IS_EXPONENT: tl.constexpr, NATIVE_FP8: tl.constexpr,
+    BY_PAGE: tl.constexpr, INTERPRETED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * ROWS
-    line = tl.arange(0, ROWS * TILES_POWER)
-    row, tile = first + line // TILES_POWER, line % TILES_POWER
-    page, position, inside = locate(addresses_ptr, row, num_rows, available, addresses_stride, PAGE_SIZE, BY_PAGE)
-    inside = inside & (tile < TILES)
-    page_ptr = cache_ptr + page * page_stride
-    column = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
-    codes = tl.load((page_ptr + position * ROW_BYTES)[:, None] + column, mask=inside[:, None], other=0)
-    scales = page_ptr + SCALES_START + position * SCALES_STRIDE
-    if IS_EXPONENT:
-        scale = scale_of_exponent(tl.load(scales + tile, mask=inside, other=0).to(tl.int32))
-    else:
-        scale = tl.load((scales + tile * 4).to(tl.pointer_type(tl.float32)), mask=inside, other=0.0)
+    row, tile, inside, column, sources, scales = locate_tiles(
+        cache_ptr, addresses_ptr, first, num_rows, available, page_stride, addresses_stride,
+        PAGE_SIZE, TILE, TILES, TILES_POWER, ROW_BYTES, SCALES_START, SCALES_STRIDE, BY_PAGE, ROWS,
+    )  # fmt: skip
+    codes = tl.load(sources, mask=inside[:, None], other=0)
+    scale = load_scales(scales, tile, inside, IS_EXPONENT)
 
     tail_row = first + tl.arange(0, ROWS)
     tail_column = tl.arange(0, TAIL_DIM if TAIL_DIM > 0 else 1)
     if TAIL_DIM > 0:
-        page, position, tail_inside = locate(
-            addresses_ptr, tail_row, num_rows, available, addresses_stride, PAGE_SIZE, BY_PAGE
-        )
-        source = (cache_ptr + page * page_stride + position * ROW_BYTES + TAIL_START).to(tl.pointer_type(tl.uint16))
+        source, tail_inside = locate_tails(
+            cache_ptr, addresses_ptr, tail_row, num_rows, available, page_stride, addresses_stride,
+            PAGE_SIZE, TAIL_START, ROW_BYTES, BY_PAGE,
+        )  # fmt: skip
+        source = source.to(tl.pointer_type(tl.uint16))
         tail = tl.load(source[:, None] + tail_column[None, :], mask=tail_inside[:, None], other=0)
         # A bfloat16 is the upper half of a float32.
         tail = (tail.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
@@ -218,41 +216,21 @@ def read_records_kernel(
 def read_codes_kernel(
     codes_ptr,  # uint8 [num_rows, TILES * TILE]
     scales_ptr,  # float32 [num_rows, TILES]
-    cache_ptr,
-    slots_ptr,
-    num_rows,
-    num_slots,
-    page_stride,
-    slots_stride,
-    PAGE_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    TILES: tl.constexpr,
-    TILES_POWER: tl.constexpr,
-    TAIL_DIM: tl.constexpr,
-    TAIL_START: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    SCALES_START: tl.constexpr,
-    SCALES_STRIDE: tl.constexpr,
-    IS_EXPONENT: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
+    cache_ptr, slots_ptr, num_rows, num_slots, page_stride, slots_stride,
+    PAGE_SIZE: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, TILES_POWER: tl.constexpr,
+    TAIL_DIM: tl.constexpr, TAIL_START: tl.constexpr, ROW_BYTES: tl.constexpr,
+    SCALES_START: tl.constexpr, SCALES_STRIDE: tl.constexpr, IS_EXPONENT: tl.constexpr, NATIVE_FP8: tl.constexpr,
     ROWS: tl.constexpr,
-):
-    line = tl.arange(0, ROWS * TILES_POWER)
-    row, tile = tl.program_id(0).to(tl.int64) * ROWS + line // TILES_POWER, line % TILES_POWER
-    page, position, inside = locate(slots_ptr, row, num_rows, num_slots, slots_stride, PAGE_SIZE, False)
-    inside = inside & (tile < TILES)
+):  # fmt: skip
+    row, tile, inside, column, sources, scales = locate_tiles(
+        cache_ptr, slots_ptr, tl.program_id(0).to(tl.int64) * ROWS, num_rows, num_slots, page_stride, slots_stride,
+        PAGE_SIZE, TILE, TILES, TILES_POWER, ROW_BYTES, SCALES_START, SCALES_STRIDE, False, ROWS,
+    )  # fmt: skip
     stored = (row < num_rows) & (tile < TILES)
-    page_ptr = cache_ptr + page * page_stride
-    column = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
-    codes = tl.load((page_ptr + position * ROW_BYTES)[:, None] + column, mask=inside[:, None], other=0)
+    codes = tl.load(sources, mask=inside[:, None], other=0)
     tl.store(codes_ptr + row[:, None] * (TILES * TILE) + column, codes, mask=stored[:, None])
-    scales = page_ptr + SCALES_START + position * SCALES_STRIDE
-    if IS_EXPONENT:
-        scale = scale_of_exponent(tl.load(scales + tile, mask=inside, other=0).to(tl.int32))
-        scale = tl.where(inside, scale, 0.0)
-    else:
-        scale = tl.load((scales + tile * 4).to(tl.pointer_type(tl.float32)), mask=inside, other=0.0)
-    tl.store(scales_ptr + row * TILES + tile, scale, mask=stored)
+    scale = load_scales(scales, tile, inside, IS_EXPONENT)
+    tl.store(scales_ptr + row * TILES + tile, tl.where(inside, scale, 0.0), mask=stored)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_slots"], do_not_specialize_on_alignment=["slots_ptr"])
@@ -261,23 +239,12 @@ def write_plain_kernel(
     rows_ptr,
     rope_ptr,  # or None
     slots_ptr,
-    num_rows,
-    num_slots,
-    page_stride,
-    position_stride,
-    value_stride,
-    rows_stride,
-    rows_value_stride,
-    rope_stride,
-    rope_value_stride,
-    slots_stride,
-    PAGE_SIZE: tl.constexpr,
-    DIM: tl.constexpr,
-    SPLIT: tl.constexpr,  # values that come from rows; the others from rope
-    ROWS: tl.constexpr,
-    VALUES: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
+    num_rows, num_slots, page_stride, position_stride, value_stride,
+    rows_stride, rows_value_stride, rope_stride, rope_value_stride, slots_stride,
+    PAGE_SIZE: tl.constexpr, DIM: tl.constexpr,
+    SPLIT: tl.constexpr,  # values that come from rows; the others come from rope
+    ROWS: tl.constexpr, VALUES: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1).to(tl.int64) * VALUES + tl.arange(0, VALUES)
     page, position, inside = locate(slots_ptr, row, num_rows, num_slots, slots_stride, PAGE_SIZE, False)
@@ -306,19 +273,10 @@ def read_plain_kernel(
     addresses_ptr,  # slots, or pages with BY_PAGE
     num_rows,
     available,  # slots or pages of the cache
-    page_stride,
-    position_stride,
-    value_stride,
-    addresses_stride,
-    out_stride,
-    out_value_stride,
-    PAGE_SIZE: tl.constexpr,
-    DIM: tl.constexpr,
-    ROWS: tl.constexpr,
-    VALUES: tl.constexpr,
-    BY_PAGE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
+    page_stride, position_stride, value_stride, addresses_stride, out_stride, out_value_stride,
+    PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, VALUES: tl.constexpr,
+    BY_PAGE: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1).to(tl.int64) * VALUES + tl.arange(0, VALUES)
     page, position, inside = locate(addresses_ptr, row, num_rows, available, addresses_stride, PAGE_SIZE, BY_PAGE)

@@ -43,30 +43,12 @@ def norm_rope(
     if rows:
         with torch.cuda.device_of(q_c):
             norm_rope_kernel[(rows, 2)](
-                q_c,
-                *q_c.stride(),
-                q_weight,
-                q_eps,
-                queries,
-                kv_c,
-                *kv_c.stride(),
-                kv_weight,
-                kv_eps,
-                latents,
-                k_pe,
-                *k_pe.stride(),
-                keys,
-                positions,
-                cos_sin,
-                *cos_sin.stride(),
-                Q_DIM=q_dim,
-                Q_POWER=power_of_2(q_dim),
-                KV_DIM=kv_c.shape[1],
-                KV_POWER=power_of_2(kv_c.shape[1]),
-                HALF=k_pe.shape[1] // 2,
-                HALF_POWER=power_of_2(k_pe.shape[1] // 2),
-                INTERPRETED=not q_c.is_cuda,
-            )
+                q_c, *q_c.stride(), q_weight, q_eps, queries,
+                kv_c, *kv_c.stride(), kv_weight, kv_eps, latents,
+                k_pe, *k_pe.stride(), keys, positions, cos_sin, *cos_sin.stride(),
+                Q_DIM=q_dim, Q_POWER=power_of_2(q_dim), KV_DIM=kv_c.shape[1], KV_POWER=power_of_2(kv_c.shape[1]),
+                HALF=k_pe.shape[1] // 2, HALF_POWER=power_of_2(k_pe.shape[1] // 2), INTERPRETED=not q_c.is_cuda,
+            )  # fmt: skip
     return queries, latents, keys
 
 
@@ -87,21 +69,9 @@ def indexer_keys(
     if rows:
         with torch.cuda.device_of(k):
             indexer_keys_kernel[(rows,)](
-                k,
-                *k.stride(),
-                weight,
-                bias,
-                eps,
-                out,
-                positions,
-                cos_sin,
-                *cos_sin.stride(),
-                DIM=dim,
-                HALF=cos_sin.shape[1] // 2,
-                HALF_POWER=power_of_2(cos_sin.shape[1] // 2),
-                REST_POWER=power_of_2(max(1, dim - cos_sin.shape[1])),
-                INTERLEAVED=interleaved,
-            )
+                k, *k.stride(), weight, bias, eps, out, positions, cos_sin, *cos_sin.stride(),
+                INTERLEAVED=interleaved, **_widths(dim, cos_sin),
+            )  # fmt: skip
     return out
 
 
@@ -122,24 +92,10 @@ def indexer_queries(
     if rows and heads:
         with torch.cuda.device_of(q):
             indexer_queries_kernel[(rows, heads)](
-                q,
-                *q.stride(),
-                weights,
-                *weights.stride(),
-                scale,
-                codes,
-                folded,
-                heads,
-                positions,
-                cos_sin,
+                q, *q.stride(), weights, *weights.stride(), scale, codes, folded, heads, positions, cos_sin,
                 *cos_sin.stride(),
-                DIM=dim,
-                HALF=cos_sin.shape[1] // 2,
-                HALF_POWER=power_of_2(cos_sin.shape[1] // 2),
-                REST_POWER=power_of_2(max(1, dim - cos_sin.shape[1])),
-                INTERLEAVED=interleaved,
-                FLOOR=AMAX_FLOOR,
-            )
+                INTERLEAVED=interleaved, **_widths(dim, cos_sin), FLOOR=AMAX_FLOOR,
+            )  # fmt: skip
     return codes.view(FP8_DTYPE), folded
 
 
@@ -152,17 +108,17 @@ def rope(q: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> tor
     if rows and heads:
         with torch.cuda.device_of(q):
             rope_kernel[(rows, heads)](
-                q,
-                *q.stride(),
-                out,
-                heads,
-                positions,
-                cos_sin,
-                *cos_sin.stride(),
-                HALF=width // 2,
-                INTERPRETED=not q.is_cuda,
-            )
+                q, *q.stride(), out, heads, positions, cos_sin, *cos_sin.stride(),
+                HALF=width // 2, INTERPRETED=not q.is_cuda,
+            )  # fmt: skip
     return out
+
+
+def _widths(dim: int, cos_sin: torch.Tensor) -> dict[str, int]:
+    """Values of a head of `dim`: half of the rotated ones, and the rest."""
+    rotated = cos_sin.shape[1]
+    powers = {"HALF_POWER": power_of_2(rotated // 2), "REST_POWER": power_of_2(max(1, dim - rotated))}
+    return {"DIM": dim, "HALF": rotated // 2, **powers}
 
 
 @triton.jit
@@ -218,34 +174,16 @@ def _store_normed(
 
 @triton.jit
 def norm_rope_kernel(
-    q_ptr,
-    q_row_stride,
-    q_value_stride,
-    q_weight_ptr,
-    q_eps,
+    q_ptr, q_row_stride, q_value_stride, q_weight_ptr, q_eps,
     q_out_ptr,  # [rows, Q_DIM]
-    kv_ptr,
-    kv_row_stride,
-    kv_value_stride,
-    kv_weight_ptr,
-    kv_eps,
+    kv_ptr, kv_row_stride, kv_value_stride, kv_weight_ptr, kv_eps,
     kv_out_ptr,  # float32 [rows, KV_DIM]
-    k_pe_ptr,
-    k_pe_row_stride,
-    k_pe_value_stride,
+    k_pe_ptr, k_pe_row_stride, k_pe_value_stride,
     k_pe_out_ptr,  # float32 [rows, 2 * HALF]
-    positions_ptr,
-    cos_sin_ptr,
-    cos_sin_row_stride,
-    cos_sin_value_stride,
-    Q_DIM: tl.constexpr,
-    Q_POWER: tl.constexpr,
-    KV_DIM: tl.constexpr,
-    KV_POWER: tl.constexpr,
-    HALF: tl.constexpr,
-    HALF_POWER: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
+    positions_ptr, cos_sin_ptr, cos_sin_row_stride, cos_sin_value_stride,
+    Q_DIM: tl.constexpr, Q_POWER: tl.constexpr, KV_DIM: tl.constexpr, KV_POWER: tl.constexpr, HALF: tl.constexpr,
+    HALF_POWER: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     if tl.program_id(1) == 0:
         queries = q_ptr + row * q_row_stride
@@ -272,23 +210,12 @@ def norm_rope_kernel(
 
 @triton.jit
 def indexer_keys_kernel(
-    k_ptr,
-    row_stride,
-    value_stride,
-    weight_ptr,
-    bias_ptr,
-    eps,
+    k_ptr, row_stride, value_stride, weight_ptr, bias_ptr, eps,
     out_ptr,  # float32 [rows, DIM]
-    positions_ptr,
-    cos_sin_ptr,
-    cos_sin_row_stride,
-    cos_sin_value_stride,
-    DIM: tl.constexpr,
-    HALF: tl.constexpr,
-    HALF_POWER: tl.constexpr,
-    REST_POWER: tl.constexpr,
+    positions_ptr, cos_sin_ptr, cos_sin_row_stride, cos_sin_value_stride,
+    DIM: tl.constexpr, HALF: tl.constexpr, HALF_POWER: tl.constexpr, REST_POWER: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     source, target = k_ptr + row * row_stride, out_ptr + row * DIM
     one, other, behind, paired, left = _places(DIM, HALF, HALF_POWER, REST_POWER, INTERLEAVED)
@@ -321,28 +248,13 @@ def _affine(values, weight_ptr, bias_ptr, column, inside):
 
 @triton.jit(do_not_specialize=["heads"])
 def indexer_queries_kernel(
-    q_ptr,
-    row_stride,
-    head_stride,
-    value_stride,
-    weights_ptr,
-    weights_row_stride,
-    weights_head_stride,
-    scale,
+    q_ptr, row_stride, head_stride, value_stride, weights_ptr, weights_row_stride, weights_head_stride, scale,
     codes_ptr,  # uint8 [rows, heads, DIM]
     folded_ptr,  # float32 [rows, heads]
-    heads,
-    positions_ptr,
-    cos_sin_ptr,
-    cos_sin_row_stride,
-    cos_sin_value_stride,
-    DIM: tl.constexpr,
-    HALF: tl.constexpr,
-    HALF_POWER: tl.constexpr,
-    REST_POWER: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    FLOOR: tl.constexpr,
-):
+    heads, positions_ptr, cos_sin_ptr, cos_sin_row_stride, cos_sin_value_stride,
+    DIM: tl.constexpr, HALF: tl.constexpr, HALF_POWER: tl.constexpr, REST_POWER: tl.constexpr,
+    INTERLEAVED: tl.constexpr, FLOOR: tl.constexpr,
+):  # fmt: skip
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     source, place = q_ptr + row * row_stride + head * head_stride, row * heads + head
     one, other, behind, paired, left = _places(DIM, HALF, HALF_POWER, REST_POWER, INTERLEAVED)
@@ -368,19 +280,11 @@ def indexer_queries_kernel(
 
 @triton.jit(do_not_specialize=["heads"])
 def rope_kernel(
-    q_ptr,
-    row_stride,
-    head_stride,
-    value_stride,
+    q_ptr, row_stride, head_stride, value_stride,
     out_ptr,  # [rows, heads, 2 * HALF]
-    heads,
-    positions_ptr,
-    cos_sin_ptr,
-    cos_sin_row_stride,
-    cos_sin_value_stride,
-    HALF: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
+    heads, positions_ptr, cos_sin_ptr, cos_sin_row_stride, cos_sin_value_stride,
+    HALF: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     source = q_ptr + row * row_stride + head * head_stride
     even, odd = _pairs(HALF, HALF, True)

@@ -36,38 +36,19 @@ def masked_rows(
     if out.numel():
         with torch.cuda.device(indices.device) if indices.is_cuda else nullcontext():
             _masked_rows_kernel[(batch * s_q, ceil_div(width, BLOCK))](
-                indices,
-                *indices.stride(),
-                length,
-                *((0, 0) if length is None else length.stride()),
-                out,
-                lengths,
-                num_slots,
-                s_q,
-                topk,
-                width,
+                indices, *indices.stride(), length, *((0, 0) if length is None else length.stride()), out, lengths,
+                num_slots, s_q, topk, width,
                 BLOCK=BLOCK,
-            )
+            )  # fmt: skip
     return out, lengths
 
 
 @triton.jit(do_not_specialize=["num_slots", "s_q", "topk", "width"])
 def _masked_rows_kernel(
-    indices,
-    stride_b,
-    stride_s,
-    stride_k,
-    length,
-    length_stride_b,
-    length_stride_s,
-    out,
-    lengths,
-    num_slots,
-    s_q,
-    topk,
+    indices, stride_b, stride_s, stride_k, length, length_stride_b, length_stride_s, out, lengths, num_slots, s_q, topk,
     width,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     b, s = row // s_q, row % s_q
     entry = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

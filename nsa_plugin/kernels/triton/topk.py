@@ -21,11 +21,7 @@ NUM_WARPS = 8
 
 
 def topk_rows(
-    logits: torch.Tensor,
-    starts: torch.Tensor,
-    ends: torch.Tensor,
-    topk: int,
-    out: torch.Tensor | None = None,
+    logits: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor, topk: int, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """As `nsa_plugin.kernels.topk.reference_topk_rows`; any strides.
 
@@ -37,19 +33,9 @@ def topk_rows(
         return out
     with torch.cuda.device_of(logits):
         _topk_rows[(rows,)](
-            logits,
-            starts,
-            ends,
-            out,
-            columns,
-            topk,
-            *logits.stride(),
-            starts.stride(0),
-            ends.stride(0),
-            *out.stride(),
-            BLOCK=BLOCK,
-            num_warps=NUM_WARPS,
-        )
+            logits, starts, ends, out, columns, topk, *logits.stride(), starts.stride(0), ends.stride(0), *out.stride(),
+            BLOCK=BLOCK, num_warps=NUM_WARPS,
+        )  # fmt: skip
     return out
 
 
@@ -68,20 +54,10 @@ def _keys(row_ptr, column_stride, base, length, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["columns", "topk"], do_not_specialize_on_alignment=["starts_ptr", "ends_ptr"])
 def _topk_rows(
-    logits_ptr,
-    starts_ptr,
-    ends_ptr,
-    out_ptr,
-    columns,
-    topk,
-    row_stride,
-    column_stride,
-    starts_stride,
-    ends_stride,
-    out_stride,
-    out_column_stride,
+    logits_ptr, starts_ptr, ends_ptr, out_ptr, columns, topk, row_stride, column_stride, starts_stride, ends_stride,
+    out_stride, out_column_stride,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     start = tl.maximum(tl.load(starts_ptr + row * starts_stride).to(tl.int64), 0)
     end = tl.minimum(tl.load(ends_ptr + row * ends_stride).to(tl.int64), columns)

@@ -48,14 +48,9 @@ def map_pages(pages: torch.Tensor, page_map: torch.Tensor) -> None:
     if len(pages) and len(page_map):
         with torch.cuda.device_of(pages):
             _map_pages[(ceil_div(len(pages), MAP_BLOCK),)](
-                page_map,
-                pages,
-                len(pages),
-                len(page_map),
-                page_map.stride(0),
-                pages.stride(0),
+                page_map, pages, len(pages), len(page_map), page_map.stride(0), pages.stride(0),
                 BLOCK=MAP_BLOCK,
-            )
+            )  # fmt: skip
 
 
 def combine_rows(window: RowsPart, extra: RowsPart | None, out: torch.Tensor) -> IndexRows:
@@ -78,25 +73,13 @@ def combine_rows(window: RowsPart, extra: RowsPart | None, out: torch.Tensor) ->
     block = min(power_of_2(max(width, 1)), MAX_BLOCK)
     with torch.cuda.device_of(out):
         _combine_rows[(tokens, max(1, ceil_div(width, block)))](
-            out,
-            lengths,
-            *_pointers(window),
-            *_pointers(second),
-            width,
-            len(window.pages),
-            window.num_pages,
-            len(second.pages),
-            second.num_pages,
-            *out.stride(),
-            *_strides(window),
-            *_strides(second),
+            out, lengths, *_pointers(window), *_pointers(second),
+            width, len(window.pages), window.num_pages, len(second.pages), second.num_pages,
+            *out.stride(), *_strides(window), *_strides(second),
             0 if extra is None else int(extra.indices.shape[1]),
-            HAS_EXTRA=extra is not None,
-            WINDOW_WIDTH=int(window.indices.shape[1]),
-            WINDOW_PAGE=window.page_size,
-            EXTRA_PAGE=second.page_size,
-            BLOCK=block,
-        )
+            HAS_EXTRA=extra is not None, WINDOW_WIDTH=int(window.indices.shape[1]), WINDOW_PAGE=window.page_size,
+            EXTRA_PAGE=second.page_size, BLOCK=block,
+        )  # fmt: skip
     return IndexRows(out, lengths)
 
 
@@ -145,9 +128,7 @@ def _place(index, valid, pages_ptr, map_ptr, num_listed, num_pages, pages_stride
 
 
 # Of a compress ratio of 128 the extra width grows with the context, and must not compile the kernel anew.
-@triton.jit(
-    do_not_specialize=["window_listed", "window_pages", "extra_listed", "extra_pages", "extra_width"],
-)
+@triton.jit(do_not_specialize=["window_listed", "window_pages", "extra_listed", "extra_pages", "extra_width"])
 def _combine_rows(
     out_ptr,  # int32 [tokens, width]
     lengths_ptr,  # int32 [tokens]
@@ -155,34 +136,13 @@ def _combine_rows(
     window_lengths_ptr,  # or None: all of the window's width
     window_pages_ptr,
     window_map_ptr,  # or None: the indices are rows of the share
-    extra_ptr,
-    extra_lengths_ptr,
-    extra_pages_ptr,
-    extra_map_ptr,
-    width,
-    window_listed,
-    window_pages,
-    extra_listed,
-    extra_pages,
-    out_stride,
-    out_entry_stride,
-    window_stride,
-    window_entry_stride,
-    window_lengths_stride,
-    window_pages_stride,
-    window_map_stride,
-    extra_stride,
-    extra_entry_stride,
-    extra_lengths_stride,
-    extra_pages_stride,
-    extra_map_stride,
-    extra_width,
-    HAS_EXTRA: tl.constexpr,
-    WINDOW_WIDTH: tl.constexpr,
-    WINDOW_PAGE: tl.constexpr,
-    EXTRA_PAGE: tl.constexpr,
+    extra_ptr, extra_lengths_ptr, extra_pages_ptr, extra_map_ptr,
+    width, window_listed, window_pages, extra_listed, extra_pages, out_stride, out_entry_stride,
+    window_stride, window_entry_stride, window_lengths_stride, window_pages_stride, window_map_stride,
+    extra_stride, extra_entry_stride, extra_lengths_stride, extra_pages_stride, extra_map_stride, extra_width,
+    HAS_EXTRA: tl.constexpr, WINDOW_WIDTH: tl.constexpr, WINDOW_PAGE: tl.constexpr, EXTRA_PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     window_length = _length(window_lengths_ptr, row, window_lengths_stride, WINDOW_WIDTH)
@@ -190,16 +150,9 @@ def _combine_rows(
     from_window = column < window_length
     index = tl.load(window_ptr + row * window_stride + column * window_entry_stride, mask=from_window, other=-1)
     place, valid = _place(
-        index.to(tl.int64),
-        from_window,
-        window_pages_ptr,
-        window_map_ptr,
-        window_listed,
-        window_pages,
-        window_pages_stride,
-        window_map_stride,
-        WINDOW_PAGE,
-    )
+        index.to(tl.int64), from_window, window_pages_ptr, window_map_ptr, window_listed, window_pages,
+        window_pages_stride, window_map_stride, WINDOW_PAGE,
+    )  # fmt: skip
     combined = tl.where(valid, place, -1)
     if HAS_EXTRA:
         extra_length = _length(extra_lengths_ptr, row, extra_lengths_stride, extra_width)
@@ -208,16 +161,9 @@ def _combine_rows(
         from_extra = (behind >= 0) & (behind < extra_length)
         index = tl.load(extra_ptr + row * extra_stride + behind * extra_entry_stride, mask=from_extra, other=-1)
         place, valid = _place(
-            index.to(tl.int64),
-            from_extra,
-            extra_pages_ptr,
-            extra_map_ptr,
-            extra_listed,
-            extra_pages,
-            extra_pages_stride,
-            extra_map_stride,
-            EXTRA_PAGE,
-        )
+            index.to(tl.int64), from_extra, extra_pages_ptr, extra_map_ptr, extra_listed, extra_pages,
+            extra_pages_stride, extra_map_stride, EXTRA_PAGE,
+        )  # fmt: skip
         first = tl.full([], WINDOW_PAGE, tl.int64) * window_listed
         combined = tl.where(valid, place + first, combined)
     tl.store(out_ptr + row * out_stride + column * out_entry_stride, combined.to(tl.int32), mask=column < width)
