@@ -129,6 +129,24 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> None:
     process.check_before_serving(SimpleNamespace(use_ray=True))
 
 
+def on_an_a100(version: str = "0.5.23", **server_args: Any) -> Start:
+    """The first backend of a scheduler on an SM80 GPU; V4's with `v4`."""
+
+    def start(monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv(VARIABLE, "")
+        PassedFlags({"enabled": "true", "strict": "full"}, {}).write()
+        monkeypatch.setattr(sglang_model, "device_sm", lambda: 80)
+        monkeypatch.setattr(sglang_activation, "probe", lambda: synthetic(80, libraries=("triton",)))
+        ledger = Ledger(engine="sglang", version=Version(version), supported=">=0.5.11", patches=())
+        process = SglangProcess(ledger, child=True)
+        process.enter_scheduler()
+        if server_args.pop("v4", False):
+            process.enter_v4()
+        process.backend_built(built(), runner(**server_args))
+
+    return start
+
+
 def portable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sglang_activation, "_check_files", lambda version: None)
     monkeypatch.setenv(VARIABLE, "")
@@ -198,6 +216,9 @@ STARTS: dict[tuple[str, str], Start] = {
     (SGLANG, "decode, verify and draft steps of DeepSeek-V4"): v4_steps,
     (SGLANG, "DeepSeek-V4.1"): v41,
     (SGLANG, "Ray actors"): ray,
+    (SGLANG, "DeepSeek-V4 on a GPU of the portable path"): on_an_a100(v4=True),
+    (SGLANG, "an older SGLang on a GPU of the portable path"): on_an_a100("0.5.22"),
+    (SGLANG, "mixed chunks on the portable path"): on_an_a100(enable_mixed_chunk=True),
     (SGLANG, "the portable path by name in an older SGLang"): portable,
     (SGLANG, "trtllm by SGLang's flag where it cannot run"): trtllm_flag,
     (SGLANG, "a model with sparse attention on a CPU"): on_a_cpu,

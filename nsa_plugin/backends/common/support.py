@@ -211,6 +211,24 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
         "the plugin is never loaded there",
     ),
     _sglang(
+        "DeepSeek-V4 on a GPU of the portable path",
+        "A100, L40S",
+        "DeepSeek-V4 needs an SM90 or SM100 GPU",
+        "the portable path is for DeepSeek-V3.2 and GLM-5",
+    ),
+    _sglang(
+        "an older SGLang on a GPU of the portable path",
+        "SGLang 0.5.22 on an A100",
+        "portable path supports SGLang",
+        "it knows the code of SGLang 0.5.23",
+    ),
+    _sglang(
+        "mixed chunks on the portable path",
+        "`--enable-mixed-chunk` over an fp8 cache on an A100",
+        "does not support --enable-mixed-chunk",
+        "a batch of prefills and decode steps over an fp8 cache has no plan under SGLang",
+    ),
+    _sglang(
         "the portable path by name in an older SGLang",
         "`--nsa-plugin-portable on` before 0.5.23",
         "portable is on and cannot work with SGLang",
