@@ -254,6 +254,14 @@ def test_explain_v4_has_its_own_shape(capsys: pytest.CaptureFixture[str]) -> Non
     assert found["model"]["index_topk"] == 512
 
 
+def test_explain_glm_has_its_own_shape(capsys: pytest.CaptureFixture[str]) -> None:
+    found = data(capsys, "explain --model glm --sm 90 --kv-dtype fp8_e4m3 --tp 8 --q-tokens 9000 --max-kv 9000")[
+        "model"
+    ]
+    assert (found["family"], found["kv_layout"], found["num_heads"] // found["attn_tp_size"]) == ("v3.2", "v32_fp8", 8)
+    assert (found["qk_nope_head_dim"], found["v_head_dim"], found["index_n_heads"]) == (192, 256, 32)
+
+
 def test_explain_without_a_kernel_says_why_and_ends_1(capsys: pytest.CaptureFixture[str]) -> None:
     command = "explain --sm 90 --libraries fa3 --q-tokens 10 --max-kv 5000"
     code, out, _ = call(capsys, command)

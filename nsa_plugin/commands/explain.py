@@ -11,7 +11,7 @@ from nsa_plugin.commands.output import add_json, add_verbose, print_json
 from nsa_plugin.decision.case import count
 from nsa_plugin.decision.dispatch import decide, partition
 from nsa_plugin.decision.plan import Plan
-from nsa_plugin.decision.shapes import FAMILIES, BatchShape, ModelShape, Phase
+from nsa_plugin.decision.shapes import BatchShape, ModelShape, Phase
 from nsa_plugin.errors import NoProviderError, SettingsError, ShapeError
 from nsa_plugin.libraries.devices import GIB, DeviceProfile, synthetic
 from nsa_plugin.libraries.manifest import MANIFEST
@@ -46,6 +46,7 @@ _FP8 = ("fp8", "fp8_e4m3", "fp8_ds_mla")
 # Dimensions of the released models, where they differ from ModelShape's defaults.
 _FAMILY_DIMS: dict[str, dict[str, int]] = {
     "v3.2": {},
+    "glm": {"num_heads": 64, "qk_nope_head_dim": 192, "v_head_dim": 256, "index_n_heads": 32},
     "v4": {"qk_nope_head_dim": 448, "v_head_dim": 512, "index_topk": 512, "sliding_window": 128},
 }
 
@@ -92,9 +93,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
     add_verbose(parser, "the parts of the plan that are off or not used, with their reasons")
     model = parser.add_argument_group("model on one rank")
-    model.add_argument("--model", choices=FAMILIES, default="v3.2", help="family (default: %(default)s)")
     model.add_argument(
-        "--heads", type=positive, metavar="N", help="query heads of a rank (default: the model's 128 over --tp)"
+        "--model",
+        choices=_FAMILY_DIMS,
+        default="v3.2",
+        help="DeepSeek-V3.2's shape, GLM-5's or DeepSeek-V4's (default: %(default)s)",
+    )
+    model.add_argument(
+        "--heads", type=positive, metavar="N", help="query heads of a rank (default: the model's over --tp)"
     )
     model.add_argument("--tp", type=positive, default=1, metavar="N", help="attention TP size (default: %(default)s)")
     model.add_argument(
@@ -182,7 +188,8 @@ def _model(args: argparse.Namespace) -> ModelShape:
     dtype = args.kv_dtype
     if dtype == "auto":
         dtype = "fp8_e4m3" if args.model == "v4" else "bf16"
-    return ModelShape(family=args.model, attn_tp_size=args.tp, kv_layout=_LAYOUTS[args.model, dtype], **dims)
+    family = "v4" if args.model == "v4" else "v3.2"
+    return ModelShape(family=family, attn_tp_size=args.tp, kv_layout=_LAYOUTS[family, dtype], **dims)
 
 
 def _batch(args: argparse.Namespace) -> BatchShape:
