@@ -121,19 +121,17 @@ class Section:
     Attributes:
         prefix: the prefix of their names.
         versions: the engine versions in which their targets exist, unless an entry says otherwise.
-        package: the package of their targets.
-        replacements: the package of their replacements.
+        package: the package of their targets; "" = the engine's.
     """
 
     engine: str
     prefix: str
     need: Need
     versions: str
-    package: str
-    replacements: str = ""
+    package: str = ""
 
     def targets(self, where: Where) -> tuple[Target, ...]:
-        """Targets from "[class |value ]module:Owner.attribute[(parameters)]", the module relative to `package`."""
+        """Targets from "[class |value ]module:Owner.attribute[(parameters)]", the module relative to the package."""
         by_versions = {self.versions: where} if isinstance(where, str) else where
         return tuple(self._target(text, versions) for versions, text in by_versions.items())
 
@@ -142,7 +140,7 @@ class Section:
         assert match, text
         kind, path, params = match.groups()
         return Target(
-            path=f"{self.package}.{path}",
+            path=f"{self.package or self.engine}.{path}",
             kind=Kind(kind or Kind.FUNCTION),
             params=tuple(params.split(", ")) if params else (),
             versions=versions,
@@ -156,7 +154,7 @@ class Section:
             engine=self.engine,
             need=self.need,
             targets=self.targets(where),
-            replacement=f"{self.replacements}.{replacement}",
+            replacement=f"nsa_plugin.backends.{self.engine}.{replacement}",
             why=why,
             upstream=upstream,
             remove_when=remove_when,

@@ -25,38 +25,10 @@ _V4_INDEXER = "layers.attention.dsv4.indexer:C4IndexerBackendMixin"
 # No upper bound: the first hooks tell the user that a newer SGLang is not supported.
 _ANY = ">=0.5.11"
 
-_BOOTSTRAP = Section(
-    engine=ENGINE,
-    prefix="sglang.",
-    need=Need.BOOTSTRAP,
-    versions=_ANY,
-    package="sglang.srt",
-    replacements="nsa_plugin.backends.sglang",
-)
-_ENABLED = Section(
-    engine=ENGINE,
-    prefix="sglang.",
-    need=Need.ENABLED,
-    versions=_ANY,
-    package="sglang.srt",
-    replacements="nsa_plugin.backends.sglang",
-)
-_GPU = Section(
-    engine=ENGINE,
-    prefix="sglang.",
-    need=Need.GPU,
-    versions=_ANY,
-    package="sglang.srt",
-    replacements="nsa_plugin.backends.sglang",
-)
-_V4 = Section(
-    engine=ENGINE,
-    prefix="sglang.v4-",
-    need=Need.GPU_V4,
-    versions=">=0.5.12",
-    package="sglang.srt",
-    replacements="nsa_plugin.backends.sglang",
-)
+_BOOTSTRAP = Section(engine=ENGINE, prefix="sglang.", need=Need.BOOTSTRAP, versions=_ANY, package="sglang.srt")
+_ENABLED = Section(engine=ENGINE, prefix="sglang.", need=Need.ENABLED, versions=_ANY, package="sglang.srt")
+_GPU = Section(engine=ENGINE, prefix="sglang.", need=Need.GPU, versions=_ANY, package="sglang.srt")
+_V4 = Section(engine=ENGINE, prefix="sglang.v4-", need=Need.GPU_V4, versions=">=0.5.12", package="sglang.srt")
 
 
 def _renamed(where: str, *, only: str = "") -> dict[str, str]:

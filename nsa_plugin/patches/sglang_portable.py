@@ -14,14 +14,7 @@ _INDEXER = "srt.layers.attention.dsa.dsa_indexer"
 _COUNT = "SGLang asks DeepGEMM for the number of SMs, which may be missing there."
 _NO_FP8 = "Its Triton kernel converts to fp8 by an instruction that SM80 and SM86 lack."
 
-_SECTION = Section(
-    engine=ENGINE,
-    prefix="sglang.portable-",
-    need=Need.PORTABLE,
-    versions=">=0.5.23",
-    package="sglang",
-    replacements="nsa_plugin.backends.sglang",
-)
+_SECTION = Section(engine=ENGINE, prefix="sglang.portable-", need=Need.PORTABLE, versions=">=0.5.23")
 
 PORTABLE = (
     _SECTION.change(

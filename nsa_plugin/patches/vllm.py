@@ -19,30 +19,9 @@ _ANY = ">=0"
 _CPU_VERSIONS = ">=0.28"
 _MLA = "model_executor.layers.attention.mla_attention"
 
-_BOOTSTRAP = Section(
-    engine=ENGINE,
-    prefix="vllm.",
-    need=Need.BOOTSTRAP,
-    versions=_ANY,
-    package="vllm",
-    replacements="nsa_plugin.backends.vllm",
-)
-_CPU = Section(
-    engine=ENGINE,
-    prefix="vllm.cpu-",
-    need=Need.CPU,
-    versions=_CPU_VERSIONS,
-    package="vllm",
-    replacements="nsa_plugin.backends.vllm",
-)
-_BASES = Section(
-    engine=ENGINE,
-    prefix="vllm.",
-    need=Need.CPU,
-    versions=_CPU_VERSIONS,
-    package="vllm",
-    replacements="nsa_plugin.backends.vllm",
-)
+_BOOTSTRAP = Section(engine=ENGINE, prefix="vllm.", need=Need.BOOTSTRAP, versions=_ANY)
+_CPU = Section(engine=ENGINE, prefix="vllm.cpu-", need=Need.CPU, versions=_CPU_VERSIONS)
+_BASES = Section(engine=ENGINE, prefix="vllm.", need=Need.CPU, versions=_CPU_VERSIONS)
 
 BOOTSTRAP = (
     _BOOTSTRAP.change(

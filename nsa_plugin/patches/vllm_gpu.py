@@ -28,14 +28,7 @@ _INDEXER_PARAMS = (
     "topk_indices_buffer"
 )
 
-_SECTION = Section(
-    engine=ENGINE,
-    prefix="vllm.gpu-",
-    need=Need.GPU,
-    versions=">=0.20",
-    package="vllm",
-    replacements="nsa_plugin.backends.vllm",
-)
+_SECTION = Section(engine=ENGINE, prefix="vllm.gpu-", need=Need.GPU, versions=">=0.20")
 
 CHANGES = (
     _SECTION.change(

@@ -14,14 +14,7 @@ _INDEXER = "v1.attention.backends.mla.indexer"
 _MODEL = "models.deepseek_v32.attention"
 _NO_FP8 = "Its Triton kernel converts to fp8 by an instruction that SM80 and SM86 lack."
 
-_SECTION = Section(
-    engine=ENGINE,
-    prefix="vllm.portable-",
-    need=Need.PORTABLE,
-    versions=">=0.28",
-    package="vllm",
-    replacements="nsa_plugin.backends.vllm",
-)
+_SECTION = Section(engine=ENGINE, prefix="vllm.portable-", need=Need.PORTABLE, versions=">=0.28")
 
 PORTABLE = (
     _SECTION.change(

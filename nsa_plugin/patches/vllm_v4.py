@@ -23,14 +23,7 @@ _UNTIL_21, _22, _SINCE_23 = ">=0.20,<0.22", ">=0.22,<0.23", ">=0.23"
 _PREFILL = "q, positions, compressed_k_cache, swa_k_cache, output, attn_metadata, swa_metadata"
 _DECODE = "q, kv_cache, swa_metadata, attn_metadata, swa_only, output"
 
-_SECTION = Section(
-    engine=ENGINE,
-    prefix="vllm.v4-",
-    need=Need.GPU_V4,
-    versions=">=0.20",
-    package="vllm",
-    replacements="nsa_plugin.backends.vllm",
-)
+_SECTION = Section(engine=ENGINE, prefix="vllm.v4-", need=Need.GPU_V4, versions=">=0.20")
 
 CHANGES = (
     _SECTION.change(

@@ -278,9 +278,7 @@ def test_refusal_names_everything_and_leaves_nothing(case: str, engine: ModuleTy
 
 def test_refusal_keeps_what_an_earlier_call_applied(engine: ModuleType) -> None:
     book = ledger(
-        patch("boot", "core:serve", need=Need.BOOTSTRAP),
-        patch("good", "core:Engine.run"),
-        patch("bad", "core:gone"),
+        patch("boot", "core:serve", need=Need.BOOTSTRAP), patch("good", "core:Engine.run"), patch("bad", "core:gone")
     )
     book.install(Need.BOOTSTRAP)
     with pytest.raises(PatchError):

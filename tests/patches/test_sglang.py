@@ -127,10 +127,7 @@ def test_every_method_of_v4_that_the_plugin_overrides_or_calls_is_a_target(versi
     table = pytest.importorskip("nsa_plugin.backends.sglang.v4.table")
     targets = [target for patch in V4 if (target := patch.target(version)) is not None]
     by_name = {target.attributes[-1]: target for target in targets if target.key is None}
-    overridden = table.ATTENTION + table.OVERRIDES + table.OPTIONAL
-    entries = [(entry.name, entry.params, entry.versions) for entry in overridden]
-    for name, params, versions in (*entries, *table.READS):
+    for name, params, versions in table.ATTENTION + table.OVERRIDES + table.OPTIONAL + table.READS:
         if version in SpecifierSet(versions):
             assert by_name[name].params == ("self", *params)
     assert set(table.POOL) <= set(by_name)
-    assert table.BACKEND in {target.path for target in targets}

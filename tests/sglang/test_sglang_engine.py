@@ -66,17 +66,12 @@ def test_flags_reach_the_scheduler_and_the_backend_is_replaced_there(place: Plac
 
 def test_the_environment_alone_enables_an_offline_engine(place: Place) -> None:
     status, tokens = place.run_engine(
-        {"dsa_decode_backend": "fa3"},
-        NSA_PLUGIN_ENABLED="1",
-        NSA_PLUGIN_REPORT=str(place.report_file),
+        {"dsa_decode_backend": "fa3"}, NSA_PLUGIN_ENABLED="1", NSA_PLUGIN_REPORT=str(place.report_file)
     )
     assert (status, len(tokens or ())) == (0, 4), place.log()[-4000:]
     report = place.report()
     assert report["sources"]["enabled"] == "the environment"
-    assert chosen(report, "decode_backend") == (
-        "fa3",
-        "--dsa-decode-backend",
-    )
+    assert chosen(report, "decode_backend") == ("fa3", "--dsa-decode-backend")
     (scheduler,) = place.seen("scheduler")
     assert report["pid"] == scheduler["pid"]
     assert scheduler["backend"][0] == f"NsaPlugin{BACKEND}"
@@ -106,10 +101,7 @@ def test_a_target_that_is_gone_in_the_scheduler_stops_the_engine(place: Place) -
 
 def test_with_strict_off_the_stock_engine_serves_and_the_report_says_so(place: Place) -> None:
     status, tokens = place.run_engine(
-        NSA_PLUGIN_ENABLED="1",
-        NSA_PLUGIN_STRICT="0",
-        NSA_PLUGIN_REPORT=str(place.report_file),
-        WITNESS_BREAK="1",
+        NSA_PLUGIN_ENABLED="1", NSA_PLUGIN_STRICT="0", NSA_PLUGIN_REPORT=str(place.report_file), WITNESS_BREAK="1"
     )
     assert (status, len(tokens or ())) == (0, 4), place.log()[-4000:]
     report = place.report()

@@ -56,10 +56,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> dict[
         "ill-typed": {"arguments": arguments(checkpoint, ON | {"logits_budget_mb": "lots"})},
         "not a mapping": {"arguments": arguments(checkpoint, True)},
         "unknown while off": {"arguments": arguments(checkpoint, {"enabld": True})},
-        "environment unknown": {
-            "arguments": arguments(checkpoint, ON),
-            "environ": {"NSA_PLUGIN_TOKENSHARD": "on"},
-        },
+        "environment unknown": {"arguments": arguments(checkpoint, ON), "environ": {"NSA_PLUGIN_TOKENSHARD": "on"}},
         "environment ill-typed": {"arguments": arguments(checkpoint, ON), "environ": {"NSA_PLUGIN_TOKEN_SHARD": "2"}},
         "dense beyond top-k": {"arguments": arguments(checkpoint, ON | {"mha_max_kv": 65})},
         "library not here": {"arguments": arguments(checkpoint, ON | {"decode_backend": "trtllm"})},
@@ -159,9 +156,7 @@ def test_the_other_engines_code_is_never_loaded(answers: dict[str, Any]) -> None
 
 
 def test_kill_switch(tmp_path: Path, checkpoint: Path) -> None:
-    cases = {
-        "killed": {"arguments": arguments(checkpoint, ON), "serve": False},
-    }
+    cases = {"killed": {"arguments": arguments(checkpoint, ON), "serve": False}}
     answers = ask(tmp_path, cases, {"NSA_PLUGIN_ENABLED": "0"})
     assert answers["killed"]["error"] == ""
     assert answers["killed"]["applied"] == []

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from functools import partial
 
 from nsa_plugin.decision.plan import Attention, Plan
 from nsa_plugin.decision.routes import Route
@@ -60,122 +61,67 @@ class PathEntry:
     why: str = ""
 
 
-_V32 = FAMILY_LAYOUTS["v3.2"]
+_FP8, _BF16, _V4, _V32 = ("v32_fp8",), ("bf16",), ("v4_fp8",), FAMILY_LAYOUTS["v3.2"]
+_SPARSE, _FLASH_MLA = (PREFILL, DECODE), ("flash_mla",)
+_sglang, _vllm = partial(PathEntry, engines=(SGLANG,)), partial(PathEntry, engines=(VLLM,))
+_both = partial(PathEntry, engines=(SGLANG, VLLM))
 
 PATHS: tuple[PathEntry, ...] = (
-    PathEntry(
-        path=FLASHMLA_KV,
-        own=True,
-        engines=(SGLANG,),
-        layouts=("v32_fp8",),
-        attention=(PREFILL, DECODE),
-        why="only this path passes slots and the fp8 pages",
+    _sglang(
+        path=FLASHMLA_KV, own=True, layouts=_FP8, attention=_SPARSE, why="only this path passes slots and the fp8 pages"
     ),
-    PathEntry(
+    _sglang(
         path=FLASHMLA_KV,
         own=False,
-        engines=(SGLANG,),
-        layouts=("v32_fp8",),
+        layouts=_FP8,
         attention=(DECODE,),
-        libraries=("flash_mla",),
+        libraries=_FLASH_MLA,
         why="SGLang's FlashMLA call, whose schedule it keeps for all layers and in graphs",
     ),
-    PathEntry(
+    _sglang(
         path=FLASHMLA_SPARSE,
         own=False,
-        engines=(SGLANG,),
-        layouts=("v32_fp8",),
+        layouts=_FP8,
         attention=(PREFILL,),
-        libraries=("flash_mla",),
+        libraries=_FLASH_MLA,
         dequantize_kv=True,
         why="SGLang gathers and dequantises the contexts of the batch's requests, then calls FlashMLA",
     ),
-    PathEntry(
+    _sglang(
         path=FLASHMLA_SPARSE,
         own=True,
-        engines=(SGLANG,),
-        layouts=("bf16",),
-        attention=(PREFILL, DECODE),
+        layouts=_BF16,
+        attention=_SPARSE,
         why="this path passes slots and the bf16 cache, and needs no scheduling metadata",
     ),
-    PathEntry(
+    _sglang(
         path=FLASHMLA_SPARSE,
         own=False,
-        engines=(SGLANG,),
-        layouts=("bf16",),
+        layouts=_BF16,
         attention=(PREFILL,),
-        libraries=("flash_mla",),
+        libraries=_FLASH_MLA,
         why="SGLang's FlashMLA call, with padded heads",
     ),
-    PathEntry(
-        path=FA3,
-        own=False,
-        engines=(SGLANG,),
-        layouts=("bf16",),
-        attention=(DECODE,),
-        libraries=("fa3",),
-        why="SGLang's FA3 call",
-    ),
-    PathEntry(path=MHA, own=False, engines=(SGLANG,), layouts=_V32, attention=(DENSE,), libraries=("fa3", "trtllm")),
-    PathEntry(path=MHA, own=True, engines=(VLLM,), layouts=_V32, attention=(DENSE,), libraries=tuple(MANIFEST)),
-    PathEntry(
-        path=PROVIDER,
-        own=True,
-        engines=(VLLM,),
-        layouts=_V32,
-        attention=(PREFILL, DECODE),
-        libraries=("fa3", "trtllm"),
-    ),
-    PathEntry(path=PROVIDER, own=True, engines=(VLLM,), layouts=_V32, attention=(PREFILL, DECODE)),
-    PathEntry(
-        path=MIXED,
-        own=False,
-        engines=(VLLM,),
-        layouts=("v32_fp8",),
-        attention=(DECODE,),
-        libraries=("flash_mla",),
-        prefill=True,
-    ),
-    PathEntry(
+    _sglang(path=FA3, own=False, layouts=_BF16, attention=(DECODE,), libraries=("fa3",), why="SGLang's FA3 call"),
+    _sglang(path=MHA, own=False, layouts=_V32, attention=(DENSE,), libraries=("fa3", "trtllm")),
+    _vllm(path=MHA, own=True, layouts=_V32, attention=(DENSE,), libraries=tuple(MANIFEST)),
+    _vllm(path=PROVIDER, own=True, layouts=_V32, attention=_SPARSE, libraries=("fa3", "trtllm")),
+    _vllm(path=PROVIDER, own=True, layouts=_V32, attention=_SPARSE),
+    _vllm(path=MIXED, own=False, layouts=_FP8, attention=(DECODE,), libraries=_FLASH_MLA, prefill=True),
+    _vllm(
         path=SEPARATE,
         own=False,
-        engines=(VLLM,),
-        layouts=("v32_fp8",),
+        layouts=_FP8,
         attention=(PREFILL,),
-        libraries=("flash_mla",),
+        libraries=_FLASH_MLA,
         dequantize_kv=True,
         prefill=True,
     ),
-    PathEntry(
-        path=STOCK,
-        own=False,
-        engines=(VLLM,),
-        layouts=("v32_fp8",),
-        attention=(DECODE,),
-        libraries=("flash_mla",),
-        prefill=False,
-    ),
-    PathEntry(
-        path=STOCK, own=False, engines=(VLLM,), layouts=("bf16",), attention=(PREFILL,), libraries=("flash_mla",)
-    ),
-    PathEntry(path=DIRECT, own=True, engines=(SGLANG, VLLM), layouts=("v4_fp8",), attention=(PREFILL, DECODE)),
-    PathEntry(
-        path=BF16_ROWS,
-        own=True,
-        engines=(SGLANG, VLLM),
-        layouts=("v4_fp8",),
-        attention=(PREFILL,),
-        libraries=("flash_mla",),
-        dequantize_kv=True,
-    ),
-    PathEntry(
-        path=DECODE_KERNEL,
-        own=False,
-        engines=(SGLANG, VLLM),
-        layouts=("v4_fp8",),
-        attention=(DECODE,),
-        libraries=("flash_mla",),
-    ),
+    _vllm(path=STOCK, own=False, layouts=_FP8, attention=(DECODE,), libraries=_FLASH_MLA, prefill=False),
+    _vllm(path=STOCK, own=False, layouts=_BF16, attention=(PREFILL,), libraries=_FLASH_MLA),
+    _both(path=DIRECT, own=True, layouts=_V4, attention=_SPARSE),
+    _both(path=BF16_ROWS, own=True, layouts=_V4, attention=(PREFILL,), libraries=_FLASH_MLA, dequantize_kv=True),
+    _both(path=DECODE_KERNEL, own=False, layouts=_V4, attention=(DECODE,), libraries=_FLASH_MLA),
 )
 
 # Libraries that the engines install and call; each of their routes has a separate entry.

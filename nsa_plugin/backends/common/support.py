@@ -124,17 +124,9 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
         "vLLM has sparse kernels of FlashInfer there, which were not compared with the plugin's",
     ),
     _vllm(
-        "packed indexer scales",
-        "vLLM 0.33 on SM100",
-        "packs the scales of the indexer's cache as UE8M0",
-        _OTHER_CACHE,
+        "packed indexer scales", "vLLM 0.33 on SM100", "packs the scales of the indexer's cache as UE8M0", _OTHER_CACHE
     ),
-    _vllm(
-        "another platform",
-        "ROCm, XPU, TPU",
-        "it does not support RocmPlatform",
-        "the kernels are for NVIDIA GPUs",
-    ),
+    _vllm("another platform", "ROCm, XPU, TPU", "it does not support RocmPlatform", "the kernels are for NVIDIA GPUs"),
     _vllm(
         "decode and verify steps of DeepSeek-V4",
         "`decode_backend` auto",
@@ -205,10 +197,7 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
     ),
     _sglang("DeepSeek-V4.1", "its architecture", "DeepSeek-V4.1 is on", "its caches have other formats"),
     _sglang(
-        "Ray actors",
-        "`--use-ray`",
-        "SGLang does not load plugins in Ray actors",
-        "the plugin is never loaded there",
+        "Ray actors", "`--use-ray`", "SGLang does not load plugins in Ray actors", "the plugin is never loaded there"
     ),
     _sglang(
         "DeepSeek-V4 on a GPU of the portable path",

@@ -47,12 +47,7 @@ from tests.backends.fake_sglang.shard_engine import (
     poison,
     same,
 )
-from tests.backends.fake_sglang.v32 import (
-    D_V,
-    H200,
-    ForwardMode,
-    forward_batch,
-)
+from tests.backends.fake_sglang.v32 import D_V, H200, ForwardMode, forward_batch
 
 
 def equal_to_unsharded(way: Way, chunks: int = 1) -> None:
@@ -245,9 +240,7 @@ def built(model: ModelShape, **args: Any) -> tuple[Any, Any]:
         dp_rank=None,
         kv_cache_dtype="torch.float8_e4m3fn",
         is_draft_worker=args.pop("is_draft_worker", False),
-        model_config=SimpleNamespace(
-            hf_text_config=SimpleNamespace(num_attention_heads=model.num_heads, **config),
-        ),
+        model_config=SimpleNamespace(hf_text_config=SimpleNamespace(num_attention_heads=model.num_heads, **config)),
         server_args=SimpleNamespace(
             **({"chunked_prefill_size": MAX_TOKENS, "max_prefill_tokens": 4 * MAX_TOKENS} | args)
         ),

@@ -29,11 +29,7 @@ from tests.backends.fake_sglang.shard_engine import (
 )
 from tests.backends.fake_sglang.v32 import ForwardMode
 
-STEP_WAYS = (
-    Way("v32_fp8", "reference"),
-    Way("v32_fp8", "flash_mla"),
-    Way("v32_fp8", "flash_mla", original=WideNsa),
-)
+STEP_WAYS = (Way("v32_fp8", "reference"), Way("v32_fp8", "flash_mla"), Way("v32_fp8", "flash_mla", original=WideNsa))
 
 
 def decoded(requests: int, *, draft: int = 0) -> Step:

@@ -34,12 +34,7 @@ SCALE = 512**-0.5
 STRIDE = 576
 
 MODEL = ModelShape(
-    family="v4",
-    num_heads=HEADS,
-    kv_layout=LAYOUT,
-    index_topk=TOPK,
-    index_n_heads=32,
-    sliding_window=WINDOW,
+    family="v4", num_heads=HEADS, kv_layout=LAYOUT, index_topk=TOPK, index_n_heads=32, sliding_window=WINDOW
 )
 CPU = synthetic(0)
 H200 = synthetic(90, libraries=("triton", "flash_mla"))

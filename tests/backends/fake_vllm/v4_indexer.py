@@ -10,10 +10,7 @@ import torch
 
 from nsa_plugin.backends.vllm.v4.indexer import planned_v4_indexer_builder
 from nsa_plugin.backends.vllm.v4.routes import VllmV4Planner
-from tests.backends.fake_vllm.indexer import (
-    PAGE,
-    StockIndexerBuilder,
-)
+from tests.backends.fake_vllm.indexer import PAGE, StockIndexerBuilder
 from tests.backends.fake_vllm.v4 import H200, MAX_LEN, planner
 from tests.backends.fake_vllm.v32 import CommonAttentionMetadata
 

@@ -133,11 +133,7 @@ def test_a_step_always_selects_and_is_never_dense(layout: str, next_n: int):
     threshold=st.sampled_from([0, 1, 2]),
 )
 def test_what_attends_to_a_selection_has_one_and_nothing_else(
-    steps: list[tuple[int, int]],
-    prefills: list[tuple[int, int]],
-    attention_first: bool,
-    tight: bool,
-    threshold: int,
+    steps: list[tuple[int, int]], prefills: list[tuple[int, int]], attention_first: bool, tight: bool, threshold: int
 ):
     """vllm #52512: the metadata said dense and the selection was skipped, and the layer attended to what was left.
 

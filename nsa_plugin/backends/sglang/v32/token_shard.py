@@ -144,12 +144,7 @@ def all_heads(backend: Any, heads: int) -> Iterator[None]:
 
 
 def schedule_of(
-    share: Share,
-    layer_id: int,
-    rows: slice,
-    compute: Callable[[torch.Tensor, int], Any],
-    lengths: torch.Tensor,
-    x: str,
+    share: Share, layer_id: int, rows: slice, compute: Callable[[torch.Tensor, int], Any], lengths: torch.Tensor, x: str
 ) -> Any:
     """Return the metadata that SGLang's `_forward_flashmla_kv` reads, for some query tokens; see `Share.scheduled`.
 

@@ -1,6 +1,6 @@
 """SGLang's V4 attention backend under Plans: one for each prefill, made where SGLang prepares it, read by every layer.
 
-`with_v4_plans` adds to the engine's backend class what `v4_table` lists; `adopt` switches it on for an instance, and
+`with_v4_plans` adds to the engine's backend class the overrides of `table`; `adopt` switches it on for an instance, and
 until then, or for a batch without a route, every method does what SGLang's does.
 
 - Eager prefills: `init_forward_metadata` makes the plan, from the lengths on the host, then the engine's metadata.
@@ -94,7 +94,7 @@ def with_v4_plans(original: type) -> type:
     """The engine's V4 backend class with the plugin's methods; see the module.
 
     Raises:
-        PatchError: the class is not as `v4_table` has it.
+        PatchError: see `check_class`.
     """
     attends = check_class(original)
 

@@ -1,7 +1,7 @@
 """A V4 prefill's requests, and the pages and keys that its layers read: made once a batch, used by every layer.
 
 Everything comes from the lengths that the host has and from tensors of SGLang's metadata of the batch (see
-`v4_table.CORE`): nothing waits for the device, and nothing of the pools' maps is read, which SGLang may change while
+`table.SLOTS`): nothing waits for the device, and nothing of the pools' maps is read, which SGLang may change while
 the layers run.
 """
 

@@ -71,13 +71,7 @@ def covered(backend: Any, prefill: Prefill, plan: IndexerPlan, c4_indexer: Any, 
 
 
 def select(
-    backend: Any,
-    state: V4State,
-    prefill: Prefill,
-    plan: IndexerPlan,
-    pool: Any,
-    topk: int,
-    given: Mapping[str, Any],
+    backend: Any, state: V4State, prefill: Prefill, plan: IndexerPlan, pool: Any, topk: int, given: Mapping[str, Any]
 ) -> None:
     """Prepare, score and select, in place of the engine's `forward_c4_indexer`.
 

@@ -15,12 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend
-from vllm.v1.attention.backend import (
-    AttentionCGSupport,
-    AttentionMetadataBuilder,
-    MLAAttentionImpl,
-    MultipleOf,
-)
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder, MLAAttentionImpl, MultipleOf
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from nsa_plugin.backends.common.planner import logits_budget

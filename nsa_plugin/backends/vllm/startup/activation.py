@@ -299,11 +299,7 @@ def start_serving(vllm_config: Any) -> VllmServing | None:
     if Need.GPU in needs:
         serving_class = _serving_class(v4=Need.GPU_V4 in needs)
         this.serving = serving_class(
-            resolved=resolved,
-            trace=trace,
-            vllm_config=vllm_config,
-            statuses=statuses,
-            portable=Need.PORTABLE in needs,
+            resolved=resolved, trace=trace, vllm_config=vllm_config, statuses=statuses, portable=Need.PORTABLE in needs
         )
         return this.serving
     device, model = probe(), model_shape(vllm_config, CPU_LAYOUTS)

@@ -16,13 +16,7 @@ from nsa_plugin.libraries.capabilities import V32_ROW
 # vLLM's --kv-cache-dtype -> the layout of the cache. On a CPU the plugin's backend keeps the model's dtype; on a GPU
 # vLLM's FlashMLA-sparse backend makes any fp8 fp8_ds_mla.
 CPU_LAYOUTS = {"auto": "bf16", "bfloat16": "bf16", "float16": "bf16"}
-GPU_LAYOUTS = {
-    "auto": "bf16",
-    "bfloat16": "bf16",
-    "fp8_ds_mla": "v32_fp8",
-    "fp8": "v32_fp8",
-    "fp8_e4m3": "v32_fp8",
-}
+GPU_LAYOUTS = {"auto": "bf16", "bfloat16": "bf16", "fp8_ds_mla": "v32_fp8", "fp8": "v32_fp8", "fp8_e4m3": "v32_fp8"}
 V4_LAYOUTS = dict.fromkeys(("auto", "fp8", "fp8_e4m3", "fp8_ds_mla"), "v4_fp8")
 """For DeepSeek-V4 on a GPU: vLLM's FlashMLA layers support no other cache."""
 
@@ -179,11 +173,7 @@ def _check_v32(vllm_config: Any) -> None:
         raise LeftToStockError(
             f"vLLM runs {name} with {others[0]}; nsa-plugin supports the model code of {' and '.join(V32_MODULES)}"
         )
-    wanted = {
-        "kv_lora_rank": V32_ROW[1],
-        "qk_rope_head_dim": V32_ROW[0] - V32_ROW[1],
-        "index_head_dim": INDEX_HEAD_DIM,
-    }
+    wanted = {"kv_lora_rank": V32_ROW[1], "qk_rope_head_dim": V32_ROW[0] - V32_ROW[1], "index_head_dim": INDEX_HEAD_DIM}
     for key, value in wanted.items():
         if (found := getattr(config, key, None)) != value:
             raise LeftToStockError(f"{key} of {name} is {found}; nsa-plugin supports {value}")

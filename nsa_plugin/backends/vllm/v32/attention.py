@@ -265,11 +265,7 @@ def _over_copies(
 
 
 def _dense(
-    impl: Any,
-    q: torch.Tensor,
-    latent: tuple[torch.Tensor, torch.Tensor],
-    kv_cache: torch.Tensor,
-    piece: DensePiece,
+    impl: Any, q: torch.Tensor, latent: tuple[torch.Tensor, torch.Tensor], kv_cache: torch.Tensor, piece: DensePiece
 ) -> torch.Tensor:
     """Attend densely and causally: [rows, heads, v_head_dim].
 

@@ -6,7 +6,7 @@ the planner and runs the kernels once. Anything unsupported is thus found while 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -359,16 +359,19 @@ def own_kernels(planner: VllmPlanner, *, sharded: bool = False) -> set[tuple[str
     Args:
         sharded: for batches that reshard, whose kernels run with all heads; else for the others.
     """
-    plans: list[Plan] = []
-    for rows in ROWS:
-        with suppress(NsaPluginError):  # no kernel supports this size, which may never occur
-            plans.append(planner.step_plan(rows, rows, 1))
-            if rows <= planner.max_model_len:
-                plans.append(planner.prefill_plan(rows, rows))
-                plans.append(planner.prefill_plan(rows, planner.max_model_len))
     layout = planner.model.kv_layout
     return {
         (KERNEL_OPS[plan.attention], plan.provider)
-        for plan in plans
+        for plan in sample_plans(planner)
         if plan.attention in KERNEL_OPS and plan.token_shard == sharded and path_of(VLLM, layout, plan).own
     }
+
+
+def sample_plans(planner: VllmPlanner) -> Iterator[Plan]:
+    """Plan decode steps and prefills of many sizes, to find the kernels that batches may take."""
+    for rows in ROWS:
+        with suppress(NsaPluginError):  # no kernel supports this size, which may never occur
+            yield planner.step_plan(rows, rows, 1)
+            if rows <= planner.max_model_len:
+                yield planner.prefill_plan(rows, rows)
+                yield planner.prefill_plan(rows, planner.max_model_len)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -14,15 +12,14 @@ from nsa_plugin.backends.common.fault import AttendedTokens
 from nsa_plugin.backends.common.paths import DIRECT
 from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.common.v4 import LAYOUT, LayerCall, attend_in_place, warm_calls
-from nsa_plugin.backends.common.warm import ROWS as WARM_ROWS
-from nsa_plugin.backends.common.warm import expect_zeros, warm_selection
+from nsa_plugin.backends.common.warm import ROWS, expect_zeros, warm_selection
 from nsa_plugin.backends.vllm.startup.model import check_on_gpu, step_tokens, v4_shape
 from nsa_plugin.backends.vllm.v4.batch import COLUMNS
 from nsa_plugin.backends.vllm.v4.routes import VllmV4Planner, own_kernels, path
-from nsa_plugin.backends.vllm.v32.serving import ROWS, VENDORED, GpuServing, check_device
+from nsa_plugin.backends.vllm.v32.serving import VENDORED, GpuServing, check_device, sample_plans
 from nsa_plugin.decision.plan import IndexerMode, Plan
 from nsa_plugin.decision.shapes import ModelShape
-from nsa_plugin.errors import NsaPluginError, SettingsError
+from nsa_plugin.errors import SettingsError
 
 BACKENDS = ("FLASHMLA_SPARSE_DSV4", "V4_FLASHMLA_SPARSE")
 """vLLM's names of the backend whose layers attend by plans: since 0.23, and before."""
@@ -81,7 +78,7 @@ class V4Serving(GpuServing):
 
     def run_kernels(self, device: torch.device) -> None:
         planner, providers = self.planning(), self.loaded()
-        warm_v4(own_kernels(_samples(planner)), providers, planner.model, device)
+        warm_v4(own_kernels(sample_plans(planner)), providers, planner.model, device)
         warm_selection(providers, planner.model, device, page_size=PAGE_SIZES[4])
         warm_slots(providers, planner.model, device)
 
@@ -118,16 +115,6 @@ class V4Serving(GpuServing):
         return text
 
 
-def _samples(planner: VllmV4Planner) -> Iterator[Plan]:
-    """What batches of some sizes take."""
-    for rows in ROWS:
-        with suppress(NsaPluginError):  # no kernel supports this size, which may never occur
-            yield planner.step_plan(rows, rows, 1)
-            if rows <= planner.max_model_len:
-                yield planner.prefill_plan(rows, rows)
-                yield planner.prefill_plan(rows, planner.max_model_len)
-
-
 def warm_v4(kernels: set[tuple[str, str]], providers: Providers, model: ModelShape, device: torch.device) -> None:
     """Run each kernel once on a few query tokens, for every compress ratio, and wait for it.
 
@@ -156,11 +143,11 @@ def warm_slots(providers: Providers, model: ModelShape, device: torch.device) ->
         NoProviderError: as `warm_v4`.
     """
     transform = providers.helper("index_transform_paged")
-    ones = torch.ones(WARM_ROWS, dtype=torch.int32, device=device)
+    ones = torch.ones(ROWS, dtype=torch.int32, device=device)
     owners = torch.zeros_like(ones)
     for ratio, widths in ((4, (model.index_topk,)), (128, ALL_KEYS)):
         for width in widths:
             # Position 0 of page 0 is slot 0.
-            chosen, table = (torch.zeros(WARM_ROWS, width, dtype=torch.int32, device=device) for _ in range(2))
+            chosen, table = (torch.zeros(ROWS, width, dtype=torch.int32, device=device) for _ in range(2))
             given = {"page_size": PAGE_SIZES[ratio], "row_to_request": owners, "lengths": ones}
             expect_zeros("the slots of DeepSeek-V4", partial(transform, chosen, table, **given))

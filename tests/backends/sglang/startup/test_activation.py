@@ -276,8 +276,7 @@ def test_a_class_imported_before_the_patch_is_refused(process: SglangProcess, mo
 
 
 @pytest.mark.parametrize(
-    ("scaled_fp8", "dtype", "layout"),
-    [(False, "torch.bfloat16", "bf16"), (True, "torch.float8_e4m3fn", "v32_fp8")],
+    ("scaled_fp8", "dtype", "layout"), [(False, "torch.bfloat16", "bf16"), (True, "torch.float8_e4m3fn", "v32_fp8")]
 )
 def test_model_shape(scaled_fp8: bool, dtype: str, layout: str) -> None:
     model_runner = runner(scaled_fp8=scaled_fp8, dtype=dtype)

@@ -164,9 +164,7 @@ def test_while_off_v4_starts_unchanged(process: SglangProcess, registry: Any) ->
     assert sys.modules[V4_MODULE].DeepseekV4AttnBackend is StockV4Backend  # type: ignore[attr-defined]
 
 
-def test_v4_by_another_backend_is_not_reported_as_the_plugins(
-    process: SglangProcess,
-) -> None:
+def test_v4_by_another_backend_is_not_reported_as_the_plugins(process: SglangProcess) -> None:
     PassedFlags({"enabled": "true", "strict": "full"}, {}).write()
     with pytest.raises(LeftToStockError, match=r"another attention backend than dsa .* or dsv4"):
         start(process, config=V4_CONFIG)

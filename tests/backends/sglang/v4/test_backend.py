@@ -24,10 +24,7 @@ pytestmark = pytest.mark.usefixtures("nothing_measured")
 @pytest.fixture(autouse=True)
 def _engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang's two modules that are asked, and no run of kernels that need a GPU."""
-    for name, attribute, value in (
-        ("sglang.srt.environ", "envs", envs),
-        ("sglang.version", "__version__", "0.5.14"),
-    ):
+    for name, attribute, value in (("sglang.srt.environ", "envs", envs), ("sglang.version", "__version__", "0.5.14")):
         module = ModuleType(name)
         setattr(module, attribute, value)
         monkeypatch.setitem(sys.modules, name, module)

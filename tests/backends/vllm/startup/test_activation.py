@@ -274,10 +274,7 @@ def test_everything_is_checked_before_anything_is_started(process: VllmProcess):
 
 LEFT = [
     (lambda c: setattr(c.cache_config, "cache_dtype", "nvfp4"), "--kv-cache-dtype is nvfp4"),
-    (
-        lambda c: setattr(c.parallel_config, "decode_context_parallel_size", 2),
-        "--decode-context-parallel-size 2",
-    ),
+    (lambda c: setattr(c.parallel_config, "decode_context_parallel_size", 2), "--decode-context-parallel-size 2"),
     (
         lambda c: setattr(c.model_config.hf_config, "architectures", ["DeepseekV41ForCausalLM"]),
         "supports DeepseekV4ForCausalLM here, not DeepseekV41ForCausalLM",
@@ -300,11 +297,7 @@ def test_what_the_plugin_does_not_support_ends_the_start_only_with_strict_full(s
 
 @pytest.mark.parametrize(("change", "words"), LEFT)
 def test_what_the_plugin_does_not_support_is_left_to_stock_vllm(
-    process: VllmProcess,
-    reports: list[StartupReport],
-    caplog: pytest.LogCaptureFixture,
-    change: Any,
-    words: str,
+    process: VllmProcess, reports: list[StartupReport], caplog: pytest.LogCaptureFixture, change: Any, words: str
 ):
     vllm_config = configured()
     change(vllm_config)

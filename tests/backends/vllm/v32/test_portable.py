@@ -20,14 +20,7 @@ from nsa_plugin.errors import NoProviderError
 from nsa_plugin.kernels.indexer import reference_paged_topk
 from nsa_plugin.kernels.kv_cache import open_cache, reference_read_codes, reference_write
 from nsa_plugin.libraries.devices import MIB, synthetic
-from tests.backends.fake_vllm.indexer import (
-    DIM,
-    PAGE,
-    TOPK,
-    StockIndexerBuilder,
-    a_call,
-    split_indexer_prefill_chunks,
-)
+from tests.backends.fake_vllm.indexer import DIM, PAGE, TOPK, StockIndexerBuilder, a_call, split_indexer_prefill_chunks
 from tests.backends.fake_vllm.v32 import MAX_LEN, World, planner
 
 AMPERE = synthetic(86, libraries=("triton",))

@@ -111,10 +111,7 @@ def test_two_batch_overlap_is_left_to_vllm():
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        (
-            {"architectures": ["HYV4ForCausalLM"]},
-            "vLLM runs HYV4ForCausalLM with vllm.models.hy_v4; nsa-plugin",
-        ),
+        ({"architectures": ["HYV4ForCausalLM"]}, "vLLM runs HYV4ForCausalLM with vllm.models.hy_v4; nsa-plugin"),
         ({"architectures": ["Plugged"]}, "vLLM runs Plugged with code that its registry does not name"),
         ({"architectures": ["Unknown"]}, "vLLM runs Unknown with code that its registry does not name"),
         ({"kv_lora_rank": 256}, "kv_lora_rank of DeepseekV32ForCausalLM is 256; nsa-plugin supports 512"),
