@@ -103,6 +103,8 @@ class VllmProcess:
     def report(self, resolved: ResolvedSettings, **what: Any) -> None:
         use_engine_log()
         version = str(self.ledger.version)
+        if what["active"] and self._read is not None:
+            what["notes"] = [*what.get("notes", ()), *transfer_notes(self._read[0])]
         StartupReport(engine=self.ledger.engine, engine_version=version, resolved=resolved, **what).publish()
         counters.show(version, what.get("left", ()))
 
@@ -111,6 +113,21 @@ class VllmProcess:
             self._said.add(message)
             use_engine_log()
             logger.info(message)
+
+
+def transfer_notes(vllm_config: Any) -> list[str]:
+    """What to check where a KV connector is configured; empty without one.
+
+    vLLM's hooks for a layer (`wait_for_layer_load`, `save_kv_layer`) are called around attention and never around the
+    indexer, and load errors name blocks, not layers.
+    """
+    connector = getattr(getattr(vllm_config, "kv_transfer_config", None), "kv_connector", None)
+    if not connector:
+        return []
+    return [
+        f"KV connector {connector}: vLLM does not report whether it transfers the indexer's keys, and without them the "
+        "answers are wrong; compare one prompt computed and transferred (docs/faq.md)"
+    ]
 
 
 def use_engine_log() -> None:

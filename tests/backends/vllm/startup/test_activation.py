@@ -359,6 +359,16 @@ def test_a_worker_from_its_start_to_the_report(
     assert process.serving is found
 
 
+def test_a_kv_connector_is_named_in_the_report(process: VllmProcess, reports: list[StartupReport]) -> None:
+    vllm_config = configured()
+    vllm_config.kv_transfer_config = SimpleNamespace(kv_connector="SomeConnector")
+    worker = worker_of(vllm_config)
+    load_model(worker)
+    warm_up(worker)
+    (note,) = reports[0].all_notes()
+    assert note.startswith("KV connector SomeConnector: vLLM does not report")
+
+
 def test_ranks_that_decide_alike_are_silent(
     process: VllmProcess, reports: list[StartupReport], monkeypatch: pytest.MonkeyPatch
 ):
