@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from nsa_plugin.backends.common.providers import Providers
+from nsa_plugin.backends.sglang.v32 import portable as sglang
 from nsa_plugin.kernels import mla_inputs as contract
-from nsa_plugin.kernels.indexer import reference_logits, reference_paged_topk
+from nsa_plugin.kernels.indexer import quantize, reference_logits, reference_paged_topk
+from nsa_plugin.kernels.kv_cache import open_cache, reference_write
 from nsa_plugin.kernels.sparse_mla import reference_decode, reference_prefill
 from nsa_plugin.kernels.triton import device, indexer, mha, mla_inputs, sparse_mla
 from tests.kernels import mha_cases
@@ -99,3 +103,46 @@ def test_what_a_layer_computes_before_attention(rows: int, interleaved: bool) ->
     torch.testing.assert_close(
         mla_inputs.rope(q_pe, where, cos_sin), contract.reference_rope(q_pe, where, cos_sin), rtol=1e-2, atol=1e-2
     )
+
+
+def test_what_sglang_quantises_and_writes() -> None:
+    providers = Providers("v32_fp8", EMULATED)
+    x = torch.randn(300, 3, 128, generator=torch.Generator().manual_seed(1)).bfloat16() * 3
+    codes, scales = sglang.quantize(x.to(PLACE), providers)
+    right, right_scales = quantize(x, ue8m0=True)
+    assert torch.equal(codes.cpu().view(torch.uint8), right.view(torch.uint8))
+    assert torch.equal(scales.cpu(), right_scales)
+
+    nope, rope = torch.randn(2000, 1, 512).bfloat16(), torch.randn(2000, 1, 64).bfloat16()
+    slots = torch.randperm(4096)[:2000]
+    buffer = torch.zeros(4096, 1, 656, dtype=torch.uint8, device=PLACE)
+    sglang.write(providers, buffer, slots.to(PLACE), nope.to(PLACE), rope.to(PLACE))
+    wanted = open_cache(torch.zeros(64, 64, 1, 656, dtype=torch.uint8), "v32_fp8")
+    reference_write(wanted, torch.cat([nope, rope], -1).squeeze(1), slots)
+    assert torch.equal(buffer.cpu().view(-1), wanted.data.view(-1))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_what_sglang_selects_for_steps(monkeypatch: pytest.MonkeyPatch, fused: bool) -> None:
+    lengths, topk = [1, 64, 700, 3001], 512
+    cache, table = paged_keys(lengths, 48, device=PLACE)
+    q, _, _, weights = indexer_inputs(len(lengths) + 2, 1, 64, seed=3, device=PLACE)
+    monkeypatch.setattr(sglang, "is_fused", lambda metadata: fused)
+    plan = SimpleNamespace(indexer=SimpleNamespace(rows_per_chunk=3))
+    seen = torch.tensor(lengths, dtype=torch.int32, device=PLACE)
+    found = sglang.select_steps(
+        SimpleNamespace(plan=plan, providers=Providers("v32_fp8", EMULATED)),
+        SimpleNamespace(index_topk=topk, num_init_tokens=0, num_local_tokens=0),
+        q,
+        cache.data.view(cache.num_pages, -1),
+        weights.unsqueeze(-1),
+        seen,
+        SimpleNamespace(get_page_table_64=lambda: table),
+    )
+    right = reference_paged_topk(q[:4].unsqueeze(1), cache, weights[:4], seen, table, topk).long()
+    if fused:
+        slots = table.long().gather(1, right.clamp(min=0) // 64) * 64 + right.clamp(min=0) % 64
+        right = torch.where(right < 0, right, slots)
+    assert bool((found[4:] == -1).all())
+    for one, other in zip(found[:4].tolist(), right.tolist(), strict=True):
+        assert len(set(one) ^ set(other)) <= 8, "more than keys that score nearly alike"
