@@ -10,7 +10,7 @@ class SettingsError(NsaPluginError):
 
 
 class ShapeError(NsaPluginError):
-    """A ModelShape or BatchShape holds values that cannot belong together."""
+    """A ModelShape or BatchShape has contradictory values."""
 
 
 class NoProviderError(NsaPluginError):

@@ -7,7 +7,7 @@ A cache is a sequence of pages of `page_size` tokens. Token `slot` is in page `s
 - quantised records (`v32_fp8`, `v4_fp8`, `indexer_fp8`): fp8 values with a scale per tile. The attention caches add a
   bfloat16 tail, the RoPE part, which is not quantised.
 
-The scales of a record are either inside the token's row (V3.2) or in a second array behind the rows of the page
+The scales of a record are either inside the token's row (V3.2) or in a second array after the rows of the page
 ("page-SOA": V4 and the indexer):
 
     v32_fp8      656 B a token   [512 fp8][4 float32][64 bf16]
@@ -88,7 +88,7 @@ class Fp8Layout:
         name: the value of `layout` that selects it.
         families: model families whose attention cache may have it; empty for an indexer's key cache.
         fp8_dim: values stored as float8_e4m3 (the NoPE part, or the indexer's key).
-        bf16_dim: values stored as bfloat16 behind them (the RoPE part); 0 for the indexer.
+        bf16_dim: values stored as bfloat16 after them (the RoPE part); 0 for the indexer.
         tile: consecutive fp8 values that share a scale.
         scale_format: how a scale is stored.
         scale_slot_bytes: bytes reserved for a token's scales, including padding.

@@ -29,7 +29,7 @@ FAULTS = ("none", "shift_indices")
 FULL = "full"
 """`strict`: what the plugin does not support ends the start, too."""
 LEFT = "left to the stock engine"
-"""What a log line and the start-up report say of a configuration that the plugin does not support."""
+"""The words of logs and the start-up report for a configuration that the plugin does not support."""
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
@@ -122,7 +122,7 @@ def _choice(default: str, choices: Callable[[], tuple[str, ...]], doc: str) -> A
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a user may set. Units are in the name or in the field's documentation."""
+    """The settings of a user. Units are in the name or in the field's documentation."""
 
     enabled: bool = _setting(
         False,

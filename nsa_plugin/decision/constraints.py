@@ -1,4 +1,4 @@
-"""What restricts a decision besides the model, the batch, the device and the settings, as data.
+"""Restrictions on a decision that do not come from the model, the batch, the device or the settings.
 
 An adapter knows things about its engine that `decide` cannot: which execution paths exist, what the user configured in
 the engine itself, how much memory a copy of this batch takes. It passes them in here and never edits a plan afterwards.

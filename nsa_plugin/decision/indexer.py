@@ -27,7 +27,7 @@ def topk_plan(case: Case, route: Route, *, shared: bool = False) -> tuple[Indexe
     """The plan of an indexer that selects, and its reasons.
 
     Args:
-        route: of attention; on a GPU the reference indexer runs only beside the reference attention.
+        route: attention's route; on a GPU the reference indexer runs only with the reference attention.
         shared: the ranks reshard, and each selects only for the query tokens that it attends.
 
     Raises:

@@ -19,12 +19,12 @@ OPS = {
 """The registry's op of each attention path."""
 
 
-# Libraries with a place of their own in the order of routes.
+# Libraries whose rank in the order of routes is fixed.
 RANKED = frozenset({"flash_mla", "fa3", "trtllm", "cuda", "triton", "reference"})
 
 
 def unranked(op: Op, known: tuple[str, ...]) -> tuple[str, ...]:
-    """Libraries of the manifest that support an op and have no place in the order; they follow the ranked ones."""
+    """Libraries of the manifest that support an op and have no fixed rank; they follow the ranked ones."""
     return tuple(name for name in known if name not in RANKED and MANIFEST[name].supports(op))
 
 
@@ -69,7 +69,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class KernelLoad:
-    """What one kernel call gets: with resharding, other numbers than the batch's own.
+    """The load of one kernel call; with resharding it differs from the batch's.
 
     Attributes:
         rows: query tokens.

@@ -1,4 +1,4 @@
-"""What a decision is made from: the model's shape on one rank and the batch's shape, as plain data."""
+"""The inputs of a decision as plain data: the model's shape on one rank, and the batch's shape."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _POSITIVE = ("num_heads", "attn_tp_size", "kv_lora_rank", "v_head_dim", "index_t
 
 
 class Phase(StrEnum):
-    """What a batch of query rows is for; the names are SGLang's forward modes."""
+    """The purpose of a batch; the names are SGLang's forward modes."""
 
     EXTEND = "extend"  # prefill, a chunk of one, or prefill after a cached prefix
     DECODE = "decode"  # one new token a request
@@ -32,15 +32,15 @@ class ModelShape:
     Attributes:
         family: "v3.2" (one cache, top-k over all of it) or "v4" (sliding window + compressed cache).
         num_heads: query heads of the whole model.
-        attn_tp_size: ranks that share the heads; each holds num_heads / attn_tp_size of every token.
+        attn_tp_size: ranks that share the heads; each has num_heads / attn_tp_size of them, for every token.
         kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim: MLA dimensions in elements. A V4 cache
             row is kv_lora_rank elements of which the last qk_rope_head_dim have RoPE; a V3.2 row has
-            its RoPE elements besides.
+            its RoPE elements in addition.
         index_topk: tokens that the indexer selects for a query.
         index_n_heads, index_head_dim: the indexer's own heads.
         kv_layout: name of the KV cache's byte layout, one of `FAMILY_LAYOUTS`. On a CPU `bf16` stands
             for plain rows of any float dtype.
-        sliding_window: tokens of the window that V4 attends besides the selected ones; 0 for V3.2.
+        sliding_window: tokens of the window that V4 attends in addition to the selected ones; 0 for V3.2.
     """
 
     family: str = "v3.2"

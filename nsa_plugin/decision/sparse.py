@@ -93,9 +93,9 @@ def _flash_mla_routes(fp8_cache: bool, dequantizing_pays: bool) -> tuple[Route, 
 def estimate(case: Case, route: Route, load: KernelLoad) -> TimeEstimate | None:
     """The time of a route for the batch, or None where no measurement says.
 
-    The measured time of a route that copies the cache holds a copy of `timings.COPIED_CONTEXT` tokens: a longer
-    context is added, a shorter one is not taken off. With fewer query tokens than were measured the copy is most of
-    the time, and what a query token costs besides is not known.
+    The measured time of a route that copies the cache includes a copy of `timings.COPIED_CONTEXT` tokens. A longer
+    context adds to it; a shorter one does not reduce it. With fewer query tokens than were measured the copy is most of
+    the time, and the cost of a query token cannot be separated from it.
     """
     model, sm = case.model, case.device.sm
     op = Op.SPARSE_MLA_PREFILL if case.extend else Op.SPARSE_MLA_DECODE

@@ -1,7 +1,7 @@
 """How long a kernel takes, from measured times: what a decision compares where several routes support a batch.
 
 The times are `timings.json`, which `python -m ci.measured` makes from the records of `nsa-plugin bench`. They are filed
-by SM version, op, KV layout, route in words, and head count. What a time depends on:
+by SM version, op, KV layout, route in words, and head count. A time depends on:
 
 - query tokens: linear between measured points, proportional beyond the last, and below the first the first's own,
   because a launch costs that much. A decode's are all of its query tokens, batch * s_q.
@@ -86,7 +86,7 @@ def _tokens(count: int) -> str:
 
 
 def from_json(data: dict[str, Any]) -> Timings:
-    """The table that a timings file holds."""
+    """Parse a timings file."""
     table: Timings = {}
     for row in data["times"]:
         by_route = table.setdefault((row["sm"], row["op"], row["layout"]), {})

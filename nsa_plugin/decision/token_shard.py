@@ -259,10 +259,10 @@ def shares(
     Args:
         plan: of the batch, with `token_shard`.
         q_lens, kv_lens: query tokens and whole context of each request.
-        held: most query tokens of one rank that the buffers hold.
+        held: capacity of a rank's buffers, in query tokens.
 
     Raises:
-        PartitionError: the ranks together do not hold the query tokens.
+        PartitionError: the query tokens exceed the capacity of all ranks together.
     """
     route = Route(plan.attention, plan.provider, plan.dequantize_kv)
     kernel = device.capability(plan.provider, OPS[plan.attention], route.layout_read(model))
@@ -276,10 +276,9 @@ def step_shares(model: ModelShape, rows: int) -> Partition:
 
 
 def weights(model: ModelShape) -> Weights:
-    """What a query token costs, in picoseconds by the rates above: arithmetic, not a measurement."""
-    values = model.num_heads * sum(
-        model.row_dims
-    )  # exchanged for a query token, and multiplied for each key that it attends to
+    """Cost of a query token, in picoseconds at the rates above: arithmetic, not a measurement."""
+    # Exchanged once for a query token, and multiplied for each key that it attends to.
+    values = model.num_heads * sum(model.row_dims)
     return Weights(
         row=BF16_BYTES * values * PICOSECONDS // LINK_BYTES_A_US,
         attention=max(1, values * PICOSECONDS // BF16_MACS_A_US),

@@ -1,7 +1,7 @@
 """Estimate the device memory, in bytes, that a DeepSeek-V4 prefill takes in addition to the engine's.
 
-A prefill over bfloat16 rows (`kernels.v4_prefill`) holds, for all layers, the rows of the pages that it reads and the
-combined indices of some query rows. The selection of any prefill holds the indexer's gathered keys of one layer. These
+A prefill over bfloat16 rows (`kernels.v4_prefill`) keeps the rows of the pages that it reads, for all layers, and the
+combined indices of some query rows. The selection of any prefill keeps the indexer's gathered keys of one layer. These
 are upper bounds from the lengths of a batch, for any page size.
 
 Pure: no torch, no engine, no I/O.
@@ -27,7 +27,7 @@ _SCALE_BYTES = _SLOT_BYTES = 4
 
 
 def rows_bytes(model: ModelShape, batch: BatchShape) -> int:
-    """At most so much for the bfloat16 rows, of a layer of the lowest compress ratio: it has most."""
+    """Upper bound of the bfloat16 rows, for a layer of the lowest compress ratio, which has the most."""
     # A request's windows lie together; neither they nor its entries fill their first and last pages.
     window = batch.num_tokens + batch.num_requests * (model.sliding_window + 2 * PAGE)
     padded = batch.total_kv_len + batch.num_requests * PAGE
@@ -35,13 +35,13 @@ def rows_bytes(model: ModelShape, batch: BatchShape) -> int:
 
 
 def keys_bytes(model: ModelShape, batch: BatchShape) -> int:
-    """At most so much for the indexer's keys that are gathered for a layer: fp8 codes, a scale and a slot each."""
+    """Upper bound of the indexer keys gathered for a layer: fp8 codes, a scale and a slot each."""
     keys = (batch.total_kv_len + batch.num_requests * PAGE) // COMPRESSION
     return keys * (model.index_head_dim + _SCALE_BYTES + _SLOT_BYTES)
 
 
 def held_bytes(model: ModelShape, batch: BatchShape, *, over_rows: bool) -> int:
-    """At most so much for all that a prefill holds while its logits are made.
+    """Upper bound of all that a prefill keeps while its logits are computed.
 
     Args:
         over_rows: its route brings the pages to bfloat16 rows.

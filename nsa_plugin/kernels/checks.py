@@ -21,7 +21,7 @@ class KernelArgumentError(NsaPluginError, ValueError):
 
 
 def require(condition: bool, op: str, message: str) -> None:
-    """Raise `KernelArgumentError` with `message` unless `condition` holds."""
+    """Raise `KernelArgumentError` with `message` unless `condition` is true."""
     if not condition:
         raise KernelArgumentError(f"{op}: {message}")
 

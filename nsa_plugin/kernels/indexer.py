@@ -5,7 +5,7 @@ indexer cache). For query row i with key range ks[i] <= n < ke[i]:
 
     logits[i, n] = k_scale[n] * sum over heads h of weights[i, h] * relu(dot(q[i, h], k[n]))
 
-and -inf outside the range. `weights` already hold everything that is constant along a row: the head's
+and -inf outside the range. `weights` already include everything that is constant along a row: the head's
 gate, the query's scale (q is fp8 too) and the softmax factors (`fold_weights`).
 
 The top-k of a row is a *set*: the `min(topk, ke - ks)` largest logits of its range, as positions
@@ -33,7 +33,7 @@ from nsa_plugin.kernels.indexer_args import check_limits, check_paged, check_rag
 from nsa_plugin.kernels.kv_cache import PagedCache, reference_read_codes
 from nsa_plugin.kernels.topk import in_range, new_output, select
 
-# Elements of the float64 [query rows x heads, keys] product that one step holds: 32 MiB.
+# Elements of the float64 [query rows x heads, keys] product of one step: 32 MiB.
 SCRATCH_ELEMENTS = 4 * 2**20
 SCRATCH_ROWS = 64
 
@@ -92,7 +92,8 @@ def reference_logits(
     Raises:
         KernelArgumentError: a shape, dtype or range is wrong.
     """
-    _check_ragged("indexer_logits", q, k, k_scale, weights, ks, ke)
+    check_ragged("indexer_logits", q, k, k_scale, weights, ks, ke)
+    _check_ranges("indexer_logits", ks, ke, len(k))
     logits = _scores(q, k, k_scale, weights)
     return logits.masked_fill_(~in_range(ks, ke, 0, k.shape[0]), float("-inf"))
 
@@ -121,7 +122,8 @@ def reference_topk(
         KernelArgumentError: a shape, dtype, range or count is wrong.
     """
     op = "indexer_topk"
-    _check_ragged(op, q, k, k_scale, weights, ks, ke)
+    check_ragged(op, q, k, k_scale, weights, ks, ke)
+    _check_ranges(op, ks, ke, len(k))
     rows = q.shape[0]
     out = new_output(op, rows, topk, out, q.device).fill_(-1)
     check_limits(op, rows_per_chunk, None)
@@ -241,20 +243,11 @@ def _request_keys(cache: PagedCache, pages: torch.Tensor, length: int) -> tuple[
     return codes, scales.squeeze(1)
 
 
-def _check_ragged(
-    op: str,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    weights: torch.Tensor,
-    ks: torch.Tensor,
-    ke: torch.Tensor,
-) -> None:
-    check_ragged(op, q, k, k_scale, weights, ks, ke)
-    if len(q):
+def _check_ranges(op: str, ks: torch.Tensor, ke: torch.Tensor, keys: int) -> None:
+    if len(ks):
         low, high = int(ks.min()), int(ke.max())
         require(low >= 0, op, f"ks has {low}; ranges start at 0 or later")
-        require(high <= len(k), op, f"ke has {high}; there are {len(k)} keys")
+        require(high <= keys, op, f"ke has {high}; there are {keys} keys")
 
 
 def _check_paged(

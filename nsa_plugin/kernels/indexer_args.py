@@ -1,6 +1,6 @@
 """Host-side checks of the indexer's arguments, shared by the references and every provider.
 
-Nothing is copied and no value is read; the references check ranges and lengths besides.
+Nothing is copied and no value is read; the references also check ranges and lengths.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def check_paged(
 ) -> torch.Tensor:
     """Check those of keys in the paged cache; return [batch, next_n], the keys that each query row sees.
 
-    Below 1 for idle rows; not compared with what the page table holds.
+    Below 1 for idle rows; not compared with the page table's capacity.
     """
     check_tensor(op, "q", q, ("batch", "next_n", "heads", "dim"), dtypes=dtypes)
     batch, next_n, heads, dim = q.shape

@@ -31,7 +31,7 @@ from nsa_plugin.layouts import CacheLayout, Fp8Layout, PlainLayout, ScaleFormat,
 
 BYTE_DTYPES = (torch.uint8, torch.int8, FP8_DTYPE)
 
-# Rows that one pass of a reader holds in float32: 2048 rows of 576 values are 4.5 MiB.
+# Rows that one pass of a reader converts to float32: 2048 rows of 576 values are 4.5 MiB.
 READ_CHUNK_ROWS = 2048
 
 
@@ -242,7 +242,7 @@ def reference_read_codes(cache: PagedCache, slots: torch.Tensor) -> tuple[torch.
 def gather_rows(cache: PagedCache, slots: torch.Tensor) -> torch.Tensor:
     """float32 rows [*slots.shape, cache.dim] of slots in the cache; zeros where a slot is negative.
 
-    Unchecked and in one piece: for the references, which bound their own chunks.
+    Unchecked and in one piece: for the references, which already work in chunks.
     """
     if cache.num_slots == 0:
         return torch.zeros((*slots.shape, cache.dim), device=cache.device)
@@ -253,7 +253,7 @@ def gather_rows(cache: PagedCache, slots: torch.Tensor) -> torch.Tensor:
     else:
         codes, scales, tail = _gather_records(cache, cache.layout, safe)
         rows = torch.cat([dequantize_tiles(codes, scales), tail.float()], dim=-1)
-    # Memory behind an invalid slot may hold NaN, which a product with 0 would keep.
+    # Memory at an invalid slot may be NaN, which a product with 0 would keep.
     return rows.masked_fill_(~valid.unsqueeze(-1), 0.0)
 
 

@@ -8,7 +8,7 @@ with sq queries and sk keys, over keys n <= sk - sq + i (all of them if not caus
     lse      = log(sum(exp(logit)))     natural log; +inf for a row that sees no key
     out      = softmax(logit) @ v       0 for a row that sees no key
 
-Rows behind the last request (padding) see no key. FlashAttention returns lse as [heads, tokens]; here it is
+Rows after the last request (padding) see no key. FlashAttention returns lse as [heads, tokens]; here it is
 [tokens, heads], as in `sparse_mla`. A provider is a function from an `MhaCall` to an `MhaOutput`; `mha_op` wraps it in
 the op's signature and checks the arguments.
 
@@ -28,7 +28,7 @@ from nsa_plugin.kernels.checks import FLOAT_DTYPES, INDEX_DTYPES, check_tensor, 
 
 OP = "mha_one_shot"
 
-# Bytes of float32 logits [heads, query rows, keys] that one pass holds.
+# Bytes of float32 logits [heads, query rows, keys] in one pass.
 LOGITS_BYTES = 64 * 2**20
 
 
@@ -56,7 +56,7 @@ class MhaCall:
     max_seqlen_k: int | None
 
     def require(self, condition: bool, message: str) -> None:
-        """Raise `KernelArgumentError` with the op and `message` unless `condition` holds."""
+        """Raise `KernelArgumentError` with the op and `message` unless `condition` is true."""
         require(condition, OP, message)
 
     def statistics(self, value: float) -> torch.Tensor:
@@ -104,7 +104,7 @@ def mha_op(
             cu_seqlens_q, cu_seqlens_k: [requests + 1] int, cumulative tokens from 0, not decreasing; the
                 last entries may lie below tokens and kv_tokens (padding).
             scale: factor of the logits.
-            causal: mask keys behind a query.
+            causal: mask the keys after a query.
             return_lse: also return lse.
             out: [tokens, heads, d_v], where to put the output; sets the output's dtype.
             out_dtype: dtype of a new output; default q's.

@@ -1,4 +1,4 @@
-"""What a layer of DeepSeek-V3.2 computes before attention: norms, RoPE, and fp8 queries of the indexer.
+"""Steps of a DeepSeek-V3.2 layer before attention: norms, RoPE, and fp8 queries of the indexer.
 
 vLLM fuses these steps into Triton kernels that convert to fp8 by an instruction, which GPUs before SM89 lack. Here each
 step is an op that any GPU runs. Keys and latents are returned as float32, unrounded, for `kv_cache_write`.

@@ -31,5 +31,5 @@ def default_selector(device: torch.device, topk: int) -> Selector:
 def _installed(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # the package that would hold it
+    except ModuleNotFoundError:  # its parent package is missing
         return False

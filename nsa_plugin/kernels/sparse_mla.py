@@ -132,7 +132,7 @@ class SparseMlaCall:
         return self.q.numel() == 0 or all(scope.topk == 0 or scope.cache.num_slots == 0 for scope in self.scopes)
 
     def require(self, condition: bool, message: str) -> None:
-        """Raise `KernelArgumentError` with the op and `message` unless `condition` holds."""
+        """Raise `KernelArgumentError` with the op and `message` unless `condition` is true."""
         require(condition, self.op, message)
 
     def output(self) -> torch.Tensor:
@@ -191,7 +191,7 @@ def prefill_op(
             d_v: values of a row that are its value vector.
             topk_length: [tokens], int: how many entries of a row count; None: all.
             attn_sink: [heads] float32.
-            extra_kv, extra_indices, extra_topk_length: a second cache with its own indices.
+            extra_kv, extra_indices, extra_topk_length: a second cache and the indices into it.
             out: [tokens, heads, d_v], where to put the output; sets the output's dtype.
             out_dtype: dtype of a new output; default q's, bfloat16 for fp8.
             options: further arguments of the provider.
@@ -238,7 +238,7 @@ def decode_op(
             cache: the paged cache, any layout.
             indices: [batch, s_q, topk] int32 or int64, physical slots (no block table).
             topk_length: [batch], or [batch, s_q] for a length of each query token.
-            extra_cache, extra_indices, extra_topk_length: a second cache with its own indices.
+            extra_cache, extra_indices, extra_topk_length: a second cache and the indices into it.
             out: [batch, s_q, heads, d_v], where to put the output; sets the output's dtype.
             Others: as of the prefill.
 

@@ -4,7 +4,7 @@ Op `topk_rows`. For row i with columns starts[i] <= c < ends[i] of a float32 buf
 of the `min(topk, ends - starts)` columns with the largest logits, as positions relative to starts[i],
 then -1. It follows the rules of `nsa_plugin.kernels.indexer`: which members of a tie are taken is free, a NaN
 or -inf counts as the least finite value, +inf as the largest, no position reaches past the range, and an
-empty range gives -1 alone. Columns outside the range have no influence, whatever they hold.
+empty range gives -1 alone. Columns outside the range have no influence.
 
 Every implementation here takes the lowest positions of a tie and returns them in ascending order, so that
 the same logits give the same bits; callers may rely on the set alone.
@@ -21,7 +21,7 @@ from nsa_plugin.kernels.checks import INDEX_DTYPES, check_tensor, require
 
 OP = "topk_rows"
 
-# What the CUDA kernel's buffer in shared memory holds.
+# Capacity of the CUDA kernel's buffer in shared memory.
 CUDA_MAX_TOPK = 4096
 
 Selector = Callable[..., torch.Tensor]
@@ -106,7 +106,7 @@ def in_range(ks: torch.Tensor, ke: torch.Tensor, first: int, keys: int) -> torch
 
 @dataclass(frozen=True)
 class RowChunk:
-    """Query rows whose logits are held at once: a buffer of [rows, span].
+    """Query rows whose logits are computed at once: a buffer of [rows, span].
 
     Attributes:
         rows: the rows.
@@ -161,7 +161,7 @@ def row_chunks(
 
 
 def uncovered_rows(chunks: Sequence[RowChunk], rows: int) -> Iterator[slice]:
-    """The rows between, before and behind chunks in ascending order."""
+    """The rows before, between and after chunks in ascending order."""
     row = 0
     for chunk in chunks:
         if row < chunk.rows.start:

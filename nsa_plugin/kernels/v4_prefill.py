@@ -67,8 +67,8 @@ class PrefillKeys:
     Attributes:
         cache: a paged cache of rows of 512 values, any layout (V4's: v4_fp8).
         pages: [n] int32 or int64: the pages that the batch reads, in the order of the workspace. An index into a page
-            that is not listed becomes -1. A page listed twice takes its room twice; a negative entry takes room and
-            holds nothing, so that a list can be padded to a number known on the host.
+            that is not listed becomes -1. A page listed twice takes its room twice; a negative entry takes room but
+            has no rows, so that a list can be padded to a number known on the host.
         indices: [tokens, topk] int32 or int64: slots of the cache if `page_map` is given, else rows of the cache's
             share of the workspace. Negative or out of range: no key.
         lengths: [tokens] int: entries of each row that count; None: all.
@@ -154,11 +154,11 @@ def fill(
     """Write the rows of both caches' listed pages to the workspace, and the maps from pages to places.
 
     Args:
-        workspace: [>= window.rows + extra.rows, 512], contiguous; rows behind these are left alone.
+        workspace: [>= window.rows + extra.rows, 512], contiguous; rows after these are not written.
         window: the sliding window's keys.
         extra: the compressed cache's keys; None for a layer without one.
         again: skip the checks: called before with the same arguments, or with caches of the same form.
-        mapped: the maps hold these pages already.
+        mapped: the maps already have these pages.
 
     Raises:
         KernelArgumentError: an argument has the wrong shape, dtype or device, or the workspace is too small.
@@ -193,7 +193,7 @@ def combine(
 ) -> IndexRows:
     """Combine the indices of all query rows; `fill` has written the maps.
 
-    The result depends on pages, indices and lengths, not on what the caches hold: layers that share these can share it.
+    The result depends on pages, indices and lengths, not on the contents of the caches: layers can share it.
 
     Args:
         window, extra: as given to `fill`, or of some of the query rows.

@@ -5,7 +5,7 @@ still interleave their launches, and two streams run at once, so neither may sha
 one thread on one stream are ordered, so everything in them may. Uses that have to live at the same
 time take different names.
 
-Buffers only grow. What a CUDA graph captured has the address written into it, so
+Buffers only grow. A captured CUDA graph contains their addresses, so
 
 - a buffer handed out during capture stays allocated, at its address, until `release`: if it has to grow
   later, the graph keeps the old one and everything after takes a new one;
@@ -66,8 +66,8 @@ class Workspace:
         Args:
             name: the use. Same name, thread, device and stream: same memory.
             shape, dtype, device: of the tensor.
-            zeroed: a new buffer holds zeros. It holds what its users left afterwards, so this is for
-                kernels that leave their semaphores at zero. Otherwise the content is undefined.
+            zeroed: a new buffer is zeroed, and only a new one: for kernels that leave their semaphores at
+                zero. Otherwise the content is undefined.
 
         Raises:
             WorkspaceError: the buffer is too small and a CUDA graph is being captured.

@@ -39,7 +39,7 @@ MHA_LAYOUTS = FAMILY_LAYOUTS["v3.2"]
 
 @dataclass(frozen=True, kw_only=True)
 class Capability:
-    """What one kernel of a library supports.
+    """The limits of one kernel of a library.
 
     Attributes:
         op: the operation.
@@ -169,7 +169,7 @@ class KernelLibrary:
         name: the name in plans, settings, records and the docs.
         hosts: where it may be installed; the first that is installed and loads is used.
         targets: op -> "module:function", the provider of each op of the registry.
-        kernels: what each kernel supports, as its own host code checks it.
+        kernels: what each kernel supports, as the library's host code checks it.
         assumed: (distribution, version) that `synthetic` assumes.
         requires: top-level modules that the provider functions import.
         row_limits: the first that applies to the installed build counts. The last of each op is the strictest

@@ -1,4 +1,4 @@
-"""What the probe reads about the host: main memory, and NVLink connections between GPUs."""
+"""Host properties that the probe reads: main memory, and NVLink connections between GPUs."""
 
 from __future__ import annotations
 

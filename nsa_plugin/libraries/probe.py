@@ -27,9 +27,13 @@ def probe() -> DeviceProfile:
     try:
         import torch
     except ImportError:
-        return _unknown("torch is not installed, so the device is unknown")
+        reason = "torch is not installed, so the device is unknown"
+        missing = {name: InstalledLibrary(name=name, available=False, reason=reason) for name in MANIFEST}
+        return _without_gpu("unknown", reason, missing)
     if torch.version.cuda is None or not torch.cuda.is_available():
-        return _cpu_profile()
+        total, available = cpu_memory()
+        found = {name: _find(library, 0, 0) for name, library in MANIFEST.items()}
+        return _without_gpu("cpu", "CPU", found, total, available)
     index = torch.cuda.current_device()
     properties = torch.cuda.get_device_properties(index)
     sm = 10 * properties.major + properties.minor
@@ -48,30 +52,18 @@ def probe() -> DeviceProfile:
     )
 
 
-def _cpu_profile() -> DeviceProfile:
-    total, available = cpu_memory()
+def _without_gpu(
+    kind: str, name: str, libraries: dict[str, InstalledLibrary], memory_total: int = 0, memory_free: int = 0
+) -> DeviceProfile:
     return DeviceProfile(
-        kind="cpu",
-        name="CPU",
+        kind=kind,
+        name=name,
         sm=0,
-        memory_total=total,
-        memory_free=available,
+        memory_total=memory_total,
+        memory_free=memory_free,
         smem_per_block=0,
         nvlink=False,
-        libraries={name: _find(library, 0, 0) for name, library in MANIFEST.items()},
-    )
-
-
-def _unknown(reason: str) -> DeviceProfile:
-    return DeviceProfile(
-        kind="unknown",
-        name=reason,
-        sm=0,
-        memory_total=0,
-        memory_free=0,
-        smem_per_block=0,
-        nvlink=False,
-        libraries={name: InstalledLibrary(name=name, available=False, reason=reason) for name in MANIFEST},
+        libraries=libraries,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from nsa_plugin.libraries.capabilities import (
@@ -57,25 +58,21 @@ FLASH_MLA = KernelLibrary(
     requires=("flash_mla",),
     assumed=("sgl-flash-mla", "1.0.0"),
     kernels=(
-        Capability(
-            op=Op.SPARSE_MLA_PREFILL,
-            layouts=("bf16",),
-            sm_min=90,
-            sm_max=90,
-            head_counts=(64, 128),
-            dims=(V32_ROW, V4_ROW),
-            topk_multiple=128,
-            source=_PREFILL_FACTS + '"Unsupported h_q" on an H200 with 96, 192 and 256 heads',
-        ),
-        Capability(
-            op=Op.SPARSE_MLA_PREFILL,
-            layouts=("bf16",),
-            sm_min=100,
-            sm_max=109,
-            head_counts=(128,),
-            dims=(V32_ROW, V4_ROW),
-            topk_multiple=128,
-            source=_PREFILL_FACTS + "sgl-flash-mla 1.0.0 also has a 64-head kernel for SM100, not run yet",
+        *(
+            Capability(
+                op=Op.SPARSE_MLA_PREFILL,
+                layouts=("bf16",),
+                sm_min=low,
+                sm_max=high,
+                head_counts=heads,
+                dims=(V32_ROW, V4_ROW),
+                topk_multiple=128,
+                source=_PREFILL_FACTS + facts,
+            )
+            for low, high, heads, facts in (
+                (90, 90, (64, 128), '"Unsupported h_q" on an H200 with 96, 192 and 256 heads'),
+                (100, 109, (128,), "sgl-flash-mla 1.0.0 also has a 64-head kernel for SM100, not run yet"),
+            )
         ),
         *(
             Capability(
@@ -118,6 +115,8 @@ _VLLM_COPY_FACTS = (
     ". vLLM 0.33's copy takes packed UE8M0 scales and bf16 weights on SM100 (its utils/deep_gemm.py "
     "`mqa_logits_use_mx_scales`), which the provider does not write"
 )
+_SINCE_0_1_4: dict[str, Any] = {"distribution": "sgl-deep-gemm", "versions": ">=0.1.4"}
+_schedule_limit = partial(RowLimit, op=Op.INDEXER_METADATA, multiple=32)
 _SCHEDULE_FACTS = "paged_mqa_logits_metadata without `indices`, dynamic arrays since 0.1.4: "
 
 DEEP_GEMM = KernelLibrary(
@@ -158,30 +157,22 @@ DEEP_GEMM = KernelLibrary(
         ),
     ),
     row_limits=(
-        RowLimit(
-            op=Op.INDEXER_METADATA,
-            distribution="sgl-deep-gemm",
-            versions=">=0.1.4",
+        _schedule_limit(
+            **_SINCE_0_1_4,
             sm_min=90,
             sm_max=99,
             words_per_row=1,
-            multiple=32,
             source=_SCHEDULE_FACTS + "one array of the rows; on an H200 58112 ran and 58144 failed its assertion",
         ),
-        RowLimit(
-            op=Op.INDEXER_METADATA,
-            distribution="sgl-deep-gemm",
-            versions=">=0.1.4",
+        _schedule_limit(
+            **_SINCE_0_1_4,
             words_per_row=2,
             words=33,
-            multiple=32,
             source=_SCHEDULE_FACTS + "two arrays of the rows and one word per warp on SM100",
         ),
-        RowLimit(
-            op=Op.INDEXER_METADATA,
+        _schedule_limit(
             words_per_row=1,
             static_bytes=48 << 10,
-            multiple=32,
             source="Before 0.1.4 one static array, which CUDA 12's assembler limits to 48 KiB (deepseek-ai/DeepGEMM "
             "#322, sglang #25484). CUDA 13's allowed 0.1.3 more rows, and failed at 16384 (sglang #25855)",
         ),

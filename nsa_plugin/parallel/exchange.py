@@ -1,4 +1,4 @@
-"""Rows between the ranks of a group, and the second stream on which that happens beside attention."""
+"""Exchange rows between the ranks of a group, on a second stream that overlaps with attention."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ class MismatchError(NsaPluginError, RuntimeError):
 def all_to_all(group: dist.ProcessGroup, into: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
     """given[r] of every rank goes to into[own rank] of rank r. Each is contiguous and may be empty.
 
-    Parts that do not lie behind each other, so that no buffer holds them all: a chunk of every rank's rows. Where no
-    rank has any rows of the chunk, this rank neither sends nor receives any, and nothing happens on any rank.
+    The parts need not be contiguous with each other. If no rank has rows of a chunk, nothing is exchanged on any rank.
     """
     if not any(part.numel() for part in (*into, *given)):
         return
@@ -37,7 +36,7 @@ def all_to_all(group: dist.ProcessGroup, into: Sequence[torch.Tensor], given: Se
 def require_agreement(
     group: dist.ProcessGroup, device: torch.device, names: Sequence[str], numbers: Sequence[int]
 ) -> None:
-    """Compare numbers over the group; a wait for every rank and for the device.
+    """Compare numbers over the group. Waits for every rank and for the device.
 
     Args:
         names: of the numbers, for the error.
@@ -63,7 +62,7 @@ def require_agreement(
 class SideStream:
     """A second stream of a device; on a CPU everything happens in turn.
 
-    High in priority: as blocks of attention end, those of an exchange are next.
+    It has high priority: as blocks of attention end, the exchange's blocks run next.
     """
 
     def __init__(self, device: torch.device):
@@ -71,7 +70,7 @@ class SideStream:
 
     @contextmanager
     def after_caller(self) -> Iterator[None]:
-        """The block's work runs on the side, behind what the caller's stream has been given so far."""
+        """Run the block on this stream, after all work queued so far on the caller's stream."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with self.aside():
@@ -79,15 +78,15 @@ class SideStream:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """The block's work runs on the side, behind nothing but what the side has been given before."""
+        """Run the block on this stream, after only the work queued on it before."""
         with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
             yield
 
     def mark(self) -> torch.cuda.Event | None:
-        """The end of what the side has been given so far, for `caller_waits`."""
+        """The end of the work queued so far on this stream, for `caller_waits`."""
         return None if self._stream is None else self._stream.record_event()
 
     def caller_waits(self, mark: torch.cuda.Event | None) -> None:
-        """The caller's stream goes on behind the mark."""
+        """Make the caller's stream wait for the mark."""
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_event(mark)

@@ -137,7 +137,7 @@ def by_cost(
         ranks: of the attention group.
         topk: most keys that a row attends to.
         weights: of a row, of a key attended to and of a key scored.
-        max_rows: most rows of a rank, as buffers hold them; None: no limit.
+        max_rows: capacity of a rank's buffers in rows; None: no limit.
 
     Raises:
         PartitionError: a length, topk or max_rows is out of range; the message says what is allowed.
@@ -154,7 +154,7 @@ def by_cost(
     bounds = [0]
     for rank in range(1, ranks):
         bound = _nearest(runs, before, rank * whole, ranks) if whole else rank * total // ranks
-        if max_rows is not None:  # no more than it holds, and no more left than the ranks behind hold
+        if max_rows is not None:  # within this rank's capacity and that of the ranks after it
             bound = max(min(bound, bounds[-1] + max_rows), total - (ranks - rank) * max_rows)
         bounds.append(bound)
     return Partition((*bounds, total))
@@ -241,7 +241,7 @@ class PartitionPiece:
 def pieces(rows: slice, q_lens: Sequence[int], kv_lens: Sequence[int]) -> Iterator[PartitionPiece]:
     """The pieces of the requests in `rows` (`Partition.rows`, or a chunk of them), in order; none without rows.
 
-    Padded rows behind the requests belong to no piece.
+    Padded rows after the requests belong to no piece.
     """
     ends = list(accumulate(q_lens))
     for request in range(bisect_right(ends, rows.start), len(ends)):

@@ -103,7 +103,7 @@ def routes(random: Random, share: float) -> frozenset[Route]:
 
 
 def constraints(random: Random) -> Constraints:
-    """What an engine may restrict; none in half of the inputs."""
+    """Restrictions of an engine; none in half of the inputs."""
     if random.random() < 0.5:
         return Constraints()
     preferred = routes(random, random.choice((0, 0, 0.1, 0.5)))

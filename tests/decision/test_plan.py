@@ -60,7 +60,7 @@ def test_as_dict_is_the_plan_in_json() -> None:
     }
 
 
-def test_the_route_is_the_plans_own_and_no_field_of_it() -> None:
+def test_the_route_is_a_property_of_the_plan_and_no_field() -> None:
     one = plan(Attention.SPARSE_DECODE, IndexerMode.TOPK)
     before = one.as_dict()
     assert one.route == "extend/sparse_decode/flash_mla"

@@ -13,7 +13,7 @@ from nsa_plugin.layouts import INDEXER_LAYOUTS, LAYOUTS
 V4 = {"family": "v4", "kv_layout": "v4_fp8", "sliding_window": 128, "index_topk": 512}
 
 
-def test_a_rank_holds_its_share_of_the_heads() -> None:
+def test_a_rank_has_its_share_of_the_heads() -> None:
     assert ModelShape(num_heads=128, attn_tp_size=8).heads_per_rank == 16
 
 

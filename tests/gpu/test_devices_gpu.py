@@ -1,4 +1,4 @@
-"""The probe on a real GPU, and the capability tables against the kernels that are installed beside it.
+"""The probe on a real GPU, and the capability tables against the installed kernels.
 
 A library that is not installed is skipped with the probe's own reason; nothing here is faked.
 """

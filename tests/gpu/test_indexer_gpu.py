@@ -244,7 +244,7 @@ def test_paged_topk_in_a_cuda_graph(provider):
     assert torch.equal(out, expected)
 
 
-def test_paged_topk_with_the_library_s_own_schedule(select):
+def test_paged_topk_with_deep_gemms_schedule(select):
     need_deep_gemm()
     cache, table = paged_keys(LENGTHS, 70, device="cuda")
     q, _, _, weights = indexer_inputs(len(LENGTHS), 1, 64, device="cuda")

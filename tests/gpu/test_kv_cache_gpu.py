@@ -129,7 +129,7 @@ def written(name: str) -> tuple[PagedCache, torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", ["bf16", *cases.FP8_NAMES])
-def test_nothing_waits_or_allocates_beside_the_result(name):
+def test_only_the_result_is_allocated_and_nothing_waits(name):
     cache, rows, slots = written(name)
     pages = torch.arange(40, device="cuda")
     out, paged = torch.empty(2000, cache.dim, device="cuda"), torch.empty(40, 64, cache.dim, device="cuda")

@@ -47,7 +47,7 @@ BF16, FP8, F32, I32 = torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.
 
 
 class Driver:
-    """What Triton asks of a GPU's driver before it compiles."""
+    """The part of a GPU driver that Triton uses before it compiles."""
 
     def __init__(self, sm: int):
         self.sm = sm
@@ -185,7 +185,7 @@ def caches() -> None:
 
 
 def inputs() -> None:
-    """What a layer computes before attention."""
+    """Steps of a layer before attention."""
     rows, angles, where = 8, empty(4096, 64, dtype=BF16), empty(8, dtype=torch.int64)
     q_c, kv_c, k_pe = (empty(rows, dim, dtype=BF16) for dim in (1536, 512, 64))
     weights = empty(1536, dtype=BF16), empty(512, dtype=BF16)
@@ -201,7 +201,7 @@ def inputs() -> None:
 
 
 def v4_routes() -> None:
-    """What combines the indices of a V4 prefill's two caches."""
+    """Combining the indices of a V4 prefill's two caches."""
     v4_prefill.map_pages(empty(8), empty(64))
 
     def part(width: int, page_size: int) -> v4_prefill.RowsPart:

@@ -102,7 +102,7 @@ def test_a_changed_header_is_another_kernel(compiler, monkeypatch, tmp_path):
     assert build._cubin("a.cu", (), "sm_90a") != first
 
 
-def test_what_does_not_compile_says_what_the_compiler_said(compiler):
+def test_a_compile_error_quotes_the_compiler(compiler):
     compiler.fails = True
     with pytest.raises(build.KernelBuildError, match=r"topk.cu does not compile \(.*=sm_90a .*-DTHREADS=1\):\noops$"):
         build._cubin("topk.cu", (("THREADS", 1),), "sm_90a")

@@ -220,7 +220,7 @@ def test_paged_topk(library, next_n, rows_per_chunk, metadata_provider):
     assert library.schedules == (len(library.calls) if metadata_provider else 0)
 
 
-def test_paged_topk_with_limits_of_its_own_for_each_row(library):
+def test_paged_topk_with_a_limit_for_each_row(library):
     cache, table = paged_keys([300, 90], 5)
     q, _, _, weights = indexer_inputs(4, 1, 64)
     q, limits = q.view(2, 2, 64, 128), torch.tensor([[300, 20], [0, 90]], dtype=torch.int32)
@@ -276,7 +276,7 @@ def test_vllm_s_copy_scores_several_requests(unified, rows_per_chunk):
 
 
 @pytest.mark.parametrize("next_n", [1, 2, 3])
-def test_vllm_s_copy_scores_pages_by_its_own_schedule(unified, next_n):
+def test_vllms_copy_scores_pages_by_deep_gemms_schedule(unified, next_n):
     """That of the plugin is unproven there. A decode beyond the logits' budget ended the start (vLLM 0.33.0)."""
     cache, table = paged_keys([300, 90], 5)
     q, _, _, weights = indexer_inputs(2 * next_n, 1, 32)
@@ -288,7 +288,7 @@ def test_vllm_s_copy_scores_pages_by_its_own_schedule(unified, next_n):
         provider.paged_topk(q, cache, weights, lens, table, 25, metadata_provider="triton")
 
 
-def test_the_library_s_own_schedule_is_asked_for_few_requests_at_a_time(library, monkeypatch):
+def test_deep_gemm_schedules_few_requests_at_a_time(library, monkeypatch):
     monkeypatch.setattr(provider, "LIBRARY_SCHEDULE_REQUESTS", 3)
     cache, table = paged_keys([70] * 5, 2)
     q, _, _, weights = indexer_inputs(5, 1, 32)

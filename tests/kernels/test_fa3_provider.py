@@ -254,7 +254,7 @@ def gapped():
         ),
     ],
 )
-def test_decode_refuses_what_it_cannot_carry(library, changes, message):
+def test_decode_refuses_unsupported_arguments(library, changes, message):
     q, cache, indices = decode_case()
     with pytest.raises(KernelArgumentError, match=message):
         fa3.decode(**({"q": q, "cache": cache, "indices": indices} | changes), **DECODE)

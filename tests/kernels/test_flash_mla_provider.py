@@ -1,4 +1,4 @@
-"""What the flash_mla provider hands to the library and makes of its results, against a stand-in library.
+"""Calls and results of the flash_mla provider, against a stand-in library.
 
 The stand-in refuses what the library refuses (dtypes, 64 or 128 heads, top-k multiples, only -1 as an
 invalid index in decode) and computes by the references, so that equal results prove padding and slicing.

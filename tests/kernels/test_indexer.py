@@ -112,7 +112,7 @@ def test_topk_is_the_full_sort_s_for_any_chunk(topk, rows_per_chunk):
     assert as_lists(result) == oracle_topk(q, k, k_scale, weights, ks, ke, topk)
 
 
-def test_the_logits_buffer_holds_no_more_than_the_rows_given_and_the_keys_seen(monkeypatch):
+def test_the_logits_buffer_is_no_larger_than_the_given_rows_and_seen_keys(monkeypatch):
     sizes = []
     scores = indexer._scores
 

@@ -98,7 +98,7 @@ def test_memory_of_other_requests_has_no_influence():
 
 
 def test_boundaries_beyond_the_tensors_stay_inside():
-    """What the reference refuses and a device cannot report: nothing outside q, k and v is touched."""
+    """Boundaries that the reference refuses and a device cannot report: nothing outside q, k and v is touched."""
     case = mha_cases.make([(9, 20), (5, 5)], 1, d_qk=16, d_v=16, padding=0)
     wrong = case._replace(
         cu_seqlens_q=torch.tensor([0, 9, 2000], dtype=torch.int32),

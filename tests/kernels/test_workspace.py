@@ -50,7 +50,7 @@ def test_names_and_streams_do_not_share(workspace, device_state):
     assert workspace.get("a", (8,), torch.float32, "cpu").data_ptr() == tensors[0].data_ptr()
 
 
-def test_zeroed_holds_for_a_new_buffer_only(workspace):
+def test_only_a_new_buffer_is_zeroed(workspace):
     counters = workspace.get("counters", (100,), torch.int32, "cpu", zeroed=True)
     assert (counters == 0).all()
     counters.fill_(3)

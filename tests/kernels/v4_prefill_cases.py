@@ -27,7 +27,7 @@ class Half:
     lengths: torch.Tensor | None
 
     def keys(self, *, by_slot: bool, index_dtype: torch.dtype = torch.int32) -> PrefillKeys:
-        """As the route takes it; with `by_slot` the map holds junk, among it places of other pages."""
+        """As the route takes it; with `by_slot` the map has junk entries, some of them places of other pages."""
         indices = (self.slots if by_slot else self.rows()).to(index_dtype)
         keys = PrefillKeys(self.cache, self.pages, indices, self.lengths)
         if not by_slot:

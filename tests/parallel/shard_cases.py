@@ -160,7 +160,7 @@ class Recorded(TorchDispatchMode):
 
 
 def nothing_is_allocated(device: torch.device) -> None:
-    """What a CUDA graph needs: fixed memory, and nothing that allocates or waits on the device's values."""
+    """The requirements of a CUDA graph: fixed memory, no allocation and no wait for the device's values."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     shard = make_shard(device, max_rows=None)
     owned, all_heads = 2 * -(-MAX_TOKENS // ranks), ranks * HEADS

@@ -116,11 +116,11 @@ def load_kernel(
     Args:
         source: file beside this module, such as "topk.cu".
         name: an `extern "C"` kernel of it.
-        defines: preprocessor definitions; each set of them is a kernel of its own.
+        defines: preprocessor definitions; each set compiles a separate kernel.
         max_dynamic_shared: most dynamic shared memory that a launch asks for, in bytes.
 
     Raises:
-        KernelBuildError: it does not compile or load; the message holds the log.
+        KernelBuildError: it does not compile or load; the message has the log.
     """
     return _load(source, name, tuple(sorted((defines or {}).items())), max_dynamic_shared, torch.cuda.current_device())
 

@@ -16,7 +16,7 @@ from nsa_plugin.errors import NsaPluginError
 
 
 class KernelBuildError(NsaPluginError, RuntimeError):
-    """A CUDA kernel does not compile, load or launch; the message holds the compiler's or driver's words."""
+    """A CUDA kernel does not compile, load or launch; the message quotes the compiler or driver."""
 
 
 def version() -> tuple[int, int]:
@@ -40,7 +40,7 @@ def compiled(text: bytes, name: str, headers: Mapping[bytes, bytes], options: Se
         options: NVRTC's, an architecture among them.
 
     Raises:
-        KernelBuildError: there is no NVRTC, or the source does not compile; the message holds NVRTC's log.
+        KernelBuildError: there is no NVRTC, or the source does not compile; the message has NVRTC's log.
     """
     library, program = _library(), ctypes.c_void_p()
     contents, names = _strings(list(headers.values())), _strings(list(headers))

@@ -36,7 +36,7 @@ class Variant:
 
     Attributes:
         tiles: tiles of 8 heads that a block of threads takes.
-        blocks: blocks of threads that an SM holds.
+        blocks: blocks of threads resident on an SM.
         held: of a warp's 8 steps over the query's fp8-multiplied values, those whose fragments stay in registers;
             shared memory has the others.
     """
@@ -70,7 +70,7 @@ VARIANTS = (Variant(tiles=1, blocks=2, held=8), Variant(tiles=2, blocks=2, held=
 
 
 class CudaScope(ctypes.Structure):
-    """`CudaScope` of the source, and what the host keeps beside it.
+    """`CudaScope` of the source, with data that only the host uses.
 
     Attributes:
         is_flat: the record of slot s lies s records from the start.
@@ -99,9 +99,9 @@ def choose_splits(rows: int, groups: int, topk: int, sms: int, blocks: int) -> i
 
     Args:
         rows: query rows.
-        groups: groups of heads, each a block of threads of its own.
+        groups: groups of heads; each is a separate block of threads.
         topk: entries of a row, both caches together.
-        sms, blocks: SMs of the device and blocks of threads that one holds.
+        sms, blocks: SMs of the device, and blocks of threads resident on one.
     """
     steps = -(-topk // KEYS)
     room = sms * blocks // max(1, rows * groups)

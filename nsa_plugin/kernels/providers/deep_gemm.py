@@ -1,20 +1,19 @@
 """The indexer over DeepGEMM's fp8 logits: SM90 and SM100 with sgl-deep-gemm and with the copies in vLLM up to 0.32,
 SM90 with the copy in vLLM 0.33.
 
-`topk` and `paged_topk` have the signatures and results of `nsa_plugin.kernels.indexer`'s references. The
-library writes float32 logits of one chunk of rows into memory that it takes from PyTorch's allocator (it
-has no argument for a caller's), a selector reads them, and the next chunk gets the same memory: the buffer
-is let go before.
+`topk` and `paged_topk` have the signatures and results of `nsa_plugin.kernels.indexer`'s references. The library
+allocates the float32 logits of a chunk of rows with PyTorch's allocator (it takes no buffer). A selector reads them,
+and they are freed before the next chunk, which then gets the same memory.
 
-What the library asks for, seen in its sources, and how it is met here:
+The library's requirements, from its sources, and how they are met:
 
 - fp8 q and k, contiguous and aligned to 16 bytes; ranges with ke >= ks. Ranges are clamped on the device.
-- the number of rows is an argument of its kernels, not a part of them: no row count rebuilds one. Its scheduling
-  kernel is the exception (one for every 32 requests, and with a limit), which `paged_metadata` replaces on SM90.
-- `max_seqlen_k` makes the columns count from each row's ks, in a buffer of that width: what a chunk of several
-  requests takes, so that none is scored against the keys of another. It does not stop at the width, so ranges do.
-- the paged kernel of SM90 takes 1 or 2 query rows a request and pages of 64; more rows go as several requests.
-  Requests of no key are scored as if they had one, and the selector leaves that out.
+- the number of rows is an argument of its kernels, so no row count compiles one anew. Only its scheduling kernel is
+  compiled for every 32 requests, and has a limit; `paged_metadata` replaces it on SM90.
+- with `max_seqlen_k` the columns count from each row's ks, in a buffer of that width. A chunk of several requests uses
+  this, so that no request is scored against another's keys. The kernel does not stop at the width, so ranges do.
+- the paged kernel of SM90 takes 1 or 2 query rows a request and pages of 64; more rows become several requests.
+  A request without keys is scored as if it had one, which the selector ignores.
 - vLLM 0.33's copy has no `clean_logits`, and its columns always count from each row's ks (see `_Interface`).
 """
 
@@ -36,15 +35,13 @@ from nsa_plugin.kernels.selector import default_selector
 from nsa_plugin.kernels.topk import Request, Selector, new_output, row_chunks, uncovered_rows
 
 HEADS = {9: (32, 64), 10: (8, 16, 32, 64)}
-"""Heads that the library takes, by the major version of the SM."""
+"""Supported head counts, by the major version of the SM."""
 
 HEAD_DIMS = (32, 64, 128)
 PAGE_SIZE = 64
 ALIGNMENT = 16
 # Below every known limit of the library's own scheduling kernel (12288 requests before 0.1.4, 29040 on SM100).
 LIBRARY_SCHEDULE_REQUESTS = 8192
-
-Scheduler = Callable[[torch.Tensor], torch.Tensor]
 
 
 def topk(
@@ -109,15 +106,14 @@ def topk(
 
 @dataclass(frozen=True)
 class LogitsPart:
-    """Query rows whose logits are held at once.
+    """Query rows whose logits are computed at once.
 
     Attributes:
         rows: the rows.
-        keys: the keys that are scored, which are the logits' columns; None: all keys are given, and the columns count
-            from each row's ks.
-        span: columns, if they count so.
-        ks, ke: int32, each row's keys as the library takes them.
-        starts, ends: int32, its columns as a selector takes them.
+        keys: the scored keys, one column each; None: all keys, and the columns count from each row's ks.
+        span: number of columns that count from ks; None: they count from the first key.
+        ks, ke: int32, each row's range of keys, for the library.
+        starts, ends: int32, each row's range of columns, for a selector.
     """
 
     rows: slice
@@ -138,7 +134,7 @@ class LogitsPart:
 
 @dataclass(frozen=True)
 class Parts:
-    """A batch's rows: those that are scored, and the gaps between them, of rows without a key."""
+    """A batch's rows: the scored ones, and the gaps between them, which are rows without a key."""
 
     parts: tuple[LogitsPart, ...]
     gaps: tuple[slice, ...]
@@ -156,7 +152,7 @@ def cut(
     requests: Sequence[Request] | None = None,
     max_key_span: int | None = None,
 ) -> Parts:
-    """What `topk` scores at once, and the ranges as the library and a selector take them. Arguments as `topk`'s.
+    """Cut a batch into the parts that `topk` scores at once. Arguments as `topk`'s.
 
     Raises:
         KernelArgumentError: a number is below 1, or requests are out of order or reach past rows or keys.
@@ -204,8 +200,8 @@ def paged_topk(
         q: [batch, next_n, heads, dim] float8_e4m3fn.
         cache: an `indexer_fp8` cache with pages of 64.
         rows_per_chunk, max_len, selector: as `nsa_plugin.kernels.triton.indexer.paged_topk`.
-        metadata_provider: who schedules: "deep_gemm", or "triton" (SM90 only, and not for vLLM 0.33's copy), which
-            takes any number of rows in one chunk. None: "triton" where it may.
+        metadata_provider: "deep_gemm", or "triton" (SM90 only, and not for vLLM 0.33's copy), which schedules any
+            number of rows in one chunk. None: "triton" where it is supported.
 
     Raises:
         KernelArgumentError: a shape, dtype or page size is wrong, or the library does not take the heads.
@@ -229,10 +225,12 @@ def paged_topk(
         return result.fill_(-1)
 
     selector = selector or default_selector(q.device, topk)
-    own = "triton" in schedulers and metadata_provider != "deep_gemm"
-    schedule = _own_schedule(deep_gemm) if own else _library_schedule(deep_gemm)
+    by_triton = "triton" in schedulers and metadata_provider != "deep_gemm"
+    num_sms = deep_gemm.get_num_sms()
+    if by_triton:
+        from nsa_plugin.kernels.triton.indexer import paged_metadata
 
-    # Requests of one or two query rows: two read each key once, where they may be in one chunk.
+    # Requests of one or two query rows: two in one chunk read each key once.
     pair = 2 if next_n % 2 == 0 and rows_per_chunk != 1 else 1
     repeats = next_n // pair
     q = _aligned(q).view(batch * repeats, pair, heads, dim)
@@ -244,14 +242,16 @@ def paged_topk(
     zeros = torch.zeros_like(limits)
     count = batch * repeats
     step = count if rows_per_chunk is None else max(1, rows_per_chunk // pair)
-    step = step if own else min(step, LIBRARY_SCHEDULE_REQUESTS)
+    step = step if by_triton else min(step, LIBRARY_SCHEDULE_REQUESTS)
     score = library.kernel("paged_mqa_logits")
     for first in range(0, count, step):
         some = slice(first, min(first + step, count))
-        rows = slice(some.start * pair, some.stop * pair)
-        logits = score(
-            q[some], cache.as_records(), weights[rows], context[some], table[some], schedule(context[some]), max_len
-        )
+        rows, lengths = slice(some.start * pair, some.stop * pair), context[some]
+        if by_triton:
+            schedule = paged_metadata(lengths, num_sms)
+        else:
+            schedule = deep_gemm.get_paged_mqa_logits_metadata(lengths, PAGE_SIZE, num_sms)
+        logits = score(q[some], cache.as_records(), weights[rows], lengths, table[some], schedule, max_len)
         selector(logits, zeros[rows], limits[rows], topk, out=result[rows])
         del logits
     return result
@@ -259,12 +259,12 @@ def paged_topk(
 
 @dataclass(frozen=True)
 class _Interface:
-    """How the installed DeepGEMM is called.
+    """The installed DeepGEMM and its calling convention.
 
     Attributes:
         library: its module.
-        from_row_start: the columns of ragged logits always count from each row's ks, and `clean_logits` is gone: vLLM
-            0.33's copy. It leaves what is outside a row's keys as it was, as the others do without `clean_logits`.
+        from_row_start: the columns of ragged logits always count from each row's ks, and there is no `clean_logits`
+            (vLLM 0.33's copy). It does not write outside a row's keys, as the others without `clean_logits`.
     """
 
     library: ModuleType
@@ -272,21 +272,20 @@ class _Interface:
 
     @property
     def takes_any_schedule(self) -> bool:
-        """Whether `paged_metadata` is known to be what its paged logits read."""
+        """Whether its paged logits read the format of `paged_metadata`."""
         return not self.from_row_start
 
     def kernel(self, name: str) -> Callable[..., torch.Tensor]:
-        """Its fp8 logits kernel by its own name, or by that of the kernel for fp8 and fp4 that replaced it.
+        """The fp8 logits kernel, or the one for fp8 and fp4 that replaced it.
 
         The unified kernel, the only one in vLLM's copies from 0.33 on, expects q as (values, scales); fp8 values have
         no scales.
         """
-        own: Callable[..., torch.Tensor] | None = getattr(self.library, f"fp8_{name}", None)
-        unified = getattr(self.library, f"fp8_fp4_{name}", None)
+        separate: Callable[..., torch.Tensor] | None = getattr(self.library, f"fp8_{name}", None)
         unclean = {} if self.from_row_start else {"clean_logits": False}
-        if own is not None:
-            return partial(own, **unclean)
-        assert unified is not None
+        if separate is not None:
+            return partial(separate, **unclean)
+        unified = getattr(self.library, f"fp8_fp4_{name}")
         return lambda q, *args, **kwargs: unified((q, None), *args, **unclean, **kwargs)
 
 
@@ -300,25 +299,8 @@ def _interface(deep_gemm: ModuleType) -> _Interface:
     return _Interface(deep_gemm, from_row_start=not known)
 
 
-def _own_schedule(deep_gemm: ModuleType) -> Scheduler:
-    from nsa_plugin.kernels.triton.indexer import paged_metadata
-
-    num_sms = deep_gemm.get_num_sms()
-    return lambda context: paged_metadata(context, num_sms)
-
-
-def _library_schedule(deep_gemm: ModuleType) -> Scheduler:
-    num_sms = deep_gemm.get_num_sms()
-
-    def schedule(context: torch.Tensor) -> torch.Tensor:
-        planned: torch.Tensor = deep_gemm.get_paged_mqa_logits_metadata(context, PAGE_SIZE, num_sms)
-        return planned
-
-    return schedule
-
-
 def _check_heads(op: str, device: torch.device, heads: int, dim: int) -> int:
-    """Check them against what the library takes on a device; return the major version of its SM."""
+    """Check that the library supports the heads on a device; return the major version of its SM."""
     major = _sm_major(device)
     require(major in HEADS, op, f"q is on {device}, SM{major}x; deep_gemm has these kernels for SM90 and SM100")
     allowed = " or ".join(map(str, HEADS[major]))
@@ -332,6 +314,6 @@ def _sm_major(device: torch.device) -> int:
 
 
 def _aligned(values: torch.Tensor) -> torch.Tensor:
-    """Contiguous and at an address that the library's tensor maps take; a copy only where it is not."""
+    """Contiguous values at an address that the library's tensor maps support; copied only if needed."""
     values = values.contiguous()
     return values if values.data_ptr() % ALIGNMENT == 0 else values.clone()

@@ -8,7 +8,7 @@ RoPE parts of q and of the rows are FA3's q and k, the rest its `qv` and v. The 
 token a sequence (SGLang `_forward_fa3`, vLLM FLASH_ATTN_MLA_SPARSE). FA3 attends a prefix of a page-table row, so
 valid entries are moved to the front.
 
-Limits: bfloat16 and float16 only. In `mha`, rows of k and v behind the last request have to be finite (FA3 reads whole
+Limits: bfloat16 and float16 only. In `mha`, rows of k and v after the last request have to be finite (FA3 reads whole
 tiles, and a probability of 0 keeps a NaN). In `decode`, no sink, no second cache, d_v 512 of rows of 576, and no gaps
 between pages.
 """
@@ -59,7 +59,7 @@ def attend_dense(call: MhaCall) -> MhaOutput:
     if q.numel() == 0 or k.shape[0] == 0 or len(bounds) == 1:
         return call.empty_output()
     library = load()
-    # FA3 leaves the rows behind the last request as they are.
+    # FA3 does not write the rows after the last request.
     direct = library.takes_out and out.dtype == q.dtype and out.is_contiguous()
     written = out if direct else torch.empty(out.shape, dtype=q.dtype, device=q.device)
     if library.takes_out:
@@ -94,7 +94,7 @@ mha = mha_op(attend_dense, DTYPES, one_dtype=True)
 
 
 def _is_padding(cu_seqlens_q: torch.Tensor, tokens: int) -> torch.Tensor:
-    """bool [tokens]: rows behind the last request."""
+    """bool [tokens]: rows after the last request."""
     return torch.arange(tokens, device=cu_seqlens_q.device) >= cu_seqlens_q[-1]
 
 
@@ -109,7 +109,7 @@ def attend(call: SparseMlaCall) -> SparseMlaResult:
     if call.is_empty:
         return call.empty_result()
     library = load()
-    # FA3 does not attend entries behind the valid ones, but may prefetch their rows.
+    # FA3 does not attend the entries after the valid ones, but may prefetch their rows.
     packed = compact(scope.indices, scope.length, scope.cache.num_slots, fill=0)
     flat_q = q.reshape(call.rows, call.heads, -1)
     out = call.output()

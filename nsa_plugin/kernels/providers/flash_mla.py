@@ -1,7 +1,7 @@
 """FlashMLA behind the contracts of sparse MLA, on SM90 and SM100.
 
 The library is sgl-flash-mla 1.0, and of it the kernels that `use_legacy=True` selects: they read V3.2 and
-V4 records. What they need is made here, and what they cannot do is an error that names the argument:
+V4 records. The provider prepares their inputs, and raises an error that names the argument they do not support:
 
     both      bfloat16 queries; d_v 512; 64 or 128 heads (fewer are padded, which costs their full time);
               top-k in multiples of 128 (prefill) or 64 (decode; rows are padded with -1)
@@ -156,7 +156,7 @@ def _check_records(op: str, name: str, cache: PagedCache) -> None:
 def _entries(scope: Scope, multiple: int, *, only_minus_one: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The indices as the library takes them, [batch, s_q, topk padded] int32, and the lengths [batch, s_q].
 
-    Entries behind a length become -1: the library may read the rows that they name.
+    Entries beyond a length become -1: the library may read the rows that they name.
     only_minus_one: it takes nothing but -1 for an invalid index.
     """
     indices = scope.indices
@@ -168,14 +168,14 @@ def _entries(scope: Scope, multiple: int, *, only_minus_one: bool) -> tuple[torc
 
 
 def _by_sequence(lengths: torch.Tensor | None) -> torch.Tensor | None:
-    """The longest length of each sequence, [batch]: what lies behind a shorter one is -1 already."""
+    """The longest length of each sequence, [batch]: entries beyond a shorter one are already -1."""
     if lengths is None:
         return None
     return lengths.view(-1) if lengths.shape[1] == 1 else lengths.amax(1)
 
 
 def _pad_heads(q: torch.Tensor) -> torch.Tensor:
-    """q with 64 or 128 heads, dense. Heads do not meet, so those added may hold anything."""
+    """q with 64 or 128 heads, dense. Heads are independent, so the added ones are uninitialised."""
     heads = q.shape[-2]
     target = next(count for count in HEADS if heads <= count)
     if heads == target:

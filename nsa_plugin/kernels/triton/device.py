@@ -1,4 +1,4 @@
-"""What the Triton kernels need to know of a device: processors, architecture and shared memory.
+"""Device properties that the Triton kernels use: processors, architecture and shared memory.
 
 `emulate` makes every kernel act as on an older GPU, so that one GPU can test the portable path.
 """
@@ -38,7 +38,7 @@ _emulated: int | None = None
 
 
 def emulate(sm: int | None) -> None:
-    """Make the kernels of this process act as on a GPU of SM version `sm`, or (None) as on their own.
+    """Make the kernels of this process act as on a GPU of SM version `sm`, or (None) as on the real one.
 
     Call it before the first kernel runs. Processors are the device's own.
     """
@@ -47,7 +47,7 @@ def emulate(sm: int | None) -> None:
 
 
 def facts_of(device: torch.device) -> DeviceFacts:
-    """Return what the kernels know of a device; of a CPU, Triton's interpreter."""
+    """Return a device's properties; for a CPU, those of Triton's interpreter."""
     if device.type != "cuda":
         return INTERPRETER
     found = _probed(device)

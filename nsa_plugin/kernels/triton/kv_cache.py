@@ -1,9 +1,8 @@
 """Triton kernels that write and read paged KV caches; contracts in `nsa_plugin.kernels.kv_cache`.
 
-Each function has the signature of the reference of its name, launches one kernel, waits for nothing
-and allocates only its results (see `read`). What the reference checks by reading slots cannot be
-checked without waiting for the device; there a slot beyond the cache counts as a negative one: `write`
-skips it, the readers give zeros for it.
+Each function has the signature of its reference, launches one kernel, does not wait for the device and allocates only
+its results (see `read`). Slots are not checked on the host: one beyond the cache counts as negative, so `write` skips
+it and the readers give zeros.
 
 Codes and scales equal the reference's on the CPU bit for bit: the scale is a true division by 448, a
 ue8m0 exponent comes from the scale's bits, and both roundings are to nearest even. (The reference on a
@@ -197,7 +196,7 @@ def _float_bits(value: float) -> int:
 
 
 def _record_constants(op: str, cache: PagedCache, layout: Fp8Layout) -> dict[str, Any]:
-    """What the kernels know of an fp8 layout at compile time."""
+    """Compile-time constants of an fp8 layout."""
     is_exponent = layout.scale_format is ScaleFormat.UE8M0
     # Tails are read as bfloat16, scales as float32: a GPU faults on such a load at an odd address.
     alignment = 2 if is_exponent else 4

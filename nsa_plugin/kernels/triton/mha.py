@@ -7,7 +7,7 @@ of one request. Which ones is found on the device: tile t belongs to the last re
     cu_seqlens_q[i] // BLOCK_M + i <= t
 
 which leaves every request enough tiles, so the grid follows from the shapes alone: nothing is read on
-the host, and a call can be captured in a CUDA graph. The rows behind the last request are one more
+the host, and a call can be captured in a CUDA graph. The rows after the last request are one more
 "request", without keys. Boundaries on the device that the reference would refuse are clamped into q, k and v.
 
 Products take the inputs' own type if all three have one type, else float32; sums are float32. The
@@ -63,7 +63,7 @@ TILES = (
 SMALL_TILES = (MhaTile(64, 64, 4, 3), MhaTile(64, 64, 4, 2), MhaTile(64, 32, 4, 2), MhaTile(32, 32, 4, 1))
 FLOAT32_TILES = (MhaTile(32, 32, 4, 1), MhaTile(16, 16, 4, 1))
 
-# Of the shared memory that a block may ask for, what a compiler may want for itself.
+# Shared memory of a block that is left to the compiler.
 SHARED_RESERVE = 8 << 10
 
 
@@ -131,7 +131,7 @@ def _mha_kernel(
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
 
-    # The request of this tile, `requests` for the rows behind the last one.
+    # The request of this tile, `requests` for the rows after the last one.
     request = requests * 0
     after = requests
     while request < after:

@@ -1,7 +1,7 @@
 """Norms, RoPE and the indexer's fp8 queries in Triton, without fp8 instructions; contract in `kernels.mla_inputs`.
 
-Each function launches one kernel and waits for nothing. Queries of the indexer are quantised in integers on every GPU,
-which costs nothing beside the loads: one code path, and codes that equal the reference's bit for bit.
+Each function launches one kernel and does not wait for the device. Queries of the indexer are quantised in integers on
+every GPU: the loads hide the cost, there is one code path, and the codes equal the reference's bit for bit.
 """
 
 # Triton types a kernel's parameters, not Python.
@@ -136,7 +136,7 @@ def _rotate(
 
 @triton.jit
 def _pairs(HALF: tl.constexpr, HALF_POWER: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Places of a pair's values."""
+    """Columns of a pair's values."""
     column = tl.arange(0, HALF_POWER)
     if INTERLEAVED:
         return 2 * column, 2 * column + 1
@@ -148,7 +148,7 @@ def _pairs(HALF: tl.constexpr, HALF_POWER: tl.constexpr, INTERLEAVED: tl.constex
 def _places(
     DIM: tl.constexpr, HALF: tl.constexpr, HALF_POWER: tl.constexpr, REST_POWER: tl.constexpr, INTERLEAVED: tl.constexpr
 ):
-    """Places of the pairs' values and of those behind them, and which are inside the row."""
+    """Columns of the pairs' values and of the values after them, and which are inside the row."""
     one, other = _pairs(HALF, HALF_POWER, INTERLEAVED)
     behind = 2 * HALF + tl.arange(0, REST_POWER)
     return one, other, behind, tl.arange(0, HALF_POWER) < HALF, behind < DIM

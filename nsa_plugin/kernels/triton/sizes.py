@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def ceil_div(count: int, size: int) -> int:
-    """How many times `size` holds `count`, rounded up."""
+    """count / size, rounded up."""
     return -(-count // size)
 
 

@@ -1,7 +1,7 @@
 """Triton kernels of the V4 prefill route: from indices of two paged caches to rows of one workspace.
 
 `nsa_plugin.kernels.v4_prefill` checks the arguments and states the contract. Each function launches
-one kernel and waits for nothing.
+one kernel and does not wait for the device.
 """
 
 # Triton types a kernel's parameters, not Python.
@@ -42,8 +42,8 @@ class RowsPart(NamedTuple):
 def map_pages(pages: torch.Tensor, page_map: torch.Tensor) -> None:
     """page_map[pages[i]] = i for every page in the map; the other entries keep their values.
 
-    Those need no clearing: who reads the map asks `pages` whether it says the same. Of two places of
-    one page either may win; both hold the same rows.
+    The map needs no clearing: a reader checks its entry against `pages`. A page listed twice gets either place; both
+    have the same rows.
     """
     if len(pages) and len(page_map):
         with torch.cuda.device_of(pages):
@@ -62,8 +62,8 @@ def combine_rows(window: RowsPart, extra: RowsPart | None, out: torch.Tensor) ->
         out: [tokens, width] int32, width at least the sum of both; overwritten whole.
 
     Returns:
-        `out` and new lengths [tokens] int32. What an index names outside its cache or outside the
-        listed pages is -1 in its place.
+        `out` and new lengths [tokens] int32. An index outside its cache or outside the
+        listed pages becomes -1.
     """
     tokens, width = out.shape
     lengths = torch.empty((tokens,), dtype=torch.int32, device=out.device)
@@ -121,13 +121,13 @@ def _place(index, valid, pages_ptr, map_ptr, num_listed, num_pages, pages_stride
         valid = valid & (page < num_pages)
         place = tl.load(map_ptr + page * map_stride, mask=valid, other=-1).to(tl.int64)
         valid = valid & (place >= 0) & (place < num_listed)
-        # The map may hold anything for a page that is not listed, what an earlier batch left for one.
+        # The map's entry for a page that is not listed is undefined, or left by an earlier batch.
         held = tl.load(pages_ptr + place * pages_stride, mask=valid, other=-1).to(tl.int64)
         valid = valid & (held == page)
     return place * PAGE_SIZE + index % PAGE_SIZE, valid
 
 
-# Of a compress ratio of 128 the extra width grows with the context, and must not compile the kernel anew.
+# With a compress ratio of 128 the extra width grows with the context, and must not compile the kernel anew.
 @triton.jit(do_not_specialize=["window_listed", "window_pages", "extra_listed", "extra_pages", "extra_width"])
 def _combine_rows(
     out_ptr,  # int32 [tokens, width]
