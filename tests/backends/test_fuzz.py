@@ -10,12 +10,7 @@ import torch
 from nsa_plugin.backends.sglang.v32 import indexer
 from tests.backends import fuzz, fuzz_sglang
 
-PATHS = {
-    "decode: sparse_decode",
-    "target_verify: sparse_decode",
-    "extend: sparse_prefill",
-    "extend: mha_one_shot",
-}
+PATHS = {"decode: sparse_decode", "target_verify: sparse_decode", "extend: sparse_prefill", "extend: mha_one_shot"}
 
 
 def test_random_batches_of_vllm_attend_as_the_reference() -> None:

@@ -71,7 +71,7 @@ def platform(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def on_sm120(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM has built a layer of its own choice."""
+    """A layer with the backend that vLLM picked."""
     monkeypatch.setattr(gpu_serving, "dense_workspace_tokens", lambda vllm_config: 4096)
     made = config()
     made.compilation_config.static_forward_context["attn"] = layer(False, gpu_serving.SM120_BACKEND)
@@ -230,7 +230,7 @@ def test_every_configuration_is_started() -> None:
 
 
 def outcome_of(start: Start, monkeypatch: pytest.MonkeyPatch) -> tuple[Handling, str]:
-    """What the plugin does with a configuration, and what it says; SGLang's backends say it in notes."""
+    """Return the plugin's outcome for a configuration and its message, which SGLang's backends return as notes."""
     try:
         notes = start(monkeypatch)
     except LeftToStockError as error:
@@ -243,7 +243,7 @@ def outcome_of(start: Start, monkeypatch: pytest.MonkeyPatch) -> tuple[Handling,
 
 
 @pytest.mark.parametrize("one", CONFIGURATIONS, ids=lambda one: f"{one.engine}: {one.what}")
-def test_the_table_says_what_happens(one: Configuration, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_configuration_has_the_outcome_in_the_table(one: Configuration, monkeypatch: pytest.MonkeyPatch) -> None:
     outcome, said = outcome_of(STARTS[one.engine, one.what], monkeypatch)
     assert outcome is one.outcome
     assert one.says in said

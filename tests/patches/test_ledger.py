@@ -276,7 +276,7 @@ def test_refusal_names_everything_and_leaves_nothing(case: str, engine: ModuleTy
     assert book.statuses == {}
 
 
-def test_refusal_keeps_what_an_earlier_call_applied(engine: ModuleType) -> None:
+def test_refusal_keeps_the_patches_of_an_earlier_call(engine: ModuleType) -> None:
     book = ledger(
         patch("boot", "core:serve", need=Need.BOOTSTRAP), patch("good", "core:Engine.run"), patch("bad", "core:gone")
     )
@@ -391,7 +391,7 @@ def test_verification_detects_a_missing_object(engine: ModuleType) -> None:
         book.verify()
 
 
-def test_installation_verifies_what_an_earlier_call_applied(engine: ModuleType) -> None:
+def test_installation_verifies_the_patches_of_an_earlier_call(engine: ModuleType) -> None:
     book = ledger(patch("boot", "core:serve", need=Need.BOOTSTRAP), patch("run", "core:Engine.run"))
     book.install(Need.BOOTSTRAP)
     engine.serve = lambda host, port: None

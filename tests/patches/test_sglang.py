@@ -43,7 +43,7 @@ def test_every_entry_is_explained(patch: Patch) -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS, ids=str)
-def test_exactly_one_target_holds_in_each_supported_version(version: Version) -> None:
+def test_exactly_one_target_applies_in_each_supported_version(version: Version) -> None:
     assert version in SpecifierSet(data.SUPPORTED)
     for patch in data.PATCHES:
         holding = [t for t in patch.targets if version in SpecifierSet(t.versions)]

@@ -28,7 +28,7 @@ from packaging.specifiers import SpecifierSet
 # Those that ask for the torch whose CPU build the tests run with.
 RUNS_ON_CPU = ">=0.5.18,<0.5.22"
 STUBS = Path(__file__).parents[2] / "ci" / "stubs" / "sglang-cpu"
-# Asked before any test runs: a test in this process may put the stubs on its own path.
+# Read before any test runs: a test may put the stubs on sys.path.
 STUBBED = util.find_spec("torchvision") is None
 # Generous: two cores that others use take several times the 25 seconds of an idle machine.
 START_TIMEOUT_S = 420
@@ -132,7 +132,7 @@ if __name__ == "__main__":
 
 
 def needs_engine() -> pytest.MarkDecorator:
-    """Skip where no SGLang is installed that starts on a CPU, with the plugin beside it."""
+    """Skip unless the plugin and an SGLang that starts on a CPU are installed."""
     reason = ""
     try:
         version = metadata.version("sglang")
@@ -172,7 +172,7 @@ class Place:
         return dict(json.loads(self.report_file.read_text()))
 
     def seen(self, event: str) -> list[dict[str, Any]]:
-        """What the witness wrote down."""
+        """Return the records of the witness."""
         file = self.folder / "witness.jsonl"
         lines = map(json.loads, file.read_text().splitlines()) if file.exists() else ()
         return [line for line in lines if line["event"] == event]
@@ -224,7 +224,7 @@ class Place:
         return status, json.loads(answer.read_text()) if answer.exists() else None
 
     def run_program(self, text: str, **extra: str) -> Any:
-        """What a program leaves in result.json; several processes write to the log, and none owns a line of it."""
+        """Return a program's result.json; the log is no source, because several processes write to it."""
         (self.folder / "program.py").write_text(text)
         with self.started(["program.py"], **extra) as process:
             assert process.wait(START_TIMEOUT_S) == 0, self.log()[-4000:]

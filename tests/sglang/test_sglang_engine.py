@@ -87,7 +87,7 @@ def test_the_kill_switch_wins_over_the_flag(place: Place) -> None:
     assert "NSA_PLUGIN_ENABLED=0 overrides its flags" in place.log()
 
 
-def test_a_target_that_is_gone_in_the_scheduler_stops_the_engine(place: Place) -> None:
+def test_a_missing_target_in_the_scheduler_stops_the_engine(place: Place) -> None:
     status, tokens = place.run_engine(NSA_PLUGIN_ENABLED="1", WITNESS_BREAK="1")
     assert status != 0
     assert tokens is None
@@ -135,7 +135,7 @@ def test_with_strict_off_the_stock_engine_serves_and_the_report_says_so(place: P
     ],
     ids=["flag-value", "environment-name", "environment-value", "version", "sparse-model-on-cpu", "ray"],
 )
-def test_what_cannot_work_ends_the_command_before_serving(
+def test_an_impossible_configuration_ends_the_command_before_serving(
     place: Place, arguments: list[str], environment: dict[str, str], status: int, words: list[str]
 ) -> None:
     assert place.run_command_line(*arguments, **environment) == status

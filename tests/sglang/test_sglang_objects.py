@@ -32,7 +32,7 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def built(**settings: Any) -> Any:
-    """SGLang's backend under plans on an H200 of data, without its own start, which takes a GPU."""
+    """SGLang's backend with plans and an H200 profile; SGLang's constructor is skipped, because it needs a GPU."""
     import torch
 
     from nsa_plugin.backends.sglang.v32.attention import adopt, with_plans
@@ -91,7 +91,7 @@ def prefill(*lengths: int, **more: Any) -> Any:
 
 @pytest.fixture
 def h200(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What SGLang's rules ask of the device and of the server."""
+    """Set the device and server properties that SGLang's rules read."""
     attention = importlib.import_module(ATTENTION)
     monkeypatch.setattr("sglang.srt.utils.get_device_sm", lambda: 90)
     monkeypatch.setattr("sglang.srt.utils.is_blackwell", lambda: False)
@@ -144,7 +144,7 @@ def test_a_batch_leaves_sglangs_prefill_graph(
 
 @pytest.mark.parametrize("steps", [3, 4, 6])
 def test_sglangs_draft_steps_are_left_with_routes_that_hold(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
-    """From 4 steps on SGLang prepares the first three backends by one kernel, and of their methods calls one."""
+    """SGLang prepares the first three backends with one kernel if there are 4 or more steps."""
     import torch
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 

@@ -52,7 +52,7 @@ def broken(what: str | None) -> object:
         from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache
 
         def get_attn_backend(cache: object) -> None:
-            """With another signature, as a release that has moved on would have."""
+            """A changed signature, as a newer release may have."""
 
         return mock.patch.object(DeepseekV32IndexerCache, "get_attn_backend", get_attn_backend)
     return mock.patch.dict({})

@@ -1,4 +1,4 @@
-"""What the tests on a real vLLM share: a checkpoint, its reference, and an engine in a process of its own."""
+"""Fixtures for tests with a real vLLM: a checkpoint, its reference, and an engine in a separate process."""
 
 from __future__ import annotations
 

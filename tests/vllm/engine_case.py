@@ -1,4 +1,4 @@
-"""Runs one offline vLLM engine in a process of its own: reads a case as JSON, writes what came out as JSON.
+"""Run one offline vLLM engine in a separate process: reads a case as JSON, writes what came out as JSON.
 
     python engine_case.py CASE.json RESULT.json
 

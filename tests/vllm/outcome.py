@@ -18,7 +18,7 @@ class Answer:
         prompt_tokens, cached_tokens: of the prompt, and how many of them came from the prefix cache.
         equal: the reference would have chosen the same token, step by step.
         logprob_errors: absolute difference of the chosen token's log probability, step by step.
-        gaps: how much less probable, in nats, the reference holds the engine's token than its own.
+        gaps: log-probability in nats that the reference gives its token minus that of the engine's token.
     """
 
     prompt_tokens: int

@@ -1,4 +1,4 @@
-"""What vLLM answers to a configuration with the plugin in it: before anything is served."""
+"""Tests of vLLM's configuration checks with the plugin, before serving."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_refuses_before_serving(answers: dict[str, Any], case: str, words: list[
         assert word in answers[case]["error"]
 
 
-def test_a_model_without_sparse_attention_is_left_alone_and_told_once(answers: dict[str, Any]) -> None:
+def test_a_model_without_sparse_attention_is_not_changed_and_logged_once(answers: dict[str, Any]) -> None:
     assert answers["dense model"]["error"] == ""
     assert answers["log"].count("has no sparse attention") == 1
 

@@ -29,7 +29,7 @@ def requests(*prompts: list[int], max_tokens: int = TOKENS) -> list[dict[str, An
 
 
 SHARED = prompt(150, 4)
-# Below index_topk and above it in one step, and longer than a chunk of 128 tokens; then a prefix that the cache holds.
+# Below and above index_topk in one step, and longer than a chunk of 128 tokens; then a cached prefix.
 MIXED = [
     requests(prompt(20, 1), prompt(100, 3), prompt(50, 2), SHARED, prompt(310, 5)),
     requests(SHARED + prompt(9, 6)),
@@ -62,7 +62,7 @@ def test_chunked_prefill_prefix_cache_and_mixed_batches(run_engine: Run) -> None
         {(batch["plans"][r["plan"]]["phase"], batch["plans"][r["plan"]]["attention"]) for r in batch["requests"]}
         for batch in outcome.trace
     ]
-    # One step holds decodes beside prefills, and one dense prefills beside sparse ones: decided per request.
+    # One step has decodes and prefills, and another dense and sparse prefills: decided per request.
     assert any({"decode", "extend"} <= {phase for phase, _ in batch} for batch in batches)
     assert any({("extend", "mha_one_shot"), ("extend", "sparse_prefill")} <= batch for batch in batches)
     assert routes(outcome, range(SPEC.index_topk + 1)) >= {"mha_one_shot", "sparse_decode"}
@@ -111,7 +111,7 @@ def test_bfloat16_stays_near_the_reference(run_engine: Run) -> None:
 
 
 def test_tensor_parallel(run_engine: Run) -> None:
-    # One thread a rank: vLLM would bind each rank to a memory node of its own otherwise.
+    # One thread per rank; otherwise vLLM binds each rank to a separate memory node.
     outcome = run_engine(MIXED, tensor_parallel_size=2, environ={"VLLM_CPU_OMP_THREADS_BIND": "0|1"})
     assert_right(outcome)
     assert {batch["rank"] for batch in outcome.trace} == {0, 1}

@@ -113,7 +113,7 @@ print("all agree")
 
 @pytest.mark.engine_vllm
 def test_the_portable_kernels_agree_with_vllms():
-    """In a process of its own, which interprets vLLM's kernels."""
+    """Run in a separate process, which interprets vLLM's kernels."""
     environ = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environ, capture_output=True, text=True, timeout=300)
     assert "all agree" in done.stdout, done.stdout[-1000:] + done.stderr[-3000:]

@@ -24,7 +24,7 @@ HF_CONFIG = SimpleNamespace(
 
 
 class StockBackend:
-    """As SGLang's, as far as the plugin looks at it."""
+    """The parts of SGLang's scheduler that the plugin reads."""
 
     def __init__(self, model_runner: Any, skip_prefill: bool = False, topk: int = 0) -> None:
         self.device = model_runner.device
@@ -65,7 +65,7 @@ def scheduler(config: Any = HF_CONFIG) -> SimpleNamespace:
 
 
 def start(process: SglangProcess, config: Any = HF_CONFIG, build: SimpleNamespace | None = None) -> None:
-    """What happens in a scheduler process, in its order."""
+    """Run the events of a scheduler process in order."""
     process.enter_scheduler()
     if build is not None:
         backend.make(StockBackend)(build, topk=4)

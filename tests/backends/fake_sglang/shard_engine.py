@@ -1,6 +1,6 @@
 """SGLang in miniature for the tests of resharding: its ranks, batches, selection and cache.
 
-Every rank has the same batch, its own heads of q, and the whole cache.
+Every rank has the same batch, its local heads of q, and the whole cache.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Metadata:
 
 
 class Wide:
-    """What SGLang's FlashMLA checks: that its schedule, its lengths and its queries are of the same rows and heads."""
+    """Check as SGLang's FlashMLA does: schedule, lengths and queries have the same rows and heads."""
 
     flashmla_kv_num_q_heads = 128  # SGLang's for the heads of a rank; 64 for all of the tests' heads
 

@@ -192,7 +192,7 @@ def controls() -> None:
 
 
 def ranks_with_other_rows() -> None:
-    """With rows compared before each exchange, ranks that prepared other batches say so instead of waiting."""
+    """If ranks compare rows before each exchange, different batches raise an error instead of a hang."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     way = Way("v32_fp8", "reference")
     model, exchange = model_of(way, ranks), exchange_of(check_rows=True)

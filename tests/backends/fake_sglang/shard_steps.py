@@ -67,7 +67,7 @@ def steps_equal_to_unsharded() -> None:
 
 
 def prepare_step(engine: Engine, backend: Any, graph: bool) -> None:
-    """As SGLang prepares a batch that runs, or one that it is about to capture or to replay."""
+    """Prepare a batch to run, capture or replay, as SGLang does."""
     if not graph:
         engine.prepare(backend)
     elif backend.x == "dsa":

@@ -1,7 +1,7 @@
 """SGLang's attention backend in miniature, before and after its renaming, on the CPU.
 
 What is here is what the adapter relies on: when the engine asks for the path of a batch, what it hands to the functions
-at the end of a path, and its own results there, computed densely.
+at the end of a path, and stock results there, computed densely.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def forward_batch(mode: ForwardMode, q_lens: list[int], kv_lens: list[int], **mo
 
 
 class StockBackend:
-    """What both names of the class share. `calls` has the names of the engine's own functions that ran."""
+    """Base of both names of the class. `calls` lists the stock functions that ran."""
 
     x = "dsa"
 
@@ -123,7 +123,7 @@ class StockBackend:
 
 
 class DsaBackend(StockBackend):
-    """As from 0.5.13 on."""
+    """The class from 0.5.13 on."""
 
     def set_dsa_prefill_impl(self, forward_batch: Any = None) -> None:
         self._set(forward_batch)
@@ -148,7 +148,7 @@ class DsaBackend(StockBackend):
 
 
 class ReplayedBySize:
-    """As before 0.5.13: what is replayed is asked for by its size."""
+    """The class before 0.5.13, which selects a replay by its size."""
 
     def init_forward_metadata_replay_cuda_graph(
         self,
@@ -168,7 +168,7 @@ class ReplayedBySize:
 
 
 class NsaBackend(ReplayedBySize, StockBackend):
-    """As before 0.5.13."""
+    """The class before 0.5.13."""
 
     x = "nsa"
 

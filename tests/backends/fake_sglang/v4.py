@@ -45,7 +45,7 @@ _LARGE_INDEXER_QUERY_THRESHOLD = 11673
 
 
 class EnvField:
-    """As SGLang's: a value only by `get`, and an error where it is taken for one itself."""
+    """SGLang's variable: read with `get`; raises if used as a bool."""
 
     def __init__(self, name: str, default: bool) -> None:
         self.name, self.default = name, default
@@ -94,7 +94,7 @@ class Request:
 
 
 class Pool:
-    """`DeepSeekV4TokenToKVPool`, of a layer of each compress ratio; the window's pool has its own order of pages."""
+    """`DeepSeekV4TokenToKVPool` with a layer of each compress ratio; the window's pool orders its pages differently."""
 
     def __init__(self, requests: list[Request], seed: int = 0) -> None:
         self.num_pages = 1 + max(int(request.pages.max()) for request in requests)
@@ -169,7 +169,7 @@ class Batch:
         ]
 
     def core(self, padded: int = 0) -> Any:
-        """SGLang's `DSV4AttnMetadata`; `padded` rows behind are as its own: of one token of the last request."""
+        """SGLang's `DSV4AttnMetadata`; as in SGLang, `padded` rows belong to one token of the last request."""
         places = self.places() + [(self.requests[-1], 0)] * padded
         lengths = torch.tensor([position + 1 for _, position in places], dtype=torch.int32)
         width = -(-max(request.kv_len for request in self.requests) // PAGE)
@@ -240,7 +240,7 @@ def batch(*lens: tuple[int, int], padded: int = 0, mode: ForwardMode = ForwardMo
 
 
 class Engine:
-    """`DeepseekV4AttnBackend` of 0.5.13 to 0.5.20; `calls` has the names of its own functions that ran."""
+    """`DeepseekV4AttnBackend` of 0.5.13 to 0.5.20; `calls` lists the stock functions that ran."""
 
     def __init__(self, of: Batch) -> None:
         self.batch, self.token_to_kv_pool = of, of.pool
@@ -344,7 +344,7 @@ class Engine:
 
 
 class LateEngine(Engine):
-    """As from 0.5.22 on: `forward` is an outer one."""
+    """From 0.5.22 on, `forward` is an outer function."""
 
     forward = None  # type: ignore[assignment]
 
@@ -420,7 +420,7 @@ def started(
 
 
 def prepared(of: Batch, original: type = Engine, **more: Any) -> Any:
-    """As `started`, with the batch prepared and its selection made."""
+    """Call `started`, then prepare the batch and make its selection."""
     backend = started(of, original, **more)
     backend.init_forward_metadata(of.forward)
     of.select_something(backend.forward_metadata.core_attn_metadata)

@@ -80,7 +80,7 @@ def small_budget(step_tokens: int, rows: int = 4) -> VllmPlanner:
 
 @dataclass
 class Call:
-    """What vLLM's model calls its indexer with."""
+    """The arguments with which vLLM's model calls its indexer."""
 
     cache: PagedCache
     q: torch.Tensor

@@ -148,7 +148,7 @@ def rows_of(piece: Any) -> int:
 
 
 def schedules_are_made_once_a_step() -> None:
-    """By its first layer, and again where that layer comes again: what a graph reads it has made."""
+    """The first layer makes the schedule, and makes it again on its next call, so a graph contains it."""
     ranks = dist.get_world_size()
     world = world_of(WAYS[3], exchange_of())
     step = world.step([(1, 50)] * (3 * ranks))
@@ -205,7 +205,7 @@ def the_fault_shows() -> None:
 
 
 def ranks_with_other_rows() -> None:
-    """With rows compared before each exchange, ranks that prepared other batches say so instead of waiting."""
+    """If ranks compare rows before each exchange, different batches raise an error instead of a hang."""
     world = world_of(WAYS[1], exchange_of(check_rows=True))
     step = world.step([(40, 90)] if dist.get_rank() else [(39, 89)])
     with pytest.raises(MismatchError, match=r"rank 0: T 39, .* rank 1: T 40"):

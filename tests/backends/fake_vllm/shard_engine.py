@@ -1,6 +1,6 @@
 """vLLM in miniature for the tests of resharding: ways to attend, its indexer, and a rank's worlds.
 
-Every rank has the layer of `v32` with heads of its own, the same cache and the same batches. What it gets is
+Every rank has the layer of `v32` with its local heads, the same cache and the same batches. What it gets is
 compared, bit for bit, with the same rank that keeps its heads; attention is `shard_kernels`'.
 """
 
@@ -74,7 +74,7 @@ WAYS = (
 def split_chunks(
     seq_lens: torch.Tensor, query_lens: torch.Tensor, workspace: int, max_logits_bytes: int, request_offset: int = 0
 ) -> list[tuple[slice, slice]]:
-    """vLLM's rule: requests together while their logits fit; rows of one where its own do not."""
+    """Split as vLLM does: group requests while their logits fit, and split a request that does not fit."""
     chunks, most, end = [], max_logits_bytes // 4, 0
     while end < len(seq_lens):
         start, rows, keys = end, 0, 0

@@ -1,6 +1,6 @@
 """vLLM's sparse MLA in miniature, before and after 0.26, on the CPU: a layer, its implementation, its builders.
 
-What is here is what the adapter relies on. The stock implementation attends densely in float32, over what its own
+This module has the parts that the adapter uses. The stock implementation attends densely in float32, over what its own
 metadata and the top-k buffer say, so that a wrong row, request or slot shows in the output.
 """
 
@@ -197,7 +197,7 @@ class StockImpl(SparseBase[StockMetadata]):
 
 
 class LaterImpl(DenseBase[StockMetadata]):
-    """As of 0.26 on: on the base of those that attend densely, and said to be sparse."""
+    """From 0.26 on: derives from the dense base class and is marked as sparse."""
 
     is_sparse = True
     __init__ = StockImpl.__init__
@@ -367,7 +367,7 @@ class Step:
         return self.table[request][position // PAGE].long() * PAGE + position % PAGE
 
     def _select(self) -> None:
-        """What the indexer leaves in the buffer: -1 for padding, rubbish for rows that nobody may read."""
+        """Write the indexer's buffer: -1 for padding, arbitrary values for rows that must not be read."""
         buffer = self.world.buffer
         buffer.fill_(5)
         buffer[: self.common.num_actual_tokens] = -1

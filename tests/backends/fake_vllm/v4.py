@@ -310,7 +310,7 @@ class World:
         return table[request][at // size].long() * size + at % size
 
     def _select(self) -> None:
-        """What the indexer and vLLM's builder of the compressed layers' metadata leave."""
+        """Write the outputs of the indexer and of vLLM's builder of the compressed layers' metadata."""
         count = len(self.owner) + self.padding
         self.topk = torch.full((MAX_ROWS, TOPK), 5, dtype=torch.int32)  # left from other batches
         self.topk[:count] = -1

@@ -21,7 +21,7 @@ MIB = 1 << 20
 
 
 class Stock(StockIndexerBuilder):
-    """Of a compressed cache."""
+    """The indexer's builder for a compressed cache."""
 
     compress_ratio = RATIO
 

@@ -135,7 +135,7 @@ STALE = {
 @pytest.mark.parametrize("stale", STALE)
 @pytest.mark.parametrize("path", ["flashmla_kv", "flashmla_sparse"])
 @pytest.mark.parametrize("setting", ["prefill_backend", "decode_backend"])
-def test_what_is_in_padded_rows_stays_there(stale: str, path: str, setting: str):
+def test_values_in_padding_do_not_reach_the_output(stale: str, path: str, setting: str):
     """A graph of 8 requests is replayed with 5, or 5 rows are padded to a multiple of the ranks."""
     layout = "v32_fp8" if path == "flashmla_kv" else "bf16"
     backend = started(layout=layout, **{setting: "reference"})
@@ -155,7 +155,7 @@ def test_what_is_in_padded_rows_stays_there(stale: str, path: str, setting: str)
 
 @BOTH
 def test_a_replay_has_the_route_of_its_capture_whatever_ran_between(original: type):
-    """The graph holds the kernels that its capture launched; the sizes are the captured ones, padding included."""
+    """A graph replays the kernels of its capture, with the captured sizes, padding included."""
     backend = started(original)
     sizes = {bs: captured(backend, ForwardMode.DECODE, bs, capture=True) for bs in (8, 4, 2, 1)}
     for bs, route in sizes.items():
@@ -167,7 +167,7 @@ def test_a_replay_has_the_route_of_its_capture_whatever_ran_between(original: ty
 
 @pytest.mark.parametrize("layout", ["v32_fp8", "bf16"])
 def test_draft_steps_that_the_engine_prepares_together_keep_no_wrong_route(layout: str):
-    """With more than three draft steps SGLang copies the metadata of the first three in one kernel.
+    """For more than three draft steps SGLang copies the metadata of the first three in one kernel.
 
     Of the backend's methods only `set_dsa_prefill_impl()` runs for them. What is replayed reads none of Python's
     state; whatever runs eagerly is prepared first.
@@ -246,7 +246,7 @@ def test_no_length_reaches_the_plugins_kernels():
 
 
 class Strict:
-    """As FlashMLA's host code has it: one length a row."""
+    """Check as FlashMLA's host code does: one length per row."""
 
     def _forward_flashmla_kv(self, q_all: Any, kv_cache: Any, page_table_1: Any, metadata: Any, **rest: Any) -> Any:
         lengths = getattr(metadata, f"{self.x}_cache_seqlens_int32")  # type: ignore[attr-defined]
@@ -309,7 +309,7 @@ def test_the_row_limit_is_that_of_the_installed_flash_mla(rows: int, old: str, n
 @pytest.mark.regression(22, "the plugin pads no batch")
 @pytest.mark.parametrize("layout", ["v32_fp8", "bf16"])
 @pytest.mark.parametrize(("tokens", "rows"), [(7, 8), (1, 8), (13, 16)])
-def test_a_batch_is_planned_by_its_own_rows_not_by_those_it_is_padded_to(layout: str, tokens: int, rows: int):
+def test_padding_does_not_count_in_a_batchs_plan(layout: str, tokens: int, rows: int):
     """sglang #13646: 7 tokens padded to 8; the indexer's selection has 7 rows, the queries 8."""
     path = "flashmla_kv" if layout == "v32_fp8" else "flashmla_sparse"
     backend = started(layout=layout, prefill_backend="reference")
@@ -338,11 +338,11 @@ def test_a_mixed_batch_is_one_prefill_with_requests_of_one_row():
 
 @pytest.mark.parametrize("layout", ["v32_fp8", "bf16"])
 def test_one_answer_for_a_batch_because_sglang_calls_one_kernel_for_all_of_it(layout: str):
-    """One long prompt takes dense attention from the short ones beside it; the plan says which length did."""
+    """One long prompt makes the whole batch sparse; the reason states its length."""
     planner = started(layout=layout).nsa_plugin.planner
     short = planner.prefill(prefill_batch(forward_batch(ForwardMode.EXTEND, [30, 40], [30, 40])), dense_allowed=True)
-    beside = forward_batch(ForwardMode.EXTEND, [30, 40, 3000], [30, 40, 3000])
-    long = planner.prefill(prefill_batch(beside), dense_allowed=True)
+    mixed = forward_batch(ForwardMode.EXTEND, [30, 40, 3000], [30, 40, 3000])
+    long = planner.prefill(prefill_batch(mixed), dense_allowed=True)
     assert short is not None
     assert long is not None
     assert (short.dense, long.dense) == (True, False)

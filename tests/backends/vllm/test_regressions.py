@@ -132,12 +132,12 @@ def test_a_step_always_selects_and_is_never_dense(layout: str, next_n: int):
     tight=st.booleans(),
     threshold=st.sampled_from([0, 1, 2]),
 )
-def test_what_attends_to_a_selection_has_one_and_nothing_else(
+def test_exactly_the_sparse_query_tokens_have_a_selection(
     steps: list[tuple[int, int]], prefills: list[tuple[int, int]], attention_first: bool, tight: bool, threshold: int
 ):
     """vllm #52512: the metadata said dense and the selection was skipped, and the layer attended to what was left.
 
-    Whichever builder is asked first, each with its own copy of the batch, and wherever vLLM's indexer has its border
+    Whichever builder is asked first, each with a copy of the batch, and wherever vLLM's indexer has its border
     between steps and prefills.
     """
     lengths = [(rows, rows + prefix) for rows, prefix in (*steps, *prefills)]
@@ -152,7 +152,7 @@ def test_what_attends_to_a_selection_has_one_and_nothing_else(
     attention: PlannedMetadata | None = None
     if attention_first:
         attention = make_builder(deciding).build(0, replace(batch))
-    # Another group of caches has a block table of its own.
+    # Another group of caches has a separate block table.
     indexer = indexer_builder.build(0, replace(batch, block_table_tensor=batch.block_table_tensor + 1))
     if attention is None:
         attention = make_builder(deciding).build(0, replace(batch))
@@ -222,7 +222,7 @@ STALE = {
 @pytest.mark.parametrize("library", ["triton", "reference"])
 @pytest.mark.parametrize("stale", STALE)
 @LAYOUTS
-def test_what_is_in_padded_rows_stays_there(layout: str, stale: str, library: str):
+def test_values_in_padding_do_not_reach_the_output(layout: str, stale: str, library: str):
     """Rows that pad a graph's batch, or the ranks' (sglang #13646), whatever the indexer left in theirs."""
     asked = {"prefill_backend": library, "decode_backend": library}
     step = World(planner(layout, device=TRITON, **asked)).step([(1, 50), (1, 8)], padded_rows=3, padded_requests=3)
@@ -236,7 +236,7 @@ def test_what_is_in_padded_rows_stays_there(layout: str, stale: str, library: st
 
 @pytest.mark.regression(13)
 @pytest.mark.parametrize("library", ["triton", "reference"])
-def test_prefills_between_replays_leave_a_graph_what_it_reads(library: str):
+def test_prefills_between_replays_do_not_overwrite_a_graphs_inputs(library: str):
     """vllm #56771: an eager prefill wrote where a captured decode step reads.
 
     A graph keeps addresses and no Python objects: what is run again is the metadata of the capture, after a prefill
@@ -358,7 +358,7 @@ print("all held")
 @pytest.mark.regression(9, "CPU")
 @pytest.mark.engine_vllm
 def test_requests_without_rows_on_a_cpu():
-    """vllm #51486, in a process of its own: what is imported is vLLM's."""
+    """vllm #51486, in a separate process that imports vLLM."""
     if find_spec("vllm") is None:
         pytest.skip("vllm is not installed here")
     done = subprocess.run([sys.executable, "-c", CPU_PROGRAM], capture_output=True, text=True, timeout=300)
@@ -369,7 +369,7 @@ def test_requests_without_rows_on_a_cpu():
 @pytest.mark.parametrize("since_24", [True, False])
 @pytest.mark.parametrize("execution", [DIRECTLY, DECODES])
 @pytest.mark.parametrize("ratio", RATIOS)
-def test_every_prefill_of_a_v4_batch_has_its_own_keys(ratio: int, execution: dict[str, Any], since_24: bool):
+def test_each_prefill_of_a_v4_batch_reads_only_its_keys(ratio: int, execution: dict[str, Any], since_24: bool):
     """vllm #41834: the second request of a batch attended to what had been selected for the first."""
     world = fake_v4.World(fake_v4.planner(**execution), [(9, 600), (9, 600), (130, 600), (2, 2)], since_24=since_24)
     found, wanted, _ = world.run(ratio)
@@ -467,7 +467,7 @@ def test_lengths_that_belong_to_other_rows_do_not_reach_vllms_flash_mla():
         ({"parallel_config": SimpleNamespace(prefill_context_parallel_size=2)}, "--prefill-context-parallel-size 2"),
     ],
 )
-def test_a_cpu_refuses_what_it_has_no_rows_for(change: dict[str, Any], words: str):
+def test_a_cpu_refuses_unsupported_cache_rows(change: dict[str, Any], words: str):
     """Its attention knows steps of one row and prefills, and ranks that have every token."""
     check_on_cpu(config("auto"))
     with pytest.raises(LeftToStockError, match=words):

@@ -1,15 +1,14 @@
-"""SGLang's V4 attention backend under Plans: one for each prefill, made where SGLang prepares it, read by every layer.
+"""SGLang's V4 attention backend with plans: one per prefill, made when SGLang prepares it, read by every layer.
 
-`with_v4_plans` adds to the engine's backend class the overrides of `table`; `adopt` switches it on for an instance, and
-until then, or for a batch without a route, every method does what SGLang's does.
+`with_v4_plans` adds to the engine's backend class the overrides of `table`; `adopt` switches it on for an instance.
+Before that, and for a batch without a route, every method is the stock one.
 
-- Eager prefills: `init_forward_metadata` makes the plan, from the lengths on the host, then the engine's metadata.
-- Prefills whose graph breaks at attention (0.5.13 on): the plan is made where a replay is prepared; attention runs
-  between the graph's parts, outside them, by the plan. The indexer is a part of the graph, and with it the engine's.
-- The function that attends: it stores the layer's keys where the engine asks for it, as the engine does; then one of
-  the routes of `v4_routes`, by `v4_kernels`.
-- Decode, verify and draft steps, captured or not, are the engine's, unless `decode_backend` names a library; then
-  `v4_steps` records them.
+- Eager prefills: `init_forward_metadata` makes the plan from the lengths on the host, then SGLang's metadata.
+- Prefills whose graph breaks at attention (0.5.13 on): the plan is made when SGLang prepares the replay. Attention runs
+  between the graph's parts, by the plan. The indexer is inside the graph, so SGLang's selects.
+- The function that attends stores the layer's keys if SGLang asks for it, then runs the execution path (`kernels`).
+- Decode, verify and draft steps fall back to the stock path, unless `decode_backend` names a library; then `steps`
+  records them.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from nsa_plugin.libraries.capabilities import Op
 from nsa_plugin.patches.ledger import TURN_OFF
 
 THRESHOLD = "_LARGE_INDEXER_QUERY_THRESHOLD"
-"""SGLang's rows (11673) above which it does not give FlashMLA's decode kernel a prefill; 0.5.12 has no such number."""
+"""SGLang's limit (11673 query tokens) for prefills by FlashMLA's decode kernel; 0.5.12 has none."""
 
 
 def adopt(backend: Any, planner: SglangV4Planner, server_args: Any, *, own_heads_first: bool = True) -> list[str]:
@@ -91,7 +90,7 @@ def release(backend: Any) -> None:
 
 
 def with_v4_plans(original: type) -> type:
-    """The engine's V4 backend class with the plugin's methods; see the module.
+    """Make a subclass of SGLang's V4 backend class with the plugin's methods; see the module.
 
     Raises:
         PatchError: see `check_class`.
@@ -121,7 +120,7 @@ def with_v4_plans(original: type) -> type:
 
 
 def _preparing(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`init_forward_metadata` of an eager batch. The plan comes first: what follows may ask for it."""
+    """Wrap `init_forward_metadata` of an eager batch. The plan is made first, because SGLang's code may read it."""
 
     @functools.wraps(original)
     def init_forward_metadata(self: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -133,7 +132,7 @@ def _preparing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _replaying(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A prefill whose graph breaks at attention: the lengths are the batch's own, not the padded one's."""
+    """Wrap the preparation of a prefill whose graph breaks at attention. The plan has the lengths without padding."""
 
     @functools.wraps(original)
     def prepare(self: Any, capture_metadata: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -164,9 +163,9 @@ def _without_tables(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _scheduling(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`init_forward_metadata_indexer`, with SGLang's scheduling kernel if the library's supports too few rows.
+    """Wrap `init_forward_metadata_indexer`: use SGLang's scheduling kernel if the library's supports too few rows.
 
-    From 0.5.13 on SGLang takes its own above 11673 rows anyway; 0.5.12 asks nothing but its variable.
+    From 0.5.13 on SGLang does so above 11673 rows anyway; 0.5.12 reads only its variable.
     """
     field = getattr(engine_names(original).get("envs"), v4_routes.JIT_METADATA_VARIABLE, None)
     steer(field)
@@ -198,10 +197,10 @@ def _selecting(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
         if args:
             given = {**defaults, **signature.bind(self, *args, **kwargs).arguments}
-        else:  # as every version calls it
+        else:  # every version calls it so
             given = {"self": self, **defaults, **kwargs}
             if given.keys() != signature.parameters.keys():
-                signature.bind(self, **kwargs)  # says what is missing, or too much
+                signature.bind(self, **kwargs)  # raises for missing or unknown arguments
         mode, plan = given["forward_batch"].forward_mode, state.route.plan.indexer
         if batches.phase_of(mode) is not Phase.EXTEND or not v4_indexer.covered(
             self, state.prefill, plan, given["c4_indexer"], names
@@ -214,7 +213,7 @@ def _selecting(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _attending(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The function that attends, `forward` or `_forward_attention`."""
+    """Wrap the function that attends, `forward` or `_forward_attention`."""
     names = engine_names(original)
     switch = getattr(names.get("envs"), v4_routes.SPARSE_PREFILL_VARIABLE, None)
     steer(switch)
@@ -238,7 +237,7 @@ def _attending(original: Callable[..., Any]) -> Callable[..., Any]:
 
         state: V4State | None = self.nsa_plugin
         chosen = None if state is None else _route(self, state, forward_batch, q.shape[0])
-        # MegaAttention (0.5.21 on) hands over its rotations and wants its own output back.
+        # MegaAttention (0.5.21 on) passes its rotations and expects its output format.
         if state is None or chosen is None or compress_ratio not in RATIOS or more.get("cos_sin_cache") is not None:
             return engines(self)
         if chosen.path == DECODE_KERNEL and q.shape[0] <= names.get(THRESHOLD, q.shape[0]):
@@ -267,7 +266,7 @@ def _attending(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _plan(backend: Any, forward_batch: Any) -> None:
-    """Decide for a prefill; any other batch has no route here."""
+    """Make the plan of a prefill; other batches get no route here."""
     state: V4State | None = backend.nsa_plugin
     if state is None:
         return
@@ -286,7 +285,7 @@ def _plan(backend: Any, forward_batch: Any) -> None:
 
 
 def _route(backend: Any, state: V4State, forward_batch: Any, rows: int) -> Execution | None:
-    """The route of a batch that attends; None where it is the engine's."""
+    """Return the route of a batch that attends; None for the stock path."""
     phase = batches.phase_of(forward_batch.forward_mode)
     if phase is Phase.EXTEND:
         late = getattr(backend.forward_metadata, "late_layer_tail", None) is not None
@@ -299,7 +298,7 @@ def _route(backend: Any, state: V4State, forward_batch: Any, rows: int) -> Execu
 
 
 def _pool(backend: Any, forward_batch: Any) -> Any:
-    """The engine's pool: the backend's, in 0.5.12 the batch's where the backend has none."""
+    """Return SGLang's KV pool: the backend's, or the batch's in 0.5.12."""
     own = getattr(backend, "token_to_kv_pool", None)
     return forward_batch.token_to_kv_pool if own is None else own
 
@@ -310,7 +309,7 @@ def _complete_metadata(backend: Any) -> None:
 
 
 def _attending_others(backend: Any) -> Any:
-    """A copy of the backend whose own kernel attends wrong slots; the backend and its metadata stay as they are."""
+    """Copy the backend with metadata of wrong slots, for the deliberate fault; the original stays as it is."""
     _complete_metadata(backend)
     other, metadata = copy.copy(backend), copy.copy(backend.forward_metadata)
     core = copy.copy(metadata.core_attn_metadata)

@@ -1,4 +1,4 @@
-"""How a V4 attention backend begins to follow plans: checks, sample batches, warm-up."""
+"""Start of a V4 attention backend with plans: checks, sample batches, warm-up."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from nsa_plugin.settings import Settings
 from nsa_plugin.telemetry import Metrics, Trace
 
 SAMPLES = (1024, 4096, 8192, 16384, 32768)
-"""Rows of the prefills that are decided before serving, each with its own tokens as context and with the longest."""
+"""Query tokens of the prefills decided before serving, each without a prefix and with the longest context."""
 
 OWN_HEADS_FIRST = Version("0.5.14")
 
@@ -43,7 +43,7 @@ def begin(
     free_memory: Callable[[], int],
     warmed: bool = False,
 ) -> tuple[list[str], dict[str, Execution]]:
-    """Let a V4 backend that has just been built take its routes from plans, once its kernels have run.
+    """Let a newly built V4 backend take its routes from plans, once its kernels have run.
 
     Args:
         model: see `v4_routes.v4_shape`.
@@ -54,7 +54,7 @@ def begin(
         What falls back to the stock path, and the execution of a few batches by name; for the start-up report.
 
     Raises:
-        SettingsError, NoProviderError, PatchError: it cannot; it is to be released then.
+        SettingsError, NoProviderError, PatchError: it cannot; the caller releases it.
     """
     from sglang.srt.environ import envs
     from sglang.version import __version__
@@ -81,7 +81,7 @@ def begin(
 
 
 def sample_routes(planner: SglangV4Planner, max_context: int) -> dict[str, Execution]:
-    """What a few prefills would take, by their names."""
+    """Return the executions of sample prefills, by name."""
     found: dict[str, Execution] = {}
     for rows in SAMPLES:
         for context in dict.fromkeys((min(rows, max_context), max_context)):

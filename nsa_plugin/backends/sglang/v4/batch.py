@@ -1,8 +1,8 @@
-"""A V4 prefill's requests, and the pages and keys that its layers read: made once a batch, used by every layer.
+"""Requests of a V4 prefill, and the pages and keys that its layers read; made once a batch.
 
 Everything comes from the lengths that the host has and from tensors of SGLang's metadata of the batch (see
-`table.SLOTS`): nothing waits for the device, and nothing of the pools' maps is read, which SGLang may change while
-the layers run.
+`table.SLOTS`): nothing waits for the device. The pools' maps are not read, because SGLang may change them while the
+layers run.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ PAGE = 256
 """Tokens of a page of SGLang's V4 caches; it hardcodes them."""
 
 PINNED = 4096
-"""Entries of pinned memory that are taken at once: of a few requests of any length."""
+"""Pinned memory is allocated in multiples of this many entries."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """A request's part of a batch.
+    """Query tokens of one request in a batch.
 
     Attributes:
-        first, end: its rows.
-        context: its tokens, the new ones included.
+        first, end: its query tokens.
+        context: all its tokens, the new ones included.
     """
 
     first: int
@@ -47,22 +47,23 @@ class Span:
 
     @property
     def pages(self) -> int:
-        """Pages of 256 tokens that it has."""
+        """Number of its pages of 256 tokens."""
         return -(-self.context // PAGE)
 
 
 def spans(q_lens: Sequence[int], kv_lens: Sequence[int]) -> tuple[Span, ...]:
-    """The requests that have rows, in order."""
+    """Return the requests that have query tokens, in order."""
     ends = list(accumulate(q_lens))
     every = zip(q_lens, kv_lens, ends, strict=True)
     return tuple(Span(end - rows, end, context) for rows, context, end in every if rows)
 
 
 def window_places(requests: Sequence[Span], window: int, page_size: int) -> tuple[list[int], list[int]]:
-    """(rows, columns) of the window's indices, one for each page that the batch's windows reach into.
+    """(rows, columns) of the window's indices: one for each page that the batch's windows read.
 
-    A request's slots are aligned with its positions, so every page of it is named by the index of its first position
-    within the windows' union: of a new token its own row's first, of an older one an index of the request's first row.
+    Slots are aligned with positions in the request, so one index identifies a page: that of the page's first position
+    in the union of the windows. For a new token it is the first index of the token's row, for an older one an index in
+    the request's first row.
     """
     rows: list[int] = []
     columns: list[int] = []
@@ -83,25 +84,25 @@ def page_places(requests: Sequence[Span]) -> tuple[list[int], list[int]]:
 
 
 def window_page_count(request: Span, window: int, page_size: int) -> int:
-    """Pages that the windows of a request's rows reach into."""
+    """Return the number of pages that the windows of a request read."""
     return (request.context - 1) // page_size - max(0, request.prefix - window + 1) // page_size + 1
 
 
 def workspace_bytes(requests: Sequence[Span], window: int, window_page: int) -> int:
-    """Bytes of the bfloat16 rows that a prefill over a workspace holds at once, of the larger compress ratio."""
+    """Return the bytes of the workspace of bfloat16 rows, for the compress ratio that needs more."""
     pages = sum(window_page_count(request, window, window_page) for request in requests)
     return 1024 * (pages * window_page + sum(request.pages for request in requests) * (PAGE // 4))
 
 
 @dataclass
 class IndexerKeys:
-    """A batch's keys of the indexer, each request's at a page's start.
+    """Indexer keys of a batch; each request's begin at a page.
 
     Attributes:
-        slots: [keys] int32 in the cache of compressed keys.
-        requests: rows and keys of each request, as `indexer_topk` takes them.
-        ks, ke: [rows] int32: what each row may see of them.
-        shared: what a provider keeps from one layer to the next: its plan and its ranges are the batch's.
+        slots: [keys] int32, slots in the indexer's cache.
+        requests: query tokens and keys of each request, as `indexer_topk` takes them.
+        ks, ke: [query tokens] int32, first key that each token sees, and the end.
+        shared: data that a provider keeps from one layer to the next.
     """
 
     slots: torch.Tensor
@@ -113,14 +114,14 @@ class IndexerKeys:
 
 @dataclass
 class Prefill:
-    """A prefill under a plan.
+    """A prefill with a plan.
 
     Attributes:
-        requests: those that have rows.
+        requests: those with query tokens.
         window: tokens of the window.
-        tables: of the route over bf16 rows (`v4_rows.Tables`).
-        views: of the engine's indices and lengths, see `v4_kernels.named`.
-        selects: whether the plan's selection takes the place of the engine's, once a layer has asked.
+        tables: of the path over bf16 rows (`rows.Tables`).
+        views: of SGLang's indices and lengths; see `kernels.selections`.
+        selects: whether the plugin selects instead of SGLang; None until a layer has asked.
     """
 
     requests: tuple[Span, ...]
@@ -143,7 +144,7 @@ class Prefill:
         return sum(request.pages for request in self.requests)
 
     def window_pages(self, core: Any, page_size: int) -> torch.Tensor:
-        """[n] int32: the pages of the window's cache that the batch reads.
+        """Return [n] int32: pages of the window's cache that the batch reads.
 
         Args:
             core: SGLang's `DSV4AttnMetadata`.
@@ -156,19 +157,19 @@ class Prefill:
         return self._window_pages[page_size]
 
     def pages(self, core: Any) -> torch.Tensor:
-        """[n] int32: the pages of the compressed caches that the batch reads."""
+        """Return [n] int32: pages of the compressed caches that the batch reads."""
         if self._pages is None:
             rows, columns = self._places(core.page_table.device, "pages")
             self._pages = core.page_table[rows, columns].int()
         return self._pages
 
     def keys(self, core: Any, lengths: torch.Tensor, page_size: int) -> IndexerKeys:
-        """The indexer's keys.
+        """Return the indexer's keys.
 
         Args:
-            core: as before.
-            lengths: [>= rows] int32: the compressed keys that each row may see.
-            page_size: keys a page.
+            core: SGLang's `DSV4AttnMetadata`.
+            lengths: [>= query tokens] int32, number of compressed keys that each token sees.
+            page_size: keys per page.
         """
         if self._keys is None:
             pages, device = self.pages(core), core.page_table.device
@@ -181,12 +182,12 @@ class Prefill:
             else:
                 first, counts = put(starts[:-1], [request.rows for request in self.requests], device=device)
                 ks = torch.repeat_interleave(first.int(), counts, output_size=self.rows)
-            # A row sees no key behind its request's: the lengths are the engine's, and are at most these.
+            # SGLang's lengths never reach beyond the request's keys.
             self._keys = IndexerKeys(slots.flatten(), requests, ks, ks + lengths[: self.rows].flatten().int())
         return self._keys
 
     def _places(self, device: torch.device, which: str, page_size: int = PAGE) -> tuple[torch.Tensor, torch.Tensor]:
-        """(rows, columns) of `window_places` or `page_places`, both of which are copied at once."""
+        """Return (rows, columns) of `window_places` or `page_places`; one copy brings both to the device."""
         if page_size != PAGE:
             rows, columns = put(*window_places(self.requests, self.window, page_size), device=device)
             return rows, columns
@@ -200,9 +201,9 @@ class Prefill:
 
 
 def put(*lists: Sequence[int], device: torch.device) -> list[torch.Tensor]:
-    """Lists as int64 tensors on a device, by one copy that is not waited for.
+    """Copy lists to a device as int64 tensors, with one asynchronous copy.
 
-    The host's side is of few sizes: pinned memory is kept by its size, and to pin some anew can wait for the device.
+    PyTorch caches pinned memory by size, and pinning more can wait for the device, so only a few sizes are used.
     """
     values = [value for one in lists for value in one]
     if device.type == "cuda":

@@ -1,8 +1,8 @@
-"""FlashMLA's kernel for bfloat16 rows as the installed SGLang has it, behind the contract of a V4 prefill's attention.
+"""The FlashMLA prefill kernel that comes with the installed SGLang, behind the contract of a V4 prefill's attention.
 
-The plugin's provider takes the distribution sgl-flash-mla, which SGLang needs since 0.5.23 only; before, the same
-kernels came with sglang-kernel (0.5.13 on). 0.5.12 needs FlashMLA installed beside it for V4: its sglang-kernel has the
-function without sinks and lengths. Of a FlashMLA that has two sides, the one that runs on Hopper is `use_legacy`.
+The plugin's provider uses the distribution sgl-flash-mla, which SGLang requires only since 0.5.23. From 0.5.13 on
+sglang-kernel has the same kernels. 0.5.12 needs a separate FlashMLA for V4, because the function in its sglang-kernel
+takes no sinks and lengths. If FlashMLA has two implementations, `use_legacy` selects the one for Hopper.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from nsa_plugin.kernels.checks import KernelArgumentError
 from nsa_plugin.kernels.sparse_mla import PrefillOutput
 
 MODULES = ("sglang.kernels.ops.attention.flash_mla_interface", "sgl_kernel.flash_mla", "flash_mla")
-"""Where `flash_mla_sparse_fwd` may be: since 0.5.23, from 0.5.13 to 0.5.22, and in 0.5.12."""
+"""Modules with `flash_mla_sparse_fwd`: since 0.5.23, from 0.5.13 to 0.5.22, and in 0.5.12."""
 
 NEEDED = frozenset({"attn_sink", "topk_length"})
-"""Parameters that a V4 prefill needs of it."""
+"""Parameters of it that a V4 prefill needs."""
 
 HEADS = (64, 128)
 

@@ -1,17 +1,16 @@
-"""The selection of a V4 prefill under a Plan: no more logits at once than the plan says, none of another request.
+"""Top-k selection of a V4 prefill by its plan: bounded logits, and only those of each token's request.
 
-SGLang's `forward_c4_indexer` prepares the queries and stores the layer's new keys, scores every row against its
-request's compressed keys (until 0.5.20 in one float32 buffer of [rows, longest context / 4]: 4 GiB for 32768 rows of a
-context of 128K; later by chunks), and selects. Here the preparation is SGLang's too; then the requests' keys are
-gathered once for the layer, and the plan's provider scores and selects by chunks of rows, as for a V3.2 prefill.
+SGLang's `forward_c4_indexer` prepares the queries, stores the layer's new keys, scores every query token against its
+request's compressed keys and selects. Until 0.5.20 the logits are one float32 buffer of [query tokens, longest context
+/ 4], 4 GiB for 32768 tokens of a context of 128K; later SGLang scores in chunks. The plugin also lets SGLang prepare.
+It then gathers the requests' keys once a layer, and the plan's provider scores and selects in chunks of query tokens.
 
-What SGLang's selection leaves is left here: `c4_sparse_page_indices` [rows, index_topk], slots of the compressed
-cache, and where there is one `c4_sparse_raw_indices`, the same as positions; -1 behind the last. Which members of a
-tie are taken, and the order in a row, may differ.
+The output is SGLang's: `c4_sparse_page_indices` [query tokens, index_topk], slots of the compressed cache, and the
+positions in `c4_sparse_raw_indices` in versions that have it, padded with -1. Ties and the order may differ.
 
-The original runs instead, untouched, for a batch without a plan or a small one (`Plan.stock_selection`); in a captured
-graph; with the fp4 indexer; where a variable of SGLang's or --dsa-topk-backend names other code; with hisparse;
-and where something records the selection.
+The stock function runs for a batch without a plan or a small one (`Plan.stock_selection`), in a captured graph, with
+the fp4 indexer, with hisparse, if a variable of SGLang or --dsa-topk-backend selects other code, and if something
+records the selection.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from nsa_plugin.layouts import INDEXER_FP8
 from nsa_plugin.libraries.registry import REFERENCE
 
 PAGE = 64
-"""Compressed keys of a page."""
+"""Compressed keys per page."""
 
 OTHER_CODE = (TORCH_LOGITS_VARIABLE, "SGLANG_OPT_USE_TILELANG_INDEXER", "SGLANG_OPT_USE_AITER_INDEXER")
 TORCH_TOPK_VARIABLE = "SGLANG_TOPK_TRANSFORM_512_TORCH"
@@ -41,7 +40,7 @@ IN_GRAPH = ("is_in_breakable_cuda_graph", "is_in_tc_piecewise_cuda_graph")
 
 
 def covered(backend: Any, prefill: Prefill, plan: IndexerPlan, c4_indexer: Any, names: Mapping[str, Any]) -> bool:
-    """Whether the plan's selection takes the place of the engine's; see the module.
+    """Whether the plugin selects instead of SGLang; see the module.
 
     Args:
         names: `engine_names` of the engine's `forward_c4_indexer`.
@@ -51,7 +50,7 @@ def covered(backend: Any, prefill: Prefill, plan: IndexerPlan, c4_indexer: Any, 
     topk_backend = getattr(backend, "dsa_topk_backend", None)  # before 0.5.17 there was one alone
     if topk_backend is not None and (topk_backend.is_torch() or topk_backend.is_flashinfer()):
         return False
-    # The engine's variables are objects that only `get` may ask: once a batch.
+    # SGLang's variables are read with `get`; once a batch.
     if prefill.selects is None:
         envs = names["envs"]
         fields = (getattr(envs, name, None) for name in (*OTHER_CODE, TORCH_TOPK_VARIABLE))
@@ -73,12 +72,12 @@ def covered(backend: Any, prefill: Prefill, plan: IndexerPlan, c4_indexer: Any, 
 def select(
     backend: Any, state: V4State, prefill: Prefill, plan: IndexerPlan, pool: Any, topk: int, given: Mapping[str, Any]
 ) -> None:
-    """Prepare, score and select, in place of the engine's `forward_c4_indexer`.
+    """Prepare, score and select; replaces SGLang's `forward_c4_indexer`.
 
     Args:
-        pool: the engine's pool.
+        pool: SGLang's KV pool.
         topk: the model's index_topk.
-        given: the arguments of `forward_c4_indexer` by their names.
+        given: the arguments of `forward_c4_indexer`, by name.
     """
     metadata, providers = backend.forward_metadata, state.providers
     core, paged = metadata.core_attn_metadata, metadata.indexer_metadata
@@ -124,9 +123,9 @@ def select(
 
 
 def _prepared(backend: Any, pool: Any, given: dict[str, Any], rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """q [rows, heads, dim] float8 and weights [rows, heads, 1] float32, as SGLang prepares them."""
+    """Let SGLang prepare q [rows, heads, dim] float8 and weights [rows, heads, 1] float32."""
     if given["q_lora"].shape[0] != rows:
-        given["q_lora_quant"] = None  # since 0.5.23: of all its rows
+        given["q_lora_quant"] = None  # since 0.5.23: for all query tokens
     given["x"], given["q_lora"] = given["x"][:rows], given["q_lora"][:rows]
     given["token_to_kv_pool"] = pool  # until 0.5.14
     several = given.get("enable_multi_stream", False)

@@ -37,7 +37,7 @@ def layer_call(
     own_heads: int,
     ratio: int,
 ) -> LayerCall:
-    """The attention of one layer.
+    """Return the attention call of one layer.
 
     Args:
         core: SGLang's `DSV4AttnMetadata`.
@@ -52,7 +52,7 @@ def layer_call(
 def selections(
     state: V4State, core: Any, pool: Any, layer_id: int, ratio: int, rows: int
 ) -> tuple[CacheSelection, CacheSelection | None]:
-    """What a layer selects in the window's cache and, with a compress ratio, in its compressed cache."""
+    """Return a layer's selections in the window's cache and, with a compress ratio, in its compressed cache."""
     cache = state.cache(
         layer_id, "window", pool.get_swa_key_buffer_radix(layer_id), V4_FP8, lambda: window_page_size(pool)
     )
@@ -93,9 +93,9 @@ def _of_rows(
 
 
 def attend(state: V4State, chosen: Execution, call: LayerCall) -> torch.Tensor:
-    """[query tokens, heads, 512] in new memory: the model rotates the RoPE part back in place.
+    """Attend; return [query tokens, heads, 512] in new memory, because the model rotates the RoPE part in place.
 
-    Padded heads hold anything; the model does not read them.
+    The output of padded heads is undefined; the model does not read it.
     """
     if chosen.path == BF16_ROWS:
         return over_rows(state, call)
@@ -148,7 +148,7 @@ def record_bytes(pool: Any) -> int:
 
 
 def _fitted(values: torch.Tensor, rows: int, padding: int) -> torch.Tensor:
-    """[rows, ...]: cut to q, or padded where MLP-sync has padded q."""
+    """Cut `values` to q's query tokens, or pad it if MLP-sync has padded q: [rows, ...]."""
     missing = rows - values.shape[0]
     if missing <= 0:
         return values[:rows]

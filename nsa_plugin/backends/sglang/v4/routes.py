@@ -50,7 +50,7 @@ time than the plugin's CPU overhead adds, and a prefill of so few tokens is CPU-
 
 
 def asked_by_engine(envs: Any) -> frozenset[str]:
-    """The execution paths that SGLang's variable asks for; none if no user has set it.
+    """Return the execution paths that SGLang's variable selects; none if no user has set it.
 
     Args:
         envs: SGLang's `environ.envs`; 0.5.12 has no such variable.
@@ -93,7 +93,7 @@ class SglangV4Planner(SglangPlanner):
         return batch.shape, tuple((rows, context) for _, rows, context in batch.requests)
 
     def prefill_constraints(self, batch: Batch, no_dense: str = "") -> Constraints:
-        """What restricts a prefill. A V4 model has no dense attention to rule out."""
+        """Return the constraints of a prefill. A V4 model has no dense attention to rule out."""
         preferred: frozenset[Route] = frozenset()
         if self.asked:
             preferred = routes_of(SGLANG, LAYOUT, prefill=True, only=self.asked)
@@ -114,7 +114,7 @@ class SglangV4Planner(SglangPlanner):
 
 
 def v4_shape(model_runner: Any) -> ModelShape:
-    """The model as one rank of its attention group sees it. Every V4 cache that is adopted is of fp8 records."""
+    """Return the shape of the model on one rank of its attention group, with a cache of fp8 records."""
     config = model_runner.model_config.hf_text_config
     return ModelShape(
         family="v4",
@@ -133,7 +133,7 @@ def v4_shape(model_runner: Any) -> ModelShape:
 
 
 def attention_ranks(model_runner: Any) -> int:
-    """Ranks that share the attention's heads: of the runner until 0.5.15, of its `ps` or SGLang's context later."""
+    """Return the attention TP size: of the runner until 0.5.15, of its `ps` or SGLang's context later."""
     for holder in (model_runner, getattr(model_runner, "ps", None)):
         size = getattr(holder, "attn_tp_size", None)
         if size is not None:
@@ -148,8 +148,8 @@ def attention_ranks(model_runner: Any) -> int:
 
 
 def engines_own(backend: Any, server_args: Any) -> str | None:
-    """The feature of this server whose batches the plugin leaves to SGLang altogether, or None."""
-    # Read of live objects: several of the names exist only in some versions.
+    """Return a feature of this server that leaves all its batches to the stock path, or None."""
+    # Several of these names exist only in some versions.
     if getattr(backend, "hisparse_coordinator", None) is not None or getattr(server_args, "enable_hisparse", False):
         return "hisparse"
     if getattr(backend, "trtllm_attn", False):

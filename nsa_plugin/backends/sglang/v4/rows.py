@@ -1,9 +1,9 @@
-"""A V4 prefill over bfloat16 rows under SGLang: what the layers of a batch share, and what each of them does itself.
+"""Attention of a V4 prefill over bfloat16 rows under SGLang, with tables that the layers of a batch share.
 
-Which pages are read, which indices of the window and of the keys at 128 : 1 there are, and where everything lies in the
-workspace is the batch's. So the maps of pages are made once a batch, and the combined indices once for all layers
-without compressed keys and once for all at 128 : 1, as SGLang keeps them in its `SparsePrefillChunkCache`. Those at
-4 : 1 have a selection each, and are combined layer by layer. A layer brings its own caches' pages to rows, and attends.
+All layers of a batch read the same pages, the same window indices and the same positions in the workspace. So the page
+maps are made once a batch, and the combined indices once for all layers of ratio 0 and once for all of ratio 128, as in
+SGLang's `SparsePrefillChunkCache`. Layers of ratio 4 select KV tokens separately, so their indices are combined in each
+layer. A layer dequantises the pages of its caches into the workspace, then attends.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from nsa_plugin.kernels.v4_prefill import HEAD_DIM, PrefillKeys, attend_rows, co
 from nsa_plugin.kernels.workspace import Workspace
 
 SELECTED = 4
-"""The compress ratio whose layers name keys of their own."""
+"""The compress ratio whose layers select KV tokens separately."""
 
 
 @dataclass
 class Table:
-    """What the layers of one compress ratio share in a batch.
+    """Tables that the layers of one compress ratio share in a batch.
 
     Attributes:
-        named: the window and the compressed keys of the first such layer; the others differ in their caches alone.
-        keys: the same for the kernels.
+        named: selections of the first such layer; the other layers differ only in their caches.
+        keys: the same, as the kernels take them.
         workspace: [rows, 512] bfloat16, of exactly these pages.
         combined: [query rows at once, width] int32.
         rows: query rows of the batch.
-        kept: nobody else writes to `combined`, and what one layer combines is the next one's too.
-        mapped: a layer has written the maps.
-        filled: a layer of this ratio has been here.
-        indices: the combined ones, once a layer has made them, if they are kept.
+        kept: no other ratio writes to `combined`, so the next layer reads the same indices.
+        mapped: a layer has written the page maps.
+        filled: a layer of this ratio has filled the workspace.
+        indices: the combined indices, once a layer has made them and if `kept`.
     """
 
     named: tuple[CacheSelection, ...]
@@ -54,7 +54,7 @@ class Table:
     indices: IndexRows | None = None
 
     def is_of(self, named: tuple[CacheSelection, ...], rows: int) -> bool:
-        """Whether a layer names what the table was made for, in the same tensors, and as many queries ask."""
+        """Whether a layer has the tensors and the number of query tokens that the table was made for."""
         return rows == self.rows and all(
             one.indices is other.indices
             and one.lengths is other.lengths
@@ -65,15 +65,14 @@ class Table:
 
 @dataclass
 class Tables:
-    """Those of one batch.
+    """The tables of one batch.
 
     Attributes:
-        rows: query rows.
+        rows: query tokens.
         widths: of the combined indices, by compress ratio.
-        whole: one buffer has room for the indices of every ratio; else all use it in turn.
-        made: by compress ratio.
-        maps: of the window's pages and of the compressed caches', by name and number of pages; a map's second user
-            finds it written.
+        whole: the buffer has room for the indices of all ratios; else the ratios use it in turn.
+        made: tables by compress ratio.
+        maps: page maps of the window and the compressed caches, by name and number of pages.
     """
 
     rows: int
@@ -84,11 +83,13 @@ class Tables:
 
 
 def over_rows(state: V4State, call: LayerCall) -> torch.Tensor:
-    """By way of bfloat16 rows, which are made once a layer, and by so many query rows at once that the combined indices
-    keep to their bound: several parts only where a row names thousands of keys (c128 of long contexts).
+    """Dequantise the layer's pages to bfloat16 rows, then attend over them.
+
+    Query tokens are attended in parts if the combined indices exceed their budget, which happens only when a query
+    token reads thousands of keys (ratio 128, long contexts).
 
     Raises:
-        NoProviderError: the batch is no prefill.
+        NoProviderError: the batch is not a prefill.
     """
     if state.prefill is None:
         raise NoProviderError("a route over bf16 rows was taken for a batch that is no prefill")
@@ -101,7 +102,7 @@ def over_rows(state: V4State, call: LayerCall) -> torch.Tensor:
     attend = partial(attend_rows, scale=call.scale, attn_sink=call.attn_sink, attention=attention)
     step = table.combined.shape[0]
     if step >= q.shape[0]:
-        # The kernel's own output is handed on where it is the only one.
+        # With a single part, return the kernel's output without a copy.
         return attend(q, table.workspace, _indices(table, keys)).out
     out = q.new_empty(*q.shape[:-1], HEAD_DIM)
     for first in range(0, q.shape[0], step):
@@ -135,7 +136,7 @@ def _table(state: V4State, prefill: Prefill, call: LayerCall) -> Table:
         return known
     width = combined_width(*(part.indices.shape[1] for part in named))
     if tables.whole and tables.widths.get(call.ratio) != width:
-        # Other indices than the batch's: there is no place for them in the buffer.
+        # The buffer was laid out for another width.
         tables.whole = False
         tables.made.clear()
     scratch, device = state.workspace, call.q.device
@@ -153,7 +154,7 @@ def _table(state: V4State, prefill: Prefill, call: LayerCall) -> Table:
         for part, listed, name in zip(named, pages, names, strict=True)
     )
     needed = most = sum(part.rows for part in both)
-    if SELECTED in tables.widths:  # all ratios in one buffer that never has to grow within the batch
+    if SELECTED in tables.widths:  # one buffer for all ratios, which never grows within the batch
         most = max(most, both[0].rows + prefill.num_pages * (PAGE // SELECTED))
     workspace = scratch.get("v4_rows", (most, HEAD_DIM), torch.bfloat16, device)[:needed]
     combined = _combined(scratch, tables, call.ratio, width, device)
@@ -173,7 +174,7 @@ def _tables(call: LayerCall, rows: int) -> Tables:
 
 
 def _combined(scratch: Workspace, tables: Tables, ratio: int, width: int, device: torch.device) -> torch.Tensor:
-    """[rows at once, width] int32: the ratio's own part of the buffer, or as much of it as the bound allows."""
+    """[query tokens at once, width] int32: the ratio's part of the buffer, or as much of it as the budget allows."""
     rows = tables.rows
     if not tables.whole:
         step = max(1, min(rows, INDICES_BYTES // (4 * width)))

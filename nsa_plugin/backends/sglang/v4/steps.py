@@ -1,7 +1,7 @@
-"""Steps of DeepSeek-V4 under SGLang that have plans: recorded as they come, in the trace and for the metrics.
+"""Recording of DeepSeek-V4's planned steps under SGLang, in the trace and the metrics.
 
-A captured step attends by the plan that its capture was made with, so a replay only records it. Steps have plans where
-`decode_backend` names a library; `v4_attention` attends by them.
+A captured step attends by the plan of its capture, so a replay only records it. Steps have plans if `decode_backend`
+names a library; `attention` executes them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from nsa_plugin.decision.shapes import Phase
 
 
 def eager(backend: Any, forward_batch: Any) -> None:
-    """Record a step whose metadata is made outside a graph; a batch of another kind, or without a plan, is left alone.
+    """Record a step that runs eagerly; ignore other batches and those without a plan.
 
     Args:
         backend: SGLang's, adopted or not.
@@ -43,7 +43,7 @@ def replayed(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def replayed_by_size(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`init_forward_metadata_replay_cuda_graph` (0.5.12), before every replay; its batch stands on the backend."""
+    """`init_forward_metadata_replay_cuda_graph` (0.5.12), before every replay; the backend has its batch."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -58,7 +58,7 @@ def replayed_by_size(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _captured(backend: Any, mode: Any, requests: int, forward_batch: Any) -> None:
-    """As `eager`, of a step that a graph replays for so many requests."""
+    """Record a step that a graph replays for `requests` requests."""
     if (phase := _planned(backend, mode)) is not None:
         draft, longest = backend.speculative_num_draft_tokens, longest_context(backend)
         names = batches.request_names(forward_batch, requests)
@@ -66,7 +66,7 @@ def _captured(backend: Any, mode: Any, requests: int, forward_batch: Any) -> Non
 
 
 def _planned(backend: Any, mode: Any) -> Phase | None:
-    """The phase of a step that has a plan, None of any other batch."""
+    """Return the phase of a step that has a plan, None for any other batch."""
     state: V4State | None = backend.nsa_plugin
     phase = batches.phase_of(mode)
     return None if state is None or not state.plans_steps or phase in (Phase.EXTEND, Phase.IDLE) else phase

@@ -56,7 +56,7 @@ def warm_v4(routes: Iterable[Execution], state: V4State, device: torch.device) -
 
 
 def _attended(state: V4State, route: Execution, call: LayerCall) -> torch.Tensor:
-    """Attention of a batch of one request, for the rank's heads."""
+    """Attend a batch of one request, for the rank's heads."""
     rows = call.q.shape[0]
     table = torch.zeros(rows, -(-rows // PAGE), dtype=torch.int32, device=call.q.device)
     core = SimpleNamespace(swa_page_indices=call.window.indices, page_table=table)
@@ -69,7 +69,7 @@ def _attended(state: V4State, route: Execution, call: LayerCall) -> torch.Tensor
 
 
 def _warm_reading(what: str, device: torch.device) -> None:
-    """Read pages of each size, and so many rows that a program reads several at once, as for a longer prompt."""
+    """Read pages of each size, and enough rows that a program reads several at once, as for a longer prompt."""
     from nsa_plugin.kernels.triton.kv_cache import FEW_ROWS, read_pages
 
     for page_size in PAGE_SIZES.values():
@@ -79,7 +79,7 @@ def _warm_reading(what: str, device: torch.device) -> None:
 
 
 def _warm_selection(state: V4State, device: torch.device) -> None:
-    """Run what surrounds the indexer's logits: reading few and many keys, and turning positions into slots."""
+    """Run the kernels around the indexer's logits: reading few and many keys, and turning positions into slots."""
     from nsa_plugin.kernels.triton.kv_cache import FEW_ROWS, read_codes
 
     what = "the selection of DeepSeek-V4"
@@ -93,7 +93,7 @@ def _warm_selection(state: V4State, device: torch.device) -> None:
         table = torch.arange(PAGE // 4, dtype=torch.int32, device=device).repeat(ROWS, 1)
         slots = state.providers.helper("index_transform_paged")(chosen, table, page_size=PAGE // 4)
         right = right and torch.equal(slots, chosen)
-    except Exception as error:  # the compiler's, the driver's or CUDA's
+    except Exception as error:  # from the compiler, the driver or CUDA
         raise refusal(what, repr(error)) from error
     if not right:
         raise refusal(what, "keys of zeros or their slots are not as they were written")

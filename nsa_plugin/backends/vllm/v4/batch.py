@@ -1,9 +1,9 @@
-"""A DeepSeek-V4 batch under its plans: made by vLLM's builder of the sliding window's metadata, read by every layer.
+"""A DeepSeek-V4 batch with its plans, made with vLLM's sliding-window metadata and read by every layer.
 
-vLLM makes one `DeepseekSparseSWAMetadata` a batch for each group of window caches, and every layer is handed the one of
-its own. `planned_swa_builder` leaves a `V4Batch` on it, with what its layers share: whose row is whose, the slots of
-the window, the lengths of the compressed keys, the slots of those of compress ratio 128, and FlashMLA's schedules.
-Everything comes from vLLM's tensors of the batch and from what the host knows; nothing waits for the device.
+vLLM makes one `DeepseekSparseSWAMetadata` per batch and group of window caches, and passes each layer that of its
+group. `planned_swa_builder` adds a `V4Batch` with the data that the layers share: the request of each query token, the
+window's slots, the lengths of the compressed keys, the slots at ratio 128, and FlashMLA's schedules. Everything comes
+from vLLM's tensors of the batch and from host data; nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from nsa_plugin.patches.ledger import TURN_OFF
 ATTRIBUTE = "nsa_plugin_v4"
 
 COLUMNS = 128
-"""FlashMLA takes selections in multiples of so many entries."""
+"""FlashMLA requires a selection's width to be a multiple of this."""
 
 
 @dataclass
 class V4Batch:
-    """A batch under its plans.
+    """A batch with its plans.
 
     Attributes:
         planner, providers: of this process.
         metadata: vLLM's `DeepseekSparseSWAMetadata` of the batch, decodes first.
-        steps: the plan of its decode or verify rows; None without any.
+        steps: the plan of its decode or verify steps; None without any.
         prefill: the plan of its prefills; None without any.
-        prefill_rows: the prefills' rows, of the batch's; rows behind the last request are nobody's.
-        longest: most context tokens of one of its prefills.
-        schedules: FlashMLA's, of its prefills, by compress ratio.
+        prefill_rows: the prefills' query tokens in the batch; padding follows them.
+        longest: context tokens of its longest prefill.
+        schedules: FlashMLA's schedules of the prefills, by compress ratio.
     """
 
     planner: VllmPlanner
@@ -61,14 +61,14 @@ class V4Batch:
 
     @property
     def owners(self) -> torch.Tensor:
-        """int32 [prefill rows]: the request of each."""
+        """int32 [prefill tokens]: the request of each."""
         owners: torch.Tensor = self.metadata.token_to_req_indices[self.prefill_rows]
         return owners
 
     def step_owners(self) -> torch.Tensor:
-        """int32 [step rows]: the request of each, -1 for rows that only pad. A graph may capture this."""
+        """int32 [step tokens]: the request of each, -1 for padding. A graph may capture this."""
         rows, found = int(self.metadata.num_decode_tokens), self.metadata.token_to_req_indices
-        found = found[:rows]  # shorter where rows pad
+        found = found[:rows]  # shorter if the batch is padded
         owners = torch.full((rows,), -1, dtype=torch.int32, device=found.device)
         owners[: len(found)] = torch.where(self.metadata.is_valid_token[: len(found)], found, -1)
         return owners
@@ -98,10 +98,10 @@ class V4Batch:
         return slots, positions.lengths
 
     def lengths(self, ratio: int, positions: torch.Tensor) -> torch.Tensor:
-        """int32 [prefill rows]: the compressed keys that each row may see.
+        """int32 [prefill tokens]: number of compressed keys that each token sees.
 
         Args:
-            positions: int64 [>= prefill rows], of the tokens in their requests.
+            positions: int64 [>= prefill tokens], in their requests.
         """
         if ratio not in self._lengths:
             self._lengths[ratio] = ((positions[: self.num_prefill_rows] + 1) // ratio).int()
@@ -110,13 +110,13 @@ class V4Batch:
     def slots(
         self, ratio: int, chosen: torch.Tensor, block_table: torch.Tensor, page_size: int, lengths: torch.Tensor
     ) -> torch.Tensor:
-        """int32 [prefill rows, topk]: where the prefills' selected keys lie.
+        """int32 [prefill tokens, topk]: slots of the prefills' selected keys.
 
         Args:
-            ratio: compress ratio. Of 128 all keys are selected, so its layers with one block table have one answer.
-            chosen: int32 [prefill rows, topk], positions among the request's compressed keys, -1 behind the last.
+            ratio: compress ratio. At 128 all keys are selected, so layers with the same block table share the result.
+            chosen: int32 [prefill tokens, topk], positions among the request's compressed keys, padded with -1.
             block_table: [requests, pages] of the compressed cache.
-            page_size: its entries a page.
+            page_size: its entries per page.
             lengths: see `lengths`.
         """
         key = ratio, block_table.data_ptr()
@@ -135,12 +135,12 @@ class V4Batch:
 
 
 def planned_swa_builder(stock: type, planning: Planning, providers: Callable[[], Providers]) -> type:
-    """vLLM's builder of the window's metadata, with a `V4Batch` on what it builds.
+    """Make a subclass of vLLM's builder of the window's metadata that adds a `V4Batch`.
 
     Args:
         stock: DeepseekSparseSWAMetadataBuilder.
-        planning: asked once for each builder.
-        providers: those of this process; asked with a planner only.
+        planning: called once for each builder.
+        providers: returns those of this process; called only if there is a planner.
     """
 
     class Builder(stock):
@@ -168,14 +168,14 @@ def planned_swa_builder(stock: type, planning: Planning, providers: Callable[[],
 
 
 def v4_batch(planner: VllmPlanner, providers: Providers, metadata: Any, common: Any) -> V4Batch:
-    """The batch of vLLM's metadata, under its plans.
+    """Make the plans of a batch.
 
     Args:
         metadata: DeepseekSparseSWAMetadata.
         common: vLLM's CommonAttentionMetadata that it was built from.
 
     Raises:
-        PatchError: vLLM takes other rows as steps than the plans.
+        PatchError: vLLM and the plans disagree on which query tokens are steps.
     """
     split = planner.split(common)
     rows = int(metadata.num_decode_tokens)

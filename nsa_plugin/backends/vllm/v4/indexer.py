@@ -1,10 +1,10 @@
-"""vLLM's indexer for DeepSeek-V4 under Plans: `gpu_indexer` over a compressed cache.
+"""vLLM's indexer for DeepSeek-V4 with plans: `v32.indexer` over a compressed cache.
 
-A position there is an entry of the compressed cache, of 4 tokens, and a row at position p sees (p + 1) // 4 of them. So
-the chunks of a prefill's logits and the top-k are as for V3.2; what differs is a step's: vLLM scores all of its rows at
-once, [rows, max_model_len / 4] float32, and where that is over the budget the rows are selected for here, each as a
-request of its own with the number of entries that it sees. Lengths and block table of the rows lie in buffers of the
-builder, whose addresses captured graphs keep.
+An entry of the compressed cache covers 4 tokens, and a query token at position p sees (p + 1) // 4 entries. The chunks
+of a prefill's logits and the top-k are as for V3.2. vLLM scores all query tokens of a step at once, [query tokens,
+max_model_len / 4] float32. If that exceeds the budget, the plugin selects instead and treats each query token as a
+request with the number of entries that it sees. Their lengths and block table are in buffers of the builder, whose
+addresses captured graphs keep.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from nsa_plugin.backends.vllm.v32.routes import Split, VllmPlanner
 
 
 def planned_v4_indexer_builder(stock: type, planning: Planning) -> type:
-    """vLLM's builder of the indexer's metadata, after the batch has been split.
+    """Make a subclass of vLLM's builder of the indexer's metadata that takes large steps out.
 
     Args:
         stock: DeepseekV32IndexerMetadataBuilder, or `planned_indexer_builder` of it.
-        planning: asked once for each builder.
+        planning: called once for each builder.
     """
-    # V4's backend inherits V3.2's builder, in whose place the plugin's stands already.
+    # V4's backend inherits V3.2's builder, which the plugin may have replaced already.
     there = stock.build.__module__ == planned_indexer_builder.__module__  # type: ignore[attr-defined]
     planned = stock if there else planned_indexer_builder(stock, planning)
 
@@ -56,7 +56,7 @@ def planned_v4_indexer_builder(stock: type, planning: Planning) -> type:
 
 
 def _without_steps(builder: Any, metadata: Any, split: Split, common: Any) -> Any:
-    """vLLM's metadata of the prefills alone, with the steps' selection beside it."""
+    """Return vLLM's metadata for the prefills alone, with the steps' selection as an attribute."""
     assert split.steps is not None
     table = common.block_table_tensor
     if builder.nsa_plugin_table is None:
@@ -64,7 +64,7 @@ def _without_steps(builder: Any, metadata: Any, split: Split, common: Any) -> An
         builder.nsa_plugin_table = torch.zeros(shape, dtype=torch.int32, device=table.device)
     requests, rows = int(metadata.num_decodes), int(metadata.num_decode_tokens)
     lengths, pages = builder.nsa_plugin_lengths[:rows], builder.nsa_plugin_table[:rows, : table.shape[1]]
-    owner, behind = rows_one_by_one(split.starts[: requests + 1])  # rows that pad are left out
+    owner, behind = rows_one_by_one(split.starts[: requests + 1])  # without padding
     owner, behind = _to(owner, table), _to(behind, table)
     seen = common.seq_lens[:requests][owner] - behind
     lengths.zero_()

@@ -1,9 +1,9 @@
 """vLLM's V4 batches in terms of plans.
 
-`backends.common.paths` says how a plan is executed. The path over bf16 rows is vLLM's, by chunks of requests in a
-workspace that its profiling run has set aside; vLLM's function calls FlashMLA's decode kernel; over the caches in
-place the plugin's kernel runs. Decode and verify steps are left to the stock path, which is FlashMLA's decode kernel,
-unless `decode_backend` names another library.
+`backends.common.paths` says how a plan is executed. vLLM runs the path over bf16 rows, in chunks of requests, in a
+workspace that its profiling run reserved, and calls FlashMLA's decode kernel. The plugin's kernel reads the caches in
+place. Decode and verify steps fall back to the stock path, FlashMLA's decode kernel, unless `decode_backend` names
+another library.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class VllmV4Planner(VllmPlanner):
         return super().constraints(prefill=prefill, rows=rows, **more)
 
     def validate(self, *, prefill_rows: int, step_requests: int) -> None:
-        """Raise before serving what a batch would raise.
+        """Plan the smallest and largest batches, so that errors come before serving.
 
         Args:
             prefill_rows: most query tokens of a prefill.
@@ -46,7 +46,7 @@ class VllmV4Planner(VllmPlanner):
 
 
 def path(plan: Plan) -> str:
-    """The execution path of a plan.
+    """Return the execution path of a plan.
 
     Raises:
         NoProviderError: see `path_of`.
@@ -55,5 +55,5 @@ def path(plan: Plan) -> str:
 
 
 def own_kernels(plans: Iterable[Plan]) -> set[tuple[str, str]]:
-    """(op, provider) of the plugin's kernels that the plans use."""
+    """Return (op, provider) of the plugin's kernels that the plans use."""
     return {(KERNEL_OPS[plan.attention], plan.provider) for plan in plans if path(plan) == DIRECT}

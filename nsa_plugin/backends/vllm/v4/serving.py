@@ -32,7 +32,7 @@ ALL_KEYS = (128, 256, 512, 1024, 2048)
 
 @dataclass(kw_only=True)
 class V4Serving(GpuServing):
-    """One a worker process."""
+    """The plugin in one worker process that serves DeepSeek-V4."""
 
     backend: ClassVar[str] = BACKENDS[0]
 
@@ -68,7 +68,7 @@ class V4Serving(GpuServing):
         return self.planner
 
     def prepare(self, device: torch.device) -> None:
-        """The worker has chosen its GPU and is about to load its model, whose layers choose their backend themselves.
+        """Plan and warm up, once the worker has its GPU and before it loads the model.
 
         Raises:
             ShapeError, SettingsError, NoProviderError: see `planning` and `warm`.
@@ -83,7 +83,7 @@ class V4Serving(GpuServing):
         warm_slots(providers, planner.model, device)
 
     def layers(self) -> tuple[int, set[str]]:
-        """How many layers of the model attend by plans, and the names of the other ones' backends."""
+        """Return the number of layers that attend by plans, and the backend names of the others."""
         planned, others = 0, set()
         for layer in self.vllm_config.compilation_config.static_forward_context.values():
             if not hasattr(layer, "swa_cache_layer"):
@@ -96,7 +96,7 @@ class V4Serving(GpuServing):
         return planned, others
 
     def left(self) -> list[str]:
-        """What falls back to the stock path although the plugin is on."""
+        """Return what falls back to the stock path although the plugin is on."""
         planned, others = self.layers()
         found = [
             f"layers on vLLM's backend {name} run on the stock path: nsa-plugin plans for {BACKENDS[0]}"
@@ -126,7 +126,7 @@ def warm_v4(kernels: set[tuple[str, str]], providers: Providers, model: ModelSha
     """
 
     def attended(op: str, name: str, call: LayerCall) -> torch.Tensor:
-        out = torch.full_like(call.q, float("nan"))  # a kernel that writes nothing is noticed
+        out = torch.full_like(call.q, float("nan"))  # to detect a kernel that writes nothing
         attend_in_place(providers, op, name, call, out)
         return out
 
@@ -137,7 +137,7 @@ def warm_v4(kernels: set[tuple[str, str]], providers: Providers, model: ModelSha
 
 
 def warm_slots(providers: Providers, model: ModelShape, device: torch.device) -> None:
-    """As `warm_v4`, for what turns selected positions into slots, at every width that a kernel is compiled for.
+    """As `warm_v4`, for the kernel that turns positions into slots, at every width that it is compiled for.
 
     Raises:
         NoProviderError: as `warm_v4`.

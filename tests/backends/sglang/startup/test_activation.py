@@ -163,7 +163,7 @@ def test_a_library_that_does_not_support_the_model_is_refused_at_start(
 
 
 class TrtllmBackend(StockBackend):
-    """As SGLang is started on SM100 by default, or anywhere by its flags."""
+    """SGLang's default on SM100, and elsewhere its flags."""
 
     def __init__(self, model_runner: Any, skip_prefill: bool = False, topk: int = 0) -> None:
         super().__init__(model_runner, skip_prefill, topk)
@@ -212,7 +212,7 @@ def test_sparse_attention_by_another_backend_is_not_reported_as_the_plugins(
     assert any(reason.startswith("SGLang serves") for reason in read(report)["left_to_stock"])
 
 
-def test_a_model_without_sparse_attention_is_left_alone(
+def test_a_model_without_sparse_attention_is_not_changed(
     process: SglangProcess, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     PassedFlags({"enabled": "true", "report": str(tmp_path / "report.json")}, {}).write()

@@ -28,7 +28,7 @@ V4_MODULE = "sglang.srt.layers.attention.deepseek_v4_backend"
 
 
 class StockV4Backend(Engine):
-    """As SGLang's, as far as the plugin looks at it here."""
+    """The parts of SGLang's class that the plugin reads."""
 
     def __init__(self, model_runner: Any, skip_prefill: bool = False, speculative_step_id: int = 0) -> None: ...
 
@@ -90,7 +90,7 @@ def test_v4_serves_with_and_without_speculative_decoding(
 ) -> None:
     enabled(process, monkeypatch, report=str(tmp_path / "report.json"))
     of = runner(speculative_algorithm=algorithm)
-    built = [registry.backends["dsv4"](of)(of) for _ in range(2 if algorithm else 1)]  # a draft model's besides
+    built = [registry.backends["dsv4"](of)(of) for _ in range(2 if algorithm else 1)]  # with a draft model, two
     process.leave_scheduler(scheduler(V4_CONFIG))
     assert adopted == built
     report = read(tmp_path / "report.json")

@@ -44,7 +44,7 @@ print(generate_latest(registry).decode())
 """
 
 
-def test_the_server_sees_what_a_scheduler_counted(tmp_path: Path):
+def test_the_server_shows_a_schedulers_counts(tmp_path: Path):
     pytest.importorskip("prometheus_client")
     environment = {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path), "PATH": "/usr/bin:/bin"}
 

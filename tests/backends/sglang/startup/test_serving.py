@@ -60,7 +60,7 @@ def warmed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.mark.parametrize("original", [DsaBackend, NsaBackend])
 def test_a_backend_serves_once_its_kernels_have_run(original: type, monkeypatch: pytest.MonkeyPatch):
-    """With real kernels: the reference, which runs on a CPU."""
+    """Run the reference kernels, which work on a CPU."""
     monkeypatch.setattr(serving, "warm_selection", lambda *arguments: None)  # Triton's, for the H200 of the tests
     backend = built(original)
     made = begun(backend, decode_backend="reference", prefill_backend="reference")
@@ -138,7 +138,7 @@ def test_a_library_that_does_not_support_the_model_is_refused_before_serving():
 
 
 @pytest.mark.parametrize("fp8", [True, False])
-def test_trtllm_by_sglangs_flag_is_refused_with_the_flag_named(fp8: bool):
+def test_trtllm_by_sglangs_flag_is_refused_and_the_error_has_the_flag(fp8: bool):
     """Over fp8 SGLang then has a cache without scales, but the message is about the flag."""
     backend = built(decode="trtllm")
     setattr(backend, f"{DsaBackend.x}_kv_cache_store_fp8", False)
@@ -194,7 +194,7 @@ def test_a_backend_without_an_attribute_that_the_plugin_reads_is_refused(warmed:
     "method",
     ["set_dsa_prefill_impl", "_apply_cuda_graph_metadata", "_forward_flashmla_kv", "_compute_flashmla_metadata"],
 )
-def test_a_class_without_a_method_that_is_overridden_is_refused(method: str):
+def test_a_class_that_lacks_an_overridden_method_is_refused(method: str):
     """SGLang would never call the override, and the stock attention would serve unnoticed."""
     names = {name for cls in (DsaBackend, *DsaBackend.__bases__) for name in vars(cls)}
     methods = {name: getattr(DsaBackend, name) for name in names if not name.startswith("__") and name != method}

@@ -216,7 +216,7 @@ def test_mlp_sync_padding_may_lack_a_selection():
     torch.testing.assert_close(leaf(backend, "flashmla_kv", q, kv_cache, slots[:7]), whole, atol=0, rtol=0)
 
 
-def test_a_renamed_page_size_is_found():
+def test_both_names_of_the_page_size_are_read():
     backend = started(prefill_backend="reference")
     backend.init_forward_metadata(LONG)
     _, kv_cache = filled_cache("v32_fp8")

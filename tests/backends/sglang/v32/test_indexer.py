@@ -63,7 +63,7 @@ class Metadata:
 
 @dataclass(frozen=True)
 class OlderMetadata:
-    """Of 0.5.11 and 0.5.12: the list of rows has its old name, and there is one kernel for the top-k."""
+    """The indexer of 0.5.11 and 0.5.12: another name for the list of rows, and a single top-k kernel."""
 
     attn_metadata: Any
     topk_transform_method: Any
@@ -225,9 +225,7 @@ def test_logits_are_bounded_by_rows_and_by_request(case: Case, plan: Plan, provi
 
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_buffer_that_is_given_is_filled(
-    case: Case, plan: Plan, providers: Providers, fuse: Any, named: bool, fused: bool
-):
+def test_a_given_buffer_is_filled(case: Case, plan: Plan, providers: Providers, fuse: Any, named: bool, fused: bool):
     """A captured graph reads it at its address."""
     fuse.value = fused
     fresh = case.run(given(case, plan, providers, case.metadata()))

@@ -80,9 +80,7 @@ def modes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.TARGET_VERIFY], ids=str)
 @pytest.mark.parametrize("fused", [True, False])
-def test_steps_select_what_the_reference_selects(
-    monkeypatch: pytest.MonkeyPatch, fused: bool, mode: ForwardMode
-) -> None:
+def test_steps_select_as_the_reference(monkeypatch: pytest.MonkeyPatch, fused: bool, mode: ForwardMode) -> None:
     monkeypatch.setattr(portable, "is_fused", lambda metadata: fused)
     step = Step()
     found = step.run(Metadata(step.table), mode)

@@ -1,4 +1,4 @@
-"""Dense prefills beside prefill graphs: which batches leave the graph, and that all ranks would agree."""
+"""Dense prefills with prefill graphs: which batches run eagerly, alike on all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHORT = forward_batch(ForwardMode.EXTEND, [3, 30], [3, 30])
 
 
 def replayed(backend: Any, batch: Any, engine_says: bool = True) -> bool:
-    """What SGLang is told: whether the batch is replayed from a graph."""
+    """Return whether SGLang replays the batch from a graph."""
     asked = []
 
     def can_run_graph(self: Any, forward_batch: Any) -> bool:
@@ -47,7 +47,7 @@ def test_a_dense_batch_leaves_the_graph_if_mha_max_kv_is_set(layout: str):
         ({"mha_max_kv": 64}, forward_batch(ForwardMode.EXTEND, [3, 3], [3, 65])),
         ({"mha_max_kv": 64}, forward_batch(ForwardMode.DRAFT_EXTEND_V2, [4], [9])),
         ({"mha_max_kv": 64}, forward_batch(ForwardMode.TARGET_VERIFY, [], [9])),
-        # Each group of ranks has a batch of its own, and all replay or none.
+        # Each group of ranks has a different batch, and all replay or none.
         ({"mha_max_kv": 64}, forward_batch(ForwardMode.EXTEND, [3], [3], global_num_tokens_cpu=[3, 900])),
         ({"mha_max_kv": 64}, forward_batch(ForwardMode.EXTEND, [3], [3], attn_cp_metadata=object())),
         ({"mha_max_kv": 64}, forward_batch(ForwardMode.MIXED, [3, 1], [3, 9])),  # SGLang's own over an fp8 cache
@@ -64,11 +64,11 @@ def test_the_engines_rules_count_too():
 
 
 @pytest.mark.parametrize("backend", [DsaBackend(), SimpleNamespace()])
-def test_a_stock_backend_is_left_alone(backend: Any):
+def test_a_stock_backend_keeps_its_graphs(backend: Any):
     assert replayed(backend, SHORT)
 
 
-def test_what_the_engine_does_not_replay_stays_eager():
+def test_a_prefill_that_sglang_runs_eagerly_stays_eager():
     assert not replayed(started(mha_max_kv=64), forward_batch(ForwardMode.EXTEND, [900], [900]), engine_says=False)
 
 

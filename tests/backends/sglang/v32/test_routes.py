@@ -1,4 +1,4 @@
-"""From a plan to SGLang's execution path."""
+"""Tests of SGLang's execution path for each plan."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_an_idle_batch_has_a_plan_and_no_path():
 
 
 @pytest.mark.regression(20, "stock path")
-def test_what_is_left_to_sglang():
+def test_features_that_fall_back_to_stock_sglang():
     mixed = prefill_batch(forward_batch(ForwardMode.MIXED, [4096, 1], [4096, 9000]))
     assert planner("v32_fp8").prefill(mixed, dense_allowed=False) is None
     assert planner("bf16").prefill(mixed, dense_allowed=False) is not None
@@ -225,7 +225,7 @@ def test_the_indexers_chunks_follow_the_free_memory_when_serving():
 
 
 def test_a_copy_that_does_not_fit_is_not_made():
-    """SGLang gathers a bf16 copy of every context of the batch for FlashMLA's prefill kernel, beside its caches."""
+    """SGLang gathers a bf16 copy of every context of the batch for FlashMLA's prefill kernel."""
     made = planner("v32_fp8", synthetic(90, libraries=("flash_mla", "deep_gemm", "fa3")), heads=16)
     copy = LONG.shape.total_kv_len * 576 * 2
     for free, copied in ((4 * copy, True), (4 * copy - 4, False)):

@@ -119,7 +119,7 @@ def test_without_an_exchange_nothing_reshards():
 
 
 def begun(monkeypatch: pytest.MonkeyPatch) -> SglangServing:
-    """By `auto`, with no kernel run."""
+    """Make the plan for `auto` without running a kernel."""
     for name in ("warm", "warm_selection"):
         monkeypatch.setattr(f"nsa_plugin.backends.sglang.startup.serving.{name}", lambda *given: None)
     monkeypatch.setattr("nsa_plugin.backends.sglang.startup.serving.free_device_memory", lambda: 8 << 30)
@@ -203,7 +203,7 @@ def group_module(monkeypatch: pytest.MonkeyPatch, **members: Any) -> None:
         (SimpleNamespace(device_group=3, cpu_group=object()), "has 3 ranks, but heads for 2"),
     ],
 )
-def test_a_group_that_is_not_as_expected_is_refused(
+def test_an_unexpected_group_is_refused(
     envs: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, group: Any, message: str
 ):
     monkeypatch.setattr(dist, "get_world_size", lambda size: size)

@@ -96,7 +96,7 @@ def close(got: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("original", [Engine, LateEngine])
 @EVERY_LAYER
 @pytest.mark.parametrize("route", SETTINGS)
-def test_every_route_attends_what_a_dense_computation_does(route: str, layer_id: int, original: type):
+def test_every_route_matches_dense_attention(route: str, layer_id: int, original: type):
     backend = prepared(batch(*MIXED), original, **SETTINGS[route])
     assert backend.nsa_plugin.route.path == route
     got = attend(backend, layer_id)
@@ -161,7 +161,7 @@ def test_combined_indices_are_made_by_parts(rows: int, layer_id: int, monkeypatc
     assert len(fills) == 1  # the pages are brought to bfloat16 once, however many parts there are
 
 
-def test_what_layers_have_in_common_is_made_once_a_batch(monkeypatch: pytest.MonkeyPatch):
+def test_shared_tables_are_made_once_per_batch(monkeypatch: pytest.MonkeyPatch):
     backend = prepared(batch(*MIXED), **SETTINGS[BF16_ROWS])
     filled: list[tuple[bool, bool]] = []
     combined: list[int] = []
@@ -374,7 +374,7 @@ def test_the_variable_is_as_it_was_after_an_error(monkeypatch: pytest.MonkeyPatc
 
 
 def selected(backend: Any) -> list[str]:
-    """What SGLang was called for while a layer selected."""
+    """Return the stock functions called while a layer selected."""
     of, before = backend.batch, len(backend.calls)
     backend.forward_c4_indexer(x=of.q, q_lora=of.q, c4_indexer=SimpleNamespace(), forward_batch=of.forward)
     return backend.calls[before:]  # type: ignore[no-any-return]
@@ -512,7 +512,7 @@ def test_a_backend_or_pool_that_lacks_something_is_refused():
         started(of)
 
 
-def test_a_class_that_is_not_as_the_table_has_it_is_refused():
+def test_a_class_that_differs_from_the_table_is_refused():
     class Without(Engine):
         forward_c4_indexer = None  # type: ignore[assignment]
 
@@ -530,7 +530,7 @@ def test_a_class_that_is_not_as_the_table_has_it_is_refused():
 
 @EVERY_LAYER
 @pytest.mark.parametrize("route", [*SETTINGS, DECODE_KERNEL])
-def test_a_fault_that_is_asked_for_changes_what_every_route_attends(route: str, layer_id: int):
+def test_the_deliberate_fault_changes_the_output_of_every_route(route: str, layer_id: int):
     """The engine's own call of its decode kernel too: a control on that route would otherwise be right."""
     settings = SETTINGS.get(route, {"prefill_backend": "flash_mla", "device": OLD_H200})
     right, wrong = (prepared(batch(*MIXED), fault=fault, **settings) for fault in ("none", "shift_indices"))

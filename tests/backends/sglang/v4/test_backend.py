@@ -45,7 +45,7 @@ def begin(
     return backend, notes, routes
 
 
-def test_a_backend_begins_with_its_routes_and_what_stays_sglangs():
+def test_a_backend_starts_with_routes_and_stock_notes():
     backend, notes, routes = begin(batch((9, 300)), prefill_backend="reference")
     assert backend.nsa_plugin.own_heads_first
     assert backend.nsa_plugin.planner.asked == frozenset()
@@ -55,7 +55,7 @@ def test_a_backend_begins_with_its_routes_and_what_stays_sglangs():
 
 def test_the_longest_context_is_the_servers_where_the_backend_has_it():
     class Later(Engine):
-        """From 0.5.16 on."""
+        """The backend from 0.5.16 on."""
 
         def __init__(self, of: Any) -> None:
             super().__init__(of)
@@ -84,7 +84,7 @@ def test_whether_sglang_makes_rows_is_asked(value: str, monkeypatch: pytest.Monk
     assert backend.nsa_plugin.planner.engine_makes_rows is (value == "1")
 
 
-def test_a_feature_that_is_sglangs_has_no_routes():
+def test_an_unsupported_feature_gives_no_routes():
     class Hisparse(Engine):
         def __init__(self, of: Any) -> None:
             super().__init__(of)

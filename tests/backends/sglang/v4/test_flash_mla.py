@@ -49,7 +49,7 @@ def _forgotten() -> Any:
 
 @pytest.mark.parametrize("heads", [1, 63, 64, 65, 128])
 @pytest.mark.parametrize("given_out", [True, False])
-def test_heads_are_padded_to_what_the_kernel_takes(heads: int, given_out: bool, monkeypatch: pytest.MonkeyPatch):
+def test_heads_are_padded_to_a_supported_count(heads: int, given_out: bool, monkeypatch: pytest.MonkeyPatch):
     calls = installed(monkeypatch, "fake_kernel.flash_mla")
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(3, heads, 512, generator=generator).bfloat16()

@@ -112,7 +112,7 @@ def test_logits_keep_to_the_budget():
     assert rows * 4 * 750 <= 1 << 20
 
 
-def test_the_second_layer_has_its_own_selection_from_the_same_tables(monkeypatch: pytest.MonkeyPatch):
+def test_the_second_layer_selects_separately_with_the_same_tables(monkeypatch: pytest.MonkeyPatch):
     of = batch(*LENS)
     backend = ready(of)
     first = select(backend).c4_sparse_raw_indices.clone()
@@ -187,7 +187,7 @@ def test_a_version_without_raw_indices_and_with_another_preparation():
     assert torch.equal(select(old).c4_sparse_page_indices, new)
 
 
-def test_versions_that_renamed_the_lengths():
+def test_both_names_of_the_lengths_are_read():
     of = batch(*LENS)
     old = select(ready(of)).c4_sparse_page_indices
     backend = ready(of)
@@ -219,7 +219,7 @@ def test_the_engines_variables_keep_their_meaning(variable: str, monkeypatch: py
         ("dsa_topk_backend", SimpleNamespace(is_torch=lambda: False, is_flashinfer=lambda: True)),
     ],
 )
-def test_what_the_backend_leaves_to_the_engine(name: str, value: Any):
+def test_unsupported_backend_options_use_the_stock_selection(name: str, value: Any):
     backend = ready(batch(*LENS))
     setattr(backend, name, value)
     select(backend)

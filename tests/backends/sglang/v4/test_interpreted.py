@@ -28,7 +28,7 @@ pytestmark = [
     ("impl", "settings"),
     [(DIRECT, {"prefill_backend": "triton"}), (BF16_ROWS, {"prefill_backend": "flash_mla", "large_q_rows": 1})],
 )
-def test_kernels_attend_what_a_dense_computation_does(impl: str, settings: dict[str, object], layer_id: int):
+def test_kernels_match_dense_attention(impl: str, settings: dict[str, object], layer_id: int):
     of = batch((2, 600), (2, 2), padded=1)
     backend = prepared(of, rows_attention=reference_prefill, **settings)
     assert backend.nsa_plugin.route.path == impl
@@ -44,7 +44,7 @@ def test_layers_of_a_batch_share_maps_and_indices():
     backend = prepared(of, rows_attention=reference_prefill, prefill_backend="flash_mla", large_q_rows=1)
     core = backend.forward_metadata.core_attn_metadata
     for layer_id in (0, 1, 2, 1, 0, 2):
-        if layer_id == 1:  # each of these layers has a selection of its own
+        if layer_id == 1:  # each of these layers selects separately
             core.c4_sparse_raw_indices[0, :100] = core.c4_sparse_raw_indices[0, :100].flip(0)
             core.c4_sparse_raw_indices[0, 0] = core.c4_sparse_raw_indices[0, 1]
             chosen = core.c4_sparse_raw_indices[0, :100].long()
@@ -59,7 +59,7 @@ def test_kernels_are_run_before_serving():
     warm_v4([backend.nsa_plugin.route], backend.nsa_plugin, torch.device("cpu"))
 
 
-def test_kernels_select_what_the_references_do():
+def test_kernels_select_as_the_references():
     of = batch((2, 600), (2, 2))
     selected = []
     for provider, sm in (("reference", 0), ("triton", 90)):

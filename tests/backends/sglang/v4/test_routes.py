@@ -108,7 +108,7 @@ def test_a_small_prefill_whose_logits_do_not_fit_at_once_is_the_plugins():
 
 @pytest.mark.usefixtures("nothing_measured")
 @pytest.mark.parametrize(("backend", "impl"), [("reference", DIRECT), ("flash_mla", DECODE_KERNEL)])
-def test_a_small_prefill_that_is_not_over_rows_is_selected_by_sglang(backend: str, impl: str):
+def test_sglang_selects_for_a_small_prefill_over_caches_in_place(backend: str, impl: str):
     wanted = Settings(prefill_backend=backend, large_q_rows=4096)  # up to so many the decode kernel comes first
     made = SglangV4Planner(FLASH, synthetic(90), wanted, engine_makes_rows=True)
     for tokens, selects in ((300, False), (ENGINE_TOKENS + 1, True)):
@@ -151,7 +151,7 @@ def test_every_prefill_has_an_execution_path(rows: int, versions: Any):
 
 @pytest.mark.usefixtures("nothing_measured")
 @given(LENS, st.integers(0, 8_000_000))
-def test_whatever_a_prefill_holds_and_its_logits_keep_to_the_budget(lens: list[tuple[int, int]], more: int):
+def test_buffers_and_logits_of_a_prefill_stay_within_the_budget(lens: list[tuple[int, int]], more: int):
     """Over bf16 rows where they may be taken, in place else; of one request with a long context and others."""
     q_lens = [4096, *(rows for rows, _ in lens)]
     kv_lens = [4096 + more, *(rows + prefix for rows, prefix in lens)]
@@ -214,7 +214,7 @@ def test_the_engines_variable_asks_only_where_a_user_has_set_it(
 
 
 @pytest.mark.parametrize("asked", [BF16_ROWS, DECODE_KERNEL])
-def test_what_the_engines_variable_asks_for_is_taken(asked: str):
+def test_sglangs_variable_selects_the_route(asked: str):
     made = planner(asked=frozenset({asked}))
     route = made.prefill_execution(prefill(4096))
     assert route is not None
@@ -225,7 +225,7 @@ def test_what_the_engines_variable_asks_for_is_taken(asked: str):
     ).prefill_execution(prefill(4096))
 
 
-def test_the_decode_kernel_that_is_asked_for_cannot_take_more_than_it_takes():
+def test_a_requested_decode_kernel_keeps_its_row_limit():
     made = planner(synthetic(90, versions=OLD), asked=frozenset({DECODE_KERNEL}))
     route = made.prefill_execution(prefill(11650))
     assert route is not None

@@ -114,7 +114,7 @@ def test_the_report_names_a_few_steps_where_a_setting_names_a_library(warmed: li
     assert all(words.startswith("sparse_decode by triton on SGLang's path direct") for words in steps.values())
 
 
-def test_several_backends_share_what_is_counted_and_warm_up_once(warmed: list[Any], monkeypatch: pytest.MonkeyPatch):
+def test_several_backends_share_counters_and_warm_up_once(warmed: list[Any], monkeypatch: pytest.MonkeyPatch):
     counted = Counted()
     monkeypatch.setattr(serving, "metrics_of", lambda server_args, labels: counted)
     of = batch(*MIXED)
@@ -130,7 +130,7 @@ def test_several_backends_share_what_is_counted_and_warm_up_once(warmed: list[An
     assert target.nsa_plugin.planner is not draft.nsa_plugin.planner
 
 
-def test_what_is_free_is_read_at_the_next_prefill_after_the_start(warmed: list[Any], monkeypatch: pytest.MonkeyPatch):
+def test_free_memory_is_read_again_at_the_first_prefill_after_start(warmed: list[Any], monkeypatch: pytest.MonkeyPatch):
     free = iter([64 << 20, 32 << 20])
     monkeypatch.setattr(serving, "free_device_memory", lambda: next(free))
     backend = built(batch((16, 65536)))

@@ -20,7 +20,7 @@ VERIFY = "target_verify/sparse_decode/reference"
 
 
 class FirstEngine(ReplayedBySize, Engine):
-    """As of 0.5.12: the batch of what is replayed stands on the backend."""
+    """The backend of 0.5.12, which stores the batch to replay."""
 
     def __init__(self, of: Any) -> None:
         super().__init__(of)

@@ -40,7 +40,7 @@ ANOTHER = "FLASH_ATTN_MLA_SPARSE"
 
 
 class Engine:
-    """What the ledger of these tests changes."""
+    """The functions that the ledger of these tests changes."""
 
     @staticmethod
     def serve() -> str:
@@ -108,7 +108,7 @@ class Worker:
 
 
 class Here(GpuServing):
-    """With the device of these tests."""
+    """Replace the probed device by the one of these tests."""
 
     device: ClassVar[DeviceProfile] = TRITON
 
@@ -122,7 +122,7 @@ warm_up = gpu_patches.worker_warm_up(Worker.compile_or_warm_up_model)
 
 
 def engine_config(vllm_config: Any) -> Any:
-    """What the process that reads the command line does."""
+    """Start as the process that reads the command line."""
     return activation.wrap_create_engine_config(lambda: vllm_config)()
 
 
@@ -288,7 +288,7 @@ LEFT = [
 
 @pytest.mark.parametrize(("change", "words"), LEFT)
 @pytest.mark.parametrize("start", [engine_config, worker_of])
-def test_what_the_plugin_does_not_support_ends_the_start_only_with_strict_full(start: Any, change: Any, words: str):
+def test_an_unsupported_configuration_ends_the_start_only_with_strict_full(start: Any, change: Any, words: str):
     vllm_config = configured(strict="full")
     change(vllm_config)
     with pytest.raises(LeftToStockError, match=words):
@@ -296,7 +296,7 @@ def test_what_the_plugin_does_not_support_ends_the_start_only_with_strict_full(s
 
 
 @pytest.mark.parametrize(("change", "words"), LEFT)
-def test_what_the_plugin_does_not_support_is_left_to_stock_vllm(
+def test_an_unsupported_configuration_is_left_to_stock_vllm(
     process: VllmProcess, reports: list[StartupReport], caplog: pytest.LogCaptureFixture, change: Any, words: str
 ):
     vllm_config = configured()
@@ -619,7 +619,7 @@ PARALLEL = SimpleNamespace(num_speculative_tokens=3, parallel_drafting=True)
 
 
 class V4Here(V4Serving):
-    """With the device of these tests."""
+    """Replace the probed device by the one of these tests."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given, device_profile=lambda: H200)
@@ -641,7 +641,7 @@ def _enabled(vllm_config: Any, **settings: Any) -> Any:
 
 
 @pytest.mark.parametrize("start", [engine_config, worker_of])
-def test_with_strict_full_what_v4_does_not_support_is_refused_with_one_error(start: Any, process: VllmProcess):
+def test_with_strict_full_an_unsupported_v4_configuration_is_one_error(start: Any, process: VllmProcess):
     with pytest.raises(LeftToStockError, match=r"does not support parallel_drafting"):
         start(_enabled(v4_config(speculative_config=PARALLEL), strict="full"))
     assert (process.serving, Engine.serve(), Engine.serve_v4()) == (None, "vLLM's", "vLLM's")

@@ -79,7 +79,7 @@ def decode_plan(requests: int = 4) -> Any:
     return planner(device=TRITON, decode_backend="triton").step_plan(requests, requests, 1)
 
 
-def test_the_one_api_server_shows_what_a_worker_counted():
+def test_a_single_api_server_shows_a_workers_counts():
     before, numbers, text = run(SERVER).split("\n", 2)
     assert before == "0"
     chunk, budget = map(int, numbers.split())
@@ -134,7 +134,7 @@ def test_a_second_engine_in_a_process_goes_on_counting(tmp_path: Path, monkeypat
     assert routes(run(SEVERAL_SERVERS, **{MULTIPROCESS: str(tmp_path)}), "vllm") == {"decode/sparse_decode/triton": 2}
 
 
-def test_versions_and_what_is_left_to_vllm_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_versions_and_stock_features_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     show("0.32.0", ["nobody collects it"])
     monkeypatch.setenv(MULTIPROCESS, str(tmp_path))
     for _ in range(2):
@@ -146,7 +146,9 @@ def test_versions_and_what_is_left_to_vllm_are_shown(tmp_path: Path, monkeypatch
     assert f'{BUILD_INFO.of("vllm")}{{engine_version="0.32.0",version="{__version__}"}} 1.0' in text
 
 
-def test_a_budget_and_what_is_left_do_not_overwrite_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_logits_budget_and_stock_features_do_not_overwrite_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Both are gauges of one process, and so in one file."""
     monkeypatch.setenv(MULTIPROCESS, str(tmp_path))
     made = metrics_of(LABELS)

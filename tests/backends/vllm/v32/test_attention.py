@@ -183,7 +183,7 @@ def test_vllms_calls_together_with_dense_attention(layout: str, mixed: bool | No
     step.check()
     behind, *before = world.impl.calls
     assert [given.num_actual_tokens for given in (behind, *before)] == [35, 2]
-    # The builder's one buffer was written again for the steps; what lies behind keeps its own.
+    # The builder rewrote its buffer for the steps; entries behind them are unchanged.
     assert behind.req_id_per_token.tolist() == [0] * 30 + [1] * 5
     if mixed is not None:
         assert behind.mixed is mixed

@@ -235,7 +235,7 @@ def test_steps_of_different_rows_go_row_by_row():
 
 @pytest.mark.regression(10)
 def test_the_name_of_the_attentions_metadata_is_withheld():
-    """From 0.28 on vLLM's function selects for no prefill of a batch in which any attends densely."""
+    """vLLM's function selects (0.28 on) for no prefill of a batch in which any attends densely."""
     seen.clear()
     prefix = SimpleNamespace(value="indexer")  # vLLM's LayerName
     call = a_call(2)

@@ -84,7 +84,7 @@ def batch_of(deciding: VllmPlanner, lengths: list[tuple[int, int]], steps: int, 
 @pytest.mark.parametrize("sm", [86, 0])
 @pytest.mark.parametrize("free", [1 << 40, 4 * 60 * 10 * 4])
 def test_every_query_token_that_selects_gets_the_references_selection(sm: int, free: int):
-    """With little free memory a prompt is in several chunks, of which only the first gathers keys."""
+    """Little free memory splits a prompt into chunks; only the first gathers keys."""
     deciding = planner(device=replace(AMPERE, memory_free=free))
     deciding.portable = True
     metadata, step = batch_of(deciding, BATCH, 2, 512 * MIB)
@@ -140,7 +140,7 @@ def test_new_keys_are_stored_unless_the_model_has_stored_them():
 
 
 def test_the_profiling_run_is_vllms():
-    """It has no batch, and vLLM reserves memory for its own kernels."""
+    """It has no batch, and vLLM reserves memory for the stock kernels."""
     ours = wrap_indexer(stock, lambda: None, lambda: Providers("v32_fp8", 86), lambda: True)
     call = a_call(2)
     with pytest.raises(AssertionError, match="vLLM's indexer ran"):
@@ -148,7 +148,7 @@ def test_the_profiling_run_is_vllms():
 
 
 @pytest.mark.parametrize("layout", ["v32_fp8", "bf16"])
-def test_the_warm_up_runs_what_vllms_model_code_calls(layout: str, monkeypatch: pytest.MonkeyPatch):
+def test_the_warm_up_runs_the_kernels_of_vllms_model_code(layout: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(portable, "MANY_ROWS", 8)  # interpreted, thousands take minutes
     ran: list[str] = []
     providers = Providers(layout, 86)

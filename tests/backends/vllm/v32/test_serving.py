@@ -156,7 +156,7 @@ def test_settings_that_no_batch_can_satisfy_are_refused_at_once():
         serving(prefill_backend="flash_mla").planning()
 
 
-def test_the_workspace_is_within_what_vllm_profiles(monkeypatch: pytest.MonkeyPatch):
+def test_the_workspace_fits_vllms_profiled_memory(monkeypatch: pytest.MonkeyPatch):
     class Builder:
         @staticmethod
         def determine_chunked_prefill_workspace_size(vllm_config: Any) -> int:
@@ -181,7 +181,7 @@ def test_kernels_run_once_before_batches(monkeypatch: pytest.MonkeyPatch):
     assert runs == [{("sparse_mla_prefill", "triton"), ("sparse_mla_decode", "reference")}]
 
 
-def test_a_kernel_that_does_not_run_is_named():
+def test_the_error_names_a_kernel_that_does_not_run():
     here = serving(prefill_backend="triton")
     here.loaded()._loaded["sparse_mla_prefill", "triton", 4] = lambda *_, **__: 1 / 0
     here.loaded().helpers = "reference"
@@ -268,7 +268,7 @@ def test_a_model_without_planned_layers_needs_the_user_to_name_the_backend(backe
         model_of().check_layers()
 
 
-def test_decode_steps_are_planned_with_the_memory_that_is_free_behind_the_weights(monkeypatch: pytest.MonkeyPatch):
+def test_decode_steps_are_planned_with_the_memory_free_after_loading(monkeypatch: pytest.MonkeyPatch):
     """They were planned with what was free before the weights: logits of a whole batch where a tenth of them fit."""
     here = serving()
     planner = here.planning()
@@ -383,7 +383,7 @@ def test_a_provider_is_looked_for_inside_vllm_before_it_is_loaded(monkeypatch: p
     assert asked == [("deep_gemm", VENDORED["deep_gemm"])]
 
 
-def test_every_seam_is_named_once_and_is_a_gpus():
+def test_every_gpu_seam_has_one_ledger_entry():
     assert len({patch.name for patch in GPU}) == len(GPU) == len(CHANGES) + len(REQUIREMENTS)
     assert {patch.need for patch in GPU} == {Need.GPU}
     assert all(patch.replacement for patch in CHANGES)
@@ -457,7 +457,7 @@ print("all held")
 
 @pytest.mark.engine_vllm
 def test_the_ledger_changes_the_installed_vllm_and_undoes_it():
-    """In a process of its own: the changes are the process's."""
+    """Run in a separate process, because patches change the process."""
     if find_spec("vllm") is None:
         pytest.skip("vllm is not installed here")
     done = subprocess.run([sys.executable, "-c", ENGINE_PROGRAM], capture_output=True, text=True, timeout=300)

@@ -133,7 +133,7 @@ def test_servers_that_do_not_support_resharding(vllm_config: Any, why: str | Non
         (SimpleNamespace(device_group=3, cpu_group=object()), "has 3 ranks, but heads for 2"),
     ],
 )
-def test_a_group_that_is_not_as_expected_is_refused(monkeypatch: pytest.MonkeyPatch, group: Any, message: str):
+def test_an_unexpected_group_is_refused(monkeypatch: pytest.MonkeyPatch, group: Any, message: str):
     monkeypatch.setattr(dist, "get_world_size", lambda size: size)
     module = ModuleType(gpu_token_shard.GROUP[0])
     if group is not None:

@@ -90,7 +90,7 @@ def test_one_plan_a_batch_whatever_the_layers():
     assert [(plan.phase, path(plan)) for plan in plans] == [("decode", DECODE_KERNEL), ("extend", DIRECT)]
 
 
-def test_what_a_batchs_layers_share_is_made_once(monkeypatch: pytest.MonkeyPatch):
+def test_shared_data_of_a_batch_is_made_once(monkeypatch: pytest.MonkeyPatch):
     world = World(planner(**DECODES), [(9, 9), (20, 400)], since_24=False)
     metadata = world.metadata()
     batch = getattr(metadata, ATTRIBUTE)
@@ -228,7 +228,7 @@ def _kernels(world: World) -> Any:
     return lambda: (flash_mla_with_kvcache, world.schedule)
 
 
-def test_pages_that_are_not_what_the_block_table_counts():
+def test_pages_of_another_size_than_the_block_tables_are_refused():
     world = World(planner(**DECODES), MIXED)
     world.named[128].block_size = 512
     with pytest.raises(PatchError, match="compress ratio 128 has 2 entries a page; its blocks of 512 tokens"):
@@ -259,14 +259,14 @@ def test_a_batch_that_vllm_splits_elsewhere():
 # Decisions
 
 
-def test_steps_are_vllms_own_unless_a_library_is_named():
+def test_steps_take_the_stock_path_unless_a_setting_picks_a_library():
     assert path(planner().step_plan(4, 4, 1)) == DECODE_KERNEL
     assert path(planner(decode_backend="triton").step_plan(4, 4, 1)) == DIRECT
     with pytest.raises(NoProviderError):
         planner(CPU).step_plan(4, 4, 1)
 
 
-def test_what_batches_of_some_sizes_need_is_known_before_any():
+def test_kernels_of_sample_batches_are_known_before_serving():
     planner().validate(prefill_rows=8192, step_requests=256)
     with pytest.raises(NoProviderError):
         planner(CPU).validate(prefill_rows=8192, step_requests=256)

@@ -42,7 +42,7 @@ def test_steps_within_the_budget_are_vllms():
     ],
 )
 @pytest.mark.parametrize("padding", [0, 1])
-def test_steps_in_pieces_select_what_each_row_sees(lengths: list[tuple[int, int]], provider: str, padding: int):
+def test_steps_in_pieces_select_among_visible_keys(lengths: list[tuple[int, int]], provider: str, padding: int):
     each = lengths[0][0]
     batch = common(lengths, padding)
     metadata = builder_of(small_budget(each)).build(0, batch)
@@ -98,7 +98,7 @@ def test_contexts_shorter_than_their_rows_as_a_dummy_batch_has_them():
 
 
 @pytest.mark.parametrize(("tokens", "captured", "rows"), [(64, None, 64), (8, None, 24), (8, 40, 40)])
-def test_buffers_hold_what_a_graph_may_capture(tokens: int, captured: int | None, rows: int):
+def test_buffers_are_large_enough_for_captured_graphs(tokens: int, captured: int | None, rows: int):
     class Small(Stock):
         def __init__(self, *_: Any) -> None:
             super().__init__()
@@ -118,7 +118,7 @@ def test_steps_of_different_rows():
     assert getattr(metadata, ATTRIBUTE).lengths.tolist() == [9, 9, 10, 2, 4, 5]
 
 
-def test_a_prefill_beside_such_steps_stays():
+def test_a_prefill_in_the_same_batch_is_not_changed():
     metadata = builder_of(small_budget()).build(0, common([(1, 40)] * 5 + [(30, 300)]))
     assert (metadata.num_decodes, metadata.num_prefills, metadata.prefill) == (0, 1, "vLLM's")
     assert getattr(metadata, ATTRIBUTE).rows == 5

@@ -68,12 +68,12 @@ def test_v4_on_a_cpu_is_left_to_vllm():
         ),
     ],
 )
-def test_what_is_not_supported(given: Any, words: str):
+def test_unsupported_configurations(given: Any, words: str):
     with pytest.raises(LeftToStockError, match=words):
         check_on_gpu(given)
 
 
-def test_a_cache_that_is_not_of_fp8_records():
+def test_a_cache_without_fp8_records_is_not_supported():
     with pytest.raises(LeftToStockError, match="--kv-cache-dtype is bfloat16; nsa-plugin supports auto, fp8"):
         check_on_gpu(config("bfloat16"))
 
@@ -89,7 +89,7 @@ def test_the_model_as_a_rank_sees_it():
     assert family_of(plain) == "v3.2"
 
 
-def test_a_worker_is_told_what_its_batches_take(monkeypatch: pytest.MonkeyPatch):
+def test_a_worker_reports_the_paths_of_its_batches(monkeypatch: pytest.MonkeyPatch):
     warmed: list[Any] = []
     monkeypatch.setattr(v4_serving, "warm_v4", lambda kernels, *_: warmed.append(kernels))
     for name in ("warm_selection", "warm_slots"):
@@ -142,7 +142,7 @@ def test_kernels_are_run_over_every_compress_ratio(provider: str):
 
 
 @pytest.mark.parametrize(("value", "words"), [(1.0, "is not zero"), (0.0, "is not zero"), (None, "KeyError")])
-def test_a_kernel_that_does_not_run_is_named(value: float | None, words: str):
+def test_the_error_names_a_kernel_that_does_not_run(value: float | None, words: str):
     """One that raises, one that writes ones, and (0.0) one that writes nothing."""
     providers = Providers("v4_fp8", 0)
 
@@ -188,7 +188,7 @@ def test_v4_is_checked_for_v4_only():
     assert names.index("vllm.gpu-indexer-builder") < names.index("vllm.v4-indexer-builder")
 
 
-def test_what_the_patches_make(monkeypatch: pytest.MonkeyPatch):
+def test_the_patches_make_the_plugins_classes(monkeypatch: pytest.MonkeyPatch):
     class Backend:
         @staticmethod
         def get_builder_cls() -> type:
