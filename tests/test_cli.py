@@ -71,7 +71,7 @@ def test_help_of_a_command_says_its_flags_and_exit_codes(command: str, capsys: p
     assert "exit codes" in out
 
 
-@pytest.mark.parametrize("command", ["", "doctor", "explain", "patches"])
+@pytest.mark.parametrize("command", ["", "doctor", "explain", "patches", "demo", "bench", "compare"])
 def test_help_fits_80_columns(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -15,17 +16,21 @@ from nsa_plugin.tools.terminal import console
 REPORT = "report"
 RECORDS = Path("docs/benchmarks")
 
-EPILOG = f"""suites: {", ".join(SUITES)}
+_SUITES = textwrap.fill(", ".join(SUITES), 80, initial_indent="suites: ", break_on_hyphens=False)
+EPILOG = f"""{_SUITES}
 
 examples:
   nsa-plugin bench --list
   nsa-plugin bench sparse-mla-prefill --provider triton
-  nsa-plugin bench --json {RECORDS}            every suite, one record each: {RECORDS}/<gpu>/<suite>.json
-  nsa-plugin bench report --plots              {RECORDS}.md, a page and a plot for each record
+  every suite, one record each ({RECORDS}/<gpu>/<suite>.json):
+  nsa-plugin bench --json {RECORDS}
+  {RECORDS}.md, and a page and a plot for each record:
+  nsa-plugin bench report --plots
 
-Every timed result is compared with the float32 reference on a sample of its rows. A contender that does not
-support a case is listed with the reason. One that fails or is wrong is listed without figures, and the command
-ends with 1. Without a GPU only --list and report work."""
+Every timed result is compared with the float32 reference on a sample of its
+rows. A contender that does not support a case is listed with the reason. One
+that fails or is wrong is listed without figures, and the command ends with 1.
+Without a GPU only --list and report work."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

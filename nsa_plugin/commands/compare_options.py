@@ -26,35 +26,52 @@ EPILOG = f"""cases:
   speed      {", ".join(SPEED_CASES)}
 
 examples:
-  nsa-plugin compare sglang --heads 16 --json docs/benchmarks -- --kv-cache-dtype fp8_e4m3
-  nsa-plugin compare sglang --heads 16 --together --speed --runs stock,plugin,control,stock-again -- \\
-      --kv-cache-dtype fp8_e4m3 --max-total-tokens 262144 --mem-fraction-static 0.8
-  nsa-plugin compare sglang --family v4 --speed --context 131072 --prompt-lengths 13000,30000,128000 \\
-      --json docs/benchmarks -- --chunked-prefill-size 8192 --swa-full-tokens-ratio 0.5
-  nsa-plugin compare sglang --family v4 --stock-fails-at 32768,131072,262144,393216 --json docs/benchmarks -- \\
-      --chunked-prefill-size 32768 --mem-fraction-static 0.9
+  nsa-plugin compare sglang --heads 16 --json docs/benchmarks \\
+      -- --kv-cache-dtype fp8_e4m3
+  nsa-plugin compare sglang --heads 16 --together --speed \\
+      --runs stock,plugin,control,stock-again \\
+      -- --kv-cache-dtype fp8_e4m3 --max-total-tokens 262144 \\
+         --mem-fraction-static 0.8
+  nsa-plugin compare sglang --family v4 --speed --context 131072 \\
+      --prompt-lengths 13000,30000,128000 --json docs/benchmarks \\
+      -- --chunked-prefill-size 8192 --swa-full-tokens-ratio 0.5
+  nsa-plugin compare sglang --family v4 --json docs/benchmarks \\
+      --stock-fails-at 32768,131072,262144,393216 \\
+      -- --chunked-prefill-size 32768 --mem-fraction-static 0.9
   nsa-plugin compare sglang --model /models/DeepSeek-V3.2 --speed -- --tp 8
-  nsa-plugin compare vllm --heads 16 --together --speed --runs stock,plugin,control,stock-again -- \\
-      --kv-cache-dtype fp8 --kv-cache-memory-bytes 4G --gpu-memory-utilization 0.2
-  nsa-plugin compare sglang --measured work/logs/{MEASURED} --json docs/benchmarks    judge again without measuring
-  nsa-plugin compare vllm --heads 16 --logs work/vllm --beside work/sglang/{MEASURED} --json docs/benchmarks -- \\
-      --kv-cache-dtype fp8 --max-num-batched-tokens 8192    SGLang's run had fp8_e4m3 and chunks of 8192 too
+  nsa-plugin compare vllm --heads 16 --together --speed \\
+      --runs stock,plugin,control,stock-again \\
+      -- --kv-cache-dtype fp8 --kv-cache-memory-bytes 4G \\
+         --gpu-memory-utilization 0.2
+  judge again without measuring:
+  nsa-plugin compare sglang --measured work/logs/{MEASURED} \\
+      --json docs/benchmarks
+  SGLang's run had fp8_e4m3 and chunks of 8192 too:
+  nsa-plugin compare vllm --heads 16 --logs work/vllm \\
+      --beside work/sglang/{MEASURED} --json docs/benchmarks \\
+      -- --kv-cache-dtype fp8 --max-num-batched-tokens 8192
 
-Flags after -- go to every server. Servers run one after the other on the same devices, each with all of the memory.
-Timed that way, even two runs of the same server differ by far more than a few per cent. With --together all servers run
-at the same time and are timed in turns. The flags after -- must then divide the memory, because every server sizes
-itself as if it were alone. SGLang: limit each cache with --max-total-tokens, and keep --mem-fraction-static high (0.8),
-because memory that others allocate while a server starts counts as its own. vLLM: set the cache's size with
---kv-cache-memory-bytes, because its own measurement counts the others too, and a small --gpu-memory-utilization (0.2),
-the share of the device that must be free when a server starts.
+Flags after -- go to every server. Servers run one after the other on the same
+devices, each with all of the memory. Timed that way, even two runs of the same
+server differ by far more than a few per cent. With --together all servers run
+at the same time and are timed in turns. The flags after -- must then divide
+the memory, because every server sizes itself as if it were alone:
+  SGLang: limit each cache with --max-total-tokens. Keep --mem-fraction-static
+    high (0.8): memory that others allocate while a server starts counts as
+    its own.
+  vLLM: set the cache's size with --kv-cache-memory-bytes, because vLLM counts
+    the memory of the other servers too, and a small --gpu-memory-utilization
+    (0.2), the share of the device that must be free when a server starts.
 
-vLLM on a CPU has no stock sparse attention to compare with: compare vllm says so and ends 2.
+vLLM on a CPU has no stock sparse attention: compare vllm says so and ends 2.
 
-Measurements are saved after every step, in LOGS/{MEASURED} and in the record, so that an interrupted run keeps them.
+Measurements are saved after every step, in LOGS/{MEASURED} and in the
+record, so that an interrupted run keeps them.
 
-Ends 0 only if the plugin's answers match stock's as closely as stock matches itself, the plugin was seen to serve, and
-deliberately wrong answers (role {CONTROL}) were noticed; with --beside the same holds across the two engines. Ends 143
-if it is terminated."""
+Ends 0 only if the plugin's answers match stock's as closely as stock matches
+itself, the plugin was seen to serve, and deliberately wrong answers (role
+{CONTROL}) were noticed; with --beside, if the two engines match as well.
+Ends 143 if it is terminated."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

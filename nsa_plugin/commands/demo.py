@@ -35,15 +35,19 @@ from nsa_plugin.tools.terminal import Steps, console
 
 _CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.ENOENT, errno.ENOTDIR)
 
-EPILOG = """Starts `vllm serve` on this machine's CPU with the plugin enabled, sends requests that take every execution
-path, and compares each token and log probability with an independent model in plain torch. Then a second server,
+EPILOG = """Starts `vllm serve` on this machine's CPU with the plugin enabled, sends
+requests that take every execution path, and compares each token and log
+probability with an independent model in plain torch. Then a second server,
 which attends to wrong tokens on purpose, must fail the same comparison.
 
 exit codes:
-  0    every request agrees, every execution path was taken, and the control was noticed
-  1    one of these checks failed, or the server failed; the output says which and why
-  2    bad usage, or the demo cannot run here (no vLLM CPU build, no disk space)
-  130  interrupted (Ctrl-C); 143: terminated. No server is left behind in either case"""
+  0    every request agrees, every execution path was taken, and the control
+       was noticed
+  1    one of these checks failed, or the server failed; the output says which
+       and why
+  2    bad usage, or the demo cannot run here (no vLLM CPU build, no disk
+       space)
+  130  interrupted (Ctrl-C); 143: terminated. No server is left behind"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
