@@ -12,7 +12,12 @@ from nsa_plugin.layouts import FAMILY_LAYOUTS, LAYOUTS
 
 FAMILIES = tuple(FAMILY_LAYOUTS)
 
-_POSITIVE = ("num_heads", "attn_tp_size", "kv_lora_rank", "v_head_dim", "index_topk", "index_n_heads", "index_head_dim")
+# Fields that `config.json` has by the same name, and those of them that may be 0.
+_CONFIGURED = (
+    "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "index_topk", "index_n_heads",
+    "index_head_dim",
+)  # fmt: skip
+_MAY_BE_ZERO = ("qk_nope_head_dim", "qk_rope_head_dim")
 
 
 class Phase(StrEnum):
@@ -64,12 +69,10 @@ class ModelShape:
                 f"kv_layout is {self.kv_layout!r}; allowed for family {self.family}: "
                 f"{', '.join(FAMILY_LAYOUTS[self.family])}"
             )
-        for name in _POSITIVE:
-            if getattr(self, name) < 1:
-                raise ShapeError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("qk_nope_head_dim", "qk_rope_head_dim"):
-            if getattr(self, name) < 0:
-                raise ShapeError(f"{name} is {getattr(self, name)}; it cannot be negative")
+        for name in ("num_heads", "attn_tp_size", *_CONFIGURED):
+            least = 0 if name in _MAY_BE_ZERO else 1
+            if getattr(self, name) < least:
+                raise ShapeError(f"{name} is {getattr(self, name)}; it must be at least {least}")
         if self.num_heads % self.attn_tp_size:
             raise ShapeError(f"num_heads {self.num_heads} does not divide among attn_tp_size {self.attn_tp_size} ranks")
         if (self.family == "v4") != (self.sliding_window > 0):
@@ -81,20 +84,11 @@ class ModelShape:
     @classmethod
     def from_config(cls, config: Any, *, attn_tp_size: int, kv_layout: str) -> ModelShape:
         """The shape that a DeepSeek-V3.2 `config.json` describes, read from an object with its keys as attributes."""
-        names = (
-            "kv_lora_rank",
-            "qk_nope_head_dim",
-            "qk_rope_head_dim",
-            "v_head_dim",
-            "index_topk",
-            "index_n_heads",
-            "index_head_dim",
-        )
         return cls(
             num_heads=config.num_attention_heads,
             attn_tp_size=attn_tp_size,
             kv_layout=kv_layout,
-            **{name: getattr(config, name) for name in names},
+            **{name: getattr(config, name) for name in _CONFIGURED},
         )
 
     @property

@@ -53,7 +53,7 @@ def test_each_family_has_layouts_of_attention_caches_only() -> None:
         (V4 | {"kv_layout": "v32_fp8"}, r"allowed for family v4: bf16, v4_fp8"),
         ({"num_heads": 0}, r"num_heads is 0; it must be at least 1"),
         ({"index_head_dim": 0}, r"index_head_dim is 0"),
-        ({"qk_rope_head_dim": -1}, r"qk_rope_head_dim is -1; it cannot be negative"),
+        ({"qk_rope_head_dim": -1}, r"qk_rope_head_dim is -1; it must be at least 0"),
         ({"num_heads": 10, "attn_tp_size": 4}, r"num_heads 10 does not divide among attn_tp_size 4"),
         ({"sliding_window": 128}, r"sliding_window is 128 for family v3.2"),
         (V4 | {"sliding_window": 0}, r"sliding_window is 0 for family v4"),
