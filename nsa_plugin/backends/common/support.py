@@ -13,7 +13,7 @@ from nsa_plugin.backends.common.paths import SGLANG, VLLM
 
 
 class Handling(StrEnum):
-    """What the plugin does with a configuration."""
+    """Outcome of enabling the plugin with a configuration."""
 
     STOCK = "left to the stock engine"
     PARTLY = "partly left to the stock engine"

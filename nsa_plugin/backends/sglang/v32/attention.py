@@ -273,7 +273,7 @@ def with_plans(original: type) -> type:
 
             SGLang asks outside any graph, before it prepares the batch. All ranks must answer alike, so the answer
             depends on the batch's lengths and on state that the ranks share. With DP attention each group has a
-            different batch, and the stock answer holds.
+            different batch, and the stock answer stands.
             """
             state = self.nsa_plugin
             if state is None or not state.plans_prefill or state.planner.settings.mha_max_kv <= 0:

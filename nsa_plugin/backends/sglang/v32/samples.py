@@ -77,7 +77,7 @@ def in_words(route: Execution) -> str:
     chosen = f"{plan.attention} by {plan.provider}" + (" after dequantisation" if plan.dequantize_kv else "")
     text = f"{chosen} on SGLang's path {route.path}; {plan.reasons['provider']}"
     if plan.phase is Phase.EXTEND and plan.indexer.mode is IndexerMode.TOPK:
-        text += f"; selection by {plan.indexer.provider}, {plan.indexer.rows_per_chunk} rows at once"
+        text += f"; selection by {plan.indexer.provider}, {plan.indexer.rows_per_chunk} query tokens at once"
     return text + f"; {'resharded' if plan.token_shard else 'heads stay local'}: {plan.reasons['token_shard']}"
 
 

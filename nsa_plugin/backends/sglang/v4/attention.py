@@ -244,7 +244,7 @@ def _attending(original: Callable[..., Any]) -> Callable[..., Any]:
             with answering(switch, False):
                 return engines(_attending_others(self) if state.providers.attended.wrong else self)
         if k is not v:
-            raise PatchError(f"SGLang's V4 model hands over keys apart from its values. {TURN_OFF}")
+            raise PatchError(f"SGLang's V4 model passes keys that are not its values. {TURN_OFF}")
         _complete_metadata(self)
         if save_kv_cache:
             self.store_cache(layer.layer_id, k, forward_batch)

@@ -35,7 +35,7 @@ class Table:
         named: selections of the first such layer; the other layers differ only in their caches.
         keys: the same, as the kernels take them.
         workspace: [rows, 512] bfloat16, of exactly these pages.
-        combined: [query rows at once, width] int32.
+        combined: [query tokens at once, width] int32.
         rows: query rows of the batch.
         kept: no other ratio writes to `combined`, so the next layer reads the same indices.
         mapped: a layer has written the page maps.

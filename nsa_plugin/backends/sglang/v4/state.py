@@ -1,4 +1,4 @@
-"""What the plugin keeps on SGLang's V4 attention backend between its methods."""
+"""State of the plugin on SGLang's V4 attention backend."""
 
 from __future__ import annotations
 

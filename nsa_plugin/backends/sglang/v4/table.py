@@ -1,4 +1,4 @@
-"""What the V4 adapter overrides and calls of SGLang, by version.
+"""SGLang methods that the V4 adapter overrides or calls, by version.
 
 SGLang has DeepSeek-V4 since 0.5.12, on the backend class `deepseek_v4_backend:DeepseekV4AttnBackend` (`dsv4`).
 Signatures only grew at their end, except that 0.5.21 split `forward` in two: an outer function of `*args, **kwargs`

@@ -111,7 +111,7 @@ class V4Serving(GpuServing):
         own = "" if taken == DIRECT else ", vLLM's FlashMLA"
         text = f"{taken} by {plan.provider}{own}; {plan.reasons['provider']}"
         if plan.indexer.mode is IndexerMode.TOPK:
-            text += f"; logits of {plan.indexer.rows_per_chunk} rows at once"
+            text += f"; logits of {plan.indexer.rows_per_chunk} query tokens at once"
         return text
 
 

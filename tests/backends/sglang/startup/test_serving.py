@@ -95,7 +95,7 @@ def test_the_report_describes_sample_batches_with_reasons(warmed: list[Any]):
     ]
     assert made.routes["decode, 1 request"].startswith("sparse_decode by triton on SGLang's path flashmla_kv; ")
     assert "decode_backend asks for triton" in made.routes["verify, 64 requests"]
-    assert "rows at once" in made.routes["prefill, 4096 of 4096 tokens"]
+    assert "query tokens at once" in made.routes["prefill, 4096 of 4096 tokens"]
     assert made.trace.counts.total() == 0  # none of them was scheduled
 
 

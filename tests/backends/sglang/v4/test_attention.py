@@ -282,7 +282,7 @@ def test_keys_are_stored_where_the_engine_asks_for_it(route: str):
 
 def test_keys_apart_from_values_are_refused():
     backend = prepared(batch((9, 300)), **SETTINGS[DIRECT])
-    with pytest.raises(PatchError, match="keys apart from its values"):
+    with pytest.raises(PatchError, match="keys that are not its values"):
         attend(backend, 0, v=backend.batch.q.clone())
 
 

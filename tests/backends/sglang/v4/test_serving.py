@@ -100,7 +100,7 @@ def test_the_report_names_a_few_prefills_and_why(warmed: list[Any]):
     made.adopt(backend, runner())
     words = made.routes["V4 prefill, 4096 of 4096 tokens"]
     assert words.startswith("sparse_prefill by triton on SGLang's path direct; prefill_backend asks for triton")
-    assert "rows at once" in words
+    assert "query tokens at once" in words
     assert made.trace.counts.total() == 0  # none of them was scheduled
 
 
