@@ -124,7 +124,8 @@ def attention(engine: Engine, row: int, slots: torch.Tensor) -> torch.Tensor:
     """The output of a query token [heads, d_v], in float64."""
     cache = engine.cache
     if engine.layout == "v32_fp8":
-        keys = reference_read(open_cache(cache.view(-1, PAGE, 1, cache.shape[-1]), "v32_fp8"), slots.long())
+        pages = open_cache(cache.view(-1, PAGE, 1, cache.shape[-1]), "v32_fp8")
+        keys = reference_read(pages, slots.long(), dtype=torch.float32)
     else:
         keys = cache.view(-1, cache.shape[-1])[slots.long()]
     keys = keys.double()
