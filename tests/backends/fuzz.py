@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
+from collections.abc import Callable
 from random import Random
 
 from nsa_plugin.decision.plan import Plan
@@ -78,14 +79,15 @@ def run(count: int, seed: int) -> Counter[str]:
     return seen
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Run random batches of vLLM through one layer, against float32.")
+def main(check: Callable[[int, int], Counter[str]], what: str) -> None:
+    """Run a fuzzer from the command line."""
+    parser = argparse.ArgumentParser(description=f"Run {what}.")
     parser.add_argument("count", type=int, nargs="?", default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    for name, times in run(given.count, given.seed).most_common():
+    for name, times in check(given.count, given.seed).most_common():
         print(f"{times:7} {name}")
 
 
 if __name__ == "__main__":
-    main()
+    main(run, "random batches of vLLM through one layer, against float32")

@@ -6,7 +6,6 @@ or a verify step; some are padded as for MLP-sync. Batch n depends on the seed a
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -30,6 +29,7 @@ from tests.backends.fake_sglang.shard_engine import (
 )
 from tests.backends.fake_sglang.shard_steps import STEP_WAYS as FP8_STEP_WAYS
 from tests.backends.fake_sglang.v32 import D_V, DRAFT_TOKENS, PAGE, ForwardMode
+from tests.backends.fuzz import main
 
 MODES = (ForwardMode.EXTEND, ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.TARGET_VERIFY)
 STEP_WAYS = (*FP8_STEP_WAYS, Way("bf16", "reference"))
@@ -162,14 +162,5 @@ def run(count: int, seed: int) -> Counter[str]:
     return seen
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Run random batches of SGLang through one layer, against float64.")
-    parser.add_argument("count", type=int, nargs="?", default=10_000)
-    parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    for name, times in run(given.count, given.seed).most_common():
-        print(f"{times:7} {name}")
-
-
 if __name__ == "__main__":
-    main()
+    main(run, "random batches of SGLang through one layer, against float64")
