@@ -40,7 +40,7 @@ def begin(
     backend = with_v4_plans(original)(of)
     backend.device = "cpu"
     runner = SimpleNamespace(server_args=SimpleNamespace())
-    more: dict[str, Any] = {"trace": Trace(), "count": None, "free_memory": lambda: 64 << 30, "warmed": warmed}
+    more: dict[str, Any] = {"trace": Trace(), "metrics": None, "free_memory": lambda: 64 << 30, "warmed": warmed}
     notes, routes = v4_backend.begin(backend, runner, MODEL, H200, Settings(**settings), **more)
     return backend, notes, routes
 
