@@ -428,6 +428,15 @@ V4 = (
     ),
 )
 
+V4_EVERY = _V4.versions
+V4_METHODS = tuple(
+    target
+    for patch in V4_REQUIREMENTS
+    for target in patch.targets
+    if target.path.startswith((f"sglang.srt.{_V4_BACKEND}.", f"sglang.srt.{_V4_INDEXER}."))
+)
+"""Methods of the V4 backend that the plugin overrides or calls; those not of all versions have others than V4_EVERY."""
+
 BACKENDS = ENABLED + V4
 """Attention backend classes that the plugin replaces."""
 

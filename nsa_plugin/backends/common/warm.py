@@ -15,7 +15,7 @@ import torch
 from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.errors import NoProviderError
-from nsa_plugin.kernels.kv_cache import allocate_cache
+from nsa_plugin.kernels.kv_cache import PagedCache, allocate_cache
 from nsa_plugin.kernels.selector import default_selector
 from nsa_plugin.patches.ledger import TURN_OFF
 
@@ -39,9 +39,7 @@ def warm(kernels: Iterable[tuple[str, str]], providers: Providers, model: ModelS
     Raises:
         NoProviderError: a kernel does not run on this device; says which and why.
     """
-    d_qk, d_v = model.row_dims
-    dim = d_qk if model.kv_layout == "bf16" else None
-    cache = allocate_cache(model.kv_layout, 2, PAGE_SIZE, dim=dim, device=device)
+    (d_qk, d_v), cache = model.row_dims, _zeros(model, device)
     named = min(SELECTED, model.index_topk)
     for count in row_counts(device):
         q = torch.zeros(count, model.heads_per_rank, d_qk, dtype=torch.bfloat16, device=device)
@@ -72,20 +70,18 @@ def warm_selection(providers: Providers, model: ModelShape, device: torch.device
     logits = torch.arange(2.0 * topk, device=device).repeat(ROWS, 1)
     starts = torch.zeros(ROWS, dtype=torch.int32, device=device)
     ends = torch.full_like(starts, logits.shape[1])
-    try:
+
+    def missed() -> torch.Tensor:
         chosen = default_selector(device, topk)(logits, starts, ends, topk)
         rows = providers.helper("index_transform_ragged")(chosen, starts)
-        pages = -(-logits.shape[1] // page_size)
-        table = torch.arange(pages, dtype=torch.int32, device=device).repeat(ROWS, 1)
+        table = torch.arange(-(-logits.shape[1] // page_size), dtype=torch.int32, device=device).repeat(ROWS, 1)
         paged = providers.helper("index_transform_paged")
         slots = paged(chosen, table, page_size=page_size, row_to_request=torch.arange(ROWS, device=device).int())
         # The logits ascend, and both transforms map positions to themselves.
         wanted = torch.arange(topk, logits.shape[1], device=device)
-        right = all(bool((found.sort(1).values == wanted).all()) for found in (chosen, rows, slots))
-    except Exception as error:
-        raise refusal("the top-k of a prefill", repr(error)) from error
-    if not right:
-        raise refusal("the top-k of a prefill", "it does not select the largest logits")
+        return torch.stack([found.sort(1).values != wanted for found in (chosen, rows, slots)])
+
+    expect_zeros("the top-k of a prefill", missed, "it does not select the largest logits")
 
 
 def warm_reading(providers: Providers, model: ModelShape, device: torch.device) -> None:
@@ -94,31 +90,37 @@ def warm_reading(providers: Providers, model: ModelShape, device: torch.device) 
     Raises:
         NoProviderError: as `warm`.
     """
-    d_qk, _ = model.row_dims
-    cache = allocate_cache(
-        model.kv_layout, 2, PAGE_SIZE, dim=d_qk if model.kv_layout == "bf16" else None, device=device
-    )
-    read = providers.helper("kv_cache_read")
+    read, cache = providers.helper("kv_cache_read"), _zeros(model, device)
     for count in (ROWS, MANY_ROWS):
         slots = torch.zeros(count, dtype=torch.int64, device=device)
         expect_zeros("reading the KV cache", partial(read, cache, slots, dtype=torch.bfloat16))
 
 
-def expect_zeros(what: str, run: Callable[[], torch.Tensor]) -> None:
-    """Run a kernel over caches of zeros and wait for it.
+def _zeros(model: ModelShape, device: torch.device) -> PagedCache:
+    """Allocate a cache of the model's layout, of two pages of zeros."""
+    dim = model.row_dims[0] if model.kv_layout == "bf16" else None
+    return allocate_cache(model.kv_layout, 2, PAGE_SIZE, dim=dim, device=device)
+
+
+def expect_zeros(
+    what: str, run: Callable[[], torch.Tensor], otherwise: str = "its output over a cache of zeros is not zero"
+) -> None:
+    """Run kernels and wait for them.
 
     Args:
-        what: the kernel, for the error.
+        what: the kernels, for the error.
+        run: returns zeros (or False) unless a kernel is wrong.
+        otherwise: what is wrong then, for the error.
 
     Raises:
-        NoProviderError: it fails, or its output is not zero.
+        NoProviderError: they fail, or not all is zero.
     """
     try:
         zero = not bool(run().any())
     except Exception as error:  # from the compiler, the driver or CUDA
         raise refusal(what, repr(error)) from error
     if not zero:
-        raise refusal(what, "its output over a cache of zeros is not zero")
+        raise refusal(what, otherwise)
 
 
 def refusal(what: str, why: str) -> NoProviderError:

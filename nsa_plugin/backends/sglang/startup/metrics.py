@@ -40,20 +40,6 @@ def _collected(server_args: Any) -> bool:
     return bool(getattr(server_args, "enable_metrics", False)) and "PROMETHEUS_MULTIPROC_DIR" in os.environ
 
 
-def ranks(model_runner: Any) -> dict[str, int]:
-    """Return tp_rank, pp_rank and, under data parallelism, dp_rank of this process, as in SGLang's metrics.
-
-    The runner has them until 0.5.15, its `ps` from 0.5.16 on, and SGLang's process context after 0.5.20.
-    """
-    holder = next((one for one in (model_runner, getattr(model_runner, "ps", None)) if hasattr(one, "tp_rank")), None)
-    if holder is None:
-        from sglang.srt.runtime_context import get_parallel
-
-        holder = get_parallel()
-    found = {name: getattr(holder, name, None) for name in ("tp_rank", "pp_rank", "dp_rank")}
-    return {name: int(rank) for name, rank in found.items() if rank is not None}
-
-
 class ClientWriter:
     """Writes metrics with prometheus_client; see `MetricWriter`.
 

@@ -103,6 +103,54 @@ def impls_of(backend: Any) -> dict[str, str]:
     return {flag: str(getattr(backend, name)) for flag, name in names.items()}
 
 
+def parallel_of(model_runner: Any, name: str) -> Any:
+    """Return the object with the rank or size `name`: the runner, its `ps` (0.5.16 on), or SGLang's context (later).
+
+    Raises:
+        ImportError: it is in none of them.
+    """
+    for holder in (model_runner, getattr(model_runner, "ps", None)):
+        if getattr(holder, name, None) is not None:
+            return holder
+    from sglang.srt.runtime_context import get_parallel
+
+    return get_parallel()
+
+
+def ranks(model_runner: Any) -> dict[str, int]:
+    """Return tp_rank, pp_rank and, under data parallelism, dp_rank of this process, as in SGLang's metrics."""
+    holder = parallel_of(model_runner, "tp_rank")
+    found = {name: getattr(holder, name, None) for name in ("tp_rank", "pp_rank", "dp_rank")}
+    return {name: int(rank) for name, rank in found.items() if rank is not None}
+
+
+def attention_ranks(model_runner: Any) -> int:
+    """Return the attention TP size."""
+    try:
+        return int(parallel_of(model_runner, "attn_tp_size").attn_tp_size)
+    except ImportError:
+        from sglang.srt.layers.dp_attention import get_attention_tp_size
+
+        return int(get_attention_tp_size())
+
+
+def stock_feature(backend: Any, server_args: Any) -> str | None:
+    """Return a feature of this server that leaves every batch to the stock path, for either model family, or None."""
+    # Some of these names exist only in some versions.
+    if getattr(backend, "hisparse_coordinator", None) is not None or getattr(server_args, "enable_hisparse", False):
+        return "hisparse"
+    flags = (
+        "enable_nsa_prefill_context_parallel",
+        "enable_dsa_prefill_context_parallel",
+        "enable_prefill_context_parallel",
+        "enable_prefill_cp",
+    )
+    if any(getattr(server_args, flag, False) for flag in flags):
+        return "context-parallel prefill"
+    # It promises results that do not depend on the batch size, which selects the plugin's kernels and their splits.
+    return "deterministic inference" if getattr(server_args, "enable_deterministic_inference", False) else None
+
+
 def kv_layout(backend: Any, model_runner: Any) -> str | None:
     """Return the plugin's name of the cache's layout, or None if it does not support it."""
     scaled_fp8 = getattr(backend, "dsa_kv_cache_store_fp8", None)

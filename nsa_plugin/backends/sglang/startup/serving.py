@@ -1,7 +1,6 @@
 """State that the attention backends of one scheduler process share, and how each starts to take plans.
 
-The backend's class names its model family (`nsa_plugin_family`; none for V3.2). `v32.attention` and `v32.samples` start
-DeepSeek-V3.2's, `v4.backend` starts DeepSeek-V4's.
+The backend's class names its model family (`nsa_plugin_family`; none for V3.2).
 """
 
 from __future__ import annotations
@@ -11,17 +10,20 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from packaging.version import Version
 
 from nsa_plugin.backends.common.planner import Execution
 from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.common.token_shard import free_memory_of, has_sinks
 from nsa_plugin.backends.common.warm import warm, warm_selection
-from nsa_plugin.backends.sglang.startup.metrics import metrics_of, ranks
-from nsa_plugin.backends.sglang.startup.model import impls_of, kv_layout, model_shape
+from nsa_plugin.backends.sglang.startup import samples
+from nsa_plugin.backends.sglang.startup.metrics import metrics_of
+from nsa_plugin.backends.sglang.startup.model import impls_of, kv_layout, model_shape, ranks
 from nsa_plugin.backends.sglang.v4 import attention as v4_attention
-from nsa_plugin.backends.sglang.v4 import backend as v4_backend
-from nsa_plugin.backends.sglang.v4.routes import v4_shape
-from nsa_plugin.backends.sglang.v32 import samples
+from nsa_plugin.backends.sglang.v4.kernels import longest_context
+from nsa_plugin.backends.sglang.v4.routes import SglangV4Planner, asked_by_engine, makes_rows, v4_shape
+from nsa_plugin.backends.sglang.v4.state import V4State
+from nsa_plugin.backends.sglang.v4.warm import warm_v4
 from nsa_plugin.backends.sglang.v32.attention import State, adopt, release
 from nsa_plugin.backends.sglang.v32.portable import warm_portable
 from nsa_plugin.backends.sglang.v32.routes import PLANNED, SglangPlanner
@@ -34,6 +36,9 @@ from nsa_plugin.libraries.devices import DeviceProfile
 from nsa_plugin.patches.ledger import TURN_OFF
 from nsa_plugin.settings import FULL, ResolvedSettings
 from nsa_plugin.telemetry import Metrics, Trace
+
+OWN_HEADS_FIRST = Version("0.5.14")
+"""See `V4State`."""
 
 
 @dataclass
@@ -110,23 +115,22 @@ class SglangServing:
             ShapeError, SettingsError, NoProviderError, PatchError, MismatchError: it cannot; it stays a stock backend.
         """
         try:
-            take_up = self._adopt_v4 if is_v4(backend) else self._adopt_v32
-            routes = take_up(backend, model_runner)
+            routes = self._adopt_v4(backend, model_runner) if is_v4(backend) else self._adopt_v32(backend, model_runner)
         except Exception:
             hand_back(backend)
             raise
         if backend.nsa_plugin is not None:
-            self.routes = self.routes or {name: samples.in_words(route) for name, route in routes.items()}
+            self.routes = self.routes or {name: samples.describe(route) for name, route in routes.items()}
             self.backends.append(backend)
 
     def _adopt_v32(self, backend: Any, model_runner: Any) -> dict[str, Execution]:
-        """Return the execution paths of sample batches, by their names."""
-        model = model_shape(backend, model_runner)
+        """Return the execution paths of sample batches by name; none if every batch is left to the stock path."""
+        model, settings = model_shape(backend, model_runner), self.resolved.settings
         exchange, keeps = self._exchange_for(backend, model_runner, model)
         planner = SglangPlanner(
             model,
             self.device,
-            self.resolved.settings,
+            settings,
             self.trace,
             self.metrics,
             free_memory_of(exchange, free_device_memory),
@@ -137,21 +141,21 @@ class SglangServing:
         if self.portable and model.fp8_cache and getattr(model_runner.server_args, "enable_mixed_chunk", False):
             raise LeftToStockError("the portable path does not support --enable-mixed-chunk over an fp8 cache")
         left = adopt(backend, planner, model_runner.server_args, exchange, portable=self.portable)
-        if left and self.resolved.settings.strict == FULL:
+        if left and settings.strict == FULL:
             raise LeftToStockError(left[0])
         self._note(left)
         state: State | None = backend.nsa_plugin
         if state is None or not (state.plans_prefill or state.plans_steps):
             release(backend)
             return {}
-        routes = samples.routes(state, backend.max_context_len, backend.speculative_num_draft_tokens)
+        longest, draft = backend.max_context_len, backend.speculative_num_draft_tokens
+        routes = samples.routes(state, longest, draft)
         if model not in self._warmed:
             device = torch.device(backend.device)
-            warm(samples.own_kernels(state, backend.max_context_len), state.providers, model, device)
+            warm(samples.own_kernels(state, longest), state.providers, model, device)
             if exchange is not None:
-                all_heads = replace(model, attn_tp_size=1)
-                sharded = samples.own_kernels(state, backend.max_context_len, sharded=True)
-                warm(sharded, state.providers, all_heads, device)
+                sharded = samples.own_kernels(state, longest, sharded=True)
+                warm(sharded, state.providers, replace(model, attn_tp_size=1), device)
             if state.plans_prefill:
                 warm_selection(state.providers, model, device)
             if self.portable:
@@ -172,22 +176,38 @@ class SglangServing:
 
     def _adopt_v4(self, backend: Any, model_runner: Any) -> dict[str, Execution]:
         """As `_adopt_v32`."""
-        model = v4_shape(model_runner)
-        notes, routes = v4_backend.begin(
-            backend,
-            model_runner,
+        from sglang.srt.environ import envs
+        from sglang.version import __version__
+
+        model, settings = v4_shape(model_runner), self.resolved.settings
+        planner = SglangV4Planner(
             model,
             self.device,
-            self.resolved.settings,
-            trace=self.trace,
-            metrics=self.metrics,
-            free_memory=free_device_memory,
-            warmed=model in self._warmed,
+            settings,
+            self.trace,
+            self.metrics,
+            free_device_memory,
+            asked=asked_by_engine(envs),
+            engine_makes_rows=makes_rows(envs),
         )
-        self._note(notes)
-        if routes:
+        heads_first = Version(__version__) >= OWN_HEADS_FIRST
+        self._note(v4_attention.adopt(backend, planner, model_runner.server_args, own_heads_first=heads_first))
+        state: V4State | None = backend.nsa_plugin
+        if state is None:
+            return {}
+        # A library that a setting names may be on this device without a route under SGLang.
+        of_prefill, of_steps = (planner.constraints(prefill=prefill) for prefill in (True, False))
+        validate(model, planner.device, settings, constraints=of_prefill, decode_constraints=of_steps)
+        longest = longest_context(backend)
+        routes = samples.v4_prefills(planner, longest)
+        if state.plans_steps:
+            routes |= samples.step_routes(planner, longest, backend.speculative_num_draft_tokens)
+        if model not in self._warmed:
+            device = torch.device(backend.device)
+            warm_v4(routes.values(), state, device)
+            warm_selection(state.providers, model, device)
             self._warmed.add(model)
-        return routes
+        return {f"V4 {name}": route for name, route in routes.items()}
 
     def _note(self, notes: list[str]) -> None:
         self.notes += [note for note in notes if note not in self.notes]

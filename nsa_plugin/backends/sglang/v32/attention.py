@@ -30,7 +30,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -38,16 +38,16 @@ import torch.nn.functional as F
 from nsa_plugin.backends.common.fault import AttendedTokens
 from nsa_plugin.backends.common.planner import Execution
 from nsa_plugin.backends.common.providers import Providers
-from nsa_plugin.backends.common.token_shard import Share
+from nsa_plugin.backends.common.token_shard import AttendShare, Share
 from nsa_plugin.backends.sglang.startup.model import prefix_of
 from nsa_plugin.backends.sglang.v32 import batch as batches
 from nsa_plugin.backends.sglang.v32.batch import Batch
 from nsa_plugin.backends.sglang.v32.indexer import Selection, attach
-from nsa_plugin.backends.sglang.v32.routes import PLANNED, SglangPlanner, stock_feature
+from nsa_plugin.backends.sglang.v32.routes import PLANNED, SglangPlanner, v32_stock_feature
 from nsa_plugin.backends.sglang.v32.token_shard import SglangExchange, all_heads, schedule_of
 from nsa_plugin.decision.shapes import Phase
 from nsa_plugin.errors import NsaPluginError, PatchError
-from nsa_plugin.kernels.kv_cache import PagedCache, open_cache
+from nsa_plugin.kernels.kv_cache import open_cache
 from nsa_plugin.patches.ledger import TURN_OFF
 
 # Methods that `with_plans` needs, besides the setter and the preparation of captured batches.
@@ -104,6 +104,14 @@ class State:
     share: Share | None = None
     portable: bool = False
 
+    @property
+    def own(self) -> bool:
+        """Whether the plugin's kernel attends the batch prepared last."""
+        return self.route is not None and self.route.own
+
+    def plans_step(self, phase: Phase | None) -> TypeGuard[Phase]:
+        return self.plans_steps and phase is not None and phase is not Phase.EXTEND
+
 
 def adopt(
     backend: Any,
@@ -134,7 +142,7 @@ def adopt(
     prefill, decode = getattr(backend, f"{x}_prefill_impl"), getattr(backend, f"{x}_decode_impl")
     layout = planner.model.kv_layout
     notes = []
-    if feature := stock_feature(backend, server_args):
+    if feature := v32_stock_feature(backend, server_args):
         return [f"{feature} is on, which the plugin does not support: every batch falls back to the stock path"]
     for what, impl, extend in (("prefill", prefill, True), ("decode", decode, False)):
         if impl not in PLANNED[layout, extend]:
@@ -201,8 +209,9 @@ def with_plans(original: type) -> type:
             state = self.nsa_plugin
             if state is not None and state.portable:
                 return _no_schedule(original, cache_seqlens)
-            # The schedule is not read then, and the library may fail to make it for a large prefill (sglang #25502).
-            unread = state is not None and state.preparing and _replaces_flashmla_kv(state)
+            # FlashMLA is not called then, or with other query tokens and heads, and the library may fail to make a
+            # large prefill's schedule (sglang #25502).
+            unread = state is not None and state.preparing and (state.own or state.share is not None)
             return None if unread else super()._compute_flashmla_metadata(cache_seqlens, seq_len_q)
 
         def _forward_flashmla_kv(
@@ -215,29 +224,18 @@ def with_plans(original: type) -> type:
             metadata: Any,
             page_table_1: torch.Tensor,
         ) -> torch.Tensor:
-            state = self.nsa_plugin
-            if state is None or state.route is None or not state.route.own:
-                page_table_1 = _attended(state, page_table_1)
-                if state is not None and state.share is not None:
-                    named = {"kv_cache": kv_cache, "v_head_dim": v_head_dim, "sm_scale": sm_scale}
-                    stock = functools.partial(super()._forward_flashmla_kv, **named), super()._compute_flashmla_metadata
-                    q = q_all.view(-1, layer.tp_q_head_num, layer.head_dim)
-                    return _flashmla_kv_of_all_heads(self, state, stock, q, page_table_1, metadata, layer.layer_id)
-                rows = page_table_1.shape[0]
-                given = _rows_with_lengths(state, metadata, rows)
-                out: torch.Tensor = super()._forward_flashmla_kv(
-                    q_all=q_all[:given],
-                    kv_cache=kv_cache,
-                    v_head_dim=v_head_dim,
-                    sm_scale=sm_scale,
-                    layer=layer,
-                    metadata=metadata,
-                    page_table_1=page_table_1[:given],
-                )
-                return out if given == rows else F.pad(out, (0, 0) * (out.dim() - 1) + (0, rows - given))
-            q = q_all.view(-1, layer.tp_q_head_num, layer.head_dim)
-            cache = _paged(self, kv_cache, state)
-            return _attend(state, q, cache, page_table_1, v_head_dim, sm_scale).unsqueeze(1)
+            state, q = self.nsa_plugin, q_all.view(-1, layer.tp_q_head_num, layer.head_dim)
+            if state is not None and state.own:
+                return _attend(self, state, q, kv_cache, page_table_1, v_head_dim, sm_scale).unsqueeze(1)
+            named = {"kv_cache": kv_cache, "v_head_dim": v_head_dim, "sm_scale": sm_scale}
+            stock, slots = functools.partial(super()._forward_flashmla_kv, **named), _attended(state, page_table_1)
+            if state is not None and state.share is not None:
+                schedule = super()._compute_flashmla_metadata
+                return _flashmla_kv_of_all_heads(self, state, stock, schedule, q, slots, metadata, layer.layer_id)
+            rows = slots.shape[0]
+            given = _rows_with_lengths(state, metadata, rows)
+            out: torch.Tensor = stock(q_all=q_all[:given], layer=layer, metadata=metadata, page_table_1=slots[:given])
+            return out if given == rows else F.pad(out, (0, 0) * (out.dim() - 1) + (0, rows - given))
 
         def _forward_flashmla_sparse(
             self,
@@ -249,20 +247,15 @@ def with_plans(original: type) -> type:
             **later: Any,
         ) -> torch.Tensor:
             """`later`: topk_length (0.5.17 on; redundant, since -1 follows) and attn_sink (0.5.20 on)."""
-            state = self.nsa_plugin
-            if state is None or state.route is None or not state.route.own:
-                page_table_1 = _attended(state, page_table_1)
-                named = {"kv_cache": kv_cache, "v_head_dim": v_head_dim, "sm_scale": sm_scale}
-                kernel = super()._forward_flashmla_sparse
-                if state is None or state.share is None:
-                    return kernel(q_all=q_all, page_table_1=page_table_1, **named, **later)  # type: ignore[no-any-return]
-                # topk_length is for the whole batch, and -1 in the slots says the same.
-                _refuse_sink(later.get("attn_sink"))
-                return state.share.attend(
-                    q_all, page_table_1, lambda q, chosen, _: kernel(q_all=q, page_table_1=chosen, **named)
-                )
-            cache = _paged(self, kv_cache, state)
-            return _attend(state, q_all, cache, page_table_1, v_head_dim, sm_scale, later.get("attn_sink"))
+            state, sink = self.nsa_plugin, later.get("attn_sink")
+            if state is not None and state.own:
+                return _attend(self, state, q_all, kv_cache, page_table_1, v_head_dim, sm_scale, sink)
+            named = {"kv_cache": kv_cache, "v_head_dim": v_head_dim, "sm_scale": sm_scale}
+            stock, slots = functools.partial(super()._forward_flashmla_sparse, **named), _attended(state, page_table_1)
+            if state is None or state.share is None:
+                return stock(q_all=q_all, page_table_1=slots, **later)  # type: ignore[no-any-return]
+            # topk_length is for the whole batch, and -1 in the slots says the same.
+            return _by_share(state, q_all, slots, lambda q, chosen, _: stock(q_all=q, page_table_1=chosen), sink)
 
         def _forward_fa3(self, *, page_table: torch.Tensor, **named: Any) -> torch.Tensor:
             """Call the upstream kernel, all arguments by name; only the deliberate fault changes its slots."""
@@ -324,20 +317,19 @@ def _setter(original: Callable[..., None]) -> Callable[..., None]:
         if forward_batch is None:
             return None
         phase = batches.phase_of(forward_batch.forward_mode)
-        route, share = None, None
         if phase is Phase.EXTEND and state.plans_prefill:
             in_graph = state.exchange is not None and state.exchange.in_graph()
             batch = batches.prefill_batch(forward_batch, in_graph=in_graph)
             route = state.planner.prefill(batch, dense_allowed=bool(self.use_mha))
             if route is not None:
                 self.use_mha = route.dense
-                share = _share(state, route, batch)
-        elif phase is not None and phase is not Phase.EXTEND and state.plans_steps:
+            _follow(self, state, batch, route)
+        elif state.plans_step(phase):
             draft = self.speculative_num_draft_tokens
             batch = batches.eager_step(forward_batch, phase, draft, self.max_context_len)
-            route = state.planner.step(batch)
-            share = _share(state, route, batch)
-        _follow(self, state, route, share)
+            _follow(self, state, batch, state.planner.step(batch))
+        else:
+            _follow(self, state)
         return None
 
     return set_prefill_impl
@@ -346,49 +338,35 @@ def _setter(original: Callable[..., None]) -> Callable[..., None]:
 def _prepared(original: Callable[..., None]) -> Callable[..., None]:
     """Wrap a method that prepares a captured batch: set the batch's route first."""
     names = list(inspect.signature(original).parameters)[1:]
-    bs_place, mode_place = names.index("bs"), names.index("forward_mode")
+    places = names.index("bs"), names.index("forward_mode")
 
     @functools.wraps(original)
     def prepare(self: Any, *args: Any, **kwargs: Any) -> None:
         state: State | None = self.nsa_plugin
         if state is not None:
-            bs = kwargs["bs"] if "bs" in kwargs else args[bs_place]
-            mode = kwargs["forward_mode"] if "forward_mode" in kwargs else args[mode_place]
+            bs, mode = (kwargs[names[place]] if names[place] in kwargs else args[place] for place in places)
             phase = batches.phase_of(mode)
-            route, share = None, None
-            if phase is not None and phase is not Phase.EXTEND and state.plans_steps:
+            if state.plans_step(phase):
                 batch = batches.captured_step(phase, bs, self.speculative_num_draft_tokens, self.max_context_len)
-                route = state.planner.step(batch)
-                share = _share(state, route, batch)
-            _follow(self, state, route, share)
+                _follow(self, state, batch, state.planner.step(batch))
+            else:
+                _follow(self, state)
         return original(self, *args, **kwargs)
 
     return prepare
 
 
-def _share(state: State, route: Execution, batch: Batch) -> Share | None:
-    """Return this rank's query tokens of a batch, if its plan reshards."""
-    if state.exchange is None or not route.plan.token_shard:
-        return None
-    shares = state.planner.shares(route.plan, batch, state.exchange.shard.max_rows)
-    return Share(state.exchange, shares, route.plan.token_shard_chunks)
-
-
-def _follow(backend: Any, state: State, route: Execution | None, share: Share | None) -> None:
-    """Set a route, or None for the stock path, on the backend."""
-    state.route, state.share = route, share
-    impl = None if route is None else route.path
-    if impl is not None and route is not None and route.plan.phase is Phase.EXTEND:
-        setattr(backend, f"{state.x}_prefill_impl", impl)
-    stepping = impl is not None and route is not None and route.plan.phase is not Phase.EXTEND
-    setattr(backend, f"{state.x}_decode_impl", impl if stepping else state.decode_impl)
-
-
-def _paged(backend: Any, kv_cache: torch.Tensor, state: State) -> PagedCache:
-    """Open the engine's cache of one layer, of any shape [..., bytes or values of a token], as pages."""
-    page_size = next(int(getattr(backend, name)) for name in PAGE_SIZES if hasattr(backend, name))
-    pages = kv_cache.view(-1, page_size, 1, kv_cache.shape[-1])
-    return open_cache(pages, state.planner.model.kv_layout)
+def _follow(backend: Any, state: State, batch: Batch | None = None, route: Execution | None = None) -> None:
+    """Set a batch's route, or None for the stock path, on the backend."""
+    state.route, state.share = route, None
+    path = None if route is None else route.path
+    if route is not None and batch is not None and state.exchange is not None and route.plan.token_shard:
+        shares = state.planner.shares(route.plan, batch, state.exchange.shard.max_rows)
+        state.share = Share(state.exchange, shares, route.plan.token_shard_chunks)
+    step = route is not None and route.plan.phase is not Phase.EXTEND
+    if path is not None and not step:
+        setattr(backend, f"{state.x}_prefill_impl", path)
+    setattr(backend, f"{state.x}_decode_impl", path if path is not None and step else state.decode_impl)
 
 
 def _rows_with_lengths(state: State | None, metadata: Any, rows: int) -> int:
@@ -409,9 +387,10 @@ def _attended(state: State | None, slots: torch.Tensor) -> torch.Tensor:
 
 
 def _attend(
+    backend: Any,
     state: State,
     q: torch.Tensor,
-    cache: PagedCache,
+    kv_cache: torch.Tensor,
     slots: torch.Tensor,
     d_v: int,
     scale: float,
@@ -421,31 +400,32 @@ def _attend(
 
     Args:
         q: [tokens, heads, d_qk], padding by MLP-sync included.
+        kv_cache: the layer's cache, of any shape [..., bytes or values of a token].
         slots: [tokens or fewer, topk] int32 cache slots, -1 for none; missing query tokens have none.
     """
-    if state.share is None:
-        return _by_provider(state, q, cache, slots, d_v, scale, attn_sink)
-    _refuse_sink(attn_sink)
-    return state.share.attend(
-        q, slots, lambda q_rows, chosen, _: _by_provider(state, q_rows, cache, chosen, d_v, scale, None)
-    )
-
-
-def _by_provider(
-    state: State,
-    q: torch.Tensor,
-    cache: PagedCache,
-    slots: torch.Tensor,
-    d_v: int,
-    scale: float,
-    attn_sink: torch.Tensor | None,
-) -> torch.Tensor:
     route = state.route
     assert route is not None
-    if slots.shape[0] < q.shape[0]:
-        slots = F.pad(slots, (0, 0, 0, q.shape[0] - slots.shape[0]), value=-1)
+    page_size = next(int(getattr(backend, name)) for name in PAGE_SIZES if hasattr(backend, name))
+    cache = open_cache(kv_cache.view(-1, page_size, 1, kv_cache.shape[-1]), state.planner.model.kv_layout)
     given = {"scale": scale, "d_v": d_v, "attn_sink": attn_sink}
-    return state.providers.attend(route.op, route.plan.provider, q, cache, slots, **given)
+
+    def attend(q_rows: torch.Tensor, chosen: torch.Tensor, _: slice) -> torch.Tensor:
+        if chosen.shape[0] < q_rows.shape[0]:
+            chosen = F.pad(chosen, (0, 0, 0, q_rows.shape[0] - chosen.shape[0]), value=-1)
+        return state.providers.attend(route.op, route.plan.provider, q_rows, cache, chosen, **given)
+
+    return _by_share(state, q, slots, attend, attn_sink)
+
+
+def _by_share(
+    state: State, q: torch.Tensor, slots: torch.Tensor, attend: AttendShare, attn_sink: torch.Tensor | None
+) -> torch.Tensor:
+    """Attend all query tokens with this rank's heads, or if the batch reshards, this rank's with all heads."""
+    if state.share is None:
+        return attend(q, slots, slice(0, q.shape[0]))
+    if attn_sink is not None:  # not in the model's configuration (`has_sinks`)
+        raise NsaPluginError("SGLang passes attention sinks, which token_shard does not support: set it to off")
+    return state.share.attend(q, slots, attend)
 
 
 def _no_schedule(original: type, cache_seqlens: torch.Tensor) -> Any:
@@ -456,15 +436,11 @@ def _no_schedule(original: type, cache_seqlens: torch.Tensor) -> Any:
     )
 
 
-def _replaces_flashmla_kv(state: State) -> bool:
-    """Whether the batch does not call FlashMLA over fp8 pages, or calls it with other query tokens and heads."""
-    return state.route is not None and (state.route.own or state.share is not None)
-
-
 def _flashmla_kv_of_all_heads(
     backend: Any,
     state: State,
-    stock: tuple[Callable[..., torch.Tensor], Callable[[torch.Tensor, int], Any]],
+    stock: Callable[..., torch.Tensor],
+    schedule: Callable[[torch.Tensor, int], Any],
     q: torch.Tensor,
     slots: torch.Tensor,
     metadata: Any,
@@ -473,27 +449,19 @@ def _flashmla_kv_of_all_heads(
     """Attend with upstream FlashMLA over fp8 pages, with all heads of own query tokens: [tokens, 1, heads, d_v].
 
     Args:
-        stock: the engine's call, with the arguments that stay, and its schedule.
+        stock, schedule: SGLang's call, with the arguments that stay, and its `_compute_flashmla_metadata`.
         q, slots: as for `_attend`.
         metadata: of the whole batch.
     """
-    route, share = state.route, state.share
+    route, share, heads = state.route, state.share, state.planner.model.num_heads
     assert route is not None
     assert share is not None
-    attend, schedule = stock
-    heads = state.planner.model.num_heads
     lengths = getattr(metadata, f"{state.x}_cache_seqlens_int32")
     layer = SimpleNamespace(tp_q_head_num=heads, head_dim=q.shape[-1])
 
     def attend_rows(q_rows: torch.Tensor, chosen: torch.Tensor, rows: slice) -> torch.Tensor:
         with all_heads(backend, route.plan.head_padding or heads):
             own = schedule_of(share, layer_id, rows, schedule, lengths, state.x)
-            return attend(q_all=q_rows, page_table_1=chosen, layer=layer, metadata=own).squeeze(1)
+            return stock(q_all=q_rows, page_table_1=chosen, layer=layer, metadata=own).squeeze(1)
 
     return share.attend(q, slots, attend_rows).unsqueeze(1)
-
-
-def _refuse_sink(attn_sink: torch.Tensor | None) -> None:
-    """Refuse attention sinks that the model's configuration does not name (`has_sinks`), rather than drop them."""
-    if attn_sink is not None:
-        raise NsaPluginError("SGLang passes attention sinks, which token_shard does not support: set it to off")

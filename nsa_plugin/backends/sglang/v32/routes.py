@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 
 from nsa_plugin.backends.common.paths import FA3, SGLANG, routes_of
 from nsa_plugin.backends.common.planner import Execution, Planner
+from nsa_plugin.backends.sglang.startup.model import stock_feature
 from nsa_plugin.backends.sglang.v32.batch import Batch
 from nsa_plugin.decision import token_shard as sharding
 from nsa_plugin.decision.constraints import Constraints
@@ -140,25 +141,12 @@ class SglangPlanner(Planner):
         return execution
 
 
-def stock_feature(backend: Any, server_args: Any) -> str | None:
-    """Return a feature of this server that leaves all its batches to the stock path, or None."""
-    if getattr(backend, "hisparse_coordinator", None) is not None or getattr(server_args, "enable_hisparse", False):
-        return "hisparse"
-    flags = (
-        "enable_nsa_prefill_context_parallel",
-        "enable_dsa_prefill_context_parallel",
-        "enable_prefill_context_parallel",
-        "enable_prefill_cp",
-    )
-    if any(getattr(server_args, flag, False) for flag in flags):
-        return "context-parallel prefill"
+def v32_stock_feature(backend: Any, server_args: Any) -> str | None:
+    """As `stock_feature`, with the features of V3.2's backend."""
     if getattr(backend, "dcp_size", 1) > 1:
         return "context-parallel decode"
     if getattr(backend, "dsa_index_kpool", 1) > 1:
         return "pooled indexer keys"
     if getattr(backend, "_kv_shard_pool", None) is not None:
         return "a sharded KV cache"
-    # It promises results that do not depend on the batch size, which selects the plugin's kernels and their splits.
-    if getattr(server_args, "enable_deterministic_inference", False):
-        return "deterministic inference"
-    return None
+    return stock_feature(backend, server_args)

@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from nsa_plugin.backends.common import token_shard
 from nsa_plugin.backends.common.token_shard import SINKS, Share, checked_group, has_sinks
 from nsa_plugin.backends.sglang.startup.model import impls_of
-from nsa_plugin.backends.sglang.v32.routes import PLANNED, stock_feature
+from nsa_plugin.backends.sglang.v32.routes import PLANNED, v32_stock_feature
 from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.errors import PatchError
 from nsa_plugin.libraries.devices import DeviceProfile
@@ -71,7 +71,7 @@ class SglangExchange(token_shard.Exchange):
 def impossible(backend: Any, model_runner: Any, model: ModelShape) -> str | None:
     """Return why this server does not support resharding, or None."""
     server_args = model_runner.server_args
-    if feature := stock_feature(backend, server_args):
+    if feature := v32_stock_feature(backend, server_args):
         return f"{feature} is on: its batches fall back to the stock path"
     (flag, prefill), (_, decode) = impls_of(backend).items()
     if prefill not in PLANNED[model.kv_layout, True] and decode not in PLANNED[model.kv_layout, False]:

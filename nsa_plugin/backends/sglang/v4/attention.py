@@ -41,7 +41,7 @@ from nsa_plugin.decision.shapes import Phase
 from nsa_plugin.errors import PatchError
 from nsa_plugin.layouts import V4_FP8
 from nsa_plugin.libraries.capabilities import Op
-from nsa_plugin.patches.ledger import TURN_OFF
+from nsa_plugin.patches.ledger import TURN_OFF, wrap
 
 THRESHOLD = "_LARGE_INDEXER_QUERY_THRESHOLD"
 """SGLang's limit (11673 query tokens) for prefills by FlashMLA's decode kernel; 0.5.12 has none."""
@@ -59,7 +59,7 @@ def adopt(backend: Any, planner: SglangV4Planner, server_args: Any, *, own_heads
     Raises:
         PatchError: the backend or its pool lacks something that the plugin reads.
     """
-    if feature := v4_routes.engines_own(backend, server_args):
+    if feature := v4_routes.v4_stock_feature(backend, server_args):
         return [f"{feature} is on, which the plugin does not support: every batch falls back to the stock path"]
     pool = getattr(backend, "token_to_kv_pool", None)
     read = ("softmax_scale", "page_size", "MAX_SEQ_LEN_FOR_CAPTURE", "speculative_num_draft_tokens")
@@ -101,65 +101,39 @@ def with_v4_plans(original: type) -> type:
         nsa_plugin: V4State | None = None
         nsa_plugin_family = "v4"
 
-    wrappers: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
-        attends: _attending,
-        "init_forward_metadata": _preparing,
-        "init_forward_metadata_indexer": _scheduling,
-        "forward_c4_indexer": _selecting,
-        "prepare_forward_metadata_for_breakable_cuda_graph_replay": _replaying,
-        "init_forward_metadata_for_breakable_cuda_graph_capture": _capturing,
-        "_use_sparse_prefill": _without_tables,
-        "init_forward_metadata_out_graph": v4_steps.replayed,
-        "init_forward_metadata_replay_cuda_graph": v4_steps.replayed_by_size,
-    }
-    for name, wrapper in wrappers.items():
-        if hasattr(original, name):
-            setattr(Planned, name, wrapper(getattr(original, name)))
+    made = {attends: _attending(getattr(original, attends))}
+    made |= {name: make(getattr(original, name)) for name, make in WRAPPERS.items() if hasattr(original, name)}
+    for name, method in made.items():
+        setattr(Planned, name, method)
     Planned.__name__ = Planned.__qualname__ = f"Planned{original.__name__}"
     return Planned
 
 
-def _preparing(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `init_forward_metadata` of an eager batch. The plan is made first, because SGLang's code may read it."""
-
-    @functools.wraps(original)
-    def init_forward_metadata(self: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        _plan(self, forward_batch)
-        v4_steps.eager(self, forward_batch)
-        return original(self, forward_batch, *args, **kwargs)
-
-    return init_forward_metadata
+def _preparing(original: Callable[..., Any], self: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around `init_forward_metadata` of an eager batch. The plan is made first, because SGLang's code may read it."""
+    _plan(self, forward_batch)
+    v4_steps.eager(self, forward_batch)
+    return original(self, forward_batch, *args, **kwargs)
 
 
-def _replaying(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the preparation of a prefill whose graph breaks at attention. The plan has the lengths without padding."""
-
-    @functools.wraps(original)
-    def prepare(self: Any, capture_metadata: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        _plan(self, forward_batch)
-        return original(self, capture_metadata, forward_batch, *args, **kwargs)
-
-    return prepare
+def _replaying(
+    original: Callable[..., Any], self: Any, capture_metadata: Any, forward_batch: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Around the preparation of a prefill whose graph breaks at attention. The plan has the lengths without padding."""
+    _plan(self, forward_batch)
+    return original(self, capture_metadata, forward_batch, *args, **kwargs)
 
 
-def _capturing(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def init(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.nsa_plugin is not None:
-            self.nsa_plugin.forget()
-        return original(self, *args, **kwargs)
-
-    return init
+def _capturing(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    if self.nsa_plugin is not None:
+        self.nsa_plugin.forget()
+    return original(self, *args, **kwargs)
 
 
-def _without_tables(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def use_sparse_prefill(self: Any, *args: Any, **kwargs: Any) -> Any:
-        state: V4State | None = self.nsa_plugin
-        idle = state is None or state.route is None or state.route.plan.stock_attention
-        return original(self, *args, **kwargs) if idle else False
-
-    return use_sparse_prefill
+def _without_tables(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    state: V4State | None = self.nsa_plugin
+    idle = state is None or state.route is None or state.route.plan.stock_attention
+    return original(self, *args, **kwargs) if idle else False
 
 
 def _scheduling(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -319,3 +293,19 @@ def _attending_others(backend: Any) -> Any:
     metadata.core_attn_metadata = core
     other.forward_metadata = metadata
     return other
+
+
+_AROUND: dict[str, Callable[..., Any]] = {
+    "init_forward_metadata": _preparing,
+    "prepare_forward_metadata_for_breakable_cuda_graph_replay": _replaying,
+    "init_forward_metadata_for_breakable_cuda_graph_capture": _capturing,
+    "_use_sparse_prefill": _without_tables,
+    "init_forward_metadata_out_graph": v4_steps.replayed,
+    "init_forward_metadata_replay_cuda_graph": v4_steps.replayed_by_size,
+}
+WRAPPERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "init_forward_metadata_indexer": _scheduling,
+    "forward_c4_indexer": _selecting,
+    **{name: functools.partial(wrap, around=around) for name, around in _AROUND.items()},
+}
+"""What the plugin overrides besides the method that attends, as far as the version has it: {method: its wrapper}."""

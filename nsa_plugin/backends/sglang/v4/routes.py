@@ -25,6 +25,7 @@ from typing import Any
 
 from nsa_plugin.backends.common.paths import BF16_ROWS, DECODE_KERNEL, SGLANG, routes_of
 from nsa_plugin.backends.common.v4 import LAYOUT
+from nsa_plugin.backends.sglang.startup.model import attention_ranks, stock_feature
 from nsa_plugin.backends.sglang.v4.batch import spans, workspace_bytes
 from nsa_plugin.backends.sglang.v32.batch import Batch
 from nsa_plugin.backends.sglang.v32.routes import SglangPlanner
@@ -132,45 +133,22 @@ def v4_shape(model_runner: Any) -> ModelShape:
     )
 
 
-def attention_ranks(model_runner: Any) -> int:
-    """Return the attention TP size: of the runner until 0.5.15, of its `ps` or SGLang's context later."""
-    for holder in (model_runner, getattr(model_runner, "ps", None)):
-        size = getattr(holder, "attn_tp_size", None)
-        if size is not None:
-            return int(size)
-    try:
-        from sglang.srt.runtime_context import get_parallel
-    except ImportError:
-        from sglang.srt.layers.dp_attention import get_attention_tp_size
-
-        return int(get_attention_tp_size())
-    return int(get_parallel().attn_tp_size)
-
-
-def engines_own(backend: Any, server_args: Any) -> str | None:
-    """Return a feature of this server that leaves all its batches to the stock path, or None."""
-    # Several of these names exist only in some versions.
-    if getattr(backend, "hisparse_coordinator", None) is not None or getattr(server_args, "enable_hisparse", False):
-        return "hisparse"
-    if getattr(backend, "trtllm_attn", False):
-        return "trtllm's uniform fp8 cache"
-    if getattr(backend, "is_dspark_draft", False):
-        return "DSpark's draft"
-    if getattr(backend, "is_dsv41", False):
-        return "DeepSeek-V4.1"
-    if getattr(backend, "enable_decoder_swa_bounded_replay", False):
-        return "bounded replay of the window"
+def v4_stock_feature(backend: Any, server_args: Any) -> str | None:
+    """As `stock_feature`, with the features of V4's backend. Several of these names exist only in some versions."""
+    features = {
+        "trtllm_attn": "trtllm's uniform fp8 cache",
+        "is_dspark_draft": "DSpark's draft",
+        "is_dsv41": "DeepSeek-V4.1",
+        "enable_decoder_swa_bounded_replay": "bounded replay of the window",
+    }
+    for name, feature in features.items():
+        if getattr(backend, name, False):
+            return feature
     pool = getattr(backend, "token_to_kv_pool", None)
     if getattr(pool, "_unified_kv", False):
         return "the unified KV cache"
     if getattr(pool, "request_window", None) is not None:
         return "a window kept by request"
-    asked = getattr(backend, "dsv4_prefill_backend", "auto")
-    if asked != "auto":
+    if (asked := getattr(backend, "dsv4_prefill_backend", "auto")) != "auto":
         return f"--dsv4-prefill-backend {asked}"
-    flags = ("enable_prefill_cp", "enable_prefill_context_parallel", "enable_dsa_prefill_context_parallel")
-    if any(getattr(server_args, flag, False) for flag in (*flags, "enable_nsa_prefill_context_parallel")):
-        return "context-parallel prefill"
-    if getattr(server_args, "enable_deterministic_inference", False):
-        return "deterministic inference"
-    return None
+    return stock_feature(backend, server_args)

@@ -28,33 +28,26 @@ def eager(backend: Any, forward_batch: Any) -> None:
         backend.nsa_plugin.planner.step(batches.eager_step(forward_batch, phase, draft, longest))
 
 
-def replayed(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`init_forward_metadata_out_graph` (0.5.13 on), at capture and before every replay."""
-
-    @functools.wraps(original)
-    def init(self: Any, forward_batch: Any, in_capture: bool = False, **more: Any) -> Any:
-        if not in_capture:
-            # A rank without requests replays a graph of decode rows.
-            mode = getattr(forward_batch, "actual_forward_mode", forward_batch.forward_mode)
-            _captured(self, mode, int(forward_batch.batch_size), forward_batch)
-        return original(self, forward_batch, in_capture, **more)
-
-    return init
+def replayed(original: Callable[..., Any], self: Any, forward_batch: Any, in_capture: bool = False, **more: Any) -> Any:
+    """Around `init_forward_metadata_out_graph` (0.5.13 on), at capture and before every replay."""
+    if not in_capture:
+        # A rank without requests replays a graph of decode rows.
+        mode = getattr(forward_batch, "actual_forward_mode", forward_batch.forward_mode)
+        _captured(self, mode, int(forward_batch.batch_size), forward_batch)
+    return original(self, forward_batch, in_capture, **more)
 
 
-def replayed_by_size(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`init_forward_metadata_replay_cuda_graph` (0.5.12), before every replay; the backend has its batch."""
-    signature = inspect.signature(original)
+def replayed_by_size(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around `init_forward_metadata_replay_cuda_graph` (0.5.12), before every replay; the backend has its batch."""
+    if self.nsa_plugin is not None:
+        given = _signature(original).bind(self, *args, **kwargs).arguments
+        batch = self._replay_forward_batch
+        idle = batch is not None and batches.phase_of(batch.forward_mode) is Phase.IDLE
+        _captured(self, batch.forward_mode if idle else given["forward_mode"], given["bs"], batch)
+    return original(self, *args, **kwargs)
 
-    @functools.wraps(original)
-    def init(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.nsa_plugin is not None:
-            given, batch = signature.bind(self, *args, **kwargs).arguments, self._replay_forward_batch
-            idle = batch is not None and batches.phase_of(batch.forward_mode) is Phase.IDLE
-            _captured(self, batch.forward_mode if idle else given["forward_mode"], given["bs"], batch)
-        return original(self, *args, **kwargs)
 
-    return init
+_signature = functools.cache(inspect.signature)
 
 
 def _captured(backend: Any, mode: Any, requests: int, forward_batch: Any) -> None:

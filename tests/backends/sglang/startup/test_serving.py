@@ -13,10 +13,9 @@ import torch
 from nsa_plugin.backends.common import warm as warming
 from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.common.warm import warm, warm_selection
-from nsa_plugin.backends.sglang.startup import serving
-from nsa_plugin.backends.sglang.startup.metrics import ranks
+from nsa_plugin.backends.sglang.startup import samples, serving
+from nsa_plugin.backends.sglang.startup.model import ranks
 from nsa_plugin.backends.sglang.startup.serving import SglangServing
-from nsa_plugin.backends.sglang.v32 import samples
 from nsa_plugin.backends.sglang.v32.attention import PAGE_SIZES, release, with_plans
 from nsa_plugin.decision import timings
 from nsa_plugin.decision.shapes import Phase
@@ -301,14 +300,14 @@ def test_the_kernels_that_batches_may_take(settings: dict[str, str], kernels: se
 
 def test_a_kernel_that_only_some_sizes_take_is_among_them(monkeypatch: pytest.MonkeyPatch):
     state = started().nsa_plugin
-    original = samples._step
+    original = state.planner.step_execution
 
-    def cuda_for_one_row(state: Any, phase: Phase, requests: int, rows: int, max_context: int) -> Any:
-        route = original(state, phase, requests, rows, max_context)
-        provider = "triton" if rows == 512 else "cuda"
+    def cuda_for_one_row(batch: Any) -> Any:
+        route = original(batch)
+        provider = "triton" if batch.shape.num_tokens == 512 else "cuda"
         return replace(route, plan=replace(route.plan, provider=provider), own=True)
 
-    monkeypatch.setattr(samples, "_step", cuda_for_one_row)
+    monkeypatch.setattr(state.planner, "step_execution", cuda_for_one_row)
     found = samples.own_kernels(state, 65536)
     assert {("sparse_mla_decode", "triton"), ("sparse_mla_decode", "cuda")} <= found
 

@@ -13,7 +13,7 @@ from nsa_plugin.backends.common.paths import PATHS, SGLANG, routes_of
 from nsa_plugin.backends.common.planner import execution_of
 from nsa_plugin.backends.sglang.v32 import routes
 from nsa_plugin.backends.sglang.v32.batch import prefill_batch, step_batch
-from nsa_plugin.backends.sglang.v32.routes import PLANNED, SglangPlanner, stock_feature
+from nsa_plugin.backends.sglang.v32.routes import PLANNED, SglangPlanner, v32_stock_feature
 from nsa_plugin.decision.dispatch import decide
 from nsa_plugin.decision.plan import Attention, IndexerMode, IndexerPlan, Plan
 from nsa_plugin.decision.routes import Route
@@ -251,7 +251,7 @@ def test_a_copy_that_does_not_fit_is_not_made():
     ],
 )
 def test_features_left_to_sglang(backend: dict, server_args: dict, feature: str | None):
-    assert stock_feature(SimpleNamespace(**backend), SimpleNamespace(**server_args)) == feature
+    assert v32_stock_feature(SimpleNamespace(**backend), SimpleNamespace(**server_args)) == feature
 
 
 def test_the_tests_model_equals_the_plugins_shape():

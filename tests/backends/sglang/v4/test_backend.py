@@ -11,10 +11,11 @@ import torch
 
 from nsa_plugin.backends.common.paths import DECODE_KERNEL
 from nsa_plugin.backends.sglang.startup import backend as startup_backend
-from nsa_plugin.backends.sglang.v4 import backend as v4_backend
+from nsa_plugin.backends.sglang.startup import samples, serving
+from nsa_plugin.backends.sglang.startup.serving import SglangServing
 from nsa_plugin.backends.sglang.v4.attention import with_v4_plans
 from nsa_plugin.errors import NoProviderError
-from nsa_plugin.settings import Settings
+from nsa_plugin.settings import ResolvedSettings, Settings
 from nsa_plugin.telemetry import Trace
 from tests.backends.fake_sglang.v4 import H200, MODEL, Engine, batch, envs
 
@@ -30,7 +31,10 @@ def _engine(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, module)
     for package in ("sglang", "sglang.srt"):
         monkeypatch.setitem(sys.modules, package, ModuleType(package))
-    monkeypatch.setattr(v4_backend, "warm_selection", lambda *arguments: None)
+    monkeypatch.setattr(serving, "warm_selection", lambda *arguments: None)
+    monkeypatch.setattr(serving, "v4_shape", lambda runner: MODEL)
+    monkeypatch.setattr(serving, "free_device_memory", lambda: 64 << 30)
+    monkeypatch.setattr(samples, "describe", lambda route: route)
     monkeypatch.delenv("SGLANG_OPT_FLASHMLA_SPARSE_PREFILL", raising=False)
 
 
@@ -39,10 +43,11 @@ def begin(
 ) -> tuple[Any, list[str], dict[str, Any]]:
     backend = with_v4_plans(original)(of)
     backend.device = "cpu"
-    runner = SimpleNamespace(server_args=SimpleNamespace())
-    more: dict[str, Any] = {"trace": Trace(), "metrics": None, "free_memory": lambda: 64 << 30, "warmed": warmed}
-    notes, routes = v4_backend.begin(backend, runner, MODEL, H200, Settings(**settings), **more)
-    return backend, notes, routes
+    made = SglangServing(ResolvedSettings(Settings(**settings), {}), MODEL, H200, Trace(), None)
+    if warmed:
+        made._warmed.add(MODEL)
+    made.adopt(backend, SimpleNamespace(server_args=SimpleNamespace()))
+    return backend, made.notes, made.routes
 
 
 def test_a_backend_starts_with_routes_and_stock_notes():
@@ -100,7 +105,7 @@ def test_kernels_run_before_serving_unless_they_have_for_another_backend(monkeyp
     def refuse(*arguments: Any) -> None:
         raise NoProviderError("does not run here")
 
-    monkeypatch.setattr(v4_backend, "warm_v4", refuse)
+    monkeypatch.setattr(serving, "warm_v4", refuse)
     with pytest.raises(NoProviderError, match="does not run here"):
         begin(batch((9, 300)), prefill_backend="reference")
     backend, *_ = begin(batch((9, 300)), prefill_backend="reference", warmed=True)

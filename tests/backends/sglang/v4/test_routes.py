@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from nsa_plugin.backends.common.paths import BF16_ROWS, DECODE_KERNEL, DIRECT, PATHS, SGLANG, routes_of
 from nsa_plugin.backends.common.planner import Execution, execution_of
-from nsa_plugin.backends.sglang.v4.backend import sample_routes
+from nsa_plugin.backends.sglang.startup.model import attention_ranks
+from nsa_plugin.backends.sglang.startup.samples import v4_prefills
 from nsa_plugin.backends.sglang.v4.batch import (
     PAGE,
     Prefill,
@@ -28,7 +29,6 @@ from nsa_plugin.backends.sglang.v4.routes import (
     ENGINE_TOKENS,
     SglangV4Planner,
     asked_by_engine,
-    attention_ranks,
     makes_rows,
     v4_shape,
 )
@@ -254,13 +254,13 @@ def test_steps_are_decided_once():
 
 
 def test_samples_for_the_report_are_decided():
-    routes = sample_routes(planner(), 131072)
+    routes = v4_prefills(planner(), 131072)
     assert len(routes) == 10
-    assert "V4 prefill, 32768 of 131072 tokens" in routes
-    assert set(sample_routes(planner(), 2048)) == {
-        "V4 prefill, 1024 of 1024 tokens",
-        "V4 prefill, 1024 of 2048 tokens",
-        "V4 prefill, 2048 of 2048 tokens",
+    assert "prefill, 32768 of 131072 tokens" in routes
+    assert set(v4_prefills(planner(), 2048)) == {
+        "prefill, 1024 of 1024 tokens",
+        "prefill, 1024 of 2048 tokens",
+        "prefill, 2048 of 2048 tokens",
     }
 
 

@@ -10,7 +10,6 @@ import pytest
 
 from nsa_plugin.backends.sglang.startup import serving
 from nsa_plugin.backends.sglang.startup.serving import SglangServing, check_cache, is_v4
-from nsa_plugin.backends.sglang.v4 import backend as v4_backend
 from nsa_plugin.backends.sglang.v4.attention import with_v4_plans
 from nsa_plugin.decision.shapes import Phase
 from nsa_plugin.errors import NoProviderError, SettingsError
@@ -39,7 +38,7 @@ def _engine(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, module)
     for package in ("sglang", "sglang.srt"):
         monkeypatch.setitem(sys.modules, package, ModuleType(package))
-    monkeypatch.setattr(v4_backend, "warm_selection", lambda *arguments: None)
+    monkeypatch.setattr(serving, "warm_selection", lambda *arguments: None)
     monkeypatch.setattr(serving, "free_device_memory", lambda: 64 << 30)
     monkeypatch.delenv("SGLANG_OPT_FLASHMLA_SPARSE_PREFILL", raising=False)
 
@@ -48,7 +47,7 @@ def _engine(monkeypatch: pytest.MonkeyPatch) -> None:
 def warmed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The routes that were to be run before serving."""
     seen: list[Any] = []
-    monkeypatch.setattr(v4_backend, "warm_v4", lambda routes, state, device: seen.append(list(routes)))
+    monkeypatch.setattr(serving, "warm_v4", lambda routes, state, device: seen.append(list(routes)))
     return seen
 
 
@@ -161,7 +160,7 @@ def test_a_kernel_that_fails_leaves_the_backend_to_sglang(monkeypatch: pytest.Mo
     def broken(*arguments: Any) -> None:
         raise NoProviderError("does not compile")
 
-    monkeypatch.setattr(v4_backend, "warm_v4", broken)
+    monkeypatch.setattr(serving, "warm_v4", broken)
     backend = built(batch(*MIXED))
     made = begun(backend, prefill_backend="reference")
     with pytest.raises(NoProviderError, match="does not compile"):

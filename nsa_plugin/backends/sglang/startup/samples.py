@@ -1,10 +1,11 @@
-"""Sample batches, used to decide before serving, to report, and to warm kernels up."""
+"""Sample batches, used to decide before serving, to report, and to find the kernels to warm up."""
 
 from __future__ import annotations
 
 from contextlib import suppress
 
 from nsa_plugin.backends.common.planner import Execution
+from nsa_plugin.backends.sglang.v4.routes import SglangV4Planner
 from nsa_plugin.backends.sglang.v32.attention import State
 from nsa_plugin.backends.sglang.v32.batch import Batch, step_batch
 from nsa_plugin.backends.sglang.v32.routes import SglangPlanner
@@ -16,6 +17,8 @@ SHORT, LONG, CONTEXT = 1024, 4096, 32768  # tokens
 FEW, MANY = 1, 64  # requests
 # Query tokens of the batches whose kernels are warmed up: the choice may depend on their number.
 ROWS = tuple(1 << power for power in range(14))
+V4_ROWS = (1024, 4096, 8192, 16384, 32768)
+"""Query tokens of V4's sample prefills, each without a prefix and with the longest context."""
 
 
 def routes(state: State, max_context: int, draft_tokens: int | None) -> dict[str, Execution]:
@@ -33,7 +36,7 @@ def routes(state: State, max_context: int, draft_tokens: int | None) -> dict[str
     if state.plans_prefill:
         for rows, context in ((SHORT, SHORT), (LONG, CONTEXT)):
             rows, context = min(rows, max_context), min(context, max_context)
-            if route := _prefill(state, rows, context):
+            if route := _prefill(state.planner, rows, context):
                 found[f"prefill, {rows} of {context} tokens"] = route
     if state.plans_steps:
         found |= step_routes(state.planner, max_context, draft_tokens)
@@ -52,6 +55,17 @@ def step_routes(planner: SglangPlanner, max_context: int, draft_tokens: int | No
     return {name: planner.step_execution(batch) for name, batch in batches.items()}
 
 
+def v4_prefills(planner: SglangV4Planner, max_context: int) -> dict[str, Execution]:
+    """As `routes`, for prefills of a V4 backend; without those that no kernel supports."""
+    found: dict[str, Execution] = {}
+    for rows in V4_ROWS:
+        for context in dict.fromkeys((min(rows, max_context), max_context)):
+            with suppress(NsaPluginError):  # this size may never occur
+                if route := _prefill(planner, min(rows, context), context):
+                    found[f"prefill, {min(rows, context)} of {context} tokens"] = route
+    return found
+
+
 def own_kernels(state: State, max_context: int, *, sharded: bool = False) -> set[tuple[str, str]]:
     """Return (op, provider) of every plugin kernel that batches of some size take.
 
@@ -59,17 +73,18 @@ def own_kernels(state: State, max_context: int, *, sharded: bool = False) -> set
         sharded: for batches that reshard, whose kernels run with all heads; else for the others.
     """
     found: list[Execution | None] = []
+    planner = state.planner
     for rows in ROWS:
         with suppress(NsaPluginError):  # no kernel supports this size, which may never occur
             if state.plans_steps:
-                found.append(_step(state, Phase.DECODE, rows, rows, max_context))
+                found.append(planner.step_execution(step_batch(Phase.DECODE, rows, rows, max_context)))
             if state.plans_prefill and rows <= max_context:
-                found += [_prefill(state, rows, rows), _prefill(state, rows, max_context)]
+                found += [_prefill(planner, rows, rows), _prefill(planner, rows, max_context)]
     taken = [route for route in found if route is not None and route.own]
     return {(route.op, route.plan.provider) for route in taken if route.plan.token_shard == sharded}
 
 
-def in_words(route: Execution) -> str:
+def describe(route: Execution) -> str:
     """Describe an execution and its reasons in one line."""
     plan = route.plan
     if plan.attention is Attention.MHA_ONE_SHOT:
@@ -81,10 +96,6 @@ def in_words(route: Execution) -> str:
     return text + f"; {'resharded' if plan.token_shard else 'heads stay local'}: {plan.reasons['token_shard']}"
 
 
-def _prefill(state: State, rows: int, context: int) -> Execution | None:
-    shape = BatchShape.from_lengths(Phase.EXTEND, [rows], [context])
-    return state.planner.prefill_execution(Batch(shape), dense_allowed=True)
-
-
-def _step(state: State, phase: Phase, requests: int, rows: int, max_context: int) -> Execution:
-    return state.planner.step_execution(step_batch(phase, requests, rows, max_context))
+def _prefill(planner: SglangPlanner, rows: int, context: int) -> Execution | None:
+    batch = Batch(BatchShape.from_lengths(Phase.EXTEND, [rows], [context]), requests=[("", rows, context)])
+    return planner.prefill_execution(batch, dense_allowed=True)
