@@ -195,16 +195,25 @@ def explain(one: Compared, allowed: Tolerance) -> str:
 
 
 def _cached(measured: Measured) -> Check:
-    missed = []
-    for role in (STOCK, PLUGIN):
+    """The plugin reuses every prefix that stock reuses, and stock reuses one at least.
+
+    Stock may drop a prefix by design: SGLang 0.5.23 keeps one of V4 only as long as its sliding window is cached.
+    """
+    missed: dict[str, dict[str, str]] = {STOCK: {}, PLUGIN: {}}
+    for role, misses in missed.items():
         run = measured.runs.get(role)
         answers = run.answers.get("prefix", {}) if run is not None else {}
         for name, least in measured.least_cached.items():
             got = answers[name].cached_tokens if name in answers else None
             if got is None or got < least:
                 said = "no answer" if got is None else f"{got} tokens cached"
-                missed.append(f"{role}, {name}: {said}, at least {least} expected")
-    return Check(name="the prefix cache was hit", holds=not missed, detail=_some(missed) or "by stock and the plugin")
+                misses[name] = f"{role}, {name}: {said}, at least {least} expected"
+    dropped, lost = missed[STOCK].keys(), missed[PLUGIN].keys() - missed[STOCK].keys()
+    holds = not lost and len(dropped) < len(measured.least_cached)
+    detail = _some([*missed[STOCK].values(), *missed[PLUGIN].values()]) or "by stock and the plugin"
+    if dropped and holds:
+        detail = f"by the plugin wherever by stock; {detail}"
+    return Check(name="the prefix cache was hit", holds=holds, detail=detail)
 
 
 def control_check(control: Sequence[Compared], allowed: Tolerance, run: Run | None, selects_above: int) -> Check:

@@ -208,6 +208,28 @@ def test_a_prefix_cache_is_looked_for_where_there_is_one_alone(
     assert "the plugin agrees, request by request" in failed(one)
 
 
+@pytest.mark.parametrize(
+    ("stock", "plugin", "holds"),
+    [((64, 64), (64, 64), True), ((64, 0), (64, 0), True), ((64, 0), (0, 0), False), ((0, 0), (64, 64), False)],
+)
+def test_the_plugin_reuses_the_prefixes_that_stock_reuses(
+    stock: tuple[int, int], plugin: tuple[int, int], holds: bool
+) -> None:
+    """An engine may drop a prefix by design. If stock reuses none, the comparison has not seen the cache at all."""
+    one = measured(least_cached={"p": 64, "q": 64})
+    one.facts |= {"dp": 1}
+    one.asked["cases"].append("prefix")
+    one.prompts["prefix"] = {"p": 100, "q": 100}
+    for role, run in one.runs.items():
+        cached = zip("pq", plugin if role == PLUGIN else stock, strict=True)
+        run.answers["prefix"] = {
+            name: replace(run.answers["single"]["p"], cached_tokens=tokens) for name, tokens in cached
+        }
+    (check,) = [check for check in judge(one).checks if check.name == "the prefix cache was hit"]
+    assert check.holds == holds
+    assert ("q: 0 tokens cached, at least 64 expected" in check.detail) == (0 in stock + plugin)
+
+
 def test_control_that_agrees_is_blind() -> None:
     (check,) = [check for check in judge(measured(control=[1] * 8)).checks if not check.holds]
     assert check.name == "wrong tokens are noticed"
