@@ -2,7 +2,8 @@
 
 A provider is data. Its module is imported when the provider is loaded, and this module imports no torch. Every op has
 the provider `reference`, which runs on any device and supports the whole contract of the op. Loading a provider that
-does not support a case is an error with the reason; the registry never substitutes another provider.
+does not run on the device is an error with the reason; the registry never substitutes another provider. Layouts, dtypes
+and head counts are limits of a library's kernels (`capabilities`); a decision respects them and the kernels check them.
 """
 
 from __future__ import annotations
@@ -37,9 +38,6 @@ class Provider:
         name: the name of its library in the manifest.
         target: "module:function", imported when the provider is loaded.
         modules: top-level modules that must be installed; found without importing them.
-        layouts: names of the KV-cache layouts that it reads; None: all.
-        dtypes: names of the supported query dtypes, as torch spells them; None: all.
-        heads: supported numbers of query heads per rank; None: any.
         sms: GPU architectures that it runs on (90 for SM90); None: any device, including CPUs.
     """
 
@@ -47,32 +45,19 @@ class Provider:
     name: str
     target: str
     modules: tuple[str, ...] = ()
-    layouts: frozenset[str] | None = None
-    dtypes: frozenset[str] | None = None
-    heads: frozenset[int] | None = None
     sms: frozenset[int] | None = None
 
-    def refusal(
-        self, *, layout: str | None = None, dtype: str | None = None, heads: int | None = None, sm: int | None = None
-    ) -> str | None:
-        """Why it does not support a case, or None.
+    def refusal(self, sm: int | None) -> str | None:
+        """Why it does not run on a device, or None.
 
         Args:
-            layout, dtype, heads: the case; None is not checked.
-            sm: the device's architecture; None means that the device is not an NVIDIA GPU.
+            sm: the device's architecture; None: it is not an NVIDIA GPU.
         """
         missing = [module for module in self.modules if find_spec(module) is None]
         if missing:
             return f"not installed: {', '.join(missing)}"
         if self.sms is not None and sm not in self.sms:
             return f"it runs on {', '.join(map(name_of, sorted(self.sms)))}, not on {name_of(sm or 0)}"
-        for what, value, allowed in (
-            ("layout", layout, self.layouts),
-            ("dtype", dtype, self.dtypes),
-            ("heads", heads, self.heads),
-        ):
-            if value is not None and allowed is not None and value not in allowed:
-                return f"{what} is {value}; it supports {_listed(allowed)}"
         return None
 
     def load(self) -> Callable[..., Any]:
@@ -124,34 +109,24 @@ class Registry:
             raise RegistryError(f"op is {op!r}; allowed: {', '.join(self._providers)}")
         return tuple(self._providers[op].values())
 
-    def load(
-        self,
-        op: str,
-        name: str,
-        *,
-        layout: str | None = None,
-        dtype: str | None = None,
-        heads: int | None = None,
-        sm: int | None = None,
-    ) -> Callable[..., Any]:
-        """Load the function of provider `name` for an op; the case is that of `Provider.refusal`.
+    def load(self, op: str, name: str, *, sm: int | None = None) -> Callable[..., Any]:
+        """Load the function of provider `name` for an op.
+
+        Args:
+            sm: see `Provider.refusal`.
 
         Raises:
             RegistryError: unknown op.
-            NoProviderError: no such provider, or it does not support the case, or it fails to import; the
-                message names the op, the provider and the reason.
+            NoProviderError: no such provider, or it does not run on the device, or it fails to import; the message
+                has the op, the provider and the reason.
         """
         known = {provider.name: provider for provider in self.providers(op)}
         if name not in known:
             raise NoProviderError(f"op {op}: no provider {name!r}; registered: {', '.join(known)}")
-        reason = known[name].refusal(layout=layout, dtype=dtype, heads=heads, sm=sm)
+        reason = known[name].refusal(sm)
         if reason is not None:
             raise NoProviderError(f"op {op}: provider {name!r} is not available: {reason}")
         try:
             return known[name].load()
         except (ImportError, AttributeError) as error:
             raise NoProviderError(f"op {op}: provider {name!r} does not load: {error}") from error
-
-
-def _listed(values: frozenset[Any]) -> str:
-    return ", ".join(str(value) for value in sorted(values))

@@ -42,22 +42,19 @@ class Providers:
     helpers: str | None = None
     vendored: Mapping[str, str] = field(default_factory=dict)
     attended: AttendedTokens = field(default_factory=AttendedTokens)
-    _loaded: dict[tuple[str, str, int | None], Callable[..., Any]] = field(default_factory=dict)
+    _loaded: dict[tuple[str, str], Callable[..., Any]] = field(default_factory=dict)
 
-    def load(self, op: str, name: str, heads: int | None = None) -> Callable[..., Any]:
+    def load(self, op: str, name: str) -> Callable[..., Any]:
         """Return the function of provider `name` for an op.
-
-        Args:
-            heads: query heads of the call; None if the op has none.
 
         Raises:
             RegistryError, NoProviderError: see `Registry.load`.
         """
-        key = (op, name, heads)
+        key = (op, name)
         if key not in self._loaded:
             if name in self.vendored:
                 use_vendored(name, self.vendored[name])
-            found = self.registry.load(op, name, layout=self.layout, heads=heads, sm=self.sm or None)
+            found = self.registry.load(op, name, sm=self.sm or None)
             self._loaded[key] = self.attended.kernel(found) if op in SPARSE_OPS else found
         return self._loaded[key]
 
@@ -79,7 +76,7 @@ class Providers:
             out: tensor for the output; None = a new one.
             arguments: `scale`, `d_v` and `attn_sink`, as in `nsa_plugin.kernels.sparse_mla`.
         """
-        kernel = self.load(op, name, heads=q.shape[1])
+        kernel = self.load(op, name)
         found: torch.Tensor
         if op == "sparse_mla_prefill":
             found = kernel(q, cache, slots, out=out, **arguments).out

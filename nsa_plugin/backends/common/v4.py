@@ -82,7 +82,7 @@ def attend_in_place(providers: Providers, op: str, name: str, call: LayerCall, o
     def shaped(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.unsqueeze(1) if by_sequence else tensor
 
-    providers.load(op, name, heads=heads)(
+    providers.load(op, name)(
         shaped(call.q[:, :heads]),
         window.cache,
         shaped(window.indices),

@@ -104,14 +104,11 @@ class Context:
         bind: Callable[[Callable[..., Any]], TimedCall],
         *,
         label: str = "{}",
-        layout: str | None = None,
-        dtype: str | None = "bfloat16",
-        heads: int | None = None,
         judge: Callable[[Any], float] | None = None,
         extra_call: tuple[str, TimedCall] | None = None,
         work: Work | None = None,
     ) -> list[Contender]:
-        """A contender for each wanted provider of `op`. One that does not support the case says why when it is loaded.
+        """A contender for each wanted provider of `op`. One that does not run here says why when it is loaded.
 
         Args:
             bind: makes the call from a provider's function.
@@ -124,7 +121,7 @@ class Context:
             return [Contender(label.format("nsa_plugin"), _refuse(error))]
 
         def loader(name: str) -> Callable[[], TimedCall]:
-            return lambda: bind(self.registry.load(op, name, layout=layout, dtype=dtype, heads=heads, sm=self.sm))
+            return lambda: bind(self.registry.load(op, name, sm=self.sm))
 
         return [
             Contender(label.format(name), loader(name), judge, extra_call, work)

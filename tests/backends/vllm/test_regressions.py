@@ -390,7 +390,7 @@ def test_tokens_of_a_page_beyond_2_to_the_31_bytes_are_attended(op: str, library
     values, q = torch.randn(64, 576, generator=random), torch.randn(3, 4, 576, generator=random).bfloat16()
     selected = torch.stack([torch.randperm(64, generator=random)[:32] for _ in range(3)]).int()
     providers = Providers("v32_fp8", 90, helpers=library)
-    kernel, found = providers.load(op, library, heads=4), []
+    kernel, found = providers.load(op, library), []
     for cache, page in (far, pages - 1), (near, 0):
         reference_write(cache, values[:, :512], page * 64 + torch.arange(64), rope=values[:, 512:])
         owners = torch.zeros(3, dtype=torch.int32)

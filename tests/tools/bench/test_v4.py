@@ -217,10 +217,11 @@ def test_another_version_of_sglang_is_refused_by_what_it_lacks(engine: Sglang) -
 class WithFlashMla(Registry):
     """A registry on a CPU whose FlashMLA provider supports bf16 rows."""
 
-    def load(self, op: str, name: str, *, layout: str | None = None, **_: Any) -> Any:
-        if layout != "bf16":
+    def load(self, op: str, name: str, **_: Any) -> Any:
+        def attend(*_: Any, **__: Any) -> Any:
             raise NoProviderError(f"{name} reads bf16 rows")
-        return None  # nothing calls it
+
+        return attend
 
 
 @pytest.mark.parametrize(("heads", "q", "kv"), [(64, 6, 600), (3, 20, 20)])

@@ -108,7 +108,7 @@ def attend(state: V4State, chosen: Execution, call: LayerCall) -> torch.Tensor:
 
 def _by_decode_kernel(state: V4State, call: LayerCall) -> torch.Tensor:
     """Call FlashMLA's decode kernel for more query tokens than SGLang does, if the installed build supports them."""
-    decode = state.providers.load("sparse_mla_decode", "flash_mla", heads=call.q.shape[1])
+    decode = state.providers.load("sparse_mla_decode", "flash_mla")
     if call.ratio not in state.schedules:
         from flash_mla import get_mla_metadata
 

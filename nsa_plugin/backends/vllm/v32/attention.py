@@ -290,7 +290,7 @@ def _dense(
         lengths = {"seqlens_q": piece.q_lens, "seqlens_k": piece.kv_lens}
     elif provider != REFERENCE:
         lengths = {"max_seqlen_q": max(piece.q_lens), "max_seqlen_k": max(piece.kv_lens)}
-    mha = providers.load("mha_one_shot", provider, heads=impl.num_heads)
+    mha = providers.load("mha_one_shot", provider)
     v = kv[..., nope:]
     out: torch.Tensor = mha(q, k, v, piece.cu_seqlens_q, piece.cu_seqlens_k, scale=impl.scale, **lengths).out
     return out

@@ -143,7 +143,7 @@ class Inputs:
         """The cache as bf16 rows, the input of FlashMLA's prefill."""
         return self.context.shared(("rows", self.kv), lambda: bf16_rows(self.cache))
 
-    def attend_by(self, name: str, heads: int) -> Attend:
+    def attend_by(self, name: str) -> Attend:
         """A provider, with or without IN_PLACE, as a function of q and indices.
 
         Raises:
@@ -153,10 +153,7 @@ class Inputs:
         name = name.removesuffix(IN_PLACE)
         reads_bf16 = name == "flash_mla" and not one_by_one
         op = "sparse_mla_decode" if one_by_one else "sparse_mla_prefill"
-        layout = None if reads_bf16 else LAYOUT
-        function = self.context.registry.load(
-            op, name, layout=layout, dtype="bfloat16", heads=heads, sm=self.context.sm
-        )
+        function = self.context.registry.load(op, name, sm=self.context.sm)
         if not one_by_one:
             kv = self.bf16 if reads_bf16 else self.cache
             return lambda q, indices: function(q, kv, indices, scale=self.scale).out
@@ -176,7 +173,7 @@ class Inputs:
             NoProviderError, ImportError: it does not support the case.
         """
         if name != PADDED:
-            attend = self.attend_by(name, self.heads)
+            attend = self.attend_by(name)
             return lambda: attend(self.q, self.indices)
         if not self.decode:
             whole = stock.flash_mla_prefill(self.q, self.bf16, self.indices, self.scale)
@@ -215,13 +212,12 @@ class Inputs:
             indices: of the sampled rows; a decode kernel uses the case's own.
         """
         own = slice(self.rank * self.heads, (self.rank + 1) * self.heads)
-        all_heads = self.ranks * self.heads
         if not (self.decode or kernel.endswith(IN_PLACE)):
             q = torch.cat([self.q_of(rank)[self.sample] for rank in range(self.ranks)], dim=1)
-            return self.attend_by(kernel, all_heads)(q, indices)[:, own]
+            return self.attend_by(kernel)(q, indices)[:, own]
         q = torch.cat([self.q_of(rank) for rank in range(self.ranks)], dim=1)
         parts = [self.partition.rows(rank) for rank in range(self.ranks)]
-        outs = [self.attend_by(kernel, all_heads)(q[part], self.indices[part])[:, own] for part in parts]
+        outs = [self.attend_by(kernel)(q[part], self.indices[part])[:, own] for part in parts]
         return torch.cat(outs)[self.sample]
 
     def note(self, name: str, out: torch.Tensor, expected: torch.Tensor) -> None:
@@ -262,7 +258,7 @@ def _attention(made: Inputs) -> Workload:
 
     def sharded(kernel: str, chunks: int) -> Callable[[], TimedCall]:
         def load() -> TimedCall:
-            attend, shard = made.attend_by(kernel, made.heads * made.ranks), made.shard
+            attend, shard = made.attend_by(kernel), made.shard
 
             def attend_rows(q_rows: torch.Tensor, rows: slice) -> torch.Tensor:
                 return attend(q_rows, indices[rows])
@@ -309,7 +305,7 @@ def _layer(made: Inputs) -> Workload:
     own = made.partition.rows(made.rank)
 
     def select_by(name: str, part: slice) -> TimedCall:
-        score = made.context.registry.load("indexer_topk", name, dtype="float8_e4m3fn", sm=made.context.sm)
+        score = made.context.registry.load("indexer_topk", name, sm=made.context.sm)
         given = (index_q[part], k, k_scale, weights[part], ks[part], ke[part], topk)
         return lambda: score(*given, rows_per_chunk=step)
 
@@ -330,7 +326,7 @@ def _layer(made: Inputs) -> Workload:
 
     def plain(make_select: Callable[[], TimedCall], name: str) -> Callable[[], TimedCall]:
         def load() -> TimedCall:
-            select, attend = make_select(), padded if name == PADDED else made.attend_by(name, made.heads)
+            select, attend = make_select(), padded if name == PADDED else made.attend_by(name)
 
             def call() -> Layered:
                 chosen = select()
@@ -348,7 +344,7 @@ def _layer(made: Inputs) -> Workload:
     def sharded(chunks: int) -> Callable[[], TimedCall]:
         def load() -> TimedCall:
             select = select_by(indexer, own)
-            attend, shard = made.attend_by(made.sharded_by, made.heads * made.ranks), made.shard
+            attend, shard = made.attend_by(made.sharded_by), made.shard
 
             def call() -> Layered:
                 chosen = select()

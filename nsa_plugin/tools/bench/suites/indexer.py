@@ -58,8 +58,6 @@ def indexer_topk(case: BenchCase, context: Context) -> Workload:
                     out,
                     lambda: function(q, k, k_scale, weights, ks, ke, topk, rows_per_chunk=rows_per_chunk, out=out),
                 ),
-                dtype="float8_e4m3fn",
-                heads=heads,
             ),
         ),
         judge=judge,
@@ -109,8 +107,6 @@ def paged(case: BenchCase, context: Context) -> Workload:
                 lambda function: with_poisoned(
                     out, lambda: function(q, cache, weights, seq_lens, table, topk, out=out)
                 ),
-                dtype="float8_e4m3fn",
-                heads=heads,
             ),
         ),
         judge=judge,
@@ -142,7 +138,6 @@ def topk_rows(case: BenchCase, context: Context) -> Workload:
             *context.contenders(
                 "topk_rows",
                 lambda function: with_poisoned(out, lambda: function(logits, ks, ke, topk, out=out)),
-                dtype=None,
             ),
         ),
         # The logits are inputs, so the selection must be exact except for ties.

@@ -40,8 +40,6 @@ def kv_cache(case: BenchCase, context: Context) -> Workload:
                 context.contenders(
                     case.op,
                     lambda function: with_poisoned(out, lambda: function(cache, slots, out=out)),
-                    layout=layout,
-                    dtype=None,
                 )
             ),
             judge=judge_read,
@@ -62,7 +60,6 @@ def kv_cache(case: BenchCase, context: Context) -> Workload:
                 case.op,
                 # Start with zeros: rows written by one provider must not stand in for the next one's.
                 lambda function: _after(lambda: cache.data.zero_(), lambda: function(cache, rows, slots)),
-                layout=layout,
             )
         ),
         judge=judge_write,
@@ -79,9 +76,7 @@ def index_ops(case: BenchCase, context: Context) -> Workload:
     work, arguments, keywords, reference = _INDEX_OPS[case.op](case, context.device)
     return Workload(
         work=work,
-        contenders=tuple(
-            context.contenders(case.op, lambda function: lambda: function(*arguments, **keywords), dtype=None)
-        ),
+        contenders=tuple(context.contenders(case.op, lambda function: lambda: function(*arguments, **keywords))),
         judge=judges.equal(lambda: _tensors(reference(*arguments, **keywords))),
         graph=True,
     )

@@ -58,7 +58,6 @@ def one_shot(case: BenchCase, context: Context) -> Workload:
             *context.contenders(
                 "mha_one_shot",
                 lambda function: lambda: function(q, k, v, cu_seqlens, cu_seqlens, scale=scale),
-                heads=heads,
                 extra_call=_up_projection(device, tokens, heads),
             ),
             *_sparse(context, tokens, heads, topk),
@@ -103,8 +102,6 @@ def _sparse(context: Context, tokens: int, heads: int, topk: int) -> list[Conten
             "sparse_mla_prefill",
             lambda function: with_poisoned(out, lambda: function(q, cache, indices, scale=scale, out=out)),
             label=SPARSE,
-            layout=_LAYOUT,
-            heads=heads,
             judge=judge,
             extra_call=extra_call,
             work=work,

@@ -86,7 +86,7 @@ def prefill(case: BenchCase, context: Context) -> Workload:
         slots = torch.arange(cache.num_slots, device=device)
         attend = stock.flash_mla_prefill(q, workspace, indices, scale)
         # The plugin's reader makes the copy. It is at least as fast as an engine's, which favours the stock path.
-        read = context.registry.load("kv_cache_read", "triton", layout=layout, sm=context.sm)
+        read = context.registry.load("kv_cache_read", "triton", sm=context.sm)
 
         def call() -> object:
             read(cache, slots, out=workspace)
@@ -103,8 +103,6 @@ def prefill(case: BenchCase, context: Context) -> Workload:
             *context.contenders(
                 "sparse_mla_prefill",
                 lambda function: with_poisoned(out, lambda: function(q, cache, indices, scale=scale, out=out)),
-                layout=layout,
-                heads=heads,
             ),
         ),
         judge=judge,
@@ -144,8 +142,6 @@ def decode(case: BenchCase, context: Context) -> Workload:
             *context.contenders(
                 "sparse_mla_decode",
                 lambda function: with_poisoned(out, lambda: function(q, cache, indices, scale=scale, out=out)),
-                layout=layout,
-                heads=heads,
             ),
         ),
         judge=judge,

@@ -105,18 +105,16 @@ def prefill(case: BenchCase, context: Context) -> Workload:
 
     def as_served() -> TimedCall:
         # The provider may refuse the case; the timed call is how an engine adapter calls the library.
-        context.registry.load(
-            "sparse_mla_prefill", "flash_mla", layout="bf16", dtype="bfloat16", heads=heads, sm=context.sm
-        )
+        context.registry.load("sparse_mla_prefill", "flash_mla", sm=context.sm)
         return by_workspace(stock.flash_mla_rows(), out=None)
 
-    workspaces = context.contenders("sparse_mla_prefill", by_workspace, label=BY_WORKSPACE, layout="bf16", heads=heads)
+    workspaces = context.contenders("sparse_mla_prefill", by_workspace, label=BY_WORKSPACE)
     served = Contender(BY_WORKSPACE.format("flash_mla"), as_served, output_bytes=out.nbytes)
     contenders = (
         Contender(SGLANG, sglang, output_bytes=out.nbytes, kept_bytes=lambda call: call.attend.kept_bytes()),
         Contender(DECODE_KERNEL, decode_kernel, output_bytes=out.nbytes),
         *(served if contender.name == served.name else contender for contender in workspaces),
-        *context.contenders("sparse_mla_prefill", direct, layout=layout, heads=heads),
+        *context.contenders("sparse_mla_prefill", direct),
     )
     gathers = [gather(indices.indices, cache), gather(extra.indices, extra_cache)]
     return Workload(
@@ -185,7 +183,7 @@ def decode(case: BenchCase, context: Context) -> Workload:
         work=floors.sparse_mla(rows=batch, heads=heads, d_qk=cache.dim, d_v=D_V, gathers=gathers),
         contenders=(
             Contender(PADDED, stock_kernel),
-            *context.contenders("sparse_mla_decode", own, layout=layout, heads=heads),
+            *context.contenders("sparse_mla_decode", own),
         ),
         judge=judges.attention(rows, expected, judges.DECODE_OUT),
         baselines=(PADDED,),
