@@ -298,6 +298,28 @@ def test_noncontiguous_arguments_and_outputs(provider):
     assert_same(result, reference_decode(**case, out_dtype=torch.float32))
 
 
+@pytest.mark.parametrize("first", [1, 2, 3, 4])
+def test_queries_at_any_element(provider, first):
+    """A kernel may read several values at a time; queries may start and stride at any element."""
+    case = prefill_case(tokens=5, heads=16, slots=512, topk=130, layout="v32_fp8")
+    wide = torch.full((5, 16, 576 + first), torch.nan, dtype=case["q"].dtype, device="cuda")
+    case["q"] = wide[..., first:].copy_(case["q"])
+    check_prefill(provider, case)
+
+
+@pytest.mark.parametrize("layout", ["v32_fp8", "v4_fp8"])
+@pytest.mark.parametrize("heads", [5, 16, 40])
+@pytest.mark.parametrize("tiles", [1, 2, 4])
+@pytest.mark.parametrize("splits", [1, 2, 3, 16])
+def test_every_variant_of_the_cuda_kernel(layout, heads, tiles, splits):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("provider cuda is for SM90")
+    extra = V4_EXTRA if layout == "v4_fp8" else None
+    case = decode_case(layout=layout, batch=3, s_q=2, heads=heads, slots=2048, topk=700, extra=extra)
+    result = run("cuda", "decode", case, splits=splits, tiles=tiles)
+    assert_same(result, reference_decode(**case, out_dtype=torch.float32))
+
+
 @pytest.mark.parametrize("heads", [16, 64])
 def test_twenty_reruns_are_identical(provider, heads):
     prefill = prefill_case(

@@ -75,6 +75,12 @@ DEVICE float warp_max(float x) {
     return x;
 }
 
+DEVICE float warp_sum(float x) {
+#pragma unroll
+    for (int distance = 16; distance; distance >>= 1) x += __shfl_xor_sync(~0u, x, distance);
+    return x;
+}
+
 DEVICE float bits_to_float(u32 bits) { return __int_as_float((int)bits); }
 DEVICE float power_of_two(int exponent) { return bits_to_float((u32)(exponent + 127) << 23); }
 

@@ -99,35 +99,38 @@ DEVICE void start_copies(Shared& shared, int stage, int warp, int lane, const En
     }
 }
 
-// Four values of a row and head: all shares together, and the sink. `share_of` and `values_of` say what share k has.
+// Four values of a row and head: all shares together, and the sink. For a warp, of one row and head. `share_of` and
+// `values_of` read what share k has.
 template <typename ShareOf, typename ValuesOf>
 DEVICE void add_up(int shares, ShareOf share_of, ValuesOf values_of, const float* sink, u8* out, i64 at,
-                   bool is_first_value, float* lse, float* max_logits) {
+                   bool is_first_value, float* lse, float* max_logits, int lane) {
     const float infinity = bits_to_float(0x7f800000);
-    float top = -infinity, largest = -infinity, sum = 0.f;
-    bool is_empty = true;  // not so where an lse is NaN
-    for (int k = 0; k < shares; ++k) {
-        Share share = share_of(k);
-        is_empty &= share.lse == -infinity;
-        top = fmaxf(top, share.lse);
-        largest = fmaxf(largest, share.largest);
-    }
+    // All reads are on their way before the first is needed. Lane k weighs share k.
+    Share share = {-infinity, -infinity};
+    if (lane < shares) share = share_of(lane);
+    float4 part[MAX_SHARES];
+#pragma unroll
+    for (int k = 0; k < MAX_SHARES; ++k)
+        if (k < shares) part[k] = values_of(k);
+    bool is_empty = __all_sync(~0u, share.lse == -infinity);  // not so where an lse is NaN
+    float top = warp_max(share.lse), largest = warp_max(share.largest);
+    float weight = is_empty ? 0.f : exp2_approx(share.lse - top);
+    float sum = warp_sum(weight);
     float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
-    for (int k = 0; k < shares && !is_empty; ++k) {
-        float weight = exp2_approx(share_of(k).lse - top);
-        if (weight == 0.f) continue;
-        float4 part = values_of(k);
-        sum += weight;
-        x.x += weight * part.x, x.y += weight * part.y, x.z += weight * part.z, x.w += weight * part.w;
+#pragma unroll
+    for (int k = 0; k < MAX_SHARES; ++k) {
+        if (k >= shares) break;
+        float w = __shfl_sync(~0u, weight, k);
+        if (w != 0.f) x.x += w * part[k].x, x.y += w * part[k].y, x.z += w * part[k].z, x.w += w * part[k].w;
     }
     float total = top + log2_approx(sum);
-    float weight = is_empty ? 0.f : 1.f / sum;
-    if (sink && !is_empty) weight /= 1.f + exp2_approx(*sink * 1.4426950408889634f - total);
+    float divide = is_empty ? 0.f : 1.f / sum;
+    if (sink && !is_empty) divide /= 1.f + exp2_approx(*sink * 1.4426950408889634f - total);
     if (is_first_value) {
         *lse = is_empty ? infinity : total * 0.6931471805599453f;
         *max_logits = largest * 0.6931471805599453f;
     }
-    x.x *= weight, x.y *= weight, x.z *= weight, x.w *= weight;
+    x.x *= divide, x.y *= divide, x.z *= divide, x.w *= divide;
 #if OUT_FLOAT32
     *(float4*)((float*)out + at) = x;
 #else
@@ -135,8 +138,8 @@ DEVICE void add_up(int shares, ShareOf share_of, ValuesOf values_of, const float
 #endif
 }
 
-// What the blocks of a cluster know of their shares, where S was.
-DEVICE Share (*shares_of(Shared& shared))[HEADS] { return (Share (*)[HEADS])shared.s; }
+// What a block of a cluster knows of its share, by head, where S was.
+DEVICE Share* own_shares(Shared& shared) { return (Share*)shared.s; }
 
 // Attention of query row `blockIdx.x` for heads from `HEADS * blockIdx.y` on, over the share `blockIdx.z` of its
 // entries. With one share `out`, `lse` and `max_logits` are the result. With more, either the blocks of all shares are
@@ -185,21 +188,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
         const u8* nothing = shared.nothing[i];
         start_copies(shared, block - begin & 1, warp, lane, find_entry(first, second, block < blocks[0], slot, nothing));
     };
-    if (begin < end) copy(begin, slot_of(begin, i));
-    // A slot is read a step before its address is needed: nothing waits for it then.
-    int next = slot_of(begin + 1, i);
+    // Of the entries and the query none waits for another. Later, a slot is read a step before its address is needed.
+    int slot = slot_of(begin, i), next = slot_of(begin + 1, i);
     int final = begin < end ? slot_of(end - 1, threadIdx.x % KEYS) : -1;
-
-    Query query;
     int quarter = warp & 3, half = warp >> 2;
-    load_query(shared, query, q + row * q_row_stride + first_head * q_head_stride, q_head_stride, own_heads, quarter, half == 0, scale_log2, lane);
-    float o[4][NT][4] = {};
-    const float infinity = bits_to_float(0x7f800000);
-    Softmax state;
-#pragma unroll
-    for (int j = 0; j < NT; ++j) state.largest[j] = -infinity, state.anchor[j] = ANCHOR_START, state.sum[j] = 0.f;
-    state.reference = LAYOUT == 0 ? -100 : -127;
-
+    RawQuery raw;
+    read_query(raw, q + row * q_row_stride + first_head * q_head_stride, q_head_stride, own_heads, quarter, lane);
+    if (begin < end) copy(begin, slot);
+    find_largest(shared, raw, quarter, lane);
     if (!__syncthreads_or(counts(end - 1, final)) && begin + 1 < end) {
         // Short contexts leave all blocks from some one on empty: these are left out.
         int last = begin;
@@ -212,13 +208,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
         for (int w = 0; w < WARPS; ++w) last = max(last, shared.last[w]);
         end = last + 1;
     }
+    if (begin + 1 < end) copy(begin + 1, next);  // both stages are free
+    next = slot_of(begin + 2, i);
+    Query query;
+    keep_query(shared, query, raw, quarter, half == 0, scale_log2, lane);
+    __syncthreads();
+    float o[4][NT][4] = {};
+    const float infinity = bits_to_float(0x7f800000);
+    Softmax state;
+#pragma unroll
+    for (int j = 0; j < NT; ++j) state.largest[j] = -infinity, state.anchor[j] = ANCHOR_START, state.sum[j] = 0.f;
+    state.reference = LAYOUT == 0 ? -100 : -127;
+
     for (int block = begin; block < end; ++block) {
         int step = block - begin, stage = step & 1;
         barrier_wait(shared_address(&shared.full[stage]), step >> 1 & 1);
         multiply_queries(shared, stage, query, quarter, half, lane);
         // S is there, and nobody reads P or the other stage any more.
         __syncthreads();
-        if (block + 1 < end) {
+        if (step && block + 1 < end) {
             copy(block + 1, next);
             next = slot_of(block + 2, i);
         }
@@ -235,14 +243,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
 #pragma unroll
     for (int j = 0; j < NT; ++j) {
         int head = warp + 8 * j;
-        float sum = state.sum[j], largest = warp_max(state.largest[j]);
-        for (int distance = 16; distance; distance >>= 1) sum += __shfl_xor_sync(~0u, sum, distance);
+        float sum = warp_sum(state.sum[j]), largest = warp_max(state.largest[j]);
         if (lane == 0) {
             float total = state.anchor[j] + log2_approx(sum);  // -inf where there is nothing
             float weight = sum == 0.f ? 0.f : 1.f / sum;
             i64 at = (i64)row * heads + first_head + head;
             Share share = {sum == 0.f ? -infinity : total, largest};
-            if (is_cluster) shares_of(shared)[own_share][head] = share;
+            if (is_cluster) own_shares(shared)[head] = share;
             else if (head < own_heads && !is_whole) partials[(i64)own_share * gridDim.x * heads + at] = share;
             else if (head < own_heads) {
                 if (sink && sum != 0.f) weight /= 1.f + exp2_approx(sink[first_head + head] * 1.4426950408889634f - total);
@@ -292,21 +299,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
     if (!is_cluster) return;
 
     cluster_sync();
-    for (int k = threadIdx.x; k < shares * HEADS; k += THREADS) {
-        Share* share = &shares_of(shared)[k / HEADS][k % HEADS];
-        if (k / HEADS != own_share) *(float2*)share = load_cluster_2(shared_of_block(shared_address(share), k / HEADS));
-    }
-    __syncthreads();
     // A warp takes a head and a quarter of its values; every block of the cluster its part of these.
     for (int k = own_share * WARPS + warp; k < own_heads * 4; k += shares * WARPS) {
         int head = k / 4, value = (k % 4) * 128 + lane * 4;
         i64 at = (i64)row * heads + first_head + head;
-        u32 address = shared_address(own_out + head * O_STRIDE + value);
+        u32 known = shared_address(own_shares(shared) + head), values = shared_address(own_out + head * O_STRIDE + value);
         add_up(
-            shares, [&](int from) { return shares_of(shared)[from][head]; },
-            [&](int from) { return load_cluster_4(shared_of_block(address, from)); },
+            shares,
+            [&](int from) {
+                float2 two = load_cluster_2(shared_of_block(known, from));
+                return Share{two.x, two.y};
+            },
+            [&](int from) { return load_cluster_4(shared_of_block(values, from)); },
             sink ? sink + first_head + head : nullptr, out,
-            row * out_row_stride + (first_head + head) * out_head_stride + value, value == 0, lse + at, max_logits + at);
+            row * out_row_stride + (first_head + head) * out_head_stride + value, value == 0, lse + at, max_logits + at,
+            lane);
     }
     cluster_sync();  // no block leaves while another reads its shared memory
 }
@@ -322,5 +329,5 @@ extern "C" __global__ void __launch_bounds__(128) combine(
         shares, [&](int k) { return partials[k * apart + at]; },
         [&](int k) { return *(const float4*)(partial_out + (k * apart + at) * D_V + value); },
         sink ? sink + head : nullptr, out, row * out_row_stride + head * out_head_stride + value, value == 0,
-        lse + at, max_logits + at);
+        lse + at, max_logits + at, threadIdx.x & 31);
 }

@@ -108,7 +108,7 @@ def choose_splits(rows: int, groups: int, topk: int, sms: int, blocks: int) -> i
     return max(1, min(room, steps // 2, MAX_SPLITS))
 
 
-def attend(call: SparseMlaCall, *, splits: int | None = None) -> SparseMlaResult:
+def attend(call: SparseMlaCall, *, splits: int | None = None, tiles: int | None = None) -> SparseMlaResult:
     """Attend with the CUDA kernel, within the module's limits.
 
     Args:
@@ -132,10 +132,12 @@ def attend(call: SparseMlaCall, *, splits: int | None = None) -> SparseMlaResult
     first, second = scopes if len(scopes) == 2 else (scopes[0], CudaScope(lengths_divisor=1, page_size=1))
     most = f"splits is {splits}; this kernel adds up 1 to {MAX_SPLITS}"
     call.require(splits is None or 1 <= splits <= MAX_SPLITS, most)
-    q = q if q.stride(2) == 1 else q.contiguous()
+    # Four values are read at a time.
+    aligned = q.data_ptr() % 8 == 0 and q.stride(0) % 4 == 0 and q.stride(1) % 4 == 0 and q.stride(2) == 1
+    q = q if aligned else q.clone(memory_format=torch.contiguous_format)
     out = _rows_of(result.out)
     sink = None if call.attn_sink is None else call.attn_sink.contiguous()
-    variant = next((v for v in VARIANTS if v.heads >= heads), VARIANTS[-1])
+    variant = next((v for v in VARIANTS if (v.tiles == tiles if tiles else v.heads >= heads)), VARIANTS[-1])
     groups = -(-heads // variant.heads)
     defines = {
         "LAYOUT": int(layout is V4_FP8),

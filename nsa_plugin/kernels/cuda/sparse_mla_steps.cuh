@@ -93,50 +93,75 @@ struct Query {
     u32 f16[HELD][NT][2];   // v4_fp8: steps 4 to 7 of the last quarter are bfloat16
 };
 
-// The fragments of a quarter of the query's values, for all heads of the block, divided by what `shared.factor` has.
-DEVICE void load_query(Shared& shared, Query& query, const u16* q, i64 head_stride, int heads, int quarter,
-                       bool is_first, float scale_log2, int lane) {
+// The bfloat16 values that a lane's fragments are made of.
+struct RawQuery {
+    u32 values[FP8_STEPS][NT][2];
+#if LAYOUT == 0
+    u32 rope[NT][2];
+#endif
+};
+
+DEVICE bool is_rope_step(int quarter, int step) { return LAYOUT == 1 && quarter == 3 && step >= 4; }
+
+// A quarter of the query's values, for all heads of the block. Rows start at a multiple of 8 bytes.
+DEVICE void read_query(RawQuery& raw, const u16* q, i64 head_stride, int heads, int quarter, int lane) {
     int g = lane >> 2, t = lane & 3;
-    u32 raw[FP8_STEPS][NT][2];
+    auto two = [](const u16* at) { return __ldg((const u32*)at); };
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
         int head = n * 8 + g;
         const u16* source = q + head * head_stride + quarter * 128;
-        float largest = 0.f;
 #pragma unroll
         for (int s = 0; s < FP8_STEPS; ++s) {
-            bool is_rope = LAYOUT == 1 && quarter == 3 && s >= 4;
             // The order of a fragment's values is that of the codes in a register: 4t to 4t + 3.
-            const u16* lower = source + s * 16 + (is_rope ? 2 * t : 4 * t);
-            const u16* upper = source + s * 16 + (is_rope ? 2 * t + 8 : 4 * t + 2);
-            raw[s][n][0] = head < heads ? lower[0] | (u32)lower[1] << 16 : 0;
-            raw[s][n][1] = head < heads ? upper[0] | (u32)upper[1] << 16 : 0;
-#pragma unroll
-            for (int j = 0; j < 2; ++j)
-                largest = fmaxf(largest, fmaxf(fabsf(bits_to_float(raw[s][n][j] << 16)),
-                                               fabsf(bits_to_float(raw[s][n][j] & 0xffff0000u))));
+            uint2 four = make_uint2(0, 0);
+            if (head < heads && is_rope_step(quarter, s))
+                four = make_uint2(two(source + s * 16 + 2 * t), two(source + s * 16 + 2 * t + 8));
+            else if (head < heads) four = __ldg((const uint2*)(source + s * 16 + 4 * t));
+            raw.values[s][n][0] = four.x, raw.values[s][n][1] = four.y;
         }
-        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-        if (t == 0) shared.s[quarter][head] = largest;
+#if LAYOUT == 0
+        const u16* rope = q + head * head_stride + 512 + quarter * 16 + 2 * t;
+        raw.rope[n][0] = head < heads ? two(rope) : 0, raw.rope[n][1] = head < heads ? two(rope + 8) : 0;
+#endif
     }
-    __syncthreads();
+}
+
+// The quarter's largest value of every head, to `shared.s`. The block has to meet before `keep_query`.
+DEVICE void find_largest(Shared& shared, const RawQuery& raw, int quarter, int lane) {
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
-        int head = n * 8 + g;
+        float largest = 0.f;
+#pragma unroll
+        for (int s = 0; s < FP8_STEPS; ++s)
+#pragma unroll
+            for (int j = 0; j < 2; ++j)
+                largest = fmaxf(largest, fmaxf(fabsf(bits_to_float(raw.values[s][n][j] << 16)),
+                                               fabsf(bits_to_float(raw.values[s][n][j] & 0xffff0000u))));
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+        if ((lane & 3) == 0) shared.s[quarter][n * 8 + (lane >> 2)] = largest;
+    }
+}
+
+// The fragments of a quarter, divided by what `shared.factor` has. The block has to meet after it.
+DEVICE void keep_query(Shared& shared, Query& query, const RawQuery& raw, int quarter, bool is_first, float scale_log2,
+                       int lane) {
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+        int head = n * 8 + (lane >> 2);
         float largest = fmaxf(fmaxf(shared.s[0][head], shared.s[1][head]), fmaxf(shared.s[2][head], shared.s[3][head]));
         int exponent = (int)(__float_as_int(largest) >> 23 & 255) - 127 - 8;
         exponent = largest > 0.f ? min(max(exponent, -100), 100) : 0;
         float divide = power_of_two(-exponent);
-        if (t == 0) shared.factor[head] = power_of_two(exponent) * scale_log2;
+        if ((lane & 3) == 0) shared.factor[head] = power_of_two(exponent) * scale_log2;
 #pragma unroll
         for (int s = 0; s < FP8_STEPS; ++s)
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
-                float lower = bits_to_float(raw[s][n][j] << 16) * divide;
-                float upper = bits_to_float(raw[s][n][j] & 0xffff0000u) * divide;
-                bool is_rope = LAYOUT == 1 && quarter == 3 && s >= 4;
-                u32 two = is_rope ? pack_bf16(lower, upper) : pack_f16(lower, upper);
+                float lower = bits_to_float(raw.values[s][n][j] << 16) * divide;
+                float upper = bits_to_float(raw.values[s][n][j] & 0xffff0000u) * divide;
+                u32 two = is_rope_step(quarter, s) ? pack_bf16(lower, upper) : pack_f16(lower, upper);
                 if (s < HELD) query.f16[s][n][j] = two;
 #if HELD < 8
                 else if (is_first) shared.kept[s - HELD][quarter][lane][2 * n + j] = two;
@@ -145,14 +170,12 @@ DEVICE void load_query(Shared& shared, Query& query, const u16* q, i64 head_stri
 #if LAYOUT == 0
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-            const u16* rope = q + head * head_stride + 512 + quarter * 16 + 2 * t + 8 * j;
-            u32 both = head < heads ? rope[0] | (u32)rope[1] << 16 : 0;
+            u32 both = raw.rope[n][j];
             both = pack_bf16(bits_to_float(both << 16) * divide, bits_to_float(both & 0xffff0000u) * divide);
             if (is_first) shared.rope[quarter][lane][2 * n + j] = both;
         }
 #endif
     }
-    __syncthreads();
 }
 
 // A step's fragments of the query.
