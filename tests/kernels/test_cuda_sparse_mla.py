@@ -68,19 +68,35 @@ def test_a_decode_names_its_own_arguments():
 
 
 @pytest.mark.parametrize(
-    ("rows", "groups", "topk", "splits"),
+    ("rows", "heads", "topk", "tiles", "splits"),
     [
-        (4096, 1, 2048, 1),  # a prefill fills the device by itself
-        (128, 1, 2048, 2),
-        (1, 1, 2048, 16),  # the most: more shares cost more to add up
-        (1, 1, 512, 4),  # each share has at least two steps of 64 entries
-        (1, 1, 64, 1),
-        (1, 1, 0, 1),
-        (33, 8, 2048, 1),
+        (4096, 16, 2048, 2, 1),  # a prefill fills the device by itself
+        (4096, 64, 64, 4, 1),
+        (128, 16, 2048, 2, 2),
+        (1, 8, 2048, 1, 16),  # the most: more shares cost more to add up
+        (1, 16, 2048, 1, 16),  # two groups read the same records, in twice as many blocks
+        (4, 16, 2048, 1, 8),  # eight clusters of 16 would be slower
+        (8, 16, 2048, 1, 16),
+        (16, 16, 2048, 2, 16),  # 256 blocks; with one tile 512, which do not run at once
+        (1, 128, 2048, 1, 16),
+        (4, 128, 2048, 4, 8),
+        (1, 8, 512, 1, 4),  # each share has at least two steps of 64 entries
+        (1, 8, 64, 1, 1),
+        (1, 8, 0, 1, 1),
+        (33, 256, 2048, 4, 1),
     ],
 )
-def test_splits_fill_the_device_once(rows, groups, topk, splits):
-    assert sparse_mla.choose_splits(rows, groups, topk, sms=132, blocks=2) == splits
+def test_a_call_fills_the_device_once(rows, heads, topk, tiles, splits):
+    variant, shares = sparse_mla.choose_variant(rows, heads, topk, sms=132)
+    assert (variant.tiles, shares) == (tiles, splits)
+
+
+def test_every_variant_that_a_batch_may_use_is_built_with_the_first():
+    """Engines warm up with a few batch sizes; another size must not compile a kernel while it serves."""
+    for heads in (1, 5, 8, 16, 24, 32, 40, 64, 128):
+        built = sparse_mla.possible_variants(heads)
+        for topk in (64, 128, 512, 640, 2048):
+            assert {sparse_mla.choose_variant(rows, heads, topk, 132)[0] for rows in range(1, 300)} <= set(built)
 
 
 @pytest.mark.parametrize("layout", ["v32_fp8", "v4_fp8"])
