@@ -28,7 +28,7 @@ _SECTION = Section(engine=ENGINE, prefix="vllm.v4-", need=Need.GPU_V4, versions=
 CHANGES = (
     _SECTION.change(
         "prefill",
-        "v4.patches:prefill",
+        "v4.attention:prefill",
         "vLLM copies the context of every prefill to bf16, whatever its size, and pads fewer than 64 heads.",
         "vLLM attends in place where that is faster, and has kernels for fewer than 64 heads",
         {
@@ -40,7 +40,7 @@ CHANGES = (
     ),
     _SECTION.change(
         "decode",
-        "v4.patches:decode",
+        "v4.attention:decode",
         "vLLM pads fewer than 64 heads. The plugin's kernel runs only if decode_backend names a library.",
         "vLLM has kernels for fewer than 64 heads",
         {
@@ -59,7 +59,7 @@ CHANGES = (
     ),
     _SECTION.change(
         "indexer-builder",
-        "v4.patches:indexer_builder_class",
+        "v32.patches:indexer_builder_class",
         "vLLM does not bound the logits of a decode batch, [query tokens, max_model_len / 4] float32.",
         "vLLM bounds them",
         f"{_INDEXER}:DeepseekV4IndexerBackend.get_builder_cls",

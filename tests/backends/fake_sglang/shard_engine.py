@@ -312,10 +312,9 @@ def backend_of(way: Way, model: ModelShape, exchange: SglangExchange | None, **s
     backend = with_plans(way.original)(*paths)
     adopt(backend, planner, SimpleNamespace(), exchange)
     providers = Providers(way.layout, 0)
-    providers._loaded["indexer_topk", "deep_gemm", None] = score
-    for heads in (HEADS, model.num_heads):
-        providers._loaded["sparse_mla_prefill", "reference", heads] = reference_row_by_row
-        providers._loaded["sparse_mla_decode", "reference", heads] = reference_step
+    providers._loaded["indexer_topk", "deep_gemm"] = score
+    providers._loaded["sparse_mla_prefill", "reference"] = reference_row_by_row
+    providers._loaded["sparse_mla_decode", "reference"] = reference_step
     backend.nsa_plugin.providers = providers
     return backend
 

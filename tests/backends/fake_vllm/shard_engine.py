@@ -199,10 +199,9 @@ def world_of(way: Way, exchange: Exchange | None, step_tokens: int = 1, **settin
     _, plain_decode = kernels(torch.float32)
     providers = world.impl.nsa_plugin_providers
     loaded, attended = providers._loaded, providers.attended.kernel
-    loaded["mha_one_shot", "triton", HEADS] = dense
-    for heads in (HEADS, ranks * HEADS):
-        loaded["sparse_mla_prefill", "reference", heads] = attended(prefill)
-        loaded["sparse_mla_decode", "reference", heads] = attended(plain_decode if way.copied else decode)
+    loaded["mha_one_shot", "triton"] = dense
+    loaded["sparse_mla_prefill", "reference"] = attended(prefill)
+    loaded["sparse_mla_decode", "reference"] = attended(plain_decode if way.copied else decode)
     return world
 
 

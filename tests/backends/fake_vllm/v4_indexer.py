@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from nsa_plugin.backends.vllm.v4.indexer import planned_v4_indexer_builder
 from nsa_plugin.backends.vllm.v4.routes import VllmV4Planner
+from nsa_plugin.backends.vllm.v32.indexer import planned_indexer_builder
 from tests.backends.fake_vllm.indexer import PAGE, StockIndexerBuilder
 from tests.backends.fake_vllm.v4 import H200, MAX_LEN, planner
 from tests.backends.fake_vllm.v32 import CommonAttentionMetadata
@@ -61,4 +61,4 @@ def common(lengths: list[tuple[int, int]], padding: int = 0) -> CommonAttentionM
 
 
 def builder_of(deciding: VllmV4Planner | None, stock: type = Stock) -> Any:
-    return planned_v4_indexer_builder(stock, lambda: deciding)()
+    return planned_indexer_builder(stock, lambda: deciding)()

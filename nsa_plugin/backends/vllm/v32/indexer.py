@@ -9,7 +9,8 @@ changes it in four places:
 - `prefill_topk`: the plugin's top-k kernel for a prefill's logits.
 - `planned_indexer_builder`: the planner splits the batch before vLLM asks for chunks. Decode steps whose logits,
   [query tokens, max_model_len], exceed the budget are removed from vLLM's metadata and get a `StepSelection`. This
-  depends on the number of query tokens alone, so a captured batch and its replays agree.
+  depends on the number of query tokens alone, so a captured batch and its replays agree. In DeepSeek-V4's compressed
+  cache an entry covers `compress_ratio` tokens, and the query token at position p sees (p + 1) // ratio entries.
 - `wrap_indexer`: runs vLLM's function, then selects for such steps in pieces. From 0.26 on vLLM's function skips
   *every* prefill of a batch whose metadata says that dense attention runs. Here only some prefills are dense, so the
   name of that metadata is withheld (otherwise vllm #52512 happens).
@@ -18,15 +19,17 @@ changes it in four places:
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import groupby, pairwise
 from typing import Any
 
+import numpy as np
 import torch
 
 from nsa_plugin.backends.common.providers import Providers
-from nsa_plugin.backends.vllm.v32.metadata import Planning, rows_one_by_one
+from nsa_plugin.backends.vllm.cpu.metadata import owner_of_rows
+from nsa_plugin.backends.vllm.v32.metadata import Planning, most_rows, to_device
 from nsa_plugin.backends.vllm.v32.portable import select
 from nsa_plugin.backends.vllm.v32.routes import Split, VllmPlanner
 from nsa_plugin.backends.vllm.v32.steps import StepSelection, select_steps
@@ -155,12 +158,19 @@ def prefill_topk(original: Callable[..., None], active: Callable[[], bool]) -> C
 
 def planned_indexer_builder(stock: type, planning: Planning) -> type:
     """Make a subclass of vLLM's indexer metadata builder that splits the batch first."""
+    if stock.build.__module__ == __name__:  # type: ignore[attr-defined]
+        return stock  # V4's backend inherits V3.2's builder
 
     class Builder(stock):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            # In a compressed cache (V4) a position is not a token.
-            self.nsa_plugin: VllmPlanner | None = planning() if getattr(self, "compress_ratio", 1) == 1 else None
+            self.nsa_plugin: VllmPlanner | None = planning()
+            self.nsa_plugin_ratio = int(getattr(self, "compress_ratio", 1))
+            if self.nsa_plugin is None or self.nsa_plugin_ratio == 1:
+                return
+            rows = most_rows(self.vllm_config, self.nsa_plugin)
+            self.nsa_plugin_lengths = torch.zeros(rows, dtype=torch.int32, device=self.device)
+            self.nsa_plugin_table: torch.Tensor | None = None
 
         def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
             planner = self.nsa_plugin
@@ -172,7 +182,7 @@ def planned_indexer_builder(stock: type, planning: Planning) -> type:
                 return metadata
             if not planner.portable and not over_budget(split):
                 return metadata
-            return _without_steps(metadata, split, common_attn_metadata)
+            return _without_steps(self, metadata, split, common_attn_metadata)
 
     if hasattr(stock, "_split_indexer_prefill_chunks"):
         split_chunks = staticmethod(prefill_chunks(stock._split_indexer_prefill_chunks, planning))
@@ -203,24 +213,53 @@ def over_budget(split: Split) -> bool:
     return split.steps is not None and 0 < split.steps.indexer.rows_per_chunk < split.step_rows
 
 
-def _without_steps(metadata: Any, split: Split, common: Any) -> Any:
+def _without_steps(builder: Any, metadata: Any, split: Split, common: Any) -> Any:
     """Return vLLM's metadata of the prefills only, with the steps' `StepSelection` attached."""
     assert split.steps is not None
     # vLLM's indexer still selects for steps that it takes for prefills because their query tokens differ in number.
-    requests = int(metadata.num_decodes)
-    rows = int(metadata.num_decode_tokens)
-    q_lens = [end - start for start, end in pairwise(split.starts[: requests + 1])]
+    requests, rows = int(metadata.num_decodes), int(metadata.num_decode_tokens)
+    starts = split.starts[: requests + 1]
     lengths, table = common.seq_lens[:requests], common.block_table_tensor[:requests]
-    live, each = sum(count > 0 for count in q_lens), q_lens[0]
-    padded = q_lens == [each] * live + [0] * (requests - live) and rows == requests * (each or rows // requests)
-    if not padded:  # never captured: one entry per query token; a request may have none (vllm #51486)
-        owner, behind = rows_one_by_one(split.starts[: requests + 1])
-        rows = len(owner)
-        owner, behind = owner.to(lengths.device), behind.to(lengths.device)
-        lengths, table = lengths[owner] - behind.to(lengths.dtype), table[owner]
+    if builder.nsa_plugin_ratio > 1:
+        seen, pages = _by_token(starts, lengths, table)
+        lengths, table = _in_buffers(builder, rows, (seen // builder.nsa_plugin_ratio).clamp_(min=0), pages)
+    elif not _equal_steps(starts, rows):  # never captured; a request may have no query token (vllm #51486)
+        lengths, table = _by_token(starts, lengths, table)
+        rows = len(lengths)
     changed = replace(metadata, num_decodes=0, num_decode_tokens=0, decode=None)
     setattr(changed, ATTRIBUTE, StepSelection(split.steps, rows, lengths, table))
     return changed
+
+
+def _equal_steps(starts: Sequence[int], rows: int) -> bool:
+    """Whether all requests have the same number of query tokens, except for padding at the end, which has none."""
+    q_lens = [end - start for start, end in pairwise(starts)]
+    live, each, requests = sum(count > 0 for count in q_lens), q_lens[0], len(q_lens)
+    return q_lens == [each] * live + [0] * (requests - live) and rows == requests * (each or rows // requests)
+
+
+def _by_token(starts: Sequence[int], lengths: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the context length and the block table row of each query token instead of each request."""
+    owner = owner_of_rows(starts).astype(np.int64)
+    behind = np.asarray(starts[1:])[owner] - 1 - np.arange(starts[0], starts[-1])
+    of_token = to_device(torch.from_numpy(owner), table)
+    return lengths[of_token] - to_device(torch.from_numpy(behind.astype(np.int32)), table), table[of_token]
+
+
+def _in_buffers(
+    builder: Any, rows: int, lengths: torch.Tensor, table: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copy lengths and table rows into the builder's buffers, whose addresses captured graphs keep.
+
+    Padding, up to `rows`, sees no key.
+    """
+    if builder.nsa_plugin_table is None:
+        shape = (len(builder.nsa_plugin_lengths), table.shape[1])
+        builder.nsa_plugin_table = torch.zeros(shape, dtype=torch.int32, device=table.device)
+    kept, pages = builder.nsa_plugin_lengths[:rows], builder.nsa_plugin_table[:rows, : table.shape[1]]
+    kept.zero_()
+    kept[: len(lengths)], pages[: len(lengths)] = lengths, table
+    return kept, pages
 
 
 def wrap_indexer(

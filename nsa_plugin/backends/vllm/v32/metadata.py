@@ -111,9 +111,7 @@ def planned_builder(stock: type, planning: Planning) -> type:
                 return
             # From 0.28 on vLLM counts requests of up to 256 query tokens as steps here; the plans' steps are shorter.
             self.reorder_batch_threshold = planner.step_tokens
-            scheduler = vllm_config.scheduler_config
-            captured = getattr(vllm_config.compilation_config, "max_cudagraph_capture_size", None) or 0
-            rows = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * planner.step_tokens, int(captured))
+            rows = most_rows(vllm_config, planner)
             self.nsa_plugin_request_of_row = torch.full((rows,), -1, dtype=torch.int32, device=device)
 
         def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
@@ -133,6 +131,13 @@ def planned_builder(stock: type, planning: Planning) -> type:
 
     Builder.__name__ = Builder.__qualname__ = f"Planned{stock.__name__}"
     return Builder
+
+
+def most_rows(vllm_config: Any, planner: VllmPlanner) -> int:
+    """Return the most query tokens of a batch, padding for a CUDA graph included."""
+    scheduler = vllm_config.scheduler_config
+    captured = getattr(vllm_config.compilation_config, "max_cudagraph_capture_size", None) or 0
+    return max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * planner.step_tokens, int(captured))
 
 
 @contextmanager
@@ -172,7 +177,7 @@ def assemble(
     layout = planner.model.kv_layout
     selecting = [plan for plan in (split.steps, split.sparse) if plan is not None]
     if any(plan.token_shard or path_of(VLLM, layout, plan).path == PROVIDER for plan in selecting):
-        owners.copy_(_to_device(_owners(split), owners), non_blocking=True)
+        owners.copy_(to_device(_owners(split), owners), non_blocking=True)
 
     def piece(
         plan: Plan, rows: slice | torch.Tensor, requests: Sequence[int], given: Assigned | None, keep: bool = False
@@ -234,10 +239,10 @@ def part_of(common: Any, split: Split, requests: Sequence[int]) -> Any:
     q_lens = [split.starts[request + 1] - split.starts[request] for request in requests]
     starts = torch.tensor([0, *accumulate(q_lens)], dtype=torch.int32)
     on_host = _places(requests)
-    chosen = on_host if isinstance(on_host, slice) else _to_device(on_host, common.seq_lens)
+    chosen = on_host if isinstance(on_host, slice) else to_device(on_host, common.seq_lens)
     rows = _rows(split, requests, common.slot_mapping)
     changed: dict[str, Any] = {
-        "query_start_loc": _to_device(starts, common.query_start_loc),
+        "query_start_loc": to_device(starts, common.query_start_loc),
         "query_start_loc_cpu": starts,
         "num_reqs": len(requests),
         "num_actual_tokens": sum(q_lens),
@@ -264,7 +269,7 @@ def _dense_piece(
     """Make the piece of a dense part, with tensors on `like`'s device; nothing is read back."""
 
     def bounds(lens: Iterable[int]) -> torch.Tensor:
-        return _to_device(torch.tensor([0, *accumulate(lens)], dtype=torch.int32), like)
+        return to_device(torch.tensor([0, *accumulate(lens)], dtype=torch.int32), like)
 
     piece = DensePiece(
         plan=part.plan,
@@ -284,7 +289,7 @@ def _dense_piece(
         ]
     )
     slots = _context_slots(part.requests, part.kv_lens, block_table, like, page_size)
-    return replace(piece, slots=slots, fresh=_to_device(fresh, like))
+    return replace(piece, slots=slots, fresh=to_device(fresh, like))
 
 
 def _context_slots(
@@ -293,8 +298,8 @@ def _context_slots(
     """Return int64 [context tokens] on `like`'s device: cache slots of the first tokens of requests."""
     lens = np.asarray(kv_lens, dtype=np.int64)
     first = np.cumsum(lens) - lens
-    request = _to_device(torch.from_numpy(np.repeat(np.asarray(requests, dtype=np.int64), lens)), like)
-    position = _to_device(torch.from_numpy(np.arange(lens.sum()) - np.repeat(first, lens)), like)
+    request = to_device(torch.from_numpy(np.repeat(np.asarray(requests, dtype=np.int64), lens)), like)
+    position = to_device(torch.from_numpy(np.arange(lens.sum()) - np.repeat(first, lens)), like)
     pages = block_table[request, position // page_size].long()
     return pages * page_size + position % page_size
 
@@ -317,7 +322,7 @@ def _copied(
     for part in parts:
         contexts = [rows.context for rows in part]
         begins = np.asarray(list(accumulate(contexts[:-1], initial=0)), dtype=np.int32)
-        offsets = _to_device(torch.from_numpy(np.repeat(begins, [rows.count for rows in part])), like)
+        offsets = to_device(torch.from_numpy(np.repeat(begins, [rows.count for rows in part])), like)
         slots = _context_slots([rows.request for rows in part], contexts, block_table, like, page_size)
         found.append(Copied(slice(first, first + len(offsets)), slots, offsets))
         first += len(offsets)
@@ -331,23 +336,12 @@ def _owners(split: Split) -> torch.Tensor:
     return torch.from_numpy(owners)
 
 
-def rows_one_by_one(starts: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the request of each query token, how many of the request's follow it), int64 on the host.
-
-    Args:
-        starts: see `owner_of_rows`.
-    """
-    owner = owner_of_rows(starts).astype(np.int64)
-    ends = np.asarray(starts[1:], dtype=np.int64)
-    return torch.from_numpy(owner), torch.from_numpy(ends[owner] - 1 - np.arange(starts[0], starts[-1]))
-
-
 def _rows(split: Split, requests: Sequence[int], like: torch.Tensor) -> slice | torch.Tensor:
     """Return the query tokens of requests: a slice if contiguous, else int64 on `like`'s device."""
     if requests[-1] - requests[0] + 1 == len(requests):
         return slice(split.starts[requests[0]], split.starts[requests[-1] + 1])
     spans = [torch.arange(split.starts[request], split.starts[request + 1]) for request in requests]
-    return _to_device(torch.cat(spans), like)
+    return to_device(torch.cat(spans), like)
 
 
 def _places(requests: Sequence[int]) -> slice | torch.Tensor:
@@ -357,7 +351,7 @@ def _places(requests: Sequence[int]) -> slice | torch.Tensor:
     return torch.tensor(list(requests))
 
 
-def _to_device(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def to_device(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Copy host values to `like`'s device without waiting for it."""
     if not like.is_cuda:
         return values

@@ -88,26 +88,28 @@ def impl_class(original: Any) -> Any:
         return planned_impl(base, planning, providers, lambda: get_forward_context().no_compile_layers)
 
     # vLLM calls this when it builds a layer, so errors come before the class is chosen.
-    return _static(original, planned, building)
+    return planned_class(original, planned, building)
 
 
 def builder_class(original: Any) -> Any:
     """For `FlashMLASparseBackend.get_builder_cls`."""
-    return _static(original, functools.cache(lambda stock: planned_builder(stock, planning)))
+    return planned_class(original, functools.cache(lambda stock: planned_builder(stock, planning)))
 
 
 def indexer_builder_class(original: Any) -> Any:
-    """For `DeepseekV32IndexerBackend.get_builder_cls`."""
-    return _static(original, functools.cache(lambda stock: planned_indexer_builder(stock, planning)))
+    """For `get_builder_cls` of `DeepseekV32IndexerBackend` and of `DeepseekV4IndexerBackend`, which inherits it."""
+    return planned_class(original, functools.cache(lambda stock: planned_indexer_builder(stock, planning)))
 
 
-def _static(original: Any, planned: Callable[[type], type], ask: Callable[[], VllmPlanner | None] | None = None) -> Any:
+def planned_class(
+    original: Any, planned: Callable[[type], type], ask: Callable[[], VllmPlanner | None] | None = None
+) -> Any:
     """Make vLLM's static method return the plugin's class if there is a planner.
 
     Args:
         ask: returns the planner; None: `planning`.
     """
-    function = original.__func__
+    function = getattr(original, "__func__", original)  # an inherited method comes as a function
 
     @functools.wraps(function)
     def get_cls() -> type:

@@ -41,14 +41,15 @@ Engines = Callable[..., None]
 """Calls vLLM's function with the arguments that vLLM passed, or a copy of it."""
 
 
-def prefill(original: Any, kernel: Callable[[], tuple[KernelFunction, KernelFunction]]) -> Any:
-    """Wrap `_forward_prefill`.
+def flash_mla() -> tuple[KernelFunction, KernelFunction]:
+    """Return vLLM's functions that call FlashMLA's decode kernel and make its schedule."""
+    from vllm.v1.attention.ops.flashmla import flash_mla_with_kvcache, get_mla_metadata
 
-    Args:
-        original: vLLM's function, or classmethod (0.22).
-        kernel: gives vLLM's `flash_mla_with_kvcache` and `get_mla_metadata`.
-    """
+    return flash_mla_with_kvcache, get_mla_metadata
 
+
+def prefill(original: Any, kernel: Callable[[], tuple[KernelFunction, KernelFunction]] = flash_mla) -> Any:
+    """For `_forward_prefill` of vLLM's FlashMLA layer: a function, or a classmethod (0.22)."""
     rows_kernel_of = functools.cache(functools.partial(_with_rows_kernel, original))
 
     def around(layer: Any, batch: V4Batch, given: Given, engines: Engines) -> None:
@@ -72,7 +73,7 @@ def prefill(original: Any, kernel: Callable[[], tuple[KernelFunction, KernelFunc
 
 
 def decode(original: Any) -> Any:
-    """Wrap `_forward_decode`, vLLM's function or classmethod."""
+    """For `_forward_decode` of vLLM's FlashMLA layer, as `prefill`."""
 
     def around(layer: Any, batch: V4Batch, given: Given, engines: Engines) -> None:
         plan = batch.steps
@@ -159,7 +160,7 @@ def _selected(layer: Any, batch: V4Batch, given: Given, cache: PagedCache | None
 def _by_decode_kernel(
     batch: V4Batch, kernel: tuple[KernelFunction, KernelFunction], call: LayerCall, out: torch.Tensor
 ) -> None:
-    """Call FlashMLA's decode kernel with the arguments of vLLM's own call for decode steps."""
+    """Call FlashMLA's decode kernel with the arguments of vLLM's call for decode steps."""
     attend, schedule = kernel
     attend = batch.providers.attended.kernel(attend, named=("indices", "extra_indices_in_kvcache"))
     if call.ratio not in batch.schedules:

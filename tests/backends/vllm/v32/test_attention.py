@@ -18,7 +18,6 @@ from nsa_plugin.kernels.mha import reference
 from nsa_plugin.kernels.providers import trtllm
 from nsa_plugin.libraries.devices import synthetic
 from tests.backends.fake_vllm.v32 import (
-    HEADS,
     TOPK,
     TRITON,
     WITH_FLASH_MLA,
@@ -141,7 +140,7 @@ def test_trtllm_gets_the_lengths_from_the_host(layout: str):
         given.append(lengths)
         return reference(q, k, v, *bounds, scale=scale)
 
-    world.impl.nsa_plugin_providers._loaded["mha_one_shot", "trtllm", HEADS] = mha
+    world.impl.nsa_plugin_providers._loaded["mha_one_shot", "trtllm"] = mha
     step = world.step([(1, 40), (20, 20), (5, 21)])
     assert [piece.plan.provider for piece in step.metadata.mha] == ["trtllm"]
     step.check()

@@ -144,14 +144,6 @@ def test_steps_that_vllms_indexer_takes_for_prefills_are_left_to_it():
     assert not hasattr(metadata, ATTRIBUTE)
 
 
-def test_a_compressed_cache_is_left_to_vllm():
-    class Compressed(StockIndexerBuilder):
-        compress_ratio = 4
-
-    builder = planned_indexer_builder(Compressed, lambda: small_budget(1))()
-    assert builder.nsa_plugin is None
-
-
 @pytest.mark.regression(8, "one budget wherever a version of vLLM splits prefills")
 def test_a_builder_with_a_method_for_chunks():
     class Later(StockIndexerBuilder):
@@ -208,7 +200,7 @@ def test_logits_of_steps_are_held_for_the_plans_number_of_query_tokens():
     call, asked = a_call(5), []
     providers = Providers("bf16", 0)
     plan = getattr(metadata, ATTRIBUTE).plan.indexer
-    providers._loaded["indexer_topk_paged", plan.provider, None] = lambda *_, **named: asked.append(named)
+    providers._loaded["indexer_topk_paged", plan.provider] = lambda *_, **named: asked.append(named)
     given = (torch.empty(5, 1), "indexer", call.cache.data.view(160, PAGE, -1), call.q, call.weights)
     ours = wrap_indexer(stock_indexer, lambda: {"indexer": metadata}, lambda: providers)
     ours(*given, TOPK, MAX_LEN, call.buffer)

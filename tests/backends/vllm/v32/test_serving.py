@@ -183,7 +183,7 @@ def test_kernels_run_once_before_batches(monkeypatch: pytest.MonkeyPatch):
 
 def test_the_error_names_a_kernel_that_does_not_run():
     here = serving(prefill_backend="triton")
-    here.loaded()._loaded["sparse_mla_prefill", "triton", 4] = lambda *_, **__: 1 / 0
+    here.loaded()._loaded["sparse_mla_prefill", "triton"] = lambda *_, **__: 1 / 0
     here.loaded().helpers = "reference"
     with pytest.raises(NoProviderError, match="triton's sparse_mla_prefill: ZeroDivisionError"):
         here.warm(torch.device("cpu"))
@@ -379,7 +379,7 @@ def test_a_provider_is_looked_for_inside_vllm_before_it_is_loaded(monkeypatch: p
     assert here.vendored == VENDORED
     here.registry = SimpleNamespace(load=lambda op, name, **_: (op, name))  # type: ignore[assignment]
     assert here.load("indexer_topk_paged", "deep_gemm") == ("indexer_topk_paged", "deep_gemm")
-    assert here.load("sparse_mla_decode", "triton", 4) == ("sparse_mla_decode", "triton")
+    assert here.load("sparse_mla_decode", "triton") == ("sparse_mla_decode", "triton")
     assert asked == [("deep_gemm", VENDORED["deep_gemm"])]
 
 

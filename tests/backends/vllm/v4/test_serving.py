@@ -14,9 +14,10 @@ from nsa_plugin.backends.vllm.startup.model import check_on_cpu, check_on_gpu, f
 from nsa_plugin.backends.vllm.v4 import patches as v4_patches
 from nsa_plugin.backends.vllm.v4 import serving as v4_serving
 from nsa_plugin.backends.vllm.v4.serving import V4Serving, warm_v4
+from nsa_plugin.backends.vllm.v32 import patches
 from nsa_plugin.errors import LeftToStockError, NoProviderError, SettingsError
 from nsa_plugin.libraries.devices import synthetic
-from nsa_plugin.patches.ledger import Need
+from nsa_plugin.patches.ledger import Need, load
 from nsa_plugin.patches.vllm import PATCHES
 from nsa_plugin.patches.vllm_v4 import CHANGES, V4
 from nsa_plugin.settings import ResolvedSettings, Settings
@@ -153,7 +154,7 @@ def test_the_error_names_a_kernel_that_does_not_run(value: float | None, words: 
             out.fill_(value)
         return SimpleNamespace(out=out)
 
-    providers._loaded["sparse_mla_prefill", "cuda", 4] = broken
+    providers._loaded["sparse_mla_prefill", "cuda"] = broken
     with pytest.raises(NoProviderError, match=f"cuda's sparse_mla_prefill for DeepSeek-V4.*{words}"):
         warm_v4({("sparse_mla_prefill", "cuda")}, providers, MODEL, torch.device("cpu"))
 
@@ -198,14 +199,13 @@ def test_the_patches_make_the_plugins_classes(monkeypatch: pytest.MonkeyPatch):
         pass
 
     deciding: list[Any] = [None]
-    monkeypatch.setattr(v4_patches, "planning", lambda: deciding[0])
-    ours = v4_patches.indexer_builder_class(Inheriting.get_builder_cls).__func__
+    monkeypatch.setattr(patches, "planning", lambda: deciding[0])
+    ours = patches.indexer_builder_class(Inheriting.get_builder_cls).__func__
     window = v4_patches.swa_builder_class(vars(Backend)["get_builder_cls"]).__func__
     assert ours() is Stock
     assert window() is Stock
     deciding[0] = object()
-    assert ours().__mro__[2] is Stock
+    assert ours().__mro__[1] is Stock
     assert ours() is ours(), "one class, whoever asks"
     assert window().__mro__[1] is Stock
-    assert {patch.replacement.rpartition(":")[0] for patch in CHANGES} == {v4_patches.__name__}
-    assert all(hasattr(v4_patches, patch.replacement.rpartition(":")[2]) for patch in CHANGES)
+    assert all(callable(load(patch.replacement)) for patch in CHANGES)
