@@ -30,7 +30,6 @@ TURN_OFF = (
     "Turn the plugin off with NSA_PLUGIN_ENABLED=0, or serve the stock engine in such cases with NSA_PLUGIN_STRICT=0."
 )
 _MISSING: Any = object()
-_TARGET = re.compile(r"(?:(class|value) )?([^ (]+)(?:\((.*)\))?")
 
 
 class Kind(StrEnum):
@@ -108,62 +107,6 @@ class Patch:
             if SpecifierSet(target.versions, prereleases=True).contains(version):
                 return target
         return None
-
-
-Where = str | Mapping[str, str]
-"""A target as text, or one for each version range. See `Section.targets`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Section:
-    """Patches of one engine that share a need.
-
-    Attributes:
-        prefix: the prefix of their names.
-        versions: the engine versions in which their targets exist, unless an entry says otherwise.
-        package: the package of their targets; "" = the engine's.
-    """
-
-    engine: str
-    prefix: str
-    need: Need
-    versions: str
-    package: str = ""
-
-    def targets(self, where: Where) -> tuple[Target, ...]:
-        """Targets from "[class |value ]module:Owner.attribute[(parameters)]", the module relative to the package."""
-        by_versions = {self.versions: where} if isinstance(where, str) else where
-        return tuple(self._target(text, versions) for versions, text in by_versions.items())
-
-    def _target(self, text: str, versions: str) -> Target:
-        match = _TARGET.fullmatch(text)
-        assert match, text
-        kind, path, params = match.groups()
-        return Target(
-            path=f"{self.package or self.engine}.{path}",
-            kind=Kind(kind or Kind.FUNCTION),
-            params=tuple(params.split(", ")) if params else (),
-            versions=versions,
-        )
-
-    def change(
-        self, name: str, replacement: str, why: str, remove_when: str, where: Where, *, upstream: str = ""
-    ) -> Patch:
-        return Patch(
-            name=f"{self.prefix}{name}",
-            engine=self.engine,
-            need=self.need,
-            targets=self.targets(where),
-            replacement=f"nsa_plugin.backends.{self.engine}.{replacement}",
-            why=why,
-            upstream=upstream,
-            remove_when=remove_when,
-        )
-
-    def requirement(self, name: str, why: str, where: Where) -> Patch:
-        return Patch(
-            name=f"{self.prefix}{name}", engine=self.engine, need=self.need, targets=self.targets(where), why=why
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

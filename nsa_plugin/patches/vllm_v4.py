@@ -13,103 +13,77 @@ vLLM has separate modules for DeepSeek-V4.1, which the plugin does not change. T
 
 from __future__ import annotations
 
-from nsa_plugin.patches.ledger import Need, Section
+from nsa_plugin.patches.ledger import Need
+from nsa_plugin.patches.section import Section
 
-ENGINE = "vllm"
-_FLASHMLA = "models.deepseek_v4.nvidia.flashmla"
-_SWA = "v1.attention.backends.mla.sparse_swa"
-_INDEXER = "v1.attention.backends.mla.indexer"
-_UNTIL_21, _22, _SINCE_23 = ">=0.20,<0.22", ">=0.22,<0.23", ">=0.23"
-_PREFILL = "q, positions, compressed_k_cache, swa_k_cache, output, attn_metadata, swa_metadata"
-_DECODE = "q, kv_cache, swa_metadata, attn_metadata, swa_only, output"
-
-_SECTION = Section(engine=ENGINE, prefix="vllm.v4-", need=Need.GPU_V4, versions=">=0.20")
-
-CHANGES = (
-    _SECTION.change(
-        "prefill",
-        "v4.attention:prefill",
-        "vLLM copies the context of every prefill to bf16, whatever its size, and pads fewer than 64 heads.",
-        "vLLM attends in place where that is faster, and has kernels for fewer than 64 heads",
-        {
-            _UNTIL_21: "model_executor.layers.deepseek_v4_attention:DeepseekV4MLAAttention._forward_prefill(self, "
-            f"{_PREFILL})",
-            _22: f"{_FLASHMLA}:DeepseekV4FlashMLASparseImpl._forward_prefill(layer, {_PREFILL})",
-            _SINCE_23: f"{_FLASHMLA}:DeepseekV4FlashMLAAttention._forward_prefill(self, {_PREFILL})",
-        },
-    ),
-    _SECTION.change(
-        "decode",
-        "v4.attention:decode",
-        "vLLM pads fewer than 64 heads. The plugin's kernel runs only if decode_backend names a library.",
-        "vLLM has kernels for fewer than 64 heads",
-        {
-            _UNTIL_21: "model_executor.layers.deepseek_v4_attention:DeepseekV4MLAAttention._forward_decode(self, "
-            f"{_DECODE})",
-            _22: f"{_FLASHMLA}:DeepseekV4FlashMLASparseImpl._forward_decode(layer, {_DECODE})",
-            _SINCE_23: f"{_FLASHMLA}:DeepseekV4FlashMLAAttention._forward_decode(self, {_DECODE})",
-        },
-    ),
-    _SECTION.change(
-        "swa-builder",
-        "v4.patches:swa_builder_class",
-        "The sliding-window metadata holds the batch's plans: made once, read by every layer.",
-        "as vllm.v4-prefill",
-        f"{_SWA}:DeepseekSparseSWABackend.get_builder_cls",
-    ),
-    _SECTION.change(
-        "indexer-builder",
-        "v32.patches:indexer_builder_class",
-        "vLLM does not bound the logits of a decode batch, [query tokens, max_model_len / 4] float32.",
-        "vLLM bounds them",
-        f"{_INDEXER}:DeepseekV4IndexerBackend.get_builder_cls",
-    ),
+_SECTION = Section(
+    engine="vllm",
+    prefix="vllm.v4-",
+    need=Need.GPU_V4,
+    versions=">=0.20",
+    names={
+        "flashmla": "models.deepseek_v4.nvidia.flashmla",
+        "swa": "v1.attention.backends.mla.sparse_swa",
+        "indexer": "v1.attention.backends.mla.indexer",
+        "prefill": "q, positions, compressed_k_cache, swa_k_cache, output, attn_metadata, swa_metadata",
+        "decode": "q, kv_cache, swa_metadata, attn_metadata, swa_only, output",
+    },
 )
 
-REQUIREMENTS = (
-    _SECTION.requirement(
-        "stock-swa-builder",
-        "Base class of the builder.",
-        f"{_SWA}:DeepseekSparseSWAMetadataBuilder.build(self, common_prefix_len, common_attn_metadata, fast_build)",
-    ),
-    *(
-        _SECTION.requirement(
-            f"swa-{field.replace('_', '-')}",
-            f"{what}, in a batch's sliding-window metadata.",
-            f"value {_SWA}:DeepseekSparseSWAMetadata.{field}",
-        )
-        for field, what in (
-            ("num_decodes", "Number of decode requests"),
-            ("num_decode_tokens", "Number of decode tokens"),
-            ("num_prefills", "Number of prefill requests"),
-            ("token_to_req_indices", "Request of each query token"),
-            ("is_valid_token", "Whether each query token is real, not padding"),
-            ("decode_swa_indices", "Window slots of the decode tokens"),
-        )
-    ),
-    _SECTION.requirement(
-        "swa-prefill-swa-indices",
-        "Window slots of the prefill tokens, in a batch's sliding-window metadata; the plugin makes them before 0.24.",
-        {">=0.24": f"value {_SWA}:DeepseekSparseSWAMetadata.prefill_swa_indices"},
-    ),
-    _SECTION.requirement(
-        "rows-kernel",
-        "Attends over a bf16 copy; the deliberate fault of a test gives it other indices.",
-        {
-            _UNTIL_21: "value model_executor.layers.deepseek_v4_attention:flash_mla_sparse_fwd",
-            ">=0.22": f"value {_FLASHMLA}:flash_mla_sparse_fwd",
-        },
-    ),
-    _SECTION.requirement(
-        "decode-kernel",
-        "vLLM's wrapper of FlashMLA's decode kernel, for prefills whose plan names it.",
-        "value v1.attention.ops.flashmla:flash_mla_with_kvcache",
-    ),
-    _SECTION.requirement(
-        "decode-kernel-schedule",
-        "Makes the empty schedule of decode-kernel.",
-        "value v1.attention.ops.flashmla:get_mla_metadata",
-    ),
+CHANGES = _SECTION.patches(
+    """
+    prefill [>=0.20,<0.22]: model_executor.layers.deepseek_v4_attention:DeepseekV4MLAAttention._forward_prefill(self,
+        {prefill})
+    prefill [>=0.22,<0.23]: {flashmla}:DeepseekV4FlashMLASparseImpl._forward_prefill(layer, {prefill})
+    prefill [>=0.23]: {flashmla}:DeepseekV4FlashMLAAttention._forward_prefill(self, {prefill})
+        vLLM copies the context of every prefill to bf16, whatever its size, and pads fewer than 64 heads.
+        replacement: v4.attention:prefill
+        until: vLLM attends in place where that is faster, and has kernels for fewer than 64 heads
+    decode [>=0.20,<0.22]: model_executor.layers.deepseek_v4_attention:DeepseekV4MLAAttention._forward_decode(self,
+        {decode})
+    decode [>=0.22,<0.23]: {flashmla}:DeepseekV4FlashMLASparseImpl._forward_decode(layer, {decode})
+    decode [>=0.23]: {flashmla}:DeepseekV4FlashMLAAttention._forward_decode(self, {decode})
+        vLLM pads fewer than 64 heads. The plugin's kernel runs only if decode_backend names a library.
+        replacement: v4.attention:decode
+        until: vLLM has kernels for fewer than 64 heads
+    swa-builder: {swa}:DeepseekSparseSWABackend.get_builder_cls
+        The sliding-window metadata holds the batch's plans: made once, read by every layer.
+        replacement: v4.patches:swa_builder_class
+        until: as vllm.v4-prefill
+    indexer-builder: {indexer}:DeepseekV4IndexerBackend.get_builder_cls
+        vLLM does not bound the logits of a decode batch, [query tokens, max_model_len / 4] float32.
+        replacement: v32.patches:indexer_builder_class
+        until: vLLM bounds them
+    """
+)
+
+REQUIREMENTS = _SECTION.patches(
+    """
+    stock-swa-builder: {swa}:DeepseekSparseSWAMetadataBuilder.build(self, common_prefix_len, common_attn_metadata,
+        fast_build)
+        Base class of the builder.
+    swa-num-decodes: value {swa}:DeepseekSparseSWAMetadata.num_decodes
+        Number of decode requests, in a batch's sliding-window metadata.
+    swa-num-decode-tokens: value {swa}:DeepseekSparseSWAMetadata.num_decode_tokens
+        Number of decode tokens, in a batch's sliding-window metadata.
+    swa-num-prefills: value {swa}:DeepseekSparseSWAMetadata.num_prefills
+        Number of prefill requests, in a batch's sliding-window metadata.
+    swa-token-to-req-indices: value {swa}:DeepseekSparseSWAMetadata.token_to_req_indices
+        Request of each query token, in a batch's sliding-window metadata.
+    swa-is-valid-token: value {swa}:DeepseekSparseSWAMetadata.is_valid_token
+        Whether each query token is real, not padding, in a batch's sliding-window metadata.
+    swa-decode-swa-indices: value {swa}:DeepseekSparseSWAMetadata.decode_swa_indices
+        Window slots of the decode tokens, in a batch's sliding-window metadata.
+    swa-prefill-swa-indices [>=0.24]: value {swa}:DeepseekSparseSWAMetadata.prefill_swa_indices
+        Window slots of the prefill tokens, in a batch's sliding-window metadata; the plugin makes them before 0.24.
+    rows-kernel [>=0.20,<0.22]: value model_executor.layers.deepseek_v4_attention:flash_mla_sparse_fwd
+    rows-kernel [>=0.22]: value {flashmla}:flash_mla_sparse_fwd
+        Attends over a bf16 copy; the deliberate fault of a test gives it other indices.
+    decode-kernel: value v1.attention.ops.flashmla:flash_mla_with_kvcache
+        vLLM's wrapper of FlashMLA's decode kernel, for prefills whose plan names it.
+    decode-kernel-schedule: value v1.attention.ops.flashmla:get_mla_metadata
+        Makes the empty schedule of decode-kernel.
+    """
 )
 
 V4 = CHANGES + REQUIREMENTS
