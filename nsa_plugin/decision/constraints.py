@@ -20,6 +20,8 @@ class Constraints:
 
     Attributes:
         no_dense: why the batch must not attend densely; "" = it may.
+        no_split: why the short requests of a batch with longer ones do not attend densely by themselves; "" = they
+            may, and the caller splits the batch.
         paths: the routes that the engine can execute; None = all.
         engine: the engine's name, for the reason of a route outside `paths`.
         no_path: why a library has no path, by its name; for others the reason only names the engine.
@@ -37,6 +39,7 @@ class Constraints:
     """
 
     no_dense: str = ""
+    no_split: str = ""
     paths: frozenset[Route] | None = None
     engine: str = "the engine"
     no_path: Mapping[str, str] = field(default_factory=dict)

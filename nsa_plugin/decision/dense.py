@@ -84,7 +84,9 @@ def pick_dense(case: Case) -> tuple[Route | None, list[Refusal], str]:
         return None, [], ruled_out
     limit, source = mha_limit(case)
     if batch.max_kv_len > limit:
-        return None, [], f"the longest context of {batch.max_kv_len} tokens exceeds {source}"
+        whole = case.constraints.no_split if batch.num_requests > 1 else ""
+        over = f"the longest context of {batch.max_kv_len} tokens exceeds {source}"
+        return None, [], over + (f", and the batch is not split: {whole}" if whole else "")
     if 0 < batch.attention_workspace_tokens < batch.total_kv_len:
         held = batch.attention_workspace_tokens
         return None, [], f"{batch.total_kv_len} context tokens exceed the attention workspace of {held}"

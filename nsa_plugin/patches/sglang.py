@@ -26,7 +26,10 @@ _section = partial(
     package="sglang.srt",
     prefix="sglang.",
     versions=">=0.5.11",
-    names={"runner_utils": "model_executor.runner_backend_utils"},
+    names={
+        "runner_utils": "model_executor.runner_backend_utils",
+        "mla": "models.deepseek_common.attention_forward_methods.forward_mla:DeepseekMLAForwardMixin",
+    },
     renamed={
         ">=0.5.11,<0.5.13": {
             "x": "nsa",
@@ -109,6 +112,17 @@ GPU = _GPU.patches(
         replacement: v32.prefill_graph:wrap_can_run_graph
         upstream: sglang #12788
         until: SGLang captures dense prefills too
+    split-prepare [>=0.5.16]: {mla}.forward_absorb_prepare(self, positions, hidden_states, forward_batch,
+        zero_allocator)
+        SGLang attends a prefill densely only if every prompt in it is short. The plugin keeps the projected queries of
+        a batch whose short prompts attend densely next to long ones.
+        replacement: v32.split:wrap_prepare
+        until: SGLang decides for each request
+    split-core [>=0.5.16]: {mla}.forward_absorb_core(self, q_pe, k_pe, q_nope_out, k_nope, forward_batch,
+        zero_allocator)
+        As split-prepare: attends the short prompts with SGLang's dense kernel, and the others as SGLang does.
+        replacement: v32.split:wrap_core
+        until: SGLang decides for each request
     """
 )
 
@@ -161,6 +175,8 @@ REQUIREMENTS = _ENABLED.patches(
         The attention kernel over a bf16 cache, as flashmla-kv.
     fa3: {backend}._forward_fa3(self, q_rope, kv_cache, v_head_dim, q_nope, page_table, sm_scale)
         FlashAttention-3 over a bf16 cache, the upstream kernel. Only the deliberate fault of a test changes it.
+    split-queries [>=0.5.16]: models.deepseek_v2:DeepseekV2AttentionMLA.q_b_proj_forward(self, q_lora)
+        Projects a layer's queries, which the dense part of a split batch needs before they are absorbed.
     trtllm: {backend}._forward_trtllm(self, q, k, v, layer, forward_batch, seq_lens, topk_indices)
         The TRT-LLM kernels for decode, verify and draft steps.
     pad-topk: {backend}._pad_topk_indices(self, topk_indices, num_tokens)

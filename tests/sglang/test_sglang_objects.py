@@ -194,3 +194,88 @@ def test_sglangs_draft_steps_are_left_with_routes_that_hold(monkeypatch: pytest.
     for place, backend in enumerate(backends):
         assert (backend.use_mha, backend.dsa_prefill_impl, backend.dsa_decode_impl) == (False, *["flashmla_kv"] * 2)
         assert (backend.nsa_plugin.route.op == "sparse_mla_decode") is (place >= together)
+
+
+@pytest.mark.parametrize("lengths", [((20, 20), (6, 2100)), ((3, 2060), (9, 9), (7, 30), (5, 2100))])
+@pytest.mark.parametrize("layout", ["bf16", "v32_fp8"])
+def test_a_split_batch_through_sglangs_own_layer_code(
+    monkeypatch: pytest.MonkeyPatch, lengths: list[tuple[int, int]], layout: str
+) -> None:
+    """SGLang projects, absorbs and projects the output; the stand-ins are the pool, the indexer and the kernels."""
+    import torch
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    from nsa_plugin.backends.sglang.v32 import split
+    from tests.backends.fake_sglang import layer as fake
+
+    mla = importlib.import_module("sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla")
+    model = importlib.import_module("sglang.srt.models.deepseek_v2")
+    original = model.DeepseekV2AttentionMLA
+    hidden: list[torch.Tensor] = []
+    monkeypatch.setattr("nsa_plugin.backends.sglang.v32.routes.SPLIT_TOKENS", 8)
+    latent = SimpleNamespace(fetch_qkv_latent=lambda: hidden[-1].clone())
+    monkeypatch.setattr(mla, "get_attn_tp_context", lambda: latent)
+    monkeypatch.setattr(mla, "get_parallel", lambda: SimpleNamespace(dcp_replicate_q_proj=False, dcp_enabled=False))
+    monkeypatch.setattr(mla, "get_attn_backend", lambda: None)
+    unchanged = lambda layer, batch, k_nope, k_pe, **more: (k_nope, k_pe)  # noqa: E731
+    monkeypatch.setattr(mla, "prepare_kv_for_attention", unchanged, raising=False)
+    for name in ("dsa_use_prefill_cp", "mla_use_prefill_cp"):
+        monkeypatch.setattr(mla, name, lambda batch: False, raising=False)
+    monkeypatch.setattr(mla, "maybe_capture_indexer_topk", lambda layer_id, topk: topk, raising=False)
+
+    class Real(original):  # type: ignore[valid-type, misc]
+        forward_absorb_prepare = split.wrap_prepare(original.forward_absorb_prepare)
+        forward_absorb_core = split.wrap_core(original.forward_absorb_core)
+
+        def __init__(self, stand_in: Any) -> None:
+            torch.nn.Module.__init__(self)
+            self.stand_in = stand_in
+            for name in ("q_lora_rank", "num_local_heads", "qk_nope_head_dim", "w_kc", "w_vc", "attn_mha"):
+                setattr(self, name, getattr(stand_in, name))
+            self.q_b_proj, self.kv_b_proj, self.o_proj = stand_in.q_b_proj, stand_in.kv_b_proj, stand_in.o_proj
+            fields = {
+                "qk_rope_head_dim": 64,
+                "qk_head_dim": 192,
+                "v_head_dim": 128,
+                "kv_lora_rank": 512,
+                "alt_stream": None,
+                "use_dsa": True,
+                "dcp_size": 1,
+                "use_deep_gemm_bmm": False,
+                "w_kc_qrep": None,
+                "use_min_latency_q_b_gemm": False,
+                "_use_min_latency_q_b_gemm": False,
+                "layer_id": 3,
+                "skip_topk": False,
+                "next_skip_topk": None,
+                "is_nextn": False,
+                "current_attention_backend": "dsa",
+                "rotary_emb": lambda positions, q_pe, k_pe: (-q_pe, -k_pe),
+                "q_a_layernorm": lambda x: x,
+                "kv_a_layernorm": lambda x: x,
+                "indexer": lambda **given: torch.zeros(1),
+                "_fuse_rope_for_trtllm_mla": lambda batch: False,
+                "_skip_rope_for_dsa_tilelang_fused": lambda: False,
+            }
+            for name, value in fields.items():
+                object.__setattr__(self, name, value)
+
+        def attn_mqa(self, q: Any, k: Any, v: Any, batch: Any, q_rope: Any, k_rope: Any, **more: Any) -> Any:
+            return self.stand_in.attend(q, k, q_rope, k_rope, batch)
+
+        attn_mqa.layer_id = 3
+
+    def run(of: Any, *, splits: bool) -> torch.Tensor:
+        of.prepare(split=splits)
+        of.batch.forward_mode = ForwardMode.EXTEND
+        layer = Real(fake.Attention(of.backend, layout))
+        layer.stand_in.slots = of.slots.masked_fill(of.short.unsqueeze(1), -1) if splits else of.slots
+        hidden.append(of.hidden)
+        prepared = layer.forward_absorb_prepare(None, of.hidden, of.batch, None)
+        return layer.forward_absorb_core(*prepared)  # type: ignore[no-any-return]
+
+    whole, parts = (fake.Case(list(lengths), layout, prefill_backend="reference") for _ in range(2))
+    wanted, found = run(whole, splits=False), run(parts, splits=True)
+    assert parts.backend.calls == ["dense"]
+    torch.testing.assert_close(found, wanted, atol=2e-2 if layout == "bf16" else 0.15, rtol=2e-2)
+    torch.testing.assert_close(found[~parts.short], wanted[~parts.short], atol=0, rtol=0)

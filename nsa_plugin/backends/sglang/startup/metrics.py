@@ -2,7 +2,7 @@
 
 With --enable-metrics SGLang sets PROMETHEUS_MULTIPROC_DIR before it starts a process (`set_prometheus_multiproc_dir`,
 called by `_set_envs_and_config` of `srt/entrypoints/engine.py` in 0.5.11 to 0.5.23), and /metrics collects what any of
-its processes wrote there (`add_prometheus_middleware`). So a counter made in a scheduler process appears beside
+its processes wrote there (`add_prometheus_middleware`). So a counter made in a scheduler process appears next to
 SGLang's.
 """
 

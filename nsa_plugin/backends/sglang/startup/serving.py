@@ -15,7 +15,7 @@ from packaging.version import Version
 from nsa_plugin.backends.common.planner import Execution
 from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.common.token_shard import free_memory_of, has_sinks
-from nsa_plugin.backends.common.warm import warm, warm_selection
+from nsa_plugin.backends.common.warm import warm, warm_reading, warm_selection
 from nsa_plugin.backends.sglang.startup import samples
 from nsa_plugin.backends.sglang.startup.metrics import metrics_of
 from nsa_plugin.backends.sglang.startup.model import impls_of, kv_layout, model_shape, ranks
@@ -27,6 +27,7 @@ from nsa_plugin.backends.sglang.v4.warm import warm_v4
 from nsa_plugin.backends.sglang.v32.attention import State, adopt, release
 from nsa_plugin.backends.sglang.v32.portable import warm_portable
 from nsa_plugin.backends.sglang.v32.routes import PLANNED, SglangPlanner
+from nsa_plugin.backends.sglang.v32.split import why_whole
 from nsa_plugin.backends.sglang.v32.token_shard import SglangExchange, open_exchange
 from nsa_plugin.decision.dispatch import validate
 from nsa_plugin.decision.shapes import ModelShape
@@ -37,6 +38,7 @@ from nsa_plugin.patches.ledger import TURN_OFF
 from nsa_plugin.settings import FULL, ResolvedSettings
 from nsa_plugin.telemetry import Metrics, Trace
 
+BESIDE = "short prompts batched with long ones"
 OWN_HEADS_FIRST = Version("0.5.14")
 """See `V4State`."""
 
@@ -121,6 +123,8 @@ class SglangServing:
             raise
         if backend.nsa_plugin is not None:
             self.routes = self.routes or {name: samples.describe(route) for name, route in routes.items()}
+            if not is_v4(backend) and backend.nsa_plugin.plans_prefill:
+                self.routes.setdefault(BESIDE, backend.nsa_plugin.planner.describe_split())
             self.backends.append(backend)
 
     def _adopt_v32(self, backend: Any, model_runner: Any) -> dict[str, Execution]:
@@ -137,6 +141,7 @@ class SglangServing:
             exchange_rows=0 if exchange is None else exchange.shard.max_tokens,
             no_exchange=keeps,
             sinks=has_sinks(model_runner.model_config.hf_text_config),
+            whole=why_whole(model_runner, self.device.sm, resharding=exchange is not None),
         )
         if self.portable and model.fp8_cache and getattr(model_runner.server_args, "enable_mixed_chunk", False):
             raise LeftToStockError("the portable path does not support --enable-mixed-chunk over an fp8 cache")
@@ -158,6 +163,8 @@ class SglangServing:
                 warm(sharded, state.providers, replace(model, attn_tp_size=1), device)
             if state.plans_prefill:
                 warm_selection(state.providers, model, device)
+            if not planner.whole:
+                warm_reading(state.providers, model, device)
             if self.portable:
                 warm_portable(state.providers, model, device)
             self._warmed.add(model)

@@ -43,11 +43,13 @@ from nsa_plugin.backends.sglang.startup.model import prefix_of
 from nsa_plugin.backends.sglang.v32 import batch as batches
 from nsa_plugin.backends.sglang.v32.batch import Batch
 from nsa_plugin.backends.sglang.v32.indexer import Selection, attach
-from nsa_plugin.backends.sglang.v32.routes import PLANNED, SglangPlanner, v32_stock_feature
-from nsa_plugin.backends.sglang.v32.token_shard import SglangExchange, all_heads, schedule_of
+from nsa_plugin.backends.sglang.v32.routes import NO_DENSE, PLANNED, SglangPlanner, SplitExecution, v32_stock_feature
+from nsa_plugin.backends.sglang.v32.split import ATTRIBUTE as SPLIT
+from nsa_plugin.backends.sglang.v32.split import Split
+from nsa_plugin.backends.sglang.v32.token_shard import SglangExchange, all_heads, flash_mla_metadata, schedule_of
 from nsa_plugin.decision.shapes import Phase
 from nsa_plugin.errors import NsaPluginError, PatchError
-from nsa_plugin.kernels.kv_cache import open_cache
+from nsa_plugin.kernels.kv_cache import PagedCache, open_cache
 from nsa_plugin.patches.ledger import TURN_OFF
 
 # Methods that `with_plans` needs, besides the setter and the preparation of captured batches.
@@ -88,6 +90,7 @@ class State:
         preparing: inside `init_forward_metadata`, which no graph captures.
         exchange: for resharding; None if no plan of this backend reshards.
         share: this rank's query tokens of the batch prepared last, if its plan reshards.
+        split: the batch prepared last, if its short prompts attend while others select.
         portable: whether SGLang's libraries do not support the GPU, so that the plugin's kernels do all.
     """
 
@@ -102,12 +105,18 @@ class State:
     preparing: bool = False
     exchange: SglangExchange | None = None
     share: Share | None = None
+    split: Split | None = None
     portable: bool = False
 
     @property
     def own(self) -> bool:
         """Whether the plugin's kernel attends the batch prepared last."""
         return self.route is not None and self.route.own
+
+    @property
+    def some_tokens(self) -> bool:
+        """Whether sparse attention gets only some query tokens of the batch prepared last."""
+        return self.share is not None or self.split is not None
 
     def plans_step(self, phase: Phase | None) -> TypeGuard[Phase]:
         return self.plans_steps and phase is not None and phase is not Phase.EXTEND
@@ -201,7 +210,9 @@ def with_plans(original: type) -> type:
                 # Before 0.5.13 the batch has the pool.
                 pool = getattr(self, "token_to_kv_pool", None)
                 pool = forward_batch.token_to_kv_pool if pool is None else pool
-                selection = Selection(state.route.plan, pool, state.providers, state.share, portable=state.portable)
+                selection = Selection(
+                    state.route.plan, pool, state.providers, state.share, state.split, portable=state.portable
+                )
                 attach(metadata, selection)
             return metadata
 
@@ -211,7 +222,7 @@ def with_plans(original: type) -> type:
                 return _no_schedule(original, cache_seqlens)
             # FlashMLA is not called then, or with other query tokens and heads, and the library may fail to make a
             # large prefill's schedule (sglang #25502).
-            unread = state is not None and state.preparing and (state.own or state.share is not None)
+            unread = state is not None and state.preparing and (state.own or state.some_tokens)
             return None if unread else super()._compute_flashmla_metadata(cache_seqlens, seq_len_q)
 
         def _forward_flashmla_kv(
@@ -229,9 +240,9 @@ def with_plans(original: type) -> type:
                 return _attend(self, state, q, kv_cache, page_table_1, v_head_dim, sm_scale).unsqueeze(1)
             named = {"kv_cache": kv_cache, "v_head_dim": v_head_dim, "sm_scale": sm_scale}
             stock, slots = functools.partial(super()._forward_flashmla_kv, **named), _attended(state, page_table_1)
-            if state is not None and state.share is not None:
+            if state is not None and state.some_tokens:
                 schedule = super()._compute_flashmla_metadata
-                return _flashmla_kv_of_all_heads(self, state, stock, schedule, q, slots, metadata, layer.layer_id)
+                return _flashmla_kv_of_some(self, state, stock, schedule, q, slots, metadata, layer)
             rows = slots.shape[0]
             given = _rows_with_lengths(state, metadata, rows)
             out: torch.Tensor = stock(q_all=q_all[:given], layer=layer, metadata=metadata, page_table_1=slots[:given])
@@ -252,10 +263,15 @@ def with_plans(original: type) -> type:
                 return _attend(self, state, q_all, kv_cache, page_table_1, v_head_dim, sm_scale, sink)
             named = {"kv_cache": kv_cache, "v_head_dim": v_head_dim, "sm_scale": sm_scale}
             stock, slots = functools.partial(super()._forward_flashmla_sparse, **named), _attended(state, page_table_1)
-            if state is None or state.share is None:
+            if state is None or not state.some_tokens:
                 return stock(q_all=q_all, page_table_1=slots, **later)  # type: ignore[no-any-return]
             # topk_length is for the whole batch, and -1 in the slots says the same.
-            return _by_share(state, q_all, slots, lambda q, chosen, _: stock(q_all=q, page_table_1=chosen), sink)
+            kept = {} if sink is None else {"attn_sink": sink}
+
+            def attend(q: torch.Tensor, chosen: torch.Tensor, _: slice) -> torch.Tensor:
+                return stock(q_all=q, page_table_1=chosen, **kept)  # type: ignore[no-any-return]
+
+            return _of_some_tokens(state, q_all, slots, v_head_dim, attend, sink)
 
         def _forward_fa3(self, *, page_table: torch.Tensor, **named: Any) -> torch.Tensor:
             """Call the upstream kernel, all arguments by name; only the deliberate fault changes its slots."""
@@ -311,19 +327,30 @@ def _setter(original: Callable[..., None]) -> Callable[..., None]:
         state: State | None = self.nsa_plugin
         if state is None:
             return original(self, forward_batch)
-        # SGLang's rules start from the path it was started with, not from the last batch's route.
-        setattr(self, f"{state.x}_prefill_impl", state.prefill_impl)
-        original(self, forward_batch)
+
+        def allows(batch: Any) -> bool:
+            """Apply SGLang's rules, from the path it was started with; return whether it may attend densely."""
+            setattr(self, f"{state.x}_prefill_impl", state.prefill_impl)
+            original(self, batch)
+            return bool(self.use_mha)
+
+        dense_allowed = allows(forward_batch)
         if forward_batch is None:
             return None
         phase = batches.phase_of(forward_batch.forward_mode)
         if phase is Phase.EXTEND and state.plans_prefill:
             in_graph = state.exchange is not None and state.exchange.in_graph()
             batch = batches.prefill_batch(forward_batch, in_graph=in_graph)
-            route = state.planner.prefill(batch, dense_allowed=bool(self.use_mha))
+            no_split = state.planner.no_split_of(batch)
+            if not no_split and getattr(forward_batch, "spec_info", None) is not None:
+                no_split = "the draft model reads the selection of every prompt"
+            if not no_split:
+                no_split = "" if allows(batches.ShortPrompts(forward_batch, state.planner.short_limit)) else NO_DENSE
+                allows(forward_batch)
+            route = state.planner.prefill(batch, dense_allowed=dense_allowed, no_split=no_split)
             if route is not None:
                 self.use_mha = route.dense
-            _follow(self, state, batch, route)
+            _follow(self, state, batch, route, forward_batch)
         elif state.plans_step(phase):
             draft = self.speculative_num_draft_tokens
             batch = batches.eager_step(forward_batch, phase, draft, self.max_context_len)
@@ -356,17 +383,39 @@ def _prepared(original: Callable[..., None]) -> Callable[..., None]:
     return prepare
 
 
-def _follow(backend: Any, state: State, batch: Batch | None = None, route: Execution | None = None) -> None:
+def _follow(
+    backend: Any,
+    state: State,
+    batch: Batch | None = None,
+    route: Execution | None = None,
+    forward_batch: Any = None,
+) -> None:
     """Set a batch's route, or None for the stock path, on the backend."""
-    state.route, state.share = route, None
+    state.route, state.share, state.split = route, None, None
     path = None if route is None else route.path
     if route is not None and batch is not None and state.exchange is not None and route.plan.token_shard:
         shares = state.planner.shares(route.plan, batch, state.exchange.shard.max_rows)
         state.share = Share(state.exchange, shares, route.plan.token_shard_chunks)
+    if isinstance(route, SplitExecution) and batch is not None:
+        q_lens, kv_lens = zip(*((rows, context) for _, rows, context in batch.requests), strict=True)
+        read = state.providers.helper("kv_cache_read")
+        state.split = Split(route, q_lens, kv_lens, backend, functools.partial(_layer_cache, backend, state), read)
+    if forward_batch is not None:
+        setattr(forward_batch, SPLIT, state.split)  # the layers' forward has only this
     step = route is not None and route.plan.phase is not Phase.EXTEND
     if path is not None and not step:
         setattr(backend, f"{state.x}_prefill_impl", path)
     setattr(backend, f"{state.x}_decode_impl", path if path is not None and step else state.decode_impl)
+
+
+def _layer_cache(backend: Any, state: State, layer_id: int) -> PagedCache:
+    return _paged(backend, state, backend.token_to_kv_pool.get_key_buffer(layer_id))
+
+
+def _paged(backend: Any, state: State, kv_cache: torch.Tensor) -> PagedCache:
+    """Open a layer's cache, of any shape [..., bytes or values of a token], as pages."""
+    page_size = next(int(getattr(backend, name)) for name in PAGE_SIZES if hasattr(backend, name))
+    return open_cache(kv_cache.view(-1, page_size, 1, kv_cache.shape[-1]), state.planner.model.kv_layout)
 
 
 def _rows_with_lengths(state: State | None, metadata: Any, rows: int) -> int:
@@ -405,8 +454,7 @@ def _attend(
     """
     route = state.route
     assert route is not None
-    page_size = next(int(getattr(backend, name)) for name in PAGE_SIZES if hasattr(backend, name))
-    cache = open_cache(kv_cache.view(-1, page_size, 1, kv_cache.shape[-1]), state.planner.model.kv_layout)
+    cache = _paged(backend, state, kv_cache)
     given = {"scale": scale, "d_v": d_v, "attn_sink": attn_sink}
 
     def attend(q_rows: torch.Tensor, chosen: torch.Tensor, _: slice) -> torch.Tensor:
@@ -414,13 +462,20 @@ def _attend(
             chosen = F.pad(chosen, (0, 0, 0, q_rows.shape[0] - chosen.shape[0]), value=-1)
         return state.providers.attend(route.op, route.plan.provider, q_rows, cache, chosen, **given)
 
-    return _by_share(state, q, slots, attend, attn_sink)
+    return _of_some_tokens(state, q, slots, d_v, attend, attn_sink)
 
 
-def _by_share(
-    state: State, q: torch.Tensor, slots: torch.Tensor, attend: AttendShare, attn_sink: torch.Tensor | None
+def _of_some_tokens(
+    state: State,
+    q: torch.Tensor,
+    slots: torch.Tensor,
+    d_v: int,
+    attend: AttendShare,
+    attn_sink: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend all query tokens with this rank's heads, or if the batch reshards, this rank's with all heads."""
+    """Attend the query tokens that are sparse, with this rank's heads, or if the batch reshards, as its share says."""
+    if state.split is not None:
+        return state.split.attend_sparse(q, slots, d_v, lambda some, chosen: attend(some, chosen, slice(0, len(some))))
     if state.share is None:
         return attend(q, slots, slice(0, q.shape[0]))
     if attn_sink is not None:  # not in the model's configuration (`has_sinks`)
@@ -436,7 +491,7 @@ def _no_schedule(original: type, cache_seqlens: torch.Tensor) -> Any:
     )
 
 
-def _flashmla_kv_of_all_heads(
+def _flashmla_kv_of_some(
     backend: Any,
     state: State,
     stock: Callable[..., torch.Tensor],
@@ -444,24 +499,35 @@ def _flashmla_kv_of_all_heads(
     q: torch.Tensor,
     slots: torch.Tensor,
     metadata: Any,
-    layer_id: int,
+    layer: Any,
 ) -> torch.Tensor:
-    """Attend with upstream FlashMLA over fp8 pages, with all heads of own query tokens: [tokens, 1, heads, d_v].
+    """Attend some query tokens with upstream FlashMLA over fp8 pages: [tokens, 1, heads, d_v].
+
+    They are the sparse ones of a split batch, or this rank's with all heads.
 
     Args:
         stock, schedule: SGLang's call, with the arguments that stay, and its `_compute_flashmla_metadata`.
         q, slots: as for `_attend`.
         metadata: of the whole batch.
+        layer: SGLang's attention layer.
     """
-    route, share, heads = state.route, state.share, state.planner.model.num_heads
+    route, split, heads = state.route, state.split, state.planner.model.num_heads
     assert route is not None
-    assert share is not None
     lengths = getattr(metadata, f"{state.x}_cache_seqlens_int32")
-    layer = SimpleNamespace(tp_q_head_num=heads, head_dim=q.shape[-1])
+    if split is not None:
+        if split.schedule is None:
+            split.schedule = flash_mla_metadata(schedule, lengths[split.rows(q)], state.x)
+        attend = functools.partial(stock, layer=layer, metadata=split.schedule)
+        return split.attend_sparse(
+            q, slots, layer.v_head_dim, lambda some, chosen: attend(q_all=some, page_table_1=chosen).flatten(0, -3)
+        ).unsqueeze(1)
+    share = state.share
+    assert share is not None
+    of_all_heads = SimpleNamespace(tp_q_head_num=heads, head_dim=q.shape[-1])
 
     def attend_rows(q_rows: torch.Tensor, chosen: torch.Tensor, rows: slice) -> torch.Tensor:
         with all_heads(backend, route.plan.head_padding or heads):
-            own = schedule_of(share, layer_id, rows, schedule, lengths, state.x)
-            return stock(q_all=q_rows, page_table_1=chosen, layer=layer, metadata=own).squeeze(1)
+            own = schedule_of(share, layer.layer_id, rows, schedule, lengths, state.x)
+            return stock(q_all=q_rows, page_table_1=chosen, layer=of_all_heads, metadata=own).squeeze(1)
 
     return share.attend(q, slots, attend_rows).unsqueeze(1)

@@ -86,6 +86,17 @@ def prefill_batch(forward_batch: Any, *, in_graph: bool = False) -> Batch:
     return Batch(shape, mixed=forward_batch.forward_mode.name == "MIXED", in_graph=in_graph, requests=requests)
 
 
+class ShortPrompts:
+    """A prefill's requests with contexts of at most `limit` tokens, as SGLang's rules on dense attention read them."""
+
+    def __init__(self, forward_batch: Any, limit: int):
+        self._whole = forward_batch
+        self.seq_lens_cpu = forward_batch.seq_lens_cpu[forward_batch.seq_lens_cpu <= limit]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._whole, name)
+
+
 def step_batch(phase: Phase, requests: int, rows: int, max_context: int, names: Sequence[str] = ()) -> Batch:
     """Make a decode, verify or draft step, captured or not.
 

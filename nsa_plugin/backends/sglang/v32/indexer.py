@@ -11,8 +11,8 @@ SGLang's `topk_transform` would:
 
 Each row has index_topk entries, padded with -1. The choice among ties and the order within a row may differ.
 
-If a prefill's plan reshards (`token_shard`), this rank does not score or select for query tokens of other ranks. Their
-selection is -1, also in a buffer that SGLang passes.
+If a prefill's plan reshards (`token_shard`), this rank does not score or select for query tokens of other ranks, and if
+the batch is split (`split`), no rank does for dense ones. Their selection is -1, also in a buffer that SGLang passes.
 
 The original function runs unchanged if the batch has no plan, or one without a selection; if --{nsa,dsa}-topk-backend
 is not sgl-kernel (the user asked for its tie-breaking); if the model forces its first or last tokens into the
@@ -32,6 +32,7 @@ import torch
 
 from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.common.token_shard import Share
+from nsa_plugin.backends.sglang.v32.split import Split
 from nsa_plugin.decision.plan import IndexerMode, Plan
 from nsa_plugin.decision.shapes import Phase
 from nsa_plugin.errors import PatchError
@@ -52,6 +53,7 @@ class Selection:
         pool: SGLang's pool, which holds the indexer's keys.
         providers: loads the plan's provider.
         share: this rank's query tokens, if the batch reshards.
+        split: the batch, if its short prompts attend densely; they have no selection.
         portable: whether SGLang has no kernels for a selection, so that nothing may be left to it.
     """
 
@@ -59,6 +61,7 @@ class Selection:
     pool: Any
     providers: Providers
     share: Share | None = None
+    split: Split | None = None
     portable: bool = False
 
 
@@ -119,12 +122,11 @@ def _covered(selection: Selection, indexer: Any, metadata: Any) -> list[Request]
         return None
     if selection.share is not None and selection.share.partition.total != rows:
         return None
-    return requests_within(_own_rows(selection, rows), q_lens, kv_lens)
-
-
-def _own_rows(selection: Selection, rows: int) -> slice:
-    """Return those of `rows` query tokens that this rank selects for."""
-    return slice(0, rows) if selection.share is None else selection.share.rows
+    if selection.split is not None:
+        same = (tuple(q_lens), tuple(kv_lens)) == (selection.split.q_lens, selection.split.kv_lens)
+        return selection.split.selecting() if same else None
+    share = selection.share
+    return requests_within(slice(0, rows) if share is None else share.rows, q_lens, kv_lens)
 
 
 def _extend_lens(metadata: Any) -> list[int]:
@@ -146,9 +148,13 @@ def _select(
 ) -> torch.Tensor:
     plan, topk = selection.plan.indexer, indexer.index_topk
     ks, ke = metadata.get_indexer_kvcache_range()
-    own = _own_rows(selection, ks.shape[0])
-    if selection.share is not None:
+    own: slice | torch.Tensor = slice(0, ks.shape[0])
+    if selection.share is not None or selection.split is not None:
         out.fill_(-1)
+    if selection.split is not None:
+        own = selection.split.rows(ks)
+    elif selection.share is not None:
+        own = selection.share.rows
         if own.start == own.stop:
             return out
     seq_lens = metadata.get_indexer_seq_len_cpu()
@@ -162,7 +168,7 @@ def _select(
     if plan.provider != REFERENCE:
         arguments["requests"] = requests
     score = selection.providers.load("indexer_topk", plan.provider)
-    unfused = not is_fused(metadata)
+    unfused, in_place = not is_fused(metadata), isinstance(own, slice)
     # A pipeline's receive may run at the same time and needs an SM.
     with getattr(indexer, "_with_real_sm_count", nullcontext)():
         positions = score(
@@ -173,15 +179,19 @@ def _select(
             ks[own],
             ke[own],
             topk,
-            out=out[own] if unfused else None,
+            out=out[own] if unfused and in_place else None,
             **arguments,
         )
     if not unfused:
         out[own] = _transformed(selection, metadata, positions, own)
+    elif not in_place:
+        out[own] = positions
     return out
 
 
-def _transformed(selection: Selection, metadata: Any, positions: torch.Tensor, own: slice) -> torch.Tensor:
+def _transformed(
+    selection: Selection, metadata: Any, positions: torch.Tensor, own: slice | torch.Tensor
+) -> torch.Tensor:
     """Return int32 [rows, topk]: slots or rows of the copied keys, as SGLang's fused transform does."""
     attention = metadata.attn_metadata
     if metadata.topk_transform_method.name == "RAGGED":

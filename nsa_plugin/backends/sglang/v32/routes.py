@@ -19,13 +19,13 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from nsa_plugin.backends.common.paths import FA3, SGLANG, routes_of
-from nsa_plugin.backends.common.planner import Execution, Planner
+from nsa_plugin.backends.common.planner import KERNEL_OPS, Execution, Planner
 from nsa_plugin.backends.sglang.startup.model import stock_feature
 from nsa_plugin.backends.sglang.v32.batch import Batch
 from nsa_plugin.decision import token_shard as sharding
 from nsa_plugin.decision.constraints import Constraints
-from nsa_plugin.decision.dispatch import decide
-from nsa_plugin.decision.plan import Plan
+from nsa_plugin.decision.dispatch import BatchPart, decide, partition
+from nsa_plugin.decision.plan import Attention, Plan
 from nsa_plugin.decision.shapes import Phase
 from nsa_plugin.parallel.partition import Partition
 
@@ -46,55 +46,122 @@ NO_DENSE = "SGLang's rules exclude it for this batch"
 COPY_BUDGET = "a quarter of the free memory"
 
 
+SPLIT_TOKENS = 512
+"""Fewest query tokens of short prompts that are split off; for fewer, the second attention call is estimated to take
+longer than it saves."""
+
+
+@dataclass(frozen=True)
+class SplitExecution(Execution):
+    """How to execute a prefill whose short prompts attend densely: plan and path are those of the others.
+
+    Attributes:
+        requests: places of the requests that select, ascending.
+        dense_parts: the requests that attend densely.
+    """
+
+    requests: tuple[int, ...] = ()
+    dense_parts: tuple[BatchPart, ...] = ()
+
+
 @dataclass
 class SglangPlanner(Planner):
     """The decisions of one SGLang attention backend; see `Planner`.
 
     Attributes:
         sinks: whether the model has attention sinks.
+        whole: why no prefill is split (`split.why_whole`); "" = one may be.
     """
 
     engine: ClassVar[str] = SGLANG
 
     sinks: bool = False
+    whole: str = "this backend attends every batch as a whole"
     _prefills: dict[Hashable, Execution | None] = field(default_factory=dict)
 
-    def prefill(self, batch: Batch, *, dense_allowed: bool) -> Execution | None:
+    def prefill(self, batch: Batch, *, dense_allowed: bool, no_split: str = NO_DENSE) -> Execution | None:
         """Return how to execute a prefill, or None if it is left to the stock path.
 
         Args:
             dense_allowed: whether SGLang's rules allow dense attention for the batch. They know its flags and graphs; a
                 plan may use dense attention less than they allow, never more.
+            no_split: why the batch is not split (`no_split_of`, and SGLang's rules); "" = it may be.
         """
         started = time.perf_counter()
         self.read_free_memory()
-        execution = self.prefill_execution(batch, dense_allowed=dense_allowed)
+        execution = self.prefill_execution(batch, dense_allowed=dense_allowed, no_split=no_split)
         return None if execution is None else self._recorded(execution, batch, started)
 
-    def prefill_execution(self, batch: Batch, *, dense_allowed: bool = False) -> Execution | None:
+    def prefill_execution(
+        self, batch: Batch, *, dense_allowed: bool = False, no_split: str = NO_DENSE
+    ) -> Execution | None:
         """As `prefill`, for a batch that is never scheduled: nothing is recorded."""
-        key = *self._prefill_key(batch), dense_allowed, self.device.memory_free
+        key = *self._prefill_key(batch, no_split), dense_allowed, self.device.memory_free
         if key not in self._prefills:
             if len(self._prefills) >= MAX_PREFILLS:
                 self._prefills.clear()
-            self._prefills[key] = self._prefill_execution(batch, dense_allowed)
+            self._prefills[key] = self._prefill_execution(batch, dense_allowed, no_split)
         return self._prefills[key]
 
-    def _prefill_key(self, batch: Batch) -> tuple[Hashable, ...]:
-        """Return the batch properties that a prefill's plan depends on."""
-        return batch.shape, batch.mixed, batch.in_graph
+    @property
+    def short_limit(self) -> int:
+        """Most tokens of a context that may attend densely; a plan may have a lower limit."""
+        return self.model.index_topk if self.settings.mha_max_kv < 0 else self.settings.mha_max_kv
 
-    def _prefill_execution(self, batch: Batch, dense_allowed: bool) -> Execution | None:
+    def describe_split(self) -> str:
+        """Say for the start-up report how short prompts attend in a prefill with long ones."""
+        if self.whole:
+            return f"attend as the long ones: {self.whole}"
+        return f"attend densely, from {SPLIT_TOKENS} query tokens on"
+
+    def no_split_of(self, batch: Batch) -> str:
+        """Return why the short prompts of a batch do not attend densely next to its long ones; "" if they may."""
+        if self.whole:
+            return self.whole
+        if batch.mixed:
+            return "it has decode steps as well"
+        short = sum(rows for _, rows, context in batch.requests if context <= self.short_limit)
+        if short == batch.shape.num_tokens:
+            return "no context is longer"
+        return "" if short >= SPLIT_TOKENS else f"fewer than {SPLIT_TOKENS} query tokens are in short contexts"
+
+    def _prefill_key(self, batch: Batch, no_split: str) -> tuple[Hashable, ...]:
+        """Return the batch properties that a prefill's plan depends on."""
+        lengths = () if no_split else tuple((rows, context) for _, rows, context in batch.requests)
+        return batch.shape, batch.mixed, batch.in_graph, no_split, lengths
+
+    def _prefill_execution(self, batch: Batch, dense_allowed: bool, no_split: str) -> Execution | None:
         # SGLang copies an fp8 cache only for whole prefills, and the paths take different inputs.
         if batch.shape.context_parallel or (batch.mixed and self.model.fp8_cache):
             return None
-        constraints = self.prefill_constraints(batch, "" if dense_allowed else NO_DENSE)
+        if not no_split:
+            return self._split_execution(batch)
+        constraints = self.prefill_constraints(batch, "" if dense_allowed else NO_DENSE, no_split)
         return self.execution(decide(self.model, batch.shape, self.device, self.settings, constraints))
 
-    def prefill_constraints(self, batch: Batch, no_dense: str = "") -> Constraints:
-        """Return the constraints of a prefill."""
+    def _split_execution(self, batch: Batch) -> Execution:
+        """Decide for each part of a batch; one with a single part is executed as a whole."""
+        parts = partition(
+            self.model,
+            [rows for _, rows, _ in batch.requests],
+            [context for *_, context in batch.requests],
+            Phase.EXTEND,
+            self.device,
+            self.settings,
+            attention_workspace_tokens=batch.shape.attention_workspace_tokens,
+            constraints=self.prefill_constraints(batch),
+        )
+        dense = tuple(part for part in parts if part.plan.attention is Attention.MHA_ONE_SHOT)
+        (sparse,) = (part for part in parts if part.plan.attention in KERNEL_OPS)
+        execution = self.execution(sparse.plan)
+        return (
+            SplitExecution(sparse.plan, execution.path, execution.own, sparse.requests, dense) if dense else execution
+        )
+
+    def prefill_constraints(self, batch: Batch, no_dense: str = "", no_split: str = "") -> Constraints:
+        """Return the constraints of a prefill, or of its parts."""
         rows, (d_qk, _) = batch.shape.num_tokens, self.model.row_dims
-        more: dict[str, Any] = {"no_dense": no_dense}
+        more: dict[str, Any] = {"no_dense": no_dense, "no_split": no_split}
         if batch.in_graph and not self.no_exchange:
             more["keep_heads"] = "SGLang captures or replays this prefill in pieces, around attention over fixed tokens"
         return self.constraints(
@@ -136,8 +203,13 @@ class SglangPlanner(Planner):
         return self.step_execution_of(batch.shape)
 
     def _recorded(self, execution: Execution, batch: Batch, started: float) -> Execution:
-        # The requests of a step have no names, and so are not listed, in some versions of SGLang.
-        self.record([(execution.plan, batch.requests)], started, [batch.shape.num_tokens])
+        if isinstance(execution, SplitExecution):
+            places = [(execution.plan, execution.requests)]
+            places += [(part.plan, part.requests) for part in execution.dense_parts]
+            self.record([(plan, [batch.requests[place] for place in some]) for plan, some in places], started)
+        else:
+            # The requests of a step have no names, and so are not listed, in some versions of SGLang.
+            self.record([(execution.plan, batch.requests)], started, [batch.shape.num_tokens])
         return execution
 
 

@@ -160,6 +160,11 @@ def schedule_of(
         own = lengths[rows]
         if missing := rows.stop - rows.start - own.shape[0]:
             own = F.pad(own, (0, missing), value=1)
-        return SimpleNamespace(**{f"{x}_cache_seqlens_int32": own}, flashmla_metadata=compute(own, 1))
+        return flash_mla_metadata(compute, own, x)
 
     return share.scheduled(layer_id, rows, make)
+
+
+def flash_mla_metadata(compute: Callable[[torch.Tensor, int], Any], lengths: torch.Tensor, x: str) -> Any:
+    """Return what SGLang's `_forward_flashmla_kv` reads, for query tokens with these lengths; see `schedule_of`."""
+    return SimpleNamespace(**{f"{x}_cache_seqlens_int32": lengths}, flashmla_metadata=compute(lengths, 1))

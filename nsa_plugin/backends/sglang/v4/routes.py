@@ -90,10 +90,10 @@ class SglangV4Planner(SglangPlanner):
     engine_makes_rows: bool = False
     engine_tokens: int = ENGINE_TOKENS
 
-    def _prefill_key(self, batch: Batch) -> tuple[Hashable, ...]:
+    def _prefill_key(self, batch: Batch, no_split: str) -> tuple[Hashable, ...]:
         return batch.shape, tuple((rows, context) for _, rows, context in batch.requests)
 
-    def prefill_constraints(self, batch: Batch, no_dense: str = "") -> Constraints:
+    def prefill_constraints(self, batch: Batch, no_dense: str = "", no_split: str = "") -> Constraints:
         """Return the constraints of a prefill. A V4 model has no dense attention to rule out."""
         preferred: frozenset[Route] = frozenset()
         if self.asked:

@@ -22,11 +22,12 @@ from typing import Any
 
 import torch
 
+from nsa_plugin.backends.common.dense import DensePiece, keys_and_values
 from nsa_plugin.backends.common.paths import PROVIDER
 from nsa_plugin.backends.common.planner import KERNEL_OPS
 from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.common.token_shard import Share
-from nsa_plugin.backends.vllm.v32.metadata import DensePiece, PlannedMetadata, Planning, SparsePiece
+from nsa_plugin.backends.vllm.v32.metadata import PlannedMetadata, Planning, SparsePiece
 from nsa_plugin.backends.vllm.v32.routes import VllmPlanner
 from nsa_plugin.backends.vllm.v32.token_shard import Copied, flash_mla
 from nsa_plugin.decision.plan import Plan
@@ -273,17 +274,14 @@ def _dense(
         latent: the query tokens' kv_c [rows, kv_lora_rank] and k_pe [rows, qk_rope_head_dim].
     """
     providers: Providers = impl.nsa_plugin_providers
-    kv_c, k_pe = latent
-    if piece.slots is not None:
-        context = providers.helper("kv_cache_read")(_paged(impl, kv_cache), piece.slots, dtype=q.dtype)
-        # New tokens unrounded, not as the cache stores them, as in vLLM's dense prefill.
-        context[piece.fresh] = torch.cat([kv_c, k_pe], dim=-1)
-        kv_c, k_pe = context.split([impl.kv_lora_rank, impl.qk_rope_head_dim], dim=-1)
-    nope = impl.qk_nope_head_dim
-    kv = impl.kv_b_proj(kv_c.contiguous())[0].view(-1, impl.num_heads, nope + impl.v_head_dim)
-    k = kv.new_empty(kv.shape[0], impl.num_heads, nope + impl.qk_rope_head_dim)
-    k[..., :nope] = kv[..., :nope]
-    k[..., nope:] = k_pe.unsqueeze(1)
+    k, v = keys_and_values(
+        piece,
+        *latent,
+        read=lambda slots: providers.helper("kv_cache_read")(_paged(impl, kv_cache), slots, dtype=q.dtype),
+        kv_b_proj=impl.kv_b_proj,
+        heads=impl.num_heads,
+        nope=impl.qk_nope_head_dim,
+    )
     provider = piece.plan.provider
     lengths: dict[str, Any] = {}
     if provider == "trtllm":  # without lengths it copies the boundaries from the device and waits
@@ -291,7 +289,6 @@ def _dense(
     elif provider != REFERENCE:
         lengths = {"max_seqlen_q": max(piece.q_lens), "max_seqlen_k": max(piece.kv_lens)}
     mha = providers.load("mha_one_shot", provider)
-    v = kv[..., nope:]
     out: torch.Tensor = mha(q, k, v, piece.cu_seqlens_q, piece.cu_seqlens_k, scale=impl.scale, **lengths).out
     return out
 

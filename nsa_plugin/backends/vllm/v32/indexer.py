@@ -27,9 +27,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from nsa_plugin.backends.common.dense import to_device
 from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.vllm.cpu.metadata import owner_of_rows
-from nsa_plugin.backends.vllm.v32.metadata import Planning, most_rows, to_device
+from nsa_plugin.backends.vllm.v32.metadata import Planning, most_rows
 from nsa_plugin.backends.vllm.v32.portable import select
 from nsa_plugin.backends.vllm.v32.routes import Split, VllmPlanner
 from nsa_plugin.backends.vllm.v32.steps import StepSelection, select_steps

@@ -8,7 +8,7 @@ with the request of each query token. Nothing here waits for the device or for t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from nsa_plugin.backends.common.dense import DensePiece, context_slots, dense_piece, rows_of, to_device
 from nsa_plugin.backends.common.paths import MIXED, PROVIDER, SEPARATE, VLLM, path_of
 from nsa_plugin.backends.common.token_shard import Share
 from nsa_plugin.backends.vllm.cpu.metadata import MLAMetadata, PrefillMetadata, owner_of_rows
-from nsa_plugin.backends.vllm.v32.routes import DensePart, Split, VllmPlanner
+from nsa_plugin.backends.vllm.v32.routes import Split, VllmPlanner
 from nsa_plugin.backends.vllm.v32.token_shard import Assigned, Copied, OwnRows
 from nsa_plugin.decision.plan import Plan
 
@@ -54,30 +55,6 @@ class SparsePiece:
     stock: Any = None
     share: Share | None = None
     copied: tuple[Copied, ...] = ()
-
-
-@dataclass(frozen=True)
-class DensePiece:
-    """Query tokens that attend densely, in one call.
-
-    Attributes:
-        plan: the decision.
-        rows: the query tokens in the batch: a slice, or int64 [num_rows].
-        cu_seqlens_q, cu_seqlens_k: int32 [requests + 1], query and context tokens, cumulative; on the device.
-        q_lens, kv_lens: query and context tokens of each request, on the host.
-        slots: int64 [context tokens], cache slots of the contexts; None if no request has a prefix, so that the batch
-            has all keys.
-        fresh: int64 [num_rows], which context tokens are new in this batch; None as `slots`.
-    """
-
-    plan: Plan
-    rows: slice | torch.Tensor
-    cu_seqlens_q: torch.Tensor
-    cu_seqlens_k: torch.Tensor
-    q_lens: tuple[int, ...]
-    kv_lens: tuple[int, ...]
-    slots: torch.Tensor | None = None
-    fresh: torch.Tensor | None = None
 
 
 @dataclass(kw_only=True)
@@ -205,7 +182,7 @@ def assemble(
     # The part built last may use the buffers of vLLM's builder, so a batch of one part equals vLLM's.
     if behind:
         assert split.sparse is not None
-        tail = piece(split.sparse, _rows(split, behind, owners), behind, split.tail_assigned, keep=True)
+        tail = piece(split.sparse, rows_of(split.starts, behind, owners), behind, split.tail_assigned, keep=True)
     if head:
         assert split.sparse is not None
         rows = slice(split.step_rows, split.mha_row)
@@ -214,7 +191,19 @@ def assemble(
         steps = range(split.num_steps)
         mqa.insert(0, piece(split.steps, slice(0, split.step_rows), steps, split.steps_assigned))
     table = common.block_table_tensor
-    dense = tuple(_dense_piece(split, part, table, owners, page_size) for part in split.dense)
+    dense = tuple(
+        dense_piece(
+            part.plan,
+            part.requests,
+            part.q_lens,
+            part.kv_lens,
+            rows=rows_of(split.starts, part.requests, owners),
+            block_table=table,
+            page_size=page_size,
+            like=owners,
+        )
+        for part in split.dense
+    )
     prefill = None
     if split.num_steps < split.num_requests:
         bounds = split.starts[split.num_steps :]
@@ -240,7 +229,7 @@ def part_of(common: Any, split: Split, requests: Sequence[int]) -> Any:
     starts = torch.tensor([0, *accumulate(q_lens)], dtype=torch.int32)
     on_host = _places(requests)
     chosen = on_host if isinstance(on_host, slice) else to_device(on_host, common.seq_lens)
-    rows = _rows(split, requests, common.slot_mapping)
+    rows = rows_of(split.starts, requests, common.slot_mapping)
     changed: dict[str, Any] = {
         "query_start_loc": to_device(starts, common.query_start_loc),
         "query_start_loc_cpu": starts,
@@ -263,47 +252,6 @@ def part_of(common: Any, split: Split, requests: Sequence[int]) -> Any:
     return replace(common, **changed)
 
 
-def _dense_piece(
-    split: Split, part: DensePart, block_table: torch.Tensor, like: torch.Tensor, page_size: int
-) -> DensePiece:
-    """Make the piece of a dense part, with tensors on `like`'s device; nothing is read back."""
-
-    def bounds(lens: Iterable[int]) -> torch.Tensor:
-        return to_device(torch.tensor([0, *accumulate(lens)], dtype=torch.int32), like)
-
-    piece = DensePiece(
-        plan=part.plan,
-        rows=_rows(split, part.requests, like),
-        cu_seqlens_q=bounds(part.q_lens),
-        cu_seqlens_k=bounds(part.kv_lens),
-        q_lens=part.q_lens,
-        kv_lens=part.kv_lens,
-    )
-    if not part.has_prefix:
-        return piece
-    firsts = accumulate(part.kv_lens[:-1], initial=0)
-    fresh = torch.cat(
-        [
-            torch.arange(start + kv_len - q_len, start + kv_len)
-            for start, q_len, kv_len in zip(firsts, part.q_lens, part.kv_lens, strict=True)
-        ]
-    )
-    slots = _context_slots(part.requests, part.kv_lens, block_table, like, page_size)
-    return replace(piece, slots=slots, fresh=to_device(fresh, like))
-
-
-def _context_slots(
-    requests: Sequence[int], kv_lens: Sequence[int], block_table: torch.Tensor, like: torch.Tensor, page_size: int
-) -> torch.Tensor:
-    """Return int64 [context tokens] on `like`'s device: cache slots of the first tokens of requests."""
-    lens = np.asarray(kv_lens, dtype=np.int64)
-    first = np.cumsum(lens) - lens
-    request = to_device(torch.from_numpy(np.repeat(np.asarray(requests, dtype=np.int64), lens)), like)
-    position = to_device(torch.from_numpy(np.arange(lens.sum()) - np.repeat(first, lens)), like)
-    pages = block_table[request, position // page_size].long()
-    return pages * page_size + position % page_size
-
-
 def _copied(
     own: Sequence[OwnRows], block_table: torch.Tensor, like: torch.Tensor, page_size: int, most: int
 ) -> tuple[Copied, ...]:
@@ -323,7 +271,7 @@ def _copied(
         contexts = [rows.context for rows in part]
         begins = np.asarray(list(accumulate(contexts[:-1], initial=0)), dtype=np.int32)
         offsets = to_device(torch.from_numpy(np.repeat(begins, [rows.count for rows in part])), like)
-        slots = _context_slots([rows.request for rows in part], contexts, block_table, like, page_size)
+        slots = context_slots([rows.request for rows in part], contexts, block_table, like, page_size)
         found.append(Copied(slice(first, first + len(offsets)), slots, offsets))
         first += len(offsets)
     return tuple(found)
@@ -336,23 +284,8 @@ def _owners(split: Split) -> torch.Tensor:
     return torch.from_numpy(owners)
 
 
-def _rows(split: Split, requests: Sequence[int], like: torch.Tensor) -> slice | torch.Tensor:
-    """Return the query tokens of requests: a slice if contiguous, else int64 on `like`'s device."""
-    if requests[-1] - requests[0] + 1 == len(requests):
-        return slice(split.starts[requests[0]], split.starts[requests[-1] + 1])
-    spans = [torch.arange(split.starts[request], split.starts[request + 1]) for request in requests]
-    return to_device(torch.cat(spans), like)
-
-
 def _places(requests: Sequence[int]) -> slice | torch.Tensor:
     """Return the places of requests in the batch, as an index: a slice, or int64 on the host."""
     if requests[-1] - requests[0] + 1 == len(requests):
         return slice(requests[0], requests[-1] + 1)
     return torch.tensor(list(requests))
-
-
-def to_device(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Copy host values to `like`'s device without waiting for it."""
-    if not like.is_cuda:
-        return values
-    return values.pin_memory().to(like.device, non_blocking=True)

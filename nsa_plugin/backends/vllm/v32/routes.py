@@ -46,10 +46,6 @@ class DensePart:
     q_lens: tuple[int, ...]
     kv_lens: tuple[int, ...]
 
-    @property
-    def has_prefix(self) -> bool:
-        return self.kv_lens != self.q_lens
-
 
 @dataclass(frozen=True)
 class Split:

@@ -215,6 +215,34 @@ def test_the_older_name_of_the_setting(case: Case, plan: Plan, providers: Provid
     assert sets(case.run(given(case, plan, providers, case.metadata(OlderMetadata)))) == case.expected()
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("request_", "contiguous"), [(0, True), (2, True), (2, False)])
+def test_dense_requests_of_a_split_batch_have_no_selection(
+    case: Case, plan: Plan, providers: Providers, fuse: Any, request_: int, contiguous: bool, fused: bool
+):
+    fuse.value = fused
+    whole = case.run(given(case, plan, providers, case.metadata()))
+    calls.clear()
+    rows = (case.request == request_).nonzero().flatten()
+    first_key = int(case.ks[rows[0]])
+    split: Any = SimpleNamespace(
+        q_lens=tuple(Q_LENS),
+        kv_lens=tuple(KV_LENS),
+        rows=lambda like: slice(int(rows[0]), int(rows[-1]) + 1) if contiguous else rows,
+        selecting=lambda: [(0, len(rows), first_key, first_key + KV_LENS[request_])],
+    )
+    metadata = case.metadata()
+    attach(metadata, Selection(plan, case.pool, providers, split=split))
+    result = case.run(metadata, torch.full((PADDED, TOPK), 7, dtype=torch.int32))
+    assert torch.equal(result[rows], whole[rows])
+    others = torch.ones(PADDED, dtype=torch.bool).index_fill(0, rows, False)
+    assert (result[others] == -1).all()
+    assert calls[0]["requests"] == split.selecting()
+    metadata = case.metadata()
+    attach(metadata, Selection(plan, case.pool, providers, split=SimpleNamespace(q_lens=(1,), kv_lens=(1,))))  # type: ignore[arg-type]
+    assert case.run(metadata).shape == (1, 1)  # SGLang selects for all if the lengths differ
+
+
 @pytest.mark.regression(7)
 def test_logits_are_bounded_by_rows_and_by_request(case: Case, plan: Plan, providers: Providers):
     case.run(given(case, plan, providers, case.metadata()))
