@@ -14,7 +14,12 @@ from nsa_plugin.patches.ledger import Need, Patch
 VERSIONS = [Version(f"0.5.{n}") for n in range(11, 24)]
 BY_NAME = {patch.name: patch for patch in data.PATCHES}
 SINCE_0_5_13 = {"sglang.registered-alias", "sglang.metadata-out-graph", "sglang.graph-metadata"}
-SINCE_0_5_17 = {"sglang.prefill-graph"}
+SINCE = {
+    "sglang.prefill-graph": "0.5.17",
+    "sglang.split-prepare": "0.5.16",
+    "sglang.split-core": "0.5.16",
+    "sglang.split-queries": "0.5.16",
+}
 UNTIL_0_5_13 = {"sglang.graph-capture", "sglang.graph-replay"}
 V4 = data.V4_ENTRY + data.V4_REQUIREMENTS + data.V4
 # DeepSeek-V4's targets that not every version from 0.5.12 on has.
@@ -48,7 +53,7 @@ def test_exactly_one_target_applies_in_each_supported_version(version: Version) 
     for patch in data.PATCHES:
         holding = [t for t in patch.targets if version in SpecifierSet(t.versions)]
         missing = patch.name in (SINCE_0_5_13 if version < Version("0.5.13") else UNTIL_0_5_13)
-        missing |= version < Version("0.5.17") and patch.name in SINCE_0_5_17
+        missing |= version < Version(SINCE.get(patch.name, "0.5.11"))
         missing |= version < Version("0.5.23") and patch.need is Need.PORTABLE
         if patch in V4:
             missing = version not in SpecifierSet(V4_ONLY.get(patch.name, ">=0.5.12"))
