@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nsa_plugin.backends.sglang.v32.split import Split, wrap_core, wrap_prepare
+from nsa_plugin.backends.sglang.v32.split import SplitBatch, wrap_core, wrap_prepare
 from nsa_plugin.kernels.kv_cache import open_cache, reference_write
 from nsa_plugin.kernels.mha import reference as reference_mha
 from tests.backends.fake_sglang.v32 import (
@@ -189,5 +189,5 @@ class Case:
         return run(self.layer, self.batch, self.hidden, slots)
 
     @property
-    def split(self) -> Split | None:
+    def split(self) -> SplitBatch | None:
         return self.backend.nsa_plugin.split  # type: ignore[no-any-return]

@@ -45,7 +45,7 @@ from nsa_plugin.backends.sglang.v32.batch import Batch
 from nsa_plugin.backends.sglang.v32.indexer import Selection, attach
 from nsa_plugin.backends.sglang.v32.routes import NO_DENSE, PLANNED, SglangPlanner, SplitExecution, v32_stock_feature
 from nsa_plugin.backends.sglang.v32.split import ATTRIBUTE as SPLIT
-from nsa_plugin.backends.sglang.v32.split import Split
+from nsa_plugin.backends.sglang.v32.split import SplitBatch
 from nsa_plugin.backends.sglang.v32.token_shard import SglangExchange, all_heads, flash_mla_metadata, schedule_of
 from nsa_plugin.decision.shapes import Phase
 from nsa_plugin.errors import NsaPluginError, PatchError
@@ -105,7 +105,7 @@ class State:
     preparing: bool = False
     exchange: SglangExchange | None = None
     share: Share | None = None
-    split: Split | None = None
+    split: SplitBatch | None = None
     portable: bool = False
 
     @property
@@ -399,7 +399,7 @@ def _follow(
     if isinstance(route, SplitExecution) and batch is not None:
         q_lens, kv_lens = zip(*((rows, context) for _, rows, context in batch.requests), strict=True)
         read = state.providers.helper("kv_cache_read")
-        state.split = Split(route, q_lens, kv_lens, backend, functools.partial(_layer_cache, backend, state), read)
+        state.split = SplitBatch(route, q_lens, kv_lens, backend, functools.partial(_layer_cache, backend, state), read)
     if forward_batch is not None:
         setattr(forward_batch, SPLIT, state.split)  # the layers' forward has only this
     step = route is not None and route.plan.phase is not Phase.EXTEND

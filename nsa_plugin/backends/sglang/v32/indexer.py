@@ -32,7 +32,7 @@ import torch
 
 from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.common.token_shard import Share
-from nsa_plugin.backends.sglang.v32.split import Split
+from nsa_plugin.backends.sglang.v32.split import SplitBatch
 from nsa_plugin.decision.plan import IndexerMode, Plan
 from nsa_plugin.decision.shapes import Phase
 from nsa_plugin.errors import PatchError
@@ -61,7 +61,7 @@ class Selection:
     pool: Any
     providers: Providers
     share: Share | None = None
-    split: Split | None = None
+    split: SplitBatch | None = None
     portable: bool = False
 
 

@@ -47,7 +47,7 @@ LAYER_FEATURES = {
 
 
 @dataclass
-class Split:
+class SplitBatch:
     """One split batch on one attention backend.
 
     Attributes:
@@ -215,7 +215,7 @@ def wrap_prepare(original: Callable[..., Any]) -> Callable[..., Any]:
         *more: Any,
         **named: Any,
     ) -> Any:
-        split: Split | None = getattr(forward_batch, ATTRIBUTE, None)
+        split: SplitBatch | None = getattr(forward_batch, ATTRIBUTE, None)
         if split is None:
             return original(layer, positions, hidden_states, forward_batch, *more, **named)
         project, kept = layer.q_b_proj_forward, []
@@ -251,7 +251,7 @@ def wrap_core(original: Callable[..., Any]) -> Callable[..., Any]:
         *more: Any,
         **named: Any,
     ) -> Any:
-        split: Split | None = getattr(forward_batch, ATTRIBUTE, None)
+        split: SplitBatch | None = getattr(forward_batch, ATTRIBUTE, None)
         if split is None:
             return original(layer, q_pe, k_pe, q_nope_out, k_nope, forward_batch, *more, **named)
         if split.queries is None or split.queries[0] is not layer:
