@@ -57,12 +57,12 @@ class DeviceProfile:
 
     kind: str
     name: str
-    sm: int
-    memory_total: int
-    memory_free: int
-    smem_per_block: int
-    nvlink: bool
     libraries: Mapping[str, InstalledLibrary]
+    sm: int = 0
+    memory_total: int = 0
+    memory_free: int = 0
+    smem_per_block: int = 0
+    nvlink: bool = False
 
     def capability(self, library: str, op: Op, layout: str | None = None) -> Capability | None:
         """The library's kernel for an operation on a KV layout, or None if it has none here."""
@@ -108,28 +108,33 @@ class DeviceProfile:
         return data
 
 
-def installed_library(
+def on_device(
     library: KernelLibrary,
-    *,
-    distribution: str,
-    version: str,
-    module: str,
+    build: tuple[str, str, str],
     sm: int,
     smem_per_block: int,
-    more: Iterable[Capability] = (),
+    more: tuple[Capability, ...] = (),
 ) -> InstalledLibrary:
-    """An installed build of a library on a device; `more` are kernels in addition to the manifest's."""
-    found = InstalledLibrary(
-        name=library.name, available=False, distribution=distribution, version=version, module=module
-    )
-    more = tuple(more)
+    """An installed build of a library on a device.
+
+    Args:
+        build: its distribution, version and module.
+        more: kernels in addition to the manifest's.
+    """
+    distribution, version, module = build
     usable = library.kernels_on(
         sm, distribution=distribution, version=version, smem_per_block=smem_per_block, more=more
     )
-    if not usable:
-        built_for = spans((*library.kernels, *more))
-        return replace(found, reason=f"its kernels are built for {built_for}; this device is {name_of(sm)}")
-    return replace(found, available=True, capabilities=usable)
+    built_for = spans((*library.kernels, *more))
+    return InstalledLibrary(
+        name=library.name,
+        available=bool(usable),
+        distribution=distribution,
+        version=version,
+        module=module,
+        reason="" if usable else f"its kernels are built for {built_for}; this device is {name_of(sm)}",
+        capabilities=usable,
+    )
 
 
 def emulating(profile: DeviceProfile, sm: int) -> DeviceProfile:
@@ -142,14 +147,7 @@ def emulating(profile: DeviceProfile, sm: int) -> DeviceProfile:
         raise ValueError(f"{profile.where} cannot emulate {name_of(sm)}")
     smem = shared_memory_per_block(sm)
     libraries = {
-        name: installed_library(
-            MANIFEST[name],
-            distribution=found.distribution,
-            version=found.version,
-            module=found.module,
-            sm=sm,
-            smem_per_block=smem,
-        )
+        name: on_device(MANIFEST[name], (found.distribution, found.version, found.module), sm, smem)
         if found.available
         else found
         for name, found in profile.libraries.items()
@@ -201,16 +199,9 @@ def synthetic(
         if name not in installed:
             described[name] = InstalledLibrary(name=name, available=False, reason="not installed")
             continue
-        distribution, version = (versions or {}).get(name, library.assumed)
-        described[name] = without_gpu(library, sm) or installed_library(
-            library,
-            distribution=distribution,
-            version=version,
-            module=library.hosts[0].module,
-            sm=sm,
-            smem_per_block=smem_per_block,
-            more=(kernels or {}).get(name, ()),
-        )
+        build = (*(versions or {}).get(name, library.assumed), library.hosts[0].module)
+        more = (kernels or {}).get(name, ())
+        described[name] = without_gpu(library, sm) or on_device(library, build, sm, smem_per_block, more)
     return DeviceProfile(
         kind="cuda" if sm else "cpu",
         name=f"synthetic SM{sm}" if sm else "synthetic CPU",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from nsa_plugin.libraries.architectures import shared_memory_per_block
 from nsa_plugin.libraries.capabilities import HostModule, KernelLibrary
-from nsa_plugin.libraries.devices import DeviceProfile, InstalledLibrary, installed_library, without_gpu
+from nsa_plugin.libraries.devices import DeviceProfile, InstalledLibrary, on_device, without_gpu
 from nsa_plugin.libraries.host import cpu_memory, has_nvlink
 from nsa_plugin.libraries.manifest import MANIFEST
 
@@ -29,11 +29,11 @@ def probe() -> DeviceProfile:
     except ImportError:
         reason = "torch is not installed, so the device is unknown"
         missing = {name: InstalledLibrary(name=name, available=False, reason=reason) for name in MANIFEST}
-        return _without_gpu("unknown", reason, missing)
+        return DeviceProfile(kind="unknown", name=reason, libraries=missing)
     if torch.version.cuda is None or not torch.cuda.is_available():
         total, available = cpu_memory()
         found = {name: _find(library, 0, 0) for name, library in MANIFEST.items()}
-        return _without_gpu("cpu", "CPU", found, total, available)
+        return DeviceProfile(kind="cpu", name="CPU", libraries=found, memory_total=total, memory_free=available)
     index = torch.cuda.current_device()
     properties = torch.cuda.get_device_properties(index)
     sm = 10 * properties.major + properties.minor
@@ -52,21 +52,6 @@ def probe() -> DeviceProfile:
     )
 
 
-def _without_gpu(
-    kind: str, name: str, libraries: dict[str, InstalledLibrary], memory_total: int = 0, memory_free: int = 0
-) -> DeviceProfile:
-    return DeviceProfile(
-        kind=kind,
-        name=name,
-        sm=0,
-        memory_total=memory_total,
-        memory_free=memory_free,
-        smem_per_block=0,
-        nvlink=False,
-        libraries=libraries,
-    )
-
-
 def _find(library: KernelLibrary, sm: int, smem_per_block: int) -> InstalledLibrary:
     """A library on this machine, from the first host that loads and has kernels for the device."""
     if unavailable := without_gpu(library, sm):
@@ -80,14 +65,7 @@ def _find(library: KernelLibrary, sm: int, smem_per_block: int) -> InstalledLibr
             reason = f"the installed {host.module} is not from {' or '.join(host.distributions)}"
             refused.append(InstalledLibrary(name=library.name, available=False, module=host.module, reason=reason))
             continue
-        found = installed_library(
-            library,
-            distribution=distribution,
-            version=version,
-            module=host.module,
-            sm=sm,
-            smem_per_block=smem_per_block,
-        )
+        found = on_device(library, (distribution, version, host.module), sm, smem_per_block)
         if found.available and (problem := _load_problem(host)):
             found = replace(found, available=False, capabilities=(), reason=problem)
         if found.available:

@@ -24,7 +24,7 @@ from nsa_plugin.backends.vllm.v32.serving import check_device
 from nsa_plugin.errors import LeftToStockError, NsaPluginError
 from nsa_plugin.libraries.devices import synthetic
 from nsa_plugin.patches.ledger import Ledger
-from nsa_plugin.settings import Settings, resolve
+from nsa_plugin.settings import ResolvedSettings, Settings, resolve
 from nsa_plugin.telemetry import Trace
 from tests.backends.fake_sglang import v4 as sglang_v4
 from tests.backends.fake_sglang.model_runner import built, runner
@@ -85,13 +85,14 @@ def on_sm120(monkeypatch: pytest.MonkeyPatch) -> None:
     serving.check_layers()
 
 
-def v4_serving(**settings: Any) -> Any:
-    return SimpleNamespace(
-        planner=None,
-        vllm_config=v4_config.config(),
-        resolved=SimpleNamespace(settings=Settings(**settings)),
-        layers=lambda: (1, set()),
-    )
+def v4_serving(**settings: Any) -> V4Serving:
+    given = v4_config.config()
+    given.compilation_config.static_forward_context["a"] = v4_config.layer(V4Serving.backend)
+    resolved = ResolvedSettings(Settings(**settings), {})
+    made = V4Serving(resolved=resolved, trace=Trace(), vllm_config=given, device_profile=lambda: synthetic(90))
+    if not settings:
+        made.planning()
+    return made
 
 
 def sglang(backend: dict[str, Any] | None = None, **server_args: Any) -> Start:
@@ -199,8 +200,8 @@ STARTS: dict[tuple[str, str], Start] = {
     (VLLM, "DeepSeek-V3.2 on SM120 over an fp8 cache"): on_sm120,
     (VLLM, "packed indexer scales"): packed,
     (VLLM, "another platform"): platform,
-    (VLLM, "decode and verify steps of DeepSeek-V4"): lambda monkeypatch: V4Serving.left(v4_serving()),
-    (VLLM, "resharding where it cannot work"): lambda monkeypatch: V4Serving.planning(v4_serving(token_shard="on")),
+    (VLLM, "decode and verify steps of DeepSeek-V4"): lambda monkeypatch: v4_serving().left(),
+    (VLLM, "resharding where it cannot work"): lambda monkeypatch: v4_serving(token_shard="on").planning(),
     (SGLANG, "HiSparse"): sglang(enable_hisparse=True),
     (SGLANG, "prefill context parallelism"): sglang(enable_prefill_cp=True),
     (SGLANG, "decode context parallelism"): sglang({"dcp_size": 2}),

@@ -33,6 +33,7 @@ from nsa_plugin.backends.vllm.v32.routes import VllmPlanner
 from nsa_plugin.backends.vllm.v32.token_shard import open_exchange
 from nsa_plugin.decision.dispatch import validate
 from nsa_plugin.decision.plan import Attention, IndexerMode, Plan
+from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.errors import LeftToStockError, NsaPluginError, PatchError, SettingsError
 from nsa_plugin.libraries.architectures import FIRST_WITH_FP8
 from nsa_plugin.libraries.devices import DeviceProfile
@@ -74,6 +75,7 @@ class GpuServing(VllmServing):
 
     backend: ClassVar[str] = BACKEND
     """vLLM's backend whose layers the plugin plans for."""
+    planner_class: ClassVar[type[VllmPlanner]] = VllmPlanner
 
     vllm_config: Any
     statuses: Sequence[PatchStatus] = ()
@@ -101,46 +103,60 @@ class GpuServing(VllmServing):
         """
         if self.planner is None:
             check_on_gpu(self.vllm_config)
-            model, device = model_shape(self.vllm_config, GPU_LAYOUTS), self.device_in_use()
-            check_device(device)
-            if is_portable(device.sm) and not self.portable:
-                raise PatchError(
-                    f"vLLM did not report {device.where} before it chose the worker's GPU, so vLLM's indexer is not "
-                    f"replaced. {TURN_OFF}"
-                )
-            scheduler, limit = self.vllm_config.scheduler_config, step_tokens(self.vllm_config)
-            planner = VllmPlanner(
+            model, settings = self.model(), self.resolved.settings
+            device = device_in_use(self.device_profile(), settings)
+            self.check(device)
+            planner = self.planner_class(
                 model=model,
                 device=device,
-                settings=self.resolved.settings,
+                settings=settings,
                 max_model_len=self.vllm_config.model_config.max_model_len,
-                step_tokens=limit,
-                portable=self.portable,
-                no_dense=FORCES_MQA if forces_mqa(self.vllm_config) else "",
-                workspace_tokens=dense_workspace_tokens(self.vllm_config),
+                step_tokens=step_tokens(self.vllm_config),
                 trace=self.trace,
                 metrics=self.metrics,
                 request_ids=self.request_ids,
+                **self.dense_limits(),
             )
-            settings = self.resolved.settings
-            validate(
-                model,
-                device,
-                settings,
-                max_tokens=scheduler.max_num_batched_tokens,
-                max_decode_tokens=scheduler.max_num_seqs * limit,
-                cuda_graph=True,
-                constraints=planner.constraints(prefill=True),
-                decode_constraints=planner.constraints(prefill=False),
-            )
+            self.validate(planner)
             attended = AttendedTokens.of(settings)
             self.providers = Providers(model.kv_layout, device.sm, vendored=VENDORED, attended=attended)
             self.planner = planner
         return self.planner
 
-    def device_in_use(self) -> DeviceProfile:
-        """Return the device's profile; with `portable` on, that of the GPU that it emulates."""
-        return device_in_use(self.device_profile(), self.resolved.settings)
+    def model(self) -> ModelShape:
+        """Return the model's shape on this rank."""
+        return model_shape(self.vllm_config, GPU_LAYOUTS)
+
+    def check(self, device: DeviceProfile) -> None:
+        """Check that the plugin plans for the model's layers on a device."""
+        check_device(device, self.backend)
+        if is_portable(device.sm) and not self.portable:
+            raise PatchError(
+                f"vLLM did not report {device.where} before it chose the worker's GPU, so vLLM's indexer is not "
+                f"replaced. {TURN_OFF}"
+            )
+
+    def dense_limits(self) -> dict[str, Any]:
+        """Return the planner's arguments for dense attention and the portable path."""
+        return {
+            "portable": self.portable,
+            "no_dense": FORCES_MQA if forces_mqa(self.vllm_config) else "",
+            "workspace_tokens": dense_workspace_tokens(self.vllm_config),
+        }
+
+    def validate(self, planner: VllmPlanner) -> None:
+        """Plan the smallest and largest batches, so that errors come before serving."""
+        scheduler = self.vllm_config.scheduler_config
+        validate(
+            planner.model,
+            planner.device,
+            planner.settings,
+            max_tokens=scheduler.max_num_batched_tokens,
+            max_decode_tokens=scheduler.max_num_seqs * planner.step_tokens,
+            cuda_graph=True,
+            constraints=planner.constraints(prefill=True),
+            decode_constraints=planner.constraints(prefill=False),
+        )
 
     def loaded(self) -> Providers:
         self.planning()
@@ -269,7 +285,7 @@ class GpuServing(VllmServing):
         """Return a note for each kind of layer that is left to vLLM."""
         _, others = self.layers()
         return [
-            f"layers on vLLM's backend {name} are left to vLLM: nsa-plugin plans for --attention-backend {BACKEND}"
+            f"layers on vLLM's backend {name} are left to vLLM: nsa-plugin plans for --attention-backend {self.backend}"
             for name in sorted(others)
         ]
 

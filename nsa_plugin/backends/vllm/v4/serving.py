@@ -1,25 +1,26 @@
-"""What one worker process of vLLM works with for DeepSeek-V4: `GpuServing` with V4's plans and kernels."""
+"""State of the plugin in one vLLM worker that serves DeepSeek-V4: `GpuServing` with V4's plans and kernels."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
-from nsa_plugin.backends.common.fault import AttendedTokens
 from nsa_plugin.backends.common.paths import DIRECT
 from nsa_plugin.backends.common.providers import Providers
-from nsa_plugin.backends.common.v4 import LAYOUT, LayerCall, attend_in_place, warm_calls
+from nsa_plugin.backends.common.v4 import LayerCall, attend_in_place, warm_calls
 from nsa_plugin.backends.common.warm import ROWS, expect_zeros, warm_selection
-from nsa_plugin.backends.vllm.startup.model import check_on_gpu, step_tokens, v4_shape
+from nsa_plugin.backends.vllm.startup.model import v4_shape
 from nsa_plugin.backends.vllm.v4.batch import COLUMNS
 from nsa_plugin.backends.vllm.v4.routes import VllmV4Planner, own_kernels, path
-from nsa_plugin.backends.vllm.v32.serving import VENDORED, GpuServing, check_device, sample_plans
+from nsa_plugin.backends.vllm.v32.routes import VllmPlanner
+from nsa_plugin.backends.vllm.v32.serving import GpuServing, check_device, sample_plans
 from nsa_plugin.decision.plan import IndexerMode, Plan
 from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.errors import SettingsError
+from nsa_plugin.libraries.devices import DeviceProfile
 
 BACKENDS = ("FLASHMLA_SPARSE_DSV4", "V4_FLASHMLA_SPARSE")
 """vLLM's names of the backend whose layers attend by plans: since 0.23, and before."""
@@ -32,47 +33,37 @@ ALL_KEYS = (128, 256, 512, 1024, 2048)
 
 @dataclass(kw_only=True)
 class V4Serving(GpuServing):
-    """The plugin in one worker process that serves DeepSeek-V4."""
+    """State of a worker that serves DeepSeek-V4."""
 
     backend: ClassVar[str] = BACKENDS[0]
+    planner_class: ClassVar[type[VllmPlanner]] = VllmV4Planner
 
     def planning(self) -> VllmV4Planner:
-        """The planner, made at the first call.
+        planner = super().planning()
+        assert isinstance(planner, VllmV4Planner)
+        return planner
 
-        Raises:
-            ShapeError, SettingsError, NoProviderError: the model, the configuration or the machine does not fit.
-        """
-        if not isinstance(self.planner, VllmV4Planner):
-            check_on_gpu(self.vllm_config)
-            if self.resolved.settings.token_shard == "on":
-                raise SettingsError(
-                    "token_shard is on and cannot work here: nsa-plugin does not reshard DeepSeek-V4 under vLLM; "
-                    "allowed here: auto, off"
-                )
-            device, scheduler = self.device_profile(), self.vllm_config.scheduler_config
-            check_device(device, self.backend)
-            planner = VllmV4Planner(
-                model=v4_shape(self.vllm_config),
-                device=device,
-                settings=self.resolved.settings,
-                max_model_len=self.vllm_config.model_config.max_model_len,
-                step_tokens=step_tokens(self.vllm_config),
-                trace=self.trace,
-                metrics=self.metrics,
-                request_ids=self.request_ids,
+    def model(self) -> ModelShape:
+        return v4_shape(self.vllm_config)
+
+    def check(self, device: DeviceProfile) -> None:
+        if self.resolved.settings.token_shard == "on":
+            raise SettingsError(
+                "token_shard is on and cannot work here: nsa-plugin does not reshard DeepSeek-V4 under vLLM; "
+                "allowed here: auto, off"
             )
-            planner.validate(prefill_rows=scheduler.max_num_batched_tokens, step_requests=scheduler.max_num_seqs)
-            attended = AttendedTokens.of(self.resolved.settings)
-            self.providers = Providers(LAYOUT, device.sm, vendored=VENDORED, attended=attended)
-            self.planner = planner
-        return self.planner
+        check_device(device, self.backend)
+
+    def dense_limits(self) -> dict[str, Any]:
+        return {}
+
+    def validate(self, planner: VllmPlanner) -> None:
+        assert isinstance(planner, VllmV4Planner)
+        scheduler = self.vllm_config.scheduler_config
+        planner.validate(prefill_rows=scheduler.max_num_batched_tokens, step_requests=scheduler.max_num_seqs)
 
     def prepare(self, device: torch.device) -> None:
-        """Plan and warm up, once the worker has its GPU and before it loads the model.
-
-        Raises:
-            ShapeError, SettingsError, NoProviderError: see `planning` and `warm`.
-        """
+        """As `GpuServing.prepare`; V4's layers choose their backend."""
         self.planning()
         self.warm(device)
 
@@ -83,7 +74,6 @@ class V4Serving(GpuServing):
         warm_slots(providers, planner.model, device)
 
     def layers(self) -> tuple[int, set[str]]:
-        """Return the number of layers that attend by plans, and the backend names of the others."""
         planned, others = 0, set()
         for layer in self.vllm_config.compilation_config.static_forward_context.values():
             if not hasattr(layer, "swa_cache_layer"):
@@ -96,13 +86,8 @@ class V4Serving(GpuServing):
         return planned, others
 
     def left(self) -> list[str]:
-        """Return what falls back to the stock path although the plugin is on."""
-        planned, others = self.layers()
-        found = [
-            f"layers on vLLM's backend {name} run on the stock path: nsa-plugin plans for {BACKENDS[0]}"
-            for name in sorted(others)
-        ]
-        if planned and self.resolved.settings.decode_backend == "auto":
+        found = super().left()
+        if self.layers()[0] and self.resolved.settings.decode_backend == "auto":
             found.append("decode_backend is auto: decode and verify steps of DeepSeek-V4 run on the stock path")
         return found
 

@@ -111,7 +111,7 @@ def test_a_worker_reports_the_paths_of_its_batches(monkeypatch: pytest.MonkeyPat
     assert facts["prefill, 1024 of 1024 tokens"].startswith("direct by triton; ")
     assert facts["target_verify, 64 requests"].startswith("decode kernel by flash_mla, vLLM's FlashMLA; ")
     layers["d"] = layer("FLASHINFER_MLA_SPARSE_DSV4")
-    assert "layers on vLLM's backend FLASHINFER_MLA_SPARSE_DSV4 run on the stock path" in found.left()[0]
+    assert "layers on vLLM's backend FLASHINFER_MLA_SPARSE_DSV4 are left to vLLM" in found.left()[0]
     del layers["a"], layers["b"]
     assert not found.active
     assert "prefill, 1024 of 1024 tokens" not in found.facts()
