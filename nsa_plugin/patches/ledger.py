@@ -330,3 +330,15 @@ def wrap(original: Callable[..., Any], around: Callable[..., Any]) -> Callable[.
         return around(original, *args, **kwargs)
 
     return wrapped
+
+
+def replacement(around: Callable[..., Any]) -> Callable[[Any], Any]:
+    """Decorate `around(original, *args, **kwargs)`: make it the replacement of a function or classmethod."""
+
+    @functools.wraps(around)
+    def make(original: Any) -> Any:
+        if isinstance(original, classmethod) or inspect.ismethod(original):
+            return classmethod(wrap(original.__func__, around))
+        return wrap(original, around)
+
+    return make

@@ -1,40 +1,31 @@
-"""Replacements of the CPU entries of the vLLM ledger; each function makes the new object from the original."""
+"""Replacements of the CPU entries of vLLM's ledger, which has the reason for each."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from nsa_plugin.kernels.indexer import quantize
-from nsa_plugin.patches.ledger import wrap
+from nsa_plugin.patches.ledger import replacement
 
 BACKEND_PATH = "nsa_plugin.backends.vllm.cpu.backend.CpuSparseMLABackend"
 
 
-def attention_backend(original: Any) -> Any:
-    function = original.__func__
-
-    @functools.wraps(function)
-    def get_attn_backend_cls(
-        cls: type, selected_backend: Any, attn_selector_config: Any, *args: Any, **kwargs: Any
-    ) -> str:
-        if attn_selector_config.use_sparse:
-            return BACKEND_PATH
-        return str(function(cls, selected_backend, attn_selector_config, *args, **kwargs))
-
-    return classmethod(get_attn_backend_cls)
+@replacement
+def attention_backend(
+    original: Any, cls: type, selected_backend: Any, attn_selector_config: Any, *args: Any, **kwargs: Any
+) -> str:
+    if attn_selector_config.use_sparse:
+        return BACKEND_PATH
+    return str(original(cls, selected_backend, attn_selector_config, *args, **kwargs))
 
 
-def indexer_cache_backend(original: Callable[..., Any]) -> Callable[..., Any]:
-    def get_attn_backend(original: Callable[..., Any], cache: Any) -> type:
-        from nsa_plugin.backends.vllm.cpu.indexer import CpuIndexerBackend
+@replacement
+def indexer_cache_backend(original: Any, cache: Any) -> type:
+    from nsa_plugin.backends.vllm.cpu.indexer import CpuIndexerBackend
 
-        return CpuIndexerBackend
-
-    return wrap(original, get_attn_backend)
+    return CpuIndexerBackend
 
 
 # A custom operator, so that torch.compile does not trace the argument checks.
@@ -49,45 +40,29 @@ def _(x: torch.Tensor, group_size: int, ue8m0: bool) -> tuple[torch.Tensor, torc
     return torch.empty_like(x, dtype=torch.float8_e4m3fn), scales
 
 
-def per_token_group_quant_fp8(original: Callable[..., Any]) -> Callable[..., Any]:
-    def quantise(
-        original: Callable[..., Any],
-        x: torch.Tensor,
-        group_size: int,
-        *args: Any,
-        use_ue8m0: bool = False,
-        **kwargs: Any,
-    ) -> Any:
-        return quantize_groups(x, group_size, use_ue8m0)
-
-    return wrap(original, quantise)
+@replacement
+def per_token_group_quant_fp8(
+    original: Any, x: torch.Tensor, group_size: int, *args: Any, use_ue8m0: bool = False, **kwargs: Any
+) -> Any:
+    return quantize_groups(x, group_size, use_ue8m0)
 
 
-def indexer_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    def forward(
-        original: Callable[..., Any],
-        op: Any,
-        hidden_states: torch.Tensor,
-        q_quant: torch.Tensor,
-        k: torch.Tensor,
-        weights: torch.Tensor,
-    ) -> torch.Tensor:
-        from nsa_plugin.backends.vllm.cpu import indexer as cpu_indexer  # registers the operator
+@replacement
+def indexer_forward(
+    original: Any, op: Any, hidden_states: torch.Tensor, q_quant: torch.Tensor, k: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    from nsa_plugin.backends.vllm.cpu import indexer as cpu_indexer  # registers the operator
 
-        buffer: torch.Tensor = op.topk_indices_buffer
-        cpu_indexer.sparse_attn_indexer(q_quant, k, weights, buffer, op.k_cache.prefix)
-        return buffer
-
-    return wrap(original, forward)
+    buffer: torch.Tensor = op.topk_indices_buffer
+    cpu_indexer.sparse_attn_indexer(q_quant, k, weights, buffer, op.k_cache.prefix)
+    return buffer
 
 
-def attention_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    def forward(original: Callable[..., Any], layer: Any, q: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if layer.use_sparse and torch.compiler.is_compiling():
-            q = after_selection(q, layer.impl.topk_indices_buffer, layer.layer_name)
-        return original(layer, q, *args, **kwargs)
-
-    return wrap(original, forward)
+@replacement
+def attention_forward(original: Any, layer: Any, q: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    if layer.use_sparse and torch.compiler.is_compiling():
+        q = after_selection(q, layer.impl.topk_indices_buffer, layer.layer_name)
+    return original(layer, q, *args, **kwargs)
 
 
 @torch.library.custom_op("nsa_plugin::after_selection", mutates_args=())
@@ -110,16 +85,12 @@ def _(q: torch.Tensor, topk_indices_buffer: torch.Tensor, layer_name: str) -> to
     return torch.empty_like(q)
 
 
-def rotary_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    def forward_cpu(original: Callable[..., Any], rotary: Any, *args: Any, **kwargs: Any) -> Any:
-        return rotary.forward_native(*args, **kwargs)
-
-    return wrap(original, forward_cpu)
+@replacement
+def rotary_forward(original: Any, rotary: Any, *args: Any, **kwargs: Any) -> Any:
+    return rotary.forward_native(*args, **kwargs)
 
 
-def keep_kv_b_proj(original: Callable[..., Any]) -> Callable[..., Any]:
-    def dispatch(original: Callable[..., Any], layer: Any, remove_weight: bool) -> None:
-        keep = str(getattr(layer, "prefix", "")).endswith(".kv_b_proj")
-        original(layer, remove_weight and not keep)
-
-    return wrap(original, dispatch)
+@replacement
+def keep_kv_b_proj(original: Any, layer: Any, remove_weight: bool) -> None:
+    keep = str(getattr(layer, "prefix", "")).endswith(".kv_b_proj")
+    original(layer, remove_weight and not keep)

@@ -36,7 +36,7 @@ from nsa_plugin.errors import LeftToStockError, NsaPluginError, PatchError, Sett
 from nsa_plugin.libraries.probe import probe
 from nsa_plugin.patches import static
 from nsa_plugin.patches import vllm as ledger_data
-from nsa_plugin.patches.ledger import Ledger, Need, wrap
+from nsa_plugin.patches.ledger import Ledger, Need, replacement
 from nsa_plugin.settings import ResolvedSettings
 from nsa_plugin.telemetry import StartupReport, Trace
 
@@ -248,50 +248,37 @@ def wanted(vllm_config: Any, resolved: ResolvedSettings) -> bool:
     return True
 
 
-def wrap_create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
-    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        vllm_config = original(*args, **kwargs)
-        resolved = process().settings(vllm_config)
-        if wanted(vllm_config, resolved):
-            try:
-                check_here(vllm_config, resolved)
-                process().collect_counters()
-            except NsaPluginError as error:
-                if resolved.settings.ends_start(error):
-                    raise
-                use_engine_log()
-                logger.warning("nsa-plugin: %s", settings_module.why_stock(error))
-        return vllm_config
-
-    return wrap(original, around)
+@replacement
+def wrap_create_engine_config(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    vllm_config = original(*args, **kwargs)
+    resolved = process().settings(vllm_config)
+    if wanted(vllm_config, resolved):
+        try:
+            check_here(vllm_config, resolved)
+            process().collect_counters()
+        except NsaPluginError as error:
+            if resolved.settings.ends_start(error):
+                raise
+            use_engine_log()
+            logger.warning("nsa-plugin: %s", settings_module.why_stock(error))
+    return vllm_config
 
 
-def wrap_check_and_update_config(original: Any) -> Any:
-    function = original.__func__
-
-    @functools.wraps(function)
-    def check_and_update_config(cls: type, vllm_config: Any) -> None:
-        scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
-        asked = (scheduler.enable_chunked_prefill, cache.enable_prefix_caching, scheduler.max_num_batched_tokens)
-        function(cls, vllm_config)
-        if (
-            vllm_config.model_config is not None
-            and is_sparse(vllm_config)
-            and process().settings(vllm_config).settings.enabled
-        ):
-            scheduler.enable_chunked_prefill, cache.enable_prefix_caching, scheduler.max_num_batched_tokens = asked
-
-    return classmethod(check_and_update_config)
+@replacement
+def wrap_check_and_update_config(original: Callable[..., Any], cls: type, vllm_config: Any) -> None:
+    scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
+    given = (scheduler.enable_chunked_prefill, cache.enable_prefix_caching, scheduler.max_num_batched_tokens)
+    original(cls, vllm_config)
+    if is_sparse(vllm_config) and process().settings(vllm_config).settings.enabled:
+        scheduler.enable_chunked_prefill, cache.enable_prefix_caching, scheduler.max_num_batched_tokens = given
 
 
-def wrap_worker_init(original: Callable[..., Any]) -> Callable[..., Any]:
-    def around(original: Callable[..., Any], worker: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        serving = start_serving(vllm_config)
-        original(worker, vllm_config, *args, **kwargs)
-        if serving is not None:
-            serving.enter(worker)
-
-    return wrap(original, around)
+@replacement
+def wrap_worker_init(original: Callable[..., Any], worker: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+    serving = start_serving(vllm_config)
+    original(worker, vllm_config, *args, **kwargs)
+    if serving is not None:
+        serving.enter(worker)
 
 
 def start_serving(vllm_config: Any) -> VllmServing | None:
@@ -314,8 +301,7 @@ def start_serving(vllm_config: Any) -> VllmServing | None:
         return None
     trace = Trace(mode=resolved.settings.trace)
     if Need.GPU in needs:
-        serving_class = _serving_class(v4=Need.GPU_V4 in needs)
-        this.serving = serving_class(
+        this.serving = _serving_class(v4=Need.GPU_V4 in needs)(
             resolved=resolved, trace=trace, vllm_config=vllm_config, statuses=statuses, portable=Need.PORTABLE in needs
         )
         return this.serving

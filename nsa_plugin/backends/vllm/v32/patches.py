@@ -21,7 +21,7 @@ from nsa_plugin.backends.vllm.v32.routes import VllmPlanner
 from nsa_plugin.backends.vllm.v32.serving import GpuServing
 from nsa_plugin.errors import NsaPluginError, PatchError
 from nsa_plugin.libraries.architectures import FIRST_WITH_FP8
-from nsa_plugin.patches.ledger import MARK, wrap
+from nsa_plugin.patches.ledger import MARK, replacement, wrap
 
 T = TypeVar("T")
 OPERATOR = "sparse_attn_indexer"
@@ -130,46 +130,36 @@ def prefill_topk(original: Callable[..., None]) -> Callable[..., None]:
     return topk_by_plugin(original, lambda: serving() is not None)
 
 
-def worker_load(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def worker_load(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
     """For `Worker.load_model`: the worker has its GPU before it, and all layers after it."""
-
-    def around(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
-        _or_stock(lambda found: found.prepare(torch.device(worker.device)))
-        result = original(worker, *args, **kwargs)
-        _or_stock(lambda found: found.check_layers())
-        return result
-
-    return wrap(original, around)
+    _or_stock(lambda found: found.prepare(torch.device(worker.device)))
+    result = original(worker, *args, **kwargs)
+    _or_stock(lambda found: found.check_layers())
+    return result
 
 
-def worker_warm_up(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def worker_warm_up(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
     """For `Worker.compile_or_warm_up_model`, which captures graphs; the cache is allocated before it."""
-
-    def around(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
-        _or_stock(lambda found: found.measure())
-        result = original(worker, *args, **kwargs)
-        _or_stock(lambda found: found.settle())
-        if (found := serving()) is not None:
-            process().report_gpu(found)
-        return result
-
-    return wrap(original, around)
+    _or_stock(lambda found: found.measure())
+    result = original(worker, *args, **kwargs)
+    _or_stock(lambda found: found.settle())
+    if (found := serving()) is not None:
+        process().report_gpu(found)
+    return result
 
 
-def supports_compute_capability(original: Any) -> Any:
+@replacement
+def supports_compute_capability(original: Callable[..., bool], cls: type, capability: Any) -> bool:
     """For `FlashMLASparseBackend.supports_compute_capability`: also on GPUs of the portable path."""
-    function = original.__func__
-
-    @functools.wraps(function)
-    def supports(cls: type, capability: Any) -> bool:
-        return bool(function(cls, capability)) or _portable()
-
-    return classmethod(supports)
+    return bool(original(cls, capability)) or _portable()
 
 
-def has_deep_gemm(original: Callable[[], bool]) -> Callable[[], bool]:
+@replacement
+def has_deep_gemm(original: Callable[[], bool]) -> bool:
     """For `has_deep_gemm` of vLLM's indexer: DeepGEMM has no kernels for GPUs of the portable path."""
-    return wrap(original, lambda original: original() and not _portable())
+    return original() and not _portable()
 
 
 def fused_norm_rope(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -182,17 +172,14 @@ def fused_q(original: Callable[..., Any]) -> Callable[..., Any]:
     return _without_fp8(original, queries)
 
 
-def pack_warmup_keys(original: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+@replacement
+def pack_warmup_keys(original: Callable[..., list[Any]], kernel: Any, *args: Any, **kwargs: Any) -> list[Any]:
     """For `PackSeqTritonKernel.get_warmup_keys` (0.30 on): nothing to compile for fp8 values the GPU cannot convert."""
-
-    def around(original: Callable[..., list[Any]], kernel: Any, *args: Any, **kwargs: Any) -> list[Any]:
-        found = serving()
-        fp8 = torch.float8_e4m3fn in (*args, *kwargs.values())
-        if found is None or not fp8 or found.planning().device.sm >= FIRST_WITH_FP8:
-            return original(kernel, *args, **kwargs)
-        return []
-
-    return wrap(original, around)
+    found = serving()
+    fp8 = torch.float8_e4m3fn in (*args, *kwargs.values())
+    if found is None or not fp8 or found.planning().device.sm >= FIRST_WITH_FP8:
+        return original(kernel, *args, **kwargs)
+    return []
 
 
 def _without_fp8(original: Callable[..., Any], ours: Callable[[dict[str, Any], Providers], Any]) -> Callable[..., Any]:
@@ -233,12 +220,12 @@ def indexer_operator(original: Callable[..., Any]) -> Callable[..., Any]:
     """
     from vllm.platforms import current_platform
 
-    replacement = wrap_indexer(original, _batch, providers, _portable)
+    selecting = wrap_indexer(original, _batch, providers, _portable)
     library = torch.library.Library("vllm", "IMPL")
-    library.impl(OPERATOR, replacement, current_platform.dispatch_key, allow_override=True)
+    library.impl(OPERATOR, selecting, current_platform.dispatch_key, allow_override=True)
     # The kernel lives as long as its library does.
-    replacement.__dict__["library"] = library
-    return replacement
+    selecting.__dict__["library"] = library
+    return selecting
 
 
 def _batch() -> Any:
