@@ -293,9 +293,12 @@ def test_heads_that_the_model_added_are_left_out_where_they_are_the_last(first: 
     given: list[int] = []
     load = backend.nsa_plugin.providers.load
 
-    def seen(op: str, name: str, heads: int | None = None) -> Any:
-        given.append(heads or 0)
-        return load(op, name, heads)
+    def seen(op: str, name: str) -> Any:
+        def kernel(q: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+            given.append(q.shape[-2])
+            return load(op, name)(q, *arguments, **named)
+
+        return kernel
 
     backend.nsa_plugin.providers.load = seen
     junk = torch.full((of.rows, 4, 512), float("nan")).bfloat16() if first else torch.zeros(of.rows, 4, 512).bfloat16()
@@ -594,9 +597,9 @@ def test_prefills_and_steps_by_one_library_both_run_before_serving():
     state, ran = backend.nsa_plugin, []
     load = state.providers.load
 
-    def seen(op: str, name: str, heads: int | None = None) -> Any:
+    def seen(op: str, name: str) -> Any:
         ran.append(op)
-        return load(op, name, heads)
+        return load(op, name)
 
     state.providers.load = seen
     step = state.planner.step_execution(step_batch(Phase.DECODE, 1, 1, 4096))
