@@ -37,12 +37,19 @@ CUDA = KernelLibrary(
     },
     requires=("cuda",),
     assumed=("cuda-bindings", "13.0.3"),
+    # SM100 has kernels of FlashMLA and TRT-LLM.
     kernels=tuple(
         Capability(
-            op=op, layouts=(layout,), sm_min=90, sm_max=90, dims=(row,), source="nsa_plugin/kernels/cuda/sparse_mla.py"
+            op=op,
+            layouts=(layout,),
+            sm_min=first,
+            sm_max=last,
+            dims=(row,),
+            source="nsa_plugin/kernels/cuda/sparse_mla.py",
         )
         for op in SPARSE_OPS
         for layout, row in (("v32_fp8", V32_ROW), ("v4_fp8", V4_ROW))
+        for first, last in ((80, 90), (120, 121))
     ),
 )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ import torch
 
 from nsa_plugin.kernels.checks import KernelArgumentError
 from nsa_plugin.kernels.sparse_mla import reference_decode, reference_prefill
+from nsa_plugin.kernels.triton import device
 from tests.kernels.oracles import HEAD_COUNTS
 from tests.kernels.sparse_mla_cases import (
     assert_same,
@@ -32,10 +33,12 @@ from tests.kernels.sparse_mla_cases import (
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-PROVIDERS = ("triton", "cuda", "flash_mla")
+PORTABLE = "cuda as on SM86"  # without bulk copies, clusters and fp8 instructions, in 99 KiB of shared memory
+PROVIDERS = ("triton", "cuda", PORTABLE, "flash_mla")
 MODULES = {
     "triton": "nsa_plugin.kernels.triton.sparse_mla",
     "cuda": "nsa_plugin.kernels.cuda.sparse_mla",
+    PORTABLE: "nsa_plugin.kernels.cuda.sparse_mla",
     "flash_mla": "nsa_plugin.kernels.providers.flash_mla",
 }
 
@@ -43,6 +46,7 @@ MODULES = {
 MAY_REFUSE: dict[str, Callable[[dict[str, Any]], bool]] = {
     "triton": lambda case: False,
     "cuda": lambda case: not layouts_of(case) <= {"v32_fp8", "v4_fp8"},
+    PORTABLE: lambda case: not layouts_of(case) <= {"v32_fp8", "v4_fp8"},
     "flash_mla": lambda case: True,
 }
 
@@ -59,12 +63,12 @@ def exact_float32_matmul():
 
 
 @pytest.fixture(params=PROVIDERS)
-def provider(request) -> str:
+def provider(request) -> Iterator[str]:
     """A provider that this machine can run, or a skip with the reason."""
     name = request.param
     capability = torch.cuda.get_device_capability()
-    if name == "cuda" and capability != (9, 0):
-        pytest.skip(f"provider cuda is for SM90, not for SM{capability[0]}{capability[1]}")
+    if name in ("cuda", PORTABLE) and capability[0] in (10, 11):
+        pytest.skip(f"provider cuda is not for SM{capability[0]}{capability[1]}")
     if name == "flash_mla":
         if capability[0] not in (9, 10):
             pytest.skip(f"flash_mla has these kernels for SM90 and SM100, not for SM{capability[0]}{capability[1]}")
@@ -72,7 +76,9 @@ def provider(request) -> str:
             pytest.skip("flash_mla is not installed")
         if not importlib.import_module("flash_mla").has_legacy():
             pytest.skip("this flash_mla was built without its legacy kernels, which read these caches")
-    return name
+    device.emulate(86 if name == PORTABLE else None)
+    yield name
+    device.emulate(None)
 
 
 def run(provider: str, op: str, case: dict[str, Any], **options: Any) -> Any:
@@ -282,7 +288,7 @@ def test_lengths_of_zero_everywhere(provider):
 
 def test_noncontiguous_arguments_and_outputs(provider):
     case = prefill_case(tokens=9, heads=16, layout="rows", slots=512, topk=200)
-    if provider == "cuda":
+    if provider in ("cuda", PORTABLE):
         case = prefill_case(tokens=9, heads=16, layout="v32_fp8", slots=512, topk=200)
     spread = {name: strided(case[name]) for name in ("q", "indices", "topk_length", "attn_sink")}
     out = strided(torch.zeros(9, 16, 512, device="cuda"))

@@ -88,7 +88,7 @@ def test_a_source_is_compiled_once_for_each_set_of_definitions(compiler, tmp_pat
     assert b"--gpu-architecture=sm_90a" in program.options
     assert b"-DNT=2" in program.options
     assert b"extern" in program.source
-    assert {b"sm90.cuh", b"sparse_mla_steps.cuh"} <= set(program.headers)
+    assert {b"instructions.cuh", b"sparse_mla_steps.cuh"} <= set(program.headers)
 
 
 def test_a_changed_header_is_another_kernel(compiler, monkeypatch, tmp_path):

@@ -11,8 +11,11 @@ import torch
 from nsa_plugin.kernels.checks import KernelArgumentError
 from nsa_plugin.kernels.cuda import sparse_mla
 from nsa_plugin.kernels.kv_cache import allocate_cache
+from nsa_plugin.kernels.triton.device import DeviceFacts
+from nsa_plugin.libraries.architectures import shared_memory_per_block
 
 TOKENS, HEADS, TOPK = 3, 5, 70
+H200 = DeviceFacts(sms=132, architecture=90, shared_memory=shared_memory_per_block(90))
 
 
 def arguments(**changes):
@@ -87,16 +90,34 @@ def test_a_decode_names_its_own_arguments():
     ],
 )
 def test_a_call_fills_the_device_once(rows, heads, topk, tiles, splits):
-    variant, shares = sparse_mla.choose_variant(rows, heads, topk, sms=132)
+    variants = sparse_mla.possible_variants(heads, "v32_fp8", H200)
+    variant, shares = sparse_mla.choose_variant(rows, heads, topk, 132, variants)
     assert (variant.tiles, shares) == (tiles, splits)
 
 
 def test_every_variant_that_a_batch_may_use_is_built_with_the_first():
     """Engines warm up with a few batch sizes; another size must not compile a kernel while it serves."""
     for heads in (1, 5, 8, 16, 24, 32, 40, 64, 128):
-        built = sparse_mla.possible_variants(heads)
+        built = sparse_mla.possible_variants(heads, "v32_fp8", H200)
         for topk in (64, 128, 512, 640, 2048):
-            assert {sparse_mla.choose_variant(rows, heads, topk, 132)[0] for rows in range(1, 300)} <= set(built)
+            used = {sparse_mla.choose_variant(rows, heads, topk, 132, built)[0] for rows in range(1, 300)}
+            assert used <= set(built)
+
+
+@pytest.mark.parametrize(
+    ("sm", "layout", "heads", "tiles"),
+    [
+        (80, "v32_fp8", 16, [1, 2]),
+        (80, "v32_fp8", 8, [1]),
+        (86, "v32_fp8", 16, [1]),  # 99 KiB: two groups of 8 heads
+        (89, "v4_fp8", 64, [1, 2]),
+        (90, "v32_fp8", 64, [1, 2, 4]),
+        (120, "v32_fp8", 128, [1]),
+    ],
+)
+def test_variants_by_the_shared_memory_of_a_block(sm, layout, heads, tiles):
+    facts = DeviceFacts(sms=100, architecture=sm, shared_memory=shared_memory_per_block(sm))
+    assert [one.tiles for one in sparse_mla.possible_variants(heads, layout, facts)] == tiles
 
 
 @pytest.mark.parametrize("layout", ["v32_fp8", "v4_fp8"])

@@ -62,7 +62,7 @@ def test_heads_that_a_kernel_runs_with(
         ("deep_gemm", {90, 100, 103}),
         ("fa3", {90}),
         ("trtllm", {100, 103}),
-        ("cuda", {90}),
+        ("cuda", {80, 90, 120}),
         ("triton", {80, 90, 100, 103, 120}),
         ("reference", {0, 80, 90, 100, 103, 120}),
     ],
@@ -212,8 +212,9 @@ def test_every_kernel_of_a_registry_op_has_a_provider() -> None:
                 assert kernel.op in library.targets
 
 
-def test_the_cuda_kernels_are_built_for_hopper_and_need_its_bindings() -> None:
-    assert synthetic(89).libraries["cuda"].reason == "its kernels are built for SM90; this device is SM89"
+def test_the_cuda_kernels_leave_out_sm100_and_need_their_bindings() -> None:
+    reason = "its kernels are built for SM80 to SM90, SM120 to SM121; this device is SM100"
+    assert synthetic(100).libraries["cuda"].reason == reason
     assert "not installed" in synthetic(90, libraries=("triton",)).libraries["cuda"].reason
 
 

@@ -1,9 +1,9 @@
-// Sparse MLA over a paged fp8 cache for few query heads (SM90).
+// Sparse MLA over a paged fp8 cache for few query heads: for SM90, and from SM80 on without bulk copies and clusters.
 //
 // A block of 8 warps attends one query token with a group of up to 8 * NT heads, 64 keys at a time.
 // Keys are the rows of the matrix products and heads their columns (mma.m16n8k16), so that 8 heads are a
 // full tile and no head is padded beyond a multiple of 8. The cache's records are copied to shared memory
-// as they are, by bulk copies; their fp8 codes become float16 in registers, exactly, on the way into the
+// as they are, on SM90 by bulk copies; their fp8 codes become float16 in registers, exactly, on the way into the
 // tensor cores. Nothing is multiplied by a scale before it has to be:
 //
 //   S = K Q^T     warp (quarter, half): a quarter of the row's values, 32 of the 64 keys. A quarter's
@@ -85,6 +85,14 @@ DEVICE void start_copies(Shared& shared, int stage, int warp, int lane, const En
     // flight, where eight lanes starting one each go through a loop.
     if (lane < 8) shared.from[warp][lane] = (u64)entry.record;
     __syncwarp();
+#if !HOPPER
+    constexpr int PIECES = COPIED / 16;
+    for (int piece = lane; piece < 8 * PIECES; piece += 32) {
+        int r = piece / PIECES, at = piece % PIECES * 16;
+        copy_16_bytes(shared_address(&shared.records[stage][(warp * 8 + r) * ROW + at]), (const u8*)shared.from[warp][r] + at);
+    }
+    arrive_with_copies(full);
+#else
     if (elected()) {
         ulonglong2 from[4];
 #pragma unroll
@@ -97,6 +105,7 @@ DEVICE void start_copies(Shared& shared, int stage, int warp, int lane, const En
             bulk_copy(to + (2 * k + 1) * ROW, (const void*)from[k].y, COPIED, full);
         }
     }
+#endif
 }
 
 // Four values of a row and head: all shares together, and the sink. For a warp, of one row and head. `share_of` and
@@ -163,7 +172,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
     int begin = min(share * (int)blockIdx.z, all), end = min(begin + share, all);
 
     if (threadIdx.x < STAGES) barrier_init(shared_address(&shared.full[threadIdx.x]), ARRIVALS);
+#if HOPPER
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
     // Held in shared memory, because registers are what the loop below has fewest of.
     if (threadIdx.x == 0) {
         shared.indices[0] = first.indices + row * first.indices_stride;
@@ -239,7 +250,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
 
     __syncthreads();
     int shares = gridDim.z, own_share = blockIdx.z;
-    bool is_whole = shares == 1, is_cluster = !is_whole && !partial_out;
+    bool is_whole = shares == 1, is_cluster = HOPPER && !is_whole && !partial_out;
 #pragma unroll
     for (int j = 0; j < NT; ++j) {
         int head = warp + 8 * j;
@@ -296,6 +307,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
                 }
             }
         }
+#if HOPPER
     if (!is_cluster) return;
 
     cluster_sync();
@@ -316,6 +328,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
             lane);
     }
     cluster_sync();  // no block leaves while another reads its shared memory
+#endif
 }
 
 // The shares of a row and head together. A block of 128 threads a row and head.

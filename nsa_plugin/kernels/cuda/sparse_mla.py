@@ -1,6 +1,7 @@
 """Sparse MLA for few heads, straight from the V3.2 or V4 fp8 cache, in CUDA C++ (`sparse_mla.cu`).
 
-Ops `sparse_mla_prefill` and `sparse_mla_decode`; contract: `nsa_plugin.kernels.sparse_mla`. The kernel
+Ops `sparse_mla_prefill` and `sparse_mla_decode`; contract: `nsa_plugin.kernels.sparse_mla`. On SM90 the kernel copies
+records in bulk and adds up a row's shares in a cluster of blocks; on SM80 to SM89 and SM120 it needs neither. It
 takes bfloat16 queries, heads of (576, 512) elements with V3.2 records and (512, 512) with V4's, and both
 caches of a call in one layout. It gathers the selected records once for every group of heads, so it pays
 for few heads: where FlashMLA pads to 64, or where an fp8 cache would have to be copied to bfloat16 first.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +19,7 @@ import torch
 from nsa_plugin.kernels.checks import check_tensor
 from nsa_plugin.kernels.cuda.build import Argument, CudaKernel, load_kernel
 from nsa_plugin.kernels.sparse_mla import Scope, SparseMlaCall, SparseMlaResult, decode_op, prefill_op
+from nsa_plugin.kernels.triton.device import DeviceFacts, facts_of
 from nsa_plugin.layouts import V4_FP8, V32_FP8, CacheLayout
 
 SOURCE = "sparse_mla.cu"
@@ -26,6 +29,7 @@ D_V = 512
 LAYOUTS = (V32_FP8, V4_FP8)
 MAX_SPLITS = 16  # as many blocks as a cluster may have
 BLOCK = (256, 1, 1)
+HOPPER = 90  # the SM version with bulk copies and clusters
 NOTHINGS = 1024  # records that stand for entries which do not count
 NOT_COUNTED = -(2.0**-100)  # and their scales, with V3.2
 
@@ -49,7 +53,13 @@ class Variant:
     def heads(self) -> int:
         return 8 * self.tiles
 
+    @property
+    def definitions(self) -> dict[str, int]:
+        """Of the source's preprocessor."""
+        return {"NT": self.tiles, "MIN_BLOCKS": self.blocks, "HELD": self.held}
+
     def shared_bytes(self, layout: str) -> int:
+        """Shared memory of a block, in bytes."""
         row, scales, p_copies = (656, 0, 1) if layout == V32_FP8.name else (592, 2 * KEYS * 8, 2)
         parts = (
             2 * KEYS * row,  # records
@@ -67,6 +77,8 @@ class Variant:
 
 # `held` as measured: 4 leaves 16 heads the registers that they lack.
 VARIANTS = (Variant(tiles=1, blocks=2, held=8), Variant(tiles=2, blocks=2, held=4), Variant(tiles=4, blocks=1, held=8))
+PORTABLE_VARIANTS = (Variant(tiles=1, blocks=2, held=8), Variant(tiles=2, blocks=1, held=8))
+"""For other GPUs than SM90, as far as a block's shared memory has room: one tile everywhere."""
 
 
 class CudaScope(ctypes.Structure):
@@ -94,34 +106,60 @@ class CudaScope(ctypes.Structure):
     )
 
 
-def possible_variants(heads: int) -> tuple[Variant, ...]:
-    """Those that a call with this many query heads may use."""
-    last = next((number for number, variant in enumerate(VARIANTS) if variant.heads >= heads), len(VARIANTS) - 1)
-    return VARIANTS[: last + 1]
+@functools.cache
+def possible_variants(heads: int, layout: str, facts: DeviceFacts) -> tuple[Variant, ...]:
+    """Those that calls with this many query heads may use on a device."""
+    known = VARIANTS if facts.architecture == HOPPER else PORTABLE_VARIANTS
+    fitting = [variant for variant in known if variant.shared_bytes(layout) <= facts.shared_memory]
+    last = next((number for number, variant in enumerate(fitting) if variant.heads >= heads), len(fitting) - 1)
+    return tuple(fitting[: last + 1])
 
 
-def choose_variant(rows: int, heads: int, topk: int, sms: int) -> tuple[Variant, int]:
+def choose_variant(rows: int, heads: int, topk: int, sms: int, variants: Sequence[Variant]) -> tuple[Variant, int]:
     """How a call is cut: the variant, and shares of each row's entries.
 
     While all blocks of threads run at once, more of them are faster, even where several groups of heads read the same
     records: then it is the smallest variant with the most shares, of two steps each. Otherwise it is the largest
-    possible, with as many shares as fill the device once. Five to eight clusters of 16 blocks were slower than of 8 on
-    an H200, in each of four cases measured (16.5 to 17.1 µs, 15.0 to 15.7 µs).
+    possible, with as many shares as fill the device once. Five to eight clusters of 16 blocks are slower than as many
+    of 8 blocks on an H200, in each of four cases tried.
 
     Args:
         rows: query rows.
         heads: query heads of a row.
         topk: entries of a row, both caches together.
         sms: SMs of the device.
+        variants: the possible ones, in ascending order.
     """
     most = max(1, min(-(-topk // KEYS) // 2, MAX_SPLITS))
-    for variant in possible_variants(heads):
+    for variant in variants:
         groups = -(-heads // variant.heads)
         room = sms * variant.blocks // max(1, rows * groups)
         if room >= most:
             break
     splits = max(1, min(room, most))
     return variant, splits // 2 if splits == MAX_SPLITS and 4 < rows * groups <= 8 else splits
+
+
+def definitions(
+    layout: str, facts: DeviceFacts, *, has_extra: bool = False, is_flat: bool = False, out_float32: bool = False
+) -> dict[str, int]:
+    """What the source's preprocessor needs to know besides the variant.
+
+    Args:
+        layout: of the caches.
+        facts: of the device.
+        has_extra: there is a second cache.
+        is_flat: pages and their records follow each other without a gap (V3.2 only).
+        out_float32: the output is float32, not bfloat16.
+    """
+    return {
+        "LAYOUT": int(layout == V4_FP8.name),
+        "OUT_FLOAT32": int(out_float32),
+        "HAS_EXTRA": int(has_extra),
+        "FLAT": int(is_flat),
+        "HOPPER": int(facts.architecture == HOPPER),
+        "NATIVE_FP8": int(facts.native_fp8),
+    }
 
 
 def attend(call: SparseMlaCall, *, splits: int | None = None, tiles: int | None = None) -> SparseMlaResult:
@@ -154,27 +192,28 @@ def attend(call: SparseMlaCall, *, splits: int | None = None, tiles: int | None 
     q = q if aligned else q.clone(memory_format=torch.contiguous_format)
     out = _rows_of(result.out)
     sink = None if call.attn_sink is None else call.attn_sink.contiguous()
-    sms = torch.cuda.get_device_properties(q.device).multi_processor_count
-    variants = possible_variants(heads)
-    variant, chosen = choose_variant(rows, heads, first.topk + second.topk, sms)
+    facts = facts_of(q.device)
+    variants = possible_variants(heads, layout.name, facts)
+    variant, chosen = choose_variant(rows, heads, first.topk + second.topk, facts.sms, variants)
     if tiles is not None:
         variant = next(one for one in VARIANTS if one.tiles == tiles)
         variants = (variant,)
     splits = chosen if splits is None else splits
     groups = -(-heads // variant.heads)
-    defines = (
-        ("LAYOUT", int(layout is V4_FP8)),
-        ("OUT_FLOAT32", int(out.dtype == torch.float32)),
-        ("HAS_EXTRA", int(second.topk > 0)),
-        ("FLAT", int(all(scope.is_flat for scope in scopes))),
+    defines = definitions(
+        layout.name,
+        facts,
+        has_extra=second.topk > 0,
+        is_flat=all(scope.is_flat for scope in scopes),
+        out_float32=out.dtype == torch.float32,
     )
     size, int64 = ctypes.c_int, ctypes.c_int64
     shared = variant.shared_bytes(layout.name)
     results = out, int64(out.stride(0)), int64(out.stride(1)), lse, max_logits
     with torch.cuda.device_of(q):
-        run, combine = _kernels(variants, layout.name, defines, q.device.index)[variant]
+        run, combine = _kernels(variants, layout.name, tuple(defines.items()), q.device.index)[variant]
         # The shares of a row as a cluster, which adds up in shared memory; if all clusters run at once.
-        is_cluster = splits > 1 and _clusters(run, shared, splits) >= rows * groups
+        is_cluster = facts.architecture == HOPPER and splits > 1 and _clusters(run, shared, splits) >= rows * groups
         parts: tuple[Argument, Argument] = (None, None)
         if splits > 1 and not is_cluster:
             parts = (
@@ -210,7 +249,7 @@ def _kernels(
     while an engine serves."""
     built = {}
     for variant in variants:
-        options = dict(defines) | {"NT": variant.tiles, "MIN_BLOCKS": variant.blocks, "HELD": variant.held}
+        options = dict(defines) | variant.definitions
         shared = variant.shared_bytes(layout)
         built[variant] = (
             load_kernel(SOURCE, "attend", defines=options, max_dynamic_shared=shared),

@@ -23,7 +23,7 @@
 #define HELD 4  // of the 8 steps over a quarter of the query, those whose fragments are in registers
 #endif
 
-#include "sm90.cuh"
+#include "instructions.cuh"
 
 constexpr int KEYS = 64;
 constexpr int WARPS = 8;
@@ -31,7 +31,7 @@ constexpr int THREADS = 32 * WARPS;
 constexpr int HEADS = 8 * NT;
 constexpr int D_V = 512;
 constexpr int STAGES = 2;
-constexpr int ARRIVALS = LAYOUT == 0 ? WARPS : WARPS + KEYS;  // on a stage's barrier, by a filling
+constexpr int ARRIVALS = (HOPPER ? WARPS : THREADS) + (LAYOUT == 0 ? 0 : KEYS);  // on a stage's barrier, by a filling
 #if LAYOUT == 0
 constexpr int FP8_STEPS = 8;     // steps of 16 fp8 values of a quarter
 constexpr int COPIED = 656;      // bytes of a record that one bulk copy brings

@@ -1,6 +1,13 @@
 // The instructions that the kernels are written in, one function each. Nothing is included: NVRTC has no headers.
 #pragma once
 
+#ifndef HOPPER
+#define HOPPER 1      // bulk copies and clusters
+#endif
+#ifndef NATIVE_FP8
+#define NATIVE_FP8 1  // conversions of e4m3
+#endif
+
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -33,10 +40,31 @@ DEVICE void mma_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+DEVICE u32 multiply_f16(u32 a, u32 b) {
+    u32 r;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+
+#if !NATIVE_FP8
+// Two e4m3 codes in the upper bytes of two halves. Shifted to float16's exponent they are 2^-8 of their value, exactly;
+// the code of NaN, the only one that a carry takes beyond seven bits, gets float16's.
+DEVICE u32 e4m3_to_f16(u32 codes) {
+    u32 magnitude = codes & 0x7f007f00u;
+    u32 nan = (magnitude + 0x01000100u) & 0x80008000u;
+    return multiply_f16((codes & 0x80008000u) | (magnitude >> 1) | (nan >> 1), 0x5c005c00u);
+}
+#endif
+
 // Two e4m3 codes each from the lower and the upper half of a register.
 DEVICE void fp8_to_f16(u32 codes, u32& lower, u32& upper) {
+#if !NATIVE_FP8
+    lower = e4m3_to_f16(__byte_perm(codes, 0, 0x1404));
+    upper = e4m3_to_f16(__byte_perm(codes, 0, 0x3424));
+#else
     asm("{ .reg .b16 lo, hi; mov.b32 {lo, hi}, %2; cvt.rn.f16x2.e4m3x2 %0, lo; cvt.rn.f16x2.e4m3x2 %1, hi; }"
         : "=r"(lower), "=r"(upper) : "r"(codes));
+#endif
 }
 
 DEVICE u32 pack_f16(float lower, float upper) {
@@ -48,12 +76,6 @@ DEVICE u32 pack_f16(float lower, float upper) {
 DEVICE u32 pack_bf16(float lower, float upper) {
     u32 r;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(upper), "f"(lower));
-    return r;
-}
-
-DEVICE u32 multiply_f16(u32 a, u32 b) {
-    u32 r;
-    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
     return r;
 }
 
@@ -88,19 +110,35 @@ DEVICE void barrier_init(u32 barrier, int count) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" :: "r"(barrier), "r"(count) : "memory");
 }
 
-DEVICE void barrier_expect(u32 barrier, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
+#if HOPPER
+#define WAITING "try_wait"
+#else
+#define WAITING "test_wait"
+#endif
+DEVICE void barrier_wait(u32 barrier, u32 parity) {
+    asm volatile("{ .reg .pred done; WAIT: mbarrier." WAITING ".parity.shared.b64 done, [%0], %1;\n"
+                 "  @done bra DONE; bra WAIT; DONE: }" :: "r"(barrier), "r"(parity) : "memory");
 }
 
-DEVICE void barrier_wait(u32 barrier, u32 parity) {
-    asm volatile("{ .reg .pred done; WAIT: mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
-                 "  @done bra DONE; bra WAIT; DONE: }" :: "r"(barrier), "r"(parity) : "memory");
+// Starts a copy of 16 bytes, past the L1 cache.
+DEVICE void copy_16_bytes(u32 destination, const void* source) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(destination), "l"(source) : "memory");
+}
+
+// This thread arrives at the barrier when the copies that it has started are there.
+DEVICE void arrive_with_copies(u32 barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" :: "r"(barrier) : "memory");
 }
 
 // Starts a copy of 8 bytes, for which this thread arrives at the barrier when it is there.
 DEVICE void copy_8_bytes(u32 destination, const void* source, u32 barrier) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" :: "r"(destination), "l"(source) : "memory");
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" :: "r"(barrier) : "memory");
+    arrive_with_copies(barrier);
+}
+
+#if HOPPER
+DEVICE void barrier_expect(u32 barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
 }
 
 // Whether this is the one lane of the warp that acts for all of it.
@@ -139,3 +177,4 @@ DEVICE float4 load_cluster_4(u32 address) {
                  : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(address) : "memory");
     return x;
 }
+#endif
