@@ -47,7 +47,6 @@ class PathEntry:
         libraries: their libraries; () = every library whose kernel the plugin calls.
         dequantize_kv: whether they read a bf16 copy of the cache.
         prefill: only prefills (True), only decode, verify and draft steps (False), or both (None).
-        why: the reason for this path, for the report; "" if the path's name says it.
     """
 
     path: str
@@ -58,51 +57,27 @@ class PathEntry:
     libraries: tuple[str, ...] = ()
     dequantize_kv: bool = False
     prefill: bool | None = None
-    why: str = ""
 
 
 _FP8, _BF16, _V4, _V32 = ("v32_fp8",), ("bf16",), ("v4_fp8",), FAMILY_LAYOUTS["v3.2"]
 _SPARSE, _FLASH_MLA = (PREFILL, DECODE), ("flash_mla",)
 _sglang, _vllm = partial(PathEntry, engines=(SGLANG,)), partial(PathEntry, engines=(VLLM,))
-_both = partial(PathEntry, engines=(SGLANG, VLLM))
+_both = partial(PathEntry, engines=(SGLANG, VLLM), layouts=_V4)
 
 PATHS: tuple[PathEntry, ...] = (
+    # Only this path passes slots and the fp8 pages.
+    _sglang(path=FLASHMLA_KV, own=True, layouts=_FP8, attention=_SPARSE),
+    # SGLang keeps FlashMLA's schedule for all layers and in graphs.
+    _sglang(path=FLASHMLA_KV, own=False, layouts=_FP8, attention=(DECODE,), libraries=_FLASH_MLA),
+    # SGLang gathers and dequantises the contexts of the batch's requests, then calls FlashMLA.
     _sglang(
-        path=FLASHMLA_KV, own=True, layouts=_FP8, attention=_SPARSE, why="only this path passes slots and the fp8 pages"
+        path=FLASHMLA_SPARSE, own=False, layouts=_FP8, attention=(PREFILL,), libraries=_FLASH_MLA, dequantize_kv=True
     ),
-    _sglang(
-        path=FLASHMLA_KV,
-        own=False,
-        layouts=_FP8,
-        attention=(DECODE,),
-        libraries=_FLASH_MLA,
-        why="SGLang's FlashMLA call, whose schedule it keeps for all layers and in graphs",
-    ),
-    _sglang(
-        path=FLASHMLA_SPARSE,
-        own=False,
-        layouts=_FP8,
-        attention=(PREFILL,),
-        libraries=_FLASH_MLA,
-        dequantize_kv=True,
-        why="SGLang gathers and dequantises the contexts of the batch's requests, then calls FlashMLA",
-    ),
-    _sglang(
-        path=FLASHMLA_SPARSE,
-        own=True,
-        layouts=_BF16,
-        attention=_SPARSE,
-        why="this path passes slots and the bf16 cache, and needs no scheduling metadata",
-    ),
-    _sglang(
-        path=FLASHMLA_SPARSE,
-        own=False,
-        layouts=_BF16,
-        attention=(PREFILL,),
-        libraries=_FLASH_MLA,
-        why="SGLang's FlashMLA call, with padded heads",
-    ),
-    _sglang(path=FA3, own=False, layouts=_BF16, attention=(DECODE,), libraries=("fa3",), why="SGLang's FA3 call"),
+    # This path passes slots and the bf16 cache, and needs no scheduling metadata.
+    _sglang(path=FLASHMLA_SPARSE, own=True, layouts=_BF16, attention=_SPARSE),
+    # SGLang pads the heads.
+    _sglang(path=FLASHMLA_SPARSE, own=False, layouts=_BF16, attention=(PREFILL,), libraries=_FLASH_MLA),
+    _sglang(path=FA3, own=False, layouts=_BF16, attention=(DECODE,), libraries=("fa3",)),
     _sglang(path=MHA, own=False, layouts=_V32, attention=(DENSE,), libraries=("fa3", "trtllm")),
     _vllm(path=MHA, own=True, layouts=_V32, attention=(DENSE,), libraries=tuple(MANIFEST)),
     _vllm(path=PROVIDER, own=True, layouts=_V32, attention=_SPARSE, libraries=("fa3", "trtllm")),
@@ -113,24 +88,19 @@ PATHS: tuple[PathEntry, ...] = (
         own=False,
         layouts=_FP8,
         attention=(PREFILL,),
+        prefill=True,
         libraries=_FLASH_MLA,
         dequantize_kv=True,
-        prefill=True,
     ),
     _vllm(path=STOCK, own=False, layouts=_FP8, attention=(DECODE,), libraries=_FLASH_MLA, prefill=False),
     _vllm(path=STOCK, own=False, layouts=_BF16, attention=(PREFILL,), libraries=_FLASH_MLA),
-    _both(path=DIRECT, own=True, layouts=_V4, attention=_SPARSE),
-    _both(path=BF16_ROWS, own=True, layouts=_V4, attention=(PREFILL,), libraries=_FLASH_MLA, dequantize_kv=True),
-    _both(path=DECODE_KERNEL, own=False, layouts=_V4, attention=(DECODE,), libraries=_FLASH_MLA),
+    _both(path=DIRECT, own=True, attention=_SPARSE),
+    _both(path=BF16_ROWS, own=True, attention=(PREFILL,), libraries=_FLASH_MLA, dequantize_kv=True),
+    _both(path=DECODE_KERNEL, own=False, attention=(DECODE,), libraries=_FLASH_MLA),
 )
 
 # Libraries that the engines install and call; each of their routes has a separate entry.
 ENGINE_LIBRARIES = frozenset({"flash_mla", "fa3", "trtllm", "deep_gemm"})
-
-
-def entry_of(engine: str, layout: str, route: Route, *, prefill: bool) -> PathEntry | None:
-    """Return the entry of a route, or None if the engine has no path for it."""
-    return _table(engine, layout, prefill, tuple(MANIFEST)).get(route)
 
 
 def path_of(engine: str, layout: str, plan: Plan) -> PathEntry:
@@ -139,8 +109,9 @@ def path_of(engine: str, layout: str, plan: Plan) -> PathEntry:
     Raises:
         NoProviderError: the engine has none; `routes_of` keeps `decide` from making such a plan.
     """
-    route = Route(plan.attention, plan.provider, plan.dequantize_kv)
-    entry = entry_of(engine, layout, _in_table(route), prefill=plan.phase is Phase.EXTEND)
+    # A dense route copies only the prefix of an fp8 cache, on the same path.
+    route = Route(plan.attention, plan.provider, plan.dequantize_kv and plan.attention is not DENSE)
+    entry = _table(engine, layout, plan.phase is Phase.EXTEND, tuple(MANIFEST)).get(route)
     if entry is None:
         raise NoProviderError(f"{engine} has no execution path for {route} in {plan.phase} over a {layout} cache")
     return entry
@@ -169,8 +140,3 @@ def _table(engine: str, layout: str, prefill: bool, known: tuple[str, ...]) -> d
             for library in libraries:
                 table[Route(attention, library, entry.dequantize_kv)] = entry
     return table
-
-
-def _in_table(route: Route) -> Route:
-    """Drop dequantisation from a dense route: it copies only the prefix of an fp8 cache, on the same path."""
-    return Route(route.attention, route.library) if route.attention is DENSE else route

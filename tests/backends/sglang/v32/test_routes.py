@@ -104,7 +104,6 @@ def test_every_path_may_be_taken():
     for entry in PATHS:
         if SGLANG in entry.engines and entry.path in ("flashmla_kv", "flashmla_sparse", "fa3"):
             assert all(any(entry.path in PLANNED[layout, ex] for ex in (True, False)) for layout in entry.layouts)
-            assert entry.why
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
