@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from nsa_plugin.decision.plan import Attention, Plan
 from nsa_plugin.decision.routes import Route
@@ -63,6 +64,7 @@ _FP8, _BF16, _V4, _V32 = ("v32_fp8",), ("bf16",), ("v4_fp8",), FAMILY_LAYOUTS["v
 _SPARSE, _FLASH_MLA = (PREFILL, DECODE), ("flash_mla",)
 _sglang, _vllm = partial(PathEntry, engines=(SGLANG,)), partial(PathEntry, engines=(VLLM,))
 _both = partial(PathEntry, engines=(SGLANG, VLLM), layouts=_V4)
+_COPIES: dict[str, Any] = {"attention": (PREFILL,), "libraries": _FLASH_MLA, "dequantize_kv": True}
 
 PATHS: tuple[PathEntry, ...] = (
     # Only this path passes slots and the fp8 pages.
@@ -95,7 +97,7 @@ PATHS: tuple[PathEntry, ...] = (
     _vllm(path=STOCK, own=False, layouts=_FP8, attention=(DECODE,), libraries=_FLASH_MLA, prefill=False),
     _vllm(path=STOCK, own=False, layouts=_BF16, attention=(PREFILL,), libraries=_FLASH_MLA),
     _both(path=DIRECT, own=True, attention=_SPARSE),
-    _both(path=BF16_ROWS, own=True, attention=(PREFILL,), libraries=_FLASH_MLA, dequantize_kv=True),
+    _both(path=BF16_ROWS, own=True, **_COPIES),
     _both(path=DECODE_KERNEL, own=False, attention=(DECODE,), libraries=_FLASH_MLA),
 )
 
