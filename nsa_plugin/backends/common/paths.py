@@ -72,9 +72,7 @@ PATHS: tuple[PathEntry, ...] = (
     # SGLang keeps FlashMLA's schedule for all layers and in graphs.
     _sglang(path=FLASHMLA_KV, own=False, layouts=_FP8, attention=(DECODE,), libraries=_FLASH_MLA),
     # SGLang gathers and dequantises the contexts of the batch's requests, then calls FlashMLA.
-    _sglang(
-        path=FLASHMLA_SPARSE, own=False, layouts=_FP8, attention=(PREFILL,), libraries=_FLASH_MLA, dequantize_kv=True
-    ),
+    _sglang(path=FLASHMLA_SPARSE, own=False, layouts=_FP8, **_COPIES),
     # This path passes slots and the bf16 cache, and needs no scheduling metadata.
     _sglang(path=FLASHMLA_SPARSE, own=True, layouts=_BF16, attention=_SPARSE),
     # SGLang pads the heads.
@@ -85,15 +83,7 @@ PATHS: tuple[PathEntry, ...] = (
     _vllm(path=PROVIDER, own=True, layouts=_V32, attention=_SPARSE, libraries=("fa3", "trtllm")),
     _vllm(path=PROVIDER, own=True, layouts=_V32, attention=_SPARSE),
     _vllm(path=MIXED, own=False, layouts=_FP8, attention=(DECODE,), libraries=_FLASH_MLA, prefill=True),
-    _vllm(
-        path=SEPARATE,
-        own=False,
-        layouts=_FP8,
-        attention=(PREFILL,),
-        prefill=True,
-        libraries=_FLASH_MLA,
-        dequantize_kv=True,
-    ),
+    _vllm(path=SEPARATE, own=False, layouts=_FP8, prefill=True, **_COPIES),
     _vllm(path=STOCK, own=False, layouts=_FP8, attention=(DECODE,), libraries=_FLASH_MLA, prefill=False),
     _vllm(path=STOCK, own=False, layouts=_BF16, attention=(PREFILL,), libraries=_FLASH_MLA),
     _both(path=DIRECT, own=True, attention=_SPARSE),
