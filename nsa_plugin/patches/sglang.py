@@ -109,7 +109,7 @@ GPU = _GPU.patches(
         forward_batch)
         A prefill replayed from a graph is always sparse. If the user sets mha_max_kv, prefills that the plan makes
         dense run eagerly. Before 0.5.17 SGLang does not capture prefills of these models.
-        replacement: v32.prefill_graph:wrap_can_run_graph
+        replacement: v32.patches:wrap_can_run_graph
         upstream: sglang #12788
         until: SGLang captures dense prefills too
     split-prepare [>=0.5.16]: {mla}.forward_absorb_prepare(self, positions, hidden_states, forward_batch,

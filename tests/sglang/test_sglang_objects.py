@@ -127,7 +127,7 @@ def test_sglangs_rules_and_the_plan_agree_on_dense_attention(
 def test_a_batch_leaves_sglangs_prefill_graph(
     h200: None, monkeypatch: pytest.MonkeyPatch, engine_says: bool, settings: Any, lengths: Any, more: Any, leaves: bool
 ) -> None:
-    from nsa_plugin.backends.sglang.v32.prefill_graph import wrap_can_run_graph
+    from nsa_plugin.backends.sglang.v32.patches import wrap_can_run_graph
 
     original = importlib.import_module(PREFILL).PrefillCudaGraphRunner
     changed = type("Changed", (original,), {"can_run_graph": wrap_can_run_graph(original.can_run_graph)})

@@ -29,6 +29,26 @@ TracedRequest = tuple[str, int, int]
 """(id, query tokens, context in tokens) of a request, for the trace."""
 
 
+def step_shape(phase: Phase, requests: int, rows: int, max_context: int) -> BatchShape:
+    """Return the shape of a decode, verify or draft step, which may be captured: contexts as long as allowed.
+
+    Args:
+        requests: number of requests, padded ones included.
+        rows: query tokens of all requests, at least 1.
+        max_context: most tokens of a request that the server allows.
+    """
+    longest = max(max_context, -(-rows // requests))
+    return BatchShape(
+        phase=phase,
+        num_requests=min(requests, rows),
+        num_tokens=rows,
+        max_kv_len=longest,
+        total_kv_len=requests * longest,
+        has_prefix=True,
+        cuda_graph=True,
+    )
+
+
 @dataclass(frozen=True)
 class Execution:
     """A plan and the engine's execution path for it.

@@ -16,7 +16,8 @@ batch without a route, every method is the stock one.
   captured step is partitioned by its number of query tokens alone, so a replay exchanges as its capture did.
 - Padding, which the engine adds up to a graph's size or a multiple of its ranks, has slots too: -1, or some slot of the
   cache. Providers skip -1 and get no lengths that could be too short.
-- `nsa_plugin_leaves_graph` says whether a prefill that the engine would replay runs eagerly; see `prefill_graph`.
+- `nsa_plugin_leaves_graph` says whether a prefill that the engine would replay runs eagerly; see
+  `patches.wrap_can_run_graph`.
 
 Two-batch overlap and the steps of MTP each have a backend instance, and so a route. `routes` lists what the plugin
 leaves to SGLang.

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from nsa_plugin.backends.common.planner import step_shape
 from nsa_plugin.decision.shapes import BatchShape, Phase
 
 # SGLang's ForwardMode -> phase. DRAFT_EXTEND was merged into DRAFT_EXTEND_V2 after 0.5.13. The plugin does not support
@@ -118,17 +119,7 @@ def _step_batch(phase: Phase, requests: int, rows: int, max_context: int) -> Bat
     """`step_batch` without names: one shared object per size, so do not add to its requests."""
     if phase is Phase.IDLE or rows == 0:
         return Batch(BatchShape(phase=Phase.IDLE))
-    longest = max(max_context, -(-rows // requests))
-    shape = BatchShape(
-        phase=phase,
-        num_requests=min(requests, rows),
-        num_tokens=rows,
-        max_kv_len=longest,
-        total_kv_len=requests * longest,
-        has_prefix=True,
-        cuda_graph=True,
-    )
-    return Batch(shape)
+    return Batch(step_shape(phase, requests, rows, max_context))
 
 
 def eager_step(forward_batch: Any, phase: Phase, draft_tokens: int | None, max_context: int) -> Batch:

@@ -1,6 +1,7 @@
-"""Replacements of SGLang's ledger for the portable path (`patches.sglang_portable`).
+"""Replacements of SGLang's ledger: of its prefill graphs, and for the portable path (`patches.sglang_portable`).
 
-They are installed only there. Before the plugin serves, and once it has stopped, they call the original.
+Those of the portable path are installed only there. Before the plugin serves, and once it has stopped, they call the
+original.
 """
 
 from __future__ import annotations
@@ -16,6 +17,24 @@ from nsa_plugin.backends.sglang.v32.indexer import ATTRIBUTE, Selection
 from nsa_plugin.backends.sglang.v32.portable import no_schedule, quantize, select_steps, write
 from nsa_plugin.libraries.architectures import FIRST_WITH_FP8
 from nsa_plugin.patches.ledger import wrap
+
+
+def wrap_can_run_graph(original: Callable[..., bool]) -> Callable[..., bool]:
+    """Wrap `PrefillCudaGraphRunner.can_run_graph`, the last check of a batch, padded and not yet prepared.
+
+    From 0.5.17 on SGLang captures prefills of up to 2048 tokens (`--cuda-graph-max-bs-prefill`, breakable CUDA graphs)
+    for models with sparse attention. A captured prefill is always sparse, since its projections are those of absorbed
+    attention. Whether the graph or dense attention saves more depends on the batch, so only with `mha_max_kv` set do
+    prefills that the plan makes dense run eagerly.
+    """
+
+    def around(original: Callable[..., bool], runner: Any, forward_batch: Any) -> bool:
+        if not original(runner, forward_batch):
+            return False
+        leaves = getattr(runner.model_runner.attn_backend, "nsa_plugin_leaves_graph", None)
+        return leaves is None or not leaves(forward_batch)
+
+    return wrap(original, around)
 
 
 def providers_without_fp8() -> Providers | None:

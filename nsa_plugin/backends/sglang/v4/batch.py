@@ -7,14 +7,16 @@ layers run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, TypeVar
 
 import torch
 
 from nsa_plugin.kernels.topk import Request
+
+T = TypeVar("T")
 
 PAGE = 256
 """Tokens of a page of SGLang's V4 caches; it hardcodes them."""
@@ -129,10 +131,7 @@ class Prefill:
     tables: Any = None
     views: dict[tuple[int, int, int], tuple[torch.Tensor, ...]] = field(default_factory=dict)
     selects: bool | None = None
-    _window_pages: dict[int, torch.Tensor] = field(default_factory=dict)
-    _pages: torch.Tensor | None = None
-    _keys: IndexerKeys | None = None
-    _lists: dict[str, torch.Tensor] | None = None
+    _made: dict[Hashable, Any] = field(default_factory=dict)
 
     @property
     def rows(self) -> int:
@@ -150,18 +149,16 @@ class Prefill:
             core: SGLang's `DSV4AttnMetadata`.
             page_size: tokens a page of that cache.
         """
-        if page_size not in self._window_pages:
+
+        def make() -> torch.Tensor:
             rows, columns = self._places(core.page_table.device, "window", page_size)
-            slots = core.swa_page_indices.flatten(1)[rows, columns].int()
-            self._window_pages[page_size] = slots.div(page_size, rounding_mode="floor")
-        return self._window_pages[page_size]
+            return core.swa_page_indices.flatten(1)[rows, columns].int().div(page_size, rounding_mode="floor")
+
+        return self._once(("window", page_size), make)
 
     def pages(self, core: Any) -> torch.Tensor:
         """Return [n] int32: pages of the compressed caches that the batch reads."""
-        if self._pages is None:
-            rows, columns = self._places(core.page_table.device, "pages")
-            self._pages = core.page_table[rows, columns].int()
-        return self._pages
+        return self._once("pages", lambda: core.page_table[self._places(core.page_table.device, "pages")].int())
 
     def keys(self, core: Any, lengths: torch.Tensor, page_size: int) -> IndexerKeys:
         """Return the indexer's keys.
@@ -171,33 +168,40 @@ class Prefill:
             lengths: [>= query tokens] int32, number of compressed keys that each token sees.
             page_size: keys per page.
         """
-        if self._keys is None:
-            pages, device = self.pages(core), core.page_table.device
-            slots = pages.unsqueeze(1) * page_size + torch.arange(page_size, dtype=torch.int32, device=device)
-            starts = [0, *accumulate(request.pages * page_size for request in self.requests)]
-            given = zip(self.requests, starts, starts[1:], strict=False)
-            requests = [(request.first, request.end, start, end) for request, start, end in given]
-            if len(requests) == 1:
-                ks = torch.zeros(self.rows, dtype=torch.int32, device=device)
-            else:
-                first, counts = put(starts[:-1], [request.rows for request in self.requests], device=device)
-                ks = torch.repeat_interleave(first.int(), counts, output_size=self.rows)
-            # SGLang's lengths never reach beyond the request's keys.
-            self._keys = IndexerKeys(slots.flatten(), requests, ks, ks + lengths[: self.rows].flatten().int())
-        return self._keys
+        return self._once("keys", lambda: self._indexer_keys(core, lengths, page_size))
 
-    def _places(self, device: torch.device, which: str, page_size: int = PAGE) -> tuple[torch.Tensor, torch.Tensor]:
+    def _indexer_keys(self, core: Any, lengths: torch.Tensor, page_size: int) -> IndexerKeys:
+        pages, device = self.pages(core), core.page_table.device
+        slots = pages.unsqueeze(1) * page_size + torch.arange(page_size, dtype=torch.int32, device=device)
+        starts = [0, *accumulate(request.pages * page_size for request in self.requests)]
+        given = zip(self.requests, pairwise(starts), strict=True)
+        requests = [(request.first, request.end, start, end) for request, (start, end) in given]
+        if len(requests) == 1:
+            ks = torch.zeros(self.rows, dtype=torch.int32, device=device)
+        else:
+            first, counts = put(starts[:-1], [request.rows for request in self.requests], device=device)
+            ks = torch.repeat_interleave(first.int(), counts, output_size=self.rows)
+        # SGLang's lengths never reach beyond the request's keys.
+        return IndexerKeys(slots.flatten(), requests, ks, ks + lengths[: self.rows].flatten().int())
+
+    def _places(self, device: torch.device, which: str, page_size: int = PAGE) -> tuple[torch.Tensor, ...]:
         """Return (rows, columns) of `window_places` or `page_places`; one copy brings both to the device."""
         if page_size != PAGE:
-            rows, columns = put(*window_places(self.requests, self.window, page_size), device=device)
-            return rows, columns
-        if self._lists is None:
-            window, pages = window_places(self.requests, self.window, PAGE), page_places(self.requests)
-            copied = put(*window, *pages, device=device)
-            self._lists = dict(
-                zip(("window rows", "window columns", "pages rows", "pages columns"), copied, strict=True)
-            )
-        return self._lists[f"{which} rows"], self._lists[f"{which} columns"]
+            return tuple(put(*window_places(self.requests, self.window, page_size), device=device))
+
+        def make() -> list[torch.Tensor]:
+            lists = window_places(self.requests, self.window, PAGE) + page_places(self.requests)
+            return put(*lists, device=device)
+
+        both = self._once("places", make)
+        return tuple(both[:2] if which == "window" else both[2:])
+
+    def _once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return what `make` returned at the first call with this key."""
+        if key not in self._made:
+            self._made[key] = make()
+        found: T = self._made[key]
+        return found
 
 
 def put(*lists: Sequence[int], device: torch.device) -> list[torch.Tensor]:

@@ -23,13 +23,13 @@ from typing import Any, ClassVar
 import torch
 
 from nsa_plugin.backends.common.paths import VLLM
-from nsa_plugin.backends.common.planner import Planner
+from nsa_plugin.backends.common.planner import Planner, step_shape
 from nsa_plugin.backends.common.token_shard import Exchange
 from nsa_plugin.backends.vllm.v32.token_shard import Assigned, assign
 from nsa_plugin.decision import token_shard as sharding
 from nsa_plugin.decision.dispatch import BatchPart, partition
 from nsa_plugin.decision.plan import Attention, Plan
-from nsa_plugin.decision.shapes import BatchShape, Phase
+from nsa_plugin.decision.shapes import Phase
 
 
 @dataclass(frozen=True)
@@ -231,17 +231,7 @@ class VllmPlanner(Planner):
         """Return the plan of a decode or verify step; it depends on phase, requests and query tokens alone."""
         phase = Phase.DECODE if rows_each <= 1 else Phase.TARGET_VERIFY
         requests = max(1, min(requests, rows))
-        longest = max(self.max_model_len, -(-rows // requests))
-        shape = BatchShape(
-            phase=phase,
-            num_requests=requests,
-            num_tokens=rows,
-            max_kv_len=longest,
-            total_kv_len=requests * longest,
-            has_prefix=True,
-            cuda_graph=True,
-        )
-        return self.step_execution_of(shape).plan
+        return self.step_execution_of(step_shape(phase, requests, rows, self.max_model_len)).plan
 
     def prefill_plan(self, rows: int, context: int) -> Plan:
         """Return the plan of a one-request prefill that is never scheduled: nothing is recorded."""

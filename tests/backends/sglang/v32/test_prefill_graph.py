@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nsa_plugin.backends.sglang.v32.prefill_graph import wrap_can_run_graph
+from nsa_plugin.backends.sglang.v32.patches import wrap_can_run_graph
 from nsa_plugin.decision.plan import Attention
 from tests.backends.fake_sglang.v32 import DsaBackend, ForwardMode, forward_batch, started
 

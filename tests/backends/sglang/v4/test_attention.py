@@ -294,9 +294,9 @@ def test_heads_that_the_model_added_are_left_out_where_they_are_the_last(first: 
     load = backend.nsa_plugin.providers.load
 
     def seen(op: str, name: str) -> Any:
-        def kernel(q: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        def kernel(q: torch.Tensor, *arguments: Any, **named: Any) -> Any:
             given.append(q.shape[-2])
-            return load(op, name)(q, *arguments, **options)
+            return load(op, name)(q, *arguments, **named)
 
         return kernel
 

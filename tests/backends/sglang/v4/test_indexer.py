@@ -28,7 +28,7 @@ def plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan's provider by its reference; the kernels have their own tests."""
     load = Providers.load
 
-    def reference(self: Providers, op: str, name: str, heads: int | None = None) -> Any:
+    def reference(self: Providers, op: str, name: str) -> Any:
         function = load(self, op, REFERENCE)
         if op != "indexer_topk":
             return function
@@ -116,10 +116,10 @@ def test_the_second_layer_selects_separately_with_the_same_tables(monkeypatch: p
     of = batch(*LENS)
     backend = ready(of)
     first = select(backend).c4_sparse_raw_indices.clone()
-    keys = backend.nsa_plugin.prefill._keys
+    keys = backend.nsa_plugin.prefill._made["keys"]
     of.pool.index.copy_(of.pool.index.flip(0))
     again = select(backend).c4_sparse_raw_indices
-    assert backend.nsa_plugin.prefill._keys is keys
+    assert backend.nsa_plugin.prefill._made["keys"] is keys
     assert not torch.equal(first, again)
 
 
