@@ -8,14 +8,21 @@ plugin.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from nsa_plugin.tools.compare import record, rule
 from nsa_plugin.tools.compare.measured import CONTROL, PLUGIN, STOCK, Measured, Run
-from nsa_plugin.tools.compare.rule import Compared, Tolerance
-from nsa_plugin.tools.compare.verdict import Check, active, agreement_checks, complete, control_check, spread_check
+from nsa_plugin.tools.compare.rule import Compared
+from nsa_plugin.tools.compare.verdict import (
+    Check,
+    Verdict,
+    active,
+    agreement_checks,
+    complete,
+    control_check,
+    spread_check,
+)
 from nsa_plugin.tools.compare.workload import LIMIT
 from nsa_plugin.tools.serving.common import flag_value
 from nsa_plugin.tools.serving.engine import V4, CompareError
@@ -29,26 +36,6 @@ _SAME = {
     "kv": "the KV cache",
     "chunk": "tokens of a prefill chunk (--chunked-prefill-size of SGLang, --max-num-batched-tokens of vLLM)",
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class CrossEngineVerdict:
-    """The verdict on two engines.
-
-    Attributes:
-        stock, plugin: the first engine's answers against the other's.
-        controls: each engine's name, and its control against the other engine's plugin.
-    """
-
-    checks: Sequence[Check]
-    tolerance: Tolerance
-    stock: Sequence[Compared]
-    plugin: Sequence[Compared]
-    controls: Sequence[tuple[str, Sequence[Compared]]]
-
-    @property
-    def holds(self) -> bool:
-        return all(check.holds for check in self.checks)
 
 
 def check_same(one: Measured, other: Measured) -> None:
@@ -81,30 +68,23 @@ def _groups(one: Measured, other: Measured) -> list[str]:
     return [name for name in one.digests if name in other.digests and name != LIMIT]
 
 
-def judge(one: Measured, other: Measured) -> CrossEngineVerdict:
+def judge(one: Measured, other: Measured) -> Verdict:
     """Judge the answers of two engines; `check_same` must have passed."""
     stock, plugin = _between(one, STOCK, other, STOCK), _between(one, PLUGIN, other, PLUGIN)
     allowed = rule.tolerance(stock, rule.floor_of(one.facts["kv"], one.facts["family"]))
-    controls = [_between(one, CONTROL, other, PLUGIN), _between(other, CONTROL, one, PLUGIN)]
-    checks = []
+    checks, controls = [], {}
     for each in (one, other):
         checks.append(_of_engine(complete(each), each))
         if PLUGIN in each.runs:
             checks.append(_of_engine(active(each.runs[PLUGIN]), each))
-    checks.append(
-        spread_check(
-            stock,
-            allowed,
-            name="stock against the other stock",
-            nothing="no request was answered by both stock servers",
-        )
-    )
+    nothing = "no request was answered by both stock servers"
+    checks.append(spread_check(stock, allowed, name="stock against the other stock", nothing=nothing))
     checks += agreement_checks(plugin, allowed, "engines with the plugin")
-    for each, control in zip((one, other), controls, strict=True):
+    for each, against in ((one, other), (other, one)):
+        control = controls[_engine(each)] = _between(each, CONTROL, against, PLUGIN)
         noticed = control_check(control, allowed, each.runs.get(CONTROL), one.facts["selects_above"])
         checks.append(_of_engine(noticed, each))
-    by_engine = list(zip((_engine(one), _engine(other)), controls, strict=True))
-    return CrossEngineVerdict(checks=checks, tolerance=allowed, stock=stock, plugin=plugin, controls=by_engine)
+    return Verdict(checks=checks, tolerance=allowed, own=stock, plugin=plugin, controls=controls)
 
 
 def _engine(each: Measured) -> str:
@@ -146,19 +126,13 @@ def _cut(run: Run, other: Run, asked: int) -> Run:
     return replace(run, answers=answers)
 
 
-def as_record(one: Measured, other: Measured, verdict: CrossEngineVerdict) -> dict[str, Any]:
+def as_record(one: Measured, other: Measured, verdict: Verdict) -> dict[str, Any]:
     """The cross-engine record: the first engine's without speed, and under "beside" the other's.
 
     It also has "checkpoint", a digest, and "requests", a digest of each group (`RequestGroup.digest`).
     """
     made, others = record.head(one), record.head(other)
     case = record.case_of(one) | {"beside": _engine(other)}
-    allowed = verdict.tolerance
-    rows = record.agreement_rows(verdict.stock, case, allowed, provider=STOCK, baseline=STOCK)
-    rows += record.agreement_rows(verdict.plugin, case, allowed, provider=record.OURS, baseline=record.OURS)
-    for engine, control in verdict.controls:
-        wrong = case | {"fault": "shift_indices", "control": engine}
-        rows += record.agreement_rows(control, wrong, allowed, provider=record.OURS, baseline=record.OURS)
     return made | {
         "suite": f"{made['suite']}-beside-{_suite(made, others)}",
         "timed": None,
@@ -168,10 +142,7 @@ def as_record(one: Measured, other: Measured, verdict: CrossEngineVerdict) -> di
         },
         "checkpoint": one.facts["checkpoint"],
         "requests": {name: one.digests[name] for name in _groups(one, other)},
-        "tolerance": record.rounded(allowed),
-        "rows": rows,
-        "servers": record.servers(one),
-        "verdict": {"holds": verdict.holds, "checks": [asdict(check) for check in verdict.checks]},
+        **record.judged(verdict, record.agreement_rows(verdict, case, record.OURS), record.servers(one)),
     }
 
 

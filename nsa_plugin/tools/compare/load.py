@@ -15,9 +15,10 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from nsa_plugin.tools.serving.client import flush, new_session, within_time
 from nsa_plugin.tools.serving.engine import CompareError, ServedEngine
@@ -100,39 +101,32 @@ def loads(
         prompts: lengths in tokens of the single requests, if given.
         output_tokens: tokens to generate for each of the 16, if given.
     """
-    found = []
+    found: list[SpeedLoad] = []
+
+    def add(name: str, case: str, sizes: tuple[int, int, int], repeat: int, **more: Any) -> None:
+        requests, prompt, new_tokens = sizes
+        found.append(
+            SpeedLoad(
+                name=name, case=case, requests=requests, prompt=prompt, new_tokens=new_tokens, repeat=repeat, **more
+            )
+        )
+
     if TTFT in cases:
         for prompt in sorted({min(length, context) for length in prompts or (2000, 8192, context)}):
             # Longer prompts vary less and take longer: 128K tokens take seconds.
             repeat = next((times for most, times in _REPEAT if prompt <= most), _LONGEST_REPEAT)
-            found.append(
-                SpeedLoad(name=f"ttft-{prompt}", case=TTFT, requests=1, prompt=prompt, new_tokens=1, repeat=repeat)
-            )
+            add(f"ttft-{prompt}", TTFT, (1, prompt, 1), repeat)
     if PREFILL in cases:
         prompt = min(2000, context)
-        many = SpeedLoad(
-            name=f"prefill-100x{prompt}", case=PREFILL, requests=100, prompt=prompt, new_tokens=1, repeat=21
-        )
-        found += [many, replace(many, name=f"{many.name}-in-one", in_one=True)]
+        add(f"prefill-100x{prompt}", PREFILL, (100, prompt, 1), 21)
+        add(f"prefill-100x{prompt}-in-one", PREFILL, (100, prompt, 1), 21, in_one=True)
     if DECODE in cases:
         prompt, new_tokens = decode_prompt(context), output_tokens or min(USUAL_OUTPUT, context)
         name = f"decode-16x{prompt}" + (f"-{output_tokens}-out" if output_tokens else "")
         repeat = _REPEAT_DECODE if new_tokens <= _LONG_DECODE else _REPEAT_LONG_DECODE
-        found.append(
-            SpeedLoad(name=name, case=DECODE, requests=16, prompt=prompt, new_tokens=new_tokens, repeat=repeat),
-        )
+        add(name, DECODE, (16, prompt, new_tokens), repeat)
     if MIXED in cases and context >= _LONG:
-        found.append(
-            SpeedLoad(
-                name=_mixed_name(),
-                case=MIXED,
-                requests=_SHORTS,
-                prompt=_SHORT,
-                new_tokens=_MIXED_OUTPUT,
-                repeat=_REPEAT_MIXED,
-                long=_LONG,
-            )
-        )
+        add(_mixed_name(), MIXED, (_SHORTS, _SHORT, _MIXED_OUTPUT), _REPEAT_MIXED, long=_LONG)
     return found
 
 
@@ -198,7 +192,9 @@ def measure(
             await flush(session, engine, url)
             started = time.perf_counter()
             if load.in_one:
-                text, seconds = await _whole(session, engine, url, bodies[0])
+                async with _post(session, engine, url, bodies[0]) as response:
+                    text = await response.text()
+                seconds = time.perf_counter() - started
                 _check_answers(engine, load, text)
                 return {"input_tokens_per_s": load.requests * load.prompt / seconds}
             starts = [0.0, *[_HEAD_START_S] * load.requests] if load.long else [0.0] * load.requests
@@ -210,14 +206,19 @@ def measure(
     return {name: found[name] for name in load.measures}
 
 
-async def _whole(session: aiohttp.ClientSession, engine: ServedEngine, url: str, body: str) -> tuple[str, float]:
-    """(the answer to one request, seconds until it was complete)."""
-    started = time.perf_counter()
+@asynccontextmanager
+async def _post(
+    session: aiohttp.ClientSession, engine: ServedEngine, url: str, body: str
+) -> AsyncIterator[aiohttp.ClientResponse]:
+    """The response to a request.
+
+    Raises:
+        CompareError: the server refused it.
+    """
     async with session.post(f"{url}{engine.generate_path}", data=body, headers=_HEADERS) as response:
-        text = await response.text()
         if response.status != 200:
-            raise CompareError(f"the server answered {response.status}: {text[:300]}")
-    return text, time.perf_counter() - started
+            raise CompareError(f"the server answered {response.status}: {(await response.text())[:300]}")
+        yield response
 
 
 def _check_answers(engine: ServedEngine, load: SpeedLoad, text: str) -> None:
@@ -234,9 +235,7 @@ async def _stream(session: aiohttp.ClientSession, engine: ServedEngine, url: str
     if after:
         await asyncio.sleep(after)
     started = time.perf_counter()
-    async with session.post(f"{url}{engine.generate_path}", data=body, headers=_HEADERS) as response:
-        if response.status != 200:
-            raise CompareError(f"the server answered {response.status}: {(await response.text())[:300]}")
+    async with _post(session, engine, url, body) as response:
         async for line in response.content:
             event = line.strip().removeprefix(b"data: ")
             if event and event != b"[DONE]":

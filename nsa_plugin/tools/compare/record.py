@@ -36,7 +36,7 @@ import math
 import re
 import shlex
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -49,6 +49,7 @@ from nsa_plugin.tools.compare.measured import AGAIN, PLUGIN, STOCK, Measured, Ru
 from nsa_plugin.tools.compare.rule import Compared, Tolerance, mean
 from nsa_plugin.tools.compare.verdict import Verdict, climb
 from nsa_plugin.tools.compare.workload import CONCURRENT, LIMIT
+from nsa_plugin.tools.records import Row
 
 SCHEMA = 1
 KIND = "comparison"
@@ -68,29 +69,27 @@ def describe_host(gpu: str, driver: str, gpus: int, commit: str | None) -> dict[
         gpu, driver: as nvidia-smi reports them; "" without one.
         commit: source commit; None: read it from the checkout.
     """
-    return {
-        "gpu": gpu,
-        "gpus": gpus if gpu else 0,
-        "driver": driver,
-        **records.software(commit),
-    }
+    return {"gpu": gpu, "gpus": gpus if gpu else 0, "driver": driver, **records.software(commit)}
 
 
 def as_record(measured: Measured, verdict: Verdict, loads: Sequence[SpeedLoad]) -> dict[str, Any]:
     """The record of what was measured so far."""
-    case, allowed = case_of(measured), verdict.tolerance
-    rows = agreement_rows(verdict.own, case, allowed, provider=STOCK)
-    rows += agreement_rows(verdict.plugin, case, allowed, provider=OURS)
-    rows += agreement_rows(verdict.control, case | {"fault": "shift_indices"}, allowed, provider=OURS)
-    rows += _limit(measured, case)
-    rows += _serve(measured, loads, case)
+    case = case_of(measured)
+    rows = [*agreement_rows(verdict, case, STOCK), *_limit(measured, case), *_serve(measured, loads, case)]
     return {
         **head(measured),
         "left_out": left_out(measured.facts["context"], measured.asked["cases"]),
         "timed": _timed(measured),
-        "tolerance": rounded(allowed),
+        **judged(verdict, rows, servers(measured)),
+    }
+
+
+def judged(verdict: Verdict, rows: list[Row], servers: dict[str, Any]) -> dict[str, Any]:
+    """The part of a record with its results."""
+    return {
+        "tolerance": {name: round(value, 5) for name, value in asdict(verdict.tolerance).items()},
         "rows": rows,
-        "servers": servers(measured),
+        "servers": servers,
         "verdict": {"holds": verdict.holds, "checks": [asdict(check) for check in verdict.checks]},
     }
 
@@ -126,11 +125,6 @@ def case_of(measured: Measured) -> dict[str, Any]:
     return {name: measured.facts[name] for name in ("heads", "kv", "tp", "dp")}
 
 
-def rounded(allowed: Tolerance) -> dict[str, float]:
-    """A tolerance as a record has it."""
-    return {name: round(value, 5) for name, value in asdict(allowed).items()}
-
-
 def _given(measured: Measured) -> dict[str, Any]:
     """Settings of the plugin's server that affect decisions and differ from the defaults, by name."""
     run = measured.runs.get(PLUGIN)
@@ -139,77 +133,74 @@ def _given(measured: Measured) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name not in _NOT_DECIDED_BY and value != usual.get(name)}
 
 
-def agreement_rows(
-    compared: Iterable[Compared], case: dict[str, Any], allowed: Tolerance, provider: str, baseline: str = STOCK
-) -> list[Any]:
-    """A row for each group of requests: `provider` against `baseline`."""
-    groups: dict[str, list[Compared]] = {}
-    for one in compared:
-        groups.setdefault(one.group, []).append(one)
-    rows = []
-    for group, ones in groups.items():
-        rejected = [one for one in ones if not allowed.holds(one)]
-        # If there are many, only the rejected ones.
-        shown = rejected if group.startswith(CONCURRENT) else ones
-        gaps = [one.gap for one in ones if one.gap is not None]
-        rows.append(
-            {
-                "op": "agreement",
-                "case": {**case, "requests": group},
-                "provider": provider,
-                "baseline": baseline,
-                "requests": len(ones),
-                "tokens": sum(one.tokens for one in ones),
-                "equal": sum(one.equal for one in ones),
-                "parted": len(gaps),
-                "max_gap": _number(max(gaps)) if gaps else None,
-                "positions": sum(one.positions for one in ones),
-                "max_error": _number(max(one.largest for one in ones)),
-                "mean_error": _number(mean(ones)),
-                "rejected": len(rejected),
-                "each": [
-                    {
-                        "name": one.name,
-                        "prompt": one.prompt,
-                        "tokens": one.tokens,
-                        "equal": one.equal,
-                        "gap": None if one.gap is None else _number(one.gap),
-                        "max_error": _number(one.largest),
-                        "mean_error": _number(one.mean),
-                        "agrees": allowed.holds(one),
-                        **({"problem": one.problem} if one.problem else {}),
-                    }
-                    for one in shown
-                ],
-            }
-        )
-    return rows
-
-
-def _limit(measured: Measured, case: dict[str, Any]) -> list[Any]:
-    """The row for prompts that were meant to make stock fail, if there were any."""
-    if LIMIT not in measured.prompts:
-        return []
-    ours, theirs = climb(measured, PLUGIN), climb(measured, STOCK)
+def agreement_rows(verdict: Verdict, case: dict[str, Any], baseline: str) -> list[Row]:
+    """A row for each group of requests of each comparison in the verdict; `baseline` is what the plugin is against."""
+    sides: list[tuple[Sequence[Compared], dict[str, str], str, str]] = [
+        (verdict.own, {}, STOCK, STOCK),
+        (verdict.plugin, {}, OURS, baseline),
+    ]
+    for engine, control in verdict.controls.items():
+        wrong = {"fault": "shift_indices", **({"control": engine} if engine else {})}
+        sides.append((control, wrong, OURS, baseline))
     return [
         {
-            "op": LIMIT,
-            "case": {**case, "requests": LIMIT},
-            "provider": OURS,
-            "answered": list(ours.answered),
-            "failed_at": ours.failed_at,
-            "error": _nameless(ours.error),
-            "baseline": STOCK,
-            "baseline_answered": list(theirs.answered),
-            "baseline_failed_at": theirs.failed_at,
-            "baseline_error": _nameless(theirs.error),
+            "op": "agreement",
+            "case": {**case, **more, "requests": group},
+            "provider": provider,
+            "baseline": against,
+            **_agreement(group, [one for one in compared if one.group == group], verdict.tolerance),
         }
+        for compared, more, provider, against in sides
+        for group in dict.fromkeys(one.group for one in compared)
     ]
 
 
-def _number(value: float) -> float | None:
+def _agreement(group: str, ones: Sequence[Compared], allowed: Tolerance) -> Row:
+    rejected = [one for one in ones if not allowed.holds(one)]
+    gaps = [one.gap for one in ones if one.gap is not None]
+    return {
+        "requests": len(ones),
+        "tokens": sum(one.tokens for one in ones),
+        "equal": sum(one.equal for one in ones),
+        "parted": len(gaps),
+        "max_gap": _number(max(gaps, default=None)),
+        "positions": sum(one.positions for one in ones),
+        "max_error": _number(max(one.largest for one in ones)),
+        "mean_error": _number(mean(ones)),
+        "rejected": len(rejected),
+        "each": [
+            {
+                "name": one.name,
+                "prompt": one.prompt,
+                "tokens": one.tokens,
+                "equal": one.equal,
+                "gap": _number(one.gap),
+                "max_error": _number(one.largest),
+                "mean_error": _number(one.mean),
+                "agrees": allowed.holds(one),
+                **({"problem": one.problem} if one.problem else {}),
+            }
+            # The concurrent requests are many: only the rejected ones.
+            for one in (rejected if group.startswith(CONCURRENT) else ones)
+        ],
+    }
+
+
+def _limit(measured: Measured, case: dict[str, Any]) -> list[Row]:
+    """The row for prompts that were meant to make stock fail, if there were any."""
+    if LIMIT not in measured.prompts:
+        return []
+    ours, theirs = (
+        {"answered": list(found.answered), "failed_at": found.failed_at, "error": _nameless(found.error)}
+        for found in (climb(measured, PLUGIN), climb(measured, STOCK))
+    )
+    row = {"op": LIMIT, "case": {**case, "requests": LIMIT}, "provider": OURS, **ours, "baseline": STOCK}
+    return [row | _named("baseline", theirs)]
+
+
+def _number(value: float | None) -> float | None:
     """JSON has no infinity."""
-    return round(value, 5) if math.isfinite(value) else None
+    return round(value, 5) if value is not None and math.isfinite(value) else None
 
 
 def _timed(measured: Measured) -> str | None:
@@ -218,7 +209,7 @@ def _timed(measured: Measured) -> str | None:
     return IN_TURNS if measured.together else ONE_AFTER_THE_OTHER
 
 
-def _serve(measured: Measured, loads: Sequence[SpeedLoad], case: dict[str, Any]) -> list[Any]:
+def _serve(measured: Measured, loads: Sequence[SpeedLoad], case: dict[str, Any]) -> list[Row]:
     """A row for each measure of each load that both stock and the plugin were timed with."""
     rows = []
     for load in loads:
@@ -237,19 +228,19 @@ def _serve(measured: Measured, loads: Sequence[SpeedLoad], case: dict[str, Any])
                 "op": "serve",
                 "case": {**case, **what},
                 "provider": OURS,
-                **_readings(ours, higher),
+                **_summary(ours, higher),
                 "baseline": STOCK,
-                **_named("baseline", _readings(theirs, higher)),
+                **_named("baseline", _summary(theirs, higher)),
                 **_speedups(ours, theirs, higher, paired=measured.together),
             }
             if repeated:
-                row |= _named("baseline_again", _readings(repeated, higher))
+                row |= _named("baseline_again", _summary(repeated, higher))
                 row |= _named("baseline_again", _speedups(repeated, theirs, higher, paired=measured.together))
             rows.append(row)
     return rows
 
 
-def _readings(values: Sequence[float], higher: bool) -> dict[str, float]:
+def _summary(values: Sequence[float], higher: bool) -> dict[str, float]:
     """A server's repetitions as a row has them.
 
     Args:
@@ -272,7 +263,7 @@ def _speedups(ours: Sequence[float], theirs: Sequence[float], higher: bool, *, p
     return {name: round(value, 4) for name, value in found.items()}
 
 
-def _named(prefix: str, values: dict[str, float]) -> dict[str, float]:
+def _named(prefix: str, values: dict[str, Any]) -> dict[str, Any]:
     return {f"{prefix}_{name}": value for name, value in values.items()}
 
 
@@ -287,27 +278,15 @@ def servers(measured: Measured) -> dict[str, Any]:
 
 
 def _server(run: Run) -> dict[str, Any]:
-    settings = run.report.get("settings", {})
-    return {
-        "command": _nameless(run.command),
-        "start_seconds": run.start_seconds,
-        "error": _nameless(run.error),
-        **({"fell": _nameless(run.fell)} if run.fell else {}),
-        "skipped": run.skipped,
-        **(
-            {
-                "active": run.active,
-                "routes": run.routes,
-                "planned": run.planned,
-                "settings": {
-                    name: _nameless(value) if isinstance(value, str) else value for name, value in settings.items()
-                },
-                "report": _nameless(run.report.get("text", "")),
-            }
-            if run.report or run.role == PLUGIN
-            else {}
-        ),
-    }
+    made = {"command": _nameless(run.command), "start_seconds": run.start_seconds, "error": _nameless(run.error)}
+    made |= {"fell": _nameless(run.fell)} if run.fell else {}
+    made |= {"skipped": run.skipped}
+    if run.report or run.role == PLUGIN:
+        settings = run.report.get("settings", {})
+        made |= {"active": run.active, "routes": run.routes, "planned": run.planned}
+        made["settings"] = {name: _nameless(one) if isinstance(one, str) else one for name, one in settings.items()}
+        made["report"] = _nameless(run.report.get("text", ""))
+    return made
 
 
 def is_comparison(record: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from nsa_plugin.tools.compare import rule
@@ -29,16 +29,17 @@ class Verdict:
     """The checks, and the differences they judge.
 
     Attributes:
-        own: stock against itself.
-        plugin: the plugin against stock.
-        control: the plugin with deliberately wrong tokens against stock.
+        own: stock against itself or, of two engines, against the other stock.
+        plugin: the plugin against stock or, of two engines, against the other plugin.
+        controls: the plugin with deliberately wrong tokens against stock, under the name ""; of two engines, each
+            engine's name and its control against the other engine's plugin.
     """
 
     checks: Sequence[Check]
     tolerance: Tolerance
     own: Sequence[Compared]
     plugin: Sequence[Compared]
-    control: Sequence[Compared]
+    controls: Mapping[str, Sequence[Compared]]
 
     @property
     def holds(self) -> bool:
@@ -74,14 +75,12 @@ def judge(measured: Measured) -> Verdict:
         checks.append(control_check(control, allowed, runs.get(CONTROL), selects_above))
     if LIMIT in measured.asked["cases"]:
         checks.append(_limit(measured))
-    return Verdict(checks=checks, tolerance=allowed, own=own, plugin=plugin, control=control)
+    return Verdict(checks=checks, tolerance=allowed, own=own, plugin=plugin, controls={"": control})
 
 
 def complete(measured: Measured) -> Check:
     """Whether everything needed for agreement was measured; without agreement cases, whether everything was timed."""
-    cases = measured.asked["cases"]
-    missing = [measured.ended] if measured.ended else []
-    untimed: list[str] = []
+    missing, untimed = [measured.ended] if measured.ended else [], list[str]()
     for role in measured.asked["runs"]:
         run = measured.runs.get(role)
         if run is None:
@@ -97,9 +96,9 @@ def complete(measured: Measured) -> Check:
             else:
                 times = max(map(len, run.speed.get(skipped, {}).values()), default=0)
                 untimed.append(f"{role}: {skipped} {f'timed {times} times only' if times else 'not timed'}")
-    if not any(case in AGREEMENT_CASES for case in cases):
+    detail = "; ".join(missing + untimed)
+    if not any(case in AGREEMENT_CASES for case in measured.asked["cases"]):
         missing += untimed
-    detail = "; ".join(missing + [one for one in untimed if one not in missing])
     return Check(name="complete", holds=not missing, detail=detail or "everything asked for was measured")
 
 
@@ -153,26 +152,17 @@ def agreement_checks(
     )
     if not plugin:
         detail = f"no request was answered by both {between}"
-    checks = [
-        Check(
-            name="the plugin agrees, request by request",
-            holds=bool(plugin) and not rejected,
-            detail=_some([explain(one, allowed) for one in rejected]) or detail,
-        )
-    ]
-    for what, rows, limit in (
+    detail = _some([explain(one, allowed) for one in rejected]) or detail
+    holds = bool(plugin) and not rejected
+    checks = [Check(name="the plugin agrees, request by request", holds=holds, detail=detail)]
+    forced = [one for one in plugin if rule.is_forced(one)]
+    for what, some, limit in (
         ("answers", answers, allowed.answers_mean),
-        ("forced positions", [one for one in plugin if rule.is_forced(one)], allowed.forced_mean),
+        ("forced positions", forced, allowed.forced_mean),
     ):
-        if rows:
-            found = rule.mean(rows)
-            checks.append(
-                Check(
-                    name=f"the plugin agrees in the mean of {what}",
-                    holds=found <= limit,
-                    detail=f"{found:.4f} of {limit:.4f} allowed",
-                )
-            )
+        if some:
+            found, name = rule.mean(some), f"the plugin agrees in the mean of {what}"
+            checks.append(Check(name=name, holds=found <= limit, detail=f"{found:.4f} of {limit:.4f} allowed"))
     return checks
 
 

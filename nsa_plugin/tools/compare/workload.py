@@ -1,6 +1,6 @@
 """The requests of a comparison: the same token ids for every server.
 
-Groups are sent one after the other, and the prefix cache is emptied before each. Two groups may hold the same prompts
+Groups are sent one after the other, and the prefix cache is emptied before each. Two groups may have the same prompts
 in different batches; they show how much a server differs from itself (`SAME`).
 """
 
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from nsa_plugin.tools.serving.engine import CompareError
 from nsa_plugin.tools.serving.requests import PromptRequest, RequestGroup
@@ -78,46 +79,47 @@ def workload(
     def tokens(name: str, count: int) -> tuple[int, ...]:
         return _tokens(f"{seed}/{name}", count, vocab_size)
 
-    groups = []
-    if SINGLE in cases or BATCH in cases:
-        alone = tuple(
-            PromptRequest(name=f"p{count}", prompt=tokens(f"p{count}", count))
-            for count in prompt_lengths(selects_above, context, edges)
-        )
-        if SINGLE in cases:
-            groups += [
-                RequestGroup(name=name, case=SINGLE, how="one by one", requests=alone)
-                for name in (SINGLE, f"{SINGLE}-again")
-            ]
-        if BATCH in cases:
-            groups.append(RequestGroup(name=BATCH, case=BATCH, how="one batch", requests=alone))
+    groups: list[RequestGroup] = []
+
+    def add(case: str, how: str, requests: Sequence[PromptRequest], name: str = "") -> None:
+        groups.append(RequestGroup(name=name or case, case=case, how=how, requests=tuple(requests)))
+
+    lengths = prompt_lengths(selects_above, context, edges) if SINGLE in cases or BATCH in cases else []
+    alone = [PromptRequest(name=f"p{count}", prompt=tokens(f"p{count}", count)) for count in lengths]
+    if SINGLE in cases:
+        add(SINGLE, "one by one", alone)
+        add(SINGLE, "one by one", alone, f"{SINGLE}-again")
+    if BATCH in cases:
+        add(BATCH, "one batch", alone)
     if FORCED in cases:
         counts = sorted({selects_above * 3 // 4, selects_above * 3 // 2, min(3 * selects_above, context)})
-        forced = tuple(
+        positions = min(FORCED_POSITIONS, counts[0] // 2)
+        forced = [
             PromptRequest(
-                name=f"p{count}",
-                prompt=tokens(f"forced/{count}", count),
-                new_tokens=1,
-                prompt_logprobs=min(FORCED_POSITIONS, counts[0] // 2),
+                name=f"p{count}", prompt=tokens(f"forced/{count}", count), new_tokens=1, prompt_logprobs=positions
             )
             for count in counts
-        )
-        groups.append(RequestGroup(name=FORCED, case=FORCED, how="one by one", requests=forced))
-        groups.append(RequestGroup(name=f"{FORCED}-batch", case=FORCED, how="one batch", requests=forced))
+        ]
+        add(FORCED, "one by one", forced)
+        add(FORCED, "one batch", forced, f"{FORCED}-batch")
     if ROWS in cases and (counts := sorted({count for count in row_edges if count <= context})):
-        whole = tuple(PromptRequest(name=f"q{count}", prompt=tokens(f"rows/{count}", count)) for count in counts)
-        groups.append(RequestGroup(name=ROWS, case=ROWS, how="one by one", requests=whole))
-        groups.append(RequestGroup(name=f"{ROWS}-batch", case=ROWS, how="one batch", requests=whole))
+        whole = [PromptRequest(name=f"q{count}", prompt=tokens(f"rows/{count}", count)) for count in counts]
+        add(ROWS, "one by one", whole)
+        add(ROWS, "one batch", whole, f"{ROWS}-batch")
     if PREFIX in cases:
-        groups += _prefix_groups(selects_above, tokens)
+        warm = _prefix_requests(selects_above, tokens)
+        add(PREFIX, "one by one", warm)
+        # The cache is emptied before each of these requests.
+        cold = [replace(one, cached_tokens=0) for one in warm if one.cached_tokens]
+        add(PREFIX, "one by one, uncached", cold, f"{PREFIX}-cold")
     if CONCURRENT in cases:
         source = random.Random(f"{seed}/lengths")
         low, high = math.log(max(2, selects_above // 64)), math.log(2 * selects_above)
         lengths = [int(math.exp(source.uniform(low, high))) for _ in range(concurrent)]
         mixed = [PromptRequest(name=f"c{i}", prompt=tokens(f"c{i}", count)) for i, count in enumerate(lengths)]
-        groups.append(RequestGroup(name=CONCURRENT, case=CONCURRENT, how="at once", requests=tuple(mixed)))
+        add(CONCURRENT, "at once", mixed)
         source.shuffle(mixed)
-        groups.append(RequestGroup(name=f"{CONCURRENT}-again", case=CONCURRENT, how="at once", requests=tuple(mixed)))
+        add(CONCURRENT, "at once", mixed, f"{CONCURRENT}-again")
     return groups
 
 
@@ -136,24 +138,16 @@ def _tokens(name: str, count: int, vocab_size: int) -> tuple[int, ...]:
     return tuple(source.randrange(_FIRST_TOKEN, vocab_size) for _ in range(count))
 
 
-def _prefix_groups(selects_above: int, tokens: object) -> list[RequestGroup]:
-    """Two pairs of prompts with a shared prefix, in total below and above `selects_above`, and both without it."""
-    assert callable(tokens)
-    warm: list[PromptRequest] = []
-    for name, shared_count, own_count in (
+def _prefix_requests(selects_above: int, tokens: Callable[[str, int], tuple[int, ...]]) -> list[PromptRequest]:
+    """Two pairs of prompts with a shared prefix, in total below and above `selects_above`."""
+    made = []
+    for name, shared_count, more in (
         ("below-topk", selects_above // 2, selects_above // 8),
         ("above-topk", selects_above * 3 // 2, selects_above // 4),
     ):
         shared = tokens(f"{name}/shared", shared_count)
-        warm.append(PromptRequest(name=f"{name}-first", prompt=shared + tokens(f"{name}/first", own_count)))
-        # Caches hold whole pages: half of the prefix is enough to show a hit.
-        again = shared + tokens(f"{name}/again", own_count + 1)
-        warm.append(PromptRequest(name=f"{name}-again", prompt=again, cached_tokens=shared_count // 2))
-    cold = tuple(
-        PromptRequest(name=request.name, prompt=request.prompt) for request in warm if request.name.endswith("-again")
-    )
-    # The cache is emptied before each request of the second group.
-    return [
-        RequestGroup(name=PREFIX, case=PREFIX, how="one by one", requests=tuple(warm)),
-        RequestGroup(name=f"{PREFIX}-cold", case=PREFIX, how="one by one, uncached", requests=cold),
-    ]
+        made.append(PromptRequest(name=f"{name}-first", prompt=shared + tokens(f"{name}/first", more)))
+        again = shared + tokens(f"{name}/again", more + 1)
+        # Caches keep whole pages: half of the prefix is enough to show a hit.
+        made.append(PromptRequest(name=f"{name}-again", prompt=again, cached_tokens=shared_count // 2))
+    return made

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from nsa_plugin.errors import NsaPluginError
+
+_KEYS = ("step", "rank", "requests", "plans")
 
 
 class TraceError(NsaPluginError):
@@ -17,28 +19,14 @@ class TraceError(NsaPluginError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouteStep:
-    """One request in one scheduled batch.
+class RouteSummary:
+    """Batches in which a request took the same route.
 
     Attributes:
-        step: number of the batch.
-        phase, attention, provider, reason: from the request's plan.
-        q_tokens: query tokens of the request in this batch.
-        kv_tokens: the request's context after the batch, in tokens.
+        phase, attention, provider, reason: from the request's plan in the first of the batches.
+        steps: number of batches.
+        q_tokens: query tokens of the request in these batches.
     """
-
-    step: int
-    phase: str
-    attention: str
-    provider: str
-    reason: str
-    q_tokens: int
-    kv_tokens: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class RouteSummary:
-    """Steps of a request that took the same route."""
 
     phase: str
     attention: str
@@ -50,27 +38,24 @@ class RouteSummary:
 
 @dataclass(frozen=True)
 class RequestTrace:
-    """All batches of a run, as the first rank saw them."""
+    """All batches of a run, as the first rank saw them.
 
-    steps: Mapping[str, Sequence[RouteStep]]
+    Attributes:
+        steps: by request, one summary per batch.
+        mixed_batches: batches with both prefill and decode.
+    """
+
+    steps: Mapping[str, Sequence[RouteSummary]]
     mixed_batches: int
 
     def routes(self, name: str) -> list[RouteSummary]:
         """The routes that request `name` took, in the order of their first step."""
-        grouped: dict[tuple[str, str, str], list[RouteStep]] = {}
+        routes: dict[tuple[str, str, str], RouteSummary] = {}
         for step in self.steps.get(name, ()):
-            grouped.setdefault((step.phase, step.attention, step.provider), []).append(step)
-        return [
-            RouteSummary(
-                phase=phase,
-                attention=attention,
-                provider=provider,
-                reason=steps[0].reason,
-                steps=len(steps),
-                q_tokens=sum(step.q_tokens for step in steps),
-            )
-            for (phase, attention, provider), steps in grouped.items()
-        ]
+            route = (step.phase, step.attention, step.provider)
+            before = routes.get(route, replace(step, steps=0, q_tokens=0))
+            routes[route] = replace(before, steps=before.steps + 1, q_tokens=before.q_tokens + step.q_tokens)
+        return list(routes.values())
 
     def prefill_chunks(self, name: str) -> int:
         """Batches with tokens of request `name`'s prompt."""
@@ -92,7 +77,8 @@ def read_trace(path: Path, names: Iterable[str]) -> RequestTrace:
     entries = []
     for number, line in enumerate(path.read_text().splitlines(), 1):
         try:
-            entries.append(_check(json.loads(line)))
+            entry = json.loads(line)
+            entries.append({key: entry[key] for key in _KEYS})
         except (ValueError, KeyError, TypeError) as error:
             raise TraceError(f"{path}, line {number}: {type(error).__name__}: {error}") from error
     return build_trace(entries, names)
@@ -100,7 +86,7 @@ def read_trace(path: Path, names: Iterable[str]) -> RequestTrace:
 
 def build_trace(entries: Iterable[Mapping[str, Any]], names: Iterable[str]) -> RequestTrace:
     """The trace from its parsed lines. The server's request ids contain the names."""
-    steps: dict[str, list[RouteStep]] = {name: [] for name in names}
+    steps: dict[str, list[RouteSummary]] = {name: [] for name in names}
     mixed = 0
     for entry in entries:
         if entry["rank"] != 0:
@@ -109,27 +95,10 @@ def build_trace(entries: Iterable[Mapping[str, Any]], names: Iterable[str]) -> R
         for part in entry["requests"]:
             plan = entry["plans"][part["plan"]]
             phases.add(plan["phase"])
-            name = next((name for name in steps if name in part["request_id"]), None)
-            if name is None:
-                continue  # a warm-up request of the engine
-            steps[name].append(
-                RouteStep(
-                    step=entry["step"],
-                    phase=plan["phase"],
-                    attention=plan["attention"],
-                    provider=plan["provider"],
-                    reason=plan["reasons"].get("attention", ""),
-                    q_tokens=part["q_tokens"],
-                    kv_tokens=part["kv_tokens"],
-                )
-            )
+            # The engine's warm-up requests have other names.
+            for name in [name for name in steps if name in part["request_id"]][:1]:
+                route = {key: plan[key] for key in ("phase", "attention", "provider")}
+                reason = plan["reasons"].get("attention", "")
+                steps[name].append(RouteSummary(**route, reason=reason, steps=1, q_tokens=part["q_tokens"]))
         mixed += {"extend", "decode"} <= phases
     return RequestTrace(steps, mixed)
-
-
-def _check(entry: Any) -> dict[str, Any]:
-    if not isinstance(entry, dict):
-        raise TypeError(f"expected an object, got {entry!r}")
-    for key in ("step", "rank", "requests", "plans"):
-        entry[key]
-    return entry
