@@ -27,7 +27,7 @@ def speaker(write: Callable[[str], None]) -> Say:
     return lambda text: write(f"{datetime.now():%H:%M:%S} {time.monotonic() - started:6.1f} s  {text}")
 
 
-def start_all(servers: Sequence[RoleServer], say: Say) -> None:
+def start_all(servers: Sequence[RoleServer]) -> None:
     """Start the servers at the same time, and wait until each is healthy or has failed.
 
     The run of a failed server has its `error` set. If stock fails, the others are stopped without an error: there is
@@ -38,71 +38,64 @@ def start_all(servers: Sequence[RoleServer], say: Say) -> None:
         try:
             starting: dict[Future[None], RoleServer] = {}
             for one in servers:
-                say(f"{one.role}: starting, {one.server.spec.start_timeout:.0f} s allowed, log {one.log}")
+                one.say(f"starting, {one.server.spec.start_timeout:.0f} s allowed, log {one.log}")
                 starting[pool.submit(one.start)] = one
             said = time.monotonic()
             while starting:
                 pause = max(0.0, said + HEARTBEAT_S - time.monotonic())
                 for future in wait(starting, pause, FIRST_COMPLETED).done:
                     one = starting.pop(future)
-                    if not _started(one, future.exception(), say) and one.role == STOCK:
+                    if not _started(one, future.exception()) and one.role == STOCK:
                         for other in servers:
                             other.cancel()
                 if starting and time.monotonic() >= said + HEARTBEAT_S:
                     said = time.monotonic()
                     for one in starting.values():
-                        last = one.tail(1)
-                        shown = last[0][:_SHOWN_WIDTH] if last else "nothing logged yet"
-                        say(f"{one.role}: starting for {one.seconds:.0f} s: {shown}")
+                        last = "".join(one.tail(1))[:_SHOWN_WIDTH] or "nothing logged yet"
+                        one.say(f"starting for {one.seconds:.0f} s: {last}")
         except BaseException:
             for one in servers:
                 one.cancel()
             raise  # once the pool's threads have ended
 
 
-def _started(one: RoleServer, error: BaseException | None, say: Say) -> bool:
+def _started(one: RoleServer, error: BaseException | None) -> bool:
     if error is None:
-        say(f"{one.role}: healthy after {one.run.start_seconds} s")
-        if problem := one.note_plugin():
-            say(f"{one.role}: {problem}")
+        one.say(f"healthy after {one.run.start_seconds} s")
+        one.note_plugin()
     elif isinstance(error, ServerError):
         for line in one.tail(_TAIL_LINES):
-            say(f"  | {line[:_TAIL_WIDTH]}")
-        set_failed(one, error, say)
+            one.say(f"| {line[:_TAIL_WIDTH]}")
+        one.fail(error)
     elif not isinstance(error, StartCancelledError):
         raise error
     return error is None
 
 
-def set_failed(one: RoleServer, error: Exception, say: Say) -> None:
-    """End a run with an error, and stop its server so that it does not disturb the others."""
-    one.run.error = str(error)
-    say(f"{one.role}: FAILED: {error}")
-    try:
-        one.finish()
-    except ServerError as left_behind:
-        say(f"{one.role}: {left_behind}")
-
-
-def recover(one: RoleServer, engine: ServedEngine, left: float) -> None:
+def recover(one: RoleServer, engine: ServedEngine, left: float) -> bool:
     """After a request that failed or was given up, check that the server lives and is idle.
 
     Args:
         left: seconds until the deadline. With none left, nothing follows that a busy server could disturb.
 
-    Raises:
-        ServerError: the server is dying, which says more than a broken connection, or it stays busy.
+    Returns:
+        False if the server is dying, which says more than a broken connection, or stays busy. Its run has failed then.
     """
-    if left <= 0:
-        one.server.check_alive()
-        return
     until = time.monotonic() + left
     try:
-        settle(engine, one.server.url, min(_SETTLE_S, left))
-    except CompareError as error:
-        one.server.check_alive(min(_DEAD_S, max(0.0, until - time.monotonic())))
-        if time.monotonic() < until:
-            raise ServerError(f"the server does not become idle: {error}") from error
+        try:
+            if left > 0:
+                settle(engine, one.server.url, min(_SETTLE_S, left))
+            else:
+                one.server.check_alive()
+        except CompareError as error:
+            one.server.check_alive(min(_DEAD_S, max(0.0, until - time.monotonic())))
+            if time.monotonic() < until:
+                raise ServerError(f"the server does not become idle: {error}") from error
+    except ServerError as failed:
+        one.fail(failed)
+        return False
+    return True
 
 
 def finish_all(servers: Sequence[RoleServer], say: Say) -> None:
@@ -111,18 +104,9 @@ def finish_all(servers: Sequence[RoleServer], say: Say) -> None:
     An interrupt here leaves nothing behind: Python waits for the threads when it ends, and each server's supervisor
     ends it even without this process.
     """
-    if not servers:
-        return
     up = [one.role for one in servers if one.up]
-    with ThreadPoolExecutor(max_workers=len(servers)) as pool:
-        stopping = [(one, pool.submit(one.finish)) for one in servers]
-        for one, future in stopping:
-            try:
-                problem = future.result()
-            except ServerError as error:
-                one.run.error = one.run.error or str(error)
-                problem = str(error)
-            if problem:
-                say(f"{one.role}: {problem}")
+    with ThreadPoolExecutor(max_workers=max(1, len(servers))) as pool:
+        for future in [pool.submit(one.finish) for one in servers]:
+            future.result()
     if up:
         say(f"{', '.join(up)}: stopped")

@@ -5,7 +5,7 @@ first event with a token, including HTTP. Inter-token latency (`itl`) is the tim
 tokens of the second. Throughput is tokens divided by the time from the first request sent to the last one answered.
 Prompts are random and distinct, have exactly the given length and are the same for every server. The prefix cache is
 emptied before each repetition. All requests of a repetition are sent at once: each in its own request; all in one,
-which excludes how a server receives them; or behind a long one. `turns` repeats them.
+which excludes how a server receives them; or behind a long one. `runner` repeats them.
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ class RoleServer:
         environ: variables added to the inherited ones and the engine's.
         trace_file: write the plugin's trace to `trace` instead of the log.
         on_progress: called during the start, with the seconds since the start and the last message of the log.
+        say: called with messages about the server.
 
     Attributes:
         run: filled as the run goes; its `error` is set by others.
@@ -56,6 +57,7 @@ class RoleServer:
         environ: Mapping[str, str] | None = None,
         trace_file: bool = False,
         on_progress: Callable[[float, str], None] = lambda seconds, line: None,
+        say: Callable[[str], None] = lambda text: None,
     ):
         self.run = Run(role=role)
         self.up = False
@@ -65,6 +67,7 @@ class RoleServer:
         self._engine = engine
         self._cancelled = threading.Event()
         self._on_progress = on_progress
+        self._say = say
         self._plugin = plugin = role in (PLUGIN, CONTROL)
         variables = {**engine.environ(plugin=plugin), **(environ or {})}
         if plugin:
@@ -117,30 +120,36 @@ class RoleServer:
         """The last lines of the log."""
         return log_tail(self.log, count)
 
-    def finish(self) -> str:
+    def say(self, text: str) -> None:
+        self._say(f"{self.role}: {text}")
+
+    def fail(self, error: Exception) -> None:
+        """End the run with an error, and stop the server so that it does not disturb the others."""
+        self.run.error = str(error)
+        self.say(f"FAILED: {error}")
+        self.finish()
+
+    def finish(self) -> None:
         """Record what the plugin says about itself and stop the server. Does nothing if the server is gone.
 
-        Returns:
-            What could not be read, or "".
-
-        Raises:
-            ServerError: a process of the server still runs.
+        The run gets an error if a process of the server still runs.
         """
         up, self.up = self.up, False
         try:
-            return self.note_plugin() if up else ""
+            if up:
+                self.note_plugin()
         finally:
-            self.server.stop()
+            try:
+                self.server.stop()
+            except ServerError as error:
+                self.run.error = self.run.error or str(error)
+                self.say(str(error))
 
-    def note_plugin(self) -> str:
-        """Record what the plugin says about itself. Nothing here fails a run.
-
-        Returns:
-            What could not be read, or "".
-        """
+    def note_plugin(self) -> None:
+        """Record what the plugin says about itself. What cannot be read is reported and does not fail the run."""
         if not self._plugin:
-            return ""
-        run, problem = self.run, ""
+            return
+        run = self.run
         try:
             run.report = json.loads(self.report.read_text())
         except (OSError, ValueError):
@@ -149,7 +158,6 @@ class RoleServer:
             metrics = self.server.get(self._engine.metrics_path, timeout=5.0)
             run.routes = dict(self._engine.routes(metrics)) or run.routes
         except ServerError as error:
-            problem = f"no metrics: {error}"
+            self.say(f"no metrics: {error}")
         found = _PLAN.findall(self.log.read_text(errors="replace")) if self.log.exists() else []
         run.planned = list(dict.fromkeys(f"{route}/{provider}" for route, provider in found))
-        return problem

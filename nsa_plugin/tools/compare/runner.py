@@ -2,20 +2,24 @@
 
 Servers run one after the other, or together: then all start at the same time, answer one after the other and are timed
 in turns. Both modes process batches, of one server or of all, in the same steps.
+
+The speed of servers that run one after the other differs by far more than a few per cent, and so does one machine's
+speed from minute to minute. So servers that run together are timed in turns: each repetition of a load runs on every
+server before the next one starts, and the order of the servers rotates. Two servers never work at the same time.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from nsa_plugin.tools.compare.lifecycle import Say, finish_all, recover, set_failed, start_all
-from nsa_plugin.tools.compare.load import SpeedLoad
+from nsa_plugin.tools.compare.lifecycle import HEARTBEAT_S, Say, finish_all, recover, start_all
+from nsa_plugin.tools.compare.load import SpeedLoad, measure
 from nsa_plugin.tools.compare.measured import AGAIN, CONTROL, PLUGIN, STOCK, Measured, Run
 from nsa_plugin.tools.compare.role_server import RoleServer
-from nsa_plugin.tools.compare.turns import Turns
 from nsa_plugin.tools.compare.workload import LIMIT
 from nsa_plugin.tools.serving.client import send
 from nsa_plugin.tools.serving.engine import CompareError, ServedEngine
@@ -30,7 +34,7 @@ CONTROL_GROUPS = ("single", "batch", "forced", "rows")
 # Seconds kept for each server still to come: its start with kernel compilation, and the agreement requests. Fewer if
 # all servers together would need more than half of the time.
 _RESERVE_S = 75.0
-# Limit for a group on a healthy server, including the first compilation of kernels.
+# Limit for a group or a repetition on a healthy server, including the first compilation of kernels.
 _STEP_S = 300.0
 # Wait this long to see whether a server with a broken connection is gone.
 _DEAD_S = 10.0
@@ -94,7 +98,7 @@ class EngineComparison:
         if not servers:
             return
         try:
-            start_all(servers, self.say)
+            start_all(servers)
             if self.measured.together:
                 self._keep_time(len(servers))
             self.measured.runs |= {one.role: one.run for one in servers if one.run.error}
@@ -130,6 +134,7 @@ class EngineComparison:
                 logs=self.logs,
                 port=port,
                 start_timeout=timeout,
+                say=self.say,
             )
             for role, port in zip(roles, free_ports(len(roles)), strict=True)
         ]
@@ -162,7 +167,7 @@ class EngineComparison:
             left = self._left() - self._reserve * to_come
             if left <= 0:
                 run.skipped.append(group.name)
-                self.say(f"{run.role}: {group.name} skipped, not enough time left")
+                one.say(f"{group.name} skipped, not enough time left")
                 continue
             if group.case == LIMIT:
                 self._ask_until_it_fails(one, group, self._reserve * to_come)
@@ -172,21 +177,17 @@ class EngineComparison:
                 answers = send(self.engine, one.server.url, group, min(left, _STEP_S))
             except CompareError as error:
                 answers = {request.name: Answer(error=str(error)) for request in group.requests}
-                try:
-                    recover(one, self.engine, self._left())
-                except ServerError as failed:
-                    set_failed(one, failed, self.say)
+                if not recover(one, self.engine, self._left()):
                     return
             run.answers[group.name] = answers
             refused = [f"{name}: {answer.error}" for name, answer in answers.items() if answer.error]
-            self.say(
-                f"{run.role}: {group.name}, {len(answers)} requests {group.how} in {time.monotonic() - started:.1f} s"
+            one.say(
+                f"{group.name}, {len(answers)} requests {group.how} in {time.monotonic() - started:.1f} s"
                 + (f"; refused {len(refused)}, {refused[0]}" if refused else "")
             )
             self.on_step()
         # Record now whether the plugin served: the control may start while this server is still running.
-        if problem := one.note_plugin():
-            self.say(f"{run.role}: {problem}")
+        one.note_plugin()
 
     def _ask_until_it_fails(self, one: RoleServer, group: RequestGroup, kept: float) -> None:
         """Send a group's requests one by one until one is refused or the server is gone.
@@ -209,34 +210,78 @@ class EngineComparison:
                 except ServerError as failed:
                     answers[request.name] = Answer(error=str(failed))
                     if run.role == PLUGIN:
-                        set_failed(one, failed, self.say)
+                        one.fail(failed)
                     else:
                         run.fell = str(failed)
                 else:
                     run.skipped.append(group.name)
-                    self.say(f"{run.role}: {group.name} ended at {request.name}: {error}")
+                    one.say(f"{group.name} ended at {request.name}: {error}")
                     break
             problem = answers[request.name].error
             seconds = time.monotonic() - started
-            self.say(
-                f"{run.role}: {group.name} {request.name} {problem.splitlines()[0] if problem else 'answered'}"
-                f" in {seconds:.1f} s"
-            )
+            outcome = problem.splitlines()[0] if problem else "answered"
+            one.say(f"{group.name} {request.name} {outcome} in {seconds:.1f} s")
             if problem:
                 break
         run.answers[group.name] = answers
         self.on_step()
 
     def _time(self, servers: Sequence[RoleServer]) -> None:
+        """Time every load on the servers; fills `speed` and `skipped` of their runs.
+
+        A server that fails has its run's `error` set and is stopped. A server whose request fails leaves the load.
+        Neither stops the others, and earlier readings are kept.
+        """
         # The servers still to be timed share the time that is left; the control only starts and answers.
         timed_later = [role for role in self._to_come if role != CONTROL]
         kept = self._reserve * len(self._to_come)
-        turns = Turns(
-            engine=self.engine,
-            loads=self.loads,
-            vocab_size=self.measured.facts["vocab_size"],
-            until=time.monotonic() + max(0.0, self._left() - kept) / (1 + len(timed_later)),
-            say=self.say,
-            on_step=self.on_step,
-        )
-        turns.take(servers)
+        until = time.monotonic() + max(0.0, self._left() - kept) / (1 + len(timed_later))
+        for load in self.loads:
+            alive = [one for one in servers if not one.run.error]
+            if not alive:
+                return
+            self._time_load(load, alive, until)
+            for one in alive:
+                one.say(f"{load.name}: {_summary(one.run.speed.get(load.name, {}), load)}")
+            self.on_step()
+
+    def _time_load(self, load: SpeedLoad, servers: Sequence[RoleServer], until: float) -> None:
+        taking_part, said = list(servers), time.monotonic()
+        for repetition in range(load.repeat + 1):
+            first = repetition % len(servers)
+            for one in [*servers[first:], *servers[:first]]:
+                if one in taking_part and not self._repeat(load, repetition, one, until):
+                    taking_part.remove(one)
+            if taking_part and time.monotonic() - said >= HEARTBEAT_S:
+                said = time.monotonic()
+                self.say(f"{load.name}: {repetition} of {load.repeat} repetitions timed")
+
+    def _repeat(self, load: SpeedLoad, repetition: int, one: RoleServer, until: float) -> bool:
+        """Run one repetition on one server. Returns whether the server may take another one."""
+        left = until - time.monotonic()
+        vocab_size, timeout = self.measured.facts["vocab_size"], min(max(left, 1.0), _STEP_S)
+        try:
+            if left <= 0:
+                raise CompareError("not enough time left")
+            found = measure(self.engine, one.server.url, load, repetition, vocab_size, timeout)
+        except CompareError as error:
+            one.run.skipped.append(load.name)
+            one.say(f"{load.name} ended: {error}")
+            recover(one, self.engine, until - time.monotonic())
+            return False
+        if repetition:  # the first one warms up
+            readings = one.run.speed.setdefault(load.name, {})
+            for name, value in found.items():
+                readings.setdefault(name, []).append(value)
+        return True
+
+
+def _summary(readings: dict[str, list[float]], load: SpeedLoad) -> str:
+    if not readings:
+        return "not timed"
+    count = len(next(iter(readings.values())))
+    shown = [
+        f"{name} {statistics.median(values):.1f} ({min(values):.1f} to {max(values):.1f})"
+        for name, values in readings.items()
+    ]
+    return f"{count} of {load.repeat} repetitions, median {', '.join(shown)}"
