@@ -11,7 +11,7 @@ from nsa_plugin.layouts import FAMILY_LAYOUTS
 from nsa_plugin.libraries.architectures import SHARED_MEMORY_PER_BLOCK
 
 LATEST_SM = 9999
-"""`sm_max` of a kernel that is compiled for whatever device it meets."""
+"""`sm_max` of a kernel that is compiled for any device."""
 
 
 class Op(StrEnum):
@@ -152,7 +152,7 @@ class HostModule:
         module: dotted name.
         distributions: the distributions that may have installed it.
         problem: given the imported module, why its kernels cannot be used, or "".
-        imports: the probe imports it to see that it loads. An engine's own modules are left to the engine.
+        imports: whether the probe imports it to see that it loads. Modules of an engine are left to the engine.
     """
 
     module: str

@@ -29,11 +29,11 @@ def has_nvlink(uuid: str) -> bool:
     except Exception:  # pynvml may be missing, and so may the driver's library
         return False
     try:
-        own = nvml.nvmlDeviceGetHandleByUUID(uuid)
+        this = nvml.nvmlDeviceGetHandleByUUID(uuid)
         return any(
-            _nvlink_between(nvml, own, nvml.nvmlDeviceGetHandleByIndex(index))
+            _nvlink_between(nvml, this, nvml.nvmlDeviceGetHandleByIndex(index))
             for index in range(nvml.nvmlDeviceGetCount())
-            if index != nvml.nvmlDeviceGetIndex(own)
+            if index != nvml.nvmlDeviceGetIndex(this)
         )
     except nvml.NVMLError:
         return False

@@ -90,14 +90,13 @@ class Registry:
         Raises:
             RegistryError: unknown op, malformed target, or the op already has one of that name.
         """
-        if provider.op not in self._providers:
-            raise RegistryError(f"op is {provider.op!r}; allowed: {', '.join(self._providers)}")
+        known = self._of(provider.op)
         module, separator, function = provider.target.partition(":")
         if not (module and separator and function):
             raise RegistryError(f"op {provider.op}: target is {provider.target!r}, not 'module:function'")
-        if provider.name in self._providers[provider.op]:
+        if provider.name in known:
             raise RegistryError(f"op {provider.op}: provider {provider.name!r} is already registered")
-        self._providers[provider.op][provider.name] = provider
+        known[provider.name] = provider
 
     def providers(self, op: str) -> tuple[Provider, ...]:
         """The providers of an op; `reference` is first.
@@ -105,9 +104,12 @@ class Registry:
         Raises:
             RegistryError: unknown op.
         """
+        return tuple(self._of(op).values())
+
+    def _of(self, op: str) -> dict[str, Provider]:
         if op not in self._providers:
             raise RegistryError(f"op is {op!r}; allowed: {', '.join(self._providers)}")
-        return tuple(self._providers[op].values())
+        return self._providers[op]
 
     def load(self, op: str, name: str, *, sm: int | None = None) -> Callable[..., Any]:
         """Load the function of provider `name` for an op.
@@ -120,7 +122,7 @@ class Registry:
             NoProviderError: no such provider, or it does not run on the device, or it fails to import; the message
                 has the op, the provider and the reason.
         """
-        known = {provider.name: provider for provider in self.providers(op)}
+        known = self._of(op)
         if name not in known:
             raise NoProviderError(f"op {op}: no provider {name!r}; registered: {', '.join(known)}")
         reason = known[name].refusal(sm)

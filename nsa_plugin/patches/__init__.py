@@ -1,1 +1,1 @@
-"""Every change to an engine's own objects, as entries of a ledger (see `ledger`)."""
+"""Every change to an engine's objects, as entries of a ledger (see `ledger`)."""

@@ -2,7 +2,7 @@
 
 A patch replaces one attribute of an engine (or one entry of a dict) by the object that `Patch.replacement` builds from
 the original. Engines swallow the errors of their plugins, so a patch counts as applied only when the live object has
-the patch's mark. If one cannot be applied, all others are undone and a `PatchError` names the target, the installed
+the patch's mark. If one cannot be applied, all others are undone and a `PatchError` lists the target, the installed
 version and the supported ones.
 
 Reading the entries needs no engine: `nsa-plugin patches` lists them anywhere, and the compatibility matrix checks their
@@ -129,7 +129,7 @@ class _Applied:
 
 
 def load(reference: str) -> Any:
-    """The object named by "module:attribute"."""
+    """Return the object at "module:attribute"."""
     module, _, attribute = reference.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
@@ -199,7 +199,7 @@ def mark(replacement: Any, name: str) -> Any:
 
 def is_marked(live: Any, name: str) -> bool:
     inner = getattr(live, "__func__", live)
-    # A subclass inherits attributes: only the object's own mark counts.
+    # A subclass inherits attributes, but not the mark.
     return bool(vars(inner).get(MARK) == name) if hasattr(inner, "__dict__") else False
 
 
@@ -207,7 +207,7 @@ def is_marked(live: Any, name: str) -> bool:
 class Ledger:
     """The patches of one engine at one installed version, and their states.
 
-    Each engine's adapter holds one ledger per process.
+    Each engine's adapter has one ledger per process.
     """
 
     engine: str

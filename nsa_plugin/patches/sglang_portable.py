@@ -22,13 +22,13 @@ PORTABLE = _SECTION.patches(
     schedule: {backend}:resolve_paged_mqa_logits_metadata_fn
         DeepGEMM's schedule for the logits of decode steps. The plugin's kernels have none.
         replacement: v32.patches:wrap_schedule
-        until: SGLang asks whether DeepGEMM supports the GPU
+        until: SGLang checks whether DeepGEMM supports the GPU
     sm-count: {backend}:resolve_num_sms
-        SGLang asks DeepGEMM for the number of SMs, which may be missing there.
+        SGLang gets the number of SMs from DeepGEMM, which may be missing there.
         replacement: v32.patches:wrap_sm_count
         until: SGLang reads it from the device
     sm-count-indexer: {indexer}:resolve_num_sms
-        SGLang asks DeepGEMM for the number of SMs, which may be missing there.
+        SGLang gets the number of SMs from DeepGEMM, which may be missing there.
         replacement: v32.patches:wrap_sm_count
         until: SGLang reads it from the device
     selection: {indexer}:Indexer._get_topk_paged(self, forward_batch, layer_id, q_fp8, weights, metadata)

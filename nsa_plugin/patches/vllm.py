@@ -43,7 +43,7 @@ BOOTSTRAP = _section(need=Need.BOOTSTRAP, versions=">=0").patches(
         vLLM turns chunked prefill and prefix caching off for MLA on a CPU without AMX, because its kernels there cannot
         continue a prompt. The plugin's kernels can.
         replacement: startup.activation:wrap_check_and_update_config
-        until: vLLM asks the attention backend instead
+        until: vLLM lets the attention backend decide
     """
 )
 

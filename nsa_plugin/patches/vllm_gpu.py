@@ -99,7 +99,7 @@ REQUIREMENTS = _SECTION.patches(
     layer: {mla}:MLAAttention.forward_impl(self, q, k_c_normed, k_pe, kv_cache, attn_metadata, output)
         Splits a batch between forward_mqa and forward_mha by the metadata's num_decode_tokens.
     profiled-workspace: {mla}:MLACommonMetadataBuilder.determine_chunked_prefill_workspace_size(vllm_config)
-        Number of tokens for whose keys and values vLLM's profiling run has reserved memory.
+        Context tokens of a dense prefill that vLLM's profiling run has reserved memory for.
     prefill-chunks-method [>=0.30]: {indexer}:DeepseekV32IndexerMetadataBuilder._split_indexer_prefill_chunks(
         workspace_size, max_logits_bytes, request_offset)
         Overridden in the indexer's builder, for the reason of vllm.gpu-prefill-chunks.

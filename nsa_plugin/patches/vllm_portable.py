@@ -30,7 +30,7 @@ PORTABLE = _SECTION.patches(
     indexer-library: {indexer}:has_deep_gemm
         vLLM schedules DeepGEMM's logits if the library is installed, also on GPUs that it has no kernels for.
         replacement: v32.patches:has_deep_gemm
-        until: vLLM asks whether DeepGEMM supports the GPU
+        until: vLLM checks whether DeepGEMM supports the GPU
     norms: {model}:fused_norm_rope(positions, q_c, q_rms_norm_w, q_rms_eps, kv_c, kv_rms_norm_w, kv_rms_eps, k_pe,
         k_rope_cos_sin_cache, index_k, index_k_layer_norm_w, index_k_layer_norm_bias, index_k_layer_norm_eps,
         index_k_rope_cos_sin_cache, topk_indices_buffer, slot_mapping, indexer_k_cache, mla_kv_cache, has_indexer,

@@ -43,7 +43,7 @@ CHANGES = _SECTION.patches(
         {decode})
     decode [>=0.22,<0.23]: {flashmla}:DeepseekV4FlashMLASparseImpl._forward_decode(layer, {decode})
     decode [>=0.23]: {flashmla}:DeepseekV4FlashMLAAttention._forward_decode(self, {decode})
-        vLLM pads fewer than 64 heads. The plugin's kernel runs only if decode_backend names a library.
+        vLLM pads fewer than 64 heads. The plugin's kernel runs only if decode_backend is set to a library.
         replacement: v4.attention:decode
         until: vLLM has kernels for fewer than 64 heads
     swa-builder: {swa}:DeepseekSparseSWABackend.get_builder_cls
@@ -80,7 +80,7 @@ REQUIREMENTS = _SECTION.patches(
     rows-kernel [>=0.22]: value {flashmla}:flash_mla_sparse_fwd
         Attends over a bf16 copy; the deliberate fault of a test gives it other indices.
     decode-kernel: value v1.attention.ops.flashmla:flash_mla_with_kvcache
-        vLLM's wrapper of FlashMLA's decode kernel, for prefills whose plan names it.
+        vLLM's wrapper of FlashMLA's decode kernel, for prefills whose plan uses it.
     decode-kernel-schedule: value v1.attention.ops.flashmla:get_mla_metadata
         Makes the empty schedule of decode-kernel.
     """

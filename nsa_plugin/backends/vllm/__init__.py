@@ -10,7 +10,7 @@ def register() -> None:
     """Called by vLLM in every process that it starts, before any configuration is known; may be called again.
 
     Raises:
-        PatchError: the plugin is asked for and cannot even read its settings in this vLLM.
+        PatchError: the plugin is enabled and cannot read its settings in this vLLM.
     """
     from nsa_plugin.settings import killed
 
@@ -24,5 +24,5 @@ def register() -> None:
 
 @functools.cache
 def _say_off() -> None:
-    """Log once, below vLLM's logger: the adapter, whose imports take a while, stays unloaded."""
+    """Log once, below vLLM's logger. The adapter, which is slow to import, stays unloaded."""
     logging.getLogger("vllm.nsa_plugin").info("nsa-plugin is off: NSA_PLUGIN_ENABLED=0")

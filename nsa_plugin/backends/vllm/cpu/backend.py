@@ -1,8 +1,9 @@
 """Sparse MLA for vLLM on a CPU: plans in the batch's metadata, attention by the plugin's reference kernels.
 
 vLLM's MLA layer passes the first query tokens of a batch to `forward_mqa` (absorbed queries) and the rest to
-`forward_mha` (queries as projected). The plan decides request by request, so short prompts stay dense beside a long
-one. If any request is dense, all prefills go to `forward_mha`, which absorbs the queries of the sparse ones.
+`forward_mha` (queries as projected). The plan decides request by request, so short prompts stay dense in a batch
+with a long one. If any request is dense, all prefills go to `forward_mha`, which absorbs the queries of the sparse
+ones.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from importlib.util import find_spec
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -40,7 +41,6 @@ class Group:
     Attributes:
         plan: the decision.
         requests: their places in the batch.
-        names: their ids; empty if vLLM has none.
         rows: [num_rows] int64, their query tokens in the batch, request after request.
         request_of_row: [num_rows] int32, place in the batch of each query token's request.
         q_lens, kv_lens: query tokens and context of each, the query tokens included.
@@ -48,7 +48,6 @@ class Group:
 
     plan: Plan
     requests: list[int]
-    names: list[str]
     rows: torch.Tensor
     request_of_row: torch.Tensor
     q_lens: list[int]
@@ -123,8 +122,8 @@ class CpuSparseMLAMetadataBuilder(AttentionMetadataBuilder[CpuSparseMLAMetadata]
         prefill = None
         if num_prefills:
             dense = any(group.plan.attention is Attention.MHA_ONE_SHOT for group in groups)
-            q_lens = [end - start for start, end in zip(starts[num_decodes:], starts[num_decodes + 1 :], strict=False)]
-            prefill = PrefillMetadata(use_dense_mha=dense, max_query_len=max(q_lens), chunked_context=None)
+            longest = max(end - start for start, end in pairwise(starts[num_decodes:]))
+            prefill = PrefillMetadata(use_dense_mha=dense, max_query_len=longest, chunked_context=None)
         return CpuSparseMLAMetadata.of(
             common,
             num_decodes=num_decodes,
@@ -140,7 +139,6 @@ class CpuSparseMLAMetadataBuilder(AttentionMetadataBuilder[CpuSparseMLAMetadata]
     def _groups(self, starts: list[int], kv_lens: list[int], num_decodes: int, num_requests: int) -> list[Group]:
         """Group a batch: its decodes, then its prefills as `partition` splits them."""
         serving = self.serving
-        names = serving.request_ids()
         owners = torch.from_numpy(owner_of_rows(starts))
         groups: list[Group] = []
         seconds = 0.0
@@ -159,16 +157,17 @@ class CpuSparseMLAMetadataBuilder(AttentionMetadataBuilder[CpuSparseMLAMetadata]
                     Group(
                         plan=part.plan,
                         requests=requests,
-                        names=[names[request] if request < len(names) else "" for request in requests],
                         rows=rows,
                         request_of_row=owners[rows],
                         q_lens=[len(span) for span in spans],
                         kv_lens=[kv_lens[request] for request in requests],
                     )
                 )
-        serving.trace.record(
-            (group.plan, list(zip(group.names, group.q_lens, group.kv_lens, strict=True))) for group in groups
-        )
+        names, traced = dict(enumerate(serving.request_ids())), []
+        for group in groups:
+            ids = [names.get(request, "") for request in group.requests]
+            traced.append((group.plan, list(zip(ids, group.q_lens, group.kv_lens, strict=True))))
+        serving.trace.record(traced)
         if serving.metrics is not None:
             serving.metrics.decided(seconds, logits_budget(serving.resolved.settings, serving.device))
             for group in groups:
@@ -304,7 +303,7 @@ class CpuSparseMLAImpl(MLAAttentionImpl[CpuSparseMLAMetadata]):
     def _dense(
         self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: CpuSparseMLAMetadata, group: Group
     ) -> torch.Tensor:
-        """Attend whole requests densely and causally; the cache already holds the new tokens."""
+        """Attend whole requests densely and causally; the new tokens are in the cache already."""
         cache = open_cache(kv_cache, "bf16")
         slots, cu_seqlens_k = index_transform.request_slots(
             metadata.block_table[group.requests], torch.tensor(group.kv_lens), cache.page_size

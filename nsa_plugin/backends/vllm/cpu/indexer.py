@@ -127,7 +127,7 @@ class _Request:
 def requests_of(group: Group) -> Iterator[_Request]:
     first = 0
     for place, q_len, kv_len in zip(group.requests, group.q_lens, group.kv_lens, strict=True):
-        if q_len:  # a request may have no query tokens if a KV transfer brought all its tokens
+        if q_len:  # a request may have no query tokens if all its tokens were transferred
             yield _Request(place, group.rows[first : first + q_len], torch.arange(kv_len - q_len, kv_len) + 1)
         first += q_len
 
@@ -143,7 +143,7 @@ def select(
 ) -> torch.Tensor:
     """Return [q_len, topk] int32 positions in the request.
 
-    One request at a time, so only the logits of one chunk over one request's keys are held.
+    One request at a time, so only the logits of one chunk over one request's keys are in memory.
     """
     kv_len = int(request.limits[-1])
     slots, _ = index_transform.request_slots(

@@ -54,7 +54,7 @@ class MLAMetadata:
     prefill: PrefillMetadata | None
 
     @classmethod
-    def of(cls, common: Any, **own: Any) -> Self:
+    def of(cls, common: Any, **more: Any) -> Self:
         """Make a batch's metadata from vLLM's CommonAttentionMetadata and the backend's fields."""
         return cls(
             num_reqs=common.num_reqs,
@@ -65,7 +65,7 @@ class MLAMetadata:
             seq_lens=common.seq_lens,
             slot_mapping=common.slot_mapping,
             block_table=common.block_table_tensor,
-            **own,
+            **more,
         )
 
 

@@ -139,7 +139,7 @@ def use_engine_log() -> None:
 
 
 def asked_for(argv: list[str], environ: Mapping[str, str]) -> bool:
-    """Whether the command line or the environment names the plugin."""
+    """Whether the command line or the environment enables the plugin."""
     return any(CONFIG_KEY in argument for argument in argv) or environ.get("NSA_PLUGIN_ENABLED", "0") not in ("", "0")
 
 
@@ -301,7 +301,11 @@ def start_serving(vllm_config: Any) -> VllmServing | None:
         return None
     trace = Trace(mode=resolved.settings.trace)
     if Need.GPU in needs:
-        this.serving = _serving_class(v4=Need.GPU_V4 in needs)(
+        from nsa_plugin.backends.vllm.v4 import serving as v4_serving
+        from nsa_plugin.backends.vllm.v32 import serving as gpu_serving
+
+        serving_class = v4_serving.V4Serving if Need.GPU_V4 in needs else gpu_serving.GpuServing
+        this.serving = serving_class(
             resolved=resolved, trace=trace, vllm_config=vllm_config, statuses=statuses, portable=Need.PORTABLE in needs
         )
         return this.serving
@@ -317,17 +321,6 @@ def start_serving(vllm_config: Any) -> VllmServing | None:
     }
     this.report(resolved, active=True, statuses=statuses, facts=facts)
     return this.serving
-
-
-def _serving_class(*, v4: bool) -> type[GpuServing]:
-    """Return the serving class of a GPU worker."""
-    if v4:
-        from nsa_plugin.backends.vllm.v4 import serving as v4_serving
-
-        return v4_serving.V4Serving
-    from nsa_plugin.backends.vllm.v32 import serving as gpu_serving
-
-    return gpu_serving.GpuServing
 
 
 def _on(flag: bool | None) -> str:

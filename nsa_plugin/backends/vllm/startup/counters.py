@@ -93,8 +93,8 @@ def _writer(labels: Mapping[str, str]) -> FileWriter | None:
 class FileWriter:
     """Writes metrics into this process's files; see `MetricWriter`.
 
-    Not by prometheus_client's own metrics, which settle on import whether they write to files: a worker may be forked
-    from a process that imported it before the folder was known.
+    prometheus_client's metrics decide on import whether they write to files, and a worker may be forked from a process
+    that imported it before the folder was known.
 
     Args:
         folder: of the files.

@@ -25,8 +25,6 @@ BACKEND_MAJORS = (9, 10)
 PORTABLE_FROM = 80
 """The oldest GPU of the portable path."""
 
-_CONTEXT_PARALLEL = ("decode_context_parallel_size", "prefill_context_parallel_size")
-
 V32_MODULES = ("vllm.models.deepseek_v32", "vllm.model_executor.models.deepseek_v2")
 """vLLM modules with the model code that the ledger changes: DeepSeek-V3.2, GLM-5 and other models that use it."""
 INDEX_HEAD_DIM = 128
@@ -116,7 +114,7 @@ def check_on_cpu(vllm_config: Any) -> None:
     """Check that the plugin supports a configuration of vLLM on a CPU.
 
     Raises:
-        LeftToStockError: it does not; names the flag or the model.
+        LeftToStockError: it does not; the message has the flag or the model.
     """
     if family_of(vllm_config) == "v4":
         raise LeftToStockError("nsa-plugin does not support DeepSeek-V4 under vLLM on a CPU")
@@ -131,7 +129,7 @@ def check_on_gpu(vllm_config: Any) -> None:
     """Check that the plugin supports a configuration of vLLM on a GPU.
 
     Raises:
-        LeftToStockError: it does not; names the flag or the model.
+        LeftToStockError: it does not; the message has the flag or the model.
     """
     if os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"):
         raise LeftToStockError(
@@ -159,7 +157,7 @@ def check_on_gpu(vllm_config: Any) -> None:
 
 def _check_context_parallel(vllm_config: Any) -> None:
     parallel = vllm_config.parallel_config
-    for name in _CONTEXT_PARALLEL:
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if (size := getattr(parallel, name, 1)) > 1:
             raise LeftToStockError(f"nsa-plugin does not support --{name.replace('_', '-')} {size}")
 

@@ -58,14 +58,12 @@ def rebased(stock: type, sparse_base: type | None, dense_base: type) -> type:
         return stock
     if stock.__mro__[1] is not sparse_base:
         raise PatchError(f"vLLM's {stock.__name__} does not derive from {sparse_base.__name__} directly. {TURN_OFF}")
-    return type(stock.__name__, (dense_base,), {k: v for k, v in vars(stock).items() if k not in _OWN} | _MHA_LATER)
+    members = {name: value for name, value in vars(stock).items() if name not in _OWN}
+    return type(stock.__name__, (dense_base,), members | {"forward_mha": _no_mha})
 
 
 def _no_mha(*_: Any, **__: Any) -> None:
     raise PatchError("vLLM's sparse implementation has no forward_mha before 0.26")
-
-
-_MHA_LATER: dict[str, Any] = {"forward_mha": _no_mha}
 
 
 def planned_impl(stock: type, planning: Planning, providers: Callable[[], Providers], layers: Layers) -> type:
@@ -227,7 +225,7 @@ def _reshard(
 
 
 class _Copies:
-    """One layer's bf16 copies of the contexts of own query tokens, asked for in order; one is held at a time."""
+    """One layer's bf16 copies of the contexts of this rank's query tokens, used in order; one exists at a time."""
 
     def __init__(self, impl: Any, cache: PagedCache, parts: tuple[Copied, ...]):
         self._impl, self._cache, self.parts = impl, cache, parts
@@ -249,8 +247,8 @@ def _over_copies(
     """Attend with FlashMLA over bf16 copies of the contexts: [n, all heads, kv_lora_rank].
 
     Args:
-        q, selected: [n, ...], of a piece of own query tokens.
-        own: their places, counted from this rank's first.
+        q, selected: [n, ...], of some of this rank's query tokens.
+        own: these query tokens, counted from this rank's first.
     """
     transform = impl.nsa_plugin_providers.helper("index_transform_ragged")
     out = q.new_empty(q.shape[0], q.shape[1], impl.kv_lora_rank)

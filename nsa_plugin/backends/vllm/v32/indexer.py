@@ -7,7 +7,7 @@ changes it in four places:
   the batch reshards, query tokens of other ranks. A chunk's logits fit the planner's budget, which follows the free
   memory.
 - `prefill_topk`: the plugin's top-k kernel for a prefill's logits.
-- `planned_indexer_builder`: the planner splits the batch before vLLM asks for chunks. Decode steps whose logits,
+- `planned_indexer_builder`: the planner splits the batch before vLLM makes chunks. Decode steps whose logits,
   [query tokens, max_model_len], exceed the budget are removed from vLLM's metadata and get a `StepSelection`. This
   depends on the number of query tokens alone, so a captured batch and its replays agree. In DeepSeek-V4's compressed
   cache an entry covers `compress_ratio` tokens, and the query token at position p sees (p + 1) // ratio entries.
@@ -195,8 +195,8 @@ def planned_indexer_builder(stock: type, planning: Planning) -> type:
 def _select_for_own(prefill: Any) -> None:
     """Change vLLM's prefill metadata so that this rank selects for its query tokens.
 
-    vLLM gathers a chunk's keys if the chunk begins with its first request's first query token, but own query tokens may
-    begin anywhere. Ranks must not select for each other either (`row_shard_sizes`, 0.32 on): nobody reads the result.
+    vLLM gathers a chunk's keys if the chunk begins with its first request's first query token; this rank's may begin
+    anywhere. Ranks must not select for each other either (`row_shard_sizes`, 0.32 on): nobody reads the result.
     """
     if prefill is None:
         return

@@ -45,7 +45,7 @@ class SparsePiece:
         request_of_row: int32 [n], the block table row of each, -1 for padding; None for vLLM's calls.
         stock: vLLM's metadata of these query tokens; None for the plugin's kernels.
         share: this rank's query tokens, if the batch reshards; vLLM's call and metadata are not used then.
-        copied: own query tokens that attend over a bf16 copy of an fp8 cache.
+        copied: this rank's query tokens that attend over a bf16 copy of an fp8 cache.
     """
 
     plan: Plan
@@ -119,7 +119,7 @@ def most_rows(vllm_config: Any, planner: VllmPlanner) -> int:
 
 @contextmanager
 def _form(builder: Any, path: str) -> Iterator[None]:
-    """Make vLLM's builder use the variant of a prefill over an fp8 cache that the execution path names."""
+    """Make vLLM's builder use the variant of a prefill over an fp8 cache that belongs to the execution path."""
     if path not in (MIXED, SEPARATE):
         yield
         return
@@ -255,16 +255,17 @@ def part_of(common: Any, split: Split, requests: Sequence[int]) -> Any:
 def _copied(
     own: Sequence[OwnRows], block_table: torch.Tensor, like: torch.Tensor, page_size: int, most: int
 ) -> tuple[Copied, ...]:
-    """Group own query tokens whose contexts are copied together: at most `most` tokens, or one request."""
+    """Group this rank's query tokens so that one copy has the contexts of a group.
+
+    Args:
+        most: context tokens of a group of several requests.
+    """
     parts: list[list[OwnRows]] = []
-    held = 0
     for rows in own:
-        if parts and held + rows.context <= most:
+        if parts and sum(one.context for one in parts[-1]) + rows.context <= most:
             parts[-1].append(rows)
-            held += rows.context
         else:
             parts.append([rows])
-            held = rows.context
     found: list[Copied] = []
     first = 0
     for part in parts:

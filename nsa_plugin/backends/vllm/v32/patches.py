@@ -72,7 +72,7 @@ def building() -> VllmPlanner | None:
 def providers() -> Providers:
     found = serving()
     if found is None:
-        raise PatchError("a layer asked for a kernel of nsa-plugin, but the plugin does not serve")
+        raise PatchError("a layer needs a kernel of nsa-plugin, but the plugin does not serve")
     return found.loaded()
 
 
@@ -102,12 +102,12 @@ def indexer_builder_class(original: Any) -> Any:
 
 
 def planned_class(
-    original: Any, planned: Callable[[type], type], ask: Callable[[], VllmPlanner | None] | None = None
+    original: Any, planned: Callable[[type], type], planner: Callable[[], VllmPlanner | None] | None = None
 ) -> Any:
     """Make vLLM's static method return the plugin's class if there is a planner.
 
     Args:
-        ask: returns the planner; None: `planning`.
+        planner: returns the planner; None: `planning`.
     """
     function = getattr(original, "__func__", original)  # an inherited method comes as a function
 
@@ -115,7 +115,7 @@ def planned_class(
     def get_cls() -> type:
         stock: type = function()
         # Without a planner return vLLM's class, not a subclass: vLLM's layers check its bases.
-        return stock if (ask or planning)() is None else planned(stock)
+        return stock if (planner or planning)() is None else planned(stock)
 
     return staticmethod(get_cls)
 
@@ -208,8 +208,8 @@ def indexer_function(original: Callable[..., Any]) -> Callable[..., Any]:
 
     A model's module loaded after the function was replaced already has the replacement, which is not wrapped again.
     """
-    own = original.__wrapped__ if MARK in vars(original) else original  # type: ignore[attr-defined]
-    return wrap_indexer(own, _batch, providers, _portable)
+    stock = original.__wrapped__ if MARK in vars(original) else original  # type: ignore[attr-defined]
+    return wrap_indexer(stock, _batch, providers, _portable)
 
 
 def indexer_operator(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -231,5 +231,5 @@ def indexer_operator(original: Callable[..., Any]) -> Callable[..., Any]:
 def _batch() -> Any:
     from vllm.forward_context import get_forward_context
 
-    # Without a planner nothing was skipped, and vLLM's metadata names apply.
+    # Without a planner nothing was skipped, and vLLM's function needs no change.
     return None if serving() is None else get_forward_context().attn_metadata

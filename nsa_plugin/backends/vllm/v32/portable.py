@@ -1,6 +1,6 @@
 """Layer code for vLLM on GPUs that FlashMLA and DeepGEMM do not support: SM80, SM86, SM89 and SM120.
 
-vLLM builds its FlashMLA-sparse layers there, and every plan names a kernel of the plugin. `select` replaces vLLM's
+vLLM builds its FlashMLA-sparse layers there, and every plan runs a kernel of the plugin. `select` replaces vLLM's
 indexer, and reads vLLM's metadata. On GPUs without fp8 instructions (SM80, SM86) `norm_rope` and `queries` replace the
 two Triton kernels of vLLM's model code that need them.
 """
@@ -125,8 +125,8 @@ def norm_rope(given: NamedArguments, providers: Providers) -> torch.Tensor:
                 eps=given["index_k_layer_norm_eps"],
                 interleaved=given["index_rope_interleave"],
             )
-            own = given.get("indexer_slot_mapping")
-            slots = slots if own is None else own
+            indexer_slots = given.get("indexer_slot_mapping")
+            slots = slots if indexer_slots is None else indexer_slots
             cache = open_cache(given["indexer_k_cache"], "indexer_fp8")
             write(cache, indexer_keys, slots[:rows], power_of_two_scales=True)
     out: torch.Tensor = queries if given.get("q_c_out") is None else given["q_c_out"]
@@ -149,7 +149,7 @@ def queries(given: NamedArguments, providers: Providers) -> tuple[torch.Tensor, 
         queries' RoPE part [n, heads, rope_dim].
     """
     if given["quantize_mqa"]:
-        raise PatchError(f"vLLM asks for fp8 queries, which its FlashMLA-sparse layers do not take. {TURN_OFF}")
+        raise PatchError(f"vLLM wants fp8 queries, which its FlashMLA-sparse layers do not support. {TURN_OFF}")
     positions, q_pe = given["positions"], given["q_pe"]
     rotated = providers.helper("rope")(q_pe, positions, given["q_pe_cos_sin_cache"])
     if not given["has_indexer"]:

@@ -3,7 +3,7 @@
 A batch of vLLM is [steps][prefills]: the runner sorts requests with few query tokens (one, or one and the speculated
 ones) to the front. `VllmPlanner.split` decides for the steps by their phase and number of query tokens alone, because
 they may be captured, and for the prefills request by request (`decision.partition`), so that short prompts
-stay dense beside a long one. Attention and indexer builders ask the same planner about the same batch, so attention
+stay dense in a batch with a long one. The builders of attention and of the indexer share the planner, so attention
 never reads a selection that the indexer skipped (vllm #52512).
 
 `backends.common.paths` says how a part is executed: by the plugin's kernel or by vLLM's FlashMLA call.
@@ -114,7 +114,7 @@ class VllmPlanner(Planner):
         step_tokens: most query tokens of a decode or verify request: 1 plus the speculated ones.
         portable: whether vLLM's FlashMLA and DeepGEMM do not support the GPU, so that the plugin's kernels do all.
         no_dense: why no prompt attends densely; "" = they may.
-        workspace_tokens: most context tokens whose keys and values one dense part may hold; 0: no limit.
+        workspace_tokens: most context tokens of a dense part; 0: no limit.
         request_ids: ids of the running batch's requests, for the trace.
         exchange: for resharding; None if no batch reshards (`set_exchange`).
         current: the last batch that was split, for the indexer's hooks, which get no batch.
@@ -149,10 +149,9 @@ class VllmPlanner(Planner):
             self.device = replace(self.device, memory_free=exchange.least(self.device.memory_free))
 
     def split(self, common: Any) -> Split:
-        """Split a batch, from vLLM's CommonAttentionMetadata; every builder that asks gets the same parts.
+        """Split a batch, from vLLM's CommonAttentionMetadata; the same for every builder.
 
-        Reads host values: query_start_loc_cpu, and for prefills seq_lens_cpu_upper_bound, which is exact for them. If
-        vLLM has no such bound, the lengths are copied from the device.
+        Reads host values: query_start_loc_cpu, and for prefills `host_lengths`, which are exact for them.
         """
         starts = tuple(common.query_start_loc_cpu.tolist())
         q_lens = [end - start for start, end in pairwise(starts)]
@@ -215,17 +214,17 @@ class VllmPlanner(Planner):
             split = replace(split, steps_assigned=Assigned(sharding.step_shares(self.model, split.step_rows)))
         if split.sparse is None or not split.sparse.token_shard:
             return split
-        found: list[Assigned | None] = []
-        for requests in (split.head_requests, split.tail_requests):
+        plan, shard = split.sparse, exchange.shard
+
+        def assigned(requests: Sequence[int]) -> Assigned | None:
             if not requests:
-                found.append(None)
-                continue
+                return None
             q = [q_lens[request] for request in requests]
             kv = [kv_lens[request - split.num_steps] for request in requests]
-            shard = exchange.shard
-            shares = sharding.shares(self.model, self.device, split.sparse, q, kv, shard.max_rows)
-            found.append(assign(shares, shard.rank, requests, q, kv))
-        return replace(split, head_assigned=found[0], tail_assigned=found[1])
+            shares = sharding.shares(self.model, self.device, plan, q, kv, shard.max_rows)
+            return assign(shares, shard.rank, requests, q, kv)
+
+        return replace(split, head_assigned=assigned(split.head_requests), tail_assigned=assigned(split.tail_requests))
 
     def step_plan(self, requests: int, rows: int, rows_each: int) -> Plan:
         """Return the plan of a decode or verify step; it depends on phase, requests and query tokens alone."""
@@ -259,7 +258,10 @@ class VllmPlanner(Planner):
 
 
 def host_lengths(common: Any) -> list[int]:
-    """Return the context of each request in tokens, new ones included; an upper bound for decode and verify steps."""
+    """Return the context of each request in tokens, new ones included; an upper bound for decode and verify steps.
+
+    Copies the lengths from the device if vLLM has no bound on the host.
+    """
     bound = getattr(common, "seq_lens_cpu_upper_bound", None)
     if bound is None:
         bound = common.seq_lens.cpu()

@@ -53,8 +53,8 @@ FORCES_MQA = "attention_config.sparse_mla_force_mqa is set"
 SHORT, LONG, CONTEXT, MANY = 1024, 4096, 32768, 64
 # Query tokens of the batches whose kernels are warmed up: the choice may depend on their number.
 ROWS = tuple(1 << power for power in range(14))
-# vLLM's profiling run holds [tokens, heads, nope + v] for its dense prefill. A dense part here also holds the keys with
-# RoPE and a copy of the latent cache entries: about twice the bytes per token.
+# vLLM's profiling run allocates [tokens, heads, nope + v] for its dense prefill. A dense part here also needs the keys
+# with RoPE and a copy of the latent cache entries: about twice the bytes per token.
 WORKSPACE_SHARE = 2
 
 
@@ -138,9 +138,11 @@ class GpuServing(VllmServing):
 
     def dense_limits(self) -> dict[str, Any]:
         """Return the planner's arguments for dense attention and the portable path."""
+        attention = getattr(self.vllm_config, "attention_config", None)
         return {
             "portable": self.portable,
-            "no_dense": FORCES_MQA if forces_mqa(self.vllm_config) else "",
+            # vLLM's sparse layers then pass every query token to `forward_mqa` (0.28 on).
+            "no_dense": FORCES_MQA if getattr(attention, "sparse_mla_force_mqa", False) else "",
             "workspace_tokens": dense_workspace_tokens(self.vllm_config),
         }
 
@@ -232,10 +234,10 @@ class GpuServing(VllmServing):
                 "full", for some layer.
         """
         planned, others = self.layers()
-        asked_for = not self.chose and self.vllm_config.attention_config.backend is not None
-        if self.resolved.settings.strict == FULL and others and (planned or asked_for):
+        by_user = not self.chose and self.vllm_config.attention_config.backend is not None
+        if self.resolved.settings.strict == FULL and others and (planned or by_user):
             raise LeftToStockError(f"layers on vLLM's backend {', '.join(sorted(others))} are left to the stock engine")
-        if planned or (asked_for and not self.planning().portable):
+        if planned or (by_user and not self.planning().portable):
             return
         found = (
             f"vLLM chose {', '.join(sorted(others))}" if others else "it has no sparse layer that the plugin supports"
@@ -304,13 +306,13 @@ class GpuServing(VllmServing):
             return found
         for rows, context in ((SHORT, SHORT), (LONG, CONTEXT)):
             rows, context = min(rows, longest), min(context, longest)
-            found[f"prefill, {rows} of {context} tokens"] = self.in_words(planner.prefill_plan(rows, context))
+            found[f"prefill, {rows} of {context} tokens"] = self.described(planner.prefill_plan(rows, context))
         for requests in (1, MANY):
             plan = planner.step_plan(requests, requests * planner.step_tokens, planner.step_tokens)
-            found[f"{plan.phase}, {requests} request{'s' if requests > 1 else ''}"] = self.in_words(plan)
+            found[f"{plan.phase}, {requests} request{'s' if requests > 1 else ''}"] = self.described(plan)
         return found
 
-    def in_words(self, plan: Plan) -> str:
+    def described(self, plan: Plan) -> str:
         """Describe a plan and its reasons in one line."""
         if plan.attention is Attention.MHA_ONE_SHOT:
             return f"{plan.attention} by {plan.provider}; {plan.reasons['attention']}"
@@ -320,12 +322,6 @@ class GpuServing(VllmServing):
         if plan.indexer.mode is IndexerMode.TOPK:
             text += f"; logits of {plan.indexer.rows_per_chunk} query tokens at once"
         return text + f"; {'resharded' if plan.token_shard else 'heads stay local'}: {plan.reasons['token_shard']}"
-
-
-def forces_mqa(vllm_config: Any) -> bool:
-    """Whether vLLM's sparse layers pass every query token to `forward_mqa` (0.28 on), because the user said so."""
-    attention = getattr(vllm_config, "attention_config", None)
-    return bool(getattr(attention, "sparse_mla_force_mqa", False))
 
 
 def check_device(device: DeviceProfile, backend: str = BACKEND) -> None:
@@ -365,7 +361,7 @@ def dense_workspace_tokens(vllm_config: Any) -> int:
 
 
 def free_device_memory() -> int:
-    """Free bytes of the current device, including those that PyTorch holds and does not use."""
+    """Return the free bytes of the current device, including those that PyTorch has reserved and does not use."""
     return int(torch.cuda.mem_get_info()[0]) + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
 
 

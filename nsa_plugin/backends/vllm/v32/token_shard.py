@@ -1,4 +1,4 @@
-"""Resharding of heads to tokens under vLLM on a GPU: the group, unsupported features, own query tokens, FlashMLA.
+"""Resharding of heads to tokens under vLLM on a GPU: the group, unsupported features, FlashMLA.
 
 `nsa_plugin.backends.common.token_shard` has what both engines need. The group is vLLM's tensor-parallel group, one per
 replica with data-parallel attention. Its ranks get the same batches from one scheduler, padding and host lengths
@@ -6,7 +6,7 @@ included.
 
     indexer    prefill: vLLM's chunks cover this rank's query tokens; the selection of all others stays -1, as vLLM
                clears it. Decode and verify steps: left to vLLM, which selects for all query tokens
-    attention  absorbed q [T, h, 576] -> exchange -> a kernel, own query tokens, all heads -> exchange
+    attention  absorbed q [T, h, 576] -> exchange -> a kernel, this rank's query tokens, all heads -> exchange
 
 The kernel is the plugin's provider or vLLM's FlashMLA. `flash_mla` calls the latter directly, because the buffers and
 metadata of vLLM's `forward_mqa` are for this rank's heads and all query tokens. Its arguments depend on the number of
@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -66,27 +67,22 @@ def assign(
         requests: their places in the batch.
         q_lens, kv_lens: query tokens and context of each.
     """
-    firsts = [sum(q_lens[:place]) for place in range(len(q_lens))]
-    own = [
-        OwnRows(
-            requests[piece.request],
-            piece.first - firsts[piece.request],
-            piece.end - firsts[piece.request],
-            piece.context,
-        )
-        for piece in pieces(partition.rows(rank), q_lens, kv_lens)
-    ]
+    starts = [0, *accumulate(q_lens)]
+    own = []
+    for piece in pieces(partition.rows(rank), q_lens, kv_lens):
+        start = starts[piece.request]
+        own.append(OwnRows(requests[piece.request], piece.first - start, piece.end - start, piece.context))
     return Assigned(partition, tuple(own))
 
 
 @dataclass(frozen=True)
 class Copied:
-    """Own query tokens that attend over one bf16 copy of their contexts.
+    """Query tokens of this rank that attend over one bf16 copy of their contexts.
 
     Attributes:
         rows: the query tokens, counted from this rank's first.
         slots: int64 [context tokens], cache slots of the copied tokens.
-        offsets: int32 [query tokens], start of the context of each one's request in the copy.
+        offsets: int32 [query tokens], where the context of each token's request starts in the copy.
     """
 
     rows: slice
@@ -134,18 +130,14 @@ def open_exchange(
         where,
         group=lambda: checked_group("vLLM", GROUP, model),
         impossible=lambda: impossible(vllm_config),
-        max_tokens=lambda: max_tokens(vllm_config),
+        # Larger captured sizes keep heads local.
+        max_tokens=lambda: int(vllm_config.scheduler_config.max_num_batched_tokens),
         made=Exchange,
     )
 
 
-def max_tokens(vllm_config: Any) -> int:
-    """Return the most query tokens of a batch that the buffers hold; larger captured sizes keep heads local."""
-    return int(vllm_config.scheduler_config.max_num_batched_tokens)
-
-
 # ---------------------------------------------------------------------------------------------------
-# vLLM's FlashMLA over own query tokens
+# vLLM's FlashMLA over this rank's query tokens
 
 
 def flash_mla(
@@ -157,13 +149,13 @@ def flash_mla(
     scale: float,
     schedule: Callable[[Callable[[], Any]], Any] = lambda make: make(),
 ) -> torch.Tensor:
-    """Attend own query tokens with all heads: [n, H, kv_lora_rank].
+    """Attend this rank's query tokens with all heads: [n, H, kv_lora_rank].
 
     Args:
         q: bfloat16 [n, H, 576].
         cache: bf16 for FlashMLA's prefill kernel, fp8 pages for its decode kernel.
         slots: int32 [n, topk], padded with -1.
-        plan: names the kernel and its head padding.
+        plan: has the kernel and its head padding.
         schedule: makes the decode kernel's schedule with the given function, or returns an earlier layer's.
     """
     library = import_module(FLASH_MLA)

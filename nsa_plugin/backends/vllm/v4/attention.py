@@ -7,7 +7,7 @@ and with the same arguments since 0.20. For a prefill, by execution path:
     direct          the plugin's kernel reads the window's and the compressed cache in place
     decode kernel   FlashMLA's decode kernel, through vLLM's function, with slots of both caches
 
-Decode and verify steps run the plugin's kernel if the plan names one, else vLLM's function, as does a batch without a
+Decode and verify steps run the plugin's kernel if the plan has one, else vLLM's function, as does a batch without a
 plan. vLLM pads the rank's heads; the plugin's kernels skip the padding, whose output vLLM does not read.
 """
 
@@ -80,18 +80,18 @@ def decode(original: Any) -> Any:
         if plan is None or path(plan) != DIRECT:
             return engines()
         metadata, rows = batch.metadata, int(batch.metadata.num_decode_tokens)
-        named = given["attn_metadata"]
-        cache, compressed = _caches(layer, layer.swa_cache_layer.kv_cache, given["kv_cache"], named)
+        layer_metadata = given["attn_metadata"]
+        cache, compressed = _caches(layer, layer.swa_cache_layer.kv_cache, given["kv_cache"], layer_metadata)
         window = CacheSelection(cache, metadata.decode_swa_indices[:rows].flatten(1), metadata.decode_swa_lens[:rows])
         extra = None
         if compressed is not None and layer.compress_ratio == 4:
             transform = batch.providers.helper("index_transform_paged")
             chosen, owners = layer.topk_indices_buffer[:rows], batch.step_owners()
-            slots = transform(chosen, named.block_table, page_size=compressed.page_size, row_to_request=owners)
+            slots = transform(chosen, layer_metadata.block_table, page_size=compressed.page_size, row_to_request=owners)
             extra = CacheSelection(compressed, slots, None)
         elif compressed is not None:
-            slots = named.c128a_global_decode_topk_indices[:rows].flatten(1)
-            extra = CacheSelection(compressed, slots, named.c128a_decode_topk_lens[:rows])
+            slots = layer_metadata.c128a_global_decode_topk_indices[:rows].flatten(1)
+            extra = CacheSelection(compressed, slots, layer_metadata.c128a_decode_topk_lens[:rows])
         call = _layer_call(layer, given["q"][:rows], window, extra)
         op = KERNEL_OPS[plan.attention]
         attend_in_place(batch.providers, op, plan.provider, call, given["output"][:rows])
@@ -125,35 +125,35 @@ def _in_front(original: Any, around: Callable[[Any, V4Batch, Given, Engines], No
     return classmethod(attend) if of_class else attend
 
 
-def _caches(layer: Any, window: torch.Tensor, extra: torch.Tensor | None, named: Any) -> tuple[PagedCache, Any]:
+def _caches(layer: Any, window: torch.Tensor, extra: torch.Tensor | None, metadata: Any) -> tuple[PagedCache, Any]:
     """The layer's window cache and its compressed one or None.
 
     Raises:
         PatchError: the compressed cache's pages differ from those of vLLM's block table.
     """
-    own = open_cache(window, V4_FP8)
-    if layer.compress_ratio <= 1 or extra is None or named is None:
-        return own, None
+    first = open_cache(window, V4_FP8)
+    if layer.compress_ratio <= 1 or extra is None or metadata is None:
+        return first, None
     second = open_cache(extra, V4_FP8)
-    if int(named.block_size) // layer.compress_ratio != second.page_size:
+    if int(metadata.block_size) // layer.compress_ratio != second.page_size:
         raise PatchError(
             f"vLLM's cache of compress ratio {layer.compress_ratio} has {second.page_size} entries a page; its blocks "
-            f"of {named.block_size} tokens would have {int(named.block_size) // layer.compress_ratio}. {TURN_OFF}"
+            f"of {metadata.block_size} tokens would have {int(metadata.block_size) // layer.compress_ratio}. {TURN_OFF}"
         )
-    return own, second
+    return first, second
 
 
 def _selected(layer: Any, batch: V4Batch, given: Given, cache: PagedCache | None) -> CacheSelection | None:
     """The prefills' selection in the compressed cache; None without one."""
     if cache is None:
         return None
-    ratio, named = int(layer.compress_ratio), given["attn_metadata"]
+    ratio, metadata = int(layer.compress_ratio), given["attn_metadata"]
     lengths = batch.lengths(ratio, given["positions"])
     if ratio == 4:
         chosen = layer.topk_indices_buffer[batch.prefill_rows]
     else:
-        chosen = named.c128a_prefill_topk_indices[: len(lengths)]
-    slots = batch.slots(ratio, chosen, named.block_table, cache.page_size, lengths)
+        chosen = metadata.c128a_prefill_topk_indices[: len(lengths)]
+    slots = batch.slots(ratio, chosen, metadata.block_table, cache.page_size, lengths)
     return CacheSelection(cache, slots, lengths.clamp(max=slots.shape[1]))
 
 
@@ -189,7 +189,7 @@ def _by_decode_kernel(
 def _with_rows_kernel(original: Any, attended: AttendedTokens) -> KernelFunction | None:
     """Copy vLLM's function with a kernel that attends wrong rows of its workspace; None without the fault.
 
-    vLLM's function looks its kernel up in its module, which stays unchanged: the copy has its own globals.
+    vLLM's function looks its kernel up in its module, which stays unchanged: the copy has separate globals.
     """
     if not attended.wrong:
         return None

@@ -150,8 +150,8 @@ def planned_swa_builder(stock: type, planning: Planning, providers: Callable[[],
             self.nsa_plugin: VllmPlanner | None = planner
             if planner is not None and self.decode_threshold != planner.step_tokens:
                 raise PatchError(
-                    f"vLLM counts requests of up to {self.decode_threshold} rows as steps; the configuration says "
-                    f"{planner.step_tokens}. {TURN_OFF}"
+                    f"vLLM counts requests of up to {self.decode_threshold} query tokens as steps; the configuration "
+                    f"says {planner.step_tokens}. {TURN_OFF}"
                 )
 
         def build(
@@ -181,8 +181,8 @@ def v4_batch(planner: VllmPlanner, providers: Providers, metadata: Any, common: 
     rows = int(metadata.num_decode_tokens)
     if metadata.num_prefills and (split.num_steps, split.step_rows) != (metadata.num_decodes, rows):
         raise PatchError(
-            f"vLLM takes {metadata.num_decodes} requests of {rows} rows as steps, the plans {split.num_steps} of "
-            f"{split.step_rows}. {TURN_OFF}"
+            f"vLLM takes {metadata.num_decodes} requests of {rows} query tokens as steps, the plans {split.num_steps} "
+            f"of {split.step_rows}. {TURN_OFF}"
         )
     longest = 0
     if split.sparse is not None:

@@ -2,7 +2,7 @@
 
 `backends.common.paths` says how a plan is executed. vLLM runs the path over bf16 rows, in chunks of requests, in a
 workspace that its profiling run reserved, and calls FlashMLA's decode kernel. The plugin's kernel reads the caches in
-place. Decode and verify steps fall back to the stock path, FlashMLA's decode kernel, unless `decode_backend` names
+place. Decode and verify steps fall back to the stock path, FlashMLA's decode kernel, unless `decode_backend` is
 another library.
 """
 

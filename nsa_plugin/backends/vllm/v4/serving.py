@@ -23,7 +23,7 @@ from nsa_plugin.errors import SettingsError
 from nsa_plugin.libraries.devices import DeviceProfile
 
 BACKENDS = ("FLASHMLA_SPARSE_DSV4", "V4_FLASHMLA_SPARSE")
-"""vLLM's names of the backend whose layers attend by plans: since 0.23, and before."""
+"""vLLM's names of the backend for whose layers the plugin plans: since 0.23, and before."""
 
 PAGE_SIZES = {0: 64, 4: 64, 128: 2}
 """Slots of a page by compress ratio, 0 for the window's cache: vLLM's blocks have 256 tokens."""
@@ -91,7 +91,7 @@ class V4Serving(GpuServing):
             found.append("decode_backend is auto: decode and verify steps of DeepSeek-V4 run on the stock path")
         return found
 
-    def in_words(self, plan: Plan) -> str:
+    def described(self, plan: Plan) -> str:
         taken = path(plan)
         own = "" if taken == DIRECT else ", vLLM's FlashMLA"
         text = f"{taken} by {plan.provider}{own}; {plan.reasons['provider']}"

@@ -237,7 +237,7 @@ def test_pages_of_another_size_than_the_block_tables_are_refused():
 
 def test_a_builder_that_counts_other_requests_as_steps():
     build = planned_swa_builder(SWABuilder, lambda: planner(step_tokens=2), lambda: pytest.fail("not asked"))
-    with pytest.raises(PatchError, match=r"up to 1 rows as steps; the configuration says 2\. Turn the plugin off"):
+    with pytest.raises(PatchError, match=r"1 query tokens as steps; the configuration says 2\. Turn the plugin off"):
         build(World(planner(), MIXED))
 
 
@@ -251,7 +251,7 @@ def test_a_batch_that_vllm_splits_elsewhere():
             return metadata
 
     builder = planned_swa_builder(Other, lambda: world.planner, world.providers)(world)
-    with pytest.raises(PatchError, match="vLLM takes 1 requests of 2 rows as steps, the plans 2 of 2"):
+    with pytest.raises(PatchError, match="vLLM takes 1 requests of 2 query tokens as steps, the plans 2 of 2"):
         builder.build(0, world.common())
 
 
