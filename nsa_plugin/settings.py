@@ -25,6 +25,7 @@ ENV_PREFIX = "NSA_PLUGIN_"
 BACKEND_OPS = {"prefill_backend": Op.SPARSE_MLA_PREFILL, "decode_backend": Op.SPARSE_MLA_DECODE}
 TOKEN_SHARD_MODES = ("auto", "on", "off")
 PORTABLE_MODES = ("auto", "on")
+SPLIT_MODES = ("off", "on")
 FAULTS = ("none", "shift_indices")
 FULL = "full"
 """`strict`: what the plugin does not support ends the start, too."""
@@ -197,6 +198,12 @@ class Settings:
         "The portable path serves GPUs that FlashMLA and DeepGEMM do not support (SM80, SM86, SM89, SM120) with Triton "
         "kernels. `auto`: on those GPUs. `on`: on any GPU, as if it were SM86 (99 KiB of shared memory, no fp8 "
         "instructions); slow, for tests. vLLM 0.28 and SGLang 0.5.23, or later.",
+    )
+    split_prefill: str = _choice(
+        "off",
+        lambda: SPLIT_MODES,
+        "SGLang 0.5.16 and later, DeepSeek-V3.2 and GLM-5: short prompts attend densely even in a prefill with long "
+        "ones. Off by default, because it has not run on a GPU. vLLM's prefills are always decided request by request.",
     )
     fault: str = _choice(
         "none",

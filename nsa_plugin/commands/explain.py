@@ -32,7 +32,7 @@ EXAMPLES = """examples:
         --logits-budget-mb 128 --q-tokens 4096 --max-kv 131072"""
 
 # Settings that do not change the plan of a batch.
-_NOT_ABOUT_BATCHES = ("enabled", "strict", "trace", "report", "portable", "fault")
+_NOT_ABOUT_BATCHES = ("enabled", "strict", "trace", "report", "portable", "split_prefill", "fault")
 
 _LAYOUTS = {
     ("v3.2", "bf16"): "bf16",

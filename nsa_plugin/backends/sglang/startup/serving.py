@@ -141,7 +141,9 @@ class SglangServing:
             exchange_rows=0 if exchange is None else exchange.shard.max_tokens,
             no_exchange=keeps,
             sinks=has_sinks(model_runner.model_config.hf_text_config),
-            whole=why_whole(model_runner, self.device.sm, resharding=exchange is not None),
+            whole=why_whole(
+                model_runner, self.device.sm, setting=settings.split_prefill, resharding=exchange is not None
+            ),
         )
         if self.portable and model.fp8_cache and getattr(model_runner.server_args, "enable_mixed_chunk", False):
             raise LeftToStockError("the portable path does not support --enable-mixed-chunk over an fp8 cache")

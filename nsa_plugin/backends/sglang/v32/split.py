@@ -11,7 +11,7 @@ which):
              only, and zeros stand for the others up to `o_proj`, whose input takes the dense output
 
 Each step fails if SGLang did not run the others: a wrong result cannot go unnoticed. `why_whole` lists the servers on
-which no batch is split.
+which no batch is split; by default that is every one (`split_prefill`), because it has not run on a GPU.
 """
 
 from __future__ import annotations
@@ -173,13 +173,16 @@ class SplitBatch:
         return list(accumulate(self.q_lens, initial=0))
 
 
-def why_whole(model_runner: Any, sm: int, *, resharding: bool) -> str:
+def why_whole(model_runner: Any, sm: int, *, setting: str, resharding: bool) -> str:
     """Return why this server attends every prefill as a whole; "" if it may split one.
 
     Args:
+        setting: `split_prefill`.
         sm: the device's SM version.
         resharding: whether batches may reshard (`token_shard`).
     """
+    if setting == "off":
+        return "split_prefill is off"
     if sm != 90 and sm // 10 != 10:
         return "SGLang attends densely on SM90 and SM100 only"
     if resharding:

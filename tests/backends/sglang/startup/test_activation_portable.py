@@ -46,7 +46,7 @@ def test_the_portable_path_serves_gpus_without_kernels_of_flashmla(
     (backend,) = process.serving.backends
     assert (process.serving.portable, backend.nsa_plugin.portable) == (True, True)
     routes = dict(process.serving.routes)
-    assert "on SM90 and SM100 only" in routes.pop(serving.BESIDE)
+    assert routes.pop(serving.BESIDE) == "attend as the long ones: split_prefill is off"
     assert all("triton" in text for text in routes.values())
 
 

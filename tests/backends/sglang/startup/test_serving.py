@@ -93,7 +93,7 @@ def test_the_report_describes_sample_batches_with_reasons(warmed: list[Any]):
         "verify, 64 requests",
         "short prompts batched with long ones",
     ]
-    assert made.routes["short prompts batched with long ones"] == "attend as the long ones: the model has no MLA layers"
+    assert made.routes["short prompts batched with long ones"] == "attend as the long ones: split_prefill is off"
     assert made.routes["decode, 1 request"].startswith("sparse_decode by triton on SGLang's path flashmla_kv; ")
     assert "decode_backend asks for triton" in made.routes["verify, 64 requests"]
     assert "query tokens at once" in made.routes["prefill, 4096 of 4096 tokens"]

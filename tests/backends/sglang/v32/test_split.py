@@ -191,16 +191,21 @@ def runner(*layers: Any, **server_args: Any) -> Any:
 def test_the_server_decides_whether_prefills_are_split():
     backend = started(fake.SplitBackend, layout="bf16")
     layer = fake.SplitAttention(backend, "bf16")
-    assert why_whole(runner(layer), 90, resharding=False) == ""
-    assert why_whole(runner(layer), 86, resharding=False) == "SGLang attends densely on SM90 and SM100 only"
-    assert "token_shard" in why_whole(runner(layer), 90, resharding=True)
-    assert "LoRA" in why_whole(runner(layer, enable_lora=True), 90, resharding=False)
-    assert "two-batch overlap" in why_whole(runner(layer, enable_two_batch_overlap=True), 90, resharding=False)
-    assert why_whole(runner(), 90, resharding=False) == "the model has no MLA layers"
+    assert why_whole(runner(layer), 90, setting="off", resharding=False) == "split_prefill is off"
+    assert why_whole(runner(layer), 90, setting="on", resharding=False) == ""
+    assert (
+        why_whole(runner(layer), 86, setting="on", resharding=False) == "SGLang attends densely on SM90 and SM100 only"
+    )
+    assert "token_shard" in why_whole(runner(layer), 90, setting="on", resharding=True)
+    assert "LoRA" in why_whole(runner(layer, enable_lora=True), 90, setting="on", resharding=False)
+    assert "two-batch overlap" in why_whole(
+        runner(layer, enable_two_batch_overlap=True), 90, setting="on", resharding=False
+    )
+    assert why_whole(runner(), 90, setting="on", resharding=False) == "the model has no MLA layers"
     plain = fake.Attention(backend, "bf16")
-    assert "older than 0.5.16" in why_whole(runner(layer, plain), 90, resharding=False)
+    assert "older than 0.5.16" in why_whole(runner(layer, plain), 90, setting="on", resharding=False)
     layer.learnable_sink_param = torch.nn.Parameter(torch.zeros(1))
-    assert "attention sinks" in why_whole(runner(layer), 90, resharding=False)
+    assert "attention sinks" in why_whole(runner(layer), 90, setting="on", resharding=False)
 
 
 def test_the_request_ranges_of_a_selection_leave_dense_requests_out():
