@@ -196,9 +196,9 @@ def why_whole(model_runner: Any, sm: int, *, setting: str, resharding: bool) -> 
         return "the model has no MLA layers"
     for layer in layers:
         name = type(layer).__name__
-        if not getattr(type(layer).forward_absorb_core, SPLITS, False):
-            return f"{name} has its own forward_absorb_core, or this SGLang is older than 0.5.16"
-        if layer.q_lora_rank is None:
+        if not getattr(getattr(type(layer), "forward_absorb_core", None), SPLITS, False):
+            return f"{name} has another forward_absorb_core, or this SGLang is older than 0.5.16"
+        if getattr(layer, "q_lora_rank", None) is None:
             return f"{name} has no q_lora_rank"
         for attribute, why in LAYER_FEATURES.items():
             if (value := getattr(layer, attribute, None)) is not None and value is not False:
