@@ -39,14 +39,14 @@ import torch.nn.functional as F
 from nsa_plugin.backends.common.fault import AttendedTokens
 from nsa_plugin.backends.common.planner import Execution
 from nsa_plugin.backends.common.providers import Providers
-from nsa_plugin.backends.common.token_shard import AttendShare, Share
+from nsa_plugin.backends.common.token_shard import Share
 from nsa_plugin.backends.sglang.startup.model import prefix_of
 from nsa_plugin.backends.sglang.v32 import batch as batches
 from nsa_plugin.backends.sglang.v32.batch import Batch
 from nsa_plugin.backends.sglang.v32.indexer import Selection, attach
 from nsa_plugin.backends.sglang.v32.routes import NO_DENSE, PLANNED, SglangPlanner, SplitExecution, v32_stock_feature
 from nsa_plugin.backends.sglang.v32.split import ATTRIBUTE as SPLIT
-from nsa_plugin.backends.sglang.v32.split import SplitBatch
+from nsa_plugin.backends.sglang.v32.split import AttendPart, SplitBatch
 from nsa_plugin.backends.sglang.v32.token_shard import SglangExchange, all_heads, flash_mla_metadata, schedule_of
 from nsa_plugin.decision.shapes import Phase
 from nsa_plugin.errors import NsaPluginError, PatchError
@@ -115,9 +115,9 @@ class State:
         return self.route is not None and self.route.own
 
     @property
-    def some_tokens(self) -> bool:
-        """Whether sparse attention gets only some query tokens of the batch prepared last."""
-        return self.share is not None or self.split is not None
+    def part(self) -> Share | SplitBatch | None:
+        """What sparse attention gets of the batch prepared last; None: all query tokens with this rank's heads."""
+        return self.share or self.split
 
     def plans_step(self, phase: Phase | None) -> TypeGuard[Phase]:
         return self.plans_steps and phase is not None and phase is not Phase.EXTEND
@@ -223,7 +223,7 @@ def with_plans(original: type) -> type:
                 return _no_schedule(original, cache_seqlens)
             # FlashMLA is not called then, or with other query tokens and heads, and the library may fail to make a
             # large prefill's schedule (sglang #25502).
-            unread = state is not None and state.preparing and (state.own or state.some_tokens)
+            unread = state is not None and state.preparing and (state.own or state.part is not None)
             return None if unread else super()._compute_flashmla_metadata(cache_seqlens, seq_len_q)
 
         def _forward_flashmla_kv(
@@ -241,9 +241,9 @@ def with_plans(original: type) -> type:
                 return _attend(self, state, q, kv_cache, page_table_1, v_head_dim, sm_scale).unsqueeze(1)
             named = {"kv_cache": kv_cache, "v_head_dim": v_head_dim, "sm_scale": sm_scale}
             stock, slots = functools.partial(super()._forward_flashmla_kv, **named), _attended(state, page_table_1)
-            if state is not None and state.some_tokens:
+            if state is not None and state.part is not None:
                 schedule = super()._compute_flashmla_metadata
-                return _flashmla_kv_of_some(self, state, stock, schedule, q, slots, metadata, layer)
+                return _flashmla_kv_of_part(self, state, stock, schedule, q, slots, metadata, layer)
             rows = slots.shape[0]
             given = _rows_with_lengths(state, metadata, rows)
             out: torch.Tensor = stock(q_all=q_all[:given], layer=layer, metadata=metadata, page_table_1=slots[:given])
@@ -264,15 +264,15 @@ def with_plans(original: type) -> type:
                 return _attend(self, state, q_all, kv_cache, page_table_1, v_head_dim, sm_scale, sink)
             named = {"kv_cache": kv_cache, "v_head_dim": v_head_dim, "sm_scale": sm_scale}
             stock, slots = functools.partial(super()._forward_flashmla_sparse, **named), _attended(state, page_table_1)
-            if state is None or not state.some_tokens:
+            if state is None or state.part is None:
                 return stock(q_all=q_all, page_table_1=slots, **later)  # type: ignore[no-any-return]
             # topk_length is for the whole batch, and -1 in the slots says the same.
             kept = {} if sink is None else {"attn_sink": sink}
 
-            def attend(q: torch.Tensor, chosen: torch.Tensor, _: slice) -> torch.Tensor:
+            def attend(q: torch.Tensor, chosen: torch.Tensor, _: Any) -> torch.Tensor:
                 return stock(q_all=q, page_table_1=chosen, **kept)  # type: ignore[no-any-return]
 
-            return _of_some_tokens(state, q_all, slots, v_head_dim, attend, sink)
+            return _of_part(state, q_all, slots, attend, sink)
 
         def _forward_fa3(self, *, page_table: torch.Tensor, **named: Any) -> torch.Tensor:
             """Call the upstream kernel, all arguments by name; only the deliberate fault changes its slots."""
@@ -458,30 +458,23 @@ def _attend(
     cache = _paged(backend, state, kv_cache)
     given = {"scale": scale, "d_v": d_v, "attn_sink": attn_sink}
 
-    def attend(q_rows: torch.Tensor, chosen: torch.Tensor, _: slice) -> torch.Tensor:
+    def attend(q_rows: torch.Tensor, chosen: torch.Tensor, _: Any) -> torch.Tensor:
         if chosen.shape[0] < q_rows.shape[0]:
             chosen = F.pad(chosen, (0, 0, 0, q_rows.shape[0] - chosen.shape[0]), value=-1)
         return state.providers.attend(route.op, route.plan.provider, q_rows, cache, chosen, **given)
 
-    return _of_some_tokens(state, q, slots, d_v, attend, attn_sink)
+    return _of_part(state, q, slots, attend, attn_sink)
 
 
-def _of_some_tokens(
-    state: State,
-    q: torch.Tensor,
-    slots: torch.Tensor,
-    d_v: int,
-    attend: AttendShare,
-    attn_sink: torch.Tensor | None = None,
+def _of_part(
+    state: State, q: torch.Tensor, slots: torch.Tensor, attend: AttendPart, attn_sink: torch.Tensor | None
 ) -> torch.Tensor:
-    """Attend the query tokens that are sparse, with this rank's heads, or if the batch reshards, as its share says."""
-    if state.split is not None:
-        return state.split.attend_sparse(q, slots, d_v, lambda some, chosen: attend(some, chosen, slice(0, len(some))))
-    if state.share is None:
+    """Attend what `state.part` says: [tokens, heads, d_v]."""
+    if state.part is None:
         return attend(q, slots, slice(0, q.shape[0]))
-    if attn_sink is not None:  # not in the model's configuration (`has_sinks`)
+    if state.share is not None and attn_sink is not None:  # not in the model's configuration (`has_sinks`)
         raise NsaPluginError("SGLang passes attention sinks, which token_shard does not support: set it to off")
-    return state.share.attend(q, slots, attend)
+    return state.part.attend(q, slots, attend)
 
 
 def _no_schedule(original: type, cache_seqlens: torch.Tensor) -> Any:
@@ -492,7 +485,7 @@ def _no_schedule(original: type, cache_seqlens: torch.Tensor) -> Any:
     )
 
 
-def _flashmla_kv_of_some(
+def _flashmla_kv_of_part(
     backend: Any,
     state: State,
     stock: Callable[..., torch.Tensor],
@@ -502,9 +495,7 @@ def _flashmla_kv_of_some(
     metadata: Any,
     layer: Any,
 ) -> torch.Tensor:
-    """Attend some query tokens with upstream FlashMLA over fp8 pages: [tokens, 1, heads, d_v].
-
-    They are the sparse ones of a split batch, or this rank's with all heads.
+    """Attend what `state.part` says with upstream FlashMLA over fp8 pages: [tokens, 1, heads, d_v].
 
     Args:
         stock, schedule: SGLang's call, with the arguments that stay, and its `_compute_flashmla_metadata`.
@@ -512,23 +503,20 @@ def _flashmla_kv_of_some(
         metadata: of the whole batch.
         layer: SGLang's attention layer.
     """
-    route, split, heads = state.route, state.split, state.planner.model.num_heads
+    route, share, split, part = state.route, state.share, state.split, state.part
     assert route is not None
-    lengths = getattr(metadata, f"{state.x}_cache_seqlens_int32")
-    if split is not None:
-        if split.schedule is None:
-            split.schedule = flash_mla_metadata(schedule, lengths[split.rows(q)], state.x)
-        attend = functools.partial(stock, layer=layer, metadata=split.schedule)
-        return split.attend_sparse(
-            q, slots, layer.v_head_dim, lambda some, chosen: attend(q_all=some, page_table_1=chosen).flatten(0, -3)
-        ).unsqueeze(1)
-    share = state.share
-    assert share is not None
+    assert part is not None
+    heads, lengths = state.planner.model.num_heads, getattr(metadata, f"{state.x}_cache_seqlens_int32")
     of_all_heads = SimpleNamespace(tp_q_head_num=heads, head_dim=q.shape[-1])
 
-    def attend_rows(q_rows: torch.Tensor, chosen: torch.Tensor, rows: slice) -> torch.Tensor:
+    def attend(q_rows: torch.Tensor, chosen: torch.Tensor, rows: Any) -> torch.Tensor:
+        if split is not None:
+            if split.schedule is None:
+                split.schedule = flash_mla_metadata(schedule, lengths[rows], state.x)
+            return stock(q_all=q_rows, page_table_1=chosen, layer=layer, metadata=split.schedule).squeeze(1)
+        assert share is not None
         with all_heads(backend, route.plan.head_padding or heads):
             own = schedule_of(share, layer.layer_id, rows, schedule, lengths, state.x)
             return stock(q_all=q_rows, page_table_1=chosen, layer=of_all_heads, metadata=own).squeeze(1)
 
-    return share.attend(q, slots, attend_rows).unsqueeze(1)
+    return part.attend(q, slots, attend).unsqueeze(1)

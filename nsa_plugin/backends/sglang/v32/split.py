@@ -39,6 +39,8 @@ FEATURES = {
     "enable_lora": "LoRA adapters apply to the query tokens of whole batches",
     "enable_return_indexer_topk": "the selection is returned to users, also for short prompts",
 }
+AttendPart = Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]
+"""(q [n, heads, d_qk], slots [n, topk], their query tokens in the batch) -> [n, heads, d_v]."""
 LAYER_FEATURES = {
     "prepare_attention_output_gate": "its attention has an output gate",
     "_kimi_split_gguf_kv_b": "its kv_b_proj is split",
@@ -89,14 +91,11 @@ class SplitBatch:
             first += rows
         return found
 
-    def attend_sparse(
-        self, q: torch.Tensor, slots: torch.Tensor, d_v: int, attend: Callable[..., torch.Tensor]
-    ) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, slots: torch.Tensor, attend_rows: AttendPart) -> torch.Tensor:
         """Attend the query tokens that select: [tokens, heads, d_v], 0 for all others.
 
         Args:
             q, slots: of the whole batch; q [tokens, heads, d_qk], padding by MLP-sync included.
-            attend: (q, slots) of some query tokens -> [n, heads, d_v].
 
         Raises:
             PatchError: SGLang calls it outside a layer's `forward_absorb_core`.
@@ -104,8 +103,9 @@ class SplitBatch:
         if not self.open:
             raise PatchError(f"SGLang attends a split batch outside forward_absorb_core. {TURN_OFF}")
         rows = self.rows(q)
-        out = q.new_zeros(q.shape[0], q.shape[1], d_v)  # an fp8 projection scales by the largest value
-        out[rows] = attend(q[rows], slots[rows])
+        part = attend_rows(q[rows], slots[rows], rows)
+        out = part.new_zeros(len(q), *part.shape[1:])  # an fp8 projection scales by the largest value
+        out[rows] = part
         self.attended = True
         return out
 
