@@ -206,7 +206,9 @@ def test_the_server_decides_whether_prefills_are_split():
     assert "older than 0.5.16" in why_whole(runner(layer, plain), 90, setting="on", resharding=False)
     other = torch.nn.Module()
     other.attn_mqa = torch.nn.Identity()
-    assert "Module has another forward_absorb_core" in why_whole(runner(layer, other), 90, setting="on", resharding=False)
+    assert "Module has another forward_absorb_core" in why_whole(
+        runner(layer, other), 90, setting="on", resharding=False
+    )
     layer.learnable_sink_param = torch.nn.Parameter(torch.zeros(1))
     assert "attention sinks" in why_whole(runner(layer), 90, setting="on", resharding=False)
 
