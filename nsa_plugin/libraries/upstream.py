@@ -197,7 +197,7 @@ FA3 = KernelLibrary(
             sm_min=90,
             sm_max=90,
             dims=MHA_DIMS,
-            source="flash_attn_varlen_func over the request's own keys (sglang #12788 uses FA3 on SM90)",
+            source="flash_attn_varlen_func over the request's keys (sglang #12788 uses FA3 on SM90)",
         ),
         Capability(
             op=Op.SPARSE_MLA_DECODE,

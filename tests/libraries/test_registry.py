@@ -1,4 +1,4 @@
-"""The registry: what is registered, what is refused and why, and that nothing is imported before it is loaded."""
+"""The registry: its providers, refusals with their reasons, and that nothing is imported before it is loaded."""
 
 import ast
 import importlib.util

@@ -1,6 +1,6 @@
 """A KV layout is added with its description in layouts.py; the reference reads and writes it without a change.
 
-The test loads a copy of layouts.py with one more description, in a process of its own.
+The test loads a copy of layouts.py with one more description, in a separate process.
 """
 
 from __future__ import annotations

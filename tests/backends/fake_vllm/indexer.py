@@ -73,7 +73,7 @@ class StockIndexerBuilder:
 
 
 def small_budget(step_tokens: int, rows: int = 4) -> VllmPlanner:
-    """Steps whose logits are held for `rows` rows at once."""
+    """Free memory for the logits of `rows` query tokens at once."""
     device = replace(TRITON, memory_free=4 * 4 * MAX_LEN * rows)
     return planner(device=device, step_tokens=step_tokens)
 

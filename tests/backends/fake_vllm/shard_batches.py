@@ -112,7 +112,7 @@ def equal_to_local(way: Way, batches: Any, step_tokens: int, chunks: int = 1) ->
             out = step.run()
             copies = [part.slots for piece in parts for part in piece.copied]
             copies += [dense.slots for dense in step.metadata.mha if dense.slots is not None]
-            assert sorted(map(id, read)) == sorted(map(id, copies)), "what is copied, once a layer"
+            assert sorted(map(id, read)) == sorted(map(id, copies)), "each copy is made once per layer"
             if exact:
                 assert torch.equal(out, wanted), (lengths, padding)
             else:
@@ -183,7 +183,7 @@ def controls() -> None:
 
 
 def captured_batches_share_alike() -> None:
-    """A replay exchanges what its capture did, whatever its lengths are."""
+    """A replay exchanges the same query tokens as its capture, for any lengths."""
     world = world_of(WAYS[1], exchange_of())
     capture = world.step([(1, 1)] * 12).metadata.mqa[0]
     replay = world.step([(1, 50), (1, 90), (1, 3)], padded_rows=9, padded_requests=9).metadata.mqa[0]

@@ -1,6 +1,6 @@
 """The attention for the tests of resharding under vLLM: the plugin's ops, and vLLM's FlashMLA.
 
-In float64, so that neither the number of heads nor that of rows shows in what is rounded to bfloat16.
+Computed in float64, so that the result in bfloat16 depends neither on the number of heads nor on that of rows.
 """
 
 from __future__ import annotations

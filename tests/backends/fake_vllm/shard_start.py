@@ -92,8 +92,7 @@ def starting() -> None:
     assert planner.free_memory is not None
     assert planner.free_memory() == (9 - (ranks - 1)) << 30
 
-    # Not asked for, and nothing measured, or nothing to be quicker: no memory is taken for what no batch would use, and
-    # no kernel is run.
+    # With token_shard auto and no measured times, or none that are quicker, no memory is allocated and no kernel runs.
     warmed.clear()
     before, timings.TIMINGS = timings.TIMINGS, {}
     quiet = serving_of(replace(on, token_shard="auto"))

@@ -1,7 +1,7 @@
 """vLLM's sparse MLA in miniature, before and after 0.26, on the CPU: a layer, its implementation, its builders.
 
-This module has the parts that the adapter uses. The stock implementation attends densely in float32, over what its own
-metadata and the top-k buffer say, so that a wrong row, request or slot shows in the output.
+This module has the parts that the adapter uses. The stock implementation attends densely in float32, by its metadata
+and the top-k buffer, so that a wrong query token, request or slot shows in the output.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class Stock(StockIndexerBuilder):
 
 
 def small_budget(step_tokens: int = 1, rows: int = 4) -> VllmV4Planner:
-    """Steps whose logits are held for `rows` rows at once: of MAX_LEN / 4 compressed tokens each."""
+    """Free memory for the logits of `rows` query tokens at once, of MAX_LEN / 4 compressed tokens each."""
     return planner(replace(H200, memory_free=4 * MAX_LEN * rows), step_tokens=step_tokens)
 
 

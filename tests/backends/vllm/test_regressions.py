@@ -135,10 +135,10 @@ def test_a_step_always_selects_and_is_never_dense(layout: str, next_n: int):
 def test_exactly_the_sparse_query_tokens_have_a_selection(
     steps: list[tuple[int, int]], prefills: list[tuple[int, int]], attention_first: bool, tight: bool, threshold: int
 ):
-    """vllm #52512: the metadata said dense and the selection was skipped, and the layer attended to what was left.
+    """vllm #52512: the metadata said dense and the selection was skipped, and the layer attended to stale indices.
 
-    Whichever builder is asked first, each with a copy of the batch, and wherever vLLM's indexer has its border
-    between steps and prefills.
+    Either builder may come first, each with a copy of the batch, and vLLM's indexer may put the border between steps
+    and prefills anywhere.
     """
     lengths = [(rows, rows + prefix) for rows, prefix in (*steps, *prefills)]
     batch = common([length for length in lengths if length[1]] or [(1, 1)])
@@ -223,7 +223,7 @@ STALE = {
 @pytest.mark.parametrize("stale", STALE)
 @LAYOUTS
 def test_values_in_padding_do_not_reach_the_output(layout: str, stale: str, library: str):
-    """Rows that pad a graph's batch, or the ranks' (sglang #13646), whatever the indexer left in theirs."""
+    """Padding of a graph's batch, or of the ranks' (sglang #13646), with any values left by the indexer."""
     asked = {"prefill_backend": library, "decode_backend": library}
     step = World(planner(layout, device=TRITON, **asked)).step([(1, 50), (1, 8)], padded_rows=3, padded_requests=3)
     step.check()
@@ -239,8 +239,8 @@ def test_values_in_padding_do_not_reach_the_output(layout: str, stale: str, libr
 def test_prefills_between_replays_do_not_overwrite_a_graphs_inputs(library: str):
     """vllm #56771: an eager prefill wrote where a captured decode step reads.
 
-    A graph keeps addresses and no Python objects: what is run again is the metadata of the capture, after a prefill
-    with other owners, chunks and selections, and after the replay's own metadata has been made.
+    A graph keeps addresses and no Python objects. So the test runs the metadata of the capture again, after a prefill
+    with other owners, chunks and selections, and after making the replay's metadata.
     """
     asked = {"prefill_backend": library, "decode_backend": library}
     world = World(planner("v32_fp8", device=TRITON, **asked))
@@ -277,7 +277,7 @@ def test_requests_without_query_tokens_among_v4_prefills(ratio: int, execution: 
 
 @pytest.mark.regression(9)
 @LAYOUTS
-def test_a_batch_of_requests_without_rows_attends_nothing(layout: str):
+def test_a_batch_of_requests_without_query_tokens_attends_nothing(layout: str):
     """vllm #51486: without a row there is neither a piece, nor a selection, nor a plan."""
     counted = Counted()
     deciding = planner(layout)
@@ -293,7 +293,7 @@ def test_a_batch_of_requests_without_rows_attends_nothing(layout: str):
 @pytest.mark.regression(9, "between steps")
 @pytest.mark.parametrize("each", [1, 2, 3])
 @pytest.mark.parametrize("family", ["v32", "v4"])
-def test_a_request_without_rows_between_steps_moves_nobodys_selection(family: str, each: int):
+def test_a_request_without_query_tokens_between_steps_moves_no_selection(family: str, each: int):
     """vllm #51486: as many rows as requests times some number, and yet not that number of each."""
     lengths = [(each, 40), (0, 20), (each, 9), (0, 30), (0, 31), (each, 70), (each, 90), (0, 5)]
     batch = common(lengths)
@@ -357,7 +357,7 @@ print("all held")
 
 @pytest.mark.regression(9, "CPU")
 @pytest.mark.engine_vllm
-def test_requests_without_rows_on_a_cpu():
+def test_requests_without_query_tokens_on_a_cpu():
     """vllm #51486, in a separate process that imports vLLM."""
     if find_spec("vllm") is None:
         pytest.skip("vllm is not installed here")
@@ -405,12 +405,12 @@ def test_tokens_of_a_page_beyond_2_to_the_31_bytes_are_attended(op: str, library
 
 @pytest.mark.regression(6, "DeepSeek-V4")
 @pytest.mark.parametrize(("rows", "path"), [(11622, DECODE_KERNEL), (11623, BF16_ROWS)])
-def test_more_rows_of_v4_than_flash_mla_schedules_are_attended_over_bf16_rows(
+def test_more_v4_query_tokens_than_flash_mla_schedules_are_attended_over_bf16_rows(
     rows: int, path: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """sglang #25502: 11623 rows asked for more shared memory than the scheduler's kernel has.
+    """sglang #25502: 11623 query tokens needed more shared memory than the scheduling kernel has.
 
-    Of V3.2 vLLM hands the rows of a prefill to that kernel as one sequence.
+    For V3.2 vLLM passes the query tokens of a prefill to that kernel as one sequence.
     """
     device = synthetic(90, versions={"flash_mla": ("vllm", "0.32.0")})
     planner = fake_v4.planner(device, prefill_backend="flash_mla")

@@ -90,7 +90,7 @@ PATCHES = (PATCH, PORTABLE_PATCH, V4_PATCH)
 
 
 class Worker:
-    """vLLM's: built, given its GPU, told to load its model and to warm up."""
+    """vLLM's worker: built, given its GPU, then it loads its model and warms up."""
 
     def __init__(self, vllm_config: Any, rank: int = 0) -> None:
         self.vllm_config, self.rank, self.device = vllm_config, rank, "cpu"
@@ -213,7 +213,7 @@ def test_strict_off_leaves_another_version_to_vllm(
 
 
 class Platform:
-    """One of vLLM's, with the name of its devices."""
+    """A platform of vLLM with the name of its devices."""
 
     def __init__(self, name: str, *, cpu: bool = False, cuda: bool = False) -> None:
         self.device_name, self.cpu, self.cuda = name, cpu, cuda
@@ -226,7 +226,7 @@ class Platform:
 
 
 class RocmPlatform(Platform):
-    """Its devices are torch's "cuda" too."""
+    """Torch calls its devices "cuda" too."""
 
 
 def on_platform(monkeypatch: pytest.MonkeyPatch, platform: Platform) -> None:
@@ -238,7 +238,7 @@ def on_platform(monkeypatch: pytest.MonkeyPatch, platform: Platform) -> None:
 
 @pytest.mark.parametrize("name", ["rocm", "cuda", "cpu", ""])
 @pytest.mark.parametrize("start", [engine_config, worker_of])
-def test_another_platform_has_no_backend_whatever_it_calls_its_devices(
+def test_another_platform_with_cpu_or_cuda_devices_has_no_backend(
     start: Any, monkeypatch: pytest.MonkeyPatch, name: str
 ):
     on_platform(monkeypatch, RocmPlatform(name))
@@ -248,7 +248,7 @@ def test_another_platform_has_no_backend_whatever_it_calls_its_devices(
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_a_cpu_and_nvidias_gpus_are_told_apart(monkeypatch: pytest.MonkeyPatch, kind: str):
+def test_the_device_kind_of_cpus_and_nvidia_gpus(monkeypatch: pytest.MonkeyPatch, kind: str):
     on_platform(monkeypatch, Platform("", **{kind: True}))
     assert activation.device_kind() == kind
 
@@ -369,7 +369,7 @@ def test_a_kv_connector_is_named_in_the_report(process: VllmProcess, reports: li
     assert note.startswith("KV connector SomeConnector: vLLM does not report")
 
 
-def test_ranks_that_decide_alike_are_silent(
+def test_only_the_first_rank_reports_and_counts(
     process: VllmProcess, reports: list[StartupReport], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(serving, "metrics_of", lambda labels: pytest.fail("only the first counts"))
@@ -382,7 +382,7 @@ def test_ranks_that_decide_alike_are_silent(
 
 
 @pytest.mark.regression(28)
-def test_the_users_backend_stays_and_the_report_names_it(reports: list[StartupReport]):
+def test_the_users_backend_stays_and_is_in_the_report(reports: list[StartupReport]):
     worker = worker_of(configured(backend=ANOTHER))
     load_model(worker)
     warm_up(worker)
@@ -440,7 +440,7 @@ def test_stock_vllm_serves_on_such_a_device(
 BLACKWELL = synthetic(100, libraries=("triton", "deep_gemm"))
 
 
-def test_with_strict_full_layers_that_vllm_gives_another_backend_unasked_end_the_start(monkeypatch: pytest.MonkeyPatch):
+def test_with_strict_full_layers_on_another_backend_of_vllms_choice_end_the_start(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Here, "device", BLACKWELL)
     worker = worker_of(configured(strict="full"))
     words = f"no layer of the model attends by vLLM's {BACKEND}.*vLLM chose {ANOTHER}, on SM100.*--attention-backend"
@@ -452,7 +452,7 @@ def test_with_strict_full_layers_that_vllm_gives_another_backend_unasked_end_the
 def test_layers_that_vllm_gives_another_backend_are_left_to_stock_vllm(
     process: VllmProcess, reports: list[StartupReport], monkeypatch: pytest.MonkeyPatch
 ):
-    """On SM100 the choice is vLLM's, and the report does not take its attention for the plugin's."""
+    """On SM100 vLLM chooses the backend, and the report does not count its layers as the plugin's."""
     monkeypatch.setattr(Here, "device", BLACKWELL)
     worker = worker_of(configured())
     load_model(worker)
@@ -463,9 +463,7 @@ def test_layers_that_vllm_gives_another_backend_are_left_to_stock_vllm(
     assert f"vLLM chose {ANOTHER}" in report.text()
 
 
-def test_on_sm100_the_backend_that_the_user_names_is_planned_for(
-    reports: list[StartupReport], monkeypatch: pytest.MonkeyPatch
-):
+def test_on_sm100_the_users_backend_is_planned_for(reports: list[StartupReport], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Here, "device", BLACKWELL)
     worker = worker_of(configured(backend=BACKEND))
     load_model(worker)
@@ -545,7 +543,7 @@ def test_other_gpus_are_served_without_its_changes(process: VllmProcess):
     assert (planner.portable, Engine.serve_portable()) == (False, "vLLM's")
 
 
-def test_the_portable_path_leaves_an_older_vllm_to_itself(
+def test_an_older_vllm_has_no_portable_path(
     process: VllmProcess, reports: list[StartupReport], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(Here, "device", synthetic(86, libraries=("triton",)))

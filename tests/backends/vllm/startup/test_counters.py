@@ -125,7 +125,7 @@ def test_several_api_servers_show_it_too(tmp_path: Path, monkeypatch: pytest.Mon
     assert routes(run(SEVERAL_SERVERS, **{MULTIPROCESS: str(tmp_path)}), "vllm") == {"decode/sparse_decode/triton": 1}
 
 
-def test_a_second_engine_in_a_process_goes_on_counting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_second_engine_in_a_process_keeps_counting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(MULTIPROCESS, str(tmp_path))
     for _ in range(2):
         made = metrics_of(LABELS)
@@ -149,7 +149,7 @@ def test_versions_and_stock_features_are_shown(tmp_path: Path, monkeypatch: pyte
 def test_the_logits_budget_and_stock_features_do_not_overwrite_each_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Both are gauges of one process, and so in one file."""
+    """Both are gauges of one process, in one file."""
     monkeypatch.setenv(MULTIPROCESS, str(tmp_path))
     made = metrics_of(LABELS)
     assert made is not None

@@ -43,7 +43,7 @@ MIXED = [(1, 40), (1, 9), (6, 6), (30, 60), (20, 20), (5, 70), (4, 21)]
 @LAYOUTS
 @LATER
 def test_a_mixed_batch(layout: str, later: bool):
-    """vllm #41836: steps and prefills in one call, with metadata of the one read for the other."""
+    """vllm #41836: steps and prefills in one call, where one was attended with the other's metadata."""
     world = World(planner(layout, device=TRITON), later)
     step = world.step(MIXED)
     assert step.split.num_steps == 2
@@ -74,7 +74,7 @@ def test_each_provider(library: str):
 @pytest.mark.regression(12)
 @LAYOUTS
 @pytest.mark.parametrize("next_n", [2, 3, 4])
-def test_steps_of_several_rows(layout: str, next_n: int):
+def test_steps_of_several_query_tokens(layout: str, next_n: int):
     """vllm #31845: speculative decoding with this backend died at the first request."""
     step = World(planner(layout, step_tokens=next_n)).step(
         [(next_n, 50), (next_n, 8), (1, 33), (9, 40), (next_n + 1, 7)]
@@ -89,7 +89,7 @@ def test_steps_of_several_rows(layout: str, next_n: int):
 @LAYOUTS
 @pytest.mark.parametrize("next_n", [1, 3])
 def test_padded_rows_of_a_captured_batch(layout: str, next_n: int):
-    """vllm #51970: requests of no tokens in a captured batch."""
+    """vllm #51970: requests without tokens in a captured batch."""
     world = World(planner(layout, step_tokens=next_n))
     step = world.step([(next_n, 50), (next_n, 8)], padded_rows=2 * next_n, padded_requests=2)
     assert step.metadata.num_decode_tokens == 4 * next_n
@@ -104,8 +104,8 @@ def test_a_batch_of_padding_alone():
 
 
 @pytest.mark.regression(9)
-def test_a_request_without_rows():
-    """vllm #51486: a prefill of no rows aborted the worker."""
+def test_a_request_without_query_tokens():
+    """vllm #51486: a prefill without query tokens aborted the worker."""
     step = World(planner()).step([(1, 20), (0, 12), (30, 60), (0, 5), (4, 4)])
     step.check()
     # No piece is without rows: a kernel launched on nothing is what aborted.
@@ -113,8 +113,8 @@ def test_a_request_without_rows():
     assert [piece.rows for piece in metadata.mqa] == [slice(0, 30)]
 
 
-def test_captured_batches_decide_and_point_alike():
-    """A replay's kernels read what the capture's did: the plan by rows alone, the owners at one address."""
+def test_captured_batches_have_the_same_plan_and_addresses():
+    """The plan depends on the number of query tokens alone, and the owners keep their address."""
     world = World(planner("v32_fp8"))
     capture = world.step([(1, 1)] * 8).metadata
     replay = world.step([(1, 50), (1, 90), (1, 3)], padded_rows=5, padded_requests=5).metadata
@@ -131,7 +131,7 @@ def test_dense_parts_within_the_workspace():
 
 @LAYOUTS
 def test_trtllm_gets_the_lengths_from_the_host(layout: str):
-    """Without them it reads the boundaries back, and every layer waits for the device."""
+    """Without lengths trtllm copies the boundaries from the device, and every layer waits for it."""
     device = synthetic(100, libraries=("triton", "trtllm"))
     world = World(planner(layout, device=device, decode_backend="triton"))
     given = []
@@ -208,7 +208,7 @@ def test_a_part_of_a_batch_is_a_batch():
 
 
 def test_the_plan_sets_the_variant_of_a_prefill_over_an_fp8_cache():
-    """64 heads: vLLM would take steps and prefills apart; the plan's kernel is the one for mixed batches."""
+    """With 64 heads vLLM would separate steps and prefills; the plan's kernel is the one for mixed batches."""
     asked = {"prefill_backend": "flash_mla", "mha_max_kv": 24}
     world = World(planner("v32_fp8", device=WITH_FLASH_MLA, topk=128, **asked))
     world.builder.num_heads = 64
@@ -279,7 +279,7 @@ def test_a_step_is_decided_and_traced_once_for_all_builders():
 
 
 def test_a_batch_is_laid_out_without_torchs_threads(monkeypatch: pytest.MonkeyPatch):
-    """On a host `torch.repeat_interleave` wakes every thread that torch has for two requests, and waits for them."""
+    """On a host `torch.repeat_interleave` wakes and waits for all of torch's threads, even for two requests."""
     world = World(planner("v32_fp8"))
     batches = [world.step(lengths).common for lengths in (MIXED, [(1, 50), (1, 8)])]
 

@@ -38,7 +38,7 @@ from tests.backends.fake_vllm.v32 import MAX_LEN, World, planner
 
 
 def chunks_of(deciding: VllmPlanner | None, lengths: list[tuple[int, int]], offset: int) -> Any:
-    """Chunks of a batch whose first `offset` requests vLLM's indexer takes for steps."""
+    """Chunks of a batch. vLLM's indexer takes its first `offset` requests for steps."""
     if deciding is not None:
         World(deciding).step(lengths)
     ours = prefill_chunks(split_indexer_prefill_chunks, lambda: deciding)
@@ -55,8 +55,8 @@ def test_requests_that_attend_densely_are_in_no_chunk():
 
 
 @pytest.mark.regression(9)
-def test_a_request_without_rows_is_in_no_chunk():
-    """vllm #51486: its keys alone would be a launch without rows."""
+def test_a_request_without_query_tokens_is_in_no_chunk():
+    """vllm #51486: a chunk with keys only would be a launch without query tokens."""
     lengths = [(30, 60), (0, 12), (5, 70)]
     assert chunks_of(planner(), lengths, 0) == [(slice(0, 1), slice(0, 30)), (slice(2, 3), slice(0, 5))]
 
@@ -115,14 +115,14 @@ def built(deciding: VllmPlanner, lengths: list[tuple[int, int]], **padding: int)
     return builder.build(0, step.common), step
 
 
-def test_steps_within_the_budget_are_vllms():
+def test_steps_within_the_budget_are_left_to_vllm():
     metadata, _ = built(planner(), [(1, 40), (1, 9)])
     assert (metadata.num_decodes, metadata.decode) == (2, "vLLM's")
     assert not hasattr(metadata, ATTRIBUTE)
 
 
 @pytest.mark.parametrize("next_n", [1, 2, 4])
-def test_steps_over_the_budget_are_taken_out(next_n: int):
+def test_steps_over_the_budget_are_removed_from_vllms_metadata(next_n: int):
     lengths = [(next_n, 40), (next_n, 9), (next_n, 20), (next_n, 80), (next_n, 5)]
     metadata, step = built(small_budget(next_n), lengths, padded_rows=next_n, padded_requests=1)
     assert (metadata.num_decodes, metadata.num_decode_tokens, metadata.decode) == (0, 0, None)
@@ -195,7 +195,7 @@ def test_steps_in_pieces_select_as_all_at_once(lengths: list[tuple[int, int]], p
 
 
 @pytest.mark.regression(7, "decode steps")
-def test_logits_of_steps_are_held_for_the_plans_number_of_query_tokens():
+def test_steps_have_logits_for_the_plans_number_of_query_tokens():
     metadata, _ = built(small_budget(1), [(1, 40), (1, 9), (1, 3), (1, 80), (1, 96)])
     call, asked = a_call(5), []
     providers = Providers("bf16", 0)
@@ -210,9 +210,9 @@ def test_logits_of_steps_are_held_for_the_plans_number_of_query_tokens():
 
 
 @pytest.mark.regression(3, "steps selected in pieces")
-def test_steps_of_different_rows_go_row_by_row():
+def test_steps_of_different_lengths_select_token_by_token():
     class Native(StockIndexerBuilder):
-        """One that does not ask for equal rows, as vLLM's for next_n over 2 on SM90."""
+        """A builder that allows steps of different lengths, as vLLM's for next_n over 2 on SM90."""
 
         def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> IndexerMetadata:
             return IndexerMetadata(common_attn_metadata.num_reqs, common_attn_metadata.num_actual_tokens, 0)
@@ -227,7 +227,7 @@ def test_steps_of_different_rows_go_row_by_row():
 
 @pytest.mark.regression(10)
 def test_the_name_of_the_attentions_metadata_is_withheld():
-    """vLLM's function selects (0.28 on) for no prefill of a batch in which any attends densely."""
+    """From 0.28 on vLLM's function skips every prefill of a batch in which any attends densely."""
     seen.clear()
     prefix = SimpleNamespace(value="indexer")  # vLLM's LayerName
     call = a_call(2)

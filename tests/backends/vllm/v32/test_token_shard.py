@@ -64,8 +64,8 @@ def test_a_planner_without_an_exchange_keeps_heads_local_with_a_reason():
     assert made.step_plan(64, 64, 1).reasons["token_shard"] == "batches are split in two"
 
 
-def test_on_is_served_and_auto_without_measured_times_asks_no_group():
-    """vLLM's is not there."""
+def test_on_is_served_and_auto_without_measured_times_needs_no_group():
+    """vLLM's group does not exist."""
     made = planner_of(next(way for way in WAYS if way.layout == "v32_fp8"), 8, on=True)
     validate(made.model, made.device, made.settings, decode_constraints=made.constraints(prefill=False))
     found = gpu_token_shard.open_exchange(config(), made.model, made.device, Settings(), torch.device("cpu"))
@@ -76,7 +76,7 @@ def test_on_is_served_and_auto_without_measured_times_asks_no_group():
 
 
 def test_with_strict_off_no_rank_waits_for_a_stock_one(monkeypatch: pytest.MonkeyPatch):
-    """And no group is asked for: vLLM's is not there."""
+    """The group is not looked up: vLLM's does not exist."""
     made = planner_of(WAYS[0], 2, on=True)
 
     def opened(token_shard: str) -> Any:

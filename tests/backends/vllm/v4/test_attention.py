@@ -1,4 +1,4 @@
-"""A V4 layer under vLLM on every execution path, against a dense computation; and what is left to stock vLLM."""
+"""A V4 layer under vLLM on every execution path, against a dense computation, and batches left to stock vLLM."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_the_kernel_of_a_gpu_interpreted(ratio: int):
 
 @pytest.mark.regression(22, "padded query tokens belong to no prefill")
 @pytest.mark.parametrize("ratio", RATIOS)
-def test_heads_that_vllm_added_and_rows_that_pad_are_left_alone(ratio: int):
+def test_padded_heads_and_query_tokens_are_not_written(ratio: int):
     deciding = planner(prefill_backend="triton")
     world = World(deciding, [(5, 300), (4, 4)], padding=3)
     world.triton = True
@@ -78,7 +78,7 @@ def test_heads_that_vllm_added_and_rows_that_pad_are_left_alone(ratio: int):
     assert bool((out[:, 4:] == 3).all())
 
 
-def test_one_plan_a_batch_whatever_the_layers():
+def test_one_plan_per_batch_for_all_layers():
     plans = Counted()
     deciding = planner(CPU)
     deciding.step_execution_of = planner().step_execution_of  # type: ignore[method-assign]
@@ -110,7 +110,7 @@ def test_shared_data_of_a_batch_is_made_once(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.regression(12, "DeepSeek-V4")
 @pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize(("rows", "padding"), [(1, 0), (1, 3), (3, 0)])
-def test_steps_by_a_library_that_the_user_names(ratio: int, rows: int, padding: int):
+def test_steps_by_the_users_library(ratio: int, rows: int, padding: int):
     deciding = VllmV4Planner(
         model=planner().model,
         device=CPU,
@@ -143,7 +143,7 @@ def test_the_control_attends_to_other_tokens(ratio: int, given: dict[str, Any]):
     assert fake_v4.flash_mla_sparse_fwd is kernel
 
 
-def test_a_batch_without_a_plan_is_vllms_own():
+def test_a_batch_without_a_plan_is_left_to_vllm():
     world = World(None, MIXED)
     metadata = world.metadata()
     assert not hasattr(metadata, ATTRIBUTE)
@@ -152,7 +152,7 @@ def test_a_batch_without_a_plan_is_vllms_own():
     assert layer.own == ["prefill", "decode"]
 
 
-def test_a_batch_of_requests_without_rows_has_no_plan():
+def test_a_batch_of_requests_without_query_tokens_has_no_plan():
     world = World(planner(), [(1, 7)])
     batch = getattr(world.metadata(), ATTRIBUTE)
     assert (batch.prefill, batch.num_prefill_rows, batch.longest) == (None, 0, 0)
@@ -170,7 +170,7 @@ def test_the_ranks_heads_have_another_name_before_023():
         assert v4_attention._layer_call(layer, torch.zeros(1, 8, 512), window, None).num_heads == 4
 
 
-def test_rows_of_steps_that_only_pad_are_nobodys():
+def test_padding_of_steps_belongs_to_no_request():
     """vLLM leaves another batch's owners there, which may lie behind the block table."""
     metadata = SimpleNamespace(
         num_decode_tokens=5,

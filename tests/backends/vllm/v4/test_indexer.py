@@ -1,4 +1,4 @@
-"""vLLM's indexer for V4 under plans: steps over the budget select from the compressed keys that each row sees."""
+"""vLLM's indexer for V4 with plans: steps over the budget select from the compressed keys of each query token."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.backends.fake_vllm.v4 import MAX_LEN, planner
 from tests.backends.fake_vllm.v4_indexer import MIB, RATIO, Stock, builder_of, common, small_budget
 
 
-def test_steps_within_the_budget_are_vllms():
+def test_steps_within_the_budget_are_left_to_vllm():
     for deciding in (planner(), None):
         metadata = builder_of(deciding).build(0, common([(1, 40), (1, 9)]))
         assert (metadata.num_decodes, metadata.decode) == (2, "vLLM's")
@@ -76,7 +76,7 @@ def test_steps_in_pieces_select_among_visible_keys(lengths: list[tuple[int, int]
 
 
 @pytest.mark.regression(13, "DeepSeek-V4")
-def test_lengths_and_pages_lie_where_a_graph_has_captured_them():
+def test_captured_lengths_and_pages_keep_their_addresses():
     builder = builder_of(small_budget())
     first, second = (getattr(builder.build(0, common([(1, context)] * 5)), ATTRIBUTE) for context in (40, 90))
     assert first.lengths.data_ptr() == second.lengths.data_ptr()
@@ -84,14 +84,14 @@ def test_lengths_and_pages_lie_where_a_graph_has_captured_them():
     assert second.lengths.tolist() == [22] * 5
 
 
-def test_rows_that_pad_see_nothing_whatever_the_batch_before_had():
+def test_padding_sees_no_key_after_any_batch():
     builder = builder_of(small_budget())
     builder.build(0, common([(1, 90)] * 6))
     steps = getattr(builder.build(0, common([(1, 40)] * 5, padding=1)), ATTRIBUTE)
     assert steps.lengths.tolist() == [10] * 5 + [0]
 
 
-def test_contexts_shorter_than_their_rows_as_a_dummy_batch_has_them():
+def test_a_dummy_batch_with_contexts_shorter_than_its_queries():
     steps = getattr(builder_of(small_budget(3)).build(0, common([(3, 1)] * 2)), ATTRIBUTE)
     assert steps.lengths.tolist() == [0] * 6
 
@@ -108,7 +108,7 @@ def test_buffers_are_large_enough_for_captured_graphs(tokens: int, captured: int
     assert len(builder.nsa_plugin_lengths) == rows
 
 
-def test_steps_of_different_rows():
+def test_steps_of_different_lengths():
     class Native(Stock):
         def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
             return IndexerMetadata(common_attn_metadata.num_reqs, common_attn_metadata.num_actual_tokens, 0)

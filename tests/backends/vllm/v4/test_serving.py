@@ -1,4 +1,4 @@
-"""A worker of V4 before any batch: what is refused, what is warmed, what the report says; and the ledger."""
+"""A V4 worker before any batch: refusals, warm-up, the start-up report; and the ledger."""
 
 from __future__ import annotations
 
@@ -206,6 +206,6 @@ def test_the_patches_make_the_plugins_classes(monkeypatch: pytest.MonkeyPatch):
     assert window() is Stock
     deciding[0] = object()
     assert ours().__mro__[1] is Stock
-    assert ours() is ours(), "one class, whoever asks"
+    assert ours() is ours(), "one class for every caller"
     assert window().__mro__[1] is Stock
     assert all(callable(load(patch.replacement)) for patch in CHANGES)
