@@ -8,9 +8,13 @@ from __future__ import annotations
 import importlib
 import json
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
+from textwrap import wrap
 from typing import Any, NamedTuple
+from zlib import crc32
 
 from nsa_plugin.tools.bench.cases import BenchError, describe_fields
 from nsa_plugin.tools.bench.record import check
@@ -24,6 +28,25 @@ AXES = {
     "kv": "keys",
     "tp": "ranks",
 }
+# Kernel in a contender's name: what the legend calls it, and its colour in every plot. The last one in a name counts.
+_KERNELS = {
+    "cuda": ("CUDA", "#1f5fd0"),
+    "triton": ("Triton", "#e8710a"),
+    "flash_mla": ("FlashMLA", "#1b8a3a"),
+    "trtllm": ("TensorRT-LLM (FlashInfer)", "#8e44ad"),
+    "fa3": ("FlashAttention 3", "#8c564b"),
+    "deep_gemm": ("DeepGEMM", "#0097a7"),
+    "reference": ("float32 reference", "#b0a040"),
+    "SGLang's sparse route": ("SGLang's sparse prefill", "#d62728"),
+    "sgl_kernel.fast_topk_v2": ("sgl_kernel top-k", "#d62728"),
+    "torch SDPA": ("torch SDPA", "#7f7f7f"),
+    "torch.topk": ("torch.topk", "#7f7f7f"),
+    "flashinfer.top_k": ("FlashInfer top_k", "#e377c2"),
+    "flashinfer.top_k_ragged_transform": ("FlashInfer top_k_ragged_transform", "#b8860b"),
+}
+_KERNEL = re.compile("|".join(rf"(?<!\w){re.escape(name)}\b" for name in sorted(_KERNELS, key=len, reverse=True)))
+_STOCK = re.compile(r"padded|in one piece|decode kernel|^SGLang|^torch|^sgl_kernel|^flashinfer\.|^stock")
+_MARKERS = "os^Dv"  # of contenders with the same kernel
 _OF_A_GROUP = re.compile(r"(?P<suite>.+)-tp(?P<ranks>\d+)")
 _SETTINGS = {"svg.hashsalt": "nsa-plugin", "svg.fonttype": "none", "font.size": 8.0, "axes.grid": True}
 
@@ -114,10 +137,13 @@ def draw(record: dict[str, Any], path: Path) -> bool:
         return False
     matplotlib = importlib.import_module("matplotlib")
     with matplotlib.rc_context(_SETTINGS):
-        figure = figure_class(figsize=(4.2 * len(shown), 6.4), layout="constrained")
+        figure = figure_class(figsize=(4.2 * max(len(shown), 1.4), 7.2), layout="constrained")
         grid = figure.subplots(2, len(shown), squeeze=False)
+        drawn = styles([row["provider"] for panel in shown for row in panel.rows])
         for column, panel in enumerate(shown):
-            _draw_panel(panel, grid[0][column], grid[1][column])
+            _draw_panel(panel, drawn, grid[0][column], grid[1][column])
+        named = {name: line for axes in grid[0] for line, name in zip(*axes.get_legend_handles_labels(), strict=True)}
+        figure.legend(named.values(), named, loc="outside lower center", ncols=max(1, len(shown)), fontsize=7)
         figure.suptitle(f"{record['suite']}, {record['host']['gpu']}")
         figure.savefig(path, format="svg", metadata={"Date": None})
     return True
@@ -137,26 +163,55 @@ def floors(panel: Panel) -> dict[str, dict[int, float]]:
             kept[provider] = floor
     if len(kept) == 1:
         return {"floor": next(iter(kept.values()))}
-    return {f"floor of {provider}": floor for provider, floor in kept.items()}
+    return {f"floor of {legend(provider)}": floor for provider, floor in kept.items()}
 
 
-def _draw_panel(panel: Panel, times: Any, shares: Any) -> None:
+def legend(provider: str) -> str:
+    """A contender's name in a legend: the plugin or the stock path, and its kernels by their usual names."""
+    reshards = provider.startswith("token_shard ")
+    text = _KERNEL.sub(lambda found: _KERNELS[found[0]][0], provider.removeprefix("token_shard "))
+    if reshards:
+        return f"this plugin: resharded, {text}"
+    dense, sparse, rest = text.rpartition("sparse_mla ")
+    return f"{'stock' if _STOCK.search(provider) else 'this plugin'}: {dense}{'sparse, ' if sparse else ''}{rest}"
+
+
+def styles(providers: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """How each contender is drawn: a colour for the kernel, dashes for stock, markers for the ways to run a kernel."""
+    drawn: dict[str, dict[str, Any]] = {}
+    ways: Counter[str] = Counter()
+    for provider in dict.fromkeys(providers):
+        found = _KERNEL.findall(provider)
+        colour = _KERNELS[found[-1]][1] if found else f"C{crc32(provider.encode()) % 10}"
+        label = legend(provider)
+        drawn[provider] = {
+            "label": label,
+            "color": colour,
+            "linestyle": "--" if label.startswith("stock") else "-",
+            "marker": _MARKERS[ways[colour] % len(_MARKERS)],
+            "markersize": 4,
+        }
+        ways[colour] += 1
+    return drawn
+
+
+def _draw_panel(panel: Panel, drawn: Mapping[str, Mapping[str, Any]], times: Any, shares: Any) -> None:
+    ordered = sorted(panel.rows, key=lambda row: int(row["case"][panel.axis]))
     for provider in dict.fromkeys(row["provider"] for row in panel.rows):
-        rows = sorted(
-            (row for row in panel.rows if row["provider"] == provider), key=lambda row: int(row["case"][panel.axis])
-        )
+        rows = [row for row in ordered if row["provider"] == provider]
         x = [row["case"][panel.axis] for row in rows]
-        times.plot(x, [row["median_us"] for row in rows], marker="o", markersize=3, label=provider)
-        shares.plot(x, [row["floor_us"] / row["median_us"] for row in rows], marker="o", markersize=3, label=provider)
-    for name, floor in floors(panel).items():
-        times.plot(list(floor), list(floor.values()), color="black", linestyle=":", linewidth=1, label=name)
-    times.set_title(f"{panel.op}\n{describe_fields(panel.fixed)}", fontsize=7)
+        times.plot(x, [row["median_us"] for row in rows], **drawn[provider])
+        shares.plot(x, [row["floor_us"] / row["median_us"] for row in rows], **drawn[provider])
+    for dashes, (name, floor) in zip(cycle((":", "-.", "--")), floors(panel).items(), strict=False):
+        times.plot(list(floor), list(floor.values()), color="black", linestyle=dashes, linewidth=1, label=name)
+    times.set_title("\n".join([panel.op, *wrap(describe_fields(panel.fixed), 60)]), fontsize=7)
     times.set_ylabel("median µs")
     times.set_yscale("log")
-    times.legend(fontsize=6)
     shares.set_ylabel("floor ÷ time")
     shares.set_ylim(bottom=0)
+    ticks = sorted(_values(panel.rows, panel.axis))
     for axes in (times, shares):
         axes.set_xlabel(AXES[panel.axis])
         axes.set_xscale("log", base=2)
-        axes.set_xticks(sorted(_values(panel.rows, panel.axis)), map(str, sorted(_values(panel.rows, panel.axis))))
+        axes.set_xticks(ticks, map(str, ticks))
+        axes.xaxis.minorticks_off()

@@ -237,7 +237,29 @@ def test_floors_of_ops_with_other_work_are_drawn_apart() -> None:
     assert plots.floors(panel) == {"floor": {8: 1.0, 16: 2.0}}
     rows += [row("c", 1.0, heads=h, floor_us=9.0) for h in (8, 16)]
     (panel,) = plots.panels(rows)
-    assert plots.floors(panel) == {"floor of a": {8: 1.0, 16: 2.0}, "floor of c": {8: 9.0, 16: 9.0}}
+    assert plots.floors(panel) == {
+        "floor of this plugin: a": {8: 1.0, 16: 2.0},
+        "floor of this plugin: c": {8: 9.0, 16: 9.0},
+    }
+
+
+def test_a_kernel_has_one_colour_in_every_plot_and_the_legend_tells_plugin_and_stock_apart() -> None:
+    names = ["flash_mla padded", "flash_mla", "triton", "token_shard deep_gemm, flash_mla, 2 chunks", "sparse_mla cuda"]
+    names += ["deep_gemm in one piece, flashinfer.top_k_ragged_transform"]
+    drawn = plots.styles(names)
+    assert [drawn[name]["label"] for name in names] == [
+        "stock: FlashMLA padded",
+        "this plugin: FlashMLA",
+        "this plugin: Triton",
+        "this plugin: resharded, DeepGEMM, FlashMLA, 2 chunks",
+        "this plugin: sparse, CUDA",
+        "stock: DeepGEMM in one piece, FlashInfer top_k_ragged_transform",
+    ]
+    flash_mla = [drawn[names[position]] for position in (0, 1, 3)]
+    assert len({one["color"] for one in flash_mla}) == 1
+    assert len({one["marker"] for one in flash_mla}) == 3
+    assert drawn["triton"]["color"] == plots.styles(["triton"])["triton"]["color"] != flash_mla[0]["color"]
+    assert plots.styles(["a new one"]) == plots.styles(["a new one"])
 
 
 def test_scaling_is_over_the_records_of_every_group_and_the_largest_groups_alone(tmp_path: Path) -> None:
