@@ -147,12 +147,18 @@ class SglangProcess:
 
     def _refuse_copies(self) -> None:
         """Raise PatchError if a module of SGLang imported a backend's class before the plugin replaced it."""
-        for patch in ledger_data.BACKENDS:
-            target = patch.target(self.ledger.version)
-            module = None if target is None else sys.modules.get(target.module)
-            live = None if target is None else getattr(module, target.attributes[-1], None)
-            if (original := getattr(live, "nsa_plugin_replaces", None)) is not None:
-                _refuse_copies_of(original)
+        targets = [target for patch in ledger_data.BACKENDS if (target := patch.target(self.ledger.version))]
+        live = [getattr(sys.modules.get(target.module), target.attributes[-1], None) for target in targets]
+        originals = (getattr(one, "nsa_plugin_replaces", None) for one in live)
+        replaced = {id(original) for original in originals if original is not None}
+        for name, module in list(sys.modules.items()):
+            copies = vars(module).items() if name.partition(".")[0] == ledger_data.ENGINE else ()
+            for attribute, value in list(copies):
+                if id(value) in replaced:
+                    raise PatchError(
+                        f"{name}.{attribute} is still the stock {value.__name__}: it was imported before nsa-plugin "
+                        f"could replace it. {TURN_OFF}"
+                    )
 
     def backend_built(self, backend: Any, model_runner: Any) -> None:
         """Start serving with one of the plugin's attention backends; speculative decoding builds several.
@@ -264,17 +270,6 @@ def process() -> SglangProcess:
         ledger=_ledger(Version(__version__), ledger_data.PATCHES if in_scheduler else ledger_data.BOOTSTRAP),
         child=started and flags.VARIABLE in os.environ,
     )
-
-
-def _refuse_copies_of(original: type) -> None:
-    for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] == ledger_data.ENGINE:
-            copies = [attribute for attribute, value in list(vars(module).items()) if value is original]
-            if copies:
-                raise PatchError(
-                    f"{name}.{copies[0]} is still the stock {original.__name__}: it was imported before nsa-plugin "
-                    f"could replace it. {TURN_OFF}"
-                )
 
 
 def _ledger(version: Version, patches: tuple[Patch, ...]) -> Ledger:

@@ -398,9 +398,8 @@ def _follow(
         shares = state.planner.shares(route.plan, batch, state.exchange.shard.max_rows)
         state.share = Share(state.exchange, shares, route.plan.token_shard_chunks)
     if isinstance(route, SplitExecution) and batch is not None:
-        q_lens, kv_lens = zip(*((rows, context) for _, rows, context in batch.requests), strict=True)
-        read = state.providers.helper("kv_cache_read")
-        state.split = SplitBatch(route, q_lens, kv_lens, backend, functools.partial(_layer_cache, backend, state), read)
+        cache, read = functools.partial(_layer_cache, backend, state), state.providers.helper("kv_cache_read")
+        state.split = SplitBatch(route, batch.q_lens, batch.kv_lens, backend, cache, read)
     if forward_batch is not None:
         setattr(forward_batch, SPLIT, state.split)  # the layers' forward has only this
     step = route is not None and route.plan.phase is not Phase.EXTEND

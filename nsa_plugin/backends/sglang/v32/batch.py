@@ -54,6 +54,14 @@ class Batch:
     in_graph: bool = False
     requests: list[tuple[str, int, int]] = field(default_factory=list)
 
+    @property
+    def q_lens(self) -> tuple[int, ...]:
+        return tuple(rows for _, rows, _ in self.requests)
+
+    @property
+    def kv_lens(self) -> tuple[int, ...]:
+        return tuple(context for *_, context in self.requests)
+
 
 def phase_of(forward_mode: Any) -> Phase | None:
     """Return the phase of a ForwardMode, or None if the plugin does not support it."""

@@ -127,7 +127,7 @@ class SglangPlanner(Planner):
 
     def _prefill_key(self, batch: Batch, no_split: str) -> tuple[Hashable, ...]:
         """Return the batch properties that a prefill's plan depends on."""
-        lengths = () if no_split else tuple((rows, context) for _, rows, context in batch.requests)
+        lengths = () if no_split else (batch.q_lens, batch.kv_lens)
         return batch.shape, batch.mixed, batch.in_graph, no_split, lengths
 
     def _prefill_execution(self, batch: Batch, dense_allowed: bool, no_split: str) -> Execution | None:
@@ -143,8 +143,8 @@ class SglangPlanner(Planner):
         """Decide for each part of a batch; one with a single part is executed as a whole."""
         parts = partition(
             self.model,
-            [rows for _, rows, _ in batch.requests],
-            [context for *_, context in batch.requests],
+            batch.q_lens,
+            batch.kv_lens,
             Phase.EXTEND,
             self.device,
             self.settings,
@@ -190,8 +190,7 @@ class SglangPlanner(Planner):
         """Return each rank's share of a batch; see `shares` of `decision.token_shard`, and `step_shares` for steps."""
         if plan.phase is not Phase.EXTEND:
             return sharding.step_shares(self.model, batch.shape.num_tokens)
-        q_lens, kv_lens = [rows for _, rows, _ in batch.requests], [context for *_, context in batch.requests]
-        return sharding.shares(self.model, self.device, plan, q_lens, kv_lens, held)
+        return sharding.shares(self.model, self.device, plan, batch.q_lens, batch.kv_lens, held)
 
     def step(self, batch: Batch) -> Execution:
         """Return how to execute a decode, verify or draft step; it depends on the phase and the query tokens alone."""

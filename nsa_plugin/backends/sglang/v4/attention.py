@@ -254,18 +254,17 @@ def _plan(backend: Any, forward_batch: Any) -> None:
     batch = batches.prefill_batch(forward_batch)
     state.route = state.planner.prefill(batch, dense_allowed=False)
     if state.route is not None and not state.route.plan.stock_attention:
-        q_lens = [rows for _, rows, _ in batch.requests]
-        state.prefill = Prefill(spans(q_lens, [context for *_, context in batch.requests]), v4_routes.WINDOW)
+        state.prefill = Prefill(spans(batch.q_lens, batch.kv_lens), v4_routes.WINDOW)
 
 
 def _route(backend: Any, state: V4State, forward_batch: Any, rows: int) -> Execution | None:
     """Return the route of a batch that attends; None for the stock path."""
-    phase = batches.phase_of(forward_batch.forward_mode)
-    if phase is Phase.EXTEND:
+    if batches.phase_of(forward_batch.forward_mode) is Phase.EXTEND:
         late = getattr(backend.forward_metadata, "late_layer_tail", None) is not None
         idle = state.route is None or state.route.path is None or state.route.plan.stock_attention
         return None if late or idle else state.route
-    if phase is None or phase is Phase.IDLE or not state.plans_steps or rows == 0:
+    phase = v4_steps.planned(backend, forward_batch.forward_mode)
+    if phase is None or rows == 0:
         return None
     batch = batches.step_batch(phase, int(forward_batch.batch_size), rows, longest_context(backend))
     return state.planner.step_execution(batch)

@@ -91,7 +91,7 @@ class SglangV4Planner(SglangPlanner):
     engine_tokens: int = ENGINE_TOKENS
 
     def _prefill_key(self, batch: Batch, no_split: str) -> tuple[Hashable, ...]:
-        return batch.shape, tuple((rows, context) for _, rows, context in batch.requests)
+        return batch.shape, batch.q_lens, batch.kv_lens
 
     def prefill_constraints(self, batch: Batch, no_dense: str = "", no_split: str = "") -> Constraints:
         """Return the constraints of a prefill. A V4 model has no dense attention to rule out."""
@@ -99,13 +99,11 @@ class SglangV4Planner(SglangPlanner):
         if self.asked:
             preferred = routes_of(SGLANG, LAYOUT, prefill=True, only=self.asked)
         stock_rows = self.engine_makes_rows and self.settings.fault == "none"
-        q_lens = [rows for _, rows, _ in batch.requests]
-        contexts = [context for *_, context in batch.requests]
         return self.constraints(
             prefill=True,
             preferred=preferred,
             preferred_by=SPARSE_PREFILL_VARIABLE,
-            copy_bytes=workspace_bytes(spans(q_lens, contexts), WINDOW, WINDOW_PAGE),
+            copy_bytes=workspace_bytes(spans(batch.q_lens, batch.kv_lens), WINDOW, WINDOW_PAGE),
             copy_budget=min(ROWS_BYTES, self.device.memory_free // 4),
             copy_budget_from="the budget of bf16 rows",
             stock_prefill=BF16_COPY if self.engine_makes_rows else FLASH_MLA_DECODE,

@@ -23,7 +23,7 @@ def eager(backend: Any, forward_batch: Any) -> None:
     Args:
         backend: SGLang's, adopted or not.
     """
-    if (phase := _planned(backend, forward_batch.forward_mode)) is not None:
+    if (phase := planned(backend, forward_batch.forward_mode)) is not None:
         draft, longest = backend.speculative_num_draft_tokens, longest_context(backend)
         backend.nsa_plugin.planner.step(batches.eager_step(forward_batch, phase, draft, longest))
 
@@ -52,13 +52,13 @@ _signature = functools.cache(inspect.signature)
 
 def _captured(backend: Any, mode: Any, requests: int, forward_batch: Any) -> None:
     """Record a step that a graph replays for `requests` requests."""
-    if (phase := _planned(backend, mode)) is not None:
+    if (phase := planned(backend, mode)) is not None:
         draft, longest = backend.speculative_num_draft_tokens, longest_context(backend)
         names = batches.request_names(forward_batch, requests)
         backend.nsa_plugin.planner.step(batches.captured_step(phase, requests, draft, longest, names))
 
 
-def _planned(backend: Any, mode: Any) -> Phase | None:
+def planned(backend: Any, mode: Any) -> Phase | None:
     """Return the phase of a step that has a plan, None for any other batch."""
     state: V4State | None = backend.nsa_plugin
     phase = batches.phase_of(mode)
