@@ -1,8 +1,24 @@
-"""Number types for argparse. Each error message says which values are allowed."""
+"""Options with a value, and number types whose error messages say which values are allowed."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from typing import Any
+
+Group = argparse.ArgumentParser | argparse._ArgumentGroup
+
+
+def option(group: Group, flag: str, kind: Callable[[str], Any], text: str, default: Any = None) -> None:
+    """Add an option with a value.
+
+    Args:
+        flag: the option and the name of its value, "--budget SECONDS".
+        kind: makes the value from its text.
+        text: the help; "%(default)s" stands for the default.
+    """
+    name, _, metavar = flag.partition(" ")
+    group.add_argument(name, type=kind, metavar=metavar, default=default, help=text)
 
 
 def natural(text: str) -> int:

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
-from nsa_plugin.commands.arguments import positive, seconds
+from nsa_plugin.commands.arguments import option, positive, seconds
 from nsa_plugin.libraries.registry import OPS, REFERENCE, Registry
 from nsa_plugin.tools.bench.cases import SUITES, BenchError, Suite, selected_suites
 from nsa_plugin.tools.terminal import console
@@ -48,10 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="measure only this provider and the stock path; may be given more than once "
         f"(every registered one but {REFERENCE})",
     )
-    measure.add_argument(
-        "--budget", type=seconds, default=60.0, metavar="SECONDS", help="for a suite, without compilation (%(default)g)"
-    )
-    measure.add_argument("--runs", type=positive, metavar="N", help="of each contender (as many as 0.2 s hold)")
+    option(measure, "--budget SECONDS", seconds, "for a suite, without compilation (%(default)g)", 60.0)
+    option(measure, "--runs N", positive, "of each contender (as many as fit into 0.2 s)")
     measure.add_argument(
         "--back-to-back",
         action="store_true",
@@ -59,12 +57,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "record, which decides nothing",
     )
     measure.add_argument("--tiny", action="store_true", help="small cases, to see what runs; they make no record")
-    measure.add_argument("--json", type=Path, metavar="DIR", help="write a record of each suite to DIR/<gpu>/")
-    measure.add_argument("--commit", metavar="HASH", help="commit for the record, where the source is in no checkout")
+    option(measure, "--json DIR", Path, "write a record of each suite to DIR/<gpu>/")
+    option(measure, "--commit HASH", str, "commit for the record, where the source is in no checkout")
     report = parser.add_argument_group(REPORT)
-    report.add_argument(
-        "--records", type=Path, default=RECORDS, metavar="DIR", help="where the records are (%(default)s)"
-    )
+    option(report, "--records DIR", Path, "where the records are (%(default)s)", RECORDS)
     report.add_argument("--plots", action="store_true", help="also draw an SVG beside each record; needs matplotlib")
 
 

@@ -17,22 +17,10 @@ from rich.console import Console
 
 from nsa_plugin.commands.compare_options import ENGINES, MEASURED, USUAL_CONTEXT, add_arguments
 from nsa_plugin.commands.signals import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED, sigterm_raises
-from nsa_plugin.tools.compare import cross_engine, record, report
+from nsa_plugin.tools.compare import cross_engine, model, record, report
 from nsa_plugin.tools.compare.lifecycle import speaker
 from nsa_plugin.tools.compare.load import DECODE, MIXED, SPEED_CASES, decode_prompt, left_out, loads
 from nsa_plugin.tools.compare.measured import CONTROL, PLUGIN, STOCK, Measured
-from nsa_plugin.tools.compare.model import (
-    Spec,
-    checkpoint_name,
-    digest,
-    edges,
-    family_of,
-    make_checkpoint,
-    row_edges,
-    selects_above,
-    shown,
-    spec_of,
-)
 from nsa_plugin.tools.compare.runner import EngineComparison
 from nsa_plugin.tools.compare.verdict import judge
 from nsa_plugin.tools.compare.workload import AGREEMENT_CASES, LIMIT, ROWS, until_it_fails, workload
@@ -55,7 +43,12 @@ def run(args: argparse.Namespace) -> int:
     # Read it before measuring anything, so that a file that cannot be compared fails at once.
     other = None if args.beside is None else _read("--beside", args.beside)
     if args.measured is not None:
-        return _judge_again(args, other, out)
+        measured = _read("--measured", args.measured)
+        if args.commit is not None:
+            measured.facts["host"]["commit"] = args.commit
+        if other is not None:
+            cross_engine.check_same(measured, other)
+        return _report(measured, other, args.json, out)
     deadline = time.monotonic() + args.budget
     say = speaker(lambda line: print(line, flush=True))
     engine = ENGINES[args.engine]()
@@ -79,17 +72,23 @@ def run(args: argparse.Namespace) -> int:
             row_edges=facts["row_edges"],
         )
     )
-    agreement = any(case in AGREEMENT_CASES for case in cases)
-    runs = args.runs or [STOCK, PLUGIN, *([CONTROL] if agreement else [])]
+    runs = args.runs or [STOCK, PLUGIN, *([CONTROL] if set(cases) & set(AGREEMENT_CASES) else [])]
     measured = Measured(facts=facts, asked={"runs": runs, "cases": cases}, together=args.together)
 
     for directory in (args.workdir, logs, *([args.json] if args.json else [])):
         _make_directory(directory)
     say(f"{facts['suite']} on {facts['host']['gpu'] or 'no GPU'}, {args.budget:.0f} s for everything")
+
+    def save() -> None:
+        measured.save(logs / MEASURED)
+        # Before its name is known, the record could overwrite another one.
+        if args.json is not None and record.is_named(measured):
+            record.write(_record(measured), args.json)
+
     comparison = EngineComparison(
         engine=engine,
         measured=measured,
-        model=(args.model or args.workdir / checkpoint_name(_spec(args))).resolve(),
+        model=(args.model or args.workdir / model.checkpoint_name(_spec(args))).resolve(),
         flags=args.engine_flags,
         groups=groups,
         loads=loads(facts["context"], cases, facts["prompt_lengths"], facts["output_tokens"]),
@@ -97,15 +96,13 @@ def run(args: argparse.Namespace) -> int:
         deadline=deadline,
         start_timeout=args.start_timeout,
         say=say,
-        # Before its name is known, the record could overwrite another one.
-        on_step=lambda: _save(measured, logs, args.json if record.is_named(measured) else None),
+        on_step=save,
     )
-    code = EXIT_FAILED
     try:
         with sigterm_raises():
             if args.model is None:
-                make_checkpoint(_spec(args), comparison.model, say)
-            facts["checkpoint"] = digest(comparison.model)
+                model.make_checkpoint(_spec(args), comparison.model, say)
+            facts["checkpoint"] = model.digest(comparison.model)
             if other is not None:
                 cross_engine.check_same(measured, other)
             comparison.make(runs)
@@ -113,13 +110,11 @@ def run(args: argparse.Namespace) -> int:
         measured.ended, code = "interrupted", EXIT_INTERRUPTED
     except SystemExit:
         measured.ended, code = "terminated", EXIT_TERMINATED
-    made, path = _save(measured, logs, args.json)
-    say(f"saved: {logs / MEASURED}{f', record: {path}' if path else ''}")
-    report.print_record(made, out)
-    if "checkpoint" not in facts:  # the run ended before any request
-        other = None
-    holds = _cross_engine(measured, other, args.json, out) and made["verdict"]["holds"]
-    return code if measured.ended else (EXIT_OK if holds else EXIT_FAILED)
+    save()
+    say(f"saved: {logs / MEASURED}")
+    # Without a checkpoint the run ended before any request.
+    ended = _report(measured, other if "checkpoint" in facts else None, args.json, out)
+    return code if measured.ended else ended
 
 
 def _read(option: str, path: Path) -> Measured:
@@ -134,44 +129,24 @@ def _read(option: str, path: Path) -> Measured:
         raise CompareError(f"{option} is {path}, which cannot be read: {error}") from error
 
 
-def _judge_again(args: argparse.Namespace, other: Measured | None, out: Console) -> int:
-    measured = _read("--measured", args.measured)
-    if args.commit is not None:
-        measured.facts["host"]["commit"] = args.commit
-    if other is not None:
-        cross_engine.check_same(measured, other)
-    made, path = _recorded(measured, args.json)
-    if path:
-        out.print(f"recorded: {path}")
-    report.print_record(made, out)
-    holds = _cross_engine(measured, other, args.json, out) and made["verdict"]["holds"]
-    return EXIT_OK if holds else EXIT_FAILED
-
-
-def _cross_engine(measured: Measured, other: Measured | None, folder: Path | None, out: Console) -> bool:
-    """Compare with another engine's answers, if there are any. Returns whether every check passed."""
-    if other is None:
-        return True
-    made = cross_engine.as_record(measured, other, cross_engine.judge(measured, other))
-    if folder is not None:
-        out.print(f"recorded: {record.write(made, folder)}")
-    report.print_record(made, out)
-    return bool(made["verdict"]["holds"])
-
-
-def _save(measured: Measured, logs: Path, folder: Path | None) -> tuple[dict[str, Any], Path | None]:
-    measured.save(logs / MEASURED)
-    return _recorded(measured, folder)
-
-
-def _recorded(measured: Measured, folder: Path | None) -> tuple[dict[str, Any], Path | None]:
-    """The record, and the path it was written to."""
+def _record(measured: Measured) -> dict[str, Any]:
     facts = measured.facts
-    timed = loads(
-        facts["context"], measured.asked["cases"], facts.get("prompt_lengths", ()), facts.get("output_tokens")
-    )
-    made = record.as_record(measured, judge(measured), timed)
-    return made, record.write(made, folder) if folder is not None else None
+    # Files saved by earlier releases have neither.
+    prompts, output_tokens = facts.get("prompt_lengths", ()), facts.get("output_tokens")
+    timed = loads(facts["context"], measured.asked["cases"], prompts, output_tokens)
+    return record.as_record(measured, judge(measured), timed)
+
+
+def _report(measured: Measured, other: Measured | None, folder: Path | None, out: Console) -> int:
+    """Write and print the record and, with another engine's answers, the cross-engine record. Returns the exit code."""
+    made = [_record(measured)]
+    if other is not None:
+        made.append(cross_engine.as_record(measured, other, cross_engine.judge(measured, other)))
+    for one in made:
+        if folder is not None:
+            out.print(f"recorded: {record.write(one, folder)}")
+        report.print_record(one, out)
+    return EXIT_OK if all(one["verdict"]["holds"] for one in made) else EXIT_FAILED
 
 
 def _cases(args: argparse.Namespace) -> list[str]:
@@ -208,14 +183,13 @@ def _facts(args: argparse.Namespace, engine: ServedEngine, cases: Sequence[str])
     """
     version = engine.version()
     config = _config(args)
-    family = family_of(config)
+    family = model.family_of(config)
     facts = engine.facts(args.engine_flags, family)
     _check_lengths(args, cases, config, facts["max_len"])
     heads = config["num_attention_heads"] // facts["attention_tp"]
     kind = str(config.get("model_type", "model")).removeprefix("deepseek_").replace("glm_moe_dsa", "glm5")
     variant = ["full-width"] if args.full_width else []
-    variant += [f"tp{facts['tp']}"] if facts["tp"] > 1 else []
-    variant += [f"dp{facts['dp']}"] if facts["dp"] > 1 else []
+    variant += [f"{name}{facts[name]}" for name in ("tp", "dp") if facts[name] > 1]
     variant += facts["variant"]
     context = max(args.stock_fails_at or (args.context,))
     variant += [f"context{context}"] if context > USUAL_CONTEXT else []
@@ -232,26 +206,22 @@ def _facts(args: argparse.Namespace, engine: ServedEngine, cases: Sequence[str])
         "heads": heads,
         "vocab_size": config["vocab_size"],
         "index_topk": config["index_topk"],
-        "selects_above": selects_above(config),
-        "edges": edges(config),
-        "row_edges": row_edges(config, facts.get("chunk")),
+        "selects_above": model.selects_above(config),
+        "edges": model.edges(config),
+        "row_edges": model.row_edges(config, facts.get("chunk")),
         "context": context,
         "prompt_lengths": args.prompt_lengths,
         "output_tokens": args.output_tokens,
         "flags": args.engine_flags,
-        "model": {
-            "weights": _MADE[family] if args.model is None else args.model.name,
-            **shown(config),
-        },
+        "model": {"weights": _MADE[family] if args.model is None else args.model.name, **model.shown(config)},
         "command": shlex.join([*switches(engine.name, os.environ), "nsa-plugin", *sys.argv[1:]]),
         "host": record.describe_host(gpu, driver, facts["tp"], args.commit),
     }
 
 
 _MADE = {
-    V32: "seeded random, see nsa_plugin.tools.checkpoints.v32",
-    GLM: "seeded random, see nsa_plugin.tools.checkpoints.v32",
-    V4: "seeded random, see nsa_plugin.tools.checkpoints.v4",
+    family: f"seeded random, see nsa_plugin.tools.checkpoints.{module}"
+    for family, module in ((V32, "v32"), (GLM, "v32"), (V4, "v4"))
 }
 
 
@@ -296,8 +266,8 @@ def _check_lengths(args: argparse.Namespace, cases: Sequence[str], config: dict[
         raise CompareError(f"--output-tokens is {args.output_tokens}; {whose} allows {left}")
 
 
-def _spec(args: argparse.Namespace) -> Spec:
-    return spec_of(args.family or V32, args.heads, args.layers, mtp=args.mtp, full_width=args.full_width)
+def _spec(args: argparse.Namespace) -> model.Spec:
+    return model.spec_of(args.family or V32, args.heads, args.layers, mtp=args.mtp, full_width=args.full_width)
 
 
 def _make_directory(path: Path) -> None:

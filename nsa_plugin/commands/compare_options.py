@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from nsa_plugin.commands.arguments import positive, positives, seconds
+from nsa_plugin.commands.arguments import option, positive, positives, seconds
 from nsa_plugin.tools.compare.load import SPEED_CASES, USUAL_OUTPUT
 from nsa_plugin.tools.compare.measured import CONTROL, PLUGIN, STOCK
 from nsa_plugin.tools.compare.model import SPEC, SPEC_GLM, SPEC_V4
@@ -80,24 +80,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("engine", choices=ENGINES, help="whose server to start: %(choices)s")
     model = parser.add_argument_group("model")
     given = model.add_mutually_exclusive_group()
-    given.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint with sparse attention")
-    given.add_argument(
-        "--heads",
-        type=positive,
-        metavar="N",
-        help="query heads of a checkpoint with seeded random weights, made here "
-        f"({SPEC.num_attention_heads}, for v4 {SPEC_V4.num_attention_heads})",
-    )
+    option(given, "--model DIR", Path, "a checkpoint with sparse attention")
+    heads = f"({SPEC.num_attention_heads}, for v4 {SPEC_V4.num_attention_heads})"
+    option(given, "--heads N", positive, f"query heads of a checkpoint with seeded random weights, made here {heads}")
     model.add_argument(
         "--family", choices=FAMILIES, help=f"the checkpoint's shape: DeepSeek-V3.2's, DeepSeek-V4's or GLM-5's ({V32})"
     )
-    model.add_argument(
-        "--layers",
-        type=_layers,
-        metavar="N",
-        help=f"its layers ({SPEC.num_hidden_layers}, for glm {SPEC_GLM.num_hidden_layers}); for v4 a number or their "
-        f"compress ratios ({','.join(map(str, SPEC_V4.compress_ratios))})",
-    )
+    ratios = f"for v4 a number or their compress ratios ({','.join(map(str, SPEC_V4.compress_ratios))})"
+    layers = f"its layers ({SPEC.num_hidden_layers}, for glm {SPEC_GLM.num_hidden_layers}); {ratios}"
+    option(model, "--layers N", _layers, layers)
     model.add_argument(
         "--full-width",
         action="store_true",
@@ -105,18 +96,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(v4 has them)",
     )
     model.add_argument("--mtp", action="store_true", help="add a multi-token prediction layer for speculative decoding")
-    model.add_argument(
-        "--context", type=positive, default=USUAL_CONTEXT, metavar="TOKENS", help="longest prompt (%(default)s)"
-    )
+    option(model, "--context TOKENS", positive, "longest prompt (%(default)s)", USUAL_CONTEXT)
 
     what = parser.add_argument_group("what to run")
-    what.add_argument(
-        "--runs",
-        type=_roles,
-        metavar="ROLE,...",
-        help=f"servers to run, in this order, from {', '.join(ROLES)} ({STOCK},{PLUGIN},{CONTROL}; {STOCK},{PLUGIN} "
-        "without agreement cases)",
-    )
+    usual = f"({STOCK},{PLUGIN},{CONTROL}; {STOCK},{PLUGIN} without agreement cases)"
+    option(what, "--runs ROLE,...", _roles, f"servers to run, in this order, from {', '.join(ROLES)} {usual}")
     what.add_argument(
         "--case",
         action="append",
@@ -125,62 +109,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="run only this case; may be given more than once (all agreement cases)",
     )
     what.add_argument("--speed", action="store_true", help="also time the servers: the speed cases")
-    what.add_argument(
-        "--prompt-lengths",
-        type=positives,
-        default=[],
-        metavar="TOKENS,...",
-        help="prompt lengths of the timed single requests (2000,8192 and the context)",
+    alone = "prompt lengths of the timed single requests (2000,8192 and the context)"
+    option(what, "--prompt-lengths TOKENS,...", positives, alone, [])
+    decode = f"output tokens of each request of the case decode ({USUAL_OUTPUT})"
+    option(what, "--output-tokens TOKENS", positive, decode)
+    limit = (
+        "send only prompts of these lengths, the shortest first, until stock fails; the check passes if stock fails "
+        "and the plugin answers the same prompt"
     )
-    what.add_argument(
-        "--output-tokens",
-        type=positive,
-        metavar="TOKENS",
-        help=f"output tokens of each request of the case decode ({USUAL_OUTPUT})",
-    )
-    what.add_argument(
-        "--stock-fails-at",
-        type=positives,
-        metavar="TOKENS,...",
-        help="send only prompts of these lengths, the shortest first, until stock fails; the check passes if stock "
-        "fails and the plugin answers the same prompt",
-    )
+    option(what, "--stock-fails-at TOKENS,...", positives, limit)
     what.add_argument(
         "--together",
         action="store_true",
         help="start all servers at the same time and time them in turns; the flags after -- must divide the memory",
     )
-    what.add_argument(
-        "--budget", type=seconds, default=1500.0, metavar="SECONDS", help="total time limit (%(default)g)"
-    )
-    what.add_argument(
-        "--start-timeout",
-        type=seconds,
-        default=400.0,
-        metavar="SECONDS",
-        help="limit for a server's start (%(default)g)",
-    )
-    what.add_argument("--measured", type=Path, metavar="FILE", help="judge what an earlier run saved; run nothing")
-
-    what.add_argument(
-        "--beside",
-        type=Path,
-        metavar="FILE",
-        help=f"also compare the answers with another engine's: {MEASURED} of its run with the same checkpoint, "
-        "requests, KV cache and chunk",
-    )
+    option(what, "--budget SECONDS", seconds, "total time limit (%(default)g)", 1500.0)
+    option(what, "--start-timeout SECONDS", seconds, "limit for a server's start (%(default)g)", 400.0)
+    option(what, "--measured FILE", Path, "judge what an earlier run saved; run nothing")
+    other = f"also compare the answers with another engine's: {MEASURED} of its run with the same checkpoint, "
+    option(what, "--beside FILE", Path, f"{other}requests, KV cache and chunk")
 
     output = parser.add_argument_group("output")
-    output.add_argument(
-        "--workdir",
-        type=Path,
-        default=Path("compare-work"),
-        metavar="DIR",
-        help="for the checkpoint (%(default)s)",
-    )
-    output.add_argument("--logs", type=Path, metavar="DIR", help="directory for the servers' logs (WORKDIR/logs)")
-    output.add_argument("--json", type=Path, metavar="DIR", help="write the record to DIR/<gpu>/")
-    output.add_argument("--commit", metavar="HASH", help="commit for the record, where the source is in no checkout")
+    option(output, "--workdir DIR", Path, "for the checkpoint (%(default)s)", Path("compare-work"))
+    option(output, "--logs DIR", Path, "directory for the servers' logs (WORKDIR/logs)")
+    option(output, "--json DIR", Path, "write the record to DIR/<gpu>/")
+    option(output, "--commit HASH", str, "commit for the record, where the source is in no checkout")
 
 
 def _layers(text: str) -> int | tuple[int, ...]:

@@ -9,14 +9,14 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console
 
-from nsa_plugin.commands.arguments import positive
+from nsa_plugin.commands.arguments import option, positive
 from nsa_plugin.commands.signals import (
     EXIT_CANNOT_RUN,
     EXIT_FAILED,
@@ -58,32 +58,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--dtype", choices=DTYPES, default=defaults.dtype, help="of weights and arithmetic (%(default)s)"
     )
-    model.add_argument(
-        "--index-topk",
-        type=int,
-        default=defaults.index_topk,
-        metavar="N",
-        help="KV tokens selected per query token (%(default)s)",
-    )
-    model.add_argument(
-        "--seed", type=int, default=defaults.seed, metavar="N", help="of weights and prompts (%(default)s)"
-    )
+    option(model, "--index-topk N", int, "KV tokens selected per query token (%(default)s)", defaults.index_topk)
+    option(model, "--seed N", int, "of weights and prompts (%(default)s)", defaults.seed)
 
     server = parser.add_argument_group("server")
-    server.add_argument(
-        "--max-num-batched-tokens",
-        type=int,
-        default=defaults.max_num_batched_tokens,
-        metavar="N",
-        help="most tokens in a batch; longer prompts are split into chunks (%(default)s)",
-    )
-    server.add_argument(
-        "--tensor-parallel-size",
-        type=positive,
-        default=defaults.tensor_parallel_size,
-        metavar="N",
-        help="ranks that share the heads (%(default)s)",
-    )
+    chunk = "most tokens in a batch; longer prompts are split into chunks (%(default)s)"
+    option(server, "--max-num-batched-tokens N", int, chunk, defaults.max_num_batched_tokens)
+    tp = "ranks that share the heads (%(default)s)"
+    option(server, "--tensor-parallel-size N", positive, tp, defaults.tensor_parallel_size)
     server.add_argument(
         "--compile",
         action=argparse.BooleanOptionalAction,
@@ -95,25 +77,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="use a KV cache for little more than one request, so that requests are preempted",
     )
-    server.add_argument("--port", type=_port, default=defaults.port, metavar="N", help="on 127.0.0.1 (a free one)")
-    server.add_argument(
-        "--timeout",
-        type=positive,
-        default=int(defaults.timeout),
-        metavar="SECONDS",
-        help="limit for the server's start, and for all requests (%(default)s)",
-    )
+    option(server, "--port N", _port, "on 127.0.0.1 (a free one)", defaults.port)
+    limit = "limit for the server's start, and for all requests (%(default)g)"
+    option(server, "--timeout SECONDS", _timeout, limit, defaults.timeout)
 
     output = parser.add_argument_group("output")
-    output.add_argument("--json", metavar="FILE", help="write the report as JSON; - for stdout")
-    output.add_argument(
-        "--record", type=_record_path, metavar="FILE.json", help="write the agreement as a benchmark record"
-    )
-    output.add_argument(
-        "--work-dir", type=Path, metavar="DIR", help="directory for the checkpoint, logs and traces (a temporary one)"
-    )
+    option(output, "--json FILE", str, "write the report as JSON; - for stdout")
+    option(output, "--record FILE.json", _record_path, "write the agreement as a benchmark record")
+    option(output, "--work-dir DIR", Path, "directory for the checkpoint, logs and traces (a temporary one)")
     output.add_argument("--keep", action="store_true", help="keep the temporary work directory")
-    output.add_argument("--skip-control", action="store_true", help="do not start the second, wrong server")
+    output.add_argument(
+        "--skip-control", dest="control", action="store_false", help="do not start the second, wrong server"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -130,7 +105,8 @@ def run(args: argparse.Namespace) -> int:
                 with _json_file(args.json) as file:
                     record = _record_file(args.record)
                     work_dir = (args.work_dir or Path(tempfile.mkdtemp(prefix="nsa-plugin-demo-"))).resolve()
-                    code, data = _run(_options(args, work_dir), out)
+                    options = {name.name: getattr(args, name.name) for name in fields(DemoOptions)}
+                    code, data = _run(DemoOptions(**options | {"work_dir": work_dir}), out)
                     if file is not None:
                         json.dump(data, file, indent=2)
                         file.write("\n")
@@ -170,15 +146,10 @@ def _run(options: DemoOptions, out: Console) -> tuple[int, dict[str, Any]]:
     return EXIT_OK if result.ok else EXIT_FAILED, as_dict(result)
 
 
-@contextmanager
-def _json_file(path: str | None) -> Iterator[TextIO | None]:
-    if path is None:
-        yield None
-    elif path == "-":
-        yield sys.stdout
-    else:
-        with open(path, "w") as file:
-            yield file
+def _json_file(path: str | None) -> AbstractContextManager[TextIO | None]:
+    if path is None or path == "-":
+        return nullcontext(sys.stdout if path else None)
+    return open(path, "w")
 
 
 def _record_file(path: str | None) -> Path | None:
@@ -193,26 +164,14 @@ def _record_file(path: str | None) -> Path | None:
         return Path(path)
 
 
-def _options(args: argparse.Namespace, work_dir: Path) -> DemoOptions:
-    return DemoOptions(
-        work_dir=work_dir,
-        dtype=args.dtype,
-        seed=args.seed,
-        index_topk=args.index_topk,
-        max_num_batched_tokens=args.max_num_batched_tokens,
-        tensor_parallel_size=args.tensor_parallel_size,
-        compile=args.compile,
-        small_cache=args.small_cache,
-        control=not args.skip_control,
-        port=args.port,
-        timeout=float(args.timeout),
-    )
-
-
 def _record_path(text: str) -> str:
     if not text.endswith(".json"):
         raise argparse.ArgumentTypeError(f"{text!r} does not end in .json")
     return text
+
+
+def _timeout(text: str) -> float:
+    return float(positive(text))
 
 
 def _port(text: str) -> int:

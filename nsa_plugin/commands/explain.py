@@ -6,7 +6,7 @@ import argparse
 from dataclasses import asdict, fields
 from typing import Any
 
-from nsa_plugin.commands.arguments import natural, positive
+from nsa_plugin.commands.arguments import natural, option, positive
 from nsa_plugin.commands.output import add_json, add_verbose, print_json
 from nsa_plugin.decision.case import count
 from nsa_plugin.decision.dispatch import decide, partition
@@ -99,21 +99,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="v3.2",
         help="DeepSeek-V3.2's shape, GLM-5's or DeepSeek-V4's (default: %(default)s)",
     )
-    model.add_argument(
-        "--heads", type=positive, metavar="N", help="query heads of a rank (default: the model's over --tp)"
+    option(model, "--heads N", positive, "query heads of a rank (default: the model's over --tp)")
+    option(model, "--tp N", positive, "attention TP size (default: %(default)s)", 1)
+    dtypes = (
+        "KV cache dtype in any engine's spelling: bf16, bfloat16; fp8, fp8_e4m3 or fp8_ds_mla for the family's fp8 "
+        "layout; auto for bf16 with v3.2 and fp8 with v4 (default: %(default)s)"
     )
-    model.add_argument("--tp", type=positive, default=1, metavar="N", help="attention TP size (default: %(default)s)")
-    model.add_argument(
-        "--kv-dtype",
-        type=_kv_dtype,
-        default="bf16",
-        metavar="DTYPE",
-        help="KV cache dtype in any engine's spelling: bf16, bfloat16; fp8, fp8_e4m3 or fp8_ds_mla for the family's "
-        "fp8 layout; auto for bf16 with v3.2 and fp8 with v4 (default: %(default)s)",
-    )
-    model.add_argument(
-        "--index-topk", type=positive, metavar="N", help="KV tokens that the indexer selects (default: the model's)"
-    )
+    option(model, "--kv-dtype DTYPE", _kv_dtype, dtypes, "bf16")
+    option(model, "--index-topk N", positive, "KV tokens that the indexer selects (default: the model's)")
 
     batch = parser.add_argument_group("batch")
     batch.add_argument(
@@ -123,48 +116,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PHASE",
         help=f"phase of the batch: {', '.join(map(str, Phase))} (default: %(default)s)",
     )
-    batch.add_argument(
-        "--requests", type=positive, metavar="N", help="requests (default: 1; for decode, one for each query token)"
-    )
-    batch.add_argument(
-        "--q-tokens", type=natural, metavar="N", help="query tokens of all requests (default: --requests)"
-    )
-    batch.add_argument("--max-kv", type=natural, metavar="N", help="longest context in tokens (default: --q-tokens)")
-    batch.add_argument(
-        "--total-kv",
-        type=natural,
-        metavar="N",
-        help="sum of the contexts in tokens (default: --max-kv for each request)",
-    )
-    batch.add_argument(
-        "--lengths",
-        type=_lengths,
-        metavar="TOKENS:CONTEXT,...",
-        help="query tokens and context of each request, instead of the four flags above; shows how the batch is split",
-    )
+    option(batch, "--requests N", positive, "requests (default: 1; for decode, one for each query token)")
+    option(batch, "--q-tokens N", natural, "query tokens of all requests (default: --requests)")
+    option(batch, "--max-kv N", natural, "longest context in tokens (default: --q-tokens)")
+    option(batch, "--total-kv N", natural, "sum of the contexts in tokens (default: --max-kv for each request)")
+    lengths = "query tokens and context of each request, instead of the four flags above; shows how the batch is split"
+    option(batch, "--lengths TOKENS:CONTEXT,...", _lengths, lengths)
     batch.add_argument("--cuda-graph", action="store_true", help="the batch is captured in a CUDA graph")
     batch.add_argument(
         "--context-parallel", action="store_true", help="the prefill is split over a context-parallel group"
     )
-    batch.add_argument(
-        "--workspace-tokens",
-        type=natural,
-        default=0,
-        metavar="N",
-        help="most context tokens that dense attention may hold at once; 0: no limit (default: %(default)s)",
-    )
+    workspace = "most context tokens that dense attention may gather at once; 0: no limit (default: %(default)s)"
+    option(batch, "--workspace-tokens N", natural, workspace, 0)
 
     device = parser.add_argument_group("device (default: this machine)")
-    device.add_argument("--sm", type=natural, metavar="N", help="SM version of another device: 90, 100; 0 is a CPU")
-    device.add_argument(
-        "--libraries",
-        type=_libraries,
-        metavar="A,B",
-        help=f"kernel libraries of that device: {', '.join(MANIFEST)} (default: all)",
-    )
-    device.add_argument(
-        "--memory-gb", type=_gigabytes, metavar="GIB", help="free memory of that device in GiB (default: 70.5)"
-    )
+    option(device, "--sm N", natural, "SM version of another device: 90, 100; 0 is a CPU")
+    libraries = f"kernel libraries of that device: {', '.join(MANIFEST)} (default: all)"
+    option(device, "--libraries A,B", _libraries, libraries)
+    option(device, "--memory-gb GIB", _gigabytes, "free memory of that device in GiB (default: 70.5)")
 
     settings = parser.add_argument_group(
         "settings (default: NSA_PLUGIN_* of the environment, then the plugin's defaults)"
