@@ -1,8 +1,8 @@
 """The command line: ``nsa-plugin doctor | explain | patches | demo | bench | compare``.
 
-Only the command that was asked for is imported, so that help is instant and needs neither torch nor
-an engine. A command is a module with `add_arguments(parser)` and `run(args) -> int`. One that sets
-`TAKES_ENGINE_FLAGS` finds what follows `--` in `args.engine_flags`.
+Only the requested command is imported, so that help is instant and needs neither torch nor an engine. A command is a
+module with `add_arguments(parser)` and `run(args) -> int`. A module that sets `TAKES_ENGINE_FLAGS` gets the words after
+`--` in `args.engine_flags`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nsa_plugin.errors import NsaPluginError
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 EXIT_CODES = """exit codes:
-  0    what was asked holds
+  0    success: the check passed
   1    the check failed; the output says what and why
   2    bad usage or bad input; one line on stderr says what is allowed
   130  interrupted"""
@@ -32,7 +32,7 @@ COMMANDS = {
     "explain": ("nsa_plugin.commands.explain", "one routing decision from flags: the route and the reasons"),
     "patches": ("nsa_plugin.commands.patches", "every change to an engine: target, reason, when it can go"),
     "demo": ("nsa_plugin.commands.demo", "serve a small model with a real engine and compare every token"),
-    "bench": ("nsa_plugin.commands.bench", "time the kernels on this machine's GPU beside their floor, and report it"),
+    "bench": ("nsa_plugin.commands.bench", "time the kernels on this machine's GPU against their floor, and report it"),
     "compare": ("nsa_plugin.commands.compare", "serve a model with the stock engine and with the plugin, and compare"),
 }
 
@@ -53,7 +53,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser(asked: str | None) -> argparse.ArgumentParser:
-    """The parser, with the arguments of the command that is asked for."""
+    """The parser, with the arguments of the requested command."""
     layout = argparse.RawDescriptionHelpFormatter
     parser = _Parser(
         prog="nsa-plugin",

@@ -1,4 +1,4 @@
-"""The errors of nsa-plugin. Each message says what is wrong, where, and what is allowed."""
+"""The errors of nsa-plugin. Each message has the problem, its place and the allowed values."""
 
 
 class NsaPluginError(Exception):

@@ -1,8 +1,8 @@
 """Settings: one frozen dataclass, resolved from the engine's flags, its config, the environment and defaults.
 
-The first source that names a setting wins: engine flag, engine config, ``NSA_PLUGIN_<NAME>`` in the environment,
+The first source that sets a value wins: engine flag, engine config, ``NSA_PLUGIN_<NAME>`` in the environment,
 default. ``NSA_PLUGIN_ENABLED=0`` is the one exception: it is the kill switch and wins over everything. If two sources
-disagree, `ResolvedSettings.notes` names both, and the start-up report prints it.
+disagree, `ResolvedSettings.notes` lists both, and the start-up report prints it.
 
 The choices of `prefill_backend` and `decode_backend` come from the manifest of kernel libraries, which is plain data
 below this module: `libraries` imports neither settings nor torch.
@@ -21,7 +21,7 @@ from nsa_plugin.libraries.capabilities import Op
 from nsa_plugin.libraries.manifest import supporting
 
 ENV_PREFIX = "NSA_PLUGIN_"
-# The settings that name a kernel library, and the op that the library must support.
+# The settings that select a kernel library, and the op that the library must support.
 BACKEND_OPS = {"prefill_backend": Op.SPARSE_MLA_PREFILL, "decode_backend": Op.SPARSE_MLA_DECODE}
 TOKEN_SHARD_MODES = ("auto", "on", "off")
 PORTABLE_MODES = ("auto", "on")
@@ -222,7 +222,7 @@ class Settings:
 
     @classmethod
     def allowed(cls, name: str) -> str:
-        """The allowed values of a setting, in words."""
+        """The allowed values of a setting, as text."""
         words: str | Callable[[], str] = cls.__dataclass_fields__[name].metadata["allowed"]
         return words if isinstance(words, str) else words()
 
@@ -304,7 +304,7 @@ def resolve(
     flag_source: str = "the engine's command line",
     config_source: str = "the engine's configuration",
 ) -> ResolvedSettings:
-    """Resolve the settings from all sources; the first source that names a setting wins.
+    """Resolve the settings from all sources; the first source that sets a value wins.
 
     Args:
         flags: values given as engine flags, by setting name; only those that the user gave.

@@ -28,7 +28,7 @@ _NO_FILE = ("off", "log")
 
 
 class ReportedPatch(Protocol):
-    """What a report says of a patch."""
+    """A patch as a report lists it."""
 
     @property
     def name(self) -> str: ...
@@ -38,7 +38,7 @@ class ReportedPatch(Protocol):
 
 
 class PatchOutcome(Protocol):
-    """What became of one patch; the ledger's `PatchStatus`."""
+    """The state of one patch; the ledger's `PatchStatus`."""
 
     @property
     def patch(self) -> ReportedPatch: ...
@@ -58,7 +58,7 @@ class StartupReport:
         engine, engine_version: the engine that the plugin runs in.
         active: whether the plugin serves this model.
         resolved: the settings and where each came from.
-        statuses: what became of each patch.
+        statuses: the state of each patch.
         facts: anything else a user needs, as label and text: the model's shape, the device, providers.
         left: what the stock engine serves although the plugin is on, and why.
         notes: sentences that need attention: ignored sources, strict off, a fault injected.
@@ -205,7 +205,7 @@ LEFT_TO_STOCK = Metric(
 BUILD_INFO = Metric(
     name="nsa_plugin_build_info",
     kind=MetricKind.GAUGE,
-    text="Always 1; the labels name the versions of nsa-plugin and of the engine.",
+    text="Always 1; the labels have the versions of nsa-plugin and of the engine.",
     labels=("version", "engine_version"),
 )
 METRICS = (BATCHES, QUERY_TOKENS, PREFILL_CHUNKS, DECISION_SECONDS, LOGITS_BUDGET, LEFT_TO_STOCK, BUILD_INFO)
@@ -213,7 +213,7 @@ METRICS = (BATCHES, QUERY_TOKENS, PREFILL_CHUNKS, DECISION_SECONDS, LOGITS_BUDGE
 Write = Callable[[float], None]
 """Adds to a counter, sets a gauge or observes in a histogram."""
 MetricWriter = Callable[[Metric, Mapping[str, str]], Write]
-"""An engine's way to its /metrics: from a metric and its labels to what writes it."""
+"""Makes the function that writes a metric with these labels to an engine's /metrics."""
 
 
 class Metrics:
@@ -289,13 +289,13 @@ class Trace:
         """Record one batch.
 
         Args:
-            parts: each plan with its requests as (request id, query rows, context in tokens after this step).
+            parts: each plan with its requests as (request id, query tokens, context in tokens after this step).
         """
         self._step += 1
         if self.mode in _NO_FILE:
             for plan, _ in parts:
                 self.counts[plan.route] += 1
-                # Decode steps come in thousands with one plan, and to look a plan up is to hash all of it.
+                # Thousands of decode steps share one plan, and a look-up hashes the whole plan.
                 if plan is not self._last:
                     self._name(plan)
                     self._last = plan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -38,12 +39,17 @@ def positives(text: str) -> list[int]:
 
 def seconds(text: str) -> float:
     """A finite number above 0."""
+    return above_zero(text, "seconds")
+
+
+def above_zero(text: str, unit: str, end: float = math.inf) -> float:
+    """A number above 0 and below `end`."""
     try:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    if not 0 < value < end:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of {unit} above 0")
     return value
 
 

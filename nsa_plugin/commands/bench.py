@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(measure, "--commit HASH", str, "commit for the record, where the source is in no checkout")
     report = parser.add_argument_group(REPORT)
     option(report, "--records DIR", Path, "where the records are (%(default)s)", RECORDS)
-    report.add_argument("--plots", action="store_true", help="also draw an SVG beside each record; needs matplotlib")
+    report.add_argument("--plots", action="store_true", help="also draw an SVG next to each record; needs matplotlib")
 
 
 def run(args: argparse.Namespace) -> int:

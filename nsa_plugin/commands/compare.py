@@ -161,7 +161,7 @@ def _cases(args: argparse.Namespace) -> list[str]:
             raise CompareError(f"--output-tokens is for the case {DECODE}, which is not among {', '.join(cases)}")
         if args.beside and not any(case in AGREEMENT_CASES for case in cases):
             raise CompareError(f"--beside is for agreement cases, not for {', '.join(cases)}")
-        # If not asked for by name, it is left out where it does not fit, and the record says so.
+        # Unless --case selects it, it is left out where it does not fit, and the record says so.
         if MIXED in (args.case or ()) and (reasons := left_out(args.context, cases)):
             raise CompareError(f"--case {MIXED}: {'; '.join(reasons.values())}")
         return cases

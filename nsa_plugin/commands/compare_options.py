@@ -77,7 +77,7 @@ Ends 143 if it is terminated."""
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = f"{EPILOG}\n\n{parser.epilog}"
     parser.usage = "nsa-plugin compare ENGINE [options] [-- ENGINE_FLAG ...]"
-    parser.add_argument("engine", choices=ENGINES, help="whose server to start: %(choices)s")
+    parser.add_argument("engine", choices=ENGINES, help="the engine to serve with: %(choices)s")
     model = parser.add_argument_group("model")
     given = model.add_mutually_exclusive_group()
     option(given, "--model DIR", Path, "a checkpoint with sparse attention")

@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
                 with _json_file(args.json) as file:
                     record = _record_file(args.record)
                     work_dir = (args.work_dir or Path(tempfile.mkdtemp(prefix="nsa-plugin-demo-"))).resolve()
-                    options = {name.name: getattr(args, name.name) for name in fields(DemoOptions)}
+                    options = {one.name: getattr(args, one.name) for one in fields(DemoOptions)}
                     code, data = _run(DemoOptions(**options | {"work_dir": work_dir}), out)
                     if file is not None:
                         json.dump(data, file, indent=2)

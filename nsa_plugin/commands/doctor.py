@@ -1,4 +1,4 @@
-"""``nsa-plugin doctor``: what is installed here, what works, and why something does not."""
+"""``nsa-plugin doctor``: what is installed here, what works, and why something does not work."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata, util
+from itertools import product
 from typing import Any
 
 from packaging.requirements import Requirement
@@ -16,11 +17,12 @@ from rich.table import Table
 
 from nsa_plugin import __version__
 from nsa_plugin.commands.engines import ENGINES, Engine, holds
+from nsa_plugin.commands.explain import FAMILY_DIMS
 from nsa_plugin.commands.output import add_json, add_verbose, print_json
 from nsa_plugin.decision.dispatch import decide
 from nsa_plugin.decision.shapes import BatchShape, ModelShape, Phase
 from nsa_plugin.errors import NsaPluginError, SettingsError
-from nsa_plugin.libraries.devices import DeviceProfile
+from nsa_plugin.libraries.devices import DeviceProfile, InstalledLibrary
 from nsa_plugin.libraries.manifest import MANIFEST
 from nsa_plugin.libraries.probe import probe
 from nsa_plugin.patches.ledger import Need
@@ -130,24 +132,21 @@ _BATCHES = {
 _MODELS = {
     "V3.2 bf16": ModelShape(),
     "V3.2 fp8": ModelShape(kv_layout="v32_fp8"),
-    "V4 fp8": ModelShape(
-        family="v4", kv_layout="v4_fp8", qk_nope_head_dim=448, v_head_dim=512, index_topk=512, sliding_window=128
-    ),
+    "V4 fp8": ModelShape(family="v4", kv_layout="v4_fp8", **FAMILY_DIMS["v4"]),
 }
 
 
 def routes(device: DeviceProfile, settings: Settings) -> list[dict[str, Any]]:
     """The attention path that `decide` picks for each model and batch, or why there is none."""
     rows: list[dict[str, Any]] = []
-    for model_name, model in _MODELS.items():
-        for batch_name, batch in _BATCHES.items():
-            row: dict[str, Any] = {"model": model_name, "batch": batch_name}
-            try:
-                plan = decide(model, batch, device, settings)
-                row |= {"works": True, "route": str(plan.attention), "provider": plan.provider, "reason": ""}
-            except NsaPluginError as error:
-                row |= {"works": False, "route": "", "provider": "", "reason": str(error)}
-            rows.append(row)
+    for (model_name, model), (batch_name, batch) in product(_MODELS.items(), _BATCHES.items()):
+        row: dict[str, Any] = {"model": model_name, "batch": batch_name}
+        try:
+            plan = decide(model, batch, device, settings)
+            row |= {"works": True, "route": str(plan.attention), "provider": plan.provider, "reason": ""}
+        except NsaPluginError as error:
+            row |= {"works": False, "route": "", "provider": "", "reason": str(error)}
+        rows.append(row)
     return rows
 
 
@@ -197,7 +196,7 @@ def _torch_version() -> str:
 
 
 def library_fixes(device: DeviceProfile) -> dict[str, str]:
-    """The command that installs each kernel library with kernels for this GPU that pip can add beside the engine."""
+    """By library with kernels for this GPU: the command with which pip adds it to the engine's environment."""
     if device.kind != "cuda":
         return {}
     extras = [Requirement(text) for text in metadata.requires("nsa-plugin") or ()]
@@ -243,7 +242,7 @@ def _show(
     if given:
         rows.add_row("settings", ", ".join(given))
     for state in states:
-        installed = f"{state.distribution} {state.version}".strip()
+        installed = _installed(state)
         off = killed() or environment_error
         said = "would serve, but is switched off: see below" if state.ready and off else state.reason
         rows.add_row("", "")
@@ -278,21 +277,24 @@ def _show(
 def _show_all(
     out: Console, device: DeviceProfile, states: Sequence[EngineState], rows: Sequence[Mapping[str, Any]]
 ) -> None:
-    engines = table("Engines", "engine", "installed", "supported here", "state")
-    for state in states:
-        installed = f"{state.distribution} {state.version}".strip() or "-"
-        engines.add_row(state.engine, installed, state.supported, state.reason)
-    out.print(engines)
+    engines = [(one.engine, _installed(one) or "-", one.supported, one.reason) for one in states]
+    out.print(table("Engines", "engine", "installed", "supported here", "state", rows=engines))
 
     libraries = table("Kernel libraries", "library", "installed", "state")
     for library in device.libraries.values():
         operations = ", ".join(dict.fromkeys(str(capability.op) for capability in library.capabilities))
-        installed = f"{library.distribution} {library.version}".strip() or "-"
-        libraries.add_row(library.name, installed, operations if library.available else library.reason)
+        state = operations if library.available else library.reason
+        libraries.add_row(library.name, _installed(library) or "-", state)
     out.print(libraries)
 
-    routed = table("Attention paths here, where the engine supports the model", "model", "batch", "path")
-    for row in rows:
-        route = f"{row['route']} with {row['provider']}" if row["works"] else f"not supported: {row['reason']}"
-        routed.add_row(row["model"], row["batch"], route)
-    out.print(routed)
+    paths = (
+        f"{row['route']} with {row['provider']}" if row["works"] else f"not supported: {row['reason']}" for row in rows
+    )
+    routed = [(row["model"], row["batch"], path) for row, path in zip(rows, paths, strict=True)]
+    title = "Attention paths here, where the engine supports the model"
+    out.print(table(title, "model", "batch", "path", rows=routed))
+
+
+def _installed(one: EngineState | InstalledLibrary) -> str:
+    """The distribution and its version; "" if it is not installed."""
+    return f"{one.distribution} {one.version}".strip()

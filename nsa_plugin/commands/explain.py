@@ -6,7 +6,7 @@ import argparse
 from dataclasses import asdict, fields
 from typing import Any
 
-from nsa_plugin.commands.arguments import natural, option, positive
+from nsa_plugin.commands.arguments import above_zero, natural, option, positive
 from nsa_plugin.commands.output import add_json, add_verbose, print_json
 from nsa_plugin.decision.case import count
 from nsa_plugin.decision.dispatch import decide, partition
@@ -34,17 +34,14 @@ EXAMPLES = """examples:
 # Settings that do not change the plan of a batch.
 _NOT_ABOUT_BATCHES = ("enabled", "strict", "trace", "report", "portable", "split_prefill", "fault")
 
-_LAYOUTS = {
-    ("v3.2", "bf16"): "bf16",
-    ("v3.2", "fp8_e4m3"): "v32_fp8",
-    ("v4", "bf16"): "bf16",
-    ("v4", "fp8_e4m3"): "v4_fp8",
-}
 # The engines' spellings of --kv-cache-dtype. `auto` is the cache of most GPUs: bf16 for V3.2, fp8 for V4.
-_BF16 = ("bf16", "bfloat16")
-_FP8 = ("fp8", "fp8_e4m3", "fp8_ds_mla")
+_KV_DTYPES = {
+    **dict.fromkeys(("bf16", "bfloat16"), "bf16"),
+    **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_ds_mla"), "fp8"),
+    "auto": "auto",
+}
 # Dimensions of the released models, where they differ from ModelShape's defaults.
-_FAMILY_DIMS: dict[str, dict[str, int]] = {
+FAMILY_DIMS: dict[str, dict[str, int]] = {
     "v3.2": {},
     "glm": {"num_heads": 64, "qk_nope_head_dim": 192, "v_head_dim": 256, "index_n_heads": 32},
     "v4": {"qk_nope_head_dim": 448, "v_head_dim": 512, "index_topk": 512, "sliding_window": 128},
@@ -52,13 +49,7 @@ _FAMILY_DIMS: dict[str, dict[str, int]] = {
 
 
 def _gigabytes(text: str) -> int:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value < 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of GiB above 0")
-    return int(value * GIB)
+    return int(above_zero(text, "GiB", 1e6) * GIB)
 
 
 def _libraries(text: str) -> tuple[str, ...]:
@@ -70,12 +61,11 @@ def _libraries(text: str) -> tuple[str, ...]:
 
 
 def _kv_dtype(text: str) -> str:
-    """A KV cache dtype as the layouts name it: "bf16", "fp8_e4m3" or "auto"."""
-    for name, spellings in (("bf16", _BF16), ("fp8_e4m3", _FP8), ("auto", ("auto",))):
-        if text.lower() in spellings:
-            return name
-    allowed = ", ".join((*_BF16, *_FP8, "auto"))
-    raise argparse.ArgumentTypeError(f"{text!r} is not a KV cache dtype of these models; allowed: {allowed}")
+    """A KV cache dtype in any engine's spelling: "bf16", "fp8" or "auto"."""
+    if text.lower() not in _KV_DTYPES:
+        allowed = ", ".join(_KV_DTYPES)
+        raise argparse.ArgumentTypeError(f"{text!r} is not a KV cache dtype of these models; allowed: {allowed}")
+    return _KV_DTYPES[text.lower()]
 
 
 def _lengths(text: str) -> list[tuple[int, int]]:
@@ -95,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model on one rank")
     model.add_argument(
         "--model",
-        choices=_FAMILY_DIMS,
+        choices=FAMILY_DIMS,
         default="v3.2",
         help="DeepSeek-V3.2's shape, GLM-5's or DeepSeek-V4's (default: %(default)s)",
     )
@@ -149,16 +139,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _model(args: argparse.Namespace) -> ModelShape:
-    dims = dict(_FAMILY_DIMS[args.model])
+    dims = dict(FAMILY_DIMS[args.model])
     if args.index_topk:
         dims["index_topk"] = args.index_topk
     if args.heads:
         dims["num_heads"] = args.heads * args.tp
-    dtype = args.kv_dtype
-    if dtype == "auto":
-        dtype = "fp8_e4m3" if args.model == "v4" else "bf16"
-    family = "v4" if args.model == "v4" else "v3.2"
-    return ModelShape(family=family, attn_tp_size=args.tp, kv_layout=_LAYOUTS[family, dtype], **dims)
+    v4 = args.model == "v4"
+    fp8 = args.kv_dtype == "fp8" or (args.kv_dtype == "auto" and v4)
+    layout = ("v4_fp8" if v4 else "v32_fp8") if fp8 else "bf16"
+    return ModelShape(family="v4" if v4 else "v3.2", attn_tp_size=args.tp, kv_layout=layout, **dims)
 
 
 def _batch(args: argparse.Namespace) -> BatchShape:
@@ -174,7 +163,7 @@ def _batch(args: argparse.Namespace) -> BatchShape:
     max_kv = q_tokens if args.max_kv is None else args.max_kv
     total_kv = max_kv * requests if args.total_kv is None else args.total_kv
     if max_kv * requests < q_tokens:
-        raise ShapeError(f"--max-kv {max_kv} for {requests} requests holds fewer tokens than --q-tokens {q_tokens}")
+        raise ShapeError(f"--max-kv {max_kv} for {requests} requests allows fewer tokens than --q-tokens {q_tokens}")
     if not q_tokens <= total_kv <= max_kv * requests:
         raise ShapeError(
             f"--total-kv is {total_kv}; allowed with --q-tokens {q_tokens}, --max-kv {max_kv} and {requests} "
@@ -231,20 +220,16 @@ def _parts(
 
 
 def _plan_fields(plan: Plan) -> list[tuple[str, str, str]]:
-    """(field, choice, reason) of each field, the indexer's after its mode."""
+    """(field, choice, reason) of each field; the indexer's fields follow its mode."""
     data = plan.as_dict()
     indexer = data.pop("indexer")
     reasons = data.pop("reasons")
-    choices: dict[str, Any] = {
-        **data,
-        "indexer": indexer.pop("mode"),
-        **{f"indexer.{k}": v for k, v in indexer.items()},
-    }
+    choices = {**data, "indexer": indexer.pop("mode"), **{f"indexer.{k}": v for k, v in indexer.items()}}
     return [(name, "-" if value == "" else str(value), reasons.get(name, "")) for name, value in choices.items()]
 
 
 def _matters(name: str, choice: str, model: ModelShape) -> bool:
-    """Whether a field says what is done, not what is left out; resharding is a question with several ranks only."""
+    """Whether a field is something that is done, not left out. Resharding needs several ranks."""
     if name == "token_shard":
         return model.attn_tp_size > 1
     return name != "phase" and choice not in ("False", "-", "0") and (name, choice) != ("token_shard_chunks", "1")
@@ -282,11 +267,8 @@ def run(args: argparse.Namespace) -> int:
     for requests, batch, plan in parts:
         which = "" if requests is None else f"requests {', '.join(map(str, requests))}: "
         size = f"{count(batch.num_tokens, 'query token')} over {count(batch.total_kv_len, 'context token')}"
-        listed = table(f"{which}{size}", "field", "choice", "why")
-        for row in _plan_fields(plan):
-            if args.verbose or _matters(row[0], row[1], model):
-                listed.add_row(*row)
-        out.print(listed)
+        rows = [row for row in _plan_fields(plan) if args.verbose or _matters(row[0], row[1], model)]
+        out.print(table(f"{which}{size}", "field", "choice", "why", rows=rows))
     if not args.verbose:
         out.print("-v adds what is off, with the reasons")
     return 0

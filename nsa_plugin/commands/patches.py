@@ -1,4 +1,4 @@
-"""``nsa-plugin patches``: the ledger, and what the installed engine says to it."""
+"""``nsa-plugin patches``: the ledger, checked against the installed engine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EPILOG = """states:
   not_needed  the engine no longer needs the patch
   unused      not part of this version
   elsewhere   for another kind of device than this one
-  -           not asked: no engine is installed, or --version or --no-probe"""
+  -           not checked: no engine is installed, or --version or --no-probe"""
 
 _PROBE_TIMEOUT_S = 600
 
@@ -72,17 +72,16 @@ def live_states(engine: Engine, version: Version, patches: list[Patch]) -> dict[
         return {patch.name: ("missing", reason) for patch in patches}
 
 
-def _states(engine: Engine, asked: Version | None, no_probe: bool) -> dict[str, tuple[str, str]]:
+def _states(engine: Engine, version: Version | None, *, live: bool) -> dict[str, tuple[str, str]]:
+    """State and detail of each patch by name; `live`: look into the installed engine."""
     patches: tuple[Patch, ...] = engine.ledger.PATCHES
-    found = engine.installed()
-    version = asked or (found[1] if found else None)
     if version is None:
         return {patch.name: ("-", "") for patch in patches}
     states = {
         patch.name: ("-", "") if patch.target(version) else ("unused", f"not part of {engine.name} {version}")
         for patch in patches
     }
-    if asked or no_probe:
+    if not live:
         return states
     others = engine.needs_elsewhere(probe())
     here = [patch for patch in patches if patch.target(version) and patch.need not in others]
@@ -108,12 +107,12 @@ def _entry(patch: Patch, version: Version | None, state: tuple[str, str]) -> dic
 
 def run(args: argparse.Namespace) -> int:
     if args.version and not args.engine:
-        raise SettingsError("--version needs --engine: say whose version it is, one of " + ", ".join(ENGINES))
+        raise SettingsError("--version needs --engine, one of " + ", ".join(ENGINES))
     report: list[dict[str, Any]] = []
     for engine in [ENGINES[args.engine]] if args.engine else ENGINES.values():
         found = engine.installed()
         version = args.version or (found[1] if found else None)
-        states = _states(engine, args.version, args.no_probe)
+        states = _states(engine, version, live=not (args.version or args.no_probe))
         report.append(
             {
                 "engine": engine.name,

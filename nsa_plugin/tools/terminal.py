@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.box import SIMPLE_HEAD
@@ -26,11 +26,13 @@ def console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr, markup=False, highlight=False, emoji=False, width=None if known else _WIDTH_OF_A_FILE)
 
 
-def table(title: str, *columns: str) -> Table:
+def table(title: str, *columns: str, rows: Iterable[Sequence[str]] = ()) -> Table:
     """A table whose first column never wraps and whose last column takes the rest of the line."""
     made = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
     for position, column in enumerate(columns):
         made.add_column(column, overflow="fold", no_wrap=position == 0)
+    for row in rows:
+        made.add_row(*row)
     return made
 
 

@@ -1,6 +1,6 @@
 """Compare the answers of two engines to the same requests for the same checkpoint.
 
-Two engines do not fit into one Python environment, so each has its own comparison, and what both saved is judged here.
+Two engines do not fit into one Python environment. So each runs a comparison, and the two saved files are judged here.
 The rule is that of docs/compare.md with another yardstick: engines round at different places, so the plugin's two
 servers may differ as much as the two stock servers. Each engine's control must be noticed against the other engine's
 plugin.

@@ -1,4 +1,4 @@
-"""What a comparison measured: plain data, saved after every step and read back to be judged."""
+"""The measurements of a comparison: plain data, saved after every step and read back to be judged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STOCK, AGAIN, PLUGIN, CONTROL = "stock", "stock-again", "plugin", "control"
 
 @dataclass(kw_only=True)
 class Run:
-    """One server: what it was, and what it answered.
+    """One server, and its answers.
 
     Attributes:
         role: see `runner.ROLES`.
@@ -27,7 +27,7 @@ class Run:
         speed: by load and measure (see `load`), one reading per repetition.
         report: the plugin's start-up report, or empty.
         routes: batches by "phase/attention/provider", from the plugin's counters.
-        planned: plans named in the server's log, as "phase/attention/provider".
+        planned: plans in the server's log, as "phase/attention/provider".
         skipped: groups without enough time, and loads that were not completed.
         fell: how the server failed at a prompt that was meant to make it fail (`workload.LIMIT`), or "".
         error: any other reason why the run ended early, or "".
@@ -63,7 +63,7 @@ class Measured:
         together: all servers ran at the same time and were timed in turns.
         prompts: tokens of each request's prompt, by group and request.
         digests: `RequestGroup.digest` by group.
-        forced: log probabilities of a prompt that requests with forced positions ask for.
+        forced: log probabilities of a prompt that requests with forced positions request.
         least_cached: tokens that must come from the prefix cache, by request.
         runs: by role, in the order in which they were made.
         ended: why the comparison ended early, or "".

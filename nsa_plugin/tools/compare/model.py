@@ -1,4 +1,4 @@
-"""The model of a comparison: what its configuration means for the requests, and the checkpoints made locally."""
+"""The model of a comparison: lengths that matter for its requests, and checkpoints made locally."""
 
 from __future__ import annotations
 
@@ -78,8 +78,10 @@ _SHOWN = (
     *("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "index_topk", "index_n_heads", "index_head_dim"),
     *("n_routed_experts", "num_experts_per_tok", "num_nextn_predict_layers", "vocab_size", "torch_dtype"),
 )
-_SHOWN_GLM = ("index_topk_pattern",)
-_SHOWN_V4 = (*("head_dim", "o_lora_rank", "o_groups", "sliding_window", "compress_ratios"), "quantization_config")
+_SHOWN_MORE = {
+    V4: ("head_dim", "o_lora_rank", "o_groups", "sliding_window", "compress_ratios", "quantization_config"),
+    GLM: ("index_topk_pattern",),
+}
 
 
 def family_of(config: Mapping[str, Any]) -> str:
@@ -123,14 +125,12 @@ def row_edges(config: Mapping[str, Any], chunk: int | None) -> list[int]:
     """
     if family_of(config) != V4:
         return []
-    if chunk is None:
-        return list(_ROW_EDGES)
-    return [*(rows for rows in _ROW_EDGES if rows <= chunk), chunk + 1]
+    return list(_ROW_EDGES) if chunk is None else [*(rows for rows in _ROW_EDGES if rows <= chunk), chunk + 1]
 
 
 def shown(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a model's configuration that a record has."""
-    names = _SHOWN + {V4: _SHOWN_V4, GLM: _SHOWN_GLM}.get(family_of(config), ())
+    """The part of a model's configuration that a record keeps."""
+    names = _SHOWN + _SHOWN_MORE.get(family_of(config), ())
     return {name: config[name] for name in names if name in config}
 
 
@@ -157,7 +157,9 @@ def spec_of(
                 SPEC_V4, compress_ratios=tuple(ratios), num_attention_heads=heads, num_nextn_predict_layers=nextn
             )
         if layers is not None and not isinstance(layers, int):
-            raise CompareError(f"--layers is {_joined(layers)}; compress ratios are for --family {V4}, give a number")
+            raise CompareError(
+                f"--layers is {','.join(map(str, layers))}; compress ratios are for --family {V4}, give a number"
+            )
         spec, widths = (SPEC_GLM, GLM_FULL_WIDTH) if family == GLM else (SPEC, FULL_WIDTH)
         count = layers or spec.num_hidden_layers
         return replace(
@@ -232,7 +234,3 @@ def digest(directory: Path) -> str:
     except OSError as error:
         raise CompareError(f"the checkpoint {directory} cannot be read: {error}") from error
     return found.hexdigest()
-
-
-def _joined(numbers: Sequence[int]) -> str:
-    return ",".join(map(str, numbers))

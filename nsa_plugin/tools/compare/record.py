@@ -190,10 +190,8 @@ def _limit(measured: Measured, case: dict[str, Any]) -> list[Row]:
     """The row for prompts that were meant to make stock fail, if there were any."""
     if LIMIT not in measured.prompts:
         return []
-    ours, theirs = (
-        {"answered": list(found.answered), "failed_at": found.failed_at, "error": _nameless(found.error)}
-        for found in (climb(measured, PLUGIN), climb(measured, STOCK))
-    )
+    climbs = (climb(measured, PLUGIN), climb(measured, STOCK))
+    ours, theirs = (asdict(one) | {"error": _nameless(one.error)} for one in climbs)
     row = {"op": LIMIT, "case": {**case, "requests": LIMIT}, "provider": OURS, **ours, "baseline": STOCK}
     return [row | _named("baseline", theirs)]
 

@@ -31,21 +31,13 @@ def print_record(record: Row, console: Console) -> None:
     """Print what was measured, then the checks, and the verdict last."""
     agreement, serve = tables(record)
     if agreement:
-        shown = table("Agreement", "between", *AGREEMENT_COLUMNS)
-        for cells in agreement:
-            shown.add_row(*cells)
-        console.print(shown)
+        console.print(table("Agreement", "between", *AGREEMENT_COLUMNS, rows=agreement))
     if serve:
-        shown = table(f"Speed, medians, servers timed {record['timed']}", *serve_columns(record))
-        for cells in serve:
-            shown.add_row(*cells)
-        console.print(shown)
+        console.print(table(f"Speed, medians, servers timed {record['timed']}", *serve_columns(record), rows=serve))
     for load, why in record.get("left_out", {}).items():
         console.print(f"left out: {load}, {why}")
-    checks = table("Checks", "", "check", "detail")
-    for check in record["verdict"]["checks"]:
-        checks.add_row("✓" if check["holds"] else "✗", check["name"], check["detail"])
-    console.print(checks)
+    checks = [("✓" if one["holds"] else "✗", one["name"], one["detail"]) for one in record["verdict"]["checks"]]
+    console.print(table("Checks", "", "check", "detail", rows=checks))
     console.print(verdict_line(record))
 
 
@@ -83,7 +75,6 @@ def tables(record: Row) -> tuple[list[list[str]], list[list[str]]]:
     for row in record["rows"]:
         case = row["case"]
         if row["op"] == "agreement":
-            gap = "-" if not row["parted"] else _nats(row["max_gap"])
             agreement.append(
                 [
                     _between(row),
@@ -91,7 +82,7 @@ def tables(record: Row) -> tuple[list[list[str]], list[list[str]]]:
                     str(row["requests"]),
                     f"{row['equal']} of {row['tokens']}" if row["tokens"] else f"{row['positions']} positions",
                     str(row["parted"]),
-                    gap,
+                    _nats(row["max_gap"]) if row["parted"] else "-",
                     _nats(row["max_error"]),
                     _nats(row["mean_error"]),
                     str(row["rejected"]),

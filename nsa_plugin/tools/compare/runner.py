@@ -28,7 +28,7 @@ from nsa_plugin.tools.serving.requests import Answer, RequestGroup
 
 # Each role is a server of its own. The control is the plugin with deliberately wrong tokens.
 ROLES = (STOCK, PLUGIN, CONTROL, AGAIN)
-# Groups that the control answers too; these are enough to notice wrong tokens.
+# Groups that the control answers too: enough to notice wrong tokens.
 CONTROL_GROUPS = ("single", "batch", "forced", "rows")
 
 # Seconds kept for each server still to come: its start with kernel compilation, and the agreement requests. Fewer if

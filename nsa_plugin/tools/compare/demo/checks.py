@@ -36,7 +36,7 @@ def coverage(
         )
     ]
     mixed = trace.mixed_batches
-    checks.append(Check(name="prefill and decode in one batch", holds=mixed > 0, detail=f"{mixed} batches held both"))
+    checks.append(Check(name="prefill and decode in one batch", holds=mixed > 0, detail=f"{mixed} batches with both"))
     for request in requests:
         cached, prompt = answers[request.name].cached_tokens, len(request.prompt)
         if prompt - cached > 2 * chunk:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -65,7 +66,7 @@ class DemoOptions:
     timeout: float = 300.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RequestResult:
     request: PromptRequest
     answer: Answer
@@ -146,12 +147,7 @@ def run_pipeline(options: DemoOptions, steps: Steps) -> DemoResult:
         start_seconds=start_seconds,
         tolerance=tolerance,
         requests=[
-            RequestResult(
-                request=request,
-                answer=answers[request.name],
-                comparison=comparison,
-                routes=trace.routes(request.name),
-            )
+            RequestResult(request, answers[request.name], comparison, trace.routes(request.name))
             for request, comparison in zip(requests, comparisons, strict=True)
         ],
         checks=coverage(
@@ -278,15 +274,16 @@ def _send(
     group = RequestGroup(
         name="demo", case="demo", how="at once", requests=tuple(requests), top=NUM_LOGPROBS, traced=True
     )
-    arrived: list[str] = []
+    number = itertools.count(1)
     with steps.step(title) as say:
-
-        def on_answer(name: str, answer: Answer) -> None:
-            arrived.append(name)
-            say(f"{len(arrived)} of {len(requests)} answered")
-
         try:
-            return send(ENGINE, one.server.url, group, options.timeout, on_answer)
+            return send(
+                ENGINE,
+                one.server.url,
+                group,
+                options.timeout,
+                lambda name, answer: say(f"{next(number)} of {len(requests)} answered"),
+            )
         except CompareError:
             one.server.check_alive(patience=5.0)  # the server's own error says more than a broken connection
             raise

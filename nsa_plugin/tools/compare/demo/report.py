@@ -44,7 +44,16 @@ def print_report(result: DemoResult, console: Console) -> None:
     console.print(checks)
     if result.options.control:
         console.print("Control: the attended tokens are deliberately wrong, so the tokens must differ")
-        console.print(_control_table(result.control))
+        control = [
+            (
+                one.name,
+                f"{one.equal} of {one.tokens}",
+                f"{one.max_logprob_error:.1e}",
+                "✓" if control_noticed([one]) else "✗",
+            )
+            for one in result.control
+        ]
+        console.print(table("", "Request", "Tokens equal", "max |Δlogprob|", "Noticed", rows=control))
 
     console.print("Start-up report of the plugin, as the server logged it")
     console.print(f"\n{result.startup_report['text']}\n", soft_wrap=True)
@@ -118,14 +127,6 @@ def _requests_table(requests: Sequence[RequestResult], *, reasons: bool) -> Tabl
             f"{'✓' if comparison.agrees else '✗'} {comparison.equal} of {comparison.tokens}{ties}",
             f"{comparison.max_logprob_error:.1e}",
         )
-    return made
-
-
-def _control_table(control: Sequence[ReferenceComparison]) -> Table:
-    made = table("", "Request", "Tokens equal", "max |Δlogprob|", "Noticed")
-    for comparison in control:
-        equal, noticed = f"{comparison.equal} of {comparison.tokens}", control_noticed([comparison])
-        made.add_row(comparison.name, equal, f"{comparison.max_logprob_error:.1e}", "✓" if noticed else "✗")
     return made
 
 

@@ -1,7 +1,7 @@
 """The demo's requests. One run takes every execution path.
 
 There are prompts below and above `index_topk`, answers that grow past it, a prompt of several chunks, prefixes that
-the cache holds, and batches that mix prefill and decode. No two prompts have the same length, and no name is part of
+are in the cache, and batches that mix prefill and decode. No two prompts have the same length, and no name is part of
 another: the plugin's trace finds each request by its name.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from nsa_plugin.tools.serving.requests import PromptRequest
 
@@ -23,8 +24,8 @@ def demo_workload(
     """The requests for a model that selects `index_topk` tokens, on a server with chunks of `chunk_tokens`.
 
     Args:
-        long_answers: give the shorter prompts long answers. A cache that holds little more than the longest request
-            cannot hold them, so the server preempts some.
+        long_answers: give the shorter prompts long answers. A cache for little more than the longest request is
+            too small for them, so the server preempts some.
 
     Raises:
         ValueError: `index_topk` or `chunk_tokens` is too small for prompts of unique lengths.
@@ -40,64 +41,23 @@ def demo_workload(
 
     # Two and a bit pages of 128 tokens, the largest page that vLLM uses on a CPU.
     shared = tokens(max(272, index_topk + 16))
-    requests = [
-        PromptRequest(
-            name="below-topk",
-            prompt=tokens(index_topk // 3),
-            new_tokens=12,
-            purpose="every token is attended to, in prefill and in decode",
-        ),
-        PromptRequest(
-            name="up-to-topk",
-            prompt=tokens(index_topk),
-            new_tokens=16,
-            purpose="the longest prompt that dense attention may take",
-        ),
-        PromptRequest(
-            name="past-topk",
-            prompt=tokens(index_topk // 2 + 3),
-            new_tokens=index_topk + 32,
-            purpose="decode starts with all tokens and goes on with a selection",
-            control=True,
-        ),
-        PromptRequest(
-            name="above-topk",
-            prompt=tokens(2 * index_topk + 21),
-            new_tokens=24,
-            purpose="sparse prefill in one piece",
-            control=True,
-        ),
-        PromptRequest(
-            name="many-chunks",
-            prompt=tokens(2 * chunk_tokens + index_topk + 25),
-            new_tokens=16,
-            purpose="a prompt longer than two chunks",
-            control=True,
-        ),
-        PromptRequest(
-            name="shared-first",
-            prompt=shared + tokens(9),
-            new_tokens=12,
-            purpose="fills the prefix cache",
-        ),
-        PromptRequest(
-            name="shared-again",
-            prompt=shared + tokens(23),
-            new_tokens=16,
-            purpose="prefill after a cached prefix",
-            after=("shared-first",),
-            cached_tokens=256,
-            control=True,
-        ),
-        PromptRequest(
-            name="shared-long",
-            prompt=shared + tokens(index_topk + 40),
-            new_tokens=12,
-            purpose="a longer prefill after the same prefix, while others decode",
-            after=("shared-first",),
-            cached_tokens=256,
-        ),
-    ]
+    requests: list[PromptRequest] = []
+
+    def add(name: str, prompt: tuple[int, ...], new_tokens: int, purpose: str, **more: Any) -> None:
+        requests.append(PromptRequest(name=name, prompt=prompt, new_tokens=new_tokens, purpose=purpose, **more))
+
+    add("below-topk", tokens(index_topk // 3), 12, "every token is attended to, in prefill and in decode")
+    add("up-to-topk", tokens(index_topk), 16, "the longest prompt that dense attention may take")
+    selected = "decode starts with all tokens and goes on with a selection"
+    add("past-topk", tokens(index_topk // 2 + 3), index_topk + 32, selected, control=True)
+    add("above-topk", tokens(2 * index_topk + 21), 24, "sparse prefill in one piece", control=True)
+    many = tokens(2 * chunk_tokens + index_topk + 25)
+    add("many-chunks", many, 16, "a prompt longer than two chunks", control=True)
+    add("shared-first", shared + tokens(9), 12, "fills the prefix cache")
+    cached: dict[str, Any] = {"after": ("shared-first",), "cached_tokens": 256}
+    add("shared-again", shared + tokens(23), 16, "prefill after a cached prefix", control=True, **cached)
+    among = "a longer prefill after the same prefix, while others decode"
+    add("shared-long", shared + tokens(index_topk + 40), 12, among, **cached)
     _check_unique(requests)
     if long_answers:
         longest_prompt = max(len(request.prompt) for request in requests)
