@@ -7,10 +7,10 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-Group = argparse.ArgumentParser | argparse._ArgumentGroup
+_Arguments = argparse.ArgumentParser | argparse._ArgumentGroup
 
 
-def option(group: Group, flag: str, kind: Callable[[str], Any], text: str, default: Any = None) -> None:
+def option(group: _Arguments, flag: str, kind: Callable[[str], Any], text: str, default: Any = None) -> None:
     """Add an option with a value.
 
     Args:
@@ -20,6 +20,11 @@ def option(group: Group, flag: str, kind: Callable[[str], Any], text: str, defau
     """
     name, _, metavar = flag.partition(" ")
     group.add_argument(name, type=kind, metavar=metavar, default=default, help=text)
+
+
+def switch(group: _Arguments, flag: str, text: str) -> None:
+    """Add an option without a value."""
+    group.add_argument(flag, action="store_true", help=text)
 
 
 def natural(text: str) -> int:

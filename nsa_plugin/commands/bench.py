@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
-from nsa_plugin.commands.arguments import option, positive, seconds
+from nsa_plugin.commands.arguments import option, positive, seconds, switch
 from nsa_plugin.libraries.registry import OPS, REFERENCE, Registry
 from nsa_plugin.tools.bench.cases import SUITES, BenchError, Suite, selected_suites
 from nsa_plugin.tools.terminal import console
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "suites", nargs="*", metavar="SUITE", help=f"what to measure (every suite), or {REPORT}: what was recorded"
     )
-    parser.add_argument("--list", action="store_true", help="list the suites and measure nothing")
+    switch(parser, "--list", "list the suites and measure nothing")
     measure = parser.add_argument_group("measuring")
     measure.add_argument(
         "--provider",
@@ -50,18 +50,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     option(measure, "--budget SECONDS", seconds, "for a suite, without compilation (%(default)g)", 60.0)
     option(measure, "--runs N", positive, "of each contender (as many as fit into 0.2 s)")
-    measure.add_argument(
-        "--back-to-back",
-        action="store_true",
-        help="call after call without emptying the L2 cache, as published figures are measured; makes a separate "
-        "record, which decides nothing",
-    )
-    measure.add_argument("--tiny", action="store_true", help="small cases, to see what runs; they make no record")
+    back_to_back = "call after call without emptying the L2 cache, as published figures are measured"
+    switch(measure, "--back-to-back", f"{back_to_back}; makes a separate record, which decides nothing")
+    switch(measure, "--tiny", "small cases, to see what runs; they make no record")
     option(measure, "--json DIR", Path, "write a record of each suite to DIR/<gpu>/")
     option(measure, "--commit HASH", str, "commit for the record, where the source is in no checkout")
     report = parser.add_argument_group(REPORT)
     option(report, "--records DIR", Path, "where the records are (%(default)s)", RECORDS)
-    report.add_argument("--plots", action="store_true", help="also draw an SVG next to each record; needs matplotlib")
+    switch(report, "--plots", "also draw an SVG next to each record; needs matplotlib")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from nsa_plugin.tools.compare import cross_engine, model, record, report
 from nsa_plugin.tools.compare.lifecycle import speaker
 from nsa_plugin.tools.compare.load import DECODE, MIXED, SPEED_CASES, decode_prompt, left_out, loads
 from nsa_plugin.tools.compare.measured import CONTROL, PLUGIN, STOCK, Measured
+from nsa_plugin.tools.compare.role_server import RoleServer
 from nsa_plugin.tools.compare.runner import EngineComparison
 from nsa_plugin.tools.compare.verdict import judge
 from nsa_plugin.tools.compare.workload import AGREEMENT_CASES, LIMIT, ROWS, until_it_fails, workload
@@ -33,6 +35,8 @@ __all__ = ["TAKES_ENGINE_FLAGS", "add_arguments", "run"]
 TAKES_ENGINE_FLAGS = True
 # Tokens kept for the answer to the longest prompt and for draft tokens of speculative decoding.
 _ANSWER = 512
+# Facts that decide the lengths of the prompts.
+_LENGTHS = ("selects_above", "context", "edges", "row_edges")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -63,20 +67,16 @@ def run(args: argparse.Namespace) -> int:
     groups = (
         [until_it_fails(facts["vocab_size"], args.stock_fails_at)]
         if LIMIT in cases
-        else workload(
-            facts["vocab_size"],
-            facts["selects_above"],
-            facts["context"],
-            cases,
-            edges=facts["edges"],
-            row_edges=facts["row_edges"],
-        )
+        else workload(cases=cases, **{name: facts[name] for name in _LENGTHS}, vocab_size=facts["vocab_size"])
     )
     runs = args.runs or [STOCK, PLUGIN, *([CONTROL] if set(cases) & set(AGREEMENT_CASES) else [])]
     measured = Measured(facts=facts, asked={"runs": runs, "cases": cases}, together=args.together)
 
-    for directory in (args.workdir, logs, *([args.json] if args.json else [])):
-        _make_directory(directory)
+    for directory in filter(None, (args.workdir, logs, args.json)):
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CompareError(f"cannot create {directory}: {error}") from error
     say(f"{facts['suite']} on {facts['host']['gpu'] or 'no GPU'}, {args.budget:.0f} s for everything")
 
     def save() -> None:
@@ -85,14 +85,14 @@ def run(args: argparse.Namespace) -> int:
         if args.json is not None and record.is_named(measured):
             record.write(_record(measured), args.json)
 
+    checkpoint = (args.model or args.workdir / model.checkpoint_name(_spec(args))).resolve()
+    place: dict[str, Any] = {"model": checkpoint, "logs": logs.resolve()}
     comparison = EngineComparison(
         engine=engine,
         measured=measured,
-        model=(args.model or args.workdir / model.checkpoint_name(_spec(args))).resolve(),
-        flags=args.engine_flags,
+        new_server=partial(RoleServer, engine=engine, flags=args.engine_flags, say=say, **place),
         groups=groups,
         loads=loads(facts["context"], cases, facts["prompt_lengths"], facts["output_tokens"]),
-        logs=logs.resolve(),
         deadline=deadline,
         start_timeout=args.start_timeout,
         say=say,
@@ -101,8 +101,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         with sigterm_raises():
             if args.model is None:
-                model.make_checkpoint(_spec(args), comparison.model, say)
-            facts["checkpoint"] = model.digest(comparison.model)
+                model.make_checkpoint(_spec(args), checkpoint, say)
+            facts["checkpoint"] = model.digest(checkpoint)
             if other is not None:
                 cross_engine.check_same(measured, other)
             comparison.make(runs)
@@ -268,13 +268,6 @@ def _check_lengths(args: argparse.Namespace, cases: Sequence[str], config: dict[
 
 def _spec(args: argparse.Namespace) -> model.Spec:
     return model.spec_of(args.family or V32, args.heads, args.layers, mtp=args.mtp, full_width=args.full_width)
-
-
-def _make_directory(path: Path) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CompareError(f"cannot create {path}: {error}") from error
 
 
 def _gpu() -> tuple[str, str]:

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from nsa_plugin.commands.arguments import option, positive, positives, seconds
+from nsa_plugin.commands.arguments import option, positive, positives, seconds, switch
 from nsa_plugin.tools.compare.load import SPEED_CASES, USUAL_OUTPUT
 from nsa_plugin.tools.compare.measured import CONTROL, PLUGIN, STOCK
 from nsa_plugin.tools.compare.model import SPEC, SPEC_GLM, SPEC_V4
@@ -89,13 +89,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ratios = f"for v4 a number or their compress ratios ({','.join(map(str, SPEC_V4.compress_ratios))})"
     layers = f"its layers ({SPEC.num_hidden_layers}, for glm {SPEC_GLM.num_hidden_layers}); {ratios}"
     option(model, "--layers N", _layers, layers)
-    model.add_argument(
-        "--full-width",
-        action="store_true",
-        help="use the model's widths outside attention too, so that attention's share of a prefill is realistic "
-        "(v4 has them)",
-    )
-    model.add_argument("--mtp", action="store_true", help="add a multi-token prediction layer for speculative decoding")
+    width = "use the model's widths outside attention too, so that attention's share of a prefill is realistic"
+    switch(model, "--full-width", f"{width} (v4 has them)")
+    switch(model, "--mtp", "add a multi-token prediction layer for speculative decoding")
     option(model, "--context TOKENS", positive, "longest prompt (%(default)s)", USUAL_CONTEXT)
 
     what = parser.add_argument_group("what to run")
@@ -108,7 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="run only this case; may be given more than once (all agreement cases)",
     )
-    what.add_argument("--speed", action="store_true", help="also time the servers: the speed cases")
+    switch(what, "--speed", "also time the servers: the speed cases")
     alone = "prompt lengths of the timed single requests (2000,8192 and the context)"
     option(what, "--prompt-lengths TOKENS,...", positives, alone, [])
     decode = f"output tokens of each request of the case decode ({USUAL_OUTPUT})"
@@ -118,11 +114,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "and the plugin answers the same prompt"
     )
     option(what, "--stock-fails-at TOKENS,...", positives, limit)
-    what.add_argument(
-        "--together",
-        action="store_true",
-        help="start all servers at the same time and time them in turns; the flags after -- must divide the memory",
-    )
+    together = "start all servers at the same time and time them in turns; the flags after -- must divide the memory"
+    switch(what, "--together", together)
     option(what, "--budget SECONDS", seconds, "total time limit (%(default)g)", 1500.0)
     option(what, "--start-timeout SECONDS", seconds, "limit for a server's start (%(default)g)", 400.0)
     option(what, "--measured FILE", Path, "judge what an earlier run saved; run nothing")

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 from rich.console import Console
 
-from nsa_plugin.commands.arguments import option, positive
+from nsa_plugin.commands.arguments import option, positive, switch
 from nsa_plugin.commands.signals import (
     EXIT_CANNOT_RUN,
     EXIT_FAILED,
@@ -72,11 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=defaults.compile,
         help="use torch.compile; the start takes longer",
     )
-    server.add_argument(
-        "--small-cache",
-        action="store_true",
-        help="use a KV cache for little more than one request, so that requests are preempted",
-    )
+    small = "use a KV cache for little more than one request, so that requests are preempted"
+    switch(server, "--small-cache", small)
     option(server, "--port N", _port, "on 127.0.0.1 (a free one)", defaults.port)
     limit = "limit for the server's start, and for all requests (%(default)g)"
     option(server, "--timeout SECONDS", _timeout, limit, defaults.timeout)
@@ -85,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(output, "--json FILE", str, "write the report as JSON; - for stdout")
     option(output, "--record FILE.json", _record_path, "write the agreement as a benchmark record")
     option(output, "--work-dir DIR", Path, "directory for the checkpoint, logs and traces (a temporary one)")
-    output.add_argument("--keep", action="store_true", help="keep the temporary work directory")
+    switch(output, "--keep", "keep the temporary work directory")
     output.add_argument(
         "--skip-control", dest="control", action="store_false", help="do not start the second, wrong server"
     )

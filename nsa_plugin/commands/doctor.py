@@ -262,16 +262,13 @@ def _show(
     if ok:
         can = "; ".join(f"{state.engine} can serve {', '.join(state.models)}" for state in states if state.ready)
         out.print(f"ok: {can} here with the plugin", style="green")
-    elif environment_error:
-        out.print(f"not ok: {environment_error}", style="red")
-    elif killed():
-        out.print(
-            "not ok: NSA_PLUGIN_ENABLED=0 turns the plugin off in every engine (kill switch)\n"
-            "fix: unset NSA_PLUGIN_ENABLED",
-            style="red",
+        return
+    reason = environment_error or "no installed engine can serve here with the plugin"
+    if killed() and not environment_error:
+        reason = (
+            "NSA_PLUGIN_ENABLED=0 turns the plugin off in every engine (kill switch)\nfix: unset NSA_PLUGIN_ENABLED"
         )
-    else:
-        out.print("not ok: no installed engine can serve here with the plugin", style="red")
+    out.print(f"not ok: {reason}", style="red")
 
 
 def _show_all(

@@ -103,7 +103,7 @@ class Engine:
         return None
 
     def targets_missing(self, version: Version, needs: set[Need]) -> list[str]:
-        """What the ledger needs in this version and the installed files do not have."""
+        """The ledger's targets in this version that the installed files lack."""
         tree = static.installed(self.name)
         if tree is None:
             return [f"the package {self.name} is not found on the import path"]
@@ -138,7 +138,7 @@ ENGINES = {
 def check(
     tree: SourceTree, patches: tuple[Patch, ...], version: Version, needs: set[Need]
 ) -> list[tuple[Patch, str | None]]:
-    """Each patch that the version has a target for, with None or what is missing."""
+    """Each patch with a target in this version, and what is missing or None."""
     checked: list[tuple[Patch, str | None]] = []
     for patch in patches:
         target = patch.target(version)

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import asdict, fields
 from typing import Any
 
-from nsa_plugin.commands.arguments import above_zero, natural, option, positive
+from nsa_plugin.commands.arguments import above_zero, natural, option, positive, switch
 from nsa_plugin.commands.output import add_json, add_verbose, print_json
 from nsa_plugin.decision.case import count
 from nsa_plugin.decision.dispatch import decide, partition
@@ -112,10 +112,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(batch, "--total-kv N", natural, "sum of the contexts in tokens (default: --max-kv for each request)")
     lengths = "query tokens and context of each request, instead of the four flags above; shows how the batch is split"
     option(batch, "--lengths TOKENS:CONTEXT,...", _lengths, lengths)
-    batch.add_argument("--cuda-graph", action="store_true", help="the batch is captured in a CUDA graph")
-    batch.add_argument(
-        "--context-parallel", action="store_true", help="the prefill is split over a context-parallel group"
-    )
+    switch(batch, "--cuda-graph", "the batch is captured in a CUDA graph")
+    switch(batch, "--context-parallel", "the prefill is split over a context-parallel group")
     workspace = "most context tokens that dense attention may gather at once; 0: no limit (default: %(default)s)"
     option(batch, "--workspace-tokens N", natural, workspace, 0)
 

@@ -14,6 +14,7 @@ from typing import Any
 from packaging.version import InvalidVersion, Version
 from rich.table import Table
 
+from nsa_plugin.commands.arguments import option, switch
 from nsa_plugin.commands.engines import ENGINES, Engine, holds
 from nsa_plugin.commands.output import add_json, add_verbose, print_json
 from nsa_plugin.errors import SettingsError
@@ -44,10 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
     add_verbose(parser, "every target, the reason, the upstream reference and when the patch can go")
     parser.add_argument("--engine", choices=tuple(ENGINES), help="only this engine")
-    parser.add_argument(
-        "--version", type=_version, metavar="V", help="the targets of this engine version; needs --engine"
-    )
-    parser.add_argument("--no-probe", action="store_true", help="do not import the installed engine")
+    option(parser, "--version V", _version, "the targets of this engine version; needs --engine")
+    switch(parser, "--no-probe", "do not import the installed engine")
 
 
 def live_states(engine: Engine, version: Version, patches: list[Patch]) -> dict[str, tuple[str, str]]:
@@ -165,15 +164,13 @@ def _all_rows(title: str, patches: list[dict[str, Any]]) -> Table:
     rows = table(title, "patch", "state", "what and why")
     rows.show_lines = True
     for patch in patches:
-        lines = [f"{t['path']} ({t['versions'] or 'every version'})" for t in patch["targets"]]
-        if not patch["changes"]:
-            lines.append("built on, not changed")
-        lines.append(patch["why"])
-        if patch["upstream"]:
-            lines.append(f"upstream: {patch['upstream']}")
-        if patch["remove_when"]:
-            lines.append(f"removed when {patch['remove_when']}")
-        if patch["state"] in ("missing", "not_needed"):
-            lines.append(f"{patch['state']}: {patch['detail']}")
-        rows.add_row(f"{patch['name']}\n({patch['need']})", patch["state"], "\n".join(lines))
+        lines = [
+            *(f"{t['path']} ({t['versions'] or 'every version'})" for t in patch["targets"]),
+            "" if patch["changes"] else "built on, not changed",
+            patch["why"],
+            patch["upstream"] and f"upstream: {patch['upstream']}",
+            patch["remove_when"] and f"removed when {patch['remove_when']}",
+            f"{patch['state']}: {patch['detail']}" if patch["state"] in ("missing", "not_needed") else "",
+        ]
+        rows.add_row(f"{patch['name']}\n({patch['need']})", patch["state"], "\n".join(filter(None, lines)))
     return rows

@@ -18,7 +18,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nsa_plugin.tools.serving.client import flush, new_session, within_time
 from nsa_plugin.tools.serving.engine import CompareError, ServedEngine
@@ -44,7 +44,7 @@ _LONGEST_REPEAT = 5
 _HEADERS = {"Content-Type": "application/json"}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class SpeedLoad:
     """Requests that are sent together, repeatedly.
 
@@ -101,32 +101,23 @@ def loads(
         prompts: lengths in tokens of the single requests, if given.
         output_tokens: tokens to generate for each of the 16, if given.
     """
-    found: list[SpeedLoad] = []
-
-    def add(name: str, case: str, sizes: tuple[int, int, int], repeat: int, **more: Any) -> None:
-        requests, prompt, new_tokens = sizes
-        found.append(
-            SpeedLoad(
-                name=name, case=case, requests=requests, prompt=prompt, new_tokens=new_tokens, repeat=repeat, **more
-            )
-        )
-
+    found = []
     if TTFT in cases:
         for prompt in sorted({min(length, context) for length in prompts or (2000, 8192, context)}):
             # Longer prompts vary less and take longer: 128K tokens take seconds.
             repeat = next((times for most, times in _REPEAT if prompt <= most), _LONGEST_REPEAT)
-            add(f"ttft-{prompt}", TTFT, (1, prompt, 1), repeat)
+            found.append(SpeedLoad(f"ttft-{prompt}", TTFT, 1, prompt, 1, repeat))
     if PREFILL in cases:
         prompt = min(2000, context)
-        add(f"prefill-100x{prompt}", PREFILL, (100, prompt, 1), 21)
-        add(f"prefill-100x{prompt}-in-one", PREFILL, (100, prompt, 1), 21, in_one=True)
+        found.append(SpeedLoad(f"prefill-100x{prompt}", PREFILL, 100, prompt, 1, 21))
+        found.append(SpeedLoad(f"prefill-100x{prompt}-in-one", PREFILL, 100, prompt, 1, 21, in_one=True))
     if DECODE in cases:
         prompt, new_tokens = decode_prompt(context), output_tokens or min(USUAL_OUTPUT, context)
         name = f"decode-16x{prompt}" + (f"-{output_tokens}-out" if output_tokens else "")
         repeat = _REPEAT_DECODE if new_tokens <= _LONG_DECODE else _REPEAT_LONG_DECODE
-        add(name, DECODE, (16, prompt, new_tokens), repeat)
+        found.append(SpeedLoad(name, DECODE, 16, prompt, new_tokens, repeat))
     if MIXED in cases and context >= _LONG:
-        add(_mixed_name(), MIXED, (_SHORTS, _SHORT, _MIXED_OUTPUT), _REPEAT_MIXED, long=_LONG)
+        found.append(SpeedLoad(_mixed_name(), MIXED, _SHORTS, _SHORT, _MIXED_OUTPUT, _REPEAT_MIXED, long=_LONG))
     return found
 
 

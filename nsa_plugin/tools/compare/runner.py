@@ -14,7 +14,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from nsa_plugin.tools.compare.lifecycle import HEARTBEAT_S, Say, finish_all, recover, start_all
 from nsa_plugin.tools.compare.load import SpeedLoad, measure
@@ -46,9 +45,8 @@ class EngineComparison:
 
     Attributes:
         measured: filled during the run; its `together` says how servers run.
-        flags: of the engine, for every server.
+        new_server: makes the server of a role, given `port` and `start_timeout`.
         groups, loads: what each server is sent.
-        logs: directory of the servers' logs and the plugin's reports.
         deadline: on `time.monotonic`'s clock; nothing starts or is waited for after it.
         start_timeout: seconds until a server must be healthy.
         on_step: called after each step to save what was measured.
@@ -56,11 +54,9 @@ class EngineComparison:
 
     engine: ServedEngine
     measured: Measured
-    model: Path
-    flags: Sequence[str]
+    new_server: Callable[..., RoleServer]
     groups: Sequence[RequestGroup]
     loads: Sequence[SpeedLoad]
-    logs: Path
     deadline: float
     start_timeout: float
     say: Say
@@ -125,18 +121,9 @@ class EngineComparison:
 
     def _servers(self, roles: Sequence[str]) -> list[RoleServer]:
         timeout = min(self.start_timeout, self._left())
+        ports = free_ports(len(roles))
         return [
-            RoleServer(
-                role,
-                engine=self.engine,
-                model=self.model,
-                flags=self.flags,
-                logs=self.logs,
-                port=port,
-                start_timeout=timeout,
-                say=self.say,
-            )
-            for role, port in zip(roles, free_ports(len(roles)), strict=True)
+            self.new_server(role, port=port, start_timeout=timeout) for role, port in zip(roles, ports, strict=True)
         ]
 
     def _left_out(self, run: Run) -> bool:

@@ -152,14 +152,10 @@ def agreement_checks(
     )
     if not plugin:
         detail = f"no request was answered by both {between}"
-    detail = _some([explain(one, allowed) for one in rejected]) or detail
-    holds = bool(plugin) and not rejected
+    holds, detail = bool(plugin) and not rejected, _some([explain(one, allowed) for one in rejected]) or detail
     checks = [Check(name="the plugin agrees, request by request", holds=holds, detail=detail)]
-    forced = [one for one in plugin if rule.is_forced(one)]
-    for what, some, limit in (
-        ("answers", answers, allowed.answers_mean),
-        ("forced positions", forced, allowed.forced_mean),
-    ):
+    forced = ("forced positions", [one for one in plugin if rule.is_forced(one)], allowed.forced_mean)
+    for what, some, limit in (("answers", answers, allowed.answers_mean), forced):
         if some:
             found, name = rule.mean(some), f"the plugin agrees in the mean of {what}"
             checks.append(Check(name=name, holds=found <= limit, detail=f"{found:.4f} of {limit:.4f} allowed"))
@@ -227,8 +223,7 @@ def control_check(control: Sequence[Compared], allowed: Tolerance, run: Run | No
 
 def _limit(measured: Measured) -> Check:
     """Stock must fail at a prompt that the plugin answers."""
-    climbs = {role: climb(measured, role) for role in (STOCK, PLUGIN)}
-    stock, plugin = climbs[STOCK], climbs[PLUGIN]
+    stock, plugin = climb(measured, STOCK), climb(measured, PLUGIN)
     if stock.failed_at is None:
         detail = f"stock did not fail at any prompt of up to {max(stock.answered, default=0)} tokens"
     else:

@@ -22,7 +22,7 @@ from nsa_plugin.tools.compare.demo.rule import (
     compare,
     control_noticed,
 )
-from nsa_plugin.tools.compare.demo.trace import RouteSummary, read_trace
+from nsa_plugin.tools.compare.demo.trace import read_trace
 from nsa_plugin.tools.compare.demo.workload import demo_workload
 from nsa_plugin.tools.compare.measured import CONTROL, PLUGIN
 from nsa_plugin.tools.compare.role_server import RoleServer
@@ -66,14 +66,6 @@ class DemoOptions:
     timeout: float = 300.0
 
 
-@dataclass(frozen=True)
-class RequestResult:
-    request: PromptRequest
-    answer: Answer
-    comparison: ReferenceComparison
-    routes: Sequence[RouteSummary]
-
-
 @dataclass(frozen=True, kw_only=True)
 class DemoResult:
     """What the run showed.
@@ -88,19 +80,25 @@ class DemoResult:
     command: Sequence[str]
     start_seconds: float
     tolerance: ReferenceTolerance
-    requests: Sequence[RequestResult]
+    requests: Sequence[ReferenceComparison]
     checks: Sequence[Check]
     control: Sequence[ReferenceComparison]
     startup_report: Mapping[str, Any]
 
     @property
+    def failures(self) -> list[str]:
+        """Each check that failed, in a few words."""
+        failed = [f"{one.name} disagrees" for one in self.requests if not one.agrees]
+        failed += [f"not shown: {check.name}" for check in self.checks if not check.holds]
+        if not self.tolerance.allows_outliers_of(self.requests):
+            failed.append("too many log probabilities differ")
+        if self.options.control and not control_noticed(self.control):
+            failed.append("the control was not noticed, so the comparison is blind")
+        return failed
+
+    @property
     def ok(self) -> bool:
-        return (
-            all(result.comparison.agrees for result in self.requests)
-            and all(check.holds for check in self.checks)
-            and self.tolerance.allows_outliers_of([result.comparison for result in self.requests])
-            and (not self.options.control or control_noticed(self.control))
-        )
+        return not self.failures
 
 
 def run_pipeline(options: DemoOptions, steps: Steps) -> DemoResult:
@@ -146,10 +144,7 @@ def run_pipeline(options: DemoOptions, steps: Steps) -> DemoResult:
         command=command,
         start_seconds=start_seconds,
         tolerance=tolerance,
-        requests=[
-            RequestResult(request, answers[request.name], comparison, trace.routes(request.name))
-            for request, comparison in zip(requests, comparisons, strict=True)
-        ],
+        requests=[replace(comparison, routes=trace.routes(comparison.name)) for comparison in comparisons],
         checks=coverage(
             requests,
             answers,

@@ -54,8 +54,6 @@ def _row(case: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str, Any]:
         "case": {**case, "request": request["name"]},
         "provider": "reference",
         "baseline": "float32 torch model",
-        "tokens": request["tokens"],
-        "equal": request["equal"],
-        "ties": request["ties"],
+        **{name: request[name] for name in ("tokens", "equal", "ties")},
         "max_error": request["max_logprob_error"],
     }

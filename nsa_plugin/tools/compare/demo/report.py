@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nsa_plugin import __version__
-from nsa_plugin.tools.compare.demo.pipeline import DemoResult, RequestResult
+from nsa_plugin.tools.compare.demo.pipeline import DemoResult
 from nsa_plugin.tools.compare.demo.rule import ReferenceComparison, ReferenceTolerance, control_noticed
 from nsa_plugin.tools.compare.demo.trace import RouteSummary
 from nsa_plugin.tools.terminal import table
@@ -29,13 +29,13 @@ def print_report(result: DemoResult, console: Console) -> None:
     console.print(_requests_table(result.requests, reasons=wide))
     if not wide:
         for request in result.requests:
-            console.print(f"{request.comparison.name}:")
+            console.print(f"{request.name}:")
             for route in request.routes:
                 console.print(f"  {_route_text(route)}")
         console.print()
     for request in result.requests:
-        if not request.comparison.agrees:
-            console.print(f"✗ {request.comparison.name}: {request.comparison.explanation()}")
+        if not request.agrees:
+            console.print(f"✗ {request.name}: {request.explanation()}")
 
     console.print("What the run covered")
     checks = Table(box=SIMPLE_HEAD, show_header=False)
@@ -73,23 +73,18 @@ def _rule(tolerance: ReferenceTolerance) -> str:
 
 def verdict(result: DemoResult) -> str:
     """One line: whether the run passed."""
-    comparisons = [request.comparison for request in result.requests]
-    equal, ties, total = (sum(getattr(c, name) for c in comparisons) for name in ("equal", "ties", "tokens"))
-    worst = max((c.max_logprob_error for c in comparisons), default=0.0)
+    requests = result.requests
+    equal, ties, total, outliers = (
+        sum(getattr(one, name) for one in requests) for name in ("equal", "ties", "tokens", "outliers")
+    )
+    worst = max((one.max_logprob_error for one in requests), default=0.0)
     summary = f"{equal} of {total} tokens equal{f' and {_ties(ties)}' if ties else ''}, largest |Δlogprob| {worst:.1e}"
-    failed = [f"{c.name} disagrees" for c in comparisons if not c.agrees]
-    failed += [f"not shown: {check.name}" for check in result.checks if not check.holds]
-    outliers = sum(c.outliers for c in comparisons)
     if outliers:
         summary += f", beyond {result.tolerance.logprob:g} at {outliers} position{'s' * (outliers > 1)}"
-    if not result.tolerance.allows_outliers_of(comparisons):
-        failed.append("too many log probabilities differ")
-    if result.options.control and not control_noticed(result.control):
-        failed.append("the control was not noticed, so the comparison is blind")
-    if failed:
-        return f"✗ FAILED: {'; '.join(failed)} ({summary})."
+    if result.failures:
+        return f"✗ FAILED: {'; '.join(result.failures)} ({summary})."
     control = "; wrong attention was noticed in every control request" if result.options.control else ""
-    return f"✓ All {len(comparisons)} requests agree with the reference: {summary}{control}."
+    return f"✓ All {len(requests)} requests agree with the reference: {summary}{control}."
 
 
 def _ties(count: int) -> str:
@@ -102,7 +97,7 @@ def _route_text(route: RouteSummary) -> str:
     return f"{route.phase}: {route.attention} by {route.provider}, {tokens}; {route.reason}"
 
 
-def _requests_table(requests: Sequence[RequestResult], *, reasons: bool) -> Table:
+def _requests_table(requests: Sequence[ReferenceComparison], *, reasons: bool) -> Table:
     made = Table(box=SIMPLE_HEAD, show_lines=reasons, pad_edge=False, collapse_padding=not reasons)
     made.add_column("Request", no_wrap=True)
     for name in ("Prompt", "Output", "Cached"):
@@ -113,19 +108,15 @@ def _requests_table(requests: Sequence[RequestResult], *, reasons: bool) -> Tabl
         made.add_column("Route", no_wrap=True)
     made.add_column("Tokens equal", justify="right")
     made.add_column("max |Δlogprob|", justify="right")
-    for result in requests:
-        comparison, answer, request = result.comparison, result.answer, result.request
-        ties = f"\n+ {_ties(comparison.ties)}" if comparison.ties else ""
+    for one in requests:
+        ties = f"\n+ {_ties(one.ties)}" if one.ties else ""
+        routes = [_route_text(route) if reasons else f"{route.attention} x{route.steps}" for route in one.routes]
         made.add_row(
-            comparison.name,
-            str(len(request.prompt)),
-            str(len(answer.token_ids)),
-            str(answer.cached_tokens),
-            "\n".join(
-                _route_text(route) if reasons else f"{route.attention} x{route.steps}" for route in result.routes
-            ),
-            f"{'✓' if comparison.agrees else '✗'} {comparison.equal} of {comparison.tokens}{ties}",
-            f"{comparison.max_logprob_error:.1e}",
+            one.name,
+            *map(str, (one.prompt_tokens, one.tokens, one.cached_tokens)),
+            "\n".join(routes),
+            f"{'✓' if one.agrees else '✗'} {one.equal} of {one.tokens}{ties}",
+            f"{one.max_logprob_error:.1e}",
         )
     return made
 
@@ -147,29 +138,16 @@ def as_dict(result: DemoResult) -> dict[str, Any]:
             "start_seconds": round(result.start_seconds, 1),
         },
         "tolerance": asdict(result.tolerance),
-        "requests": [_request_dict(request) for request in result.requests],
+        "requests": [_as_dict(one) for one in result.requests],
         "checks": [asdict(check) for check in result.checks],
         "control": {
             "ran": result.options.control,
             "holds": control_noticed(result.control) if result.options.control else None,
-            "requests": [_comparison_dict(comparison) for comparison in result.control],
+            "requests": [_as_dict(one) for one in result.control],
         },
         "startup_report": result.startup_report,
     }
 
 
-def _request_dict(result: RequestResult) -> dict[str, Any]:
-    answer = result.answer
-    return {
-        "purpose": result.request.purpose,
-        "prompt_tokens": len(result.request.prompt),
-        "output_tokens": len(answer.token_ids),
-        "cached_tokens": answer.cached_tokens,
-        "seconds": round(answer.seconds, 3),
-        "routes": [asdict(route) for route in result.routes],
-        **_comparison_dict(result.comparison),
-    }
-
-
-def _comparison_dict(comparison: ReferenceComparison) -> dict[str, Any]:
-    return {**asdict(comparison), "agrees": comparison.agrees}
+def _as_dict(one: ReferenceComparison) -> dict[str, Any]:
+    return {**asdict(one), "output_tokens": one.tokens, "agrees": one.agrees}

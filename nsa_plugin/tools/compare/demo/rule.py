@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from nsa_plugin.tools.compare.demo.trace import RouteSummary
 from nsa_plugin.tools.serving.requests import Answer, PromptRequest
 
 if TYPE_CHECKING:
@@ -84,7 +85,10 @@ class ReferenceComparison:
     """The comparison of one request.
 
     Attributes:
-        name: of the request.
+        name, purpose: of the request.
+        prompt_tokens, cached_tokens: of the prompt, and those from the prefix cache.
+        seconds: see `Answer`.
+        routes: the routes that the request took, if the trace was read.
         tokens: generated tokens.
         equal: tokens that are the reference's first choice.
         ties: other tokens within the tolerance's margin.
@@ -95,6 +99,11 @@ class ReferenceComparison:
     """
 
     name: str
+    purpose: str
+    prompt_tokens: int
+    cached_tokens: int
+    seconds: float
+    routes: Sequence[RouteSummary] = ()
     tokens: int
     equal: int
     ties: int
@@ -158,6 +167,10 @@ def compare(
             )
     return ReferenceComparison(
         name=request.name,
+        purpose=request.purpose,
+        prompt_tokens=len(request.prompt),
+        cached_tokens=answer.cached_tokens,
+        seconds=round(answer.seconds, 3),
         tokens=len(answer.token_ids),
         equal=equal,
         ties=ties,
