@@ -57,8 +57,8 @@ server differ by far more than a few per cent. With --together all servers run
 at the same time and are timed in turns. The flags after -- must then divide
 the memory, because every server sizes itself as if it were alone:
   SGLang: limit each cache with --max-total-tokens. Keep --mem-fraction-static
-    high (0.8): memory that others allocate while a server starts counts as
-    its own.
+    high (0.8): SGLang counts memory that other servers allocate while it
+    starts.
   vLLM: set the cache's size with --kv-cache-memory-bytes, because vLLM counts
     the memory of the other servers too, and a small --gpu-memory-utilization
     (0.2), the share of the device that must be free when a server starts.

@@ -104,7 +104,7 @@ def engine_state(engine: Engine, device: DeviceProfile, rows: Sequence[Mapping[s
 
 
 def _loading_fix(engine: Engine) -> str:
-    """The command after which an engine loads the plugin: it is allowed, or its entry point is there."""
+    """The command that makes an engine load the plugin: allow it, or install its entry point."""
     allowed = os.environ.get(engine.allow_list)
     if allowed is None or "nsa_plugin" in allowed:
         return "pip install --force-reinstall --no-deps nsa-plugin"

@@ -13,7 +13,7 @@ EXIT_OK, EXIT_FAILED, EXIT_CANNOT_RUN, EXIT_INTERRUPTED, EXIT_TERMINATED = 0, 1,
 
 @contextmanager
 def sigterm_raises() -> Iterator[None]:
-    """SIGTERM raises SystemExit in the block, so that every `with` and `finally` cleans up."""
+    """Make SIGTERM raise SystemExit in the block, so that every `with` and `finally` cleans up."""
     before = signal.signal(signal.SIGTERM, _raise)
     try:
         yield

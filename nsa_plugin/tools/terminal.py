@@ -1,4 +1,4 @@
-"""How commands print for people: tables, a console of a sensible width, and the steps of a long run."""
+"""Terminal output of the commands: tables, a console of a sensible width, and the steps of a long run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-# Output that is not a terminal has no width of its own, and reasons are long sentences.
+# A file or pipe has no width, and reasons are long sentences.
 _WIDTH_OF_A_FILE = 150
 _HEARTBEAT_SECONDS = 10.0
 
@@ -20,7 +20,7 @@ Update = Callable[[str], None]
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console that prints text as it is: reasons hold brackets and numbers of their own."""
+    """A console that prints text unchanged: reasons may contain brackets, which rich would read as markup."""
     stream = sys.stderr if stderr else sys.stdout
     known = stream.isatty() or "COLUMNS" in os.environ
     return Console(stderr=stderr, markup=False, highlight=False, emoji=False, width=None if known else _WIDTH_OF_A_FILE)

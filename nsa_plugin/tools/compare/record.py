@@ -73,7 +73,7 @@ def describe_host(gpu: str, driver: str, gpus: int, commit: str | None) -> dict[
 
 
 def as_record(measured: Measured, verdict: Verdict, loads: Sequence[SpeedLoad]) -> dict[str, Any]:
-    """The record of what was measured so far."""
+    """The record of the measurements so far."""
     case = case_of(measured)
     rows = [*agreement_rows(verdict, case, STOCK), *_limit(measured, case), *_serve(measured, loads, case)]
     return {
@@ -134,7 +134,7 @@ def _given(measured: Measured) -> dict[str, Any]:
 
 
 def agreement_rows(verdict: Verdict, case: dict[str, Any], baseline: str) -> list[Row]:
-    """A row for each group of requests of each comparison in the verdict; `baseline` is what the plugin is against."""
+    """A row for each group of requests of each comparison in the verdict; `baseline` is the plugin's counterpart."""
     sides: list[tuple[Sequence[Compared], dict[str, str], str, str]] = [
         (verdict.own, {}, STOCK, STOCK),
         (verdict.plugin, {}, OURS, baseline),
@@ -239,7 +239,7 @@ def _serve(measured: Measured, loads: Sequence[SpeedLoad], case: dict[str, Any])
 
 
 def _summary(values: Sequence[float], higher: bool) -> dict[str, float]:
-    """A server's repetitions as a row has them.
+    """Statistics of a server's repetitions.
 
     Args:
         higher: whether more is better.
@@ -271,7 +271,7 @@ def _nameless(text: str) -> str:
 
 
 def servers(measured: Measured) -> dict[str, Any]:
-    """What a record says about each server, by role."""
+    """The part of a record about each server, by role."""
     return {role: _server(run) for role, run in measured.runs.items()}
 
 

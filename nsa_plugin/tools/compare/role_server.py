@@ -130,7 +130,7 @@ class RoleServer:
         self.finish()
 
     def finish(self) -> None:
-        """Record what the plugin says about itself and stop the server. Does nothing if the server is gone.
+        """Record the plugin's report and routes, and stop the server. Does nothing if the server is gone.
 
         The run gets an error if a process of the server still runs.
         """
@@ -146,7 +146,7 @@ class RoleServer:
                 self.say(str(error))
 
     def note_plugin(self) -> None:
-        """Record what the plugin says about itself. What cannot be read is reported and does not fail the run."""
+        """Record the plugin's report, routes and plans. A failure to read them is logged and does not fail the run."""
         if not self._plugin:
             return
         run = self.run

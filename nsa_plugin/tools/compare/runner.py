@@ -44,9 +44,9 @@ class EngineComparison:
     """A comparison to run.
 
     Attributes:
-        measured: filled during the run; its `together` says how servers run.
+        measured: filled during the run; with `together`, all servers run at the same time.
         new_server: makes the server of a role, given `port` and `start_timeout`.
-        groups, loads: what each server is sent.
+        groups, loads: sent to each server.
         deadline: on `time.monotonic`'s clock; nothing starts or is waited for after it.
         start_timeout: seconds until a server must be healthy.
         on_step: called after each step to save what was measured.
@@ -127,7 +127,7 @@ class EngineComparison:
         ]
 
     def _left_out(self, run: Run) -> bool:
-        """Whether running a server has become pointless; if so, its run says why."""
+        """Leave a server out if running it is pointless; its run records why. Returns whether it is left out."""
         reason = self._pointless(run.role)
         if reason:
             self.say(f"{run.role}: left out, {reason}")

@@ -12,7 +12,7 @@ from nsa_plugin.tools.compare.rule import Compared, Tolerance
 from nsa_plugin.tools.compare.workload import AGREEMENT_CASES, LIMIT
 from nsa_plugin.tools.serving.engine import V32
 
-_NAMED = 4  # requests that a check names
+_NAMED = 4  # requests that a check lists
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ def arguments(tmp_path: Path, model: Path, *more: str, engine: str = "sglang") -
 
 
 def v4(directory: Path) -> Path:
-    """The stand-in's model as one of V4: it selects above 64 tokens, 16 of those that are compressed 4 : 1."""
+    """Turn the stand-in's model into a V4: above 64 tokens it selects 16 of the tokens compressed 4 : 1."""
     config = json.loads((directory / "config.json").read_text())
     config |= {"model_type": "deepseek_v4", "index_topk": 16, "compress_ratios": [0, 4, 128], "sliding_window": 24}
     (directory / "config.json").write_text(json.dumps(config))
@@ -44,19 +44,19 @@ def call(capsys: pytest.CaptureFixture[str], line: list[str]) -> tuple[int, str,
 
 
 def spawn(line: list[str]) -> subprocess.Popen[str]:
-    """The command in a process of its own, which Ctrl-C reaches as in a terminal."""
+    """Run the command in a separate process, which Ctrl-C reaches as in a terminal."""
     code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\nfrom nsa_plugin.cli import main\n"
     code += f"raise SystemExit(main({line!r}))"
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
 
 
 def failed(record: dict[str, Any]) -> list[str]:
-    """Names of the checks that do not hold."""
+    """Names of the failed checks."""
     return [check["name"] for check in record["verdict"]["checks"] if not check["holds"]]
 
 
 def until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
-    """Wait until something holds."""
+    """Wait for a condition, and fail after `seconds`."""
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline

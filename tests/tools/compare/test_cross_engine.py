@@ -1,4 +1,4 @@
-"""One engine's answers beside another's."""
+"""Comparison of one engine's answers with another's."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_two_engines_that_do_not(fake: Behave, pids: Path, tmp_path: Path, capsy
 
 
 def engine(name: str = "one 1", *, plugin: float = 0.0, stock: float = 0.0, control: float = 9.0) -> Measured:
-    """An engine whose servers' log probabilities are moved by so much."""
+    """An engine whose servers add these offsets to their log probabilities."""
 
     def run(role: str, shift: float) -> Run:
         best = {1: -1.0 + shift, 2: -1.5 + shift}
@@ -212,7 +212,7 @@ def test_a_suite_says_of_the_other_engine_what_differs() -> None:
 
 
 def test_a_control_must_be_noticed_beside_the_other_engines_plugin() -> None:
-    """Not beside its own engine's."""
+    """The plugin of the same engine does not count."""
     found = not_held(engine(control=2.0), engine("two 2", plugin=2.0))
     assert f"{NOTICED}, one 1" in found
     assert f"{NOTICED}, two 2" not in found
@@ -267,7 +267,7 @@ def test_an_engine_is_not_beside_itself() -> None:
 
 @pytest.mark.parametrize("common", [0, 1, 6, 7, 8])
 def test_as_many_forced_positions_as_were_asked_for(common: int) -> None:
-    """All but the first: fewer would agree by having nothing to differ in."""
+    """All but the first are needed: with fewer there is nothing that could differ."""
     one, other = engine(), engine("two 2")
     one.forced = 8
     for run in other.runs.values():

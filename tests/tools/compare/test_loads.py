@@ -1,4 +1,4 @@
-"""Loads that are asked for by name, with the stand-ins for both engines' servers."""
+"""Loads selected by name, with the stand-ins for both engines' servers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHORTS = 4
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mixed load as the stand-ins are quick to answer it."""
+    """Shrink the mixed load so that the stand-ins answer quickly."""
     sizes = {"_LONG": 120, "_SHORTS": SHORTS, "_SHORT": 20, "_MIXED_OUTPUT": 3, "_REPEAT_MIXED": 2}
     for name, value in sizes.items():
         monkeypatch.setattr(load, name, value)

@@ -1,4 +1,4 @@
-"""When two servers agree."""
+"""The rule by which two servers agree."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_either_of_two_stock_answers_counts_where_they_disagree() -> None:
 def test_a_prefix_cache_is_looked_for_where_there_is_one_alone(
     dp: int, cached: int, checked: bool, holds: bool
 ) -> None:
-    """With data parallelism it is a matter of the router; the answers of the case are compared all the same."""
+    """With data parallelism a hit depends on the router. The answers of the case are compared all the same."""
     one = measured(least_cached={"p": 64})
     one.facts |= {"dp": dp}
     one.asked["cases"].append("prefix")

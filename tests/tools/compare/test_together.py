@@ -23,7 +23,7 @@ REPEAT = 21  # of one request of 136 tokens
 
 
 def logged(tmp_path: Path, record: dict[str, Any]) -> list[dict[str, Any]]:
-    """The servers' actions with their roles, in the order in which they began."""
+    """The servers' actions with their roles, by start time."""
     roles = {}
     for role, server in record["servers"].items():
         words = server["command"].split()

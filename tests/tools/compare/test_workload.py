@@ -1,4 +1,4 @@
-"""The requests, and how they are put to SGLang and read back."""
+"""The requests, their form for SGLang, and how its answers are read."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_lengths_of_v4_are_around_its_window_and_its_ratios_too() -> None:
 def test_prefills_of_v4_have_the_rows_that_matter_as_far_as_a_chunk_holds_them(
     chunk: int | None, expected: list[int]
 ) -> None:
-    """The last of them is a chunk and a row more: a prefill of one row. A longer prompt than a chunk would be split."""
+    """The last one is a chunk and one token: its second prefill has one query token. Longer prompts are split."""
     assert row_edges(SPEC_V4.config(), chunk) == expected
     assert row_edges(SPEC.config(), chunk) == []
 

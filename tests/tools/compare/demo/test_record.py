@@ -1,4 +1,4 @@
-"""The record of a demo run has the form that docs/benchmarks keeps."""
+"""The record of a demo run has the form of those in docs/benchmarks."""
 
 from __future__ import annotations
 
