@@ -1,7 +1,7 @@
-"""Run the engine matrix: every row of matrix.toml, or those asked for, and record what each came to.
+"""Run the engine matrix: every row of matrix.toml, or a selection, and record the results.
 
 ``python -m ci.matrix`` checks all seams, then starts each engine version for real, one after the other, in
-the engine's virtual environment: versions other than the locked one are installed beside it and put
+the engine's virtual environment: versions other than the locked one are installed in folders and come
 first on the import path. Results go to docs/compatibility.json, from which the table in the docs is made.
 """
 
@@ -9,20 +9,18 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
-from datetime import UTC, datetime
 from pathlib import Path
 
 from rich.console import Console
 
 from ci import docs, seams
-from ci.rows import CHECKS, ROOT, Engine, Row, engines, save
+from ci.rows import CHECKS, ROOT, Engine, Row, add_options, checked, chosen, save
 
 ENGINES_FOLDER = ROOT / ".cache" / "engines"
 
@@ -81,54 +79,31 @@ def run_version(engine: Engine, version: str, console: Console) -> Row:
         environ = environment(install_beside(engine, version))
         found = installed_version(engine, environ)
     except (subprocess.CalledProcessError, OSError) as error:
-        return _row(engine, version, False, f"could not be installed: {error}")
+        return checked(engine, version, "run", False, f"could not be installed: {error}")
     if found != version:
-        return _row(engine, version, False, f"the environment imports {found} instead")
+        return checked(engine, version, "run", False, f"the environment imports {found} instead")
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [python_of(engine), "-m", "pytest", engine.tests, "-m", engine.marker, f"--junitxml={report}"]
         console.print(f"{engine.name} {version}: {' '.join(command[2:5])}")
         subprocess.run(command, env=environ, cwd=ROOT)
         ok, counts = outcome_of(report)
-    return _row(engine, version, ok, f"{counts} in {time.monotonic() - started:.0f} s")
-
-
-def _row(engine: Engine, version: str, ok: bool, detail: str) -> Row:
-    return Row(
-        engine=engine.name,
-        version=version,
-        check="run",
-        outcome="ok" if ok else "failed",
-        detail=detail,
-        date=f"{datetime.now(UTC):%Y-%m-%d}",
-        python=platform.python_version(),
-    )
+    return checked(engine, version, "run", ok, f"{counts} in {time.monotonic() - started:.0f} s")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m ci.matrix",
         description="Run the engine matrix and record it in docs/compatibility.json.",
-        epilog="ends 0 if every row that ran holds, 1 if one does not, 2 on bad usage",
+        epilog="exit codes: 0 if every row that ran passed, 1 if one failed, 2 on bad usage",
     )
-    parser.add_argument("--engine", choices=tuple(engines()), help="only this engine")
+    add_options(parser)
     parser.add_argument("--check", choices=CHECKS, help="only this check")
-    parser.add_argument("--version", action="append", metavar="V", help="only this version; may be repeated")
     parser.add_argument("--no-record", action="store_true", help="do not write docs/compatibility.json")
     args = parser.parse_args()
     console = Console(markup=False, highlight=False, soft_wrap=True)
-    chosen = {
-        check: [
-            (engine, version)
-            for engine in engines().values()
-            for version in getattr(engine, check)
-            if args.engine in (None, engine.name)
-            and args.check in (None, check)
-            and (not args.version or version in args.version)
-        ]
-        for check in CHECKS
-    }
-    if not any(chosen.values()):
+    wanted = {check: chosen(args, check) if args.check in (None, check) else [] for check in CHECKS}
+    if not any(wanted.values()):
         parser.error("no row of ci/matrix.toml is chosen")
     rows: list[Row] = []
 
@@ -138,16 +113,16 @@ def main() -> int:
             save(new)
             docs.write()
 
-    if chosen["seams"]:
-        record(seams.check_all(chosen["seams"], console))
-    for engine, version in chosen["run"]:
+    if wanted["seams"]:
+        record(seams.check_all(wanted["seams"], console))
+    for engine, version in wanted["run"]:
         row = run_version(engine, version, console)
         console.print(f"{row.engine} {row.version}: {row.outcome}, {row.detail}")
         record([row])  # after each: a run of an hour that is interrupted keeps what it has
     failed = [row for row in rows if row.outcome != "ok"]
     for row in failed:
         console.print(f"FAILED {row.engine} {row.version} ({row.check}): {row.detail}")
-    console.print(f"{len(rows) - len(failed)} of {len(rows)} rows hold")
+    console.print(f"{len(rows) - len(failed)} of {len(rows)} rows passed")
     return 1 if failed else 0
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import platform
 import tomllib
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -60,13 +63,34 @@ class Row:
         return self.engine, self.version, self.check
 
 
+def checked(engine: Engine, version: str, check: str, ok: bool, detail: str) -> Row:
+    """A row of today, by this Python."""
+    today = f"{datetime.now(UTC):%Y-%m-%d}"
+    return Row(engine.name, version, check, "ok" if ok else "failed", detail, today, platform.python_version())
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that `chosen` reads."""
+    parser.add_argument("--engine", choices=tuple(engines()), help="only this engine")
+    parser.add_argument("--version", action="append", metavar="V", help="only this version; may be repeated")
+
+
+def chosen(args: argparse.Namespace, check: str) -> list[tuple[Engine, str]]:
+    """The engine versions of a check that the options leave."""
+    return [
+        (engine, version)
+        for engine in engines().values()
+        for version in getattr(engine, check)
+        if args.engine in (None, engine.name) and (not args.version or version in args.version)
+    ]
+
+
 def engines(path: Path = ROOT / "ci" / "matrix.toml") -> dict[str, Engine]:
     data: dict[str, dict[str, Any]] = tomllib.loads(path.read_text())
-    made = {}
-    for name, fields in data.items():
-        versions = {check: tuple(fields.pop(check)) for check in CHECKS}
-        made[name] = Engine(name=name, run=versions["run"], seams=versions["seams"], **fields)
-    return made
+    return {
+        name: Engine(name=name, **fields | {check: tuple(fields[check]) for check in CHECKS})
+        for name, fields in data.items()
+    }
 
 
 def load(path: Path = RESULTS) -> list[Row]:
