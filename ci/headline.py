@@ -22,7 +22,6 @@ from nsa_plugin.tools.pages.markdown import markdown_table
 
 RECORDS = ROOT / "docs" / "benchmarks"
 PICTURE = ROOT / "docs" / "speed.svg"
-_ENGINES = {"sglang": "SGLang", "vllm": "vLLM"}
 
 
 @cache
@@ -60,8 +59,7 @@ class Server(NamedTuple):
 
     @property
     def name(self) -> str:
-        heads = f"{self.heads} heads" + (f" × {self.gpus} GPUs" if self.gpus > 1 else "")
-        return f"{self.engine}, {self.model}, {heads}"
+        return f"{self.engine}, {self.model}, {summary.heads(self.heads, self.gpus)}"
 
 
 def servers(folder: Path = RECORDS / "h200") -> list[Server]:
@@ -87,7 +85,7 @@ def servers(folder: Path = RECORDS / "h200") -> list[Server]:
             many = _row(timed, path, "input_tokens_per_s", lambda case: not case.get("in_one"))
             decode = _row(timed, path, "itl_ms", lambda case: True)
             layers = record["model"]["num_hidden_layers"]
-            name = _ENGINES.get(engine, engine)
+            name = summary.ENGINES.get(engine, engine)
             found.append(Server(name, version, model, heads, gpus, layers, row, many, decode, path))
             break
     return found
@@ -178,25 +176,18 @@ def kernel_lines(folder: Path = RECORDS) -> list[Line]:
     """V3.2's prefill and decode kernel by heads: the fastest path that the plugin may choose, stock's among them."""
     bars: dict[int, dict[str, Bar]] = {}
     timed = [one for records in read_timings(folder).values() for one in records]
-    for suite, op, where in _KERNELS:
-        (highlight,) = (one for one in summary.HIGHLIGHTS if (one.suite, one.op, one.where) == (suite, op, where))
-        for _, record in timed:
-            for row in record["rows"] if record["suite"] == suite else ():
-                if row["op"] == op and where.items() <= row["case"].items() and row["provider"] in highlight.plugin:
-                    kept = bars.setdefault(row["case"]["heads"], {})
-                    speedup = row["baseline_us"] / row["median_us"]
-                    # Where no path of the plugin is faster, `auto` keeps the stock kernel.
-                    bar = (
-                        Bar(speedup, speedup > 1 + NEARLY_EQUAL)
-                        if speedup > 1
-                        else Bar(1.0, False, "stock kernel kept")
-                    )
-                    kept[suite] = max(kept.get(suite, bar), bar)
-    prefill, decode = (suite for suite, _, _ in _KERNELS)
+    for highlight, _, best in summary.highlights(timed):
+        if highlight.what in _KERNELS:
+            kept = bars.setdefault(best["case"]["heads"], {})
+            speedup = best["baseline_us"] / best["median_us"]
+            # Where no path of the plugin is faster, `auto` keeps the stock kernel.
+            bar = Bar(speedup, speedup > 1 + NEARLY_EQUAL) if speedup > 1 else Bar(1.0, False, "stock kernel kept")
+            kept[highlight.what] = max(kept.get(highlight.what, bar), bar)
+    prefill, decode = _KERNELS
     return [(f"{heads} heads", kept.get(prefill), kept.get(decode)) for heads, kept in sorted(bars.items())]
 
 
-_KERNELS = [(one.suite, one.op, one.where) for one in summary.HIGHLIGHTS if one.what in ("V3.2 prefill", "V3.2 decode")]
+_KERNELS = ("V3.2 prefill", "V3.2 decode")  # of `summary.HIGHLIGHTS`
 
 
 def picture() -> str:

@@ -15,7 +15,7 @@ from nsa_plugin.tools.records import Row
 Records = Sequence[tuple[Path, Row]]
 NOTHING = "No record is here yet."
 
-_ENGINES = {"sglang": "SGLang", "vllm": "vLLM"}
+ENGINES = {"sglang": "SGLang", "vllm": "vLLM"}
 _MEASURES = {
     "ttft_ms": "first token",
     "long_ttft_ms": "first token of the long prompt",
@@ -146,14 +146,17 @@ def _again(row: Row) -> float | None:
 
 
 def _server(record: Row, case: Row) -> str:
-    gpus = record["host"]["gpus"]
-    heads = f"{case['heads']} heads" + (f" × {gpus} GPUs" if gpus > 1 else "")
-    return f"{_engine(record)}, {model_family(record)}, {heads}"
+    return f"{_engine(record)}, {model_family(record)}, {heads(case['heads'], record['host']['gpus'])}"
+
+
+def heads(count: int, gpus: int) -> str:
+    """Heads of a GPU, and the GPUs if there are several."""
+    return f"{count} heads" + (f" × {gpus} GPUs" if gpus > 1 else "")
 
 
 def _engine(record: Row) -> str:
     name, _, version = record["engine"].partition(" ")
-    return f"{_ENGINES.get(name, name)} {version}"
+    return f"{ENGINES.get(name, name)} {version}"
 
 
 def model_family(record: Row) -> str:
@@ -180,7 +183,7 @@ def _link(path: Path) -> str:
 def kernels(timed: Records) -> str:
     """The highlights: the stock path and the fastest path that the plugin may choose, per number of heads."""
     lines = []
-    for highlight, path, best in _highlights(timed):
+    for highlight, path, best in highlights(timed):
         shown = {name: value for name, value in best["case"].items() if name in ("heads", "q", "batch", "kv")}
         lines.append(
             [
@@ -196,7 +199,7 @@ def kernels(timed: Records) -> str:
     return markdown_table(header, lines) if lines else NOTHING
 
 
-def _highlights(timed: Records) -> Iterator[tuple[Highlight, Path, Row]]:
+def highlights(timed: Records) -> Iterator[tuple[Highlight, Path, Row]]:
     """Each highlight's cases by heads: the record's path, and the row of the fastest path of the plugin."""
     for highlight in HIGHLIGHTS:
         for path, record in timed:
