@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,7 +49,7 @@ _CONSTANTS: dict[str, Any] = {
 _OWN = ("seed", "rope_factor", "rope_original_positions")
 
 
-def config_of(spec: Any, without: tuple[str, ...] = (), **more: Any) -> dict[str, Any]:
+def config_of(spec: Any, without: Collection[str] = (), **more: Any) -> dict[str, Any]:
     """The content of config.json: the spec's fields but `without`, the constants, and `more`."""
     fields = {name: value for name, value in asdict(spec).items() if name not in (*_OWN, *without)}
     return {**_CONSTANTS, **fields, **more}
@@ -107,18 +108,28 @@ class SeededWeights:
         """A linear layer's weight [..., outputs, inputs]: input of unit variance gives output of variance gain²."""
         return self._random(name, *shape) * (gain / math.sqrt(shape[-1]))
 
-    def _head_gates(self, name: str, heads: int, hidden_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(signs [heads], weights [heads, hidden_size]) of an indexer's heads.
+    def _embedding(self, name: str, vocab_size: int) -> torch.Tensor:
+        """[vocab_size, hidden_size]: embeddings that share a direction."""
+        return mix(self._common, self._random(name, vocab_size, len(self._common)), COMMON)
+
+    def _index_queries(self, name: str, query: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The indexer's query projection [heads * dim, q_lora_rank] and its heads' weights [heads, hidden_size].
 
         Half of the heads have inverted queries and count against: relu(s) - relu(-s) = s. So no token's score is a sum
         of zeros, and ties never decide the selection.
+
+        Args:
+            name: the indexer's.
+            query: [dim, q_lora_rank], the part that all heads share.
         """
         import torch
 
         sign = torch.ones(heads)
         sign[1::2] = -1
-        own = self._matrix(name, heads, hidden_size, gain=0.25)
-        return sign, sign[:, None] * (self._common * (2 / hidden_size)) + own
+        hidden_size = len(self._common)
+        gates = self._matrix(f"{name}.weights_proj", heads, hidden_size, gain=0.25)
+        queries = sign[:, None, None] * mix(query, self._matrix(f"{name}.wq_b", heads, *query.shape), SHARED_HEADS)
+        return queries.flatten(0, 1), sign[:, None] * (self._common * (2 / hidden_size)) + gates
 
     def _random(self, name: str, *shape: int) -> torch.Tensor:
         """Uniform float32 values of unit variance. The bits of a normal variable would depend on the CPU."""

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nsa_plugin.tools.checkpoints.common import (
-    COMMON,
     SHARED_EXPERTS,
     SHARED_HEADS,
     SeededWeights,
@@ -118,35 +117,29 @@ class CheckpointSpec:
 
     def config(self) -> dict[str, Any]:
         """The content of config.json."""
+        left_out = ["dtype", "sparse", "glm", "rope_mscale", "rope_mscale_all_dim"]
+        left_out += [] if self.sparse else ["index_topk", "index_n_heads", "index_head_dim"]
+        left_out += [] if self.index_topk_pattern else ["index_topk_pattern"]
+        rope: dict[str, Any]
         if self.glm:
-            return self._glm_config()
-        dense = () if self.sparse else ("index_topk", "index_n_heads", "index_head_dim")
-        scaling = yarn(self, mscale=self.rope_mscale, mscale_all_dim=self.rope_mscale_all_dim)
+            architecture, model_type = "GlmMoeDsaForCausalLM", "glm_moe_dsa"
+            left_out.append("rope_theta")
+            parameters = {"rope_type": "default", "rope_theta": self.rope_theta}
+            rope = {"rope_parameters": parameters, "indexer_rope_interleave": True}
+        else:
+            number = "V32" if self.sparse else "V3"
+            architecture, model_type = f"Deepseek{number}ForCausalLM", f"deepseek_{number.lower()}"
+            scaling = yarn(self, mscale=self.rope_mscale, mscale_all_dim=self.rope_mscale_all_dim)
+            rope = {"rope_scaling": None if self.rope_factor == 1.0 else scaling}
         return config_of(
             self,
-            ("dtype", "sparse", "glm", "index_topk_pattern", "rope_mscale", "rope_mscale_all_dim", *dense),
-            architectures=["DeepseekV32ForCausalLM" if self.sparse else "DeepseekV3ForCausalLM"],
-            model_type="deepseek_v32" if self.sparse else "deepseek_v3",
+            left_out,
+            architectures=[architecture],
+            model_type=model_type,
             num_key_value_heads=self.num_attention_heads,
             scoring_func="sigmoid",
             max_position_embeddings=self.max_position_embeddings,
-            rope_scaling=None if self.rope_factor == 1.0 else scaling,
-            ep_size=1,
-            torch_dtype=self.dtype,
-        )
-
-    def _glm_config(self) -> dict[str, Any]:
-        left_out = ("dtype", "sparse", "glm", "rope_theta", "rope_mscale", "rope_mscale_all_dim")
-        return config_of(
-            self,
-            left_out if self.index_topk_pattern else (*left_out, "index_topk_pattern"),
-            architectures=["GlmMoeDsaForCausalLM"],
-            model_type="glm_moe_dsa",
-            num_key_value_heads=self.num_attention_heads,
-            scoring_func="sigmoid",
-            max_position_embeddings=self.max_position_embeddings,
-            rope_parameters={"rope_type": "default", "rope_theta": self.rope_theta},
-            indexer_rope_interleave=True,
+            **rope,
             ep_size=1,
             torch_dtype=self.dtype,
         )
@@ -188,8 +181,7 @@ class _V32Weights(SeededWeights):
 
     def embeddings(self) -> None:
         spec = self.spec
-        own = self._random("model.embed_tokens", spec.vocab_size, spec.hidden_size)
-        self.tensors["model.embed_tokens.weight"] = mix(self._common, own, COMMON)
+        self.tensors["model.embed_tokens.weight"] = self._embedding("model.embed_tokens", spec.vocab_size)
         self._norm("model.norm", spec.hidden_size)
         self._linear("lm_head", spec.vocab_size, spec.hidden_size)
 
@@ -270,10 +262,8 @@ class _V32Weights(SeededWeights):
         self._norm(f"{name}.k_norm", dim)
         self.tensors[f"{name}.k_norm.bias"] = 0.1 * self._random(f"{name}.k_norm.bias", dim)
 
-        sign, gates = self._head_gates(f"{name}.weights_proj", heads, spec.hidden_size)
-        own = self._matrix(f"{name}.wq_b", heads, dim, spec.q_lora_rank)
-        queries = sign[:, None, None] * mix(shared_query, own, SHARED_HEADS)
-        self.tensors[f"{name}.wq_b.weight"] = queries.flatten(0, 1)
+        queries, gates = self._index_queries(name, shared_query, heads)
+        self.tensors[f"{name}.wq_b.weight"] = queries
         self.tensors[f"{name}.weights_proj.weight"] = gates
 
     def _mlp(self, name: str, size: int, like: str | None = None) -> None:

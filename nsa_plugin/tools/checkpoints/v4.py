@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nsa_plugin.tools.checkpoints.common import (
-    COMMON,
     SHARED_EXPERTS,
     SHARED_HEADS,
     SeededWeights,
@@ -202,9 +201,8 @@ class _V4Weights(SeededWeights):
 
     def _outside(self) -> Tensors:
         spec = self.spec
-        own = self._random("embed", spec.vocab_size, spec.hidden_size)
         return {
-            "embed.weight": _stored(mix(self._common, own, COMMON)),
+            "embed.weight": _stored(self._embedding("embed", spec.vocab_size)),
             "head.weight": _stored(self._matrix("head", spec.vocab_size, spec.hidden_size, gain=_HEAD)),
             **self._norm("norm", spec.hidden_size),
             **self._hyper_connection("hc_head", spec.hc_mult, 1),
@@ -278,18 +276,16 @@ class _V4Weights(SeededWeights):
             compressor: its name.
         """
         spec = self.spec
-        heads, used = spec.index_n_heads, spec.index_head_dim
+        used = spec.index_head_dim
 
         def last(tensor: torch.Tensor, dim: int) -> torch.Tensor:
             """The indexer's dimensions of both halves of the overlap."""
             halves = tensor.unflatten(dim, (2, spec.head_dim)).narrow(dim + 1, spec.head_dim - used, used)
             return halves.flatten(dim, dim + 1).contiguous()
 
-        sign, gates = self._head_gates(f"{name}.weights_proj", heads, spec.hidden_size)
-        own = self._matrix(f"{name}.wq_b", heads, used, spec.q_lora_rank)
-        queries = sign[:, None, None] * mix(query, own, SHARED_HEADS)
+        queries, gates = self._index_queries(name, query, spec.index_n_heads)
         return {
-            **_quantized(f"{name}.wq_b", queries.flatten(0, 1)),
+            **_quantized(f"{name}.wq_b", queries),
             f"{name}.weights_proj.weight": _stored(gates),
             f"{name}.compressor.ape": last(attention[f"{compressor}.ape"], 1),
             f"{name}.compressor.wkv.weight": last(attention[f"{compressor}.wkv.weight"], 0),
