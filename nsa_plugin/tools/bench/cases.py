@@ -30,6 +30,9 @@ class BenchCase:
     def number(self, name: str) -> int:
         return int(self.as_dict()[name])
 
+    def numbers(self, *names: str) -> tuple[int, ...]:
+        return tuple(map(self.number, names))
+
     def text(self, name: str) -> str:
         return str(self.as_dict()[name])
 
@@ -88,30 +91,13 @@ def _decode(heads: int, batch: int, s_q: int, kv: int, topk: int) -> BenchCase:
 
 
 def _v4(heads: int, q: int, kv: int, page_size: int, topk: int = 512, window: int = 128) -> BenchCase:
-    return case(
-        "v4_prefill_route",
-        heads=heads,
-        q=q,
-        kv=kv,
-        topk=topk,
-        window=window,
-        page_size=page_size,
-        layout="v4_fp8",
-    )
+    selected = {"topk": topk, "window": window, "page_size": page_size}
+    return case("v4_prefill_route", heads=heads, q=q, kv=kv, **selected, layout="v4_fp8")
 
 
 def _v4_decode(heads: int, batch: int, kv: int, topk: int = 512, window: int = 128, page_size: int = 256) -> BenchCase:
-    return case(
-        "sparse_mla_decode",
-        heads=heads,
-        batch=batch,
-        s_q=1,
-        kv=kv,
-        topk=topk,
-        window=window,
-        page_size=page_size,
-        layout="v4_fp8",
-    )
+    selected = {"topk": topk, "window": window, "page_size": page_size}
+    return case("sparse_mla_decode", heads=heads, batch=batch, s_q=1, kv=kv, **selected, layout="v4_fp8")
 
 
 def _indexer(q: int, kv: int, heads: int, topk: int, budget_mib: int) -> BenchCase:
@@ -141,10 +127,6 @@ def _index_ops(rows: int, kv: int, topk: int, batch: int) -> tuple[BenchCase, ..
         *(case(op, q=rows, kv=kv, topk=topk, batch=batch) for op in ops),
         case("swa_window_indices", q=rows, kv=kv, window=min(128, topk), batch=batch),
     )
-
-
-def _chain(groups: Iterable[Iterable[BenchCase]]) -> tuple[BenchCase, ...]:
-    return tuple(one for group in groups for one in group)
 
 
 _ALL = (
@@ -223,8 +205,10 @@ _ALL = (
         "kv-cache",
         "writing to and reading from the caches",
         f"{_SUITES}.memory:kv_cache",
-        _chain(
-            _cache(rows, 131072, layout, 64) for layout in ("v32_fp8", "v4_fp8", "bf16") for rows in (65536, 4096, 128)
+        tuple(
+            one
+            for layout, rows in product(("v32_fp8", "v4_fp8", "bf16"), (65536, 4096, 128))
+            for one in _cache(rows, 131072, layout, 64)
         ),
         _cache(10, 128, "v32_fp8", 64) + _cache(10, 128, "v4_fp8", 64),
     ),

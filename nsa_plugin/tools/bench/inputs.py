@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
+from nsa_plugin.kernels.indexer import fold_weights, quantize
 from nsa_plugin.kernels.kv_cache import PagedCache, allocate_cache, reference_write
 from nsa_plugin.layouts import PlainLayout
 
-# Rows with values of their own; a larger cache repeats their pages in random order. Writing 4 million random rows with
+INDEX_DIM = 128  # of the indexer's heads
+# Rows with distinct values; a larger cache repeats their pages in random order. Writing 4 million random rows with
 # the reference would take longer than all measurements.
 _OWN_ROWS = 16384
 # float32 scores of one pass of `selection`: 256 MiB.
@@ -63,6 +67,40 @@ def selection(
         best = scores.topk(count, dim=1)
         part[:, :count] = torch.where(best.values < 0, -1, best.indices).int()
     return chosen
+
+
+class IndexerInputs(NamedTuple):
+    """The indexer's inputs for queries that all see every key, as `indexer_topk` takes them."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    k_scale: torch.Tensor
+    weights: torch.Tensor
+    ks: torch.Tensor
+    ke: torch.Tensor
+
+    def rows(self, rows: slice | torch.Tensor) -> IndexerInputs:
+        """Those of these queries, with all keys."""
+        return IndexerInputs(self.q[rows], self.k, self.k_scale, self.weights[rows], self.ks[rows], self.ke[rows])
+
+
+def index_queries(device: torch.device, seed: int, rows: int, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """fp8 queries [rows, heads, 128], and float32 weights [rows, heads] with the scales of queries and scores."""
+    q, q_scale = quantize(normal(device, seed, rows, heads, INDEX_DIM))
+    gates = normal(device, seed + 1, rows, heads, dtype=torch.float32)
+    return q, fold_weights(gates, q_scale, INDEX_DIM**-0.5 * heads**-0.5)
+
+
+def indexer(device: torch.device, seed: int, rows: int, keys: int, heads: int) -> IndexerInputs:
+    k, k_scale = quantize(normal(device, seed, keys, INDEX_DIM))
+    q, weights = index_queries(device, seed + 1, rows, heads)
+    ks = torch.zeros(rows, dtype=torch.int32, device=device)
+    return IndexerInputs(q, k, k_scale.squeeze(1), weights, ks, torch.full_like(ks, keys))
+
+
+def budgeted_rows(budget_mib: int, keys: int, topk: int) -> int:
+    """Rows whose logits and selections (integers) fit the budget; at least one."""
+    return max(1, budget_mib * 2**20 // (4 * (keys + topk)))
 
 
 def distinct_rows(indices: torch.Tensor, slots: int) -> int:

@@ -8,6 +8,7 @@ which an engine makes once for all layers, is not.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -61,18 +62,10 @@ def flash_mla_prefill(
     q: torch.Tensor, rows: torch.Tensor, indices: torch.Tensor, scale: float, lengths: torch.Tensor | None = None
 ) -> TimedCall:
     """flash_mla_sparse_fwd over bf16 rows [s_kv, d_qk], heads padded."""
-    library: Any = import_module("flash_mla")
-    heads = q.shape[-2]
-    padded_heads(heads)
+    attend = flash_mla_rows()
+    padded_heads(q.shape[-2])
     _require_multiple(indices, PREFILL_TOPK_MULTIPLE)
-
-    def call() -> PrefillOutput:
-        out, max_logits, lse = library.flash_mla_sparse_fwd(
-            pad(q), rows.unsqueeze(1), indices.unsqueeze(1), scale, D_V, topk_length=lengths, use_legacy=True
-        )
-        return PrefillOutput(out[:, :heads], max_logits[:, :heads], lse[:, :heads])
-
-    return call
+    return partial(attend, q, rows, indices, scale=scale, d_v=D_V, topk_length=lengths)
 
 
 def flash_mla_decode(
@@ -135,9 +128,9 @@ def flash_mla_rows() -> RowsAttention:
         scale: float,
         d_v: int,
         topk_length: torch.Tensor | None,
-        attn_sink: torch.Tensor | None,
-        out: torch.Tensor | None,
-        out_dtype: torch.dtype | None,
+        attn_sink: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
     ) -> PrefillOutput:
         if attn_sink is not None or out is not None or out_dtype is not None:
             raise KernelArgumentError("flash_mla_rows: attn_sink, out or out_dtype is given, which it does not support")

@@ -130,6 +130,11 @@ class Context:
         ]
 
 
+def into(out: torch.Tensor, *arguments: Any, **keywords: Any) -> Callable[[Callable[..., Any]], TimedCall]:
+    """A `bind` of `Context.contenders`: the provider gets these arguments and `out`, which starts poisoned."""
+    return lambda function: with_poisoned(out, lambda: function(*arguments, **keywords, out=out))
+
+
 def with_poisoned(out: torch.Tensor, call: TimedCall) -> TimedCall:
     """The call, after filling `out` with an invalid value: whatever the call does not write shows."""
     out.fill_(float("nan") if out.is_floating_point() else torch.iinfo(out.dtype).min)

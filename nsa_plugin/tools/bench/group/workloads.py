@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from nsa_plugin.decision.token_shard import CHUNKS, in_chunks
-from nsa_plugin.kernels.indexer import fold_weights, quantize, reference_logits
+from nsa_plugin.kernels.indexer import reference_logits
 from nsa_plugin.kernels.kv_cache import PagedCache
 from nsa_plugin.kernels.sparse_mla import reference_prefill
 from nsa_plugin.libraries.registry import REFERENCE
@@ -39,7 +39,6 @@ SHARDED = "token_shard"
 IN_PLACE = " decode kernel"  # after a library's name: it reads the fp8 pages of a prefill and needs no bf16 rows
 TOP_K = "sgl_kernel.fast_topk_v2"
 DECODES = (512, 256, 128)  # sequences; the others use a part of the first one's cache
-INDEXER_HEAD_DIM = 128
 SAMPLED_ROWS = 24
 LAYOUT = "v32_fp8"
 
@@ -294,26 +293,20 @@ def _layer(made: Inputs) -> Workload:
     """The indexer's selection, and attention to it."""
     device, rows, keys, topk = made.context.device, made.rows, made.kv, made.topk
     index_heads = made.case.number("index_heads")
-    k, k_scale = quantize(inputs.normal(device, 91, keys, INDEXER_HEAD_DIM))
-    k_scale = k_scale.squeeze(1)
-    index_q, q_scale = quantize(inputs.normal(device, 92, rows, index_heads, INDEXER_HEAD_DIM))
-    gates = inputs.normal(device, 93, rows, index_heads, dtype=torch.float32)
-    weights = fold_weights(gates, q_scale, INDEXER_HEAD_DIM**-0.5 * index_heads**-0.5)
-    ks = torch.zeros(rows, dtype=torch.int32, device=device)
-    ke = torch.full_like(ks, keys)
-    step = max(1, made.case.number("budget_mib") * 2**20 // (4 * (keys + topk)))
+    index = inputs.indexer(device, 91, rows, keys, index_heads)
+    step = inputs.budgeted_rows(made.case.number("budget_mib"), keys, topk)
     own = made.partition.rows(made.rank)
 
     def select_by(name: str, part: slice) -> TimedCall:
         score = made.context.registry.load("indexer_topk", name, sm=made.context.sm)
-        given = (index_q[part], k, k_scale, weights[part], ks[part], ke[part], topk)
-        return lambda: score(*given, rows_per_chunk=step)
+        given = index.rows(part)
+        return lambda: score(*given, topk, rows_per_chunk=step)
 
     def stock_selection() -> TimedCall:
         parts = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
         calls = []
         for part in parts:
-            logits = stock.deep_gemm_logits(index_q[part], k, k_scale, weights[part], ks[part], ke[part])
+            logits = stock.deep_gemm_logits(*index.rows(part))
             calls.append((part, logits, stock.LibraryTopK(TOP_K, part.stop - part.start, keys, topk, device)))
 
         def select() -> torch.Tensor:
@@ -360,9 +353,7 @@ def _layer(made: Inputs) -> Workload:
 
     positions = torch.arange(len(made.sample), device=device)
     sample = made.sample
-    chosen_right = judges.selected(
-        positions, lambda: reference_logits(index_q[sample], k, k_scale, weights[sample], ks[sample], ke[sample]), topk
-    )
+    chosen_right = judges.selected(positions, lambda: reference_logits(*index.rows(sample)), topk)
 
     def judge_of(name: str) -> Callable[[Any], float]:
         def judge(result: Layered) -> float:
@@ -383,7 +374,7 @@ def _layer(made: Inputs) -> Workload:
     share = -(-rows // made.ranks)
     attention = made.work()
     scoring = floors.indexer_topk(
-        rows=share, keys=keys, heads=index_heads, dim=INDEXER_HEAD_DIM, topk=topk, scored=share * keys
+        rows=share, keys=keys, heads=index_heads, dim=inputs.INDEX_DIM, topk=topk, scored=share * keys
     )
     return Workload(
         # A bf16 operation takes as long as two of fp8.

@@ -6,13 +6,12 @@ from collections.abc import Callable
 
 import torch
 
-from nsa_plugin.kernels.indexer import fold_weights, quantize, reference_logits, reference_paged_logits
+from nsa_plugin.kernels.indexer import reference_logits, reference_paged_logits
 from nsa_plugin.layouts import INDEXER_FP8
 from nsa_plugin.tools.bench import floors, inputs, judges, stock
 from nsa_plugin.tools.bench.cases import BenchCase
-from nsa_plugin.tools.bench.workload import Contender, Context, TimedCall, Workload, with_poisoned
+from nsa_plugin.tools.bench.workload import Contender, Context, TimedCall, Workload, into, with_poisoned
 
-HEAD_DIM = 128
 PAGE_SIZE = 64  # the only page size that DeepGEMM supports
 _SAMPLED_ROWS = 8
 
@@ -20,28 +19,16 @@ _SAMPLED_ROWS = 8
 def indexer_topk(case: BenchCase, context: Context) -> Workload:
     """Every query sees every key: the worst case for a chunk of this size."""
     device = context.device
-    heads, rows, keys, topk = (case.number(name) for name in ("heads", "q", "kv", "topk"))
-    k, k_scale = quantize(inputs.normal(device, 1, keys, HEAD_DIM))
-    k_scale = k_scale.squeeze(1)
-    q, q_scale = quantize(inputs.normal(device, 2, rows, heads, HEAD_DIM))
-    gates = inputs.normal(device, 3, rows, heads, dtype=torch.float32)
-    weights = fold_weights(gates, q_scale, HEAD_DIM**-0.5 * heads**-0.5)
-    ks = torch.zeros(rows, dtype=torch.int32, device=device)
-    ke = torch.full_like(ks, keys)
+    heads, rows, keys, topk = case.numbers("heads", "q", "kv", "topk")
+    made = inputs.indexer(device, 1, rows, keys, heads)
     out = torch.empty(rows, topk, dtype=torch.int32, device=device)
-    # The budget covers a row's logits and the integers of its selection.
-    rows_per_chunk = max(1, case.number("budget_mib") * 2**20 // (4 * (keys + topk)))
-
+    rows_per_chunk = inputs.budgeted_rows(case.number("budget_mib"), keys, topk)
     sampled = inputs.sample(device, rows, _SAMPLED_ROWS)
-    judge = judges.selected(
-        sampled,
-        lambda: reference_logits(q[sampled], k, k_scale, weights[sampled], ks[sampled], ke[sampled]),
-        topk,
-    )
+    judge = judges.selected(sampled, lambda: reference_logits(*made.rows(sampled)), topk)
 
     def in_one_piece(name: str) -> Callable[[], TimedCall]:
         def load() -> TimedCall:
-            logits = stock.deep_gemm_logits(q, k, k_scale, weights, ks, ke)
+            logits = stock.deep_gemm_logits(*made)
             select = stock.LibraryTopK(name, rows, keys, topk, device)
             return with_poisoned(out, lambda: out.copy_(select(logits())))
 
@@ -49,16 +36,12 @@ def indexer_topk(case: BenchCase, context: Context) -> Workload:
 
     whole = {f"deep_gemm in one piece, {name}": in_one_piece(name) for name in stock.SELECTORS}
     return Workload(
-        work=floors.indexer_topk(rows=rows, keys=keys, heads=heads, dim=HEAD_DIM, topk=topk, scored=rows * keys),
+        work=floors.indexer_topk(
+            rows=rows, keys=keys, heads=heads, dim=inputs.INDEX_DIM, topk=topk, scored=rows * keys
+        ),
         contenders=(
             *(Contender(name, load) for name, load in whole.items()),
-            *context.contenders(
-                "indexer_topk",
-                lambda function: with_poisoned(
-                    out,
-                    lambda: function(q, k, k_scale, weights, ks, ke, topk, rows_per_chunk=rows_per_chunk, out=out),
-                ),
-            ),
+            *context.contenders("indexer_topk", into(out, *made, topk, rows_per_chunk=rows_per_chunk)),
         ),
         judge=judge,
         baselines=tuple(whole),
@@ -69,16 +52,14 @@ def indexer_topk(case: BenchCase, context: Context) -> Workload:
 def paged(case: BenchCase, context: Context) -> Workload:
     """A decode step: one query token per sequence, with its keys in the paged cache."""
     device = context.device
-    heads, batch, keys, topk = (case.number(name) for name in ("heads", "batch", "kv", "topk"))
+    heads, batch, keys, topk = case.numbers("heads", "batch", "kv", "topk")
     pages = -(-keys // PAGE_SIZE)
     cache = context.shared(
         ("indexer", batch, pages),
         lambda: inputs.filled_cache(device, INDEXER_FP8.name, batch * pages * PAGE_SIZE, PAGE_SIZE, 1),
     )
     table = torch.arange(batch * pages, dtype=torch.int32, device=device).view(batch, pages)
-    q, q_scale = quantize(inputs.normal(device, 2, batch, heads, HEAD_DIM))
-    gates = inputs.normal(device, 3, batch, heads, dtype=torch.float32)
-    weights = fold_weights(gates, q_scale, HEAD_DIM**-0.5 * heads**-0.5)
+    q, weights = inputs.index_queries(device, 2, batch, heads)
     q, seq_lens = q.unsqueeze(1), torch.full((batch,), keys, dtype=torch.int32, device=device)
     out = torch.empty(batch, topk, dtype=torch.int32, device=device)
     sampled = inputs.sample(device, batch, _SAMPLED_ROWS)
@@ -98,16 +79,11 @@ def paged(case: BenchCase, context: Context) -> Workload:
     name = "deep_gemm in one piece, torch.topk"
     return Workload(
         work=floors.indexer_topk(
-            rows=batch, keys=batch * keys, heads=heads, dim=HEAD_DIM, topk=topk, scored=batch * keys
+            rows=batch, keys=batch * keys, heads=heads, dim=inputs.INDEX_DIM, topk=topk, scored=batch * keys
         ),
         contenders=(
             Contender(name, in_one_piece),
-            *context.contenders(
-                "indexer_topk_paged",
-                lambda function: with_poisoned(
-                    out, lambda: function(q, cache, weights, seq_lens, table, topk, out=out)
-                ),
-            ),
+            *context.contenders("indexer_topk_paged", into(out, q, cache, weights, seq_lens, table, topk)),
         ),
         judge=judge,
         baselines=(name,),
@@ -117,7 +93,7 @@ def paged(case: BenchCase, context: Context) -> Workload:
 
 def topk_rows(case: BenchCase, context: Context) -> Workload:
     device = context.device
-    rows, keys, topk = (case.number(name) for name in ("q", "kv", "topk"))
+    rows, keys, topk = case.numbers("q", "kv", "topk")
     logits = inputs.normal(device, 1, rows, keys, dtype=torch.float32)
     ks = torch.zeros(rows, dtype=torch.int32, device=device)
     ke = torch.full_like(ks, keys)
@@ -135,10 +111,7 @@ def topk_rows(case: BenchCase, context: Context) -> Workload:
         work=floors.topk_rows(rows=rows, keys=keys, topk=topk),
         contenders=(
             *(Contender(name, library(name)) for name in stock.SELECTORS),
-            *context.contenders(
-                "topk_rows",
-                lambda function: with_poisoned(out, lambda: function(logits, ks, ke, topk, out=out)),
-            ),
+            *context.contenders("topk_rows", into(out, logits, ks, ke, topk)),
         ),
         # The logits are inputs, so the selection must be exact except for ties.
         judge=judges.selected(sampled, lambda: logits[sampled], topk, slack=0.0),

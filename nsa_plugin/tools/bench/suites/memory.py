@@ -12,7 +12,7 @@ from nsa_plugin.kernels.kv_cache import allocate_cache, gather_rows, reference_w
 from nsa_plugin.tools.bench import floors, inputs, judges
 from nsa_plugin.tools.bench.cases import BenchCase
 from nsa_plugin.tools.bench.suites.sparse_mla import row_bytes
-from nsa_plugin.tools.bench.workload import Context, TimedCall, Workload, with_poisoned
+from nsa_plugin.tools.bench.workload import Context, TimedCall, Workload, into
 
 PAGE_SIZE = 64
 _SAMPLED_ROWS = 256
@@ -23,7 +23,7 @@ _ONE_BF16_STEP = (1e-6, 2.0**-8)
 
 def kv_cache(case: BenchCase, context: Context) -> Workload:
     device, layout = context.device, case.text("layout")
-    count, slots_all, page_size = (case.number(name) for name in ("q", "kv", "page_size"))
+    count, slots_all, page_size = case.numbers("q", "kv", "page_size")
     cache = inputs.filled_cache(device, layout, slots_all, page_size, 1)
     slots = torch.randperm(cache.num_slots, generator=inputs.generator(device, 2), device=device)[:count]
     sampled = inputs.sample(device, count, _SAMPLED_ROWS)
@@ -36,12 +36,7 @@ def kv_cache(case: BenchCase, context: Context) -> Workload:
 
         return Workload(
             work=floors.cache_rows(rows=count, dim=cache.dim, row_bytes=row_bytes(cache)),
-            contenders=tuple(
-                context.contenders(
-                    case.op,
-                    lambda function: with_poisoned(out, lambda: function(cache, slots, out=out)),
-                )
-            ),
+            contenders=tuple(context.contenders(case.op, into(out, cache, slots))),
             judge=judge_read,
         )
 
@@ -90,7 +85,7 @@ def _tensors(result: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _paged(case: BenchCase, device: torch.device) -> _Prepared:
-    rows, kv, topk, batch = (case.number(name) for name in ("q", "kv", "topk", "batch"))
+    rows, kv, topk, batch = case.numbers("q", "kv", "topk", "batch")
     positions = inputs.selection(device, rows, kv, topk, 1)
     pages = -(-kv // PAGE_SIZE)
     order = torch.randperm(batch * pages, generator=inputs.generator(device, 2), device=device)
@@ -102,7 +97,7 @@ def _paged(case: BenchCase, device: torch.device) -> _Prepared:
 
 
 def _ragged(case: BenchCase, device: torch.device) -> _Prepared:
-    rows, kv, topk, batch = (case.number(name) for name in ("q", "kv", "topk", "batch"))
+    rows, kv, topk, batch = case.numbers("q", "kv", "topk", "batch")
     positions = inputs.selection(device, rows, kv, topk, 1)
     offsets = (torch.arange(rows, device=device) * batch // rows * kv).int()
     work = floors.index_map(read=rows * topk + rows, written=rows * topk)
@@ -110,7 +105,7 @@ def _ragged(case: BenchCase, device: torch.device) -> _Prepared:
 
 
 def _window(case: BenchCase, device: torch.device) -> _Prepared:
-    rows, kv, window, batch = (case.number(name) for name in ("q", "kv", "window", "batch"))
+    rows, kv, window, batch = case.numbers("q", "kv", "window", "batch")
     cu_seqlens = torch.arange(0, rows + 1, rows // batch, dtype=torch.int32, device=device)
     seq_lens = torch.full((batch,), kv, dtype=torch.int32, device=device)
     work = floors.index_map(read=2 * batch, written=rows * (window + 1))

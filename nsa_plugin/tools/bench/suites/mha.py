@@ -15,7 +15,7 @@ from nsa_plugin.tools.bench import floors, inputs, judges, stock
 from nsa_plugin.tools.bench.cases import BenchCase
 from nsa_plugin.tools.bench.judges import Attended
 from nsa_plugin.tools.bench.suites.sparse_mla import D_V, PADDED, PAGE_SIZE, bf16_rows, gather
-from nsa_plugin.tools.bench.workload import Contender, Context, TimedCall, Workload, with_poisoned
+from nsa_plugin.tools.bench.workload import Contender, Context, TimedCall, Workload, into
 
 SDPA = "torch SDPA"
 SPARSE = "sparse_mla {}"
@@ -28,7 +28,7 @@ _SAMPLED_ROWS = 24
 
 def one_shot(case: BenchCase, context: Context) -> Workload:
     device = context.device
-    heads, tokens, topk = (case.number(name) for name in ("heads", "q", "topk"))
+    heads, tokens, topk = case.numbers("heads", "q", "topk")
     d_qk = NOPE_DIM + ROPE_DIM
     scale = d_qk**-0.5
     q = inputs.normal(device, 1, tokens, heads, d_qk)
@@ -100,7 +100,7 @@ def _sparse(context: Context, tokens: int, heads: int, topk: int) -> list[Conten
         ),
         *context.contenders(
             "sparse_mla_prefill",
-            lambda function: with_poisoned(out, lambda: function(q, cache, indices, scale=scale, out=out)),
+            into(out, q, cache, indices, scale=scale),
             label=SPARSE,
             judge=judge,
             extra_call=extra_call,

@@ -12,7 +12,7 @@ from nsa_plugin.layouts import Fp8Layout
 from nsa_plugin.tools.bench import floors, inputs, judges, stock
 from nsa_plugin.tools.bench.cases import BenchCase
 from nsa_plugin.tools.bench.judges import Attended
-from nsa_plugin.tools.bench.workload import Contender, Context, TimedCall, Workload, with_poisoned
+from nsa_plugin.tools.bench.workload import Contender, Context, TimedCall, Workload, into
 
 PADDED = "flash_mla padded"
 WITH_COPY = "flash_mla padded, bf16 copy included"
@@ -61,7 +61,7 @@ def prefill_by_decode(
 
 def prefill(case: BenchCase, context: Context) -> Workload:
     device, layout = context.device, case.text("layout")
-    heads, q_rows, kv, topk = (case.number(name) for name in ("heads", "q", "kv", "topk"))
+    heads, q_rows, kv, topk = case.numbers("heads", "q", "kv", "topk")
     cache = context.shared(("cache", layout, kv), lambda: inputs.filled_cache(device, layout, kv, PAGE_SIZE, 1))
     indices = context.shared(("indices", q_rows, kv, topk), lambda: inputs.selection(device, q_rows, kv, topk, 2))
     taken = context.shared(("taken", layout, q_rows, kv, topk), lambda: gather(indices, cache))
@@ -100,10 +100,7 @@ def prefill(case: BenchCase, context: Context) -> Workload:
             Contender(PADDED, padded),
             Contender(WITH_COPY, padded_with_copy),
             Contender(DECODE_KERNEL, lambda: prefill_by_decode(q, cache, indices, scale)),
-            *context.contenders(
-                "sparse_mla_prefill",
-                lambda function: with_poisoned(out, lambda: function(q, cache, indices, scale=scale, out=out)),
-            ),
+            *context.contenders("sparse_mla_prefill", into(out, q, cache, indices, scale=scale)),
         ),
         judge=judge,
         baselines=(PADDED,),
@@ -112,7 +109,7 @@ def prefill(case: BenchCase, context: Context) -> Workload:
 
 def decode(case: BenchCase, context: Context) -> Workload:
     device, layout = context.device, case.text("layout")
-    heads, batch, s_q, kv, topk = (case.number(name) for name in ("heads", "batch", "s_q", "kv", "topk"))
+    heads, batch, s_q, kv, topk = case.numbers("heads", "batch", "s_q", "kv", "topk")
     # Every sequence owns kv slots, so that no two share a row.
     cache = context.shared(
         ("cache", layout, batch * kv), lambda: inputs.filled_cache(device, layout, batch * kv, PAGE_SIZE, 1)
@@ -139,10 +136,7 @@ def decode(case: BenchCase, context: Context) -> Workload:
         work=floors.sparse_mla(rows=batch * s_q, heads=heads, d_qk=cache.dim, d_v=D_V, gathers=[taken]),
         contenders=(
             Contender(PADDED, lambda: stock.flash_mla_decode(q, cache, indices, scale)),
-            *context.contenders(
-                "sparse_mla_decode",
-                lambda function: with_poisoned(out, lambda: function(q, cache, indices, scale=scale, out=out)),
-            ),
+            *context.contenders("sparse_mla_decode", into(out, q, cache, indices, scale=scale)),
         ),
         judge=judge,
         baselines=(PADDED,),

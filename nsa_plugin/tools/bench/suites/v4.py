@@ -16,7 +16,7 @@ from nsa_plugin.tools.bench import floors, inputs, judges, stock
 from nsa_plugin.tools.bench.cases import BenchCase
 from nsa_plugin.tools.bench.judges import Attended
 from nsa_plugin.tools.bench.suites.sparse_mla import D_V, DECODE_KERNEL, PADDED, gather, prefill_by_decode
-from nsa_plugin.tools.bench.workload import Contender, Context, TimedCall, Workload, with_poisoned
+from nsa_plugin.tools.bench.workload import Contender, Context, TimedCall, Workload, into, with_poisoned
 
 SGLANG = "SGLang's sparse route"
 BY_WORKSPACE = "dequantise, combine, {}"
@@ -28,8 +28,7 @@ _SAMPLED_ROWS = 24
 def prefill(case: BenchCase, context: Context) -> Workload:
     """The last `q` tokens of one request of `kv` tokens: a query sees its window and the entries before it."""
     device, layout = context.device, case.text("layout")
-    names = ("heads", "q", "kv", "topk", "window", "page_size")
-    heads, tokens, kv, topk, window, page_size = (case.number(name) for name in names)
+    heads, tokens, kv, topk, window, page_size = case.numbers("heads", "q", "kv", "topk", "window", "page_size")
     entries = kv // COMPRESS_RATIO
     # The window cache holds the chunk's tokens and the window before them; the queries are the last tokens.
     cache = context.shared(
@@ -50,41 +49,20 @@ def prefill(case: BenchCase, context: Context) -> Workload:
     out = torch.empty(tokens, heads, D_V, dtype=torch.bfloat16, device=device)
     scale = cache.dim**-0.5
     rows = inputs.sample(device, tokens, _SAMPLED_ROWS)
-    judge = judges.attention(
-        rows,
-        lambda: reference_prefill(
-            q[rows],
-            cache,
-            indices.indices[rows],
-            scale=scale,
-            topk_length=indices.lengths[rows],
-            extra_kv=extra_cache,
-            extra_indices=extra.indices[rows],
-            extra_topk_length=extra.lengths[rows],
-            out_dtype=torch.float32,
-        ),
-        judges.DECODE_OUT,
-    )
+    keys = {"scale": scale, "extra_kv": extra_cache}
+    lists = {
+        "topk_length": indices.lengths,
+        "extra_indices": extra.indices,
+        "extra_topk_length": extra.lengths,
+    }
+
+    def expected() -> Any:
+        sampled = {name: tensor[rows] for name, tensor in lists.items()}
+        return reference_prefill(q[rows], cache, indices.indices[rows], **keys, **sampled, out_dtype=torch.float32)
 
     def decode_kernel() -> TimedCall:
         more = {"topk_length": indices.lengths, "extra_cache": extra_cache, "extra": extra}
         return prefill_by_decode(q, cache, indices.indices, scale, **more)
-
-    def direct(function: Callable[..., Any]) -> TimedCall:
-        def call() -> Any:
-            return function(
-                q,
-                cache,
-                indices.indices,
-                scale=scale,
-                topk_length=indices.lengths,
-                extra_kv=extra_cache,
-                extra_indices=extra.indices,
-                extra_topk_length=extra.lengths,
-                out=out,
-            )
-
-        return with_poisoned(out, call)
 
     def sglang() -> TimedCall:
         # Slot of a position's row in the window's cache; positions before the first query's window have none.
@@ -114,13 +92,13 @@ def prefill(case: BenchCase, context: Context) -> Workload:
         Contender(SGLANG, sglang, output_bytes=out.nbytes, kept_bytes=lambda call: call.attend.kept_bytes()),
         Contender(DECODE_KERNEL, decode_kernel, output_bytes=out.nbytes),
         *(served if contender.name == served.name else contender for contender in workspaces),
-        *context.contenders("sparse_mla_prefill", direct),
+        *context.contenders("sparse_mla_prefill", into(out, q, cache, indices.indices, **keys, **lists)),
     )
     gathers = [gather(indices.indices, cache), gather(extra.indices, extra_cache)]
     return Workload(
         work=floors.sparse_mla(rows=tokens, heads=heads, d_qk=cache.dim, d_v=D_V, gathers=gathers),
         contenders=contenders,
-        judge=judge,
+        judge=judges.attention(rows, expected, judges.DECODE_OUT),
         baselines=(SGLANG, DECODE_KERNEL),
         memory=True,
     )
@@ -129,8 +107,7 @@ def prefill(case: BenchCase, context: Context) -> Workload:
 def decode(case: BenchCase, context: Context) -> Workload:
     """One query token per sequence; every sequence has its own window and its own context of selected keys."""
     device, layout = context.device, case.text("layout")
-    names = ("heads", "batch", "kv", "topk", "window", "page_size")
-    heads, batch, kv, topk, window, page_size = (case.number(name) for name in names)
+    heads, batch, kv, topk, window, page_size = case.numbers("heads", "batch", "kv", "topk", "window", "page_size")
     entries = kv // COMPRESS_RATIO
     cache = context.shared(
         ("window", layout, batch, window), lambda: inputs.filled_cache(device, layout, batch * window, page_size, 1)
@@ -148,42 +125,23 @@ def decode(case: BenchCase, context: Context) -> Workload:
     scale = cache.dim**-0.5
     rows = inputs.sample(device, batch, _SAMPLED_ROWS)
 
+    keys = {"scale": scale, "extra_cache": extra_cache}
+    lists = {"extra_indices": extra.indices.unsqueeze(1), "extra_topk_length": extra.lengths}
+    steps = indices.unsqueeze(1)
+
     def expected() -> Any:
-        return reference_decode(
-            q[rows],
-            cache,
-            indices[rows].unsqueeze(1),
-            scale=scale,
-            extra_cache=extra_cache,
-            extra_indices=extra.indices[rows].unsqueeze(1),
-            extra_topk_length=extra.lengths[rows],
-            out_dtype=torch.float32,
-        )
-
-    def own(function: Callable[..., Any]) -> TimedCall:
-        def call() -> Any:
-            return function(
-                q,
-                cache,
-                indices.unsqueeze(1),
-                scale=scale,
-                extra_cache=extra_cache,
-                extra_indices=extra.indices.unsqueeze(1),
-                extra_topk_length=extra.lengths,
-                out=out,
-            )
-
-        return with_poisoned(out, call)
+        sampled = {name: tensor[rows] for name, tensor in lists.items()}
+        return reference_decode(q[rows], cache, steps[rows], **keys, **sampled, out_dtype=torch.float32)
 
     def stock_kernel() -> TimedCall:
-        return stock.flash_mla_decode(q, cache, indices.unsqueeze(1), scale, extra_cache=extra_cache, extra=extra)
+        return stock.flash_mla_decode(q, cache, steps, scale, extra_cache=extra_cache, extra=extra)
 
     gathers = [gather(indices, cache), gather(extra.indices, extra_cache)]
     return Workload(
         work=floors.sparse_mla(rows=batch, heads=heads, d_qk=cache.dim, d_v=D_V, gathers=gathers),
         contenders=(
             Contender(PADDED, stock_kernel),
-            *context.contenders("sparse_mla_decode", own),
+            *context.contenders("sparse_mla_decode", into(out, q, cache, steps, **keys, **lists)),
         ),
         judge=judges.attention(rows, expected, judges.DECODE_OUT),
         baselines=(PADDED,),
