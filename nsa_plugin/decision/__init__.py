@@ -4,7 +4,7 @@
 """
 
 from nsa_plugin.decision.constraints import Constraints
-from nsa_plugin.decision.dispatch import BatchPart, decide, partition, validate
+from nsa_plugin.decision.dispatch import BatchPart, Decider, decide, partition, validate
 from nsa_plugin.decision.plan import Attention, IndexerMode, IndexerPlan, Plan
 from nsa_plugin.decision.routes import Route
 from nsa_plugin.decision.shapes import BatchShape, ModelShape, Phase
@@ -14,6 +14,7 @@ __all__ = [
     "BatchPart",
     "BatchShape",
     "Constraints",
+    "Decider",
     "IndexerMode",
     "IndexerPlan",
     "ModelShape",

@@ -1,14 +1,25 @@
-"""The inputs of one decision, which every rule reads, and the words that reasons share."""
+"""The inputs of one decision, which every rule reads, and the phrases that reasons share."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from nsa_plugin.decision import timings
 from nsa_plugin.decision.constraints import UNCONSTRAINED, Constraints
 from nsa_plugin.decision.plan import Attention
-from nsa_plugin.decision.routes import BF16_COPY, FLASH_MLA_DECODE, OPS, KernelLoad, Route, capability_refusal
+from nsa_plugin.decision.routes import (
+    BF16_COPY,
+    FLASH_MLA_DECODE,
+    OPS,
+    KernelLoad,
+    Route,
+    capability_refusal,
+    rows_refusal,
+)
 from nsa_plugin.decision.shapes import BatchShape, ModelShape, Phase
+from nsa_plugin.libraries.capabilities import Op
 from nsa_plugin.libraries.devices import DeviceProfile
 from nsa_plugin.settings import Settings
 
@@ -17,12 +28,38 @@ from nsa_plugin.settings import Settings
 DEQUANTIZE_KV_PER_ROW = 512
 
 
+T = TypeVar("T")
+
+
 @dataclass(frozen=True)
+class Kernel:
+    """What is known of a route's kernel before any batch.
+
+    Attributes:
+        missing: why its library is not available; None if it is.
+        absent: why the library has no kernel that reads the cache; None if it has one.
+        unfit: why the kernel does not support the model, whatever the batch; None if it does.
+        max_rows: most query tokens of a call; None = no limit.
+        padding: heads that the kernel gets where it does not support the number given, else 0; and why.
+        times: the measured head count, and (query tokens, microseconds) of its calls; empty if none fits.
+    """
+
+    missing: str | None
+    absent: str | None
+    unfit: str | None
+    max_rows: int | None
+    padding: tuple[int, str]
+    times: tuple[int, timings.Points]
+
+
+@dataclass(eq=False)
 class Case:
     """The inputs of one decision.
 
     Attributes:
         routes: the ordered routes of `sparse.sparse_routes`, which one decision needs several times.
+        known: what follows from the model, the device and the settings alone; see `once`.
+        extend: the batch is a prefill.
     """
 
     model: ModelShape
@@ -30,11 +67,31 @@ class Case:
     device: DeviceProfile
     settings: Settings
     constraints: Constraints = UNCONSTRAINED
-    routes: dict[KernelLoad, tuple[Route, ...]] = field(default_factory=dict, repr=False, compare=False)
+    routes: dict[KernelLoad, tuple[Route, ...]] = field(default_factory=dict, repr=False)
+    known: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+    extend: bool = field(init=False, repr=False)
 
-    @property
-    def extend(self) -> bool:
-        return self.batch.phase is Phase.EXTEND
+    def __post_init__(self) -> None:
+        self.extend = self.batch.phase is Phase.EXTEND
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return what `make` returned for this key in any case of the same model, device and settings.
+
+        It must not depend on the batch, nor on constraints that the key lacks. Threads may make it twice.
+        """
+        try:
+            return self.known[key]  # type: ignore[no-any-return]
+        except KeyError:
+            made = self.known[key] = make()
+            return made
+
+    def kernel(self, route: Route, heads: int) -> Kernel:
+        """What is known of a route's kernel for `heads` query heads."""
+        key = route, heads, self.extend
+        known: Kernel | None = self.known.get(key)
+        if known is None:
+            known = self.known[key] = _kernel(self, route, heads)
+        return known
 
     @property
     def backend_setting(self) -> str:
@@ -85,6 +142,34 @@ class Case:
         )
 
 
+def _kernel(case: Case, route: Route, heads: int) -> Kernel:
+    model, device = case.model, case.device
+    op, layout = OPS[route.attention], route.layout_read(model)
+    library = device.libraries.get(route.library)
+    missing = None
+    if library is None or not library.available:
+        missing = library.reason if library else "unknown to this device profile"
+    timed_op = Op.SPARSE_MLA_PREFILL if case.extend else Op.SPARSE_MLA_DECODE
+    times = timings.fitting(device.sm, timed_op, model.kv_layout, heads, str(route)) if case.timed else (0, ())
+    capability = device.capability(route.library, op, layout)
+    given = capability.heads_given(heads) if capability else None
+    unpadded = 0, f"{route.library} supports {count(heads, 'head')} without padding"
+    if capability is None:
+        absent = f"no {op} kernel for a {layout} cache on {device.where}"
+        return Kernel(missing, absent, None, None, unpadded, times)
+    if route.attention is Attention.MHA_ONE_SHOT:
+        unfit = capability_refusal(capability, heads=heads, dims=model.mha_dims)
+    else:
+        # V4 attends selected tokens and a window; the kernel gets two index lists.
+        selections = tuple(count for count in (model.index_topk, model.sliding_window) if count)
+        unfit = capability_refusal(capability, heads=heads, dims=model.row_dims, selections=selections)
+    padding = unpadded
+    if given is not None and given != heads:
+        supported = f"supports {capability.heads_in_words} heads; there are {heads}"
+        padding = given, f"{route.library}'s kernel on {device.where} {supported}"
+    return Kernel(missing, None, unfit, capability.max_rows, padding, times)
+
+
 def route_refusal(case: Case, route: Route, load: KernelLoad, asked: str = "auto") -> str | None:
     """Why a route does not support the batch, or None if it does.
 
@@ -92,29 +177,22 @@ def route_refusal(case: Case, route: Route, load: KernelLoad, asked: str = "auto
         load: what its kernel call would get.
         asked: the library that the settings name, or "auto".
     """
-    model, device, constraints = case.model, case.device, case.constraints
-    library = device.libraries.get(route.library)
-    if library is None or not library.available:
-        return library.reason if library else "unknown to this device profile"
-    if route.library == "reference" and asked != "reference" and device.kind != "cpu":
+    constraints, kernel = case.constraints, case.kernel(route, load.heads)
+    if kernel.missing is not None:
+        return kernel.missing
+    if route.library == "reference" and asked != "reference" and case.device.kind != "cpu":
         return "plain torch, chosen on a GPU only if a setting asks for it"
-    op, layout = OPS[route.attention], route.layout_read(model)
-    capability = device.capability(route.library, op, layout)
-    if capability is None:
-        return f"no {op} kernel for a {layout} cache on {device.where}"
+    if kernel.absent is not None:
+        return kernel.absent
     if constraints.paths is not None and route not in constraints.paths:
         return constraints.no_path.get(route.library, f"{constraints.engine} has no execution path for it")
     if route.dequantize_kv and case.batch.cuda_graph:
         return "which cache rows to copy to bf16 depends on lengths, which a captured graph cannot read"
     if route.dequantize_kv and not constraints.copy_fits:
         return constraints.copy_refusal
-    if route == FLASH_MLA_DECODE and case.exceeds_large_q(load.rows):
+    if case.exceeds_large_q(load.rows) and route == FLASH_MLA_DECODE:
         return f"{load.rows} query tokens exceed large_q_rows {case.settings.large_q_rows}"
-    if route.attention is Attention.MHA_ONE_SHOT:
-        return capability_refusal(capability, heads=load.heads, rows=load.rows, dims=model.mha_dims)
-    # V4 attends selected tokens and a window; the kernel gets two index lists.
-    selections = tuple(count for count in (model.index_topk, model.sliding_window) if count)
-    return capability_refusal(capability, heads=load.heads, rows=load.rows, dims=model.row_dims, selections=selections)
+    return kernel.unfit or rows_refusal(kernel.max_rows, load.rows)
 
 
 def batch_sentence(batch: BatchShape) -> str:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from nsa_plugin.decision import timings
 from nsa_plugin.decision.case import Case, route_refusal
-from nsa_plugin.decision.plan import Attention
+from nsa_plugin.decision.plan import Attention, Reason
 from nsa_plugin.decision.routes import KernelLoad, Refusal, Route, first, unranked
 from nsa_plugin.decision.sparse import usual_sparse_routes
 from nsa_plugin.libraries.capabilities import Op
@@ -35,10 +35,15 @@ def mha_limit(case: Case) -> tuple[int, str]:
     longer from some length on. It does not depend on the batch's lengths, so a part of a batch has the limit of
     the whole. The measurements have no prefix; a context counts as a prompt of its length.
     """
-    model, asked = case.model, case.settings.mha_max_kv
-    if asked >= 0:
-        return asked, f"mha_max_kv {asked}"
+    if case.settings.mha_max_kv >= 0:
+        return case.settings.mha_max_kv, f"mha_max_kv {case.settings.mha_max_kv}"
     dense, _ = dense_provider(case)
+    key = "mha_limit", case.extend, case.batch.cuda_graph, case.constraints.paths, dense
+    return case.once(key, lambda: _mha_limit(case, dense))
+
+
+def _mha_limit(case: Case, dense: Route | None) -> tuple[int, str]:
+    model = case.model
     if dense is not None and case.timed:
         load = KernelLoad(1, model.heads_per_rank)  # one request: a kernel's limit of rows is the batch's concern
         if not case.constraints.copy_fits:  # the limit is one for all batches, whatever their copies take
@@ -77,7 +82,7 @@ def dense_provider(case: Case) -> tuple[Route | None, list[Refusal]]:
     return first(dense_routes(), lambda route: route_refusal(case, route, case.own_load))
 
 
-def pick_dense(case: Case) -> tuple[Route | None, list[Refusal], str]:
+def pick_dense(case: Case) -> tuple[Route | None, list[Refusal], Reason]:
     """(the dense route or None, the refusals before it, why there is one or none)."""
     batch = case.batch
     if ruled_out := dense_ruled_out(case):
@@ -85,14 +90,14 @@ def pick_dense(case: Case) -> tuple[Route | None, list[Refusal], str]:
     limit, source = mha_limit(case)
     if batch.max_kv_len > limit:
         whole = case.constraints.no_split if batch.num_requests > 1 else ""
-        over = f"the longest context of {batch.max_kv_len} tokens exceeds {source}"
-        return None, [], over + (f", and the batch is not split: {whole}" if whole else "")
+        unsplit = f", and the batch is not split: {whole}" if whole else ""
+        return None, [], lambda: f"the longest context of {batch.max_kv_len} tokens exceeds {source}{unsplit}"
     if 0 < batch.attention_workspace_tokens < batch.total_kv_len:
         held = batch.attention_workspace_tokens
-        return None, [], f"{batch.total_kv_len} context tokens exceed the attention workspace of {held}"
+        return None, [], lambda: f"{batch.total_kv_len} context tokens exceed the attention workspace of {held}"
     route, refused = dense_provider(case)
     if route is None:
-        return None, refused, "no dense kernel (" + "; ".join(map(str, refused)) + ")"
+        return None, refused, lambda: "no dense kernel (" + "; ".join(map(str, refused)) + ")"
     if case.constraints.no_dense:
         return None, refused, case.constraints.no_dense
-    return route, refused, f"the longest context of {batch.max_kv_len} tokens is within {source}"
+    return route, refused, lambda: f"the longest context of {batch.max_kv_len} tokens is within {source}"

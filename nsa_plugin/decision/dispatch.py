@@ -1,5 +1,7 @@
 """One decision: `decide` routes a batch, `partition` splits a prefill first, `validate` checks at start-up.
 
+A serving engine keeps a `Decider`, which does the same for many batches of one model, device and settings.
+
 Pure: no torch, no engine, no I/O; the same arguments give the same plan. One place decides, as in sglang #13544. The
 rules are in `dense`, `sparse`, `token_shard` and `indexer`, each with the pull request that it follows. Limits come
 from the `DeviceProfile` and restrictions from the `Constraints`, never from here.
@@ -7,14 +9,15 @@ from the `DeviceProfile` and restrictions from the `Constraints`, never from her
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from nsa_plugin.decision import dense, sparse, token_shard
 from nsa_plugin.decision.case import Case, batch_sentence
 from nsa_plugin.decision.constraints import UNCONSTRAINED, Constraints
 from nsa_plugin.decision.indexer import topk_plan
-from nsa_plugin.decision.plan import Attention, IndexerMode, IndexerPlan, Plan
+from nsa_plugin.decision.plan import Attention, IndexerMode, IndexerPlan, Plan, Reason, Reasons, text_of
 from nsa_plugin.decision.routes import Refusal, Route
 from nsa_plugin.decision.shapes import BatchShape, ModelShape, Phase
 from nsa_plugin.errors import NsaPluginError, SettingsError
@@ -60,22 +63,81 @@ def decide(
         SettingsError: a setting contradicts the model, the device, or what this batch needs.
         NoProviderError: no installed kernel supports the batch; lists each and why not.
     """
-    _check_settings(model, device, settings)
-    if batch.phase is Phase.IDLE or batch.num_tokens == 0:
-        return _idle_plan(batch)
-    case = Case(model, batch, device, settings, constraints)
-    route, refused, why = dense.pick_dense(case)
-    if route is not None:
-        return _dense_plan(case, route, refused, why)
-    try:
-        return _sparse_plan(case, why)
-    except NsaPluginError:
-        if constraints.copy_fits:
-            raise
-    # Only a copy supports the batch: then the cache is copied, over its budget, as the stock engine does.
-    plan = _sparse_plan(replace(case, constraints=replace(constraints, copy_bytes=None)), why)
-    over = f"{constraints.copy_refusal}, and no other kernel supports the batch, so it is made, as in the stock engine"
-    return replace(plan, reasons={**plan.reasons, "dequantize_kv": f"{plan.reasons['dequantize_kv']}; {over}"})
+    return Decider(model, device, settings).decide(batch, constraints)
+
+
+class Decider:
+    """`decide` for one model, device and settings, which keeps what follows from these alone.
+
+    Constraints are those of a batch. What is kept does not grow with the batches. Several threads may use one.
+    """
+
+    def __init__(self, model: ModelShape, device: DeviceProfile, settings: Settings) -> None:
+        self.model, self.device, self.settings = self.inputs = model, device, settings
+        self._known: dict[Hashable, Any] = {}
+        self._checked = False
+
+    def _case(self, batch: BatchShape, constraints: Constraints) -> Case:
+        return Case(self.model, batch, self.device, self.settings, constraints, {}, self._known)
+
+    def decide(self, batch: BatchShape, constraints: Constraints = UNCONSTRAINED) -> Plan:
+        """See `decide`."""
+        if not self._checked:
+            _check_settings(self.model, self.device, self.settings)
+            self._checked = True
+        if batch.phase is Phase.IDLE or batch.num_tokens == 0:
+            return _idle_plan(batch)
+        case = self._case(batch, constraints)
+        route, refused, why = dense.pick_dense(case)
+        if route is not None:
+            return _dense_plan(case, route, refused, why)
+        try:
+            return _sparse_plan(case, why)
+        except NsaPluginError:
+            if constraints.copy_fits:
+                raise
+        # Only a copy supports the batch: then the cache is copied, over its budget, as the stock engine does.
+        plan = _sparse_plan(replace(case, constraints=replace(constraints, copy_bytes=None)), why)
+        copied = plan.reasons["dequantize_kv"]
+        over = "and no other kernel supports the batch, so it is made, as in the stock engine"
+        reasons = {**plan.reasons, "dequantize_kv": f"{copied}; {constraints.copy_refusal}, {over}"}
+        return replace(plan, reasons=reasons)
+
+    def partition(
+        self,
+        q_lens: Sequence[int],
+        kv_lens: Sequence[int],
+        phase: Phase,
+        *,
+        cuda_graph: bool = False,
+        context_parallel: bool = False,
+        attention_workspace_tokens: int = 0,
+        constraints: Constraints = UNCONSTRAINED,
+    ) -> tuple[BatchPart, ...]:
+        """See `partition`."""
+
+        def shape(requests: Sequence[int]) -> BatchShape:
+            return BatchShape.from_lengths(
+                phase,
+                [q_lens[request] for request in requests],
+                [kv_lens[request] for request in requests],
+                cuda_graph=cuda_graph,
+                context_parallel=context_parallel,
+                attention_workspace_tokens=attention_workspace_tokens,
+            )
+
+        def part(requests: Sequence[int]) -> BatchPart:
+            batch = shape(requests)
+            return BatchPart(tuple(requests), self.decide(batch, constraints), batch)
+
+        everything = range(len(q_lens))
+        whole = BatchShape.from_lengths(phase, q_lens, kv_lens)
+        if phase is not Phase.EXTEND or whole.num_tokens == 0:
+            return (part(everything),) if everything else ()
+        live = [request for request in everything if q_lens[request]]
+        empty = [request for request in everything if not q_lens[request]]
+        dense_groups, selecting = _split_dense(self._case(shape(live), constraints), live, kv_lens)
+        return tuple(part(requests) for requests in (*dense_groups, selecting, empty) if requests)
 
 
 def partition(
@@ -106,29 +168,15 @@ def partition(
         ShapeError: the lengths cannot belong together.
         SettingsError, NoProviderError: see `decide`.
     """
-
-    def shape(requests: Sequence[int]) -> BatchShape:
-        return BatchShape.from_lengths(
-            phase,
-            [q_lens[request] for request in requests],
-            [kv_lens[request] for request in requests],
-            cuda_graph=cuda_graph,
-            context_parallel=context_parallel,
-            attention_workspace_tokens=attention_workspace_tokens,
-        )
-
-    def part(requests: Sequence[int]) -> BatchPart:
-        batch = shape(requests)
-        return BatchPart(tuple(requests), decide(model, batch, device, settings, constraints), batch)
-
-    everything = range(len(q_lens))
-    whole = BatchShape.from_lengths(phase, q_lens, kv_lens)
-    if phase is not Phase.EXTEND or whole.num_tokens == 0:
-        return (part(everything),) if everything else ()
-    live = [request for request in everything if q_lens[request]]
-    empty = [request for request in everything if not q_lens[request]]
-    dense_groups, selecting = _split_dense(Case(model, shape(live), device, settings, constraints), live, kv_lens)
-    return tuple(part(requests) for requests in (*dense_groups, selecting, empty) if requests)
+    return Decider(model, device, settings).partition(
+        q_lens,
+        kv_lens,
+        phase,
+        cuda_graph=cuda_graph,
+        context_parallel=context_parallel,
+        attention_workspace_tokens=attention_workspace_tokens,
+        constraints=constraints,
+    )
 
 
 def _split_dense(case: Case, live: Sequence[int], kv_lens: Sequence[int]) -> tuple[list[list[int]], list[int]]:
@@ -221,17 +269,17 @@ _INDEXER_FIELDS = ("indexer.provider", "indexer.rows_per_chunk", "indexer.metada
 
 def _idle_plan(batch: BatchShape) -> Plan:
     fields = ("attention", "provider", "dequantize_kv", "head_padding", "token_shard", "token_shard_chunks", "indexer")
-    reasons = dict.fromkeys((*fields, *_INDEXER_FIELDS, *_STOCK_FIELDS), "there are no query tokens")
+    reasons: dict[str, Reason] = dict.fromkeys((*fields, *_INDEXER_FIELDS, *_STOCK_FIELDS), "there are no query tokens")
     return Plan(
         phase=batch.phase,
         attention=Attention.NONE,
         provider="",
         indexer=IndexerPlan(mode=IndexerMode.NONE),
-        reasons={"phase": batch_sentence(batch)} | reasons,
+        reasons=Reasons({"phase": lambda: batch_sentence(batch), **reasons}),
     )
 
 
-def _dense_plan(case: Case, route: Route, refused: Sequence[Refusal], why: str) -> Plan:
+def _dense_plan(case: Case, route: Route, refused: Sequence[Refusal], why: Reason) -> Plan:
     batch = case.batch
     route = replace(route, dequantize_kv=case.model.fp8_cache and batch.has_prefix)
     nothing = "every token is attended, so nothing is selected"
@@ -241,22 +289,24 @@ def _dense_plan(case: Case, route: Route, refused: Sequence[Refusal], why: str) 
         provider=route.library,
         dequantize_kv=route.dequantize_kv,
         indexer=IndexerPlan(mode=IndexerMode.STORE_ONLY),
-        reasons={
-            "phase": batch_sentence(batch),
-            "attention": why,
-            "provider": sparse.provider_sentence(case, route, case.own_load, refused),
-            "dequantize_kv": sparse.dequantize_sentence(case, route),
-            "head_padding": "dense attention supports any number of heads",
-            "token_shard": "dense attention pads no heads",
-            "token_shard_chunks": "nothing is exchanged",
-            "indexer": f"the keys are stored for later; {nothing}",
-        }
-        | dict.fromkeys(_INDEXER_FIELDS, nothing)
-        | dict.fromkeys(_STOCK_FIELDS, _NOT_STOCK),
+        reasons=Reasons(
+            {
+                "phase": lambda: batch_sentence(batch),
+                "attention": why,
+                "provider": lambda: sparse.provider_sentence(case, route, case.own_load, refused),
+                "dequantize_kv": lambda: sparse.dequantize_sentence(case, route),
+                "head_padding": "dense attention supports any number of heads",
+                "token_shard": "dense attention pads no heads",
+                "token_shard_chunks": "nothing is exchanged",
+                "indexer": f"the keys are stored for later; {nothing}",
+                **dict.fromkeys(_INDEXER_FIELDS, nothing),
+                **dict.fromkeys(_STOCK_FIELDS, _NOT_STOCK),
+            }
+        ),
     )
 
 
-def _sparse_plan(case: Case, not_dense: str) -> Plan:
+def _sparse_plan(case: Case, not_dense: Reason) -> Plan:
     load = case.own_load
     route, refused = sparse.pick_sparse(case, load)
     resharding = token_shard.decided(case, route)
@@ -264,9 +314,12 @@ def _sparse_plan(case: Case, not_dense: str) -> Plan:
     if sharded:
         load = case.sharded_load
         route, refused = sparse.pick_sparse(case, load)
+
+    def attention() -> str:
+        return f"not dense: {text_of(not_dense)}; {sparse.attention_sentence(case, route, load, refused)}"
+
     padding, why_padding = sparse.head_padding(case, route, load.heads)
     indexer, why_indexer = topk_plan(case, route, shared=sharded and case.extend)
-    attention = sparse.attention_sentence(case, route, load, refused)
     stock_selection, why_selection = _stock_selection(case, indexer)
     stock_attention = stock_selection and route in case.constraints.stock_attends_by
     return Plan(
@@ -280,24 +333,27 @@ def _sparse_plan(case: Case, not_dense: str) -> Plan:
         indexer=indexer,
         stock_attention=stock_attention,
         stock_selection=stock_selection,
-        reasons={
-            "phase": batch_sentence(case.batch),
-            "attention": f"not dense: {not_dense}; {attention}",
-            "provider": sparse.provider_sentence(case, route, load, refused),
-            "dequantize_kv": sparse.dequantize_sentence(case, route, refused),
-            "head_padding": why_padding,
-            "token_shard": resharding.why,
-            "token_shard_chunks": resharding.why_chunks,
-            "stock_attention": why_selection if stock_attention else _NOT_STOCK,
-            "stock_selection": why_selection if stock_selection else _NOT_STOCK,
-        }
-        | why_indexer,
+        reasons=Reasons(
+            {
+                "phase": lambda: batch_sentence(case.batch),
+                "attention": attention,
+                "provider": lambda: sparse.provider_sentence(case, route, load, refused),
+                "dequantize_kv": lambda: sparse.dequantize_sentence(case, route, refused),
+                "head_padding": why_padding,
+                "token_shard": resharding.why,
+                "token_shard_chunks": resharding.why_chunks,
+                "stock_attention": why_selection if stock_attention else _NOT_STOCK,
+                "stock_selection": why_selection if stock_selection else _NOT_STOCK,
+                **why_indexer,
+            }
+        ),
     )
 
 
-def _stock_selection(case: Case, indexer: IndexerPlan) -> tuple[bool, str]:
+def _stock_selection(case: Case, indexer: IndexerPlan) -> tuple[bool, Reason]:
     """Whether the stock engine's code selects, and why."""
     tokens, most = case.batch.total_kv_len, case.constraints.stock_tokens
     # The stock code scores all query tokens at once.
     stock = tokens <= most and indexer.rows_per_chunk >= case.batch.num_tokens
-    return stock, f"{tokens} context tokens: up to {most}, {case.constraints.engine}'s own code costs the host less"
+    engine = case.constraints.engine
+    return stock, lambda: f"{tokens} context tokens: up to {most}, {engine}'s own code costs the host less"

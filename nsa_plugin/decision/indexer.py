@@ -12,18 +12,20 @@ from __future__ import annotations
 
 from nsa_plugin.decision import v4_memory
 from nsa_plugin.decision.case import Case, count
-from nsa_plugin.decision.plan import IndexerMode, IndexerPlan
-from nsa_plugin.decision.routes import Route, capability_refusal
+from nsa_plugin.decision.plan import IndexerMode, IndexerPlan, Reason, text_of
+from nsa_plugin.decision.routes import Route, capability_refusal, rows_refusal
 from nsa_plugin.errors import NoProviderError
 from nsa_plugin.libraries.capabilities import Op
-from nsa_plugin.libraries.devices import MIB
+from nsa_plugin.libraries.devices import MIB, DeviceProfile
 
 LOGIT_BYTES = 4
 # The logits keep at least this share of the budget, whatever else is held: less would leave the device idle.
 LEAST_SHARE = 8
+LIBRARIES = ("deep_gemm", "triton", "reference")
+"""Libraries with an indexer, the preferred first."""
 
 
-def topk_plan(case: Case, route: Route, *, shared: bool = False) -> tuple[IndexerPlan, dict[str, str]]:
+def topk_plan(case: Case, route: Route, *, shared: bool = False) -> tuple[IndexerPlan, dict[str, Reason]]:
     """The plan of an indexer that selects, and its reasons.
 
     Args:
@@ -39,9 +41,12 @@ def topk_plan(case: Case, route: Route, *, shared: bool = False) -> tuple[Indexe
     metadata, why_metadata = _metadata_provider(case, provider)
     plan = IndexerPlan(mode=IndexerMode.TOPK, provider=provider, rows_per_chunk=rows, metadata_provider=metadata)
     whose = ", by the rank that attends to them" if shared else ""
-    each = f"each of {count(batch.num_tokens, 'query token')}{whose}"
+
+    def selected() -> str:
+        return f"{model.index_topk} KV tokens are selected for each of {count(batch.num_tokens, 'query token')}{whose}"
+
     return plan, {
-        "indexer": f"{model.index_topk} KV tokens are selected for {each}",
+        "indexer": selected,
         "indexer.provider": why_provider,
         "indexer.rows_per_chunk": why_rows,
         "indexer.metadata_provider": why_metadata,
@@ -49,9 +54,24 @@ def topk_plan(case: Case, route: Route, *, shared: bool = False) -> tuple[Indexe
 
 
 def _provider(case: Case, attention_provider: str) -> tuple[str, str]:
+    """(library of the logits and the top-k, why)."""
+    limits = case.once("indexer.limits", lambda: _row_limits(case))
+    if limits and case.batch.num_tokens > min(limits):  # a refusal gives the number of query tokens
+        return _first_provider(case, attention_provider)
+    beside_reference = attention_provider == "reference"
+    return case.once(("indexer", beside_reference), lambda: _first_provider(case, attention_provider))
+
+
+def _row_limits(case: Case) -> list[int]:
+    """The most query tokens of the indexers that have such a limit."""
+    kernels = [case.device.capability(name, Op.INDEXER_TOPK) for name in LIBRARIES]
+    return [kernel.max_rows for kernel in kernels if kernel and kernel.max_rows is not None]
+
+
+def _first_provider(case: Case, attention_provider: str) -> tuple[str, str]:
     model, device = case.model, case.device
     refused: list[str] = []
-    for library in ("deep_gemm", "triton", "reference"):
+    for library in LIBRARIES:
         refusal = _refusal(case, library, attention_provider)
         if refusal is None:
             why = f"{library} is the first that supports {model.index_n_heads} indexer heads on {device.where}"
@@ -78,34 +98,38 @@ def _refusal(case: Case, library: str, attention_provider: str) -> str | None:
     if capability.heads_given(model.index_n_heads) != model.index_n_heads:
         # More heads would need keys and zero weights for them; nothing pads an indexer.
         return f"supports {capability.heads_in_words} indexer heads; the model has {model.index_n_heads}"
-    return capability_refusal(
-        capability, heads=model.index_n_heads, rows=case.batch.num_tokens, dims=(model.index_head_dim,)
-    )
+    unfit = capability_refusal(capability, heads=model.index_n_heads, dims=(model.index_head_dim,))
+    return unfit or rows_refusal(capability.max_rows, case.batch.num_tokens)
 
 
-def _rows_per_chunk(case: Case, route: Route) -> tuple[int, str]:
+def _rows_per_chunk(case: Case, route: Route) -> tuple[int, Reason]:
     """(query tokens whose float32 logits are held at once, why)."""
     batch = case.batch
     compression = v4_memory.COMPRESSION if case.model.family == "v4" else 1
     row_bytes = LOGIT_BYTES * max(-(-batch.max_kv_len // compression), 1)
     asked, source = _logits_budget(case, route)
     quarter = case.device.memory_free // 4
-    budget, source = (asked, source) if asked <= quarter else (quarter, "a quarter of the free memory")
-    limit = f"{budget / MIB:.1f} MiB ({source})"
-    fit, tokens = budget // row_bytes, count(batch.num_tokens, "query token")
+    budget = min(asked, quarter)
+
+    def limit() -> str:
+        return f"{budget / MIB:.1f} MiB ({'a quarter of the free memory' if asked > quarter else text_of(source)})"
+
+    fit, each = budget // row_bytes, f"{row_bytes} B"
     if fit >= batch.num_tokens:
-        return batch.num_tokens, f"the logits of all {tokens}, {row_bytes} B each, fit {limit}"
+        tokens = batch.num_tokens
+        return tokens, lambda: f"the logits of all {count(tokens, 'query token')}, {each} each, fit {limit()}"
     if fit == 0:
-        return 1, f"the logits of one query token take {row_bytes} B, more than {limit}, so they are made one by one"
+        return 1, lambda: f"the logits of one query token take {each}, more than {limit()}, so they are made one by one"
     # Few distinct chunk sizes, so that kernels specialised on them are not compiled for every batch.
-    bucket = 1 << (fit.bit_length() - 1)
     return (
-        bucket,
-        f"the logits of {count(fit, 'query token')}, {row_bytes} B each, fit {limit}; rounded down to a power of two",
+        1 << (fit.bit_length() - 1),
+        lambda: (
+            f"the logits of {count(fit, 'query token')}, {each} each, fit {limit()}; rounded down to a power of two"
+        ),
     )
 
 
-def _logits_budget(case: Case, route: Route) -> tuple[int, str]:
+def _logits_budget(case: Case, route: Route) -> tuple[int, Reason]:
     """(bytes that the setting leaves for logits, where the limit comes from)."""
     budget = case.settings.logits_budget_mb * MIB
     if case.model.family != "v4" or not case.extend:
@@ -113,24 +137,30 @@ def _logits_budget(case: Case, route: Route) -> tuple[int, str]:
     held = v4_memory.held_bytes(case.model, case.batch, over_rows=route.dequantize_kv)
     what = "bf16 rows, their indices and gathered keys" if route.dequantize_kv else "gathered keys"
     if budget - held >= budget // LEAST_SHARE:
-        return budget - held, f"logits_budget_mb less {held / MIB:.1f} MiB for {what}"
-    return budget // LEAST_SHARE, f"1/{LEAST_SHARE} of logits_budget_mb, since {what} take {held / MIB:.1f} MiB"
+        return budget - held, lambda: f"logits_budget_mb less {held / MIB:.1f} MiB for {what}"
+    return budget // LEAST_SHARE, lambda: f"1/{LEAST_SHARE} of logits_budget_mb, since {what} take {held / MIB:.1f} MiB"
 
 
-def _metadata_provider(case: Case, provider: str) -> tuple[str, str]:
+def _metadata_provider(case: Case, provider: str) -> tuple[str, Reason]:
     """(library of the paged logits' scheduling metadata or "", why)."""
-    batch, device = case.batch, case.device
+    rows, device = case.batch.num_tokens, case.device
     if provider != "deep_gemm":
         return "", f"{provider} needs no scheduling metadata"
     if case.extend:
         return "", "a prefill's logits are ragged, and only paged logits are scheduled"
-    if device.has("triton", Op.INDEXER_METADATA) and device.has("deep_gemm", Op.SCHEDULED_LOGITS):
-        return "triton", f"the plugin schedules any number of query tokens for DeepGEMM on {device.where}"
-    capability = device.capability("deep_gemm", Op.INDEXER_METADATA)
-    limit = capability.max_rows if capability else None
-    if limit is None or batch.num_tokens <= limit:
-        return "deep_gemm", f"the installed DeepGEMM schedules {count(batch.num_tokens, 'query token')}"
+    any_rows, limit = case.once("indexer.metadata", lambda: _schedulers(device))
+    if any_rows:
+        return "triton", lambda: f"the plugin schedules any number of query tokens for DeepGEMM on {device.where}"
+    if limit is None or rows <= limit:
+        return "deep_gemm", lambda: f"the installed DeepGEMM schedules {count(rows, 'query token')}"
     return (
         "deep_gemm",
-        f"{count(batch.num_tokens, 'query token')} in pieces: the installed DeepGEMM schedules {limit} at once here",
+        lambda: f"{count(rows, 'query token')} in pieces: the installed DeepGEMM schedules {limit} at once here",
     )
+
+
+def _schedulers(device: DeviceProfile) -> tuple[bool, int | None]:
+    """(whether the plugin schedules DeepGEMM's logits here, most query tokens that DeepGEMM itself schedules)."""
+    capability = device.capability("deep_gemm", Op.INDEXER_METADATA)
+    plugin = device.has("triton", Op.INDEXER_METADATA) and device.has("deep_gemm", Op.SCHEDULED_LOGITS)
+    return plugin, capability.max_rows if capability else None

@@ -3,12 +3,53 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from nsa_plugin.decision.shapes import Phase
+
+Reason = str | Callable[[], str]
+"""A reason's text, or a function that renders it."""
+
+
+def text_of(reason: Reason) -> str:
+    """Render a reason."""
+    return reason if isinstance(reason, str) else reason()
+
+
+class Reasons(Mapping[str, str]):
+    """The reasons of a plan by field, each rendered when it is first read: a serving engine rarely reads them.
+
+    Reading from several threads at once at most renders a text twice.
+    """
+
+    __slots__ = ("_reasons",)
+
+    def __init__(self, reasons: dict[str, Reason]) -> None:
+        self._reasons = reasons
+
+    def __getitem__(self, name: str) -> str:
+        reason = self._reasons[name]
+        if not isinstance(reason, str):
+            reason = self._reasons[name] = reason()
+        return reason
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._reasons)
+
+    def __len__(self) -> int:
+        return len(self._reasons)
+
+    def __or__(self, other: Mapping[str, str]) -> dict[str, str]:
+        return {**self, **other}
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+    def __reduce__(self) -> tuple[type[dict[str, str]], tuple[dict[str, str]]]:
+        return dict, (dict(self),)  # a copy or a pickle has the texts
 
 
 class Attention(StrEnum):

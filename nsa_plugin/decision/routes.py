@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from nsa_plugin.decision.plan import Attention
 from nsa_plugin.decision.shapes import ModelShape
@@ -43,6 +44,16 @@ class Route:
     def __str__(self) -> str:
         return self._words
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.attention, self.library, self.dequantize_kv))
+
+    def __reduce__(self) -> tuple[type[Route], tuple[Attention, str, bool]]:
+        return Route, (self.attention, self.library, self.dequantize_kv)  # another process hashes strings differently
+
     @functools.cached_property
     def _words(self) -> str:
         return f"{self.library} {self.attention}" + (" after dequantisation" if self.dequantize_kv else "")
@@ -67,8 +78,7 @@ class Refusal:
         return f"{self.route}: {self.reason}"
 
 
-@dataclass(frozen=True)
-class KernelLoad:
+class KernelLoad(NamedTuple):
     """The load of one kernel call; with resharding it differs from the batch's.
 
     Attributes:
@@ -92,13 +102,12 @@ def first(routes: Sequence[Route], refusal: Callable[[Route], str | None]) -> tu
 
 
 def capability_refusal(
-    capability: Capability, *, heads: int, rows: int, dims: tuple[int, ...], selections: Sequence[int] = ()
+    capability: Capability, *, heads: int, dims: tuple[int, ...], selections: Sequence[int] = ()
 ) -> str | None:
-    """Why a kernel does not support a call, or None if it does.
+    """Why a kernel does not support a model, or None if it does.
 
     Args:
         heads: heads of the op; the kernel may get more (`Capability.heads_given`).
-        rows: query tokens of one call.
         dims: elements of a head, as in `Capability.dims`.
         selections: numbers of selected tokens; each must be a multiple of `topk_multiple`.
     """
@@ -110,6 +119,11 @@ def capability_refusal(
     for count in selections:
         if count % capability.topk_multiple:
             return f"supports selections in multiples of {capability.topk_multiple} tokens; the model's is {count}"
-    if capability.max_rows is not None and rows > capability.max_rows:
-        return f"{rows} query tokens exceed the {capability.max_rows} that this build supports on this device"
     return None
+
+
+def rows_refusal(max_rows: int | None, rows: int) -> str | None:
+    """Why a kernel does not support a call of `rows` query tokens, or None if it does."""
+    if max_rows is None or rows <= max_rows:
+        return None
+    return f"{rows} query tokens exceed the {max_rows} that this build supports on this device"

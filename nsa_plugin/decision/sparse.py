@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from nsa_plugin.decision import timings
 from nsa_plugin.decision.case import DEQUANTIZE_KV_PER_ROW, Case, batch_sentence, count, in_time, route_refusal
@@ -15,7 +16,6 @@ from nsa_plugin.decision.plan import Attention
 from nsa_plugin.decision.routes import BF16_COPY, FLASH_MLA_DECODE, OPS, KernelLoad, Refusal, Route, first, unranked
 from nsa_plugin.decision.timings import TimeEstimate
 from nsa_plugin.errors import NoProviderError, SettingsError
-from nsa_plugin.libraries.capabilities import Op
 from nsa_plugin.libraries.manifest import MANIFEST
 
 # Without measured times: up to this many heads the plugin's CUDA kernel, which pads none, comes before
@@ -38,16 +38,31 @@ def sparse_routes(case: Case, load: KernelLoad) -> tuple[Route, ...]:
     """
     known = case.routes.get(load)
     if known is None:
-        *usual, last = _stock_first(case, usual_sparse_routes(case, load), load)
-        known = case.routes[load] = (*_by_time(case, usual, load), last)
+        stock = case.stock_prefill if stock_route_first(case, load) else None
+        pays = case.dequantizing_pays
+        order = case.once(("order", case.extend, load.heads, pays, stock), lambda: _order(case, load, stock))
+        known = case.routes[load] = _by_time(case, order, load)
     return known
 
 
-def _stock_first(case: Case, routes: tuple[Route, ...], load: KernelLoad) -> tuple[Route, ...]:
-    """Put the stock engine's route first for a V4 prefill if no measured time says which is quicker."""
-    if stock_route_first(case, load):
-        return (case.stock_prefill, *(route for route in routes if route != case.stock_prefill))
-    return routes
+class _Order(NamedTuple):
+    """Routes in the order used without measured times.
+
+    Attributes:
+        timed: (place, measured points) of the routes that have a measured time; the last route's does not count.
+    """
+
+    routes: tuple[Route, ...]
+    timed: tuple[tuple[int, timings.Points], ...]
+
+
+def _order(case: Case, load: KernelLoad, stock: Route | None) -> _Order:
+    """The usual order, with the stock engine's route first if one is given."""
+    routes = usual_sparse_routes(case, load)
+    if stock is not None:
+        routes = (stock, *(route for route in routes if route != stock))
+    points = [case.kernel(route, load.heads).times[1] for route in routes[:-1]]
+    return _Order(routes, tuple((place, known) for place, known in enumerate(points) if known))
 
 
 def stock_route_first(case: Case, load: KernelLoad) -> bool:
@@ -97,29 +112,41 @@ def estimate(case: Case, route: Route, load: KernelLoad) -> TimeEstimate | None:
     context adds to it; a shorter one does not reduce it. With fewer query tokens than were measured the copy is most of
     the time, and the cost of a query token cannot be separated from it.
     """
-    model, sm = case.model, case.device.sm
-    op = Op.SPARSE_MLA_PREFILL if case.extend else Op.SPARSE_MLA_DECODE
-    if not case.timed:
+    from_heads, points = case.kernel(route, load.heads).times
+    if not points or (route.dequantize_kv and load.rows < points[0][0]):
         return None
-    found = timings.estimate(sm, op, model.kv_layout, load.heads, load.rows, str(route))
-    if found is None or not route.dequantize_kv:
-        return found
-    if load.rows < timings.points(sm, op, model.kv_layout, load.heads, str(route))[0][0]:
-        return None
+    found = timings.estimate_from(from_heads, points, load.rows, load.heads)
+    return found.plus(_longer_copy(case)) if found is not None and route.dequantize_kv else found
+
+
+def _longer_copy(case: Case) -> float:
+    """Microseconds that a copy of the batch's context takes in addition to the measured one's."""
     longer = max(case.batch.total_kv_len - timings.COPIED_CONTEXT, 0)
-    return found.plus(longer * COPY_BYTES[model.kv_layout] / COPY_RATE)
+    return longer * COPY_BYTES[case.model.kv_layout] / COPY_RATE
 
 
-def _by_time(case: Case, routes: Sequence[Route], load: KernelLoad) -> tuple[Route, ...]:
-    times = [estimate(case, route, load) for route in routes]
-    waiting = [(time.us, route) for time, route in zip(times, routes, strict=True) if time is not None]
-    ordered: list[Route] = []
-    while waiting:
-        quickest = min(time for time, _ in waiting)
-        place = next(place for place, (time, _) in enumerate(waiting) if time <= quickest * (1 + NEARLY_EQUAL))
-        ordered.append(waiting.pop(place)[1])
-    taken = iter(ordered)
-    return tuple(route if time is None else next(taken) for time, route in zip(times, routes, strict=True))
+def _by_time(case: Case, order: _Order, load: KernelLoad) -> tuple[Route, ...]:
+    """Order the routes that have a time by it, within the places that they have among the others."""
+    places: list[int] = []
+    waiting: list[tuple[float, Route]] = []
+    for place, points in order.timed:
+        route = order.routes[place]
+        if not route.dequantize_kv:
+            us = timings.between(points, load.rows)[0]
+        elif load.rows >= points[0][0]:
+            us = timings.between(points, load.rows)[0] + _longer_copy(case)
+        else:
+            continue
+        places.append(place)
+        waiting.append((us, route))
+    if len(waiting) < 2:
+        return order.routes
+    ordered = list(order.routes)
+    for place in places:
+        limit = min([us for us, _ in waiting]) * (1 + NEARLY_EQUAL)
+        first_of_them = next(number for number, (us, _) in enumerate(waiting) if us <= limit)
+        ordered[place] = waiting.pop(first_of_them)[1]
+    return tuple(ordered)
 
 
 def pick_sparse(case: Case, load: KernelLoad) -> tuple[Route, list[Refusal]]:
@@ -129,9 +156,9 @@ def pick_sparse(case: Case, load: KernelLoad) -> tuple[Route, list[Refusal]]:
         SettingsError: the library that the settings name does not support the batch.
         NoProviderError: no installed library does.
     """
-    routes = sparse_routes(case, load)
+    routes, constrained = sparse_routes(case, load), bool(case.constraints.preferred)
     if case.asked == "auto":
-        preferred = [route for route in routes if route in case.constraints.preferred]
+        preferred = [route for route in routes if route in case.constraints.preferred] if constrained else []
         route, refused = first(preferred, lambda route: route_refusal(case, route, load))
         if route is None:
             route, refused = first(routes, lambda route: route_refusal(case, route, load))
@@ -270,10 +297,4 @@ def dequantize_sentence(case: Case, route: Route, refused: Sequence[Refusal] = (
 
 def head_padding(case: Case, route: Route, heads: int) -> tuple[int, str]:
     """(heads that the kernel gets where it does not support `heads`, else 0; why)."""
-    capability = case.device.capability(route.library, OPS[route.attention], route.layout_read(case.model))
-    given = capability.heads_given(heads) if capability else None
-    if capability is None or given is None or given == heads:
-        return 0, f"{route.library} supports {count(heads, 'head')} without padding"
-    return given, (
-        f"{route.library}'s kernel on {case.device.where} supports {capability.heads_in_words} heads; there are {heads}"
-    )
+    return case.kernel(route, heads).padding

@@ -109,13 +109,14 @@ def gpu_of(sm: int) -> str:
 
 def points(sm: int, op: str, layout: str, heads: int, route: str) -> Points:
     """(query tokens, microseconds) of one call, by query tokens; empty where no head count that fits was measured."""
-    return _points(sm, op, layout, heads, route)[1]
+    return fitting(sm, op, layout, heads, route)[1]
 
 
-def _points(sm: int, op: str, layout: str, heads: int, route: str) -> tuple[int, Points]:
+def fitting(sm: int, op: str, layout: str, heads: int, route: str) -> tuple[int, Points]:
+    """(the measured head count that `heads` run as, `points`)."""
     by_heads = TIMINGS.get((sm, op, layout), {}).get(route, {})
-    fitting = min((count for count in by_heads if count >= heads), default=0)
-    return fitting, by_heads.get(fitting, ())
+    found = min((count for count in by_heads if count >= heads), default=0)
+    return found, by_heads.get(found, ())
 
 
 def estimate(sm: int, op: str, layout: str, heads: int, rows: int, route: str) -> TimeEstimate | None:
@@ -128,10 +129,14 @@ def estimate(sm: int, op: str, layout: str, heads: int, rows: int, route: str) -
         heads, rows: heads and query tokens of the call; for "mha_one_shot" the tokens of one request without a prefix.
         route: in words, as `str(Route)` gives it.
     """
-    from_heads, found = _points(sm, op, layout, heads, route)
+    return estimate_from(*fitting(sm, op, layout, heads, route), rows, heads)
+
+
+def estimate_from(from_heads: int, found: Points, rows: int, heads: int) -> TimeEstimate | None:
+    """As `estimate`, from what `fitting` returned."""
     if not found:
         return None
-    us, used = _between(found, rows)
+    us, used = between(found, rows)
     return TimeEstimate(us, rows, heads, used, from_heads)
 
 
@@ -157,19 +162,19 @@ def dense_limit(
 def _crossover(dense: Points, sparse: tuple[Points, ...], scale: float) -> int | None:
     """`dense_limit` from the measured points of each route; the dense ones take `scale` as long."""
     for tokens, time in reversed(dense):
-        if not any(_between(rival, tokens)[0] < time * scale for rival in sparse if rival):
+        if not any(between(rival, tokens)[0] < time * scale for rival in sparse if rival):
             return None if tokens == dense[-1][0] else tokens
     return 0 if dense else None
 
 
-def _between(known: Points, rows: int) -> tuple[float, tuple[int, ...]]:
+def between(known: Points, rows: int) -> tuple[float, tuple[int, ...]]:
     """(the time at `rows` on the line through the points, the points' query tokens that it comes from)."""
     first, last = known[0], known[-1]
     if rows <= first[0]:
         return first[1], (first[0],)
     if rows >= last[0]:
         return last[1] * rows / last[0], (last[0],)
-    above = bisect_left(known, rows, key=lambda point: point[0])
+    above = bisect_left(known, (rows,))
     (low, before), (high, after) = known[above - 1], known[above]
     if rows == high:
         return after, (high,)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from nsa_plugin.decision import timings
 from nsa_plugin.decision.case import Case, count
-from nsa_plugin.decision.plan import Plan
+from nsa_plugin.decision.plan import Plan, Reason
 from nsa_plugin.decision.routes import OPS, Route
 from nsa_plugin.decision.shapes import BatchShape, ModelShape, Phase
 from nsa_plugin.decision.sparse import (
@@ -138,8 +138,8 @@ class Resharding(NamedTuple):
     """
 
     chunks: int
-    why: str
-    why_chunks: str = "nothing is exchanged"
+    why: Reason
+    why_chunks: Reason = "nothing is exchanged"
 
 
 def decided(case: Case, route: Route) -> Resharding:
@@ -150,8 +150,9 @@ def decided(case: Case, route: Route) -> Resharding:
     """
     model, batch, mode = case.model, case.batch, case.settings.token_shard
     if batch.phase not in PHASES:
-        return Resharding(0, f"{batch.phase}: draft steps do not reshard")
-    if reason := never(model, case.device, case.settings) or case.constraints.keep_heads:
+        return Resharding(0, lambda: f"{batch.phase}: draft steps do not reshard")
+    ruled_out = case.once("never", lambda: never(model, case.device, case.settings))
+    if reason := ruled_out or case.constraints.keep_heads:
         return Resharding(0, reason)
     if batch.context_parallel:
         return Resharding(0, "the prefill is already split over a context-parallel group")
@@ -159,50 +160,63 @@ def decided(case: Case, route: Route) -> Resharding:
         return Resharding(0, "a captured graph has fixed query tokens, and a prefill's are assigned by their lengths")
     ranks, rows = model.attn_tp_size, batch.num_tokens
     if rows < ranks:
-        return Resharding(0, f"{count(rows, 'query token')}, fewer than the {ranks} ranks")
+        return Resharding(0, lambda: f"{count(rows, 'query token')}, fewer than the {ranks} ranks")
     try:
         sharded, _ = pick_sparse(case, case.sharded_load)
     except NsaPluginError as error:
         return Resharding(0, f"no kernel supports all heads of a rank's share: {error}")
     if reason := case.constraints.keep_heads_on.get(sharded, ""):
         return Resharding(0, reason)
-    padding, _ = head_padding(case, route, model.heads_per_rank)
-    own = f"{model.heads_per_rank} padded to {padding}" if padding else str(model.heads_per_rank)
     chunks, taken, why_chunks = _quickest(case, sharded)
     pieces = "" if chunks == 1 else f", in {chunks} pieces"
-    share = (
-        f"each of {ranks} ranks attends about {case.sharded_load.rows} of {rows} query tokens with all "
-        f"{model.num_heads} heads instead of {own}{pieces}"
-    )
+
+    def share() -> str:
+        padding, _ = head_padding(case, route, model.heads_per_rank)
+        own = f"{model.heads_per_rank} padded to {padding}" if padding else str(model.heads_per_rank)
+        return (
+            f"each of {ranks} ranks attends about {case.sharded_load.rows} of {rows} query tokens with all "
+            f"{model.num_heads} heads instead of {own}{pieces}"
+        )
+
     if mode == "on":
         return Resharding(chunks, share, why_chunks)
     kept = estimate(case, route, case.own_load)
     if kept is None or taken is None:
-        what = f"{route} of {count(model.heads_per_rank, 'head')}" if kept is None else f"{sharded} over {ranks} ranks"
-        return Resharding(0, f"no times on {case.device.where} for {what} and {count(rows, 'query token')}")
-    times = compared({f"own heads with {route}": kept, f"resharding{pieces.removeprefix(',')}": taken}, case.device.sm)
+        heads, untimed = count(model.heads_per_rank, "head"), kept is None
+
+        def no_times() -> str:
+            what = f"{route} of {heads}" if untimed else f"{sharded} over {ranks} ranks"
+            return f"no times on {case.device.where} for {what} and {count(rows, 'query token')}"
+
+        return Resharding(0, no_times)
+    both = {f"own heads with {route}": kept, f"resharding{pieces.removeprefix(',')}": taken}
     if taken.us * (1 + NEARLY_EQUAL) >= kept.us:
-        return Resharding(0, f"no gain: {times}")
-    return Resharding(chunks, f"{share}: {times}", why_chunks)
+        return Resharding(0, lambda: f"no gain: {compared(both, case.device.sm)}")
+    return Resharding(chunks, lambda: f"{share()}: {compared(both, case.device.sm)}", why_chunks)
 
 
-def _quickest(case: Case, route: Route) -> tuple[int, TimeEstimate | None, str]:
+def _quickest(case: Case, route: Route) -> tuple[int, TimeEstimate | None, Reason]:
     """(the quickest number of pieces to reshard around `route` in, its time if measured, why)."""
     ranks, rows = case.model.attn_tp_size, case.batch.num_tokens
     if not case.extend:  # captured, and measured in one piece
         return 1, sharded_time(case, route), "decode and verify steps are exchanged in one piece"
     if rows < 2 * ranks:
-        return 1, sharded_time(case, route), f"{count(rows, 'query token')} of {ranks} ranks are too few to split"
+        too_few = lambda: f"{count(rows, 'query token')} of {ranks} ranks are too few to split"  # noqa: E731
+        return 1, sharded_time(case, route), too_few
     known = {chunks: sharded_time(case, route, chunks) for chunks in CHUNKS if rows >= ranks * chunks}
     times = {chunks: time for chunks, time in known.items() if time is not None}
     if not times.keys() - {1}:
         return (
             1,
             times.get(1),
-            f"no times on {case.device.where} for more than one piece and {count(rows, 'query token')}",
+            lambda: f"no times on {case.device.where} for more than one piece and {count(rows, 'query token')}",
         )
     best = min(times, key=lambda chunks: times[chunks].us)  # of equal ones the fewest pieces
-    return best, times[best], compared({count(n, "piece"): time for n, time in times.items()}, case.device.sm)
+    return (
+        best,
+        times[best],
+        lambda: compared({count(n, "piece"): time for n, time in times.items()}, case.device.sm),
+    )
 
 
 def sharded_time(case: Case, route: Route, chunks: int = 1) -> TimeEstimate | None:
@@ -214,11 +228,14 @@ def sharded_time(case: Case, route: Route, chunks: int = 1) -> TimeEstimate | No
     model, device = case.model, case.device
     if not case.timed:
         return None
-    where, label = _key(ATTENTION if case.extend else STEPS, model, device), reshard_label(route, chunks)
-    known = timings.points(*where, model.heads_per_rank, label)
+    heads, op = model.heads_per_rank, ATTENTION if case.extend else STEPS
+    from_heads, known = case.once(
+        (op, route, chunks),
+        lambda: timings.fitting(*_key(op, model, device), heads, reshard_label(route, chunks)),
+    )
     if not known or case.batch.num_tokens < known[0][0]:
         return None  # the exchange of a few query tokens is all latency, which says nothing of fewer
-    time = timings.estimate(*where, model.heads_per_rank, case.batch.num_tokens, label)
+    time = timings.estimate_from(from_heads, known, case.batch.num_tokens, heads)
     if time is None or not route.dequantize_kv:
         return time
     return time.plus(case.batch.total_kv_len * COPY_BYTES[model.kv_layout] / COPY_RATE)

@@ -1,4 +1,4 @@
-"""The planner of both engines: one call of `decide` per plan, with what the adapter knows as `Constraints`.
+"""The planner of both engines: one call of `Decider.decide` per plan, with what the adapter knows as `Constraints`.
 
 An engine's planner reads that engine's batch and adds what only it knows. It never edits a plan or decides twice.
 """
@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from nsa_plugin.backends.common.paths import path_of, routes_of
 from nsa_plugin.decision.constraints import Constraints
-from nsa_plugin.decision.dispatch import decide
+from nsa_plugin.decision.dispatch import Decider
 from nsa_plugin.decision.plan import Attention, Plan
 from nsa_plugin.decision.shapes import BatchShape, ModelShape, Phase
 from nsa_plugin.libraries.devices import GIB, MIB, DeviceProfile
@@ -110,7 +110,16 @@ class Planner:
     no_exchange: str = "this backend has no exchange"
     _steps: dict[tuple[Phase, int, int], Execution] = field(default_factory=dict)
     _read_with: Callable[[], int] | None = None
+    _decider: Decider | None = None
     _prefills_until_reading: int = 0
+
+    @property
+    def decider(self) -> Decider:
+        """Decides for the model, the device and the settings as they are now."""
+        known, inputs = self._decider, (self.model, self.device, self.settings)
+        if known is None or any(had is not has for had, has in zip(known.inputs, inputs, strict=True)):
+            known = self._decider = Decider(*inputs)
+        return known
 
     def constraints(self, *, prefill: bool, rows: int = 0, **more: Any) -> Constraints:
         """Return the constraints of a batch of `rows` query tokens: paths, why heads stay local, and `more`."""
@@ -132,8 +141,7 @@ class Planner:
         execution = self._steps.get(key)
         if execution is None:
             constraints = self.constraints(prefill=False, rows=shape.num_tokens)
-            plan = decide(self.model, shape, self.device, self.settings, constraints)
-            execution = self._steps[key] = self.execution(plan)
+            execution = self._steps[key] = self.execution(self.decider.decide(shape, constraints))
         return execution
 
     def execution(self, plan: Plan) -> Execution:
@@ -160,7 +168,9 @@ class Planner:
         if self.memory_unread or self._prefills_until_reading == 0:
             free = self.free_memory()
             step = 1 << max(0, free.bit_length() - 4)
-            self.device = replace(self.device, memory_free=free // step * step if free > GIB else free)
+            rounded = free // step * step if free > GIB else free
+            if rounded != self.device.memory_free:
+                self.device = replace(self.device, memory_free=rounded)
             self._read_with, self._prefills_until_reading = self.free_memory, READ_EVERY
         self._prefills_until_reading -= 1
 

@@ -24,7 +24,7 @@ from nsa_plugin.backends.sglang.startup.model import stock_feature
 from nsa_plugin.backends.sglang.v32.batch import Batch
 from nsa_plugin.decision import token_shard as sharding
 from nsa_plugin.decision.constraints import Constraints
-from nsa_plugin.decision.dispatch import BatchPart, decide, partition
+from nsa_plugin.decision.dispatch import BatchPart
 from nsa_plugin.decision.plan import Attention, Plan
 from nsa_plugin.decision.shapes import Phase
 from nsa_plugin.parallel.partition import Partition
@@ -137,17 +137,14 @@ class SglangPlanner(Planner):
         if not no_split:
             return self._split_execution(batch)
         constraints = self.prefill_constraints(batch, "" if dense_allowed else NO_DENSE, no_split)
-        return self.execution(decide(self.model, batch.shape, self.device, self.settings, constraints))
+        return self.execution(self.decider.decide(batch.shape, constraints))
 
     def _split_execution(self, batch: Batch) -> Execution:
         """Decide for each part of a batch; one with a single part is executed as a whole."""
-        parts = partition(
-            self.model,
+        parts = self.decider.partition(
             batch.q_lens,
             batch.kv_lens,
             Phase.EXTEND,
-            self.device,
-            self.settings,
             attention_workspace_tokens=batch.shape.attention_workspace_tokens,
             constraints=self.prefill_constraints(batch),
         )

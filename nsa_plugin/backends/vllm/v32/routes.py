@@ -27,7 +27,7 @@ from nsa_plugin.backends.common.planner import Planner, step_shape
 from nsa_plugin.backends.common.token_shard import Exchange
 from nsa_plugin.backends.vllm.v32.token_shard import Assigned, assign
 from nsa_plugin.decision import token_shard as sharding
-from nsa_plugin.decision.dispatch import BatchPart, partition
+from nsa_plugin.decision.dispatch import BatchPart
 from nsa_plugin.decision.plan import Attention, Plan
 from nsa_plugin.decision.shapes import Phase
 
@@ -192,13 +192,10 @@ class VllmPlanner(Planner):
 
     def _parts(self, q_lens: list[int], kv_lens: list[int], workspace_tokens: int = 0) -> tuple[BatchPart, ...]:
         """Return the parts of a prefill."""
-        return partition(
-            self.model,
+        return self.decider.partition(
             q_lens,
             kv_lens,
             Phase.EXTEND,
-            self.device,
-            self.settings,
             attention_workspace_tokens=workspace_tokens,
             constraints=self.constraints(prefill=True, rows=sum(q_lens), no_dense=self.no_dense),
         )

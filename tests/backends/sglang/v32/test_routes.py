@@ -8,13 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from nsa_plugin.backends.common import planner as common_planner
 from nsa_plugin.backends.common.paths import PATHS, SGLANG, routes_of
 from nsa_plugin.backends.common.planner import execution_of
 from nsa_plugin.backends.sglang.v32 import routes
 from nsa_plugin.backends.sglang.v32.batch import prefill_batch, step_batch
 from nsa_plugin.backends.sglang.v32.routes import PLANNED, SglangPlanner, v32_stock_feature
-from nsa_plugin.decision.dispatch import decide
+from nsa_plugin.decision.dispatch import Decider
 from nsa_plugin.decision.plan import Attention, IndexerMode, IndexerPlan, Plan
 from nsa_plugin.decision.routes import Route
 from nsa_plugin.decision.shapes import ModelShape, Phase
@@ -184,11 +183,12 @@ def test_a_step_is_decided_once_and_counted_every_time():
 def test_prefills_of_the_same_lengths_are_decided_once_and_counted_every_time(monkeypatch: pytest.MonkeyPatch):
     decided, counted = [], Counted()
 
-    def deciding(model, batch, device, settings, constraints):
+    def deciding(self, batch, constraints):
         decided.append(batch)
-        return decide(model, batch, device, settings, constraints)
+        return decide(self, batch, constraints)
 
-    monkeypatch.setattr(routes, "decide", deciding)
+    decide = Decider.decide
+    monkeypatch.setattr(Decider, "decide", deciding)
     monkeypatch.setattr(routes, "MAX_PREFILLS", 2)
     made = planner("v32_fp8")
     made.metrics = counted
@@ -261,11 +261,12 @@ def test_the_tests_model_equals_the_plugins_shape():
 def test_each_input_of_a_steps_plan_makes_another_plan(monkeypatch: pytest.MonkeyPatch):
     decided = []
 
-    def deciding(model, batch, device, settings, constraints):
+    def deciding(self, batch, constraints):
         decided.append((batch.phase, batch.num_requests, batch.num_tokens))
-        return decide(model, batch, device, settings, constraints)
+        return decide(self, batch, constraints)
 
-    monkeypatch.setattr(common_planner, "decide", deciding)
+    decide = Decider.decide
+    monkeypatch.setattr(Decider, "decide", deciding)
     made, counted = planner("v32_fp8"), Counted()
     made.metrics = counted
     steps = [(Phase.DECODE, 4, 4), (Phase.DECODE, 8, 8), (Phase.TARGET_VERIFY, 4, 8), (Phase.TARGET_VERIFY, 8, 8)]
@@ -288,5 +289,5 @@ def test_a_new_reading_of_the_free_memory_makes_a_new_plan_of_the_same_lengths(m
         made.free_memory = lambda free=free: free
         chunks.append(made.prefill(LONG, dense_allowed=False).plan.indexer.rows_per_chunk)
     assert chunks == [128, 256, 128]
-    monkeypatch.setattr(routes, "decide", lambda *_: pytest.fail("decided before"))
+    monkeypatch.setattr(Decider, "decide", lambda *_: pytest.fail("decided before"))
     assert made.prefill(LONG, dense_allowed=False).plan.indexer.rows_per_chunk == 128

@@ -19,8 +19,8 @@ from nsa_plugin.backends.sglang.v4 import state as v4_state
 from nsa_plugin.backends.sglang.v4.attention import release, with_v4_plans
 from nsa_plugin.backends.sglang.v4.table import SLOTS
 from nsa_plugin.backends.sglang.v4.warm import warm_v4
-from nsa_plugin.backends.sglang.v32 import routes
 from nsa_plugin.backends.sglang.v32.batch import step_batch
+from nsa_plugin.decision.dispatch import Decider
 from nsa_plugin.decision.plan import IndexerMode
 from nsa_plugin.decision.shapes import Phase
 from nsa_plugin.errors import NoProviderError, PatchError
@@ -242,8 +242,8 @@ def test_caches_are_opened_once(monkeypatch: pytest.MonkeyPatch):
 
 def test_prefills_of_the_same_lengths_are_decided_once(monkeypatch: pytest.MonkeyPatch):
     decided: list[int] = []
-    decide = routes.decide
-    monkeypatch.setattr(routes, "decide", lambda *given: (decided.append(1), decide(*given))[1])
+    decide = Decider.decide
+    monkeypatch.setattr(Decider, "decide", lambda *given: (decided.append(1), decide(*given))[1])
     read: list[int] = []
     backend = started(batch((9, 300)), **SETTINGS[BF16_ROWS])
     backend.nsa_plugin.planner.free_memory = lambda: read.append(1) or 64 << 30
