@@ -200,8 +200,11 @@ class SglangServing:
             engine_makes_rows=makes_rows(envs),
         )
         heads_first = Version(__version__) >= OWN_HEADS_FIRST
-        self._note(v4_attention.adopt(backend, planner, model_runner.server_args, own_heads_first=heads_first))
+        left = v4_attention.adopt(backend, planner, model_runner.server_args, own_heads_first=heads_first)
         state: V4State | None = backend.nsa_plugin
+        if state is None and settings.strict == FULL:
+            raise LeftToStockError(left[0])
+        self._note(left)
         if state is None:
             return {}
         # A library that a setting names may be on this device without a route under SGLang.

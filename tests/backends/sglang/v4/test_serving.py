@@ -12,7 +12,7 @@ from nsa_plugin.backends.sglang.startup import serving
 from nsa_plugin.backends.sglang.startup.serving import SglangServing, check_cache, is_v4
 from nsa_plugin.backends.sglang.v4.attention import with_v4_plans
 from nsa_plugin.decision.shapes import Phase
-from nsa_plugin.errors import NoProviderError, SettingsError
+from nsa_plugin.errors import LeftToStockError, NoProviderError, SettingsError
 from nsa_plugin.libraries.devices import synthetic
 from nsa_plugin.settings import ResolvedSettings, Settings
 from tests.backends.counted import Counted
@@ -207,6 +207,8 @@ def test_where_every_batch_stays_sglangs_the_plugin_is_not_active(
     assert made.notes == [f"{said} is on, which the plugin does not support: every batch falls back to the stock path"]
     assert made.routes == {}
     assert warmed == []
+    with pytest.raises(LeftToStockError, match=f"{said} is on, which the plugin does not support"):
+        begun(backend, strict="full").adopt(backend, runner(**server_args))
 
 
 @pytest.mark.parametrize("original", [Engine, type("Trtllm", (Engine,), {})])
