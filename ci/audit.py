@@ -1,6 +1,6 @@
 """List the licence of every direct requirement that is installed, and fail if one is not allowed.
 
-``python -m ci.audit`` reads the metadata of its environment and asks no index. Known vulnerabilities are looked up in
+``python -m ci.audit`` reads the metadata of its environment, without an index. Known vulnerabilities are looked up in
 .github/workflows/audit.yml, which has a network.
 """
 

@@ -2,7 +2,7 @@
 
 ``python -m ci.docs`` rewrites them; ``--check`` ends 1 if one is out of date.
 
-A generated part stands between ``<!-- generated: NAME -->`` and ``<!-- end of NAME -->``.
+A generated part is between ``<!-- generated: NAME -->`` and ``<!-- end of NAME -->``.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def _row(
     measure: str,
     fits: Callable[[dict[str, Any]], bool],
 ) -> dict[str, Any] | None:
-    """The row of a measure without a long prompt beside it: of the record at `path` if it has one, else the newest."""
+    """The row of a measure for a load without a long prompt: of the record at `path` if it has one, else the newest."""
     rows = [
         (one, record, row)
         for one, record, row in timed

@@ -30,7 +30,7 @@ def python_of(engine: Engine) -> str:
 
 
 def install_beside(engine: Engine, version: str) -> Path | None:
-    """The folder that holds this version of the engine, or None if the environment has it."""
+    """The folder with this version of the engine, or None if the environment has it."""
     if version == engine.locked_version():
         return None
     folder = ENGINES_FOLDER / f"{engine.run_distribution}-{version}"

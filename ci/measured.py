@@ -64,7 +64,7 @@ Measured = tuple[str, str, str, int, int, float, tuple[int, int]]
 
 
 def _of_row(row: dict[str, Any]) -> Iterator[Measured]:
-    """The times that a row of a record stands for; none where no decision compares it."""
+    """The times that a row of a record gives; none if no decision compares it."""
     op, case, provider = row["op"], row["case"], row["provider"]
     if op in ROUTES:
         layout = case["layout"]

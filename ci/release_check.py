@@ -1,4 +1,4 @@
-"""Check a release: build it, check its metadata, and try the wheel beside engines in clean environments.
+"""Check a release: build it, check its metadata, and try the wheel with each engine in a clean environment.
 
 ``python -m ci.release_check`` takes the newest version of each engine of matrix.toml that runs on a CPU. The locked
 requirements come from ci/setup.sh; nsa-plugin comes from the wheel by ``pip install``, as a user would type it.
@@ -167,7 +167,7 @@ def smoke(environment: Environment) -> list[str]:
 
 
 def chosen(engine: str | None, versions: list[str] | None) -> list[tuple[Engine, str]]:
-    """Each engine with its newest version that runs on a CPU, or the versions asked for."""
+    """Each engine with its newest version that runs on a CPU, or the given versions."""
     return [
         (entry, version)
         for entry in engines().values()
@@ -179,7 +179,7 @@ def chosen(engine: str | None, versions: list[str] | None) -> list[tuple[Engine,
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m ci.release_check", description="Build the release and try the wheel beside engines."
+        prog="python -m ci.release_check", description="Build the release and try the wheel with each engine."
     )
     parser.add_argument("--engine", choices=tuple(engines()), help="only this engine")
     parser.add_argument("--version", action="append", metavar="V", help="this version, not the newest; may be repeated")

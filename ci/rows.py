@@ -40,7 +40,7 @@ class Engine:
 
 @dataclass(frozen=True)
 class Row:
-    """What one check of one engine version came to.
+    """The result of one check of one engine version.
 
     Attributes:
         check: one of `CHECKS`.

@@ -1,7 +1,7 @@
-"""Print the requirements of a lock file that this interpreter does not have whole, one a line.
+"""Print the requirements of a lock file that are not completely installed here, one a line.
 
-An installation that was interrupted leaves distributions half written, which pip takes for installed:
-every file that a distribution's record lists is looked for, with its size.
+pip takes a distribution for installed even if its installation was interrupted, so every file of a distribution's
+record is checked, with its size.
 """
 
 from __future__ import annotations

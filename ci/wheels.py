@@ -1,7 +1,7 @@
 """Source files of a wheel on the package index, one by one, without fetching the whole wheel.
 
-pip says where the wheel is, so that its configuration (index, mirror, credentials) holds; single members
-are then read by HTTP range. What was read is kept, so that a second run asks nobody.
+pip finds the wheel, so that its configuration (index, mirror, credentials) applies. Single members are then read by
+HTTP range and kept, so that a second run needs no network.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def newest(distribution: str) -> str:
     """The newest final release on the package index that has a wheel for Linux on x86-64.
 
     Raises:
-        WheelError: there is none, or the index cannot be asked.
+        WheelError: there is none, or the index cannot be reached.
     """
     return str(_resolved(distribution)["metadata"]["version"])
 

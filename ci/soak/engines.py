@@ -14,7 +14,7 @@ from nsa_plugin.tools.serving.engine import ServedEngine
 from nsa_plugin.tools.serving.sglang import SglangEngine
 from nsa_plugin.tools.serving.vllm import VllmCpuEngine, VllmEngine, python_path_with_vllm_name
 
-# The cache holds this many of the longest requests; far more are sent at once.
+# The cache fits this many of the longest requests; far more are sent at once.
 _CACHED_REQUESTS = 2
 _CPU_PAGE, _GPU_PAGE = 16, 64
 

@@ -130,20 +130,19 @@ def gpu_memory(soak: Soak) -> Check:
 
 def open_files(soak: Soak) -> Check:
     """Clients that left do not leave file descriptors behind."""
-    quarters = _quarters(soak, lambda one: one.files)
-    if quarters is None:
-        return Check(name="open files", holds=False, detail="too few samples")
-    second, last = quarters
-    return Check(name="open files", holds=last - second <= FILES_GROWTH, detail=f"{second:.0f}, then {last:.0f}")
+    return _flat(soak, "open files", lambda one: one.files, FILES_GROWTH)
 
 
-def _flat(soak: Soak, name: str, read: Callable[[Sample], int], growth: int, share: float) -> Check:
+def _flat(soak: Soak, name: str, read: Callable[[Sample], int], growth: int, share: float = 0.0) -> Check:
+    """Whether the median grows by at most `growth` or, if that is more, by `share` of itself."""
     quarters = _quarters(soak, read)
     if quarters is None:
         return Check(name=name, holds=False, detail="too few samples")
     second, last = quarters
     allowed = max(growth, share * second)
-    detail = f"{second / MIB:.0f} MiB, then {last / MIB:.0f} MiB (allowed growth {allowed / MIB:.0f} MiB)"
+    detail = f"{second:.0f}, then {last:.0f}"
+    if share:
+        detail = f"{second / MIB:.0f} MiB, then {last / MIB:.0f} MiB (allowed growth {allowed / MIB:.0f} MiB)"
     return Check(name=name, holds=last - second <= allowed, detail=detail)
 
 

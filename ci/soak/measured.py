@@ -29,7 +29,7 @@ LEAVING_KINDS = (Kind.DISCONNECT, Kind.CANCEL)
 class End(StrEnum):
     """How a request ended."""
 
-    ANSWERED = "answered"  # with every token that was asked for
+    ANSWERED = "answered"  # with every requested token
     LEFT = "client left"  # as planned
     REFUSED = "refused"  # HTTP status 4xx
     ERROR = "error"  # HTTP status 5xx, or an error in the stream
@@ -47,7 +47,7 @@ class Sent:
         seconds: from sending to the end.
         first_token: seconds from sending to the first token of a stream; 0 if there was none.
         status: HTTP status; 0 = none.
-        detail: what was asked of a malformed request, or what went wrong.
+        detail: what a malformed request contains, or what went wrong.
     """
 
     kind: Kind
@@ -124,7 +124,7 @@ class Soak:
     """A whole run.
 
     Attributes:
-        minutes: of load, as asked.
+        minutes: of load, as requested.
         margin, split_share: what `judge.tokens` allows, see `judge.RULES`.
         preemptions: requests that the server preempted or retracted; None if it does not say.
         routes: batches that the plugin planned, by "phase/attention/provider".

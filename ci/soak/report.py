@@ -91,8 +91,7 @@ def runs_table(folder: Path = RECORDS) -> str:
         sent: Counter[str] = Counter()
         for counts in record["requests"].values():
             sent.update(counts)
-        probes, memory = record["probes"], [one["rss"] / MIB for one in record["memory"]]
-        ending = record["ending"]
+        probes, ending = record["probes"], record["ending"]
         rows.append(
             [
                 f"{record['engine']}, {record['minutes']:g} minutes",
@@ -100,7 +99,7 @@ def runs_table(folder: Path = RECORDS) -> str:
                 ", ".join(f"{count} {end}" for end, count in sent.most_common()),
                 str(record["preemptions"]),
                 f"{probes['same']} of {probes['tokens']}",
-                f"{memory[0]:.0f} MiB at first, {max(memory):.0f} at most, {memory[-1]:.0f} at last",
+                _range([one["rss"] for one in record["memory"]]),
                 f"ended after {ending['seconds']:g} s, {len(ending['left'])} processes left",
                 f"[record](soak/{path.name}), {record['date']}",
             ]
@@ -109,9 +108,9 @@ def runs_table(folder: Path = RECORDS) -> str:
     return markdown_table(header, rows)
 
 
-def _host_memory(soak: Soak) -> tuple[int, int, int]:
-    values = [one.rss for one in soak.memory]
-    return values[0], max(values), values[-1]
+def _range(sizes: Sequence[int]) -> str:
+    first, most, last = (size / MIB for size in (sizes[0], max(sizes), sizes[-1]))
+    return f"{first:.0f} MiB at first, {most:.0f} at most, {last:.0f} at last"
 
 
 def print_report(finished: Finished, checks: Sequence[Check], console: Console) -> None:
@@ -126,11 +125,8 @@ def print_report(finished: Finished, checks: Sequence[Check], console: Console) 
         seconds.add_row(name, *(f"{figures[key]:.2f}" for key in ("p50", "p99", "max")))
     console.print(seconds)
     if soak.memory:
-        first, most, last = (value / MIB for value in _host_memory(soak))
-        console.print(
-            f"Host memory of {soak.memory[-1].processes} processes: {first:.0f} MiB at first, {most:.0f} at most, "
-            f"{last:.0f} at last\n"
-        )
+        values = _range([one.rss for one in soak.memory])
+        console.print(f"Host memory of {soak.memory[-1].processes} processes: {values}\n")
     judged = table("Checks", "", "check", "what was seen")
     for check in checks:
         judged.add_row("✓" if check.holds else "✗", check.name, check.detail)

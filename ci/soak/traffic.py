@@ -117,7 +117,7 @@ def oversized(engine: ServedEngine, limits: Limits) -> Iterator[tuple[str, bytes
 def malformed(engine: ServedEngine) -> Iterator[tuple[str, bytes]]:
     """Requests that no server may accept, without end, as (what, body)."""
     body = engine.body([[7, 8, 9]], 4)
-    # SGLang has a group of sampling parameters, vLLM has them beside the prompt.
+    # SGLang has a group of sampling parameters, vLLM has them next to the prompt.
     group = "sampling_params" if "sampling_params" in body else ""
     prompt = "input_ids" if group else "prompt"
     length = "max_new_tokens" if group else "max_tokens"

@@ -238,5 +238,5 @@ def selected_suites(names: Iterable[str]) -> list[Suite]:
 
 
 def describe_fields(fields: dict[str, Any]) -> str:
-    """A case in words, "heads 16, q 4096"."""
+    """A case as text: "heads 16, q 4096"."""
     return ", ".join(f"{name} {value}" for name, value in fields.items())

@@ -250,6 +250,13 @@ def _whole_pages(cache: PagedCache) -> PagedCache:
     return replace(cache, data=cache.data.as_strided((pages, stride), (stride, 1), cache.data.storage_offset()))
 
 
+def _deep_gemm(heads: int) -> Any:
+    library = import_module("deep_gemm")
+    if heads not in INDEXER_HEADS:
+        raise KernelArgumentError(f"deep_gemm: heads is {heads}; it must be 32 or 64")
+    return library
+
+
 def deep_gemm_logits(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -259,9 +266,7 @@ def deep_gemm_logits(
     ke: torch.Tensor,
 ) -> TimedCall:
     """All logits in one float32 buffer [rows, keys]. Not cleaned outside the ranges, as in SGLang."""
-    library: Any = import_module("deep_gemm")
-    if q.shape[1] not in INDEXER_HEADS:
-        raise KernelArgumentError(f"deep_gemm: heads is {q.shape[1]}; it must be 32 or 64")
+    library = _deep_gemm(q.shape[1])
     return lambda: library.fp8_mqa_logits(q, (k, k_scale), weights, ks, ke, clean_logits=False)
 
 
@@ -274,9 +279,7 @@ def deep_gemm_paged_logits(
     max_len: int,
 ) -> TimedCall:
     """Logits of decode rows from the paged cache, [batch, max_len]; the schedule is made once, as for all layers."""
-    library: Any = import_module("deep_gemm")
-    if q.shape[2] not in INDEXER_HEADS:
-        raise KernelArgumentError(f"deep_gemm: heads is {q.shape[2]}; it must be 32 or 64")
+    library = _deep_gemm(q.shape[2])
     lengths = seq_lens.unsqueeze(1)
     schedule = library.get_paged_mqa_logits_metadata(lengths, cache.page_size, library.get_num_sms())
     return lambda: library.fp8_paged_mqa_logits(

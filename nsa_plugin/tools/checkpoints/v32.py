@@ -97,7 +97,7 @@ class CheckpointSpec:
             )
         if self.num_experts_per_tok > self.topk_group * (self.n_routed_experts // self.n_group):
             raise ValueError(
-                f"num_experts_per_tok {self.num_experts_per_tok} is more than topk_group {self.topk_group} groups hold"
+                f"num_experts_per_tok {self.num_experts_per_tok} is more than topk_group {self.topk_group} groups have"
             )
         if self.glm and (self.rope_factor != 1.0 or not self.sparse):
             raise ValueError("a GLM-5 checkpoint has plain RoPE (rope_factor 1) and an indexer")

@@ -12,7 +12,7 @@ from nsa_plugin.tools.records import Row
 
 
 def page(path: Path, record: Row) -> str:
-    """The Markdown page beside the record at `path`."""
+    """The Markdown page of the record at `path`."""
     parts = [generated_notice(path.name), f"# {record['suite']}", f"Result: {result(record)}."]
     facts = {
         "Record": f"[{path.name}]({path.name}), {record['date']}, commit {record['host']['commit'] or 'unknown'}",
@@ -44,7 +44,7 @@ def _software(record: Row) -> str:
 
 
 def result(record: Row) -> str:
-    """What came of a comparison, in a few words."""
+    """The outcome of a comparison."""
     if not record["verdict"]["holds"]:
         return f"**{FAILED}**"
     if compared(record):

@@ -15,7 +15,7 @@ BACK_TO_BACK = "-back-to-back"
 
 
 def page(path: Path, record: Row) -> str:
-    """The Markdown page beside the record at `path`."""
+    """The Markdown page of the record at `path`."""
     parts = [generated_notice(path.name), f"# {record['suite']}"]
     if about := describe(record["suite"]):
         parts.append(f"{about}. [How to read these tables](../../kernels.md#how-kernels-are-measured).")
@@ -45,7 +45,7 @@ def describe(suite: str) -> str:
 
 
 def position(suite: str) -> tuple[int, str]:
-    """Where a suite stands in the index: the order of `nsa-plugin bench --list`, unknown ones last."""
+    """A suite's position in the index: the order of `nsa-plugin bench --list`, unknown ones last."""
     order = list(SUITES)
     name = suite.removesuffix(BACK_TO_BACK)
     return (order.index(name) if name in order else len(order), suite)

@@ -1,4 +1,4 @@
-"""Every generated page of the benchmarks: one beside each record, an index, and the tables of the summary."""
+"""Every generated page of the benchmarks: one for each record, an index, and the tables of the summary."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ V32, V4, GLM = FAMILIES = ("v3.2", "v4", "glm")
 
 
 class CompareError(NsaPluginError):
-    """The comparison is not possible as asked, or a server did not behave as expected."""
+    """The requested comparison is not possible, or a server did not behave as expected."""
 
 
 class ServedEngine(Protocol):

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# Most probable tokens asked for with each generated token; near ties are among them.
+# Most probable tokens requested with each generated token, to recognize near ties.
 TOP = 16
 NEW_TOKENS = 24
 
@@ -61,7 +61,7 @@ class RequestGroup:
     traced: bool = False
 
     def digest(self) -> str:
-        """SHA-256 of everything the requests ask for. Equal digests mean that two servers got the same requests."""
+        """SHA-256 of everything the requests contain. Equal digests mean that two servers got the same requests."""
         asked = [[one.name, one.prompt, one.new_tokens, one.prompt_logprobs] for one in self.requests]
         return hashlib.sha256(json.dumps([self.name, self.how, asked]).encode()).hexdigest()
 

@@ -57,7 +57,7 @@ class SglangEngine:
             # SGLang would not start without the library; the plugin's trace in the log replaces its counters.
             *(["--enable-metrics"] if util.find_spec("prometheus_client") else []),
             *("--random-seed", "1"),
-            # Otherwise every event of a stream holds all tokens so far, and reading them limits long answers.
+            # Otherwise every event of a stream repeats all tokens so far, and reading them slows down long answers.
             "--incremental-streaming-output",
             *flags,
             *(["--enable-nsa-plugin"] if plugin else []),

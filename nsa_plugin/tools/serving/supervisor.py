@@ -1,4 +1,4 @@
-"""Run a command and leave nothing of it behind, however the process that asked for it ends.
+"""Run a command and end all of its processes, however the process that started the supervisor ends.
 
 usage: supervisor.py MARKER COMMAND [ARGUMENT...]
 
@@ -6,12 +6,12 @@ The supervisor leads the session of the command and its descendants, and sets NS
 environment. Either one identifies a process: some leave the session, and some (vLLM's workers, by setting their title)
 overwrite their environment.
 
-The supervisor reads standard input. It ends all of these processes when standard input ends (the asker closed it or
+The supervisor reads standard input. It ends all of these processes when standard input ends (the parent closed it or
 died, even of SIGKILL), on SIGTERM, or when the command ends by itself.
 
 Exit code: the command's own; 0 if it was told to stop; 70 if a process could not be ended.
 
-This is a script and not a module to import: it must start at once and hold nothing.
+This is a script and not a module to import: it must start fast and import little.
 """
 
 from __future__ import annotations
@@ -86,12 +86,12 @@ def main(marker: str, arguments: list[str]) -> int:
         print(f"cannot start {arguments[0]}: {error}", file=sys.stderr, flush=True)
         return 127
 
-    def wait_for_asker() -> None:
+    def wait_for_parent() -> None:
         while os.read(0, 4096):
             pass
         stop.set()
 
-    threading.Thread(target=wait_for_asker, daemon=True).start()
+    threading.Thread(target=wait_for_parent, daemon=True).start()
     while command.poll() is None and not stop.wait(0.1):
         pass
     told_to_stop = stop.is_set()

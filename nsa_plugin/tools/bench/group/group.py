@@ -1,6 +1,6 @@
 """A clock and a judge for calls that all ranks of the default group make together.
 
-Every rank runs the same calls the same number of times, whatever its own clock says: a rank that stopped earlier would
+Every rank runs the same calls the same number of times, whatever its clock says: a rank that stopped earlier would
 leave the others waiting in a collective.
 """
 
@@ -136,7 +136,7 @@ def on_all_ranks(judge: Callable[[Any], float]) -> Callable[[Any], float]:
 
 
 def measured_rates(device: torch.device) -> Rates:
-    """This rank's own rates; rough ones on a CPU, which are enough for a dry run."""
+    """This rank's rates; on a CPU, rough ones for a dry run."""
     if device.type == "cuda":
         return measure_rates(CudaTimer())
     side = 256

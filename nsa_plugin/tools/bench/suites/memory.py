@@ -53,7 +53,7 @@ def kv_cache(case: BenchCase, context: Context) -> Workload:
         contenders=tuple(
             context.contenders(
                 case.op,
-                # Start with zeros: rows written by one provider must not stand in for the next one's.
+                # Start with zeros: rows that one provider wrote must not pass as the next one's.
                 lambda function: _after(lambda: cache.data.zero_(), lambda: function(cache, rows, slots)),
             )
         ),
