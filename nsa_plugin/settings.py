@@ -16,12 +16,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from nsa_plugin import switch
 from nsa_plugin.errors import LeftToStockError, NsaPluginError, SettingsError
 from nsa_plugin.libraries.capabilities import Op
 from nsa_plugin.libraries.manifest import supporting
 
-ENV_PREFIX = "NSA_PLUGIN_"
 # The settings that select a kernel library, and the op that the library must support.
+ENV_PREFIX, _FALSE = switch.ENV_PREFIX, switch.FALSE
 BACKEND_OPS = {"prefill_backend": Op.SPARSE_MLA_PREFILL, "decode_backend": Op.SPARSE_MLA_DECODE}
 TOKEN_SHARD_MODES = ("auto", "on", "off")
 PORTABLE_MODES = ("auto", "on")
@@ -33,7 +34,6 @@ LEFT = "left to the stock engine"
 """The words of logs and the start-up report for a configuration that the plugin does not support."""
 
 _TRUE = ("1", "true", "yes", "on")
-_FALSE = ("0", "false", "no", "off")
 
 
 def _parse_bool(value: object) -> bool:
@@ -287,12 +287,6 @@ def _environment(environ: Mapping[str, str]) -> dict[str, Any]:
             raise _unknown(key, source)
         found |= parse_source({name: value}, source)
     return found
-
-
-def killed(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether the kill switch, ``NSA_PLUGIN_ENABLED=0``, is set; never raises."""
-    value = (os.environ if environ is None else environ).get(f"{ENV_PREFIX}ENABLED", "")
-    return value.strip().lower() in _FALSE
 
 
 def resolve(

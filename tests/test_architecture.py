@@ -20,7 +20,7 @@ MOST_LINES, MEDIAN_LINES, TOP_LEVEL_MODULES = 600, 180, 7
 # The manifest of kernel libraries is data, from which the settings derive their choices.
 MANIFEST = tuple(f"libraries.{name}" for name in ("manifest", "capabilities", "architectures", "upstream"))
 LAYERS = (
-    ("settings", "errors", "layouts", *MANIFEST),
+    ("settings", "switch", "errors", "layouts", *MANIFEST),
     ("libraries", "kernels", "parallel"),
     ("decision", "telemetry"),
     ("backends", "patches", "tools"),

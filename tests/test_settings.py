@@ -14,7 +14,8 @@ from hypothesis import settings as property_settings
 from hypothesis import strategies as st
 
 from nsa_plugin.errors import LeftToStockError, PatchError, SettingsError
-from nsa_plugin.settings import Settings, backends, killed, parse_source, resolve, why_stock
+from nsa_plugin.settings import Settings, backends, parse_source, resolve, why_stock
+from nsa_plugin.switch import killed
 
 DEFAULTS = Settings()
 ROOT = Path(__file__).parents[1]

@@ -26,7 +26,8 @@ from nsa_plugin.libraries.devices import DeviceProfile, InstalledLibrary
 from nsa_plugin.libraries.manifest import MANIFEST
 from nsa_plugin.libraries.probe import probe
 from nsa_plugin.patches.ledger import Need
-from nsa_plugin.settings import ResolvedSettings, Settings, killed, resolve
+from nsa_plugin.settings import ResolvedSettings, Settings, resolve
+from nsa_plugin.switch import killed
 from nsa_plugin.tools.terminal import console, table
 
 EPILOG = """The check passes if at least one installed engine can serve a model here

@@ -12,7 +12,7 @@ def register() -> None:
     Raises:
         PatchError: the plugin is enabled and cannot read its settings in this vLLM.
     """
-    from nsa_plugin.settings import killed
+    from nsa_plugin.switch import killed
 
     if killed():
         _say_off()

@@ -27,7 +27,8 @@ from nsa_plugin.libraries.probe import probe
 from nsa_plugin.patches import sglang as ledger_data
 from nsa_plugin.patches import static
 from nsa_plugin.patches.ledger import TURN_OFF, Ledger, Need, Patch, PatchStatus
-from nsa_plugin.settings import ResolvedSettings, killed, why_stock
+from nsa_plugin.settings import ResolvedSettings, why_stock
+from nsa_plugin.switch import killed
 from nsa_plugin.telemetry import StartupReport
 
 if TYPE_CHECKING:

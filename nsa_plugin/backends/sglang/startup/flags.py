@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from nsa_plugin import settings
+from nsa_plugin import settings, switch
 from nsa_plugin.errors import SettingsError
 from nsa_plugin.settings import BACKEND_OPS, ResolvedSettings, Settings, backends, parse_source
 
@@ -147,7 +147,7 @@ class PassedFlags:
 
 def asked_for() -> bool:
     """Whether the command line or the environment enables the plugin and the kill switch is off."""
-    if settings.killed():
+    if switch.killed():
         return False
     named = any(argument == ENABLE_FLAG or argument.startswith("--nsa-plugin-") for argument in sys.argv)
     return named or bool(PassedFlags.read().flags) or os.environ.get(f"{settings.ENV_PREFIX}ENABLED", "").strip() != ""

@@ -1,0 +1,137 @@
+"""python -m nsa_plugin.tools.bench.overhead [--json DIR]: the plugin's CPU time, on any machine, without an engine.
+
+Measures a decision, a planned step and the entry point. Times are of this machine's CPU; the decisions are those of an
+H200 with every kernel library. The record says which CPU; it has no GPU times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+from nsa_plugin.backends.common.paths import SGLANG
+from nsa_plugin.backends.common.planner import Planner
+from nsa_plugin.decision import BatchShape, Decider, ModelShape, Phase, decide
+from nsa_plugin.libraries.devices import synthetic
+from nsa_plugin.settings import Settings
+from nsa_plugin.tools import records
+
+MODEL = ModelShape(num_heads=128, attn_tp_size=8, kv_layout="v32_fp8")
+
+
+class StepPlanner(Planner):
+    """What both engines' planners do in a decode step."""
+
+    engine = SGLANG
+
+
+# Prints the milliseconds of the entry point in a fresh interpreter that has what an engine has imported by then.
+ENTRY = """
+import argparse, dataclasses, inspect, logging, re, time
+start = time.perf_counter()
+from nsa_plugin.backends.vllm import register
+register()
+print((time.perf_counter() - start) * 1e3)
+"""
+
+
+def decode(number: int) -> BatchShape:
+    """A decode step of 32 requests; every number gives another context."""
+    longest = 4096 + number
+    return BatchShape(
+        phase=Phase.DECODE,
+        num_requests=32,
+        num_tokens=32,
+        max_kv_len=longest,
+        total_kv_len=32 * longest,
+        cuda_graph=True,
+    )
+
+
+def prefill(number: int) -> BatchShape:
+    """A prefill of two requests; every number gives another length."""
+    rows = 4096 + number
+    return BatchShape(
+        phase=Phase.EXTEND, num_requests=2, num_tokens=rows, max_kv_len=4096 + rows, total_kv_len=8192 + rows
+    )
+
+
+def timed(name: str, call: Callable[[int], object], runs: int) -> dict[str, Any]:
+    """Microseconds of `call`, which gets the number of its run; the first tenth is not counted."""
+    times = []
+    for number in range(runs + runs // 10):
+        start = time.perf_counter()
+        call(number)
+        times.append((time.perf_counter() - start) * 1e6)
+    counted = times[runs // 10 :]
+    return {
+        "what": name,
+        "p50_us": round(median(counted), 1),
+        "p99_us": round(quantiles(counted, n=100)[98], 1),
+        "runs": runs,
+    }
+
+
+def entry_point(name: str, code: str, runs: int, **environ: str) -> dict[str, Any]:
+    """Milliseconds that a fresh interpreter reports, its own start excluded."""
+    times = []
+    for _ in range(runs + 1):  # the first may compile
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=os.environ | environ, capture_output=True, text=True, check=True
+        )
+        times.append(float(done.stdout.split()[-1]))
+    return {"what": name, "p50_ms": round(median(times[1:]), 1), "max_ms": round(max(times[1:]), 1), "runs": runs}
+
+
+def measure(runs: int, starts: int) -> list[dict[str, Any]]:
+    """The rows of a record."""
+    device, settings = synthetic(90), Settings()
+    decider = Decider(MODEL, device, settings)
+    planner = StepPlanner(MODEL, device, settings)
+    rows = [
+        timed("decide() by a Decider, decode step", lambda number: decider.decide(decode(number)), runs),
+        timed("decide() by a Decider, prefill", lambda number: decider.decide(prefill(number)), runs),
+        timed("decide() alone, decode step", lambda number: decide(MODEL, decode(number), device, settings), runs),
+        timed("decide() alone, prefill", lambda number: decide(MODEL, prefill(number), device, settings), runs),
+        timed("decode step, plan known", lambda number: planner.step_execution_of(decode(number)), runs),
+    ]
+    rows.append(entry_point("vLLM's entry point, NSA_PLUGIN_ENABLED=0", ENTRY, starts, NSA_PLUGIN_ENABLED="0"))
+    return rows
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Measure the plugin's CPU time, without an engine.")
+    parser.add_argument("--runs", type=int, default=5000, help="of each decision (%(default)s)")
+    parser.add_argument("--starts", type=int, default=7, help="of each entry point (%(default)s)")
+    parser.add_argument("--json", type=Path, metavar="DIR", help="write DIR/overhead.json")
+    parser.add_argument("--commit", help="source commit, where the source is in no checkout")
+    given = parser.parse_args(argv)
+    rows = measure(given.runs, given.starts)
+    for row in rows:
+        unit = "us" if "p50_us" in row else "ms"
+        worst = row.get("p99_us", row.get("max_ms"))
+        print(f"{row['what']:<46} {row[f'p50_{unit}']:>8} {unit}  ({'p99' if unit == 'us' else 'max'} {worst})")
+    if given.json:
+        host = {"cpu": records.processor(), "python": platform.python_version(), **records.software(given.commit)}
+        made = {
+            "schema": records.SCHEMA,
+            "suite": "overhead",
+            "command": "python -m nsa_plugin.tools.bench.overhead",
+            "date": f"{datetime.now(UTC):%Y-%m-%d}",
+            "host": host,
+            "rows": rows,
+        }
+        records.save(made, given.json / "overhead.json")
+
+
+if __name__ == "__main__":
+    main()
