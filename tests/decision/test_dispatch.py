@@ -170,7 +170,7 @@ PREFILLS: list[tuple[str, ModelShape, DeviceProfile, tuple[str, str, bool, int]]
     ),
     ("SM90 bf16 triton alone", V32, synthetic(90, libraries=("triton",)), ("sparse_prefill", "triton", False, 0)),
     ("SM100 fp8 own", V32_FP8, FULL_B200, ("sparse_prefill", "flash_mla", True, 128)),
-    ("SM80 fp8 own", V32_FP8, synthetic(80), ("sparse_prefill", "triton", False, 0)),
+    ("SM80 fp8 own", V32_FP8, synthetic(80), ("sparse_prefill", "cuda", False, 0)),
     ("SM120 bf16 own", V32, synthetic(120), ("sparse_prefill", "triton", False, 0)),
     ("SM90 V4 own, 8 heads", replace(V4, attn_tp_size=8), FULL_H200, ("sparse_prefill", "flash_mla", True, 64)),
     ("SM90 V4 own, all heads", V4, FULL_H200, ("sparse_prefill", "flash_mla", True, 0)),
@@ -203,7 +203,7 @@ DECODES: list[tuple[str, ModelShape, DeviceProfile, tuple[str, str, bool, int]]]
     ("SM90 bf16 own", V32, FULL_H200, ("sparse_decode", "fa3", False, 0)),
     ("SM90 V4 own, 16 heads", replace(V4, attn_tp_size=4), FULL_H200, ("sparse_decode", "cuda", False, 0)),
     ("SM100 fp8 own", V32_FP8, FULL_B200, ("sparse_decode", "flash_mla", False, 64)),
-    ("SM80 fp8 own", V32_FP8, synthetic(80), ("sparse_decode", "triton", False, 0)),
+    ("SM80 fp8 own", V32_FP8, synthetic(80), ("sparse_decode", "cuda", False, 0)),
 ]
 
 
