@@ -16,6 +16,7 @@ import zipfile
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -150,7 +151,9 @@ def test_sdist_passes_its_own_checks(built: Path, tmp_path: Path) -> None:
     """The tests of workflows and locks read most files outside the package."""
     (path,) = built.glob("*.tar.gz")
     with tarfile.open(path) as archive:
-        archive.extractall(tmp_path, filter="data")
+        # Python before 3.11.4 has no filters.
+        options: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+        archive.extractall(tmp_path, **options)
     (source,) = tmp_path.iterdir()
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/ci/test_workflows.py"]
     environ = os.environ | {"PYTHONPATH": str(source)}
