@@ -95,17 +95,7 @@ class Attention(nn.Module):
         zero_allocator: Any,
         positions: Any,
     ) -> torch.Tensor:
-        cache = open_cache(self.buffer.view(-1, PAGE, 1, self.buffer.shape[-1]), self.layout)
-        new = torch.cat([k_nope, k_pe], dim=-1).squeeze(1)[: len(forward_batch.out_cache_loc)]
-        rope = {} if self.layout == "bf16" else {"rope": new[:, D_V:].contiguous()}
-        reference_write(cache, new if self.layout == "bf16" else new[:, :D_V], forward_batch.out_cache_loc, **rope)
-        q = torch.cat([q_nope_out, q_pe], dim=-1)
-        metadata = self.backend.forward_metadata
-        named = {"kv_cache": self.buffer, "v_head_dim": D_V, "sm_scale": SCALE, "page_table_1": self.slots}
-        if self.backend.dsa_prefill_impl == "flashmla_kv":
-            out = self.backend._forward_flashmla_kv(q_all=q, layer=self.attn_mqa, metadata=metadata, **named)
-        else:
-            out = self.backend._forward_flashmla_sparse(q_all=q, **named)
+        out = self.attend(q_nope_out, k_nope, q_pe, k_pe, forward_batch)
         value = torch.bmm(out.view(-1, HEADS, D_V).transpose(0, 1), self.w_vc).transpose(0, 1).flatten(1)
         return self.o_proj(value)[0]  # type: ignore[no-any-return]
 
