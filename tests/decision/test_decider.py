@@ -10,7 +10,20 @@ from random import Random
 
 import pytest
 
-from nsa_plugin.decision import BatchShape, Decider, ModelShape, Phase, Plan, decide, partition
+from nsa_plugin.decision import (
+    Attention,
+    BatchShape,
+    Constraints,
+    Decider,
+    ModelShape,
+    Phase,
+    Plan,
+    Route,
+    decide,
+    partition,
+    timings,
+)
+from nsa_plugin.decision.dense import dense_routes
 from nsa_plugin.decision.plan import Reasons
 from nsa_plugin.errors import NoProviderError, SettingsError
 from nsa_plugin.libraries.devices import synthetic
@@ -39,6 +52,28 @@ def test_a_decider_plans_random_batches_as_decide_does(seed: int) -> None:
             batch, constraints = fuzz.batch(random), restricted[number % 3]
             kept = outcome(decider.decide, batch, constraints)
             assert kept == outcome(decide, model, batch, device, settings, constraints), (batch, constraints)
+
+
+def test_a_limit_of_dense_attention_is_that_of_the_batchs_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept under one batch's constraints must not answer for another's."""
+    monkeypatch.setattr(timings, "dense_limit", lambda sm, layout, heads, dense, sparse, dims: 100 * len(sparse))
+    decider = Decider(V32_TP8, synthetic(90), Settings())
+    batch = BatchShape(phase=Phase.EXTEND, num_requests=1, num_tokens=150, max_kv_len=150, total_kv_len=150)
+    cuda = Route(Attention.SPARSE_PREFILL, "cuda")
+    for paths, dense in ((None, True), (frozenset({cuda, *dense_routes()}), False)):
+        plan = decider.decide(batch, Constraints(paths=paths))
+        assert (plan.attention is Attention.MHA_ONE_SHOT) == dense, plan.reasons["attention"]
+
+
+def test_the_indexer_of_one_phase_does_not_answer_for_another() -> None:
+    """On a GPU the reference's indexer comes only with its attention, which a setting selects for one phase."""
+    device, settings = synthetic(90, libraries=("flash_mla",)), Settings(prefill_backend="reference")
+    decider = Decider(V32_TP8, device, settings)
+    prefill, step = (outcome(decider.decide, batch_of(number)) for number in (3, 2))
+    assert prefill == outcome(decide, V32_TP8, batch_of(3), device, settings)
+    assert step == outcome(decide, V32_TP8, batch_of(2), device, settings)
+    assert isinstance(prefill, dict)
+    assert not isinstance(step, dict)
 
 
 def test_a_decider_splits_random_prefills_as_partition_does() -> None:
