@@ -117,9 +117,11 @@ class Case:
         return (self.model.index_topk, self.model.sliding_window) == timings.SELECTIONS[self.model.kv_layout]
 
     @property
-    def stock_prefill(self) -> Route:
-        """The route by which the stock engine runs a V4 prefill: bf16 rows, unless the constraints name another."""
-        return self.constraints.stock_prefill or BF16_COPY
+    def stock_prefill(self) -> Route | None:
+        """The stock engine's route for a prefill over an fp8 cache; None = the first of the usual order."""
+        if not self.extend or not self.model.fp8_cache:
+            return None
+        return self.constraints.stock_prefill or (BF16_COPY if self.model.family == "v4" else None)
 
     @property
     def dequantizing_pays(self) -> bool:
@@ -156,6 +158,10 @@ def _kernel(case: Case, route: Route, heads: int) -> Kernel:
     unpadded = 0, f"{route.library} supports {count(heads, 'head')} without padding"
     if capability is None:
         absent = f"no {op} kernel for a {layout} cache on {device.where}"
+        if library is not None and (
+            others := [name for kernel in library.capabilities if kernel.op == op for name in kernel.layouts]
+        ):
+            absent += f" (it reads {' and '.join(dict.fromkeys(others))})"
         return Kernel(missing, absent, None, None, unpadded, times)
     if route.attention is Attention.MHA_ONE_SHOT:
         unfit = capability_refusal(capability, heads=heads, dims=model.mha_dims)
@@ -183,7 +189,8 @@ def route_refusal(case: Case, route: Route, load: KernelLoad, asked: str = "auto
     if route.library == "reference" and asked != "reference" and case.device.kind != "cpu":
         return "plain torch, chosen on a GPU only if a setting asks for it"
     if kernel.absent is not None:
-        return kernel.absent
+        hint = constraints.no_path.get(route.library) if asked == route.library else None
+        return f"{kernel.absent}; {hint}" if hint else kernel.absent
     if constraints.paths is not None and route not in constraints.paths:
         return constraints.no_path.get(route.library, f"{constraints.engine} has no execution path for it")
     if route.dequantize_kv and case.batch.cuda_graph:

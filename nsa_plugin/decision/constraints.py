@@ -24,16 +24,20 @@ class Constraints:
             may, and the caller splits the batch.
         paths: the routes that the engine can execute; None = all.
         engine: the engine's name, for the reason of a route outside `paths`.
-        no_path: why a library has no path, by its name; for others the reason only names the engine.
+        no_path: why a library has no path and what runs it instead, by its name; for others the reason only names the
+            engine.
         preferred: routes that the user configured in the engine itself. They come first, and any other route follows
-            if none of them supports the batch. A library named in the plugin's settings goes before them.
+            if none of them supports the batch. A library named in the plugin's settings goes before them; of its
+            routes they come first.
         preferred_by: what asks for them.
+        asked_by: the engine's flag, with its value, that set `prefill_backend` or `decode_backend`; "" = none did.
         copy_bytes: bytes that a bf16 copy of the cache takes for this batch; None = not limited.
         copy_budget: bytes that such a copy may take.
         copy_budget_from: where the budget comes from.
         keep_heads: why the ranks keep their heads for every token; "" = they may reshard.
         keep_heads_on: why the ranks keep their heads, by the route that they would otherwise reshard around.
-        stock_prefill: the route of the stock engine's V4 prefill, first where no times exist; None = over bf16 rows.
+        stock_prefill: the stock engine's route for prefills over an fp8 cache, first where no times exist; None = over
+            bf16 rows for V4, the usual order for V3.2.
         stock_tokens: up to this many context tokens in all, the stock engine's code selects; 0 = never.
         stock_attends_by: the routes that the stock engine's code also attends by, up to `stock_tokens`.
     """
@@ -45,6 +49,7 @@ class Constraints:
     no_path: Mapping[str, str] = field(default_factory=dict)
     preferred: frozenset[Route] = frozenset()
     preferred_by: str = ""
+    asked_by: str = ""
     copy_bytes: int | None = None
     copy_budget: int = 0
     copy_budget_from: str = ""

@@ -16,17 +16,17 @@ from nsa_plugin.decision.plan import Attention
 from nsa_plugin.decision.routes import BF16_COPY, FLASH_MLA_DECODE, OPS, KernelLoad, Refusal, Route, first, unranked
 from nsa_plugin.decision.timings import TimeEstimate
 from nsa_plugin.errors import NoProviderError, SettingsError
+from nsa_plugin.libraries.capabilities import Op
 from nsa_plugin.libraries.manifest import MANIFEST
 
-# Without measured times: up to this many heads the plugin's CUDA kernel, which pads none, comes before
-# FlashMLA's, which pad to 64 (sglang #13646).
-FEW_HEADS = 16
 # Times that differ by less than this keep their order: another run may turn them around.
 NEARLY_EQUAL = 0.03
 # Bytes read and written to copy a context token to bf16; V4's selected keys are every fourth token's.
 COPY_BYTES = {"v32_fp8": 656 + 2 * 576, "v4_fp8": (584 + 2 * 512) // 4}
 # The part of the device memory's rate that such a copy reaches at least on SM90, in bytes a microsecond.
 COPY_RATE = 3e6
+# Libraries whose sparse kernels the stock engines run.
+UPSTREAM = frozenset({"flash_mla", "fa3", "trtllm"})
 # On SM100 the trtllm kernel is quicker than a padded FlashMLA up to this many heads (vLLM #35807, #33451).
 TRTLLM_HEADS = 16
 
@@ -66,14 +66,17 @@ def _order(case: Case, load: KernelLoad, stock: Route | None) -> _Order:
 
 
 def stock_route_first(case: Case, load: KernelLoad) -> bool:
-    """Whether the batch is a V4 prefill of which no route has a time. `large_q_rows` keeps its decode kernel first."""
-    if not case.extend or case.model.family != "v4" or not case.model.fp8_cache or case.settings.large_q_rows:
+    """Whether the stock engine's route is known and no route has a time. `large_q_rows` keeps V4's decode kernel."""
+    if case.stock_prefill is None or (case.model.family == "v4" and case.settings.large_q_rows):
         return False
     return all(estimate(case, route, load) is None for route in usual_sparse_routes(case, load))
 
 
 def usual_sparse_routes(case: Case, load: KernelLoad) -> tuple[Route, ...]:
-    """The same in the order used without measured times; the last one is the last in any case."""
+    """The same in the order used without measured times; the last one is the last in any case.
+
+    Upstream kernels come first: the stock engines run them, and nothing shows that the plugin's are faster there.
+    """
     return _usual(
         case.extend, case.device.sm, load.heads, case.model.fp8_cache, case.dequantizing_pays, tuple(MANIFEST)
     )
@@ -87,16 +90,15 @@ def _usual(
     names = ("cuda", "triton", "trtllm", "fa3", "reference")
     cuda, triton, trtllm, fa3, reference = (Route(shape, library) for library in names)
     flash_mla = _flash_mla_routes(fp8_cache, dequantizing_pays)
-    few, many = ((cuda,), ()) if heads <= FEW_HEADS else ((), (cuda,))
     if not extend:
         # SGLang's defaults: FA3 on SM90 and TRT-LLM on SM100 for a bf16 cache, FlashMLA for fp8.
-        routes = (fa3, trtllm, *few, *flash_mla, *many)
+        upstream = (fa3, trtllm, *flash_mla)
     elif sm >= 100 and heads <= TRTLLM_HEADS:
-        routes = (*few, trtllm, *flash_mla, *many)
+        upstream = (trtllm, *flash_mla)
     else:
-        routes = (*few, *flash_mla, trtllm, *many)
+        upstream = (*flash_mla, trtllm)
     others = (Route(shape, library) for library in unranked(OPS[shape], known))
-    return (*routes, triton, *others, reference)
+    return (*upstream, cuda, triton, *others, reference)
 
 
 def _flash_mla_routes(fp8_cache: bool, dequantizing_pays: bool) -> tuple[Route, ...]:
@@ -169,6 +171,7 @@ def pick_sparse(case: Case, load: KernelLoad) -> tuple[Route, list[Refusal]]:
             )
         return route, refused
     asked = [route for route in routes if route.library == case.asked]
+    asked.sort(key=lambda route: route not in case.constraints.preferred)
     route, refused = first(asked, lambda route: route_refusal(case, route, load, case.asked))
     if route is None:
         work = [r.library for r in routes if route_refusal(case, r, load, r.library) is None]
@@ -209,7 +212,7 @@ def provider_sentence(case: Case, route: Route, load: KernelLoad, refused: Seque
     dense = route.attention is Attention.MHA_ONE_SHOT
     times = [] if dense else _times(case, route, load)
     if case.asked != "auto" and not dense:
-        return "; ".join([f"{case.backend_setting} asks for {case.asked}", *times])
+        return "; ".join([f"{case.constraints.asked_by or case.backend_setting} asks for {case.asked}", *times])
     if _is_preferred(case, route):
         return "; ".join([f"{case.constraints.preferred_by} asks for {route.library}", *times])
     if case.device.kind == "cpu":
@@ -231,10 +234,15 @@ def _untimed(case: Case, route: Route, load: KernelLoad) -> list[str]:
     model = case.model
     selection = _selection(model.index_topk, model.sliding_window)
     sentence = f"no times on {case.device.where} for {selection}, {count(load.heads, 'head')}, {model.kv_layout} cache"
-    if not case.timed:
-        sentence += f" (measured: {_selection(*timings.SELECTIONS[model.kv_layout])})"
+    op = Op.SPARSE_MLA_PREFILL if case.extend else Op.SPARSE_MLA_DECODE
+    if found := timings.nearest(case.device.sm, op, model.family, model.kv_layout, load.heads):
+        sm, layout, heads = found
+        measured = f"{_selection(*timings.SELECTIONS[layout])}, {count(heads, 'head')}, {layout} cache"
+        sentence += f" (nearest measured: {timings.gpu_of(sm)}, {measured})"
     if stock_route_first(case, load) and route == case.stock_prefill:
         return [f"{sentence}, so the stock engine's route comes first"]
+    if route.library in UPSTREAM:
+        return [f"{sentence}, so an upstream kernel comes first"]
     return [sentence]
 
 

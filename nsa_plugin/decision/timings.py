@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
 
-from nsa_plugin.layouts import LAYOUTS
+from nsa_plugin.layouts import FAMILY_LAYOUTS, LAYOUTS
 
 SELECTIONS: Mapping[str, tuple[int, int]] = {
     name: (2048, 0) if "v3.2" in layout.families else (512, 128) for name, layout in LAYOUTS.items()
@@ -117,6 +117,20 @@ def fitting(sm: int, op: str, layout: str, heads: int, route: str) -> tuple[int,
     by_heads = TIMINGS.get((sm, op, layout), {}).get(route, {})
     found = min((count for count in by_heads if count >= heads), default=0)
     return found, by_heads.get(found, ())
+
+
+def nearest(sm: int, op: str, family: str, layout: str, heads: int) -> tuple[int, str, int] | None:
+    """The measured (SM version, KV layout, heads) of an op that are nearest to those given; None without any.
+
+    The layout counts first, then the SM version, then the heads; only layouts of the model's family count.
+    """
+    known = (
+        (measured_sm, measured_layout, count)
+        for (measured_sm, measured_op, measured_layout), by_route in TIMINGS.items()
+        if measured_op == op and measured_layout in FAMILY_LAYOUTS[family]
+        for count in {count for by_heads in by_route.values() for count in by_heads}
+    )
+    return min(known, key=lambda one: (one[1] != layout, abs(one[0] - sm), abs(one[2] - heads), one), default=None)
 
 
 def estimate(sm: int, op: str, layout: str, heads: int, rows: int, route: str) -> TimeEstimate | None:

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from nsa_plugin.decision.constraints import Constraints
 from nsa_plugin.decision.plan import Attention, Plan
-from nsa_plugin.decision.routes import Route
+from nsa_plugin.decision.routes import BF16_COPY, FLASH_MLA_DECODE, Route
 from nsa_plugin.decision.shapes import FAMILY_LAYOUTS, BatchShape, ModelShape, Phase
 from nsa_plugin.libraries.devices import GIB, MIB, DeviceProfile, synthetic
 from nsa_plugin.libraries.manifest import MANIFEST
@@ -113,12 +113,13 @@ def constraints(random: Random) -> Constraints:
         no_path=random.choice(({}, {"cuda": "cuda has no path here"})),
         preferred=preferred,
         preferred_by="a flag" if preferred else "",
+        asked_by=random.choice(("", "the engine's flag")),
         copy_bytes=random.choice((None, 0, 100 * MIB)),
         copy_budget=random.choice((0, 99 * MIB, 100 * MIB)),
         copy_budget_from="a quarter of the free memory",
         keep_heads=random.choice(("", "", "the exchange has no buffers")),
         keep_heads_on=dict.fromkeys(routes(random, random.choice((0, 0.3))), "this path attends all tokens"),
-        stock_prefill=random.choice((None, Route(Attention.SPARSE_DECODE, "flash_mla"))),
+        stock_prefill=random.choice((None, BF16_COPY, FLASH_MLA_DECODE)),
         stock_tokens=random.choice((0, 0, 8192, 10**9)),
         stock_attends_by=routes(random, random.choice((0, 0.5))),
     )

@@ -81,6 +81,9 @@ def check_constraints(plan: Plan, batch: BatchShape, chosen: Settings, constrain
     if not dense and asked == "auto" and constraints.preferred:
         sentence = f"{constraints.preferred_by} asks for {plan.provider}"
         assert (route in constraints.preferred) == plan.reasons["provider"].startswith(sentence)
+    if not dense and asked != "auto":
+        setting = "prefill_backend" if batch.phase is Phase.EXTEND else "decode_backend"
+        assert plan.reasons["provider"].startswith(f"{constraints.asked_by or setting} asks for {asked}")
     if plan.token_shard:
         assert not constraints.keep_heads
         assert route not in constraints.keep_heads_on

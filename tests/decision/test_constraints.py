@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from nsa_plugin.decision import Constraints, decide, partition, validate
+from nsa_plugin.decision import Constraints, decide, partition, timings, validate
 from nsa_plugin.decision.plan import Attention
 from nsa_plugin.decision.routes import BF16_COPY, FLASH_MLA_DECODE, Route
 from nsa_plugin.decision.shapes import Phase
@@ -18,6 +18,7 @@ from tests.decision.dispatch_cases import FULL_H200, H200, LONG, OLD_H200, V4, V
 pytestmark = pytest.mark.usefixtures("nothing_measured")
 
 TOO_LARGE = Constraints(copy_bytes=100 * MIB, copy_budget=99 * MIB, copy_budget_from="a quarter of the free memory")
+CUDA = Route(Attention.SPARSE_PREFILL, "cuda")
 OVER = "a bf16 copy would take 100 MiB, over a quarter of the free memory"
 
 
@@ -37,11 +38,10 @@ def test_no_dense_applies_to_every_part_of_a_prefill() -> None:
 
 
 def test_a_route_without_an_execution_path_is_refused_by_name() -> None:
-    assert choose(V32_FP8, LONG, FULL_H200).provider == "cuda"
-    paths = frozenset({FLASH_MLA_DECODE, BF16_COPY})
-    plan = choose(V32_FP8, LONG, FULL_H200, Constraints(paths=paths, engine="SGLang"))
-    assert route(plan) == ("sparse_decode", "flash_mla", False, 64)
-    assert "refused cuda sparse_prefill: SGLang has no execution path for it" in plan.reasons["provider"]
+    assert choose(V32_FP8, LONG, FULL_H200).provider == "flash_mla"
+    plan = choose(V32_FP8, LONG, FULL_H200, Constraints(paths=frozenset({CUDA}), engine="SGLang"))
+    assert route(plan) == ("sparse_prefill", "cuda", False, 0)
+    assert "refused flash_mla sparse_decode: SGLang has no execution path for it" in plan.reasons["provider"]
     with pytest.raises(NoProviderError, match="SGLang has no execution path for it"):
         choose(V32_FP8, LONG, FULL_H200, Constraints(paths=frozenset(), engine="SGLang"))
 
@@ -59,9 +59,29 @@ def test_the_engines_configured_path_comes_first_and_another_follows() -> None:
     assert plan.reasons["provider"].startswith("SGLANG_VARIABLE asks for flash_mla")
     # It does not support this batch: the usual order follows.
     captured = choose(V32_FP8, extend(4096, 65536, cuda_graph=True), FULL_H200, asked)
-    assert route(captured) == ("sparse_prefill", "cuda", False, 0)
+    assert route(captured) == ("sparse_decode", "flash_mla", False, 64)
     # A library that the plugin's settings name goes before it.
     assert choose(V32_FP8, LONG, FULL_H200, asked, prefill_backend="triton").provider == "triton"
+
+
+@pytest.mark.parametrize(("exact", "dequantize"), [(FLASH_MLA_DECODE, False), (BF16_COPY, True)])
+def test_of_a_library_that_the_engines_flag_named_the_exact_route_comes_first(
+    exact: Route, dequantize: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Field defect 4. Before, the faster of the library's routes was used, and the reason did not name the flag."""
+    times = {str(FLASH_MLA_DECODE): 2000.0, str(BF16_COPY): 1000.0}
+    if dequantize:
+        times = {str(FLASH_MLA_DECODE): 1000.0, str(BF16_COPY): 2000.0}
+    table = {route: {16: ((4096, us),)} for route, us in times.items()}
+    monkeypatch.setattr(timings, "TIMINGS", {(90, "sparse_mla_prefill", "v32_fp8"): table})
+    by = "SGLang's --dsa-prefill-backend flashmla_kv"
+    asked = Constraints(preferred=frozenset({exact}), preferred_by=by, asked_by=by)
+    plan = choose(V32_FP8, LONG, FULL_H200, asked, prefill_backend="flash_mla")
+    assert (plan.provider, plan.dequantize_kv) == ("flash_mla", dequantize)
+    assert plan.reasons["provider"].startswith(f"{by} asks for flash_mla; ")
+    # The other route follows if this one does not support the batch.
+    captured = choose(V32_FP8, extend(64, 65536, cuda_graph=True), FULL_H200, asked, prefill_backend="flash_mla")
+    assert not captured.dequantize_kv
 
 
 def test_a_preference_without_its_source_is_an_error() -> None:

@@ -11,7 +11,7 @@ from nsa_plugin.decision import timings
 from nsa_plugin.decision.constraints import Constraints
 from nsa_plugin.decision.dispatch import decide
 from nsa_plugin.decision.plan import Attention, IndexerMode, IndexerPlan
-from nsa_plugin.decision.routes import FLASH_MLA_DECODE
+from nsa_plugin.decision.routes import BF16_COPY, FLASH_MLA_DECODE
 from nsa_plugin.decision.shapes import BatchShape, ModelShape, Phase
 from nsa_plugin.errors import NoProviderError, SettingsError
 from nsa_plugin.libraries.devices import DeviceProfile, synthetic
@@ -154,10 +154,9 @@ PREFILLS: list[tuple[str, ModelShape, DeviceProfile, tuple[str, str, bool, int]]
     ("SM100 fp8, short context", V32_FP8, B200, ("sparse_prefill", "flash_mla", True, 128)),
     ("CPU bf16", V32, CPU, ("sparse_prefill", "reference", False, 0)),
     ("CPU fp8", V32_FP8, CPU, ("sparse_prefill", "reference", False, 0)),
-    # With the plugin's own kernels: few heads are not padded, and there is a kernel on every GPU.
-    ("SM90 fp8 own, 8 heads", replace(V32_FP8, num_heads=64), FULL_H200, ("sparse_prefill", "cuda", False, 0)),
-    ("SM90 fp8 own, 12 heads", replace(V32_FP8, num_heads=96), FULL_H200, ("sparse_prefill", "cuda", False, 0)),
-    ("SM90 fp8 own, 16 heads", V32_FP8, FULL_H200, ("sparse_prefill", "cuda", False, 0)),
+    # With the plugin's own kernels: without times they follow the upstream ones; there is a kernel on every GPU.
+    ("SM90 fp8 own, 8 heads", replace(V32_FP8, num_heads=64), FULL_H200, ("sparse_decode", "flash_mla", False, 64)),
+    ("SM90 fp8 own, 16 heads", V32_FP8, FULL_H200, ("sparse_decode", "flash_mla", False, 64)),
     ("SM90 fp8 own, 17 heads", replace(V32_FP8, num_heads=136), FULL_H200, ("sparse_decode", "flash_mla", False, 64)),
     ("SM90 fp8 own, all heads", replace(V32_FP8, attn_tp_size=1), FULL_H200, ("sparse_decode", "flash_mla", False, 0)),
     ("SM90 fp8 own, 256 heads", replace(V32_FP8, num_heads=2048), FULL_H200, ("sparse_prefill", "cuda", False, 0)),
@@ -196,12 +195,12 @@ DECODES: list[tuple[str, ModelShape, DeviceProfile, tuple[str, str, bool, int]]]
     ("SM100 bf16", V32, B200, ("sparse_decode", "trtllm", False, 0)),
     ("SM100 fp8", V32_FP8, B200, ("sparse_decode", "flash_mla", False, 64)),
     ("CPU", V32, CPU, ("sparse_decode", "reference", False, 0)),
-    ("SM90 fp8 own, 8 heads", replace(V32_FP8, num_heads=64), FULL_H200, ("sparse_decode", "cuda", False, 0)),
-    ("SM90 fp8 own, 16 heads", V32_FP8, FULL_H200, ("sparse_decode", "cuda", False, 0)),
+    ("SM90 fp8 own, 8 heads", replace(V32_FP8, num_heads=64), FULL_H200, ("sparse_decode", "flash_mla", False, 64)),
+    ("SM90 fp8 own, 16 heads", V32_FP8, FULL_H200, ("sparse_decode", "flash_mla", False, 64)),
     ("SM90 fp8 own, 32 heads", replace(V32_FP8, attn_tp_size=4), FULL_H200, ("sparse_decode", "flash_mla", False, 64)),
     ("SM90 fp8 own, 129 heads", replace(V32_FP8, num_heads=1032), FULL_H200, ("sparse_decode", "cuda", False, 0)),
     ("SM90 bf16 own", V32, FULL_H200, ("sparse_decode", "fa3", False, 0)),
-    ("SM90 V4 own, 16 heads", replace(V4, attn_tp_size=4), FULL_H200, ("sparse_decode", "cuda", False, 0)),
+    ("SM90 V4 own, 16 heads", replace(V4, attn_tp_size=4), FULL_H200, ("sparse_decode", "flash_mla", False, 64)),
     ("SM100 fp8 own", V32_FP8, FULL_B200, ("sparse_decode", "flash_mla", False, 64)),
     ("SM80 fp8 own", V32_FP8, synthetic(80), ("sparse_decode", "cuda", False, 0)),
 ]
@@ -240,11 +239,8 @@ def test_sm100_does_not_branch_on_lengths_in_a_graph() -> None:
 
 
 def test_the_cuda_kernel_pads_no_heads_and_says_so() -> None:
-    plan = choose(V32_FP8, LONG, FULL_H200)
-    assert plan.reasons["provider"] == (
-        "cuda is the first that supports the batch on SM90; no times on SM90 for 2048 selected tokens, 16 heads, "
-        "v32_fp8 cache"
-    )
+    plan = choose(V32_FP8, LONG, FULL_H200, prefill_backend="cuda")
+    assert plan.reasons["provider"] == "prefill_backend asks for cuda"
     assert plan.reasons["head_padding"] == "cuda supports 16 heads without padding"
     many = choose(replace(V32_FP8, num_heads=2048), LONG, FULL_H200)
     assert "flash_mla sparse_decode: supports 64 or 128 heads; there are 256" in many.reasons["provider"]
@@ -346,7 +342,7 @@ V4_PRO = replace(V4, num_heads=128, index_topk=1024)
             V4_PRO,
             FULL_H200,
             "no times on SM90 for 1024 selected tokens and a window of 128, 128 heads, v4_fp8 cache "
-            "(measured: 512 selected tokens and a window of 128)",
+            "(nearest measured: H200, 512 selected tokens and a window of 128, 128 heads, v4_fp8 cache)",
         ),
         (V4, FULL_B200, "no times on SM100 for 512 selected tokens and a window of 128, 64 heads, v4_fp8 cache"),
         (replace(V4, attn_tp_size=8), B200, "no times on SM100 for 512 selected tokens and a window of 128, 8 heads, "),
@@ -368,6 +364,63 @@ def test_a_v4_prefill_without_measured_times_takes_the_stock_route(
     # Decode steps keep their order, and a graph its one kernel.
     assert choose(model, decode(8, 5000), device).attention is Attention.SPARSE_DECODE
     assert choose(model, extend(64, 40000, cuda_graph=True), device).dequantize_kv is False
+
+
+GLM = replace(V32_FP8, num_heads=64, index_n_heads=32, qk_nope_head_dim=192, v_head_dim=256)
+UNMEASURED: list[tuple[str, ModelShape, DeviceProfile]] = [
+    ("V4-Pro, 16 heads", replace(V4_PRO, attn_tp_size=8), FULL_H200),
+    ("V4 on SM100, 8 heads", replace(V4, attn_tp_size=8), FULL_B200),
+    ("V3.2 with 1024 selected tokens", replace(V32_FP8, index_topk=1024), FULL_H200),
+    ("V3.2 on SM100", V32_FP8, FULL_B200),
+    ("bf16, 16 heads", V32, FULL_H200),
+    ("bf16, 8 heads", replace(V32, attn_tp_size=16), FULL_H200),
+    ("GLM-5 with a bf16 cache, 8 heads", replace(GLM, kv_layout="bf16"), FULL_H200),
+]
+
+
+@pytest.mark.parametrize(("model", "device"), [row[1:] for row in UNMEASURED], ids=[row[0] for row in UNMEASURED])
+@pytest.mark.parametrize(
+    "shape", [LONG, decode(32, 4096), decode(32, 4096, Phase.TARGET_VERIFY)], ids=lambda b: b.phase
+)
+def test_without_times_an_upstream_kernel_attends_unless_a_setting_asks_for_another(
+    model: ModelShape, device: DeviceProfile, shape: BatchShape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Field defects 1 and 7. Before, the plugin's CUDA kernel came first up to 16 heads, whether measured or not."""
+    monkeypatch.setattr(timings, "TIMINGS", RELEASED)
+    plan = choose(model, shape, device)
+    assert plan.provider in ("flash_mla", "fa3", "trtllm")
+    reason = plan.reasons["provider"]
+    assert f"no times on {device.where} for" in reason
+    assert "(nearest measured: H200, " in reason
+    assert "so the stock engine's route comes first" in reason or "so an upstream kernel comes first" in reason
+    assert choose(model, shape, device, prefill_backend="triton", decode_backend="triton").provider == "triton"
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_glm_5_and_v4_with_few_heads_have_times(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timings, "TIMINGS", RELEASED)
+    for model in (replace(GLM, attn_tp_size=ranks), replace(V4, attn_tp_size=ranks)):
+        for shape in (LONG, decode(32, 4096)):
+            plan = choose(model, shape, FULL_H200)
+            assert "no times" not in plan.reasons["provider"]
+            assert "measured on H200" in plan.reasons["provider"]
+
+
+def test_the_nearest_measured_shape_is_of_the_same_layout_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timings, "TIMINGS", RELEASED)
+    assert timings.nearest(100, "sparse_mla_prefill", "v4", "v4_fp8", 12) == (90, "v4_fp8", 8)
+    assert timings.nearest(90, "sparse_mla_decode", "v3.2", "bf16", 100) == (90, "v32_fp8", 128)
+    assert timings.nearest(90, "mha_one_shot", "v3.2", "bf16", 16) == (90, "bf16", 16)
+    assert timings.nearest(90, "indexer_topk", "v3.2", "bf16", 16) is None
+
+
+def test_the_stock_engines_prefill_route_comes_first_for_v32_too() -> None:
+    """vLLM's route from 32 heads on, and SGLang's with --dsa-prefill-backend flashmla_sparse, is the bf16 copy."""
+    constraints = Constraints(stock_prefill=BF16_COPY)
+    plan = choose(V32_FP8, LONG, FULL_H200, constraints)
+    assert route(plan) == ("sparse_prefill", "flash_mla", True, 64)
+    assert plan.reasons["provider"].endswith("so the stock engine's route comes first")
+    assert choose(V32_FP8, decode(8, 5000), FULL_H200, constraints).attention is Attention.SPARSE_DECODE
 
 
 def test_a_v4_prefill_with_measured_times_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -458,7 +511,7 @@ def test_a_requested_library_is_used(
             decode(8, 5000),
             H200,
             {"decode_backend": "fa3"},
-            r"decode_backend is fa3, .*no sparse_mla_decode kernel for a v32_fp8 cache on SM90\. "
+            r"decode_backend is fa3, .*no sparse_mla_decode kernel for a v32_fp8 cache on SM90 \(it reads bf16\)\. "
             r"What works here: flash_mla, reference",
         ),
         (
@@ -480,8 +533,8 @@ def test_a_requested_library_is_used(
             LONG,
             FULL_H200,
             {"prefill_backend": "cuda"},
-            r"prefill_backend is cuda, .*no sparse_mla_prefill kernel for a bf16 cache on SM90\. "
-            r"What works here: flash_mla, triton, reference",
+            r"prefill_backend is cuda, .*no sparse_mla_prefill kernel for a bf16 cache on SM90 \(it reads v32_fp8 "
+            r"and v4_fp8\)\. What works here: flash_mla, triton, reference",
         ),
         (
             V32,

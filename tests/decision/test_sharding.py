@@ -353,7 +353,7 @@ def test_a_prefill_is_cut_if_measured_and_large_enough(measure: Any) -> None:
     ("rows", "change", "reason"),
     [
         (2047, {}, "no times on SM90 for flash_mla sparse_decode over 8 ranks and 2047 query tokens"),
-        (4096, {PREFILL: {}}, "no times on SM90 for cuda sparse_prefill of 16 heads"),
+        (4096, {PREFILL: {}}, "no times on SM90 for flash_mla sparse_decode of 16 heads"),
         (
             4096,
             {GROUP8: {f"token_shard by {CUDA}": {16: ((2048, 1.0),)}}},

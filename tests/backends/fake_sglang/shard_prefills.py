@@ -276,7 +276,7 @@ def starting() -> None:
     assert opened(Settings())[0] is None
     assert "no times on SM90" in opened(Settings())[1]
     assert opened(Settings(token_shard="off")) == (None, "token_shard is off")
-    kernel, layout = "cuda sparse_prefill", "v32_fp8"
+    kernel, layout = "flash_mla sparse_decode", "v32_fp8"
     timings.SELECTIONS = {layout: (model.index_topk, 0)}
 
     def times(sharded: float) -> None:

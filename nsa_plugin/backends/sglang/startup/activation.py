@@ -92,6 +92,8 @@ class SglangProcess:
         resolved, _ = passed.resolve()
         if not resolved.settings.enabled:
             return
+        for flag in flags.run_trtllm(server_args, resolved.settings, model.device_sm):
+            self._say_once(logging.INFO, f"nsa-plugin: a setting asks for trtllm, which SGLang runs: {flag} trtllm")
         try:
             _check_files(self.ledger.version)
             if resolved.settings.portable == "on" and not _has_portable(self.ledger.version):

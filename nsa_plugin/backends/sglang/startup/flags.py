@@ -97,6 +97,29 @@ def engine_backends(server_args: Any) -> dict[str, tuple[str, str]]:
     return found
 
 
+def run_trtllm(server_args: Any, chosen: Settings, device_sm: Callable[[], int]) -> list[str]:
+    """Set SGLang's flag for each phase whose setting is trtllm; return the flags that were set.
+
+    Only SGLang's own code runs these kernels, and lays an fp8 cache out for them. A flag that the user gave stays, and
+    on another GPU than SM100 none is set: there the setting is refused.
+
+    Args:
+        server_args: see `engine_backends`.
+        device_sm: returns the SM version of the GPU.
+    """
+    asked = [name for name in BACKEND_OPS if getattr(chosen, name) == "trtllm"]
+    if not asked or device_sm() // 10 != 10:
+        return []
+    found = []
+    for name in asked:
+        fields_of = (f"{prefix}_{name}" for prefix in ("dsa", "nsa"))
+        field_name = next((one for one in fields_of if hasattr(server_args, one)), None)
+        if field_name is not None and getattr(server_args, field_name) is None:
+            setattr(server_args, field_name, "trtllm")
+            found.append("--" + field_name.replace("_", "-"))
+    return found
+
+
 @dataclass(frozen=True)
 class PassedFlags:
     """Flags that the main process passes to the processes it starts.

@@ -18,7 +18,7 @@ from nsa_plugin.backends.common.token_shard import free_memory_of, has_sinks
 from nsa_plugin.backends.common.warm import warm, warm_reading, warm_selection
 from nsa_plugin.backends.sglang.startup import samples
 from nsa_plugin.backends.sglang.startup.metrics import metrics_of
-from nsa_plugin.backends.sglang.startup.model import impls_of, kv_layout, model_shape, ranks
+from nsa_plugin.backends.sglang.startup.model import impls_of, kv_layout, model_shape, prefix_of, ranks
 from nsa_plugin.backends.sglang.v4 import attention as v4_attention
 from nsa_plugin.backends.sglang.v4.kernels import longest_context
 from nsa_plugin.backends.sglang.v4.routes import SglangV4Planner, asked_by_engine, makes_rows, v4_shape
@@ -141,6 +141,7 @@ class SglangServing:
             exchange_rows=0 if exchange is None else exchange.shard.max_tokens,
             no_exchange=keeps,
             sinks=has_sinks(model_runner.model_config.hf_text_config),
+            asked_by=asked_by(self.resolved, prefix_of(backend)),
             whole=why_whole(
                 model_runner, self.device.sm, setting=settings.split_prefill, resharding=exchange is not None
             ),
@@ -235,6 +236,17 @@ class SglangServing:
         for backend in self.backends:
             hand_back(backend)
         self.backends.clear()
+
+
+def asked_by(resolved: ResolvedSettings, prefix: str) -> dict[str, str]:
+    """Return SGLang's flags that set a backend setting, each with the user's value, by setting.
+
+    Args:
+        prefix: see `prefix_of`.
+    """
+    return {
+        name: f"SGLang's --{prefix}-{name.replace('_', '-')} {path}" for name, path in resolved.engine_paths.items()
+    }
 
 
 def is_v4(backend: Any) -> bool:

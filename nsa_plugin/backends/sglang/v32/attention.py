@@ -44,7 +44,14 @@ from nsa_plugin.backends.sglang.startup.model import prefix_of
 from nsa_plugin.backends.sglang.v32 import batch as batches
 from nsa_plugin.backends.sglang.v32.batch import Batch
 from nsa_plugin.backends.sglang.v32.indexer import Selection, attach
-from nsa_plugin.backends.sglang.v32.routes import NO_DENSE, PLANNED, SglangPlanner, SplitExecution, v32_stock_feature
+from nsa_plugin.backends.sglang.v32.routes import (
+    FP8_PREFILLS,
+    NO_DENSE,
+    PLANNED,
+    SglangPlanner,
+    SplitExecution,
+    v32_stock_feature,
+)
 from nsa_plugin.backends.sglang.v32.split import ATTRIBUTE as SPLIT
 from nsa_plugin.backends.sglang.v32.split import AttendPart, SplitBatch
 from nsa_plugin.backends.sglang.v32.token_shard import SglangExchange, all_heads, flash_mla_metadata, schedule_of
@@ -157,6 +164,8 @@ def adopt(
     for what, impl, extend in (("prefill", prefill, True), ("decode", decode, False)):
         if impl not in PLANNED[layout, extend]:
             notes.append(f"SGLang's --{x}-{what}-backend is {impl}: {STOCK_PHASES[extend]} fall back to the stock path")
+    if layout == "v32_fp8":
+        planner.stock_prefill = FP8_PREFILLS.get(prefill)
     if planner.sinks:  # SGLang's FA3 path does not support them
         notes.append("the model has attention sinks: decode, verify and draft steps fall back to the stock path")
     backend.nsa_plugin = State(

@@ -14,11 +14,11 @@ fused top-k of decode steps and its transform.
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from nsa_plugin.backends.common.paths import FA3, SGLANG, routes_of
+from nsa_plugin.backends.common.paths import FA3, FLASHMLA_KV, FLASHMLA_SPARSE, SGLANG, routes_of
 from nsa_plugin.backends.common.planner import KERNEL_OPS, Execution, Planner
 from nsa_plugin.backends.sglang.startup.model import stock_feature
 from nsa_plugin.backends.sglang.v32.batch import Batch
@@ -26,6 +26,7 @@ from nsa_plugin.decision import token_shard as sharding
 from nsa_plugin.decision.constraints import Constraints
 from nsa_plugin.decision.dispatch import BatchPart
 from nsa_plugin.decision.plan import Attention, Plan
+from nsa_plugin.decision.routes import BF16_COPY, FLASH_MLA_DECODE, Route
 from nsa_plugin.decision.shapes import Phase
 from nsa_plugin.parallel.partition import Partition
 
@@ -40,6 +41,9 @@ PLANNED = {
 }
 
 BF16_BYTES = 2
+# The routes of SGLang's paths for prefills over an fp8 cache. With flashmla_auto either may run.
+FP8_PREFILLS = {FLASHMLA_KV: FLASH_MLA_DECODE, FLASHMLA_SPARSE: BF16_COPY}
+
 MAX_PREFILLS = 1024
 """Prefills of different lengths whose plans are cached: deciding anew would slow short prefills down."""
 NO_DENSE = "SGLang's rules exclude it for this batch"
@@ -70,12 +74,16 @@ class SglangPlanner(Planner):
 
     Attributes:
         sinks: whether the model has attention sinks.
+        stock_prefill: SGLang's route for prefills over an fp8 cache, by its flag or default; None = its usual one.
+        asked_by: SGLang's flag and its value, by the backend setting that it set.
         whole: why no prefill is split (`split.why_whole`); "" = one may be.
     """
 
     engine: ClassVar[str] = SGLANG
 
     sinks: bool = False
+    stock_prefill: Route | None = None
+    asked_by: Mapping[str, str] = field(default_factory=dict)
     whole: str = "this backend attends every batch as a whole"
     _prefills: dict[Hashable, Execution | None] = field(default_factory=dict)
 
@@ -161,11 +169,16 @@ class SglangPlanner(Planner):
         more: dict[str, Any] = {"no_dense": no_dense, "no_split": no_split}
         if batch.in_graph and not self.no_exchange:
             more["keep_heads"] = "SGLang captures or replays this prefill in pieces, around attention over fixed tokens"
+        copy_bytes: int | None = batch.shape.total_kv_len * d_qk * BF16_BYTES
+        if "prefill_backend" in self.asked_by and self.stock_prefill is not None:
+            # The user chose this very path. SGLang copies all contexts for sparse attention without a limit.
+            more |= {"preferred": frozenset({self.stock_prefill}), "preferred_by": self.asked_by["prefill_backend"]}
+            copy_bytes = None if self.stock_prefill == BF16_COPY else copy_bytes
         return self.constraints(
             prefill=True,
             rows=rows,
-            # SGLang copies all contexts for sparse attention without a limit; for dense attention it limits the copy.
-            copy_bytes=batch.shape.total_kv_len * d_qk * BF16_BYTES,
+            stock_prefill=self.stock_prefill,
+            copy_bytes=copy_bytes,
             copy_budget=self.device.memory_free // 4,
             copy_budget_from=COPY_BUDGET,
             **more,
@@ -173,9 +186,11 @@ class SglangPlanner(Planner):
 
     def constraints(self, *, prefill: bool, rows: int = 0, **more: Any) -> Constraints:
         phase = "prefill" if prefill else "decode"
+        more.setdefault("asked_by", self.asked_by.get(f"{phase}_backend", ""))
         # On SM100 SGLang may also pick TRT-LLM by itself; the plugin leaves that choice alone.
         flag = f"--dsa-{phase}-backend trtllm (or --nsa-{phase}-backend)"
-        more["no_path"] = {"trtllm": f"SGLang runs it only with {flag}, {phase}_backend auto"}
+        where = ", over a cache without scales that it lays out for it" if self.model.fp8_cache else ""
+        more["no_path"] = {"trtllm": f"SGLang runs it only with {flag}{where}, {phase}_backend auto"}
         if not prefill:
             more["keep_heads_on"] = {
                 route: "SGLang's path fa3 attends the query tokens of the whole batch"

@@ -27,9 +27,19 @@ from nsa_plugin.backends.common.planner import Planner, step_shape
 from nsa_plugin.backends.common.token_shard import Exchange
 from nsa_plugin.backends.vllm.v32.token_shard import Assigned, assign
 from nsa_plugin.decision import token_shard as sharding
+from nsa_plugin.decision.constraints import Constraints
 from nsa_plugin.decision.dispatch import BatchPart
 from nsa_plugin.decision.plan import Attention, Plan
+from nsa_plugin.decision.routes import BF16_COPY, FLASH_MLA_DECODE, Route
 from nsa_plugin.decision.shapes import Phase
+from nsa_plugin.layouts import V32_FP8
+
+COPYING_HEADS = 32
+"""From this many heads of a rank on, vLLM copies the fp8 cache to bf16 for a prefill."""
+TRTLLM_OVER_FP8 = (
+    "vLLM runs it over a cache without scales with --attention-backend FLASHINFER_MLA_SPARSE, where the plugin leaves "
+    "attention to vLLM, prefill_backend and decode_backend auto"
+)
 
 
 @dataclass(frozen=True)
@@ -197,8 +207,22 @@ class VllmPlanner(Planner):
             kv_lens,
             Phase.EXTEND,
             attention_workspace_tokens=workspace_tokens,
-            constraints=self.constraints(prefill=True, rows=sum(q_lens), no_dense=self.no_dense),
+            constraints=self.constraints(
+                prefill=True, rows=sum(q_lens), no_dense=self.no_dense, stock_prefill=self.stock_prefill
+            ),
         )
+
+    @property
+    def stock_prefill(self) -> Route | None:
+        """vLLM's route for prefills of V3.2 over an fp8 cache (its MIN_HEADS_FOR_BF16_PREFILL); None for others."""
+        if self.model.kv_layout != V32_FP8.name:
+            return None
+        return FLASH_MLA_DECODE if self.model.heads_per_rank < COPYING_HEADS else BF16_COPY
+
+    def constraints(self, *, prefill: bool, rows: int = 0, **more: Any) -> Constraints:
+        if self.model.kv_layout == V32_FP8.name:
+            more["no_path"] = {"trtllm": TRTLLM_OVER_FP8}
+        return super().constraints(prefill=prefill, rows=rows, **more)
 
     def _assigned_split(self, split: Split, q_lens: list[int], kv_lens: list[int], exchange: Exchange) -> Split:
         """Assign the query tokens of parts that reshard to ranks; the result is the same on every rank.

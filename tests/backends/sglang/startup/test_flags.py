@@ -106,6 +106,30 @@ def test_an_engine_flag_that_was_not_given_is_not_a_source() -> None:
     assert engine_backends(SimpleNamespace()) == {}
 
 
+@pytest.mark.parametrize("prefix", ["nsa", "dsa"])
+def test_trtllm_as_a_setting_sets_sglangs_flag_on_sm100(prefix: str) -> None:
+    """Field defect 2: SGLang ran its default kernel, and the start failed. Not run on SM100 here."""
+    asked = Settings(decode_backend="trtllm")
+    for sm, value in ((100, "trtllm"), (103, "trtllm"), (90, None), (120, None), (0, None)):
+        arguments = SimpleNamespace(**{f"{prefix}_decode_backend": None, f"{prefix}_prefill_backend": None})
+        flag = f"--{prefix}-decode-backend"
+        assert flags.run_trtllm(arguments, asked, lambda sm=sm: sm) == ([flag] if value else [])
+        assert vars(arguments) == {f"{prefix}_decode_backend": value, f"{prefix}_prefill_backend": None}
+    given = SimpleNamespace(**{f"{prefix}_decode_backend": "flashmla_kv"})
+    assert flags.run_trtllm(given, asked, lambda: 100) == []
+    assert vars(given) == {f"{prefix}_decode_backend": "flashmla_kv"}
+    assert flags.run_trtllm(SimpleNamespace(), asked, lambda: 100) == []
+
+
+def test_without_trtllm_the_gpu_is_not_read() -> None:
+    def device_sm() -> int:
+        raise AssertionError("the main process has not read SGLang's arguments yet")
+
+    assert (
+        flags.run_trtllm(SimpleNamespace(dsa_decode_backend=None), Settings(decode_backend="triton"), device_sm) == []
+    )
+
+
 def test_flag_before_engine_flag_before_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NSA_PLUGIN_DECODE_BACKEND", "triton")
     monkeypatch.setenv("NSA_PLUGIN_PREFILL_BACKEND", "triton")

@@ -71,6 +71,20 @@ def test_a_backend_serves_once_its_kernels_have_run(original: type, monkeypatch:
     assert made.trace.counts == {"decode/sparse_decode/reference": 1}
 
 
+@pytest.mark.parametrize(("value", "path"), [("flashmla_kv", "flashmla_kv"), ("flashmla_sparse", "flashmla_sparse")])
+def test_the_users_exact_path_reaches_the_plans_and_the_report(warmed: list[Any], value: str, path: str):
+    """Field defect 4: SGLang's flag sets the library, and its exact value the path."""
+    backend = built(prefill=value)
+    settings = Settings(prefill_backend="flash_mla", mha_max_kv=0)
+    resolved = ResolvedSettings(settings, {}, engine_paths={"prefill_backend": value})
+    made = SglangServing.begin(resolved, backend, runner(), H200)
+    made.adopt(backend, runner())
+    line = made.routes["prefill, 4096 of 4096 tokens"]
+    assert f"on SGLang's path {path}; SGLang's --dsa-prefill-backend {value} asks for flash_mla" in line
+    release(backend)
+    assert backend.dsa_prefill_impl == value
+
+
 def test_the_backends_of_a_process_share_counters_and_warm_up_once(warmed: list[Any]):
     target, draft = built(), built()
     made = begun(target)

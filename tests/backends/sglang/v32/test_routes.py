@@ -12,7 +12,7 @@ from nsa_plugin.backends.common.paths import PATHS, SGLANG, routes_of
 from nsa_plugin.backends.common.planner import execution_of
 from nsa_plugin.backends.sglang.v32 import routes
 from nsa_plugin.backends.sglang.v32.batch import prefill_batch, step_batch
-from nsa_plugin.backends.sglang.v32.routes import PLANNED, SglangPlanner, v32_stock_feature
+from nsa_plugin.backends.sglang.v32.routes import FP8_PREFILLS, PLANNED, SglangPlanner, v32_stock_feature
 from nsa_plugin.decision.dispatch import Decider
 from nsa_plugin.decision.plan import Attention, IndexerMode, IndexerPlan, Plan
 from nsa_plugin.decision.routes import Route
@@ -126,6 +126,57 @@ def test_trtllm_as_a_setting_is_refused_with_the_flag_that_sglang_wants(phase: s
     with pytest.raises(SettingsError, match=f"{phase}_backend is trtllm.*--dsa-{phase}-backend trtllm") as error:
         plan(batch)
     assert "no sparse_mla" not in str(error.value)
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_trtllm_as_a_setting_over_fp8_says_what_runs_it(phase: str):
+    """The plugin has no layout without scales; SGLang lays such a cache out for its own calls."""
+    made = planner("v32_fp8", synthetic(100), **{f"{phase}_backend": "trtllm"})
+    batch = LONG if phase == "prefill" else step_batch(Phase.DECODE, 4, 4, 200_000)
+    plan = made.step if phase == "decode" else partial(made.prefill, dense_allowed=False)
+    with pytest.raises(SettingsError) as error:
+        plan(batch)
+    assert "for a v32_fp8 cache on SM100 (it reads bf16); SGLang runs it only with --dsa-" in str(error.value)
+    assert f"over a cache without scales that it lays out for it, {phase}_backend auto" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("impl", "attention", "copied"),
+    [("flashmla_kv", Attention.SPARSE_DECODE, False), ("flashmla_sparse", Attention.SPARSE_PREFILL, True)],
+)
+def test_the_users_exact_flash_mla_path_is_kept(impl: str, attention: Attention, copied: bool):
+    """Field defect 4. With 8 heads the CUDA kernel is measured to be faster; of FlashMLA's, the flag's is used."""
+    by = f"SGLang's --dsa-prefill-backend {impl}"
+    made = planner("v32_fp8", prefill_backend="flash_mla")
+    made.stock_prefill, made.asked_by = FP8_PREFILLS[impl], {"prefill_backend": by}
+    made.device = replace(made.device, memory_free=1 << 20)  # too little for a copy within the plugin's budget
+    route = made.prefill(LONG, dense_allowed=False)
+    assert route is not None
+    assert (route.path, route.own) == (impl, False)
+    assert (route.plan.attention, route.plan.dequantize_kv) == (attention, copied)
+    assert route.plan.reasons["provider"].startswith(f"{by} asks for flash_mla")
+
+
+def test_flashmla_auto_leaves_the_choice_of_the_path_open():
+    by = "SGLang's --dsa-prefill-backend flashmla_auto"
+    made = planner("v32_fp8", prefill_backend="flash_mla")
+    made.asked_by = {"prefill_backend": by}
+    route = made.prefill(LONG, dense_allowed=False)
+    assert route is not None
+    assert route.path == "flashmla_sparse"  # the faster by its times
+    assert route.plan.reasons["provider"].startswith(f"{by} asks for flash_mla; flash_mla after dequantisation ")
+
+
+@pytest.mark.parametrize("impl", ["flashmla_kv", "flashmla_sparse"])
+def test_without_times_sglangs_own_path_serves_prefills(impl: str):
+    """Field defect 7: before, the CUDA kernel came first with few heads."""
+    made = planner("v32_fp8")
+    made.model = replace(made.model, index_topk=1024)
+    made.stock_prefill = FP8_PREFILLS[impl]
+    route = made.prefill(LONG, dense_allowed=False)
+    assert route is not None
+    assert (route.path, route.own) == (impl, False)
+    assert "so the stock engine's route comes first" in route.plan.reasons["provider"]
 
 
 def test_trtllm_as_a_setting_keeps_its_reason_where_the_device_has_no_kernel():

@@ -1,0 +1,46 @@
+"""Tests of what vLLM's planner tells the decision about vLLM's own prefill route."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from nsa_plugin.decision.routes import BF16_COPY, FLASH_MLA_DECODE, Route
+from nsa_plugin.decision.shapes import ModelShape
+from nsa_plugin.errors import SettingsError
+from nsa_plugin.libraries.devices import synthetic
+from tests.backends.fake_vllm.v32 import planner
+
+
+@pytest.mark.parametrize(
+    ("heads", "layout", "expected"),
+    [
+        (16, "v32_fp8", FLASH_MLA_DECODE),
+        (31, "v32_fp8", FLASH_MLA_DECODE),
+        (32, "v32_fp8", BF16_COPY),
+        (16, "bf16", None),
+    ],
+)
+def test_without_times_vllms_own_route_serves_prefills(heads: int, layout: str, expected: Route | None):
+    """Field defect 7: before, the CUDA kernel came first with few heads, and the copy never did."""
+    made = planner(layout, device=synthetic(90))
+    made.model = ModelShape(num_heads=heads, kv_layout=layout, index_topk=1024)
+    assert made.stock_prefill == expected
+    plan = made.prefill_plan(4096, 32768)
+    if expected is None:
+        assert plan.provider == "flash_mla"
+    else:
+        assert Route(plan.attention, plan.provider, plan.dequantize_kv) == expected
+        assert "so the stock engine's route comes first" in plan.reasons["provider"]
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_trtllm_over_an_fp8_cache_says_what_runs_it(phase: str):
+    """Field defect 2. Not run on SM100 here."""
+    made = planner("v32_fp8", device=synthetic(100), **{f"{phase}_backend": "trtllm"})
+    made.model = replace(ModelShape(num_heads=16), kv_layout="v32_fp8")
+    with pytest.raises(SettingsError) as error:
+        made.prefill_plan(4096, 32768) if phase == "prefill" else made.step_plan(8, 8, 1)
+    assert "for a v32_fp8 cache on SM100 (it reads bf16); vLLM runs it over a cache without scales" in str(error.value)
+    assert "--attention-backend FLASHINFER_MLA_SPARSE" in str(error.value)
