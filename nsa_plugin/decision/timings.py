@@ -119,6 +119,11 @@ def fitting(sm: int, op: str, layout: str, heads: int, route: str) -> tuple[int,
     return found, by_heads.get(found, ())
 
 
+def measured(sm: int, op: str, layout: str, heads: int) -> bool:
+    """Whether some route of an op has a time that fits."""
+    return any(fitting(sm, op, layout, heads, route)[1] for route in TIMINGS.get((sm, op, layout), {}))
+
+
 def nearest(sm: int, op: str, family: str, layout: str, heads: int) -> tuple[int, str, int] | None:
     """The measured (SM version, KV layout, heads) of an op that are nearest to those given; None without any.
 

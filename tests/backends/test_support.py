@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from packaging.version import Version
 
 from nsa_plugin.backends.common.paths import SGLANG, VLLM
@@ -70,19 +72,32 @@ def platform(monkeypatch: pytest.MonkeyPatch) -> None:
     vllm_activation.check_here(config(), SimpleNamespace(settings=Settings()))
 
 
-def on_sm120(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer with the backend that vLLM picked."""
-    monkeypatch.setattr(gpu_serving, "dense_workspace_tokens", lambda vllm_config: 4096)
-    made = config()
-    made.compilation_config.static_forward_context["attn"] = layer(False, gpu_serving.SM120_BACKEND)
-    serving = gpu_serving.GpuServing(
-        resolved=resolve(config={"enabled": True}, environ={}),
-        trace=Trace(),
-        vllm_config=made,
-        portable=True,
-        device_profile=lambda: synthetic(120, libraries=("triton",)),
-    )
-    serving.check_layers()
+def layers_on(backend: str, sm: int, *, cache: str = "fp8_ds_mla", flag: bool = False) -> Start:
+    """A layer with the backend that vLLM picked, or the user's flag."""
+
+    def start(monkeypatch: pytest.MonkeyPatch) -> None:
+        known = type("Known", (), {name: name for name in (gpu_serving.BACKEND, backend)})
+        registry = ModuleType("vllm.v1.attention.backends.registry")
+        registry.AttentionBackendEnum = known  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, registry.__name__, registry)
+        monkeypatch.setattr(gpu_serving, "dense_workspace_tokens", lambda vllm_config: 4096)
+        monkeypatch.setattr(gpu_serving.GpuServing, "warm", lambda *_: None)
+        made = config(cache)
+        made.attention_config.backend = backend if flag else None
+        serving = gpu_serving.GpuServing(
+            resolved=resolve(config={"enabled": True, "strict": "full"}, environ={}),
+            trace=Trace(),
+            vllm_config=made,
+            portable=sm == 120,
+            device_profile=lambda: synthetic(sm),
+        )
+        if sm != 120:
+            serving.prepare(torch.device("cpu"))
+        assert made.attention_config.backend == (backend if flag else None)
+        made.compilation_config.static_forward_context["attn"] = layer(False, backend)
+        serving.check_layers()
+
+    return start
 
 
 def v4_serving(**settings: Any) -> V4Serving:
@@ -169,8 +184,23 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     sglang_model.refuse_model(SimpleNamespace(device="cpu", model_path="checkpoint"))
 
 
+def on_rocm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "")
+    PassedFlags({"enabled": "true", "strict": "full"}, {}).write()
+    monkeypatch.setattr("torch.version.hip", "7.0")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    ledger = Ledger(engine="sglang", version=Version("0.5.23"), supported=">=0.5.11", patches=())
+    SglangProcess(ledger, child=True).enter_scheduler()
+
+
 def v4_steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     notes: list[str] = sglang_v4.started(batch((9, 300))).notes
+    return notes
+
+
+def v4_fp4(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    server_args = SimpleNamespace(enable_deepseek_v4_fp4_indexer=True)
+    notes: list[str] = sglang_v4.started(batch((9, 300)), server_args=server_args).notes
     return notes
 
 
@@ -197,7 +227,10 @@ STARTS: dict[tuple[str, str], Start] = {
     (VLLM, "DeepSeek-V4 on another GPU than SM90 or SM100"): lambda monkeypatch: check_device(
         synthetic(89), V4Serving.backend
     ),
-    (VLLM, "DeepSeek-V3.2 on SM120 over an fp8 cache"): on_sm120,
+    (VLLM, "DeepSeek-V3.2 on SM120 over an fp8 cache"): layers_on(gpu_serving.SM120_BACKEND, 120),
+    (VLLM, "another attention backend"): layers_on("FLASHINFER_MLA_SPARSE", 90, flag=True),
+    (VLLM, "vLLM's default backend on SM100"): layers_on("FLASHINFER_MLA_SPARSE", 100),
+    (VLLM, "a bf16 cache on SM90"): layers_on(gpu_serving.BF16_BACKEND, 90, cache="auto"),
     (VLLM, "packed indexer scales"): packed,
     (VLLM, "another platform"): platform,
     (VLLM, "decode and verify steps of DeepSeek-V4"): lambda monkeypatch: v4_serving().left(),
@@ -209,12 +242,17 @@ STARTS: dict[tuple[str, str], Start] = {
     (SGLANG, "a sharded KV cache"): sglang({"_kv_shard_pool": object()}),
     (SGLANG, "deterministic inference"): sglang(enable_deterministic_inference=True),
     (SGLANG, "another attention kernel for prefill or decode"): lambda monkeypatch: started(prefill="tilelang").notes,
+    (SGLANG, "SM100's default kernels over a bf16 cache"): lambda monkeypatch: (
+        started(layout="bf16", prefill="flashmla_sparse", decode="trtllm").notes
+    ),
+    (SGLANG, "another platform"): on_rocm,
     (SGLANG, "a cache without scales"): without_scales,
     (SGLANG, "another attention backend"): another_backend,
     (SGLANG, "decode steps of a model with attention sinks"): lambda monkeypatch: (
         started(layout="bf16", sinks=True).notes
     ),
     (SGLANG, "decode, verify and draft steps of DeepSeek-V4"): v4_steps,
+    (SGLANG, "DeepSeek-V4's fp4 indexer"): v4_fp4,
     (SGLANG, "DeepSeek-V4.1"): v41,
     (SGLANG, "Ray actors"): ray,
     (SGLANG, "DeepSeek-V4 on a GPU of the portable path"): on_an_a100(v4=True),
@@ -248,3 +286,23 @@ def test_each_configuration_has_the_outcome_in_the_table(one: Configuration, mon
     outcome, said = outcome_of(STARTS[one.engine, one.what], monkeypatch)
     assert outcome is one.outcome
     assert one.says in said
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["tilelang", "flashmla_sparse_q8", "triton_sparse_mla", "aiter", "triton", "flashinfer_sparse_mla", "intel_xpu"],
+)
+@pytest.mark.parametrize("layout", ["bf16", "v32_fp8"])
+def test_each_kernel_that_sglang_has_and_the_plugin_does_not_is_left_by_its_name(name: str, layout: str) -> None:
+    """As the flag for prefills; steps are served. For both phases every batch is left."""
+    steps = "fa3" if layout == "bf16" else "flashmla_kv"
+    found = started(layout=layout, prefill=name, decode=steps)
+    assert found.notes == [f"SGLang's --dsa-prefill-backend is {name}: prefills fall back to the stock path"]
+    both = started(layout=layout, prefill=name, decode=name)
+    assert len(both.notes) == 2
+    assert all(f"is {name}: " in note for note in both.notes)
+
+
+def test_sglangs_two_batch_overlap_is_served() -> None:
+    """Each of the two batches has a backend of its own, and so a plan."""
+    assert started(server_args=SimpleNamespace(enable_two_batch_overlap=True)).notes == []

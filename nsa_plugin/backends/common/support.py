@@ -100,6 +100,15 @@ _VLLM = """
     DeepSeek-V3.2 on SM120 over an fp8 cache | RTX PRO 6000, RTX 5090 with vLLM 0.33 and no `--attention-backend`
         says | Select it with --attention-backend FLASHMLA_SPARSE
         why | vLLM has sparse kernels of FlashInfer there, which were not compared with the plugin's
+    another attention backend | `--attention-backend FLASHINFER_MLA_SPARSE`
+        says | layers on vLLM's backend FLASHINFER_MLA_SPARSE
+        why | the user asked for it
+    vLLM's default backend on SM100 | B200 with no `--attention-backend`, where vLLM picks FLASHINFER_MLA_SPARSE
+        says | vLLM chose FLASHINFER_MLA_SPARSE, on SM100
+        why | on SM100 the plugin was not compared with it
+    a bf16 cache on SM90 | an H200 with vLLM 0.25 or later, no `--attention-backend` and no backend setting
+        says | no times on SM90 for
+        why | vLLM picks FLASH_ATTN_MLA_SPARSE, which pads no heads and was not compared with the plugin
     packed indexer scales | vLLM 0.33 on SM100
         says | packs the scales of the indexer's cache as UE8M0
         why | the plugin's kernels do not read this cache format
@@ -136,6 +145,12 @@ _SGLANG = """
         `triton_sparse_mla`, `aiter`; SM100's defaults
         says | fall back to the stock path
         why | a flag or SGLang's default names it, and the other phase is still served
+    SM100's default kernels over a bf16 cache (partly) | a B200 with `--kv-cache-dtype bfloat16`
+        says | -decode-backend is trtllm: decode, verify and draft steps fall back to the stock path
+        why | SGLang's default names trtllm for decode, and prefills are still served
+    another platform | ROCm
+        says | nsa-plugin's kernels are for NVIDIA GPUs
+        why | the kernels are for NVIDIA GPUs
     a cache without scales | trtllm's kernels over `--kv-cache-dtype fp8_e4m3`
         says | without scales, which the plugin does not support
         why | the plugin's kernels do not read this cache format
@@ -148,6 +163,9 @@ _SGLANG = """
     decode, verify and draft steps of DeepSeek-V4 (partly) | `--nsa-plugin-decode-backend auto`
         says | decode_backend is auto
         why | FlashMLA's decode kernel was as fast in every record
+    DeepSeek-V4's fp4 indexer (partly) | `--enable-deepseek-v4-fp4-indexer`
+        says | --enable-deepseek-v4-fp4-indexer is on: V4's selection
+        why | the plugin's kernels do not read fp4 keys; attention is still served
     DeepSeek-V4.1 | its architecture
         says | DeepSeek-V4.1 is on
         why | its caches have other formats

@@ -124,6 +124,8 @@ class SglangProcess:
         sm = model.device_sm()
         needs = (Need.ENABLED, Need.GPU) if sm else (Need.ENABLED,)
         with self._or_stock():
+            if model.on_rocm():
+                raise LeftToStockError("nsa-plugin's kernels are for NVIDIA GPUs, and this PyTorch is for ROCm")
             if model.is_portable(sm) or (sm and resolved.settings.portable == "on"):
                 if not _has_portable(self.ledger.version):
                     raise LeftToStockError(

@@ -30,11 +30,18 @@ def configured_for_cpu(server_args: Any) -> bool:
     return device == "cpu" or (device is None and not torch.cuda.is_available())
 
 
-def device_sm() -> int:
-    """Return the SM version of the GPU that PyTorch names first; 0 without one. The rank has no GPU yet."""
+def on_rocm() -> bool:
+    """Whether PyTorch is built for AMD GPUs, whose versions look like NVIDIA's."""
     import torch
 
-    if not torch.cuda.is_available():
+    return torch.version.hip is not None
+
+
+def device_sm() -> int:
+    """Return the SM version of the NVIDIA GPU that PyTorch names first; 0 without one. The rank has no GPU yet."""
+    import torch
+
+    if on_rocm() or not torch.cuda.is_available():
         return 0
     major, minor = torch.cuda.get_device_capability()
     return 10 * major + minor

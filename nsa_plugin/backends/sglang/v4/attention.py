@@ -81,7 +81,10 @@ def adopt(backend: Any, planner: SglangV4Planner, server_args: Any, *, own_heads
         own_heads_first=own_heads_first,
         plans_steps=steps,
     )
-    return [] if steps else ["decode_backend is auto: decode, verify and draft steps of V4 run on the stock path"]
+    notes = [] if steps else ["decode_backend is auto: decode, verify and draft steps of V4 run on the stock path"]
+    if getattr(server_args, "enable_deepseek_v4_fp4_indexer", False):  # `indexer` leaves each selection
+        notes.append("--enable-deepseek-v4-fp4-indexer is on: V4's selection runs on the stock path")
+    return notes
 
 
 def release(backend: Any) -> None:

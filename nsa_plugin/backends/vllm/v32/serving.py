@@ -31,11 +31,13 @@ from nsa_plugin.backends.vllm.startup.serving import VllmServing
 from nsa_plugin.backends.vllm.v32.portable import warm_indexer, warm_inputs
 from nsa_plugin.backends.vllm.v32.routes import VllmPlanner
 from nsa_plugin.backends.vllm.v32.token_shard import open_exchange
+from nsa_plugin.decision import timings
 from nsa_plugin.decision.dispatch import validate
 from nsa_plugin.decision.plan import Attention, IndexerMode, Plan
 from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.errors import LeftToStockError, NsaPluginError, PatchError, SettingsError
 from nsa_plugin.libraries.architectures import FIRST_WITH_FP8
+from nsa_plugin.libraries.capabilities import Op
 from nsa_plugin.libraries.devices import DeviceProfile
 from nsa_plugin.libraries.probe import probe
 from nsa_plugin.patches.ledger import TURN_OFF, PatchStatus
@@ -49,6 +51,8 @@ BACKEND = "FLASHMLA_SPARSE"
 BACKEND_SMS = (90,)
 # vLLM's sparse backend for SM120 (0.33 on), and the selections that it supports.
 SM120_BACKEND, SM120_TOPK = "FLASHINFER_MLA_SPARSE_SM120", 2048
+# vLLM's first choice on SM90 over a bf16 cache (0.25 on). It pads no heads, as FLASHMLA_SPARSE does.
+BF16_BACKEND = "FLASH_ATTN_MLA_SPARSE"
 FORCES_MQA = "attention_config.sparse_mla_force_mqa is set"
 SHORT, LONG, CONTEXT, MANY = 1024, 4096, 32768, 64
 # Query tokens of the batches whose kernels are warmed up: the choice may depend on their number.
@@ -71,6 +75,7 @@ class GpuServing(VllmServing):
         chose: whether the plugin chose the attention backend.
         place: the worker's device, set before it loads the model.
         opened: whether `open_exchange` was called.
+        left_choice: why the plugin left the choice of the attention backend to vLLM; "" if it did not.
     """
 
     backend: ClassVar[str] = BACKEND
@@ -88,6 +93,7 @@ class GpuServing(VllmServing):
     warmed: bool = False
     place: torch.device | None = None
     opened: bool = False
+    left_choice: str = ""
 
     def enter(self, worker: Any) -> None:
         super().enter(worker)
@@ -202,6 +208,9 @@ class GpuServing(VllmServing):
             sm120 = planner.device.sm // 10 == 12 and hasattr(AttentionBackendEnum, SM120_BACKEND)
             if sm120 and (planner.model.kv_layout, planner.model.index_topk) == ("v32_fp8", SM120_TOPK):
                 return
+            if hasattr(AttentionBackendEnum, BF16_BACKEND) and (reason := unmeasured(planner)):
+                self.left_choice = reason
+                return
             attention.backend = AttentionBackendEnum[BACKEND]
             self.chose = True
 
@@ -244,7 +253,7 @@ class GpuServing(VllmServing):
         )
         raise LeftToStockError(
             f"no layer of the model attends by vLLM's {self.backend}, which nsa-plugin plans for: {found}, on "
-            f"{self.planning().device.where}. Select it with --attention-backend {self.backend}"
+            f"{self.planning().device.where}{self.left_choice}. Select it with --attention-backend {self.backend}"
         )
 
     def measure(self) -> None:
@@ -322,6 +331,20 @@ class GpuServing(VllmServing):
         if plan.indexer.mode is IndexerMode.TOPK:
             text += f"; logits of {plan.indexer.rows_per_chunk} query tokens at once"
         return text + f"; {'resharded' if plan.token_shard else 'heads stay local'}: {plan.reasons['token_shard']}"
+
+
+def unmeasured(planner: VllmPlanner) -> str:
+    """Return why no measurement shows that the plugin is as fast as vLLM's `BF16_BACKEND`; "" if it need not.
+
+    A backend that the settings name, the portable path and an fp8 cache, which that backend does not read, need not.
+    """
+    model, device, settings = planner.model, planner.device, planner.settings
+    if planner.portable or model.kv_layout != "bf16" or {settings.prefill_backend, settings.decode_backend} != {"auto"}:
+        return ""
+    heads = model.heads_per_rank
+    if timings.measured(device.sm, Op.SPARSE_MLA_PREFILL, model.kv_layout, heads):
+        return ""
+    return f" (no times on {device.where} for {heads} heads and a bf16 cache, so vLLM's choice is kept)"
 
 
 def check_device(device: DeviceProfile, backend: str = BACKEND) -> None:

@@ -230,6 +230,41 @@ def test_the_plugin_chooses_the_backend_if_the_user_did_not(backends: dict[str, 
     assert here.facts()["attention"].endswith("FLASHMLA_SPARSE, the plugin's choice")
 
 
+class Newer(dict[str, object]):
+    """The enumeration of vLLM 0.25 and later."""
+
+    FLASH_ATTN_MLA_SPARSE = "FLASH_ATTN_MLA_SPARSE"
+
+
+@pytest.mark.parametrize(
+    ("layout", "settings", "chose"),
+    [
+        ("bfloat16", {}, False),
+        ("bfloat16", {"prefill_backend": "triton"}, True),
+        ("bfloat16", {"decode_backend": "triton"}, True),
+        ("fp8", {}, True),
+    ],
+)
+def test_vllms_choice_over_a_bf16_cache_is_kept_without_times(
+    backends: dict[str, object],
+    monkeypatch: pytest.MonkeyPatch,
+    layout: str,
+    settings: dict[str, str],
+    chose: bool,
+):
+    """Field defect 7: before, padded FlashMLA replaced vLLM's FA3, which pads no heads, without a measurement."""
+    registry = sys.modules["vllm.v1.attention.backends.registry"]
+    monkeypatch.setattr(registry, "AttentionBackendEnum", Newer(backends))
+    here = serving(config(layout), **settings)
+    here.prepare(torch.device("cpu"))
+    assert here.chose == chose
+    here.vllm_config.compilation_config.static_forward_context["attn"] = layer(False, "FLASH_ATTN_MLA_SPARSE")
+    if not chose:
+        words = r"vLLM chose FLASH_ATTN_MLA_SPARSE, on SM90 \(no times on SM90 for 4 heads and a bf16 cache"
+        with pytest.raises(LeftToStockError, match=words):
+            here.check_layers()
+
+
 @pytest.mark.parametrize(("sm", "given"), [(90, "FLASH_ATTN_MLA_SPARSE"), (100, None)])
 def test_another_choice_is_the_users_or_vllms(backends: dict[str, object], sm: int, given: str | None):
     chosen = SimpleNamespace(backend=given)
