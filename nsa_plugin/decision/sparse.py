@@ -66,10 +66,31 @@ def _order(case: Case, load: KernelLoad, stock: Route | None) -> _Order:
 
 
 def stock_route_first(case: Case, load: KernelLoad) -> bool:
-    """Whether the stock engine's route is known and no route has a time. `large_q_rows` keeps V4's decode kernel."""
-    if case.stock_prefill is None or (case.model.family == "v4" and case.settings.large_q_rows):
+    """Whether the stock engine's route is known and no measurement shows another one to be faster.
+
+    Its time is unknown where nothing was measured and, if it copies the cache, for fewer query tokens than were
+    measured. Then the times at the fewest measured ones decide. `large_q_rows` keeps V4's decode kernel.
+    """
+    stock = case.stock_prefill
+    if stock is None or (case.model.family == "v4" and case.settings.large_q_rows):
         return False
-    return all(estimate(case, route, load) is None for route in usual_sparse_routes(case, load))
+    if estimate(case, stock, load) is not None:
+        return False
+    least = _least_measured(case, stock, load)
+    own = estimate(case, stock, least)
+    if own is None:
+        return True
+    for route in usual_sparse_routes(case, load):
+        time = estimate(case, route, least)
+        if route != stock and time is not None and time.us < own.us and route_refusal(case, route, load) is None:
+            return False
+    return True
+
+
+def _least_measured(case: Case, route: Route, load: KernelLoad) -> KernelLoad:
+    """The load with the fewest query tokens that a route was measured with, if it was."""
+    _, points = case.kernel(route, load.heads).times
+    return load._replace(rows=points[0][0]) if points else load
 
 
 def usual_sparse_routes(case: Case, load: KernelLoad) -> tuple[Route, ...]:
@@ -229,8 +250,13 @@ def _is_preferred(case: Case, route: Route) -> bool:
 
 def _untimed(case: Case, route: Route, load: KernelLoad) -> list[str]:
     """That the order comes from no measured time, and why there is none; nothing if one route has a time."""
+    first = stock_route_first(case, load) and route == case.stock_prefill
     if any(estimate(case, other, load) is not None for other in sparse_routes(case, load)):
-        return []
+        if not first:
+            return []
+        fewest = _least_measured(case, route, load).rows
+        known = "for it" if fewest == load.rows else f"for it below {fewest} query tokens, where it was the fastest"
+        return [f"no times on {case.device.where} {known}, so the stock engine's route comes first"]
     model = case.model
     selection = _selection(model.index_topk, model.sliding_window)
     sentence = f"no times on {case.device.where} for {selection}, {count(load.heads, 'head')}, {model.kv_layout} cache"
@@ -239,7 +265,7 @@ def _untimed(case: Case, route: Route, load: KernelLoad) -> list[str]:
         sm, layout, heads = found
         measured = f"{_selection(*timings.SELECTIONS[layout])}, {count(heads, 'head')}, {layout} cache"
         sentence += f" (nearest measured: {timings.gpu_of(sm)}, {measured})"
-    if stock_route_first(case, load) and route == case.stock_prefill:
+    if first:
         return [f"{sentence}, so the stock engine's route comes first"]
     if route.library in UPSTREAM:
         return [f"{sentence}, so an upstream kernel comes first"]

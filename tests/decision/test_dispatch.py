@@ -396,6 +396,27 @@ def test_without_times_an_upstream_kernel_attends_unless_a_setting_asks_for_anot
     assert choose(model, shape, device, prefill_backend="triton", decode_backend="triton").provider == "triton"
 
 
+def test_below_the_measured_query_tokens_the_stock_route_stays_unless_another_was_faster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before, a V4 prefill of fewer query tokens took the faster of the others, without a time of the stock route."""
+    monkeypatch.setattr(timings, "TIMINGS", RELEASED)
+    small = extend(300, 40000)
+    plan = choose(V4, small, FULL_H200)
+    assert route(plan) == ("sparse_prefill", "flash_mla", True, 0)
+    assert (
+        "no times on SM90 for it below 512 query tokens, where it was the fastest, so the stock engine's route comes "
+        "first"
+    ) in plan.reasons["provider"]
+    assert "no times" not in choose(V4, extend(512, 40000), FULL_H200).reasons["provider"]
+    few = replace(V4, attn_tp_size=8)
+    assert choose(few, small, FULL_H200).provider == "cuda"  # faster at 2048 query tokens, its and the copy's fewest
+    assert choose(few, small, H200).dequantize_kv is True  # but not installed here
+    assert choose(V4, small, FULL_H200, prefill_backend="cuda").provider == "cuda"
+    captured = choose(V4, extend(300, 40000, cuda_graph=True), FULL_H200)
+    assert route(captured) == ("sparse_decode", "flash_mla", False, 0)
+
+
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_glm_5_and_v4_with_few_heads_have_times(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timings, "TIMINGS", RELEASED)
