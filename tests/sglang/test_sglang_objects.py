@@ -279,3 +279,24 @@ def test_a_split_batch_through_sglangs_own_layer_code(
     assert parts.backend.calls == ["dense"]
     torch.testing.assert_close(found, wanted, atol=2e-2 if layout == "bf16" else 0.15, rtol=2e-2)
     torch.testing.assert_close(found[~parts.short], wanted[~parts.short], atol=0, rtol=0)
+
+
+def test_sglangs_arguments_have_the_fields_that_trtllm_as_a_setting_sets() -> None:
+    """Parsed arguments and SGLang's object both take the value before SGLang resolves them."""
+    import argparse
+
+    from sglang.srt.server_args import ServerArgs
+
+    from nsa_plugin.backends.sglang.startup import flags
+    from nsa_plugin.settings import Settings
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    every = [parser.parse_args(["--model-path", "m"])]
+    if hasattr(ServerArgs, "resolve_once"):  # before 0.5.19 the constructor resolves
+        every.append(ServerArgs(model_path="m"))
+    asked = Settings(prefill_backend="trtllm", decode_backend="trtllm")
+    for arguments in every:
+        assert flags.run_trtllm(arguments, asked, lambda: 100) == ["--dsa-prefill-backend", "--dsa-decode-backend"]
+        assert (arguments.dsa_prefill_backend, arguments.dsa_decode_backend) == ("trtllm", "trtllm")
+        assert flags.run_trtllm(arguments, asked, lambda: 100) == []

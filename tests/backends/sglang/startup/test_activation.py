@@ -354,6 +354,27 @@ def test_the_users_engine_flags_are_kept_before_the_engine_fills_in_defaults(pro
     assert PassedFlags.read().engine == {"decode_backend": ("--dsa-decode-backend", "flashmla_kv")}
 
 
+@pytest.mark.parametrize(("sm", "value"), [(100, "trtllm"), (90, None)])
+def test_trtllm_as_a_setting_reaches_sglangs_arguments_on_sm100(
+    process: SglangProcess,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    sm: int,
+    value: str | None,
+) -> None:
+    """Field defect 2. The arguments pass twice, as parsed and as SGLang's object. Not run on SM100 here."""
+    monkeypatch.setattr(activation, "_check_files", lambda version: None)
+    monkeypatch.setattr(model, "device_sm", lambda: sm)
+    PassedFlags({"enabled": "true", "decode_backend": "trtllm"}, {}).write()
+    caplog.set_level(logging.INFO)
+    arguments = SimpleNamespace(model_path="m", device="cuda", dsa_decode_backend=None, dsa_prefill_backend=None)
+    for _ in range(2):
+        process.check_before_serving(arguments)
+    assert (arguments.dsa_decode_backend, arguments.dsa_prefill_backend) == (value, None)
+    said = "a setting asks for trtllm, which SGLang runs: --dsa-decode-backend trtllm"
+    assert caplog.text.count(said) == (value is not None)
+
+
 def test_nothing_of_the_vllm_adapter_is_loaded() -> None:
     program = (
         "import sys\n"
