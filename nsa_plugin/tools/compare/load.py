@@ -32,7 +32,7 @@ SPEED_CASES = (TTFT, PREFILL, DECODE, MIXED)
 # Default output tokens of each `DECODE` request.
 USUAL_OUTPUT = 256
 # Repetitions of `DECODE`, fewer for long outputs: 16 × 4096 tokens take half a minute.
-_REPEAT_DECODE, _REPEAT_LONG_DECODE, _LONG_DECODE = 9, 3, 1024
+_REPEAT_DECODE, _REPEAT_LONG_DECODE, _LONG_DECODE = 21, 3, 1024
 # `MIXED`: one long prompt and many short ones, each with some output so that prefills meet decodes.
 _LONG, _SHORTS, _SHORT, _MIXED_OUTPUT, _REPEAT_MIXED = 60_000, 40, 1000, 32, 9
 # A server takes longer to read a body of 60000 numbers than one of 1000: without a head start the long prompt would
