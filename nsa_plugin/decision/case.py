@@ -117,6 +117,13 @@ class Case:
         return (self.model.index_topk, self.model.sliding_window) == timings.SELECTIONS[self.model.kv_layout]
 
     @property
+    def measured(self) -> bool:
+        """Whether some route of the model's selection and heads was measured on this device, for this phase."""
+        op = Op.SPARSE_MLA_PREFILL if self.extend else Op.SPARSE_MLA_DECODE
+        layout, heads = self.model.kv_layout, self.model.heads_per_rank
+        return self.timed and timings.measured(self.device.sm, op, layout, heads)
+
+    @property
     def stock_prefill(self) -> Route | None:
         """The stock engine's route for a prefill over an fp8 cache; None = the first of the usual order."""
         if not self.extend or not self.model.fp8_cache:

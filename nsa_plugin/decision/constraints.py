@@ -38,8 +38,9 @@ class Constraints:
         keep_heads_on: why the ranks keep their heads, by the route that they would otherwise reshard around.
         stock_prefill: the stock engine's route for prefills over an fp8 cache, first where no times exist; None = over
             bf16 rows for V4, the usual order for V3.2.
-        stock_tokens: up to this many context tokens in all, the stock engine's code selects; 0 = never.
-        stock_attends_by: the routes that the stock engine's code also attends by, up to `stock_tokens`.
+        stock_tokens: up to this many context tokens in all, the stock engine's code selects; 0 = never. Without times
+            for the shape it selects for more, too, unless a setting names a library.
+        stock_attends_by: the routes that the stock engine's code also attends by where it selects.
     """
 
     no_dense: str = ""

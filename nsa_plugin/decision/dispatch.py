@@ -353,7 +353,10 @@ def _sparse_plan(case: Case, not_dense: Reason) -> Plan:
 def _stock_selection(case: Case, indexer: IndexerPlan) -> tuple[bool, Reason]:
     """Whether the stock engine's code selects, and why."""
     tokens, most = case.batch.total_kv_len, case.constraints.stock_tokens
+    unmeasured = most > 0 and case.asked == "auto" and not case.measured
     # The stock code scores all query tokens at once.
-    stock = tokens <= most and indexer.rows_per_chunk >= case.batch.num_tokens
+    stock = (tokens <= most or unmeasured) and indexer.rows_per_chunk >= case.batch.num_tokens
     engine = case.constraints.engine
+    if tokens > most:
+        return stock, lambda: f"no times for this shape on {case.device.where}: {engine}'s own code is kept"
     return stock, lambda: f"{tokens} context tokens: up to {most}, {engine}'s own code costs the host less"

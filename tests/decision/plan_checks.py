@@ -88,7 +88,8 @@ def check_constraints(plan: Plan, batch: BatchShape, chosen: Settings, constrain
         assert not constraints.keep_heads
         assert route not in constraints.keep_heads_on
     if plan.stock_selection:
-        assert batch.total_kv_len <= constraints.stock_tokens
+        unmeasured = constraints.stock_tokens > 0 and "no times for this shape" in plan.reasons["stock_selection"]
+        assert (batch.total_kv_len > constraints.stock_tokens) == unmeasured
         assert not dense
     assert plan.stock_attention == (plan.stock_selection and route in constraints.stock_attends_by)
 

@@ -18,6 +18,7 @@ from tests.decision.dispatch_cases import FULL_H200, H200, LONG, OLD_H200, V4, V
 pytestmark = pytest.mark.usefixtures("nothing_measured")
 
 TOO_LARGE = Constraints(copy_bytes=100 * MIB, copy_budget=99 * MIB, copy_budget_from="a quarter of the free memory")
+MEASURED = timings.TIMINGS  # read before the fixture empties it
 CUDA = Route(Attention.SPARSE_PREFILL, "cuda")
 OVER = "a bf16 copy would take 100 MiB, over a quarter of the free memory"
 
@@ -107,14 +108,35 @@ def test_a_copy_over_its_budget_is_made_if_nothing_else_supports_the_batch() -> 
 
 
 @pytest.mark.parametrize(("context", "stock"), [(8192, True), (8193, False)])
-def test_the_stock_engine_selects_and_attends_in_small_batches(context: int, stock: bool) -> None:
+def test_the_stock_engine_selects_and_attends_in_small_batches(
+    context: int, stock: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timings, "TIMINGS", MEASURED)
     held = Constraints(engine="SGLang", stock_tokens=8192, stock_attends_by=frozenset({BF16_COPY}))
     plan = choose(V4, extend(4096, context), H200, held)
     assert (plan.stock_selection, plan.stock_attention) == (stock, stock)
     assert ("SGLang's own code costs the host less" in plan.reasons["stock_attention"]) is stock
     # By another route only the selection is the stock engine's.
-    other = choose(V4, extend(4096, context), H200, replace(held, stock_prefill=FLASH_MLA_DECODE))
+    other = choose(V4, extend(4096, context), H200, replace(held, stock_attends_by=frozenset()))
     assert (other.stock_selection, other.stock_attention) == (stock, False)
+
+
+def test_without_times_the_stock_engine_selects_and_attends_whatever_the_context(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Field defect 1: V4-Pro's selection was not measured, so nothing shows that the plugin's code is faster."""
+    monkeypatch.setattr(timings, "TIMINGS", MEASURED)
+    kept = Constraints(engine="SGLang", stock_tokens=8192, stock_attends_by=frozenset({BF16_COPY}))
+    pro = replace(V4, num_heads=128, index_topk=1024)
+    plan = choose(pro, extend(4096, 65536), FULL_H200, kept)
+    assert (plan.stock_selection, plan.stock_attention) == (True, True)
+    assert plan.reasons["stock_attention"] == "no times for this shape on SM90: SGLang's own code is kept"
+    # Logits of all query tokens at once would exceed their budget: the plugin selects.
+    assert not choose(pro, extend(32768, 500_000), FULL_H200, kept).stock_selection
+    measured = choose(V4, extend(4096, 65536), FULL_H200, kept)
+    assert (measured.stock_selection, measured.stock_attention) == (False, False)
+    assert not choose(pro, extend(4096, 65536), FULL_H200).stock_selection
+    assert not choose(pro, extend(4096, 65536), FULL_H200, kept, prefill_backend="cuda").stock_selection
 
 
 def test_the_stock_engine_selects_only_what_it_scores_at_once() -> None:
