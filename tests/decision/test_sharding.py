@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -407,7 +408,10 @@ def test_pieces_are_those_of_the_records(rows: int, chunks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_auto_reshards_what_the_records_show_is_faster(ranks: int) -> None:
-    """Compared with the kernels of the same record; the decision has their times from other records."""
+    """Compared with the kernels of the same record; the decision has their times from other, later records.
+
+    A kernel for local heads that is faster there may leave no gain to resharding, and the reason then says so.
+    """
     model = replace(V32_FP8, attn_tp_size=ranks)
     cases = recorded(ranks)
     assert {phase for phase, *_ in cases} == {"extend", "decode"}
@@ -415,10 +419,13 @@ def test_auto_reshards_what_the_records_show_is_faster(ranks: int) -> None:
     for (phase, rows, context), (local, resharded) in cases.items():
         shape = extend(rows, context) if phase == "extend" else decode(rows, context, cuda_graph=True)
         plan = choose(model, shape, FULL)
-        assert plan.token_shard == (resharded < local), (phase, rows, context, plan.reasons["token_shard"])
+        reason = plan.reasons["token_shard"]
+        known = re.search(r"no gain: own heads with \w+ sparse_decode (\d+) us, resharding (\d+) us", reason)
+        now = min(local, float(known[1])) if known else local
+        assert plan.token_shard == (resharded < now), (phase, rows, context, reason)
         if plan.token_shard:
             reshards.add((phase, rows))
-    assert reshards == (set() if ranks == 2 else {("extend", 2048), ("extend", 8192), ("decode", 512)})
+    assert reshards == (set() if ranks == 2 else {("extend", 2048), ("extend", 8192)})
 
 
 def test_auto_keeps_heads_local_if_no_kernel_pads_them() -> None:
@@ -466,7 +473,8 @@ def test_buffers_are_not_needed_if_no_batch_reshards(device: DeviceProfile, mode
             "by the times on SM90, no batch of up to 8192 query tokens is quicker",
         ),
         (replace(V32_FP8, attn_tp_size=4), 256, "by the times on SM90, no batch of up to 256 query tokens is quicker"),
-        (replace(V32_FP8, attn_tp_size=4), 512, None),  # of steps alone
+        (replace(V32_FP8, attn_tp_size=4), 512, "by the times on SM90, no batch of up to 512 query tokens is quicker"),
+        (replace(V32_FP8, attn_tp_size=4), 2048, None),
         (replace(V32_FP8, attn_tp_size=4), 8192, None),
     ],
 )

@@ -160,7 +160,7 @@ def test_readings_of_short_requests_are_without_those_of_the_long_one() -> None:
 def test_output_tokens_are_those_asked_for() -> None:
     (usual,) = loads(32000, ["decode"])
     (long,) = loads(32000, ["decode"], output_tokens=4096)
-    assert (usual.name, usual.new_tokens, usual.repeat) == ("decode-16x4096", 256, 9)
+    assert (usual.name, usual.new_tokens, usual.repeat) == ("decode-16x4096", 256, 21)
     assert (long.name, long.prompt, long.new_tokens, long.repeat) == ("decode-16x4096-4096-out", 4096, 4096, 3)
 
 
