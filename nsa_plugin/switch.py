@@ -6,6 +6,9 @@ import os
 from collections.abc import Mapping
 
 ENV_PREFIX = "NSA_PLUGIN_"
+# Under SGLang: the variable that passes flags on, and the module that only a scheduler has loaded.
+VARIABLE = "_NSA_PLUGIN_SGLANG"
+SCHEDULER_MODULE = "sglang.srt.managers.scheduler"
 FALSE = ("0", "false", "no", "off")
 
 

@@ -28,7 +28,7 @@ from nsa_plugin.patches import sglang as ledger_data
 from nsa_plugin.patches import static
 from nsa_plugin.patches.ledger import TURN_OFF, Ledger, Need, Patch, PatchStatus
 from nsa_plugin.settings import ResolvedSettings, why_stock
-from nsa_plugin.switch import killed
+from nsa_plugin.switch import SCHEDULER_MODULE, killed
 from nsa_plugin.telemetry import StartupReport
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("nsa_plugin")
 NO_PORTABLE_V4 = "DeepSeek-V4 needs an SM90 or SM100 GPU: the portable path is for DeepSeek-V3.2 and GLM-5"
-SCHEDULER_MODULE = "sglang.srt.managers.scheduler"
 
 
 @dataclass

@@ -19,7 +19,7 @@ from nsa_plugin.errors import SettingsError
 from nsa_plugin.settings import BACKEND_OPS, ResolvedSettings, Settings, backends, parse_source
 
 ENABLE_FLAG = "--enable-nsa-plugin"
-VARIABLE = "_NSA_PLUGIN_SGLANG"
+VARIABLE = switch.VARIABLE
 FLAG_SOURCE = "the command line"
 ENGINE_SOURCE = "SGLang's flag"
 
