@@ -495,6 +495,8 @@ def test_doctor_reports_a_bad_environment_and_ends_1(
     code, out, _ = run_doctor(monkeypatch, capsys, "doctor", toy=engine_on_disk(tmp_path, monkeypatch))
     assert code == 1
     assert "NSA_PLUGIN_TRACE" in out
+    assert "would serve, but a setting is wrong" in " ".join(out.split())
+    assert "switched off" not in out
 
 
 def test_doctor_names_the_kill_switch(

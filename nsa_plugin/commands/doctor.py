@@ -244,8 +244,8 @@ def _show(
         rows.add_row("settings", ", ".join(given))
     for state in states:
         installed = _installed(state)
-        off = killed() or environment_error
-        said = "would serve, but is switched off: see below" if state.ready and off else state.reason
+        off = "a setting is wrong" if environment_error else "the plugin is switched off" if killed() else ""
+        said = f"would serve, but {off}: see below" if state.ready and off else state.reason
         rows.add_row("", "")
         rows.add_row(
             state.engine, f"{installed}: {said}" if installed else f"{said}; supported here: {state.supported}"

@@ -134,8 +134,8 @@ def _show(report: list[dict[str, Any]], *, verbose: bool) -> None:
     out = console()
     for engine in report:
         version = engine["version"] and f"; targets of {engine['version']}"
-        installed = engine["installed"] or "not installed"
-        title = f"{engine['engine']}: supported {engine['supported']}, installed: {installed}{version}"
+        installed = f"installed: {engine['installed']}" if engine["installed"] else "not installed"
+        title = f"{engine['engine']}: supported {engine['supported']}, {installed}{version}"
         out.print(_all_rows(title, engine["patches"]) if verbose else _short_rows(title, engine["patches"]))
         if not engine["in_range"]:
             out.print(
