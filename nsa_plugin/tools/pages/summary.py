@@ -132,10 +132,11 @@ def ratio(row: Row) -> float:
 def clear(row: Row) -> bool:
     """Whether the readings tell plugin and stock apart.
 
-    They do if the interquartile ranges do not overlap and the plugin differs from stock by more than twice as much as a
-    second stock server does, where one was run.
+    They do if the plugin's interquartile range overlaps that of no stock server and the plugin differs from stock by
+    more than twice as much as a second stock server does, where one was run.
     """
-    apart = bool(row["q3"] < row["baseline_q1"] or row["q1"] > row["baseline_q3"])
+    stock = [name for name in ("baseline", "baseline_again") if f"{name}_q1" in row]
+    apart = all(row["q3"] < row[f"{name}_q1"] or row["q1"] > row[f"{name}_q3"] for name in stock)
     return apart and abs(math.log(ratio(row))) > 2 * abs(math.log(_again(row) or 1.0))
 
 
