@@ -25,6 +25,8 @@ SGLANG_BIN := .venv-sglang/bin
 NO_ENGINE := not gpu and not engine_vllm and not engine_sglang
 # JOBS processes; one that has nothing left to do takes tests of another.
 PARALLEL := -n $(JOBS) --dist worksteal
+# Threads of one engine that spin while they wait take the cores from the other process's engine.
+ONE_THREAD := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 
 .PHONY: help demo test setup setup-dev setup-sglang lint docs-check unit seams test-vllm test-sglang test-gpu sanitize-gpu soak matrix docs build release-check clean
 
@@ -68,7 +70,7 @@ seams: setup-dev ## check the plugin's patches against every supported engine ve
 	$(BIN)/python -m ci.flashinfer_contract
 
 test-vllm: setup-dev ## test with a real vLLM, the newest that runs on a CPU
-	$(BIN)/python -m pytest $(PARALLEL) -m engine_vllm
+	$(ONE_THREAD) VLLM_CPU_OMP_THREADS_BIND=nobind $(BIN)/python -m pytest $(PARALLEL) -m engine_vllm
 
 test-sglang: setup-sglang ## test with a real SGLang, the newest that runs on a CPU
 	$(SGLANG_BIN)/python -m pytest $(PARALLEL) -m engine_sglang tests/sglang
