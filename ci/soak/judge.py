@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from ci.soak.measured import LEAVING_KINDS, REFUSED_KINDS, End, Kind, Sample, Soak
-from nsa_plugin.tools.compare.demo.rule import TOLERANCES
+from nsa_plugin.tools.compare.tolerance import TOLERANCES
 from nsa_plugin.tools.compare.verdict import Check
 
 MIB = 2**20

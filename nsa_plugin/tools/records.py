@@ -8,6 +8,7 @@ import platform
 import re
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,17 @@ def save(record: Mapping[str, Any], path: Path, indent: int = 1) -> None:
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(record, indent=indent) + "\n")
     os.replace(partial, path)
+
+
+def head(suite: str, command: str, host: Mapping[str, Any]) -> dict[str, Any]:
+    """What every record begins with; its date is today's."""
+    return {
+        "schema": SCHEMA,
+        "suite": suite,
+        "command": command,
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        "host": dict(host),
+    }
 
 
 def software(commit: str | None = None) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +26,6 @@ from nsa_plugin.tools.bench.floors import Rates
 if TYPE_CHECKING:
     from nsa_plugin.tools.bench.outcome import Outcome
 
-SCHEMA = 1
 # Options that name local paths, and the commit, which the host part of a record has.
 _WHERE = ("--json", "--commit")
 FLUSHED, BACK_TO_BACK = "flushed", "back to back"  # how a timed run finds the L2 cache
@@ -58,13 +56,9 @@ def describe_host(rates: Rates, *, l2: str, commit: str | None = None) -> dict[s
 
 def as_record(suite: Suite, outcome: Outcome, host: Mapping[str, Any], command: Sequence[str]) -> dict[str, Any]:
     """The record of one run of a suite. Back-to-back runs are a separate suite: SUITE-back-to-back."""
-    back_to_back = host["l2"] == BACK_TO_BACK
+    name = f"{suite.name}-back-to-back" if host["l2"] == BACK_TO_BACK else suite.name
     return {
-        "schema": SCHEMA,
-        "suite": f"{suite.name}-back-to-back" if back_to_back else suite.name,
-        "command": " ".join(records.portable(command, _WHERE)),
-        "date": f"{datetime.now(UTC):%Y-%m-%d}",
-        "host": dict(host),
+        **records.head(name, " ".join(records.portable(command, _WHERE)), host),
         "rows": outcome.rows,
         "refused": outcome.refused,
         "failed": outcome.failed,
@@ -78,8 +72,8 @@ def check(record: Any, where: str) -> dict[str, Any]:
     Raises:
         BenchError: something is missing; the message names it and `where`.
     """
-    if not isinstance(record, dict) or record.get("schema") != SCHEMA:
-        raise BenchError(f"{where}: not a record of schema {SCHEMA}")
+    if not isinstance(record, dict) or record.get("schema") != records.SCHEMA:
+        raise BenchError(f"{where}: not a record of schema {records.SCHEMA}")
     for name in ("suite", "command", "date", "host", "rows"):
         if name not in record:
             raise BenchError(f"{where}: {name!r} is missing")

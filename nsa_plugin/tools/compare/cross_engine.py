@@ -14,6 +14,7 @@ from typing import Any
 from nsa_plugin.tools.compare import record, rule
 from nsa_plugin.tools.compare.measured import CONTROL, PLUGIN, STOCK, Measured, Run
 from nsa_plugin.tools.compare.rule import Compared
+from nsa_plugin.tools.compare.tolerance import floor_of, tolerance
 from nsa_plugin.tools.compare.verdict import (
     Check,
     Verdict,
@@ -71,7 +72,7 @@ def _groups(one: Measured, other: Measured) -> list[str]:
 def judge(one: Measured, other: Measured) -> Verdict:
     """Judge the answers of two engines; `check_same` must have passed."""
     stock, plugin = _between(one, STOCK, other, STOCK), _between(one, PLUGIN, other, PLUGIN)
-    allowed = rule.tolerance(stock, rule.floor_of(one.facts["kv"], one.facts["family"]))
+    allowed = tolerance(stock, floor_of(one.facts["kv"], one.facts["family"]))
     checks, controls = [], {}
     for each in (one, other):
         checks.append(_of_engine(complete(each), each))

@@ -38,7 +38,6 @@ import shlex
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +45,12 @@ from nsa_plugin.settings import Settings
 from nsa_plugin.tools import records
 from nsa_plugin.tools.compare.load import SpeedLoad, left_out
 from nsa_plugin.tools.compare.measured import AGAIN, PLUGIN, STOCK, Measured, Run
-from nsa_plugin.tools.compare.rule import Compared, Tolerance, mean
+from nsa_plugin.tools.compare.rule import Compared, mean
+from nsa_plugin.tools.compare.tolerance import Tolerance
 from nsa_plugin.tools.compare.verdict import Verdict, climb
 from nsa_plugin.tools.compare.workload import CONCURRENT, LIMIT
 from nsa_plugin.tools.records import Row
 
-SCHEMA = 1
 KIND = "comparison"
 OURS = "nsa-plugin"
 IN_TURNS, ONE_AFTER_THE_OTHER = "in turns", "one after the other"
@@ -100,13 +99,10 @@ def head(measured: Measured) -> dict[str, Any]:
     given = _given(measured)
     words = [f"{name}-{value}".replace("_", "-") for name, value in given.items()]
     environ = [f"NSA_PLUGIN_{name.upper()}={value}" for name, value in given.items()]
+    command = shlex.join([*environ, *records.portable(shlex.split(facts["command"]), _WHERE)])
     return {
-        "schema": SCHEMA,
+        **records.head("-".join([facts["suite"], *words]), command, facts["host"]),
         "kind": KIND,
-        "suite": "-".join([facts["suite"], *words]),
-        "command": shlex.join([*environ, *records.portable(shlex.split(facts["command"]), _WHERE)]),
-        "date": f"{datetime.now(UTC):%Y-%m-%d}",
-        "host": facts["host"],
         "engine": facts["engine"],
         "model": facts["model"],
         "engine_flags": facts["flags"],
@@ -289,7 +285,7 @@ def _server(run: Run) -> dict[str, Any]:
 
 def is_comparison(record: Any) -> bool:
     """Whether a record was made by this command."""
-    return isinstance(record, dict) and record.get("kind") == KIND and record.get("schema") == SCHEMA
+    return isinstance(record, dict) and record.get("kind") == KIND and record.get("schema") == records.SCHEMA
 
 
 def write(record: dict[str, Any], folder: Path) -> Path:

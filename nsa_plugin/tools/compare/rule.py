@@ -1,9 +1,9 @@
-"""The rule: when two servers agree, and when the comparison may say so. docs/compare.md explains it.
+"""The differences between two answers to one prompt. docs/compare.md explains it.
 
 Greedy answers of two servers are compared up to the first different token, because what follows is conditioned on
 different text. Up to there, and for both tokens at that point, log probabilities are compared. `forced` requests
-compare the log probabilities of the prompt's own tokens, where answers cannot diverge. How far the plugin may be from
-stock follows from how far stock is from itself.
+compare the log probabilities of the prompt's own tokens, where answers cannot diverge. The float32 reference model gets
+the server's tokens, so with it as the baseline every position is compared.
 """
 
 from __future__ import annotations
@@ -12,61 +12,61 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 from nsa_plugin.tools.compare.measured import AGAIN, STOCK, Measured, Run
 from nsa_plugin.tools.compare.workload import FORCED, LIMIT, SAME
-from nsa_plugin.tools.serving.engine import V4, V32
-from nsa_plugin.tools.serving.requests import Answer
+from nsa_plugin.tools.serving.requests import Answer, PromptRequest
 
-# The plugin may be this many times as far from stock as stock is from itself.
-TIMES = 2.0
+if TYPE_CHECKING:
+    from nsa_plugin.tools.compare.tolerance import StockTolerance
+    from nsa_plugin.tools.reference import ReferenceRun
 
 
 @dataclass(frozen=True, kw_only=True)
-class Floor:
-    """Differences in nats that always pass, even if stock repeats itself exactly.
+class Position:
+    """A generated token compared with the reference's choice after the same tokens.
 
     Attributes:
-        largest: of one log probability, or between two tokens where answers diverge.
-        mean: over the log probabilities of answers.
-        forced: mean over forced positions, whose tokens are less likely.
+        position: in the answer, from 0.
+        token, expected: the server's choice and the reference's.
+        margin: how much the reference prefers its own token, in nats.
+        logprob_error: largest |difference| of the server's log probabilities at this position.
+        index_margin: smallest margin of the reference's selection at this position over the layers, see
+            `ReferenceRun`. Near zero, rounding alone decides which token is attended to.
     """
 
-    largest: float
-    mean: float
-    forced: float
+    position: int
+    token: int
+    expected: int
+    margin: float
+    logprob_error: float
+    index_margin: float
 
-
-# The effect of one more rounding on the model of `--heads` (16 heads, 700 to 3000 tokens, the last 512 positions, in
-# plain torch). Arithmetic in bfloat16 instead of float32 changes the log probability of the likeliest token by 0.08 on
-# average and 0.67 at most, and that of a random token by 0.08; two such servers differ by √2 times that. A latent
-# rounded to fp8, in tiles of 128, changes them by 0.16, 1.4 and 0.19; a path that reads fresh keys and one that reads
-# an fp8 cache differ by that. Attending to wrong tokens changes the likeliest token's by 1.9 on average.
-FLOORS = {
-    "bf16": Floor(largest=0.7, mean=0.11, forced=0.12),
-    "fp8": Floor(largest=1.5, mean=0.17, forced=0.2),
-}
-# With V4 every path, stock's and the plugin's, reads the fp8 cache, so the cache's rounding affects both alike. What
-# remains is arithmetic: engines convert each linear layer's input to fp8, where a tiny difference may become a whole
-# code. Computed in the same way (the checkpoint of `--family v4`, its implementation in transformers 5.19, inputs and
-# window keys rounded to fp8 in tiles of 128; 700 tokens, the last 512 positions): bfloat16 instead of float32 changes
-# the likeliest token by 0.153 on average and 0.82 at most, and a random one by 0.211; in attention alone by 0.12, 0.65
-# and 0.182. Attending to wrong tokens of the window changes them by 2.98 and 1.45 on average.
-V4_FLOOR = Floor(largest=0.85, mean=0.16, forced=0.22)
+    def __str__(self) -> str:
+        what = (
+            f"logprob off by {self.logprob_error:.1e}"
+            if self.token == self.expected
+            else f"got token {self.token}, the reference prefers {self.expected} by {self.margin:.1e}"
+        )
+        return f"token {self.position}: {what} (margin of the selection there: {self.index_margin:.1e})"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """One request answered by two servers, or by one server in two groups. Differences are absolute and in nats.
+    """One request answered by a server and its baseline, or twice by one server. Differences are absolute, in nats.
+
+    The baseline is another server or the reference model.
 
     Attributes:
         prompt: its length in tokens.
         tokens: generated tokens; 0 for `forced` requests.
-        equal: tokens before the first different one.
+        equal: tokens before the first different one; with the reference, all that are its first choice.
         positions: compared log probabilities.
         largest, mean: of the differences; infinite if a value is not a number.
         gap: how much a server prefers its own token where the answers diverge, the larger of the two; infinite if one
             does not list the other's token. None: the answers do not diverge.
+        judged: each generated token, if the baseline is the reference.
         problem: why there is nothing to compare, or "".
     """
 
@@ -79,6 +79,7 @@ class Compared:
     largest: float = 0.0
     mean: float = 0.0
     gap: float | None = None
+    judged: tuple[Position, ...] = ()
     problem: str = ""
 
 
@@ -134,13 +135,54 @@ def _preference(top: Mapping[int, float], chosen: int, other: int) -> float:
     return math.inf if math.isnan(gap) else max(gap, 0.0)
 
 
+def compare_with_reference(request: PromptRequest, answer: Answer, reference: ReferenceRun, *, group: str) -> Compared:
+    """Compare every token and log probability of an answer with the reference.
+
+    Args:
+        reference: a run on the prompt and the server's tokens, so that each position is judged independently.
+    """
+    problem, tokens = answer.error, len(answer.token_ids)
+    if not problem and tokens != request.new_tokens:
+        problem = f"{tokens} tokens instead of {request.new_tokens}"
+    elif not problem and not len(answer.logprobs) == len(answer.top) == tokens:
+        problem = f"{len(answer.logprobs)} log probabilities for {tokens} tokens"
+
+    differences, judged = list[float](), list[Position]()
+    given = zip(answer.token_ids, answer.logprobs, answer.top, strict=False)
+    for row, (token, logprob, top) in enumerate(given, len(request.prompt) - 1):
+        expected = int(reference.logprobs[row].argmax())
+        likely = reference.logprobs[row].tolist()
+        errors = _differences((value, likely[candidate]) for candidate, value in {**top, token: logprob}.items())
+        index_margins = reference.index_margin[:, row].tolist()
+        differences += errors
+        judged.append(
+            Position(
+                position=len(judged),
+                token=token,
+                expected=expected,
+                margin=likely[expected] - likely[token],
+                logprob_error=max(errors),
+                index_margin=min(index_margins, default=math.inf),
+            )
+        )
+    made = partial(Compared, group=group, name=request.name, prompt=len(request.prompt), problem=problem)
+    return _compared(
+        made,
+        differences,
+        tokens=tokens,
+        equal=sum(at.token == at.expected for at in judged),
+        gap=max((at.margin for at in judged if at.token != at.expected), default=None),
+        judged=tuple(judged),
+    )
+
+
 def between(measured: Measured, ours: Run, theirs: Run) -> list[Compared]:
     """Requests that both servers answered, in the same groups, without prompts meant to make stock fail."""
     pairs = [(group, group) for group in ours.answers if group in theirs.answers and group != LIMIT]
     return _compare_groups(measured, ours, theirs, pairs)
 
 
-def against_stock(measured: Measured, stock: Run, run: Run, allowed: Tolerance) -> list[Compared]:
+def against_stock(measured: Measured, stock: Run, run: Run, allowed: StockTolerance) -> list[Compared]:
     """As `between`. Where stock's answers to one prompt do not agree with each other, the closer one counts."""
     others: dict[tuple[str, str], list[str]] = {}
     for pair in (pair for pair in SAME if set(pair) <= stock.answers.keys()):
@@ -178,32 +220,6 @@ def _compare_groups(measured: Measured, ours: Run, theirs: Run, pairs: Iterable[
     ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tolerance:
-    """The differences allowed for the plugin, and stock's own differences that they follow from, in nats.
-
-    Attributes:
-        largest, answers_mean, forced_mean: allowed; see `Floor`.
-        own_largest, own_answers_mean, own_forced_mean: of stock against itself. A mean is the largest over the pairs of
-            groups or servers.
-    """
-
-    largest: float
-    answers_mean: float
-    forced_mean: float
-    own_largest: float
-    own_answers_mean: float
-    own_forced_mean: float
-
-    def holds(self, one: Compared) -> bool:
-        """Whether a request agrees. The mean of a single answer says little; the mean of forced positions is judged."""
-        if one.problem or (one.largest > self.largest and not is_forced(one)):
-            return False
-        if is_forced(one):
-            return one.mean <= self.forced_mean
-        return one.gap is None or one.gap <= self.largest
-
-
 def is_forced(one: Compared) -> bool:
     return one.group.startswith(FORCED)
 
@@ -221,29 +237,3 @@ def own_differences(measured: Measured) -> list[Compared]:
     if stock is not None and again is not None:
         found += between(measured, stock, again)
     return found
-
-
-def floor_of(kv: str, family: str = V32) -> Floor:
-    """The floor for a model of `family` with a KV cache of `kv`, "bf16" or "fp8"."""
-    return V4_FLOOR if family == V4 else FLOORS[kv]
-
-
-def tolerance(own: Iterable[Compared], floor: Floor) -> Tolerance:
-    """The tolerance that follows from stock's own differences and the floor."""
-    own = [one for one in own if not one.problem]
-    answers = [one for one in own if not is_forced(one)]
-    # Infinite differences, from stock answers that are not numbers or diverge widely, would allow everything.
-    spreads = [value for one in answers for value in (one.largest, one.gap or 0.0) if math.isfinite(value)]
-    largest = max(spreads, default=0.0)
-    answers_mean, forced_mean = (
-        max((mean(one for one in rows if one.group == group) for group in {one.group for one in rows}), default=0.0)
-        for rows in (answers, [one for one in own if is_forced(one)])
-    )
-    return Tolerance(
-        largest=max(TIMES * largest, floor.largest),
-        answers_mean=max(TIMES * answers_mean, floor.mean),
-        forced_mean=max(TIMES * forced_mean, floor.forced),
-        own_largest=largest,
-        own_answers_mean=answers_mean,
-        own_forced_mean=forced_mean,
-    )

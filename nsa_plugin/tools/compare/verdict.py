@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from nsa_plugin.tools.compare import rule
 from nsa_plugin.tools.compare.measured import CONTROL, PLUGIN, STOCK, Measured, Run
-from nsa_plugin.tools.compare.rule import Compared, Tolerance
+from nsa_plugin.tools.compare.rule import Compared
+from nsa_plugin.tools.compare.tolerance import ReferenceTolerance, StockTolerance, Tolerance, floor_of, tolerance
 from nsa_plugin.tools.compare.workload import AGREEMENT_CASES, LIMIT
 from nsa_plugin.tools.serving.engine import V32
 
@@ -29,10 +30,10 @@ class Verdict:
     """The checks, and the differences they judge.
 
     Attributes:
-        own: stock against itself or, of two engines, against the other stock.
-        plugin: the plugin against stock or, of two engines, against the other plugin.
-        controls: the plugin with deliberately wrong tokens against stock, under the name ""; of two engines, each
-            engine's name and its control against the other engine's plugin.
+        own: stock against itself or, of two engines, against the other stock. Empty if the baseline is the reference.
+        plugin: the plugin against its baseline: stock, the reference or, of two engines, the other plugin.
+        controls: the plugin with deliberately wrong tokens against the baseline, under the name ""; of two engines,
+            each engine's name and its control against the other engine's plugin.
     """
 
     checks: Sequence[Check]
@@ -51,7 +52,7 @@ def judge(measured: Measured) -> Verdict:
     runs = measured.runs
     own = rule.own_differences(measured)
     # Files saved by earlier releases have no family; they are of V3.2.
-    allowed = rule.tolerance(own, rule.floor_of(measured.facts["kv"], measured.facts.get("family", V32)))
+    allowed = tolerance(own, floor_of(measured.facts["kv"], measured.facts.get("family", V32)))
     stock = runs.get(STOCK)
 
     def against_stock(role: str) -> list[Compared]:
@@ -76,6 +77,33 @@ def judge(measured: Measured) -> Verdict:
     if LIMIT in measured.asked["cases"]:
         checks.append(_limit(measured))
     return Verdict(checks=checks, tolerance=allowed, own=own, plugin=plugin, controls={"": control})
+
+
+def judge_with_reference(
+    plugin: Sequence[Compared], control: Sequence[Compared] | None, allowed: ReferenceTolerance
+) -> Verdict:
+    """Judge answers against the float32 reference.
+
+    Args:
+        control: answers that are known to be wrong; each must be rejected for its tokens. None: no control was run.
+    """
+    checks = [_agrees(f"{one.name} agrees", allowed.holds(one), f"{one.name} disagrees") for one in plugin]
+    few = allowed.allows_outliers_of(plugin)
+    checks.append(_agrees("few log probabilities differ", few, "too many log probabilities differ"))
+    if control is not None:
+        noticed = bool(control) and all(tokens_rejected(one, allowed) for one in control)
+        blind = "the control was not noticed, so the comparison is blind"
+        checks.append(_agrees("wrong tokens are noticed", noticed, blind))
+    return Verdict(checks=checks, tolerance=allowed, own=(), plugin=plugin, controls={"": control or ()})
+
+
+def _agrees(name: str, holds: bool, otherwise: str) -> Check:
+    return Check(name=name, holds=holds, detail="" if holds else otherwise)
+
+
+def tokens_rejected(one: Compared, allowed: ReferenceTolerance) -> bool:
+    """Whether a request has wrong tokens. Wrong log probabilities alone would not show that tokens are judged."""
+    return any(at.token != at.expected for at in allowed.wrong(one))
 
 
 def complete(measured: Measured) -> Check:
@@ -117,7 +145,7 @@ def active(run: Run) -> Check:
     return Check(name="the plugin served", holds=run.active, detail=detail)
 
 
-def spread_check(own: Sequence[Compared], allowed: Tolerance, *, name: str, nothing: str) -> Check:
+def spread_check(own: Sequence[Compared], allowed: StockTolerance, *, name: str, nothing: str) -> Check:
     """Whether the differences that `allowed` follows from were measured.
 
     Args:
@@ -136,7 +164,7 @@ def spread_check(own: Sequence[Compared], allowed: Tolerance, *, name: str, noth
 
 
 def agreement_checks(
-    plugin: Sequence[Compared], allowed: Tolerance, between: str = "stock and the plugin"
+    plugin: Sequence[Compared], allowed: StockTolerance, between: str = "stock and the plugin"
 ) -> list[Check]:
     """Whether the plugin's answers are close enough, request by request and on average.
 
@@ -152,7 +180,7 @@ def agreement_checks(
     )
     if not plugin:
         detail = f"no request was answered by both {between}"
-    holds, detail = bool(plugin) and not rejected, _some([explain(one, allowed) for one in rejected]) or detail
+    holds, detail = bool(plugin) and not rejected, _some([allowed.explain(one) for one in rejected]) or detail
     checks = [Check(name="the plugin agrees, request by request", holds=holds, detail=detail)]
     forced = ("forced positions", [one for one in plugin if rule.is_forced(one)], allowed.forced_mean)
     for what, some, limit in (("answers", answers, allowed.answers_mean), forced):
@@ -165,19 +193,6 @@ def agreement_checks(
 def _equal(compared: Sequence[Compared]) -> str:
     equal, tokens = sum(one.equal for one in compared), sum(one.tokens for one in compared)
     return f"{equal} of {tokens} tokens equal before answers diverge"
-
-
-def explain(one: Compared, allowed: Tolerance) -> str:
-    """Why a request does not agree."""
-    if one.problem:
-        what = one.problem
-    elif rule.is_forced(one):
-        what = f"mean difference {one.mean:.4f} of {allowed.forced_mean:.4f}"
-    elif one.gap is not None and one.gap > allowed.largest:
-        what = f"token {one.equal} differs and is not a near tie, gap {one.gap:.3f} of {allowed.largest:.3f}"
-    else:
-        what = f"largest difference {one.largest:.3f} of {allowed.largest:.3f}"
-    return f"{one.group} {one.name}: {what}"
 
 
 def _cached(measured: Measured) -> Check:
@@ -202,7 +217,7 @@ def _cached(measured: Measured) -> Check:
     return Check(name="the prefix cache was hit", holds=holds, detail=detail)
 
 
-def control_check(control: Sequence[Compared], allowed: Tolerance, run: Run | None, selects_above: int) -> Check:
+def control_check(control: Sequence[Compared], allowed: StockTolerance, run: Run | None, selects_above: int) -> Check:
     """Wrong tokens must be noticed in prompts with a selection: those of more than `selects_above` tokens."""
     name = "wrong tokens are noticed"
     # Unanswered requests, for lack of time for example, show nothing.

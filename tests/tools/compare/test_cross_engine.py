@@ -12,7 +12,7 @@ import pytest
 
 from nsa_plugin.tools.compare import cross_engine
 from nsa_plugin.tools.compare.measured import CONTROL, PLUGIN, STOCK, Answer, Measured, Run
-from nsa_plugin.tools.compare.rule import FLOORS, V4_FLOOR, Floor
+from nsa_plugin.tools.compare.tolerance import FLOORS, V4_FLOOR, Floor
 from nsa_plugin.tools.compare.workload import LIMIT
 from nsa_plugin.tools.pages import site
 from nsa_plugin.tools.serving.engine import CompareError

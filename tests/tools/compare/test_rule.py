@@ -11,7 +11,8 @@ import pytest
 
 from nsa_plugin.tools.compare import rule
 from nsa_plugin.tools.compare.measured import CONTROL, PLUGIN, STOCK, Answer, Measured, Run
-from nsa_plugin.tools.compare.rule import FLOORS, V4_FLOOR, compare, floor_of, tolerance
+from nsa_plugin.tools.compare.rule import compare
+from nsa_plugin.tools.compare.tolerance import FLOORS, V4_FLOOR, floor_of, tolerance
 from nsa_plugin.tools.compare.verdict import judge
 
 TOP = {1: -1.0, 2: -1.3, 3: -4.0}

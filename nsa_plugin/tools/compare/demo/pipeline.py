@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,22 +15,17 @@ from typing import TYPE_CHECKING, Any
 from nsa_plugin.errors import NsaPluginError
 from nsa_plugin.tools.checkpoints.v32 import CheckpointSpec, write_checkpoint
 from nsa_plugin.tools.compare.demo.checks import compilation_mode, coverage, preemptions
-from nsa_plugin.tools.compare.demo.rule import (
-    TOLERANCES,
-    ReferenceComparison,
-    ReferenceTolerance,
-    compare,
-    control_noticed,
-)
-from nsa_plugin.tools.compare.demo.trace import read_trace
+from nsa_plugin.tools.compare.demo.trace import RequestTrace, read_trace
 from nsa_plugin.tools.compare.demo.workload import demo_workload
-from nsa_plugin.tools.compare.measured import CONTROL, PLUGIN
+from nsa_plugin.tools.compare.measured import CONTROL, PLUGIN, Run
 from nsa_plugin.tools.compare.role_server import RoleServer
-from nsa_plugin.tools.compare.verdict import Check
+from nsa_plugin.tools.compare.rule import Compared, compare_with_reference
+from nsa_plugin.tools.compare.tolerance import TOLERANCES, ReferenceTolerance
+from nsa_plugin.tools.compare.verdict import Check, Verdict, judge_with_reference
 from nsa_plugin.tools.serving.client import send
 from nsa_plugin.tools.serving.engine import CompareError
 from nsa_plugin.tools.serving.process import ServerError
-from nsa_plugin.tools.serving.requests import Answer, PromptRequest, RequestGroup
+from nsa_plugin.tools.serving.requests import PromptRequest, RequestGroup
 from nsa_plugin.tools.serving.vllm import VllmCpuEngine, python_path_with_vllm_name
 from nsa_plugin.tools.terminal import Steps
 
@@ -38,6 +33,7 @@ if TYPE_CHECKING:
     from nsa_plugin.tools.reference import ReferenceModel
 
 ENGINE = VllmCpuEngine()
+GROUP = "demo"
 NUM_LOGPROBS = 5
 # The checkpoint, logs and traces of two servers, with room to spare.
 _DISK_BYTES = 500 * 2**20
@@ -71,30 +67,31 @@ class DemoResult:
     """What the run showed.
 
     Attributes:
-        control: comparisons of the server that attends to wrong tokens; empty if it was skipped.
-        startup_report: as the plugin wrote it.
+        plugin, control: the servers' runs, their answers under the group "demo"; `control` is empty if skipped.
+        trace: its batches.
+        verdict: its answers against the reference.
+        coverage: one check for each execution path.
     """
 
     options: DemoOptions
     engine_version: str
     command: Sequence[str]
-    start_seconds: float
-    tolerance: ReferenceTolerance
-    requests: Sequence[ReferenceComparison]
-    checks: Sequence[Check]
-    control: Sequence[ReferenceComparison]
-    startup_report: Mapping[str, Any]
+    requests: Sequence[PromptRequest]
+    plugin: Run
+    control: Run
+    trace: RequestTrace
+    verdict: Verdict
+    coverage: Sequence[Check]
+
+    @property
+    def tolerance(self) -> ReferenceTolerance:
+        return TOLERANCES[self.options.dtype]
 
     @property
     def failures(self) -> list[str]:
         """Each check that failed, in a few words."""
-        failed = [f"{one.name} disagrees" for one in self.requests if not one.agrees]
-        failed += [f"not shown: {check.name}" for check in self.checks if not check.holds]
-        if not self.tolerance.allows_outliers_of(self.requests):
-            failed.append("too many log probabilities differ")
-        if self.options.control and not control_noticed(self.control):
-            failed.append("the control was not noticed, so the comparison is blind")
-        return failed
+        failed = [check.detail for check in self.verdict.checks if not check.holds]
+        return failed + [f"not shown: {check.name}" for check in self.coverage if not check.holds]
 
     @property
     def ok(self) -> bool:
@@ -117,44 +114,45 @@ def run_pipeline(options: DemoOptions, steps: Steps) -> DemoResult:
         model = write_checkpoint(options.work_dir / "model", spec)
 
     with _started(PLUGIN, model, max_model_len, options, steps, "Starting vllm serve with the plugin") as plugin:
-        answers = _send(plugin, requests, options, steps, f"Sending {len(requests)} requests")
+        _send(plugin, requests, options, steps, f"Sending {len(requests)} requests")
         preempted = preemptions(plugin.server.get(ENGINE.metrics_path))
-        command, start_seconds = plugin.server.command(), plugin.server.start_seconds
+        command = plugin.server.command()
 
     with steps.step("Loading the reference model"):
         from nsa_plugin.tools.reference import ReferenceModel
 
         reference = ReferenceModel.load(model)
-    tolerance = TOLERANCES[options.dtype]
-    comparisons = _compare(reference, requests, answers, tolerance, steps, "Comparing every token with the reference")
+    compared = _compare(reference, requests, plugin.run, steps, "Comparing every token with the reference")
     trace = read_trace(plugin.trace, [request.name for request in requests])
 
-    control: list[ReferenceComparison] = []
+    control, control_run = None, Run(role=CONTROL)
     if options.control:
         title = "Control: starting a server that attends to wrong tokens"
         sent_again = [request for request in requests if request.control]
         with _started(CONTROL, model, max_model_len, options, steps, title) as wrong:
-            wrong_answers = _send(wrong, sent_again, options, steps, f"Control: sending {len(sent_again)} requests")
-        control = _compare(reference, sent_again, wrong_answers, tolerance, steps, "Control: comparing")
+            _send(wrong, sent_again, options, steps, f"Control: sending {len(sent_again)} requests")
+        control_run = wrong.run
+        control = _compare(reference, sent_again, control_run, steps, "Control: comparing")
 
+    plugin.run.report = _startup_report(plugin.report)
     compilation = compilation_mode(plugin.log.read_text(errors="replace"))
     return DemoResult(
         options=options,
         engine_version=version,
         command=command,
-        start_seconds=start_seconds,
-        tolerance=tolerance,
-        requests=[replace(comparison, routes=trace.routes(comparison.name)) for comparison in comparisons],
-        checks=coverage(
+        requests=requests,
+        plugin=plugin.run,
+        control=control_run,
+        trace=trace,
+        verdict=judge_with_reference(compared, control, TOLERANCES[options.dtype]),
+        coverage=coverage(
             requests,
-            answers,
+            plugin.run.answers[GROUP],
             trace,
             chunk=options.max_num_batched_tokens,
             preempted=preempted if options.small_cache else None,
             compilation=compilation if options.compile else None,
         ),
-        control=control,
-        startup_report=_startup_report(plugin.report),
     )
 
 
@@ -263,16 +261,13 @@ def _started(
         one.server.stop()
 
 
-def _send(
-    one: RoleServer, requests: Sequence[PromptRequest], options: DemoOptions, steps: Steps, title: str
-) -> dict[str, Answer]:
-    group = RequestGroup(
-        name="demo", case="demo", how="at once", requests=tuple(requests), top=NUM_LOGPROBS, traced=True
-    )
+def _send(one: RoleServer, requests: Sequence[PromptRequest], options: DemoOptions, steps: Steps, title: str) -> None:
+    """Send the requests; the server's run keeps the answers."""
+    group = RequestGroup(name=GROUP, case=GROUP, how="at once", requests=tuple(requests), top=NUM_LOGPROBS, traced=True)
     number = itertools.count(1)
     with steps.step(title) as say:
         try:
-            return send(
+            one.run.answers[GROUP] = send(
                 ENGINE,
                 one.server.url,
                 group,
@@ -285,21 +280,16 @@ def _send(
 
 
 def _compare(
-    reference: ReferenceModel,
-    requests: Sequence[PromptRequest],
-    answers: Mapping[str, Answer],
-    tolerance: ReferenceTolerance,
-    steps: Steps,
-    title: str,
-) -> list[ReferenceComparison]:
-    comparisons = []
+    reference: ReferenceModel, requests: Sequence[PromptRequest], run: Run, steps: Steps, title: str
+) -> list[Compared]:
+    compared = []
     with steps.step(title) as say:
         for number, request in enumerate(requests, 1):
             say(f"{number} of {len(requests)}, {request.name}")
-            answer = answers[request.name]
-            run = reference.run([*request.prompt, *answer.token_ids])
-            comparisons.append(compare(request, answer, run, tolerance))
-    return comparisons
+            answer = run.answers[GROUP][request.name]
+            given = reference.run([*request.prompt, *answer.token_ids])
+            compared.append(compare_with_reference(request, answer, given, group=GROUP))
+    return compared
 
 
 def _startup_report(path: Path) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from typing import Any
 
 from nsa_plugin.tools import records
@@ -31,21 +30,16 @@ def as_record(report: Mapping[str, Any], command: Sequence[str]) -> dict[str, An
     }
     rows = [_row(case, request) for request in report["requests"]]
     rows += [_row(case | {"fault": "shift_indices"}, request) for request in report["control"]["requests"]]
-    return {
-        "schema": records.SCHEMA,
-        "suite": f"{engine['name']}-{engine['version']}-v32-{'-'.join(variant).replace('_', '-')}",
-        "command": " ".join(command),
-        "date": f"{datetime.now(UTC):%Y-%m-%d}",
-        "host": {
-            "gpu": "",
-            "gpus": 0,
-            "cpu": records.processor(),
-            "torch": records.version("torch"),
-            "libraries": records.libraries(LIBRARIES),
-            "commit": records.checkout(),
-        },
-        "rows": rows,
+    suite = f"{engine['name']}-{engine['version']}-v32-{'-'.join(variant).replace('_', '-')}"
+    host = {
+        "gpu": "",
+        "gpus": 0,
+        "cpu": records.processor(),
+        "torch": records.version("torch"),
+        "libraries": records.libraries(LIBRARIES),
+        "commit": records.checkout(),
     }
+    return {**records.head(suite, " ".join(command), host), "rows": rows}
 
 
 def _row(case: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str, Any]:

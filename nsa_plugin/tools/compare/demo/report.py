@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -11,9 +11,12 @@ from rich.console import Console
 from rich.table import Table
 
 from nsa_plugin import __version__
-from nsa_plugin.tools.compare.demo.pipeline import DemoResult
-from nsa_plugin.tools.compare.demo.rule import ReferenceComparison, ReferenceTolerance, control_noticed
+from nsa_plugin.tools.compare.demo.pipeline import GROUP, DemoResult
 from nsa_plugin.tools.compare.demo.trace import RouteSummary
+from nsa_plugin.tools.compare.measured import Run
+from nsa_plugin.tools.compare.rule import Compared
+from nsa_plugin.tools.compare.tolerance import ReferenceTolerance
+from nsa_plugin.tools.compare.verdict import tokens_rejected
 from nsa_plugin.tools.terminal import table
 
 SCHEMA = 1
@@ -23,23 +26,23 @@ _WIDTH_FOR_REASONS = 120
 
 def print_report(result: DemoResult, console: Console) -> None:
     """Print the requests, what the run covered, the control, the start-up report, and the verdict last."""
-    tolerance = result.tolerance
+    tolerance, routes = result.tolerance, {one.name: result.trace.routes(one.name) for one in result.requests}
     wide = console.width >= _WIDTH_FOR_REASONS
     console.print("\nRequests")
-    console.print(_requests_table(result.requests, reasons=wide))
+    console.print(_requests_table(result, routes, reasons=wide))
     if not wide:
-        for request in result.requests:
-            console.print(f"{request.name}:")
-            for route in request.routes:
+        for name, taken in routes.items():
+            console.print(f"{name}:")
+            for route in taken:
                 console.print(f"  {_route_text(route)}")
         console.print()
-    for request in result.requests:
-        if not request.agrees:
-            console.print(f"✗ {request.name}: {request.explanation()}")
+    for one in result.verdict.plugin:
+        if not tolerance.holds(one):
+            console.print(f"✗ {one.name}: {tolerance.explain(one)}")
 
     console.print("What the run covered")
     checks = Table(box=SIMPLE_HEAD, show_header=False)
-    for check in result.checks:
+    for check in result.coverage:
         checks.add_row("✓" if check.holds else "✗", check.name, check.detail)
     console.print(checks)
     if result.options.control:
@@ -48,15 +51,15 @@ def print_report(result: DemoResult, console: Console) -> None:
             (
                 one.name,
                 f"{one.equal} of {one.tokens}",
-                f"{one.max_logprob_error:.1e}",
-                "✓" if control_noticed([one]) else "✗",
+                f"{one.largest:.1e}",
+                "✓" if tokens_rejected(one, tolerance) else "✗",
             )
-            for one in result.control
+            for one in result.verdict.controls[""]
         ]
         console.print(table("", "Request", "Tokens equal", "max |Δlogprob|", "Noticed", rows=control))
 
     console.print("Start-up report of the plugin, as the server logged it")
-    console.print(f"\n{result.startup_report['text']}\n", soft_wrap=True)
+    console.print(f"\n{result.plugin.report['text']}\n", soft_wrap=True)
     console.print(f"Judged as {result.options.dtype}: {_rule(tolerance)}.")
     console.print(verdict(result))
 
@@ -73,14 +76,13 @@ def _rule(tolerance: ReferenceTolerance) -> str:
 
 def verdict(result: DemoResult) -> str:
     """One line: whether the run passed."""
-    requests = result.requests
-    equal, ties, total, outliers = (
-        sum(getattr(one, name) for one in requests) for name in ("equal", "ties", "tokens", "outliers")
-    )
-    worst = max((one.max_logprob_error for one in requests), default=0.0)
+    requests, tolerance = result.verdict.plugin, result.tolerance
+    equal, total = sum(one.equal for one in requests), sum(one.tokens for one in requests)
+    ties, outliers = sum(map(tolerance.ties, requests)), sum(map(tolerance.outliers, requests))
+    worst = max((one.largest for one in requests), default=0.0)
     summary = f"{equal} of {total} tokens equal{f' and {_ties(ties)}' if ties else ''}, largest |Δlogprob| {worst:.1e}"
     if outliers:
-        summary += f", beyond {result.tolerance.logprob:g} at {outliers} position{'s' * (outliers > 1)}"
+        summary += f", beyond {tolerance.logprob:g} at {outliers} position{'s' * (outliers > 1)}"
     if result.failures:
         return f"✗ FAILED: {'; '.join(result.failures)} ({summary})."
     control = "; wrong attention was noticed in every control request" if result.options.control else ""
@@ -97,7 +99,7 @@ def _route_text(route: RouteSummary) -> str:
     return f"{route.phase}: {route.attention} by {route.provider}, {tokens}; {route.reason}"
 
 
-def _requests_table(requests: Sequence[ReferenceComparison], *, reasons: bool) -> Table:
+def _requests_table(result: DemoResult, routes: Mapping[str, Sequence[RouteSummary]], *, reasons: bool) -> Table:
     made = Table(box=SIMPLE_HEAD, show_lines=reasons, pad_edge=False, collapse_padding=not reasons)
     made.add_column("Request", no_wrap=True)
     for name in ("Prompt", "Output", "Cached"):
@@ -108,15 +110,17 @@ def _requests_table(requests: Sequence[ReferenceComparison], *, reasons: bool) -
         made.add_column("Route", no_wrap=True)
     made.add_column("Tokens equal", justify="right")
     made.add_column("max |Δlogprob|", justify="right")
-    for one in requests:
-        ties = f"\n+ {_ties(one.ties)}" if one.ties else ""
-        routes = [_route_text(route) if reasons else f"{route.attention} x{route.steps}" for route in one.routes]
+    answers, tolerance = result.plugin.answers[GROUP], result.tolerance
+    for one in result.verdict.plugin:
+        tied = tolerance.ties(one)
+        ties = f"\n+ {_ties(tied)}" if tied else ""
+        taken = [_route_text(route) if reasons else f"{route.attention} x{route.steps}" for route in routes[one.name]]
         made.add_row(
             one.name,
-            *map(str, (one.prompt_tokens, one.tokens, one.cached_tokens)),
-            "\n".join(routes),
-            f"{'✓' if one.agrees else '✗'} {one.equal} of {one.tokens}{ties}",
-            f"{one.max_logprob_error:.1e}",
+            *map(str, (one.prompt, one.tokens, answers[one.name].cached_tokens)),
+            "\n".join(taken),
+            f"{'✓' if tolerance.holds(one) else '✗'} {one.equal} of {one.tokens}{ties}",
+            f"{one.largest:.1e}",
         )
     return made
 
@@ -124,6 +128,8 @@ def _requests_table(requests: Sequence[ReferenceComparison], *, reasons: bool) -
 def as_dict(result: DemoResult) -> dict[str, Any]:
     """The report as plain data, for JSON."""
     options = {**asdict(result.options), "work_dir": str(result.options.work_dir)}
+    control, tolerance = result.verdict.controls[""], result.tolerance
+    noticed = bool(control) and all(tokens_rejected(one, tolerance) for one in control)
     return {
         "schema": SCHEMA,
         "command": "demo",
@@ -135,19 +141,38 @@ def as_dict(result: DemoResult) -> dict[str, Any]:
             "name": "vllm",
             "version": result.engine_version,
             "command": list(result.command),
-            "start_seconds": round(result.start_seconds, 1),
+            "start_seconds": result.plugin.start_seconds,
         },
-        "tolerance": asdict(result.tolerance),
-        "requests": [_as_dict(one) for one in result.requests],
-        "checks": [asdict(check) for check in result.checks],
+        "tolerance": asdict(tolerance),
+        "requests": [
+            _as_dict(one, result, result.plugin, result.trace.routes(one.name)) for one in result.verdict.plugin
+        ],
+        "checks": [asdict(check) for check in result.coverage],
         "control": {
             "ran": result.options.control,
-            "holds": control_noticed(result.control) if result.options.control else None,
-            "requests": [_as_dict(one) for one in result.control],
+            "holds": noticed if result.options.control else None,
+            "requests": [_as_dict(one, result, result.control) for one in control],
         },
-        "startup_report": result.startup_report,
+        "startup_report": result.plugin.report,
     }
 
 
-def _as_dict(one: ReferenceComparison) -> dict[str, Any]:
-    return {**asdict(one), "output_tokens": one.tokens, "agrees": one.agrees}
+def _as_dict(one: Compared, result: DemoResult, run: Run, routes: Sequence[RouteSummary] = ()) -> dict[str, Any]:
+    tolerance, answer = result.tolerance, run.answers[GROUP][one.name]
+    return {
+        "name": one.name,
+        "purpose": next(request.purpose for request in result.requests if request.name == one.name),
+        "prompt_tokens": one.prompt,
+        "cached_tokens": answer.cached_tokens,
+        "seconds": round(answer.seconds, 3),
+        "routes": [asdict(route) for route in routes],
+        "tokens": one.tokens,
+        "output_tokens": one.tokens,
+        "equal": one.equal,
+        "ties": tolerance.ties(one),
+        "outliers": tolerance.outliers(one),
+        "max_logprob_error": one.largest,
+        "wrong": [asdict(at) for at in tolerance.wrong(one)],
+        "problem": one.problem,
+        "agrees": tolerance.holds(one),
+    }

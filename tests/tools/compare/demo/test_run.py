@@ -18,8 +18,8 @@ import pytest
 from nsa_plugin.commands import demo as command
 from nsa_plugin.tools.checkpoints.v32 import CheckpointSpec
 from nsa_plugin.tools.compare.demo import pipeline
-from nsa_plugin.tools.compare.demo.rule import ReferenceTolerance
 from nsa_plugin.tools.compare.demo.workload import demo_workload
+from nsa_plugin.tools.compare.tolerance import ReferenceTolerance
 from nsa_plugin.tools.serving import vllm
 from nsa_plugin.tools.serving.engine import CompareError
 
