@@ -19,7 +19,6 @@ from nsa_plugin.tools.compare.workload import FORCED, LIMIT, SAME
 from nsa_plugin.tools.serving.requests import Answer, PromptRequest
 
 if TYPE_CHECKING:
-    from nsa_plugin.tools.compare.tolerance import StockTolerance
     from nsa_plugin.tools.reference import ReferenceRun
 
 
@@ -182,12 +181,12 @@ def between(measured: Measured, ours: Run, theirs: Run) -> list[Compared]:
     return _compare_groups(measured, ours, theirs, pairs)
 
 
-def against_stock(measured: Measured, stock: Run, run: Run, allowed: StockTolerance) -> list[Compared]:
+def against_stock(measured: Measured, stock: Run, run: Run, agrees: Callable[[Compared], bool]) -> list[Compared]:
     """As `between`. Where stock's answers to one prompt do not agree with each other, the closer one counts."""
     others: dict[tuple[str, str], list[str]] = {}
     for pair in (pair for pair in SAME if set(pair) <= stock.answers.keys()):
         for one in _compare_groups(measured, stock, stock, [pair]):
-            if not one.problem and not allowed.holds(one):
+            if not one.problem and not agrees(one):
                 for group, other in (pair, pair[::-1]):
                     others.setdefault((group, one.name), []).append(other)
 
@@ -195,7 +194,7 @@ def against_stock(measured: Measured, stock: Run, run: Run, allowed: StockTolera
         against = partial(compare, theirs=run.answers[one.group][one.name], group=one.group, name=one.name)
         twins = (stock.answers[other][one.name] for other in others.get((one.group, one.name), []))
         found = (one, *(against(twin, prompt=one.prompt) for twin in twins))
-        return next((other for other in found if allowed.holds(other)), one)
+        return next((other for other in found if agrees(other)), one)
 
     return [closer(one) for one in between(measured, stock, run)]
 

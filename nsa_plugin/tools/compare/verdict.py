@@ -56,7 +56,9 @@ def judge(measured: Measured) -> Verdict:
     stock = runs.get(STOCK)
 
     def against_stock(role: str) -> list[Compared]:
-        return rule.against_stock(measured, stock, runs[role], allowed) if stock is not None and role in runs else []
+        if stock is None or role not in runs:
+            return []
+        return rule.against_stock(measured, stock, runs[role], allowed.holds)
 
     plugin, control = against_stock(PLUGIN), against_stock(CONTROL)
     agreement = any(case in AGREEMENT_CASES for case in measured.asked["cases"])
