@@ -1,7 +1,8 @@
 """python -m tests.backends.fuzz [COUNT] [--seed N]: random batches of vLLM through one layer, against float32.
 
 Each batch mixes decode and verify steps, requests without query tokens, prompts that attend densely, and prompts that
-select, with and without a prefix; some are padded as for a CUDA graph. Batch n depends on the seed and n alone.
+select, with and without a prefix; some are padded as for a CUDA graph. Some are followed by a layer that shares the
+selection of the first. Batch n depends on the seed and n alone.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable
 from random import Random
 
 from nsa_plugin.decision.plan import Plan
-from tests.backends.fake_vllm.v32 import CPU, MAX_LEN, MAX_ROWS, WITH_FLASH_MLA, Step, World, planner
+from tests.backends.fake_vllm.v32 import CPU, HEADS, MAX_LEN, MAX_ROWS, WITH_FLASH_MLA, Step, World, planner
 
 REQUESTS = 11
 
@@ -26,6 +27,7 @@ def world(random: Random) -> World:
             step_tokens=random.choice((1, 1, 2, 3)),
             workspace_tokens=random.choice((0, 0, 30, 200)),
             mha_max_kv=random.choice((-1, -1, 0, 7)),
+            heads=random.choice((HEADS, HEADS, 1, 8, 16)),
         ),
         later=random.random() < 0.5,
     )
@@ -71,6 +73,9 @@ def run(count: int, seed: int) -> Counter[str]:
         try:
             step = batch(random)
             step.check()
+            if random.random() < 0.25:  # a layer that shares the selection: other queries, the same buffer
+                step.q = step.q.flip(0)
+                step.check()
         except Exception as error:
             what = "a batch" if step is None else f"{step.lengths}, {step.world.planner.settings}"
             raise AssertionError(f"batch {number} of seed {seed}: {what}: {error!r}") from error

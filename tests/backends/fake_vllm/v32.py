@@ -220,7 +220,7 @@ class Layer:
         self, q: torch.Tensor, kv_c: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, metadata: Any
     ) -> torch.Tensor:
         """[rows, heads * v]; rows behind num_actual_tokens are NaN."""
-        output = torch.full((q.shape[0], HEADS * V), torch.nan, dtype=q.dtype)
+        output = torch.full((q.shape[0], self.impl.num_heads * V), torch.nan, dtype=q.dtype)
         rows = metadata.num_actual_tokens
         q, kv_c, k_pe = q[:rows], kv_c[:rows], k_pe[:rows]
         assert self.impl.dcp_world_size == 1
@@ -242,7 +242,7 @@ class Layer:
             absorbed = torch.bmm(nope.transpose(0, 1), self.W_UK_T).transpose(0, 1)
             assert self.impl.is_sparse or metadata.decode is not None
             attended, _ = self.impl.forward_mqa((absorbed, rope), kv_cache, metadata, self)
-            latent = attended.view(-1, HEADS, LORA).transpose(0, 1)
+            latent = attended.view(-1, self.impl.num_heads, LORA).transpose(0, 1)
             output[:mqa] = torch.bmm(latent, self.W_UV).transpose(0, 1).reshape(mqa, -1)
         return output
 
@@ -259,6 +259,10 @@ class World:
     rank: int = 0
     requests: dict[int, torch.Tensor] = field(default_factory=dict)
 
+    @property
+    def heads(self) -> int:
+        return self.planner.model.heads_per_rank
+
     def __post_init__(self) -> None:
         random = torch.Generator().manual_seed(3)
         self.random, self.random_heads = random, torch.Generator().manual_seed(100 + self.rank)
@@ -266,7 +270,7 @@ class World:
         self.cache: PagedCache = allocate_cache(layout, 160, PAGE, dim=LORA + ROPE if layout == "bf16" else None)
         shape = (160, PAGE, -1)
         self.kv_cache = self.cache.data.view(shape)
-        self.weight = (torch.randn(LORA, HEADS, NOPE + V, generator=self.random_heads) * 0.08).bfloat16()
+        self.weight = (torch.randn(LORA, self.heads, NOPE + V, generator=self.random_heads) * 0.08).bfloat16()
         self.buffer = torch.full((MAX_ROWS, self.planner.model.index_topk), 7, dtype=torch.int32)
         self.layers: dict[str, Any] = {"another": SimpleNamespace()}
         stock = LaterImpl if self.later else StockImpl
@@ -276,7 +280,7 @@ class World:
             rebased(stock, SparseBase, DenseBase), lambda: self.planner, lambda: providers, lambda: self.layers
         )
         self.impl = impl_cls(
-            num_heads=HEADS,
+            num_heads=self.heads,
             head_size=LORA + ROPE,
             scale=SCALE,
             kv_cache_dtype="fp8_ds_mla" if layout == "v32_fp8" else "auto",
@@ -321,7 +325,7 @@ class Step:
         def normal(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, generator=random).bfloat16()
 
-        self.q = torch.randn(total, HEADS, NOPE + ROPE, generator=world.random_heads).bfloat16()
+        self.q = torch.randn(total, world.heads, NOPE + ROPE, generator=world.random_heads).bfloat16()
         self.kv_c, self.k_pe = normal(total, LORA), normal(total, 1, ROPE)
         pages = MAX_LEN // PAGE + 1
         self.table = torch.zeros(num_requests, pages, dtype=torch.int32)
@@ -385,12 +389,12 @@ class Step:
         """[rows, heads, v] of the layer."""
         world = self.world
         out = world.layer.forward_impl(self.q, self.kv_c, self.k_pe, world.kv_cache, self.metadata)
-        return out.view(-1, HEADS, V)
+        return out.view(-1, world.heads, V)
 
     def expected(self) -> torch.Tensor:
         """float32 [rows, heads, v], densely, head by head: keys and values projected, unselected ones masked."""
         world = self.world
-        out = torch.zeros(self.common.num_actual_tokens, HEADS, V)
+        out = torch.zeros(self.common.num_actual_tokens, world.heads, V)
         weight = world.weight.float()
         for request, (rows, context) in enumerate(self.lengths):
             latent = reference_read(world.cache, self.slots(request), dtype=torch.float32)
@@ -399,7 +403,7 @@ class Step:
             if dense:
                 latent[context - rows :] = torch.cat([self.kv_c[mine], self.k_pe[mine].squeeze(1)], dim=-1).float()
             kv = torch.einsum("nl,lhd->nhd", latent[:, :LORA], weight)
-            k = torch.cat([kv[..., :NOPE], latent[:, None, LORA:].expand(-1, HEADS, -1)], dim=-1)
+            k = torch.cat([kv[..., :NOPE], latent[:, None, LORA:].expand(-1, world.heads, -1)], dim=-1)
             for place in range(rows):
                 row, seen = mine.start + place, context - rows + place + 1
                 visible = torch.zeros(context, dtype=torch.bool)
