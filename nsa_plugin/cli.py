@@ -79,6 +79,17 @@ def _parser(asked: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def _hint(command: argparse.ArgumentParser, flag: str, module: str) -> str:
+    """What the user may have meant by a flag that a command does not have."""
+    known = [name for name in command._option_string_actions if name.startswith("--")]
+    near = difflib.get_close_matches(flag.partition("=")[0], known, 1, 0.75)
+    if near:
+        return f". Did you mean {near[0]}?"
+    if getattr(importlib.import_module(module), "TAKES_ENGINE_FLAGS", False):
+        return ". Flags of the engine go after --"
+    return ". Flags of an engine belong to that engine's command" if "nsa-plugin" in flag else ""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code is one of `EXIT_CODES`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -93,7 +104,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         args, unknown = parser.parse_known_args(arguments[:end])
         command: argparse.ArgumentParser = args.parser
         if unknown:
-            command.error(f"unrecognized arguments: {' '.join(unknown)}")
+            hint = _hint(command, unknown[0], COMMANDS[args.command][0])
+            command.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         args.engine_flags = arguments[end + 1 :]
         module = importlib.import_module(COMMANDS[args.command][0])
         if args.engine_flags and not getattr(module, "TAKES_ENGINE_FLAGS", False):

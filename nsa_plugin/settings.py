@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -249,8 +250,15 @@ def _unknown(name: str, source: str) -> SettingsError:
     close = difflib.get_close_matches(name, Settings.names(), n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     return SettingsError(
-        f"unknown nsa-plugin setting {name!r} in {source}.{hint} Allowed: {', '.join(Settings.names())}"
+        f"unknown nsa-plugin setting {name!r} in {source}.{hint} Allowed: {', '.join(Settings.names())}. "
+        f"{_next_step(source)}"
     )
+
+
+def _next_step(source: str) -> str:
+    """What to do about a setting that is refused; an environment variable is in the parentheses of its source."""
+    variable = re.fullmatch(rf"the environment \(({ENV_PREFIX}\S+)\)", source, re.IGNORECASE)
+    return f"Correct it, or: unset {variable[1]}" if variable else f"Correct or remove it in {source}"
 
 
 def parse_source(values: Mapping[str, object], source: str) -> dict[str, Any]:
@@ -262,7 +270,7 @@ def parse_source(values: Mapping[str, object], source: str) -> dict[str, Any]:
     if not isinstance(values, Mapping):
         raise SettingsError(
             f"{source} must be a mapping of settings to values, got {values!r}. "
-            f"Allowed settings: {', '.join(Settings.names())}"
+            f"Allowed settings: {', '.join(Settings.names())}. {_next_step(source)}"
         )
     specs = {f.name: f.metadata for f in fields(Settings)}
     parsed: dict[str, Any] = {}
@@ -272,7 +280,9 @@ def parse_source(values: Mapping[str, object], source: str) -> dict[str, Any]:
         try:
             parsed[name] = specs[name]["parse"](value)
         except ValueError as error:
-            raise SettingsError(f"nsa-plugin setting {name!r} in {source} is {value!r}; allowed: {error}") from None
+            raise SettingsError(
+                f"nsa-plugin setting {name!r} in {source} is {value!r}; allowed: {error}. {_next_step(source)}"
+            ) from None
     return parsed
 
 

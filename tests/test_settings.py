@@ -144,6 +144,19 @@ def test_bad_value_in_the_environment_names_the_variable() -> None:
         resolve(environ={"NSA_PLUGIN_LOGITS_BUDGET_MB": "lots"})
 
 
+@pytest.mark.parametrize(
+    "value", [{"NSA_PLUGIN_STRICT": "maybe"}, {"NSA_PLUGIN_STRIKT": "1"}, {"NSA_PLUGIN_strict": "0"}]
+)
+def test_a_refused_variable_says_how_to_get_rid_of_it(value: dict[str, str]) -> None:
+    with pytest.raises(SettingsError, match=rf"Correct it, or: unset {next(iter(value))}$"):
+        resolve(environ=value)
+
+
+def test_a_refused_flag_says_where_to_correct_it() -> None:
+    with pytest.raises(SettingsError, match=r"Correct or remove it in --nsa-plugin-strict$"):
+        parse_source({"strict": "maybe"}, "--nsa-plugin-strict")
+
+
 def test_other_variables_are_left_alone() -> None:
     assert resolve(environ={"NSA": "1", "MY_NSA_PLUGIN_STRICT": "?", "VLLM_X": "y"}).settings == DEFAULTS
 

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -143,21 +144,29 @@ def _show(report: list[dict[str, Any]], *, verbose: bool) -> None:
                 style="red",
             )
     if not verbose:
-        out.print("-v adds targets and reasons")
+        out.print("-v lists each patch with its targets and reasons")
 
 
 def _short_rows(title: str, patches: list[dict[str, Any]]) -> Table:
-    """One line a patch that this version and device need, with what is wrong; the others are counted."""
-    rows = table(title, "patch", "state", "needed")
+    """How many patches each need has, and a line for each that is missing or no longer needed."""
+    rows = table(title, "needed", "patches", "state")
     shown = [patch for patch in patches if patch["state"] not in ("unused", "elsewhere")]
+    for need in dict.fromkeys(patch["need"] for patch in shown):
+        states = Counter(patch["state"] for patch in shown if patch["need"] == need)
+        changed = sum(patch["changes"] for patch in shown if patch["need"] == need)
+        counts = ", ".join(f"{changes} {what}" for changes, what in _counts(changed, states.total()) if changes)
+        rows.add_row(need, counts, ", ".join(f"{times} {state}" for state, times in states.items() if state != "-"))
     for patch in shown:
-        wrong = patch["state"] in ("missing", "not_needed")
-        needed = f"{patch['need']}{'' if patch['changes'] else ', not changed'}"
-        rows.add_row(patch["name"], patch["state"], patch["detail"] if wrong else needed)
+        if patch["state"] in ("missing", "not_needed"):
+            rows.add_row(patch["name"], patch["state"], patch["detail"])
     if len(patches) > len(shown):
         others = len(patches) - len(shown)
-        rows.caption, rows.caption_justify = f"{others} not listed: for another version or device", "left"
+        rows.caption, rows.caption_justify = f"{others} not counted: for another version or device", "left"
     return rows
+
+
+def _counts(changed: int, total: int) -> tuple[tuple[int, str], ...]:
+    return (changed, "changed"), (total - changed, "built on")
 
 
 def _all_rows(title: str, patches: list[dict[str, Any]]) -> Table:

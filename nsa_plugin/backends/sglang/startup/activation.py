@@ -21,15 +21,13 @@ from typing import TYPE_CHECKING, Any
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from nsa_plugin.backends.sglang.startup import flags, metrics, model
+from nsa_plugin.backends.sglang.startup import flags, model
 from nsa_plugin.errors import LeftToStockError, NsaPluginError, PatchError, SettingsError
 from nsa_plugin.libraries.probe import probe
 from nsa_plugin.patches import sglang as ledger_data
-from nsa_plugin.patches import static
 from nsa_plugin.patches.ledger import TURN_OFF, Ledger, Need, Patch, PatchStatus
 from nsa_plugin.settings import ResolvedSettings, why_stock
 from nsa_plugin.switch import SCHEDULER_MODULE, killed
-from nsa_plugin.telemetry import StartupReport
 
 if TYPE_CHECKING:
     from nsa_plugin.backends.sglang.startup.serving import SglangServing
@@ -226,6 +224,10 @@ class SglangProcess:
             self.left += self.serving.notes
             self.serving.settle()
         if _rank() == 0:
+            # Here, because the entry point imports this module in processes that serve nothing.
+            from nsa_plugin.backends.sglang.startup import metrics
+            from nsa_plugin.telemetry import StartupReport
+
             StartupReport(
                 engine=self.ledger.engine,
                 engine_version=str(self.ledger.version),
@@ -282,6 +284,8 @@ def _ledger(version: Version, patches: tuple[Patch, ...]) -> Ledger:
 
 def _check_files(version: Version) -> None:
     """Raise PatchError unless the version is supported and SGLang's files have all targets of the ledger."""
+    from nsa_plugin.patches import static
+
     files = static.installed(ledger_data.ENGINE)
     assert files is not None
     _ledger(version, ledger_data.PATCHES).check(*Need, look=files.check)

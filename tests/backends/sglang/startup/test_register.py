@@ -64,3 +64,9 @@ def test_a_process_that_sglang_starts_imports_no_adapter_when_switched_off(loade
 )
 def test_elsewhere_the_activation_is_loaded(where, environ):
     assert ACTIVATION in imported(where, "", environ)
+
+
+def test_the_process_that_reads_flags_imports_no_decision_and_no_telemetry():
+    loaded = imported("main", "", {"NSA_PLUGIN_ENABLED": "0"})
+    late = {"nsa_plugin.decision.dispatch", "nsa_plugin.telemetry", "nsa_plugin.patches.static", "nsa_plugin.kernels"}
+    assert not late & set(loaded)
