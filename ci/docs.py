@@ -19,8 +19,8 @@ from typing import Any
 from ci import headline, regressions
 from ci.rows import ROOT, Row, engines, load
 from ci.soak.report import runs_table
+from ci.support import CONFIGURATIONS
 from nsa_plugin.backends.common.paths import SGLANG, VLLM
-from nsa_plugin.backends.common.support import CONFIGURATIONS
 from nsa_plugin.commands.engines import ENGINES
 from nsa_plugin.libraries.capabilities import spans
 from nsa_plugin.libraries.manifest import MANIFEST

@@ -38,8 +38,7 @@ def mha_limit(case: Case) -> tuple[int, str]:
     if case.settings.mha_max_kv >= 0:
         return case.settings.mha_max_kv, f"mha_max_kv {case.settings.mha_max_kv}"
     dense, _ = dense_provider(case)
-    key = "mha_limit", case.extend, case.batch.cuda_graph, case.constraints.paths, dense
-    return case.once(key, lambda: _mha_limit(case, dense))
+    return case.once(("mha_limit", case.constraints.paths, dense), lambda: _mha_limit(case, dense))
 
 
 def _mha_limit(case: Case, dense: Route | None) -> tuple[int, str]:

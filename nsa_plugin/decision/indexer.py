@@ -58,8 +58,8 @@ def _provider(case: Case, attention_provider: str) -> tuple[str, str]:
     limits = case.once("indexer.limits", lambda: _row_limits(case))
     if limits and case.batch.num_tokens > min(limits):  # a refusal gives the number of query tokens
         return _first_provider(case, attention_provider)
-    beside_reference = attention_provider == "reference"
-    return case.once(("indexer", beside_reference), lambda: _first_provider(case, attention_provider))
+    allows_reference = attention_provider == "reference"
+    return case.once(("indexer", allows_reference), lambda: _first_provider(case, attention_provider))
 
 
 def _row_limits(case: Case) -> list[int]:

@@ -1,4 +1,4 @@
-"""Every configuration of `support.CONFIGURATIONS` is started: its outcome and its reason are those of the table."""
+"""Every configuration of `ci.support.CONFIGURATIONS` is started: its outcome and its reason are those of the table."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 import torch
 from packaging.version import Version
 
+from ci.support import CONFIGURATIONS, Configuration, Handling
 from nsa_plugin.backends.common.paths import SGLANG, VLLM
-from nsa_plugin.backends.common.support import CONFIGURATIONS, Configuration, Handling
 from nsa_plugin.backends.sglang.startup import activation as sglang_activation
 from nsa_plugin.backends.sglang.startup import model as sglang_model
 from nsa_plugin.backends.sglang.startup.activation import SglangProcess

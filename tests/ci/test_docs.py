@@ -14,7 +14,7 @@ import pytest
 
 from ci import docs
 from ci.rows import Row, engines
-from nsa_plugin.backends.common.support import CONFIGURATIONS
+from ci.support import CONFIGURATIONS
 from nsa_plugin.cli import _parser, main
 from nsa_plugin.settings import Settings
 
@@ -207,8 +207,8 @@ def test_every_file_of_the_repository_that_is_named_exists(page: Path) -> None:
 
 
 def messages() -> str:
-    """Every string of the package, the values in f-strings left out; one a line."""
-    found = []
+    """Every string of the package, the values in f-strings left out, and `CONFIGURATIONS`' messages; one a line."""
+    found = [one.says for one in CONFIGURATIONS]
     for path in (docs.ROOT / "nsa_plugin").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.JoinedStr):

@@ -38,7 +38,7 @@ from nsa_plugin.patches.ledger import TURN_OFF
 from nsa_plugin.settings import FULL, ResolvedSettings
 from nsa_plugin.telemetry import Metrics, Trace
 
-BESIDE = "short prompts batched with long ones"
+SHORT_WITH_LONG = "short prompts batched with long ones"
 OWN_HEADS_FIRST = Version("0.5.14")
 """See `V4State`."""
 
@@ -124,7 +124,7 @@ class SglangServing:
         if backend.nsa_plugin is not None:
             self.routes = self.routes or {name: samples.describe(route) for name, route in routes.items()}
             if not is_v4(backend) and backend.nsa_plugin.plans_prefill:
-                self.routes.setdefault(BESIDE, backend.nsa_plugin.planner.describe_split())
+                self.routes.setdefault(SHORT_WITH_LONG, backend.nsa_plugin.planner.describe_split())
             self.backends.append(backend)
 
     def _adopt_v32(self, backend: Any, model_runner: Any) -> dict[str, Execution]:

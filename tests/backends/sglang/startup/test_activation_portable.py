@@ -46,7 +46,7 @@ def test_the_portable_path_serves_gpus_without_kernels_of_flashmla(
     (backend,) = process.serving.backends
     assert (process.serving.portable, backend.nsa_plugin.portable) == (True, True)
     routes = dict(process.serving.routes)
-    assert routes.pop(serving.BESIDE) == "attend as the long ones: split_prefill is off"
+    assert routes.pop(serving.SHORT_WITH_LONG) == "attend as the long ones: split_prefill is off"
     assert all("triton" in text for text in routes.values())
 
 
@@ -83,7 +83,7 @@ def test_portable_on_emulates_an_older_gpu(
     start(process, build=runner(scaled_fp8=True))
     assert process.serving is not None
     assert (process.serving.device.sm, emulated, Need.PORTABLE in installed) == (86, [86], True)
-    assert all(" by triton" in text for name, text in process.serving.routes.items() if name != serving.BESIDE)
+    assert all(" by triton" in text for name, text in process.serving.routes.items() if name != serving.SHORT_WITH_LONG)
 
 
 def test_v4_and_mixed_chunks_are_left_to_sglang(
