@@ -60,6 +60,7 @@ class Case:
         routes: the ordered routes of `sparse.sparse_routes`, which one decision needs several times.
         known: what follows from the model, the device and the settings alone; see `once`.
         extend: the batch is a prefill.
+        own_load: the load of the kernel call without resharding.
     """
 
     model: ModelShape
@@ -70,9 +71,11 @@ class Case:
     routes: dict[KernelLoad, tuple[Route, ...]] = field(default_factory=dict, repr=False)
     known: dict[Hashable, Any] = field(default_factory=dict, repr=False)
     extend: bool = field(init=False, repr=False)
+    own_load: KernelLoad = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.extend = self.batch.phase is Phase.EXTEND
+        self.own_load = KernelLoad(self.batch.num_tokens, self.model.heads_per_rank)
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return what `make` returned for this key in any case of the same model, device and settings.
@@ -102,10 +105,6 @@ class Case:
     def asked(self) -> str:
         """The library that the settings name for this phase, or "auto"."""
         return str(getattr(self.settings, self.backend_setting))
-
-    @property
-    def own_load(self) -> KernelLoad:
-        return KernelLoad(self.batch.num_tokens, self.model.heads_per_rank)
 
     @property
     def sharded_load(self) -> KernelLoad:

@@ -275,7 +275,7 @@ def _idle_plan(batch: BatchShape) -> Plan:
         attention=Attention.NONE,
         provider="",
         indexer=IndexerPlan(mode=IndexerMode.NONE),
-        reasons=Reasons({"phase": lambda: batch_sentence(batch), **reasons}),
+        reasons=Reasons(lambda: {"phase": batch_sentence(batch), **reasons}),
     )
 
 
@@ -290,7 +290,7 @@ def _dense_plan(case: Case, route: Route, refused: Sequence[Refusal], why: Reaso
         dequantize_kv=route.dequantize_kv,
         indexer=IndexerPlan(mode=IndexerMode.STORE_ONLY),
         reasons=Reasons(
-            {
+            lambda: {
                 "phase": lambda: batch_sentence(batch),
                 "attention": why,
                 "provider": lambda: sparse.provider_sentence(case, route, case.own_load, refused),
@@ -315,13 +315,28 @@ def _sparse_plan(case: Case, not_dense: Reason) -> Plan:
         load = case.sharded_load
         route, refused = sparse.pick_sparse(case, load)
 
-    def attention() -> str:
-        return f"not dense: {text_of(not_dense)}; {sparse.attention_sentence(case, route, load, refused)}"
-
     padding, why_padding = sparse.head_padding(case, route, load.heads)
     indexer, why_indexer = topk_plan(case, route, shared=sharded and case.extend)
     stock_selection, why_selection = _stock_selection(case, indexer)
     stock_attention = stock_selection and route in case.constraints.stock_attends_by
+
+    def attention() -> str:
+        return f"not dense: {text_of(not_dense)}; {sparse.attention_sentence(case, route, load, refused)}"
+
+    def reasons() -> dict[str, Reason]:
+        return {
+            "phase": lambda: batch_sentence(case.batch),
+            "attention": attention,
+            "provider": lambda: sparse.provider_sentence(case, route, load, refused),
+            "dequantize_kv": lambda: sparse.dequantize_sentence(case, route, refused),
+            "head_padding": why_padding,
+            "token_shard": resharding.why,
+            "token_shard_chunks": resharding.why_chunks,
+            "stock_attention": why_selection if stock_attention else _NOT_STOCK,
+            "stock_selection": why_selection if stock_selection else _NOT_STOCK,
+            **why_indexer,
+        }
+
     return Plan(
         phase=case.batch.phase,
         attention=route.attention,
@@ -333,25 +348,14 @@ def _sparse_plan(case: Case, not_dense: Reason) -> Plan:
         indexer=indexer,
         stock_attention=stock_attention,
         stock_selection=stock_selection,
-        reasons=Reasons(
-            {
-                "phase": lambda: batch_sentence(case.batch),
-                "attention": attention,
-                "provider": lambda: sparse.provider_sentence(case, route, load, refused),
-                "dequantize_kv": lambda: sparse.dequantize_sentence(case, route, refused),
-                "head_padding": why_padding,
-                "token_shard": resharding.why,
-                "token_shard_chunks": resharding.why_chunks,
-                "stock_attention": why_selection if stock_attention else _NOT_STOCK,
-                "stock_selection": why_selection if stock_selection else _NOT_STOCK,
-                **why_indexer,
-            }
-        ),
+        reasons=Reasons(reasons),
     )
 
 
 def _stock_selection(case: Case, indexer: IndexerPlan) -> tuple[bool, Reason]:
     """Whether the stock engine's code selects, and why."""
+    if not case.constraints.stock_tokens:
+        return False, _NOT_STOCK
     tokens, most = case.batch.total_kv_len, case.constraints.stock_tokens
     unmeasured = most > 0 and case.asked == "auto" and not case.measured
     # The stock code scores all query tokens at once.

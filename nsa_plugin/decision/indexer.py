@@ -10,6 +10,8 @@ rows take is subtracted, so that both together stay within the setting.
 
 from __future__ import annotations
 
+import functools
+
 from nsa_plugin.decision import v4_memory
 from nsa_plugin.decision.case import Case, count
 from nsa_plugin.decision.plan import IndexerMode, IndexerPlan, Reason, text_of
@@ -39,7 +41,7 @@ def topk_plan(case: Case, route: Route, *, shared: bool = False) -> tuple[Indexe
     provider, why_provider = _provider(case, route.library)
     rows, why_rows = _rows_per_chunk(case, route)
     metadata, why_metadata = _metadata_provider(case, provider)
-    plan = IndexerPlan(mode=IndexerMode.TOPK, provider=provider, rows_per_chunk=rows, metadata_provider=metadata)
+    plan = _plan(provider, rows, metadata)
     whose = ", by the rank that attends to them" if shared else ""
 
     def selected() -> str:
@@ -51,6 +53,11 @@ def topk_plan(case: Case, route: Route, *, shared: bool = False) -> tuple[Indexe
         "indexer.rows_per_chunk": why_rows,
         "indexer.metadata_provider": why_metadata,
     }
+
+
+@functools.lru_cache(maxsize=256)
+def _plan(provider: str, rows: int, metadata: str) -> IndexerPlan:
+    return IndexerPlan(mode=IndexerMode.TOPK, provider=provider, rows_per_chunk=rows, metadata_provider=metadata)
 
 
 def _provider(case: Case, attention_provider: str) -> tuple[str, str]:

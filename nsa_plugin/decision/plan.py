@@ -23,17 +23,29 @@ class Reasons(Mapping[str, str]):
     """The reasons of a plan by field, each rendered when it is first read: a serving engine rarely reads them.
 
     Reading from several threads at once at most renders a text twice.
+
+    Args:
+        make: returns the reasons; called when the first one is read.
     """
 
-    __slots__ = ("_reasons",)
+    __slots__ = ("_make", "_made")
 
-    def __init__(self, reasons: dict[str, Reason]) -> None:
-        self._reasons = reasons
+    def __init__(self, make: Callable[[], dict[str, Reason]]) -> None:
+        self._make = make
+        self._made: dict[str, Reason] | None = None
+
+    @property
+    def _reasons(self) -> dict[str, Reason]:
+        made = self._made
+        if made is None:
+            made = self._made = self._make()
+        return made
 
     def __getitem__(self, name: str) -> str:
-        reason = self._reasons[name]
+        reasons = self._reasons
+        reason = reasons[name]
         if not isinstance(reason, str):
-            reason = self._reasons[name] = reason()
+            reason = reasons[name] = reason()
         return reason
 
     def __iter__(self) -> Iterator[str]:

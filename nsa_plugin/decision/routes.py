@@ -67,8 +67,7 @@ FLASH_MLA_DECODE = Route(Attention.SPARSE_DECODE, "flash_mla")
 BF16_COPY = Route(Attention.SPARSE_PREFILL, "flash_mla", dequantize_kv=True)
 
 
-@dataclass(frozen=True)
-class Refusal:
+class Refusal(NamedTuple):
     """A route that does not support a batch, and why."""
 
     route: Route

@@ -151,24 +151,29 @@ def _longer_copy(case: Case) -> float:
 def _by_time(case: Case, order: _Order, load: KernelLoad) -> tuple[Route, ...]:
     """Order the routes that have a time by it, within the places that they have among the others."""
     places: list[int] = []
-    waiting: list[tuple[float, Route]] = []
+    times: list[float] = []
+    routes: list[Route] = []
     for place, points in order.timed:
         route = order.routes[place]
         if not route.dequantize_kv:
-            us = timings.between(points, load.rows)[0]
+            us = timings.time_at(points, load.rows)
         elif load.rows >= points[0][0]:
-            us = timings.between(points, load.rows)[0] + _longer_copy(case)
+            us = timings.time_at(points, load.rows) + _longer_copy(case)
         else:
             continue
         places.append(place)
-        waiting.append((us, route))
-    if len(waiting) < 2:
+        times.append(us)
+        routes.append(route)
+    if len(times) < 2:
         return order.routes
     ordered = list(order.routes)
     for place in places:
-        limit = min([us for us, _ in waiting]) * (1 + NEARLY_EQUAL)
-        first_of_them = next(number for number, (us, _) in enumerate(waiting) if us <= limit)
-        ordered[place] = waiting.pop(first_of_them)[1]
+        limit = min(times) * (1 + NEARLY_EQUAL)
+        number = 0
+        while times[number] > limit:
+            number += 1
+        del times[number]
+        ordered[place] = routes.pop(number)
     return tuple(ordered)
 
 

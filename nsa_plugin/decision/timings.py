@@ -188,13 +188,23 @@ def _crossover(dense: Points, sparse: tuple[Points, ...], scale: float) -> int |
 
 def between(known: Points, rows: int) -> tuple[float, tuple[int, ...]]:
     """(the time at `rows` on the line through the points, the points' query tokens that it comes from)."""
-    first, last = known[0], known[-1]
-    if rows <= first[0]:
-        return first[1], (first[0],)
-    if rows >= last[0]:
-        return last[1] * rows / last[0], (last[0],)
     above = bisect_left(known, (rows,))
-    (low, before), (high, after) = known[above - 1], known[above]
-    if rows == high:
-        return after, (high,)
-    return before + (after - before) * (rows - low) / (high - low), (low, high)
+    if above == len(known):
+        used: tuple[int, ...] = (known[-1][0],)
+    elif above == 0 or known[above][0] == rows:
+        used = (known[above][0],)
+    else:
+        used = (known[above - 1][0], known[above][0])
+    return time_at(known, rows), used
+
+
+def time_at(known: Points, rows: int) -> float:
+    """The time at `rows` on the line through the points."""
+    above = bisect_left(known, (rows,))
+    if above == 0:
+        return known[0][1]
+    low, before = known[above - 1]
+    if above == len(known):
+        return before * rows / low
+    high, after = known[above]
+    return after if rows == high else before + (after - before) * (rows - low) / (high - low)

@@ -118,7 +118,7 @@ def test_reasons_are_rendered_once_and_when_read() -> None:
         rendered.append("late")
         return "late"
 
-    reasons = Reasons({"a": "early", "b": render})
+    reasons = Reasons(lambda: {"a": "early", "b": render})
     assert list(reasons) == ["a", "b"]
     assert rendered == []
     assert reasons == {"a": "early", "b": "late"}
