@@ -28,7 +28,7 @@ class Reasons(Mapping[str, str]):
         make: returns the reasons; called when the first one is read.
     """
 
-    __slots__ = ("_make", "_made")
+    __slots__ = ("_made", "_make")
 
     def __init__(self, make: Callable[[], dict[str, Reason]]) -> None:
         self._make = make

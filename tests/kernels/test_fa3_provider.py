@@ -166,10 +166,12 @@ def test_mha_into_a_caller_s_output_with_lengths_and_strides(library):
         torch.full((28, 2, 128), math.nan),
         noncontiguous(torch.full((28, 2, 128), math.nan, dtype=torch.bfloat16)),
     ):
-        actual = fa3.mha(*strided, scale=case.scale, out=out, max_seqlen_q=20, max_seqlen_k=30)
-        assert actual.out is out
-        assert actual.lse is None
-        mha_cases.check(actual, case)
+        for padded in (True, False):  # every row belongs to a request
+            actual = fa3.mha(*strided, scale=case.scale, out=out, max_seqlen_q=20, max_seqlen_k=30, padded=padded)
+            assert actual.out is out
+            assert actual.lse is None
+            mha_cases.check(actual, case)
+            out.fill_(math.nan)
 
 
 @pytest.mark.parametrize(

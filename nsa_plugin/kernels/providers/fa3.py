@@ -48,11 +48,14 @@ class _Library(NamedTuple):
     takes_out: bool
 
 
-def attend_dense(call: MhaCall) -> MhaOutput:
+def attend_dense(call: MhaCall, *, padded: bool = True) -> MhaOutput:
     """Attend with `flash_attn_varlen_func`.
 
     q, k and v are copied unless the values of a head are contiguous; int64 boundaries are converted. Without
     `max_seqlen_q` and `max_seqlen_k` the shapes give the bounds, so nothing is read on the host.
+
+    Args:
+        padded: whether rows may follow the last request; False saves zeroing the output.
     """
     q, k, v, out = call.q, call.k, call.v, call.out
     tokens, bounds = q.shape[0], call.cu_seqlens_q
@@ -62,7 +65,7 @@ def attend_dense(call: MhaCall) -> MhaOutput:
     # FA3 does not write the rows after the last request.
     direct = library.takes_out and out.dtype == q.dtype and out.is_contiguous()
     written = out if direct else torch.empty(out.shape, dtype=q.dtype, device=q.device)
-    if library.takes_out:
+    if library.takes_out and padded:
         written.zero_()
     arguments: dict[str, Any] = {"out": written} if library.takes_out else {}
     given, raw_lse, *_ = library.varlen(
@@ -79,7 +82,7 @@ def attend_dense(call: MhaCall) -> MhaOutput:
         return_softmax_lse=True,
         **arguments,
     )
-    if not library.takes_out:
+    if not library.takes_out and padded:
         given = given.masked_fill(_is_padding(bounds, tokens)[:, None, None], 0.0)
     if not direct:
         out.copy_(given)

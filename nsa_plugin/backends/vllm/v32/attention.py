@@ -132,7 +132,10 @@ def planned_impl(stock: type, planning: Planning, providers: Callable[[], Provid
             for dense in attn_metadata.mha:
                 rows = _behind(dense.rows, first)
                 latent = kv_c_normed[rows], k_pe.reshape(len(k_pe), -1)[rows]
-                out[rows] = _dense(self, q[rows], latent, kv_c_and_k_pe_cache, dense)
+                if isinstance(rows, slice):
+                    _dense(self, q[rows], latent, kv_c_and_k_pe_cache, dense, out[rows])
+                else:
+                    out[rows] = _dense(self, q[rows], latent, kv_c_and_k_pe_cache, dense)
             if attn_metadata.tail is not None:
                 rows = _behind(attn_metadata.tail.rows, first)
                 layer = _layer_of(self, layers)
@@ -264,9 +267,14 @@ def _over_copies(
 
 
 def _dense(
-    impl: Any, q: torch.Tensor, latent: tuple[torch.Tensor, torch.Tensor], kv_cache: torch.Tensor, piece: DensePiece
+    impl: Any,
+    q: torch.Tensor,
+    latent: tuple[torch.Tensor, torch.Tensor],
+    kv_cache: torch.Tensor,
+    piece: DensePiece,
+    into: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend densely and causally: [rows, heads, v_head_dim].
+    """Attend densely and causally: [rows, heads, v_head_dim], in `into` if given.
 
     Args:
         latent: the query tokens' kv_c [rows, kv_lora_rank] and k_pe [rows, qk_rope_head_dim].
@@ -286,8 +294,10 @@ def _dense(
         lengths = {"seqlens_q": piece.q_lens, "seqlens_k": piece.kv_lens}
     elif provider != REFERENCE:
         lengths = {"max_seqlen_q": max(piece.q_lens), "max_seqlen_k": max(piece.kv_lens)}
+    if provider == "fa3":
+        lengths["padded"] = False
     mha = providers.load("mha_one_shot", provider)
-    out: torch.Tensor = mha(q, k, v, piece.cu_seqlens_q, piece.cu_seqlens_k, scale=impl.scale, **lengths).out
+    out: torch.Tensor = mha(q, k, v, piece.cu_seqlens_q, piece.cu_seqlens_k, scale=impl.scale, out=into, **lengths).out
     return out
 
 

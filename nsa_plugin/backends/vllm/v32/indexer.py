@@ -12,7 +12,7 @@ changes it in four places:
   depends on the number of query tokens alone, so a captured batch and its replays agree. In DeepSeek-V4's compressed
   cache an entry covers `compress_ratio` tokens, and the query token at position p sees (p + 1) // ratio entries.
 - `wrap_indexer`: runs vLLM's function, then selects for such steps in pieces. From 0.26 on vLLM's function skips
-  *every* prefill of a batch whose metadata says that dense attention runs. Here only some prefills are dense, so the
+  *every* prefill of a batch whose metadata says that dense attention runs. If only some prefills are dense, the
   name of that metadata is withheld (otherwise vllm #52512 happens).
 """
 
@@ -30,7 +30,7 @@ import torch
 from nsa_plugin.backends.common.dense import to_device
 from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.vllm.cpu.metadata import owner_of_rows
-from nsa_plugin.backends.vllm.v32.metadata import Planning, most_rows
+from nsa_plugin.backends.vllm.v32.metadata import PlannedMetadata, Planning, most_rows
 from nsa_plugin.backends.vllm.v32.portable import select
 from nsa_plugin.backends.vllm.v32.routes import Split, VllmPlanner
 from nsa_plugin.backends.vllm.v32.steps import StepSelection, select_steps
@@ -278,7 +278,9 @@ def wrap_indexer(
     """
     signature = inspect.signature(original)
     names = list(signature.parameters)
-    place, withholds = names.index("k_cache_prefix"), DENSE_METADATA in names
+    place = names.index("k_cache_prefix")
+    dense_place = names.index(DENSE_METADATA) if DENSE_METADATA in names else None
+    default = "" if dense_place is None else signature.parameters[DENSE_METADATA].default
 
     def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         batch = metadata()
@@ -287,18 +289,37 @@ def wrap_indexer(
         prefix = args[place] if len(args) > place else kwargs["k_cache_prefix"]
         own = batch.get(getattr(prefix, "value", prefix))
         steps: StepSelection | None = getattr(own, ATTRIBUTE, None)
-        whole = portable()
-        if steps is None and not withholds and not whole:
-            return original(*args, **kwargs)
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        if whole:
-            return select(bound.arguments, own, steps, providers())
-        if withholds:
-            bound.arguments[DENSE_METADATA] = ""
-        result = original(*bound.args, **bound.kwargs)
+        # Every layer comes here, and binding all arguments takes longer than the rest.
+        if portable():
+            return select(_by_name(signature, args, kwargs), own, steps, providers())
+        withheld, named = args, kwargs
+        if dense_place is not None:
+            name = args[dense_place] if len(args) > dense_place else kwargs.get(DENSE_METADATA, default)
+            if name and not all_dense(batch.get(getattr(name, "value", name))):
+                withheld, named = _with(args, kwargs, dense_place, DENSE_METADATA, "")
+        result = original(*withheld, **named)
         if steps is not None and steps.rows:
-            select_steps(steps, bound.arguments, providers())
+            select_steps(steps, _by_name(signature, args, kwargs), providers())
         return result
 
     return wrap(original, around)
+
+
+def all_dense(metadata: Any) -> bool:
+    """Whether no query token of a batch selects, by the metadata of its attention."""
+    return isinstance(metadata, PlannedMetadata) and not metadata.mqa and metadata.tail is None
+
+
+def _with(
+    args: tuple[Any, ...], kwargs: dict[str, Any], place: int, name: str, value: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a call with another value for one of them."""
+    if len(args) > place:
+        return (*args[:place], value, *args[place + 1 :]), kwargs
+    return args, {**kwargs, name: value}
+
+
+def _by_name(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.arguments

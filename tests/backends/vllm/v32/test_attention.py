@@ -136,9 +136,9 @@ def test_trtllm_gets_the_lengths_from_the_host(layout: str):
     world = World(planner(layout, device=device, decode_backend="triton"))
     given = []
 
-    def mha(q: Any, k: Any, v: Any, *bounds: torch.Tensor, scale: float, **lengths: tuple[int, ...]) -> Any:
+    def mha(q: Any, k: Any, v: Any, *bounds: torch.Tensor, scale: float, out: Any, **lengths: tuple[int, ...]) -> Any:
         given.append(lengths)
-        return reference(q, k, v, *bounds, scale=scale)
+        return reference(q, k, v, *bounds, scale=scale, out=out)
 
     world.impl.nsa_plugin_providers._loaded["mha_one_shot", "trtllm"] = mha
     step = world.step([(1, 40), (20, 20), (5, 21)])

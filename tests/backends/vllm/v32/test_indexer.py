@@ -235,3 +235,21 @@ def test_the_name_of_the_attentions_metadata_is_withheld():
     for batch in ({"indexer": IndexerMetadata(0, 0, 1)}, None):
         wrap_indexer(stock_indexer, lambda batch=batch: batch, lambda: Providers("bf16", 0))(*arguments)
     assert seen == ["", "mla"]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "name"),
+    [([(8, 8), (6, 9)], "mla"), ([(1, 30), (8, 8)], ""), ([(8, 8), (30, 60)], ""), ([(30, 60)], "")],
+    ids=["all dense", "after a step", "before one that selects", "none dense"],
+)
+def test_vllm_skips_the_indexer_only_if_every_query_token_attends_densely(lengths, name):
+    """vLLM then also saves clearing its buffer in every layer; its answer is that of its own dense batches."""
+    seen.clear()
+    step = World(planner()).step(lengths)
+    call = a_call(2)
+    batch = {"indexer": IndexerMetadata(0, 0, 1), "mla": step.metadata}
+    ours = wrap_indexer(stock_indexer, lambda: batch, lambda: Providers("bf16", 0))
+    arguments = (torch.empty(2, 1), "indexer", call.cache.data, call.q, call.weights, TOPK, MAX_LEN, call.buffer)
+    for given, named in ((("mla",), {}), ((), {"dense_mha_metadata_layer_name": SimpleNamespace(value="mla")})):
+        ours(*arguments, *given, **named)
+    assert [getattr(one, "value", one) for one in seen] == [name, name]
