@@ -166,12 +166,19 @@ def test_mha_into_a_caller_s_output_with_lengths_and_strides(library):
         torch.full((28, 2, 128), math.nan),
         noncontiguous(torch.full((28, 2, 128), math.nan, dtype=torch.bfloat16)),
     ):
-        for padded in (True, False):  # every row belongs to a request
-            actual = fa3.mha(*strided, scale=case.scale, out=out, max_seqlen_q=20, max_seqlen_k=30, padded=padded)
-            assert actual.out is out
-            assert actual.lse is None
-            mha_cases.check(actual, case)
-            out.fill_(math.nan)
+        actual = fa3.mha(*strided, scale=case.scale, out=out, max_seqlen_q=20, max_seqlen_k=30)
+        assert actual.out is out
+        assert actual.lse is None
+        mha_cases.check(actual, case)
+
+
+def test_mha_leaves_rows_after_the_last_request_where_the_caller_has_none(library):
+    case = mha_cases.make([(3, 30), (20, 20)], 2)
+    used = int(case.cu_seqlens_q[-1])
+    whole = fa3.mha(*case, scale=case.scale).out
+    out = torch.full_like(whole[:used], math.nan)
+    fa3.mha(case.q[:used], *case[1:], scale=case.scale, out=out, padded=False)
+    assert torch.equal(out, whole[:used])
 
 
 @pytest.mark.parametrize(
