@@ -19,6 +19,7 @@ from nsa_plugin.kernels.kv_cache import PagedCache
 from nsa_plugin.kernels.sparse_mla import DecodeOutput, PrefillOutput
 from nsa_plugin.kernels.swa_indices import IndexRows
 from nsa_plugin.kernels.v4_prefill import RowsAttention
+from nsa_plugin.tools.bench.judges import Attended
 from nsa_plugin.tools.bench.workload import TimedCall
 
 D_V = 512
@@ -217,8 +218,8 @@ class SglangSparsePrefill:
         self._workspace = library.SparsePrefillWorkspace(device)
         self._kept = 0
 
-    def __call__(self) -> torch.Tensor:
-        """[tokens, heads, 512]"""
+    def __call__(self) -> Attended:
+        """out [tokens, heads, 512], without lse."""
         heads, entries = self._q.shape[1], len(self._entries)
         indices, lengths = self._chunk.combine_c4_layer(c4_sparse_raw_indices=self._selected)
         workspace = self._workspace.get(self._rows)
@@ -236,8 +237,7 @@ class SglangSparsePrefill:
             topk_length=lengths,
         )
         self._kept = workspace.nbytes + indices.nbytes + lengths.nbytes
-        attended: torch.Tensor = out[:, :heads]
-        return attended
+        return Attended(out[:, :heads], None)
 
     def kept_bytes(self) -> int:
         """Bytes kept from one layer to the next: the workspace and the combined indices."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from nsa_plugin.kernels.swa_indices import IndexRows
 from nsa_plugin.kernels.v4_prefill import PrefillKeys, route
 from nsa_plugin.tools.bench import floors, inputs, judges, stock
 from nsa_plugin.tools.bench.cases import BenchCase
-from nsa_plugin.tools.bench.judges import Attended
 from nsa_plugin.tools.bench.suites.sparse_mla import D_V, DECODE_KERNEL, PADDED, gather, prefill_by_decode
 from nsa_plugin.tools.bench.workload import Contender, Context, TimedCall, Workload, into, with_poisoned
 
@@ -67,8 +65,7 @@ def prefill(case: BenchCase, context: Context) -> Workload:
     def sglang() -> TimedCall:
         # Slot of a position's row in the window's cache; positions before the first query's window have none.
         slots = (torch.arange(kv, device=device) - (kv - tokens) + window).clamp(min=0)
-        attend = stock.SglangSparsePrefill(q, cache, slots, extra_cache, extra.indices, window, scale)
-        return _Sglang(attend)
+        return stock.SglangSparsePrefill(q, cache, slots, extra_cache, extra.indices, window, scale)
 
     def by_workspace(attention: Callable[..., Any], out: torch.Tensor | None = out) -> TimedCall:
         window_keys, extra_keys = _keys(cache, indices), _keys(extra_cache, extra)
@@ -89,7 +86,7 @@ def prefill(case: BenchCase, context: Context) -> Workload:
     workspaces = context.contenders("sparse_mla_prefill", by_workspace, label=BY_WORKSPACE)
     served = Contender(BY_WORKSPACE.format("flash_mla"), as_served, output_bytes=out.nbytes)
     contenders = (
-        Contender(SGLANG, sglang, output_bytes=out.nbytes, kept_bytes=lambda call: call.attend.kept_bytes()),
+        Contender(SGLANG, sglang, output_bytes=out.nbytes, kept_bytes=lambda call: call.kept_bytes()),
         Contender(DECODE_KERNEL, decode_kernel, output_bytes=out.nbytes),
         *(served if contender.name == served.name else contender for contender in workspaces),
         *context.contenders("sparse_mla_prefill", into(out, q, cache, indices.indices, **keys, **lists)),
@@ -147,16 +144,6 @@ def decode(case: BenchCase, context: Context) -> Workload:
         baselines=(PADDED,),
         graph=True,
     )
-
-
-@dataclass(frozen=True)
-class _Sglang:
-    """SGLang's output in the form that the judge reads."""
-
-    attend: stock.SglangSparsePrefill
-
-    def __call__(self) -> Attended:
-        return Attended(self.attend(), None)
 
 
 def _windows(positions: torch.Tensor, window: int) -> IndexRows:
