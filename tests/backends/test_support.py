@@ -258,6 +258,7 @@ STARTS: dict[tuple[str, str], Start] = {
     (SGLANG, "DeepSeek-V4 on a GPU of the portable path"): on_an_a100(v4=True),
     (SGLANG, "an older SGLang on a GPU of the portable path"): on_an_a100("0.5.22"),
     (SGLANG, "mixed chunks on the portable path"): on_an_a100(enable_mixed_chunk=True),
+    (SGLANG, "mixed chunks over an fp8 cache"): sglang(enable_mixed_chunk=True),
     (SGLANG, "the portable path by name in an older SGLang"): portable,
     (SGLANG, "trtllm by SGLang's flag where it cannot run"): trtllm_flag,
     (SGLANG, "a model with sparse attention on a CPU"): on_a_cpu,
@@ -306,3 +307,13 @@ def test_each_kernel_that_sglang_has_and_the_plugin_does_not_is_left_by_its_name
 def test_sglangs_two_batch_overlap_is_served() -> None:
     """Each of the two batches has a backend of its own, and so a plan."""
     assert started(server_args=SimpleNamespace(enable_two_batch_overlap=True)).notes == []
+
+
+def test_mixed_chunks_over_a_bf16_cache_are_served() -> None:
+    assert started(layout="bf16", server_args=SimpleNamespace(enable_mixed_chunk=True)).notes == []
+
+
+@pytest.mark.parametrize("algorithm", ["DFLASH", "DSPARK", "EAGLE", "NEXTN"])
+def test_sglangs_speculative_algorithms_are_served(algorithm: str) -> None:
+    """All verify in steps of equal numbers of query tokens; a dense draft model has another attention backend."""
+    assert started(server_args=SimpleNamespace(speculative_algorithm=algorithm)).notes == []

@@ -1,4 +1,4 @@
-"""python -m tests.kernels.serving_variants: which Triton variants batches need that the warm-up has not; a JSON line.
+"""python -m tests.kernels.serving_variants: which kernel variants batches need that the warm-up has not; a JSON line.
 
 As `compile_program`, with tensors of a GPU that is not there; nothing is compiled, the variants are counted. The
 warm-up of each adapter runs first, then what its batches launch, in sizes and at offsets that it did not use.
@@ -19,6 +19,7 @@ from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.common.v4 import CacheSelection, LayerCall, attend_in_place
 from nsa_plugin.backends.vllm.v4 import serving as v4_serving
 from nsa_plugin.decision.shapes import ModelShape
+from nsa_plugin.kernels.cuda import sparse_mla
 from nsa_plugin.kernels.triton import topk
 from tests.kernels.compile_program import BF16, F32, cache, empty, without_a_gpu
 
@@ -60,6 +61,23 @@ class Variants:
 
         JITFunction.run = count
 
+    def loaded(self, source: str, name: str, *, defines: dict[str, int], **_: Any) -> Any:
+        """As `build.load_kernel`, without NVRTC."""
+        known, key = self.known.setdefault(f"{source}: {name}", set()), str(sorted(defines.items()))
+        if key not in known and self.serving:
+            self.missed.setdefault(f"{source}: {name}", []).append(self.serving)
+        known.add(key)
+        return CudaKernel()
+
+
+class CudaKernel:
+    """A compiled CUDA kernel that does nothing."""
+
+    def __call__(self, *_: Any, **__: Any) -> None: ...
+
+    def resident_clusters(self, *_: Any, **__: Any) -> int:
+        return 16
+
 
 def addresses() -> None:
     """Give tensors the addresses that an allocator and slices would: 512 bytes apart, and as far in as the slice."""
@@ -78,14 +96,20 @@ def addresses() -> None:
     FakeTensor.data_ptr = lambda self: getattr(self, "address", 0)
 
 
+def providers_of(model: ModelShape) -> Providers:
+    """With the CUDA kernels, whose libraries need not be installed here."""
+    cuda = {("sparse_mla_prefill", "cuda"): sparse_mla.prefill, ("sparse_mla_decode", "cuda"): sparse_mla.decode}
+    return Providers(model.kv_layout, SM, _loaded=dict(cuda))
+
+
 def sizes() -> Iterator[tuple[int, int]]:
     return ((rows, offset) for rows in ROWS for offset in OFFSETS)
 
 
 def v32(variants: Variants) -> None:
     """vLLM's and SGLang's V3.2 batches: slots of a selection, attention in place, a cached prefix, the selection."""
-    providers = Providers(V32.kv_layout, SM)
-    kernels = {("sparse_mla_prefill", "triton"), ("sparse_mla_decode", "triton")}
+    providers = providers_of(V32)
+    kernels = {(op, name) for op in ("sparse_mla_prefill", "sparse_mla_decode") for name in ("cuda", "triton")}
     warming.warm(kernels, providers, V32, DEVICE)
     for page_size in (1, 64):
         warming.warm_selection(providers, V32, DEVICE, page_size=page_size)
@@ -109,8 +133,9 @@ def v32(variants: Variants) -> None:
 def v4(variants: Variants) -> None:
     """vLLM's V4 batches: slots of both caches, and attention in place."""
     variants.serving = ""
-    providers = Providers(V4.kv_layout, SM)
-    v4_serving.warm_v4({("sparse_mla_prefill", "triton")}, providers, V4, DEVICE)
+    providers = providers_of(V4)
+    kernels = {("sparse_mla_prefill", "cuda"), ("sparse_mla_decode", "cuda"), ("sparse_mla_prefill", "triton")}
+    v4_serving.warm_v4(kernels, providers, V4, DEVICE)
     warming.warm_selection(providers, V4, DEVICE, page_size=64)
     v4_serving.warm_slots(providers, V4, DEVICE)
     paged = providers.helper("index_transform_paged")
@@ -126,7 +151,8 @@ def v4(variants: Variants) -> None:
             extra = CacheSelection(cache("v4_fp8", 16, page_size), empty(rows, width), numbers) if ratio else None
             q = empty(rows, 64, 512, dtype=BF16)
             call = LayerCall(q, window, extra, empty(64, dtype=F32), 1.0, 16, ratio)
-            attend_in_place(providers, "sparse_mla_prefill", "triton", call, empty(rows, 64, 512, dtype=BF16))
+            for op, name in kernels:
+                attend_in_place(providers, op, name, call, empty(rows, 64, 512, dtype=BF16))
 
 
 def main() -> None:
@@ -137,6 +163,7 @@ def main() -> None:
     FakeTensor.all = lambda self: True
     warming.default_selector = lambda device, topk_: topk.topk_rows
     variants = Variants()
+    sparse_mla.load_kernel = variants.loaded
     with FakeTensorMode():
         for family in (v32, v4):
             family(variants)

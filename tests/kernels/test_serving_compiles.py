@@ -1,4 +1,4 @@
-"""No batch needs a Triton kernel that the warm-up has not compiled: the first request does not wait for a compiler."""
+"""The warm-up compiles every Triton and CUDA kernel that batches launch: the first request waits for no compiler."""
 
 from __future__ import annotations
 

@@ -162,6 +162,25 @@ def test_eager_capture_and_replay_have_one_route(original: type, mode: ForwardMo
     assert backend.nsa_plugin.route is captured
 
 
+@pytest.mark.parametrize(("layout", "path"), [("v32_fp8", "flashmla_kv"), ("bf16", "flashmla_sparse")])
+def test_dflash_verifies_whole_blocks_as_the_engine_does(layout: str, path: str):
+    """DFLASH drafts a block of query tokens at once, more than MTP's steps have."""
+    block, requests = 16, 2
+    fixed = property(lambda _: block, lambda *_: None)
+    original = type("Drafted", (DsaBackend,), {"speculative_num_draft_tokens": fixed})
+    backend = started(original, layout=layout, decode_backend="reference")
+    backend.init_forward_metadata(forward_batch(ForwardMode.TARGET_VERIFY, [block] * requests, [50, 60]))
+    plan = backend.nsa_plugin.route.plan
+    assert (plan.phase, plan.indexer.rows_per_chunk) == (Phase.TARGET_VERIFY, block * requests)
+    backend.calls.clear()
+    _, kv_cache = filled_cache(layout)
+    q, slots = queries(block * requests), selection(block * requests)
+    out = leaf(backend, path, q, kv_cache, slots)
+    assert backend.calls == []
+    expected = leaf(DsaBackend(), path, q, kv_cache, slots)
+    torch.testing.assert_close(out.float(), expected.float(), atol=2e-2, rtol=2e-2)
+
+
 def test_mtp_draft_steps_have_routes():
     backend = started()
     backend.init_forward_metadata(LONG)
