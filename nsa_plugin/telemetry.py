@@ -129,15 +129,26 @@ class StartupReport:
         """Log the report, and write it where the `report` setting says.
 
         Raises:
-            OSError: the file cannot be written.
+            SettingsError: the file cannot be written.
         """
         level = logging.WARNING if self.left or self.all_notes() else logging.INFO
         logger.log(level, "%s", self.text())
         if path := self.resolved.settings.report:
             # Through a temporary name: a reader never sees half a report.
             temporary = Path(f"{path}.{os.getpid()}")
-            temporary.write_text(json.dumps(self.as_dict(), indent=2) + "\n")
-            temporary.replace(path)
+            try:
+                temporary.write_text(json.dumps(self.as_dict(), indent=2) + "\n")
+                temporary.replace(path)
+            except OSError as error:
+                raise _unwritable("report", path, error) from error
+
+
+def _unwritable(name: str, path: str, error: OSError) -> SettingsError:
+    """The error of a setting whose file cannot be written."""
+    return SettingsError(
+        f"nsa-plugin setting {name!r} is {path!r}, which cannot be written: {error.strerror}. Allowed: a path in an "
+        "existing directory in which this user may write"
+    )
 
 
 class MetricKind(StrEnum):
@@ -281,9 +292,7 @@ class Trace:
             open(self.mode, "ab").close()
         except OSError as error:
             # Now, at start-up, rather than in the middle of a batch.
-            raise SettingsError(
-                f"nsa-plugin setting 'trace' is {self.mode!r}; it cannot be written: {error}"
-            ) from error
+            raise _unwritable("trace", self.mode, error) from error
 
     def record(self, parts: Iterable[tuple[Plan, Sequence[tuple[str, int, int]]]]) -> None:
         """Record one batch.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import shutil
+import subprocess
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -95,3 +97,17 @@ def test_panels_are_complete_and_do_not_overlap() -> None:
         for x in range(place["x"], place["x"] + place["w"]):
             for y in range(place["y"], place["y"] + place["h"]):
                 assert taken.setdefault((x, y), panel["title"]) == panel["title"]
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs Prometheus's promtool, a Debian package")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_prometheus_accepts_every_query_of_the_dashboard(engine: str, tmp_path: Path) -> None:
+    values = {"engine": engine, "__rate_interval": "5m", "__range": "1h", "instance": ".*"}
+    found = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
+    expressions = [re.sub(r"\$\{?(\w+)\}?", lambda name: values[name[1]], query) for query in found]
+    rules = [{"record": f"dashboard:query_{number}", "expr": text} for number, text in enumerate(expressions)]
+    file = tmp_path / "rules.json"
+    file.write_text(json.dumps({"groups": [{"name": "dashboard", "rules": rules}]}))
+    done = subprocess.run(["promtool", "check", "rules", file], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert f"{len(rules)} rules found" in done.stdout

@@ -7,6 +7,7 @@ follows once the worker has its device (`v32.patches`). While the plugin is off,
 
 from __future__ import annotations
 
+import difflib
 import functools
 import logging
 import os
@@ -181,10 +182,17 @@ def settings_of(vllm_config: Any) -> ResolvedSettings:
     """Return the plugin's settings in a vLLM configuration.
 
     Raises:
-        SettingsError: a setting is unknown or not allowed.
+        SettingsError: a setting is unknown or not allowed, or the key of the settings is misspelt.
     """
     additional = vllm_config.additional_config
-    config = additional.get(CONFIG_KEY, {}) if isinstance(additional, Mapping) else {}
+    if not isinstance(additional, Mapping):
+        additional = {}
+    config = additional.get(CONFIG_KEY, {})
+    for key in additional.keys() - {CONFIG_KEY}:
+        if difflib.get_close_matches(str(key).lower(), [CONFIG_KEY], 1, 0.8):  # vLLM takes any key and reads none
+            raise SettingsError(
+                f"unknown key {key!r} in --additional-config. Did you mean {CONFIG_KEY!r}? Correct or remove it"
+            )
     return settings_module.resolve(config=config, config_source=CONFIG_SOURCE)
 
 

@@ -700,3 +700,14 @@ def test_with_the_kill_switch_the_entry_point_loads_nothing():
     done = subprocess.run([sys.executable, "-c", SWITCHED_OFF], env=environ, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("nsa-plugin is off: NSA_PLUGIN_ENABLED=0") == 1
+
+
+@pytest.mark.parametrize("key", ["nsa-plugin", "NSA_PLUGIN", "nsa_plugins"])
+def test_a_misspelt_key_of_the_configuration_is_refused(key: str) -> None:
+    with pytest.raises(SettingsError, match=f"unknown key '{key}' in --additional-config. Did you mean 'nsa_plugin'"):
+        activation.settings_of(SimpleNamespace(additional_config={key: {"enabled": True}}))
+
+
+def test_other_keys_of_the_configuration_are_left_alone() -> None:
+    read = activation.settings_of(SimpleNamespace(additional_config={"ascend_scheduler_config": {}, "nsa": 1}))
+    assert not read.settings.enabled
