@@ -14,6 +14,7 @@ from nsa_plugin.decision.routes import (
     FLASH_MLA_DECODE,
     OPS,
     KernelLoad,
+    Refusal,
     Route,
     capability_refusal,
     rows_refusal,
@@ -59,6 +60,7 @@ class Case:
     Attributes:
         routes: the ordered routes of `sparse.sparse_routes`, which one decision needs several times.
         known: what follows from the model, the device and the settings alone; see `once`.
+        dense: what `dense.dense_provider` found, once it has looked.
         extend: the batch is a prefill.
         own_load: the load of the kernel call without resharding.
     """
@@ -70,6 +72,7 @@ class Case:
     constraints: Constraints = UNCONSTRAINED
     routes: dict[KernelLoad, tuple[Route, ...]] = field(default_factory=dict, repr=False)
     known: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+    dense: tuple[Route | None, list[Refusal]] | None = field(default=None, init=False, repr=False)
     extend: bool = field(init=False, repr=False)
     own_load: KernelLoad = field(init=False, repr=False)
 

@@ -78,7 +78,9 @@ def dense_provider(case: Case) -> tuple[Route | None, list[Refusal]]:
 
     `prefill_backend` does not choose it: that setting names the library of sparse prefill.
     """
-    return first(dense_routes(), lambda route: route_refusal(case, route, case.own_load))
+    if case.dense is None:
+        case.dense = first(dense_routes(), lambda route: route_refusal(case, route, case.own_load))
+    return case.dense
 
 
 def pick_dense(case: Case) -> tuple[Route | None, list[Refusal], Reason]:

@@ -126,18 +126,22 @@ class Decider:
                 attention_workspace_tokens=attention_workspace_tokens,
             )
 
-        def part(requests: Sequence[int]) -> BatchPart:
-            batch = shape(requests)
+        def part(requests: Sequence[int], batch: BatchShape) -> BatchPart:
             return BatchPart(tuple(requests), self.decide(batch, constraints), batch)
 
         everything = range(len(q_lens))
-        whole = BatchShape.from_lengths(phase, q_lens, kv_lens)
+        whole = shape(everything)  # the same without the requests that have no query tokens
         if phase is not Phase.EXTEND or whole.num_tokens == 0:
-            return (part(everything),) if everything else ()
+            return (part(everything, whole),) if everything else ()
         live = [request for request in everything if q_lens[request]]
         empty = [request for request in everything if not q_lens[request]]
-        dense_groups, selecting = _split_dense(self._case(shape(live), constraints), live, kv_lens)
-        return tuple(part(requests) for requests in (*dense_groups, selecting, empty) if requests)
+        dense_groups, selecting = _split_dense(self._case(whole, constraints), live, kv_lens)
+        parts = [
+            part(requests, whole if len(requests) == len(live) else shape(requests))
+            for requests in (*dense_groups, selecting)
+            if requests
+        ]
+        return (*parts, part(empty, shape(empty))) if empty else tuple(parts)
 
 
 def partition(
