@@ -39,7 +39,9 @@ def installed(distribution: str, title: str, entry_points: str) -> str:
     try:
         version = metadata.version(distribution)
     except metadata.PackageNotFoundError:
-        raise CompareError(f"{title} is not installed in {sys.prefix}") from None
+        raise CompareError(
+            f"{title} is not installed in {sys.prefix}; install it there: pip install 'nsa-plugin[{distribution}]'"
+        ) from None
     if not metadata.entry_points(group=entry_points, name=PLUGIN):
         raise CompareError(
             f"{title} would not find the plugin: no installed distribution has the entry point {PLUGIN} of "
