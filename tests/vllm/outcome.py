@@ -8,6 +8,8 @@ from typing import Any
 from nsa_plugin.tools.checkpoints.v32 import CheckpointSpec
 
 SPEC = CheckpointSpec(dtype="float32")
+# The environment of an engine that starts no process, which would import vLLM again.
+ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
 @dataclass

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.vllm.outcome import Outcome
+from tests.vllm.outcome import ONE_PROCESS, Outcome
 
 pytestmark = pytest.mark.engine_vllm
 
@@ -22,6 +22,7 @@ def served_twice(run_engine: Run, loads: str, seen: Path) -> tuple[Outcome, dict
     """A prompt that is computed, then one whose pages the connector loads; and what vLLM told the connector."""
     outcome = run_engine(
         [ROUND, ROUND],
+        environ=ONE_PROCESS,
         enable_prefix_caching=False,
         block_size=16,
         kv_transfer_config={

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.outcome import SPEC, Outcome
+from tests.vllm.outcome import ONE_PROCESS, SPEC, Outcome
 
 pytestmark = pytest.mark.engine_vllm
 
@@ -17,7 +17,6 @@ TOKENS = 24
 # score alike it may also decide which of them is attended, which moves a log probability by less than this.
 TOLERANCE = 1e-2
 Run = Callable[..., Outcome]
-ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
 def prompt(length: int, seed: int) -> list[int]:

@@ -68,16 +68,12 @@ def server_spec(tmp_path: Path, checkpoint: Path, *arguments: str) -> ServerSpec
     )
 
 
-@pytest.mark.parametrize("servers", [1, 2])
-def test_metrics_have_every_batch_of_the_trace(tmp_path: Path, checkpoint: Path, servers: int) -> None:
-    spec = server_spec(tmp_path, checkpoint, "--api-server-count", str(servers))
-    with Server(spec) as server:
-        answers: list[object] = []
-        ask(server.url, answers, tokens=8)
-        assert answers == [200]
-        with urllib.request.urlopen(f"{server.url}/metrics", timeout=SECONDS) as response:
-            text = response.read().decode()
-    batches = [json.loads(line) for line in (tmp_path / "trace.jsonl").read_text().splitlines()]
+def assert_metrics_have_every_batch(server: Server, trace: Path) -> None:
+    answers: list[object] = []
+    ask(server.url, answers, tokens=8)
+    assert answers == [200]
+    text = server.get("/metrics", timeout=SECONDS)
+    batches = [json.loads(line) for line in trace.read_text().splitlines()]
     plans = [plan for batch in batches for plan in batch["plans"].values()]
     assert routes(text, "vllm") == Counter("/".join(plan[key] for key in ROUTE) for plan in plans)
     assert {plan["attention"] for plan in plans} == {"sparse_prefill", "sparse_decode"}
@@ -88,15 +84,22 @@ def test_metrics_have_every_batch_of_the_trace(tmp_path: Path, checkpoint: Path,
     assert "vllm:generation_tokens_total{" in text
 
 
-def test_a_killed_worker_ends_the_request_and_the_server(tmp_path: Path, checkpoint: Path) -> None:
+def test_metrics_of_two_api_servers_have_every_batch_of_the_trace(tmp_path: Path, checkpoint: Path) -> None:
+    with Server(server_spec(tmp_path, checkpoint, "--api-server-count", "2")) as server:
+        assert_metrics_have_every_batch(server, tmp_path / "trace.jsonl")
+
+
+def test_metrics_have_every_batch_until_a_killed_worker_ends_the_server(tmp_path: Path, checkpoint: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     spec = server_spec(tmp_path, checkpoint)
     with Server(spec) as server:
+        assert_metrics_have_every_batch(server, trace)
+        before = len(trace.read_text().splitlines())
         answers: list[object] = []
         client = threading.Thread(target=ask, args=(server.url, answers), daemon=True)
         client.start()
         deadline = time.monotonic() + SECONDS
-        while not (trace.exists() and len(trace.read_text().splitlines()) > 5):
+        while len(trace.read_text().splitlines()) <= before + 5:
             assert time.monotonic() < deadline, spec.log.read_text()[-3000:]
             time.sleep(0.05)
         workers = worker_pids(server)
