@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from nsa_plugin.tools.checkpoints.v32 import write_checkpoint
+from nsa_plugin.tools.checkpoints.v32 import CheckpointSpec, write_checkpoint
+from nsa_plugin.tools.reference import ReferenceModel
 from tests.vllm.outcome import SPEC, Answer, Outcome
 
 HERE = Path(__file__).parent
@@ -33,8 +34,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def reference(checkpoint: Path) -> Any:
-    from nsa_plugin.tools.reference import ReferenceModel
-
     return ReferenceModel.load(checkpoint)
 
 
@@ -47,12 +46,14 @@ def run_engine(checkpoint: Path, reference: Any, tmp_path: Path) -> Callable[...
         *,
         plugin: dict[str, Any] | None = None,
         environ: dict[str, str] | None = None,
+        spec: CheckpointSpec = SPEC,
         **engine: Any,
     ) -> Outcome:
         trace = tmp_path / "trace.jsonl"
+        model = checkpoint if spec == SPEC else write_checkpoint(tmp_path / "checkpoint", spec)
         case = {
             "engine": {
-                "model": str(checkpoint),
+                "model": str(model),
                 "max_model_len": 1024,
                 "max_num_seqs": 8,
                 "dtype": "float32",
@@ -80,7 +81,8 @@ def run_engine(checkpoint: Path, reference: Any, tmp_path: Path) -> Callable[...
         (tmp_path / "engine.log").write_text(done.stdout)
         assert done.returncode == 0, done.stdout[-4000:]
         result = json.loads((tmp_path / "result.json").read_text())
-        compared = [[_compare(reference, answer) for answer in answers] for answers in result["rounds"]]
+        judge = reference if spec == SPEC else ReferenceModel.load(model)
+        compared = [[_compare(judge, answer) for answer in answers] for answers in result["rounds"]]
         lines = trace.read_text().splitlines() if trace.exists() else []
         return Outcome(compared, result["preemptions"], done.stdout, [json.loads(line) for line in lines])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -111,14 +112,16 @@ def test_bfloat16_stays_near_the_reference(run_engine: Run) -> None:
 
 def test_tensor_parallel(run_engine: Run) -> None:
     # One thread per rank; otherwise vLLM binds each rank to a separate memory node.
-    outcome = run_engine(MIXED, tensor_parallel_size=2, environ={"VLLM_CPU_OMP_THREADS_BIND": "0|1"})
+    outcome = run_engine(MIXED, tensor_parallel_size=2, environ=ONE_PROCESS | {"VLLM_CPU_OMP_THREADS_BIND": "0|1"})
     assert_right(outcome)
     assert {batch["rank"] for batch in outcome.trace} == {0, 1}
 
 
 def test_torch_compile(run_engine: Run) -> None:
+    # A layer of each kind, dense and mixture of experts: Dynamo compiles every layer again.
     outcome = run_engine(
         MIXED,
+        spec=replace(SPEC, num_hidden_layers=2),
         environ={**ONE_PROCESS, "VLLM_USE_BREAKABLE_CUDAGRAPH": "0"},
         enforce_eager=False,
         compilation_config={"mode": 3},
