@@ -37,7 +37,7 @@ def test_indexer_and_attention_are_the_unsharded_ones_bit_for_bit(ranks: int, tm
     on_ranks(ranks, shard_prefills.on_ranks_of_cpus, tmp_path)
 
 
-@pytest.mark.parametrize(("ranks", "chunks"), [(2, 2), (2, 4), (4, 2), (4, 4)])
+@pytest.mark.parametrize(("ranks", "chunks"), [(2, 4), (4, 2)])  # both numbers of each, and each the larger once
 def test_pieces_are_the_unsharded_ones_bit_for_bit(ranks: int, chunks: int, tmp_path: Path):
     on_ranks(ranks, shard_prefills.pieces_on_ranks_of_cpus, tmp_path, chunks)
 
