@@ -10,7 +10,7 @@ import struct
 
 import pytest
 
-from nsa_plugin.kernels.cuda import build, nvrtc, sparse_mla
+from nsa_plugin.kernels.cuda import build, indexer, nvrtc, sparse_mla
 from nsa_plugin.kernels.cuda.topk import THREADS
 from nsa_plugin.kernels.triton.device import DeviceFacts
 from nsa_plugin.libraries.architectures import shared_memory_per_block
@@ -64,3 +64,11 @@ def test_sparse_mla_compiles_and_fits(sm: int, layout: str) -> None:
 @pytest.mark.parametrize("sm", ARCHITECTURES)
 def test_topk_compiles(sm: int) -> None:
     assert registers(build._cubin("topk.cu", (("THREADS", THREADS),), f"sm_{sm}" + ("a" if sm >= 90 else ""))) > 0
+
+
+@pytest.mark.parametrize("sample", [0, 1])
+@pytest.mark.parametrize("in_flight", [0, 1, 2])
+def test_indexer_compiles_and_fits(in_flight: int, sample: int) -> None:
+    defines = indexer.definitions(indexer.IndexerTuning(in_flight=in_flight), sample=sample)
+    cubin = build._cubin(indexer.SOURCE, tuple(sorted(defines.items())), "sm_90a")
+    assert 0 < registers(cubin) * indexer.BLOCK[0] <= REGISTERS

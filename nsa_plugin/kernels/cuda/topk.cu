@@ -184,6 +184,16 @@ __device__ __forceinline__ void offer_one(int capacity, float threshold, float v
     if (value >= threshold) append(capacity, atomicAdd(&control.count, 1), value, position);
 }
 
+// The least rank in a sample whose count of the row, less kMargin deviations, is still topk; in the middle of the
+// buffer if it is too far.
+__device__ __forceinline__ int sampled_rank(int taken, float share, int topk, int capacity) {
+    const float exact = topk * share;
+    const float root = 0.5f * (kMargin + sqrtf(kMargin * kMargin + 4.0f * exact));
+    const float middle = 0.5f * (topk + capacity) * share;
+    const int rank = static_cast<int>(fminf(root * root, middle)) + 1;
+    return rank < taken ? rank : taken;
+}
+
 // One pass with a sampled threshold. Returns the entries gathered; fewer than topk or more than fit: start over.
 __device__ __forceinline__ int gather_by_sample(int capacity, const float* row, int length, int topk) {
     const int misaligned = static_cast<int>((reinterpret_cast<unsigned long long>(row) >> 2) & 3);
@@ -206,13 +216,8 @@ __device__ __forceinline__ int gather_by_sample(int capacity, const float* row, 
         sample[4 * i + 3] = to_key(value.w);
     }
     __syncthreads();
-    // The least rank whose count, less kMargin deviations, is still topk; in the middle of the buffer if it is too far.
     const float share = static_cast<float>(taken) / static_cast<float>(length);
-    const float exact = topk * share;
-    const float root = 0.5f * (kMargin + sqrtf(kMargin * kMargin + 4.0f * exact));
-    const float middle = 0.5f * (topk + capacity) * share;
-    int rank = static_cast<int>(fminf(root * root, middle)) + 1;
-    rank = rank < taken ? rank : taken;
+    const int rank = sampled_rank(taken, share, topk, capacity);
     const Cut cut = kth_largest(capacity, taken, rank, [&](int i, unsigned* key) {
         *key = sample[i];
         return true;
@@ -239,6 +244,34 @@ __device__ __forceinline__ int gather_by_sample(int capacity, const float* row, 
     return count;
 }
 
+// Keep the k best entries of the buffer alone; control.count becomes k.
+__device__ __forceinline__ Cut cut_back(int capacity, int count, int k) {
+    int last;
+    const Cut cut = cut_at(capacity, count, k, &last);
+    if (threadIdx.x == 0) control.count = 0;
+    __syncthreads();
+    for (int first = 0; first < count; first += THREADS) {
+        const int i = first + static_cast<int>(threadIdx.x);
+        unsigned key = 0;
+        int position = 0;
+        bool keep = false;
+        if (i < count) {
+            key = keys()[i];
+            position = positions(capacity)[i];
+            keep = wanted(cut, last, key, position);
+        }
+        // No more are kept than were read, so slots never run ahead of the reads behind this barrier.
+        __syncthreads();
+        if (keep) {
+            const int slot = atomicAdd(&control.count, 1);
+            keys()[slot] = key;
+            positions(capacity)[slot] = position;
+        }
+    }
+    __syncthreads();
+    return cut;
+}
+
 // Any data: read in pieces of kPiece, cut the buffer back when the next one might not fit.
 __device__ __noinline__ int gather_by_pieces(int capacity, const float* row, int length, int topk) {
     unsigned floor_key = 0;  // below every key
@@ -254,29 +287,7 @@ __device__ __noinline__ int gather_by_pieces(int capacity, const float* row, int
         const int count = control.count;
         __syncthreads();  // nobody appends before everybody has read the count
         if (count + kPiece > capacity) {
-            int last;
-            const Cut cut = cut_at(capacity, count, topk, &last);
-            if (threadIdx.x == 0) control.count = 0;
-            __syncthreads();
-            for (int first = 0; first < count; first += THREADS) {
-                const int i = first + static_cast<int>(threadIdx.x);
-                unsigned key = 0;
-                int position = 0;
-                bool keep = false;
-                if (i < count) {
-                    key = keys()[i];
-                    position = positions(capacity)[i];
-                    keep = wanted(cut, last, key, position);
-                }
-                // No more are kept than were read, so slots never run ahead of the reads behind this barrier.
-                __syncthreads();
-                if (keep) {
-                    const int slot = atomicAdd(&control.count, 1);
-                    keys()[slot] = key;
-                    positions(capacity)[slot] = position;
-                }
-            }
-            __syncthreads();
+            const Cut cut = cut_back(capacity, count, topk);
             // Later positions lose a tie, so only what lies above the cut can still enter.
             floor_key = cut.key;
         }
@@ -366,5 +377,80 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) topk_rows(
     }
     int last;
     const Cut cut = cut_at(capacity, count, topk, &last);
+    emit(capacity, count, cut, last, length, topk, result);
+}
+
+// The value that, by a sample of a row's logits, between topk and `capacity` of its keys reach, for indexer.cu; the least
+// finite value for rows of at most `capacity` keys. Sample i is key offset + i * step. Grid (rows, 1, 1), block
+// (THREADS, 1, 1); dynamic shared memory: 4 * samples (rounded up to even) + 4 * 2048 bytes.
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) row_thresholds(
+    const float* __restrict__ sampled, const int* __restrict__ starts, const int* __restrict__ ends,
+    float* __restrict__ thresholds, int samples, int step, int offset, int columns, int topk, int capacity) {
+    const long long row_index = blockIdx.x;
+    const int start = max(starts[row_index], 0), end = min(ends[row_index], columns);
+    const int length = end - start;
+    const int first = min(max(start - offset + step - 1, 0) / step, samples);
+    const int taken = length > 0 ? min(max(end - offset + step - 1, 0) / step, samples) - first : 0;
+    if (length <= capacity || taken <= 0) {
+        if (threadIdx.x == 0) thresholds[row_index] = -kMostFinite;
+        return;
+    }
+    const float* row = sampled + row_index * samples + first;
+    for (int i = threadIdx.x; i < taken; i += THREADS) keys()[i] = to_key(row[i]);
+    __syncthreads();
+    const float share = static_cast<float>(taken) / static_cast<float>(length);
+    const Cut cut = kth_largest(
+        (samples + 1) / 2, taken, sampled_rank(taken, share, topk, capacity), [&](int i, unsigned* key) {
+            *key = keys()[i];
+            return true;
+        });
+    if (threadIdx.x == 0) thresholds[row_index] = cut.key <= kLeastKey ? -kMostFinite : to_value(cut.key);
+}
+
+// As topk_rows, of the entries (value, column) that indexer.cu gathered: `parts` buffers a row, in any order, with all
+// that belong to the top and no column twice. Rows of at most topk columns need no entries.
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) topk_entries(
+    const int2* __restrict__ entries, const int* __restrict__ counts, const int* __restrict__ starts,
+    const int* __restrict__ ends, int* __restrict__ out, long long out_stride, int parts, int part_capacity, int columns,
+    int topk, int capacity) {
+    const long long row_index = blockIdx.x;
+    const int start = max(starts[row_index], 0);
+    const int length = max(min(ends[row_index], columns), 0) - start;
+    int* result = out + row_index * out_stride;
+    if (length <= topk) {
+        for (int i = threadIdx.x; i < topk; i += THREADS) result[i] = i < length ? i : -1;
+        return;
+    }
+    unsigned floor_key = 0;  // below every key
+    int count = 0;
+    for (int part = 0; part < parts; ++part) {
+        const int2* some = entries + (row_index * parts + part) * part_capacity;
+        const int given = min(counts[row_index * parts + part], part_capacity);
+        for (int base = 0; base < given; base += kPiece) {
+            if (count + kPiece > capacity) {
+                // Columns come in any order, so later ones may still win a tie.
+                floor_key = cut_back(capacity, count, topk).key;
+                count = topk;
+            }
+            if (threadIdx.x == 0) control.count = count;
+            __syncthreads();
+#pragma unroll
+            for (int i = 0; i < kPiece / THREADS; ++i) {
+                const int at = base + i * THREADS + static_cast<int>(threadIdx.x);
+                if (at >= given) continue;
+                const int2 entry = some[at];
+                const unsigned key = to_key(__int_as_float(entry.x));
+                if (key < floor_key) continue;
+                const int slot = floor_key ? atomicAdd(&control.count, 1) : count + (at - base);
+                keys()[slot] = key;
+                positions(capacity)[slot] = entry.y - start;
+            }
+            __syncthreads();
+            count = floor_key ? control.count : count + min(kPiece, given - base);
+            __syncthreads();
+        }
+    }
+    int last;
+    const Cut cut = cut_at(capacity, count, min(topk, count), &last);
     emit(capacity, count, cut, last, length, topk, result);
 }

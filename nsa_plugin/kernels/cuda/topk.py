@@ -46,7 +46,7 @@ def topk_rows(
     capacity = CAPACITY if topk <= 2048 else CAPACITY_ABOVE_2048
     with torch.cuda.device_of(logits):
         kernel = load_kernel(
-            "topk.cu", "topk_rows", defines={"THREADS": THREADS}, max_dynamic_shared=_shared_bytes(CUDA_MAX_TOPK)
+            "topk.cu", "topk_rows", defines={"THREADS": THREADS}, max_dynamic_shared=shared_bytes(CUDA_MAX_TOPK)
         )
         kernel(
             grid=(rows, 1, 1),
@@ -62,11 +62,12 @@ def topk_rows(
                 ctypes.c_int32(topk),
                 ctypes.c_int32(capacity),
             ),
-            shared_bytes=_shared_bytes(topk),
+            shared_bytes=shared_bytes(topk),
         )
     return out if target is out else out.copy_(target)
 
 
-def _shared_bytes(topk: int) -> int:
+def shared_bytes(topk: int) -> int:
+    """Dynamic shared memory of a block of `topk_rows` and `topk_entries`, in bytes."""
     capacity = CAPACITY if topk <= 2048 else CAPACITY_ABOVE_2048
     return WORD_BYTES * (2 * capacity + max(BINS, topk))

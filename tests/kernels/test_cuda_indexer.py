@@ -1,0 +1,140 @@
+"""The fused indexer without a GPU: how it cuts a batch, and a model of its threshold, cut and second pass."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nsa_plugin.kernels.checks import KernelArgumentError
+from nsa_plugin.kernels.cuda import indexer
+from nsa_plugin.kernels.topk import reference_topk_rows
+from tests.kernels.indexer_cases import hard_rows, indexer_inputs
+
+MIB = 2**20
+SMS = 132
+LARGEST = torch.finfo(torch.float32).max
+
+
+@given(
+    rows=st.integers(1, 20_000),
+    keys=st.integers(1, 2_000_000),
+    topk=st.sampled_from([1, 512, 2048, 4096]),
+    mib=st.one_of(st.none(), st.integers(1, 2048)),
+    step=st.sampled_from([16, 32, 96]),
+)
+def test_chunks_cover_the_rows_within_the_limit(rows, keys, topk, mib, step):
+    limit = None if mib is None else mib * MIB
+    chunks = indexer.plan(rows, keys, topk, SMS, limit, step)
+    assert [first for first, _, _ in chunks] == [0] + [end for _, end, _ in chunks[:-1]]
+    assert chunks[-1][1] == rows
+    for first, end, buffers in chunks:
+        assert end > first
+        assert limit is None or end - first <= indexer.ROWS or (end - first) * buffers.row_bytes <= limit
+        # A buffer that was cut back has room until the next look.
+        assert buffers.capacity >= topk + indexer.SLACK
+        assert buffers.samples <= indexer.MAX_SAMPLES
+        assert buffers.samples == len(range(buffers.offset, keys, buffers.step)) or keys <= buffers.capacity
+
+
+def test_the_last_rows_are_cut_into_parts():
+    """8192 query tokens are 7.76 waves of blocks; the last 0.76 in five parts take 0.8 of a wave."""
+    chunks = indexer.plan(8192, 131072, 2048, SMS, 256 * MIB)
+    assert [(end - first, buffers.parts) for first, end, buffers in chunks] == [
+        (3168, 1),
+        (3168, 1),
+        (1056, 1),
+        (800, 5),
+    ]
+
+
+def test_arguments_have_the_kernels_layout():
+    """Nine pointers and eight ints, without holes."""
+    assert ctypes.sizeof(indexer.Arguments) == 9 * 8 + 8 * 4
+    assert indexer.Arguments.rows.offset == 9 * 8
+
+
+def test_refuses_what_the_kernel_does_not_take():
+    ks = torch.zeros(4, dtype=torch.int32)
+    with pytest.raises(KernelArgumentError, match="32 heads"):
+        indexer.topk(*indexer_inputs(4, 100, 32), ks, ks + 100, 64)
+    with pytest.raises(KernelArgumentError, match="at most 4096"):
+        indexer.topk(*indexer_inputs(4, 100, 64), ks, ks + 100, 5000)
+    with pytest.raises(KernelArgumentError, match="cpu"):
+        indexer.topk(*indexer_inputs(4, 100, 64), ks, ks + 100, 64)
+
+
+class Model:
+    """The selection of one row as indexer.cu and topk.cu make it, in small: what happened is in the counters."""
+
+    def __init__(self, topk: int, capacity: int, look: int, step: int) -> None:
+        self.topk, self.capacity, self.look, self.step = topk, capacity, look, step
+        self.cuts = self.redone = 0
+
+    def threshold(self, values: torch.Tensor) -> float:
+        if len(values) <= self.capacity - self.look:
+            return -LARGEST
+        sample = values[self.step // 2 :: self.step]
+        share = len(sample) / len(values)
+        root = 0.5 * (5.5 + math.sqrt(5.5**2 + 4 * self.topk * share))
+        rank = int(min(root**2, 0.5 * (self.topk + self.capacity - self.look) * share)) + 1
+        return float(sample.sort(descending=True).values[min(rank, len(sample)) - 1])
+
+    def best(self, entries: list[tuple[float, int]]) -> list[tuple[float, int]]:
+        return sorted(entries, key=lambda entry: (-entry[0], entry[1]))[: self.topk]
+
+    def gather(self, values: torch.Tensor, first: int, end: int, threshold: float) -> list[tuple[float, int]]:
+        entries: list[tuple[float, int]] = []
+        strict = False
+        for base in range(first, end, self.look):
+            if len(entries) + self.look > self.capacity:
+                entries, strict = self.best(entries), True
+                threshold = entries[-1][0]
+                self.cuts += 1
+            for position in range(base, min(base + self.look, end)):
+                value = float(values[position])
+                if value > threshold or (value == threshold and not strict):
+                    entries.append((value, position))
+            assert len(entries) <= self.capacity
+        return entries
+
+    def select(self, row: torch.Tensor, parts: int) -> list[int]:
+        values = row.nan_to_num(nan=-LARGEST, neginf=-LARGEST, posinf=LARGEST)
+        edges = [len(values) * part // parts for part in range(parts + 1)]
+        threshold = self.threshold(values)
+        for start in (threshold, -LARGEST):
+            spans = itertools.pairwise(edges)
+            entries = [entry for first, end in spans for entry in self.gather(values, first, end, start)]
+            if len(entries) >= min(self.topk, len(values)):
+                break
+            self.redone += 1
+        return sorted(position for _, position in self.best(entries))
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("name", sorted(hard_rows(8)))
+def test_the_method_is_exact(name, parts):
+    row = hard_rows(3000)[name]
+    model = Model(topk=64, capacity=256, look=32, step=8)
+    wanted = reference_topk_rows(row[None], torch.zeros(1).int(), torch.tensor([3000]).int(), 64)[0].tolist()
+    assert model.select(row, parts) == wanted
+    assert not model.redone
+    if name == "equal":
+        assert model.cuts  # everything reaches the threshold
+
+
+@pytest.mark.parametrize("factor", [100.0, 0.001])
+def test_the_method_is_exact_where_the_sample_misleads(factor):
+    row = torch.rand(3000, generator=torch.Generator().manual_seed(0))
+    row[4::8] *= factor
+    row[4::8][40:] /= factor if factor > 1 else 1.0  # fewer than topk are high
+    model = Model(topk=64, capacity=256, look=32, step=8)
+    wanted = reference_topk_rows(row[None], torch.zeros(1).int(), torch.tensor([3000]).int(), 64)[0].tolist()
+    assert model.select(row, 1) == wanted
+    assert model.redone == (1 if factor > 1 else 0)
+    assert model.cuts
