@@ -20,6 +20,7 @@ from nsa_plugin.decision.routes import FLASH_MLA_DECODE, Route
 from nsa_plugin.decision.timings import COPIED_CONTEXT, SELECTIONS, TimingKey, Timings
 from nsa_plugin.decision.token_shard import ATTENTION, CHUNKS, STEPS, group_op, in_chunks, reshard_label
 from nsa_plugin.libraries.capabilities import Op
+from nsa_plugin.tools.bench.cases import RANDOM, selection_of
 from nsa_plugin.tools.bench.record import BACK_TO_BACK, read
 
 RECORDS = ROOT / "docs" / "benchmarks"
@@ -69,6 +70,8 @@ def _of_row(row: dict[str, Any]) -> Iterator[Measured]:
     if op in ROUTES:
         layout = case["layout"]
         if op != "sparse_mla_decode" and case["kv"] > COPIED_CONTEXT:  # decisions add what a longer context takes
+            return
+        if selection_of(case) != RANDOM:  # no decision knows what its batch's selections share
             return
         if provider in ROUTES[op] and SELECTIONS.get(layout) == (case["topk"], case.get("window", 0)):
             need = Op.SPARSE_MLA_DECODE if op == "sparse_mla_decode" else Op.SPARSE_MLA_PREFILL

@@ -150,6 +150,15 @@ def test_the_longest_context_counts_then_the_largest_page_then_the_latest_record
     assert table[90, "sparse_mla_prefill", "v4_fp8"]["cuda sparse_prefill"] == {64: ((8192, 7.0),)}
 
 
+def test_only_random_selections_decide_with_or_without_the_field(tmp_path: Path) -> None:
+    shared = prefill("cuda", 2.0, selection="overlap 95%")
+    write(tmp_path, "a", [prefill("cuda", 1550.0, selection="random"), shared], "2026-01-03")
+    write(tmp_path, "b", [prefill("triton", 3900.0)], "2026-01-01")
+    routes = generator.collect(tmp_path)[KEY]
+    assert routes["cuda sparse_prefill"] == {16: ((4096, 1550.0),)}
+    assert routes["triton sparse_prefill"] == {16: ((4096, 3900.0),)}
+
+
 def test_runs_back_to_back_decide_nothing(tmp_path: Path) -> None:
     write(tmp_path, "a", [prefill("cuda", 1550.0)])
     before = generator.collect(tmp_path)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import product
@@ -72,6 +72,8 @@ class Suite:
 
 
 _SUITES = "nsa_plugin.tools.bench.suites"
+RANDOM = "random"
+_OVERLAPS = ("overlap 95%", "overlap 80%")  # selections of `tools/bench/selections.py`
 _HEADS = (16, 8, 32, 64, 128)
 # Query tokens of a V4 prefill by context, the most telling first: a chunk is not longer than its request.
 _V4_CHUNKS = {
@@ -82,12 +84,13 @@ _V4_CHUNKS = {
 }
 
 
-def _prefill(heads: int, q: int, kv: int, topk: int) -> BenchCase:
-    return case("sparse_mla_prefill", heads=heads, q=q, kv=kv, topk=topk, layout="v32_fp8")
+def _prefill(heads: int, q: int, kv: int, topk: int, selection: str = RANDOM) -> BenchCase:
+    return case("sparse_mla_prefill", heads=heads, q=q, kv=kv, topk=topk, layout="v32_fp8", selection=selection)
 
 
-def _decode(heads: int, batch: int, s_q: int, kv: int, topk: int) -> BenchCase:
-    return case("sparse_mla_decode", heads=heads, batch=batch, s_q=s_q, kv=kv, topk=topk, layout="v32_fp8")
+def _decode(heads: int, batch: int, s_q: int, kv: int, topk: int, selection: str = RANDOM) -> BenchCase:
+    shape: dict[str, Value] = {"heads": heads, "batch": batch, "s_q": s_q, "kv": kv, "topk": topk}
+    return case("sparse_mla_decode", **shape, layout="v32_fp8", selection=selection)
 
 
 def _v4(heads: int, q: int, kv: int, page_size: int, topk: int = 512, window: int = 128) -> BenchCase:
@@ -134,8 +137,15 @@ _ALL = (
         "sparse-mla-prefill",
         "sparse prefill from the V3.2 fp8 cache; baseline: FlashMLA with padded heads on bf16 rows",
         f"{_SUITES}.sparse_mla:prefill",
-        tuple(_prefill(heads, q, kv, 2048) for q, kv in product((4096, 512), (65536, 8192)) for heads in _HEADS),
-        (_prefill(3, 5, 70, 20),),
+        (
+            *(_prefill(heads, q, kv, 2048) for q, kv in product((4096, 512), (65536, 8192)) for heads in _HEADS),
+            *(
+                _prefill(heads, 4096, kv, 2048, selection)
+                for selection, kv in product(_OVERLAPS, (65536, 8192))
+                for heads in _HEADS
+            ),
+        ),
+        (_prefill(3, 5, 70, 20), _prefill(3, 5, 70, 20, _OVERLAPS[1])),
     ),
     Suite(
         "sparse-mla-decode",
@@ -144,8 +154,9 @@ _ALL = (
         (
             *(_decode(heads, batch, 1, 8192, 2048) for batch in (128, 1, 8, 32, 512) for heads in _HEADS),
             *(_decode(heads, batch, 2, 8192, 2048) for batch in (128, 1, 8, 32, 512) for heads in (16, 128)),
+            *(_decode(16, batch, s_q, 8192, 2048, _OVERLAPS[0]) for s_q in (1, 2) for batch in (128, 8)),
         ),
-        (_decode(3, 2, 2, 70, 20),),
+        (_decode(3, 2, 2, 70, 20), _decode(3, 2, 2, 70, 20, _OVERLAPS[1])),
     ),
     Suite(
         "v4-prefill",
@@ -235,6 +246,11 @@ def selected_suites(names: Iterable[str]) -> list[Suite]:
     if unknown:
         raise BenchError(f"suite is {unknown[0]!r}; allowed: {', '.join(SUITES)}")
     return [SUITES[name] for name in wanted or SUITES]
+
+
+def selection_of(fields: Mapping[str, Any]) -> str:
+    """The selections of a case; those of a record without the field are random."""
+    return str(fields.get("selection", RANDOM))
 
 
 def describe_fields(fields: dict[str, Any]) -> str:

@@ -38,6 +38,8 @@ _KERNELS = {
     "deep_gemm": ("DeepGEMM", "#0097a7"),
     "reference": ("float32 reference", "#b0a040"),
     "SGLang's sparse route": ("SGLang's sparse prefill", "#d62728"),
+    "triton_sparse_mla": ("SGLang's triton_sparse_mla", "#d62728"),
+    "triton_bf16_mla_sparse": ("vLLM's triton_bf16_mla_sparse", "#e377c2"),
     "sgl_kernel.fast_topk_v2": ("sgl_kernel top-k", "#d62728"),
     "torch SDPA": ("torch SDPA", "#7f7f7f"),
     "torch.topk": ("torch.topk", "#7f7f7f"),
@@ -45,7 +47,7 @@ _KERNELS = {
     "flashinfer.top_k_ragged_transform": ("FlashInfer top_k_ragged_transform", "#b8860b"),
 }
 _KERNEL = re.compile("|".join(rf"(?<!\w){re.escape(name)}\b" for name in sorted(_KERNELS, key=len, reverse=True)))
-_STOCK = re.compile(r"padded|in one piece|decode kernel|^SGLang|^torch|^sgl_kernel|^flashinfer\.|^stock")
+_STOCK = re.compile(r"padded|in one piece|decode kernel|^SGLang|^vLLM|^torch|^sgl_kernel|^flashinfer\.|^stock")
 _MARKERS = "os^Dv"  # of contenders with the same kernel
 _OF_A_GROUP = re.compile(r"(?P<suite>.+)-tp(?P<ranks>\d+)")
 _SETTINGS = {"svg.hashsalt": "nsa-plugin", "svg.fonttype": "none", "font.size": 8.0, "axes.grid": True}

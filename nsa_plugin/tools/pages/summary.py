@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from nsa_plugin.tools.bench.cases import describe_fields
+from nsa_plugin.tools.bench.cases import RANDOM, describe_fields, selection_of
 from nsa_plugin.tools.pages.comparisons import compared
 from nsa_plugin.tools.pages.markdown import FAILED, markdown_table
 from nsa_plugin.tools.records import Row
@@ -26,7 +26,7 @@ _MEASURES = {
 
 
 class Highlight(NamedTuple):
-    """Cases of a kernel suite that the summary shows: those of `op` that `where` matches.
+    """Cases of a kernel suite that the summary shows: those of `op` that `where` matches, with random selections.
 
     Attributes:
         plugin: the providers that the plugin may choose, which the stock path is compared with.
@@ -208,6 +208,8 @@ def highlights(timed: Records) -> Iterator[tuple[Highlight, Path, Row]]:
                 continue
             cases: dict[str, list[Row]] = {}
             for row in record["rows"]:
+                if selection_of(row["case"]) != RANDOM:
+                    continue
                 if row["op"] == highlight.op and highlight.where.items() <= row["case"].items():
                     cases.setdefault(str(row["case"]), []).append(row)
             for rows in sorted(cases.values(), key=lambda rows: int(rows[0]["case"]["heads"])):

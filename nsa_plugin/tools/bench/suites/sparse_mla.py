@@ -9,9 +9,10 @@ import torch
 from nsa_plugin.kernels.kv_cache import PagedCache, gather_rows
 from nsa_plugin.kernels.sparse_mla import reference_decode, reference_prefill
 from nsa_plugin.layouts import Fp8Layout
-from nsa_plugin.tools.bench import floors, inputs, judges, stock
-from nsa_plugin.tools.bench.cases import BenchCase
+from nsa_plugin.tools.bench import floors, inputs, judges, rivals, stock
+from nsa_plugin.tools.bench.cases import BenchCase, selection_of
 from nsa_plugin.tools.bench.judges import Attended
+from nsa_plugin.tools.bench.selections import SELECTIONS, neighbouring
 from nsa_plugin.tools.bench.workload import Contender, Context, TimedCall, Workload, into
 
 PADDED = "flash_mla padded"
@@ -46,6 +47,19 @@ def gather(indices: torch.Tensor, cache: PagedCache) -> floors.Gather:
     return floors.Gather(selected=selected, distinct=distinct, row_bytes=row_bytes(cache), width=indices.numel())
 
 
+def selected(device: torch.device, selection: str, sequences: int, tokens: int, kv: int, topk: int) -> torch.Tensor:
+    """[sequences * tokens, topk] int32: keys of the last `tokens` query tokens of requests of `kv` tokens each.
+
+    Args:
+        selection: one of `SELECTIONS`. Random selections are from all kv keys, not only from those before a token.
+    """
+    locality = SELECTIONS[selection]
+    if locality is None:
+        return inputs.selection(device, sequences * tokens, kv, topk, 2)
+    positions = torch.arange(kv - tokens, kv, device=device).repeat(sequences)
+    return neighbouring(positions, topk, 2, locality, torch.arange(sequences, device=device).repeat_interleave(tokens))
+
+
 def prefill_by_decode(
     q: torch.Tensor, cache: PagedCache, indices: torch.Tensor, scale: float, **more: Any
 ) -> TimedCall:
@@ -60,11 +74,12 @@ def prefill_by_decode(
 
 
 def prefill(case: BenchCase, context: Context) -> Workload:
-    device, layout = context.device, case.text("layout")
+    device, layout, selection = context.device, case.text("layout"), selection_of(case.as_dict())
     heads, q_rows, kv, topk = case.numbers("heads", "q", "kv", "topk")
     cache = context.shared(("cache", layout, kv), lambda: inputs.filled_cache(device, layout, kv, PAGE_SIZE, 1))
-    indices = context.shared(("indices", q_rows, kv, topk), lambda: inputs.selection(device, q_rows, kv, topk, 2))
-    taken = context.shared(("taken", layout, q_rows, kv, topk), lambda: gather(indices, cache))
+    chosen = (selection, q_rows, kv, topk)
+    indices = context.shared(("indices", *chosen), lambda: selected(device, selection, 1, q_rows, kv, topk))
+    taken = context.shared(("taken", layout, *chosen), lambda: gather(indices, cache))
     q = inputs.normal(device, 3, q_rows, heads, cache.dim)
     out = torch.empty(q_rows, heads, D_V, dtype=torch.bfloat16, device=device)
     scale = cache.dim**-0.5
@@ -76,9 +91,16 @@ def prefill(case: BenchCase, context: Context) -> Workload:
         judges.PREFILL_OUT,
     )
 
+    def rows_of_cache() -> torch.Tensor:
+        return context.shared(("rows", layout, kv), lambda: bf16_rows(cache))
+
     def padded() -> TimedCall:
-        return stock.flash_mla_prefill(
-            q, context.shared(("rows", layout, kv), lambda: bf16_rows(cache)), indices, scale
+        return stock.flash_mla_prefill(q, rows_of_cache(), indices, scale)
+
+    def rival(union: int) -> Contender:
+        return Contender(
+            rivals.sglang_name(union),
+            lambda: rivals.sglang_triton(q, rows_of_cache(), indices, scale, union=union),
         )
 
     def padded_with_copy() -> TimedCall:
@@ -100,6 +122,8 @@ def prefill(case: BenchCase, context: Context) -> Workload:
             Contender(PADDED, padded),
             Contender(WITH_COPY, padded_with_copy),
             Contender(DECODE_KERNEL, lambda: prefill_by_decode(q, cache, indices, scale)),
+            *map(rival, rivals.UNIONS),
+            Contender(rivals.VLLM_NAME, lambda: rivals.vllm_triton(q, rows_of_cache(), indices, scale)),
             *context.contenders("sparse_mla_prefill", into(out, q, cache, indices, scale=scale)),
         ),
         judge=judge,
@@ -108,7 +132,7 @@ def prefill(case: BenchCase, context: Context) -> Workload:
 
 
 def decode(case: BenchCase, context: Context) -> Workload:
-    device, layout = context.device, case.text("layout")
+    device, layout, selection = context.device, case.text("layout"), selection_of(case.as_dict())
     heads, batch, s_q, kv, topk = case.numbers("heads", "batch", "s_q", "kv", "topk")
     # Every sequence owns kv slots, so that no two share a row.
     cache = context.shared(
@@ -116,12 +140,13 @@ def decode(case: BenchCase, context: Context) -> Workload:
     )
 
     def own_slots() -> torch.Tensor:
-        chosen = inputs.selection(device, batch * s_q, kv, topk, 2).view(batch, s_q, topk)
+        chosen = selected(device, selection, batch, s_q, kv, topk).view(batch, s_q, topk)
         first = torch.arange(batch, device=device, dtype=torch.int32).view(batch, 1, 1) * kv
         return torch.where(chosen < 0, -1, chosen + first)
 
-    indices = context.shared(("indices", batch, s_q, kv, topk), own_slots)
-    taken = context.shared(("taken", layout, batch, s_q, kv, topk), lambda: gather(indices, cache))
+    shape = (selection, batch, s_q, kv, topk)
+    indices = context.shared(("indices", *shape), own_slots)
+    taken = context.shared(("taken", layout, *shape), lambda: gather(indices, cache))
     q = inputs.normal(device, 3, batch, s_q, heads, cache.dim)
     out = torch.empty(batch, s_q, heads, D_V, dtype=torch.bfloat16, device=device)
     scale = cache.dim**-0.5
