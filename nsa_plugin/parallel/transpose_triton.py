@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 
 from nsa_plugin.kernels.triton.sizes import ceil_div, power_of_2
+from nsa_plugin.kernels.triton.tiles import STREAMS
 
 WORDS = (torch.int64, torch.int32, torch.int16, torch.int8)
-# Words a program: 8 KiB of int64. A thread then has four loads of 16 bytes in flight.
-MAX_BLOCK = 1024
+MAX_BLOCK = STREAMS["transpose"].block  # words a program
 
 
 def swap_blocks(src: torch.Tensor, dst: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,9 +42,15 @@ from nsa_plugin.kernels.triton import (
 )
 from nsa_plugin.layouts import Fp8Layout, get_layout
 from nsa_plugin.libraries.architectures import shared_memory_per_block
+from nsa_plugin.libraries.capabilities import MHA_DIMS
 from nsa_plugin.parallel import transpose_triton
 
 BF16, FP8, F32, I32 = torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.int32
+
+DENSE_INPUTS = ((8, BF16), (300, BF16), (300, F32))
+"""Query rows and type of the dense attention that is compiled."""
+# What a launcher takes from the table of tiles, by its names in a launch.
+TILE = ("BLOCK_H", "BLOCK_K", "BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
 
 
 class Driver:
@@ -62,7 +69,7 @@ class Driver:
         return 0
 
 
-def without_a_gpu(sm: int) -> dict[str, list[dict[str, int]]]:
+def without_a_gpu(sm: int) -> dict[str, list[dict[str, Any]]]:
     """Have launches compiled for an SM version instead: {kernel: what a block of each compilation needs}."""
     driver.set_active(Driver(sm))
     facts = {"multi_processor_count": 132, "major": sm // 10, "minor": sm % 10}
@@ -73,13 +80,14 @@ def without_a_gpu(sm: int) -> dict[str, list[dict[str, int]]]:
     # Triton asks whether addresses are multiples of 16, as an allocator's are; torch built without CUDA cannot index.
     FakeTensor.data_ptr = lambda self: 0
     FakeTensor.__getitem__ = _item
-    compiled: dict[str, list[dict[str, int]]] = defaultdict(list)
+    compiled: dict[str, list[dict[str, Any]]] = defaultdict(list)
     run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         needs = {"shared": kernel.metadata.shared, "threads": 32 * kernel.metadata.num_warps}
-        compiled[f"{self.fn.__module__}.{self.fn.__name__}"].append(needs | resources(kernel.asm["cubin"]))
+        tile = {"tile": {name: kwargs[name] for name in TILE if name in kwargs}}
+        compiled[f"{self.fn.__module__}.{self.fn.__name__}"].append(needs | tile | resources(kernel.asm["cubin"]))
         return kernel
 
     JITFunction.run = compile_only
@@ -124,7 +132,10 @@ def cache(name: str, pages: int, page_size: int, dim: int = 576) -> PagedCache:
 
 
 def attention() -> None:
-    """Heads of every tile, prefill rows and decode steps, every cache, with a second cache and without."""
+    """Heads of every tile, prefill rows and decode steps, every cache, with a second cache and without.
+
+    Dense attention in the widths of the engines' models, long and short, and in float32.
+    """
     for heads in (16, 32, 64):
         for name in ("v32_fp8", "bf16"):
             keys = cache(name, 64, 64)
@@ -142,8 +153,8 @@ def attention() -> None:
             extra_indices=empty(300, 512),
             extra_topk_length=empty(300),
         )
-    for rows in (8, 300):
-        q, k, v = (empty(rows, 16, dim, dtype=BF16) for dim in (192, 192, 128))
+    for (d_qk, d_v), (rows, dtype) in product(MHA_DIMS, DENSE_INPUTS):
+        q, k, v = (empty(rows, 16, dim, dtype=dtype) for dim in (d_qk, d_qk, d_v))
         mha.mha(q, k, v, empty(3), empty(3), scale=1.0, max_seqlen_q=rows, max_seqlen_k=rows)
 
 

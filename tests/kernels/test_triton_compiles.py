@@ -7,12 +7,16 @@ import json
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import nsa_plugin
+from nsa_plugin.kernels.triton.tiles import mha_tile, tiles_of
 from nsa_plugin.libraries.architectures import shared_memory_per_block
+from nsa_plugin.libraries.capabilities import MHA_DIMS
 from tests.kernels import compile_program
 
 SPILLED = 2048
@@ -39,13 +43,27 @@ def launched() -> set[str]:
     return defined & calls
 
 
+def entries(sm: int) -> set[tuple[str, tuple[int, ...]]]:
+    """Kernel and tile of each entry of an SM version's line; of dense attention those that its widths reach."""
+    line, shared = tiles_of(sm), shared_memory_per_block(sm)
+    dense = {
+        mha_tile(sm, shared, *dims, dtype.itemsize, rows)
+        for dims, (rows, dtype) in product(MHA_DIMS, compile_program.DENSE_INPUTS)
+    }
+    return {
+        *(("sparse_mla_kernel", tile[:-1]) for tile in line.sparse_mla),
+        *(("_mha_kernel", tuple(tile)) for tile in dense),
+        *((kernel, tuple(line.logits[1:])) for kernel in ("_ragged_logits", "_paged_logits")),
+    }
+
+
 @pytest.mark.parametrize("sm", [80, 86, 89, 90, 100, 120])
 def test_every_kernel_compiles_and_a_block_fits_the_gpu(sm: int) -> None:
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", compile_program.__name__, str(sm)]
     done = subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
-    compiled: dict[str, list[dict[str, int]]] = json.loads(done.stdout.splitlines()[-1])
+    compiled: dict[str, list[dict[str, Any]]] = json.loads(done.stdout.splitlines()[-1])
     assert {name.rpartition(".")[2] for name in compiled} == launched()
     blocks = [(name, block) for name, kinds in compiled.items() for block in kinds]
     assert [one for one in blocks if one[1]["shared"] > shared_memory_per_block(sm)] == []
@@ -53,3 +71,5 @@ def test_every_kernel_compiles_and_a_block_fits_the_gpu(sm: int) -> None:
     assert [one for one in blocks if one[1]["registers"] * one[1]["threads"] > 1 << 16] == []
     spilled = {name: max(block["spilled"] for block in kinds) for name, kinds in compiled.items()}
     assert max(spilled.values()) <= SPILLED, spilled
+    tiles = {(name.rpartition(".")[2], tuple(block["tile"].values())) for name, block in blocks}
+    assert entries(sm) - tiles == set(), "not compiled: entries of the table of tiles"

@@ -13,6 +13,7 @@ from nsa_plugin.kernels.kv_cache import allocate_cache, open_cache
 from nsa_plugin.kernels.topk import reference_topk_rows
 from nsa_plugin.kernels.triton import indexer as triton_indexer
 from nsa_plugin.kernels.triton.indexer import paged_metadata, paged_topk, topk
+from nsa_plugin.kernels.triton.tiles import tiles_of
 from nsa_plugin.layouts import INDEXER_FP8
 
 from .indexer_cases import assert_selected, indexer_inputs, paged_keys, ragged_requests, schedule_oracle
@@ -249,10 +250,11 @@ def test_wrong_arguments_are_named(call, message):
 
 
 def test_a_program_s_block_of_rows():
-    assert triton_indexer._row_block(64) == (2, 64)
-    assert triton_indexer._row_block(64, 1) == (1, 64)
-    assert triton_indexer._row_block(5, 1) == (2, 8)
-    assert triton_indexer._row_block(130) == (1, 256)
+    tile = tiles_of(90).logits
+    assert triton_indexer._row_block(tile, 64) == (2, 64)
+    assert triton_indexer._row_block(tile, 64, 1) == (1, 64)
+    assert triton_indexer._row_block(tile, 5, 1) == (2, 8)
+    assert triton_indexer._row_block(tile, 130) == (1, 256)
 
 
 def test_equal_logits_tie_to_the_lowest_positions():

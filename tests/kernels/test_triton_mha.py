@@ -7,6 +7,7 @@ import torch
 
 from nsa_plugin.kernels.checks import KernelArgumentError
 from nsa_plugin.kernels.triton import mha as triton_mha
+from nsa_plugin.kernels.triton.tiles import MhaTile
 
 from . import mha_cases
 from .oracles import noncontiguous
@@ -66,7 +67,7 @@ def test_the_result_does_not_depend_on_the_tile(max_seqlen_q):
 
 def test_every_tile_height_covers_every_row(monkeypatch):
     """Lengths around multiples of the tile's height: no row is left out, none is written twice."""
-    monkeypatch.setattr(triton_mha, "TILES", (triton_mha.MhaTile(16, 16, 4, 1),))
+    monkeypatch.setattr(triton_mha, "mha_tile", lambda *_: MhaTile(16, 16, 4, 1))
     lengths = [15, 16, 17, 1, 0, 31, 32, 33, 0, 0, 48]
     case = mha_cases.make([(length, length) for length in lengths], 1, d_qk=16, d_v=16)
     actual = mha(*case, scale=case.scale, out=torch.full_like(case.q, math.nan), return_lse=True)
@@ -113,15 +114,6 @@ def test_reruns_are_bit_identical():
     runs = [mha(*case, scale=case.scale, return_lse=True) for _ in range(2)]
     assert torch.equal(runs[0].out, runs[1].out)
     assert torch.equal(runs[0].lse, runs[1].lse)
-
-
-@pytest.mark.parametrize("itemsize", [2, 4])
-@pytest.mark.parametrize("shared", [227 << 10, 163 << 10, 99 << 10])
-@pytest.mark.parametrize(("d_qk", "d_v"), [(192, 128), (256, 256), (128, 128)])
-@pytest.mark.parametrize("max_seqlen_q", [None, 8])
-def test_tiles_fit_the_shared_memory(d_qk, d_v, shared, itemsize, max_seqlen_q):
-    tile = triton_mha.tile_of(d_qk, d_v, itemsize, shared, max_seqlen_q)
-    assert tile.shared_bytes(d_qk, d_v, itemsize) + triton_mha.SHARED_RESERVE <= shared
 
 
 @pytest.mark.parametrize(

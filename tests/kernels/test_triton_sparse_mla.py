@@ -12,8 +12,9 @@ from nsa_plugin.kernels.checks import KernelArgumentError
 from nsa_plugin.kernels.kv_cache import PagedCache, allocate_cache, open_cache, reference_write
 from nsa_plugin.kernels.sparse_mla import reference_decode, reference_prefill
 from nsa_plugin.kernels.triton import sparse_mla
-from nsa_plugin.kernels.triton.sparse_mla import decode, num_splits, prefill, tile_of
+from nsa_plugin.kernels.triton.sparse_mla import decode, num_splits, prefill
 from nsa_plugin.kernels.triton.sparse_mla_indices import masked_rows
+from nsa_plugin.kernels.triton.tiles import sparse_tile
 
 from .oracles import HEAD_COUNTS, INT_MAX, INT_MIN
 from .sparse_mla_cases import (
@@ -105,7 +106,7 @@ def test_decode(layout, extra, batch, s_q, per_query):
 
 def test_a_split_row_is_put_together():
     case = decode_case(batch=2, s_q=1, heads=3, layout="v32_fp8", slots=512, topk=333, with_length=False)
-    splits = num_splits(2, 3, 333, tile_of(3, 0), sparse_mla.INTERPRETER.sms)
+    splits = num_splits(2, 3, 333, sparse_tile(0, 3), sparse_mla.INTERPRETER.sms)
     assert splits > 2
     check_decode(case)
     prefilled = prefill_case(tokens=2, heads=3, slots=300, topk=333)
@@ -120,7 +121,7 @@ def test_the_number_of_parts_does_not_change_the_result(monkeypatch, splits):
 
 
 def test_parts_follow_the_shapes():
-    tile = tile_of(16, 90)
+    tile = sparse_tile(90, 16)
     assert num_splits(1, 16, 2048, tile, 132) == 32
     assert num_splits(128, 16, 2048, tile, 132) == 2
     assert num_splits(4096, 16, 2048, tile, 132) == 1

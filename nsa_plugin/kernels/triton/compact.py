@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 
 from nsa_plugin.kernels.triton.sizes import power_of_2
+from nsa_plugin.kernels.triton.tiles import STREAMS
 
-CHUNK = 1024
+CHUNK = STREAMS["compact"].block
 
 
 class CompactRows(NamedTuple):

@@ -16,9 +16,10 @@ import triton.language as tl
 
 from nsa_plugin.kernels.index_transform import check_paged, check_ragged
 from nsa_plugin.kernels.triton.sizes import ceil_div, power_of_2
+from nsa_plugin.kernels.triton.tiles import STREAMS
 
-# Entries a program; a row of 2048 is one program.
-MAX_BLOCK = 2048
+# Entries a program at most.
+MAX_BLOCK = STREAMS["index_transform"].block
 
 # `do_not_specialize` below: counts change from batch to batch and must not compile a kernel anew.
 

@@ -32,11 +32,9 @@ from nsa_plugin.kernels.topk import Request, Selector, new_output, row_chunks, u
 from nsa_plugin.kernels.triton.device import facts_of
 from nsa_plugin.kernels.triton.kv_cache_kernels import decode_fp8
 from nsa_plugin.kernels.triton.sizes import ceil_div, power_of_2
+from nsa_plugin.kernels.triton.tiles import STREAMS, LogitsTile, tiles_of
 
-# Keys of a block, and (query row, head) pairs of one: the product that a program holds is [128, 128] float32.
-BLOCK_N = 128
-BLOCK_M = 128
-NUM_WARPS = 8
+METADATA = STREAMS["indexer_metadata"]
 # Programs that fill a GPU many times over; each goes over several blocks of keys if there are more.
 PROGRAMS = 4096
 
@@ -86,13 +84,14 @@ def topk(
     )
     lengths = (ke.clamp(max=keys) - ks.clamp(min=0)).int()
     zeros = torch.zeros_like(lengths)
-    block_q, heads_padded = _row_block(heads)
+    tile = tiles_of(facts_of(q.device).architecture).logits
+    block_q, heads_padded = _row_block(tile, heads)
     for chunk, span in zip(chunks, spans, strict=True):
         part = chunk.rows
         logits = buffer[: chunk.num_rows * span].view(chunk.num_rows, span)
         row_blocks = ceil_div(chunk.num_rows, block_q)
         with torch.cuda.device_of(q):
-            _ragged_logits[(row_blocks, _key_programs(row_blocks, span))](
+            _ragged_logits[(row_blocks, _key_programs(tile, row_blocks, span))](
                 _bytes(q[part]),
                 _bytes(k),
                 k_scale,
@@ -114,8 +113,9 @@ def topk(
                 DIM=dim,
                 DIM_PADDED=max(32, power_of_2(dim)),
                 BLOCK_Q=block_q,
-                BLOCK_N=BLOCK_N,
-                num_warps=NUM_WARPS,
+                BLOCK_N=tile.block_n,
+                num_warps=tile.num_warps,
+                num_stages=tile.num_stages,
                 **_operands(q, k),
             )
         selector(logits, zeros[part], lengths[part], topk, out=result[part])
@@ -163,7 +163,8 @@ def paged_topk(
     limits = limits.reshape(-1)
     zeros = torch.zeros_like(limits)
     buffer = torch.empty((min(step, requests) * group, max_len), dtype=torch.float32, device=q.device)
-    block_q, heads_padded = _row_block(heads, group)
+    tile = tiles_of(facts_of(q.device).architecture).logits
+    block_q, heads_padded = _row_block(tile, heads, group)
     blocks = ceil_div(group, block_q)
     for first in range(0, requests, step):
         end = min(first + step, requests)
@@ -171,7 +172,7 @@ def paged_topk(
         logits = buffer[: (end - first) * group]
         row_blocks = (end - first) * blocks
         with torch.cuda.device_of(q):
-            _paged_logits[(row_blocks, _key_programs(row_blocks, max_len))](
+            _paged_logits[(row_blocks, _key_programs(tile, row_blocks, max_len))](
                 _bytes(q[first:end]),
                 cache.data,
                 weights[rows],
@@ -193,8 +194,9 @@ def paged_topk(
                 DIM=dim,
                 DIM_PADDED=max(32, power_of_2(dim)),
                 BLOCK_Q=block_q,
-                BLOCK_N=BLOCK_N,
-                num_warps=NUM_WARPS,
+                BLOCK_N=tile.block_n,
+                num_warps=tile.num_warps,
+                num_stages=tile.num_stages,
                 **_operands(q, cache.data),
             )
         selector(logits, zeros[rows], limits[rows], topk, out=result[rows])
@@ -230,25 +232,25 @@ def paged_metadata(context_lens: torch.Tensor, num_sms: int, *, split: int = 256
             num_sms,
             QUERY_BLOCKS=ceil_div(next_n, 2),
             SPLIT=split,
-            BLOCK=64,
+            BLOCK=METADATA.block,
             SMS_PADDED=power_of_2(num_sms + 1),
-            num_warps=8,
+            num_warps=METADATA.num_warps,
         )
     return schedule
 
 
-def _row_block(heads: int, rows: int | None = None) -> tuple[int, int]:
+def _row_block(tile: LogitsTile, heads: int, rows: int | None = None) -> tuple[int, int]:
     """Query rows of a block, and the heads they are padded to; both powers of two."""
     heads_padded = power_of_2(heads)
-    most = max(1, BLOCK_M // heads_padded)
+    most = max(1, tile.block_m // heads_padded)
     if rows is not None:
         most = min(most, power_of_2(rows))
     # Tensor cores take 16 columns or more.
     return max(most, 16 // heads_padded, 1), heads_padded
 
 
-def _key_programs(row_blocks: int, keys: int) -> int:
-    return max(1, min(ceil_div(keys, BLOCK_N), ceil_div(PROGRAMS, row_blocks)))
+def _key_programs(tile: LogitsTile, row_blocks: int, keys: int) -> int:
+    return max(1, min(ceil_div(keys, tile.block_n), ceil_div(PROGRAMS, row_blocks)))
 
 
 def _bytes(values: torch.Tensor) -> torch.Tensor:

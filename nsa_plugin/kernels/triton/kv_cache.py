@@ -28,15 +28,14 @@ from nsa_plugin.kernels.triton.kv_cache_kernels import (
     write_records_kernel,
 )
 from nsa_plugin.kernels.triton.sizes import ceil_div, power_of_2
+from nsa_plugin.kernels.triton.tiles import STREAMS
 from nsa_plugin.layouts import Fp8Layout, ScaleFormat
 
-# Rows a program: 16 rows of 512 values are 64 values a thread, enough loads in flight to reach HBM speed.
-# Few rows (decode) are spread over more programs.
-ROWS_PER_PROGRAM = 16
+# Rows a program. Few rows (decode) are spread over more programs.
+ROWS_PER_PROGRAM, ROWS_PER_PROGRAM_FEW = STREAMS["kv_cache_records"].rows, STREAMS["kv_cache_few_records"].rows
 FEW_ROWS = 1024
-ROWS_PER_PROGRAM_FEW = 2
 # Block of the plain layout: rows x values.
-PLAIN_ROWS, PLAIN_VALUES = 32, 64
+PLAIN_ROWS, PLAIN_VALUES = STREAMS["kv_cache_plain"].rows, STREAMS["kv_cache_plain"].block
 
 
 def write(

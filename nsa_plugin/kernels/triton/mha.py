@@ -20,8 +20,6 @@ Source of the algorithm: FlashAttention-2 (arXiv 2307.08691).
 # mypy: allow-untyped-defs
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -29,6 +27,7 @@ import triton.language as tl
 from nsa_plugin.kernels.mha import MhaCall, MhaOutput, mha_op
 from nsa_plugin.kernels.triton.device import facts_of
 from nsa_plugin.kernels.triton.sizes import power_of_2
+from nsa_plugin.kernels.triton.tiles import mha_tile
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 COMPUTE_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -36,35 +35,6 @@ MAX_HEAD_DIM = 256
 
 LOG2_E = 1.4426950408889634
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
-
-
-class MhaTile(NamedTuple):
-    """Query rows and keys that a program holds at a time, its warps and the stages of its loop over keys."""
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-
-    def shared_bytes(self, d_qk: int, d_v: int, itemsize: int) -> int:
-        """Shared memory of a program at least: its queries, and keys and values of each stage."""
-        return itemsize * (self.block_m * d_qk + self.num_stages * self.block_n * (d_qk + d_v))
-
-
-# The first that fits the device's shared memory is taken; float32 products have no tensor cores and keep
-# their operands in registers, so they start at the small ones.
-TILES = (
-    MhaTile(128, 64, 8, 3),
-    MhaTile(128, 64, 8, 2),
-    MhaTile(128, 32, 8, 2),
-    MhaTile(64, 32, 4, 2),
-    MhaTile(32, 32, 4, 1),
-)
-SMALL_TILES = (MhaTile(64, 64, 4, 3), MhaTile(64, 64, 4, 2), MhaTile(64, 32, 4, 2), MhaTile(32, 32, 4, 1))
-FLOAT32_TILES = (MhaTile(32, 32, 4, 1), MhaTile(16, 16, 4, 1))
-
-# Shared memory of a block that is left to the compiler.
-SHARED_RESERVE = 8 << 10
 
 
 @triton.jit
@@ -223,7 +193,8 @@ def attend(call: MhaCall) -> MhaOutput:
     d_v_block = max(16, power_of_2(d_v))
     same = q.dtype == k.dtype == v.dtype
     dtype = q.dtype if same else torch.float32
-    tile = tile_of(d_low + d_high, d_v_block, dtype.itemsize, facts_of(q.device).shared_memory, call.max_seqlen_q)
+    facts, widths = facts_of(q.device), (d_low + d_high, d_v_block)
+    tile = mha_tile(facts.architecture, facts.shared_memory, *widths, dtype.itemsize, call.max_seqlen_q)
     requests = len(cu_q) - 1
     grid = (tokens // tile.block_m + requests + 1, heads)
     _mha_kernel[grid](
@@ -243,11 +214,3 @@ def attend(call: MhaCall) -> MhaOutput:
 
 
 mha = mha_op(attend, DTYPES)
-
-
-def tile_of(d_qk: int, d_v: int, itemsize: int, shared_memory: int, max_seqlen_q: int | None) -> MhaTile:
-    """The tile for heads of these (padded) widths, `shared_memory` in bytes."""
-    small = max_seqlen_q is not None and max_seqlen_q <= 64
-    tiles = FLOAT32_TILES if itemsize == 4 else SMALL_TILES if small else TILES
-    room = shared_memory - SHARED_RESERVE
-    return next((tile for tile in tiles if tile.shared_bytes(d_qk, d_v, itemsize) <= room), tiles[-1])

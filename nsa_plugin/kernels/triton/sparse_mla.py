@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
-from typing import NamedTuple
 
 import torch
 import triton
@@ -24,42 +23,21 @@ from nsa_plugin.kernels.sparse_mla import PREFILL, Scope, SparseMlaCall, SparseM
 from nsa_plugin.kernels.triton import sparse_mla_kernels as kernels
 from nsa_plugin.kernels.triton.device import INTERPRETER, facts_of
 from nsa_plugin.kernels.triton.sizes import ceil_div
+from nsa_plugin.kernels.triton.tiles import STREAMS, SparseTile, sparse_tile
 from nsa_plugin.layouts import V4_FP8, V32_FP8, Fp8Layout
 
 D_V = 512
 D_QK = (512, 576)
 
-# Most parts that one row's keys are cut into (a power of two), and the fewest blocks of keys worth a part of their own.
-MAX_SPLITS = 32
+# Most parts that one row's keys are cut into, and the fewest blocks of keys worth a part of their own.
+COMBINE = STREAMS["combine"]
+MAX_SPLITS = COMBINE.block
 LEAST_BLOCKS = 2
 
 LAYOUT_CODES = {V32_FP8.name: kernels.V32_FP8.value, V4_FP8.name: kernels.V4_FP8.value}
 
 # Alignment in bytes that the fields of a record need: float32 scales, and eight ue8m0 bytes read as one word.
 ALIGNMENTS = {V32_FP8.name: 4, V4_FP8.name: 8}
-
-
-class SparseTile(NamedTuple):
-    """How a program is shaped: heads, keys at a time, warps, stages of the loop; and programs a processor."""
-
-    block_h: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-    programs_per_sm: int
-
-
-def tile_of(heads: int, architecture: int) -> SparseTile:
-    """The shape of a program.
-
-    Up to 32 heads it fits 100 KB of shared memory (16 heads: two programs in Hopper's registers). More
-    heads fill the 64 rows of Hopper's warpgroup products; other architectures take them 32 at a time.
-    """
-    if heads <= 16:
-        return SparseTile(16, 32, 4, 2, 2)
-    if heads <= 32 or architecture != 90:
-        return SparseTile(32, 32, 8, 2, 1)
-    return SparseTile(64, 64, 8, 2, 1)
 
 
 def num_splits(rows: int, heads: int, topk: int, tile: SparseTile, sms: int) -> int:
@@ -100,7 +78,7 @@ def _launch(call: SparseMlaCall, out: torch.Tensor, lse: torch.Tensor, max_logit
     rows, heads, s_q, device = call.rows, call.heads, q.shape[1], q.device
     interpreted = not isinstance(kernels.sparse_mla_kernel, triton.JITFunction)
     facts = INTERPRETER if interpreted else facts_of(device)
-    tile = tile_of(heads, facts.architecture)
+    tile = sparse_tile(facts.architecture, heads)
     splits = num_splits(rows, heads, sum(scope.topk for scope in call.scopes), tile, facts.sms)
     sink_stride = 0 if sink is None else sink.stride(0)
     target, target_lse, target_max = out, lse, max_logits
@@ -162,7 +140,7 @@ def _launch(call: SparseMlaCall, out: torch.Tensor, lse: torch.Tensor, max_logit
             heads,
             splits,
             BLOCK_SPLITS=MAX_SPLITS,
-            num_warps=4,
+            num_warps=COMBINE.num_warps,
         )
 
 

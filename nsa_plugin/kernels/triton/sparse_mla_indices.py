@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 
 from nsa_plugin.kernels.triton.sizes import ceil_div
+from nsa_plugin.kernels.triton.tiles import STREAMS
 
-BLOCK = 1024
+BLOCK = STREAMS["sparse_mla_indices"].block
 
 
 def masked_rows(

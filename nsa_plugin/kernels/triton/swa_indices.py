@@ -15,10 +15,10 @@ import triton.language as tl
 
 from nsa_plugin.kernels.swa_indices import IndexRows, check_window
 from nsa_plugin.kernels.triton.sizes import ceil_div, power_of_2
+from nsa_plugin.kernels.triton.tiles import STREAMS
 
 # Query rows and window entries of a program.
-WINDOW_ROWS = 8
-MAX_BLOCK = 1024
+WINDOW_ROWS, MAX_BLOCK = STREAMS["swa_indices"].rows, STREAMS["swa_indices"].block
 
 
 def window(cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor, window: int, *, num_tokens: int) -> IndexRows:

@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 
 from nsa_plugin.kernels.topk import check_topk_rows
+from nsa_plugin.kernels.triton.tiles import STREAMS
 
-BLOCK = 2048
-NUM_WARPS = 8
+BLOCK, NUM_WARPS = STREAMS["topk"].block, STREAMS["topk"].num_warps
 
 
 def topk_rows(

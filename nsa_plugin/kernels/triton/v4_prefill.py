@@ -17,9 +17,10 @@ import triton.language as tl
 
 from nsa_plugin.kernels.swa_indices import IndexRows
 from nsa_plugin.kernels.triton.sizes import ceil_div, power_of_2
+from nsa_plugin.kernels.triton.tiles import STREAMS
 
-MAX_BLOCK = 1024
-MAP_BLOCK = 256
+MAX_BLOCK = STREAMS["v4_prefill"].block
+MAP_BLOCK = STREAMS["v4_page_map"].block
 
 
 class RowsPart(NamedTuple):
