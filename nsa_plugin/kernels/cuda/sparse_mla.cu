@@ -71,36 +71,36 @@ DEVICE Entry find_entry(const Scope& first, const Scope& second, bool is_first, 
 #endif
 }
 
-// Every warp copies 8 records; lane l knows where record l & 7 lies.
+// Every warp copies COPIES records; lane l knows where record l % COPIES lies.
 DEVICE void start_copies(Shared& shared, int stage, int warp, int lane, const Entry& entry) {
     u32 full = shared_address(&shared.full[stage]);
 #if LAYOUT == 1
-    if (lane < 8) {
-        int r = warp * 8 + lane;
+    if (lane < COPIES) {
+        int r = warp * COPIES + lane;
         shared.valid[stage][r] = entry.valid;
         copy_8_bytes(shared_address(&shared.scales[stage][r]), entry.scales, full);
     }
 #endif
-    // A bulk copy takes its addresses from uniform registers: one lane starting eight of them keeps these in
-    // flight, where eight lanes starting one each go through a loop.
-    if (lane < 8) shared.from[warp][lane] = (u64)entry.record;
+    // A bulk copy takes its addresses from uniform registers: one lane starting them all keeps these in
+    // flight, where lanes starting one each go through a loop.
+    if (lane < COPIES) shared.from[warp][lane] = (u64)entry.record;
     __syncwarp();
 #if !HOPPER
     constexpr int PIECES = COPIED / 16;
-    for (int piece = lane; piece < 8 * PIECES; piece += 32) {
+    for (int piece = lane; piece < COPIES * PIECES; piece += 32) {
         int r = piece / PIECES, at = piece % PIECES * 16;
-        copy_16_bytes(shared_address(&shared.records[stage][(warp * 8 + r) * ROW + at]), (const u8*)shared.from[warp][r] + at);
+        copy_16_bytes(shared_address(&shared.records[stage][(warp * COPIES + r) * ROW + at]), (const u8*)shared.from[warp][r] + at);
     }
     arrive_with_copies(full);
 #else
     if (elected()) {
-        ulonglong2 from[4];
+        ulonglong2 from[COPIES / 2];
 #pragma unroll
-        for (int k = 0; k < 4; ++k) from[k] = *(const ulonglong2*)&shared.from[warp][2 * k];
-        u32 to = shared_address(&shared.records[stage][warp * 8 * ROW]);
-        barrier_expect(full, 8 * COPIED);
+        for (int k = 0; k < COPIES / 2; ++k) from[k] = *(const ulonglong2*)&shared.from[warp][2 * k];
+        u32 to = shared_address(&shared.records[stage][warp * COPIES * ROW]);
+        barrier_expect(full, COPIES * COPIED);
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
+        for (int k = 0; k < COPIES / 2; ++k) {
             bulk_copy(to + 2 * k * ROW, (const void*)from[k].x, COPIED, full);
             bulk_copy(to + (2 * k + 1) * ROW, (const void*)from[k].y, COPIED, full);
         }
@@ -150,21 +150,32 @@ DEVICE void add_up(int shares, ShareOf share_of, ValuesOf values_of, const float
 // What a block of a cluster knows of its share, by head, where S was.
 DEVICE Share* own_shares(Shared& shared) { return (Share*)shared.s; }
 
-// Attention of query row `blockIdx.x` for heads from `HEADS * blockIdx.y` on, over the share `blockIdx.z` of its
+// Attention of query row `blockIdx.x`, or of the GROUP rows from GROUP * `blockIdx.x` on, for heads from
+// HEADS / GROUP * `blockIdx.y` on, over the share `blockIdx.z` of its
 // entries. With one share `out`, `lse` and `max_logits` are the result. With more, either the blocks of all shares are
 // a cluster, which adds up in the end, or `partial_out` and `partials` hold every share's own for `combine`.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
     const u16* __restrict__ q, i64 q_row_stride, i64 q_head_stride, int heads,
     Scope first, Scope second, const u8* __restrict__ zeros, const float* __restrict__ sink, float scale_log2,
     u8* __restrict__ out, i64 out_row_stride, i64 out_head_stride, float* __restrict__ lse,
-    float* __restrict__ max_logits, float* __restrict__ partial_out, Share* __restrict__ partials) {
+    float* __restrict__ max_logits, float* __restrict__ partial_out, Share* __restrict__ partials
+#if GROUP > 1
+    , int rows  // of all groups; `first` has the indices of a group as its row, and there is one share
+#endif
+    ) {
     extern __shared__ __align__(128) u8 memory[];
     Shared& shared = *(Shared*)memory;
     // Both in ways that the compiler cannot repeat, as it would rather than keep them in registers: a reduction leaves
     // its result in a uniform register, with what is made of it.
     int warp = __reduce_max_sync(~0u, threadIdx.x >> 5), lane = __shfl_sync(~0u, threadIdx.x, threadIdx.x) & 31;
-    int row = blockIdx.x, first_head = HEADS * blockIdx.y;
-    int own_heads = min(HEADS, heads - first_head);
+    constexpr int ROW_HEADS = HEADS / GROUP;
+    int row = blockIdx.x, first_head = ROW_HEADS * blockIdx.y;
+    int own_heads = min(ROW_HEADS, heads - first_head);
+#if GROUP > 1
+    int first_row = row * GROUP, own_rows = min(GROUP, rows - first_row);
+#else
+    int first_row = row, own_rows = 1;
+#endif
 
     int lengths[2] = {scope_length(first, row), HAS_EXTRA ? scope_length(second, row) : 0};
     int blocks[2] = {(lengths[0] + KEYS - 1) / KEYS, (lengths[1] + KEYS - 1) / KEYS};
@@ -192,19 +203,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
         return e < (is_extra ? extra_bound : bound) ? __ldg(shared.indices[is_extra] + e) : -1;
     };
     auto counts = [&](int block, int slot) -> bool {
+#if GROUP > 1
+        slot &= SLOT_MASK;
+#endif
         return (u32)slot < (u32)(!HAS_EXTRA || block < blocks[0] ? first.num_slots : second.num_slots);
     };
-    int i = warp * 8 + (lane & 7);
+    int i = warp * COPIES + lane % COPIES;
     auto copy = [&](int block, int slot) {
+#if GROUP > 1
+        if (lane < COPIES) shared.members[(u32)(block - begin) % STAGES][i] = (u8)((u32)slot >> SLOT_BITS);
+        slot &= SLOT_MASK;
+#endif
         const u8* nothing = shared.nothing[i];
-        start_copies(shared, block - begin & 1, warp, lane, find_entry(first, second, block < blocks[0], slot, nothing));
+        start_copies(shared, (u32)(block - begin) % STAGES, warp, lane, find_entry(first, second, block < blocks[0], slot, nothing));
     };
     // Of the entries and the query none waits for another. Later, a slot is read a step before its address is needed.
     int slot = slot_of(begin, i), next = slot_of(begin + 1, i);
     int final = begin < end ? slot_of(end - 1, threadIdx.x % KEYS) : -1;
     int quarter = warp & 3, half = warp >> 2;
     RawQuery raw;
-    read_query(raw, q + row * q_row_stride + first_head * q_head_stride, q_head_stride, own_heads, quarter, lane);
+    read_query(raw, q + first_row * q_row_stride + first_head * q_head_stride, q_row_stride, q_head_stride, own_rows,
+               own_heads, quarter, lane);
     if (begin < end) copy(begin, slot);
     find_largest(shared, raw, quarter, lane);
     if (!__syncthreads_or(counts(end - 1, final)) && begin + 1 < end) {
@@ -219,27 +238,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
         for (int w = 0; w < WARPS; ++w) last = max(last, shared.last[w]);
         end = last + 1;
     }
-    if (begin + 1 < end) copy(begin + 1, next);  // both stages are free
-    next = slot_of(begin + 2, i);
+    if (begin + 1 < end) copy(begin + 1, next);  // all stages are free
+#pragma unroll
+    for (int s = 2; s < STAGES; ++s)
+        if (begin + s < end) copy(begin + s, slot_of(begin + s, i));
+    next = slot_of(begin + STAGES, i);
     Query query;
     keep_query(shared, query, raw, quarter, half == 0, scale_log2, lane);
     __syncthreads();
-    float o[4][NT][4] = {};
+    float o[VALUE_TILES][NT][4] = {};
     const float infinity = bits_to_float(0x7f800000);
     Softmax state;
 #pragma unroll
-    for (int j = 0; j < NT; ++j) state.largest[j] = -infinity, state.anchor[j] = ANCHOR_START, state.sum[j] = 0.f;
+    for (int j = 0; j < COLUMNS; ++j) state.largest[j] = -infinity, state.anchor[j] = ANCHOR_START, state.sum[j] = 0.f;
     state.reference = LAYOUT == 0 ? -100 : -127;
 
     for (int block = begin; block < end; ++block) {
-        int step = block - begin, stage = step & 1;
-        barrier_wait(shared_address(&shared.full[stage]), step >> 1 & 1);
+        int step = block - begin, stage = (u32)step % STAGES;
+        barrier_wait(shared_address(&shared.full[stage]), (u32)step / STAGES & 1);
         multiply_queries(shared, stage, query, quarter, half, lane);
-        // S is there, and nobody reads P or the other stage any more.
+        // S is there, and nobody reads P or the stage before any more.
         __syncthreads();
-        if (step && block + 1 < end) {
-            copy(block + 1, next);
-            next = slot_of(block + 2, i);
+        if (step && block + STAGES - 1 < end) {
+            copy(block + STAGES - 1, next);
+            next = slot_of(block + STAGES, i);
         }
         u32 factors;
         float reference_change;
@@ -252,22 +274,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
     int shares = gridDim.z, own_share = blockIdx.z;
     bool is_whole = shares == 1, is_cluster = HOPPER && !is_whole && !partial_out;
 #pragma unroll
-    for (int j = 0; j < NT; ++j) {
-        int head = warp + 8 * j;
+    for (int j = 0; j < COLUMNS; ++j) {
+        int column = warp + WARPS * j, head = query_of(column) < own_rows ? head_of(column) : own_heads;
         float sum = warp_sum(state.sum[j]), largest = warp_max(state.largest[j]);
         if (lane == 0) {
             float total = state.anchor[j] + log2_approx(sum);  // -inf where there is nothing
             float weight = sum == 0.f ? 0.f : 1.f / sum;
-            i64 at = (i64)row * heads + first_head + head;
+            i64 at = (i64)(first_row + query_of(column)) * heads + first_head + head;
             Share share = {sum == 0.f ? -infinity : total, largest};
-            if (is_cluster) own_shares(shared)[head] = share;
+            if (is_cluster) own_shares(shared)[column] = share;
             else if (head < own_heads && !is_whole) partials[(i64)own_share * gridDim.x * heads + at] = share;
             else if (head < own_heads) {
                 if (sink && sum != 0.f) weight /= 1.f + exp2_approx(sink[first_head + head] * 1.4426950408889634f - total);
                 lse[at] = sum == 0.f ? infinity : total * 0.6931471805599453f;
                 max_logits[at] = largest * 0.6931471805599453f;
             }
-            shared.alpha[head] = weight;
+            shared.alpha[column] = weight;
         }
     }
     __syncthreads();
@@ -282,14 +304,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
     for (int n = 0; n < NT; ++n)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            int head = n * 8 + 2 * t + i;
-            if (head >= own_heads) continue;
-            float weight = shared.alpha[head];
+            int column = n * 8 + 2 * t + i, query = query_of(n * 8), head = head_of(n * 8) + 2 * t + i;
+            if (query >= own_rows || head >= own_heads) continue;
+            float weight = shared.alpha[column];
 #pragma unroll
-            for (int m = 0; m < 4; ++m) {
+            for (int m = 0; m < VALUE_TILES; ++m) {
                 float lower = weight != 0.f ? o[m][n][i] * weight * reference * rest : 0.f;
                 float upper = weight != 0.f ? o[m][n][i + 2] * weight * reference * rest : 0.f;
-                int value = warp * 64 + m * 16 + (is_rope ? g : 2 * g), step = is_rope ? 8 : 1;
+                int value = warp * (16 * VALUE_TILES) + m * 16 + (is_rope ? g : 2 * g), step = is_rope ? 8 : 1;
                 if (!is_whole) {
                     float* to = is_cluster
                         ? own_out + head * O_STRIDE + value
@@ -297,7 +319,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
                     if (is_rope) to[0] = lower, to[8] = upper;
                     else *(float2*)to = make_float2(lower, upper);
                 } else {
-                    i64 at = row * out_row_stride + (first_head + head) * out_head_stride + value;
+                    i64 at = (first_row + query) * out_row_stride + (first_head + head) * out_head_stride + value;
 #if OUT_FLOAT32
                     ((float*)out)[at] = lower, ((float*)out)[at + step] = upper;
 #else

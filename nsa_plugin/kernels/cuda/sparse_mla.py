@@ -28,7 +28,6 @@ KEYS = 64  # entries that a block of threads attends at a time
 D_V = 512
 LAYOUTS = (V32_FP8, V4_FP8)
 MAX_SPLITS = 16  # as many blocks as a cluster may have
-BLOCK = (256, 1, 1)
 HOPPER = 90  # the SM version with bulk copies and clusters
 NOTHINGS = 1024  # records that stand for entries which do not count
 NOT_COUNTED = -(2.0**-100)  # and their scales, with V3.2
@@ -43,33 +42,47 @@ class Variant:
         blocks: blocks of threads resident on an SM.
         held: of a warp's 8 steps over the query's fp8-multiplied values, those whose fragments stay in registers;
             shared memory has the others.
+        group: neighbouring query rows of a block, which share the tiles and the union of their entries.
+        warps: of a block, 8 or 16.
+        stages: blocks of keys in shared memory.
     """
 
     tiles: int
     blocks: int
     held: int
+    group: int = 1
+    warps: int = 8
+    stages: int = 2
 
     @property
     def heads(self) -> int:
-        return 8 * self.tiles
+        """Heads of a query row that a block takes."""
+        return 8 * self.tiles // self.group
+
+    @property
+    def block(self) -> tuple[int, int, int]:
+        """Threads of a block."""
+        return (32 * self.warps, 1, 1)
 
     @property
     def definitions(self) -> dict[str, int]:
         """Of the source's preprocessor."""
-        return {"NT": self.tiles, "MIN_BLOCKS": self.blocks, "HELD": self.held}
+        names = ("NT", "MIN_BLOCKS", "HELD", "GROUP", "BLOCK_WARPS", "BLOCK_STAGES")
+        return dict(zip(names, (self.tiles, self.blocks, self.held, self.group, self.warps, self.stages), strict=True))
 
     def shared_bytes(self, layout: str) -> int:
         """Shared memory of a block, in bytes."""
-        row, scales, p_copies = (656, 0, 1) if layout == V32_FP8.name else (592, 2 * KEYS * 8, 2)
+        row, scales, p_copies = (656, 0, 1) if layout == V32_FP8.name else (592, KEYS * 8, 2)
+        columns = 8 * self.tiles
         parts = (
-            2 * KEYS * row,  # records
-            4 * self.heads * 68 * 4,  # S
-            p_copies * self.heads * 72 * 2,  # P
-            scales + 2 * KEYS,  # and validity
+            self.stages * KEYS * row,  # records
+            4 * columns * 68 * 4,  # S
+            p_copies * columns * 72 * 2,  # P
+            self.stages * (scales + KEYS * (2 if self.group > 1 else 1)),  # and validity, and rows of a group
             2 * KEYS * 8 + 2 * 8,  # addresses of records, of zero records and of rows
-            2 * 8 + 8 * 4,  # barriers, and a number a warp
+            self.stages * 8 + self.warps * 4,  # barriers, and a number a warp
             4 * 32 * 2 * self.tiles * 4 * (8 - self.held + (layout == V32_FP8.name)),  # fragments of the query
-            2 * self.heads * 4,  # factors of a head
+            2 * columns * 4,  # factors of a head
             128,  # alignment
         )
         return sum(parts)
@@ -178,7 +191,7 @@ def attend(call: SparseMlaCall, *, splits: int | None = None, tiles: int | None 
     check_tensor(call.op, "q", call.q, call.q.shape, dtypes=(torch.bfloat16,))
     call.require(call.d_v == D_V, f"d_v is {call.d_v}; this kernel has values of {D_V}")
     layout = call.scopes[0].cache.layout
-    scopes = [_scope(call, scope, layout) for scope in call.scopes]
+    scopes = [cuda_scope(call, scope, layout) for scope in call.scopes]
     call.require(q.is_cuda, f"q is on {q.device}; the CUDA kernel needs a CUDA device")
     lse, max_logits = torch.empty((2, rows, heads), dtype=torch.float32, device=q.device).unbind()
     result = SparseMlaResult(call.output(), lse, max_logits)
@@ -187,10 +200,8 @@ def attend(call: SparseMlaCall, *, splits: int | None = None, tiles: int | None 
     first, second = scopes if len(scopes) == 2 else (scopes[0], CudaScope(lengths_divisor=1, page_size=1))
     most = f"splits is {splits}; this kernel adds up 1 to {MAX_SPLITS}"
     call.require(splits is None or 1 <= splits <= MAX_SPLITS, most)
-    # Four values are read at a time.
-    aligned = q.data_ptr() % 8 == 0 and q.stride(0) % 4 == 0 and q.stride(1) % 4 == 0 and q.stride(2) == 1
-    q = q if aligned else q.clone(memory_format=torch.contiguous_format)
-    out = _rows_of(result.out)
+    q = readable_queries(q)
+    out = writable_rows(result.out)
     sink = None if call.attn_sink is None else call.attn_sink.contiguous()
     facts = facts_of(q.device)
     variants = possible_variants(heads, layout.name, facts)
@@ -213,7 +224,11 @@ def attend(call: SparseMlaCall, *, splits: int | None = None, tiles: int | None 
     with torch.cuda.device_of(q):
         run, combine = _kernels(variants, layout.name, tuple(defines.items()), q.device.index)[variant]
         # The shares of a row as a cluster, which adds up in shared memory; if all clusters run at once.
-        is_cluster = facts.architecture == HOPPER and splits > 1 and _clusters(run, shared, splits) >= rows * groups
+        is_cluster = (
+            facts.architecture == HOPPER
+            and splits > 1
+            and _clusters(run, variant.block, shared, splits) >= rows * groups
+        )
         parts: tuple[Argument, Argument] = (None, None)
         if splits > 1 and not is_cluster:
             parts = (
@@ -222,10 +237,10 @@ def attend(call: SparseMlaCall, *, splits: int | None = None, tiles: int | None 
             )
         run(
             (rows, groups, splits),
-            BLOCK,
+            variant.block,
             (
                 *(q, int64(q.stride(0)), int64(q.stride(1)), size(heads)),
-                *(first, second, _nothing(q.device, layout.name), sink, ctypes.c_float(call.scale * LOG2_E)),
+                *(first, second, nothings(q.device, layout.name), sink, ctypes.c_float(call.scale * LOG2_E)),
                 *(*results, *parts),
             ),
             shared_bytes=shared,
@@ -259,12 +274,18 @@ def _kernels(
 
 
 @functools.cache
-def _clusters(attend: CudaKernel, shared: int, splits: int) -> int:
-    return attend.resident_clusters(BLOCK, (1, 1, splits), shared_bytes=shared)
+def _clusters(attend: CudaKernel, block: tuple[int, int, int], shared: int, splits: int) -> int:
+    return attend.resident_clusters(block, (1, 1, splits), shared_bytes=shared)
+
+
+def readable_queries(q: torch.Tensor) -> torch.Tensor:
+    """q [rows, heads, d_qk] itself, or a copy where the kernel cannot read four values of it at a time."""
+    aligned = q.data_ptr() % 8 == 0 and q.stride(0) % 4 == 0 and q.stride(1) % 4 == 0 and q.stride(2) == 1
+    return q if aligned else q.clone(memory_format=torch.contiguous_format)
 
 
 @functools.cache
-def _nothing(device: torch.device, layout: str) -> torch.Tensor:
+def nothings(device: torch.device, layout: str) -> torch.Tensor:
     """The records that stand for entries which do not count: zeros, but for V3.2's scales, which mark them."""
     if layout == V4_FP8.name:
         return torch.zeros((NOTHINGS, V4_FP8.data_stride), dtype=torch.uint8, device=device)
@@ -273,7 +294,7 @@ def _nothing(device: torch.device, layout: str) -> torch.Tensor:
     return records
 
 
-def _scope(call: SparseMlaCall, given: Scope, layout: CacheLayout) -> CudaScope:
+def cuda_scope(call: SparseMlaCall, given: Scope, layout: CacheLayout) -> CudaScope:
     """The kernel's view of one cache and its entries, checked against what it can read."""
     name, cache, indices, lengths = given
     size = cache.page_size
@@ -314,7 +335,7 @@ def _int32(entries: torch.Tensor) -> torch.Tensor:
     return entries if entries.dtype == torch.int32 else entries.clamp(-1, 2**31 - 1).int()
 
 
-def _rows_of(out: torch.Tensor) -> torch.Tensor:
+def writable_rows(out: torch.Tensor) -> torch.Tensor:
     """[rows, heads, d_v] for the kernel to write: the output itself where it can be, else one to be copied from."""
     one_stride = out.shape[1] == 1 or out.stride(0) == out.shape[1] * out.stride(1)
     # Four values are written at a time.

@@ -19,6 +19,15 @@
 #ifndef MIN_BLOCKS
 #define MIN_BLOCKS 2  // blocks of an SM
 #endif
+#ifndef GROUP
+#define GROUP 1  // neighbouring query rows of a block, which share the union of their entries
+#endif
+#ifndef BLOCK_WARPS
+#define BLOCK_WARPS 8  // 16: of v32_fp8 and an even number of tiles alone
+#endif
+#ifndef BLOCK_STAGES
+#define BLOCK_STAGES 2  // blocks of keys in shared memory
+#endif
 #ifndef HELD
 #define HELD 4  // of the 8 steps over a quarter of the query, those whose fragments are in registers
 #endif
@@ -26,11 +35,18 @@
 #include "instructions.cuh"
 
 constexpr int KEYS = 64;
-constexpr int WARPS = 8;
+constexpr int WARPS = BLOCK_WARPS;
+constexpr int HALVES = WARPS / 4;             // parts of the keys in the first product
+constexpr int KEY_TILES = KEYS / HALVES / 16;  // tiles of 16 keys a warp, there
+constexpr int VALUE_TILES = 512 / WARPS / 16;  // tiles of 16 values a warp, in the second product
+constexpr int COPIES = KEYS / WARPS;           // records that a warp copies
+constexpr int COLUMNS = NT * 8 / WARPS;        // columns of S that a warp exponentiates
+constexpr int TILES = NT / GROUP;              // tiles of a query row
+static_assert(NT % GROUP == 0 && (WARPS == 8 || (WARPS == 16 && LAYOUT == 0 && NT % 2 == 0)), "not supported");
 constexpr int THREADS = 32 * WARPS;
 constexpr int HEADS = 8 * NT;
 constexpr int D_V = 512;
-constexpr int STAGES = 2;
+constexpr int STAGES = BLOCK_STAGES;
 constexpr int ARRIVALS = (HOPPER ? WARPS : THREADS) + (LAYOUT == 0 ? 0 : KEYS);  // on a stage's barrier, by a filling
 #if LAYOUT == 0
 constexpr int FP8_STEPS = 8;     // steps of 16 fp8 values of a quarter
@@ -53,6 +69,16 @@ constexpr int MAX_SHARES = 16;   // blocks of a cluster
 constexpr int O_STRIDE = 516;    // floats between heads of a share's output in shared memory
 constexpr int P_STRIDE = 72;     // halves between heads of P: 144 bytes, 8 rows of a matrix in 32 banks
 
+#if GROUP > 1
+// An entry of a union has the slot in its lower bits, and in the others which of the rows selects it.
+constexpr u32 SLOT_BITS = 28;
+constexpr u32 SLOT_MASK = (1u << SLOT_BITS) - 1;
+#endif
+
+// Which row of the group a column of S belongs to, and which head of the block's.
+DEVICE int query_of(int column) { return GROUP == 1 ? 0 : column / 8 / TILES; }
+DEVICE int head_of(int column) { return GROUP == 1 ? column : column % (8 * TILES); }
+
 // What a share of a row's entries makes of one head, beside its output: the mean of the values, by their weights.
 struct Share {
     float lse;      // base 2, -inf where there is nothing
@@ -68,6 +94,9 @@ struct Shared {
     alignas(16) u64 scales[STAGES][KEYS];
     u8 valid[STAGES][KEYS];
 #endif
+#if GROUP > 1
+    u8 members[STAGES][KEYS];  // rows of the group that select the key, a bit each
+#endif
     alignas(16) float alpha[HEADS];   // of the output so far, by this step's keys
     // Fragments of the query, by quarter and lane, that are not held in registers: those are few.
 #if HELD < 8
@@ -79,7 +108,7 @@ struct Shared {
     alignas(16) float factor[HEADS];  // of S: the softmax scale times the power of two that the query row was divided by
     const int* indices[2];            // of the query row, in the two caches
     const u8* nothing[KEYS];          // what is copied for entries that do not count
-    alignas(16) u64 from[WARPS][8];   // where the records are that a warp copies next
+    alignas(16) u64 from[WARPS][COPIES];   // where the records are that a warp copies next
     alignas(8) u64 full[STAGES];      // a stage's records have arrived
     int last[WARPS];                  // blocks that a warp found entries in
 };
@@ -104,13 +133,15 @@ struct RawQuery {
 DEVICE bool is_rope_step(int quarter, int step) { return LAYOUT == 1 && quarter == 3 && step >= 4; }
 
 // A quarter of the query's values, for all heads of the block. Rows start at a multiple of 8 bytes.
-DEVICE void read_query(RawQuery& raw, const u16* q, i64 head_stride, int heads, int quarter, int lane) {
+DEVICE void read_query(RawQuery& raw, const u16* q, i64 row_stride, i64 head_stride, int rows, int heads, int quarter,
+                       int lane) {
     int g = lane >> 2, t = lane & 3;
     auto two = [](const u16* at) { return __ldg((const u32*)at); };
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
-        int head = n * 8 + g;
-        const u16* source = q + head * head_stride + quarter * 128;
+        int head = query_of(n * 8) < rows ? head_of(n * 8) + g : heads;
+        const u16* start = q + query_of(n * 8) * row_stride + head * head_stride;
+        const u16* source = start + quarter * 128;
 #pragma unroll
         for (int s = 0; s < FP8_STEPS; ++s) {
             // The order of a fragment's values is that of the codes in a register: 4t to 4t + 3.
@@ -121,7 +152,7 @@ DEVICE void read_query(RawQuery& raw, const u16* q, i64 head_stride, int heads, 
             raw.values[s][n][0] = four.x, raw.values[s][n][1] = four.y;
         }
 #if LAYOUT == 0
-        const u16* rope = q + head * head_stride + 512 + quarter * 16 + 2 * t;
+        const u16* rope = start + 512 + quarter * 16 + 2 * t;
         raw.rope[n][0] = head < heads ? two(rope) : 0, raw.rope[n][1] = head < heads ? two(rope + 8) : 0;
 #endif
     }
@@ -200,9 +231,9 @@ DEVICE void fragments(u32 (&b)[NT][2], const Shared& shared, const Query& query,
 #endif
 }
 
-// Steps of 16 fp8 values: codes of 2 tiles of 16 keys times the queries.
+// Steps of 16 fp8 values: codes of a warp's tiles of 16 keys times the queries.
 template <int STEPS>
-DEVICE void multiply_codes(float (&acc)[2][NT][4], u32 address, const Shared& shared, const Query& query, int first,
+DEVICE void multiply_codes(float (&acc)[KEY_TILES][NT][4], u32 address, const Shared& shared, const Query& query, int first,
                            int quarter, int lane) {
 #pragma unroll
     for (int s = 0; s < STEPS; s += 2) {
@@ -210,7 +241,7 @@ DEVICE void multiply_codes(float (&acc)[2][NT][4], u32 address, const Shared& sh
         fragments(b[0], shared, query, first + s, quarter, lane);
         fragments(b[1], shared, query, first + s + 1, quarter, lane);
 #pragma unroll
-        for (int m = 0; m < 2; ++m) {
+        for (int m = 0; m < KEY_TILES; ++m) {
             u32 codes[4];
             ldmatrix(codes, address + m * 16 * ROW + (first + s) * 16);
 #pragma unroll
@@ -244,15 +275,15 @@ DEVICE float ue8m0(u64 scales, int tile) {
 }
 #endif
 
-// S of 32 keys over a quarter of their values.
+// S of a warp's keys over a quarter of their values.
 DEVICE void multiply_queries(Shared& shared, int stage, const Query& query, int quarter, int half, int lane) {
     int g = lane >> 2, t = lane & 3;
     const u8* records = shared.records[stage];
     int matrix = lane >> 3;
     // Lanes 16 T + g and 16 T + 8 + g of a fragment are positions 2 l and 2 l + 1: see row_of.
-    u32 address = shared_address(records + (half * 32 + row_of(lane & 7, matrix & 1)) * ROW) + (matrix >> 1) * 16;
-    int lower = half * 32 + row_of(g, 0), upper = half * 32 + row_of(g, 1);
-    float acc[2][NT][4] = {}, sum[2][NT][4] = {};
+    u32 address = shared_address(records + (half * (KEYS / HALVES) + row_of(lane & 7, matrix & 1)) * ROW) + (matrix >> 1) * 16;
+    int lower = half * (KEYS / HALVES) + row_of(g, 0), upper = half * (KEYS / HALVES) + row_of(g, 1);
+    float acc[KEY_TILES][NT][4] = {}, sum[KEY_TILES][NT][4] = {};
 #if LAYOUT == 0
     multiply_codes<8>(acc, address + quarter * 128, shared, query, 0, quarter, lane);
     u32 rope[2 * NT];
@@ -262,7 +293,7 @@ DEVICE void multiply_queries(Shared& shared, int stage, const Query& query, int 
         rope[k] = two.x, rope[k + 1] = two.y;
     }
 #pragma unroll
-    for (int m = 0; m < 2; ++m) {
+    for (int m = 0; m < KEY_TILES; ++m) {
         u32 a[4];
         ldmatrix(a, address + m * 16 * ROW + ROPE + quarter * 32);
 #pragma unroll
@@ -274,14 +305,14 @@ DEVICE void multiply_queries(Shared& shared, int stage, const Query& query, int 
     const u64* scales = shared.scales[stage];
     auto add = [&](int tile) {
 #pragma unroll
-        for (int m = 0; m < 2; ++m)
+        for (int m = 0; m < KEY_TILES; ++m)
             add_scaled(sum[m], acc[m], ue8m0(scales[lower + m * 16], tile), ue8m0(scales[upper + m * 16], tile));
     };
     multiply_codes<4>(acc, address + quarter * 128, shared, query, 0, quarter, lane);
     add(2 * quarter);
     if (quarter < 3) {
 #pragma unroll
-        for (int m = 0; m < 2; ++m)
+        for (int m = 0; m < KEY_TILES; ++m)
 #pragma unroll
             for (int n = 0; n < NT; ++n)
 #pragma unroll
@@ -294,7 +325,7 @@ DEVICE void multiply_queries(Shared& shared, int stage, const Query& query, int 
             u32 b[NT][2];
             fragments(b, shared, query, 4 + s, quarter, lane);
 #pragma unroll
-            for (int m = 0; m < 2; ++m) {
+            for (int m = 0; m < KEY_TILES; ++m) {
                 u32 a[4];
                 ldmatrix(a, address + m * 16 * ROW + ROPE + s * 32);
 #pragma unroll
@@ -304,10 +335,10 @@ DEVICE void multiply_queries(Shared& shared, int stage, const Query& query, int 
     }
 #endif
 #pragma unroll
-    for (int m = 0; m < 2; ++m)
+    for (int m = 0; m < KEY_TILES; ++m)
 #pragma unroll
         for (int n = 0; n < NT; ++n) {
-            float* s = shared.s[quarter] + (n * 8 + 2 * t) * S_STRIDE + half * 32 + m * 16 + 2 * g;
+            float* s = shared.s[quarter] + (n * 8 + 2 * t) * S_STRIDE + half * (KEYS / HALVES) + m * 16 + 2 * g;
             *(float2*)s = make_float2(sum[m][n][0], sum[m][n][2]);
             *(float2*)(s + S_STRIDE) = make_float2(sum[m][n][1], sum[m][n][3]);
         }
@@ -315,9 +346,9 @@ DEVICE void multiply_queries(Shared& shared, int stage, const Query& query, int 
 
 // Running statistics, in base 2.
 struct Softmax {
-    float largest[NT];    // of this lane's keys, by head that the warp is responsible for
-    float anchor[NT];     // what exponents are relative to: follows the largest in jumps of ANCHOR_STEP or more
-    float sum[NT];        // of this lane's keys
+    float largest[COLUMNS];    // of this lane's keys, by head that the warp is responsible for
+    float anchor[COLUMNS];     // what exponents are relative to: follows the largest in jumps of ANCHOR_STEP or more
+    float sum[COLUMNS];        // of this lane's keys
     int reference;        // exponent that the scales of the warp's values are relative to
 };
 
@@ -327,10 +358,10 @@ DEVICE bool exponentiate(Shared& shared, int stage, Softmax& state, int warp, in
                          u32& factors, float& reference_change) {
     const float infinity = bits_to_float(0x7f800000);
     int rows[2] = {row_of(lane, 0), row_of(lane, 1)};
-    float sums[NT][2];
+    float sums[COLUMNS][2];
 #pragma unroll
-    for (int j = 0; j < NT; ++j) {
-        const float* s = shared.s[0] + (warp + 8 * j) * S_STRIDE + 2 * lane;
+    for (int j = 0; j < COLUMNS; ++j) {
+        const float* s = shared.s[0] + (warp + WARPS * j) * S_STRIDE + 2 * lane;
         float2 part[4];
 #pragma unroll
         for (int k = 0; k < 4; ++k) part[k] = *(const float2*)(s + k * HEADS * S_STRIDE);
@@ -345,7 +376,7 @@ DEVICE bool exponentiate(Shared& shared, int stage, Softmax& state, int warp, in
     float stored[2], factor[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        stored[i] = *(const float*)(shared.records[stage] + rows[i] * ROW + 512 + 4 * (warp / 2));
+        stored[i] = *(const float*)(shared.records[stage] + rows[i] * ROW + 512 + 4 * (warp * 4 / WARPS));
         valid[i] = stored[i] != NOT_COUNTED;  // whose factor is finite, for a P of 0
         factor[i] = stored[i] * power_of_two(-state.reference);
     }
@@ -377,23 +408,31 @@ DEVICE bool exponentiate(Shared& shared, int stage, Softmax& state, int warp, in
     }
 #endif
     float bias[2] = {valid[0] ? 0.f : -infinity, valid[1] ? 0.f : -infinity};
+#if GROUP > 1
+    u32 members[2] = {shared.members[stage][rows[0]], shared.members[stage][rows[1]]};
+#endif
     bool exceeds = false;
 #pragma unroll
-    for (int j = 0; j < NT; ++j) {
-        float scale = shared.factor[warp + 8 * j];
+    for (int j = 0; j < COLUMNS; ++j) {
+        float scale = shared.factor[warp + WARPS * j];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) sums[j][i] = sums[j][i] * scale + bias[i];
+        for (int i = 0; i < 2; ++i) {
+            sums[j][i] = sums[j][i] * scale + bias[i];
+#if GROUP > 1
+            if (!(members[i] >> query_of(warp + WARPS * j) & 1)) sums[j][i] = -infinity;
+#endif
+        }
         float largest = fmaxf(sums[j][0], sums[j][1]);
         state.largest[j] = fmaxf(state.largest[j], largest);
         exceeds |= largest > state.anchor[j] + ANCHOR_STEP;
     }
-    float alpha[NT];
+    float alpha[COLUMNS];
 #pragma unroll
-    for (int j = 0; j < NT; ++j) alpha[j] = 1.f;
+    for (int j = 0; j < COLUMNS; ++j) alpha[j] = 1.f;
     // Seldom: the lanes look at their keys' largest together only when one of them finds it too large.
     if (__any_sync(~0u, exceeds)) {
 #pragma unroll
-        for (int j = 0; j < NT; ++j) {
+        for (int j = 0; j < COLUMNS; ++j) {
             float largest = warp_max(state.largest[j]);
             float anchor = largest > state.anchor[j] + ANCHOR_STEP ? largest : state.anchor[j];
             alpha[j] = exp2_approx(state.anchor[j] - anchor);
@@ -403,13 +442,13 @@ DEVICE bool exponentiate(Shared& shared, int stage, Softmax& state, int warp, in
         changed = true;
     }
 #pragma unroll
-    for (int j = 0; j < NT; ++j) {
+    for (int j = 0; j < COLUMNS; ++j) {
         float p[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) p[i] = exp2_approx(sums[j][i] - state.anchor[j]);
         state.sum[j] += p[0] + p[1];
-        if (lane == 0) shared.alpha[warp + 8 * j] = alpha[j];
-        int at = (warp + 8 * j) * P_STRIDE + 2 * lane;
+        if (lane == 0) shared.alpha[warp + WARPS * j] = alpha[j];
+        int at = (warp + WARPS * j) * P_STRIDE + 2 * lane;
         *(u32*)(shared.p + at) = pack_f16(p[0], p[1]);
 #if LAYOUT == 1
         *(u32*)(shared.p_bf16 + at) = pack_bf16(p[0], p[1]);
@@ -418,8 +457,8 @@ DEVICE bool exponentiate(Shared& shared, int stage, Softmax& state, int warp, in
     return changed;
 }
 
-// O of 64 values of every row.
-DEVICE void multiply_values(Shared& shared, int stage, float (&o)[4][NT][4], bool changed, float reference_change,
+// O of a warp's values of every row: 64 with 8 warps.
+DEVICE void multiply_values(Shared& shared, int stage, float (&o)[VALUE_TILES][NT][4], bool changed, float reference_change,
                             u32 factors, int warp, int lane) {
     int t = lane & 3, matrix = lane >> 3, j = lane & 7;
     if (changed) {
@@ -428,7 +467,7 @@ DEVICE void multiply_values(Shared& shared, int stage, float (&o)[4][NT][4], boo
             float2 alpha = *(const float2*)(shared.alpha + n * 8 + 2 * t);
             float change[2] = {alpha.x * reference_change, alpha.y * reference_change};
 #pragma unroll
-            for (int m = 0; m < 4; ++m)
+            for (int m = 0; m < VALUE_TILES; ++m)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) o[m][n][i] *= change[i & 1];
         }
@@ -452,7 +491,7 @@ DEVICE void multiply_values(Shared& shared, int stage, float (&o)[4][NT][4], boo
                 if (n + 1 < NT) { b[n + 1][0] = r[2]; b[n + 1][1] = r[3]; }
             }
 #pragma unroll
-            for (int m = 0; m < 4; ++m) {
+            for (int m = 0; m < VALUE_TILES; ++m) {
                 // Matrices: values 0 to 7 of keys 0 to 7, of keys 8 to 15, then values 8 to 15.
                 u32 r[4];
                 ldmatrix_transposed(r, v_address + k * 16 * ROW + m * 32);
@@ -465,7 +504,7 @@ DEVICE void multiply_values(Shared& shared, int stage, float (&o)[4][NT][4], boo
     }
 #endif
     u32 p_address = shared_address(shared.p) + p_offset;
-    v_address += warp * 64 + (matrix >> 1) * 16;
+    v_address += warp * (16 * VALUE_TILES) + (matrix >> 1) * 16;
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
         // Keys 16 k + 2 t and the next, and 8 more: lane l has the factors of positions 2 l and 2 l + 1.
@@ -479,7 +518,7 @@ DEVICE void multiply_values(Shared& shared, int stage, float (&o)[4][NT][4], boo
             if (n + 1 < NT) b[n + 1][0] = multiply_f16(r[2], lower), b[n + 1][1] = multiply_f16(r[3], upper);
         }
 #pragma unroll
-        for (int m = 0; m < 4; m += 2) {
+        for (int m = 0; m < VALUE_TILES; m += 2) {
             // A transposed register holds values 2g and 2g + 1 of keys 2t and 2t + 1; the products want
             // the keys of one value side by side. Row g of a tile is value 2g, row g + 8 value 2g + 1.
             u32 codes[4];

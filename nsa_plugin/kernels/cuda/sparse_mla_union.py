@@ -1,0 +1,130 @@
+"""Sparse MLA of a prefill whose neighbouring query tokens select many of the same KV tokens, in CUDA C++.
+
+Op `sparse_mla_prefill`; contract: `nsa_plugin.kernels.sparse_mla`. A first kernel (`sparse_mla_union.cu`) makes the
+union of what each group of 2 or 4 neighbouring query tokens selects, with a bit for each token. The second one
+(`sparse_mla.cu`) copies a union's records once, converts them once and attends all tokens of the group; bits keep every
+token to its own selection. The result is exact whatever the tokens share. Equal inputs give bit-identical results, but
+a token's sums have another order in another group. It takes V3.2 records, one cache, and SM90.
+
+Nothing chooses it: no decision knows yet how much a batch's neighbours share.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import torch
+
+from nsa_plugin.kernels.checks import check_tensor
+from nsa_plugin.kernels.cuda import sparse_mla
+from nsa_plugin.kernels.cuda.build import CudaKernel, load_kernel
+from nsa_plugin.kernels.cuda.sparse_mla import D_V, HOPPER, LOG2_E, CudaScope, Variant
+from nsa_plugin.kernels.sparse_mla import SparseMlaCall, SparseMlaResult, prefill_op
+from nsa_plugin.kernels.triton.device import facts_of
+from nsa_plugin.layouts import V32_FP8
+
+SOURCE = "sparse_mla_union.cu"
+THREADS = (512, 1, 1)  # of a block that makes a union
+SLOT_BITS = 28  # of an entry of a union; the others say which tokens select the slot
+GROUPS = (2, 4)
+MOST_ENTRIES = 2**14  # of a group, before they are united: the table in shared memory has two words for each
+
+VARIANTS = (
+    Variant(tiles=2, blocks=2, held=4, group=2),
+    Variant(tiles=4, blocks=1, held=2, group=2, warps=16, stages=3),
+    Variant(tiles=4, blocks=1, held=2, group=4, warps=16, stages=3),
+)
+"""For 8 and 16 heads in groups of 2, and 8 heads in groups of 4."""
+
+
+def variant_for(heads: int, group: int) -> Variant:
+    """The smallest of `VARIANTS` whose blocks take all heads of a token; else the largest of that group."""
+    possible = [variant for variant in VARIANTS if variant.group == group]
+    return next((variant for variant in possible if variant.heads >= heads), possible[-1])
+
+
+def table_bits(group: int, topk: int) -> int:
+    """log2 of the words of the table in which a group's entries are united: two for each entry."""
+    return max(2 * group * topk - 1, 1).bit_length()
+
+
+def attend(call: SparseMlaCall, *, group: int = 2, variant: Variant | None = None) -> SparseMlaResult:
+    """Attend unions of neighbouring query tokens, within the module's limits.
+
+    Args:
+        group: query tokens of a union, 2 or 4.
+        variant: form of the kernel; None: `variant_for`.
+
+    Raises:
+        KernelArgumentError: the kernel does not support a shape, dtype, layout or device.
+        KernelBuildError: a kernel does not compile or launch.
+    """
+    q = call.q.flatten(0, 1)
+    rows, heads, _ = q.shape
+    check_tensor(call.op, "q", call.q, call.q.shape, dtypes=(torch.bfloat16,))
+    call.require(group in GROUPS, f"group is {group}; allowed: {', '.join(map(str, GROUPS))}")
+    call.require(call.d_v == D_V, f"d_v is {call.d_v}; this kernel has values of {D_V}")
+    call.require(len(call.scopes) == 1, "extra_kv is given; this kernel reads one cache")
+    (given,) = call.scopes
+    cache, topk = given.cache, given.topk
+    read = f"{given.name} has layout {cache.layout.name}; unions read {V32_FP8.name}"
+    call.require(cache.layout is V32_FP8, read)
+    slots = f"{given.name} has {cache.num_slots} slots; an entry of a union has {SLOT_BITS} bits for one"
+    call.require(cache.num_slots < 2**SLOT_BITS - 1, slots)
+    call.require(group * topk <= MOST_ENTRIES, f"topk is {topk}; {group} tokens may select {MOST_ENTRIES} together")
+    call.require(q.is_cuda, f"q is on {q.device}; the CUDA kernel needs a CUDA device")
+    facts = facts_of(q.device)
+    call.require(facts.architecture == HOPPER, f"the device is SM{facts.architecture}; unions need SM{HOPPER}")
+    lse, max_logits = torch.empty((2, rows, heads), dtype=torch.float32, device=q.device).unbind()
+    result = SparseMlaResult(call.output(), lse, max_logits)
+    if not q.numel():
+        return result
+    variant = variant or variant_for(heads, group)
+    scope = sparse_mla.cuda_scope(call, given, V32_FP8)
+    q = sparse_mla.readable_queries(q)
+    out = sparse_mla.writable_rows(result.out)
+    sink = None if call.attn_sink is None else call.attn_sink.contiguous()
+    defines = sparse_mla.definitions(V32_FP8.name, facts, is_flat=scope.is_flat, out_float32=out.dtype == torch.float32)
+    groups, size, int64 = -(-rows // group), ctypes.c_int, ctypes.c_int64
+    bits = table_bits(group, topk)
+    shared = variant.shared_bytes(V32_FP8.name)
+    with torch.cuda.device_of(q):
+        unite, run = _kernels(variant, tuple(defines.items()), bits, q.device.index)
+        entries = torch.empty((groups, group * topk), dtype=torch.int32, device=q.device)
+        counts = torch.empty(groups, dtype=torch.int32, device=q.device)
+        lengths = ctypes.c_void_p(scope.lengths), size(scope.lengths_divisor)
+        indices = ctypes.c_void_p(scope.indices), int64(scope.indices_stride)
+        numbers = map(size, (rows, topk, cache.num_slots, bits))
+        unite((groups, 1, 1), THREADS, (*indices, *lengths, *numbers, entries, counts), shared_bytes=4 << bits)
+        united = CudaScope.from_buffer_copy(scope)
+        united.indices, united.indices_stride = entries.data_ptr(), group * topk
+        united.lengths, united.lengths_divisor, united.topk = counts.data_ptr(), 1, group * topk
+        run(
+            (groups, -(-heads // variant.heads), 1),
+            variant.block,
+            (
+                *(q, int64(q.stride(0)), int64(q.stride(1)), size(heads)),
+                *(united, CudaScope(lengths_divisor=1, page_size=1)),
+                *(sparse_mla.nothings(q.device, V32_FP8.name), sink, ctypes.c_float(call.scale * LOG2_E)),
+                *(out, int64(out.stride(0)), int64(out.stride(1)), lse, max_logits, None, None, size(rows)),
+            ),
+            shared_bytes=shared,
+        )
+    if out.data_ptr() != result.out.data_ptr():
+        result.out.copy_(out.view(result.out.shape))
+    return result
+
+
+prefill = prefill_op(attend)
+
+
+@functools.cache
+def _kernels(
+    variant: Variant, defines: tuple[tuple[str, int], ...], bits: int, device: int | None
+) -> tuple[CudaKernel, CudaKernel]:
+    """`unite`, and `attend` of the variant."""
+    unite = load_kernel(SOURCE, "unite", defines={"GROUP": variant.group}, max_dynamic_shared=4 << bits)
+    options = dict(defines) | variant.definitions
+    shared = variant.shared_bytes(V32_FP8.name)
+    return unite, load_kernel(sparse_mla.SOURCE, "attend", defines=options, max_dynamic_shared=shared)

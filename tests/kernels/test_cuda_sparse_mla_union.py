@@ -1,0 +1,79 @@
+"""Host side of attention over unions: what it refuses before anything is compiled, and what fits."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from nsa_plugin.kernels.checks import KernelArgumentError
+from nsa_plugin.kernels.cuda import sparse_mla, sparse_mla_union
+from nsa_plugin.kernels.kv_cache import allocate_cache
+from nsa_plugin.libraries.architectures import shared_memory_per_block
+
+TOKENS, HEADS, TOPK = 5, 8, 70
+
+
+def arguments(**changes):
+    """Arguments that would run on a GPU, but for those changed."""
+    made = {
+        "q": torch.zeros(TOKENS, HEADS, 576, dtype=torch.bfloat16),
+        "kv": allocate_cache("v32_fp8", 2, 64),
+        "indices": torch.zeros(TOKENS, TOPK, dtype=torch.int32),
+        "scale": 0.1,
+    }
+    return made | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, "q is on cpu; the CUDA kernel needs a CUDA device"),
+        ({"group": 3}, "group is 3; allowed: 2, 4"),
+        ({"q": torch.zeros(TOKENS, HEADS, 576)}, "q has dtype float32; allowed: bfloat16"),
+        ({"kv": torch.zeros(128, 576, dtype=torch.bfloat16)}, "kv has layout bf16; unions read v32_fp8"),
+        ({"d_v": 256}, "d_v is 256"),
+        ({"indices": torch.zeros(TOKENS, 4097, dtype=torch.int32), "group": 4}, "topk is 4097; 4 tokens may select"),
+        (
+            {"extra_kv": allocate_cache("v32_fp8", 1, 64), "extra_indices": torch.zeros(TOKENS, 4, dtype=torch.int32)},
+            "extra_kv is given; this kernel reads one cache",
+        ),
+    ],
+)
+def test_what_is_refused_and_by_which_name(changes, message):
+    with pytest.raises(KernelArgumentError, match=message):
+        sparse_mla_union.prefill(**arguments(**changes))
+
+
+@pytest.mark.parametrize("variant", sparse_mla_union.VARIANTS, ids=str)
+def test_blocks_fit_into_shared_memory(variant):
+    each = variant.shared_bytes("v32_fp8")
+    assert each <= shared_memory_per_block(90)
+    # 228 KiB an SM, of which every block takes 1 KiB more than it asks for (CUDA C++ Programming Guide).
+    assert variant.blocks * (each + 1024) <= 228 * 1024
+
+
+@pytest.mark.parametrize(
+    ("heads", "group", "taken", "warps"), [(8, 2, 8, 8), (16, 2, 16, 16), (5, 4, 8, 16), (40, 2, 16, 16)]
+)
+def test_the_smallest_variant_that_takes_all_heads(heads, group, taken, warps):
+    variant = sparse_mla_union.variant_for(heads, group)
+    assert (variant.heads, variant.warps, variant.group) == (taken, warps, group)
+
+
+@pytest.mark.parametrize("topk", [1, 3, 64, 2047, 2048, 4096])
+@pytest.mark.parametrize("group", sparse_mla_union.GROUPS)
+def test_the_table_has_two_words_for_each_entry_and_fits(group, topk):
+    words = 1 << sparse_mla_union.table_bits(group, topk)
+    assert 2 * group * topk <= words < 4 * group * topk + 2
+    assert 4 * words <= shared_memory_per_block(90)
+
+
+def test_the_host_and_the_sources_agree_on_constants():
+    folder = Path(sparse_mla.__file__).parent
+    union, steps = (folder / sparse_mla_union.SOURCE).read_text(), (folder / "sparse_mla_steps.cuh").read_text()
+    for source in (union, steps):
+        assert int(re.search(r"SLOT_BITS = (\d+);", source)[1]) == sparse_mla_union.SLOT_BITS
+    assert (int(re.search(r"THREADS = (\d+);", union)[1]), 1, 1) == sparse_mla_union.THREADS
