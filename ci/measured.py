@@ -106,7 +106,8 @@ def collect(folder: Path) -> Timings:
     for records in read(folder).values():
         for _, record in records:
             sm = GPUS.get(record["host"]["gpu"])
-            if sm is None or record["host"].get("l2") == BACK_TO_BACK:
+            host = record["host"]
+            if sm is None or host.get("l2") == BACK_TO_BACK or host.get("emulates"):
                 continue
             for row in record["rows"]:
                 for op, layout, label, heads, rows, time, rank in _of_row(row):

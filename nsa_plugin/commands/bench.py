@@ -6,9 +6,11 @@ import argparse
 import sys
 import textwrap
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from nsa_plugin.commands.arguments import option, positive, seconds, switch
+from nsa_plugin.libraries.architectures import EMULATED
 from nsa_plugin.libraries.registry import OPS, REFERENCE, Registry
 from nsa_plugin.tools.bench.cases import SUITES, BenchError, Suite, selected_suites
 from nsa_plugin.tools.terminal import console
@@ -24,6 +26,8 @@ examples:
   nsa-plugin bench sparse-mla-prefill --provider triton
   every suite, one record each ({RECORDS}/<gpu>/<suite>.json):
   nsa-plugin bench --json {RECORDS}
+  the portable path on this GPU, beside the stock path:
+  nsa-plugin bench --portable sparse-mla-prefill sparse-mla-decode indexer-topk
   {RECORDS}.md, and a page and a plot for each record:
   nsa-plugin bench report --plots
 
@@ -52,6 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(measure, "--runs N", positive, "of each contender (as many as fit into 0.2 s)")
     back_to_back = "call after call without emptying the L2 cache, as published figures are measured"
     switch(measure, "--back-to-back", f"{back_to_back}; makes a separate record, which decides nothing")
+    portable = f"the plugin's kernels as on SM{EMULATED}: 99 KiB of shared memory, no fp8 instructions"
+    switch(measure, "--portable", f"{portable}; makes a separate record, which decides nothing")
     switch(measure, "--tiny", "small cases, to see what runs; they make no record")
     option(measure, "--json DIR", Path, "write a record of each suite to DIR/<gpu>/")
     option(measure, "--commit HASH", str, "commit for the record, where the source is in no checkout")
@@ -73,6 +79,8 @@ def run(args: argparse.Namespace) -> int:
 
         print_suites(console())
         return 0
+    if args.portable and args.back_to_back:
+        raise BenchError("--portable and --back-to-back make different records; leave one out")
     if args.tiny and args.json:
         raise BenchError("--tiny makes no record; leave out --json")
     _check_providers(args.provider)
@@ -95,6 +103,7 @@ def _measure(suites: list[Suite], args: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         raise BenchError("measuring needs an NVIDIA GPU, and torch sees none; --list and report work without one")
 
+    from nsa_plugin.kernels.triton.device import emulate
     from nsa_plugin.tools.bench import record, tables
     from nsa_plugin.tools.bench.runner import BenchOptions, run_suite
     from nsa_plugin.tools.bench.timing import CudaTimer, measure_rates
@@ -104,12 +113,22 @@ def _measure(suites: list[Suite], args: argparse.Namespace) -> int:
     out = console()
     steps = Steps(out)
     major, minor = torch.cuda.get_device_capability()
-    context = Context(torch.device("cuda", torch.cuda.current_device()), 10 * major + minor, Registry(), args.provider)
+    sm = 10 * major + minor
+    if args.portable:
+        if sm < EMULATED:
+            raise BenchError(f"--portable needs an SM{EMULATED} or later GPU; this one is SM{sm}")
+        sm = EMULATED
+        emulate(sm)
+    context = Context(torch.device("cuda", torch.cuda.current_device()), sm, Registry(), args.provider)
     timer = CudaTimer(back_to_back=args.back_to_back)
     with steps.step("the device's own rates"):
         rates = measure_rates(timer)
     tables.print_rates(out, torch.cuda.get_device_name(), rates)
     host = record.describe_host(rates, l2=timer.l2, commit=args.commit)
+    if args.portable:
+        host["emulates"] = sm
+        # The emulated GPU multiplies no fp8: its products run as float16.
+        rates = replace(rates, fp8_matmul_tflops=rates.matmul_tflops)
     failed = []
     for suite in suites:
         with steps.step(suite.name) as update:

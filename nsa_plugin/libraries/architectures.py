@@ -29,6 +29,9 @@ SHARED_MEMORY_PER_BLOCK = MappingProxyType(
 FIRST_WITH_FP8 = 89
 """The first SM version that converts e4m3 by an instruction."""
 
+EMULATED = 86
+"""The GPU that `portable` = on and `bench --portable` emulate, by SM version."""
+
 # Every CUDA device grants a block this much without opting in.
 _WITHOUT_OPT_IN = 48 * KIB
 

@@ -53,9 +53,15 @@ def dense(provider: str, time: float, **more: float) -> dict[str, Any]:
 
 
 def write(
-    folder: Path, name: str, rows: list[dict[str, Any]], date: str = "2026-01-02", gpu: str = "", l2: str = "flushed"
+    folder: Path,
+    name: str,
+    rows: list[dict[str, Any]],
+    date: str = "2026-01-02",
+    gpu: str = "",
+    l2: str = "flushed",
+    emulates: int = 0,
 ) -> None:
-    host = HOST | {"l2": l2} | ({"gpu": gpu} if gpu else {})
+    host = HOST | {"l2": l2} | ({"gpu": gpu} if gpu else {}) | ({"emulates": emulates} if emulates else {})
     path = folder / host["gpu"].lower().replace(" ", "-") / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
     record = {"schema": 1, "suite": name, "command": "nsa-plugin bench", "date": date, "host": host, "rows": rows}
@@ -165,6 +171,13 @@ def test_runs_back_to_back_decide_nothing(tmp_path: Path) -> None:
     write(
         tmp_path, "a-back-to-back", [prefill("cuda", 1.0), prefill("triton", 1.0)], date="2026-01-03", l2="back to back"
     )
+    assert generator.collect(tmp_path) == before
+
+
+def test_runs_of_the_portable_path_decide_nothing(tmp_path: Path) -> None:
+    write(tmp_path, "a", [prefill("cuda", 1550.0)])
+    before = generator.collect(tmp_path)
+    write(tmp_path, "portable-a", [prefill("cuda", 1.0), prefill("triton", 1.0)], date="2026-01-03", emulates=86)
     assert generator.collect(tmp_path) == before
 
 

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from nsa_plugin.backends.common.fault import AttendedTokens
+from nsa_plugin.libraries.architectures import EMULATED
 from nsa_plugin.libraries.devices import DeviceProfile, emulating
 from nsa_plugin.libraries.registry import REFERENCE, Registry
 from nsa_plugin.settings import Settings
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from nsa_plugin.kernels.kv_cache import PagedCache
 
 SPARSE_OPS = ("sparse_mla_prefill", "sparse_mla_decode")
-EMULATED = 86
-"""The GPU that `portable` = on emulates, by SM version."""
 
 
 @dataclass
@@ -34,6 +33,7 @@ class Providers:
         helpers: the provider of ops that no plan names; None: Triton on a GPU, the reference on a CPU.
         vendored: libraries bundled with the engine: provider and module name -> the engine's module.
         attended: the tokens that sparse attention reads; wrong ones with the deliberate fault.
+        indexer: the provider of the portable path's selections.
     """
 
     layout: str
@@ -42,6 +42,7 @@ class Providers:
     helpers: str | None = None
     vendored: Mapping[str, str] = field(default_factory=dict)
     attended: AttendedTokens = field(default_factory=AttendedTokens)
+    indexer: str = "triton"
     _loaded: dict[tuple[str, str], Callable[..., Any]] = field(default_factory=dict)
 
     def load(self, op: str, name: str) -> Callable[..., Any]:

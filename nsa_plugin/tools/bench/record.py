@@ -7,8 +7,9 @@
                "baseline_us", "speedup", "max_error", ...}],
      "refused": [{"op", "case", "provider", "reason"}], "failed": [the same], "skipped": [{"op", "case"}]}
 
-Some rows have more: `gather_us`, `extra_mib`, `up_projection_us`, `absorb_us`. Failed and wrong results are not among
-the rows.
+`host` has "emulates", an SM version, where the plugin's kernels ran as on that GPU. Some rows have more: `tflops`
+(useful operations over the median), `gather_us`, `extra_mib`, `up_projection_us`, `absorb_us`. Failed and wrong results
+are not among the rows.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 # Options that name local paths, and the commit, which the host part of a record has.
 _WHERE = ("--json", "--commit")
 FLUSHED, BACK_TO_BACK = "flushed", "back to back"  # how a timed run finds the L2 cache
+PORTABLE = "portable-"
 _ROW_KEYS = frozenset(
     {"op", "case", "provider", "median_us", "min_us", "runs", "floor_us", "baseline", "baseline_us", "speedup"}
     | {"max_error"}
@@ -55,8 +57,9 @@ def describe_host(rates: Rates, *, l2: str, commit: str | None = None) -> dict[s
 
 
 def as_record(suite: Suite, outcome: Outcome, host: Mapping[str, Any], command: Sequence[str]) -> dict[str, Any]:
-    """The record of one run of a suite. Back-to-back runs are a separate suite: SUITE-back-to-back."""
+    """The record of one run of a suite. Other ways to run it are other suites: SUITE-back-to-back, portable-SUITE."""
     name = f"{suite.name}-back-to-back" if host["l2"] == BACK_TO_BACK else suite.name
+    name = f"{PORTABLE}{name}" if host.get("emulates") else name
     return {
         **records.head(name, " ".join(records.portable(command, _WHERE)), host),
         "rows": outcome.rows,

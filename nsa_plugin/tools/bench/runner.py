@@ -134,6 +134,8 @@ def _timed(timing: Timing, work: Any, rates: Rates) -> dict[str, Any]:
         "timing": timing.how,
         "floor_us": _rounded(floor_us(work, rates)),
     }
+    if work.flops:
+        fields["tflops"] = _rounded(work.flops / timing.median_us * 1e-6)
     gathered = gather_us(work, rates)
     return fields if gathered is None else fields | {"gather_us": _rounded(gathered)}
 

@@ -14,7 +14,12 @@ from nsa_plugin.tools.terminal import table
 if TYPE_CHECKING:
     from nsa_plugin.tools.bench.outcome import Outcome
 
-_EXTRAS = {"extra_mib": "extra MiB", "up_projection_us": "up-projection µs", "absorb_us": "absorb µs"}
+_EXTRAS = {
+    "tflops": "TFLOPS",
+    "extra_mib": "extra MiB",
+    "up_projection_us": "up-projection µs",
+    "absorb_us": "absorb µs",
+}
 
 
 def print_suites(console: Console) -> None:

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from nsa_plugin.libraries.architectures import shared_memory_per_block
 from nsa_plugin.tools.bench.cases import SUITES, describe_fields
+from nsa_plugin.tools.bench.record import PORTABLE
 from nsa_plugin.tools.bench.tables import grouped
 from nsa_plugin.tools.pages.markdown import generated_notice, markdown_table
 from nsa_plugin.tools.records import Row
@@ -22,7 +24,7 @@ def page(path: Path, record: Row) -> str:
     parts.append(_provenance(path, record))
     for op in dict.fromkeys(row["op"] for row in record["rows"]):
         rows = [row for row in record["rows"] if row["op"] == op]
-        parts.append(op_table(op, rows))
+        parts.append(op_table(op, rows, with_rates=bool(record["host"].get("emulates"))))
         if crossover := crossovers(rows):
             parts.append(crossover)
     for kind, title in (("refused", "Not supported"), ("failed", "Failed, so not timed")):
@@ -37,17 +39,19 @@ def page(path: Path, record: Row) -> str:
 
 def describe(suite: str) -> str:
     """What a suite measures; empty for one that `nsa-plugin bench` does not list."""
-    found = SUITES.get(suite.removesuffix(BACK_TO_BACK))
+    found = SUITES.get(suite.removesuffix(BACK_TO_BACK).removeprefix(PORTABLE))
     if found is None:
         return ""
     about = found.about[0].upper() + found.about[1:]
+    if suite.startswith(PORTABLE):
+        return f"{about}; the plugin's kernels run as on a GPU with less shared memory and no fp8 instructions"
     return f"{about}; timed call after call, without emptying the L2 cache" if suite.endswith(BACK_TO_BACK) else about
 
 
 def position(suite: str) -> tuple[int, str]:
     """A suite's position in the index: the order of `nsa-plugin bench --list`, unknown ones last."""
     order = list(SUITES)
-    name = suite.removesuffix(BACK_TO_BACK)
+    name = suite.removesuffix(BACK_TO_BACK).removeprefix(PORTABLE)
     return (order.index(name) if name in order else len(order), suite)
 
 
@@ -58,17 +62,27 @@ def _provenance(path: Path, record: Row) -> str:
     rates = [f"copy {host['copy_gb_s']} GB/s"] if host.get("copy_gb_s") else []
     rates += [f"bf16 matmul {host['matmul_tflops']} TFLOPS"] if host.get("matmul_tflops") else []
     rates += [f"fp8 matmul {host['fp8_matmul_tflops']} TFLOPS"] if host.get("fp8_matmul_tflops") else []
+    emulated = ""
+    if sm := host.get("emulates"):
+        emulated = (
+            f", the plugin's kernels as on SM{sm} ({shared_memory_per_block(sm) >> 10} KiB of shared memory for a "
+            "block, fp8 codes multiplied as float16); the floor is the limit at this GPU's copy and bf16 rates"
+        )
     facts = {
         "Record": f"[{path.name}]({path.name}), {record['date']}, commit {host['commit'] or 'unknown'}",
         "Command": f"`{record['command']}`",
-        "Device": f"{host['gpu']}; measured rates: {', '.join(rates) or 'none'}",
+        "Device": f"{host['gpu']}{emulated}; measured rates: {', '.join(rates) or 'none'}",
         "Software": ", ".join(libraries),
     }
     return "\n".join(f"- {name}: {value}" for name, value in facts.items())
 
 
-def op_table(op: str, rows: Sequence[Row]) -> str:
-    """One line for each case: the floor, every provider's median and speed-up, and the best time over the floor."""
+def op_table(op: str, rows: Sequence[Row], *, with_rates: bool = False) -> str:
+    """One line for each case: the floor, every provider's median and speed-up, and the best time over the floor.
+
+    Args:
+        with_rates: also each provider's achieved TFLOPS and its share of the floor's limit.
+    """
     varying, constant = _split_case([row["case"] for row in rows])
     providers = list(dict.fromkeys(row["provider"] for row in rows))
     cases: dict[tuple[Any, ...], dict[str, Row]] = {}
@@ -85,7 +99,7 @@ def op_table(op: str, rows: Sequence[Row]) -> str:
             [
                 *(str(fields.get(name, "")) for name in varying),
                 _us(best["floor_us"]),
-                *(_cell(by_provider.get(name)) for name in providers),
+                *(_cell(by_provider.get(name), with_rates) for name in providers),
                 f"{best['median_us'] / best['floor_us']:.2f}" if best["floor_us"] else "-",
             ]
         )
@@ -105,11 +119,13 @@ def _split_case(cases: Sequence[Row]) -> tuple[list[str], Row]:
     return varying, {name: cases[0][name] for name in names if name not in varying}
 
 
-def _cell(row: Row | None) -> str:
+def _cell(row: Row | None, with_rates: bool = False) -> str:
     if row is None:
         return "-"
     is_baseline = row["provider"] == row["baseline"]
     notes = [] if row["speedup"] is None or is_baseline else [f"{row['speedup']:.2f}×"]
+    if with_rates and "tflops" in row:
+        notes += [f"{row['tflops']:.0f} TFLOPS", f"{row['floor_us'] / row['median_us']:.0%} of the limit"]
     notes += [f"{row['extra_mib']:.0f} MiB"] if "extra_mib" in row else []
     notes += [f"+ {_us(row[name])}" for name in ("up_projection_us", "absorb_us") if name in row]
     return _us(row["median_us"]) + (f" ({', '.join(notes)})" if notes else "")

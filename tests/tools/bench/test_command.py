@@ -14,6 +14,7 @@ import torch
 from nsa_plugin import cli
 from nsa_plugin.tools.bench import cases, record
 from nsa_plugin.tools.bench.cases import SUITES
+from nsa_plugin.tools.pages import kernels
 from tests.tools.bench import fakes
 from tests.tools.pages.records import ROWS, one_record
 
@@ -48,6 +49,7 @@ def test_list_names_every_suite(capsys: pytest.CaptureFixture[str]) -> None:
         (["--budget", "nan"], "'nan' is not a number of seconds above 0"),
         (["--runs", "1.5"], "'1.5' is not a whole number of at least 1"),
         (["--tiny", "--json", "x"], "--tiny makes no record"),
+        (["--portable", "--back-to-back"], "--portable and --back-to-back make different records"),
         (["report", "--records", "no/such/folder"], "no/such/folder, which is no directory"),
     ],
 )
@@ -136,6 +138,38 @@ def test_runs_back_to_back_make_a_record_of_their_own(tmp_path: Path, capsys: py
     made = json.loads((tmp_path / "h200" / "scalars-back-to-back.json").read_text())
     assert (made["suite"], made["host"]["l2"]) == ("scalars-back-to-back", "back to back")
     assert not (tmp_path / "h200" / "scalars.json").exists()
+
+
+@pytest.mark.usefixtures("_on_a_gpu")
+def test_the_portable_path_makes_a_record_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nsa_plugin.kernels.triton import device
+
+    monkeypatch.setattr(device, "_emulated", None)
+    code, _, err = call(capsys, "scalars", "--json", str(tmp_path), "--commit", "0123abc", "--portable")
+    assert code == 0, err
+    assert device._emulated == 86
+    path = tmp_path / "h200" / "portable-scalars.json"
+    made = json.loads(path.read_text())
+    assert (made["suite"], made["host"]["emulates"]) == ("portable-scalars", 86)
+    assert not (tmp_path / "h200" / "scalars.json").exists()
+    rates = {row["provider"]: row["tflops"] for row in made["rows"] if "tflops" in row}
+    median = next(row["median_us"] for row in made["rows"] if row["provider"] == "other")
+    assert rates == {"other": pytest.approx(6000 / median, rel=1e-3)}  # of 6e9 operations
+    for row in made["rows"]:
+        row.pop("absorb_us", None)
+        row.pop("up_projection_us", None)
+    page = kernels.page(path, made)
+    assert "the plugin's kernels as on SM86 (99 KiB of shared memory for a block" in page
+
+
+@pytest.mark.usefixtures("_on_a_gpu")
+def test_an_older_gpu_cannot_emulate(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    code, _, err = call(capsys, "scalars", "--portable")
+    assert code == 2
+    assert "--portable needs an SM86 or later GPU; this one is SM80" in err
 
 
 @pytest.mark.usefixtures("_on_a_gpu")
