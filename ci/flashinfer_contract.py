@@ -1,4 +1,5 @@
-"""Check that every supported FlashInfer takes the trtllm provider's calls; nothing of it is imported.
+"""Check that every supported FlashInfer takes the calls of the providers trtllm and flashinfer_sm120; nothing of it is
+imported.
 
 ``python -m ci.flashinfer_contract`` reads the functions out of the wheel of each version that the extra
 `flashinfer` of pyproject.toml allows and that the package index has, prints a table, and ends 1 if a
@@ -29,6 +30,7 @@ from rich.table import Table
 from ci.rows import ROOT
 from ci.seams import JOBS
 from ci.wheels import CACHE, Wheel, WheelError
+from nsa_plugin.kernels.providers import flashinfer_sm120
 from nsa_plugin.kernels.providers.trtllm import (
     CALLS,
     MHA_DIMS,
@@ -46,6 +48,11 @@ WIDTH = 140
 
 Reader = Callable[[str], str | None]
 
+TRTLLM, SM120 = "trtllm", "flashinfer_sm120"
+PROVIDERS = {TRTLLM: CALLS, SM120: flashinfer_sm120.CALLS}
+SINCE = {TRTLLM: "0", SM120: "0.7.1"}
+"""The first version with each provider's kernels."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Reliance:
@@ -57,6 +64,7 @@ class Reliance:
         pattern: regular expression that the module's normalised source (`ast.unparse`) must contain.
         since: the first version that must contain it; "" = all.
         silent: versions that do not say it; the provider keeps to it there as well.
+        provider: the provider that relies on it.
     """
 
     name: str
@@ -64,6 +72,7 @@ class Reliance:
     pattern: str
     since: str = ""
     silent: tuple[str, ...] = ()
+    provider: str = TRTLLM
 
     def counts_for(self, version: Version) -> bool:
         old = bool(self.since) and version < Version(self.since)
@@ -122,6 +131,21 @@ RELIANCES: tuple[Reliance, ...] = (
         pattern=r"64 < num_heads_q < 128",
         since="0.6.16",
     ),
+    *(
+        Reliance(name=name, target=MLA_FUNCTION, pattern=pattern, provider=SM120)
+        for name, pattern in (
+            ("records of 656 bytes", r"min_row_bytes = 528 if glm53_nope else 656"),
+            ("pages of [pages, 1, page_size, 656]", r"kv_cache\.ndim == 4:\s+if kv_cache\.size\(1\) != 1"),
+            ("a packed uint8 cache", r"kv_cache\.dtype != torch\.uint8"),
+            (
+                "bf16 queries of 576 values",
+                r"qk_rope_head_dim == 64 and \(?query\.size\(-1\) == 576",
+            ),
+            ("up to 128 heads", r"num_heads > 128"),
+            ("no lengths", r"if seq_lens is None:\s+return None"),
+            ("backend sparse", r"backend == 'sparse'"),
+        )
+    ),
 )
 
 
@@ -130,6 +154,7 @@ class Finding:
     """One function of one version: the module that defines it, and what is wrong with it."""
 
     version: str
+    provider: str
     target: tuple[str, str]
     defined_in: str
     problems: tuple[str, ...]
@@ -195,39 +220,46 @@ def find_function(
     raise Missing(f"{module} has no function {name}")
 
 
-def check_function(read: Reader, version: str, target: tuple[str, str]) -> Finding:
-    """Hold the provider's call against one function of one version."""
-    keywords = CALLS[target]
+def check_function(read: Reader, version: str, target: tuple[str, str], provider: str = TRTLLM) -> Finding:
+    """Hold a provider's call against one function of one version."""
+    calls = PROVIDERS[provider]
+    keywords = calls[target]
     try:
         path, tree, function = find_function(read, *target)
     except Missing as error:
-        return Finding(version, target, "", (str(error),))
+        return Finding(version, provider, target, "", (str(error),))
     parameters = parameters_of(function.args)
     problems = []
     wanted = keywords.always | keywords.if_known
     wanted |= {name for name, since in keywords.since.items() if Version(version) >= Version(since)}
     try:
-        arguments_of(target, parameters, version, dict.fromkeys(wanted))
+        arguments_of(target, parameters, version, dict.fromkeys(wanted), calls)
     except LibraryContractError as error:
         problems.append(str(error))
     source = ast.unparse(tree)
     problems += [
         f"{path} no longer says: {reliance.name}"
         for reliance in RELIANCES
-        if reliance.target == target
+        if (reliance.provider, reliance.target) == (provider, target)
         and reliance.counts_for(Version(version))
         and not re.search(reliance.pattern, source)
     ]
-    return Finding(version, target, path, tuple(problems))
+    return Finding(version, provider, target, path, tuple(problems))
 
 
 def check_version(version: str) -> list[Finding]:
-    """Both functions of one version, out of its wheel."""
+    """The functions of one version that providers call, out of its wheel."""
+    called = [
+        (name, target)
+        for name, calls in PROVIDERS.items()
+        for target in calls
+        if Version(version) >= Version(SINCE[name])
+    ]
     try:
         with Wheel(DISTRIBUTION, version) as wheel:
-            return [check_function(wheel.read, version, target) for target in CALLS]
+            return [check_function(wheel.read, version, target, name) for name, target in called]
     except WheelError as error:
-        return [Finding(version, target, "", (str(error),)) for target in CALLS]
+        return [Finding(version, name, target, "", (str(error),)) for name, target in called]
 
 
 def supported_versions() -> list[str]:
@@ -255,10 +287,10 @@ def supported_versions() -> list[str]:
 
 
 def table_of(findings: Iterable[Finding]) -> Table:
-    table = Table("flashinfer", "function", "defined in", "outcome")
+    table = Table("flashinfer", "provider", "function", "defined in", "outcome")
     for finding in findings:
         outcome = "; ".join(finding.problems) or "ok"
-        table.add_row(finding.version, finding.target[1], finding.defined_in, outcome)
+        table.add_row(finding.version, finding.provider, finding.target[1], finding.defined_in, outcome)
     return table
 
 

@@ -26,7 +26,7 @@ COPY_BYTES = {"v32_fp8": 656 + 2 * 576, "v4_fp8": (584 + 2 * 512) // 4}
 # The part of the device memory's rate that such a copy reaches at least on SM90, in bytes a microsecond.
 COPY_RATE = 3e6
 # Libraries whose sparse kernels the stock engines run.
-UPSTREAM = frozenset({"flash_mla", "fa3", "trtllm"})
+UPSTREAM = frozenset({"flash_mla", "fa3", "trtllm", "flashinfer_sm120"})
 # On SM100 the trtllm kernel is quicker than a padded FlashMLA up to this many heads (vLLM #35807, #33451).
 TRTLLM_HEADS = 16
 
@@ -118,7 +118,11 @@ def _usual(
         upstream = (trtllm, *flash_mla)
     else:
         upstream = (*flash_mla, trtllm)
-    others = (Route(shape, library) for library in unranked(OPS[shape], known))
+    others = [Route(shape, library) for library in unranked(OPS[shape], known)]
+    if sm // 10 == 12:
+        # vLLM runs them there; the start-up trial has compared them with the plugin's.
+        first = [route for route in others if route.library in UPSTREAM]
+        upstream, others = (*first, *upstream), [route for route in others if route not in first]
     return (*upstream, cuda, triton, *others, reference)
 
 

@@ -51,7 +51,7 @@ class Capability:
         dims: supported (query, value) elements of a head; empty = any. The indexer has (query,).
         topk_multiple: the number of selected tokens must be a multiple of this.
         max_rows: most query rows of one call; None = no limit. Set by `kernels_on` from the library's row limits.
-        not_in: (distribution, versions) of the builds without this kernel.
+        not_in: (distribution, versions) of builds without this kernel.
         source: where these facts come from.
     """
 
@@ -64,7 +64,7 @@ class Capability:
     dims: tuple[tuple[int, ...], ...] = ()
     topk_multiple: int = 1
     max_rows: int | None = None
-    not_in: tuple[str, str] | None = None
+    not_in: tuple[tuple[str, str], ...] = ()
     source: str = ""
 
     def serves(self, op: Op, layout: str | None = None) -> bool:
@@ -219,7 +219,7 @@ class KernelLibrary:
             return replace(kernel, max_rows=limit.rows(smem_per_block)) if limit else kernel
 
         def built(kernel: Capability) -> bool:
-            missing = kernel.not_in is not None and is_build(*kernel.not_in, distribution, version)
+            missing = any(is_build(*build, distribution, version) for build in kernel.not_in)
             return kernel.sm_min <= sm <= kernel.sm_max and not missing
 
         return tuple(limited(kernel) for kernel in (*self.kernels, *more) if built(kernel))

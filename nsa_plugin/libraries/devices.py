@@ -125,14 +125,16 @@ def on_device(
     usable = library.kernels_on(
         sm, distribution=distribution, version=version, smem_per_block=smem_per_block, more=more
     )
-    built_for = spans((*library.kernels, *more))
+    reason = f"its kernels are built for {spans((*library.kernels, *more))}; this device is {name_of(sm)}"
+    if any(kernel.sm_min <= sm <= kernel.sm_max for kernel in library.kernels):
+        reason = f"{distribution} {version} has no kernels for {name_of(sm)}; other versions have"
     return InstalledLibrary(
         name=library.name,
         available=bool(usable),
         distribution=distribution,
         version=version,
         module=module,
-        reason="" if usable else f"its kernels are built for {built_for}; this device is {name_of(sm)}",
+        reason="" if usable else reason,
         capabilities=usable,
     )
 

@@ -24,7 +24,7 @@ from nsa_plugin.libraries.capabilities import (
     KernelLibrary,
     Op,
 )
-from nsa_plugin.libraries.upstream import DEEP_GEMM, FA3, FLASH_MLA, TRTLLM
+from nsa_plugin.libraries.upstream import DEEP_GEMM, FA3, FLASH_MLA, FLASHINFER_SM120, TRTLLM
 
 CUDA = KernelLibrary(
     name="cuda",
@@ -132,7 +132,7 @@ REFERENCE = KernelLibrary(
 )
 
 MANIFEST: dict[str, KernelLibrary] = {
-    library.name: library for library in (FLASH_MLA, DEEP_GEMM, FA3, TRTLLM, CUDA, TRITON, REFERENCE)
+    library.name: library for library in (FLASH_MLA, DEEP_GEMM, FA3, TRTLLM, FLASHINFER_SM120, CUDA, TRITON, REFERENCE)
 }
 """Every kernel library by name, in the order in which reports list them."""
 

@@ -110,10 +110,17 @@ _DEEP_GEMM_FACTS = (
     "fp8_mqa_logits and fp8_paged_mqa_logits assert (arch_major == 10 and num_heads in 8, 16, 32, 64) or "
     "(arch_major == 9 and num_heads in 32, 64), and head_dim 32, 64 or 128"
 )
-_VLLM_COPY = ("vllm", ">=0.33")
-_VLLM_COPY_FACTS = (
-    ". vLLM 0.33's copy takes packed UE8M0 scales and bf16 weights on SM100 (its utils/deep_gemm.py "
-    "`mqa_logits_use_mx_scales`), which the provider does not write"
+_UNIFIED = (("vllm", ">=0.33"), ("sgl-deep-gemm", ">=0.2.5"))
+_UNIFIED_FACTS = (
+    ". vLLM 0.33's copy and sgl-deep-gemm 0.2.5 take packed UE8M0 scales and bf16 weights on SM100 (vLLM's "
+    "utils/deep_gemm.py `mqa_logits_use_mx_scales`; `is_mx_sf == (arch_major == 10 or ...)`), which the provider does "
+    "not write"
+)
+_BEFORE_SM120 = (("vllm", "<0.33"), ("sgl-deep-gemm", "<0.2.3.post2"), ("deep-gemm", ">=0"))
+_SM120_FACTS = (
+    "fp8_mqa_logits and fp8_paged_mqa_logits of sgl-deep-gemm 0.2.3.post2 and 0.2.5 and of vLLM 0.33's copy "
+    "(sm120_fp8_mqa_logits.cuh): 128 % num_heads == 0, pages of 32 to 256. 32 and 64 heads of 128 elements only: other "
+    "head sizes gave wrong logits (deepseek-ai/DeepGEMM #433). Not run on SM120 by this project"
 )
 _SINCE_0_1_4: dict[str, Any] = {"distribution": "sgl-deep-gemm", "versions": ">=0.1.4"}
 _schedule_limit = partial(RowLimit, op=Op.INDEXER_METADATA, multiple=32)
@@ -143,17 +150,28 @@ DEEP_GEMM = KernelLibrary(
                 source=_DEEP_GEMM_FACTS + facts,
             )
             for low, high, heads, not_in, facts in (
-                (90, 99, (32, 64), None, ""),
-                (100, 109, (8, 16, 32, 64), _VLLM_COPY, _VLLM_COPY_FACTS),
+                (90, 99, (32, 64), (), ""),
+                (100, 109, (8, 16, 32, 64), _UNIFIED, _UNIFIED_FACTS),
             )
         ),
+        Capability(
+            op=Op.INDEXER_TOPK,
+            sm_min=120,
+            sm_max=121,
+            head_counts=(32, 64),
+            dims=((128,),),
+            not_in=_BEFORE_SM120,
+            source=_SM120_FACTS,
+        ),
         Capability(op=Op.INDEXER_METADATA, sm_min=90, sm_max=109, source=_DEEP_GEMM_FACTS),
+        Capability(op=Op.INDEXER_METADATA, sm_min=120, sm_max=121, not_in=_BEFORE_SM120, source=_SM120_FACTS),
         Capability(
             op=Op.SCHEDULED_LOGITS,
             sm_min=90,
             sm_max=99,
-            not_in=_VLLM_COPY,
-            source="sgl-deep-gemm 0.1.4 to 0.2.3: splits of 256 keys. That of vLLM 0.33's copy is compiled in, unseen",
+            not_in=_UNIFIED,
+            source="sgl-deep-gemm 0.1.4 to 0.2.3: splits of 256 keys. That of vLLM 0.33's copy and of 0.2.5 is "
+            "compiled in, unseen",
         ),
     ),
     row_limits=(
@@ -245,5 +263,34 @@ TRTLLM = KernelLibrary(
             )
             for op in SPARSE_OPS
         ),
+    ),
+)
+
+FLASHINFER_SM120 = KernelLibrary(
+    name="flashinfer_sm120",
+    hosts=(HostModule(module="flashinfer", distributions=("flashinfer-python",)),),
+    targets={
+        "sparse_mla_prefill": "nsa_plugin.kernels.providers.flashinfer_sm120:prefill",
+        "sparse_mla_decode": "nsa_plugin.kernels.providers.flashinfer_sm120:decode",
+    },
+    requires=("flashinfer",),
+    assumed=("flashinfer-python", "0.7.2"),
+    kernels=tuple(
+        Capability(
+            op=op,
+            layouts=("v32_fp8",),
+            sm_min=120,
+            sm_max=121,
+            head_counts=(8, 16, 32, 64, 128),
+            dims=(V32_ROW,),
+            topk_multiple=64,
+            not_in=(("flashinfer-python", "<0.7.1"),),
+            source="trtllm_batch_decode_with_kv_cache_mla with backend sparse, flashinfer 0.7.1 to 0.7.2.post1 "
+            "(mla/_core.py, csrc/sparse_mla_sm120/attention_resolve.cu and attention_plan.h): packed 656-byte records, "
+            "bf16 queries; the prefill kernel has these head counts and topk % 64 == 0. Releases from 0.6.14 on have "
+            "it for fixed head counts and top-k. vLLM 0.33 runs it (FLASHINFER_MLA_SPARSE_SM120), for index_topk 2048 "
+            "alone. Not run on SM120 by this project",
+        )
+        for op in SPARSE_OPS
     ),
 )

@@ -165,7 +165,7 @@ def test_versions_are_those_of_the_extra(index) -> None:
 @pytest.mark.parametrize("broken", [False, True])
 def test_the_outcome_is_the_exit_status(broken, monkeypatch, capsys) -> None:
     problems = ("it lacks something",) if broken else ()
-    findings = [contract.Finding("0.7.2", target, "x.py", problems) for target in CALLS]
+    findings = [contract.Finding("0.7.2", contract.TRTLLM, target, "x.py", problems) for target in CALLS]
     monkeypatch.setattr(contract, "check_version", lambda version: findings)
     monkeypatch.setattr("sys.argv", ["x", "--version", "0.7.2"])
     assert contract.main() == int(broken)

@@ -39,6 +39,31 @@ pytestmark = pytest.mark.usefixtures("nothing_measured")
 
 RELEASED = timings.TIMINGS  # read before the fixture empties it
 
+OLD_SM120 = synthetic(
+    120, versions={"trtllm": ("flashinfer-python", "0.7.0"), "flashinfer_sm120": ("flashinfer-python", "0.7.0")}
+)
+
+
+@pytest.mark.parametrize(
+    ("build", "heads", "provider", "reason"),
+    [
+        (("sgl-deep-gemm", "0.2.5"), 64, "deep_gemm", ""),
+        (("vllm", "0.33.0"), 32, "deep_gemm", ""),
+        (("sgl-deep-gemm", "0.2.3.post1"), 64, "triton", "sgl-deep-gemm 0.2.3.post1 has no kernels for SM120"),
+        (("vllm", "0.32.0"), 64, "triton", "vllm 0.32.0 has no kernels for SM120"),
+        (("sgl-deep-gemm", "0.2.5"), 16, "triton", "supports 32 or 64 indexer heads; the model has 16"),
+    ],
+)
+def test_the_indexer_on_sm120(build: tuple[str, str], heads: int, provider: str, reason: str) -> None:
+    device = synthetic(120, versions={"deep_gemm": build})
+    plan = choose(replace(V32_FP8, index_n_heads=heads), decode(4, 8192), device)
+    assert (plan.indexer.provider, plan.indexer.metadata_provider) == (
+        provider,
+        provider if provider == "deep_gemm" else "",
+    )
+    assert reason in plan.reasons["indexer.provider"]
+
+
 # ---------------------------------------------------------------------------------------------------
 # Dense attention for short prefills: sglang #12788 (providers), #12964 (fp8)
 
@@ -170,6 +195,21 @@ PREFILLS: list[tuple[str, ModelShape, DeviceProfile, tuple[str, str, bool, int]]
     ("SM90 bf16 triton alone", V32, synthetic(90, libraries=("triton",)), ("sparse_prefill", "triton", False, 0)),
     ("SM100 fp8 own", V32_FP8, FULL_B200, ("sparse_prefill", "flash_mla", True, 128)),
     ("SM80 fp8 own", V32_FP8, synthetic(80), ("sparse_prefill", "cuda", False, 0)),
+    ("SM120 fp8", V32_FP8, synthetic(120), ("sparse_prefill", "flashinfer_sm120", False, 0)),
+    (
+        "SM120 fp8, 12 heads",
+        replace(V32_FP8, num_heads=96),
+        synthetic(120),
+        ("sparse_prefill", "flashinfer_sm120", False, 16),
+    ),
+    ("SM120 fp8 own", V32_FP8, synthetic(120, libraries=("cuda", "triton")), ("sparse_prefill", "cuda", False, 0)),
+    ("SM120 fp8, old FlashInfer", V32_FP8, OLD_SM120, ("sparse_prefill", "cuda", False, 0)),
+    (
+        "SM120 fp8, 1000 selected",
+        replace(V32_FP8, index_topk=1000),
+        synthetic(120),
+        ("sparse_prefill", "cuda", False, 0),
+    ),
     ("SM120 bf16 own", V32, synthetic(120), ("sparse_prefill", "triton", False, 0)),
     ("SM90 V4 own, 8 heads", replace(V4, attn_tp_size=8), FULL_H200, ("sparse_prefill", "flash_mla", True, 64)),
     ("SM90 V4 own, all heads", V4, FULL_H200, ("sparse_prefill", "flash_mla", True, 0)),

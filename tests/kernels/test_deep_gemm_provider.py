@@ -336,7 +336,9 @@ def test_wrong_arguments_are_named(library, call, message):
 
 
 def test_a_device_without_these_kernels_is_named():
-    with pytest.raises(KernelArgumentError, match="q is on cpu, SM0x; deep_gemm has these kernels for SM90 and SM100"):
+    with pytest.raises(
+        KernelArgumentError, match="q is on cpu, SM0x; deep_gemm has these kernels for SM90, SM100 and SM120"
+    ):
         ragged()
 
 

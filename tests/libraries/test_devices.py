@@ -59,7 +59,7 @@ def test_heads_that_a_kernel_runs_with(
     ("name", "sms"),
     [
         ("flash_mla", {90, 100, 103}),
-        ("deep_gemm", {90, 100, 103}),
+        ("deep_gemm", {90, 100, 103, 120}),
         ("fa3", {90}),
         ("trtllm", {100, 103}),
         ("cuda", {80, 90, 120}),

@@ -55,7 +55,7 @@ def test_a_row_limit_without_a_build_comes_last_and_is_the_strictest(library: Ke
     ("name", "architectures"),
     [
         ("flash_mla", {90, 100, 103}),
-        ("deep_gemm", {90, 100, 103}),
+        ("deep_gemm", {90, 100, 103, 120, 121}),
         ("fa3", {90}),
         ("trtllm", {100, 103}),
         ("cuda", {80, 86, 87, 89, 90, 120, 121}),
@@ -68,8 +68,12 @@ def test_architectures_of_the_providers(name: str, architectures: set[int] | Non
 
 
 def test_libraries_by_op() -> None:
-    assert supporting(Op.SPARSE_MLA_PREFILL) == ("flash_mla", "trtllm", "cuda", "triton", "reference")
-    assert supporting(Op.SPARSE_MLA_DECODE) == ("flash_mla", "fa3", "trtllm", "cuda", "triton", "reference")
+    assert supporting(Op.SPARSE_MLA_PREFILL) == (
+        "flash_mla", "trtllm", "flashinfer_sm120", "cuda", "triton", "reference",
+    )  # fmt: skip
+    assert supporting(Op.SPARSE_MLA_DECODE) == (
+        "flash_mla", "fa3", "trtllm", "flashinfer_sm120", "cuda", "triton", "reference",
+    )  # fmt: skip
     assert supporting(Op.TOKEN_SHARD) == ("triton",)
 
 
@@ -81,7 +85,11 @@ def test_the_limits_of_the_provider_modules_are_the_manifests() -> None:
     deep_gemm = importlib.import_module("nsa_plugin.kernels.providers.deep_gemm")
     indexers = [kernel for kernel in MANIFEST["deep_gemm"].kernels if kernel.op is Op.INDEXER_TOPK]
     assert {kernel.sm_min // 10: kernel.head_counts for kernel in indexers} == deep_gemm.HEADS
-    assert {kernel.dims for kernel in indexers} == {tuple((dim,) for dim in deep_gemm.HEAD_DIMS)}
+    dims = {kernel.sm_min // 10: tuple(dim for (dim,) in kernel.dims) for kernel in indexers}
+    assert dims == deep_gemm.HEAD_DIMS
+    sm120 = importlib.import_module("nsa_plugin.kernels.providers.flashinfer_sm120")
+    for kernel in MANIFEST["flashinfer_sm120"].kernels:
+        assert (kernel.head_counts, kernel.topk_multiple) == (sm120.HEADS, sm120.TOPK_MULTIPLE)
 
 
 @pytest.mark.parametrize("sm", SHARED_MEMORY_PER_BLOCK)

@@ -1,5 +1,5 @@
-"""The indexer over DeepGEMM's fp8 logits: SM90 and SM100 with sgl-deep-gemm and with the copies in vLLM up to 0.32,
-SM90 with the copy in vLLM 0.33.
+"""The indexer over DeepGEMM's fp8 logits: SM90 with every build, SM100 with those before sgl-deep-gemm 0.2.5 and vLLM
+0.33's copy, SM120 with sgl-deep-gemm from 0.2.3.post2 on and vLLM 0.33's copy (not run on SM120 here).
 
 `topk` and `paged_topk` have the signatures and results of `nsa_plugin.kernels.indexer`'s references. The library
 allocates the float32 logits of a chunk of rows with PyTorch's allocator (it takes no buffer). A selector reads them,
@@ -14,7 +14,8 @@ The library's requirements, from its sources, and how they are met:
   this, so that no request is scored against another's keys. The kernel does not stop at the width, so ranges do.
 - the paged kernel of SM90 takes 1 or 2 query rows a request and pages of 64; more rows become several requests.
   A request without keys is scored as if it had one, which the selector ignores.
-- vLLM 0.33's copy has no `clean_logits`, and its columns always count from each row's ks (see `_Interface`).
+- vLLM 0.33's copy and sgl-deep-gemm 0.2.5 have no `clean_logits`, and their columns always count from each row's ks
+  (see `_Interface`).
 """
 
 from __future__ import annotations
@@ -34,10 +35,12 @@ from nsa_plugin.kernels.kv_cache import PagedCache
 from nsa_plugin.kernels.selector import default_selector
 from nsa_plugin.kernels.topk import Request, Selector, new_output, row_chunks, uncovered_rows
 
-HEADS = {9: (32, 64), 10: (8, 16, 32, 64)}
+HEADS = {9: (32, 64), 10: (8, 16, 32, 64), 12: (32, 64)}
 """Supported head counts, by the major version of the SM."""
 
-HEAD_DIMS = (32, 64, 128)
+HEAD_DIMS = {9: (32, 64, 128), 10: (32, 64, 128), 12: (128,)}
+"""Supported elements of a head, by the same."""
+
 PAGE_SIZE = 64
 ALIGNMENT = 16
 # Below every known limit of the library's own scheduling kernel (12288 requests before 0.1.4, 29040 on SM100).
@@ -302,10 +305,11 @@ def _interface(deep_gemm: ModuleType) -> _Interface:
 def _check_heads(op: str, device: torch.device, heads: int, dim: int) -> int:
     """Check that the library supports the heads on a device; return the major version of its SM."""
     major = _sm_major(device)
-    require(major in HEADS, op, f"q is on {device}, SM{major}x; deep_gemm has these kernels for SM90 and SM100")
+    require(major in HEADS, op, f"q is on {device}, SM{major}x; deep_gemm has these kernels for SM90, SM100 and SM120")
     allowed = " or ".join(map(str, HEADS[major]))
     require(heads in HEADS[major], op, f"q has {heads} heads; deep_gemm takes {allowed} on SM{major}x")
-    require(dim in HEAD_DIMS, op, f"q has {dim} values a head; deep_gemm takes {' or '.join(map(str, HEAD_DIMS))}")
+    dims = HEAD_DIMS[major]
+    require(dim in dims, op, f"q has {dim} values a head; deep_gemm takes {' or '.join(map(str, dims))} on SM{major}x")
     return major
 
 

@@ -211,14 +211,21 @@ def open_fp8_cache(data: torch.Tensor) -> PagedCache:
 
 
 def arguments_of(
-    target: tuple[str, str], parameters: Mapping[str, inspect.Parameter], version: str, values: Mapping[str, Any]
+    target: tuple[str, str],
+    parameters: Mapping[str, inspect.Parameter],
+    version: str,
+    values: Mapping[str, Any],
+    calls: Mapping[tuple[str, str], Keywords] = CALLS,
 ) -> dict[str, Any]:
     """Select the `values` that the installed function takes.
+
+    Args:
+        calls: the arguments of each target.
 
     Raises:
         LibraryContractError: it lacks a parameter that must be passed, or requires one that is not known.
     """
-    name, keywords = ".".join(target), CALLS[target]
+    name, keywords = ".".join(target), calls[target]
     for missing in sorted((values.keys() - keywords.if_known) - parameters.keys()):
         since = f", which it has since {keywords.since[missing]}" if missing in keywords.since else ""
         raise LibraryContractError(f"{name} of flashinfer {version} has no parameter {missing}{since}")

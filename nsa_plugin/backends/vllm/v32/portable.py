@@ -27,7 +27,6 @@ from nsa_plugin.patches.ledger import TURN_OFF
 
 SLOTS = "nsa_plugin_slots"
 """Attribute of a prefill chunk: the slots of its keys, made by the first layer."""
-PROVIDER = "triton"
 ROUNDS_SCALES = Version("0.31")
 """From this version on vLLM rounds the scales of its fp8 MLA cache up to powers of two."""
 
@@ -58,7 +57,7 @@ def select(given: NamedArguments, metadata: Any, steps: StepSelection | None, pr
             keys = providers.helper("kv_cache_read_codes")(cache, slots_of(chunk, cache.page_size))
         rows = slice(chunk.token_start, chunk.token_end)
         codes, scales = keys
-        providers.load("indexer_topk", PROVIDER)(
+        providers.load("indexer_topk", providers.indexer)(
             given["q_quant"][rows],
             codes,
             scales.squeeze(-1),
@@ -184,13 +183,13 @@ def warm_indexer(providers: Providers, model: ModelShape, device: torch.device, 
         slots = torch.zeros(keys, dtype=torch.int64, device=device)
         codes, scales = providers.helper("kv_cache_read_codes")(cache, slots)
         q, weights = inputs(FEW_ROWS)
-        score = providers.load("indexer_topk", PROVIDER)
+        score = providers.load("indexer_topk", providers.indexer)
         found: torch.Tensor = score(q, codes, scales.squeeze(-1), weights, lengths * 0, lengths, topk)
         return found >= PAGE_SIZE
 
     def step(rows_each: int) -> torch.Tensor:
         q, weights = inputs(FEW_ROWS * rows_each)
-        score = providers.load("indexer_topk_paged", PROVIDER)
+        score = providers.load("indexer_topk_paged", providers.indexer)
         q = q.unflatten(0, (FEW_ROWS, rows_each))
         found: torch.Tensor = score(q, cache, weights, lengths, table, topk, max_len=2 * PAGE_SIZE)
         return found >= PAGE_SIZE

@@ -18,6 +18,7 @@ from nsa_plugin.backends.common.paths import VLLM, path_of
 from nsa_plugin.backends.common.planner import KERNEL_OPS
 from nsa_plugin.backends.common.providers import Providers, device_in_use
 from nsa_plugin.backends.common.token_shard import free_memory_of
+from nsa_plugin.backends.common.trial import tried
 from nsa_plugin.backends.common.warm import PAGE_SIZE, warm, warm_reading, warm_selection
 from nsa_plugin.backends.vllm.startup.model import (
     BACKEND_MAJORS,
@@ -44,7 +45,8 @@ from nsa_plugin.patches.ledger import TURN_OFF, PatchStatus
 from nsa_plugin.settings import FULL
 
 # Libraries bundled with vLLM.
-VENDORED = {"deep_gemm": "vllm.third_party.deep_gemm"}
+DEEP_GEMM = "deep_gemm"
+VENDORED = {DEEP_GEMM: "vllm.third_party.deep_gemm"}
 # vLLM's backend whose implementation and builders the ledger replaces, and the GPUs on which the plugin selects it if
 # the user chose none: from 0.25 on vLLM prefers other backends there. On SM100 the plugin leaves the choice to vLLM.
 BACKEND = "FLASHMLA_SPARSE"
@@ -112,6 +114,10 @@ class GpuServing(VllmServing):
             model, settings = self.model(), self.resolved.settings
             device = device_in_use(self.device_profile(), settings)
             self.check(device)
+            attended = AttendedTokens.of(settings)
+            providers = Providers(model.kv_layout, device.sm, vendored=VENDORED, attended=attended)
+            if self.portable:
+                device = tried(device, model, providers, torch.device("cuda"))
             planner = self.planner_class(
                 model=model,
                 device=device,
@@ -124,9 +130,9 @@ class GpuServing(VllmServing):
                 **self.dense_limits(),
             )
             self.validate(planner)
-            attended = AttendedTokens.of(settings)
-            self.providers = Providers(model.kv_layout, device.sm, vendored=VENDORED, attended=attended)
-            self.planner = planner
+            if self.portable and planner.step_plan(1, 1, 1).indexer.provider == DEEP_GEMM:
+                providers.indexer = DEEP_GEMM
+            self.planner, self.providers = planner, providers
         return self.planner
 
     def model(self) -> ModelShape:
