@@ -105,3 +105,15 @@ def test_without_a_gpu_or_an_engine_the_reason_is_named(monkeypatch: pytest.Monk
     monkeypatch.setattr(rivals, "import_module", fail)
     with pytest.raises(ImportError, match="vllm cannot be imported: AttributeError: no such driver"):
         rivals.vllm_triton(*arguments)
+
+
+def test_unions_are_measured_with_the_cuda_kernels_alone() -> None:
+    (one,) = SUITES["sparse-mla-prefill"].tiny[:1]
+    names = {}
+    for wanted in ((), ("cuda",), ("triton",)):
+        workload = SUITES["sparse-mla-prefill"].build()(one, fakes.context(None, *wanted))
+        names[wanted] = {contender.name for contender in workload.contenders}
+    unions = {"cuda, unions of 2", "cuda, unions of 4"}
+    assert unions <= names[()]
+    assert unions <= names["cuda",]
+    assert not unions & names["triton",]

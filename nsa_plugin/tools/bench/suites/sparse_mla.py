@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from nsa_plugin.kernels.cuda import sparse_mla_union
 from nsa_plugin.kernels.kv_cache import PagedCache, gather_rows
 from nsa_plugin.kernels.sparse_mla import reference_decode, reference_prefill
 from nsa_plugin.layouts import Fp8Layout
@@ -18,6 +19,7 @@ from nsa_plugin.tools.bench.workload import Contender, Context, TimedCall, Workl
 PADDED = "flash_mla padded"
 WITH_COPY = "flash_mla padded, bf16 copy included"
 DECODE_KERNEL = "flash_mla decode kernel"
+UNIONS = "cuda, unions of {}"  # not a provider yet: nothing chooses it
 
 D_V = 512
 PAGE_SIZE = 64
@@ -116,6 +118,11 @@ def prefill(case: BenchCase, context: Context) -> Workload:
 
         return call
 
+    def united(group: int) -> Contender:
+        call = into(out, q, cache, indices, scale=scale, group=group)
+        return Contender(UNIONS.format(group), lambda: call(sparse_mla_union.prefill))
+
+    groups = sparse_mla_union.GROUPS if not context.wanted or "cuda" in context.wanted else ()
     return Workload(
         work=floors.sparse_mla(rows=q_rows, heads=heads, d_qk=cache.dim, d_v=D_V, gathers=[taken], statistics=2),
         contenders=(
@@ -125,6 +132,7 @@ def prefill(case: BenchCase, context: Context) -> Workload:
             *map(rival, rivals.UNIONS),
             Contender(rivals.VLLM_NAME, lambda: rivals.vllm_triton(q, rows_of_cache(), indices, scale)),
             *context.contenders("sparse_mla_prefill", into(out, q, cache, indices, scale=scale)),
+            *map(united, groups),
         ),
         judge=judge,
         baselines=(PADDED,),
