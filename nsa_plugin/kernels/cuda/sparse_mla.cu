@@ -240,8 +240,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
     }
     if (begin + 1 < end) copy(begin + 1, next);  // all stages are free
 #pragma unroll
-    for (int s = 2; s < STAGES; ++s)
+    for (int s = 2; s < STAGES; ++s) {
+        __syncwarp();  // the addresses of the copies before have been read
         if (begin + s < end) copy(begin + s, slot_of(begin + s, i));
+    }
     next = slot_of(begin + STAGES, i);
     Query query;
     keep_query(shared, query, raw, quarter, half == 0, scale_log2, lane);
