@@ -20,6 +20,10 @@ SHARED_RESERVE = 8 << 10
 """Bytes of shared memory of a dense-attention block that are left to the compiler."""
 
 
+FLOAT32_OPERANDS = 80 << 10
+"""Bytes of the operands of a float32 block at most: they stay in registers, and more spill kilobytes a thread."""
+
+
 class SparseTile(NamedTuple):
     """Sparse MLA: heads, selected keys at a time, warps, stages of the loop; and programs a processor."""
 
@@ -121,6 +125,7 @@ def mha_tile(
     is_short = max_seqlen_q is not None and max_seqlen_q <= SHORT_QUERIES
     tiles = line.mha_float32 if itemsize == 4 else line.mha_short if is_short else line.mha
     room = shared_memory - SHARED_RESERVE
+    room = min(room, FLOAT32_OPERANDS) if itemsize == 4 else room
     return next((tile for tile in tiles if tile.shared_bytes(d_qk, d_v, itemsize) <= room), tiles[-1])
 
 
