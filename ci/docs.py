@@ -22,7 +22,8 @@ from ci.soak.report import runs_table
 from ci.support import CONFIGURATIONS
 from nsa_plugin.backends.common.paths import SGLANG, VLLM
 from nsa_plugin.commands.engines import ENGINES
-from nsa_plugin.libraries.capabilities import spans
+from nsa_plugin.layouts import BF16, INDEXER_FP8, V32_FP8
+from nsa_plugin.libraries.capabilities import V32_ROW, spans
 from nsa_plugin.libraries.manifest import MANIFEST
 from nsa_plugin.libraries.registry import OPS, REFERENCE, Provider, Registry
 from nsa_plugin.settings import BACKEND_OPS, ENV_PREFIX, Settings
@@ -205,6 +206,31 @@ def _limits(provider: Provider) -> list[list[str]]:
     ]
 
 
+# Sparse layers, and those with an indexer of their own, of the models that the portable path serves.
+SERVED = {"DeepSeek-V3.2": (61, 61), "GLM-5": (78, 21)}
+KV_GIB = (10, 20, 40)
+
+
+def kv_memory_table() -> str:
+    """Bytes of a token's KV cache by format, and what fits in some sizes of memory of one GPU."""
+    latent = {"fp8": V32_FP8.row_bytes, "bf16": BF16.row_bytes(V32_ROW[0])}
+    rows = []
+    for model, (layers, indexers) in SERVED.items():
+        for dtype, row_bytes in latent.items():
+            token = layers * row_bytes + indexers * INDEXER_FP8.row_bytes
+            tokens = [gib * (1 << 30) // token for gib in KV_GIB]
+            rows.append(
+                [
+                    f"{model}, {layers} layers" + (f", {indexers} with an indexer" if indexers < layers else ""),
+                    dtype,
+                    f"{token:,}",
+                    *(f"{count // 1000 * 1000:,} ({count >> 15})" for count in tokens),
+                ]
+            )
+    header = ["model", "cache", "bytes a token", *(f"tokens in {gib} GiB (requests of 32K)" for gib in KV_GIB)]
+    return markdown_table(header, rows)
+
+
 GENERATORS: dict[str, Callable[[], str]] = {
     "settings": settings_table,
     "compatibility": compatibility_table,
@@ -212,6 +238,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "support": support_table,
     "agreement": agreement_table,
     "kernels": kernels_table,
+    "kv-memory": kv_memory_table,
     "headline": headline.table,
     "regressions": regressions.table,
     "soak": runs_table,

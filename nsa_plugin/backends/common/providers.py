@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from nsa_plugin.backends.common.fault import AttendedTokens
+from nsa_plugin.errors import SettingsError
 from nsa_plugin.libraries.architectures import EMULATED
 from nsa_plugin.libraries.devices import DeviceProfile, emulating
 from nsa_plugin.libraries.registry import REFERENCE, Registry
@@ -92,9 +93,18 @@ class Providers:
 
 
 def device_in_use(device: DeviceProfile, settings: Settings) -> DeviceProfile:
-    """Return the device's profile; with `portable` on, that of the GPU that it emulates."""
+    """Return the device's profile; with `portable` on, that of the GPU that it emulates.
+
+    Raises:
+        SettingsError: `portable` is on, and the GPU is older than the one that it emulates.
+    """
     if settings.portable != "on" or device.kind != "cuda":
         return device
+    if device.sm < EMULATED:
+        served = f"auto, which serves {device.where} as it is" if device.sm >= 80 else "auto"
+        raise SettingsError(
+            f"portable is on, which emulates SM{EMULATED}, and cannot work on {device.where}; allowed here: {served}"
+        )
     from nsa_plugin.kernels.triton.device import emulate  # imports torch
 
     emulate(EMULATED)

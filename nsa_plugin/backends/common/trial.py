@@ -1,11 +1,12 @@
 """A trial at start of other projects' SM120 kernels, which nobody has run with this plugin: the portable path decides.
 
 Each kernel runs once on a small random input beside the plugin's own. One that fails, or gives another result, is taken
-out of the device's profile with the reason, so that every plan uses the plugin's kernels instead.
+out of the device's profile with the reason, which is logged, so that every plan uses the plugin's kernels instead.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -18,6 +19,8 @@ from nsa_plugin.kernels.checks import FP8_DTYPE
 from nsa_plugin.kernels.kv_cache import allocate_cache
 from nsa_plugin.libraries.capabilities import SPARSE_OPS, Op
 from nsa_plugin.libraries.devices import DeviceProfile
+
+logger = logging.getLogger("nsa_plugin")
 
 OWN = "triton"
 TRIED = {"flashinfer_sm120": SPARSE_OPS, "deep_gemm": (Op.INDEXER_TOPK,)}
@@ -47,6 +50,7 @@ def tried(device: DeviceProfile, model: ModelShape, providers: Providers, on: to
         why = trial(name, model, providers, on)
         if why:
             reason = f"its trial against the plugin's kernels failed on {device.where}: {why}"
+            logger.warning("nsa-plugin: %s is not used: %s", name, reason)
             failed = replace(found, available=False, capabilities=(), reason=reason)
             device = replace(device, libraries={**device.libraries, name: failed})
     return device

@@ -143,6 +143,11 @@ class SglangProcess:
             return
         with self._or_stock():
             if self.portable:
+                if self.resolved.settings.portable == "on":
+                    raise SettingsError(
+                        "portable is on and cannot work for DeepSeek-V4, which needs an SM90 or SM100 GPU; allowed "
+                        "here: auto"
+                    )
                 raise LeftToStockError(NO_PORTABLE_V4)
             self.statuses = self.ledger.install(Need.GPU_V4)
             self._refuse_copies()

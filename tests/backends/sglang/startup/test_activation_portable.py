@@ -7,13 +7,18 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
+from nsa_plugin.backends.common.providers import device_in_use
 from nsa_plugin.backends.sglang.startup import activation, model, serving
 from nsa_plugin.backends.sglang.startup.activation import SglangProcess
 from nsa_plugin.backends.sglang.startup.flags import PassedFlags
-from nsa_plugin.errors import LeftToStockError
-from nsa_plugin.libraries.devices import synthetic
+from nsa_plugin.decision.dispatch import decide
+from nsa_plugin.decision.shapes import BatchShape, Phase
+from nsa_plugin.errors import LeftToStockError, SettingsError
+from nsa_plugin.libraries.devices import emulating, synthetic
 from nsa_plugin.patches.ledger import Need
+from nsa_plugin.settings import Settings
 from tests.backends.fake_sglang.scheduler import read, runner, start
+from tests.decision.dispatch_cases import V32_FP8
 
 pytestmark = pytest.mark.usefixtures("clean_environment")
 
@@ -84,6 +89,30 @@ def test_portable_on_emulates_an_older_gpu(
     assert process.serving is not None
     assert (process.serving.device.sm, emulated, Need.PORTABLE in installed) == (86, [86], True)
     assert all(" by triton" in text for name, text in process.serving.routes.items() if name != serving.SHORT_WITH_LONG)
+
+
+@pytest.mark.parametrize(("sm", "allowed"), [(80, "auto, which serves SM80 as it is"), (75, "auto")])
+def test_a_gpu_older_than_the_emulated_one_is_refused(sm: int, allowed: str) -> None:
+    with pytest.raises(SettingsError, match=rf"portable is on, .* cannot work on SM{sm}; allowed here: {allowed}$"):
+        device_in_use(synthetic(sm), Settings(portable="on"))
+
+
+@pytest.mark.parametrize(("setting", "library"), [("prefill_backend", "flash_mla"), ("decode_backend", "fa3")])
+def test_a_library_that_the_emulated_gpu_lacks_is_refused_with_what_works(setting: str, library: str) -> None:
+    device = emulating(synthetic(90), 86)
+    batch = (Phase.EXTEND, [4096], [65536]) if setting == "prefill_backend" else (Phase.DECODE, [1], [65536])
+    with pytest.raises(SettingsError, match=rf"{setting} is {library}, .* What works here: cuda, triton, reference$"):
+        decide(V32_FP8, BatchShape.from_lengths(*batch), device, Settings(portable="on", **{setting: library}))
+
+
+def test_v4_is_refused_where_portable_is_asked_for_by_name(
+    process: SglangProcess, installed: list[Need], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on(monkeypatch, 90, "triton")
+    PassedFlags({"enabled": "true", "portable": "on"}, {}).write()
+    process.enter_scheduler()
+    with pytest.raises(SettingsError, match=r"portable is on and cannot work for DeepSeek-V4, .* allowed here: auto"):
+        process.enter_v4()
 
 
 def test_v4_and_mixed_chunks_are_left_to_sglang(
