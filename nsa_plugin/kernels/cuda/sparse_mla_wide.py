@@ -1,0 +1,156 @@
+"""Sparse MLA prefill for 17 to 64 heads and their multiples, straight from the V3.2 fp8 cache, in CUDA C++ for SM90.
+
+Op `sparse_mla_prefill`; contract: `nsa_plugin.kernels.sparse_mla`. The kernel (`sparse_mla_wide.cu`) takes 32 or 64
+heads a block, in wgmma's products, and gathers a token's records once for them; a block goes from token to token. It
+takes bfloat16 queries with heads of (576, 512) elements and one cache of V3.2 records, and writes bfloat16.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import torch
+
+from nsa_plugin.kernels.checks import check_tensor
+from nsa_plugin.kernels.cuda import sparse_mla
+from nsa_plugin.kernels.cuda.build import CudaKernel, load_kernel
+from nsa_plugin.kernels.cuda.sparse_mla import D_V, HOPPER, KEYS, LOG2_E
+from nsa_plugin.kernels.sparse_mla import SparseMlaCall, SparseMlaResult, prefill_op
+from nsa_plugin.kernels.triton.device import facts_of
+from nsa_plugin.layouts import V32_FP8
+
+SOURCE = "sparse_mla_wide.cu"
+HEADS = (32, 64)  # of a block
+STAGES = {32: 4, 64: 3}  # steps of 64 keys in shared memory, by heads
+BLOCK = (512, 1, 1)  # threads
+
+
+class WideArguments(ctypes.Structure):
+    """`Arguments` of the source."""
+
+    _fields_ = (
+        ("q", ctypes.c_void_p),
+        ("q_row_stride", ctypes.c_int64),
+        ("q_head_stride", ctypes.c_int64),
+        ("data", ctypes.c_void_p),
+        ("page_stride", ctypes.c_int64),
+        ("indices", ctypes.c_void_p),
+        ("indices_stride", ctypes.c_int64),
+        ("lengths", ctypes.c_void_p),
+        ("lengths_divisor", ctypes.c_int),
+        ("page_size", ctypes.c_int),
+        ("page_shift", ctypes.c_int),
+        ("num_slots", ctypes.c_int),
+        ("topk", ctypes.c_int),
+        ("rows", ctypes.c_int),
+        ("heads", ctypes.c_int),
+        ("groups", ctypes.c_int),
+        ("nothings", ctypes.c_void_p),
+        ("sink", ctypes.c_void_p),
+        ("scale_log2", ctypes.c_float),
+        ("out", ctypes.c_void_p),
+        ("out_row_stride", ctypes.c_int64),
+        ("out_head_stride", ctypes.c_int64),
+        ("lse", ctypes.c_void_p),
+        ("max_logits", ctypes.c_void_p),
+    )
+
+
+def heads_of_block(heads: int) -> int:
+    """Of a token with this many."""
+    return HEADS[0] if heads <= HEADS[0] else HEADS[1]
+
+
+def shared_bytes(heads: int, stages: int) -> int:
+    """Shared memory of a block with this many heads, in bytes: at least what `Shared` of the source has."""
+    parts = (
+        9 * heads * 128,  # the query
+        2 * heads * 128,  # P
+        stages * KEYS * V32_FP8.row_bytes,
+        2 * 4 * KEYS // 2 * 4 + 2 * 4 * 4,  # scales, and their changes
+        2 * heads * 4 + 8 * heads + 2 * 4 * heads * 4 + 4 * heads,  # by head
+        4 * 4 * 4 + 2 * 4 * 4 + 2 * 4 + stages * 4,
+        8 * (2 * stages + 6),  # barriers
+        128,  # alignment
+    )
+    return sum(parts)
+
+
+def attend(call: SparseMlaCall) -> SparseMlaResult:
+    """Attend with many heads a block, within the module's limits.
+
+    Raises:
+        KernelArgumentError: the kernel does not support a shape, dtype, layout or device.
+        KernelBuildError: the kernel does not compile or launch.
+    """
+    q = call.q.flatten(0, 1)
+    rows, heads, _ = q.shape
+    check_tensor(call.op, "q", call.q, call.q.shape, dtypes=(torch.bfloat16,))
+    call.require(call.d_v == D_V, f"d_v is {call.d_v}; this kernel has values of {D_V}")
+    call.require(len(call.scopes) == 1, "an extra cache is given; this kernel reads one")
+    (given,) = call.scopes
+    cache = given.cache
+    call.require(
+        cache.layout is V32_FP8, f"{given.name} has layout {cache.layout.name}; this kernel reads {V32_FP8.name}"
+    )
+    call.require(q.is_cuda, f"q is on {q.device}; the CUDA kernel needs a CUDA device")
+    facts = facts_of(q.device)
+    call.require(facts.architecture == HOPPER, f"the device is SM{facts.architecture}; this kernel needs SM{HOPPER}")
+    lse, max_logits = torch.empty((2, rows, heads), dtype=torch.float32, device=q.device).unbind()
+    result = SparseMlaResult(call.output(), lse, max_logits)
+    if not q.numel():
+        return result
+    scope = sparse_mla.cuda_scope(call, given, V32_FP8)
+    q = sparse_mla.readable_queries(q)
+    out = sparse_mla.writable_rows(result.out)
+    if out.dtype != torch.bfloat16:
+        out = torch.empty((rows, heads, D_V), dtype=torch.bfloat16, device=q.device)
+    sink = None if call.attn_sink is None else call.attn_sink.contiguous()
+    of_block = heads_of_block(heads)
+    groups = -(-heads // of_block)
+    with torch.cuda.device_of(q):
+        arguments = WideArguments(
+            q=q.data_ptr(),
+            q_row_stride=q.stride(0),
+            q_head_stride=q.stride(1),
+            data=scope.data,
+            page_stride=scope.page_stride,
+            indices=scope.indices,
+            indices_stride=scope.indices_stride,
+            lengths=scope.lengths,
+            lengths_divisor=scope.lengths_divisor,
+            page_size=scope.page_size,
+            page_shift=scope.page_shift,
+            num_slots=scope.num_slots,
+            topk=scope.topk,
+            rows=rows,
+            heads=heads,
+            groups=groups,
+            nothings=sparse_mla.nothings(q.device, V32_FP8.name).data_ptr(),
+            sink=sink.data_ptr() if sink is not None else None,
+            scale_log2=call.scale * LOG2_E,
+            out=out.data_ptr(),
+            out_row_stride=out.stride(0),
+            out_head_stride=out.stride(1),
+            lse=lse.data_ptr(),
+            max_logits=max_logits.data_ptr(),
+        )
+        shared = shared_bytes(of_block, STAGES[of_block])
+        kernel(of_block, q.device.index)(
+            (min(rows * groups, facts.sms), 1, 1), BLOCK, (arguments,), shared_bytes=shared
+        )
+    if out.data_ptr() != result.out.data_ptr():
+        result.out.copy_(out.view(result.out.shape))
+    return result
+
+
+prefill = prefill_op(attend)
+
+
+@functools.cache
+def kernel(heads: int, device: int | None) -> CudaKernel:
+    """The kernel with this many heads a block, compiled unless it already is."""
+    shared = shared_bytes(heads, STAGES[heads])
+    options = {"HEADS": heads, "STAGES": STAGES[heads]}
+    return load_kernel(SOURCE, "attend_wide", defines=options, max_dynamic_shared=shared)
