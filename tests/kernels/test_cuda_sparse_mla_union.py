@@ -47,7 +47,7 @@ def test_what_is_refused_and_by_which_name(changes, message):
         sparse_mla_union.prefill(**arguments(**changes))
 
 
-@pytest.mark.parametrize("variant", sparse_mla_union.VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", sparse_mla_union.VARIANTS.values(), ids=str)
 def test_blocks_fit_into_shared_memory(variant):
     each = variant.shared_bytes("v32_fp8")
     assert each <= shared_memory_per_block(90)
@@ -55,12 +55,10 @@ def test_blocks_fit_into_shared_memory(variant):
     assert variant.blocks * (each + 1024) <= 228 * 1024
 
 
-@pytest.mark.parametrize(
-    ("heads", "group", "taken", "warps"), [(8, 2, 8, 8), (16, 2, 16, 16), (5, 4, 8, 16), (40, 2, 16, 16)]
-)
-def test_the_smallest_variant_that_takes_all_heads(heads, group, taken, warps):
-    variant = sparse_mla_union.variant_for(heads, group)
-    assert (variant.heads, variant.warps, variant.group) == (taken, warps, group)
+@pytest.mark.parametrize("group", sparse_mla_union.GROUPS)
+def test_a_block_takes_eight_heads_of_every_token_of_a_group(group):
+    variant = sparse_mla_union.VARIANTS[group]
+    assert (variant.heads, variant.group) == (8, group)
 
 
 @pytest.mark.parametrize("topk", [1, 3, 64, 2047, 2048, 4096])
@@ -68,6 +66,7 @@ def test_the_smallest_variant_that_takes_all_heads(heads, group, taken, warps):
 def test_the_table_has_two_words_for_each_entry_and_fits(group, topk):
     words = 1 << sparse_mla_union.table_bits(group, topk)
     assert 2 * group * topk <= words < 4 * group * topk + 2
+    assert topk <= sparse_mla_union.steps(topk) * sparse_mla_union.THREADS[0] < topk + sparse_mla_union.THREADS[0]
     assert 4 * words <= shared_memory_per_block(90)
 
 
@@ -77,3 +76,5 @@ def test_the_host_and_the_sources_agree_on_constants():
     for source in (union, steps):
         assert int(re.search(r"SLOT_BITS = (\d+);", source)[1]) == sparse_mla_union.SLOT_BITS
     assert (int(re.search(r"THREADS = (\d+);", union)[1]), 1, 1) == sparse_mla_union.THREADS
+    for name in ("WARPS", "STAGES", "KEYS"):
+        assert int(re.search(rf" {name} = (\d+);", steps)[1]) == getattr(sparse_mla, name)

@@ -239,12 +239,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
         end = last + 1;
     }
     if (begin + 1 < end) copy(begin + 1, next);  // all stages are free
-#pragma unroll
-    for (int s = 2; s < STAGES; ++s) {
-        __syncwarp();  // the addresses of the copies before have been read
-        if (begin + s < end) copy(begin + s, slot_of(begin + s, i));
-    }
-    next = slot_of(begin + STAGES, i);
+    next = slot_of(begin + 2, i);
     Query query;
     keep_query(shared, query, raw, quarter, half == 0, scale_log2, lane);
     __syncthreads();
@@ -261,9 +256,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
         multiply_queries(shared, stage, query, quarter, half, lane);
         // S is there, and nobody reads P or the stage before any more.
         __syncthreads();
-        if (step && block + STAGES - 1 < end) {
-            copy(block + STAGES - 1, next);
-            next = slot_of(block + STAGES, i);
+        if (step && block + 1 < end) {
+            copy(block + 1, next);
+            next = slot_of(block + 2, i);
         }
         u32 factors;
         float reference_change;

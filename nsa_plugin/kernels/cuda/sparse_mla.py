@@ -25,6 +25,9 @@ from nsa_plugin.layouts import V4_FP8, V32_FP8, CacheLayout
 SOURCE = "sparse_mla.cu"
 LOG2_E = 1.4426950408889634
 KEYS = 64  # entries that a block of threads attends at a time
+STAGES = 2  # blocks of keys in shared memory
+WARPS = 8
+THREADS = (32 * WARPS, 1, 1)  # of a block
 D_V = 512
 LAYOUTS = (V32_FP8, V4_FP8)
 MAX_SPLITS = 16  # as many blocks as a cluster may have
@@ -43,16 +46,12 @@ class Variant:
         held: of a warp's 8 steps over the query's fp8-multiplied values, those whose fragments stay in registers;
             shared memory has the others.
         group: neighbouring query rows of a block, which share the tiles and the union of their entries.
-        warps: of a block, 8 or 16.
-        stages: blocks of keys in shared memory.
     """
 
     tiles: int
     blocks: int
     held: int
     group: int = 1
-    warps: int = 8
-    stages: int = 2
 
     @property
     def heads(self) -> int:
@@ -60,27 +59,21 @@ class Variant:
         return 8 * self.tiles // self.group
 
     @property
-    def block(self) -> tuple[int, int, int]:
-        """Threads of a block."""
-        return (32 * self.warps, 1, 1)
-
-    @property
     def definitions(self) -> dict[str, int]:
         """Of the source's preprocessor."""
-        names = ("NT", "MIN_BLOCKS", "HELD", "GROUP", "BLOCK_WARPS", "BLOCK_STAGES")
-        return dict(zip(names, (self.tiles, self.blocks, self.held, self.group, self.warps, self.stages), strict=True))
+        return {"NT": self.tiles, "MIN_BLOCKS": self.blocks, "HELD": self.held, "GROUP": self.group}
 
     def shared_bytes(self, layout: str) -> int:
         """Shared memory of a block, in bytes."""
         row, scales, p_copies = (656, 0, 1) if layout == V32_FP8.name else (592, KEYS * 8, 2)
         columns = 8 * self.tiles
         parts = (
-            self.stages * KEYS * row,  # records
+            STAGES * KEYS * row,  # records
             4 * columns * 68 * 4,  # S
             p_copies * columns * 72 * 2,  # P
-            self.stages * (scales + KEYS * (2 if self.group > 1 else 1)),  # and validity, and rows of a group
+            STAGES * (scales + KEYS * (2 if self.group > 1 else 1)),  # and validity, and rows of a group
             2 * KEYS * 8 + 2 * 8,  # addresses of records, of zero records and of rows
-            self.stages * 8 + self.warps * 4,  # barriers, and a number a warp
+            STAGES * 8 + WARPS * 4,  # barriers, and a number a warp
             4 * 32 * 2 * self.tiles * 4 * (8 - self.held + (layout == V32_FP8.name)),  # fragments of the query
             2 * columns * 4,  # factors of a head
             128,  # alignment
@@ -224,11 +217,7 @@ def attend(call: SparseMlaCall, *, splits: int | None = None, tiles: int | None 
     with torch.cuda.device_of(q):
         run, combine = _kernels(variants, layout.name, tuple(defines.items()), q.device.index)[variant]
         # The shares of a row as a cluster, which adds up in shared memory; if all clusters run at once.
-        is_cluster = (
-            facts.architecture == HOPPER
-            and splits > 1
-            and _clusters(run, variant.block, shared, splits) >= rows * groups
-        )
+        is_cluster = facts.architecture == HOPPER and splits > 1 and _clusters(run, shared, splits) >= rows * groups
         parts: tuple[Argument, Argument] = (None, None)
         if splits > 1 and not is_cluster:
             parts = (
@@ -237,7 +226,7 @@ def attend(call: SparseMlaCall, *, splits: int | None = None, tiles: int | None 
             )
         run(
             (rows, groups, splits),
-            variant.block,
+            THREADS,
             (
                 *(q, int64(q.stride(0)), int64(q.stride(1)), size(heads)),
                 *(first, second, nothings(q.device, layout.name), sink, ctypes.c_float(call.scale * LOG2_E)),
@@ -274,8 +263,8 @@ def _kernels(
 
 
 @functools.cache
-def _clusters(attend: CudaKernel, block: tuple[int, int, int], shared: int, splits: int) -> int:
-    return attend.resident_clusters(block, (1, 1, splits), shared_bytes=shared)
+def _clusters(attend: CudaKernel, shared: int, splits: int) -> int:
+    return attend.resident_clusters(THREADS, (1, 1, splits), shared_bytes=shared)
 
 
 def readable_queries(q: torch.Tensor) -> torch.Tensor:

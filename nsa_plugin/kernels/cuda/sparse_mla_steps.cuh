@@ -22,12 +22,6 @@
 #ifndef GROUP
 #define GROUP 1  // neighbouring query rows of a block, which share the union of their entries
 #endif
-#ifndef BLOCK_WARPS
-#define BLOCK_WARPS 8  // 16: of v32_fp8 and an even number of tiles alone
-#endif
-#ifndef BLOCK_STAGES
-#define BLOCK_STAGES 2  // blocks of keys in shared memory
-#endif
 #ifndef HELD
 #define HELD 4  // of the 8 steps over a quarter of the query, those whose fragments are in registers
 #endif
@@ -35,18 +29,17 @@
 #include "instructions.cuh"
 
 constexpr int KEYS = 64;
-constexpr int WARPS = BLOCK_WARPS;
-constexpr int HALVES = WARPS / 4;             // parts of the keys in the first product
-constexpr int KEY_TILES = KEYS / HALVES / 16;  // tiles of 16 keys a warp, there
+constexpr int WARPS = 8;
+constexpr int KEY_TILES = KEYS / 2 / 16;  // tiles of 16 keys a warp, in the first product: half of the keys
 constexpr int VALUE_TILES = 512 / WARPS / 16;  // tiles of 16 values a warp, in the second product
-constexpr int COPIES = KEYS / WARPS;           // records that a warp copies
-constexpr int COLUMNS = NT * 8 / WARPS;        // columns of S that a warp exponentiates
-constexpr int TILES = NT / GROUP;              // tiles of a query row
-static_assert(NT % GROUP == 0 && (WARPS == 8 || (WARPS == 16 && LAYOUT == 0 && NT % 2 == 0)), "not supported");
+constexpr int COPIES = KEYS / WARPS;      // records that a warp copies
+constexpr int COLUMNS = NT;               // columns of S that a warp exponentiates
+constexpr int TILES = NT / GROUP;         // tiles of a query row
+static_assert(NT % GROUP == 0, "a query row takes whole tiles");
 constexpr int THREADS = 32 * WARPS;
 constexpr int HEADS = 8 * NT;
 constexpr int D_V = 512;
-constexpr int STAGES = BLOCK_STAGES;
+constexpr int STAGES = 2;  // blocks of keys in shared memory
 constexpr int ARRIVALS = (HOPPER ? WARPS : THREADS) + (LAYOUT == 0 ? 0 : KEYS);  // on a stage's barrier, by a filling
 #if LAYOUT == 0
 constexpr int FP8_STEPS = 8;     // steps of 16 fp8 values of a quarter
@@ -281,8 +274,8 @@ DEVICE void multiply_queries(Shared& shared, int stage, const Query& query, int 
     const u8* records = shared.records[stage];
     int matrix = lane >> 3;
     // Lanes 16 T + g and 16 T + 8 + g of a fragment are positions 2 l and 2 l + 1: see row_of.
-    u32 address = shared_address(records + (half * (KEYS / HALVES) + row_of(lane & 7, matrix & 1)) * ROW) + (matrix >> 1) * 16;
-    int lower = half * (KEYS / HALVES) + row_of(g, 0), upper = half * (KEYS / HALVES) + row_of(g, 1);
+    u32 address = shared_address(records + (half * (KEYS / 2) + row_of(lane & 7, matrix & 1)) * ROW) + (matrix >> 1) * 16;
+    int lower = half * (KEYS / 2) + row_of(g, 0), upper = half * (KEYS / 2) + row_of(g, 1);
     float acc[KEY_TILES][NT][4] = {}, sum[KEY_TILES][NT][4] = {};
 #if LAYOUT == 0
     multiply_codes<8>(acc, address + quarter * 128, shared, query, 0, quarter, lane);
@@ -338,7 +331,7 @@ DEVICE void multiply_queries(Shared& shared, int stage, const Query& query, int 
     for (int m = 0; m < KEY_TILES; ++m)
 #pragma unroll
         for (int n = 0; n < NT; ++n) {
-            float* s = shared.s[quarter] + (n * 8 + 2 * t) * S_STRIDE + half * (KEYS / HALVES) + m * 16 + 2 * g;
+            float* s = shared.s[quarter] + (n * 8 + 2 * t) * S_STRIDE + half * (KEYS / 2) + m * 16 + 2 * g;
             *(float2*)s = make_float2(sum[m][n][0], sum[m][n][2]);
             *(float2*)(s + S_STRIDE) = make_float2(sum[m][n][1], sum[m][n][3]);
         }
@@ -457,7 +450,7 @@ DEVICE bool exponentiate(Shared& shared, int stage, Softmax& state, int warp, in
     return changed;
 }
 
-// O of a warp's values of every row: 64 with 8 warps.
+// O of a warp's 64 values of every row.
 DEVICE void multiply_values(Shared& shared, int stage, float (&o)[VALUE_TILES][NT][4], bool changed, float reference_change,
                             u32 factors, int warp, int lane) {
     int t = lane & 3, matrix = lane >> 3, j = lane & 7;

@@ -25,23 +25,18 @@ from nsa_plugin.kernels.triton.device import facts_of
 from nsa_plugin.layouts import V32_FP8
 
 SOURCE = "sparse_mla_union.cu"
-THREADS = (512, 1, 1)  # of a block that makes a union
+THREADS = (256, 1, 1)  # of a block that makes a union
 SLOT_BITS = 28  # of an entry of a union; the others say which tokens select the slot
-GROUPS = (2, 4)
 MOST_ENTRIES = 2**14  # of a group, before they are united: the table in shared memory has two words for each
 
-VARIANTS = (
-    Variant(tiles=2, blocks=2, held=4, group=2),
-    Variant(tiles=4, blocks=1, held=2, group=2, warps=16, stages=3),
-    Variant(tiles=4, blocks=1, held=2, group=4, warps=16, stages=3),
-)
-"""For 8 and 16 heads in groups of 2, and 8 heads in groups of 4."""
+GROUPS = (2, 4)
+VARIANTS = {2: Variant(tiles=2, blocks=2, held=4, group=2), 4: Variant(tiles=4, blocks=1, held=8, group=4)}
+"""By group. Both take 8 heads of a token; for more heads, blocks copy a union once for each 8."""
 
 
-def variant_for(heads: int, group: int) -> Variant:
-    """The smallest of `VARIANTS` whose blocks take all heads of a token; else the largest of that group."""
-    possible = [variant for variant in VARIANTS if variant.group == group]
-    return next((variant for variant in possible if variant.heads >= heads), possible[-1])
+def steps(topk: int) -> int:
+    """Entries of a token that a thread of `unite` takes."""
+    return -(-topk // THREADS[0])
 
 
 def table_bits(group: int, topk: int) -> int:
@@ -49,12 +44,11 @@ def table_bits(group: int, topk: int) -> int:
     return max(2 * group * topk - 1, 1).bit_length()
 
 
-def attend(call: SparseMlaCall, *, group: int = 2, variant: Variant | None = None) -> SparseMlaResult:
+def attend(call: SparseMlaCall, *, group: int = 2) -> SparseMlaResult:
     """Attend unions of neighbouring query tokens, within the module's limits.
 
     Args:
         group: query tokens of a union, 2 or 4.
-        variant: form of the kernel; None: `variant_for`.
 
     Raises:
         KernelArgumentError: the kernel does not support a shape, dtype, layout or device.
@@ -80,7 +74,7 @@ def attend(call: SparseMlaCall, *, group: int = 2, variant: Variant | None = Non
     result = SparseMlaResult(call.output(), lse, max_logits)
     if not q.numel():
         return result
-    variant = variant or variant_for(heads, group)
+    variant = VARIANTS[group]
     scope = sparse_mla.cuda_scope(call, given, V32_FP8)
     q = sparse_mla.readable_queries(q)
     out = sparse_mla.writable_rows(result.out)
@@ -90,7 +84,7 @@ def attend(call: SparseMlaCall, *, group: int = 2, variant: Variant | None = Non
     bits = table_bits(group, topk)
     shared = variant.shared_bytes(V32_FP8.name)
     with torch.cuda.device_of(q):
-        unite, run = _kernels(variant, tuple(defines.items()), bits, q.device.index)
+        unite, run = _kernels(variant, tuple(defines.items()), topk, q.device.index)
         entries = torch.empty((groups, group * topk), dtype=torch.int32, device=q.device)
         counts = torch.empty(groups, dtype=torch.int32, device=q.device)
         lengths = ctypes.c_void_p(scope.lengths), size(scope.lengths_divisor)
@@ -102,7 +96,7 @@ def attend(call: SparseMlaCall, *, group: int = 2, variant: Variant | None = Non
         united.lengths, united.lengths_divisor, united.topk = counts.data_ptr(), 1, group * topk
         run(
             (groups, -(-heads // variant.heads), 1),
-            variant.block,
+            sparse_mla.THREADS,
             (
                 *(q, int64(q.stride(0)), int64(q.stride(1)), size(heads)),
                 *(united, CudaScope(lengths_divisor=1, page_size=1)),
@@ -121,10 +115,12 @@ prefill = prefill_op(attend)
 
 @functools.cache
 def _kernels(
-    variant: Variant, defines: tuple[tuple[str, int], ...], bits: int, device: int | None
+    variant: Variant, defines: tuple[tuple[str, int], ...], topk: int, device: int | None
 ) -> tuple[CudaKernel, CudaKernel]:
     """`unite`, and `attend` of the variant."""
-    unite = load_kernel(SOURCE, "unite", defines={"GROUP": variant.group}, max_dynamic_shared=4 << bits)
+    table = 4 << table_bits(variant.group, topk)
+    one = {"GROUP": variant.group, "STEPS": steps(topk)}
+    unite = load_kernel(SOURCE, "unite", defines=one, max_dynamic_shared=table)
     options = dict(defines) | variant.definitions
     shared = variant.shared_bytes(V32_FP8.name)
     return unite, load_kernel(sparse_mla.SOURCE, "attend", defines=options, max_dynamic_shared=shared)
