@@ -31,7 +31,7 @@ CUDA = KernelLibrary(
     # cuda.pathfinder comes with cuda-bindings since 12.9.1; it finds NVRTC, which compiles the kernels.
     hosts=(HostModule(module="cuda.pathfinder", distributions=("cuda-bindings",)),),
     targets={
-        "sparse_mla_prefill": "nsa_plugin.kernels.cuda.sparse_mla:prefill",
+        "sparse_mla_prefill": "nsa_plugin.kernels.cuda.prefill:prefill",
         "sparse_mla_decode": "nsa_plugin.kernels.cuda.sparse_mla:decode",
         "topk_rows": "nsa_plugin.kernels.cuda.topk:topk_rows",
     },

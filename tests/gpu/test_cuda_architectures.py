@@ -10,7 +10,7 @@ import struct
 
 import pytest
 
-from nsa_plugin.kernels.cuda import build, indexer, nvrtc, sparse_mla
+from nsa_plugin.kernels.cuda import build, indexer, nvrtc, sparse_mla, sparse_mla_wide
 from nsa_plugin.kernels.cuda.topk import THREADS
 from nsa_plugin.kernels.triton.device import DeviceFacts
 from nsa_plugin.libraries.architectures import shared_memory_per_block
@@ -58,7 +58,7 @@ def test_sparse_mla_compiles_and_fits(sm: int, layout: str) -> None:
     for variant in variants:
         defines = sparse_mla.definitions(layout, facts, has_extra=layout == "v4_fp8") | variant.definitions
         cubin = build._cubin(sparse_mla.SOURCE, tuple(sorted(defines.items())), f"sm_{sm}" + ("a" if sm >= 90 else ""))
-        assert 0 < registers(cubin) * variant.block[0] * variant.blocks <= REGISTERS
+        assert 0 < registers(cubin) * sparse_mla.THREADS[0] * variant.blocks <= REGISTERS
 
 
 @pytest.mark.parametrize("sm", ARCHITECTURES)
@@ -72,3 +72,9 @@ def test_indexer_compiles_and_fits(in_flight: int, sample: int) -> None:
     defines = indexer.definitions(indexer.IndexerTuning(in_flight=in_flight), sample=sample)
     cubin = build._cubin(indexer.SOURCE, tuple(sorted(defines.items())), "sm_90a")
     assert 0 < registers(cubin) * indexer.BLOCK[0] <= REGISTERS
+
+
+@pytest.mark.parametrize("heads", sparse_mla_wide.HEADS)
+def test_sparse_mla_of_many_heads_compiles_and_fits(heads: int) -> None:
+    cubin = build._cubin(sparse_mla_wide.SOURCE, tuple(sorted(sparse_mla_wide.definitions(heads).items())), "sm_90a")
+    assert 0 < registers(cubin) * sparse_mla_wide.block(heads)[0] <= REGISTERS

@@ -8,7 +8,9 @@
 //   logits        S = K Q^T, by quarters of the values, whose sums are multiplied by the key's scale; P = exp(S)
 //   two outputs   O = V^T P, 256 values each; a value is multiplied by its scale, relative to `references`, on its way
 //
-// The logits of a step are made while the outputs of the step before grow. The rest is as in sparse_mla.cu, which has the
+// The logits of a step are made while the outputs of the step before grow. They take longer; with 32 heads registers
+// suffice for a second warpgroup of them, which has every other step: their products overlap, P is made in the order of
+// the steps. The rest is as in sparse_mla.cu, which has the
 // reasons: queries divided by a power of two, anchors that exponents are relative to and that seldom move, scales
 // relative to a power of two that seldom moves, records that stand for entries which do not count.
 //
@@ -20,11 +22,14 @@
 #ifndef STAGES
 #define STAGES (HEADS == 64 ? 3 : 4)  // steps of keys in shared memory
 #endif
+#ifndef LOGITS
+#define LOGITS (HEADS == 64 ? 1 : 2)  // warpgroups that make logits
+#endif
 #ifndef LOGITS_REGISTERS
-#define LOGITS_REGISTERS (HEADS == 64 ? 136 : 152)
+#define LOGITS_REGISTERS (LOGITS == 1 ? 136 : 112)
 #endif
 #ifndef OUTPUT_REGISTERS
-#define OUTPUT_REGISTERS (HEADS == 64 ? 176 : 168)
+#define OUTPUT_REGISTERS (LOGITS == 1 ? 176 : 112)
 #endif
 
 namespace {
@@ -33,14 +38,16 @@ constexpr int KEYS = 64, D_V = 512, ROW = 656, SCALES = 512, ROPE = 528, NOTHING
 constexpr int QUERY_BLOCK = HEADS * 128;  // bytes of 64 values of all heads
 constexpr int COPIERS = 4, OUTPUTS = 8;   // warps
 constexpr int COPIES = KEYS / COPIERS;
-constexpr int LOGITS_BARRIER = 1;
-constexpr int PAIRS = HEADS / 4;          // heads of a thread of the logits: 8 j + 2 t + e is number 2 j + e
+constexpr int THREADS = (3 + LOGITS) * 128;
+constexpr int LOGITS_BARRIER = 1, ALL_LOGITS_BARRIER = 3;  // the first of one for each warpgroup
+constexpr int PAIRS = HEADS / 4;          // heads of a thread of the logits
 constexpr float ANCHOR_STEP = 8.f;
 constexpr float ANCHOR_START = -1e30f;
 constexpr float NOT_COUNTED = -0x1p-100f;
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
-static_assert(24 + LOGITS_REGISTERS + 2 * OUTPUT_REGISTERS <= 512, "registers of an SM");
+// At launch the threads have 128 or 96 registers each.
+static_assert(24 + LOGITS * LOGITS_REGISTERS + 2 * OUTPUT_REGISTERS <= (LOGITS == 1 ? 512 : 480), "registers of an SM");
 
 struct Shared {
     u8 query[9 * QUERY_BLOCK];      // 512 values as float16, in the order of the codes, and 64 as bfloat16
@@ -50,12 +57,13 @@ struct Shared {
     float alpha[2][HEADS];          // what the outputs so far are multiplied by, where `changed`
     float change[2][4];             // and by quarter
     float2 states[HEADS];           // what a logit is multiplied by, and its anchor
-    float sums[4][HEADS], tops[4][HEADS];
-    u32 top_scales[4][4];
+    float sums[4 * LOGITS][HEADS], tops[4 * LOGITS][HEADS];
+    u32 top_scales[4 * LOGITS][4];
     float weights[HEADS];           // what the outputs of a token are multiplied by in the end
     int references[4], last_references[4];
     int changed[2];
-    int is_last[STAGES];            // of a token's steps
+    u32 raised;                     // how often anchors were, for this token
+    int remaining[STAGES];          // steps of the token behind this one
     u64 full[STAGES], empty[STAGES], p_full[2], p_empty[2], weights_full, weights_empty;
 };
 
@@ -102,7 +110,7 @@ DEVICE void copy_records(const Arguments& a, Shared& shared, int warp, int lane)
         int row = work / a.groups;
         const int* indices = a.indices + row * a.indices_stride;
         int length = a.lengths ? min(max(a.lengths[row / a.lengths_divisor], 0), a.topk) : a.topk;
-        int steps = count_steps(a, indices, length, lane);
+        int steps = max(count_steps(a, indices, length, lane), LOGITS);
         int i = warp * COPIES + lane % COPIES;
         int next = i < length ? __ldg(indices + i) : -1;
         if (work + gridDim.x < a.rows * a.groups) {
@@ -127,7 +135,7 @@ DEVICE void copy_records(const Arguments& a, Shared& shared, int warp, int lane)
             u32 to = shared_address(shared.records[stage] + warp * COPIES * ROW);
             bool acts = elected();
             if (acts) {
-                if (warp == 0) shared.is_last[stage] = step + 1 == steps;
+                if (warp == 0) shared.remaining[stage] = steps - 1 - step;
                 barrier_expect(full, COPIES * ROW);
             }
 #pragma unroll 2
@@ -144,13 +152,13 @@ DEVICE void copy_records(const Arguments& a, Shared& shared, int warp, int lane)
 // A token's query, in the form of the products' columns. Positions 2 t, 2 t + 1 and 8 + 2 t, 9 + 2 t of sixteen have
 // codes 4 t to 4 t + 3, as a register of codes has them.
 DEVICE void load_query(const Arguments& a, Shared& shared, int row, int first_head, int warp, int lane) {
-    constexpr int BATCH = 4;
-    for (int k = 0; k < HEADS / 4; k += BATCH) {
+    constexpr int BATCH = 4, WARPS = 4 * LOGITS;
+    for (int k = 0; k < HEADS / WARPS; k += BATCH) {
         uint2 codes[BATCH][4];
         u32 rope[BATCH];
 #pragma unroll
         for (int b = 0; b < BATCH; ++b) {
-            int head = first_head + (k + b) * 4 + warp;
+            int head = first_head + (k + b) * WARPS + warp;
             const u16* q = a.q + row * a.q_row_stride + head * a.q_head_stride;
 #pragma unroll
             for (int c = 0; c < 4; ++c) codes[b][c] = make_uint2(0, 0);
@@ -163,7 +171,7 @@ DEVICE void load_query(const Arguments& a, Shared& shared, int row, int first_he
         }
 #pragma unroll
         for (int b = 0; b < BATCH; ++b) {
-            int head = (k + b) * 4 + warp;
+            int head = (k + b) * WARPS + warp;
             float values[16], largest = 0.f;
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
@@ -193,10 +201,15 @@ DEVICE void load_query(const Arguments& a, Shared& shared, int row, int first_he
     }
 }
 
-// S of a step, unscaled but for the keys' scales, and these.
-DEVICE void multiply_queries(const Shared& shared, int stage, float (&s)[SUMS], float4 (&scales)[2], int warp,
-                             int lane) {
-    int g = lane >> 2, matrix = lane >> 3, j = lane & 7;
+// The scale of a quarter of one of a thread's two keys.
+DEVICE float scale_of(const Shared& shared, int stage, int key, int quarter, int warp, int lane) {
+    int g = lane >> 2, row = warp * 16 + (key ? 8 + (g ^ 4) : g);
+    return *(const volatile float*)(shared.records[stage] + row * ROW + SCALES + quarter * 4);
+}
+
+// S of a step, unscaled but for the keys' scales.
+DEVICE void multiply_queries(const Shared& shared, int stage, float (&s)[SUMS], int warp, int lane) {
+    int matrix = lane >> 3, j = lane & 7;
     const u8* records = shared.records[stage] + warp * 16 * ROW;
     u32 from = shared_address(records + (matrix & 1 ? 8 + (j ^ 4) : j) * ROW + (matrix >> 1) * 16);
     u32 query = shared_address(shared.query);
@@ -208,19 +221,16 @@ DEVICE void multiply_queries(const Shared& shared, int stage, float (&s)[SUMS], 
     for (int k = 0; k < 4; ++k)
         multiply_rows_bf16(s, rope[k], swizzled_matrix(query + 8 * QUERY_BLOCK + k * 32), k > 0);
     products_commit();
-    scales[0] = *(const float4*)(records + g * ROW + SCALES);
-    scales[1] = *(const float4*)(records + (8 + (g ^ 4)) * ROW + SCALES);
     float quarter[SUMS];
-    u32 keys[2][8];
+    u32 codes[4], keys[2][8];
     auto convert = [&](int n) {
-        u32 codes[4];
-        ldmatrix(codes, from + n * 32);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             fp8_to_f16(codes[2 * half], keys[n & 1][4 * half], keys[n & 1][4 * half + 2]);
             fp8_to_f16(codes[2 * half + 1], keys[n & 1][4 * half + 1], keys[n & 1][4 * half + 3]);
         }
     };
+    ldmatrix(codes, from);
     convert(0);
 #pragma unroll
     for (int n = 0; n < 16; ++n) {
@@ -233,91 +243,116 @@ DEVICE void multiply_queries(const Shared& shared, int stage, float (&s)[SUMS], 
         }
         products_commit();
         if (n + 1 < 16) {
+            ldmatrix(codes, from + (n + 1) * 32);
             products_wait<1>();
             convert(n + 1);
         }
         if (n % 4 == 3) {
+            float upper = scale_of(shared, stage, 0, n / 4, warp, lane);
+            float lower = scale_of(shared, stage, 1, n / 4, warp, lane);
             products_wait<0>();
             fence_sums(quarter);
             if (n == 3) fence_sums(s);
-            float upper = n == 3 ? scales[0].x : n == 7 ? scales[0].y : n == 11 ? scales[0].z : scales[0].w;
-            float lower = n == 3 ? scales[1].x : n == 7 ? scales[1].y : n == 11 ? scales[1].z : scales[1].w;
 #pragma unroll
             for (int i = 0; i < SUMS; ++i) s[i] += quarter[i] * (i & 2 ? lower : upper);
         }
     }
 }
 
-DEVICE float of_quarter(const float4& x, int t) { return t == 0 ? x.x : t == 1 ? x.y : t == 2 ? x.z : x.w; }
+// What a thread of the logits knows of its heads: 8 j + 2 t + e is number 2 j + e.
+struct Softmax {
+    float sum[PAIRS], largest[PAIRS];
+    float anchor[PAIRS];  // that the sums are relative to; with one warpgroup, that of `states`
+    u32 raised;
+};
 
-// Raises anchors and references that a step exceeds, by all threads of the logits together.
-DEVICE void raise(Shared& shared, int buffer, const float (&largest)[PAIRS], float (&sum)[PAIRS], float top_scale,
-                  int warp, int lane) {
-    int g = lane >> 2, t = lane & 3, thread = warp * 32 + lane;
+// Sums relative to the anchors of now.
+DEVICE void follow(const Shared& shared, Softmax& own, int t) {
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i) {
-        float top = largest[i];
+        float anchor = shared.states[8 * (i / 2) + 2 * t + i % 2].y;
+        own.sum[i] *= exp2_approx(own.anchor[i] - anchor);
+        own.anchor[i] = anchor;
+    }
+    own.raised = shared.raised;
+}
+
+// Raises anchors and references that a step exceeds, by all threads of its warpgroup together.
+DEVICE void raise(Shared& shared, int buffer, Softmax& own, float top_scale, int group, int warp, int lane) {
+    int g = lane >> 2, t = lane & 3, thread = warp * 32 + lane;
+    float (*tops)[HEADS] = shared.tops + 4 * group;
+    u32 (*top_scales)[4] = shared.top_scales + 4 * group;
+#pragma unroll
+    for (int i = 0; i < PAIRS; ++i) {
+        float top = own.largest[i];
 #pragma unroll
         for (int distance = 4; distance < 32; distance <<= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, distance));
-        if (g == 0) shared.tops[warp][8 * (i / 2) + 2 * t + i % 2] = top;
+        if (g == 0) tops[warp][8 * (i / 2) + 2 * t + i % 2] = top;
     }
     // Positive floats are ordered as their bits are.
     u32 top = __float_as_uint(fmaxf(top_scale, 0.f));
 #pragma unroll
     for (int distance = 4; distance < 32; distance <<= 1) top = max(top, __shfl_xor_sync(~0u, top, distance));
-    if (g == 0) shared.top_scales[warp][t] = top;
-    named_sync(LOGITS_BARRIER, 128);
+    if (g == 0) top_scales[warp][t] = top;
+    named_sync(LOGITS_BARRIER + group, 128);
     if (thread < HEADS) {
-        float top = fmaxf(fmaxf(shared.tops[0][thread], shared.tops[1][thread]),
-                          fmaxf(shared.tops[2][thread], shared.tops[3][thread]));
+        float top = fmaxf(fmaxf(tops[0][thread], tops[1][thread]), fmaxf(tops[2][thread], tops[3][thread]));
         float anchor = shared.states[thread].y, raised = top > anchor + ANCHOR_STEP ? top : anchor;
         shared.alpha[buffer][thread] = exp2_approx(anchor - raised);
         shared.states[thread].y = raised;
     } else if (thread < HEADS + 4) {
         int quarter = thread - HEADS;
-        u32 top = max(max(shared.top_scales[0][quarter], shared.top_scales[1][quarter]),
-                      max(shared.top_scales[2][quarter], shared.top_scales[3][quarter]));
+        u32 top = max(max(top_scales[0][quarter], top_scales[1][quarter]),
+                      max(top_scales[2][quarter], top_scales[3][quarter]));
         int reference = shared.references[quarter], exponent = (int)(top + 0x7fffffu >> 23) - 127;
         int raised = max(reference, min(max(exponent, -100), 100));
         shared.change[buffer][quarter] = power_of_two(max(reference - raised, -127));
         shared.references[quarter] = raised;
+    } else if (thread == HEADS + 4) {
+        ++shared.raised;
     }
-    named_sync(LOGITS_BARRIER, 128);
+    named_sync(LOGITS_BARRIER + group, 128);
+    if (LOGITS > 1) {
+        follow(shared, own, t);
+    } else {
 #pragma unroll
-    for (int i = 0; i < PAIRS; ++i) sum[i] *= shared.alpha[buffer][8 * (i / 2) + 2 * t + i % 2];
+        for (int i = 0; i < PAIRS; ++i) own.sum[i] *= shared.alpha[buffer][8 * (i / 2) + 2 * t + i % 2];
+    }
 }
 
-DEVICE void make_logits(const Arguments& a, Shared& shared, int warp, int lane) {
+DEVICE void make_logits(const Arguments& a, Shared& shared, int group, int warp, int lane) {
     const float infinity = bits_to_float(0x7f800000);
     int g = lane >> 2, t = lane & 3, thread = warp * 32 + lane;
-    int stage = 0;
-    u32 phase = 0, number = 0, tokens = 0;
+    u32 first = 0, tokens = 0;  // the number of the token's first step
     for (int work = blockIdx.x; work < a.rows * a.groups; work += gridDim.x, ++tokens) {
         int row = work / a.groups, first_head = work % a.groups * HEADS;
-        named_sync(LOGITS_BARRIER, 128);  // nobody reads the token before any more
-        load_query(a, shared, row, first_head, warp, lane);
-        if (thread < 4) shared.references[thread] = -100;
+        named_sync(ALL_LOGITS_BARRIER, LOGITS * 128);  // nobody reads the token before any more
+        load_query(a, shared, row, first_head, 4 * group + warp, lane);
+        if (group == 0 && thread < 4) shared.references[thread] = -100;
+        if (group == 0 && thread == 0) shared.raised = 0;
         show_products();
-        named_sync(LOGITS_BARRIER, 128);
-        float sum[PAIRS], largest[PAIRS];
+        named_sync(ALL_LOGITS_BARRIER, LOGITS * 128);
+        Softmax own;
 #pragma unroll
-        for (int i = 0; i < PAIRS; ++i) sum[i] = 0.f, largest[i] = -infinity;
+        for (int i = 0; i < PAIRS; ++i) own.sum[i] = 0.f, own.largest[i] = -infinity, own.anchor[i] = ANCHOR_START;
+        own.raised = 0;
 
-        for (bool is_last = false; !is_last; ++number) {
-            u32 buffer = number & 1;
-            barrier_wait(shared_address(&shared.full[stage]), phase);
-            is_last = shared.is_last[stage];
+        for (int step = group, remaining = LOGITS; remaining >= LOGITS; step += LOGITS) {
+            u32 number = first + step, stage = number % STAGES, buffer = number & 1;
+            barrier_wait(shared_address(&shared.full[stage]), number / STAGES & 1);
+            remaining = shared.remaining[stage];
+            if (remaining < LOGITS) first += step + remaining + 1;
             float s[SUMS];
-            float4 scales[2];
-            multiply_queries(shared, stage, s, scales, warp, lane);
-            if (++stage == STAGES) stage = 0, phase ^= 1;
+            multiply_queries(shared, stage, s, warp, lane);
 
-            float bias[2];
+            float stored[2], bias[2];
 #pragma unroll
-            for (int i = 0; i < 2; ++i) bias[i] = scales[i].x != NOT_COUNTED ? 0.f : -infinity;
-            float stored[2] = {of_quarter(scales[0], t), of_quarter(scales[1], t)};
+            for (int i = 0; i < 2; ++i) {
+                stored[i] = scale_of(shared, stage, i, t, warp, lane);
+                bias[i] = stored[i] != NOT_COUNTED ? 0.f : -infinity;  // all four scales of a record say so, or none
+            }
             float top_scale = fmaxf(stored[0], stored[1]);
-            bool exceeds = top_scale * power_of_two(-shared.references[t]) > 1.f;
+            bool exceeds = false;
 #pragma unroll
             for (int j = 0; j < HEADS / 8; ++j) {
                 float4 both = *(const float4*)&shared.states[8 * j + 2 * t];
@@ -327,25 +362,37 @@ DEVICE void make_logits(const Arguments& a, Shared& shared, int warp, int lane) 
                     s[4 * j + e] = s[4 * j + e] * scale + bias[0];
                     s[4 * j + 2 + e] = s[4 * j + 2 + e] * scale + bias[1];
                     float top = fmaxf(s[4 * j + e], s[4 * j + 2 + e]);
-                    largest[2 * j + e] = fmaxf(largest[2 * j + e], top);
-                    exceeds |= top > anchor + ANCHOR_STEP;
+                    own.largest[2 * j + e] = fmaxf(own.largest[2 * j + e], top);
+                    if (LOGITS == 1) exceeds |= top > anchor + ANCHOR_STEP;
                 }
             }
+            if (LOGITS > 1) {
+                // Until the step before has made its P, it may raise anchors; the step behind waits for this one.
+                if (number) barrier_wait(shared_address(&shared.p_full[buffer ^ 1]), number - 1 >> 1 & 1);
+                if (shared.raised != own.raised) follow(shared, own, t);
+#pragma unroll
+                for (int i = 0; i < PAIRS; ++i) {
+                    int j = i / 2 * 4 + i % 2;
+                    exceeds |= fmaxf(s[j], s[j + 2]) > own.anchor[i] + ANCHOR_STEP;
+                }
+            }
+            exceeds |= top_scale * power_of_two(-shared.references[t]) > 1.f;
             barrier_wait(shared_address(&shared.p_empty[buffer]), (number >> 1 & 1) ^ 1);
-            bool changed = named_any(LOGITS_BARRIER, 128, exceeds);
-            if (changed) raise(shared, buffer, largest, sum, top_scale, warp, lane);
+            bool changed = named_any(LOGITS_BARRIER + group, 128, exceeds);
+            if (changed) raise(shared, buffer, own, top_scale, group, warp, lane);
             float reference = power_of_two(-shared.references[t]);
             shared.factors[buffer][t][8 * warp + g] = pack_f16(stored[0] * reference, stored[1] * reference);
             u8* to = shared.p[buffer] + 2 * t * 128 + 4 * (g & 3);
             int chunk = 2 * warp + (g >> 2);
 #pragma unroll
             for (int j = 0; j < HEADS / 8; ++j) {
-                float4 both = *(const float4*)&shared.states[8 * j + 2 * t];
+                float4 both;
+                if (LOGITS == 1) both = *(const float4*)&shared.states[8 * j + 2 * t];
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
-                    float anchor = e ? both.w : both.y;
+                    float anchor = LOGITS > 1 ? own.anchor[2 * j + e] : e ? both.w : both.y;
                     float p0 = exp2_approx(s[4 * j + e] - anchor), p1 = exp2_approx(s[4 * j + 2 + e] - anchor);
-                    sum[2 * j + e] += p0 + p1;
+                    own.sum[2 * j + e] += p0 + p1;
                     *(u32*)(to + j * 1024 + e * 128 + ((chunk ^ (2 * t + e)) << 4)) = pack_f16(p0, p1);
                 }
             }
@@ -355,23 +402,29 @@ DEVICE void make_logits(const Arguments& a, Shared& shared, int warp, int lane) 
             if (lane == 0) barrier_arrive(shared_address(&shared.p_full[buffer]));
         }
 
+        if (LOGITS > 1) {
+            named_sync(ALL_LOGITS_BARRIER, LOGITS * 128);  // all have made their last P
+            follow(shared, own, t);
+        }
 #pragma unroll
         for (int i = 0; i < PAIRS; ++i) {
-            float total = sum[i], top = largest[i];
+            float total = own.sum[i], top = own.largest[i];
 #pragma unroll
             for (int distance = 4; distance < 32; distance <<= 1) {
                 total += __shfl_xor_sync(~0u, total, distance);
                 top = fmaxf(top, __shfl_xor_sync(~0u, top, distance));
             }
             int head = 8 * (i / 2) + 2 * t + i % 2;
-            if (g == 0) shared.sums[warp][head] = total, shared.tops[warp][head] = top;
+            if (g == 0) shared.sums[4 * group + warp][head] = total, shared.tops[4 * group + warp][head] = top;
         }
-        named_sync(LOGITS_BARRIER, 128);
-        if (thread < HEADS) {
-            float sum = (shared.sums[0][thread] + shared.sums[1][thread]) +
-                        (shared.sums[2][thread] + shared.sums[3][thread]);
-            float top = fmaxf(fmaxf(shared.tops[0][thread], shared.tops[1][thread]),
-                              fmaxf(shared.tops[2][thread], shared.tops[3][thread]));
+        named_sync(ALL_LOGITS_BARRIER, LOGITS * 128);
+        if (group == 0 && thread < HEADS) {
+            float sum = 0.f, top = -infinity;
+#pragma unroll
+            for (int w = 0; w < 4 * LOGITS; ++w) {
+                sum += shared.sums[w][thread];
+                top = fmaxf(top, shared.tops[w][thread]);
+            }
             float total = shared.states[thread].y + log2_approx(sum), weight = sum == 0.f ? 0.f : 1.f / sum;
             int head = first_head + thread;
             if (head < a.heads) {
@@ -407,7 +460,7 @@ DEVICE void make_outputs(const Arguments& a, Shared& shared, int warp, int lane)
         for (bool is_last = false; !is_last; ++number) {
             u32 buffer = number & 1;
             barrier_wait(shared_address(&shared.full[stage]), phase);
-            is_last = shared.is_last[stage];
+            is_last = shared.remaining[stage] == 0;
             barrier_wait(shared_address(&shared.p_full[buffer]), number >> 1 & 1);
             if (shared.changed[buffer]) {
                 float change = shared.change[buffer][quarter];
@@ -423,12 +476,9 @@ DEVICE void make_outputs(const Arguments& a, Shared& shared, int warp, int lane)
             }
             u32 records = shared_address(shared.records[stage]) + from, p = shared_address(shared.p[buffer]);
             const u32* factors = shared.factors[buffer][quarter] + t;
-            u32 values[2][8];
+            u32 codes[4], values[2][8];
             auto convert = [&](int n) {
-                int k = n >> 1;
-                u32 lower = factors[8 * k], upper = factors[8 * k + 4];
-                u32 codes[4];
-                ldmatrix_transposed(codes, records + k * 16 * ROW + (n & 1) * 32);
+                u32 lower = factors[n / 2 * 8], upper = factors[n / 2 * 8 + 4];
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                     u32* to = &values[n & 1][4 * half];
@@ -438,6 +488,7 @@ DEVICE void make_outputs(const Arguments& a, Shared& shared, int warp, int lane)
                     to[2] = multiply_f16(to[2], upper), to[3] = multiply_f16(to[3], upper);
                 }
             };
+            ldmatrix_transposed(codes, records);
             convert(0);
 #pragma unroll
             for (int n = 0; n < 8; ++n) {
@@ -447,6 +498,7 @@ DEVICE void make_outputs(const Arguments& a, Shared& shared, int warp, int lane)
                 multiply_rows_f16(o[2 * (n & 1) + 1], &values[n & 1][4], columns, 1);
                 products_commit();
                 if (n + 1 < 8) {
+                    ldmatrix_transposed(codes, records + (n + 1) / 2 * 16 * ROW + ((n + 1) & 1) * 32);
                     products_wait<1>();
                     convert(n + 1);
                 }
@@ -490,7 +542,7 @@ DEVICE void make_outputs(const Arguments& a, Shared& shared, int warp, int lane)
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(512, 1) attend_wide(const __grid_constant__ Arguments a) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_wide(const __grid_constant__ Arguments a) {
     extern __shared__ __align__(1024) u8 memory[];
     Shared& shared = *(Shared*)memory;
     int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
@@ -511,11 +563,11 @@ extern "C" __global__ void __launch_bounds__(512, 1) attend_wide(const __grid_co
     if (warp < 4) {
         fewer_registers<24>();
         copy_records(a, shared, warp, lane);
-    } else if (warp < 8) {
+    } else if (warp < 4 + 4 * LOGITS) {
         more_registers<LOGITS_REGISTERS>();
-        make_logits(a, shared, warp - 4, lane);
+        make_logits(a, shared, warp / 4 - 1, warp % 4, lane);
     } else {
         more_registers<OUTPUT_REGISTERS>();
-        make_outputs(a, shared, warp - 8, lane);
+        make_outputs(a, shared, warp - 4 - 4 * LOGITS, lane);
     }
 }

@@ -1,8 +1,9 @@
 """Sparse MLA prefill for 17 to 64 heads and their multiples, straight from the V3.2 fp8 cache, in CUDA C++ for SM90.
 
-Op `sparse_mla_prefill`; contract: `nsa_plugin.kernels.sparse_mla`. The kernel (`sparse_mla_wide.cu`) takes 32 or 64
-heads a block, in wgmma's products, and gathers a token's records once for them; a block goes from token to token. It
-takes bfloat16 queries with heads of (576, 512) elements and one cache of V3.2 records, and writes bfloat16.
+For `nsa_plugin.kernels.cuda.prefill`, which chooses between this and `sparse_mla`. The kernel (`sparse_mla_wide.cu`)
+takes 32 or 64 heads a block, in wgmma's products, and gathers a token's records once for them; a block goes from token
+to token. It takes bfloat16 queries with heads of (576, 512) elements and one cache of V3.2 records.
+It writes bfloat16.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from nsa_plugin.kernels.checks import check_tensor
 from nsa_plugin.kernels.cuda import sparse_mla
 from nsa_plugin.kernels.cuda.build import CudaKernel, load_kernel
 from nsa_plugin.kernels.cuda.sparse_mla import D_V, HOPPER, KEYS, LOG2_E
-from nsa_plugin.kernels.sparse_mla import SparseMlaCall, SparseMlaResult, prefill_op
+from nsa_plugin.kernels.sparse_mla import SparseMlaCall, SparseMlaResult
 from nsa_plugin.kernels.triton.device import facts_of
 from nsa_plugin.layouts import V32_FP8
 
 SOURCE = "sparse_mla_wide.cu"
 HEADS = (32, 64)  # of a block
 STAGES = {32: 4, 64: 3}  # steps of 64 keys in shared memory, by heads
-BLOCK = (512, 1, 1)  # threads
+LOGITS = {32: 2, 64: 1}  # warpgroups that make logits, by heads
 
 
 class WideArguments(ctypes.Structure):
@@ -57,20 +58,38 @@ class WideArguments(ctypes.Structure):
     )
 
 
+def suits(call: SparseMlaCall) -> bool:
+    """Whether a call has what this kernel reads and writes, on a GPU that has its instructions."""
+    return (
+        call.q.is_cuda
+        and facts_of(call.q.device).architecture == HOPPER
+        and len(call.scopes) == 1
+        and call.scopes[0].cache.layout is V32_FP8
+        and call.d_v == D_V
+        and call.out_dtype == torch.bfloat16
+    )
+
+
 def heads_of_block(heads: int) -> int:
     """Of a token with this many."""
     return HEADS[0] if heads <= HEADS[0] else HEADS[1]
 
 
+def block(heads: int) -> tuple[int, int, int]:
+    """Threads of a block with this many heads."""
+    return ((3 + LOGITS[heads]) * 128, 1, 1)
+
+
 def shared_bytes(heads: int, stages: int) -> int:
     """Shared memory of a block with this many heads, in bytes: at least what `Shared` of the source has."""
+    warps = 4 * LOGITS[heads]
     parts = (
         9 * heads * 128,  # the query
         2 * heads * 128,  # P
         stages * KEYS * V32_FP8.row_bytes,
         2 * 4 * KEYS // 2 * 4 + 2 * 4 * 4,  # scales, and their changes
-        2 * heads * 4 + 8 * heads + 2 * 4 * heads * 4 + 4 * heads,  # by head
-        4 * 4 * 4 + 2 * 4 * 4 + 2 * 4 + stages * 4,
+        2 * heads * 4 + 8 * heads + 2 * warps * heads * 4 + 4 * heads,  # by head
+        warps * 4 * 4 + 2 * 4 * 4 + 2 * 4 + 4 + stages * 4,
         8 * (2 * stages + 6),  # barriers
         128,  # alignment
     )
@@ -137,20 +156,20 @@ def attend(call: SparseMlaCall) -> SparseMlaResult:
             max_logits=max_logits.data_ptr(),
         )
         shared = shared_bytes(of_block, STAGES[of_block])
-        kernel(of_block, q.device.index)(
-            (min(rows * groups, facts.sms), 1, 1), BLOCK, (arguments,), shared_bytes=shared
-        )
+        grid = min(rows * groups, facts.sms), 1, 1
+        kernel(of_block, q.device.index)(grid, block(of_block), (arguments,), shared_bytes=shared)
     if out.data_ptr() != result.out.data_ptr():
         result.out.copy_(out.view(result.out.shape))
     return result
 
 
-prefill = prefill_op(attend)
+def definitions(heads: int) -> dict[str, int]:
+    """What the source's preprocessor needs to know, with this many heads a block."""
+    return {"HEADS": heads, "STAGES": STAGES[heads], "LOGITS": LOGITS[heads]}
 
 
 @functools.cache
 def kernel(heads: int, device: int | None) -> CudaKernel:
     """The kernel with this many heads a block, compiled unless it already is."""
     shared = shared_bytes(heads, STAGES[heads])
-    options = {"HEADS": heads, "STAGES": STAGES[heads]}
-    return load_kernel(SOURCE, "attend_wide", defines=options, max_dynamic_shared=shared)
+    return load_kernel(SOURCE, "attend_wide", defines=definitions(heads), max_dynamic_shared=shared)

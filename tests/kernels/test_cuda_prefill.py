@@ -1,0 +1,99 @@
+"""Host side of the CUDA prefill: which kernel a call gets, what the one of many heads refuses, and what fits."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nsa_plugin.kernels.checks import KernelArgumentError
+from nsa_plugin.kernels.cuda import prefill, sparse_mla, sparse_mla_wide
+from nsa_plugin.kernels.kv_cache import allocate_cache
+from nsa_plugin.kernels.sparse_mla import prefill_op
+from nsa_plugin.kernels.triton.device import DeviceFacts
+from nsa_plugin.libraries.architectures import shared_memory_per_block
+
+TOKENS, HEADS, TOPK = 5, 32, 70
+
+
+def arguments(**changes):
+    """Arguments that would run on a GPU, but for those changed."""
+    made = {
+        "q": torch.zeros(TOKENS, HEADS, 576, dtype=torch.bfloat16),
+        "kv": allocate_cache("v32_fp8", 2, 64),
+        "indices": torch.zeros(TOKENS, TOPK, dtype=torch.int32),
+        "scale": 0.1,
+    }
+    return made | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, "q is on cpu; the CUDA kernel needs a CUDA device"),
+        ({"q": torch.zeros(TOKENS, HEADS, 576)}, "q has dtype float32; allowed: bfloat16"),
+        ({"kv": torch.zeros(128, 576, dtype=torch.bfloat16)}, "kv has layout bf16; this kernel reads v32_fp8"),
+        ({"d_v": 256}, "d_v is 256; this kernel has values of 512"),
+        (
+            {"extra_kv": allocate_cache("v32_fp8", 1, 64), "extra_indices": torch.zeros(TOKENS, 4, dtype=torch.int32)},
+            "an extra cache is given; this kernel reads one",
+        ),
+    ],
+)
+def test_what_is_refused_and_by_which_name(changes, message):
+    with pytest.raises(KernelArgumentError, match=message):
+        prefill_op(sparse_mla_wide.attend)(**arguments(**changes))
+
+
+@pytest.mark.parametrize(
+    ("heads", "rows", "suits", "chosen"),
+    [
+        (16, 4096, True, "few"),
+        (17, 4096, True, "many"),
+        (32, 132, True, "many"),
+        (32, 131, True, "few"),
+        (64, 131, True, "few"),
+        (128, 66, True, "many"),
+        (128, 65, True, "few"),
+        (64, 4096, False, "few"),
+        (64, 0, True, "few"),
+    ],
+)
+def test_which_kernel_a_call_gets(monkeypatch, heads, rows, suits, chosen):
+    loaded = []
+    monkeypatch.setattr(sparse_mla, "attend", lambda call: "few")
+    monkeypatch.setattr(sparse_mla_wide, "attend", lambda call: "many")
+    monkeypatch.setattr(sparse_mla_wide, "suits", lambda call: suits)
+    monkeypatch.setattr(sparse_mla_wide, "kernel", lambda heads, device: loaded.append(heads))
+    monkeypatch.setattr(prefill, "facts_of", lambda device: DeviceFacts(132, 90, shared_memory_per_block(90)))
+    monkeypatch.setattr(torch.cuda, "device_of", lambda q: torch.no_grad())
+    call = SimpleNamespace(heads=heads, rows=rows, q=torch.zeros(1))
+    assert prefill.attend(call) == chosen
+    # Compiled by the first batch that might have a larger one behind it.
+    assert loaded == ([sparse_mla_wide.heads_of_block(heads)] if suits and rows and heads > 16 else [])
+
+
+@pytest.mark.parametrize("heads", sparse_mla_wide.HEADS)
+def test_a_block_fits_into_shared_memory_and_registers(heads):
+    stages = sparse_mla_wide.STAGES[heads]
+    assert sparse_mla_wide.shared_bytes(heads, stages) <= shared_memory_per_block(90)
+    assert sparse_mla_wide.block(heads)[0] == 128 * (1 + 2 + sparse_mla_wide.LOGITS[heads])
+
+
+def test_arguments_are_those_of_the_source():
+    source = (Path(sparse_mla.__file__).parent / sparse_mla_wide.SOURCE).read_text()
+    body = re.search(r"struct Arguments \{(.*?)\};", source, re.DOTALL)[1]
+    declared = re.sub(r"//[^\n]*", "", body)
+    kinds = {"int": 4, "float": 4, "i64": 8}
+    found = []
+    for line in filter(None, map(str.strip, declared.split(";"))):
+        pointer = "*" in line
+        kind, names = line.replace("const ", "").split(" ", 1)
+        found += [(name.strip("* "), 8 if pointer else kinds[kind]) for name in names.split(",")]
+    fields = [
+        (name, getattr(sparse_mla_wide.WideArguments, name).size) for name, _ in sparse_mla_wide.WideArguments._fields_
+    ]
+    assert found == fields
