@@ -116,12 +116,31 @@ def test_what_nvrtc_refuses_is_said_in_its_words(compiler):
     assert compiler.destroyed == 1
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(compiler, monkeypatch, tmp_path):
+def no_folder(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("not a folder")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+
+
+def no_lookup(monkeypatch, tmp_path):
+    """Even looking for a file fails, as in a folder that the user may not enter."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ("x" * 300)))
+
+
+def no_home(monkeypatch, tmp_path):
+    """A container that runs as a user ID without an account."""
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("os.getuid", lambda: 2**31 - 17)
+
+
+@pytest.mark.parametrize("broken", [no_folder, no_lookup, no_home])
+def test_a_cache_that_cannot_be_used_is_done_without(compiler, monkeypatch, tmp_path, caplog, broken):
+    broken(monkeypatch, tmp_path)
+    build._say_unkept.cache_clear()
     assert build._cubin("topk.cu", (), "sm_90a")
     assert build._cubin("topk.cu", (), "sm_90a")
     assert len(compiler.programs) == 2
+    assert caplog.text.count("every start compiles them again") == 1
 
 
 def test_a_launch_passes_pointers_and_numbers_by_address(monkeypatch):

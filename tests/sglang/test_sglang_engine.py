@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from sglang_case import Place, needs_engine, post
 
+from tests.backends.sglang.startup.light import READS_FLAGS
+
 pytestmark = [pytest.mark.engine_sglang, pytest.mark.timeout(900), needs_engine()]
 BACKEND = "DeepseekSparseAttnBackend"
 GENERATE = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True}}
@@ -126,6 +128,12 @@ def test_with_strict_off_the_stock_engine_serves_and_the_report_says_so(place: P
             ["sglang 0.5.99 is installed", ">=0.5.11,<0.5.24", "NSA_PLUGIN_ENABLED=0"],
         ),
         (
+            ["--enable-nsa-plugin"],
+            {"WITNESS_VERSION": "0.5.10"},
+            1,
+            ["sglang 0.5.10 is installed", ">=0.5.11,<0.5.24", "NSA_PLUGIN_ENABLED=0"],
+        ),
+        (
             ["--enable-nsa-plugin", "--model-path", "sparse"],
             {},
             1,
@@ -133,7 +141,7 @@ def test_with_strict_off_the_stock_engine_serves_and_the_report_says_so(place: P
         ),
         (["--enable-nsa-plugin", "--nsa-plugin-strict", "full", "--use-ray"], {}, 1, ["Ray actors", "--use-ray"]),
     ],
-    ids=["flag-value", "environment-name", "environment-value", "version", "sparse-model-on-cpu", "ray"],
+    ids=["flag-value", "environment-name", "environment-value", "too-new", "too-old", "sparse-model-on-cpu", "ray"],
 )
 def test_an_impossible_configuration_ends_the_command_before_serving(
     place: Place, arguments: list[str], environment: dict[str, str], status: int, words: list[str]
@@ -235,7 +243,7 @@ seen = {
     "flag": "--enable-nsa-plugin" in parser.format_help(),
     "arguments": {name: repr(getattr(server_args, name)) for name in names if name != "model_config"},
     "modules": sorted(name for name in sys.modules if name.partition(".")[0] in ("sglang", "torch")),
-    "vllm": [name for name in sys.modules if name.startswith("nsa_plugin.") and "vllm" in name],
+    "plugin": sorted(name for name in sys.modules if name.partition(".")[0] == "nsa_plugin"),
 }
 with open("result.json", "w") as file:
     json.dump(seen, file)
@@ -250,4 +258,5 @@ def test_installed_and_not_enabled_changes_nothing(place: Place) -> None:
     assert (without["flag"], installed["flag"]) == (False, True)
     assert installed["arguments"] == without["arguments"]
     assert installed["modules"] == without["modules"]
-    assert installed["vllm"] == []
+    assert without["plugin"] == []
+    assert installed["plugin"] == sorted([*READS_FLAGS, "nsa_plugin.backends.sglang.startup.hooks"])

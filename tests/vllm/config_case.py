@@ -2,16 +2,20 @@
 
     python config_case.py CASES.json RESULTS.json
 
-A case: {"arguments": {of EngineArgs}, "environ": {...}, "break": "version" | "target" | "bootstrap", "serve": bool}.
+A case: {"arguments": {of EngineArgs}, "environ": {...}, "break": "too new" | "too old" | "target", "serve": bool}.
 "break" makes this vLLM look like one that the plugin does not know. "serve" goes on to what a worker does before it
 builds the model. The answer: {"error", "type", "chunked_prefill", "modules", "applied"}.
 """
 
+import functools
 import json
 import os
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from unittest import mock
+
+VERSIONS = {"too new": "0.99.0", "too old": "0.27.1"}
 
 
 def main() -> None:
@@ -35,19 +39,23 @@ def ask(engine_args: type, case: dict) -> dict:
                 answer["serves"] = activation.start_serving(config) is not None
         except Exception as error:
             answer |= {"error": str(error), "type": type(error).__name__}
-        ledger = activation.process().ledger
-        answer["applied"] = [name for name, status in ledger.statuses.items() if status.state == "applied"]
-        answer["modules"] = sorted(name for name in sys.modules if name.startswith("nsa_plugin"))
-        return answer
+    ledger = activation.process().ledger
+    answer["applied"] = [name for name, status in ledger.statuses.items() if status.state == "applied"]
+    answer["modules"] = sorted(name for name in sys.modules if name.startswith("nsa_plugin"))
+    return answer
 
 
 def broken(what: str | None) -> object:
-    from packaging.version import Version
-
     from nsa_plugin.backends.vllm.startup import activation
 
-    if what == "version":
-        return mock.patch.object(activation.process().ledger, "version", Version("0.99.0"))
+    if what in VERSIONS:
+        import vllm
+
+        # Read again from vLLM, as in a process that has just loaded the plugin.
+        stack = ExitStack()
+        stack.enter_context(mock.patch.object(vllm, "__version__", VERSIONS[what]))
+        stack.enter_context(mock.patch.object(activation, "process", functools.cache(activation.process.__wrapped__)))
+        return stack
     if what == "target":
         from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache
 

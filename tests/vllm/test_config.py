@@ -64,8 +64,9 @@ def answers(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> dict[
         "cache dtype": {"arguments": arguments(checkpoint, ON, kv_cache_dtype="fp8")},
         "cache dtype, strict=full": {"arguments": arguments(checkpoint, ON | {"strict": "full"}, kv_cache_dtype="fp8")},
         "dense model": {"arguments": arguments(dense, ON)},
-        "version": {"arguments": arguments(checkpoint, ON), "break": "version"},
-        "version not asked for": {"arguments": arguments(checkpoint), "break": "version"},
+        "too new": {"arguments": arguments(checkpoint, ON), "break": "too new"},
+        "too old": {"arguments": arguments(checkpoint, ON), "break": "too old"},
+        "too new, not enabled": {"arguments": arguments(checkpoint), "break": "too new"},
         "target": {"arguments": arguments(checkpoint, ON), "break": "target"},
         "target, not strict": {
             "arguments": arguments(checkpoint, ON | {"strict": False, "report": str(report)}),
@@ -98,7 +99,8 @@ def answers(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> dict[
         ("library not here", ["decode_backend", "trtllm"]),
         ("token shard on", ["token_shard"]),
         ("cache dtype, strict=full", ["--kv-cache-dtype is fp8", "supports auto, bfloat16, float16"]),
-        ("version", ["vllm 0.99.0 is installed", "NSA_PLUGIN_ENABLED=0"]),
+        ("too new", ["vllm 0.99.0 is installed", ">=0.28,<0.34", "NSA_PLUGIN_ENABLED=0"]),
+        ("too old", ["vllm 0.27.1 is installed", ">=0.28,<0.34", "NSA_PLUGIN_ENABLED=0"]),
         ("target", ["DeepseekV32IndexerCache.get_attn_backend", "parameters", "Supported:", "NSA_PLUGIN_ENABLED=0"]),
     ],
 )
@@ -130,7 +132,7 @@ def test_strict_off_serves_stock_and_says_so(answers: dict[str, Any]) -> None:
 
 
 def test_installed_but_not_enabled_changes_nothing(answers: dict[str, Any]) -> None:
-    for case in ("off", "version not asked for"):
+    for case in ("off", "too new, not enabled"):
         assert answers[case]["error"] == ""
         assert set(answers[case]["applied"]) == {"vllm.engine-config", "vllm.worker", "vllm.cpu-platform-config"}
     assert answers["off"]["serves"] is False

@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import threading
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,8 @@ import torch
 
 from nsa_plugin.kernels.cuda import nvrtc
 from nsa_plugin.kernels.cuda.nvrtc import KernelBuildError
+
+logger = logging.getLogger("nsa_plugin")
 
 _SOURCES = Path(__file__).parent
 _BUILD_LOCK = threading.Lock()
@@ -153,16 +156,23 @@ def _cubin(source: str, defines: tuple[tuple[str, int], ...], arch: str) -> byte
     options = [f"--gpu-architecture={arch}", "--std=c++17", "-default-device", "-lineinfo"]
     options += [f"-D{key}={value}" for key, value in defines]
     key = hashlib.sha256(repr((text, headers, options, nvrtc.version())).encode()).hexdigest()[:32]
-    path = _cache() / f"{Path(source).stem}-{arch}-{key}.cubin"
-    if path.is_file():
-        return path.read_bytes()
+    name = f"{Path(source).stem}-{arch}-{key}.cubin"
+    with contextlib.suppress(OSError, RuntimeError):  # it is not there, or cannot be read: compile
+        return (_cache() / name).read_bytes()
     cubin = nvrtc.compiled(text, source, headers, options)
-    _keep(path, cubin)
+    try:
+        _keep(_cache() / name, cubin)
+    except (OSError, RuntimeError) as error:
+        _say_unkept(str(error))
     return cubin
 
 
 def _keep(path: Path, cubin: bytes) -> None:
-    """Write the cubin for the next process; one that cannot be written is compiled again there."""
+    """Write the cubin for the next process.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     partial = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # whoever writes here runs code on the GPU
@@ -172,9 +182,20 @@ def _keep(path: Path, cubin: bytes) -> None:
     except OSError:
         with contextlib.suppress(OSError):
             partial.unlink()
+        raise
+
+
+@functools.cache
+def _say_unkept(error: str) -> None:
+    logger.warning("compiled CUDA kernels cannot be kept, so every start compiles them again: %s", error)
 
 
 def _cache() -> Path:
+    """Return the folder of cubins.
+
+    Raises:
+        RuntimeError: the user has no home directory, as in a container with a user ID of its own.
+    """
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nsa_plugin"
 
 

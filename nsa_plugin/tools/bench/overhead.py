@@ -1,7 +1,8 @@
-"""python -m nsa_plugin.tools.bench.overhead [--json DIR]: the plugin's CPU time, on any machine, without an engine.
+"""python -m nsa_plugin.tools.bench.overhead [--json DIR] [--engine ENGINE]: the plugin's CPU time, on any machine.
 
 Measures a decision, a planned step and the entry point. Times are of this machine's CPU; the decisions are those of an
-H200 with every kernel library. The record says which CPU; it has no GPU times.
+H200 with every kernel library. The record says which CPU; it has no GPU times. With --engine, the entry point is also
+called in a process that has imported what this installed engine has by then, off and not enabled.
 """
 
 from __future__ import annotations
@@ -42,6 +43,21 @@ from nsa_plugin.backends.vllm import register
 register()
 print((time.perf_counter() - start) * 1e3)
 """
+
+# The same beside an installed engine: what it imports before it loads plugins does not count.
+BESIDE = """
+import contextlib, sys, time
+with contextlib.redirect_stdout(sys.stderr):
+    import {before}
+    start = time.perf_counter()
+    from nsa_plugin.backends.{engine} import register
+    register()
+    took = time.perf_counter() - start
+print(took * 1e3)
+"""
+LOADS_PLUGINS = {"sglang": "sglang.srt.plugins, sglang.srt.server_args", "vllm": "vllm.engine.arg_utils"}
+"""Modules of each engine that are imported before it loads plugins. What else of the engine is imported counts: in vLLM
+the module of the worker's class, which a worker imports itself."""
 
 
 def decode(number: int) -> BatchShape:
@@ -84,16 +100,17 @@ def timed(name: str, call: Callable[[int], object], runs: int) -> dict[str, Any]
 def entry_point(name: str, code: str, runs: int, **environ: str) -> dict[str, Any]:
     """Milliseconds that a fresh interpreter reports, its own start excluded."""
     times = []
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("NSA_PLUGIN_")}
     for _ in range(runs + 1):  # the first may compile
         done = subprocess.run(
-            [sys.executable, "-c", code], env=os.environ | environ, capture_output=True, text=True, check=True
+            [sys.executable, "-c", code], env=clean | environ, capture_output=True, text=True, check=True
         )
         times.append(float(done.stdout.split()[-1]))
     return {"what": name, "p50_ms": round(median(times[1:]), 1), "max_ms": round(max(times[1:]), 1), "runs": runs}
 
 
-def measure(runs: int, starts: int) -> list[dict[str, Any]]:
-    """The rows of a record."""
+def measure(runs: int, starts: int, engine: str | None = None) -> list[dict[str, Any]]:
+    """The rows of a record, with those beside an installed engine."""
     device, settings = synthetic(90), Settings()
     decider = Decider(MODEL, device, settings)
     planner = StepPlanner(MODEL, device, settings)
@@ -105,6 +122,10 @@ def measure(runs: int, starts: int) -> list[dict[str, Any]]:
         timed("decode step, plan known", lambda number: planner.step_execution_of(decode(number)), runs),
     ]
     rows.append(entry_point("vLLM's entry point, NSA_PLUGIN_ENABLED=0", ENTRY, starts, NSA_PLUGIN_ENABLED="0"))
+    if engine:
+        code = BESIDE.format(before=LOADS_PLUGINS[engine], engine=engine)
+        rows.append(entry_point(f"entry point in {engine}, not enabled", code, starts))
+        rows.append(entry_point(f"entry point in {engine}, switched off", code, starts, NSA_PLUGIN_ENABLED="0"))
     return rows
 
 
@@ -112,10 +133,11 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Measure the plugin's CPU time, without an engine.")
     parser.add_argument("--runs", type=int, default=5000, help="of each decision (%(default)s)")
     parser.add_argument("--starts", type=int, default=7, help="of each entry point (%(default)s)")
+    parser.add_argument("--engine", choices=LOADS_PLUGINS, help="also measure in a process of this installed engine")
     parser.add_argument("--json", type=Path, metavar="DIR", help="write DIR/overhead.json")
     parser.add_argument("--commit", help="source commit, where the source is in no checkout")
     given = parser.parse_args(argv)
-    rows = measure(given.runs, given.starts)
+    rows = measure(given.runs, given.starts, given.engine)
     for row in rows:
         unit = "us" if "p50_us" in row else "ms"
         worst = row.get("p99_us", row.get("max_ms"))

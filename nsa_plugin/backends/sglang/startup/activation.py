@@ -65,7 +65,9 @@ class SglangProcess:
             # A server in the parent process may have left it.
             os.environ.pop(flags.VARIABLE, None)
         try:
-            self.ledger.install(Need.BOOTSTRAP)
+            hooks = self.ledger.install(Need.BOOTSTRAP)
+            if any(hook.state == "unused" for hook in hooks):
+                self.ledger.check_version()  # an SGLang for which the ledger has no such hook
         except PatchError:
             # Without the first hooks the plugin cannot read its flags, so look for them directly.
             if flags.asked_for():
