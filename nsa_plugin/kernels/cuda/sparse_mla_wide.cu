@@ -25,6 +25,7 @@
 #ifndef LOGITS
 #define LOGITS (HEADS == 64 ? 1 : 2)  // warpgroups that make logits
 #endif
+#define LARGEST_SHARED (LOGITS == 1)  // registers do not suffice
 #ifndef LOGITS_REGISTERS
 #define LOGITS_REGISTERS (LOGITS == 1 ? 136 : 112)
 #endif
@@ -58,6 +59,9 @@ struct Shared {
     float change[2][4];             // and by quarter
     float2 states[HEADS];           // what a logit is multiplied by, and its anchor
     float sums[4 * LOGITS][HEADS], tops[4 * LOGITS][HEADS];
+#if LARGEST_SHARED
+    float largest[PAIRS][128];      // of a thread's logits
+#endif
     u32 top_scales[4 * LOGITS][4];
     float weights[HEADS];           // what the outputs of a token are multiplied by in the end
     int references[4], last_references[4];
@@ -261,10 +265,19 @@ DEVICE void multiply_queries(const Shared& shared, int stage, float (&s)[SUMS], 
 
 // What a thread of the logits knows of its heads: 8 j + 2 t + e is number 2 j + e.
 struct Softmax {
-    float sum[PAIRS], largest[PAIRS];
+    float sum[PAIRS];
+#if !LARGEST_SHARED
+    float largest[PAIRS];
+#endif
     float anchor[PAIRS];  // that the sums are relative to; with one warpgroup, that of `states`
     u32 raised;
 };
+
+#if LARGEST_SHARED
+#define LARGEST(i) shared.largest[i][threadIdx.x & 127]
+#else
+#define LARGEST(i) own.largest[i]
+#endif
 
 // Sums relative to the anchors of now.
 DEVICE void follow(const Shared& shared, Softmax& own, int t) {
@@ -284,7 +297,7 @@ DEVICE void raise(Shared& shared, int buffer, Softmax& own, float top_scale, int
     u32 (*top_scales)[4] = shared.top_scales + 4 * group;
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i) {
-        float top = own.largest[i];
+        float top = LARGEST(i);
 #pragma unroll
         for (int distance = 4; distance < 32; distance <<= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, distance));
         if (g == 0) tops[warp][8 * (i / 2) + 2 * t + i % 2] = top;
@@ -334,7 +347,7 @@ DEVICE void make_logits(const Arguments& a, Shared& shared, int group, int warp,
         named_sync(ALL_LOGITS_BARRIER, LOGITS * 128);
         Softmax own;
 #pragma unroll
-        for (int i = 0; i < PAIRS; ++i) own.sum[i] = 0.f, own.largest[i] = -infinity, own.anchor[i] = ANCHOR_START;
+        for (int i = 0; i < PAIRS; ++i) own.sum[i] = 0.f, LARGEST(i) = -infinity, own.anchor[i] = ANCHOR_START;
         own.raised = 0;
 
         for (int step = group, remaining = LOGITS; remaining >= LOGITS; step += LOGITS) {
@@ -362,7 +375,7 @@ DEVICE void make_logits(const Arguments& a, Shared& shared, int group, int warp,
                     s[4 * j + e] = s[4 * j + e] * scale + bias[0];
                     s[4 * j + 2 + e] = s[4 * j + 2 + e] * scale + bias[1];
                     float top = fmaxf(s[4 * j + e], s[4 * j + 2 + e]);
-                    own.largest[2 * j + e] = fmaxf(own.largest[2 * j + e], top);
+                    LARGEST(2 * j + e) = fmaxf(LARGEST(2 * j + e), top);
                     if (LOGITS == 1) exceeds |= top > anchor + ANCHOR_STEP;
                 }
             }
@@ -408,7 +421,7 @@ DEVICE void make_logits(const Arguments& a, Shared& shared, int group, int warp,
         }
 #pragma unroll
         for (int i = 0; i < PAIRS; ++i) {
-            float total = own.sum[i], top = own.largest[i];
+            float total = own.sum[i], top = LARGEST(i);
 #pragma unroll
             for (int distance = 4; distance < 32; distance <<= 1) {
                 total += __shfl_xor_sync(~0u, total, distance);

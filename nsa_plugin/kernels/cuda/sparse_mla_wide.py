@@ -90,6 +90,7 @@ def shared_bytes(heads: int, stages: int) -> int:
         2 * 4 * KEYS // 2 * 4 + 2 * 4 * 4,  # scales, and their changes
         2 * heads * 4 + 8 * heads + 2 * warps * heads * 4 + 4 * heads,  # by head
         warps * 4 * 4 + 2 * 4 * 4 + 2 * 4 + 4 + stages * 4,
+        (heads // 4) * 128 * 4 if LOGITS[heads] == 1 else 0,  # largest logits
         8 * (2 * stages + 6),  # barriers
         128,  # alignment
     )
