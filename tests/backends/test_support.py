@@ -12,12 +12,14 @@ import torch
 from packaging.version import Version
 
 from ci.support import CONFIGURATIONS, Configuration, Handling
+from nsa_plugin.backends.common import token_shard as common_shard
 from nsa_plugin.backends.common.paths import SGLANG, VLLM
 from nsa_plugin.backends.sglang.startup import activation as sglang_activation
 from nsa_plugin.backends.sglang.startup import model as sglang_model
 from nsa_plugin.backends.sglang.startup.activation import SglangProcess
 from nsa_plugin.backends.sglang.startup.flags import VARIABLE, PassedFlags
 from nsa_plugin.backends.sglang.startup.serving import check_cache, refuse_trtllm
+from nsa_plugin.backends.sglang.v32 import token_shard as sglang_shard
 from nsa_plugin.backends.vllm.startup import activation as vllm_activation
 from nsa_plugin.backends.vllm.startup.model import check_on_gpu
 from nsa_plugin.backends.vllm.v4.serving import V4Serving
@@ -29,6 +31,7 @@ from nsa_plugin.patches.ledger import Ledger
 from nsa_plugin.settings import ResolvedSettings, Settings, resolve
 from nsa_plugin.telemetry import Trace
 from tests.backends.fake_sglang import v4 as sglang_v4
+from tests.backends.fake_sglang import v32 as sglang_v32
 from tests.backends.fake_sglang.model_runner import built, runner
 from tests.backends.fake_sglang.scheduler import scheduler
 from tests.backends.fake_sglang.v4 import batch
@@ -210,10 +213,19 @@ def v41(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return notes
 
 
+def resharding_two_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opening the exchange of the one rank of a group."""
+    monkeypatch.setattr(sglang_shard, "checked_group", lambda *_: SimpleNamespace(cpu_group=None))
+    monkeypatch.setattr(common_shard, "least", lambda group, value: value)
+    given, on = runner(enable_two_batch_overlap=True), Settings(token_shard="on")
+    sglang_shard.open_exchange(built(), given, sglang_v32.MODEL, sglang_v32.H200, on)
+
+
 STARTS: dict[tuple[str, str], Start] = {
     (VLLM, "decode context parallelism"): vllm(parallel_config={"decode_context_parallel_size": 2}),
     (VLLM, "prefill context parallelism"): vllm(parallel_config={"prefill_context_parallel_size": 2}),
     (VLLM, "two batches at once"): vllm(parallel_config={"enable_dbo": True}),
+    (VLLM, "microbatches"): vllm(parallel_config={"enable_dbo": False, "ubatch_size": 2}),
     (VLLM, "an fp4 indexer cache"): vllm(attention_config={"use_fp4_indexer_cache": True}),
     (VLLM, "HiSparse"): vllm(attention_config={"hisparse_config": object()}),
     (VLLM, "parallel drafting"): drafting,
@@ -260,6 +272,7 @@ STARTS: dict[tuple[str, str], Start] = {
     (SGLANG, "mixed chunks on the portable path"): on_an_a100(enable_mixed_chunk=True),
     (SGLANG, "mixed chunks over an fp8 cache"): sglang(enable_mixed_chunk=True),
     (SGLANG, "the portable path by name in an older SGLang"): portable,
+    (SGLANG, "resharding with two-batch overlap"): resharding_two_batches,
     (SGLANG, "trtllm by SGLang's flag where it cannot run"): trtllm_flag,
     (SGLANG, "a model with sparse attention on a CPU"): on_a_cpu,
 }

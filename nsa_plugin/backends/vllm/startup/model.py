@@ -144,6 +144,10 @@ def check_on_gpu(vllm_config: Any) -> None:
     parallel = vllm_config.parallel_config
     if getattr(parallel, "enable_dbo", False):
         raise LeftToStockError("nsa-plugin does not support --enable-dbo, which splits a batch between two streams")
+    if (parts := getattr(parallel, "ubatch_size", 0)) > 1:
+        raise LeftToStockError(
+            f"nsa-plugin does not support --ubatch-size {parts}, which splits a batch between streams"
+        )
     attention = getattr(vllm_config, "attention_config", None)
     for name, what in (("use_fp4_indexer_cache", "an fp4 indexer cache"), ("hisparse_config", "hisparse")):
         if getattr(attention, name, None):
