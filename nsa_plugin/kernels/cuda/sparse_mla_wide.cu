@@ -20,7 +20,7 @@
 #include "wgmma.cuh"
 
 #ifndef STAGES
-#define STAGES (HEADS == 64 ? 3 : 4)  // steps of keys in shared memory
+#define STAGES (HEADS == 64 ? 2 : 3)  // steps of keys in shared memory
 #endif
 #ifndef LOGITS
 #define LOGITS (HEADS == 64 ? 1 : 2)  // warpgroups that make logits
