@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from nsa_plugin.backends.common.paths import BF16_ROWS
+from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.common.v4 import CacheSelection, LayerCall
 from nsa_plugin.backends.sglang.v4.batch import Prefill, spans
 from nsa_plugin.backends.sglang.v4.kernels import attend
@@ -174,7 +175,8 @@ def test_what_sglangs_adapter_holds_for_the_largest_prefill_is_bounded(library):
     core = SimpleNamespace(swa_page_indices=in_window.indices, page_table=pages.expand(tokens, -1))
     q = torch.randn(tokens, heads, 512, dtype=torch.bfloat16, device=device)
     call = LayerCall(q, in_window, in_extra, None, 512**-0.5, heads, 4, core)
-    state = V4State(planner=None, providers=None, prefill=Prefill(spans([tokens], [context]), window))
+    batch = Prefill(spans([tokens], [context]), window)
+    state = V4State(planner=None, providers=Providers("v4_fp8", 90), prefill=batch)
     if library == "flash_mla":
         state.rows_attention = flash_mla_rows()
     chosen = SimpleNamespace(path=BF16_ROWS)

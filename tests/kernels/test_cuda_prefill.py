@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -78,8 +79,7 @@ def test_which_kernel_a_call_gets(monkeypatch, heads, rows, suits, chosen):
 
 @pytest.mark.parametrize("heads", sparse_mla_wide.HEADS)
 def test_a_block_fits_into_shared_memory_and_registers(heads):
-    stages = sparse_mla_wide.STAGES[heads]
-    assert sparse_mla_wide.shared_bytes(heads, stages) <= shared_memory_per_block(90)
+    assert sparse_mla_wide.shared_bytes(heads) <= shared_memory_per_block(90)
     assert sparse_mla_wide.block(heads)[0] == 128 * (1 + 2 + sparse_mla_wide.LOGITS[heads])
 
 
@@ -87,7 +87,7 @@ def test_arguments_are_those_of_the_source():
     source = (Path(sparse_mla.__file__).parent / sparse_mla_wide.SOURCE).read_text()
     body = re.search(r"struct Arguments \{(.*?)\};", source, re.DOTALL)[1]
     declared = re.sub(r"//[^\n]*", "", body)
-    kinds = {"int": 4, "float": 4, "i64": 8}
+    kinds = {"int": 4, "float": 4, "i64": 8, "Scope": ctypes.sizeof(sparse_mla.CudaScope)}
     found = []
     for line in filter(None, map(str.strip, declared.split(";"))):
         pointer = "*" in line

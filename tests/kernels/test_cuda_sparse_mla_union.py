@@ -33,12 +33,12 @@ def arguments(**changes):
         ({}, "q is on cpu; the CUDA kernel needs a CUDA device"),
         ({"group": 3}, "group is 3; allowed: 2, 4"),
         ({"q": torch.zeros(TOKENS, HEADS, 576)}, "q has dtype float32; allowed: bfloat16"),
-        ({"kv": torch.zeros(128, 576, dtype=torch.bfloat16)}, "kv has layout bf16; unions read v32_fp8"),
+        ({"kv": torch.zeros(128, 576, dtype=torch.bfloat16)}, "kv has layout bf16; this kernel reads v32_fp8"),
         ({"d_v": 256}, "d_v is 256"),
         ({"indices": torch.zeros(TOKENS, 4097, dtype=torch.int32), "group": 4}, "topk is 4097; 4 tokens may select"),
         (
             {"extra_kv": allocate_cache("v32_fp8", 1, 64), "extra_indices": torch.zeros(TOKENS, 4, dtype=torch.int32)},
-            "extra_kv is given; this kernel reads one cache",
+            "an extra cache is given; this kernel reads one",
         ),
     ],
 )

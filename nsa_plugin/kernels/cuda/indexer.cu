@@ -80,20 +80,9 @@ DEVICE void tensor_copy(u32 destination, const TensorMap* map, int row, u32 barr
                  :: "r"(destination), "l"(map), "r"(0), "r"(row), "r"(barrier) : "memory");
 }
 
-DEVICE void barrier_arrive(u32 barrier) {
-    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" :: "r"(barrier) : "memory");
-}
-
-DEVICE void named_sync(int barrier, int threads) {
-    asm volatile("bar.sync %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
-}
-
 DEVICE void named_arrive(int barrier, int threads) {
     asm volatile("bar.arrive %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
 }
-
-// Rows of 128 bytes, swizzled over 128 bytes, eight rows every 1024 bytes.
-DEVICE u64 matrix(u32 address) { return (u64)(address >> 4) | (64ull << 32) | (1ull << 62); }
 
 DEVICE void multiply(float (&d)[64], u64 a, u64 b, int accumulate) {
     asm volatile(
@@ -112,11 +101,6 @@ DEVICE void multiply(float (&d)[64], u64 a, u64 b, int accumulate) {
           "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
           "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
         : "l"(a), "l"(b), "r"(accumulate));
-}
-
-DEVICE void fence_registers(float (&d)[64]) {
-#pragma unroll
-    for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(d[i]) :: "memory");
 }
 
 // As in topk.cu: NaN and -inf count as the least finite value, both zeros as one.
@@ -333,7 +317,7 @@ extern "C" __global__ void __launch_bounds__(kConsumers + 128, 1) indexer_entrie
 #pragma unroll
     for (int i = 0; i < 64; ++i) d[i] = 0.0f;
 
-    const u64 query_matrix = matrix(queries + group * (kQueryBytes / kGroups));
+    const u64 query_matrix = swizzled_matrix(queries + group * (kQueryBytes / kGroups));
     // The warpgroup that this one waits for has its turn IN_FLIGHT places earlier.
     const int turn = kOrderBarrier + group, next_turn = kOrderBarrier + ((group + IN_FLIGHT) & 3);
     if (IN_FLIGHT && tiles && group + IN_FLIGHT >= kGroups) named_arrive(next_turn, 256);
@@ -343,19 +327,19 @@ extern "C" __global__ void __launch_bounds__(kConsumers + 128, 1) indexer_entrie
     if (tiles) barrier_wait(shared_address(&control.full[0]), 0);
     for (int tile = 0; tile < tiles; ++tile) {
         const u32 released = shared_address(&control.empty[stage]);
-        const u64 key_matrix = matrix(stages + stage * kTileBytes);
+        const u64 key_matrix = swizzled_matrix(stages + stage * kTileBytes);
         const int key = first_key + tile * kTile + key_in_tile;
         const float scale_0 = __ldg(a.k_scale + min(key, a.keys - 1));
         const float scale_1 = __ldg(a.k_scale + min(key + 8, a.keys - 1));
         if (IN_FLIGHT) named_sync(turn, 256);
-        fence_registers(d);
+        fence_sums(d);
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
         for (int i = 0; i < kDim / 32; ++i) multiply(d, key_matrix + 2 * i, query_matrix + 2 * i, i);
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-        fence_registers(d);
+        fence_sums(d);
         asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-        fence_registers(d);
+        fence_sums(d);
         // Nobody waits for the last turns.
         if (IN_FLIGHT && (tile < tiles - 1 || group + IN_FLIGHT < kGroups)) named_arrive(next_turn, 256);
         if (lane == 0) barrier_arrive(released);

@@ -141,6 +141,15 @@ DEVICE void barrier_expect(u32 barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
 }
 
+DEVICE void barrier_arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" :: "r"(barrier) : "memory");
+}
+
+// A barrier of `threads` threads, for which all of a warp arrive.
+DEVICE void named_sync(int barrier, int threads) {
+    asm volatile("bar.sync %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
+}
+
 // Whether this is the one lane of the warp that acts for all of it.
 DEVICE bool elected() {
     u32 yes;
@@ -176,5 +185,15 @@ DEVICE float4 load_cluster_4(u32 address) {
     asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
                  : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(address) : "memory");
     return x;
+}
+
+// Of an operand of wgmma in shared memory: rows of 128 bytes, swizzled over 128 bytes, eight rows every 1024 bytes.
+DEVICE u64 swizzled_matrix(u32 address) { return (u64)(address >> 4) | (64ull << 32) | (1ull << 62); }
+
+// The compiler keeps a product's sums in their registers until here.
+template <int COUNT>
+DEVICE void fence_sums(float (&d)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(d[i]) :: "memory");
 }
 #endif

@@ -20,27 +20,8 @@
 // 16 T + g and 16 T + 8 + (g ^ 4) of shared memory. Any order would do; in this one a thread of the first product holds
 // both positions, and every access below spreads over all banks: rows lie 16 bytes apart modulo 128.
 
+#include "scope.cuh"
 #include "sparse_mla_steps.cuh"
-
-// One cache and the rows of it that the queries name.
-struct Scope {
-    const u8* data;
-    i64 page_stride;      // bytes
-    const int* indices;
-    i64 indices_stride;   // entries between query rows
-    const int* lengths;   // entries that count, by query row / lengths_divisor; null: all
-    int lengths_divisor;
-    int page_size;
-    int page_shift;       // log2 of the page size, or -1
-    int num_slots;
-    int topk;
-};
-
-DEVICE int scope_length(const Scope& scope, int row) {
-    if (!scope.lengths) return scope.topk;
-    int length = scope.lengths[row / scope.lengths_divisor];
-    return min(max(length, 0), scope.topk);
-}
 
 struct Entry {
     const u8* record;

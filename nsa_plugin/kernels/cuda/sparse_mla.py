@@ -283,6 +283,24 @@ def nothings(device: torch.device, layout: str) -> torch.Tensor:
     return records
 
 
+def require_hopper(call: SparseMlaCall) -> tuple[Scope, DeviceFacts]:
+    """The cache of a call and its device, for a kernel of SM90 that reads one cache of V3.2 records.
+
+    Raises:
+        KernelArgumentError: the call has something else.
+    """
+    check_tensor(call.op, "q", call.q, call.q.shape, dtypes=(torch.bfloat16,))
+    call.require(call.d_v == D_V, f"d_v is {call.d_v}; this kernel has values of {D_V}")
+    call.require(len(call.scopes) == 1, "an extra cache is given; this kernel reads one")
+    (given,) = call.scopes
+    layout = given.cache.layout
+    call.require(layout is V32_FP8, f"{given.name} has layout {layout.name}; this kernel reads {V32_FP8.name}")
+    call.require(call.q.is_cuda, f"q is on {call.q.device}; the CUDA kernel needs a CUDA device")
+    facts = facts_of(call.q.device)
+    call.require(facts.architecture == HOPPER, f"the device is SM{facts.architecture}; this kernel needs SM{HOPPER}")
+    return given, facts
+
+
 def cuda_scope(call: SparseMlaCall, given: Scope, layout: CacheLayout) -> CudaScope:
     """The kernel's view of one cache and its entries, checked against what it can read."""
     name, cache, indices, lengths = given

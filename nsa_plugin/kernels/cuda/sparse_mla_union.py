@@ -16,12 +16,10 @@ import functools
 
 import torch
 
-from nsa_plugin.kernels.checks import check_tensor
 from nsa_plugin.kernels.cuda import sparse_mla
 from nsa_plugin.kernels.cuda.build import CudaKernel, load_kernel
-from nsa_plugin.kernels.cuda.sparse_mla import D_V, HOPPER, LOG2_E, CudaScope, Variant
+from nsa_plugin.kernels.cuda.sparse_mla import LOG2_E, CudaScope, Variant
 from nsa_plugin.kernels.sparse_mla import SparseMlaCall, SparseMlaResult, prefill_op
-from nsa_plugin.kernels.triton.device import facts_of
 from nsa_plugin.layouts import V32_FP8
 
 SOURCE = "sparse_mla_union.cu"
@@ -56,20 +54,12 @@ def attend(call: SparseMlaCall, *, group: int = 2) -> SparseMlaResult:
     """
     q = call.q.flatten(0, 1)
     rows, heads, _ = q.shape
-    check_tensor(call.op, "q", call.q, call.q.shape, dtypes=(torch.bfloat16,))
     call.require(group in GROUPS, f"group is {group}; allowed: {', '.join(map(str, GROUPS))}")
-    call.require(call.d_v == D_V, f"d_v is {call.d_v}; this kernel has values of {D_V}")
-    call.require(len(call.scopes) == 1, "extra_kv is given; this kernel reads one cache")
-    (given,) = call.scopes
-    cache, topk = given.cache, given.topk
-    read = f"{given.name} has layout {cache.layout.name}; unions read {V32_FP8.name}"
-    call.require(cache.layout is V32_FP8, read)
-    slots = f"{given.name} has {cache.num_slots} slots; an entry of a union has {SLOT_BITS} bits for one"
-    call.require(cache.num_slots < 2**SLOT_BITS - 1, slots)
+    topk, num_slots = call.scopes[0].topk, call.scopes[0].cache.num_slots
+    slots = f"{call.scopes[0].name} has {num_slots} slots; an entry of a union has {SLOT_BITS} bits for one"
+    call.require(num_slots < 2**SLOT_BITS - 1, slots)
     call.require(group * topk <= MOST_ENTRIES, f"topk is {topk}; {group} tokens may select {MOST_ENTRIES} together")
-    call.require(q.is_cuda, f"q is on {q.device}; the CUDA kernel needs a CUDA device")
-    facts = facts_of(q.device)
-    call.require(facts.architecture == HOPPER, f"the device is SM{facts.architecture}; unions need SM{HOPPER}")
+    given, facts = sparse_mla.require_hopper(call)
     lse, max_logits = torch.empty((2, rows, heads), dtype=torch.float32, device=q.device).unbind()
     result = SparseMlaResult(call.output(), lse, max_logits)
     if not q.numel():
@@ -89,7 +79,7 @@ def attend(call: SparseMlaCall, *, group: int = 2) -> SparseMlaResult:
         counts = torch.empty(groups, dtype=torch.int32, device=q.device)
         lengths = ctypes.c_void_p(scope.lengths), size(scope.lengths_divisor)
         indices = ctypes.c_void_p(scope.indices), int64(scope.indices_stride)
-        numbers = map(size, (rows, topk, cache.num_slots, bits))
+        numbers = map(size, (rows, topk, num_slots, bits))
         unite((groups, 1, 1), THREADS, (*indices, *lengths, *numbers, entries, counts), shared_bytes=4 << bits)
         united = CudaScope.from_buffer_copy(scope)
         united.indices, united.indices_stride = entries.data_ptr(), group * topk

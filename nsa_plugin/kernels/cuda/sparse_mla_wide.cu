@@ -10,13 +10,14 @@
 //
 // The logits of a step are made while the outputs of the step before grow. They take longer; with 32 heads registers
 // suffice for a second warpgroup of them, which has every other step: their products overlap, P is made in the order of
-// the steps. The rest is as in sparse_mla.cu, which has the
-// reasons: queries divided by a power of two, anchors that exponents are relative to and that seldom move, scales
-// relative to a power of two that seldom moves, records that stand for entries which do not count.
+// the steps. The rest is as in sparse_mla.cu, which has the reasons: queries divided by a power of two, anchors that
+// exponents are relative to and that seldom move, scales relative to a power of two that seldom moves, records that
+// stand for entries which do not count.
 //
 // Positions: a warp of the logits has rows 16 w to 16 w + 15 of the step, a thread rows 16 w + g and 16 w + 8 + (g ^ 4)
 // of them. These are positions 2 l and 2 l + 1, l = 8 w + g, of P. Reads and writes so spread over all banks.
 
+#include "scope.cuh"
 #include "wgmma.cuh"
 
 #ifndef STAGES
@@ -75,14 +76,7 @@ struct Shared {
 struct Arguments {
     const u16* q;
     i64 q_row_stride, q_head_stride;  // elements
-    const u8* data;
-    i64 page_stride;                  // bytes
-    const int* indices;
-    i64 indices_stride;
-    const int* lengths;               // entries that count, by query row / lengths_divisor; null: all
-    int lengths_divisor;
-    int page_size, page_shift;        // log2 of the size, or -1
-    int num_slots, topk;
+    Scope scope;
     int rows, heads, groups;          // a token has `groups` groups of HEADS heads
     const u8* nothings;
     const float* sink;
@@ -99,11 +93,11 @@ DEVICE int count_steps(const Arguments& a, const int* indices, int length, int l
     if (steps <= 1) return 1;
     int from = (steps - 1) * KEYS;
     bool found = false;
-    for (int e = from + lane; e < length; e += 32) found |= (u32)__ldg(indices + e) < (u32)a.num_slots;
+    for (int e = from + lane; e < length; e += 32) found |= (u32)__ldg(indices + e) < (u32)a.scope.num_slots;
     if (__any_sync(~0u, found)) return steps;
     int last = 0;
     for (int e = lane; e < from; e += 32)
-        if ((u32)__ldg(indices + e) < (u32)a.num_slots) last = e;
+        if ((u32)__ldg(indices + e) < (u32)a.scope.num_slots) last = e;
     return (int)__reduce_max_sync(~0u, (u32)last) / KEYS + 1;
 }
 
@@ -112,8 +106,8 @@ DEVICE void copy_records(const Arguments& a, Shared& shared, int warp, int lane)
     u32 phase = 1;
     for (int work = blockIdx.x; work < a.rows * a.groups; work += gridDim.x) {
         int row = work / a.groups;
-        const int* indices = a.indices + row * a.indices_stride;
-        int length = a.lengths ? min(max(a.lengths[row / a.lengths_divisor], 0), a.topk) : a.topk;
+        const int* indices = a.scope.indices + row * a.scope.indices_stride;
+        int length = scope_length(a.scope, row);
         int steps = max(count_steps(a, indices, length, lane), LOGITS);
         int i = warp * COPIES + lane % COPIES;
         int next = i < length ? __ldg(indices + i) : -1;
@@ -130,9 +124,9 @@ DEVICE void copy_records(const Arguments& a, Shared& shared, int warp, int lane)
             int slot = next, e = (step + 1) * KEYS + i;
             next = step + 1 < steps && e < length ? __ldg(indices + e) : -1;
             const u8* from = a.nothings + (work * KEYS + i) % NOTHINGS * ROW;
-            if ((u32)slot < (u32)a.num_slots) {
-                int page = a.page_shift >= 0 ? slot >> a.page_shift : slot / a.page_size;
-                from = a.data + page * a.page_stride + (i64)(slot - page * a.page_size) * ROW;
+            if ((u32)slot < (u32)a.scope.num_slots) {
+                int page = a.scope.page_shift >= 0 ? slot >> a.scope.page_shift : slot / a.scope.page_size;
+                from = a.scope.data + page * a.scope.page_stride + (i64)(slot - page * a.scope.page_size) * ROW;
             }
             u32 full = shared_address(&shared.full[stage]);
             barrier_wait(shared_address(&shared.empty[stage]), phase);

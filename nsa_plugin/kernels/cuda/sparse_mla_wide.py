@@ -2,8 +2,8 @@
 
 For `nsa_plugin.kernels.cuda.prefill`, which chooses between this and `sparse_mla`. The kernel (`sparse_mla_wide.cu`)
 takes 32 or 64 heads a block, in wgmma's products, and gathers a token's records once for them; a block goes from token
-to token. It takes bfloat16 queries with heads of (576, 512) elements and one cache of V3.2 records.
-It writes bfloat16.
+to token. It takes bfloat16 queries with heads of (576, 512) elements and one cache of V3.2 records. It writes
+bfloat16.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ import functools
 
 import torch
 
-from nsa_plugin.kernels.checks import check_tensor
 from nsa_plugin.kernels.cuda import sparse_mla
 from nsa_plugin.kernels.cuda.build import CudaKernel, load_kernel
-from nsa_plugin.kernels.cuda.sparse_mla import D_V, HOPPER, KEYS, LOG2_E
+from nsa_plugin.kernels.cuda.sparse_mla import D_V, HOPPER, KEYS, LOG2_E, CudaScope
 from nsa_plugin.kernels.sparse_mla import SparseMlaCall, SparseMlaResult
 from nsa_plugin.kernels.triton.device import facts_of
 from nsa_plugin.layouts import V32_FP8
@@ -35,16 +34,7 @@ class WideArguments(ctypes.Structure):
         ("q", ctypes.c_void_p),
         ("q_row_stride", ctypes.c_int64),
         ("q_head_stride", ctypes.c_int64),
-        ("data", ctypes.c_void_p),
-        ("page_stride", ctypes.c_int64),
-        ("indices", ctypes.c_void_p),
-        ("indices_stride", ctypes.c_int64),
-        ("lengths", ctypes.c_void_p),
-        ("lengths_divisor", ctypes.c_int),
-        ("page_size", ctypes.c_int),
-        ("page_shift", ctypes.c_int),
-        ("num_slots", ctypes.c_int),
-        ("topk", ctypes.c_int),
+        ("scope", CudaScope),
         ("rows", ctypes.c_int),
         ("heads", ctypes.c_int),
         ("groups", ctypes.c_int),
@@ -81,9 +71,9 @@ def block(heads: int) -> tuple[int, int, int]:
     return ((3 + LOGITS[heads]) * 128, 1, 1)
 
 
-def shared_bytes(heads: int, stages: int) -> int:
+def shared_bytes(heads: int) -> int:
     """Shared memory of a block with this many heads, in bytes: at least what `Shared` of the source has."""
-    warps = 4 * LOGITS[heads]
+    warps, stages = 4 * LOGITS[heads], STAGES[heads]
     parts = (
         9 * heads * 128,  # the query
         2 * heads * 128,  # P
@@ -107,17 +97,7 @@ def attend(call: SparseMlaCall) -> SparseMlaResult:
     """
     q = call.q.flatten(0, 1)
     rows, heads, _ = q.shape
-    check_tensor(call.op, "q", call.q, call.q.shape, dtypes=(torch.bfloat16,))
-    call.require(call.d_v == D_V, f"d_v is {call.d_v}; this kernel has values of {D_V}")
-    call.require(len(call.scopes) == 1, "an extra cache is given; this kernel reads one")
-    (given,) = call.scopes
-    cache = given.cache
-    call.require(
-        cache.layout is V32_FP8, f"{given.name} has layout {cache.layout.name}; this kernel reads {V32_FP8.name}"
-    )
-    call.require(q.is_cuda, f"q is on {q.device}; the CUDA kernel needs a CUDA device")
-    facts = facts_of(q.device)
-    call.require(facts.architecture == HOPPER, f"the device is SM{facts.architecture}; this kernel needs SM{HOPPER}")
+    given, facts = sparse_mla.require_hopper(call)
     lse, max_logits = torch.empty((2, rows, heads), dtype=torch.float32, device=q.device).unbind()
     result = SparseMlaResult(call.output(), lse, max_logits)
     if not q.numel():
@@ -135,16 +115,7 @@ def attend(call: SparseMlaCall) -> SparseMlaResult:
             q=q.data_ptr(),
             q_row_stride=q.stride(0),
             q_head_stride=q.stride(1),
-            data=scope.data,
-            page_stride=scope.page_stride,
-            indices=scope.indices,
-            indices_stride=scope.indices_stride,
-            lengths=scope.lengths,
-            lengths_divisor=scope.lengths_divisor,
-            page_size=scope.page_size,
-            page_shift=scope.page_shift,
-            num_slots=scope.num_slots,
-            topk=scope.topk,
+            scope=scope,
             rows=rows,
             heads=heads,
             groups=groups,
@@ -157,7 +128,7 @@ def attend(call: SparseMlaCall) -> SparseMlaResult:
             lse=lse.data_ptr(),
             max_logits=max_logits.data_ptr(),
         )
-        shared = shared_bytes(of_block, STAGES[of_block])
+        shared = shared_bytes(of_block)
         grid = min(rows * groups, facts.sms), 1, 1
         kernel(of_block, q.device.index)(grid, block(of_block), (arguments,), shared_bytes=shared)
     if out.data_ptr() != result.out.data_ptr():
@@ -173,5 +144,5 @@ def definitions(heads: int) -> dict[str, int]:
 @functools.cache
 def kernel(heads: int, device: int | None) -> CudaKernel:
     """The kernel with this many heads a block, compiled unless it already is."""
-    shared = shared_bytes(heads, STAGES[heads])
+    shared = shared_bytes(heads)
     return load_kernel(SOURCE, "attend_wide", defines=definitions(heads), max_dynamic_shared=shared)

@@ -6,9 +6,6 @@
 // float32 sums of a warp's 16 rows and all columns: thread 4 g + t has columns 8 j + 2 t and the next of rows g, g + 8.
 constexpr int SUMS = HEADS / 2;
 
-// Rows of 128 bytes, swizzled over 128 bytes, eight rows every 1024 bytes.
-DEVICE u64 swizzled_matrix(u32 address) { return (u64)(address >> 4) | (64ull << 32) | (1ull << 62); }
-
 #if HEADS == 64
 #define MULTIPLY(TYPE) \
     asm volatile( \
@@ -49,26 +46,12 @@ template <int PENDING>
 DEVICE void products_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(PENDING) : "memory"); }
 
 template <int COUNT>
-DEVICE void fence_sums(float (&d)[COUNT]) {
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(d[i]) :: "memory");
-}
-
-template <int COUNT>
 DEVICE void more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(COUNT)); }
 template <int COUNT>
 DEVICE void fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(COUNT)); }
 
 // What this thread wrote to shared memory, the products of others see after they have met.
 DEVICE void show_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-DEVICE void barrier_arrive(u32 barrier) {
-    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" :: "r"(barrier) : "memory");
-}
-
-DEVICE void named_sync(int barrier, int threads) {
-    asm volatile("bar.sync %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
-}
 
 // Whether any of the threads says yes.
 DEVICE bool named_any(int barrier, int threads, bool yes) {
