@@ -73,7 +73,8 @@ def test_the_navigation_names_existing_pages_and_every_kernel_suite() -> None:
     [
         (8, "--phase extend --q-tokens 8192 --max-kv 65536", "cuda", False),
         (8, "--phase decode --requests 64 --max-kv 8192 --cuda-graph", "cuda", False),
-        (4, "--phase extend --q-tokens 2048 --max-kv 65536", "flash_mla", True),
+        (4, "--phase extend --q-tokens 2048 --max-kv 65536", "cuda", False),
+        (4, "--phase extend --q-tokens 8192 --max-kv 65536", "flash_mla", True),
         (4, "--phase decode --requests 64 --max-kv 8192 --cuda-graph", "cuda", False),
         (4, "--phase decode --requests 512 --max-kv 8192 --cuda-graph", "cuda", False),
         (2, "--phase extend --q-tokens 8192 --max-kv 65536", "flash_mla", False),
