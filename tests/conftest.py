@@ -36,3 +36,10 @@ def _interruptible() -> None:
 def nothing_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rules without measurements, whatever records this checkout has; a test that wants some sets its own."""
     monkeypatch.setattr(timings, "TIMINGS", {})
+
+
+@pytest.fixture
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No setting from the environment."""
+    for name in [name for name in os.environ if name.startswith("NSA_PLUGIN_")]:
+        monkeypatch.delenv(name)

@@ -184,6 +184,13 @@ def test_modules_are_short() -> None:
     assert median(lines.values()) < MEDIAN_LINES
 
 
+@pytest.mark.parametrize("folder", ["tests", "ci", "nsa_plugin/kernels/cuda"])
+def test_other_sources_are_short(folder: str) -> None:
+    files = [path for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".cu", ".cuh", ".sh")]
+    assert files
+    assert [path for path in files if len(path.read_text().splitlines()) > MOST_LINES] == []
+
+
 def test_the_top_level_has_few_modules() -> None:
     top = sorted(path.name for path in (ROOT / PACKAGE).glob("*.py"))
     assert len(top) <= TOP_LEVEL_MODULES, top

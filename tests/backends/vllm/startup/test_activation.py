@@ -7,172 +7,38 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import replace
 from types import ModuleType, SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from packaging.version import Version
 
 from nsa_plugin.backends.vllm.startup import activation, serving
 from nsa_plugin.backends.vllm.startup.activation import VllmProcess
-from nsa_plugin.backends.vllm.v4 import serving as v4_serving
-from nsa_plugin.backends.vllm.v4.serving import V4Serving
 from nsa_plugin.backends.vllm.v32 import patches as gpu_patches
 from nsa_plugin.backends.vllm.v32 import serving as gpu_serving
-from nsa_plugin.backends.vllm.v32.serving import BACKEND, GpuServing
+from nsa_plugin.backends.vllm.v32.serving import BACKEND
 from nsa_plugin.errors import LeftToStockError, NoProviderError, PatchError, SettingsError
 from nsa_plugin.libraries.devices import DeviceProfile, synthetic
 from nsa_plugin.patches import static
-from nsa_plugin.patches.ledger import Ledger, Need, Patch, Target
 from nsa_plugin.patches.static import SourceTree
 from nsa_plugin.patches.vllm import BOOTSTRAP
 from nsa_plugin.telemetry import StartupReport
 from tests.backends.counted import Counted
-from tests.backends.fake_vllm.config import config, layer
-from tests.backends.fake_vllm.v4 import H200
-from tests.backends.fake_vllm.v4_config import config as v4_config
-from tests.backends.fake_vllm.v4_config import layer as v4_layer
-from tests.backends.fake_vllm.v32 import TRITON
-
-ANOTHER = "FLASH_ATTN_MLA_SPARSE"
-
-
-class Engine:
-    """The functions that the ledger of these tests changes."""
-
-    @staticmethod
-    def serve() -> str:
-        return "vLLM's"
-
-    @staticmethod
-    def serve_v4() -> str:
-        return "vLLM's"
-
-    @staticmethod
-    def serve_portable() -> str:
-        return "vLLM's"
-
-
-def replacement(original: Any) -> Any:
-    return staticmethod(lambda: "the plugin's")
-
-
-PATCH = Patch(
-    name="vllm.gpu-something",
-    engine="vllm",
-    need=Need.GPU,
-    targets=(Target(path=f"{__name__}:Engine.serve", versions=">=0.20"),),
-    replacement=f"{__name__}:replacement",
-    why="stands in for the others",
+from tests.backends.fake_vllm.start import (
+    ANOTHER,
+    DEVICE_KIND,
+    FILE,
+    Engine,
+    Here,
+    configured,
+    engine_config,
+    load_model,
+    warm_up,
+    worker_of,
 )
-V4_PATCH = replace(
-    PATCH,
-    name="vllm.v4-something",
-    need=Need.GPU_V4,
-    targets=(Target(path=f"{__name__}:Engine.serve_v4", versions=">=0.20"),),
-)
-PORTABLE_PATCH = replace(
-    PATCH,
-    name="vllm.portable-something",
-    need=Need.PORTABLE,
-    targets=(Target(path=f"{__name__}:Engine.serve_portable", versions=">=0.28"),),
-)
-DEVICE_KIND = activation.device_kind  # a fixture takes it away
-FILE = f"{__name__.replace('.', '/')}.py"
 
-
-SOURCE = "class Engine:\n def serve(): 0\n def serve_v4(): 0\n def serve_portable(): 0"
-
-
-PATCHES = (PATCH, PORTABLE_PATCH, V4_PATCH)
-
-
-class Worker:
-    """vLLM's worker: built, given its GPU, then it loads its model and warms up."""
-
-    def __init__(self, vllm_config: Any, rank: int = 0) -> None:
-        self.vllm_config, self.rank, self.device = vllm_config, rank, "cpu"
-        self.model_runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=["a", "b"]))
-        self.loaded = False
-
-    def load_model(self) -> None:
-        self.loaded = True
-        backend = self.vllm_config.attention_config.backend or ANOTHER
-        planned = backend == BACKEND and gpu_patches.planning() is not None
-        self.vllm_config.compilation_config.static_forward_context["attn"] = layer(planned, backend)
-
-    def compile_or_warm_up_model(self) -> float:
-        return 1.5
-
-
-class Here(GpuServing):
-    """Replace the probed device by the one of these tests."""
-
-    device: ClassVar[DeviceProfile] = TRITON
-
-    def __init__(self, **given: Any) -> None:
-        super().__init__(**given, device_profile=lambda: self.device)
-
-
-init_worker = activation.wrap_worker_init(Worker.__init__)
-load_model = gpu_patches.worker_load(Worker.load_model)
-warm_up = gpu_patches.worker_warm_up(Worker.compile_or_warm_up_model)
-
-
-def engine_config(vllm_config: Any) -> Any:
-    """Start as the process that reads the command line."""
-    return activation.wrap_create_engine_config(lambda: vllm_config)()
-
-
-def worker_of(vllm_config: Any, rank: int = 0) -> Worker:
-    worker = Worker.__new__(Worker)
-    init_worker(worker, vllm_config, rank)
-    return worker
-
-
-def configured(*, backend: str | None = None, cache_dtype: str = "fp8", **settings: Any) -> Any:
-    vllm_config = config(
-        cache_dtype,
-        additional_config={"nsa_plugin": {"enabled": True} | settings},
-        attention_config=SimpleNamespace(backend=backend),
-    )
-    vllm_config.model_config.model = "checkpoint"
-    vllm_config.model_config.served_model_name = "model"
-    return vllm_config
-
-
-@pytest.fixture(autouse=True)
-def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[VllmProcess]:
-    """A process of a vLLM on a GPU."""
-    ledger = Ledger(engine="vllm", version=Version("0.24.0"), supported=">=0.20,<0.34", patches=PATCHES)
-    this = VllmProcess(ledger)
-    for module in (activation, gpu_patches):
-        monkeypatch.setattr(module, "process", lambda: this)
-    registry = ModuleType("vllm.v1.attention.backends.registry")
-    registry.AttentionBackendEnum = {BACKEND: BACKEND}  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, registry.__name__, registry)
-    monkeypatch.setattr(activation, "device_kind", lambda: "cuda")
-    monkeypatch.setattr(activation, "device_sm", lambda: Here.device.sm)
-    monkeypatch.setattr(activation.counters, "collect_here", lambda: "a folder")
-    monkeypatch.setattr(static, "installed", lambda package: SourceTree({FILE: SOURCE}.get))
-    monkeypatch.setattr(gpu_serving, "GpuServing", Here)
-    monkeypatch.setattr(gpu_serving, "dense_workspace_tokens", lambda vllm_config: 4096)
-    monkeypatch.setattr(gpu_serving, "warm", lambda *_: None)
-    for name in ("warm_selection", "warm_reading", "warm_indexer", "warm_inputs"):
-        monkeypatch.setattr(gpu_serving, name, lambda *_, **__: None)
-    monkeypatch.setattr(activation, "use_engine_log", lambda: None)
-    yield this
-    ledger.undo()
-    assert (Engine.serve(), Engine.serve_v4(), Engine.serve_portable()) == ("vLLM's",) * 3
-
-
-@pytest.fixture(autouse=True)
-def reports(monkeypatch: pytest.MonkeyPatch) -> list[StartupReport]:
-    published: list[StartupReport] = []
-    monkeypatch.setattr(StartupReport, "publish", lambda report: published.append(report))
-    return published
+pytestmark = pytest.mark.usefixtures("process", "reports")
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -511,176 +377,6 @@ def test_the_settings_are_read_once(monkeypatch: pytest.MonkeyPatch):
     another = configured(mha_max_kv=0)
     engine_config(another)
     assert [entry is another for entry in reads] == [False, True]
-
-
-# ---------------------------------------------------------------------------------------------------
-# The portable path
-
-
-@pytest.mark.parametrize("sm", [80, 86, 89, 110, 120])
-def test_the_portable_path_serves_gpus_without_kernels_of_flashmla(
-    process: VllmProcess, reports: list[StartupReport], monkeypatch: pytest.MonkeyPatch, sm: int
-):
-    monkeypatch.setattr(Here, "device", synthetic(sm, libraries=("triton",)))
-    process.ledger.version = Version("0.28.0")
-    worker = worker_of(configured())
-    assert (Engine.serve(), Engine.serve_portable()) == ("the plugin's", "the plugin's")
-    load_model(worker)
-    warm_up(worker)
-    assert worker.vllm_config.attention_config.backend == BACKEND
-    planner = gpu_patches.planning()
-    assert planner is not None
-    assert (planner.portable, planner.device.sm) == (True, sm)
-    (report,) = reports
-    assert report.active
-
-
-def test_other_gpus_are_served_without_its_changes(process: VllmProcess):
-    process.ledger.version = Version("0.28.0")
-    load_model(worker_of(configured()))
-    planner = gpu_patches.planning()
-    assert planner is not None
-    assert (planner.portable, Engine.serve_portable()) == (False, "vLLM's")
-
-
-def test_an_older_vllm_has_no_portable_path(
-    process: VllmProcess, reports: list[StartupReport], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(Here, "device", synthetic(86, libraries=("triton",)))
-    process.ledger.version = Version("0.27.1")
-    load_model(worker_of(configured()))
-    assert process.serving is None
-    assert "portable path supports vLLM >=0.28" in reports[0].text()
-
-
-def test_portable_on_emulates_an_older_gpu(process: VllmProcess, monkeypatch: pytest.MonkeyPatch):
-    emulated: list[int] = []
-    monkeypatch.setattr("nsa_plugin.kernels.triton.device.emulate", emulated.append)
-    monkeypatch.setattr(Here, "device", synthetic(90))
-    process.ledger.version = Version("0.33.0")
-    load_model(worker_of(configured(portable="on")))
-    planner = gpu_patches.planning()
-    assert planner is not None
-    assert (planner.portable, planner.device.sm, emulated) == (True, 86, [86])
-    assert planner.device.smem_per_block == 99 << 10
-    assert {plan.provider for plan in (planner.prefill_plan(60, 60), planner.step_plan(1, 1, 1))} <= {"cuda", "triton"}
-    assert Engine.serve_portable() == "the plugin's"
-
-
-def test_portable_on_is_refused_where_it_cannot_work(monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(SettingsError, match="portable is on and cannot work for DeepSeek-V4; allowed here: auto"):
-        worker_of(_enabled(v4_config(), portable="on"))
-    monkeypatch.setattr(activation, "device_kind", lambda: "cpu")
-    with pytest.raises(SettingsError, match="portable is on and cannot work on a CPU"):
-        worker_of(configured(portable="on"))
-
-
-def test_a_worker_on_another_gpu_than_vllm_reported_does_not_serve(
-    process: VllmProcess, monkeypatch: pytest.MonkeyPatch
-):
-    """The ledger's entries are chosen before the worker has its GPU."""
-    monkeypatch.setattr(Here, "device", synthetic(86, libraries=("triton",)))
-    monkeypatch.setattr(activation, "device_sm", lambda: 90)
-    process.ledger.version = Version("0.33.0")
-    with pytest.raises(PatchError, match=r"vLLM did not report SM86.*NSA_PLUGIN_ENABLED=0"):
-        load_model(worker_of(configured()))
-
-
-@pytest.mark.parametrize("backend", [None, "FLASHINFER_MLA_SPARSE_SM120"])
-@pytest.mark.parametrize("cache_dtype", ["fp8", "bfloat16"])
-def test_vllms_backend_for_sm120_is_kept(
-    process: VllmProcess,
-    reports: list[StartupReport],
-    monkeypatch: pytest.MonkeyPatch,
-    backend: str | None,
-    cache_dtype: str,
-):
-    enum = {BACKEND: BACKEND, gpu_serving.SM120_BACKEND: gpu_serving.SM120_BACKEND}
-    names = type("Names", (dict,), {name: name for name in enum})(enum)
-    monkeypatch.setattr(sys.modules["vllm.v1.attention.backends.registry"], "AttentionBackendEnum", names)
-    monkeypatch.setattr(Here, "device", synthetic(120, libraries=("triton",)))
-    process.ledger.version = Version("0.33.0")
-    vllm_config = configured(backend=backend, cache_dtype=cache_dtype)
-    vllm_config.model_config.hf_text_config.index_topk = 2048
-    load_model(worker_of(vllm_config))
-    kept = backend is not None or cache_dtype == "fp8"
-    assert (vllm_config.attention_config.backend == BACKEND) is not kept
-    assert (process.serving is None) is kept
-    assert not kept or "Select it with --attention-backend FLASHMLA_SPARSE" in reports[0].text()
-
-
-# ---------------------------------------------------------------------------------------------------
-# DeepSeek-V4
-
-
-PARALLEL = SimpleNamespace(num_speculative_tokens=3, parallel_drafting=True)
-
-
-class V4Here(V4Serving):
-    """Replace the probed device by the one of these tests."""
-
-    def __init__(self, **given: Any) -> None:
-        super().__init__(**given, device_profile=lambda: H200)
-
-
-@pytest.fixture
-def v4(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A configuration of a V4 model."""
-    monkeypatch.setattr(v4_serving, "V4Serving", V4Here)
-    for name in ("warm_v4", "warm_selection", "warm_slots"):
-        monkeypatch.setattr(v4_serving, name, lambda *_, **__: None)
-    return _enabled(v4_config())
-
-
-def _enabled(vllm_config: Any, **settings: Any) -> Any:
-    vllm_config.additional_config = {"nsa_plugin": {"enabled": True} | settings}
-    vllm_config.model_config.served_model_name = "model"
-    return vllm_config
-
-
-@pytest.mark.parametrize("start", [engine_config, worker_of])
-def test_with_strict_full_an_unsupported_v4_configuration_is_one_error(start: Any, process: VllmProcess):
-    with pytest.raises(LeftToStockError, match=r"does not support parallel_drafting"):
-        start(_enabled(v4_config(speculative_config=PARALLEL), strict="full"))
-    assert (process.serving, Engine.serve(), Engine.serve_v4()) == (None, "vLLM's", "vLLM's")
-
-
-def test_stock_vllm_serves_unsupported_v4(process: VllmProcess, reports: list[StartupReport]):
-    vllm_config = _enabled(v4_config(speculative_config=PARALLEL))
-    assert engine_config(vllm_config) is vllm_config
-    worker_of(vllm_config)
-    assert (process.serving, Engine.serve_v4()) == (None, "vLLM's")
-    assert "does not support parallel_drafting" in reports[0].text()
-
-
-def test_a_v4_worker_from_its_start_to_the_report(v4: Any, process: VllmProcess, reports: list[StartupReport]):
-    engine_config(v4)
-    assert Engine.serve_v4() == "vLLM's", "nothing is changed in the process that starts the workers"
-    worker = worker_of(v4)
-    assert (Engine.serve(), Engine.serve_v4()) == ("the plugin's", "the plugin's")
-    assert isinstance(process.serving, V4Serving)
-    v4.compilation_config.static_forward_context["v4"] = v4_layer("FLASHMLA_SPARSE_DSV4")
-    load_model(worker)
-    assert v4.attention_config.backend is None
-    assert gpu_patches.planning() is process.serving.planner
-    warm_up(worker)
-    (report,) = reports
-    assert report.active
-    assert [status.patch.name for status in report.statuses] == ["vllm.gpu-something", "vllm.v4-something"]
-    assert report.facts["attention"] == "1 layers on vLLM's FLASHMLA_SPARSE_DSV4"
-
-
-def test_v4s_patches_are_not_applied_for_another_model():
-    worker_of(configured())
-    assert (Engine.serve(), Engine.serve_v4()) == ("the plugin's", "vLLM's")
-
-
-def test_a_target_of_v4_that_the_files_do_not_have(v4: Any, monkeypatch: pytest.MonkeyPatch):
-    source = SourceTree({FILE: "class Engine:\n def serve(): 0"}.get)
-    monkeypatch.setattr(static, "installed", lambda package: source)
-    with pytest.raises(PatchError, match=r"vllm.v4-something to vllm 0.24.0.*Engine.serve_v4"):
-        engine_config(v4)
-    engine_config(configured())
 
 
 SWITCHED_OFF = """

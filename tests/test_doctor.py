@@ -1,0 +1,275 @@
+"""`nsa-plugin doctor`: what it calls ready, what it says is missing, and how."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nsa_plugin.commands import doctor, engines
+from nsa_plugin.decision.dispatch import decide
+from nsa_plugin.errors import LeftToStockError, NsaPluginError
+from nsa_plugin.libraries.devices import DeviceProfile, synthetic
+from nsa_plugin.patches.ledger import Need
+from nsa_plugin.settings import Settings
+from tests.command_line import call, fake_patch
+
+pytestmark = pytest.mark.usefixtures("plain_environment")
+
+
+def engine_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> engines.Engine:
+    """A package `toyengine` 1.5 whose ledger wants `toyengine.core:serve` and, on a GPU, `toyengine.core:gone`."""
+    package = tmp_path / "toyengine"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('the doctor imported the engine')")
+    (package / "core.py").write_text("def serve(host): ...")
+    info = tmp_path / "toyengine-1.5.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toyengine\nVersion: 1.5\n")
+    (info / "entry_points.txt").write_text("[toy.plugins]\nnsa_plugin = nothing:here\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    ledger = type(sys)("nsa_plugin.patches.toyengine")
+    ledger.SUPPORTED = changes.get("supported", ">=1,<2")  # type: ignore[attr-defined]
+    ledger.PATCHES = (  # type: ignore[attr-defined]
+        fake_patch("toyengine.core:serve"),
+        fake_patch("toyengine.core:gone", need=changes.get("gone", Need.GPU)),
+    )
+    monkeypatch.setitem(sys.modules, ledger.__name__, ledger)
+    return engines.Engine(
+        "toyengine",
+        ("toyengine",),
+        changes.get("group", "toy.plugins"),
+        "TOY_PLUGINS",
+        changes.get("not_yet", {}),
+        changes.get("majors", ()),
+    )
+
+
+def state_of(engine: engines.Engine, device: DeviceProfile, **settings: Any) -> doctor.EngineState:
+    return doctor.engine_state(engine, device, doctor.routes(device, Settings(**settings)))
+
+
+def test_engine_is_ready_without_being_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = state_of(engine_on_disk(tmp_path, monkeypatch), synthetic(0))
+    assert (state.ready, state.version, state.reason) == (True, "1.5", "ready")
+
+
+@pytest.mark.parametrize(
+    ("changes", "sm", "allowed", "reason"),
+    [
+        ({"supported": ">=2"}, 0, None, "version 1.5 is outside >=2, the versions supported on a CPU"),
+        ({}, 90, None, "toy.toyengine.core:gone: 'gone' of toyengine.core:gone is not there"),
+        ({"group": "other.plugins"}, 0, None, "entry point nsa_plugin of other.plugins is not installed"),
+        ({}, 0, "other_plugin", "TOY_PLUGINS='other_plugin' does not list nsa_plugin"),
+        ({}, 0, "", "TOY_PLUGINS='' does not list nsa_plugin"),
+        ({"not_yet": {"cpu": "in a later release"}}, 0, None, "in a later release"),
+        ({"majors": (9, 10), "gone": Need.CPU}, 89, None, "served on SM90 and SM100 GPUs, and this one is SM89"),
+    ],
+)
+def test_engine_that_cannot_serve_says_why(
+    changes: dict[str, Any],
+    sm: int,
+    allowed: str | None,
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if allowed is not None:
+        monkeypatch.setenv("TOY_PLUGINS", allowed)
+    state = state_of(engine_on_disk(tmp_path, monkeypatch, **changes), synthetic(sm))
+    assert not state.ready
+    assert reason in state.reason
+
+
+def test_engine_that_is_not_installed_is_not_ready(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    engine = engine_on_disk(tmp_path, monkeypatch)
+    state = state_of(engines.Engine("toyengine", ("absent",), engine.group, engine.allow_list), synthetic(0))
+    assert (state.ready, state.version, state.reason) == (False, "", "not installed")
+
+
+def test_doctor_calls_ready_what_the_backends_serve() -> None:
+    """What keeps an engine from serving on a GPU is said where it starts, and here."""
+    from nsa_plugin.backends.vllm.v32 import serving as gpu_serving
+
+    vllm, sglang = engines.ENGINES["vllm"], engines.ENGINES["sglang"]
+    assert vllm.majors == gpu_serving.BACKEND_MAJORS
+    for sm in (80, 89, 90, 100, 120):
+        try:
+            gpu_serving.check_device(synthetic(sm))
+        except LeftToStockError:
+            assert vllm.not_on(synthetic(sm)) is not None
+        else:
+            assert vllm.not_on(synthetic(sm)) is None
+        assert sglang.not_on(synthetic(sm)) is None
+    assert vllm.not_on(synthetic(0)) is None
+    assert sglang.not_on(synthetic(0)) == "SGLang serves DeepSeek sparse attention on a GPU only"
+
+
+def run_doctor(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, **known: engines.Engine
+) -> tuple[int, str, str]:
+    monkeypatch.setattr(doctor, "ENGINES", known)
+    return call(capsys, command)
+
+
+def test_doctor_ends_0_when_one_engine_can_serve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from nsa_plugin.libraries.probe import probe
+
+    if probe().kind != "cpu":
+        pytest.skip("the toy engine lacks its GPU target")
+    toy = engine_on_disk(tmp_path, monkeypatch)
+    absent = engines.Engine("toyengine", ("absent",), "toy.plugins", "TOY_PLUGINS")
+    code, out, _ = run_doctor(monkeypatch, capsys, "doctor", toy=toy, absent=absent)
+    assert code == 0
+    assert "ok: toyengine can serve V3.2 bf16 here with the plugin" in out
+    code, out, _ = run_doctor(monkeypatch, capsys, "doctor --json", toy=toy)
+    found = json.loads(out)
+    assert found["ok"] is True
+    assert found["engines"][0]["version"] == "1.5"
+    assert set(found["device"]["libraries"]) >= {"flash_mla", "reference"}
+    assert {row["model"] for row in found["routes"]} == {"V3.2 bf16", "V3.2 fp8", "V4 fp8"}
+
+
+def test_doctor_without_an_engine_ends_1_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine_on_disk(tmp_path, monkeypatch)
+    absent = engines.Engine("toyengine", ("absent",), "toy.plugins", "TOY_PLUGINS")
+    code, out, _ = run_doctor(monkeypatch, capsys, "doctor", absent=absent)
+    assert code == 1
+    assert "not installed" in out
+    assert "not ok: no installed engine can serve" in " ".join(out.split())
+
+
+def test_doctor_reports_a_bad_environment_and_ends_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NSA_PLUGIN_TRACE", "everything")
+    code, out, _ = run_doctor(monkeypatch, capsys, "doctor", toy=engine_on_disk(tmp_path, monkeypatch))
+    assert code == 1
+    assert "NSA_PLUGIN_TRACE" in out
+    assert "would serve, but a setting is wrong" in " ".join(out.split())
+    assert "switched off" not in out
+
+
+def test_doctor_names_the_kill_switch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NSA_PLUGIN_ENABLED", "0")
+    code, out, _ = run_doctor(monkeypatch, capsys, "doctor", toy=engine_on_disk(tmp_path, monkeypatch))
+    assert code == 1
+    assert "not ok: NSA_PLUGIN_ENABLED=0 turns the plugin off" in out
+    assert "\nok:" not in out
+
+
+def test_doctor_does_not_call_ready_what_the_settings_refuse(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NSA_PLUGIN_DECODE_BACKEND", "trtllm")
+    monkeypatch.setattr(doctor, "probe", lambda: synthetic(90))
+    toy = engine_on_disk(tmp_path, monkeypatch, gone=Need.CPU)
+    code, out, _ = run_doctor(monkeypatch, capsys, "doctor", toy=toy)
+    assert code == 1
+    assert "\nok:" not in out
+    state = state_of(toy, synthetic(90), decode_backend="trtllm")
+    assert (state.ready, state.models) == (False, ())
+    assert "decode_backend is trtllm" in state.reason
+
+
+def test_doctor_names_the_models_that_can_be_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    toy = engine_on_disk(tmp_path, monkeypatch, gone=Need.CPU)
+    assert state_of(toy, synthetic(90)).models == ("V3.2 bf16", "V3.2 fp8", "V4 fp8")
+    # FA3 reads bf16 caches; nothing here reads the fp8 layouts.
+    assert state_of(toy, synthetic(90, libraries=("fa3", "triton")), decode_backend="fa3").models == ("V3.2 bf16",)
+
+
+def test_doctor_names_the_models_that_vllm_serves_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nsa_plugin.backends.vllm.startup.model import CPU_LAYOUTS
+
+    assert engines.ENGINES["vllm"].cpu_layouts == tuple(dict.fromkeys(CPU_LAYOUTS.values()))
+    assert state_of(engine_on_disk(tmp_path, monkeypatch), synthetic(0)).models == ("V3.2 bf16",)
+
+
+def test_doctor_without_torch_does_not_call_the_device_a_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from nsa_plugin.libraries.probe import probe
+
+    toy = engine_on_disk(tmp_path, monkeypatch)
+    monkeypatch.setitem(sys.modules, "torch", None)  # type: ignore[arg-type]  # makes `import torch` fail
+    monkeypatch.setattr(doctor, "probe", probe.__wrapped__)
+    code, out, _ = run_doctor(monkeypatch, capsys, "doctor", toy=toy)
+    assert code == 1
+    assert "torch is not installed, so the device is unknown" in out
+    assert "CPU" not in out
+    assert "\nok:" not in out
+
+
+def test_doctor_routes_are_what_decide_says() -> None:
+    device = synthetic(90, libraries=("fa3", "deep_gemm"))
+    rows = doctor.routes(device, Settings())
+    assert len(rows) == 9
+    assert {row["works"] for row in rows} == {True, False}  # no fp8 decode without FlashMLA
+    for row in rows:
+        model, batch = doctor._MODELS[row["model"]], doctor._BATCHES[row["batch"]]
+        if row["works"]:
+            plan = decide(model, batch, device, Settings())
+            assert (row["route"], row["provider"]) == (plan.attention, plan.provider)
+        else:
+            with pytest.raises(NsaPluginError, match=re.escape(row["reason"])):
+                decide(model, batch, device, Settings())
+
+
+@pytest.mark.parametrize("sm", [0, 80, 90, 100])
+def test_doctor_fits_one_screen_and_gives_commands(
+    sm: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    toy = engine_on_disk(tmp_path, monkeypatch, gone=Need.PORTABLE)
+    monkeypatch.setattr(doctor, "probe", lambda: synthetic(sm, libraries=("triton", "reference")))
+    absent = engines.Engine("toyengine", ("absent", "absent-cpu"), "toy.plugins", "TOY_PLUGINS")
+    _, out, _ = run_doctor(monkeypatch, capsys, "doctor", toy=toy, absent=absent)
+    assert len(out.splitlines()) <= 24
+    assert max(map(len, out.splitlines())) <= 80
+    assert f'fix: pip install "absent{"" if sm else "-cpu"}>=1,<2"' in out
+    assert ("sgl-flash-mla>=1.0.0" in out) == (sm >= 90)
+    _, more, _ = run_doctor(monkeypatch, capsys, "doctor -v", toy=toy)
+    assert "Attention paths here" in more
+    assert max(map(len, more.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("allowed", "command"), [("", "export TOY_PLUGINS=nsa_plugin"), ("one", "export TOY_PLUGINS=one,nsa_plugin")]
+)
+def test_doctor_gives_the_command_that_allows_the_plugin(
+    allowed: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOY_PLUGINS", allowed)
+    assert state_of(engine_on_disk(tmp_path, monkeypatch), synthetic(0)).fix == command
+
+
+def test_doctor_calls_nothing_ready_that_is_switched_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NSA_PLUGIN_ENABLED", "0")
+    monkeypatch.setattr(doctor, "probe", lambda: synthetic(0))
+    _, out, _ = run_doctor(monkeypatch, capsys, "doctor", toy=engine_on_disk(tmp_path, monkeypatch))
+    assert "switched off" in out
+    assert "serves" not in out
+    assert "ready" not in out
+    assert "fix: unset NSA_PLUGIN_ENABLED" in out
+
+
+def test_doctor_says_why_nothing_runs_where_no_kernel_is_installed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    device = synthetic(90, libraries=())
+    doctor._show_all(doctor.console(), device, [], doctor.routes(device, Settings()))
+    out = " ".join(capsys.readouterr().out.split())
+    assert "not supported: no installed kernel library" in out
