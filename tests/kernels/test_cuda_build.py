@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import subprocess
 import sys
 from enum import IntEnum
@@ -133,7 +134,28 @@ def no_home(monkeypatch, tmp_path):
     monkeypatch.setattr("os.getuid", lambda: 2**31 - 17)
 
 
-@pytest.mark.parametrize("broken", [no_folder, no_lookup, no_home])
+def others_may_write(monkeypatch, tmp_path):
+    folder = tmp_path / "nsa_plugin"
+    folder.mkdir()
+    folder.chmod(0o777)
+
+
+def group_may_write(monkeypatch, tmp_path):
+    folder = tmp_path / "nsa_plugin"
+    folder.mkdir()
+    folder.chmod(0o770)
+
+
+def of_another_user(monkeypatch, tmp_path):
+    folder = tmp_path / "nsa_plugin"
+    folder.mkdir(mode=0o700)
+    if os.getuid() == 0:
+        os.chown(folder, 12345, -1)
+    else:
+        monkeypatch.setattr("os.getuid", lambda: os.stat(folder).st_uid + 1)
+
+
+@pytest.mark.parametrize("broken", [no_folder, no_lookup, no_home, others_may_write, group_may_write, of_another_user])
 def test_a_cache_that_cannot_be_used_is_done_without(compiler, monkeypatch, tmp_path, caplog, broken):
     broken(monkeypatch, tmp_path)
     build._say_unkept.cache_clear()
@@ -141,6 +163,20 @@ def test_a_cache_that_cannot_be_used_is_done_without(compiler, monkeypatch, tmp_
     assert build._cubin("topk.cu", (), "sm_90a")
     assert len(compiler.programs) == 2
     assert caplog.text.count("every start compiles them again") == 1
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o720])
+def test_a_kernel_that_others_may_have_written_is_neither_loaded_nor_replaced(compiler, tmp_path, caplog, mode):
+    first = build._cubin("topk.cu", (), "sm_90a")
+    (kept,) = (tmp_path / "nsa_plugin").iterdir()
+    kept.write_bytes(b"another's")
+    kept.parent.chmod(mode)
+    build._say_unkept.cache_clear()
+    assert build._cubin("topk.cu", (), "sm_90a") != b"another's" != first
+    assert kept.read_bytes() == b"another's"
+    assert "chmod go-w" in caplog.text
+    kept.parent.chmod(0o700)
+    assert build._cubin("topk.cu", (), "sm_90a") == b"another's", "a folder of one's own is trusted"
 
 
 def test_a_launch_passes_pointers_and_numbers_by_address(monkeypatch):

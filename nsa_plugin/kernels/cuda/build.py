@@ -3,7 +3,7 @@
 The sources (`*.cu` beside this file) include only `*.cuh` beside them, so that a CUDA toolkit is not needed:
 the driver is reached through `cuda.bindings` and NVRTC through `cuda.pathfinder`, which PyTorch's CUDA builds for Linux
 bring along. Cubins are kept in `$XDG_CACHE_HOME/nsa_plugin` (`~/.cache/nsa_plugin`), named after everything they
-depend on.
+depend on. Whoever can write there runs code on the GPU: a folder that others may write to is not used.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import functools
 import hashlib
 import logging
 import os
+import stat
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -157,25 +158,41 @@ def _cubin(source: str, defines: tuple[tuple[str, int], ...], arch: str) -> byte
     options += [f"-D{key}={value}" for key, value in defines]
     key = hashlib.sha256(repr((text, headers, options, nvrtc.version())).encode()).hexdigest()[:32]
     name = f"{Path(source).stem}-{arch}-{key}.cubin"
-    with contextlib.suppress(OSError, RuntimeError):  # it is not there, or cannot be read: compile
-        return (_cache() / name).read_bytes()
+    with contextlib.suppress(OSError, RuntimeError):  # it is not there, or cannot be read or trusted: compile
+        return (_own(_cache()) / name).read_bytes()
     cubin = nvrtc.compiled(text, source, headers, options)
     try:
-        _keep(_cache() / name, cubin)
+        _keep(_cache(), name, cubin)
     except (OSError, RuntimeError) as error:
         _say_unkept(str(error))
     return cubin
 
 
-def _keep(path: Path, cubin: bytes) -> None:
+def _own(folder: Path) -> Path:
+    """The folder, if it is this user's (or root's) and nobody else may write to it.
+
+    Raises:
+        OSError: it is another's, or is not there.
+    """
+    found = folder.stat()
+    if found.st_uid not in (os.getuid(), 0):
+        raise PermissionError(f"{folder} belongs to user {found.st_uid}; set XDG_CACHE_HOME to a folder of your own")
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(f"other users may write to {folder}: chmod go-w {folder}")
+    return folder
+
+
+def _keep(folder: Path, name: str, cubin: bytes) -> None:
     """Write the cubin for the next process.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: it cannot be written, or the folder is not this user's alone.
     """
+    path = folder / name
     partial = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # whoever writes here runs code on the GPU
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _own(folder)
         partial.write_bytes(cubin)
         # Several ranks compile at once: the rename is atomic and either cubin is the same.
         partial.replace(path)
