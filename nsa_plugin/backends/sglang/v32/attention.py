@@ -168,8 +168,6 @@ def adopt(
         planner.stock_prefill = FP8_PREFILLS.get(prefill)
     if planner.sinks:  # SGLang's FA3 path does not support them
         notes.append("the model has attention sinks: decode, verify and draft steps fall back to the stock path")
-    if planner.model.fp8_cache and getattr(server_args, "enable_mixed_chunk", False):
-        notes.append("--enable-mixed-chunk is on: prefills in a batch with decode steps fall back to the stock path")
     backend.nsa_plugin = State(
         planner=planner,
         x=x,

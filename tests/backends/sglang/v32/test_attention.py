@@ -96,9 +96,25 @@ def test_the_prefill_path_is_set_per_batch_and_reset(original: type):
     backend.init_forward_metadata(LONG)
     assert backend.impls == ("flashmla_kv", "flashmla_kv")
     assert backend.nsa_plugin.route.own
-    backend.init_forward_metadata(forward_batch(ForwardMode.MIXED, [3000, 1], [3000, 9]))
+    backend.init_forward_metadata(forward_batch(ForwardMode.SPLIT_PREFILL, [3000], [3000]))
     assert backend.nsa_plugin.route is None
     assert backend.impls == ("flashmla_sparse", "flashmla_kv")
+
+
+@BOTH
+@pytest.mark.parametrize("prefill", ["flashmla_kv", "flashmla_sparse", "flashmla_auto"])
+def test_a_prefill_with_decode_steps_is_attended_in_place(original: type, prefill: str):
+    backend = started(original, prefill=prefill, prefill_backend="reference")
+    backend.init_forward_metadata(forward_batch(ForwardMode.MIXED, [3000, 1, 1], [3000, 9, 4000]))
+    assert backend.impls == ("flashmla_kv", "flashmla_kv")
+    assert backend.nsa_plugin.route.own
+    _, kv_cache = filled_cache("v32_fp8")
+    q, slots = queries(5), selection(5)
+    out = leaf(backend, "flashmla_kv", q, kv_cache, slots)
+    assert backend.calls == []
+    torch.testing.assert_close(
+        out.float(), leaf(original(), "flashmla_kv", q, kv_cache, slots).float(), atol=2e-2, rtol=2e-2
+    )  # type: ignore[arg-type]
 
 
 def test_the_decode_path_is_set_per_batch_and_reset():
@@ -250,7 +266,12 @@ def test_both_names_of_the_page_size_are_read():
     [
         ("v32_fp8", "flashmla_kv", DECODE, {"decode_backend": "flash_mla"}),
         ("bf16", "flashmla_sparse", LONG, {"prefill_backend": "flash_mla"}),
-        ("v32_fp8", "flashmla_kv", forward_batch(ForwardMode.MIXED, [3000, 1], [3000, 9]), {}),
+        (
+            "v32_fp8",
+            "flashmla_kv",
+            forward_batch(ForwardMode.MIXED, [3000, 1], [3000, 9]),
+            {"prefill_backend": "flash_mla"},
+        ),
         ("v32_fp8", "flashmla_kv", forward_batch(ForwardMode.SPLIT_PREFILL, [9], [9]), {}),
     ],
 )
