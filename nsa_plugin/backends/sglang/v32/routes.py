@@ -34,6 +34,7 @@ from nsa_plugin.decision.plan import Attention, Plan
 from nsa_plugin.decision.routes import BF16_COPY, FLASH_MLA_DECODE, Route
 from nsa_plugin.decision.shapes import Phase
 from nsa_plugin.parallel.partition import Partition
+from nsa_plugin.telemetry import MIXED
 
 # SGLang's paths that a plan may replace, by layout and whether it is a prefill. If a flag or a default names another
 # path, that phase is left to the stock path. Decode paths in one set need the same buffers, which SGLang allocates
@@ -235,6 +236,8 @@ class SglangPlanner(Planner):
         else:
             # The requests of a step have no names, and so are not listed, in some versions of SGLang.
             self.record([(execution.plan, batch.requests)], started, [batch.shape.num_tokens])
+        if self.mixes and self.metrics is not None and batch.has_steps:
+            self.metrics.combined(MIXED)
         return execution
 
 
