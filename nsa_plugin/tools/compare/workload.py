@@ -138,7 +138,7 @@ def workload(
     if MIXED_CHUNK in cases:
         # SGLang mixes no request that asks for log probabilities, so the answers are scored afterwards.
         source = random.Random(f"{seed}/{MIXED_CHUNK}")
-        low, high = math.log(max(2, selects_above // 16)), math.log(2 * selects_above)
+        low, high = math.log(max(2, selects_above // 16)), math.log(min(4 * selects_above, context))
         lengths = [int(math.exp(source.uniform(low, high))) for _ in range(_MIXED_PROMPTS)]
         unlogged = [PromptRequest(name=f"m{i}", prompt=tokens(f"m{i}", count)) for i, count in enumerate(lengths)]
         add(MIXED_CHUNK, "at once", unlogged, top=0)
