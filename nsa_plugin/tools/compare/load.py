@@ -26,8 +26,8 @@ from nsa_plugin.tools.serving.engine import CompareError, ServedEngine
 if TYPE_CHECKING:
     import aiohttp
 
-TTFT, PREFILL, DECODE, MIXED = "ttft", "prefill", "decode", "mixed"
-SPEED_CASES = (TTFT, PREFILL, DECODE, MIXED)
+TTFT, PREFILL, DECODE, MIXED, TURNS = "ttft", "prefill", "decode", "mixed", "turns"
+SPEED_CASES = (TTFT, PREFILL, DECODE, MIXED, TURNS)
 
 # Default output tokens of each `DECODE` request.
 USUAL_OUTPUT = 256
@@ -35,6 +35,8 @@ USUAL_OUTPUT = 256
 _REPEAT_DECODE, _REPEAT_LONG_DECODE, _LONG_DECODE = 21, 3, 1024
 # `MIXED`: one long prompt and many short ones, each with some output so that prefills meet decodes.
 _LONG, _SHORTS, _SHORT, _MIXED_OUTPUT, _REPEAT_MIXED = 60_000, 40, 1000, 32, 9
+# `TURNS`: pairs of a long and a short prompt, so that a chunk of 8192 tokens has both kinds.
+_TURNS, _TURN_LONG, _TURN_SHORT, _REPEAT_TURNS = 12, 3000, 1000, 21
 # A server takes longer to read a body of 60000 numbers than one of 1000: without a head start the long prompt would
 # arrive last. Its prefill takes much longer than this.
 _HEAD_START_S = 0.1
@@ -58,6 +60,7 @@ class SpeedLoad:
             second for one of the longest.
         in_one: all prompts are in one request, whose answer is not streamed and has log probabilities.
         long: tokens of one more prompt, sent early enough to be scheduled first; 0: none.
+        turns: the lengths that the prompts have in turn, whose mean `prompt` is; (): all have the same.
     """
 
     name: str
@@ -68,6 +71,12 @@ class SpeedLoad:
     repeat: int
     in_one: bool = False
     long: int = 0
+    turns: tuple[int, ...] = ()
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each prompt, in order, without the long one."""
+        return [(self.turns or (self.prompt,))[place % max(1, len(self.turns))] for place in range(self.requests)]
 
     @property
     def measures(self) -> tuple[str, ...]:
@@ -94,8 +103,9 @@ def loads(
     """The loads of `cases`.
 
     They are: one request of each of three lengths; 100 prompts of 2000 tokens with one token out, each in its own
-    request and all in one; 16 prompts of 4096 with 256 out; and 40 of 1000 behind one of 60000. No prompt is longer
-    than `context`: the last load is left out if the context is too short (`left_out`), the others become shorter.
+    request and all in one; 16 prompts of 4096 with 256 out; 40 of 1000 behind one of 60000; and 12 of 3000 and 12 of
+    1000 in turn, all in one. No prompt is longer than `context`: the load behind one of 60000 is left out if the
+    context is too short (`left_out`), the others become shorter.
 
     Args:
         prompts: lengths in tokens of the single requests, if given.
@@ -118,6 +128,11 @@ def loads(
         found.append(SpeedLoad(name, DECODE, 16, prompt, new_tokens, repeat))
     if MIXED in cases and context >= _LONG:
         found.append(SpeedLoad(_mixed_name(), MIXED, _SHORTS, _SHORT, _MIXED_OUTPUT, _REPEAT_MIXED, long=_LONG))
+    if TURNS in cases:
+        turns = min(_TURN_LONG, context), min(_TURN_SHORT, context)
+        name = f"turns-{_TURNS}x{turns[0]}-{turns[1]}"
+        load = SpeedLoad(name, TURNS, 2 * _TURNS, sum(turns) // 2, 1, _REPEAT_TURNS, in_one=True, turns=turns)
+        found.append(load)
     return found
 
 
@@ -171,7 +186,7 @@ def measure(
         CompareError: a request failed, or the time was not enough.
     """
     source = random.Random(f"{load.name}/{repetition}")
-    lengths = [*([load.long] if load.long else []), *[load.prompt] * load.requests]
+    lengths = [*([load.long] if load.long else []), *load.lengths]
     prompts = [[source.randrange(10, vocab_size) for _ in range(length)] for length in lengths]
     if load.in_one:
         bodies = [json.dumps(engine.body(prompts, load.new_tokens, top=1))]
@@ -187,7 +202,7 @@ def measure(
                     text = await response.text()
                 seconds = time.perf_counter() - started
                 _check_answers(engine, load, text)
-                return {"input_tokens_per_s": load.requests * load.prompt / seconds}
+                return {"input_tokens_per_s": sum(load.lengths) / seconds}
             starts = [0.0, *[_HEAD_START_S] * load.requests] if load.long else [0.0] * load.requests
             pairs = zip(bodies, starts, strict=True)
             timed = await asyncio.gather(*(_stream(session, engine, url, body, after) for body, after in pairs))

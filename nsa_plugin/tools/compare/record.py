@@ -6,7 +6,8 @@
      "timed": "in turns" | "one after the other" | null, "tolerance": {...},
      "rows": [{"op": "agreement", "case": {"heads", "kv", ..., "requests"}, "provider", "baseline", "tokens", "equal",
                "parted", "max_gap", "max_error", "mean_error", "rejected", "each": [...]},
-              {"op": "serve", "case": {..., "requests", "prompt", "new_tokens", "measure", "in_one", "long"},
+              {"op": "serve", "case": {..., "requests", "prompt", "new_tokens", "measure", "in_one", "long",
+                                          "turns"},
                "provider", "median", "q1", "q3", "best", "runs",
                "baseline", "baseline_median", "baseline_q1", "baseline_q3", "baseline_best", "baseline_runs",
                "speedup", "paired_speedup", "baseline_again_median", "baseline_again_q1", ...,
@@ -218,6 +219,7 @@ def _serve(measured: Measured, loads: Sequence[SpeedLoad], case: dict[str, Any])
             what = {"requests": load.requests, "prompt": load.prompt, "new_tokens": load.new_tokens, "measure": measure}
             what |= {"in_one": True} if load.in_one else {}
             what |= {"long": load.long} if load.long else {}
+            what |= {"turns": list(load.turns)} if load.turns else {}
             row = {
                 "op": "serve",
                 "case": {**case, **what},

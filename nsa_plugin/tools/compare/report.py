@@ -91,7 +91,7 @@ def tables(record: Row) -> tuple[list[list[str]], list[list[str]]]:
         elif row["op"] == "serve":
             serve.append(
                 [
-                    f"{case['requests']} × {case['prompt']} in, {case['new_tokens']} out"
+                    f"{case['requests']} × {_lengths(case)} in, {case['new_tokens']} out"
                     + (", in one request" if case.get("in_one") else "")
                     + (f", behind one of {case['long']}" if "long" in case else ""),
                     case["measure"].replace("_per_s", "/s").replace("_", " "),
@@ -118,3 +118,9 @@ def _between(row: Row) -> str:
 
 def _nats(value: float | None) -> str:
     return "∞" if value is None else f"{value:.3f}"
+
+
+def _lengths(case: Row) -> str:
+    """Tokens of a load's prompts: "2000", or "3000 and 1000 in turn"."""
+    turns = case.get("turns")
+    return f"{' and '.join(map(str, turns))} in turn" if turns else str(case["prompt"])

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from nsa_plugin.telemetry import MIXED, SPLIT
 from nsa_plugin.tools.compare import rule
+from nsa_plugin.tools.compare.load import TURNS
 from nsa_plugin.tools.compare.measured import CONTROL, PLUGIN, STOCK, Measured, Run
 from nsa_plugin.tools.compare.rule import Compared
 from nsa_plugin.tools.compare.tolerance import ReferenceTolerance, StockTolerance, Tolerance, floor_of, tolerance
@@ -153,7 +154,7 @@ def active(run: Run) -> Check:
 def combined_checks(measured: Measured, run: Run) -> list[Check]:
     """Whether the plugin planned the prefills with requests of two kinds that its server was set up for."""
     found, cases = [], measured.asked["cases"]
-    if run.report.get("settings", {}).get("split_prefill") == "on" and INTERLEAVED in cases:
+    if run.report.get("settings", {}).get("split_prefill") == "on" and not {INTERLEAVED, TURNS}.isdisjoint(cases):
         found.append(("short prompts attended densely next to long ones", SPLIT))
     if measured.facts.get("mixed_chunk") and MIXED_CHUNK in cases:
         found.append(("decode steps ran in prefills", MIXED))

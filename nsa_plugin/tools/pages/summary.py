@@ -167,7 +167,8 @@ def model_family(record: Row) -> str:
 
 
 def _load(case: Row) -> str:
-    text = f"{case['requests']} prompts of {case['prompt']:,} tokens"
+    lengths = " and ".join(f"{tokens:,}" for tokens in case.get("turns", [case["prompt"]]))
+    text = f"{case['requests']} prompts of {lengths} tokens" + (" in turn" if "turns" in case else "")
     text += f", {case['new_tokens']:,} out" if case["new_tokens"] > 1 else ""
     text += f", behind one of {case['long']:,}" if "long" in case else ""
     return text + (", in one request" if case.get("in_one") else "")

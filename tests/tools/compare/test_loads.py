@@ -50,6 +50,21 @@ def test_short_requests_are_timed_behind_a_long_one(
     assert "| 4 × 20 in, 3 out, behind one of 120 | long ttft ms |" in text
 
 
+def test_prompts_with_lengths_in_turn_are_timed_in_one_request(
+    fake: Behave, read: Read, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"_TURNS": 2, "_TURN_LONG": 100, "_TURN_SHORT": 20, "_REPEAT_TURNS": 2}.items():
+        monkeypatch.setattr(load, name, value)
+    code, out, _ = call(capsys, arguments(tmp_path, fake(), "--case", "turns", "--together"))
+    record = read()
+    assert (code, failed(record)) == (0, []), out
+    (row,) = record["rows"]
+    case = row["case"]
+    assert (case["requests"], case["prompt"], case["turns"], case["in_one"]) == (4, 60, [100, 20], True)
+    assert (row["runs"], case["measure"]) == (2, "input_tokens_per_s")
+    assert "4 × 100 and 20 in turn in, 1 out" in "".join(site.pages(tmp_path / "records").values())
+
+
 @pytest.mark.usefixtures("small")
 def test_the_long_one_is_the_first_that_a_server_takes_in(
     fake: Behave, tmp_path: Path, capsys: pytest.CaptureFixture[str]

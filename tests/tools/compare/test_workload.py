@@ -112,14 +112,24 @@ def test_context_without_a_selection_is_refused() -> None:
 def test_loads_fit_the_context() -> None:
     assert [load.name for load in loads(32000)] == [
         *("ttft-2000", "ttft-8192", "ttft-32000", "prefill-100x2000", "prefill-100x2000-in-one", "decode-16x4096"),
+        "turns-12x3000-1000",
     ]
     assert [load.name for load in loads(300)] == [
         "ttft-300",
         "prefill-100x300",
         "prefill-100x300-in-one",
         "decode-16x300",
+        "turns-12x300-300",
     ]
     assert loads(300, ["single"]) == []
+
+
+def test_the_prompts_of_a_load_may_have_lengths_in_turn() -> None:
+    (turns,) = loads(32000, ["turns"])
+    assert (turns.requests, turns.lengths, turns.prompt) == (24, [3000, 1000] * 12, 2000)
+    assert (turns.in_one, turns.measures) == (True, ("input_tokens_per_s",))
+    (mixed,) = loads(60_000, ["mixed"])
+    assert mixed.lengths == [1000] * 40
 
 
 @pytest.mark.parametrize(
