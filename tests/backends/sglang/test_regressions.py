@@ -219,6 +219,7 @@ def test_a_selection_of_no_rows_is_the_engines():
     assert route is not None
     empty = torch.empty(0, dtype=torch.int32)
     metadata = SimpleNamespace(
+        attn_metadata=None,
         get_indexer_kvcache_range=lambda: (empty, empty),
         get_dsa_extend_len_cpu=lambda: [0],
         get_indexer_seq_len_cpu=lambda: torch.tensor([70]),
@@ -268,7 +269,7 @@ class StrictNsa(Strict, NsaBackend): ...
     ("batch", "settings"),
     [
         (forward_batch(ForwardMode.DECODE, [], [50] * 7), {"decode_backend": "flash_mla"}),
-        (forward_batch(ForwardMode.MIXED, [6, 1], [3000, 9]), {}),  # SGLang's own, whatever is asked for
+        (forward_batch(ForwardMode.MIXED, [6, 1], [3000, 9]), {"prefill_backend": "flash_mla"}),
     ],
 )
 def test_rows_that_have_no_length_do_not_reach_the_engines_flash_mla(original: type, batch: Any, settings: Any):
