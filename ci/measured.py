@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ci.rows import ROOT
+from nsa_plugin.decision.indexer import INDEXER_LAYOUT, LIBRARIES
 from nsa_plugin.decision.plan import Attention
 from nsa_plugin.decision.routes import FLASH_MLA_DECODE, Route
 from nsa_plugin.decision.timings import COPIED_CONTEXT, SELECTIONS, TimingKey, Timings
@@ -85,6 +86,9 @@ def _of_row(row: dict[str, Any]) -> Iterator[Measured]:
             filed = group_op(STEPS if step else ATTENTION, case["tp"])
             rows = case["batch"] * case["s_q"] if step else case["q"]
             yield filed, layout, label, case["heads"], rows, row["median_us"], (case["kv"], 0)
+    elif op == "indexer_topk":
+        if provider in LIBRARIES and case["topk"] == SELECTIONS["v32_fp8"][0]:
+            yield op, INDEXER_LAYOUT, provider, case["heads"], case["q"] * case["kv"], row["median_us"], (case["kv"], 0)
     elif op == "mha_one_shot":
         for layout, beside in BESIDE.items():
             route = (DENSE | beside).get(provider)
@@ -131,7 +135,10 @@ def render(table: Timings) -> str:
         for route, by_heads in by_route.items()
         for heads, points in by_heads.items()
     ]
-    about = "Microseconds of one call, points as [query tokens, microseconds]. Made by: python -m ci.measured"
+    about = (
+        "Microseconds of one call, points as [query tokens, microseconds]; of indexer_topk as [pairs of a query token "
+        "and a key, microseconds]. Made by: python -m ci.measured"
+    )
     listed = ",\n".join(f"  {json.dumps(row)}" for row in rows)
     times = f"[\n{listed}\n ]" if rows else "[]"
     return f'{{\n "about": {json.dumps(about)},\n "gpus": {json.dumps(gpus)},\n "times": {times}\n}}\n'

@@ -380,16 +380,21 @@ def test_measurements_of_another_group_or_topk_are_not_used(measure: Any) -> Non
 # As released
 
 
-def recorded(ranks: int) -> dict[tuple[str, int, int], tuple[float, float]]:
-    """{(phase, rows, context): (microseconds of the fastest kernel with local heads, of the fastest with resharding)}.
+ATTENTION_ALONE = Constraints(selection_split="the ranks share the selection")
+LAYER = "token_shard_layer"
 
-    Attention alone, on H200s.
+
+def recorded(ranks: int, op: str = sharding.ATTENTION) -> dict[tuple[str, int, int], tuple[float, float]]:
+    """{(phase, rows, context): (microseconds of the fastest way with local heads, of the fastest with resharding)}.
+
+    Args:
+        op: attention alone, or LAYER, with the indexer; on H200s.
     """
     record = json.loads((RECORDS / f"token-shard-tp{ranks}.json").read_text())
     found: dict[tuple[str, int, int], tuple[float, float]] = {}
     for row in record["rows"]:
         case = row["case"]
-        if row["op"] != sharding.ATTENTION:
+        if row["op"] != op:
             continue
         step = "batch" in case
         place = ("decode" if step else "extend", case["batch"] if step else case["q"], case["kv"])
@@ -402,7 +407,7 @@ def recorded(ranks: int) -> dict[tuple[str, int, int], tuple[float, float]]:
 
 @pytest.mark.parametrize(("rows", "chunks"), [(2048, None), (4096, 2), (8192, 4)])
 def test_pieces_are_those_of_the_records(rows: int, chunks: int | None) -> None:
-    plan = choose(replace(V32_FP8, attn_tp_size=4), extend(rows, 65536), FULL)
+    plan = choose(replace(V32_FP8, attn_tp_size=4), extend(rows, 65536), FULL, ATTENTION_ALONE)
     assert (plan.token_shard, plan.token_shard_chunks) == ((True, chunks) if chunks else (False, 1))
     if not chunks:
         assert "no gain: own heads with cuda sparse_prefill" in plan.reasons["token_shard"]
@@ -420,7 +425,7 @@ def test_auto_reshards_what_the_records_show_is_faster(ranks: int) -> None:
     reshards = set()
     for (phase, rows, context), (local, resharded) in cases.items():
         shape = extend(rows, context) if phase == "extend" else decode(rows, context, cuda_graph=True)
-        plan = choose(model, shape, FULL)
+        plan = choose(model, shape, FULL, ATTENTION_ALONE)
         reason = plan.reasons["token_shard"]
         known = re.search(r"no gain: own heads with \w+ sparse_decode (\d+) us, resharding (\d+) us", reason)
         now = min(local, float(known[1])) if known else local
@@ -430,12 +435,27 @@ def test_auto_reshards_what_the_records_show_is_faster(ranks: int) -> None:
     assert reshards == (set() if ranks == 2 else {("extend", 2048), ("extend", 8192)})
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_auto_reshards_where_a_recorded_layer_with_its_indexer_is_faster(ranks: int) -> None:
+    """The decision adds up attention's time and the indexer's, which the record has as one."""
+    model, cases = replace(V32_FP8, attn_tp_size=ranks), recorded(ranks, LAYER)
+    assert {(rows, context) for _, rows, context in cases} == {(2048, 8192), (8192, 65536), (8192, 131072)}
+    for (_, rows, context), (local, resharded) in cases.items():
+        plan = choose(model, extend(rows, context), FULL)
+        assert plan.token_shard == (resharded < local), (rows, context, plan.reasons["token_shard"])
+        # Both estimates are near the readings of the whole layer.
+        found = [float(ms) for ms in re.findall(r" (\d+\.\d+) ms \(", plan.reasons["token_shard"])]
+        if max(local, resharded) > 5000:
+            assert found == pytest.approx([local / 1e3, resharded / 1e3], rel=0.2)
+
+
 def test_auto_keeps_heads_local_if_no_kernel_pads_them() -> None:
-    """FlashMLA supports 64 heads a rank: by the record resharding is slower for any number of query tokens."""
+    """FlashMLA supports 64 heads a rank: by the record attention alone is slower resharded, whatever the number of
+    query tokens."""
     model = replace(V32_FP8, attn_tp_size=2)
     for rows in (2048, 2500, 4096, 6000, 8192, 16384):
         for context in (rows, 65536, 131072):
-            assert not choose(model, extend(rows, context), FULL).token_shard
+            assert not choose(model, extend(rows, context), FULL, ATTENTION_ALONE).token_shard
     for rows in (128, 200, 384, 512, 1024):
         assert not choose(model, decode(rows, 8192, cuda_graph=True), FULL).token_shard
 
