@@ -58,8 +58,12 @@ BESIDE: dict[str, dict[str, Route]] = {
 # Resharding, measured by `python -m nsa_plugin.tools.bench.group`: the label of a prefill, in one piece or more, and of
 # a decode, in one. A prefill's bf16 rows are made beforehand; the decision adds their copy.
 RESHARDED = {in_chunks("token_shard flash_mla", chunks): reshard_label(_COPIED, chunks) for chunks in CHUNKS}
+RESHARDED |= {in_chunks("token_shard cuda", chunks): reshard_label(_PREFILL["cuda"], chunks) for chunks in CHUNKS}
 RESHARDED["token_shard flash_mla decode kernel"] = reshard_label(FLASH_MLA_DECODE)
-RESHARDED_STEPS = {"token_shard flash_mla": reshard_label(FLASH_MLA_DECODE)}
+RESHARDED_STEPS = {
+    "token_shard flash_mla": reshard_label(FLASH_MLA_DECODE),
+    "token_shard cuda": reshard_label(_DECODE["cuda"]),
+}
 
 # (op, layout, label, heads, rows, microseconds, rank of the case among those of the same rows)
 Measured = tuple[str, str, str, int, int, float, tuple[int, int]]

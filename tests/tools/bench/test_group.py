@@ -124,6 +124,13 @@ def test_refuses_what_it_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
         main([])
 
 
+def test_heads_divide_among_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    for heads in ("30", "0"):
+        with pytest.raises(BenchError, match=f"4 ranks; the number must divide {heads} heads"):
+            measure(parser().parse_args(["--tiny", "--heads", heads]), torch.device("cpu"))
+
+
 def test_options_are_not_shortened(capsys: pytest.CaptureFixture[str]) -> None:
     """A shortened one would stay in the record."""
     with pytest.raises(SystemExit):
@@ -131,11 +138,21 @@ def test_options_are_not_shortened(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--js" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_suites_are_of_the_model(ranks: int) -> None:
-    suite = workloads.suite(ranks)
+@pytest.mark.parametrize(
+    ("ranks", "heads", "name"),
+    [
+        (2, 128, "token-shard-tp2"),
+        (4, 128, "token-shard-tp4"),
+        (8, 128, "token-shard-tp8"),
+        (2, 64, "token-shard-tp2-64heads"),
+        (2, 32, "token-shard-tp2-32heads"),
+    ],
+)
+def test_suites_are_of_the_model(ranks: int, heads: int, name: str) -> None:
+    suite = workloads.suite(ranks, heads)
+    assert suite.name == name
     for case in suite.cases:
-        assert case.number("heads") * ranks == workloads.ALL_HEADS
+        assert case.number("heads") * ranks == heads
         assert case.number("tp") == ranks
     shapes = [(case.op, case.as_dict().get("q"), case.number("kv")) for case in suite.cases]
     wanted = [(8192, 65536), (8192, 131072), (2048, 8192)]
