@@ -141,11 +141,8 @@ def test_options_are_not_shortened(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("ranks", "heads", "name"),
     [
-        (2, 128, "token-shard-tp2"),
-        (4, 128, "token-shard-tp4"),
-        (8, 128, "token-shard-tp8"),
-        (2, 64, "token-shard-tp2-64heads"),
-        (2, 32, "token-shard-tp2-32heads"),
+        *((ranks, 128, f"token-shard-tp{ranks}") for ranks in (2, 4, 8)),
+        *((2, heads, f"token-shard-tp2-{heads}heads") for heads in (32, 64)),
     ],
 )
 def test_suites_are_of_the_model(ranks: int, heads: int, name: str) -> None:
