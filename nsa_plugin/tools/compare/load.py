@@ -126,8 +126,9 @@ def loads(
         repeat = _REPEAT_DECODE if new_tokens <= _LONG_DECODE else _REPEAT_LONG_DECODE
         if not output_tokens:
             in_one = f"decode-{_DECODE_IN_ONE}x{prompt}-in-one"
-            repeat_in_one = _REPEAT_DECODE_IN_ONE
-            found.append(SpeedLoad(in_one, DECODE, _DECODE_IN_ONE, prompt, new_tokens, repeat_in_one, in_one=True))
+            load = SpeedLoad(in_one, DECODE, _DECODE_IN_ONE, prompt, new_tokens, _REPEAT_DECODE_IN_ONE, in_one=True)
+            # Before all others, so that its first pass is the first that servers of a run without answers get.
+            found.insert(0, load)
         found.append(SpeedLoad(name, DECODE, 16, prompt, new_tokens, repeat))
     if MIXED in cases and context >= _LONG:
         found.append(SpeedLoad(_mixed_name(), MIXED, _SHORTS, _SHORT, _MIXED_OUTPUT, _REPEAT_MIXED, long=_LONG))

@@ -55,13 +55,15 @@ def test_all_are_started_first_asked_one_after_the_other_and_timed_in_turns(
 
     streamed = [entry for entry in requests if entry["what"] == "stream"]
     whole = [entry for entry in requests if entry["what"] == "generate"]
-    asked = [entry["role"] for entry in whole if entry["began"] < streamed[0]["began"]]
+    # The load of many prompts with an output is timed before those that are streamed.
+    decoded = 3 * (REPEAT_DECODE_IN_ONE + 1)
+    asked = [entry["role"] for entry in whole if entry["began"] < streamed[0]["began"]][:-decoded]
     assert list(dict.fromkeys(asked)) == ROLES.split(",")
     assert sum(one != other for one, other in pairwise(asked)) == 3  # each is asked once, from its first to its last
 
     # Of what is timed, two loads are a request of many prompts, which is not streamed.
     in_one = [entry["role"] for entry in whole[len(asked) :]]
-    assert len(in_one) == 3 * (REPEAT + 1 + REPEAT_DECODE_IN_ONE + 1)
+    assert len(in_one) == 3 * (REPEAT + 1) + decoded
     assert all(
         sorted(in_one[place : place + 3]) == ["plugin", "stock", "stock-again"] for place in range(0, len(in_one), 3)
     )
