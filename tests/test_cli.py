@@ -147,9 +147,7 @@ def test_bad_environment_is_one_line_and_2(monkeypatch: pytest.MonkeyPatch, caps
 def test_explain_is_the_decision_of_the_same_inputs(capsys: pytest.CaptureFixture[str]) -> None:
     found = data(capsys, EXAMPLE)
     model = ModelShape(num_heads=128, attn_tp_size=8, kv_layout="v32_fp8")
-    batch = BatchShape(
-        phase=Phase.EXTEND, num_requests=1, num_tokens=13000, max_kv_len=65536, total_kv_len=65536, has_prefix=True
-    )
+    batch = BatchShape.from_lengths(Phase.EXTEND, [13000], [65536])
     plan = decide(model, batch, synthetic(90), Settings())
     assert found["plan"] == json.loads(json.dumps(plan.as_dict()))
     assert found["batch"] == json.loads(json.dumps(asdict(batch)))

@@ -169,6 +169,8 @@ def _batch(args: argparse.Namespace) -> BatchShape:
         )
     return BatchShape(
         phase=Phase(args.phase),
+        # As if all requests were alike.
+        scored=q_tokens * total_kv // requests - q_tokens * max(0, q_tokens // requests - 1) // 2,
         num_requests=min(requests, q_tokens),
         num_tokens=q_tokens,
         max_kv_len=max_kv,

@@ -36,6 +36,8 @@ class Constraints:
         copy_budget_from: where the budget comes from.
         keep_heads: why the ranks keep their heads for every token; "" = they may reshard.
         keep_heads_on: why the ranks keep their heads, by the route that they would otherwise reshard around.
+        selection_split: why each rank selects for its share of a prefill's query tokens even if heads stay local; "" =
+            every rank then selects for all of them.
         stock_prefill: the stock engine's route for prefills over an fp8 cache, first where no times exist; None = over
             bf16 rows for V4, the usual order for V3.2.
         stock_tokens: up to this many context tokens in all, the stock engine's code selects; 0 = never. Without times
@@ -56,6 +58,7 @@ class Constraints:
     copy_budget_from: str = ""
     keep_heads: str = ""
     keep_heads_on: Mapping[Route, str] = field(default_factory=dict)
+    selection_split: str = ""
     stock_prefill: Route | None = None
     stock_tokens: int = 0
     stock_attends_by: frozenset[Route] = frozenset()

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from nsa_plugin.tools.compare.lifecycle import HEARTBEAT_S, Say, finish_all, recover, start_all
-from nsa_plugin.tools.compare.load import SpeedLoad, measure
+from nsa_plugin.tools.compare.load import FIRST, SpeedLoad, measure
 from nsa_plugin.tools.compare.measured import AGAIN, CONTROL, PLUGIN, STOCK, Measured, Run
 from nsa_plugin.tools.compare.role_server import RoleServer
 from nsa_plugin.tools.compare.workload import LIMIT
@@ -259,10 +259,11 @@ class EngineComparison:
             one.say(f"{load.name} ended: {error}")
             recover(one, self.engine, until - time.monotonic())
             return False
-        if repetition:  # the first one warms up
-            readings = one.run.speed.setdefault(load.name, {})
-            for name, value in found.items():
-                readings.setdefault(name, []).append(value)
+        readings = one.run.speed.setdefault(load.name, {})
+        for name, value in found.items():
+            measured = name if repetition else f"{FIRST}{name}"
+            if measured in load.measures:
+                readings.setdefault(measured, []).append(value)
         return True
 
 

@@ -82,6 +82,7 @@ def test_agreement_and_speed_of_four_servers(
         "input_tokens_per_s",
         "itl_ms",
         "output_tokens_per_s",
+        "first_output_tokens_per_s",
     }
     for row in serve:
         assert row["median"] > 0

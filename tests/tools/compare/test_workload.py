@@ -111,10 +111,11 @@ def test_context_without_a_selection_is_refused() -> None:
 
 def test_loads_fit_the_context() -> None:
     assert [load.name for load in loads(32000)] == [
-        *("ttft-2000", "ttft-8192", "ttft-32000", "prefill-100x2000", "prefill-100x2000-in-one", "decode-16x4096"),
-        "turns-12x3000-1000",
+        *("decode-32x4096-in-one", "ttft-2000", "ttft-8192", "ttft-32000"),
+        *("prefill-100x2000", "prefill-100x2000-in-one", "decode-16x4096", "turns-12x3000-1000"),
     ]
     assert [load.name for load in loads(300)] == [
+        "decode-32x300-in-one",
         "ttft-300",
         "prefill-100x300",
         "prefill-100x300-in-one",
@@ -168,9 +169,11 @@ def test_readings_of_short_requests_are_without_those_of_the_long_one() -> None:
 
 
 def test_output_tokens_are_those_asked_for() -> None:
-    (usual,) = loads(32000, ["decode"])
+    in_one, usual = loads(32000, ["decode"])
     (long,) = loads(32000, ["decode"], output_tokens=4096)
     assert (usual.name, usual.new_tokens, usual.repeat) == ("decode-16x4096", 256, 21)
+    assert (in_one.requests, in_one.new_tokens, in_one.repeat, in_one.in_one) == (32, 256, 9, True)
+    assert in_one.measures == ("output_tokens_per_s", "first_output_tokens_per_s")
     assert (long.name, long.prompt, long.new_tokens, long.repeat) == ("decode-16x4096-4096-out", 4096, 4096, 3)
 
 
