@@ -97,6 +97,4 @@ def test_a_shard_that_cannot_be_is_refused(given: tuple[int, int, int]):
 def test_the_table_has_a_row_for_each_query_token():
     chosen = torch.zeros((3, 4), dtype=torch.int32)
     with pytest.raises(KernelArgumentError, match="row_to_request"):
-        reference_shard(
-            chosen, chosen, KvShard(2, 0), page_size=8, row_to_request=torch.zeros(2, dtype=torch.int32)
-        )
+        reference_shard(chosen, chosen, KvShard(2, 0), page_size=8, row_to_request=torch.zeros(2, dtype=torch.int32))

@@ -76,16 +76,29 @@ class Providers:
         Args:
             slots: int32 [n, topk], -1 for none.
             out: tensor for the output; None = a new one.
-            arguments: `scale`, `d_v` and `attn_sink`, as in `nsa_plugin.kernels.sparse_mla`.
+            arguments: `scale`, `d_v`, `attn_sink` and `topk_length`, as in `nsa_plugin.kernels.sparse_mla`.
         """
+        return self.attend_part(op, name, q, cache, slots, out=out, **arguments)[0]
+
+    def attend_part(
+        self,
+        op: str,
+        name: str,
+        q: torch.Tensor,
+        cache: PagedCache,
+        slots: torch.Tensor,
+        *,
+        out: torch.Tensor | None = None,
+        **arguments: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `attend`, with the lse float32 [n, heads]: natural log, +inf for a query token without a key."""
         kernel = self.load(op, name)
-        found: torch.Tensor
         if op == "sparse_mla_prefill":
-            found = kernel(q, cache, slots, out=out, **arguments).out
-        else:
-            into = None if out is None else out.unsqueeze(1)
-            found = kernel(q.unsqueeze(1), cache, slots.unsqueeze(1), out=into, **arguments).out.squeeze(1)
-        return found
+            found = kernel(q, cache, slots, out=out, **arguments)
+            return found.out, found.lse
+        into = None if out is None else out.unsqueeze(1)
+        found = kernel(q.unsqueeze(1), cache, slots.unsqueeze(1), out=into, **arguments)
+        return found.out.squeeze(1), found.lse.squeeze(-1)
 
     def helper(self, op: str) -> Callable[..., Any]:
         """Return the function of an op that no plan names."""

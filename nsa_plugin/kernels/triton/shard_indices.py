@@ -37,14 +37,14 @@ def shard(
             _shard[(rows,)](
                 slots, counts, topk_indices, page_table, row_to_request, topk, *page_table.shape,
                 *topk_indices.stride(), *page_table.stride(), row_to_request.stride(0),
-                RANKS=shard.ranks, RANK=shard.rank, INTERLEAVE=shard.interleave, PAGE_SIZE=page_size,
+                shard.rank, RANKS=shard.ranks, INTERLEAVE=shard.interleave, PAGE_SIZE=page_size,
                 BLOCK=min(CHUNK, max(16, power_of_2(topk))),
             )  # fmt: skip
     return ShardSlots(slots, counts)
 
 
 @triton.jit(
-    do_not_specialize=["topk", "requests", "pages", "table_stride"],  # a table is as wide as the batch needs
+    do_not_specialize=["topk", "requests", "pages", "table_stride", "rank"],  # a table is as wide as the batch needs
     do_not_specialize_on_alignment=["request_ptr", "indices_ptr"],  # they may be slices from any row on
 )
 def _shard(
@@ -53,7 +53,8 @@ def _shard(
     indices_ptr, table_ptr, request_ptr,
     topk, requests, pages,
     indices_stride, indices_entry_stride, table_stride, table_page_stride, request_stride,
-    RANKS: tl.constexpr, RANK: tl.constexpr, INTERLEAVE: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    rank,
+    RANKS: tl.constexpr, INTERLEAVE: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     request = tl.load(request_ptr + row * request_stride).to(tl.int64)
@@ -68,7 +69,7 @@ def _shard(
         position = tl.load(pointers, mask=entry < width, other=-1).to(tl.int64)
         valid = position >= 0
         position = tl.where(valid, position, 0)
-        valid = valid & ((position // INTERLEAVE) % RANKS == RANK)
+        valid = valid & ((position // INTERLEAVE) % RANKS == rank)
         local = position // (RANKS * INTERLEAVE) * INTERLEAVE + position % INTERLEAVE
         valid = valid & (local < limit)
         pointers = table_ptr + request * table_stride + (local // PAGE_SIZE) * table_page_stride

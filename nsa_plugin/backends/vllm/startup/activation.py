@@ -24,8 +24,10 @@ from nsa_plugin import settings as settings_module
 from nsa_plugin.backends.vllm.startup import counters
 from nsa_plugin.backends.vllm.startup.model import (
     CPU_LAYOUTS,
+    DCP_FLAG,
     check_on_cpu,
     check_on_gpu,
+    decode_context_parallel_size,
     family_of,
     is_portable,
     is_sparse,
@@ -226,6 +228,8 @@ def check_here(vllm_config: Any, resolved: ResolvedSettings) -> tuple[Need, ...]
         )
         return (Need.CPU,)
     check_on_gpu(vllm_config)
+    if (size := decode_context_parallel_size(vllm_config)) > 1:
+        _check_dcp(size, ledger.version, resolved)
     needs: tuple[Need, ...] = (Need.GPU,)
     if family_of(vllm_config) == "v4":
         needs = (Need.GPU, Need.GPU_V4)
@@ -239,6 +243,22 @@ def check_here(vllm_config: Any, resolved: ResolvedSettings) -> tuple[Need, ...]
     assert files is not None
     ledger.check(*needs, look=files.check)
     return needs
+
+
+def _check_dcp(size: int, version: Version, resolved: ResolvedSettings) -> None:
+    """Check that the plugin serves this vLLM with the KV cache shared between `size` ranks."""
+    given, settings = f"{DCP_FLAG} {size}", resolved.settings
+    if settings.portable == "on":
+        raise SettingsError(f"portable is on and cannot work with {given}; allowed here: auto")
+    if is_portable(device_sm()):
+        raise LeftToStockError(f"nsa-plugin's portable path does not support {given}")
+    supported = ledger_data.SUPPORTED_DCP
+    if not SpecifierSet(supported, prereleases=True).contains(version):
+        raise LeftToStockError(f"nsa-plugin supports {given} in vLLM {supported}; this is {version}")
+    if not settings.strict:
+        raise LeftToStockError(
+            f"strict is off, and with {given} a rank that the plugin does not serve would keep the others waiting"
+        )
 
 
 def wanted(vllm_config: Any, resolved: ResolvedSettings) -> bool:
