@@ -38,7 +38,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[VllmProcess]:
     monkeypatch.setattr(gpu_serving, "GpuServing", Here)
     monkeypatch.setattr(gpu_serving, "dense_workspace_tokens", lambda vllm_config: 4096)
     monkeypatch.setattr(gpu_serving, "warm", lambda *_: None)
-    for name in ("warm_selection", "warm_reading", "warm_indexer", "warm_inputs"):
+    for name in ("warm_selection", "warm_reading", "warm_indexer", "warm_inputs", "warm_shard"):
         monkeypatch.setattr(gpu_serving, name, lambda *_, **__: None)
     monkeypatch.setattr(activation, "use_engine_log", lambda: None)
     yield this

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
+from nsa_plugin import settings
 from nsa_plugin.backends.vllm.startup import activation, serving
 from nsa_plugin.backends.vllm.startup.activation import VllmProcess
 from nsa_plugin.backends.vllm.v32 import patches as gpu_patches
@@ -140,7 +141,10 @@ def test_everything_is_checked_before_anything_is_started(process: VllmProcess):
 
 LEFT = [
     (lambda c: setattr(c.cache_config, "cache_dtype", "nvfp4"), "--kv-cache-dtype is nvfp4"),
-    (lambda c: setattr(c.parallel_config, "decode_context_parallel_size", 2), "--decode-context-parallel-size 2"),
+    (
+        lambda c: setattr(c.parallel_config, "decode_context_parallel_size", 2),
+        "supports --decode-context-parallel-size 2 in vLLM >=0.29,<0.34; this is 0.24.0",
+    ),
     (
         lambda c: setattr(c.model_config.hf_config, "architectures", ["DeepseekV41ForCausalLM"]),
         "supports DeepseekV4ForCausalLM here, not DeepseekV41ForCausalLM",
@@ -178,6 +182,45 @@ def test_an_unsupported_configuration_is_left_to_stock_vllm(
     (report,) = reports
     assert not report.active
     assert re.search(f"left to the stock engine: .*{words}", report.text())
+
+
+def sharing(**given: Any) -> Any:
+    """A configuration with the KV cache shared between two ranks."""
+    vllm_config = configured(**given)
+    vars(vllm_config.parallel_config).update(decode_context_parallel_size=2, cp_kv_cache_interleave_size=1)
+    return vllm_config
+
+
+@pytest.mark.parametrize("version", ["0.29.0", "0.33.0"])
+def test_decode_context_parallelism_is_served(process: VllmProcess, reports: list[StartupReport], version: str):
+    process.ledger.version = Version(version)
+    vllm_config = sharing(strict="full")
+    assert engine_config(vllm_config) is vllm_config
+    worker = worker_of(vllm_config)
+    load_model(worker)
+    warm_up(worker)
+    (report,) = reports
+    assert report.active
+    assert report.left == []
+    assert "2 ranks share each request's KV cache" in report.text()
+    assert "with 8 heads" in report.text()
+
+
+def test_decode_context_parallelism_is_left_to_vllm_where_ranks_could_differ(process: VllmProcess):
+    process.ledger.version = Version("0.33.0")
+    with pytest.raises(LeftToStockError, match="would keep the others waiting"):
+        activation.check_here(sharing(), settings.resolve(config={"enabled": True, "strict": False}, environ={}))
+    assert worker_of(sharing(strict=False)).rank == 0
+    assert process.serving is None
+
+
+def test_decode_context_parallelism_is_not_on_the_portable_path(process: VllmProcess, monkeypatch: pytest.MonkeyPatch):
+    process.ledger.version = Version("0.33.0")
+    with pytest.raises(SettingsError, match="portable is on and cannot work with --decode-context-parallel-size 2"):
+        engine_config(sharing(portable="on"))
+    monkeypatch.setattr(Here, "device", synthetic(86, libraries=("triton",)))
+    with pytest.raises(LeftToStockError, match="portable path does not support --decode-context-parallel-size 2"):
+        engine_config(sharing(strict="full"))
 
 
 @pytest.mark.regression(27)

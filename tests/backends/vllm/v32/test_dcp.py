@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from nsa_plugin.backends.common.paths import MIXED as MIXED_PATH
 from nsa_plugin.backends.common.paths import PROVIDER, STOCK
+from nsa_plugin.backends.common.providers import Providers
+from nsa_plugin.backends.common.warm import warm_shard
 from nsa_plugin.decision.plan import Attention
 from nsa_plugin.decision.shapes import Phase
-from nsa_plugin.errors import PatchError, SettingsError
+from nsa_plugin.errors import NoProviderError, PatchError, SettingsError
+from nsa_plugin.kernels.shard_indices import KvShard
+from tests.backends.fake_vllm import dcp_start
 from tests.backends.fake_vllm.dcp import shared
 from tests.backends.fake_vllm.v32 import HEADS, TRITON, WITH_FLASH_MLA, Step, World, planner
 from tests.backends.vllm.v32.test_attention import MIXED
+from tests.parallel.ranks import on_ranks
 
 SHARES = pytest.mark.parametrize(("ranks", "interleave"), [(2, 1), (2, 8), (3, 2)])
 
@@ -108,6 +115,7 @@ def world_lses(world: World) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.regression(20)
 def test_padded_rows_of_a_captured_batch():
     group = shared(step_tokens=2)
     steps, outputs = group.run([(2, 50), (2, 8)], padded_rows=4, padded_requests=2)
@@ -168,3 +176,21 @@ def test_a_batch_before_the_ranks_are_known_is_refused():
 def test_a_layer_with_another_number_of_ranks_is_refused():
     with pytest.raises(PatchError, match="1 ranks share, but plans are for 2"):
         World(planner("v32_fp8", dcp=2), later=True)
+
+
+def test_the_warm_up_checks_that_the_ranks_have_every_token(monkeypatch: pytest.MonkeyPatch):
+    model, cpu = planner("v32_fp8", dcp=3).model, torch.device("cpu")
+    providers = Providers("v32_fp8", 0)
+    for interleave in (1, 4):
+        warm_shard(providers, model, cpu, page_size=8, interleave=interleave)
+    whole = KvShard(1, 0)
+    transform = providers.helper("index_transform_shard")
+    wrong = {("index_transform_shard", "reference"): lambda a, b, shard, **c: transform(a, b, whole, **c)}
+    monkeypatch.setattr(providers, "_loaded", wrong)
+    with pytest.raises(NoProviderError, match="the ranks do not have every selected token once"):
+        warm_shard(providers, model, cpu, page_size=8, interleave=1)
+
+
+@pytest.mark.parametrize("interleave", [1, 8])
+def test_ranks_of_a_real_group(interleave: int, tmp_path: Path):
+    on_ranks(2, dcp_start.starting, tmp_path, interleave)
