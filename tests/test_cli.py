@@ -234,6 +234,17 @@ def test_explain_v4_has_its_own_shape(capsys: pytest.CaptureFixture[str]) -> Non
     assert found["model"]["index_topk"] == 512
 
 
+def test_explain_with_a_shared_kv_cache(capsys: pytest.CaptureFixture[str]) -> None:
+    command = "explain --sm 90 --kv-dtype fp8_e4m3 --tp 8 --dcp 2 --q-tokens 4096 --max-kv 65536"
+    found = data(capsys, command)
+    assert found["model"]["dcp_size"] == 2
+    assert not found["plan"]["dequantize_kv"]
+    assert "gathers the heads of 2 ranks" in found["plan"]["reasons"]["token_shard"]
+    _, out, _ = call(capsys, f"{command} -v")
+    assert "of which 2 share the KV cache and attend 32 heads" in " ".join(out.split())
+    assert "with every selected token on one rank, while 2 ranks share them" in found["plan"]["reasons"]["provider"]
+
+
 def test_explain_glm_has_its_own_shape(capsys: pytest.CaptureFixture[str]) -> None:
     found = data(capsys, "explain --model glm --sm 90 --kv-dtype fp8_e4m3 --tp 8 --q-tokens 9000 --max-kv 9000")[
         "model"

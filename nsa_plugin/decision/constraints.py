@@ -77,4 +77,7 @@ class Constraints:
         return f"a bf16 copy would take {(self.copy_bytes or 0) / MIB:.0f} MiB, over {self.copy_budget_from}"
 
 
+SHARED_CONTEXT = "the ranks share the context, and a bf16 copy of it would have to be gathered from all of them"
+"""`no_copy` with decode context parallelism."""
+
 UNCONSTRAINED = Constraints()

@@ -337,7 +337,9 @@ def vllm_config(**more: Any) -> Any:
 
 def make_builder(planner: VllmPlanner | None) -> Any:
     spec = SimpleNamespace(block_size=PAGE)
-    return planned_builder(StockBuilder, lambda: planner)(spec, ["mla"], vllm_config(), torch.device("cpu"))
+    interleave = 1 if planner is None or planner.dcp is None else planner.dcp.shard.interleave
+    given = vllm_config(parallel_config=SimpleNamespace(cp_kv_cache_interleave_size=interleave))
+    return planned_builder(StockBuilder, lambda: planner)(spec, ["mla"], given, torch.device("cpu"))
 
 
 class Step:

@@ -188,11 +188,14 @@ def _check_decode_context_parallel(vllm_config: Any) -> None:
         raise LeftToStockError(
             f"with {given} vLLM's FlashMLA layers read an fp8 cache only, and --kv-cache-dtype is {cache_dtype}"
         )
+    if vllm_config.speculative_config is None:
+        return
     interleave = int(getattr(vllm_config.parallel_config, "cp_kv_cache_interleave_size", 1))
-    if interleave > 1 and vllm_config.speculative_config is not None:
-        raise LeftToStockError(
-            f"with {given} and --cp-kv-cache-interleave-size {interleave} vLLM sorts verify steps among the prefills"
-        )
+    # Under a KV connector vLLM sets the interleave later, to the size of a page.
+    connector = getattr(getattr(vllm_config, "kv_transfer_config", None), "kv_connector", None)
+    if interleave > 1 or connector:
+        by = f"--cp-kv-cache-interleave-size {interleave}" if interleave > 1 else f"the KV connector {connector}"
+        raise LeftToStockError(f"with {given} and {by} vLLM sorts verify steps among the prefills")
 
 
 def _check_v32(vllm_config: Any) -> None:

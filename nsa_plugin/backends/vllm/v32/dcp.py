@@ -17,7 +17,7 @@ differ would wait for each other forever: plans depend on the free memory, so th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
@@ -52,6 +52,17 @@ class DcpGroup:
     def least(self, number: int) -> int:
         """Return the smallest number of all ranks; waits until every rank has called."""
         return least(self.group.cpu_group, number)
+
+    def interleaved(self, tokens: int) -> DcpGroup:
+        """Return the same ranks, each with `tokens` tokens in turn.
+
+        With a KV connector vLLM settles that number once it knows the caches, after the layers are built.
+        """
+        return self if tokens == self.shard.interleave else replace(self, shard=replace(self.shard, interleave=tokens))
+
+    def longest(self, tokens: int) -> int:
+        """Return the most of a request's `tokens` that a rank holds; the same on every rank."""
+        return replace(self.shard, rank=0).length(tokens)
 
     def in_order(self, rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
         """Gather cache rows from every rank: [tokens, dim], in the order of the tokens.

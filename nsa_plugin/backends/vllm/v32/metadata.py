@@ -88,6 +88,8 @@ def planned_builder(stock: type, planning: Planning) -> type:
                 return
             # From 0.28 on vLLM counts requests of up to 256 query tokens as steps here; the plans' steps are shorter.
             self.reorder_batch_threshold = planner.step_tokens
+            if planner.dcp is not None:
+                planner.dcp = planner.dcp.interleaved(int(vllm_config.parallel_config.cp_kv_cache_interleave_size))
             rows = most_rows(vllm_config, planner)
             self.nsa_plugin_request_of_row = torch.full((rows,), -1, dtype=torch.int32, device=device)
 

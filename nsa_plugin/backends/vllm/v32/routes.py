@@ -28,7 +28,7 @@ from nsa_plugin.backends.common.token_shard import Exchange
 from nsa_plugin.backends.vllm.v32.dcp import DcpGroup
 from nsa_plugin.backends.vllm.v32.token_shard import Assigned, assign
 from nsa_plugin.decision import token_shard as sharding
-from nsa_plugin.decision.constraints import Constraints
+from nsa_plugin.decision.constraints import SHARED_CONTEXT, Constraints
 from nsa_plugin.decision.dispatch import BatchPart
 from nsa_plugin.decision.plan import Attention, Plan
 from nsa_plugin.decision.routes import BF16_COPY, FLASH_MLA_DECODE, Route
@@ -44,8 +44,6 @@ TRTLLM_OVER_FP8 = (
     "vLLM runs it over a cache without scales with --attention-backend FLASHINFER_MLA_SPARSE, where the plugin leaves "
     "attention to vLLM, prefill_backend and decode_backend auto"
 )
-
-NO_COPY = "the ranks share the context, and a bf16 copy of it would have to be gathered from all of them"
 
 
 @dataclass(frozen=True)
@@ -253,7 +251,7 @@ class VllmPlanner(Planner):
         if self.model.kv_layout == V32_FP8.name:
             more["no_path"] = {"trtllm": TRTLLM_OVER_FP8}
         if self.model.dcp_size > 1:
-            more["no_copy"] = NO_COPY
+            more["no_copy"] = SHARED_CONTEXT
         return super().constraints(prefill=prefill, rows=rows, **more)
 
     def _assigned_split(self, split: Split, q_lens: list[int], kv_lens: list[int], exchange: Exchange) -> Split:

@@ -49,7 +49,8 @@ def select_steps(steps: StepSelection, given: Mapping[str, Any], providers: Prov
     plan = steps.plan.indexer
     arguments: dict[str, Any] = {"rows_per_chunk": plan.rows_per_chunk}
     if plan.provider != REFERENCE:
-        arguments["max_len"] = given["max_model_len"]
+        longest = given["max_model_len"]
+        arguments["max_len"] = longest if steps.dcp is None else steps.dcp.longest(longest)
     if plan.provider == "deep_gemm":
         arguments["metadata_provider"] = plan.metadata_provider or None
     score = providers.load("indexer_topk_paged", plan.provider)

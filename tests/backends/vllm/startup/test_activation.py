@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -25,6 +26,8 @@ from nsa_plugin.patches import static
 from nsa_plugin.patches.static import SourceTree
 from nsa_plugin.patches.vllm import BOOTSTRAP
 from nsa_plugin.telemetry import StartupReport
+from nsa_plugin.tools.compare.measured import Run
+from nsa_plugin.tools.compare.verdict import shares_cache
 from tests.backends.counted import Counted
 from tests.backends.fake_vllm.start import (
     ANOTHER,
@@ -204,6 +207,10 @@ def test_decode_context_parallelism_is_served(process: VllmProcess, reports: lis
     assert report.left == []
     assert "2 ranks share each request's KV cache" in report.text()
     assert "with 8 heads" in report.text()
+    # `nsa-plugin compare` reads it in the report.
+    run = Run(role="plugin", report=json.loads(json.dumps(report.as_dict())), routes={"decode/sparse_decode/cuda": 1})
+    assert shares_cache(run, 2).holds
+    assert not shares_cache(run, 4).holds
 
 
 def test_decode_context_parallelism_is_left_to_vllm_where_ranks_could_differ(process: VllmProcess):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,13 +12,23 @@ from nsa_plugin.backends.common.paths import MIXED as MIXED_PATH
 from nsa_plugin.backends.common.paths import PROVIDER, STOCK
 from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.common.warm import warm_shard
+from nsa_plugin.backends.vllm.v32.metadata import planned_builder
 from nsa_plugin.decision.plan import Attention
 from nsa_plugin.decision.shapes import Phase
 from nsa_plugin.errors import NoProviderError, PatchError, SettingsError
 from nsa_plugin.kernels.shard_indices import KvShard
 from tests.backends.fake_vllm import dcp_start
 from tests.backends.fake_vllm.dcp import shared
-from tests.backends.fake_vllm.v32 import HEADS, TRITON, WITH_FLASH_MLA, Step, World, planner
+from tests.backends.fake_vllm.v32 import (
+    HEADS,
+    TRITON,
+    WITH_FLASH_MLA,
+    Step,
+    StockBuilder,
+    World,
+    planner,
+    vllm_config,
+)
 from tests.backends.vllm.v32.test_attention import MIXED
 from tests.parallel.ranks import on_ranks
 
@@ -164,6 +175,18 @@ def test_heads_stay_local_with_the_reason():
     assert plan.reasons["token_shard"] == "decode context parallelism gathers the heads of 2 ranks"
     with pytest.raises(SettingsError, match="cannot work here: decode context parallelism gathers the heads"):
         planner("v32_fp8", device=TRITON, dcp=2, token_shard="on").prefill_plan(60, 90)
+
+
+def test_vllm_settles_the_interleave_before_it_builds_metadata():
+    """With a KV connector that is after the layers are built."""
+    world = shared(interleave=8).parts[1]
+    assert world.planner.dcp is not None
+    world.planner.dcp = world.planner.dcp.interleaved(1)
+    assert world.planner.shard == KvShard(2, 1, 1)
+    config = vllm_config(parallel_config=SimpleNamespace(cp_kv_cache_interleave_size=8))
+    spec = SimpleNamespace(block_size=8)
+    planned_builder(StockBuilder, lambda: world.planner)(spec, ["mla"], config, torch.device("cpu"))
+    assert world.planner.shard == KvShard(2, 1, 8)
 
 
 def test_a_batch_before_the_ranks_are_known_is_refused():

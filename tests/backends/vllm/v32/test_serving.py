@@ -97,6 +97,15 @@ def test_decode_context_parallelism_is_planned_with_the_heads_of_all_ranks():
             {"speculative_config": SimpleNamespace(num_speculative_tokens=2)},
             "--cp-kv-cache-interleave-size 64 vLLM sorts verify steps among the prefills",
         ),
+        (
+            "fp8",
+            {"cp_kv_cache_interleave_size": 1},
+            {
+                "speculative_config": SimpleNamespace(num_speculative_tokens=2),
+                "kv_transfer_config": SimpleNamespace(kv_connector="NixlConnector"),
+            },
+            "the KV connector NixlConnector vLLM sorts verify steps among the prefills",
+        ),
     ],
 )
 def test_what_decode_context_parallelism_leaves_to_vllm(cache: str, parallel: Any, more: Any, words: str):
