@@ -32,6 +32,8 @@ T = TypeVar("T")
 HEADS, NOPE, ROPE, LORA, V, TOPK, PAGE = 4, 128, 64, 512, 128, 24, 8
 MAX_ROWS, MAX_REQUESTS, MAX_LEN = 256, 16, 96
 SCALE = (NOPE + ROPE) ** -0.5
+# Steps, a long prompt, short ones before and behind it, a chunk of a long one, a short one with a prefix.
+MIXED = [(1, 40), (1, 9), (6, 6), (30, 60), (20, 20), (5, 70), (4, 21)]
 CPU = synthetic(0)
 TRITON = synthetic(90, libraries=("triton", "deep_gemm"))
 WITH_FLASH_MLA = synthetic(90, libraries=("triton", "deep_gemm", "flash_mla"))

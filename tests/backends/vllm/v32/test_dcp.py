@@ -21,6 +21,7 @@ from tests.backends.fake_vllm import dcp_start
 from tests.backends.fake_vllm.dcp import shared
 from tests.backends.fake_vllm.v32 import (
     HEADS,
+    MIXED,
     TRITON,
     WITH_FLASH_MLA,
     Step,
@@ -29,7 +30,6 @@ from tests.backends.fake_vllm.v32 import (
     planner,
     vllm_config,
 )
-from tests.backends.vllm.v32.test_attention import MIXED
 from tests.parallel.ranks import on_ranks
 
 SHARES = pytest.mark.parametrize(("ranks", "interleave"), [(2, 1), (2, 8), (3, 2)])
