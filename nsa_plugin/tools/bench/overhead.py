@@ -57,7 +57,7 @@ with contextlib.redirect_stdout(sys.stderr):
 print(took * 1e3)
 """
 LOADS_PLUGINS = {"sglang": "sglang.srt.plugins, sglang.srt.server_args", "vllm": "vllm.entrypoints.cli.serve"}
-"""Modules of each engine that its server has imported when it loads plugins. More of the engine that is imported counts.
+"""Modules of each engine that its server has imported when it loads plugins. More of the engine counts where imported.
 vLLM's has imported the worker's base class, which the entry point patches."""
 
 
