@@ -6,6 +6,7 @@ increments, and a look-up where its plan is not the last one's.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -20,7 +21,7 @@ from nsa_plugin import __version__
 from nsa_plugin.decision.plan import IndexerMode, Plan
 from nsa_plugin.decision.shapes import Phase
 from nsa_plugin.errors import SettingsError
-from nsa_plugin.settings import LEFT, ResolvedSettings
+from nsa_plugin.settings import LEFT, ResolvedSettings, Settings
 
 logger = logging.getLogger("nsa_plugin")
 
@@ -141,6 +142,19 @@ class StartupReport:
                 temporary.replace(path)
             except OSError as error:
                 raise _unwritable("report", path, error) from error
+
+
+def check_files(settings: Settings) -> None:
+    """Raise SettingsError if the report or the trace cannot be written where the settings say. Writes nothing."""
+    paths = {"report": settings.report, "trace": "" if settings.trace in _NO_FILE else settings.trace}
+    for name, path in paths.items():
+        if not path:
+            continue
+        folder = Path(path).parent
+        if not folder.is_dir():
+            raise _unwritable(name, path, FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)))
+        if not os.access(path if Path(path).exists() else folder, os.W_OK):
+            raise _unwritable(name, path, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
 
 
 def _unwritable(name: str, path: str, error: OSError) -> SettingsError:

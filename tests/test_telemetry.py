@@ -18,8 +18,8 @@ from nsa_plugin.decision.plan import Attention, IndexerMode, IndexerPlan, Plan
 from nsa_plugin.decision.shapes import Phase
 from nsa_plugin.errors import SettingsError
 from nsa_plugin.patches.ledger import Need, Patch, PatchStatus
-from nsa_plugin.settings import resolve
-from nsa_plugin.telemetry import StartupReport, Trace
+from nsa_plugin.settings import Settings, resolve
+from nsa_plugin.telemetry import StartupReport, Trace, check_files
 
 PATCH = Patch(name="toy.serve", engine="toy", need=Need.ENABLED, targets=(), why="because")
 MHA = Plan(
@@ -116,6 +116,19 @@ def test_report_is_written_whole_where_the_setting_says(tmp_path: Path) -> None:
 def test_report_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"'report' is .*cannot be written.*Allowed: a path in"):
         report(resolved=resolve(flags={"report": str(tmp_path / "absent" / "r.json")}, environ={})).publish()
+
+
+def test_files_that_cannot_be_written_are_found_before_a_start(tmp_path: Path) -> None:
+    for path, error in (
+        (tmp_path / "absent" / "t.jsonl", "No such file"),
+        (tmp_path / "file" / "t.jsonl", "No such file"),
+    ):
+        (tmp_path / "file").write_text("no folder")
+        with pytest.raises(SettingsError, match=f"'trace' is .*cannot be written: {error}"):
+            check_files(Settings(trace=str(path)))
+    for trace in ("off", "log", str(tmp_path / "t.jsonl"), "here.jsonl"):
+        check_files(Settings(trace=trace))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_trace_off_counts_and_writes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
