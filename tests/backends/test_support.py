@@ -155,7 +155,7 @@ def on_an_a100(version: str = "0.5.23", **server_args: Any) -> Start:
         monkeypatch.setenv(VARIABLE, "")
         PassedFlags({"enabled": "true", "strict": "full"}, {}).write()
         monkeypatch.setattr(sglang_model, "device_sm", lambda: 80)
-        monkeypatch.setattr(sglang_activation, "probe", lambda: synthetic(80, libraries=("triton",)))
+        monkeypatch.setattr("nsa_plugin.libraries.probe.probe", lambda: synthetic(80, libraries=("triton",)))
         ledger = Ledger(engine="sglang", version=Version(version), supported=">=0.5.11", patches=())
         process = SglangProcess(ledger, child=True)
         process.enter_scheduler()
