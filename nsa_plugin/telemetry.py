@@ -210,6 +210,16 @@ PREFILL_CHUNKS = Metric(
     kind=MetricKind.COUNTER,
     text="Pieces in which the plans of sparse prefills make the indexer's logits.",
 )
+SPLIT, MIXED = "split", "mixed"
+COMBINED_PREFILLS = Metric(
+    name="nsa_plugin_combined_prefills_total",
+    kind=MetricKind.COUNTER,
+    text=(
+        "Prefills with requests of two kinds, by kind: split (short prompts attended densely next to long ones) or "
+        "mixed (SGLang's decode steps in the plan of a prefill)."
+    ),
+    labels=("kind",),
+)
 DECISION_SECONDS = Metric(
     name="nsa_plugin_decision_seconds",
     kind=MetricKind.HISTOGRAM,
@@ -233,7 +243,16 @@ BUILD_INFO = Metric(
     text="Always 1; the labels have the versions of nsa-plugin and of the engine.",
     labels=("version", "engine_version"),
 )
-METRICS = (BATCHES, QUERY_TOKENS, PREFILL_CHUNKS, DECISION_SECONDS, LOGITS_BUDGET, LEFT_TO_STOCK, BUILD_INFO)
+METRICS = (
+    BATCHES,
+    QUERY_TOKENS,
+    PREFILL_CHUNKS,
+    COMBINED_PREFILLS,
+    DECISION_SECONDS,
+    LOGITS_BUDGET,
+    LEFT_TO_STOCK,
+    BUILD_INFO,
+)
 
 Write = Callable[[float], None]
 """Adds to a counter, sets a gauge or observes in a histogram."""
@@ -254,6 +273,7 @@ class Metrics:
             write(metric, {}) for metric in (PREFILL_CHUNKS, DECISION_SECONDS, LOGITS_BUDGET)
         )
         self._routes: dict[str, tuple[Write, Write]] = {}
+        self._combined: dict[str, Write] = {}
         self._last_budget = -1
 
     def batch(self, plan: Plan, tokens: int) -> None:
@@ -267,6 +287,12 @@ class Metrics:
         query_tokens(tokens)
         if plan.phase is Phase.EXTEND and plan.indexer.mode is IndexerMode.TOPK and plan.indexer.rows_per_chunk:
             self._chunks(-(-tokens // plan.indexer.rows_per_chunk))
+
+    def combined(self, kind: str) -> None:
+        """Count a prefill with requests of two kinds, `SPLIT` or `MIXED`."""
+        if kind not in self._combined:
+            self._combined[kind] = self._write(COMBINED_PREFILLS, {"kind": kind})
+        self._combined[kind](1)
 
     def decided(self, seconds: float, budget: int) -> None:
         """Observe the time that a batch's plans took, and show the budget of the indexer's logits in bytes."""

@@ -24,8 +24,8 @@ class Constraints:
             may, and the caller splits the batch.
         paths: the routes that the engine can execute; None = all.
         engine: the engine's name, for the reason of a route outside `paths`.
-        no_path: why a library has no path and what runs it instead, by its name; for others the reason only names the
-            engine.
+        no_path: why a library has no path and what runs it instead, by its name, or why one of its routes has none, by
+            the route; for others the reason only names the engine.
         preferred: routes that the user configured in the engine itself. They come first, and any other route follows
             if none of them supports the batch. A library named in the plugin's settings goes before them; of its
             routes they come first.
@@ -49,7 +49,7 @@ class Constraints:
     no_split: str = ""
     paths: frozenset[Route] | None = None
     engine: str = "the engine"
-    no_path: Mapping[str, str] = field(default_factory=dict)
+    no_path: Mapping[str | Route, str] = field(default_factory=dict)
     preferred: frozenset[Route] = frozenset()
     preferred_by: str = ""
     asked_by: str = ""

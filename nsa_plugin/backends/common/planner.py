@@ -6,7 +6,7 @@ An engine's planner reads that engine's batch and adds what only it knows. It ne
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -17,7 +17,7 @@ from nsa_plugin.decision.plan import Attention, Plan
 from nsa_plugin.decision.shapes import BatchShape, ModelShape, Phase
 from nsa_plugin.libraries.devices import GIB, MIB, DeviceProfile
 from nsa_plugin.settings import Settings
-from nsa_plugin.telemetry import Metrics, Trace
+from nsa_plugin.telemetry import SPLIT, Metrics, Trace
 
 KERNEL_OPS = {Attention.SPARSE_PREFILL: "sparse_mla_prefill", Attention.SPARSE_DECODE: "sparse_mla_decode"}
 """The registry's op of a plan's sparse kernel."""
@@ -201,6 +201,14 @@ class Planner:
             counts = tokens or [sum(rows for _, rows, _ in requests) for _, requests in parts]
             for (plan, _), count in zip(parts, counts, strict=True):
                 self.metrics.batch(plan, count)
+            if len(parts) > 1 and _is_split(plan for plan, _ in parts):
+                self.metrics.combined(SPLIT)
+
+
+def _is_split(plans: Iterable[Plan]) -> bool:
+    """Whether the plans of one batch attend some of its prompts densely and select for others."""
+    used = {plan.attention for plan in plans if plan.phase is Phase.EXTEND}
+    return Attention.MHA_ONE_SHOT in used and not used.isdisjoint(KERNEL_OPS)
 
 
 def logits_budget(settings: Settings, device: DeviceProfile) -> int:

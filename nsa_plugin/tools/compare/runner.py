@@ -20,7 +20,7 @@ from nsa_plugin.tools.compare.load import FIRST, SpeedLoad, measure
 from nsa_plugin.tools.compare.measured import AGAIN, CONTROL, PLUGIN, STOCK, Measured, Run
 from nsa_plugin.tools.compare.role_server import RoleServer
 from nsa_plugin.tools.compare.workload import LIMIT
-from nsa_plugin.tools.serving.client import send
+from nsa_plugin.tools.serving.client import scored, send
 from nsa_plugin.tools.serving.engine import CompareError, ServedEngine
 from nsa_plugin.tools.serving.process import ServerError, free_ports
 from nsa_plugin.tools.serving.requests import Answer, RequestGroup
@@ -162,6 +162,9 @@ class EngineComparison:
             started = time.monotonic()
             try:
                 answers = send(self.engine, one.server.url, group, min(left, _STEP_S))
+                if not group.top:
+                    left = self._left() - self._reserve * to_come
+                    answers = scored(self.engine, one.server.url, group, answers, min(max(left, 1.0), _STEP_S))
             except CompareError as error:
                 answers = {request.name: Answer(error=str(error)) for request in group.requests}
                 if not recover(one, self.engine, self._left()):
