@@ -208,7 +208,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
 #pragma unroll
     for (int k = 0; k < STAGES; ++k) slots[k] = slot_of(begin + k, i);
     int final = begin < end ? slot_of(end - 1, threadIdx.x % KEYS) : -1;
-    Part part = {warp & 3, warp >> 2};
+    Part part(warp);
     RawQuery raw;
     read_query(raw, q + first_row * q_row_stride + first_head * q_head_stride, q_row_stride, q_head_stride, own_rows,
                own_heads, part, lane);

@@ -42,12 +42,12 @@ class Variant:
     Attributes:
         tiles: tiles of 8 heads that a block of threads takes.
         blocks: blocks of threads resident on an SM.
-        held: of a warp's 8 steps over the query's fp8-multiplied values, those whose fragments stay in registers;
-            shared memory has the others.
+        held: of a warp's steps over the query's fp8-multiplied values, those whose fragments stay in registers; shared
+            memory has the others.
         group: neighbouring query rows of a block, which share the tiles and the union of their entries.
         keys: entries that a block of threads attends at a time.
         stages: blocks of that many records in shared memory.
-        head_parts: in Q K^T, 1: a warp takes half of the keys and all heads; 2: all keys and half of the heads.
+        value_parts, head_parts: in Q K^T, the warps' shares of a row's values and of the heads; the keys have the rest.
     """
 
     tiles: int
@@ -56,6 +56,7 @@ class Variant:
     group: int = 1
     keys: int = 64
     stages: int = 2
+    value_parts: int = 4
     head_parts: int = 1
 
     @property
@@ -73,6 +74,7 @@ class Variant:
             "GROUP": self.group,
             "STEP_KEYS": self.keys,
             "STEP_STAGES": self.stages,
+            "VALUE_PARTS": self.value_parts,
             "HEAD_PARTS": self.head_parts,
         }
 
@@ -82,14 +84,15 @@ class Variant:
         columns = 8 * self.tiles
         validity = self.keys * (layout == V4_FP8.name)
         members = self.keys * (self.group > 1)
+        kept = self.value_parts * (32 // self.value_parts - self.held) + 4 * (layout == V32_FP8.name)
         parts = (
             self.stages * self.keys * row,  # records
-            4 * columns * (self.keys + 4) * 4,  # S
+            self.value_parts * columns * (self.keys + 4) * 4,  # S
             p_copies * columns * (self.keys + 8) * 2,  # P
             self.stages * (self.keys * scales + validity + members),
             2 * self.keys * 8 + 2 * 8,  # addresses of records, of zero records and of rows
             self.stages * 8 + WARPS * 4,  # barriers, and a number a warp
-            4 * 32 * 2 * self.tiles * 4 * (8 - self.held + (layout == V32_FP8.name)),  # fragments of the query
+            kept * 32 * 2 * self.tiles * 4,  # fragments of the query
             2 * columns * 4,  # factors of a head
             128,  # alignment
         )

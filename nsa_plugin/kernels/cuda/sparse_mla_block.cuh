@@ -28,18 +28,23 @@
 #ifndef STEP_STAGES
 #define STEP_STAGES 2  // blocks of keys in shared memory
 #endif
+// The first product is split over the warps by values, heads and keys.
+#ifndef VALUE_PARTS
+#define VALUE_PARTS 4
+#endif
 #ifndef HEAD_PARTS
-#define HEAD_PARTS 1  // in the first product, 1: a warp has half of the keys and all heads; 2: all keys and half of the heads
+#define HEAD_PARTS 1
 #endif
 #ifndef HELD
-#define HELD 4  // of the 8 steps over a quarter of the query, those whose fragments are in registers
+#define HELD 4  // of the steps over a warp's part of the query's values, those whose fragments are in registers
 #endif
 
 #include "instructions.cuh"
 
 constexpr int KEYS = STEP_KEYS;
 constexpr int WARPS = 8;
-constexpr int KEY_TILES = KEYS * HEAD_PARTS / 2 / 16;  // tiles of 16 keys a warp, in the first product
+constexpr int KEY_PARTS = WARPS / VALUE_PARTS / HEAD_PARTS;
+constexpr int KEY_TILES = KEYS / KEY_PARTS / 16;  // tiles of 16 keys a warp, in the first product
 constexpr int TOGETHER = HEAD_PARTS > 1 ? 1 : KEY_TILES;  // of these, at a time
 constexpr int QUERY_TILES = NT / HEAD_PARTS;  // tiles of 8 heads a warp, in the first product
 constexpr int VALUE_TILES = 512 / WARPS / 16;  // tiles of 16 values a warp, in the second product
@@ -54,13 +59,15 @@ constexpr int HEADS = 8 * NT;
 constexpr int D_V = 512;
 constexpr int STAGES = STEP_STAGES;
 constexpr int ARRIVALS = (HOPPER ? WARPS : THREADS) + (LAYOUT == 0 ? 0 : KEYS);  // on a stage's barrier, by a filling
+constexpr int STEPS = 32 / VALUE_PARTS;  // steps of 16 values that a warp multiplies with the query
 #if LAYOUT == 0
-constexpr int FP8_STEPS = 8;     // steps of 16 fp8 values of a quarter
+constexpr int SCALED = 8;        // steps that share a scale
+constexpr int ROPE_STEPS = 4 / VALUE_PARTS;  // of a warp, in addition
 constexpr int COPIED = 656;      // bytes of a record that one bulk copy brings
 constexpr int ROW = 656;         // bytes between rows in shared memory
 constexpr int ROPE = 528;        // byte of the bfloat16 values
 #else
-constexpr int FP8_STEPS = 8;
+constexpr int SCALED = 4;
 constexpr int COPIED = 576;
 constexpr int ROW = 592;         // 576 would put rows 64 bytes apart modulo 128
 constexpr int ROPE = 448;
@@ -93,7 +100,7 @@ struct Share {
 
 struct Shared {
     alignas(128) u8 records[STAGES][KEYS * ROW];
-    alignas(16) float s[4][HEADS * S_STRIDE];
+    alignas(16) float s[VALUE_PARTS][HEADS * S_STRIDE];
     alignas(16) u16 p[HEADS * P_STRIDE];
 #if LAYOUT == 1
     alignas(16) u16 p_bf16[HEADS * P_STRIDE];  // for the bfloat16 values
@@ -104,12 +111,12 @@ struct Shared {
     u8 members[STAGES][KEYS];  // rows of the group that select the key, a bit each
 #endif
     alignas(16) float alpha[HEADS];   // of the output so far, by this step's keys
-    // Fragments of the query, by quarter and lane, that are not held in registers: those are few.
-#if HELD < 8
-    alignas(16) u32 kept[FP8_STEPS - HELD][HEAD_PARTS][4][32][2 * QUERY_TILES];
+    // Fragments of the query, by part and lane, that are not held in registers: those are few.
+#if HELD < 32 / VALUE_PARTS
+    alignas(16) u32 kept[STEPS - HELD][HEAD_PARTS][VALUE_PARTS][32][2 * QUERY_TILES];
 #endif
 #if LAYOUT == 0
-    alignas(16) u32 rope[HEAD_PARTS][4][32][2 * QUERY_TILES];  // the bfloat16 ones
+    alignas(16) u32 rope[ROPE_STEPS][HEAD_PARTS][VALUE_PARTS][32][2 * QUERY_TILES];  // the bfloat16 ones
 #endif
     alignas(16) float factor[HEADS];  // of S: the softmax scale times the power of two that the query row was divided by
     const int* indices[2];            // of the query row, in the two caches
@@ -150,29 +157,29 @@ DEVICE uint2 order_of_codes(uint2 four) {
 DEVICE void value_codes(u32 codes, u32& even, u32& odd) { fp8_to_f16(codes, even, odd); }
 #endif
 
-// What a warp takes in the first product: a quarter of the values, of half of the keys or of the heads.
+// What a warp takes in the first product.
 struct Part {
-    int quarter, half;
-    DEVICE int first_key() const { return HEAD_PARTS == 1 ? half * (KEYS / 2) : 0; }
-    DEVICE int of_heads() const { return HEAD_PARTS == 1 ? 0 : half; }
-    DEVICE int tile(int n) const { return of_heads() * QUERY_TILES + n; }
+    int values, keys, heads;
+    DEVICE explicit Part(int warp)
+        : values(warp % VALUE_PARTS), keys(warp / VALUE_PARTS % KEY_PARTS), heads(warp / VALUE_PARTS / KEY_PARTS) {}
+    DEVICE int first_key() const { return keys * (KEY_TILES * 16); }
+    DEVICE int tile(int n) const { return heads * QUERY_TILES + n; }
+    DEVICE bool is_rope(int step) const { return LAYOUT == 1 && values == VALUE_PARTS - 1 && step >= STEPS - 4; }
 };
 
 struct Query {
-    u32 f16[HELD][QUERY_TILES][2];   // v4_fp8: steps 4 to 7 of the last quarter are bfloat16
+    u32 f16[HELD][QUERY_TILES][2];   // v4_fp8: the last four steps of the last part are bfloat16
 };
 
 // The bfloat16 values that a lane's fragments are made of.
 struct RawQuery {
-    u32 values[FP8_STEPS][QUERY_TILES][2];
+    u32 values[STEPS][QUERY_TILES][2];
 #if LAYOUT == 0
-    u32 rope[QUERY_TILES][2];
+    u32 rope[ROPE_STEPS][QUERY_TILES][2];
 #endif
 };
 
-DEVICE bool is_rope_step(int quarter, int step) { return LAYOUT == 1 && quarter == 3 && step >= 4; }
-
-// A quarter of the query's values, for the heads of a warp. Rows start at a multiple of 8 bytes.
+// The part of the query that a warp multiplies. Rows start at a multiple of 8 bytes.
 DEVICE void read_query(RawQuery& raw, const u16* q, i64 row_stride, i64 head_stride, int rows, int heads, Part part,
                        int lane) {
     int g = lane >> 2, t = lane & 3;
@@ -181,70 +188,77 @@ DEVICE void read_query(RawQuery& raw, const u16* q, i64 row_stride, i64 head_str
     for (int n = 0; n < QUERY_TILES; ++n) {
         int first = part.tile(n) * 8, head = query_of(first) < rows ? head_of(first) + g : heads;
         const u16* start = q + query_of(first) * row_stride + head * head_stride;
-        const u16* source = start + part.quarter * 128;
+        const u16* source = start + part.values * (STEPS * 16);
 #pragma unroll
-        for (int s = 0; s < FP8_STEPS; ++s) {
+        for (int s = 0; s < STEPS; ++s) {
             // A fragment's values are those of the codes in a register, 4t to 4t + 3, in the order of `key_codes`.
             uint2 four = make_uint2(0, 0);
-            if (head < heads && is_rope_step(part.quarter, s))
+            if (head < heads && part.is_rope(s))
                 four = make_uint2(two(source + s * 16 + 2 * t), two(source + s * 16 + 2 * t + 8));
             else if (head < heads) four = order_of_codes(__ldg((const uint2*)(source + s * 16 + 4 * t)));
             raw.values[s][n][0] = four.x, raw.values[s][n][1] = four.y;
         }
 #if LAYOUT == 0
-        const u16* rope = start + 512 + part.quarter * 16 + 2 * t;
-        raw.rope[n][0] = head < heads ? two(rope) : 0, raw.rope[n][1] = head < heads ? two(rope + 8) : 0;
+#pragma unroll
+        for (int s = 0; s < ROPE_STEPS; ++s) {
+            const u16* rope = start + 512 + (part.values * ROPE_STEPS + s) * 16 + 2 * t;
+            raw.rope[s][n][0] = head < heads ? two(rope) : 0, raw.rope[s][n][1] = head < heads ? two(rope + 8) : 0;
+        }
 #endif
     }
 }
 
-// The quarter's largest value of every head, to `shared.s`. The block has to meet before `keep_query`.
+// The part's largest value of every head, to `shared.s`. The block has to meet before `keep_query`.
 DEVICE void find_largest(Shared& shared, const RawQuery& raw, Part part, int lane) {
 #pragma unroll
     for (int n = 0; n < QUERY_TILES; ++n) {
         float largest = 0.f;
 #pragma unroll
-        for (int s = 0; s < FP8_STEPS; ++s)
+        for (int s = 0; s < STEPS; ++s)
 #pragma unroll
             for (int j = 0; j < 2; ++j)
                 largest = fmaxf(largest, fmaxf(fabsf(bits_to_float(raw.values[s][n][j] << 16)),
                                                fabsf(bits_to_float(raw.values[s][n][j] & 0xffff0000u))));
         largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
         largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-        if ((lane & 3) == 0) shared.s[part.quarter][part.tile(n) * 8 + (lane >> 2)] = largest;
+        if ((lane & 3) == 0) shared.s[part.values][part.tile(n) * 8 + (lane >> 2)] = largest;
     }
 }
 
-// The fragments of a quarter, divided by what `shared.factor` has. The block has to meet after it.
+// The fragments of the part, divided by what `shared.factor` has. The block has to meet after it.
 DEVICE void keep_query(Shared& shared, Query& query, const RawQuery& raw, Part part, float scale_log2, int lane) {
-    bool is_first = HEAD_PARTS > 1 || part.half == 0;  // of the warps with these fragments
+    bool is_first = part.keys == 0;  // of the warps with these fragments
 #pragma unroll
     for (int n = 0; n < QUERY_TILES; ++n) {
         int head = part.tile(n) * 8 + (lane >> 2);
-        float largest = fmaxf(fmaxf(shared.s[0][head], shared.s[1][head]), fmaxf(shared.s[2][head], shared.s[3][head]));
+        float largest = shared.s[0][head];
+#pragma unroll
+        for (int k = 1; k < VALUE_PARTS; ++k) largest = fmaxf(largest, shared.s[k][head]);
         int exponent = (int)(__float_as_int(largest) >> 23 & 255) - 127 - 8;
         exponent = largest > 0.f ? min(max(exponent, -100), 100) : 0;
         float divide = power_of_two(-exponent);
         if ((lane & 3) == 0) shared.factor[head] = power_of_two(exponent) * scale_log2;
 #pragma unroll
-        for (int s = 0; s < FP8_STEPS; ++s)
+        for (int s = 0; s < STEPS; ++s)
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
                 float lower = bits_to_float(raw.values[s][n][j] << 16) * divide;
                 float upper = bits_to_float(raw.values[s][n][j] & 0xffff0000u) * divide;
-                u32 two = is_rope_step(part.quarter, s) ? pack_bf16(lower, upper) : pack_f16(lower, upper);
+                u32 two = part.is_rope(s) ? pack_bf16(lower, upper) : pack_f16(lower, upper);
                 if (s < HELD) query.f16[s][n][j] = two;
-#if HELD < 8
-                else if (is_first) shared.kept[s - HELD][part.of_heads()][part.quarter][lane][2 * n + j] = two;
+#if HELD < 32 / VALUE_PARTS
+                else if (is_first) shared.kept[s - HELD][part.heads][part.values][lane][2 * n + j] = two;
 #endif
             }
 #if LAYOUT == 0
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            u32 both = raw.rope[n][j];
-            both = pack_bf16(bits_to_float(both << 16) * divide, bits_to_float(both & 0xffff0000u) * divide);
-            if (is_first) shared.rope[part.of_heads()][part.quarter][lane][2 * n + j] = both;
-        }
+        for (int s = 0; s < ROPE_STEPS; ++s)
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                u32 both = raw.rope[s][n][j];
+                both = pack_bf16(bits_to_float(both << 16) * divide, bits_to_float(both & 0xffff0000u) * divide);
+                if (is_first) shared.rope[s][part.heads][part.values][lane][2 * n + j] = both;
+            }
 #endif
     }
 }
@@ -270,7 +284,7 @@ DEVICE void fragments(u32 (&b)[QUERY_TILES][2], const Shared& shared, const Quer
         for (int n = 0; n < QUERY_TILES; ++n) b[n][0] = query.f16[step][n][0], b[n][1] = query.f16[step][n][1];
         return;
     }
-#if HELD < 8
-    load_fragments(b, shared.kept[step - HELD][part.of_heads()][part.quarter][lane]);
+#if HELD < 32 / VALUE_PARTS
+    load_fragments(b, shared.kept[step - HELD][part.heads][part.values][lane]);
 #endif
 }

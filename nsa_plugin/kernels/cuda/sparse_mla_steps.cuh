@@ -3,12 +3,11 @@
 
 #include "sparse_mla_block.cuh"
 
-// Steps of 16 fp8 values: codes of a warp's tiles of 16 keys times the queries.
-template <int STEPS>
+// Steps that share a scale: codes of a warp's tiles of 16 keys times the queries.
 DEVICE void multiply_codes(float (&acc)[TOGETHER][QUERY_TILES][4], u32 address, const Shared& shared, const Query& query,
                            int first, Part part, int lane) {
 #pragma unroll
-    for (int s = 0; s < STEPS; s += 2) {
+    for (int s = 0; s < SCALED; s += 2) {
         u32 b[2][QUERY_TILES][2];
         fragments(b[0], shared, query, first + s, part, lane);
         fragments(b[1], shared, query, first + s + 1, part, lane);
@@ -40,17 +39,20 @@ DEVICE void add_scaled(float (&sum)[QUERY_TILES][4], const float (&acc)[QUERY_TI
     }
 }
 
-#if LAYOUT == 1
-DEVICE float ue8m0(u64 scales, int tile) {
-    u32 exponent = (u32)(scales >> (8 * tile)) & 255;
+// Scale number `tile` of a row of a stage.
+DEVICE float scale_of(const Shared& shared, int stage, int row, int tile) {
+#if LAYOUT == 0
+    return *(const float*)(shared.records[stage] + row * ROW + 512 + 4 * tile);
+#else
+    u32 exponent = (u32)(shared.scales[stage][row] >> (8 * tile)) & 255;
     // The exponent 0 stands for 2^-127, which float32 holds as a subnormal number.
     return bits_to_float(exponent ? exponent << 23 : 1u << 22);
-}
 #endif
+}
 
-// S of a warp's keys over a quarter of their values.
+// S of a warp's keys over its part of their values.
 DEVICE void multiply_queries(Shared& shared, int stage, const Query& query, Part part, int lane) {
-    int g = lane >> 2, t = lane & 3, quarter = part.quarter;
+    int g = lane >> 2, t = lane & 3;
     const u8* records = shared.records[stage];
     int matrix = lane >> 3;
     // Lanes 16 T + g and 16 T + 8 + g of a fragment are positions 2 l and 2 l + 1: see row_of.
@@ -58,54 +60,44 @@ DEVICE void multiply_queries(Shared& shared, int stage, const Query& query, Part
     int lower = part.first_key() + row_of(g, 0), upper = part.first_key() + row_of(g, 1);
 #pragma unroll
     for (int first = 0; first < KEY_TILES; first += TOGETHER) {
-        float acc[TOGETHER][QUERY_TILES][4] = {}, sum[TOGETHER][QUERY_TILES][4] = {};
+        float sum[TOGETHER][QUERY_TILES][4] = {};
+        auto add_codes = [&](int k) {  // of the part's scale k
+            float acc[TOGETHER][QUERY_TILES][4] = {};
+            multiply_codes(acc, address + part.values * (STEPS * 16), shared, query, k * SCALED, part, lane);
+#pragma unroll
+            for (int m = 0; m < TOGETHER; ++m) {
+                int row = (first + m) * 16, scale = part.values * (STEPS / SCALED) + k;
+                add_scaled(sum[m], acc[m], scale_of(shared, stage, row + lower, scale), scale_of(shared, stage, row + upper, scale));
+            }
+        };
+        auto add_rope = [&](const u32 (&b)[QUERY_TILES][2], int step) {
+#pragma unroll
+            for (int m = 0; m < TOGETHER; ++m) {
+                u32 a[4];
+                ldmatrix(a, address + m * 16 * ROW + ROPE + step * 32);
+#pragma unroll
+                for (int n = 0; n < QUERY_TILES; ++n) mma_bf16(sum[m][n], a, b[n][0], b[n][1]);
+            }
+        };
+        u32 b[QUERY_TILES][2];
 #if LAYOUT == 0
-        multiply_codes<8>(acc, address + quarter * 128, shared, query, 0, part, lane);
-        u32 rope[QUERY_TILES][2];
-        load_fragments(rope, shared.rope[part.of_heads()][quarter][lane]);
 #pragma unroll
-        for (int m = 0; m < TOGETHER; ++m) {
-            u32 a[4];
-            ldmatrix(a, address + m * 16 * ROW + ROPE + quarter * 32);
-            const u8* scales = records + (first + m) * 16 * ROW + 512 + 4 * quarter;
-            float factors[2] = {*(const float*)(scales + lower * ROW), *(const float*)(scales + upper * ROW)};
-            // A sum of its own leaves no product waiting; where a block has many heads, the registers do not suffice.
-            constexpr bool IN_PLACE = !HOPPER && NT > 1;
-            if constexpr (IN_PLACE) add_scaled(sum[m], acc[m], factors[0], factors[1]);
+        for (int k = 0; k < STEPS / SCALED; ++k) add_codes(k);
 #pragma unroll
-            for (int n = 0; n < QUERY_TILES; ++n) mma_bf16(sum[m][n], a, rope[n][0], rope[n][1]);
-            if constexpr (!IN_PLACE) add_scaled(sum[m], acc[m], factors[0], factors[1]);
+        for (int s = 0; s < ROPE_STEPS; ++s) {
+            load_fragments(b, shared.rope[s][part.heads][part.values][lane]);
+            add_rope(b, part.values * ROPE_STEPS + s);
         }
 #else
-        const u64* scales = shared.scales[stage] + first * 16;
-        auto add = [&](int tile) {
 #pragma unroll
-            for (int m = 0; m < TOGETHER; ++m)
-                add_scaled(sum[m], acc[m], ue8m0(scales[lower + m * 16], tile), ue8m0(scales[upper + m * 16], tile));
-        };
-        multiply_codes<4>(acc, address + quarter * 128, shared, query, 0, part, lane);
-        add(2 * quarter);
-        if (quarter < 3) {
-#pragma unroll
-            for (int m = 0; m < TOGETHER; ++m)
-#pragma unroll
-                for (int n = 0; n < QUERY_TILES; ++n)
-#pragma unroll
-                    for (int j = 0; j < 4; ++j) acc[m][n][j] = 0.f;
-            multiply_codes<4>(acc, address + quarter * 128, shared, query, 4, part, lane);
-            add(2 * quarter + 1);
+        for (int k = 0; k < STEPS / SCALED - 1; ++k) add_codes(k);
+        if (part.values < VALUE_PARTS - 1) {
+            add_codes(STEPS / SCALED - 1);
         } else {
 #pragma unroll
             for (int s = 0; s < 4; ++s) {
-                u32 b[QUERY_TILES][2];
-                fragments(b, shared, query, 4 + s, part, lane);
-#pragma unroll
-                for (int m = 0; m < TOGETHER; ++m) {
-                    u32 a[4];
-                    ldmatrix(a, address + m * 16 * ROW + ROPE + s * 32);
-#pragma unroll
-                    for (int n = 0; n < QUERY_TILES; ++n) mma_bf16(sum[m][n], a, b[n][0], b[n][1]);
-                }
+                fragments(b, shared, query, STEPS - 4 + s, part, lane);
+                add_rope(b, s);
             }
         }
 #endif
@@ -113,7 +105,7 @@ DEVICE void multiply_queries(Shared& shared, int stage, const Query& query, Part
         for (int m = 0; m < TOGETHER; ++m)
 #pragma unroll
             for (int n = 0; n < QUERY_TILES; ++n) {
-                float* s = shared.s[quarter] + (part.tile(n) * 8 + 2 * t) * S_STRIDE + part.first_key() + (first + m) * 16 + 2 * g;
+                float* s = shared.s[part.values] + (part.tile(n) * 8 + 2 * t) * S_STRIDE + part.first_key() + (first + m) * 16 + 2 * g;
                 *(float2*)s = make_float2(sum[m][n][0], sum[m][n][2]);
                 *(float2*)(s + S_STRIDE) = make_float2(sum[m][n][1], sum[m][n][3]);
             }
@@ -144,11 +136,14 @@ DEVICE bool exponentiate(Shared& shared, int stage, Softmax& state, int warp, in
 #pragma unroll
     for (int j = 0; j < COLUMNS; ++j) {
         const float* s = shared.s[0] + column_of(warp, lane, j) * S_STRIDE + 2 * pair;
-        float2 part[4];
+        float2 part[VALUE_PARTS];
 #pragma unroll
-        for (int k = 0; k < 4; ++k) part[k] = *(const float2*)(s + k * HEADS * S_STRIDE);
-        sums[j][0] = (part[0].x + part[1].x) + (part[2].x + part[3].x);
-        sums[j][1] = (part[0].y + part[1].y) + (part[2].y + part[3].y);
+        for (int k = 0; k < VALUE_PARTS; ++k) part[k] = *(const float2*)(s + k * HEADS * S_STRIDE);
+#pragma unroll
+        for (int k = VALUE_PARTS / 2; k; k >>= 1)
+#pragma unroll
+            for (int i = 0; i < k; ++i) part[i].x += part[i + k].x, part[i].y += part[i + k].y;
+        sums[j][0] = part[0].x, sums[j][1] = part[0].y;
     }
     bool valid[2];
     bool changed = false;
