@@ -243,6 +243,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
 
     for (int block = begin; block < end; ++block) {
         int step = block - begin, stage = (u32)step % STAGES;
+#ifdef FORGET
+        asm volatile("" : "+r"(lane), "+r"(warp));
+#endif
         barrier_wait(shared_address(&shared.full[stage]), (u32)step / STAGES & 1);
         multiply_queries(shared, stage, query, part, lane);
         // S is there, and nobody reads P or the stage before any more.
