@@ -136,6 +136,16 @@ DEVICE void copy_8_bytes(u32 destination, const void* source, u32 barrier) {
     arrive_with_copies(barrier);
 }
 
+// A barrier of `threads` threads, for which all of a warp arrive.
+DEVICE void named_sync(int barrier, int threads) {
+    asm volatile("bar.sync %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
+}
+
+// The same, without waiting.
+DEVICE void named_arrive(int barrier, int threads) {
+    asm volatile("bar.arrive %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
+}
+
 #if HOPPER
 DEVICE void barrier_expect(u32 barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
@@ -143,11 +153,6 @@ DEVICE void barrier_expect(u32 barrier, int bytes) {
 
 DEVICE void barrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared.b64 _, [%0];" :: "r"(barrier) : "memory");
-}
-
-// A barrier of `threads` threads, for which all of a warp arrive.
-DEVICE void named_sync(int barrier, int threads) {
-    asm volatile("bar.sync %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
 }
 
 // Whether this is the one lane of the warp that acts for all of it.

@@ -47,6 +47,7 @@ class Variant:
         group: neighbouring query rows of a block, which share the tiles and the union of their entries.
         keys: entries that a block of threads attends at a time.
         stages: blocks of that many records in shared memory.
+        sums: of S in shared memory: one for every part of the values, or for two.
         value_parts, head_parts: in Q K^T, the warps' shares of a row's values and of the heads; the keys have the rest.
     """
 
@@ -56,6 +57,7 @@ class Variant:
     group: int = 1
     keys: int = 64
     stages: int = 2
+    sums: int = 4
     value_parts: int = 4
     head_parts: int = 1
 
@@ -74,6 +76,7 @@ class Variant:
             "GROUP": self.group,
             "STEP_KEYS": self.keys,
             "STEP_STAGES": self.stages,
+            "SUMS": self.sums,
             "VALUE_PARTS": self.value_parts,
             "HEAD_PARTS": self.head_parts,
         }
@@ -87,7 +90,7 @@ class Variant:
         kept = self.value_parts * (32 // self.value_parts - self.held) + 4 * (layout == V32_FP8.name)
         parts = (
             self.stages * self.keys * row,  # records
-            self.value_parts * columns * (self.keys + 4) * 4,  # S
+            self.sums * columns * (self.keys + 4) * 4,  # S
             p_copies * columns * (self.keys + 8) * 2,  # P
             self.stages * (self.keys * scales + validity + members),
             2 * self.keys * 8 + 2 * 8,  # addresses of records, of zero records and of rows

@@ -32,6 +32,9 @@
 #ifndef VALUE_PARTS
 #define VALUE_PARTS 4
 #endif
+#ifndef SUMS
+#define SUMS VALUE_PARTS  // sums of S in shared memory, one for every part of the values, or for two parts
+#endif
 #ifndef HEAD_PARTS
 #define HEAD_PARTS 1
 #endif
@@ -45,7 +48,7 @@ constexpr int KEYS = STEP_KEYS;
 constexpr int WARPS = 8;
 constexpr int KEY_PARTS = WARPS / VALUE_PARTS / HEAD_PARTS;
 constexpr int KEY_TILES = KEYS / KEY_PARTS / 16;  // tiles of 16 keys a warp, in the first product
-constexpr int TOGETHER = HEAD_PARTS > 1 ? 1 : KEY_TILES;  // of these, at a time
+constexpr int TOGETHER = HEAD_PARTS > 1 || SUMS < VALUE_PARTS ? 1 : KEY_TILES;  // of these, at a time
 constexpr int QUERY_TILES = NT / HEAD_PARTS;  // tiles of 8 heads a warp, in the first product
 constexpr int VALUE_TILES = 512 / WARPS / 16;  // tiles of 16 values a warp, in the second product
 constexpr int COPIES = KEYS / WARPS;      // records that a warp copies
@@ -53,6 +56,7 @@ constexpr int LANES = KEYS / 2;           // lanes that exponentiate a column of
 constexpr int COLUMNS = NT * LANES / 32;  // columns of S that a lane exponentiates
 constexpr int TILES = NT / GROUP;         // tiles of a query row
 static_assert(NT % GROUP == 0, "a query row takes whole tiles");
+static_assert(SUMS == VALUE_PARTS || (SUMS * 2 == VALUE_PARTS && KEY_TILES * WARPS / 2 < 16), "barriers are few");
 static_assert(NT % HEAD_PARTS == 0 && NT * LANES % 32 == 0, "warps take whole tiles, and whole columns");
 constexpr int THREADS = 32 * WARPS;
 constexpr int HEADS = 8 * NT;
@@ -100,7 +104,7 @@ struct Share {
 
 struct Shared {
     alignas(128) u8 records[STAGES][KEYS * ROW];
-    alignas(16) float s[VALUE_PARTS][HEADS * S_STRIDE];
+    alignas(16) float s[SUMS][HEADS * S_STRIDE];
     alignas(16) u16 p[HEADS * P_STRIDE];
 #if LAYOUT == 1
     alignas(16) u16 p_bf16[HEADS * P_STRIDE];  // for the bfloat16 values
@@ -164,6 +168,8 @@ struct Part {
         : values(warp % VALUE_PARTS), keys(warp / VALUE_PARTS % KEY_PARTS), heads(warp / VALUE_PARTS / KEY_PARTS) {}
     DEVICE int first_key() const { return keys * (KEY_TILES * 16); }
     DEVICE int tile(int n) const { return heads * QUERY_TILES + n; }
+    // The barrier of the two warps that share a sum, for a tile of their keys.
+    DEVICE int barrier(int tile) const { return 1 + tile + KEY_TILES * (values % SUMS + SUMS * (keys + KEY_PARTS * heads)); }
     DEVICE bool is_rope(int step) const { return LAYOUT == 1 && values == VALUE_PARTS - 1 && step >= STEPS - 4; }
 };
 
@@ -221,7 +227,7 @@ DEVICE void find_largest(Shared& shared, const RawQuery& raw, Part part, int lan
                                                fabsf(bits_to_float(raw.values[s][n][j] & 0xffff0000u))));
         largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
         largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-        if ((lane & 3) == 0) shared.s[part.values][part.tile(n) * 8 + (lane >> 2)] = largest;
+        if ((lane & 3) == 0) shared.s[0][part.values * HEADS + part.tile(n) * 8 + (lane >> 2)] = largest;
     }
 }
 
@@ -233,7 +239,7 @@ DEVICE void keep_query(Shared& shared, Query& query, const RawQuery& raw, Part p
         int head = part.tile(n) * 8 + (lane >> 2);
         float largest = shared.s[0][head];
 #pragma unroll
-        for (int k = 1; k < VALUE_PARTS; ++k) largest = fmaxf(largest, shared.s[k][head]);
+        for (int k = 1; k < VALUE_PARTS; ++k) largest = fmaxf(largest, shared.s[0][k * HEADS + head]);
         int exponent = (int)(__float_as_int(largest) >> 23 & 255) - 127 - 8;
         exponent = largest > 0.f ? min(max(exponent, -100), 100) : 0;
         float divide = power_of_two(-exponent);

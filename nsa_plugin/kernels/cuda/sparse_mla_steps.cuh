@@ -105,10 +105,18 @@ DEVICE void multiply_queries(Shared& shared, int stage, const Query& query, Part
         for (int m = 0; m < TOGETHER; ++m)
 #pragma unroll
             for (int n = 0; n < QUERY_TILES; ++n) {
-                float* s = shared.s[part.values] + (part.tile(n) * 8 + 2 * t) * S_STRIDE + part.first_key() + (first + m) * 16 + 2 * g;
-                *(float2*)s = make_float2(sum[m][n][0], sum[m][n][2]);
-                *(float2*)(s + S_STRIDE) = make_float2(sum[m][n][1], sum[m][n][3]);
+                float* s = shared.s[part.values % SUMS] + (part.tile(n) * 8 + 2 * t) * S_STRIDE + part.first_key() + (first + m) * 16 + 2 * g;
+                float2 even = make_float2(sum[m][n][0], sum[m][n][2]), odd = make_float2(sum[m][n][1], sum[m][n][3]);
+                if (SUMS < VALUE_PARTS && part.values >= SUMS) {
+                    // The warp with the same keys and heads of the other part has been here.
+                    if (m + n == 0) named_sync(part.barrier(first), 64);
+                    float2 before = *(const float2*)s, after = *(const float2*)(s + S_STRIDE);
+                    even.x += before.x, even.y += before.y, odd.x += after.x, odd.y += after.y;
+                }
+                *(float2*)s = even;
+                *(float2*)(s + S_STRIDE) = odd;
             }
+        if (SUMS < VALUE_PARTS && part.values < SUMS) named_arrive(part.barrier(first), 64);
         address += TOGETHER * 16 * ROW;
     }
 }
@@ -136,11 +144,11 @@ DEVICE bool exponentiate(Shared& shared, int stage, Softmax& state, int warp, in
 #pragma unroll
     for (int j = 0; j < COLUMNS; ++j) {
         const float* s = shared.s[0] + column_of(warp, lane, j) * S_STRIDE + 2 * pair;
-        float2 part[VALUE_PARTS];
+        float2 part[SUMS];
 #pragma unroll
-        for (int k = 0; k < VALUE_PARTS; ++k) part[k] = *(const float2*)(s + k * HEADS * S_STRIDE);
+        for (int k = 0; k < SUMS; ++k) part[k] = *(const float2*)(s + k * HEADS * S_STRIDE);
 #pragma unroll
-        for (int k = VALUE_PARTS / 2; k; k >>= 1)
+        for (int k = SUMS / 2; k; k >>= 1)
 #pragma unroll
             for (int i = 0; i < k; ++i) part[i].x += part[i + k].x, part[i].y += part[i + k].y;
         sums[j][0] = part[0].x, sums[j][1] = part[0].y;
