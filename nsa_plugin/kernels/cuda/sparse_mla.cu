@@ -69,13 +69,23 @@ DEVICE void start_copies(Shared& shared, int stage, int warp, int lane, const En
     __syncwarp();
 #if !HOPPER
     u32 to = shared_address(&shared.records[stage][warp * COPIES * ROW]);
+    constexpr int REST = COPIED / 16 - 32, RESTS = (COPIES * REST + 31) / 32;  // pieces of 16 bytes beyond 32 of a record
+    // All addresses are on their way before the first is needed.
+    ulonglong2 from[COPIES / 2];
+    u64 rest_from[RESTS];
 #pragma unroll
-    for (int r = 0; r < COPIES; ++r) copy_16_bytes(to + r * ROW + lane * 16, (const u8*)shared.from[warp][r] + lane * 16);
-    constexpr int REST = COPIED / 16 - 32;  // of a record's pieces of 16 bytes
+    for (int k = 0; k < COPIES / 2; ++k) from[k] = *(const ulonglong2*)&shared.from[warp][2 * k];
 #pragma unroll
-    for (int first = 0; first < COPIES * REST; first += 32) {
-        int piece = first + lane, r = piece / REST, at = (32 + piece % REST) * 16;
-        if (first + 32 <= COPIES * REST || piece < COPIES * REST) copy_16_bytes(to + r * ROW + at, (const u8*)shared.from[warp][r] + at);
+    for (int k = 0; k < RESTS; ++k) rest_from[k] = shared.from[warp][min((k * 32 + lane) / REST, COPIES - 1)];
+#pragma unroll
+    for (int k = 0; k < COPIES / 2; ++k) {
+        copy_16_bytes(to + 2 * k * ROW + lane * 16, (const u8*)from[k].x + lane * 16);
+        copy_16_bytes(to + (2 * k + 1) * ROW + lane * 16, (const u8*)from[k].y + lane * 16);
+    }
+#pragma unroll
+    for (int k = 0; k < RESTS; ++k) {
+        int piece = k * 32 + lane, at = (32 + piece % REST) * 16;
+        if (piece < COPIES * REST) copy_16_bytes(to + piece / REST * ROW + at, (const u8*)rest_from[k] + at);
     }
     arrive_with_copies(full);
 #else
