@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import math
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,12 +36,12 @@ from tests.decision.dispatch_cases import (
     extend,
     route,
 )
+from tests.decision.sharding_records import ATTENTION_ALONE, recorded
 
 CUDA, COPIED, STEP = "cuda sparse_prefill", "flash_mla sparse_prefill after dequantisation", "flash_mla sparse_decode"
 PREFILL = (90, "sparse_mla_prefill", "v32_fp8")
 GROUP8 = (90, "token_shard_attention tp8", "v32_fp8")
 FULL = synthetic(90)
-RECORDS = Path(__file__).parents[2] / "docs" / "benchmarks" / "h200"
 RESHARDED_STEPS = (Phase.DECODE, Phase.TARGET_VERIFY)
 
 Table = dict[tuple[int, str, str], dict[str, dict[int, timings.Points]]]
@@ -380,31 +377,6 @@ def test_measurements_of_another_group_or_topk_are_not_used(measure: Any) -> Non
 # As released
 
 
-ATTENTION_ALONE = Constraints(selection_split="the ranks share the selection")
-LAYER = "token_shard_layer"
-
-
-def recorded(ranks: int, op: str = sharding.ATTENTION) -> dict[tuple[str, int, int], tuple[float, float]]:
-    """{(phase, rows, context): (microseconds of the fastest way with local heads, of the fastest with resharding)}.
-
-    Args:
-        op: attention alone, or LAYER, with the indexer; on H200s.
-    """
-    record = json.loads((RECORDS / f"token-shard-tp{ranks}.json").read_text())
-    found: dict[tuple[str, int, int], tuple[float, float]] = {}
-    for row in record["rows"]:
-        case = row["case"]
-        if row["op"] != op:
-            continue
-        step = "batch" in case
-        place = ("decode" if step else "extend", case["batch"] if step else case["q"], case["kv"])
-        local, resharded = found.get(place, (math.inf, math.inf))
-        reshards = row["provider"].startswith("token_shard")
-        time = row["median_us"]
-        found[place] = (local, min(resharded, time)) if reshards else (min(local, time), resharded)
-    return found
-
-
 @pytest.mark.parametrize(("rows", "chunks"), [(2048, None), (4096, 2), (8192, 4)])
 def test_pieces_are_those_of_the_records(rows: int, chunks: int | None) -> None:
     plan = choose(replace(V32_FP8, attn_tp_size=4), extend(rows, 65536), FULL, ATTENTION_ALONE)
@@ -433,20 +405,6 @@ def test_auto_reshards_what_the_records_show_is_faster(ranks: int) -> None:
         if plan.token_shard:
             reshards.add((phase, rows))
     assert reshards == (set() if ranks == 2 else {("extend", 2048), ("extend", 8192)})
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_auto_reshards_where_a_recorded_layer_with_its_indexer_is_faster(ranks: int) -> None:
-    """The decision adds up attention's time and the indexer's, which the record has as one."""
-    model, cases = replace(V32_FP8, attn_tp_size=ranks), recorded(ranks, LAYER)
-    assert {(rows, context) for _, rows, context in cases} == {(2048, 8192), (8192, 65536), (8192, 131072)}
-    for (_, rows, context), (local, resharded) in cases.items():
-        plan = choose(model, extend(rows, context), FULL)
-        assert plan.token_shard == (resharded < local), (rows, context, plan.reasons["token_shard"])
-        # Both estimates are near the readings of the whole layer.
-        found = [float(ms) for ms in re.findall(r" (\d+\.\d+) ms \(", plan.reasons["token_shard"])]
-        if max(local, resharded) > 5000:
-            assert found == pytest.approx([local / 1e3, resharded / 1e3], rel=0.2)
 
 
 def test_auto_keeps_heads_local_if_no_kernel_pads_them() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from nsa_plugin.errors import ShapeError
 from nsa_plugin.libraries.devices import synthetic
 from nsa_plugin.settings import Settings
 from tests.decision.dispatch_cases import V32_FP8, choose, decode, extend
+from tests.decision.sharding_records import LAYER, recorded
 
 FULL = synthetic(90)
 PAIR = replace(V32_FP8, attn_tp_size=2)
@@ -102,6 +104,20 @@ def test_the_records_make_two_ranks_reshard_long_contexts() -> None:
     assert not choose(PAIR, extend(2048, 8192), FULL).token_shard
     assert choose(PAIR, extend(8192, 65536), FULL).token_shard
     assert choose(PAIR, extend(8192, 131072), FULL).token_shard
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_auto_reshards_where_a_recorded_layer_with_its_indexer_is_faster(ranks: int) -> None:
+    """The decision adds up attention's time and the indexer's, which the record has as one."""
+    model, cases = replace(V32_FP8, attn_tp_size=ranks), recorded(ranks, LAYER)
+    assert {(rows, context) for _, rows, context in cases} == {(2048, 8192), (8192, 65536), (8192, 131072)}
+    for (_, rows, context), (local, resharded) in cases.items():
+        plan = choose(model, extend(rows, context), FULL)
+        assert plan.token_shard == (resharded < local), (rows, context, plan.reasons["token_shard"])
+        # Both estimates are near the readings of the whole layer.
+        found = [float(ms) for ms in re.findall(r" (\d+\.\d+) ms \(", plan.reasons["token_shard"])]
+        if max(local, resharded) > 5000:
+            assert found == pytest.approx([local / 1e3, resharded / 1e3], rel=0.2)
 
 
 def test_pairs_of_a_batch() -> None:
