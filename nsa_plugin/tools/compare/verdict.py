@@ -6,11 +6,12 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from nsa_plugin.telemetry import MIXED, SPLIT
 from nsa_plugin.tools.compare import rule
 from nsa_plugin.tools.compare.measured import CONTROL, PLUGIN, STOCK, Measured, Run
 from nsa_plugin.tools.compare.rule import Compared
 from nsa_plugin.tools.compare.tolerance import ReferenceTolerance, StockTolerance, Tolerance, floor_of, tolerance
-from nsa_plugin.tools.compare.workload import AGREEMENT_CASES, LIMIT
+from nsa_plugin.tools.compare.workload import AGREEMENT_CASES, INTERLEAVED, LIMIT, MIXED_CHUNK
 from nsa_plugin.tools.serving.engine import V32
 
 _NAMED = 4  # requests that a check lists
@@ -70,6 +71,7 @@ def judge(measured: Measured) -> Verdict:
         checks.append(active(runs[PLUGIN]))
         if (ranks := measured.facts.get("dcp", 1)) > 1:
             checks.append(shares_cache(runs[PLUGIN], ranks))
+        checks += combined_checks(measured, runs[PLUGIN])
     if agreement:
         nothing = "no request was answered twice by stock: its own spread is not known"
         checks.append(spread_check(own, allowed, name="stock against itself", nothing=nothing))
@@ -157,6 +159,19 @@ def shares_cache(run: Run, ranks: int) -> Check:
     found = run.report.get("facts", {}).get(SHARED_CACHE, "its start-up report does not say so")
     name = f"the plugin served a KV cache that {ranks} ranks share"
     return Check(name=name, holds=run.active and str(found).startswith(f"{ranks} ranks"), detail=str(found))
+
+
+def combined_checks(measured: Measured, run: Run) -> list[Check]:
+    """Whether the plugin planned the prefills with requests of two kinds that its server was set up for."""
+    found, cases = [], measured.asked["cases"]
+    if run.report.get("settings", {}).get("split_prefill") == "on" and INTERLEAVED in cases:
+        found.append(("short prompts attended densely next to long ones", SPLIT))
+    if measured.facts.get("mixed_chunk") and MIXED_CHUNK in cases:
+        found.append(("decode steps ran in prefills", MIXED))
+    return [
+        Check(name=name, holds=run.combined.get(kind, 0) > 0, detail=f"{run.combined.get(kind, 0)} prefills, counted")
+        for name, kind in found
+    ]
 
 
 def spread_check(own: Sequence[Compared], allowed: StockTolerance, *, name: str, nothing: str) -> Check:
