@@ -184,7 +184,7 @@ class Settings:
         "off",
         _parse_trace,
         "off, log, PATH.jsonl",
-        "`log`: log each distinct plan once, with its reasons. A path that ends in .jsonl: append every batch to that "
+        "`log`: log each kind of plan once, with its reasons. A path that ends in .jsonl: append every batch to that "
         "file as JSON lines, one per request, and compare the ranks' rows before each head/token all-to-all.",
     )
     report: str = _setting(

@@ -104,7 +104,7 @@ BAD = {
     "explain --libraries flash_mla": "--sm",
     "explain --memory-gb 80": "--sm",
     "explain --memory-gb nan --sm 90": "GiB above 0",
-    "explain --q-tokens 100 --max-kv 10": "--max-kv 10",
+    "explain --q-tokens 100 --max-kv 10": "--max-kv 10 for 1 request allows",
     "explain --q-tokens 10 --max-kv 10 --total-kv 5": "10 to 10",
     "explain --q-tokens 10 --max-kv 10 --total-kv 50": "10 to 10",
     "explain --phase decode --requests 2 --q-tokens 5": "one query token a request",
@@ -202,6 +202,21 @@ def test_explain_of_this_machine_uses_the_probed_device(capsys: pytest.CaptureFi
     assert data(capsys, "explain")["device"]["name"] == probe().name
 
 
+def test_explain_of_a_machine_without_torch_asks_for_a_device(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from nsa_plugin.commands import explain
+    from nsa_plugin.libraries.probe import probe
+
+    monkeypatch.setitem(sys.modules, "torch", None)  # type: ignore[arg-type]  # makes `import torch` fail
+    monkeypatch.setattr(explain, "probe", probe.__wrapped__)
+    said = (
+        "nsa-plugin explain: error: torch is not installed, so the device is unknown; name one: --sm 90, for example\n"
+    )
+    assert call(capsys, "explain") == (2, "", said)
+    assert data(capsys, "explain --sm 90")["device"]["sm"] == 90
+
+
 def test_explain_lengths_shows_how_a_prefill_is_split(capsys: pytest.CaptureFixture[str]) -> None:
     parts = data(capsys, "explain --sm 90 --lengths 300:300,512:9000,800:800")["parts"]
     assert [part["requests"] for part in parts] == [[0, 2], [1]]
@@ -230,6 +245,17 @@ def test_explain_v4_has_its_own_shape(capsys: pytest.CaptureFixture[str]) -> Non
     assert found["model"]["sliding_window"] == 128
     assert found["model"]["kv_layout"] == "v4_fp8"
     assert found["model"]["index_topk"] == 512
+
+
+def test_explain_with_a_shared_kv_cache(capsys: pytest.CaptureFixture[str]) -> None:
+    command = "explain --sm 90 --kv-dtype fp8_e4m3 --tp 8 --dcp 2 --q-tokens 4096 --max-kv 65536"
+    found = data(capsys, command)
+    assert found["model"]["dcp_size"] == 2
+    assert not found["plan"]["dequantize_kv"]
+    assert "gathers the heads of 2 ranks" in found["plan"]["reasons"]["token_shard"]
+    _, out, _ = call(capsys, f"{command} -v")
+    assert "of which 2 share the KV cache and attend 32 heads" in " ".join(out.split())
+    assert "with every selected token on one rank, while 2 ranks share them" in found["plan"]["reasons"]["provider"]
 
 
 def test_explain_glm_has_its_own_shape(capsys: pytest.CaptureFixture[str]) -> None:

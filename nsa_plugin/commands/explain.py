@@ -9,6 +9,7 @@ from typing import Any
 from nsa_plugin.commands.arguments import above_zero, natural, option, positive, switch
 from nsa_plugin.commands.output import add_json, add_verbose, print_json
 from nsa_plugin.decision.case import count
+from nsa_plugin.decision.constraints import SHARED_CONTEXT, UNCONSTRAINED, Constraints
 from nsa_plugin.decision.dispatch import decide, partition
 from nsa_plugin.decision.plan import Plan
 from nsa_plugin.decision.shapes import BatchShape, ModelShape, Phase
@@ -91,6 +92,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     option(model, "--heads N", positive, "query heads of a rank (default: the model's over --tp)")
     option(model, "--tp N", positive, "attention TP size (default: %(default)s)", 1)
+    shared = "ranks that share each request's KV cache, with decode context parallelism (default: %(default)s)"
+    option(model, "--dcp N", positive, shared, 1)
     dtypes = (
         "KV cache dtype in any engine's spelling: bf16, bfloat16; fp8, fp8_e4m3 or fp8_ds_mla for the family's fp8 "
         "layout; auto for bf16 with v3.2 and fp8 with v4 (default: %(default)s)"
@@ -145,7 +148,7 @@ def _model(args: argparse.Namespace) -> ModelShape:
     v4 = args.model == "v4"
     fp8 = args.kv_dtype == "fp8" or (args.kv_dtype == "auto" and v4)
     layout = ("v4_fp8" if v4 else "v32_fp8") if fp8 else "bf16"
-    return ModelShape(family="v4" if v4 else "v3.2", attn_tp_size=args.tp, kv_layout=layout, **dims)
+    return ModelShape(family="v4" if v4 else "v3.2", attn_tp_size=args.tp, dcp_size=args.dcp, kv_layout=layout, **dims)
 
 
 def _batch(args: argparse.Namespace) -> BatchShape:
@@ -161,7 +164,9 @@ def _batch(args: argparse.Namespace) -> BatchShape:
     max_kv = q_tokens if args.max_kv is None else args.max_kv
     total_kv = max_kv * requests if args.total_kv is None else args.total_kv
     if max_kv * requests < q_tokens:
-        raise ShapeError(f"--max-kv {max_kv} for {requests} requests allows fewer tokens than --q-tokens {q_tokens}")
+        raise ShapeError(
+            f"--max-kv {max_kv} for {count(requests, 'request')} allows fewer tokens than --q-tokens {q_tokens}"
+        )
     if not q_tokens <= total_kv <= max_kv * requests:
         raise ShapeError(
             f"--total-kv is {total_kv}; allowed with --q-tokens {q_tokens}, --max-kv {max_kv} and {requests} "
@@ -186,7 +191,10 @@ def _device(args: argparse.Namespace) -> DeviceProfile:
     if args.sm is None:
         if args.libraries is not None or args.memory_gb is not None:
             raise SettingsError("--libraries and --memory-gb describe another device: give its --sm too")
-        return probe()
+        device = probe()
+        if device.kind == "unknown":
+            raise SettingsError(f"{device.name}; name one: --sm 90, for example")
+        return device
     memory = {} if args.memory_gb is None else {"memory_free": args.memory_gb, "memory_total": args.memory_gb}
     return synthetic(args.sm, libraries=args.libraries, **memory)
 
@@ -200,9 +208,10 @@ def _parts(
     args: argparse.Namespace, model: ModelShape, device: DeviceProfile, settings: Settings
 ) -> list[tuple[tuple[int, ...] | None, BatchShape, Plan]]:
     """(requests, shape, plan) of each part of the batch; requests is None without --lengths."""
+    constraints = Constraints(no_copy=SHARED_CONTEXT) if model.dcp_size > 1 else UNCONSTRAINED
     if args.lengths is None:
         batch = _batch(args)
-        return [(None, batch, decide(model, batch, device, settings))]
+        return [(None, batch, decide(model, batch, device, settings, constraints))]
     if any(getattr(args, name) is not None for name in ("requests", "q_tokens", "max_kv", "total_kv")):
         raise SettingsError("--lengths replaces --requests, --q-tokens, --max-kv and --total-kv: give one or the other")
     parts = partition(
@@ -215,6 +224,7 @@ def _parts(
         cuda_graph=args.cuda_graph,
         context_parallel=args.context_parallel,
         attention_workspace_tokens=args.workspace_tokens,
+        constraints=constraints,
     )
     return [(part.requests, part.batch, part.plan) for part in parts]
 
@@ -260,6 +270,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     out = console()
     heads = f"{count(model.heads_per_rank, 'head')} a rank, {count(model.attn_tp_size, 'rank')}"
+    if model.dcp_size > 1:
+        heads += f", of which {model.dcp_size} share the KV cache and attend {model.attended_heads} heads"
     out.print(f"model:  {model.family}, {heads}, {model.kv_layout} cache, index_topk {model.index_topk}")
     out.print(f"device: {device.describe()}")
     for note in resolved.notes:

@@ -62,7 +62,8 @@ class Case:
         known: what follows from the model, the device and the settings alone; see `once`.
         dense: what `dense.dense_provider` found, once it has looked.
         extend: the batch is a prefill.
-        own_load: the load of the kernel call without resharding.
+        own_load: the load of the sparse kernel's call without resharding.
+        dense_load: the load of the dense kernel's call.
     """
 
     model: ModelShape
@@ -75,10 +76,12 @@ class Case:
     dense: tuple[Route | None, list[Refusal]] | None = field(default=None, init=False, repr=False)
     extend: bool = field(init=False, repr=False)
     own_load: KernelLoad = field(init=False, repr=False)
+    dense_load: KernelLoad = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.extend = self.batch.phase is Phase.EXTEND
-        self.own_load = KernelLoad(self.batch.num_tokens, self.model.heads_per_rank)
+        self.own_load = KernelLoad(self.batch.num_tokens, self.model.attended_heads)
+        self.dense_load = KernelLoad(self.batch.num_tokens, self.model.heads_per_rank)
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return what `make` returned for this key in any case of the same model, device and settings.
@@ -122,7 +125,7 @@ class Case:
     def measured(self) -> bool:
         """Whether some route of the model's selection and heads was measured on this device, for this phase."""
         op = Op.SPARSE_MLA_PREFILL if self.extend else Op.SPARSE_MLA_DECODE
-        layout, heads = self.model.kv_layout, self.model.heads_per_rank
+        layout, heads = self.model.kv_layout, self.model.attended_heads
         return self.timed and timings.measured(self.device.sm, op, layout, heads)
 
     @property
@@ -205,6 +208,8 @@ def route_refusal(case: Case, route: Route, load: KernelLoad, asked: str = "auto
         return constraints.no_path.get(route, of_library)
     if route.dequantize_kv and case.batch.cuda_graph:
         return "which cache rows to copy to bf16 depends on lengths, which a captured graph cannot read"
+    if route.dequantize_kv and constraints.no_copy:
+        return constraints.no_copy
     if route.dequantize_kv and not constraints.copy_fits:
         return constraints.copy_refusal
     if case.exceeds_large_q(load.rows) and route == FLASH_MLA_DECODE:

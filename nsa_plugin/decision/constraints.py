@@ -31,6 +31,7 @@ class Constraints:
             routes they come first.
         preferred_by: what asks for them.
         asked_by: the engine's flag, with its value, that set `prefill_backend` or `decode_backend`; "" = none did.
+        no_copy: why no route may read a bf16 copy of the cache; "" = one may.
         copy_bytes: bytes that a bf16 copy of the cache takes for this batch; None = not limited.
         copy_budget: bytes that such a copy may take.
         copy_budget_from: where the budget comes from.
@@ -53,6 +54,7 @@ class Constraints:
     preferred: frozenset[Route] = frozenset()
     preferred_by: str = ""
     asked_by: str = ""
+    no_copy: str = ""
     copy_bytes: int | None = None
     copy_budget: int = 0
     copy_budget_from: str = ""
@@ -77,5 +79,8 @@ class Constraints:
         """Why a route that copies the cache does not fit."""
         return f"a bf16 copy would take {(self.copy_bytes or 0) / MIB:.0f} MiB, over {self.copy_budget_from}"
 
+
+SHARED_CONTEXT = "the ranks share the context, and a bf16 copy of it would have to be gathered from all of them"
+"""`no_copy` with decode context parallelism."""
 
 UNCONSTRAINED = Constraints()

@@ -9,7 +9,7 @@ import functools
 from dataclasses import replace
 
 from nsa_plugin.decision import timings
-from nsa_plugin.decision.case import Case, route_refusal
+from nsa_plugin.decision.case import Case, count, route_refusal
 from nsa_plugin.decision.plan import Attention, Reason
 from nsa_plugin.decision.routes import KernelLoad, Refusal, Route, first, unranked
 from nsa_plugin.decision.sparse import usual_sparse_routes
@@ -33,7 +33,8 @@ def mha_limit(case: Case) -> tuple[int, str]:
 
     Unless `mha_max_kv` gives it, that is the model's index_topk, or less where dense attention was measured to take
     longer from some length on. It does not depend on the batch's lengths, so a part of a batch has the limit of
-    the whole. The measurements have no prefix; a context counts as a prompt of its length.
+    the whole. The measurements have no prefix; a context counts as a prompt of its length. With decode context
+    parallelism nothing was measured.
     """
     if case.settings.mha_max_kv >= 0:
         return case.settings.mha_max_kv, f"mha_max_kv {case.settings.mha_max_kv}"
@@ -43,7 +44,7 @@ def mha_limit(case: Case) -> tuple[int, str]:
 
 def _mha_limit(case: Case, dense: Route | None) -> tuple[int, str]:
     model = case.model
-    if dense is not None and case.timed:
+    if dense is not None and case.timed and model.dcp_size == 1:
         load = KernelLoad(1, model.heads_per_rank)  # one request: a kernel's limit of rows is the batch's concern
         if not case.constraints.copy_fits:  # the limit is one for all batches, whatever their copies take
             case = replace(case, constraints=replace(case.constraints, copy_bytes=None))
@@ -79,7 +80,7 @@ def dense_provider(case: Case) -> tuple[Route | None, list[Refusal]]:
     `prefill_backend` does not choose it: that setting names the library of sparse prefill.
     """
     if case.dense is None:
-        case.dense = first(dense_routes(), lambda route: route_refusal(case, route, case.own_load))
+        case.dense = first(dense_routes(), lambda route: route_refusal(case, route, case.dense_load))
     return case.dense
 
 
@@ -92,7 +93,7 @@ def pick_dense(case: Case) -> tuple[Route | None, list[Refusal], Reason]:
     if batch.max_kv_len > limit:
         whole = case.constraints.no_split if batch.num_requests > 1 else ""
         unsplit = f", and the batch is not split: {whole}" if whole else ""
-        return None, [], lambda: f"the longest context of {batch.max_kv_len} tokens exceeds {source}{unsplit}"
+        return None, [], lambda: f"the longest context of {count(batch.max_kv_len, 'token')} exceeds {source}{unsplit}"
     if 0 < batch.attention_workspace_tokens < batch.total_kv_len:
         held = batch.attention_workspace_tokens
         return None, [], lambda: f"{batch.total_kv_len} context tokens exceed the attention workspace of {held}"
@@ -101,4 +102,4 @@ def pick_dense(case: Case) -> tuple[Route | None, list[Refusal], Reason]:
         return None, refused, lambda: "no dense kernel (" + "; ".join(map(str, refused)) + ")"
     if case.constraints.no_dense:
         return None, refused, case.constraints.no_dense
-    return route, refused, lambda: f"the longest context of {batch.max_kv_len} tokens is within {source}"
+    return route, refused, lambda: f"the longest context of {count(batch.max_kv_len, 'token')} is within {source}"

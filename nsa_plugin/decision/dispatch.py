@@ -303,7 +303,7 @@ def _dense_plan(case: Case, route: Route, refused: Sequence[Refusal], why: Reaso
             lambda: {
                 "phase": lambda: batch_sentence(batch),
                 "attention": why,
-                "provider": lambda: sparse.provider_sentence(case, route, case.own_load, refused),
+                "provider": lambda: sparse.provider_sentence(case, route, case.dense_load, refused),
                 "dequantize_kv": lambda: sparse.dequantize_sentence(case, route),
                 "head_padding": "dense attention supports any number of heads",
                 "token_shard": "dense attention pads no heads",

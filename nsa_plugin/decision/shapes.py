@@ -40,6 +40,8 @@ class ModelShape:
         family: "v3.2" (one cache, top-k over all of it) or "v4" (sliding window + compressed cache).
         num_heads: query heads of the whole model.
         attn_tp_size: ranks that share the heads; each has num_heads / attn_tp_size of them, for every token.
+        dcp_size: ranks that share each request's KV cache (decode context parallelism); they are among the
+            attn_tp_size. Each attends its part of the selected tokens with the heads of all of them.
         kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim: MLA dimensions in elements. A V4 cache
             row is kv_lora_rank elements of which the last qk_rope_head_dim have RoPE; a V3.2 row has
             its RoPE elements in addition.
@@ -55,6 +57,7 @@ class ModelShape:
     family: str = "v3.2"
     num_heads: int = 128
     attn_tp_size: int = 1
+    dcp_size: int = 1
     kv_lora_rank: int = 512
     qk_nope_head_dim: int = 128
     qk_rope_head_dim: int = 64
@@ -74,12 +77,14 @@ class ModelShape:
                 f"kv_layout is {self.kv_layout!r}; allowed for family {self.family}: "
                 f"{', '.join(FAMILY_LAYOUTS[self.family])}"
             )
-        for name in ("num_heads", "attn_tp_size", *_CONFIGURED):
+        for name in ("num_heads", "attn_tp_size", "dcp_size", *_CONFIGURED):
             least = 0 if name in _MAY_BE_ZERO else 1
             if getattr(self, name) < least:
                 raise ShapeError(f"{name} is {getattr(self, name)}; it must be at least {least}")
         if self.num_heads % self.attn_tp_size:
             raise ShapeError(f"num_heads {self.num_heads} does not divide among attn_tp_size {self.attn_tp_size} ranks")
+        if self.attn_tp_size % self.dcp_size:
+            raise ShapeError(f"attn_tp_size {self.attn_tp_size} does not divide among dcp_size {self.dcp_size} ranks")
         if (self.family == "v4") != (self.sliding_window > 0):
             raise ShapeError(
                 f"sliding_window is {self.sliding_window} for family {self.family}; "
@@ -89,11 +94,12 @@ class ModelShape:
             raise ShapeError(f"selecting_layers is {self.selecting_layers}; it must be above 0 and at most 1")
 
     @classmethod
-    def from_config(cls, config: Any, *, attn_tp_size: int, kv_layout: str) -> ModelShape:
+    def from_config(cls, config: Any, *, attn_tp_size: int, kv_layout: str, dcp_size: int = 1) -> ModelShape:
         """The shape that a DeepSeek-V3.2 `config.json` describes, read from an object with its keys as attributes."""
         return cls(
             num_heads=config.num_attention_heads,
             attn_tp_size=attn_tp_size,
+            dcp_size=dcp_size,
             kv_layout=kv_layout,
             selecting_layers=_selecting_layers(config),
             **{name: getattr(config, name) for name in _CONFIGURED},
@@ -102,6 +108,11 @@ class ModelShape:
     @property
     def heads_per_rank(self) -> int:
         return self.num_heads // self.attn_tp_size
+
+    @property
+    def attended_heads(self) -> int:
+        """Query heads of a sparse attention call: with decode context parallelism those of all ranks of the group."""
+        return self.heads_per_rank * self.dcp_size
 
     @property
     def fp8_cache(self) -> bool:

@@ -300,6 +300,8 @@ def _times(case: Case, route: Route, load: KernelLoad) -> list[str]:
     if own is None or not rivals:
         return []
     sentence = compared({_named(other): time for other, time in {route: own, **rivals}.items()}, case.device.sm)
+    if case.model.dcp_size > 1:
+        sentence += f", measured with every selected token on one rank, while {case.model.dcp_size} ranks share them"
     if own.us > min(time.us for time in rivals.values()) and case.asked == "auto" and not _is_preferred(case, route):
         sentence += f", less than {NEARLY_EQUAL:.0%} apart, so their usual order holds"
     return [sentence]

@@ -54,6 +54,8 @@ def impossible(model: ModelShape, device: DeviceProfile) -> str | None:
     """Why no batch of this configuration can reshard; None if one can."""
     if model.attn_tp_size == 1:
         return "attn_tp_size is 1, so this rank already has every head"
+    if model.dcp_size > 1:
+        return f"decode context parallelism gathers the heads of {count(model.dcp_size, 'rank')}"
     if model.family != "v3.2":
         return f"only DeepSeek-V3.2 attention is resharded, and the model's family is {model.family}"
     if not device.providers(Op.TOKEN_SHARD):

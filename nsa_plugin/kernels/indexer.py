@@ -24,6 +24,8 @@ Source: DeepSeek-V3.2-Exp `inference/kernel.py` (`fp8_index`) and `model.py` (`I
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from nsa_plugin.kernels.checks import FLOAT_DTYPES, check_tensor, require
@@ -31,7 +33,7 @@ from nsa_plugin.kernels.fp8 import quantize_tiles
 from nsa_plugin.kernels.index_transform import request_slots
 from nsa_plugin.kernels.indexer_args import check_limits, check_paged, check_ragged
 from nsa_plugin.kernels.kv_cache import PagedCache, reference_read_codes
-from nsa_plugin.kernels.topk import in_range, new_output, select
+from nsa_plugin.kernels.topk import Selector, in_range, new_output, select
 
 # Elements of the float64 [query rows x heads, keys] product of one step: 32 MiB.
 SCRATCH_ELEMENTS = 4 * 2**20
@@ -109,6 +111,7 @@ def reference_topk(
     *,
     rows_per_chunk: int | None = None,
     out: torch.Tensor | None = None,
+    selector: Selector | None = None,
 ) -> torch.Tensor:
     """int32 [rows, topk] positions relative to ks, -1 behind them. Contract: see the module.
 
@@ -117,6 +120,7 @@ def reference_topk(
         topk: positions a row.
         rows_per_chunk: query rows whose logits are held at once; None: all.
         out: [rows, topk] int32, where to put the result; overwritten whole.
+        selector: the `topk_rows` to use for chunks with a key; None: the reference's.
 
     Raises:
         KernelArgumentError: a shape, dtype, range or count is wrong.
@@ -138,7 +142,11 @@ def reference_topk(
         first, last = int(chunk_ks[nonempty].min()), int(chunk_ke[nonempty].max())
         scale = None if k_scale is None else k_scale[first:last]
         logits = _scores(q[chunk], k[first:last], scale, weights[chunk])
-        out[chunk] = select(logits, chunk_ks, chunk_ke, first, topk)
+        if selector is None:
+            out[chunk] = select(logits, chunk_ks, chunk_ke, first, topk)
+        else:
+            starts, ends = ((bound - first).clamp(0, last - first) for bound in (chunk_ks, chunk_ke))
+            selector(logits, starts, ends, topk, out=out[chunk])
     return out
 
 
@@ -182,6 +190,7 @@ def reference_paged_topk(
     *,
     rows_per_chunk: int | None = None,
     out: torch.Tensor | None = None,
+    selector: Selector | None = None,
 ) -> torch.Tensor:
     """int32 [batch * next_n, topk] logical positions, -1 behind them. Contract: see the module.
 
@@ -197,6 +206,7 @@ def reference_paged_topk(
         topk: positions a row.
         rows_per_chunk: query rows whose logits are held at once; None: those of one request.
         out: [batch * next_n, topk] int32, where to put the result; overwritten whole.
+        selector: as `reference_topk`.
 
     Raises:
         KernelArgumentError: a shape, dtype, length or count is wrong.
@@ -213,9 +223,8 @@ def reference_paged_topk(
             k, k_scale = _request_keys(cache, page_table[request], length)
             ke = limits[request]
             ks = torch.zeros_like(ke)
-            out[rows] = reference_topk(
-                q[request], k, k_scale, weights[rows], ks, ke, topk, rows_per_chunk=rows_per_chunk
-            )
+            given: dict[str, Any] = {"rows_per_chunk": rows_per_chunk, "out": out[rows], "selector": selector}
+            reference_topk(q[request], k, k_scale, weights[rows], ks, ke, topk, **given)
     return out
 
 

@@ -34,13 +34,19 @@ def all_to_all(group: dist.ProcessGroup, into: Sequence[torch.Tensor], given: Se
 
 
 def require_agreement(
-    group: dist.ProcessGroup, device: torch.device, names: Sequence[str], numbers: Sequence[int]
+    group: dist.ProcessGroup,
+    device: torch.device,
+    names: Sequence[str],
+    numbers: Sequence[int],
+    *,
+    what: str = "token_shard",
 ) -> None:
     """Compare numbers over the group. Waits for every rank and for the device.
 
     Args:
         names: of the numbers, for the error.
         numbers: as many on every rank.
+        what: the feature that needs the agreement, for the error.
 
     Raises:
         MismatchError: they differ, on every rank with the same message: the numbers of each.
@@ -56,7 +62,7 @@ def require_agreement(
         f"rank {rank}: " + ", ".join(f"{name} {number}" for name, number in zip(names, row, strict=True))
         for rank, row in enumerate(table)
     )
-    raise MismatchError(f"token_shard: the ranks differ in {', '.join(differing)}. {listed}")
+    raise MismatchError(f"{what}: the ranks differ in {', '.join(differing)}. {listed}")
 
 
 class SideStream:

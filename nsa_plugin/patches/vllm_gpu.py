@@ -114,6 +114,10 @@ REQUIREMENTS = _SECTION.patches(
         Makes the schedule of vllm.gpu-flash-mla-decode; called without arguments.
     tensor-parallel-group: distributed.parallel_state:get_tp_group
         The group whose ranks reshard heads to tokens with token_shard.
+    context-parallel-group [>=0.29]: distributed.parallel_state:get_dcp_group
+        The group whose ranks share each request's KV cache with decode context parallelism.
+    context-parallel-merge [>=0.29]: class v1.attention.ops.dcp:MLADCPManager(vllm_config, num_heads, is_lse_base_on_e)
+        Gathers the queries of these ranks, and merges what each attends by a natural-logarithm lse.
     backend-name: value v1.attention.backends.registry:AttentionBackendEnum.FLASHMLA_SPARSE
         The plugin sets the attention backend to it if the user chose none.
     forward-context: forward_context:get_forward_context

@@ -63,6 +63,36 @@ def invariant(monkeypatch: pytest.MonkeyPatch) -> None:
     check_on_gpu(config())
 
 
+def sharing(version: str = "0.33.0", sm: int = 90, **settings: Any) -> Start:
+    """Two ranks that share the KV cache, in the process that reads the command line."""
+
+    def start(monkeypatch: pytest.MonkeyPatch) -> None:
+        ledger = SimpleNamespace(check_version=lambda: None, version=Version(version))
+        monkeypatch.setattr(vllm_activation, "process", lambda: SimpleNamespace(ledger=ledger))
+        monkeypatch.setattr(vllm_activation, "device_kind", lambda: "cuda")
+        monkeypatch.setattr(vllm_activation, "device_sm", lambda: sm)
+        made = config()
+        made.parallel_config.decode_context_parallel_size = 2
+        vllm_activation.check_here(made, resolve(config={"enabled": True} | settings, environ={}))
+
+    return start
+
+
+def interleaved(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = config(speculative_config=SimpleNamespace(num_speculative_tokens=2))
+    vars(made.parallel_config).update(decode_context_parallel_size=2, cp_kv_cache_interleave_size=64)
+    check_on_gpu(made)
+
+
+def resharding_over_a_shared_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_serving, "dense_workspace_tokens", lambda vllm_config: 4096)
+    made = config()
+    made.parallel_config.decode_context_parallel_size = 2
+    resolved = ResolvedSettings(Settings(token_shard="on"), {})
+    device = synthetic(90, libraries=("triton", "deep_gemm"))
+    gpu_serving.GpuServing(resolved=resolved, trace=Trace(), vllm_config=made, device_profile=lambda: device).planning()
+
+
 def packed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm.utils.deep_gemm.mqa_logits_use_mx_scales", lambda: True, raising=False)
     check_device(synthetic(100))
@@ -155,7 +185,7 @@ def on_an_a100(version: str = "0.5.23", **server_args: Any) -> Start:
         monkeypatch.setenv(VARIABLE, "")
         PassedFlags({"enabled": "true", "strict": "full"}, {}).write()
         monkeypatch.setattr(sglang_model, "device_sm", lambda: 80)
-        monkeypatch.setattr(sglang_activation, "probe", lambda: synthetic(80, libraries=("triton",)))
+        monkeypatch.setattr("nsa_plugin.libraries.probe.probe", lambda: synthetic(80, libraries=("triton",)))
         ledger = Ledger(engine="sglang", version=Version(version), supported=">=0.5.11", patches=())
         process = SglangProcess(ledger, child=True)
         process.enter_scheduler()
@@ -222,7 +252,17 @@ def resharding_two_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 STARTS: dict[tuple[str, str], Start] = {
-    (VLLM, "decode context parallelism"): vllm(parallel_config={"decode_context_parallel_size": 2}),
+    (VLLM, "decode context parallelism in an older vLLM"): sharing("0.28.0"),
+    (VLLM, "decode context parallelism over a bf16 cache"): vllm(
+        parallel_config={"decode_context_parallel_size": 2}, cache_config={"cache_dtype": "bfloat16"}
+    ),
+    (VLLM, "decode context parallelism of DeepSeek-V4"): vllm(
+        v4_config.config, parallel_config={"decode_context_parallel_size": 2}
+    ),
+    (VLLM, "decode context parallelism on a GPU of the portable path"): sharing(sm=80),
+    (VLLM, "decode context parallelism with `strict` off"): sharing(strict=False),
+    (VLLM, "verify steps with decode context parallelism and an interleave"): interleaved,
+    (VLLM, "resharding with decode context parallelism"): resharding_over_a_shared_cache,
     (VLLM, "prefill context parallelism"): vllm(parallel_config={"prefill_context_parallel_size": 2}),
     (VLLM, "two batches at once"): vllm(parallel_config={"enable_dbo": True}),
     (VLLM, "microbatches"): vllm(parallel_config={"enable_dbo": False, "ubatch_size": 2}),

@@ -27,6 +27,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from nsa_plugin.kernels.kv_cache import PagedCache, open_cache
+from nsa_plugin.kernels.shard_indices import KvShard
 from nsa_plugin.kernels.triton import (
     compact,
     index_transform,
@@ -34,6 +35,7 @@ from nsa_plugin.kernels.triton import (
     kv_cache,
     mha,
     mla_inputs,
+    shard_indices,
     sparse_mla,
     sparse_mla_indices,
     swa_indices,
@@ -172,6 +174,9 @@ def selection() -> None:
     index_transform.paged(empty(8, 2048), empty(8, 64), page_size=64)
     index_transform.paged(empty(8, 512), empty(8, 63), page_size=64, lengths=empty(8))
     index_transform.ragged(empty(8, 2048), empty(8))
+    owners = {"page_size": 64, "row_to_request": empty(8)}
+    shard_indices.shard(empty(8, 2048), empty(8, 64), KvShard(2, 1), **owners)
+    shard_indices.shard(empty(8, 512), empty(8, 63), KvShard(4, 0, 64), **owners)
     compact.compact(empty(8, 1, 2048), None, 4096)
     sparse_mla_indices.masked_rows(empty(4, 2, 2048), 4096, empty(4, 2), 2048)
     swa_indices.window(empty(3), empty(2), 128, num_tokens=64)

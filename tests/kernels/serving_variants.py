@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from nsa_plugin.backends.common.v4 import CacheSelection, LayerCall, attend_in_p
 from nsa_plugin.backends.vllm.v4 import serving as v4_serving
 from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.kernels.cuda import sparse_mla
+from nsa_plugin.kernels.shard_indices import KvShard
 from nsa_plugin.kernels.triton import topk
 from tests.kernels.compile_program import BF16, F32, cache, empty, without_a_gpu
 
@@ -130,6 +132,27 @@ def v32(variants: Variants) -> None:
                 paged(selected, empty(rows, width), page_size=page_size, row_to_request=numbers[offset:])
 
 
+def shared(variants: Variants) -> None:
+    """vLLM's batches with decode context parallelism: a rank's slots of a selection, and attention of that many."""
+    variants.serving = ""
+    model, shard = replace(V32, attn_tp_size=8, dcp_size=2), KvShard(2, 1)
+    providers = providers_of(model)
+    kernels = {(op, name) for op in ("sparse_mla_prefill", "sparse_mla_decode") for name in ("cuda", "triton")}
+    warming.warm(kernels, providers, model, DEVICE)
+    warming.warm_shard(providers, model, DEVICE, page_size=64, interleave=1)
+    transform, keys = providers.helper("index_transform_shard"), cache("v32_fp8", 64, 64)
+    for rows, offset in sizes():
+        selected, owners = empty(rows + offset, 2048)[offset:], empty(rows + offset)[offset:]
+        for width in WIDTHS:
+            variants.serving = f"two ranks' cache, {rows} rows from {offset} on, {width} pages"
+            own = transform(selected, empty(rows, width), shard, page_size=64, row_to_request=owners)
+        for op, name in kernels:
+            q = empty(rows, model.attended_heads, 576, dtype=BF16)
+            out = empty(rows, model.attended_heads, 512, dtype=BF16)
+            given = {"scale": 1.0, "d_v": 512, "topk_length": own.counts, "out": out}
+            providers.attend_part(op, name, q, keys, own.slots, **given)
+
+
 def v4(variants: Variants) -> None:
     """vLLM's V4 batches: slots of both caches, and attention in place."""
     variants.serving = ""
@@ -165,7 +188,7 @@ def main() -> None:
     variants = Variants()
     sparse_mla.load_kernel = variants.loaded
     with FakeTensorMode():
-        for family in (v32, v4):
+        for family in (v32, shared, v4):
             family(variants)
     print(json.dumps(variants.missed))
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from nsa_plugin.decision.plan import Plan
+from nsa_plugin.kernels.shard_indices import KvShard
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class DensePiece:
         slots: int64 [context tokens], cache slots of the contexts; None if no request has a prefix, so that the batch
             has all keys.
         fresh: int64 [num_rows], which context tokens are new in this batch; None as `slots`.
+        order: int64 [context tokens], where each token lies in the rows that `slots` name on every rank, one rank after
+            the other; None unless ranks share the contexts, each of which has slots for its own part then.
     """
 
     plan: Plan
@@ -35,6 +38,7 @@ class DensePiece:
     kv_lens: tuple[int, ...]
     slots: torch.Tensor | None = None
     fresh: torch.Tensor | None = None
+    order: torch.Tensor | None = None
 
 
 def dense_piece(
@@ -47,6 +51,7 @@ def dense_piece(
     block_table: torch.Tensor,
     page_size: int,
     like: torch.Tensor,
+    shard: KvShard | None = None,
 ) -> DensePiece:
     """Make the piece of some requests, with tensors on `like`'s device; nothing is read back.
 
@@ -55,6 +60,7 @@ def dense_piece(
         q_lens, kv_lens: query and context tokens of each.
         rows: their query tokens; see `rows_of`.
         block_table: int [requests of the batch, pages], on the device.
+        shard: this rank's part of every context, if ranks share it.
     """
 
     def bounds(lens: Iterable[int]) -> torch.Tensor:
@@ -70,8 +76,12 @@ def dense_piece(
             for start, q_len, kv_len in zip(firsts, q_lens, kv_lens, strict=True)
         ]
     )
-    slots = context_slots(requests, kv_lens, block_table, like, page_size)
-    return replace(piece, slots=slots, fresh=to_device(fresh, like))
+    order, held = None, kv_lens
+    if shard is not None:
+        held, order = _shared(kv_lens, shard)
+        order = to_device(order, like)
+    slots = context_slots(requests, held, block_table, like, page_size)
+    return replace(piece, slots=slots, fresh=to_device(fresh, like), order=order)
 
 
 def keys_and_values(
@@ -90,7 +100,7 @@ def keys_and_values(
 
     Args:
         kv_c, k_pe: of the piece's query tokens: normalised latents [n, kv_lora_rank], rotated keys [n, rope].
-        read: returns bf16 cache rows [slots, kv_lora_rank + rope] of slots.
+        read: returns bf16 cache rows [context tokens, kv_lora_rank + rope] of slots, those of all ranks.
         kv_b_proj: the engine's projection of latents to every head's k and v; its first result is used.
         nope: elements of a head's key without RoPE.
     """
@@ -127,6 +137,21 @@ def context_slots(
     position = to_device(torch.from_numpy(np.arange(lens.sum()) - np.repeat(first, lens)), like)
     pages = block_table[request, position // page_size].long()
     return pages * page_size + position % page_size
+
+
+def _shared(kv_lens: Sequence[int], shard: KvShard) -> tuple[tuple[int, ...], torch.Tensor]:
+    """(rows of each context that every rank reads, `DensePiece.order`).
+
+    The first rank holds the most tokens of a context. The others read as many rows, and the last are not used.
+    """
+    most = replace(shard, rank=0)
+    held = tuple(most.length(tokens) for tokens in kv_lens)
+    lens = np.asarray(kv_lens, dtype=np.int64)
+    position = np.arange(lens.sum()) - np.repeat(np.cumsum(lens) - lens, lens)
+    first = np.repeat(np.cumsum(held) - held, lens)
+    turn, within = position // shard.interleave, position % shard.interleave
+    order = turn % shard.ranks * sum(held) + first + turn // shard.ranks * shard.interleave + within
+    return held, torch.from_numpy(order)
 
 
 def to_device(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

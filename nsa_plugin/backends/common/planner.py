@@ -25,6 +25,9 @@ KERNEL_OPS = {Attention.SPARSE_PREFILL: "sparse_mla_prefill", Attention.SPARSE_D
 READ_EVERY = 64
 """Prefills from one reading of the free memory to the next, which may wait for the driver."""
 
+MAX_STEPS = 4096
+"""Sizes of steps whose plans are kept. Those that graphs capture come first, before the engine serves."""
+
 TracedRequest = tuple[str, int, int]
 """(id, query tokens, context in tokens) of a request, for the trace."""
 
@@ -136,12 +139,17 @@ class Planner:
         return ""
 
     def step_execution_of(self, shape: BatchShape) -> Execution:
-        """Return how to execute a decode, verify or draft step; it depends on phase, requests and tokens alone."""
+        """Return how to execute a decode, verify or draft step; it depends on phase, requests and tokens alone.
+
+        A plan that was kept stays, as a graph may have captured it: beyond MAX_STEPS sizes a step is decided each time.
+        """
         key = (shape.phase, shape.num_requests, shape.num_tokens)
         execution = self._steps.get(key)
         if execution is None:
             constraints = self.constraints(prefill=False, rows=shape.num_tokens)
-            execution = self._steps[key] = self.execution(self.decider.decide(shape, constraints))
+            execution = self.execution(self.decider.decide(shape, constraints))
+            if len(self._steps) < MAX_STEPS:
+                self._steps[key] = execution
         return execution
 
     def execution(self, plan: Plan) -> Execution:

@@ -76,16 +76,44 @@ class Providers:
         Args:
             slots: int32 [n, topk], -1 for none.
             out: tensor for the output; None = a new one.
-            arguments: `scale`, `d_v` and `attn_sink`, as in `nsa_plugin.kernels.sparse_mla`.
+            arguments: `scale`, `d_v`, `attn_sink` and `topk_length`, as in `nsa_plugin.kernels.sparse_mla`.
         """
-        kernel = self.load(op, name)
-        found: torch.Tensor
+        found: torch.Tensor = self._attended(op, name, q, cache, slots, out, arguments).out
+        return found if op == "sparse_mla_prefill" else found.squeeze(1)
+
+    def attend_part(
+        self,
+        op: str,
+        name: str,
+        q: torch.Tensor,
+        cache: PagedCache,
+        slots: torch.Tensor,
+        *,
+        out: torch.Tensor | None = None,
+        **arguments: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `attend`, with the lse float32 [n, heads]: natural log, +inf for a query token without a key."""
+        found = self._attended(op, name, q, cache, slots, out, arguments)
         if op == "sparse_mla_prefill":
-            found = kernel(q, cache, slots, out=out, **arguments).out
-        else:
-            into = None if out is None else out.unsqueeze(1)
-            found = kernel(q.unsqueeze(1), cache, slots.unsqueeze(1), out=into, **arguments).out.squeeze(1)
-        return found
+            return found.out, found.lse
+        return found.out.squeeze(1), found.lse.squeeze(-1)
+
+    def _attended(
+        self,
+        op: str,
+        name: str,
+        q: torch.Tensor,
+        cache: PagedCache,
+        slots: torch.Tensor,
+        out: torch.Tensor | None,
+        arguments: Mapping[str, Any],
+    ) -> Any:
+        """Return a kernel's `PrefillOutput`, or its `DecodeOutput` of one query token a sequence."""
+        kernel = self.load(op, name)
+        if op == "sparse_mla_prefill":
+            return kernel(q, cache, slots, out=out, **arguments)
+        into = None if out is None else out.unsqueeze(1)
+        return kernel(q.unsqueeze(1), cache, slots.unsqueeze(1), out=into, **arguments)
 
     def helper(self, op: str) -> Callable[..., Any]:
         """Return the function of an op that no plan names."""

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,13 @@ AttendShare = Callable[[torch.Tensor, torch.Tensor, slice], torch.Tensor]
 writes; see `TokenShard.attend`. Called in order for every piece of this rank's query tokens; it must read per-token
 data of these tokens only.
 """
+
+
+class RanksThatAgree(Protocol):
+    """Ranks that need the same plans."""
+
+    def least(self, number: int) -> int:
+        """Return the smallest number of all ranks; waits until every rank has called."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +160,18 @@ class Share:
         return self.schedules[rows.start]
 
 
+def planned_from(model: ModelShape, device: DeviceProfile, settings: Settings) -> dict[str, int]:
+    """What a rank's plans depend on, besides its batches and its free memory, as numbers to compare between ranks."""
+    decides_by = repr(replace(settings, trace="off", report=""))
+    libraries = sorted((one.name, one.available, one.version) for one in device.libraries.values())
+    return {
+        "the SM version": device.sm,
+        "heads": model.heads_per_rank,
+        "settings (their checksum)": zlib.crc32(decides_by.encode()),
+        "kernel libraries (their checksum)": zlib.crc32(repr(libraries).encode()),
+    }
+
+
 def has_sinks(config: Any) -> bool:
     """Whether a model has learned attention sinks, by the Hugging Face configuration of its text model."""
     return bool(getattr(config, "learnable_sink", False))
@@ -165,15 +184,16 @@ def least(group: dist.ProcessGroup, number: int) -> int:
     return int(found)
 
 
-def free_memory_of(exchange: Exchange | None, read: Callable[[], int]) -> Callable[[], int]:
-    """Return a function that reads the free memory for plans: with an exchange, the smallest of its ranks.
+def free_memory_of(ranks: RanksThatAgree | None, read: Callable[[], int]) -> Callable[[], int]:
+    """Return a function that reads the free memory for plans: the smallest of the ranks that need the same plans.
 
     Ranks that exchange must make the same plans, and a plan may depend on the free memory.
 
     Args:
+        ranks: an exchange, or other ranks that agree; None: no others.
         read: returns the free bytes of this rank's device.
     """
-    return read if exchange is None else lambda: exchange.least(read())
+    return read if ranks is None else lambda: ranks.least(read())
 
 
 def checked_group(engine: str, getter: tuple[str, str], model: ModelShape) -> Any:
@@ -245,15 +265,10 @@ def open_exchange(
             settings, reason or "another rank of the attention group cannot, and its own report says why"
         )
     most, check_rows = max_tokens(), settings.trace.endswith(".jsonl")
-    decides_by = repr(replace(settings, trace="off", report=""))
-    libraries = sorted((one.name, one.available, one.version) for one in device.libraries.values())
     numbers = {
-        "the SM version": device.sm,
-        "heads": model.heads_per_rank,
+        **planned_from(model, device, settings),
         "tokens of a prefill": most,
-        "settings (their checksum)": zlib.crc32(decides_by.encode()),
         "whether trace is a .jsonl file": int(check_rows),
-        "kernel libraries (their checksum)": zlib.crc32(repr(libraries).encode()),
     }
     require_agreement(ranks.cpu_group, torch.device("cpu"), tuple(numbers), tuple(numbers.values()))
     d_qk, d_v = model.row_dims

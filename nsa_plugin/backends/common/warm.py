@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -17,6 +18,7 @@ from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.errors import NoProviderError
 from nsa_plugin.kernels.kv_cache import PagedCache, allocate_cache
 from nsa_plugin.kernels.selector import default_selector
+from nsa_plugin.kernels.shard_indices import KvShard
 from nsa_plugin.patches.ledger import TURN_OFF
 
 PAGE_SIZE = 64
@@ -42,11 +44,14 @@ def warm(kernels: Iterable[tuple[str, str]], providers: Providers, model: ModelS
     (d_qk, d_v), cache = model.row_dims, _zeros(model, device)
     named = min(SELECTED, model.index_topk)
     for count in row_counts(device):
-        q = torch.zeros(count, model.heads_per_rank, d_qk, dtype=torch.bfloat16, device=device)
+        q = torch.zeros(count, model.attended_heads, d_qk, dtype=torch.bfloat16, device=device)
         slots = torch.full((count, model.index_topk), -1, dtype=torch.int32, device=device)
         slots[:, :named] = torch.arange(named, dtype=torch.int32, device=device)
+        given: dict[str, Any] = {"scale": 1.0, "d_v": d_v}
+        if model.dcp_size > 1:
+            given["topk_length"] = torch.full((count,), named, dtype=torch.int32, device=device)
         for op, name in sorted(kernels):
-            expect_zeros(f"{name}'s {op}", partial(providers.attend, op, name, q, cache, slots, scale=1.0, d_v=d_v))
+            expect_zeros(f"{name}'s {op}", partial(providers.attend, op, name, q, cache, slots, **given))
 
 
 def row_counts(device: torch.device) -> tuple[int, ...]:
@@ -82,6 +87,30 @@ def warm_selection(providers: Providers, model: ModelShape, device: torch.device
         return torch.stack([found.sort(1).values != wanted for found in (chosen, rows, slots)])
 
     expect_zeros("the top-k of a prefill", missed, "it does not select the largest logits")
+
+
+def warm_shard(
+    providers: Providers, model: ModelShape, device: torch.device, *, page_size: int, interleave: int
+) -> None:
+    """As `warm`, for one rank's slots of a selection.
+
+    Raises:
+        NoProviderError: as `warm`.
+    """
+    chosen = torch.arange(model.index_topk, dtype=torch.int32, device=device).repeat(ROWS, 1)
+    table = torch.zeros((1, -(-model.index_topk // page_size)), dtype=torch.int32, device=device)
+    table[0] = torch.arange(table.shape[1])
+    owners = torch.zeros(ROWS, dtype=torch.int32, device=device)
+
+    def missed() -> torch.Tensor:
+        found = torch.zeros(ROWS, dtype=torch.int64, device=device)
+        for rank in range(model.dcp_size):
+            part = KvShard(model.dcp_size, rank, interleave)
+            transform = providers.helper("index_transform_shard")
+            found += transform(chosen, table, part, page_size=page_size, row_to_request=owners).counts
+        return found != model.index_topk
+
+    expect_zeros("a rank's slots of a selection", missed, "the ranks do not have every selected token once")
 
 
 def warm_reading(providers: Providers, model: ModelShape, device: torch.device) -> None:

@@ -17,6 +17,9 @@ from nsa_plugin.tools.serving.engine import V32
 
 _NAMED = 4  # requests that a check lists
 
+SHARED_CACHE = "context parallelism"
+"""The fact in a start-up report that says how many ranks share the KV cache."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
@@ -67,7 +70,8 @@ def judge(measured: Measured) -> Verdict:
     checks = [complete(measured)]
     if PLUGIN in runs:
         checks.append(active(runs[PLUGIN]))
-    if PLUGIN in runs:
+        if (ranks := measured.facts.get("dcp", 1)) > 1:
+            checks.append(shares_cache(runs[PLUGIN], ranks))
         checks += combined_checks(measured, runs[PLUGIN])
     if agreement:
         nothing = "no request was answered twice by stock: its own spread is not known"
@@ -149,6 +153,13 @@ def active(run: Run) -> Check:
         counted = [f"{route} x{count}" for route, count in sorted(run.routes.items())]
         detail = ", ".join(counted) or f"plans in the log: {', '.join(run.planned)}"
     return Check(name="the plugin served", holds=run.active, detail=detail)
+
+
+def shares_cache(run: Run, ranks: int) -> Check:
+    """Whether the plugin planned for a KV cache that `ranks` ranks share (decode context parallelism)."""
+    found = run.report.get("facts", {}).get(SHARED_CACHE, "its start-up report does not say so")
+    name = f"the plugin served a KV cache that {ranks} ranks share"
+    return Check(name=name, holds=run.active and str(found).startswith(f"{ranks} ranks"), detail=str(found))
 
 
 def combined_checks(measured: Measured, run: Run) -> list[Check]:

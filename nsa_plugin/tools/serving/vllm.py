@@ -151,7 +151,9 @@ class VllmEngine:
 
     def facts(self, flags: Sequence[str], family: str) -> dict[str, Any]:
         chunk = "--max-num-batched-tokens"
-        variant = [word for flag, word in _SWITCHES.items() if flag in flags]
+        dcp = int(flag_value(flags, "--decode-context-parallel-size", "-dcp") or 1)
+        variant = [f"dcp{dcp}"] if dcp > 1 else []
+        variant += [word for flag, word in _SWITCHES.items() if flag in flags]
         variant += ["nocompile"] if flag_value(flags, "-cc.mode", "--compilation-config.mode") in _NO_COMPILE else []
         variant += ["mtp"] if flag_value(flags, "--speculative-config", "-sc") else []
         variant += [f"chunk{given}"] if (given := flag_value(flags, chunk)) else []
@@ -165,6 +167,7 @@ class VllmEngine:
         )
         return made | {
             "attention_tp": made["tp"],  # each data-parallel replica has all heads
+            "dcp": dcp,
             "prefix_cache": "--no-enable-prefix-caching" not in flags,
             "variant": variant,
         }

@@ -24,6 +24,7 @@ from nsa_plugin.backends.vllm.v32.metadata import planned_builder
 from nsa_plugin.backends.vllm.v32.routes import VllmPlanner
 from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.kernels.kv_cache import PagedCache, allocate_cache, reference_read, reference_write
+from nsa_plugin.kernels.shard_indices import KvShard
 from nsa_plugin.libraries.devices import DeviceProfile, synthetic
 from nsa_plugin.settings import Settings
 
@@ -31,14 +32,18 @@ T = TypeVar("T")
 HEADS, NOPE, ROPE, LORA, V, TOPK, PAGE = 4, 128, 64, 512, 128, 24, 8
 MAX_ROWS, MAX_REQUESTS, MAX_LEN = 256, 16, 96
 SCALE = (NOPE + ROPE) ** -0.5
+# Steps, a long prompt, short ones before and behind it, a chunk of a long one, a short one with a prefix.
+MIXED = [(1, 40), (1, 9), (6, 6), (30, 60), (20, 20), (5, 70), (4, 21)]
 CPU = synthetic(0)
 TRITON = synthetic(90, libraries=("triton", "deep_gemm"))
 WITH_FLASH_MLA = synthetic(90, libraries=("triton", "deep_gemm", "flash_mla"))
 
 
-def model(layout: str = "bf16", heads: int = HEADS, topk: int = TOPK) -> ModelShape:
+def model(layout: str = "bf16", heads: int = HEADS, topk: int = TOPK, dcp: int = 1) -> ModelShape:
     return ModelShape(
-        num_heads=heads,
+        num_heads=heads * dcp,
+        attn_tp_size=dcp,
+        dcp_size=dcp,
         kv_layout=layout,
         kv_lora_rank=LORA,
         qk_nope_head_dim=NOPE,
@@ -57,10 +62,12 @@ def planner(
     workspace_tokens: int = 0,
     heads: int = HEADS,
     topk: int = TOPK,
+    dcp: int = 1,
     **settings: Any,
 ) -> VllmPlanner:
+    """Return a planner of one rank; `heads` are its own, and `dcp` ranks share the KV cache."""
     return VllmPlanner(
-        model=model(layout, heads, topk),
+        model=model(layout, heads, topk, dcp),
         device=device,
         settings=Settings(**settings),
         max_model_len=MAX_LEN,
@@ -93,11 +100,12 @@ class CommonAttentionMetadata:
 class ImplBase(ABC, Generic[T]):
     """AttentionImplBase: its `__new__` sets what every implementation has."""
 
+    shard: KvShard | None = None
     dcp_world_size: int
 
     def __new__(cls, *_: Any, **__: Any) -> Any:
         impl = super().__new__(cls)
-        impl.dcp_world_size = 1
+        impl.dcp_world_size = 1 if cls.shard is None else cls.shard.ranks
         return impl
 
 
@@ -177,17 +185,22 @@ class StockImpl(SparseBase[StockMetadata]):
             q = joined
         assert q.shape[0] == attn_metadata.num_actual_tokens
         assert self.topk_indices_buffer is not None
-        out = torch.zeros(q.shape[0], self.num_heads, LORA)
+        out = torch.zeros(q.shape[0], q.shape[1], LORA)
+        lse = torch.full(q.shape[:2], -torch.inf)
         for row in range(q.shape[0]):
             chosen = self.topk_indices_buffer[row]
             chosen = chosen[chosen >= 0].long()
+            if (shard := self.shard) is not None:
+                chosen = chosen[chosen // shard.interleave % shard.ranks == shard.rank]
+                turns, within = chosen // (shard.interleave * shard.ranks), chosen % shard.interleave
+                chosen = turns * shard.interleave + within
             if len(chosen):
                 pages = attn_metadata.block_table[int(attn_metadata.req_id_per_token[row])]
                 slots = pages[chosen // PAGE].long() * PAGE + chosen % PAGE
                 rows = self.rows(kv_c_and_k_pe_cache, slots)
-                weights = (q[row].float() @ rows.T * self.scale).softmax(-1)
-                out[row] = weights @ rows[:, :LORA]
-        return out.to(q.dtype), None
+                logits = q[row].float() @ rows.T * self.scale
+                out[row], lse[row] = logits.softmax(-1) @ rows[:, :LORA], logits.logsumexp(-1)
+        return out.to(q.dtype), None if self.shard is None else lse
 
     def rows(self, kv_cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         from nsa_plugin.kernels.kv_cache import open_cache
@@ -215,6 +228,7 @@ class Layer:
     impl: Any
     W_UK_T: torch.Tensor
     W_UV: torch.Tensor
+    dcp_manager: Any = None
 
     def forward_impl(
         self, q: torch.Tensor, kv_c: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, metadata: Any
@@ -223,7 +237,7 @@ class Layer:
         output = torch.full((q.shape[0], self.impl.num_heads * V), torch.nan, dtype=q.dtype)
         rows = metadata.num_actual_tokens
         q, kv_c, k_pe = q[:rows], kv_c[:rows], k_pe[:rows]
-        assert self.impl.dcp_world_size == 1
+        shared = self.impl.dcp_world_size > 1
         if isinstance(self.impl, SparseBase):
             mqa = rows
         else:
@@ -241,7 +255,19 @@ class Layer:
             nope, rope = q[:mqa].split([NOPE, ROPE], dim=-1)
             absorbed = torch.bmm(nope.transpose(0, 1), self.W_UK_T).transpose(0, 1)
             assert self.impl.is_sparse or metadata.decode is not None
-            attended, _ = self.impl.forward_mqa((absorbed, rope), kv_cache, metadata, self)
+            query: Any = (absorbed, rope)
+            if shared:
+                query = self.dcp_manager.query_gather(torch.cat(query, dim=-1))
+            attended, lse = self.impl.forward_mqa(query, kv_cache, metadata, self)
+            assert (lse is not None) == shared
+            if shared:
+                assert attended.is_contiguous()
+                assert metadata.decode is None
+                requests = metadata.num_decodes
+                bounds = metadata.query_start_loc[: requests + 1]
+                attended = self.dcp_manager.combine(
+                    attended, lse, seq_lens=metadata.seq_lens[:requests], query_start_loc=bounds
+                )
             latent = attended.view(-1, self.impl.num_heads, LORA).transpose(0, 1)
             output[:mqa] = torch.bmm(latent, self.W_UV).transpose(0, 1).reshape(mqa, -1)
         return output
@@ -257,6 +283,7 @@ class World:
     planner: VllmPlanner
     later: bool = False
     rank: int = 0
+    shard: KvShard | None = None
     requests: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -273,7 +300,10 @@ class World:
         self.weight = (torch.randn(LORA, self.heads, NOPE + V, generator=self.random_heads) * 0.08).bfloat16()
         self.buffer = torch.full((MAX_ROWS, self.planner.model.index_topk), 7, dtype=torch.int32)
         self.layers: dict[str, Any] = {"another": SimpleNamespace()}
-        stock = LaterImpl if self.later else StockImpl
+        self.kv_cache.view(torch.uint8).fill_(0xFF)  # not a number in any layout, where nothing is written
+        stock: Any = LaterImpl if self.later else StockImpl
+        if self.shard is not None:
+            stock = type(stock.__name__, (stock,), {"shard": self.shard})
         attended = AttendedTokens.of(self.planner.settings)
         providers = Providers(layout, self.planner.device.sm, helpers="reference", attended=attended)
         impl_cls = planned_impl(
@@ -309,7 +339,9 @@ def vllm_config(**more: Any) -> Any:
 
 def make_builder(planner: VllmPlanner | None) -> Any:
     spec = SimpleNamespace(block_size=PAGE)
-    return planned_builder(StockBuilder, lambda: planner)(spec, ["mla"], vllm_config(), torch.device("cpu"))
+    interleave = 1 if planner is None or planner.dcp is None else planner.dcp.shard.interleave
+    given = vllm_config(parallel_config=SimpleNamespace(cp_kv_cache_interleave_size=interleave))
+    return planned_builder(StockBuilder, lambda: planner)(spec, ["mla"], given, torch.device("cpu"))
 
 
 class Step:
@@ -339,12 +371,14 @@ class Step:
         kv_lens = [context for _, context in lengths] + [0] * padded_requests
         slot_mapping = torch.full((total,), -1, dtype=torch.int64)
         for request, (rows, context) in enumerate(lengths):
-            slots = self.slots(request)
-            older = normal(context, LORA + ROPE)
-            reference_write(world.cache, older[:, :LORA], slots, rope=older[:, LORA:])
             mine = slice(starts[request], starts[request + 1])
-            reference_write(world.cache, self.kv_c[mine], slots[context - rows :], rope=self.k_pe[mine].squeeze(1))
-            slot_mapping[mine] = slots[context - rows :]
+            latent = normal(context, LORA + ROPE)
+            latent[context - rows :] = torch.cat([self.kv_c[mine], self.k_pe[mine].squeeze(1)], dim=-1)
+            held, slots = self.held(request)
+            reference_write(world.cache, latent[held, :LORA], slots, rope=latent[held, LORA:])
+            of_token = torch.full((context,), -1)
+            of_token[held] = slots
+            slot_mapping[mine] = of_token[context - rows :]
         self.common = CommonAttentionMetadata(
             query_start_loc=torch.tensor(starts, dtype=torch.int32),
             query_start_loc_cpu=torch.tensor(starts, dtype=torch.int32),
@@ -369,6 +403,15 @@ class Step:
     def slots(self, request: int) -> torch.Tensor:
         position = torch.arange(self.lengths[request][1])
         return self.table[request][position // PAGE].long() * PAGE + position % PAGE
+
+    def held(self, request: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(positions of the tokens that this rank's cache has, their slots)."""
+        position, shard = torch.arange(self.lengths[request][1]), self.world.shard
+        if shard is None:
+            return position, self.slots(request)
+        position = position[position // shard.interleave % shard.ranks == shard.rank]
+        local = torch.arange(len(position))
+        return position, self.table[request][local // PAGE].long() * PAGE + local % PAGE
 
     def _select(self) -> None:
         """Write the indexer's buffer: -1 for padding, arbitrary values for rows that must not be read."""

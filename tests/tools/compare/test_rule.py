@@ -297,6 +297,23 @@ def test_stock_has_to_fail_at_a_prompt_that_the_plugin_answers(
     assert checks.keys() == {"complete", "the plugin served"}  # nothing is asked of agreement
 
 
+@pytest.mark.parametrize(
+    ("facts", "holds"),
+    [
+        ({"context parallelism": "2 ranks share each request's KV cache"}, True),
+        ({"context parallelism": "4 ranks share each request's KV cache"}, False),
+        ({}, False),
+    ],
+)
+def test_the_plugin_has_to_serve_the_shared_kv_cache(facts: dict[str, str], holds: bool) -> None:
+    one = climbing({"p100": WELL}, {"p100": WELL})
+    one.runs["plugin"].report = {"active": True, "facts": facts}
+    one.facts["dcp"] = 2
+    (check,) = [check for check in judge(one).checks if check.name == "the plugin served a KV cache that 2 ranks share"]
+    assert check.holds is holds
+    assert check.detail == facts.get("context parallelism", "its start-up report does not say so")
+
+
 def test_what_is_missing_is_named() -> None:
     one = measured(ended="terminated")
     del one.runs[CONTROL]

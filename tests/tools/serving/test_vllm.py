@@ -124,6 +124,7 @@ def test_facts_of_the_flags():
         "tp": 8,
         "dp": 1,
         "attention_tp": 8,
+        "dcp": 1,
         "prefix_cache": True,
         "variant": ["eager", "chunk4096"],
         "chunk": 4096,
@@ -135,6 +136,9 @@ def test_facts_of_the_flags():
     assert ENGINE.facts(["-cc.mode=0", "-cc.cudagraph_mode=FULL_DECODE_ONLY"], "v3.2")["variant"] == ["nocompile"]
     assert ENGINE.facts(["-cc.mode=3"], "v3.2")["variant"] == []
     assert ENGINE.facts(["--no-enable-prefix-caching", "-sc", "{}"], "v3.2")["variant"] == ["noprefix", "mtp"]
+    for given in (["--decode-context-parallel-size", "2"], ["-dcp=2", "-tp", "4"]):
+        shared = ENGINE.facts([*given, "--enforce-eager"], "v3.2")
+        assert (shared["dcp"], shared["variant"]) == (2, ["dcp2", "eager"])
     assert [ENGINE.facts([], family)["kv"] for family in ("v3.2", "v4")] == ["bf16", "fp8"]
 
 

@@ -25,6 +25,8 @@ BACKEND_MAJORS = (9, 10)
 PORTABLE_FROM = 80
 """The oldest GPU of the portable path."""
 
+DCP_FLAG = "--decode-context-parallel-size"
+
 V32_MODULES = ("vllm.models.deepseek_v32", "vllm.model_executor.models.deepseek_v2")
 """vLLM modules with the model code that the ledger changes: DeepSeek-V3.2, GLM-5 and other models that use it."""
 INDEX_HEAD_DIM = 128
@@ -91,8 +93,14 @@ def model_shape(vllm_config: Any, layouts: Mapping[str, str]) -> ModelShape:
     return ModelShape.from_config(
         vllm_config.model_config.hf_text_config,
         attn_tp_size=vllm_config.parallel_config.tensor_parallel_size,
+        dcp_size=decode_context_parallel_size(vllm_config),
         kv_layout=_layout(vllm_config, layouts),
     )
+
+
+def decode_context_parallel_size(vllm_config: Any) -> int:
+    """Return how many ranks share each request's KV cache: --decode-context-parallel-size."""
+    return int(getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1))
 
 
 def _layout(vllm_config: Any, layouts: Mapping[str, str]) -> str:
@@ -122,7 +130,9 @@ def check_on_cpu(vllm_config: Any) -> None:
     if vllm_config.speculative_config is not None:
         raise LeftToStockError("nsa-plugin does not support --speculative-config on a CPU")
     _layout(vllm_config, CPU_LAYOUTS)
-    _check_context_parallel(vllm_config)
+    _check_prefill_context_parallel(vllm_config)
+    if (size := decode_context_parallel_size(vllm_config)) > 1:
+        raise LeftToStockError(f"nsa-plugin does not support {DCP_FLAG} {size} on a CPU")
 
 
 def check_on_gpu(vllm_config: Any) -> None:
@@ -140,7 +150,7 @@ def check_on_gpu(vllm_config: Any) -> None:
         raise LeftToStockError(
             "nsa-plugin does not support parallel_drafting of --speculative-config, which the method dflash sets"
         )
-    _check_context_parallel(vllm_config)
+    _check_prefill_context_parallel(vllm_config)
     parallel = vllm_config.parallel_config
     if getattr(parallel, "enable_dbo", False):
         raise LeftToStockError("nsa-plugin does not support --enable-dbo, which splits a batch between two streams")
@@ -157,13 +167,35 @@ def check_on_gpu(vllm_config: Any) -> None:
     else:
         _check_v32(vllm_config)
         model_shape(vllm_config, GPU_LAYOUTS)
+    _check_decode_context_parallel(vllm_config)
 
 
-def _check_context_parallel(vllm_config: Any) -> None:
-    parallel = vllm_config.parallel_config
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if (size := getattr(parallel, name, 1)) > 1:
-            raise LeftToStockError(f"nsa-plugin does not support --{name.replace('_', '-')} {size}")
+def _check_prefill_context_parallel(vllm_config: Any) -> None:
+    if (size := getattr(vllm_config.parallel_config, "prefill_context_parallel_size", 1)) > 1:
+        raise LeftToStockError(f"nsa-plugin does not support --prefill-context-parallel-size {size}")
+
+
+def _check_decode_context_parallel(vllm_config: Any) -> None:
+    """Check that the plugin serves the configuration with the KV cache shared between ranks."""
+    size = decode_context_parallel_size(vllm_config)
+    if size == 1:
+        return
+    given = f"{DCP_FLAG} {size}"
+    if family_of(vllm_config) == "v4":
+        raise LeftToStockError(f"nsa-plugin does not support {given} for DeepSeek-V4")
+    cache_dtype = str(vllm_config.cache_config.cache_dtype)
+    if GPU_LAYOUTS[cache_dtype] != "v32_fp8":
+        raise LeftToStockError(
+            f"with {given} vLLM's FlashMLA layers read an fp8 cache only, and --kv-cache-dtype is {cache_dtype}"
+        )
+    if vllm_config.speculative_config is None:
+        return
+    interleave = int(getattr(vllm_config.parallel_config, "cp_kv_cache_interleave_size", 1))
+    # Under a KV connector vLLM sets the interleave later, to the size of a page.
+    connector = getattr(getattr(vllm_config, "kv_transfer_config", None), "kv_connector", None)
+    if interleave > 1 or connector:
+        by = f"--cp-kv-cache-interleave-size {interleave}" if interleave > 1 else f"the KV connector {connector}"
+        raise LeftToStockError(f"with {given} and {by} vLLM sorts verify steps among the prefills")
 
 
 def _check_v32(vllm_config: Any) -> None:

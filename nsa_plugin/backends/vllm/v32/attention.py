@@ -11,6 +11,9 @@ instead. From 0.26 on the metadata's `prefill.use_dense_mha` decides.
 - `forward_mha` runs the dense pieces, with the prefix read from the cache as bf16. It absorbs the queries of prefills
   that select and follow the first dense one.
 
+With context parallelism (`dcp`) vLLM passes `forward_mqa` the heads of all ranks that share the KV cache, and merges
+what each rank attends of the selected tokens by the lse that it returns.
+
 Layers that vLLM built without a planner, and metadata from another builder, take the stock path.
 """
 
@@ -84,6 +87,11 @@ def planned_impl(stock: type, planning: Planning, providers: Callable[[], Provid
                 return
             if self.topk_indices_buffer is None:
                 raise PatchError(f"vLLM built a sparse MLA layer without a top-k buffer. {TURN_OFF}")
+            if self.dcp_world_size != self.nsa_plugin.model.dcp_size:
+                raise PatchError(
+                    f"vLLM built a layer whose KV cache {self.dcp_world_size} ranks share, but plans are for "
+                    f"{self.nsa_plugin.model.dcp_size}. {TURN_OFF}"
+                )
             self.nsa_plugin_providers = providers()
             self.nsa_plugin_layer: Any = None
             self.kv_b_proj = kwargs["kv_b_proj"]
@@ -93,22 +101,27 @@ def planned_impl(stock: type, planning: Planning, providers: Callable[[], Provid
             self.masked_mha_available = False
 
         def forward_mqa(self, q: Any, kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: Any, layer: Any) -> Any:
-            """(out [rows, heads, kv_lora_rank], None) of absorbed queries [rows, heads, 576], or their two parts."""
+            """(out [rows, heads, kv_lora_rank], lse) of absorbed queries [rows, heads, 576], or their two parts.
+
+            The lse is None, or with context parallelism float32 [rows, heads]: natural log, -inf for a query token
+            without a key on this rank. The heads are then those of all ranks that share the KV cache.
+            """
             if not isinstance(attn_metadata, PlannedMetadata):
                 return super().forward_mqa(q, kv_c_and_k_pe_cache, attn_metadata, layer)
             pieces = attn_metadata.mqa
             if len(pieces) == 1 and pieces[0].share is not None:
                 return _reshard(self, pieces[0].share, _joined(q), kv_c_and_k_pe_cache, attn_metadata, pieces[0]), None
             if len(pieces) == 1 and pieces[0].path != PROVIDER and not self.nsa_plugin_providers.attended.wrong:
-                out, _ = super().forward_mqa(q, kv_c_and_k_pe_cache, pieces[0].stock, layer)
-                return out, None
+                out, lse = super().forward_mqa(q, kv_c_and_k_pe_cache, pieces[0].stock, layer)
+                return out, lse if self.dcp_world_size > 1 else None
             q = _joined(q)
-            out = q.new_empty(q.shape[0], q.shape[1], self.kv_lora_rank)
+            out, lse = _results(self, q)
             stock = super().forward_mqa
             for piece in pieces:
                 rows = piece.rows
-                _attend(self, stock, q[rows], kv_c_and_k_pe_cache, attn_metadata, piece, layer, out[rows])
-            return out, None
+                part = None if lse is None else lse[rows]
+                _attend(self, stock, q[rows], kv_c_and_k_pe_cache, attn_metadata, piece, layer, out[rows], part)
+            return out, lse
 
         def forward_mha(
             self,
@@ -142,13 +155,23 @@ def planned_impl(stock: type, planning: Planning, providers: Callable[[], Provid
                 nope, rope = q[rows].split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
                 absorbed = torch.bmm(nope.transpose(0, 1), layer.W_UK_T).transpose(0, 1)
                 query = _joined((absorbed, rope))
-                attended = query.new_empty(query.shape[0], query.shape[1], self.kv_lora_rank)
+                if self.dcp_world_size > 1:
+                    query = layer.dcp_manager.query_gather(query)
+                attended, lse = _results(self, query)
                 stock, tail = super().forward_mqa, attn_metadata.tail
-                _attend(self, stock, query, kv_c_and_k_pe_cache, attn_metadata, tail, layer, attended)
+                _attend(self, stock, query, kv_c_and_k_pe_cache, attn_metadata, tail, layer, attended, lse)
+                if lse is not None:
+                    attended = layer.dcp_manager.combine(attended, lse)
                 out[rows] = torch.bmm(attended.transpose(0, 1), layer.W_UV).transpose(0, 1)
 
     Impl.__name__ = Impl.__qualname__ = f"Planned{stock.__name__}"
     return Impl
+
+
+def _results(impl: Any, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return tensors for the output [rows, heads, kv_lora_rank] and, if ranks share the cache, lse [rows, heads]."""
+    out = q.new_empty(q.shape[0], q.shape[1], impl.kv_lora_rank)
+    return out, None if impl.dcp_world_size == 1 else q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
 def _attend(
@@ -160,12 +183,14 @@ def _attend(
     piece: SparsePiece,
     layer: Any,
     out: torch.Tensor,
+    lse: torch.Tensor | None = None,
 ) -> None:
     """Attend a piece's query tokens into `out`, [rows, heads, kv_lora_rank].
 
     Args:
         stock: vLLM's `forward_mqa`, bound.
         q: [rows, heads, kv_lora_rank + qk_rope_head_dim].
+        lse: [rows, heads] float32, written too; given with context parallelism.
     """
     if piece.share is not None:
         out.copy_(_reshard(impl, piece.share, q, kv_cache, metadata, piece))
@@ -175,12 +200,18 @@ def _attend(
         buffer = impl.topk_indices_buffer
         impl.topk_indices_buffer = impl.nsa_plugin_providers.attended(selected)
         try:
-            out.copy_(stock(q, kv_cache, piece.stock, layer)[0])
+            found, found_lse = stock(q, kv_cache, piece.stock, layer)
+            out.copy_(found)
+            if lse is not None:
+                lse.copy_(found_lse)
         finally:
             impl.topk_indices_buffer = buffer
         return
     cache = _paged(impl, kv_cache)
     assert piece.request_of_row is not None
+    if lse is not None:
+        _attend_part(impl, q, cache, selected, metadata.block_table, piece, out, lse)
+        return
     slots = _slots(impl, selected, cache, metadata.block_table, piece.request_of_row)
     _by_provider(impl, q, cache, slots, piece.plan, out)
 
@@ -201,6 +232,29 @@ def _by_provider(
     providers: Providers = impl.nsa_plugin_providers
     op = KERNEL_OPS[plan.attention]
     return providers.attend(op, plan.provider, q, cache, slots, scale=impl.scale, d_v=impl.kv_lora_rank, out=out)
+
+
+def _attend_part(
+    impl: Any,
+    q: torch.Tensor,
+    cache: PagedCache,
+    selected: torch.Tensor,
+    block_table: torch.Tensor,
+    piece: SparsePiece,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    """Attend the selected tokens that this rank holds, with the plan's provider, into `out` and `lse`.
+
+    A query token without any contributes nothing to vLLM's merge: output 0 and lse -inf, not a kernel's +inf.
+    """
+    providers: Providers = impl.nsa_plugin_providers
+    transform, shard = providers.helper("index_transform_shard"), impl.nsa_plugin.shard
+    own = transform(selected, block_table, shard, page_size=cache.page_size, row_to_request=piece.request_of_row)
+    given = {"scale": impl.scale, "d_v": impl.kv_lora_rank, "topk_length": own.counts, "out": out}
+    op, name = KERNEL_OPS[piece.plan.attention], piece.plan.provider
+    _, found = providers.attend_part(op, name, q, cache, own.slots, **given)
+    torch.nan_to_num(found, nan=float("nan"), posinf=float("-inf"), neginf=float("-inf"), out=lse)
 
 
 def _reshard(
@@ -280,10 +334,15 @@ def _dense(
         latent: the query tokens' kv_c [rows, kv_lora_rank] and k_pe [rows, qk_rope_head_dim].
     """
     providers: Providers = impl.nsa_plugin_providers
+
+    def read(slots: torch.Tensor) -> torch.Tensor:
+        rows: torch.Tensor = providers.helper("kv_cache_read")(_paged(impl, kv_cache), slots, dtype=q.dtype)
+        return rows if piece.order is None else impl.nsa_plugin.dcp.in_order(rows, piece.order)
+
     k, v = keys_and_values(
         piece,
         *latent,
-        read=lambda slots: providers.helper("kv_cache_read")(_paged(impl, kv_cache), slots, dtype=q.dtype),
+        read=read,
         kv_b_proj=impl.kv_b_proj,
         heads=impl.num_heads,
         nope=impl.qk_nope_head_dim,

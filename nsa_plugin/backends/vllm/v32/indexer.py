@@ -167,11 +167,15 @@ def planned_indexer_builder(stock: type, planning: Planning) -> type:
             super().__init__(*args, **kwargs)
             self.nsa_plugin: VllmPlanner | None = planning()
             self.nsa_plugin_ratio = int(getattr(self, "compress_ratio", 1))
-            if self.nsa_plugin is None or self.nsa_plugin_ratio == 1:
+            if self.nsa_plugin is None or not self._nsa_plugin_counts():
                 return
             rows = most_rows(self.vllm_config, self.nsa_plugin)
             self.nsa_plugin_lengths = torch.zeros(rows, dtype=torch.int32, device=self.device)
             self.nsa_plugin_table: torch.Tensor | None = None
+
+        def _nsa_plugin_counts(self) -> bool:
+            """Whether a query token sees another number of keys than of tokens: the keys are counted in buffers."""
+            return self.nsa_plugin is not None and (self.nsa_plugin_ratio > 1 or self.nsa_plugin.model.dcp_size > 1)
 
         def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
             planner = self.nsa_plugin
@@ -221,14 +225,17 @@ def _without_steps(builder: Any, metadata: Any, split: Split, common: Any) -> An
     requests, rows = int(metadata.num_decodes), int(metadata.num_decode_tokens)
     starts = split.starts[: requests + 1]
     lengths, table = common.seq_lens[:requests], common.block_table_tensor[:requests]
-    if builder.nsa_plugin_ratio > 1:
+    dcp = builder.nsa_plugin.dcp
+    if builder._nsa_plugin_counts():
         seen, pages = _by_token(starts, lengths, table)
-        lengths, table = _in_buffers(builder, rows, (seen // builder.nsa_plugin_ratio).clamp_(min=0), pages)
+        # Each query token sees keys up to its own, of which a rank holds those of its turns.
+        seen = seen.clamp(min=0) if dcp is None else dcp.shard.lengths(seen.clamp(min=0))
+        lengths, table = _in_buffers(builder, rows, seen // builder.nsa_plugin_ratio, pages)
     elif not _equal_steps(starts, rows):  # never captured; a request may have no query token (vllm #51486)
         lengths, table = _by_token(starts, lengths, table)
         rows = len(lengths)
     changed = replace(metadata, num_decodes=0, num_decode_tokens=0, decode=None)
-    setattr(changed, ATTRIBUTE, StepSelection(split.steps, rows, lengths, table))
+    setattr(changed, ATTRIBUTE, StepSelection(split.steps, rows, lengths, table, dcp))
     return changed
 
 

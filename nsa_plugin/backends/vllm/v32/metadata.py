@@ -62,7 +62,7 @@ class PlannedMetadata(MLAMetadata):
     """A batch's metadata. `num_decode_tokens` counts all query tokens before the first dense request, of any phase.
 
     Attributes:
-        decode: vLLM only checks that it is not None.
+        decode: vLLM only checks that it is not None; with context parallelism it is, and vLLM reads `seq_lens`.
         mqa: pieces of `forward_mqa`, in order; they cover its query tokens.
         mha: dense pieces of `forward_mha`.
         tail: sparse piece of `forward_mha`: prefills that select, after the first dense one.
@@ -71,7 +71,7 @@ class PlannedMetadata(MLAMetadata):
     mqa: tuple[SparsePiece, ...]
     mha: tuple[DensePiece, ...]
     tail: SparsePiece | None
-    decode: str = "nsa_plugin"
+    decode: str | None = "nsa_plugin"
 
 
 def planned_builder(stock: type, planning: Planning) -> type:
@@ -88,6 +88,8 @@ def planned_builder(stock: type, planning: Planning) -> type:
                 return
             # From 0.28 on vLLM counts requests of up to 256 query tokens as steps here; the plans' steps are shorter.
             self.reorder_batch_threshold = planner.step_tokens
+            if planner.dcp is not None:
+                planner.dcp = planner.dcp.interleaved(int(vllm_config.parallel_config.cp_kv_cache_interleave_size))
             rows = most_rows(vllm_config, planner)
             self.nsa_plugin_request_of_row = torch.full((rows,), -1, dtype=torch.int32, device=device)
 
@@ -201,6 +203,7 @@ def assemble(
             block_table=table,
             page_size=page_size,
             like=owners,
+            shard=planner.shard,
         )
         for part in split.dense
     )
@@ -220,6 +223,7 @@ def assemble(
         mqa=tuple(mqa),
         mha=dense,
         tail=tail,
+        decode="nsa_plugin" if planner.shard is None else None,
     )
 
 

@@ -25,14 +25,18 @@ import torch
 from nsa_plugin.backends.common.paths import VLLM
 from nsa_plugin.backends.common.planner import Planner, step_shape
 from nsa_plugin.backends.common.token_shard import Exchange
+from nsa_plugin.backends.vllm.v32.dcp import DcpGroup
 from nsa_plugin.backends.vllm.v32.token_shard import Assigned, assign
 from nsa_plugin.decision import token_shard as sharding
-from nsa_plugin.decision.constraints import Constraints
+from nsa_plugin.decision.constraints import SHARED_CONTEXT, Constraints
 from nsa_plugin.decision.dispatch import BatchPart
 from nsa_plugin.decision.plan import Attention, Plan
 from nsa_plugin.decision.routes import BF16_COPY, FLASH_MLA_DECODE, Route
 from nsa_plugin.decision.shapes import Phase
+from nsa_plugin.errors import PatchError
+from nsa_plugin.kernels.shard_indices import KvShard
 from nsa_plugin.layouts import V32_FP8
+from nsa_plugin.patches.ledger import TURN_OFF
 
 COPYING_HEADS = 32
 """From this many heads of a rank on, vLLM copies the fp8 cache to bf16 for a prefill."""
@@ -129,6 +133,7 @@ class VllmPlanner(Planner):
             (0.32 on); 0: never.
         request_ids: ids of the running batch's requests, for the trace.
         exchange: for resharding; None if no batch reshards (`set_exchange`).
+        dcp: the ranks that share the KV caches; None without context parallelism (`set_dcp`).
         current: the last batch that was split, for the indexer's hooks, which get no batch.
     """
 
@@ -143,6 +148,7 @@ class VllmPlanner(Planner):
     split_selection_rows: int = 0
     request_ids: Callable[[], Sequence[str]] = tuple
     exchange: Exchange | None = None
+    dcp: DcpGroup | None = None
     current: Split | None = None
     _seen: tuple[torch.Tensor, tuple[Any, ...]] | None = None
 
@@ -160,6 +166,27 @@ class VllmPlanner(Planner):
         if exchange is not None:
             self.exchange_rows = exchange.shard.max_tokens
             self.device = replace(self.device, memory_free=exchange.least(self.device.memory_free))
+
+    def set_dcp(self, dcp: DcpGroup) -> None:
+        """Take the ranks that share the KV caches, before any batch; every rank must call this, as `set_exchange`."""
+        self.dcp = dcp
+        self._steps.clear()
+        self.device = replace(self.device, memory_free=dcp.least(self.device.memory_free))
+
+    @property
+    def shard(self) -> KvShard | None:
+        """This rank's part of the KV caches, if ranks share them.
+
+        Raises:
+            PatchError: they do, and the plugin has not found the others.
+        """
+        if self.model.dcp_size == 1:
+            return None
+        if self.dcp is None:
+            raise PatchError(
+                f"a batch came before the plugin found the ranks that share the KV cache with this one. {TURN_OFF}"
+            )
+        return self.dcp.shard
 
     def split(self, common: Any) -> Split:
         """Split a batch, from vLLM's CommonAttentionMetadata; the same for every builder.
@@ -220,11 +247,14 @@ class VllmPlanner(Planner):
         """vLLM's route for prefills of V3.2 over an fp8 cache (its MIN_HEADS_FOR_BF16_PREFILL); None for others."""
         if self.model.kv_layout != V32_FP8.name:
             return None
-        return FLASH_MLA_DECODE if self.model.heads_per_rank < COPYING_HEADS else BF16_COPY
+        few = self.model.dcp_size > 1 or self.model.heads_per_rank < COPYING_HEADS
+        return FLASH_MLA_DECODE if few else BF16_COPY
 
     def constraints(self, *, prefill: bool, rows: int = 0, **more: Any) -> Constraints:
         if self.model.kv_layout == V32_FP8.name:
             more["no_path"] = {"trtllm": TRTLLM_OVER_FP8}
+        if self.model.dcp_size > 1:
+            more["no_copy"] = SHARED_CONTEXT
         if prefill and 0 < self.split_selection_rows <= rows:
             more["selection_split"] = (
                 f"vLLM's ranks share the selection from {self.split_selection_rows} query tokens on"

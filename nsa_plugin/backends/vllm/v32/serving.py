@@ -19,7 +19,7 @@ from nsa_plugin.backends.common.planner import KERNEL_OPS
 from nsa_plugin.backends.common.providers import Providers, device_in_use
 from nsa_plugin.backends.common.token_shard import free_memory_of
 from nsa_plugin.backends.common.trial import tried
-from nsa_plugin.backends.common.warm import PAGE_SIZE, warm, warm_reading, warm_selection
+from nsa_plugin.backends.common.warm import PAGE_SIZE, warm, warm_reading, warm_selection, warm_shard
 from nsa_plugin.backends.vllm.startup.model import (
     BACKEND_MAJORS,
     GPU_LAYOUTS,
@@ -29,6 +29,7 @@ from nsa_plugin.backends.vllm.startup.model import (
     step_tokens,
 )
 from nsa_plugin.backends.vllm.startup.serving import VllmServing
+from nsa_plugin.backends.vllm.v32 import dcp
 from nsa_plugin.backends.vllm.v32.portable import warm_indexer, warm_inputs
 from nsa_plugin.backends.vllm.v32.routes import VllmPlanner
 from nsa_plugin.backends.vllm.v32.token_shard import open_exchange
@@ -179,17 +180,19 @@ class GpuServing(VllmServing):
         return self.providers
 
     def building(self) -> VllmPlanner:
-        """Return the planner for a layer that is being built; open the exchange with the first layer.
+        """Return the planner for a layer that is being built; with the first, find the ranks that plans depend on.
 
         vLLM measures the memory that building the model takes, so buffers allocated here are counted. With an exchange
         the kernels also run once with all heads.
 
         Raises:
-            SettingsError, PatchError, MismatchError, NoProviderError: see `open_exchange` and `warm`.
+            SettingsError, PatchError, MismatchError, NoProviderError: see `dcp.open_group`, `open_exchange` and `warm`.
         """
         planner = self.planning()
         if not self.opened and self.place is not None:
             settings = self.resolved.settings
+            if planner.model.dcp_size > 1:
+                planner.set_dcp(dcp.open_group(self.vllm_config, planner.model, planner.device, settings))
             found = open_exchange(self.vllm_config, planner.model, planner.device, settings, self.place)
             planner.set_exchange(*found)
             if planner.exchange is not None:
@@ -237,6 +240,9 @@ class GpuServing(VllmServing):
         warm(own_kernels(planner), providers, planner.model, device)
         warm_selection(providers, planner.model, device, page_size=PAGE_SIZE)
         warm_reading(providers, planner.model, device)
+        if planner.model.dcp_size > 1:
+            interleave = self.vllm_config.parallel_config.cp_kv_cache_interleave_size
+            warm_shard(providers, planner.model, device, page_size=PAGE_SIZE, interleave=interleave)
         if planner.portable:
             warm_indexer(providers, planner.model, device, planner.step_tokens)
         if planner.device.sm < FIRST_WITH_FP8:
@@ -267,7 +273,7 @@ class GpuServing(VllmServing):
         """Read the free memory anew: vLLM has loaded the model and allocated its cache, and captures graphs next."""
         if self.planner is not None:
             self.planner.forget_steps()
-            self.planner.measure(free_memory_of(self.planner.exchange, free_device_memory))
+            self.planner.measure(self.free_memory())
 
     def settle(self) -> None:
         """Read the free memory anew, now that vLLM has captured its graphs.
@@ -281,7 +287,12 @@ class GpuServing(VllmServing):
             raise SettingsError(
                 f"token_shard is on and cannot work here: no layer attends by vLLM's {BACKEND}; allowed here: auto, off"
             )
-        self.planner.measure(free_memory_of(self.planner.exchange, free_device_memory))
+        self.planner.measure(self.free_memory())
+
+    def free_memory(self) -> Callable[[], int]:
+        """Return a function that reads the free memory for plans; see `free_memory_of`."""
+        assert self.planner is not None
+        return free_memory_of(self.planner.dcp or self.planner.exchange, free_device_memory)
 
     def layers(self) -> tuple[int, set[str]]:
         """Return the number of layers that the plugin plans for, and the backends of other sparse layers."""
@@ -318,6 +329,11 @@ class GpuServing(VllmServing):
             "device": planner.device.describe(),
             "attention": f"{planned} layers on vLLM's {self.backend}" + (", the plugin's choice" if self.chose else ""),
         }
+        if model.dcp_size > 1:
+            found["context parallelism"] = (
+                f"{model.dcp_size} ranks share each request's KV cache; a rank attends its part of the selected tokens "
+                f"with {model.attended_heads} heads"
+            )
         if not planned:
             return found
         for rows, context in ((SHORT, SHORT), (LONG, CONTEXT)):
@@ -348,7 +364,7 @@ def unmeasured(planner: VllmPlanner) -> str:
     model, device, settings = planner.model, planner.device, planner.settings
     if planner.portable or model.kv_layout != "bf16" or {settings.prefill_backend, settings.decode_backend} != {"auto"}:
         return ""
-    heads = model.heads_per_rank
+    heads = model.attended_heads
     if timings.measured(device.sm, Op.SPARSE_MLA_PREFILL, model.kv_layout, heads):
         return ""
     return f" (no times on {device.where} for {heads} heads and a bf16 cache, so vLLM's choice is kept)"

@@ -9,8 +9,11 @@ from typing import Any
 import torch
 
 from nsa_plugin.backends.common.providers import Providers
+from nsa_plugin.backends.vllm.v32.dcp import DcpGroup, LogitsOfSelected
 from nsa_plugin.decision.plan import Plan
 from nsa_plugin.kernels.kv_cache import open_cache
+from nsa_plugin.kernels.selector import default_selector
+from nsa_plugin.kernels.topk import reference_topk_rows
 from nsa_plugin.libraries.registry import REFERENCE
 
 
@@ -23,12 +26,15 @@ class StepSelection:
         rows: number of query tokens, at the front of the batch.
         lengths: int32 [requests or query tokens], keys that the last query token of each sees; 0 or less for padding.
         page_table: int32, a row for each of `lengths`.
+        dcp: the ranks that share the keys, if there are any: `lengths` then counts this rank's keys, for every query
+            token.
     """
 
     plan: Plan
     rows: int
     lengths: torch.Tensor
     page_table: torch.Tensor
+    dcp: DcpGroup | None = None
 
 
 def select_steps(steps: StepSelection, given: Mapping[str, Any], providers: Providers) -> None:
@@ -43,11 +49,18 @@ def select_steps(steps: StepSelection, given: Mapping[str, Any], providers: Prov
     plan = steps.plan.indexer
     arguments: dict[str, Any] = {"rows_per_chunk": plan.rows_per_chunk}
     if plan.provider != REFERENCE:
-        arguments["max_len"] = given["max_model_len"]
+        longest = given["max_model_len"]
+        arguments["max_len"] = longest if steps.dcp is None else steps.dcp.longest(longest)
     if plan.provider == "deep_gemm":
         arguments["metadata_provider"] = plan.metadata_provider or None
     score = providers.load("indexer_topk_paged", plan.provider)
     topk = given["topk_tokens"]
     out = given["topk_indices_buffer"][: steps.rows, :topk]
     weights = given["weights"][: steps.rows].float()
+    kept = None
+    if steps.dcp is not None:
+        selector = default_selector(out.device, topk) if plan.provider != REFERENCE else reference_topk_rows
+        arguments["selector"] = kept = LogitsOfSelected(selector, out)
     score(q, cache, weights, steps.lengths.int(), steps.page_table, topk, out=out, **arguments)
+    if steps.dcp is not None and kept is not None:
+        steps.dcp.merge(out, kept.logits)

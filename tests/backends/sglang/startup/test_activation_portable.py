@@ -8,7 +8,7 @@ import pytest
 from packaging.version import Version
 
 from nsa_plugin.backends.common.providers import device_in_use
-from nsa_plugin.backends.sglang.startup import activation, model, serving
+from nsa_plugin.backends.sglang.startup import model, serving
 from nsa_plugin.backends.sglang.startup.activation import SglangProcess
 from nsa_plugin.backends.sglang.startup.flags import PassedFlags
 from nsa_plugin.decision.dispatch import decide
@@ -36,7 +36,7 @@ def installed(process: SglangProcess, monkeypatch: pytest.MonkeyPatch) -> list[N
 
 def on(monkeypatch: pytest.MonkeyPatch, sm: int, *libraries: str) -> None:
     monkeypatch.setattr(model, "device_sm", lambda: sm)
-    monkeypatch.setattr(activation, "probe", lambda: synthetic(sm, libraries=libraries))
+    monkeypatch.setattr("nsa_plugin.libraries.probe.probe", lambda: synthetic(sm, libraries=libraries))
 
 
 @pytest.mark.parametrize("sm", [80, 86, 89])

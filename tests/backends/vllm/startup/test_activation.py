@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
+from nsa_plugin import settings
 from nsa_plugin.backends.vllm.startup import activation, serving
 from nsa_plugin.backends.vllm.startup.activation import VllmProcess
 from nsa_plugin.backends.vllm.v32 import patches as gpu_patches
@@ -24,6 +26,8 @@ from nsa_plugin.patches import static
 from nsa_plugin.patches.static import SourceTree
 from nsa_plugin.patches.vllm import BOOTSTRAP
 from nsa_plugin.telemetry import StartupReport
+from nsa_plugin.tools.compare.measured import Run
+from nsa_plugin.tools.compare.verdict import shares_cache
 from tests.backends.counted import Counted
 from tests.backends.fake_vllm.start import (
     ANOTHER,
@@ -140,7 +144,10 @@ def test_everything_is_checked_before_anything_is_started(process: VllmProcess):
 
 LEFT = [
     (lambda c: setattr(c.cache_config, "cache_dtype", "nvfp4"), "--kv-cache-dtype is nvfp4"),
-    (lambda c: setattr(c.parallel_config, "decode_context_parallel_size", 2), "--decode-context-parallel-size 2"),
+    (
+        lambda c: setattr(c.parallel_config, "decode_context_parallel_size", 2),
+        "supports --decode-context-parallel-size 2 in vLLM >=0.29,<0.34; this is 0.24.0",
+    ),
     (
         lambda c: setattr(c.model_config.hf_config, "architectures", ["DeepseekV41ForCausalLM"]),
         "supports DeepseekV4ForCausalLM here, not DeepseekV41ForCausalLM",
@@ -178,6 +185,49 @@ def test_an_unsupported_configuration_is_left_to_stock_vllm(
     (report,) = reports
     assert not report.active
     assert re.search(f"left to the stock engine: .*{words}", report.text())
+
+
+def sharing(**given: Any) -> Any:
+    """A configuration with the KV cache shared between two ranks."""
+    vllm_config = configured(**given)
+    vars(vllm_config.parallel_config).update(decode_context_parallel_size=2, cp_kv_cache_interleave_size=1)
+    return vllm_config
+
+
+@pytest.mark.parametrize("version", ["0.29.0", "0.33.0"])
+def test_decode_context_parallelism_is_served(process: VllmProcess, reports: list[StartupReport], version: str):
+    process.ledger.version = Version(version)
+    vllm_config = sharing(strict="full")
+    assert engine_config(vllm_config) is vllm_config
+    worker = worker_of(vllm_config)
+    load_model(worker)
+    warm_up(worker)
+    (report,) = reports
+    assert report.active
+    assert report.left == []
+    assert "2 ranks share each request's KV cache" in report.text()
+    assert "with 8 heads" in report.text()
+    # `nsa-plugin compare` reads it in the report.
+    run = Run(role="plugin", report=json.loads(json.dumps(report.as_dict())), routes={"decode/sparse_decode/cuda": 1})
+    assert shares_cache(run, 2).holds
+    assert not shares_cache(run, 4).holds
+
+
+def test_decode_context_parallelism_is_left_to_vllm_where_ranks_could_differ(process: VllmProcess):
+    process.ledger.version = Version("0.33.0")
+    with pytest.raises(LeftToStockError, match="would keep the others waiting"):
+        activation.check_here(sharing(), settings.resolve(config={"enabled": True, "strict": False}, environ={}))
+    assert worker_of(sharing(strict=False)).rank == 0
+    assert process.serving is None
+
+
+def test_decode_context_parallelism_is_not_on_the_portable_path(process: VllmProcess, monkeypatch: pytest.MonkeyPatch):
+    process.ledger.version = Version("0.33.0")
+    with pytest.raises(SettingsError, match="portable is on and cannot work with --decode-context-parallel-size 2"):
+        engine_config(sharing(portable="on"))
+    monkeypatch.setattr(Here, "device", synthetic(86, libraries=("triton",)))
+    with pytest.raises(LeftToStockError, match="portable path does not support --decode-context-parallel-size 2"):
+        engine_config(sharing(strict="full"))
 
 
 @pytest.mark.regression(27)

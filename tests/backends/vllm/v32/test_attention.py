@@ -18,6 +18,7 @@ from nsa_plugin.kernels.mha import reference
 from nsa_plugin.kernels.providers import trtllm
 from nsa_plugin.libraries.devices import synthetic
 from tests.backends.fake_vllm.v32 import (
+    MIXED,
     TOPK,
     TRITON,
     WITH_FLASH_MLA,
@@ -33,9 +34,6 @@ from tests.backends.fake_vllm.v32 import (
 
 LAYOUTS = pytest.mark.parametrize("layout", ["bf16", "v32_fp8"])
 LATER = pytest.mark.parametrize("later", [False, True], ids=["to 0.25", "from 0.26"])
-
-# Steps, a long prompt, short ones before and behind it, a chunk of a long one, a short one with a prefix.
-MIXED = [(1, 40), (1, 9), (6, 6), (30, 60), (20, 20), (5, 70), (4, 21)]
 
 
 @pytest.mark.regression(16)

@@ -23,7 +23,7 @@ from nsa_plugin.decision import timings
 from nsa_plugin.decision.plan import Attention
 from nsa_plugin.decision.routes import Route
 from nsa_plugin.decision.shapes import Phase
-from nsa_plugin.errors import LeftToStockError, NoProviderError, SettingsError
+from nsa_plugin.errors import LeftToStockError, NoProviderError, PatchError, SettingsError
 from nsa_plugin.libraries.devices import synthetic
 from nsa_plugin.patches import static
 from nsa_plugin.patches.ledger import Need
@@ -69,12 +69,49 @@ def test_no_prompt_attends_densely_where_vllm_passes_all_tokens_to_forward_mqa()
     assert "sparse_mla_force_mqa is set" in forced.reasons["attention"]
 
 
-@pytest.mark.regression(20, "left to stock vLLM")
-@pytest.mark.parametrize("name", ["decode_context_parallel_size", "prefill_context_parallel_size"])
-def test_context_parallelism_is_left_to_vllm(name: str):
-    parallel = SimpleNamespace(tensor_parallel_size=2, **{name: 2})
-    with pytest.raises(LeftToStockError, match=f"--{name.replace('_', '-')} 2"):
-        serving(config(parallel_config=parallel)).planning()
+@pytest.mark.regression(20, "prefill context parallelism is left to stock vLLM")
+def test_prefill_context_parallelism_is_left_to_vllm():
+    for more in ({}, {"decode_context_parallel_size": 2}):
+        parallel = SimpleNamespace(tensor_parallel_size=2, prefill_context_parallel_size=2, **more)
+        with pytest.raises(LeftToStockError, match="--prefill-context-parallel-size 2"):
+            serving(config(parallel_config=parallel)).planning()
+
+
+def test_decode_context_parallelism_is_planned_with_the_heads_of_all_ranks():
+    parallel = SimpleNamespace(tensor_parallel_size=2, decode_context_parallel_size=2, cp_kv_cache_interleave_size=1)
+    planner = serving(config(parallel_config=parallel)).planning()
+    model = planner.model
+    assert (model.num_heads, model.heads_per_rank, model.attended_heads, model.dcp_size) == (8, 4, 8, 2)
+    assert planner.dcp is None, "the ranks are found with the first layer"
+    with pytest.raises(PatchError, match="a batch came before"):
+        _ = planner.shard
+
+
+@pytest.mark.parametrize(
+    ("cache", "parallel", "more", "words"),
+    [
+        ("auto", {}, {}, "read an fp8 cache only, and --kv-cache-dtype is auto"),
+        (
+            "fp8",
+            {"cp_kv_cache_interleave_size": 64},
+            {"speculative_config": SimpleNamespace(num_speculative_tokens=2)},
+            "--cp-kv-cache-interleave-size 64 vLLM sorts verify steps among the prefills",
+        ),
+        (
+            "fp8",
+            {"cp_kv_cache_interleave_size": 1},
+            {
+                "speculative_config": SimpleNamespace(num_speculative_tokens=2),
+                "kv_transfer_config": SimpleNamespace(kv_connector="NixlConnector"),
+            },
+            "the KV connector NixlConnector vLLM sorts verify steps among the prefills",
+        ),
+    ],
+)
+def test_what_decode_context_parallelism_leaves_to_vllm(cache: str, parallel: Any, more: Any, words: str):
+    sharing = SimpleNamespace(tensor_parallel_size=2, decode_context_parallel_size=2, **parallel)
+    with pytest.raises(LeftToStockError, match=f"--decode-context-parallel-size 2.*{words}"):
+        serving(config(cache, parallel_config=sharing, **more)).planning()
 
 
 def test_an_fp4_indexer_and_hisparse_are_left_to_vllm():
