@@ -39,6 +39,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--seed", type=int, default=1, metavar="N", help="of the requests (%(default)s)")
     made.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint (a small one with random weights)")
     made.add_argument("--json", type=Path, metavar="FILE", help="write the record")
+    made.add_argument("--commit", metavar="SHA", help="of the source, where it is in no checkout")
     made.add_argument("--work-dir", type=Path, metavar="DIR", help="for the checkpoint and the log (a temporary one)")
     made.add_argument("flags", nargs="*", metavar="-- FLAG", help="more flags of the engine")
     return made
@@ -50,7 +51,9 @@ def main(words: list[str]) -> int:
     console = Console(width=_COLUMNS, markup=False, highlight=False, emoji=False)
     work_dir = (args.work_dir or Path(tempfile.mkdtemp(prefix="nsa-plugin-soak-"))).resolve()
     work_dir.mkdir(parents=True, exist_ok=True)
-    options = Options(replace(setup), args.minutes or setup.minutes, args.seed, work_dir, args.flags, args.model)
+    options = Options(
+        replace(setup), args.minutes or setup.minutes, args.seed, work_dir, args.flags, args.model, args.commit
+    )
     code = EXIT_CANNOT_RUN
     try:
         with sigterm_raises():

@@ -76,6 +76,9 @@ class Setup:
         if not self.gpu:
             # As in the demo: threads that spin while they wait starve a small machine.
             wanted |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+            # oneDNN keeps up to 1024 matrix products, each with its code, one for each number of query tokens: hundreds
+            # of MiB, which fill up for as long as new numbers come.
+            wanted |= {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
         kept = {name: os.environ.get(name, value) for name, value in wanted.items()}
         path = os.environ.get("PYTHONPATH", "") if self.gpu else python_path_with_vllm_name(site)
         paths = os.pathsep.join(filter(None, (str(site), path)))

@@ -88,7 +88,7 @@ class Sample:
         at: seconds since the start of the load.
         rss: resident bytes, the sum over all processes of the server.
         files: open file descriptors of all processes.
-        gpu: bytes in use on all GPUs; None without a GPU.
+        gpu: bytes that the server uses on all GPUs, see `watch.gpu_bytes`; None without a GPU.
         objects: instances of the plugin's classes in all processes; None before the first count.
     """
 

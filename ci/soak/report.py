@@ -38,7 +38,7 @@ def as_record(finished: Finished, options: Options, checks: Sequence[Check], com
         "command": " ".join(command),
         "engine": f"{options.setup.engine.name} {finished.version}",
         "server": [word for word in finished.command[1:] if not word.startswith("/")],
-        "host": {"processor": records.processor(), "cores": os.cpu_count(), **records.software()},
+        "host": {"processor": records.processor(), "cores": os.cpu_count(), **records.software(options.commit)},
         "minutes": soak.minutes,
         "seed": options.seed,
         "start_seconds": round(finished.start_seconds, 1),

@@ -44,6 +44,7 @@ class Options:
     work_dir: Path
     flags: list[str] = field(default_factory=list)
     model: Path | None = None
+    commit: str | None = None
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -60,16 +60,25 @@ def sample(pids: list[int], at: float, *, gpu: bool, counts: Path) -> Sample:
         rss=rss,
         processes=count,
         files=files,
-        gpu=gpu_bytes() if gpu else None,
+        gpu=gpu_bytes(pids) if gpu else None,
         objects=census.read(counts, pids),
     )
 
 
-def gpu_bytes() -> int | None:
-    """Bytes in use on all GPUs; None if nvidia-smi is not there."""
+def gpu_bytes(pids: Collection[int] = ()) -> int | None:
+    """Bytes that these processes use on all GPUs, since others may share them; all bytes in use where nvidia-smi names
+    none of them, as in many containers; None if nvidia-smi is not there.
+    """
     if shutil.which("nvidia-smi") is None:
         return None
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    own = [int(size) for pid, size in _smi("--query-compute-apps=pid,used_memory") if int(pid) in pids]
+    used = own or [int(size) for (size,) in _smi("--query-gpu=memory.used")]
+    return sum(used) * MIB if used else None
+
+
+def _smi(query: str) -> list[list[str]]:
+    """Rows of nvidia-smi whose fields are all numbers; a size that it does not know is none."""
+    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30)
-    numbers = [line for line in done.stdout.split() if line.isdecimal()]
-    return sum(map(int, numbers)) * MIB if numbers else None
+    rows = [[field.strip() for field in line.split(",")] for line in done.stdout.splitlines()]
+    return [row for row in rows if all(field.isdecimal() for field in row)]

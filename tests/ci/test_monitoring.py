@@ -111,3 +111,31 @@ def test_prometheus_accepts_every_query_of_the_dashboard(engine: str, tmp_path: 
     done = subprocess.run(["promtool", "check", "rules", file], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr + done.stdout
     assert f"{len(rules)} rules found" in done.stdout
+
+
+def test_grafanas_own_types_read_the_dashboard_without_losing_anything() -> None:
+    pytest.importorskip("grafana_foundation_sdk", reason="needs Grafana's types, grafana-foundation-sdk")
+    from grafana_foundation_sdk.cog.encoder import JSONEncoder
+    from grafana_foundation_sdk.cog.plugins import register_default_plugins
+    from grafana_foundation_sdk.models.dashboard import Dashboard
+
+    register_default_plugins()
+    read = json.loads(JSONEncoder().encode(Dashboard.from_json(DASHBOARD)))
+    # Grafana's editor keeps a variable's query in a second field, which its types lack.
+    expected = json.loads(json.dumps(DASHBOARD))
+    for variable in expected["templating"]["list"]:
+        variable.pop("definition", None)
+    assert lost(expected, read) == []
+
+
+def lost(expected: Any, found: Any, path: str = "") -> list[str]:
+    """Places of `expected` that `found` lacks or has with another value. `found` may have more: defaults."""
+    if isinstance(expected, dict) and isinstance(found, dict):
+        pairs = [(f"{path}/{key}", value, found.get(key, "absent")) for key, value in expected.items()]
+    elif isinstance(expected, list) and isinstance(found, list) and len(expected) == len(found):
+        pairs = [
+            (f"{path}/{place}", one, other) for place, (one, other) in enumerate(zip(expected, found, strict=True))
+        ]
+    else:
+        return [] if expected == found else [f"{path}: {expected!r}, {found!r}"]
+    return [place for where, one, other in pairs for place in lost(one, other, where)]

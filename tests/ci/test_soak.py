@@ -28,7 +28,7 @@ from ci.soak.measured import LEAVING_KINDS, REFUSED_KINDS, End, Ending, Kind, Re
 from ci.soak.report import as_record, print_report
 from ci.soak.run import Finished, Options
 from ci.soak.traffic import SHARES, Limits, Traffic, malformed, oversized
-from ci.soak.watch import sample
+from ci.soak.watch import gpu_bytes, sample
 from nsa_plugin.tools.serving.requests import Answer, PromptRequest
 
 LIMITS = Limits(context=1024, topk=64, chunk=256, running=8)
@@ -259,6 +259,33 @@ def test_sample_counts_a_process_and_skips_one_that_is_gone(tmp_path: Path) -> N
     assert found.gpu is None
     assert found.objects == 7
     assert sample([os.getpid()], 1.0, gpu=False, counts=tmp_path / "absent").objects is None
+
+
+SMI = """#!/bin/sh
+case "$1" in
+--query-compute-apps=pid,used_memory) printf '%b' "$APPS" ;;
+--query-gpu=memory.used) printf '7000\\n500\\n' ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("apps", "mebibytes"),
+    [
+        ("11, 300\\n12, 40\\n99, 5000\\n", 340),  # another's process shares the GPU
+        ("99, 5000\\n", 7500),  # a container: the server's processes have other ids outside
+        ("11, [N/A]\\n", 7500),
+        ("", 7500),
+    ],
+)
+def test_gpu_memory_is_the_servers_where_nvidia_smi_knows_it(
+    apps: str, mebibytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "nvidia-smi").write_text(SMI)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("APPS", apps)
+    assert gpu_bytes([11, 12]) == mebibytes * MIB
 
 
 COUNTING = """

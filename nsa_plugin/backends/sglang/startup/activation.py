@@ -100,8 +100,11 @@ class SglangProcess:
 
         for flag in flags.run_trtllm(server_args, resolved.settings, model.device_sm):
             self._say_once(logging.INFO, f"nsa-plugin: a setting asks for trtllm, which SGLang runs: {flag} trtllm")
+        from nsa_plugin.telemetry import check_files
+
         try:
             _check_files(self.ledger.version)
+            check_files(resolved.settings)
             if resolved.settings.portable == "on" and not _has_portable(self.ledger.version):
                 raise SettingsError(
                     f"portable is on and cannot work with SGLang {self.ledger.version}: it is for SGLang "

@@ -203,9 +203,11 @@ def check_here(vllm_config: Any, resolved: ResolvedSettings) -> tuple[Need, ...]
         NsaPluginError: the version, the platform, the configuration or a patch's target does not fit.
     """
     from nsa_plugin.backends.vllm.startup import model
+    from nsa_plugin.telemetry import check_files
 
     ledger = process().ledger
     ledger.check_version()
+    check_files(resolved.settings)
     kind = device_kind()
     if kind not in ("cpu", "cuda"):
         raise LeftToStockError(f"nsa-plugin serves vLLM on CPUs and NVIDIA GPUs; it does not support {kind}")

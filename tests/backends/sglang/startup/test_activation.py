@@ -349,6 +349,15 @@ def test_strict_off_before_serving_warns_once(
         process.check_before_serving(arguments)
 
 
+def test_a_trace_that_cannot_be_written_is_refused_before_serving(
+    process: SglangProcess, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(activation, "_check_files", lambda version: None)
+    PassedFlags({"enabled": "true", "trace": str(tmp_path / "absent" / "t.jsonl")}, {}).write()
+    with pytest.raises(SettingsError, match=r"'trace' is .*which cannot be written"):
+        process.check_before_serving(SimpleNamespace(model_path="m", device="cuda"))
+
+
 def test_the_users_engine_flags_are_kept_before_the_engine_fills_in_defaults(process: SglangProcess) -> None:
     process.check_before_serving(SimpleNamespace(dsa_decode_backend="flashmla_kv", dsa_prefill_backend=None))
     assert PassedFlags.read().engine == {"decode_backend": ("--dsa-decode-backend", "flashmla_kv")}

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -140,6 +141,11 @@ def test_everything_is_checked_before_anything_is_started(process: VllmProcess):
     assert process.counters == "a folder"
     assert Engine.serve() == "vLLM's", "nothing is changed in the process that starts the workers"
     assert process.serving is None
+
+
+def test_a_trace_that_cannot_be_written_is_refused_before_anything_is_started(tmp_path: Path):
+    with pytest.raises(SettingsError, match=r"'trace' is .*which cannot be written"):
+        engine_config(configured(trace=str(tmp_path / "absent" / "t.jsonl")))
 
 
 LEFT = [
