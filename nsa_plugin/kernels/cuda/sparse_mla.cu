@@ -23,6 +23,13 @@
 #include "scope.cuh"
 #include "sparse_mla_steps.cuh"
 
+#ifndef UPFRONT
+#define UPFRONT 0
+#endif
+#ifndef LATE
+#define LATE 0
+#endif
+
 struct Entry {
     const u8* record;
     const u8* scales;  // v4_fp8 only
@@ -70,6 +77,15 @@ DEVICE void start_copies(Shared& shared, int stage, int warp, int lane, const En
 #if !HOPPER
     u32 to = shared_address(&shared.records[stage][warp * COPIES * ROW]);
     constexpr int REST = COPIED / 16 - 32, RESTS = (COPIES * REST + 31) / 32;  // pieces of 16 bytes beyond 32 of a record
+#if !UPFRONT
+#pragma unroll
+    for (int k = 0; k < COPIES; ++k) copy_16_bytes(to + k * ROW + lane * 16, (const u8*)shared.from[warp][k] + lane * 16);
+#pragma unroll
+    for (int k = 0; k < RESTS; ++k) {
+        int piece = k * 32 + lane, record = piece / REST, at = (32 + piece % REST) * 16;
+        if (piece < COPIES * REST) copy_16_bytes(to + record * ROW + at, (const u8*)shared.from[warp][record] + at);
+    }
+#else
     // All addresses are on their way before the first is needed.
     ulonglong2 from[COPIES / 2];
     u64 rest_from[RESTS];
@@ -87,6 +103,7 @@ DEVICE void start_copies(Shared& shared, int stage, int warp, int lane, const En
         int piece = k * 32 + lane, at = (32 + piece % REST) * 16;
         if (piece < COPIES * REST) copy_16_bytes(to + piece / REST * ROW + at, (const u8*)rest_from[k] + at);
     }
+#endif
     arrive_with_copies(full);
 #else
     if (elected()) {
@@ -260,15 +277,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
         multiply_queries(shared, stage, query, part, lane);
         // S is there, and nobody reads P or the stage before any more.
         __syncthreads();
-        if (step && block + STAGES - 1 < end) {
-            copy(block + STAGES - 1, next);
-            next = slot_of(block + STAGES, i);
-        }
+        constexpr int AHEAD = CONVERTED ? STAGES : STAGES - 1;
+        auto copy_next = [&] {
+            if ((!CONVERTED && !step) || block + AHEAD >= end) return;
+            copy(block + AHEAD, next);
+            next = slot_of(block + AHEAD + 1, i);
+        };
+        if (!LATE) copy_next();
         u32 factors;
         float reference_change;
         bool changed = exponentiate(shared, stage, state, warp, lane, factors, reference_change);
         changed = __syncthreads_or(changed);  // P is there, and nobody reads S any more
+        if (LATE) copy_next();
         multiply_values(shared, stage, o, changed, reference_change, factors, warp, lane);
+        if (CONVERTED) __syncthreads();  // nobody reads converted codes or P any more
     }
 
     __syncthreads();
@@ -298,7 +320,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
     int g = lane >> 2, t = lane & 3;
     // Exponents reach 127 + 1, which is not a finite float32: applied in two halves.
     float reference = power_of_two(state.reference / 2);
-    float rest = power_of_two(state.reference - state.reference / 2 - VALUE_EXPONENT);
+    float rest = power_of_two(state.reference - state.reference / 2) * (1.f / VALUE_UNIT);
     bool is_rope = LAYOUT == 1 && warp == 7;
     if (is_rope) reference = rest = 1.f;
     float* own_out = (float*)shared.records;

@@ -48,6 +48,7 @@ class Variant:
         keys: entries that a block of threads attends at a time.
         stages: blocks of that many records in shared memory.
         sums: of S in shared memory: one for every part of the values, or for two.
+        converted: codes are converted once, into shared memory, for all warps and both products (V3.2 only).
         value_parts, head_parts: in Q K^T, the warps' shares of a row's values and of the heads; the keys have the rest.
     """
 
@@ -58,6 +59,7 @@ class Variant:
     keys: int = 64
     stages: int = 2
     sums: int = 4
+    converted: bool = False
     value_parts: int = 4
     head_parts: int = 1
 
@@ -77,6 +79,7 @@ class Variant:
             "STEP_KEYS": self.keys,
             "STEP_STAGES": self.stages,
             "SUMS": self.sums,
+            "CONVERTED": int(self.converted),
             "VALUE_PARTS": self.value_parts,
             "HEAD_PARTS": self.head_parts,
         }
@@ -91,7 +94,8 @@ class Variant:
         parts = (
             self.stages * self.keys * row,  # records
             self.sums * columns * (self.keys + 4) * 4,  # S
-            p_copies * columns * (self.keys + 8) * 2,  # P
+            # Converted codes and their scales; P is where S was. Or P.
+            self.keys * (2 * 520 + 4 * 4) if self.converted else p_copies * columns * (self.keys + 8) * 2,
             self.stages * (self.keys * scales + validity + members),
             2 * self.keys * 8 + 2 * 8,  # addresses of records, of zero records and of rows
             self.stages * 8 + WARPS * 4,  # barriers, and a number a warp

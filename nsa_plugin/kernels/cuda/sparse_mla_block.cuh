@@ -38,6 +38,9 @@
 #ifndef HEAD_PARTS
 #define HEAD_PARTS 1
 #endif
+#ifndef CONVERTED
+#define CONVERTED 0  // whether codes are converted once, into shared memory, for all warps and both products (v32_fp8)
+#endif
 #ifndef HELD
 #define HELD 4  // of the steps over a warp's part of the query's values, those whose fragments are in registers
 #endif
@@ -84,7 +87,9 @@ constexpr int NOTHINGS = 1024;   // records that stand for entries which do not 
 constexpr int S_STRIDE = KEYS + 4;  // floats between heads of S: lanes of a warp's store fall into 32 banks
 constexpr int MAX_SHARES = 16;   // blocks of a cluster
 constexpr int O_STRIDE = 516;    // floats between heads of a share's output in shared memory
-constexpr int P_STRIDE = KEYS + 8;  // halves between heads of P: 8 rows of a matrix in 32 banks
+constexpr int P_STRIDE = CONVERTED ? 2 * S_STRIDE : KEYS + 8;  // halves between heads of P: 8 rows of a matrix in 32 banks
+constexpr int C_STRIDE = 520;  // halves between rows of converted codes: as many banks
+static_assert(!CONVERTED || (LAYOUT == 0 && !HOPPER && HEAD_PARTS == 2 && KEY_TILES == 2), "two warps convert half of the keys each");
 
 #if GROUP > 1
 // An entry of a union has the slot in its lower bits, and in the others which of the rows selects it.
@@ -105,7 +110,12 @@ struct Share {
 struct Shared {
     alignas(128) u8 records[STAGES][KEYS * ROW];
     alignas(16) float s[SUMS][HEADS * S_STRIDE];
+#if CONVERTED
+    alignas(16) u16 converted[KEYS * C_STRIDE];
+    float row_scales[4][KEYS];
+#else
     alignas(16) u16 p[HEADS * P_STRIDE];
+#endif
 #if LAYOUT == 1
     alignas(16) u16 p_bf16[HEADS * P_STRIDE];  // for the bfloat16 values
     alignas(16) u64 scales[STAGES][KEYS];
@@ -135,30 +145,42 @@ static_assert(!HOPPER || HEADS * O_STRIDE * sizeof(float) <= sizeof(Shared::reco
 // Row of shared memory of position 2 l + i of a block.
 DEVICE int row_of(int l, int i) { return (l & 24) << 1 | i << 3 | ((l & 7) ^ i << 2); }
 
-// How codes become operands of the products.
-#if NATIVE_FP8
-constexpr float KEY_UNIT = 1.f;   // what operands of the first product are multiplied by
-constexpr int VALUE_EXPONENT = 0;  // log2 of what those of the second are multiplied by
+// P; with converted codes, each head's is where its first sum of S was.
+DEVICE u16* weights_of(Shared& shared) {
+#if CONVERTED
+    return (u16*)shared.s[0];
+#else
+    return shared.p;
+#endif
+}
 
-// A key's codes 4 t to 4 t + 3: pairs for k = 2 t and for k = 2 t + 8, in the order of `order_of_codes`.
-DEVICE void key_codes(u32 codes, u32& lower, u32& upper) { fp8_to_f16(codes, lower, upper); }
-DEVICE uint2 order_of_codes(uint2 four) { return four; }
+// How codes become operands of the products: multiplied by a unit.
+#if NATIVE_FP8
+constexpr float KEY_UNIT = 1.f, VALUE_UNIT = 1.f;
 
 // Values 2 g and 2 g + 1 of one key, then of the next: pairs of keys for either value.
 DEVICE void value_codes(u32 codes, u32& even, u32& odd) { fp8_to_f16(__byte_perm(codes, 0, 0x3120), even, odd); }
 #else
 // 35 * 2^10 takes the largest code, 448, to 62720, exactly, and that of NaN beyond float16's largest: an infinity in S.
-constexpr float KEY_UNIT = 140.f;
-constexpr int VALUE_EXPONENT = -8;
+constexpr float KEY_UNIT = 140.f, VALUE_UNIT = CONVERTED ? KEY_UNIT : 0x1p-8f;
 
+DEVICE void value_codes(u32 codes, u32& even, u32& odd) { fp8_to_f16(codes, even, odd); }
+#endif
+
+// A key's codes 4 t to 4 t + 3: pairs for k = 2 t and for k = 2 t + 8. `order_of_codes`: the same order, of the query.
+#if NATIVE_FP8 && !CONVERTED
+DEVICE void key_codes(u32 codes, u32& lower, u32& upper) { fp8_to_f16(codes, lower, upper); }
+DEVICE uint2 order_of_codes(uint2 four) { return four; }
+#else
 DEVICE void key_codes(u32 codes, u32& lower, u32& upper) {
-    fp8_to_f16(codes, lower, upper);
+    value_codes(codes, lower, upper);
+#if !NATIVE_FP8
     lower = multiply_f16(lower, 0x78607860u), upper = multiply_f16(upper, 0x78607860u);
+#endif
 }
 DEVICE uint2 order_of_codes(uint2 four) {
     return make_uint2(__byte_perm(four.x, four.y, 0x5410), __byte_perm(four.x, four.y, 0x7632));
 }
-DEVICE void value_codes(u32 codes, u32& even, u32& odd) { fp8_to_f16(codes, even, odd); }
 #endif
 
 // What a warp takes in the first product.
@@ -172,6 +194,8 @@ struct Part {
     DEVICE int barrier(int tile) const { return 1 + tile + KEY_TILES * (values % SUMS + SUMS * (keys + KEY_PARTS * heads)); }
     DEVICE bool is_rope(int step) const { return LAYOUT == 1 && values == VALUE_PARTS - 1 && step >= STEPS - 4; }
 };
+
+constexpr int FIRST_FREE_BARRIER = SUMS < VALUE_PARTS ? 1 + KEY_TILES * WARPS / 2 : 1;
 
 struct Query {
     u32 f16[HELD][QUERY_TILES][2];   // v4_fp8: the last four steps of the last part are bfloat16
