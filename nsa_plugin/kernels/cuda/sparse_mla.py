@@ -108,13 +108,16 @@ class Variant:
 
 # `held` as measured: 4 leaves 16 heads the registers that they lack.
 VARIANTS = (Variant(tiles=1, blocks=2, held=8), Variant(tiles=2, blocks=2, held=4), Variant(tiles=4, blocks=1, held=8))
-PORTABLE_VARIANTS = (
+_FEW = (
     Variant(tiles=1, blocks=2, held=8),
-    Variant(tiles=2, blocks=2, held=8, keys=32, stages=3),
-    Variant(tiles=4, blocks=2, held=4, keys=32),
-    Variant(tiles=8, blocks=1, held=8, keys=32, head_parts=2),
+    Variant(tiles=2, blocks=2, held=7, sums=2),
+    Variant(tiles=4, blocks=2, held=1, keys=32),
 )
-"""For other GPUs than SM90: with more than one tile, steps of 32 keys, for which 99 KiB suffice."""
+PORTABLE_VARIANTS = {
+    V32_FP8.name: (*_FEW, Variant(tiles=8, blocks=1, held=8, keys=32, stages=1, converted=True, head_parts=2)),
+    V4_FP8.name: (*_FEW, Variant(tiles=8, blocks=1, held=8, keys=32, head_parts=2)),
+}
+"""By layout, for other GPUs than SM90: what 99 KiB of shared memory suffice for."""
 
 
 class CudaScope(ctypes.Structure):
@@ -142,15 +145,15 @@ class CudaScope(ctypes.Structure):
     )
 
 
-def variants_of(facts: DeviceFacts) -> tuple[Variant, ...]:
-    """All variants for a device, in ascending order."""
-    return VARIANTS if facts.architecture == HOPPER else PORTABLE_VARIANTS
+def variants_of(layout: str, facts: DeviceFacts) -> tuple[Variant, ...]:
+    """All variants for a layout and a device, in ascending order."""
+    return VARIANTS if facts.architecture == HOPPER else PORTABLE_VARIANTS[layout]
 
 
 @functools.cache
 def possible_variants(heads: int, layout: str, facts: DeviceFacts) -> tuple[Variant, ...]:
     """Those that calls with this many query heads may use on a device."""
-    fitting = [variant for variant in variants_of(facts) if variant.shared_bytes(layout) <= facts.shared_memory]
+    fitting = [variant for variant in variants_of(layout, facts) if variant.shared_bytes(layout) <= facts.shared_memory]
     last = next((number for number, variant in enumerate(fitting) if variant.heads >= heads), len(fitting) - 1)
     return tuple(fitting[: last + 1])
 
@@ -234,7 +237,7 @@ def attend(call: SparseMlaCall, *, splits: int | None = None, tiles: int | None 
     variants = possible_variants(heads, layout.name, facts)
     variant, chosen = choose_variant(rows, heads, first.topk + second.topk, facts.sms, variants)
     if tiles is not None:
-        variant = next(one for one in variants_of(facts) if one.tiles == tiles)
+        variant = next(one for one in variants_of(layout.name, facts) if one.tiles == tiles)
         variants = (variant,)
     splits = chosen if splits is None else splits
     groups = -(-heads // variant.heads)
