@@ -338,7 +338,7 @@ def test_every_variant_of_the_cuda_kernel(layout, heads, tiles, splits):
 
 @pytest.mark.parametrize("layout", ["v32_fp8", "v4_fp8"])
 @pytest.mark.parametrize("heads", [5, 16, 40, 72])
-@pytest.mark.parametrize("tiles", [one.tiles for one in PORTABLE_VARIANTS["v32_fp8"]])
+@pytest.mark.parametrize("tiles", [one.tiles for one in PORTABLE_VARIANTS])
 @pytest.mark.parametrize("splits", [1, 3, 16])
 def test_every_variant_of_the_cuda_kernel_as_on_sm86(layout, heads, tiles, splits, as_on_sm86):
     extra = V4_EXTRA if layout == "v4_fp8" else None

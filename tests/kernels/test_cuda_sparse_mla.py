@@ -130,7 +130,7 @@ def test_blocks_fit_into_shared_memory(variant, layout):
 
 @pytest.mark.parametrize("layout", ["v32_fp8", "v4_fp8"])
 def test_portable_blocks_fit_into_99_kib(layout):
-    for variant in sparse_mla.PORTABLE_VARIANTS[layout]:
+    for variant in sparse_mla.PORTABLE_VARIANTS:
         assert variant.shared_bytes(layout) <= shared_memory_per_block(86) == 99 * 1024
 
 

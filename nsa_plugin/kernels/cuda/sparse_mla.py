@@ -25,6 +25,7 @@ from nsa_plugin.layouts import V4_FP8, V32_FP8, CacheLayout
 SOURCE = "sparse_mla.cu"
 LOG2_E = 1.4426950408889634
 KEYS = 64  # entries that a share of a row has at least two times
+STAGES = 2  # blocks of keys in shared memory
 WARPS = 8
 THREADS = (32 * WARPS, 1, 1)  # of a block
 D_V = 512
@@ -42,14 +43,12 @@ class Variant:
     Attributes:
         tiles: tiles of 8 heads that a block of threads takes.
         blocks: blocks of threads resident on an SM.
-        held: of a warp's steps over the query's fp8-multiplied values, those whose fragments stay in registers; shared
-            memory has the others.
+        held: of a warp's 8 steps over the query's fp8-multiplied values, those whose fragments stay in registers;
+            shared memory has the others.
         group: neighbouring query rows of a block, which share the tiles and the union of their entries.
         keys: entries that a block of threads attends at a time.
-        stages: blocks of that many records in shared memory.
-        sums: of S in shared memory: one for every part of the values, or for two.
-        converted: codes are converted once, into shared memory, for all warps and both products (V3.2 only).
-        value_parts, head_parts: in Q K^T, the warps' shares of a row's values and of the heads; the keys have the rest.
+        sums: of S in shared memory: one for each of the four parts of a row's values, or for two.
+        head_parts: in Q K^T, 1: a warp takes half of the keys and all heads; 2: all keys and half of the heads.
     """
 
     tiles: int
@@ -57,10 +56,7 @@ class Variant:
     held: int
     group: int = 1
     keys: int = 64
-    stages: int = 2
     sums: int = 4
-    converted: bool = False
-    value_parts: int = 4
     head_parts: int = 1
 
     @property
@@ -77,10 +73,7 @@ class Variant:
             "HELD": self.held,
             "GROUP": self.group,
             "STEP_KEYS": self.keys,
-            "STEP_STAGES": self.stages,
             "SUMS": self.sums,
-            "CONVERTED": int(self.converted),
-            "VALUE_PARTS": self.value_parts,
             "HEAD_PARTS": self.head_parts,
         }
 
@@ -90,15 +83,14 @@ class Variant:
         columns = 8 * self.tiles
         validity = self.keys * (layout == V4_FP8.name)
         members = self.keys * (self.group > 1)
-        kept = self.value_parts * (32 // self.value_parts - self.held) + 4 * (layout == V32_FP8.name)
+        kept = 4 * (8 - self.held + (layout == V32_FP8.name))
         parts = (
-            self.stages * self.keys * row,  # records
+            STAGES * self.keys * row,  # records
             self.sums * columns * (self.keys + 4) * 4,  # S
-            # Converted codes and their scales; P is where S was. Or P.
-            self.keys * (2 * 520 + 4 * 4) if self.converted else p_copies * columns * (self.keys + 8) * 2,
-            self.stages * (self.keys * scales + validity + members),
+            p_copies * columns * (self.keys + 8) * 2,  # P
+            STAGES * (self.keys * scales + validity + members),
             2 * self.keys * 8 + 2 * 8,  # addresses of records, of zero records and of rows
-            self.stages * 8 + WARPS * 4,  # barriers, and a number a warp
+            STAGES * 8 + WARPS * 4,  # barriers, and a number a warp
             kept * 32 * 2 * self.tiles * 4,  # fragments of the query
             2 * columns * 4,  # factors of a head
             128,  # alignment
@@ -108,16 +100,13 @@ class Variant:
 
 # `held` as measured: 4 leaves 16 heads the registers that they lack.
 VARIANTS = (Variant(tiles=1, blocks=2, held=8), Variant(tiles=2, blocks=2, held=4), Variant(tiles=4, blocks=1, held=8))
-_FEW = (
+PORTABLE_VARIANTS = (
     Variant(tiles=1, blocks=2, held=8),
     Variant(tiles=2, blocks=2, held=7, sums=2),
     Variant(tiles=4, blocks=2, held=1, keys=32),
+    Variant(tiles=8, blocks=1, held=8, keys=32, head_parts=2),
 )
-PORTABLE_VARIANTS = {
-    V32_FP8.name: (*_FEW, Variant(tiles=8, blocks=1, held=8, keys=32, stages=1, converted=True, head_parts=2)),
-    V4_FP8.name: (*_FEW, Variant(tiles=8, blocks=1, held=8, keys=32, head_parts=2)),
-}
-"""By layout, for other GPUs than SM90: what 99 KiB of shared memory suffice for."""
+"""For other GPUs than SM90: what 99 KiB of shared memory suffice for. The fastest of those tried on an H100 as SM86."""
 
 
 class CudaScope(ctypes.Structure):
@@ -145,15 +134,15 @@ class CudaScope(ctypes.Structure):
     )
 
 
-def variants_of(layout: str, facts: DeviceFacts) -> tuple[Variant, ...]:
-    """All variants for a layout and a device, in ascending order."""
-    return VARIANTS if facts.architecture == HOPPER else PORTABLE_VARIANTS[layout]
+def variants_of(facts: DeviceFacts) -> tuple[Variant, ...]:
+    """All variants for a device, in ascending order."""
+    return VARIANTS if facts.architecture == HOPPER else PORTABLE_VARIANTS
 
 
 @functools.cache
 def possible_variants(heads: int, layout: str, facts: DeviceFacts) -> tuple[Variant, ...]:
     """Those that calls with this many query heads may use on a device."""
-    fitting = [variant for variant in variants_of(layout, facts) if variant.shared_bytes(layout) <= facts.shared_memory]
+    fitting = [variant for variant in variants_of(facts) if variant.shared_bytes(layout) <= facts.shared_memory]
     last = next((number for number, variant in enumerate(fitting) if variant.heads >= heads), len(fitting) - 1)
     return tuple(fitting[: last + 1])
 
@@ -237,7 +226,7 @@ def attend(call: SparseMlaCall, *, splits: int | None = None, tiles: int | None 
     variants = possible_variants(heads, layout.name, facts)
     variant, chosen = choose_variant(rows, heads, first.topk + second.topk, facts.sms, variants)
     if tiles is not None:
-        variant = next(one for one in variants_of(layout.name, facts) if one.tiles == tiles)
+        variant = next(one for one in variants_of(facts) if one.tiles == tiles)
         variants = (variant,)
     splits = chosen if splits is None else splits
     groups = -(-heads // variant.heads)

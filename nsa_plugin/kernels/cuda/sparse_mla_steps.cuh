@@ -77,67 +77,6 @@ DEVICE void store_logits(Shared& shared, const float (&sum)[QUERY_TILES][4], int
     if (SUMS < VALUE_PARTS && !adds) named_arrive(barrier, 64);
 }
 
-#if CONVERTED
-// S of all keys over a warp's part of the values, for half of the heads. Of the two warps with these values each converts
-// the codes of half of the keys: for both, and for the second product.
-DEVICE void multiply_queries(Shared& shared, int stage, const Query& query, Part part, int lane) {
-    int g = lane >> 2, t = lane & 3, matrix = lane >> 3;
-    int lower = row_of(g, 0), upper = row_of(g, 1), of_matrix = row_of(lane & 7, matrix & 1);
-    auto finish = [&](const float (&acc)[QUERY_TILES][4], int tile, bool keeps) {
-        float sum[QUERY_TILES][4] = {}, scales[2];
-        scales[0] = scale_of(shared, stage, tile * 16 + lower, part.values);
-        scales[1] = scale_of(shared, stage, tile * 16 + upper, part.values);
-        if (keeps && t == 0) {  // the next records may come before P is multiplied by them
-            shared.row_scales[part.values][tile * 16 + lower] = scales[0];
-            shared.row_scales[part.values][tile * 16 + upper] = scales[1];
-        }
-        add_scaled(sum, acc, scales[0], scales[1]);
-        u32 b[QUERY_TILES][2];
-        load_fragments(b, shared.rope[0][part.heads][part.values][lane]);
-        u32 records = shared_address(shared.records[stage] + (tile * 16 + of_matrix) * ROW) + (matrix >> 1) * 16;
-        add_rope(sum, records + ROPE + part.values * 32, b);
-        store_logits(shared, sum, tile * 16, part.barrier(tile), part, lane);
-    };
-    u32 converted = shared_address(shared.converted) + part.values * 256;
-    {
-        float acc[QUERY_TILES][4] = {};
-        u32 codes_at = shared_address(shared.records[stage] + (part.heads * 16 + of_matrix) * ROW) + (matrix >> 1) * 16;
-        u32 to_lower = converted + (part.heads * 16 + lower) * (2 * C_STRIDE) + 4 * t;
-        u32 to_upper = converted + (part.heads * 16 + upper) * (2 * C_STRIDE) + 4 * t;
-#pragma unroll
-        for (int s = 0; s < STEPS; s += 2) {
-            u32 codes[4];
-            ldmatrix(codes, codes_at + (part.values * STEPS + s) * 16);
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                u32 a[4], b[QUERY_TILES][2];
-                key_codes(codes[2 * half], a[0], a[2]);
-                key_codes(codes[2 * half + 1], a[1], a[3]);
-                // A step's even values lie before its odd ones.
-                store_shared(to_lower + (s + half) * 32, a[0]), store_shared(to_lower + (s + half) * 32 + 16, a[2]);
-                store_shared(to_upper + (s + half) * 32, a[1]), store_shared(to_upper + (s + half) * 32 + 16, a[3]);
-                fragments(b, shared, query, s + half, part, lane);
-#pragma unroll
-                for (int n = 0; n < QUERY_TILES; ++n) mma_f16(acc[n], a, b[n][0], b[n][1]);
-            }
-        }
-        finish(acc, part.heads, true);
-    }
-    named_sync(FIRST_FREE_BARRIER + part.values, 64);
-    float acc[QUERY_TILES][4] = {};
-    int other = 1 - part.heads;
-    u32 at = converted + (other * 16 + of_matrix) * (2 * C_STRIDE) + (matrix >> 1) * 16;
-#pragma unroll
-    for (int s = 0; s < STEPS; ++s) {
-        u32 a[4], b[QUERY_TILES][2];
-        ldmatrix(a, at + s * 32);
-        fragments(b, shared, query, s, part, lane);
-#pragma unroll
-        for (int n = 0; n < QUERY_TILES; ++n) mma_f16(acc[n], a, b[n][0], b[n][1]);
-    }
-    finish(acc, other, false);
-}
-#else
 // S of a warp's keys over its part of their values.
 DEVICE void multiply_queries(Shared& shared, int stage, const Query& query, Part part, int lane) {
     int g = lane >> 2, matrix = lane >> 3;
@@ -188,7 +127,6 @@ DEVICE void multiply_queries(Shared& shared, int stage, const Query& query, Part
         address += TOGETHER * 16 * ROW;
     }
 }
-#endif
 
 // The columns of S that a lane exponentiates.
 DEVICE int column_of(int warp, int lane, int j) {
@@ -230,11 +168,7 @@ DEVICE bool exponentiate(Shared& shared, int stage, Softmax& state, int warp, in
     float stored[2], factor[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-#if CONVERTED
-        stored[i] = shared.row_scales[warp * 4 / WARPS][rows[i]];
-#else
         stored[i] = scale_of(shared, stage, rows[i], warp * 4 / WARPS);
-#endif
         valid[i] = stored[i] != NOT_COUNTED;  // whose factor is finite, for a P of 0
         factor[i] = stored[i] * power_of_two(-state.reference);
     }
@@ -286,7 +220,6 @@ DEVICE bool exponentiate(Shared& shared, int stage, Softmax& state, int warp, in
         state.largest[j] = fmaxf(state.largest[j], largest);
         exceeds |= largest > state.anchor[j] + ANCHOR_STEP;
     }
-    if (CONVERTED) __syncwarp();  // P comes where S was
     float alpha[COLUMNS];
 #pragma unroll
     for (int j = 0; j < COLUMNS; ++j) alpha[j] = 1.f;
@@ -310,7 +243,7 @@ DEVICE bool exponentiate(Shared& shared, int stage, Softmax& state, int warp, in
         state.sum[j] += p[0] + p[1];
         int column = column_of(warp, lane, j), at = column * P_STRIDE + 2 * pair;
         if (pair == 0) shared.alpha[column] = alpha[j];
-        *(u32*)(weights_of(shared) + at) = pack_f16(p[0], p[1]);
+        *(u32*)(shared.p + at) = pack_f16(p[0], p[1]);
 #if LAYOUT == 1
         *(u32*)(shared.p_bf16 + at) = pack_bf16(p[0], p[1]);
 #endif
@@ -364,14 +297,8 @@ DEVICE void multiply_values(Shared& shared, int stage, float (&o)[VALUE_TILES][N
         return;
     }
 #endif
-    u32 p_address = shared_address(weights_of(shared)) + p_offset;
-#if CONVERTED
-    // Matrices: even values of keys 0 to 7, odd ones, then of keys 8 to 15. Row g of a tile is value 2g, row g + 8 value 2g + 1.
-    row = row_of((matrix >> 1) * 4 + (j >> 1), j & 1);
-    v_address = shared_address(shared.converted + row * C_STRIDE + warp * (16 * VALUE_TILES)) + (matrix & 1) * 16;
-#else
+    u32 p_address = shared_address(shared.p) + p_offset;
     v_address += warp * (16 * VALUE_TILES) + (matrix >> 1) * 16;
-#endif
 #pragma unroll
     for (int k = 0; k < KEYS / 16; ++k) {
         // Keys 16 k + 2 t and the next, and 8 more: lane l has the factors of positions 2 l and 2 l + 1.
@@ -384,15 +311,6 @@ DEVICE void multiply_values(Shared& shared, int stage, float (&o)[VALUE_TILES][N
             b[n][0] = multiply_f16(r[0], lower), b[n][1] = multiply_f16(r[1], upper);
             if (n + 1 < NT) b[n + 1][0] = multiply_f16(r[2], lower), b[n + 1][1] = multiply_f16(r[3], upper);
         }
-#if CONVERTED
-#pragma unroll
-        for (int m = 0; m < VALUE_TILES; ++m) {
-            u32 a[4];
-            ldmatrix_transposed(a, v_address + k * 16 * (2 * C_STRIDE) + m * 32);
-#pragma unroll
-            for (int n = 0; n < NT; ++n) mma_f16(o[m][n], a, b[n][0], b[n][1]);
-        }
-#else
 #pragma unroll
         for (int m = 0; m < VALUE_TILES; m += 2) {
             // A transposed register holds values 2g and 2g + 1 of keys 2t and 2t + 1; the products want
@@ -408,6 +326,5 @@ DEVICE void multiply_values(Shared& shared, int stage, float (&o)[VALUE_TILES][N
                 for (int n = 0; n < NT; ++n) mma_f16(o[m + half][n], a, b[n][0], b[n][1]);
             }
         }
-#endif
     }
 }
