@@ -1,14 +1,15 @@
 // Sparse MLA over a paged fp8 cache for few query heads: for SM90, and from SM80 on without bulk copies and clusters.
 //
-// A block of 8 warps attends one query token with a group of up to 8 * NT heads, 64 keys at a time.
+// A block of 8 warps attends one query token with a group of up to 8 * NT heads, 64 or 32 keys at a time.
 // Keys are the rows of the matrix products and heads their columns (mma.m16n8k16), so that 8 heads are a
 // full tile and no head is padded beyond a multiple of 8. The cache's records are copied to shared memory
 // as they are, on SM90 by bulk copies; their fp8 codes become float16 in registers, exactly, on the way into the
 // tensor cores. Nothing is multiplied by a scale before it has to be:
 //
-//   S = K Q^T     warp (quarter, half): a quarter of the row's values, 32 of the 64 keys. A quarter's
-//                 codes are summed and then multiplied by the key's scale; quarters add up in shared memory.
-//   P = exp(S)    warp w: heads w, w + 8, ... with all 64 keys, two keys a lane.
+//   S = K Q^T     warp (quarter, half): a quarter of the row's values, half of the keys or of the heads. A quarter's
+//                 codes are summed and then multiplied by the key's scale; quarters add up in shared memory, where
+//                 each has a sum of its own, or two share one.
+//   P = exp(S)    a warp has all keys of its heads, two keys a lane.
 //   O = V^T P     warp w: values 64 w to 64 w + 63 of every row; P is multiplied by the scales that these values
 //                 have, relative to `reference` below, as it is read.
 //
@@ -16,7 +17,11 @@
 // by the largest of that tile so far, rounded up to a power of two ("reference"): both exact. What is lost
 // lies 2^-25 below the largest operand of its tile; bfloat16 would lose what lies 2^-9 below any operand.
 //
-// Positions and rows: within the 64 keys of a block, positions 2 l and 2 l + 1 of S and P, l = 8 T + g, belong to rows
+// Without instructions for fp8 (SM80, SM86), shifts and masks make a float16 of a code, 2^-8 of its value. The code of NaN
+// would become 480: the keys are multiplied by a constant that only makes an infinity of that one, S by 0 adds a NaN for
+// it, and P and the output have it from there. What the codes are multiplied by is divided out with the scales.
+//
+// Positions and rows: within the keys of a block, positions 2 l and 2 l + 1 of S and P, l = 8 T + g, belong to rows
 // 16 T + g and 16 T + 8 + (g ^ 4) of shared memory. Any order would do; in this one a thread of the first product holds
 // both positions, and every access below spreads over all banks: rows lie 16 bytes apart modulo 128.
 
@@ -64,28 +69,17 @@ DEVICE void start_copies(Shared& shared, int stage, int warp, int lane, const En
 #endif
     // A bulk copy takes its addresses from uniform registers: one lane starting them all keeps these in
     // flight, where lanes starting one each go through a loop.
-    if (STAGES > 2) __syncwarp();  // the first copies follow each other at once: the addresses before have been read
     if (lane < COPIES) shared.from[warp][lane] = (u64)entry.record;
     __syncwarp();
 #if !HOPPER
     u32 to = shared_address(&shared.records[stage][warp * COPIES * ROW]);
     constexpr int REST = COPIED / 16 - 32, RESTS = (COPIES * REST + 31) / 32;  // pieces of 16 bytes beyond 32 of a record
-    // All addresses are on their way before the first is needed.
-    ulonglong2 from[COPIES / 2];
-    u64 rest_from[RESTS];
 #pragma unroll
-    for (int k = 0; k < COPIES / 2; ++k) from[k] = *(const ulonglong2*)&shared.from[warp][2 * k];
-#pragma unroll
-    for (int k = 0; k < RESTS; ++k) rest_from[k] = shared.from[warp][min((k * 32 + lane) / REST, COPIES - 1)];
-#pragma unroll
-    for (int k = 0; k < COPIES / 2; ++k) {
-        copy_16_bytes(to + 2 * k * ROW + lane * 16, (const u8*)from[k].x + lane * 16);
-        copy_16_bytes(to + (2 * k + 1) * ROW + lane * 16, (const u8*)from[k].y + lane * 16);
-    }
+    for (int k = 0; k < COPIES; ++k) copy_16_bytes(to + k * ROW + lane * 16, (const u8*)shared.from[warp][k] + lane * 16);
 #pragma unroll
     for (int k = 0; k < RESTS; ++k) {
-        int piece = k * 32 + lane, at = (32 + piece % REST) * 16;
-        if (piece < COPIES * REST) copy_16_bytes(to + piece / REST * ROW + at, (const u8*)rest_from[k] + at);
+        int piece = k * 32 + lane, record = piece / REST, at = (32 + piece % REST) * 16;
+        if (piece < COPIES * REST) copy_16_bytes(to + record * ROW + at, (const u8*)shared.from[warp][record] + at);
     }
     arrive_with_copies(full);
 #else
@@ -214,15 +208,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
         start_copies(shared, (u32)(block - begin) % STAGES, warp, lane, find_entry(first, second, block < blocks[0], slot, nothing));
     };
     // Of the entries and the query none waits for another. Later, a slot is read a step before its address is needed.
-    int slots[STAGES];
-#pragma unroll
-    for (int k = 0; k < STAGES; ++k) slots[k] = slot_of(begin + k, i);
+    int slot = slot_of(begin, i), next = slot_of(begin + 1, i);
     int final = begin < end ? slot_of(end - 1, threadIdx.x % KEYS) : -1;
     Part part(warp);
     RawQuery raw;
     read_query(raw, q + first_row * q_row_stride + first_head * q_head_stride, q_row_stride, q_head_stride, own_rows,
                own_heads, part, lane);
-    if (begin < end) copy(begin, slots[0]);
+    if (begin < end) copy(begin, slot);
     find_largest(shared, raw, part, lane);
     if (!__syncthreads_or(counts(end - 1, final)) && begin + 1 < end) {
         // Short contexts leave all blocks from some one on empty: these are left out.
@@ -237,10 +229,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
         for (int w = 0; w < WARPS; ++w) last = max(last, shared.last[w]);
         end = last + 1;
     }
-#pragma unroll
-    for (int k = 1; k < STAGES; ++k)  // all stages are free
-        if (begin + k < end) copy(begin + k, slots[k]);
-    int next = slot_of(begin + STAGES, i);
+    if (begin + 1 < end) copy(begin + 1, next);  // all stages are free
+    next = slot_of(begin + 2, i);
     Query query;
     keep_query(shared, query, raw, part, scale_log2, lane);
     __syncthreads();
@@ -253,16 +243,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
 
     for (int block = begin; block < end; ++block) {
         int step = block - begin, stage = (u32)step % STAGES;
-#ifdef FORGET
-        asm volatile("" : "+r"(lane), "+r"(warp));
-#endif
+        // With many heads, addresses are made anew in every step: registers do not suffice to keep them.
+        if constexpr (!HOPPER && NT > 2) asm volatile("" : "+r"(lane), "+r"(warp));
         barrier_wait(shared_address(&shared.full[stage]), (u32)step / STAGES & 1);
         multiply_queries(shared, stage, query, part, lane);
         // S is there, and nobody reads P or the stage before any more.
         __syncthreads();
-        if (step && block + STAGES - 1 < end) {
-            copy(block + STAGES - 1, next);
-            next = slot_of(block + STAGES, i);
+        if (step && block + 1 < end) {
+            copy(block + 1, next);
+            next = slot_of(block + 2, i);
         }
         u32 factors;
         float reference_change;
@@ -298,7 +287,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
     int g = lane >> 2, t = lane & 3;
     // Exponents reach 127 + 1, which is not a finite float32: applied in two halves.
     float reference = power_of_two(state.reference / 2);
-    float rest = power_of_two(state.reference - state.reference / 2 - VALUE_EXPONENT);
+    float rest = power_of_two(state.reference - state.reference / 2) * (1.f / VALUE_UNIT);
     bool is_rope = LAYOUT == 1 && warp == 7;
     if (is_rope) reference = rest = 1.f;
     float* own_out = (float*)shared.records;

@@ -25,6 +25,7 @@ from nsa_plugin.layouts import V4_FP8, V32_FP8, CacheLayout
 SOURCE = "sparse_mla.cu"
 LOG2_E = 1.4426950408889634
 KEYS = 64  # entries that a share of a row has at least two times
+STAGES = 2  # blocks of keys in shared memory
 WARPS = 8
 THREADS = (32 * WARPS, 1, 1)  # of a block
 D_V = 512
@@ -42,13 +43,12 @@ class Variant:
     Attributes:
         tiles: tiles of 8 heads that a block of threads takes.
         blocks: blocks of threads resident on an SM.
-        held: of a warp's steps over the query's fp8-multiplied values, those whose fragments stay in registers; shared
-            memory has the others.
+        held: of a warp's 8 steps over the query's fp8-multiplied values, those whose fragments stay in registers;
+            shared memory has the others.
         group: neighbouring query rows of a block, which share the tiles and the union of their entries.
         keys: entries that a block of threads attends at a time.
-        stages: blocks of that many records in shared memory.
-        sums: of S in shared memory: one for every part of the values, or for two.
-        value_parts, head_parts: in Q K^T, the warps' shares of a row's values and of the heads; the keys have the rest.
+        sums: of S in shared memory: one for each of the four parts of a row's values, or for two.
+        head_parts: in Q K^T, 1: a warp takes half of the keys and all heads; 2: all keys and half of the heads.
     """
 
     tiles: int
@@ -56,9 +56,7 @@ class Variant:
     held: int
     group: int = 1
     keys: int = 64
-    stages: int = 2
     sums: int = 4
-    value_parts: int = 4
     head_parts: int = 1
 
     @property
@@ -75,9 +73,7 @@ class Variant:
             "HELD": self.held,
             "GROUP": self.group,
             "STEP_KEYS": self.keys,
-            "STEP_STAGES": self.stages,
             "SUMS": self.sums,
-            "VALUE_PARTS": self.value_parts,
             "HEAD_PARTS": self.head_parts,
         }
 
@@ -87,14 +83,14 @@ class Variant:
         columns = 8 * self.tiles
         validity = self.keys * (layout == V4_FP8.name)
         members = self.keys * (self.group > 1)
-        kept = self.value_parts * (32 // self.value_parts - self.held) + 4 * (layout == V32_FP8.name)
+        kept = 4 * (8 - self.held + (layout == V32_FP8.name))
         parts = (
-            self.stages * self.keys * row,  # records
+            STAGES * self.keys * row,  # records
             self.sums * columns * (self.keys + 4) * 4,  # S
             p_copies * columns * (self.keys + 8) * 2,  # P
-            self.stages * (self.keys * scales + validity + members),
+            STAGES * (self.keys * scales + validity + members),
             2 * self.keys * 8 + 2 * 8,  # addresses of records, of zero records and of rows
-            self.stages * 8 + WARPS * 4,  # barriers, and a number a warp
+            STAGES * 8 + WARPS * 4,  # barriers, and a number a warp
             kept * 32 * 2 * self.tiles * 4,  # fragments of the query
             2 * columns * 4,  # factors of a head
             128,  # alignment
@@ -106,11 +102,11 @@ class Variant:
 VARIANTS = (Variant(tiles=1, blocks=2, held=8), Variant(tiles=2, blocks=2, held=4), Variant(tiles=4, blocks=1, held=8))
 PORTABLE_VARIANTS = (
     Variant(tiles=1, blocks=2, held=8),
-    Variant(tiles=2, blocks=2, held=8, keys=32, stages=3),
-    Variant(tiles=4, blocks=2, held=4, keys=32),
+    Variant(tiles=2, blocks=2, held=7, sums=2),
+    Variant(tiles=4, blocks=2, held=1, keys=32),
     Variant(tiles=8, blocks=1, held=8, keys=32, head_parts=2),
 )
-"""For other GPUs than SM90: with more than one tile, steps of 32 keys, for which 99 KiB suffice."""
+"""For other GPUs than SM90: what 99 KiB of shared memory suffice for. The fastest of those tried on an H100 as SM86."""
 
 
 class CudaScope(ctypes.Structure):

@@ -25,27 +25,22 @@
 #ifndef STEP_KEYS
 #define STEP_KEYS 64  // keys that are attended at a time
 #endif
-#ifndef STEP_STAGES
-#define STEP_STAGES 2  // blocks of keys in shared memory
-#endif
-// The first product is split over the warps by values, heads and keys.
-#ifndef VALUE_PARTS
-#define VALUE_PARTS 4
-#endif
-#ifndef SUMS
-#define SUMS VALUE_PARTS  // sums of S in shared memory, one for every part of the values, or for two parts
-#endif
+// The first product is split over the warps: by values into four parts, by heads into one or two, by keys into the rest.
 #ifndef HEAD_PARTS
 #define HEAD_PARTS 1
 #endif
+#ifndef SUMS
+#define SUMS 4  // sums of S in shared memory: one for every part of the values, or for two
+#endif
 #ifndef HELD
-#define HELD 4  // of the steps over a warp's part of the query's values, those whose fragments are in registers
+#define HELD 4  // of the 8 steps over a warp's part of the query's values, those whose fragments are in registers
 #endif
 
 #include "instructions.cuh"
 
 constexpr int KEYS = STEP_KEYS;
 constexpr int WARPS = 8;
+constexpr int VALUE_PARTS = 4;
 constexpr int KEY_PARTS = WARPS / VALUE_PARTS / HEAD_PARTS;
 constexpr int KEY_TILES = KEYS / KEY_PARTS / 16;  // tiles of 16 keys a warp, in the first product
 constexpr int TOGETHER = HEAD_PARTS > 1 || SUMS < VALUE_PARTS ? 1 : KEY_TILES;  // of these, at a time
@@ -61,7 +56,7 @@ static_assert(NT % HEAD_PARTS == 0 && NT * LANES % 32 == 0, "warps take whole ti
 constexpr int THREADS = 32 * WARPS;
 constexpr int HEADS = 8 * NT;
 constexpr int D_V = 512;
-constexpr int STAGES = STEP_STAGES;
+constexpr int STAGES = 2;  // blocks of keys in shared memory
 constexpr int ARRIVALS = (HOPPER ? WARPS : THREADS) + (LAYOUT == 0 ? 0 : KEYS);  // on a stage's barrier, by a filling
 constexpr int STEPS = 32 / VALUE_PARTS;  // steps of 16 values that a warp multiplies with the query
 #if LAYOUT == 0
@@ -116,7 +111,7 @@ struct Shared {
 #endif
     alignas(16) float alpha[HEADS];   // of the output so far, by this step's keys
     // Fragments of the query, by part and lane, that are not held in registers: those are few.
-#if HELD < 32 / VALUE_PARTS
+#if HELD < 8
     alignas(16) u32 kept[STEPS - HELD][HEAD_PARTS][VALUE_PARTS][32][2 * QUERY_TILES];
 #endif
 #if LAYOUT == 0
@@ -135,30 +130,31 @@ static_assert(!HOPPER || HEADS * O_STRIDE * sizeof(float) <= sizeof(Shared::reco
 // Row of shared memory of position 2 l + i of a block.
 DEVICE int row_of(int l, int i) { return (l & 24) << 1 | i << 3 | ((l & 7) ^ i << 2); }
 
-// How codes become operands of the products.
+// How codes become operands of the products: multiplied by a unit.
 #if NATIVE_FP8
-constexpr float KEY_UNIT = 1.f;   // what operands of the first product are multiplied by
-constexpr int VALUE_EXPONENT = 0;  // log2 of what those of the second are multiplied by
-
-// A key's codes 4 t to 4 t + 3: pairs for k = 2 t and for k = 2 t + 8, in the order of `order_of_codes`.
-DEVICE void key_codes(u32 codes, u32& lower, u32& upper) { fp8_to_f16(codes, lower, upper); }
-DEVICE uint2 order_of_codes(uint2 four) { return four; }
+constexpr float KEY_UNIT = 1.f, VALUE_UNIT = 1.f;
 
 // Values 2 g and 2 g + 1 of one key, then of the next: pairs of keys for either value.
 DEVICE void value_codes(u32 codes, u32& even, u32& odd) { fp8_to_f16(__byte_perm(codes, 0, 0x3120), even, odd); }
 #else
 // 35 * 2^10 takes the largest code, 448, to 62720, exactly, and that of NaN beyond float16's largest: an infinity in S.
-constexpr float KEY_UNIT = 140.f;
-constexpr int VALUE_EXPONENT = -8;
+constexpr float KEY_UNIT = 140.f, VALUE_UNIT = 0x1p-8f;
 
+DEVICE void value_codes(u32 codes, u32& even, u32& odd) { fp8_to_f16(codes, even, odd); }
+#endif
+
+// A key's codes 4 t to 4 t + 3: pairs for k = 2 t and for k = 2 t + 8. `order_of_codes`: the same order, of the query.
+#if NATIVE_FP8
+DEVICE void key_codes(u32 codes, u32& lower, u32& upper) { fp8_to_f16(codes, lower, upper); }
+DEVICE uint2 order_of_codes(uint2 four) { return four; }
+#else
 DEVICE void key_codes(u32 codes, u32& lower, u32& upper) {
-    fp8_to_f16(codes, lower, upper);
+    value_codes(codes, lower, upper);
     lower = multiply_f16(lower, 0x78607860u), upper = multiply_f16(upper, 0x78607860u);
 }
 DEVICE uint2 order_of_codes(uint2 four) {
     return make_uint2(__byte_perm(four.x, four.y, 0x5410), __byte_perm(four.x, four.y, 0x7632));
 }
-DEVICE void value_codes(u32 codes, u32& even, u32& odd) { fp8_to_f16(codes, even, odd); }
 #endif
 
 // What a warp takes in the first product.
@@ -252,7 +248,7 @@ DEVICE void keep_query(Shared& shared, Query& query, const RawQuery& raw, Part p
                 float upper = bits_to_float(raw.values[s][n][j] & 0xffff0000u) * divide;
                 u32 two = part.is_rope(s) ? pack_bf16(lower, upper) : pack_f16(lower, upper);
                 if (s < HELD) query.f16[s][n][j] = two;
-#if HELD < 32 / VALUE_PARTS
+#if HELD < 8
                 else if (is_first) shared.kept[s - HELD][part.heads][part.values][lane][2 * n + j] = two;
 #endif
             }
@@ -290,7 +286,7 @@ DEVICE void fragments(u32 (&b)[QUERY_TILES][2], const Shared& shared, const Quer
         for (int n = 0; n < QUERY_TILES; ++n) b[n][0] = query.f16[step][n][0], b[n][1] = query.f16[step][n][1];
         return;
     }
-#if HELD < 32 / VALUE_PARTS
+#if HELD < 8
     load_fragments(b, shared.kept[step - HELD][part.heads][part.values][lane]);
 #endif
 }

@@ -50,11 +50,37 @@ DEVICE float scale_of(const Shared& shared, int stage, int row, int tile) {
 #endif
 }
 
+// sum += the products of a tile's bfloat16 values at an address with a step's fragments of the query.
+DEVICE void add_rope(float (&sum)[QUERY_TILES][4], u32 address, const u32 (&b)[QUERY_TILES][2]) {
+    u32 a[4];
+    ldmatrix(a, address);
+#pragma unroll
+    for (int n = 0; n < QUERY_TILES; ++n) mma_bf16(sum[n], a, b[n][0], b[n][1]);
+}
+
+// A tile of 16 keys' S over a warp's part of the values, to shared memory.
+DEVICE void store_logits(Shared& shared, const float (&sum)[QUERY_TILES][4], int first_key, int barrier, Part part, int lane) {
+    int g = lane >> 2, t = lane & 3;
+    bool adds = SUMS < VALUE_PARTS && part.values >= SUMS;
+    if (adds) named_sync(barrier, 64);  // the warp with the same keys and heads of the other part has been here
+#pragma unroll
+    for (int n = 0; n < QUERY_TILES; ++n) {
+        float* s = shared.s[part.values % SUMS] + (part.tile(n) * 8 + 2 * t) * S_STRIDE + first_key + 2 * g;
+        float2 even = make_float2(sum[n][0], sum[n][2]), odd = make_float2(sum[n][1], sum[n][3]);
+        if (adds) {
+            float2 before = *(const float2*)s, after = *(const float2*)(s + S_STRIDE);
+            even.x += before.x, even.y += before.y, odd.x += after.x, odd.y += after.y;
+        }
+        *(float2*)s = even;
+        *(float2*)(s + S_STRIDE) = odd;
+    }
+    if (SUMS < VALUE_PARTS && !adds) named_arrive(barrier, 64);
+}
+
 // S of a warp's keys over its part of their values.
 DEVICE void multiply_queries(Shared& shared, int stage, const Query& query, Part part, int lane) {
-    int g = lane >> 2, t = lane & 3;
+    int g = lane >> 2, matrix = lane >> 3;
     const u8* records = shared.records[stage];
-    int matrix = lane >> 3;
     // Lanes 16 T + g and 16 T + 8 + g of a fragment are positions 2 l and 2 l + 1: see row_of.
     u32 address = shared_address(records + (part.first_key() + row_of(lane & 7, matrix & 1)) * ROW) + (matrix >> 1) * 16;
     int lower = part.first_key() + row_of(g, 0), upper = part.first_key() + row_of(g, 1);
@@ -70,15 +96,6 @@ DEVICE void multiply_queries(Shared& shared, int stage, const Query& query, Part
                 add_scaled(sum[m], acc[m], scale_of(shared, stage, row + lower, scale), scale_of(shared, stage, row + upper, scale));
             }
         };
-        auto add_rope = [&](const u32 (&b)[QUERY_TILES][2], int step) {
-#pragma unroll
-            for (int m = 0; m < TOGETHER; ++m) {
-                u32 a[4];
-                ldmatrix(a, address + m * 16 * ROW + ROPE + step * 32);
-#pragma unroll
-                for (int n = 0; n < QUERY_TILES; ++n) mma_bf16(sum[m][n], a, b[n][0], b[n][1]);
-            }
-        };
         u32 b[QUERY_TILES][2];
 #if LAYOUT == 0
 #pragma unroll
@@ -86,7 +103,9 @@ DEVICE void multiply_queries(Shared& shared, int stage, const Query& query, Part
 #pragma unroll
         for (int s = 0; s < ROPE_STEPS; ++s) {
             load_fragments(b, shared.rope[s][part.heads][part.values][lane]);
-            add_rope(b, part.values * ROPE_STEPS + s);
+#pragma unroll
+            for (int m = 0; m < TOGETHER; ++m)
+                add_rope(sum[m], address + m * 16 * ROW + ROPE + (part.values * ROPE_STEPS + s) * 32, b);
         }
 #else
 #pragma unroll
@@ -97,26 +116,14 @@ DEVICE void multiply_queries(Shared& shared, int stage, const Query& query, Part
 #pragma unroll
             for (int s = 0; s < 4; ++s) {
                 fragments(b, shared, query, STEPS - 4 + s, part, lane);
-                add_rope(b, s);
+#pragma unroll
+                for (int m = 0; m < TOGETHER; ++m) add_rope(sum[m], address + m * 16 * ROW + ROPE + s * 32, b);
             }
         }
 #endif
 #pragma unroll
         for (int m = 0; m < TOGETHER; ++m)
-#pragma unroll
-            for (int n = 0; n < QUERY_TILES; ++n) {
-                float* s = shared.s[part.values % SUMS] + (part.tile(n) * 8 + 2 * t) * S_STRIDE + part.first_key() + (first + m) * 16 + 2 * g;
-                float2 even = make_float2(sum[m][n][0], sum[m][n][2]), odd = make_float2(sum[m][n][1], sum[m][n][3]);
-                if (SUMS < VALUE_PARTS && part.values >= SUMS) {
-                    // The warp with the same keys and heads of the other part has been here.
-                    if (m + n == 0) named_sync(part.barrier(first), 64);
-                    float2 before = *(const float2*)s, after = *(const float2*)(s + S_STRIDE);
-                    even.x += before.x, even.y += before.y, odd.x += after.x, odd.y += after.y;
-                }
-                *(float2*)s = even;
-                *(float2*)(s + S_STRIDE) = odd;
-            }
-        if (SUMS < VALUE_PARTS && part.values < SUMS) named_arrive(part.barrier(first), 64);
+            store_logits(shared, sum[m], part.first_key() + (first + m) * 16, part.barrier(first + m), part, lane);
         address += TOGETHER * 16 * ROW;
     }
 }
@@ -161,7 +168,7 @@ DEVICE bool exponentiate(Shared& shared, int stage, Softmax& state, int warp, in
     float stored[2], factor[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        stored[i] = *(const float*)(shared.records[stage] + rows[i] * ROW + 512 + 4 * (warp * 4 / WARPS));
+        stored[i] = scale_of(shared, stage, rows[i], warp * 4 / WARPS);
         valid[i] = stored[i] != NOT_COUNTED;  // whose factor is finite, for a P of 0
         factor[i] = stored[i] * power_of_two(-state.reference);
     }
