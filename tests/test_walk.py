@@ -66,5 +66,7 @@ def test_a_mistake_gives_the_message_of_the_page(
 
 
 def test_the_module_is_the_command() -> None:
-    done = subprocess.run([sys.executable, "-m", "nsa_plugin", "--version"], capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-m", "nsa_plugin.cli", "--version"], capture_output=True, text=True, cwd=ROOT
+    )
     assert (done.returncode, done.stdout.partition(" ")[0]) == (0, "nsa-plugin")

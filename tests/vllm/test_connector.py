@@ -1,4 +1,4 @@
-"""KV pages from an external connector: right with the indexer's keys, and what vLLM reveals if they are missing."""
+"""KV pages from an external connector: served right with the indexer's keys, and not without them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,10 +19,10 @@ ROUND = [{"ids": PROMPT, "max_tokens": 16}]
 Run = Callable[..., Outcome]
 
 
-def served_twice(run_engine: Run, loads: str, seen: Path) -> tuple[Outcome, dict[str, list[str]]]:
-    """A prompt that is computed, then one whose pages the connector loads; and what vLLM told the connector."""
-    outcome = run_engine(
-        [ROUND, ROUND],
+def served(run_engine: Run, rounds: list[list[dict[str, Any]]], loads: str, seen: Path) -> Outcome:
+    """A prompt is computed, and later the connector loads its pages."""
+    return run_engine(
+        rounds,
         environ=ONE_PROCESS,
         enable_prefix_caching=False,
         block_size=16,
@@ -32,23 +33,27 @@ def served_twice(run_engine: Run, loads: str, seen: Path) -> tuple[Outcome, dict
             "kv_connector_extra_config": {"loads": loads, "seen": str(seen)},
         },
     )
-    assert [one.cached_tokens for one in outcome.answers] == [0, 112]
-    assert all(outcome.answers[0].equal)
-    return outcome, json.loads(seen.read_text())
 
 
 def test_transferred_kv_with_its_index_keys_is_served_right(run_engine: Run, tmp_path: Path) -> None:
-    outcome, told = served_twice(run_engine, "all", tmp_path / "seen.json")
-    assert all(outcome.answers[1].equal)
+    outcome = served(run_engine, [ROUND, ROUND], "all", tmp_path / "seen.json")
+    assert [one.cached_tokens for one in outcome.answers] == [0, 112]
+    assert all(all(one.equal) for one in outcome.answers)
     assert outcome.worst() < 1e-2
+    assert "KV connector FakeConnector: vLLM does not report" in outcome.log
+    told = json.loads((tmp_path / "seen.json").read_text())
     assert any("indexer" in name for name in told["registered"])
 
 
-def test_missing_index_keys_are_not_visible_to_the_plugin(run_engine: Run, tmp_path: Path) -> None:
-    """docs/faq.md says so. If this fails, vLLM has begun to tell: then detect it."""
-    outcome, told = served_twice(run_engine, "main", tmp_path / "seen.json")
-    assert not all(outcome.answers[1].equal)
-    assert "KV connector FakeConnector: vLLM does not report" in outcome.log
+def test_missing_index_keys_end_the_server_and_vllm_does_not_say_that_they_are_missing(
+    run_engine: Run, tmp_path: Path
+) -> None:
+    """The plugin looks at the caches. If the last part fails, vLLM has begun to tell: then refuse at start."""
+    # vLLM would use the first prompt's pages again, whose keys are there; this one takes them.
+    other = {"ids": random.Random(12).choices(range(250), k=144), "max_tokens": 16}
+    with pytest.raises(AssertionError, match="KV connector FakeConnector did not transfer the indexer's keys"):
+        served(run_engine, [ROUND, [other, *ROUND]], "main", tmp_path / "seen.json")
+    told = json.loads((tmp_path / "seen.json").read_text())
     for hook in ("loaded", "saved"):
         assert told[hook]
         assert not any("indexer" in name for name in told[hook])

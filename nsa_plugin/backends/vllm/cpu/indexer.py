@@ -16,6 +16,8 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuild
 from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerBackend
 
 from nsa_plugin.backends.vllm.cpu.backend import CpuSparseMLAMetadata, Group
+from nsa_plugin.backends.vllm.startup.activation import process
+from nsa_plugin.backends.vllm.startup.arrival import arrival_of
 from nsa_plugin.decision.plan import IndexerMode, IndexerPlan
 from nsa_plugin.errors import PatchError
 from nsa_plugin.kernels import index_transform, indexer
@@ -58,8 +60,13 @@ class CpuIndexerMetadataBuilder(AttentionMetadataBuilder[CpuIndexerMetadata]):
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any, **kwargs: Any
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, **kwargs)
+        serving = process().serving
+        self.arrival = None if serving is None else arrival_of(vllm_config, layer_names, serving.request_ids)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> CpuIndexerMetadata:
+        if self.arrival is not None:
+            starts = common_attn_metadata.query_start_loc_cpu.tolist()
+            self.arrival.batch(starts, common_attn_metadata.seq_lens.tolist, common_attn_metadata.block_table_tensor)
         return CpuIndexerMetadata(common_attn_metadata.slot_mapping, common_attn_metadata.block_table_tensor)
 
 

@@ -122,7 +122,8 @@ def transfer_notes(vllm_config: Any) -> list[str]:
         return []
     return [
         f"KV connector {connector}: vLLM does not report whether it transfers the indexer's keys, and without them the "
-        "answers are wrong; compare one prompt computed and transferred (docs/faq.md)"
+        "answers are wrong. A request whose prefix comes without any ends the server; compare one prompt computed and "
+        "transferred (docs/faq.md)"
     ]
 
 

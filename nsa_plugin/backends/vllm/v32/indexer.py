@@ -21,6 +21,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -30,9 +31,10 @@ import torch
 from nsa_plugin.backends.common.dense import to_device
 from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.vllm.cpu.metadata import owner_of_rows
+from nsa_plugin.backends.vllm.startup.arrival import Arrival, arrival_of
 from nsa_plugin.backends.vllm.v32.metadata import PlannedMetadata, Planning, most_rows
 from nsa_plugin.backends.vllm.v32.portable import select
-from nsa_plugin.backends.vllm.v32.routes import Split, VllmPlanner
+from nsa_plugin.backends.vllm.v32.routes import Split, VllmPlanner, host_lengths
 from nsa_plugin.backends.vllm.v32.steps import StepSelection, select_steps
 from nsa_plugin.backends.vllm.v32.token_shard import OwnRows
 from nsa_plugin.kernels.selector import default_selector
@@ -167,6 +169,10 @@ def planned_indexer_builder(stock: type, planning: Planning) -> type:
             super().__init__(*args, **kwargs)
             self.nsa_plugin: VllmPlanner | None = planning()
             self.nsa_plugin_ratio = int(getattr(self, "compress_ratio", 1))
+            self.nsa_plugin_arrival: Arrival | None = None
+            if self.nsa_plugin is not None and self.nsa_plugin_ratio == 1:
+                config, names = getattr(self, "vllm_config", None), getattr(self, "layer_names", ())
+                self.nsa_plugin_arrival = arrival_of(config, names, self.nsa_plugin.request_ids)
             if self.nsa_plugin is None or not self._nsa_plugin_counts():
                 return
             rows = most_rows(self.vllm_config, self.nsa_plugin)
@@ -180,6 +186,9 @@ def planned_indexer_builder(stock: type, planning: Planning) -> type:
         def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
             planner = self.nsa_plugin
             split = None if planner is None else planner.split(common_attn_metadata)
+            if split is not None and self.nsa_plugin_arrival is not None:
+                kv_lens = partial(host_lengths, common_attn_metadata)
+                self.nsa_plugin_arrival.batch(split.starts, kv_lens, common_attn_metadata.block_table_tensor)
             metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
             if split is not None and own_rows(split) is not None:
                 _select_for_own(metadata.prefill)

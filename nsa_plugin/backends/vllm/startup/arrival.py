@@ -1,0 +1,124 @@
+"""Whether the indexer's keys came with transferred KV.
+
+A KV connector (LMCache, NIXL, disaggregated prefill) may transfer the attention layers' caches alone. vLLM gives every
+cache to `register_kv_caches`, and what a connector does with each is its own: no version of vLLM up to 0.33 says. Its
+hooks for a layer are never called for the indexer, and load errors name blocks, not layers.
+
+So the caches are read. Pages that were never written are zero, and no key has the scale zero. A request that is new to
+this worker and has a prefix is noted, and looked at when the next batch is prepared: connectors load before or during
+the forward pass, and one that found that it cannot lets vLLM compute the prefix again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from nsa_plugin.errors import NsaPluginError
+from nsa_plugin.kernels.index_transform import request_slots
+from nsa_plugin.kernels.kv_cache import open_cache, reference_read_codes
+from nsa_plugin.layouts import INDEXER_FP8
+
+CHECKS = 64
+"""Requests that are looked at after the start, each at the cost of waiting for the device once."""
+
+
+class IndexKeysMissingError(NsaPluginError):
+    """A request's prefix was transferred without the indexer's keys, so its answer would be wrong."""
+
+
+class Arrival:
+    """Looks at the first requests with a prefix.
+
+    Args:
+        connector: name of the KV connector.
+        cache: returns [pages, page_size, 132] uint8, the indexer's cache of one layer, or None before there is one.
+        request_ids: returns the ids of the running batch's requests, in batch order.
+    """
+
+    def __init__(
+        self, connector: str, cache: Callable[[], torch.Tensor | None], request_ids: Callable[[], Sequence[str]]
+    ):
+        self._connector, self._cache, self._request_ids = connector, cache, request_ids
+        self._left = CHECKS
+        self._running: frozenset[str] = frozenset()
+        self._noted: dict[str, tuple[torch.Tensor, int]] = {}
+
+    def batch(self, starts: Sequence[int], kv_lens: Callable[[], Sequence[int]], block_table: torch.Tensor) -> None:
+        """Look at the requests that the last batch noted, and note this one's. Called once for each batch.
+
+        Args:
+            starts: first query token of each request and the end of the last.
+            kv_lens: returns the whole context of each request, in tokens; may wait for the device, so it is called only
+                if a request is new or noted.
+            block_table: [requests or more, pages] int32.
+
+        Raises:
+            IndexKeysMissingError: a page of a prefix, or a whole prefix, has no keys.
+        """
+        if not self._left:
+            return
+        names = self._request_ids()
+        before, self._running = self._running, frozenset(names)
+        if not self._noted and self._running <= before:
+            return
+        self._batch(names, before, [end - start for start, end in pairwise(starts)], kv_lens(), block_table)
+
+    def _batch(
+        self,
+        names: Sequence[str],
+        before: frozenset[str],
+        q_lens: Sequence[int],
+        kv_lens: Sequence[int],
+        block_table: torch.Tensor,
+    ) -> None:
+        places = {name: place for place, name in enumerate(names) if place < len(q_lens) and q_lens[place]}
+        computed = {name: kv_lens[place] - q_lens[place] for name, place in places.items()}
+        noted, self._noted = self._noted, {}
+        for name, (pages, tokens) in noted.items():
+            # A request that is gone, or has fewer computed tokens, is one whose transfer failed.
+            if self._left and computed.get(name, 0) >= tokens:
+                self._left -= 1
+                self._look(name, pages, tokens)
+        for name, tokens in computed.items():
+            if tokens > 0 and name not in before:
+                self._noted[name] = (block_table[places[name]].clone(), tokens)
+
+    def _look(self, name: str, pages: torch.Tensor, tokens: int) -> None:
+        tensor = self._cache()
+        if tensor is None or tensor.shape[-1] != INDEXER_FP8.row_bytes or tensor.element_size() != 1:
+            self._left = 0  # another format of keys
+            return
+        cache = open_cache(tensor, INDEXER_FP8.name)
+        slots, _ = request_slots(pages[None], torch.tensor([tokens], device=pages.device), cache.page_size)
+        if slots.numel() and int(slots.min()) >= cache.page_size:  # page 0 stands for none
+            _, scales = reference_read_codes(cache, slots)
+            missing = int((scales == 0).sum())
+            if missing >= min(tokens, cache.page_size):
+                raise IndexKeysMissingError(
+                    f"KV connector {self._connector} did not transfer the indexer's keys: {missing} of the {tokens} "
+                    f"cached tokens of request {name} have none, and without them the answers are wrong, with the "
+                    "stock engine too. Use a connector that transfers every cache which vLLM registers"
+                )
+
+
+def arrival_of(
+    vllm_config: Any, layer_names: Sequence[str], request_ids: Callable[[], Sequence[str]]
+) -> Arrival | None:
+    """Return the check for an indexer's metadata builder; None without a KV connector, or where ranks share a cache."""
+    connector = getattr(getattr(vllm_config, "kv_transfer_config", None), "kv_connector", None)
+    shared = getattr(getattr(vllm_config, "parallel_config", None), "decode_context_parallel_size", 1) > 1
+    if not connector or shared or not layer_names:
+        return None
+
+    def cache() -> torch.Tensor | None:
+        layer = vllm_config.compilation_config.static_forward_context.get(layer_names[0])
+        found = getattr(layer, "kv_cache", None)
+        if isinstance(found, (list, tuple)):  # one for each virtual engine, in earlier versions
+            found = found[0] if found else None
+        return found if isinstance(found, torch.Tensor) and found.numel() else None
+
+    return Arrival(str(connector), cache, request_ids)
