@@ -129,7 +129,7 @@ def test_blocks_fit_into_shared_memory(variant, layout):
 
 def test_the_host_and_the_source_agree_on_constants():
     folder = Path(sparse_mla.__file__).parent
-    source = (folder / "sparse_mla_steps.cuh").read_text()
+    source = "".join((folder / f"sparse_mla_{part}.cuh").read_text() for part in ("steps", "shares"))
     assert f"constexpr int KEYS = {sparse_mla.KEYS};" in source
     assert f"constexpr int NOTHINGS = {sparse_mla.NOTHINGS};" in source
     assert f"constexpr int D_V = {sparse_mla.D_V};" in source

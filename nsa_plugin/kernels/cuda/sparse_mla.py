@@ -195,7 +195,6 @@ def attend(call: SparseMlaCall, *, splits: int | None = None, tiles: int | None 
     call.require(splits is None or 1 <= splits <= MAX_SPLITS, most)
     q = readable_queries(q)
     out = writable_rows(result.out)
-    sink = None if call.attn_sink is None else call.attn_sink.contiguous()
     facts = facts_of(q.device)
     variants = possible_variants(heads, layout.name, facts)
     variant, chosen = choose_variant(rows, heads, first.topk + second.topk, facts.sms, variants)
@@ -211,35 +210,69 @@ def attend(call: SparseMlaCall, *, splits: int | None = None, tiles: int | None 
         is_flat=all(scope.is_flat for scope in scopes),
         out_float32=out.dtype == torch.float32,
     )
-    size, int64 = ctypes.c_int, ctypes.c_int64
-    shared = variant.shared_bytes(layout.name)
-    results = out, int64(out.stride(0)), int64(out.stride(1)), lse, max_logits
     with torch.cuda.device_of(q):
-        run, combine = _kernels(variants, layout.name, tuple(defines.items()), q.device.index)[variant]
-        # The shares of a row as a cluster, which adds up in shared memory; if all clusters run at once.
-        is_cluster = facts.architecture == HOPPER and splits > 1 and _clusters(run, shared, splits) >= rows * groups
-        parts: tuple[Argument, Argument] = (None, None)
-        if splits > 1 and not is_cluster:
-            parts = (
-                torch.empty((splits, rows, heads, D_V), dtype=torch.float32, device=q.device),
-                torch.empty((splits, rows, heads, 2), dtype=torch.float32, device=q.device),
-            )
-        run(
-            (rows, groups, splits),
-            THREADS,
-            (
-                *(q, int64(q.stride(0)), int64(q.stride(1)), size(heads)),
-                *(first, second, nothings(q.device, layout.name), sink, ctypes.c_float(call.scale * LOG2_E)),
-                *(*results, *parts),
-            ),
-            shared_bytes=shared,
-            cluster=(1, 1, splits) if is_cluster else None,
+        launch_shares(
+            call,
+            _kernels(variants, layout.name, tuple(defines.items()), q.device.index)[variant],
+            (q, first, second, nothings(q.device, layout.name)),
+            SparseMlaResult(out, lse, max_logits),
+            shared=variant.shared_bytes(layout.name),
+            groups=groups,
+            splits=splits,
         )
-        if parts[0] is not None:
-            combine((rows, heads, 1), (128, 1, 1), (*parts, size(splits), size(rows), size(heads), sink, *results))
     if out.data_ptr() != result.out.data_ptr():
         result.out.copy_(out.view(result.out.shape))
     return result
+
+
+def launch_shares(
+    call: SparseMlaCall,
+    kernels: tuple[CudaKernel, CudaKernel],
+    inputs: tuple[torch.Tensor, *tuple[Argument, ...]],
+    result: SparseMlaResult,
+    *,
+    shared: int,
+    groups: int,
+    splits: int,
+) -> None:
+    """Launch an attending kernel and, if its shares are not added up in a cluster, `combine`.
+
+    Args:
+        kernels: the attending one, and `combine`.
+        inputs: q [rows, heads, d_qk], and what the kernel takes between the heads and the sink.
+        result: out [rows, heads, d_v], lse and max_logits [rows, heads], to write.
+        shared: bytes of shared memory of a block.
+        groups: groups of heads, a block each.
+        splits: shares of a row's entries.
+    """
+    (run, combine), (q, *scopes) = kernels, inputs
+    rows, heads, _ = q.shape
+    out, lse, max_logits = result
+    size, int64 = ctypes.c_int, ctypes.c_int64
+    sink = None if call.attn_sink is None else call.attn_sink.contiguous()
+    results = out, int64(out.stride(0)), int64(out.stride(1)), lse, max_logits
+    # The shares of a row as a cluster, which adds up in shared memory; if all clusters run at once.
+    hopper = facts_of(q.device).architecture == HOPPER
+    is_cluster = hopper and splits > 1 and _clusters(run, shared, splits) >= rows * groups
+    parts: tuple[Argument, Argument] = (None, None)
+    if splits > 1 and not is_cluster:
+        parts = (
+            torch.empty((splits, rows, heads, D_V), dtype=torch.float32, device=q.device),
+            torch.empty((splits, rows, heads, 2), dtype=torch.float32, device=q.device),
+        )
+    run(
+        (rows, groups, splits),
+        THREADS,
+        (
+            *(q, int64(q.stride(0)), int64(q.stride(1)), size(heads)),
+            *(*scopes, sink, ctypes.c_float(call.scale * LOG2_E)),
+            *(*results, *parts),
+        ),
+        shared_bytes=shared,
+        cluster=(1, 1, splits) if is_cluster else None,
+    )
+    if parts[0] is not None:
+        combine((rows, heads, 1), (128, 1, 1), (*parts, size(splits), size(rows), size(heads), sink, *results))
 
 
 prefill, decode = prefill_op(attend), decode_op(attend)
@@ -302,14 +335,27 @@ def require_hopper(call: SparseMlaCall) -> tuple[Scope, DeviceFacts]:
 
 
 def cuda_scope(call: SparseMlaCall, given: Scope, layout: CacheLayout) -> CudaScope:
-    """The kernel's view of one cache and its entries, checked against what it can read."""
-    name, cache, indices, lengths = given
-    size = cache.page_size
+    """The kernel's view of one cache of records and its entries, checked against what it can read."""
+    name, cache = given.name, given.cache
     reads = ", ".join(one.name for one in LAYOUTS)
     call.require(cache.layout in LAYOUTS, f"{name} has layout {cache.layout.name}; this kernel reads {reads}")
     call.require(cache.layout is layout, f"{name} has layout {cache.layout.name}; a call reads one, {layout.name}")
+    return paged_scope(call, given, V32_FP8.row_bytes if layout is V32_FP8 else None)
+
+
+def paged_scope(call: SparseMlaCall, given: Scope, record_bytes: int | None) -> CudaScope:
+    """A kernel's view of one cache and its entries.
+
+    Args:
+        record_bytes: of a record, if those of a page follow each other without a gap.
+
+    Raises:
+        KernelArgumentError: the cache has more slots or another alignment than a kernel can address.
+    """
+    name, cache, indices, lengths = given
+    size = cache.page_size
     call.require(cache.num_slots < 2**31, f"{name} has {cache.num_slots} slots; this kernel counts them in int32")
-    stride = cache.data.stride(0) if cache.num_pages > 1 else 0
+    stride = cache.data.stride(0) * cache.data.element_size() if cache.num_pages > 1 else 0
     aligned = cache.data.data_ptr() % 16 == 0 and stride % 16 == 0
     call.require(aligned, f"{name} starts or strides ({stride} B) off a multiple of 16 B")
     indices = _int32(indices.flatten(0, 1))
@@ -332,7 +378,7 @@ def cuda_scope(call: SparseMlaCall, given: Scope, layout: CacheLayout) -> CudaSc
         num_slots=cache.num_slots,
         topk=given.topk,
     )
-    scope.is_flat = cache.layout is V32_FP8 and stride in (0, size * V32_FP8.row_bytes)
+    scope.is_flat = record_bytes is not None and stride in (0, size * record_bytes)
     scope.kept = (indices, lengths)
     return scope
 

@@ -13,9 +13,6 @@
 #ifndef HAS_EXTRA
 #define HAS_EXTRA 0  // whether there is a second cache
 #endif
-#ifndef OUT_FLOAT32
-#define OUT_FLOAT32 0
-#endif
 #ifndef MIN_BLOCKS
 #define MIN_BLOCKS 2  // blocks of an SM
 #endif
@@ -26,7 +23,7 @@
 #define HELD 4  // of the 8 steps over a quarter of the query, those whose fragments are in registers
 #endif
 
-#include "instructions.cuh"
+#include "sparse_mla_shares.cuh"
 
 constexpr int KEYS = 64;
 constexpr int WARPS = 8;
@@ -38,7 +35,6 @@ constexpr int TILES = NT / GROUP;         // tiles of a query row
 static_assert(NT % GROUP == 0, "a query row takes whole tiles");
 constexpr int THREADS = 32 * WARPS;
 constexpr int HEADS = 8 * NT;
-constexpr int D_V = 512;
 constexpr int STAGES = 2;  // blocks of keys in shared memory
 constexpr int ARRIVALS = (HOPPER ? WARPS : THREADS) + (LAYOUT == 0 ? 0 : KEYS);  // on a stage's barrier, by a filling
 #if LAYOUT == 0
@@ -58,7 +54,6 @@ constexpr float ANCHOR_START = -1e30f;  // below every logit, and finite, so tha
 constexpr float NOT_COUNTED = -0x1p-100f;  // the scales of the v32_fp8 record that stands for an entry which does not count
 constexpr int NOTHINGS = 1024;   // records that stand for entries which do not count
 constexpr int S_STRIDE = 68;     // floats between heads of S: lanes of a warp's store fall into 32 banks
-constexpr int MAX_SHARES = 16;   // blocks of a cluster
 constexpr int O_STRIDE = 516;    // floats between heads of a share's output in shared memory
 constexpr int P_STRIDE = 72;     // halves between heads of P: 144 bytes, 8 rows of a matrix in 32 banks
 
@@ -71,12 +66,6 @@ constexpr u32 SLOT_MASK = (1u << SLOT_BITS) - 1;
 // Which row of the group a column of S belongs to, and which head of the block's.
 DEVICE int query_of(int column) { return GROUP == 1 ? 0 : column / 8 / TILES; }
 DEVICE int head_of(int column) { return GROUP == 1 ? column : column % (8 * TILES); }
-
-// What a share of a row's entries makes of one head, beside its output: the mean of the values, by their weights.
-struct Share {
-    float lse;      // base 2, -inf where there is nothing
-    float largest;  // of the logits, base 2
-};
 
 struct Shared {
     alignas(128) u8 records[STAGES][KEYS * ROW];

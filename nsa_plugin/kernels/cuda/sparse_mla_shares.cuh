@@ -1,0 +1,70 @@
+// Adding up what blocks of threads made of shares of a row's entries: in a cluster, or by the kernel `combine`.
+#pragma once
+
+#ifndef OUT_FLOAT32
+#define OUT_FLOAT32 0
+#endif
+
+#include "instructions.cuh"
+
+constexpr int D_V = 512;
+constexpr int MAX_SHARES = 16;  // blocks of a cluster
+
+// What a share of a row's entries makes of one head, beside its output: the mean of the values, by their weights.
+struct Share {
+    float lse;      // base 2, -inf where there is nothing
+    float largest;  // of the logits, base 2
+};
+
+// Four values of a row and head: all shares together, and the sink. For a warp, of one row and head. `share_of` and
+// `values_of` read what share k has.
+template <typename ShareOf, typename ValuesOf>
+DEVICE void add_up(int shares, ShareOf share_of, ValuesOf values_of, const float* sink, u8* out, i64 at,
+                   bool is_first_value, float* lse, float* max_logits, int lane) {
+    const float infinity = bits_to_float(0x7f800000);
+    // All reads are on their way before the first is needed. Lane k weighs share k.
+    Share share = {-infinity, -infinity};
+    if (lane < shares) share = share_of(lane);
+    float4 part[MAX_SHARES];
+#pragma unroll
+    for (int k = 0; k < MAX_SHARES; ++k)
+        if (k < shares) part[k] = values_of(k);
+    bool is_empty = __all_sync(~0u, share.lse == -infinity);  // not so where an lse is NaN
+    float top = warp_max(share.lse), largest = warp_max(share.largest);
+    float weight = is_empty ? 0.f : exp2_approx(share.lse - top);
+    float sum = warp_sum(weight);
+    float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+    for (int k = 0; k < MAX_SHARES; ++k) {
+        if (k >= shares) break;
+        float w = __shfl_sync(~0u, weight, k);
+        if (w != 0.f) x.x += w * part[k].x, x.y += w * part[k].y, x.z += w * part[k].z, x.w += w * part[k].w;
+    }
+    float total = top + log2_approx(sum);
+    float divide = is_empty ? 0.f : 1.f / sum;
+    if (sink && !is_empty) divide /= 1.f + exp2_approx(*sink * 1.4426950408889634f - total);
+    if (is_first_value) {
+        *lse = is_empty ? infinity : total * 0.6931471805599453f;
+        *max_logits = largest * 0.6931471805599453f;
+    }
+    x.x *= divide, x.y *= divide, x.z *= divide, x.w *= divide;
+#if OUT_FLOAT32
+    *(float4*)((float*)out + at) = x;
+#else
+    *(uint2*)((u16*)out + at) = make_uint2(pack_bf16(x.x, x.y), pack_bf16(x.z, x.w));
+#endif
+}
+
+// The shares of a row and head together. A block of 128 threads a row and head.
+extern "C" __global__ void __launch_bounds__(128) combine(
+    const float* __restrict__ partial_out, const Share* __restrict__ partials, int shares, int rows, int heads,
+    const float* __restrict__ sink, u8* __restrict__ out, i64 out_row_stride, i64 out_head_stride,
+    float* __restrict__ lse, float* __restrict__ max_logits) {
+    int row = blockIdx.x, head = blockIdx.y, value = threadIdx.x * 4;
+    i64 at = (i64)row * heads + head, apart = (i64)rows * heads;
+    add_up(
+        shares, [&](int k) { return partials[k * apart + at]; },
+        [&](int k) { return *(const float4*)(partial_out + (k * apart + at) * D_V + value); },
+        sink ? sink + head : nullptr, out, row * out_row_stride + head * out_head_stride + value, value == 0,
+        lse + at, max_logits + at, threadIdx.x & 31);
+}
