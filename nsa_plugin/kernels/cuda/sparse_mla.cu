@@ -64,6 +64,7 @@ DEVICE void start_copies(Shared& shared, int stage, int warp, int lane, const En
 #endif
     // A bulk copy takes its addresses from uniform registers: one lane starting them all keeps these in
     // flight, where lanes starting one each go through a loop.
+    if (STAGES > 2) __syncwarp();  // nobody reads those of the copies before any more
     if (lane < COPIES) shared.from[warp][lane] = (u64)entry.record;
     __syncwarp();
 #if !HOPPER
@@ -160,13 +161,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
         start_copies(shared, (u32)(block - begin) % STAGES, warp, lane, find_entry(first, second, block < blocks[0], slot, nothing));
     };
     // Of the entries and the query none waits for another. Later, a slot is read a step before its address is needed.
-    int slot = slot_of(begin, i), next = slot_of(begin + 1, i);
+    int slots[STAGES];
+#pragma unroll
+    for (int k = 0; k < STAGES; ++k) slots[k] = slot_of(begin + k, i);
     int final = begin < end ? slot_of(end - 1, threadIdx.x % KEYS) : -1;
     int quarter = warp & 3, half = warp >> 2;
     RawQuery raw;
     read_query(raw, q + first_row * q_row_stride + first_head * q_head_stride, q_row_stride, q_head_stride, own_rows,
                own_heads, quarter, lane);
-    if (begin < end) copy(begin, slot);
+    if (begin < end) copy(begin, slots[0]);
     find_largest(shared, raw, quarter, lane);
     if (!__syncthreads_or(counts(end - 1, final)) && begin + 1 < end) {
         // Short contexts leave all blocks from some one on empty: these are left out.
@@ -180,8 +183,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
         for (int w = 0; w < WARPS; ++w) last = max(last, shared.last[w]);
         end = last + 1;
     }
-    if (begin + 1 < end) copy(begin + 1, next);  // all stages are free
-    next = slot_of(begin + 2, i);
+#pragma unroll
+    for (int k = 1; k < STAGES; ++k)
+        if (begin + k < end) copy(begin + k, slots[k]);  // all stages are free
+    int next = slot_of(begin + STAGES, i);
     Query query;
     keep_query(shared, query, raw, quarter, half == 0, scale_log2, lane);
     __syncthreads();
@@ -198,9 +203,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
         multiply_queries(shared, stage, query, quarter, half, lane);
         // S is there, and nobody reads P or the stage before any more.
         __syncthreads();
-        if (step && block + 1 < end) {
-            copy(block + 1, next);
-            next = slot_of(block + 2, i);
+        if (step && block + STAGES - 1 < end) {
+            copy(block + STAGES - 1, next);
+            next = slot_of(block + STAGES, i);
         }
         u32 factors;
         float reference_change;

@@ -25,7 +25,6 @@ from nsa_plugin.layouts import V4_FP8, V32_FP8, CacheLayout
 SOURCE = "sparse_mla.cu"
 LOG2_E = 1.4426950408889634
 KEYS = 64  # entries that a block of threads attends at a time
-STAGES = 2  # blocks of keys in shared memory
 WARPS = 8
 THREADS = (32 * WARPS, 1, 1)  # of a block
 D_V = 512
@@ -46,12 +45,14 @@ class Variant:
         held: of a warp's 8 steps over the query's fp8-multiplied values, those whose fragments stay in registers;
             shared memory has the others.
         group: neighbouring query rows of a block, which share the tiles and the union of their entries.
+        stages: blocks of keys in shared memory.
     """
 
     tiles: int
     blocks: int
     held: int
     group: int = 1
+    stages: int = 2
 
     @property
     def heads(self) -> int:
@@ -61,19 +62,20 @@ class Variant:
     @property
     def definitions(self) -> dict[str, int]:
         """Of the source's preprocessor."""
-        return {"NT": self.tiles, "MIN_BLOCKS": self.blocks, "HELD": self.held, "GROUP": self.group}
+        definitions = {"NT": self.tiles, "MIN_BLOCKS": self.blocks, "HELD": self.held, "GROUP": self.group}
+        return definitions | {"STAGES": self.stages}
 
     def shared_bytes(self, layout: str) -> int:
         """Shared memory of a block, in bytes."""
         row, scales, p_copies = (656, 0, 1) if layout == V32_FP8.name else (592, KEYS * 8, 2)
         columns = 8 * self.tiles
         parts = (
-            STAGES * KEYS * row,  # records
+            self.stages * KEYS * row,  # records
             4 * columns * 68 * 4,  # S
             p_copies * columns * 72 * 2,  # P
-            STAGES * (scales + KEYS * (2 if self.group > 1 else 1)),  # and validity, and rows of a group
+            self.stages * (scales + KEYS * (2 if self.group > 1 else 1)),  # and validity, and rows of a group
             2 * KEYS * 8 + 2 * 8,  # addresses of records, of zero records and of rows
-            STAGES * 8 + WARPS * 4,  # barriers, and a number a warp
+            self.stages * 8 + WARPS * 4,  # barriers, and a number a warp
             4 * 32 * 2 * self.tiles * 4 * (8 - self.held + (layout == V32_FP8.name)),  # fragments of the query
             2 * columns * 4,  # factors of a head
             128,  # alignment
@@ -168,12 +170,12 @@ def definitions(
     }
 
 
-def attend(call: SparseMlaCall, *, splits: int | None = None, tiles: int | None = None) -> SparseMlaResult:
+def attend(call: SparseMlaCall, *, splits: int | None = None, variant: Variant | None = None) -> SparseMlaResult:
     """Attend with the CUDA kernel, within the module's limits.
 
     Args:
         splits: shares of a token's entries that are attended apart and then added up.
-        tiles: of 8 heads, that a block of threads takes: one of the variants'. None for either: `choose_variant`.
+        variant: of the kernel. None for either: `choose_variant`.
 
     Raises:
         KernelArgumentError: the kernel does not support a shape, dtype, layout or device.
@@ -197,12 +199,9 @@ def attend(call: SparseMlaCall, *, splits: int | None = None, tiles: int | None 
     out = writable_rows(result.out)
     facts = facts_of(q.device)
     variants = possible_variants(heads, layout.name, facts)
-    variant, chosen = choose_variant(rows, heads, first.topk + second.topk, facts.sms, variants)
-    if tiles is not None:
-        variant = next(one for one in VARIANTS if one.tiles == tiles)
-        variants = (variant,)
-    splits = chosen if splits is None else splits
-    groups = -(-heads // variant.heads)
+    chosen, shares = choose_variant(rows, heads, first.topk + second.topk, facts.sms, variants)
+    if variant is not None:
+        chosen, variants = variant, (variant,)
     defines = definitions(
         layout.name,
         facts,
@@ -213,12 +212,12 @@ def attend(call: SparseMlaCall, *, splits: int | None = None, tiles: int | None 
     with torch.cuda.device_of(q):
         launch_shares(
             call,
-            _kernels(variants, layout.name, tuple(defines.items()), q.device.index)[variant],
+            _kernels(variants, layout.name, tuple(defines.items()), q.device.index)[chosen],
             (q, first, second, nothings(q.device, layout.name)),
             SparseMlaResult(out, lse, max_logits),
-            shared=variant.shared_bytes(layout.name),
-            groups=groups,
-            splits=splits,
+            shared=chosen.shared_bytes(layout.name),
+            groups=-(-heads // chosen.heads),
+            splits=shares if splits is None else splits,
         )
     if out.data_ptr() != result.out.data_ptr():
         result.out.copy_(out.view(result.out.shape))

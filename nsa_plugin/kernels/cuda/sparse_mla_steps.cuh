@@ -16,6 +16,9 @@
 #ifndef MIN_BLOCKS
 #define MIN_BLOCKS 2  // blocks of an SM
 #endif
+#ifndef STAGES
+#define STAGES 2  // blocks of keys in shared memory
+#endif
 #ifndef GROUP
 #define GROUP 1  // neighbouring query rows of a block, which share the union of their entries
 #endif
@@ -35,7 +38,6 @@ constexpr int TILES = NT / GROUP;         // tiles of a query row
 static_assert(NT % GROUP == 0, "a query row takes whole tiles");
 constexpr int THREADS = 32 * WARPS;
 constexpr int HEADS = 8 * NT;
-constexpr int STAGES = 2;  // blocks of keys in shared memory
 constexpr int ARRIVALS = (HOPPER ? WARPS : THREADS) + (LAYOUT == 0 ? 0 : KEYS);  // on a stage's barrier, by a filling
 #if LAYOUT == 0
 constexpr int FP8_STEPS = 8;     // steps of 16 fp8 values of a quarter
