@@ -76,5 +76,5 @@ def test_the_host_and_the_sources_agree_on_constants():
     for source in (union, steps):
         assert int(re.search(r"SLOT_BITS = (\d+);", source)[1]) == sparse_mla_union.SLOT_BITS
     assert (int(re.search(r"THREADS = (\d+);", union)[1]), 1, 1) == sparse_mla_union.THREADS
-    for name in ("WARPS", "STAGES", "KEYS"):
+    for name in ("WARPS", "KEYS"):
         assert int(re.search(rf" {name} = (\d+);", steps)[1]) == getattr(sparse_mla, name)
