@@ -163,8 +163,20 @@ DEVICE void bulk_copy(u32 destination, const void* source, int bytes, u32 barrie
 }
 
 // All threads of the cluster; what each wrote to shared memory before, the others see after.
-DEVICE void cluster_sync() {
+DEVICE void cluster_meet() {
+#if __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1208
+    // Of shared memory alone: the default waits for global memory as well, with a barrier of the whole GPU.
+    asm volatile("fence.release.sync_restrict::shared::cta.cluster;\n"
+                 "barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;\n"
+                 "fence.acquire.sync_restrict::shared::cluster.cluster;" ::: "memory");
+#else
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+// All threads of the cluster; none passes before every other has what it read of shared memory before.
+DEVICE void cluster_part() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 
 // An address of this block's shared memory, in another block of the cluster.

@@ -276,7 +276,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
 #if HOPPER
     if (!is_cluster) return;
 
-    cluster_sync();
+    cluster_meet();
     // A warp takes a head and a quarter of its values; every block of the cluster its part of these.
     for (int k = own_share * WARPS + warp; k < own_heads * 4; k += shares * WARPS) {
         int head = k / 4, value = (k % 4) * 128 + lane * 4;
@@ -293,6 +293,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
             row * out_row_stride + (first_head + head) * out_head_stride + value, value == 0, lse + at, max_logits + at,
             lane);
     }
-    cluster_sync();  // no block leaves while another reads its shared memory
+    cluster_part();  // no block leaves while another reads its shared memory
 #endif
 }

@@ -42,7 +42,7 @@ constexpr int LANE_KEYS = KEYS / 32;           // keys that a lane exponentiates
 constexpr int COPIED = 1152;                   // bytes of a row
 constexpr int ROW = 1168;                      // bytes between rows in shared memory: 16 modulo 128
 constexpr int ARRIVALS = HOPPER ? WARPS : THREADS;  // on a stage's barrier, by a filling
-constexpr int CHAINS = NT * KEY_TILES <= 2 ? 3 : 1;  // sums that a tile of S is made in: none waits for another
+constexpr int CHAINS = NT * KEY_TILES == 1 ? 3 : 1;  // sums that a tile of S is made in: none waits for another
 constexpr float ANCHOR_STEP = 8.f;             // weights may grow to 2^8 before the output is multiplied
 constexpr float ANCHOR_START = -1e30f;         // below every logit, and finite, so that no difference is NaN
 constexpr int NOTHINGS = 1024;                 // rows that stand for entries which do not count
@@ -378,6 +378,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend_rows(
     }
     __syncthreads();
 
+    // The output passes through shared memory, where a cluster reads it, and from which rows are written in one piece.
     int g = lane >> 2, t = lane & 3;
     float* own_out = (float*)shared.rows;
 #pragma unroll
@@ -385,34 +386,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend_rows(
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             int head = n * 8 + 2 * t + i;
-            if (head >= own_heads) continue;
             float weight = shared.alpha[head];
 #pragma unroll
             for (int m = 0; m < VALUE_TILES; ++m) {
-                float lower = weight != 0.f ? o[m][n][i] * weight : 0.f;
-                float upper = weight != 0.f ? o[m][n][i + 2] * weight : 0.f;
-                int value = warp * (16 * VALUE_TILES) + m * 16 + g;
-                if (!is_whole) {
-                    float* to = is_cluster
-                        ? own_out + head * O_STRIDE + value
-                        : partial_out + (((i64)own_share * gridDim.x + row) * heads + first_head + head) * D_V + value;
-                    to[0] = lower, to[8] = upper;
-                } else {
-                    i64 at = row * out_row_stride + (first_head + head) * out_head_stride + value;
-#if OUT_FLOAT32
-                    ((float*)out)[at] = lower, ((float*)out)[at + 8] = upper;
-#else
-                    u32 both = pack_bf16(lower, upper);
-                    ((u16*)out)[at] = (u16)both, ((u16*)out)[at + 8] = (u16)(both >> 16);
-#endif
-                }
+                float* at = own_out + head * O_STRIDE + warp * (16 * VALUE_TILES) + m * 16 + g;
+                at[0] = weight != 0.f ? o[m][n][i] * weight : 0.f;
+                at[8] = weight != 0.f ? o[m][n][i + 2] * weight : 0.f;
             }
         }
+    // From here on a warp takes a head and a quarter of its values.
+    if (!is_cluster) {
+        __syncthreads();
+        for (int k = warp; k < own_heads * 4; k += WARPS) {
+            int head = k / 4, value = (k % 4) * 128 + lane * 4;
+            float4 x = *(const float4*)(own_out + head * O_STRIDE + value);
+            if (is_whole) write_values(out, row * out_row_stride + (first_head + head) * out_head_stride + value, x);
+            else *(float4*)(partial_out + (((i64)own_share * gridDim.x + row) * heads + first_head + head) * D_V + value) = x;
+        }
+        return;
+    }
 #if HOPPER
-    if (!is_cluster) return;
-
-    cluster_sync();
-    // A warp takes a head and a quarter of its values; every block of the cluster its part of these.
+    cluster_meet();
+    // Every block of the cluster takes its part of these.
     for (int k = own_share * WARPS + warp; k < own_heads * 4; k += shares * WARPS) {
         int head = k / 4, value = (k % 4) * 128 + lane * 4;
         i64 at = (i64)row * heads + first_head + head;
@@ -428,6 +423,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend_rows(
             row * out_row_stride + (first_head + head) * out_head_stride + value, value == 0, lse + at, max_logits + at,
             lane);
     }
-    cluster_sync();  // no block leaves while another reads its shared memory
+    cluster_part();  // no block leaves while another reads its shared memory
 #endif
 }

@@ -16,6 +16,15 @@ struct Share {
     float largest;  // of the logits, base 2
 };
 
+// Four values of the output, from element `at` on.
+DEVICE void write_values(u8* out, i64 at, float4 x) {
+#if OUT_FLOAT32
+    *(float4*)((float*)out + at) = x;
+#else
+    *(uint2*)((u16*)out + at) = make_uint2(pack_bf16(x.x, x.y), pack_bf16(x.z, x.w));
+#endif
+}
+
 // Four values of a row and head: all shares together, and the sink. For a warp, of one row and head. `share_of` and
 // `values_of` read what share k has.
 template <typename ShareOf, typename ValuesOf>
@@ -48,11 +57,7 @@ DEVICE void add_up(int shares, ShareOf share_of, ValuesOf values_of, const float
         *max_logits = largest * 0.6931471805599453f;
     }
     x.x *= divide, x.y *= divide, x.z *= divide, x.w *= divide;
-#if OUT_FLOAT32
-    *(float4*)((float*)out + at) = x;
-#else
-    *(uint2*)((u16*)out + at) = make_uint2(pack_bf16(x.x, x.y), pack_bf16(x.z, x.w));
-#endif
+    write_values(out, at, x);
 }
 
 // The shares of a row and head together. A block of 128 threads a row and head.
