@@ -56,6 +56,12 @@ DEVICE u32 e4m3_to_f16(u32 codes) {
 }
 #endif
 
+// Two e4m3 codes each, of bytes 0 and 2 and of bytes 1 and 3, as float16 times 2^-8, exactly. NaN becomes 480.
+DEVICE void e4m3_to_scaled_f16(u32 codes, u32& even, u32& odd) {
+    even = (codes << 7 & 0x3f803f80u) | (codes << 8 & 0x80008000u);
+    odd = (codes >> 1 & 0x3f803f80u) | (codes & 0x80008000u);
+}
+
 // Two e4m3 codes each from the lower and the upper half of a register.
 DEVICE void fp8_to_f16(u32 codes, u32& lower, u32& upper) {
 #if !NATIVE_FP8
@@ -149,6 +155,20 @@ DEVICE void barrier_arrive(u32 barrier) {
 DEVICE void named_sync(int barrier, int threads) {
     asm volatile("bar.sync %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
 }
+
+// The same, and whether something holds for one of the threads.
+DEVICE bool named_or(int barrier, int threads, bool something) {
+    u32 yes;
+    asm volatile("{ .reg .pred p, q; setp.ne.u32 p, %3, 0; bar.red.or.pred q, %1, %2, p; selp.u32 %0, 1, 0, q; }"
+                 : "=r"(yes) : "r"(barrier), "r"(threads), "r"((u32)something) : "memory");
+    return yes;
+}
+
+// Registers that this warp's group of four takes from the block's, or leaves to it.
+template <int COUNT>
+DEVICE void more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(COUNT)); }
+template <int COUNT>
+DEVICE void fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(COUNT)); }
 
 // Whether this is the one lane of the warp that acts for all of it.
 DEVICE bool elected() {

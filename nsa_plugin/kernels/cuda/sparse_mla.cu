@@ -64,7 +64,7 @@ DEVICE void start_copies(Shared& shared, int stage, int warp, int lane, const En
 #endif
     // A bulk copy takes its addresses from uniform registers: one lane starting them all keeps these in
     // flight, where lanes starting one each go through a loop.
-    if (STAGES > 2) __syncwarp();  // nobody reads those of the copies before any more
+    __syncwarp();  // nobody reads those of the copies before any more
     if (lane < COPIES) shared.from[warp][lane] = (u64)entry.record;
     __syncwarp();
 #if !HOPPER
@@ -125,25 +125,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
     int all = blocks[0] + blocks[1], share = (all + gridDim.z - 1) / gridDim.z;
     int begin = min(share * (int)blockIdx.z, all), end = min(begin + share, all);
 
-    if (threadIdx.x < STAGES) barrier_init(shared_address(&shared.full[threadIdx.x]), ARRIVALS);
+    if (threadIdx.x < STAGES) {
+        barrier_init(shared_address(&shared.full[threadIdx.x]), ARRIVALS);
 #if HOPPER
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
-    // Held in shared memory, because registers are what the loop below has fewest of.
-    if (threadIdx.x == 0) {
-        shared.indices[0] = first.indices + row * first.indices_stride;
-        shared.indices[1] = second.indices + row * second.indices_stride;
     }
-    // Not all the same: many copies of a single record wait for each other.
-    if (threadIdx.x < KEYS) shared.nothing[threadIdx.x] = zeros + (blockIdx.x * KEYS + threadIdx.x) % NOTHINGS * COPIED;
-    __syncthreads();
 
     // Slots are in order of their blocks: first those of the first cache, then those of the second.
     int bound = min(lengths[0], end * KEYS), extra_bound = min(lengths[1], (end - blocks[0]) * KEYS);
-    auto slot_of = [&](int block, int i) -> int {
+    auto entry_of = [&](int block, int i, auto indices_of) -> int {
         bool is_extra = HAS_EXTRA && block >= blocks[0];
         int e = (is_extra ? block - blocks[0] : block) * KEYS + i;
-        return e < (is_extra ? extra_bound : bound) ? __ldg(shared.indices[is_extra] + e) : -1;
+        return e < (is_extra ? extra_bound : bound) ? __ldg(indices_of(is_extra) + e) : -1;
+    };
+    auto given = [&](bool is_extra) {
+        return is_extra ? second.indices + row * second.indices_stride : first.indices + row * first.indices_stride;
+    };
+    // From shared memory, because registers are what the loop below has fewest of.
+    auto slot_of = [&](int block, int i) {
+        return entry_of(block, i, [&](bool is_extra) { return shared.indices[is_extra]; });
     };
     auto counts = [&](int block, int slot) -> bool {
 #if GROUP > 1
@@ -160,17 +161,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
         const u8* nothing = shared.nothing[i];
         start_copies(shared, (u32)(block - begin) % STAGES, warp, lane, find_entry(first, second, block < blocks[0], slot, nothing));
     };
-    // Of the entries and the query none waits for another. Later, a slot is read a step before its address is needed.
+    // Of the entries and the query none waits for another, nor for the block. Later, a slot is read a step before its
+    // address is needed.
     int slots[STAGES];
 #pragma unroll
-    for (int k = 0; k < STAGES; ++k) slots[k] = slot_of(begin + k, i);
-    int final = begin < end ? slot_of(end - 1, threadIdx.x % KEYS) : -1;
+    for (int k = 0; k < STAGES; ++k) slots[k] = entry_of(begin + k, i, given);
+    int final = begin < end ? entry_of(end - 1, threadIdx.x % KEYS, given) : -1;
     int quarter = warp & 3, half = warp >> 2;
     RawQuery raw;
     read_query(raw, q + first_row * q_row_stride + first_head * q_head_stride, q_row_stride, q_head_stride, own_rows,
                own_heads, quarter, lane);
-    if (begin < end) copy(begin, slots[0]);
-    find_largest(shared, raw, quarter, lane);
+    if (threadIdx.x == 0) shared.indices[0] = given(false), shared.indices[1] = given(true);
+    // Not all the same: many copies of a single record wait for each other.
+    if (threadIdx.x < KEYS) shared.nothing[threadIdx.x] = zeros + (blockIdx.x * KEYS + threadIdx.x) % NOTHINGS * COPIED;
     if (!__syncthreads_or(counts(end - 1, final)) && begin + 1 < end) {
         // Short contexts leave all blocks from some one on empty: these are left out.
         int last = begin;
@@ -184,9 +187,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
         end = last + 1;
     }
 #pragma unroll
-    for (int k = 1; k < STAGES; ++k)
+    for (int k = 0; k < STAGES; ++k)
         if (begin + k < end) copy(begin + k, slots[k]);  // all stages are free
     int next = slot_of(begin + STAGES, i);
+    find_largest(shared, raw, quarter, lane);
+    __syncthreads();
     Query query;
     keep_query(shared, query, raw, quarter, half == 0, scale_log2, lane);
     __syncthreads();
@@ -240,7 +245,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
 
     int g = lane >> 2, t = lane & 3;
     // Exponents reach 127 + 1, which is not a finite float32: applied in two halves.
-    float reference = power_of_two(state.reference / 2), rest = power_of_two(state.reference - state.reference / 2);
+    float reference = power_of_two(state.reference / 2);
+    float rest = power_of_two(state.reference - state.reference / 2 + (INTEGER_V ? 8 : 0));
     bool is_rope = LAYOUT == 1 && warp == 7;
     if (is_rope) reference = rest = 1.f;
     float* own_out = (float*)shared.records;
@@ -257,11 +263,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
                 float upper = weight != 0.f ? o[m][n][i + 2] * weight * reference * rest : 0.f;
                 int value = warp * (16 * VALUE_TILES) + m * 16 + (is_rope ? g : 2 * g), step = is_rope ? 8 : 1;
                 if (!is_whole) {
-                    float* to = is_cluster
-                        ? own_out + head * O_STRIDE + value
-                        : partial_out + (((i64)own_share * gridDim.x + row) * heads + first_head + head) * D_V + value;
-                    if (is_rope) to[0] = lower, to[8] = upper;
-                    else *(float2*)to = make_float2(lower, upper);
+                    auto put = [&](float* to) {
+                        if (is_rope) to[0] = lower, to[8] = upper;
+                        else *(float2*)to = make_float2(lower, upper);
+                    };
+                    // Apart, so that the compiler knows which memory it writes to.
+                    if (is_cluster) put(own_out + head * O_STRIDE + value);
+                    else put(partial_out + (((i64)own_share * gridDim.x + row) * heads + first_head + head) * D_V + value);
                 } else {
                     i64 at = (first_row + query) * out_row_stride + (first_head + head) * out_head_stride + value;
 #if OUT_FLOAT32
@@ -277,22 +285,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
     if (!is_cluster) return;
 
     cluster_meet();
-    // A warp takes a head and a quarter of its values; every block of the cluster its part of these.
-    for (int k = own_share * WARPS + warp; k < own_heads * 4; k += shares * WARPS) {
-        int head = k / 4, value = (k % 4) * 128 + lane * 4;
-        i64 at = (i64)row * heads + first_head + head;
-        u32 known = shared_address(own_shares(shared) + head), values = shared_address(own_out + head * O_STRIDE + value);
-        add_up(
-            shares,
-            [&](int from) {
-                float2 two = load_cluster_2(shared_of_block(known, from));
-                return Share{two.x, two.y};
-            },
-            [&](int from) { return load_cluster_4(shared_of_block(values, from)); },
-            sink ? sink + first_head + head : nullptr, out,
-            row * out_row_stride + (first_head + head) * out_head_stride + value, value == 0, lse + at, max_logits + at,
-            lane);
-    }
+    i64 at = (i64)row * heads + first_head;
+    int size = OUT_FLOAT32 ? 4 : 2;
+    add_up_cluster(shares, own_share, WARPS, own_heads, own_shares(shared), own_out, O_STRIDE,
+                   sink ? sink + first_head : nullptr, out + (row * out_row_stride + first_head * out_head_stride) * size,
+                   out_head_stride, lse + at, max_logits + at, warp, lane);
     cluster_part();  // no block leaves while another reads its shared memory
 #endif
 }

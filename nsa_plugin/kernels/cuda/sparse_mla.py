@@ -233,6 +233,7 @@ def launch_shares(
     shared: int,
     groups: int,
     splits: int,
+    threads: tuple[int, int, int] = THREADS,
 ) -> None:
     """Launch an attending kernel and, if its shares are not added up in a cluster, `combine`.
 
@@ -243,6 +244,7 @@ def launch_shares(
         shared: bytes of shared memory of a block.
         groups: groups of heads, a block each.
         splits: shares of a row's entries.
+        threads: of a block of the attending kernel.
     """
     (run, combine), (q, *scopes) = kernels, inputs
     rows, heads, _ = q.shape
@@ -252,7 +254,7 @@ def launch_shares(
     results = out, int64(out.stride(0)), int64(out.stride(1)), lse, max_logits
     # The shares of a row as a cluster, which adds up in shared memory; if all clusters run at once.
     hopper = facts_of(q.device).architecture == HOPPER
-    is_cluster = hopper and splits > 1 and _clusters(run, shared, splits) >= rows * groups
+    is_cluster = hopper and splits > 1 and _clusters(run, shared, threads, splits) >= rows * groups
     parts: tuple[Argument, Argument] = (None, None)
     if splits > 1 and not is_cluster:
         parts = (
@@ -261,7 +263,7 @@ def launch_shares(
         )
     run(
         (rows, groups, splits),
-        THREADS,
+        threads,
         (
             *(q, int64(q.stride(0)), int64(q.stride(1)), size(heads)),
             *(*scopes, sink, ctypes.c_float(call.scale * LOG2_E)),
@@ -295,8 +297,8 @@ def _kernels(
 
 
 @functools.cache
-def _clusters(attend: CudaKernel, shared: int, splits: int) -> int:
-    return attend.resident_clusters(THREADS, (1, 1, splits), shared_bytes=shared)
+def _clusters(attend: CudaKernel, shared: int, threads: tuple[int, int, int], splits: int) -> int:
+    return attend.resident_clusters(threads, (1, 1, splits), shared_bytes=shared)
 
 
 def readable_queries(q: torch.Tensor) -> torch.Tensor:

@@ -27,21 +27,25 @@
 #ifndef MIN_BLOCKS
 #define MIN_BLOCKS 2  // blocks of an SM
 #endif
+#ifndef PRODUCERS
+#define PRODUCERS 0  // 4: so many warps more copy, for a block that has an SM alone: a warp that starts copies waits for them
+#endif
 #ifndef FLAT
 #define FLAT 0  // pages follow each other without a gap
 #endif
 
 constexpr int WARPS = 8;
-constexpr int THREADS = 32 * WARPS;
+constexpr int ALL_WARPS = WARPS + PRODUCERS;
 constexpr int HEADS = 8 * NT;
 constexpr int KEY_TILES = KEYS / 2 / 16;       // tiles of 16 keys a warp, in the first product: half of the keys
 constexpr int VALUE_TILES = D_V / WARPS / 16;  // tiles of 16 values a warp, in the second product
-constexpr int COPIES = KEYS / WARPS;           // rows that a warp copies
+constexpr int COPIERS = PRODUCERS ? PRODUCERS : WARPS;  // warps that copy
+constexpr int COPIES = KEYS / COPIERS;         // rows that one of them copies
 constexpr int STEPS = 9;                       // of 16 values, of a quarter
 constexpr int LANE_KEYS = KEYS / 32;           // keys that a lane exponentiates
 constexpr int COPIED = 1152;                   // bytes of a row
 constexpr int ROW = 1168;                      // bytes between rows in shared memory: 16 modulo 128
-constexpr int ARRIVALS = HOPPER ? WARPS : THREADS;  // on a stage's barrier, by a filling
+constexpr int ARRIVALS = HOPPER ? COPIERS : 32 * COPIERS;  // on a stage's barrier, by a filling
 constexpr int CHAINS = NT * KEY_TILES == 1 ? 3 : 1;  // sums that a tile of S is made in: none waits for another
 constexpr float ANCHOR_STEP = 8.f;             // weights may grow to 2^8 before the output is multiplied
 constexpr float ANCHOR_START = -1e30f;         // below every logit, and finite, so that no difference is NaN
@@ -50,15 +54,17 @@ constexpr int S_STRIDE = KEYS + 4;             // floats between heads of S
 constexpr int P_STRIDE = KEYS + 8;             // halves between heads of P
 constexpr int O_STRIDE = 516;                  // floats between heads of a share's output in shared memory
 static_assert(KEYS == 32 || KEYS == 64, "a lane exponentiates one or two keys");
+static_assert(HOPPER || !PRODUCERS, "barriers that threads arrive at are SM90's");
 
 struct Shared {
     alignas(128) u8 rows[STAGES][KEYS * ROW];
     alignas(16) float s[4][HEADS * S_STRIDE];
     alignas(16) u16 p[HEADS * P_STRIDE];
     alignas(16) float alpha[HEADS];       // of the output so far, by this step's keys
-    alignas(16) u64 from[WARPS][COPIES];  // where the rows are that a warp copies next
+    alignas(16) u64 from[COPIERS][COPIES];  // where the rows are that a warp copies next
     const u8* nothing[KEYS];              // what is copied for entries that do not count
     alignas(8) u64 full[STAGES];          // a stage's rows have arrived
+    u64 empty[STAGES];                    // nobody reads them any more; for producers
     int last[WARPS];                      // blocks that a warp found entries in
     u8 valid[STAGES][KEYS];
 };
@@ -78,20 +84,20 @@ DEVICE const u8* find_row(const Scope& scope, int slot) {
     return scope.data + page * scope.page_stride + (i64)(slot - page * scope.page_size) * COPIED;
 }
 
-// Every warp copies COPIES rows; lane l knows where row l % COPIES lies, and whether it counts.
-DEVICE void start_copies(Shared& shared, int stage, int warp, int lane, const u8* row, bool valid) {
+// A warp copies COPIES rows; lane l knows where row l % COPIES of them lies, and whether it counts.
+DEVICE void start_copies(Shared& shared, int stage, int copier, int lane, const u8* row, bool valid) {
     u32 full = shared_address(&shared.full[stage]);
     __syncwarp();  // nobody reads `from` of the copies before any more
     if (lane < COPIES) {
-        shared.valid[stage][warp * COPIES + lane] = valid;
-        shared.from[warp][lane] = (u64)row;
+        shared.valid[stage][copier * COPIES + lane] = valid;
+        shared.from[copier][lane] = (u64)row;
     }
     __syncwarp();
 #if !HOPPER
     constexpr int PIECES = COPIED / 16;
     for (int piece = lane; piece < COPIES * PIECES; piece += 32) {
         int r = piece / PIECES, at = piece % PIECES * 16;
-        copy_16_bytes(shared_address(&shared.rows[stage][(warp * COPIES + r) * ROW + at]), (const u8*)shared.from[warp][r] + at);
+        copy_16_bytes(shared_address(&shared.rows[stage][(copier * COPIES + r) * ROW + at]), (const u8*)shared.from[copier][r] + at);
     }
     arrive_with_copies(full);
 #else
@@ -99,8 +105,8 @@ DEVICE void start_copies(Shared& shared, int stage, int warp, int lane, const u8
     if (elected()) {
         ulonglong2 from[COPIES / 2];
 #pragma unroll
-        for (int k = 0; k < COPIES / 2; ++k) from[k] = *(const ulonglong2*)&shared.from[warp][2 * k];
-        u32 to = shared_address(&shared.rows[stage][warp * COPIES * ROW]);
+        for (int k = 0; k < COPIES / 2; ++k) from[k] = *(const ulonglong2*)&shared.from[copier][2 * k];
+        u32 to = shared_address(&shared.rows[stage][copier * COPIES * ROW]);
         barrier_expect(full, COPIES * COPIED);
 #pragma unroll
         for (int k = 0; k < COPIES / 2; ++k) {
@@ -108,6 +114,22 @@ DEVICE void start_copies(Shared& shared, int stage, int warp, int lane, const u8
             bulk_copy(to + (2 * k + 1) * ROW, (const void*)from[k].y, COPIED, full);
         }
     }
+#endif
+}
+
+// The warps that multiply meet; and find out whether something holds for one of their threads.
+DEVICE void meet() {
+#if PRODUCERS
+    named_sync(1, 32 * WARPS);
+#else
+    __syncthreads();
+#endif
+}
+DEVICE bool meet_or(bool something) {
+#if PRODUCERS
+    return named_or(2, 32 * WARPS, something);
+#else
+    return __syncthreads_or(something);
 #endif
 }
 
@@ -270,7 +292,7 @@ DEVICE void multiply_values(Shared& shared, int stage, float (&o)[VALUE_TILES][N
 // Attention of query row `blockIdx.x`, for heads from HEADS * `blockIdx.y` on, over the share `blockIdx.z` of its
 // entries. With one share `out`, `lse` and `max_logits` are the result. With more, either the blocks of all shares are
 // a cluster, which adds up in the end, or `partial_out` and `partials` hold every share's own for `combine`.
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend_rows(
+extern "C" __global__ void __launch_bounds__(32 * ALL_WARPS, MIN_BLOCKS) attend_rows(
     const u16* __restrict__ q, i64 q_row_stride, i64 q_head_stride, int heads, Scope scope,
     const u8* __restrict__ zeros, const float* __restrict__ sink, float scale_log2,
     u8* __restrict__ out, i64 out_row_stride, i64 out_head_stride, float* __restrict__ lse,
@@ -287,33 +309,39 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend_rows(
     int bound = min(length, end * KEYS);
     const int* indices = scope.indices + row * scope.indices_stride;
 
-    if (threadIdx.x < STAGES) barrier_init(shared_address(&shared.full[threadIdx.x]), ARRIVALS);
+    if (threadIdx.x < STAGES) {
+        barrier_init(shared_address(&shared.full[threadIdx.x]), ARRIVALS);
+        if (PRODUCERS) barrier_init(shared_address(&shared.empty[threadIdx.x]), WARPS);
 #if HOPPER
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
-    // Not all the same: many copies of a single row wait for each other.
-    if (threadIdx.x < KEYS) shared.nothing[threadIdx.x] = zeros + (blockIdx.x * KEYS + threadIdx.x) % NOTHINGS * COPIED;
-    __syncthreads();
+    }
 
     auto slot_of = [&](int block, int i) -> int {
         int e = block * KEYS + i;
         return e < bound ? __ldg(indices + e) : -1;
     };
     auto counts = [&](int slot) -> bool { return (u32)slot < (u32)scope.num_slots; };
-    int i = warp * COPIES + lane % COPIES;
-    auto copy = [&](int block, int slot) {
+    bool multiplies = !PRODUCERS || warp < WARPS, copies = !PRODUCERS || !multiplies;
+    int copier = PRODUCERS ? warp & PRODUCERS - 1 : warp, i = copier * COPIES + lane % COPIES;
+    auto copy = [&](int block, int stage, int slot) {
         bool valid = counts(slot);
-        start_copies(shared, (u32)(block - begin) % STAGES, warp, lane, valid ? find_row(scope, slot) : shared.nothing[i], valid);
+        start_copies(shared, stage, copier, lane, valid ? find_row(scope, slot) : shared.nothing[i], valid);
     };
-    // Of the entries and the query none waits for another. Later, a slot is read a step before its address is needed.
+    // Of the entries and the query none waits for another, nor for the block. Later, a slot is read a step before its
+    // address is needed.
     int slots[STAGES];
 #pragma unroll
-    for (int k = 0; k < STAGES; ++k) slots[k] = slot_of(begin + k, i);
+    for (int k = 0; k < STAGES; ++k) slots[k] = copies ? slot_of(begin + k, i) : -1;
     int final = begin < end ? slot_of(end - 1, threadIdx.x % KEYS) : -1;
     int quarter = warp & 3, half = warp >> 2;
     u32 query[STEPS][NT][2];
-    read_query(query, q + row * q_row_stride + first_head * q_head_stride, q_head_stride, own_heads, quarter, lane);
-    if (begin < end) copy(begin, slots[0]);
+    auto read = [&]() {
+        read_query(query, q + row * q_row_stride + first_head * q_head_stride, q_head_stride, own_heads, quarter, lane);
+    };
+    if (!PRODUCERS) read();
+    // Not all the same: many copies of a single row wait for each other.
+    if (threadIdx.x < KEYS) shared.nothing[threadIdx.x] = zeros + (blockIdx.x * KEYS + threadIdx.x) % NOTHINGS * COPIED;
     if (!__syncthreads_or(counts(final)) && begin + 1 < end) {
         // Short contexts leave all blocks from some one on empty: these are left out.
         constexpr int PARTS = KEYS / 32;
@@ -321,42 +349,61 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend_rows(
         for (int b = begin + 1 + warp / PARTS; b < end - 1; b += WARPS / PARTS)
             if (counts(slot_of(b, warp % PARTS * 32 + lane))) last = b;
         last = (int)__reduce_max_sync(~0u, (u32)last);
-        if (lane == 0) shared.last[warp] = last;
+        if (lane == 0 && multiplies) shared.last[warp] = last;
         __syncthreads();
 #pragma unroll
         for (int w = 0; w < WARPS; ++w) last = max(last, shared.last[w]);
         end = last + 1;
     }
+    if (copies) {
 #pragma unroll
-    for (int k = 1; k < STAGES; ++k)
-        if (begin + k < end) copy(begin + k, slots[k]);  // all stages are free
-    int next = slot_of(begin + STAGES, i);
-    __syncthreads();
+        for (int k = 0; k < STAGES; ++k)
+            if (begin + k < end) copy(begin + k, k, slots[k]);  // all stages are free
+    }
+    int next = copies ? slot_of(begin + STAGES, i) : -1;
+    int stage = 0, parity = 0, shares = gridDim.z, own_share = blockIdx.z;
+    bool is_whole = shares == 1, is_cluster = HOPPER && !is_whole && !partial_out;
+#if PRODUCERS
+    if (!multiplies) {
+        if (NT > 2) fewer_registers<40>();
+        for (int block = begin + STAGES; block < end; ++block) {
+            barrier_wait(shared_address(&shared.empty[stage]), parity);
+            copy(block, stage, next);
+            next = slot_of(block + 1, i);
+            if (++stage == STAGES) stage = 0, parity ^= 1;
+        }
+        if (is_cluster) cluster_meet(), cluster_part();
+        return;
+    }
+    if (NT > 2) more_registers<232>();
+    read();
+#endif
     float o[VALUE_TILES][NT][4] = {};
     const float infinity = bits_to_float(0x7f800000);
     Softmax state;
 #pragma unroll
     for (int j = 0; j < NT; ++j) state.largest[j] = -infinity, state.anchor[j] = ANCHOR_START, state.sum[j] = 0.f;
 
-    int stage = 0, parity = 0;
     for (int block = begin; block < end; ++block) {
         barrier_wait(shared_address(&shared.full[stage]), parity);
         multiply_queries(shared, stage, query, quarter, half, lane);
         // S is there, and nobody reads P or the stage before any more.
-        __syncthreads();
-        if (block > begin && block + STAGES - 1 < end) {
-            copy(block + STAGES - 1, next);
+        meet();
+        if (!PRODUCERS && block > begin && block + STAGES - 1 < end) {
+            copy(block + STAGES - 1, stage ? stage - 1 : STAGES - 1, next);
             next = slot_of(block + STAGES, i);
         }
         bool changed = exponentiate(shared, stage, state, scale_log2, warp, lane);
-        changed = __syncthreads_or(changed);  // P is there, and nobody reads S any more
+        changed = meet_or(changed);  // P is there, and nobody reads S any more
         multiply_values(shared, stage, o, changed, warp, lane);
+#if PRODUCERS
+        __syncwarp();
+        if (lane == 0) barrier_arrive(shared_address(&shared.empty[stage]));
+#endif
         if (++stage == STAGES) stage = 0, parity ^= 1;
     }
 
-    __syncthreads();
-    int shares = gridDim.z, own_share = blockIdx.z;
-    bool is_whole = shares == 1, is_cluster = HOPPER && !is_whole && !partial_out;
+    meet();
 #pragma unroll
     for (int j = 0; j < NT; ++j) {
         int head = warp + WARPS * j;
@@ -376,7 +423,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend_rows(
             shared.alpha[head] = weight;
         }
     }
-    __syncthreads();
+    meet();
 
     // The output passes through shared memory, where a cluster reads it, and from which rows are written in one piece.
     int g = lane >> 2, t = lane & 3;
@@ -396,7 +443,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend_rows(
         }
     // From here on a warp takes a head and a quarter of its values.
     if (!is_cluster) {
-        __syncthreads();
+        meet();
         for (int k = warp; k < own_heads * 4; k += WARPS) {
             int head = k / 4, value = (k % 4) * 128 + lane * 4;
             float4 x = *(const float4*)(own_out + head * O_STRIDE + value);
@@ -407,22 +454,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend_rows(
     }
 #if HOPPER
     cluster_meet();
-    // Every block of the cluster takes its part of these.
-    for (int k = own_share * WARPS + warp; k < own_heads * 4; k += shares * WARPS) {
-        int head = k / 4, value = (k % 4) * 128 + lane * 4;
-        i64 at = (i64)row * heads + first_head + head;
-        u32 known = shared_address(own_shares(shared) + head), values = shared_address(own_out + head * O_STRIDE + value);
-        add_up(
-            shares,
-            [&](int from) {
-                float2 two = load_cluster_2(shared_of_block(known, from));
-                return Share{two.x, two.y};
-            },
-            [&](int from) { return load_cluster_4(shared_of_block(values, from)); },
-            sink ? sink + first_head + head : nullptr, out,
-            row * out_row_stride + (first_head + head) * out_head_stride + value, value == 0, lse + at, max_logits + at,
-            lane);
-    }
+    i64 at = (i64)row * heads + first_head;
+    int size = OUT_FLOAT32 ? 4 : 2;
+    add_up_cluster(shares, own_share, WARPS, own_heads, own_shares(shared), own_out, O_STRIDE,
+                   sink ? sink + first_head : nullptr, out + (row * out_row_stride + first_head * out_head_stride) * size,
+                   out_head_stride, lse + at, max_logits + at, warp, lane);
     cluster_part();  // no block leaves while another reads its shared memory
 #endif
 }

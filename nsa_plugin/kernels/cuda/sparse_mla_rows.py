@@ -37,12 +37,14 @@ class Variant:
         keys: entries that a block attends at a time: a step.
         stages: steps in shared memory.
         blocks: blocks of threads resident on an SM.
+        producers: warps that only copy, beside those that multiply; 0: these copy too.
     """
 
     tiles: int
     keys: int
     stages: int
     blocks: int
+    producers: int = 0
 
     @property
     def heads(self) -> int:
@@ -52,7 +54,13 @@ class Variant:
     @property
     def definitions(self) -> dict[str, int]:
         """Of the source's preprocessor."""
-        return {"NT": self.tiles, "KEYS": self.keys, "STAGES": self.stages, "MIN_BLOCKS": self.blocks}
+        definitions = {"NT": self.tiles, "KEYS": self.keys, "STAGES": self.stages, "MIN_BLOCKS": self.blocks}
+        return definitions | {"PRODUCERS": self.producers}
+
+    @property
+    def threads(self) -> tuple[int, int, int]:
+        """Of a block."""
+        return (32 * (WARPS + self.producers), 1, 1)
 
     @property
     def shared_bytes(self) -> int:
@@ -63,7 +71,7 @@ class Variant:
             self.heads * (self.keys + 8) * 2,  # P
             self.heads * 4,  # changes of the output
             2 * self.keys * 8,  # addresses of rows and of zero rows
-            self.stages * (8 + self.keys),  # barriers, and validity
+            self.stages * (2 * 8 + self.keys),  # barriers, and validity
             WARPS * 4,
             128,  # alignment
         )
@@ -73,9 +81,12 @@ class Variant:
 VARIANTS = (
     Variant(tiles=1, keys=32, stages=2, blocks=2),
     Variant(tiles=2, keys=32, stages=2, blocks=2),
-    Variant(tiles=4, keys=32, stages=5, blocks=1),
+    Variant(tiles=4, keys=64, stages=2, blocks=1, producers=4),
 )
-DEEP = {1: Variant(tiles=1, keys=32, stages=6, blocks=1), 2: Variant(tiles=2, keys=32, stages=5, blocks=1)}
+DEEP = {
+    1: Variant(tiles=1, keys=32, stages=6, blocks=1, producers=4),
+    2: Variant(tiles=2, keys=32, stages=5, blocks=1, producers=4),
+}
 """By tiles: for calls that give an SM one block, which then has its shared memory alone."""
 EVERY_VARIANT = (*VARIANTS, *DEEP.values())
 PORTABLE_VARIANTS = (
@@ -155,6 +166,7 @@ def attend(call: SparseMlaCall, *, splits: int | None = None, variant: Variant |
             shared=chosen.shared_bytes,
             groups=-(-heads // chosen.heads),
             splits=shares if splits is None else splits,
+            threads=chosen.threads,
         )
     if out.data_ptr() != result.out.data_ptr():
         result.out.copy_(out.view(result.out.shape))

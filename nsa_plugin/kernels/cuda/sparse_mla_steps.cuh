@@ -16,6 +16,9 @@
 #ifndef MIN_BLOCKS
 #define MIN_BLOCKS 2  // blocks of an SM
 #endif
+#ifndef INTEGER_V
+#define INTEGER_V 1  // codes of values become float16 by integer instructions: conversions have their hands full with keys
+#endif
 #ifndef STAGES
 #define STAGES 2  // blocks of keys in shared memory
 #endif
@@ -510,8 +513,13 @@ DEVICE void multiply_values(Shared& shared, int stage, float (&o)[VALUE_TILES][N
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 u32 a[4];
+#if INTEGER_V
+                e4m3_to_scaled_f16(codes[2 * half], a[0], a[1]);
+                e4m3_to_scaled_f16(codes[2 * half + 1], a[2], a[3]);
+#else
                 fp8_to_f16(__byte_perm(codes[2 * half], 0, 0x3120), a[0], a[1]);
                 fp8_to_f16(__byte_perm(codes[2 * half + 1], 0, 0x3120), a[2], a[3]);
+#endif
 #pragma unroll
                 for (int n = 0; n < NT; ++n) mma_f16(o[m + half][n], a, b[n][0], b[n][1]);
             }
