@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ci.rows import ROOT
+from nsa_plugin.decision.indexer import INDEXER_LAYOUT, LIBRARIES
 from nsa_plugin.decision.plan import Attention
 from nsa_plugin.decision.routes import FLASH_MLA_DECODE, Route
 from nsa_plugin.decision.timings import COPIED_CONTEXT, SELECTIONS, TimingKey, Timings
@@ -64,8 +65,12 @@ BESIDE: dict[str, dict[str, Route]] = {
 # Resharding, measured by `python -m nsa_plugin.tools.bench.group`: the label of a prefill, in one piece or more, and of
 # a decode, in one. A prefill's bf16 rows are made beforehand; the decision adds their copy.
 RESHARDED = {in_chunks("token_shard flash_mla", chunks): reshard_label(_COPIED, chunks) for chunks in CHUNKS}
+RESHARDED |= {in_chunks("token_shard cuda", chunks): reshard_label(_PREFILL["cuda"], chunks) for chunks in CHUNKS}
 RESHARDED["token_shard flash_mla decode kernel"] = reshard_label(FLASH_MLA_DECODE)
-RESHARDED_STEPS = {"token_shard flash_mla": reshard_label(FLASH_MLA_DECODE)}
+RESHARDED_STEPS = {
+    "token_shard flash_mla": reshard_label(FLASH_MLA_DECODE),
+    "token_shard cuda": reshard_label(_DECODE["cuda"]),
+}
 
 # (op, layout, label, heads, rows, microseconds, rank of the case among those of the same rows)
 Measured = tuple[str, str, str, int, int, float, tuple[int, int]]
@@ -93,6 +98,9 @@ def _of_row(row: dict[str, Any]) -> Iterator[Measured]:
             filed = group_op(STEPS if step else ATTENTION, case["tp"])
             rows = case["batch"] * case["s_q"] if step else case["q"]
             yield filed, layout, label, case["heads"], rows, row["median_us"], (case["kv"], 0)
+    elif op == "indexer_topk":
+        if provider in LIBRARIES and case["topk"] == SELECTIONS["v32_fp8"][0]:
+            yield op, INDEXER_LAYOUT, provider, case["heads"], case["q"] * case["kv"], row["median_us"], (case["kv"], 0)
     elif op == "mha_one_shot":
         for layout, beside in BESIDE.items():
             route = (DENSE | beside).get(provider)
@@ -139,7 +147,10 @@ def render(table: Timings) -> str:
         for route, by_heads in by_route.items()
         for heads, points in by_heads.items()
     ]
-    about = "Microseconds of one call, points as [query tokens, microseconds]. Made by: python -m ci.measured"
+    about = (
+        "Microseconds of one call, points as [query tokens, microseconds]; of indexer_topk as [pairs of a query token "
+        "and a key, microseconds]. Made by: python -m ci.measured"
+    )
     listed = ",\n".join(f"  {json.dumps(row)}" for row in rows)
     times = f"[\n{listed}\n ]" if rows else "[]"
     return f'{{\n "about": {json.dumps(about)},\n "gpus": {json.dumps(gpus)},\n "times": {times}\n}}\n'

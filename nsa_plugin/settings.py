@@ -184,7 +184,7 @@ class Settings:
         "off",
         _parse_trace,
         "off, log, PATH.jsonl",
-        "`log`: log each distinct plan once, with its reasons. A path that ends in .jsonl: append every batch to that "
+        "`log`: log each kind of plan once, with its reasons. A path that ends in .jsonl: append every batch to that "
         "file as JSON lines, one per request, and compare the ranks' rows before each head/token all-to-all.",
     )
     report: str = _setting(
@@ -204,8 +204,8 @@ class Settings:
         "off",
         lambda: SPLIT_MODES,
         "SGLang 0.5.16 and later, DeepSeek-V3.2 and GLM-5: short prompts attend densely even in a prefill with long "
-        "ones. Off by default, because no batch has been split on a GPU yet. vLLM's prefills are always decided "
-        "request by request.",
+        "ones. Off by default, because no record shows a batch that was split on a GPU yet. vLLM's prefills are always "
+        "decided request by request.",
     )
     fault: str = _choice(
         "none",

@@ -6,12 +6,13 @@ increments, and a look-up where its plan is not the last one's.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,7 +21,7 @@ from nsa_plugin import __version__
 from nsa_plugin.decision.plan import IndexerMode, Plan
 from nsa_plugin.decision.shapes import Phase
 from nsa_plugin.errors import SettingsError
-from nsa_plugin.settings import LEFT, ResolvedSettings
+from nsa_plugin.settings import LEFT, ResolvedSettings, Settings
 
 logger = logging.getLogger("nsa_plugin")
 
@@ -143,6 +144,19 @@ class StartupReport:
                 raise _unwritable("report", path, error) from error
 
 
+def check_files(settings: Settings) -> None:
+    """Raise SettingsError if the report or the trace cannot be written where the settings say. Writes nothing."""
+    paths = {"report": settings.report, "trace": "" if settings.trace in _NO_FILE else settings.trace}
+    for name, path in paths.items():
+        if not path:
+            continue
+        folder = Path(path).parent
+        if not folder.is_dir():
+            raise _unwritable(name, path, FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)))
+        if not os.access(path if Path(path).exists() else folder, os.W_OK):
+            raise _unwritable(name, path, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
+
+
 def _unwritable(name: str, path: str, error: OSError) -> SettingsError:
     """The error of a setting whose file cannot be written."""
     return SettingsError(
@@ -196,6 +210,16 @@ PREFILL_CHUNKS = Metric(
     kind=MetricKind.COUNTER,
     text="Pieces in which the plans of sparse prefills make the indexer's logits.",
 )
+SPLIT, MIXED = "split", "mixed"
+COMBINED_PREFILLS = Metric(
+    name="nsa_plugin_combined_prefills_total",
+    kind=MetricKind.COUNTER,
+    text=(
+        "Prefills with requests of two kinds, by kind: split (short prompts attended densely next to long ones) or "
+        "mixed (SGLang's decode steps in the plan of a prefill)."
+    ),
+    labels=("kind",),
+)
 DECISION_SECONDS = Metric(
     name="nsa_plugin_decision_seconds",
     kind=MetricKind.HISTOGRAM,
@@ -219,7 +243,16 @@ BUILD_INFO = Metric(
     text="Always 1; the labels have the versions of nsa-plugin and of the engine.",
     labels=("version", "engine_version"),
 )
-METRICS = (BATCHES, QUERY_TOKENS, PREFILL_CHUNKS, DECISION_SECONDS, LOGITS_BUDGET, LEFT_TO_STOCK, BUILD_INFO)
+METRICS = (
+    BATCHES,
+    QUERY_TOKENS,
+    PREFILL_CHUNKS,
+    COMBINED_PREFILLS,
+    DECISION_SECONDS,
+    LOGITS_BUDGET,
+    LEFT_TO_STOCK,
+    BUILD_INFO,
+)
 
 Write = Callable[[float], None]
 """Adds to a counter, sets a gauge or observes in a histogram."""
@@ -240,6 +273,7 @@ class Metrics:
             write(metric, {}) for metric in (PREFILL_CHUNKS, DECISION_SECONDS, LOGITS_BUDGET)
         )
         self._routes: dict[str, tuple[Write, Write]] = {}
+        self._combined: dict[str, Write] = {}
         self._last_budget = -1
 
     def batch(self, plan: Plan, tokens: int) -> None:
@@ -253,6 +287,12 @@ class Metrics:
         query_tokens(tokens)
         if plan.phase is Phase.EXTEND and plan.indexer.mode is IndexerMode.TOPK and plan.indexer.rows_per_chunk:
             self._chunks(-(-tokens // plan.indexer.rows_per_chunk))
+
+    def combined(self, kind: str) -> None:
+        """Count a prefill with requests of two kinds, `SPLIT` or `MIXED`."""
+        if kind not in self._combined:
+            self._combined[kind] = self._write(COMBINED_PREFILLS, {"kind": kind})
+        self._combined[kind](1)
 
     def decided(self, seconds: float, budget: int) -> None:
         """Observe the time that a batch's plans took, and show the budget of the indexer's logits in bytes."""
@@ -271,7 +311,9 @@ def show_start(write: MetricWriter, engine_version: str, left: Sequence[str]) ->
 
 @dataclass
 class Trace:
-    """Counts plans by route; logs each distinct plan once, or writes every batch, as the setting says.
+    """Counts plans by route; logs each kind of plan once, or writes every batch, as the setting says.
+
+    What is kept does not grow with the batches: plans of a kind differ in the query tokens of a batch alone.
 
     Attributes:
         mode: "off", "log", or a path that ends in .jsonl.
@@ -281,7 +323,7 @@ class Trace:
     mode: str = "off"
     rank: int = 0
     counts: Counter[str] = field(default_factory=Counter)
-    _plans: dict[Plan, str] = field(default_factory=dict)
+    _logged: dict[Plan, None] = field(default_factory=dict)
     _last: Plan | None = None
     _step: int = 0
 
@@ -305,32 +347,32 @@ class Trace:
             for plan, _ in parts:
                 self.counts[plan.route] += 1
                 # Thousands of decode steps share one plan, and a look-up hashes the whole plan.
-                if plan is not self._last:
-                    self._name(plan)
+                if self.mode == "log" and plan is not self._last:
+                    self._log(plan)
                     self._last = plan
             return
         requests: list[dict[str, Any]] = []
-        plans: dict[str, Plan] = {}
+        names: dict[Plan, str] = {}
         for plan, rows in parts:
-            name = self._name(plan)
             self.counts[plan.route] += 1
-            plans[name] = plan
+            name = names.setdefault(plan, f"plan-{len(names)}")
             requests += [
                 {"request_id": request_id, "q_tokens": q_len, "kv_tokens": kv_len, "plan": name}
                 for request_id, q_len, kv_len in rows
             ]
         if requests:
-            said = {name: plan.as_dict() for name, plan in plans.items()}
+            said = {name: plan.as_dict() for plan, name in names.items()}
             entry = {"step": self._step, "pid": os.getpid(), "rank": self.rank, "requests": requests, "plans": said}
             # One unbuffered write of one line: lines of several processes do not mix (O_APPEND).
             with open(self.mode, "ab", buffering=0) as file:
                 file.write(json.dumps(entry).encode() + b"\n")
 
-    def _name(self, plan: Plan) -> str:
-        name = self._plans.get(plan)
-        if name is None:
-            name = self._plans[plan] = f"plan-{len(self._plans)}"
-            if self.mode == "log":
-                reasons = "\n".join(f"  {key}: {sentence}" for key, sentence in plan.reasons.items())
-                logger.info("new plan %s: %s/%s on %s\n%s", name, plan.phase, plan.attention, plan.provider, reasons)
-        return name
+    def _log(self, plan: Plan) -> None:
+        # A chunk that holds all query tokens has another size in every batch; the reasons hold the batch.
+        size = 1 << plan.indexer.rows_per_chunk.bit_length()
+        kind = replace(plan, indexer=replace(plan.indexer, rows_per_chunk=size), reasons={})
+        if kind not in self._logged:
+            name = f"plan-{len(self._logged)}"
+            self._logged[kind] = None
+            reasons = "\n".join(f"  {key}: {sentence}" for key, sentence in plan.reasons.items())
+            logger.info("new plan %s: %s/%s on %s\n%s", name, plan.phase, plan.attention, plan.provider, reasons)

@@ -104,7 +104,7 @@ BAD = {
     "explain --libraries flash_mla": "--sm",
     "explain --memory-gb 80": "--sm",
     "explain --memory-gb nan --sm 90": "GiB above 0",
-    "explain --q-tokens 100 --max-kv 10": "--max-kv 10",
+    "explain --q-tokens 100 --max-kv 10": "--max-kv 10 for 1 request allows",
     "explain --q-tokens 10 --max-kv 10 --total-kv 5": "10 to 10",
     "explain --q-tokens 10 --max-kv 10 --total-kv 50": "10 to 10",
     "explain --phase decode --requests 2 --q-tokens 5": "one query token a request",
@@ -147,9 +147,7 @@ def test_bad_environment_is_one_line_and_2(monkeypatch: pytest.MonkeyPatch, caps
 def test_explain_is_the_decision_of_the_same_inputs(capsys: pytest.CaptureFixture[str]) -> None:
     found = data(capsys, EXAMPLE)
     model = ModelShape(num_heads=128, attn_tp_size=8, kv_layout="v32_fp8")
-    batch = BatchShape(
-        phase=Phase.EXTEND, num_requests=1, num_tokens=13000, max_kv_len=65536, total_kv_len=65536, has_prefix=True
-    )
+    batch = BatchShape.from_lengths(Phase.EXTEND, [13000], [65536])
     plan = decide(model, batch, synthetic(90), Settings())
     assert found["plan"] == json.loads(json.dumps(plan.as_dict()))
     assert found["batch"] == json.loads(json.dumps(asdict(batch)))
@@ -202,6 +200,21 @@ def test_explain_of_this_machine_uses_the_probed_device(capsys: pytest.CaptureFi
     from nsa_plugin.libraries.probe import probe
 
     assert data(capsys, "explain")["device"]["name"] == probe().name
+
+
+def test_explain_of_a_machine_without_torch_asks_for_a_device(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from nsa_plugin.commands import explain
+    from nsa_plugin.libraries.probe import probe
+
+    monkeypatch.setitem(sys.modules, "torch", None)  # type: ignore[arg-type]  # makes `import torch` fail
+    monkeypatch.setattr(explain, "probe", probe.__wrapped__)
+    said = (
+        "nsa-plugin explain: error: torch is not installed, so the device is unknown; name one: --sm 90, for example\n"
+    )
+    assert call(capsys, "explain") == (2, "", said)
+    assert data(capsys, "explain --sm 90")["device"]["sm"] == 90
 
 
 def test_explain_lengths_shows_how_a_prefill_is_split(capsys: pytest.CaptureFixture[str]) -> None:

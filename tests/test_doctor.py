@@ -158,6 +158,24 @@ def test_doctor_reports_a_bad_environment_and_ends_1(
     assert "switched off" not in out
 
 
+@pytest.mark.parametrize(("name", "path"), [("trace", "absent/t.jsonl"), ("report", "absent/r.json")])
+def test_doctor_names_a_file_that_a_start_could_not_write(
+    name: str, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    toy = engine_on_disk(tmp_path, monkeypatch)
+    monkeypatch.setenv(f"NSA_PLUGIN_{name.upper()}", path)
+    code, out, _ = run_doctor(monkeypatch, capsys, "doctor", toy=toy)
+    assert code == 1
+    said = " ".join(out.split())
+    assert (
+        f"not ok: nsa-plugin setting '{name}' is '{path}', which cannot be written: No such file or directory" in said
+    )
+    (tmp_path / "absent").mkdir()
+    assert run_doctor(monkeypatch, capsys, "doctor", toy=toy)[0] == 0
+    assert list((tmp_path / "absent").iterdir()) == []  # the doctor writes nothing
+
+
 def test_doctor_names_the_kill_switch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -209,6 +227,16 @@ def test_doctor_without_torch_does_not_call_the_device_a_cpu(
     assert "torch is not installed, so the device is unknown" in out
     assert "CPU" not in out
     assert "\nok:" not in out
+
+
+def test_doctor_without_torch_says_first_that_the_engines_version_is_not_supported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nsa_plugin.libraries.probe import probe
+
+    monkeypatch.setitem(sys.modules, "torch", None)  # type: ignore[arg-type]
+    state = state_of(engine_on_disk(tmp_path, monkeypatch, supported=">=2"), probe.__wrapped__())
+    assert state.reason == "version 1.5 is outside >=2, the versions supported on a GPU"
 
 
 def test_doctor_routes_are_what_decide_says() -> None:

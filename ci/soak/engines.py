@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ci.soak import census
 from ci.soak.traffic import Limits
 from nsa_plugin.tools.checkpoints.v32 import CheckpointSpec
 from nsa_plugin.tools.compare.model import SPEC
@@ -17,6 +19,11 @@ from nsa_plugin.tools.serving.vllm import VllmCpuEngine, VllmEngine, python_path
 # The cache fits this many of the longest requests; far more are sent at once.
 _CACHED_REQUESTS = 2
 _CPU_PAGE, _GPU_PAGE = 16, 64
+CENSUS = "census"
+"""In the work directory, the folder of the counts of the plugin's objects."""
+# glibc raises both limits to 32 and 64 MiB as blocks are freed. Batches of all sizes then leave holes in the heap, and
+# resident memory shows the holes. Limits that are set stay: freed blocks of 1 MiB and more return to the system.
+_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str(2**20), "MALLOC_ARENA_MAX": "2"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,12 +67,19 @@ class Setup:
         ]
 
     def environ(self, folder: Path) -> Mapping[str, str]:
-        if self.gpu:
-            return {}
-        # As in the demo: threads that spin while they wait starve a small machine.
-        threads = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        kept = {name: os.environ.get(name, value) for name, value in threads.items()}
-        return kept | {"PYTHONPATH": python_path_with_vllm_name(folder / "site"), "DO_NOT_TRACK": "1"}
+        """Variables of the server. `folder` gets what its PYTHONPATH needs, and the counts of `census`."""
+        site, counts = folder / "site", folder / CENSUS
+        site.mkdir(parents=True, exist_ok=True)
+        counts.mkdir(exist_ok=True)
+        shutil.copyfile(census.__file__, site / "sitecustomize.py")
+        wanted = dict(_MALLOC)
+        if not self.gpu:
+            # As in the demo: threads that spin while they wait starve a small machine.
+            wanted |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        kept = {name: os.environ.get(name, value) for name, value in wanted.items()}
+        path = os.environ.get("PYTHONPATH", "") if self.gpu else python_path_with_vllm_name(site)
+        paths = os.pathsep.join(filter(None, (str(site), path)))
+        return kept | {"PYTHONPATH": paths, census.VARIABLE: str(counts), "DO_NOT_TRACK": "1"}
 
 
 def _on_gpu(engine: ServedEngine) -> Setup:

@@ -18,6 +18,8 @@ ERROR_SHARE = 0.01
 HOST_GROWTH, HOST_SHARE = 64 * MIB, 0.03
 GPU_GROWTH, GPU_SHARE = 256 * MIB, 0.01
 FILES_GROWTH = 64
+# A batch has a few objects for each of its requests and plans; what grows by more than those of some batches is kept.
+OBJECTS_GROWTH = 300
 _FEWEST_SAMPLES = 3  # in a quarter
 _NAMED = 3
 
@@ -128,12 +130,19 @@ def gpu_memory(soak: Soak) -> Check:
     return _flat(soak, "GPU memory", lambda one: one.gpu or 0, GPU_GROWTH, GPU_SHARE)
 
 
+def plugin_objects(soak: Soak) -> Check:
+    """The plugin keeps nothing of a batch."""
+    if soak.memory and all(one.objects is None for one in soak.memory):
+        return Check(name="plugin objects", holds=False, detail="no process of the server counted")
+    return _flat(soak, "plugin objects", lambda one: one.objects, OBJECTS_GROWTH)
+
+
 def open_files(soak: Soak) -> Check:
     """Clients that left do not leave file descriptors behind."""
     return _flat(soak, "open files", lambda one: one.files, FILES_GROWTH)
 
 
-def _flat(soak: Soak, name: str, read: Callable[[Sample], int], growth: int, share: float = 0.0) -> Check:
+def _flat(soak: Soak, name: str, read: Callable[[Sample], int | None], growth: int, share: float = 0.0) -> Check:
     """Whether the median grows by at most `growth` or, if that is more, by `share` of itself."""
     quarters = _quarters(soak, read)
     if quarters is None:
@@ -146,12 +155,13 @@ def _flat(soak: Soak, name: str, read: Callable[[Sample], int], growth: int, sha
     return Check(name=name, holds=last - second <= allowed, detail=detail)
 
 
-def _quarters(soak: Soak, read: Callable[[Sample], int]) -> tuple[float, float] | None:
+def _quarters(soak: Soak, read: Callable[[Sample], int | None]) -> tuple[float, float] | None:
     """Medians of the second and of the last quarter of the load; None if a quarter has too few samples."""
     seconds = 60 * soak.minutes
     found = []
     for quarter in (1, 3):
-        values = [read(one) for one in soak.memory if quarter <= 4 * one.at / seconds < quarter + 1]
+        given = [read(one) for one in soak.memory if quarter <= 4 * one.at / seconds < quarter + 1]
+        values = [value for value in given if value is not None]
         if len(values) < _FEWEST_SAMPLES:
             return None
         found.append(statistics.median(values))
@@ -178,8 +188,8 @@ def processes(soak: Soak) -> Check:
 
 
 CHECKS = (
-    *(traffic, answers, tokens, refusals, pressure, plugin, afterwards, host_memory, gpu_memory, open_files),
-    *(killed, processes),
+    *(traffic, answers, tokens, refusals, pressure, plugin, afterwards, host_memory, gpu_memory, plugin_objects),
+    *(open_files, killed, processes),
 )
 
 

@@ -89,6 +89,7 @@ class Sample:
         rss: resident bytes, the sum over all processes of the server.
         files: open file descriptors of all processes.
         gpu: bytes in use on all GPUs; None without a GPU.
+        objects: instances of the plugin's classes in all processes; None before the first count.
     """
 
     at: float
@@ -96,6 +97,7 @@ class Sample:
     processes: int
     files: int = 0
     gpu: int | None = None
+    objects: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ci.soak.client import Client, compared, new_session
 from ci.soak.ending import kill_worker
-from ci.soak.engines import PREEMPTIONS, RUNNING, Setup, count_of
+from ci.soak.engines import CENSUS, PREEMPTIONS, RUNNING, Setup, count_of
 from ci.soak.judge import RULES
 from ci.soak.measured import Kind, Sent, Soak
 from ci.soak.traffic import Traffic, malformed, oversized
@@ -86,7 +86,7 @@ def run_soak(options: Options, steps: Steps) -> Finished:
         with steps.step("Asking the idle server"):
             idle = _alone(one, setup, traffic)
         with steps.step(f"Load for {options.minutes:g} minutes") as say:
-            asyncio.run(_load(one, setup, traffic, soak, idle, say))
+            asyncio.run(_load(one, setup, traffic, soak, idle, options.work_dir / CENSUS, say))
         with steps.step("Asking the idle server again"):
             soak.running = _running(one, setup)
             again = _alone(one, setup, traffic)
@@ -129,7 +129,13 @@ def _running(one: RoleServer, setup: Setup) -> int | None:
 
 
 async def _load(
-    one: RoleServer, setup: Setup, traffic: Traffic, soak: Soak, idle: dict[str, Answer], say: Callable[[str], None]
+    one: RoleServer,
+    setup: Setup,
+    traffic: Traffic,
+    soak: Soak,
+    idle: dict[str, Answer],
+    counts: Path,
+    say: Callable[[str], None],
 ) -> None:
     seconds = 60 * soak.minutes
     started = time.monotonic()
@@ -170,7 +176,7 @@ async def _load(
                 group = [client.send(Kind.BURST, traffic.request()) for _ in range(_BURST * setup.limits.running)]
                 soak.sent += await asyncio.gather(*group)
 
-        with Watch(one.server, clock, every, gpu=setup.gpu) as watch:
+        with Watch(one.server, clock, every, gpu=setup.gpu, counts=counts) as watch:
             visitors = [visitor() for _ in range(setup.limits.running + _MORE_CLIENTS)]
             try:
                 await asyncio.gather(bursts(), *visitors)

@@ -7,7 +7,9 @@ import subprocess
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
+from ci.soak import census
 from ci.soak.measured import Sample
 from nsa_plugin.tools.serving.process import Server
 
@@ -20,11 +22,12 @@ class Watch:
     Args:
         clock: seconds since the start of the load.
         gpu: read the GPUs' memory too.
+        counts: the folder of the counts of `census`.
     """
 
-    def __init__(self, server: Server, clock: Callable[[], float], every: float, *, gpu: bool):
+    def __init__(self, server: Server, clock: Callable[[], float], every: float, *, gpu: bool, counts: Path):
         self.samples: list[Sample] = []
-        self._server, self._clock, self._every, self._gpu = server, clock, every, gpu
+        self._server, self._clock, self._every, self._gpu, self._counts = server, clock, every, gpu, counts
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -38,10 +41,10 @@ class Watch:
 
     def _run(self) -> None:
         while not self._stop.wait(self._every):
-            self.samples.append(sample(self._server.pids(), self._clock(), gpu=self._gpu))
+            self.samples.append(sample(self._server.pids(), self._clock(), gpu=self._gpu, counts=self._counts))
 
 
-def sample(pids: list[int], at: float, *, gpu: bool) -> Sample:
+def sample(pids: list[int], at: float, *, gpu: bool, counts: Path) -> Sample:
     """The memory of the processes now. A process that has just ended counts nothing."""
     import psutil
 
@@ -52,7 +55,14 @@ def sample(pids: list[int], at: float, *, gpu: bool) -> Sample:
             rss += process.memory_info().rss
             files += process.num_fds()
             count += 1
-    return Sample(at=round(at, 2), rss=rss, processes=count, files=files, gpu=gpu_bytes() if gpu else None)
+    return Sample(
+        at=round(at, 2),
+        rss=rss,
+        processes=count,
+        files=files,
+        gpu=gpu_bytes() if gpu else None,
+        objects=census.read(counts, pids),
+    )
 
 
 def gpu_bytes() -> int | None:

@@ -25,7 +25,7 @@ from nsa_plugin.tools.compare.measured import CONTROL, PLUGIN, STOCK, Measured
 from nsa_plugin.tools.compare.role_server import RoleServer
 from nsa_plugin.tools.compare.runner import EngineComparison
 from nsa_plugin.tools.compare.verdict import judge
-from nsa_plugin.tools.compare.workload import AGREEMENT_CASES, LIMIT, ROWS, until_it_fails, workload
+from nsa_plugin.tools.compare.workload import AGREEMENT_CASES, LIMIT, MIXED_CHUNK, ROWS, until_it_fails, workload
 from nsa_plugin.tools.serving.common import switches
 from nsa_plugin.tools.serving.engine import GLM, V4, V32, CompareError, ServedEngine
 from nsa_plugin.tools.terminal import console
@@ -62,6 +62,8 @@ def run(args: argparse.Namespace) -> int:
         cases = [case for case in cases if case != "prefix"]
     if not facts["row_edges"]:
         cases = [case for case in cases if case != ROWS]
+    if not facts.get("mixed_chunk"):
+        cases = [case for case in cases if case != MIXED_CHUNK]
     if not cases:
         raise CompareError(f"--case {', '.join(args.case)} has no requests for this model and these flags")
     groups = (

@@ -28,6 +28,7 @@ from nsa_plugin.libraries.probe import probe
 from nsa_plugin.patches.ledger import Need
 from nsa_plugin.settings import ResolvedSettings, Settings, resolve
 from nsa_plugin.switch import killed
+from nsa_plugin.telemetry import check_files
 from nsa_plugin.tools.terminal import console, table
 
 EPILOG = """The check passes if at least one installed engine can serve a model here
@@ -83,11 +84,11 @@ def engine_state(engine: Engine, device: DeviceProfile, rows: Sequence[Mapping[s
     distribution, version = found
     reason: str | None
     fix = ""
-    if device.kind == "unknown":
-        reason, fix = device.name, install
-    elif not holds(supported, version):
+    if not holds(supported, version):
         reason = f"version {version} is outside {supported}, the versions supported on {'a CPU' if cpu else 'a GPU'}"
         fix = "" if engine.not_on(device) else install
+    elif device.kind == "unknown":
+        reason, fix = device.name, install
     else:
         missing = engine.targets_missing(version, set(Need) - set(engine.needs_elsewhere(device)))
         not_loaded = engine.not_loaded()
@@ -154,9 +155,14 @@ def routes(device: DeviceProfile, settings: Settings) -> list[dict[str, Any]]:
 def _environment() -> tuple[ResolvedSettings, str]:
     """The settings from the environment, and its error ("" if it is valid)."""
     try:
-        return resolve(), ""
+        resolved = resolve()
     except SettingsError as error:
         return resolve(environ={}), str(error)
+    try:
+        check_files(resolved.settings)
+    except SettingsError as error:
+        return resolved, str(error)
+    return resolved, ""
 
 
 def run(args: argparse.Namespace) -> int:

@@ -161,7 +161,9 @@ def _batch(args: argparse.Namespace) -> BatchShape:
     max_kv = q_tokens if args.max_kv is None else args.max_kv
     total_kv = max_kv * requests if args.total_kv is None else args.total_kv
     if max_kv * requests < q_tokens:
-        raise ShapeError(f"--max-kv {max_kv} for {requests} requests allows fewer tokens than --q-tokens {q_tokens}")
+        raise ShapeError(
+            f"--max-kv {max_kv} for {count(requests, 'request')} allows fewer tokens than --q-tokens {q_tokens}"
+        )
     if not q_tokens <= total_kv <= max_kv * requests:
         raise ShapeError(
             f"--total-kv is {total_kv}; allowed with --q-tokens {q_tokens}, --max-kv {max_kv} and {requests} "
@@ -169,6 +171,8 @@ def _batch(args: argparse.Namespace) -> BatchShape:
         )
     return BatchShape(
         phase=Phase(args.phase),
+        # As if all requests were alike.
+        scored=q_tokens * total_kv // requests - q_tokens * max(0, q_tokens // requests - 1) // 2,
         num_requests=min(requests, q_tokens),
         num_tokens=q_tokens,
         max_kv_len=max_kv,
@@ -184,7 +188,10 @@ def _device(args: argparse.Namespace) -> DeviceProfile:
     if args.sm is None:
         if args.libraries is not None or args.memory_gb is not None:
             raise SettingsError("--libraries and --memory-gb describe another device: give its --sm too")
-        return probe()
+        device = probe()
+        if device.kind == "unknown":
+            raise SettingsError(f"{device.name}; name one: --sm 90, for example")
+        return device
     memory = {} if args.memory_gb is None else {"memory_free": args.memory_gb, "memory_total": args.memory_gb}
     return synthetic(args.sm, libraries=args.libraries, **memory)
 

@@ -201,7 +201,8 @@ def route_refusal(case: Case, route: Route, load: KernelLoad, asked: str = "auto
         hint = constraints.no_path.get(route.library) if asked == route.library else None
         return f"{kernel.absent}; {hint}" if hint else kernel.absent
     if constraints.paths is not None and route not in constraints.paths:
-        return constraints.no_path.get(route.library, f"{constraints.engine} has no execution path for it")
+        of_library = constraints.no_path.get(route.library, f"{constraints.engine} has no execution path for it")
+        return constraints.no_path.get(route, of_library)
     if route.dequantize_kv and case.batch.cuda_graph:
         return "which cache rows to copy to bf16 depends on lengths, which a captured graph cannot read"
     if route.dequantize_kv and not constraints.copy_fits:

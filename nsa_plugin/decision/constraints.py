@@ -24,8 +24,8 @@ class Constraints:
             may, and the caller splits the batch.
         paths: the routes that the engine can execute; None = all.
         engine: the engine's name, for the reason of a route outside `paths`.
-        no_path: why a library has no path and what runs it instead, by its name; for others the reason only names the
-            engine.
+        no_path: why a library has no path and what runs it instead, by its name, or why one of its routes has none, by
+            the route; for others the reason only names the engine.
         preferred: routes that the user configured in the engine itself. They come first, and any other route follows
             if none of them supports the batch. A library named in the plugin's settings goes before them; of its
             routes they come first.
@@ -36,6 +36,8 @@ class Constraints:
         copy_budget_from: where the budget comes from.
         keep_heads: why the ranks keep their heads for every token; "" = they may reshard.
         keep_heads_on: why the ranks keep their heads, by the route that they would otherwise reshard around.
+        selection_split: why each rank selects for its share of a prefill's query tokens even if heads stay local; "" =
+            every rank then selects for all of them.
         stock_prefill: the stock engine's route for prefills over an fp8 cache, first where no times exist; None = over
             bf16 rows for V4, the usual order for V3.2.
         stock_tokens: up to this many context tokens in all, the stock engine's code selects; 0 = never. Without times
@@ -47,7 +49,7 @@ class Constraints:
     no_split: str = ""
     paths: frozenset[Route] | None = None
     engine: str = "the engine"
-    no_path: Mapping[str, str] = field(default_factory=dict)
+    no_path: Mapping[str | Route, str] = field(default_factory=dict)
     preferred: frozenset[Route] = frozenset()
     preferred_by: str = ""
     asked_by: str = ""
@@ -56,6 +58,7 @@ class Constraints:
     copy_budget_from: str = ""
     keep_heads: str = ""
     keep_heads_on: Mapping[Route, str] = field(default_factory=dict)
+    selection_split: str = ""
     stock_prefill: Route | None = None
     stock_tokens: int = 0
     stock_attends_by: frozenset[Route] = frozenset()

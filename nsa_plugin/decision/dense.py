@@ -9,7 +9,7 @@ import functools
 from dataclasses import replace
 
 from nsa_plugin.decision import timings
-from nsa_plugin.decision.case import Case, route_refusal
+from nsa_plugin.decision.case import Case, count, route_refusal
 from nsa_plugin.decision.plan import Attention, Reason
 from nsa_plugin.decision.routes import KernelLoad, Refusal, Route, first, unranked
 from nsa_plugin.decision.sparse import usual_sparse_routes
@@ -92,7 +92,7 @@ def pick_dense(case: Case) -> tuple[Route | None, list[Refusal], Reason]:
     if batch.max_kv_len > limit:
         whole = case.constraints.no_split if batch.num_requests > 1 else ""
         unsplit = f", and the batch is not split: {whole}" if whole else ""
-        return None, [], lambda: f"the longest context of {batch.max_kv_len} tokens exceeds {source}{unsplit}"
+        return None, [], lambda: f"the longest context of {count(batch.max_kv_len, 'token')} exceeds {source}{unsplit}"
     if 0 < batch.attention_workspace_tokens < batch.total_kv_len:
         held = batch.attention_workspace_tokens
         return None, [], lambda: f"{batch.total_kv_len} context tokens exceed the attention workspace of {held}"
@@ -101,4 +101,4 @@ def pick_dense(case: Case) -> tuple[Route | None, list[Refusal], Reason]:
         return None, refused, lambda: "no dense kernel (" + "; ".join(map(str, refused)) + ")"
     if case.constraints.no_dense:
         return None, refused, case.constraints.no_dense
-    return route, refused, lambda: f"the longest context of {batch.max_kv_len} tokens is within {source}"
+    return route, refused, lambda: f"the longest context of {count(batch.max_kv_len, 'token')} is within {source}"

@@ -9,7 +9,7 @@ from the `DeviceProfile` and restrictions from the `Constraints`, never from her
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -112,6 +112,7 @@ class Decider:
         cuda_graph: bool = False,
         context_parallel: bool = False,
         attention_workspace_tokens: int = 0,
+        selecting: Collection[int] = (),
         constraints: Constraints = UNCONSTRAINED,
     ) -> tuple[BatchPart, ...]:
         """See `partition`."""
@@ -135,10 +136,10 @@ class Decider:
             return (part(everything, whole),) if everything else ()
         live = [request for request in everything if q_lens[request]]
         empty = [request for request in everything if not q_lens[request]]
-        dense_groups, selecting = _split_dense(self._case(whole, constraints), live, kv_lens)
+        dense_groups, others = _split_dense(self._case(whole, constraints), live, kv_lens, selecting)
         parts = [
             part(requests, whole if len(requests) == len(live) else shape(requests))
-            for requests in (*dense_groups, selecting)
+            for requests in (*dense_groups, others)
             if requests
         ]
         return (*parts, part(empty, shape(empty))) if empty else tuple(parts)
@@ -155,6 +156,7 @@ def partition(
     cuda_graph: bool = False,
     context_parallel: bool = False,
     attention_workspace_tokens: int = 0,
+    selecting: Collection[int] = (),
     constraints: Constraints = UNCONSTRAINED,
 ) -> tuple[BatchPart, ...]:
     """A batch split so that one long prompt does not take dense attention from the short ones.
@@ -166,6 +168,7 @@ def partition(
     Args:
         q_lens, kv_lens: new rows and whole context of each request, in tokens.
         cuda_graph, context_parallel, attention_workspace_tokens: see `BatchShape`.
+        selecting: places of the requests that are in the part of the long ones, whatever their contexts.
         constraints: of all parts; see `decide`.
 
     Raises:
@@ -179,11 +182,14 @@ def partition(
         cuda_graph=cuda_graph,
         context_parallel=context_parallel,
         attention_workspace_tokens=attention_workspace_tokens,
+        selecting=selecting,
         constraints=constraints,
     )
 
 
-def _split_dense(case: Case, live: Sequence[int], kv_lens: Sequence[int]) -> tuple[list[list[int]], list[int]]:
+def _split_dense(
+    case: Case, live: Sequence[int], kv_lens: Sequence[int], always: Collection[int]
+) -> tuple[list[list[int]], list[int]]:
     """(groups of requests that attend densely, those that select)."""
     ruled_out = dense.dense_ruled_out(case) or case.constraints.no_dense
     if ruled_out or dense.dense_provider(case)[0] is None:
@@ -194,7 +200,7 @@ def _split_dense(case: Case, live: Sequence[int], kv_lens: Sequence[int]) -> tup
     held = 0
     for request in live:
         tokens = kv_lens[request]
-        if tokens > limit or 0 < workspace < tokens:
+        if request in always or tokens > limit or 0 < workspace < tokens:
             selecting.append(request)
         elif groups and (not workspace or held + tokens <= workspace):
             groups[-1].append(request)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 
-from nsa_plugin.decision import v4_memory
+from nsa_plugin.decision import timings, v4_memory
 from nsa_plugin.decision.case import Case, count
 from nsa_plugin.decision.plan import IndexerMode, IndexerPlan, Reason, text_of
 from nsa_plugin.decision.routes import Route, capability_refusal, rows_refusal
@@ -21,6 +21,7 @@ from nsa_plugin.libraries.capabilities import Op
 from nsa_plugin.libraries.devices import MIB, DeviceProfile
 
 LOGIT_BYTES = 4
+INDEXER_LAYOUT = "indexer_fp8"
 # The logits keep at least this share of the budget, whatever else is held: less would leave the device idle.
 LEAST_SHARE = 8
 LIBRARIES = ("deep_gemm", "triton", "reference")
@@ -53,6 +54,27 @@ def topk_plan(case: Case, route: Route, *, shared: bool = False) -> tuple[Indexe
         "indexer.rows_per_chunk": why_rows,
         "indexer.metadata_provider": why_metadata,
     }
+
+
+def selection_us(case: Case, scored: int) -> float:
+    """Microseconds that a prefill's indexer takes on average over the layers; 0 where no time fits.
+
+    Each measured time is of all pairs of its query tokens and keys, with the heads of DeepSeek-V3.2's indexer. Other
+    numbers of heads are taken in proportion, as the products are.
+
+    Args:
+        scored: pairs of a query token and a token that it may select.
+    """
+    model = case.model
+    if not scored or not case.timed or model.family != "v3.2":
+        return 0.0
+    heads, known = case.once("indexer.times", lambda: _times(case, _provider(case, "")[0]))
+    return timings.time_at(known, scored) * model.index_n_heads / heads * model.selecting_layers if known else 0.0
+
+
+def _times(case: Case, provider: str) -> tuple[int, timings.Points]:
+    """(measured indexer heads, (pairs, microseconds) of a provider)."""
+    return timings.fitting(case.device.sm, Op.INDEXER_TOPK, INDEXER_LAYOUT, case.model.index_n_heads, provider)
 
 
 @functools.lru_cache(maxsize=256)

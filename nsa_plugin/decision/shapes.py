@@ -18,6 +18,8 @@ _CONFIGURED = (
     "index_head_dim",
 )  # fmt: skip
 _MAY_BE_ZERO = ("qk_nope_head_dim", "qk_rope_head_dim")
+# What a layer that selects is called in `indexer_types` and in `index_topk_pattern`.
+_SELECTS = ("full", "F")
 
 
 class Phase(StrEnum):
@@ -46,6 +48,8 @@ class ModelShape:
         kv_layout: name of the KV cache's byte layout, one of `FAMILY_LAYOUTS`. On a CPU `bf16` stands
             for plain rows of any float dtype.
         sliding_window: tokens of the window that V4 attends in addition to the selected ones; 0 for V3.2.
+        selecting_layers: share of the layers whose indexer selects, above 0 and up to 1. The others reuse a selection
+            (GLM-5's IndexShare).
     """
 
     family: str = "v3.2"
@@ -60,6 +64,7 @@ class ModelShape:
     index_head_dim: int = 128
     kv_layout: str = "bf16"
     sliding_window: int = 0
+    selecting_layers: float = 1.0
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
@@ -80,6 +85,8 @@ class ModelShape:
                 f"sliding_window is {self.sliding_window} for family {self.family}; "
                 "v4 has a window of at least 1, v3.2 has none (0)"
             )
+        if not 0 < self.selecting_layers <= 1:
+            raise ShapeError(f"selecting_layers is {self.selecting_layers}; it must be above 0 and at most 1")
 
     @classmethod
     def from_config(cls, config: Any, *, attn_tp_size: int, kv_layout: str) -> ModelShape:
@@ -88,6 +95,7 @@ class ModelShape:
             num_heads=config.num_attention_heads,
             attn_tp_size=attn_tp_size,
             kv_layout=kv_layout,
+            selecting_layers=_selecting_layers(config),
             **{name: getattr(config, name) for name in _CONFIGURED},
         )
 
@@ -111,6 +119,14 @@ class ModelShape:
         return self.qk_nope_head_dim + self.qk_rope_head_dim, self.v_head_dim
 
 
+def _selecting_layers(config: Any) -> float:
+    """The share of layers that select, by whichever key of IndexShare the config has; 1 without one."""
+    kinds = getattr(config, "indexer_types", None) or getattr(config, "index_topk_pattern", None)
+    if kinds:
+        return max(1, sum(kind in _SELECTS for kind in kinds)) / len(kinds)
+    return 1 / max(1, int(getattr(config, "index_topk_freq", None) or 1))
+
+
 @dataclass(frozen=True, kw_only=True)
 class BatchShape:
     """A batch, or the part of one that shares a plan.
@@ -121,6 +137,7 @@ class BatchShape:
         num_tokens: query rows over all requests.
         max_kv_len: longest context of a request, in tokens, its new ones included.
         total_kv_len: sum of the contexts, in tokens.
+        scored: pairs of a query token and a token that it may select, over all requests; 0 = not known.
         has_prefix: some request's context is longer than its rows, so older tokens come from the cache.
         cuda_graph: the batch is captured or replayed; nothing may branch on lengths then.
         context_parallel: the prefill is split over a context-parallel group.
@@ -132,13 +149,14 @@ class BatchShape:
     num_tokens: int = 0
     max_kv_len: int = 0
     total_kv_len: int = 0
+    scored: int = 0
     has_prefix: bool = False
     cuda_graph: bool = False
     context_parallel: bool = False
     attention_workspace_tokens: int = 0
 
     def __post_init__(self) -> None:
-        numbers = (self.num_requests, self.num_tokens, self.max_kv_len, self.total_kv_len)
+        numbers = (self.num_requests, self.num_tokens, self.max_kv_len, self.total_kv_len, self.scored)
         if min(numbers) < 0 or self.attention_workspace_tokens < 0:
             raise ShapeError(f"a BatchShape holds no negative counts: {self}")
         if self.num_requests > self.num_tokens:
@@ -176,6 +194,8 @@ class BatchShape:
             num_tokens=sum(q_len for q_len, _ in live),
             max_kv_len=max((kv_len for _, kv_len in live), default=0),
             total_kv_len=sum(kv_len for _, kv_len in live),
+            # Of n query tokens the last one sees the whole context, the one before it one token less, and so on.
+            scored=sum(q_len * kv_len - q_len * (q_len - 1) // 2 for q_len, kv_len in live),
             has_prefix=any(kv_len > q_len for q_len, kv_len in live),
             cuda_graph=cuda_graph,
             context_parallel=context_parallel,

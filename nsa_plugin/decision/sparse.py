@@ -198,7 +198,8 @@ def pick_sparse(case: Case, load: KernelLoad) -> tuple[Route, list[Refusal]]:
         preferred = [route for route in routes if route in case.constraints.preferred] if constrained else []
         route, refused = first(preferred, lambda route: route_refusal(case, route, load))
         if route is None:
-            route, refused = first(routes, lambda route: route_refusal(case, route, load))
+            route, others = first(routes, lambda route: route_refusal(case, route, load))
+            refused += [refusal for refusal in others if refusal not in refused]
         if route is None:
             raise NoProviderError(
                 f"no installed kernel library supports {batch_sentence(case.batch)}; {load.heads} heads, "

@@ -50,6 +50,7 @@ class TimeEstimate:
         from_rows: the measured numbers of query tokens that it comes from: one, or the two around `rows`.
         from_heads: the measured head count.
         copied: what a longer context's copy adds is in it, by the memory's rate.
+        selection_us: the part of `us` that an indexer takes, itself an estimate; 0 where none is counted.
     """
 
     us: float
@@ -58,16 +59,20 @@ class TimeEstimate:
     from_rows: tuple[int, ...]
     from_heads: int
     copied: bool = False
+    selection_us: float = 0.0
 
     @property
     def measured(self) -> bool:
         """Whether this very point was measured."""
-        return self.from_rows == (self.rows,) and self.from_heads == self.heads and not self.copied
+        whole = not self.copied and not self.selection_us
+        return whole and self.from_rows == (self.rows,) and self.from_heads == self.heads
 
     def source(self, gpu: str) -> str:
         """Where the time comes from: "measured on H200, 16 heads, 4096 query tokens", or the points it is made of."""
         heads = f"{self.from_heads} heads" + ("" if self.from_heads == self.heads else f" for {self.heads}")
         more = ", copy of a longer context added" if self.copied else ""
+        if self.selection_us:
+            more += f", {self.selection_us / 1e3:.2f} ms of the indexer's selection added"
         if self.from_rows == (self.rows,):
             verb = "measured" if self.measured else "estimated from measurements"
             return f"{verb} on {gpu}, {heads}, {_tokens(self.rows)}{more}"
@@ -79,6 +84,10 @@ class TimeEstimate:
     def plus(self, us: float) -> TimeEstimate:
         """With the time of a longer context's copy."""
         return replace(self, us=self.us + us, copied=True) if us else self
+
+    def with_selection(self, us: float) -> TimeEstimate:
+        """With the time of the indexer's selection."""
+        return replace(self, us=self.us + us, selection_us=us) if us else self
 
 
 def _tokens(count: int) -> str:

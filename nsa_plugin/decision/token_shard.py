@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from nsa_plugin.decision import timings
 from nsa_plugin.decision.case import Case, count
+from nsa_plugin.decision.indexer import selection_us
 from nsa_plugin.decision.plan import Plan, Reason
 from nsa_plugin.decision.routes import OPS, Route
 from nsa_plugin.decision.shapes import BatchShape, ModelShape, Phase
@@ -79,12 +80,18 @@ def never(model: ModelShape, device: DeviceProfile, settings: Settings) -> str |
     return None
 
 
-def pointless(model: ModelShape, device: DeviceProfile, settings: Settings, max_tokens: int) -> str | None:
+def pointless(
+    model: ModelShape, device: DeviceProfile, settings: Settings, max_tokens: int, max_context: int = 0
+) -> str | None:
     """As `never`, and why `auto` would reshard no batch of up to `max_tokens` query tokens: buffers would be wasted.
 
     Called at start-up; see `backends.common.token_shard.open_exchange`. It decides batches of every measured size and
-    of sizes half-way between, with the shortest contexts that sparse attention has, and also without the kernels that
-    read a bf16 copy of the cache, for which an engine may find no memory.
+    of sizes half-way between, with the shortest contexts that sparse attention has and with prefills' longest, whose
+    selection costs most, and also without the kernels that read a bf16 copy of the cache, for which an engine may find
+    no memory.
+
+    Args:
+        max_context: most tokens of a request; 0: not known.
     """
     if reason := never(model, device, settings):
         return reason
@@ -94,7 +101,9 @@ def pointless(model: ModelShape, device: DeviceProfile, settings: Settings, max_
     sizes = _sizes(model, device, max_tokens)
     for kernels in (device, in_place):
         for phase in (Phase.EXTEND, Phase.DECODE):
-            if any(_reshards(Case(model, _shortest(model, phase, rows), kernels, settings)) for rows in sizes):
+            contexts = {0, max_context if phase is Phase.EXTEND else 0}
+            shapes = (_selecting(model, phase, rows, context) for rows in sizes for context in contexts)
+            if any(_reshards(Case(model, shape, kernels, settings)) for shape in shapes):
                 return None
     return (
         f"by the times on {device.where}, no batch of up to {count(max_tokens, 'query token')} is quicker when "
@@ -112,11 +121,11 @@ def _sizes(model: ModelShape, device: DeviceProfile, max_tokens: int) -> list[in
     return sorted({rows for rows in between.union(known, [max_tokens]) if rows <= max_tokens})
 
 
-def _shortest(model: ModelShape, phase: Phase, rows: int) -> BatchShape:
-    """A batch of `rows` query tokens that selects."""
+def _selecting(model: ModelShape, phase: Phase, rows: int, context: int) -> BatchShape:
+    """A batch of `rows` query tokens that selects: a prompt of at least `context` tokens, or the shortest steps."""
     topk = model.index_topk
     if phase is Phase.EXTEND:
-        return BatchShape.from_lengths(phase, [rows], [max(rows, topk + 1)])
+        return BatchShape.from_lengths(phase, [rows], [max(rows, topk + 1, context)])
     return BatchShape.from_lengths(phase, [1] * rows, [topk + 1] * rows, cuda_graph=True)
 
 
@@ -189,10 +198,23 @@ def decided(case: Case, route: Route) -> Resharding:
             return f"no times on {case.device.where} for {what} and {count(rows, 'query token')}"
 
         return Resharding(0, no_times)
+    kept, taken = _with_selection(case, kept, taken)
     both = {f"own heads with {route}": kept, f"resharding{pieces.removeprefix(',')}": taken}
     if taken.us * (1 + NEARLY_EQUAL) >= kept.us:
         return Resharding(0, lambda: f"no gain: {compared(both, case.device.sm)}")
     return Resharding(chunks, lambda: f"{share()}: {compared(both, case.device.sm)}", why_chunks)
+
+
+def _with_selection(case: Case, kept: TimeEstimate, taken: TimeEstimate) -> tuple[TimeEstimate, TimeEstimate]:
+    """Both times with the indexer's: ranks that reshard a prefill select for their own query tokens alone.
+
+    Shares are of equal cost, so a rank scores an equal share of the pairs.
+    """
+    if not case.extend or case.constraints.selection_split:
+        return kept, taken
+    scored = case.batch.scored
+    own = -(-scored // case.model.attn_tp_size)
+    return kept.with_selection(selection_us(case, scored)), taken.with_selection(selection_us(case, own))
 
 
 def _quickest(case: Case, route: Route) -> tuple[int, TimeEstimate | None, Reason]:

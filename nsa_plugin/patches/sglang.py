@@ -160,6 +160,8 @@ REQUIREMENTS = _ENABLED.patches(
         As graph-metadata, for draft steps.
     prefill-impl: {backend}.set_{x}_prefill_impl(self, forward_batch)
         Decides between dense MHA and a sparse kernel for a prefill batch.
+    topk-form: {backend}.get_topk_transform_method(self, forward_mode)
+        Says whether a prefill over an fp8 cache selects slots or rows of a copy; slots with decode steps (mode MIXED).
     extend: {backend}.forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache, q_rope, k_rope, topk_indices)
         Attention of prefills, verify steps and draft steps.
     decode: {backend}.forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache, q_rope, k_rope, topk_indices)

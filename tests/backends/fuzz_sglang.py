@@ -1,7 +1,7 @@
 """python -m tests.backends.fuzz_sglang [COUNT] [--seed N]: random batches of SGLang through one layer, against float64.
 
-A batch is a prefill (whole, chunked, or after a cached prefix, with requests that have no query tokens), a decode step,
-or a verify step; some are padded as for MLP-sync. Batch n depends on the seed and n alone.
+A batch is a prefill (whole, chunked, or after a cached prefix, with requests that have no query tokens), a prefill with
+decode steps, a decode step, or a verify step; some are padded as for MLP-sync. Batch n depends on the seed and n alone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.backends.fake_sglang.shard_steps import STEP_WAYS as FP8_STEP_WAYS
 from tests.backends.fake_sglang.v32 import D_V, DRAFT_TOKENS, PAGE, ForwardMode
 from tests.backends.fuzz import main
 
-MODES = (ForwardMode.EXTEND, ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.TARGET_VERIFY)
+MODES = (*[ForwardMode.EXTEND] * 2, ForwardMode.MIXED, ForwardMode.DECODE, ForwardMode.TARGET_VERIFY)
 STEP_WAYS = (*FP8_STEP_WAYS, Way("bf16", "reference"))
 KEYS = 1000  # of a batch, at most
 TOLERANCE = 2e-2
@@ -44,10 +44,10 @@ def step(random: Random) -> Step:
     for _ in range(random.randint(1, 9)):
         room = KEYS - sum(kv_lens)
         context = random.randint(1, min(room, random.choice((3, 40, 160, 400)))) if room else 0
-        if mode is ForwardMode.EXTEND:
+        if mode is ForwardMode.EXTEND or (mode is ForwardMode.MIXED and random.random() < 0.5):
             rows = random.choice((0, 1, context, random.randint(0, context)))
         else:
-            rows = 1 if mode is ForwardMode.DECODE else DRAFT_TOKENS
+            rows = DRAFT_TOKENS if mode is ForwardMode.TARGET_VERIFY else 1
         if rows <= context:
             q_lens.append(min(rows, 60))
             kv_lens.append(context)
@@ -64,6 +64,8 @@ def run_one(random: Random, seed: int) -> str:
     """
     of = step(random)
     way = random.choice(WAYS if of.mode.is_extend() else STEP_WAYS)
+    if of.mode is ForwardMode.MIXED and way.copied:
+        return "a prefill with decode steps, without a kernel that reads the fp8 cache in place"
     settings: dict[str, Any] = {} if random.random() < 0.5 else {"logits_budget_mb": 1}
     if not of.mode.is_extend():
         settings["decode_backend"] = way.library

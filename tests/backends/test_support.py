@@ -155,7 +155,7 @@ def on_an_a100(version: str = "0.5.23", **server_args: Any) -> Start:
         monkeypatch.setenv(VARIABLE, "")
         PassedFlags({"enabled": "true", "strict": "full"}, {}).write()
         monkeypatch.setattr(sglang_model, "device_sm", lambda: 80)
-        monkeypatch.setattr(sglang_activation, "probe", lambda: synthetic(80, libraries=("triton",)))
+        monkeypatch.setattr("nsa_plugin.libraries.probe.probe", lambda: synthetic(80, libraries=("triton",)))
         ledger = Ledger(engine="sglang", version=Version(version), supported=">=0.5.11", patches=())
         process = SglangProcess(ledger, child=True)
         process.enter_scheduler()
@@ -269,8 +269,6 @@ STARTS: dict[tuple[str, str], Start] = {
     (SGLANG, "Ray actors"): ray,
     (SGLANG, "DeepSeek-V4 on a GPU of the portable path"): on_an_a100(v4=True),
     (SGLANG, "an older SGLang on a GPU of the portable path"): on_an_a100("0.5.22"),
-    (SGLANG, "mixed chunks on the portable path"): on_an_a100(enable_mixed_chunk=True),
-    (SGLANG, "mixed chunks over an fp8 cache"): sglang(enable_mixed_chunk=True),
     (SGLANG, "the portable path by name in an older SGLang"): portable,
     (SGLANG, "resharding with two-batch overlap"): resharding_two_batches,
     (SGLANG, "trtllm by SGLang's flag where it cannot run"): trtllm_flag,
@@ -322,8 +320,9 @@ def test_sglangs_two_batch_overlap_is_served() -> None:
     assert started(server_args=SimpleNamespace(enable_two_batch_overlap=True)).notes == []
 
 
-def test_mixed_chunks_over_a_bf16_cache_are_served() -> None:
-    assert started(layout="bf16", server_args=SimpleNamespace(enable_mixed_chunk=True)).notes == []
+@pytest.mark.parametrize("layout", ["bf16", "v32_fp8"])
+def test_mixed_chunks_are_served(layout: str) -> None:
+    assert started(layout=layout, server_args=SimpleNamespace(enable_mixed_chunk=True)).notes == []
 
 
 @pytest.mark.parametrize("algorithm", ["DFLASH", "DSPARK", "EAGLE", "NEXTN"])

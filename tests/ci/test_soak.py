@@ -6,6 +6,9 @@ import asyncio
 import io
 import json
 import math
+import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -16,9 +19,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from ci.rows import ROOT
 from ci.soak.__main__ import parser
 from ci.soak.client import Client, compared, new_session
-from ci.soak.engines import PREEMPTIONS, SETUPS, count_of
+from ci.soak.engines import CENSUS, PREEMPTIONS, SETUPS, count_of
 from ci.soak.judge import CHECKS, MIB, RULES, judge, quantile
 from ci.soak.measured import LEAVING_KINDS, REFUSED_KINDS, End, Ending, Kind, Repeat, Sample, Sent, Soak
 from ci.soak.report import as_record, print_report
@@ -39,7 +43,8 @@ def good() -> Soak:
     """A soak of ten minutes that passes."""
     sent = [Sent(kind=kind, end=expected(kind), seconds=1.0, status=200) for kind in Kind for _ in range(10)]
     repeats = [Repeat(name="probe", tokens=24, same=24, after=after) for after in (False, True) for _ in range(20)]
-    memory = [Sample(at=at, rss=2000 * MIB, processes=3, files=100, gpu=9000 * MIB) for at in range(0, 600, 5)]
+    flat = Sample(at=0, rss=2000 * MIB, processes=3, files=100, gpu=9000 * MIB, objects=5000)
+    memory = [replace(flat, at=at, objects=None if at < 20 else 5000) for at in range(0, 600, 5)]
     ending = Ending(killed="EngineCore", ended=True, status=0, seconds=2.0, in_flight=Counter({End.ERROR: 6}))
     return Soak(
         minutes=10,
@@ -141,12 +146,18 @@ def test_soak_that_the_plugin_did_not_serve_fails() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "growth"), [("host memory", {"rss": MIB // 3}), ("GPU memory", {"gpu": MIB}), ("open files", {"files": 1})]
+    ("name", "growth"),
+    [
+        ("host memory", {"rss": MIB // 3}),
+        ("GPU memory", {"gpu": MIB}),
+        ("plugin objects", {"objects": 2}),  # one object for each batch
+        ("open files", {"files": 1}),
+    ],
 )
 def test_memory_that_grows_after_warm_up_fails(name: str, growth: dict[str, int]) -> None:
     def grown(soak: Soak, start: float, end: float) -> Soak:
         soak.memory = [
-            replace(one, **{key: getattr(one, key) + int(a_second * min(max(one.at - start, 0), end - start))})
+            replace(one, **{key: (getattr(one, key) or 0) + int(a_second * min(max(one.at - start, 0), end - start))})
             for one in soak.memory
             for key, a_second in growth.items()
         ]
@@ -159,7 +170,13 @@ def test_memory_that_grows_after_warm_up_fails(name: str, growth: dict[str, int]
 def test_memory_without_samples_fails() -> None:
     soak = good()
     soak.memory = soak.memory[:60]
-    assert failed(soak) == ["host memory", "GPU memory", "open files"]
+    assert failed(soak) == ["host memory", "GPU memory", "plugin objects", "open files"]
+
+
+def test_server_whose_processes_do_not_count_their_objects_fails() -> None:
+    soak = good()
+    soak.memory = [replace(one, objects=None) for one in soak.memory]
+    assert failed(soak) == ["plugin objects"]
 
 
 @pytest.mark.parametrize(
@@ -233,13 +250,50 @@ def test_quantiles() -> None:
     assert math.isnan(quantile([], 0.5))
 
 
-def test_sample_counts_a_process_and_skips_one_that_is_gone() -> None:
-    import os
-
-    found = sample([os.getpid(), 2**22 + 1], 1.0, gpu=False)
+def test_sample_counts_a_process_and_skips_one_that_is_gone(tmp_path: Path) -> None:
+    (tmp_path / str(os.getpid())).write_text("7")
+    (tmp_path / "1").write_text("9")
+    found = sample([os.getpid(), 2**22 + 1], 1.0, gpu=False, counts=tmp_path)
     assert found.processes == 1
     assert found.rss > MIB
     assert found.gpu is None
+    assert found.objects == 7
+    assert sample([os.getpid()], 1.0, gpu=False, counts=tmp_path / "absent").objects is None
+
+
+COUNTING = """
+import os, pathlib, sitecustomize, sys, threading
+def started():
+    return sum(thread.name == sitecustomize.VARIABLE for thread in threading.enumerate())
+folder = pathlib.Path(os.environ[sitecustomize.VARIABLE])
+sitecustomize.write(folder)
+assert not list(folder.iterdir())  # the plugin is not imported
+import nsa_plugin.layouts
+first = sitecustomize.count()
+from nsa_plugin.decision.shapes import ModelShape
+kept = [ModelShape() for _ in range(100)]
+child = os.fork()
+sitecustomize.write(folder)
+os.write(1, f"{started()} {sitecustomize.count() - first >= 100}\\n".encode())
+if child:
+    sys.exit(os.waitpid(child, 0)[1])
+"""
+
+
+def test_processes_of_the_server_count_the_plugins_objects(tmp_path: Path) -> None:
+    environ = dict(SETUPS["vllm"].environ(tmp_path))
+    environ["PYTHONPATH"] += f"{os.pathsep}{ROOT}"
+    done = subprocess.run([sys.executable, "-c", COUNTING], env=os.environ | environ, capture_output=True, text=True)
+    assert (done.stdout.split(), done.stderr) == (["1", "True"] * 2, "")
+    counts = [int(path.read_text()) for path in (tmp_path / CENSUS).iterdir()]
+    assert len(counts) == 2
+    assert all(count >= 100 for count in counts)
+
+
+def test_a_limit_of_malloc_that_the_user_set_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "7")
+    environ = SETUPS["sglang"].environ(tmp_path)
+    assert (environ["MALLOC_ARENA_MAX"], environ["MALLOC_TRIM_THRESHOLD_"]) == ("7", str(MIB))
 
 
 @pytest.mark.parametrize("problem", ["", "the server died"])

@@ -72,6 +72,7 @@ def test_a_batch_is_summed_from_its_requests() -> None:
         num_tokens=107,
         max_kv_len=900,
         total_kv_len=1000,
+        scored=100 * 101 // 2 + (894 + 900) * 7 // 2,
         has_prefix=True,
         cuda_graph=True,
         attention_workspace_tokens=64,

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import math
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,12 +36,12 @@ from tests.decision.dispatch_cases import (
     extend,
     route,
 )
+from tests.decision.sharding_records import ATTENTION_ALONE, recorded
 
 CUDA, COPIED, STEP = "cuda sparse_prefill", "flash_mla sparse_prefill after dequantisation", "flash_mla sparse_decode"
 PREFILL = (90, "sparse_mla_prefill", "v32_fp8")
 GROUP8 = (90, "token_shard_attention tp8", "v32_fp8")
 FULL = synthetic(90)
-RECORDS = Path(__file__).parents[2] / "docs" / "benchmarks" / "h200"
 RESHARDED_STEPS = (Phase.DECODE, Phase.TARGET_VERIFY)
 
 Table = dict[tuple[int, str, str], dict[str, dict[int, timings.Points]]]
@@ -380,29 +377,9 @@ def test_measurements_of_another_group_or_topk_are_not_used(measure: Any) -> Non
 # As released
 
 
-def recorded(ranks: int) -> dict[tuple[str, int, int], tuple[float, float]]:
-    """{(phase, rows, context): (microseconds of the fastest kernel with local heads, of the fastest with resharding)}.
-
-    Attention alone, on H200s.
-    """
-    record = json.loads((RECORDS / f"token-shard-tp{ranks}.json").read_text())
-    found: dict[tuple[str, int, int], tuple[float, float]] = {}
-    for row in record["rows"]:
-        case = row["case"]
-        if row["op"] != sharding.ATTENTION:
-            continue
-        step = "batch" in case
-        place = ("decode" if step else "extend", case["batch"] if step else case["q"], case["kv"])
-        local, resharded = found.get(place, (math.inf, math.inf))
-        reshards = row["provider"].startswith("token_shard")
-        time = row["median_us"]
-        found[place] = (local, min(resharded, time)) if reshards else (min(local, time), resharded)
-    return found
-
-
 @pytest.mark.parametrize(("rows", "chunks"), [(2048, None), (4096, 2), (8192, 4)])
 def test_pieces_are_those_of_the_records(rows: int, chunks: int | None) -> None:
-    plan = choose(replace(V32_FP8, attn_tp_size=4), extend(rows, 65536), FULL)
+    plan = choose(replace(V32_FP8, attn_tp_size=4), extend(rows, 65536), FULL, ATTENTION_ALONE)
     assert (plan.token_shard, plan.token_shard_chunks) == ((True, chunks) if chunks else (False, 1))
     if not chunks:
         assert "no gain: own heads with cuda sparse_prefill" in plan.reasons["token_shard"]
@@ -420,7 +397,7 @@ def test_auto_reshards_what_the_records_show_is_faster(ranks: int) -> None:
     reshards = set()
     for (phase, rows, context), (local, resharded) in cases.items():
         shape = extend(rows, context) if phase == "extend" else decode(rows, context, cuda_graph=True)
-        plan = choose(model, shape, FULL)
+        plan = choose(model, shape, FULL, ATTENTION_ALONE)
         reason = plan.reasons["token_shard"]
         known = re.search(r"no gain: own heads with \w+ sparse_decode (\d+) us, resharding (\d+) us", reason)
         now = min(local, float(known[1])) if known else local
@@ -431,11 +408,12 @@ def test_auto_reshards_what_the_records_show_is_faster(ranks: int) -> None:
 
 
 def test_auto_keeps_heads_local_if_no_kernel_pads_them() -> None:
-    """FlashMLA supports 64 heads a rank: by the record resharding is slower for any number of query tokens."""
+    """FlashMLA supports 64 heads a rank: by the record attention alone is slower resharded, whatever the number of
+    query tokens."""
     model = replace(V32_FP8, attn_tp_size=2)
     for rows in (2048, 2500, 4096, 6000, 8192, 16384):
         for context in (rows, 65536, 131072):
-            assert not choose(model, extend(rows, context), FULL).token_shard
+            assert not choose(model, extend(rows, context), FULL, ATTENTION_ALONE).token_shard
     for rows in (128, 200, 384, 512, 1024):
         assert not choose(model, decode(rows, 8192, cuda_graph=True), FULL).token_shard
 

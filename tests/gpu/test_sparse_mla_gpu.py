@@ -90,6 +90,15 @@ def provider(request) -> Iterator[str]:
     device.emulate(None)
 
 
+@pytest.fixture
+def as_on_sm86() -> Iterator[None]:
+    if torch.cuda.get_device_capability()[0] in (10, 11):
+        pytest.skip("provider cuda is not for SM100 to SM119")
+    device.emulate(86)
+    yield
+    device.emulate(None)
+
+
 def run(provider: str, op: str, case: dict[str, Any], **options: Any) -> Any:
     """The result of a provider's op, or a skip if it may refuse the case and does."""
     function = getattr(importlib.import_module(MODULES[provider]), op)
@@ -346,6 +355,49 @@ def test_every_variant_of_the_cuda_kernel_over_rows(heads, splits, with_length):
     expected = reference_decode(**case, out_dtype=torch.float32)
     for variant in sparse_mla_rows.EVERY_VARIANT:
         assert_same(decode_op(sparse_mla_rows.attend)(**case, splits=splits, variant=variant), expected)
+
+
+@pytest.mark.parametrize("layout", ["v32_fp8", "v4_fp8"])
+@pytest.mark.parametrize("heads", [5, 16, 40, 72])
+@pytest.mark.parametrize("tiles", [one.tiles for one in sparse_mla.PORTABLE_VARIANTS])
+@pytest.mark.parametrize("splits", [1, 3, 16])
+def test_every_variant_of_the_cuda_kernel_as_on_sm86(layout, heads, tiles, splits, as_on_sm86):
+    extra = V4_EXTRA if layout == "v4_fp8" else None
+    case = decode_case(layout=layout, batch=3, s_q=2, heads=heads, slots=2048, topk=700, extra=extra)
+    variant = next(one for one in sparse_mla.PORTABLE_VARIANTS if one.tiles == tiles)
+    result = sparse_mla.decode(**case, splits=splits, variant=variant)
+    assert_same(result, reference_decode(**case, out_dtype=torch.float32))
+
+
+@pytest.mark.parametrize("layout", ["v32_fp8", "v4_fp8"])
+@pytest.mark.parametrize("heads", [8, 16, 32, 64])
+def test_every_code_of_e4m3_as_on_sm86(layout, heads, as_on_sm86):
+    """The portable path converts codes by integer operations: all of them, also those below 2^-6."""
+    case = prefill_case(tokens=9, heads=heads, layout=layout, slots=512, topk=200)
+    codes = torch.arange(448 if layout == "v4_fp8" else 512, device="cuda").to(torch.uint8)
+    codes = torch.where((codes & 0x7F) == 0x7F, 0, codes)
+    stride = 576 if layout == "v4_fp8" else 656
+    for slot in range(512):
+        page, start = slot // 64, slot % 64 * stride
+        case["kv"].data[page, start : start + len(codes)] = codes.roll(slot)
+    check_prefill(PORTABLE, case)
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+@pytest.mark.parametrize("heads", [8, 16, 32, 64])
+def test_the_code_of_nan_as_on_sm86(heads, code, as_on_sm86):
+    """It makes the query tokens that select its record NaN, all values of them, and no others."""
+    case = prefill_case(tokens=12, heads=heads, layout="v32_fp8", slots=512, topk=128, with_length=False)
+    valid = case["indices"][5][(case["indices"][5] >= 0) & (case["indices"][5] < 512)]
+    slot = int(valid[0])
+    case["kv"].data[slot // 64, slot % 64 * 656 + 300] = code
+    result = run(PORTABLE, "prefill", case)
+    hit = (case["indices"] == slot).any(1)
+    assert hit.any()
+    assert not hit.all()
+    assert torch.equal(result.out.isnan().all(-1).all(-1), hit)
+    assert torch.equal(result.out.isnan().any(-1).any(-1), hit)
+    assert torch.equal(result.lse.isnan().all(-1), hit)
 
 
 @pytest.mark.parametrize("heads", [16, 64])

@@ -109,10 +109,11 @@ def test_every_variant_that_a_batch_may_use_is_built_with_the_first():
     [
         (80, "v32_fp8", 16, [1, 2]),
         (80, "v32_fp8", 8, [1]),
-        (86, "v32_fp8", 16, [1]),  # 99 KiB: two groups of 8 heads
-        (89, "v4_fp8", 64, [1, 2]),
+        (86, "v32_fp8", 16, [1, 2]),
+        (86, "v32_fp8", 24, [1, 2, 4]),
+        (89, "v4_fp8", 64, [1, 2, 4, 8]),
         (90, "v32_fp8", 64, [1, 2, 4]),
-        (120, "v32_fp8", 128, [1]),
+        (120, "v32_fp8", 128, [1, 2, 4, 8]),
     ],
 )
 def test_variants_by_the_shared_memory_of_a_block(sm, layout, heads, tiles):
@@ -127,10 +128,15 @@ def test_blocks_fit_into_shared_memory(variant, layout):
     assert variant.blocks * (variant.shared_bytes(layout) + 1024) <= 228 * 1024
 
 
+@pytest.mark.parametrize("layout", ["v32_fp8", "v4_fp8"])
+@pytest.mark.parametrize("variant", sparse_mla.PORTABLE_VARIANTS, ids=lambda variant: str(variant.heads))
+def test_portable_blocks_fit_into_99_kib(variant, layout):
+    assert variant.shared_bytes(layout) <= shared_memory_per_block(86) == 99 * 1024
+
+
 def test_the_host_and_the_source_agree_on_constants():
     folder = Path(sparse_mla.__file__).parent
-    source = "".join((folder / f"sparse_mla_{part}.cuh").read_text() for part in ("steps", "shares"))
-    assert f"constexpr int KEYS = {sparse_mla.KEYS};" in source
+    source = "".join((folder / f"sparse_mla_{part}.cuh").read_text() for part in ("block", "shares"))
     assert f"constexpr int NOTHINGS = {sparse_mla.NOTHINGS};" in source
     assert f"constexpr int D_V = {sparse_mla.D_V};" in source
     assert f"constexpr int MAX_SHARES = {sparse_mla.MAX_SPLITS};" in source

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from sglang_case import Place, needs_engine, post
 
-from tests.backends.sglang.startup.light import READS_FLAGS
+from tests.backends.sglang.startup.light import ENTERED, READS_FLAGS
 
 pytestmark = [pytest.mark.engine_sglang, pytest.mark.timeout(900), needs_engine()]
 BACKEND = "DeepseekSparseAttnBackend"
@@ -259,4 +259,4 @@ def test_installed_and_not_enabled_changes_nothing(place: Place) -> None:
     assert installed["arguments"] == without["arguments"]
     assert installed["modules"] == without["modules"]
     assert without["plugin"] == []
-    assert installed["plugin"] == sorted([*READS_FLAGS, "nsa_plugin.backends.sglang.startup.hooks"])
+    assert installed["plugin"] == sorted([*ENTERED, *READS_FLAGS])

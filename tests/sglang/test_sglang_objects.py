@@ -114,6 +114,26 @@ def test_sglangs_rules_and_the_plan_agree_on_dense_attention(
     assert backend.nsa_plugin.route.dense is dense
 
 
+@pytest.mark.parametrize("asked", ["auto", "flash_mla"])
+def test_sglang_selects_slots_for_a_prefill_with_decode_steps(h200: None, asked: str) -> None:
+    """Metadata is made in mode MIXED; a prefill graph then runs the layers in mode EXTEND."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    backend = built(prefill_backend=asked)
+    lengths = {"extend_seq_lens_cpu": [3000, 1, 1], "forward_mode": ForwardMode.MIXED}
+    backend.set_dsa_prefill_impl(prefill(3000, 900, 5000, **lengths))
+    assert not backend.use_mha
+    assert backend.dsa_prefill_impl == "flashmla_kv"
+    assert backend.nsa_plugin.route.own is (asked == "auto")
+    for mode in (ForwardMode.MIXED, ForwardMode.EXTEND):
+        assert backend.get_topk_transform_method(mode).name == "PAGED"
+    # The same batch without decode steps may be copied, and then has rows of the copy.
+    backend.set_dsa_prefill_impl(prefill(3000, 900, 5000, **lengths | {"forward_mode": ForwardMode.EXTEND}))
+    copied = backend.nsa_plugin.route.plan.dequantize_kv
+    assert backend.get_topk_transform_method(ForwardMode.EXTEND).name == ("RAGGED" if copied else "PAGED")
+    assert copied is (asked == "flash_mla")
+
+
 @pytest.mark.parametrize("engine_says", [True, False])
 @pytest.mark.parametrize(
     ("settings", "lengths", "more", "leaves"),

@@ -6,7 +6,7 @@ An engine's planner reads that engine's batch and adds what only it knows. It ne
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -17,13 +17,16 @@ from nsa_plugin.decision.plan import Attention, Plan
 from nsa_plugin.decision.shapes import BatchShape, ModelShape, Phase
 from nsa_plugin.libraries.devices import GIB, MIB, DeviceProfile
 from nsa_plugin.settings import Settings
-from nsa_plugin.telemetry import Metrics, Trace
+from nsa_plugin.telemetry import SPLIT, Metrics, Trace
 
 KERNEL_OPS = {Attention.SPARSE_PREFILL: "sparse_mla_prefill", Attention.SPARSE_DECODE: "sparse_mla_decode"}
 """The registry's op of a plan's sparse kernel."""
 
 READ_EVERY = 64
 """Prefills from one reading of the free memory to the next, which may wait for the driver."""
+
+MAX_STEPS = 4096
+"""Sizes of steps whose plans are kept. Those that graphs capture come first, before the engine serves."""
 
 TracedRequest = tuple[str, int, int]
 """(id, query tokens, context in tokens) of a request, for the trace."""
@@ -136,12 +139,17 @@ class Planner:
         return ""
 
     def step_execution_of(self, shape: BatchShape) -> Execution:
-        """Return how to execute a decode, verify or draft step; it depends on phase, requests and tokens alone."""
+        """Return how to execute a decode, verify or draft step; it depends on phase, requests and tokens alone.
+
+        A plan that was kept stays, as a graph may have captured it: beyond MAX_STEPS sizes a step is decided each time.
+        """
         key = (shape.phase, shape.num_requests, shape.num_tokens)
         execution = self._steps.get(key)
         if execution is None:
             constraints = self.constraints(prefill=False, rows=shape.num_tokens)
-            execution = self._steps[key] = self.execution(self.decider.decide(shape, constraints))
+            execution = self.execution(self.decider.decide(shape, constraints))
+            if len(self._steps) < MAX_STEPS:
+                self._steps[key] = execution
         return execution
 
     def execution(self, plan: Plan) -> Execution:
@@ -193,6 +201,14 @@ class Planner:
             counts = tokens or [sum(rows for _, rows, _ in requests) for _, requests in parts]
             for (plan, _), count in zip(parts, counts, strict=True):
                 self.metrics.batch(plan, count)
+            if len(parts) > 1 and _is_split(plan for plan, _ in parts):
+                self.metrics.combined(SPLIT)
+
+
+def _is_split(plans: Iterable[Plan]) -> bool:
+    """Whether the plans of one batch attend some of its prompts densely and select for others."""
+    used = {plan.attention for plan in plans if plan.phase is Phase.EXTEND}
+    return Attention.MHA_ONE_SHOT in used and not used.isdisjoint(KERNEL_OPS)
 
 
 def logits_budget(settings: Settings, device: DeviceProfile) -> int:

@@ -209,6 +209,7 @@ def open_exchange(
     group: Callable[[], Any],
     impossible: Callable[[], str | None],
     max_tokens: Callable[[], int],
+    max_context: Callable[[], int],
     made: Callable[[TokenShard, dist.ProcessGroup], E],
 ) -> tuple[E | None, str]:
     """Open the exchange of this process, if its batches may reshard.
@@ -220,6 +221,7 @@ def open_exchange(
         group: finds the engine's coordinator; see `checked_group`.
         impossible: returns why this server does not support it, or None.
         max_tokens: returns the most query tokens of a batch that the buffers hold.
+        max_context: returns the most tokens of a request.
         made: makes the engine's exchange.
 
     Returns:
@@ -237,7 +239,7 @@ def open_exchange(
     if not settings.strict:  # no rank may wait for one that the stock engine serves
         return None, _kept(settings, "strict is off, and a rank that does not serve would keep the others waiting")
     ranks = group()
-    reason = impossible() or sharding.pointless(model, device, settings, max_tokens())
+    reason = impossible() or sharding.pointless(model, device, settings, max_tokens(), max_context())
     if not least(ranks.cpu_group, int(not reason)):
         return None, _kept(
             settings, reason or "another rank of the attention group cannot, and its own report says why"

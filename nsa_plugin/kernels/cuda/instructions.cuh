@@ -46,31 +46,19 @@ DEVICE u32 multiply_f16(u32 a, u32 b) {
     return r;
 }
 
-#if !NATIVE_FP8
-// Two e4m3 codes in the upper bytes of two halves. Shifted to float16's exponent they are 2^-8 of their value, exactly;
-// the code of NaN, the only one that a carry takes beyond seven bits, gets float16's.
-DEVICE u32 e4m3_to_f16(u32 codes) {
-    u32 magnitude = codes & 0x7f007f00u;
-    u32 nan = (magnitude + 0x01000100u) & 0x80008000u;
-    return multiply_f16((codes & 0x80008000u) | (magnitude >> 1) | (nan >> 1), 0x5c005c00u);
-}
-#endif
-
-// Two e4m3 codes each, of bytes 0 and 2 and of bytes 1 and 3, as float16 times 2^-8, exactly. NaN becomes 480.
-DEVICE void e4m3_to_scaled_f16(u32 codes, u32& even, u32& odd) {
-    even = (codes << 7 & 0x3f803f80u) | (codes << 8 & 0x80008000u);
-    odd = (codes >> 1 & 0x3f803f80u) | (codes & 0x80008000u);
-}
-
+#if NATIVE_FP8
 // Two e4m3 codes each from the lower and the upper half of a register.
 DEVICE void fp8_to_f16(u32 codes, u32& lower, u32& upper) {
-#if !NATIVE_FP8
-    lower = e4m3_to_f16(__byte_perm(codes, 0, 0x1404));
-    upper = e4m3_to_f16(__byte_perm(codes, 0, 0x3424));
-#else
     asm("{ .reg .b16 lo, hi; mov.b32 {lo, hi}, %2; cvt.rn.f16x2.e4m3x2 %0, lo; cvt.rn.f16x2.e4m3x2 %1, hi; }"
         : "=r"(lower), "=r"(upper) : "r"(codes));
+}
 #endif
+
+// Two e4m3 codes each from the even and the odd bytes of a register. A code's bits, one further right, are a float16 of
+// 2^-8 of its value, exactly, but for the code of NaN, which becomes 480 * 2^-8: what follows has to see to it.
+DEVICE void codes_to_f16(u32 codes, u32& even, u32& odd) {
+    even = (codes << 7 & 0x3f803f80u) | (codes << 8 & 0x80008000u);
+    odd = (codes >> 1 & 0x3f803f80u) | (codes & 0x80008000u);
 }
 
 DEVICE u32 pack_f16(float lower, float upper) {
@@ -97,17 +85,23 @@ DEVICE float log2_approx(float x) {
     return y;
 }
 
-DEVICE float warp_max(float x) {
+// Over groups of LANES neighbouring lanes.
+template <int LANES>
+DEVICE float max_of_lanes(float x) {
 #pragma unroll
-    for (int distance = 16; distance; distance >>= 1) x = fmaxf(x, __shfl_xor_sync(~0u, x, distance));
+    for (int distance = LANES / 2; distance; distance >>= 1) x = fmaxf(x, __shfl_xor_sync(~0u, x, distance));
     return x;
 }
 
-DEVICE float warp_sum(float x) {
+template <int LANES>
+DEVICE float sum_of_lanes(float x) {
 #pragma unroll
-    for (int distance = 16; distance; distance >>= 1) x += __shfl_xor_sync(~0u, x, distance);
+    for (int distance = LANES / 2; distance; distance >>= 1) x += __shfl_xor_sync(~0u, x, distance);
     return x;
 }
+
+DEVICE float warp_max(float x) { return max_of_lanes<32>(x); }
+DEVICE float warp_sum(float x) { return sum_of_lanes<32>(x); }
 
 DEVICE float bits_to_float(u32 bits) { return __int_as_float((int)bits); }
 DEVICE float power_of_two(int exponent) { return bits_to_float((u32)(exponent + 127) << 23); }
@@ -142,6 +136,16 @@ DEVICE void copy_8_bytes(u32 destination, const void* source, u32 barrier) {
     arrive_with_copies(barrier);
 }
 
+// A barrier of `threads` threads, for which all of a warp arrive.
+DEVICE void named_sync(int barrier, int threads) {
+    asm volatile("bar.sync %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
+}
+
+// The same, without waiting.
+DEVICE void named_arrive(int barrier, int threads) {
+    asm volatile("bar.arrive %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
+}
+
 #if HOPPER
 DEVICE void barrier_expect(u32 barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
@@ -151,12 +155,7 @@ DEVICE void barrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared.b64 _, [%0];" :: "r"(barrier) : "memory");
 }
 
-// A barrier of `threads` threads, for which all of a warp arrive.
-DEVICE void named_sync(int barrier, int threads) {
-    asm volatile("bar.sync %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
-}
-
-// The same, and whether something holds for one of the threads.
+// As `named_sync`, and whether something holds for one of the threads.
 DEVICE bool named_or(int barrier, int threads, bool something) {
     u32 yes;
     asm volatile("{ .reg .pred p, q; setp.ne.u32 p, %3, 0; bar.red.or.pred q, %1, %2, p; selp.u32 %0, 1, 0, q; }"

@@ -68,10 +68,24 @@ DEVICE void start_copies(Shared& shared, int stage, int warp, int lane, const En
     if (lane < COPIES) shared.from[warp][lane] = (u64)entry.record;
     __syncwarp();
 #if !HOPPER
-    constexpr int PIECES = COPIED / 16;
-    for (int piece = lane; piece < COPIES * PIECES; piece += 32) {
-        int r = piece / PIECES, at = piece % PIECES * 16;
-        copy_16_bytes(shared_address(&shared.records[stage][(warp * COPIES + r) * ROW + at]), (const u8*)shared.from[warp][r] + at);
+    u32 to = shared_address(&shared.records[stage][warp * COPIES * ROW]);
+    constexpr int REST = COPIED / 16 - 32, RESTS = (COPIES * REST + 31) / 32;  // pieces of 16 bytes beyond 32 of a record
+    // All addresses are on their way before the first is needed.
+    ulonglong2 from[COPIES / 2];
+    u64 rest_from[RESTS];
+#pragma unroll
+    for (int k = 0; k < COPIES / 2; ++k) from[k] = *(const ulonglong2*)&shared.from[warp][2 * k];
+#pragma unroll
+    for (int k = 0; k < RESTS; ++k) rest_from[k] = shared.from[warp][min((k * 32 + lane) / REST, COPIES - 1)];
+#pragma unroll
+    for (int k = 0; k < COPIES / 2; ++k) {
+        copy_16_bytes(to + 2 * k * ROW + lane * 16, (const u8*)from[k].x + lane * 16);
+        copy_16_bytes(to + (2 * k + 1) * ROW + lane * 16, (const u8*)from[k].y + lane * 16);
+    }
+#pragma unroll
+    for (int k = 0; k < RESTS; ++k) {
+        int piece = k * 32 + lane, at = (32 + piece % REST) * 16;
+        if (piece < COPIES * REST) copy_16_bytes(to + piece / REST * ROW + at, (const u8*)rest_from[k] + at);
     }
     arrive_with_copies(full);
 #else
@@ -167,18 +181,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
 #pragma unroll
     for (int k = 0; k < STAGES; ++k) slots[k] = entry_of(begin + k, i, given);
     int final = begin < end ? entry_of(end - 1, threadIdx.x % KEYS, given) : -1;
-    int quarter = warp & 3, half = warp >> 2;
+    Part part(warp);
     RawQuery raw;
     read_query(raw, q + first_row * q_row_stride + first_head * q_head_stride, q_row_stride, q_head_stride, own_rows,
-               own_heads, quarter, lane);
+               own_heads, part, lane);
     if (threadIdx.x == 0) shared.indices[0] = given(false), shared.indices[1] = given(true);
     // Not all the same: many copies of a single record wait for each other.
     if (threadIdx.x < KEYS) shared.nothing[threadIdx.x] = zeros + (blockIdx.x * KEYS + threadIdx.x) % NOTHINGS * COPIED;
     if (!__syncthreads_or(counts(end - 1, final)) && begin + 1 < end) {
         // Short contexts leave all blocks from some one on empty: these are left out.
         int last = begin;
-        for (int b = begin + 1 + (warp >> 1); b < end - 1; b += WARPS / 2)
-            if (counts(b, slot_of(b, (warp & 1) * 32 + lane))) last = b;
+        constexpr int READERS = KEYS / 32;  // warps that read a block's slots
+        for (int b = begin + 1 + warp / READERS; b < end - 1; b += WARPS / READERS)
+            if (counts(b, slot_of(b, warp % READERS * 32 + lane))) last = b;
         last = (int)__reduce_max_sync(~0u, (u32)last);
         if (lane == 0) shared.last[warp] = last;
         __syncthreads();
@@ -190,10 +205,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
     for (int k = 0; k < STAGES; ++k)
         if (begin + k < end) copy(begin + k, slots[k]);  // all stages are free
     int next = slot_of(begin + STAGES, i);
-    find_largest(shared, raw, quarter, lane);
+    find_largest(shared, raw, part, lane);
     __syncthreads();
     Query query;
-    keep_query(shared, query, raw, quarter, half == 0, scale_log2, lane);
+    keep_query(shared, query, raw, part, scale_log2, lane);
     __syncthreads();
     float o[VALUE_TILES][NT][4] = {};
     const float infinity = bits_to_float(0x7f800000);
@@ -205,7 +220,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
     for (int block = begin; block < end; ++block) {
         int step = block - begin, stage = (u32)step % STAGES;
         barrier_wait(shared_address(&shared.full[stage]), (u32)step / STAGES & 1);
-        multiply_queries(shared, stage, query, quarter, half, lane);
+        multiply_queries(shared, stage, query, part, lane);
         // S is there, and nobody reads P or the stage before any more.
         __syncthreads();
         if (step && block + STAGES - 1 < end) {
@@ -224,9 +239,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
     bool is_whole = shares == 1, is_cluster = HOPPER && !is_whole && !partial_out;
 #pragma unroll
     for (int j = 0; j < COLUMNS; ++j) {
-        int column = warp + WARPS * j, head = query_of(column) < own_rows ? head_of(column) : own_heads;
-        float sum = warp_sum(state.sum[j]), largest = warp_max(state.largest[j]);
-        if (lane == 0) {
+        int column = column_of(warp, lane, j), head = query_of(column) < own_rows ? head_of(column) : own_heads;
+        float sum = sum_of_lanes<LANES>(state.sum[j]), largest = max_of_lanes<LANES>(state.largest[j]);
+        if (lane % LANES == 0) {
             float total = state.anchor[j] + log2_approx(sum);  // -inf where there is nothing
             float weight = sum == 0.f ? 0.f : 1.f / sum;
             i64 at = (i64)(first_row + query_of(column)) * heads + first_head + head;
@@ -246,7 +261,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
     int g = lane >> 2, t = lane & 3;
     // Exponents reach 127 + 1, which is not a finite float32: applied in two halves.
     float reference = power_of_two(state.reference / 2);
-    float rest = power_of_two(state.reference - state.reference / 2 + (INTEGER_V ? 8 : 0));
+    float rest = power_of_two(state.reference - state.reference / 2 - VALUE_EXPONENT);
     bool is_rope = LAYOUT == 1 && warp == 7;
     if (is_rope) reference = rest = 1.f;
     float* own_out = (float*)shared.records;

@@ -24,7 +24,7 @@ from nsa_plugin.layouts import V4_FP8, V32_FP8, CacheLayout
 
 SOURCE = "sparse_mla.cu"
 LOG2_E = 1.4426950408889634
-KEYS = 64  # entries that a block of threads attends at a time
+KEYS = 64  # entries that a share of a row has at least two times
 WARPS = 8
 THREADS = (32 * WARPS, 1, 1)  # of a block
 D_V = 512
@@ -42,17 +42,24 @@ class Variant:
     Attributes:
         tiles: tiles of 8 heads that a block of threads takes.
         blocks: blocks of threads resident on an SM.
-        held: of a warp's 8 steps over the query's fp8-multiplied values, those whose fragments stay in registers;
-            shared memory has the others.
+        held: of a warp's steps over the query's fp8-multiplied values, those whose fragments stay in registers; shared
+            memory has the others.
         group: neighbouring query rows of a block, which share the tiles and the union of their entries.
-        stages: blocks of keys in shared memory.
+        keys: entries that a block of threads attends at a time.
+        stages: blocks of that many records in shared memory.
+        sums: of S in shared memory: one for every part of the values, or for two.
+        value_parts, head_parts: in Q K^T, the warps' shares of a row's values and of the heads; the keys have the rest.
     """
 
     tiles: int
     blocks: int
     held: int
     group: int = 1
+    keys: int = 64
     stages: int = 2
+    sums: int = 4
+    value_parts: int = 4
+    head_parts: int = 1
 
     @property
     def heads(self) -> int:
@@ -62,21 +69,33 @@ class Variant:
     @property
     def definitions(self) -> dict[str, int]:
         """Of the source's preprocessor."""
-        definitions = {"NT": self.tiles, "MIN_BLOCKS": self.blocks, "HELD": self.held, "GROUP": self.group}
-        return definitions | {"STAGES": self.stages}
+        return {
+            "NT": self.tiles,
+            "MIN_BLOCKS": self.blocks,
+            "HELD": self.held,
+            "GROUP": self.group,
+            "STEP_KEYS": self.keys,
+            "STEP_STAGES": self.stages,
+            "SUMS": self.sums,
+            "VALUE_PARTS": self.value_parts,
+            "HEAD_PARTS": self.head_parts,
+        }
 
     def shared_bytes(self, layout: str) -> int:
         """Shared memory of a block, in bytes."""
-        row, scales, p_copies = (656, 0, 1) if layout == V32_FP8.name else (592, KEYS * 8, 2)
+        row, scales, p_copies = (656, 0, 1) if layout == V32_FP8.name else (592, 8, 2)
         columns = 8 * self.tiles
+        validity = self.keys * (layout == V4_FP8.name)
+        members = self.keys * (self.group > 1)
+        kept = self.value_parts * (32 // self.value_parts - self.held) + 4 * (layout == V32_FP8.name)
         parts = (
-            self.stages * KEYS * row,  # records
-            4 * columns * 68 * 4,  # S
-            p_copies * columns * 72 * 2,  # P
-            self.stages * (scales + KEYS * (2 if self.group > 1 else 1)),  # and validity, and rows of a group
-            2 * KEYS * 8 + 2 * 8,  # addresses of records, of zero records and of rows
+            self.stages * self.keys * row,  # records
+            self.sums * columns * (self.keys + 4) * 4,  # S
+            p_copies * columns * (self.keys + 8) * 2,  # P
+            self.stages * (self.keys * scales + validity + members),
+            2 * self.keys * 8 + 2 * 8,  # addresses of records, of zero records and of rows
             self.stages * 8 + WARPS * 4,  # barriers, and a number a warp
-            4 * 32 * 2 * self.tiles * 4 * (8 - self.held + (layout == V32_FP8.name)),  # fragments of the query
+            kept * 32 * 2 * self.tiles * 4,  # fragments of the query
             2 * columns * 4,  # factors of a head
             128,  # alignment
         )
@@ -85,8 +104,13 @@ class Variant:
 
 # `held` as measured: 4 leaves 16 heads the registers that they lack.
 VARIANTS = (Variant(tiles=1, blocks=2, held=8), Variant(tiles=2, blocks=2, held=4), Variant(tiles=4, blocks=1, held=8))
-PORTABLE_VARIANTS = (Variant(tiles=1, blocks=2, held=8), Variant(tiles=2, blocks=1, held=8))
-"""For other GPUs than SM90, as far as a block's shared memory has room: one tile everywhere."""
+PORTABLE_VARIANTS = (
+    Variant(tiles=1, blocks=2, held=8),
+    Variant(tiles=2, blocks=2, held=8, keys=32, stages=3),
+    Variant(tiles=4, blocks=2, held=4, keys=32),
+    Variant(tiles=8, blocks=1, held=8, keys=32, head_parts=2),
+)
+"""For other GPUs than SM90: with more than one tile, steps of 32 keys, for which 99 KiB suffice."""
 
 
 class CudaScope(ctypes.Structure):
@@ -114,11 +138,15 @@ class CudaScope(ctypes.Structure):
     )
 
 
+def variants_of(facts: DeviceFacts) -> tuple[Variant, ...]:
+    """All variants for a device, in ascending order."""
+    return VARIANTS if facts.architecture == HOPPER else PORTABLE_VARIANTS
+
+
 @functools.cache
 def possible_variants(heads: int, layout: str, facts: DeviceFacts) -> tuple[Variant, ...]:
     """Those that calls with this many query heads may use on a device."""
-    known = VARIANTS if facts.architecture == HOPPER else PORTABLE_VARIANTS
-    fitting = [variant for variant in known if variant.shared_bytes(layout) <= facts.shared_memory]
+    fitting = [variant for variant in variants_of(facts) if variant.shared_bytes(layout) <= facts.shared_memory]
     last = next((number for number, variant in enumerate(fitting) if variant.heads >= heads), len(fitting) - 1)
     return tuple(fitting[: last + 1])
 

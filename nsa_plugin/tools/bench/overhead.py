@@ -17,6 +17,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median, quantiles
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from nsa_plugin.backends.common.paths import SGLANG
@@ -55,9 +56,9 @@ with contextlib.redirect_stdout(sys.stderr):
     took = time.perf_counter() - start
 print(took * 1e3)
 """
-LOADS_PLUGINS = {"sglang": "sglang.srt.plugins, sglang.srt.server_args", "vllm": "vllm.engine.arg_utils"}
-"""Modules of each engine that are imported before it loads plugins. What else of the engine is imported counts: in vLLM
-the module of the worker's class, which a worker imports itself."""
+LOADS_PLUGINS = {"sglang": "sglang.srt.plugins, sglang.srt.server_args", "vllm": "vllm.entrypoints.cli.serve"}
+"""Modules of each engine that its server has imported when it loads plugins. More of the engine counts where imported.
+vLLM's has imported the worker's base class, which the entry point patches."""
 
 
 def decode(number: int) -> BatchShape:
@@ -100,12 +101,15 @@ def timed(name: str, call: Callable[[int], object], runs: int) -> dict[str, Any]
 def entry_point(name: str, code: str, runs: int, **environ: str) -> dict[str, Any]:
     """Milliseconds that a fresh interpreter reports, its own start excluded."""
     times = []
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("NSA_PLUGIN_")}
-    for _ in range(runs + 1):  # the first may compile
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=clean | environ, capture_output=True, text=True, check=True
-        )
-        times.append(float(done.stdout.split()[-1]))
+    dropped = ("NSA_PLUGIN_", "PYTHONDONTWRITEBYTECODE")
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(dropped)}
+    with TemporaryDirectory() as compiled:  # as pip leaves a package: compiled
+        clean["PYTHONPYCACHEPREFIX"] = compiled
+        for _ in range(runs + 1):  # the first compiles
+            done = subprocess.run(
+                [sys.executable, "-c", code], env=clean | environ, capture_output=True, text=True, check=True
+            )
+            times.append(float(done.stdout.split()[-1]))
     return {"what": name, "p50_ms": round(median(times[1:]), 1), "max_ms": round(max(times[1:]), 1), "runs": runs}
 
 

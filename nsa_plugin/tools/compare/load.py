@@ -5,7 +5,8 @@ first event with a token, including HTTP. Inter-token latency (`itl`) is the tim
 tokens of the second. Throughput is tokens divided by the time from the first request sent to the last one answered.
 Prompts are random and distinct, have exactly the given length and are the same for every server. The prefix cache is
 emptied before each repetition. All requests of a repetition are sent at once: each in its own request; all in one,
-which excludes how a server receives them; or behind a long one. `runner` repeats them.
+which excludes how a server receives them and how it streams; or behind a long one. `runner` repeats them. The first
+repetition warms a server up and is not timed, but for the load whose measures ask for it (`FIRST`).
 """
 
 from __future__ import annotations
@@ -28,11 +29,15 @@ if TYPE_CHECKING:
 
 TTFT, PREFILL, DECODE, MIXED = "ttft", "prefill", "decode", "mixed"
 SPEED_CASES = (TTFT, PREFILL, DECODE, MIXED)
+FIRST = "first_"
+"""Prefix of a measure of the first repetition, which meets whatever a server still has to compile."""
 
 # Default output tokens of each `DECODE` request.
 USUAL_OUTPUT = 256
 # Repetitions of `DECODE`, fewer for long outputs: 16 × 4096 tokens take half a minute.
 _REPEAT_DECODE, _REPEAT_LONG_DECODE, _LONG_DECODE = 21, 3, 1024
+# `DECODE` in one request: without a stream per request the server's CPU time for HTTP does not hide the GPU's.
+_DECODE_IN_ONE, _REPEAT_DECODE_IN_ONE = 32, 9
 # `MIXED`: one long prompt and many short ones, each with some output so that prefills meet decodes.
 _LONG, _SHORTS, _SHORT, _MIXED_OUTPUT, _REPEAT_MIXED = 60_000, 40, 1000, 32, 9
 # A server takes longer to read a body of 60000 numbers than one of 1000: without a head start the long prompt would
@@ -73,8 +78,11 @@ class SpeedLoad:
     def measures(self) -> tuple[str, ...]:
         """Measures of this load: "ttft_ms", "itl_ms", "input_tokens_per_s", "output_tokens_per_s".
 
-        "long_ttft_ms" is of the long prompt, which is in no other measure.
+        "long_ttft_ms" is of the long prompt, which is in no other measure. A name that begins with `FIRST` is of the
+        first repetition.
         """
+        if self.in_one and self.case == DECODE:
+            return ("output_tokens_per_s", f"{FIRST}output_tokens_per_s")
         if self.in_one:
             return ("input_tokens_per_s",)
         return {
@@ -94,12 +102,13 @@ def loads(
     """The loads of `cases`.
 
     They are: one request of each of three lengths; 100 prompts of 2000 tokens with one token out, each in its own
-    request and all in one; 16 prompts of 4096 with 256 out; and 40 of 1000 behind one of 60000. No prompt is longer
-    than `context`: the last load is left out if the context is too short (`left_out`), the others become shorter.
+    request and all in one; 16 prompts of 4096 with 256 out, and 32 in one request; and 40 of 1000 behind one of 60000.
+    No prompt is longer than `context`: the last load is left out if the context is too short (`left_out`), the others
+    become shorter.
 
     Args:
         prompts: lengths in tokens of the single requests, if given.
-        output_tokens: tokens to generate for each of the 16, if given.
+        output_tokens: tokens to generate for each of the 16, if given; there are no 32 then.
     """
     found = []
     if TTFT in cases:
@@ -115,6 +124,11 @@ def loads(
         prompt, new_tokens = decode_prompt(context), output_tokens or min(USUAL_OUTPUT, context)
         name = f"decode-16x{prompt}" + (f"-{output_tokens}-out" if output_tokens else "")
         repeat = _REPEAT_DECODE if new_tokens <= _LONG_DECODE else _REPEAT_LONG_DECODE
+        if not output_tokens:
+            in_one = f"decode-{_DECODE_IN_ONE}x{prompt}-in-one"
+            load = SpeedLoad(in_one, DECODE, _DECODE_IN_ONE, prompt, new_tokens, _REPEAT_DECODE_IN_ONE, in_one=True)
+            # Before all others, so that its first pass is the first that servers of a run without answers get.
+            found.insert(0, load)
         found.append(SpeedLoad(name, DECODE, 16, prompt, new_tokens, repeat))
     if MIXED in cases and context >= _LONG:
         found.append(SpeedLoad(_mixed_name(), MIXED, _SHORTS, _SHORT, _MIXED_OUTPUT, _REPEAT_MIXED, long=_LONG))
@@ -160,7 +174,8 @@ class _Timed:
 def measure(
     engine: ServedEngine, url: str, load: SpeedLoad, repetition: int, vocab_size: int, timeout: float
 ) -> dict[str, float]:
-    """Run one repetition of a load. Returns its measures (`SpeedLoad.measures`); a distribution is given by its median.
+    """Run one repetition of a load. Returns its measures (`SpeedLoad.measures`, without `FIRST`); a distribution is
+    given by its median.
 
     Args:
         repetition: its number; the prompts follow from it and from the load's name.
@@ -187,14 +202,14 @@ def measure(
                     text = await response.text()
                 seconds = time.perf_counter() - started
                 _check_answers(engine, load, text)
-                return {"input_tokens_per_s": load.requests * load.prompt / seconds}
+                return _throughputs(load, seconds)
             starts = [0.0, *[_HEAD_START_S] * load.requests] if load.long else [0.0] * load.requests
             pairs = zip(bodies, starts, strict=True)
             timed = await asyncio.gather(*(_stream(session, engine, url, body, after) for body, after in pairs))
             return _readings(load, timed, time.perf_counter() - started)
 
     found: dict[str, float] = asyncio.run(within_time(timeout, load.name, once()))
-    return {name: found[name] for name in load.measures}
+    return {name: found[name] for name in load.measures if name in found}
 
 
 @asynccontextmanager
@@ -245,10 +260,14 @@ def _readings(load: SpeedLoad, timed: Sequence[_Timed], seconds: float) -> dict[
     return {
         "ttft_ms": statistics.median(one.first for one in timed) * 1e3,
         "itl_ms": statistics.median(gaps) * 1e3 if gaps else 0.0,
-        "input_tokens_per_s": load.requests * load.prompt / seconds,
-        "output_tokens_per_s": load.requests * load.new_tokens / seconds,
         "long_ttft_ms": long * 1e3,
+        **_throughputs(load, seconds),
     }
+
+
+def _throughputs(load: SpeedLoad, seconds: float) -> dict[str, float]:
+    tokens = {"input_tokens_per_s": load.prompt, "output_tokens_per_s": load.new_tokens}
+    return {name: load.requests * each / seconds for name, each in tokens.items()}
 
 
 def _check_length(load: SpeedLoad, tokens: int) -> None:

@@ -157,6 +157,7 @@ class RoleServer:
         try:
             metrics = self.server.get(self._engine.metrics_path, timeout=5.0)
             run.routes = dict(self._engine.routes(metrics)) or run.routes
+            run.combined = dict(self._engine.combined(metrics)) or run.combined
         except ServerError as error:
             self.say(f"no metrics: {error}")
         found = _PLAN.findall(self.log.read_text(errors="replace")) if self.log.exists() else []

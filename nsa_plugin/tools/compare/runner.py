@@ -16,11 +16,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from nsa_plugin.tools.compare.lifecycle import HEARTBEAT_S, Say, finish_all, recover, start_all
-from nsa_plugin.tools.compare.load import SpeedLoad, measure
+from nsa_plugin.tools.compare.load import FIRST, SpeedLoad, measure
 from nsa_plugin.tools.compare.measured import AGAIN, CONTROL, PLUGIN, STOCK, Measured, Run
 from nsa_plugin.tools.compare.role_server import RoleServer
 from nsa_plugin.tools.compare.workload import LIMIT
-from nsa_plugin.tools.serving.client import send
+from nsa_plugin.tools.serving.client import scored, send
 from nsa_plugin.tools.serving.engine import CompareError, ServedEngine
 from nsa_plugin.tools.serving.process import ServerError, free_ports
 from nsa_plugin.tools.serving.requests import Answer, RequestGroup
@@ -162,6 +162,9 @@ class EngineComparison:
             started = time.monotonic()
             try:
                 answers = send(self.engine, one.server.url, group, min(left, _STEP_S))
+                if not group.top:
+                    left = self._left() - self._reserve * to_come
+                    answers = scored(self.engine, one.server.url, group, answers, min(max(left, 1.0), _STEP_S))
             except CompareError as error:
                 answers = {request.name: Answer(error=str(error)) for request in group.requests}
                 if not recover(one, self.engine, self._left()):
@@ -256,10 +259,11 @@ class EngineComparison:
             one.say(f"{load.name} ended: {error}")
             recover(one, self.engine, until - time.monotonic())
             return False
-        if repetition:  # the first one warms up
-            readings = one.run.speed.setdefault(load.name, {})
-            for name, value in found.items():
-                readings.setdefault(name, []).append(value)
+        readings = one.run.speed.setdefault(load.name, {})
+        for name, value in found.items():
+            measured = name if repetition else f"{FIRST}{name}"
+            if measured in load.measures:
+                readings.setdefault(measured, []).append(value)
         return True
 
 

@@ -6,11 +6,12 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from nsa_plugin.telemetry import MIXED, SPLIT
 from nsa_plugin.tools.compare import rule
 from nsa_plugin.tools.compare.measured import CONTROL, PLUGIN, STOCK, Measured, Run
 from nsa_plugin.tools.compare.rule import Compared
 from nsa_plugin.tools.compare.tolerance import ReferenceTolerance, StockTolerance, Tolerance, floor_of, tolerance
-from nsa_plugin.tools.compare.workload import AGREEMENT_CASES, LIMIT
+from nsa_plugin.tools.compare.workload import AGREEMENT_CASES, INTERLEAVED, LIMIT, MIXED_CHUNK
 from nsa_plugin.tools.serving.engine import V32
 
 _NAMED = 4  # requests that a check lists
@@ -65,6 +66,8 @@ def judge(measured: Measured) -> Verdict:
     checks = [complete(measured)]
     if PLUGIN in runs:
         checks.append(active(runs[PLUGIN]))
+    if PLUGIN in runs:
+        checks += combined_checks(measured, runs[PLUGIN])
     if agreement:
         nothing = "no request was answered twice by stock: its own spread is not known"
         checks.append(spread_check(own, allowed, name="stock against itself", nothing=nothing))
@@ -145,6 +148,19 @@ def active(run: Run) -> Check:
         counted = [f"{route} x{count}" for route, count in sorted(run.routes.items())]
         detail = ", ".join(counted) or f"plans in the log: {', '.join(run.planned)}"
     return Check(name="the plugin served", holds=run.active, detail=detail)
+
+
+def combined_checks(measured: Measured, run: Run) -> list[Check]:
+    """Whether the plugin planned the prefills with requests of two kinds that its server was set up for."""
+    found, cases = [], measured.asked["cases"]
+    if run.report.get("settings", {}).get("split_prefill") == "on" and INTERLEAVED in cases:
+        found.append(("short prompts attended densely next to long ones", SPLIT))
+    if measured.facts.get("mixed_chunk") and MIXED_CHUNK in cases:
+        found.append(("decode steps ran in prefills", MIXED))
+    return [
+        Check(name=name, holds=run.combined.get(kind, 0) > 0, detail=f"{run.combined.get(kind, 0)} prefills, counted")
+        for name, kind in found
+    ]
 
 
 def spread_check(own: Sequence[Compared], allowed: StockTolerance, *, name: str, nothing: str) -> Check:

@@ -12,14 +12,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from nsa_plugin.tools.serving.engine import CompareError
-from nsa_plugin.tools.serving.requests import PromptRequest, RequestGroup
+from nsa_plugin.tools.serving.requests import TOP, PromptRequest, RequestGroup
 
 SINGLE, BATCH, PREFIX, CONCURRENT, FORCED = "single", "batch", "prefix", "concurrent", "forced"
 ROWS, LIMIT = "rows", "limit"
-AGREEMENT_CASES = (SINGLE, BATCH, FORCED, ROWS, PREFIX, CONCURRENT)
+INTERLEAVED, MIXED_CHUNK = "interleaved", "mixed-chunk"
+AGREEMENT_CASES = (SINGLE, BATCH, FORCED, ROWS, PREFIX, CONCURRENT, INTERLEAVED, MIXED_CHUNK)
 
 # Pairs of groups with the same prompts: alone twice, alone and in one batch (whose chunks have other sizes), with and
-# without a prefix cache hit, and concurrently in another order.
+# without a prefix cache hit, and concurrently in another order; short and long prompts in turn, alone and in one batch.
 SAME = (
     (SINGLE, f"{SINGLE}-again"),
     (SINGLE, BATCH),
@@ -27,8 +28,15 @@ SAME = (
     (ROWS, f"{ROWS}-batch"),
     (PREFIX, f"{PREFIX}-cold"),
     (CONCURRENT, f"{CONCURRENT}-again"),
+    (INTERLEAVED, f"{INTERLEAVED}-batch"),
+    (MIXED_CHUNK, f"{MIXED_CHUNK}-again"),
 )
 NUM_CONCURRENT = 64
+# `INTERLEAVED`: pairs of a long and a short prompt. A chunk of 8192 tokens has about two, so that short prompts are
+# prefilled with long ones, in batches of more tokens than SGLang replays from a graph.
+_PAIRS = 12
+# `MIXED_CHUNK`: more prompts than a few chunks of 8192 tokens hold, so that later ones are prefilled with decode steps.
+_MIXED_PROMPTS = 48
 # Positions of a prompt whose log probabilities are compared: each is conditioned on the same tokens.
 FORCED_POSITIONS = 512
 _FIRST_TOKEN = 10
@@ -81,8 +89,8 @@ def workload(
 
     groups: list[RequestGroup] = []
 
-    def add(case: str, how: str, requests: Sequence[PromptRequest], name: str = "") -> None:
-        groups.append(RequestGroup(name=name or case, case=case, how=how, requests=tuple(requests)))
+    def add(case: str, how: str, requests: Sequence[PromptRequest], name: str = "", top: int = TOP) -> None:
+        groups.append(RequestGroup(name=name or case, case=case, how=how, requests=tuple(requests), top=top))
 
     lengths = prompt_lengths(selects_above, context, edges) if SINGLE in cases or BATCH in cases else []
     alone = [PromptRequest(name=f"p{count}", prompt=tokens(f"p{count}", count)) for count in lengths]
@@ -120,6 +128,22 @@ def workload(
         add(CONCURRENT, "at once", mixed)
         source.shuffle(mixed)
         add(CONCURRENT, "at once", mixed, f"{CONCURRENT}-again")
+    if INTERLEAVED in cases:
+        parts = range(1, _PAIRS + 1)
+        pairs = [(selects_above + selects_above * i // _PAIRS, selects_above * (2 + i) // (_PAIRS + 4)) for i in parts]
+        counts = [count for pair in pairs for count in pair]
+        turns = [PromptRequest(name=f"i{i}", prompt=tokens(f"i{i}", count)) for i, count in enumerate(counts)]
+        add(INTERLEAVED, "one by one", turns)
+        add(INTERLEAVED, "one batch", turns, f"{INTERLEAVED}-batch")
+    if MIXED_CHUNK in cases:
+        # SGLang mixes no request that asks for log probabilities, so the answers are scored afterwards.
+        source = random.Random(f"{seed}/{MIXED_CHUNK}")
+        low, high = math.log(max(2, selects_above // 16)), math.log(min(4 * selects_above, context))
+        lengths = [int(math.exp(source.uniform(low, high))) for _ in range(_MIXED_PROMPTS)]
+        unlogged = [PromptRequest(name=f"m{i}", prompt=tokens(f"m{i}", count)) for i, count in enumerate(lengths)]
+        add(MIXED_CHUNK, "at once", unlogged, top=0)
+        source.shuffle(unlogged)
+        add(MIXED_CHUNK, "at once", unlogged, f"{MIXED_CHUNK}-again", top=0)
     return groups
 
 

@@ -22,6 +22,7 @@ _MEASURES = {
     "itl_ms": "time between tokens",
     "input_tokens_per_s": "throughput",
     "output_tokens_per_s": "throughput",
+    "first_output_tokens_per_s": "throughput, first pass",
 }
 
 

@@ -1,11 +1,11 @@
-"""Send groups of requests to a server, all with log probabilities."""
+"""Send groups of requests to a server, and score answers that came without log probabilities."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -38,6 +38,45 @@ def send(
         CompareError: no server, no answer in time, or an unexpected reply.
     """
     return asyncio.run(within_time(timeout, f"group {group.name}", _send(engine, url, group, on_answer)))
+
+
+def scored(
+    engine: ServedEngine, url: str, group: RequestGroup, answers: Mapping[str, Answer], timeout: float
+) -> dict[str, Answer]:
+    """Give answers without log probabilities those that the server assigns to their tokens in a prompt.
+
+    Each prompt is sent again with its answer behind it, as one batch. An answer with an error is left as it is.
+
+    Args:
+        group: as it was sent, with `top` 0.
+
+    Raises:
+        CompareError: see `send`.
+    """
+    known = {request.name: request for request in group.requests if not answers[request.name].error}
+    again = [
+        PromptRequest(
+            name=name,
+            prompt=request.prompt + answers[name].token_ids,
+            new_tokens=1,
+            prompt_logprobs=len(answers[name].token_ids) + 1,  # the first of them has none
+        )
+        for name, request in known.items()
+    ]
+    found = dict(answers)
+    if not again:
+        return found
+    name = f"{group.name}, scored"
+    for asked, answer in send(
+        engine, url, RequestGroup(name=name, case=group.case, how="one batch", requests=tuple(again)), timeout
+    ).items():
+        tokens = len(found[asked].token_ids)
+        if answer.error or not len(answer.prompt_logprobs) == len(answer.prompt_top) == tokens:
+            problem = answer.error or f"{len(answer.prompt_logprobs)} log probabilities for {tokens} tokens"
+            found[asked] = replace(found[asked], error=f"not scored: {problem}")
+        else:
+            found[asked] = replace(found[asked], logprobs=answer.prompt_logprobs, top=answer.prompt_top)
+    return found
 
 
 def settle(engine: ServedEngine, url: str, timeout: float) -> None:

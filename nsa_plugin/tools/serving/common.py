@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from importlib import metadata
 from typing import Any
 
+from nsa_plugin.telemetry import COMBINED_PREFILLS
 from nsa_plugin.tools.serving.engine import V4, CompareError
 
 PLUGIN = "nsa_plugin"
@@ -81,6 +82,15 @@ def routes(metrics: str, prefix: str) -> Counter[str]:
         labels = dict(_LABEL.findall(found["labels"]))
         route = "/".join(labels.get(name, "?") for name in ("phase", "attention", "provider"))
         counted[route] += int(float(found["value"]))
+    return counted
+
+
+def combined(metrics: str, prefix: str) -> Counter[str]:
+    """Prefills with requests of two kinds, by kind (`telemetry.COMBINED_PREFILLS`), from the text of /metrics."""
+    counted: Counter[str] = Counter()
+    line = re.compile(rf"^{prefix}:{COMBINED_PREFILLS.name}\{{(?P<labels>[^}}]*)\}} (?P<value>\S+)", re.MULTILINE)
+    for found in line.finditer(metrics):
+        counted[dict(_LABEL.findall(found["labels"])).get("kind", "?")] += int(float(found["value"]))
     return counted
 
 

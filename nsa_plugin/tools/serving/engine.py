@@ -80,11 +80,17 @@ class ServedEngine(Protocol):
         """Batches that the plugin planned, by "phase/attention/provider", from the server's metrics."""
         ...
 
+    def combined(self, metrics: str) -> Counter[str]:
+        """Prefills with requests of two kinds that the plugin planned, by kind, from the server's metrics."""
+        ...
+
     def facts(self, flags: Sequence[str], family: str) -> dict[str, Any]:
         """What `flags` say about a server of a model of `family` (`FAMILIES`).
 
         Returns:
             kv ("bf16", "fp8"), tp, dp, attention_tp, prefix_cache, and `variant`, a list of words. `chunk` (most tokens
-            of a prefill) and `max_len` (longest context) are in tokens, or None if no flag sets them.
+            of a prefill) and `max_len` (longest context) are in tokens, or None if no flag sets them. `mixed_chunk`:
+            decode steps run in prefills, but not those of requests that ask for log probabilities; absent if no flag
+            makes an engine do so.
         """
         ...

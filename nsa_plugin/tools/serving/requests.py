@@ -49,7 +49,7 @@ class RequestGroup:
     Attributes:
         case: the case that the group belongs to.
         how: "one by one", "one batch" (one HTTP request) or "at once" (one HTTP request each).
-        top: most probable tokens requested with each generated token.
+        top: most probable tokens requested with each generated token; 0: no log probabilities.
         traced: send each request's name as its id, so that the plugin's trace can be read by request.
     """
 
@@ -75,6 +75,7 @@ class Answer:
         logprobs: log probability of each generated token.
         top: for each generated token, the most probable token ids and their log probabilities.
         prompt_logprobs: log probabilities of the prompt's last tokens, if requested.
+        prompt_top: for each of these, the most probable tokens and their log probabilities, if the engine gives them.
         cached_tokens: prompt tokens that came from the prefix cache.
         error: why there is no answer, or "".
         seconds: from sending the request to the complete answer; 0 if not measured.
@@ -84,14 +85,15 @@ class Answer:
     logprobs: tuple[float, ...] = ()
     top: tuple[dict[int, float], ...] = ()
     prompt_logprobs: tuple[float, ...] = ()
+    prompt_top: tuple[dict[int, float], ...] = ()
     cached_tokens: int = 0
     error: str = ""
     seconds: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON, without the time."""
+        """Plain data for JSON, without the time and the prompt's most probable tokens."""
         made = vars(self) | {"top": [[list(best), list(best.values())] for best in self.top]}
-        del made["seconds"]
+        del made["seconds"], made["prompt_top"]
         return made
 
     @classmethod

@@ -95,18 +95,16 @@ class SglangEngine:
     @staticmethod
     def _answer(data: Mapping[str, Any]) -> Answer:
         meta = data["meta_info"]
-        chosen = meta["output_token_logprobs"]
+        chosen = meta.get("output_token_logprobs")  # None if the request asked for no log probabilities
         reason = meta.get("finish_reason") or {}
         # A prompt's first token has no log probability.
         prompt = [value for value, *_ in meta.get("input_token_logprobs") or () if value is not None]
         return Answer(
-            token_ids=tuple(int(token) for _, token, *_ in chosen),
-            logprobs=tuple(number(value) for value, *_ in chosen),
-            top=tuple(
-                {int(token): number(value) for value, token, *_ in best}
-                for best in meta.get("output_top_logprobs") or ()
-            ),
+            token_ids=tuple(map(int, data["output_ids"] if chosen is None else [token for _, token, *_ in chosen])),
+            logprobs=tuple(number(value) for value, *_ in chosen or ()),
+            top=_tops(meta.get("output_top_logprobs")),
             prompt_logprobs=tuple(number(value) for value in prompt),
+            prompt_top=_tops(meta.get("input_top_logprobs")),
             cached_tokens=int(meta.get("cached_tokens") or 0),
             error=str(reason.get("message", "aborted")) if reason.get("type") == "abort" else "",
         )
@@ -118,6 +116,9 @@ class SglangEngine:
 
     def routes(self, metrics: str) -> Counter[str]:
         return common.routes(metrics, "sglang")
+
+    def combined(self, metrics: str) -> Counter[str]:
+        return common.combined(metrics, "sglang")
 
     def facts(self, flags: Sequence[str], family: str) -> dict[str, Any]:
         chunk = "--chunked-prefill-size"
@@ -136,5 +137,11 @@ class SglangEngine:
             # With data-parallel attention each rank has the heads of tp / dp ranks.
             "attention_tp": max(1, made["tp"] // made["dp"]) if "--enable-dp-attention" in flags else made["tp"],
             "prefix_cache": "--disable-radix-cache" not in flags,
+            "mixed_chunk": "--enable-mixed-chunk" in flags,
             "variant": variant,
         }
+
+
+def _tops(listed: Sequence[Any] | None) -> tuple[dict[int, float], ...]:
+    """{token: log probability} of each position; SGLang lists None for a prompt's first token, which is left out."""
+    return tuple({int(token): number(value) for value, token, *_ in best} for best in listed or () if best)

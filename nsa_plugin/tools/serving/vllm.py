@@ -146,6 +146,9 @@ class VllmEngine:
     def routes(self, metrics: str) -> Counter[str]:
         return common.routes(metrics, "vllm")
 
+    def combined(self, metrics: str) -> Counter[str]:
+        return common.combined(metrics, "vllm")
+
     def facts(self, flags: Sequence[str], family: str) -> dict[str, Any]:
         chunk = "--max-num-batched-tokens"
         variant = [word for flag, word in _SWITCHES.items() if flag in flags]

@@ -136,7 +136,10 @@ def pool_of(buffer: torch.Tensor) -> Any:
 
 
 class Case:
-    """A batch, its cache and one layer; `splits` or not, the selection of short prompts is all of their tokens."""
+    """A batch, its cache and one layer; `splits` or not, the selection of short contexts is all of their tokens.
+
+    `short`: query tokens of short prompts, which attend densely if the batch is split; decode steps do not.
+    """
 
     def __init__(self, lengths: list[tuple[int, int]], layout: str = "bf16", *, padding: int = 0, **settings: Any):
         self.q_lens, self.kv_lens = [q for q, _ in lengths], [kv for _, kv in lengths]
@@ -159,7 +162,7 @@ class Case:
         fields = {"out_cache_loc": torch.cat(new), "spec_info": None}
         self.batch = forward_batch(ForwardMode.EXTEND, self.q_lens, self.kv_lens, **fields)
         self.hidden = torch.randn(row + padding, Q_LORA + D_QK, generator=seeded).bfloat16()
-        self.short = torch.tensor([kv <= TOPK for q, kv in lengths for _ in range(q)])
+        self.short = torch.tensor([q > 1 and kv <= TOPK for q, kv in lengths for _ in range(q)])
         self.backend = started(SplitBackend, layout=layout, **settings)
         self.backend.token_to_kv_pool = pool_of(self.buffer.clone())
         self.planner = self.backend.nsa_plugin.planner

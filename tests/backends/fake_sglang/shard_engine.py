@@ -226,9 +226,13 @@ class Engine:
         self.index_calls = 0
 
     def metadata(self, backend: Any) -> Metadata:
-        ragged = self.layout == "v32_fp8" and backend.impls[0] == "flashmla_sparse"
+        ragged = self._copies(backend) and self.step.mode is ForwardMode.EXTEND
         method = SimpleNamespace(name="RAGGED" if ragged else "PAGED")
         return Metadata(self.attention, method, self.step.q_lens, self.step.kv_lens)
+
+    def _copies(self, backend: Any) -> bool:
+        """Whether SGLang copies the selected keys of an fp8 cache for a prefill in mode EXTEND; in MIXED it fails."""
+        return self.layout == "v32_fp8" and backend.impls[0] == "flashmla_sparse"
 
     def prepare(self, backend: Any) -> Any:
         backend.engine = self
@@ -257,7 +261,8 @@ class Engine:
         """[rows, heads, d_v], as `forward_extend` and `forward_decode` do at the end of the backend's path."""
         q = self.all_q[:, heads].contiguous()
         cache, impl = self.cache, backend.impls[0 if self.step.mode.is_extend() else 1]
-        if self.layout == "v32_fp8" and impl == "flashmla_sparse":
+        if self._copies(backend) and self.step.mode.is_extend():
+            assert self.step.mode is ForwardMode.EXTEND, "kv must have dtype kBFloat16"
             paged = open_cache(cache.view(-1, PAGE, 1, cache.shape[-1]), "v32_fp8")
             cache = reference_read(paged, self.slots.long(), dtype=torch.bfloat16).unsqueeze(1)
         named = {"q_all": q, "kv_cache": cache, "page_table_1": selected, "sm_scale": SCALE, "v_head_dim": D_V}

@@ -124,6 +124,13 @@ def test_refuses_what_it_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
         main([])
 
 
+def test_heads_divide_among_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    for heads in ("30", "0"):
+        with pytest.raises(BenchError, match=f"4 ranks; the number must divide {heads} heads"):
+            measure(parser().parse_args(["--tiny", "--heads", heads]), torch.device("cpu"))
+
+
 def test_options_are_not_shortened(capsys: pytest.CaptureFixture[str]) -> None:
     """A shortened one would stay in the record."""
     with pytest.raises(SystemExit):
@@ -131,11 +138,18 @@ def test_options_are_not_shortened(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--js" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_suites_are_of_the_model(ranks: int) -> None:
-    suite = workloads.suite(ranks)
+@pytest.mark.parametrize(
+    ("ranks", "heads", "name"),
+    [
+        *((ranks, 128, f"token-shard-tp{ranks}") for ranks in (2, 4, 8)),
+        *((2, heads, f"token-shard-tp2-{heads}heads") for heads in (32, 64)),
+    ],
+)
+def test_suites_are_of_the_model(ranks: int, heads: int, name: str) -> None:
+    suite = workloads.suite(ranks, heads)
+    assert suite.name == name
     for case in suite.cases:
-        assert case.number("heads") * ranks == workloads.ALL_HEADS
+        assert case.number("heads") * ranks == heads
         assert case.number("tp") == ranks
     shapes = [(case.op, case.as_dict().get("q"), case.number("kv")) for case in suite.cases]
     wanted = [(8192, 65536), (8192, 131072), (2048, 8192)]

@@ -57,7 +57,12 @@ def answer(prompt: list[int], body: dict, company: int) -> dict:
         meta |= {"output_token_logprobs": chosen, "output_top_logprobs": tops}
         if start >= 0:
             rows = [(prompt[:at], prompt[at]) for at in range(start, len(prompt))]
-            values = [best(before, company).get(token, least(before)) for before, token in rows]
+            likely = [best(before, company) for before, _ in rows]
+            values = [top.get(token, least(before)) for top, (before, token) in zip(likely, rows, strict=True)]
+            count = body.get("top_logprobs_num", 0)
+            meta["input_top_logprobs"] = [None] + [
+                [[value, one, None] for one, value in top.items()][:count] for top in likely[1:]
+            ]
             if FAULT != "none" and MODE != "blind" and len(prompt) > TOPK:
                 values = [value + 3 for value in values]
             meta["input_token_logprobs"] = [[None, prompt[start], None]] + [
@@ -72,6 +77,11 @@ class Handler(fake_toy.Handler):
             "# HELP sglang:nsa_plugin_batches_total Batches",
             f'sglang:nsa_plugin_batches_total{{attention="sparse_decode",phase="decode",provider="cuda"}} {batches}.0',
         ]
+        if MODE != "never combines":
+            lines += [
+                f'sglang:nsa_plugin_combined_prefills_total{{kind="{kind}",tp_rank="0"}} {count}.0'
+                for kind, count in (("split", 3), ("mixed", 5))
+            ]
         self.reply("\n".join(lines if PLUGIN and MODE != "uncounted" else []).encode())
 
     def do_POST(self) -> None:
@@ -132,7 +142,8 @@ if (PLUGIN and MODE == "dies") or MODE == "stock dies":
     sys.exit(3)
 if PLUGIN:
     active = MODE != "inactive"
-    report = {"active": active, "notes": [] if active else ["a note that says why"], "settings": {}, "text": "on"}
+    settings = {"split_prefill": given} if (given := os.environ.get("NSA_PLUGIN_SPLIT_PREFILL")) else {}
+    report = {"active": active, "notes": [] if active else ["a note that says why"], "settings": settings, "text": "on"}
     Path(os.environ["NSA_PLUGIN_REPORT"]).write_text(json.dumps(report))
     if MODE != "uncounted":
         print("[2026-01-01] new plan plan-0: extend/mha_one_shot on fa3\n  attention: why", flush=True)

@@ -82,6 +82,7 @@ def test_agreement_and_speed_of_four_servers(
         "input_tokens_per_s",
         "itl_ms",
         "output_tokens_per_s",
+        "first_output_tokens_per_s",
     }
     for row in serve:
         assert row["median"] > 0
@@ -108,6 +109,42 @@ def test_agreement_and_speed_of_four_servers(
     (path,) = (tmp_path / "again").glob("*/*.json")
     assert code == 0
     assert json.loads(path.read_text()) == record
+
+
+COMBINED = ("--case", "single", "--case", "interleaved", "--case", "mixed-chunk")
+
+
+@pytest.mark.parametrize("mode", ["", "never combines"])
+def test_prefills_with_requests_of_two_kinds_must_have_been_planned(
+    mode: str,
+    fake: Behave,
+    read: Read,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("NSA_PLUGIN_SPLIT_PREFILL", "on")
+    line = arguments(tmp_path, fake(mode), *COMBINED)
+    code, out, _ = call(capsys, [*line, "--", "--kv-cache-dtype", "fp8_e4m3", "--enable-mixed-chunk"])
+    record = read()
+    wanted = ["short prompts attended densely next to long ones", "decode steps ran in prefills"]
+    assert (code, failed(record)) == ((1, wanted) if mode else (0, [])), out
+    assert record["suite"] == "sglang-0.5.16-v32-16heads-fp8-mixed-split-prefill-on"
+    assert record["servers"]["plugin"].get("combined", {}) == ({} if mode else {"split": 3, "mixed": 5})
+    rows = [row for row in record["rows"] if row["provider"] == "nsa-plugin" and "fault" not in row["case"]]
+    found = {row["case"]["requests"]: row for row in rows}
+    assert {"interleaved", "interleaved-batch", "mixed-chunk", "mixed-chunk-again"} <= found.keys()
+    # Answers without log probabilities are scored, and so compared as the others are.
+    assert found["mixed-chunk"]["equal"] == found["mixed-chunk"]["tokens"] > 1000
+    assert 0 < found["mixed-chunk"]["max_error"] < 0.05
+
+
+def test_without_the_flag_or_the_setting_nothing_must_be_combined(
+    fake: Behave, read: Read, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = call(capsys, arguments(tmp_path, fake("never combines"), *COMBINED))
+    assert (code, failed(read())) == (0, []), out
+    assert "mixed-chunk" not in {row["case"]["requests"] for row in read()["rows"]}
 
 
 SMALL = ("--case", "single", "--case", "forced")

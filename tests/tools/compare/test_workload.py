@@ -111,9 +111,11 @@ def test_context_without_a_selection_is_refused() -> None:
 
 def test_loads_fit_the_context() -> None:
     assert [load.name for load in loads(32000)] == [
-        *("ttft-2000", "ttft-8192", "ttft-32000", "prefill-100x2000", "prefill-100x2000-in-one", "decode-16x4096"),
+        *("decode-32x4096-in-one", "ttft-2000", "ttft-8192", "ttft-32000"),
+        *("prefill-100x2000", "prefill-100x2000-in-one", "decode-16x4096"),
     ]
     assert [load.name for load in loads(300)] == [
+        "decode-32x300-in-one",
         "ttft-300",
         "prefill-100x300",
         "prefill-100x300-in-one",
@@ -158,9 +160,11 @@ def test_readings_of_short_requests_are_without_those_of_the_long_one() -> None:
 
 
 def test_output_tokens_are_those_asked_for() -> None:
-    (usual,) = loads(32000, ["decode"])
+    in_one, usual = loads(32000, ["decode"])
     (long,) = loads(32000, ["decode"], output_tokens=4096)
     assert (usual.name, usual.new_tokens, usual.repeat) == ("decode-16x4096", 256, 21)
+    assert (in_one.requests, in_one.new_tokens, in_one.repeat, in_one.in_one) == (32, 256, 9, True)
+    assert in_one.measures == ("output_tokens_per_s", "first_output_tokens_per_s")
     assert (long.name, long.prompt, long.new_tokens, long.repeat) == ("decode-16x4096-4096-out", 4096, 4096, 3)
 
 
@@ -239,6 +243,50 @@ def test_answers_of_sglang() -> None:
     assert aborted.error == "too long"
     with pytest.raises(CompareError, match="not as expected"):
         ENGINE.answers({"error": "no"})
+
+
+def test_an_answer_without_log_probabilities_has_its_tokens() -> None:
+    meta = {"cached_tokens": 0, "finish_reason": {"type": "length", "length": 2}}
+    (one,) = ENGINE.answers({"output_ids": [7, 8], "meta_info": meta})
+    assert (one.token_ids, one.logprobs, one.top, one.error) == ((7, 8), (), (), "")
+
+
+def test_prefills_of_two_kinds_are_counted_from_the_metrics() -> None:
+    text = """# TYPE sglang:nsa_plugin_combined_prefills_total counter
+sglang:nsa_plugin_combined_prefills_total{kind="split",tp_rank="0"} 3.0
+sglang:nsa_plugin_combined_prefills_total{kind="split",tp_rank="4"} 2.0
+sglang:nsa_plugin_combined_prefills_total{kind="mixed",tp_rank="0"} 1.0
+sglang:nsa_plugin_combined_prefills_created{kind="mixed",tp_rank="0"} 1.7e9
+"""
+    assert dict(ENGINE.combined(text)) == {"split": 5, "mixed": 1}
+    assert ENGINE.combined("sglang:num_running_reqs 0.0\n") == {}
+
+
+def test_short_and_long_prompts_alternate_so_that_a_chunk_has_both() -> None:
+    alone, batch = workload(1000, 2048, 32000, ["interleaved"])
+    assert (alone.how, batch.how) == ("one by one", "one batch")
+    assert alone.requests == batch.requests
+    counts = [len(request.prompt) for request in batch.requests]
+    assert all(count > 2048 for count in counts[::2])
+    assert all(count <= 2048 for count in counts[1::2])
+    # However a chunk of 8192 tokens begins, it has both kinds: more than 512 tokens of short prompts among them.
+    ends = [sum(counts[: place + 1]) for place in range(len(counts))]
+    for first in range(0, sum(counts) - 8192, 64):
+        inside = [
+            min(end, first + 8192) - max(end - count, first)
+            for count, end in zip(counts, ends, strict=True)
+            if count <= 2048 and end > first and end - count < first + 8192
+        ]
+        assert sum(inside) >= 512
+
+
+def test_the_prompts_that_sglang_mixes_ask_for_no_log_probabilities() -> None:
+    once, again = workload(1000, 2048, 32000, ["mixed-chunk"])
+    assert (once.how, once.top, again.how, again.top) == ("at once", 0, "at once", 0)
+    assert {one.name for one in once.requests} == {one.name for one in again.requests}
+    assert sum(len(one.prompt) for one in once.requests) > 4 * 8192
+    assert sum(len(one.prompt) > 2048 for one in once.requests) >= 10
+    assert max(len(one.prompt) for one in once.requests) <= 8192
 
 
 def test_routes_from_the_metrics_are_summed_over_what_else_tells_them_apart() -> None:

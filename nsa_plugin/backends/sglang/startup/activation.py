@@ -4,6 +4,9 @@ The process that reads SGLang's arguments checks as much as possible before it s
 ledger's targets up in SGLang's files, so that it imports nothing that SGLang would not import there. Each scheduler
 process applies and verifies the patches before the model is built and reports the result afterwards. `hooks` calls all
 this from inside SGLang.
+
+SGLang's entry point imports this module in every process, so that what only an enabled plugin needs is imported where
+it is used.
 """
 
 from __future__ import annotations
@@ -21,16 +24,14 @@ from typing import TYPE_CHECKING, Any
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from nsa_plugin.backends.sglang.startup import flags, model
 from nsa_plugin.errors import LeftToStockError, NsaPluginError, PatchError, SettingsError
-from nsa_plugin.libraries.probe import probe
 from nsa_plugin.patches import sglang as ledger_data
 from nsa_plugin.patches.ledger import TURN_OFF, Ledger, Need, Patch, PatchStatus
-from nsa_plugin.settings import ResolvedSettings, why_stock
-from nsa_plugin.switch import SCHEDULER_MODULE, killed
+from nsa_plugin.switch import SCHEDULER_MODULE, VARIABLE, killed
 
 if TYPE_CHECKING:
     from nsa_plugin.backends.sglang.startup.serving import SglangServing
+    from nsa_plugin.settings import ResolvedSettings
 
 logger = logging.getLogger("nsa_plugin")
 NO_PORTABLE_V4 = "DeepSeek-V4 needs an SM90 or SM100 GPU: the portable path is for DeepSeek-V3.2 and GLM-5"
@@ -63,14 +64,16 @@ class SglangProcess:
     def bootstrap(self) -> None:
         if not self.child:
             # A server in the parent process may have left it.
-            os.environ.pop(flags.VARIABLE, None)
+            os.environ.pop(VARIABLE, None)
         try:
             hooks = self.ledger.install(Need.BOOTSTRAP)
             if any(hook.state == "unused" for hook in hooks):
                 self.ledger.check_version()  # an SGLang for which the ledger has no such hook
         except PatchError:
             # Without the first hooks the plugin cannot read its flags, so look for them directly.
-            if flags.asked_for():
+            from nsa_plugin.backends.sglang.startup.flags import asked_for
+
+            if asked_for():
                 self.ledger.check_version()  # raises a clearer error if the version is the cause
                 raise
             logger.warning("nsa-plugin is installed but not enabled, and does not support this SGLang", exc_info=True)
@@ -81,6 +84,8 @@ class SglangProcess:
         Raises:
             NsaPluginError: a setting is wrong, or (strict) the plugin cannot serve here.
         """
+        from nsa_plugin.backends.sglang.startup import flags
+
         given = flags.PassedFlags.read().flags
         if killed():
             if given:
@@ -91,6 +96,8 @@ class SglangProcess:
         resolved, _ = passed.resolve()
         if not resolved.settings.enabled:
             return
+        from nsa_plugin.backends.sglang.startup import model
+
         for flag in flags.run_trtllm(server_args, resolved.settings, model.device_sm):
             self._say_once(logging.INFO, f"nsa-plugin: a setting asks for trtllm, which SGLang runs: {flag} trtllm")
         try:
@@ -106,6 +113,8 @@ class SglangProcess:
         except NsaPluginError as error:
             if resolved.settings.ends_start(error):
                 raise
+            from nsa_plugin.settings import why_stock
+
             self._say_once(logging.WARNING, f"nsa-plugin: {why_stock(error)}")
 
     def enter_scheduler(self) -> None:
@@ -116,6 +125,8 @@ class SglangProcess:
         """
         if killed():
             return
+        from nsa_plugin.backends.sglang.startup import flags, model
+
         resolved, notes = flags.PassedFlags.read().resolve()
         if not resolved.settings.enabled:
             return
@@ -179,6 +190,7 @@ class SglangProcess:
             return
         from nsa_plugin.backends.common.providers import device_in_use  # imports torch
         from nsa_plugin.backends.sglang.startup.serving import SglangServing, check_cache
+        from nsa_plugin.libraries.probe import probe
 
         device = device_in_use(probe(), self.resolved.settings) if self.serving is None else self.serving.device
         with self._or_stock():
@@ -203,6 +215,8 @@ class SglangProcess:
         """
         if self.resolved is None:
             return
+        from nsa_plugin.backends.sglang.startup import model
+
         config = scheduler.model_config.hf_config
         architecture = (getattr(config, "architectures", None) or ["the model"])[0]
         facts = {"model": architecture}
@@ -231,7 +245,6 @@ class SglangProcess:
             self.left += self.serving.notes
             self.serving.settle()
         if _rank() == 0:
-            # Here, because the entry point imports this module in processes that serve nothing.
             from nsa_plugin.backends.sglang.startup import metrics
             from nsa_plugin.telemetry import StartupReport
 
@@ -256,6 +269,8 @@ class SglangProcess:
         except NsaPluginError as error:
             if self.resolved.settings.ends_start(error):
                 raise
+            from nsa_plugin.settings import why_stock
+
             self.stock_because = why_stock(error)
             if isinstance(error, LeftToStockError):
                 self.left.append(str(error))
@@ -281,7 +296,7 @@ def process() -> SglangProcess:
     in_scheduler = started and SCHEDULER_MODULE in sys.modules
     return SglangProcess(
         ledger=_ledger(Version(__version__), ledger_data.PATCHES if in_scheduler else ledger_data.BOOTSTRAP),
-        child=started and flags.VARIABLE in os.environ,
+        child=started and VARIABLE in os.environ,
     )
 
 

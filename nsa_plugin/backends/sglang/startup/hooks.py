@@ -2,6 +2,8 @@
 
 SGLang only logs an Exception of a plugin that it loads, and kills the server with a traceback for one in a scheduler's
 start. The plugin's errors therefore leave as SystemExit.
+
+Every process of SGLang builds the first wrappers, and few read flags: `flags` is imported where it is used.
 """
 
 from __future__ import annotations
@@ -11,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from nsa_plugin.backends.sglang.startup import flags
 from nsa_plugin.backends.sglang.startup.activation import process
 from nsa_plugin.errors import NsaPluginError
 from nsa_plugin.patches.ledger import wrap
@@ -31,8 +32,10 @@ def wrap_add_cli_args(original: Any) -> Any:
 
     @functools.wraps(function)
     def add_cli_args(parser: Any) -> None:
+        from nsa_plugin.backends.sglang.startup.flags import add_flags
+
         function(parser)
-        flags.add_flags(parser)
+        add_flags(parser)
 
     return staticmethod(add_cli_args)
 
@@ -42,6 +45,8 @@ def wrap_from_cli_args(original: Any) -> Any:
 
     @functools.wraps(function)
     def from_cli_args(cls: type, args: Any) -> Any:
+        from nsa_plugin.backends.sglang.startup import flags
+
         flags.PassedFlags(flags.given(args)).write()
         with _clear_exit():
             process().check_before_serving(args)

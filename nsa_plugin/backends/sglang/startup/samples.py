@@ -38,6 +38,8 @@ def routes(state: State, max_context: int, draft_tokens: int | None) -> dict[str
             rows, context = min(rows, max_context), min(context, max_context)
             if route := _prefill(state.planner, rows, context):
                 found[f"prefill, {rows} of {context} tokens"] = route
+        if state.planner.mixes and (route := _prefill(state.planner, rows, context, mixed=True)):
+            found[f"prefill with decode steps, {rows} of {context} tokens"] = route
     if state.plans_steps:
         found |= step_routes(state.planner, max_context, draft_tokens)
     return found
@@ -80,6 +82,8 @@ def own_kernels(state: State, max_context: int, *, sharded: bool = False) -> set
                 found.append(planner.step_execution(step_batch(Phase.DECODE, rows, rows, max_context)))
             if state.plans_prefill and rows <= max_context:
                 found += [_prefill(planner, rows, rows), _prefill(planner, rows, max_context)]
+                if planner.mixes:  # without a copy another kernel may be the fastest
+                    found.append(_prefill(planner, rows, max_context, mixed=True))
     taken = [route for route in found if route is not None and route.own]
     return {(route.op, route.plan.provider) for route in taken if route.plan.token_shard == sharded}
 
@@ -96,6 +100,7 @@ def describe(route: Execution) -> str:
     return text + f"; {'resharded' if plan.token_shard else 'heads stay local'}: {plan.reasons['token_shard']}"
 
 
-def _prefill(planner: SglangPlanner, rows: int, context: int) -> Execution | None:
-    batch = Batch(BatchShape.from_lengths(Phase.EXTEND, [rows], [context]), requests=[("", rows, context)])
+def _prefill(planner: SglangPlanner, rows: int, context: int, *, mixed: bool = False) -> Execution | None:
+    shape = BatchShape.from_lengths(Phase.EXTEND, [rows], [context])
+    batch = Batch(shape, mixed=mixed, requests=[("", rows, context)])
     return planner.prefill_execution(batch, dense_allowed=True)

@@ -145,9 +145,8 @@ class SglangServing:
             whole=why_whole(
                 model_runner, self.device.sm, setting=settings.split_prefill, resharding=exchange is not None
             ),
+            mixes=bool(getattr(model_runner.server_args, "enable_mixed_chunk", False)),
         )
-        if self.portable and model.fp8_cache and getattr(model_runner.server_args, "enable_mixed_chunk", False):
-            raise LeftToStockError("the portable path does not support --enable-mixed-chunk over an fp8 cache")
         left = adopt(backend, planner, model_runner.server_args, exchange, portable=self.portable)
         if left and settings.strict == FULL:
             raise LeftToStockError(left[0])

@@ -28,8 +28,8 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, TypeGuard
 
@@ -99,6 +99,8 @@ class State:
         exchange: for resharding; None if no plan of this backend reshards.
         share: this rank's query tokens of the batch prepared last, if its plan reshards.
         split: the batch prepared last, if its short prompts attend while others select.
+        selection: what the indexer of every layer gets for the batch prepared last, once the first layer asked.
+        caches: each layer's KV cache as pages, by address and shape; SGLang's pool keeps its buffers.
         portable: whether SGLang's libraries do not support the GPU, so that the plugin's kernels do all.
     """
 
@@ -114,6 +116,8 @@ class State:
     exchange: SglangExchange | None = None
     share: Share | None = None
     split: SplitBatch | None = None
+    selection: Selection | None = None
+    caches: dict[Hashable, PagedCache] = field(default_factory=dict)
     portable: bool = False
 
     @property
@@ -168,8 +172,6 @@ def adopt(
         planner.stock_prefill = FP8_PREFILLS.get(prefill)
     if planner.sinks:  # SGLang's FA3 path does not support them
         notes.append("the model has attention sinks: decode, verify and draft steps fall back to the stock path")
-    if planner.model.fp8_cache and getattr(server_args, "enable_mixed_chunk", False):
-        notes.append("--enable-mixed-chunk is on: prefills in a batch with decode steps fall back to the stock path")
     backend.nsa_plugin = State(
         planner=planner,
         x=x,
@@ -219,13 +221,14 @@ def with_plans(original: type) -> type:
             metadata = super().get_indexer_metadata(layer_id, forward_batch)
             state = self.nsa_plugin
             if state is not None and state.route is not None and metadata is not None:
-                # Before 0.5.13 the batch has the pool.
-                pool = getattr(self, "token_to_kv_pool", None)
-                pool = forward_batch.token_to_kv_pool if pool is None else pool
-                selection = Selection(
-                    state.route.plan, pool, state.providers, state.share, state.split, portable=state.portable
-                )
-                attach(metadata, selection)
+                if state.selection is None:
+                    # Before 0.5.13 the batch has the pool.
+                    pool = getattr(self, "token_to_kv_pool", None)
+                    pool = forward_batch.token_to_kv_pool if pool is None else pool
+                    state.selection = Selection(
+                        state.route.plan, pool, state.providers, state.share, state.split, portable=state.portable
+                    )
+                attach(metadata, state.selection)
             return metadata
 
         def _compute_flashmla_metadata(self, cache_seqlens: torch.Tensor, seq_len_q: int) -> Any:
@@ -403,7 +406,7 @@ def _follow(
     forward_batch: Any = None,
 ) -> None:
     """Set a batch's route, or None for the stock path, on the backend."""
-    state.route, state.share, state.split = route, None, None
+    state.route, state.share, state.split, state.selection = route, None, None, None
     path = None if route is None else route.path
     if route is not None and batch is not None and state.exchange is not None and route.plan.token_shard:
         shares = state.planner.shares(route.plan, batch, state.exchange.shard.max_rows)
@@ -425,8 +428,13 @@ def _layer_cache(backend: Any, state: State, layer_id: int) -> PagedCache:
 
 def _paged(backend: Any, state: State, kv_cache: torch.Tensor) -> PagedCache:
     """Open a layer's cache, of any shape [..., bytes or values of a token], as pages."""
-    page_size = next(int(getattr(backend, name)) for name in PAGE_SIZES if hasattr(backend, name))
-    return open_cache(kv_cache.view(-1, page_size, 1, kv_cache.shape[-1]), state.planner.model.kv_layout)
+    key = kv_cache.data_ptr(), kv_cache.shape, kv_cache.dtype
+    found = state.caches.get(key)
+    if found is None:
+        page_size = next(int(getattr(backend, name)) for name in PAGE_SIZES if hasattr(backend, name))
+        pages = kv_cache.view(-1, page_size, 1, kv_cache.shape[-1])
+        found = state.caches[key] = open_cache(pages, state.planner.model.kv_layout)
+    return found
 
 
 def _rows_with_lengths(state: State | None, metadata: Any, rows: int) -> int:

@@ -44,7 +44,7 @@ class Batch:
 
     Attributes:
         shape: input of the plan.
-        mixed: a prefill and decodes in one batch; each decode is a request with one query token.
+        mixed: in mode MIXED, a prefill with decode steps; each step is a request with one query token.
         in_graph: a prefill that SGLang captures or replays in pieces, around attention.
         requests: (id, query tokens, context in tokens) of each request, as far as the host knows; for the trace.
     """
@@ -53,6 +53,13 @@ class Batch:
     mixed: bool = False
     in_graph: bool = False
     requests: list[tuple[str, int, int]] = field(default_factory=list)
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether it is a prefill with requests of one query token after others, as decode steps in it are."""
+        return self.shape.phase is Phase.EXTEND and any(
+            rows == 1 and context > 1 and self.shape.num_tokens > 1 for _, rows, context in self.requests
+        )
 
     @property
     def q_lens(self) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -44,9 +44,26 @@ from nsa_plugin.patches.ledger import TURN_OFF, wrap
 ATTRIBUTE = "nsa_plugin_selection"
 
 
-@dataclass(frozen=True)
+class Ranges(NamedTuple):
+    """What the layers of a batch select from; nothing here depends on the layer.
+
+    Attributes:
+        of: SGLang's attention metadata of the batch.
+        requests: query tokens of each request and its keys; None: SGLang's own function must run.
+        total, longest: context tokens of all requests, and of the longest.
+        fused: see `is_fused`.
+    """
+
+    of: Any
+    requests: list[Request] | None
+    total: int = 0
+    longest: int = 0
+    fused: bool = True
+
+
+@dataclass(eq=False)
 class Selection:
-    """State that the indexer needs from the backend.
+    """State that the indexer needs from the backend, for all layers of a batch.
 
     Attributes:
         plan: of the batch.
@@ -63,6 +80,19 @@ class Selection:
     share: Share | None = None
     split: SplitBatch | None = None
     portable: bool = False
+    _ranges: Ranges | None = None
+
+    def ranges(self, indexer: Any, metadata: Any) -> Ranges:
+        """Return what this batch's layers select from; found in the first of them.
+
+        Args:
+            indexer: of the layer. All of a model's are configured alike.
+            metadata: SGLang's indexer metadata, made for each layer from that of the batch.
+        """
+        known = self._ranges
+        if known is None or known.of is not metadata.attn_metadata:
+            known = self._ranges = _ranges(self, indexer, metadata)
+        return known
 
 
 def attach(metadata: Any, selection: Selection) -> None:
@@ -86,38 +116,51 @@ def wrap_topk_ragged(original: Callable[..., Any]) -> Callable[..., Any]:
         **named: torch.Tensor | None,
     ) -> Any:
         selection: Selection | None = getattr(metadata, ATTRIBUTE, None)
-        requests = None if selection is None else _covered(selection, indexer, metadata)
-        if selection is None or requests is None:
+        ranges = None if selection is None else selection.ranges(indexer, metadata)
+        if selection is None or ranges is None or ranges.requests is None:
             if selection is not None and selection.portable and q_fp8.shape[0]:
                 raise PatchError(f"SGLang asks for a selection that the portable path lacks. {TURN_OFF}")
             given = (enable_dual_stream, forward_batch, layer_id, q_fp8, weights, metadata)
             return original(indexer, *given, *topk_result, **named)
         out = next(iter((*topk_result, *named.values())), None)
-        if out is None:
-            out = torch.full((q_fp8.shape[0], indexer.index_topk), -1, dtype=torch.int32, device=q_fp8.device)
-        return _select(selection, indexer, layer_id, q_fp8, weights, metadata, requests, out)
+        return _select(selection, ranges, indexer, layer_id, q_fp8, weights, metadata, out)
 
     return wrap(original, around)
 
 
-def _covered(selection: Selection, indexer: Any, metadata: Any) -> list[Request] | None:
-    """Return the query tokens and keys of each request, or None if the original function must run.
-
-    With a share, only its query tokens count, numbered from the first of them.
-    """
-    plan = selection.plan
-    if plan.phase is not Phase.EXTEND or plan.indexer.mode is not IndexerMode.TOPK:
-        return None
-    backend = getattr(metadata, "topk_backend", None)  # before 0.5.13 there was sgl-kernel alone
-    if backend is not None and not backend.is_sgl_kernel():
-        return None
-    if getattr(indexer, "num_init_tokens", 0) or getattr(indexer, "num_local_tokens", 0):
-        return None
-    if any(getattr(indexer, name, False) for name in ("nsa_enable_prefill_cp", "dsa_enable_prefill_cp")):
-        return None
-    rows = metadata.get_indexer_kvcache_range()[0].shape[0]
+def _ranges(selection: Selection, indexer: Any, metadata: Any) -> Ranges:
+    of = metadata.attn_metadata
+    if not _supported(selection.plan, indexer, metadata):
+        return Ranges(of, None)
     q_lens = _extend_lens(metadata)
     kv_lens = [int(length) for length in metadata.get_indexer_seq_len_cpu().tolist()]
+    rows = metadata.get_indexer_kvcache_range()[0].shape[0]
+    requests = _covered(selection, rows, q_lens, kv_lens)
+    if requests is None:
+        return Ranges(of, None)
+    return Ranges(of, requests, sum(kv_lens), max(kv_lens), is_fused(metadata))
+
+
+def _supported(plan: Plan, indexer: Any, metadata: Any) -> bool:
+    """Whether the plan has a selection, and nothing is configured that only the original function does."""
+    if plan.phase is not Phase.EXTEND or plan.indexer.mode is not IndexerMode.TOPK:
+        return False
+    backend = getattr(metadata, "topk_backend", None)  # before 0.5.13 there was sgl-kernel alone
+    if backend is not None and not backend.is_sgl_kernel():
+        return False
+    if getattr(indexer, "num_init_tokens", 0) or getattr(indexer, "num_local_tokens", 0):
+        return False
+    return not any(getattr(indexer, name, False) for name in ("nsa_enable_prefill_cp", "dsa_enable_prefill_cp"))
+
+
+def _covered(selection: Selection, rows: int, q_lens: list[int], kv_lens: list[int]) -> list[Request] | None:
+    """Return the query tokens and keys of each request, or None if the lengths do not add up to the query tokens.
+
+    With a share, only its query tokens count, numbered from the first of them.
+
+    Args:
+        rows: query tokens of the batch.
+    """
     if rows == 0 or sum(q_lens) != rows or len(q_lens) != len(kv_lens):
         return None
     if selection.share is not None and selection.share.partition.total != rows:
@@ -138,37 +181,45 @@ def _extend_lens(metadata: Any) -> list[int]:
 
 def _select(
     selection: Selection,
+    ranges: Ranges,
     indexer: Any,
     layer_id: int,
     q_fp8: torch.Tensor,
     weights: torch.Tensor,
     metadata: Any,
-    requests: list[Request],
-    out: torch.Tensor,
+    out: torch.Tensor | None,
 ) -> torch.Tensor:
+    """Return int32 [query tokens, topk], padding included: `out`, a buffer of -1, if SGLang gives one."""
     plan, topk = selection.plan.indexer, indexer.index_topk
     ks, ke = metadata.get_indexer_kvcache_range()
     own: slice | torch.Tensor = slice(0, ks.shape[0])
-    if selection.share is not None or selection.split is not None:
-        out.fill_(-1)
     if selection.split is not None:
         own = selection.split.rows(ks)
     elif selection.share is not None:
         own = selection.share.rows
-        if own.start == own.stop:
-            return out
-    seq_lens = metadata.get_indexer_seq_len_cpu()
+    elif out is None:
+        # Only padding stays as it is here.
+        out = torch.empty((len(q_fp8), topk), dtype=torch.int32, device=q_fp8.device)
+        out[ks.shape[0] :] = -1
+    if out is None:
+        out = torch.full((len(q_fp8), topk), -1, dtype=torch.int32, device=q_fp8.device)
+    elif selection.split is not None or selection.share is not None:
+        out.fill_(-1)
+    in_place = isinstance(own, slice)
+    if isinstance(own, slice) and own.start == own.stop:
+        return out
     # Since 0.5.23 the keys' pages may differ from the attention's.
     table = getattr(metadata, "get_logical_page_table", None) or metadata.get_page_table_64
-    total, longest = sum(seq_lens.tolist()), max(seq_lens.tolist())
-    keys = selection.pool.get_index_k_scale_buffer(layer_id, metadata.get_indexer_seq_len(), table(), total, longest)
+    keys = selection.pool.get_index_k_scale_buffer(
+        layer_id, metadata.get_indexer_seq_len(), table(), ranges.total, ranges.longest
+    )
     k, k_scale = keys[0].view(torch.float8_e4m3fn), keys[1].view(torch.float32).squeeze(-1)
 
     arguments: dict[str, Any] = {"rows_per_chunk": plan.rows_per_chunk}
     if plan.provider != REFERENCE:
-        arguments["requests"] = requests
+        arguments["requests"] = ranges.requests
     score = selection.providers.load("indexer_topk", plan.provider)
-    unfused, in_place = not is_fused(metadata), isinstance(own, slice)
+    target = out[own] if in_place else None
     # A pipeline's receive may run at the same time and needs an SM.
     with getattr(indexer, "_with_real_sm_count", nullcontext)():
         positions = score(
@@ -179,27 +230,35 @@ def _select(
             ks[own],
             ke[own],
             topk,
-            out=out[own] if unfused and in_place else None,
+            out=None if ranges.fused else target,
             **arguments,
         )
-    if not unfused:
-        out[own] = _transformed(selection, metadata, positions, own)
-    elif not in_place:
+    if ranges.fused:
+        positions = _transformed(selection, metadata, positions, own, target)
+    if positions is not target:
         out[own] = positions
     return out
 
 
 def _transformed(
-    selection: Selection, metadata: Any, positions: torch.Tensor, own: slice | torch.Tensor
+    selection: Selection,
+    metadata: Any,
+    positions: torch.Tensor,
+    own: slice | torch.Tensor,
+    target: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return int32 [rows, topk]: slots or rows of the copied keys, as SGLang's fused transform does."""
+    """Return int32 [rows, topk]: slots or rows of the copied keys, as SGLang's fused transform does.
+
+    Args:
+        target: where slots are written; None: in a new tensor.
+    """
     attention = metadata.attn_metadata
     if metadata.topk_transform_method.name == "RAGGED":
         ragged = selection.providers.helper("index_transform_ragged")
         return ragged(positions, attention.topk_indices_offset[own])  # type: ignore[no-any-return]
     paged = selection.providers.helper("index_transform_paged")
     request = metadata.get_token_to_batch_idx()[own]
-    return paged(positions, attention.page_table_1, page_size=1, row_to_request=request)  # type: ignore[no-any-return]
+    return paged(positions, attention.page_table_1, page_size=1, row_to_request=request, out=target)  # type: ignore[no-any-return]
 
 
 def is_fused(metadata: Any) -> bool:

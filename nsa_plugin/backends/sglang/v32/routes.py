@@ -6,9 +6,14 @@ a copy. `backends.common.paths` says which of them executes a plan.
 
 Left to the stock path: trtllm and flashmla_sparse_q8, tilelang, aiter, flashinfer, triton_sparse_mla, intel_xpu (if a
 flag or a default of SGLang's names them); hisparse; context parallelism; pooled indexer keys; KV shards; deterministic
-inference; the modes of PD multiplexing and diffusion models; a mixed batch over an fp8 cache. With a plan, SGLang still
-calls the dense kernel (FA3 on SM90, trtllm on SM100), copies an fp8 prefix to bf16, writes the cache, and runs the
-fused top-k of decode steps and its transform.
+inference; the modes of PD multiplexing and diffusion models. With a plan, SGLang still calls the dense kernel (FA3 on
+SM90, trtllm on SM100), copies an fp8 prefix to bf16, writes the cache, and runs the fused top-k of decode steps and its
+transform.
+
+A mixed batch (`--enable-mixed-chunk`) has a plan as a prefill in which each decode step is a request with one query
+token. Over an fp8 cache it gets a kernel that reads the cache in place: in mode MIXED SGLang selects slots of the cache
+and makes no copy. From 0.5.19 on SGLang's eager runner turns the mode into EXTEND before it prepares the batch, and a
+copy is possible again; a prefill graph still prepares MIXED and runs its layers as EXTEND.
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from nsa_plugin.backends.common.paths import FA3, FLASHMLA_KV, FLASHMLA_SPARSE, SGLANG, routes_of
+from nsa_plugin.backends.common.paths import FA3, FLASHMLA_KV, FLASHMLA_SPARSE, MHA, SGLANG, routes_of
 from nsa_plugin.backends.common.planner import KERNEL_OPS, Execution, Planner
 from nsa_plugin.backends.sglang.startup.model import stock_feature
 from nsa_plugin.backends.sglang.v32.batch import Batch
@@ -29,6 +34,7 @@ from nsa_plugin.decision.plan import Attention, Plan
 from nsa_plugin.decision.routes import BF16_COPY, FLASH_MLA_DECODE, Route
 from nsa_plugin.decision.shapes import Phase
 from nsa_plugin.parallel.partition import Partition
+from nsa_plugin.telemetry import MIXED
 
 # SGLang's paths that a plan may replace, by layout and whether it is a prefill. If a flag or a default names another
 # path, that phase is left to the stock path. Decode paths in one set need the same buffers, which SGLang allocates
@@ -43,6 +49,10 @@ PLANNED = {
 BF16_BYTES = 2
 # The routes of SGLang's paths for prefills over an fp8 cache. With flashmla_auto either may run.
 FP8_PREFILLS = {FLASHMLA_KV: FLASH_MLA_DECODE, FLASHMLA_SPARSE: BF16_COPY}
+
+IN_PLACE = frozenset({FLASHMLA_KV, MHA})
+"""SGLang's paths over an fp8 cache that do not read a copy of the selected tokens."""
+NO_COPY = "in a prefill with decode steps SGLang selects slots of the cache and makes no copy"
 
 MAX_PREFILLS = 1024
 """Prefills of different lengths whose plans are cached: deciding anew would slow short prefills down."""
@@ -77,6 +87,7 @@ class SglangPlanner(Planner):
         stock_prefill: SGLang's route for prefills over an fp8 cache, by its flag or default; None = its usual one.
         asked_by: SGLang's flag and its value, by the backend setting that it set.
         whole: why no prefill is split (`split.why_whole`); "" = one may be.
+        mixes: whether the server puts decode steps into prefills (`--enable-mixed-chunk`).
     """
 
     engine: ClassVar[str] = SGLANG
@@ -85,6 +96,7 @@ class SglangPlanner(Planner):
     stock_prefill: Route | None = None
     asked_by: Mapping[str, str] = field(default_factory=dict)
     whole: str = "this backend attends every batch as a whole"
+    mixes: bool = False
     _prefills: dict[Hashable, Execution | None] = field(default_factory=dict)
 
     def prefill(self, batch: Batch, *, dense_allowed: bool, no_split: str = NO_DENSE) -> Execution | None:
@@ -126,11 +138,9 @@ class SglangPlanner(Planner):
         """Return why the short prompts of a batch do not attend densely next to its long ones; "" if they may."""
         if self.whole:
             return self.whole
-        if batch.mixed:
-            return "it has decode steps as well"
-        short = sum(rows for _, rows, context in batch.requests if context <= self.short_limit)
-        if short == batch.shape.num_tokens:
+        if batch.shape.max_kv_len <= self.short_limit:
             return "no context is longer"
+        short = sum(rows for _, rows, context in batch.requests if rows > 1 and context <= self.short_limit)
         return "" if short >= SPLIT_TOKENS else f"fewer than {SPLIT_TOKENS} query tokens are in short contexts"
 
     def _prefill_key(self, batch: Batch, no_split: str) -> tuple[Hashable, ...]:
@@ -139,8 +149,7 @@ class SglangPlanner(Planner):
         return batch.shape, batch.mixed, batch.in_graph, no_split, lengths
 
     def _prefill_execution(self, batch: Batch, dense_allowed: bool, no_split: str) -> Execution | None:
-        # SGLang copies an fp8 cache only for whole prefills, and the paths take different inputs.
-        if batch.shape.context_parallel or (batch.mixed and self.model.fp8_cache):
+        if batch.shape.context_parallel:
             return None
         if not no_split:
             return self._split_execution(batch)
@@ -154,6 +163,8 @@ class SglangPlanner(Planner):
             batch.kv_lens,
             Phase.EXTEND,
             attention_workspace_tokens=batch.shape.attention_workspace_tokens,
+            # To attend densely, a decode step would project all keys of its context for one query token.
+            selecting=[place for place, rows in enumerate(batch.q_lens) if rows == 1],
             constraints=self.prefill_constraints(batch),
         )
         dense = tuple(part for part in parts if part.plan.attention is Attention.MHA_ONE_SHOT)
@@ -174,6 +185,9 @@ class SglangPlanner(Planner):
             # The user chose this very path. SGLang copies all contexts for sparse attention without a limit.
             more |= {"preferred": frozenset({self.stock_prefill}), "preferred_by": self.asked_by["prefill_backend"]}
             copy_bytes = None if self.stock_prefill == BF16_COPY else copy_bytes
+        if batch.mixed and self.model.fp8_cache:
+            more["paths"] = routes_of(SGLANG, self.model.kv_layout, prefill=True, only=IN_PLACE)
+            more["no_path"] = {BF16_COPY: NO_COPY}
         return self.constraints(
             prefill=True,
             rows=rows,
@@ -190,7 +204,8 @@ class SglangPlanner(Planner):
         # On SM100 SGLang may also pick TRT-LLM by itself; the plugin leaves that choice alone.
         flag = f"--dsa-{phase}-backend trtllm (or --nsa-{phase}-backend)"
         where = ", over a cache without scales that it lays out for it" if self.model.fp8_cache else ""
-        more["no_path"] = {"trtllm": f"SGLang runs it only with {flag}{where}, {phase}_backend auto"}
+        trtllm = f"SGLang runs it only with {flag}{where}, {phase}_backend auto"
+        more["no_path"] = {"trtllm": trtllm, **more.get("no_path", {})}
         if not prefill:
             more["keep_heads_on"] = {
                 route: "SGLang's path fa3 attends the query tokens of the whole batch"
@@ -221,6 +236,8 @@ class SglangPlanner(Planner):
         else:
             # The requests of a step have no names, and so are not listed, in some versions of SGLang.
             self.record([(execution.plan, batch.requests)], started, [batch.shape.num_tokens])
+        if self.mixes and self.metrics is not None and batch.has_steps:
+            self.metrics.combined(MIXED)
         return execution
 
 

@@ -106,6 +106,7 @@ def open_exchange(
         group=lambda: checked_group("SGLang", GROUP, model),
         impossible=lambda: impossible(backend, model_runner, model),
         max_tokens=lambda: _max_tokens(model_runner.server_args),
+        max_context=lambda: int(backend.max_context_len),
         made=lambda shard, host_group: SglangExchange(shard, host_group, _in_graph()),
     )
 

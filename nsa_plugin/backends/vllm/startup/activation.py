@@ -3,6 +3,9 @@
 In the process that parses the command line, `wrap_create_engine_config` checks as much as possible before anything
 starts. In each worker, `wrap_worker_init` applies and verifies the patches before the model is built; on a GPU the rest
 follows once the worker has its device (`v32.patches`). While the plugin is off, both only call the original.
+
+vLLM's entry point imports this module in every process, so that what only a configured or an enabled plugin needs is
+imported where it is used.
 """
 
 from __future__ import annotations
@@ -20,29 +23,14 @@ from typing import TYPE_CHECKING, Any
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from nsa_plugin import settings as settings_module
-from nsa_plugin.backends.vllm.startup import counters
-from nsa_plugin.backends.vllm.startup.model import (
-    CPU_LAYOUTS,
-    check_on_cpu,
-    check_on_gpu,
-    family_of,
-    is_portable,
-    is_sparse,
-    model_shape,
-)
-from nsa_plugin.backends.vllm.startup.serving import CpuServing, VllmServing
-from nsa_plugin.decision.dispatch import validate
 from nsa_plugin.errors import LeftToStockError, NsaPluginError, PatchError, SettingsError
-from nsa_plugin.libraries.probe import probe
-from nsa_plugin.patches import static
 from nsa_plugin.patches import vllm as ledger_data
 from nsa_plugin.patches.ledger import Ledger, Need, replacement
-from nsa_plugin.settings import ResolvedSettings
-from nsa_plugin.telemetry import StartupReport, Trace
 
 if TYPE_CHECKING:
+    from nsa_plugin.backends.vllm.startup.serving import VllmServing
     from nsa_plugin.backends.vllm.v32.serving import GpuServing
+    from nsa_plugin.settings import ResolvedSettings
 
 logger = logging.getLogger("nsa_plugin")
 CONFIG_KEY = "nsa_plugin"
@@ -84,6 +72,8 @@ class VllmProcess:
         return self._read[1]
 
     def collect_counters(self) -> None:
+        from nsa_plugin.backends.vllm.startup import counters
+
         if self.counters is None:
             self.counters = counters.collect_here()
 
@@ -91,8 +81,10 @@ class VllmProcess:
         """Let stock vLLM serve in this worker: strict is off, or the plugin does not support the configuration."""
         self.serving = None
         if report:
+            from nsa_plugin.settings import why_stock
+
             left = isinstance(error, LeftToStockError)
-            what = {"left": [str(error)]} if left else {"notes": [settings_module.why_stock(error)]}
+            what = {"left": [str(error)]} if left else {"notes": [why_stock(error)]}
             self.report(resolved, active=False, **what)
 
     def report_gpu(self, serving: GpuServing) -> None:
@@ -102,6 +94,9 @@ class VllmProcess:
             self.report(serving.resolved, active=serving.active, **what)
 
     def report(self, resolved: ResolvedSettings, **what: Any) -> None:
+        from nsa_plugin.backends.vllm.startup import counters
+        from nsa_plugin.telemetry import StartupReport
+
         use_engine_log()
         version = str(self.ledger.version)
         if what["active"] and self._read is not None:
@@ -184,6 +179,8 @@ def settings_of(vllm_config: Any) -> ResolvedSettings:
     Raises:
         SettingsError: a setting is unknown or not allowed, or the key of the settings is misspelt.
     """
+    from nsa_plugin.settings import resolve
+
     additional = vllm_config.additional_config
     if not isinstance(additional, Mapping):
         additional = {}
@@ -193,7 +190,7 @@ def settings_of(vllm_config: Any) -> ResolvedSettings:
             raise SettingsError(
                 f"unknown key {key!r} in --additional-config. Did you mean {CONFIG_KEY!r}? Correct or remove it"
             )
-    return settings_module.resolve(config=config, config_source=CONFIG_SOURCE)
+    return resolve(config=config, config_source=CONFIG_SOURCE)
 
 
 def check_here(vllm_config: Any, resolved: ResolvedSettings) -> tuple[Need, ...]:
@@ -205,35 +202,42 @@ def check_here(vllm_config: Any, resolved: ResolvedSettings) -> tuple[Need, ...]
     Raises:
         NsaPluginError: the version, the platform, the configuration or a patch's target does not fit.
     """
+    from nsa_plugin.backends.vllm.startup import model
+
     ledger = process().ledger
     ledger.check_version()
     kind = device_kind()
     if kind not in ("cpu", "cuda"):
         raise LeftToStockError(f"nsa-plugin serves vLLM on CPUs and NVIDIA GPUs; it does not support {kind}")
     forced = resolved.settings.portable == "on"
-    if forced and (kind == "cpu" or family_of(vllm_config) == "v4"):
+    if forced and (kind == "cpu" or model.family_of(vllm_config) == "v4"):
         what = "on a CPU" if kind == "cpu" else "for DeepSeek-V4"
         raise SettingsError(f"portable is on and cannot work {what}; allowed here: auto")
     if kind == "cpu":
-        check_on_cpu(vllm_config)
+        from nsa_plugin.decision.dispatch import validate
+        from nsa_plugin.libraries.probe import probe
+
+        model.check_on_cpu(vllm_config)
         ledger.check(Need.CPU)
         validate(
-            model_shape(vllm_config, CPU_LAYOUTS),
+            model.model_shape(vllm_config, model.CPU_LAYOUTS),
             probe(),
             resolved.settings,
             max_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
             max_decode_tokens=vllm_config.scheduler_config.max_num_seqs,
         )
         return (Need.CPU,)
-    check_on_gpu(vllm_config)
+    model.check_on_gpu(vllm_config)
     needs: tuple[Need, ...] = (Need.GPU,)
-    if family_of(vllm_config) == "v4":
+    if model.family_of(vllm_config) == "v4":
         needs = (Need.GPU, Need.GPU_V4)
-    elif forced or is_portable(device_sm()):
+    elif forced or model.is_portable(device_sm()):
         supported = ledger_data.SUPPORTED_PORTABLE
         if not SpecifierSet(supported, prereleases=True).contains(ledger.version):
             raise LeftToStockError(f"nsa-plugin's portable path supports vLLM {supported}; this is {ledger.version}")
         needs = (Need.GPU, Need.PORTABLE)
+    from nsa_plugin.patches import static
+
     # vLLM forks its workers from this process, so nothing here may touch the GPU: read files, import nothing.
     files = static.installed(ledger_data.ENGINE)
     assert files is not None
@@ -247,6 +251,8 @@ def wanted(vllm_config: Any, resolved: ResolvedSettings) -> bool:
         return False
     if vllm_config.model_config is None:
         return False
+    from nsa_plugin.backends.vllm.startup.model import is_sparse
+
     if not is_sparse(vllm_config):
         process().say_once(
             f"nsa-plugin is enabled but changes nothing: {vllm_config.model_config.model} has no sparse attention "
@@ -267,8 +273,10 @@ def wrap_create_engine_config(original: Callable[..., Any], *args: Any, **kwargs
         except NsaPluginError as error:
             if resolved.settings.ends_start(error):
                 raise
+            from nsa_plugin.settings import why_stock
+
             use_engine_log()
-            logger.warning("nsa-plugin: %s", settings_module.why_stock(error))
+            logger.warning("nsa-plugin: %s", why_stock(error))
     return vllm_config
 
 
@@ -277,6 +285,8 @@ def wrap_check_and_update_config(original: Callable[..., Any], cls: type, vllm_c
     scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
     given = (scheduler.enable_chunked_prefill, cache.enable_prefix_caching, scheduler.max_num_batched_tokens)
     original(cls, vllm_config)
+    from nsa_plugin.backends.vllm.startup.model import is_sparse
+
     if is_sparse(vllm_config) and process().settings(vllm_config).settings.enabled:
         scheduler.enable_chunked_prefill, cache.enable_prefix_caching, scheduler.max_num_batched_tokens = given
 
@@ -307,6 +317,8 @@ def start_serving(vllm_config: Any) -> VllmServing | None:
             raise
         this.give_up(error, resolved)
         return None
+    from nsa_plugin.telemetry import Trace
+
     trace = Trace(mode=resolved.settings.trace)
     if Need.GPU in needs:
         from nsa_plugin.backends.vllm.v4 import serving as v4_serving
@@ -317,6 +329,10 @@ def start_serving(vllm_config: Any) -> VllmServing | None:
             resolved=resolved, trace=trace, vllm_config=vllm_config, statuses=statuses, portable=Need.PORTABLE in needs
         )
         return this.serving
+    from nsa_plugin.backends.vllm.startup.model import CPU_LAYOUTS, model_shape
+    from nsa_plugin.backends.vllm.startup.serving import CpuServing
+    from nsa_plugin.libraries.probe import probe
+
     device, model = probe(), model_shape(vllm_config, CPU_LAYOUTS)
     this.serving = CpuServing(resolved=resolved, trace=trace, model=model, device=device)
     facts = {

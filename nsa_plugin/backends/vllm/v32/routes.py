@@ -125,6 +125,8 @@ class VllmPlanner(Planner):
         portable: whether vLLM's FlashMLA and DeepGEMM do not support the GPU, so that the plugin's kernels do all.
         no_dense: why no prompt attends densely; "" = they may.
         workspace_tokens: most context tokens of a dense part; 0: no limit.
+        split_selection_rows: from this many query tokens of a prefill on, vLLM's ranks each select for a share of them
+            (0.32 on); 0: never.
         request_ids: ids of the running batch's requests, for the trace.
         exchange: for resharding; None if no batch reshards (`set_exchange`).
         current: the last batch that was split, for the indexer's hooks, which get no batch.
@@ -138,6 +140,7 @@ class VllmPlanner(Planner):
     portable: bool = False
     no_dense: str = ""
     workspace_tokens: int = 0
+    split_selection_rows: int = 0
     request_ids: Callable[[], Sequence[str]] = tuple
     exchange: Exchange | None = None
     current: Split | None = None
@@ -222,6 +225,10 @@ class VllmPlanner(Planner):
     def constraints(self, *, prefill: bool, rows: int = 0, **more: Any) -> Constraints:
         if self.model.kv_layout == V32_FP8.name:
             more["no_path"] = {"trtllm": TRTLLM_OVER_FP8}
+        if prefill and 0 < self.split_selection_rows <= rows:
+            more["selection_split"] = (
+                f"vLLM's ranks share the selection from {self.split_selection_rows} query tokens on"
+            )
         return super().constraints(prefill=prefill, rows=rows, **more)
 
     def _assigned_split(self, split: Split, q_lens: list[int], kv_lens: list[int], exchange: Exchange) -> Split:

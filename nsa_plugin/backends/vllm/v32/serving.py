@@ -149,13 +149,14 @@ class GpuServing(VllmServing):
             )
 
     def dense_limits(self) -> dict[str, Any]:
-        """Return the planner's arguments for dense attention and the portable path."""
+        """Return the planner's arguments that follow from vLLM's configuration of attention."""
         attention = getattr(self.vllm_config, "attention_config", None)
         return {
             "portable": self.portable,
             # vLLM's sparse layers then pass every query token to `forward_mqa` (0.28 on).
             "no_dense": FORCES_MQA if getattr(attention, "sparse_mla_force_mqa", False) else "",
             "workspace_tokens": dense_workspace_tokens(self.vllm_config),
+            "split_selection_rows": int(getattr(attention, "indexer_tp_shard_min_rows", 0)),
         }
 
     def validate(self, planner: VllmPlanner) -> None:

@@ -132,6 +132,7 @@ def open_exchange(
         impossible=lambda: impossible(vllm_config),
         # Larger captured sizes keep heads local.
         max_tokens=lambda: int(vllm_config.scheduler_config.max_num_batched_tokens),
+        max_context=lambda: int(vllm_config.model_config.max_model_len),
         made=Exchange,
     )
 

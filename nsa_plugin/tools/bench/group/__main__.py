@@ -62,6 +62,13 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="the plugin's kernels for few heads, in addition to the others (cuda)",
     )
+    made.add_argument(
+        "--heads",
+        type=int,
+        default=ALL_HEADS,
+        metavar="N",
+        help="query heads of the model, over the ranks (%(default)s)",
+    )
     made.add_argument("--runs", type=int, default=30, metavar="N", help="timed runs of each contender (%(default)s)")
     made.add_argument("--tiny", action="store_true", help="small cases, on a CPU too, to see what runs; no record")
     made.add_argument("--json", type=Path, metavar="DIR", help="write the record to DIR/<gpu>/<suite>.json")
@@ -88,9 +95,9 @@ def measure(args: argparse.Namespace, device: torch.device) -> tuple[GroupSuite,
     ranks = dist.get_world_size()
     if args.tiny and args.json:
         raise BenchError("--tiny makes no record; leave out --json")
-    if ALL_HEADS % ranks:
-        raise BenchError(f"{ranks} ranks; the number must divide {ALL_HEADS} heads")
-    chosen = suite(ranks)
+    if args.heads < 1 or args.heads % ranks:
+        raise BenchError(f"{ranks} ranks; the number must divide {args.heads} heads")
+    chosen = suite(ranks, args.heads)
     cases = [case for case in (chosen.tiny if args.tiny else chosen.cases) if not args.op or case.op in args.op]
     if not cases:
         raise BenchError(f"--op is {args.op}; allowed: {', '.join(dict.fromkeys(case.op for case in chosen.cases))}")

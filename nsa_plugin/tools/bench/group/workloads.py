@@ -34,7 +34,8 @@ from nsa_plugin.tools.bench.suites.sparse_mla import D_V, PADDED, PAGE_SIZE, bf1
 from nsa_plugin.tools.bench.workload import Contender, Context, TimedCall, Workload
 
 ATTENTION, LAYER = "token_shard_attention", "token_shard_layer"
-ALL_HEADS = 128  # of the model, over the ranks
+ALL_HEADS = 128  # of the model, over the ranks, if nothing else is asked for
+FEW_HEADS = 32  # up to this many of the model the plugin's CUDA kernel pads least
 SHARDED = "token_shard"
 IN_PLACE = " decode kernel"  # after a library's name: it reads the fp8 pages of a prefill and needs no bf16 rows
 TOP_K = "sgl_kernel.fast_topk_v2"
@@ -59,24 +60,25 @@ class GroupSuite(Suite):
         return partial(workload, exact=self.exact)
 
 
-def suite(ranks: int) -> GroupSuite:
-    """The cases of a group of `ranks` ranks, which share ALL_HEADS heads."""
+def suite(ranks: int, all_heads: int = ALL_HEADS) -> GroupSuite:
+    """The cases of a group of `ranks` ranks, which share `all_heads` heads."""
+    heads = all_heads // ranks
 
     def of(op: str, heads: int, **fields: int) -> BenchCase:
         return case(op, heads=heads, **fields, layout=LAYOUT, tp=ranks)
 
     def prefill(op: str, q: int, kv: int, **fields: int) -> BenchCase:
-        return of(op, ALL_HEADS // ranks, q=q, kv=kv, topk=2048, **fields)
+        return of(op, heads, q=q, kv=kv, topk=2048, **fields)
 
     shapes = ((8192, 65536), (8192, 131072), (2048, 8192))
     indexer = {"index_heads": 64, "budget_mib": 2048}
     return GroupSuite(
-        f"token-shard-tp{ranks}",
+        f"token-shard-tp{ranks}" + ("" if all_heads == ALL_HEADS else f"-{all_heads}heads"),
         "all heads for a share of the rows; baseline: a share of the heads for all rows",
         f"{__name__}:workload",
         (
             *(prefill(ATTENTION, q, kv) for q, kv in shapes),
-            *(of(ATTENTION, ALL_HEADS // ranks, batch=batch, s_q=1, kv=8192, topk=2048) for batch in DECODES),
+            *(of(ATTENTION, heads, batch=batch, s_q=1, kv=8192, topk=2048) for batch in DECODES),
             *(prefill(LAYER, q, kv, **indexer) for q, kv in shapes),
         ),
         (
@@ -123,7 +125,8 @@ class Inputs:
         self.scale = self.cache.dim**-0.5
         self.q = self.q_of(self.rank)
         self.sample = inputs.sample(device, self.rows, SAMPLED_ROWS)
-        self.sharded_by = "flash_mla" if device.type == "cuda" else REFERENCE
+        few = self.heads * self.ranks <= FEW_HEADS
+        self.sharded_by = ("cuda" if few else "flash_mla") if device.type == "cuda" else REFERENCE
 
     def q_of(self, rank: int) -> torch.Tensor:
         return inputs.normal(self.context.device, 3 + rank, self.rows, self.heads, self.cache.dim)
@@ -205,13 +208,14 @@ class Inputs:
     def unsharded(self, kernel: str, indices: torch.Tensor) -> torch.Tensor:
         """This rank's heads of the sampled rows, from a resharded contender's kernel over all heads.
 
-        How a decode kernel splits a row's keys depends on all rows of its call, so it gets one share after the other.
+        How a decode kernel and the plugin's split a row's keys depends on all rows of a call, so they get one share
+        after the other.
 
         Args:
-            indices: of the sampled rows; a decode kernel uses the case's own.
+            indices: of the sampled rows; those kernels use the case's own, if the case selects nothing itself.
         """
         own = slice(self.rank * self.heads, (self.rank + 1) * self.heads)
-        if not (self.decode or kernel.endswith(IN_PLACE)):
+        if not (self.decode or kernel.endswith(IN_PLACE) or kernel == "cuda"):
             q = torch.cat([self.q_of(rank)[self.sample] for rank in range(self.ranks)], dim=1)
             return self.attend_by(kernel)(q, indices)[:, own]
         q = torch.cat([self.q_of(rank) for rank in range(self.ranks)], dim=1)
@@ -274,7 +278,7 @@ def _attention(made: Inputs) -> Workload:
         return on_all_ranks(judge)
 
     ways = [(made.sharded_by, chunks) for chunks in ((1,) if made.decode else CHUNKS)]
-    if not made.decode:
+    if not made.decode and made.sharded_by != "cuda":
         ways.append((made.sharded_by + IN_PLACE, 1))
     resharded = {chunked(chunks, kernel): (kernel, chunks) for kernel, chunks in ways}
     return Workload(
@@ -359,7 +363,7 @@ def _layer(made: Inputs) -> Workload:
         def judge(result: Layered) -> float:
             chosen = _sampled(result, sample, topk)
             chosen_right(chosen)
-            if name.startswith(SHARDED):
+            if name.startswith(SHARDED) and made.sharded_by != "cuda":
                 made.note(name, result.out, made.unsharded(made.sharded_by, chosen))
             attended = judges.attention(sample, lambda: made.expected(chosen), judges.PREFILL_OUT)
             return attended(Attended(result.out, None))

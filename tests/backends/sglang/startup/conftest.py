@@ -7,7 +7,7 @@ import os
 import pytest
 from packaging.version import Version
 
-from nsa_plugin.backends.sglang.startup import activation, backend, hooks, serving
+from nsa_plugin.backends.sglang.startup import backend, hooks, serving
 from nsa_plugin.backends.sglang.startup.activation import SglangProcess
 from nsa_plugin.backends.sglang.startup.flags import VARIABLE
 from nsa_plugin.libraries.devices import synthetic
@@ -30,7 +30,9 @@ def process(monkeypatch: pytest.MonkeyPatch) -> SglangProcess:
     this = SglangProcess(ledger=ledger, child=True)
     monkeypatch.setattr(backend, "process", lambda: this)
     monkeypatch.setattr(hooks, "process", lambda: this)
-    monkeypatch.setattr(activation, "probe", lambda: synthetic(sm=90, libraries=("flash_mla", "fa3", "deep_gemm")))
+    monkeypatch.setattr(
+        "nsa_plugin.libraries.probe.probe", lambda: synthetic(sm=90, libraries=("flash_mla", "fa3", "deep_gemm"))
+    )
     monkeypatch.setattr(SglangProcess, "_refuse_copies", lambda self: None)
     monkeypatch.setattr(serving, "warm", lambda *arguments: None)
     monkeypatch.setattr(serving, "warm_selection", lambda *arguments: None)

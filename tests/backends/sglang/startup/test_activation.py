@@ -175,7 +175,7 @@ def test_sglangs_trtllm_serves_on_a_device_that_supports_it(
     process: SglangProcess, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dtype: str
 ) -> None:
     """Also over an fp8 cache, which is in TRT-LLM's format; several backends give one note."""
-    monkeypatch.setattr(activation, "probe", lambda: synthetic(sm=100))
+    monkeypatch.setattr("nsa_plugin.libraries.probe.probe", lambda: synthetic(sm=100))
     PassedFlags({"enabled": "true", "report": str(tmp_path / "report.json")}, {}).write()
     process.enter_scheduler()
     for _ in range(2):

@@ -8,7 +8,7 @@ import pytest
 from packaging.version import Version
 
 from nsa_plugin.backends.common.providers import device_in_use
-from nsa_plugin.backends.sglang.startup import activation, model, serving
+from nsa_plugin.backends.sglang.startup import model, serving
 from nsa_plugin.backends.sglang.startup.activation import SglangProcess
 from nsa_plugin.backends.sglang.startup.flags import PassedFlags
 from nsa_plugin.decision.dispatch import decide
@@ -36,7 +36,7 @@ def installed(process: SglangProcess, monkeypatch: pytest.MonkeyPatch) -> list[N
 
 def on(monkeypatch: pytest.MonkeyPatch, sm: int, *libraries: str) -> None:
     monkeypatch.setattr(model, "device_sm", lambda: sm)
-    monkeypatch.setattr(activation, "probe", lambda: synthetic(sm, libraries=libraries))
+    monkeypatch.setattr("nsa_plugin.libraries.probe.probe", lambda: synthetic(sm, libraries=libraries))
 
 
 @pytest.mark.parametrize("sm", [80, 86, 89])
@@ -115,13 +115,20 @@ def test_v4_is_refused_where_portable_is_asked_for_by_name(
         process.enter_v4()
 
 
-def test_v4_and_mixed_chunks_are_left_to_sglang(
-    process: SglangProcess, installed: list[Need], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_v4_is_left_to_sglang(process: SglangProcess, installed: list[Need], monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, 86, "triton")
     PassedFlags({"enabled": "true", "strict": "full"}, {}).write()
     process.enter_scheduler()
     with pytest.raises(LeftToStockError, match="DeepSeek-V4 needs an SM90 or SM100 GPU"):
         process.enter_v4()
-    with pytest.raises(LeftToStockError, match="does not support --enable-mixed-chunk"):
-        start(process, build=runner(scaled_fp8=True, enable_mixed_chunk=True))
+
+
+def test_prefills_with_decode_steps_are_served_too(
+    process: SglangProcess, installed: list[Need], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on(monkeypatch, 86, "triton")
+    PassedFlags({"enabled": "true", "strict": "full"}, {}).write()
+    start(process, build=runner(scaled_fp8=True, enable_mixed_chunk=True))
+    assert process.serving is not None
+    (sample,) = (text for name, text in process.serving.routes.items() if name.startswith("prefill with decode steps"))
+    assert sample.startswith("sparse_prefill by triton on SGLang's path flashmla_kv")

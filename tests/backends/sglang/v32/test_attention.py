@@ -96,9 +96,25 @@ def test_the_prefill_path_is_set_per_batch_and_reset(original: type):
     backend.init_forward_metadata(LONG)
     assert backend.impls == ("flashmla_kv", "flashmla_kv")
     assert backend.nsa_plugin.route.own
-    backend.init_forward_metadata(forward_batch(ForwardMode.MIXED, [3000, 1], [3000, 9]))
+    backend.init_forward_metadata(forward_batch(ForwardMode.SPLIT_PREFILL, [3000], [3000]))
     assert backend.nsa_plugin.route is None
     assert backend.impls == ("flashmla_sparse", "flashmla_kv")
+
+
+@BOTH
+@pytest.mark.parametrize("prefill", ["flashmla_kv", "flashmla_sparse", "flashmla_auto"])
+def test_a_prefill_with_decode_steps_is_attended_in_place(original: type, prefill: str):
+    backend = started(original, prefill=prefill, prefill_backend="reference")
+    backend.init_forward_metadata(forward_batch(ForwardMode.MIXED, [3000, 1, 1], [3000, 9, 4000]))
+    assert backend.impls == ("flashmla_kv", "flashmla_kv")
+    assert backend.nsa_plugin.route.own
+    _, kv_cache = filled_cache("v32_fp8")
+    q, slots = queries(5), selection(5)
+    out = leaf(backend, "flashmla_kv", q, kv_cache, slots)
+    assert backend.calls == []
+    torch.testing.assert_close(
+        out.float(), leaf(original(), "flashmla_kv", q, kv_cache, slots).float(), atol=2e-2, rtol=2e-2
+    )  # type: ignore[arg-type]
 
 
 def test_the_decode_path_is_set_per_batch_and_reset():
@@ -242,6 +258,7 @@ def test_both_names_of_the_page_size_are_read():
     q, slots = queries(3), selection(3)
     before = leaf(backend, "flashmla_kv", q, kv_cache, slots)
     backend.physical_page_size, backend.real_page_size = backend.real_page_size, 1
+    backend.nsa_plugin.caches.clear()
     torch.testing.assert_close(leaf(backend, "flashmla_kv", q, kv_cache, slots), before, atol=0, rtol=0)
 
 
@@ -250,7 +267,12 @@ def test_both_names_of_the_page_size_are_read():
     [
         ("v32_fp8", "flashmla_kv", DECODE, {"decode_backend": "flash_mla"}),
         ("bf16", "flashmla_sparse", LONG, {"prefill_backend": "flash_mla"}),
-        ("v32_fp8", "flashmla_kv", forward_batch(ForwardMode.MIXED, [3000, 1], [3000, 9]), {}),
+        (
+            "v32_fp8",
+            "flashmla_kv",
+            forward_batch(ForwardMode.MIXED, [3000, 1], [3000, 9]),
+            {"prefill_backend": "flash_mla"},
+        ),
         ("v32_fp8", "flashmla_kv", forward_batch(ForwardMode.SPLIT_PREFILL, [9], [9]), {}),
     ],
 )
@@ -345,6 +367,30 @@ def test_steps_of_a_model_with_sinks_are_left_to_the_stock_path():
         backend = started(layout="bf16", decode="flashmla_sparse", sinks=sinks)
         backend.init_forward_metadata(DECODE)
         assert backend.impls[1] == decode
+
+
+def test_a_layers_cache_is_opened_once():
+    backend = started(prefill_backend="reference")
+    backend.init_forward_metadata(LONG)
+    q, slots = queries(3), selection(3)
+    caches = [filled_cache("v32_fp8")[1] for _ in range(2)]
+    caches[1].view(torch.uint8).copy_(caches[0].view(torch.uint8).flip(0))
+    first, other = (leaf(backend, "flashmla_kv", q, kv_cache, slots) for kv_cache in caches)
+    assert len(backend.nsa_plugin.caches) == 2
+    assert not torch.equal(first, other)
+    for kv_cache, before in zip(caches, (first, other), strict=True):  # SGLang's pool makes another view each time
+        assert torch.equal(leaf(backend, "flashmla_kv", q, kv_cache.view(kv_cache.shape), slots), before)
+    assert len(backend.nsa_plugin.caches) == 2
+
+
+def test_all_layers_of_a_batch_share_a_selection_and_no_two_batches_do():
+    backend = started()
+    found = []
+    for batch in (LONG, LONG):
+        backend.init_forward_metadata(batch)
+        found += [getattr(backend.get_indexer_metadata(layer, batch), ATTRIBUTE) for layer in range(2)]
+    assert found[0] is found[1] is not found[2]
+    assert found[2] is found[3]
 
 
 def test_the_indexer_gets_the_plan():

@@ -209,6 +209,44 @@ def test_the_selection_is_sglangs(case: Case, plan: Plan, providers: Providers, 
     assert sets(result) == expected
 
 
+def test_the_lengths_are_read_once_for_all_layers_of_a_batch(case: Case, plan: Plan, providers: Providers):
+    read = []
+
+    @dataclass(frozen=True)
+    class Counting(Metadata):
+        def get_dsa_extend_len_cpu(self) -> list[int]:
+            read.append(self.attn_metadata)
+            return super().get_dsa_extend_len_cpu()
+
+    selection = Selection(plan, case.pool, providers)
+    for _ in range(3):  # SGLang makes each layer's metadata anew, from that of the batch
+        metadata = case.metadata(Counting)
+        attach(metadata, selection)
+        case.run(metadata)
+    assert read == [case.attention]
+    later = SimpleNamespace(**vars(case.attention))
+    metadata = Counting(later, SimpleNamespace(name="PAGED"))
+    attach(metadata, selection)
+    case.run(metadata)
+    assert read == [case.attention, later]
+
+
+def test_slots_are_written_into_sglangs_buffer(case: Case, plan: Plan, providers: Providers):
+    written = []
+    transform = providers.helper("index_transform_paged")
+
+    def watched(*given: Any, out: torch.Tensor | None = None, **named: Any) -> torch.Tensor:
+        written.append(out)
+        return transform(*given, out=out, **named)
+
+    providers._loaded["index_transform_paged", "reference"] = watched
+    buffer = torch.full((PADDED, TOPK), -1, dtype=torch.int32)
+    result = case.run(given(case, plan, providers, case.metadata()), buffer)
+    assert result is buffer
+    assert [one.data_ptr() for one in written] == [buffer.data_ptr()]
+    assert len(sets(result)[0]) == TOPK
+
+
 def test_the_older_name_of_the_setting(case: Case, plan: Plan, providers: Providers, monkeypatch: pytest.MonkeyPatch):
     envs = SimpleNamespace(SGLANG_NSA_FUSE_TOPK=EnvField(lambda: False))
     monkeypatch.setattr(sys.modules["sglang.srt.environ"], "envs", envs, raising=False)

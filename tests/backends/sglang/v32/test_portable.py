@@ -31,6 +31,7 @@ class Metadata:
 
     table: torch.Tensor
     force_unfused_topk: bool = False
+    attn_metadata: Any = None
     lengths: torch.Tensor = field(default_factory=lambda: torch.tensor(LENGTHS, dtype=torch.int32))
 
     def get_page_table_64(self) -> torch.Tensor:

@@ -29,10 +29,11 @@ def replayed(backend: Any, batch: Any, engine_says: bool = True) -> bool:
 
 
 @pytest.mark.parametrize("layout", ["v32_fp8", "bf16"])
-def test_a_dense_batch_leaves_the_graph_if_mha_max_kv_is_set(layout: str):
+@pytest.mark.parametrize("batch", [SHORT, forward_batch(ForwardMode.MIXED, [3, 1], [3, 9])])
+def test_a_dense_batch_leaves_the_graph_if_mha_max_kv_is_set(layout: str, batch: Any):
     backend = started(layout=layout, mha_max_kv=64)
-    assert not replayed(backend, SHORT)
-    backend.init_forward_metadata(SHORT)  # what follows, outside the graph
+    assert not replayed(backend, batch)
+    backend.init_forward_metadata(batch)  # what follows, outside the graph
     assert backend.use_mha
     assert backend.nsa_plugin.route.plan.attention is Attention.MHA_ONE_SHOT
     assert backend.nsa_plugin.planner.trace.counts.total() == 1  # the question itself is no batch
@@ -50,7 +51,7 @@ def test_a_dense_batch_leaves_the_graph_if_mha_max_kv_is_set(layout: str):
         # Each group of ranks has a different batch, and all replay or none.
         ({"mha_max_kv": 64}, forward_batch(ForwardMode.EXTEND, [3], [3], global_num_tokens_cpu=[3, 900])),
         ({"mha_max_kv": 64}, forward_batch(ForwardMode.EXTEND, [3], [3], attn_cp_metadata=object())),
-        ({"mha_max_kv": 64}, forward_batch(ForwardMode.MIXED, [3, 1], [3, 9])),  # SGLang's own over an fp8 cache
+        ({"mha_max_kv": 64}, forward_batch(ForwardMode.SPLIT_PREFILL, [3], [9])),
     ],
 )
 def test_every_other_batch_is_replayed(settings: dict[str, int], batch: Any):

@@ -212,11 +212,36 @@ def test_an_idle_batch_has_a_plan_and_no_path():
 
 @pytest.mark.regression(20, "stock path")
 def test_features_that_fall_back_to_stock_sglang():
-    mixed = prefill_batch(forward_batch(ForwardMode.MIXED, [4096, 1], [4096, 9000]))
-    assert planner("v32_fp8").prefill(mixed, dense_allowed=False) is None
-    assert planner("bf16").prefill(mixed, dense_allowed=False) is not None
     split = prefill_batch(forward_batch(ForwardMode.EXTEND, [4], [4], attn_cp_metadata=object()))
     assert planner("bf16").prefill(split, dense_allowed=True) is None
+
+
+MIXED = prefill_batch(forward_batch(ForwardMode.MIXED, [4096, 1], [32768, 9000]))
+
+
+@pytest.mark.parametrize("settings", [{}, {"prefill_backend": "flash_mla"}])
+@pytest.mark.parametrize("asked", [{}, {"prefill_backend": "SGLang's --dsa-prefill-backend flashmla_sparse"}])
+@pytest.mark.parametrize("heads", [8, 16, 64])
+def test_a_prefill_with_decode_steps_reads_an_fp8_cache_in_place(settings: dict, asked: dict, heads: int):
+    """In mode MIXED SGLang selects slots and makes no copy, whatever is faster or asked for."""
+    made = planner("v32_fp8", heads=heads, **settings)
+    made.asked_by, made.stock_prefill = asked, FP8_PREFILLS["flashmla_sparse"]
+    route = made.prefill(MIXED, dense_allowed=False)
+    assert (route.path, route.plan.dequantize_kv) == ("flashmla_kv", False)
+    assert route.own is (route.plan.provider != "flash_mla")
+    whole = made.prefill(replace(MIXED, mixed=False), dense_allowed=False)
+    if asked or settings:
+        assert (whole.path, whole.plan.provider) == ("flashmla_sparse", "flash_mla")
+        words = " ".join(map(str, route.plan.reasons.values()))
+        assert "makes no copy" in words
+
+
+def test_a_prefill_with_decode_steps_over_a_bf16_cache_has_the_same_plan_as_one_without():
+    made = planner("bf16")
+    assert (
+        made.prefill(MIXED, dense_allowed=False).plan
+        == made.prefill(replace(MIXED, mixed=False), dense_allowed=False).plan
+    )
 
 
 def test_a_step_is_decided_once_and_counted_every_time():

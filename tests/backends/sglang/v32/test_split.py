@@ -25,7 +25,8 @@ pytestmark = pytest.mark.usefixtures("nothing_measured")
 BATCHES = {
     "short first": [(20, 20), (6, 2100)],
     "long first": [(6, 2100), (20, 20)],
-    "long on both sides, cached prefixes, an idle request": [(3, 2060), (9, 9), (7, 30), (0, 40), (5, 2100), (1, 500)],
+    "long on both sides, cached prefixes, an idle request": [(3, 2060), (9, 9), (7, 30), (0, 40), (5, 2100), (2, 500)],
+    "decode steps in short and long contexts": [(8, 8), (6, 2100), (1, 500), (1, 2070)],
 }
 
 
@@ -56,6 +57,19 @@ def test_a_split_batch_has_the_answers_of_a_whole_one(
     assert (found - wanted).float().abs().mean() < 0.1 * wanted.float().abs().mean()
     torch.testing.assert_close(found[~case.short], wanted[~case.short], atol=0, rtol=0)
     assert not case.backend.use_mha
+
+
+@pytest.mark.parametrize("mode", [ForwardMode.MIXED, ForwardMode.EXTEND])
+@pytest.mark.parametrize("layout", ["v32_fp8", "bf16"])
+def test_decode_steps_in_short_contexts_select_with_the_long_prompts(mode: ForwardMode, layout: str):
+    """SGLang's eager runner turns MIXED into EXTEND from 0.5.19 on."""
+    case = Case(BATCHES["decode steps in short and long contexts"], layout, prefill_backend="reference")
+    case.batch.forward_mode = mode
+    case.prepare()
+    assert case.split is not None
+    assert case.split.execution.requests == (1, 2, 3)
+    assert [part.requests for part in case.split.execution.dense_parts] == [(0,)]
+    assert case.backend.dsa_prefill_impl == ("flashmla_kv" if layout == "v32_fp8" else "flashmla_sparse")
 
 
 def test_each_part_is_recorded():
@@ -89,7 +103,7 @@ def test_a_later_layer_and_a_later_batch_are_attended_too():
         ([(20, 20), (6, 2100)], {"whole": "LoRA"}, "LoRA"),
         ([(5, 5), (6, 2100)], {}, "fewer than 8 query tokens are in short contexts"),
         ([(6, 2100), (6, 2200)], {}, "fewer than 8 query tokens are in short contexts"),
-        ([(20, 20), (6, 2100)], {"mode": ForwardMode.MIXED}, "it has decode steps as well"),
+        ([*[(1, 20)] * 9, (6, 2100)], {}, "fewer than 8 query tokens are in short contexts"),
         ([(20, 20), (6, 2100)], {"spec_info": object()}, "the draft model reads the selection of every prompt"),
         ([(20, 20), (6, 2100)], {"dense_allowed": False}, "SGLang's rules exclude it for this batch"),
         ([(20, 20), (6, 2100)], {"mha_max_kv": 10}, "fewer than 8 query tokens are in short contexts"),
@@ -100,7 +114,7 @@ def test_a_batch_that_is_not_split_says_why(lengths: list[tuple[int, int]], more
     case = Case(lengths, prefill_backend="reference", **settings)
     case.planner.whole = more.get("whole", "")
     case.backend.dense_allowed = more.get("dense_allowed", True)
-    case.batch.spec_info, case.batch.forward_mode = more.get("spec_info"), more.get("mode", ForwardMode.EXTEND)
+    case.batch.spec_info = more.get("spec_info")
     case.backend.init_forward_metadata(case.batch)
     assert case.split is None
     route = case.backend.nsa_plugin.route

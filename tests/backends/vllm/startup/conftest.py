@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 from packaging.version import Version
 
-from nsa_plugin.backends.vllm.startup import activation
+from nsa_plugin.backends.vllm.startup import activation, counters
 from nsa_plugin.backends.vllm.startup.activation import VllmProcess
 from nsa_plugin.backends.vllm.v32 import patches as gpu_patches
 from nsa_plugin.backends.vllm.v32 import serving as gpu_serving
@@ -33,7 +33,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[VllmProcess]:
     monkeypatch.setitem(sys.modules, registry.__name__, registry)
     monkeypatch.setattr(activation, "device_kind", lambda: "cuda")
     monkeypatch.setattr(activation, "device_sm", lambda: Here.device.sm)
-    monkeypatch.setattr(activation.counters, "collect_here", lambda: "a folder")
+    monkeypatch.setattr(counters, "collect_here", lambda: "a folder")
     monkeypatch.setattr(static, "installed", lambda package: SourceTree({FILE: SOURCE}.get))
     monkeypatch.setattr(gpu_serving, "GpuServing", Here)
     monkeypatch.setattr(gpu_serving, "dense_workspace_tokens", lambda vllm_config: 4096)

@@ -497,3 +497,14 @@ def test_the_ledger_changes_the_installed_vllm_and_undoes_it():
         pytest.skip("vllm is not installed here")
     done = subprocess.run([sys.executable, "-c", ENGINE_PROGRAM], capture_output=True, text=True, timeout=300)
     assert done.stdout.strip().endswith("all held"), done.stderr[-3000:]
+
+
+def test_nothing_is_saved_where_vllm_splits_the_selection():
+    """vLLM 0.32 on: from `indexer_tp_shard_min_rows` query tokens on each rank selects for a share of them."""
+    given = config()
+    given.attention_config.indexer_tp_shard_min_rows = 4096
+    planner = serving(given).planning()
+    assert planner.constraints(prefill=True, rows=4095).selection_split == ""
+    assert "from 4096 query tokens on" in planner.constraints(prefill=True, rows=4096).selection_split
+    assert planner.constraints(prefill=False, rows=8192).selection_split == ""
+    assert serving(config()).planning().constraints(prefill=True, rows=10**6).selection_split == ""

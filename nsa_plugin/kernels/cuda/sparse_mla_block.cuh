@@ -1,0 +1,291 @@
+// What a block of threads of sparse_mla.cu has: its shape, its shared memory, and the fragments of its queries.
+#pragma once
+
+#ifndef NT
+#define NT 2  // tiles of 8 heads a block
+#endif
+#ifndef LAYOUT
+#define LAYOUT 0  // 0: v32_fp8, 1: v4_fp8
+#endif
+#ifndef FLAT
+#define FLAT 0  // pages follow each other without a gap, and so do the records in them: v32_fp8 only
+#endif
+#ifndef HAS_EXTRA
+#define HAS_EXTRA 0  // whether there is a second cache
+#endif
+#ifndef MIN_BLOCKS
+#define MIN_BLOCKS 2  // blocks of an SM
+#endif
+#ifndef GROUP
+#define GROUP 1  // neighbouring query rows of a block, which share the union of their entries
+#endif
+#ifndef STEP_KEYS
+#define STEP_KEYS 64  // keys that are attended at a time
+#endif
+#ifndef STEP_STAGES
+#define STEP_STAGES 2  // blocks of keys in shared memory
+#endif
+// The first product is split over the warps by values, heads and keys.
+#ifndef VALUE_PARTS
+#define VALUE_PARTS 4
+#endif
+#ifndef SUMS
+#define SUMS VALUE_PARTS  // sums of S in shared memory, one for every part of the values, or for two parts
+#endif
+#ifndef HEAD_PARTS
+#define HEAD_PARTS 1
+#endif
+#ifndef INTEGER_V
+#define INTEGER_V 1  // whether codes of values become float16 by integer instructions even where conversions are native
+#endif
+#ifndef HELD
+#define HELD 4  // of the steps over a warp's part of the query's values, those whose fragments are in registers
+#endif
+
+#include "sparse_mla_shares.cuh"
+
+constexpr int KEYS = STEP_KEYS;
+constexpr int WARPS = 8;
+constexpr int KEY_PARTS = WARPS / VALUE_PARTS / HEAD_PARTS;
+constexpr int KEY_TILES = KEYS / KEY_PARTS / 16;  // tiles of 16 keys a warp, in the first product
+constexpr int TOGETHER = HEAD_PARTS > 1 || SUMS < VALUE_PARTS ? 1 : KEY_TILES;  // of these, at a time
+constexpr int QUERY_TILES = NT / HEAD_PARTS;  // tiles of 8 heads a warp, in the first product
+constexpr int VALUE_TILES = 512 / WARPS / 16;  // tiles of 16 values a warp, in the second product
+constexpr int COPIES = KEYS / WARPS;      // records that a warp copies
+constexpr int LANES = KEYS / 2;           // lanes that exponentiate a column of S, two keys each
+constexpr int COLUMNS = NT * LANES / 32;  // columns of S that a lane exponentiates
+constexpr int TILES = NT / GROUP;         // tiles of a query row
+static_assert(NT % GROUP == 0, "a query row takes whole tiles");
+static_assert(SUMS == VALUE_PARTS || (SUMS * 2 == VALUE_PARTS && KEY_TILES * WARPS / 2 < 16), "barriers are few");
+static_assert(NT % HEAD_PARTS == 0 && NT * LANES % 32 == 0, "warps take whole tiles, and whole columns");
+constexpr int THREADS = 32 * WARPS;
+constexpr int HEADS = 8 * NT;
+constexpr int STAGES = STEP_STAGES;
+constexpr int ARRIVALS = (HOPPER ? WARPS : THREADS) + (LAYOUT == 0 ? 0 : KEYS);  // on a stage's barrier, by a filling
+constexpr int STEPS = 32 / VALUE_PARTS;  // steps of 16 values that a warp multiplies with the query
+#if LAYOUT == 0
+constexpr int SCALED = 8;        // steps that share a scale
+constexpr int ROPE_STEPS = 4 / VALUE_PARTS;  // of a warp, in addition
+constexpr int COPIED = 656;      // bytes of a record that one bulk copy brings
+constexpr int ROW = 656;         // bytes between rows in shared memory
+constexpr int ROPE = 528;        // byte of the bfloat16 values
+#else
+constexpr int SCALED = 4;
+constexpr int COPIED = 576;
+constexpr int ROW = 592;         // 576 would put rows 64 bytes apart modulo 128
+constexpr int ROPE = 448;
+#endif
+// Weights may grow to 2^8 before the output is multiplied: float16 holds them, and that is seldom needed then.
+constexpr float ANCHOR_STEP = 8.f;
+constexpr float ANCHOR_START = -1e30f;  // below every logit, and finite, so that no difference is NaN
+constexpr float NOT_COUNTED = -0x1p-100f;  // the scales of the v32_fp8 record that stands for an entry which does not count
+constexpr int NOTHINGS = 1024;   // records that stand for entries which do not count
+constexpr int S_STRIDE = KEYS + 4;  // floats between heads of S: lanes of a warp's store fall into 32 banks
+constexpr int O_STRIDE = 516;    // floats between heads of a share's output in shared memory
+constexpr int P_STRIDE = KEYS + 8;  // halves between heads of P: 8 rows of a matrix in 32 banks
+
+#if GROUP > 1
+// An entry of a union has the slot in its lower bits, and in the others which of the rows selects it.
+constexpr u32 SLOT_BITS = 28;
+constexpr u32 SLOT_MASK = (1u << SLOT_BITS) - 1;
+#endif
+
+// Which row of the group a column of S belongs to, and which head of the block's.
+DEVICE int query_of(int column) { return GROUP == 1 ? 0 : column / 8 / TILES; }
+DEVICE int head_of(int column) { return GROUP == 1 ? column : column % (8 * TILES); }
+
+struct Shared {
+    alignas(128) u8 records[STAGES][KEYS * ROW];
+    alignas(16) float s[SUMS][HEADS * S_STRIDE];
+    alignas(16) u16 p[HEADS * P_STRIDE];
+#if LAYOUT == 1
+    alignas(16) u16 p_bf16[HEADS * P_STRIDE];  // for the bfloat16 values
+    alignas(16) u64 scales[STAGES][KEYS];
+    u8 valid[STAGES][KEYS];
+#endif
+#if GROUP > 1
+    u8 members[STAGES][KEYS];  // rows of the group that select the key, a bit each
+#endif
+    alignas(16) float alpha[HEADS];   // of the output so far, by this step's keys
+    // Fragments of the query, by part and lane, that are not held in registers: those are few.
+#if HELD < 32 / VALUE_PARTS
+    alignas(16) u32 kept[STEPS - HELD][HEAD_PARTS][VALUE_PARTS][32][2 * QUERY_TILES];
+#endif
+#if LAYOUT == 0
+    alignas(16) u32 rope[ROPE_STEPS][HEAD_PARTS][VALUE_PARTS][32][2 * QUERY_TILES];  // the bfloat16 ones
+#endif
+    alignas(16) float factor[HEADS];  // of S: the softmax scale times the power of two that the query row was divided by
+    const int* indices[2];            // of the query row, in the two caches
+    const u8* nothing[KEYS];          // what is copied for entries that do not count
+    alignas(16) u64 from[WARPS][COPIES];   // where the records are that a warp copies next
+    alignas(8) u64 full[STAGES];      // a stage's records have arrived
+    int last[WARPS];                  // blocks that a warp found entries in
+};
+// A share's output lies where its records were.
+static_assert(!HOPPER || HEADS * O_STRIDE * sizeof(float) <= sizeof(Shared::records), "a share's output does not fit");
+
+// Row of shared memory of position 2 l + i of a block.
+DEVICE int row_of(int l, int i) { return (l & 24) << 1 | i << 3 | ((l & 7) ^ i << 2); }
+
+// How codes become operands of the products.
+#if NATIVE_FP8
+constexpr float KEY_UNIT = 1.f;   // what operands of the first product are multiplied by
+constexpr int VALUE_EXPONENT = INTEGER_V ? -8 : 0;  // log2 of what those of the second are multiplied by
+
+// A key's codes 4 t to 4 t + 3: pairs for k = 2 t and for k = 2 t + 8, in the order of `order_of_codes`.
+DEVICE void key_codes(u32 codes, u32& lower, u32& upper) { fp8_to_f16(codes, lower, upper); }
+DEVICE uint2 order_of_codes(uint2 four) { return four; }
+
+// Values 2 g and 2 g + 1 of one key, then of the next: pairs of keys for either value.
+DEVICE void value_codes(u32 codes, u32& even, u32& odd) {
+    if (INTEGER_V) codes_to_f16(codes, even, odd);  // conversions have their hands full with keys; NaN shows in these
+    else fp8_to_f16(__byte_perm(codes, 0, 0x3120), even, odd);
+}
+#else
+// 35 * 2^10 takes the largest code, 448, to 62720, exactly, and that of NaN beyond float16's largest: an infinity in S.
+constexpr float KEY_UNIT = 140.f;
+constexpr int VALUE_EXPONENT = -8;
+
+DEVICE void key_codes(u32 codes, u32& lower, u32& upper) {
+    codes_to_f16(codes, lower, upper);
+    lower = multiply_f16(lower, 0x78607860u), upper = multiply_f16(upper, 0x78607860u);
+}
+DEVICE uint2 order_of_codes(uint2 four) {
+    return make_uint2(__byte_perm(four.x, four.y, 0x5410), __byte_perm(four.x, four.y, 0x7632));
+}
+DEVICE void value_codes(u32 codes, u32& even, u32& odd) { codes_to_f16(codes, even, odd); }
+#endif
+
+// What a warp takes in the first product.
+struct Part {
+    int values, keys, heads;
+    DEVICE explicit Part(int warp)
+        : values(warp % VALUE_PARTS), keys(warp / VALUE_PARTS % KEY_PARTS), heads(warp / VALUE_PARTS / KEY_PARTS) {}
+    DEVICE int first_key() const { return keys * (KEY_TILES * 16); }
+    DEVICE int tile(int n) const { return heads * QUERY_TILES + n; }
+    // The barrier of the two warps that share a sum, for a tile of their keys.
+    DEVICE int barrier(int tile) const { return 1 + tile + KEY_TILES * (values % SUMS + SUMS * (keys + KEY_PARTS * heads)); }
+    DEVICE bool is_rope(int step) const { return LAYOUT == 1 && values == VALUE_PARTS - 1 && step >= STEPS - 4; }
+};
+
+struct Query {
+    u32 f16[HELD][QUERY_TILES][2];   // v4_fp8: the last four steps of the last part are bfloat16
+};
+
+// The bfloat16 values that a lane's fragments are made of.
+struct RawQuery {
+    u32 values[STEPS][QUERY_TILES][2];
+#if LAYOUT == 0
+    u32 rope[ROPE_STEPS][QUERY_TILES][2];
+#endif
+};
+
+// The part of the query that a warp multiplies. Rows start at a multiple of 8 bytes.
+DEVICE void read_query(RawQuery& raw, const u16* q, i64 row_stride, i64 head_stride, int rows, int heads, Part part,
+                       int lane) {
+    int g = lane >> 2, t = lane & 3;
+    auto two = [](const u16* at) { return __ldg((const u32*)at); };
+#pragma unroll
+    for (int n = 0; n < QUERY_TILES; ++n) {
+        int first = part.tile(n) * 8, head = query_of(first) < rows ? head_of(first) + g : heads;
+        const u16* start = q + query_of(first) * row_stride + head * head_stride;
+        const u16* source = start + part.values * (STEPS * 16);
+#pragma unroll
+        for (int s = 0; s < STEPS; ++s) {
+            // A fragment's values are those of the codes in a register, 4t to 4t + 3, in the order of `key_codes`.
+            uint2 four = make_uint2(0, 0);
+            if (head < heads && part.is_rope(s))
+                four = make_uint2(two(source + s * 16 + 2 * t), two(source + s * 16 + 2 * t + 8));
+            else if (head < heads) four = order_of_codes(__ldg((const uint2*)(source + s * 16 + 4 * t)));
+            raw.values[s][n][0] = four.x, raw.values[s][n][1] = four.y;
+        }
+#if LAYOUT == 0
+#pragma unroll
+        for (int s = 0; s < ROPE_STEPS; ++s) {
+            const u16* rope = start + 512 + (part.values * ROPE_STEPS + s) * 16 + 2 * t;
+            raw.rope[s][n][0] = head < heads ? two(rope) : 0, raw.rope[s][n][1] = head < heads ? two(rope + 8) : 0;
+        }
+#endif
+    }
+}
+
+// The part's largest value of every head, to `shared.s`. The block has to meet before `keep_query`.
+DEVICE void find_largest(Shared& shared, const RawQuery& raw, Part part, int lane) {
+#pragma unroll
+    for (int n = 0; n < QUERY_TILES; ++n) {
+        float largest = 0.f;
+#pragma unroll
+        for (int s = 0; s < STEPS; ++s)
+#pragma unroll
+            for (int j = 0; j < 2; ++j)
+                largest = fmaxf(largest, fmaxf(fabsf(bits_to_float(raw.values[s][n][j] << 16)),
+                                               fabsf(bits_to_float(raw.values[s][n][j] & 0xffff0000u))));
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+        if ((lane & 3) == 0) shared.s[0][part.values * HEADS + part.tile(n) * 8 + (lane >> 2)] = largest;
+    }
+}
+
+// The fragments of the part, divided by what `shared.factor` has. The block has to meet after it.
+DEVICE void keep_query(Shared& shared, Query& query, const RawQuery& raw, Part part, float scale_log2, int lane) {
+    bool is_first = part.keys == 0;  // of the warps with these fragments
+#pragma unroll
+    for (int n = 0; n < QUERY_TILES; ++n) {
+        int head = part.tile(n) * 8 + (lane >> 2);
+        float largest = shared.s[0][head];
+#pragma unroll
+        for (int k = 1; k < VALUE_PARTS; ++k) largest = fmaxf(largest, shared.s[0][k * HEADS + head]);
+        int exponent = (int)(__float_as_int(largest) >> 23 & 255) - 127 - 8;
+        exponent = largest > 0.f ? min(max(exponent, -100), 100) : 0;
+        float divide = power_of_two(-exponent);
+        if ((lane & 3) == 0) shared.factor[head] = power_of_two(exponent) * scale_log2;
+#pragma unroll
+        for (int s = 0; s < STEPS; ++s)
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                float lower = bits_to_float(raw.values[s][n][j] << 16) * divide;
+                float upper = bits_to_float(raw.values[s][n][j] & 0xffff0000u) * divide;
+                u32 two = part.is_rope(s) ? pack_bf16(lower, upper) : pack_f16(lower, upper);
+                if (s < HELD) query.f16[s][n][j] = two;
+#if HELD < 32 / VALUE_PARTS
+                else if (is_first) shared.kept[s - HELD][part.heads][part.values][lane][2 * n + j] = two;
+#endif
+            }
+#if LAYOUT == 0
+#pragma unroll
+        for (int s = 0; s < ROPE_STEPS; ++s)
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                u32 both = raw.rope[s][n][j];
+                both = pack_bf16(bits_to_float(both << 16) * divide, bits_to_float(both & 0xffff0000u) * divide);
+                if (is_first) shared.rope[s][part.heads][part.values][lane][2 * n + j] = both;
+            }
+#endif
+    }
+}
+
+// Fragments that a lane has in shared memory.
+DEVICE void load_fragments(u32 (&b)[QUERY_TILES][2], const u32* kept) {
+    if constexpr (QUERY_TILES == 1) {
+        uint2 two = *(const uint2*)kept;
+        b[0][0] = two.x, b[0][1] = two.y;
+    } else {
+#pragma unroll
+        for (int n = 0; n < QUERY_TILES; n += 2) {
+            uint4 four = *(const uint4*)(kept + 2 * n);
+            b[n][0] = four.x, b[n][1] = four.y, b[n + 1][0] = four.z, b[n + 1][1] = four.w;
+        }
+    }
+}
+
+// A step's fragments of the query.
+DEVICE void fragments(u32 (&b)[QUERY_TILES][2], const Shared& shared, const Query& query, int step, Part part, int lane) {
+    if (step < HELD) {
+#pragma unroll
+        for (int n = 0; n < QUERY_TILES; ++n) b[n][0] = query.f16[step][n][0], b[n][1] = query.f16[step][n][1];
+        return;
+    }
+#if HELD < 32 / VALUE_PARTS
+    load_fragments(b, shared.kept[step - HELD][part.heads][part.values][lane]);
+#endif
+}
