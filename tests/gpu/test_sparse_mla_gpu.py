@@ -371,8 +371,9 @@ def test_every_variant_of_the_cuda_kernel_as_on_sm86(layout, heads, tiles, split
 
 @pytest.mark.parametrize("layout", ["v32_fp8", "v4_fp8"])
 @pytest.mark.parametrize("heads", [8, 16, 32, 64])
-def test_every_code_of_e4m3_as_on_sm86(layout, heads, as_on_sm86):
-    """The portable path converts codes by integer operations: all of them, also those below 2^-6."""
+@pytest.mark.parametrize("provider", ["cuda", PORTABLE], indirect=True)
+def test_every_code_of_e4m3(layout, heads, provider):
+    """Codes are converted by integer operations, of keys and values or of values alone: all, also those below 2^-6."""
     case = prefill_case(tokens=9, heads=heads, layout=layout, slots=512, topk=200)
     codes = torch.arange(448 if layout == "v4_fp8" else 512, device="cuda").to(torch.uint8)
     codes = torch.where((codes & 0x7F) == 0x7F, 0, codes)
@@ -380,18 +381,19 @@ def test_every_code_of_e4m3_as_on_sm86(layout, heads, as_on_sm86):
     for slot in range(512):
         page, start = slot // 64, slot % 64 * stride
         case["kv"].data[page, start : start + len(codes)] = codes.roll(slot)
-    check_prefill(PORTABLE, case)
+    check_prefill(provider, case)
 
 
 @pytest.mark.parametrize("code", [0x7F, 0xFF])
 @pytest.mark.parametrize("heads", [8, 16, 32, 64])
-def test_the_code_of_nan_as_on_sm86(heads, code, as_on_sm86):
+@pytest.mark.parametrize("provider", ["cuda", PORTABLE], indirect=True)
+def test_the_code_of_nan(heads, code, provider):
     """It makes the query tokens that select its record NaN, all values of them, and no others."""
     case = prefill_case(tokens=12, heads=heads, layout="v32_fp8", slots=512, topk=128, with_length=False)
     valid = case["indices"][5][(case["indices"][5] >= 0) & (case["indices"][5] < 512)]
     slot = int(valid[0])
     case["kv"].data[slot // 64, slot % 64 * 656 + 300] = code
-    result = run(PORTABLE, "prefill", case)
+    result = run(provider, "prefill", case)
     hit = (case["indices"] == slot).any(1)
     assert hit.any()
     assert not hit.all()
