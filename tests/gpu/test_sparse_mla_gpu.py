@@ -353,7 +353,7 @@ def test_every_variant_of_the_cuda_kernel_over_rows(heads, splits, with_length):
         layout="bf16", batch=3, s_q=2, heads=heads, slots=2048, topk=700, with_length=with_length, seed=heads
     )
     expected = reference_decode(**case, out_dtype=torch.float32)
-    for variant in sparse_mla_rows.EVERY_VARIANT:
+    for variant in sparse_mla_rows.VARIANTS:
         assert_same(decode_op(sparse_mla_rows.attend)(**case, splits=splits, variant=variant), expected)
 
 

@@ -64,7 +64,7 @@ def test_what_is_refused_and_by_which_name(changes, message):
         prefill(**arguments(**changes))
 
 
-@pytest.mark.parametrize("variant", sparse_mla_rows.EVERY_VARIANT, ids=str)
+@pytest.mark.parametrize("variant", sparse_mla_rows.VARIANTS, ids=str)
 def test_blocks_fit_into_shared_memory(variant):
     # 228 KiB an SM, of which every block takes 1 KiB more than it asks for (CUDA C++ Programming Guide).
     assert variant.blocks * (variant.shared_bytes + 1024) <= 228 * 1024

@@ -52,12 +52,12 @@ DEVICE Entry find_entry(const Scope& first, const Scope& second, bool is_first, 
 #endif
 }
 
-// Every warp copies COPIES records; lane l knows where record l % COPIES lies.
-DEVICE void start_copies(Shared& shared, int stage, int warp, int lane, const Entry& entry) {
+// A warp copies COPIES records; lane l knows where record l % COPIES of them lies.
+DEVICE void start_copies(Shared& shared, int stage, int copier, int lane, const Entry& entry) {
     u32 full = shared_address(&shared.full[stage]);
 #if LAYOUT == 1
     if (lane < COPIES) {
-        int r = warp * COPIES + lane;
+        int r = copier * COPIES + lane;
         shared.valid[stage][r] = entry.valid;
         copy_8_bytes(shared_address(&shared.scales[stage][r]), entry.scales, full);
     }
@@ -65,18 +65,18 @@ DEVICE void start_copies(Shared& shared, int stage, int warp, int lane, const En
     // A bulk copy takes its addresses from uniform registers: one lane starting them all keeps these in
     // flight, where lanes starting one each go through a loop.
     __syncwarp();  // nobody reads those of the copies before any more
-    if (lane < COPIES) shared.from[warp][lane] = (u64)entry.record;
+    if (lane < COPIES) shared.from[copier][lane] = (u64)entry.record;
     __syncwarp();
 #if !HOPPER
-    u32 to = shared_address(&shared.records[stage][warp * COPIES * ROW]);
+    u32 to = shared_address(&shared.records[stage][copier * COPIES * ROW]);
     constexpr int REST = COPIED / 16 - 32, RESTS = (COPIES * REST + 31) / 32;  // pieces of 16 bytes beyond 32 of a record
     // All addresses are on their way before the first is needed.
     ulonglong2 from[COPIES / 2];
     u64 rest_from[RESTS];
 #pragma unroll
-    for (int k = 0; k < COPIES / 2; ++k) from[k] = *(const ulonglong2*)&shared.from[warp][2 * k];
+    for (int k = 0; k < COPIES / 2; ++k) from[k] = *(const ulonglong2*)&shared.from[copier][2 * k];
 #pragma unroll
-    for (int k = 0; k < RESTS; ++k) rest_from[k] = shared.from[warp][min((k * 32 + lane) / REST, COPIES - 1)];
+    for (int k = 0; k < RESTS; ++k) rest_from[k] = shared.from[copier][min((k * 32 + lane) / REST, COPIES - 1)];
 #pragma unroll
     for (int k = 0; k < COPIES / 2; ++k) {
         copy_16_bytes(to + 2 * k * ROW + lane * 16, (const u8*)from[k].x + lane * 16);
@@ -92,8 +92,8 @@ DEVICE void start_copies(Shared& shared, int stage, int warp, int lane, const En
     if (elected()) {
         ulonglong2 from[COPIES / 2];
 #pragma unroll
-        for (int k = 0; k < COPIES / 2; ++k) from[k] = *(const ulonglong2*)&shared.from[warp][2 * k];
-        u32 to = shared_address(&shared.records[stage][warp * COPIES * ROW]);
+        for (int k = 0; k < COPIES / 2; ++k) from[k] = *(const ulonglong2*)&shared.from[copier][2 * k];
+        u32 to = shared_address(&shared.records[stage][copier * COPIES * ROW]);
         barrier_expect(full, COPIES * COPIED);
 #pragma unroll
         for (int k = 0; k < COPIES / 2; ++k) {
@@ -139,12 +139,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
     int all = blocks[0] + blocks[1], share = (all + gridDim.z - 1) / gridDim.z;
     int begin = min(share * (int)blockIdx.z, all), end = min(begin + share, all);
 
+    auto given = [&](bool is_extra) {
+        return is_extra ? second.indices + row * second.indices_stride : first.indices + row * first.indices_stride;
+    };
     if (threadIdx.x < STAGES) {
         barrier_init(shared_address(&shared.full[threadIdx.x]), ARRIVALS);
+#if PRODUCERS
+        barrier_init(shared_address(&shared.empty[threadIdx.x]), WARPS);
+#endif
 #if HOPPER
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
     }
+    // Held in shared memory, because registers are what the loop below has fewest of.
+    if (threadIdx.x == 0) shared.indices[0] = given(false), shared.indices[1] = given(true);
+    // Not all the same: many copies of a single record wait for each other.
+    if (threadIdx.x < KEYS) shared.nothing[threadIdx.x] = zeros + (blockIdx.x * KEYS + threadIdx.x) % NOTHINGS * COPIED;
+    if (!PRODUCERS) __syncthreads();
 
     // Slots are in order of their blocks: first those of the first cache, then those of the second.
     int bound = min(lengths[0], end * KEYS), extra_bound = min(lengths[1], (end - blocks[0]) * KEYS);
@@ -153,10 +164,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
         int e = (is_extra ? block - blocks[0] : block) * KEYS + i;
         return e < (is_extra ? extra_bound : bound) ? __ldg(indices_of(is_extra) + e) : -1;
     };
-    auto given = [&](bool is_extra) {
-        return is_extra ? second.indices + row * second.indices_stride : first.indices + row * first.indices_stride;
-    };
-    // From shared memory, because registers are what the loop below has fewest of.
     auto slot_of = [&](int block, int i) {
         return entry_of(block, i, [&](bool is_extra) { return shared.indices[is_extra]; });
     };
@@ -166,28 +173,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
 #endif
         return (u32)slot < (u32)(!HAS_EXTRA || block < blocks[0] ? first.num_slots : second.num_slots);
     };
-    int i = warp * COPIES + lane % COPIES;
+    bool multiplies = !PRODUCERS || warp < WARPS, copies = !PRODUCERS || !multiplies;
+    int copier = PRODUCERS ? warp & PRODUCERS - 1 : warp, i = copier * COPIES + lane % COPIES;
     auto copy = [&](int block, int slot) {
 #if GROUP > 1
         if (lane < COPIES) shared.members[(u32)(block - begin) % STAGES][i] = (u8)((u32)slot >> SLOT_BITS);
         slot &= SLOT_MASK;
 #endif
         const u8* nothing = shared.nothing[i];
-        start_copies(shared, (u32)(block - begin) % STAGES, warp, lane, find_entry(first, second, block < blocks[0], slot, nothing));
+        start_copies(shared, (u32)(block - begin) % STAGES, copier, lane, find_entry(first, second, block < blocks[0], slot, nothing));
     };
-    // Of the entries and the query none waits for another, nor for the block. Later, a slot is read a step before its
-    // address is needed.
+    // Of the entries and the query none waits for another. Later, a slot is read a step before its address is needed.
     int slots[STAGES];
 #pragma unroll
-    for (int k = 0; k < STAGES; ++k) slots[k] = entry_of(begin + k, i, given);
+    for (int k = 0; k < STAGES; ++k) slots[k] = copies ? entry_of(begin + k, i, given) : -1;
     int final = begin < end ? entry_of(end - 1, threadIdx.x % KEYS, given) : -1;
-    Part part(warp);
+    Part part(warp % WARPS);
     RawQuery raw;
-    read_query(raw, q + first_row * q_row_stride + first_head * q_head_stride, q_row_stride, q_head_stride, own_rows,
-               own_heads, part, lane);
-    if (threadIdx.x == 0) shared.indices[0] = given(false), shared.indices[1] = given(true);
-    // Not all the same: many copies of a single record wait for each other.
-    if (threadIdx.x < KEYS) shared.nothing[threadIdx.x] = zeros + (blockIdx.x * KEYS + threadIdx.x) % NOTHINGS * COPIED;
+    if (multiplies)
+        read_query(raw, q + first_row * q_row_stride + first_head * q_head_stride, q_row_stride, q_head_stride, own_rows,
+                   own_heads, part, lane);
+#if !PRODUCERS
+    if (begin < end) copy(begin, slots[0]);
+    find_largest(shared, raw, part, lane);
+#endif
     if (!__syncthreads_or(counts(end - 1, final)) && begin + 1 < end) {
         // Short contexts leave all blocks from some one on empty: these are left out.
         int last = begin;
@@ -195,21 +204,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
         for (int b = begin + 1 + warp / READERS; b < end - 1; b += WARPS / READERS)
             if (counts(b, slot_of(b, warp % READERS * 32 + lane))) last = b;
         last = (int)__reduce_max_sync(~0u, (u32)last);
-        if (lane == 0) shared.last[warp] = last;
+        if (lane == 0 && multiplies) shared.last[warp] = last;
         __syncthreads();
 #pragma unroll
         for (int w = 0; w < WARPS; ++w) last = max(last, shared.last[w]);
         end = last + 1;
     }
+    if (copies) {
 #pragma unroll
-    for (int k = 0; k < STAGES; ++k)
-        if (begin + k < end) copy(begin + k, slots[k]);  // all stages are free
-    int next = slot_of(begin + STAGES, i);
+        for (int k = PRODUCERS ? 0 : 1; k < STAGES; ++k)
+            if (begin + k < end) copy(begin + k, slots[k]);  // all stages are free
+    }
+    int next = copies ? slot_of(begin + STAGES, i) : -1;
+    int shares = gridDim.z, own_share = blockIdx.z;
+    bool is_whole = shares == 1, is_cluster = HOPPER && !is_whole && !partial_out;
+#if PRODUCERS
+    if (!multiplies) {
+        for (int block = begin + STAGES; block < end; ++block) {
+            u32 step = block - begin - STAGES;
+            barrier_wait(shared_address(&shared.empty[step % STAGES]), step / STAGES & 1);
+            copy(block, next);
+            next = slot_of(block + 1, i);
+        }
+        if (is_cluster) cluster_meet(), cluster_part();
+        return;
+    }
     find_largest(shared, raw, part, lane);
-    __syncthreads();
+    meet();
+#endif
     Query query;
     keep_query(shared, query, raw, part, scale_log2, lane);
-    __syncthreads();
+    meet();
     float o[VALUE_TILES][NT][4] = {};
     const float infinity = bits_to_float(0x7f800000);
     Softmax state;
@@ -222,21 +247,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
         barrier_wait(shared_address(&shared.full[stage]), (u32)step / STAGES & 1);
         multiply_queries(shared, stage, query, part, lane);
         // S is there, and nobody reads P or the stage before any more.
-        __syncthreads();
-        if (step && block + STAGES - 1 < end) {
+        meet();
+        if (!PRODUCERS && step && block + STAGES - 1 < end) {
             copy(block + STAGES - 1, next);
             next = slot_of(block + STAGES, i);
         }
         u32 factors;
         float reference_change;
         bool changed = exponentiate(shared, stage, state, warp, lane, factors, reference_change);
-        changed = __syncthreads_or(changed);  // P is there, and nobody reads S any more
+        changed = meet_or(changed);  // P is there, and nobody reads S any more
         multiply_values(shared, stage, o, changed, reference_change, factors, warp, lane);
+#if PRODUCERS
+        __syncwarp();
+        if (lane == 0) barrier_arrive(shared_address(&shared.empty[stage]));
+#endif
     }
 
-    __syncthreads();
-    int shares = gridDim.z, own_share = blockIdx.z;
-    bool is_whole = shares == 1, is_cluster = HOPPER && !is_whole && !partial_out;
+    meet();
 #pragma unroll
     for (int j = 0; j < COLUMNS; ++j) {
         int column = column_of(warp, lane, j), head = query_of(column) < own_rows ? head_of(column) : own_heads;
@@ -256,7 +283,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
             shared.alpha[column] = weight;
         }
     }
-    __syncthreads();
+    meet();
 
     int g = lane >> 2, t = lane & 3;
     // Exponents reach 127 + 1, which is not a finite float32: applied in two halves.

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -35,6 +36,21 @@ NOTHINGS = 1024  # records that stand for entries which do not count
 NOT_COUNTED = -(2.0**-100)  # and their scales, with V3.2
 
 
+class Cut(Protocol):
+    """What `choose_variant` needs to know of a compiled form of a kernel."""
+
+    @property
+    def heads(self) -> int: ...
+
+    @property
+    def blocks(self) -> int: ...
+
+    def least_room(self, heads: int) -> int: ...
+
+
+AnyVariant = TypeVar("AnyVariant", bound=Cut)
+
+
 @dataclass(frozen=True)
 class Variant:
     """A compiled form of the kernel.
@@ -48,6 +64,7 @@ class Variant:
         keys: entries that a block of threads attends at a time.
         stages: blocks of that many records in shared memory.
         sums: of S in shared memory: one for every part of the values, or for two.
+        producers: warps that only copy, beside those that multiply; 0: these copy too.
         value_parts, head_parts: in Q K^T, the warps' shares of a row's values and of the heads; the keys have the rest.
     """
 
@@ -60,6 +77,12 @@ class Variant:
     sums: int = 4
     value_parts: int = 4
     head_parts: int = 1
+    producers: int = 0
+
+    @property
+    def threads(self) -> tuple[int, int, int]:
+        """Of a block."""
+        return (32 * (WARPS + self.producers), 1, 1)
 
     @property
     def heads(self) -> int:
@@ -79,7 +102,12 @@ class Variant:
             "SUMS": self.sums,
             "VALUE_PARTS": self.value_parts,
             "HEAD_PARTS": self.head_parts,
+            "PRODUCERS": self.producers,
         }
+
+    def least_room(self, heads: int) -> int:
+        """Shares that the device has to have room for, for a call of so many heads to get it; 0: for the most."""
+        return least_room(self.tiles, heads) if self.producers else 0
 
     def shared_bytes(self, layout: str) -> int:
         """Shared memory of a block, in bytes."""
@@ -94,7 +122,7 @@ class Variant:
             p_copies * columns * (self.keys + 8) * 2,  # P
             self.stages * (self.keys * scales + validity + members),
             2 * self.keys * 8 + 2 * 8,  # addresses of records, of zero records and of rows
-            self.stages * 8 + WARPS * 4,  # barriers, and a number a warp
+            self.stages * (16 if self.producers else 8) + WARPS * 4,  # barriers, and a number a warp
             kept * 32 * 2 * self.tiles * 4,  # fragments of the query
             2 * columns * 4,  # factors of a head
             128,  # alignment
@@ -111,6 +139,21 @@ PORTABLE_VARIANTS = (
     Variant(tiles=8, blocks=1, held=8, keys=32, head_parts=2),
 )
 """For other GPUs than SM90: with more than one tile, steps of 32 keys, for which 99 KiB suffice."""
+
+
+ALONE = (
+    Variant(tiles=1, blocks=1, held=8, stages=4, producers=4),
+    Variant(tiles=2, blocks=1, held=8, stages=4, producers=4),
+)
+"""For SM90, where a call gives no SM more than one block."""
+
+
+def least_room(tiles: int, heads: int) -> int:
+    """Shares for which a device with a block an SM has to have room, for so many tiles a block to be the fastest.
+
+    As measured: a second group of heads reads the same records again.
+    """
+    return 8 if heads > 8 * tiles and tiles == 1 else 2
 
 
 class CudaScope(ctypes.Structure):
@@ -145,35 +188,53 @@ def variants_of(facts: DeviceFacts) -> tuple[Variant, ...]:
 
 @functools.cache
 def possible_variants(heads: int, layout: str, facts: DeviceFacts) -> tuple[Variant, ...]:
-    """Those that calls with this many query heads may use on a device."""
-    fitting = [variant for variant in variants_of(facts) if variant.shared_bytes(layout) <= facts.shared_memory]
-    last = next((number for number, variant in enumerate(fitting) if variant.heads >= heads), len(fitting) - 1)
-    return tuple(fitting[: last + 1])
+    """Those that calls with this many query heads may use on a device, first those of blocks that have an SM alone."""
+    return tuple(
+        variant
+        for known in ((ALONE if facts.architecture == HOPPER else ()), variants_of(facts))
+        for variant in up_to(heads, [one for one in known if one.shared_bytes(layout) <= facts.shared_memory])
+    )
 
 
-def choose_variant(rows: int, heads: int, topk: int, sms: int, variants: Sequence[Variant]) -> tuple[Variant, int]:
+def up_to(heads: int, variants: Sequence[AnyVariant]) -> Sequence[AnyVariant]:
+    """Of variants in ascending order, those up to the first that takes all heads of a row."""
+    last = next((number for number, variant in enumerate(variants) if variant.heads >= heads), len(variants) - 1)
+    return variants[: last + 1]
+
+
+def choose_variant(
+    rows: int,
+    heads: int,
+    topk: int,
+    sms: int,
+    variants: Sequence[AnyVariant],
+    resident: Callable[[AnyVariant, int], int] | None = None,
+) -> tuple[AnyVariant, int]:
     """How a call is cut: the variant, and shares of each row's entries.
 
     While all blocks of threads run at once, more of them are faster, even where several groups of heads read the same
-    records: then it is the smallest variant with the most shares, of two steps each. Otherwise it is the largest
-    possible, with as many shares as fill the device once. Five to eight clusters of 16 blocks are slower than as many
-    of 8 blocks on an H200, in each of four cases tried.
+    records: then it is the smallest variant with the most shares, of two steps each, and first of those that have an SM
+    for each block. Otherwise it is the largest possible, with as many shares as fill the device once. Shares whose
+    clusters do not run at once are added up by another kernel, which takes longer than fewer shares do.
 
     Args:
         rows: query rows.
         heads: query heads of a row.
         topk: entries of a row, both caches together.
         sms: SMs of the device.
-        variants: the possible ones, in ascending order.
+        variants: the possible ones: those of one block an SM in ascending order, then the others.
+        resident: clusters of so many shares that run at once, with a variant; None: there are no clusters.
     """
     most = max(1, min(-(-topk // KEYS) // 2, MAX_SPLITS))
     for variant in variants:
         groups = -(-heads // variant.heads)
         room = sms * variant.blocks // max(1, rows * groups)
-        if room >= most:
+        if room >= (variant.least_room(heads) or most):
             break
     splits = max(1, min(room, most))
-    return variant, splits // 2 if splits == MAX_SPLITS and 4 < rows * groups <= 8 else splits
+    while splits > 2 and resident is not None and resident(variant, splits) < rows * groups:
+        splits -= 1
+    return variant, splits
 
 
 def definitions(
@@ -226,10 +287,7 @@ def attend(call: SparseMlaCall, *, splits: int | None = None, variant: Variant |
     q = readable_queries(q)
     out = writable_rows(result.out)
     facts = facts_of(q.device)
-    variants = possible_variants(heads, layout.name, facts)
-    chosen, shares = choose_variant(rows, heads, first.topk + second.topk, facts.sms, variants)
-    if variant is not None:
-        chosen, variants = variant, (variant,)
+    variants = possible_variants(heads, layout.name, facts) if variant is None else (variant,)
     defines = definitions(
         layout.name,
         facts,
@@ -238,14 +296,23 @@ def attend(call: SparseMlaCall, *, splits: int | None = None, variant: Variant |
         out_float32=out.dtype == torch.float32,
     )
     with torch.cuda.device_of(q):
+        kernels = _kernels(variants, layout.name, tuple(defines.items()), q.device.index)
+
+        def resident(variant: Variant, splits: int) -> int:
+            return clusters(kernels[variant][0], variant.shared_bytes(layout.name), variant.threads, splits)
+
+        hopper = facts.architecture == HOPPER
+        topk = first.topk + second.topk
+        chosen, shares = choose_variant(rows, heads, topk, facts.sms, variants, resident if hopper else None)
         launch_shares(
             call,
-            _kernels(variants, layout.name, tuple(defines.items()), q.device.index)[chosen],
+            kernels[chosen],
             (q, first, second, nothings(q.device, layout.name)),
             SparseMlaResult(out, lse, max_logits),
             shared=chosen.shared_bytes(layout.name),
             groups=-(-heads // chosen.heads),
             splits=shares if splits is None else splits,
+            threads=chosen.threads,
         )
     if out.data_ptr() != result.out.data_ptr():
         result.out.copy_(out.view(result.out.shape))
@@ -282,7 +349,7 @@ def launch_shares(
     results = out, int64(out.stride(0)), int64(out.stride(1)), lse, max_logits
     # The shares of a row as a cluster, which adds up in shared memory; if all clusters run at once.
     hopper = facts_of(q.device).architecture == HOPPER
-    is_cluster = hopper and splits > 1 and _clusters(run, shared, threads, splits) >= rows * groups
+    is_cluster = hopper and splits > 1 and clusters(run, shared, threads, splits) >= rows * groups
     parts: tuple[Argument, Argument] = (None, None)
     if splits > 1 and not is_cluster:
         parts = (
@@ -325,7 +392,8 @@ def _kernels(
 
 
 @functools.cache
-def _clusters(attend: CudaKernel, shared: int, threads: tuple[int, int, int], splits: int) -> int:
+def clusters(attend: CudaKernel, shared: int, threads: tuple[int, int, int], splits: int) -> int:
+    """Clusters of so many shares that run at once on the current device."""
     return attend.resident_clusters(threads, (1, 1, splits), shared_bytes=shared)
 
 

@@ -25,6 +25,9 @@
 #ifndef STEP_STAGES
 #define STEP_STAGES 2  // blocks of keys in shared memory
 #endif
+#ifndef PRODUCERS
+#define PRODUCERS 0  // 4: so many warps more copy, for a block that has an SM alone: a warp that starts copies waits for them
+#endif
 // The first product is split over the warps by values, heads and keys.
 #ifndef VALUE_PARTS
 #define VALUE_PARTS 4
@@ -34,9 +37,6 @@
 #endif
 #ifndef HEAD_PARTS
 #define HEAD_PARTS 1
-#endif
-#ifndef INTEGER_V
-#define INTEGER_V 1  // whether codes of values become float16 by integer instructions even where conversions are native
 #endif
 #ifndef HELD
 #define HELD 4  // of the steps over a warp's part of the query's values, those whose fragments are in registers
@@ -51,17 +51,19 @@ constexpr int KEY_TILES = KEYS / KEY_PARTS / 16;  // tiles of 16 keys a warp, in
 constexpr int TOGETHER = HEAD_PARTS > 1 || SUMS < VALUE_PARTS ? 1 : KEY_TILES;  // of these, at a time
 constexpr int QUERY_TILES = NT / HEAD_PARTS;  // tiles of 8 heads a warp, in the first product
 constexpr int VALUE_TILES = 512 / WARPS / 16;  // tiles of 16 values a warp, in the second product
-constexpr int COPIES = KEYS / WARPS;      // records that a warp copies
+constexpr int COPIERS = PRODUCERS ? PRODUCERS : WARPS;  // warps that copy
+constexpr int COPIES = KEYS / COPIERS;    // records that one of them copies
 constexpr int LANES = KEYS / 2;           // lanes that exponentiate a column of S, two keys each
 constexpr int COLUMNS = NT * LANES / 32;  // columns of S that a lane exponentiates
 constexpr int TILES = NT / GROUP;         // tiles of a query row
 static_assert(NT % GROUP == 0, "a query row takes whole tiles");
 static_assert(SUMS == VALUE_PARTS || (SUMS * 2 == VALUE_PARTS && KEY_TILES * WARPS / 2 < 16), "barriers are few");
 static_assert(NT % HEAD_PARTS == 0 && NT * LANES % 32 == 0, "warps take whole tiles, and whole columns");
-constexpr int THREADS = 32 * WARPS;
+constexpr int THREADS = 32 * (WARPS + PRODUCERS);
+static_assert(HOPPER || !PRODUCERS, "barriers that threads arrive at are SM90's");
 constexpr int HEADS = 8 * NT;
 constexpr int STAGES = STEP_STAGES;
-constexpr int ARRIVALS = (HOPPER ? WARPS : THREADS) + (LAYOUT == 0 ? 0 : KEYS);  // on a stage's barrier, by a filling
+constexpr int ARRIVALS = (HOPPER ? COPIERS : THREADS) + (LAYOUT == 0 ? 0 : KEYS);  // on a stage's barrier, by a filling
 constexpr int STEPS = 32 / VALUE_PARTS;  // steps of 16 values that a warp multiplies with the query
 #if LAYOUT == 0
 constexpr int SCALED = 8;        // steps that share a scale
@@ -117,8 +119,11 @@ struct Shared {
     alignas(16) float factor[HEADS];  // of S: the softmax scale times the power of two that the query row was divided by
     const int* indices[2];            // of the query row, in the two caches
     const u8* nothing[KEYS];          // what is copied for entries that do not count
-    alignas(16) u64 from[WARPS][COPIES];   // where the records are that a warp copies next
+    alignas(16) u64 from[COPIERS][COPIES];  // where the records are that a warp copies next
     alignas(8) u64 full[STAGES];      // a stage's records have arrived
+#if PRODUCERS
+    u64 empty[STAGES];                // and nobody reads them any more
+#endif
     int last[WARPS];                  // blocks that a warp found entries in
 };
 // A share's output lies where its records were.
@@ -130,17 +135,14 @@ DEVICE int row_of(int l, int i) { return (l & 24) << 1 | i << 3 | ((l & 7) ^ i <
 // How codes become operands of the products.
 #if NATIVE_FP8
 constexpr float KEY_UNIT = 1.f;   // what operands of the first product are multiplied by
-constexpr int VALUE_EXPONENT = INTEGER_V ? -8 : 0;  // log2 of what those of the second are multiplied by
+constexpr int VALUE_EXPONENT = 0;  // log2 of what those of the second are multiplied by
 
 // A key's codes 4 t to 4 t + 3: pairs for k = 2 t and for k = 2 t + 8, in the order of `order_of_codes`.
 DEVICE void key_codes(u32 codes, u32& lower, u32& upper) { fp8_to_f16(codes, lower, upper); }
 DEVICE uint2 order_of_codes(uint2 four) { return four; }
 
 // Values 2 g and 2 g + 1 of one key, then of the next: pairs of keys for either value.
-DEVICE void value_codes(u32 codes, u32& even, u32& odd) {
-    if (INTEGER_V) codes_to_f16(codes, even, odd);  // conversions have their hands full with keys; NaN shows in these
-    else fp8_to_f16(__byte_perm(codes, 0, 0x3120), even, odd);
-}
+DEVICE void value_codes(u32 codes, u32& even, u32& odd) { fp8_to_f16(__byte_perm(codes, 0, 0x3120), even, odd); }
 #else
 // 35 * 2^10 takes the largest code, 448, to 62720, exactly, and that of NaN beyond float16's largest: an infinity in S.
 constexpr float KEY_UNIT = 140.f;
@@ -155,6 +157,22 @@ DEVICE uint2 order_of_codes(uint2 four) {
 }
 DEVICE void value_codes(u32 codes, u32& even, u32& odd) { codes_to_f16(codes, even, odd); }
 #endif
+
+// The warps that multiply meet; and find out whether something holds for one of their threads.
+DEVICE void meet() {
+#if PRODUCERS
+    named_sync(14, 32 * WARPS);
+#else
+    __syncthreads();
+#endif
+}
+DEVICE bool meet_or(bool something) {
+#if PRODUCERS
+    return named_or(15, 32 * WARPS, something);
+#else
+    return __syncthreads_or(something);
+#endif
+}
 
 // What a warp takes in the first product.
 struct Part {

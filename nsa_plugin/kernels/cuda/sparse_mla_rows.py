@@ -9,7 +9,6 @@ heads, where FlashMLA pads to 64 heads and FA3 looks rows up one by one.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +28,7 @@ ROW_STRIDE = ROW_BYTES + 16  # in shared memory, against bank conflicts
 
 
 @dataclass(frozen=True)
-class Variant:
+class RowsVariant:
     """A compiled form of the kernel.
 
     Attributes:
@@ -62,6 +61,10 @@ class Variant:
         """Of a block."""
         return (32 * (WARPS + self.producers), 1, 1)
 
+    def least_room(self, heads: int) -> int:
+        """Shares that the device has to have room for, for a call of so many heads to get it; 0: for the most."""
+        return sparse_mla.least_room(self.tiles, heads) if self.producers else 0
+
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block, in bytes: at least what `Shared` of the source has."""
@@ -78,59 +81,24 @@ class Variant:
         return sum(parts)
 
 
-VARIANTS = (
-    Variant(tiles=1, keys=32, stages=2, blocks=2),
-    Variant(tiles=2, keys=32, stages=2, blocks=2),
-    Variant(tiles=4, keys=64, stages=2, blocks=1, producers=4),
-)
-DEEP = {
-    1: Variant(tiles=1, keys=32, stages=6, blocks=1, producers=4),
-    2: Variant(tiles=2, keys=32, stages=5, blocks=1, producers=4),
-}
-"""By tiles: for calls that give an SM one block, which then has its shared memory alone."""
-EVERY_VARIANT = (*VARIANTS, *DEEP.values())
-PORTABLE_VARIANTS = (
-    Variant(tiles=1, keys=32, stages=2, blocks=1),
-    Variant(tiles=2, keys=32, stages=2, blocks=1),
-    Variant(tiles=4, keys=32, stages=2, blocks=1),
-)
+VARIANTS = tuple(RowsVariant(tiles=tiles, keys=64, stages=2, blocks=1, producers=4) for tiles in (1, 2, 4))
+PORTABLE_VARIANTS = tuple(RowsVariant(tiles=tiles, keys=32, stages=2, blocks=1) for tiles in (1, 2, 4))
 """For other GPUs than SM90."""
 
 
 @functools.cache
-def possible_variants(heads: int, facts: DeviceFacts) -> tuple[Variant, ...]:
+def possible_variants(heads: int, facts: DeviceFacts) -> tuple[RowsVariant, ...]:
     """Those that calls with this many query heads may use on a device, in ascending order of their tiles."""
     known = VARIANTS if facts.architecture == HOPPER else PORTABLE_VARIANTS
-    fitting = [variant for variant in known if variant.shared_bytes <= facts.shared_memory]
-    last = next((number for number, variant in enumerate(fitting) if variant.heads >= heads), len(fitting) - 1)
-    return tuple(fitting[: last + 1])
+    return tuple(sparse_mla.up_to(heads, [one for one in known if one.shared_bytes <= facts.shared_memory]))
 
 
-def choose_variant(rows: int, heads: int, topk: int, sms: int, variants: Sequence[Variant]) -> tuple[Variant, int]:
-    """How a call is cut: the variant, and shares of each row's entries; see `sparse_mla.choose_variant`.
-
-    Args:
-        rows: query rows.
-        heads: query heads of a row.
-        topk: entries of a row.
-        sms: SMs of the device.
-        variants: the possible ones.
-    """
-    most = max(1, min(-(-topk // variants[0].keys) // 2, MAX_SPLITS))
-    for variant in variants:
-        groups = -(-heads // variant.heads)
-        room = sms * variant.blocks // max(1, rows * groups)
-        if room >= most:
-            break
-    return variant, max(1, min(room, most))
-
-
-def attend(call: SparseMlaCall, *, splits: int | None = None, variant: Variant | None = None) -> SparseMlaResult:
+def attend(call: SparseMlaCall, *, splits: int | None = None, variant: RowsVariant | None = None) -> SparseMlaResult:
     """Attend bfloat16 rows with the CUDA kernel, within the module's limits.
 
     Args:
         splits: shares of a token's entries that are attended apart and then added up.
-        variant: of the kernel. None for either: `choose_variant`.
+        variant: of the kernel. None for either: `sparse_mla.choose_variant`.
 
     Raises:
         KernelArgumentError: the kernel does not support a shape, dtype, layout or device.
@@ -152,15 +120,21 @@ def attend(call: SparseMlaCall, *, splits: int | None = None, variant: Variant |
     q = sparse_mla.readable_queries(q)
     out = sparse_mla.writable_rows(result.out)
     facts = facts_of(q.device)
-    variants = possible_variants(heads, facts)
-    chosen, shares = choose_variant(rows, heads, scope.topk, facts.sms, variants)
-    if variant is not None:
-        chosen, variants = variant, (variant,)
+    variants = possible_variants(heads, facts) if variant is None else (variant,)
     defines = definitions(facts, is_flat=scope.is_flat, out_float32=out.dtype == torch.float32)
     with torch.cuda.device_of(q):
+        kernels = _kernels(variants, tuple(defines.items()), q.device.index)
+
+        def resident(variant: RowsVariant, splits: int) -> int:
+            return sparse_mla.clusters(kernels[variant][0], variant.shared_bytes, variant.threads, splits)
+
+        hopper = facts.architecture == HOPPER
+        chosen, shares = sparse_mla.choose_variant(
+            rows, heads, scope.topk, facts.sms, variants, resident if hopper else None
+        )
         sparse_mla.launch_shares(
             call,
-            _kernels(variants, tuple(defines.items()), q.device.index)[chosen],
+            kernels[chosen],
             (q, scope, zeros(q.device)),
             SparseMlaResult(out, lse, max_logits),
             shared=chosen.shared_bytes,
@@ -204,8 +178,8 @@ def zeros(device: torch.device) -> torch.Tensor:
 
 @functools.cache
 def _kernels(
-    variants: tuple[Variant, ...], defines: tuple[tuple[str, int], ...], device: int | None
-) -> dict[Variant, tuple[CudaKernel, CudaKernel]]:
+    variants: tuple[RowsVariant, ...], defines: tuple[tuple[str, int], ...], device: int | None
+) -> dict[RowsVariant, tuple[CudaKernel, CudaKernel]]:
     """`attend_rows` and `combine` of every variant, since none may be compiled while an engine serves."""
     built = {}
     for variant in variants:
