@@ -225,7 +225,8 @@ def choose_variant(
         variants: the possible ones: those of one block an SM in ascending order, then the others.
         resident: clusters of so many shares that run at once, with a variant; None: there are no clusters.
     """
-    most = max(1, min(-(-topk // KEYS) // 2, MAX_SPLITS))
+    steps = -(-topk // KEYS)
+    most = max(1, min(steps // 2, MAX_SPLITS))
     for variant in variants:
         groups = -(-heads // variant.heads)
         room = sms * variant.blocks // max(1, rows * groups)
@@ -234,7 +235,8 @@ def choose_variant(
     splits = max(1, min(room, most))
     while splits > 2 and resident is not None and resident(variant, splits) < rows * groups:
         splits -= 1
-    return variant, splits
+    # As few shares as have no more steps each.
+    return variant, max(1, -(-steps // -(-steps // splits))) if steps else 1
 
 
 def definitions(
