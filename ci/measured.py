@@ -47,9 +47,11 @@ ROUTES: dict[str, dict[str, Route]] = {
 }
 # Of a bf16 cache FlashMLA reads the rows in place, with its prefill kernel in decode too.
 _IN_PLACE = {"flash_mla padded": Route(Attention.SPARSE_PREFILL, "flash_mla")}
+_FA3 = Route(Attention.SPARSE_DECODE, "fa3")
 BF16_ROUTES: dict[str, dict[str, Route]] = {
-    "sparse_mla_prefill": _PREFILL | _IN_PLACE,
-    "sparse_mla_decode": _DECODE | _IN_PLACE | {"fa3": Route(Attention.SPARSE_DECODE, "fa3")},
+    # No route of a batch is FA3's of a prefill: vLLM's choice of a backend is compared with it.
+    "sparse_mla_prefill": _PREFILL | _IN_PLACE | {"fa3, a sequence for each query token": _FA3},
+    "sparse_mla_decode": _DECODE | _IN_PLACE | {"fa3": _FA3},
 }
 DENSE = {name: Route(Attention.MHA_ONE_SHOT, name) for name in ("fa3", "triton")}
 # What the op mha_one_shot times dense attention against, by the layout of the cache.
