@@ -58,7 +58,7 @@ def test_sparse_mla_compiles_and_fits(sm: int, layout: str) -> None:
     for variant in variants:
         defines = sparse_mla.definitions(layout, facts, has_extra=layout == "v4_fp8") | variant.definitions
         cubin = build._cubin(sparse_mla.SOURCE, tuple(sorted(defines.items())), f"sm_{sm}" + ("a" if sm >= 90 else ""))
-        assert 0 < registers(cubin) * sparse_mla.THREADS[0] * variant.blocks <= REGISTERS
+        assert 0 < registers(cubin) * variant.threads[0] * variant.blocks <= REGISTERS
 
 
 @pytest.mark.parametrize("sm", ARCHITECTURES)
@@ -69,7 +69,7 @@ def test_sparse_mla_over_rows_compiles_and_fits(sm: int) -> None:
     for variant in variants:
         defines = tuple(sorted((sparse_mla_rows.definitions(facts) | variant.definitions).items()))
         cubin = build._cubin(sparse_mla_rows.SOURCE, defines, f"sm_{sm}" + ("a" if sm >= 90 else ""))
-        assert 0 < registers(cubin) * sparse_mla.THREADS[0] * variant.blocks <= REGISTERS
+        assert 0 < registers(cubin) * variant.threads[0] * variant.blocks <= REGISTERS
 
 
 @pytest.mark.parametrize("sm", ARCHITECTURES)
