@@ -20,6 +20,7 @@ from nsa_plugin.decision.plan import Attention
 from nsa_plugin.decision.routes import FLASH_MLA_DECODE, Route
 from nsa_plugin.decision.timings import COPIED_CONTEXT, SELECTIONS, TimingKey, Timings
 from nsa_plugin.decision.token_shard import ATTENTION, CHUNKS, STEPS, group_op, in_chunks, reshard_label
+from nsa_plugin.layouts import BF16
 from nsa_plugin.libraries.capabilities import Op
 from nsa_plugin.tools.bench.cases import RANDOM, selection_of
 from nsa_plugin.tools.bench.record import BACK_TO_BACK, read
@@ -43,6 +44,14 @@ ROUTES: dict[str, dict[str, Route]] = {
     "sparse_mla_decode": _DECODE | {"flash_mla padded": FLASH_MLA_DECODE},
     "v4_prefill_route": _PREFILL
     | {"flash_mla decode kernel": FLASH_MLA_DECODE, "dequantise, combine, flash_mla": _COPIED},
+}
+# Of a bf16 cache FlashMLA reads the rows in place, with its prefill kernel in decode too.
+_IN_PLACE = {"flash_mla padded": Route(Attention.SPARSE_PREFILL, "flash_mla")}
+_FA3 = Route(Attention.SPARSE_DECODE, "fa3")
+BF16_ROUTES: dict[str, dict[str, Route]] = {
+    # No route of a batch is FA3's of a prefill: vLLM's choice of a backend is compared with it.
+    "sparse_mla_prefill": _PREFILL | _IN_PLACE | {"fa3, a sequence for each query token": _FA3},
+    "sparse_mla_decode": _DECODE | _IN_PLACE | {"fa3": _FA3},
 }
 DENSE = {name: Route(Attention.MHA_ONE_SHOT, name) for name in ("fa3", "triton")}
 # What the op mha_one_shot times dense attention against, by the layout of the cache.
@@ -78,11 +87,12 @@ def _of_row(row: dict[str, Any]) -> Iterator[Measured]:
             return
         if selection_of(case) != RANDOM:  # no decision knows what its batch's selections share
             return
-        if provider in ROUTES[op] and SELECTIONS.get(layout) == (case["topk"], case.get("window", 0)):
+        routes = (BF16_ROUTES if layout == BF16.name else ROUTES).get(op, {})
+        if provider in routes and SELECTIONS.get(layout) == (case["topk"], case.get("window", 0)):
             need = Op.SPARSE_MLA_DECODE if op == "sparse_mla_decode" else Op.SPARSE_MLA_PREFILL
             rows = case["q"] if "q" in case else case["batch"] * case["s_q"]
             rank = case["kv"], case.get("page_size", 0)
-            yield str(need), layout, str(ROUTES[op][provider]), case["heads"], rows, row["median_us"], rank
+            yield str(need), layout, str(routes[provider]), case["heads"], rows, row["median_us"], rank
     elif op == ATTENTION:
         layout, step = case["layout"], "batch" in case
         label = (RESHARDED_STEPS if step else RESHARDED).get(provider)

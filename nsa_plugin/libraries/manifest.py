@@ -31,8 +31,8 @@ CUDA = KernelLibrary(
     # cuda.pathfinder comes with cuda-bindings since 12.9.1; it finds NVRTC, which compiles the kernels.
     hosts=(HostModule(module="cuda.pathfinder", distributions=("cuda-bindings",)),),
     targets={
-        "sparse_mla_prefill": "nsa_plugin.kernels.cuda.prefill:prefill",
-        "sparse_mla_decode": "nsa_plugin.kernels.cuda.sparse_mla:decode",
+        "sparse_mla_prefill": "nsa_plugin.kernels.cuda.attention:prefill",
+        "sparse_mla_decode": "nsa_plugin.kernels.cuda.attention:decode",
         "topk_rows": "nsa_plugin.kernels.cuda.topk:topk_rows",
     },
     requires=("cuda",),
@@ -45,10 +45,14 @@ CUDA = KernelLibrary(
             sm_min=first,
             sm_max=last,
             dims=(row,),
-            source="nsa_plugin/kernels/cuda/sparse_mla.py",
+            source=f"nsa_plugin/kernels/cuda/{module}.py",
         )
         for op in SPARSE_OPS
-        for layout, row in (("v32_fp8", V32_ROW), ("v4_fp8", V4_ROW))
+        for layout, row, module in (
+            ("v32_fp8", V32_ROW, "sparse_mla"),
+            ("v4_fp8", V4_ROW, "sparse_mla"),
+            ("bf16", V32_ROW, "sparse_mla_rows"),
+        )
         for first, last in ((80, 90), (120, 121))
     ),
 )

@@ -288,12 +288,51 @@ def test_this_checkouts_times_are_what_its_records_give() -> None:
     assert generator.TIMINGS.read_text() == generator.render(generator.collect(generator.RECORDS)), "run: make docs"
 
 
+def test_rows_of_a_bf16_cache_are_read_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashMLA's prefill kernel and FA3 read them; the decision follows the times."""
+    layout = {"layout": "bf16"}
+    rows = [prefill(name, time, **layout) for name, time in (("cuda", 1500.0), (sparse_mla.PADDED, 1900.0))]
+    rows += [
+        row("sparse_mla_decode", name, time, batch=128, s_q=1, kv=8192, **layout)
+        for name, time in (("cuda", 90.0), (sparse_mla.FA3, 140.0), (sparse_mla.PADDED, 150.0))
+    ]
+    rows.append(prefill(sparse_mla.SINGLE_TOKENS, 1400.0, **layout))  # no route of a prefill, whatever its time
+    for one in rows[2:5]:
+        del one["case"]["q"]
+    write(tmp_path, "a", rows)
+    table = generator.collect(tmp_path)
+    assert table == {
+        (90, "sparse_mla_decode", "bf16"): {
+            "cuda sparse_decode": {16: ((128, 90.0),)},
+            "fa3 sparse_decode": {16: ((128, 140.0),)},
+            "flash_mla sparse_prefill": {16: ((128, 150.0),)},
+        },
+        (90, "sparse_mla_prefill", "bf16"): {
+            "cuda sparse_prefill": {16: ((4096, 1500.0),)},
+            "fa3 sparse_decode": {16: ((4096, 1400.0),)},
+            "flash_mla sparse_prefill": {16: ((4096, 1900.0),)},
+        },
+    }
+    model, device = ModelShape(attn_tp_size=8, kv_layout="bf16"), synthetic(90)
+    batches = [
+        BatchShape.from_lengths(Phase.EXTEND, [4096], [65536]),
+        BatchShape.from_lengths(Phase.DECODE, [1] * 128, [8192] * 128),
+    ]
+    monkeypatch.setattr(timings, "TIMINGS", {})
+    assert [decide(model, batch, device, Settings()).provider for batch in batches] == ["flash_mla", "fa3"]
+    monkeypatch.setattr(timings, "TIMINGS", table)
+    assert [decide(model, batch, device, Settings()).provider for batch in batches] == ["cuda", "cuda"]
+
+
 def test_the_labels_are_those_of_the_suites() -> None:
     prefills, decodes, routes = (
         generator.ROUTES[op] for op in ("sparse_mla_prefill", "sparse_mla_decode", "v4_prefill_route")
     )
     assert set(prefills) == {"cuda", "triton", v4.DECODE_KERNEL, sparse_mla.WITH_COPY}
     assert set(decodes) == {"cuda", "triton", sparse_mla.PADDED}
+    rows, steps = (generator.BF16_ROUTES[op] for op in ("sparse_mla_prefill", "sparse_mla_decode"))
+    assert set(rows) == {"cuda", "triton", sparse_mla.PADDED, sparse_mla.SINGLE_TOKENS}
+    assert set(steps) == {"cuda", "triton", sparse_mla.PADDED, sparse_mla.FA3}
     assert set(routes) == {"cuda", "triton", v4.DECODE_KERNEL, v4.BY_WORKSPACE.format("flash_mla")}
     sparse = {mha.SPARSE.format(name) for name in ("cuda", "triton", sparse_mla.PADDED)}
     assert {name for names in generator.BESIDE.values() for name in names} == sparse
@@ -306,7 +345,8 @@ def test_the_labels_are_those_of_the_suites() -> None:
 
 def test_the_suites_measure_what_the_table_holds() -> None:
     """Selections, and the context of a copy, of the cases that `nsa-plugin bench` runs."""
-    for suite in ("sparse-mla-prefill", "sparse-mla-decode", "v4-prefill"):
+    bf16 = "sparse-mla-prefill-bf16", "sparse-mla-decode-bf16"
+    for suite in ("sparse-mla-prefill", "sparse-mla-decode", *bf16, "v4-prefill"):
         for case in SUITES[suite].cases:
             fields = case.as_dict()
             assert SELECTIONS[str(fields["layout"])] == (fields["topk"], fields.get("window", 0))

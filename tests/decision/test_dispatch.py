@@ -208,7 +208,9 @@ PREFILLS: list[tuple[str, ModelShape, DeviceProfile, tuple[str, str, bool, int]]
         synthetic(120),
         ("sparse_prefill", "cuda", False, 0),
     ),
-    ("SM120 bf16 own", V32, synthetic(120), ("sparse_prefill", "triton", False, 0)),
+    ("SM120 bf16 own, 16 heads", V32, synthetic(120), ("sparse_prefill", "triton", False, 0)),
+    ("SM120 bf16 own, 32 heads", replace(V32, attn_tp_size=4), synthetic(120), ("sparse_prefill", "cuda", False, 0)),
+    ("SM90 bf16 own", V32, synthetic(90, libraries=("cuda", "triton")), ("sparse_prefill", "cuda", False, 0)),
     ("SM90 V4 own, 8 heads", replace(V4, attn_tp_size=8), FULL_H200, ("sparse_prefill", "flash_mla", True, 64)),
     ("SM90 V4 own, all heads", V4, FULL_H200, ("sparse_prefill", "flash_mla", True, 0)),
     ("SM90 V4 own alone", V4, synthetic(90, libraries=("cuda", "triton")), ("sparse_prefill", "cuda", False, 0)),
@@ -416,12 +418,12 @@ def test_a_requested_library_is_used(
             r"prefill_backend is triton, .*not installed.*What works here: flash_mla, reference",
         ),
         (
-            V32,
+            replace(V4, kv_layout="bf16"),
             LONG,
             FULL_H200,
             {"prefill_backend": "cuda"},
-            r"prefill_backend is cuda, .*no sparse_mla_prefill kernel for a bf16 cache on SM90 \(it reads v32_fp8 "
-            r"and v4_fp8\)\. What works here: flash_mla, triton, reference",
+            r"prefill_backend is cuda, .*supports heads of \(576, 512\) elements; the model's have \(512, 512\)\. "
+            r"What works here: flash_mla, triton, reference",
         ),
         (
             V32,

@@ -10,7 +10,7 @@ import struct
 
 import pytest
 
-from nsa_plugin.kernels.cuda import build, indexer, nvrtc, sparse_mla, sparse_mla_wide
+from nsa_plugin.kernels.cuda import build, indexer, nvrtc, sparse_mla, sparse_mla_rows, sparse_mla_wide
 from nsa_plugin.kernels.cuda.topk import THREADS
 from nsa_plugin.kernels.triton.device import DeviceFacts
 from nsa_plugin.libraries.architectures import shared_memory_per_block
@@ -58,7 +58,18 @@ def test_sparse_mla_compiles_and_fits(sm: int, layout: str) -> None:
     for variant in variants:
         defines = sparse_mla.definitions(layout, facts, has_extra=layout == "v4_fp8") | variant.definitions
         cubin = build._cubin(sparse_mla.SOURCE, tuple(sorted(defines.items())), f"sm_{sm}" + ("a" if sm >= 90 else ""))
-        assert 0 < registers(cubin) * sparse_mla.THREADS[0] * variant.blocks <= REGISTERS
+        assert 0 < registers(cubin) * variant.threads[0] * variant.blocks <= REGISTERS
+
+
+@pytest.mark.parametrize("sm", ARCHITECTURES)
+def test_sparse_mla_over_rows_compiles_and_fits(sm: int) -> None:
+    facts = DeviceFacts(sms=100, architecture=sm, shared_memory=shared_memory_per_block(sm))
+    variants = sparse_mla_rows.VARIANTS if sm == 90 else sparse_mla_rows.possible_variants(128, facts)
+    assert variants
+    for variant in variants:
+        defines = tuple(sorted((sparse_mla_rows.definitions(facts) | variant.definitions).items()))
+        cubin = build._cubin(sparse_mla_rows.SOURCE, defines, f"sm_{sm}" + ("a" if sm >= 90 else ""))
+        assert 0 < registers(cubin) * variant.threads[0] * variant.blocks <= REGISTERS
 
 
 @pytest.mark.parametrize("sm", ARCHITECTURES)

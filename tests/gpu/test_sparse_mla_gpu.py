@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from nsa_plugin.kernels.checks import KernelArgumentError
-from nsa_plugin.kernels.cuda.sparse_mla import PORTABLE_VARIANTS
-from nsa_plugin.kernels.sparse_mla import reference_decode, reference_prefill
+from nsa_plugin.kernels.cuda import sparse_mla, sparse_mla_rows
+from nsa_plugin.kernels.sparse_mla import decode_op, reference_decode, reference_prefill
 from nsa_plugin.kernels.triton import device
 from tests.kernels.oracles import HEAD_COUNTS
 from tests.kernels.sparse_mla_cases import (
@@ -38,16 +38,24 @@ PORTABLE = "cuda as on SM86"  # without bulk copies, clusters and fp8 instructio
 PROVIDERS = ("triton", "cuda", PORTABLE, "flash_mla")
 MODULES = {
     "triton": "nsa_plugin.kernels.triton.sparse_mla",
-    "cuda": "nsa_plugin.kernels.cuda.sparse_mla",
-    PORTABLE: "nsa_plugin.kernels.cuda.sparse_mla",
+    "cuda": "nsa_plugin.kernels.cuda.attention",
+    PORTABLE: "nsa_plugin.kernels.cuda.attention",
     "flash_mla": "nsa_plugin.kernels.providers.flash_mla",
 }
+
+
+def cuda_reads(case: dict[str, Any]) -> bool:
+    """Whether a case's caches are ones that provider cuda reads: of fp8 records two, of bfloat16 rows one of V3.2."""
+    layouts = layouts_of(case)
+    rows = layouts <= {"rows", "bf16"} and case["q"].shape[-1] == 576
+    return layouts <= {"v32_fp8", "v4_fp8"} or (rows and {"extra_kv", "extra_cache"}.isdisjoint(case))
+
 
 # Whether a provider may refuse a case. flash_mla's limits are the library's and have tests of their own.
 MAY_REFUSE: dict[str, Callable[[dict[str, Any]], bool]] = {
     "triton": lambda case: False,
-    "cuda": lambda case: not layouts_of(case) <= {"v32_fp8", "v4_fp8"},
-    PORTABLE: lambda case: not layouts_of(case) <= {"v32_fp8", "v4_fp8"},
+    "cuda": lambda case: not cuda_reads(case),
+    PORTABLE: lambda case: not cuda_reads(case),
     "flash_mla": lambda case: True,
 }
 
@@ -204,7 +212,7 @@ def test_prefill_of_any_number_of_heads(provider, layout, heads):
 
 
 @pytest.mark.parametrize("heads", HEAD_COUNTS)
-@pytest.mark.parametrize("layout", ["v32_fp8", "v4_fp8"])
+@pytest.mark.parametrize("layout", ["v32_fp8", "v4_fp8", "bf16"])
 def test_decode_of_any_number_of_heads(provider, layout, heads):
     extra = V4_EXTRA if layout == "v4_fp8" else None
     with_length = layout == "v4_fp8" or provider != "flash_mla"
@@ -298,8 +306,6 @@ def test_lengths_of_zero_everywhere(provider):
 
 def test_noncontiguous_arguments_and_outputs(provider):
     case = prefill_case(tokens=9, heads=16, layout="rows", slots=512, topk=200)
-    if provider in ("cuda", PORTABLE):
-        case = prefill_case(tokens=9, heads=16, layout="v32_fp8", slots=512, topk=200)
     spread = {name: strided(case[name]) for name in ("q", "indices", "topk_length", "attn_sink")}
     out = strided(torch.zeros(9, 16, 512, device="cuda"))
     result = run(provider, "prefill", case | spread, out=out)
@@ -329,28 +335,45 @@ def test_queries_at_any_element(provider, first):
 @pytest.mark.parametrize("splits", [1, 2, 3, 16])
 def test_every_variant_of_the_cuda_kernel(layout, heads, tiles, splits):
     if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("provider cuda is for SM90")
+        pytest.skip("these variants are SM90's")
     extra = V4_EXTRA if layout == "v4_fp8" else None
     case = decode_case(layout=layout, batch=3, s_q=2, heads=heads, slots=2048, topk=700, extra=extra)
-    result = run("cuda", "decode", case, splits=splits, tiles=tiles)
+    variant = next(one for one in sparse_mla.VARIANTS if one.tiles == tiles)
+    result = sparse_mla.decode(**case, splits=splits, variant=variant)
     assert_same(result, reference_decode(**case, out_dtype=torch.float32))
+
+
+@pytest.mark.parametrize("heads", [5, 16, 40])
+@pytest.mark.parametrize("splits", [1, 2, 3, 16])
+@pytest.mark.parametrize("with_length", [False, True])
+def test_every_variant_of_the_cuda_kernel_over_rows(heads, splits, with_length):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("these variants are SM90's")
+    case = decode_case(
+        layout="bf16", batch=3, s_q=2, heads=heads, slots=2048, topk=700, with_length=with_length, seed=heads
+    )
+    expected = reference_decode(**case, out_dtype=torch.float32)
+    for variant in sparse_mla_rows.VARIANTS:
+        assert_same(decode_op(sparse_mla_rows.attend)(**case, splits=splits, variant=variant), expected)
 
 
 @pytest.mark.parametrize("layout", ["v32_fp8", "v4_fp8"])
 @pytest.mark.parametrize("heads", [5, 16, 40, 72])
-@pytest.mark.parametrize("tiles", [one.tiles for one in PORTABLE_VARIANTS])
+@pytest.mark.parametrize("tiles", [one.tiles for one in sparse_mla.PORTABLE_VARIANTS])
 @pytest.mark.parametrize("splits", [1, 3, 16])
 def test_every_variant_of_the_cuda_kernel_as_on_sm86(layout, heads, tiles, splits, as_on_sm86):
     extra = V4_EXTRA if layout == "v4_fp8" else None
     case = decode_case(layout=layout, batch=3, s_q=2, heads=heads, slots=2048, topk=700, extra=extra)
-    result = run(PORTABLE, "decode", case, splits=splits, tiles=tiles)
+    variant = next(one for one in sparse_mla.PORTABLE_VARIANTS if one.tiles == tiles)
+    result = sparse_mla.decode(**case, splits=splits, variant=variant)
     assert_same(result, reference_decode(**case, out_dtype=torch.float32))
 
 
 @pytest.mark.parametrize("layout", ["v32_fp8", "v4_fp8"])
 @pytest.mark.parametrize("heads", [8, 16, 32, 64])
-def test_every_code_of_e4m3_as_on_sm86(layout, heads, as_on_sm86):
-    """The portable path converts codes by integer operations: all of them, also those below 2^-6."""
+@pytest.mark.parametrize("provider", ["cuda", PORTABLE], indirect=True)
+def test_every_code_of_e4m3(layout, heads, provider):
+    """Codes are converted by integer operations, of keys and values or of values alone: all, also those below 2^-6."""
     case = prefill_case(tokens=9, heads=heads, layout=layout, slots=512, topk=200)
     codes = torch.arange(448 if layout == "v4_fp8" else 512, device="cuda").to(torch.uint8)
     codes = torch.where((codes & 0x7F) == 0x7F, 0, codes)
@@ -358,18 +381,19 @@ def test_every_code_of_e4m3_as_on_sm86(layout, heads, as_on_sm86):
     for slot in range(512):
         page, start = slot // 64, slot % 64 * stride
         case["kv"].data[page, start : start + len(codes)] = codes.roll(slot)
-    check_prefill(PORTABLE, case)
+    check_prefill(provider, case)
 
 
 @pytest.mark.parametrize("code", [0x7F, 0xFF])
 @pytest.mark.parametrize("heads", [8, 16, 32, 64])
-def test_the_code_of_nan_as_on_sm86(heads, code, as_on_sm86):
+@pytest.mark.parametrize("provider", ["cuda", PORTABLE], indirect=True)
+def test_the_code_of_nan(heads, code, provider):
     """It makes the query tokens that select its record NaN, all values of them, and no others."""
     case = prefill_case(tokens=12, heads=heads, layout="v32_fp8", slots=512, topk=128, with_length=False)
     valid = case["indices"][5][(case["indices"][5] >= 0) & (case["indices"][5] < 512)]
     slot = int(valid[0])
     case["kv"].data[slot // 64, slot % 64 * 656 + 300] = code
-    result = run(PORTABLE, "prefill", case)
+    result = run(provider, "prefill", case)
     hit = (case["indices"] == slot).any(1)
     assert hit.any()
     assert not hit.all()
@@ -384,14 +408,15 @@ def test_twenty_reruns_are_identical(provider, heads):
         tokens=213, heads=heads, layout="rows" if provider == "flash_mla" else "v32_fp8", slots=8192, topk=512
     )
     decode = decode_case(batch=4, s_q=1, heads=heads, layout="v4_fp8", slots=8192, topk=1024, extra=V4_EXTRA)
-    for op, case in (("prefill", prefill), ("decode", decode)):
+    rows = prefill_case(tokens=213, heads=heads, layout="rows", slots=8192, topk=512)
+    for op, case in (("prefill", prefill), ("prefill", rows), ("decode", decode)):
         first = run(provider, op, case)
         for _ in range(20):
             for again, before in zip(run(provider, op, case), first, strict=True):
                 assert torch.equal(again, before)
 
 
-@pytest.mark.parametrize(("layout", "heads"), [("v32_fp8", 16), ("v4_fp8", 16), ("v4_fp8", 64)])
+@pytest.mark.parametrize(("layout", "heads"), [("v32_fp8", 16), ("bf16", 16), ("v4_fp8", 16), ("v4_fp8", 64)])
 @pytest.mark.parametrize("batch", [2, 74])
 def test_a_captured_decode_sees_changed_contents(provider, layout, heads, batch):
     def make(seed: int) -> dict[str, Any]:

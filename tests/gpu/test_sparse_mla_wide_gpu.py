@@ -12,7 +12,7 @@ from tests.kernels.sparse_mla_cases import assert_same, prefill_case, some_token
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs a GPU with SM90", allow_module_level=True)
 
-from nsa_plugin.kernels.cuda import prefill, sparse_mla, sparse_mla_wide
+from nsa_plugin.kernels.cuda import attention, sparse_mla, sparse_mla_wide
 
 pytestmark = pytest.mark.gpu
 attend = prefill_op(sparse_mla_wide.attend)
@@ -87,7 +87,7 @@ def test_queries_and_outputs_behind_strides(heads):
 @pytest.mark.parametrize(("heads", "tokens"), [(17, 4096), (64, 200), (64, 20), (128, 70)])
 def test_the_choice_between_both_kernels_changes_no_result(heads, tokens):
     case = prefill_case(tokens=tokens, heads=heads, slots=4096, topk=512, layout="v32_fp8")
-    chosen, few = prefill.prefill(**case), prefill_op(sparse_mla.attend)(**case)
+    chosen, few = attention.prefill(**case), prefill_op(sparse_mla.attend)(**case)
     assert_same(chosen, few)
 
 

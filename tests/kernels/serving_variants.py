@@ -20,7 +20,7 @@ from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.common.v4 import CacheSelection, LayerCall, attend_in_place
 from nsa_plugin.backends.vllm.v4 import serving as v4_serving
 from nsa_plugin.decision.shapes import ModelShape
-from nsa_plugin.kernels.cuda import sparse_mla
+from nsa_plugin.kernels.cuda import attention, sparse_mla, sparse_mla_rows
 from nsa_plugin.kernels.shard_indices import KvShard
 from nsa_plugin.kernels.triton import topk
 from tests.kernels.compile_program import BF16, F32, cache, empty, without_a_gpu
@@ -31,6 +31,7 @@ OFFSETS = (0, 1, 3, 8)
 WIDTHS = (1, 2, 3, 16, 63, 64, 513)
 DEVICE = torch.device("cuda")
 V32 = ModelShape(num_heads=128, attn_tp_size=8, kv_layout="v32_fp8")
+V32_ROWS = ModelShape(num_heads=128, attn_tp_size=8, kv_layout="bf16")
 V4 = ModelShape(
     family="v4",
     num_heads=64,
@@ -100,7 +101,7 @@ def addresses() -> None:
 
 def providers_of(model: ModelShape) -> Providers:
     """With the CUDA kernels, whose libraries need not be installed here."""
-    cuda = {("sparse_mla_prefill", "cuda"): sparse_mla.prefill, ("sparse_mla_decode", "cuda"): sparse_mla.decode}
+    cuda = {("sparse_mla_prefill", "cuda"): attention.prefill, ("sparse_mla_decode", "cuda"): attention.decode}
     return Providers(model.kv_layout, SM, _loaded=dict(cuda))
 
 
@@ -153,6 +154,19 @@ def shared(variants: Variants) -> None:
             providers.attend_part(op, name, q, keys, own.slots, **given)
 
 
+def v32_rows(variants: Variants) -> None:
+    """V3.2 batches over a bf16 cache: attention in place."""
+    variants.serving = ""
+    providers = providers_of(V32_ROWS)
+    kernels = {(op, "cuda") for op in ("sparse_mla_prefill", "sparse_mla_decode")}
+    warming.warm(kernels, providers, V32_ROWS, DEVICE)
+    for rows, offset in sizes():
+        variants.serving = f"bf16, {rows} rows from {offset} on"
+        q, selected = empty(rows, 16, 576, dtype=BF16), empty(rows + offset, 2048)[offset:]
+        for op, name in kernels:
+            providers.attend(op, name, q, cache("bf16", 64, 64), selected, scale=1.0, d_v=512)
+
+
 def v4(variants: Variants) -> None:
     """vLLM's V4 batches: slots of both caches, and attention in place."""
     variants.serving = ""
@@ -186,9 +200,9 @@ def main() -> None:
     FakeTensor.all = lambda self: True
     warming.default_selector = lambda device, topk_: topk.topk_rows
     variants = Variants()
-    sparse_mla.load_kernel = variants.loaded
+    sparse_mla.load_kernel = sparse_mla_rows.load_kernel = variants.loaded
     with FakeTensorMode():
-        for family in (v32, shared, v4):
+        for family in (v32, v32_rows, shared, v4):
             family(variants)
     print(json.dumps(variants.missed))
 

@@ -71,28 +71,40 @@ def test_a_decode_names_its_own_arguments():
 
 
 @pytest.mark.parametrize(
-    ("rows", "heads", "topk", "tiles", "splits"),
+    ("rows", "heads", "topk", "tiles", "producers", "splits"),
     [
-        (4096, 16, 2048, 2, 1),  # a prefill fills the device by itself
-        (4096, 64, 64, 4, 1),
-        (128, 16, 2048, 2, 2),
-        (1, 8, 2048, 1, 16),  # the most: more shares cost more to add up
-        (1, 16, 2048, 1, 16),  # two groups read the same records, in twice as many blocks
-        (4, 16, 2048, 1, 8),  # eight clusters of 16 would be slower
-        (8, 16, 2048, 1, 16),
-        (16, 16, 2048, 2, 16),  # 256 blocks; with one tile 512, which do not run at once
-        (1, 128, 2048, 1, 16),
-        (4, 128, 2048, 4, 8),
-        (1, 8, 512, 1, 4),  # each share has at least two steps of 64 entries
-        (1, 8, 64, 1, 1),
-        (1, 8, 0, 1, 1),
-        (33, 256, 2048, 4, 1),
+        (4096, 16, 2048, 2, 0, 1),  # a prefill fills the device by itself
+        (4096, 64, 64, 4, 0, 1),
+        (128, 16, 2048, 2, 0, 2),
+        (1, 8, 2048, 1, 4, 16),  # the most
+        (1, 16, 2048, 1, 4, 16),  # two groups read the same records, in twice as many blocks
+        (4, 16, 2048, 1, 4, 8),  # eight clusters of 16 do not run at once
+        (8, 16, 2048, 1, 4, 6),
+        (9, 16, 2048, 2, 4, 8),  # with one tile 8 shares of 18 groups would not have an SM for each block
+        (16, 16, 2048, 2, 4, 6),
+        (64, 16, 2048, 2, 4, 2),
+        (67, 8, 2048, 1, 0, 3),
+        (1, 8, 512, 1, 4, 4),  # each share has at least two steps of 64 entries
+        (1, 8, 64, 1, 4, 1),
+        (1, 8, 0, 1, 4, 1),
+        (33, 256, 2048, 4, 0, 1),
     ],
 )
-def test_a_call_fills_the_device_once(rows, heads, topk, tiles, splits):
+def test_a_call_fills_the_device_once(rows, heads, topk, tiles, producers, splits):
+    def resident(variant: sparse_mla.Variant, shares: int) -> int:
+        """As on a GPU of seven parts of 18 SMs each: a cluster lies in one."""
+        return 7 * (18 * variant.blocks // shares)
+
     variants = sparse_mla.possible_variants(heads, "v32_fp8", H200)
-    variant, shares = sparse_mla.choose_variant(rows, heads, topk, 132, variants)
-    assert (variant.tiles, shares) == (tiles, splits)
+    variant, shares = sparse_mla.choose_variant(rows, heads, topk, 132, variants, resident)
+    assert (variant.tiles, variant.producers, shares) == (tiles, producers, splits)
+
+
+def test_without_clusters_another_kernel_adds_up_any_number_of_shares():
+    facts = DeviceFacts(sms=132, architecture=86, shared_memory=shared_memory_per_block(86))
+    variants = sparse_mla.possible_variants(8, "v32_fp8", facts)
+    assert sparse_mla.choose_variant(16, 8, 2048, 132, variants)[1] == 16
+    assert sparse_mla.choose_variant(16, 8, 2048, 132, variants, lambda variant, shares: 5)[1] == 2
 
 
 def test_every_variant_that_a_batch_may_use_is_built_with_the_first():
@@ -112,7 +124,8 @@ def test_every_variant_that_a_batch_may_use_is_built_with_the_first():
         (86, "v32_fp8", 16, [1, 2]),
         (86, "v32_fp8", 24, [1, 2, 4]),
         (89, "v4_fp8", 64, [1, 2, 4, 8]),
-        (90, "v32_fp8", 64, [1, 2, 4]),
+        (90, "v32_fp8", 64, [1, 2, 1, 2, 4]),  # for blocks that have an SM alone, and others
+        (90, "v4_fp8", 8, [1, 1]),
         (120, "v32_fp8", 128, [1, 2, 4, 8]),
     ],
 )
@@ -122,7 +135,7 @@ def test_variants_by_the_shared_memory_of_a_block(sm, layout, heads, tiles):
 
 
 @pytest.mark.parametrize("layout", ["v32_fp8", "v4_fp8"])
-@pytest.mark.parametrize("variant", sparse_mla.VARIANTS, ids=lambda variant: str(variant.heads))
+@pytest.mark.parametrize("variant", [*sparse_mla.ALONE, *sparse_mla.VARIANTS], ids=str)
 def test_blocks_fit_into_shared_memory(variant, layout):
     # 228 KiB an SM, of which every block takes 1 KiB more than it asks for (CUDA C++ Programming Guide).
     assert variant.blocks * (variant.shared_bytes(layout) + 1024) <= 228 * 1024
@@ -136,7 +149,7 @@ def test_portable_blocks_fit_into_99_kib(layout):
 
 def test_the_host_and_the_source_agree_on_constants():
     folder = Path(sparse_mla.__file__).parent
-    source = (folder / "sparse_mla_block.cuh").read_text()
+    source = "".join((folder / f"sparse_mla_{part}.cuh").read_text() for part in ("block", "shares"))
     assert f"constexpr int NOTHINGS = {sparse_mla.NOTHINGS};" in source
     assert f"constexpr int D_V = {sparse_mla.D_V};" in source
     assert f"constexpr int MAX_SHARES = {sparse_mla.MAX_SPLITS};" in source

@@ -52,14 +52,14 @@ DEVICE void fp8_to_f16(u32 codes, u32& lower, u32& upper) {
     asm("{ .reg .b16 lo, hi; mov.b32 {lo, hi}, %2; cvt.rn.f16x2.e4m3x2 %0, lo; cvt.rn.f16x2.e4m3x2 %1, hi; }"
         : "=r"(lower), "=r"(upper) : "r"(codes));
 }
-#else
+#endif
+
 // Two e4m3 codes each from the even and the odd bytes of a register. A code's bits, one further right, are a float16 of
 // 2^-8 of its value, exactly, but for the code of NaN, which becomes 480 * 2^-8: what follows has to see to it.
-DEVICE void fp8_to_f16(u32 codes, u32& even, u32& odd) {
+DEVICE void codes_to_f16(u32 codes, u32& even, u32& odd) {
     even = (codes << 7 & 0x3f803f80u) | (codes << 8 & 0x80008000u);
     odd = (codes >> 1 & 0x3f803f80u) | (codes & 0x80008000u);
 }
-#endif
 
 DEVICE u32 pack_f16(float lower, float upper) {
     u32 r;
@@ -155,6 +155,20 @@ DEVICE void barrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared.b64 _, [%0];" :: "r"(barrier) : "memory");
 }
 
+// As `named_sync`, and whether something holds for one of the threads.
+DEVICE bool named_or(int barrier, int threads, bool something) {
+    u32 yes;
+    asm volatile("{ .reg .pred p, q; setp.ne.u32 p, %3, 0; bar.red.or.pred q, %1, %2, p; selp.u32 %0, 1, 0, q; }"
+                 : "=r"(yes) : "r"(barrier), "r"(threads), "r"((u32)something) : "memory");
+    return yes;
+}
+
+// Registers that this warp's group of four takes from the block's, or leaves to it.
+template <int COUNT>
+DEVICE void more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(COUNT)); }
+template <int COUNT>
+DEVICE void fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(COUNT)); }
+
 // Whether this is the one lane of the warp that acts for all of it.
 DEVICE bool elected() {
     u32 yes;
@@ -168,8 +182,20 @@ DEVICE void bulk_copy(u32 destination, const void* source, int bytes, u32 barrie
 }
 
 // All threads of the cluster; what each wrote to shared memory before, the others see after.
-DEVICE void cluster_sync() {
+DEVICE void cluster_meet() {
+#if __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1208
+    // Of shared memory alone: the default waits for global memory as well, with a barrier of the whole GPU.
+    asm volatile("fence.release.sync_restrict::shared::cta.cluster;\n"
+                 "barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;\n"
+                 "fence.acquire.sync_restrict::shared::cluster.cluster;" ::: "memory");
+#else
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+// All threads of the cluster; none passes before every other has what it read of shared memory before.
+DEVICE void cluster_part() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 
 // An address of this block's shared memory, in another block of the cluster.

@@ -57,37 +57,38 @@ DEVICE Entry find_entry(const Scope& first, const Scope& second, bool is_first, 
 #endif
 }
 
-// Every warp copies COPIES records; lane l knows where record l % COPIES lies.
-DEVICE void start_copies(Shared& shared, int stage, int warp, int lane, const Entry& entry) {
+// A warp copies COPIES records; lane l knows where record l % COPIES of them lies.
+DEVICE void start_copies(Shared& shared, int stage, int copier, int lane, const Entry& entry) {
     u32 full = shared_address(&shared.full[stage]);
 #if LAYOUT == 1
     if (lane < COPIES) {
-        int r = warp * COPIES + lane;
+        int r = copier * COPIES + lane;
         shared.valid[stage][r] = entry.valid;
         copy_8_bytes(shared_address(&shared.scales[stage][r]), entry.scales, full);
     }
 #endif
     // A bulk copy takes its addresses from uniform registers: one lane starting them all keeps these in
     // flight, where lanes starting one each go through a loop.
-    if (lane < COPIES) shared.from[warp][lane] = (u64)entry.record;
+    __syncwarp();  // nobody reads those of the copies before any more
+    if (lane < COPIES) shared.from[copier][lane] = (u64)entry.record;
     __syncwarp();
 #if !HOPPER
-    u32 to = shared_address(&shared.records[stage][warp * COPIES * ROW]);
+    u32 to = shared_address(&shared.records[stage][copier * COPIES * ROW]);
     constexpr int REST = COPIED / 16 - 32, RESTS = (COPIES * REST + 31) / 32;  // pieces of 16 bytes beyond 32 of a record
 #pragma unroll
-    for (int k = 0; k < COPIES; ++k) copy_16_bytes(to + k * ROW + lane * 16, (const u8*)shared.from[warp][k] + lane * 16);
+    for (int k = 0; k < COPIES; ++k) copy_16_bytes(to + k * ROW + lane * 16, (const u8*)shared.from[copier][k] + lane * 16);
 #pragma unroll
     for (int k = 0; k < RESTS; ++k) {
         int piece = k * 32 + lane, record = piece / REST, at = (32 + piece % REST) * 16;
-        if (piece < COPIES * REST) copy_16_bytes(to + record * ROW + at, (const u8*)shared.from[warp][record] + at);
+        if (piece < COPIES * REST) copy_16_bytes(to + record * ROW + at, (const u8*)shared.from[copier][record] + at);
     }
     arrive_with_copies(full);
 #else
     if (elected()) {
         ulonglong2 from[COPIES / 2];
 #pragma unroll
-        for (int k = 0; k < COPIES / 2; ++k) from[k] = *(const ulonglong2*)&shared.from[warp][2 * k];
-        u32 to = shared_address(&shared.records[stage][warp * COPIES * ROW]);
+        for (int k = 0; k < COPIES / 2; ++k) from[k] = *(const ulonglong2*)&shared.from[copier][2 * k];
+        u32 to = shared_address(&shared.records[stage][copier * COPIES * ROW]);
         barrier_expect(full, COPIES * COPIED);
 #pragma unroll
         for (int k = 0; k < COPIES / 2; ++k) {
@@ -95,45 +96,6 @@ DEVICE void start_copies(Shared& shared, int stage, int warp, int lane, const En
             bulk_copy(to + (2 * k + 1) * ROW, (const void*)from[k].y, COPIED, full);
         }
     }
-#endif
-}
-
-// Four values of a row and head: all shares together, and the sink. For a warp, of one row and head. `share_of` and
-// `values_of` read what share k has.
-template <typename ShareOf, typename ValuesOf>
-DEVICE void add_up(int shares, ShareOf share_of, ValuesOf values_of, const float* sink, u8* out, i64 at,
-                   bool is_first_value, float* lse, float* max_logits, int lane) {
-    const float infinity = bits_to_float(0x7f800000);
-    // All reads are on their way before the first is needed. Lane k weighs share k.
-    Share share = {-infinity, -infinity};
-    if (lane < shares) share = share_of(lane);
-    float4 part[MAX_SHARES];
-#pragma unroll
-    for (int k = 0; k < MAX_SHARES; ++k)
-        if (k < shares) part[k] = values_of(k);
-    bool is_empty = __all_sync(~0u, share.lse == -infinity);  // not so where an lse is NaN
-    float top = warp_max(share.lse), largest = warp_max(share.largest);
-    float weight = is_empty ? 0.f : exp2_approx(share.lse - top);
-    float sum = warp_sum(weight);
-    float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll
-    for (int k = 0; k < MAX_SHARES; ++k) {
-        if (k >= shares) break;
-        float w = __shfl_sync(~0u, weight, k);
-        if (w != 0.f) x.x += w * part[k].x, x.y += w * part[k].y, x.z += w * part[k].z, x.w += w * part[k].w;
-    }
-    float total = top + log2_approx(sum);
-    float divide = is_empty ? 0.f : 1.f / sum;
-    if (sink && !is_empty) divide /= 1.f + exp2_approx(*sink * 1.4426950408889634f - total);
-    if (is_first_value) {
-        *lse = is_empty ? infinity : total * 0.6931471805599453f;
-        *max_logits = largest * 0.6931471805599453f;
-    }
-    x.x *= divide, x.y *= divide, x.z *= divide, x.w *= divide;
-#if OUT_FLOAT32
-    *(float4*)((float*)out + at) = x;
-#else
-    *(uint2*)((u16*)out + at) = make_uint2(pack_bf16(x.x, x.y), pack_bf16(x.z, x.w));
 #endif
 }
 
@@ -172,25 +134,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
     int all = blocks[0] + blocks[1], share = (all + gridDim.z - 1) / gridDim.z;
     int begin = min(share * (int)blockIdx.z, all), end = min(begin + share, all);
 
-    if (threadIdx.x < STAGES) barrier_init(shared_address(&shared.full[threadIdx.x]), ARRIVALS);
-#if HOPPER
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    auto given = [&](bool is_extra) {
+        return is_extra ? second.indices + row * second.indices_stride : first.indices + row * first.indices_stride;
+    };
+    if (threadIdx.x < STAGES) {
+        barrier_init(shared_address(&shared.full[threadIdx.x]), ARRIVALS);
+#if PRODUCERS
+        barrier_init(shared_address(&shared.empty[threadIdx.x]), WARPS);
 #endif
-    // Held in shared memory, because registers are what the loop below has fewest of.
-    if (threadIdx.x == 0) {
-        shared.indices[0] = first.indices + row * first.indices_stride;
-        shared.indices[1] = second.indices + row * second.indices_stride;
+#if HOPPER
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
     }
+    // Held in shared memory, because registers are what the loop below has fewest of.
+    if (threadIdx.x == 0) shared.indices[0] = given(false), shared.indices[1] = given(true);
     // Not all the same: many copies of a single record wait for each other.
     if (threadIdx.x < KEYS) shared.nothing[threadIdx.x] = zeros + (blockIdx.x * KEYS + threadIdx.x) % NOTHINGS * COPIED;
-    __syncthreads();
+    if (!PRODUCERS) __syncthreads();
 
     // Slots are in order of their blocks: first those of the first cache, then those of the second.
     int bound = min(lengths[0], end * KEYS), extra_bound = min(lengths[1], (end - blocks[0]) * KEYS);
-    auto slot_of = [&](int block, int i) -> int {
+    auto entry_of = [&](int block, int i, auto indices_of) -> int {
         bool is_extra = HAS_EXTRA && block >= blocks[0];
         int e = (is_extra ? block - blocks[0] : block) * KEYS + i;
-        return e < (is_extra ? extra_bound : bound) ? __ldg(shared.indices[is_extra] + e) : -1;
+        return e < (is_extra ? extra_bound : bound) ? __ldg(indices_of(is_extra) + e) : -1;
+    };
+    auto slot_of = [&](int block, int i) {
+        return entry_of(block, i, [&](bool is_extra) { return shared.indices[is_extra]; });
     };
     auto counts = [&](int block, int slot) -> bool {
 #if GROUP > 1
@@ -198,24 +168,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
 #endif
         return (u32)slot < (u32)(!HAS_EXTRA || block < blocks[0] ? first.num_slots : second.num_slots);
     };
-    int i = warp * COPIES + lane % COPIES;
+    bool multiplies = !PRODUCERS || warp < WARPS, copies = !PRODUCERS || !multiplies;
+    int copier = PRODUCERS ? warp & PRODUCERS - 1 : warp, i = copier * COPIES + lane % COPIES;
     auto copy = [&](int block, int slot) {
 #if GROUP > 1
         if (lane < COPIES) shared.members[(u32)(block - begin) % STAGES][i] = (u8)((u32)slot >> SLOT_BITS);
         slot &= SLOT_MASK;
 #endif
         const u8* nothing = shared.nothing[i];
-        start_copies(shared, (u32)(block - begin) % STAGES, warp, lane, find_entry(first, second, block < blocks[0], slot, nothing));
+        start_copies(shared, (u32)(block - begin) % STAGES, copier, lane, find_entry(first, second, block < blocks[0], slot, nothing));
     };
     // Of the entries and the query none waits for another. Later, a slot is read a step before its address is needed.
-    int slot = slot_of(begin, i), next = slot_of(begin + 1, i);
-    int final = begin < end ? slot_of(end - 1, threadIdx.x % KEYS) : -1;
-    Part part(warp);
+    int slots[STAGES];
+#pragma unroll
+    for (int k = 0; k < STAGES; ++k) slots[k] = copies ? entry_of(begin + k, i, given) : -1;
+    int final = begin < end ? entry_of(end - 1, threadIdx.x % KEYS, given) : -1;
+    Part part(warp % WARPS);
     RawQuery raw;
-    read_query(raw, q + first_row * q_row_stride + first_head * q_head_stride, q_row_stride, q_head_stride, own_rows,
-               own_heads, part, lane);
-    if (begin < end) copy(begin, slot);
+    if (multiplies)
+        read_query(raw, q + first_row * q_row_stride + first_head * q_head_stride, q_row_stride, q_head_stride, own_rows,
+                   own_heads, part, lane);
+#if !PRODUCERS
+    if (begin < end) copy(begin, slots[0]);
     find_largest(shared, raw, part, lane);
+#endif
     if (!__syncthreads_or(counts(end - 1, final)) && begin + 1 < end) {
         // Short contexts leave all blocks from some one on empty: these are left out.
         int last = begin;
@@ -223,17 +199,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
         for (int b = begin + 1 + warp / READERS; b < end - 1; b += WARPS / READERS)
             if (counts(b, slot_of(b, warp % READERS * 32 + lane))) last = b;
         last = (int)__reduce_max_sync(~0u, (u32)last);
-        if (lane == 0) shared.last[warp] = last;
+        if (lane == 0 && multiplies) shared.last[warp] = last;
         __syncthreads();
 #pragma unroll
         for (int w = 0; w < WARPS; ++w) last = max(last, shared.last[w]);
         end = last + 1;
     }
-    if (begin + 1 < end) copy(begin + 1, next);  // all stages are free
-    next = slot_of(begin + 2, i);
+    if (copies) {
+#pragma unroll
+        for (int k = PRODUCERS ? 0 : 1; k < STAGES; ++k)
+            if (begin + k < end) copy(begin + k, slots[k]);  // all stages are free
+    }
+    int next = copies ? slot_of(begin + STAGES, i) : -1;
+    int shares = gridDim.z, own_share = blockIdx.z;
+    bool is_whole = shares == 1, is_cluster = HOPPER && !is_whole && !partial_out;
+#if PRODUCERS
+    if (!multiplies) {
+        for (int block = begin + STAGES; block < end; ++block) {
+            u32 step = block - begin - STAGES;
+            barrier_wait(shared_address(&shared.empty[step % STAGES]), step / STAGES & 1);
+            copy(block, next);
+            next = slot_of(block + 1, i);
+        }
+        if (is_cluster) cluster_meet(), cluster_part();
+        return;
+    }
+    find_largest(shared, raw, part, lane);
+    meet();
+#endif
     Query query;
     keep_query(shared, query, raw, part, scale_log2, lane);
-    __syncthreads();
+    meet();
     float o[VALUE_TILES][NT][4] = {};
     const float infinity = bits_to_float(0x7f800000);
     Softmax state;
@@ -248,21 +244,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
         barrier_wait(shared_address(&shared.full[stage]), (u32)step / STAGES & 1);
         multiply_queries(shared, stage, query, part, lane);
         // S is there, and nobody reads P or the stage before any more.
-        __syncthreads();
-        if (step && block + 1 < end) {
-            copy(block + 1, next);
-            next = slot_of(block + 2, i);
+        meet();
+        if (!PRODUCERS && step && block + STAGES - 1 < end) {
+            copy(block + STAGES - 1, next);
+            next = slot_of(block + STAGES, i);
         }
         u32 factors;
         float reference_change;
         bool changed = exponentiate(shared, stage, state, warp, lane, factors, reference_change);
-        changed = __syncthreads_or(changed);  // P is there, and nobody reads S any more
+        changed = meet_or(changed);  // P is there, and nobody reads S any more
         multiply_values(shared, stage, o, changed, reference_change, factors, warp, lane);
+#if PRODUCERS
+        __syncwarp();
+        if (lane == 0) barrier_arrive(shared_address(&shared.empty[stage]));
+#endif
     }
 
-    __syncthreads();
-    int shares = gridDim.z, own_share = blockIdx.z;
-    bool is_whole = shares == 1, is_cluster = HOPPER && !is_whole && !partial_out;
+    meet();
 #pragma unroll
     for (int j = 0; j < COLUMNS; ++j) {
         int column = column_of(warp, lane, j), head = query_of(column) < own_rows ? head_of(column) : own_heads;
@@ -282,7 +280,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
             shared.alpha[column] = weight;
         }
     }
-    __syncthreads();
+    meet();
 
     int g = lane >> 2, t = lane & 3;
     // Exponents reach 127 + 1, which is not a finite float32: applied in two halves.
@@ -304,11 +302,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
                 float upper = weight != 0.f ? o[m][n][i + 2] * weight * reference * rest : 0.f;
                 int value = warp * (16 * VALUE_TILES) + m * 16 + (is_rope ? g : 2 * g), step = is_rope ? 8 : 1;
                 if (!is_whole) {
-                    float* to = is_cluster
-                        ? own_out + head * O_STRIDE + value
-                        : partial_out + (((i64)own_share * gridDim.x + row) * heads + first_head + head) * D_V + value;
-                    if (is_rope) to[0] = lower, to[8] = upper;
-                    else *(float2*)to = make_float2(lower, upper);
+                    auto put = [&](float* to) {
+                        if (is_rope) to[0] = lower, to[8] = upper;
+                        else *(float2*)to = make_float2(lower, upper);
+                    };
+                    // Apart, so that the compiler knows which memory it writes to.
+                    if (is_cluster) put(own_out + head * O_STRIDE + value);
+                    else put(partial_out + (((i64)own_share * gridDim.x + row) * heads + first_head + head) * D_V + value);
                 } else {
                     i64 at = (first_row + query) * out_row_stride + (first_head + head) * out_head_stride + value;
 #if OUT_FLOAT32
@@ -323,37 +323,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
 #if HOPPER
     if (!is_cluster) return;
 
-    cluster_sync();
-    // A warp takes a head and a quarter of its values; every block of the cluster its part of these.
-    for (int k = own_share * WARPS + warp; k < own_heads * 4; k += shares * WARPS) {
-        int head = k / 4, value = (k % 4) * 128 + lane * 4;
-        i64 at = (i64)row * heads + first_head + head;
-        u32 known = shared_address(own_shares(shared) + head), values = shared_address(own_out + head * O_STRIDE + value);
-        add_up(
-            shares,
-            [&](int from) {
-                float2 two = load_cluster_2(shared_of_block(known, from));
-                return Share{two.x, two.y};
-            },
-            [&](int from) { return load_cluster_4(shared_of_block(values, from)); },
-            sink ? sink + first_head + head : nullptr, out,
-            row * out_row_stride + (first_head + head) * out_head_stride + value, value == 0, lse + at, max_logits + at,
-            lane);
-    }
-    cluster_sync();  // no block leaves while another reads its shared memory
+    cluster_meet();
+    i64 at = (i64)row * heads + first_head;
+    int size = OUT_FLOAT32 ? 4 : 2;
+    add_up_cluster(shares, own_share, WARPS, own_heads, own_shares(shared), own_out, O_STRIDE,
+                   sink ? sink + first_head : nullptr, out + (row * out_row_stride + first_head * out_head_stride) * size,
+                   out_head_stride, lse + at, max_logits + at, warp, lane);
+    cluster_part();  // no block leaves while another reads its shared memory
 #endif
-}
-
-// The shares of a row and head together. A block of 128 threads a row and head.
-extern "C" __global__ void __launch_bounds__(128) combine(
-    const float* __restrict__ partial_out, const Share* __restrict__ partials, int shares, int rows, int heads,
-    const float* __restrict__ sink, u8* __restrict__ out, i64 out_row_stride, i64 out_head_stride,
-    float* __restrict__ lse, float* __restrict__ max_logits) {
-    int row = blockIdx.x, head = blockIdx.y, value = threadIdx.x * 4;
-    i64 at = (i64)row * heads + head, apart = (i64)rows * heads;
-    add_up(
-        shares, [&](int k) { return partials[k * apart + at]; },
-        [&](int k) { return *(const float4*)(partial_out + (k * apart + at) * D_V + value); },
-        sink ? sink + head : nullptr, out, row * out_row_stride + head * out_head_stride + value, value == 0,
-        lse + at, max_logits + at, threadIdx.x & 31);
 }

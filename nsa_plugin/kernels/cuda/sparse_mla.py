@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -25,7 +26,6 @@ from nsa_plugin.layouts import V4_FP8, V32_FP8, CacheLayout
 SOURCE = "sparse_mla.cu"
 LOG2_E = 1.4426950408889634
 KEYS = 64  # entries that a share of a row has at least two times
-STAGES = 2  # blocks of keys in shared memory
 WARPS = 8
 THREADS = (32 * WARPS, 1, 1)  # of a block
 D_V = 512
@@ -34,6 +34,21 @@ MAX_SPLITS = 16  # as many blocks as a cluster may have
 HOPPER = 90  # the SM version with bulk copies and clusters
 NOTHINGS = 1024  # records that stand for entries which do not count
 NOT_COUNTED = -(2.0**-100)  # and their scales, with V3.2
+
+
+class Cut(Protocol):
+    """What `choose_variant` needs to know of a compiled form of a kernel."""
+
+    @property
+    def heads(self) -> int: ...
+
+    @property
+    def blocks(self) -> int: ...
+
+    def least_room(self, heads: int) -> int: ...
+
+
+AnyVariant = TypeVar("AnyVariant", bound=Cut)
 
 
 @dataclass(frozen=True)
@@ -47,7 +62,9 @@ class Variant:
             shared memory has the others.
         group: neighbouring query rows of a block, which share the tiles and the union of their entries.
         keys: entries that a block of threads attends at a time.
+        stages: blocks of that many records in shared memory.
         sums: of S in shared memory: one for each of the four parts of a row's values, or for two.
+        producers: warps that only copy, beside those that multiply; 0: these copy too.
         head_parts: in Q K^T, 1: a warp takes half of the keys and all heads; 2: all keys and half of the heads.
     """
 
@@ -56,8 +73,15 @@ class Variant:
     held: int
     group: int = 1
     keys: int = 64
+    stages: int = 2
     sums: int = 4
     head_parts: int = 1
+    producers: int = 0
+
+    @property
+    def threads(self) -> tuple[int, int, int]:
+        """Of a block."""
+        return (32 * (WARPS + self.producers), 1, 1)
 
     @property
     def heads(self) -> int:
@@ -73,9 +97,15 @@ class Variant:
             "HELD": self.held,
             "GROUP": self.group,
             "STEP_KEYS": self.keys,
+            "STEP_STAGES": self.stages,
             "SUMS": self.sums,
             "HEAD_PARTS": self.head_parts,
+            "PRODUCERS": self.producers,
         }
+
+    def least_room(self, heads: int) -> int:
+        """Shares that the device has to have room for, for a call of so many heads to get it; 0: for the most."""
+        return least_room(self.tiles, heads) if self.producers else 0
 
     def shared_bytes(self, layout: str) -> int:
         """Shared memory of a block, in bytes."""
@@ -85,12 +115,12 @@ class Variant:
         members = self.keys * (self.group > 1)
         kept = 4 * (8 - self.held + (layout == V32_FP8.name))
         parts = (
-            STAGES * self.keys * row,  # records
+            self.stages * self.keys * row,  # records
             self.sums * columns * (self.keys + 4) * 4,  # S
             p_copies * columns * (self.keys + 8) * 2,  # P
-            STAGES * (self.keys * scales + validity + members),
+            self.stages * (self.keys * scales + validity + members),
             2 * self.keys * 8 + 2 * 8,  # addresses of records, of zero records and of rows
-            STAGES * 8 + WARPS * 4,  # barriers, and a number a warp
+            self.stages * (16 if self.producers else 8) + WARPS * 4,  # barriers, and a number a warp
             kept * 32 * 2 * self.tiles * 4,  # fragments of the query
             2 * columns * 4,  # factors of a head
             128,  # alignment
@@ -107,6 +137,21 @@ PORTABLE_VARIANTS = (
     Variant(tiles=8, blocks=1, held=8, keys=32, head_parts=2),
 )
 """For other GPUs than SM90: what 99 KiB of shared memory suffice for. The fastest of those tried on an H100 as SM86."""
+
+
+ALONE = (
+    Variant(tiles=1, blocks=1, held=8, stages=4, producers=4),
+    Variant(tiles=2, blocks=1, held=8, stages=4, producers=4),
+)
+"""For SM90, where a call gives no SM more than one block."""
+
+
+def least_room(tiles: int, heads: int) -> int:
+    """Shares for which a device with a block an SM has to have room, for so many tiles a block to be the fastest.
+
+    As measured: a second group of heads reads the same records again.
+    """
+    return 8 if heads > 8 * tiles and tiles == 1 else 2
 
 
 class CudaScope(ctypes.Structure):
@@ -141,35 +186,55 @@ def variants_of(facts: DeviceFacts) -> tuple[Variant, ...]:
 
 @functools.cache
 def possible_variants(heads: int, layout: str, facts: DeviceFacts) -> tuple[Variant, ...]:
-    """Those that calls with this many query heads may use on a device."""
-    fitting = [variant for variant in variants_of(facts) if variant.shared_bytes(layout) <= facts.shared_memory]
-    last = next((number for number, variant in enumerate(fitting) if variant.heads >= heads), len(fitting) - 1)
-    return tuple(fitting[: last + 1])
+    """Those that calls with this many query heads may use on a device, first those of blocks that have an SM alone."""
+    return tuple(
+        variant
+        for known in ((ALONE if facts.architecture == HOPPER else ()), variants_of(facts))
+        for variant in up_to(heads, [one for one in known if one.shared_bytes(layout) <= facts.shared_memory])
+    )
 
 
-def choose_variant(rows: int, heads: int, topk: int, sms: int, variants: Sequence[Variant]) -> tuple[Variant, int]:
+def up_to(heads: int, variants: Sequence[AnyVariant]) -> Sequence[AnyVariant]:
+    """Of variants in ascending order, those up to the first that takes all heads of a row."""
+    last = next((number for number, variant in enumerate(variants) if variant.heads >= heads), len(variants) - 1)
+    return variants[: last + 1]
+
+
+def choose_variant(
+    rows: int,
+    heads: int,
+    topk: int,
+    sms: int,
+    variants: Sequence[AnyVariant],
+    resident: Callable[[AnyVariant, int], int] | None = None,
+) -> tuple[AnyVariant, int]:
     """How a call is cut: the variant, and shares of each row's entries.
 
     While all blocks of threads run at once, more of them are faster, even where several groups of heads read the same
-    records: then it is the smallest variant with the most shares, of two steps each. Otherwise it is the largest
-    possible, with as many shares as fill the device once. Five to eight clusters of 16 blocks are slower than as many
-    of 8 blocks on an H200, in each of four cases tried.
+    records: then it is the smallest variant with the most shares, of two steps each, and first of those that have an SM
+    for each block. Otherwise it is the largest possible, with as many shares as fill the device once. Shares whose
+    clusters do not run at once are added up by another kernel, which takes longer than fewer shares do.
 
     Args:
         rows: query rows.
         heads: query heads of a row.
         topk: entries of a row, both caches together.
         sms: SMs of the device.
-        variants: the possible ones, in ascending order.
+        variants: the possible ones: those of one block an SM in ascending order, then the others.
+        resident: clusters of so many shares that run at once, with a variant; None: there are no clusters.
     """
-    most = max(1, min(-(-topk // KEYS) // 2, MAX_SPLITS))
+    steps = -(-topk // KEYS)
+    most = max(1, min(steps // 2, MAX_SPLITS))
     for variant in variants:
         groups = -(-heads // variant.heads)
         room = sms * variant.blocks // max(1, rows * groups)
-        if room >= most:
+        if room >= (variant.least_room(heads) or most):
             break
     splits = max(1, min(room, most))
-    return variant, splits // 2 if splits == MAX_SPLITS and 4 < rows * groups <= 8 else splits
+    while splits > 2 and resident is not None and resident(variant, splits) < rows * groups:
+        splits -= 1
+    # As few shares as have no more steps each.
+    return variant, max(1, -(-steps // -(-steps // splits))) if steps else 1
 
 
 def definitions(
@@ -194,12 +259,12 @@ def definitions(
     }
 
 
-def attend(call: SparseMlaCall, *, splits: int | None = None, tiles: int | None = None) -> SparseMlaResult:
+def attend(call: SparseMlaCall, *, splits: int | None = None, variant: Variant | None = None) -> SparseMlaResult:
     """Attend with the CUDA kernel, within the module's limits.
 
     Args:
         splits: shares of a token's entries that are attended apart and then added up.
-        tiles: of 8 heads, that a block of threads takes: one of the variants'. None for either: `choose_variant`.
+        variant: of the kernel. None for either: `choose_variant`.
 
     Raises:
         KernelArgumentError: the kernel does not support a shape, dtype, layout or device.
@@ -221,15 +286,8 @@ def attend(call: SparseMlaCall, *, splits: int | None = None, tiles: int | None 
     call.require(splits is None or 1 <= splits <= MAX_SPLITS, most)
     q = readable_queries(q)
     out = writable_rows(result.out)
-    sink = None if call.attn_sink is None else call.attn_sink.contiguous()
     facts = facts_of(q.device)
-    variants = possible_variants(heads, layout.name, facts)
-    variant, chosen = choose_variant(rows, heads, first.topk + second.topk, facts.sms, variants)
-    if tiles is not None:
-        variant = next(one for one in variants_of(facts) if one.tiles == tiles)
-        variants = (variant,)
-    splits = chosen if splits is None else splits
-    groups = -(-heads // variant.heads)
+    variants = possible_variants(heads, layout.name, facts) if variant is None else (variant,)
     defines = definitions(
         layout.name,
         facts,
@@ -237,35 +295,80 @@ def attend(call: SparseMlaCall, *, splits: int | None = None, tiles: int | None 
         is_flat=all(scope.is_flat for scope in scopes),
         out_float32=out.dtype == torch.float32,
     )
-    size, int64 = ctypes.c_int, ctypes.c_int64
-    shared = variant.shared_bytes(layout.name)
-    results = out, int64(out.stride(0)), int64(out.stride(1)), lse, max_logits
     with torch.cuda.device_of(q):
-        run, combine = _kernels(variants, layout.name, tuple(defines.items()), q.device.index)[variant]
-        # The shares of a row as a cluster, which adds up in shared memory; if all clusters run at once.
-        is_cluster = facts.architecture == HOPPER and splits > 1 and _clusters(run, shared, splits) >= rows * groups
-        parts: tuple[Argument, Argument] = (None, None)
-        if splits > 1 and not is_cluster:
-            parts = (
-                torch.empty((splits, rows, heads, D_V), dtype=torch.float32, device=q.device),
-                torch.empty((splits, rows, heads, 2), dtype=torch.float32, device=q.device),
-            )
-        run(
-            (rows, groups, splits),
-            THREADS,
-            (
-                *(q, int64(q.stride(0)), int64(q.stride(1)), size(heads)),
-                *(first, second, nothings(q.device, layout.name), sink, ctypes.c_float(call.scale * LOG2_E)),
-                *(*results, *parts),
-            ),
-            shared_bytes=shared,
-            cluster=(1, 1, splits) if is_cluster else None,
+        kernels = _kernels(variants, layout.name, tuple(defines.items()), q.device.index)
+
+        def resident(variant: Variant, splits: int) -> int:
+            return clusters(kernels[variant][0], variant.shared_bytes(layout.name), variant.threads, splits)
+
+        hopper = facts.architecture == HOPPER
+        topk = first.topk + second.topk
+        chosen, shares = choose_variant(rows, heads, topk, facts.sms, variants, resident if hopper else None)
+        launch_shares(
+            call,
+            kernels[chosen],
+            (q, first, second, nothings(q.device, layout.name)),
+            SparseMlaResult(out, lse, max_logits),
+            shared=chosen.shared_bytes(layout.name),
+            groups=-(-heads // chosen.heads),
+            splits=shares if splits is None else splits,
+            threads=chosen.threads,
         )
-        if parts[0] is not None:
-            combine((rows, heads, 1), (128, 1, 1), (*parts, size(splits), size(rows), size(heads), sink, *results))
     if out.data_ptr() != result.out.data_ptr():
         result.out.copy_(out.view(result.out.shape))
     return result
+
+
+def launch_shares(
+    call: SparseMlaCall,
+    kernels: tuple[CudaKernel, CudaKernel],
+    inputs: tuple[torch.Tensor, *tuple[Argument, ...]],
+    result: SparseMlaResult,
+    *,
+    shared: int,
+    groups: int,
+    splits: int,
+    threads: tuple[int, int, int] = THREADS,
+) -> None:
+    """Launch an attending kernel and, if its shares are not added up in a cluster, `combine`.
+
+    Args:
+        kernels: the attending one, and `combine`.
+        inputs: q [rows, heads, d_qk], and what the kernel takes between the heads and the sink.
+        result: out [rows, heads, d_v], lse and max_logits [rows, heads], to write.
+        shared: bytes of shared memory of a block.
+        groups: groups of heads, a block each.
+        splits: shares of a row's entries.
+        threads: of a block of the attending kernel.
+    """
+    (run, combine), (q, *scopes) = kernels, inputs
+    rows, heads, _ = q.shape
+    out, lse, max_logits = result
+    size, int64 = ctypes.c_int, ctypes.c_int64
+    sink = None if call.attn_sink is None else call.attn_sink.contiguous()
+    results = out, int64(out.stride(0)), int64(out.stride(1)), lse, max_logits
+    # The shares of a row as a cluster, which adds up in shared memory; if all clusters run at once.
+    hopper = facts_of(q.device).architecture == HOPPER
+    is_cluster = hopper and splits > 1 and clusters(run, shared, threads, splits) >= rows * groups
+    parts: tuple[Argument, Argument] = (None, None)
+    if splits > 1 and not is_cluster:
+        parts = (
+            torch.empty((splits, rows, heads, D_V), dtype=torch.float32, device=q.device),
+            torch.empty((splits, rows, heads, 2), dtype=torch.float32, device=q.device),
+        )
+    run(
+        (rows, groups, splits),
+        threads,
+        (
+            *(q, int64(q.stride(0)), int64(q.stride(1)), size(heads)),
+            *(*scopes, sink, ctypes.c_float(call.scale * LOG2_E)),
+            *(*results, *parts),
+        ),
+        shared_bytes=shared,
+        cluster=(1, 1, splits) if is_cluster else None,
+    )
+    if parts[0] is not None:
+        combine((rows, heads, 1), (128, 1, 1), (*parts, size(splits), size(rows), size(heads), sink, *results))
 
 
 prefill, decode = prefill_op(attend), decode_op(attend)
@@ -289,8 +392,9 @@ def _kernels(
 
 
 @functools.cache
-def _clusters(attend: CudaKernel, shared: int, splits: int) -> int:
-    return attend.resident_clusters(THREADS, (1, 1, splits), shared_bytes=shared)
+def clusters(attend: CudaKernel, shared: int, threads: tuple[int, int, int], splits: int) -> int:
+    """Clusters of so many shares that run at once on the current device."""
+    return attend.resident_clusters(threads, (1, 1, splits), shared_bytes=shared)
 
 
 def readable_queries(q: torch.Tensor) -> torch.Tensor:
@@ -328,14 +432,27 @@ def require_hopper(call: SparseMlaCall) -> tuple[Scope, DeviceFacts]:
 
 
 def cuda_scope(call: SparseMlaCall, given: Scope, layout: CacheLayout) -> CudaScope:
-    """The kernel's view of one cache and its entries, checked against what it can read."""
-    name, cache, indices, lengths = given
-    size = cache.page_size
+    """The kernel's view of one cache of records and its entries, checked against what it can read."""
+    name, cache = given.name, given.cache
     reads = ", ".join(one.name for one in LAYOUTS)
     call.require(cache.layout in LAYOUTS, f"{name} has layout {cache.layout.name}; this kernel reads {reads}")
     call.require(cache.layout is layout, f"{name} has layout {cache.layout.name}; a call reads one, {layout.name}")
+    return paged_scope(call, given, V32_FP8.row_bytes if layout is V32_FP8 else None)
+
+
+def paged_scope(call: SparseMlaCall, given: Scope, record_bytes: int | None) -> CudaScope:
+    """A kernel's view of one cache and its entries.
+
+    Args:
+        record_bytes: of a record, if those of a page follow each other without a gap.
+
+    Raises:
+        KernelArgumentError: the cache has more slots or another alignment than a kernel can address.
+    """
+    name, cache, indices, lengths = given
+    size = cache.page_size
     call.require(cache.num_slots < 2**31, f"{name} has {cache.num_slots} slots; this kernel counts them in int32")
-    stride = cache.data.stride(0) if cache.num_pages > 1 else 0
+    stride = cache.data.stride(0) * cache.data.element_size() if cache.num_pages > 1 else 0
     aligned = cache.data.data_ptr() % 16 == 0 and stride % 16 == 0
     call.require(aligned, f"{name} starts or strides ({stride} B) off a multiple of 16 B")
     indices = _int32(indices.flatten(0, 1))
@@ -358,7 +475,7 @@ def cuda_scope(call: SparseMlaCall, given: Scope, layout: CacheLayout) -> CudaSc
         num_slots=cache.num_slots,
         topk=given.topk,
     )
-    scope.is_flat = cache.layout is V32_FP8 and stride in (0, size * V32_FP8.row_bytes)
+    scope.is_flat = record_bytes is not None and stride in (0, size * record_bytes)
     scope.kept = (indices, lengths)
     return scope
 

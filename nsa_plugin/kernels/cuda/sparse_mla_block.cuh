@@ -13,9 +13,6 @@
 #ifndef HAS_EXTRA
 #define HAS_EXTRA 0  // whether there is a second cache
 #endif
-#ifndef OUT_FLOAT32
-#define OUT_FLOAT32 0
-#endif
 #ifndef MIN_BLOCKS
 #define MIN_BLOCKS 2  // blocks of an SM
 #endif
@@ -24,6 +21,12 @@
 #endif
 #ifndef STEP_KEYS
 #define STEP_KEYS 64  // keys that are attended at a time
+#endif
+#ifndef STEP_STAGES
+#define STEP_STAGES 2  // blocks of keys in shared memory
+#endif
+#ifndef PRODUCERS
+#define PRODUCERS 0  // 4: so many warps more copy, for a block that has an SM alone: a warp that starts copies waits for them
 #endif
 // The first product is split over the warps: by values into four parts, by heads into one or two, by keys into the rest.
 #ifndef HEAD_PARTS
@@ -36,7 +39,7 @@
 #define HELD 4  // of the 8 steps over a warp's part of the query's values, those whose fragments are in registers
 #endif
 
-#include "instructions.cuh"
+#include "sparse_mla_shares.cuh"
 
 constexpr int KEYS = STEP_KEYS;
 constexpr int WARPS = 8;
@@ -46,18 +49,19 @@ constexpr int KEY_TILES = KEYS / KEY_PARTS / 16;  // tiles of 16 keys a warp, in
 constexpr int TOGETHER = HEAD_PARTS > 1 || SUMS < VALUE_PARTS ? 1 : KEY_TILES;  // of these, at a time
 constexpr int QUERY_TILES = NT / HEAD_PARTS;  // tiles of 8 heads a warp, in the first product
 constexpr int VALUE_TILES = 512 / WARPS / 16;  // tiles of 16 values a warp, in the second product
-constexpr int COPIES = KEYS / WARPS;      // records that a warp copies
+constexpr int COPIERS = PRODUCERS ? PRODUCERS : WARPS;  // warps that copy
+constexpr int COPIES = KEYS / COPIERS;    // records that one of them copies
 constexpr int LANES = KEYS / 2;           // lanes that exponentiate a column of S, two keys each
 constexpr int COLUMNS = NT * LANES / 32;  // columns of S that a lane exponentiates
 constexpr int TILES = NT / GROUP;         // tiles of a query row
 static_assert(NT % GROUP == 0, "a query row takes whole tiles");
 static_assert(SUMS == VALUE_PARTS || (SUMS * 2 == VALUE_PARTS && KEY_TILES * WARPS / 2 < 16), "barriers are few");
 static_assert(NT % HEAD_PARTS == 0 && NT * LANES % 32 == 0, "warps take whole tiles, and whole columns");
-constexpr int THREADS = 32 * WARPS;
+constexpr int THREADS = 32 * (WARPS + PRODUCERS);
+static_assert(HOPPER || !PRODUCERS, "barriers that threads arrive at are SM90's");
 constexpr int HEADS = 8 * NT;
-constexpr int D_V = 512;
-constexpr int STAGES = 2;  // blocks of keys in shared memory
-constexpr int ARRIVALS = (HOPPER ? WARPS : THREADS) + (LAYOUT == 0 ? 0 : KEYS);  // on a stage's barrier, by a filling
+constexpr int STAGES = STEP_STAGES;
+constexpr int ARRIVALS = (HOPPER ? COPIERS : THREADS) + (LAYOUT == 0 ? 0 : KEYS);  // on a stage's barrier, by a filling
 constexpr int STEPS = 32 / VALUE_PARTS;  // steps of 16 values that a warp multiplies with the query
 #if LAYOUT == 0
 constexpr int SCALED = 8;        // steps that share a scale
@@ -77,7 +81,6 @@ constexpr float ANCHOR_START = -1e30f;  // below every logit, and finite, so tha
 constexpr float NOT_COUNTED = -0x1p-100f;  // the scales of the v32_fp8 record that stands for an entry which does not count
 constexpr int NOTHINGS = 1024;   // records that stand for entries which do not count
 constexpr int S_STRIDE = KEYS + 4;  // floats between heads of S: lanes of a warp's store fall into 32 banks
-constexpr int MAX_SHARES = 16;   // blocks of a cluster
 constexpr int O_STRIDE = 516;    // floats between heads of a share's output in shared memory
 constexpr int P_STRIDE = KEYS + 8;  // halves between heads of P: 8 rows of a matrix in 32 banks
 
@@ -90,12 +93,6 @@ constexpr u32 SLOT_MASK = (1u << SLOT_BITS) - 1;
 // Which row of the group a column of S belongs to, and which head of the block's.
 DEVICE int query_of(int column) { return GROUP == 1 ? 0 : column / 8 / TILES; }
 DEVICE int head_of(int column) { return GROUP == 1 ? column : column % (8 * TILES); }
-
-// What a share of a row's entries makes of one head, beside its output: the mean of the values, by their weights.
-struct Share {
-    float lse;      // base 2, -inf where there is nothing
-    float largest;  // of the logits, base 2
-};
 
 struct Shared {
     alignas(128) u8 records[STAGES][KEYS * ROW];
@@ -120,8 +117,11 @@ struct Shared {
     alignas(16) float factor[HEADS];  // of S: the softmax scale times the power of two that the query row was divided by
     const int* indices[2];            // of the query row, in the two caches
     const u8* nothing[KEYS];          // what is copied for entries that do not count
-    alignas(16) u64 from[WARPS][COPIES];   // where the records are that a warp copies next
+    alignas(16) u64 from[COPIERS][COPIES];  // where the records are that a warp copies next
     alignas(8) u64 full[STAGES];      // a stage's records have arrived
+#if PRODUCERS
+    u64 empty[STAGES];                // and nobody reads them any more
+#endif
     int last[WARPS];                  // blocks that a warp found entries in
 };
 // A share's output lies where its records were.
@@ -140,7 +140,7 @@ DEVICE void value_codes(u32 codes, u32& even, u32& odd) { fp8_to_f16(__byte_perm
 // 35 * 2^10 takes the largest code, 448, to 62720, exactly, and that of NaN beyond float16's largest: an infinity in S.
 constexpr float KEY_UNIT = 140.f, VALUE_UNIT = 0x1p-8f;
 
-DEVICE void value_codes(u32 codes, u32& even, u32& odd) { fp8_to_f16(codes, even, odd); }
+DEVICE void value_codes(u32 codes, u32& even, u32& odd) { codes_to_f16(codes, even, odd); }
 #endif
 
 // A key's codes 4 t to 4 t + 3: pairs for k = 2 t and for k = 2 t + 8. `order_of_codes`: the same order, of the query.
@@ -156,6 +156,22 @@ DEVICE uint2 order_of_codes(uint2 four) {
     return make_uint2(__byte_perm(four.x, four.y, 0x5410), __byte_perm(four.x, four.y, 0x7632));
 }
 #endif
+
+// The warps that multiply meet; and find out whether something holds for one of their threads.
+DEVICE void meet() {
+#if PRODUCERS
+    named_sync(14, 32 * WARPS);
+#else
+    __syncthreads();
+#endif
+}
+DEVICE bool meet_or(bool something) {
+#if PRODUCERS
+    return named_or(15, 32 * WARPS, something);
+#else
+    return __syncthreads_or(something);
+#endif
+}
 
 // What a warp takes in the first product.
 struct Part {

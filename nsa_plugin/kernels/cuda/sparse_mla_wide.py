@@ -1,6 +1,6 @@
 """Sparse MLA prefill for 17 to 64 heads and their multiples, straight from the V3.2 fp8 cache, in CUDA C++ for SM90.
 
-For `nsa_plugin.kernels.cuda.prefill`, which chooses between this and `sparse_mla`. The kernel (`sparse_mla_wide.cu`)
+For `nsa_plugin.kernels.cuda.attention`, which chooses between this and `sparse_mla`. The kernel (`sparse_mla_wide.cu`)
 takes 32 or 64 heads a block, in wgmma's products, and gathers a token's records once for them; a block goes from token
 to token. It takes bfloat16 queries with heads of (576, 512) elements and one cache of V3.2 records. It writes
 bfloat16.

@@ -45,11 +45,6 @@ DEVICE void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" 
 template <int PENDING>
 DEVICE void products_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(PENDING) : "memory"); }
 
-template <int COUNT>
-DEVICE void more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(COUNT)); }
-template <int COUNT>
-DEVICE void fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(COUNT)); }
-
 // What this thread wrote to shared memory, the products of others see after they have met.
 DEVICE void show_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

@@ -84,13 +84,15 @@ _V4_CHUNKS = {
 }
 
 
-def _prefill(heads: int, q: int, kv: int, topk: int, selection: str = RANDOM) -> BenchCase:
-    return case("sparse_mla_prefill", heads=heads, q=q, kv=kv, topk=topk, layout="v32_fp8", selection=selection)
+def _prefill(heads: int, q: int, kv: int, topk: int, selection: str = RANDOM, layout: str = "v32_fp8") -> BenchCase:
+    return case("sparse_mla_prefill", heads=heads, q=q, kv=kv, topk=topk, layout=layout, selection=selection)
 
 
-def _decode(heads: int, batch: int, s_q: int, kv: int, topk: int, selection: str = RANDOM) -> BenchCase:
+def _decode(
+    heads: int, batch: int, s_q: int, kv: int, topk: int, selection: str = RANDOM, layout: str = "v32_fp8"
+) -> BenchCase:
     shape: dict[str, Value] = {"heads": heads, "batch": batch, "s_q": s_q, "kv": kv, "topk": topk}
-    return case("sparse_mla_decode", **shape, layout="v32_fp8", selection=selection)
+    return case("sparse_mla_decode", **shape, layout=layout, selection=selection)
 
 
 def _v4(heads: int, q: int, kv: int, page_size: int, topk: int = 512, window: int = 128) -> BenchCase:
@@ -157,6 +159,31 @@ _ALL = (
             *(_decode(16, batch, s_q, 8192, 2048, _OVERLAPS[0]) for s_q in (1, 2) for batch in (128, 8)),
         ),
         (_decode(3, 2, 2, 70, 20), _decode(3, 2, 2, 70, 20, _OVERLAPS[1])),
+    ),
+    Suite(
+        "sparse-mla-prefill-bf16",
+        "sparse prefill from a V3.2 bf16 cache; baseline: FlashMLA with padded heads",
+        f"{_SUITES}.sparse_mla:prefill",
+        tuple(
+            _prefill(heads, q, kv, 2048, layout="bf16")
+            for q, kv in product((4096, 512), (65536, 8192))
+            for heads in _HEADS
+        ),
+        (_prefill(3, 5, 70, 20, layout="bf16"),),
+    ),
+    Suite(
+        "sparse-mla-decode-bf16",
+        "sparse decode from a V3.2 bf16 cache; baselines: FA3 over single rows, FlashMLA with padded heads",
+        f"{_SUITES}.sparse_mla:decode",
+        (
+            *(
+                _decode(heads, batch, 1, 8192, 2048, layout="bf16")
+                for batch in (128, 1, 8, 32, 512)
+                for heads in _HEADS
+            ),
+            *(_decode(16, batch, 2, 8192, 2048, layout="bf16") for batch in (128, 1, 8, 32, 512)),
+        ),
+        (_decode(3, 2, 2, 70, 20, layout="bf16"),),
     ),
     Suite(
         "v4-prefill",

@@ -41,6 +41,8 @@ class Highlight(NamedTuple):
 
 
 _SPARSE = ("cuda", "triton", "flash_mla decode kernel", "flash_mla padded, bf16 copy included")
+_BF16_PREFILL = ("cuda", "triton", "flash_mla padded")
+_BF16_DECODE = ("cuda", "triton", "fa3")
 _V4 = ("cuda", "triton", "flash_mla decode kernel", "dequantise, combine, flash_mla")
 _CHUNKS = ("", ", 2 chunks", ", 4 chunks")
 _RESHARDED = tuple(f"token_shard flash_mla{chunks}" for chunks in _CHUNKS)
@@ -48,6 +50,12 @@ _RESHARDED_LAYER = tuple(f"token_shard deep_gemm, flash_mla{chunks}" for chunks 
 HIGHLIGHTS = (
     Highlight("sparse-mla-prefill", "sparse_mla_prefill", "V3.2 prefill", {"q": 4096, "kv": 65536}, _SPARSE),
     Highlight("sparse-mla-decode", "sparse_mla_decode", "V3.2 decode", {"batch": 128, "s_q": 1}, ("cuda", "triton")),
+    Highlight(
+        "sparse-mla-prefill-bf16", "sparse_mla_prefill", "V3.2 prefill, bf16", {"q": 4096, "kv": 65536}, _BF16_PREFILL
+    ),
+    Highlight(
+        "sparse-mla-decode-bf16", "sparse_mla_decode", "V3.2 decode, bf16", {"batch": 128, "s_q": 1}, _BF16_DECODE
+    ),
     Highlight("v4-prefill", "v4_prefill_route", "V4 prefill", {"q": 8192, "kv": 65536, "page_size": 256}, _V4),
     Highlight("indexer-topk", "indexer_topk", "V3.2 indexer", {"q": 8192, "kv": 131072}, ("deep_gemm", "triton")),
     Highlight(

@@ -47,7 +47,7 @@ def test_every_suite_measures_and_judges_the_references(suite: Suite) -> None:
         assert 0 <= row["max_error"] < 0.2
         assert row["runs"] == 7
     # The stock paths need libraries that no CPU has.
-    libraries = ("flash_mla", "deep_gemm", "SGLang", "vLLM", ".")
+    libraries = ("flash_mla", "deep_gemm", "fa3", "SGLang", "vLLM", ".")
     assert all(any(name in r["provider"] for name in libraries) for r in outcome.refused), outcome.refused
 
 

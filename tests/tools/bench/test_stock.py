@@ -153,6 +153,18 @@ def test_padded_decode() -> None:
     assert run("sparse-mla-decode", one).rows[0]["provider"] == "flash_mla padded"
 
 
+def test_flash_mla_reads_a_bf16_cache_in_place() -> None:
+    """Its prefill kernel takes a decode's query tokens too; the baseline of a decode is FA3 where that is installed."""
+    one = case("sparse_mla_prefill", heads=5, q=4, kv=130, topk=128, layout="bf16")
+    outcome = run("sparse-mla-prefill-bf16", one)
+    assert outcome.rows[0]["provider"] == "flash_mla padded"
+    assert "flash_mla padded, bf16 copy included" not in {entry["provider"] for entry in outcome.refused}
+    one = case("sparse_mla_decode", heads=5, batch=2, s_q=2, kv=130, topk=128, layout="bf16")
+    (row,) = run("sparse-mla-decode-bf16", one).rows
+    assert (row["provider"], row["baseline"]) == ("flash_mla padded", "flash_mla padded")
+    assert row["max_error"] < 1e-2
+
+
 @pytest.mark.parametrize("heads", [8, 64])
 def test_decode_kernel_of_a_v4_prefill(heads: int) -> None:
     one = case("v4_prefill_route", heads=heads, q=5, kv=600, topk=128, window=64, page_size=64, layout="v4_fp8")

@@ -36,6 +36,7 @@ from nsa_plugin.backends.vllm.v32.token_shard import open_exchange
 from nsa_plugin.decision import timings
 from nsa_plugin.decision.dispatch import validate
 from nsa_plugin.decision.plan import Attention, IndexerMode, Plan
+from nsa_plugin.decision.routes import Route
 from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.errors import LeftToStockError, NsaPluginError, PatchError, SettingsError
 from nsa_plugin.libraries.architectures import FIRST_WITH_FP8
@@ -56,6 +57,9 @@ BACKEND_SMS = (90,)
 SM120_BACKEND, SM120_TOPK = "FLASHINFER_MLA_SPARSE_SM120", 2048
 # vLLM's first choice on SM90 over a bf16 cache (0.25 on). It pads no heads, as FLASHMLA_SPARSE does.
 BF16_BACKEND = "FLASH_ATTN_MLA_SPARSE"
+BF16_ROUTE = str(Route(Attention.SPARSE_DECODE, "fa3"))
+"""The route that it is for the times of a prefill: every query token is a sequence."""
+LONG_CONTEXT = 65536
 FORCES_MQA = "attention_config.sparse_mla_force_mqa is set"
 SHORT, LONG, CONTEXT, MANY = 1024, 4096, 32768, 64
 # Query tokens of the batches whose kernels are warmed up: the choice may depend on their number.
@@ -218,7 +222,7 @@ class GpuServing(VllmServing):
             sm120 = planner.device.sm // 10 == 12 and hasattr(AttentionBackendEnum, SM120_BACKEND)
             if sm120 and (planner.model.kv_layout, planner.model.index_topk) == ("v32_fp8", SM120_TOPK):
                 return
-            if hasattr(AttentionBackendEnum, BF16_BACKEND) and (reason := unmeasured(planner)):
+            if hasattr(AttentionBackendEnum, BF16_BACKEND) and (reason := kept_choice(planner)):
                 self.left_choice = reason
                 return
             attention.backend = AttentionBackendEnum[BACKEND]
@@ -356,18 +360,26 @@ class GpuServing(VllmServing):
         return text + f"; {'resharded' if plan.token_shard else 'heads stay local'}: {plan.reasons['token_shard']}"
 
 
-def unmeasured(planner: VllmPlanner) -> str:
-    """Return why no measurement shows that the plugin is as fast as vLLM's `BF16_BACKEND`; "" if it need not.
+def kept_choice(planner: VllmPlanner) -> str:
+    """Return why vLLM's `BF16_BACKEND` is kept: no measurement shows that the plugin's prefills are as fast; "" if not.
 
-    A backend that the settings name, the portable path and an fp8 cache, which that backend does not read, need not.
+    A backend that the settings name, the portable path and an fp8 cache, which that backend does not read, need none.
     """
     model, device, settings = planner.model, planner.device, planner.settings
     if planner.portable or model.kv_layout != "bf16" or {settings.prefill_backend, settings.decode_backend} != {"auto"}:
         return ""
-    heads = model.attended_heads
-    if timings.measured(device.sm, Op.SPARSE_MLA_PREFILL, model.kv_layout, heads):
-        return ""
-    return f" (no times on {device.where} for {heads} heads and a bf16 cache, so vLLM's choice is kept)"
+    heads, op = model.attended_heads, Op.SPARSE_MLA_PREFILL
+    which = f"{device.where} for {heads} heads and a bf16 cache"
+    if not timings.measured(device.sm, op, model.kv_layout, heads):
+        return f" (no times on {which}, so vLLM's choice is kept)"
+    if kept := timings.points(device.sm, op, model.kv_layout, heads, BF16_ROUTE):
+        rows, time = kept[-1]
+        plan = planner.prefill_plan(rows, max(rows, LONG_CONTEXT))
+        route = str(Route(plan.attention, plan.provider, plan.dequantize_kv))
+        own = timings.points(device.sm, op, model.kv_layout, heads, route)
+        if not own or timings.time_at(own, rows) > time:
+            return f" (it is the faster one by the times on {which}, so vLLM's choice is kept)"
+    return ""
 
 
 def check_device(device: DeviceProfile, backend: str = BACKEND) -> None:

@@ -1,4 +1,4 @@
-"""Workloads of sparse prefill and sparse decode from the V3.2 cache."""
+"""Workloads of sparse prefill and sparse decode from a V3.2 cache, fp8 or bf16."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ PADDED = "flash_mla padded"
 WITH_COPY = "flash_mla padded, bf16 copy included"
 DECODE_KERNEL = "flash_mla decode kernel"
 UNIONS = "cuda, unions of {}"  # not a provider yet: nothing chooses it
+FA3 = "fa3"
+SINGLE_TOKENS = "fa3, a sequence for each query token"  # vLLM's FLASH_ATTN_MLA_SPARSE
 
 D_V = 512
 PAGE_SIZE = 64
@@ -34,7 +36,9 @@ def row_bytes(cache: PagedCache) -> int:
 
 
 def bf16_rows(cache: PagedCache) -> torch.Tensor:
-    """The whole cache as bf16 rows [num_slots, dim], the input of FlashMLA's prefill kernel."""
+    """The whole cache as bf16 rows [num_slots, dim], the input of FlashMLA's prefill kernel. A view of a bf16 cache."""
+    if not isinstance(cache.layout, Fp8Layout):
+        return cache.data.view(cache.num_slots, cache.dim)
     rows = torch.empty(cache.num_slots, cache.dim, dtype=torch.bfloat16, device=cache.device)
     for start in range(0, cache.num_slots, _CONVERTED_ROWS):
         slots = torch.arange(start, min(start + _CONVERTED_ROWS, cache.num_slots), device=cache.device)
@@ -71,6 +75,17 @@ def prefill_by_decode(
     def call() -> Attended:
         result = attend()
         return Attended(result.out.squeeze(1), result.lse.squeeze(-1))
+
+    return call
+
+
+def decode_by_prefill(q: torch.Tensor, cache: PagedCache, indices: torch.Tensor, scale: float) -> TimedCall:
+    """A decode by FlashMLA's prefill kernel, which reads bf16 rows: every query token is a row."""
+    attend = stock.flash_mla_prefill(q.flatten(0, 1), bf16_rows(cache), indices.flatten(0, 1), scale)
+
+    def call() -> Attended:
+        result = attend()
+        return Attended(result.out.view(*q.shape[:3], D_V), result.lse.view(q.shape[:3]).transpose(1, 2))
 
     return call
 
@@ -122,13 +137,26 @@ def prefill(case: BenchCase, context: Context) -> Workload:
         call = into(out, q, cache, indices, scale=scale, group=group)
         return Contender(UNIONS.format(group), lambda: call(sparse_mla_union.prefill))
 
-    groups = sparse_mla_union.GROUPS if not context.wanted or "cuda" in context.wanted else ()
+    def single_tokens() -> TimedCall:
+        attend = context.registry.load("sparse_mla_decode", FA3, sm=context.sm)
+
+        def call() -> Attended:
+            result = attend(q.unsqueeze(1), cache, indices.unsqueeze(1), scale=scale, out=out.unsqueeze(1))
+            return Attended(result.out.squeeze(1), result.lse.squeeze(-1))
+
+        return call
+
+    of_layout: tuple[Contender, ...] = (Contender(SINGLE_TOKENS, single_tokens),)
+    groups: tuple[int, ...] = ()
+    if isinstance(cache.layout, Fp8Layout):
+        by_decode = Contender(DECODE_KERNEL, lambda: prefill_by_decode(q, cache, indices, scale))
+        of_layout = (Contender(WITH_COPY, padded_with_copy), by_decode)
+        groups = sparse_mla_union.GROUPS if not context.wanted or "cuda" in context.wanted else ()
     return Workload(
         work=floors.sparse_mla(rows=q_rows, heads=heads, d_qk=cache.dim, d_v=D_V, gathers=[taken], statistics=2),
         contenders=(
             Contender(PADDED, padded),
-            Contender(WITH_COPY, padded_with_copy),
-            Contender(DECODE_KERNEL, lambda: prefill_by_decode(q, cache, indices, scale)),
+            *of_layout,
             *map(rival, rivals.UNIONS),
             Contender(rivals.VLLM_NAME, lambda: rivals.vllm_triton(q, rows_of_cache(), indices, scale)),
             *context.contenders("sparse_mla_prefill", into(out, q, cache, indices, scale=scale)),
@@ -165,13 +193,15 @@ def decode(case: BenchCase, context: Context) -> Workload:
         lambda: reference_decode(q[rows], cache, indices[rows], scale=scale, out_dtype=torch.float32),
         judges.DECODE_OUT,
     )
+    fp8 = isinstance(cache.layout, Fp8Layout)
+    padded = stock.flash_mla_decode if fp8 else decode_by_prefill
     return Workload(
         work=floors.sparse_mla(rows=batch * s_q, heads=heads, d_qk=cache.dim, d_v=D_V, gathers=[taken]),
         contenders=(
-            Contender(PADDED, lambda: stock.flash_mla_decode(q, cache, indices, scale)),
+            Contender(PADDED, lambda: padded(q, cache, indices, scale)),
             *context.contenders("sparse_mla_decode", into(out, q, cache, indices, scale=scale)),
         ),
         judge=judge,
-        baselines=(PADDED,),
+        baselines=(PADDED,) if fp8 else (FA3, PADDED),
         graph=True,
     )

@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from nsa_plugin.backends.vllm.v32.serving import kept_choice
+from nsa_plugin.decision import timings
 from nsa_plugin.decision.routes import BF16_COPY, FLASH_MLA_DECODE, Route
 from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.errors import SettingsError
@@ -44,3 +46,23 @@ def test_trtllm_over_an_fp8_cache_says_what_runs_it(phase: str):
         made.prefill_plan(4096, 32768) if phase == "prefill" else made.step_plan(8, 8, 1)
     assert "for a v32_fp8 cache on SM100 (it reads bf16); vLLM runs it over a cache without scales" in str(error.value)
     assert "--attention-backend FLASHINFER_MLA_SPARSE" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("fa3", "cuda", "kept"),
+    [
+        (None, None, "no times on SM90 for 16 heads and a bf16 cache, so vLLM's choice is kept"),
+        (1800.0, 1500.0, ""),
+        (1400.0, 1500.0, "it is the faster one by the times on SM90 for 16 heads and a bf16 cache"),
+        (None, 1500.0, ""),
+    ],
+)
+def test_vllms_own_choice_over_a_bf16_cache_is_kept_where_it_is_the_faster(monkeypatch, fa3, cuda, kept):
+    """From 0.25 on vLLM chooses FLASH_ATTN_MLA_SPARSE; times of both say which serves."""
+    given = {"fa3 sparse_decode": fa3, "cuda sparse_prefill": cuda, "flash_mla sparse_prefill": cuda and 1900.0}
+    times = {route: {16: ((512, us / 8), (4096, us))} for route, us in given.items() if us}
+    monkeypatch.setattr(timings, "TIMINGS", {(90, "sparse_mla_prefill", "bf16"): times} if times else {})
+    made = planner("bf16", device=synthetic(90))
+    made.model = ModelShape(num_heads=16, kv_layout="bf16")
+    assert kept in kept_choice(made)
+    assert bool(kept_choice(made)) == bool(kept)

@@ -1,4 +1,4 @@
-"""Host side of the CUDA prefill: which kernel a call gets, what the one of many heads refuses, and what fits."""
+"""Which CUDA kernel a call gets, what the kernel of many heads refuses, and what fits."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from nsa_plugin.kernels.checks import KernelArgumentError
-from nsa_plugin.kernels.cuda import prefill, sparse_mla, sparse_mla_wide
+from nsa_plugin.kernels.cuda import attention, sparse_mla, sparse_mla_rows, sparse_mla_wide
 from nsa_plugin.kernels.kv_cache import allocate_cache
 from nsa_plugin.kernels.sparse_mla import prefill_op
 from nsa_plugin.kernels.triton.device import DeviceFacts
+from nsa_plugin.layouts import BF16, V4_FP8, V32_FP8
 from nsa_plugin.libraries.architectures import shared_memory_per_block
 
 TOKENS, HEADS, TOPK = 5, 32, 70
@@ -69,12 +70,23 @@ def test_which_kernel_a_call_gets(monkeypatch, heads, rows, suits, chosen):
     monkeypatch.setattr(sparse_mla_wide, "attend", lambda call: "many")
     monkeypatch.setattr(sparse_mla_wide, "suits", lambda call: suits)
     monkeypatch.setattr(sparse_mla_wide, "kernel", lambda heads, device: loaded.append(heads))
-    monkeypatch.setattr(prefill, "facts_of", lambda device: DeviceFacts(132, 90, shared_memory_per_block(90)))
+    monkeypatch.setattr(attention, "facts_of", lambda device: DeviceFacts(132, 90, shared_memory_per_block(90)))
     monkeypatch.setattr(torch.cuda, "device_of", lambda q: torch.no_grad())
-    call = SimpleNamespace(heads=heads, rows=rows, q=torch.zeros(1))
-    assert prefill.attend(call) == chosen
+    scope = SimpleNamespace(cache=SimpleNamespace(layout=V32_FP8))
+    call = SimpleNamespace(heads=heads, rows=rows, q=torch.zeros(1), scopes=(scope,))
+    assert attention.attend_prefill(call) == chosen
     # Compiled by the first batch that might have a larger one behind it.
     assert loaded == ([sparse_mla_wide.heads_of_block(heads)] if suits and rows and heads > 16 else [])
+
+
+def test_the_kernel_is_that_of_the_layout(monkeypatch):
+    monkeypatch.setattr(sparse_mla, "attend", lambda call: "records")
+    monkeypatch.setattr(sparse_mla_rows, "attend", lambda call: "rows")
+    for layout, kernel in ((V32_FP8, "records"), (V4_FP8, "records"), (BF16, "rows")):
+        scope = SimpleNamespace(cache=SimpleNamespace(layout=layout))
+        call = SimpleNamespace(heads=16, rows=4, q=torch.zeros(1), scopes=(scope,))
+        assert attention.attend_prefill(call) == kernel
+        assert attention.attend_decode(call) == kernel
 
 
 @pytest.mark.parametrize("heads", sparse_mla_wide.HEADS)

@@ -1,0 +1,464 @@
+// Sparse MLA over paged bfloat16 rows of 576 values for few query heads: for SM90, and from SM80 on without bulk copies
+// and clusters.
+//
+// As sparse_mla.cu, whose comments hold here too: a block of 8 warps attends one query token with a group of up to
+// 8 * NT heads, KEYS keys at a time, keys as rows of the matrix products (mma.m16n8k16) and heads as columns. There is
+// nothing to convert: rows are copied to shared memory as they are and read from there by the tensor cores' loads.
+//
+//   S = K Q^T     warp (quarter, half): a quarter of the row's values, half of the keys. Quarters add up in shared memory.
+//   P = exp(S)    warp w: heads w, w + 8, ... with all keys.
+//   O = V^T P     warp w: values 64 w to 64 w + 63 of every row.
+//
+// Positions and rows: positions 2 l and 2 l + 1 of S and P, l = 8 T + g, belong to rows 16 T + g and
+// 16 T + 8 + (g ^ 4) of shared memory, for the same reasons.
+
+#include "scope.cuh"
+#include "sparse_mla_shares.cuh"
+
+#ifndef NT
+#define NT 2  // tiles of 8 heads a block
+#endif
+#ifndef KEYS
+#define KEYS 32  // a step
+#endif
+#ifndef STAGES
+#define STAGES 2  // steps in shared memory
+#endif
+#ifndef MIN_BLOCKS
+#define MIN_BLOCKS 2  // blocks of an SM
+#endif
+#ifndef PRODUCERS
+#define PRODUCERS 0  // 4: so many warps more copy, for a block that has an SM alone: a warp that starts copies waits for them
+#endif
+#ifndef FLAT
+#define FLAT 0  // pages follow each other without a gap
+#endif
+
+constexpr int WARPS = 8;
+constexpr int ALL_WARPS = WARPS + PRODUCERS;
+constexpr int HEADS = 8 * NT;
+constexpr int KEY_TILES = KEYS / 2 / 16;       // tiles of 16 keys a warp, in the first product: half of the keys
+constexpr int VALUE_TILES = D_V / WARPS / 16;  // tiles of 16 values a warp, in the second product
+constexpr int COPIERS = PRODUCERS ? PRODUCERS : WARPS;  // warps that copy
+constexpr int COPIES = KEYS / COPIERS;         // rows that one of them copies
+constexpr int STEPS = 9;                       // of 16 values, of a quarter
+constexpr int LANE_KEYS = KEYS / 32;           // keys that a lane exponentiates
+constexpr int COPIED = 1152;                   // bytes of a row
+constexpr int ROW = 1168;                      // bytes between rows in shared memory: 16 modulo 128
+constexpr int ARRIVALS = HOPPER ? COPIERS : 32 * COPIERS;  // on a stage's barrier, by a filling
+constexpr int CHAINS = NT * KEY_TILES == 1 ? 3 : 1;  // sums that a tile of S is made in: none waits for another
+constexpr float ANCHOR_STEP = 8.f;             // weights may grow to 2^8 before the output is multiplied
+constexpr float ANCHOR_START = -1e30f;         // below every logit, and finite, so that no difference is NaN
+constexpr int NOTHINGS = 1024;                 // rows that stand for entries which do not count
+constexpr int S_STRIDE = KEYS + 4;             // floats between heads of S
+constexpr int P_STRIDE = KEYS + 8;             // halves between heads of P
+constexpr int O_STRIDE = 516;                  // floats between heads of a share's output in shared memory
+static_assert(KEYS == 32 || KEYS == 64, "a lane exponentiates one or two keys");
+static_assert(HOPPER || !PRODUCERS, "barriers that threads arrive at are SM90's");
+
+struct Shared {
+    alignas(128) u8 rows[STAGES][KEYS * ROW];
+    alignas(16) float s[4][HEADS * S_STRIDE];
+    alignas(16) u16 p[HEADS * P_STRIDE];
+    alignas(16) float alpha[HEADS];       // of the output so far, by this step's keys
+    alignas(16) u64 from[COPIERS][COPIES];  // where the rows are that a warp copies next
+    const u8* nothing[KEYS];              // what is copied for entries that do not count
+    alignas(8) u64 full[STAGES];          // a stage's rows have arrived
+    u64 empty[STAGES];                    // nobody reads them any more; for producers
+    int last[WARPS];                      // blocks that a warp found entries in
+    u8 valid[STAGES][KEYS];
+};
+// A share's output lies where its rows were, and what is known of it where S was.
+static_assert(HEADS * O_STRIDE * sizeof(float) <= sizeof(Shared::rows), "a share's output does not fit");
+DEVICE Share* own_shares(Shared& shared) { return (Share*)shared.s; }
+
+// Row of shared memory of position 2 l + i of a block.
+DEVICE int row_of(int l, int i) { return (l & 24) << 1 | i << 3 | ((l & 7) ^ i << 2); }
+
+// Where the row of a slot lies.
+DEVICE const u8* find_row(const Scope& scope, int slot) {
+#if FLAT
+    return scope.data + (i64)slot * COPIED;
+#endif
+    int page = scope.page_shift >= 0 ? slot >> scope.page_shift : slot / scope.page_size;
+    return scope.data + page * scope.page_stride + (i64)(slot - page * scope.page_size) * COPIED;
+}
+
+// A warp copies COPIES rows; lane l knows where row l % COPIES of them lies, and whether it counts.
+DEVICE void start_copies(Shared& shared, int stage, int copier, int lane, const u8* row, bool valid) {
+    u32 full = shared_address(&shared.full[stage]);
+    __syncwarp();  // nobody reads `from` of the copies before any more
+    if (lane < COPIES) {
+        shared.valid[stage][copier * COPIES + lane] = valid;
+        shared.from[copier][lane] = (u64)row;
+    }
+    __syncwarp();
+#if !HOPPER
+    constexpr int PIECES = COPIED / 16;
+    for (int piece = lane; piece < COPIES * PIECES; piece += 32) {
+        int r = piece / PIECES, at = piece % PIECES * 16;
+        copy_16_bytes(shared_address(&shared.rows[stage][(copier * COPIES + r) * ROW + at]), (const u8*)shared.from[copier][r] + at);
+    }
+    arrive_with_copies(full);
+#else
+    // A bulk copy takes its addresses from uniform registers: one lane starts them all.
+    if (elected()) {
+        ulonglong2 from[COPIES / 2];
+#pragma unroll
+        for (int k = 0; k < COPIES / 2; ++k) from[k] = *(const ulonglong2*)&shared.from[copier][2 * k];
+        u32 to = shared_address(&shared.rows[stage][copier * COPIES * ROW]);
+        barrier_expect(full, COPIES * COPIED);
+#pragma unroll
+        for (int k = 0; k < COPIES / 2; ++k) {
+            bulk_copy(to + 2 * k * ROW, (const void*)from[k].x, COPIED, full);
+            bulk_copy(to + (2 * k + 1) * ROW, (const void*)from[k].y, COPIED, full);
+        }
+    }
+#endif
+}
+
+// The warps that multiply meet; and find out whether something holds for one of their threads.
+DEVICE void meet() {
+#if PRODUCERS
+    named_sync(1, 32 * WARPS);
+#else
+    __syncthreads();
+#endif
+}
+DEVICE bool meet_or(bool something) {
+#if PRODUCERS
+    return named_or(2, 32 * WARPS, something);
+#else
+    return __syncthreads_or(something);
+#endif
+}
+
+// A quarter of the query's values, for all heads of the block, as the products take them. Rows start at multiples of
+// 4 bytes.
+DEVICE void read_query(u32 (&query)[STEPS][NT][2], const u16* q, i64 head_stride, int heads, int quarter, int lane) {
+    int g = lane >> 2, t = lane & 3;
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+        int head = n * 8 + g;
+        const u16* source = q + head * head_stride + quarter * (16 * STEPS) + 2 * t;
+#pragma unroll
+        for (int s = 0; s < STEPS; ++s)
+#pragma unroll
+            for (int j = 0; j < 2; ++j) query[s][n][j] = head < heads ? __ldg((const u32*)(source + s * 16 + 8 * j)) : 0;
+    }
+}
+
+// S of a warp's keys over a quarter of their values.
+DEVICE void multiply_queries(Shared& shared, int stage, const u32 (&query)[STEPS][NT][2], int quarter, int half, int lane) {
+    int g = lane >> 2, t = lane & 3, matrix = lane >> 3;
+    // Lanes 16 T + g and 16 T + 8 + g of a fragment are positions 2 l and 2 l + 1: see row_of.
+    u32 address = shared_address(shared.rows[stage]) + (half * (KEYS / 2) + row_of(lane & 7, matrix & 1)) * ROW +
+                  quarter * (32 * STEPS) + (matrix >> 1) * 16;
+    float sum[CHAINS][KEY_TILES][NT][4] = {};
+#pragma unroll
+    for (int s = 0; s < STEPS; ++s)
+#pragma unroll
+        for (int m = 0; m < KEY_TILES; ++m) {
+            u32 a[4];
+            ldmatrix(a, address + m * 16 * ROW + s * 32);
+#pragma unroll
+            for (int n = 0; n < NT; ++n) mma_bf16(sum[s % CHAINS][m][n], a, query[s][n][0], query[s][n][1]);
+        }
+#pragma unroll
+    for (int m = 0; m < KEY_TILES; ++m)
+#pragma unroll
+        for (int n = 0; n < NT; ++n) {
+            float x[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                x[i] = sum[0][m][n][i];
+#pragma unroll
+                for (int c = 1; c < CHAINS; ++c) x[i] += sum[c][m][n][i];
+            }
+            float* s = shared.s[quarter] + (n * 8 + 2 * t) * S_STRIDE + half * (KEYS / 2) + m * 16 + 2 * g;
+            *(float2*)s = make_float2(x[0], x[2]);
+            *(float2*)(s + S_STRIDE) = make_float2(x[1], x[3]);
+        }
+}
+
+// Running statistics of this lane's keys, in base 2, by head that the warp is responsible for.
+struct Softmax {
+    float largest[NT];
+    float anchor[NT];  // what exponents are relative to: follows the largest in jumps of ANCHOR_STEP or more
+    float sum[NT];
+};
+
+// P of the step's keys. Returns whether the output so far has to be multiplied by anything but 1 before it grows.
+DEVICE bool exponentiate(Shared& shared, int stage, Softmax& state, float scale_log2, int warp, int lane) {
+    const float infinity = bits_to_float(0x7f800000);
+    float logits[NT][LANE_KEYS];
+    bool valid[LANE_KEYS], exceeds = false;
+    if constexpr (LANE_KEYS == 1) valid[0] = shared.valid[stage][row_of(lane >> 1, lane & 1)];
+    else
+#pragma unroll
+        for (int i = 0; i < LANE_KEYS; ++i) valid[i] = shared.valid[stage][row_of(lane, i)];
+#pragma unroll
+    for (int j = 0; j < NT; ++j) {
+        const float* s = shared.s[0] + (warp + WARPS * j) * S_STRIDE + LANE_KEYS * lane;
+        float part[4][LANE_KEYS], largest = -infinity;
+#pragma unroll
+        for (int k = 0; k < 4; ++k)
+            if constexpr (LANE_KEYS == 1) part[k][0] = s[k * HEADS * S_STRIDE];
+            else {
+                float2 two = *(const float2*)(s + k * HEADS * S_STRIDE);
+                part[k][0] = two.x, part[k][1] = two.y;
+            }
+#pragma unroll
+        for (int i = 0; i < LANE_KEYS; ++i) {
+            float sum = (part[0][i] + part[1][i]) + (part[2][i] + part[3][i]);
+            logits[j][i] = valid[i] ? sum * scale_log2 : -infinity;
+            largest = fmaxf(largest, logits[j][i]);
+        }
+        state.largest[j] = fmaxf(state.largest[j], largest);
+        exceeds |= largest > state.anchor[j] + ANCHOR_STEP;
+    }
+    float alpha[NT];
+#pragma unroll
+    for (int j = 0; j < NT; ++j) alpha[j] = 1.f;
+    // Seldom: the lanes look at their keys' largest together only when one of them finds it too large.
+    bool changed = __any_sync(~0u, exceeds);
+    if (changed) {
+#pragma unroll
+        for (int j = 0; j < NT; ++j) {
+            float largest = warp_max(state.largest[j]);
+            float anchor = largest > state.anchor[j] + ANCHOR_STEP ? largest : state.anchor[j];
+            alpha[j] = exp2_approx(state.anchor[j] - anchor);
+            state.anchor[j] = anchor;
+            state.sum[j] *= alpha[j];
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < NT; ++j) {
+        float p[LANE_KEYS];
+#pragma unroll
+        for (int i = 0; i < LANE_KEYS; ++i) state.sum[j] += p[i] = exp2_approx(logits[j][i] - state.anchor[j]);
+        if (lane == 0) shared.alpha[warp + WARPS * j] = alpha[j];
+        u16* to = shared.p + (warp + WARPS * j) * P_STRIDE + LANE_KEYS * lane;
+        if constexpr (LANE_KEYS == 1) *to = (u16)pack_bf16(p[0], 0.f);
+        else *(u32*)to = pack_bf16(p[0], p[1]);
+    }
+    return changed;
+}
+
+// O of a warp's 64 values of every row.
+DEVICE void multiply_values(Shared& shared, int stage, float (&o)[VALUE_TILES][NT][4], bool changed, int warp, int lane) {
+    int t = lane & 3, matrix = lane >> 3, j = lane & 7;
+    if (changed) {
+#pragma unroll
+        for (int n = 0; n < NT; ++n) {
+            float2 alpha = *(const float2*)(shared.alpha + n * 8 + 2 * t);
+#pragma unroll
+            for (int m = 0; m < VALUE_TILES; ++m)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) o[m][n][i] *= i & 1 ? alpha.y : alpha.x;
+        }
+    }
+    // Of one tile of heads a load brings two steps of 16 keys, of more two tiles.
+    u32 p_address = shared_address(shared.p) + j * P_STRIDE * 2 + (matrix & 1) * 16 +
+                    (matrix >> 1) * (NT > 1 ? 8 * P_STRIDE * 2 : 32);
+    // Position 16 k + 8 (matrix & 1) + j lies k tiles of 16 rows on.
+    int row = row_of((matrix & 1) * 4 + (j >> 1), j & 1);
+    u32 v_address = shared_address(shared.rows[stage]) + row * ROW + warp * (32 * VALUE_TILES) + (matrix >> 1) * 16;
+    u32 b[KEYS / 16][NT][2];
+#pragma unroll
+    for (int k = 0; k < KEYS / 16; ++k) {
+        if (NT > 1 || k % 2 == 0) {
+#pragma unroll
+            for (int n = 0; n < NT; n += 2) {
+                u32 r[4];
+                ldmatrix(r, p_address + k * 32 + n * 8 * P_STRIDE * 2);
+                b[k][n][0] = r[0], b[k][n][1] = r[1];
+                if constexpr (NT > 1) b[k][n + 1][0] = r[2], b[k][n + 1][1] = r[3];
+                else b[k + 1][n][0] = r[2], b[k + 1][n][1] = r[3];
+            }
+        }
+#pragma unroll
+        for (int m = 0; m < VALUE_TILES; ++m) {
+            // Matrices: values 0 to 7 of keys 0 to 7, of keys 8 to 15, then values 8 to 15.
+            u32 r[4];
+            ldmatrix_transposed(r, v_address + k * 16 * ROW + m * 32);
+            u32 a[4] = {r[0], r[2], r[1], r[3]};
+#pragma unroll
+            for (int n = 0; n < NT; ++n) mma_bf16(o[m][n], a, b[k][n][0], b[k][n][1]);
+        }
+    }
+}
+
+// Attention of query row `blockIdx.x`, for heads from HEADS * `blockIdx.y` on, over the share `blockIdx.z` of its
+// entries. With one share `out`, `lse` and `max_logits` are the result. With more, either the blocks of all shares are
+// a cluster, which adds up in the end, or `partial_out` and `partials` hold every share's own for `combine`.
+extern "C" __global__ void __launch_bounds__(32 * ALL_WARPS, MIN_BLOCKS) attend_rows(
+    const u16* __restrict__ q, i64 q_row_stride, i64 q_head_stride, int heads, Scope scope,
+    const u8* __restrict__ zeros, const float* __restrict__ sink, float scale_log2,
+    u8* __restrict__ out, i64 out_row_stride, i64 out_head_stride, float* __restrict__ lse,
+    float* __restrict__ max_logits, float* __restrict__ partial_out, Share* __restrict__ partials) {
+    extern __shared__ __align__(128) u8 memory[];
+    Shared& shared = *(Shared*)memory;
+    // Both in ways that the compiler cannot repeat, as it would rather than keep them in registers.
+    int warp = __reduce_max_sync(~0u, threadIdx.x >> 5), lane = __shfl_sync(~0u, threadIdx.x, threadIdx.x) & 31;
+    int row = blockIdx.x, first_head = HEADS * blockIdx.y, own_heads = min(HEADS, heads - first_head);
+
+    int length = scope_length(scope, row);
+    int all = (length + KEYS - 1) / KEYS, share = (all + gridDim.z - 1) / gridDim.z;
+    int begin = min(share * (int)blockIdx.z, all), end = min(begin + share, all);
+    int bound = min(length, end * KEYS);
+    const int* indices = scope.indices + row * scope.indices_stride;
+
+    if (threadIdx.x < STAGES) {
+        barrier_init(shared_address(&shared.full[threadIdx.x]), ARRIVALS);
+        if (PRODUCERS) barrier_init(shared_address(&shared.empty[threadIdx.x]), WARPS);
+#if HOPPER
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+    }
+
+    auto slot_of = [&](int block, int i) -> int {
+        int e = block * KEYS + i;
+        return e < bound ? __ldg(indices + e) : -1;
+    };
+    auto counts = [&](int slot) -> bool { return (u32)slot < (u32)scope.num_slots; };
+    bool multiplies = !PRODUCERS || warp < WARPS, copies = !PRODUCERS || !multiplies;
+    int copier = PRODUCERS ? warp & PRODUCERS - 1 : warp, i = copier * COPIES + lane % COPIES;
+    auto copy = [&](int block, int stage, int slot) {
+        bool valid = counts(slot);
+        start_copies(shared, stage, copier, lane, valid ? find_row(scope, slot) : shared.nothing[i], valid);
+    };
+    // Of the entries and the query none waits for another, nor for the block. Later, a slot is read a step before its
+    // address is needed.
+    int slots[STAGES];
+#pragma unroll
+    for (int k = 0; k < STAGES; ++k) slots[k] = copies ? slot_of(begin + k, i) : -1;
+    int final = begin < end ? slot_of(end - 1, threadIdx.x % KEYS) : -1;
+    int quarter = warp & 3, half = warp >> 2;
+    u32 query[STEPS][NT][2];
+    auto read = [&]() {
+        read_query(query, q + row * q_row_stride + first_head * q_head_stride, q_head_stride, own_heads, quarter, lane);
+    };
+    if (!PRODUCERS) read();
+    // Not all the same: many copies of a single row wait for each other.
+    if (threadIdx.x < KEYS) shared.nothing[threadIdx.x] = zeros + (blockIdx.x * KEYS + threadIdx.x) % NOTHINGS * COPIED;
+    if (!__syncthreads_or(counts(final)) && begin + 1 < end) {
+        // Short contexts leave all blocks from some one on empty: these are left out.
+        constexpr int PARTS = KEYS / 32;
+        int last = begin;
+        for (int b = begin + 1 + warp / PARTS; b < end - 1; b += WARPS / PARTS)
+            if (counts(slot_of(b, warp % PARTS * 32 + lane))) last = b;
+        last = (int)__reduce_max_sync(~0u, (u32)last);
+        if (lane == 0 && multiplies) shared.last[warp] = last;
+        __syncthreads();
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) last = max(last, shared.last[w]);
+        end = last + 1;
+    }
+    if (copies) {
+#pragma unroll
+        for (int k = 0; k < STAGES; ++k)
+            if (begin + k < end) copy(begin + k, k, slots[k]);  // all stages are free
+    }
+    int next = copies ? slot_of(begin + STAGES, i) : -1;
+    int stage = 0, parity = 0, shares = gridDim.z, own_share = blockIdx.z;
+    bool is_whole = shares == 1, is_cluster = HOPPER && !is_whole && !partial_out;
+#if PRODUCERS
+    if (!multiplies) {
+        if (NT > 2) fewer_registers<40>();
+        for (int block = begin + STAGES; block < end; ++block) {
+            barrier_wait(shared_address(&shared.empty[stage]), parity);
+            copy(block, stage, next);
+            next = slot_of(block + 1, i);
+            if (++stage == STAGES) stage = 0, parity ^= 1;
+        }
+        if (is_cluster) cluster_meet(), cluster_part();
+        return;
+    }
+    if (NT > 2) more_registers<232>();
+    read();
+#endif
+    float o[VALUE_TILES][NT][4] = {};
+    const float infinity = bits_to_float(0x7f800000);
+    Softmax state;
+#pragma unroll
+    for (int j = 0; j < NT; ++j) state.largest[j] = -infinity, state.anchor[j] = ANCHOR_START, state.sum[j] = 0.f;
+
+    for (int block = begin; block < end; ++block) {
+        barrier_wait(shared_address(&shared.full[stage]), parity);
+        multiply_queries(shared, stage, query, quarter, half, lane);
+        // S is there, and nobody reads P or the stage before any more.
+        meet();
+        if (!PRODUCERS && block > begin && block + STAGES - 1 < end) {
+            copy(block + STAGES - 1, stage ? stage - 1 : STAGES - 1, next);
+            next = slot_of(block + STAGES, i);
+        }
+        bool changed = exponentiate(shared, stage, state, scale_log2, warp, lane);
+        changed = meet_or(changed);  // P is there, and nobody reads S any more
+        multiply_values(shared, stage, o, changed, warp, lane);
+#if PRODUCERS
+        __syncwarp();
+        if (lane == 0) barrier_arrive(shared_address(&shared.empty[stage]));
+#endif
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+
+    meet();
+#pragma unroll
+    for (int j = 0; j < NT; ++j) {
+        int head = warp + WARPS * j;
+        float sum = warp_sum(state.sum[j]), largest = warp_max(state.largest[j]);
+        if (lane == 0) {
+            float total = state.anchor[j] + log2_approx(sum);  // -inf where there is nothing
+            float weight = sum == 0.f ? 0.f : 1.f / sum;
+            i64 at = (i64)row * heads + first_head + head;
+            Share own = {sum == 0.f ? -infinity : total, largest};
+            if (is_cluster) own_shares(shared)[head] = own;
+            else if (head < own_heads && !is_whole) partials[(i64)own_share * gridDim.x * heads + at] = own;
+            else if (head < own_heads) {
+                if (sink && sum != 0.f) weight /= 1.f + exp2_approx(sink[first_head + head] * 1.4426950408889634f - total);
+                lse[at] = sum == 0.f ? infinity : total * 0.6931471805599453f;
+                max_logits[at] = largest * 0.6931471805599453f;
+            }
+            shared.alpha[head] = weight;
+        }
+    }
+    meet();
+
+    // The output passes through shared memory, where a cluster reads it, and from which rows are written in one piece.
+    int g = lane >> 2, t = lane & 3;
+    float* own_out = (float*)shared.rows;
+#pragma unroll
+    for (int n = 0; n < NT; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            int head = n * 8 + 2 * t + i;
+            float weight = shared.alpha[head];
+#pragma unroll
+            for (int m = 0; m < VALUE_TILES; ++m) {
+                float* at = own_out + head * O_STRIDE + warp * (16 * VALUE_TILES) + m * 16 + g;
+                at[0] = weight != 0.f ? o[m][n][i] * weight : 0.f;
+                at[8] = weight != 0.f ? o[m][n][i + 2] * weight : 0.f;
+            }
+        }
+    // From here on a warp takes a head and a quarter of its values.
+    if (!is_cluster) {
+        meet();
+        for (int k = warp; k < own_heads * 4; k += WARPS) {
+            int head = k / 4, value = (k % 4) * 128 + lane * 4;
+            float4 x = *(const float4*)(own_out + head * O_STRIDE + value);
+            if (is_whole) write_values(out, row * out_row_stride + (first_head + head) * out_head_stride + value, x);
+            else *(float4*)(partial_out + (((i64)own_share * gridDim.x + row) * heads + first_head + head) * D_V + value) = x;
+        }
+        return;
+    }
+#if HOPPER
+    cluster_meet();
+    i64 at = (i64)row * heads + first_head;
+    int size = OUT_FLOAT32 ? 4 : 2;
+    add_up_cluster(shares, own_share, WARPS, own_heads, own_shares(shared), own_out, O_STRIDE,
+                   sink ? sink + first_head : nullptr, out + (row * out_row_stride + first_head * out_head_stride) * size,
+                   out_head_stride, lse + at, max_logits + at, warp, lane);
+    cluster_part();  // no block leaves while another reads its shared memory
+#endif
+}
