@@ -1,10 +1,10 @@
-"""`indexer_topk` in CUDA without logits in memory: SM90, 64 heads of 128 fp8 values (`indexer.cu`).
+"""`indexer_topk` in CUDA without logits in memory: SM90, 64 heads of 128 fp8 values.
 
-A sample of the keys is scored first and gives each row a threshold that about twice topk of its keys reach. Then
-all keys are scored, and a row's buffer in global memory gets those that reach it: 64 KiB a row, however many keys there
-are. A buffer that fills up is cut back to the best topk; a row with fewer than topk entries is scored again without a
-threshold. Both follow from the data on the device, and the result is exact for any data. `topk_entries` (topk.cu)
-selects from the buffers: the lowest positions of a tie, in ascending order.
+A sample of the keys is scored first and gives each row a threshold that about twice topk of its keys reach. Then all
+keys are scored (`indexer_scan.cu`), and a row's lists in global memory get those that reach it: 48 KiB a row, however
+many keys there are. A row whose lists are full or have fewer than topk entries is scored again (`indexer_redo.cu`):
+lists that fill up are cut back to the best topk. All of that follows from the data on the device, and the result is
+exact for any data. `topk_entries` (topk.cu) selects from the lists: the lowest positions of a tie, in ascending order.
 """
 
 from __future__ import annotations
@@ -20,16 +20,20 @@ from nsa_plugin.kernels.indexer_args import check_limits, check_ragged
 from nsa_plugin.kernels.topk import CUDA_MAX_TOPK, new_output
 
 OP = "indexer_topk"
-SOURCE = "indexer.cu"
+SCAN, REDO = "indexer_scan.cu", "indexer_redo.cu"
 HEADS, DIM = 64, 128
 ROWS = 8
 """Query rows of a block."""
 TILE = 64
 """Keys of a product."""
 SLACK = 16 * TILE
-"""Entries that a buffer gets between two looks at its room."""
-STAGES = 12
-BLOCK = (640, 1, 1)
+"""Entries that the lists of a row may get between two looks at their room, where a row is scored again."""
+LISTS = 4
+"""Lists of a row and a part: one a warp."""
+LIST, LIST_ABOVE_2048 = 1536, 2560
+"""Entries of a list. About two thirds of it are used, by the sampled threshold."""
+STAGES = {SCAN: 18, REDO: 12}
+BLOCKS = {SCAN: (384, 1, 1), REDO: (640, 1, 1)}
 ALIGNMENT = 16
 MAX_SAMPLES = 8192
 MAX_PARTS = 8
@@ -43,12 +47,10 @@ class IndexerTuning:
     """How `topk` runs.
 
     Attributes:
-        in_flight: warpgroups of a block at the tensor cores at a time (1 or 2); 0: as they come.
         relu: 0 by a maximum, 1 by a saturated product, 2 both in turn. All give the same bits.
         step: keys of which one is sampled.
     """
 
-    in_flight: int = 2
     relu: int = 1
     step: int = 32
 
@@ -61,7 +63,7 @@ class Buffers:
     """Sizes of the memory of a chunk of rows.
 
     Attributes:
-        capacity: entries of a part's buffer.
+        capacity: entries of a list; a row has LISTS of them in each part.
         parts: pieces that a row's keys are scored in, side by side.
         step: keys of which one is sampled.
         samples: sampled keys; 0 where every row fits its buffer.
@@ -74,8 +76,8 @@ class Buffers:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row: entries, two counts a part, a threshold, and the sampled logits."""
-        return self.parts * (ENTRY_BYTES * self.capacity + 8) + 4 + 4 * self.samples
+        """Bytes of a row: entries (sampled logits before), two counts a list, and a threshold."""
+        return self.parts * LISTS * (ENTRY_BYTES * self.capacity + 8) + 4
 
     @property
     def offset(self) -> int:
@@ -163,11 +165,11 @@ def plan(
 
 
 def _buffers(keys: int, topk: int, parts: int, step: int) -> Buffers:
-    # A row's entries are about 2 * topk in all. A part has room for topk of them, and is cut back beyond that.
-    whole = CAPACITY if topk <= 2048 else CAPACITY_ABOVE_2048
-    capacity = whole if parts == 1 else topk + 2 * SLACK
+    # A row's entries are about 2 * topk in all. Where there are parts, any of them may have them all.
+    whole = LIST if topk <= 2048 else LIST_ABOVE_2048
+    capacity = whole if parts == 1 else -(-(topk + 2 * SLACK) // LISTS)
     step = max(step, -(-keys // MAX_SAMPLES))
-    samples = 0 if keys <= capacity - SLACK else max(0, keys - step // 2 + step - 1) // step
+    samples = 0 if keys <= LISTS * capacity - SLACK else max(0, keys - step // 2 + step - 1) // step
     return Buffers(capacity, parts, step, samples)
 
 
@@ -196,29 +198,30 @@ def _chunk(
     q, k, scale, weights = (inputs[0][some], inputs[1], inputs[2], inputs[3][some])
     starts, ends, out = starts[some], ends[some], out[some]
     rows, keys, topk, device = q.shape[0], k.shape[0], out.shape[1], q.device
-    counts = torch.empty((2, rows, buffers.parts), dtype=torch.int32, device=device)
-    entries = torch.empty((rows, buffers.parts, buffers.capacity, 2), dtype=torch.int32, device=device)
+    counts = torch.empty((2, rows, buffers.parts, LISTS), dtype=torch.int32, device=device)
+    entries = torch.empty((rows, buffers.parts, LISTS, buffers.capacity, 2), dtype=torch.int32, device=device)
     arguments = Arguments(
         weights=weights.data_ptr(),
         ks=starts.data_ptr(),
         ke=ends.data_ptr(),
         entries=entries.data_ptr(),
+        sampled=entries.data_ptr(),
         rows=rows,
         topk=topk,
         capacity=buffers.capacity,
         parts=buffers.parts,
         all_keys=keys,
     )
-    dynamic = ROWS * HEADS * DIM + STAGES * TILE * DIM
     q_map = tensor_map(q.view(rows * HEADS, DIM), ROWS * HEADS // 2)
     grid = (-(-rows // ROWS), buffers.parts, 1)
 
-    def score(sample: int, values: torch.Tensor, scales: torch.Tensor, parts: int) -> None:
-        arguments.keys, arguments.k_scale, arguments.parts = values.shape[0], scales.data_ptr(), parts
-        defines = definitions(tuning, sample=sample)
-        load_kernel(SOURCE, "indexer_entries", defines=defines, max_dynamic_shared=dynamic)(
-            grid=(grid[0], parts, 1),
-            block=BLOCK,
+    def score(source: str, values: torch.Tensor, scales: torch.Tensor, sample: int = 0) -> None:
+        arguments.keys, arguments.k_scale = values.shape[0], scales.data_ptr()
+        dynamic = ROWS * HEADS * DIM + STAGES[source] * TILE * DIM
+        defines = definitions(source, tuning, sample=sample)
+        load_kernel(source, source.removesuffix(".cu"), defines=defines, max_dynamic_shared=dynamic)(
+            grid=grid,
+            block=BLOCKS[source],
             args=(q_map, tensor_map(values, TILE), arguments),
             shared_bytes=dynamic,
         )
@@ -226,22 +229,21 @@ def _chunk(
     if buffers.samples:
         chosen = slice(buffers.offset, None, buffers.step)
         few, few_scales = k.view(torch.uint8)[chosen].contiguous(), scale[chosen].contiguous()
-        sampled = torch.empty((rows, buffers.samples), dtype=torch.float32, device=device)
         thresholds = torch.empty(rows, dtype=torch.float32, device=device)
-        arguments.sampled, arguments.stride, arguments.offset = sampled.data_ptr(), buffers.step, buffers.offset
-        score(1, few, few_scales, buffers.parts)
+        arguments.stride, arguments.offset = buffers.step, buffers.offset
+        score(SCAN, few, few_scales, sample=1)
         load_kernel(
             "topk.cu", "row_thresholds", defines={"THREADS": THREADS}, max_dynamic_shared=shared_bytes(CUDA_MAX_TOPK)
         )(
             grid=(rows, 1, 1),
             block=(THREADS, 1, 1),
             args=(
-                sampled,
+                entries,
                 starts,
                 ends,
                 thresholds,
                 *map(ctypes.c_int32, (buffers.samples, buffers.step, buffers.offset, keys, topk)),
-                ctypes.c_int32(buffers.capacity - SLACK),
+                ctypes.c_int32(LISTS * buffers.capacity - SLACK),
             ),
             shared_bytes=4 * (2 * (-(-buffers.samples // 2)) + 2048),
         )
@@ -249,9 +251,9 @@ def _chunk(
         thresholds = torch.full((rows,), LEAST_FINITE, dtype=torch.float32, device=device)
     arguments.thresholds, arguments.stride, arguments.offset = thresholds.data_ptr(), 1, 0
     arguments.counts, arguments.new_counts = None, counts[0].data_ptr()
-    score(0, k, scale, buffers.parts)
+    score(SCAN, k, scale)
     arguments.counts, arguments.new_counts = counts[0].data_ptr(), counts[1].data_ptr()
-    score(0, k, scale, buffers.parts)
+    score(REDO, k, scale)
     load_kernel(
         "topk.cu", "topk_entries", defines={"THREADS": THREADS}, max_dynamic_shared=shared_bytes(CUDA_MAX_TOPK)
     )(
@@ -264,20 +266,20 @@ def _chunk(
             ends,
             out,
             ctypes.c_int64(out.stride(0)),
-            *map(ctypes.c_int32, (buffers.parts, buffers.capacity, keys, topk)),
+            *map(ctypes.c_int32, (LISTS * buffers.parts, buffers.capacity, keys, topk)),
             ctypes.c_int32(CAPACITY if topk <= 2048 else CAPACITY_ABOVE_2048),
         ),
         shared_bytes=shared_bytes(topk),
     )
 
 
-def definitions(tuning: IndexerTuning, *, sample: int) -> dict[str, int]:
-    """Preprocessor definitions of indexer.cu; sample 1: the form that stores the logits of a sample of the keys."""
-    return {"IN_FLIGHT": tuning.in_flight, "RELU": tuning.relu, "STAGES": STAGES, "SAMPLE": sample}
+def definitions(source: str, tuning: IndexerTuning, *, sample: int = 0) -> dict[str, int]:
+    """Preprocessor definitions of a source; sample 1: the scan that stores the logits of a sample of the keys."""
+    return {"RELU": tuning.relu, "STAGES": STAGES[source]} | ({"SAMPLE": sample} if source == SCAN else {})
 
 
 class Arguments(ctypes.Structure):
-    """`Arguments` of indexer.cu."""
+    """`Arguments` of indexer.cuh."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("k_scale", "weights", "ks", "ke", "thresholds")),

@@ -380,8 +380,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) topk_rows(
     emit(capacity, count, cut, last, length, topk, result);
 }
 
-// The value that, by a sample of a row's logits, between topk and `capacity` of its keys reach, for indexer.cu; the least
-// finite value for rows of at most `capacity` keys. Sample i is key offset + i * step. Grid (rows, 1, 1), block
+// The value that, by a sample of a row's logits, between topk and `capacity` of its keys reach, for indexer_scan.cu; the
+// least finite value for rows of at most `capacity` keys. Sample i is key offset + i * step. Grid (rows, 1, 1), block
 // (THREADS, 1, 1); dynamic shared memory: 4 * samples (rounded up to even) + 4 * 2048 bytes.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) row_thresholds(
     const float* __restrict__ sampled, const int* __restrict__ starts, const int* __restrict__ ends,
@@ -407,8 +407,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) row_thresho
     if (threadIdx.x == 0) thresholds[row_index] = cut.key <= kLeastKey ? -kMostFinite : to_value(cut.key);
 }
 
-// As topk_rows, of the entries (value, column) that indexer.cu gathered: `parts` buffers a row, in any order, with all
-// that belong to the top and no column twice. Rows of at most topk columns need no entries.
+// As topk_rows, of the entries (value, column) that indexer_scan.cu gathered: `parts` lists a row, in any order, with
+// all that belong to the top and no column twice. Rows of at most topk columns need no entries.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) topk_entries(
     const int2* __restrict__ entries, const int* __restrict__ counts, const int* __restrict__ starts,
     const int* __restrict__ ends, int* __restrict__ out, long long out_stride, int parts, int part_capacity, int columns,

@@ -1,0 +1,175 @@
+// Indexer logits that never reach memory: fp8 products of 64 heads, relu, weights and the sum over heads, for eight query
+// rows a block, and the entries that reach a row's threshold. See nsa_plugin/kernels/cuda/indexer.py; SM90 alone.
+//
+// Two warpgroups have four rows each and read the same keys from shared memory, so that a key leaves the L2 cache once
+// for eight rows. A warpgroup has the sums of two products [64 keys x (2 rows x 64 heads)] in registers: while it sums up
+// the heads of one, the tensor cores make the other, and they always have the other warpgroup's product to go on with.
+//
+// A warp appends to lists of its own, one a row, and counts in registers: no warp waits for another. A list that is full
+// counts on without storing. `indexer_entries` (indexer.cu) then scores the row again, as it does one with fewer entries
+// than topk. The order of a list's entries is that of the keys, run after run.
+
+#include "indexer.cuh"
+
+#ifndef SAMPLE
+#define SAMPLE 0  // 1: store the logits of a sample of the keys instead
+#endif
+
+namespace {
+
+constexpr int kGroups = 2, kPairs = kRows / kGroups / 2;
+constexpr int kConsumers = kGroups * 128;
+
+extern __shared__ __align__(1024) u8 memory[];
+
+struct Control {
+    u64 full[STAGES], empty[STAGES], queries;
+    float thresholds[kRows];
+    float2 zero_and_shrink;
+};
+__shared__ Control control;
+
+// What a lane collects: entries of one row of each pair, in the warp's own lists.
+struct Collector {
+    float threshold[kPairs];
+    int low[kPairs];
+    u32 length[kPairs];
+    int count[kPairs];
+    u32 same_row, before;  // lanes that have the lane's row; lanes before it
+
+    DEVICE u32 hits(int pair, float logit, int key) const {
+        // A NaN is not less than the threshold: it counts as the least value, and `topk_entries` decides.
+        const bool hit = !(logit < threshold[pair]) && (u32)(key - low[pair]) < length[pair];
+        return __ballot_sync(kAllLanes, hit);
+    }
+
+    DEVICE void append(int pair, Entry* entries, u32 hits, float logit, int key, int lane, int capacity) {
+        const u32 mine = hits & same_row;
+        const int at = count[pair] + __popc(mine & before);
+        count[pair] += __popc(mine);
+        if ((hits >> lane & 1) && at < capacity) entries[at] = Entry{clamped(logit), key};
+    }
+};
+
+}  // namespace
+
+// Grid (ceil(rows / 8), parts, 1), block (384, 1, 1); dynamic shared memory: 65536 + 8192 * STAGES bytes.
+extern "C" __global__ void __launch_bounds__(kConsumers + 128, 1) indexer_scan(
+    const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map, const __grid_constant__ Arguments a) {
+    const int first_row = blockIdx.x * kRows, part = blockIdx.y;
+    const int warp = __shfl_sync(kAllLanes, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
+
+    // The keys that the block's rows see, and from which value on each row takes them.
+    if (threadIdx.x < kRows) {
+        const int row = first_row + (int)threadIdx.x;
+        float threshold = infinity();
+        if (row < a.rows && (SAMPLE || min(a.ke[row], a.all_keys) - max(a.ks[row], 0) > a.topk))
+            threshold = SAMPLE ? 0.0f : a.thresholds[row];
+        // The least finite value stands for everything, -inf too.
+        control.thresholds[threadIdx.x] = threshold <= -kMostFinite ? -infinity() : threshold;
+    }
+    if (threadIdx.x == kConsumers) {
+        control.zero_and_shrink = make_float2(0.0f, kShrink);
+        for (int i = 0; i < STAGES; ++i) {
+            barrier_init(shared_address(&control.full[i]), 1);
+            barrier_init(shared_address(&control.empty[i]), kConsumers / 32);
+        }
+        barrier_init(shared_address(&control.queries), 1);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+    int low = a.keys, high = 0;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+        if (control.thresholds[i] == infinity()) continue;
+        low = min(low, min(first_at(a, a.ks[first_row + i]), a.keys));
+        high = max(high, min(first_at(a, min(a.ke[first_row + i], a.all_keys)), a.keys));
+    }
+    const Span span = span_of(a, low, high, part);
+    const u32 queries = shared_address(memory), stages = queries + kQueryBytes;
+    if (warp >= kConsumers / 32) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        if (warp == kConsumers / 32 && elected() && span.tiles)
+            copy_operands(&q_map, &k_map, queries, control.full, control.empty, &control.queries, first_row, span);
+        return;
+    }
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    const int group = warp >> 2, list = warp & 3;
+    const int slot = group * 2 * kPairs + (lane & 1);  // of the lane's row in the first pair
+    const int row = first_row + slot;
+
+    Collector own;
+    own.same_row = 0x55555555u << (lane & 1);
+    own.before = (1u << lane) - 1;
+    float weights[kPairs][2][kHeads / 4];
+#pragma unroll
+    for (int pair = 0; pair < kPairs; ++pair) {
+        const int of = row + 2 * pair;
+        own.threshold[pair] = control.thresholds[slot + 2 * pair];
+        const bool scored = own.threshold[pair] != infinity();
+        own.low[pair] = scored ? max(a.ks[of], 0) : 0;
+        own.length[pair] = scored ? (u32)max(min(a.ke[of], a.all_keys) - own.low[pair], 0) : 0;
+        own.count[pair] = 0;
+        load_weights(weights[pair][0], a, first_row + slot - (lane & 1) + 2 * pair, lane);
+        load_weights(weights[pair][1], a, first_row + slot - (lane & 1) + 2 * pair + 1, lane);
+    }
+    const i64 row_entries = (i64)a.parts * kLists * a.capacity;
+    Entry* const entries = a.entries + row * row_entries + (i64)(part * kLists + list) * a.capacity;
+
+    if (span.tiles) {
+        float first[64], second[64];
+#pragma unroll
+        for (int i = 0; i < 64; ++i) first[i] = second[i] = 0.0f;
+        const u64 query_matrix = swizzled_matrix(queries + group * (kQueryBytes / kGroups));
+        constexpr u64 kNextPair = (u64)(2 * kHeads * kDim) >> 4;
+        const u32 constants = shared_address(&control.zero_and_shrink);
+        const u64 key_matrices = swizzled_matrix(stages);
+        u64 key_matrix = key_matrices;
+        int key = span.first_key + list * 16 + (lane >> 2) + ((lane & 2) ? 8 : 0);
+        float scale = __ldg(a.k_scale + min(key, a.keys - 1));
+        barrier_wait(shared_address(&control.queries), 0);
+        barrier_wait(shared_address(&control.full[0]), 0);
+        start_product(first, key_matrix, query_matrix);
+        wait_products<0>(first);
+        int stage = 0;
+        u32 phase = 0;
+        // The compiler keeps products in flight only where none is across the loop's end: the first pair's is waited for
+        // there, behind everything that it overlaps with.
+#pragma unroll 1
+        for (int tile = 0; tile < span.tiles; ++tile, key += kTile) {
+            start_product(second, key_matrix, query_matrix + kNextPair);
+            const u32 released = shared_address(&control.empty[stage]);
+            if (++stage == STAGES) stage = 0, phase ^= 1;
+            const float next_scale = __ldg(a.k_scale + min(key + kTile, a.keys - 1));
+            // Waited for here, so that the assembler cannot move sums in between the products before.
+            if (tile + 1 < span.tiles) barrier_wait(shared_address(&control.full[stage]), phase);
+            float sums[kPairs][2][2];
+            sum_heads(sums[0], first, weights[0], read_constants(constants));
+            // Behind the last tile, a product that nobody reads spares a branch between products.
+            key_matrix = key_matrices + (u64)(stage * (kTileBytes >> 4));
+            start_product(first, key_matrix, query_matrix);
+            wait_products<1>(second);
+            if (lane == 0) barrier_arrive(released);
+            sum_heads(sums[1], second, weights[1], read_constants(constants));
+            const float logit = exchange(sums[0], lane) * scale, other = exchange(sums[1], lane) * scale;
+            scale = next_scale;
+            if (SAMPLE) {
+                if (key < a.keys && row < a.rows) a.sampled[(i64)row * a.keys + key] = logit;
+                if (key < a.keys && row + 2 < a.rows) a.sampled[(i64)(row + 2) * a.keys + key] = other;
+            } else {
+                const u32 hits = own.hits(0, logit, key), other_hits = own.hits(1, other, key);
+                if (hits | other_hits) {
+                    own.append(0, entries, hits, logit, key, lane, a.capacity);
+                    own.append(1, entries + 2 * row_entries, other_hits, other, key, lane, a.capacity);
+                }
+            }
+            wait_products<0>(first);
+        }
+    }
+    if (SAMPLE || lane > 1) return;
+#pragma unroll
+    for (int pair = 0; pair < kPairs; ++pair) {
+        const int of = row + 2 * pair;
+        if (of < a.rows) a.new_counts[((i64)of * a.parts + part) * kLists + list] = own.count[pair];
+    }
+}
