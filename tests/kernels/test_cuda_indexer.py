@@ -40,7 +40,7 @@ def test_chunks_cover_the_rows_within_the_limit(rows, keys, topk, mib, step):
         whole = indexer.LISTS * buffers.capacity
         assert whole >= topk + 2 * indexer.SLACK
         # The sampled logits are where the entries are later.
-        assert 4 * buffers.samples <= buffers.parts * whole * indexer.ENTRY_BYTES
+        assert 4 * buffers.row_words >= max(4 * buffers.samples, buffers.parts * whole * indexer.ENTRY_BYTES)
         assert buffers.samples <= indexer.MAX_SAMPLES
         assert buffers.samples == len(range(buffers.offset, keys, buffers.step)) or keys <= whole
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from nsa_plugin.kernels.checks import FP8_DTYPE, require
-from nsa_plugin.kernels.cuda.topk import CAPACITY, CAPACITY_ABOVE_2048, THREADS, shared_bytes
+from nsa_plugin.kernels.cuda.topk import BINS, CAPACITY, CAPACITY_ABOVE_2048, THREADS, shared_bytes
 from nsa_plugin.kernels.indexer_args import check_limits, check_ragged
 from nsa_plugin.kernels.topk import CUDA_MAX_TOPK, new_output
 
@@ -35,7 +35,7 @@ LIST, LIST_ABOVE_2048 = 1536, 2560
 STAGES = {SCAN: 18, REDO: 12}
 BLOCKS = {SCAN: (384, 1, 1), REDO: (640, 1, 1)}
 ALIGNMENT = 16
-MAX_SAMPLES = 8192
+MAX_SAMPLES = 32768
 MAX_PARTS = 8
 LEAST_PART = 4096
 LEAST_FINITE = torch.finfo(torch.float32).min
@@ -76,8 +76,13 @@ class Buffers:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row: entries (sampled logits before), two counts a list, and a threshold."""
-        return self.parts * LISTS * (ENTRY_BYTES * self.capacity + 8) + 4
+        """Bytes of a row: entries, two counts a list, and a threshold."""
+        return 4 * self.row_words + self.parts * LISTS * 8 + 4
+
+    @property
+    def row_words(self) -> int:
+        """32-bit words of a row's entries, in whose memory the sampled logits are before."""
+        return max(self.parts * LISTS * self.capacity * ENTRY_BYTES // 4, self.samples)
 
     @property
     def offset(self) -> int:
@@ -199,7 +204,7 @@ def _chunk(
     starts, ends, out = starts[some], ends[some], out[some]
     rows, keys, topk, device = q.shape[0], k.shape[0], out.shape[1], q.device
     counts = torch.empty((2, rows, buffers.parts, LISTS), dtype=torch.int32, device=device)
-    entries = torch.empty((rows, buffers.parts, LISTS, buffers.capacity, 2), dtype=torch.int32, device=device)
+    entries = torch.empty(rows * buffers.row_words, dtype=torch.int32, device=device)
     arguments = Arguments(
         weights=weights.data_ptr(),
         ks=starts.data_ptr(),
@@ -233,7 +238,7 @@ def _chunk(
         arguments.stride, arguments.offset = buffers.step, buffers.offset
         score(SCAN, few, few_scales, sample=1)
         load_kernel(
-            "topk.cu", "row_thresholds", defines={"THREADS": THREADS}, max_dynamic_shared=shared_bytes(CUDA_MAX_TOPK)
+            "topk.cu", "row_thresholds", defines={"THREADS": THREADS}, max_dynamic_shared=4 * (MAX_SAMPLES + BINS)
         )(
             grid=(rows, 1, 1),
             block=(THREADS, 1, 1),
@@ -245,7 +250,7 @@ def _chunk(
                 *map(ctypes.c_int32, (buffers.samples, buffers.step, buffers.offset, keys, topk)),
                 ctypes.c_int32(LISTS * buffers.capacity - SLACK),
             ),
-            shared_bytes=4 * (2 * (-(-buffers.samples // 2)) + 2048),
+            shared_bytes=4 * (2 * (-(-buffers.samples // 2)) + BINS),
         )
     else:
         thresholds = torch.full((rows,), LEAST_FINITE, dtype=torch.float32, device=device)
