@@ -17,7 +17,7 @@ from typing import Any
 from ci.rows import ROOT
 from nsa_plugin.decision.plan import Attention
 from nsa_plugin.decision.routes import FLASH_MLA_DECODE, Route
-from nsa_plugin.decision.timings import COPIED_CONTEXT, SELECTIONS, TimingKey, Timings
+from nsa_plugin.decision.timings import COPIED_CONTEXT, SELECTIONS, TimingKey, Timings, selected_from
 from nsa_plugin.decision.token_shard import ATTENTION, CHUNKS, STEPS, group_op, in_chunks, reshard_label
 from nsa_plugin.libraries.capabilities import Op
 from nsa_plugin.tools.bench.cases import RANDOM, selection_of
@@ -54,6 +54,9 @@ BESIDE: dict[str, dict[str, Route]] = {
     "bf16": {"sparse_mla flash_mla padded": Route(Attention.SPARSE_PREFILL, "flash_mla")},
 }
 
+# The indexers that a decision compares.
+INDEXERS = ("cuda", "deep_gemm", "triton")
+
 # Resharding, measured by `python -m nsa_plugin.tools.bench.group`: the label of a prefill, in one piece or more, and of
 # a decode, in one. A prefill's bf16 rows are made beforehand; the decision adds their copy.
 RESHARDED = {in_chunks("token_shard flash_mla", chunks): reshard_label(_COPIED, chunks) for chunks in CHUNKS}
@@ -85,6 +88,10 @@ def _of_row(row: dict[str, Any]) -> Iterator[Measured]:
             filed = group_op(STEPS if step else ATTENTION, case["tp"])
             rows = case["batch"] * case["s_q"] if step else case["q"]
             yield filed, layout, label, case["heads"], rows, row["median_us"], (case["kv"], 0)
+    elif op == Op.INDEXER_TOPK:
+        if provider in INDEXERS:  # of several budgets the largest counts
+            selected = selected_from(case["topk"], case["kv"])
+            yield op, selected, provider, case["heads"], case["q"], row["median_us"], (case["budget_mib"], 0)
     elif op == "mha_one_shot":
         for layout, beside in BESIDE.items():
             route = (DENSE | beside).get(provider)

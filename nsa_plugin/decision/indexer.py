@@ -11,9 +11,10 @@ rows take is subtracted, so that both together stay within the setting.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
-from nsa_plugin.decision import v4_memory
-from nsa_plugin.decision.case import Case, count
+from nsa_plugin.decision import timings, v4_memory
+from nsa_plugin.decision.case import Case, count, in_time
 from nsa_plugin.decision.plan import IndexerMode, IndexerPlan, Reason, text_of
 from nsa_plugin.decision.routes import Route, capability_refusal, rows_refusal
 from nsa_plugin.errors import NoProviderError
@@ -25,6 +26,10 @@ LOGIT_BYTES = 4
 LEAST_SHARE = 8
 LIBRARIES = ("deep_gemm", "triton", "reference")
 """Libraries with an indexer, the preferred first."""
+UNPAGED = "cuda"
+"""A library whose indexer keeps no logits and reads no pages: for prefills that it was measured to be quickest for."""
+UNPAGED_KEYS = 2**20
+"""Most keys of a batch for it. With more it would sample fewer of them, and its thresholds would be worse."""
 
 
 def topk_plan(case: Case, route: Route, *, shared: bool = False) -> tuple[IndexerPlan, dict[str, Reason]]:
@@ -38,10 +43,12 @@ def topk_plan(case: Case, route: Route, *, shared: bool = False) -> tuple[Indexe
         NoProviderError: no installed library supports the model's indexer.
     """
     model, batch = case.model, case.batch
-    provider, why_provider = _provider(case, route.library)
-    rows, why_rows = _rows_per_chunk(case, route)
+    rows = case.sharded_load.rows if shared else batch.num_tokens
+    unpaged = _unpaged(case, rows)
+    provider, why_provider = (UNPAGED, unpaged) if unpaged else _provider(case, route.library)
+    chunk, why_chunk = _rows_per_chunk(case, route)
     metadata, why_metadata = _metadata_provider(case, provider)
-    plan = _plan(provider, rows, metadata)
+    plan = _plan(provider, chunk, metadata)
     whose = ", by the rank that attends to them" if shared else ""
 
     def selected() -> str:
@@ -50,7 +57,7 @@ def topk_plan(case: Case, route: Route, *, shared: bool = False) -> tuple[Indexe
     return plan, {
         "indexer": selected,
         "indexer.provider": why_provider,
-        "indexer.rows_per_chunk": why_rows,
+        "indexer.rows_per_chunk": why_chunk,
         "indexer.metadata_provider": why_metadata,
     }
 
@@ -67,6 +74,42 @@ def _provider(case: Case, attention_provider: str) -> tuple[str, str]:
         return _first_provider(case, attention_provider)
     allows_reference = attention_provider == "reference"
     return case.once(("indexer", allows_reference), lambda: _first_provider(case, attention_provider))
+
+
+def _unpaged(case: Case, rows: int) -> Reason | None:
+    """Why the indexer without logits selects for `rows` query tokens of the batch, or None if another one does."""
+    if not case.extend or case.constraints.stock_selects_prefills:
+        return None
+    measured = case.once("indexer.unpaged", lambda: _unpaged_times(case))
+    batch, compression = case.batch, _compression(case)
+    if not measured or batch.total_kv_len // compression > UNPAGED_KEYS:
+        return None
+    # Which request a query token belongs to is not known here.
+    keys = batch.total_kv_len // batch.num_requests // compression
+    nearest = next((one for one in reversed(measured) if one.keys <= keys and one.rows <= rows), None)
+    if nearest is None or min(nearest.us, key=nearest.us.__getitem__) != UNPAGED:
+        return None
+
+    def why() -> str:
+        times = ", ".join(f"{name} {in_time(us)}" for name, us in sorted(nearest.us.items(), key=lambda one: one[1]))
+        at = f"{timings.gpu_of(case.device.sm)}, {count(nearest.rows, 'query token')}, {nearest.keys} keys"
+        return f"no logits in memory, and the least time: {times} ({at})"
+
+    return why
+
+
+def _unpaged_times(case: Case) -> tuple[timings.SelectionTimes, ...]:
+    """Times of the libraries that support the model's indexer, where the one without logits is one of them."""
+    found = timings.selections(case.device.sm, Op.INDEXER_TOPK, case.model.index_n_heads, case.model.index_topk)
+    if not found or _refusal(case, UNPAGED, "") is not None:
+        return ()
+    supported = {name for name in (UNPAGED, *LIBRARIES) if _refusal(case, name, "") is None}
+    kept = (replace(one, us={name: us for name, us in one.us.items() if name in supported}) for one in found)
+    return tuple(one for one in kept if UNPAGED in one.us and len(one.us) > 1)
+
+
+def _compression(case: Case) -> int:
+    return v4_memory.COMPRESSION if case.model.family == "v4" else 1
 
 
 def _row_limits(case: Case) -> list[int]:
@@ -112,8 +155,7 @@ def _refusal(case: Case, library: str, attention_provider: str) -> str | None:
 def _rows_per_chunk(case: Case, route: Route) -> tuple[int, Reason]:
     """(query tokens whose float32 logits are held at once, why)."""
     batch = case.batch
-    compression = v4_memory.COMPRESSION if case.model.family == "v4" else 1
-    row_bytes = LOGIT_BYTES * max(-(-batch.max_kv_len // compression), 1)
+    row_bytes = LOGIT_BYTES * max(-(-batch.max_kv_len // _compression(case)), 1)
     asked, source = _logits_budget(case, route)
     quarter = case.device.memory_free // 4
     budget = min(asked, quarter)

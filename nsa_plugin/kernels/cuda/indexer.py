@@ -10,6 +10,7 @@ exact for any data. `topk_entries` (topk.cu) selects from the lists: the lowest 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,11 +18,13 @@ import torch
 from nsa_plugin.kernels.checks import FP8_DTYPE, require
 from nsa_plugin.kernels.cuda.topk import BINS, CAPACITY, CAPACITY_ABOVE_2048, THREADS, shared_bytes
 from nsa_plugin.kernels.indexer_args import check_limits, check_ragged
-from nsa_plugin.kernels.topk import CUDA_MAX_TOPK, new_output
+from nsa_plugin.kernels.topk import CUDA_MAX_TOPK, Request, new_output, row_chunks, uncovered_rows
+from nsa_plugin.kernels.triton.device import facts_of
 
 OP = "indexer_topk"
 SCAN, REDO = "indexer_scan.cu", "indexer_redo.cu"
 HEADS, DIM = 64, 128
+HOPPER = 90
 ROWS = 8
 """Query rows of a block."""
 TILE = 64
@@ -101,6 +104,7 @@ def topk(
     *,
     rows_per_chunk: int | None = None,
     out: torch.Tensor | None = None,
+    requests: Sequence[Request] | None = None,
     tuning: IndexerTuning = TUNING,
 ) -> torch.Tensor:
     """int32 [rows, topk] positions relative to ks, -1 behind them; see `nsa_plugin.kernels.indexer.reference_topk`.
@@ -112,6 +116,7 @@ def topk(
         q: [rows, 64, 128] float8_e4m3fn.
         k: [keys, 128] float8_e4m3fn.
         rows_per_chunk: bounds the memory as above; None: all rows at once.
+        requests: as `nsa_plugin.kernels.triton.indexer.topk`; rows of none, or of one without keys, are all -1.
         tuning: how the kernel runs.
 
     Raises:
@@ -122,7 +127,8 @@ def topk(
     rows, heads, dim = q.shape
     require((heads, dim) == (HEADS, DIM), OP, f"q has {heads} heads of {dim} values; the CUDA kernel takes 64 of 128")
     require(topk <= CUDA_MAX_TOPK, OP, f"topk is {topk}; the CUDA kernel selects at most {CUDA_MAX_TOPK}")
-    require(q.is_cuda, OP, f"q is on {q.device}; the CUDA kernel needs a CUDA device of SM90")
+    sm90 = q.is_cuda and facts_of(q.device).architecture == HOPPER
+    require(sm90, OP, f"q is on {q.device}; the CUDA kernel needs a CUDA device of SM90")
     result = new_output(OP, rows, topk, out, q.device)
     keys = k.shape[0]
     if rows == 0 or keys == 0:
@@ -131,12 +137,17 @@ def topk(
     inputs = (_aligned(q), _aligned(k), scale.contiguous(), _aligned(weights))
     starts, ends = ks.int().contiguous(), ke.int().contiguous()
     target = result if result.is_contiguous() else torch.empty_like(result, memory_format=torch.contiguous_format)
-    sms = torch.cuda.get_device_properties(q.device).multi_processor_count
+    sms = facts_of(q.device).sms
     limit = None if rows_per_chunk is None else rows_per_chunk * 4 * keys
     with torch.cuda.device_of(q):
         for first, end, buffers in plan(rows, keys, topk, sms, limit, tuning.step):
             _chunk(inputs, starts, ends, target, slice(first, end), buffers, tuning)
-    return result if target is result else result.copy_(target)
+    if target is not result:
+        result.copy_(target)
+    if requests is not None:
+        for gap in uncovered_rows(list(row_chunks(rows, keys, rows_per_chunk=None, requests=requests)), rows):
+            result[gap].fill_(-1)
+    return result
 
 
 def plan(
