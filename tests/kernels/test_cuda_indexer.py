@@ -48,7 +48,7 @@ def test_chunks_cover_the_rows_within_the_limit(rows, keys, topk, mib, step):
 def test_the_last_rows_are_cut_into_parts():
     """8192 query tokens are 7.76 waves of blocks; the last 0.76 in five parts take 0.8 of a wave."""
     chunks = indexer.plan(8192, 131072, 2048, SMS, 256 * MIB)
-    assert [(end - first, buffers.parts) for first, end, buffers in chunks] == [(5280, 1), (2112, 1), (800, 5)]
+    assert [(end - first, buffers.parts) for first, end, buffers in chunks] == [(4224, 1), (3168, 1), (800, 5)]
 
 
 def test_arguments_have_the_kernels_layout():
