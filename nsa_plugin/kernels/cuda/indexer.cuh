@@ -127,35 +127,42 @@ DEVICE void wait_products(float (&d)[64]) {
     fence_sums(d);
 }
 
-// Two constants of relu, from shared memory. The assembler does not know them, and so cannot move sums before the read,
-// in between the products that are started before it.
-DEVICE float2 read_constants(u32 address) {
-    float2 x;
-    asm volatile("ld.volatile.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
+// Constants that `read_constants` reads from shared memory. The assembler does not know them, and so cannot move what
+// needs them before the read, in between the products that are started before it.
+struct alignas(16) Constants {
+    float zero, shrink;
+    int one, two;
+};
+DEVICE Constants constants() { return Constants{0.0f, kShrink, 1, 2}; }
+
+DEVICE Constants read_constants(u32 address) {
+    Constants x;
+    asm volatile("ld.volatile.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x.zero), "=f"(x.shrink), "=r"(x.one), "=r"(x.two) : "r"(address) : "memory");
     return x;
 }
 
-DEVICE float relu(float x, int j, const float2& zero_and_shrink) {
-    if (!by_clamping(j)) return fmaxf(x, zero_and_shrink.x);
+DEVICE float relu(float x, int j, const Constants& known) {
+    if (!by_clamping(j)) return fmaxf(x, known.zero);
     float y;
-    asm("mul.rn.sat.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(zero_and_shrink.y));
+    asm("mul.rn.sat.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(known.shrink));
     return y;
 }
 
 // Of a product [64 keys x (2 rows x 64 heads)], a thread has 16 heads of two rows and two keys: their sums, by row and
 // key. In DeepGEMM's order (fp8_mqa_logits of 0.1.4), so that both select the same of almost equal logits.
 DEVICE void sum_heads(float (&sum)[2][2], const float (&d)[64], const float (&weights)[2][kHeads / 4],
-                      const float2& constants) {
+                      const Constants& known) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         float part_sum[4];
 #pragma unroll
-        for (int c = 0; c < 4; ++c) part_sum[c] = relu(d[32 * i + c], 0, constants) * weights[i][c & 1];
+        for (int c = 0; c < 4; ++c) part_sum[c] = relu(d[32 * i + c], 0, known) * weights[i][c & 1];
 #pragma unroll
         for (int j = 1; j < kHeads / 8; ++j)
 #pragma unroll
             for (int c = 0; c < 4; ++c)
-                part_sum[c] = fmaf(relu(d[32 * i + 4 * j + c], j, constants), weights[i][2 * j + (c & 1)], part_sum[c]);
+                part_sum[c] = fmaf(relu(d[32 * i + 4 * j + c], j, known), weights[i][2 * j + (c & 1)], part_sum[c]);
         sum[i][0] = part_sum[0] + part_sum[1];
         sum[i][1] = part_sum[2] + part_sum[3];
     }
@@ -163,13 +170,19 @@ DEVICE void sum_heads(float (&sum)[2][2], const float (&d)[64], const float (&we
 
 // Four neighbours exchange their sums so that each ends up with one logit: of row lane & 1, and of the warp's key
 // lane >> 2, plus 8 where lane & 2.
-DEVICE float exchange(const float (&sum)[2][2], int lane) {
+DEVICE float exchange(const float (&sum)[2][2], int lane, const Constants& known) {
     const bool odd = lane & 1, upper = lane & 2;
     float pair[2];
 #pragma unroll
     for (int c = 0; c < 2; ++c)
-        pair[c] = (odd ? sum[1][c] : sum[0][c]) + __shfl_xor_sync(kAllLanes, odd ? sum[0][c] : sum[1][c], 1);
-    return (upper ? pair[1] : pair[0]) + __shfl_xor_sync(kAllLanes, upper ? pair[0] : pair[1], 2);
+        pair[c] = (odd ? sum[1][c] : sum[0][c]) + __shfl_xor_sync(kAllLanes, odd ? sum[0][c] : sum[1][c], known.one);
+    return (upper ? pair[1] : pair[0]) + __shfl_xor_sync(kAllLanes, upper ? pair[0] : pair[1], known.two);
+}
+
+// 0, which the assembler cannot tell before it has the sums.
+DEVICE int settled(const float (&sum)[2][2], const Constants& known) {
+    const int any = __float_as_int(sum[0][0]) | __float_as_int(sum[0][1]) | __float_as_int(sum[1][0]) | __float_as_int(sum[1][1]);
+    return any & __float_as_int(known.zero);
 }
 
 // As in topk.cu: NaN and -inf count as the least finite value, both zeros as one.

@@ -34,7 +34,7 @@ SLACK = 16 * TILE
 LISTS = 4
 """Lists of a row and a part: one a warp."""
 LIST, LIST_ABOVE_2048 = 1792, 2560
-"""Entries of a list. By the sampled threshold 56 and 65 % of them are used, and a full list is rarer than 1e-8."""
+"""Entries of a list. By the sampled threshold 56 and 65 % of them are used, and a full list is rarer than 1e-10."""
 STAGES = {SCAN: 18, REDO: 12}
 BLOCKS = {SCAN: (384, 1, 1), REDO: (640, 1, 1)}
 ALIGNMENT = 16
@@ -259,7 +259,9 @@ def _chunk(
                 ends,
                 thresholds,
                 *map(ctypes.c_int32, (buffers.samples, buffers.step, buffers.offset, keys, topk)),
+                # A row's keys may all lie in one part; its entries are spread over all of them.
                 ctypes.c_int32(LISTS * buffers.capacity - SLACK),
+                ctypes.c_int32(buffers.parts * LISTS * buffers.capacity - SLACK),
             ),
             shared_bytes=4 * (2 * (-(-buffers.samples // 2)) + BINS),
         )

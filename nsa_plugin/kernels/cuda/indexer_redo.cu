@@ -215,8 +215,8 @@ extern "C" __global__ void __launch_bounds__(kConsumers + 128, 1) indexer_redo(
         if (lane == 0) barrier_arrive(shared_address(&control.empty[stage]));
         if (++stage == STAGES) stage = 0, phase ^= 1;
         float sums[2][2];
-        sum_heads(sums, d, weights, make_float2(0.0f, kShrink));
-        const float value = clamped(exchange(sums, lane) * scale);
+        sum_heads(sums, d, weights, constants());
+        const float value = clamped(exchange(sums, lane, constants()) * scale);
         if (value >= threshold && key >= own_low && key < own_high) {
             const int at = atomicAdd(&control.counts[slot], 1);
             if (at < capacity) entries[at] = Entry{value, key};

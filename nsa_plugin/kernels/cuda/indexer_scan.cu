@@ -14,6 +14,9 @@
 #ifndef SAMPLE
 #define SAMPLE 0  // 1: store the logits of a sample of the keys instead
 #endif
+#ifndef TURNS
+#define TURNS 1   // the warpgroups start their products in turn
+#endif
 
 namespace {
 
@@ -25,9 +28,17 @@ extern __shared__ __align__(1024) u8 memory[];
 struct Control {
     u64 full[STAGES], empty[STAGES], queries;
     float thresholds[kRows];
-    float2 zero_and_shrink;
+    Constants known;
 };
 __shared__ Control control;
+
+// A warpgroup's products are made one after the other, each by all of the tensor cores: two that are started together
+// would share them, end together, and leave them idle while both warpgroups sum up.
+constexpr int kTurn = 1;  // named barriers: one of each warpgroup
+DEVICE void take_turn(int group) { named_sync(kTurn + group, kConsumers); }
+DEVICE void pass_turn(int group) {
+    asm volatile("bar.arrive %0, %1;" :: "r"(kTurn + group), "n"(kConsumers) : "memory");
+}
 
 // What a lane collects: entries of one row of each pair, in the warp's own lists.
 struct Collector {
@@ -37,17 +48,16 @@ struct Collector {
     int count[kPairs];
     u32 same_row, before;  // lanes that have the lane's row; lanes before it
 
-    DEVICE u32 hits(int pair, float logit, int key) const {
-        // A NaN is not less than the threshold: it counts as the least value, and `topk_entries` decides.
+    // Append the logits that reach their thresholds. A NaN is not less than a threshold: it counts as the least value, and
+    // `topk_entries` decides. Keys below 0 are none.
+    DEVICE void offer(int pair, Entry* entries, float logit, int key, int lane, int capacity) {
         const bool hit = !(logit < threshold[pair]) && (u32)(key - low[pair]) < length[pair];
-        return __ballot_sync(kAllLanes, hit);
-    }
-
-    DEVICE void append(int pair, Entry* entries, u32 hits, float logit, int key, int lane, int capacity) {
+        const u32 hits = __ballot_sync(kAllLanes, hit);
+        if (!hits) return;
         const u32 mine = hits & same_row;
         const int at = count[pair] + __popc(mine & before);
         count[pair] += __popc(mine);
-        if ((hits >> lane & 1) && at < capacity) entries[at] = Entry{clamped(logit), key};
+        if (hit && at < capacity) entries[at] = Entry{clamped(logit), key};
     }
 };
 
@@ -69,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(kConsumers + 128, 1) indexer_scan(
         control.thresholds[threadIdx.x] = threshold <= -kMostFinite ? -infinity() : threshold;
     }
     if (threadIdx.x == kConsumers) {
-        control.zero_and_shrink = make_float2(0.0f, kShrink);
+        control.known = constants();
         for (int i = 0; i < STAGES; ++i) {
             barrier_init(shared_address(&control.full[i]), 1);
             barrier_init(shared_address(&control.empty[i]), kConsumers / 32);
@@ -122,11 +132,20 @@ extern "C" __global__ void __launch_bounds__(kConsumers + 128, 1) indexer_scan(
         for (int i = 0; i < 64; ++i) first[i] = second[i] = 0.0f;
         const u64 query_matrix = swizzled_matrix(queries + group * (kQueryBytes / kGroups));
         constexpr u64 kNextPair = (u64)(2 * kHeads * kDim) >> 4;
-        const u32 constants = shared_address(&control.zero_and_shrink);
+        const u32 kept = shared_address(&control.known);
         const u64 key_matrices = swizzled_matrix(stages);
         u64 key_matrix = key_matrices;
-        int key = span.first_key + list * 16 + (lane >> 2) + ((lane & 2) ? 8 : 0);
-        float scale = __ldg(a.k_scale + min(key, a.keys - 1));
+        const auto take = [&](int pair, const float (&sum)[2][2], int key, float scale, const Constants& known) {
+            const float logit = exchange(sum, lane, known) * scale;
+            if (!SAMPLE)
+                own.offer(pair, entries + 2 * pair * row_entries, logit, key, lane, a.capacity);
+            else if ((u32)key < (u32)a.keys && row + 2 * pair < a.rows)
+                a.sampled[(i64)(row + 2 * pair) * a.keys + key] = logit;
+        };
+        int key = span.first_key + list * 16 + (lane >> 2) + ((lane & 2) ? 8 : 0), key_before = -1;
+        float scale = __ldg(a.k_scale + min(key, a.keys - 1)), scale_before = 0.0f;
+        float other[2][2] = {};  // sums of the second pair, and of the key before
+        if (TURNS && group) pass_turn(0);
         barrier_wait(shared_address(&control.queries), 0);
         barrier_wait(shared_address(&control.full[0]), 0);
         start_product(first, key_matrix, query_matrix);
@@ -136,35 +155,39 @@ extern "C" __global__ void __launch_bounds__(kConsumers + 128, 1) indexer_scan(
         // The compiler keeps products in flight only where none is across the loop's end: the first pair's is waited for
         // there, behind everything that it overlaps with.
 #pragma unroll 1
-        for (int tile = 0; tile < span.tiles; ++tile, key += kTile) {
+        for (int tile = 0; tile < span.tiles; ++tile) {
+            if (TURNS) take_turn(group);
             start_product(second, key_matrix, query_matrix + kNextPair);
+            if (TURNS) pass_turn(1 - group);
             const u32 released = shared_address(&control.empty[stage]);
             if (++stage == STAGES) stage = 0, phase ^= 1;
             const float next_scale = __ldg(a.k_scale + min(key + kTile, a.keys - 1));
             // Waited for here, so that the assembler cannot move sums in between the products before.
             if (tile + 1 < span.tiles) barrier_wait(shared_address(&control.full[stage]), phase);
-            float sums[kPairs][2][2];
-            sum_heads(sums[0], first, weights[0], read_constants(constants));
+            float sums[2][2];
+            Constants known = read_constants(kept);
+            sum_heads(sums, first, weights[0], known);
+            // The next product waits for the sums, and what follows of the sums before is hidden among them.
+            int zero = settled(sums, known);
+            take(1, other, key_before + zero, scale_before, known);
             // Behind the last tile, a product that nobody reads spares a branch between products.
             key_matrix = key_matrices + (u64)(stage * (kTileBytes >> 4));
+            if (TURNS) take_turn(group + zero);
             start_product(first, key_matrix, query_matrix);
+            if (TURNS && (tile + 1 < span.tiles || group == 0)) pass_turn(1 - group);  // nobody waits for the last one
             wait_products<1>(second);
             if (lane == 0) barrier_arrive(released);
-            sum_heads(sums[1], second, weights[1], read_constants(constants));
-            const float logit = exchange(sums[0], lane) * scale, other = exchange(sums[1], lane) * scale;
+            known = read_constants(kept);
+            sum_heads(other, second, weights[1], known);
+            zero = settled(other, known);
+            take(0, sums, key + zero, scale, known);
+            key_before = key;
+            scale_before = scale;
+            key += kTile;
             scale = next_scale;
-            if (SAMPLE) {
-                if (key < a.keys && row < a.rows) a.sampled[(i64)row * a.keys + key] = logit;
-                if (key < a.keys && row + 2 < a.rows) a.sampled[(i64)(row + 2) * a.keys + key] = other;
-            } else {
-                const u32 hits = own.hits(0, logit, key), other_hits = own.hits(1, other, key);
-                if (hits | other_hits) {
-                    own.append(0, entries, hits, logit, key, lane, a.capacity);
-                    own.append(1, entries + 2 * row_entries, other_hits, other, key, lane, a.capacity);
-                }
-            }
             wait_products<0>(first);
         }
+        take(1, other, key_before, scale_before, constants());
     }
     if (SAMPLE || lane > 1) return;
 #pragma unroll

@@ -380,12 +380,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) topk_rows(
     emit(capacity, count, cut, last, length, topk, result);
 }
 
-// The value that, by a sample of a row's logits, between topk and `capacity` of its keys reach, for indexer_scan.cu; the
-// least finite value for rows of at most `capacity` keys. Sample i is key offset + i * step. Grid (rows, 1, 1), block
+// The value that, by a sample of a row's logits, between topk and `room` of its keys reach, for indexer_scan.cu; the least
+// finite value for rows of at most `capacity` keys. Sample i is key offset + i * step. Grid (rows, 1, 1), block
 // (THREADS, 1, 1); dynamic shared memory: 4 * samples (rounded up to even) + 4 * 2048 bytes.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) row_thresholds(
     const float* __restrict__ sampled, const int* __restrict__ starts, const int* __restrict__ ends,
-    float* __restrict__ thresholds, int samples, int step, int offset, int columns, int topk, int capacity) {
+    float* __restrict__ thresholds, int samples, int step, int offset, int columns, int topk, int capacity, int room) {
     const long long row_index = blockIdx.x;
     const int start = max(starts[row_index], 0), end = min(ends[row_index], columns);
     const int length = end - start;
@@ -400,7 +400,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) row_thresho
     __syncthreads();
     const float share = static_cast<float>(taken) / static_cast<float>(length);
     const Cut cut = kth_largest(
-        (samples + 1) / 2, taken, sampled_rank(taken, share, topk, capacity), [&](int i, unsigned* key) {
+        (samples + 1) / 2, taken, sampled_rank(taken, share, topk, room), [&](int i, unsigned* key) {
             *key = keys()[i];
             return true;
         });
