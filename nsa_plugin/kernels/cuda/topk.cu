@@ -2,9 +2,9 @@
 //
 // A row passes through the memory system once. A sample of it gives a value that, with overwhelming probability,
 // between topk and `capacity` entries reach; those are appended to a buffer in shared memory, whose exact top is then
-// found by a radix select (11 + 11 + 10 bits of an order-preserving key). Where the guess fails - ties, constant or
-// adversarial rows - the row is read again in small pieces, and the buffer is cut back to the best topk whenever the
-// next piece might not fit: exact for any data, no faster than that.
+// found by a radix select (of an order-preserving key, 11 bits a pass from the first that differs). Where the guess
+// fails - ties, constant or adversarial rows - the row is read again in small pieces, and the buffer is cut back to the
+// best topk whenever the next piece might not fit: exact for any data, no faster than that.
 //
 // The appends come in any order, and yet the result is the same bits every time: the selected set is exact, ties go to
 // the lowest positions, and the positions are written in ascending order by way of a bitmap.
@@ -21,7 +21,8 @@
 namespace {
 
 constexpr int kWarps = THREADS / 32;
-constexpr int kBins = 2048;
+constexpr int kDigits = 11;  // bits of a key that a pass of the radix select looks at
+constexpr int kBins = 1 << kDigits;
 constexpr int kBinsPerThread = kBins / THREADS;
 constexpr int kVectors = 4;              // 16-byte loads in flight of a thread
 constexpr int kPiece = 4 * THREADS;      // entries between two looks at the buffer's room
@@ -39,6 +40,7 @@ struct Control {
     int totals[32];
     int bin, room, tied;
     int count;
+    unsigned any, all;  // bits of the keys
 };
 
 // Dynamic shared memory: keys [capacity], positions [capacity], bins [max(kBins, topk)]. Reached through the symbol,
@@ -102,15 +104,34 @@ __device__ __forceinline__ int block_exclusive_sum(int value, int* totals, int* 
 // All threads call it and get the same result; everything written before has to lie behind a barrier.
 template <typename KeyOf>
 __device__ __forceinline__ Cut kth_largest(int capacity, int count, int k, KeyOf key_of) {
-    unsigned prefix = 0, mask = 0;
+    // Keys near each other, such as those above a threshold, have their first bits in common: with these as digits, most
+    // keys would meet in a few bins.
+    if (threadIdx.x == 0) control.any = 0, control.all = ~0u;
+    __syncthreads();
+    unsigned any = 0, all = ~0u;
+    for (int i = threadIdx.x; i < count; i += THREADS) {
+        unsigned key;
+        if (key_of(i, &key)) any |= key, all &= key;
+    }
+    any = __reduce_or_sync(kAllLanes, any);
+    all = __reduce_and_sync(kAllLanes, all);
+    if ((threadIdx.x & 31) == 0) {
+        atomicOr(&control.any, any);
+        atomicAnd(&control.all, all);
+    }
+    __syncthreads();
+    const int differing = 32 - __clz(static_cast<int>(control.any & ~control.all));
+    int digits = differing < kDigits ? differing : kDigits, shift = differing - digits;
+    unsigned mask = differing < 32 ? ~0u << differing : 0;
+    unsigned prefix = control.all & mask;
     int room = k, tied = 0;
-    for (int shift = 21;; shift = shift == 21 ? 10 : 0) {
-        const unsigned digits = shift == 0 ? 1023u : 2047u;
+    while (true) {
         for (int bin = threadIdx.x; bin < kBins; bin += THREADS) bins(capacity)[bin] = 0;
         __syncthreads();
+        const unsigned digit = (1u << digits) - 1;
         for (int i = threadIdx.x; i < count; i += THREADS) {
             unsigned key;
-            if (key_of(i, &key) && (key & mask) == prefix) atomicAdd(&bins(capacity)[(key >> shift) & digits], 1);
+            if (key_of(i, &key) && (key & mask) == prefix) atomicAdd(&bins(capacity)[(key >> shift) & digit], 1);
         }
         __syncthreads();
         // Thread 0 has the highest bins.
@@ -129,11 +150,13 @@ __device__ __forceinline__ Cut kth_largest(int capacity, int count, int k, KeyOf
         }
         __syncthreads();
         prefix |= static_cast<unsigned>(control.bin) << shift;
-        mask |= digits << shift;
+        mask |= digit << shift;
         room = control.room;
         tied = control.tied;
         // Where the whole bin is wanted, its lower edge says as much as the exact key.
         if (shift == 0 || room == tied) break;
+        digits = shift < kDigits ? shift : kDigits;
+        shift -= digits;
     }
     return Cut{prefix, room, tied};
 }
