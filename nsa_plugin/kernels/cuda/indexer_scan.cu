@@ -6,8 +6,8 @@
 // the heads of one, the tensor cores make the other, and they always have the other warpgroup's product to go on with.
 //
 // A warp appends to lists of its own, one a row, and counts in registers: no warp waits for another. A list that is full
-// counts on without storing. `indexer_entries` (indexer.cu) then scores the row again, as it does one with fewer entries
-// than topk. The order of a list's entries is that of the keys, run after run.
+// counts on without storing. `indexer_redo` then scores the row again, as it does one with fewer entries than topk. The
+// order of a list's entries is that of the keys, run after run.
 
 #include "indexer.cuh"
 
@@ -66,7 +66,8 @@ struct Collector {
 // Grid (ceil(rows / 8), parts, 1), block (384, 1, 1); dynamic shared memory: 65536 + 8192 * STAGES bytes.
 extern "C" __global__ void __launch_bounds__(kConsumers + 128, 1) indexer_scan(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map, const __grid_constant__ Arguments a) {
-    const int first_row = blockIdx.x * kRows, part = blockIdx.y;
+    // The last rows of a causal prefill see the most keys: they begin first.
+    const int first_row = (gridDim.x - 1 - blockIdx.x) * kRows, part = blockIdx.y;
     const int warp = __shfl_sync(kAllLanes, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
 
     // The keys that the block's rows see, and from which value on each row takes them.
