@@ -58,7 +58,7 @@ CUDA = KernelLibrary(
             op=Op.INDEXER_TOPK,
             sm_min=90,
             sm_max=90,
-            head_counts=(64,),
+            head_counts=(32, 64),
             dims=((128,),),
             source="nsa_plugin/kernels/cuda/indexer.py",
         ),

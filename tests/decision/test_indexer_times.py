@@ -81,13 +81,14 @@ def test_the_reason_has_the_times() -> None:
 @pytest.mark.parametrize(
     "model",
     [
-        replace(V32, index_n_heads=32),  # not measured, nor supported
+        replace(V32, index_n_heads=32),  # not measured
+        replace(V32, index_n_heads=16),  # nor supported
         replace(V32, index_topk=1024),  # not measured
         replace(V32, index_head_dim=64),
     ],
 )
-def test_another_indexer_is_left_to_deep_gemm(model: ModelShape) -> None:
-    assert choose(prefill((4096, 70_000)), model).indexer.provider == "deep_gemm"
+def test_another_indexer_is_left_to_others(model: ModelShape) -> None:
+    assert choose(prefill((4096, 70_000)), model).indexer.provider != "cuda"
 
 
 def test_a_decode_reads_pages() -> None:

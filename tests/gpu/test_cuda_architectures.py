@@ -68,8 +68,9 @@ def test_topk_compiles(sm: int) -> None:
 
 @pytest.mark.parametrize(("source", "sample"), [(indexer.SCAN, 0), (indexer.SCAN, 1), (indexer.REDO, 0)])
 @pytest.mark.parametrize("relu", [0, 1, 2])
-def test_indexer_compiles_and_fits(relu: int, source: str, sample: int) -> None:
-    defines = indexer.definitions(source, indexer.IndexerTuning(relu=relu), sample=sample)
+@pytest.mark.parametrize("heads", indexer.HEADS)
+def test_indexer_compiles_and_fits(heads: int, relu: int, source: str, sample: int) -> None:
+    defines = indexer.definitions(source, indexer.IndexerTuning(relu=relu), heads=heads, sample=sample)
     cubin = build._cubin(source, tuple(sorted(defines.items())), "sm_90a")
     assert 0 < registers(cubin) * indexer.BLOCKS[source][0] <= REGISTERS
 

@@ -50,9 +50,10 @@ def check(inputs: Inputs, ks: torch.Tensor, ke: torch.Tensor, topk: int, **argum
         (1500, 9000, 2048, None),
     ],
 )
-def test_selects_as_the_reference(rows, keys, topk, mib):
+@pytest.mark.parametrize("heads", indexer.HEADS)
+def test_selects_as_the_reference(heads, rows, keys, topk, mib):
     rows_per_chunk = None if mib is None else max(1, mib * MIB // (4 * keys))
-    check(indexer_inputs(rows, keys, 64, device="cuda"), *whole(rows, keys), topk, rows_per_chunk=rows_per_chunk)
+    check(indexer_inputs(rows, keys, heads, device="cuda"), *whole(rows, keys), topk, rows_per_chunk=rows_per_chunk)
 
 
 @pytest.mark.parametrize("relu", [0, 1, 2])
@@ -70,13 +71,14 @@ def test_requests_share_a_buffer_of_keys():
     check(indexer_inputs(rows, keys, 64, device="cuda"), ks, ke, 2048)
 
 
-def test_ranges_of_every_kind():
+@pytest.mark.parametrize("heads", indexer.HEADS)
+def test_ranges_of_every_kind(heads):
     generator = torch.Generator().manual_seed(5)
     rows, keys = 77, 50_000
     ks = torch.randint(0, 3000, (rows,), generator=generator).int()
     ke = torch.minimum(ks + torch.randint(0, keys, (rows,), generator=generator).int(), torch.tensor(keys).int())
     ke[::9], ke[4::9], ke[5::9] = ks[::9], ks[4::9] + 2048, ks[5::9] + 2049
-    check(indexer_inputs(rows, keys, 64, device="cuda"), ks.cuda(), ke.cuda(), 2048)
+    check(indexer_inputs(rows, keys, heads, device="cuda"), ks.cuda(), ke.cuda(), 2048)
 
 
 def test_equal_logits_give_the_lowest_positions():
@@ -87,8 +89,9 @@ def test_equal_logits_give_the_lowest_positions():
 
 
 @pytest.mark.parametrize("factor", [100.0, 0.001])
-def test_the_sample_misleads(factor):
-    q, k, scale, weights = indexer_inputs(24, 60_000, 64, device="cuda")
+@pytest.mark.parametrize("heads", indexer.HEADS)
+def test_the_sample_misleads(heads, factor):
+    q, k, scale, weights = indexer_inputs(24, 60_000, heads, device="cuda")
     scale[indexer.TUNING.step // 2 :: indexer.TUNING.step] *= factor
     check((q, k, scale, weights), *whole(24, 60_000), 2048)
 

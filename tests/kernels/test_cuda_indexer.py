@@ -27,15 +27,16 @@ LARGEST = torch.finfo(torch.float32).max
     topk=st.sampled_from([1, 512, 2048, 4096]),
     mib=st.one_of(st.none(), st.integers(1, 2048)),
     step=st.sampled_from([16, 32, 96]),
+    block=st.sampled_from([8, 16]),
 )
-def test_chunks_cover_the_rows_within_the_limit(rows, keys, topk, mib, step):
+def test_chunks_cover_the_rows_within_the_limit(rows, keys, topk, mib, step, block):
     limit = None if mib is None else mib * MIB
-    chunks = indexer.plan(rows, keys, topk, SMS, limit, step)
+    chunks = indexer.plan(rows, keys, topk, SMS, limit, step, block)
     assert [first for first, _, _ in chunks] == [0] + [end for _, end, _ in chunks[:-1]]
     assert chunks[-1][1] == rows
     for first, end, buffers in chunks:
         assert end > first
-        assert limit is None or end - first <= indexer.ROWS or (end - first) * buffers.row_bytes <= limit
+        assert limit is None or end - first <= block or (end - first) * buffers.row_bytes <= limit
         # A buffer that was cut back has room until the next look.
         whole = indexer.LISTS * buffers.capacity
         assert whole >= topk + 2 * indexer.SLACK
@@ -59,8 +60,8 @@ def test_arguments_have_the_kernels_layout():
 
 def test_refuses_what_the_kernel_does_not_take():
     ks = torch.zeros(4, dtype=torch.int32)
-    with pytest.raises(KernelArgumentError, match="32 heads"):
-        indexer.topk(*indexer_inputs(4, 100, 32), ks, ks + 100, 64)
+    with pytest.raises(KernelArgumentError, match="16 heads"):
+        indexer.topk(*indexer_inputs(4, 100, 16), ks, ks + 100, 64)
     with pytest.raises(KernelArgumentError, match="at most 4096"):
         indexer.topk(*indexer_inputs(4, 100, 64), ks, ks + 100, 5000)
     with pytest.raises(KernelArgumentError, match="cpu"):

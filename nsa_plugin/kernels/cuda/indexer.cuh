@@ -3,6 +3,9 @@
 
 #include "instructions.cuh"
 
+#ifndef HEADS
+#define HEADS 64  // of a query: 32 or 64
+#endif
 #ifndef RELU
 #define RELU 1  // 0: maximum with 0; 1: a saturated product; 2: both in turn
 #endif
@@ -12,9 +15,11 @@
 
 namespace {
 
-constexpr int kHeads = 64, kDim = 128;
-constexpr int kRows = 8;   // query rows of a block
-constexpr int kTile = 64;  // keys of a product
+constexpr int kHeads = HEADS, kDim = 128;
+constexpr int kColumns = 128, kTile = 64;         // a product: heads of some rows, keys
+constexpr int kProductRows = kColumns / kHeads;   // 2 or 4
+constexpr int kLogits = kProductRows / 2;         // of a product that a lane ends up with: of one row, and of as many keys
+constexpr int kRows = 4 * kProductRows;           // of a block
 constexpr int kQueryBytes = kRows * kHeads * kDim, kQueryBox = kQueryBytes / 2;
 constexpr int kTileBytes = kTile * kDim;
 constexpr int kLists = 4;  // of a row and a part: one a warp of the warpgroup that scores it
@@ -34,7 +39,7 @@ struct __align__(8) Entry {
 
 struct Arguments {
     const float* k_scale;       // [keys]
-    const float* weights;       // [rows, 64]
+    const float* weights;       // [rows, heads]
     const int *ks, *ke;         // [rows]: ranges of the unsampled keys
     const float* thresholds;    // [rows]
     Entry* entries;             // [rows, parts, kLists, capacity]
@@ -149,39 +154,59 @@ DEVICE float relu(float x, int j, const Constants& known) {
     return y;
 }
 
-// Of a product [64 keys x (2 rows x 64 heads)], a thread has 16 heads of two rows and two keys: their sums, by row and
-// key. In DeepGEMM's order (fp8_mqa_logits of 0.1.4), so that both select the same of almost equal logits.
-DEVICE void sum_heads(float (&sum)[2][2], const float (&d)[64], const float (&weights)[2][kHeads / 4],
-                      const Constants& known) {
+// Of a product [64 keys x (rows x heads)], a thread has a quarter of the heads of all rows and two keys, lane >> 2 of the
+// warp's and that plus 8: their sums, by row and key. In DeepGEMM's order (fp8_mqa_logits of 0.1.4), so that both select
+// the same of almost equal logits.
+struct Sums {
+    float of[kProductRows][2];
+};
+
+DEVICE Sums sum_heads(const float (&d)[64], const float (&weights)[kProductRows][kHeads / 4], const Constants& known) {
+    constexpr int kGroupsOf8 = kHeads / 8;
+    Sums sums;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < kProductRows; ++i) {
         float part_sum[4];
 #pragma unroll
-        for (int c = 0; c < 4; ++c) part_sum[c] = relu(d[32 * i + c], 0, known) * weights[i][c & 1];
+        for (int c = 0; c < 4; ++c) part_sum[c] = relu(d[4 * kGroupsOf8 * i + c], 0, known) * weights[i][c & 1];
 #pragma unroll
-        for (int j = 1; j < kHeads / 8; ++j)
+        for (int j = 1; j < kGroupsOf8; ++j)
 #pragma unroll
             for (int c = 0; c < 4; ++c)
-                part_sum[c] = fmaf(relu(d[32 * i + 4 * j + c], j, known), weights[i][2 * j + (c & 1)], part_sum[c]);
-        sum[i][0] = part_sum[0] + part_sum[1];
-        sum[i][1] = part_sum[2] + part_sum[3];
+                part_sum[c] = fmaf(relu(d[4 * kGroupsOf8 * i + 4 * j + c], j, known), weights[i][2 * j + (c & 1)], part_sum[c]);
+        sums.of[i][0] = part_sum[0] + part_sum[1];
+        sums.of[i][1] = part_sum[2] + part_sum[3];
+    }
+    return sums;
+}
+
+// Four neighbours exchange their sums so that each ends up with the logits of one row: with two rows of row lane & 1 and
+// of one key, the second one where lane & 2; with four rows of row lane & 3 and of both keys.
+DEVICE void exchange(float (&logits)[kLogits], const Sums& sums, int lane, const Constants& known) {
+    const bool odd = lane & 1, upper = lane & 2;
+    float pair[kLogits][2];
+#pragma unroll
+    for (int i = 0; i < kLogits; ++i)
+#pragma unroll
+        for (int c = 0; c < 2; ++c)
+            pair[i][c] = (odd ? sums.of[2 * i + 1][c] : sums.of[2 * i][c]) +
+                         __shfl_xor_sync(kAllLanes, odd ? sums.of[2 * i][c] : sums.of[2 * i + 1][c], known.one);
+#pragma unroll
+    for (int i = 0; i < kLogits; ++i) {
+        const float low = pair[0][i], high = kLogits == 1 ? pair[0][1] : pair[kLogits - 1][i];
+        logits[i] = (upper ? high : low) + __shfl_xor_sync(kAllLanes, upper ? low : high, known.two);
     }
 }
 
-// Four neighbours exchange their sums so that each ends up with one logit: of row lane & 1, and of the warp's key
-// lane >> 2, plus 8 where lane & 2.
-DEVICE float exchange(const float (&sum)[2][2], int lane, const Constants& known) {
-    const bool odd = lane & 1, upper = lane & 2;
-    float pair[2];
-#pragma unroll
-    for (int c = 0; c < 2; ++c)
-        pair[c] = (odd ? sum[1][c] : sum[0][c]) + __shfl_xor_sync(kAllLanes, odd ? sum[0][c] : sum[1][c], known.one);
-    return (upper ? pair[1] : pair[0]) + __shfl_xor_sync(kAllLanes, upper ? pair[0] : pair[1], known.two);
-}
+// The lane's row of a product, and its first key of the warp's; the next one is 8 further.
+DEVICE int row_of(int lane) { return lane & (kProductRows - 1); }
+DEVICE int key_of(int lane) { return (lane >> 2) + (kLogits == 1 && (lane & 2) ? 8 : 0); }
 
 // 0, which the assembler cannot tell before it has the sums.
-DEVICE int settled(const float (&sum)[2][2], const Constants& known) {
-    const int any = __float_as_int(sum[0][0]) | __float_as_int(sum[0][1]) | __float_as_int(sum[1][0]) | __float_as_int(sum[1][1]);
+DEVICE int settled(const Sums& sums, const Constants& known) {
+    int any = 0;
+#pragma unroll
+    for (int i = 0; i < kProductRows; ++i) any |= __float_as_int(sums.of[i][0]) | __float_as_int(sums.of[i][1]);
     return any & __float_as_int(known.zero);
 }
 

@@ -1,4 +1,4 @@
-"""`indexer_topk` in CUDA without logits in memory: SM90, 64 heads of 128 fp8 values.
+"""`indexer_topk` in CUDA without logits in memory: SM90, 32 or 64 heads of 128 fp8 values.
 
 A sample of the keys is scored first and gives each row a threshold that about twice topk of its keys reach. Then all
 keys are scored (`indexer_scan.cu`), and a row's lists in global memory get those that reach it: 56 KiB a row, however
@@ -23,10 +23,10 @@ from nsa_plugin.kernels.triton.device import facts_of
 
 OP = "indexer_topk"
 SCAN, REDO = "indexer_scan.cu", "indexer_redo.cu"
-HEADS, DIM = 64, 128
+HEADS, DIM = (32, 64), 128
 HOPPER = 90
-ROWS = 8
-"""Query rows of a block."""
+BLOCK_HEADS = 512
+"""Heads of a block's query rows: 8 or 16 rows."""
 TILE = 64
 """Keys of a product."""
 SLACK = 16 * TILE
@@ -113,7 +113,7 @@ def topk(
     as that is a block of rows.
 
     Args:
-        q: [rows, 64, 128] float8_e4m3fn.
+        q: [rows, 32 or 64, 128] float8_e4m3fn.
         k: [keys, 128] float8_e4m3fn.
         rows_per_chunk: bounds the memory as above; None: all rows at once.
         requests: as `nsa_plugin.kernels.triton.indexer.topk`; rows of none, or of one without keys, are all -1.
@@ -125,7 +125,8 @@ def topk(
     check_ragged(OP, q, k, k_scale, weights, ks, ke, dtypes=(FP8_DTYPE,))
     check_limits(OP, rows_per_chunk, None)
     rows, heads, dim = q.shape
-    require((heads, dim) == (HEADS, DIM), OP, f"q has {heads} heads of {dim} values; the CUDA kernel takes 64 of 128")
+    fits = heads in HEADS and dim == DIM
+    require(fits, OP, f"q has {heads} heads of {dim} values; the CUDA kernel takes 32 or 64 of 128")
     require(topk <= CUDA_MAX_TOPK, OP, f"topk is {topk}; the CUDA kernel selects at most {CUDA_MAX_TOPK}")
     sm90 = q.is_cuda and facts_of(q.device).architecture == HOPPER
     require(sm90, OP, f"q is on {q.device}; the CUDA kernel needs a CUDA device of SM90")
@@ -140,7 +141,7 @@ def topk(
     sms = facts_of(q.device).sms
     limit = None if rows_per_chunk is None else rows_per_chunk * 4 * keys
     with torch.cuda.device_of(q):
-        for first, end, buffers in plan(rows, keys, topk, sms, limit, tuning.step):
+        for first, end, buffers in plan(rows, keys, topk, sms, limit, tuning.step, BLOCK_HEADS // heads):
             _chunk(inputs, starts, ends, target, slice(first, end), buffers, tuning)
     if target is not result:
         result.copy_(target)
@@ -151,7 +152,7 @@ def topk(
 
 
 def plan(
-    rows: int, keys: int, topk: int, sms: int, limit: int | None, step: int = TUNING.step
+    rows: int, keys: int, topk: int, sms: int, limit: int | None, step: int = TUNING.step, block: int = 8
 ) -> list[tuple[int, int, Buffers]]:
     """(first row, end row, buffers) of each chunk of a batch.
 
@@ -159,21 +160,22 @@ def plan(
         sms: multiprocessors of the device, each with one block at a time.
         limit: bytes that a chunk may take; at least one block of rows is taken.
         step: keys of which one is sampled; more where that would be too many.
+        block: query rows of a block.
     """
     chunks = []
-    first, wave = 0, ROWS * sms
+    first, wave = 0, block * sms
     while first < rows:
         left = rows - first
-        tail = -(-(left % wave) // ROWS)
+        tail = -(-(left % wave) // block)
         parts = _parts(tail, keys, sms)
         # Whole waves of blocks, one on each multiprocessor; what is left at the end in parts, where that is quicker.
         buffers = _buffers(keys, topk, 1, step)
-        most = left if limit is None else max(ROWS, limit // buffers.row_bytes)
+        most = left if limit is None else max(block, limit // buffers.row_bytes)
         if most >= wave and left >= wave:
             taken = left if most >= left and parts == 1 else min(most, left) // wave * wave
         else:
             buffers = _buffers(keys, topk, parts, step)
-            most = left if limit is None else max(ROWS, limit // buffers.row_bytes // ROWS * ROWS)
+            most = left if limit is None else max(block, limit // buffers.row_bytes // block * block)
             taken = min(left, most)
         chunks.append((first, first + taken, buffers))
         first += taken
@@ -228,13 +230,14 @@ def _chunk(
         parts=buffers.parts,
         all_keys=keys,
     )
-    q_map = tensor_map(q.view(rows * HEADS, DIM), ROWS * HEADS // 2)
-    grid = (-(-rows // ROWS), buffers.parts, 1)
+    heads = q.shape[1]
+    q_map = tensor_map(q.view(rows * heads, DIM), BLOCK_HEADS // 2)
+    grid = (-(-rows * heads // BLOCK_HEADS), buffers.parts, 1)
 
     def score(source: str, values: torch.Tensor, scales: torch.Tensor, sample: int = 0) -> None:
         arguments.keys, arguments.k_scale = values.shape[0], scales.data_ptr()
-        dynamic = ROWS * HEADS * DIM + STAGES[source] * TILE * DIM
-        defines = definitions(source, tuning, sample=sample)
+        dynamic = BLOCK_HEADS * DIM + STAGES[source] * TILE * DIM
+        defines = definitions(source, tuning, heads=heads, sample=sample)
         load_kernel(source, source.removesuffix(".cu"), defines=defines, max_dynamic_shared=dynamic)(
             grid=grid,
             block=BLOCKS[source],
@@ -291,9 +294,11 @@ def _chunk(
     )
 
 
-def definitions(source: str, tuning: IndexerTuning, *, sample: int = 0) -> dict[str, int]:
+def definitions(source: str, tuning: IndexerTuning, *, heads: int = 64, sample: int = 0) -> dict[str, int]:
     """Preprocessor definitions of a source; sample 1: the scan that stores the logits of a sample of the keys."""
-    return {"RELU": tuning.relu, "STAGES": STAGES[source]} | ({"SAMPLE": sample} if source == SCAN else {})
+    return {"HEADS": heads, "RELU": tuning.relu, "STAGES": STAGES[source]} | (
+        {"SAMPLE": sample} if source == SCAN else {}
+    )
 
 
 class Arguments(ctypes.Structure):

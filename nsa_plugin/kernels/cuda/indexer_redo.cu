@@ -2,15 +2,15 @@
 // that. See nsa_plugin/kernels/cuda/indexer.py; SM90 alone.
 //
 // A row with fewer entries than topk is scored without its threshold; one with a full list, with it. Four warpgroups have
-// two rows each. Entries are appended to all the row's lists as one buffer. Before it can overflow, the warpgroup cuts it
-// back to the best topk and raises the threshold. The order of the entries differs from run to run; their set is exact up
-// to surplus. Blocks without such a row end at once.
+// a quarter of the block's rows each. Entries are appended to all the row's lists as one buffer. Before it can overflow,
+// the warpgroup cuts it back to the best topk and raises the threshold. The order of the entries differs from run to run;
+// their set is exact up to surplus. Blocks without such a row end at once.
 
 #include "indexer.cuh"
 
 namespace {
 
-constexpr int kGroups = 4, kRowsPerGroup = kRows / kGroups;
+constexpr int kGroups = 4, kRowsPerGroup = kProductRows;
 constexpr int kConsumers = kGroups * 128;
 constexpr int kLookEvery = 16;  // tiles between two looks at a buffer's room
 constexpr int kSlack = kLookEvery * kTile;
@@ -187,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(kConsumers + 128, 1) indexer_redo(
     }
     asm volatile("setmaxnreg.inc.sync.aligned.u32 112;");
     const int group = warp >> 2;
-    const int row_in_group = lane & 1;  // of the logit that a lane has in the end
+    const int row_in_group = row_of(lane);
     const int slot = group * kRowsPerGroup + row_in_group;
     const int row = first_row + slot;
     float threshold = control.thresholds[slot];
@@ -207,24 +207,29 @@ extern "C" __global__ void __launch_bounds__(kConsumers + 128, 1) indexer_redo(
     int stage = 0;
     u32 phase = 0;
     for (int tile = 0; tile < span.tiles; ++tile) {
-        const int key = span.first_key + tile * kTile + (warp & 3) * 16 + (lane >> 2) + ((lane & 2) ? 8 : 0);
-        const float scale = __ldg(a.k_scale + min(key, a.keys - 1));
+        const int key = span.first_key + tile * kTile + (warp & 3) * 16 + key_of(lane);
         barrier_wait(shared_address(&control.full[stage]), phase);
         start_product(d, swizzled_matrix(stages + stage * kTileBytes), query_matrix);
         wait_products<0>(d);
         if (lane == 0) barrier_arrive(shared_address(&control.empty[stage]));
         if (++stage == STAGES) stage = 0, phase ^= 1;
-        float sums[2][2];
-        sum_heads(sums, d, weights, constants());
-        const float value = clamped(exchange(sums, lane, constants()) * scale);
-        if (value >= threshold && key >= own_low && key < own_high) {
-            const int at = atomicAdd(&control.counts[slot], 1);
-            if (at < capacity) entries[at] = Entry{value, key};
+        float logits[kLogits];
+        exchange(logits, sum_heads(d, weights, constants()), lane, constants());
+#pragma unroll
+        for (int i = 0; i < kLogits; ++i) {
+            const int own_key = key + 8 * i;
+            const float value = clamped(logits[i] * __ldg(a.k_scale + min(own_key, a.keys - 1)));
+            if (value >= threshold && own_key >= own_low && own_key < own_high) {
+                const int at = atomicAdd(&control.counts[slot], 1);
+                if (at < capacity) entries[at] = Entry{value, own_key};
+            }
         }
         if ((tile + 1) % kLookEvery == 0) {
             named_sync(kGroupBarrier + group, 128);
             const int* counts = control.counts + group * kRowsPerGroup;
-            const int full_row[2] = {counts[0], counts[1]};
+            int full_row[kRowsPerGroup];
+#pragma unroll
+            for (int i = 0; i < kRowsPerGroup; ++i) full_row[i] = counts[i];
             named_sync(kGroupBarrier + group, 128);  // nobody appends before everybody has read the counts
 #pragma unroll 1
             for (int i = 0; i < kRowsPerGroup; ++i) {

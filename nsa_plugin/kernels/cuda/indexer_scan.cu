@@ -1,9 +1,10 @@
-// Indexer logits that never reach memory: fp8 products of 64 heads, relu, weights and the sum over heads, for eight query
-// rows a block, and the entries that reach a row's threshold. See nsa_plugin/kernels/cuda/indexer.py; SM90 alone.
+// Indexer logits that never reach memory: fp8 products of 32 or 64 heads, relu, weights and the sum over heads, for eight
+// query rows a block (16 of 32 heads), and the entries that reach a row's threshold. See nsa_plugin/kernels/cuda/indexer.py;
+// SM90 alone.
 //
-// Two warpgroups have four rows each and read the same keys from shared memory, so that a key leaves the L2 cache once
-// for eight rows. A warpgroup has the sums of two products [64 keys x (2 rows x 64 heads)] in registers: while it sums up
-// the heads of one, the tensor cores make the other, and they always have the other warpgroup's product to go on with.
+// Two warpgroups have half of the rows each and read the same keys from shared memory, so that a key leaves the L2 cache
+// once for all of them. A warpgroup has the sums of two products [64 keys x 128 heads of its rows] in registers: while it
+// sums up the heads of one, the tensor cores make the other, and then the other warpgroup's.
 //
 // A warp appends to lists of its own, one a row, and counts in registers: no warp waits for another. A list that is full
 // counts on without storing. `indexer_redo` then scores the row again, as it does one with fewer entries than topk. The
@@ -20,7 +21,7 @@
 
 namespace {
 
-constexpr int kGroups = 2, kPairs = kRows / kGroups / 2;
+constexpr int kGroups = 2, kProducts = 2;  // of a tile, for a warpgroup
 constexpr int kConsumers = kGroups * 128;
 
 extern __shared__ __align__(1024) u8 memory[];
@@ -40,24 +41,31 @@ DEVICE void pass_turn(int group) {
     asm volatile("bar.arrive %0, %1;" :: "r"(kTurn + group), "n"(kConsumers) : "memory");
 }
 
-// What a lane collects: entries of one row of each pair, in the warp's own lists.
+// What a lane collects: entries of one row of each product, in the warp's own lists.
 struct Collector {
-    float threshold[kPairs];
-    int low[kPairs];
-    u32 length[kPairs];
-    int count[kPairs];
+    float threshold[kProducts];
+    int low[kProducts];
+    u32 length[kProducts];
+    int count[kProducts];
     u32 same_row, before;  // lanes that have the lane's row; lanes before it
 
     // Append the logits that reach their thresholds. A NaN is not less than a threshold: it counts as the least value, and
     // `topk_entries` decides. Keys below 0 are none.
-    DEVICE void offer(int pair, Entry* entries, float logit, int key, int lane, int capacity) {
-        const bool hit = !(logit < threshold[pair]) && (u32)(key - low[pair]) < length[pair];
-        const u32 hits = __ballot_sync(kAllLanes, hit);
-        if (!hits) return;
-        const u32 mine = hits & same_row;
-        const int at = count[pair] + __popc(mine & before);
-        count[pair] += __popc(mine);
-        if (hit && at < capacity) entries[at] = Entry{clamped(logit), key};
+    DEVICE void offer(int product, Entry* entries, const float (&logits)[kLogits], int key, int lane, int capacity) {
+        u32 hits[kLogits], any = 0;
+#pragma unroll
+        for (int i = 0; i < kLogits; ++i) {
+            const bool hit = !(logits[i] < threshold[product]) && (u32)(key + 8 * i - low[product]) < length[product];
+            any |= hits[i] = __ballot_sync(kAllLanes, hit);
+        }
+        if (!any) return;
+#pragma unroll
+        for (int i = 0; i < kLogits; ++i) {
+            const u32 mine = hits[i] & same_row;
+            const int at = count[product] + __popc(mine & before);
+            count[product] += __popc(mine);
+            if ((hits[i] >> lane & 1) && at < capacity) entries[at] = Entry{clamped(logits[i]), key + 8 * i};
+        }
     }
 };
 
@@ -106,23 +114,23 @@ extern "C" __global__ void __launch_bounds__(kConsumers + 128, 1) indexer_scan(
     }
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     const int group = warp >> 2, list = warp & 3;
-    const int slot = group * 2 * kPairs + (lane & 1);  // of the lane's row in the first pair
+    const int slot = group * kProducts * kProductRows + row_of(lane);  // of the lane's row in the first product
     const int row = first_row + slot;
 
     Collector own;
-    own.same_row = 0x55555555u << (lane & 1);
+    own.same_row = (kProductRows == 2 ? 0x55555555u : 0x11111111u) << row_of(lane);
     own.before = (1u << lane) - 1;
-    float weights[kPairs][2][kHeads / 4];
+    float weights[kProducts][kProductRows][kHeads / 4];
 #pragma unroll
-    for (int pair = 0; pair < kPairs; ++pair) {
-        const int of = row + 2 * pair;
-        own.threshold[pair] = control.thresholds[slot + 2 * pair];
-        const bool scored = own.threshold[pair] != infinity();
-        own.low[pair] = scored ? max(a.ks[of], 0) : 0;
-        own.length[pair] = scored ? (u32)max(min(a.ke[of], a.all_keys) - own.low[pair], 0) : 0;
-        own.count[pair] = 0;
-        load_weights(weights[pair][0], a, first_row + slot - (lane & 1) + 2 * pair, lane);
-        load_weights(weights[pair][1], a, first_row + slot - (lane & 1) + 2 * pair + 1, lane);
+    for (int product = 0; product < kProducts; ++product) {
+        const int place = slot + kProductRows * product, of = first_row + place;
+        own.threshold[product] = control.thresholds[place];
+        const bool scored = own.threshold[product] != infinity();
+        own.low[product] = scored ? max(a.ks[of], 0) : 0;
+        own.length[product] = scored ? (u32)max(min(a.ke[of], a.all_keys) - own.low[product], 0) : 0;
+        own.count[product] = 0;
+#pragma unroll
+        for (int i = 0; i < kProductRows; ++i) load_weights(weights[product][i], a, of - row_of(lane) + i, lane);
     }
     const i64 row_entries = (i64)a.parts * kLists * a.capacity;
     Entry* const entries = a.entries + row * row_entries + (i64)(part * kLists + list) * a.capacity;
@@ -132,20 +140,34 @@ extern "C" __global__ void __launch_bounds__(kConsumers + 128, 1) indexer_scan(
 #pragma unroll
         for (int i = 0; i < 64; ++i) first[i] = second[i] = 0.0f;
         const u64 query_matrix = swizzled_matrix(queries + group * (kQueryBytes / kGroups));
-        constexpr u64 kNextPair = (u64)(2 * kHeads * kDim) >> 4;
+        constexpr u64 kNextProduct = (u64)(kColumns * kDim) >> 4;
         const u32 kept = shared_address(&control.known);
         const u64 key_matrices = swizzled_matrix(stages);
         u64 key_matrix = key_matrices;
-        const auto take = [&](int pair, const float (&sum)[2][2], int key, float scale, const Constants& known) {
-            const float logit = exchange(sum, lane, known) * scale;
-            if (!SAMPLE)
-                own.offer(pair, entries + 2 * pair * row_entries, logit, key, lane, a.capacity);
-            else if ((u32)key < (u32)a.keys && row + 2 * pair < a.rows)
-                a.sampled[(i64)(row + 2 * pair) * a.keys + key] = logit;
+        const auto take = [&](int product, const Sums& sums, int key, const float (&scale)[kLogits], const Constants& known) {
+            float logits[kLogits];
+            exchange(logits, sums, lane, known);
+#pragma unroll
+            for (int i = 0; i < kLogits; ++i) logits[i] *= scale[i];
+            const int further = product * kProductRows;
+            if (!SAMPLE) {
+                own.offer(product, entries + further * row_entries, logits, key, lane, a.capacity);
+                return;
+            }
+#pragma unroll
+            for (int i = 0; i < kLogits; ++i)
+                if (key >= 0 && key + 8 * i < a.keys && row + further < a.rows)
+                    a.sampled[(i64)(row + further) * a.keys + key + 8 * i] = logits[i];
         };
-        int key = span.first_key + list * 16 + (lane >> 2) + ((lane & 2) ? 8 : 0), key_before = -1;
-        float scale = __ldg(a.k_scale + min(key, a.keys - 1)), scale_before = 0.0f;
-        float other[2][2] = {};  // sums of the second pair, and of the key before
+        const auto read_scales = [&](float (&scale)[kLogits], int key) {
+#pragma unroll
+            for (int i = 0; i < kLogits; ++i) scale[i] = __ldg(a.k_scale + min(key + 8 * i, a.keys - 1));
+        };
+        constexpr int kNone = -64;  // a key that is none, nor any beside it
+        int key = span.first_key + list * 16 + key_of(lane), key_before = kNone;
+        float scale[kLogits], scale_before[kLogits] = {}, next_scale[kLogits];
+        read_scales(scale, key);
+        Sums other = {};  // of the second product, and of the key before
         if (TURNS && group) pass_turn(0);
         barrier_wait(shared_address(&control.queries), 0);
         barrier_wait(shared_address(&control.full[0]), 0);
@@ -153,21 +175,20 @@ extern "C" __global__ void __launch_bounds__(kConsumers + 128, 1) indexer_scan(
         wait_products<0>(first);
         int stage = 0;
         u32 phase = 0;
-        // The compiler keeps products in flight only where none is across the loop's end: the first pair's is waited for
-        // there, behind everything that it overlaps with.
+        // The compiler keeps products in flight only where none is across the loop's end: the first one is waited for there,
+        // behind everything that it overlaps with.
 #pragma unroll 1
         for (int tile = 0; tile < span.tiles; ++tile) {
             if (TURNS) take_turn(group);
-            start_product(second, key_matrix, query_matrix + kNextPair);
+            start_product(second, key_matrix, query_matrix + kNextProduct);
             if (TURNS) pass_turn(1 - group);
             const u32 released = shared_address(&control.empty[stage]);
             if (++stage == STAGES) stage = 0, phase ^= 1;
-            const float next_scale = __ldg(a.k_scale + min(key + kTile, a.keys - 1));
+            read_scales(next_scale, key + kTile);
             // Waited for here, so that the assembler cannot move sums in between the products before.
             if (tile + 1 < span.tiles) barrier_wait(shared_address(&control.full[stage]), phase);
-            float sums[2][2];
             Constants known = read_constants(kept);
-            sum_heads(sums, first, weights[0], known);
+            const Sums sums = sum_heads(first, weights[0], known);
             // The next product waits for the sums, and what follows of the sums before is hidden among them.
             int zero = settled(sums, known);
             take(1, other, key_before + zero, scale_before, known);
@@ -179,21 +200,21 @@ extern "C" __global__ void __launch_bounds__(kConsumers + 128, 1) indexer_scan(
             wait_products<1>(second);
             if (lane == 0) barrier_arrive(released);
             known = read_constants(kept);
-            sum_heads(other, second, weights[1], known);
+            other = sum_heads(second, weights[1], known);
             zero = settled(other, known);
             take(0, sums, key + zero, scale, known);
             key_before = key;
-            scale_before = scale;
             key += kTile;
-            scale = next_scale;
+#pragma unroll
+            for (int i = 0; i < kLogits; ++i) scale_before[i] = scale[i], scale[i] = next_scale[i];
             wait_products<0>(first);
         }
         take(1, other, key_before, scale_before, constants());
     }
-    if (SAMPLE || lane > 1) return;
+    if (SAMPLE || lane >= kProductRows) return;
 #pragma unroll
-    for (int pair = 0; pair < kPairs; ++pair) {
-        const int of = row + 2 * pair;
-        if (of < a.rows) a.new_counts[((i64)of * a.parts + part) * kLists + list] = own.count[pair];
+    for (int product = 0; product < kProducts; ++product) {
+        const int of = row + product * kProductRows;
+        if (of < a.rows) a.new_counts[((i64)of * a.parts + part) * kLists + list] = own.count[product];
     }
 }
