@@ -16,7 +16,7 @@
 #define SAMPLE 0  // 1: store the logits of a sample of the keys instead
 #endif
 #ifndef TURNS
-#define TURNS 1   // the warpgroups start their products in turn
+#define TURNS 0   // 1: the warpgroups start their products in turn
 #endif
 
 namespace {
@@ -49,22 +49,17 @@ struct Collector {
     int count[kProducts];
     u32 same_row, before;  // lanes that have the lane's row; lanes before it
 
-    // Append the logits that reach their thresholds. A NaN is not less than a threshold: it counts as the least value, and
-    // `topk_entries` decides. Keys below 0 are none.
-    DEVICE void offer(int product, Entry* entries, const float (&logits)[kLogits], int key, int lane, int capacity) {
-        u32 hits[kLogits], any = 0;
+    // Append the logits that reach their thresholds, without a branch: it would keep the assembler from hiding all of this
+    // among the sums. A NaN is not less than a threshold: `topk_entries` takes it as the least value. Keys below 0 are none.
+    DEVICE void offer(int product, Entry* entries, const float (&logits)[kLogits], int key, int capacity) {
 #pragma unroll
         for (int i = 0; i < kLogits; ++i) {
             const bool hit = !(logits[i] < threshold[product]) && (u32)(key + 8 * i - low[product]) < length[product];
-            any |= hits[i] = __ballot_sync(kAllLanes, hit);
-        }
-        if (!any) return;
-#pragma unroll
-        for (int i = 0; i < kLogits; ++i) {
-            const u32 mine = hits[i] & same_row;
+            const u32 mine = __ballot_sync(kAllLanes, hit) & same_row;
             const int at = count[product] + __popc(mine & before);
             count[product] += __popc(mine);
-            if ((hits[i] >> lane & 1) && at < capacity) entries[at] = Entry{clamped(logits[i]), key + 8 * i};
+            asm volatile("{ .reg .pred p; setp.ne.u32 p, %0, 0; @p st.global.v2.b32 [%1], {%2, %3}; }"
+                         :: "r"((u32)(hit && at < capacity)), "l"(entries + at), "f"(logits[i]), "r"(key + 8 * i) : "memory");
         }
     }
 };
@@ -151,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(kConsumers + 128, 1) indexer_scan(
             for (int i = 0; i < kLogits; ++i) logits[i] *= scale[i];
             const int further = product * kProductRows;
             if (!SAMPLE) {
-                own.offer(product, entries + further * row_entries, logits, key, lane, a.capacity);
+                own.offer(product, entries + further * row_entries, logits, key, a.capacity);
                 return;
             }
 #pragma unroll
@@ -190,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(kConsumers + 128, 1) indexer_scan(
             Constants known = read_constants(kept);
             const Sums sums = sum_heads(first, weights[0], known);
             // The next product waits for the sums, and what follows of the sums before is hidden among them.
-            int zero = settled(sums, known);
+            int zero = TURNS ? settled(sums, known) : 0;
             take(1, other, key_before + zero, scale_before, known);
             // Behind the last tile, a product that nobody reads spares a branch between products.
             key_matrix = key_matrices + (u64)(stage * (kTileBytes >> 4));
@@ -201,7 +196,7 @@ extern "C" __global__ void __launch_bounds__(kConsumers + 128, 1) indexer_scan(
             if (lane == 0) barrier_arrive(released);
             known = read_constants(kept);
             other = sum_heads(second, weights[1], known);
-            zero = settled(other, known);
+            zero = TURNS ? settled(other, known) : 0;
             take(0, sums, key + zero, scale, known);
             key_before = key;
             key += kTile;
