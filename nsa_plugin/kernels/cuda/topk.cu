@@ -419,6 +419,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) row_thresho
         return;
     }
     const float* row = sampled + row_index * samples + first;
+#pragma unroll 4
     for (int i = threadIdx.x; i < taken; i += THREADS) keys()[i] = to_key(row[i]);
     __syncthreads();
     const float share = static_cast<float>(taken) / static_cast<float>(length);
@@ -444,33 +445,51 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) topk_entrie
         for (int i = threadIdx.x; i < topk; i += THREADS) result[i] = i < length ? i : -1;
         return;
     }
-    unsigned floor_key = 0;  // below every key
     int count = 0;
-    for (int part = 0; part < parts; ++part) {
-        const int2* some = entries + (row_index * parts + part) * part_capacity;
-        const int given = min(counts[row_index * parts + part], part_capacity);
-        for (int base = 0; base < given; base += kPiece) {
-            if (count + kPiece > capacity) {
-                // Columns come in any order, so later ones may still win a tie.
-                floor_key = cut_back(capacity, count, topk).key;
-                count = topk;
+    for (int part = 0; part < parts; ++part) count += min(counts[row_index * parts + part], part_capacity);
+    if (count <= capacity) {
+        int before = 0;
+        for (int part = 0; part < parts; ++part) {
+            const int2* some = entries + (row_index * parts + part) * part_capacity;
+            const int given = min(counts[row_index * parts + part], part_capacity);
+#pragma unroll 4
+            for (int i = threadIdx.x; i < given; i += THREADS) {
+                const int2 entry = some[i];
+                keys()[before + i] = to_key(__int_as_float(entry.x));
+                positions(capacity)[before + i] = entry.y - start;
             }
-            if (threadIdx.x == 0) control.count = count;
-            __syncthreads();
+            before += given;
+        }
+        __syncthreads();
+    } else {
+        count = 0;
+        unsigned floor_key = 0;  // below every key
+        for (int part = 0; part < parts; ++part) {
+            const int2* some = entries + (row_index * parts + part) * part_capacity;
+            const int given = min(counts[row_index * parts + part], part_capacity);
+            for (int base = 0; base < given; base += kPiece) {
+                if (count + kPiece > capacity) {
+                    // Columns come in any order, so later ones may still win a tie.
+                    floor_key = cut_back(capacity, count, topk).key;
+                    count = topk;
+                }
+                if (threadIdx.x == 0) control.count = count;
+                __syncthreads();
 #pragma unroll
-            for (int i = 0; i < kPiece / THREADS; ++i) {
-                const int at = base + i * THREADS + static_cast<int>(threadIdx.x);
-                if (at >= given) continue;
-                const int2 entry = some[at];
-                const unsigned key = to_key(__int_as_float(entry.x));
-                if (key < floor_key) continue;
-                const int slot = floor_key ? atomicAdd(&control.count, 1) : count + (at - base);
-                keys()[slot] = key;
-                positions(capacity)[slot] = entry.y - start;
+                for (int i = 0; i < kPiece / THREADS; ++i) {
+                    const int at = base + i * THREADS + static_cast<int>(threadIdx.x);
+                    if (at >= given) continue;
+                    const int2 entry = some[at];
+                    const unsigned key = to_key(__int_as_float(entry.x));
+                    if (key < floor_key) continue;
+                    const int slot = floor_key ? atomicAdd(&control.count, 1) : count + (at - base);
+                    keys()[slot] = key;
+                    positions(capacity)[slot] = entry.y - start;
+                }
+                __syncthreads();
+                count = floor_key ? control.count : count + min(kPiece, given - base);
+                __syncthreads();
             }
-            __syncthreads();
-            count = floor_key ? control.count : count + min(kPiece, given - base);
-            __syncthreads();
         }
     }
     int last;
