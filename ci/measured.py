@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from ci.rows import ROOT
-from nsa_plugin.decision.indexer import INDEXER_LAYOUT, LIBRARIES
 from nsa_plugin.decision.plan import Attention
 from nsa_plugin.decision.routes import FLASH_MLA_DECODE, Route
-from nsa_plugin.decision.timings import COPIED_CONTEXT, SELECTIONS, TimingKey, Timings
+from nsa_plugin.decision.timings import COPIED_CONTEXT, SELECTIONS, TimingKey, Timings, selected_from
 from nsa_plugin.decision.token_shard import ATTENTION, CHUNKS, STEPS, group_op, in_chunks, reshard_label
 from nsa_plugin.layouts import BF16
 from nsa_plugin.libraries.capabilities import Op
@@ -64,6 +63,9 @@ BESIDE: dict[str, dict[str, Route]] = {
     "bf16": {"sparse_mla flash_mla padded": Route(Attention.SPARSE_PREFILL, "flash_mla")},
 }
 
+# The indexers that a decision compares.
+INDEXERS = ("cuda", "deep_gemm", "triton")
+
 # Resharding, measured by `python -m nsa_plugin.tools.bench.group`: the label of a prefill, in one piece or more, and of
 # a decode, in one. A prefill's bf16 rows are made beforehand; the decision adds their copy.
 RESHARDED = {in_chunks("token_shard flash_mla", chunks): reshard_label(_COPIED, chunks) for chunks in CHUNKS}
@@ -100,9 +102,10 @@ def _of_row(row: dict[str, Any]) -> Iterator[Measured]:
             filed = group_op(STEPS if step else ATTENTION, case["tp"])
             rows = case["batch"] * case["s_q"] if step else case["q"]
             yield filed, layout, label, case["heads"], rows, row["median_us"], (case["kv"], 0)
-    elif op == "indexer_topk":
-        if provider in LIBRARIES and case["topk"] == SELECTIONS["v32_fp8"][0]:
-            yield op, INDEXER_LAYOUT, provider, case["heads"], case["q"] * case["kv"], row["median_us"], (case["kv"], 0)
+    elif op == Op.INDEXER_TOPK:
+        if provider in INDEXERS:  # of several budgets the largest counts
+            selected = selected_from(case["topk"], case["kv"])
+            yield op, selected, provider, case["heads"], case["q"], row["median_us"], (case["budget_mib"], 0)
     elif op == "mha_one_shot":
         for layout, beside in BESIDE.items():
             route = (DENSE | beside).get(provider)
@@ -149,10 +152,7 @@ def render(table: Timings) -> str:
         for route, by_heads in by_route.items()
         for heads, points in by_heads.items()
     ]
-    about = (
-        "Microseconds of one call, points as [query tokens, microseconds]; of indexer_topk as [pairs of a query token "
-        "and a key, microseconds]. Made by: python -m ci.measured"
-    )
+    about = "Microseconds of one call, points as [query tokens, microseconds]. Made by: python -m ci.measured"
     listed = ",\n".join(f"  {json.dumps(row)}" for row in rows)
     times = f"[\n{listed}\n ]" if rows else "[]"
     return f'{{\n "about": {json.dumps(about)},\n "gpus": {json.dumps(gpus)},\n "times": {times}\n}}\n'

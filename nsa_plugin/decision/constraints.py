@@ -44,6 +44,7 @@ class Constraints:
         stock_tokens: up to this many context tokens in all, the stock engine's code selects; 0 = never. Without times
             for the shape it selects for more, too, unless a setting names a library.
         stock_attends_by: the routes that the stock engine's code also attends by where it selects.
+        stock_selects_prefills: the stock engine's code selects for every prefill; the plan's library is not called.
     """
 
     no_dense: str = ""
@@ -64,6 +65,7 @@ class Constraints:
     stock_prefill: Route | None = None
     stock_tokens: int = 0
     stock_attends_by: frozenset[Route] = frozenset()
+    stock_selects_prefills: bool = False
 
     def __post_init__(self) -> None:
         if self.preferred and not self.preferred_by:

@@ -11,9 +11,10 @@ rows take is subtracted, so that both together stay within the setting.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 from nsa_plugin.decision import timings, v4_memory
-from nsa_plugin.decision.case import Case, count
+from nsa_plugin.decision.case import Case, count, in_time
 from nsa_plugin.decision.plan import IndexerMode, IndexerPlan, Reason, text_of
 from nsa_plugin.decision.routes import Route, capability_refusal, rows_refusal
 from nsa_plugin.errors import NoProviderError
@@ -21,11 +22,16 @@ from nsa_plugin.libraries.capabilities import Op
 from nsa_plugin.libraries.devices import MIB, DeviceProfile
 
 LOGIT_BYTES = 4
-INDEXER_LAYOUT = "indexer_fp8"
+V32_HEADS = 64
+"""The heads of DeepSeek-V3.2's indexer, whose times stand for another number of heads that was not measured."""
 # The logits keep at least this share of the budget, whatever else is held: less would leave the device idle.
 LEAST_SHARE = 8
 LIBRARIES = ("deep_gemm", "triton", "reference")
 """Libraries with an indexer, the preferred first."""
+UNPAGED = "cuda"
+"""A library whose indexer keeps no logits and reads no pages: for prefills that it was measured to be quickest for."""
+UNPAGED_KEYS = 2**20
+"""Most keys of a batch for it. With more it would sample fewer of them, and its thresholds would be worse."""
 
 
 def topk_plan(case: Case, route: Route, *, shared: bool = False) -> tuple[IndexerPlan, dict[str, Reason]]:
@@ -39,10 +45,12 @@ def topk_plan(case: Case, route: Route, *, shared: bool = False) -> tuple[Indexe
         NoProviderError: no installed library supports the model's indexer.
     """
     model, batch = case.model, case.batch
-    provider, why_provider = _provider(case, route.library)
-    rows, why_rows = _rows_per_chunk(case, route)
+    rows = case.sharded_load.rows if shared else batch.num_tokens
+    unpaged = _unpaged(case, rows)
+    provider, why_provider = (UNPAGED, unpaged) if unpaged else _provider(case, route.library)
+    chunk, why_chunk = _rows_per_chunk(case, route)
     metadata, why_metadata = _metadata_provider(case, provider)
-    plan = _plan(provider, rows, metadata)
+    plan = _plan(provider, chunk, metadata)
     whose = ", by the rank that attends to them" if shared else ""
 
     def selected() -> str:
@@ -51,7 +59,7 @@ def topk_plan(case: Case, route: Route, *, shared: bool = False) -> tuple[Indexe
     return plan, {
         "indexer": selected,
         "indexer.provider": why_provider,
-        "indexer.rows_per_chunk": why_rows,
+        "indexer.rows_per_chunk": why_chunk,
         "indexer.metadata_provider": why_metadata,
     }
 
@@ -68,13 +76,19 @@ def selection_us(case: Case, scored: int) -> float:
     model = case.model
     if not scored or not case.timed or model.family != "v3.2":
         return 0.0
-    heads, known = case.once("indexer.times", lambda: _times(case, _provider(case, "")[0]))
+    heads, known = case.once("indexer.times", lambda: _times_by_pairs(case))
     return timings.time_at(known, scored) * model.index_n_heads / heads * model.selecting_layers if known else 0.0
 
 
-def _times(case: Case, provider: str) -> tuple[int, timings.Points]:
-    """(measured indexer heads, (pairs, microseconds) of a provider)."""
-    return timings.fitting(case.device.sm, Op.INDEXER_TOPK, INDEXER_LAYOUT, case.model.index_n_heads, provider)
+def _times_by_pairs(case: Case) -> tuple[int, timings.Points]:
+    """(measured indexer heads, (pairs, microseconds) of the library that scores)."""
+    provider, _ = _provider(case, "")
+    for heads in (case.model.index_n_heads, V32_HEADS):
+        found = timings.selections(case.device.sm, Op.INDEXER_TOPK, heads, case.model.index_topk)
+        points = {one.rows * one.keys: one.us[provider] for one in found if provider in one.us}
+        if points:
+            return heads, tuple(sorted(points.items()))
+    return 0, ()
 
 
 @functools.lru_cache(maxsize=256)
@@ -89,6 +103,42 @@ def _provider(case: Case, attention_provider: str) -> tuple[str, str]:
         return _first_provider(case, attention_provider)
     allows_reference = attention_provider == "reference"
     return case.once(("indexer", allows_reference), lambda: _first_provider(case, attention_provider))
+
+
+def _unpaged(case: Case, rows: int) -> Reason | None:
+    """Why the indexer without logits selects for `rows` query tokens of the batch, or None if another one does."""
+    if not case.extend or case.constraints.stock_selects_prefills:
+        return None
+    measured = case.once("indexer.unpaged", lambda: _unpaged_times(case))
+    batch, compression = case.batch, _compression(case)
+    if not measured or batch.total_kv_len // compression > UNPAGED_KEYS:
+        return None
+    # Which request a query token belongs to is not known here.
+    keys = batch.total_kv_len // batch.num_requests // compression
+    nearest = next((one for one in reversed(measured) if one.keys <= keys and one.rows <= rows), None)
+    if nearest is None or min(nearest.us, key=nearest.us.__getitem__) != UNPAGED:
+        return None
+
+    def why() -> str:
+        times = ", ".join(f"{name} {in_time(us)}" for name, us in sorted(nearest.us.items(), key=lambda one: one[1]))
+        at = f"{timings.gpu_of(case.device.sm)}, {count(nearest.rows, 'query token')}, {nearest.keys} keys"
+        return f"no logits in memory, and the least time: {times} ({at})"
+
+    return why
+
+
+def _unpaged_times(case: Case) -> tuple[timings.SelectionTimes, ...]:
+    """Times of the libraries that support the model's indexer, where the one without logits is one of them."""
+    found = timings.selections(case.device.sm, Op.INDEXER_TOPK, case.model.index_n_heads, case.model.index_topk)
+    if not found or _refusal(case, UNPAGED, "") is not None:
+        return ()
+    supported = {name for name in (UNPAGED, *LIBRARIES) if _refusal(case, name, "") is None}
+    kept = (replace(one, us={name: us for name, us in one.us.items() if name in supported}) for one in found)
+    return tuple(one for one in kept if UNPAGED in one.us and len(one.us) > 1)
+
+
+def _compression(case: Case) -> int:
+    return v4_memory.COMPRESSION if case.model.family == "v4" else 1
 
 
 def _row_limits(case: Case) -> list[int]:
@@ -134,8 +184,7 @@ def _refusal(case: Case, library: str, attention_provider: str) -> str | None:
 def _rows_per_chunk(case: Case, route: Route) -> tuple[int, Reason]:
     """(query tokens whose float32 logits are held at once, why)."""
     batch = case.batch
-    compression = v4_memory.COMPRESSION if case.model.family == "v4" else 1
-    row_bytes = LOGIT_BYTES * max(-(-batch.max_kv_len // compression), 1)
+    row_bytes = LOGIT_BYTES * max(-(-batch.max_kv_len // _compression(case)), 1)
     asked, source = _logits_budget(case, route)
     quarter = case.device.memory_free // 4
     budget = min(asked, quarter)

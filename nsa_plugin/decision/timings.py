@@ -9,6 +9,9 @@ by SM version, op, KV layout, route in words, and head count. A time depends on:
 - the selection and the window are those of `SELECTIONS`; for others there is no estimate.
 - the context only where it is copied (see `sparse.estimate`); of two measured contexts the longer counts.
 
+The indexer's times are filed by what it selects in place of the layout, and by its own heads. They depend on the query
+tokens and on the keys that each sees. No time between is made up: the nearest smaller case that was measured decides.
+
 Pure: no torch, no engine; reads one packaged file, once.
 """
 
@@ -109,6 +112,47 @@ _PACKAGED: dict[str, Any] = json.loads(
 TIMINGS: Timings = from_json(_PACKAGED)
 GPUS: dict[int, str] = {int(sm): gpu for sm, gpu in _PACKAGED["gpus"].items()}
 """The GPU that the times of an SM version were measured on."""
+
+
+def selected_from(topk: int, keys: int) -> str:
+    """What stands for the layout in the indexer's times."""
+    return f"{topk} of {keys}"
+
+
+@dataclass(frozen=True)
+class SelectionTimes:
+    """Measured times of the indexer's kernels for one case.
+
+    Attributes:
+        keys: keys that a query token sees.
+        rows: query tokens.
+        us: microseconds by kernel library.
+    """
+
+    keys: int
+    rows: int
+    us: Mapping[str, float]
+
+
+def selections(sm: int, op: str, heads: int, topk: int) -> tuple[SelectionTimes, ...]:
+    """The measured cases of an indexer, by keys and query tokens.
+
+    Args:
+        op: "indexer_topk".
+        heads: the indexer's heads.
+        topk: tokens that it selects.
+    """
+    found: dict[tuple[int, int], dict[str, float]] = {}
+    for (measured_sm, measured_op, layout), by_route in TIMINGS.items():
+        if (measured_sm, measured_op) != (sm, op):
+            continue
+        keys = int(layout.split()[-1])
+        if layout != selected_from(topk, keys):
+            continue
+        for route, by_heads in by_route.items():
+            for rows, us in by_heads.get(heads, ()):
+                found.setdefault((keys, rows), {})[route] = us
+    return tuple(SelectionTimes(keys, rows, us) for (keys, rows), us in sorted(found.items()))
 
 
 def gpu_of(sm: int) -> str:

@@ -33,27 +33,39 @@ CUDA = KernelLibrary(
     targets={
         "sparse_mla_prefill": "nsa_plugin.kernels.cuda.attention:prefill",
         "sparse_mla_decode": "nsa_plugin.kernels.cuda.attention:decode",
+        "indexer_topk": "nsa_plugin.kernels.cuda.indexer:topk",
         "topk_rows": "nsa_plugin.kernels.cuda.topk:topk_rows",
     },
     requires=("cuda",),
     assumed=("cuda-bindings", "13.0.3"),
     # SM100 has kernels of FlashMLA and TRT-LLM.
-    kernels=tuple(
+    kernels=(
+        *(
+            Capability(
+                op=op,
+                layouts=(layout,),
+                sm_min=first,
+                sm_max=last,
+                dims=(row,),
+                source=f"nsa_plugin/kernels/cuda/{module}.py",
+            )
+            for op in SPARSE_OPS
+            for layout, row, module in (
+                ("v32_fp8", V32_ROW, "sparse_mla"),
+                ("v4_fp8", V4_ROW, "sparse_mla"),
+                ("bf16", V32_ROW, "sparse_mla_rows"),
+            )
+            for first, last in ((80, 90), (120, 121))
+        ),
+        # Of a prefill alone: the kernel does not read pages.
         Capability(
-            op=op,
-            layouts=(layout,),
-            sm_min=first,
-            sm_max=last,
-            dims=(row,),
-            source=f"nsa_plugin/kernels/cuda/{module}.py",
-        )
-        for op in SPARSE_OPS
-        for layout, row, module in (
-            ("v32_fp8", V32_ROW, "sparse_mla"),
-            ("v4_fp8", V4_ROW, "sparse_mla"),
-            ("bf16", V32_ROW, "sparse_mla_rows"),
-        )
-        for first, last in ((80, 90), (120, 121))
+            op=Op.INDEXER_TOPK,
+            sm_min=90,
+            sm_max=90,
+            head_counts=(32, 64),
+            dims=((128,),),
+            source="nsa_plugin/kernels/cuda/indexer.py",
+        ),
     ),
 )
 

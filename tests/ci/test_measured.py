@@ -113,6 +113,23 @@ def test_rows_of_every_op_find_their_place(tmp_path: Path) -> None:
     }
 
 
+def test_indexers_are_filed_by_what_they_select(tmp_path: Path) -> None:
+    def indexer(provider: str, time: float, budget_mib: int = 512) -> dict[str, Any]:
+        made = row("indexer_topk", provider, time, heads=64, q=8192, kv=131072, topk=2048, budget_mib=budget_mib)
+        del made["case"]["layout"]
+        return made
+
+    rows = [indexer("cuda", 14000.0), indexer("deep_gemm", 17000.0), indexer("deep_gemm", 18000.0, budget_mib=256)]
+    write(tmp_path, "a", [*rows, indexer("deep_gemm in one piece, torch.topk", 30000.0)])
+    found = generator.collect(tmp_path)
+    assert found == {
+        (90, "indexer_topk", timings.selected_from(2048, 131072)): {
+            "cuda": {64: ((8192, 14000.0),)},
+            "deep_gemm": {64: ((8192, 17000.0),)},
+        },
+    }
+
+
 def test_dense_and_sparse_attention_of_a_prompt_have_their_projections(tmp_path: Path) -> None:
     write(
         tmp_path,

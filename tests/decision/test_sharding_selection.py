@@ -26,7 +26,8 @@ FULL = synthetic(90)
 PAIR = replace(V32_FP8, attn_tp_size=2)
 STEP = "flash_mla sparse_decode"
 PREFILL, GROUP2 = (90, "sparse_mla_prefill", "v32_fp8"), (90, "token_shard_attention tp2", "v32_fp8")
-INDEXER = (90, "indexer_topk", "indexer_fp8")
+FEWER, MORE = (timings.selected_from(2048, keys) for keys in (102_400, 1_024_000))
+INDEXER = [(90, "indexer_topk", selected) for selected in (FEWER, MORE)]
 MEBI = 1 << 20
 
 
@@ -36,7 +37,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
     table: timings.Timings = {
         PREFILL: {STEP: {64: ((4096, 1000.0),), 128: ((2048, 1.0),)}},
         GROUP2: {f"token_shard by {STEP}": {64: ((4096, 1200.0),)}},
-        INDEXER: {"deep_gemm": {64: ((100 * MEBI, 100.0), (1000 * MEBI, 1000.0))}},
+        **{place: {"deep_gemm": {64: ((1024, us),)}} for place, us in zip(INDEXER, (100.0, 1000.0), strict=True)},
     }
     monkeypatch.setattr(timings, "TIMINGS", table)
 
@@ -75,7 +76,8 @@ def test_the_selection_takes_its_time_by_heads_and_by_layers(
 
 def test_without_times_or_pairs_nothing_is_counted(measured: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert selection_us(case(), 0) == 0
-    monkeypatch.delitem(timings.TIMINGS, INDEXER)
+    for place in INDEXER:
+        monkeypatch.delitem(timings.TIMINGS, place)
     assert selection_us(case(), 500 * MEBI) == 0
     assert not choose(PAIR, extend(4096, 500_000), FULL).token_shard
 

@@ -77,12 +77,13 @@ def test_topk_compiles(sm: int) -> None:
     assert registers(build._cubin("topk.cu", (("THREADS", THREADS),), f"sm_{sm}" + ("a" if sm >= 90 else ""))) > 0
 
 
-@pytest.mark.parametrize("sample", [0, 1])
-@pytest.mark.parametrize("in_flight", [0, 1, 2])
-def test_indexer_compiles_and_fits(in_flight: int, sample: int) -> None:
-    defines = indexer.definitions(indexer.IndexerTuning(in_flight=in_flight), sample=sample)
-    cubin = build._cubin(indexer.SOURCE, tuple(sorted(defines.items())), "sm_90a")
-    assert 0 < registers(cubin) * indexer.BLOCK[0] <= REGISTERS
+@pytest.mark.parametrize(("source", "sample"), [(indexer.SCAN, 0), (indexer.SCAN, 1), (indexer.REDO, 0)])
+@pytest.mark.parametrize("relu", [0, 1, 2])
+@pytest.mark.parametrize("heads", indexer.HEADS)
+def test_indexer_compiles_and_fits(heads: int, relu: int, source: str, sample: int) -> None:
+    defines = indexer.definitions(source, indexer.IndexerTuning(relu=relu), heads=heads, sample=sample)
+    cubin = build._cubin(source, tuple(sorted(defines.items())), "sm_90a")
+    assert 0 < registers(cubin) * indexer.BLOCKS[source][0] <= REGISTERS
 
 
 @pytest.mark.parametrize("heads", sparse_mla_wide.HEADS)

@@ -182,10 +182,10 @@ def test_synthetic_cpu_has_the_reference_only() -> None:
 
 
 def test_synthetic_accepts_kernels_of_a_later_release() -> None:
-    kernel = Capability(op=Op.INDEXER_TOPK, layouts=(), sm_min=90, sm_max=90)
-    assert "cuda" not in synthetic(90).providers(Op.INDEXER_TOPK)
-    assert "cuda" in synthetic(90, kernels={"cuda": (kernel,)}).providers(Op.INDEXER_TOPK)
-    assert "cuda" not in synthetic(100, kernels={"cuda": (kernel,)}).providers(Op.INDEXER_TOPK)
+    kernel = Capability(op=Op.MHA_ONE_SHOT, layouts=(), sm_min=90, sm_max=90)
+    assert "cuda" not in synthetic(90).providers(Op.MHA_ONE_SHOT)
+    assert "cuda" in synthetic(90, kernels={"cuda": (kernel,)}).providers(Op.MHA_ONE_SHOT)
+    assert "cuda" not in synthetic(100, kernels={"cuda": (kernel,)}).providers(Op.MHA_ONE_SHOT)
 
 
 def test_synthetic_refuses_an_unknown_library() -> None:

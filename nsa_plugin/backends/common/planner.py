@@ -102,6 +102,7 @@ class Planner:
     """
 
     engine: ClassVar[str] = ""
+    selects_prefills: ClassVar[bool] = True  # by the plan's library; else the engine's code selects
 
     model: ModelShape
     device: DeviceProfile
@@ -128,7 +129,7 @@ class Planner:
         """Return the constraints of a batch of `rows` query tokens: paths, why heads stay local, and `more`."""
         paths = routes_of(self.engine, self.model.kv_layout, prefill=prefill)
         named = {"paths": paths, "engine": self.engine, "keep_heads": self.keep_heads(rows)} | more
-        return Constraints(**named)
+        return Constraints(stock_selects_prefills=not self.selects_prefills, **named)
 
     def keep_heads(self, rows: int) -> str:
         """Return why a batch of `rows` query tokens cannot reshard, whatever the times; "" if it can."""

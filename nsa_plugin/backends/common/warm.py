@@ -14,8 +14,10 @@ from typing import Any
 import torch
 
 from nsa_plugin.backends.common.providers import Providers
+from nsa_plugin.decision.indexer import UNPAGED
 from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.errors import NoProviderError
+from nsa_plugin.kernels.checks import FP8_DTYPE
 from nsa_plugin.kernels.kv_cache import PagedCache, allocate_cache
 from nsa_plugin.kernels.selector import default_selector
 from nsa_plugin.kernels.shard_indices import KvShard
@@ -27,6 +29,8 @@ SELECTED = 64
 WHOLE_ROWS = 512
 MANY_ROWS = 2048
 """More than `kernels.triton.kv_cache.FEW_ROWS`."""
+MANY_KEYS = 16384
+"""More than the indexer without logits gathers without a sampled threshold."""
 
 
 def warm(kernels: Iterable[tuple[str, str]], providers: Providers, model: ModelShape, device: torch.device) -> None:
@@ -111,6 +115,26 @@ def warm_shard(
         return found != model.index_topk
 
     expect_zeros("a rank's slots of a selection", missed, "the ranks do not have every selected token once")
+
+
+def warm_unpaged(providers: Providers, model: ModelShape, device: torch.device) -> None:
+    """As `warm`, for the indexer that keeps no logits: equal keys, of which it selects the first.
+
+    Raises:
+        NoProviderError: as `warm`.
+    """
+    select = providers.load("indexer_topk", UNPAGED)
+    q = torch.zeros(ROWS, model.index_n_heads, model.index_head_dim, device=device).to(FP8_DTYPE)
+    starts = torch.zeros(ROWS, dtype=torch.int32, device=device)
+    ends = torch.full_like(starts, MANY_KEYS)
+
+    def missed() -> torch.Tensor:
+        keys = torch.zeros(MANY_KEYS, model.index_head_dim, device=device).to(FP8_DTYPE)
+        weights = torch.ones(ROWS, model.index_n_heads, device=device)
+        chosen = select(q, keys, None, weights, starts, ends, model.index_topk)
+        return chosen != torch.arange(model.index_topk, device=device)
+
+    expect_zeros("the selection of a long prefill", missed, "of equal keys it does not select the first")
 
 
 def warm_reading(providers: Providers, model: ModelShape, device: torch.device) -> None:

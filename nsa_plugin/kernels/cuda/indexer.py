@@ -1,37 +1,44 @@
-"""`indexer_topk` in CUDA without logits in memory: SM90, 64 heads of 128 fp8 values (`indexer.cu`).
+"""`indexer_topk` in CUDA without logits in memory: SM90, 32 or 64 heads of 128 fp8 values.
 
-A sample of the keys is scored first and gives each row a threshold that about twice topk of its keys reach. Then
-all keys are scored, and a row's buffer in global memory gets those that reach it: 64 KiB a row, however many keys there
-are. A buffer that fills up is cut back to the best topk; a row with fewer than topk entries is scored again without a
-threshold. Both follow from the data on the device, and the result is exact for any data. `topk_entries` (topk.cu)
-selects from the buffers: the lowest positions of a tie, in ascending order.
+A sample of the keys is scored first and gives each row a threshold that about twice topk of its keys reach. Then all
+keys are scored (`indexer_scan.cu`), and a row's lists in global memory get those that reach it: 56 KiB a row, however
+many keys there are. A row whose lists are full or have fewer than topk entries is scored again (`indexer_redo.cu`):
+lists that fill up are cut back to the best topk. All of that follows from the data on the device, and the result is
+exact for any data. `topk_entries` (topk.cu) selects from the lists: the lowest positions of a tie, in ascending order.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from nsa_plugin.kernels.checks import FP8_DTYPE, require
-from nsa_plugin.kernels.cuda.topk import CAPACITY, CAPACITY_ABOVE_2048, THREADS, shared_bytes
+from nsa_plugin.kernels.cuda.topk import BINS, CAPACITY, CAPACITY_ABOVE_2048, THREADS, shared_bytes
 from nsa_plugin.kernels.indexer_args import check_limits, check_ragged
-from nsa_plugin.kernels.topk import CUDA_MAX_TOPK, new_output
+from nsa_plugin.kernels.topk import CUDA_MAX_TOPK, Request, new_output, row_chunks, uncovered_rows
+from nsa_plugin.kernels.triton.device import facts_of
 
 OP = "indexer_topk"
-SOURCE = "indexer.cu"
-HEADS, DIM = 64, 128
-ROWS = 8
-"""Query rows of a block."""
+SCAN, REDO = "indexer_scan.cu", "indexer_redo.cu"
+HEADS, DIM = (32, 64), 128
+HOPPER = 90
+BLOCK_HEADS = 512
+"""Heads of a block's query rows: 8 or 16 rows."""
 TILE = 64
 """Keys of a product."""
 SLACK = 16 * TILE
-"""Entries that a buffer gets between two looks at its room."""
-STAGES = 12
-BLOCK = (640, 1, 1)
+"""Entries that the lists of a row may get between two looks at their room, where a row is scored again."""
+LISTS = 4
+"""Lists of a row and a part: one a warp."""
+LIST, LIST_ABOVE_2048 = 1792, 2560
+"""Entries of a list. By the sampled threshold 56 and 65 % of them are used, and a full list is rarer than 1e-10."""
+STAGES = {SCAN: 18, REDO: 12}
+BLOCKS = {SCAN: (384, 1, 1), REDO: (640, 1, 1)}
 ALIGNMENT = 16
-MAX_SAMPLES = 8192
+MAX_SAMPLES = 32768
 MAX_PARTS = 8
 LEAST_PART = 4096
 LEAST_FINITE = torch.finfo(torch.float32).min
@@ -43,12 +50,10 @@ class IndexerTuning:
     """How `topk` runs.
 
     Attributes:
-        in_flight: warpgroups of a block at the tensor cores at a time (1 or 2); 0: as they come.
         relu: 0 by a maximum, 1 by a saturated product, 2 both in turn. All give the same bits.
         step: keys of which one is sampled.
     """
 
-    in_flight: int = 2
     relu: int = 1
     step: int = 32
 
@@ -61,7 +66,7 @@ class Buffers:
     """Sizes of the memory of a chunk of rows.
 
     Attributes:
-        capacity: entries of a part's buffer.
+        capacity: entries of a list; a row has LISTS of them in each part.
         parts: pieces that a row's keys are scored in, side by side.
         step: keys of which one is sampled.
         samples: sampled keys; 0 where every row fits its buffer.
@@ -74,8 +79,13 @@ class Buffers:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row: entries, two counts a part, a threshold, and the sampled logits."""
-        return self.parts * (ENTRY_BYTES * self.capacity + 8) + 4 + 4 * self.samples
+        """Bytes of a row: entries, two counts a list, and a threshold."""
+        return 4 * self.row_words + self.parts * LISTS * 8 + 4
+
+    @property
+    def row_words(self) -> int:
+        """32-bit words of a row's entries, in whose memory the sampled logits are before."""
+        return max(self.parts * LISTS * self.capacity * ENTRY_BYTES // 4, self.samples)
 
     @property
     def offset(self) -> int:
@@ -94,6 +104,7 @@ def topk(
     *,
     rows_per_chunk: int | None = None,
     out: torch.Tensor | None = None,
+    requests: Sequence[Request] | None = None,
     tuning: IndexerTuning = TUNING,
 ) -> torch.Tensor:
     """int32 [rows, topk] positions relative to ks, -1 behind them; see `nsa_plugin.kernels.indexer.reference_topk`.
@@ -102,9 +113,10 @@ def topk(
     as that is a block of rows.
 
     Args:
-        q: [rows, 64, 128] float8_e4m3fn.
+        q: [rows, 32 or 64, 128] float8_e4m3fn.
         k: [keys, 128] float8_e4m3fn.
         rows_per_chunk: bounds the memory as above; None: all rows at once.
+        requests: as `nsa_plugin.kernels.triton.indexer.topk`; rows of none, or of one without keys, are all -1.
         tuning: how the kernel runs.
 
     Raises:
@@ -113,9 +125,11 @@ def topk(
     check_ragged(OP, q, k, k_scale, weights, ks, ke, dtypes=(FP8_DTYPE,))
     check_limits(OP, rows_per_chunk, None)
     rows, heads, dim = q.shape
-    require((heads, dim) == (HEADS, DIM), OP, f"q has {heads} heads of {dim} values; the CUDA kernel takes 64 of 128")
+    fits = heads in HEADS and dim == DIM
+    require(fits, OP, f"q has {heads} heads of {dim} values; the CUDA kernel takes 32 or 64 of 128")
     require(topk <= CUDA_MAX_TOPK, OP, f"topk is {topk}; the CUDA kernel selects at most {CUDA_MAX_TOPK}")
-    require(q.is_cuda, OP, f"q is on {q.device}; the CUDA kernel needs a CUDA device of SM90")
+    sm90 = q.is_cuda and facts_of(q.device).architecture == HOPPER
+    require(sm90, OP, f"q is on {q.device}; the CUDA kernel needs a CUDA device of SM90")
     result = new_output(OP, rows, topk, out, q.device)
     keys = k.shape[0]
     if rows == 0 or keys == 0:
@@ -124,16 +138,21 @@ def topk(
     inputs = (_aligned(q), _aligned(k), scale.contiguous(), _aligned(weights))
     starts, ends = ks.int().contiguous(), ke.int().contiguous()
     target = result if result.is_contiguous() else torch.empty_like(result, memory_format=torch.contiguous_format)
-    sms = torch.cuda.get_device_properties(q.device).multi_processor_count
+    sms = facts_of(q.device).sms
     limit = None if rows_per_chunk is None else rows_per_chunk * 4 * keys
     with torch.cuda.device_of(q):
-        for first, end, buffers in plan(rows, keys, topk, sms, limit, tuning.step):
+        for first, end, buffers in plan(rows, keys, topk, sms, limit, tuning.step, BLOCK_HEADS // heads):
             _chunk(inputs, starts, ends, target, slice(first, end), buffers, tuning)
-    return result if target is result else result.copy_(target)
+    if target is not result:
+        result.copy_(target)
+    if requests is not None:
+        for gap in uncovered_rows(list(row_chunks(rows, keys, rows_per_chunk=None, requests=requests)), rows):
+            result[gap].fill_(-1)
+    return result
 
 
 def plan(
-    rows: int, keys: int, topk: int, sms: int, limit: int | None, step: int = TUNING.step
+    rows: int, keys: int, topk: int, sms: int, limit: int | None, step: int = TUNING.step, block: int = 8
 ) -> list[tuple[int, int, Buffers]]:
     """(first row, end row, buffers) of each chunk of a batch.
 
@@ -141,21 +160,22 @@ def plan(
         sms: multiprocessors of the device, each with one block at a time.
         limit: bytes that a chunk may take; at least one block of rows is taken.
         step: keys of which one is sampled; more where that would be too many.
+        block: query rows of a block.
     """
     chunks = []
-    first, wave = 0, ROWS * sms
+    first, wave = 0, block * sms
     while first < rows:
         left = rows - first
-        tail = -(-(left % wave) // ROWS)
+        tail = -(-(left % wave) // block)
         parts = _parts(tail, keys, sms)
         # Whole waves of blocks, one on each multiprocessor; what is left at the end in parts, where that is quicker.
         buffers = _buffers(keys, topk, 1, step)
-        most = left if limit is None else max(ROWS, limit // buffers.row_bytes)
+        most = left if limit is None else max(block, limit // buffers.row_bytes)
         if most >= wave and left >= wave:
             taken = left if most >= left and parts == 1 else min(most, left) // wave * wave
         else:
             buffers = _buffers(keys, topk, parts, step)
-            most = left if limit is None else max(ROWS, limit // buffers.row_bytes // ROWS * ROWS)
+            most = left if limit is None else max(block, limit // buffers.row_bytes // block * block)
             taken = min(left, most)
         chunks.append((first, first + taken, buffers))
         first += taken
@@ -163,11 +183,11 @@ def plan(
 
 
 def _buffers(keys: int, topk: int, parts: int, step: int) -> Buffers:
-    # A row's entries are about 2 * topk in all. A part has room for topk of them, and is cut back beyond that.
-    whole = CAPACITY if topk <= 2048 else CAPACITY_ABOVE_2048
-    capacity = whole if parts == 1 else topk + 2 * SLACK
+    # A row's entries are about 2 * topk in all. Where there are parts, any of them may have them all.
+    whole = LIST if topk <= 2048 else LIST_ABOVE_2048
+    capacity = whole if parts == 1 else -(-(topk + 2 * SLACK) // LISTS)
     step = max(step, -(-keys // MAX_SAMPLES))
-    samples = 0 if keys <= capacity - SLACK else max(0, keys - step // 2 + step - 1) // step
+    samples = 0 if keys <= LISTS * capacity - SLACK else max(0, keys - step // 2 + step - 1) // step
     return Buffers(capacity, parts, step, samples)
 
 
@@ -196,29 +216,31 @@ def _chunk(
     q, k, scale, weights = (inputs[0][some], inputs[1], inputs[2], inputs[3][some])
     starts, ends, out = starts[some], ends[some], out[some]
     rows, keys, topk, device = q.shape[0], k.shape[0], out.shape[1], q.device
-    counts = torch.empty((2, rows, buffers.parts), dtype=torch.int32, device=device)
-    entries = torch.empty((rows, buffers.parts, buffers.capacity, 2), dtype=torch.int32, device=device)
+    counts = torch.empty((2, rows, buffers.parts, LISTS), dtype=torch.int32, device=device)
+    entries = torch.empty(rows * buffers.row_words, dtype=torch.int32, device=device)
     arguments = Arguments(
         weights=weights.data_ptr(),
         ks=starts.data_ptr(),
         ke=ends.data_ptr(),
         entries=entries.data_ptr(),
+        sampled=entries.data_ptr(),
         rows=rows,
         topk=topk,
         capacity=buffers.capacity,
         parts=buffers.parts,
         all_keys=keys,
     )
-    dynamic = ROWS * HEADS * DIM + STAGES * TILE * DIM
-    q_map = tensor_map(q.view(rows * HEADS, DIM), ROWS * HEADS // 2)
-    grid = (-(-rows // ROWS), buffers.parts, 1)
+    heads = q.shape[1]
+    q_map = tensor_map(q.view(rows * heads, DIM), BLOCK_HEADS // 2)
+    grid = (-(-rows * heads // BLOCK_HEADS), buffers.parts, 1)
 
-    def score(sample: int, values: torch.Tensor, scales: torch.Tensor, parts: int) -> None:
-        arguments.keys, arguments.k_scale, arguments.parts = values.shape[0], scales.data_ptr(), parts
-        defines = definitions(tuning, sample=sample)
-        load_kernel(SOURCE, "indexer_entries", defines=defines, max_dynamic_shared=dynamic)(
-            grid=(grid[0], parts, 1),
-            block=BLOCK,
+    def score(source: str, values: torch.Tensor, scales: torch.Tensor, sample: int = 0) -> None:
+        arguments.keys, arguments.k_scale = values.shape[0], scales.data_ptr()
+        dynamic = BLOCK_HEADS * DIM + STAGES[source] * TILE * DIM
+        defines = definitions(source, tuning, heads=heads, sample=sample)
+        load_kernel(source, source.removesuffix(".cu"), defines=defines, max_dynamic_shared=dynamic)(
+            grid=grid,
+            block=BLOCKS[source],
             args=(q_map, tensor_map(values, TILE), arguments),
             shared_bytes=dynamic,
         )
@@ -226,32 +248,33 @@ def _chunk(
     if buffers.samples:
         chosen = slice(buffers.offset, None, buffers.step)
         few, few_scales = k.view(torch.uint8)[chosen].contiguous(), scale[chosen].contiguous()
-        sampled = torch.empty((rows, buffers.samples), dtype=torch.float32, device=device)
         thresholds = torch.empty(rows, dtype=torch.float32, device=device)
-        arguments.sampled, arguments.stride, arguments.offset = sampled.data_ptr(), buffers.step, buffers.offset
-        score(1, few, few_scales, buffers.parts)
+        arguments.stride, arguments.offset = buffers.step, buffers.offset
+        score(SCAN, few, few_scales, sample=1)
         load_kernel(
-            "topk.cu", "row_thresholds", defines={"THREADS": THREADS}, max_dynamic_shared=shared_bytes(CUDA_MAX_TOPK)
+            "topk.cu", "row_thresholds", defines={"THREADS": THREADS}, max_dynamic_shared=4 * (MAX_SAMPLES + BINS)
         )(
             grid=(rows, 1, 1),
             block=(THREADS, 1, 1),
             args=(
-                sampled,
+                entries,
                 starts,
                 ends,
                 thresholds,
                 *map(ctypes.c_int32, (buffers.samples, buffers.step, buffers.offset, keys, topk)),
-                ctypes.c_int32(buffers.capacity - SLACK),
+                # A row's keys may all lie in one part; its entries are spread over all of them.
+                ctypes.c_int32(LISTS * buffers.capacity - SLACK),
+                ctypes.c_int32(buffers.parts * LISTS * buffers.capacity - SLACK),
             ),
-            shared_bytes=4 * (2 * (-(-buffers.samples // 2)) + 2048),
+            shared_bytes=4 * (2 * (-(-buffers.samples // 2)) + BINS),
         )
     else:
         thresholds = torch.full((rows,), LEAST_FINITE, dtype=torch.float32, device=device)
     arguments.thresholds, arguments.stride, arguments.offset = thresholds.data_ptr(), 1, 0
     arguments.counts, arguments.new_counts = None, counts[0].data_ptr()
-    score(0, k, scale, buffers.parts)
+    score(SCAN, k, scale)
     arguments.counts, arguments.new_counts = counts[0].data_ptr(), counts[1].data_ptr()
-    score(0, k, scale, buffers.parts)
+    score(REDO, k, scale)
     load_kernel(
         "topk.cu", "topk_entries", defines={"THREADS": THREADS}, max_dynamic_shared=shared_bytes(CUDA_MAX_TOPK)
     )(
@@ -264,20 +287,22 @@ def _chunk(
             ends,
             out,
             ctypes.c_int64(out.stride(0)),
-            *map(ctypes.c_int32, (buffers.parts, buffers.capacity, keys, topk)),
+            *map(ctypes.c_int32, (LISTS * buffers.parts, buffers.capacity, keys, topk)),
             ctypes.c_int32(CAPACITY if topk <= 2048 else CAPACITY_ABOVE_2048),
         ),
         shared_bytes=shared_bytes(topk),
     )
 
 
-def definitions(tuning: IndexerTuning, *, sample: int) -> dict[str, int]:
-    """Preprocessor definitions of indexer.cu; sample 1: the form that stores the logits of a sample of the keys."""
-    return {"IN_FLIGHT": tuning.in_flight, "RELU": tuning.relu, "STAGES": STAGES, "SAMPLE": sample}
+def definitions(source: str, tuning: IndexerTuning, *, heads: int = 64, sample: int = 0) -> dict[str, int]:
+    """Preprocessor definitions of a source; sample 1: the scan that stores the logits of a sample of the keys."""
+    return {"HEADS": heads, "RELU": tuning.relu, "STAGES": STAGES[source]} | (
+        {"SAMPLE": sample} if source == SCAN else {}
+    )
 
 
 class Arguments(ctypes.Structure):
-    """`Arguments` of indexer.cu."""
+    """`Arguments` of indexer.cuh."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("k_scale", "weights", "ks", "ke", "thresholds")),

@@ -2,9 +2,9 @@
 //
 // A row passes through the memory system once. A sample of it gives a value that, with overwhelming probability,
 // between topk and `capacity` entries reach; those are appended to a buffer in shared memory, whose exact top is then
-// found by a radix select (11 + 11 + 10 bits of an order-preserving key). Where the guess fails - ties, constant or
-// adversarial rows - the row is read again in small pieces, and the buffer is cut back to the best topk whenever the
-// next piece might not fit: exact for any data, no faster than that.
+// found by a radix select (of an order-preserving key, 11 bits a pass from the first that differs). Where the guess
+// fails - ties, constant or adversarial rows - the row is read again in small pieces, and the buffer is cut back to the
+// best topk whenever the next piece might not fit: exact for any data, no faster than that.
 //
 // The appends come in any order, and yet the result is the same bits every time: the selected set is exact, ties go to
 // the lowest positions, and the positions are written in ascending order by way of a bitmap.
@@ -21,7 +21,8 @@
 namespace {
 
 constexpr int kWarps = THREADS / 32;
-constexpr int kBins = 2048;
+constexpr int kDigits = 11;  // bits of a key that a pass of the radix select looks at
+constexpr int kBins = 1 << kDigits;
 constexpr int kBinsPerThread = kBins / THREADS;
 constexpr int kVectors = 4;              // 16-byte loads in flight of a thread
 constexpr int kPiece = 4 * THREADS;      // entries between two looks at the buffer's room
@@ -39,6 +40,7 @@ struct Control {
     int totals[32];
     int bin, room, tied;
     int count;
+    unsigned any, all;  // bits of the keys
 };
 
 // Dynamic shared memory: keys [capacity], positions [capacity], bins [max(kBins, topk)]. Reached through the symbol,
@@ -102,15 +104,34 @@ __device__ __forceinline__ int block_exclusive_sum(int value, int* totals, int* 
 // All threads call it and get the same result; everything written before has to lie behind a barrier.
 template <typename KeyOf>
 __device__ __forceinline__ Cut kth_largest(int capacity, int count, int k, KeyOf key_of) {
-    unsigned prefix = 0, mask = 0;
+    // Keys near each other, such as those above a threshold, have their first bits in common: with these as digits, most
+    // keys would meet in a few bins.
+    if (threadIdx.x == 0) control.any = 0, control.all = ~0u;
+    __syncthreads();
+    unsigned any = 0, all = ~0u;
+    for (int i = threadIdx.x; i < count; i += THREADS) {
+        unsigned key;
+        if (key_of(i, &key)) any |= key, all &= key;
+    }
+    any = __reduce_or_sync(kAllLanes, any);
+    all = __reduce_and_sync(kAllLanes, all);
+    if ((threadIdx.x & 31) == 0) {
+        atomicOr(&control.any, any);
+        atomicAnd(&control.all, all);
+    }
+    __syncthreads();
+    const int differing = 32 - __clz(static_cast<int>(control.any & ~control.all));
+    int digits = differing < kDigits ? differing : kDigits, shift = differing - digits;
+    unsigned mask = differing < 32 ? ~0u << differing : 0;
+    unsigned prefix = control.all & mask;
     int room = k, tied = 0;
-    for (int shift = 21;; shift = shift == 21 ? 10 : 0) {
-        const unsigned digits = shift == 0 ? 1023u : 2047u;
+    while (true) {
         for (int bin = threadIdx.x; bin < kBins; bin += THREADS) bins(capacity)[bin] = 0;
         __syncthreads();
+        const unsigned digit = (1u << digits) - 1;
         for (int i = threadIdx.x; i < count; i += THREADS) {
             unsigned key;
-            if (key_of(i, &key) && (key & mask) == prefix) atomicAdd(&bins(capacity)[(key >> shift) & digits], 1);
+            if (key_of(i, &key) && (key & mask) == prefix) atomicAdd(&bins(capacity)[(key >> shift) & digit], 1);
         }
         __syncthreads();
         // Thread 0 has the highest bins.
@@ -129,11 +150,13 @@ __device__ __forceinline__ Cut kth_largest(int capacity, int count, int k, KeyOf
         }
         __syncthreads();
         prefix |= static_cast<unsigned>(control.bin) << shift;
-        mask |= digits << shift;
+        mask |= digit << shift;
         room = control.room;
         tied = control.tied;
         // Where the whole bin is wanted, its lower edge says as much as the exact key.
         if (shift == 0 || room == tied) break;
+        digits = shift < kDigits ? shift : kDigits;
+        shift -= digits;
     }
     return Cut{prefix, room, tied};
 }
@@ -380,12 +403,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) topk_rows(
     emit(capacity, count, cut, last, length, topk, result);
 }
 
-// The value that, by a sample of a row's logits, between topk and `capacity` of its keys reach, for indexer.cu; the least
+// The value that, by a sample of a row's logits, between topk and `room` of its keys reach, for indexer_scan.cu; the least
 // finite value for rows of at most `capacity` keys. Sample i is key offset + i * step. Grid (rows, 1, 1), block
 // (THREADS, 1, 1); dynamic shared memory: 4 * samples (rounded up to even) + 4 * 2048 bytes.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) row_thresholds(
     const float* __restrict__ sampled, const int* __restrict__ starts, const int* __restrict__ ends,
-    float* __restrict__ thresholds, int samples, int step, int offset, int columns, int topk, int capacity) {
+    float* __restrict__ thresholds, int samples, int step, int offset, int columns, int topk, int capacity, int room) {
     const long long row_index = blockIdx.x;
     const int start = max(starts[row_index], 0), end = min(ends[row_index], columns);
     const int length = end - start;
@@ -396,19 +419,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) row_thresho
         return;
     }
     const float* row = sampled + row_index * samples + first;
+#pragma unroll 4
     for (int i = threadIdx.x; i < taken; i += THREADS) keys()[i] = to_key(row[i]);
     __syncthreads();
     const float share = static_cast<float>(taken) / static_cast<float>(length);
     const Cut cut = kth_largest(
-        (samples + 1) / 2, taken, sampled_rank(taken, share, topk, capacity), [&](int i, unsigned* key) {
+        (samples + 1) / 2, taken, sampled_rank(taken, share, topk, room), [&](int i, unsigned* key) {
             *key = keys()[i];
             return true;
         });
     if (threadIdx.x == 0) thresholds[row_index] = cut.key <= kLeastKey ? -kMostFinite : to_value(cut.key);
 }
 
-// As topk_rows, of the entries (value, column) that indexer.cu gathered: `parts` buffers a row, in any order, with all
-// that belong to the top and no column twice. Rows of at most topk columns need no entries.
+// As topk_rows, of the entries (value, column) that indexer_scan.cu gathered: `parts` lists a row, in any order, with
+// all that belong to the top and no column twice. Rows of at most topk columns need no entries.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) topk_entries(
     const int2* __restrict__ entries, const int* __restrict__ counts, const int* __restrict__ starts,
     const int* __restrict__ ends, int* __restrict__ out, long long out_stride, int parts, int part_capacity, int columns,
@@ -421,33 +445,51 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) topk_entrie
         for (int i = threadIdx.x; i < topk; i += THREADS) result[i] = i < length ? i : -1;
         return;
     }
-    unsigned floor_key = 0;  // below every key
     int count = 0;
-    for (int part = 0; part < parts; ++part) {
-        const int2* some = entries + (row_index * parts + part) * part_capacity;
-        const int given = min(counts[row_index * parts + part], part_capacity);
-        for (int base = 0; base < given; base += kPiece) {
-            if (count + kPiece > capacity) {
-                // Columns come in any order, so later ones may still win a tie.
-                floor_key = cut_back(capacity, count, topk).key;
-                count = topk;
+    for (int part = 0; part < parts; ++part) count += min(counts[row_index * parts + part], part_capacity);
+    if (count <= capacity) {
+        int before = 0;
+        for (int part = 0; part < parts; ++part) {
+            const int2* some = entries + (row_index * parts + part) * part_capacity;
+            const int given = min(counts[row_index * parts + part], part_capacity);
+#pragma unroll 4
+            for (int i = threadIdx.x; i < given; i += THREADS) {
+                const int2 entry = some[i];
+                keys()[before + i] = to_key(__int_as_float(entry.x));
+                positions(capacity)[before + i] = entry.y - start;
             }
-            if (threadIdx.x == 0) control.count = count;
-            __syncthreads();
+            before += given;
+        }
+        __syncthreads();
+    } else {
+        count = 0;
+        unsigned floor_key = 0;  // below every key
+        for (int part = 0; part < parts; ++part) {
+            const int2* some = entries + (row_index * parts + part) * part_capacity;
+            const int given = min(counts[row_index * parts + part], part_capacity);
+            for (int base = 0; base < given; base += kPiece) {
+                if (count + kPiece > capacity) {
+                    // Columns come in any order, so later ones may still win a tie.
+                    floor_key = cut_back(capacity, count, topk).key;
+                    count = topk;
+                }
+                if (threadIdx.x == 0) control.count = count;
+                __syncthreads();
 #pragma unroll
-            for (int i = 0; i < kPiece / THREADS; ++i) {
-                const int at = base + i * THREADS + static_cast<int>(threadIdx.x);
-                if (at >= given) continue;
-                const int2 entry = some[at];
-                const unsigned key = to_key(__int_as_float(entry.x));
-                if (key < floor_key) continue;
-                const int slot = floor_key ? atomicAdd(&control.count, 1) : count + (at - base);
-                keys()[slot] = key;
-                positions(capacity)[slot] = entry.y - start;
+                for (int i = 0; i < kPiece / THREADS; ++i) {
+                    const int at = base + i * THREADS + static_cast<int>(threadIdx.x);
+                    if (at >= given) continue;
+                    const int2 entry = some[at];
+                    const unsigned key = to_key(__int_as_float(entry.x));
+                    if (key < floor_key) continue;
+                    const int slot = floor_key ? atomicAdd(&control.count, 1) : count + (at - base);
+                    keys()[slot] = key;
+                    positions(capacity)[slot] = entry.y - start;
+                }
+                __syncthreads();
+                count = floor_key ? control.count : count + min(kPiece, given - base);
+                __syncthreads();
             }
-            __syncthreads();
-            count = floor_key ? control.count : count + min(kPiece, given - base);
-            __syncthreads();
         }
     }
     int last;

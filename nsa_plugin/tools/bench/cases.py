@@ -209,9 +209,17 @@ _ALL = (
         "indexer-topk",
         "fp8 indexer logits and top-k in a memory budget; baseline: DeepGEMM in one piece and a top-k",
         f"{_SUITES}.indexer:indexer_topk",
-        tuple(
-            _indexer(q, kv, 64, 2048, 512)
-            for q, kv in ((8192, 131072), (4096, 65536), (8192, 32768), (2048, 8192), (512, 131072))
+        (
+            *(
+                _indexer(q, kv, 64, 2048, 512)
+                for q, kv in ((8192, 131072), (4096, 65536), (8192, 32768), (2048, 8192), (512, 131072))
+            ),
+            *(_indexer(q, kv, 64, 2048, 256) for q, kv in ((8192, 131072), (4096, 65536))),
+            # Chunks between those, and V4's selection from compressed keys.
+            *(_indexer(q, kv, 64, 2048, 512) for q, kv in ((8192, 16384), (2048, 32768), (2048, 131072), (128, 65536))),
+            *(_indexer(q, kv, 64, 512, 512) for q, kv in ((8192, 32768), (8192, 16384))),
+            # GLM-5's heads.
+            *(_indexer(q, kv, 32, 2048, 512) for q, kv in ((8192, 131072), (4096, 65536), (2048, 8192), (512, 131072))),
         ),
         (_indexer(6, 90, 4, 16, 1),),
     ),

@@ -9,6 +9,7 @@ from nsa_plugin.backends.sglang.v4.routes import SglangV4Planner
 from nsa_plugin.backends.sglang.v32.attention import State
 from nsa_plugin.backends.sglang.v32.batch import Batch, step_batch
 from nsa_plugin.backends.sglang.v32.routes import SglangPlanner
+from nsa_plugin.decision.indexer import UNPAGED
 from nsa_plugin.decision.plan import Attention, IndexerMode
 from nsa_plugin.decision.shapes import BatchShape, Phase
 from nsa_plugin.errors import NsaPluginError
@@ -86,6 +87,16 @@ def own_kernels(state: State, max_context: int, *, sharded: bool = False) -> set
                     found.append(_prefill(planner, rows, max_context, mixed=True))
     taken = [route for route in found if route is not None and route.own]
     return {(route.op, route.plan.provider) for route in taken if route.plan.token_shard == sharded}
+
+
+def selects_unpaged(planner: SglangPlanner, max_context: int) -> bool:
+    """Whether the indexer that keeps no logits selects for prefills of some size with the longest context."""
+    for rows in (*ROWS, *V4_ROWS):
+        with suppress(NsaPluginError):  # as above
+            route = _prefill(planner, min(rows, max_context), max_context)
+            if route is not None and route.plan.indexer.provider == UNPAGED:
+                return True
+    return False
 
 
 def describe(route: Execution) -> str:

@@ -15,7 +15,7 @@ from packaging.version import Version
 from nsa_plugin.backends.common.planner import Execution
 from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.common.token_shard import free_memory_of, has_sinks
-from nsa_plugin.backends.common.warm import warm, warm_reading, warm_selection
+from nsa_plugin.backends.common.warm import warm, warm_reading, warm_selection, warm_unpaged
 from nsa_plugin.backends.sglang.startup import samples
 from nsa_plugin.backends.sglang.startup.metrics import metrics_of
 from nsa_plugin.backends.sglang.startup.model import impls_of, kv_layout, model_shape, prefix_of, ranks
@@ -165,6 +165,8 @@ class SglangServing:
                 warm(sharded, state.providers, replace(model, attn_tp_size=1), device)
             if state.plans_prefill:
                 warm_selection(state.providers, model, device)
+                if samples.selects_unpaged(planner, longest):
+                    warm_unpaged(state.providers, model, device)
             if not planner.whole:
                 warm_reading(state.providers, model, device)
             if self.portable:
@@ -218,6 +220,8 @@ class SglangServing:
             device = torch.device(backend.device)
             warm_v4(routes.values(), state, device)
             warm_selection(state.providers, model, device)
+            if samples.selects_unpaged(planner, longest):
+                warm_unpaged(state.providers, model, device)
             self._warmed.add(model)
         return {f"V4 {name}": route for name, route in routes.items()}
 

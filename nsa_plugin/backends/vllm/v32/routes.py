@@ -138,6 +138,7 @@ class VllmPlanner(Planner):
     """
 
     engine: ClassVar[str] = VLLM
+    selects_prefills: ClassVar[bool] = False
 
     no_exchange: str = "this worker has no exchange"
     max_model_len: int = 1

@@ -12,7 +12,7 @@ import torch
 
 from nsa_plugin.backends.common import warm as warming
 from nsa_plugin.backends.common.providers import Providers
-from nsa_plugin.backends.common.warm import warm, warm_selection
+from nsa_plugin.backends.common.warm import warm, warm_selection, warm_unpaged
 from nsa_plugin.backends.sglang.startup import samples, serving
 from nsa_plugin.backends.sglang.startup.model import ranks
 from nsa_plugin.backends.sglang.startup.serving import SglangServing
@@ -20,6 +20,7 @@ from nsa_plugin.backends.sglang.v32.attention import PAGE_SIZES, release, with_p
 from nsa_plugin.decision import timings
 from nsa_plugin.decision.shapes import Phase
 from nsa_plugin.errors import NoProviderError, PatchError, SettingsError
+from nsa_plugin.kernels.indexer import reference_topk
 from nsa_plugin.kernels.topk import reference_topk_rows
 from nsa_plugin.libraries.devices import synthetic
 from nsa_plugin.libraries.registry import Provider, Registry
@@ -54,6 +55,7 @@ def warmed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     seen: list[Any] = []
     monkeypatch.setattr(serving, "warm", lambda kernels, providers, model, device: seen.append((kernels, model)))
     monkeypatch.setattr(serving, "warm_selection", lambda providers, model, device: seen.append(("topk", model)))
+    monkeypatch.setattr(serving, "warm_unpaged", lambda providers, model, device: seen.append(("unpaged", model)))
     return seen
 
 
@@ -364,6 +366,37 @@ def test_the_selection_is_run_too(monkeypatch: pytest.MonkeyPatch):
     )
     with pytest.raises(NoProviderError, match="does not select the largest"):
         warm_selection(Providers("v32_fp8", 0), MODEL, CPU)
+
+
+class Unpaged(Providers):
+    """Has a function for the indexer without logits, which needs SM90."""
+
+    function: Any = None
+
+    def load(self, op: str, name: str) -> Any:
+        assert (op, name) == ("indexer_topk", "cuda")
+        return self.function
+
+
+def test_the_selection_without_logits_is_run_too():
+    providers = Unpaged("v32_fp8", 90)
+    providers.function = reference_topk
+    warm_unpaged(providers, replace(MODEL, index_n_heads=2, index_topk=4), CPU)
+    providers.function = lambda q, *arguments: torch.zeros(len(q), 4, dtype=torch.int32)
+    with pytest.raises(NoProviderError, match="of equal keys it does not select the first"):
+        warm_unpaged(providers, replace(MODEL, index_n_heads=2, index_topk=4), CPU)
+
+
+@pytest.mark.parametrize(("us", "expected"), [(900.0, True), (1100.0, False)])
+def test_the_selection_without_logits_is_warmed_up_where_it_is_measured_to_be_faster(
+    warmed: list[Any], monkeypatch: pytest.MonkeyPatch, us: float, expected: bool
+):
+    rows = {"cuda": {64: ((512, us),)}, "deep_gemm": {64: ((512, 1000.0),)}}
+    found = {(90, "indexer_topk", timings.selected_from(MODEL.index_topk, 4096)): rows}
+    monkeypatch.setattr(timings, "TIMINGS", found)
+    backend = built(NsaBackend)
+    begun(backend).adopt(backend, runner())
+    assert (("unpaged", MODEL) in warmed) == expected
 
 
 def test_a_step_reaches_the_metrics(warmed: list[Any], monkeypatch: pytest.MonkeyPatch):
