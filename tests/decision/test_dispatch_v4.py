@@ -104,9 +104,9 @@ UNMEASURED: list[tuple[str, ModelShape, DeviceProfile]] = [
     ("V4 on SM100, 8 heads", replace(V4, attn_tp_size=8), FULL_B200),
     ("V3.2 with 1024 selected tokens", replace(V32_FP8, index_topk=1024), FULL_H200),
     ("V3.2 on SM100", V32_FP8, FULL_B200),
-    ("bf16, 16 heads", V32, FULL_H200),
-    ("bf16, 8 heads", replace(V32, attn_tp_size=16), FULL_H200),
-    ("GLM-5 with a bf16 cache, 8 heads", replace(GLM, kv_layout="bf16"), FULL_H200),
+    ("bf16, 16 heads, 1024 selected tokens", replace(V32, index_topk=1024), FULL_H200),
+    ("bf16, 8 heads, 4096 selected tokens", replace(V32, attn_tp_size=16, index_topk=4096), FULL_H200),
+    ("GLM-5 with a bf16 cache on SM100, 8 heads", replace(GLM, kv_layout="bf16"), FULL_B200),
 ]
 
 
@@ -162,7 +162,7 @@ def test_glm_5_and_v4_with_few_heads_have_times(ranks: int, monkeypatch: pytest.
 def test_the_nearest_measured_shape_is_of_the_same_layout_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timings, "TIMINGS", RELEASED)
     assert timings.nearest(100, "sparse_mla_prefill", "v4", "v4_fp8", 12) == (90, "v4_fp8", 8)
-    assert timings.nearest(90, "sparse_mla_decode", "v3.2", "bf16", 100) == (90, "v32_fp8", 128)
+    assert timings.nearest(90, "sparse_mla_decode", "v3.2", "bf16", 100) == (90, "bf16", 128)
     assert timings.nearest(90, "mha_one_shot", "v3.2", "bf16", 16) == (90, "bf16", 16)
     assert timings.nearest(90, "indexer_topk", "v3.2", "bf16", 16) is None
 

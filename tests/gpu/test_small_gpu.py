@@ -53,7 +53,7 @@ def test_shares_add_up_as_a_cluster_and_in_memory(monkeypatch, layout, extra, is
     decode = kernel("cuda", "sparse_mla", "decode")
     module = importlib.import_module(decode.__module__)
     asked = []
-    monkeypatch.setattr(module, "_clusters", lambda *_: asked.append(1) or (10**6 if is_cluster else 0))
+    monkeypatch.setattr(module, "clusters", lambda *_: asked.append(1) or (10**6 if is_cluster else 0))
     case = decode_case(batch=2, s_q=2, heads=17, layout=layout, slots=512, topk=400, extra=extra)
     assert_same(decode(**case, splits=3), sparse_mla.reference_decode(**case))
     assert asked
