@@ -110,7 +110,7 @@ def test_a_decision_picks_it_when_asked() -> None:
 
 
 def test_a_decision_picks_it_without_being_asked_only_if_no_ranked_kernel_supports_the_batch() -> None:
-    assert decide(MODEL, DECODE, synthetic(90), Settings()).provider == "fa3"
+    assert decide(MODEL, DECODE, synthetic(90), Settings()).provider == "cuda"
     assert decide(MODEL, DECODE, synthetic(90, libraries=("toy", "deep_gemm")), Settings()).provider == "toy"
 
 

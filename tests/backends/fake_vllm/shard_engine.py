@@ -127,7 +127,7 @@ def select(world: World, step: Step, steps: int) -> None:
     """
     builder = planned_indexer_builder(IndexerBuilder, lambda: world.planner)
     made = builder.__new__(builder)
-    made.nsa_plugin, made.steps = world.planner, steps
+    made.nsa_plugin, made.nsa_plugin_arrival, made.steps = world.planner, None, steps
     metadata = made.build(0, step.common)
     full, rows = world.buffer.clone(), step.common.num_actual_tokens
     world.buffer[:rows] = -1

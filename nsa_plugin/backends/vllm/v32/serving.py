@@ -370,7 +370,9 @@ def kept_choice(planner: VllmPlanner) -> str:
         return ""
     heads, op = model.attended_heads, Op.SPARSE_MLA_PREFILL
     which = f"{device.where} for {heads} heads and a bf16 cache"
-    if not timings.measured(device.sm, op, model.kv_layout, heads):
+    selection = model.index_topk, model.sliding_window
+    timed = selection == timings.SELECTIONS[model.kv_layout]
+    if not timed or not timings.measured(device.sm, op, model.kv_layout, heads):
         return f" (no times on {which}, so vLLM's choice is kept)"
     if kept := timings.points(device.sm, op, model.kv_layout, heads, BF16_ROUTE):
         rows, time = kept[-1]

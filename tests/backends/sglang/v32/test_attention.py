@@ -10,6 +10,7 @@ import torch
 
 from nsa_plugin.backends.sglang.v32.attention import with_plans
 from nsa_plugin.backends.sglang.v32.indexer import ATTRIBUTE
+from nsa_plugin.decision import timings
 from nsa_plugin.decision.plan import Attention, IndexerMode
 from nsa_plugin.decision.shapes import Phase
 from tests.backends.fake_sglang.v32 import (
@@ -361,8 +362,9 @@ def test_stock_choices_are_left_alone_and_noted(options: dict[str, Any], notes: 
         assert backend.impls[0] == options.get("prefill", "flashmla_kv")
 
 
-def test_steps_of_a_model_with_sinks_are_left_to_the_stock_path():
-    """SGLang's FA3, which a plan takes for a bf16 cache, refuses them."""
+def test_steps_of_a_model_with_sinks_are_left_to_the_stock_path(monkeypatch):
+    """SGLang's FA3, which a plan takes for a bf16 cache where no times say otherwise, refuses them."""
+    monkeypatch.setattr(timings, "TIMINGS", {})
     for sinks, decode in ((False, "fa3"), (True, "flashmla_sparse")):
         backend = started(layout="bf16", decode="flashmla_sparse", sinks=sinks)
         backend.init_forward_metadata(DECODE)
