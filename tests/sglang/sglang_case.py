@@ -168,17 +168,26 @@ class Place:
     def report_file(self) -> Path:
         return self.folder / "report.json"
 
+    @property
+    def witness_file(self) -> Path:
+        return self.folder / "witness.jsonl"
+
     def report(self) -> dict[str, Any]:
         return dict(json.loads(self.report_file.read_text()))
 
     def seen(self, event: str) -> list[dict[str, Any]]:
         """Return the records of the witness."""
-        file = self.folder / "witness.jsonl"
+        file = self.witness_file
         lines = map(json.loads, file.read_text().splitlines()) if file.exists() else ()
         return [line for line in lines if line["event"] == event]
 
     def log(self) -> str:
         return (self.folder / "log.txt").read_text()
+
+    def forget(self) -> None:
+        """Remove what an earlier start wrote, so that the next one's records are its own."""
+        for file in (self.witness_file, self.report_file):
+            file.unlink(missing_ok=True)
 
     def environment(self, **extra: str) -> dict[str, str]:
         kept = {key: value for key, value in os.environ.items() if not key.lstrip("_").startswith("NSA_PLUGIN")}
@@ -190,7 +199,7 @@ class Place:
             path.append(inherited)
         return kept | {
             "PYTHONPATH": os.pathsep.join(path),
-            "WITNESS_FILE": str(self.folder / "witness.jsonl"),
+            "WITNESS_FILE": str(self.witness_file),
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
             **extra,
@@ -247,6 +256,8 @@ class Place:
             process = stack.enter_context(self.started(command, **extra))
             if not self._answers_at(url, process) and "ReadTimeout" in self.log():
                 # SGLang's first request to itself gives up after 10 s, and a busy machine can take longer.
+                stack.close()
+                self.forget()
                 process = stack.enter_context(self.started(command, **extra))
                 self._answers_at(url, process)
             assert process.poll() is None, f"the server ended with {process.returncode}:\n{self.log()[-4000:]}"
