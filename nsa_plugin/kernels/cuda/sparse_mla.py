@@ -34,6 +34,8 @@ MAX_SPLITS = 16  # as many blocks as a cluster may have
 HOPPER = 90  # the SM version with bulk copies and clusters
 NOTHINGS = 1024  # records that stand for entries which do not count
 NOT_COUNTED = -(2.0**-100)  # and their scales, with V3.2
+NO_GATE, SHARING, NOT_SHARING = 0, 1, 2
+"""`GATE` of gate.cuh: a kernel runs always, or if neighbouring query tokens share enough, or if they do not."""
 
 
 class Cut(Protocol):
@@ -259,12 +261,27 @@ def definitions(
     }
 
 
-def attend(call: SparseMlaCall, *, splits: int | None = None, variant: Variant | None = None) -> SparseMlaResult:
+def new_result(call: SparseMlaCall) -> SparseMlaResult:
+    """The call's output, and lse and max_logits [query tokens, heads] float32, to write."""
+    lse, max_logits = torch.empty((2, call.rows, call.heads), dtype=torch.float32, device=call.q.device).unbind()
+    return SparseMlaResult(call.output(), lse, max_logits)
+
+
+def attend(
+    call: SparseMlaCall,
+    *,
+    splits: int | None = None,
+    variant: Variant | None = None,
+    gate: torch.Tensor | None = None,
+    result: SparseMlaResult | None = None,
+) -> SparseMlaResult:
     """Attend with the CUDA kernel, within the module's limits.
 
     Args:
         splits: shares of a token's entries that are attended apart and then added up.
         variant: of the kernel. None for either: `choose_variant`.
+        gate: [2] int32, see `sparse_mla_neighbours`: attend, in one share, only if neighbours do not share enough.
+        result: to write; None: a new one.
 
     Raises:
         KernelArgumentError: the kernel does not support a shape, dtype, layout or device.
@@ -277,8 +294,8 @@ def attend(call: SparseMlaCall, *, splits: int | None = None, variant: Variant |
     layout = call.scopes[0].cache.layout
     scopes = [cuda_scope(call, scope, layout) for scope in call.scopes]
     call.require(q.is_cuda, f"q is on {q.device}; the CUDA kernel needs a CUDA device")
-    lse, max_logits = torch.empty((2, rows, heads), dtype=torch.float32, device=q.device).unbind()
-    result = SparseMlaResult(call.output(), lse, max_logits)
+    result = result or new_result(call)
+    _, lse, max_logits = result
     if not q.numel():
         return result
     first, second = scopes if len(scopes) == 2 else (scopes[0], CudaScope(lengths_divisor=1, page_size=1))
@@ -295,6 +312,8 @@ def attend(call: SparseMlaCall, *, splits: int | None = None, variant: Variant |
         is_flat=all(scope.is_flat for scope in scopes),
         out_float32=out.dtype == torch.float32,
     )
+    if gate is not None:
+        defines["GATE"], splits = NOT_SHARING, 1
     with torch.cuda.device_of(q):
         kernels = _kernels(variants, layout.name, tuple(defines.items()), q.device.index)
 
@@ -313,6 +332,7 @@ def attend(call: SparseMlaCall, *, splits: int | None = None, variant: Variant |
             groups=-(-heads // chosen.heads),
             splits=shares if splits is None else splits,
             threads=chosen.threads,
+            gate=gate,
         )
     if out.data_ptr() != result.out.data_ptr():
         result.out.copy_(out.view(result.out.shape))
@@ -329,6 +349,7 @@ def launch_shares(
     groups: int,
     splits: int,
     threads: tuple[int, int, int] = THREADS,
+    gate: torch.Tensor | None = None,
 ) -> None:
     """Launch an attending kernel and, if its shares are not added up in a cluster, `combine`.
 
@@ -340,6 +361,7 @@ def launch_shares(
         groups: groups of heads, a block each.
         splits: shares of a row's entries.
         threads: of a block of the attending kernel.
+        gate: of a kernel that was compiled with one.
     """
     (run, combine), (q, *scopes) = kernels, inputs
     rows, heads, _ = q.shape
@@ -362,7 +384,7 @@ def launch_shares(
         (
             *(q, int64(q.stride(0)), int64(q.stride(1)), size(heads)),
             *(*scopes, sink, ctypes.c_float(call.scale * LOG2_E)),
-            *(*results, *parts),
+            *(*results, *parts, *(() if gate is None else (gate,))),
         ),
         shared_bytes=shared,
         cluster=(1, 1, splits) if is_cluster else None,

@@ -6,7 +6,7 @@ union of what each group of 2 or 4 neighbouring query tokens selects, with a bit
 token to its own selection. The result is exact whatever the tokens share. Equal inputs give bit-identical results, but
 a token's sums have another order in another group. It takes V3.2 records, one cache, and SM90.
 
-Nothing chooses it: no decision knows yet how much a batch's neighbours share.
+It pays only where neighbours share much, which `sparse_mla_neighbours` finds out on the GPU.
 """
 
 from __future__ import annotations
@@ -42,11 +42,20 @@ def table_bits(group: int, topk: int) -> int:
     return max(2 * group * topk - 1, 1).bit_length()
 
 
-def attend(call: SparseMlaCall, *, group: int = 2) -> SparseMlaResult:
+def fits(group: int, topk: int, num_slots: int) -> bool:
+    """Whether an entry of a union has room for a slot, and the table for the entries of a group."""
+    return num_slots < 2**SLOT_BITS - 1 and group * topk <= MOST_ENTRIES
+
+
+def attend(
+    call: SparseMlaCall, *, group: int = 2, gate: torch.Tensor | None = None, result: SparseMlaResult | None = None
+) -> SparseMlaResult:
     """Attend unions of neighbouring query tokens, within the module's limits.
 
     Args:
         group: query tokens of a union, 2 or 4.
+        gate: [2] int32, see `sparse_mla_neighbours`: attend only if the neighbours share enough.
+        result: to write, as `sparse_mla.new_result` makes it; None: a new one.
 
     Raises:
         KernelArgumentError: the kernel does not support a shape, dtype, layout or device.
@@ -60,8 +69,8 @@ def attend(call: SparseMlaCall, *, group: int = 2) -> SparseMlaResult:
     call.require(num_slots < 2**SLOT_BITS - 1, slots)
     call.require(group * topk <= MOST_ENTRIES, f"topk is {topk}; {group} tokens may select {MOST_ENTRIES} together")
     given, facts = sparse_mla.require_hopper(call)
-    lse, max_logits = torch.empty((2, rows, heads), dtype=torch.float32, device=q.device).unbind()
-    result = SparseMlaResult(call.output(), lse, max_logits)
+    result = result or sparse_mla.new_result(call)
+    _, lse, max_logits = result
     if not q.numel():
         return result
     variant = VARIANTS[group]
@@ -70,6 +79,8 @@ def attend(call: SparseMlaCall, *, group: int = 2) -> SparseMlaResult:
     out = sparse_mla.writable_rows(result.out)
     sink = None if call.attn_sink is None else call.attn_sink.contiguous()
     defines = sparse_mla.definitions(V32_FP8.name, facts, is_flat=scope.is_flat, out_float32=out.dtype == torch.float32)
+    gates = () if gate is None else (gate,)
+    defines["GATE"] = sparse_mla.SHARING if gates else sparse_mla.NO_GATE
     groups, size, int64 = -(-rows // group), ctypes.c_int, ctypes.c_int64
     bits = table_bits(group, topk)
     shared = variant.shared_bytes(V32_FP8.name)
@@ -80,7 +91,7 @@ def attend(call: SparseMlaCall, *, group: int = 2) -> SparseMlaResult:
         lengths = ctypes.c_void_p(scope.lengths), size(scope.lengths_divisor)
         indices = ctypes.c_void_p(scope.indices), int64(scope.indices_stride)
         numbers = map(size, (rows, topk, num_slots, bits))
-        unite((groups, 1, 1), THREADS, (*indices, *lengths, *numbers, entries, counts), shared_bytes=4 << bits)
+        unite((groups, 1, 1), THREADS, (*indices, *lengths, *numbers, entries, counts, *gates), shared_bytes=4 << bits)
         united = CudaScope.from_buffer_copy(scope)
         united.indices, united.indices_stride = entries.data_ptr(), group * topk
         united.lengths, united.lengths_divisor, united.topk = counts.data_ptr(), 1, group * topk
@@ -92,6 +103,7 @@ def attend(call: SparseMlaCall, *, group: int = 2) -> SparseMlaResult:
                 *(united, CudaScope(lengths_divisor=1, page_size=1)),
                 *(sparse_mla.nothings(q.device, V32_FP8.name), sink, ctypes.c_float(call.scale * LOG2_E)),
                 *(out, int64(out.stride(0)), int64(out.stride(1)), lse, max_logits, None, None, size(rows)),
+                *gates,
             ),
             shared_bytes=shared,
         )
@@ -109,7 +121,7 @@ def _kernels(
 ) -> tuple[CudaKernel, CudaKernel]:
     """`unite`, and `attend` of the variant."""
     table = 4 << table_bits(variant.group, topk)
-    one = {"GROUP": variant.group, "STEPS": steps(topk)}
+    one = {"GROUP": variant.group, "STEPS": steps(topk), "GATE": dict(defines)["GATE"]}
     unite = load_kernel(SOURCE, "unite", defines=one, max_dynamic_shared=table)
     options = dict(defines) | variant.definitions
     shared = variant.shared_bytes(V32_FP8.name)
