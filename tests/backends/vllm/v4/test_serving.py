@@ -170,6 +170,7 @@ def test_the_error_names_a_kernel_that_does_not_run(value: float | None, words: 
         ("0.21.0", "deepseek_v4_attention:DeepseekV4MLAAttention"),
         ("0.22.1", "nvidia.flashmla:DeepseekV4FlashMLASparseImpl"),
         ("0.23.0", "nvidia.flashmla:DeepseekV4FlashMLAAttention"),
+        ("0.28.0", "nvidia.flashmla:DeepseekV4FlashMLAAttention"),
         ("0.33.0", "nvidia.flashmla:DeepseekV4FlashMLAAttention"),
     ],
 )
@@ -180,6 +181,10 @@ def test_where_the_layer_is_by_version(version: str, where: str):
         assert target is not None
         assert where in target.path
     assert (targets["vllm.v4-swa-prefill-swa-indices"] is None) == (version < "0.24")
+    builder = targets["vllm.v4-swa-builder"]
+    assert builder is not None
+    own = "nvidia.flashmla:DeepseekSparseSWAFlashMLABackend"  # 0.28 on; the base class's is for other layers then
+    assert builder.path.partition(".get_builder_cls")[0].endswith(own) == (version >= "0.28")
 
 
 def test_v4_is_checked_for_v4_only():
