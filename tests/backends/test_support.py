@@ -143,6 +143,30 @@ def v4_serving(**settings: Any) -> V4Serving:
     return made
 
 
+def v4_on(sm: int, version: str = "0.33.0") -> Start:
+    """V4's layers, on the backend that vLLM picks on a GPU of the portable path."""
+
+    def start(monkeypatch: pytest.MonkeyPatch) -> None:
+        ledger = SimpleNamespace(check_version=lambda: None, version=Version(version), check=lambda *_, **__: None)
+        monkeypatch.setattr(vllm_activation, "process", lambda: SimpleNamespace(ledger=ledger))
+        monkeypatch.setattr(vllm_activation, "device_kind", lambda: "cuda")
+        monkeypatch.setattr(vllm_activation, "device_sm", lambda: sm)
+        monkeypatch.setattr("nsa_plugin.patches.static.installed", lambda package: SimpleNamespace(check=None))
+        given, resolved = v4_config.config(), ResolvedSettings(Settings(), {})
+        vllm_activation.check_here(given, resolved)
+        given.compilation_config.static_forward_context["a"] = v4_config.layer("FLASHINFER_MLA_SPARSE_DSV4")
+        made = V4Serving(
+            resolved=resolved,
+            trace=Trace(),
+            vllm_config=given,
+            portable=True,
+            device_profile=lambda: synthetic(sm, libraries=("triton",)),
+        )
+        made.check_layers()
+
+    return start
+
+
 def sglang(backend: dict[str, Any] | None = None, **server_args: Any) -> Start:
     """A V3.2 backend of SGLang with a feature switched on."""
     original = type("Featured", (DsaBackend,), backend or {})
@@ -276,9 +300,9 @@ STARTS: dict[tuple[str, str], Start] = {
     (VLLM, "a model with other model code"): vllm(model={"architectures": ["HYV4ForCausalLM"]}),
     (VLLM, "DeepSeek-V4.1"): vllm(v4_config.config, model={"architectures": ["DeepseekV41ForCausalLM"]}),
     (VLLM, "a GPU before SM80"): lambda monkeypatch: check_device(synthetic(75)),
-    (VLLM, "DeepSeek-V4 on another GPU than SM90 or SM100"): lambda monkeypatch: check_device(
-        synthetic(89), V4Serving.backend
-    ),
+    (VLLM, "DeepSeek-V4 on SM80, SM86 and SM89"): v4_on(89),
+    (VLLM, "DeepSeek-V4 on SM120"): v4_on(120),
+    (VLLM, "DeepSeek-V4 on SM120 in an older vLLM"): v4_on(120, "0.32.0"),
     (VLLM, "DeepSeek-V3.2 on SM120 over an fp8 cache"): layers_on(gpu_serving.SM120_BACKEND, 120),
     (VLLM, "another attention backend"): layers_on("FLASHINFER_MLA_SPARSE", 90, flag=True),
     (VLLM, "vLLM's default backend on SM100"): layers_on("FLASHINFER_MLA_SPARSE", 100),

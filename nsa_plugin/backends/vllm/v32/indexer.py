@@ -228,7 +228,12 @@ def over_budget(split: Split) -> bool:
 
 
 def _without_steps(builder: Any, metadata: Any, split: Split, common: Any) -> Any:
-    """Return vLLM's metadata of the prefills only, with the steps' `StepSelection` attached."""
+    """Return vLLM's metadata with prefills to select for only, and with the steps' `StepSelection` attached.
+
+    It still counts the steps' query tokens: DeepSeek-V4's layers select every key of a batch with short contexts by
+    themselves (0.27 on), for as many query tokens as it counts; and ranks that share a prefill's selection count from
+    its first query token.
+    """
     assert split.steps is not None
     # vLLM's indexer still selects for steps that it takes for prefills because their query tokens differ in number.
     requests, rows = int(metadata.num_decodes), int(metadata.num_decode_tokens)
@@ -243,7 +248,7 @@ def _without_steps(builder: Any, metadata: Any, split: Split, common: Any) -> An
     elif not _equal_steps(starts, rows):  # never captured; a request may have no query token (vllm #51486)
         lengths, table = _by_token(starts, lengths, table)
         rows = len(lengths)
-    changed = replace(metadata, num_decodes=0, num_decode_tokens=0, decode=None)
+    changed = replace(metadata, num_decodes=0, decode=None)
     setattr(changed, ATTRIBUTE, StepSelection(split.steps, rows, lengths, table, dcp))
     return changed
 

@@ -125,7 +125,7 @@ def test_steps_within_the_budget_are_left_to_vllm():
 def test_steps_over_the_budget_are_removed_from_vllms_metadata(next_n: int):
     lengths = [(next_n, 40), (next_n, 9), (next_n, 20), (next_n, 80), (next_n, 5)]
     metadata, step = built(small_budget(next_n), lengths, padded_rows=next_n, padded_requests=1)
-    assert (metadata.num_decodes, metadata.num_decode_tokens, metadata.decode) == (0, 0, None)
+    assert (metadata.num_decodes, metadata.decode) == (0, None)
     steps: StepSelection = getattr(metadata, ATTRIBUTE)
     assert steps.rows == 6 * next_n
     # A captured batch's lengths and pages are vLLM's buffers themselves.
