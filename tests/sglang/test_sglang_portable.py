@@ -126,8 +126,9 @@ def test_short_prefills_are_selected_for_while_the_plugin_serves(
 
     from nsa_plugin.backends.sglang.v32 import patches
 
-    indexer, short = SimpleNamespace(index_topk=2048), SimpleNamespace(
-        forward_mode=mode("EXTEND"), seq_lens_cpu=torch.tensor([5, 9])
+    indexer, short = (
+        SimpleNamespace(index_topk=2048),
+        SimpleNamespace(forward_mode=mode("EXTEND"), seq_lens_cpu=torch.tensor([5, 9])),
     )
     skips = importlib.import_module(INDEXER).Indexer._should_skip_logits_computation
     assert skips(indexer, short) is False
