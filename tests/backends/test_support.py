@@ -226,7 +226,7 @@ def portable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NSA_PLUGIN_ENABLED", "1")
     monkeypatch.setenv("NSA_PLUGIN_PORTABLE", "on")
     process = SglangProcess(
-        Ledger(engine="sglang", version=Version("0.5.22"), supported=">=0.5.11", patches=()), child=False
+        Ledger(engine="sglang", version=Version("0.5.15"), supported=">=0.5.11", patches=()), child=False
     )
     process.check_before_serving(SimpleNamespace())
 
@@ -332,7 +332,7 @@ STARTS: dict[tuple[str, str], Start] = {
     (SGLANG, "DeepSeek-V4.1"): v41,
     (SGLANG, "Ray actors"): ray,
     (SGLANG, "DeepSeek-V4 on a GPU of the portable path"): on_an_a100(v4=True),
-    (SGLANG, "an older SGLang on a GPU of the portable path"): on_an_a100("0.5.22"),
+    (SGLANG, "an older SGLang on a GPU of the portable path"): on_an_a100("0.5.15"),
     (SGLANG, "the portable path by name in an older SGLang"): portable,
     (SGLANG, "resharding with two-batch overlap"): resharding_two_batches,
     (SGLANG, "trtllm by SGLang's flag where it cannot run"): trtllm_flag,
