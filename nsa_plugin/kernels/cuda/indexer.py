@@ -110,7 +110,7 @@ def topk(
     """int32 [rows, topk] positions relative to ks, -1 behind them; see `nsa_plugin.kernels.indexer.reference_topk`.
 
     Does not wait for the device, and allocates no more than `rows_per_chunk` rows of float32 logits would take, as long
-    as that is a block of rows. With `requests` such a row is as wide as the longest of them, as for the other providers.
+    as that is a block of rows. With `requests` such a row is as wide as the longest of them.
 
     Args:
         q: [rows, 32 or 64, 128] float8_e4m3fn.

@@ -296,9 +296,7 @@ class VllmPlanner(Planner):
         (part,) = self._parts([rows], [context])
         return part.plan
 
-    def _record(
-        self, split: Split, names: list[str], q_lens: list[int], kv_lens: list[int], started: float
-    ) -> None:
+    def _record(self, split: Split, names: list[str], q_lens: list[int], kv_lens: list[int], started: float) -> None:
         def entry(request: int, kv_len: int) -> tuple[str, int, int]:
             return names[request] if request < len(names) else "", q_lens[request], kv_len
 
