@@ -145,7 +145,6 @@ def test_steps_that_vllms_indexer_takes_for_prefills_are_left_to_it():
     assert not hasattr(metadata, ATTRIBUTE)
 
 
-@pytest.mark.regression(8, "one budget wherever a version of vLLM splits prefills")
 def test_keys_that_a_connector_left_behind_are_found_by_the_batchs_names_and_not_in_draft_steps():
     """The metadata of vLLM's second model runner has the requests' places in the runner's table."""
     deciding = planner()
@@ -173,6 +172,7 @@ def test_keys_that_a_connector_left_behind_are_found_by_the_batchs_names_and_not
         builder.build(0, step.common)
 
 
+@pytest.mark.regression(8, "one budget wherever a version of vLLM splits prefills")
 def test_a_builder_with_a_method_for_chunks():
     class Later(StockIndexerBuilder):
         _split_indexer_prefill_chunks = staticmethod(split_indexer_prefill_chunks)
