@@ -58,6 +58,12 @@ def drafting(monkeypatch: pytest.MonkeyPatch) -> None:
     check_on_gpu(config(speculative_config=SimpleNamespace(parallel_drafting=True, num_speculative_tokens=2)))
 
 
+def trimming(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_on_gpu(
+        config(speculative_config=SimpleNamespace(enable_adaptive_verification=True, num_speculative_tokens=2))
+    )
+
+
 def invariant(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     check_on_gpu(config())
@@ -293,6 +299,7 @@ STARTS: dict[tuple[str, str], Start] = {
     (VLLM, "an fp4 indexer cache"): vllm(attention_config={"use_fp4_indexer_cache": True}),
     (VLLM, "HiSparse"): vllm(attention_config={"hisparse_config": object()}),
     (VLLM, "parallel drafting"): drafting,
+    (VLLM, "adaptive verification"): trimming,
     (VLLM, "batch invariance"): invariant,
     (VLLM, "another KV-cache format"): vllm(cache_config={"cache_dtype": "nvfp4"}),
     (VLLM, "a model whose attention has another shape"): vllm(model={"kv_lora_rank": 256}),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any, Protocol, TypeVar
@@ -272,16 +273,21 @@ def open_exchange(
     }
     require_agreement(ranks.cpu_group, torch.device("cpu"), tuple(numbers), tuple(numbers.values()))
     d_qk, d_v = model.row_dims
-    shard = TokenShard(
-        ranks.device_group,
-        heads=model.heads_per_rank,
-        d_qk=d_qk,
-        d_v=d_v,
-        dtype=torch.bfloat16,
-        device=where,
-        max_tokens=most,
-        check_rows=check_rows,
-    )
+    shard: TokenShard | None = None
+    with suppress(torch.OutOfMemoryError):
+        shard = TokenShard(
+            ranks.device_group,
+            heads=model.heads_per_rank,
+            d_qk=d_qk,
+            d_v=d_v,
+            dtype=torch.bfloat16,
+            device=where,
+            max_tokens=most,
+            check_rows=check_rows,
+        )
+    if not least(ranks.cpu_group, int(shard is not None)) or shard is None:
+        whose = "this rank" if shard is None else "another rank of the attention group"
+        return None, _kept(settings, f"{whose} has no memory for the exchange's buffers of {most} query tokens")
     exchange = made(shard, ranks.cpu_group)
     exchange.prove(model.heads_per_rank, d_qk, d_v, torch.bfloat16, where)
     return exchange, ""

@@ -167,6 +167,12 @@ def check_on_gpu(vllm_config: Any) -> None:
         raise LeftToStockError(
             "nsa-plugin does not support parallel_drafting of --speculative-config, which the method dflash sets"
         )
+    # vLLM then trims drafts on the device, and the plugin reads the query tokens of each request on the host.
+    if getattr(vllm_config.speculative_config, "enable_adaptive_verification", False):
+        raise LeftToStockError(
+            "nsa-plugin does not support enable_adaptive_verification of --speculative-config, with which only the "
+            "device knows the query tokens of each request"
+        )
     _check_prefill_context_parallel(vllm_config)
     parallel = vllm_config.parallel_config
     if getattr(parallel, "enable_dbo", False):

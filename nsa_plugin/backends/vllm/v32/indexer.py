@@ -172,7 +172,7 @@ def planned_indexer_builder(stock: type, planning: Planning) -> type:
             self.nsa_plugin_arrival: Arrival | None = None
             if self.nsa_plugin is not None and self.nsa_plugin_ratio == 1:
                 config, names = getattr(self, "vllm_config", None), getattr(self, "layer_names", ())
-                self.nsa_plugin_arrival = arrival_of(config, names, self.nsa_plugin.request_ids)
+                self.nsa_plugin_arrival = arrival_of(config, names)
             if self.nsa_plugin is None or not self._nsa_plugin_counts():
                 return
             rows = most_rows(self.vllm_config, self.nsa_plugin)
@@ -186,9 +186,12 @@ def planned_indexer_builder(stock: type, planning: Planning) -> type:
         def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
             planner = self.nsa_plugin
             split = None if planner is None else planner.split(common_attn_metadata)
-            if split is not None and self.nsa_plugin_arrival is not None:
+            # Metadata of draft steps, which belong to the batch before, is built fast.
+            arrival = None if fast_build else self.nsa_plugin_arrival
+            if planner is not None and split is not None and arrival is not None:
+                names = partial(planner.request_ids, common_attn_metadata)
                 kv_lens = partial(host_lengths, common_attn_metadata)
-                self.nsa_plugin_arrival.batch(split.starts, kv_lens, common_attn_metadata.block_table_tensor)
+                arrival.batch(names, split.starts, kv_lens, common_attn_metadata.block_table_tensor)
             metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
             if split is not None and own_rows(split) is not None:
                 _select_for_own(metadata.prefill)
