@@ -158,7 +158,7 @@ def test_auto_allocates_nothing_if_no_batch_was_measured_faster(envs: SimpleName
 def test_auto_without_memory_for_the_buffers_keeps_heads_local(
     envs: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, own: bool
 ):
-    """All ranks, if any of them has none; `on` is refused then."""
+    """All ranks, if any of them has too little; `on` is refused then."""
     monkeypatch.setattr(dist, "get_world_size", lambda size: size)
     group_module(monkeypatch, get_attn_tp_group=lambda: SimpleNamespace(device_group=2, cpu_group=object()))
     monkeypatch.setattr(shared, "require_agreement", lambda *given: None)
@@ -177,15 +177,28 @@ def test_auto_without_memory_for_the_buffers_keeps_heads_local(
     monkeypatch.setattr(shared, "TokenShard", made)
     monkeypatch.setattr(shared, "least", least)
     monkeypatch.setattr(shared.sharding, "never", lambda *given: None)
-    whose = "this rank" if own else "another rank of the attention group"
+    which = (
+        "more than this rank can allocate" if own else "and another rank of the attention group lacks memory for them"
+    )
+    reason = f"the exchange's buffers of 8192 query tokens take 176 MiB, {which}"
     given = (built(), runner(chunked_prefill_size=8192), MODEL, H200)
     found, why = token_shard.open_exchange(*given, Settings())
     assert found is None
-    assert why == f"{whose} has no memory for the exchange's buffers of 8192 query tokens"
+    assert why == reason
     assert answers == [1, int(not own)]
     answers.clear()
-    with pytest.raises(SettingsError, match=f"token_shard is on and cannot work here: {whose} has no memory"):
+    with pytest.raises(SettingsError, match=f"token_shard is on and cannot work here: {reason}"):
         token_shard.open_exchange(*given, Settings(token_shard="on"))
+
+
+def test_auto_leaves_most_of_the_free_memory_to_graphs_and_activations(monkeypatch: pytest.MonkeyPatch):
+    """A quarter at most; `on` takes what it is asked to take."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (4000 << 20, 80 << 30))
+    gpu = torch.device("cuda")
+    assert shared._lacks_memory(Settings(), gpu, 1000 << 20) == ""
+    reason = "more than a quarter of this rank's free memory, 4000 MiB"
+    assert shared._lacks_memory(Settings(), gpu, 1001 << 20) == reason
+    assert shared._lacks_memory(Settings(token_shard="on"), gpu, 1001 << 20) == ""
 
 
 @pytest.fixture
