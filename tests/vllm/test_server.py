@@ -32,7 +32,7 @@ def worker_pids(server: Server) -> list[int]:
     return [pid for pid in server.pids() if b"Worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
-def ask(url: str, answers: list[object], tokens: int = 400) -> None:
+def ask(url: str, answers: list[object], tokens: int = 900) -> None:
     body = {"model": "tiny", "prompt": list(range(100)), "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -58,7 +58,7 @@ def dies(server: Server) -> bool:
 
 def server_spec(tmp_path: Path, checkpoint: Path, *arguments: str) -> ServerSpec:
     flags = [
-        *("--served-model-name", "tiny", "--dtype", "float32", "--max-model-len", "512"),
+        *("--served-model-name", "tiny", "--dtype", "float32", "--max-model-len", "1024"),
         *("--enforce-eager", "--kv-cache-memory-bytes", str(1 << 28)),
         *arguments,
     ]
