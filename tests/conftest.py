@@ -7,11 +7,15 @@ import pytest
 import torch
 
 from nsa_plugin.decision import timings
+from tests.interpreter import large_read_programs, patch_triton_once
+
+__all__ = ["large_read_programs"]  # a fixture
 
 if not torch.cuda.is_available():
     # Triton kernels run interpreted where there is no GPU. Triton reads this when a kernel is defined: it is said here,
     # before any test module imports one.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    patch_triton_once()
 
 try:
     from hypothesis import settings

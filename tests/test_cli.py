@@ -382,7 +382,7 @@ def test_interrupt_ends_130(tmp_path: Path) -> None:
         assert running.stderr
         assert running.stderr.readline() == "waiting\n"
         running.send_signal(signal.SIGINT)
-        _, err = running.communicate(timeout=30)
+        _, err = running.communicate(timeout=120)
     assert running.returncode == 130
     assert err.strip() == "interrupted"
 
@@ -391,7 +391,7 @@ def test_reader_that_goes_away_makes_no_noise() -> None:
     read, write = os.pipe()
     os.close(read)
     command = [sys.executable, "-m", "nsa_plugin.cli", "explain", "--sm", "90", "--json"]
-    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60)
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=300)
     os.close(write)
     assert done.stderr == ""
     assert done.returncode == 1
@@ -405,7 +405,7 @@ def test_help_imports_neither_torch_nor_an_engine_nor_the_commands() -> None:
         "commands = [m for m in sys.modules if m.startswith('nsa_plugin.commands.')]\n"
         "assert not heavy and not commands, (heavy, commands)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, timeout=300)
 
 
 @pytest.mark.parametrize(
@@ -421,4 +421,4 @@ def test_command_imports_no_more_than_it_needs(command: str, forbidden: set[str]
         f"import sys\nfrom nsa_plugin.cli import main\nmain({command.split()!r})\n"
         f"found = {forbidden!r} & set(sys.modules)\nassert not found, found"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, timeout=300)

@@ -56,7 +56,7 @@ def test_import_needs_neither_torch_nor_an_engine(module: str) -> None:
         "heavy = {'torch', 'vllm', 'sglang', 'triton', 'flashinfer', 'flash_mla', 'deep_gemm'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
 def build(folder: Path, **environ: str) -> Path:

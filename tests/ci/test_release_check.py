@@ -65,7 +65,7 @@ def test_program_reports_what_the_entry_point_imports(heavy: list[str], tmp_path
         + "def load_plugins_by_group(group): return {'nsa_plugin': register} if group == 'g' else {}\n"
     )
     command = [sys.executable, "-c", release_check.LOAD_DISABLED, "loader", "g"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=300)
     result = json.loads(done.stdout.removeprefix("RESULT "))
     assert result["heavy"] == heavy
     assert result["value"] == "loader"

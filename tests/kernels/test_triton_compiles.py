@@ -61,7 +61,8 @@ def entries(sm: int) -> set[tuple[str, tuple[int, ...]]]:
 def test_every_kernel_compiles_and_a_block_fits_the_gpu(sm: int) -> None:
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", compile_program.__name__, str(sm)]
-    done = subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    # A minute of one core with an empty cache of Triton's, and ten where others have most of the machine.
+    done = subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True, timeout=3600)
     assert done.returncode == 0, done.stderr[-4000:]
     compiled: dict[str, list[dict[str, Any]]] = json.loads(done.stdout.splitlines()[-1])
     assert {name.rpartition(".")[2] for name in compiled} == launched()

@@ -16,6 +16,7 @@ from nsa_plugin.kernels.v4_prefill import PrefillKeys, attend_rows, combine, com
 from . import v4_prefill_cases as cases
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.usefixtures("large_read_programs")
 
 
 @pytest.mark.parametrize("by_slot", [True, False])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,6 +23,8 @@ from typing import Any
 
 import pytest
 from packaging.specifiers import SpecifierSet
+
+from nsa_plugin.tools.serving.process import free_ports
 
 # Those that ask for the torch whose CPU build the tests run with.
 RUNS_ON_CPU = ">=0.5.18,<0.5.22"
@@ -247,9 +248,7 @@ class Place:
     @contextmanager
     def server(self, *arguments: str, **extra: str) -> Iterator[str]:
         """The address of a server that answers."""
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            port = sock.getsockname()[1]
+        (port,) = free_ports(1)
         url = f"http://127.0.0.1:{port}"
         command = [*server_command("model"), "--port", str(port), *arguments]
         with ExitStack() as stack:
@@ -284,7 +283,7 @@ def server_command(model: str) -> list[str]:
 
 def post(url: str, body: dict[str, Any]) -> Any:
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=120) as answer:
+    with urllib.request.urlopen(request, timeout=START_TIMEOUT_S) as answer:
         return json.load(answer)
 
 

@@ -76,7 +76,7 @@ def run_engine(checkpoint: Path, reference: Any, tmp_path: Path) -> Callable[...
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=600,
+            timeout=1200,
         )
         (tmp_path / "engine.log").write_text(done.stdout)
         assert done.returncode == 0, done.stdout[-4000:]

@@ -39,7 +39,7 @@ def ask(tmp_path: Path, cases: dict[str, dict[str, Any]], environ: dict[str, str
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     assert done.returncode == 0, done.stdout[-4000:]
     answers = dict(zip(cases, json.loads((tmp_path / "results.json").read_text()), strict=True))
@@ -170,6 +170,7 @@ def test_the_server_itself_does_not_start_with_a_wrong_setting(tmp_path: Path, c
             checkpoint, port, ["--dtype", "float32", "--max-model-len", "512"], ON | {"prefill_backend": "fastest"}
         ),
         log=tmp_path / "server.log",
+        start_timeout=600,  # only a hang reaches it
         environ={"PYTHONPATH": python_path_with_vllm_name(tmp_path / "name"), "HF_HUB_OFFLINE": "1"},
     )
     message = r"'prefill_backend'.*'fastest'; allowed: one of auto, flash_mla"

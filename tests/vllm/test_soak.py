@@ -26,7 +26,7 @@ def test_short_soak(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=400,
+        timeout=1200,
     )
     assert record.exists(), done.stdout
     found = json.loads(record.read_text())

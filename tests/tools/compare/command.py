@@ -55,7 +55,7 @@ def failed(record: dict[str, Any]) -> list[str]:
     return [check["name"] for check in record["verdict"]["checks"] if not check["holds"]]
 
 
-def until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
+def until(holds: Callable[[], bool], seconds: float = 120.0) -> None:
     """Wait for a condition, and fail after `seconds`."""
     deadline = time.monotonic() + seconds
     while not holds():

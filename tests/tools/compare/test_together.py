@@ -190,7 +190,7 @@ def test_run_that_is_ended_while_servers_start_stops_them_all(
     try:
         until(lambda: pids.exists() and len(alive(pids)) == 3)
         process.send_signal(number)
-        process.communicate(timeout=30)
+        process.communicate(timeout=120)
     finally:
         process.kill()
     if number is signal.SIGKILL:
@@ -216,7 +216,7 @@ def test_run_that_is_terminated_later_keeps_what_it_measured(
         else:  # stock is first in the fifth turn and has its answer when the plugin is asked and hangs
             until(lambda: log.exists() and '"hang"' in log.read_text())
         process.terminate()
-        process.communicate(timeout=30)
+        process.communicate(timeout=120)
     finally:
         process.kill()
     assert process.returncode == 143

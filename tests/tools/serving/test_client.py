@@ -71,7 +71,7 @@ def serving(handler):
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
-    assert ready.wait(10)
+    assert ready.wait(60)
     try:
         yield f"http://127.0.0.1:{address[0]}", seen
     finally:

@@ -34,7 +34,7 @@ def fake_spec(tmp_path, pids, mode="healthy", **kwargs):
     )
 
 
-def wait_until(condition, seconds=30.0):
+def wait_until(condition, seconds=120.0):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
@@ -69,7 +69,7 @@ def test_a_server_that_dies_is_an_error_with_the_root_cause(tmp_path, pids):
     started = time.monotonic()
     with pytest.raises(ServerError) as caught:
         Server(fake_spec(tmp_path, pids, "dies", start_timeout=300)).start()
-    assert time.monotonic() - started < 60
+    assert time.monotonic() - started < 250
     message = str(caught.value)
     assert "exit code 3" in message
     assert message.index("ValueError: index_topk is a fruit") < message.index("RuntimeError: ServedEngine core")
@@ -79,9 +79,13 @@ def test_a_server_that_dies_is_an_error_with_the_root_cause(tmp_path, pids):
 
 def test_a_server_that_is_not_healthy_in_time_is_an_error(tmp_path, pids):
     seen = []
-    server = Server(
-        fake_spec(tmp_path, pids, "never_healthy", start_timeout=2.0), lambda s, line: seen.append((s, line))
-    )
+
+    def progress(seconds, line):
+        seen.append((seconds, line))
+        if line == "Loading weights":  # a busy machine takes longer than that to start Python
+            object.__setattr__(server.spec, "start_timeout", 2.0)
+
+    server = Server(fake_spec(tmp_path, pids, "never_healthy", start_timeout=120.0), progress)
     with pytest.raises(ServerError, match=r"not healthy after 2 s[\s\S]*Loading weights"):
         server.start()
     assert seen[-1][1] == "Loading weights"

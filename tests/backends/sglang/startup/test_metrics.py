@@ -50,7 +50,7 @@ def test_the_server_shows_a_schedulers_counts(tmp_path: Path):
 
     def run(code: str) -> str:
         done = subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=False
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300, check=False
         )
         assert done.returncode == 0, done.stderr
         return done.stdout

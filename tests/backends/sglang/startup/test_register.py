@@ -54,7 +54,7 @@ def imported(where: str, loaded: str, environ: dict[str, str]) -> list[str]:
         env=clean | environ,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=True,
     )
     return done.stdout.split()

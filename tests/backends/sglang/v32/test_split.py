@@ -20,7 +20,7 @@ from tests.backends.fake_sglang import layer as fake
 from tests.backends.fake_sglang.layer import TOPK, Case
 from tests.backends.fake_sglang.v32 import ForwardMode, started
 
-pytestmark = pytest.mark.usefixtures("nothing_measured")
+pytestmark = pytest.mark.usefixtures("nothing_measured", "large_read_programs")
 # (query tokens, context) of each request. More than 2048 tokens of context select.
 BATCHES = {
     "short first": [(20, 20), (6, 2100)],

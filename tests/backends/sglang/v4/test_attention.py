@@ -46,7 +46,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     BF16_ROWS: {"prefill_backend": "flash_mla", "large_q_rows": 1},
 }
 EVERY_LAYER = pytest.mark.parametrize("layer_id", LAYERS)
-pytestmark = pytest.mark.usefixtures("nothing_measured", "by_reference")
+pytestmark = pytest.mark.usefixtures("nothing_measured", "by_reference", "large_read_programs")
 
 
 def close(got: torch.Tensor, expected: torch.Tensor) -> None:

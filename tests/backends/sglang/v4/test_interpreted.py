@@ -18,7 +18,7 @@ from nsa_plugin.kernels.sparse_mla import reference_prefill
 from tests.backends.fake_sglang.v4 import LAYERS, TOPK, attend, batch, prepared
 
 pytestmark = [
-    pytest.mark.usefixtures("nothing_measured"),
+    pytest.mark.usefixtures("nothing_measured", "large_read_programs"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="the fakes are on the CPU"),
 ]
 

@@ -23,6 +23,8 @@ from tests.backends.fake_vllm import v4 as fake_v4
 from tests.backends.fake_vllm.v4 import CPU, H200, Layer, OldImpl, SWABuilder, World, planner
 from tests.backends.fake_vllm.v4_cases import DECODES, DIRECTLY, OVER_ROWS, close
 
+pytestmark = pytest.mark.usefixtures("large_read_programs")
+
 MIXED = [(1, 300), (1, 7), (9, 9), (20, 400), (3, 130), (5, 5)]
 
 
