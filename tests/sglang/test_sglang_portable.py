@@ -87,6 +87,77 @@ def test_sglang_plans_no_top_k_with_a_kernel_that_does_not_compile_there(serves:
     backend_._refresh_topk_v2_plan(SimpleNamespace(topk_v2_plan=None))  # and so makes none at a replay
 
 
+def test_sglang_prepares_a_decode_step_without_deepgemm_and_flashmla(
+    serves: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of `init_forward_metadata` runs as on a GPU; a stand-in's missing function would end it."""
+    import torch
+
+    from nsa_plugin.backends.sglang.v32.attention import adopt, with_plans
+    from nsa_plugin.backends.sglang.v32.routes import SglangPlanner
+    from nsa_plugin.decision.shapes import ModelShape
+    from nsa_plugin.libraries.devices import synthetic
+    from nsa_plugin.settings import Settings
+
+    module = importlib.import_module(BACKEND)
+    monkeypatch.setattr(module, "is_cuda", lambda: True)
+    # For context parallelism; it asks for the configuration of a running server.
+    monkeypatch.setattr(module, "pad_dsa_cache_seqlens", lambda batch, lengths: lengths)
+    made = object.__new__(with_plans(module.DeepseekSparseAttnBackend))
+    fields = {
+        "device": "cpu",
+        "dsa_prefill_impl": "flashmla_kv",
+        "dsa_decode_impl": "flashmla_kv",
+        "dsa_kv_cache_store_fp8": True,
+        "dsa_index_topk": 2048,
+        "dsa_index_kpool": 1,
+        "dcp_size": 1,
+        "_kv_shard_pool": None,
+        "max_context_len": 4096,
+        "speculative_num_draft_tokens": 4,
+        "real_page_size": 64,
+        "physical_page_size": 64,
+        "enable_auto_select_prefill_impl": False,
+        "hisparse_coordinator": None,
+        "use_mha": False,
+        "supports_mha_one_shot": False,
+        "token_to_kv_pool": SimpleNamespace(dtype=torch.float8_e4m3fn),
+        "req_to_token_pool": SimpleNamespace(req_to_token=torch.arange(2 * 256).view(2, 256).int()),
+        "_arange_buf": torch.arange(64, dtype=torch.int32),
+        # SGLang plans from 0.5.21 on with a kernel that compiles there; a CPU cannot run it.
+        "dsa_topk_backend": SimpleNamespace(should_use_topk_v2=lambda: False),
+        "_get_device_sm": lambda: 86,
+        "_is_blackwell": lambda: False,
+        "_is_in_breakable_cuda_graph": lambda: False,
+        "_is_in_tc_piecewise_cuda_graph": lambda: False,
+    }
+    for name, value in fields.items():
+        setattr(made, name, value)
+    model = ModelShape(num_heads=128, attn_tp_size=8, kv_layout="v32_fp8")
+    device = synthetic(86, libraries=("triton",))
+    assert adopt(made, SglangPlanner(model, device, Settings()), SimpleNamespace(), portable=True) == []
+    lengths = torch.tensor([70, 200])
+    batch = SimpleNamespace(
+        forward_mode=mode("DECODE"),
+        batch_size=2,
+        seq_lens=lengths,
+        seq_lens_cpu=lengths,
+        seq_lens_sum=270,
+        req_pool_indices=torch.tensor([1, 0]),
+        attn_cp_metadata=None,
+        global_num_tokens_cpu=None,
+        rids=None,
+        spec_info=None,
+    )
+    made.init_forward_metadata(batch)
+    found = made.forward_metadata
+    assert found.paged_mqa_schedule_metadata.shape == (SM_COUNT + 1, 2)
+    assert found.flashmla_metadata.num_splits.shape == (3,)
+    assert found.topk_v2_plan is None
+    assert found.real_page_table[:, 0].tolist() == [256 // 64, 0]
+    assert made.nsa_plugin.route.plan.indexer.provider == "triton"
+
+
 @pytest.mark.parametrize("name", ["DECODE", "TARGET_VERIFY", "DRAFT_EXTEND_V2"])
 def test_steps_select_as_the_reference_from_sglangs_metadata(serves: set[str], name: str) -> None:
     import torch
