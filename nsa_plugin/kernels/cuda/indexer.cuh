@@ -28,8 +28,6 @@ constexpr float kMostFinite = 3.402823466e38f;
 constexpr float kShrink = 1.0f / 33554432.0f, kGrow = 33554432.0f;
 constexpr u32 kAllLanes = 0xffffffffu;
 
-DEVICE float infinity() { return bits_to_float(0x7f800000u); }
-
 struct alignas(64) TensorMap { u64 opaque[16]; };
 
 struct __align__(8) Entry {
@@ -70,19 +68,35 @@ DEVICE void tensor_copy(u32 destination, const TensorMap* map, int row, u32 barr
                  :: "r"(destination), "l"(map), "r"(0), "r"(row), "r"(barrier) : "memory");
 }
 
+// In shared memory: a stage's keys have arrived, and nobody reads them any more; the queries have arrived.
+struct Barriers {
+    u64 full[STAGES], empty[STAGES], queries;
+};
+
+// By one thread, for this many warps that read the keys.
+DEVICE void init_barriers(Barriers& barriers, int readers) {
+    for (int i = 0; i < STAGES; ++i) {
+        barrier_init(shared_address(&barriers.full[i]), 1);
+        barrier_init(shared_address(&barriers.empty[i]), readers);
+    }
+    barrier_init(shared_address(&barriers.queries), 1);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
 // The producer: the block's queries, then the tiles of keys, by one thread.
-DEVICE void copy_operands(const TensorMap* q_map, const TensorMap* k_map, u32 memory, u64* full, u64* empty, u64* queries,
-                          int first_row, const Span& span) {
-    const u32 arrived = shared_address(queries), stages = memory + kQueryBytes;
+DEVICE void copy_operands(const TensorMap* q_map, const TensorMap* k_map, u32 memory, Barriers& barriers, int first_row,
+                          const Span& span) {
+    const u32 arrived = shared_address(&barriers.queries), stages = memory + kQueryBytes;
     barrier_expect(arrived, kQueryBytes);
     tensor_copy(memory, q_map, first_row * kHeads, arrived);
     tensor_copy(memory + kQueryBox, q_map, first_row * kHeads + kQueryBox / kDim, arrived);
     int stage = 0;
     u32 phase = 0;
     for (int tile = 0; tile < span.tiles; ++tile) {
-        barrier_wait(shared_address(empty + stage), phase ^ 1);
-        barrier_expect(shared_address(full + stage), kTileBytes);
-        tensor_copy(stages + stage * kTileBytes, k_map, span.first_key + tile * kTile, shared_address(full + stage));
+        barrier_wait(shared_address(&barriers.empty[stage]), phase ^ 1);
+        barrier_expect(shared_address(&barriers.full[stage]), kTileBytes);
+        tensor_copy(stages + stage * kTileBytes, k_map, span.first_key + tile * kTile,
+                    shared_address(&barriers.full[stage]));
         if (++stage == STAGES) stage = 0, phase ^= 1;
     }
 }
@@ -120,15 +134,15 @@ DEVICE void multiply(float (&d)[64], u64 a, u64 b, int accumulate) {
 // Start the product of a tile's keys and two rows' queries; it is done when its group is waited for.
 DEVICE void start_product(float (&d)[64], u64 key_matrix, u64 query_matrix) {
     fence_sums(d);
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+    products_fence();
 #pragma unroll
     for (int i = 0; i < kDim / 32; ++i) multiply(d, key_matrix + 2 * i, query_matrix + 2 * i, i);
-    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    products_commit();
 }
 
 template <int PENDING>
 DEVICE void wait_products(float (&d)[64]) {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(PENDING) : "memory");
+    products_wait<PENDING>();
     fence_sums(d);
 }
 

@@ -25,7 +25,6 @@
 // 16 T + g and 16 T + 8 + (g ^ 4) of shared memory. Any order would do; in this one a thread of the first product holds
 // both positions, and every access below spreads over all banks: rows lie 16 bytes apart modulo 128.
 
-#include "scope.cuh"
 #include "sparse_mla_steps.cuh"
 
 struct Entry {
@@ -67,8 +66,6 @@ DEVICE void start_copies(Shared& shared, int stage, int copier, int lane, const 
         copy_8_bytes(shared_address(&shared.scales[stage][r]), entry.scales, full);
     }
 #endif
-    // A bulk copy takes its addresses from uniform registers: one lane starting them all keeps these in
-    // flight, where lanes starting one each go through a loop.
     __syncwarp();  // nobody reads those of the copies before any more
     if (lane < COPIES) shared.from[copier][lane] = (u64)entry.record;
     __syncwarp();
@@ -84,18 +81,7 @@ DEVICE void start_copies(Shared& shared, int stage, int copier, int lane, const 
     }
     arrive_with_copies(full);
 #else
-    if (elected()) {
-        ulonglong2 from[COPIES / 2];
-#pragma unroll
-        for (int k = 0; k < COPIES / 2; ++k) from[k] = *(const ulonglong2*)&shared.from[copier][2 * k];
-        u32 to = shared_address(&shared.records[stage][copier * COPIES * ROW]);
-        barrier_expect(full, COPIES * COPIED);
-#pragma unroll
-        for (int k = 0; k < COPIES / 2; ++k) {
-            bulk_copy(to + 2 * k * ROW, (const void*)from[k].x, COPIED, full);
-            bulk_copy(to + (2 * k + 1) * ROW, (const void*)from[k].y, COPIED, full);
-        }
-    }
+    copy_in_bulk<COPIED, ROW>(shared, stage, copier, full);
 #endif
 }
 
@@ -137,15 +123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
     auto given = [&](bool is_extra) {
         return is_extra ? second.indices + row * second.indices_stride : first.indices + row * first.indices_stride;
     };
-    if (threadIdx.x < STAGES) {
-        barrier_init(shared_address(&shared.full[threadIdx.x]), ARRIVALS);
-#if PRODUCERS
-        barrier_init(shared_address(&shared.empty[threadIdx.x]), WARPS);
-#endif
-#if HOPPER
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
-    }
+    init_barriers(shared, ARRIVALS);
     // Held in shared memory, because registers are what the loop below has fewest of.
     if (threadIdx.x == 0) shared.indices[0] = given(false), shared.indices[1] = given(true);
     // Not all the same: many copies of a single record wait for each other.
@@ -192,19 +170,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
     if (begin < end) copy(begin, slots[0]);
     find_largest(shared, raw, part, lane);
 #endif
-    if (!__syncthreads_or(counts(end - 1, final)) && begin + 1 < end) {
-        // Short contexts leave all blocks from some one on empty: these are left out.
-        int last = begin;
-        constexpr int READERS = KEYS / 32;  // warps that read a block's slots
-        for (int b = begin + 1 + warp / READERS; b < end - 1; b += WARPS / READERS)
-            if (counts(b, slot_of(b, warp % READERS * 32 + lane))) last = b;
-        last = (int)__reduce_max_sync(~0u, (u32)last);
-        if (lane == 0 && multiplies) shared.last[warp] = last;
-        __syncthreads();
-#pragma unroll
-        for (int w = 0; w < WARPS; ++w) last = max(last, shared.last[w]);
-        end = last + 1;
-    }
+    if (!__syncthreads_or(counts(end - 1, final)) && begin + 1 < end)
+        end = end_of_entries(begin, end, shared.last, multiplies, warp, lane,
+                             [&](int block, int entry) { return counts(block, slot_of(block, entry)); });
     if (copies) {
 #pragma unroll
         for (int k = PRODUCERS ? 0 : 1; k < STAGES; ++k)
@@ -231,10 +199,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
     keep_query(shared, query, raw, part, scale_log2, lane);
     meet();
     float o[VALUE_TILES][NT][4] = {};
-    const float infinity = bits_to_float(0x7f800000);
-    Softmax state;
-#pragma unroll
-    for (int j = 0; j < COLUMNS; ++j) state.largest[j] = -infinity, state.anchor[j] = ANCHOR_START, state.sum[j] = 0.f;
+    State state;
+    state.start();
     state.reference = LAYOUT == 0 ? -100 : -127;
 
     for (int block = begin; block < end; ++block) {
@@ -269,13 +235,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
             float total = state.anchor[j] + log2_approx(sum);  // -inf where there is nothing
             float weight = sum == 0.f ? 0.f : 1.f / sum;
             i64 at = (i64)(first_row + query_of(column)) * heads + first_head + head;
-            Share share = {sum == 0.f ? -infinity : total, largest};
+            Share share = {sum == 0.f ? -infinity() : total, largest};
             if (is_cluster) own_shares(shared)[column] = share;
             else if (head < own_heads && !is_whole) partials[(i64)own_share * gridDim.x * heads + at] = share;
             else if (head < own_heads) {
-                if (sink && sum != 0.f) weight /= 1.f + exp2_approx(sink[first_head + head] * 1.4426950408889634f - total);
-                lse[at] = sum == 0.f ? infinity : total * 0.6931471805599453f;
-                max_logits[at] = largest * 0.6931471805599453f;
+                if (sink && sum != 0.f) weight /= 1.f + exp2_approx(sink[first_head + head] * LOG2_E - total);
+                lse[at] = sum == 0.f ? infinity() : total * LN_2;
+                max_logits[at] = largest * LN_2;
             }
             shared.alpha[column] = weight;
         }
