@@ -1,7 +1,7 @@
 // What the indexer's two kernels share: fp8 products of 64 keys and 128 queries of heads, and the entries of a row.
 #pragma once
 
-#include "instructions.cuh"
+#include "sortable.cuh"
 
 #ifndef HEADS
 #define HEADS 64  // of a query: 32 or 64
@@ -23,10 +23,8 @@ constexpr int kRows = 4 * kProductRows;           // of a block
 constexpr int kQueryBytes = kRows * kHeads * kDim, kQueryBox = kQueryBytes / 2;
 constexpr int kTileBytes = kTile * kDim;
 constexpr int kLists = 4;  // of a row and a part: one a warp of the warpgroup that scores it
-constexpr float kMostFinite = 3.402823466e38f;
 // |dot| <= 448 * 448 * 128 < 2^25: scaled by 2^-25, clamping to [0, 1] is relu. The weights take the factor back.
 constexpr float kShrink = 1.0f / 33554432.0f, kGrow = 33554432.0f;
-constexpr u32 kAllLanes = 0xffffffffu;
 
 struct alignas(64) TensorMap { u64 opaque[16]; };
 
@@ -223,8 +221,5 @@ DEVICE int settled(const Sums& sums, const Constants& known) {
     for (int i = 0; i < kProductRows; ++i) any |= __float_as_int(sums.of[i][0]) | __float_as_int(sums.of[i][1]);
     return any & __float_as_int(known.zero);
 }
-
-// As in topk.cu: NaN and -inf count as the least finite value, both zeros as one.
-DEVICE float clamped(float value) { return fminf(fmaxf(value, -kMostFinite), kMostFinite) + 0.0f; }
 
 }  // namespace

@@ -26,13 +26,6 @@ struct Control {
 };
 __shared__ Control control;
 
-DEVICE u32 to_key(float value) {
-    const u32 bits = __float_as_uint(value);
-    return (bits & 0x80000000u) ? ~bits : (bits | 0x80000000u);
-}
-
-DEVICE float to_value(u32 key) { return bits_to_float((key & 0x80000000u) ? (key ^ 0x80000000u) : ~key); }
-
 struct Cut {
     u32 key;
     int room, tied;
@@ -160,9 +153,7 @@ extern "C" __global__ void __launch_bounds__(kConsumers + 128, 1) indexer_redo(
             a.new_counts[at] = a.counts[at];
         }
     }
-    if (threadIdx.x == kConsumers) {
-        init_barriers(control.barriers, kConsumers / 32);
-    }
+    if (threadIdx.x == kConsumers) init_barriers(control.barriers, kConsumers / 32);
     __syncthreads();
     int low = a.keys, high = 0;
 #pragma unroll

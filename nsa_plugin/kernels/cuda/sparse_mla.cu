@@ -85,8 +85,6 @@ DEVICE void start_copies(Shared& shared, int stage, int copier, int lane, const 
 #endif
 }
 
-// What a block of a cluster knows of its share, by head, where S was.
-DEVICE Share* own_shares(Shared& shared) { return (Share*)shared.s; }
 
 // Attention of query row `blockIdx.x`, or of the GROUP rows from GROUP * `blockIdx.x` on, for heads from
 // HEADS / GROUP * `blockIdx.y` on, over the share `blockIdx.z` of its
@@ -179,8 +177,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
             if (begin + k < end) copy(begin + k, slots[k]);  // all stages are free
     }
     int next = copies ? slot_of(begin + STAGES, i) : -1;
-    int shares = gridDim.z, own_share = blockIdx.z;
-    bool is_whole = shares == 1, is_cluster = HOPPER && !is_whole && !partial_out;
+    int own_share = blockIdx.z;
+    bool is_whole = gridDim.z == 1, is_cluster = HOPPER && !is_whole && !partial_out;
 #if PRODUCERS
     if (!multiplies) {
         for (int block = begin + STAGES; block < end; ++block) {
@@ -289,12 +287,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
 #if HOPPER
     if (!is_cluster) return;
 
-    cluster_meet();
-    i64 at = (i64)row * heads + first_head;
-    int size = OUT_FLOAT32 ? 4 : 2;
-    add_up_cluster(shares, own_share, WARPS, own_heads, own_shares(shared), own_out, O_STRIDE,
-                   sink ? sink + first_head : nullptr, out + (row * out_row_stride + first_head * out_head_stride) * size,
-                   out_head_stride, lse + at, max_logits + at, warp, lane);
-    cluster_part();  // no block leaves while another reads its shared memory
+    add_up_row(shared, row, first_head, own_heads, heads, sink, out, out_row_stride, out_head_stride, lse, max_logits, warp,
+               lane);
 #endif
 }

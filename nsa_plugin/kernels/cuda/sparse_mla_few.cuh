@@ -18,9 +18,6 @@
 #ifndef PRODUCERS
 #define PRODUCERS 0  // 4: so many warps more copy, for a block that has an SM alone: a warp that starts copies waits for them
 #endif
-#ifndef MEETING
-#define MEETING 14
-#endif
 #ifndef FLAT
 #define FLAT 0  // pages follow each other without a gap, and so do the records in them
 #endif
@@ -45,14 +42,14 @@ DEVICE int row_of(int l, int i) { return (l & 24) << 1 | i << 3 | ((l & 7) ^ i <
 // The warps that multiply meet; and find out whether something holds for one of their threads.
 DEVICE void meet() {
 #if PRODUCERS
-    named_sync(MEETING, 32 * WARPS);
+    named_sync(14, 32 * WARPS);
 #else
     __syncthreads();
 #endif
 }
 DEVICE bool meet_or(bool something) {
 #if PRODUCERS
-    return named_or(MEETING + 1, 32 * WARPS, something);
+    return named_or(15, 32 * WARPS, something);
 #else
     return __syncthreads_or(something);
 #endif
@@ -134,3 +131,22 @@ struct Softmax {
         }
     }
 };
+
+// What a block of a cluster knows of its share, by head, where S was.
+template <typename Memory>
+DEVICE Share* own_shares(Memory& shared) { return (Share*)shared.s; }
+
+#if HOPPER
+// The results of a row, whose shares are a cluster. For all warps, the producers but for this too.
+template <typename Memory>
+DEVICE void add_up_row(Memory& shared, int row, int first_head, int own_heads, int heads, const float* sink, u8* out,
+                       i64 out_row_stride, i64 out_head_stride, float* lse, float* max_logits, int warp, int lane) {
+    cluster_meet();
+    i64 at = (i64)row * heads + first_head;
+    int size = OUT_FLOAT32 ? 4 : 2;
+    add_up_cluster(gridDim.z, blockIdx.z, WARPS, own_heads, own_shares(shared), (float*)shared.records, O_STRIDE,
+                   sink ? sink + first_head : nullptr, out + (row * out_row_stride + first_head * out_head_stride) * size,
+                   out_head_stride, lse + at, max_logits + at, warp, lane);
+    cluster_part();  // no block leaves while another reads its shared memory
+}
+#endif

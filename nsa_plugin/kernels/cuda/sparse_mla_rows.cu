@@ -12,7 +12,6 @@
 // Positions and rows: positions 2 l and 2 l + 1 of S and P, l = 8 T + g, belong to rows 16 T + g and
 // 16 T + 8 + (g ^ 4) of shared memory, for the same reasons.
 
-#define MEETING 1
 #include "sparse_mla_few.cuh"
 
 constexpr int KEY_TILES = KEYS / 2 / 16;       // tiles of 16 keys a warp, in the first product: half of the keys
@@ -38,7 +37,6 @@ struct Shared {
 };
 // A share's output lies where its rows were, and what is known of it where S was.
 static_assert(HEADS * O_STRIDE * sizeof(float) <= sizeof(Shared::records), "a share's output does not fit");
-DEVICE Share* own_shares(Shared& shared) { return (Share*)shared.s; }
 
 // Where the row of a slot lies.
 DEVICE const u8* find_row(const Scope& scope, int slot) {
@@ -263,8 +261,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend_rows(
             if (begin + k < end) copy(begin + k, k, slots[k]);  // all stages are free
     }
     int next = copies ? slot_of(begin + STAGES, i) : -1;
-    int stage = 0, parity = 0, shares = gridDim.z, own_share = blockIdx.z;
-    bool is_whole = shares == 1, is_cluster = HOPPER && !is_whole && !partial_out;
+    int stage = 0, parity = 0, own_share = blockIdx.z;
+    bool is_whole = gridDim.z == 1, is_cluster = HOPPER && !is_whole && !partial_out;
 #if PRODUCERS
     if (!multiplies) {
         if (NT > 2) fewer_registers<40>();
@@ -353,12 +351,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend_rows(
         return;
     }
 #if HOPPER
-    cluster_meet();
-    i64 at = (i64)row * heads + first_head;
-    int size = OUT_FLOAT32 ? 4 : 2;
-    add_up_cluster(shares, own_share, WARPS, own_heads, own_shares(shared), own_out, O_STRIDE,
-                   sink ? sink + first_head : nullptr, out + (row * out_row_stride + first_head * out_head_stride) * size,
-                   out_head_stride, lse + at, max_logits + at, warp, lane);
-    cluster_part();  // no block leaves while another reads its shared memory
+    add_up_row(shared, row, first_head, own_heads, heads, sink, out, out_row_stride, out_head_stride, lse, max_logits, warp,
+               lane);
 #endif
 }
