@@ -64,7 +64,7 @@ def topk_plan(case: Case, route: Route, *, shared: bool = False) -> tuple[Indexe
     }
 
 
-def selection_us(case: Case, scored: int) -> float:
+def selection_us(case: Case, scored: int, rows: int) -> float:
     """Microseconds that a prefill's indexer takes on average over the layers; 0 where no time fits.
 
     Each measured time is of all pairs of its query tokens and keys, with the heads of DeepSeek-V3.2's indexer. Other
@@ -72,17 +72,18 @@ def selection_us(case: Case, scored: int) -> float:
 
     Args:
         scored: pairs of a query token and a token that it may select.
+        rows: query tokens that a rank selects for; they decide which library does it.
     """
     model = case.model
     if not scored or not case.timed or model.family != "v3.2":
         return 0.0
-    heads, known = case.once("indexer.times", lambda: _times_by_pairs(case))
+    provider = UNPAGED if _unpaged(case, rows) else _provider(case, "")[0]
+    heads, known = case.once(("indexer.times", provider), lambda: _times_by_pairs(case, provider))
     return timings.time_at(known, scored) * model.index_n_heads / heads * model.selecting_layers if known else 0.0
 
 
-def _times_by_pairs(case: Case) -> tuple[int, timings.Points]:
-    """(measured indexer heads, (pairs, microseconds) of the library that scores)."""
-    provider, _ = _provider(case, "")
+def _times_by_pairs(case: Case, provider: str) -> tuple[int, timings.Points]:
+    """(measured indexer heads, (pairs, microseconds) of a library)."""
     for heads in (case.model.index_n_heads, V32_HEADS):
         found = timings.selections(case.device.sm, Op.INDEXER_TOPK, heads, case.model.index_topk)
         points = {one.rows * one.keys: one.us[provider] for one in found if provider in one.us}

@@ -216,7 +216,8 @@ def _with_selection(case: Case, kept: TimeEstimate, taken: TimeEstimate) -> tupl
         return kept, taken
     scored = case.batch.scored
     own = -(-scored // case.model.attn_tp_size)
-    return kept.with_selection(selection_us(case, scored)), taken.with_selection(selection_us(case, own))
+    alone = selection_us(case, scored, case.batch.num_tokens)
+    return kept.with_selection(alone), taken.with_selection(selection_us(case, own, case.sharded_load.rows))
 
 
 def _quickest(case: Case, route: Route) -> tuple[int, TimeEstimate | None, Reason]:

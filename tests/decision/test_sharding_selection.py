@@ -70,16 +70,29 @@ def test_both_times_in_the_reason_have_their_selection(measured: None) -> None:
 def test_the_selection_takes_its_time_by_heads_and_by_layers(
     changed: dict[str, Any], factor: float, measured: None
 ) -> None:
-    found = selection_us(case(replace(PAIR, **changed)), 500 * MEBI)
+    found = selection_us(case(replace(PAIR, **changed)), 500 * MEBI, 4096)
     assert found == pytest.approx(500 * factor)
 
 
 def test_without_times_or_pairs_nothing_is_counted(measured: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert selection_us(case(), 0) == 0
+    assert selection_us(case(), 0, 4096) == 0
     for place in INDEXER:
         monkeypatch.delitem(timings.TIMINGS, place)
-    assert selection_us(case(), 500 * MEBI) == 0
+    assert selection_us(case(), 500 * MEBI, 4096) == 0
     assert not choose(PAIR, extend(4096, 500_000), FULL).token_shard
+
+
+def test_the_time_is_of_the_library_that_selects(measured: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The indexer without logits is the faster one from its fewest measured query tokens on, if the engine calls it."""
+    for place, us in zip(INDEXER, (80.0, 800.0), strict=True):
+        monkeypatch.setitem(timings.TIMINGS[place], "cuda", {64: ((1024, us),)})
+    batch = extend(4096, 200_000)
+    own, stock = (
+        Case(PAIR, batch, FULL, Settings(), Constraints(stock_selects_prefills=stock)) for stock in (False, True)
+    )
+    assert selection_us(own, 500 * MEBI, 4096) == pytest.approx(400)
+    assert selection_us(own, 500 * MEBI, 1023) == pytest.approx(500)
+    assert selection_us(stock, 500 * MEBI, 4096) == pytest.approx(500)
 
 
 def test_an_engine_that_splits_the_selection_already_saves_nothing(measured: None) -> None:
@@ -110,11 +123,13 @@ def test_the_records_make_two_ranks_reshard_long_contexts() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_auto_reshards_where_a_recorded_layer_with_its_indexer_is_faster(ranks: int) -> None:
-    """The decision adds up attention's time and the indexer's, which the record has as one."""
+    """The decision adds up attention's time and the indexer's, which the record has as one, with DeepGEMM's."""
     model, cases = replace(V32_FP8, attn_tp_size=ranks), recorded(ranks, LAYER)
+    decider = Decider(model, FULL, Settings())
     assert {(rows, context) for _, rows, context in cases} == {(2048, 8192), (8192, 65536), (8192, 131072)}
     for (_, rows, context), (local, resharded) in cases.items():
-        plan = choose(model, extend(rows, context), FULL)
+        assert choose(model, extend(rows, context), FULL).token_shard == (resharded < local), (rows, context)
+        plan = decider.decide(extend(rows, context), Constraints(stock_selects_prefills=True))
         assert plan.token_shard == (resharded < local), (rows, context, plan.reasons["token_shard"])
         # Both estimates are near the readings of the whole layer.
         found = [float(ms) for ms in re.findall(r" (\d+\.\d+) ms \(", plan.reasons["token_shard"])]

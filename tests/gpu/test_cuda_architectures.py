@@ -10,7 +10,17 @@ import struct
 
 import pytest
 
-from nsa_plugin.kernels.cuda import build, indexer, nvrtc, sparse_mla, sparse_mla_rows, sparse_mla_wide
+from nsa_plugin.kernels.cuda import (
+    build,
+    indexer,
+    nvrtc,
+    sparse_mla,
+    sparse_mla_launch,
+    sparse_mla_neighbours,
+    sparse_mla_rows,
+    sparse_mla_union,
+    sparse_mla_wide,
+)
 from nsa_plugin.kernels.cuda.topk import THREADS
 from nsa_plugin.kernels.triton.device import DeviceFacts
 from nsa_plugin.libraries.architectures import shared_memory_per_block
@@ -70,6 +80,29 @@ def test_sparse_mla_over_rows_compiles_and_fits(sm: int) -> None:
         defines = tuple(sorted((sparse_mla_rows.definitions(facts) | variant.definitions).items()))
         cubin = build._cubin(sparse_mla_rows.SOURCE, defines, f"sm_{sm}" + ("a" if sm >= 90 else ""))
         assert 0 < registers(cubin) * variant.threads[0] * variant.blocks <= REGISTERS
+
+
+@pytest.mark.parametrize("gate", [sparse_mla_launch.NO_GATE, sparse_mla_launch.SHARING])
+@pytest.mark.parametrize("group", sparse_mla_union.GROUPS)
+def test_unions_compile_and_fit(group: int, gate: int) -> None:
+    facts = DeviceFacts(sms=100, architecture=90, shared_memory=shared_memory_per_block(90))
+    variant = sparse_mla_union.VARIANTS[group]
+    defines = sparse_mla.definitions("v32_fp8", facts) | variant.definitions | {"GATE": gate}
+    cubin = build._cubin(sparse_mla.SOURCE, tuple(sorted(defines.items())), "sm_90a")
+    assert 0 < registers(cubin) * variant.threads[0] * variant.blocks <= REGISTERS
+    unite = (("GATE", gate), ("GROUP", group), ("STEPS", sparse_mla_union.steps(2048)))
+    assert registers(build._cubin(sparse_mla_union.SOURCE, unite, "sm_90a")) > 0
+
+
+def test_what_decides_on_unions_compiles_and_fits() -> None:
+    facts = DeviceFacts(sms=100, architecture=90, shared_memory=shared_memory_per_block(90))
+    for variant in sparse_mla.possible_variants(sparse_mla_neighbours.MOST_HEADS, "v32_fp8", facts):
+        defines = (
+            sparse_mla.definitions("v32_fp8", facts) | variant.definitions | {"GATE": sparse_mla_launch.NOT_SHARING}
+        )
+        cubin = build._cubin(sparse_mla.SOURCE, tuple(sorted(defines.items())), "sm_90a")
+        assert 0 < registers(cubin) * variant.threads[0] * variant.blocks <= REGISTERS
+    assert registers(build._cubin(sparse_mla_neighbours.SOURCE, (), "sm_90a")) > 0
 
 
 @pytest.mark.parametrize("sm", ARCHITECTURES)

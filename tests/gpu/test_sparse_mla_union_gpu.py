@@ -1,18 +1,18 @@
-"""Attention over unions of neighbouring query tokens, against the float32 reference on the same device."""
+"""Attention over unions of neighbouring query tokens, always or where they share: against the float32 reference."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from nsa_plugin.kernels.sparse_mla import reference_prefill
+from nsa_plugin.kernels.sparse_mla import prefill_op, reference_prefill
 from nsa_plugin.tools.bench import inputs, judges
 from nsa_plugin.tools.bench.selections import CAUTIOUS, LIKELY, neighbouring
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs a GPU with SM90", allow_module_level=True)
 
-from nsa_plugin.kernels.cuda import sparse_mla_union
+from nsa_plugin.kernels.cuda import sparse_mla, sparse_mla_neighbours, sparse_mla_union
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
@@ -57,3 +57,61 @@ def test_unions_against_the_reference(group: int, name: str, heads: int, tokens:
     again = sparse_mla_union.prefill(q, cache, indices, **more, group=group)
     assert torch.equal(found.out, again.out)
     assert torch.equal(found.lse, again.lse)
+
+
+@pytest.mark.parametrize("out", ["new", "float32", "strided"])
+@pytest.mark.parametrize("name", ["shared", "random", "twice", "with gaps", "short"])
+@pytest.mark.parametrize(("heads", "tokens", "topk"), [(8, 301, 256), (8, 40, 2048), (5, 33, 320), (1, 1, 64)])
+def test_the_gpu_takes_unions_where_neighbours_share(name: str, heads: int, tokens: int, topk: int, out: str) -> None:
+    """One of both kernels runs, to the bit as it does alone, and the one that the sample calls for."""
+    if name == "with gaps" and tokens == 1:
+        pytest.skip("its gaps need several tokens")
+    cache = inputs.filled_cache(DEVICE, "v32_fp8", KV, 64, 1)
+    q, indices = inputs.normal(DEVICE, 2, tokens, heads, 576), selections(name, tokens, topk)
+    lengths = torch.arange(tokens, device=DEVICE) * topk // tokens + 1 if heads == 5 else None
+    more = {"scale": 576**-0.5, "topk_length": lengths}
+    width = 512 if out == "new" else 1024 if out == "strided" else 512
+    dtype = torch.float32 if out == "float32" else torch.bfloat16
+    given = None if out == "new" else torch.full((tokens, heads, width), torch.nan, dtype=dtype, device=DEVICE)
+    given = given[..., ::2] if out == "strided" else given
+    found = sparse_mla_neighbours.prefill(q, cache, indices, **more, out=given)
+    expected = reference_prefill(q, cache, indices, **more, out_dtype=torch.float32)
+    judges.close("out", found.out, expected.out, judges.PREFILL_OUT)
+    judges.close("lse", found.lse, expected.lse, judges.STATISTIC)
+    judges.close("max_logits", found.max_logits, expected.max_logits, judges.STATISTIC)
+    shared, all_entries = pairs(indices, lengths)
+    united = sparse_mla_union.prefill(q, cache, indices, **more)
+    alone = prefill_op(sparse_mla.attend)(q, cache, indices, **more, splits=1)
+    if 2 * shared >= 1.1 * all_entries:
+        assert torch.equal(found.lse, united.lse)
+    elif 2 * shared < 0.9 * all_entries:
+        assert torch.equal(found.lse, alone.lse)
+
+
+def pairs(indices: torch.Tensor, lengths: torch.Tensor | None) -> tuple[int, int]:
+    """(entries of second rows that the sampled pairs' first rows have too, all of them), counted in Python."""
+    rows, topk = indices.shape
+    groups, shared, all_entries = rows // 2, 0, 0
+    for number in range(min(groups, sparse_mla_neighbours.PAIRS)):
+        first = 2 * (number * groups // min(groups, sparse_mla_neighbours.PAIRS))
+        kept = [topk if lengths is None else int(lengths[row]) for row in (first, first + 1)]
+        one, two = (indices[row, :n].tolist() for row, n in zip((first, first + 1), kept, strict=True))
+        valid = [slot for slot in two if 0 <= slot < KV]
+        shared, all_entries = shared + len([slot for slot in valid if slot in set(one)]), all_entries + len(valid)
+    return shared, all_entries
+
+
+@pytest.mark.parametrize("name", ["shared", "random", "twice", "with gaps", "short"])
+@pytest.mark.parametrize(("tokens", "topk"), [(2, 64), (9, 2048), (301, 256), (1, 64)])
+def test_the_sample_counts_what_neighbours_share(name: str, tokens: int, topk: int) -> None:
+    """Hashing may add a few, and takes none away."""
+    if name == "with gaps" and tokens < 8:
+        pytest.skip("its gaps need several tokens")
+    indices = selections(name, tokens, topk).int()
+    scope = sparse_mla.CudaScope(
+        indices=indices.data_ptr(), indices_stride=topk, lengths_divisor=1, num_slots=KV, topk=topk
+    )
+    shared, counted = sparse_mla_neighbours.sample(tokens, scope, DEVICE).tolist()
+    expected, all_entries = pairs(indices, None)
+    assert counted == all_entries
+    assert expected <= shared <= expected + 0.05 * all_entries

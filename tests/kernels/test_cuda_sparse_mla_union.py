@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nsa_plugin.kernels.checks import KernelArgumentError
-from nsa_plugin.kernels.cuda import sparse_mla, sparse_mla_union
+from nsa_plugin.kernels.cuda import sparse_mla, sparse_mla_launch, sparse_mla_neighbours, sparse_mla_union
 from nsa_plugin.kernels.kv_cache import allocate_cache
 from nsa_plugin.libraries.architectures import shared_memory_per_block
 from tests.kernels.sparse_mla_cases import HOST_TOKENS, host_arguments
@@ -43,6 +43,36 @@ def test_what_is_refused_and_by_which_name(changes, message):
         sparse_mla_union.prefill(**host_arguments(HEADS, **changes))
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, "q is on cpu; the CUDA kernel needs a CUDA device"),
+        (
+            {"q": torch.zeros(HOST_TOKENS, 9, 576, dtype=torch.bfloat16)},
+            "there are 9 heads; unions are faster with up to 8",
+        ),
+        ({"kv": torch.zeros(128, 576, dtype=torch.bfloat16)}, "kv has layout bf16; this kernel reads v32_fp8"),
+    ],
+)
+def test_what_is_refused_where_the_gpu_decides(changes, message):
+    with pytest.raises(KernelArgumentError, match=message):
+        sparse_mla_neighbours.prefill(**host_arguments(HEADS, **changes))
+
+
+@pytest.mark.parametrize(
+    ("group", "topk", "num_slots", "fits"),
+    [
+        (2, 8192, 2**28 - 2, True),
+        (2, 8193, 64, False),
+        (4, 4096, 64, True),
+        (4, 4097, 64, False),
+        (2, 1, 2**28 - 1, False),
+    ],
+)
+def test_what_fits_an_entry_and_the_table(group, topk, num_slots, fits):
+    assert sparse_mla_union.fits(group, topk, num_slots) is fits
+
+
 @pytest.mark.parametrize("variant", sparse_mla_union.VARIANTS.values(), ids=str)
 def test_blocks_fit_into_shared_memory(variant):
     each = variant.shared_bytes("v32_fp8")
@@ -72,3 +102,14 @@ def test_the_host_and_the_sources_agree_on_constants():
     for source in (union, block):
         assert int(re.search(r"SLOT_BITS = (\d+);", source)[1]) == sparse_mla_union.SLOT_BITS
     assert (int(re.search(r"THREADS = (\d+);", union)[1]), 1, 1) == sparse_mla_union.THREADS
+
+
+def test_the_host_and_the_gate_agree():
+    folder = Path(sparse_mla.__file__).parent
+    gate, sample = (folder / "gate.cuh").read_text(), (folder / sparse_mla_neighbours.SOURCE).read_text()
+    assert f"GATE == {sparse_mla_launch.SHARING})" in gate
+    assert "#define GATE 0 " in gate
+    assert (sparse_mla_launch.NO_GATE, sparse_mla_launch.NOT_SHARING) == (0, 2)
+    assert (int(re.search(r"THREADS = (\d+);", sample)[1]), 1, 1) == sparse_mla_neighbours.THREADS
+    # A thread of the sample takes the second row of each pair, as a union of two does.
+    assert sparse_mla_neighbours.GROUP == 2

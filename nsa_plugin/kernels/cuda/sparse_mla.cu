@@ -25,6 +25,7 @@
 // 16 T + g and 16 T + 8 + (g ^ 4) of shared memory. Any order would do; in this one a thread of the first product holds
 // both positions, and every access below spreads over all banks: rows lie 16 bytes apart modulo 128.
 
+#include "gate.cuh"
 #include "sparse_mla_steps.cuh"
 
 struct Entry {
@@ -98,7 +99,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
 #if GROUP > 1
     , int rows  // of all groups; `first` has the indices of a group as its row, and there is one share
 #endif
+#if GATE
+    , const int* __restrict__ gate
+#endif
     ) {
+#if GATE
+    if (!goes_on(gate)) return;
+#endif
     extern __shared__ __align__(128) u8 memory[];
     Shared& shared = *(Shared*)memory;
     // Both in ways that the compiler cannot repeat, as it would rather than keep them in registers: a reduction leaves

@@ -17,6 +17,7 @@ import torch
 
 from nsa_plugin.kernels.cuda.sparse_mla_launch import (
     HOPPER,
+    NOT_SHARING,
     WARPS,
     CudaScope,
     attend_in_shares,
@@ -167,12 +168,21 @@ def definitions(
     }
 
 
-def attend(call: SparseMlaCall, *, splits: int | None = None, variant: Variant | None = None) -> SparseMlaResult:
+def attend(
+    call: SparseMlaCall,
+    *,
+    splits: int | None = None,
+    variant: Variant | None = None,
+    gate: torch.Tensor | None = None,
+    result: SparseMlaResult | None = None,
+) -> SparseMlaResult:
     """Attend with the CUDA kernel, within the module's limits.
 
     Args:
         splits: shares of a token's entries that are attended apart and then added up.
         variant: of the kernel. None for either: `choose_variant`.
+        gate: [2] int32, see `sparse_mla_neighbours`: attend, in one share, only if neighbours do not share enough.
+        result: to write; None: a new one.
 
     Raises:
         KernelArgumentError: the kernel does not support a shape, dtype, layout or device.
@@ -181,28 +191,32 @@ def attend(call: SparseMlaCall, *, splits: int | None = None, variant: Variant |
     check_queries(call)
     layout = call.scopes[0].cache.layout
     scopes = [cuda_scope(call, scope, layout) for scope in call.scopes]
-    launch = prepare(call)
+    launch = prepare(call, result=result)
     if not call.q.numel():
         return launch.result
     first, second = scopes if len(scopes) == 2 else (scopes[0], CudaScope(lengths_divisor=1, page_size=1))
     variants = possible_variants(call.heads, layout.name, launch.facts)
     if variant is not None:
         variants = {variant: variant.shared_bytes(layout.name)}
+    defines = definitions(
+        layout.name,
+        launch.facts,
+        has_extra=second.topk > 0,
+        is_flat=all(scope.is_flat for scope in scopes),
+        out_float32=launch.out.dtype == torch.float32,
+    )
+    if gate is not None:
+        defines["GATE"], splits = NOT_SHARING, 1
     return attend_in_shares(
         call,
         launch,
         (first, second, nothings(call.q.device, layout.name)),
         kernel=(SOURCE, "attend"),
         variants=variants,
-        defines=definitions(
-            layout.name,
-            launch.facts,
-            has_extra=second.topk > 0,
-            is_flat=all(scope.is_flat for scope in scopes),
-            out_float32=launch.out.dtype == torch.float32,
-        ),
+        defines=defines,
         topk=first.topk + second.topk,
         splits=splits,
+        gate=gate,
     )
 
 

@@ -29,6 +29,8 @@ MAX_SPLITS = 16  # as many blocks as a cluster may have
 HOPPER = 90  # the SM version with bulk copies and clusters
 NOTHINGS = 1024  # records that stand for entries which do not count
 NOT_COUNTED = -(2.0**-100)  # and their scales, with V3.2
+NO_GATE, SHARING, NOT_SHARING = 0, 1, 2
+"""`GATE` of gate.cuh: a kernel runs always, or if neighbouring query tokens share enough, or if they do not."""
 
 
 class Cut(Protocol):
@@ -132,18 +134,29 @@ def check_queries(call: SparseMlaCall) -> None:
     call.require(call.d_v == D_V, f"d_v is {call.d_v}; this kernel has values of {D_V}")
 
 
-def prepare(call: SparseMlaCall, out_dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float32)) -> Launch:
-    """Allocate the result of a call on a CUDA device, and bring its tensors into a form that the kernels support.
+def new_result(call: SparseMlaCall) -> SparseMlaResult:
+    """The call's output, and lse and max_logits [query tokens, heads] float32, to write."""
+    lse, max_logits = torch.empty((2, call.rows, call.heads), dtype=torch.float32, device=call.q.device).unbind()
+    return SparseMlaResult(call.output(), lse, max_logits)
+
+
+def prepare(
+    call: SparseMlaCall,
+    out_dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float32),
+    *,
+    result: SparseMlaResult | None = None,
+) -> Launch:
+    """Bring the tensors of a call on a CUDA device into a form that the kernels support.
 
     Args:
+        result: to write; None: a new one.
         out_dtypes: what the kernel writes. An output that it cannot write is copied from one of the last.
 
     Raises:
         KernelArgumentError: the call is not on a CUDA device.
     """
     call.require(call.q.is_cuda, f"q is on {call.q.device}; the CUDA kernel needs a CUDA device")
-    lse, max_logits = torch.empty((2, call.rows, call.heads), dtype=torch.float32, device=call.q.device).unbind()
-    result = SparseMlaResult(call.output(), lse, max_logits)
+    result = result or new_result(call)
     sink = None if call.attn_sink is None else call.attn_sink.contiguous()
     out = writable_rows(result.out, out_dtypes)
     return Launch(readable_queries(call.q.flatten(0, 1)), out, result, sink, facts_of(call.q.device))
@@ -220,6 +233,7 @@ def attend_in_shares(
     defines: Mapping[str, int],
     topk: int,
     splits: int | None,
+    gate: torch.Tensor | None = None,
 ) -> SparseMlaResult:
     """Attend with a kernel of few heads and, if its shares are not added up in a cluster, with `combine`.
 
@@ -230,6 +244,7 @@ def attend_in_shares(
         defines: of the preprocessor, but for the variant's.
         topk: entries of a row, all caches together.
         splits: shares of a row's entries; None: `choose_variant`.
+        gate: of a kernel that was compiled with one.
 
     Raises:
         KernelArgumentError: there are too many shares.
@@ -256,10 +271,19 @@ def attend_in_shares(
                 torch.empty((splits, rows, heads, 2), dtype=torch.float32, device=device),
             )
         attend, combine = kernels[variant]
+        gates = () if gate is None else (gate,)
         attend(
             (rows, groups, splits),
             variant.threads,
-            (*launch.queries, *inputs, launch.sink, ctypes.c_float(call.scale * LOG2_E), *launch.outputs, *parts),
+            (
+                *launch.queries,
+                *inputs,
+                launch.sink,
+                ctypes.c_float(call.scale * LOG2_E),
+                *launch.outputs,
+                *parts,
+                *gates,
+            ),
             shared_bytes=variants[variant],
             cluster=(1, 1, splits) if is_cluster else None,
         )
@@ -371,7 +395,7 @@ def _int32(entries: torch.Tensor) -> torch.Tensor:
     return entries if entries.dtype == torch.int32 else entries.clamp(-1, 2**31 - 1).int()
 
 
-def writable_rows(out: torch.Tensor, dtypes: Sequence[torch.dtype]) -> torch.Tensor:
+def writable_rows(out: torch.Tensor, dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float32)) -> torch.Tensor:
     """[rows, heads, d_v] for the kernel to write: the output itself where it can be, else one to be copied from, of the
     last of `dtypes`."""
     one_stride = out.shape[1] == 1 or out.stride(0) == out.shape[1] * out.stride(1)

@@ -6,7 +6,7 @@ union of what each group of 2 or 4 neighbouring query tokens selects, with a bit
 token to its own selection. The result is exact whatever the tokens share. Equal inputs give bit-identical results, but
 a token's sums have another order in another group. It takes V3.2 records, one cache, and SM90.
 
-Nothing chooses it: no decision knows yet how much a batch's neighbours share.
+It pays only where neighbours share much, which `sparse_mla_neighbours` finds out on the GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,16 @@ import torch
 from nsa_plugin.kernels.cuda import sparse_mla
 from nsa_plugin.kernels.cuda.build import CudaKernel, load_kernel
 from nsa_plugin.kernels.cuda.sparse_mla import Variant
-from nsa_plugin.kernels.cuda.sparse_mla_launch import LOG2_E, CudaScope, cuda_scope, nothings, prepare, require_hopper
+from nsa_plugin.kernels.cuda.sparse_mla_launch import (
+    LOG2_E,
+    NO_GATE,
+    SHARING,
+    CudaScope,
+    cuda_scope,
+    nothings,
+    prepare,
+    require_hopper,
+)
 from nsa_plugin.kernels.sparse_mla import SparseMlaCall, SparseMlaResult, prefill_op
 from nsa_plugin.layouts import V32_FP8
 
@@ -43,11 +52,20 @@ def table_bits(group: int, topk: int) -> int:
     return max(2 * group * topk - 1, 1).bit_length()
 
 
-def attend(call: SparseMlaCall, *, group: int = 2) -> SparseMlaResult:
+def fits(group: int, topk: int, num_slots: int) -> bool:
+    """Whether an entry of a union has room for a slot, and the table for the entries of a group."""
+    return num_slots < 2**SLOT_BITS - 1 and group * topk <= MOST_ENTRIES
+
+
+def attend(
+    call: SparseMlaCall, *, group: int = 2, gate: torch.Tensor | None = None, result: SparseMlaResult | None = None
+) -> SparseMlaResult:
     """Attend unions of neighbouring query tokens, within the module's limits.
 
     Args:
         group: query tokens of a union, 2 or 4.
+        gate: [2] int32, see `sparse_mla_neighbours`: attend only if the neighbours share enough.
+        result: to write, as `new_result` makes it; None: a new one.
 
     Raises:
         KernelArgumentError: the kernel does not support a shape, dtype, layout or device.
@@ -59,13 +77,15 @@ def attend(call: SparseMlaCall, *, group: int = 2) -> SparseMlaResult:
     call.require(num_slots < 2**SLOT_BITS - 1, slots)
     call.require(group * topk <= MOST_ENTRIES, f"topk is {topk}; {group} tokens may select {MOST_ENTRIES} together")
     given = require_hopper(call)
-    launch = prepare(call)
+    launch = prepare(call, result=result)
     if not call.q.numel():
         return launch.result
     variant, rows = VARIANTS[group], call.rows
     scope = cuda_scope(call, given, V32_FP8)
     out_float32 = launch.out.dtype == torch.float32
     defines = sparse_mla.definitions(V32_FP8.name, launch.facts, is_flat=scope.is_flat, out_float32=out_float32)
+    gates = () if gate is None else (gate,)
+    defines["GATE"] = SHARING if gates else NO_GATE
     groups, size, int64 = -(-rows // group), ctypes.c_int, ctypes.c_int64
     bits = table_bits(group, topk)
     shared = variant.shared_bytes(V32_FP8.name)
@@ -77,7 +97,7 @@ def attend(call: SparseMlaCall, *, group: int = 2) -> SparseMlaResult:
         lengths = ctypes.c_void_p(scope.lengths), size(scope.lengths_divisor)
         indices = ctypes.c_void_p(scope.indices), int64(scope.indices_stride)
         numbers = map(size, (rows, topk, num_slots, bits))
-        unite((groups, 1, 1), THREADS, (*indices, *lengths, *numbers, entries, counts), shared_bytes=4 << bits)
+        unite((groups, 1, 1), THREADS, (*indices, *lengths, *numbers, entries, counts, *gates), shared_bytes=4 << bits)
         united = CudaScope.from_buffer_copy(scope)
         united.indices, united.indices_stride = entries.data_ptr(), group * topk
         united.lengths, united.lengths_divisor, united.topk = counts.data_ptr(), 1, group * topk
@@ -87,7 +107,7 @@ def attend(call: SparseMlaCall, *, group: int = 2) -> SparseMlaResult:
             (
                 *(*launch.queries, united, CudaScope(lengths_divisor=1, page_size=1)),
                 *(nothings(device, V32_FP8.name), launch.sink, ctypes.c_float(call.scale * LOG2_E)),
-                *(*launch.outputs, None, None, size(rows)),
+                *(*launch.outputs, None, None, size(rows), *gates),
             ),
             shared_bytes=shared,
         )
@@ -103,7 +123,7 @@ def _kernels(
 ) -> tuple[CudaKernel, CudaKernel]:
     """`unite`, and `attend` of the variant."""
     table = 4 << table_bits(variant.group, topk)
-    one = {"GROUP": variant.group, "STEPS": steps(topk)}
+    one = {"GROUP": variant.group, "STEPS": steps(topk), "GATE": dict(defines)["GATE"]}
     unite = load_kernel(SOURCE, "unite", defines=one, max_dynamic_shared=table)
     options = dict(defines) | variant.definitions
     shared = variant.shared_bytes(V32_FP8.name)

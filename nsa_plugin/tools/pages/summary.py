@@ -44,6 +44,7 @@ _SPARSE = ("cuda", "triton", "flash_mla decode kernel", "flash_mla padded, bf16 
 _BF16_PREFILL = ("cuda", "triton", "flash_mla padded")
 _BF16_DECODE = ("cuda", "triton", "fa3")
 _V4 = ("cuda", "triton", "flash_mla decode kernel", "dequantise, combine, flash_mla")
+_INDEXER_CASE = {"q": 8192, "kv": 131072, "topk": 2048, "budget_mib": 512}
 _CHUNKS = ("", ", 2 chunks", ", 4 chunks")
 _RESHARDED = tuple(f"token_shard flash_mla{chunks}" for chunks in _CHUNKS)
 _RESHARDED_LAYER = tuple(f"token_shard deep_gemm, flash_mla{chunks}" for chunks in _CHUNKS)
@@ -57,7 +58,7 @@ HIGHLIGHTS = (
         "sparse-mla-decode-bf16", "sparse_mla_decode", "V3.2 decode, bf16", {"batch": 128, "s_q": 1}, _BF16_DECODE
     ),
     Highlight("v4-prefill", "v4_prefill_route", "V4 prefill", {"q": 8192, "kv": 65536, "page_size": 256}, _V4),
-    Highlight("indexer-topk", "indexer_topk", "V3.2 indexer", {"q": 8192, "kv": 131072}, ("deep_gemm", "triton")),
+    Highlight("indexer-topk", "indexer_topk", "V3.2 indexer", _INDEXER_CASE, ("cuda", "deep_gemm", "triton")),
     Highlight(
         "token-shard-tp2", "token_shard_layer", "resharded layer, 2 GPUs", {"q": 8192, "kv": 65536}, _RESHARDED_LAYER
     ),

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from ci import docs
+from nsa_plugin.libraries.capabilities import Op
+from nsa_plugin.libraries.manifest import supporting
 from nsa_plugin.libraries.registry import OPS, REFERENCE, Registry
 from nsa_plugin.tools.bench import record
 from nsa_plugin.tools.bench.cases import BenchError
@@ -107,6 +109,12 @@ def test_summary_has_the_fastest_path_of_the_plugin_for_each_case(tmp_path: Path
         ["heads 16, q 4096, kv 65536", "2,400 (flash_mla padded)", "800.0 (cuda)", "3.00×", link],
         ["heads 64, q 4096, kv 65536", "2,400 (flash_mla padded)", "3,200 (cuda)", "0.75×", link],
     ]
+
+
+def test_the_summary_looks_at_every_library_that_may_select() -> None:
+    """A library that decisions choose, and the page forgets, would leave its page with a slower figure."""
+    (indexer,) = (highlight for highlight in summary.HIGHLIGHTS if highlight.op == Op.INDEXER_TOPK)
+    assert set(indexer.plugin) == set(supporting(Op.INDEXER_TOPK)) - {REFERENCE}
 
 
 def served(measure: str, **more: Any) -> dict[str, Any]:

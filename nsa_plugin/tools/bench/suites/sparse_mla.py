@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from nsa_plugin.kernels.cuda import sparse_mla_union
+from nsa_plugin.kernels.cuda import sparse_mla_neighbours, sparse_mla_union
 from nsa_plugin.kernels.kv_cache import PagedCache, gather_rows
 from nsa_plugin.kernels.sparse_mla import reference_decode, reference_prefill
 from nsa_plugin.layouts import Fp8Layout
@@ -19,7 +19,9 @@ from nsa_plugin.tools.bench.workload import Contender, Context, TimedCall, Workl
 PADDED = "flash_mla padded"
 WITH_COPY = "flash_mla padded, bf16 copy included"
 DECODE_KERNEL = "flash_mla decode kernel"
-UNIONS = "cuda, unions of {}"  # not a provider yet: nothing chooses it
+# Not providers: nothing chooses them.
+UNIONS = "cuda, unions of {}"
+NEIGHBOURS = "cuda, unions where neighbours share"
 FA3 = "fa3"
 SINGLE_TOKENS = "fa3, a sequence for each query token"  # vLLM's FLASH_ATTN_MLA_SPARSE
 
@@ -146,12 +148,16 @@ def prefill(case: BenchCase, context: Context) -> Workload:
 
         return call
 
+    def by_neighbours() -> TimedCall:
+        return into(out, q, cache, indices, scale=scale)(sparse_mla_neighbours.prefill)
+
     of_layout: tuple[Contender, ...] = (Contender(SINGLE_TOKENS, single_tokens),)
-    groups: tuple[int, ...] = ()
+    unions: list[Contender] = []
     if isinstance(cache.layout, Fp8Layout):
         by_decode = Contender(DECODE_KERNEL, lambda: prefill_by_decode(q, cache, indices, scale))
         of_layout = (Contender(WITH_COPY, padded_with_copy), by_decode)
-        groups = sparse_mla_union.GROUPS if not context.wanted or "cuda" in context.wanted else ()
+        if not context.wanted or "cuda" in context.wanted:
+            unions += [*map(united, sparse_mla_union.GROUPS), Contender(NEIGHBOURS, by_neighbours)]
     return Workload(
         work=floors.sparse_mla(rows=q_rows, heads=heads, d_qk=cache.dim, d_v=D_V, gathers=[taken], statistics=2),
         contenders=(
@@ -160,7 +166,7 @@ def prefill(case: BenchCase, context: Context) -> Workload:
             *map(rival, rivals.UNIONS),
             Contender(rivals.VLLM_NAME, lambda: rivals.vllm_triton(q, rows_of_cache(), indices, scale)),
             *context.contenders("sparse_mla_prefill", into(out, q, cache, indices, scale=scale)),
-            *map(united, groups),
+            *unions,
         ),
         judge=judge,
         baselines=(PADDED,),

@@ -1,0 +1,94 @@
+"""Sparse MLA of a prefill with up to 8 heads: unions where neighbouring query tokens share keys, found out on the GPU.
+
+Op `sparse_mla_prefill`; contract: `nsa_plugin.kernels.sparse_mla`. With 8 heads a union of two neighbouring query
+tokens (`sparse_mla_union`) fills the tiles that one token leaves half empty. By the records it is faster where
+neighbours share most of their selections, as those of real models do, and slower where they share few. The host does
+not wait to learn which: a kernel counts what a sample of pairs shares (`sparse_mla_sample.cu`), and of the two that
+follow for the whole batch one ends at once (`gate.cuh`).
+
+The result is exact either way, and equal inputs give equal bits. It takes V3.2 records, one cache, and SM90.
+
+Nothing chooses it yet: it has not run on a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from nsa_plugin.kernels.cuda import sparse_mla, sparse_mla_union
+from nsa_plugin.kernels.cuda.build import load_kernel
+from nsa_plugin.kernels.cuda.sparse_mla_launch import (
+    HOPPER,
+    CudaScope,
+    cuda_scope,
+    new_result,
+    require_hopper,
+    writable_rows,
+)
+from nsa_plugin.kernels.sparse_mla import SparseMlaCall, SparseMlaResult, prefill_op
+from nsa_plugin.kernels.triton.device import facts_of
+from nsa_plugin.layouts import V32_FP8
+
+SOURCE = "sparse_mla_sample.cu"
+THREADS = (256, 1, 1)
+PAIRS = 64
+"""Most pairs of the sample, spread evenly over the batch."""
+MOST_HEADS = 8
+"""With more, a token alone fills the tiles, and unions were slower at any overlap."""
+GROUP = 2
+
+
+def suits(call: SparseMlaCall) -> bool:
+    """Whether the kernels support the call's shapes, layout and device."""
+    scopes = call.scopes
+    if not call.q.is_cuda or facts_of(call.q.device).architecture != HOPPER or len(scopes) != 1:
+        return False
+    fits = sparse_mla_union.fits(GROUP, scopes[0].topk, scopes[0].cache.num_slots)
+    return call.heads <= MOST_HEADS and scopes[0].cache.layout is V32_FP8 and fits
+
+
+def attend(call: SparseMlaCall) -> SparseMlaResult:
+    """Attend unions of two neighbouring query tokens if they share enough, else each token alone.
+
+    Raises:
+        KernelArgumentError: a kernel does not support a shape, dtype, layout or device.
+        KernelBuildError: a kernel does not compile or launch.
+    """
+    few = f"there are {call.heads} heads; unions are faster with up to {MOST_HEADS}"
+    call.require(call.heads <= MOST_HEADS, few)
+    given = require_hopper(call)
+    result = new_result(call)
+    if not call.q.numel():
+        return result
+    # Both kernels write where they can; neither may copy from where only the other has written.
+    written = writable_rows(result.out).view(result.out.shape)
+    found = sample(call.rows, cuda_scope(call, given, V32_FP8), call.q.device)
+    own = SparseMlaResult(written, result.lse, result.max_logits)
+    sparse_mla_union.attend(call, group=GROUP, gate=found, result=own)
+    sparse_mla.attend(call, gate=found, result=own)
+    if written.data_ptr() != result.out.data_ptr():
+        result.out.copy_(written)
+    return result
+
+
+def sample(rows: int, scope: CudaScope, device: torch.device) -> torch.Tensor:
+    """[2] int32 on the device: entries of the sample's second rows that the first ones have too, and all of them.
+
+    Args:
+        rows: query tokens.
+        scope: what they select.
+    """
+    with torch.cuda.device(device):
+        found = torch.zeros(2, dtype=torch.int32, device=device)
+        size = ctypes.c_int
+        if pairs := min(rows // GROUP, PAIRS):
+            indices = ctypes.c_void_p(scope.indices), ctypes.c_int64(scope.indices_stride)
+            lengths = ctypes.c_void_p(scope.lengths), size(scope.lengths_divisor)
+            numbers = map(size, (rows, scope.topk, scope.num_slots))
+            load_kernel(SOURCE, "sample")((pairs, 1, 1), THREADS, (*indices, *lengths, *numbers, found))
+    return found
+
+
+prefill = prefill_op(attend)
