@@ -20,10 +20,10 @@ from nsa_plugin.kernels.cuda.sparse_mla_launch import (
     NOT_SHARING,
     WARPS,
     CudaScope,
+    FewHeadsVariant,
     attend_in_shares,
     check_queries,
     cuda_scope,
-    least_room,
     nothings,
     prepare,
     up_to,
@@ -35,37 +35,22 @@ from nsa_plugin.layouts import V4_FP8, V32_FP8
 SOURCE = "sparse_mla.cu"
 
 
-@dataclass(frozen=True)
-class Variant:
+@dataclass(frozen=True, kw_only=True)
+class Variant(FewHeadsVariant):
     """A compiled form of the kernel.
 
     Attributes:
-        tiles: tiles of 8 heads that a block of threads takes.
-        blocks: blocks of threads resident on an SM.
         held: of a warp's 8 steps over the query's fp8-multiplied values, those whose fragments stay in registers;
             shared memory has the others.
         group: neighbouring query rows of a block, which share the tiles and the union of their entries.
-        keys: entries that a block of threads attends at a time.
-        stages: blocks of that many records in shared memory.
         sums: of S in shared memory: one for each of the four parts of a row's values, or for two.
-        producers: warps that only copy, beside those that multiply; 0: these copy too.
         head_parts: in Q K^T, 1: a warp takes half of the keys and all heads; 2: all keys and half of the heads.
     """
 
-    tiles: int
-    blocks: int
     held: int
     group: int = 1
-    keys: int = 64
-    stages: int = 2
     sums: int = 4
     head_parts: int = 1
-    producers: int = 0
-
-    @property
-    def threads(self) -> tuple[int, int, int]:
-        """Of a block."""
-        return (32 * (WARPS + self.producers), 1, 1)
 
     @property
     def heads(self) -> int:
@@ -75,21 +60,8 @@ class Variant:
     @property
     def definitions(self) -> dict[str, int]:
         """Of the source's preprocessor."""
-        return {
-            "NT": self.tiles,
-            "MIN_BLOCKS": self.blocks,
-            "HELD": self.held,
-            "GROUP": self.group,
-            "KEYS": self.keys,
-            "STAGES": self.stages,
-            "SUMS": self.sums,
-            "HEAD_PARTS": self.head_parts,
-            "PRODUCERS": self.producers,
-        }
-
-    def least_room(self, heads: int) -> int:
-        """Shares that the device has to have room for, for a call of so many heads to get it; 0: for the most."""
-        return least_room(self.tiles, heads) if self.producers else 0
+        own = {"HELD": self.held, "GROUP": self.group, "SUMS": self.sums, "HEAD_PARTS": self.head_parts}
+        return super().definitions | own
 
     def shared_bytes(self, layout: str) -> int:
         """Shared memory of a block, in bytes."""
@@ -130,18 +102,14 @@ ALONE = (
 """For SM90, where a call gives no SM more than one block."""
 
 
-def variants_of(facts: DeviceFacts) -> tuple[Variant, ...]:
-    """All variants for a device, in ascending order."""
-    return VARIANTS if facts.architecture == HOPPER else PORTABLE_VARIANTS
-
-
 @functools.cache
 def possible_variants(heads: int, layout: str, facts: DeviceFacts) -> Mapping[Variant, int]:
     """Those that calls with this many query heads may use on a device, first those of blocks that have an SM alone; and
     the shared memory of a block in bytes."""
+    hopper = facts.architecture == HOPPER
     return {
         variant: variant.shared_bytes(layout)
-        for known in ((ALONE if facts.architecture == HOPPER else ()), variants_of(facts))
+        for known in ((ALONE, VARIANTS) if hopper else (PORTABLE_VARIANTS,))
         for variant in up_to(heads, [one for one in known if one.shared_bytes(layout) <= facts.shared_memory])
     }
 

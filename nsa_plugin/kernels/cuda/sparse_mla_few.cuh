@@ -70,8 +70,8 @@ DEVICE void init_barriers(Memory& shared, int arrivals) {
 }
 
 #if HOPPER
-// The records that `shared.from` has of a copier, to a stage. A bulk copy takes its addresses from uniform registers: one lane that
-// starts them all keeps these in flight, where lanes that start one each go through a loop.
+// The records of a copier, whose addresses `shared.from` has, to a stage. A bulk copy takes its address from uniform
+// registers: one lane that starts them all keeps these in flight, where lanes that start one each go through a loop.
 template <int COPIED, int ROW, typename Memory>
 DEVICE void copy_in_bulk(Memory& shared, int stage, int copier, u32 full) {
     if (elected()) {
@@ -90,7 +90,7 @@ DEVICE void copy_in_bulk(Memory& shared, int stage, int copier, u32 full) {
 #endif
 
 // Short contexts leave all blocks of keys from some one on empty. The end without these, where `counts(block, i)` says
-// whether entry i of a block is one. For all warps; the last block is known to be empty.
+// whether entry i of a block does. For all warps; the last block is known to be empty.
 template <typename Counts>
 DEVICE int end_of_entries(int begin, int end, int (&found)[WARPS], bool multiplies, int warp, int lane, Counts counts) {
     constexpr int READERS = KEYS / 32;  // warps that read a block's slots
@@ -137,7 +137,7 @@ template <typename Memory>
 DEVICE Share* own_shares(Memory& shared) { return (Share*)shared.s; }
 
 #if HOPPER
-// The results of a row, whose shares are a cluster. For all warps, the producers but for this too.
+// The results of a row whose shares are a cluster. For the warps that multiply; those that copy meet and part alone.
 template <typename Memory>
 DEVICE void add_up_row(Memory& shared, int row, int first_head, int own_heads, int heads, const float* sink, u8* out,
                        i64 out_row_stride, i64 out_head_stride, float* lse, float* max_logits, int warp, int lane) {

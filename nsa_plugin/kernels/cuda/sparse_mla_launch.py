@@ -10,7 +10,7 @@ import ctypes
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -33,33 +33,51 @@ NO_GATE, SHARING, NOT_SHARING = 0, 1, 2
 """`GATE` of gate.cuh: a kernel runs always, or if neighbouring query tokens share enough, or if they do not."""
 
 
-class Cut(Protocol):
-    """What `attend_in_shares` needs to know of a compiled form of a kernel."""
+@dataclass(frozen=True, kw_only=True)
+class FewHeadsVariant:
+    """A compiled form of a kernel of few heads.
 
-    @property
-    def heads(self) -> int: ...
-
-    @property
-    def blocks(self) -> int: ...
-
-    @property
-    def definitions(self) -> dict[str, int]: ...
-
-    @property
-    def threads(self) -> tuple[int, int, int]: ...
-
-    def least_room(self, heads: int) -> int: ...
-
-
-AnyVariant = TypeVar("AnyVariant", bound=Cut)
-
-
-def least_room(tiles: int, heads: int) -> int:
-    """Shares for which a device with a block an SM has to have room, for so many tiles a block to be the fastest.
-
-    As measured: a second group of heads reads the same records again.
+    Attributes:
+        tiles: tiles of 8 heads that a block of threads takes.
+        blocks: blocks of threads resident on an SM.
+        keys: entries that a block attends at a time: a step.
+        stages: steps in shared memory.
+        producers: warps that only copy, beside those that multiply; 0: these copy too.
     """
-    return 8 if heads > 8 * tiles and tiles == 1 else 2
+
+    tiles: int
+    blocks: int
+    keys: int = 64
+    stages: int = 2
+    producers: int = 0
+
+    @property
+    def threads(self) -> tuple[int, int, int]:
+        """Of a block."""
+        return (32 * (WARPS + self.producers), 1, 1)
+
+    @property
+    def heads(self) -> int:
+        """Heads of a query row that a block takes."""
+        return 8 * self.tiles
+
+    @property
+    def definitions(self) -> dict[str, int]:
+        """Of the source's preprocessor."""
+        sizes = {"NT": self.tiles, "MIN_BLOCKS": self.blocks, "KEYS": self.keys, "STAGES": self.stages}
+        return sizes | {"PRODUCERS": self.producers}
+
+    def least_room(self, heads: int) -> int:
+        """Shares that the device has to have room for, for a call of so many heads to get it; 0: for the most.
+
+        As measured, where a block has an SM alone: a second group of heads reads the same records again.
+        """
+        if not self.producers:
+            return 0
+        return 8 if heads > 8 * self.tiles and self.tiles == 1 else 2
+
+
+AnyVariant = TypeVar("AnyVariant", bound=FewHeadsVariant)
 
 
 class CudaScope(ctypes.Structure):

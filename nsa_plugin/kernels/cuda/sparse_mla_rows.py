@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 
@@ -19,9 +18,9 @@ from nsa_plugin.kernels.cuda.sparse_mla_launch import (
     NOTHINGS,
     WARPS,
     CudaScope,
+    FewHeadsVariant,
     attend_in_shares,
     check_queries,
-    least_room,
     only_scope,
     paged_scope,
     prepare,
@@ -37,43 +36,8 @@ ROW_BYTES = BF16.row_bytes(DIM)
 ROW_STRIDE = ROW_BYTES + 16  # in shared memory, against bank conflicts
 
 
-@dataclass(frozen=True)
-class RowsVariant:
-    """A compiled form of the kernel.
-
-    Attributes:
-        tiles: tiles of 8 heads that a block of threads takes.
-        keys: entries that a block attends at a time: a step.
-        stages: steps in shared memory.
-        blocks: blocks of threads resident on an SM.
-        producers: warps that only copy, beside those that multiply; 0: these copy too.
-    """
-
-    tiles: int
-    keys: int
-    stages: int
-    blocks: int
-    producers: int = 0
-
-    @property
-    def heads(self) -> int:
-        """Heads of a query row that a block takes."""
-        return 8 * self.tiles
-
-    @property
-    def definitions(self) -> dict[str, int]:
-        """Of the source's preprocessor."""
-        definitions = {"NT": self.tiles, "KEYS": self.keys, "STAGES": self.stages, "MIN_BLOCKS": self.blocks}
-        return definitions | {"PRODUCERS": self.producers}
-
-    @property
-    def threads(self) -> tuple[int, int, int]:
-        """Of a block."""
-        return (32 * (WARPS + self.producers), 1, 1)
-
-    def least_room(self, heads: int) -> int:
-        """Shares that the device has to have room for, for a call of so many heads to get it; 0: for the most."""
-        return least_room(self.tiles, heads) if self.producers else 0
+class RowsVariant(FewHeadsVariant):
+    """A compiled form of the kernel."""
 
     @property
     def shared_bytes(self) -> int:
@@ -91,8 +55,8 @@ class RowsVariant:
         return sum(parts)
 
 
-VARIANTS = tuple(RowsVariant(tiles=tiles, keys=64, stages=2, blocks=1, producers=4) for tiles in (1, 2, 4))
-PORTABLE_VARIANTS = tuple(RowsVariant(tiles=tiles, keys=32, stages=2, blocks=1) for tiles in (1, 2, 4))
+VARIANTS = tuple(RowsVariant(tiles=tiles, blocks=1, producers=4) for tiles in (1, 2, 4))
+PORTABLE_VARIANTS = tuple(RowsVariant(tiles=tiles, keys=32, blocks=1) for tiles in (1, 2, 4))
 """For other GPUs than SM90."""
 
 
