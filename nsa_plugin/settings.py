@@ -198,7 +198,8 @@ class Settings:
         lambda: PORTABLE_MODES,
         "The portable path serves GPUs that FlashMLA and DeepGEMM do not support (SM80, SM86, SM89, SM120) with "
         "kernels of the plugin. `auto`: on those GPUs. `on`: on any GPU, as if it were SM86 (99 KiB of shared memory, "
-        "no fp8 instructions); slow, for tests. vLLM 0.28 and SGLang 0.5.23, or later.",
+        "no fp8 instructions); slow, for tests. vLLM 0.28 and SGLang 0.5.16, or later; DeepSeek-V4 under vLLM 0.33 "
+        "on SM120, and with `on`.",
     )
     split_prefill: str = _choice(
         "off",

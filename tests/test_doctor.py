@@ -254,6 +254,23 @@ def test_doctor_routes_are_what_decide_says() -> None:
                 decide(model, batch, device, Settings())
 
 
+@pytest.mark.parametrize(
+    ("engine", "sm", "words"),
+    [
+        ("vllm", 86, "DeepSeek-V4 is not served on SM86: it needs an SM90, SM100 or SM120 GPU (docs/older-gpus.md)"),
+        ("sglang", 86, "DeepSeek-V4 is not served on SM86: it needs an SM90 or SM100 GPU (docs/older-gpus.md)"),
+        ("vllm", 120, None),
+        ("vllm", 90, None),
+    ],
+)
+def test_doctor_says_where_v4_is_served(engine: str, sm: int, words: str | None) -> None:
+    found, device = engines.ENGINES[engine], synthetic(sm)
+    v4 = next(model for model in doctor._MODELS.values() if model.family == "v4")
+    assert found.not_for(v4, device) == words
+    assert (Need.GPU_V4 in found.needs_elsewhere(device)) == (words is not None)
+    assert (Need.PORTABLE in found.needs_elsewhere(device)) == (sm == 90)
+
+
 @pytest.mark.parametrize("sm", [0, 80, 90, 100])
 def test_doctor_fits_one_screen_and_gives_commands(
     sm: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

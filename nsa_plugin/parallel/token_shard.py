@@ -49,6 +49,12 @@ def default_max_rows(max_tokens: int, ranks: int) -> int:
     return min(max_tokens, 2 * -(-max_tokens // ranks))
 
 
+def buffer_bytes(max_tokens: int, ranks: int, heads: int, d_qk: int, d_v: int, dtype: torch.dtype) -> int:
+    """Bytes of a rank's buffers. Args as of `TokenShard`, with the default of max_rows."""
+    rows = default_max_rows(max_tokens, ranks)
+    return (rows * ranks * heads * (d_qk + max(d_qk, d_v)) + max_tokens * heads * d_v) * dtype.itemsize
+
+
 class TokenShard:
     """The two exchanges of one group and one shape of heads, with their buffers; see the module.
 

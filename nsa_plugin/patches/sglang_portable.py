@@ -13,21 +13,35 @@ _SECTION = Section(
     engine="sglang",
     prefix="sglang.portable-",
     need=Need.PORTABLE,
-    versions=">=0.5.23",
+    versions=">=0.5.16",
     names={"backend": "srt.layers.attention.dsa_backend", "indexer": "srt.layers.attention.dsa.dsa_indexer"},
 )
 
 PORTABLE = _SECTION.patches(
     """
-    schedule: {backend}:resolve_paged_mqa_logits_metadata_fn
+    deep-gemm [>=0.5.16,<0.5.22]: value {backend}:deep_gemm
+        SGLang calls DeepGEMM here for the schedule of decode steps' logits and for the number of SMs. The plugin's
+        kernels have no schedule.
+        replacement: v32.patches:wrap_deep_gemm
+        until: nsa-plugin does not support SGLang before 0.5.22
+    deep-gemm-indexer [>=0.5.16,<0.5.22]: value {indexer}:deep_gemm
+        As deep-gemm. SGLang imports DeepGEMM here only if it can.
+        replacement: v32.patches:wrap_deep_gemm
+        until: nsa-plugin does not support SGLang before 0.5.22
+    topk-plan [>=0.5.16,<0.5.21]: {backend}:DeepseekSparseAttnBackend._build_topk_v2_plan(self, seqlens_expanded)
+        The plan of SGLang's top-k kernel, which the plugin's selection does not use. Before 0.5.21 the kernel's source
+        does not compile for GPUs before SM90: it has thread-block clusters.
+        replacement: v32.patches:wrap_topk_plan
+        until: nsa-plugin does not support SGLang before 0.5.21
+    schedule [>=0.5.22]: {backend}:resolve_paged_mqa_logits_metadata_fn
         DeepGEMM's schedule for the logits of decode steps. The plugin's kernels have none.
         replacement: v32.patches:wrap_schedule
         until: SGLang checks whether DeepGEMM supports the GPU
-    sm-count: {backend}:resolve_num_sms
+    sm-count [>=0.5.22]: {backend}:resolve_num_sms
         SGLang gets the number of SMs from DeepGEMM, which may be missing there.
         replacement: v32.patches:wrap_sm_count
         until: SGLang reads it from the device
-    sm-count-indexer: {indexer}:resolve_num_sms
+    sm-count-indexer [>=0.5.22]: {indexer}:resolve_num_sms
         SGLang gets the number of SMs from DeepGEMM, which may be missing there.
         replacement: v32.patches:wrap_sm_count
         until: SGLang reads it from the device
@@ -40,7 +54,8 @@ PORTABLE = _SECTION.patches(
         have 99 KiB. The plugin selects for them as for others.
         replacement: v32.patches:wrap_skip_logits
         until: SGLang's top-k fits 99 KiB of shared memory
-    quantisation: kernels.ops.quantization.act_quant_triton:act_quant(x, block_size, scale_fmt)
+    quantisation [>=0.5.16,<0.5.23]: kernels.ops.attention.dsa.triton_kernel:act_quant(x, block_size, scale_fmt)
+    quantisation [>=0.5.23]: kernels.ops.quantization.act_quant_triton:act_quant(x, block_size, scale_fmt)
         Quantises the indexer's queries. Its Triton kernel converts to fp8 by an instruction that SM80 and SM86 lack.
         replacement: v32.patches:wrap_act_quant
         until: SGLang's kernel compiles for SM80

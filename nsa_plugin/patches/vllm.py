@@ -16,6 +16,8 @@ SUPPORTED = ">=0.20,<0.34"
 SUPPORTED_CPU = ">=0.28,<0.34"
 # The portable path: its entries know the model code of DeepSeek-V3.2 in these versions.
 SUPPORTED_PORTABLE = ">=0.28,<0.34"
+# The portable path for DeepSeek-V4: what its model code needs besides attention was read in these versions.
+SUPPORTED_PORTABLE_V4 = ">=0.33,<0.34"
 # Decode context parallelism: before 0.29 vLLM's FlashMLA-sparse layers return no lse.
 SUPPORTED_DCP = ">=0.29,<0.34"
 

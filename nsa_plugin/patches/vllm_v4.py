@@ -4,7 +4,8 @@
 |---|---|---|---|
 | `_forward_prefill`, `_forward_decode` | `deepseek_v4_attention.DeepseekV4MLAAttention` | class methods of \
 `nvidia.flashmla.DeepseekV4FlashMLASparseImpl` | `nvidia.flashmla.DeepseekV4FlashMLAAttention` |
-| builder of the sliding-window metadata | `DeepseekSparseSWABackend.get_builder_cls` | the same | the same |
+| builder of the sliding-window metadata | `DeepseekSparseSWABackend.get_builder_cls` | the same | from 0.28 on that \
+of the FlashMLA layers, `nvidia.flashmla.DeepseekSparseSWAFlashMLABackend`, which overrides it |
 | indexer's builder class | `DeepseekV4IndexerBackend.get_builder_cls` (inherited) | the same | the same |
 
 vLLM has separate modules for DeepSeek-V4.1, which the plugin does not change. These entries follow those of
@@ -46,7 +47,8 @@ CHANGES = _SECTION.patches(
         vLLM pads fewer than 64 heads. The plugin's kernel runs only if decode_backend is set to a library.
         replacement: v4.attention:decode
         until: vLLM has kernels for fewer than 64 heads
-    swa-builder: {swa}:DeepseekSparseSWABackend.get_builder_cls
+    swa-builder [>=0.20,<0.28]: {swa}:DeepseekSparseSWABackend.get_builder_cls
+    swa-builder [>=0.28]: {flashmla}:DeepseekSparseSWAFlashMLABackend.get_builder_cls
         The sliding-window metadata holds the batch's plans: made once, read by every layer.
         replacement: v4.patches:swa_builder_class
         until: as vllm.v4-prefill

@@ -58,6 +58,12 @@ def drafting(monkeypatch: pytest.MonkeyPatch) -> None:
     check_on_gpu(config(speculative_config=SimpleNamespace(parallel_drafting=True, num_speculative_tokens=2)))
 
 
+def trimming(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_on_gpu(
+        config(speculative_config=SimpleNamespace(enable_adaptive_verification=True, num_speculative_tokens=2))
+    )
+
+
 def invariant(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     check_on_gpu(config())
@@ -143,6 +149,30 @@ def v4_serving(**settings: Any) -> V4Serving:
     return made
 
 
+def v4_on(sm: int, version: str = "0.33.0") -> Start:
+    """V4's layers, on the backend that vLLM picks on a GPU of the portable path."""
+
+    def start(monkeypatch: pytest.MonkeyPatch) -> None:
+        ledger = SimpleNamespace(check_version=lambda: None, version=Version(version), check=lambda *_, **__: None)
+        monkeypatch.setattr(vllm_activation, "process", lambda: SimpleNamespace(ledger=ledger))
+        monkeypatch.setattr(vllm_activation, "device_kind", lambda: "cuda")
+        monkeypatch.setattr(vllm_activation, "device_sm", lambda: sm)
+        monkeypatch.setattr("nsa_plugin.patches.static.installed", lambda package: SimpleNamespace(check=None))
+        given, resolved = v4_config.config(), ResolvedSettings(Settings(), {})
+        vllm_activation.check_here(given, resolved)
+        given.compilation_config.static_forward_context["a"] = v4_config.layer("FLASHINFER_MLA_SPARSE_DSV4")
+        made = V4Serving(
+            resolved=resolved,
+            trace=Trace(),
+            vllm_config=given,
+            portable=True,
+            device_profile=lambda: synthetic(sm, libraries=("triton",)),
+        )
+        made.check_layers()
+
+    return start
+
+
 def sglang(backend: dict[str, Any] | None = None, **server_args: Any) -> Start:
     """A V3.2 backend of SGLang with a feature switched on."""
     original = type("Featured", (DsaBackend,), backend or {})
@@ -202,7 +232,7 @@ def portable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NSA_PLUGIN_ENABLED", "1")
     monkeypatch.setenv("NSA_PLUGIN_PORTABLE", "on")
     process = SglangProcess(
-        Ledger(engine="sglang", version=Version("0.5.22"), supported=">=0.5.11", patches=()), child=False
+        Ledger(engine="sglang", version=Version("0.5.15"), supported=">=0.5.11", patches=()), child=False
     )
     process.check_before_serving(SimpleNamespace())
 
@@ -269,6 +299,7 @@ STARTS: dict[tuple[str, str], Start] = {
     (VLLM, "an fp4 indexer cache"): vllm(attention_config={"use_fp4_indexer_cache": True}),
     (VLLM, "HiSparse"): vllm(attention_config={"hisparse_config": object()}),
     (VLLM, "parallel drafting"): drafting,
+    (VLLM, "adaptive verification"): trimming,
     (VLLM, "batch invariance"): invariant,
     (VLLM, "another KV-cache format"): vllm(cache_config={"cache_dtype": "nvfp4"}),
     (VLLM, "a model whose attention has another shape"): vllm(model={"kv_lora_rank": 256}),
@@ -276,9 +307,9 @@ STARTS: dict[tuple[str, str], Start] = {
     (VLLM, "a model with other model code"): vllm(model={"architectures": ["HYV4ForCausalLM"]}),
     (VLLM, "DeepSeek-V4.1"): vllm(v4_config.config, model={"architectures": ["DeepseekV41ForCausalLM"]}),
     (VLLM, "a GPU before SM80"): lambda monkeypatch: check_device(synthetic(75)),
-    (VLLM, "DeepSeek-V4 on another GPU than SM90 or SM100"): lambda monkeypatch: check_device(
-        synthetic(89), V4Serving.backend
-    ),
+    (VLLM, "DeepSeek-V4 on SM80, SM86 and SM89"): v4_on(89),
+    (VLLM, "DeepSeek-V4 on SM120"): v4_on(120),
+    (VLLM, "DeepSeek-V4 on SM120 in an older vLLM"): v4_on(120, "0.32.0"),
     (VLLM, "DeepSeek-V3.2 on SM120 over an fp8 cache"): layers_on(gpu_serving.SM120_BACKEND, 120),
     (VLLM, "another attention backend"): layers_on("FLASHINFER_MLA_SPARSE", 90, flag=True),
     (VLLM, "vLLM's default backend on SM100"): layers_on("FLASHINFER_MLA_SPARSE", 100),
@@ -308,7 +339,7 @@ STARTS: dict[tuple[str, str], Start] = {
     (SGLANG, "DeepSeek-V4.1"): v41,
     (SGLANG, "Ray actors"): ray,
     (SGLANG, "DeepSeek-V4 on a GPU of the portable path"): on_an_a100(v4=True),
-    (SGLANG, "an older SGLang on a GPU of the portable path"): on_an_a100("0.5.22"),
+    (SGLANG, "an older SGLang on a GPU of the portable path"): on_an_a100("0.5.15"),
     (SGLANG, "the portable path by name in an older SGLang"): portable,
     (SGLANG, "resharding with two-batch overlap"): resharding_two_batches,
     (SGLANG, "trtllm by SGLang's flag where it cannot run"): trtllm_flag,

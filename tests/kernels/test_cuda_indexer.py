@@ -52,6 +52,19 @@ def test_the_last_rows_are_cut_into_parts():
     assert [(end - first, buffers.parts) for first, end, buffers in chunks] == [(4224, 1), (3168, 1), (800, 5)]
 
 
+def test_the_memory_is_that_of_logits_as_wide_as_the_longest_request():
+    """Eight requests of 64 Ki keys: the planner's rows of 256 KiB each are what fits its budget, not rows of 2 MiB."""
+    keys = 65536
+    requests = [(1024 * place, 1024 * (place + 1), keys * place, keys * (place + 1)) for place in range(8)]
+    assert indexer.memory_limit(8 * keys, 256, requests) == 64 * MIB
+    assert indexer.memory_limit(8 * keys, 256, [*requests, (8192, 8192, 0, 8 * keys)]) == 64 * MIB
+    assert indexer.memory_limit(8 * keys, 256, None) == 8 * 64 * MIB
+    assert indexer.memory_limit(8 * keys, None, requests) is None
+    assert indexer.memory_limit(8 * keys, 256, []) == 0
+    chunks = indexer.plan(8192, 8 * keys, 2048, SMS, indexer.memory_limit(8 * keys, 256, requests))
+    assert all((end - first) * buffers.row_bytes <= 64 * MIB for first, end, buffers in chunks)
+
+
 def test_arguments_have_the_kernels_layout():
     """Nine pointers and eight ints, without holes."""
     assert ctypes.sizeof(indexer.Arguments) == 9 * 8 + 8 * 4

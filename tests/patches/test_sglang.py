@@ -36,6 +36,17 @@ V4_ONLY = {
 }
 
 
+# SGLang before 0.5.22 calls DeepGEMM by its module, and before 0.5.21 plans a top-k kernel that needs SM90.
+PORTABLE_ONLY = {
+    "sglang.portable-deep-gemm": ">=0.5.16,<0.5.22",
+    "sglang.portable-deep-gemm-indexer": ">=0.5.16,<0.5.22",
+    "sglang.portable-topk-plan": ">=0.5.16,<0.5.21",
+    "sglang.portable-schedule": ">=0.5.22",
+    "sglang.portable-sm-count": ">=0.5.22",
+    "sglang.portable-sm-count-indexer": ">=0.5.22",
+}
+
+
 def test_names_are_unique_and_start_with_the_engine() -> None:
     assert len(BY_NAME) == len(data.PATCHES)
     assert all(patch.engine == data.ENGINE and patch.name.startswith("sglang.") for patch in data.PATCHES)
@@ -54,7 +65,8 @@ def test_exactly_one_target_applies_in_each_supported_version(version: Version) 
         holding = [t for t in patch.targets if version in SpecifierSet(t.versions)]
         missing = patch.name in (SINCE_0_5_13 if version < Version("0.5.13") else UNTIL_0_5_13)
         missing |= version < Version(SINCE.get(patch.name, "0.5.11"))
-        missing |= version < Version("0.5.23") and patch.need is Need.PORTABLE
+        if patch in data.PORTABLE:
+            missing = version not in SpecifierSet(PORTABLE_ONLY.get(patch.name, ">=0.5.16"))
         if patch in V4:
             missing = version not in SpecifierSet(V4_ONLY.get(patch.name, ">=0.5.12"))
         assert len(holding) == (0 if missing else 1), patch.name

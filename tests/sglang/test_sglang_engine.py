@@ -166,7 +166,11 @@ from sglang.version import __version__
 from nsa_plugin.patches import sglang as data
 from nsa_plugin.patches.ledger import Ledger, Need
 import sglang.srt.managers.scheduler  # in a scheduler it is there before the plugin
+from sglang.srt.layers.attention import dsa_backend
+from sglang.srt.layers.attention.dsa import dsa_indexer
 
+for module in (dsa_backend, dsa_indexer):
+    vars(module).setdefault("deep_gemm", None)  # SGLang before 0.5.22 imports it here only where there is a GPU
 ledger = Ledger(engine=data.ENGINE, version=Version(__version__), supported=data.SUPPORTED, patches=data.PATCHES)
 ledger.check(*Need)
 with open("result.json", "w") as file:

@@ -21,14 +21,17 @@ from nsa_plugin.backends.common.warm import refusal
 from nsa_plugin.decision import token_shard as sharding
 from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.errors import NsaPluginError, PatchError, SettingsError
-from nsa_plugin.libraries.devices import DeviceProfile
+from nsa_plugin.libraries.devices import MIB, DeviceProfile
 from nsa_plugin.parallel.exchange import require_agreement
 from nsa_plugin.parallel.partition import Partition, by_count
-from nsa_plugin.parallel.token_shard import TokenShard
+from nsa_plugin.parallel.token_shard import TokenShard, buffer_bytes
 from nsa_plugin.patches.ledger import TURN_OFF
 from nsa_plugin.settings import Settings
 
 SINKS = "the model has attention sinks (learnable_sink in its config), and each rank has only those of its local heads"
+
+MOST_OF_FREE = 4
+"""`auto` takes this part of the free memory for buffers at most, as budgets do."""
 
 AttendShare = Callable[[torch.Tensor, torch.Tensor, slice], torch.Tensor]
 """(q [n, H, d_qk], selection [n, topk], their query tokens in the batch) -> out [n, H, d_v], which no later call
@@ -272,19 +275,40 @@ def open_exchange(
     }
     require_agreement(ranks.cpu_group, torch.device("cpu"), tuple(numbers), tuple(numbers.values()))
     d_qk, d_v = model.row_dims
-    shard = TokenShard(
-        ranks.device_group,
-        heads=model.heads_per_rank,
-        d_qk=d_qk,
-        d_v=d_v,
-        dtype=torch.bfloat16,
-        device=where,
-        max_tokens=most,
-        check_rows=check_rows,
-    )
+    shard: TokenShard | None = None
+    needed = buffer_bytes(most, model.attn_tp_size, model.heads_per_rank, d_qk, d_v, torch.bfloat16)
+    lacks = _lacks_memory(settings, where, needed)
+    if not lacks:
+        try:
+            shard = TokenShard(
+                ranks.device_group,
+                heads=model.heads_per_rank,
+                d_qk=d_qk,
+                d_v=d_v,
+                dtype=torch.bfloat16,
+                device=where,
+                max_tokens=most,
+                check_rows=check_rows,
+            )
+        except torch.OutOfMemoryError:
+            lacks = "more than this rank can allocate"
+    if not least(ranks.cpu_group, int(shard is not None)) or shard is None:
+        whose = lacks or "and another rank of the attention group lacks memory for them"
+        buffers = f"the exchange's buffers of {most} query tokens take {needed / MIB:.0f} MiB"
+        return None, _kept(settings, f"{buffers}, {whose}")
     exchange = made(shard, ranks.cpu_group)
     exchange.prove(model.heads_per_rank, d_qk, d_v, torch.bfloat16, where)
     return exchange, ""
+
+
+def _lacks_memory(settings: Settings, where: torch.device, needed: int) -> str:
+    """Return why `auto` takes no buffers of so many bytes, or "": CUDA graphs and activations need memory, too."""
+    if settings.token_shard == "on" or where.type != "cuda":
+        return ""
+    free, _ = torch.cuda.mem_get_info(where)
+    if needed <= free // MOST_OF_FREE:
+        return ""
+    return f"more than a quarter of this rank's free memory, {free / MIB:.0f} MiB"
 
 
 def _kept(settings: Settings, reason: str) -> str:

@@ -45,7 +45,7 @@ def tried(device: DeviceProfile, model: ModelShape, providers: Providers, on: to
         return device
     for name, ops in TRIED.items():
         found = device.libraries.get(name)
-        if found is None or not any(device.has(name, op) for op in ops):
+        if found is None or not any(device.has(name, op, model.kv_layout) for op in ops):
             continue
         why = trial(name, model, providers, on)
         if why:

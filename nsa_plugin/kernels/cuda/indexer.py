@@ -110,7 +110,7 @@ def topk(
     """int32 [rows, topk] positions relative to ks, -1 behind them; see `nsa_plugin.kernels.indexer.reference_topk`.
 
     Does not wait for the device, and allocates no more than `rows_per_chunk` rows of float32 logits would take, as long
-    as that is a block of rows.
+    as that is a block of rows. With `requests` such a row is as wide as the longest of them.
 
     Args:
         q: [rows, 32 or 64, 128] float8_e4m3fn.
@@ -139,7 +139,7 @@ def topk(
     starts, ends = ks.int().contiguous(), ke.int().contiguous()
     target = result if result.is_contiguous() else torch.empty_like(result, memory_format=torch.contiguous_format)
     sms = facts_of(q.device).sms
-    limit = None if rows_per_chunk is None else rows_per_chunk * 4 * keys
+    limit = memory_limit(keys, rows_per_chunk, requests)
     with torch.cuda.device_of(q):
         for first, end, buffers in plan(rows, keys, topk, sms, limit, tuning.step, BLOCK_HEADS // heads):
             _chunk(inputs, starts, ends, target, slice(first, end), buffers, tuning)
@@ -149,6 +149,19 @@ def topk(
         for gap in uncovered_rows(list(row_chunks(rows, keys, rows_per_chunk=None, requests=requests)), rows):
             result[gap].fill_(-1)
     return result
+
+
+def memory_limit(keys: int, rows_per_chunk: int | None, requests: Sequence[Request] | None) -> int | None:
+    """Bytes that a chunk may take: those of `rows_per_chunk` rows of float32 logits; None: not limited.
+
+    Args:
+        keys: of the batch; the width of a row without `requests`.
+        requests: as for `topk`. A row of logits is then as wide as the longest request that has rows.
+    """
+    if rows_per_chunk is None:
+        return None
+    spans = [keys] if requests is None else [last - first for row, end, first, last in requests if end > row]
+    return rows_per_chunk * 4 * max(spans, default=0)
 
 
 def plan(

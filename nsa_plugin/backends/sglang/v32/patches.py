@@ -43,6 +43,37 @@ def providers_without_fp8() -> Providers | None:
     return None if serving is None or serving.device.sm >= FIRST_WITH_FP8 else serving.providers
 
 
+class DeepGemm:
+    """DeepGEMM as SGLang's `dsa` modules see it: all of `original`, but what the plugin does itself.
+
+    Attributes of `original`, the module or the error of its import, stay reachable.
+    """
+
+    def __init__(self, original: Any) -> None:
+        self._original = original
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+    def get_num_sms(self) -> int:
+        return _sm_count()
+
+    def get_paged_mqa_logits_metadata(self, context_lens: torch.Tensor, block_size: int, num_sms: int) -> torch.Tensor:
+        """Return DeepGEMM's schedule, int32 [num_sms + 1, 2]; while the plugin serves, one that nothing reads."""
+        make = no_schedule if process().serving is not None else self._original.get_paged_mqa_logits_metadata
+        return make(context_lens, block_size, num_sms)  # type: ignore[no-any-return]
+
+
+def wrap_deep_gemm(original: Any) -> DeepGemm:
+    """Wrap the name `deep_gemm` of SGLang's modules."""
+    return DeepGemm(original)
+
+
+def wrap_topk_plan(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `DeepseekSparseAttnBackend._build_topk_v2_plan`; SGLang takes None if its kernel is not used."""
+    return wrap(original, lambda original, *given: original(*given) if process().serving is None else None)
+
+
 def wrap_schedule(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `resolve_paged_mqa_logits_metadata_fn`, which returns DeepGEMM's function."""
     return wrap(original, lambda original: original() if process().serving is None else no_schedule)
@@ -50,7 +81,11 @@ def wrap_schedule(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def wrap_sm_count(original: Callable[..., int]) -> Callable[..., int]:
     """Wrap `resolve_num_sms`."""
-    return wrap(original, lambda original: torch.cuda.get_device_properties().multi_processor_count)
+    return wrap(original, lambda original: _sm_count())
+
+
+def _sm_count() -> int:
+    return int(torch.cuda.get_device_properties().multi_processor_count)
 
 
 def wrap_skip_logits(original: Callable[..., bool]) -> Callable[..., bool]:

@@ -60,13 +60,13 @@ class CpuIndexerMetadataBuilder(AttentionMetadataBuilder[CpuIndexerMetadata]):
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any, **kwargs: Any
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, **kwargs)
-        serving = process().serving
-        self.arrival = None if serving is None else arrival_of(vllm_config, layer_names, serving.request_ids)
+        self.serving = process().serving
+        self.arrival = None if self.serving is None else arrival_of(vllm_config, layer_names)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> CpuIndexerMetadata:
-        if self.arrival is not None:
-            starts = common_attn_metadata.query_start_loc_cpu.tolist()
-            self.arrival.batch(starts, common_attn_metadata.seq_lens.tolist, common_attn_metadata.block_table_tensor)
+        if self.arrival is not None and self.serving is not None:
+            starts, kv_lens = common_attn_metadata.query_start_loc_cpu.tolist(), common_attn_metadata.seq_lens.tolist
+            self.arrival.batch(self.serving.request_ids, starts, kv_lens, common_attn_metadata.block_table_tensor)
         return CpuIndexerMetadata(common_attn_metadata.slot_mapping, common_attn_metadata.block_table_tensor)
 
 

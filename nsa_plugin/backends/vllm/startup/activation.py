@@ -213,9 +213,8 @@ def check_here(vllm_config: Any, resolved: ResolvedSettings) -> tuple[Need, ...]
     if kind not in ("cpu", "cuda"):
         raise LeftToStockError(f"nsa-plugin serves vLLM on CPUs and NVIDIA GPUs; it does not support {kind}")
     forced = resolved.settings.portable == "on"
-    if forced and (kind == "cpu" or model.family_of(vllm_config) == "v4"):
-        what = "on a CPU" if kind == "cpu" else "for DeepSeek-V4"
-        raise SettingsError(f"portable is on and cannot work {what}; allowed here: auto")
+    if forced and kind == "cpu":
+        raise SettingsError("portable is on and cannot work on a CPU; allowed here: auto")
     if kind == "cpu":
         from nsa_plugin.decision.dispatch import validate
         from nsa_plugin.libraries.probe import probe
@@ -233,14 +232,16 @@ def check_here(vllm_config: Any, resolved: ResolvedSettings) -> tuple[Need, ...]
     model.check_on_gpu(vllm_config)
     if (size := model.decode_context_parallel_size(vllm_config)) > 1:
         _check_dcp(size, ledger.version, resolved)
-    needs: tuple[Need, ...] = (Need.GPU,)
-    if model.family_of(vllm_config) == "v4":
-        needs = (Need.GPU, Need.GPU_V4)
-    elif forced or model.is_portable(device_sm()):
-        supported = ledger_data.SUPPORTED_PORTABLE
+    is_v4 = model.family_of(vllm_config) == "v4"
+    needs: tuple[Need, ...] = (Need.GPU, Need.GPU_V4) if is_v4 else (Need.GPU,)
+    if forced or model.is_portable(device_sm()):
+        if is_v4 and not forced:
+            model.check_portable_v4(device_sm())
+        supported = ledger_data.SUPPORTED_PORTABLE_V4 if is_v4 else ledger_data.SUPPORTED_PORTABLE
         if not SpecifierSet(supported, prereleases=True).contains(ledger.version):
-            raise LeftToStockError(f"nsa-plugin's portable path supports vLLM {supported}; this is {ledger.version}")
-        needs = (Need.GPU, Need.PORTABLE)
+            what = "portable path for DeepSeek-V4" if is_v4 else "portable path"
+            raise LeftToStockError(f"nsa-plugin's {what} supports vLLM {supported}; this is {ledger.version}")
+        needs = (*needs, Need.PORTABLE)
     from nsa_plugin.patches import static
 
     # vLLM forks its workers from this process, so nothing here may touch the GPU: read files, import nothing.

@@ -5,12 +5,15 @@ cache to `register_kv_caches`, and what a connector does with each is its own: n
 hooks for a layer are never called for the indexer, and load errors name blocks, not layers.
 
 So the caches are read. Pages that were never written are zero, and no key has the scale zero. A request that is new to
-this worker and has a prefix is noted, and looked at when the next batch is prepared: connectors load before or during
-the forward pass, and one that found that it cannot lets vLLM compute the prefix again.
+this worker and has a prefix is noted. Connectors load before or during the forward pass, and one that could not load
+lets vLLM fail the request or compute the prefix again. vLLM knows that once it has the batch's result, and by then it
+has prepared further batches with the request (asynchronous scheduling, pipeline parallelism). So the request is looked
+at in the first batch that vLLM prepares with the result known.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -24,6 +27,8 @@ from nsa_plugin.layouts import INDEXER_FP8
 
 CHECKS = 64
 """Requests that are looked at after the start, each at the cost of waiting for the device once."""
+KEPT = 8
+"""Times the batches ahead for which a noted request that is not scheduled is kept."""
 
 
 class IndexKeysMissingError(NsaPluginError):
@@ -36,21 +41,27 @@ class Arrival:
     Args:
         connector: name of the KV connector.
         cache: returns [pages, page_size, 132] uint8, the indexer's cache of one layer, or None before there is one.
-        request_ids: returns the ids of the running batch's requests, in batch order.
+        ahead: a batch's result is known before the batch that follows it by so many is prepared.
     """
 
-    def __init__(
-        self, connector: str, cache: Callable[[], torch.Tensor | None], request_ids: Callable[[], Sequence[str]]
-    ):
-        self._connector, self._cache, self._request_ids = connector, cache, request_ids
+    def __init__(self, connector: str, cache: Callable[[], torch.Tensor | None], ahead: int = 1):
+        self._connector, self._cache, self._ahead = connector, cache, ahead
         self._left = CHECKS
-        self._running: frozenset[str] = frozenset()
-        self._noted: dict[str, tuple[torch.Tensor, int]] = {}
+        self._batches = 0
+        self._recent: deque[frozenset[str]] = deque(maxlen=ahead)
+        self._noted: dict[str, tuple[int, int]] = {}  # request: (its prefix in tokens, number of its first batch)
 
-    def batch(self, starts: Sequence[int], kv_lens: Callable[[], Sequence[int]], block_table: torch.Tensor) -> None:
-        """Look at the requests that the last batch noted, and note this one's. Called once for each batch.
+    def batch(
+        self,
+        names: Callable[[], Sequence[str]],
+        starts: Sequence[int],
+        kv_lens: Callable[[], Sequence[int]],
+        block_table: torch.Tensor,
+    ) -> None:
+        """Look at requests that an earlier batch noted, and note this one's. Called once for each batch.
 
         Args:
+            names: returns the ids of the batch's requests, in batch order; "" or none where they are not known.
             starts: first query token of each request and the end of the last.
             kv_lens: returns the whole context of each request, in tokens; may wait for the device, so it is called only
                 if a request is new or noted.
@@ -61,11 +72,13 @@ class Arrival:
         """
         if not self._left:
             return
-        names = self._request_ids()
-        before, self._running = self._running, frozenset(names)
-        if not self._noted and self._running <= before:
+        self._batches += 1
+        given = names()
+        running, before = frozenset(given), frozenset().union(*self._recent)
+        self._recent.append(running)
+        if not self._noted and running <= before:
             return
-        self._batch(names, before, [end - start for start, end in pairwise(starts)], kv_lens(), block_table)
+        self._batch(given, before, [end - start for start, end in pairwise(starts)], kv_lens(), block_table)
 
     def _batch(
         self,
@@ -75,17 +88,22 @@ class Arrival:
         kv_lens: Sequence[int],
         block_table: torch.Tensor,
     ) -> None:
-        places = {name: place for place, name in enumerate(names) if place < len(q_lens) and q_lens[place]}
+        places = {name: place for place, name in enumerate(names) if name and place < len(q_lens) and q_lens[place]}
         computed = {name: kv_lens[place] - q_lens[place] for name, place in places.items()}
-        noted, self._noted = self._noted, {}
-        for name, (pages, tokens) in noted.items():
-            # A request that is gone, or has fewer computed tokens, is one whose transfer failed.
-            if self._left and computed.get(name, 0) >= tokens:
-                self._left -= 1
-                self._look(name, pages, tokens)
+        for name, (tokens, first) in list(self._noted.items()):
+            age = self._batches - first
+            if name not in computed:
+                if age > KEPT * self._ahead:
+                    del self._noted[name]
+            # A request with fewer computed tokens is one whose transfer failed.
+            elif computed[name] < tokens or age >= self._ahead:
+                del self._noted[name]
+                if computed[name] >= tokens and self._left:
+                    self._left -= 1
+                    self._look(name, block_table[places[name]], tokens)
         for name, tokens in computed.items():
-            if tokens > 0 and name not in before:
-                self._noted[name] = (block_table[places[name]].clone(), tokens)
+            if tokens > 0 and name not in before and name not in self._noted:
+                self._noted[name] = tokens, self._batches
 
     def _look(self, name: str, pages: torch.Tensor, tokens: int) -> None:
         tensor = self._cache()
@@ -105,12 +123,11 @@ class Arrival:
                 )
 
 
-def arrival_of(
-    vllm_config: Any, layer_names: Sequence[str], request_ids: Callable[[], Sequence[str]]
-) -> Arrival | None:
+def arrival_of(vllm_config: Any, layer_names: Sequence[str]) -> Arrival | None:
     """Return the check for an indexer's metadata builder; None without a KV connector, or where ranks share a cache."""
     connector = getattr(getattr(vllm_config, "kv_transfer_config", None), "kv_connector", None)
-    shared = getattr(getattr(vllm_config, "parallel_config", None), "decode_context_parallel_size", 1) > 1
+    parallel = getattr(vllm_config, "parallel_config", None)
+    shared = getattr(parallel, "decode_context_parallel_size", 1) > 1
     if not connector or shared or not layer_names:
         return None
 
@@ -121,4 +138,5 @@ def arrival_of(
             found = found[0] if found else None
         return found if isinstance(found, torch.Tensor) and found.numel() else None
 
-    return Arrival(str(connector), cache, request_ids)
+    # vLLM's `max_concurrent_batches` is this at most: one for each pipeline stage, one more that is scheduled.
+    return Arrival(str(connector), cache, ahead=1 + int(getattr(parallel, "pipeline_parallel_size", 1)))

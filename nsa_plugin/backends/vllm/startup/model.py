@@ -25,6 +25,9 @@ BACKEND_MAJORS = (9, 10)
 PORTABLE_FROM = 80
 """The oldest GPU of the portable path."""
 
+PORTABLE_V4_MAJORS = (12,)
+"""GPUs of the portable path on which vLLM has all kernels that DeepSeek-V4 needs besides attention."""
+
 DCP_FLAG = "--decode-context-parallel-size"
 
 V32_MODULES = ("vllm.models.deepseek_v32", "vllm.model_executor.models.deepseek_v2")
@@ -40,6 +43,20 @@ V4_ROW = 512
 def is_portable(sm: int) -> bool:
     """Whether the portable path serves a GPU of SM version `sm`: FlashMLA has no kernels for it, the plugin has."""
     return sm >= PORTABLE_FROM and sm // 10 not in BACKEND_MAJORS
+
+
+def check_portable_v4(sm: int) -> None:
+    """Check that vLLM has the kernels that DeepSeek-V4 needs besides attention and its indexer on a GPU.
+
+    Raises:
+        LeftToStockError: it does not (0.33); the message has the kernels.
+    """
+    if sm // 10 not in PORTABLE_V4_MAJORS:
+        raise LeftToStockError(
+            f"vLLM cannot run DeepSeek-V4 on SM{sm}, whatever attends: its first mHC layer (tf32_hc_prenorm_gemm) and "
+            "its output projection (fp8_einsum) call DeepGEMM, which has kernels for SM90, SM100 and SM120 only "
+            "(docs/older-gpus.md)"
+        )
 
 
 def is_sparse(vllm_config: Any) -> bool:
@@ -149,6 +166,12 @@ def check_on_gpu(vllm_config: Any) -> None:
     if getattr(vllm_config.speculative_config, "parallel_drafting", False):
         raise LeftToStockError(
             "nsa-plugin does not support parallel_drafting of --speculative-config, which the method dflash sets"
+        )
+    # vLLM then trims drafts on the device, and the plugin reads the query tokens of each request on the host.
+    if getattr(vllm_config.speculative_config, "enable_adaptive_verification", False):
+        raise LeftToStockError(
+            "nsa-plugin does not support enable_adaptive_verification of --speculative-config, with which only the "
+            "device knows the query tokens of each request"
         )
     _check_prefill_context_parallel(vllm_config)
     parallel = vllm_config.parallel_config

@@ -37,10 +37,24 @@ class VllmServing:
         if worker.rank == 0:
             self.metrics = metrics_of(labels_of(worker.vllm_config))
 
-    def request_ids(self) -> list[str]:
-        """Return the ids of the running batch's requests, in batch order."""
-        batch = getattr(getattr(self.worker(), "model_runner", None), "input_batch", None)
-        return list(getattr(batch, "req_ids", ()))
+    def request_ids(self, common: Any = None) -> list[str]:
+        """Return the ids of a batch's requests, in batch order; "" or none where vLLM does not say.
+
+        Args:
+            common: the batch's CommonAttentionMetadata. vLLM's second model runner (the usual one on a GPU since 0.29)
+                keeps no batch; from 0.30 on the metadata has the requests' places in the runner's table.
+        """
+        runner = getattr(self.worker(), "model_runner", None)
+        batch = getattr(runner, "input_batch", None)
+        if batch is not None:
+            return list(getattr(batch, "req_ids", ()))
+        ids, places = getattr(getattr(runner, "req_states", None), "index_to_req_id", None), _places(common)
+        return [] if ids is None else [ids.get(place, "") for place in places]
+
+
+def _places(common: Any) -> list[int]:
+    places = getattr(common, "req_idx", None)
+    return [] if places is None else [int(place) for place in places]
 
 
 @dataclass(kw_only=True)

@@ -172,7 +172,7 @@ def planned_indexer_builder(stock: type, planning: Planning) -> type:
             self.nsa_plugin_arrival: Arrival | None = None
             if self.nsa_plugin is not None and self.nsa_plugin_ratio == 1:
                 config, names = getattr(self, "vllm_config", None), getattr(self, "layer_names", ())
-                self.nsa_plugin_arrival = arrival_of(config, names, self.nsa_plugin.request_ids)
+                self.nsa_plugin_arrival = arrival_of(config, names)
             if self.nsa_plugin is None or not self._nsa_plugin_counts():
                 return
             rows = most_rows(self.vllm_config, self.nsa_plugin)
@@ -186,9 +186,12 @@ def planned_indexer_builder(stock: type, planning: Planning) -> type:
         def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
             planner = self.nsa_plugin
             split = None if planner is None else planner.split(common_attn_metadata)
-            if split is not None and self.nsa_plugin_arrival is not None:
+            # Metadata of draft steps, which belong to the batch before, is built fast.
+            arrival = None if fast_build else self.nsa_plugin_arrival
+            if planner is not None and split is not None and arrival is not None:
+                names = partial(planner.request_ids, common_attn_metadata)
                 kv_lens = partial(host_lengths, common_attn_metadata)
-                self.nsa_plugin_arrival.batch(split.starts, kv_lens, common_attn_metadata.block_table_tensor)
+                arrival.batch(names, split.starts, kv_lens, common_attn_metadata.block_table_tensor)
             metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
             if split is not None and own_rows(split) is not None:
                 _select_for_own(metadata.prefill)
@@ -228,7 +231,12 @@ def over_budget(split: Split) -> bool:
 
 
 def _without_steps(builder: Any, metadata: Any, split: Split, common: Any) -> Any:
-    """Return vLLM's metadata of the prefills only, with the steps' `StepSelection` attached."""
+    """Return vLLM's metadata with prefills to select for only, and with the steps' `StepSelection` attached.
+
+    It still counts the steps' query tokens: DeepSeek-V4's layers select every key of a batch with short contexts by
+    themselves (0.27 on), for as many query tokens as it counts; and ranks that share a prefill's selection count from
+    its first query token.
+    """
     assert split.steps is not None
     # vLLM's indexer still selects for steps that it takes for prefills because their query tokens differ in number.
     requests, rows = int(metadata.num_decodes), int(metadata.num_decode_tokens)
@@ -243,7 +251,7 @@ def _without_steps(builder: Any, metadata: Any, split: Split, common: Any) -> An
     elif not _equal_steps(starts, rows):  # never captured; a request may have no query token (vllm #51486)
         lengths, table = _by_token(starts, lengths, table)
         rows = len(lengths)
-    changed = replace(metadata, num_decodes=0, num_decode_tokens=0, decode=None)
+    changed = replace(metadata, num_decodes=0, decode=None)
     setattr(changed, ATTRIBUTE, StepSelection(split.steps, rows, lengths, table, dcp))
     return changed
 

@@ -131,7 +131,7 @@ class VllmPlanner(Planner):
         workspace_tokens: most context tokens of a dense part; 0: no limit.
         split_selection_rows: from this many query tokens of a prefill on, vLLM's ranks each select for a share of them
             (0.32 on); 0: never.
-        request_ids: ids of the running batch's requests, for the trace.
+        request_ids: returns the ids of the requests of a batch, by its CommonAttentionMetadata; for the trace.
         exchange: for resharding; None if no batch reshards (`set_exchange`).
         dcp: the ranks that share the KV caches; None without context parallelism (`set_dcp`).
         current: the last batch that was split, for the indexer's hooks, which get no batch.
@@ -147,7 +147,7 @@ class VllmPlanner(Planner):
     no_dense: str = ""
     workspace_tokens: int = 0
     split_selection_rows: int = 0
-    request_ids: Callable[[], Sequence[str]] = tuple
+    request_ids: Callable[[Any], Sequence[str]] = lambda common: ()
     exchange: Exchange | None = None
     dcp: DcpGroup | None = None
     current: Split | None = None
@@ -206,7 +206,7 @@ class VllmPlanner(Planner):
         started = time.perf_counter()
         self._seen = (common.query_start_loc_cpu, key)
         self.current = self._split(starts, q_lens, kv_lens, num_steps, key[2])
-        self._record(self.current, q_lens, kv_lens, started)
+        self._record(self.current, list(self.request_ids(common)), q_lens, kv_lens, started)
         return self.current
 
     def _split(
@@ -296,9 +296,7 @@ class VllmPlanner(Planner):
         (part,) = self._parts([rows], [context])
         return part.plan
 
-    def _record(self, split: Split, q_lens: list[int], kv_lens: list[int], started: float) -> None:
-        names = list(self.request_ids())
-
+    def _record(self, split: Split, names: list[str], q_lens: list[int], kv_lens: list[int], started: float) -> None:
         def entry(request: int, kv_len: int) -> tuple[str, int, int]:
             return names[request] if request < len(names) else "", q_lens[request], kv_len
 

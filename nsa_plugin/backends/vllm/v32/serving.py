@@ -392,12 +392,12 @@ def check_device(device: DeviceProfile, backend: str = BACKEND) -> None:
     """
     if device.kind != "cuda":
         raise LeftToStockError(f"vLLM serves on a GPU, but torch sees no NVIDIA GPU: {device.name}")
-    if backend == BACKEND and is_portable(device.sm):
+    if is_portable(device.sm):
         return
     if device.sm // 10 not in BACKEND_MAJORS:
-        wanted = "an SM80 or later GPU" if backend == BACKEND else "an SM90 or SM100 GPU (H100, H200, B200)"
         raise LeftToStockError(
-            f"nsa-plugin plans for vLLM's {backend}, which needs {wanted}; this one, {device.name}, is {device.where}"
+            f"nsa-plugin plans for vLLM's {backend}, which needs an SM80 or later GPU; this one, {device.name}, is "
+            f"{device.where}"
         )
     if device.sm // 10 == 10 and _packs_indexer_scales():
         raise LeftToStockError(

@@ -3,7 +3,7 @@
 `backends.common.paths` says how a plan is executed. vLLM runs the path over bf16 rows, in chunks of requests, in a
 workspace that its profiling run reserved, and calls FlashMLA's decode kernel. The plugin's kernel reads the caches in
 place. Decode and verify steps fall back to the stock path, FlashMLA's decode kernel, unless `decode_backend` is
-another library.
+another library. On the portable path, which has no FlashMLA, the plugin's kernels run every batch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class VllmV4Planner(VllmPlanner):
     """The decisions of one vLLM worker process for DeepSeek-V4; see `VllmPlanner`."""
 
     def constraints(self, *, prefill: bool, rows: int = 0, **more: Any) -> Constraints:
-        if not prefill and self.settings.decode_backend == "auto":
+        if not prefill and not self.portable and self.settings.decode_backend == "auto":
             more["paths"] = routes_of(VLLM, LAYOUT, prefill=False, only=frozenset({DECODE_KERNEL}))
         return super().constraints(prefill=prefill, rows=rows, **more)
 

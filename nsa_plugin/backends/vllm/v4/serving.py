@@ -12,11 +12,12 @@ from nsa_plugin.backends.common.paths import DIRECT
 from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.common.v4 import LayerCall, attend_in_place, warm_calls
 from nsa_plugin.backends.common.warm import ROWS, expect_zeros, warm_selection
-from nsa_plugin.backends.vllm.startup.model import v4_shape
+from nsa_plugin.backends.vllm.startup.model import check_portable_v4, is_portable, v4_shape
 from nsa_plugin.backends.vllm.v4.batch import COLUMNS
 from nsa_plugin.backends.vllm.v4.routes import VllmV4Planner, own_kernels, path
+from nsa_plugin.backends.vllm.v32.portable import warm_indexer
 from nsa_plugin.backends.vllm.v32.routes import VllmPlanner
-from nsa_plugin.backends.vllm.v32.serving import GpuServing, check_device, sample_plans
+from nsa_plugin.backends.vllm.v32.serving import GpuServing, sample_plans
 from nsa_plugin.decision.plan import IndexerMode, Plan
 from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.errors import SettingsError
@@ -29,6 +30,8 @@ PAGE_SIZES = {0: 64, 4: 64, 128: 2}
 """Slots of a page by compress ratio, 0 for the window's cache: vLLM's blocks have 256 tokens."""
 ALL_KEYS = (128, 256, 512, 1024, 2048)
 """Widths of the selection at ratio 128: each power of two that the transform is compiled for."""
+STEP_TOKENS = 1
+"""Query tokens that the indexer takes for a sequence: a step's see different numbers of compressed keys."""
 
 
 @dataclass(kw_only=True)
@@ -52,10 +55,13 @@ class V4Serving(GpuServing):
                 "token_shard is on and cannot work here: nsa-plugin does not reshard DeepSeek-V4 under vLLM; "
                 "allowed here: auto, off"
             )
-        check_device(device, self.backend)
+        # An emulated GPU has the kernels of the real one.
+        if is_portable(device.sm) and self.resolved.settings.portable != "on":
+            check_portable_v4(device.sm)
+        super().check(device)
 
     def dense_limits(self) -> dict[str, Any]:
-        return {}
+        return {"portable": self.portable}
 
     def validate(self, planner: VllmPlanner) -> None:
         assert isinstance(planner, VllmV4Planner)
@@ -72,6 +78,8 @@ class V4Serving(GpuServing):
         warm_v4(own_kernels(sample_plans(planner)), providers, planner.model, device)
         warm_selection(providers, planner.model, device, page_size=PAGE_SIZES[4])
         warm_slots(providers, planner.model, device)
+        if planner.portable:
+            warm_indexer(providers, planner.model, device, STEP_TOKENS)
 
     def layers(self) -> tuple[int, set[str]]:
         planned, others = 0, set()
@@ -87,7 +95,7 @@ class V4Serving(GpuServing):
 
     def left(self) -> list[str]:
         found = super().left()
-        if self.layers()[0] and self.resolved.settings.decode_backend == "auto":
+        if self.layers()[0] and not self.portable and self.resolved.settings.decode_backend == "auto":
             found.append("decode_backend is auto: decode and verify steps of DeepSeek-V4 run on the stock path")
         return found
 

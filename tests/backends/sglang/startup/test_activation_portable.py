@@ -39,10 +39,11 @@ def on(monkeypatch: pytest.MonkeyPatch, sm: int, *libraries: str) -> None:
     monkeypatch.setattr("nsa_plugin.libraries.probe.probe", lambda: synthetic(sm, libraries=libraries))
 
 
-@pytest.mark.parametrize("sm", [80, 86, 89])
+@pytest.mark.parametrize(("version", "sm"), [("0.5.23", 80), ("0.5.23", 86), ("0.5.23", 89), ("0.5.16", 86)])
 def test_the_portable_path_serves_gpus_without_kernels_of_flashmla(
-    process: SglangProcess, installed: list[Need], monkeypatch: pytest.MonkeyPatch, sm: int
+    process: SglangProcess, installed: list[Need], monkeypatch: pytest.MonkeyPatch, version: str, sm: int
 ) -> None:
+    process.ledger.version = Version(version)
     on(monkeypatch, sm, "triton")
     PassedFlags({"enabled": "true"}, {}).write()
     start(process, build=runner(scaled_fp8=True))
@@ -69,12 +70,12 @@ def test_it_leaves_an_older_sglang_to_itself(
     process: SglangProcess, installed: list[Need], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     on(monkeypatch, 86, "triton")
-    process.ledger.version = Version("0.5.22")
+    process.ledger.version = Version("0.5.15")
     PassedFlags({"enabled": "true", "report": str(tmp_path / "report.json")}, {}).write()
     start(process, build=runner(scaled_fp8=True))
     assert process.serving is None
     assert read(tmp_path / "report.json")["left_to_stock"] == [
-        "nsa-plugin's portable path supports SGLang >=0.5.23,<0.5.24; this is 0.5.22"
+        "nsa-plugin's portable path supports SGLang >=0.5.16,<0.5.24; this is 0.5.15"
     ]
 
 

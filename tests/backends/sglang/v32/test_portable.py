@@ -176,6 +176,31 @@ def test_deepgemm_is_not_asked_while_the_plugin_serves(monkeypatch: pytest.Monke
         assert schedule == "DeepGEMM's"
 
 
+@pytest.mark.parametrize("serves", [True, False])
+def test_deepgemm_is_not_asked_where_sglang_has_its_module(monkeypatch: pytest.MonkeyPatch, serves: bool) -> None:
+    """Before 0.5.22 SGLang calls the module, and where it could not import it the name holds the error."""
+    monkeypatch.setattr(patches, "process", lambda: SimpleNamespace(serving="serving" if serves else None))
+    device = SimpleNamespace(multi_processor_count=84)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda: device)
+    theirs = SimpleNamespace(get_paged_mqa_logits_metadata=lambda *given: "DeepGEMM's", fp8_mqa_logits="logits")
+    for module in (theirs, ImportError("no module named deep_gemm")):
+        wrapped = patches.wrap_deep_gemm(module)
+        assert wrapped.get_num_sms() == 84
+        if serves:
+            assert wrapped.get_paged_mqa_logits_metadata(torch.zeros(3, 1), 64, 84).shape == (85, 2)
+    if not serves:
+        wrapped = patches.wrap_deep_gemm(theirs)
+        assert wrapped.get_paged_mqa_logits_metadata(torch.zeros(3, 1), 64, 84) == "DeepGEMM's"
+        assert wrapped.fp8_mqa_logits == "logits"
+
+
+@pytest.mark.parametrize("serves", [True, False])
+def test_sglangs_top_k_is_planned_only_where_it_selects(monkeypatch: pytest.MonkeyPatch, serves: bool) -> None:
+    monkeypatch.setattr(patches, "process", lambda: SimpleNamespace(serving="serving" if serves else None))
+    plan = patches.wrap_topk_plan(lambda backend, lengths: "plan")("backend", torch.ones(3))
+    assert plan == (None if serves else "plan")
+
+
 def test_flashmla_makes_no_schedule_on_the_portable_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{DsaBackend.__module__}.DSAFlashMLAMetadata", SimpleNamespace, raising=False)
     backend = started()

@@ -9,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from nsa_plugin.backends.common import token_shard as shared
@@ -19,7 +20,7 @@ from nsa_plugin.backends.sglang.v32.routes import SglangPlanner
 from nsa_plugin.backends.sglang.v32.token_shard import all_heads, impossible
 from nsa_plugin.decision import timings
 from nsa_plugin.decision.shapes import Phase
-from nsa_plugin.errors import PatchError
+from nsa_plugin.errors import PatchError, SettingsError
 from nsa_plugin.parallel.partition import by_count
 from nsa_plugin.settings import ResolvedSettings, Settings
 from tests.backends.fake_sglang import shard_prefills, shard_steps
@@ -151,6 +152,53 @@ def test_auto_allocates_nothing_if_no_batch_was_measured_faster(envs: SimpleName
     assert made.exchange is None
     words = made.routes["prefill, 4096 of 4096 tokens"]
     assert "; heads stay local: by the times on SM90, no batch of up to 8192 query tokens is quicker" in words
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_auto_without_memory_for_the_buffers_keeps_heads_local(
+    envs: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, own: bool
+):
+    """All ranks, if any of them has too little; `on` is refused then."""
+    monkeypatch.setattr(dist, "get_world_size", lambda size: size)
+    group_module(monkeypatch, get_attn_tp_group=lambda: SimpleNamespace(device_group=2, cpu_group=object()))
+    monkeypatch.setattr(shared, "require_agreement", lambda *given: None)
+    monkeypatch.setattr(shared.sharding, "pointless", lambda *given: None)
+    answers: list[int] = []
+
+    def made(*given: Any, **named: Any) -> Any:
+        if own:
+            raise torch.OutOfMemoryError("Tried to allocate 2.25 GiB")
+        return object()
+
+    def least(_: Any, number: int) -> int:
+        answers.append(number)
+        return 1 if len(answers) == 1 else 0
+
+    monkeypatch.setattr(shared, "TokenShard", made)
+    monkeypatch.setattr(shared, "least", least)
+    monkeypatch.setattr(shared.sharding, "never", lambda *given: None)
+    which = (
+        "more than this rank can allocate" if own else "and another rank of the attention group lacks memory for them"
+    )
+    reason = f"the exchange's buffers of 8192 query tokens take 176 MiB, {which}"
+    given = (built(), runner(chunked_prefill_size=8192), MODEL, H200)
+    found, why = token_shard.open_exchange(*given, Settings())
+    assert found is None
+    assert why == reason
+    assert answers == [1, int(not own)]
+    answers.clear()
+    with pytest.raises(SettingsError, match=f"token_shard is on and cannot work here: {reason}"):
+        token_shard.open_exchange(*given, Settings(token_shard="on"))
+
+
+def test_auto_leaves_most_of_the_free_memory_to_graphs_and_activations(monkeypatch: pytest.MonkeyPatch):
+    """A quarter at most; `on` takes what it is asked to take."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (4000 << 20, 80 << 30))
+    gpu = torch.device("cuda")
+    assert shared._lacks_memory(Settings(), gpu, 1000 << 20) == ""
+    reason = "more than a quarter of this rank's free memory, 4000 MiB"
+    assert shared._lacks_memory(Settings(), gpu, 1001 << 20) == reason
+    assert shared._lacks_memory(Settings(token_shard="on"), gpu, 1001 << 20) == ""
 
 
 @pytest.fixture

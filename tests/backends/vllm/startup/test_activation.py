@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from packaging.version import Version
 
@@ -241,6 +242,15 @@ def test_a_target_that_the_files_do_not_have(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(static, "installed", lambda package: SourceTree({FILE: "class Engine: ..."}.get))
     with pytest.raises(PatchError, match=r"vllm.gpu-something to vllm 0.24.0.*Engine.serve"):
         engine_config(configured())
+
+
+def test_the_second_model_runner_has_no_batch_and_names_requests_by_their_places(process: VllmProcess):
+    states = SimpleNamespace(index_to_req_id={0: "a", 3: "b"})
+    worker = SimpleNamespace(model_runner=SimpleNamespace(req_states=states))
+    found = serving.VllmServing(resolved=None, trace=None, worker=lambda: worker)  # type: ignore[arg-type]
+    assert found.request_ids(SimpleNamespace(req_idx=np.array([3, 0, 7]))) == ["b", "a", ""]
+    assert found.request_ids(SimpleNamespace(req_idx=None)) == found.request_ids(SimpleNamespace()) == []
+    assert found.request_ids() == []
 
 
 def test_a_worker_from_its_start_to_the_report(

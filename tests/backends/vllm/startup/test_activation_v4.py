@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+from packaging.version import Version
 
+from nsa_plugin.backends.vllm.startup import activation
 from nsa_plugin.backends.vllm.startup.activation import VllmProcess
 from nsa_plugin.backends.vllm.v4 import serving as v4_serving
 from nsa_plugin.backends.vllm.v4.serving import V4Serving
 from nsa_plugin.backends.vllm.v32 import patches as gpu_patches
 from nsa_plugin.errors import LeftToStockError, PatchError
+from nsa_plugin.libraries.devices import DeviceProfile, synthetic
 from nsa_plugin.patches import static
 from nsa_plugin.patches.static import SourceTree
 from nsa_plugin.telemetry import StartupReport
@@ -38,15 +41,17 @@ PARALLEL = SimpleNamespace(num_speculative_tokens=3, parallel_drafting=True)
 class V4Here(V4Serving):
     """Replace the probed device by the one of these tests."""
 
+    device: ClassVar[DeviceProfile] = H200
+
     def __init__(self, **given: Any) -> None:
-        super().__init__(**given, device_profile=lambda: H200)
+        super().__init__(**given, device_profile=lambda: self.device)
 
 
 @pytest.fixture
 def v4(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A configuration of a V4 model."""
     monkeypatch.setattr(v4_serving, "V4Serving", V4Here)
-    for name in ("warm_v4", "warm_selection", "warm_slots"):
+    for name in ("warm_v4", "warm_selection", "warm_slots", "warm_indexer"):
         monkeypatch.setattr(v4_serving, name, lambda *_, **__: None)
     return enabled_v4(v4_config())
 
@@ -94,3 +99,110 @@ def test_a_target_of_v4_that_the_files_do_not_have(v4: Any, monkeypatch: pytest.
     with pytest.raises(PatchError, match=r"vllm.v4-something to vllm 0.24.0.*Engine.serve_v4"):
         engine_config(v4)
     engine_config(configured())
+
+
+def served(vllm_config: Any, backend: str) -> Any:
+    """Start a worker whose V4 layers have a backend, up to the report."""
+    worker = worker_of(vllm_config)
+    vllm_config.compilation_config.static_forward_context["v4"] = v4_layer(backend)
+    load_model(worker)
+    warm_up(worker)
+    return worker
+
+
+def test_the_portable_path_serves_v4_on_sm120_with_vllms_flashmla_layers(
+    v4: Any, process: VllmProcess, reports: list[StartupReport], monkeypatch: pytest.MonkeyPatch
+):
+    """vLLM builds them only if the user asks for them: FlashInfer's are its choice."""
+    monkeypatch.setattr(V4Here, "device", synthetic(120, libraries=("triton",)))
+    monkeypatch.setattr(activation, "device_sm", lambda: 120)
+    process.ledger.version = Version("0.33.0")
+    served(v4, "FLASHMLA_SPARSE_DSV4")
+    assert (Engine.serve_v4(), Engine.serve_portable()) == ("the plugin's", "the plugin's")
+    planner = gpu_patches.planning()
+    assert planner is not None
+    assert (planner.portable, planner.device.sm) == (True, 120)
+    (report,) = reports
+    assert report.active
+    assert report.left == []
+    assert report.facts["decode, 64 requests"].startswith("direct by triton; ")
+
+
+@pytest.mark.parametrize("asked", [None, "FLASHINFER_MLA_SPARSE_DSV4"])
+def test_flashinfers_layers_on_sm120_are_left_to_vllm(
+    v4: Any, process: VllmProcess, reports: list[StartupReport], monkeypatch: pytest.MonkeyPatch, asked: str | None
+):
+    monkeypatch.setattr(V4Here, "device", synthetic(120, libraries=("triton",)))
+    monkeypatch.setattr(activation, "device_sm", lambda: 120)
+    process.ledger.version = Version("0.33.0")
+    v4.attention_config.backend = asked
+    served(v4, "FLASHINFER_MLA_SPARSE_DSV4")
+    assert process.serving is None
+    said = reports[0].text()
+    assert "vLLM chose FLASHINFER_MLA_SPARSE_DSV4, on SM120" in said
+    assert "Select it with --attention-backend FLASHMLA_SPARSE_DSV4" in said
+
+
+@pytest.mark.parametrize("sm", [80, 86, 89, 110])
+@pytest.mark.parametrize("start", [engine_config, worker_of])
+def test_other_gpus_of_the_portable_path_read_which_kernels_vllm_lacks(
+    v4: Any, process: VllmProcess, monkeypatch: pytest.MonkeyPatch, sm: int, start: Any
+):
+    monkeypatch.setattr(activation, "device_sm", lambda: sm)
+    process.ledger.version = Version("0.33.0")
+    v4.additional_config["nsa_plugin"]["strict"] = "full"
+    with pytest.raises(LeftToStockError, match=rf"vLLM cannot run DeepSeek-V4 on SM{sm}, .*tf32_hc_prenorm_gemm"):
+        start(v4)
+    assert (process.serving, Engine.serve_v4()) == (None, "vLLM's")
+
+
+def test_stock_vllm_starts_there_and_the_report_has_the_reason(
+    v4: Any, process: VllmProcess, reports: list[StartupReport], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(activation, "device_sm", lambda: 80)
+    process.ledger.version = Version("0.33.0")
+    worker_of(v4)
+    assert process.serving is None
+    assert "its output projection (fp8_einsum) call DeepGEMM" in reports[0].text()
+
+
+def test_an_older_vllm_has_no_portable_path_for_v4(
+    v4: Any, process: VllmProcess, reports: list[StartupReport], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(activation, "device_sm", lambda: 120)
+    process.ledger.version = Version("0.32.0")
+    worker_of(v4)
+    assert process.serving is None
+    assert "portable path for DeepSeek-V4 supports vLLM >=0.33,<0.34; this is 0.32.0" in reports[0].text()
+
+
+def test_portable_on_emulates_an_older_gpu_for_v4(
+    v4: Any, process: VllmProcess, reports: list[StartupReport], monkeypatch: pytest.MonkeyPatch
+):
+    """The model's other kernels are the real GPU's."""
+    emulated: list[int] = []
+    monkeypatch.setattr("nsa_plugin.kernels.triton.device.emulate", emulated.append)
+    monkeypatch.setattr(V4Here, "device", synthetic(90))
+    process.ledger.version = Version("0.33.0")
+    v4.additional_config["nsa_plugin"]["portable"] = "on"
+    served(v4, "FLASHMLA_SPARSE_DSV4")
+    planner = gpu_patches.planning()
+    assert planner is not None
+    assert (planner.portable, planner.device.sm, emulated) == (True, 86, [86])
+    plans = planner.prefill_plan(60, 60), planner.step_plan(1, 1, 1)
+    assert {plan.provider for plan in plans} <= {"cuda", "triton"}
+    assert {plan.indexer.provider for plan in plans} <= {"triton", ""}
+    (report,) = reports
+    assert (report.active, report.left) == (True, [])
+    names = [status.patch.name for status in report.statuses]
+    assert names == ["vllm.gpu-something", "vllm.portable-something", "vllm.v4-something"]
+
+
+def test_a_v4_worker_on_another_gpu_than_vllm_reported_does_not_serve(
+    v4: Any, process: VllmProcess, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(V4Here, "device", synthetic(120, libraries=("triton",)))
+    monkeypatch.setattr(activation, "device_sm", lambda: 90)
+    process.ledger.version = Version("0.33.0")
+    with pytest.raises(PatchError, match=r"vLLM did not report SM120.*NSA_PLUGIN_ENABLED=0"):
+        load_model(worker_of(v4))

@@ -19,7 +19,7 @@ TABLE = torch.tensor([[1, 2, 3], [4, 5, 6]], dtype=torch.int32)
 class World:
     """A worker's batches, and its indexer's cache of eight pages."""
 
-    def __init__(self, *written: int, cache: torch.Tensor | None = None) -> None:
+    def __init__(self, *written: int, cache: torch.Tensor | None = None, ahead: int = 1) -> None:
         self.names: list[str] = []
         self.reads = 0
         self.cache = torch.zeros(8, PAGE, WIDTH, dtype=torch.uint8) if cache is None else cache
@@ -27,7 +27,8 @@ class World:
             slots = torch.arange(page * PAGE, (page + 1) * PAGE)
             # A key of zeros has a scale, too.
             reference_write(open_cache(self.cache, "indexer_fp8"), torch.zeros(PAGE, 128), slots)
-        self.arrival = Arrival("SomeConnector", lambda: self.cache, lambda: self.names)
+        self.arrival = Arrival("SomeConnector", lambda: self.cache, ahead)
+        self.table = TABLE
 
     def batch(self, **requests: tuple[int, int]) -> None:
         """Requests as name=(new tokens, context)."""
@@ -40,7 +41,7 @@ class World:
             self.reads += 1
             return [kv_len for _, kv_len in requests.values()]
 
-        self.arrival.batch(starts, kv_lens, TABLE)
+        self.arrival.batch(lambda: self.names, starts, kv_lens, self.table)
 
 
 def test_a_prefix_without_keys_is_found_when_the_next_batch_is_prepared() -> None:
@@ -91,6 +92,54 @@ def test_a_failed_transfer_is_left_to_vllm(later: dict[str, tuple[int, int]]) ->
     world.batch(**later)
 
 
+@pytest.mark.parametrize(
+    "later",
+    [
+        {"a": (11, 11)},  # vLLM learned of the failure after it had prepared the batch between, and computes the prefix
+        {"b": (5, 5)},  # it ended the request
+    ],
+)
+def test_a_transfer_whose_failure_vllm_learns_of_a_batch_later_is_left_to_it(later: dict[str, tuple[int, int]]) -> None:
+    world = World(ahead=2)
+    world.batch(a=(1, 9))
+    world.batch(a=(1, 10))  # prepared before the first batch's result
+    world.batch(**later)
+
+
+def test_batches_in_turn_hide_no_missing_keys() -> None:
+    """With pipeline parallelism a request is in every other batch."""
+    world = World(ahead=3)
+    world.batch(a=(1, 9))
+    world.batch(b=(4, 4))
+    world.batch(a=(1, 10))
+    world.batch(b=(1, 5))
+    with pytest.raises(IndexKeysMissingError, match="8 of the 8 cached tokens of request a"):
+        world.batch(a=(1, 11))
+
+
+def test_a_request_that_is_scheduled_again_is_the_one_from_before() -> None:
+    world = World(ahead=2)
+    for context in range(9, 20, 2):
+        world.batch(a=(9, 9) if context == 9 else (1, context))
+        world.batch(b=(4, 4) if context == 9 else (1, context - 5))
+    assert not world.arrival._noted
+
+
+def test_a_request_that_does_not_come_back_is_forgotten() -> None:
+    world = World()
+    world.batch(a=(1, 9))
+    for context in range(4, 20):
+        world.batch(b=(4, 4) if context == 4 else (1, context))
+    assert not world.arrival._noted
+
+
+def test_requests_without_a_name_are_not_looked_up() -> None:
+    world = World()
+    for names in ([], ["", ""]):
+        for context in (9, 10):
+            world.arrival.batch(lambda names=names: names, [0, 1, 2], lambda context=context: [context] * 2, TABLE)
+
+
 def test_requests_that_were_computed_here_are_not_looked_up() -> None:
     world = World()
     world.batch(a=(9, 9))
@@ -103,8 +152,7 @@ def test_requests_that_were_computed_here_are_not_looked_up() -> None:
 def test_what_stands_for_no_page_is_no_page() -> None:
     world = World()
     world.batch(a=(1, 9))
-    noted = world.arrival._noted["a"]
-    noted[0].zero_()  # a batch that vLLM makes up
+    world.table = torch.zeros_like(TABLE)  # a batch that vLLM makes up
     world.batch(a=(1, 10))
 
 
@@ -136,14 +184,23 @@ def configured(connector: str | None = "SomeConnector", ranks: int = 1, cache: A
 
 def test_nothing_is_looked_up_without_a_connector_or_where_ranks_share_a_cache() -> None:
     for config in (configured(None), configured(ranks=2), SimpleNamespace(kv_transfer_config=None), None):
-        assert arrival_of(config, ["first"], list) is None
-    assert arrival_of(configured(), (), list) is None
+        assert arrival_of(config, ["first"]) is None
+    assert arrival_of(configured(), ()) is None
+
+
+def test_batches_are_prepared_ahead_for_each_stage_of_a_pipeline() -> None:
+    config = configured()
+    for stages, ahead in ((1, 2), (3, 4)):
+        config.parallel_config.pipeline_parallel_size = stages
+        found = arrival_of(config, ["first"])
+        assert found is not None
+        assert found._ahead == ahead
 
 
 @pytest.mark.parametrize("form", ["tensor", "list", "empty list", "none", "empty"])
 def test_the_cache_of_the_first_layer_is_read_once_it_is_there(form: str) -> None:
     tensor = torch.zeros(8, PAGE, WIDTH, dtype=torch.uint8)
     cache = {"tensor": tensor, "list": [tensor], "empty list": [], "none": None, "empty": torch.empty(0)}[form]
-    found = arrival_of(configured(cache=cache), ["first", "second"], list)
+    found = arrival_of(configured(cache=cache), ["first", "second"])
     assert found is not None
     assert (found._cache() is tensor) == (form in ("tensor", "list"))

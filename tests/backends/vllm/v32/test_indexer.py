@@ -11,6 +11,7 @@ import torch
 
 from nsa_plugin.backends.common.planner import READ_EVERY
 from nsa_plugin.backends.common.providers import Providers
+from nsa_plugin.backends.vllm.startup.arrival import IndexKeysMissingError
 from nsa_plugin.backends.vllm.v32.indexer import (
     ATTRIBUTE,
     StepSelection,
@@ -125,7 +126,7 @@ def test_steps_within_the_budget_are_left_to_vllm():
 def test_steps_over_the_budget_are_removed_from_vllms_metadata(next_n: int):
     lengths = [(next_n, 40), (next_n, 9), (next_n, 20), (next_n, 80), (next_n, 5)]
     metadata, step = built(small_budget(next_n), lengths, padded_rows=next_n, padded_requests=1)
-    assert (metadata.num_decodes, metadata.num_decode_tokens, metadata.decode) == (0, 0, None)
+    assert (metadata.num_decodes, metadata.decode) == (0, None)
     steps: StepSelection = getattr(metadata, ATTRIBUTE)
     assert steps.rows == 6 * next_n
     # A captured batch's lengths and pages are vLLM's buffers themselves.
@@ -142,6 +143,33 @@ def test_steps_that_vllms_indexer_takes_for_prefills_are_left_to_it():
     metadata = planned_indexer_builder(Strict, lambda: deciding)().build(0, step.common)
     assert metadata.num_prefills == 6
     assert not hasattr(metadata, ATTRIBUTE)
+
+
+def test_keys_that_a_connector_left_behind_are_found_by_the_batchs_names_and_not_in_draft_steps():
+    """The metadata of vLLM's second model runner has the requests' places in the runner's table."""
+    deciding = planner()
+    step = World(deciding).step([(1, 9)])
+    step.common.req_idx = [7]
+    deciding.request_ids = lambda common: [f"request {place}" for place in common.req_idx]
+    layer = SimpleNamespace(kv_cache=torch.zeros(512, PAGE, 132, dtype=torch.uint8))
+    step.common.block_table_tensor = torch.arange(1, 4, dtype=torch.int32)[None]
+
+    class Connected(StockIndexerBuilder):
+        vllm_config = SimpleNamespace(
+            kv_transfer_config=SimpleNamespace(kv_connector="SomeConnector"),
+            compilation_config=SimpleNamespace(static_forward_context={"cache": layer}),
+        )
+        layer_names = ("cache",)
+
+    builder = planned_indexer_builder(Connected, lambda: deciding)()
+    for _ in range(4):
+        builder.build(0, step.common, fast_build=True)
+    builder.build(0, step.common)
+    for _ in range(4):
+        builder.build(0, step.common, fast_build=True)
+    builder.build(0, step.common)  # vLLM prepares it before the first one's result
+    with pytest.raises(IndexKeysMissingError, match="8 of the 8 cached tokens of request request 7"):
+        builder.build(0, step.common)
 
 
 @pytest.mark.regression(8, "one budget wherever a version of vLLM splits prefills")

@@ -188,6 +188,13 @@ def test_parallel_drafting_is_left_to_vllm():
         serving(config(speculative_config=drafts)).planning()
 
 
+def test_verification_that_trims_drafts_on_the_device_is_left_to_vllm():
+    """The host's query_start_loc is then not the batch's: it divides the drafts evenly between the requests."""
+    drafts = SimpleNamespace(num_speculative_tokens=3, enable_adaptive_verification=True)
+    with pytest.raises(LeftToStockError, match="enable_adaptive_verification of --speculative-config"):
+        serving(config(speculative_config=drafts)).planning()
+
+
 def test_settings_that_no_batch_can_satisfy_are_refused_at_once():
     with pytest.raises(SettingsError, match="prefill_backend is flash_mla"):
         serving(prefill_backend="flash_mla").planning()

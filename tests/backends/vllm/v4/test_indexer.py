@@ -45,7 +45,7 @@ def test_steps_in_pieces_select_among_visible_keys(lengths: list[tuple[int, int]
     each = lengths[0][0]
     batch = common(lengths, padding)
     metadata = builder_of(small_budget(each)).build(0, batch)
-    assert (metadata.num_decodes, metadata.num_decode_tokens, metadata.decode) == (0, 0, None)
+    assert (metadata.num_decodes, metadata.decode) == (0, None)
     steps: StepSelection = getattr(metadata, ATTRIBUTE)
     real = sum(rows for rows, _ in lengths)
     assert steps.rows == real + each * padding
@@ -118,9 +118,10 @@ def test_steps_of_different_lengths():
 
 
 def test_a_prefill_in_the_same_batch_is_not_changed():
+    """The steps' query tokens stay counted: vLLM's layer selects for as many of a batch with short contexts itself."""
     metadata = builder_of(small_budget()).build(0, common([(1, 40)] * 5 + [(30, 300)]))
     assert (metadata.num_decodes, metadata.num_prefills, metadata.prefill) == (0, 1, "vLLM's")
-    assert getattr(metadata, ATTRIBUTE).rows == 5
+    assert (getattr(metadata, ATTRIBUTE).rows, metadata.num_decode_tokens) == (5, 5)
 
 
 @pytest.mark.regression(7, "DeepSeek-V4")

@@ -40,10 +40,28 @@ def serving(vllm_config: Any = None, device: Any = H200, **settings: Any) -> V4S
     )
 
 
-@pytest.mark.parametrize("sm", [80, 120])
-def test_a_device_without_vllms_backend_is_left_to_vllm(sm: int):
-    with pytest.raises(LeftToStockError, match="vLLM's FLASHMLA_SPARSE_DSV4, which needs an SM90 or SM100"):
+@pytest.mark.parametrize(
+    ("sm", "words"),
+    [(75, "vLLM's FLASHMLA_SPARSE_DSV4, which needs an SM80 or later GPU"), (80, "cannot run DeepSeek-V4 on SM80")],
+)
+def test_a_device_that_lacks_kernels_is_left_to_vllm(sm: int, words: str):
+    with pytest.raises(LeftToStockError, match=words):
         serving(device=synthetic(sm)).planning()
+
+
+def test_every_batch_of_the_portable_path_runs_the_plugins_kernels(monkeypatch: pytest.MonkeyPatch):
+    warmed: list[Any] = []
+    monkeypatch.setattr(v4_serving, "warm_v4", lambda kernels, *_: warmed.append(kernels))
+    monkeypatch.setattr(v4_serving, "warm_indexer", lambda *given: warmed.append(given[3]))
+    for name in ("warm_selection", "warm_slots"):
+        monkeypatch.setattr(v4_serving, name, lambda *_, **__: None)
+    found = serving(device=synthetic(120, libraries=("triton",)))
+    found.portable = True
+    found.prepare(torch.device("cpu"))
+    assert warmed == [{("sparse_mla_prefill", "triton"), ("sparse_mla_decode", "triton")}, 1]
+    found.vllm_config.compilation_config.static_forward_context["a"] = layer("FLASHMLA_SPARSE_DSV4")
+    assert found.left() == []
+    assert found.facts()["decode, 1 request"].startswith("direct by triton; ")
 
 
 def test_v4_on_a_cpu_is_left_to_vllm():
@@ -170,6 +188,7 @@ def test_the_error_names_a_kernel_that_does_not_run(value: float | None, words: 
         ("0.21.0", "deepseek_v4_attention:DeepseekV4MLAAttention"),
         ("0.22.1", "nvidia.flashmla:DeepseekV4FlashMLASparseImpl"),
         ("0.23.0", "nvidia.flashmla:DeepseekV4FlashMLAAttention"),
+        ("0.28.0", "nvidia.flashmla:DeepseekV4FlashMLAAttention"),
         ("0.33.0", "nvidia.flashmla:DeepseekV4FlashMLAAttention"),
     ],
 )
@@ -180,6 +199,10 @@ def test_where_the_layer_is_by_version(version: str, where: str):
         assert target is not None
         assert where in target.path
     assert (targets["vllm.v4-swa-prefill-swa-indices"] is None) == (version < "0.24")
+    builder = targets["vllm.v4-swa-builder"]
+    assert builder is not None
+    own = "nvidia.flashmla:DeepseekSparseSWAFlashMLABackend"  # 0.28 on; the base class's is for other layers then
+    assert builder.path.partition(".get_builder_cls")[0].endswith(own) == (version >= "0.28")
 
 
 def test_v4_is_checked_for_v4_only():
