@@ -40,6 +40,7 @@ static_assert(HOPPER || !PRODUCERS, "barriers that threads arrive at are SM90's"
 DEVICE int row_of(int l, int i) { return (l & 24) << 1 | i << 3 | ((l & 7) ^ i << 2); }
 
 // The warps that multiply meet; and find out whether something holds for one of their threads.
+// The named barriers below these are `Part::barrier`'s.
 DEVICE void meet() {
 #if PRODUCERS
     named_sync(14, 32 * WARPS);

@@ -133,6 +133,7 @@ DEVICE int column_of(int warp, int lane, int j) {
     return LANES == 32 ? warp + WARPS * j : warp + WARPS * (j * (32 / LANES) + lane / LANES);
 }
 
+// Two keys a lane.
 struct State : Softmax<COLUMNS> {
     int reference;  // exponent that the scales of the warp's values are relative to
 };
