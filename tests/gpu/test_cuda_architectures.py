@@ -15,6 +15,7 @@ from nsa_plugin.kernels.cuda import (
     indexer,
     nvrtc,
     sparse_mla,
+    sparse_mla_launch,
     sparse_mla_neighbours,
     sparse_mla_rows,
     sparse_mla_union,
@@ -81,7 +82,7 @@ def test_sparse_mla_over_rows_compiles_and_fits(sm: int) -> None:
         assert 0 < registers(cubin) * variant.threads[0] * variant.blocks <= REGISTERS
 
 
-@pytest.mark.parametrize("gate", [sparse_mla.NO_GATE, sparse_mla.SHARING])
+@pytest.mark.parametrize("gate", [sparse_mla_launch.NO_GATE, sparse_mla_launch.SHARING])
 @pytest.mark.parametrize("group", sparse_mla_union.GROUPS)
 def test_unions_compile_and_fit(group: int, gate: int) -> None:
     facts = DeviceFacts(sms=100, architecture=90, shared_memory=shared_memory_per_block(90))
@@ -96,7 +97,9 @@ def test_unions_compile_and_fit(group: int, gate: int) -> None:
 def test_what_decides_on_unions_compiles_and_fits() -> None:
     facts = DeviceFacts(sms=100, architecture=90, shared_memory=shared_memory_per_block(90))
     for variant in sparse_mla.possible_variants(sparse_mla_neighbours.MOST_HEADS, "v32_fp8", facts):
-        defines = sparse_mla.definitions("v32_fp8", facts) | variant.definitions | {"GATE": sparse_mla.NOT_SHARING}
+        defines = (
+            sparse_mla.definitions("v32_fp8", facts) | variant.definitions | {"GATE": sparse_mla_launch.NOT_SHARING}
+        )
         cubin = build._cubin(sparse_mla.SOURCE, tuple(sorted(defines.items())), "sm_90a")
         assert 0 < registers(cubin) * variant.threads[0] * variant.blocks <= REGISTERS
     assert registers(build._cubin(sparse_mla_neighbours.SOURCE, (), "sm_90a")) > 0

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+from sm90 import needs_sm90
 
 from nsa_plugin.kernels.cuda import indexer
 from nsa_plugin.kernels.indexer import reference_logits
 from nsa_plugin.kernels.topk import reference_topk_rows
 from tests.kernels.indexer_cases import assert_selected, indexer_inputs, ragged_requests
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, needs_sm90]
 
 TOLERANCE = 1e-3
 MIB = 2**20
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-@pytest.fixture(autouse=True)
-def needs_sm90():
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a CUDA device of SM90")
 
 
 def whole(rows: int, keys: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from sm90 import needs_sm90
 
 from nsa_plugin.kernels.checks import KernelArgumentError
 from nsa_plugin.kernels.cuda import sparse_mla, sparse_mla_rows
@@ -329,13 +330,12 @@ def test_queries_at_any_element(provider, first):
     check_prefill(provider, case)
 
 
+@needs_sm90
 @pytest.mark.parametrize("layout", ["v32_fp8", "v4_fp8"])
 @pytest.mark.parametrize("heads", [5, 16, 40])
 @pytest.mark.parametrize("tiles", [1, 2, 4])
 @pytest.mark.parametrize("splits", [1, 2, 3, 16])
 def test_every_variant_of_the_cuda_kernel(layout, heads, tiles, splits):
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("these variants are SM90's")
     extra = V4_EXTRA if layout == "v4_fp8" else None
     case = decode_case(layout=layout, batch=3, s_q=2, heads=heads, slots=2048, topk=700, extra=extra)
     variant = next(one for one in sparse_mla.VARIANTS if one.tiles == tiles)
@@ -343,12 +343,11 @@ def test_every_variant_of_the_cuda_kernel(layout, heads, tiles, splits):
     assert_same(result, reference_decode(**case, out_dtype=torch.float32))
 
 
+@needs_sm90
 @pytest.mark.parametrize("heads", [5, 16, 40])
 @pytest.mark.parametrize("splits", [1, 2, 3, 16])
 @pytest.mark.parametrize("with_length", [False, True])
 def test_every_variant_of_the_cuda_kernel_over_rows(heads, splits, with_length):
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("these variants are SM90's")
     case = decode_case(
         layout="bf16", batch=3, s_q=2, heads=heads, slots=2048, topk=700, with_length=with_length, seed=heads
     )

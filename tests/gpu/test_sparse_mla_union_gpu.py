@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from sm90 import needs_sm90
 
+from nsa_plugin.kernels.cuda import sparse_mla, sparse_mla_neighbours, sparse_mla_union
 from nsa_plugin.kernels.sparse_mla import prefill_op, reference_prefill
 from nsa_plugin.tools.bench import inputs, judges
 from nsa_plugin.tools.bench.selections import CAUTIOUS, LIKELY, neighbouring
 
-if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-    pytest.skip("needs a GPU with SM90", allow_module_level=True)
-
-from nsa_plugin.kernels.cuda import sparse_mla, sparse_mla_neighbours, sparse_mla_union
-
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, needs_sm90]
 DEVICE = torch.device("cuda")
 KV = 4096
 

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from sm90 import needs_sm90
 
+from nsa_plugin.kernels.cuda import attention, sparse_mla, sparse_mla_wide
 from nsa_plugin.kernels.kv_cache import reference_write
 from nsa_plugin.kernels.sparse_mla import prefill_op, reference_prefill
 from tests.kernels.sparse_mla_cases import assert_same, prefill_case, some_tokens, strided
 
-if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-    pytest.skip("needs a GPU with SM90", allow_module_level=True)
-
-from nsa_plugin.kernels.cuda import attention, sparse_mla, sparse_mla_wide
-
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, needs_sm90]
 attend = prefill_op(sparse_mla_wide.attend)
 
 

@@ -20,7 +20,7 @@ from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.common.v4 import CacheSelection, LayerCall, attend_in_place
 from nsa_plugin.backends.vllm.v4 import serving as v4_serving
 from nsa_plugin.decision.shapes import ModelShape
-from nsa_plugin.kernels.cuda import attention, sparse_mla, sparse_mla_rows, sparse_mla_wide
+from nsa_plugin.kernels.cuda import attention, sparse_mla_launch, sparse_mla_wide
 from nsa_plugin.kernels.shard_indices import KvShard
 from nsa_plugin.kernels.triton import topk
 from tests.kernels.compile_program import BF16, F32, cache, empty, without_a_gpu
@@ -200,7 +200,7 @@ def main() -> None:
     FakeTensor.all = lambda self: True
     warming.default_selector = lambda device, topk_: topk.topk_rows
     variants = Variants()
-    sparse_mla.load_kernel = sparse_mla_rows.load_kernel = sparse_mla_wide.load_kernel = variants.loaded
+    sparse_mla_launch.load_kernel = sparse_mla_wide.load_kernel = variants.loaded
     with FakeTensorMode():
         for family in (v32, v32_rows, shared, v4):
             family(variants)

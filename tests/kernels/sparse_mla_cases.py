@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from nsa_plugin.kernels.kv_cache import PagedCache, open_cache, reference_write
+from nsa_plugin.kernels.kv_cache import PagedCache, allocate_cache, open_cache, reference_write
 from nsa_plugin.kernels.sparse_mla import DecodeOutput, PrefillOutput
 from nsa_plugin.layouts import Fp8Layout, get_layout
 
@@ -19,6 +19,7 @@ from .oracles import INT_MAX, INT_MIN
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DIMS = {"rows": 576, "bf16": 576, "v32_fp8": 576, "v4_fp8": 512}
+HOST_TOKENS, HOST_TOPK = 5, 70
 INVALID = (INT_MIN, -123456, -1, "end", INT_MAX)
 
 # Bytes between the pages of a cache that do not belong to it.
@@ -93,6 +94,17 @@ def make_cache(
 def make_rows(slots: int, dim: int, used: torch.Tensor, seed: int) -> torch.Tensor:
     """bfloat16 rows [slots, 1, dim], NaN but for the valid ones among `used`."""
     return make_cache("bf16", slots, 1, used, seed, dim, gap=0).data
+
+
+def host_arguments(heads: int, **changes: Any) -> dict[str, Any]:
+    """Arguments of a prefill on the CPU, which a CUDA kernel would take on a GPU but for those changed."""
+    made = {
+        "q": torch.zeros(HOST_TOKENS, heads, 576, dtype=torch.bfloat16),
+        "kv": allocate_cache("v32_fp8", 2, 64),
+        "indices": torch.zeros(HOST_TOKENS, HOST_TOPK, dtype=torch.int32),
+        "scale": 0.1,
+    }
+    return made | changes
 
 
 def prefill_case(

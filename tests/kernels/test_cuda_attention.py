@@ -11,43 +11,36 @@ import pytest
 import torch
 
 from nsa_plugin.kernels.checks import KernelArgumentError
-from nsa_plugin.kernels.cuda import attention, sparse_mla, sparse_mla_rows, sparse_mla_wide
+from nsa_plugin.kernels.cuda import attention, sparse_mla, sparse_mla_launch, sparse_mla_rows, sparse_mla_wide
 from nsa_plugin.kernels.kv_cache import allocate_cache
 from nsa_plugin.kernels.sparse_mla import prefill_op
 from nsa_plugin.kernels.triton.device import DeviceFacts
 from nsa_plugin.layouts import BF16, V4_FP8, V32_FP8
 from nsa_plugin.libraries.architectures import shared_memory_per_block
+from tests.kernels.sparse_mla_cases import HOST_TOKENS, host_arguments
 
-TOKENS, HEADS, TOPK = 5, 32, 70
-
-
-def arguments(**changes):
-    """Arguments that would run on a GPU, but for those changed."""
-    made = {
-        "q": torch.zeros(TOKENS, HEADS, 576, dtype=torch.bfloat16),
-        "kv": allocate_cache("v32_fp8", 2, 64),
-        "indices": torch.zeros(TOKENS, TOPK, dtype=torch.int32),
-        "scale": 0.1,
-    }
-    return made | changes
+HEADS = 32
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({}, "q is on cpu; the CUDA kernel needs a CUDA device"),
-        ({"q": torch.zeros(TOKENS, HEADS, 576)}, "q has dtype float32; allowed: bfloat16"),
+        ({"q": torch.zeros(HOST_TOKENS, HEADS, 576)}, "q has dtype float32; allowed: bfloat16"),
         ({"kv": torch.zeros(128, 576, dtype=torch.bfloat16)}, "kv has layout bf16; this kernel reads v32_fp8"),
         ({"d_v": 256}, "d_v is 256; this kernel has values of 512"),
         (
-            {"extra_kv": allocate_cache("v32_fp8", 1, 64), "extra_indices": torch.zeros(TOKENS, 4, dtype=torch.int32)},
+            {
+                "extra_kv": allocate_cache("v32_fp8", 1, 64),
+                "extra_indices": torch.zeros(HOST_TOKENS, 4, dtype=torch.int32),
+            },
             "an extra cache is given; this kernel reads one",
         ),
     ],
 )
 def test_what_is_refused_and_by_which_name(changes, message):
     with pytest.raises(KernelArgumentError, match=message):
-        prefill_op(sparse_mla_wide.attend)(**arguments(**changes))
+        prefill_op(sparse_mla_wide.attend)(**host_arguments(HEADS, **changes))
 
 
 @pytest.mark.parametrize(
@@ -99,7 +92,7 @@ def test_arguments_are_those_of_the_source():
     source = (Path(sparse_mla.__file__).parent / sparse_mla_wide.SOURCE).read_text()
     body = re.search(r"struct Arguments \{(.*?)\};", source, re.DOTALL)[1]
     declared = re.sub(r"//[^\n]*", "", body)
-    kinds = {"int": 4, "float": 4, "i64": 8, "Scope": ctypes.sizeof(sparse_mla.CudaScope)}
+    kinds = {"int": 4, "float": 4, "i64": 8, "Scope": ctypes.sizeof(sparse_mla_launch.CudaScope)}
     found = []
     for line in filter(None, map(str.strip, declared.split(";"))):
         pointer = "*" in line

@@ -9,61 +9,51 @@ import pytest
 import torch
 
 from nsa_plugin.kernels.checks import KernelArgumentError
-from nsa_plugin.kernels.cuda import sparse_mla
+from nsa_plugin.kernels.cuda import sparse_mla, sparse_mla_launch
 from nsa_plugin.kernels.kv_cache import allocate_cache
 from nsa_plugin.kernels.triton.device import DeviceFacts
 from nsa_plugin.libraries.architectures import shared_memory_per_block
+from tests.kernels.sparse_mla_cases import HOST_TOKENS, HOST_TOPK, host_arguments
 
-TOKENS, HEADS, TOPK = 3, 5, 70
+HEADS = 5
 H200 = DeviceFacts(sms=132, architecture=90, shared_memory=shared_memory_per_block(90))
-
-
-def arguments(**changes):
-    """Arguments that would run on a GPU, but for those changed."""
-    made = {
-        "q": torch.zeros(TOKENS, HEADS, 576, dtype=torch.bfloat16),
-        "kv": allocate_cache("v32_fp8", 2, 64),
-        "indices": torch.zeros(TOKENS, TOPK, dtype=torch.int32),
-        "scale": 0.1,
-    }
-    return made | changes
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({}, "q is on cpu; the CUDA kernel needs a CUDA device"),
-        ({"q": torch.zeros(TOKENS, HEADS, 576)}, "q has dtype float32; allowed: bfloat16"),
-        ({"q": torch.zeros(TOKENS, HEADS, 512, dtype=torch.bfloat16)}, "kv has rows of 576 values; q has 512"),
+        ({"q": torch.zeros(HOST_TOKENS, HEADS, 576)}, "q has dtype float32; allowed: bfloat16"),
+        ({"q": torch.zeros(HOST_TOKENS, HEADS, 512, dtype=torch.bfloat16)}, "kv has rows of 576 values; q has 512"),
         ({"kv": torch.zeros(128, 576, dtype=torch.bfloat16)}, "kv has layout bf16; this kernel reads v32_fp8, v4_fp8"),
-        ({"indices": torch.zeros(TOKENS + 1, TOPK, dtype=torch.int32)}, r"indices has shape \[4, 70\]"),
-        ({"indices": torch.zeros(TOKENS, TOPK)}, "indices has dtype float32"),
-        ({"topk_length": torch.zeros(TOKENS + 1, dtype=torch.int32)}, "topk_length has shape"),
+        ({"indices": torch.zeros(HOST_TOKENS + 1, HOST_TOPK, dtype=torch.int32)}, r"indices has shape \[6, 70\]"),
+        ({"indices": torch.zeros(HOST_TOKENS, HOST_TOPK)}, "indices has dtype float32"),
+        ({"topk_length": torch.zeros(HOST_TOKENS + 1, dtype=torch.int32)}, "topk_length has shape"),
         ({"d_v": 256}, "d_v is 256; this kernel has values of 512"),
         ({"attn_sink": torch.zeros(HEADS + 1)}, "attn_sink has shape"),
-        ({"extra_indices": torch.zeros(TOKENS, 4, dtype=torch.int32)}, "extra_indices is given without extra_kv"),
+        ({"extra_indices": torch.zeros(HOST_TOKENS, 4, dtype=torch.int32)}, "extra_indices is given without extra_kv"),
         ({"extra_kv": allocate_cache("v32_fp8", 1, 64)}, "extra_indices is missing beside extra_kv"),
         (
             {
                 "kv": allocate_cache("v4_fp8", 2, 64),
-                "q": torch.zeros(TOKENS, HEADS, 512, dtype=torch.bfloat16),
+                "q": torch.zeros(HOST_TOKENS, HEADS, 512, dtype=torch.bfloat16),
                 "extra_kv": torch.zeros(64, 512, dtype=torch.bfloat16),
-                "extra_indices": torch.zeros(TOKENS, 4, dtype=torch.int32),
+                "extra_indices": torch.zeros(HOST_TOKENS, 4, dtype=torch.int32),
             },
             "extra_kv has layout bf16",
         ),
-        ({"out": torch.zeros(TOKENS, HEADS, 100)}, "out has shape"),
+        ({"out": torch.zeros(HOST_TOKENS, HEADS, 100)}, "out has shape"),
         ({"out_dtype": torch.int32}, "out_dtype is torch.int32; allowed: a float"),
     ],
 )
 def test_what_is_refused_and_by_which_name(changes, message):
     with pytest.raises(KernelArgumentError, match=message):
-        sparse_mla.prefill(**arguments(**changes))
+        sparse_mla.prefill(**host_arguments(HEADS, **changes))
 
 
 def test_a_decode_names_its_own_arguments():
     q = torch.zeros(2, 2, HEADS, 576, dtype=torch.bfloat16)
-    cache, indices = allocate_cache("v32_fp8", 2, 64), torch.zeros(2, 2, TOPK, dtype=torch.int32)
+    cache, indices = allocate_cache("v32_fp8", 2, 64), torch.zeros(2, 2, HOST_TOPK, dtype=torch.int32)
     with pytest.raises(KernelArgumentError, match="sparse_mla_decode: topk_length has shape"):
         sparse_mla.decode(q, cache, indices, scale=0.1, topk_length=torch.zeros(3, dtype=torch.int32))
     with pytest.raises(KernelArgumentError, match="sparse_mla_decode: q is on cpu"):
@@ -96,15 +86,15 @@ def test_a_call_fills_the_device_once(rows, heads, topk, tiles, producers, split
         return 7 * (18 * variant.blocks // shares)
 
     variants = sparse_mla.possible_variants(heads, "v32_fp8", H200)
-    variant, shares = sparse_mla.choose_variant(rows, heads, topk, 132, variants, resident)
+    variant, shares = sparse_mla_launch.choose_variant(rows, heads, topk, 132, variants, resident)
     assert (variant.tiles, variant.producers, shares) == (tiles, producers, splits)
 
 
 def test_without_clusters_another_kernel_adds_up_any_number_of_shares():
     facts = DeviceFacts(sms=132, architecture=86, shared_memory=shared_memory_per_block(86))
     variants = sparse_mla.possible_variants(8, "v32_fp8", facts)
-    assert sparse_mla.choose_variant(16, 8, 2048, 132, variants)[1] == 16
-    assert sparse_mla.choose_variant(16, 8, 2048, 132, variants, lambda variant, shares: 5)[1] == 2
+    assert sparse_mla_launch.choose_variant(16, 8, 2048, 132, variants)[1] == 16
+    assert sparse_mla_launch.choose_variant(16, 8, 2048, 132, variants, lambda variant, shares: 5)[1] == 2
 
 
 def test_every_variant_that_a_batch_may_use_is_built_with_the_first():
@@ -112,7 +102,7 @@ def test_every_variant_that_a_batch_may_use_is_built_with_the_first():
     for heads in (1, 5, 8, 16, 24, 32, 40, 64, 128):
         built = sparse_mla.possible_variants(heads, "v32_fp8", H200)
         for topk in (64, 128, 512, 640, 2048):
-            used = {sparse_mla.choose_variant(rows, heads, topk, 132, built)[0] for rows in range(1, 300)}
+            used = {sparse_mla_launch.choose_variant(rows, heads, topk, 132, built)[0] for rows in range(1, 300)}
             assert used <= set(built)
 
 
@@ -149,11 +139,12 @@ def test_portable_blocks_fit_into_99_kib(layout):
 
 def test_the_host_and_the_source_agree_on_constants():
     folder = Path(sparse_mla.__file__).parent
-    source = "".join((folder / f"sparse_mla_{part}.cuh").read_text() for part in ("block", "shares"))
-    assert f"constexpr int NOTHINGS = {sparse_mla.NOTHINGS};" in source
-    assert f"constexpr int D_V = {sparse_mla.D_V};" in source
-    assert f"constexpr int MAX_SHARES = {sparse_mla.MAX_SPLITS};" in source
-    assert float.fromhex(re.search(r"NOT_COUNTED = (\S+)f;", source)[1]) == sparse_mla.NOT_COUNTED
+    source = "".join((folder / f"sparse_mla_{part}.cuh").read_text() for part in ("few", "shares", "softmax"))
+    assert f"constexpr int WARPS = {sparse_mla_launch.WARPS};" in source
+    assert f"constexpr int NOTHINGS = {sparse_mla_launch.NOTHINGS};" in source
+    assert f"constexpr int D_V = {sparse_mla_launch.D_V};" in source
+    assert f"constexpr int MAX_SHARES = {sparse_mla_launch.MAX_SPLITS};" in source
+    assert float.fromhex(re.search(r"NOT_COUNTED = (\S+)f;", source)[1]) == sparse_mla_launch.NOT_COUNTED
 
 
 def test_sources_include_nothing_that_nvrtc_lacks():

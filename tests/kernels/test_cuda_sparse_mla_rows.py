@@ -15,21 +15,11 @@ from nsa_plugin.kernels.sparse_mla import prefill_op
 from nsa_plugin.kernels.triton.device import DeviceFacts
 from nsa_plugin.layouts import BF16
 from nsa_plugin.libraries.architectures import shared_memory_per_block
+from tests.kernels.sparse_mla_cases import HOST_TOKENS, host_arguments
 
-TOKENS, HEADS, TOPK = 3, 5, 70
+HEADS = 5
 H200 = DeviceFacts(sms=132, architecture=90, shared_memory=shared_memory_per_block(90))
 prefill = prefill_op(sparse_mla_rows.attend)
-
-
-def arguments(**changes):
-    """Arguments that would run on a GPU, but for those changed."""
-    made = {
-        "q": torch.zeros(TOKENS, HEADS, 576, dtype=torch.bfloat16),
-        "kv": allocate_cache("bf16", 2, 64),
-        "indices": torch.zeros(TOKENS, TOPK, dtype=torch.int32),
-        "scale": 0.1,
-    }
-    return made | changes
 
 
 def rows(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -42,9 +32,9 @@ def rows(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         ({}, "q is on cpu; the CUDA kernel needs a CUDA device"),
         ({"kv": rows(128, 576)}, "q is on cpu"),
         ({"kv": open_cache(rows(2, 80, 576)[:, :64], BF16)}, "q is on cpu"),  # a gap between pages
-        ({"q": torch.zeros(TOKENS, HEADS, 576)}, "q has dtype float32; allowed: bfloat16"),
+        ({"q": torch.zeros(HOST_TOKENS, HEADS, 576)}, "q has dtype float32; allowed: bfloat16"),
         (
-            {"kv": allocate_cache("bf16", 2, 64, dim=512), "q": rows(TOKENS, HEADS, 512)},
+            {"kv": allocate_cache("bf16", 2, 64, dim=512), "q": rows(HOST_TOKENS, HEADS, 512)},
             "kv has layout bf16 of torch.bfloat16 in rows of 512; this kernel reads bf16 in rows of 576",
         ),
         ({"kv": rows(128, 576, dtype=torch.float16)}, "layout bf16 of torch.float16"),
@@ -54,14 +44,14 @@ def rows(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         ({"kv": rows(128 * 576 + 4)[4:].view(128, 576)}, "off a multiple of 16 B"),
         ({"d_v": 256}, "d_v is 256; this kernel has values of 512"),
         (
-            {"extra_kv": rows(64, 576), "extra_indices": torch.zeros(TOKENS, 4, dtype=torch.int32)},
+            {"extra_kv": rows(64, 576), "extra_indices": torch.zeros(HOST_TOKENS, 4, dtype=torch.int32)},
             "an extra cache is given; this kernel reads one",
         ),
     ],
 )
 def test_what_is_refused_and_by_which_name(changes, message):
     with pytest.raises(KernelArgumentError, match=message):
-        prefill(**arguments(**changes))
+        prefill(**host_arguments(HEADS, **({"kv": allocate_cache("bf16", 2, 64)} | changes)))
 
 
 @pytest.mark.parametrize("variant", sparse_mla_rows.VARIANTS, ids=str)
@@ -81,5 +71,5 @@ def test_variants_of_other_gpus(sm, heads, tiles):
 def test_the_host_and_the_source_agree_on_constants():
     source = (Path(sparse_mla.__file__).parent / sparse_mla_rows.SOURCE).read_text()
     constants = {"COPIED": sparse_mla_rows.ROW_BYTES, "ROW": sparse_mla_rows.ROW_STRIDE}
-    for name, value in (constants | {"WARPS": sparse_mla.WARPS, "NOTHINGS": sparse_mla.NOTHINGS}).items():
+    for name, value in constants.items():
         assert int(re.search(rf" {name} = (\d+);", source)[1]) == value

@@ -9,22 +9,12 @@ import pytest
 import torch
 
 from nsa_plugin.kernels.checks import KernelArgumentError
-from nsa_plugin.kernels.cuda import sparse_mla, sparse_mla_neighbours, sparse_mla_union
+from nsa_plugin.kernels.cuda import sparse_mla, sparse_mla_launch, sparse_mla_neighbours, sparse_mla_union
 from nsa_plugin.kernels.kv_cache import allocate_cache
 from nsa_plugin.libraries.architectures import shared_memory_per_block
+from tests.kernels.sparse_mla_cases import HOST_TOKENS, host_arguments
 
-TOKENS, HEADS, TOPK = 5, 8, 70
-
-
-def arguments(**changes):
-    """Arguments that would run on a GPU, but for those changed."""
-    made = {
-        "q": torch.zeros(TOKENS, HEADS, 576, dtype=torch.bfloat16),
-        "kv": allocate_cache("v32_fp8", 2, 64),
-        "indices": torch.zeros(TOKENS, TOPK, dtype=torch.int32),
-        "scale": 0.1,
-    }
-    return made | changes
+HEADS = 8
 
 
 @pytest.mark.parametrize(
@@ -32,19 +22,25 @@ def arguments(**changes):
     [
         ({}, "q is on cpu; the CUDA kernel needs a CUDA device"),
         ({"group": 3}, "group is 3; allowed: 2, 4"),
-        ({"q": torch.zeros(TOKENS, HEADS, 576)}, "q has dtype float32; allowed: bfloat16"),
+        ({"q": torch.zeros(HOST_TOKENS, HEADS, 576)}, "q has dtype float32; allowed: bfloat16"),
         ({"kv": torch.zeros(128, 576, dtype=torch.bfloat16)}, "kv has layout bf16; this kernel reads v32_fp8"),
         ({"d_v": 256}, "d_v is 256"),
-        ({"indices": torch.zeros(TOKENS, 4097, dtype=torch.int32), "group": 4}, "topk is 4097; 4 tokens may select"),
         (
-            {"extra_kv": allocate_cache("v32_fp8", 1, 64), "extra_indices": torch.zeros(TOKENS, 4, dtype=torch.int32)},
+            {"indices": torch.zeros(HOST_TOKENS, 4097, dtype=torch.int32), "group": 4},
+            "topk is 4097; 4 tokens may select",
+        ),
+        (
+            {
+                "extra_kv": allocate_cache("v32_fp8", 1, 64),
+                "extra_indices": torch.zeros(HOST_TOKENS, 4, dtype=torch.int32),
+            },
             "an extra cache is given; this kernel reads one",
         ),
     ],
 )
 def test_what_is_refused_and_by_which_name(changes, message):
     with pytest.raises(KernelArgumentError, match=message):
-        sparse_mla_union.prefill(**arguments(**changes))
+        sparse_mla_union.prefill(**host_arguments(HEADS, **changes))
 
 
 @pytest.mark.parametrize(
@@ -52,7 +48,7 @@ def test_what_is_refused_and_by_which_name(changes, message):
     [
         ({}, "q is on cpu; the CUDA kernel needs a CUDA device"),
         (
-            {"q": torch.zeros(TOKENS, 9, 576, dtype=torch.bfloat16)},
+            {"q": torch.zeros(HOST_TOKENS, 9, 576, dtype=torch.bfloat16)},
             "there are 9 heads; unions are faster with up to 8",
         ),
         ({"kv": torch.zeros(128, 576, dtype=torch.bfloat16)}, "kv has layout bf16; this kernel reads v32_fp8"),
@@ -60,7 +56,7 @@ def test_what_is_refused_and_by_which_name(changes, message):
 )
 def test_what_is_refused_where_the_gpu_decides(changes, message):
     with pytest.raises(KernelArgumentError, match=message):
-        sparse_mla_neighbours.prefill(**arguments(**changes))
+        sparse_mla_neighbours.prefill(**host_arguments(HEADS, **changes))
 
 
 @pytest.mark.parametrize(
@@ -106,15 +102,14 @@ def test_the_host_and_the_sources_agree_on_constants():
     for source in (union, block):
         assert int(re.search(r"SLOT_BITS = (\d+);", source)[1]) == sparse_mla_union.SLOT_BITS
     assert (int(re.search(r"THREADS = (\d+);", union)[1]), 1, 1) == sparse_mla_union.THREADS
-    assert int(re.search(r" WARPS = (\d+);", block)[1]) == sparse_mla.WARPS
 
 
 def test_the_host_and_the_gate_agree():
     folder = Path(sparse_mla.__file__).parent
     gate, sample = (folder / "gate.cuh").read_text(), (folder / sparse_mla_neighbours.SOURCE).read_text()
-    assert f"GATE == {sparse_mla.SHARING})" in gate
+    assert f"GATE == {sparse_mla_launch.SHARING})" in gate
     assert "#define GATE 0 " in gate
-    assert (sparse_mla.NO_GATE, sparse_mla.NOT_SHARING) == (0, 2)
+    assert (sparse_mla_launch.NO_GATE, sparse_mla_launch.NOT_SHARING) == (0, 2)
     assert (int(re.search(r"THREADS = (\d+);", sample)[1]), 1, 1) == sparse_mla_neighbours.THREADS
     # A thread of the sample takes the second row of each pair, as a union of two does.
     assert sparse_mla_neighbours.GROUP == 2

@@ -251,10 +251,10 @@ def test_wrong_arguments_are_named(call, message):
 
 def test_a_program_s_block_of_rows():
     tile = tiles_of(90).logits
-    assert triton_indexer._row_block(tile, 64) == (2, 64)
-    assert triton_indexer._row_block(tile, 64, 1) == (1, 64)
-    assert triton_indexer._row_block(tile, 5, 1) == (2, 8)
-    assert triton_indexer._row_block(tile, 130) == (1, 256)
+    assert triton_indexer._row_block(tile, 64) == 2
+    assert triton_indexer._row_block(tile, 64, 1) == 1
+    assert triton_indexer._row_block(tile, 5, 1) == 2
+    assert triton_indexer._row_block(tile, 130) == 1
 
 
 def test_equal_logits_tie_to_the_lowest_positions():

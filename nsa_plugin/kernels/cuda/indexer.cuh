@@ -1,7 +1,7 @@
 // What the indexer's two kernels share: fp8 products of 64 keys and 128 queries of heads, and the entries of a row.
 #pragma once
 
-#include "instructions.cuh"
+#include "sortable.cuh"
 
 #ifndef HEADS
 #define HEADS 64  // of a query: 32 or 64
@@ -23,12 +23,8 @@ constexpr int kRows = 4 * kProductRows;           // of a block
 constexpr int kQueryBytes = kRows * kHeads * kDim, kQueryBox = kQueryBytes / 2;
 constexpr int kTileBytes = kTile * kDim;
 constexpr int kLists = 4;  // of a row and a part: one a warp of the warpgroup that scores it
-constexpr float kMostFinite = 3.402823466e38f;
 // |dot| <= 448 * 448 * 128 < 2^25: scaled by 2^-25, clamping to [0, 1] is relu. The weights take the factor back.
 constexpr float kShrink = 1.0f / 33554432.0f, kGrow = 33554432.0f;
-constexpr u32 kAllLanes = 0xffffffffu;
-
-DEVICE float infinity() { return bits_to_float(0x7f800000u); }
 
 struct alignas(64) TensorMap { u64 opaque[16]; };
 
@@ -70,19 +66,35 @@ DEVICE void tensor_copy(u32 destination, const TensorMap* map, int row, u32 barr
                  :: "r"(destination), "l"(map), "r"(0), "r"(row), "r"(barrier) : "memory");
 }
 
+// In shared memory: a stage's keys have arrived, and nobody reads them any more; the queries have arrived.
+struct Barriers {
+    u64 full[STAGES], empty[STAGES], queries;
+};
+
+// By one thread, for this many warps that read the keys.
+DEVICE void init_barriers(Barriers& barriers, int readers) {
+    for (int i = 0; i < STAGES; ++i) {
+        barrier_init(shared_address(&barriers.full[i]), 1);
+        barrier_init(shared_address(&barriers.empty[i]), readers);
+    }
+    barrier_init(shared_address(&barriers.queries), 1);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
 // The producer: the block's queries, then the tiles of keys, by one thread.
-DEVICE void copy_operands(const TensorMap* q_map, const TensorMap* k_map, u32 memory, u64* full, u64* empty, u64* queries,
-                          int first_row, const Span& span) {
-    const u32 arrived = shared_address(queries), stages = memory + kQueryBytes;
+DEVICE void copy_operands(const TensorMap* q_map, const TensorMap* k_map, u32 memory, Barriers& barriers, int first_row,
+                          const Span& span) {
+    const u32 arrived = shared_address(&barriers.queries), stages = memory + kQueryBytes;
     barrier_expect(arrived, kQueryBytes);
     tensor_copy(memory, q_map, first_row * kHeads, arrived);
     tensor_copy(memory + kQueryBox, q_map, first_row * kHeads + kQueryBox / kDim, arrived);
     int stage = 0;
     u32 phase = 0;
     for (int tile = 0; tile < span.tiles; ++tile) {
-        barrier_wait(shared_address(empty + stage), phase ^ 1);
-        barrier_expect(shared_address(full + stage), kTileBytes);
-        tensor_copy(stages + stage * kTileBytes, k_map, span.first_key + tile * kTile, shared_address(full + stage));
+        barrier_wait(shared_address(&barriers.empty[stage]), phase ^ 1);
+        barrier_expect(shared_address(&barriers.full[stage]), kTileBytes);
+        tensor_copy(stages + stage * kTileBytes, k_map, span.first_key + tile * kTile,
+                    shared_address(&barriers.full[stage]));
         if (++stage == STAGES) stage = 0, phase ^= 1;
     }
 }
@@ -120,15 +132,15 @@ DEVICE void multiply(float (&d)[64], u64 a, u64 b, int accumulate) {
 // Start the product of a tile's keys and two rows' queries; it is done when its group is waited for.
 DEVICE void start_product(float (&d)[64], u64 key_matrix, u64 query_matrix) {
     fence_sums(d);
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+    products_fence();
 #pragma unroll
     for (int i = 0; i < kDim / 32; ++i) multiply(d, key_matrix + 2 * i, query_matrix + 2 * i, i);
-    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    products_commit();
 }
 
 template <int PENDING>
 DEVICE void wait_products(float (&d)[64]) {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(PENDING) : "memory");
+    products_wait<PENDING>();
     fence_sums(d);
 }
 
@@ -209,8 +221,5 @@ DEVICE int settled(const Sums& sums, const Constants& known) {
     for (int i = 0; i < kProductRows; ++i) any |= __float_as_int(sums.of[i][0]) | __float_as_int(sums.of[i][1]);
     return any & __float_as_int(known.zero);
 }
-
-// As in topk.cu: NaN and -inf count as the least finite value, both zeros as one.
-DEVICE float clamped(float value) { return fminf(fmaxf(value, -kMostFinite), kMostFinite) + 0.0f; }
 
 }  // namespace

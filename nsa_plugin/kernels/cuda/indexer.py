@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from nsa_plugin.kernels.checks import FP8_DTYPE, require
-from nsa_plugin.kernels.cuda.topk import BINS, CAPACITY, CAPACITY_ABOVE_2048, THREADS, shared_bytes
+from nsa_plugin.kernels.cuda.topk import BINS, capacity_of, launch, shared_bytes
 from nsa_plugin.kernels.indexer_args import check_limits, check_ragged
 from nsa_plugin.kernels.topk import CUDA_MAX_TOPK, Request, new_output, row_chunks, uncovered_rows
 from nsa_plugin.kernels.triton.device import facts_of
@@ -264,12 +264,10 @@ def _chunk(
         thresholds = torch.empty(rows, dtype=torch.float32, device=device)
         arguments.stride, arguments.offset = buffers.step, buffers.offset
         score(SCAN, few, few_scales, sample=1)
-        load_kernel(
-            "topk.cu", "row_thresholds", defines={"THREADS": THREADS}, max_dynamic_shared=4 * (MAX_SAMPLES + BINS)
-        )(
-            grid=(rows, 1, 1),
-            block=(THREADS, 1, 1),
-            args=(
+        launch(
+            "row_thresholds",
+            rows,
+            (
                 entries,
                 starts,
                 ends,
@@ -279,7 +277,8 @@ def _chunk(
                 ctypes.c_int32(LISTS * buffers.capacity - SLACK),
                 ctypes.c_int32(buffers.parts * LISTS * buffers.capacity - SLACK),
             ),
-            shared_bytes=4 * (2 * (-(-buffers.samples // 2)) + BINS),
+            4 * (2 * (-(-buffers.samples // 2)) + BINS),
+            4 * (MAX_SAMPLES + BINS),
         )
     else:
         thresholds = torch.full((rows,), LEAST_FINITE, dtype=torch.float32, device=device)
@@ -288,22 +287,20 @@ def _chunk(
     score(SCAN, k, scale)
     arguments.counts, arguments.new_counts = counts[0].data_ptr(), counts[1].data_ptr()
     score(REDO, k, scale)
-    load_kernel(
-        "topk.cu", "topk_entries", defines={"THREADS": THREADS}, max_dynamic_shared=shared_bytes(CUDA_MAX_TOPK)
-    )(
-        grid=(rows, 1, 1),
-        block=(THREADS, 1, 1),
-        args=(
+    launch(
+        "topk_entries",
+        rows,
+        (
             entries,
             counts[1],
             starts,
             ends,
             out,
             ctypes.c_int64(out.stride(0)),
-            *map(ctypes.c_int32, (LISTS * buffers.parts, buffers.capacity, keys, topk)),
-            ctypes.c_int32(CAPACITY if topk <= 2048 else CAPACITY_ABOVE_2048),
+            *map(ctypes.c_int32, (LISTS * buffers.parts, buffers.capacity, keys, topk, capacity_of(topk))),
         ),
-        shared_bytes=shared_bytes(topk),
+        shared_bytes(topk),
+        shared_bytes(CUDA_MAX_TOPK),
     )
 
 

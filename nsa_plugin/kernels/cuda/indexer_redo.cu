@@ -19,19 +19,12 @@ constexpr int kGroupBarrier = 1;
 extern __shared__ __align__(1024) u8 memory[];
 
 struct Control {
-    u64 full[STAGES], empty[STAGES], queries;
+    Barriers barriers;
     int counts[kRows];
     float thresholds[kRows];
     int bins[kGroups][256];
 };
 __shared__ Control control;
-
-DEVICE u32 to_key(float value) {
-    const u32 bits = __float_as_uint(value);
-    return (bits & 0x80000000u) ? ~bits : (bits | 0x80000000u);
-}
-
-DEVICE float to_value(u32 key) { return bits_to_float((key & 0x80000000u) ? (key ^ 0x80000000u) : ~key); }
 
 struct Cut {
     u32 key;
@@ -160,14 +153,7 @@ extern "C" __global__ void __launch_bounds__(kConsumers + 128, 1) indexer_redo(
             a.new_counts[at] = a.counts[at];
         }
     }
-    if (threadIdx.x == kConsumers) {
-        for (int i = 0; i < STAGES; ++i) {
-            barrier_init(shared_address(&control.full[i]), 1);
-            barrier_init(shared_address(&control.empty[i]), kConsumers / 32);
-        }
-        barrier_init(shared_address(&control.queries), 1);
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    }
+    if (threadIdx.x == kConsumers) init_barriers(control.barriers, kConsumers / 32);
     __syncthreads();
     int low = a.keys, high = 0;
 #pragma unroll
@@ -180,12 +166,12 @@ extern "C" __global__ void __launch_bounds__(kConsumers + 128, 1) indexer_redo(
     const u32 queries = shared_address(memory), stages = queries + kQueryBytes;
     if (high <= low) return;
     if (warp >= kConsumers / 32) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
+        fewer_registers<32>();
         if (warp == kConsumers / 32 && elected() && span.tiles)
-            copy_operands(&q_map, &k_map, queries, control.full, control.empty, &control.queries, first_row, span);
+            copy_operands(&q_map, &k_map, queries, control.barriers, first_row, span);
         return;
     }
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 112;");
+    more_registers<112>();
     const int group = warp >> 2;
     const int row_in_group = row_of(lane);
     const int slot = group * kRowsPerGroup + row_in_group;
@@ -203,15 +189,15 @@ extern "C" __global__ void __launch_bounds__(kConsumers + 128, 1) indexer_redo(
 #pragma unroll
     for (int i = 0; i < 64; ++i) d[i] = 0.0f;
     const u64 query_matrix = swizzled_matrix(queries + group * (kQueryBytes / kGroups));
-    if (span.tiles) barrier_wait(shared_address(&control.queries), 0);
+    if (span.tiles) barrier_wait(shared_address(&control.barriers.queries), 0);
     int stage = 0;
     u32 phase = 0;
     for (int tile = 0; tile < span.tiles; ++tile) {
         const int key = span.first_key + tile * kTile + (warp & 3) * 16 + key_of(lane);
-        barrier_wait(shared_address(&control.full[stage]), phase);
+        barrier_wait(shared_address(&control.barriers.full[stage]), phase);
         start_product(d, swizzled_matrix(stages + stage * kTileBytes), query_matrix);
         wait_products<0>(d);
-        if (lane == 0) barrier_arrive(shared_address(&control.empty[stage]));
+        if (lane == 0) barrier_arrive(shared_address(&control.barriers.empty[stage]));
         if (++stage == STAGES) stage = 0, phase ^= 1;
         float logits[kLogits];
         exchange(logits, sum_heads(d, weights, constants()), lane, constants());

@@ -27,7 +27,7 @@ constexpr int kConsumers = kGroups * 128;
 extern __shared__ __align__(1024) u8 memory[];
 
 struct Control {
-    u64 full[STAGES], empty[STAGES], queries;
+    Barriers barriers;
     float thresholds[kRows];
     Constants known;
 };
@@ -37,9 +37,7 @@ __shared__ Control control;
 // would share them, end together, and leave them idle while both warpgroups sum up.
 constexpr int kTurn = 1;  // named barriers: one of each warpgroup
 DEVICE void take_turn(int group) { named_sync(kTurn + group, kConsumers); }
-DEVICE void pass_turn(int group) {
-    asm volatile("bar.arrive %0, %1;" :: "r"(kTurn + group), "n"(kConsumers) : "memory");
-}
+DEVICE void pass_turn(int group) { named_arrive(kTurn + group, kConsumers); }
 
 // What a lane collects: entries of one row of each product, in the warp's own lists.
 struct Collector {
@@ -84,12 +82,7 @@ extern "C" __global__ void __launch_bounds__(kConsumers + 128, 1) indexer_scan(
     }
     if (threadIdx.x == kConsumers) {
         control.known = constants();
-        for (int i = 0; i < STAGES; ++i) {
-            barrier_init(shared_address(&control.full[i]), 1);
-            barrier_init(shared_address(&control.empty[i]), kConsumers / 32);
-        }
-        barrier_init(shared_address(&control.queries), 1);
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        init_barriers(control.barriers, kConsumers / 32);
     }
     __syncthreads();
     int low = a.keys, high = 0;
@@ -102,12 +95,12 @@ extern "C" __global__ void __launch_bounds__(kConsumers + 128, 1) indexer_scan(
     const Span span = span_of(a, low, high, part);
     const u32 queries = shared_address(memory), stages = queries + kQueryBytes;
     if (warp >= kConsumers / 32) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        fewer_registers<40>();
         if (warp == kConsumers / 32 && elected() && span.tiles)
-            copy_operands(&q_map, &k_map, queries, control.full, control.empty, &control.queries, first_row, span);
+            copy_operands(&q_map, &k_map, queries, control.barriers, first_row, span);
         return;
     }
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    more_registers<232>();
     const int group = warp >> 2, list = warp & 3;
     const int slot = group * kProducts * kProductRows + row_of(lane);  // of the lane's row in the first product
     const int row = first_row + slot;
@@ -164,8 +157,8 @@ extern "C" __global__ void __launch_bounds__(kConsumers + 128, 1) indexer_scan(
         read_scales(scale, key);
         Sums other = {};  // of the second product, and of the key before
         if (TURNS && group) pass_turn(0);
-        barrier_wait(shared_address(&control.queries), 0);
-        barrier_wait(shared_address(&control.full[0]), 0);
+        barrier_wait(shared_address(&control.barriers.queries), 0);
+        barrier_wait(shared_address(&control.barriers.full[0]), 0);
         start_product(first, key_matrix, query_matrix);
         wait_products<0>(first);
         int stage = 0;
@@ -177,11 +170,11 @@ extern "C" __global__ void __launch_bounds__(kConsumers + 128, 1) indexer_scan(
             if (TURNS) take_turn(group);
             start_product(second, key_matrix, query_matrix + kNextProduct);
             if (TURNS) pass_turn(1 - group);
-            const u32 released = shared_address(&control.empty[stage]);
+            const u32 released = shared_address(&control.barriers.empty[stage]);
             if (++stage == STAGES) stage = 0, phase ^= 1;
             read_scales(next_scale, key + kTile);
             // Waited for here, so that the assembler cannot move sums in between the products before.
-            if (tile + 1 < span.tiles) barrier_wait(shared_address(&control.full[stage]), phase);
+            if (tile + 1 < span.tiles) barrier_wait(shared_address(&control.barriers.full[stage]), phase);
             Constants known = read_constants(kept);
             const Sums sums = sum_heads(first, weights[0], known);
             // The next product waits for the sums, and what follows of the sums before is hidden among them.

@@ -104,6 +104,7 @@ DEVICE float warp_max(float x) { return max_of_lanes<32>(x); }
 DEVICE float warp_sum(float x) { return sum_of_lanes<32>(x); }
 
 DEVICE float bits_to_float(u32 bits) { return __int_as_float((int)bits); }
+DEVICE float infinity() { return bits_to_float(0x7f800000); }
 DEVICE float power_of_two(int exponent) { return bits_to_float((u32)(exponent + 127) << 23); }
 
 DEVICE void barrier_init(u32 barrier, int count) {
@@ -176,6 +177,9 @@ DEVICE bool elected() {
     return yes;
 }
 
+// What this thread wrote to shared memory, bulk copies and the products of others see after they have met.
+DEVICE void show_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 DEVICE void bulk_copy(u32 destination, const void* source, int bytes, u32 barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  :: "r"(destination), "l"(source), "r"(bytes), "r"(barrier) : "memory");
@@ -220,6 +224,12 @@ DEVICE float4 load_cluster_4(u32 address) {
 
 // Of an operand of wgmma in shared memory: rows of 128 bytes, swizzled over 128 bytes, eight rows every 1024 bytes.
 DEVICE u64 swizzled_matrix(u32 address) { return (u64)(address >> 4) | (64ull << 32) | (1ull << 62); }
+
+// Before a product reads registers that other instructions have written.
+DEVICE void products_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int PENDING>
+DEVICE void products_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(PENDING) : "memory"); }
 
 // The compiler keeps a product's sums in their registers until here.
 template <int COUNT>

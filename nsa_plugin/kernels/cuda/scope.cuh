@@ -17,6 +17,12 @@ struct Scope {
     int topk;
 };
 
+// Where the record of a slot lies, where those of a page follow each other.
+DEVICE const u8* find_record(const Scope& scope, int slot, int bytes) {
+    int page = scope.page_shift >= 0 ? slot >> scope.page_shift : slot / scope.page_size;
+    return scope.data + page * scope.page_stride + (i64)(slot - page * scope.page_size) * bytes;
+}
+
 DEVICE int scope_length(const Scope& scope, int row) {
     if (!scope.lengths) return scope.topk;
     int length = scope.lengths[row / scope.lengths_divisor];

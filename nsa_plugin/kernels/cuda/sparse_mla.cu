@@ -26,7 +26,6 @@
 // both positions, and every access below spreads over all banks: rows lie 16 bytes apart modulo 128.
 
 #include "gate.cuh"
-#include "scope.cuh"
 #include "sparse_mla_steps.cuh"
 
 struct Entry {
@@ -68,8 +67,6 @@ DEVICE void start_copies(Shared& shared, int stage, int copier, int lane, const 
         copy_8_bytes(shared_address(&shared.scales[stage][r]), entry.scales, full);
     }
 #endif
-    // A bulk copy takes its addresses from uniform registers: one lane starting them all keeps these in
-    // flight, where lanes starting one each go through a loop.
     __syncwarp();  // nobody reads those of the copies before any more
     if (lane < COPIES) shared.from[copier][lane] = (u64)entry.record;
     __syncwarp();
@@ -85,23 +82,10 @@ DEVICE void start_copies(Shared& shared, int stage, int copier, int lane, const 
     }
     arrive_with_copies(full);
 #else
-    if (elected()) {
-        ulonglong2 from[COPIES / 2];
-#pragma unroll
-        for (int k = 0; k < COPIES / 2; ++k) from[k] = *(const ulonglong2*)&shared.from[copier][2 * k];
-        u32 to = shared_address(&shared.records[stage][copier * COPIES * ROW]);
-        barrier_expect(full, COPIES * COPIED);
-#pragma unroll
-        for (int k = 0; k < COPIES / 2; ++k) {
-            bulk_copy(to + 2 * k * ROW, (const void*)from[k].x, COPIED, full);
-            bulk_copy(to + (2 * k + 1) * ROW, (const void*)from[k].y, COPIED, full);
-        }
-    }
+    copy_in_bulk<COPIED, ROW>(shared, stage, copier, full);
 #endif
 }
 
-// What a block of a cluster knows of its share, by head, where S was.
-DEVICE Share* own_shares(Shared& shared) { return (Share*)shared.s; }
 
 // Attention of query row `blockIdx.x`, or of the GROUP rows from GROUP * `blockIdx.x` on, for heads from
 // HEADS / GROUP * `blockIdx.y` on, over the share `blockIdx.z` of its
@@ -144,15 +128,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
     auto given = [&](bool is_extra) {
         return is_extra ? second.indices + row * second.indices_stride : first.indices + row * first.indices_stride;
     };
-    if (threadIdx.x < STAGES) {
-        barrier_init(shared_address(&shared.full[threadIdx.x]), ARRIVALS);
-#if PRODUCERS
-        barrier_init(shared_address(&shared.empty[threadIdx.x]), WARPS);
-#endif
-#if HOPPER
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
-    }
+    init_barriers(shared, ARRIVALS);
     // Held in shared memory, because registers are what the loop below has fewest of.
     if (threadIdx.x == 0) shared.indices[0] = given(false), shared.indices[1] = given(true);
     // Not all the same: many copies of a single record wait for each other.
@@ -199,27 +175,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
     if (begin < end) copy(begin, slots[0]);
     find_largest(shared, raw, part, lane);
 #endif
-    if (!__syncthreads_or(counts(end - 1, final)) && begin + 1 < end) {
-        // Short contexts leave all blocks from some one on empty: these are left out.
-        int last = begin;
-        constexpr int READERS = KEYS / 32;  // warps that read a block's slots
-        for (int b = begin + 1 + warp / READERS; b < end - 1; b += WARPS / READERS)
-            if (counts(b, slot_of(b, warp % READERS * 32 + lane))) last = b;
-        last = (int)__reduce_max_sync(~0u, (u32)last);
-        if (lane == 0 && multiplies) shared.last[warp] = last;
-        __syncthreads();
-#pragma unroll
-        for (int w = 0; w < WARPS; ++w) last = max(last, shared.last[w]);
-        end = last + 1;
-    }
+    if (!__syncthreads_or(counts(end - 1, final)) && begin + 1 < end)
+        end = end_of_entries(begin, end, shared.last, multiplies, warp, lane,
+                             [&](int block, int entry) { return counts(block, slot_of(block, entry)); });
     if (copies) {
 #pragma unroll
         for (int k = PRODUCERS ? 0 : 1; k < STAGES; ++k)
             if (begin + k < end) copy(begin + k, slots[k]);  // all stages are free
     }
     int next = copies ? slot_of(begin + STAGES, i) : -1;
-    int shares = gridDim.z, own_share = blockIdx.z;
-    bool is_whole = shares == 1, is_cluster = HOPPER && !is_whole && !partial_out;
+    int own_share = blockIdx.z;
+    bool is_whole = gridDim.z == 1, is_cluster = HOPPER && !is_whole && !partial_out;
 #if PRODUCERS
     if (!multiplies) {
         for (int block = begin + STAGES; block < end; ++block) {
@@ -238,10 +204,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
     keep_query(shared, query, raw, part, scale_log2, lane);
     meet();
     float o[VALUE_TILES][NT][4] = {};
-    const float infinity = bits_to_float(0x7f800000);
-    Softmax state;
-#pragma unroll
-    for (int j = 0; j < COLUMNS; ++j) state.largest[j] = -infinity, state.anchor[j] = ANCHOR_START, state.sum[j] = 0.f;
+    State state;
+    state.start();
     state.reference = LAYOUT == 0 ? -100 : -127;
 
     for (int block = begin; block < end; ++block) {
@@ -276,13 +240,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
             float total = state.anchor[j] + log2_approx(sum);  // -inf where there is nothing
             float weight = sum == 0.f ? 0.f : 1.f / sum;
             i64 at = (i64)(first_row + query_of(column)) * heads + first_head + head;
-            Share share = {sum == 0.f ? -infinity : total, largest};
+            Share share = {sum == 0.f ? -infinity() : total, largest};
             if (is_cluster) own_shares(shared)[column] = share;
             else if (head < own_heads && !is_whole) partials[(i64)own_share * gridDim.x * heads + at] = share;
             else if (head < own_heads) {
-                if (sink && sum != 0.f) weight /= 1.f + exp2_approx(sink[first_head + head] * 1.4426950408889634f - total);
-                lse[at] = sum == 0.f ? infinity : total * 0.6931471805599453f;
-                max_logits[at] = largest * 0.6931471805599453f;
+                if (sink && sum != 0.f) weight /= 1.f + exp2_approx(sink[first_head + head] * LOG2_E - total);
+                lse[at] = sum == 0.f ? infinity() : total * LN_2;
+                max_logits[at] = largest * LN_2;
             }
             shared.alpha[column] = weight;
         }
@@ -330,12 +294,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
 #if HOPPER
     if (!is_cluster) return;
 
-    cluster_meet();
-    i64 at = (i64)row * heads + first_head;
-    int size = OUT_FLOAT32 ? 4 : 2;
-    add_up_cluster(shares, own_share, WARPS, own_heads, own_shares(shared), own_out, O_STRIDE,
-                   sink ? sink + first_head : nullptr, out + (row * out_row_stride + first_head * out_head_stride) * size,
-                   out_head_stride, lse + at, max_logits + at, warp, lane);
-    cluster_part();  // no block leaves while another reads its shared memory
+    add_up_row(shared, row, first_head, own_heads, heads, sink, out, out_row_stride, out_head_stride, lse, max_logits, warp,
+               lane);
 #endif
 }

@@ -1,32 +1,14 @@
 // What a block of threads of sparse_mla.cu has: its shape, its shared memory, and the fragments of its queries.
 #pragma once
 
-#ifndef NT
-#define NT 2  // tiles of 8 heads a block
-#endif
 #ifndef LAYOUT
 #define LAYOUT 0  // 0: v32_fp8, 1: v4_fp8
-#endif
-#ifndef FLAT
-#define FLAT 0  // pages follow each other without a gap, and so do the records in them: v32_fp8 only
 #endif
 #ifndef HAS_EXTRA
 #define HAS_EXTRA 0  // whether there is a second cache
 #endif
-#ifndef MIN_BLOCKS
-#define MIN_BLOCKS 2  // blocks of an SM
-#endif
 #ifndef GROUP
 #define GROUP 1  // neighbouring query rows of a block, which share the union of their entries
-#endif
-#ifndef STEP_KEYS
-#define STEP_KEYS 64  // keys that are attended at a time
-#endif
-#ifndef STEP_STAGES
-#define STEP_STAGES 2  // blocks of keys in shared memory
-#endif
-#ifndef PRODUCERS
-#define PRODUCERS 0  // 4: so many warps more copy, for a block that has an SM alone: a warp that starts copies waits for them
 #endif
 // The first product is split over the warps: by values into four parts, by heads into one or two, by keys into the rest.
 #ifndef HEAD_PARTS
@@ -39,28 +21,19 @@
 #define HELD 4  // of the 8 steps over a warp's part of the query's values, those whose fragments are in registers
 #endif
 
-#include "sparse_mla_shares.cuh"
+#include "sparse_mla_few.cuh"
 
-constexpr int KEYS = STEP_KEYS;
-constexpr int WARPS = 8;
 constexpr int VALUE_PARTS = 4;
 constexpr int KEY_PARTS = WARPS / VALUE_PARTS / HEAD_PARTS;
 constexpr int KEY_TILES = KEYS / KEY_PARTS / 16;  // tiles of 16 keys a warp, in the first product
 constexpr int TOGETHER = HEAD_PARTS > 1 || SUMS < VALUE_PARTS ? 1 : KEY_TILES;  // of these, at a time
 constexpr int QUERY_TILES = NT / HEAD_PARTS;  // tiles of 8 heads a warp, in the first product
-constexpr int VALUE_TILES = 512 / WARPS / 16;  // tiles of 16 values a warp, in the second product
-constexpr int COPIERS = PRODUCERS ? PRODUCERS : WARPS;  // warps that copy
-constexpr int COPIES = KEYS / COPIERS;    // records that one of them copies
 constexpr int LANES = KEYS / 2;           // lanes that exponentiate a column of S, two keys each
 constexpr int COLUMNS = NT * LANES / 32;  // columns of S that a lane exponentiates
 constexpr int TILES = NT / GROUP;         // tiles of a query row
 static_assert(NT % GROUP == 0, "a query row takes whole tiles");
 static_assert(SUMS == VALUE_PARTS || (SUMS * 2 == VALUE_PARTS && KEY_TILES * WARPS / 2 < 16), "barriers are few");
 static_assert(NT % HEAD_PARTS == 0 && NT * LANES % 32 == 0, "warps take whole tiles, and whole columns");
-constexpr int THREADS = 32 * (WARPS + PRODUCERS);
-static_assert(HOPPER || !PRODUCERS, "barriers that threads arrive at are SM90's");
-constexpr int HEADS = 8 * NT;
-constexpr int STAGES = STEP_STAGES;
 constexpr int ARRIVALS = (HOPPER ? COPIERS : THREADS) + (LAYOUT == 0 ? 0 : KEYS);  // on a stage's barrier, by a filling
 constexpr int STEPS = 32 / VALUE_PARTS;  // steps of 16 values that a warp multiplies with the query
 #if LAYOUT == 0
@@ -75,14 +48,6 @@ constexpr int COPIED = 576;
 constexpr int ROW = 592;         // 576 would put rows 64 bytes apart modulo 128
 constexpr int ROPE = 448;
 #endif
-// Weights may grow to 2^8 before the output is multiplied: float16 holds them, and that is seldom needed then.
-constexpr float ANCHOR_STEP = 8.f;
-constexpr float ANCHOR_START = -1e30f;  // below every logit, and finite, so that no difference is NaN
-constexpr float NOT_COUNTED = -0x1p-100f;  // the scales of the v32_fp8 record that stands for an entry which does not count
-constexpr int NOTHINGS = 1024;   // records that stand for entries which do not count
-constexpr int S_STRIDE = KEYS + 4;  // floats between heads of S: lanes of a warp's store fall into 32 banks
-constexpr int O_STRIDE = 516;    // floats between heads of a share's output in shared memory
-constexpr int P_STRIDE = KEYS + 8;  // halves between heads of P: 8 rows of a matrix in 32 banks
 
 #if GROUP > 1
 // An entry of a union has the slot in its lower bits, and in the others which of the rows selects it.
@@ -127,9 +92,6 @@ struct Shared {
 // A share's output lies where its records were.
 static_assert(!HOPPER || HEADS * O_STRIDE * sizeof(float) <= sizeof(Shared::records), "a share's output does not fit");
 
-// Row of shared memory of position 2 l + i of a block.
-DEVICE int row_of(int l, int i) { return (l & 24) << 1 | i << 3 | ((l & 7) ^ i << 2); }
-
 // How codes become operands of the products: multiplied by a unit.
 #if NATIVE_FP8
 constexpr float KEY_UNIT = 1.f, VALUE_UNIT = 1.f;
@@ -156,22 +118,6 @@ DEVICE uint2 order_of_codes(uint2 four) {
     return make_uint2(__byte_perm(four.x, four.y, 0x5410), __byte_perm(four.x, four.y, 0x7632));
 }
 #endif
-
-// The warps that multiply meet; and find out whether something holds for one of their threads.
-DEVICE void meet() {
-#if PRODUCERS
-    named_sync(14, 32 * WARPS);
-#else
-    __syncthreads();
-#endif
-}
-DEVICE bool meet_or(bool something) {
-#if PRODUCERS
-    return named_or(15, 32 * WARPS, something);
-#else
-    return __syncthreads_or(something);
-#endif
-}
 
 // What a warp takes in the first product.
 struct Part {
@@ -252,8 +198,7 @@ DEVICE void keep_query(Shared& shared, Query& query, const RawQuery& raw, Part p
         float largest = shared.s[0][head];
 #pragma unroll
         for (int k = 1; k < VALUE_PARTS; ++k) largest = fmaxf(largest, shared.s[0][k * HEADS + head]);
-        int exponent = (int)(__float_as_int(largest) >> 23 & 255) - 127 - 8;
-        exponent = largest > 0.f ? min(max(exponent, -100), 100) : 0;
+        int exponent = query_exponent(largest);
         float divide = power_of_two(-exponent);
         if ((lane & 3) == 0) shared.factor[head] = power_of_two(exponent) * scale_log2;
 #pragma unroll

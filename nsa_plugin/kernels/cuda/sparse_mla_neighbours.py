@@ -19,6 +19,14 @@ import torch
 
 from nsa_plugin.kernels.cuda import sparse_mla, sparse_mla_union
 from nsa_plugin.kernels.cuda.build import load_kernel
+from nsa_plugin.kernels.cuda.sparse_mla_launch import (
+    HOPPER,
+    CudaScope,
+    cuda_scope,
+    new_result,
+    require_hopper,
+    writable_rows,
+)
 from nsa_plugin.kernels.sparse_mla import SparseMlaCall, SparseMlaResult, prefill_op
 from nsa_plugin.kernels.triton.device import facts_of
 from nsa_plugin.layouts import V32_FP8
@@ -35,7 +43,7 @@ GROUP = 2
 def suits(call: SparseMlaCall) -> bool:
     """Whether the kernels support the call's shapes, layout and device."""
     scopes = call.scopes
-    if not call.q.is_cuda or facts_of(call.q.device).architecture != sparse_mla.HOPPER or len(scopes) != 1:
+    if not call.q.is_cuda or facts_of(call.q.device).architecture != HOPPER or len(scopes) != 1:
         return False
     fits = sparse_mla_union.fits(GROUP, scopes[0].topk, scopes[0].cache.num_slots)
     return call.heads <= MOST_HEADS and scopes[0].cache.layout is V32_FP8 and fits
@@ -50,13 +58,13 @@ def attend(call: SparseMlaCall) -> SparseMlaResult:
     """
     few = f"there are {call.heads} heads; unions are faster with up to {MOST_HEADS}"
     call.require(call.heads <= MOST_HEADS, few)
-    given, _ = sparse_mla.require_hopper(call)
-    result = sparse_mla.new_result(call)
+    given = require_hopper(call)
+    result = new_result(call)
     if not call.q.numel():
         return result
     # Both kernels write where they can; neither may copy from where only the other has written.
-    written = sparse_mla.writable_rows(result.out).view(result.out.shape)
-    found = sample(call.rows, sparse_mla.cuda_scope(call, given, V32_FP8), call.q.device)
+    written = writable_rows(result.out).view(result.out.shape)
+    found = sample(call.rows, cuda_scope(call, given, V32_FP8), call.q.device)
     own = SparseMlaResult(written, result.lse, result.max_logits)
     sparse_mla_union.attend(call, group=GROUP, gate=found, result=own)
     sparse_mla.attend(call, gate=found, result=own)
@@ -65,7 +73,7 @@ def attend(call: SparseMlaCall) -> SparseMlaResult:
     return result
 
 
-def sample(rows: int, scope: sparse_mla.CudaScope, device: torch.device) -> torch.Tensor:
+def sample(rows: int, scope: CudaScope, device: torch.device) -> torch.Tensor:
     """[2] int32 on the device: entries of the sample's second rows that the first ones have too, and all of them.
 
     Args:

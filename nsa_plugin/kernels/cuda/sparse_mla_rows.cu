@@ -12,52 +12,19 @@
 // Positions and rows: positions 2 l and 2 l + 1 of S and P, l = 8 T + g, belong to rows 16 T + g and
 // 16 T + 8 + (g ^ 4) of shared memory, for the same reasons.
 
-#include "scope.cuh"
-#include "sparse_mla_shares.cuh"
+#include "sparse_mla_few.cuh"
 
-#ifndef NT
-#define NT 2  // tiles of 8 heads a block
-#endif
-#ifndef KEYS
-#define KEYS 32  // a step
-#endif
-#ifndef STAGES
-#define STAGES 2  // steps in shared memory
-#endif
-#ifndef MIN_BLOCKS
-#define MIN_BLOCKS 2  // blocks of an SM
-#endif
-#ifndef PRODUCERS
-#define PRODUCERS 0  // 4: so many warps more copy, for a block that has an SM alone: a warp that starts copies waits for them
-#endif
-#ifndef FLAT
-#define FLAT 0  // pages follow each other without a gap
-#endif
-
-constexpr int WARPS = 8;
-constexpr int ALL_WARPS = WARPS + PRODUCERS;
-constexpr int HEADS = 8 * NT;
 constexpr int KEY_TILES = KEYS / 2 / 16;       // tiles of 16 keys a warp, in the first product: half of the keys
-constexpr int VALUE_TILES = D_V / WARPS / 16;  // tiles of 16 values a warp, in the second product
-constexpr int COPIERS = PRODUCERS ? PRODUCERS : WARPS;  // warps that copy
-constexpr int COPIES = KEYS / COPIERS;         // rows that one of them copies
 constexpr int STEPS = 9;                       // of 16 values, of a quarter
 constexpr int LANE_KEYS = KEYS / 32;           // keys that a lane exponentiates
 constexpr int COPIED = 1152;                   // bytes of a row
 constexpr int ROW = 1168;                      // bytes between rows in shared memory: 16 modulo 128
 constexpr int ARRIVALS = HOPPER ? COPIERS : 32 * COPIERS;  // on a stage's barrier, by a filling
 constexpr int CHAINS = NT * KEY_TILES == 1 ? 3 : 1;  // sums that a tile of S is made in: none waits for another
-constexpr float ANCHOR_STEP = 8.f;             // weights may grow to 2^8 before the output is multiplied
-constexpr float ANCHOR_START = -1e30f;         // below every logit, and finite, so that no difference is NaN
-constexpr int NOTHINGS = 1024;                 // rows that stand for entries which do not count
-constexpr int S_STRIDE = KEYS + 4;             // floats between heads of S
-constexpr int P_STRIDE = KEYS + 8;             // halves between heads of P
-constexpr int O_STRIDE = 516;                  // floats between heads of a share's output in shared memory
 static_assert(KEYS == 32 || KEYS == 64, "a lane exponentiates one or two keys");
-static_assert(HOPPER || !PRODUCERS, "barriers that threads arrive at are SM90's");
 
 struct Shared {
-    alignas(128) u8 rows[STAGES][KEYS * ROW];
+    alignas(128) u8 records[STAGES][KEYS * ROW];
     alignas(16) float s[4][HEADS * S_STRIDE];
     alignas(16) u16 p[HEADS * P_STRIDE];
     alignas(16) float alpha[HEADS];       // of the output so far, by this step's keys
@@ -69,19 +36,14 @@ struct Shared {
     u8 valid[STAGES][KEYS];
 };
 // A share's output lies where its rows were, and what is known of it where S was.
-static_assert(HEADS * O_STRIDE * sizeof(float) <= sizeof(Shared::rows), "a share's output does not fit");
-DEVICE Share* own_shares(Shared& shared) { return (Share*)shared.s; }
-
-// Row of shared memory of position 2 l + i of a block.
-DEVICE int row_of(int l, int i) { return (l & 24) << 1 | i << 3 | ((l & 7) ^ i << 2); }
+static_assert(HEADS * O_STRIDE * sizeof(float) <= sizeof(Shared::records), "a share's output does not fit");
 
 // Where the row of a slot lies.
 DEVICE const u8* find_row(const Scope& scope, int slot) {
 #if FLAT
     return scope.data + (i64)slot * COPIED;
 #endif
-    int page = scope.page_shift >= 0 ? slot >> scope.page_shift : slot / scope.page_size;
-    return scope.data + page * scope.page_stride + (i64)(slot - page * scope.page_size) * COPIED;
+    return find_record(scope, slot, COPIED);
 }
 
 // A warp copies COPIES rows; lane l knows where row l % COPIES of them lies, and whether it counts.
@@ -97,39 +59,11 @@ DEVICE void start_copies(Shared& shared, int stage, int copier, int lane, const 
     constexpr int PIECES = COPIED / 16;
     for (int piece = lane; piece < COPIES * PIECES; piece += 32) {
         int r = piece / PIECES, at = piece % PIECES * 16;
-        copy_16_bytes(shared_address(&shared.rows[stage][(copier * COPIES + r) * ROW + at]), (const u8*)shared.from[copier][r] + at);
+        copy_16_bytes(shared_address(&shared.records[stage][(copier * COPIES + r) * ROW + at]), (const u8*)shared.from[copier][r] + at);
     }
     arrive_with_copies(full);
 #else
-    // A bulk copy takes its addresses from uniform registers: one lane starts them all.
-    if (elected()) {
-        ulonglong2 from[COPIES / 2];
-#pragma unroll
-        for (int k = 0; k < COPIES / 2; ++k) from[k] = *(const ulonglong2*)&shared.from[copier][2 * k];
-        u32 to = shared_address(&shared.rows[stage][copier * COPIES * ROW]);
-        barrier_expect(full, COPIES * COPIED);
-#pragma unroll
-        for (int k = 0; k < COPIES / 2; ++k) {
-            bulk_copy(to + 2 * k * ROW, (const void*)from[k].x, COPIED, full);
-            bulk_copy(to + (2 * k + 1) * ROW, (const void*)from[k].y, COPIED, full);
-        }
-    }
-#endif
-}
-
-// The warps that multiply meet; and find out whether something holds for one of their threads.
-DEVICE void meet() {
-#if PRODUCERS
-    named_sync(1, 32 * WARPS);
-#else
-    __syncthreads();
-#endif
-}
-DEVICE bool meet_or(bool something) {
-#if PRODUCERS
-    return named_or(2, 32 * WARPS, something);
-#else
-    return __syncthreads_or(something);
+    copy_in_bulk<COPIED, ROW>(shared, stage, copier, full);
 #endif
 }
 
@@ -152,7 +86,7 @@ DEVICE void read_query(u32 (&query)[STEPS][NT][2], const u16* q, i64 head_stride
 DEVICE void multiply_queries(Shared& shared, int stage, const u32 (&query)[STEPS][NT][2], int quarter, int half, int lane) {
     int g = lane >> 2, t = lane & 3, matrix = lane >> 3;
     // Lanes 16 T + g and 16 T + 8 + g of a fragment are positions 2 l and 2 l + 1: see row_of.
-    u32 address = shared_address(shared.rows[stage]) + (half * (KEYS / 2) + row_of(lane & 7, matrix & 1)) * ROW +
+    u32 address = shared_address(shared.records[stage]) + (half * (KEYS / 2) + row_of(lane & 7, matrix & 1)) * ROW +
                   quarter * (32 * STEPS) + (matrix >> 1) * 16;
     float sum[CHAINS][KEY_TILES][NT][4] = {};
 #pragma unroll
@@ -181,16 +115,8 @@ DEVICE void multiply_queries(Shared& shared, int stage, const u32 (&query)[STEPS
         }
 }
 
-// Running statistics of this lane's keys, in base 2, by head that the warp is responsible for.
-struct Softmax {
-    float largest[NT];
-    float anchor[NT];  // what exponents are relative to: follows the largest in jumps of ANCHOR_STEP or more
-    float sum[NT];
-};
-
 // P of the step's keys. Returns whether the output so far has to be multiplied by anything but 1 before it grows.
-DEVICE bool exponentiate(Shared& shared, int stage, Softmax& state, float scale_log2, int warp, int lane) {
-    const float infinity = bits_to_float(0x7f800000);
+DEVICE bool exponentiate(Shared& shared, int stage, Softmax<NT>& state, float scale_log2, int warp, int lane) {
     float logits[NT][LANE_KEYS];
     bool valid[LANE_KEYS], exceeds = false;
     if constexpr (LANE_KEYS == 1) valid[0] = shared.valid[stage][row_of(lane >> 1, lane & 1)];
@@ -200,7 +126,7 @@ DEVICE bool exponentiate(Shared& shared, int stage, Softmax& state, float scale_
 #pragma unroll
     for (int j = 0; j < NT; ++j) {
         const float* s = shared.s[0] + (warp + WARPS * j) * S_STRIDE + LANE_KEYS * lane;
-        float part[4][LANE_KEYS], largest = -infinity;
+        float part[4][LANE_KEYS], largest = -infinity();
 #pragma unroll
         for (int k = 0; k < 4; ++k)
             if constexpr (LANE_KEYS == 1) part[k][0] = s[k * HEADS * S_STRIDE];
@@ -211,7 +137,7 @@ DEVICE bool exponentiate(Shared& shared, int stage, Softmax& state, float scale_
 #pragma unroll
         for (int i = 0; i < LANE_KEYS; ++i) {
             float sum = (part[0][i] + part[1][i]) + (part[2][i] + part[3][i]);
-            logits[j][i] = valid[i] ? sum * scale_log2 : -infinity;
+            logits[j][i] = valid[i] ? sum * scale_log2 : -infinity();
             largest = fmaxf(largest, logits[j][i]);
         }
         state.largest[j] = fmaxf(state.largest[j], largest);
@@ -220,18 +146,8 @@ DEVICE bool exponentiate(Shared& shared, int stage, Softmax& state, float scale_
     float alpha[NT];
 #pragma unroll
     for (int j = 0; j < NT; ++j) alpha[j] = 1.f;
-    // Seldom: the lanes look at their keys' largest together only when one of them finds it too large.
     bool changed = __any_sync(~0u, exceeds);
-    if (changed) {
-#pragma unroll
-        for (int j = 0; j < NT; ++j) {
-            float largest = warp_max(state.largest[j]);
-            float anchor = largest > state.anchor[j] + ANCHOR_STEP ? largest : state.anchor[j];
-            alpha[j] = exp2_approx(state.anchor[j] - anchor);
-            state.anchor[j] = anchor;
-            state.sum[j] *= alpha[j];
-        }
-    }
+    if (changed) state.raise_anchors<32>(alpha);
 #pragma unroll
     for (int j = 0; j < NT; ++j) {
         float p[LANE_KEYS];
@@ -263,7 +179,7 @@ DEVICE void multiply_values(Shared& shared, int stage, float (&o)[VALUE_TILES][N
                     (matrix >> 1) * (NT > 1 ? 8 * P_STRIDE * 2 : 32);
     // Position 16 k + 8 (matrix & 1) + j lies k tiles of 16 rows on.
     int row = row_of((matrix & 1) * 4 + (j >> 1), j & 1);
-    u32 v_address = shared_address(shared.rows[stage]) + row * ROW + warp * (32 * VALUE_TILES) + (matrix >> 1) * 16;
+    u32 v_address = shared_address(shared.records[stage]) + row * ROW + warp * (32 * VALUE_TILES) + (matrix >> 1) * 16;
     u32 b[KEYS / 16][NT][2];
 #pragma unroll
     for (int k = 0; k < KEYS / 16; ++k) {
@@ -292,7 +208,7 @@ DEVICE void multiply_values(Shared& shared, int stage, float (&o)[VALUE_TILES][N
 // Attention of query row `blockIdx.x`, for heads from HEADS * `blockIdx.y` on, over the share `blockIdx.z` of its
 // entries. With one share `out`, `lse` and `max_logits` are the result. With more, either the blocks of all shares are
 // a cluster, which adds up in the end, or `partial_out` and `partials` hold every share's own for `combine`.
-extern "C" __global__ void __launch_bounds__(32 * ALL_WARPS, MIN_BLOCKS) attend_rows(
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend_rows(
     const u16* __restrict__ q, i64 q_row_stride, i64 q_head_stride, int heads, Scope scope,
     const u8* __restrict__ zeros, const float* __restrict__ sink, float scale_log2,
     u8* __restrict__ out, i64 out_row_stride, i64 out_head_stride, float* __restrict__ lse,
@@ -309,13 +225,7 @@ extern "C" __global__ void __launch_bounds__(32 * ALL_WARPS, MIN_BLOCKS) attend_
     int bound = min(length, end * KEYS);
     const int* indices = scope.indices + row * scope.indices_stride;
 
-    if (threadIdx.x < STAGES) {
-        barrier_init(shared_address(&shared.full[threadIdx.x]), ARRIVALS);
-        if (PRODUCERS) barrier_init(shared_address(&shared.empty[threadIdx.x]), WARPS);
-#if HOPPER
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
-    }
+    init_barriers(shared, ARRIVALS);
 
     auto slot_of = [&](int block, int i) -> int {
         int e = block * KEYS + i;
@@ -342,27 +252,17 @@ extern "C" __global__ void __launch_bounds__(32 * ALL_WARPS, MIN_BLOCKS) attend_
     if (!PRODUCERS) read();
     // Not all the same: many copies of a single row wait for each other.
     if (threadIdx.x < KEYS) shared.nothing[threadIdx.x] = zeros + (blockIdx.x * KEYS + threadIdx.x) % NOTHINGS * COPIED;
-    if (!__syncthreads_or(counts(final)) && begin + 1 < end) {
-        // Short contexts leave all blocks from some one on empty: these are left out.
-        constexpr int PARTS = KEYS / 32;
-        int last = begin;
-        for (int b = begin + 1 + warp / PARTS; b < end - 1; b += WARPS / PARTS)
-            if (counts(slot_of(b, warp % PARTS * 32 + lane))) last = b;
-        last = (int)__reduce_max_sync(~0u, (u32)last);
-        if (lane == 0 && multiplies) shared.last[warp] = last;
-        __syncthreads();
-#pragma unroll
-        for (int w = 0; w < WARPS; ++w) last = max(last, shared.last[w]);
-        end = last + 1;
-    }
+    if (!__syncthreads_or(counts(final)) && begin + 1 < end)
+        end = end_of_entries(begin, end, shared.last, multiplies, warp, lane,
+                             [&](int block, int entry) { return counts(slot_of(block, entry)); });
     if (copies) {
 #pragma unroll
         for (int k = 0; k < STAGES; ++k)
             if (begin + k < end) copy(begin + k, k, slots[k]);  // all stages are free
     }
     int next = copies ? slot_of(begin + STAGES, i) : -1;
-    int stage = 0, parity = 0, shares = gridDim.z, own_share = blockIdx.z;
-    bool is_whole = shares == 1, is_cluster = HOPPER && !is_whole && !partial_out;
+    int stage = 0, parity = 0, own_share = blockIdx.z;
+    bool is_whole = gridDim.z == 1, is_cluster = HOPPER && !is_whole && !partial_out;
 #if PRODUCERS
     if (!multiplies) {
         if (NT > 2) fewer_registers<40>();
@@ -379,10 +279,8 @@ extern "C" __global__ void __launch_bounds__(32 * ALL_WARPS, MIN_BLOCKS) attend_
     read();
 #endif
     float o[VALUE_TILES][NT][4] = {};
-    const float infinity = bits_to_float(0x7f800000);
-    Softmax state;
-#pragma unroll
-    for (int j = 0; j < NT; ++j) state.largest[j] = -infinity, state.anchor[j] = ANCHOR_START, state.sum[j] = 0.f;
+    Softmax<NT> state;
+    state.start();
 
     for (int block = begin; block < end; ++block) {
         barrier_wait(shared_address(&shared.full[stage]), parity);
@@ -412,13 +310,13 @@ extern "C" __global__ void __launch_bounds__(32 * ALL_WARPS, MIN_BLOCKS) attend_
             float total = state.anchor[j] + log2_approx(sum);  // -inf where there is nothing
             float weight = sum == 0.f ? 0.f : 1.f / sum;
             i64 at = (i64)row * heads + first_head + head;
-            Share own = {sum == 0.f ? -infinity : total, largest};
+            Share own = {sum == 0.f ? -infinity() : total, largest};
             if (is_cluster) own_shares(shared)[head] = own;
             else if (head < own_heads && !is_whole) partials[(i64)own_share * gridDim.x * heads + at] = own;
             else if (head < own_heads) {
-                if (sink && sum != 0.f) weight /= 1.f + exp2_approx(sink[first_head + head] * 1.4426950408889634f - total);
-                lse[at] = sum == 0.f ? infinity : total * 0.6931471805599453f;
-                max_logits[at] = largest * 0.6931471805599453f;
+                if (sink && sum != 0.f) weight /= 1.f + exp2_approx(sink[first_head + head] * LOG2_E - total);
+                lse[at] = sum == 0.f ? infinity() : total * LN_2;
+                max_logits[at] = largest * LN_2;
             }
             shared.alpha[head] = weight;
         }
@@ -427,7 +325,7 @@ extern "C" __global__ void __launch_bounds__(32 * ALL_WARPS, MIN_BLOCKS) attend_
 
     // The output passes through shared memory, where a cluster reads it, and from which rows are written in one piece.
     int g = lane >> 2, t = lane & 3;
-    float* own_out = (float*)shared.rows;
+    float* own_out = (float*)shared.records;
 #pragma unroll
     for (int n = 0; n < NT; ++n)
 #pragma unroll
@@ -453,12 +351,7 @@ extern "C" __global__ void __launch_bounds__(32 * ALL_WARPS, MIN_BLOCKS) attend_
         return;
     }
 #if HOPPER
-    cluster_meet();
-    i64 at = (i64)row * heads + first_head;
-    int size = OUT_FLOAT32 ? 4 : 2;
-    add_up_cluster(shares, own_share, WARPS, own_heads, own_shares(shared), own_out, O_STRIDE,
-                   sink ? sink + first_head : nullptr, out + (row * out_row_stride + first_head * out_head_stride) * size,
-                   out_head_stride, lse + at, max_logits + at, warp, lane);
-    cluster_part();  // no block leaves while another reads its shared memory
+    add_up_row(shared, row, first_head, own_heads, heads, sink, out, out_row_stride, out_head_stride, lse, max_logits, warp,
+               lane);
 #endif
 }

@@ -9,16 +9,25 @@ heads, where FlashMLA pads to 64 heads and FA3 looks rows up one by one.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import torch
 
-from nsa_plugin.kernels.checks import check_tensor
-from nsa_plugin.kernels.cuda import sparse_mla
-from nsa_plugin.kernels.cuda.build import CudaKernel, load_kernel
-from nsa_plugin.kernels.cuda.sparse_mla import D_V, HOPPER, MAX_SPLITS, NOTHINGS, WARPS
+from nsa_plugin.kernels.cuda.sparse_mla_launch import (
+    HOPPER,
+    NOTHINGS,
+    WARPS,
+    CudaScope,
+    FewHeadsVariant,
+    attend_in_shares,
+    check_queries,
+    only_scope,
+    paged_scope,
+    prepare,
+    up_to,
+)
 from nsa_plugin.kernels.sparse_mla import Scope, SparseMlaCall, SparseMlaResult
-from nsa_plugin.kernels.triton.device import DeviceFacts, facts_of
+from nsa_plugin.kernels.triton.device import DeviceFacts
 from nsa_plugin.layouts import BF16
 
 SOURCE = "sparse_mla_rows.cu"
@@ -27,43 +36,8 @@ ROW_BYTES = BF16.row_bytes(DIM)
 ROW_STRIDE = ROW_BYTES + 16  # in shared memory, against bank conflicts
 
 
-@dataclass(frozen=True)
-class RowsVariant:
-    """A compiled form of the kernel.
-
-    Attributes:
-        tiles: tiles of 8 heads that a block of threads takes.
-        keys: entries that a block attends at a time: a step.
-        stages: steps in shared memory.
-        blocks: blocks of threads resident on an SM.
-        producers: warps that only copy, beside those that multiply; 0: these copy too.
-    """
-
-    tiles: int
-    keys: int
-    stages: int
-    blocks: int
-    producers: int = 0
-
-    @property
-    def heads(self) -> int:
-        """Heads of a query row that a block takes."""
-        return 8 * self.tiles
-
-    @property
-    def definitions(self) -> dict[str, int]:
-        """Of the source's preprocessor."""
-        definitions = {"NT": self.tiles, "KEYS": self.keys, "STAGES": self.stages, "MIN_BLOCKS": self.blocks}
-        return definitions | {"PRODUCERS": self.producers}
-
-    @property
-    def threads(self) -> tuple[int, int, int]:
-        """Of a block."""
-        return (32 * (WARPS + self.producers), 1, 1)
-
-    def least_room(self, heads: int) -> int:
-        """Shares that the device has to have room for, for a call of so many heads to get it; 0: for the most."""
-        return sparse_mla.least_room(self.tiles, heads) if self.producers else 0
+class RowsVariant(FewHeadsVariant):
+    """A compiled form of the kernel."""
 
     @property
     def shared_bytes(self) -> int:
@@ -81,16 +55,18 @@ class RowsVariant:
         return sum(parts)
 
 
-VARIANTS = tuple(RowsVariant(tiles=tiles, keys=64, stages=2, blocks=1, producers=4) for tiles in (1, 2, 4))
-PORTABLE_VARIANTS = tuple(RowsVariant(tiles=tiles, keys=32, stages=2, blocks=1) for tiles in (1, 2, 4))
+VARIANTS = tuple(RowsVariant(tiles=tiles, blocks=1, producers=4) for tiles in (1, 2, 4))
+PORTABLE_VARIANTS = tuple(RowsVariant(tiles=tiles, keys=32, blocks=1) for tiles in (1, 2, 4))
 """For other GPUs than SM90."""
 
 
 @functools.cache
-def possible_variants(heads: int, facts: DeviceFacts) -> tuple[RowsVariant, ...]:
-    """Those that calls with this many query heads may use on a device, in ascending order of their tiles."""
+def possible_variants(heads: int, facts: DeviceFacts) -> Mapping[RowsVariant, int]:
+    """Those that calls with this many query heads may use on a device, in ascending order of their tiles;
+    and the shared memory of a block in bytes."""
     known = VARIANTS if facts.architecture == HOPPER else PORTABLE_VARIANTS
-    return tuple(sparse_mla.up_to(heads, [one for one in known if one.shared_bytes <= facts.shared_memory]))
+    usable = [one for one in known if one.shared_bytes <= facts.shared_memory]
+    return {one: one.shared_bytes for one in up_to(heads, usable)}
 
 
 def attend(call: SparseMlaCall, *, splits: int | None = None, variant: RowsVariant | None = None) -> SparseMlaResult:
@@ -98,56 +74,31 @@ def attend(call: SparseMlaCall, *, splits: int | None = None, variant: RowsVaria
 
     Args:
         splits: shares of a token's entries that are attended apart and then added up.
-        variant: of the kernel. None for either: `sparse_mla.choose_variant`.
+        variant: of the kernel. None for either: `choose_variant`.
 
     Raises:
         KernelArgumentError: the kernel does not support a shape, dtype, layout or device.
         KernelBuildError: the kernel does not compile or launch.
     """
-    q = call.q.flatten(0, 1)
-    rows, heads, _ = q.shape
-    check_tensor(call.op, "q", call.q, call.q.shape, dtypes=(torch.bfloat16,))
-    call.require(call.d_v == D_V, f"d_v is {call.d_v}; this kernel has values of {D_V}")
-    call.require(len(call.scopes) == 1, "an extra cache is given; this kernel reads one")
-    scope = row_scope(call, call.scopes[0])
-    call.require(q.is_cuda, f"q is on {q.device}; the CUDA kernel needs a CUDA device")
-    lse, max_logits = torch.empty((2, rows, heads), dtype=torch.float32, device=q.device).unbind()
-    result = SparseMlaResult(call.output(), lse, max_logits)
-    if not q.numel():
-        return result
-    most = f"splits is {splits}; this kernel adds up 1 to {MAX_SPLITS}"
-    call.require(splits is None or 1 <= splits <= MAX_SPLITS, most)
-    q = sparse_mla.readable_queries(q)
-    out = sparse_mla.writable_rows(result.out)
-    facts = facts_of(q.device)
-    variants = possible_variants(heads, facts) if variant is None else (variant,)
-    defines = definitions(facts, is_flat=scope.is_flat, out_float32=out.dtype == torch.float32)
-    with torch.cuda.device_of(q):
-        kernels = _kernels(variants, tuple(defines.items()), q.device.index)
-
-        def resident(variant: RowsVariant, splits: int) -> int:
-            return sparse_mla.clusters(kernels[variant][0], variant.shared_bytes, variant.threads, splits)
-
-        hopper = facts.architecture == HOPPER
-        chosen, shares = sparse_mla.choose_variant(
-            rows, heads, scope.topk, facts.sms, variants, resident if hopper else None
-        )
-        sparse_mla.launch_shares(
-            call,
-            kernels[chosen],
-            (q, scope, zeros(q.device)),
-            SparseMlaResult(out, lse, max_logits),
-            shared=chosen.shared_bytes,
-            groups=-(-heads // chosen.heads),
-            splits=shares if splits is None else splits,
-            threads=chosen.threads,
-        )
-    if out.data_ptr() != result.out.data_ptr():
-        result.out.copy_(out.view(result.out.shape))
-    return result
+    check_queries(call)
+    scope = row_scope(call, only_scope(call))
+    launch = prepare(call)
+    if not call.q.numel():
+        return launch.result
+    variants = possible_variants(call.heads, launch.facts) if variant is None else {variant: variant.shared_bytes}
+    return attend_in_shares(
+        call,
+        launch,
+        (scope, zeros(call.q.device)),
+        kernel=(SOURCE, "attend_rows"),
+        variants=variants,
+        defines=definitions(launch.facts, is_flat=scope.is_flat, out_float32=launch.out.dtype == torch.float32),
+        topk=scope.topk,
+        splits=splits,
+    )
 
 
-def row_scope(call: SparseMlaCall, given: Scope) -> sparse_mla.CudaScope:
+def row_scope(call: SparseMlaCall, given: Scope) -> CudaScope:
     """The kernel's view of one cache of rows and its entries, checked against what it can read."""
     name, cache = given.name, given.cache
     what = f"layout {cache.layout.name} of {cache.data.dtype} in rows of {cache.dim}"
@@ -156,7 +107,7 @@ def row_scope(call: SparseMlaCall, given: Scope) -> sparse_mla.CudaScope:
     _, row, value = cache.data.stride()
     dense = value == 1 and (cache.page_size == 1 or row == DIM)
     call.require(dense, f"{name} has strides {cache.data.stride()}; this kernel reads pages of rows without gaps")
-    return sparse_mla.paged_scope(call, given, ROW_BYTES)
+    return paged_scope(call, given, ROW_BYTES)
 
 
 def definitions(facts: DeviceFacts, *, is_flat: bool = False, out_float32: bool = False) -> dict[str, int]:
@@ -174,18 +125,3 @@ def definitions(facts: DeviceFacts, *, is_flat: bool = False, out_float32: bool 
 def zeros(device: torch.device) -> torch.Tensor:
     """The rows that stand for entries which do not count."""
     return torch.zeros((NOTHINGS, DIM), dtype=torch.bfloat16, device=device)
-
-
-@functools.cache
-def _kernels(
-    variants: tuple[RowsVariant, ...], defines: tuple[tuple[str, int], ...], device: int | None
-) -> dict[RowsVariant, tuple[CudaKernel, CudaKernel]]:
-    """`attend_rows` and `combine` of every variant, since none may be compiled while an engine serves."""
-    built = {}
-    for variant in variants:
-        options = dict(defines) | variant.definitions
-        built[variant] = (
-            load_kernel(SOURCE, "attend_rows", defines=options, max_dynamic_shared=variant.shared_bytes),
-            load_kernel(SOURCE, "combine", defines=options),
-        )
-    return built

@@ -5,9 +5,8 @@
 #define OUT_FLOAT32 0
 #endif
 
-#include "instructions.cuh"
+#include "sparse_mla_softmax.cuh"
 
-constexpr int D_V = 512;
 constexpr int MAX_SHARES = 16;  // blocks of a cluster
 
 // What a share of a row's entries makes of one head, beside its output: the mean of the values, by their weights.
@@ -39,10 +38,9 @@ DEVICE int halvings(int heads, int warps) {
 template <typename ShareOf, typename ValuesOf>
 DEVICE void add_up(int shares, int times, ShareOf share_of, ValuesOf values_of, const float* sink, u8* out, i64 at,
                    bool is_first_value, float* lse, float* max_logits, int lane) {
-    const float infinity = bits_to_float(0x7f800000);
     int group = lane >> (5 - times);
     // All reads are on their way before the first is needed. Lane k weighs share k.
-    Share share = {-infinity, -infinity};
+    Share share = {-infinity(), -infinity()};
     if (lane < shares) share = share_of(lane);
     float4 part[MAX_SHARES];
 #pragma unroll
@@ -50,7 +48,7 @@ DEVICE void add_up(int shares, int times, ShareOf share_of, ValuesOf values_of, 
         int k = (j << times) + group;
         if (k < shares) part[j] = values_of(k);
     }
-    bool is_empty = __all_sync(~0u, share.lse == -infinity);  // not so where an lse is NaN
+    bool is_empty = __all_sync(~0u, share.lse == -infinity());  // not so where an lse is NaN
     float top = warp_max(share.lse), largest = warp_max(share.largest);
     float weight = is_empty ? 0.f : exp2_approx(share.lse - top);
     float sum = warp_sum(weight);
@@ -68,10 +66,10 @@ DEVICE void add_up(int shares, int times, ShareOf share_of, ValuesOf values_of, 
     }
     float total = top + log2_approx(sum);
     float divide = is_empty ? 0.f : 1.f / sum;
-    if (sink && !is_empty) divide /= 1.f + exp2_approx(*sink * 1.4426950408889634f - total);
+    if (sink && !is_empty) divide /= 1.f + exp2_approx(*sink * LOG2_E - total);
     if (is_first_value) {
-        *lse = is_empty ? infinity : total * 0.6931471805599453f;
-        *max_logits = largest * 0.6931471805599453f;
+        *lse = is_empty ? infinity() : total * LN_2;
+        *max_logits = largest * LN_2;
     }
     x.x *= divide, x.y *= divide, x.z *= divide, x.w *= divide;
     if (group == 0) write_values(out, at, x);

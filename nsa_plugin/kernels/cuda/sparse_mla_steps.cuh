@@ -133,19 +133,15 @@ DEVICE int column_of(int warp, int lane, int j) {
     return LANES == 32 ? warp + WARPS * j : warp + WARPS * (j * (32 / LANES) + lane / LANES);
 }
 
-// Running statistics, in base 2.
-struct Softmax {
-    float largest[COLUMNS];    // of this lane's keys, by head that the warp is responsible for
-    float anchor[COLUMNS];     // what exponents are relative to: follows the largest in jumps of ANCHOR_STEP or more
-    float sum[COLUMNS];        // of this lane's keys
-    int reference;        // exponent that the scales of the warp's values are relative to
+// Two keys a lane.
+struct State : Softmax<COLUMNS> {
+    int reference;  // exponent that the scales of the warp's values are relative to
 };
 
 // P of the step's keys, and by how much it has to be multiplied for the values of this warp. Returns whether the output
 // so far has to be multiplied by anything but 1 before it grows.
-DEVICE bool exponentiate(Shared& shared, int stage, Softmax& state, int warp, int lane,
+DEVICE bool exponentiate(Shared& shared, int stage, State& state, int warp, int lane,
                          u32& factors, float& reference_change) {
-    const float infinity = bits_to_float(0x7f800000);
     int pair = lane % LANES, rows[2] = {row_of(pair, 0), row_of(pair, 1)};
     float sums[COLUMNS][2];
 #pragma unroll
@@ -175,9 +171,8 @@ DEVICE bool exponentiate(Shared& shared, int stage, Softmax& state, int warp, in
     if (__any_sync(~0u, fmaxf(factor[0], factor[1]) > 1.f)) {
         // Positive floats are ordered as their bits are. A scale that is NaN stays one in `factor`.
         u32 top = __float_as_int(fmaxf(fmaxf(stored[0], stored[1]), 0.f));
-        int exponent = (int)(__reduce_max_sync(~0u, top) + 0x7fffffu >> 23) - 127;
-        int raised = max(state.reference, min(max(exponent, -100), 100));
-        reference_change = power_of_two(max(state.reference - raised, -127));
+        int raised = raise_reference(state.reference, __reduce_max_sync(~0u, top));
+        reference_change = change_of_reference(state.reference, raised);
         state.reference = raised;
 #pragma unroll
         for (int i = 0; i < 2; ++i) factor[i] = stored[i] * power_of_two(-raised);
@@ -194,12 +189,12 @@ DEVICE bool exponentiate(Shared& shared, int stage, Softmax& state, int warp, in
         int exponent = (int)__reduce_max_sync(~0u, (u32)(max(two[0], two[1]) + 127)) - 127;
         int raised = max(state.reference, exponent);
         changed = raised != state.reference;
-        reference_change = power_of_two(max(state.reference - raised, -127));
+        reference_change = change_of_reference(state.reference, raised);
         state.reference = raised;
         factors = pack_f16(power_of_two(max(two[0] - raised, -127)), power_of_two(max(two[1] - raised, -127)));
     }
 #endif
-    float bias[2] = {valid[0] ? 0.f : -infinity, valid[1] ? 0.f : -infinity};
+    float bias[2] = {valid[0] ? 0.f : -infinity(), valid[1] ? 0.f : -infinity()};
 #if GROUP > 1
     u32 members[2] = {shared.members[stage][rows[0]], shared.members[stage][rows[1]]};
 #endif
@@ -213,7 +208,7 @@ DEVICE bool exponentiate(Shared& shared, int stage, Softmax& state, int warp, in
             float added = NATIVE_FP8 ? bias[i] : sums[j][i] * 0.f + bias[i];
             sums[j][i] = sums[j][i] * scale + added;
 #if GROUP > 1
-            if (!(members[i] >> query_of(column_of(warp, lane, j)) & 1)) sums[j][i] = -infinity;
+            if (!(members[i] >> query_of(column_of(warp, lane, j)) & 1)) sums[j][i] = -infinity();
 #endif
         }
         float largest = fmaxf(sums[j][0], sums[j][1]);
@@ -223,16 +218,8 @@ DEVICE bool exponentiate(Shared& shared, int stage, Softmax& state, int warp, in
     float alpha[COLUMNS];
 #pragma unroll
     for (int j = 0; j < COLUMNS; ++j) alpha[j] = 1.f;
-    // Seldom: the lanes look at their keys' largest together only when one of them finds it too large.
     if (__any_sync(~0u, exceeds)) {
-#pragma unroll
-        for (int j = 0; j < COLUMNS; ++j) {
-            float largest = max_of_lanes<LANES>(state.largest[j]);
-            float anchor = largest > state.anchor[j] + ANCHOR_STEP ? largest : state.anchor[j];
-            alpha[j] = exp2_approx(state.anchor[j] - anchor);
-            state.anchor[j] = anchor;
-            state.sum[j] *= alpha[j];
-        }
+        state.raise_anchors<LANES>(alpha);
         changed = true;
     }
 #pragma unroll

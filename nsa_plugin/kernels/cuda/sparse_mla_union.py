@@ -18,7 +18,17 @@ import torch
 
 from nsa_plugin.kernels.cuda import sparse_mla
 from nsa_plugin.kernels.cuda.build import CudaKernel, load_kernel
-from nsa_plugin.kernels.cuda.sparse_mla import LOG2_E, CudaScope, Variant
+from nsa_plugin.kernels.cuda.sparse_mla import Variant
+from nsa_plugin.kernels.cuda.sparse_mla_launch import (
+    LOG2_E,
+    NO_GATE,
+    SHARING,
+    CudaScope,
+    cuda_scope,
+    nothings,
+    prepare,
+    require_hopper,
+)
 from nsa_plugin.kernels.sparse_mla import SparseMlaCall, SparseMlaResult, prefill_op
 from nsa_plugin.layouts import V32_FP8
 
@@ -55,39 +65,35 @@ def attend(
     Args:
         group: query tokens of a union, 2 or 4.
         gate: [2] int32, see `sparse_mla_neighbours`: attend only if the neighbours share enough.
-        result: to write, as `sparse_mla.new_result` makes it; None: a new one.
+        result: to write, as `new_result` makes it; None: a new one.
 
     Raises:
         KernelArgumentError: the kernel does not support a shape, dtype, layout or device.
         KernelBuildError: a kernel does not compile or launch.
     """
-    q = call.q.flatten(0, 1)
-    rows, heads, _ = q.shape
     call.require(group in GROUPS, f"group is {group}; allowed: {', '.join(map(str, GROUPS))}")
     topk, num_slots = call.scopes[0].topk, call.scopes[0].cache.num_slots
     slots = f"{call.scopes[0].name} has {num_slots} slots; an entry of a union has {SLOT_BITS} bits for one"
     call.require(num_slots < 2**SLOT_BITS - 1, slots)
     call.require(group * topk <= MOST_ENTRIES, f"topk is {topk}; {group} tokens may select {MOST_ENTRIES} together")
-    given, facts = sparse_mla.require_hopper(call)
-    result = result or sparse_mla.new_result(call)
-    _, lse, max_logits = result
-    if not q.numel():
-        return result
-    variant = VARIANTS[group]
-    scope = sparse_mla.cuda_scope(call, given, V32_FP8)
-    q = sparse_mla.readable_queries(q)
-    out = sparse_mla.writable_rows(result.out)
-    sink = None if call.attn_sink is None else call.attn_sink.contiguous()
-    defines = sparse_mla.definitions(V32_FP8.name, facts, is_flat=scope.is_flat, out_float32=out.dtype == torch.float32)
+    given = require_hopper(call)
+    launch = prepare(call, result=result)
+    if not call.q.numel():
+        return launch.result
+    variant, rows = VARIANTS[group], call.rows
+    scope = cuda_scope(call, given, V32_FP8)
+    out_float32 = launch.out.dtype == torch.float32
+    defines = sparse_mla.definitions(V32_FP8.name, launch.facts, is_flat=scope.is_flat, out_float32=out_float32)
     gates = () if gate is None else (gate,)
-    defines["GATE"] = sparse_mla.SHARING if gates else sparse_mla.NO_GATE
+    defines["GATE"] = SHARING if gates else NO_GATE
     groups, size, int64 = -(-rows // group), ctypes.c_int, ctypes.c_int64
     bits = table_bits(group, topk)
     shared = variant.shared_bytes(V32_FP8.name)
-    with torch.cuda.device_of(q):
-        unite, run = _kernels(variant, tuple(defines.items()), topk, q.device.index)
-        entries = torch.empty((groups, group * topk), dtype=torch.int32, device=q.device)
-        counts = torch.empty(groups, dtype=torch.int32, device=q.device)
+    with torch.cuda.device_of(launch.q):
+        device = launch.q.device
+        unite, run = _kernels(variant, tuple(defines.items()), topk, device.index)
+        entries = torch.empty((groups, group * topk), dtype=torch.int32, device=device)
+        counts = torch.empty(groups, dtype=torch.int32, device=device)
         lengths = ctypes.c_void_p(scope.lengths), size(scope.lengths_divisor)
         indices = ctypes.c_void_p(scope.indices), int64(scope.indices_stride)
         numbers = map(size, (rows, topk, num_slots, bits))
@@ -96,20 +102,16 @@ def attend(
         united.indices, united.indices_stride = entries.data_ptr(), group * topk
         united.lengths, united.lengths_divisor, united.topk = counts.data_ptr(), 1, group * topk
         run(
-            (groups, -(-heads // variant.heads), 1),
-            sparse_mla.THREADS,
+            (groups, -(-call.heads // variant.heads), 1),
+            variant.threads,
             (
-                *(q, int64(q.stride(0)), int64(q.stride(1)), size(heads)),
-                *(united, CudaScope(lengths_divisor=1, page_size=1)),
-                *(sparse_mla.nothings(q.device, V32_FP8.name), sink, ctypes.c_float(call.scale * LOG2_E)),
-                *(out, int64(out.stride(0)), int64(out.stride(1)), lse, max_logits, None, None, size(rows)),
-                *gates,
+                *(*launch.queries, united, CudaScope(lengths_divisor=1, page_size=1)),
+                *(nothings(device, V32_FP8.name), launch.sink, ctypes.c_float(call.scale * LOG2_E)),
+                *(*launch.outputs, None, None, size(rows), *gates),
             ),
             shared_bytes=shared,
         )
-    if out.data_ptr() != result.out.data_ptr():
-        result.out.copy_(out.view(result.out.shape))
-    return result
+    return launch.finish()
 
 
 prefill = prefill_op(attend)

@@ -18,6 +18,7 @@
 // of them. These are positions 2 l and 2 l + 1, l = 8 w + g, of P. Reads and writes so spread over all banks.
 
 #include "scope.cuh"
+#include "sparse_mla_softmax.cuh"
 #include "wgmma.cuh"
 
 #ifndef STAGES
@@ -36,17 +37,13 @@
 
 namespace {
 
-constexpr int KEYS = 64, D_V = 512, ROW = 656, SCALES = 512, ROPE = 528, NOTHINGS = 1024;
+constexpr int KEYS = 64, ROW = 656, SCALES = 512, ROPE = 528;
 constexpr int QUERY_BLOCK = HEADS * 128;  // bytes of 64 values of all heads
 constexpr int COPIERS = 4, OUTPUTS = 8;   // warps
 constexpr int COPIES = KEYS / COPIERS;
 constexpr int THREADS = (3 + LOGITS) * 128;
 constexpr int LOGITS_BARRIER = 1, ALL_LOGITS_BARRIER = 3;  // the first of one for each warpgroup
 constexpr int PAIRS = HEADS / 4;          // heads of a thread of the logits
-constexpr float ANCHOR_STEP = 8.f;
-constexpr float ANCHOR_START = -1e30f;
-constexpr float NOT_COUNTED = -0x1p-100f;
-constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
 // At launch the threads have 128 or 96 registers each.
 static_assert(24 + LOGITS * LOGITS_REGISTERS + 2 * OUTPUT_REGISTERS <= (LOGITS == 1 ? 512 : 480), "registers of an SM");
@@ -124,10 +121,7 @@ DEVICE void copy_records(const Arguments& a, Shared& shared, int warp, int lane)
             int slot = next, e = (step + 1) * KEYS + i;
             next = step + 1 < steps && e < length ? __ldg(indices + e) : -1;
             const u8* from = a.nothings + (work * KEYS + i) % NOTHINGS * ROW;
-            if ((u32)slot < (u32)a.scope.num_slots) {
-                int page = a.scope.page_shift >= 0 ? slot >> a.scope.page_shift : slot / a.scope.page_size;
-                from = a.scope.data + page * a.scope.page_stride + (i64)(slot - page * a.scope.page_size) * ROW;
-            }
+            if ((u32)slot < (u32)a.scope.num_slots) from = find_record(a.scope, slot, ROW);
             u32 full = shared_address(&shared.full[stage]);
             barrier_wait(shared_address(&shared.empty[stage]), phase);
             u32 to = shared_address(shared.records[stage] + warp * COPIES * ROW);
@@ -181,8 +175,7 @@ DEVICE void load_query(const Arguments& a, Shared& shared, int row, int first_he
 #pragma unroll
             for (int c = 0; c < 16; ++c) largest = fmaxf(largest, fabsf(values[c]));
             largest = warp_max(largest);
-            int exponent = (int)(__float_as_int(largest) >> 23 & 255) - 127 - 8;
-            exponent = largest > 0.f ? min(max(exponent, -100), 100) : 0;
+            int exponent = query_exponent(largest);
             float divide = power_of_two(-exponent);
             u32 pairs[8];
 #pragma unroll
@@ -311,9 +304,8 @@ DEVICE void raise(Shared& shared, int buffer, Softmax& own, float top_scale, int
         int quarter = thread - HEADS;
         u32 top = max(max(top_scales[0][quarter], top_scales[1][quarter]),
                       max(top_scales[2][quarter], top_scales[3][quarter]));
-        int reference = shared.references[quarter], exponent = (int)(top + 0x7fffffu >> 23) - 127;
-        int raised = max(reference, min(max(exponent, -100), 100));
-        shared.change[buffer][quarter] = power_of_two(max(reference - raised, -127));
+        int reference = shared.references[quarter], raised = raise_reference(reference, top);
+        shared.change[buffer][quarter] = change_of_reference(reference, raised);
         shared.references[quarter] = raised;
     } else if (thread == HEADS + 4) {
         ++shared.raised;
@@ -328,7 +320,6 @@ DEVICE void raise(Shared& shared, int buffer, Softmax& own, float top_scale, int
 }
 
 DEVICE void make_logits(const Arguments& a, Shared& shared, int group, int warp, int lane) {
-    const float infinity = bits_to_float(0x7f800000);
     int g = lane >> 2, t = lane & 3, thread = warp * 32 + lane;
     u32 first = 0, tokens = 0;  // the number of the token's first step
     for (int work = blockIdx.x; work < a.rows * a.groups; work += gridDim.x, ++tokens) {
@@ -337,11 +328,11 @@ DEVICE void make_logits(const Arguments& a, Shared& shared, int group, int warp,
         load_query(a, shared, row, first_head, 4 * group + warp, lane);
         if (group == 0 && thread < 4) shared.references[thread] = -100;
         if (group == 0 && thread == 0) shared.raised = 0;
-        show_products();
+        show_writes();
         named_sync(ALL_LOGITS_BARRIER, LOGITS * 128);
         Softmax own;
 #pragma unroll
-        for (int i = 0; i < PAIRS; ++i) own.sum[i] = 0.f, LARGEST(i) = -infinity, own.anchor[i] = ANCHOR_START;
+        for (int i = 0; i < PAIRS; ++i) own.sum[i] = 0.f, LARGEST(i) = -infinity(), own.anchor[i] = ANCHOR_START;
         own.raised = 0;
 
         for (int step = group, remaining = LOGITS; remaining >= LOGITS; step += LOGITS) {
@@ -356,7 +347,7 @@ DEVICE void make_logits(const Arguments& a, Shared& shared, int group, int warp,
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 stored[i] = scale_of(shared, stage, i, t, warp, lane);
-                bias[i] = stored[i] != NOT_COUNTED ? 0.f : -infinity;  // all four scales of a record say so, or none
+                bias[i] = stored[i] != NOT_COUNTED ? 0.f : -infinity();  // all four scales of a record say so, or none
             }
             float top_scale = fmaxf(stored[0], stored[1]);
             bool exceeds = false;
@@ -404,7 +395,7 @@ DEVICE void make_logits(const Arguments& a, Shared& shared, int group, int warp,
                 }
             }
             if (thread == 0) shared.changed[buffer] = changed;
-            show_products();
+            show_writes();
             __syncwarp();
             if (lane == 0) barrier_arrive(shared_address(&shared.p_full[buffer]));
         }
@@ -426,7 +417,7 @@ DEVICE void make_logits(const Arguments& a, Shared& shared, int group, int warp,
         }
         named_sync(ALL_LOGITS_BARRIER, LOGITS * 128);
         if (group == 0 && thread < HEADS) {
-            float sum = 0.f, top = -infinity;
+            float sum = 0.f, top = -infinity();
 #pragma unroll
             for (int w = 0; w < 4 * LOGITS; ++w) {
                 sum += shared.sums[w][thread];
@@ -437,7 +428,7 @@ DEVICE void make_logits(const Arguments& a, Shared& shared, int group, int warp,
             if (head < a.heads) {
                 if (a.sink && sum != 0.f) weight /= 1.f + exp2_approx(a.sink[head] * LOG2_E - total);
                 i64 at = (i64)row * a.heads + head;
-                a.lse[at] = sum == 0.f ? infinity : total * LN_2;
+                a.lse[at] = sum == 0.f ? infinity() : total * LN_2;
                 a.max_logits[at] = top * LN_2;
             }
             barrier_wait(shared_address(&shared.weights_empty), (tokens & 1) ^ 1);
@@ -564,7 +555,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_wide(const __gri
         }
         barrier_init(shared_address(&shared.weights_full), HEADS);
         barrier_init(shared_address(&shared.weights_empty), OUTPUTS);
-        show_products();
+        show_writes();
     }
     __syncthreads();
     if (warp < 4) {

@@ -13,9 +13,18 @@ import functools
 
 import torch
 
-from nsa_plugin.kernels.cuda import sparse_mla
 from nsa_plugin.kernels.cuda.build import CudaKernel, load_kernel
-from nsa_plugin.kernels.cuda.sparse_mla import D_V, HOPPER, KEYS, LOG2_E, CudaScope
+from nsa_plugin.kernels.cuda.sparse_mla_launch import (
+    D_V,
+    HOPPER,
+    KEYS,
+    LOG2_E,
+    CudaScope,
+    cuda_scope,
+    nothings,
+    prepare,
+    require_hopper,
+)
 from nsa_plugin.kernels.sparse_mla import SparseMlaCall, SparseMlaResult
 from nsa_plugin.kernels.triton.device import facts_of
 from nsa_plugin.layouts import V32_FP8
@@ -95,31 +104,24 @@ def attend(call: SparseMlaCall) -> SparseMlaResult:
         KernelArgumentError: the kernel does not support a shape, dtype, layout or device.
         KernelBuildError: the kernel does not compile or launch.
     """
-    q = call.q.flatten(0, 1)
-    rows, heads, _ = q.shape
-    given, facts = sparse_mla.require_hopper(call)
-    lse, max_logits = torch.empty((2, rows, heads), dtype=torch.float32, device=q.device).unbind()
-    result = SparseMlaResult(call.output(), lse, max_logits)
-    if not q.numel():
-        return result
-    scope = sparse_mla.cuda_scope(call, given, V32_FP8)
-    q = sparse_mla.readable_queries(q)
-    out = sparse_mla.writable_rows(result.out)
-    if out.dtype != torch.bfloat16:
-        out = torch.empty((rows, heads, D_V), dtype=torch.bfloat16, device=q.device)
-    sink = None if call.attn_sink is None else call.attn_sink.contiguous()
-    of_block = heads_of_block(heads)
-    groups = -(-heads // of_block)
+    given = require_hopper(call)
+    launch = prepare(call, (torch.bfloat16,))
+    if not call.q.numel():
+        return launch.result
+    scope = cuda_scope(call, given, V32_FP8)
+    q, out, sink, of_block = launch.q, launch.out, launch.sink, heads_of_block(call.heads)
+    *_, lse, max_logits = launch.outputs
+    groups = -(-call.heads // of_block)
     with torch.cuda.device_of(q):
         arguments = WideArguments(
             q=q.data_ptr(),
             q_row_stride=q.stride(0),
             q_head_stride=q.stride(1),
             scope=scope,
-            rows=rows,
-            heads=heads,
+            rows=call.rows,
+            heads=call.heads,
             groups=groups,
-            nothings=sparse_mla.nothings(q.device, V32_FP8.name).data_ptr(),
+            nothings=nothings(q.device, V32_FP8.name).data_ptr(),
             sink=sink.data_ptr() if sink is not None else None,
             scale_log2=call.scale * LOG2_E,
             out=out.data_ptr(),
@@ -129,11 +131,9 @@ def attend(call: SparseMlaCall) -> SparseMlaResult:
             max_logits=max_logits.data_ptr(),
         )
         shared = shared_bytes(of_block)
-        grid = min(rows * groups, facts.sms), 1, 1
+        grid = min(call.rows * groups, launch.facts.sms), 1, 1
         kernel(of_block, q.device.index)(grid, block(of_block), (arguments,), shared_bytes=shared)
-    if out.data_ptr() != result.out.data_ptr():
-        result.out.copy_(out.view(result.out.shape))
-    return result
+    return launch.finish()
 
 
 def definitions(heads: int) -> dict[str, int]:

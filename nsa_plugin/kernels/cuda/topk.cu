@@ -8,8 +8,8 @@
 //
 // The appends come in any order, and yet the result is the same bits every time: the selected set is exact, ties go to
 // the lowest positions, and the positions are written in ascending order by way of a bitmap.
-//
-// Header-free, so that NVRTC builds it wherever a driver is.
+
+#include "sortable.cuh"
 
 #ifndef THREADS
 #define THREADS 512
@@ -27,9 +27,7 @@ constexpr int kBinsPerThread = kBins / THREADS;
 constexpr int kVectors = 4;              // 16-byte loads in flight of a thread
 constexpr int kPiece = 4 * THREADS;      // entries between two looks at the buffer's room
 constexpr int kSampleStep = 4096;
-constexpr float kMostFinite = 3.402823466e38f;
 constexpr unsigned kLeastKey = 0x00800000u;  // the key of -kMostFinite
-constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kNoLimit = 0x7fffffff;
 // Standard deviations by which the sampled threshold is lowered, so that fewer than topk reach it almost never.
 constexpr float kMargin = 5.5f;
@@ -48,9 +46,9 @@ struct Control {
 extern __shared__ __align__(16) unsigned words[];
 __shared__ Control control;
 
-__device__ __forceinline__ unsigned* keys() { return words; }
-__device__ __forceinline__ int* positions(int capacity) { return reinterpret_cast<int*>(words + capacity); }
-__device__ __forceinline__ int* bins(int capacity) { return reinterpret_cast<int*>(words + 2 * capacity); }
+DEVICE unsigned* keys() { return words; }
+DEVICE int* positions(int capacity) { return reinterpret_cast<int*>(words + capacity); }
+DEVICE int* bins(int capacity) { return reinterpret_cast<int*>(words + 2 * capacity); }
 
 // Entries above `key` are all wanted, and `room` of the `tied` ones that have it (or, where room == tied, reach it).
 struct Cut {
@@ -58,18 +56,7 @@ struct Cut {
     int room, tied;
 };
 
-__device__ __forceinline__ unsigned to_key(float value) {
-    // NaN and -inf count as the least finite value, and both zeros as one.
-    value = fminf(fmaxf(value, -kMostFinite), kMostFinite) + 0.0f;
-    const unsigned bits = __float_as_uint(value);
-    return (bits & 0x80000000u) ? ~bits : (bits | 0x80000000u);
-}
-
-__device__ __forceinline__ float to_value(unsigned key) {
-    return __uint_as_float((key & 0x80000000u) ? (key ^ 0x80000000u) : ~key);
-}
-
-__device__ __forceinline__ float4 load_once(const float4* address) {
+DEVICE float4 load_once(const float4* address) {
     float4 value;
     asm volatile("ld.global.nc.L1::no_allocate.v4.f32 {%0, %1, %2, %3}, [%4];"
                  : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
@@ -77,7 +64,7 @@ __device__ __forceinline__ float4 load_once(const float4* address) {
     return value;
 }
 
-__device__ __forceinline__ int warp_inclusive_sum(int value) {
+DEVICE int warp_inclusive_sum(int value) {
     const int lane = threadIdx.x & 31;
 #pragma unroll
     for (int step = 1; step < 32; step <<= 1) {
@@ -89,7 +76,7 @@ __device__ __forceinline__ int warp_inclusive_sum(int value) {
 
 // Sum of the values of the threads before this one, and of all. One barrier inside; another has to lie between two
 // calls.
-__device__ __forceinline__ int block_exclusive_sum(int value, int* totals, int* total) {
+DEVICE int block_exclusive_sum(int value, int* totals, int* total) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int inclusive = warp_inclusive_sum(value);
     if (lane == 31) totals[warp] = inclusive;
@@ -103,7 +90,7 @@ __device__ __forceinline__ int block_exclusive_sum(int value, int* totals, int* 
 // The k-th largest key among the entries 0 <= i < count that key_of(i, &key) takes part with; at least k do.
 // All threads call it and get the same result; everything written before has to lie behind a barrier.
 template <typename KeyOf>
-__device__ __forceinline__ Cut kth_largest(int capacity, int count, int k, KeyOf key_of) {
+DEVICE Cut kth_largest(int capacity, int count, int k, KeyOf key_of) {
     // Keys near each other, such as those above a threshold, have their first bits in common: with these as digits, most
     // keys would meet in a few bins.
     if (threadIdx.x == 0) control.any = 0, control.all = ~0u;
@@ -162,7 +149,7 @@ __device__ __forceinline__ Cut kth_largest(int capacity, int count, int k, KeyOf
 }
 
 // The k best of the buffer: all entries above cut.key, and those at it up to position *last.
-__device__ __forceinline__ Cut cut_at(int capacity, int count, int k, int* last) {
+DEVICE Cut cut_at(int capacity, int count, int k, int* last) {
     const Cut cut = kth_largest(capacity, count, k, [&](int i, unsigned* key) {
         *key = keys()[i];
         return true;
@@ -179,19 +166,19 @@ __device__ __forceinline__ Cut cut_at(int capacity, int count, int k, int* last)
     return cut;
 }
 
-__device__ __forceinline__ bool wanted(const Cut& cut, int last, unsigned key, int position) {
+DEVICE bool wanted(const Cut& cut, int last, unsigned key, int position) {
     return key > cut.key || (key == cut.key && position <= last);
 }
 
-__device__ __forceinline__ void append(int capacity, int slot, float value, int position) {
+DEVICE void append(int capacity, int slot, float value, int position) {
     if (slot < capacity) {
-        keys()[slot] = to_key(value);
+        keys()[slot] = to_key(clamped(value));
         positions(capacity)[slot] = position;
     }
 }
 
 // Append those of four neighbours that reach the threshold. A NaN does not.
-__device__ __forceinline__ void offer(int capacity, float threshold, const float4& value, int position) {
+DEVICE void offer(int capacity, float threshold, const float4& value, int position) {
     const bool x = value.x >= threshold, y = value.y >= threshold;
     const bool z = value.z >= threshold, w = value.w >= threshold;
     if (x || y || z || w) {
@@ -203,13 +190,13 @@ __device__ __forceinline__ void offer(int capacity, float threshold, const float
     }
 }
 
-__device__ __forceinline__ void offer_one(int capacity, float threshold, float value, int position) {
+DEVICE void offer_one(int capacity, float threshold, float value, int position) {
     if (value >= threshold) append(capacity, atomicAdd(&control.count, 1), value, position);
 }
 
 // The least rank in a sample whose count of the row, less kMargin deviations, is still topk; in the middle of the
 // buffer if it is too far.
-__device__ __forceinline__ int sampled_rank(int taken, float share, int topk, int capacity) {
+DEVICE int sampled_rank(int taken, float share, int topk, int capacity) {
     const float exact = topk * share;
     const float root = 0.5f * (kMargin + sqrtf(kMargin * kMargin + 4.0f * exact));
     const float middle = 0.5f * (topk + capacity) * share;
@@ -218,7 +205,7 @@ __device__ __forceinline__ int sampled_rank(int taken, float share, int topk, in
 }
 
 // One pass with a sampled threshold. Returns the entries gathered; fewer than topk or more than fit: start over.
-__device__ __forceinline__ int gather_by_sample(int capacity, const float* row, int length, int topk) {
+DEVICE int gather_by_sample(int capacity, const float* row, int length, int topk) {
     const int misaligned = static_cast<int>((reinterpret_cast<unsigned long long>(row) >> 2) & 3);
     const int head = (4 - misaligned) & 3;
     const int vectors = (length - head) >> 2;
@@ -233,10 +220,10 @@ __device__ __forceinline__ int gather_by_sample(int capacity, const float* row, 
     for (int i = threadIdx.x; i < sampled_vectors; i += THREADS) {
         const long long at = static_cast<long long>(i) * vectors / sampled_vectors;
         const float4 value = body[at];
-        sample[4 * i] = to_key(value.x);
-        sample[4 * i + 1] = to_key(value.y);
-        sample[4 * i + 2] = to_key(value.z);
-        sample[4 * i + 3] = to_key(value.w);
+        sample[4 * i] = to_key(clamped(value.x));
+        sample[4 * i + 1] = to_key(clamped(value.y));
+        sample[4 * i + 2] = to_key(clamped(value.z));
+        sample[4 * i + 3] = to_key(clamped(value.w));
     }
     __syncthreads();
     const float share = static_cast<float>(taken) / static_cast<float>(length);
@@ -268,7 +255,7 @@ __device__ __forceinline__ int gather_by_sample(int capacity, const float* row, 
 }
 
 // Keep the k best entries of the buffer alone; control.count becomes k.
-__device__ __forceinline__ Cut cut_back(int capacity, int count, int k) {
+DEVICE Cut cut_back(int capacity, int count, int k) {
     int last;
     const Cut cut = cut_at(capacity, count, k, &last);
     if (threadIdx.x == 0) control.count = 0;
@@ -317,7 +304,7 @@ __device__ __noinline__ int gather_by_pieces(int capacity, const float* row, int
 #pragma unroll
         for (int i = 0; i < kPiece / THREADS; ++i) {
             const int position = base + i * THREADS + static_cast<int>(threadIdx.x);
-            if (position < length && to_key(value[i]) > floor_key)
+            if (position < length && to_key(clamped(value[i])) > floor_key)
                 append(capacity, atomicAdd(&control.count, 1), value[i], position);
         }
         __syncthreads();
@@ -328,7 +315,7 @@ __device__ __noinline__ int gather_by_pieces(int capacity, const float* row, int
 }
 
 // Write the wanted positions in ascending order, then -1.
-__device__ __forceinline__ void emit(
+DEVICE void emit(
     int capacity, int count, const Cut& cut, int last, int length, int topk, int* out) {
     for (int i = threadIdx.x; i < count; i += THREADS)
         if (!wanted(cut, last, keys()[i], positions(capacity)[i])) positions(capacity)[i] = -1;
@@ -389,7 +376,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) topk_rows(
     int count;
     if (length <= capacity) {
         for (int i = threadIdx.x; i < length; i += THREADS) {
-            keys()[i] = to_key(row[i]);
+            keys()[i] = to_key(clamped(row[i]));
             positions(capacity)[i] = i;
         }
         count = length;
@@ -420,7 +407,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) row_thresho
     }
     const float* row = sampled + row_index * samples + first;
 #pragma unroll 4
-    for (int i = threadIdx.x; i < taken; i += THREADS) keys()[i] = to_key(row[i]);
+    for (int i = threadIdx.x; i < taken; i += THREADS) keys()[i] = to_key(clamped(row[i]));
     __syncthreads();
     const float share = static_cast<float>(taken) / static_cast<float>(length);
     const Cut cut = kth_largest(
@@ -455,7 +442,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) topk_entrie
 #pragma unroll 4
             for (int i = threadIdx.x; i < given; i += THREADS) {
                 const int2 entry = some[i];
-                keys()[before + i] = to_key(__int_as_float(entry.x));
+                keys()[before + i] = to_key(clamped(__int_as_float(entry.x)));
                 positions(capacity)[before + i] = entry.y - start;
             }
             before += given;
@@ -480,7 +467,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) topk_entrie
                     const int at = base + i * THREADS + static_cast<int>(threadIdx.x);
                     if (at >= given) continue;
                     const int2 entry = some[at];
-                    const unsigned key = to_key(__int_as_float(entry.x));
+                    const unsigned key = to_key(clamped(__int_as_float(entry.x)));
                     if (key < floor_key) continue;
                     const int slot = floor_key ? atomicAdd(&control.count, 1) : count + (at - base);
                     keys()[slot] = key;

@@ -8,6 +8,8 @@ threshold are read a second time. A bitmap in shared memory puts positions in as
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -39,35 +41,40 @@ def topk_rows(
     rows, columns = logits.shape
     if rows == 0:
         return out
-    from nsa_plugin.kernels.cuda.build import load_kernel
-
     logits = logits if logits.stride(1) == 1 or columns <= 1 else logits.contiguous()
     target = out if out.stride(1) == 1 or topk == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
-    capacity = CAPACITY if topk <= 2048 else CAPACITY_ABOVE_2048
     with torch.cuda.device_of(logits):
-        kernel = load_kernel(
-            "topk.cu", "topk_rows", defines={"THREADS": THREADS}, max_dynamic_shared=shared_bytes(CUDA_MAX_TOPK)
-        )
-        kernel(
-            grid=(rows, 1, 1),
-            block=(THREADS, 1, 1),
-            args=(
-                logits,
-                ctypes.c_int64(logits.stride(0)),
-                starts.int().contiguous(),
-                ends.int().contiguous(),
-                target,
-                ctypes.c_int64(target.stride(0)),
-                ctypes.c_int32(columns),
-                ctypes.c_int32(topk),
-                ctypes.c_int32(capacity),
+        launch(
+            "topk_rows",
+            rows,
+            (
+                *(logits, ctypes.c_int64(logits.stride(0)), starts.int().contiguous(), ends.int().contiguous()),
+                *(target, ctypes.c_int64(target.stride(0))),
+                *map(ctypes.c_int32, (columns, topk, capacity_of(topk))),
             ),
-            shared_bytes=shared_bytes(topk),
+            shared_bytes(topk),
+            shared_bytes(CUDA_MAX_TOPK),
         )
     return out if target is out else out.copy_(target)
 
 
+def launch(name: str, rows: int, args: Sequence[Any], shared: int, most_shared: int) -> None:
+    """Launch a kernel of topk.cu on the current device, a block a row.
+
+    Args:
+        shared, most_shared: dynamic shared memory of a block in bytes, and the most that any launch asks for.
+    """
+    from nsa_plugin.kernels.cuda.build import load_kernel
+
+    kernel = load_kernel("topk.cu", name, defines={"THREADS": THREADS}, max_dynamic_shared=most_shared)
+    kernel(grid=(rows, 1, 1), block=(THREADS, 1, 1), args=args, shared_bytes=shared)
+
+
+def capacity_of(topk: int) -> int:
+    """Entries of the candidate buffer of `topk_rows` and `topk_entries`."""
+    return CAPACITY if topk <= 2048 else CAPACITY_ABOVE_2048
+
+
 def shared_bytes(topk: int) -> int:
     """Dynamic shared memory of a block of `topk_rows` and `topk_entries`, in bytes."""
-    capacity = CAPACITY if topk <= 2048 else CAPACITY_ABOVE_2048
-    return WORD_BYTES * (2 * capacity + max(BINS, topk))
+    return WORD_BYTES * (2 * capacity_of(topk) + max(BINS, topk))

@@ -39,15 +39,6 @@ constexpr int SUMS = HEADS / 2;
 DEVICE void multiply_rows_f16(float (&d)[SUMS], const u32* a, u64 b, int accumulate) { MULTIPLY("f16") }
 DEVICE void multiply_rows_bf16(float (&d)[SUMS], const u32* a, u64 b, int accumulate) { MULTIPLY("bf16") }
 
-// Before a product reads registers that other instructions have written.
-DEVICE void products_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-DEVICE void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int PENDING>
-DEVICE void products_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(PENDING) : "memory"); }
-
-// What this thread wrote to shared memory, the products of others see after they have met.
-DEVICE void show_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
 // Whether any of the threads says yes.
 DEVICE bool named_any(int barrier, int threads, bool yes) {
     u32 any;

@@ -66,7 +66,7 @@ def topk(
     """
     op = "indexer_topk"
     check_ragged(op, q, k, k_scale, weights, ks, ke)
-    rows, heads, dim = q.shape
+    rows, heads, _ = q.shape
     keys = k.shape[0]
     result = new_output(op, rows, topk, out, q.device)
     check_limits(op, rows_per_chunk, max_key_span)
@@ -85,7 +85,7 @@ def topk(
     lengths = (ke.clamp(max=keys) - ks.clamp(min=0)).int()
     zeros = torch.zeros_like(lengths)
     tile = tiles_of(facts_of(q.device).architecture).logits
-    block_q, heads_padded = _row_block(tile, heads)
+    block_q = _row_block(tile, heads)
     for chunk, span in zip(chunks, spans, strict=True):
         part = chunk.rows
         logits = buffer[: chunk.num_rows * span].view(chunk.num_rows, span)
@@ -108,15 +108,7 @@ def topk(
                 *weights.stride(),
                 ks.stride(0),
                 ke.stride(0),
-                HEADS=heads,
-                HEADS_PADDED=heads_padded,
-                DIM=dim,
-                DIM_PADDED=max(32, power_of_2(dim)),
-                BLOCK_Q=block_q,
-                BLOCK_N=tile.block_n,
-                num_warps=tile.num_warps,
-                num_stages=tile.num_stages,
-                **_operands(q, k),
+                **_options(tile, q, k, block_q),
             )
         selector(logits, zeros[part], lengths[part], topk, out=result[part])
     return result
@@ -164,7 +156,7 @@ def paged_topk(
     zeros = torch.zeros_like(limits)
     buffer = torch.empty((min(step, requests) * group, max_len), dtype=torch.float32, device=q.device)
     tile = tiles_of(facts_of(q.device).architecture).logits
-    block_q, heads_padded = _row_block(tile, heads, group)
+    block_q = _row_block(tile, heads, group)
     blocks = ceil_div(group, block_q)
     for first in range(0, requests, step):
         end = min(first + step, requests)
@@ -189,15 +181,7 @@ def paged_topk(
                 *page_table.stride(),
                 max_len,
                 PAGE_SIZE=cache.page_size,
-                HEADS=heads,
-                HEADS_PADDED=heads_padded,
-                DIM=dim,
-                DIM_PADDED=max(32, power_of_2(dim)),
-                BLOCK_Q=block_q,
-                BLOCK_N=tile.block_n,
-                num_warps=tile.num_warps,
-                num_stages=tile.num_stages,
-                **_operands(q, cache.data),
+                **_options(tile, q, cache.data, block_q),
             )
         selector(logits, zeros[rows], limits[rows], topk, out=result[rows])
     return result
@@ -239,14 +223,14 @@ def paged_metadata(context_lens: torch.Tensor, num_sms: int, *, split: int = 256
     return schedule
 
 
-def _row_block(tile: LogitsTile, heads: int, rows: int | None = None) -> tuple[int, int]:
-    """Query rows of a block, and the heads they are padded to; both powers of two."""
+def _row_block(tile: LogitsTile, heads: int, rows: int | None = None) -> int:
+    """Query rows of a block, a power of two, as the heads are padded to."""
     heads_padded = power_of_2(heads)
     most = max(1, tile.block_m // heads_padded)
     if rows is not None:
         most = min(most, power_of_2(rows))
     # Tensor cores take 16 columns or more.
-    return max(most, 16 // heads_padded, 1), heads_padded
+    return max(most, 16 // heads_padded, 1)
 
 
 def _key_programs(tile: LogitsTile, row_blocks: int, keys: int) -> int:
@@ -257,14 +241,31 @@ def _bytes(values: torch.Tensor) -> torch.Tensor:
     return values.view(torch.uint8) if values.dtype == FP8_DTYPE else values
 
 
-def _operands(q: torch.Tensor, k: torch.Tensor) -> dict[str, Any]:
-    """The types in which the product is taken; float8 itself where both sides are and the GPU multiplies it."""
+def _options(tile: LogitsTile, q: torch.Tensor, k: torch.Tensor, block_q: int) -> dict[str, Any]:
+    """What both kernels of logits are compiled for: sizes, and the types in which the product is taken.
+
+    That is float8 itself where both sides are and the GPU multiplies it.
+    """
+    *_, heads, dim = q.shape
     fp8 = [values.dtype not in FLOAT_DTYPES for values in (q, k)]
     native = facts_of(q.device).native_fp8
     dtype = tl.float8e4nv if native else tl.float16
     if not all(fp8) or not q.is_cuda:
         dtype = tl.float32
-    return {"Q_IS_FP8": fp8[0], "K_IS_FP8": fp8[1], "NATIVE_FP8": native, "DOT_DTYPE": dtype}
+    return {
+        "HEADS": heads,
+        "HEADS_PADDED": power_of_2(heads),
+        "DIM": dim,
+        "DIM_PADDED": max(32, power_of_2(dim)),
+        "BLOCK_Q": block_q,
+        "BLOCK_N": tile.block_n,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+        "Q_IS_FP8": fp8[0],
+        "K_IS_FP8": fp8[1],
+        "NATIVE_FP8": native,
+        "DOT_DTYPE": dtype,
+    }
 
 
 @triton.jit

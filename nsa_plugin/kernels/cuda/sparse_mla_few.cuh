@@ -1,0 +1,153 @@
+// What sparse_mla.cu and sparse_mla_rows.cu have in common. Both attend a query token with a block of 8 warps and few heads,
+// KEYS keys at a time: keys are the rows of the matrix products and heads their columns. Here is how such a block is cut,
+// how it meets and starts its copies, and how it writes what it found; they differ in what they multiply.
+#pragma once
+
+#ifndef NT
+#define NT 2  // tiles of 8 heads a block
+#endif
+#ifndef KEYS
+#define KEYS 64  // keys that are attended at a time: a step
+#endif
+#ifndef STAGES
+#define STAGES 2  // steps in shared memory
+#endif
+#ifndef MIN_BLOCKS
+#define MIN_BLOCKS 2  // blocks of an SM
+#endif
+#ifndef PRODUCERS
+#define PRODUCERS 0  // 4: so many warps more copy, for a block that has an SM alone: a warp that starts copies waits for them
+#endif
+#ifndef FLAT
+#define FLAT 0  // pages follow each other without a gap, and so do the records in them
+#endif
+
+#include "scope.cuh"
+#include "sparse_mla_shares.cuh"
+
+constexpr int WARPS = 8;                        // that multiply
+constexpr int THREADS = 32 * (WARPS + PRODUCERS);
+constexpr int HEADS = 8 * NT;
+constexpr int VALUE_TILES = D_V / WARPS / 16;   // tiles of 16 values a warp, in the second product
+constexpr int COPIERS = PRODUCERS ? PRODUCERS : WARPS;  // warps that copy
+constexpr int COPIES = KEYS / COPIERS;          // records that one of them copies
+constexpr int S_STRIDE = KEYS + 4;  // floats between heads of S: lanes of a warp's store fall into 32 banks
+constexpr int P_STRIDE = KEYS + 8;  // halves between heads of P: 8 rows of a matrix in 32 banks
+constexpr int O_STRIDE = 516;       // floats between heads of a share's output in shared memory
+static_assert(HOPPER || !PRODUCERS, "barriers that threads arrive at are SM90's");
+
+// Row of shared memory of position 2 l + i of a block: see sparse_mla.cu.
+DEVICE int row_of(int l, int i) { return (l & 24) << 1 | i << 3 | ((l & 7) ^ i << 2); }
+
+// The warps that multiply meet; and find out whether something holds for one of their threads.
+// The named barriers below these are `Part::barrier`'s.
+DEVICE void meet() {
+#if PRODUCERS
+    named_sync(14, 32 * WARPS);
+#else
+    __syncthreads();
+#endif
+}
+DEVICE bool meet_or(bool something) {
+#if PRODUCERS
+    return named_or(15, 32 * WARPS, something);
+#else
+    return __syncthreads_or(something);
+#endif
+}
+
+// By a thread for each stage: its records have arrived, and nobody reads them any more.
+template <typename Memory>
+DEVICE void init_barriers(Memory& shared, int arrivals) {
+    if (threadIdx.x < STAGES) {
+        barrier_init(shared_address(&shared.full[threadIdx.x]), arrivals);
+#if PRODUCERS
+        barrier_init(shared_address(&shared.empty[threadIdx.x]), WARPS);
+#endif
+#if HOPPER
+        show_writes();
+#endif
+    }
+}
+
+#if HOPPER
+// The records of a copier, whose addresses `shared.from` has, to a stage. A bulk copy takes its address from uniform
+// registers: one lane that starts them all keeps these in flight, where lanes that start one each go through a loop.
+template <int COPIED, int ROW, typename Memory>
+DEVICE void copy_in_bulk(Memory& shared, int stage, int copier, u32 full) {
+    if (elected()) {
+        ulonglong2 from[COPIES / 2];
+#pragma unroll
+        for (int k = 0; k < COPIES / 2; ++k) from[k] = *(const ulonglong2*)&shared.from[copier][2 * k];
+        u32 to = shared_address(&shared.records[stage][copier * COPIES * ROW]);
+        barrier_expect(full, COPIES * COPIED);
+#pragma unroll
+        for (int k = 0; k < COPIES / 2; ++k) {
+            bulk_copy(to + 2 * k * ROW, (const void*)from[k].x, COPIED, full);
+            bulk_copy(to + (2 * k + 1) * ROW, (const void*)from[k].y, COPIED, full);
+        }
+    }
+}
+#endif
+
+// Short contexts leave all blocks of keys from some one on empty. The end without these, where `counts(block, i)` says
+// whether entry i of a block does. For all warps; the last block is known to be empty.
+template <typename Counts>
+DEVICE int end_of_entries(int begin, int end, int (&found)[WARPS], bool multiplies, int warp, int lane, Counts counts) {
+    constexpr int READERS = KEYS / 32;  // warps that read a block's slots
+    int last = begin;
+    for (int b = begin + 1 + warp / READERS; b < end - 1; b += WARPS / READERS)
+        if (counts(b, warp % READERS * 32 + lane)) last = b;
+    last = (int)__reduce_max_sync(~0u, (u32)last);
+    if (lane == 0 && multiplies) found[warp] = last;
+    __syncthreads();
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) last = max(last, found[w]);
+    return last + 1;
+}
+
+// Running statistics of a lane's keys, in base 2, by column of S that its warp is responsible for.
+template <int COLUMNS>
+struct Softmax {
+    float largest[COLUMNS];
+    float anchor[COLUMNS];  // what exponents are relative to: follows the largest in jumps of ANCHOR_STEP or more
+    float sum[COLUMNS];
+
+    DEVICE void start() {
+#pragma unroll
+        for (int j = 0; j < COLUMNS; ++j) largest[j] = -infinity(), anchor[j] = ANCHOR_START, sum[j] = 0.f;
+    }
+
+    // Where a key exceeds its anchor, which is seldom: by what the output so far is multiplied. The LANES of a column look at
+    // their keys' largest together.
+    template <int LANES>
+    DEVICE void raise_anchors(float (&alpha)[COLUMNS]) {
+#pragma unroll
+        for (int j = 0; j < COLUMNS; ++j) {
+            float top = max_of_lanes<LANES>(largest[j]);
+            float raised = top > anchor[j] + ANCHOR_STEP ? top : anchor[j];
+            alpha[j] = exp2_approx(anchor[j] - raised);
+            anchor[j] = raised;
+            sum[j] *= alpha[j];
+        }
+    }
+};
+
+// What a block of a cluster knows of its share, by head, where S was.
+template <typename Memory>
+DEVICE Share* own_shares(Memory& shared) { return (Share*)shared.s; }
+
+#if HOPPER
+// The results of a row whose shares are a cluster. For the warps that multiply; those that copy meet and part alone.
+template <typename Memory>
+DEVICE void add_up_row(Memory& shared, int row, int first_head, int own_heads, int heads, const float* sink, u8* out,
+                       i64 out_row_stride, i64 out_head_stride, float* lse, float* max_logits, int warp, int lane) {
+    cluster_meet();
+    i64 at = (i64)row * heads + first_head;
+    int size = OUT_FLOAT32 ? 4 : 2;
+    add_up_cluster(gridDim.z, blockIdx.z, WARPS, own_heads, own_shares(shared), (float*)shared.records, O_STRIDE,
+                   sink ? sink + first_head : nullptr, out + (row * out_row_stride + first_head * out_head_stride) * size,
+                   out_head_stride, lse + at, max_logits + at, warp, lane);
+    cluster_part();  // no block leaves while another reads its shared memory
+}
+#endif
