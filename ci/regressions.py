@@ -99,7 +99,7 @@ FAILURES = {
     18: Failure("a head count that another version's kernel supports", "vllm #48047"),
     19: Failure("a negative length read as a large one", "idle ranks"),
     20: Failure("padding rows under context parallelism", "-"),
-    21: Failure("prefill and decode in one call", "vllm #41836", sglang="stock path over an fp8 cache"),
+    21: Failure("prefill and decode in one call", "vllm #41836"),
     22: Failure("a batch padded to a bucket far above it", "sglang-jax #1508", vllm="the plugin pads no batch"),
     23: Failure(
         "an indexer split over ranks",
