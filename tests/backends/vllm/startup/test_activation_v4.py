@@ -156,24 +156,27 @@ def test_other_gpus_of_the_portable_path_read_which_kernels_vllm_lacks(
     assert (process.serving, Engine.serve_v4()) == (None, "vLLM's")
 
 
+@pytest.mark.parametrize(
+    ("sm", "version", "words"),
+    [
+        (80, "0.33.0", "its output projection (fp8_einsum) call DeepGEMM"),
+        (120, "0.32.0", "portable path for DeepSeek-V4 supports vLLM >=0.33,<0.34; this is 0.32.0"),
+    ],
+)
 def test_stock_vllm_starts_there_and_the_report_has_the_reason(
-    v4: Any, process: VllmProcess, reports: list[StartupReport], monkeypatch: pytest.MonkeyPatch
+    v4: Any,
+    process: VllmProcess,
+    reports: list[StartupReport],
+    monkeypatch: pytest.MonkeyPatch,
+    sm: int,
+    version: str,
+    words: str,
 ):
-    monkeypatch.setattr(activation, "device_sm", lambda: 80)
-    process.ledger.version = Version("0.33.0")
+    monkeypatch.setattr(activation, "device_sm", lambda: sm)
+    process.ledger.version = Version(version)
     worker_of(v4)
     assert process.serving is None
-    assert "its output projection (fp8_einsum) call DeepGEMM" in reports[0].text()
-
-
-def test_an_older_vllm_has_no_portable_path_for_v4(
-    v4: Any, process: VllmProcess, reports: list[StartupReport], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(activation, "device_sm", lambda: 120)
-    process.ledger.version = Version("0.32.0")
-    worker_of(v4)
-    assert process.serving is None
-    assert "portable path for DeepSeek-V4 supports vLLM >=0.33,<0.34; this is 0.32.0" in reports[0].text()
+    assert words in reports[0].text()
 
 
 def test_portable_on_emulates_an_older_gpu_for_v4(
