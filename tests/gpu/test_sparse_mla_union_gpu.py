@@ -85,6 +85,15 @@ def test_the_gpu_takes_unions_where_neighbours_share(name: str, heads: int, toke
         assert torch.equal(found.lse, alone.lse)
 
 
+def test_selections_too_large_for_unions_are_attended_token_by_token() -> None:
+    cache = inputs.filled_cache(DEVICE, "v32_fp8", 2 * 8256, 64, 1)
+    q, indices = inputs.normal(DEVICE, 2, 3, 8, 576), inputs.selection(DEVICE, 3, 2 * 8256, 8256, 3)
+    found = sparse_mla_neighbours.prefill(q, cache, indices, scale=576**-0.5)
+    alone = prefill_op(sparse_mla.attend)(q, cache, indices, scale=576**-0.5)
+    assert torch.equal(found.out, alone.out)
+    assert torch.equal(found.lse, alone.lse)
+
+
 def pairs(indices: torch.Tensor, lengths: torch.Tensor | None) -> tuple[int, int]:
     """(entries of second rows that the sampled pairs' first rows have too, all of them), counted in Python."""
     rows, topk = indices.shape

@@ -20,7 +20,6 @@ import torch
 from nsa_plugin.kernels.cuda import sparse_mla, sparse_mla_union
 from nsa_plugin.kernels.cuda.build import load_kernel
 from nsa_plugin.kernels.cuda.sparse_mla_launch import (
-    HOPPER,
     CudaScope,
     cuda_scope,
     new_result,
@@ -28,7 +27,6 @@ from nsa_plugin.kernels.cuda.sparse_mla_launch import (
     writable_rows,
 )
 from nsa_plugin.kernels.sparse_mla import SparseMlaCall, SparseMlaResult, prefill_op
-from nsa_plugin.kernels.triton.device import facts_of
 from nsa_plugin.layouts import V32_FP8
 
 SOURCE = "sparse_mla_sample.cu"
@@ -40,17 +38,10 @@ MOST_HEADS = 8
 GROUP = 2
 
 
-def suits(call: SparseMlaCall) -> bool:
-    """Whether the kernels support the call's shapes, layout and device."""
-    scopes = call.scopes
-    if not call.q.is_cuda or facts_of(call.q.device).architecture != HOPPER or len(scopes) != 1:
-        return False
-    fits = sparse_mla_union.fits(GROUP, scopes[0].topk, scopes[0].cache.num_slots)
-    return call.heads <= MOST_HEADS and scopes[0].cache.layout is V32_FP8 and fits
-
-
 def attend(call: SparseMlaCall) -> SparseMlaResult:
     """Attend unions of two neighbouring query tokens if they share enough, else each token alone.
+
+    Selections and caches that are too large for unions are attended token by token.
 
     Raises:
         KernelArgumentError: a kernel does not support a shape, dtype, layout or device.
@@ -59,6 +50,8 @@ def attend(call: SparseMlaCall) -> SparseMlaResult:
     few = f"there are {call.heads} heads; unions are faster with up to {MOST_HEADS}"
     call.require(call.heads <= MOST_HEADS, few)
     given = require_hopper(call)
+    if not sparse_mla_union.fits(GROUP, given.topk, given.cache.num_slots):
+        return sparse_mla.attend(call)
     result = new_result(call)
     if not call.q.numel():
         return result
