@@ -327,8 +327,13 @@ class Trace:
     _last: Plan | None = None
     _step: int = 0
 
+    @property
+    def is_file(self) -> bool:
+        """Whether every batch is written, with its requests."""
+        return self.mode not in _NO_FILE
+
     def __post_init__(self) -> None:
-        if self.mode in _NO_FILE:
+        if not self.is_file:
             return
         try:
             open(self.mode, "ab").close()
@@ -343,7 +348,7 @@ class Trace:
             parts: each plan with its requests as (request id, query tokens, context in tokens after this step).
         """
         self._step += 1
-        if self.mode in _NO_FILE:
+        if not self.is_file:
             for plan, _ in parts:
                 self.counts[plan.route] += 1
                 # Thousands of decode steps share one plan, and a look-up hashes the whole plan.

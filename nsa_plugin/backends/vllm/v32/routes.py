@@ -206,7 +206,9 @@ class VllmPlanner(Planner):
         started = time.perf_counter()
         self._seen = (common.query_start_loc_cpu, key)
         self.current = self._split(starts, q_lens, kv_lens, num_steps, key[2])
-        self._record(self.current, list(self.request_ids(common)), q_lens, kv_lens, started)
+        # vLLM's second model runner looks every id up, which only a trace file needs.
+        names = self.request_ids(common) if self.trace.is_file else ()
+        self._record(self.current, names, q_lens, kv_lens, started)
         return self.current
 
     def _split(
@@ -296,7 +298,9 @@ class VllmPlanner(Planner):
         (part,) = self._parts([rows], [context])
         return part.plan
 
-    def _record(self, split: Split, names: list[str], q_lens: list[int], kv_lens: list[int], started: float) -> None:
+    def _record(
+        self, split: Split, names: Sequence[str], q_lens: list[int], kv_lens: list[int], started: float
+    ) -> None:
         def entry(request: int, kv_len: int) -> tuple[str, int, int]:
             return names[request] if request < len(names) else "", q_lens[request], kv_len
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +14,8 @@ from nsa_plugin.decision.routes import BF16_COPY, FLASH_MLA_DECODE, Route
 from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.errors import SettingsError
 from nsa_plugin.libraries.devices import synthetic
-from tests.backends.fake_vllm.v32 import planner
+from nsa_plugin.telemetry import Trace
+from tests.backends.fake_vllm.v32 import World, planner
 
 
 @pytest.mark.parametrize(
@@ -66,3 +69,16 @@ def test_vllms_own_choice_over_a_bf16_cache_is_kept_where_it_is_the_faster(monke
     made.model = ModelShape(num_heads=16, kv_layout="bf16")
     assert kept in kept_choice(made)
     assert bool(kept_choice(made)) == bool(kept)
+
+
+@pytest.mark.parametrize("mode", ["off", "log", "file"])
+def test_requests_are_named_for_a_trace_file_alone(mode: str, tmp_path: Path):
+    file, asked = tmp_path / "trace.jsonl", []
+    made = planner()
+    made.trace = Trace(str(file) if mode == "file" else mode)
+    made.request_ids = lambda common: asked.append(common) or ["first", "second"]
+    step = World(made).step([(1, 40), (9, 60)])
+    assert asked == ([step.common] if mode == "file" else [])
+    if mode == "file":
+        (line,) = file.read_text().splitlines()
+        assert {one["request_id"] for one in json.loads(line)["requests"]} == {"first", "second"}
