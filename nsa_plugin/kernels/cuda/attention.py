@@ -1,15 +1,16 @@
 """Sparse MLA in CUDA C++: the kernel for a call, by the layout of its cache and by which one is the faster.
 
 Ops `sparse_mla_prefill` and `sparse_mla_decode`; contract: `nsa_plugin.kernels.sparse_mla`. bfloat16 rows have a kernel
-of their own (`sparse_mla_rows`). A prefill of many heads over the V3.2 fp8 cache gets `sparse_mla_wide`
-where that is faster (records `docs/benchmarks/h200/sparse-mla-prefill`), everything else `sparse_mla`.
+of their own (`sparse_mla_rows`). Of prefills over the V3.2 fp8 cache on SM90, those of many heads get `sparse_mla_wide`
+where that is faster, and long ones of up to 8 heads `sparse_mla_neighbours` (record
+`docs/benchmarks/h200/sparse-mla-prefill`). Everything else gets `sparse_mla`.
 """
 
 from __future__ import annotations
 
 import torch
 
-from nsa_plugin.kernels.cuda import sparse_mla, sparse_mla_rows, sparse_mla_wide
+from nsa_plugin.kernels.cuda import sparse_mla, sparse_mla_neighbours, sparse_mla_rows, sparse_mla_wide
 from nsa_plugin.kernels.sparse_mla import SparseMlaCall, SparseMlaResult, decode_op, prefill_op
 from nsa_plugin.kernels.triton.device import facts_of
 from nsa_plugin.layouts import BF16
@@ -25,11 +26,16 @@ def attend_prefill(call: SparseMlaCall) -> SparseMlaResult:
         KernelArgumentError: the kernel does not support a shape, dtype, layout or device.
         KernelBuildError: a kernel does not compile or launch.
     """
+    if call.rows and sparse_mla_neighbours.suits(call):
+        # Also for a batch too small for it: none may be compiled while an engine serves.
+        sparse_mla_neighbours.load(call)
+        if call.rows >= sparse_mla_neighbours.MIN_ROWS:
+            return sparse_mla_neighbours.attend(call)
     if call.heads <= MOST_FEW_HEADS or not call.rows or not sparse_mla_wide.suits(call):
         return attend_decode(call)
     of_block = sparse_mla_wide.heads_of_block(call.heads)
     with torch.cuda.device_of(call.q):
-        # Also for a batch too small for it: none may be compiled while an engine serves.
+        # As above.
         sparse_mla_wide.kernel(of_block, call.q.device.index)
     fills = call.rows * -(-call.heads // of_block) >= facts_of(call.q.device).sms
     return sparse_mla_wide.attend(call) if fills else sparse_mla.attend(call)

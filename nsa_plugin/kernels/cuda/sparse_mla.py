@@ -24,6 +24,7 @@ from nsa_plugin.kernels.cuda.sparse_mla_launch import (
     attend_in_shares,
     check_queries,
     cuda_scope,
+    kernels,
     nothings,
     prepare,
     up_to,
@@ -134,6 +135,18 @@ def definitions(
         "HOPPER": int(facts.architecture == HOPPER),
         "NATIVE_FP8": int(facts.native_fp8),
     }
+
+
+def load(variant: Variant, layout: str, defines: Mapping[str, int], device: int | None) -> None:
+    """Compile a variant that `attend` is called with, unless it is, on torch's current device.
+
+    Args:
+        defines: `definitions`, and GATE if it has one.
+
+    Raises:
+        KernelBuildError: it does not compile.
+    """
+    kernels(SOURCE, "attend", ((variant, variant.shared_bytes(layout)),), tuple(defines.items()), device)
 
 
 def attend(

@@ -16,6 +16,7 @@ import torch
 
 from nsa_plugin.kernels.checks import check_tensor
 from nsa_plugin.kernels.cuda.build import Argument, CudaKernel, load_kernel
+from nsa_plugin.kernels.kv_cache import PagedCache
 from nsa_plugin.kernels.sparse_mla import Scope, SparseMlaCall, SparseMlaResult
 from nsa_plugin.kernels.triton.device import DeviceFacts, facts_of
 from nsa_plugin.layouts import V4_FP8, V32_FP8, CacheLayout
@@ -224,7 +225,7 @@ def choose_variant(
 
 
 @functools.cache
-def _kernels(
+def kernels(
     source: str,
     name: str,
     variants: tuple[tuple[AnyVariant, int], ...],
@@ -273,10 +274,10 @@ def attend_in_shares(
     rows, heads, _ = launch.q.shape
     size, device, hopper = ctypes.c_int, launch.q.device, launch.facts.architecture == HOPPER
     with torch.cuda.device_of(launch.q):
-        kernels = _kernels(*kernel, tuple(variants.items()), tuple(defines.items()), device.index)
+        built = kernels(*kernel, tuple(variants.items()), tuple(defines.items()), device.index)
 
         def resident(variant: AnyVariant, splits: int) -> int:
-            return clusters(kernels[variant][0], variants[variant], variant.threads, splits)
+            return clusters(built[variant][0], variants[variant], variant.threads, splits)
 
         variant, shares = choose_variant(rows, heads, topk, launch.facts.sms, variants, resident if hopper else None)
         splits, groups = shares if splits is None else splits, -(-heads // variant.heads)
@@ -288,7 +289,7 @@ def attend_in_shares(
                 torch.empty((splits, rows, heads, D_V), dtype=torch.float32, device=device),
                 torch.empty((splits, rows, heads, 2), dtype=torch.float32, device=device),
             )
-        attend, combine = kernels[variant]
+        attend, combine = built[variant]
         gates = () if gate is None else (gate,)
         attend(
             (rows, groups, splits),
@@ -380,7 +381,7 @@ def paged_scope(call: SparseMlaCall, given: Scope, record_bytes: int | None) -> 
     name, cache, indices, lengths = given
     size = cache.page_size
     call.require(cache.num_slots < 2**31, f"{name} has {cache.num_slots} slots; this kernel counts them in int32")
-    stride = cache.data.stride(0) * cache.data.element_size() if cache.num_pages > 1 else 0
+    stride = page_stride(cache)
     aligned = cache.data.data_ptr() % 16 == 0 and stride % 16 == 0
     call.require(aligned, f"{name} starts or strides ({stride} B) off a multiple of 16 B")
     indices = _int32(indices.flatten(0, 1))
@@ -403,9 +404,19 @@ def paged_scope(call: SparseMlaCall, given: Scope, record_bytes: int | None) -> 
         num_slots=cache.num_slots,
         topk=given.topk,
     )
-    scope.is_flat = record_bytes is not None and stride in (0, size * record_bytes)
+    scope.is_flat = record_bytes is not None and is_flat(cache, record_bytes)
     scope.kept = (indices, lengths)
     return scope
+
+
+def page_stride(cache: PagedCache) -> int:
+    """Bytes between pages; 0 if there is one."""
+    return cache.data.stride(0) * cache.data.element_size() if cache.num_pages > 1 else 0
+
+
+def is_flat(cache: PagedCache, record_bytes: int) -> bool:
+    """Whether slot s lies s records from the start, if the records of a page follow each other without a gap."""
+    return page_stride(cache) in (0, cache.page_size * record_bytes)
 
 
 def _int32(entries: torch.Tensor) -> torch.Tensor:

@@ -1,32 +1,36 @@
 """Sparse MLA of a prefill with up to 8 heads: unions where neighbouring query tokens share keys, found out on the GPU.
 
-Op `sparse_mla_prefill`; contract: `nsa_plugin.kernels.sparse_mla`. With 8 heads a union of two neighbouring query
-tokens (`sparse_mla_union`) fills the tiles that one token leaves half empty. By the records it is faster where
-neighbours share most of their selections, as those of real models do, and slower where they share few. The host does
-not wait to learn which: a kernel counts what a sample of pairs shares (`sparse_mla_sample.cu`), and of the two that
-follow for the whole batch one ends at once (`gate.cuh`).
+For `nsa_plugin.kernels.cuda.attention`; contract: `nsa_plugin.kernels.sparse_mla`. With 8 heads a union of two
+neighbouring query tokens (`sparse_mla_union`) fills the tiles that one token leaves half empty. By the record
+(`docs/benchmarks/h200/sparse-mla-prefill`) it is faster where neighbours share most of their selections, as those of
+real models do, and slower where they share few. The host does not wait to learn which: a kernel counts what a sample of
+pairs shares (`sparse_mla_sample.cu`), and of the two that follow for the whole batch one ends at once (`gate.cuh`).
 
-The result is exact either way, and equal inputs give equal bits. It takes V3.2 records, one cache, and SM90.
-
-Nothing chooses it yet: it has not run on a GPU.
+The result is exact either way, and equal inputs give equal bits. It takes V3.2 records, one cache, and SM90. The unions
+take 4 bytes of memory for each selected entry: 64 MiB for 8192 query tokens and a top-k of 2048.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 
 import torch
 
-from nsa_plugin.kernels.cuda import sparse_mla, sparse_mla_union
+from nsa_plugin.kernels.cuda import sparse_mla, sparse_mla_union, sparse_mla_wide
 from nsa_plugin.kernels.cuda.build import load_kernel
 from nsa_plugin.kernels.cuda.sparse_mla_launch import (
+    NOT_SHARING,
+    SHARING,
     CudaScope,
     cuda_scope,
+    is_flat,
     new_result,
     require_hopper,
     writable_rows,
 )
 from nsa_plugin.kernels.sparse_mla import SparseMlaCall, SparseMlaResult, prefill_op
+from nsa_plugin.kernels.triton.device import facts_of
 from nsa_plugin.layouts import V32_FP8
 
 SOURCE = "sparse_mla_sample.cu"
@@ -36,6 +40,40 @@ PAIRS = 64
 MOST_HEADS = 8
 """With more, a token alone fills the tiles, and unions were slower at any overlap."""
 GROUP = 2
+MIN_ROWS = 4096
+"""Fewest query tokens of a batch for which it is worth it: the sample and the kernels that end at once take as long
+whatever the batch, by the record 6 to 10% of the time of 512 query tokens."""
+ALONE = sparse_mla.VARIANTS[0]
+"""How a token is attended alone: two blocks an SM, with 8 heads each, in one share."""
+
+
+def suits(call: SparseMlaCall) -> bool:
+    """Whether a call has what these kernels read and write, on a GPU that has their instructions."""
+    given = call.scopes[0]
+    return (
+        call.heads <= MOST_HEADS
+        and sparse_mla_wide.suits(call)
+        and sparse_mla_union.fits(GROUP, given.topk, given.cache.num_slots)
+    )
+
+
+def load(call: SparseMlaCall) -> None:
+    """Compile the kernels that `attend` launches for calls such as this one, unless they are.
+
+    Raises:
+        KernelBuildError: one does not compile.
+    """
+    given = call.scopes[0]
+    with torch.cuda.device_of(call.q):
+        _load(given.topk, is_flat(given.cache, V32_FP8.row_bytes), call.q.device)
+
+
+@functools.cache
+def _load(topk: int, flat: bool, device: torch.device) -> None:
+    defines = sparse_mla.definitions(V32_FP8.name, facts_of(device), is_flat=flat)
+    load_kernel(SOURCE, "sample")
+    sparse_mla_union.kernels(GROUP, topk, tuple((defines | {"GATE": SHARING}).items()), device.index)
+    sparse_mla.load(ALONE, V32_FP8.name, defines | {"GATE": NOT_SHARING}, device.index)
 
 
 def attend(call: SparseMlaCall) -> SparseMlaResult:
@@ -60,7 +98,7 @@ def attend(call: SparseMlaCall) -> SparseMlaResult:
     found = sample(call.rows, cuda_scope(call, given, V32_FP8), call.q.device)
     own = SparseMlaResult(written, result.lse, result.max_logits)
     sparse_mla_union.attend(call, group=GROUP, gate=found, result=own)
-    sparse_mla.attend(call, gate=found, result=own)
+    sparse_mla.attend(call, variant=ALONE, gate=found, result=own)
     if written.data_ptr() != result.out.data_ptr():
         result.out.copy_(written)
     return result

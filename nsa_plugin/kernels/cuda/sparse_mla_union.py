@@ -91,7 +91,7 @@ def attend(
     shared = variant.shared_bytes(V32_FP8.name)
     with torch.cuda.device_of(launch.q):
         device = launch.q.device
-        unite, run = _kernels(variant, tuple(defines.items()), topk, device.index)
+        unite, run = kernels(group, topk, tuple(defines.items()), device.index)
         entries = torch.empty((groups, group * topk), dtype=torch.int32, device=device)
         counts = torch.empty(groups, dtype=torch.int32, device=device)
         lengths = ctypes.c_void_p(scope.lengths), size(scope.lengths_divisor)
@@ -118,12 +118,16 @@ prefill = prefill_op(attend)
 
 
 @functools.cache
-def _kernels(
-    variant: Variant, defines: tuple[tuple[str, int], ...], topk: int, device: int | None
+def kernels(
+    group: int, topk: int, defines: tuple[tuple[str, int], ...], device: int | None
 ) -> tuple[CudaKernel, CudaKernel]:
-    """`unite`, and `attend` of the variant."""
-    table = 4 << table_bits(variant.group, topk)
-    one = {"GROUP": variant.group, "STEPS": steps(topk), "GATE": dict(defines)["GATE"]}
+    """`unite` and `attend` for groups of a size, compiled unless they are, on torch's current device.
+
+    Args:
+        defines: `sparse_mla.definitions`, and GATE.
+    """
+    variant, table = VARIANTS[group], 4 << table_bits(group, topk)
+    one = {"GROUP": group, "STEPS": steps(topk), "GATE": dict(defines)["GATE"]}
     unite = load_kernel(SOURCE, "unite", defines=one, max_dynamic_shared=table)
     options = dict(defines) | variant.definitions
     shared = variant.shared_bytes(V32_FP8.name)
