@@ -6,7 +6,7 @@ import pytest
 import torch
 from sm90 import needs_sm90
 
-from nsa_plugin.kernels.cuda import sparse_mla, sparse_mla_neighbours, sparse_mla_union
+from nsa_plugin.kernels.cuda import attention, sparse_mla, sparse_mla_neighbours, sparse_mla_union
 from nsa_plugin.kernels.sparse_mla import prefill_op, reference_prefill
 from nsa_plugin.tools.bench import inputs, judges
 from nsa_plugin.tools.bench.selections import CAUTIOUS, LIKELY, neighbouring
@@ -83,6 +83,24 @@ def test_the_gpu_takes_unions_where_neighbours_share(name: str, heads: int, toke
         assert torch.equal(found.lse, united.lse)
     elif 2 * shared < 0.9 * all_entries:
         assert torch.equal(found.lse, alone.lse)
+
+
+@pytest.mark.parametrize("name", ["shared", "random"])
+@pytest.mark.parametrize("tokens", [4095, 4096])
+def test_which_kernel_a_long_prefill_gets(name: str, tokens: int) -> None:
+    """To the bit that of unions where neighbours share, and from 4096 query tokens on."""
+    cache = inputs.filled_cache(DEVICE, "v32_fp8", KV, 64, 1)
+    q, indices = inputs.normal(DEVICE, 2, tokens, 8, 576), selections("random", tokens, 256)
+    if name == "shared":
+        indices = neighbouring(torch.arange(tokens, device=DEVICE), 256, 3, LIKELY)
+    found = attention.prefill(q, cache, indices, scale=576**-0.5)
+    united = name == "shared" and tokens >= sparse_mla_neighbours.MIN_ROWS
+    alone = prefill_op(sparse_mla.attend)
+    expected = (sparse_mla_union.prefill if united else alone)(q, cache, indices, scale=576**-0.5)
+    assert torch.equal(found.lse, expected.lse)
+    assert torch.equal(found.out, expected.out)
+    other = (alone if united else sparse_mla_union.prefill)(q, cache, indices, scale=576**-0.5)
+    assert not torch.equal(found.lse, other.lse)
 
 
 def test_selections_too_large_for_unions_are_attended_token_by_token() -> None:

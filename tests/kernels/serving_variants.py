@@ -20,7 +20,13 @@ from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.common.v4 import CacheSelection, LayerCall, attend_in_place
 from nsa_plugin.backends.vllm.v4 import serving as v4_serving
 from nsa_plugin.decision.shapes import ModelShape
-from nsa_plugin.kernels.cuda import attention, sparse_mla_launch, sparse_mla_wide
+from nsa_plugin.kernels.cuda import (
+    attention,
+    sparse_mla_launch,
+    sparse_mla_neighbours,
+    sparse_mla_union,
+    sparse_mla_wide,
+)
 from nsa_plugin.kernels.shard_indices import KvShard
 from nsa_plugin.kernels.triton import topk
 from tests.kernels.compile_program import BF16, F32, cache, empty, without_a_gpu
@@ -31,6 +37,7 @@ OFFSETS = (0, 1, 3, 8)
 WIDTHS = (1, 2, 3, 16, 63, 64, 513)
 DEVICE = torch.device("cuda")
 V32 = ModelShape(num_heads=128, attn_tp_size=8, kv_layout="v32_fp8")
+V32_FEW_HEADS = ModelShape(num_heads=64, attn_tp_size=8, kv_layout="v32_fp8")
 V32_ROWS = ModelShape(num_heads=128, attn_tp_size=8, kv_layout="bf16")
 V4 = ModelShape(
     family="v4",
@@ -64,9 +71,9 @@ class Variants:
 
         JITFunction.run = count
 
-    def loaded(self, source: str, name: str, *, defines: dict[str, int], **_: Any) -> Any:
+    def loaded(self, source: str, name: str, *, defines: dict[str, int] | None = None, **_: Any) -> Any:
         """As `build.load_kernel`, without NVRTC."""
-        known, key = self.known.setdefault(f"{source}: {name}", set()), str(sorted(defines.items()))
+        known, key = self.known.setdefault(f"{source}: {name}", set()), str(sorted((defines or {}).items()))
         if key not in known and self.serving:
             self.missed.setdefault(f"{source}: {name}", []).append(self.serving)
         known.add(key)
@@ -154,6 +161,18 @@ def shared(variants: Variants) -> None:
             providers.attend_part(op, name, q, keys, own.slots, **given)
 
 
+def v32_few_heads(variants: Variants) -> None:
+    """V3.2's prefills with 8 heads, of which long ones may attend unions of neighbouring query tokens."""
+    variants.serving = ""
+    providers = providers_of(V32_FEW_HEADS)
+    warming.warm({("sparse_mla_prefill", "cuda")}, providers, V32_FEW_HEADS, DEVICE)
+    for rows, offset in sizes():
+        variants.serving = f"8 heads, {rows} rows from {offset} on"
+        q, selected = empty(rows, 8, 576, dtype=BF16), empty(rows + offset, 2048)[offset:]
+        providers.attend("sparse_mla_prefill", "cuda", q, cache("v32_fp8", 64, 64), selected, scale=1.0, d_v=512)
+    assert sparse_mla_neighbours.MIN_ROWS in ROWS
+
+
 def v32_rows(variants: Variants) -> None:
     """V3.2 batches over a bf16 cache: attention in place."""
     variants.serving = ""
@@ -200,9 +219,10 @@ def main() -> None:
     FakeTensor.all = lambda self: True
     warming.default_selector = lambda device, topk_: topk.topk_rows
     variants = Variants()
-    sparse_mla_launch.load_kernel = sparse_mla_wide.load_kernel = variants.loaded
+    for module in (sparse_mla_launch, sparse_mla_neighbours, sparse_mla_union, sparse_mla_wide):
+        module.load_kernel = variants.loaded  # type: ignore[attr-defined]
     with FakeTensorMode():
-        for family in (v32, v32_rows, shared, v4):
+        for family in (v32, v32_few_heads, v32_rows, shared, v4):
             family(variants)
     print(json.dumps(variants.missed))
 

@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from nsa_plugin.kernels.checks import KernelArgumentError
-from nsa_plugin.kernels.cuda import attention, sparse_mla, sparse_mla_launch, sparse_mla_rows, sparse_mla_wide
+from nsa_plugin.kernels.cuda import (
+    attention,
+    sparse_mla,
+    sparse_mla_launch,
+    sparse_mla_neighbours,
+    sparse_mla_rows,
+    sparse_mla_wide,
+)
 from nsa_plugin.kernels.kv_cache import allocate_cache
 from nsa_plugin.kernels.sparse_mla import prefill_op
 from nsa_plugin.kernels.triton.device import DeviceFacts
@@ -70,6 +77,49 @@ def test_which_kernel_a_call_gets(monkeypatch, heads, rows, suits, chosen):
     assert attention.attend_prefill(call) == chosen
     # Compiled by the first batch that might have a larger one behind it.
     assert loaded == ([sparse_mla_wide.heads_of_block(heads)] if suits and rows and heads > 16 else [])
+
+
+@pytest.mark.parametrize(
+    ("rows", "suits", "chosen"),
+    [(4096, True, "neighbours"), (4095, True, "alone"), (4096, False, "alone"), (0, True, "alone")],
+)
+def test_long_prefills_of_few_heads_let_the_gpu_decide(monkeypatch, rows, suits, chosen):
+    loaded = []
+    monkeypatch.setattr(sparse_mla, "attend", lambda call: "alone")
+    monkeypatch.setattr(sparse_mla_neighbours, "attend", lambda call: "neighbours")
+    monkeypatch.setattr(sparse_mla_neighbours, "suits", lambda call: suits)
+    monkeypatch.setattr(sparse_mla_neighbours, "load", loaded.append)
+    call = SimpleNamespace(heads=8, rows=rows, q=torch.zeros(1), scopes=(scope(),))
+    assert attention.attend_prefill(call) == chosen
+    # Compiled by the first batch that might have a longer one behind it.
+    assert loaded == ([call] if suits and rows else [])
+
+
+def scope(topk=2048, layout=V32_FP8, slots=64):
+    return SimpleNamespace(cache=SimpleNamespace(layout=layout, num_slots=slots), topk=topk)
+
+
+@pytest.mark.parametrize(
+    ("changes", "architecture", "suits"),
+    [
+        ({}, 90, True),
+        ({"heads": 9}, 90, False),
+        ({}, 86, False),
+        ({"q": SimpleNamespace(is_cuda=False)}, 90, False),
+        ({"scopes": (scope(), scope())}, 90, False),
+        ({"scopes": (scope(layout=V4_FP8),)}, 90, False),
+        ({"scopes": (scope(topk=8193),)}, 90, False),
+        ({"scopes": (scope(slots=2**28 - 1),)}, 90, False),
+        ({"d_v": 256}, 90, False),
+        ({"out_dtype": torch.float32}, 90, False),
+    ],
+)
+def test_which_calls_suit_unions_that_the_gpu_decides_on(monkeypatch, changes, architecture, suits):
+    facts = DeviceFacts(132, architecture, shared_memory_per_block(architecture))
+    monkeypatch.setattr(sparse_mla_wide, "facts_of", lambda device: facts)
+    q = SimpleNamespace(is_cuda=True, device="cuda")
+    given = {"heads": 8, "q": q, "scopes": (scope(),), "d_v": 512, "out_dtype": torch.bfloat16} | changes
+    assert sparse_mla_neighbours.suits(SimpleNamespace(**given)) is suits
 
 
 def test_the_kernel_is_that_of_the_layout(monkeypatch):

@@ -19,6 +19,8 @@ _NAMED = 4  # requests that a check lists
 
 SHARED_CACHE = "context parallelism"
 """The fact in a start-up report that says how many ranks share the KV cache."""
+SHORT_WITH_LONG = "short prompts batched with long ones"
+"""The one that says how they attend."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,15 +166,19 @@ def shares_cache(run: Run, ranks: int) -> Check:
 
 def combined_checks(measured: Measured, run: Run) -> list[Check]:
     """Whether the plugin planned the prefills with requests of two kinds that its server was set up for."""
-    found, cases = [], measured.asked["cases"]
+    found, cases = list[Check](), measured.asked["cases"]
+
+    def add(name: str, kind: str, why: str = "") -> None:
+        counted = run.combined.get(kind, 0)
+        detail = f"{counted} prefills, counted" + (f"; the start-up report: {why}" if why and not counted else "")
+        found.append(Check(name=name, holds=counted > 0, detail=detail))
+
     if run.report.get("settings", {}).get("split_prefill") == "on" and not {INTERLEAVED, TURNS}.isdisjoint(cases):
-        found.append(("short prompts attended densely next to long ones", SPLIT))
+        why = run.report.get("facts", {}).get(SHORT_WITH_LONG, "")
+        add("short prompts attended densely next to long ones", SPLIT, why)
     if measured.facts.get("mixed_chunk") and MIXED_CHUNK in cases:
-        found.append(("decode steps ran in prefills", MIXED))
-    return [
-        Check(name=name, holds=run.combined.get(kind, 0) > 0, detail=f"{run.combined.get(kind, 0)} prefills, counted")
-        for name, kind in found
-    ]
+        add("decode steps ran in prefills", MIXED)
+    return found
 
 
 def spread_check(own: Sequence[Compared], allowed: StockTolerance, *, name: str, nothing: str) -> Check:

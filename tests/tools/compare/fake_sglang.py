@@ -144,6 +144,7 @@ if PLUGIN:
     active = MODE != "inactive"
     settings = {"split_prefill": given} if (given := os.environ.get("NSA_PLUGIN_SPLIT_PREFILL")) else {}
     report = {"active": active, "notes": [] if active else ["a note that says why"], "settings": settings, "text": "on"}
+    report["facts"] = {"short prompts batched with long ones": "attend as the long ones: no reason"}
     Path(os.environ["NSA_PLUGIN_REPORT"]).write_text(json.dumps(report))
     if MODE != "uncounted":
         print("[2026-01-01] new plan plan-0: extend/mha_one_shot on fa3\n  attention: why", flush=True)

@@ -129,6 +129,9 @@ def test_prefills_with_requests_of_two_kinds_must_have_been_planned(
     record = read()
     wanted = ["short prompts attended densely next to long ones", "decode steps ran in prefills"]
     assert (code, failed(record)) == ((1, wanted) if mode else (0, [])), out
+    checks = {check["name"]: check["detail"] for check in record["verdict"]["checks"]}
+    why = "0 prefills, counted; the start-up report: attend as the long ones: no reason"
+    assert checks[wanted[0]] == (why if mode else "3 prefills, counted")
     assert record["suite"] == "sglang-0.5.16-v32-16heads-fp8-mixed-split-prefill-on"
     assert record["servers"]["plugin"].get("combined", {}) == ({} if mode else {"split": 3, "mixed": 5})
     rows = [row for row in record["rows"] if row["provider"] == "nsa-plugin" and "fault" not in row["case"]]
