@@ -7,9 +7,7 @@
 #define GATE 0  // 0: always run; 1: only if neighbouring query rows share enough; 2: only if they do not
 #endif
 
-DEVICE int2 read_gate(const int* __restrict__ found) { return make_int2(__ldg(found), __ldg(found + 1)); }
-
 // Whether this kernel is the one to run, by what `sample` counted. From half of a row's entries on, unions are taken:
 // a line through the recorded times of unions of two with 8 heads crosses those of single rows at 0.4
 // (docs/benchmarks/h200/sparse-mla-prefill).
-DEVICE bool goes_on(int2 found) { return (2 * found.x >= found.y) == (GATE == 1); }
+DEVICE bool goes_on(const int* __restrict__ found) { return (2 * __ldg(found) >= __ldg(found + 1)) == (GATE == 1); }

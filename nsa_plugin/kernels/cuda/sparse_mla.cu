@@ -104,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
 #endif
     ) {
 #if GATE
-    auto counted = read_gate(gate);
+    if (!goes_on(gate)) return;
 #endif
     extern __shared__ __align__(128) u8 memory[];
     Shared& shared = *(Shared*)memory;
@@ -123,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
     int lengths[2] = {scope_length(first, row), HAS_EXTRA ? scope_length(second, row) : 0};
     int blocks[2] = {(lengths[0] + KEYS - 1) / KEYS, (lengths[1] + KEYS - 1) / KEYS};
     int all = blocks[0] + blocks[1], share = (all + gridDim.z - 1) / gridDim.z;
-    // A group has one share; told so, the compiler has registers left.
+    // A group has one share; told so, the compiler spills fewer registers.
     int begin = GROUP > 1 ? 0 : min(share * (int)blockIdx.z, all), end = GROUP > 1 ? all : min(begin + share, all);
 
     auto given = [&](bool is_extra) {
@@ -172,9 +172,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
     if (multiplies)
         read_query(raw, q + first_row * q_row_stride + first_head * q_head_stride, q_row_stride, q_head_stride, own_rows,
                    own_heads, part, lane);
-#if GATE
-    if (!goes_on(counted)) return;  // the counts have arrived with the entries, and no copy is on its way yet
-#endif
 #if !PRODUCERS
     if (begin < end) copy(begin, slots[0]);
     find_largest(shared, raw, part, lane);
@@ -216,8 +213,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
         int step = block - begin, stage = (u32)step % STAGES;
         // With many heads, addresses are made anew in every step: registers do not suffice to keep them.
         if constexpr (!HOPPER && NT > 2) asm volatile("" : "+r"(lane), "+r"(warp));
-        // Nor for the lane with unions, which otherwise lies in local memory: much of the L1 cache is shared memory.
-        if constexpr (GROUP > 1) asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
         barrier_wait(shared_address(&shared.full[stage]), (u32)step / STAGES & 1);
         multiply_queries(shared, stage, query, part, lane);
         // S is there, and nobody reads P or the stage before any more.

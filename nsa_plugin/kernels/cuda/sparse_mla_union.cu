@@ -33,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) unite(
 #endif
     ) {
 #if GATE
-    if (!goes_on(read_gate(gate))) return;
+    if (!goes_on(gate)) return;
 #endif
     extern __shared__ __align__(16) u32 table[];
     __shared__ int found[GROUP][WARPS];
