@@ -7,6 +7,8 @@ standard library. Each process writes its count into a file that has its process
 from __future__ import annotations
 
 import gc
+import itertools
+import operator
 import os
 import sys
 import threading
@@ -19,9 +21,15 @@ EVERY_S = 10.0
 
 
 def count(package: str = "nsa_plugin") -> int:
-    """Instances of the package's classes that are alive."""
+    """Instances of the package's classes that are alive.
+
+    The list of all objects holds tuples that other threads are still filling, such as one of a generator's items. To
+    grow, a tuple must have no second reference: SystemError, bad argument to internal function. So the list lives
+    within one call of C code, in which the interpreter does not switch threads, and only types leave it.
+    """
     start = f"{package}."
-    modules = (getattr(type(one), "__module__", None) for one in gc.get_objects())
+    kinds = list(map(type, itertools.chain.from_iterable(map(operator.call, [gc.get_objects]))))
+    modules = (getattr(kind, "__module__", None) for kind in kinds)
     return sum(isinstance(module, str) and module.startswith(start) for module in modules)
 
 

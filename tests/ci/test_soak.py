@@ -9,6 +9,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -20,6 +21,7 @@ import pytest
 from rich.console import Console
 
 from ci.rows import ROOT
+from ci.soak import census
 from ci.soak.__main__ import parser
 from ci.soak.client import Client, compared, new_session
 from ci.soak.engines import CENSUS, PREEMPTIONS, SETUPS, count_of
@@ -421,3 +423,27 @@ WHOLE = b'{"usage": {"completion_tokens": 3}}'
 )
 def test_ends_of_requests(handler: Callable[[Any], Awaitable[Any]], kind: Kind, end: End) -> None:
     assert asked(handler, kind, leave_after=0.2 if kind is Kind.CANCEL else 2).end is end
+
+
+def test_counting_leaves_the_tuples_of_other_threads_alone() -> None:
+    """A list of all objects refers to tuples that are still filled, and such a tuple can no longer grow."""
+    counted, errors = threading.Event(), list[SystemError]()
+
+    def fill() -> None:
+        while not counted.is_set():
+            try:
+                tuple(number for number in range(2000))
+            except SystemError as error:
+                errors.append(error)
+
+    threads = [threading.Thread(target=fill) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(12):
+            census.count()
+    finally:
+        counted.set()
+        for thread in threads:
+            thread.join()
+    assert errors == []
