@@ -67,6 +67,7 @@ def built(**settings: Any) -> Any:
     planner = SglangPlanner(
         ModelShape(num_heads=128, attn_tp_size=8, kv_layout="v32_fp8"), synthetic(90), Settings(**settings)
     )
+    planner.whole = "" if planner.settings.split_prefill == "on" else planner.whole
     assert adopt(backend, planner, SimpleNamespace()) == []
     return backend
 
@@ -142,6 +143,13 @@ def test_sglang_selects_slots_for_a_prefill_with_decode_steps(h200: None, asked:
         ({"mha_max_kv": 2048}, (5, 2049), {}, False),
         ({}, (5,), {}, False),
         ({"mha_max_kv": 2048}, (5,), {"global_num_tokens_cpu": [5, 9]}, False),
+        ({"split_prefill": "on"}, (3000, 1500), {}, True),
+        ({"split_prefill": "on"}, (3000, 1500, 900), {"extend_seq_lens_cpu": [3000, 1500, 1]}, True),
+        ({"split_prefill": "on"}, (3000, 400), {}, False),
+        ({"split_prefill": "on"}, (1500, 900), {}, False),
+        ({"split_prefill": "on"}, (3000, 1500), {"global_num_tokens_cpu": [4500, 9]}, False),
+        ({"split_prefill": "on"}, (3000, 1500), {"spec_info": object()}, False),
+        ({}, (3000, 1500), {}, False),
     ],
 )
 def test_a_batch_leaves_sglangs_prefill_graph(

@@ -293,24 +293,29 @@ def with_plans(original: type) -> type:
             return super()._forward_fa3(page_table=_attended(self.nsa_plugin, page_table), **named)  # type: ignore[no-any-return]
 
         def nsa_plugin_leaves_graph(self, forward_batch: Any) -> bool:
-            """Whether a prefill runs eagerly and densely instead of being replayed from a graph, which is sparse.
+            """Whether a prefill runs eagerly, because some or all of it attends densely; a graph is always sparse.
 
             SGLang asks outside any graph, before it prepares the batch. All ranks must answer alike, so the answer
             depends on the batch's lengths and on state that the ranks share. With DP attention each group has a
             different batch, and the stock answer stands.
             """
             state = self.nsa_plugin
-            if state is None or not state.plans_prefill or state.planner.settings.mha_max_kv <= 0:
+            if state is None or not state.plans_prefill:
                 return False
-            if batches.phase_of(forward_batch.forward_mode) is not Phase.EXTEND:
+            dense, splits = state.planner.settings.mha_max_kv > 0, not state.planner.whole
+            if not (dense or splits) or batches.phase_of(forward_batch.forward_mode) is not Phase.EXTEND:
                 return False
             if getattr(forward_batch, "global_num_tokens_cpu", None) is not None:
                 return False
-            original_setter(self, forward_batch)  # SGLang's rules; the preparation sets them again
-            if not self.use_mha:
-                return False
-            route = state.planner.prefill_execution(batches.prefill_batch(forward_batch), dense_allowed=True)
-            return route is not None and route.dense
+            batch, allows = batches.prefill_batch(forward_batch), functools.partial(_allows, original_setter, self)
+            if dense and allows(forward_batch):  # SGLang's rules; the preparation sets them again
+                route = state.planner.prefill_execution(batch, dense_allowed=True)
+                if route is not None and route.dense:
+                    return True
+            no_split = _no_split(state, batch, forward_batch, allows)
+            return not no_split and isinstance(
+                state.planner.prefill_execution(batch, no_split=no_split), SplitExecution
+            )
 
     methods = {setter: _setter(original_setter)}
     methods |= {name: _prepared(getattr(original, name)) for name in GRAPH_METHODS if hasattr(original, name)}
@@ -343,12 +348,7 @@ def _setter(original: Callable[..., None]) -> Callable[..., None]:
         if state is None:
             return original(self, forward_batch)
 
-        def allows(batch: Any) -> bool:
-            """Apply SGLang's rules, from the path it was started with; return whether it may attend densely."""
-            setattr(self, f"{state.x}_prefill_impl", state.prefill_impl)
-            original(self, batch)
-            return bool(self.use_mha)
-
+        allows = functools.partial(_allows, original, self)
         dense_allowed = allows(forward_batch)
         if forward_batch is None:
             return None
@@ -356,12 +356,7 @@ def _setter(original: Callable[..., None]) -> Callable[..., None]:
         if phase is Phase.EXTEND and state.plans_prefill:
             in_graph = state.exchange is not None and state.exchange.in_graph()
             batch = batches.prefill_batch(forward_batch, in_graph=in_graph)
-            no_split = state.planner.no_split_of(batch)
-            if not no_split and getattr(forward_batch, "spec_info", None) is not None:
-                no_split = "the draft model reads the selection of every prompt"
-            if not no_split:
-                no_split = "" if allows(batches.ShortPrompts(forward_batch, state.planner.short_limit)) else NO_DENSE
-                allows(forward_batch)
+            no_split = _no_split(state, batch, forward_batch, allows)
             route = state.planner.prefill(batch, dense_allowed=dense_allowed, no_split=no_split)
             if route is not None:
                 self.use_mha = route.dense
@@ -375,6 +370,29 @@ def _setter(original: Callable[..., None]) -> Callable[..., None]:
         return None
 
     return set_prefill_impl
+
+
+def _allows(original: Callable[..., None], backend: Any, forward_batch: Any) -> bool:
+    """Apply SGLang's rules, from the path it was started with; return whether a batch may attend densely.
+
+    Args:
+        original: `set_{nsa,dsa}_prefill_impl`.
+    """
+    state: State = backend.nsa_plugin
+    setattr(backend, f"{state.x}_prefill_impl", state.prefill_impl)
+    original(backend, forward_batch)
+    return bool(backend.use_mha)
+
+
+def _no_split(state: State, batch: Batch, forward_batch: Any, allows: Callable[[Any], bool]) -> str:
+    """Return why a prefill's short prompts do not attend densely next to its long ones; "" if they may."""
+    if no_split := state.planner.no_split_of(batch):
+        return no_split
+    if getattr(forward_batch, "spec_info", None) is not None:
+        return "the draft model reads the selection of every prompt"
+    short = allows(batches.ShortPrompts(forward_batch, state.planner.short_limit))
+    allows(forward_batch)  # what the rules set stands for the whole batch
+    return "" if short else NO_DENSE
 
 
 def _prepared(original: Callable[..., None]) -> Callable[..., None]:
