@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from nsa_plugin.tools import records
 from nsa_plugin.tools.bench.cases import BenchError, Suite
 from nsa_plugin.tools.bench.floors import Rates
+from nsa_plugin.tools.bench.rivals import RIVALS
 
 if TYPE_CHECKING:
     from nsa_plugin.tools.bench.outcome import Outcome
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 _WHERE = ("--json", "--commit")
 FLUSHED, BACK_TO_BACK = "flushed", "back to back"  # how a timed run finds the L2 cache
 PORTABLE = "portable-"
+BACK_TO_BACK_SUITE, RIVALS_SUITE = "-back-to-back", "-beside-rivals"
+"""Suffixes of the suites that time call after call, and that had an engine's other kernels beside them."""
 _ROW_KEYS = frozenset(
     {"op", "case", "provider", "median_us", "min_us", "runs", "floor_us", "baseline", "baseline_us", "speedup"}
     | {"max_error"}
@@ -57,9 +60,11 @@ def describe_host(rates: Rates, *, l2: str, commit: str | None = None) -> dict[s
 
 
 def as_record(suite: Suite, outcome: Outcome, host: Mapping[str, Any], command: Sequence[str]) -> dict[str, Any]:
-    """The record of one run of a suite. Other ways to run it are other suites: SUITE-back-to-back, portable-SUITE."""
-    name = f"{suite.name}-back-to-back" if host["l2"] == BACK_TO_BACK else suite.name
+    """The record of one run of a suite. Other ways to run it are other suites: SUITE-back-to-back, portable-SUITE, and
+    SUITE-beside-rivals where SGLang or vLLM is installed with kernels of `rivals`."""
+    name = suite.name + BACK_TO_BACK_SUITE * (host["l2"] == BACK_TO_BACK)
     name = f"{PORTABLE}{name}" if host.get("emulates") else name
+    name += RIVALS_SUITE * any(row["provider"] in RIVALS for row in outcome.rows)
     return {
         **records.head(name, " ".join(records.portable(command, _WHERE)), host),
         "rows": outcome.rows,
@@ -67,6 +72,11 @@ def as_record(suite: Suite, outcome: Outcome, host: Mapping[str, Any], command: 
         "failed": outcome.failed,
         "skipped": [{"op": case.op, "case": case.as_dict()} for case in outcome.skipped],
     }
+
+
+def suite_name(name: str) -> str:
+    """The suite of `nsa-plugin bench` that a record's `suite` is a way to run."""
+    return name.removesuffix(RIVALS_SUITE).removesuffix(BACK_TO_BACK_SUITE).removeprefix(PORTABLE)
 
 
 def check(record: Any, where: str) -> dict[str, Any]:

@@ -30,6 +30,7 @@ def sglang_name(union: int) -> str:
 
 
 VLLM_NAME = "vLLM triton_bf16_mla_sparse"
+RIVALS = frozenset({VLLM_NAME, *map(sglang_name, UNIONS)})
 
 
 def sglang_triton(q: torch.Tensor, rows: torch.Tensor, indices: torch.Tensor, scale: float, *, union: int) -> TimedCall:

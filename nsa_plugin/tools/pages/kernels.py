@@ -8,12 +8,10 @@ from typing import Any
 
 from nsa_plugin.libraries.architectures import shared_memory_per_block
 from nsa_plugin.tools.bench.cases import SUITES, describe_fields
-from nsa_plugin.tools.bench.record import PORTABLE
+from nsa_plugin.tools.bench.record import BACK_TO_BACK_SUITE, PORTABLE, RIVALS_SUITE, suite_name
 from nsa_plugin.tools.bench.tables import grouped
 from nsa_plugin.tools.pages.markdown import generated_notice, markdown_table
 from nsa_plugin.tools.records import Row
-
-BACK_TO_BACK = "-back-to-back"
 
 
 def page(path: Path, record: Row) -> str:
@@ -39,19 +37,23 @@ def page(path: Path, record: Row) -> str:
 
 def describe(suite: str) -> str:
     """What a suite measures; empty for one that `nsa-plugin bench` does not list."""
-    found = SUITES.get(suite.removesuffix(BACK_TO_BACK).removeprefix(PORTABLE))
+    found = SUITES.get(suite_name(suite))
     if found is None:
         return ""
     about = found.about[0].upper() + found.about[1:]
     if suite.startswith(PORTABLE):
-        return f"{about}; the plugin's kernels run as on a GPU with less shared memory and no fp8 instructions"
-    return f"{about}; timed call after call, without emptying the L2 cache" if suite.endswith(BACK_TO_BACK) else about
+        about += "; the plugin's kernels run as on a GPU with less shared memory and no fp8 instructions"
+    if BACK_TO_BACK_SUITE in suite:
+        about += "; timed call after call, without emptying the L2 cache"
+    if suite.endswith(RIVALS_SUITE):
+        about += "; beside kernels for few heads that SGLang and vLLM install and do not use by default"
+    return about
 
 
 def position(suite: str) -> tuple[int, str]:
     """A suite's position in the index: the order of `nsa-plugin bench --list`, unknown ones last."""
     order = list(SUITES)
-    name = suite.removesuffix(BACK_TO_BACK).removeprefix(PORTABLE)
+    name = suite_name(suite)
     return (order.index(name) if name in order else len(order), suite)
 
 
