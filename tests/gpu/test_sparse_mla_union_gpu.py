@@ -36,22 +36,21 @@ def selections(name: str, tokens: int, topk: int) -> torch.Tensor:
     return neighbouring(torch.arange(KV - tokens, KV, device=DEVICE), topk, 3, LIKELY)
 
 
-@pytest.mark.parametrize("group", sparse_mla_union.GROUPS)
 @pytest.mark.parametrize("name", ["shared", "random", "twice", "with gaps", "short"])
 @pytest.mark.parametrize(("heads", "tokens", "topk"), [(8, 13, 256), (16, 9, 2048), (5, 33, 320), (24, 10, 100)])
-def test_unions_against_the_reference(group: int, name: str, heads: int, tokens: int, topk: int) -> None:
+def test_unions_against_the_reference(name: str, heads: int, tokens: int, topk: int) -> None:
     cache = inputs.filled_cache(DEVICE, "v32_fp8", KV, 64, 1)
     q = inputs.normal(DEVICE, 2, tokens, heads, 576)
     indices = selections(name, tokens, topk)
     lengths = torch.arange(tokens, device=DEVICE) * topk // tokens + 1 if heads == 5 else None
     sink = torch.randn(heads, device=DEVICE) if heads == 24 else None
     more = {"scale": 576**-0.5, "topk_length": lengths, "attn_sink": sink}
-    found = sparse_mla_union.prefill(q, cache, indices, **more, group=group)
+    found = sparse_mla_union.prefill(q, cache, indices, **more)
     expected = reference_prefill(q, cache, indices, **more, out_dtype=torch.float32)
     judges.close("out", found.out, expected.out, judges.PREFILL_OUT)
     judges.close("lse", found.lse, expected.lse, judges.STATISTIC)
     judges.close("max_logits", found.max_logits, expected.max_logits, judges.STATISTIC)
-    again = sparse_mla_union.prefill(q, cache, indices, **more, group=group)
+    again = sparse_mla_union.prefill(q, cache, indices, **more)
     assert torch.equal(found.out, again.out)
     assert torch.equal(found.lse, again.lse)
 

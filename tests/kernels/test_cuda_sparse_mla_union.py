@@ -21,13 +21,12 @@ HEADS = 8
     ("changes", "message"),
     [
         ({}, "q is on cpu; the CUDA kernel needs a CUDA device"),
-        ({"group": 3}, "group is 3; allowed: 2, 4"),
         ({"q": torch.zeros(HOST_TOKENS, HEADS, 576)}, "q has dtype float32; allowed: bfloat16"),
         ({"kv": torch.zeros(128, 576, dtype=torch.bfloat16)}, "kv has layout bf16; this kernel reads v32_fp8"),
         ({"d_v": 256}, "d_v is 256"),
         (
-            {"indices": torch.zeros(HOST_TOKENS, 4097, dtype=torch.int32), "group": 4},
-            "topk is 4097; 4 tokens may select",
+            {"indices": torch.zeros(HOST_TOKENS, 8193, dtype=torch.int32)},
+            "topk is 8193; 2 tokens may select",
         ),
         (
             {
@@ -60,38 +59,29 @@ def test_what_is_refused_where_the_gpu_decides(changes, message):
 
 
 @pytest.mark.parametrize(
-    ("group", "topk", "num_slots", "fits"),
-    [
-        (2, 8192, 2**28 - 2, True),
-        (2, 8193, 64, False),
-        (4, 4096, 64, True),
-        (4, 4097, 64, False),
-        (2, 1, 2**28 - 1, False),
-    ],
+    ("topk", "num_slots", "fits"), [(8192, 2**28 - 2, True), (8193, 64, False), (1, 2**28 - 1, False)]
 )
-def test_what_fits_an_entry_and_the_table(group, topk, num_slots, fits):
-    assert sparse_mla_union.fits(group, topk, num_slots) is fits
+def test_what_fits_an_entry_and_the_table(topk, num_slots, fits):
+    assert sparse_mla_union.fits(topk, num_slots) is fits
 
 
-@pytest.mark.parametrize("variant", sparse_mla_union.VARIANTS.values(), ids=str)
-def test_blocks_fit_into_shared_memory(variant):
+def test_blocks_fit_into_shared_memory():
+    variant = sparse_mla_union.VARIANT
     each = variant.shared_bytes("v32_fp8")
     assert each <= shared_memory_per_block(90)
     # 228 KiB an SM, of which every block takes 1 KiB more than it asks for (CUDA C++ Programming Guide).
     assert variant.blocks * (each + 1024) <= 228 * 1024
 
 
-@pytest.mark.parametrize("group", sparse_mla_union.GROUPS)
-def test_a_block_takes_eight_heads_of_every_token_of_a_group(group):
-    variant = sparse_mla_union.VARIANTS[group]
-    assert (variant.heads, variant.group) == (8, group)
+def test_a_block_takes_eight_heads_of_both_tokens_of_a_group():
+    variant = sparse_mla_union.VARIANT
+    assert (variant.heads, variant.group) == (8, sparse_mla_union.GROUP)
 
 
-@pytest.mark.parametrize("topk", [1, 3, 64, 2047, 2048, 4096])
-@pytest.mark.parametrize("group", sparse_mla_union.GROUPS)
-def test_the_table_has_two_words_for_each_entry_and_fits(group, topk):
-    words = 1 << sparse_mla_union.table_bits(group, topk)
-    assert 2 * group * topk <= words < 4 * group * topk + 2
+@pytest.mark.parametrize("topk", [1, 3, 64, 2047, 2048, 4096, 8192])
+def test_the_table_has_two_words_for_each_entry_and_fits(topk):
+    words = 1 << sparse_mla_union.table_bits(topk)
+    assert 4 * topk <= words < 8 * topk + 2
     assert topk <= sparse_mla_union.steps(topk) * sparse_mla_union.THREADS[0] < topk + sparse_mla_union.THREADS[0]
     assert 4 * words <= shared_memory_per_block(90)
 
@@ -112,4 +102,4 @@ def test_the_host_and_the_gate_agree():
     assert (sparse_mla_launch.NO_GATE, sparse_mla_launch.NOT_SHARING) == (0, 2)
     assert (int(re.search(r"THREADS = (\d+);", sample)[1]), 1, 1) == sparse_mla_neighbours.THREADS
     # A thread of the sample takes the second row of each pair, as a union of two does.
-    assert sparse_mla_neighbours.GROUP == 2
+    assert sparse_mla_union.GROUP == 2

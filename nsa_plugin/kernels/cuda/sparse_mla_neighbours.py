@@ -39,10 +39,9 @@ PAIRS = 64
 """Most pairs of the sample, spread evenly over the batch."""
 MOST_HEADS = 8
 """With more, a token alone fills the tiles, and unions were slower at any overlap."""
-GROUP = 2
 MIN_ROWS = 4096
 """Fewest query tokens of a batch for which it is worth it: the sample and the kernels that end at once take as long
-whatever the batch, by the record 6 to 10% of the time of 512 query tokens."""
+whatever the batch, by the record 8% of the time of 512 query tokens."""
 ALONE = sparse_mla.VARIANTS[0]
 """How a token is attended alone: two blocks an SM, with 8 heads each, in one share."""
 
@@ -53,7 +52,7 @@ def suits(call: SparseMlaCall) -> bool:
     return (
         call.heads <= MOST_HEADS
         and sparse_mla_wide.suits(call)
-        and sparse_mla_union.fits(GROUP, given.topk, given.cache.num_slots)
+        and sparse_mla_union.fits(given.topk, given.cache.num_slots)
     )
 
 
@@ -72,7 +71,7 @@ def load(call: SparseMlaCall) -> None:
 def _load(topk: int, flat: bool, device: torch.device) -> None:
     defines = sparse_mla.definitions(V32_FP8.name, facts_of(device), is_flat=flat)
     load_kernel(SOURCE, "sample")
-    sparse_mla_union.kernels(GROUP, topk, tuple((defines | {"GATE": SHARING}).items()), device.index)
+    sparse_mla_union.kernels(topk, tuple((defines | {"GATE": SHARING}).items()), device.index)
     sparse_mla.load(ALONE, V32_FP8.name, defines | {"GATE": NOT_SHARING}, device.index)
 
 
@@ -88,7 +87,7 @@ def attend(call: SparseMlaCall) -> SparseMlaResult:
     few = f"there are {call.heads} heads; unions are faster with up to {MOST_HEADS}"
     call.require(call.heads <= MOST_HEADS, few)
     given = require_hopper(call)
-    if not sparse_mla_union.fits(GROUP, given.topk, given.cache.num_slots):
+    if not sparse_mla_union.fits(given.topk, given.cache.num_slots):
         return sparse_mla.attend(call)
     result = new_result(call)
     if not call.q.numel():
@@ -97,7 +96,7 @@ def attend(call: SparseMlaCall) -> SparseMlaResult:
     written = writable_rows(result.out).view(result.out.shape)
     found = sample(call.rows, cuda_scope(call, given, V32_FP8), call.q.device)
     own = SparseMlaResult(written, result.lse, result.max_logits)
-    sparse_mla_union.attend(call, group=GROUP, gate=found, result=own)
+    sparse_mla_union.attend(call, gate=found, result=own)
     sparse_mla.attend(call, variant=ALONE, gate=found, result=own)
     if written.data_ptr() != result.out.data_ptr():
         result.out.copy_(written)
@@ -114,7 +113,7 @@ def sample(rows: int, scope: CudaScope, device: torch.device) -> torch.Tensor:
     with torch.cuda.device(device):
         found = torch.zeros(2, dtype=torch.int32, device=device)
         size = ctypes.c_int
-        if pairs := min(rows // GROUP, PAIRS):
+        if pairs := min(rows // sparse_mla_union.GROUP, PAIRS):
             indices = ctypes.c_void_p(scope.indices), ctypes.c_int64(scope.indices_stride)
             lengths = ctypes.c_void_p(scope.lengths), size(scope.lengths_divisor)
             numbers = map(size, (rows, scope.topk, scope.num_slots))

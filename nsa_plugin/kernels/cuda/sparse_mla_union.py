@@ -1,7 +1,7 @@
 """Sparse MLA of a prefill whose neighbouring query tokens select many of the same KV tokens, in CUDA C++.
 
 Op `sparse_mla_prefill`; contract: `nsa_plugin.kernels.sparse_mla`. A first kernel (`sparse_mla_union.cu`) makes the
-union of what each group of 2 or 4 neighbouring query tokens selects, with a bit for each token. The second one
+union of what each group of two neighbouring query tokens selects, with a bit for each token. The second one
 (`sparse_mla.cu`) copies a union's records once, converts them once and attends all tokens of the group; bits keep every
 token to its own selection. The result is exact whatever the tokens share. Equal inputs give bit-identical results, but
 a token's sums have another order in another group. It takes V3.2 records, one cache, and SM90.
@@ -37,9 +37,11 @@ THREADS = (256, 1, 1)  # of a block that makes a union
 SLOT_BITS = 28  # of an entry of a union; the others say which tokens select the slot
 MOST_ENTRIES = 2**14  # of a group, before they are united: the table in shared memory has two words for each
 
-GROUPS = (2, 4)
-VARIANTS = {2: Variant(tiles=2, blocks=2, held=4, group=2), 4: Variant(tiles=4, blocks=1, held=8, group=4)}
-"""By group. Both take 8 heads of a token; for more heads, blocks copy a union once for each 8."""
+GROUP = 2
+"""Query tokens of a union. Four were slower with any overlap: 899 us where two took 768, at 95% (record
+`docs/benchmarks/h200/sparse-mla-prefill`)."""
+VARIANT = Variant(tiles=2, blocks=2, held=4, group=GROUP)
+"""It takes 8 heads of a token; for more heads, blocks copy a union once for each 8."""
 
 
 def steps(topk: int) -> int:
@@ -47,23 +49,22 @@ def steps(topk: int) -> int:
     return -(-topk // THREADS[0])
 
 
-def table_bits(group: int, topk: int) -> int:
+def table_bits(topk: int) -> int:
     """log2 of the words of the table in which a group's entries are united: two for each entry."""
-    return max(2 * group * topk - 1, 1).bit_length()
+    return max(2 * GROUP * topk - 1, 1).bit_length()
 
 
-def fits(group: int, topk: int, num_slots: int) -> bool:
+def fits(topk: int, num_slots: int) -> bool:
     """Whether an entry of a union has room for a slot, and the table for the entries of a group."""
-    return num_slots < 2**SLOT_BITS - 1 and group * topk <= MOST_ENTRIES
+    return num_slots < 2**SLOT_BITS - 1 and GROUP * topk <= MOST_ENTRIES
 
 
 def attend(
-    call: SparseMlaCall, *, group: int = 2, gate: torch.Tensor | None = None, result: SparseMlaResult | None = None
+    call: SparseMlaCall, *, gate: torch.Tensor | None = None, result: SparseMlaResult | None = None
 ) -> SparseMlaResult:
     """Attend unions of neighbouring query tokens, within the module's limits.
 
     Args:
-        group: query tokens of a union, 2 or 4.
         gate: [2] int32, see `sparse_mla_neighbours`: attend only if the neighbours share enough.
         result: to write, as `new_result` makes it; None: a new one.
 
@@ -71,45 +72,43 @@ def attend(
         KernelArgumentError: the kernel does not support a shape, dtype, layout or device.
         KernelBuildError: a kernel does not compile or launch.
     """
-    call.require(group in GROUPS, f"group is {group}; allowed: {', '.join(map(str, GROUPS))}")
     topk, num_slots = call.scopes[0].topk, call.scopes[0].cache.num_slots
     slots = f"{call.scopes[0].name} has {num_slots} slots; an entry of a union has {SLOT_BITS} bits for one"
     call.require(num_slots < 2**SLOT_BITS - 1, slots)
-    call.require(group * topk <= MOST_ENTRIES, f"topk is {topk}; {group} tokens may select {MOST_ENTRIES} together")
+    call.require(GROUP * topk <= MOST_ENTRIES, f"topk is {topk}; {GROUP} tokens may select {MOST_ENTRIES} together")
     given = require_hopper(call)
     launch = prepare(call, result=result)
     if not call.q.numel():
         return launch.result
-    variant, rows = VARIANTS[group], call.rows
+    rows = call.rows
     scope = cuda_scope(call, given, V32_FP8)
     out_float32 = launch.out.dtype == torch.float32
     defines = sparse_mla.definitions(V32_FP8.name, launch.facts, is_flat=scope.is_flat, out_float32=out_float32)
     gates = () if gate is None else (gate,)
     defines["GATE"] = SHARING if gates else NO_GATE
-    groups, size, int64 = -(-rows // group), ctypes.c_int, ctypes.c_int64
-    bits = table_bits(group, topk)
-    shared = variant.shared_bytes(V32_FP8.name)
+    groups, size, int64 = -(-rows // GROUP), ctypes.c_int, ctypes.c_int64
+    bits = table_bits(topk)
     with torch.cuda.device_of(launch.q):
         device = launch.q.device
-        unite, run = kernels(group, topk, tuple(defines.items()), device.index)
-        entries = torch.empty((groups, group * topk), dtype=torch.int32, device=device)
+        unite, run = kernels(topk, tuple(defines.items()), device.index)
+        entries = torch.empty((groups, GROUP * topk), dtype=torch.int32, device=device)
         counts = torch.empty(groups, dtype=torch.int32, device=device)
         lengths = ctypes.c_void_p(scope.lengths), size(scope.lengths_divisor)
         indices = ctypes.c_void_p(scope.indices), int64(scope.indices_stride)
         numbers = map(size, (rows, topk, num_slots, bits))
         unite((groups, 1, 1), THREADS, (*indices, *lengths, *numbers, entries, counts, *gates), shared_bytes=4 << bits)
         united = CudaScope.from_buffer_copy(scope)
-        united.indices, united.indices_stride = entries.data_ptr(), group * topk
-        united.lengths, united.lengths_divisor, united.topk = counts.data_ptr(), 1, group * topk
+        united.indices, united.indices_stride = entries.data_ptr(), GROUP * topk
+        united.lengths, united.lengths_divisor, united.topk = counts.data_ptr(), 1, GROUP * topk
         run(
-            (groups, -(-call.heads // variant.heads), 1),
-            variant.threads,
+            (groups, -(-call.heads // VARIANT.heads), 1),
+            VARIANT.threads,
             (
                 *(*launch.queries, united, CudaScope(lengths_divisor=1, page_size=1)),
                 *(nothings(device, V32_FP8.name), launch.sink, ctypes.c_float(call.scale * LOG2_E)),
                 *(*launch.outputs, None, None, size(rows), *gates),
             ),
-            shared_bytes=shared,
+            shared_bytes=VARIANT.shared_bytes(V32_FP8.name),
         )
     return launch.finish()
 
@@ -118,17 +117,15 @@ prefill = prefill_op(attend)
 
 
 @functools.cache
-def kernels(
-    group: int, topk: int, defines: tuple[tuple[str, int], ...], device: int | None
-) -> tuple[CudaKernel, CudaKernel]:
-    """`unite` and `attend` for groups of a size, compiled unless they are, on torch's current device.
+def kernels(topk: int, defines: tuple[tuple[str, int], ...], device: int | None) -> tuple[CudaKernel, CudaKernel]:
+    """`unite` and `attend`, compiled unless they are, on torch's current device.
 
     Args:
         defines: `sparse_mla.definitions`, and GATE.
     """
-    variant, table = VARIANTS[group], 4 << table_bits(group, topk)
-    one = {"GROUP": group, "STEPS": steps(topk), "GATE": dict(defines)["GATE"]}
+    table = 4 << table_bits(topk)
+    one = {"GROUP": GROUP, "STEPS": steps(topk), "GATE": dict(defines)["GATE"]}
     unite = load_kernel(SOURCE, "unite", defines=one, max_dynamic_shared=table)
-    options = dict(defines) | variant.definitions
-    shared = variant.shared_bytes(V32_FP8.name)
+    options = dict(defines) | VARIANT.definitions
+    shared = VARIANT.shared_bytes(V32_FP8.name)
     return unite, load_kernel(sparse_mla.SOURCE, "attend", defines=options, max_dynamic_shared=shared)

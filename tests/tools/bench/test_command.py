@@ -141,6 +141,19 @@ def test_runs_back_to_back_make_a_record_of_their_own(tmp_path: Path, capsys: py
 
 
 @pytest.mark.usefixtures("_on_a_gpu")
+def test_kernels_of_the_engines_beside_the_others_make_a_record_of_their_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that is missing where the suite runs again takes no figure of its kernels away."""
+    monkeypatch.setattr(record, "RIVALS", {"other"})
+    code, _, err = call(capsys, "scalars", "--json", str(tmp_path), "--commit", "0123abc")
+    assert code == 0, err
+    made = json.loads((tmp_path / "h200" / "scalars-beside-rivals.json").read_text())
+    assert made["suite"] == "scalars-beside-rivals"
+    assert not (tmp_path / "h200" / "scalars.json").exists()
+
+
+@pytest.mark.usefixtures("_on_a_gpu")
 def test_the_portable_path_makes_a_record_of_its_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,6 +71,27 @@ def test_a_page_beside_each_record_has_its_provenance_gaps_and_plot(tmp_path: Pa
     assert index.index("h200/sparse-mla-prefill.md") < index.index("h200/another.md")
 
 
+@pytest.mark.parametrize(
+    ("suite", "ends"),
+    [
+        ("sparse-mla-prefill-back-to-back", "; timed call after call, without emptying the L2 cache"),
+        (
+            "portable-sparse-mla-prefill",
+            "; the plugin's kernels run as on a GPU with less shared memory and no fp8 instructions",
+        ),
+        (
+            "sparse-mla-prefill-beside-rivals",
+            "; beside kernels for few heads that SGLang and vLLM install and do not use by default",
+        ),
+    ],
+)
+def test_a_page_says_how_its_suite_was_run(suite: str, ends: str) -> None:
+    plain = kernels.describe("sparse-mla-prefill")
+    assert plain
+    assert kernels.describe(suite) == plain + ends
+    assert kernels.position(suite)[0] == kernels.position("sparse-mla-prefill")[0]
+
+
 def test_without_records_every_table_says_so(tmp_path: Path) -> None:
     assert site.pages(tmp_path).keys() == {tmp_path / "records.md"}
     assert {generate() for generate in site.generators(tmp_path).values()} == {summary.NOTHING}

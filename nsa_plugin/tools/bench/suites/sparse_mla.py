@@ -20,7 +20,7 @@ PADDED = "flash_mla padded"
 WITH_COPY = "flash_mla padded, bf16 copy included"
 DECODE_KERNEL = "flash_mla decode kernel"
 # Not providers: nothing chooses them.
-UNIONS = "cuda, unions of {}"
+UNIONS = "cuda, unions of 2"
 NEIGHBOURS = "cuda, unions where neighbours share"
 FA3 = "fa3"
 SINGLE_TOKENS = "fa3, a sequence for each query token"  # vLLM's FLASH_ATTN_MLA_SPARSE
@@ -135,9 +135,8 @@ def prefill(case: BenchCase, context: Context) -> Workload:
 
         return call
 
-    def united(group: int) -> Contender:
-        call = into(out, q, cache, indices, scale=scale, group=group)
-        return Contender(UNIONS.format(group), lambda: call(sparse_mla_union.prefill))
+    def united() -> TimedCall:
+        return into(out, q, cache, indices, scale=scale)(sparse_mla_union.prefill)
 
     def single_tokens() -> TimedCall:
         attend = context.registry.load("sparse_mla_decode", FA3, sm=context.sm)
@@ -157,7 +156,7 @@ def prefill(case: BenchCase, context: Context) -> Workload:
         by_decode = Contender(DECODE_KERNEL, lambda: prefill_by_decode(q, cache, indices, scale))
         of_layout = (Contender(WITH_COPY, padded_with_copy), by_decode)
         if not context.wanted or "cuda" in context.wanted:
-            unions += [*map(united, sparse_mla_union.GROUPS), Contender(NEIGHBOURS, by_neighbours)]
+            unions += [Contender(UNIONS, united), Contender(NEIGHBOURS, by_neighbours)]
     return Workload(
         work=floors.sparse_mla(rows=q_rows, heads=heads, d_qk=cache.dim, d_v=D_V, gathers=[taken], statistics=2),
         contenders=(
