@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 from nsa_plugin.tools import records
 from nsa_plugin.tools.bench.cases import BenchError, Suite
 from nsa_plugin.tools.bench.floors import Rates
-from nsa_plugin.tools.bench.rivals import RIVALS
 
 if TYPE_CHECKING:
     from nsa_plugin.tools.bench.outcome import Outcome
@@ -62,6 +61,8 @@ def describe_host(rates: Rates, *, l2: str, commit: str | None = None) -> dict[s
 def as_record(suite: Suite, outcome: Outcome, host: Mapping[str, Any], command: Sequence[str]) -> dict[str, Any]:
     """The record of one run of a suite. Other ways to run it are other suites: SUITE-back-to-back, portable-SUITE, and
     SUITE-beside-rivals where SGLang or vLLM is installed with kernels of `rivals`."""
+    from nsa_plugin.tools.bench.rivals import RIVALS  # imports torch, which reading records does without
+
     name = suite.name + BACK_TO_BACK_SUITE * (host["l2"] == BACK_TO_BACK)
     name = f"{PORTABLE}{name}" if host.get("emulates") else name
     name += RIVALS_SUITE * any(row["provider"] in RIVALS for row in outcome.rows)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nsa_plugin import cli
-from nsa_plugin.tools.bench import cases, record
+from nsa_plugin.tools.bench import cases, record, rivals
 from nsa_plugin.tools.bench.cases import SUITES
 from nsa_plugin.tools.pages import kernels
 from tests.tools.bench import fakes
@@ -145,7 +145,7 @@ def test_kernels_of_the_engines_beside_the_others_make_a_record_of_their_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine that is missing where the suite runs again takes no figure of its kernels away."""
-    monkeypatch.setattr(record, "RIVALS", {"other"})
+    monkeypatch.setattr(rivals, "RIVALS", {"other"})
     code, _, err = call(capsys, "scalars", "--json", str(tmp_path), "--commit", "0123abc")
     assert code == 0, err
     made = json.loads((tmp_path / "h200" / "scalars-beside-rivals.json").read_text())
