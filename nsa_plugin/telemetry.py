@@ -211,6 +211,8 @@ PREFILL_CHUNKS = Metric(
     text="Pieces in which the plans of sparse prefills make the indexer's logits.",
 )
 SPLIT, MIXED = "split", "mixed"
+SHORT_WITH_LONG = "short prompts batched with long ones"
+"""The fact in SGLang's start-up report that says how they attend."""
 COMBINED_PREFILLS = Metric(
     name="nsa_plugin_combined_prefills_total",
     kind=MetricKind.COUNTER,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from nsa_plugin.telemetry import MIXED, SPLIT
+from nsa_plugin.telemetry import MIXED, SHORT_WITH_LONG, SPLIT
 from nsa_plugin.tools.compare import rule
 from nsa_plugin.tools.compare.load import TURNS
 from nsa_plugin.tools.compare.measured import CONTROL, PLUGIN, STOCK, Measured, Run
@@ -19,8 +19,6 @@ _NAMED = 4  # requests that a check lists
 
 SHARED_CACHE = "context parallelism"
 """The fact in a start-up report that says how many ranks share the KV cache."""
-SHORT_WITH_LONG = "short prompts batched with long ones"
-"""The one that says how they attend."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,9 +36,8 @@ from nsa_plugin.libraries.capabilities import Op
 from nsa_plugin.libraries.devices import DeviceProfile
 from nsa_plugin.patches.ledger import TURN_OFF
 from nsa_plugin.settings import FULL, ResolvedSettings
-from nsa_plugin.telemetry import Metrics, Trace
+from nsa_plugin.telemetry import SHORT_WITH_LONG, Metrics, Trace
 
-SHORT_WITH_LONG = "short prompts batched with long ones"
 OWN_HEADS_FIRST = Version("0.5.14")
 """See `V4State`."""
 

@@ -19,7 +19,7 @@ from nsa_plugin.tools.bench.workload import Contender, Context, TimedCall, Workl
 PADDED = "flash_mla padded"
 WITH_COPY = "flash_mla padded, bf16 copy included"
 DECODE_KERNEL = "flash_mla decode kernel"
-# Not providers: nothing chooses them.
+# Not providers: `cuda` chooses between them and single query tokens.
 UNIONS = "cuda, unions of 2"
 NEIGHBOURS = "cuda, unions where neighbours share"
 FA3 = "fa3"

@@ -17,6 +17,7 @@ from nsa_plugin.errors import LeftToStockError, SettingsError
 from nsa_plugin.libraries.devices import emulating, synthetic
 from nsa_plugin.patches.ledger import Need
 from nsa_plugin.settings import Settings
+from nsa_plugin.telemetry import SHORT_WITH_LONG
 from tests.backends.fake_sglang.scheduler import read, runner, start
 from tests.decision.dispatch_cases import V32_FP8
 
@@ -52,7 +53,7 @@ def test_the_portable_path_serves_gpus_without_kernels_of_flashmla(
     (backend,) = process.serving.backends
     assert (process.serving.portable, backend.nsa_plugin.portable) == (True, True)
     routes = dict(process.serving.routes)
-    assert routes.pop(serving.SHORT_WITH_LONG) == "attend as the long ones: split_prefill is off"
+    assert routes.pop(SHORT_WITH_LONG) == "attend as the long ones: split_prefill is off"
     assert all("triton" in text for text in routes.values())
 
 
@@ -89,7 +90,7 @@ def test_portable_on_emulates_an_older_gpu(
     start(process, build=runner(scaled_fp8=True))
     assert process.serving is not None
     assert (process.serving.device.sm, emulated, Need.PORTABLE in installed) == (86, [86], True)
-    assert all(" by triton" in text for name, text in process.serving.routes.items() if name != serving.SHORT_WITH_LONG)
+    assert all(" by triton" in text for name, text in process.serving.routes.items() if name != SHORT_WITH_LONG)
 
 
 @pytest.mark.parametrize(("sm", "allowed"), [(80, "auto, which serves SM80 as it is"), (75, "auto")])
