@@ -30,7 +30,7 @@ _MORE_CLIENTS = 4
 _THINK_S = 0.5
 _BURST_EVERY_S, _BURST = 20.0, 3  # a burst is this many times what the server runs at once
 _SAMPLES, _SAMPLE_EVERY_S = 120, 5.0
-_START_S, _IDLE_S = 300.0, 30.0
+_START_S, _IDLE_S = 600.0, 30.0  # empty caches of compiled kernels cost minutes
 _COLUMNS = 70  # of a line of the server's log
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import threading
@@ -66,8 +67,8 @@ def sample(pids: list[int], at: float, *, gpu: bool, counts: Path) -> Sample:
 
 
 def gpu_bytes(pids: Collection[int] = ()) -> int | None:
-    """Bytes that these processes use on all GPUs, since others may share them; all bytes in use where nvidia-smi names
-    none of them, as in many containers; None if nvidia-smi is not there.
+    """Bytes that these processes use on the GPUs of CUDA_VISIBLE_DEVICES, since others may share them; all bytes in use
+    there where nvidia-smi names none of the processes, as in many containers; None if nvidia-smi is not there.
     """
     if shutil.which("nvidia-smi") is None:
         return None
@@ -79,6 +80,8 @@ def gpu_bytes(pids: Collection[int] = ()) -> int | None:
 def _smi(query: str) -> list[list[str]]:
     """Rows of nvidia-smi whose fields are all numbers; a size that it does not know is none."""
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):  # which nvidia-smi does not read
+        command += ["-i", visible]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     rows = [[field.strip() for field in line.split(",")] for line in done.stdout.splitlines()]
     return [row for row in rows if all(field.isdecimal() for field in row)]

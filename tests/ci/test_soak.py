@@ -266,27 +266,32 @@ def test_sample_counts_a_process_and_skips_one_that_is_gone(tmp_path: Path) -> N
 SMI = """#!/bin/sh
 case "$1" in
 --query-compute-apps=pid,used_memory) printf '%b' "$APPS" ;;
---query-gpu=memory.used) printf '7000\\n500\\n' ;;
+--query-gpu=memory.used) case "$3 $4" in
+  "-i 1") printf '500\\n' ;;
+  *) printf '7000\\n500\\n' ;;
+  esac ;;
 esac
 """
 
 
 @pytest.mark.parametrize(
-    ("apps", "mebibytes"),
+    ("apps", "visible", "mebibytes"),
     [
-        ("11, 300\\n12, 40\\n99, 5000\\n", 340),  # another's process shares the GPU
-        ("99, 5000\\n", 7500),  # a container: the server's processes have other ids outside
-        ("11, [N/A]\\n", 7500),
-        ("", 7500),
+        ("11, 300\\n12, 40\\n99, 5000\\n", "", 340),  # another's process shares the GPU
+        ("99, 5000\\n", "", 7500),  # a container: the server's processes have other ids outside
+        ("11, [N/A]\\n", "", 7500),
+        ("", "", 7500),
+        ("", "1", 500),  # another GPU's memory is not the server's
     ],
 )
 def test_gpu_memory_is_the_servers_where_nvidia_smi_knows_it(
-    apps: str, mebibytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    apps: str, visible: str, mebibytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "nvidia-smi").write_text(SMI)
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("APPS", apps)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert gpu_bytes([11, 12]) == mebibytes * MIB
 
 
