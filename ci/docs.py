@@ -16,7 +16,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from ci import headline, regressions
+from ci import headline, ncu, regressions
 from ci.rows import ROOT, Row, engines, load
 from ci.soak.report import runs_table
 from ci.support import CONFIGURATIONS
@@ -240,6 +240,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "kernels": kernels_table,
     "kv-memory": kv_memory_table,
     "headline": headline.table,
+    "profiles": ncu.table,
     "regressions": regressions.table,
     "soak": runs_table,
     **site.generators(RECORDS),

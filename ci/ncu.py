@@ -19,36 +19,34 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ci.rows import ROOT
 from nsa_plugin.tools import records
 from nsa_plugin.tools.bench.cases import SUITES, BenchCase, Value
+from nsa_plugin.tools.pages.markdown import markdown_table
 
 SECTIONS = (
     "SpeedOfLight", "ComputeWorkloadAnalysis", "MemoryWorkloadAnalysis", "SchedulerStats", "WarpStateStats",
     "Occupancy", "LaunchStats",
 )  # fmt: skip
 MOST_LAUNCHES = 24  # of one call that are profiled
-LEAST_SHARE = 0.05  # of a call's time, below which a kernel is not listed
+LEAST_PERCENT = 5  # of a call's time, below which a kernel is not listed
 TOP_STALLS = 3
-# The field of a row: ncu's metric, the first that there is, and what its base unit is multiplied by.
 METRICS = {
-    "duration_us": (("gpu__time_duration.sum",), 1e-3),
-    "compute_percent": (("sm__throughput.avg.pct_of_peak_sustained_elapsed",), 1.0),
-    "dram_percent": (
-        ("gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed", "dram__throughput.avg.pct_of_peak_sustained_elapsed"),
-        1.0,
-    ),
-    "l2_percent": (("lts__throughput.avg.pct_of_peak_sustained_elapsed",), 1.0),
-    "l1_percent": (("l1tex__throughput.avg.pct_of_peak_sustained_active",), 1.0),
-    "issue_percent": (
-        ("sm__inst_issued.avg.pct_of_peak_sustained_active", "sm__instruction_throughput.avg.pct_of_peak_sustained_active"),
-        1.0,
-    ),
-    "occupancy_percent": (("sm__warps_active.avg.pct_of_peak_sustained_active",), 1.0),
-    "registers": (("launch__registers_per_thread",), 1.0),
-    "shared_kib": (("launch__shared_mem_per_block",), 2**-10),
-    "waves": (("launch__waves_per_multiprocessor",), 1.0),
-}  # fmt: skip
-TENSOR = re.compile(r"sm__(inst_executed_)?pipe_tensor\w*\.avg\.pct_of_peak_sustained_(active|elapsed)")
+    "duration_us": ("gpu__time_duration.sum", 1e-3),
+    "sm_ghz": ("gpc__cycles_elapsed.avg.per_second", 1e-9),
+    "tensor_percent": ("sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active", 1.0),
+    "issue_percent": ("smsp__issue_active.avg.pct_of_peak_sustained_active", 1.0),
+    "l1_percent": ("l1tex__throughput.avg.pct_of_peak_sustained_active", 1.0),
+    "l2_percent": ("lts__throughput.avg.pct_of_peak_sustained_elapsed", 1.0),
+    "dram_percent": ("gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed", 1.0),
+    "occupancy_percent": ("sm__warps_active.avg.pct_of_peak_sustained_active", 1.0),
+    "registers": ("launch__registers_per_thread", 1.0),
+    "shared_kib": ("launch__shared_mem_per_block", 2**-10),
+    "blocks": ("launch__grid_size", 1.0),
+    "waves": ("launch__waves_per_multiprocessor", 1.0),
+}
+"""The field of a row: ncu's metric, and what its base unit is multiplied by."""
+SPILLING, EXECUTED = "sass__inst_executed_register_spilling", "inst_executed"
 STALL = re.compile(r"smsp__average_warps?_(?:latency_)?issue_stalled_(\w+?)(?:_per_issue_active)?\.ratio")
 
 
@@ -78,7 +76,7 @@ POINTS = (
     *(point("sparse-mla-prefill", "cuda", heads=heads, q=4096, kv=65536) for heads in (8, 16, 32, 64)),
     *(point("sparse-mla-prefill", "triton", heads=heads, q=4096, kv=65536) for heads in (64, 128)),
     point("indexer-topk", "cuda", heads=64, q=8192, kv=131072),
-)  # fmt: skip
+)
 
 
 def rows_of(table: str) -> list[dict[str, Any]]:
@@ -86,6 +84,7 @@ def rows_of(table: str) -> list[dict[str, Any]]:
 
     Raises:
         ValueError: the table has no kernel.
+        KeyError: it lacks a metric of `METRICS`.
     """
     start = table.find('"ID"')
     if start < 0:
@@ -100,7 +99,9 @@ def rows_of(table: str) -> list[dict[str, Any]]:
         first["total_us"] = round(first["total_us"] + row["duration_us"], 1)
         if row["duration_us"] > first["duration_us"]:  # the longest launch speaks for a kernel
             first |= row
-    return [row for row in same.values() if row["total_us"] >= LEAST_SHARE * total]
+    for row in same.values():
+        row["share_percent"] = round(100 * row["total_us"] / total, 1)
+    return [row for row in same.values() if row["share_percent"] >= LEAST_PERCENT]
 
 
 def _row(launch: Mapping[str, str]) -> dict[str, Any]:
@@ -111,11 +112,9 @@ def _row(launch: Mapping[str, str]) -> dict[str, Any]:
         except ValueError:
             continue
     row: dict[str, Any] = {"kernel": launch["Kernel Name"].split("(")[0]}
-    for field, (names, scale) in METRICS.items():
-        found = [values[name] for name in names if name in values]
-        row[field] = round(found[0] * scale, 1) if found else None
-    tensor = [value for name, value in values.items() if TENSOR.fullmatch(name)]
-    row["tensor_percent"] = max(tensor, default=None)
+    for field, (name, scale) in METRICS.items():
+        row[field] = round(values[name] * scale, 1)
+    row["spilling_percent"] = round(100 * values[SPILLING] / values[EXECUTED], 1)
     stalls = {match[1]: value for name, value in values.items() if (match := STALL.fullmatch(name))}
     total = sum(stalls.values())
     most = sorted(stalls, key=stalls.__getitem__, reverse=True)[:TOP_STALLS]
@@ -158,6 +157,36 @@ def inside(one: Point) -> None:
     torch.cuda.cudart().cudaProfilerStop()
 
 
+def table(path: Path = ROOT / "docs" / "profiles.json") -> str:
+    """The record's kernels, one a line."""
+    record = json.loads(path.read_text())
+    lines = []
+    for row in record["rows"]:
+        case, waits = (
+            row["case"],
+            ", ".join(f"{name.replace('_', ' ')} {share}%" for name, share in row["waits"].items()),
+        )
+        size = f"batch {case['batch']}" if "batch" in case else f"q {case['q']}"
+        shares = [f"{row[f'{name}_percent']:.0f}%" for name in SHARES]
+        what = f"{row['suite']}, {row['provider']}, heads {case['heads']}, {size}, kv {case['kv']}"
+        time = f"{row['total_us']:,.0f} at {row['sm_ghz']} GHz"
+        counts = [f"{row[name]:.0f}" for name in ("blocks", "registers")]
+        lines.append([what, f"`{row['kernel']}`", time, *counts, *shares, waits])
+    header = ["case", "kernel", "µs", "blocks", "registers", *SHARES.values(), "where its warps are"]
+    return markdown_table(header, lines)
+
+
+SHARES = {
+    "tensor": "tensor cores",
+    "issue": "issue slots",
+    "l1": "L1",
+    "l2": "L2",
+    "dram": "memory",
+    "occupancy": "occupancy",
+}
+"""Shares of a row that the page shows, and their columns."""
+
+
 def host(folder: Path, commit: str | None) -> dict[str, Any]:
     """This host as a record describes it; as the tables in `folder` were made, if it has them."""
     kept = folder / "host.json"
@@ -185,7 +214,7 @@ def main(argv: list[str] | None = None) -> None:
     for name, one in named.items():
         try:
             found = rows_of(profile(one, given.work_dir))
-        except (subprocess.CalledProcessError, ValueError) as error:
+        except (subprocess.CalledProcessError, ValueError, KeyError) as error:
             failed.append(f"{name}: {error}")
             continue
         print(name, *(f"  {row}" for row in found), sep="\n", flush=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from nsa_plugin.tools.compare.record import OURS
 from nsa_plugin.tools.compare.report import AGREEMENT_COLUMNS, serve_columns, tables
-from nsa_plugin.tools.pages.markdown import FAILED, generated_notice, markdown_table
+from nsa_plugin.tools.pages.markdown import FAILED, STOPPED, generated_notice, markdown_table
 from nsa_plugin.tools.records import Row
 
 
@@ -45,8 +45,8 @@ def _software(record: Row) -> str:
 
 def result(record: Row) -> str:
     """The outcome of a comparison."""
-    if not record["verdict"]["holds"]:
-        return f"**{FAILED}**"
+    if failed := [check["name"] for check in record["verdict"]["checks"] if not check["holds"]]:
+        return f"**{STOPPED}**" if failed == ["complete"] else f"**{FAILED}**"
     if compared(record):
         return "passed its tolerance"
     if any(row["op"] == "limit" for row in record["rows"]):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 _PART = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n).*?(<!-- end of (?P=name) -->)", re.DOTALL)
 FAILED = "failed its tolerance (kept for the record)"
+STOPPED = "stopped before its end; has what was measured until then"
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from packaging.version import Version
+
 from nsa_plugin.tools.bench.cases import RANDOM, describe_fields, selection_of
 from nsa_plugin.tools.pages.comparisons import compared
 from nsa_plugin.tools.pages.markdown import FAILED, markdown_table
@@ -72,7 +74,7 @@ HIGHLIGHTS = (
 
 def first_token(served: Records) -> str:
     """Speed-ups of the time to the first token of one prompt alone, by its length; bold where the outcome is clear."""
-    found = [(path, record, _serve_rows(record, alone=True)) for path, record in served]
+    found = list(_newest(served, alone=True))
     lengths = sorted({row["case"]["prompt"] for _, _, rows in found for row in rows})
     lines = []
     for path, record, rows in found:
@@ -87,8 +89,8 @@ def loads(served: Records) -> str:
     """Speed-ups of the other timed loads: many prompts at once, long answers, short prompts behind a long one."""
     found: dict[tuple[Path, str], list[str]] = {}
     cells: dict[tuple[Path, str], dict[str, str]] = {}
-    for path, record in served:
-        for row in _serve_rows(record, alone=False):
+    for path, record, rows in _newest(served, alone=False):
+        for row in rows:
             key = (path, _load(row["case"]))
             found.setdefault(key, [_server(record, row["case"]), key[1]])
             cells.setdefault(key, {})[_MEASURES[row["case"]["measure"]]] = _speedup(row)
@@ -123,8 +125,26 @@ def _tokens(count: int | None) -> str:
     return "no length that was tried" if count is None else f"{count:,} tokens"
 
 
-def _serve_rows(record: Row, *, alone: bool) -> list[Row]:
-    return [row for row in record["rows"] if row["op"] == "serve" and (row["case"]["requests"] == 1) == alone]
+def _newest(served: Records, *, alone: bool) -> Iterator[tuple[Path, Row, list[Row]]]:
+    """Each record's timed loads, without those that a newer version of the engine was timed with, all else equal."""
+
+    def timed(record: Row) -> list[Row]:
+        return [row for row in record["rows"] if row["op"] == "serve" and (row["case"]["requests"] == 1) == alone]
+
+    def same(record: Row, row: Row) -> tuple[str, str]:
+        suite = record["suite"].replace(record["engine"].replace(" ", "-"), "").removesuffix("-speed")
+        return suite, f"{record['engine'].split()[0]} {row['case']}"
+
+    versions: dict[tuple[str, str], list[Version]] = {}
+    for _, record in served:
+        for row in timed(record):
+            versions.setdefault(same(record, row), []).append(_version(record))
+    for path, record in served:
+        yield path, record, [row for row in timed(record) if _version(record) == max(versions[same(record, row)])]
+
+
+def _version(record: Row) -> Version:
+    return Version(record["engine"].split()[1])
 
 
 def _speedup(row: Row) -> str:

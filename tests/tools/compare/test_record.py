@@ -125,8 +125,13 @@ def test_the_overview_has_a_line_for_each_comparison() -> None:
     }
     control = agreement | {"rejected": 9, "case": {"requests": "single", "fault": "shift_indices"}}
     own = agreement | {"provider": "stock", "rejected": 5}
-    made = {"suite": "a-1.2", "verdict": {"holds": True}, "rows": [agreement, own, control, *timed["rows"]]}
-    broken = {"suite": "b", "verdict": {"holds": False}, "rows": []}
+    made = {
+        "suite": "a-1.2",
+        "verdict": {"holds": True, "checks": []},
+        "rows": [agreement, own, control, *timed["rows"]],
+    }
+    check = {"name": "the plugin served", "holds": False, "detail": ""}
+    broken = {"suite": "b", "verdict": {"holds": False, "checks": [check]}, "rows": []}
     lines = overview([("h200/a.md", made), ("h200/b.md", broken)]).splitlines()[2:]
     assert lines == [
         "| [a-1.2](h200/a.md) | passed its tolerance | 10 | 1 | 9 of 10 | 2.31 (100 tokens) |",

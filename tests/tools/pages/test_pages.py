@@ -15,8 +15,8 @@ from nsa_plugin.libraries.manifest import supporting
 from nsa_plugin.libraries.registry import OPS, REFERENCE, Registry
 from nsa_plugin.tools.bench import record
 from nsa_plugin.tools.bench.cases import BenchError
-from nsa_plugin.tools.pages import kernels, plots, site, summary
-from nsa_plugin.tools.pages.markdown import FAILED
+from nsa_plugin.tools.pages import comparisons, kernels, plots, site, summary
+from nsa_plugin.tools.pages.markdown import FAILED, STOPPED
 from tests.tools.pages.records import ROWS, one_record, row
 
 
@@ -203,6 +203,21 @@ def test_other_loads_have_a_line_each_with_every_measure() -> None:
     ]
 
 
+def test_a_load_is_shown_of_the_newest_version_that_was_timed_with_it() -> None:
+    other = {"heads": 16, "requests": 1, "prompt": 2000, "new_tokens": 1, "measure": "ttft_ms"}
+    old = comparison([served("ttft_ms"), served("ttft_ms", case=other)])
+    new = comparison([served("ttft_ms")]) | {"engine": "sglang 1.10", "suite": "sglang-1.10-v32-speed"}
+    older = comparison([served("ttft_ms")]) | {"engine": "sglang 1.9", "suite": "sglang-1.9-v32"}
+    eager = comparison([served("ttft_ms")]) | {"engine": "sglang 1.9", "suite": "sglang-1.9-v32-eager"}
+    given = [(Path(f"h200/{name}.json"), one) for name, one in (("o", old), ("n", new), ("p", older), ("e", eager))]
+    lines = [cells(line) for line in summary.first_token(given).splitlines()[2:]]
+    assert [(line[1] != "-", line[2] != "-", line[3]) for line in lines] == [
+        (True, False, "[record](benchmarks/h200/o.md)"),  # newer versions were not timed with 2000 tokens
+        (False, True, "[record](benchmarks/h200/n.md)"),
+        (False, True, "[record](benchmarks/h200/e.md)"),  # served otherwise
+    ]
+
+
 def test_prompts_that_stock_fails_at() -> None:
     limit = {
         "op": "limit",
@@ -228,6 +243,21 @@ def test_a_comparison_that_failed_is_labelled_and_linked() -> None:
         "[1](benchmarks/records.md#engine-comparisons)",
         f"[{FAILED}](benchmarks/h200/b.md)",
     ]
+
+
+@pytest.mark.parametrize(
+    ("failed", "shown"),
+    [
+        ([], "speed only; answers were not compared"),
+        (["complete"], f"**{STOPPED}**"),
+        (["complete", "the plugin served"], f"**{FAILED}**"),
+    ],
+)
+def test_a_run_that_stopped_early_did_not_fail_a_tolerance(failed: list[str], shown: str) -> None:
+    record = comparison([served("ttft_ms")], holds=not failed)
+    checks = [{"name": name, "holds": False, "detail": ""} for name in failed]
+    record["verdict"]["checks"] = [{"name": "refusals", "holds": True, "detail": ""}, *checks]
+    assert comparisons.result(record) == shown
 
 
 def mha(provider: str, q: int, median: float, **beside: float) -> dict[str, Any]:
