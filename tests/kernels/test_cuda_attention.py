@@ -68,7 +68,7 @@ def test_which_kernel_a_call_gets(monkeypatch, heads, rows, suits, chosen):
     loaded = []
     monkeypatch.setattr(sparse_mla, "attend", lambda call: "few")
     monkeypatch.setattr(sparse_mla_wide, "attend", lambda call: "many")
-    monkeypatch.setattr(sparse_mla_wide, "suits", lambda call: suits)
+    monkeypatch.setattr(attention, "suits_hopper", lambda call: suits)
     monkeypatch.setattr(sparse_mla_wide, "kernel", lambda heads, device: loaded.append(heads))
     monkeypatch.setattr(attention, "facts_of", lambda device: DeviceFacts(132, 90, shared_memory_per_block(90)))
     monkeypatch.setattr(torch.cuda, "device_of", lambda q: torch.no_grad())
@@ -116,7 +116,7 @@ def scope(topk=2048, layout=V32_FP8, slots=64):
 )
 def test_which_calls_suit_unions_that_the_gpu_decides_on(monkeypatch, changes, architecture, suits):
     facts = DeviceFacts(132, architecture, shared_memory_per_block(architecture))
-    monkeypatch.setattr(sparse_mla_wide, "facts_of", lambda device: facts)
+    monkeypatch.setattr(sparse_mla_launch, "facts_of", lambda device: facts)
     q = SimpleNamespace(is_cuda=True, device="cuda")
     given = {"heads": 8, "q": q, "scopes": (scope(),), "d_v": 512, "out_dtype": torch.bfloat16} | changes
     assert sparse_mla_neighbours.suits(SimpleNamespace(**given)) is suits

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from nsa_plugin.kernels.cuda import sparse_mla, sparse_mla_neighbours, sparse_mla_rows, sparse_mla_wide
+from nsa_plugin.kernels.cuda.sparse_mla_launch import suits_hopper
 from nsa_plugin.kernels.sparse_mla import SparseMlaCall, SparseMlaResult, decode_op, prefill_op
 from nsa_plugin.kernels.triton.device import facts_of
 from nsa_plugin.layouts import BF16
@@ -31,7 +32,7 @@ def attend_prefill(call: SparseMlaCall) -> SparseMlaResult:
         sparse_mla_neighbours.load(call)
         if call.rows >= sparse_mla_neighbours.MIN_ROWS:
             return sparse_mla_neighbours.attend(call)
-    if call.heads <= MOST_FEW_HEADS or not call.rows or not sparse_mla_wide.suits(call):
+    if call.heads <= MOST_FEW_HEADS or not call.rows or not suits_hopper(call):
         return attend_decode(call)
     of_block = sparse_mla_wide.heads_of_block(call.heads)
     with torch.cuda.device_of(call.q):

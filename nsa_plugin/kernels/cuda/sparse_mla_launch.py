@@ -344,6 +344,18 @@ def only_scope(call: SparseMlaCall) -> Scope:
     return call.scopes[0]
 
 
+def suits_hopper(call: SparseMlaCall) -> bool:
+    """Whether a call is for a kernel of SM90 that reads one cache of V3.2 records and writes bfloat16."""
+    return (
+        call.q.is_cuda
+        and facts_of(call.q.device).architecture == HOPPER
+        and len(call.scopes) == 1
+        and call.scopes[0].cache.layout is V32_FP8
+        and call.d_v == D_V
+        and call.out_dtype == torch.bfloat16
+    )
+
+
 def require_hopper(call: SparseMlaCall) -> Scope:
     """The cache of a call, for a kernel of SM90 that reads one cache of V3.2 records.
 

@@ -17,7 +17,7 @@ import functools
 
 import torch
 
-from nsa_plugin.kernels.cuda import sparse_mla, sparse_mla_union, sparse_mla_wide
+from nsa_plugin.kernels.cuda import sparse_mla, sparse_mla_union
 from nsa_plugin.kernels.cuda.build import load_kernel
 from nsa_plugin.kernels.cuda.sparse_mla_launch import (
     NOT_SHARING,
@@ -27,6 +27,7 @@ from nsa_plugin.kernels.cuda.sparse_mla_launch import (
     is_flat,
     new_result,
     require_hopper,
+    suits_hopper,
     writable_rows,
 )
 from nsa_plugin.kernels.sparse_mla import SparseMlaCall, SparseMlaResult, prefill_op
@@ -49,11 +50,7 @@ ALONE = sparse_mla.VARIANTS[0]
 def suits(call: SparseMlaCall) -> bool:
     """Whether a call has what these kernels read and write, on a GPU that has their instructions."""
     given = call.scopes[0]
-    return (
-        call.heads <= MOST_HEADS
-        and sparse_mla_wide.suits(call)
-        and sparse_mla_union.fits(given.topk, given.cache.num_slots)
-    )
+    return call.heads <= MOST_HEADS and suits_hopper(call) and sparse_mla_union.fits(given.topk, given.cache.num_slots)
 
 
 def load(call: SparseMlaCall) -> None:

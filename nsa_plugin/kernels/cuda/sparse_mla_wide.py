@@ -15,8 +15,6 @@ import torch
 
 from nsa_plugin.kernels.cuda.build import CudaKernel, load_kernel
 from nsa_plugin.kernels.cuda.sparse_mla_launch import (
-    D_V,
-    HOPPER,
     KEYS,
     LOG2_E,
     CudaScope,
@@ -26,7 +24,6 @@ from nsa_plugin.kernels.cuda.sparse_mla_launch import (
     require_hopper,
 )
 from nsa_plugin.kernels.sparse_mla import SparseMlaCall, SparseMlaResult
-from nsa_plugin.kernels.triton.device import facts_of
 from nsa_plugin.layouts import V32_FP8
 
 SOURCE = "sparse_mla_wide.cu"
@@ -55,18 +52,6 @@ class WideArguments(ctypes.Structure):
         ("out_head_stride", ctypes.c_int64),
         ("lse", ctypes.c_void_p),
         ("max_logits", ctypes.c_void_p),
-    )
-
-
-def suits(call: SparseMlaCall) -> bool:
-    """Whether a call has what this kernel reads and writes, on a GPU that has its instructions."""
-    return (
-        call.q.is_cuda
-        and facts_of(call.q.device).architecture == HOPPER
-        and len(call.scopes) == 1
-        and call.scopes[0].cache.layout is V32_FP8
-        and call.d_v == D_V
-        and call.out_dtype == torch.bfloat16
     )
 
 
