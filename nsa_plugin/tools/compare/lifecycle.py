@@ -14,7 +14,7 @@ from nsa_plugin.tools.serving.engine import CompareError, ServedEngine
 from nsa_plugin.tools.serving.process import ServerError
 
 HEARTBEAT_S = 15.0
-_DEAD_S, _SETTLE_S = 10.0, 15.0
+_DEAD_S, _SETTLE_S = 10.0, 60.0  # a server on empty caches compiles for as long before it answers
 _TAIL_LINES, _TAIL_WIDTH = 40, 240
 _SHOWN_WIDTH = 150
 
