@@ -1,8 +1,8 @@
 """``python -m ci.ncu``: what limits the kernels that miss a goal, measured by Nsight Compute (ncu).
 
 A point is a case of a bench suite and a provider. For each, ncu runs this module with ``--inside``: it makes the case's
-inputs, calls the kernel until it is compiled, and lets ncu profile one call. ncu fixes no clocks and replays a kernel
-several times with an empty cache, so a time here is not one of `nsa-plugin bench`; the shares are what counts.
+inputs, calls the kernel until it is compiled, and lets ncu profile one call. ncu holds the clocks at their base
+and empties the caches before each of several replays, so a time here is longer than one of `nsa-plugin bench`.
 """
 
 from __future__ import annotations
@@ -162,10 +162,8 @@ def table(path: Path = ROOT / "docs" / "profiles.json") -> str:
     record = json.loads(path.read_text())
     lines = []
     for row in record["rows"]:
-        case, waits = (
-            row["case"],
-            ", ".join(f"{name.replace('_', ' ')} {share}%" for name, share in row["waits"].items()),
-        )
+        case = row["case"]
+        waits = ", ".join(f"{name.replace('_', ' ')} {share}%" for name, share in row["waits"].items())
         size = f"batch {case['batch']}" if "batch" in case else f"q {case['q']}"
         shares = [f"{row[f'{name}_percent']:.0f}%" for name in SHARES]
         what = f"{row['suite']}, {row['provider']}, heads {case['heads']}, {size}, kv {case['kv']}"
@@ -214,6 +212,8 @@ def main(argv: list[str] | None = None) -> None:
     for name, one in named.items():
         try:
             found = rows_of(profile(one, given.work_dir))
+        except FileNotFoundError as error:
+            sys.exit(f"{error.filename} is not installed: it comes with NVIDIA's CUDA toolkit and with Nsight Compute")
         except (subprocess.CalledProcessError, ValueError, KeyError) as error:
             failed.append(f"{name}: {error}")
             continue
@@ -221,7 +221,7 @@ def main(argv: list[str] | None = None) -> None:
         about = {"suite": one.suite, "case": one.case().as_dict(), "provider": one.provider}
         rows += [about | row for row in found]
     if given.json and rows:
-        made = records.head("profiles", "python -m ci.ncu", described) | {"rows": rows}
+        made = records.head("profiles", "python -m ci.ncu", described) | {"rows": rows, "failed": failed}
         records.save(made, given.json)
     if failed:
         sys.exit("\n".join(failed))

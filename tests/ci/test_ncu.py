@@ -83,6 +83,13 @@ def test_a_point_is_measured_once_and_recorded(tmp_path: Path, monkeypatch: pyte
     assert "| 9 at 1.3 GHz | 50 | 96 | 50% |" in shown
 
 
+def test_without_ncu_one_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "host.json").write_text('{"gpu": "NVIDIA H200"}')
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SystemExit, match=r"^ncu is not installed"):
+        ncu.main(["--work-dir", str(tmp_path)])
+
+
 def test_a_point_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = ncu.POINTS[0]
     (tmp_path / "host.json").write_text('{"gpu": "NVIDIA H200"}')
