@@ -1,9 +1,9 @@
 """python -m tests.backends.fuzz_v4 [COUNT] [--seed N]: random DeepSeek-V4 batches of vLLM and SGLang, against a dense
 computation, through a layer of each compress ratio.
 
-A batch of vLLM has decode and verify steps, prefills with and without a prefix, and padding as for a CUDA graph, on one
-of the execution paths. One of SGLang is a prefill, with requests that have no query tokens and padding as for MLP-sync,
-a decode step or a verify step. Batch n depends on the seed and n alone.
+A batch of vLLM has decode and verify steps, requests without query tokens, prefills with and without a prefix, and
+padding as for a CUDA graph, on one of the execution paths. One of SGLang is a prefill, with requests that have no query
+tokens and padding as for MLP-sync, a decode step or a verify step. Batch n depends on the seed and n alone.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ def of_vllm(random: Random, **settings: Any) -> set[str]:
     given = random.choice((DIRECTLY | {"decode_backend": "reference"}, DECODES, OVER_ROWS))
     lengths: list[tuple[int, int]] = []
     for _ in range(random.randint(0, REQUESTS)):
-        rows = random.randint(1, step_tokens)
+        rows = random.randint(0 if random.random() < 0.1 else 1, step_tokens)
         lengths.append((rows, context(random, rows, vllm.MAX_LEN)))
     for _ in range(random.randint(0 if lengths else 1, REQUESTS - min(len(lengths), REQUESTS - 1))):
         rows = random.randint(step_tokens + 1, random.choice((step_tokens + 1, 9, 30)))
         if sum(count for count, _ in lengths) + rows <= ROWS:
             lengths.append((rows, context(random, rows, vllm.MAX_LEN)))
+    if not any(rows for rows, _ in lengths):
+        lengths = [(1, 1)]
     deciding = vllm.planner(step_tokens=step_tokens, **(given | settings))
-    world = vllm.World(
-        deciding, lengths or [(1, 1)], padding=random.choice((0, 0, 1, 7)), since_24=random.random() < 0.7
-    )
+    world = vllm.World(deciding, lengths, padding=random.choice((0, 0, 1, 7)), since_24=random.random() < 0.7)
     metadata = world.metadata()
     for ratio in RATIOS:
         found, wanted, layer = world.run(ratio, metadata)
