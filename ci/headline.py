@@ -13,6 +13,8 @@ from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from packaging.version import Version
+
 from ci.rows import ROOT
 from nsa_plugin.decision.sparse import NEARLY_EQUAL
 from nsa_plugin.tools.bench.record import read as read_timings
@@ -75,7 +77,7 @@ def servers(folder: Path = RECORDS / "h200") -> list[Server]:
                 break
     found = []
     for (heads, gpus, model, engine), versions in sorted(groups.items()):
-        for version in sorted(versions, key=_numbers, reverse=True):
+        for version in sorted(versions, key=Version, reverse=True):
             timed = [(path, record, row) for path, record in versions[version] for row in record["rows"]]
             timed = [one for one in timed if one[2]["op"] == "serve"]
             alone = [one for one in timed if one[2]["case"]["requests"] == 1]
@@ -92,10 +94,6 @@ def servers(folder: Path = RECORDS / "h200") -> list[Server]:
             found.append(Server(name, version, model, heads, gpus, layers, row, many, decode, path))
             break
     return found
-
-
-def _numbers(version: str) -> list[int]:
-    return [int(part) for part in version.split(".") if part.isdigit()]
 
 
 def _row(

@@ -50,7 +50,7 @@ def of_vllm(random: Random, **settings: Any) -> set[str]:
     for _ in range(random.randint(0, REQUESTS)):
         rows = random.randint(0 if random.random() < 0.1 else 1, step_tokens)
         lengths.append((rows, context(random, rows, vllm.MAX_LEN)))
-    for _ in range(random.randint(0 if lengths else 1, REQUESTS - min(len(lengths), REQUESTS - 1))):
+    for _ in range(random.randint(0, REQUESTS - len(lengths))):
         rows = random.randint(step_tokens + 1, random.choice((step_tokens + 1, 9, 30)))
         if sum(count for count, _ in lengths) + rows <= ROWS:
             lengths.append((rows, context(random, rows, vllm.MAX_LEN)))

@@ -43,10 +43,18 @@ def _software(record: Row) -> str:
     return f"{record['engine']} on {host['gpus']} {host['gpu']}, torch {host['torch']}{libraries}"
 
 
+def failure(record: Row) -> str:
+    """Why a comparison does not hold; "" if it does."""
+    failed = [check["name"] for check in record["verdict"]["checks"] if not check["holds"]]
+    if not failed:
+        return ""
+    return STOPPED if failed == ["complete"] else FAILED
+
+
 def result(record: Row) -> str:
     """The outcome of a comparison."""
-    if failed := [check["name"] for check in record["verdict"]["checks"] if not check["holds"]]:
-        return f"**{STOPPED}**" if failed == ["complete"] else f"**{FAILED}**"
+    if why := failure(record):
+        return f"**{why}**"
     if compared(record):
         return "passed its tolerance"
     if any(row["op"] == "limit" for row in record["rows"]):

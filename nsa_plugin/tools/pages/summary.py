@@ -10,8 +10,8 @@ from typing import NamedTuple
 from packaging.version import Version
 
 from nsa_plugin.tools.bench.cases import RANDOM, describe_fields, selection_of
-from nsa_plugin.tools.pages.comparisons import compared
-from nsa_plugin.tools.pages.markdown import FAILED, markdown_table
+from nsa_plugin.tools.pages.comparisons import compared, failure
+from nsa_plugin.tools.pages.markdown import markdown_table
 from nsa_plugin.tools.records import Row
 
 Records = Sequence[tuple[Path, Row]]
@@ -258,7 +258,7 @@ def correctness(served: Records) -> str:
             groups.setdefault(f"{_engine(record)}{pair}, {model_family(record)}", []).append((path, record))
     lines = []
     for name, records in groups.items():
-        failed = [path for path, record in records if not record["verdict"]["holds"]]
-        links = "; ".join(f"[{FAILED}](benchmarks/{path.parent.name}/{path.stem}.md)" for path in failed)
+        failed = [(path, why) for path, record in records if (why := failure(record))]
+        links = "; ".join(f"[{why}](benchmarks/{path.parent.name}/{path.stem}.md)" for path, why in failed)
         lines.append([name, f"[{len(records) - len(failed)}](benchmarks/records.md#engine-comparisons)", links or "0"])
     return markdown_table(["compared", "passed", "failed"], lines) if lines else NOTHING

@@ -153,13 +153,14 @@ def served(measure: str, **more: Any) -> dict[str, Any]:
 
 
 def comparison(rows: list[dict[str, Any]], *, holds: bool = True) -> dict[str, Any]:
+    agrees = {"name": "the plugin agrees, request by request", "holds": holds, "detail": ""}
     return {
         "suite": "sglang-1.0-v32",
         "engine": "sglang 1.0",
         "host": {"gpus": 1},
         "model": {"architectures": ["DeepseekV32ForCausalLM"]},
         "rows": rows,
-        "verdict": {"holds": holds},
+        "verdict": {"holds": holds, "checks": [agrees]},
     }
 
 
@@ -258,6 +259,9 @@ def test_a_run_that_stopped_early_did_not_fail_a_tolerance(failed: list[str], sh
     checks = [{"name": name, "holds": False, "detail": ""} for name in failed]
     record["verdict"]["checks"] = [{"name": "refusals", "holds": True, "detail": ""}, *checks]
     assert comparisons.result(record) == shown
+    record["rows"] = [{"op": "agreement", "provider": "nsa-plugin"}]  # answers were compared until then
+    (line,) = summary.correctness([(Path("h200/a.json"), record)]).splitlines()[2:]
+    assert cells(line)[2] == (f"[{shown.strip('*')}](benchmarks/h200/a.md)" if failed else "0")
 
 
 def mha(provider: str, q: int, median: float, **beside: float) -> dict[str, Any]:
