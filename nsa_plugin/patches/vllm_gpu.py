@@ -6,6 +6,7 @@
 | metadata builder class | `FlashMLASparseBackend.get_builder_cls` | 0.20 on |
 | indexer's builder class | `DeepseekV32IndexerBackend.get_builder_cls` | 0.20 on |
 | chunks of a prefill's logits | `split_indexer_prefill_chunks` (a method from 0.30 on, overridden) | 0.20 to 0.29 |
+| logits of a prefill | `sparse_attn_indexer.fp8_fp4_mqa_logits` | 0.22 on |
 | top-k of a prefill's logits | `_custom_ops.top_k_per_row_prefill` | 0.22 on |
 | indexer | `sparse_attn_indexer`, the function and the operator's kernel | 0.20 on |
 | before a worker loads the model | `Worker.load_model` | 0.20 on |
@@ -58,9 +59,14 @@ CHANGES = _SECTION.patches(
         vLLM bounds a prefill's logits by a constant, and it selects for requests that attend densely.
         replacement: v32.patches:prefill_chunks
         until: vLLM's bound follows the free memory, and it does not select for dense requests
+    prefill-logits [>=0.22]: model_executor.layers.sparse_attn_indexer:fp8_fp4_mqa_logits(q, kv, weights, cu_seqlen_ks,
+        cu_seqlen_ke)
+        The plugin selects for long prefills without logits in memory.
+        replacement: v32.patches:prefill_logits
+        until: vLLM selects without them
     prefill-topk [>=0.22]: _custom_ops:top_k_per_row_prefill(logits, cu_seqlen_ks, cu_seqlen_ke, raw_topk_indices,
         num_rows, topk_tokens)
-        The plugin's top-k reads the logits once.
+        The plugin's top-k reads the logits once; and it selects here for what vllm.gpu-prefill-logits kept.
         replacement: v32.patches:prefill_topk
         until: vLLM's top-k is as fast
     indexer: model_executor.layers.sparse_attn_indexer:sparse_attn_indexer({indexer_params})

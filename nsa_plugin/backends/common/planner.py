@@ -99,10 +99,10 @@ class Planner:
         free_memory: reads the device's free bytes; see `read_free_memory`.
         exchange_rows: most query tokens of a batch that reshards (`token_shard`).
         no_exchange: why no batch reshards; "" = batches may.
+        selects_prefills: whether the plan's library may select for prefills; else the engine's code always does.
     """
 
     engine: ClassVar[str] = ""
-    selects_prefills: ClassVar[bool] = True  # by the plan's library; else the engine's code selects
 
     model: ModelShape
     device: DeviceProfile
@@ -112,6 +112,7 @@ class Planner:
     free_memory: Callable[[], int] | None = None
     exchange_rows: int = 0
     no_exchange: str = "this backend has no exchange"
+    selects_prefills: bool = True
     _steps: dict[tuple[Phase, int, int], Execution] = field(default_factory=dict)
     _read_with: Callable[[], int] | None = None
     _decider: Decider | None = None

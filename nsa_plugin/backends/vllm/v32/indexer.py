@@ -1,12 +1,11 @@
 """vLLM's indexer with plans: which query tokens it selects for, and how much memory its logits take.
 
 vLLM's operator `sparse_attn_indexer` stores the new keys and selects for the query tokens in its metadata. The plugin
-changes it in four places:
+changes it in three places, and how a prefill's selection is made (`prefill_selection`):
 
 - `prefill_chunks`: chunks leave out requests that attend densely (their selection stays -1 and is not read) and, if
   the batch reshards, query tokens of other ranks. A chunk's logits fit the planner's budget, which follows the free
   memory.
-- `prefill_topk`: the plugin's top-k kernel for a prefill's logits.
 - `planned_indexer_builder`: the planner splits the batch before vLLM makes chunks. Decode steps whose logits,
   [query tokens, max_model_len], exceed the budget are removed from vLLM's metadata and get a `StepSelection`. This
   depends on the number of query tokens alone, so a captured batch and its replays agree. In DeepSeek-V4's compressed
@@ -20,6 +19,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import groupby, pairwise
@@ -34,14 +34,15 @@ from nsa_plugin.backends.vllm.cpu.metadata import owner_of_rows
 from nsa_plugin.backends.vllm.startup.arrival import Arrival, arrival_of
 from nsa_plugin.backends.vllm.v32.metadata import PlannedMetadata, Planning, most_rows
 from nsa_plugin.backends.vllm.v32.portable import select
+from nsa_plugin.backends.vllm.v32.prefill_selection import needs_no_logits, without_logits
 from nsa_plugin.backends.vllm.v32.routes import Split, VllmPlanner, host_lengths
 from nsa_plugin.backends.vllm.v32.steps import StepSelection, select_steps
 from nsa_plugin.backends.vllm.v32.token_shard import OwnRows
-from nsa_plugin.kernels.selector import default_selector
 from nsa_plugin.patches.ledger import wrap
 
 ATTRIBUTE = "nsa_plugin_steps"
-CUDA_TOPK = "nsa_plugin.kernels.cuda.topk"
+NO_LOGITS = "nsa_plugin_no_logits"
+"""Attribute of a batch's metadata: its prefills are selected for without logits."""
 DENSE_METADATA = "dense_mha_metadata_layer_name"
 
 Chunk = tuple[slice, slice]
@@ -128,37 +129,6 @@ def runs(split: Split, q_lens: list[int], offset: int) -> list[tuple[int, int]]:
     return found
 
 
-def prefill_topk(original: Callable[..., None], active: Callable[[], bool]) -> Callable[..., None]:
-    """For `top_k_per_row_prefill` of `vllm._custom_ops` (0.22 on), with the same arguments.
-
-    Args:
-        active: whether the plugin serves.
-    """
-
-    def around(
-        original: Callable[..., None],
-        logits: torch.Tensor,
-        cu_seqlen_ks: torch.Tensor,
-        cu_seqlen_ke: torch.Tensor,
-        raw_topk_indices: torch.Tensor,
-        num_rows: int,
-        stride0: int,
-        stride1: int,
-        topk_tokens: int,
-    ) -> None:
-        select = default_selector(logits.device, topk_tokens)
-        # The Triton kernel reads the logits more often than vLLM's.
-        slower = logits.is_cuda and select.__module__ != CUDA_TOPK
-        if slower or not active():
-            given = (logits, cu_seqlen_ks, cu_seqlen_ke, raw_topk_indices, num_rows, stride0, stride1, topk_tokens)
-            return original(*given)
-        # Positions count from the row's first key, as vLLM's do.
-        select(logits[:num_rows], cu_seqlen_ks, cu_seqlen_ke, topk_tokens, out=raw_topk_indices)
-        return None
-
-    return wrap(original, around)
-
-
 def planned_indexer_builder(stock: type, planning: Planning) -> type:
     """Make a subclass of vLLM's indexer metadata builder that splits the batch first."""
     if stock.build.__module__ == __name__:  # type: ignore[attr-defined]
@@ -193,13 +163,15 @@ def planned_indexer_builder(stock: type, planning: Planning) -> type:
                 kv_lens = partial(host_lengths, common_attn_metadata)
                 arrival.batch(names, split.starts, kv_lens, common_attn_metadata.block_table_tensor)
             metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
-            if split is not None and own_rows(split) is not None:
+            if planner is None or split is None:
+                return metadata
+            if own_rows(split) is not None:
                 _select_for_own(metadata.prefill)
-            if planner is None or split is None or not metadata.num_decode_tokens:
-                return metadata
-            if not planner.portable and not over_budget(split):
-                return metadata
-            return _without_steps(self, metadata, split, common_attn_metadata)
+            if metadata.num_decode_tokens and (planner.portable or over_budget(split)):
+                metadata = _without_steps(self, metadata, split, common_attn_metadata)
+            if planner.selects_prefills and needs_no_logits(split.sparse):
+                setattr(metadata, NO_LOGITS, True)
+            return metadata
 
     if hasattr(stock, "_split_indexer_prefill_chunks"):
         split_chunks = staticmethod(prefill_chunks(stock._split_indexer_prefill_chunks, planning))
@@ -321,7 +293,8 @@ def wrap_indexer(
             name = args[dense_place] if len(args) > dense_place else kwargs.get(DENSE_METADATA, default)
             if name and not all_dense(batch.get(getattr(name, "value", name))):
                 withheld, named = _with(args, kwargs, dense_place, DENSE_METADATA, "")
-        result = original(*withheld, **named)
+        with without_logits() if getattr(own, NO_LOGITS, False) else nullcontext():
+            result = original(*withheld, **named)
         if steps is not None and steps.rows:
             select_steps(steps, _by_name(signature, args, kwargs), providers())
         return result

@@ -14,9 +14,10 @@ from nsa_plugin.backends.vllm.startup.activation import process
 from nsa_plugin.backends.vllm.v32.attention import planned_impl, rebased
 from nsa_plugin.backends.vllm.v32.indexer import planned_indexer_builder, wrap_indexer
 from nsa_plugin.backends.vllm.v32.indexer import prefill_chunks as chunks_under_plans
-from nsa_plugin.backends.vllm.v32.indexer import prefill_topk as topk_by_plugin
 from nsa_plugin.backends.vllm.v32.metadata import planned_builder
 from nsa_plugin.backends.vllm.v32.portable import norm_rope, queries
+from nsa_plugin.backends.vllm.v32.prefill_selection import prefill_logits as logits_if_needed
+from nsa_plugin.backends.vllm.v32.prefill_selection import prefill_topk as topk_by_plugin
 from nsa_plugin.backends.vllm.v32.routes import VllmPlanner
 from nsa_plugin.backends.vllm.v32.serving import GpuServing
 from nsa_plugin.errors import NsaPluginError, PatchError
@@ -127,7 +128,12 @@ def prefill_chunks(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def prefill_topk(original: Callable[..., None]) -> Callable[..., None]:
     """For `top_k_per_row_prefill`."""
-    return topk_by_plugin(original, lambda: serving() is not None)
+    return topk_by_plugin(original, lambda: serving() is not None, providers)
+
+
+def prefill_logits(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For `fp8_fp4_mqa_logits` of vLLM's indexer."""
+    return logits_if_needed(original)
 
 
 @replacement

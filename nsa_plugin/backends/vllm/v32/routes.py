@@ -124,6 +124,8 @@ class VllmPlanner(Planner):
     """The decisions of one vLLM worker process; see `Planner`.
 
     Attributes:
+        selects_prefills: whether prefills may be selected for without logits (`prefill_selection`); with another
+            library of the plan, vLLM's code selects.
         max_model_len: most tokens of a request that the server allows; taken as the context of every step.
         step_tokens: most query tokens of a decode or verify request: 1 plus the speculated ones.
         portable: whether vLLM's FlashMLA and DeepGEMM do not support the GPU, so that the plugin's kernels do all.
@@ -138,9 +140,9 @@ class VllmPlanner(Planner):
     """
 
     engine: ClassVar[str] = VLLM
-    selects_prefills: ClassVar[bool] = False
 
     no_exchange: str = "this worker has no exchange"
+    selects_prefills: bool = False
     max_model_len: int = 1
     step_tokens: int = 1
     portable: bool = False

@@ -19,7 +19,7 @@ from nsa_plugin.backends.common.planner import KERNEL_OPS
 from nsa_plugin.backends.common.providers import Providers, device_in_use
 from nsa_plugin.backends.common.token_shard import free_memory_of
 from nsa_plugin.backends.common.trial import tried
-from nsa_plugin.backends.common.warm import PAGE_SIZE, warm, warm_reading, warm_selection, warm_shard
+from nsa_plugin.backends.common.warm import PAGE_SIZE, warm, warm_reading, warm_selection, warm_shard, warm_unpaged
 from nsa_plugin.backends.vllm.startup.model import (
     BACKEND_MAJORS,
     GPU_LAYOUTS,
@@ -31,13 +31,14 @@ from nsa_plugin.backends.vllm.startup.model import (
 from nsa_plugin.backends.vllm.startup.serving import VllmServing
 from nsa_plugin.backends.vllm.v32 import dcp
 from nsa_plugin.backends.vllm.v32.portable import warm_indexer, warm_inputs
+from nsa_plugin.backends.vllm.v32.prefill_selection import needs_no_logits
 from nsa_plugin.backends.vllm.v32.routes import VllmPlanner
 from nsa_plugin.backends.vllm.v32.token_shard import open_exchange
 from nsa_plugin.decision import timings
 from nsa_plugin.decision.dispatch import validate
 from nsa_plugin.decision.plan import Attention, IndexerMode, Plan
 from nsa_plugin.decision.routes import Route
-from nsa_plugin.decision.shapes import ModelShape
+from nsa_plugin.decision.shapes import ModelShape, Phase
 from nsa_plugin.errors import LeftToStockError, NsaPluginError, PatchError, SettingsError
 from nsa_plugin.libraries.architectures import FIRST_WITH_FP8
 from nsa_plugin.libraries.capabilities import Op
@@ -60,6 +61,8 @@ BF16_BACKEND = "FLASH_ATTN_MLA_SPARSE"
 BF16_ROUTE = str(Route(Attention.SPARSE_DECODE, "fa3"))
 """The route that it is for the times of a prefill: every query token is a sequence."""
 LONG_CONTEXT = 65536
+PREFILL_LOGITS = "vllm.gpu-prefill-logits"
+"""The ledger's entry that `prefill_selection` needs."""
 FORCES_MQA = "attention_config.sparse_mla_force_mqa is set"
 SHORT, LONG, CONTEXT, MANY = 1024, 4096, 32768, 64
 # Query tokens of the batches whose kernels are warmed up: the choice may depend on their number.
@@ -132,6 +135,7 @@ class GpuServing(VllmServing):
                 trace=self.trace,
                 metrics=self.metrics,
                 request_ids=self.request_ids,
+                selects_prefills=self.selects_prefills(model),
                 **self.dense_limits(),
             )
             self.validate(planner)
@@ -143,6 +147,14 @@ class GpuServing(VllmServing):
     def model(self) -> ModelShape:
         """Return the model's shape on this rank."""
         return model_shape(self.vllm_config, GPU_LAYOUTS)
+
+    def selects_prefills(self, model: ModelShape) -> bool:
+        """Return whether prefills may be selected for without logits: they are not merged with those of other ranks.
+
+        On the portable path the plugin selects for every batch (`portable.select`).
+        """
+        replaced = any(status.patch.name == PREFILL_LOGITS for status in self.statuses)
+        return replaced and not self.portable and model.dcp_size == 1
 
     def check(self, device: DeviceProfile) -> None:
         """Check that the plugin plans for the model's layers on a device."""
@@ -244,6 +256,7 @@ class GpuServing(VllmServing):
         warm(own_kernels(planner), providers, planner.model, device)
         warm_selection(providers, planner.model, device, page_size=PAGE_SIZE)
         warm_reading(providers, planner.model, device)
+        warm_without_logits(planner, providers, device)
         if planner.model.dcp_size > 1:
             interleave = self.vllm_config.parallel_config.cp_kv_cache_interleave_size
             warm_shard(providers, planner.model, device, page_size=PAGE_SIZE, interleave=interleave)
@@ -355,9 +368,17 @@ class GpuServing(VllmServing):
         own = path_of(VLLM, self.planning().model.kv_layout, plan).own
         text = f"{plan.attention} by {plan.provider}" + (" after dequantisation" if plan.dequantize_kv else "")
         text += ("" if own else ", vLLM's call") + f"; {plan.reasons['provider']}"
-        if plan.indexer.mode is IndexerMode.TOPK:
-            text += f"; logits of {plan.indexer.rows_per_chunk} query tokens at once"
-        return text + f"; {'resharded' if plan.token_shard else 'heads stay local'}: {plan.reasons['token_shard']}"
+        where = "resharded" if plan.token_shard else "heads stay local"
+        return f"{text}{selection_of(plan)}; {where}: {plan.reasons['token_shard']}"
+
+
+def selection_of(plan: Plan) -> str:
+    """Describe how a plan's selection is made."""
+    if plan.indexer.mode is not IndexerMode.TOPK:
+        return ""
+    if plan.phase is Phase.EXTEND and needs_no_logits(plan):
+        return f"; selection by {plan.indexer.provider} without logits"
+    return f"; logits of {plan.indexer.rows_per_chunk} query tokens at once"
 
 
 def kept_choice(planner: VllmPlanner) -> str:
@@ -437,6 +458,16 @@ def own_kernels(planner: VllmPlanner, *, sharded: bool = False) -> set[tuple[str
         for plan in sample_plans(planner)
         if plan.attention in KERNEL_OPS and plan.token_shard == sharded and path_of(VLLM, layout, plan).own
     }
+
+
+def warm_without_logits(planner: VllmPlanner, providers: Providers, device: torch.device) -> None:
+    """Run the indexer that keeps no logits, if prefills of some size take it.
+
+    Raises:
+        NoProviderError: it does not run on this device; says which and why.
+    """
+    if planner.selects_prefills and any(needs_no_logits(plan) for plan in sample_plans(planner)):
+        warm_unpaged(providers, planner.model, device)
 
 
 def sample_plans(planner: VllmPlanner) -> Iterator[Plan]:

@@ -17,8 +17,8 @@ from nsa_plugin.backends.vllm.v4.batch import COLUMNS
 from nsa_plugin.backends.vllm.v4.routes import VllmV4Planner, own_kernels, path
 from nsa_plugin.backends.vllm.v32.portable import warm_indexer
 from nsa_plugin.backends.vllm.v32.routes import VllmPlanner
-from nsa_plugin.backends.vllm.v32.serving import GpuServing, sample_plans
-from nsa_plugin.decision.plan import IndexerMode, Plan
+from nsa_plugin.backends.vllm.v32.serving import GpuServing, sample_plans, selection_of, warm_without_logits
+from nsa_plugin.decision.plan import Plan
 from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.errors import SettingsError
 from nsa_plugin.libraries.devices import DeviceProfile
@@ -78,6 +78,7 @@ class V4Serving(GpuServing):
         warm_v4(own_kernels(sample_plans(planner)), providers, planner.model, device)
         warm_selection(providers, planner.model, device, page_size=PAGE_SIZES[4])
         warm_slots(providers, planner.model, device)
+        warm_without_logits(planner, providers, device)
         if planner.portable:
             warm_indexer(providers, planner.model, device, STEP_TOKENS)
 
@@ -103,9 +104,7 @@ class V4Serving(GpuServing):
         taken = path(plan)
         own = "" if taken == DIRECT else ", vLLM's FlashMLA"
         text = f"{taken} by {plan.provider}{own}; {plan.reasons['provider']}"
-        if plan.indexer.mode is IndexerMode.TOPK:
-            text += f"; logits of {plan.indexer.rows_per_chunk} query tokens at once"
-        return text
+        return text + selection_of(plan)
 
 
 def warm_v4(kernels: set[tuple[str, str]], providers: Providers, model: ModelShape, device: torch.device) -> None:

@@ -17,7 +17,6 @@ from nsa_plugin.backends.vllm.v32.indexer import (
     StepSelection,
     planned_indexer_builder,
     prefill_chunks,
-    prefill_topk,
     wrap_indexer,
 )
 from nsa_plugin.backends.vllm.v32.routes import VllmPlanner
@@ -86,24 +85,6 @@ def test_other_batches_are_left_to_vllm():
     assert chunks_of(None, lengths, 0) == own
     ours = prefill_chunks(split_indexer_prefill_chunks, lambda: planner())
     assert ours(torch.tensor([60, 6]), torch.tensor([30, 6]), 1000, 512 * MIB) == own
-
-
-@pytest.mark.regression(2, "where the plugin uses them")
-def test_the_topk_of_a_prefill_counts_from_the_rows_first_key():
-    ran: list[tuple[Any, ...]] = []
-    logits = torch.full((3, 12), torch.nan)
-    starts, ends = torch.tensor([0, 4, 4]).int(), torch.tensor([2, 11, 4]).int()
-    logits[0, :2] = torch.tensor([1.0, 2.0])
-    logits[1, 4:11] = torch.tensor([0.0, 9.0, 1.0, 8.0, 2.0, 7.0, 3.0])
-    out = torch.full((3, 8), 9, dtype=torch.int32)
-    given = (logits, starts, ends, out[:, :3], 3, logits.stride(0), logits.stride(1), 3)
-    prefill_topk(lambda *args: ran.append(args), lambda: False)(*given)
-    assert len(ran) == 1
-    assert bool((out == 9).all())
-    prefill_topk(lambda *args: ran.append(args), lambda: True)(*given)
-    assert len(ran) == 1
-    assert [set(row.tolist()) for row in out[:, :3]] == [{0, 1, -1}, {1, 3, 5}, {-1}]
-    assert bool((out[:, 3:] == 9).all())
 
 
 # ---------------------------------------------------------------------------------------------------
