@@ -97,7 +97,7 @@ def runs_table(folder: Path = RECORDS) -> str:
                 f"{record['engine']}, {record['minutes']:g} minutes",
                 "passed" if record["ok"] else "failed",
                 ", ".join(f"{count} {end}" for end, count in sent.most_common()),
-                str(record["preemptions"]),
+                "not counted" if record["preemptions"] is None else str(record["preemptions"]),
                 f"{probes['same']} of {probes['tokens']}",
                 _range([one["rss"] for one in record["memory"]]),
                 f"ended after {ending['seconds']:g} s, {len(ending['left'])} processes left",

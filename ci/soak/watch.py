@@ -15,6 +15,8 @@ from ci.soak.measured import Sample
 from nsa_plugin.tools.serving.process import Server
 
 MIB = 2**20
+_COMPILES = "torch/_inductor/compile_worker"
+"""In the command of the processes that torch.compile starts, and ends again, as many as there are cores."""
 
 
 class Watch:
@@ -46,13 +48,15 @@ class Watch:
 
 
 def sample(pids: list[int], at: float, *, gpu: bool, counts: Path) -> Sample:
-    """The memory of the processes now. A process that has just ended counts nothing."""
+    """The memory of the processes now, without those of torch.compile. One that has just ended counts nothing."""
     import psutil
 
     rss = files = count = 0
     for pid in pids:
         with suppress(psutil.Error):
             process = psutil.Process(pid)
+            if any(_COMPILES in word for word in process.cmdline()):
+                continue
             rss += process.memory_info().rss
             files += process.num_fds()
             count += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +18,8 @@ from nsa_plugin.tools.records import Row
 Records = Sequence[tuple[Path, Row]]
 NOTHING = "No record is here yet."
 
+_CONTEXT = re.compile(r"-context\d+")
+"""A server's longest prompt, in the name of its record."""
 ENGINES = {"sglang": "SGLang", "vllm": "vLLM"}
 _MEASURES = {
     "ttft_ms": "first token",
@@ -86,11 +89,16 @@ def first_token(served: Records) -> str:
 
 
 def loads(served: Records) -> str:
-    """Speed-ups of the other timed loads: many prompts at once, long answers, short prompts behind a long one."""
+    """Speed-ups of the other timed loads: many prompts at once, long answers, short prompts behind a long one.
+
+    Prompts without an answer are shown in a request each; in one request they are on their record's page.
+    """
     found: dict[tuple[Path, str], list[str]] = {}
     cells: dict[tuple[Path, str], dict[str, str]] = {}
     for path, record, rows in _newest(served, alone=False):
         for row in rows:
+            if row["case"].get("in_one") and row["case"]["new_tokens"] == 1:
+                continue
             key = (path, _load(row["case"]))
             found.setdefault(key, [_server(record, row["case"]), key[1]])
             cells.setdefault(key, {})[_MEASURES[row["case"]["measure"]]] = _speedup(row)
@@ -126,14 +134,17 @@ def _tokens(count: int | None) -> str:
 
 
 def _newest(served: Records, *, alone: bool) -> Iterator[tuple[Path, Row, list[Row]]]:
-    """Each record's timed loads, without those that a newer version of the engine was timed with, all else equal."""
+    """Each record's timed loads, without those that a newer version of the engine was timed with, all else equal.
+
+    The longest prompt that a server allows may differ: what was timed has its own lengths.
+    """
 
     def timed(record: Row) -> list[Row]:
         return [row for row in record["rows"] if row["op"] == "serve" and (row["case"]["requests"] == 1) == alone]
 
     def same(record: Row, row: Row) -> tuple[str, str]:
         suite = record["suite"].replace(record["engine"].replace(" ", "-"), "").removesuffix("-speed")
-        return suite, f"{record['engine'].split()[0]} {row['case']}"
+        return _CONTEXT.sub("", suite), f"{record['engine'].split()[0]} {row['case']}"
 
     versions: dict[tuple[str, str], list[Version]] = {}
     for _, record in served:
