@@ -52,13 +52,17 @@ class Kernel:
     padding: tuple[int, str]
     times: tuple[int, timings.Points]
 
+    @property
+    def usable(self) -> bool:
+        """Whether it supports some batch."""
+        return self.missing is None and self.absent is None and self.unfit is None
+
 
 @dataclass(eq=False)
 class Case:
     """The inputs of one decision.
 
     Attributes:
-        routes: the ordered routes of `sparse.sparse_routes`, which one decision needs several times.
         known: what follows from the model, the device and the settings alone; see `once`.
         dense: what `dense.dense_provider` found, once it has looked.
         extend: the batch is a prefill.
@@ -71,7 +75,6 @@ class Case:
     device: DeviceProfile
     settings: Settings
     constraints: Constraints = UNCONSTRAINED
-    routes: dict[KernelLoad, tuple[Route, ...]] = field(default_factory=dict, repr=False)
     known: dict[Hashable, Any] = field(default_factory=dict, repr=False)
     dense: tuple[Route | None, list[Refusal]] | None = field(default=None, init=False, repr=False)
     extend: bool = field(init=False, repr=False)
@@ -81,7 +84,8 @@ class Case:
     def __post_init__(self) -> None:
         self.extend = self.batch.phase is Phase.EXTEND
         self.own_load = KernelLoad(self.batch.num_tokens, self.model.attended_heads)
-        self.dense_load = KernelLoad(self.batch.num_tokens, self.model.heads_per_rank)
+        dcp = self.model.dcp_size > 1
+        self.dense_load = KernelLoad(self.batch.num_tokens, self.model.heads_per_rank) if dcp else self.own_load
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return what `make` returned for this key in any case of the same model, device and settings.
@@ -110,7 +114,7 @@ class Case:
     @property
     def asked(self) -> str:
         """The library that the settings name for this phase, or "auto"."""
-        return str(getattr(self.settings, self.backend_setting))
+        return self.settings.prefill_backend if self.extend else self.settings.decode_backend
 
     @property
     def sharded_load(self) -> KernelLoad:

@@ -89,11 +89,16 @@ def pick_dense(case: Case) -> tuple[Route | None, list[Refusal], Reason]:
     batch = case.batch
     if ruled_out := dense_ruled_out(case):
         return None, [], ruled_out
-    limit, source = mha_limit(case)
-    if batch.max_kv_len > limit:
+    # No limit exceeds either of these, and most prompts do.
+    longest = case.settings.mha_max_kv if case.settings.mha_max_kv >= 0 else case.model.index_topk
+    if batch.max_kv_len > longest or batch.max_kv_len > mha_limit(case)[0]:
         whole = case.constraints.no_split if batch.num_requests > 1 else ""
         unsplit = f", and the batch is not split: {whole}" if whole else ""
-        return None, [], lambda: f"the longest context of {count(batch.max_kv_len, 'token')} exceeds {source}{unsplit}"
+
+        def too_long() -> str:
+            return f"the longest context of {count(batch.max_kv_len, 'token')} exceeds {mha_limit(case)[1]}{unsplit}"
+
+        return None, [], too_long
     if 0 < batch.attention_workspace_tokens < batch.total_kv_len:
         held = batch.attention_workspace_tokens
         return None, [], lambda: f"{batch.total_kv_len} context tokens exceed the attention workspace of {held}"
@@ -102,4 +107,8 @@ def pick_dense(case: Case) -> tuple[Route | None, list[Refusal], Reason]:
         return None, refused, lambda: "no dense kernel (" + "; ".join(map(str, refused)) + ")"
     if case.constraints.no_dense:
         return None, refused, case.constraints.no_dense
-    return route, refused, lambda: f"the longest context of {count(batch.max_kv_len, 'token')} is within {source}"
+    return (
+        route,
+        refused,
+        lambda: f"the longest context of {count(batch.max_kv_len, 'token')} is within {mha_limit(case)[1]}",
+    )

@@ -78,7 +78,7 @@ class Decider:
         self._checked = False
 
     def _case(self, batch: BatchShape, constraints: Constraints) -> Case:
-        return Case(self.model, batch, self.device, self.settings, constraints, {}, self._known)
+        return Case(self.model, batch, self.device, self.settings, constraints, self._known)
 
     def decide(self, batch: BatchShape, constraints: Constraints = UNCONSTRAINED) -> Plan:
         """See `decide`."""
@@ -318,25 +318,24 @@ def _dense_plan(case: Case, route: Route, refused: Sequence[Refusal], why: Reaso
 
 def _sparse_plan(case: Case, not_dense: Reason) -> Plan:
     load = case.own_load
-    route, refused = sparse.pick_sparse(case, load)
+    route = sparse.pick_sparse(case, load)
     resharding = token_shard.decided(case, route)
     sharded = resharding.chunks > 0
     if sharded:
         load = case.sharded_load
-        route, refused = sparse.pick_sparse(case, load)
+        route = sparse.pick_sparse(case, load)
 
     padding, why_padding = sparse.head_padding(case, route, load.heads)
     indexer, why_indexer = topk_plan(case, route, shared=sharded and case.extend)
     stock_selection, why_selection = _stock_selection(case, indexer)
     stock_attention = stock_selection and route in case.constraints.stock_attends_by
 
-    def attention() -> str:
-        return f"not dense: {text_of(not_dense)}; {sparse.attention_sentence(case, route, load, refused)}"
-
     def reasons() -> dict[str, Reason]:
+        refused = sparse.refused_before(case, load)
+        attention = sparse.attention_sentence(case, route, load, refused)
         return {
             "phase": lambda: batch_sentence(case.batch),
-            "attention": attention,
+            "attention": f"not dense: {text_of(not_dense)}; {attention}",
             "provider": lambda: sparse.provider_sentence(case, route, load, refused),
             "dequantize_kv": lambda: sparse.dequantize_sentence(case, route, refused),
             "head_padding": why_padding,
@@ -344,7 +343,7 @@ def _sparse_plan(case: Case, not_dense: Reason) -> Plan:
             "token_shard_chunks": resharding.why_chunks,
             "stock_attention": why_selection if stock_attention else _NOT_STOCK,
             "stock_selection": why_selection if stock_selection else _NOT_STOCK,
-            **why_indexer,
+            **why_indexer(),
         }
 
     return Plan(

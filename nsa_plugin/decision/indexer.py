@@ -11,6 +11,7 @@ rows take is subtracted, so that both together stay within the setting.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 
 from nsa_plugin.decision import timings, v4_memory
@@ -34,8 +35,8 @@ UNPAGED_KEYS = 2**20
 """Most keys of a batch for it. With more it would sample fewer of them, and its thresholds would be worse."""
 
 
-def topk_plan(case: Case, route: Route, *, shared: bool = False) -> tuple[IndexerPlan, dict[str, Reason]]:
-    """The plan of an indexer that selects, and its reasons.
+def topk_plan(case: Case, route: Route, *, shared: bool = False) -> tuple[IndexerPlan, Callable[[], dict[str, Reason]]]:
+    """The plan of an indexer that selects, and a function that returns its reasons.
 
     Args:
         route: attention's route; on a GPU the reference indexer runs only with the reference attention.
@@ -50,18 +51,17 @@ def topk_plan(case: Case, route: Route, *, shared: bool = False) -> tuple[Indexe
     provider, why_provider = (UNPAGED, unpaged) if unpaged else _provider(case, route.library)
     chunk, why_chunk = _rows_per_chunk(case, route)
     metadata, why_metadata = _metadata_provider(case, provider)
-    plan = _plan(provider, chunk, metadata)
-    whose = ", by the rank that attends to them" if shared else ""
 
-    def selected() -> str:
-        return f"{model.index_topk} KV tokens are selected for each of {count(batch.num_tokens, 'query token')}{whose}"
+    def reasons() -> dict[str, Reason]:
+        selected = f"{model.index_topk} KV tokens are selected for each of {count(batch.num_tokens, 'query token')}"
+        return {
+            "indexer": selected + (", by the rank that attends to them" if shared else ""),
+            "indexer.provider": why_provider,
+            "indexer.rows_per_chunk": why_chunk,
+            "indexer.metadata_provider": why_metadata,
+        }
 
-    return plan, {
-        "indexer": selected,
-        "indexer.provider": why_provider,
-        "indexer.rows_per_chunk": why_chunk,
-        "indexer.metadata_provider": why_metadata,
-    }
+    return _plan(provider, chunk, metadata), reasons
 
 
 def selection_us(case: Case, scored: int, rows: int) -> float:
@@ -116,26 +116,30 @@ def _unpaged(case: Case, rows: int) -> Reason | None:
         return None
     # Which request a query token belongs to is not known here.
     keys = batch.total_kv_len // batch.num_requests // compression
-    nearest = next((one for one in reversed(measured) if one.keys <= keys and one.rows <= rows), None)
-    if nearest is None or min(nearest.us, key=nearest.us.__getitem__) != UNPAGED:
-        return None
-
-    def why() -> str:
-        times = ", ".join(f"{name} {in_time(us)}" for name, us in sorted(nearest.us.items(), key=lambda one: one[1]))
-        at = f"{timings.gpu_of(case.device.sm)}, {count(nearest.rows, 'query token')}, {nearest.keys} keys"
-        return f"no logits in memory, and the least time: {times} ({at})"
-
-    return why
+    for quickest, times in measured:
+        if times.keys <= keys and times.rows <= rows:
+            return functools.partial(_why_unpaged, case, times) if quickest == UNPAGED else None
+    return None
 
 
-def _unpaged_times(case: Case) -> tuple[timings.SelectionTimes, ...]:
-    """Times of the libraries that support the model's indexer, where the one without logits is one of them."""
+def _why_unpaged(case: Case, times: timings.SelectionTimes) -> str:
+    listed = ", ".join(f"{name} {in_time(us)}" for name, us in sorted(times.us.items(), key=lambda one: one[1]))
+    at = f"{timings.gpu_of(case.device.sm)}, {count(times.rows, 'query token')}, {times.keys} keys"
+    return f"no logits in memory, and the least time: {listed} ({at})"
+
+
+def _unpaged_times(case: Case) -> tuple[tuple[str, timings.SelectionTimes], ...]:
+    """(the quickest library, times of those that support the model's indexer), where the one without logits is one.
+
+    The most keys come first.
+    """
     found = timings.selections(case.device.sm, Op.INDEXER_TOPK, case.model.index_n_heads, case.model.index_topk)
     if not found or _refusal(case, UNPAGED, "") is not None:
         return ()
     supported = {name for name in (UNPAGED, *LIBRARIES) if _refusal(case, name, "") is None}
     kept = (replace(one, us={name: us for name, us in one.us.items() if name in supported}) for one in found)
-    return tuple(one for one in kept if UNPAGED in one.us and len(one.us) > 1)
+    compared = [one for one in kept if UNPAGED in one.us and len(one.us) > 1]
+    return tuple((min(one.us, key=one.us.__getitem__), one) for one in reversed(compared))
 
 
 def _compression(case: Case) -> int:

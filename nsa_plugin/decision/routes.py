@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -89,7 +89,7 @@ class KernelLoad(NamedTuple):
     heads: int
 
 
-def first(routes: Sequence[Route], refusal: Callable[[Route], str | None]) -> tuple[Route | None, list[Refusal]]:
+def first(routes: Iterable[Route], refusal: Callable[[Route], str | None]) -> tuple[Route | None, list[Refusal]]:
     """The first route without a refusal, and the refusals before it."""
     refused: list[Refusal] = []
     for route in routes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -105,16 +106,16 @@ class ModelShape:
             **{name: getattr(config, name) for name in _CONFIGURED},
         )
 
-    @property
+    @functools.cached_property
     def heads_per_rank(self) -> int:
         return self.num_heads // self.attn_tp_size
 
-    @property
+    @functools.cached_property
     def attended_heads(self) -> int:
         """Query heads of a sparse attention call: with decode context parallelism those of all ranks of the group."""
         return self.heads_per_rank * self.dcp_size
 
-    @property
+    @functools.cached_property
     def fp8_cache(self) -> bool:
         return LAYOUTS[self.kv_layout].is_fp8
 

@@ -7,7 +7,7 @@ The order is upstream's, and where the plugin has measured several routes, their
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from nsa_plugin.decision import timings
@@ -35,18 +35,18 @@ BULK_COPIES = 90
 TRTLLM_HEADS = 16
 
 
-def sparse_routes(case: Case, load: KernelLoad) -> tuple[Route, ...]:
+def sparse_routes(case: Case, load: KernelLoad, *, usable: bool = False) -> Iterator[Route]:
     """Every route for a batch that attends to selected tokens, the preferred first.
 
     Measured routes are ordered by their times, within the places that they have among the others.
+
+    Args:
+        usable: without those that support no batch.
     """
-    known = case.routes.get(load)
-    if known is None:
-        stock = case.stock_prefill if stock_route_first(case, load) else None
-        pays = case.dequantizing_pays
-        order = case.once(("order", case.extend, load.heads, pays, stock), lambda: _order(case, load, stock))
-        known = case.routes[load] = _by_time(case, order, load)
-    return known
+    stock = case.stock_prefill if stock_route_first(case, load) else None
+    pays = case.dequantizing_pays
+    order = case.once(("order", case.extend, load.heads, pays, stock), lambda: _order(case, load, stock))
+    return _by_time(case, order, load, order.usable if usable else None)
 
 
 class _Order(NamedTuple):
@@ -54,10 +54,12 @@ class _Order(NamedTuple):
 
     Attributes:
         timed: (place, measured points) of the routes that have a measured time; the last route's does not count.
+        usable: the routes that support some batch.
     """
 
     routes: tuple[Route, ...]
     timed: tuple[tuple[int, timings.Points], ...]
+    usable: frozenset[Route]
 
 
 def _order(case: Case, load: KernelLoad, stock: Route | None) -> _Order:
@@ -65,8 +67,10 @@ def _order(case: Case, load: KernelLoad, stock: Route | None) -> _Order:
     routes = usual_sparse_routes(case, load)
     if stock is not None:
         routes = (stock, *(route for route in routes if route != stock))
-    points = [case.kernel(route, load.heads).times[1] for route in routes[:-1]]
-    return _Order(routes, tuple((place, known) for place, known in enumerate(points) if known))
+    kernels = [case.kernel(route, load.heads) for route in routes]
+    timed = tuple((place, kernel.times[1]) for place, kernel in enumerate(kernels[:-1]) if kernel.times[1])
+    usable = frozenset(route for route, kernel in zip(routes, kernels, strict=True) if kernel.usable)
+    return _Order(routes, timed, usable)
 
 
 def stock_route_first(case: Case, load: KernelLoad) -> bool:
@@ -78,7 +82,7 @@ def stock_route_first(case: Case, load: KernelLoad) -> bool:
     stock = case.stock_prefill
     if stock is None or (case.model.family == "v4" and case.settings.large_q_rows):
         return False
-    if estimate(case, stock, load) is not None:
+    if _has_time(case, stock, load):
         return False
     least = _least_measured(case, stock, load)
     own = estimate(case, stock, least)
@@ -144,11 +148,16 @@ def estimate(case: Case, route: Route, load: KernelLoad) -> TimeEstimate | None:
     context adds to it; a shorter one does not reduce it. With fewer query tokens than were measured the copy is most of
     the time, and the cost of a query token cannot be separated from it.
     """
-    from_heads, points = case.kernel(route, load.heads).times
-    if not points or (route.dequantize_kv and load.rows < points[0][0]):
+    if not _has_time(case, route, load):
         return None
+    from_heads, points = case.kernel(route, load.heads).times
     found = timings.estimate_from(from_heads, points, load.rows, load.heads)
     return found.plus(_longer_copy(case)) if found is not None and route.dequantize_kv else found
+
+
+def _has_time(case: Case, route: Route, load: KernelLoad) -> bool:
+    _, points = case.kernel(route, load.heads).times
+    return bool(points) and not (route.dequantize_kv and load.rows < points[0][0])
 
 
 def _longer_copy(case: Case) -> float:
@@ -157,8 +166,14 @@ def _longer_copy(case: Case) -> float:
     return longer * COPY_BYTES[case.model.kv_layout] / COPY_RATE
 
 
-def _by_time(case: Case, order: _Order, load: KernelLoad) -> tuple[Route, ...]:
-    """Order the routes that have a time by it, within the places that they have among the others."""
+def _by_time(case: Case, order: _Order, load: KernelLoad, wanted: frozenset[Route] | None = None) -> Iterator[Route]:
+    """Order the routes that have a time by it, within the places that they have among the others.
+
+    An iterator: mostly the first route is taken, and what follows it is not worked out.
+
+    Args:
+        wanted: the routes to return; None: all.
+    """
     places: list[int] = []
     times: list[float] = []
     routes: list[Route] = []
@@ -173,49 +188,57 @@ def _by_time(case: Case, order: _Order, load: KernelLoad) -> tuple[Route, ...]:
         places.append(place)
         times.append(us)
         routes.append(route)
-    if len(times) < 2:
-        return order.routes
-    ordered = list(order.routes)
-    for place in places:
-        limit = min(times) * (1 + NEARLY_EQUAL)
-        number = 0
-        while times[number] > limit:
-            number += 1
-        del times[number]
-        ordered[place] = routes.pop(number)
-    return tuple(ordered)
+    for place, route in enumerate(order.routes):
+        if place in places:
+            limit = min(times) * (1 + NEARLY_EQUAL)
+            number = 0
+            while times[number] > limit:
+                number += 1
+            del times[number]
+            route = routes.pop(number)
+        if wanted is None or route in wanted:
+            yield route
 
 
-def pick_sparse(case: Case, load: KernelLoad) -> tuple[Route, list[Refusal]]:
-    """The route of the batch, and the preferred ones that do not support it.
+def pick_sparse(case: Case, load: KernelLoad) -> Route:
+    """The route of the batch.
 
     Raises:
         SettingsError: the library that the settings name does not support the batch.
         NoProviderError: no installed library does.
     """
-    routes, constrained = sparse_routes(case, load), bool(case.constraints.preferred)
+    if case.asked == "auto" and not case.constraints.preferred:
+        for route in sparse_routes(case, load, usable=True):
+            if route_refusal(case, route, load) is None:
+                return route
+    picked, refused = _picked(case, load)
+    if picked is not None:
+        return picked
     if case.asked == "auto":
-        preferred = [route for route in routes if route in case.constraints.preferred] if constrained else []
-        route, refused = first(preferred, lambda route: route_refusal(case, route, load))
-        if route is None:
-            route, others = first(routes, lambda route: route_refusal(case, route, load))
-            refused += [refusal for refusal in others if refusal not in refused]
-        if route is None:
-            raise NoProviderError(
-                f"no installed kernel library supports {batch_sentence(case.batch)}; {load.heads} heads, "
-                f"{case.model.kv_layout} cache, {case.device.where}. " + "; ".join(map(str, refused))
-            )
-        return route, refused
-    asked = [route for route in routes if route.library == case.asked]
-    asked.sort(key=lambda route: route not in case.constraints.preferred)
-    route, refused = first(asked, lambda route: route_refusal(case, route, load, case.asked))
-    if route is None:
-        work = [r.library for r in routes if route_refusal(case, r, load, r.library) is None]
-        raise SettingsError(
-            f"{case.backend_setting} is {case.asked}, which does not support {batch_sentence(case.batch)}. "
-            f"{'; '.join(map(str, refused))}. What works here: {', '.join(dict.fromkeys(work)) or 'nothing'}"
+        raise NoProviderError(
+            f"no installed kernel library supports {batch_sentence(case.batch)}; {load.heads} heads, "
+            f"{case.model.kv_layout} cache, {case.device.where}. " + "; ".join(map(str, refused))
         )
-    return route, refused
+    work = [r.library for r in sparse_routes(case, load) if route_refusal(case, r, load, r.library) is None]
+    raise SettingsError(
+        f"{case.backend_setting} is {case.asked}, which does not support {batch_sentence(case.batch)}. "
+        f"{'; '.join(map(str, refused))}. What works here: {', '.join(dict.fromkeys(work)) or 'nothing'}"
+    )
+
+
+def refused_before(case: Case, load: KernelLoad) -> list[Refusal]:
+    """The routes before the one of the batch, which do not support it, and why."""
+    return _picked(case, load)[1]
+
+
+def _picked(case: Case, load: KernelLoad) -> tuple[Route | None, list[Refusal]]:
+    """(the route of the batch, or None if no library that the settings allow supports it; the refusals before it)."""
+    asked, preferred = case.asked, case.constraints.preferred
+    routes = list(sparse_routes(case, load))
+    wanted = [route for route in routes if asked in ("auto", route.library)]
+    # Preferred routes come first; each refusal is named once.
+    wanted.sort(key=lambda route: route not in preferred)
+    return first(wanted, lambda route: route_refusal(case, route, load, asked))
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -133,7 +133,7 @@ def _selecting(model: ModelShape, phase: Phase, rows: int, context: int) -> Batc
 
 def _reshards(case: Case) -> bool:
     try:
-        route, _ = pick_sparse(case, case.own_load)
+        route = pick_sparse(case, case.own_load)
     except NsaPluginError:
         return False
     return decided(case, route).chunks > 0
@@ -173,7 +173,7 @@ def decided(case: Case, route: Route) -> Resharding:
     if rows < ranks:
         return Resharding(0, lambda: f"{count(rows, 'query token')}, fewer than the {ranks} ranks")
     try:
-        sharded, _ = pick_sparse(case, case.sharded_load)
+        sharded = pick_sparse(case, case.sharded_load)
     except NsaPluginError as error:
         return Resharding(0, f"no kernel supports all heads of a rank's share: {error}")
     if reason := case.constraints.keep_heads_on.get(sharded, ""):

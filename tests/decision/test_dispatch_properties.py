@@ -215,11 +215,11 @@ def test_measurements_reorder_routes_and_lose_none(
     case = Case(model, batch, device, chosen)
     load = KernelLoad(max(batch.num_tokens, 1), model.heads_per_rank)
     with measurements({}):
-        usual = sparse_routes(Case(model, batch, device, chosen), load)  # a case keeps its routes and times
+        usual = tuple(sparse_routes(Case(model, batch, device, chosen), load))  # a case keeps its routes and times
     with measurements(table):
         if not stock_route_first(case, load):  # then one has a time, and the stock route keeps its usual place
             usual = usual_sparse_routes(case, load)
-        routes = sparse_routes(case, load)
+        routes = tuple(sparse_routes(case, load))
         times = [_us(estimate(case, route, load)) for route in routes]
         unmeasured = [estimate(case, route, load) is None for route in usual]
     assert len(routes) == len(usual)
