@@ -24,6 +24,7 @@ from nsa_plugin.backends.sglang.v4.kernels import longest_context
 from nsa_plugin.backends.sglang.v4.routes import SglangV4Planner, asked_by_engine, makes_rows, v4_shape
 from nsa_plugin.backends.sglang.v4.state import V4State
 from nsa_plugin.backends.sglang.v4.warm import warm_v4
+from nsa_plugin.backends.sglang.v32.arrival import loaded_prefixes
 from nsa_plugin.backends.sglang.v32.attention import State, adopt, release
 from nsa_plugin.backends.sglang.v32.portable import warm_portable
 from nsa_plugin.backends.sglang.v32.routes import PLANNED, SglangPlanner
@@ -151,6 +152,8 @@ class SglangServing:
             raise LeftToStockError(left[0])
         self._note(left)
         state: State | None = backend.nsa_plugin
+        if state is not None and not getattr(model_runner, "is_draft_worker", False):
+            state.loaded = loaded_prefixes(model_runner.server_args)
         if state is None or not (state.plans_prefill or state.plans_steps):
             release(backend)
             return {}

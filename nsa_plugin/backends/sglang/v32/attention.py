@@ -42,6 +42,7 @@ from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.common.token_shard import Share
 from nsa_plugin.backends.sglang.startup.model import prefix_of
 from nsa_plugin.backends.sglang.v32 import batch as batches
+from nsa_plugin.backends.sglang.v32.arrival import LoadedPrefixes
 from nsa_plugin.backends.sglang.v32.batch import Batch
 from nsa_plugin.backends.sglang.v32.indexer import Selection, attach
 from nsa_plugin.backends.sglang.v32.routes import (
@@ -102,6 +103,7 @@ class State:
         selection: what the indexer of every layer gets for the batch prepared last, once the first layer asked.
         caches: each layer's KV cache as pages, by address and shape; SGLang's pool keeps its buffers.
         portable: whether SGLang's libraries do not support the GPU, so that the plugin's kernels do all.
+        loaded: looks for the indexer's keys of prefixes that SGLang loaded; None if nothing loads any.
     """
 
     planner: SglangPlanner
@@ -119,6 +121,7 @@ class State:
     selection: Selection | None = None
     caches: dict[Hashable, PagedCache] = field(default_factory=dict)
     portable: bool = False
+    loaded: LoadedPrefixes | None = None
 
     @property
     def own(self) -> bool:
@@ -211,6 +214,7 @@ def with_plans(original: type) -> type:
             state = self.nsa_plugin
             if state is None:
                 return super().init_forward_metadata(forward_batch)
+            _look(self, state, forward_batch)
             state.preparing = True
             try:
                 super().init_forward_metadata(forward_batch)
@@ -302,6 +306,7 @@ def with_plans(original: type) -> type:
             state = self.nsa_plugin
             if state is None or not state.plans_prefill:
                 return False
+            _look(self, state, forward_batch)
             dense, splits = state.planner.settings.mha_max_kv > 0, not state.planner.whole
             if not (dense or splits) or batches.phase_of(forward_batch.forward_mode) is not Phase.EXTEND:
                 return False
@@ -404,6 +409,7 @@ def _prepared(original: Callable[..., None]) -> Callable[..., None]:
     def prepare(self: Any, *args: Any, **kwargs: Any) -> None:
         state: State | None = self.nsa_plugin
         if state is not None:
+            _look(self, state)
             bs, mode = (kwargs[names[place]] if names[place] in kwargs else args[place] for place in places)
             phase = batches.phase_of(mode)
             if state.plans_step(phase):
@@ -414,6 +420,18 @@ def _prepared(original: Callable[..., None]) -> Callable[..., None]:
         return original(self, *args, **kwargs)
 
     return prepare
+
+
+def _look(backend: Any, state: State, forward_batch: Any = None) -> None:
+    """Look for the indexer's keys of the prefixes before this batch, and note its own if it is a prefill."""
+    if state.loaded is None:
+        return
+    # Before 0.5.13 the batch has the pool, and a step of a graph has no batch.
+    pool = getattr(backend, "token_to_kv_pool", None) or getattr(forward_batch, "token_to_kv_pool", None)
+    if pool is not None:
+        state.loaded.look(pool, forward_batch)
+    if forward_batch is not None and batches.phase_of(forward_batch.forward_mode) is Phase.EXTEND:
+        state.loaded.prefill(forward_batch, backend.req_to_token)
 
 
 def _follow(

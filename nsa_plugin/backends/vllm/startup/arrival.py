@@ -1,14 +1,14 @@
-"""Whether the indexer's keys came with transferred KV.
+"""Whether the indexer's keys came with KV that a connector transferred.
 
 A KV connector (LMCache, NIXL, disaggregated prefill) may transfer the attention layers' caches alone. vLLM gives every
 cache to `register_kv_caches`, and what a connector does with each is its own: no version of vLLM up to 0.33 says. Its
 hooks for a layer are never called for the indexer, and load errors name blocks, not layers.
 
-So the caches are read. Pages that were never written are zero, and no key has the scale zero. A request that is new to
-this worker and has a prefix is noted. Connectors load before or during the forward pass, and one that could not load
-lets vLLM fail the request or compute the prefix again. vLLM knows that once it has the batch's result, and by then it
-has prepared further batches with the request (asynchronous scheduling, pipeline parallelism). So the request is looked
-at in the first batch that vLLM prepares with the result known.
+So the caches are read (`common.arrival`). A request that is new to this worker and has a prefix is noted. Connectors
+load before or during the forward pass, and one that could not load lets vLLM fail the request or compute the prefix
+again. vLLM knows that once it has the batch's result, and by then it has prepared further batches with the request
+(asynchronous scheduling, pipeline parallelism). So the request is looked at in the first batch that vLLM prepares with
+the result known.
 """
 
 from __future__ import annotations
@@ -20,19 +20,11 @@ from typing import Any
 
 import torch
 
-from nsa_plugin.errors import NsaPluginError
+from nsa_plugin.backends.common.arrival import CHECKS, IndexKeysMissingError, is_readable, missing_keys
 from nsa_plugin.kernels.index_transform import request_slots
-from nsa_plugin.kernels.kv_cache import open_cache, reference_read_codes
-from nsa_plugin.layouts import INDEXER_FP8
 
-CHECKS = 64
-"""Requests that are looked at after the start, each at the cost of waiting for the device once."""
 KEPT = 8
 """Times the batches ahead for which a noted request that is not scheduled is kept."""
-
-
-class IndexKeysMissingError(NsaPluginError):
-    """A request's prefix was transferred without the indexer's keys, so its answer would be wrong."""
 
 
 class Arrival:
@@ -106,21 +98,17 @@ class Arrival:
                 self._noted[name] = tokens, self._batches
 
     def _look(self, name: str, pages: torch.Tensor, tokens: int) -> None:
-        tensor = self._cache()
-        if tensor is None or tensor.shape[-1] != INDEXER_FP8.row_bytes or tensor.element_size() != 1:
+        found = self._cache()
+        if found is None or not is_readable(found):
             self._left = 0  # another format of keys
             return
-        cache = open_cache(tensor, INDEXER_FP8.name)
-        slots, _ = request_slots(pages[None], torch.tensor([tokens], device=pages.device), cache.page_size)
-        if slots.numel() and int(slots.min()) >= cache.page_size:  # page 0 stands for none
-            _, scales = reference_read_codes(cache, slots)
-            missing = int((scales == 0).sum())
-            if missing >= min(tokens, cache.page_size):
-                raise IndexKeysMissingError(
-                    f"KV connector {self._connector} did not transfer the indexer's keys: {missing} of the {tokens} "
-                    f"cached tokens of request {name} have none, and without them the answers are wrong, with the "
-                    "stock engine too. Use a connector that transfers every cache which vLLM registers"
-                )
+        slots, _ = request_slots(pages[None], torch.tensor([tokens], device=pages.device), found.shape[1])
+        if missing := missing_keys(found, slots):
+            raise IndexKeysMissingError(
+                f"KV connector {self._connector} did not transfer the indexer's keys: {missing} of the {tokens} "
+                f"cached tokens of request {name} have none, and without them the answers are wrong, with the "
+                "stock engine too. Use a connector that transfers every cache which vLLM registers"
+            )
 
 
 def arrival_of(vllm_config: Any, layer_names: Sequence[str]) -> Arrival | None:

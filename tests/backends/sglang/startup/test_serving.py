@@ -97,6 +97,19 @@ def test_the_backends_of_a_process_share_counters_and_warm_up_once(warmed: list[
     assert [what if what == "topk" else "kernels" for what, _ in warmed] == ["kernels", "topk"]
 
 
+@pytest.mark.parametrize("lmcache", [False, True])
+def test_loaded_prefixes_are_looked_at_for_the_target_model_alone(warmed: list[Any], lmcache: bool):
+    """A draft model without its keys guesses worse, and its answers are verified."""
+    target, draft, model_runner = built(), built(), runner()
+    model_runner.server_args.enable_lmcache = lmcache
+    made = begun(target, model_runner)
+    made.adopt(target, model_runner)
+    model_runner.is_draft_worker = True
+    made.adopt(draft, model_runner)
+    assert (target.nsa_plugin.loaded is not None) == lmcache
+    assert draft.nsa_plugin.loaded is None
+
+
 def test_the_report_describes_sample_batches_with_reasons(warmed: list[Any]):
     backend = built()
     made = begun(backend, decode_backend="triton")

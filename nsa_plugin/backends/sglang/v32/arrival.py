@@ -1,0 +1,90 @@
+"""Whether the indexer's keys came with a prefix that SGLang did not compute itself.
+
+LMCache decides itself which of SGLang's buffers it stores, and up to 0.5.23 nothing tells a plugin which. So the slots
+of each prefill's prefix are noted, and their keys are read (`common.arrival`) when the next batch is prepared: SGLang
+loads a prefix before its batch's forward pass or layer by layer during it. What was not loaded is no prefix.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from nsa_plugin.backends.common.arrival import CHECKS, IndexKeysMissingError, is_readable, missing_keys
+
+# Flags of what loads KV into SGLang's pool.
+LOADERS = {
+    "enable_lmcache": "--enable-lmcache",
+    "enable_hierarchical_cache": "--enable-hierarchical-cache",
+    "enable_unified_cache_external_linker": "--enable-unified-cache-external-linker",
+}
+PAGE_SIZE = 64
+"""Tokens of a page of the indexer's cache, whatever the server's page size."""
+NUMBER = "nsa_plugin_arrival"
+"""Attribute of a batch whose prefixes are noted."""
+
+
+class LoadedPrefixes:
+    """Looks at the first requests with a prefix.
+
+    Args:
+        flag: SGLang's, of what loads KV.
+    """
+
+    def __init__(self, flag: str):
+        self._flag = flag
+        self._left = CHECKS
+        self._batches = 0
+        self._noted: list[tuple[int, str, torch.Tensor]] = []  # (number of its batch, request, slots of its prefix)
+
+    def prefill(self, forward_batch: Any, req_to_token: torch.Tensor) -> None:
+        """Note a prefill's prefixes. SGLang may prepare a batch twice, as one of a graph and as an eager one.
+
+        Args:
+            forward_batch: with `extend_prefix_lens_cpu`, on the host.
+            req_to_token: int [requests that the server allows, context], slots.
+        """
+        if not self._left or hasattr(forward_batch, NUMBER):
+            return
+        self._batches += 1
+        setattr(forward_batch, NUMBER, self._batches)
+        names = getattr(forward_batch, "rids", None) or ()
+        for place, tokens in enumerate(map(int, forward_batch.extend_prefix_lens_cpu or ())):
+            if tokens and len(self._noted) < self._left:
+                name = str(names[place]) if place < len(names) else ""
+                slots = req_to_token[forward_batch.req_pool_indices[place], :tokens].long()
+                self._noted.append((self._batches, name, slots))
+
+    def look(self, pool: Any, forward_batch: Any = None) -> None:
+        """Look at the prefixes that batches before this one noted.
+
+        Args:
+            pool: SGLang's, which holds the indexer's keys.
+
+        Raises:
+            IndexKeysMissingError: a page of a prefix, or a whole prefix, has no keys.
+        """
+        if not self._noted or self._noted[0][0] == getattr(forward_batch, NUMBER, None):
+            return
+        noted, self._noted = self._noted, []
+        keys = pool.get_index_k_with_scale_buffer(int(getattr(pool, "start_layer", None) or 0))
+        in_pages = keys.dim() == 2 and keys.numel() > 0 and keys.shape[1] % PAGE_SIZE == 0
+        pages = keys.view(len(keys), PAGE_SIZE, -1) if in_pages else keys
+        if not in_pages or not is_readable(pages):
+            self._left = 0  # another format of keys
+            return
+        self._left -= len(noted)
+        for _, name, slots in noted:
+            if missing := missing_keys(pages, slots):
+                raise IndexKeysMissingError(
+                    f"SGLang has {self._flag}, and the indexer's keys did not come with the KV cache that it loaded: "
+                    f"{missing} of the {len(slots)} cached tokens of request {name} have none. Without them the "
+                    f"answers are wrong, with the stock engine too. Start without {self._flag}"
+                )
+
+
+def loaded_prefixes(server_args: Any) -> LoadedPrefixes | None:
+    """Return the check for a target model's backend; None if nothing loads KV."""
+    flags = [flag for name, flag in LOADERS.items() if getattr(server_args, name, False)]
+    return LoadedPrefixes(flags[0]) if flags else None
