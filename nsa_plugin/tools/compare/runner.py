@@ -160,15 +160,9 @@ class EngineComparison:
                 self._ask_until_it_fails(one, group, self._reserve * to_come)
                 continue
             started = time.monotonic()
-            try:
-                answers = send(self.engine, one.server.url, group, min(left, _STEP_S))
-                if not group.top:
-                    left = self._left() - self._reserve * to_come
-                    answers = scored(self.engine, one.server.url, group, answers, min(max(left, 1.0), _STEP_S))
-            except CompareError as error:
-                answers = {request.name: Answer(error=str(error)) for request in group.requests}
-                if not recover(one, self.engine, self._left()):
-                    return
+            answers = self._answers(one, group, self._reserve * to_come)
+            if answers is None:
+                return
             run.answers[group.name] = answers
             refused = [f"{name}: {answer.error}" for name, answer in answers.items() if answer.error]
             one.say(
@@ -178,6 +172,31 @@ class EngineComparison:
             self.on_step()
         # Record now whether the plugin served: the control may start while this server is still running.
         one.note_plugin()
+
+    def _answers(self, one: RoleServer, group: RequestGroup, kept: float) -> dict[str, Answer] | None:
+        """Send a group and score its answers; those that came before a late one count. None: the server is gone.
+
+        Args:
+            kept: seconds for the servers still to come.
+        """
+        answers: dict[str, Answer] = {}
+        try:
+            send(self.engine, one.server.url, group, min(self._left() - kept, _STEP_S), answers.__setitem__)
+            problem = ""
+        except CompareError as error:
+            problem = str(error)
+            if not recover(one, self.engine, self._left()):
+                return None
+        if answers and not group.top:
+            answered = replace(group, requests=tuple(request for request in group.requests if request.name in answers))
+            limit = min(max(self._left() - kept, 1.0), _STEP_S)
+            try:
+                answers = scored(self.engine, one.server.url, answered, answers, limit)
+            except CompareError as error:
+                answers, problem = {}, str(error)
+                if not recover(one, self.engine, self._left()):
+                    return None
+        return {request.name: answers.get(request.name, Answer(error=problem)) for request in group.requests}
 
     def _ask_until_it_fails(self, one: RoleServer, group: RequestGroup, kept: float) -> None:
         """Send a group's requests one by one until one is refused or the server is gone.

@@ -98,6 +98,8 @@ class Handler(fake_toy.Handler):
         if PLUGIN and MODE == "hangs":
             time.sleep(600)
         prompts = body["input_ids"]
+        if PLUGIN and MODE == "late" and len(prompts) == 136:
+            time.sleep(600)
         if not PLUGIN and MODE == "exhausts" and len(prompts) > 1000:
             print("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 4.00 GiB.", flush=True)
             os._exit(137)

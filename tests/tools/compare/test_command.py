@@ -13,7 +13,7 @@ import pytest
 
 from nsa_plugin.commands import compare
 from nsa_plugin.tools.checkpoints.v32 import CheckpointSpec
-from nsa_plugin.tools.compare import model
+from nsa_plugin.tools.compare import model, runner
 from nsa_plugin.tools.compare.measured import Measured
 from nsa_plugin.tools.pages import site
 from nsa_plugin.tools.serving.common import switches
@@ -363,6 +363,26 @@ def test_time_that_does_not_suffice_is_kept_to_and_said(
     assert time.monotonic() - started < 300
     assert alive(pids) == []
     assert failed(read())[0] == "complete"
+
+
+def test_answers_that_came_before_a_late_one_count(
+    fake: Behave,
+    pids: Path,
+    read: Read,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runner, "_STEP_S", 3.0)
+    line = arguments(tmp_path, fake("late"), "--case", "single", "--runs", "stock,plugin")
+    assert call(capsys, line)[0] == 1
+    until(lambda: not alive(pids))
+    answers = Measured.load(tmp_path / "work" / "logs" / "measured.jsonl").runs["plugin"].answers["single"]
+    late = {name for name, answer in answers.items() if answer.error}
+    assert late == {"p136"}
+    assert "no answer after 3 s" in answers["p136"].error
+    compared = next(row for row in read()["rows"] if row["provider"] == "nsa-plugin")
+    assert compared["rejected"] == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
