@@ -303,21 +303,19 @@ class VllmPlanner(Planner):
     def _record(
         self, split: Split, names: Sequence[str], q_lens: list[int], kv_lens: list[int], started: float
     ) -> None:
-        def entry(request: int, kv_len: int) -> tuple[str, int, int]:
-            return names[request] if request < len(names) else "", q_lens[request], kv_len
+        steps = [request for request in range(split.num_steps) if q_lens[request]]
+        given = [] if split.steps is None else [(split.steps, steps)]
+        given += [(part.plan, list(part.requests)) for part in split.dense]
+        given += [] if split.sparse is None else [(split.sparse, list(split.sparse_requests))]
 
-        parts: list[tuple[Plan, list[tuple[str, int, int]]]] = []
-        if split.steps is not None:
-            live = [request for request in range(split.num_steps) if q_lens[request]]
-            parts.append((split.steps, [entry(request, self.max_model_len) for request in live]))
-        parts += [
-            (part.plan, [entry(request, kv) for request, kv in zip(part.requests, part.kv_lens, strict=True)])
-            for part in split.dense
-        ]
-        if split.sparse is not None:
-            rows = [entry(request, kv_lens[request - split.num_steps]) for request in split.sparse_requests]
-            parts.append((split.sparse, rows))
-        self.record(parts, started)
+        def entry(request: int) -> tuple[str, int, int]:
+            context = self.max_model_len if request < split.num_steps else kv_lens[request - split.num_steps]
+            return names[request] if request < len(names) else "", q_lens[request], context
+
+        tokens = [sum(q_lens[request] for request in requests) for _, requests in given]
+        # Only a trace file has the requests, and every decode step comes here.
+        listed = self.trace.is_file
+        self.record([(plan, [entry(one) for one in some] if listed else []) for plan, some in given], started, tokens)
 
 
 def host_lengths(common: Any) -> list[int]:
