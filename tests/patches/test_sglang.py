@@ -119,13 +119,14 @@ def test_requirements_on_the_class_come_before_its_replacement() -> None:
 @pytest.mark.parametrize("version", VERSIONS, ids=str)
 def test_every_method_that_the_plugin_overrides_is_a_target(version: Version) -> None:
     attention = pytest.importorskip("nsa_plugin.backends.sglang.v32.attention")  # imports torch
+    preparation = pytest.importorskip("nsa_plugin.backends.sglang.v32.preparation")
     targets = [target for patch in data.REQUIREMENTS if (target := patch.target(version)) is not None]
     methods = {target.attributes[-1] for target in targets if "SparseAttnBackend." in target.path}
     assert set(attention.OVERRIDDEN) <= methods
-    assert len(methods.intersection(attention.SETTERS)) == 1
+    assert len(methods.intersection(preparation.SETTERS)) == 1
     # A version has either all of them or none.
-    assert set(attention.GRAPH_METHODS) - methods == (
-        set(attention.GRAPH_METHODS[:1]) if version < Version("0.5.13") else set(attention.GRAPH_METHODS[1:3])
+    assert set(preparation.GRAPH_METHODS) - methods == (
+        set(preparation.GRAPH_METHODS[:1]) if version < Version("0.5.13") else set(preparation.GRAPH_METHODS[1:3])
     )
 
 

@@ -35,8 +35,9 @@ def built(**settings: Any) -> Any:
     """SGLang's backend with plans and an H200 profile; SGLang's constructor is skipped, because it needs a GPU."""
     import torch
 
-    from nsa_plugin.backends.sglang.v32.attention import adopt, with_plans
+    from nsa_plugin.backends.sglang.v32.attention import with_plans
     from nsa_plugin.backends.sglang.v32.routes import SglangPlanner
+    from nsa_plugin.backends.sglang.v32.state import adopt
     from nsa_plugin.decision.shapes import ModelShape
     from nsa_plugin.libraries.devices import synthetic
     from nsa_plugin.settings import Settings

@@ -93,8 +93,9 @@ def test_sglang_prepares_a_decode_step_without_deepgemm_and_flashmla(
     """All of `init_forward_metadata` runs as on a GPU; a stand-in's missing function would end it."""
     import torch
 
-    from nsa_plugin.backends.sglang.v32.attention import adopt, with_plans
+    from nsa_plugin.backends.sglang.v32.attention import with_plans
     from nsa_plugin.backends.sglang.v32.routes import SglangPlanner
+    from nsa_plugin.backends.sglang.v32.state import adopt
     from nsa_plugin.decision.shapes import ModelShape
     from nsa_plugin.libraries.devices import synthetic
     from nsa_plugin.settings import Settings

@@ -15,9 +15,10 @@ import torch.distributed as dist
 
 from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.sglang.v32 import token_shard
-from nsa_plugin.backends.sglang.v32.attention import adopt, with_plans
+from nsa_plugin.backends.sglang.v32.attention import with_plans
 from nsa_plugin.backends.sglang.v32.indexer import wrap_topk_ragged
 from nsa_plugin.backends.sglang.v32.routes import SglangPlanner
+from nsa_plugin.backends.sglang.v32.state import adopt
 from nsa_plugin.backends.sglang.v32.token_shard import SglangExchange
 from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.kernels.kv_cache import open_cache, reference_read

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from nsa_plugin.backends.sglang.v32.attention import adopt, with_plans
+from nsa_plugin.backends.sglang.v32.attention import with_plans
 from nsa_plugin.backends.sglang.v32.routes import SglangPlanner
+from nsa_plugin.backends.sglang.v32.state import adopt
 from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.kernels.kv_cache import PagedCache, allocate_cache, reference_read, reference_write
 from nsa_plugin.libraries.devices import synthetic

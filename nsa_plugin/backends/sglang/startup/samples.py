@@ -6,9 +6,9 @@ from contextlib import suppress
 
 from nsa_plugin.backends.common.planner import Execution
 from nsa_plugin.backends.sglang.v4.routes import SglangV4Planner
-from nsa_plugin.backends.sglang.v32.attention import State
 from nsa_plugin.backends.sglang.v32.batch import Batch, step_batch
 from nsa_plugin.backends.sglang.v32.routes import SglangPlanner
+from nsa_plugin.backends.sglang.v32.state import State
 from nsa_plugin.decision.indexer import UNPAGED
 from nsa_plugin.decision.plan import Attention, IndexerMode
 from nsa_plugin.decision.shapes import BatchShape, Phase

@@ -25,10 +25,10 @@ from nsa_plugin.backends.sglang.v4.routes import SglangV4Planner, asked_by_engin
 from nsa_plugin.backends.sglang.v4.state import V4State
 from nsa_plugin.backends.sglang.v4.warm import warm_v4
 from nsa_plugin.backends.sglang.v32.arrival import loaded_prefixes
-from nsa_plugin.backends.sglang.v32.attention import State, adopt, release
 from nsa_plugin.backends.sglang.v32.portable import warm_portable
 from nsa_plugin.backends.sglang.v32.routes import PLANNED, SglangPlanner
 from nsa_plugin.backends.sglang.v32.split import why_whole
+from nsa_plugin.backends.sglang.v32.state import State, adopt, release
 from nsa_plugin.backends.sglang.v32.token_shard import SglangExchange, open_exchange
 from nsa_plugin.decision.dispatch import validate
 from nsa_plugin.decision.shapes import ModelShape

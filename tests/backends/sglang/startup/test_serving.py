@@ -16,7 +16,8 @@ from nsa_plugin.backends.common.warm import warm, warm_selection, warm_unpaged
 from nsa_plugin.backends.sglang.startup import samples, serving
 from nsa_plugin.backends.sglang.startup.model import ranks
 from nsa_plugin.backends.sglang.startup.serving import SglangServing
-from nsa_plugin.backends.sglang.v32.attention import PAGE_SIZES, release, with_plans
+from nsa_plugin.backends.sglang.v32.attention import with_plans
+from nsa_plugin.backends.sglang.v32.state import PAGE_SIZES, release
 from nsa_plugin.decision import timings
 from nsa_plugin.decision.shapes import Phase
 from nsa_plugin.errors import NoProviderError, PatchError, SettingsError

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nsa_plugin.backends.common.providers import Providers
-from nsa_plugin.backends.sglang.v32 import attention, patches, portable
+from nsa_plugin.backends.sglang.v32 import patches, portable, state
 from nsa_plugin.backends.sglang.v32.indexer import Selection, attach, wrap_topk_ragged
 from nsa_plugin.decision.plan import IndexerMode
 from nsa_plugin.errors import PatchError
@@ -207,4 +207,4 @@ def test_flashmla_makes_no_schedule_on_the_portable_path(monkeypatch: pytest.Mon
     backend.nsa_plugin.portable = True
     made = backend._compute_flashmla_metadata(torch.ones(5, dtype=torch.int32), 1)
     assert (made.num_splits.shape, backend.calls) == ((6,), [])
-    assert attention.State.portable is False
+    assert state.State.portable is False

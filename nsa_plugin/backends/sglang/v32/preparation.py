@@ -1,0 +1,205 @@
+"""What happens when SGLang prepares a batch: its plan is made, and the execution path set on the backend.
+
+`wrappers` wraps the methods of the engine's backend class that do so; `attention` has the methods that attend.
+
+- Eager batches: the engine calls `set_{nsa,dsa}_prefill_impl(forward_batch)` before anything depends on the result.
+  SGLang's rules run first, then the plan sets the path and whether dense attention runs (`use_mha`). The model reads
+  `use_mha` for the indexer too, so attention and selection cannot disagree (sglang #12816, vllm #52512).
+- Captured batches: capture and replay go through `_apply_cuda_graph_metadata` (0.5.13 on) or
+  `init_forward_metadata_{capture,replay}_cuda_graph` (before), and the draft steps of MTP through
+  `..._replay_cuda_graph_from_precomputed`. A route depends on the phase and the number of query tokens alone, so a
+  replay has the route of its capture.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from nsa_plugin.backends.common.planner import Execution
+from nsa_plugin.backends.common.token_shard import Share
+from nsa_plugin.backends.sglang.v32 import batch as batches
+from nsa_plugin.backends.sglang.v32.batch import Batch
+from nsa_plugin.backends.sglang.v32.routes import NO_DENSE, SplitExecution
+from nsa_plugin.backends.sglang.v32.split import ATTRIBUTE as SPLIT
+from nsa_plugin.backends.sglang.v32.split import SplitBatch
+from nsa_plugin.backends.sglang.v32.state import State, layer_cache
+from nsa_plugin.decision.shapes import Phase
+from nsa_plugin.errors import PatchError
+
+SETTERS = ("set_dsa_prefill_impl", "set_nsa_prefill_impl")
+
+# Methods that prepare a captured batch, each with bs and forward_mode. A class has the first or the next two at least.
+GRAPH_METHODS = (
+    "_apply_cuda_graph_metadata",
+    "init_forward_metadata_capture_cuda_graph",
+    "init_forward_metadata_replay_cuda_graph",
+    "init_forward_metadata_replay_cuda_graph_from_precomputed",
+)
+
+
+def wrappers(original: type) -> dict[str, Callable[..., None]]:
+    """Return the methods that prepare a batch, by the engine's names, each around the engine's.
+
+    Raises:
+        PatchError: the class lacks one.
+    """
+    setter = setter_of(original)
+    lacks = [] if setter else [" or ".join(SETTERS)]
+    once, capture, replay, _ = GRAPH_METHODS
+    if not (hasattr(original, once) or (hasattr(original, capture) and hasattr(original, replay))):
+        lacks.append(f"{once}, or {capture} and {replay}")
+    if lacks:
+        raise PatchError(f"SGLang's {original.__name__} has no method {'; '.join(lacks)}")
+    graph = {name: _prepared(getattr(original, name)) for name in GRAPH_METHODS if hasattr(original, name)}
+    return {setter: _setter(getattr(original, setter)), **graph}
+
+
+def setter_of(original: type) -> str:
+    """Return the name of the engine's `set_..._prefill_impl`; "" if it has none."""
+    return next((name for name in SETTERS if hasattr(original, name)), "")
+
+
+def leaves_graph(backend: Any, original: type, forward_batch: Any) -> bool:
+    """Whether a prefill runs eagerly, because some or all of it attends densely; a graph is always sparse.
+
+    SGLang asks outside any graph, before it prepares the batch. All ranks must answer alike, so the answer depends on
+    the batch's lengths and on state that the ranks share. With DP attention each group has a different batch, and the
+    stock answer stands.
+
+    Args:
+        original: the engine's class.
+    """
+    state: State | None = backend.nsa_plugin
+    if state is None or not state.plans_prefill:
+        return False
+    look(backend, state, forward_batch)
+    dense, splits = state.planner.settings.mha_max_kv > 0, not state.planner.whole
+    if not (dense or splits) or batches.phase_of(forward_batch.forward_mode) is not Phase.EXTEND:
+        return False
+    if getattr(forward_batch, "global_num_tokens_cpu", None) is not None:
+        return False
+    batch = batches.prefill_batch(forward_batch)
+    allows = functools.partial(_allows, getattr(original, setter_of(original)), backend)
+    if dense and allows(forward_batch):  # SGLang's rules; the preparation sets them again
+        route = state.planner.prefill_execution(batch, dense_allowed=True)
+        if route is not None and route.dense:
+            return True
+    no_split = _no_split(state, batch, forward_batch, allows)
+    return not no_split and isinstance(state.planner.prefill_execution(batch, no_split=no_split), SplitExecution)
+
+
+def _setter(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap `set_{nsa,dsa}_prefill_impl`. A call without a batch is for a captured one, whose route is already set."""
+
+    @functools.wraps(original)
+    def set_prefill_impl(self: Any, forward_batch: Any = None) -> None:
+        state: State | None = self.nsa_plugin
+        if state is None:
+            return original(self, forward_batch)
+
+        allows = functools.partial(_allows, original, self)
+        dense_allowed = allows(forward_batch)
+        if forward_batch is None:
+            return None
+        phase = batches.phase_of(forward_batch.forward_mode)
+        if phase is Phase.EXTEND and state.plans_prefill:
+            in_graph = state.exchange is not None and state.exchange.in_graph()
+            batch = batches.prefill_batch(forward_batch, in_graph=in_graph)
+            no_split = _no_split(state, batch, forward_batch, allows)
+            route = state.planner.prefill(batch, dense_allowed=dense_allowed, no_split=no_split)
+            if route is not None:
+                self.use_mha = route.dense
+            _follow(self, state, batch, route, forward_batch)
+        elif state.plans_step(phase):
+            draft = self.speculative_num_draft_tokens
+            batch = batches.eager_step(forward_batch, phase, draft, self.max_context_len)
+            _follow(self, state, batch, state.planner.step(batch))
+        else:
+            _follow(self, state)
+        return None
+
+    return set_prefill_impl
+
+
+def _allows(original: Callable[..., None], backend: Any, forward_batch: Any) -> bool:
+    """Apply SGLang's rules, from the path it was started with; return whether a batch may attend densely.
+
+    Args:
+        original: `set_{nsa,dsa}_prefill_impl`.
+    """
+    state: State = backend.nsa_plugin
+    setattr(backend, f"{state.x}_prefill_impl", state.prefill_impl)
+    original(backend, forward_batch)
+    return bool(backend.use_mha)
+
+
+def _no_split(state: State, batch: Batch, forward_batch: Any, allows: Callable[[Any], bool]) -> str:
+    """Return why a prefill's short prompts do not attend densely next to its long ones; "" if they may."""
+    if no_split := state.planner.no_split_of(batch):
+        return no_split
+    if getattr(forward_batch, "spec_info", None) is not None:
+        return "the draft model reads the selection of every prompt"
+    short = allows(batches.ShortPrompts(forward_batch, state.planner.short_limit))
+    allows(forward_batch)  # what the rules set stands for the whole batch
+    return "" if short else NO_DENSE
+
+
+def _prepared(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap a method that prepares a captured batch: set the batch's route first."""
+    names = list(inspect.signature(original).parameters)[1:]
+    places = names.index("bs"), names.index("forward_mode")
+
+    @functools.wraps(original)
+    def prepare(self: Any, *args: Any, **kwargs: Any) -> None:
+        state: State | None = self.nsa_plugin
+        if state is not None:
+            look(self, state)
+            bs, mode = (kwargs[names[place]] if names[place] in kwargs else args[place] for place in places)
+            phase = batches.phase_of(mode)
+            if state.plans_step(phase):
+                batch = batches.captured_step(phase, bs, self.speculative_num_draft_tokens, self.max_context_len)
+                _follow(self, state, batch, state.planner.step(batch))
+            else:
+                _follow(self, state)
+        return original(self, *args, **kwargs)
+
+    return prepare
+
+
+def look(backend: Any, state: State, forward_batch: Any = None) -> None:
+    """Look for the indexer's keys of the prefixes before this batch, and note its own if it is a prefill."""
+    if state.loaded is None:
+        return
+    # Before 0.5.13 the batch has the pool, and a step of a graph has no batch.
+    pool = getattr(backend, "token_to_kv_pool", None) or getattr(forward_batch, "token_to_kv_pool", None)
+    if pool is not None:
+        state.loaded.look(pool, forward_batch)
+    if forward_batch is not None and batches.phase_of(forward_batch.forward_mode) is Phase.EXTEND:
+        state.loaded.prefill(forward_batch, backend.req_to_token)
+
+
+def _follow(
+    backend: Any,
+    state: State,
+    batch: Batch | None = None,
+    route: Execution | None = None,
+    forward_batch: Any = None,
+) -> None:
+    """Set a batch's route, or None for the stock path, on the backend."""
+    state.route, state.share, state.split, state.selection = route, None, None, None
+    path = None if route is None else route.path
+    if route is not None and batch is not None and state.exchange is not None and route.plan.token_shard:
+        shares = state.planner.shares(route.plan, batch, state.exchange.shard.max_rows)
+        state.share = Share(state.exchange, shares, route.plan.token_shard_chunks)
+    if isinstance(route, SplitExecution) and batch is not None:
+        cache, read = functools.partial(layer_cache, backend, state), state.providers.helper("kv_cache_read")
+        state.split = SplitBatch(route, batch.q_lens, batch.kv_lens, backend, cache, read)
+    if forward_batch is not None:
+        setattr(forward_batch, SPLIT, state.split)  # the layers' forward has only this
+    step = route is not None and route.plan.phase is not Phase.EXTEND
+    if path is not None and not step:
+        setattr(backend, f"{state.x}_prefill_impl", path)
+    setattr(backend, f"{state.x}_decode_impl", path if path is not None and step else state.decode_impl)
