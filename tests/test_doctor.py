@@ -93,13 +93,13 @@ def test_engine_that_is_not_installed_is_not_ready(monkeypatch: pytest.MonkeyPat
 
 def test_doctor_calls_ready_what_the_backends_serve() -> None:
     """What keeps an engine from serving on a GPU is said where it starts, and here."""
-    from nsa_plugin.backends.vllm.v32 import serving as gpu_serving
+    from nsa_plugin.backends.vllm.v32 import choice
 
     vllm, sglang = engines.ENGINES["vllm"], engines.ENGINES["sglang"]
-    assert vllm.majors == gpu_serving.BACKEND_MAJORS
+    assert vllm.majors == choice.BACKEND_MAJORS
     for sm in (80, 89, 90, 100, 120):
         try:
-            gpu_serving.check_device(synthetic(sm))
+            choice.check_device(synthetic(sm))
         except LeftToStockError:
             assert vllm.not_on(synthetic(sm)) is not None
         else:

@@ -24,7 +24,7 @@ from nsa_plugin.backends.vllm.startup import activation as vllm_activation
 from nsa_plugin.backends.vllm.startup.model import check_on_gpu
 from nsa_plugin.backends.vllm.v4.serving import V4Serving
 from nsa_plugin.backends.vllm.v32 import serving as gpu_serving
-from nsa_plugin.backends.vllm.v32.serving import check_device
+from nsa_plugin.backends.vllm.v32.choice import BACKEND, BF16_BACKEND, SM120_BACKEND, check_device
 from nsa_plugin.errors import LeftToStockError, NsaPluginError
 from nsa_plugin.libraries.devices import synthetic
 from nsa_plugin.patches.ledger import Ledger
@@ -115,7 +115,7 @@ def layers_on(backend: str, sm: int, *, cache: str = "fp8_ds_mla", flag: bool = 
     """A layer with the backend that vLLM picked, or the user's flag."""
 
     def start(monkeypatch: pytest.MonkeyPatch) -> None:
-        known = type("Known", (), {name: name for name in (gpu_serving.BACKEND, backend)})
+        known = type("Known", (), {name: name for name in (BACKEND, backend)})
         registry = ModuleType("vllm.v1.attention.backends.registry")
         registry.AttentionBackendEnum = known  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, registry.__name__, registry)
@@ -310,10 +310,10 @@ STARTS: dict[tuple[str, str], Start] = {
     (VLLM, "DeepSeek-V4 on SM80, SM86 and SM89"): v4_on(89),
     (VLLM, "DeepSeek-V4 on SM120"): v4_on(120),
     (VLLM, "DeepSeek-V4 on SM120 in an older vLLM"): v4_on(120, "0.32.0"),
-    (VLLM, "DeepSeek-V3.2 on SM120 over an fp8 cache"): layers_on(gpu_serving.SM120_BACKEND, 120),
+    (VLLM, "DeepSeek-V3.2 on SM120 over an fp8 cache"): layers_on(SM120_BACKEND, 120),
     (VLLM, "another attention backend"): layers_on("FLASHINFER_MLA_SPARSE", 90, flag=True),
     (VLLM, "vLLM's default backend on SM100"): layers_on("FLASHINFER_MLA_SPARSE", 100),
-    (VLLM, "a bf16 cache on SM90"): layers_on(gpu_serving.BF16_BACKEND, 90, cache="auto"),
+    (VLLM, "a bf16 cache on SM90"): layers_on(BF16_BACKEND, 90, cache="auto"),
     (VLLM, "packed indexer scales"): packed,
     (VLLM, "another platform"): platform,
     (VLLM, "decode and verify steps of DeepSeek-V4"): lambda monkeypatch: v4_serving().left(),

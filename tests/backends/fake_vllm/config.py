@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from nsa_plugin.backends.vllm.v32.serving import BACKEND
+from nsa_plugin.backends.vllm.v32.choice import BACKEND
 from tests.backends.fake_vllm.v32 import MAX_LEN, NOPE, ROPE
 
 REGISTRY = SimpleNamespace(

@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 
 from nsa_plugin.backends.vllm.startup import activation
 from nsa_plugin.backends.vllm.v32 import patches as gpu_patches
-from nsa_plugin.backends.vllm.v32.serving import BACKEND, GpuServing
+from nsa_plugin.backends.vllm.v32.choice import BACKEND
+from nsa_plugin.backends.vllm.v32.serving import GpuServing
 from nsa_plugin.libraries.devices import DeviceProfile
 from nsa_plugin.patches.ledger import Need, Patch, Target
 from tests.backends.fake_vllm.config import config, layer

@@ -6,8 +6,7 @@ the planner and runs the kernels once. Anything unsupported is thus found while 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -15,13 +14,11 @@ import torch
 
 from nsa_plugin.backends.common.fault import AttendedTokens
 from nsa_plugin.backends.common.paths import VLLM, path_of
-from nsa_plugin.backends.common.planner import KERNEL_OPS
 from nsa_plugin.backends.common.providers import Providers, device_in_use
 from nsa_plugin.backends.common.token_shard import free_memory_of
 from nsa_plugin.backends.common.trial import tried
-from nsa_plugin.backends.common.warm import PAGE_SIZE, warm, warm_reading, warm_selection, warm_shard, warm_unpaged
+from nsa_plugin.backends.common.warm import PAGE_SIZE, warm, warm_reading, warm_selection, warm_shard
 from nsa_plugin.backends.vllm.startup.model import (
-    BACKEND_MAJORS,
     GPU_LAYOUTS,
     check_on_gpu,
     is_portable,
@@ -30,18 +27,24 @@ from nsa_plugin.backends.vllm.startup.model import (
 )
 from nsa_plugin.backends.vllm.startup.serving import VllmServing
 from nsa_plugin.backends.vllm.v32 import dcp
+from nsa_plugin.backends.vllm.v32.choice import (
+    BACKEND,
+    BACKEND_SMS,
+    BF16_BACKEND,
+    SM120_BACKEND,
+    SM120_TOPK,
+    check_device,
+    kept_choice,
+)
 from nsa_plugin.backends.vllm.v32.portable import warm_indexer, warm_inputs
-from nsa_plugin.backends.vllm.v32.prefill_selection import needs_no_logits
 from nsa_plugin.backends.vllm.v32.routes import VllmPlanner
+from nsa_plugin.backends.vllm.v32.samples import own_kernels, selection_of, warm_without_logits
 from nsa_plugin.backends.vllm.v32.token_shard import open_exchange
-from nsa_plugin.decision import timings
 from nsa_plugin.decision.dispatch import validate
-from nsa_plugin.decision.plan import Attention, IndexerMode, Plan
-from nsa_plugin.decision.routes import Route
-from nsa_plugin.decision.shapes import ModelShape, Phase
-from nsa_plugin.errors import LeftToStockError, NsaPluginError, PatchError, SettingsError
+from nsa_plugin.decision.plan import Attention, Plan
+from nsa_plugin.decision.shapes import ModelShape
+from nsa_plugin.errors import LeftToStockError, PatchError, SettingsError
 from nsa_plugin.libraries.architectures import FIRST_WITH_FP8
-from nsa_plugin.libraries.capabilities import Op
 from nsa_plugin.libraries.devices import DeviceProfile
 from nsa_plugin.libraries.probe import probe
 from nsa_plugin.patches.ledger import TURN_OFF, PatchStatus
@@ -50,23 +53,10 @@ from nsa_plugin.settings import FULL
 # Libraries bundled with vLLM.
 DEEP_GEMM = "deep_gemm"
 VENDORED = {DEEP_GEMM: "vllm.third_party.deep_gemm"}
-# vLLM's backend whose implementation and builders the ledger replaces, and the GPUs on which the plugin selects it if
-# the user chose none: from 0.25 on vLLM prefers other backends there. On SM100 the plugin leaves the choice to vLLM.
-BACKEND = "FLASHMLA_SPARSE"
-BACKEND_SMS = (90,)
-# vLLM's sparse backend for SM120 (0.33 on), and the selections that it supports.
-SM120_BACKEND, SM120_TOPK = "FLASHINFER_MLA_SPARSE_SM120", 2048
-# vLLM's first choice on SM90 over a bf16 cache (0.25 on). It pads no heads, as FLASHMLA_SPARSE does.
-BF16_BACKEND = "FLASH_ATTN_MLA_SPARSE"
-BF16_ROUTE = str(Route(Attention.SPARSE_DECODE, "fa3"))
-"""The route that it is for the times of a prefill: every query token is a sequence."""
-LONG_CONTEXT = 65536
 PREFILL_LOGITS = "vllm.gpu-prefill-logits"
 """The ledger's entry that `prefill_selection` needs."""
 FORCES_MQA = "attention_config.sparse_mla_force_mqa is set"
 SHORT, LONG, CONTEXT, MANY = 1024, 4096, 32768, 64
-# Query tokens of the batches whose kernels are warmed up: the choice may depend on their number.
-ROWS = tuple(1 << power for power in range(14))
 # vLLM's profiling run allocates [tokens, heads, nope + v] for its dense prefill. A dense part here also needs the keys
 # with RoPE and a copy of the latent cache entries: about twice the bytes per token.
 WORKSPACE_SHARE = 2
@@ -372,67 +362,6 @@ class GpuServing(VllmServing):
         return f"{text}{selection_of(plan)}; {where}: {plan.reasons['token_shard']}"
 
 
-def selection_of(plan: Plan) -> str:
-    """Describe how a plan's selection is made."""
-    if plan.indexer.mode is not IndexerMode.TOPK:
-        return ""
-    if plan.phase is Phase.EXTEND and needs_no_logits(plan):
-        return f"; selection by {plan.indexer.provider} without logits"
-    return f"; logits of {plan.indexer.rows_per_chunk} query tokens at once"
-
-
-def kept_choice(planner: VllmPlanner) -> str:
-    """Return why vLLM's `BF16_BACKEND` is kept: no measurement shows that the plugin's prefills are as fast; "" if not.
-
-    A backend that the settings name, the portable path and an fp8 cache, which that backend does not read, need none.
-    """
-    model, device, settings = planner.model, planner.device, planner.settings
-    if planner.portable or model.kv_layout != "bf16" or {settings.prefill_backend, settings.decode_backend} != {"auto"}:
-        return ""
-    heads, op = model.attended_heads, Op.SPARSE_MLA_PREFILL
-    which = f"{device.where} for {heads} heads and a bf16 cache"
-    selection = model.index_topk, model.sliding_window
-    timed = selection == timings.SELECTIONS[model.kv_layout]
-    if not timed or not timings.measured(device.sm, op, model.kv_layout, heads):
-        return f" (no times on {which}, so vLLM's choice is kept)"
-    if kept := timings.points(device.sm, op, model.kv_layout, heads, BF16_ROUTE):
-        rows, time = kept[-1]
-        plan = planner.prefill_plan(rows, max(rows, LONG_CONTEXT))
-        route = str(Route(plan.attention, plan.provider, plan.dequantize_kv))
-        own = timings.points(device.sm, op, model.kv_layout, heads, route)
-        if not own or timings.time_at(own, rows) > time:
-            return f" (it is the faster one by the times on {which}, so vLLM's choice is kept)"
-    return ""
-
-
-def check_device(device: DeviceProfile, backend: str = BACKEND) -> None:
-    """Check that the plugin plans for the layers of vLLM's `backend` on a device.
-
-    Raises:
-        LeftToStockError: it does not, or does not support the format of the indexer's cache there.
-    """
-    if device.kind != "cuda":
-        raise LeftToStockError(f"vLLM serves on a GPU, but torch sees no NVIDIA GPU: {device.name}")
-    if is_portable(device.sm):
-        return
-    if device.sm // 10 not in BACKEND_MAJORS:
-        raise LeftToStockError(
-            f"nsa-plugin plans for vLLM's {backend}, which needs an SM80 or later GPU; this one, {device.name}, is "
-            f"{device.where}"
-        )
-    if device.sm // 10 == 10 and _packs_indexer_scales():
-        raise LeftToStockError(
-            f"this vLLM packs the scales of the indexer's cache as UE8M0 on {device.where}; nsa-plugin reads float32"
-        )
-
-
-def _packs_indexer_scales() -> bool:
-    """Whether vLLM (0.33 on) writes UE8M0 scales into the indexer's cache on SM100."""
-    from vllm.utils import deep_gemm
-
-    return hasattr(deep_gemm, "mqa_logits_use_mx_scales")
-
-
 def dense_workspace_tokens(vllm_config: Any) -> int:
     """Return how many context tokens one dense part may hold, within the memory of vLLM's profiling run."""
     from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
@@ -444,37 +373,3 @@ def dense_workspace_tokens(vllm_config: Any) -> int:
 def free_device_memory() -> int:
     """Return the free bytes of the current device, including those that PyTorch has reserved and does not use."""
     return int(torch.cuda.mem_get_info()[0]) + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-
-
-def own_kernels(planner: VllmPlanner, *, sharded: bool = False) -> set[tuple[str, str]]:
-    """Return (op, provider) of every sparse plugin kernel that batches of some size take.
-
-    Args:
-        sharded: for batches that reshard, whose kernels run with all heads; else for the others.
-    """
-    layout = planner.model.kv_layout
-    return {
-        (KERNEL_OPS[plan.attention], plan.provider)
-        for plan in sample_plans(planner)
-        if plan.attention in KERNEL_OPS and plan.token_shard == sharded and path_of(VLLM, layout, plan).own
-    }
-
-
-def warm_without_logits(planner: VllmPlanner, providers: Providers, device: torch.device) -> None:
-    """Run the indexer that keeps no logits, if prefills of some size take it.
-
-    Raises:
-        NoProviderError: it does not run on this device; says which and why.
-    """
-    if planner.selects_prefills and any(needs_no_logits(plan) for plan in sample_plans(planner)):
-        warm_unpaged(providers, planner.model, device)
-
-
-def sample_plans(planner: VllmPlanner) -> Iterator[Plan]:
-    """Plan decode steps and prefills of many sizes, to find the kernels that batches may take."""
-    for rows in ROWS:
-        with suppress(NsaPluginError):  # no kernel supports this size, which may never occur
-            yield planner.step_plan(rows, rows, 1)
-            if rows <= planner.max_model_len:
-                yield planner.prefill_plan(rows, rows)
-                yield planner.prefill_plan(rows, planner.max_model_len)

@@ -17,7 +17,8 @@ from nsa_plugin.backends.vllm.v4.batch import COLUMNS
 from nsa_plugin.backends.vllm.v4.routes import VllmV4Planner, own_kernels, path
 from nsa_plugin.backends.vllm.v32.portable import warm_indexer
 from nsa_plugin.backends.vllm.v32.routes import VllmPlanner
-from nsa_plugin.backends.vllm.v32.serving import GpuServing, sample_plans, selection_of, warm_without_logits
+from nsa_plugin.backends.vllm.v32.samples import sample_plans, selection_of, warm_without_logits
+from nsa_plugin.backends.vllm.v32.serving import GpuServing
 from nsa_plugin.decision.plan import Plan
 from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.errors import SettingsError

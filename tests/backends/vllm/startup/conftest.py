@@ -13,7 +13,7 @@ from nsa_plugin.backends.vllm.startup import activation, counters
 from nsa_plugin.backends.vllm.startup.activation import VllmProcess
 from nsa_plugin.backends.vllm.v32 import patches as gpu_patches
 from nsa_plugin.backends.vllm.v32 import serving as gpu_serving
-from nsa_plugin.backends.vllm.v32.serving import BACKEND
+from nsa_plugin.backends.vllm.v32.choice import BACKEND
 from nsa_plugin.patches import static
 from nsa_plugin.patches.ledger import Ledger
 from nsa_plugin.patches.static import SourceTree

@@ -21,7 +21,7 @@ from nsa_plugin.backends.vllm.startup import activation, serving
 from nsa_plugin.backends.vllm.startup.activation import VllmProcess
 from nsa_plugin.backends.vllm.v32 import patches as gpu_patches
 from nsa_plugin.backends.vllm.v32 import serving as gpu_serving
-from nsa_plugin.backends.vllm.v32.serving import BACKEND
+from nsa_plugin.backends.vllm.v32.choice import BACKEND
 from nsa_plugin.errors import LeftToStockError, NoProviderError, PatchError, SettingsError
 from nsa_plugin.libraries.devices import DeviceProfile, synthetic
 from nsa_plugin.patches import static

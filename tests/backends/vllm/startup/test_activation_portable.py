@@ -10,8 +10,7 @@ from packaging.version import Version
 from nsa_plugin.backends.vllm.startup import activation
 from nsa_plugin.backends.vllm.startup.activation import VllmProcess
 from nsa_plugin.backends.vllm.v32 import patches as gpu_patches
-from nsa_plugin.backends.vllm.v32 import serving as gpu_serving
-from nsa_plugin.backends.vllm.v32.serving import BACKEND
+from nsa_plugin.backends.vllm.v32.choice import BACKEND, SM120_BACKEND
 from nsa_plugin.errors import PatchError, SettingsError
 from nsa_plugin.libraries.devices import synthetic
 from nsa_plugin.telemetry import StartupReport
@@ -96,7 +95,7 @@ def test_vllms_backend_for_sm120_is_kept(
     backend: str | None,
     cache_dtype: str,
 ):
-    enum = {BACKEND: BACKEND, gpu_serving.SM120_BACKEND: gpu_serving.SM120_BACKEND}
+    enum = {BACKEND: BACKEND, SM120_BACKEND: SM120_BACKEND}
     names = type("Names", (dict,), {name: name for name in enum})(enum)
     monkeypatch.setattr(sys.modules["vllm.v1.attention.backends.registry"], "AttentionBackendEnum", names)
     monkeypatch.setattr(Here, "device", synthetic(120, libraries=("triton",)))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nsa_plugin.backends.common.providers import Providers
-from nsa_plugin.backends.vllm.v32 import serving
+from nsa_plugin.backends.vllm.v32 import samples
 from nsa_plugin.backends.vllm.v32.indexer import NO_LOGITS, planned_indexer_builder, wrap_indexer
 from nsa_plugin.backends.vllm.v32.prefill_selection import prefill_logits, prefill_topk, without_logits
 from nsa_plugin.backends.vllm.v32.routes import VllmPlanner
@@ -241,13 +241,13 @@ def test_the_kernel_runs_once_before_serving_if_prefills_take_it(
 ):
     """Else it would compile in the first long prefill."""
     warmed: list[Any] = []
-    monkeypatch.setattr(serving, "warm_unpaged", lambda *given: warmed.append(given))
+    monkeypatch.setattr(samples, "warm_unpaged", lambda *given: warmed.append(given))
     deciding = replace(planner(selects), max_model_len=longest)
-    serving.warm_without_logits(deciding, providers([]), torch.device("cpu"))
+    samples.warm_without_logits(deciding, providers([]), torch.device("cpu"))
     assert len(warmed) == expected
 
 
 def test_the_report_says_how_a_prefill_is_selected(measured: None):
     plan = planner(True).prefill_plan(4096, 100_000)
-    assert serving.selection_of(plan) == "; selection by cuda without logits"
-    assert "; logits of " in serving.selection_of(planner(False).prefill_plan(4096, 100_000))
+    assert samples.selection_of(plan) == "; selection by cuda without logits"
+    assert "; logits of " in samples.selection_of(planner(False).prefill_plan(4096, 100_000))

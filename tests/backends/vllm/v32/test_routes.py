@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nsa_plugin.backends.vllm.v32.serving import kept_choice
+from nsa_plugin.backends.vllm.v32.choice import kept_choice
 from nsa_plugin.decision import timings
 from nsa_plugin.decision.routes import BF16_COPY, FLASH_MLA_DECODE, Route
 from nsa_plugin.decision.shapes import ModelShape

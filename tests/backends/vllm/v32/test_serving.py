@@ -18,7 +18,8 @@ from packaging.version import Version
 from nsa_plugin.backends.common import providers
 from nsa_plugin.backends.common.paths import PROVIDER, VLLM, path_of, routes_of
 from nsa_plugin.backends.vllm.v32 import serving as gpu_serving
-from nsa_plugin.backends.vllm.v32.serving import BACKEND, VENDORED, GpuServing, dense_workspace_tokens
+from nsa_plugin.backends.vllm.v32.choice import BACKEND, check_device
+from nsa_plugin.backends.vllm.v32.serving import VENDORED, GpuServing, dense_workspace_tokens
 from nsa_plugin.decision import timings
 from nsa_plugin.decision.plan import Attention
 from nsa_plugin.decision.routes import Route
@@ -132,11 +133,11 @@ def test_batch_invariance_is_left_to_vllm(monkeypatch: pytest.MonkeyPatch):
 
 def test_an_indexer_cache_with_packed_scales_is_left_to_vllm(monkeypatch: pytest.MonkeyPatch):
     """vLLM 0.33 on SM100 writes four UE8M0 bytes, which read as float32 are another scale."""
-    gpu_serving.check_device(synthetic(100))
+    check_device(synthetic(100))
     monkeypatch.setattr("vllm.utils.deep_gemm.mqa_logits_use_mx_scales", lambda: True, raising=False)
-    gpu_serving.check_device(synthetic(90))
+    check_device(synthetic(90))
     with pytest.raises(LeftToStockError, match="packs the scales of the indexer's cache as UE8M0 on SM100"):
-        gpu_serving.check_device(synthetic(100))
+        check_device(synthetic(100))
 
 
 def test_two_batch_overlap_is_left_to_vllm():

@@ -1,0 +1,76 @@
+"""Which attention backend vLLM's layers get, and whether the plugin plans for it on a device."""
+
+from __future__ import annotations
+
+from nsa_plugin.backends.vllm.startup.model import BACKEND_MAJORS, is_portable
+from nsa_plugin.backends.vllm.v32.routes import VllmPlanner
+from nsa_plugin.decision import timings
+from nsa_plugin.decision.plan import Attention
+from nsa_plugin.decision.routes import Route
+from nsa_plugin.errors import LeftToStockError
+from nsa_plugin.libraries.capabilities import Op
+from nsa_plugin.libraries.devices import DeviceProfile
+
+# vLLM's backend whose implementation and builders the ledger replaces, and the GPUs on which the plugin selects it if
+# the user chose none: from 0.25 on vLLM prefers other backends there. On SM100 the plugin leaves the choice to vLLM.
+BACKEND = "FLASHMLA_SPARSE"
+BACKEND_SMS = (90,)
+# vLLM's sparse backend for SM120 (0.33 on), and the selections that it supports.
+SM120_BACKEND, SM120_TOPK = "FLASHINFER_MLA_SPARSE_SM120", 2048
+# vLLM's first choice on SM90 over a bf16 cache (0.25 on). It pads no heads, as FLASHMLA_SPARSE does.
+BF16_BACKEND = "FLASH_ATTN_MLA_SPARSE"
+BF16_ROUTE = str(Route(Attention.SPARSE_DECODE, "fa3"))
+"""The route that it is for the times of a prefill: every query token is a sequence."""
+LONG_CONTEXT = 65536
+
+
+def kept_choice(planner: VllmPlanner) -> str:
+    """Return why vLLM's `BF16_BACKEND` is kept: no measurement shows that the plugin's prefills are as fast; "" if not.
+
+    A backend that the settings name, the portable path and an fp8 cache, which that backend does not read, need none.
+    """
+    model, device, settings = planner.model, planner.device, planner.settings
+    if planner.portable or model.kv_layout != "bf16" or {settings.prefill_backend, settings.decode_backend} != {"auto"}:
+        return ""
+    heads, op = model.attended_heads, Op.SPARSE_MLA_PREFILL
+    which = f"{device.where} for {heads} heads and a bf16 cache"
+    selection = model.index_topk, model.sliding_window
+    timed = selection == timings.SELECTIONS[model.kv_layout]
+    if not timed or not timings.measured(device.sm, op, model.kv_layout, heads):
+        return f" (no times on {which}, so vLLM's choice is kept)"
+    if kept := timings.points(device.sm, op, model.kv_layout, heads, BF16_ROUTE):
+        rows, time = kept[-1]
+        plan = planner.prefill_plan(rows, max(rows, LONG_CONTEXT))
+        route = str(Route(plan.attention, plan.provider, plan.dequantize_kv))
+        own = timings.points(device.sm, op, model.kv_layout, heads, route)
+        if not own or timings.time_at(own, rows) > time:
+            return f" (it is the faster one by the times on {which}, so vLLM's choice is kept)"
+    return ""
+
+
+def check_device(device: DeviceProfile, backend: str = BACKEND) -> None:
+    """Check that the plugin plans for the layers of vLLM's `backend` on a device.
+
+    Raises:
+        LeftToStockError: it does not, or does not support the format of the indexer's cache there.
+    """
+    if device.kind != "cuda":
+        raise LeftToStockError(f"vLLM serves on a GPU, but torch sees no NVIDIA GPU: {device.name}")
+    if is_portable(device.sm):
+        return
+    if device.sm // 10 not in BACKEND_MAJORS:
+        raise LeftToStockError(
+            f"nsa-plugin plans for vLLM's {backend}, which needs an SM80 or later GPU; this one, {device.name}, is "
+            f"{device.where}"
+        )
+    if device.sm // 10 == 10 and _packs_indexer_scales():
+        raise LeftToStockError(
+            f"this vLLM packs the scales of the indexer's cache as UE8M0 on {device.where}; nsa-plugin reads float32"
+        )
+
+
+def _packs_indexer_scales() -> bool:
+    """Whether vLLM (0.33 on) writes UE8M0 scales into the indexer's cache on SM100."""
+    from vllm.utils import deep_gemm
+
+    return hasattr(deep_gemm, "mqa_logits_use_mx_scales")
