@@ -44,6 +44,7 @@ ATTRIBUTE = "nsa_plugin_steps"
 NO_LOGITS = "nsa_plugin_no_logits"
 """Attribute of a batch's metadata: its prefills are selected for without logits."""
 DENSE_METADATA = "dense_mha_metadata_layer_name"
+CANDIDATES = "candidate_blocks"
 
 Chunk = tuple[slice, slice]
 """(requests of the batch, query tokens counted from the first of those requests)."""
@@ -277,6 +278,7 @@ def wrap_indexer(
     place = names.index("k_cache_prefix")
     dense_place = names.index(DENSE_METADATA) if DENSE_METADATA in names else None
     default = "" if dense_place is None else signature.parameters[DENSE_METADATA].default
+    candidates_place = names.index(CANDIDATES) if CANDIDATES in names else len(names)
 
     def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         batch = metadata()
@@ -293,7 +295,9 @@ def wrap_indexer(
             name = args[dense_place] if len(args) > dense_place else kwargs.get(DENSE_METADATA, default)
             if name and not all_dense(batch.get(getattr(name, "value", name))):
                 withheld, named = _with(args, kwargs, dense_place, DENSE_METADATA, "")
-        with without_logits() if getattr(own, NO_LOGITS, False) else nullcontext():
+        # DeepSeek-V4.1's indexer reads the logits for its candidates.
+        candidates = args[candidates_place] if len(args) > candidates_place else kwargs.get(CANDIDATES)
+        with without_logits() if candidates is None and getattr(own, NO_LOGITS, False) else nullcontext():
             result = original(*withheld, **named)
         if steps is not None and steps.rows:
             select_steps(steps, _by_name(signature, args, kwargs), providers())

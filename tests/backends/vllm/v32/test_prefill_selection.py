@@ -187,8 +187,9 @@ def test_the_plan_says_which_batches_need_no_logits(measured: None, lengths: lis
     assert not hasattr(metadata_of(lengths, selects=False), NO_LOGITS)
 
 
-@pytest.mark.parametrize("without", [False, True])
-def test_a_layer_selects_as_its_batchs_metadata_says(without: bool):
+@pytest.mark.parametrize(("marked", "candidates"), [(False, None), (True, None), (True, "blocks")])
+def test_a_layer_selects_as_its_batchs_metadata_says(marked: bool, candidates: Any):
+    """DeepSeek-V4.1's indexer also needs the logits for its candidates."""
     made: list[torch.Tensor] = []
 
     def logits_of(q: Any, kv: Any, weights: torch.Tensor, ks: torch.Tensor, ke: torch.Tensor, *_: Any) -> torch.Tensor:
@@ -198,15 +199,18 @@ def test_a_layer_selects_as_its_batchs_metadata_says(without: bool):
     ours = prefill_logits(logits_of)
     topk_of = prefill_topk(lambda *_: None, lambda: True, lambda: providers([]))
 
-    def vllm_indexer(k_cache_prefix: str, topk_indices_buffer: torch.Tensor) -> torch.Tensor:
+    def vllm_indexer(
+        k_cache_prefix: str, topk_indices_buffer: torch.Tensor, candidate_blocks: Any = None
+    ) -> torch.Tensor:
         topk_indices_buffer[:] = vllm_selects(lambda *given: ours(*given, 40), topk_of, True)
         return topk_indices_buffer
 
-    own = SimpleNamespace(**{NO_LOGITS: True} if without else {})
+    own = SimpleNamespace(**{NO_LOGITS: True} if marked else {})
     layer = wrap_indexer(vllm_indexer, lambda: {"indexer": own}, lambda: providers([]))
-    found = layer("indexer", torch.zeros(ROWS, TOPK, dtype=torch.int32))
-    assert found.shape == (ROWS, TOPK)
-    assert bool(made) != without
+    for how in (lambda *given: layer(*given, candidates), lambda *given: layer(*given, candidate_blocks=candidates)):
+        made.clear()
+        assert how("indexer", torch.zeros(ROWS, TOPK, dtype=torch.int32)).shape == (ROWS, TOPK)
+        assert bool(made) == (not marked or candidates is not None)
 
 
 # ---------------------------------------------------------------------------------------------------
