@@ -74,6 +74,8 @@ class LoadedPrefixes:
         if not in_pages or not is_readable(pages):
             self._left = 0  # another format of keys
             return
+        if keys.is_cuda:
+            torch.cuda.synchronize(keys.device)  # SGLang may prepare a batch on another stream than it runs on
         self._left -= len(noted)
         for _, name, slots in noted:
             if missing := missing_keys(pages, slots):

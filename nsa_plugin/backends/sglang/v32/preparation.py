@@ -156,9 +156,10 @@ def _prepared(original: Callable[..., None]) -> Callable[..., None]:
     def prepare(self: Any, *args: Any, **kwargs: Any) -> None:
         state: State | None = self.nsa_plugin
         if state is not None:
-            look(self, state)
             bs, mode = (kwargs[names[place]] if names[place] in kwargs else args[place] for place in places)
             phase = batches.phase_of(mode)
+            if phase is not Phase.EXTEND:  # a prefill was noted by `leaves_graph` and has not run yet
+                look(self, state)
             if state.plans_step(phase):
                 batch = batches.captured_step(phase, bs, self.speculative_num_draft_tokens, self.max_context_len)
                 _follow(self, state, batch, state.planner.step(batch))

@@ -59,12 +59,12 @@ class Server:
     def prefill(self, *requests: tuple[int, int], first: int = 0) -> None:
         self.backend.init_forward_metadata(self.batch(*requests, first=first))
 
-    def replay(self) -> None:
-        """A captured decode step."""
+    def replay(self, mode: ForwardMode = ForwardMode.DECODE) -> None:
+        """A captured batch."""
         if isinstance(self.backend, DsaBackend):
-            self.backend._apply_cuda_graph_metadata(2, None, None, None, ForwardMode.DECODE, None)
+            self.backend._apply_cuda_graph_metadata(2, None, None, None, mode, None)
         else:
-            self.backend.init_forward_metadata_replay_cuda_graph(2, None, None, 9, None, ForwardMode.DECODE, None, None)
+            self.backend.init_forward_metadata_replay_cuda_graph(2, None, None, 9, None, mode, None, None)
 
 
 def test_a_prefix_without_keys_is_found_when_the_next_batch_is_prepared() -> None:
@@ -115,7 +115,8 @@ def test_a_prefill_that_a_graph_may_replay_is_noted_once_and_not_looked_at_befor
     server = Server()
     batch = server.batch((100, 30))
     server.backend.nsa_plugin_leaves_graph(batch)
-    server.backend.init_forward_metadata(batch)
+    server.replay(ForwardMode.EXTEND)  # by its graph
+    server.backend.init_forward_metadata(batch)  # or eagerly
     assert server.reads == 0
     assert len(server.loaded._noted) == 1
     with pytest.raises(IndexKeysMissingError):
