@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from nsa_plugin.decision import timings, v4_memory
 from nsa_plugin.decision.case import Case, count, in_time
-from nsa_plugin.decision.plan import IndexerMode, IndexerPlan, Reason, text_of
+from nsa_plugin.decision.plan import IndexerMode, IndexerPlan, Plan, Reason, text_of
 from nsa_plugin.decision.routes import Route, capability_refusal, rows_refusal
 from nsa_plugin.errors import NoProviderError
 from nsa_plugin.libraries.capabilities import Op
@@ -33,6 +33,11 @@ UNPAGED = "cuda"
 """A library whose indexer keeps no logits and reads no pages: for prefills that it was measured to be quickest for."""
 UNPAGED_KEYS = 2**20
 """Most keys of a batch for it. With more it would sample fewer of them, and its thresholds would be worse."""
+
+
+def is_unpaged(plan: Plan) -> bool:
+    """Whether a plan's selection is made without logits in memory."""
+    return plan.indexer.provider == UNPAGED
 
 
 def topk_plan(case: Case, route: Route, *, shared: bool = False) -> tuple[IndexerPlan, Callable[[], dict[str, Reason]]]:

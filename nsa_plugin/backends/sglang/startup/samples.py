@@ -9,7 +9,7 @@ from nsa_plugin.backends.sglang.v4.routes import SglangV4Planner
 from nsa_plugin.backends.sglang.v32.batch import Batch, step_batch
 from nsa_plugin.backends.sglang.v32.routes import SglangPlanner
 from nsa_plugin.backends.sglang.v32.state import State
-from nsa_plugin.decision.indexer import UNPAGED
+from nsa_plugin.decision.indexer import is_unpaged
 from nsa_plugin.decision.plan import Attention, IndexerMode
 from nsa_plugin.decision.shapes import BatchShape, Phase
 from nsa_plugin.errors import NsaPluginError
@@ -94,7 +94,7 @@ def selects_unpaged(planner: SglangPlanner, max_context: int) -> bool:
     for rows in (*ROWS, *V4_ROWS):
         with suppress(NsaPluginError):  # as above
             route = _prefill(planner, min(rows, max_context), max_context)
-            if route is not None and route.plan.indexer.provider == UNPAGED:
+            if route is not None and is_unpaged(route.plan):
                 return True
     return False
 

@@ -27,9 +27,9 @@ import torch
 import torch.nn.functional as F
 
 from nsa_plugin.backends.sglang.v32.indexer import Selection, attach
-from nsa_plugin.backends.sglang.v32.preparation import leaves_graph, look, wrappers
+from nsa_plugin.backends.sglang.v32.preparation import leaves_graph, look, missing, wrappers
 from nsa_plugin.backends.sglang.v32.split import AttendPart
-from nsa_plugin.backends.sglang.v32.state import State, paged_cache
+from nsa_plugin.backends.sglang.v32.state import State, paged_cache, pool_of
 from nsa_plugin.backends.sglang.v32.token_shard import all_heads, flash_mla_metadata, schedule_of
 from nsa_plugin.errors import NsaPluginError, PatchError
 
@@ -50,7 +50,7 @@ def with_plans(original: type) -> type:
     Raises:
         PatchError: the class lacks a method that the plugin overrides, so SGLang would never call the override.
     """
-    if lacks := [name for name in OVERRIDDEN if not hasattr(original, name)]:
+    if lacks := [*(name for name in OVERRIDDEN if not hasattr(original, name)), *missing(original)]:
         raise PatchError(f"SGLang's {original.__name__} has no method {'; '.join(lacks)}")
     methods = wrappers(original)
 
@@ -73,11 +73,13 @@ def with_plans(original: type) -> type:
             state = self.nsa_plugin
             if state is not None and state.route is not None and metadata is not None:
                 if state.selection is None:
-                    # Before 0.5.13 the batch has the pool.
-                    pool = getattr(self, "token_to_kv_pool", None)
-                    pool = forward_batch.token_to_kv_pool if pool is None else pool
                     state.selection = Selection(
-                        state.route.plan, pool, state.providers, state.share, state.split, portable=state.portable
+                        state.route.plan,
+                        pool_of(self, forward_batch),
+                        state.providers,
+                        state.share,
+                        state.split,
+                        portable=state.portable,
                     )
                 attach(metadata, state.selection)
             return metadata

@@ -25,9 +25,8 @@ from nsa_plugin.backends.sglang.v32.batch import Batch
 from nsa_plugin.backends.sglang.v32.routes import NO_DENSE, SplitExecution
 from nsa_plugin.backends.sglang.v32.split import ATTRIBUTE as SPLIT
 from nsa_plugin.backends.sglang.v32.split import SplitBatch
-from nsa_plugin.backends.sglang.v32.state import State, layer_cache
+from nsa_plugin.backends.sglang.v32.state import State, layer_cache, pool_of
 from nsa_plugin.decision.shapes import Phase
-from nsa_plugin.errors import PatchError
 
 SETTERS = ("set_dsa_prefill_impl", "set_nsa_prefill_impl")
 
@@ -41,20 +40,19 @@ GRAPH_METHODS = (
 
 
 def wrappers(original: type) -> dict[str, Callable[..., None]]:
-    """Return the methods that prepare a batch, by the engine's names, each around the engine's.
-
-    Raises:
-        PatchError: the class lacks one.
-    """
+    """Return the methods that prepare a batch, by the engine's names, each around the engine's; see `missing`."""
     setter = setter_of(original)
-    lacks = [] if setter else [" or ".join(SETTERS)]
+    graph = {name: _prepared(getattr(original, name)) for name in GRAPH_METHODS if hasattr(original, name)}
+    return {setter: _setter(getattr(original, setter)), **graph}
+
+
+def missing(original: type) -> list[str]:
+    """Return the methods that prepare a batch and that the engine's class lacks, in words."""
+    lacks = [] if setter_of(original) else [" or ".join(SETTERS)]
     once, capture, replay, _ = GRAPH_METHODS
     if not (hasattr(original, once) or (hasattr(original, capture) and hasattr(original, replay))):
         lacks.append(f"{once}, or {capture} and {replay}")
-    if lacks:
-        raise PatchError(f"SGLang's {original.__name__} has no method {'; '.join(lacks)}")
-    graph = {name: _prepared(getattr(original, name)) for name in GRAPH_METHODS if hasattr(original, name)}
-    return {setter: _setter(getattr(original, setter)), **graph}
+    return lacks
 
 
 def setter_of(original: type) -> str:
@@ -73,9 +71,11 @@ def leaves_graph(backend: Any, original: type, forward_batch: Any) -> bool:
         original: the engine's class.
     """
     state: State | None = backend.nsa_plugin
-    if state is None or not state.plans_prefill:
+    if state is None:
         return False
     look(backend, state, forward_batch)
+    if not state.plans_prefill:
+        return False
     dense, splits = state.planner.settings.mha_max_kv > 0, not state.planner.whole
     if not (dense or splits) or batches.phase_of(forward_batch.forward_mode) is not Phase.EXTEND:
         return False
@@ -174,9 +174,7 @@ def look(backend: Any, state: State, forward_batch: Any = None) -> None:
     """Look for the indexer's keys of the prefixes before this batch, and note its own if it is a prefill."""
     if state.loaded is None:
         return
-    # Before 0.5.13 the batch has the pool, and a step of a graph has no batch.
-    pool = getattr(backend, "token_to_kv_pool", None) or getattr(forward_batch, "token_to_kv_pool", None)
-    if pool is not None:
+    if (pool := pool_of(backend, forward_batch)) is not None:
         state.loaded.look(pool, forward_batch)
     if forward_batch is not None and batches.phase_of(forward_batch.forward_mode) is Phase.EXTEND:
         state.loaded.prefill(forward_batch, backend.req_to_token)

@@ -145,6 +145,12 @@ def release(backend: Any) -> None:
         backend.nsa_plugin = None
 
 
+def pool_of(backend: Any, forward_batch: Any) -> Any:
+    """Return SGLang's KV pool; None if neither has it: before 0.5.13 the batch does, and a step of a graph has none."""
+    pool = getattr(backend, "token_to_kv_pool", None)
+    return getattr(forward_batch, "token_to_kv_pool", None) if pool is None else pool
+
+
 def layer_cache(backend: Any, state: State, layer_id: int) -> PagedCache:
     return paged_cache(backend, state, backend.token_to_kv_pool.get_key_buffer(layer_id))
 

@@ -34,10 +34,11 @@ from nsa_plugin.backends.vllm.cpu.metadata import owner_of_rows
 from nsa_plugin.backends.vllm.startup.arrival import Arrival, arrival_of
 from nsa_plugin.backends.vllm.v32.metadata import PlannedMetadata, Planning, most_rows
 from nsa_plugin.backends.vllm.v32.portable import select
-from nsa_plugin.backends.vllm.v32.prefill_selection import needs_no_logits, without_logits
+from nsa_plugin.backends.vllm.v32.prefill_selection import without_logits
 from nsa_plugin.backends.vllm.v32.routes import Split, VllmPlanner, host_lengths
 from nsa_plugin.backends.vllm.v32.steps import StepSelection, select_steps
 from nsa_plugin.backends.vllm.v32.token_shard import OwnRows
+from nsa_plugin.decision.indexer import is_unpaged
 from nsa_plugin.patches.ledger import wrap
 
 ATTRIBUTE = "nsa_plugin_steps"
@@ -170,7 +171,7 @@ def planned_indexer_builder(stock: type, planning: Planning) -> type:
                 _select_for_own(metadata.prefill)
             if metadata.num_decode_tokens and (planner.portable or over_budget(split)):
                 metadata = _without_steps(self, metadata, split, common_attn_metadata)
-            if planner.selects_prefills and needs_no_logits(split.sparse):
+            if split.sparse is not None and is_unpaged(split.sparse):
                 setattr(metadata, NO_LOGITS, True)
             return metadata
 

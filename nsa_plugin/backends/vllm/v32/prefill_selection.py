@@ -12,13 +12,12 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.decision.indexer import UNPAGED
-from nsa_plugin.decision.plan import IndexerMode, Plan
 from nsa_plugin.errors import PatchError
 from nsa_plugin.kernels.selector import default_selector
 from nsa_plugin.patches.ledger import TURN_OFF, wrap
@@ -28,19 +27,15 @@ CUDA_TOPK = "nsa_plugin.kernels.cuda.topk"
 
 @dataclass(frozen=True)
 class Unscored:
-    """A chunk whose logits vLLM asked for and does not get; attributes as the arguments of `kernels.cuda.indexer.topk`.
+    """A chunk whose logits vLLM asked for and does not get.
 
     Attributes:
         logits: what vLLM got: float32 [rows, 0].
+        inputs: the first arguments of `kernels.cuda.indexer.topk`, q to ke.
     """
 
     logits: torch.Tensor
-    q: torch.Tensor
-    k: torch.Tensor
-    k_scale: torch.Tensor
-    weights: torch.Tensor
-    ks: torch.Tensor
-    ke: torch.Tensor
+    inputs: tuple[torch.Tensor, ...]
 
 
 class _Call(threading.local):
@@ -51,11 +46,6 @@ class _Call(threading.local):
 
 
 _call = _Call()
-
-
-def needs_no_logits(plan: Plan | None) -> bool:
-    """Whether a batch's prefills, of this plan, are selected for without logits."""
-    return plan is not None and plan.indexer.mode is IndexerMode.TOPK and plan.indexer.provider == UNPAGED
 
 
 @contextmanager
@@ -94,13 +84,13 @@ def prefill_logits(original: Callable[..., torch.Tensor]) -> Callable[..., torch
         if _call.chunk is not None:
             _not_selected()
         logits = codes.new_empty((len(codes), 0), dtype=torch.float32)
-        _call.chunk = Unscored(logits, codes, *kv, weights, cu_seqlen_ks, cu_seqlen_ke)
+        _call.chunk = Unscored(logits, (codes, *kv, weights.float(), cu_seqlen_ks, cu_seqlen_ke))
         return logits
 
     return wrap(original, around)
 
 
-def _not_selected() -> None:
+def _not_selected() -> NoReturn:
     raise PatchError(
         f"vLLM's indexer asked for the logits of a prefill and did not select from them; nsa-plugin expects both. "
         f"{TURN_OFF}"
@@ -132,12 +122,7 @@ def prefill_topk(
         if chunk is not None and logits is chunk.logits:
             _call.chunk = None
             providers().load("indexer_topk", UNPAGED)(
-                chunk.q,
-                chunk.k,
-                chunk.k_scale,
-                chunk.weights.float(),
-                chunk.ks,
-                chunk.ke,
+                *chunk.inputs,
                 topk_tokens,
                 rows_per_chunk=num_rows,  # no more memory than the logits would take, which vLLM's chunks bound
                 out=raw_topk_indices,

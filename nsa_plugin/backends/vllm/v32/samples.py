@@ -11,10 +11,9 @@ from nsa_plugin.backends.common.paths import VLLM, path_of
 from nsa_plugin.backends.common.planner import KERNEL_OPS
 from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.common.warm import warm_unpaged
-from nsa_plugin.backends.vllm.v32.prefill_selection import needs_no_logits
 from nsa_plugin.backends.vllm.v32.routes import VllmPlanner
+from nsa_plugin.decision.indexer import is_unpaged
 from nsa_plugin.decision.plan import IndexerMode, Plan
-from nsa_plugin.decision.shapes import Phase
 from nsa_plugin.errors import NsaPluginError
 
 # Query tokens of the batches whose kernels are warmed up: the choice may depend on their number.
@@ -51,7 +50,7 @@ def warm_without_logits(planner: VllmPlanner, providers: Providers, device: torc
     Raises:
         NoProviderError: it does not run on this device; says which and why.
     """
-    if planner.selects_prefills and any(needs_no_logits(plan) for plan in sample_plans(planner)):
+    if any(map(is_unpaged, sample_plans(planner))):
         warm_unpaged(providers, planner.model, device)
 
 
@@ -59,6 +58,6 @@ def selection_of(plan: Plan) -> str:
     """Describe how a plan's selection is made."""
     if plan.indexer.mode is not IndexerMode.TOPK:
         return ""
-    if plan.phase is Phase.EXTEND and needs_no_logits(plan):
+    if is_unpaged(plan):
         return f"; selection by {plan.indexer.provider} without logits"
     return f"; logits of {plan.indexer.rows_per_chunk} query tokens at once"

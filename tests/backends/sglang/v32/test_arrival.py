@@ -111,8 +111,10 @@ def test_a_page_without_keys_in_the_middle_is_found_and_fewer_tokens_are_not() -
     server.replay()
 
 
-def test_a_prefill_that_a_graph_may_replay_is_noted_once_and_not_looked_at_before_it_ran() -> None:
+@pytest.mark.parametrize("planned", [True, False])
+def test_a_prefill_that_a_graph_may_replay_is_noted_once_and_not_looked_at_before_it_ran(planned: bool) -> None:
     server = Server()
+    server.backend.nsa_plugin.plans_prefill = planned
     batch = server.batch((100, 30))
     server.backend.nsa_plugin_leaves_graph(batch)
     server.replay(ForwardMode.EXTEND)  # by its graph
