@@ -52,9 +52,10 @@ setup:
 setup-dev:
 	@ci/setup.sh .venv $(BUILD_LOCK) $(VLLM_LOCK) $(DEV_LOCK)
 
+# Its packages that vLLM's environment has too, torch and Triton among them, are not installed twice.
 setup-sglang: SETUP_GB = 3
 setup-sglang:
-	@ci/setup.sh .venv-sglang $(BUILD_LOCK) $(SGLANG_LOCK) $(DEV_LOCK)
+	@SHARE=.venv ci/setup.sh .venv-sglang $(BUILD_LOCK) $(SGLANG_LOCK) $(DEV_LOCK)
 
 lint: setup-dev ## check style, format, types and the licences of requirements
 	$(BIN)/ruff check .

@@ -7,6 +7,7 @@
 # PYTHON       the Python to use; otherwise the first of python3.11, 3.12, 3.13 and python3 that is new enough
 # TORCH_INDEX  where torch's CPU build comes from when pip is not configured to find it
 # SETUP_GB     free disk space that is asked for before anything is installed
+# SHARE        an environment whose packages are used by hard link where the lock files name the same versions
 # PLUGIN       "editable" (default) installs the plugin from this folder, "none" leaves it out
 set -euo pipefail
 
@@ -16,6 +17,7 @@ shift
 locks=("$@")
 torch_index=${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}
 needed_gb=${SETUP_GB:-5}
+share=${SHARE:-}
 plugin=${PLUGIN:-editable}
 log=$venv/setup.log
 
@@ -53,7 +55,7 @@ check_disk() {
 }
 
 # What a lock file amounts to here: a change of any of these makes the set-up look again.
-stamp_of() { cat "$1" ci/setup.sh ci/unmet.py | sha256sum | cut -d' ' -f1; }
+stamp_of() { cat "$1" ci/setup.sh ci/unmet.py ci/share.py | sha256sum | cut -d' ' -f1; }
 plugin_stamp() { (pwd && cat pyproject.toml nsa_plugin/__init__.py) | sha256sum | cut -d' ' -f1; }
 is_done() { [[ -f $venv/.done/$1 && $(<"$venv/.done/$1") == "$2" ]]; }
 mark_done() { mkdir -p "$venv/.done" && echo "$2" >"$venv/.done/$1"; }
@@ -95,10 +97,17 @@ install_torch() {
         fail "$1 is neither where pip looks nor at $torch_index (make variable TORCH_INDEX); see $log"
 }
 
+# What cannot be linked is left to pip.
+share_packages() {
+    "$venv/bin/python" -m ci.share "$share" "$1" >"$venv/shared.txt" 2>>"$log" || return 0
+    sed 's/^/setup: /' "$venv/shared.txt"
+}
+
 install_lock() {
     local lock=$1 name unmet torch
     name=$(basename "$lock")
     is_done "$name" "$(stamp_of "$lock")" && return
+    if [[ -n $share ]]; then share_packages "$lock"; fi
     unmet=$("$venv/bin/python" ci/unmet.py "$lock")
     if [[ -n $unmet ]]; then
         check_disk
@@ -137,7 +146,6 @@ flock --nonblock 9 || {
 }
 if ! new_enough "$venv/bin/python" || [[ ! -f $venv/.done/venv ]]; then
     python=$(find_python)
-    check_disk
     say "making $venv with $("$python" --version)"
     "$python" -m venv --clear "$venv" || fail "$python cannot make a virtual environment; is its venv module installed?"
     exec 9>"$venv/.lock"

@@ -11,6 +11,7 @@ import re
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
 
 def pins(lock: Path) -> list[str]:
@@ -19,24 +20,44 @@ def pins(lock: Path) -> list[str]:
     return [" ".join(line.split()) for line in lines if line]
 
 
-def whole(pin: str) -> bool:
+class Entry(NamedTuple):
+    """A line of a distribution's record: a file, relative to site-packages, and its size if there is one."""
+
+    file: str
+    size: str
+    line: str
+
+
+def found(pin: str, site: Path | None = None) -> metadata.Distribution | None:
+    """The distribution of a pin if its version is installed, here or in the given site-packages."""
     name, _, version = pin.split()[0].partition("==")
+    where = sys.path if site is None else [str(site)]
+    for distribution in metadata.distributions(name=re.sub(r"[-_.]+", "-", name), path=where):
+        return distribution if distribution.version == version else None
+    return None
+
+
+def entries(distribution: metadata.Distribution) -> list[Entry]:
+    """Read here because `distribution.files` leaves out what is missing, from Python 3.12 on."""
+    lines = (distribution.read_text("RECORD") or "").splitlines(keepends=True)
+    return [Entry(file, size, line) for (file, _, size), line in zip(csv.reader(lines), lines, strict=True)]
+
+
+def whole(pin: str, site: Path | None = None) -> bool:
+    """Whether every file of a pin's distribution is there, here or in the given site-packages."""
+    distribution = found(pin, site)
+    if distribution is None:
+        return False
+    record = entries(distribution)
+    return bool(record) and all(_complete(Path(str(distribution.locate_file(entry.file))), entry) for entry in record)
+
+
+def _complete(path: Path, entry: Entry) -> bool:
     try:
-        distribution = metadata.distribution(re.sub(r"[-_.]+", "-", name))
-    except metadata.PackageNotFoundError:
+        size = path.stat().st_size
+    except OSError:
         return False
-    record = distribution.read_text("RECORD")
-    if distribution.version != version or not record:
-        return False
-    # Read here because `distribution.files` leaves out what is missing, from Python 3.12 on.
-    for file, _, size in csv.reader(record.splitlines()):
-        try:
-            found = Path(str(distribution.locate_file(file))).stat().st_size
-        except OSError:
-            return False
-        if size and int(size) != found and not file.endswith(".pyc"):  # Python rewrites those
-            return False
-    return True
+    return not entry.size or int(entry.size) == size or entry.file.endswith(".pyc")  # Python rewrites those
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def make_wheel(folder: Path, name: str, version: str) -> None:
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("project")
     (folder / "ci").mkdir()
-    for name in ("setup.sh", "unmet.py"):
+    for name in ("setup.sh", "unmet.py", "share.py", "__init__.py"):
         shutil.copy(ROOT / "ci" / name, folder / "ci" / name)
     (folder / "nsa_plugin").mkdir()
     (folder / "nsa_plugin" / "__init__.py").write_text('__version__ = "0.0.1"\n')
@@ -145,6 +145,69 @@ def test_interrupted_installation_is_repaired(project: Path, ready: str) -> None
     assert done.returncode == 0, done.stderr
     assert "installing 1 packages" in done.stdout
     assert ask(project, ready, "import toy; print(toy.version)") == "1.0"
+
+
+def site_of(project: Path, venv: str) -> Path:
+    (site,) = (project / venv / "lib").glob("python*/site-packages")
+    return site
+
+
+def test_packages_of_another_environment_are_linked_not_installed_twice(project: Path, ready: str) -> None:
+    """The same versions alone: toy 2.0 is not the other environment's toy 1.0."""
+    done = setup(project, ".venv-shared", "more.txt", "toy2.txt", SHARE=ready)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 packages of more.txt are those of .venv" in done.stdout
+    assert "installing 1 packages of toy2.txt" in done.stdout
+    assert ask(project, ".venv-shared", "import toy, other; print(toy.version, other.version)") == "2.0 1.0"
+    assert ask(project, ready, "import toy, other; print(toy.version, other.version)") == "1.0 1.0"
+    linked, installed = (site_of(project, ".venv-shared") / name for name in ("other.py", "toy.py"))
+    assert linked.samefile(site_of(project, ready) / "other.py")
+    assert not installed.samefile(site_of(project, ready) / "toy.py")
+
+
+def test_another_version_does_not_change_the_environment_that_shares(project: Path, ready: str) -> None:
+    assert setup(project, ".venv-moved", "toy.txt", SHARE=ready).returncode == 0
+    assert setup(project, ".venv-moved", "toy2.txt", SHARE=ready).returncode == 0
+    assert ask(project, ".venv-moved", "import toy; print(toy.version)") == "2.0"
+    assert ask(project, ready, "import toy; print(toy.version)") == "1.0"
+
+
+def test_commands_are_not_shared_and_the_record_does_not_miss_them(project: Path, ready: str) -> None:
+    """A command names the Python that it starts, so the other environment's would start the wrong one."""
+    site = site_of(project, ready)
+    command = project / ready / "bin" / "toy"
+    record = site / "toy-1.0.dist-info" / "RECORD"
+    before = record.read_text()
+    command.write_text("#!/bin/sh\n")
+    record.write_text(before + "../../../bin/toy,,10\n")
+    try:
+        assert setup(project, ".venv-commands", "toy.txt", SHARE=ready).returncode == 0
+    finally:
+        command.unlink()
+        record.write_text(before)
+    assert not (project / ".venv-commands" / "bin" / "toy").exists()
+    (project / ".venv-commands" / ".done" / "toy.txt").unlink()
+    assert "installing" not in setup(project, ".venv-commands", "toy.txt").stdout
+
+
+def test_incomplete_package_is_not_shared(project: Path, ready: str) -> None:
+    source = site_of(project, ready) / "toy.py"
+    kept = source.read_bytes()
+    source.unlink()
+    try:
+        done = setup(project, ".venv-whole", "toy.txt", SHARE=ready)
+    finally:
+        source.write_bytes(kept)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert ask(project, ".venv-whole", "import toy; print(toy.version)") == "1.0"
+
+
+@pytest.mark.parametrize("other", ["no-such-environment", ""])
+def test_without_another_environment_everything_is_installed(other: str, project: Path) -> None:
+    venv = f".venv-alone{len(other)}"
+    done = setup(project, venv, "more.txt", SHARE=other)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "installing 1 packages of more.txt" in done.stdout
 
 
 def test_environment_whose_python_is_gone_is_made_again(project: Path, ready: str) -> None:
