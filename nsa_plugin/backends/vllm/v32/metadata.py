@@ -1,9 +1,9 @@
 """Attention metadata of a batch in pieces, and its builder: a subclass of vLLM's FlashMLA-sparse builder.
 
 The metadata has the fields that vLLM's MLA layer reads (0.20 to 0.33), and `SparsePiece`s and `DensePiece`s for the
-plugin's implementation. A captured batch reads fixed addresses only: vLLM's block table, and a buffer of the builder
-with the request of each query token. Nothing here waits for the device or for torch's threads, which
-`torch.repeat_interleave` would wake on a host: see `metadata.owner_of_rows`.
+plugin's implementation. A captured batch reads fixed addresses only: vLLM's block table, and `RowOwners`. Nothing here
+waits for the device or for torch's threads, which `torch.repeat_interleave` would wake on a host: see
+`metadata.owner_of_rows`.
 """
 
 from __future__ import annotations
@@ -74,6 +74,33 @@ class PlannedMetadata(MLAMetadata):
     decode: str | None = "nsa_plugin"
 
 
+class RowOwners:
+    """The request of each query token of a batch, at a fixed address.
+
+    It is copied to the device for every batch, as a sleeping engine loses it. Steps that follow each other mostly have
+    the same owners, whose copy on the host is kept.
+
+    Args:
+        rows: most query tokens of a batch.
+    """
+
+    def __init__(self, rows: int, device: torch.device | str) -> None:
+        self._on_device = torch.full((rows,), -1, dtype=torch.int32, device=device)
+        self._on_host = self._on_device[:0]
+        self._of: tuple[tuple[int, ...], int] = (), 0
+
+    def of(self, split: Split) -> torch.Tensor:
+        """Return int32 [num_rows] on the device: the request of each query token, -1 for padding."""
+        of = split.starts, split.num_rows
+        if of != self._of:
+            owners = np.full(split.num_rows, -1, dtype=np.int32)
+            owners[: split.starts[-1]] = owner_of_rows(split.starts)
+            on_host = torch.from_numpy(owners)
+            self._on_host = on_host.pin_memory() if self._on_device.is_cuda else on_host
+            self._of = of
+        return self._on_device[: split.num_rows].copy_(self._on_host, non_blocking=True)
+
+
 def planned_builder(stock: type, planning: Planning) -> type:
     """Make a subclass of vLLM's builder with the plugin's `build`; it acts as vLLM's while `planning()` is None."""
 
@@ -90,8 +117,7 @@ def planned_builder(stock: type, planning: Planning) -> type:
             self.reorder_batch_threshold = planner.step_tokens
             if planner.dcp is not None:
                 planner.dcp = planner.dcp.interleaved(int(vllm_config.parallel_config.cp_kv_cache_interleave_size))
-            rows = most_rows(vllm_config, planner)
-            self.nsa_plugin_request_of_row = torch.full((rows,), -1, dtype=torch.int32, device=device)
+            self.nsa_plugin_owners = RowOwners(most_rows(vllm_config, planner), device)
 
         def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
             planner: VllmPlanner | None = self.nsa_plugin
@@ -105,8 +131,7 @@ def planned_builder(stock: type, planning: Planning) -> type:
 
             split = planner.split(common_attn_metadata)
             page_size = int(self.kv_cache_spec.block_size)
-            owners = self.nsa_plugin_request_of_row
-            return assemble(split, planner, common_attn_metadata, page_size, owners, stock_metadata)
+            return assemble(split, planner, common_attn_metadata, page_size, self.nsa_plugin_owners, stock_metadata)
 
     Builder.__name__ = Builder.__qualname__ = f"Planned{stock.__name__}"
     return Builder
@@ -141,7 +166,7 @@ def assemble(
     planner: VllmPlanner,
     common: Any,
     page_size: int,
-    request_of_row: torch.Tensor,
+    row_owners: RowOwners,
     stock_metadata: Callable[[Any, str], Any],
 ) -> PlannedMetadata:
     """Assemble the metadata of a split batch.
@@ -149,14 +174,10 @@ def assemble(
     Args:
         common: vLLM's CommonAttentionMetadata of the batch.
         page_size: tokens per page of the block table.
-        request_of_row: int32 [at least the query tokens], filled here; captured graphs keep its address.
+        row_owners: of the builder; captured graphs keep its address.
         stock_metadata: makes vLLM's metadata from (a part's CommonAttentionMetadata, its execution path).
     """
-    owners = request_of_row[: split.num_rows]
-    layout = planner.model.kv_layout
-    selecting = [plan for plan in (split.steps, split.sparse) if plan is not None]
-    if any(plan.token_shard or path_of(VLLM, layout, plan).path == PROVIDER for plan in selecting):
-        owners.copy_(to_device(_owners(split), owners), non_blocking=True)
+    layout, table = planner.model.kv_layout, common.block_table_tensor
 
     def piece(
         plan: Plan, rows: slice | torch.Tensor, requests: Sequence[int], given: Assigned | None, keep: bool = False
@@ -164,13 +185,12 @@ def assemble(
         path = path_of(VLLM, layout, plan).path
         if given is not None:
             assert planner.exchange is not None
-            copied: tuple[Copied, ...] = ()
-            if plan.dequantize_kv:
-                copied = _copied(given.own, common.block_table_tensor, owners, page_size, planner.max_model_len)
+            most = planner.max_model_len
+            copied = _copied(given.own, table, page_size, most) if plan.dequantize_kv else ()
             share = Share(planner.exchange, given.partition, plan.token_shard_chunks)
-            return SparsePiece(plan, path, rows, owners[rows], share=share, copied=copied)
+            return SparsePiece(plan, path, rows, row_owners.of(split)[rows], share=share, copied=copied)
         if path == PROVIDER:
-            return SparsePiece(plan, path, rows, owners[rows])
+            return SparsePiece(plan, path, rows, row_owners.of(split)[rows])
         whole = len(requests) == split.num_requests
         stock = stock_metadata(common if whole else part_of(common, split, requests), path)
         # vLLM's builder has one buffer for the request of each query token, which the next part overwrites.
@@ -184,7 +204,7 @@ def assemble(
     # The part built last may use the buffers of vLLM's builder, so a batch of one part equals vLLM's.
     if behind:
         assert split.sparse is not None
-        tail = piece(split.sparse, rows_of(split.starts, behind, owners), behind, split.tail_assigned, keep=True)
+        tail = piece(split.sparse, rows_of(split.starts, behind, table), behind, split.tail_assigned, keep=True)
     if head:
         assert split.sparse is not None
         rows = slice(split.step_rows, split.mha_row)
@@ -192,17 +212,16 @@ def assemble(
     if split.steps is not None:
         steps = range(split.num_steps)
         mqa.insert(0, piece(split.steps, slice(0, split.step_rows), steps, split.steps_assigned))
-    table = common.block_table_tensor
     dense = tuple(
         dense_piece(
             part.plan,
             part.requests,
             part.q_lens,
             part.kv_lens,
-            rows=rows_of(split.starts, part.requests, owners),
+            rows=rows_of(split.starts, part.requests, table),
             block_table=table,
             page_size=page_size,
-            like=owners,
+            like=table,
             shard=planner.shard,
         )
         for part in split.dense
@@ -256,9 +275,7 @@ def part_of(common: Any, split: Split, requests: Sequence[int]) -> Any:
     return replace(common, **changed)
 
 
-def _copied(
-    own: Sequence[OwnRows], block_table: torch.Tensor, like: torch.Tensor, page_size: int, most: int
-) -> tuple[Copied, ...]:
+def _copied(own: Sequence[OwnRows], block_table: torch.Tensor, page_size: int, most: int) -> tuple[Copied, ...]:
     """Group this rank's query tokens so that one copy has the contexts of a group.
 
     Args:
@@ -275,18 +292,11 @@ def _copied(
     for part in parts:
         contexts = [rows.context for rows in part]
         begins = np.asarray(list(accumulate(contexts[:-1], initial=0)), dtype=np.int32)
-        offsets = to_device(torch.from_numpy(np.repeat(begins, [rows.count for rows in part])), like)
-        slots = context_slots([rows.request for rows in part], contexts, block_table, like, page_size)
+        offsets = to_device(torch.from_numpy(np.repeat(begins, [rows.count for rows in part])), block_table)
+        slots = context_slots([rows.request for rows in part], contexts, block_table, block_table, page_size)
         found.append(Copied(slice(first, first + len(offsets)), slots, offsets))
         first += len(offsets)
     return tuple(found)
-
-
-def _owners(split: Split) -> torch.Tensor:
-    """Return int32 [num_rows] on the host: the request of each query token, -1 for padding."""
-    owners = np.full(split.num_rows, -1, dtype=np.int32)
-    owners[: split.starts[-1]] = owner_of_rows(split.starts)
-    return torch.from_numpy(owners)
 
 
 def _places(requests: Sequence[int]) -> slice | torch.Tensor:

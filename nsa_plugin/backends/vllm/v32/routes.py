@@ -198,7 +198,9 @@ class VllmPlanner(Planner):
         """
         starts = tuple(common.query_start_loc_cpu.tolist())
         q_lens = [end - start for start, end in pairwise(starts)]
-        num_steps = next((place for place, rows in enumerate(q_lens) if rows > self.step_tokens), len(q_lens))
+        num_steps = len(q_lens)
+        if max(q_lens, default=0) > self.step_tokens:
+            num_steps = next(place for place, rows in enumerate(q_lens) if rows > self.step_tokens)
         kv_lens = host_lengths(common)[num_steps:] if num_steps < len(q_lens) else []
         key = (starts, tuple(kv_lens), int(common.num_actual_tokens))
         # Copies of a batch's metadata share the tensor, so one batch is decided and recorded once.
@@ -303,19 +305,22 @@ class VllmPlanner(Planner):
     def _record(
         self, split: Split, names: Sequence[str], q_lens: list[int], kv_lens: list[int], started: float
     ) -> None:
-        steps = [request for request in range(split.num_steps) if q_lens[request]]
-        given = [] if split.steps is None else [(split.steps, steps)]
-        given += [(part.plan, list(part.requests)) for part in split.dense]
-        given += [] if split.sparse is None else [(split.sparse, list(split.sparse_requests))]
+        parts: list[tuple[Plan, Sequence[int], int]] = []  # with the query tokens of all its requests
+        if split.steps is not None:
+            parts.append((split.steps, range(split.num_steps), split.starts[split.num_steps]))
+        parts += [(part.plan, part.requests, sum(part.q_lens)) for part in split.dense]
+        if split.sparse is not None:
+            rows = sum(q_lens[request] for request in split.sparse_requests)
+            parts.append((split.sparse, split.sparse_requests, rows))
 
         def entry(request: int) -> tuple[str, int, int]:
             context = self.max_model_len if request < split.num_steps else kv_lens[request - split.num_steps]
             return names[request] if request < len(names) else "", q_lens[request], context
 
-        tokens = [sum(q_lens[request] for request in requests) for _, requests in given]
         # Only a trace file has the requests, and every decode step comes here.
         listed = self.trace.is_file
-        self.record([(plan, [entry(one) for one in some] if listed else []) for plan, some in given], started, tokens)
+        recorded = [(plan, [entry(one) for one in some if q_lens[one]] if listed else []) for plan, some, _ in parts]
+        self.record(recorded, started, [rows for _, _, rows in parts])
 
 
 def host_lengths(common: Any) -> list[int]:

@@ -121,6 +121,18 @@ def test_captured_batches_have_the_same_plan_and_addresses():
     assert replay.mqa[0].request_of_row.tolist() == [0, 1, 2, -1, -1, -1, -1, -1]
 
 
+def test_owners_are_copied_for_every_batch():
+    """The rows of a mixed batch are not those of the steps before it, and a sleeping engine loses the device's copy."""
+    world = World(planner("v32_fp8"))
+    steps = [(1, 50), (1, 90), (1, 3)]
+    for batch, owners in ((steps, [0, 1, 2]), ([(1, 50), (2, 30)], [0, 1, 1]), (steps, [0, 1, 2])):
+        for _ in range(2):
+            found = [piece.request_of_row for piece in world.step(batch).metadata.mqa]
+            assert torch.cat(found).tolist() == owners
+            for rows in found:
+                rows.fill_(7)
+
+
 def test_dense_parts_within_the_workspace():
     step = World(planner(workspace_tokens=30)).step([(20, 20), (8, 8), (24, 24), (2, 2)])
     assert [part.requests for part in step.split.dense] == [(0, 1), (2, 3)]

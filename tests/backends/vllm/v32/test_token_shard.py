@@ -199,7 +199,7 @@ def test_padded_and_missing_query_tokens():
 def test_copies_of_contexts_are_made_in_parts():
     own = [OwnRows(0, 0, 2, 30), OwnRows(1, 1, 2, 30), OwnRows(2, 0, 3, 30), OwnRows(3, 0, 1, 90)]
     table = torch.arange(4 * 23, dtype=torch.int32).view(4, 23)
-    parts = _copied(own, table, torch.zeros(1), 4, 60)
+    parts = _copied(own, table, 4, 60)
     assert [(part.rows, len(part.slots)) for part in parts] == [
         (slice(0, 3), 60),
         (slice(3, 6), 30),
