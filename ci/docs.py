@@ -29,7 +29,7 @@ from nsa_plugin.libraries.registry import OPS, REFERENCE, Provider, Registry
 from nsa_plugin.settings import BACKEND_OPS, ENV_PREFIX, Settings
 from nsa_plugin.tools.pages import site
 from nsa_plugin.tools.pages.markdown import fill, markdown_table
-from nsa_plugin.tools.pages.summary import model_family
+from nsa_plugin.tools.pages.summary import model_family, on_gpu
 
 SUMMARY = ROOT / "docs" / "benchmarks.md"
 RECORDS = ROOT / "docs" / "benchmarks"
@@ -60,19 +60,23 @@ def compatibility_table(results: list[Row] | None = None) -> str:
                 _cell(done.get((engine.name, version, check)), version in getattr(engine, check)) for check in _CHECKS
             ]
             rows.append([version, _on_gpu(served.get((engine.name, version), {})), *cells])
-        header = ["version", "served on an H200", *_CHECKS.values()]
+        header = ["version", "served on a GPU", *_CHECKS.values()]
         parts.append(f"### {engine.name}\n\n" + markdown_table(header, rows))
     return "\n\n".join(parts)
 
 
-def gpu_records(folder: Path = RECORDS / "h200") -> dict[tuple[str, str], dict[str, list[Path]]]:
-    """The engine comparisons that passed their tolerance, by (engine, version) and model family."""
+def gpu_records(folder: Path = RECORDS) -> dict[tuple[str, str], dict[str, list[Path]]]:
+    """The engine comparisons that passed their tolerance, by (engine, version), and by model family and GPU.
+
+    An H200 is not named.
+    """
     found: dict[tuple[str, str], dict[str, list[Path]]] = {}
-    for path in sorted(folder.glob("*.json")):
+    for path in sorted(folder.glob("*/*.json")):
         record = json.loads(path.read_text())
         if record.get("kind") == "comparison" and record["verdict"]["holds"]:
             engine, version = record["engine"].split()
-            found.setdefault((engine, version), {}).setdefault(model_family(record), []).append(path)
+            served = model_family(record) + on_gpu(record)
+            found.setdefault((engine, version), {}).setdefault(served, []).append(path)
     return found
 
 
@@ -82,7 +86,7 @@ def _on_gpu(families: dict[str, list[Path]]) -> str:
     for family, paths in sorted(families.items()):
         first = min(paths, key=lambda path: len(path.stem))
         more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
-        cells.append(f"{family}: [{first.stem}](benchmarks/h200/{first.stem}.md){more}")
+        cells.append(f"{family}: [{first.stem}](benchmarks/{first.parent.name}/{first.stem}.md){more}")
     return "<br>".join(cells) or "not run"
 
 

@@ -43,6 +43,7 @@ class Server(NamedTuple):
 
     Attributes:
         engine, version, model, heads, gpus, layers: what was served; heads of one GPU.
+        gpu: ", H100" and so on; "" for the GPU of most records.
         alone: the row of the longest single prompt.
         many: the row of the throughput of many prompts at once, or None.
         decode: the row of the output tokens a second, in one request if it was timed so, or None.
@@ -55,6 +56,7 @@ class Server(NamedTuple):
     heads: int
     gpus: int
     layers: int
+    gpu: str
     alone: dict[str, Any]
     many: dict[str, Any] | None
     decode: dict[str, Any] | None
@@ -62,21 +64,22 @@ class Server(NamedTuple):
 
     @property
     def name(self) -> str:
-        return f"{self.engine}, {self.model}, {summary.heads(self.heads, self.gpus)}"
+        return f"{self.engine}, {self.model}, {summary.heads(self.heads, self.gpus)}{self.gpu}"
 
 
-def servers(folder: Path = RECORDS / "h200") -> list[Server]:
-    """Every server with a timed single prompt, by heads, GPUs, model and engine."""
+def servers(folder: Path = RECORDS) -> list[Server]:
+    """Every server with a timed single prompt, by heads, GPUs, model and engine, of the records in FOLDER/<host>/."""
     groups: dict[tuple[Any, ...], dict[str, list[tuple[Path, dict[str, Any]]]]] = {}
-    for path, record in read_comparisons(folder):
+    for path, record in (one for host in sorted(folder.iterdir()) if host.is_dir() for one in read_comparisons(host)):
         engine, version = record["engine"].split()
         for row in record["rows"]:
             if row["op"] == "serve":
-                key = (row["case"]["heads"], record["host"]["gpus"], summary.model_family(record), engine)
+                served = summary.model_family(record), engine, summary.on_gpu(record)
+                key = (row["case"]["heads"], record["host"]["gpus"], *served)
                 groups.setdefault(key, {}).setdefault(version, []).append((path, record))
                 break
     found = []
-    for (heads, gpus, model, engine), versions in sorted(groups.items()):
+    for (heads, gpus, model, engine, gpu), versions in sorted(groups.items()):
         for version in sorted(versions, key=Version, reverse=True):
             timed = [(path, record, row) for path, record in versions[version] for row in record["rows"]]
             timed = [one for one in timed if one[2]["op"] == "serve"]
@@ -91,7 +94,7 @@ def servers(folder: Path = RECORDS / "h200") -> list[Server]:
             decode = decode or _row(timed, path, DECODE, lambda case: True)
             layers = record["model"]["num_hidden_layers"]
             name = summary.ENGINES.get(engine, engine)
-            found.append(Server(name, version, model, heads, gpus, layers, row, many, decode, path))
+            found.append(Server(name, version, model, heads, gpus, layers, gpu, row, many, decode, path))
             break
     return found
 
@@ -174,9 +177,12 @@ def served_lines() -> list[Line]:
 
 
 def kernel_lines(folder: Path = RECORDS) -> list[Line]:
-    """V3.2's prefill and decode kernel by heads: the fastest path that the plugin may choose, stock's among them."""
+    """V3.2's prefill and decode kernel by heads: the fastest path that the plugin may choose, stock's among them.
+
+    On the GPU that a decision's times are of.
+    """
     bars: dict[int, dict[str, Bar]] = {}
-    timed = [one for records in read_timings(folder).values() for one in records]
+    timed = [one for records in read_timings(folder).values() for one in records if not summary.on_gpu(one[1])]
     for highlight, _, best in summary.highlights(timed):
         if highlight.what in _KERNELS:
             kept = bars.setdefault(best["case"]["heads"], {})
@@ -195,16 +201,17 @@ def picture() -> str:
     """An SVG: speed-ups over stock, served and of the attention kernels alone. The same records give the same file."""
     served, kernels = served_lines(), kernel_lines()
     parts = [
-        _text(16, 30, "Speed-up over the stock engine on NVIDIA H200", 17, weight=600),
+        _text(16, 30, f"Speed-up over the stock engine on NVIDIA {summary.UNNAMED_GPU}", 17, weight=600),
         *(_rect(16, 44, 12, 12, _FULL), _text(34, 54, "this plugin", 12)),
         *(_rect(116, 44, 12, 12, _PALE), _text(134, 54, "this plugin, within the noise of the runs", 12)),
         *(_path(376, 43, 57), _text(384, 54, "stock engine = 1", 12)),
     ]
     layers = sorted({one.layers for one in servers()})
+    others = ", on the GPU named" if any(one.gpu for one in servers()) else ""
     small = f"{layers[0]} to {layers[-1]} layers" if layers else "small models"
     sections = (
         (
-            f"Served ({small}, random weights)",
+            f"Served ({small}, random weights{others})",
             "time to first token, one prompt",
             "tokens a second, 4,096 in, 256 out",
             served,

@@ -19,10 +19,14 @@ SCHEMA = 1
 Row = dict[str, Any]
 
 
+def gpu_name(gpu: str) -> str:
+    """What pages call a GPU: "H100" for "NVIDIA H100 80GB HBM3"."""
+    return re.sub(r" \d+GB\b.*", "", gpu.removeprefix("NVIDIA ")) or "GPU"
+
+
 def host_slug(gpu: str) -> str:
     """The folder of a GPU's records: "h200" for "NVIDIA H200"."""
-    words = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
-    return words.removeprefix("nvidia-") or "gpu"
+    return re.sub(r"[^a-z0-9]+", "-", gpu_name(gpu).lower()).strip("-")
 
 
 def path_of(record: Mapping[str, Any], folder: Path) -> Path:

@@ -17,6 +17,7 @@ from ci.rows import Row, engines
 from ci.support import CONFIGURATIONS
 from nsa_plugin.cli import _parser, main
 from nsa_plugin.settings import Settings
+from nsa_plugin.tools.records import path_of, save
 
 ROW = Row(
     engine="vllm", version="0.32.0", check="run", outcome="ok", detail="3 passed", date="2026-01-02", python="3.11"
@@ -60,26 +61,32 @@ def test_compatibility_table_says_what_was_not_run() -> None:
 
 def test_the_gpu_column_is_made_from_the_records_that_passed(tmp_path: Path) -> None:
     v32, v4, glm5 = "DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM", "GlmMoeDsaForCausalLM"
-    for name, architecture, holds in (
-        ("v32-16heads", v32, True),
-        ("v32-16heads-mtp", v32, True),
-        ("v4-64heads", v4, False),
-        ("glm5-8heads", glm5, True),
+    for gpu, name, architecture, holds in (
+        ("H200", "v32-16heads", v32, True),
+        ("H200", "v32-16heads-mtp", v32, True),
+        ("H200", "v4-64heads", v4, False),
+        ("H200", "glm5-8heads", glm5, True),
+        ("H100 80GB HBM3", "v32-16heads", v32, True),
     ):
         record = {
             "kind": "comparison",
             "engine": "vllm 0.33.0",
+            "suite": f"vllm-0.33.0-{name}",
+            "host": {"gpu": f"NVIDIA {gpu}"},
             "model": {"architectures": [architecture]},
             "verdict": {"holds": holds},
         }
-        (tmp_path / f"vllm-0.33.0-{name}.json").write_text(json.dumps(record))
-    (tmp_path / "topk.json").write_text(json.dumps({"suite": "topk"}))
+        save(record, path_of(record, tmp_path))
+    (tmp_path / "h200" / "topk.json").write_text(json.dumps({"suite": "topk"}))
     records = docs.gpu_records(tmp_path)
-    assert {key: sorted(found) for key, found in records.items()} == {("vllm", "0.33.0"): ["GLM-5", "V3.2"]}
+    assert {key: sorted(found) for key, found in records.items()} == {
+        ("vllm", "0.33.0"): ["GLM-5", "V3.2", "V3.2, H100"],
+    }
     cell = docs._on_gpu(records["vllm", "0.33.0"])
     assert cell == (
         "GLM-5: [vllm-0.33.0-glm5-8heads](benchmarks/h200/vllm-0.33.0-glm5-8heads.md)<br>"
-        "V3.2: [vllm-0.33.0-v32-16heads](benchmarks/h200/vllm-0.33.0-v32-16heads.md) and 1 more"
+        "V3.2: [vllm-0.33.0-v32-16heads](benchmarks/h200/vllm-0.33.0-v32-16heads.md) and 1 more<br>"
+        "V3.2, H100: [vllm-0.33.0-v32-16heads](benchmarks/h100/vllm-0.33.0-v32-16heads.md)"
     )
     assert docs._on_gpu({}) == "not run"
 

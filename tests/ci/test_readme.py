@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import tomllib
@@ -13,6 +14,7 @@ import yaml
 
 from ci import headline
 from ci.rows import ROOT
+from nsa_plugin.tools.records import path_of, save
 
 README = (ROOT / "README.md").read_text()
 URLS: dict[str, str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
@@ -92,6 +94,15 @@ def test_the_table_has_a_line_for_each_server_with_its_layers_and_record() -> No
     for line, one in zip(lines, found, strict=True):
         assert f"| {one.layers} |" in line
         assert one.path.stem in line
+
+
+def test_a_server_on_another_gpu_is_named_with_it(tmp_path: Path) -> None:
+    record = json.loads(headline.servers()[0].path.with_suffix(".json").read_text())
+    for gpu in ("NVIDIA H200", "NVIDIA H100 80GB HBM3"):
+        made = record | {"host": record["host"] | {"gpu": gpu}}
+        save(made, path_of(made, tmp_path))
+    here, other = (one.name for one in headline.servers(tmp_path))
+    assert other == f"{here}, H100"
 
 
 def test_models_with_random_weights_are_said_to_be_so() -> None:

@@ -13,11 +13,13 @@ from packaging.version import Version
 from nsa_plugin.tools.bench.cases import RANDOM, describe_fields, selection_of
 from nsa_plugin.tools.pages.comparisons import compared, failure
 from nsa_plugin.tools.pages.markdown import markdown_table
-from nsa_plugin.tools.records import Row
+from nsa_plugin.tools.records import Row, gpu_name
 
 Records = Sequence[tuple[Path, Row]]
 NOTHING = "No record is here yet."
 
+UNNAMED_GPU = "H200"
+"""The GPU of most records: a table names the others alone."""
 _CONTEXT = re.compile(r"-context\d+")
 """A server's longest prompt, in the name of its record."""
 ENGINES = {"sglang": "SGLang", "vllm": "vLLM"}
@@ -144,7 +146,7 @@ def _newest(served: Records, *, alone: bool) -> Iterator[tuple[Path, Row, list[R
 
     def same(record: Row, row: Row) -> tuple[str, str]:
         suite = record["suite"].replace(record["engine"].replace(" ", "-"), "").removesuffix("-speed")
-        return _CONTEXT.sub("", suite), f"{record['engine'].split()[0]} {row['case']}"
+        return _CONTEXT.sub("", suite), f"{record['engine'].split()[0]}{on_gpu(record)} {row['case']}"
 
     versions: dict[tuple[str, str], list[Version]] = {}
     for _, record in served:
@@ -188,7 +190,14 @@ def _again(row: Row) -> float | None:
 
 
 def _server(record: Row, case: Row) -> str:
-    return f"{_engine(record)}, {model_family(record)}, {heads(case['heads'], record['host']['gpus'])}"
+    served = heads(case["heads"], record["host"]["gpus"])
+    return f"{_engine(record)}, {model_family(record)}, {served}{on_gpu(record)}"
+
+
+def on_gpu(record: Row) -> str:
+    """The record's GPU for the end of a name, unless it is the one that goes without saying."""
+    name = gpu_name(record["host"]["gpu"])
+    return "" if name == UNNAMED_GPU else f", {name}"
 
 
 def heads(count: int, gpus: int) -> str:
@@ -226,11 +235,12 @@ def _link(path: Path) -> str:
 def kernels(timed: Records) -> str:
     """The highlights: the stock path and the fastest path that the plugin may choose, per number of heads."""
     lines = []
+    gpus = {path: on_gpu(record) for path, record in timed}
     for highlight, path, best in highlights(timed):
         shown = {name: value for name, value in best["case"].items() if name in ("heads", "q", "batch", "kv")}
         lines.append(
             [
-                highlight.what,
+                highlight.what + gpus[path],
                 describe_fields(shown),
                 f"{_figure(best['baseline_us'])} ({best['baseline']})",
                 f"{_figure(best['median_us'])} ({best['provider']})",

@@ -109,7 +109,13 @@ def test_records_of_other_commands_are_left_out() -> None:
 
 @pytest.mark.parametrize(
     ("gpu", "slug"),
-    [("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100-80gb-hbm3"), ("NVIDIA B200", "b200"), ("", "gpu")],
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA RTX PRO 6000", "rtx-pro-6000"),
+        ("", "gpu"),
+    ],
 )
 def test_host_slug(gpu: str, slug: str) -> None:
     assert records.host_slug(gpu) == slug

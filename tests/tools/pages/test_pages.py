@@ -152,12 +152,12 @@ def served(measure: str, **more: Any) -> dict[str, Any]:
     } | more
 
 
-def comparison(rows: list[dict[str, Any]], *, holds: bool = True) -> dict[str, Any]:
+def comparison(rows: list[dict[str, Any]], *, holds: bool = True, gpu: str = "NVIDIA H200") -> dict[str, Any]:
     agrees = {"name": "the plugin agrees, request by request", "holds": holds, "detail": ""}
     return {
         "suite": "sglang-1.0-v32",
         "engine": "sglang 1.0",
-        "host": {"gpus": 1},
+        "host": {"gpus": 1, "gpu": gpu},
         "model": {"architectures": ["DeepseekV32ForCausalLM"]},
         "rows": rows,
         "verdict": {"holds": holds, "checks": [agrees]},
@@ -218,6 +218,14 @@ def test_a_load_is_shown_of_the_newest_version_that_was_timed_with_it() -> None:
         (False, True, "[record](benchmarks/h200/n.md)"),
         (False, True, "[record](benchmarks/h200/e.md)"),  # served otherwise
     ]
+
+
+def test_the_same_load_on_another_gpu_has_a_line_of_its_own_with_its_name() -> None:
+    old = comparison([served("ttft_ms")])
+    new = comparison([served("ttft_ms")], gpu="NVIDIA H100 80GB HBM3") | {"engine": "sglang 1.1"}
+    lines = summary.first_token([(Path("h200/o.json"), old), (Path("h100/n.json"), new)]).splitlines()[2:]
+    names = [cells(line)[0] for line in lines]
+    assert names == ["SGLang 1.0, V3.2, 16 heads", "SGLang 1.1, V3.2, 16 heads, H100"]
 
 
 def test_prompts_that_stock_fails_at() -> None:
