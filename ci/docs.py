@@ -27,6 +27,7 @@ from nsa_plugin.libraries.capabilities import V32_ROW, spans
 from nsa_plugin.libraries.manifest import MANIFEST
 from nsa_plugin.libraries.registry import OPS, REFERENCE, Provider, Registry
 from nsa_plugin.settings import BACKEND_OPS, ENV_PREFIX, Settings
+from nsa_plugin.tools.compare.record import read as read_comparisons
 from nsa_plugin.tools.pages import site
 from nsa_plugin.tools.pages.markdown import fill, markdown_table
 from nsa_plugin.tools.pages.summary import model_family, on_gpu
@@ -71,9 +72,8 @@ def gpu_records(folder: Path = RECORDS) -> dict[tuple[str, str], dict[str, list[
     An H200 is not named.
     """
     found: dict[tuple[str, str], dict[str, list[Path]]] = {}
-    for path in sorted(folder.glob("*/*.json")):
-        record = json.loads(path.read_text())
-        if record.get("kind") == "comparison" and record["verdict"]["holds"]:
+    for path, record in read_comparisons(folder):
+        if record["verdict"]["holds"]:
             engine, version = record["engine"].split()
             served = model_family(record) + on_gpu(record)
             found.setdefault((engine, version), {}).setdefault(served, []).append(path)

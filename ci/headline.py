@@ -70,7 +70,7 @@ class Server(NamedTuple):
 def servers(folder: Path = RECORDS) -> list[Server]:
     """Every server with a timed single prompt, by heads, GPUs, model and engine, of the records in FOLDER/<host>/."""
     groups: dict[tuple[Any, ...], dict[str, list[tuple[Path, dict[str, Any]]]]] = {}
-    for path, record in (one for host in sorted(folder.iterdir()) if host.is_dir() for one in read_comparisons(host)):
+    for path, record in read_comparisons(folder):
         engine, version = record["engine"].split()
         for row in record["rows"]:
             if row["op"] == "serve":
@@ -179,7 +179,7 @@ def served_lines() -> list[Line]:
 def kernel_lines(folder: Path = RECORDS) -> list[Line]:
     """V3.2's prefill and decode kernel by heads: the fastest path that the plugin may choose, stock's among them.
 
-    On the GPU that a decision's times are of.
+    Records of other GPUs than most are left out.
     """
     bars: dict[int, dict[str, Bar]] = {}
     timed = [one for records in read_timings(folder).values() for one in records if not summary.on_gpu(one[1])]

@@ -21,6 +21,7 @@ FILES_GROWTH = 64
 # A batch has a few objects for each of its requests and plans; what grows by more than those of some batches is kept.
 OBJECTS_GROWTH = 300
 _FEWEST_SAMPLES = 3  # in a quarter
+TOO_FEW = "too few samples"
 _NAMED = 3
 
 # By dtype: (margin in nats, share of repeats that may differ). Batching changes the order of additions. In float32 that
@@ -146,7 +147,7 @@ def _flat(soak: Soak, name: str, read: Callable[[Sample], int | None], growth: i
     """Whether the median grows by at most `growth` or, if that is more, by `share` of itself."""
     quarters = _quarters(soak, read)
     if quarters is None:
-        return Check(name=name, holds=False, detail="too few samples")
+        return Check(name=name, holds=False, detail=TOO_FEW)
     second, last = quarters
     allowed = max(growth, share * second)
     detail = f"{second:.0f}, then {last:.0f}"

@@ -17,7 +17,7 @@ from ci.rows import Row, engines
 from ci.support import CONFIGURATIONS
 from nsa_plugin.cli import _parser, main
 from nsa_plugin.settings import Settings
-from nsa_plugin.tools.records import path_of, save
+from nsa_plugin.tools.records import SCHEMA, path_of, save
 
 ROW = Row(
     engine="vllm", version="0.32.0", check="run", outcome="ok", detail="3 passed", date="2026-01-02", python="3.11"
@@ -70,6 +70,7 @@ def test_the_gpu_column_is_made_from_the_records_that_passed(tmp_path: Path) -> 
     ):
         record = {
             "kind": "comparison",
+            "schema": SCHEMA,
             "engine": "vllm 0.33.0",
             "suite": f"vllm-0.33.0-{name}",
             "host": {"gpu": f"NVIDIA {gpu}"},

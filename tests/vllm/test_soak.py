@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 
 from ci.rows import ROOT
-from ci.soak.judge import CHECKS
+from ci.soak.judge import CHECKS, TOO_FEW
 
 pytestmark = pytest.mark.engine_vllm
 
-# In seconds of load the memory is still warming up, and a slow machine may preempt nothing or count its first objects
-# in the last quarter.
-NEED_TIME = {"host memory", "open files", "plugin objects", "cache pressure", "traffic"}
+# In seconds of load the memory is still warming up, and a slow machine may preempt nothing.
+NEED_TIME = {"host memory", "open files", "cache pressure", "traffic"}
 
 
 def test_short_soak(tmp_path: Path) -> None:
@@ -33,7 +32,9 @@ def test_short_soak(tmp_path: Path) -> None:
     found = json.loads(record.read_text())
     checks = {check["name"]: check for check in found["checks"]}
     assert len(checks) == len(CHECKS)
-    assert [check for name, check in checks.items() if not check["holds"] and name not in NEED_TIME] == []
+    # A slow machine may count its first objects in the last quarter.
+    failed = [check for name, check in checks.items() if not check["holds"] and name not in NEED_TIME]
+    assert [check for check in failed if (check["name"], check["detail"]) != ("plugin objects", TOO_FEW)] == []
     assert any(sample["objects"] for sample in found["memory"]), "no instance of the plugin's classes was counted"
     assert found["problem"] == ""
     assert found["ok"] is (done.returncode == 0)

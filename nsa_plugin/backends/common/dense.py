@@ -50,21 +50,20 @@ def dense_piece(
     rows: slice | torch.Tensor,
     block_table: torch.Tensor,
     page_size: int,
-    like: torch.Tensor,
     shard: KvShard | None = None,
 ) -> DensePiece:
-    """Make the piece of some requests, with tensors on `like`'s device; nothing is read back.
+    """Make the piece of some requests, with tensors on the block table's device; nothing is read back.
 
     Args:
         requests: their places in the batch.
         q_lens, kv_lens: query and context tokens of each.
         rows: their query tokens; see `rows_of`.
-        block_table: int [requests of the batch, pages], on the device.
+        block_table: int [requests of the batch, pages].
         shard: this rank's part of every context, if ranks share it.
     """
 
     def bounds(lens: Iterable[int]) -> torch.Tensor:
-        return to_device(torch.tensor([0, *accumulate(lens)], dtype=torch.int32), like)
+        return to_device(torch.tensor([0, *accumulate(lens)], dtype=torch.int32), block_table)
 
     piece = DensePiece(plan, rows, bounds(q_lens), bounds(kv_lens), q_lens, kv_lens)
     if kv_lens == q_lens:
@@ -79,9 +78,9 @@ def dense_piece(
     order, held = None, kv_lens
     if shard is not None:
         held, order = _shared(kv_lens, shard)
-        order = to_device(order, like)
-    slots = context_slots(requests, held, block_table, like, page_size)
-    return replace(piece, slots=slots, fresh=to_device(fresh, like), order=order)
+        order = to_device(order, block_table)
+    slots = context_slots(requests, held, block_table, page_size)
+    return replace(piece, slots=slots, fresh=to_device(fresh, block_table), order=order)
 
 
 def keys_and_values(
@@ -128,13 +127,13 @@ def rows_of(starts: Sequence[int], requests: Sequence[int], like: torch.Tensor) 
 
 
 def context_slots(
-    requests: Sequence[int], kv_lens: Sequence[int], block_table: torch.Tensor, like: torch.Tensor, page_size: int
+    requests: Sequence[int], kv_lens: Sequence[int], block_table: torch.Tensor, page_size: int
 ) -> torch.Tensor:
-    """Return int64 [context tokens] on `like`'s device: cache slots of the first tokens of requests."""
+    """Return int64 [context tokens] on the block table's device: cache slots of the first tokens of requests."""
     lens = np.asarray(kv_lens, dtype=np.int64)
     first = np.cumsum(lens) - lens
-    request = to_device(torch.from_numpy(np.repeat(np.asarray(requests, dtype=np.int64), lens)), like)
-    position = to_device(torch.from_numpy(np.arange(lens.sum()) - np.repeat(first, lens)), like)
+    request = to_device(torch.from_numpy(np.repeat(np.asarray(requests, dtype=np.int64), lens)), block_table)
+    position = to_device(torch.from_numpy(np.arange(lens.sum()) - np.repeat(first, lens)), block_table)
     pages = block_table[request, position // page_size].long()
     return pages * page_size + position % page_size
 

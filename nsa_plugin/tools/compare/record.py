@@ -299,6 +299,6 @@ def write(record: dict[str, Any], folder: Path) -> Path:
 
 
 def read(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
-    """The comparison records in FOLDER/*.json, sorted by name."""
-    records = [(path, json.loads(path.read_text())) for path in sorted(folder.glob("*.json"))]
+    """The comparison records in FOLDER/<host>/*.json, sorted by host and name."""
+    records = [(path, json.loads(path.read_text())) for path in sorted(folder.glob("*/*.json"))]
     return [(path, record) for path, record in records if is_comparison(record)]

@@ -19,7 +19,7 @@ def pages(folder: Path) -> dict[Path, str]:
     Raises:
         BenchError: a record cannot be read.
     """
-    timed, compared = _timed(folder), _served(folder)
+    timed, compared = _timed(folder), served.read(folder)
     made = {path.with_suffix(".md"): kernels.page(path, record) for path, record in timed}
     made |= {path.with_suffix(".md"): comparisons.page(path, record) for path, record in compared}
     suites = [
@@ -43,11 +43,11 @@ def pages(folder: Path) -> dict[Path, str]:
 def generators(folder: Path) -> dict[str, Callable[[], str]]:
     """What writes each generated part of the summary page, by the part's name."""
     return {
-        "first-token": lambda: summary.first_token(_served(folder)),
-        "loads": lambda: summary.loads(_served(folder)),
-        "limits": lambda: summary.limits(_served(folder)),
+        "first-token": lambda: summary.first_token(served.read(folder)),
+        "loads": lambda: summary.loads(served.read(folder)),
+        "limits": lambda: summary.limits(served.read(folder)),
         "kernel-highlights": lambda: summary.kernels(_timed(folder)),
-        "correctness": lambda: summary.correctness(_served(folder)),
+        "correctness": lambda: summary.correctness(served.read(folder)),
     }
 
 
@@ -58,10 +58,6 @@ def _link(path: Path) -> str:
 def _timed(folder: Path) -> summary.Records:
     records = [one for found in timings.read(folder).values() for one in found]
     return sorted(records, key=lambda one: (one[0].parent.name, kernels.position(one[1]["suite"])))
-
-
-def _served(folder: Path) -> summary.Records:
-    return [one for host in sorted(folder.glob("*")) if host.is_dir() for one in served.read(host)]
 
 
 def stale(page: Path, folder: Path) -> Iterator[tuple[Path, str | None]]:

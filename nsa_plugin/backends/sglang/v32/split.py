@@ -122,7 +122,7 @@ class SplitBatch:
         """
         heads, nope = layer.num_local_heads, layer.qk_nope_head_dim
         found = []
-        for piece in self._dense_pieces(q):
+        for piece in self._dense_pieces():
             rows = piece.rows
             k, v = keys_and_values(
                 piece,
@@ -151,7 +151,7 @@ class SplitBatch:
             found.append((rows, out.reshape(len(out), -1)))
         return found
 
-    def _dense_pieces(self, like: torch.Tensor) -> tuple[DensePiece, ...]:
+    def _dense_pieces(self) -> tuple[DensePiece, ...]:
         if not self._pieces:
             table = self.backend.forward_metadata.page_table_1
             self._pieces = tuple(
@@ -160,10 +160,9 @@ class SplitBatch:
                     part.requests,
                     tuple(self.q_lens[request] for request in part.requests),
                     tuple(self.kv_lens[request] for request in part.requests),
-                    rows=rows_of(self._starts(), part.requests, like),
+                    rows=rows_of(self._starts(), part.requests, table),
                     block_table=table,
                     page_size=1,
-                    like=like,
                 )
                 for part in self.execution.dense_parts
             )

@@ -86,7 +86,7 @@ class RowOwners:
 
     def __init__(self, rows: int, device: torch.device | str) -> None:
         self._on_device = torch.full((rows,), -1, dtype=torch.int32, device=device)
-        self._on_host = self._on_device[:0]
+        self._on_host = torch.empty(0, dtype=torch.int32)
         self._of: tuple[tuple[int, ...], int] = (), 0
 
     def of(self, split: Split) -> torch.Tensor:
@@ -221,7 +221,6 @@ def assemble(
             rows=rows_of(split.starts, part.requests, table),
             block_table=table,
             page_size=page_size,
-            like=table,
             shard=planner.shard,
         )
         for part in split.dense
@@ -293,7 +292,7 @@ def _copied(own: Sequence[OwnRows], block_table: torch.Tensor, page_size: int, m
         contexts = [rows.context for rows in part]
         begins = np.asarray(list(accumulate(contexts[:-1], initial=0)), dtype=np.int32)
         offsets = to_device(torch.from_numpy(np.repeat(begins, [rows.count for rows in part])), block_table)
-        slots = context_slots([rows.request for rows in part], contexts, block_table, block_table, page_size)
+        slots = context_slots([rows.request for rows in part], contexts, block_table, page_size)
         found.append(Copied(slice(first, first + len(offsets)), slots, offsets))
         first += len(offsets)
     return tuple(found)
