@@ -179,7 +179,7 @@ def served_lines() -> list[Line]:
 def kernel_lines(folder: Path = RECORDS) -> list[Line]:
     """V3.2's prefill and decode kernel by heads: the fastest path that the plugin may choose, stock's among them.
 
-    Records of other GPUs than most are left out.
+    Only of the GPU that most records are of.
     """
     bars: dict[int, dict[str, Bar]] = {}
     timed = [one for records in read_timings(folder).values() for one in records if not summary.on_gpu(one[1])]

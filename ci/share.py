@@ -1,7 +1,7 @@
-"""Hard-link into this environment what another one has of a lock file, so that its files take no disk twice.
+"""Hard-link the packages of a lock file from another environment, so that two environments do not store them twice.
 
-``python -m ci.share OTHER LOCK`` with the Python of this environment; OTHER's must be of the same version. Commands
-(`bin/`) are left out, from the record too: each names the Python that it starts.
+Run ``python -m ci.share OTHER LOCK`` with this environment's Python; OTHER must have the same Python version. Commands
+(`bin/`) are not linked, because each names the Python that it starts. The record here leaves them out.
 """
 
 from __future__ import annotations

@@ -77,8 +77,8 @@ class PlannedMetadata(MLAMetadata):
 class RowOwners:
     """The request of each query token of a batch, at a fixed address.
 
-    It is copied to the device for every batch, as a sleeping engine loses it. Steps that follow each other mostly have
-    the same owners, whose copy on the host is kept.
+    Every batch copies it to the device, because vLLM's sleep mode drops the memory that its builders allocate. The
+    copy on the host is kept: consecutive decode steps mostly need the same one.
 
     Args:
         rows: most query tokens of a batch.
