@@ -3,11 +3,15 @@ writes: junk outside the ranges, and of paged logits only what the schedule deal
 
 import importlib
 import sys
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 import pytest
 import torch
 
+from nsa_plugin.backends.common.providers import Providers
+from nsa_plugin.backends.common.warm import warm_logits
+from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.kernels.checks import KernelArgumentError
 from nsa_plugin.kernels.indexer import reference_logits, reference_paged_logits, reference_paged_topk, reference_topk
 from nsa_plugin.kernels.kv_cache import allocate_cache
@@ -26,8 +30,10 @@ class FakeDeepGemm(ModuleType):
 
     def __init__(self) -> None:
         super().__init__("deep_gemm")
+        self.__spec__ = ModuleSpec("deep_gemm", None)  # it counts as installed
         self.calls: list[tuple] = []
         self.schedules = 0
+        self.compiled: set[bool] = set()
 
     def get_num_sms(self):
         return NUM_SMS
@@ -49,6 +55,7 @@ class FakeDeepGemm(ModuleType):
         full = reference_logits(q, k, k_scale, weights, ks, ke)
         width = max_seqlen_k or keys
         self.calls.append((len(q), width))
+        self.compiled.add(max_seqlen_k > 0)  # a template parameter of the kernel
         logits = torch.full((len(q), -(-(width + 256) // 4) * 4), JUNK)[:, :width]
         for row, (start, end) in enumerate(zip(ks.tolist(), ke.tolist(), strict=True)):
             first = 0 if max_seqlen_k else start
@@ -153,6 +160,13 @@ def test_what_is_scored_at_once_is_cut_once_for_all_layers(library, rows_per_chu
         result = provider.topk(*inputs, ks, ke, 16, rows_per_chunk=rows_per_chunk, requests=requests, shared=shared)
         assert torch.equal(result, reference_topk(*inputs, ks, ke, 16))
         monkeypatch.setattr(provider, "cut", None)
+
+
+def test_the_warm_up_compiles_every_kernel_that_prefills_need(library):
+    """SGLang's first batch of two prompts waited for the compiler on an empty cache."""
+    model = ModelShape(num_heads=16, attn_tp_size=1, kv_layout="v32_fp8", index_n_heads=32, index_topk=16)
+    warm_logits(["deep_gemm"], Providers("v32_fp8", 90), model, torch.device("cpu"))
+    assert library.compiled == {False, True}
 
 
 def test_a_bound_on_the_keys_of_a_row_bounds_the_buffer(library):

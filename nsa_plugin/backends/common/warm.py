@@ -21,6 +21,7 @@ from nsa_plugin.kernels.checks import FP8_DTYPE
 from nsa_plugin.kernels.kv_cache import PagedCache, allocate_cache
 from nsa_plugin.kernels.selector import default_selector
 from nsa_plugin.kernels.shard_indices import KvShard
+from nsa_plugin.kernels.topk import Request
 from nsa_plugin.patches.ledger import TURN_OFF
 
 PAGE_SIZE = 64
@@ -115,6 +116,40 @@ def warm_shard(
         return found != model.index_topk
 
     expect_zeros("a rank's slots of a selection", missed, "the ranks do not have every selected token once")
+
+
+def warm_logits(names: Iterable[str], providers: Providers, model: ModelShape, device: torch.device) -> None:
+    """As `warm`, for the kernels that score and select a prefill: one request, and two in a chunk, for which DeepGEMM
+    has another kernel.
+
+    Args:
+        names: providers of `indexer_topk`; they take `requests`.
+
+    Raises:
+        NoProviderError: as `warm`.
+    """
+    topk, count = model.index_topk, 2 * model.index_topk
+    heads, dim, half = model.index_n_heads, model.index_head_dim, ROWS // 2
+    q = torch.ones(ROWS, heads, dim, device=device).to(FP8_DTYPE)
+    weights = torch.ones(ROWS, heads, device=device)
+    keys = torch.ones(2 * count, dim, device=device).to(FP8_DTYPE)
+    scales = torch.arange(1.0, 1.0 + count, device=device).repeat(2)
+    one, two = [(0, ROWS, 0, count)], [(0, half, 0, count), (half, ROWS, count, 2 * count)]
+
+    def missed(name: str, requests: list[Request]) -> torch.Tensor:
+        starts = torch.zeros(ROWS, dtype=torch.int32, device=device)
+        for first, end, first_key, _ in requests:
+            starts[first:end] = first_key
+        of_keys = slice(0, len(requests) * count)
+        select = providers.load("indexer_topk", name)
+        chosen = select(q, keys[of_keys], scales[of_keys], weights, starts, starts + count, topk, requests=requests)
+        # The logits ascend within a request.
+        return chosen.sort(1).values != torch.arange(topk, count, device=device)  # type: ignore[no-any-return]
+
+    for name in sorted(names):
+        for requests in (one, two):
+            what = f"{name}'s selection of a prefill"
+            expect_zeros(what, partial(missed, name, requests), "it does not select the largest logits")
 
 
 def warm_unpaged(providers: Providers, model: ModelShape, device: torch.device) -> None:

@@ -327,7 +327,7 @@ def serving_both() -> None:
     """Target and draft of speculative decoding: the draft keeps its heads; ranks with other memory plan alike."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     model = model_of(Way("v32_fp8", "reference"), ranks)
-    serving.warm_selection = lambda *given: None
+    serving._warm_selection = lambda *given: None
     serving.free_device_memory = lambda: (1 + rank) << 30
     settings = Settings(token_shard="on", prefill_backend="reference", decode_backend="reference", mha_max_kv=0)
     backend, runner = built(model)

@@ -9,7 +9,6 @@ from nsa_plugin.backends.sglang.v4.routes import SglangV4Planner
 from nsa_plugin.backends.sglang.v32.batch import Batch, step_batch
 from nsa_plugin.backends.sglang.v32.routes import SglangPlanner
 from nsa_plugin.backends.sglang.v32.state import State
-from nsa_plugin.decision.indexer import is_unpaged
 from nsa_plugin.decision.plan import Attention, IndexerMode
 from nsa_plugin.decision.shapes import BatchShape, Phase
 from nsa_plugin.errors import NsaPluginError
@@ -89,14 +88,16 @@ def own_kernels(state: State, max_context: int, *, sharded: bool = False) -> set
     return {(route.op, route.plan.provider) for route in taken if route.plan.token_shard == sharded}
 
 
-def selects_unpaged(planner: SglangPlanner, max_context: int) -> bool:
-    """Whether the indexer that keeps no logits selects for prefills of some size with the longest context."""
+def indexers(planner: SglangPlanner, max_context: int) -> set[str]:
+    """Return the providers that select for prefills of some size, alone or with the longest context."""
+    found: set[str] = set()
     for rows in (*ROWS, *V4_ROWS):
-        with suppress(NsaPluginError):  # as above
-            route = _prefill(planner, min(rows, max_context), max_context)
-            if route is not None and is_unpaged(route.plan):
-                return True
-    return False
+        for context in (min(rows, max_context), max_context):
+            with suppress(NsaPluginError):  # as above
+                route = _prefill(planner, min(rows, context), context)
+                if route is not None and route.plan.indexer.mode is IndexerMode.TOPK:
+                    found.add(route.plan.indexer.provider)
+    return found
 
 
 def describe(route: Execution) -> str:

@@ -15,7 +15,7 @@ from packaging.version import Version
 from nsa_plugin.backends.common.planner import Execution
 from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.common.token_shard import free_memory_of, has_sinks
-from nsa_plugin.backends.common.warm import warm, warm_reading, warm_selection, warm_unpaged
+from nsa_plugin.backends.common.warm import warm, warm_logits, warm_reading, warm_selection, warm_unpaged
 from nsa_plugin.backends.sglang.startup import samples
 from nsa_plugin.backends.sglang.startup.metrics import metrics_of
 from nsa_plugin.backends.sglang.startup.model import impls_of, kv_layout, model_shape, prefix_of, ranks
@@ -31,10 +31,12 @@ from nsa_plugin.backends.sglang.v32.split import why_whole
 from nsa_plugin.backends.sglang.v32.state import State, adopt, release
 from nsa_plugin.backends.sglang.v32.token_shard import SglangExchange, open_exchange
 from nsa_plugin.decision.dispatch import validate
+from nsa_plugin.decision.indexer import UNPAGED
 from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.errors import LeftToStockError, NoProviderError
 from nsa_plugin.libraries.capabilities import Op
 from nsa_plugin.libraries.devices import DeviceProfile
+from nsa_plugin.libraries.registry import REFERENCE
 from nsa_plugin.patches.ledger import TURN_OFF
 from nsa_plugin.settings import FULL, ResolvedSettings
 from nsa_plugin.telemetry import SHORT_WITH_LONG, Metrics, Trace
@@ -166,9 +168,7 @@ class SglangServing:
                 sharded = samples.own_kernels(state, longest, sharded=True)
                 warm(sharded, state.providers, replace(model, attn_tp_size=1), device)
             if state.plans_prefill:
-                warm_selection(state.providers, model, device)
-                if samples.selects_unpaged(planner, longest):
-                    warm_unpaged(state.providers, model, device)
+                _warm_selection(planner, state.providers, longest, device)
             if not planner.whole:
                 warm_reading(state.providers, model, device)
             if self.portable:
@@ -221,9 +221,7 @@ class SglangServing:
         if model not in self._warmed:
             device = torch.device(backend.device)
             warm_v4(routes.values(), state, device)
-            warm_selection(state.providers, model, device)
-            if samples.selects_unpaged(planner, longest):
-                warm_unpaged(state.providers, model, device)
+            _warm_selection(planner, state.providers, longest, device)
             self._warmed.add(model)
         return {f"V4 {name}": route for name, route in routes.items()}
 
@@ -241,6 +239,15 @@ class SglangServing:
         for backend in self.backends:
             hand_back(backend)
         self.backends.clear()
+
+
+def _warm_selection(planner: SglangPlanner, providers: Providers, max_context: int, device: torch.device) -> None:
+    """Run the kernels that select for prefills; see `warm`."""
+    model, indexers = planner.model, samples.indexers(planner, max_context)
+    warm_selection(providers, model, device)
+    if UNPAGED in indexers:
+        warm_unpaged(providers, model, device)
+    warm_logits(indexers - {UNPAGED, REFERENCE}, providers, model, device)
 
 
 def asked_by(resolved: ResolvedSettings, prefix: str) -> dict[str, str]:

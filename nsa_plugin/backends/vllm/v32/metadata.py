@@ -63,7 +63,8 @@ class PlannedMetadata(MLAMetadata):
 
     Attributes:
         decode: vLLM only checks that it is not None; with context parallelism it is, and vLLM reads `seq_lens`.
-        mqa: pieces of `forward_mqa`, in order; they cover its query tokens.
+        mqa: pieces of `forward_mqa`, in order; they cover its query tokens. Steps and prefills are one piece if vLLM's
+            call attends both.
         mha: dense pieces of `forward_mha`.
         tail: sparse piece of `forward_mha`: prefills that select, after the first dense one.
     """
@@ -205,11 +206,14 @@ def assemble(
     if behind:
         assert split.sparse is not None
         tail = piece(split.sparse, rows_of(split.starts, behind, table), behind, split.tail_assigned, keep=True)
+    together = _by_one_call(split, planner)
     if head:
         assert split.sparse is not None
-        rows = slice(split.step_rows, split.mha_row)
-        mqa.append(piece(split.sparse, rows, head, split.head_assigned, keep=split.steps is not None))
-    if split.steps is not None:
+        rows = slice(0 if together else split.step_rows, split.mha_row)
+        requests: Sequence[int] = range(first_dense) if together else head
+        keep = split.steps is not None and not together
+        mqa.append(piece(split.sparse, rows, requests, split.head_assigned, keep=keep))
+    if split.steps is not None and not together:
         steps = range(split.num_steps)
         mqa.insert(0, piece(split.steps, slice(0, split.step_rows), steps, split.steps_assigned))
     dense = tuple(
@@ -243,6 +247,19 @@ def assemble(
         tail=tail,
         decode="nsa_plugin" if planner.shard is None else None,
     )
+
+
+def _by_one_call(split: Split, planner: VllmPlanner) -> bool:
+    """Whether vLLM's call attends the steps and the prefills of `forward_mqa` at once, as it does without the plugin.
+
+    In two calls each result would be copied into the batch's: with 128 heads, a gigabyte per layer of a long prefill.
+    """
+    if split.steps is None or split.sparse is None or not split.head_requests:
+        return False
+    if planner.shard is not None or split.steps_assigned is not None or split.head_assigned is not None:
+        return False
+    layout = planner.model.kv_layout
+    return all(path_of(VLLM, layout, plan).path != PROVIDER for plan in (split.steps, split.sparse))
 
 
 def part_of(common: Any, split: Split, requests: Sequence[int]) -> Any:

@@ -35,5 +35,5 @@ def process(monkeypatch: pytest.MonkeyPatch) -> SglangProcess:
     )
     monkeypatch.setattr(SglangProcess, "_refuse_copies", lambda self: None)
     monkeypatch.setattr(serving, "warm", lambda *arguments: None)
-    monkeypatch.setattr(serving, "warm_selection", lambda *arguments: None)
+    monkeypatch.setattr(serving, "_warm_selection", lambda *arguments: None)
     return this

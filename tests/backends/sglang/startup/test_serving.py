@@ -12,7 +12,7 @@ import torch
 
 from nsa_plugin.backends.common import warm as warming
 from nsa_plugin.backends.common.providers import Providers
-from nsa_plugin.backends.common.warm import warm, warm_selection, warm_unpaged
+from nsa_plugin.backends.common.warm import warm, warm_logits, warm_selection, warm_unpaged
 from nsa_plugin.backends.sglang.startup import samples, serving
 from nsa_plugin.backends.sglang.startup.model import ranks
 from nsa_plugin.backends.sglang.startup.serving import SglangServing
@@ -22,7 +22,7 @@ from nsa_plugin.decision import timings
 from nsa_plugin.decision.shapes import Phase
 from nsa_plugin.errors import NoProviderError, PatchError, SettingsError
 from nsa_plugin.kernels.indexer import reference_topk
-from nsa_plugin.kernels.topk import reference_topk_rows
+from nsa_plugin.kernels.topk import Request, reference_topk_rows
 from nsa_plugin.libraries.devices import synthetic
 from nsa_plugin.libraries.registry import Provider, Registry
 from nsa_plugin.settings import ResolvedSettings, Settings
@@ -57,13 +57,14 @@ def warmed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(serving, "warm", lambda kernels, providers, model, device: seen.append((kernels, model)))
     monkeypatch.setattr(serving, "warm_selection", lambda providers, model, device: seen.append(("topk", model)))
     monkeypatch.setattr(serving, "warm_unpaged", lambda providers, model, device: seen.append(("unpaged", model)))
+    monkeypatch.setattr(serving, "warm_logits", lambda names, providers, model, device: seen.append(("logits", names)))
     return seen
 
 
 @pytest.mark.parametrize("original", [DsaBackend, NsaBackend])
 def test_a_backend_serves_once_its_kernels_have_run(original: type, monkeypatch: pytest.MonkeyPatch):
     """Run the reference kernels, which work on a CPU."""
-    monkeypatch.setattr(serving, "warm_selection", lambda *arguments: None)  # Triton's, for the H200 of the tests
+    monkeypatch.setattr(serving, "_warm_selection", lambda *arguments: None)  # Triton's, for the H200 of the tests
     backend = built(original)
     made = begun(backend, decode_backend="reference", prefill_backend="reference")
     made.adopt(backend, runner())
@@ -95,7 +96,7 @@ def test_the_backends_of_a_process_share_counters_and_warm_up_once(warmed: list[
         made.adopt(backend, runner())
         backend.init_forward_metadata(forward_batch(ForwardMode.DECODE, [], [100, 200]))
     assert made.trace.counts.total() == 2
-    assert [what if what == "topk" else "kernels" for what, _ in warmed] == ["kernels", "topk"]
+    assert [what if isinstance(what, str) else "kernels" for what, _ in warmed] == ["kernels", "topk", "logits"]
 
 
 @pytest.mark.parametrize("lmcache", [False, True])
@@ -380,6 +381,40 @@ def test_the_selection_is_run_too(monkeypatch: pytest.MonkeyPatch):
     )
     with pytest.raises(NoProviderError, match="does not select the largest"):
         warm_selection(Providers("v32_fp8", 0), MODEL, CPU)
+
+
+@pytest.mark.parametrize(("reset", "chosen"), [({}, {"deep_gemm"}), ({"prefill_backend": "triton"}, {"deep_gemm"})])
+def test_the_library_that_scores_prefills_is_warmed_up(warmed: list[Any], reset: dict[str, str], chosen: set[str]):
+    backend = built(NsaBackend)
+    begun(backend, **reset).adopt(backend, runner())
+    assert ("logits", chosen) in warmed
+
+
+def test_both_ways_to_score_a_prefill_are_run():
+    model = replace(MODEL, index_n_heads=2, index_topk=4)
+    asked: list[int] = []
+
+    def select(q: torch.Tensor, *given: Any, requests: list[Request]) -> torch.Tensor:
+        asked.append(len(requests))
+        return reference_topk(q, *given)
+
+    providers = Scoring("v32_fp8", 90)
+    providers.function = select
+    warm_logits(["some"], providers, model, CPU)
+    assert asked == [1, 2]
+    providers.function = lambda q, *given, requests: reference_topk(q, *given) * (len(requests) == 1)
+    with pytest.raises(NoProviderError, match="some's selection of a prefill: it does not select the largest logits"):
+        warm_logits(["some"], providers, model, CPU)
+
+
+class Scoring(Providers):
+    """Has a function that scores and selects."""
+
+    function: Any = None
+
+    def load(self, op: str, name: str) -> Any:
+        assert (op, name) == ("indexer_topk", "some")
+        return self.function
 
 
 class Unpaged(Providers):

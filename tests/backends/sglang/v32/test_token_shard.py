@@ -121,7 +121,7 @@ def test_without_an_exchange_nothing_reshards():
 
 def begun(monkeypatch: pytest.MonkeyPatch) -> SglangServing:
     """Make the plan for `auto` without running a kernel."""
-    for name in ("warm", "warm_selection"):
+    for name in ("warm", "_warm_selection"):
         monkeypatch.setattr(f"nsa_plugin.backends.sglang.startup.serving.{name}", lambda *given: None)
     monkeypatch.setattr("nsa_plugin.backends.sglang.startup.serving.free_device_memory", lambda: 8 << 30)
     backend, model_runner = built(), runner(chunked_prefill_size=8192)

@@ -38,7 +38,7 @@ def _engine(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, module)
     for package in ("sglang", "sglang.srt"):
         monkeypatch.setitem(sys.modules, package, ModuleType(package))
-    monkeypatch.setattr(serving, "warm_selection", lambda *arguments: None)
+    monkeypatch.setattr(serving, "_warm_selection", lambda *arguments: None)
     monkeypatch.setattr(serving, "free_device_memory", lambda: 64 << 30)
     monkeypatch.delenv("SGLANG_OPT_FLASHMLA_SPARSE_PREFILL", raising=False)
 

@@ -181,6 +181,30 @@ def test_a_stock_batch_gets_vllms_metadata():
     assert bool(world.impl.q_concat_buffer[:2].isfinite().all())
 
 
+@LAYOUTS
+@LATER
+@pytest.mark.parametrize("dense", [False, True])
+def test_vllms_call_attends_steps_and_prefills_at_once(layout: str, later: bool, dense: bool):
+    """In two calls each result would be copied into the batch's."""
+    asked = {"prefill_backend": "flash_mla", "decode_backend": "flash_mla", "mha_max_kv": 24}
+    world = World(planner(layout, device=WITH_FLASH_MLA, topk=128, **asked), later)
+    step = world.step([(1, 40), (1, 9), (30, 60), (5, 70), *([(6, 6)] if dense else [])])
+    (piece,) = step.metadata.mqa
+    assert (piece.plan.phase, piece.rows) == (Phase.EXTEND, slice(0, 37))
+    step.check()
+    (given,) = world.impl.calls
+    assert given.req_id_per_token.tolist() == [0, 1, *[2] * 30, *[3] * 5]
+    if not dense:
+        assert given.common is step.common
+
+
+def test_steps_with_a_kernel_of_the_plugin_are_attended_apart_from_vllms_prefills():
+    asked = {"prefill_backend": "flash_mla", "decode_backend": "triton", "mha_max_kv": 24}
+    step = World(planner("v32_fp8", device=WITH_FLASH_MLA, topk=128, **asked)).step([(1, 40), (30, 60)])
+    assert [piece.rows for piece in step.metadata.mqa] == [slice(0, 1), slice(1, 31)]
+    step.check()
+
+
 @pytest.mark.regression(21)
 @LATER
 @pytest.mark.parametrize(("layout", "mixed"), [("bf16", None), ("v32_fp8", True)])
