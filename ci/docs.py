@@ -16,7 +16,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from ci import headline, ncu, regressions
+from ci import chosen, headline, ncu, regressions
 from ci.rows import ROOT, Row, engines, load
 from ci.soak.report import runs_table
 from ci.support import CONFIGURATIONS
@@ -243,6 +243,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "agreement": agreement_table,
     "kernels": kernels_table,
     "kv-memory": kv_memory_table,
+    "chosen": chosen.table,
     "headline": headline.table,
     "profiles": ncu.table,
     "regressions": regressions.table,

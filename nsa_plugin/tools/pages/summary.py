@@ -233,10 +233,15 @@ def _link(path: Path) -> str:
 
 
 def kernels(timed: Records) -> str:
-    """The highlights: the stock path and the fastest path that the plugin may choose, per number of heads."""
+    """The highlights: the stock path and the fastest path that the plugin may choose, per number of heads.
+
+    A case whose fastest path is the stock path itself is left out.
+    """
     lines = []
     gpus = {path: on_gpu(record) for path, record in timed}
     for highlight, path, best in highlights(timed):
+        if best["provider"] == best["baseline"]:
+            continue
         shown = {name: value for name, value in best["case"].items() if name in ("heads", "q", "batch", "kv")}
         lines.append(
             [
