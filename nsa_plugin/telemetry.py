@@ -225,7 +225,7 @@ COMBINED_PREFILLS = Metric(
 DECISION_SECONDS = Metric(
     name="nsa_plugin_decision_seconds",
     kind=MetricKind.HISTOGRAM,
-    text="Seconds to find the plans of a batch, most of which are reused.",
+    text="Seconds to find the plans of a batch; a step of a size seen before has one and is not counted.",
     buckets=(5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 5e-3, 2e-2),
 )
 LOGITS_BUDGET = Metric(
@@ -349,15 +349,11 @@ class Trace:
         Args:
             parts: each plan with its requests as (request id, query tokens, context in tokens after this step).
         """
-        self._step += 1
         if not self.is_file:
             for plan, _ in parts:
-                self.counts[plan.route] += 1
-                # Thousands of decode steps share one plan, and a look-up hashes the whole plan.
-                if self.mode == "log" and plan is not self._last:
-                    self._log(plan)
-                    self._last = plan
+                self.count(plan)
             return
+        self._step += 1
         requests: list[dict[str, Any]] = []
         names: dict[Plan, str] = {}
         for plan, rows in parts:
@@ -373,6 +369,14 @@ class Trace:
             # One unbuffered write of one line: lines of several processes do not mix (O_APPEND).
             with open(self.mode, "ab", buffering=0) as file:
                 file.write(json.dumps(entry).encode() + b"\n")
+
+    def count(self, plan: Plan) -> None:
+        """Record a batch, or a part of one, without its requests: only a trace file has those."""
+        self.counts[plan.route] += 1
+        # Thousands of decode steps share one plan, and a look-up hashes the whole plan.
+        if self.mode == "log" and plan is not self._last:
+            self._log(plan)
+            self._last = plan
 
     def _log(self, plan: Plan) -> None:
         # A chunk that holds all query tokens has another size in every batch; the reasons hold the batch.

@@ -154,6 +154,24 @@ class Planner:
                 self._steps[key] = execution
         return execution
 
+    def step_again(self, shape: BatchShape) -> Execution | None:
+        """Return how to execute a step of a size seen before, and record it; None for another.
+
+        Every decode step comes here, and what a step costs the host is not hidden behind a small model's GPU time. So
+        it is counted and nothing else; a trace file, which has the requests, takes the longer way.
+        """
+        execution = self._steps.get((shape.phase, shape.num_requests, shape.num_tokens))
+        if execution is None or self.trace.is_file:
+            return None
+        self.count(execution.plan, shape.num_tokens)
+        return execution
+
+    def count(self, plan: Plan, tokens: int) -> None:
+        """Record a batch of one plan that was made before, without its requests."""
+        self.trace.count(plan)
+        if self.metrics is not None:
+            self.metrics.batch(plan, tokens)
+
     def execution(self, plan: Plan) -> Execution:
         """Return how the engine executes a plan."""
         return execution_of(self.engine, self.model.kv_layout, plan)

@@ -150,14 +150,14 @@ def _no_split(state: State, batch: Batch, forward_batch: Any, allows: Callable[[
 def _prepared(original: Callable[..., None]) -> Callable[..., None]:
     """Wrap a method that prepares a captured batch: set the batch's route first."""
     names = list(inspect.signature(original).parameters)[1:]
-    places = names.index("bs"), names.index("forward_mode")
+    bs_place, mode_place = names.index("bs"), names.index("forward_mode")
 
     @functools.wraps(original)
     def prepare(self: Any, *args: Any, **kwargs: Any) -> None:
         state: State | None = self.nsa_plugin
         if state is not None:
-            bs, mode = (kwargs[names[place]] if names[place] in kwargs else args[place] for place in places)
-            phase = batches.phase_of(mode)
+            bs = kwargs["bs"] if "bs" in kwargs else args[bs_place]
+            phase = batches.phase_of(kwargs["forward_mode"] if "forward_mode" in kwargs else args[mode_place])
             if phase is not Phase.EXTEND:  # a prefill was noted by `leaves_graph` and has not run yet
                 look(self, state)
             if state.plans_step(phase):

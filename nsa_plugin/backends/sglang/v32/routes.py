@@ -221,6 +221,8 @@ class SglangPlanner(Planner):
 
     def step(self, batch: Batch) -> Execution:
         """Return how to execute a decode, verify or draft step; it depends on the phase and the query tokens alone."""
+        if (again := self.step_again(batch.shape)) is not None:
+            return again
         started = time.perf_counter()
         return self._recorded(self.step_execution(batch), batch, started)
 

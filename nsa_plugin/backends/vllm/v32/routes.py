@@ -158,6 +158,7 @@ class VllmPlanner(Planner):
     def forget_steps(self) -> None:
         """Plan decode and verify steps anew. Not once graphs are captured: a replay executes its capture's plan."""
         self._steps.clear()
+        self.current = None
 
     def set_exchange(self, exchange: Exchange | None, why_none: str) -> None:
         """Take the exchange, or the reason why there is none, before any batch.
@@ -166,6 +167,7 @@ class VllmPlanner(Planner):
         """
         self.exchange, self.no_exchange = exchange, why_none
         self._steps.clear()
+        self.current = None
         if exchange is not None:
             self.exchange_rows = exchange.shard.max_tokens
             self.device = replace(self.device, memory_free=exchange.least(self.device.memory_free))
@@ -174,6 +176,7 @@ class VllmPlanner(Planner):
         """Take the ranks that share the KV caches, before any batch; every rank must call this, as `set_exchange`."""
         self.dcp = dcp
         self._steps.clear()
+        self.current = None
         self.device = replace(self.device, memory_free=dcp.least(self.device.memory_free))
 
     @property
@@ -197,12 +200,19 @@ class VllmPlanner(Planner):
         Reads host values: query_start_loc_cpu, and for prefills `host_lengths`, which are exact for them.
         """
         starts = tuple(common.query_start_loc_cpu.tolist())
+        last, num_rows = self.current, int(common.num_actual_tokens)
+        if last is not None and last.starts == starts and last.num_rows == num_rows and self._repeats(last):
+            assert last.steps is not None
+            if self._seen is None or self._seen[0] is not common.query_start_loc_cpu:
+                self._seen = (common.query_start_loc_cpu, (starts, (), num_rows))
+                self.count(last.steps, starts[-1])
+            return last
         q_lens = [end - start for start, end in pairwise(starts)]
         num_steps = len(q_lens)
         if max(q_lens, default=0) > self.step_tokens:
             num_steps = next(place for place, rows in enumerate(q_lens) if rows > self.step_tokens)
         kv_lens = host_lengths(common)[num_steps:] if num_steps < len(q_lens) else []
-        key = (starts, tuple(kv_lens), int(common.num_actual_tokens))
+        key = (starts, tuple(kv_lens), num_rows)
         # Copies of a batch's metadata share the tensor, so one batch is decided and recorded once.
         if self._seen is not None and self._seen[0] is common.query_start_loc_cpu and self._seen[1] == key:
             assert self.current is not None
@@ -214,6 +224,11 @@ class VllmPlanner(Planner):
         names = self.request_ids(common) if self.trace.is_file else ()
         self._record(self.current, names, q_lens, kv_lens, started)
         return self.current
+
+    def _repeats(self, last: Split) -> bool:
+        """Whether a batch with the query tokens of the last one has its split: steps alone depend on nothing else."""
+        only_steps = last.steps is not None and last.num_steps == last.num_requests
+        return only_steps and not (self.memory_unread or self.trace.is_file)
 
     def _split(
         self, starts: tuple[int, ...], q_lens: list[int], kv_lens: list[int], num_steps: int, num_rows: int

@@ -72,7 +72,7 @@ def test_the_server_shows_a_schedulers_counts(tmp_path: Path):
     assert values("query_tokens_total") == {decode: 12, idle: 0, extend: 5000}
     assert values("prefill_chunks_total") == {rank: -(-5000 // int(chunk))}
     assert values("logits_budget_bytes") == {rank: int(budget)}
-    assert values("decision_seconds_count") == {rank: 5}
+    assert values("decision_seconds_count") == {rank: 3}  # of steps alike, the first
     assert "# TYPE sglang:nsa_plugin_decision_seconds histogram" in text
 
 

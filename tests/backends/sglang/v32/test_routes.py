@@ -252,7 +252,7 @@ def test_a_step_is_decided_once_and_counted_every_time():
     assert first is again
     assert counted == [first.plan, first.plan]
     assert counted.tokens == [4, 4]
-    assert counted.budgets == [made.logits_budget] * 2
+    assert counted.budgets == [made.logits_budget]  # a plan was looked for once
     assert made.trace.counts.total() == 2
 
 

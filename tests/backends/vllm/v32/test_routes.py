@@ -15,6 +15,7 @@ from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.errors import SettingsError
 from nsa_plugin.libraries.devices import synthetic
 from nsa_plugin.telemetry import Trace
+from tests.backends.counted import Counted
 from tests.backends.fake_vllm.v32 import World, planner
 
 
@@ -69,6 +70,36 @@ def test_vllms_own_choice_over_a_bf16_cache_is_kept_where_it_is_the_faster(monke
     made.model = ModelShape(num_heads=16, kv_layout="bf16")
     assert kept in kept_choice(made)
     assert bool(kept_choice(made)) == bool(kept)
+
+
+def test_steps_alike_are_decided_once_and_counted_every_time(monkeypatch: pytest.MonkeyPatch):
+    world, counted = World(planner("v32_fp8")), Counted()
+    made = world.planner
+    made.metrics = counted
+    commons = [world.step([(1, 40), (1, 12)]).common for _ in range(3)]
+    counted.clear()
+    made.forget_steps()
+    first, again = (made.split(common) for common in commons[:2])
+    assert first is again
+    assert made.split(commons[1]) is again  # another builder's
+    assert counted == [first.steps, first.steps]
+    # Other query tokens, padding, a prefill, and memory to read anew are looked at again.
+    assert made.split(world.step([(1, 40)]).common) is not first
+    assert made.split(commons[2]) is not first
+    assert made.split(world.step([(1, 40), (1, 12)], padded_rows=2).common).num_rows == 4
+    assert made.split(world.step([(1, 40), (30, 60)]).common).sparse is not None
+    reads: list[int] = []
+
+    def read() -> int:
+        reads.append(1)
+        return 8 << 30
+
+    made.split(commons[0])
+    made.measure(read)
+    made.split(commons[1])
+    assert reads == [1]
+    made.forget_steps()
+    assert made.current is None
 
 
 @pytest.mark.parametrize("mode", ["off", "log", "file"])
