@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
 
-from nsa_plugin.backends.common.paths import VLLM
-from nsa_plugin.backends.common.planner import Planner, step_shape
+from nsa_plugin.backends.common.paths import MIXED, SEPARATE, STOCK, VLLM, path_of, routes_of
+from nsa_plugin.backends.common.planner import MAX_STEPS, Planner, step_shape
 from nsa_plugin.backends.common.token_shard import Exchange
 from nsa_plugin.backends.vllm.v32.dcp import DcpGroup
 from nsa_plugin.backends.vllm.v32.token_shard import Assigned, assign
@@ -40,6 +40,12 @@ from nsa_plugin.patches.ledger import TURN_OFF
 
 COPYING_HEADS = 32
 """From this many heads of a rank on, vLLM copies the fp8 cache to bf16 for a prefill."""
+VLLM_CALLS = frozenset({STOCK, MIXED, SEPARATE})
+"""The execution paths on which vLLM's FlashMLA call attends."""
+COPIED_ROWS = 1024
+"""From this many query tokens of a prefill on, one call for it and for the steps of its batch is worth more than the
+faster kernel for the steps: the results of two calls are copied, [query tokens, heads, kv_lora_rank] in each layer."""
+BESIDE = "one call of vLLM for the prefill of this batch and its steps"
 TRTLLM_OVER_FP8 = (
     "vLLM runs it over a cache without scales with --attention-backend FLASHINFER_MLA_SPARSE, where the plugin leaves "
     "attention to vLLM, prefill_backend and decode_backend auto"
@@ -154,10 +160,12 @@ class VllmPlanner(Planner):
     dcp: DcpGroup | None = None
     current: Split | None = None
     _seen: tuple[torch.Tensor, tuple[Any, ...]] | None = None
+    _beside: dict[tuple[Phase, int, int], Plan] = field(default_factory=dict)
 
     def forget_steps(self) -> None:
         """Plan decode and verify steps anew. Not once graphs are captured: a replay executes its capture's plan."""
         self._steps.clear()
+        self._beside.clear()
         self.current = None
 
     def set_exchange(self, exchange: Exchange | None, why_none: str) -> None:
@@ -166,8 +174,7 @@ class VllmPlanner(Planner):
         With an exchange every rank must call this: all need the same plans, which may depend on the free memory.
         """
         self.exchange, self.no_exchange = exchange, why_none
-        self._steps.clear()
-        self.current = None
+        self.forget_steps()
         if exchange is not None:
             self.exchange_rows = exchange.shard.max_tokens
             self.device = replace(self.device, memory_free=exchange.least(self.device.memory_free))
@@ -175,8 +182,7 @@ class VllmPlanner(Planner):
     def set_dcp(self, dcp: DcpGroup) -> None:
         """Take the ranks that share the KV caches, before any batch; every rank must call this, as `set_exchange`."""
         self.dcp = dcp
-        self._steps.clear()
-        self.current = None
+        self.forget_steps()
         self.device = replace(self.device, memory_free=dcp.least(self.device.memory_free))
 
     @property
@@ -236,7 +242,6 @@ class VllmPlanner(Planner):
         step_rows = num_rows if num_steps == len(q_lens) else starts[num_steps]
         if num_steps < len(q_lens) or self.memory_unread:
             self.read_free_memory()
-        steps = self.step_plan(num_steps, step_rows, max(q_lens[:num_steps], default=0)) if step_rows else None
         sparse: Plan | None = None
         sparse_requests: tuple[int, ...] = ()
         dense: list[DensePart] = []
@@ -249,6 +254,11 @@ class VllmPlanner(Planner):
                     dense.append(DensePart(part.plan, requests, q, kv))
                 elif part.plan.attention is not Attention.NONE:
                     sparse, sparse_requests = part.plan, requests
+        steps: Plan | None = None
+        if step_rows:
+            selecting = sum(q_lens[request] for request in sparse_requests)
+            by_vllm = sparse is not None and selecting >= COPIED_ROWS and self._attends_by_vllm(sparse)
+            steps = self.step_plan(num_steps, step_rows, max(q_lens[:num_steps], default=0), beside=by_vllm)
         split = Split(starts, num_rows, num_steps, step_rows, steps, sparse, sparse_requests, tuple(dense))
         return split if self.exchange is None else self._assigned_split(split, q_lens, kv_lens, self.exchange)
 
@@ -306,11 +316,30 @@ class VllmPlanner(Planner):
 
         return replace(split, head_assigned=assigned(split.head_requests), tail_assigned=assigned(split.tail_requests))
 
-    def step_plan(self, requests: int, rows: int, rows_each: int) -> Plan:
-        """Return the plan of a decode or verify step; it depends on phase, requests and query tokens alone."""
+    def _attends_by_vllm(self, plan: Plan) -> bool:
+        """Whether vLLM's call attends, alone on this rank."""
+        alone = self.exchange is None and self.model.dcp_size == 1
+        return alone and path_of(VLLM, self.model.kv_layout, plan).path in VLLM_CALLS
+
+    def step_plan(self, requests: int, rows: int, rows_each: int, *, beside: bool = False) -> Plan:
+        """Return the plan of a decode or verify step; it depends on phase, requests and query tokens alone.
+
+        Args:
+            beside: whether the batch has a prefill that vLLM's call attends, which is then preferred for the step.
+        """
         phase = Phase.DECODE if rows_each <= 1 else Phase.TARGET_VERIFY
         requests = max(1, min(requests, rows))
-        return self.step_execution_of(step_shape(phase, requests, rows, self.max_model_len)).plan
+        shape = step_shape(phase, requests, rows, self.max_model_len)
+        routes = routes_of(VLLM, self.model.kv_layout, prefill=False, only=VLLM_CALLS) if beside else frozenset()
+        if not routes:
+            return self.step_execution_of(shape).plan
+        key = (shape.phase, shape.num_requests, shape.num_tokens)
+        if key not in self._beside:
+            if len(self._beside) >= MAX_STEPS:
+                self._beside.clear()
+            preferred = self.constraints(prefill=False, rows=rows, preferred=routes, preferred_by=BESIDE)
+            self._beside[key] = self.decider.decide(shape, preferred)
+        return self._beside[key]
 
     def prefill_plan(self, rows: int, context: int) -> Plan:
         """Return the plan of a one-request prefill that is never scheduled: nothing is recorded."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from nsa_plugin.backends.vllm.v32.choice import kept_choice
+from nsa_plugin.backends.vllm.v32.routes import BESIDE, COPIED_ROWS
 from nsa_plugin.decision import timings
 from nsa_plugin.decision.routes import BF16_COPY, FLASH_MLA_DECODE, Route
 from nsa_plugin.decision.shapes import ModelShape
@@ -70,6 +71,28 @@ def test_vllms_own_choice_over_a_bf16_cache_is_kept_where_it_is_the_faster(monke
     made.model = ModelShape(num_heads=16, kv_layout="bf16")
     assert kept in kept_choice(made)
     assert bool(kept_choice(made)) == bool(kept)
+
+
+@pytest.mark.parametrize("rows", [COPIED_ROWS, COPIED_ROWS - 1])
+def test_steps_beside_a_long_prefill_of_vllms_call_take_it_too(rows: int):
+    """Two calls would each copy their result into the batch's, in every layer."""
+    made = planner("v32_fp8", device=synthetic(90), topk=2048)
+    made.model = ModelShape(num_heads=128, kv_layout="v32_fp8")
+    made.max_model_len = 65536
+    split = made._split((0, 1, 1 + rows), [1, rows], [32768], 1, 1 + rows)
+    assert split.steps is not None
+    beside = rows == COPIED_ROWS
+    assert split.steps.provider == ("flash_mla" if beside else "cuda")
+    assert made.step_plan(1, 1, 1).provider == "cuda"
+    assert (BESIDE in split.steps.reasons["provider"]) == beside
+
+
+def test_a_setting_goes_before_the_call_of_the_prefill():
+    made = planner("v32_fp8", device=synthetic(90), decode_backend="triton")
+    made.model = ModelShape(num_heads=128, kv_layout="v32_fp8")
+    split = made._split((0, 1, 4097), [1, 4096], [32768], 1, 4097)
+    assert split.steps is not None
+    assert split.steps.provider == "triton"
 
 
 def test_steps_alike_are_decided_once_and_counted_every_time(monkeypatch: pytest.MonkeyPatch):
