@@ -16,14 +16,22 @@ from nsa_plugin.decision.plan import Plan
 from tests.backends.fake_vllm.v32 import CPU, HEADS, MAX_LEN, MAX_ROWS, WITH_FLASH_MLA, Step, World, planner
 
 REQUESTS = 11
+CALLED_TOPK = 128
+"""Selected tokens that FlashMLA supports."""
 
 
 def world(random: Random) -> World:
-    """A planner and a layer; one in ten on a GPU, with Triton interpreted and vLLM's own calls."""
+    """A planner and a layer; one in ten on a GPU, with Triton interpreted, and one in ten with vLLM's own calls, for
+    prefills alone or for steps too."""
+    kind, asked = random.random(), {}
+    if kind < 0.1:
+        asked = {"topk": CALLED_TOPK, "prefill_backend": "flash_mla"}
+        asked |= {"decode_backend": random.choice(("flash_mla", "triton"))}
     return World(
         planner(
             random.choice(("bf16", "v32_fp8")),
-            device=CPU if random.random() < 0.9 else WITH_FLASH_MLA,
+            device=CPU if kind >= 0.2 else WITH_FLASH_MLA,
+            **asked,
             step_tokens=random.choice((1, 1, 2, 3)),
             workspace_tokens=random.choice((0, 0, 30, 200)),
             mha_max_kv=random.choice((-1, -1, 0, 7)),
