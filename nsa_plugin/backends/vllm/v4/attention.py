@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from nsa_plugin.backends.common.fault import AttendedTokens
-from nsa_plugin.backends.common.paths import BF16_ROWS, DECODE_KERNEL, DIRECT
+from nsa_plugin.backends.common.paths import BF16_ROWS, DECODE_KERNEL
 from nsa_plugin.backends.common.planner import KERNEL_OPS
 from nsa_plugin.backends.common.v4 import D_V, CacheSelection, LayerCall, attend_in_place
 from nsa_plugin.backends.vllm.v4.batch import ATTRIBUTE, V4Batch
@@ -54,8 +54,7 @@ def prefill(original: Any, kernel: Callable[[], tuple[KernelFunction, KernelFunc
 
     def around(layer: Any, batch: V4Batch, given: Given, engines: Engines) -> None:
         plan = batch.prefill
-        if plan is None:
-            return engines()
+        assert plan is not None
         taken = path(plan)
         if taken == BF16_ROWS:
             return engines(rows_kernel_of(batch.providers.attended))
@@ -69,7 +68,7 @@ def prefill(original: Any, kernel: Callable[[], tuple[KernelFunction, KernelFunc
             attend_in_place(batch.providers, KERNEL_OPS[plan.attention], plan.provider, call, out)
         return None
 
-    return _in_front(original, around)
+    return _in_front(original, around, lambda batch: batch.prefill is not None)
 
 
 def decode(original: Any) -> Any:
@@ -77,8 +76,7 @@ def decode(original: Any) -> Any:
 
     def around(layer: Any, batch: V4Batch, given: Given, engines: Engines) -> None:
         plan = batch.steps
-        if plan is None or path(plan) != DIRECT:
-            return engines()
+        assert plan is not None
         metadata, rows = batch.metadata, int(batch.metadata.num_decode_tokens)
         layer_metadata = given["attn_metadata"]
         cache, compressed = _caches(layer, layer.swa_cache_layer.kv_cache, given["kv_cache"], layer_metadata)
@@ -95,9 +93,8 @@ def decode(original: Any) -> Any:
         call = _layer_call(layer, given["q"][:rows], window, extra)
         op = KERNEL_OPS[plan.attention]
         attend_in_place(batch.providers, op, plan.provider, call, given["output"][:rows])
-        return None
 
-    return _in_front(original, around)
+    return _in_front(original, around, lambda batch: batch.steps_in_place)
 
 
 def _layer_call(layer: Any, q: torch.Tensor, window: CacheSelection, extra: CacheSelection | None) -> LayerCall:
@@ -106,8 +103,13 @@ def _layer_call(layer: Any, q: torch.Tensor, window: CacheSelection, extra: Cach
     return LayerCall(q, window, extra, layer.attn_sink, layer.scale, heads, int(layer.compress_ratio))
 
 
-def _in_front(original: Any, around: Callable[[Any, V4Batch, Given, Engines], None]) -> Any:
-    """Wrap `original`, a function or classmethod: batches with plans go to `around`."""
+def _in_front(
+    original: Any, around: Callable[[Any, V4Batch, Given, Engines], None], wanted: Callable[[V4Batch], bool]
+) -> Any:
+    """Wrap `original`, a function or classmethod: batches that are `wanted` go to `around`.
+
+    Every layer of a step comes here, so what is left to vLLM costs no more than the look at the batch.
+    """
     of_class = isinstance(original, classmethod)
     function = original.__func__ if of_class else original
     signature = inspect.signature(function)
@@ -115,10 +117,11 @@ def _in_front(original: Any, around: Callable[[Any, V4Batch, Given, Engines], No
 
     @functools.wraps(function)
     def attend(*args: Any, **kwargs: Any) -> None:
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        batch: V4Batch | None = getattr(given["swa_metadata"], ATTRIBUTE, None)
-        if batch is None:
+        metadata = kwargs["swa_metadata"] if "swa_metadata" in kwargs else args[names.index("swa_metadata")]
+        batch: V4Batch | None = getattr(metadata, ATTRIBUTE, None)
+        if batch is None or not wanted(batch):
             return function(*args, **kwargs)  # type: ignore[no-any-return]
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
         layer = given["layer"] if of_class else given[names[0]]
         return around(layer, batch, given, lambda copied=None: (copied or function)(*args, **kwargs))
 

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 
+from nsa_plugin.backends.common.paths import DIRECT
 from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.common.v4 import CacheSelection
+from nsa_plugin.backends.vllm.v4.routes import path
 from nsa_plugin.backends.vllm.v32.metadata import Planning
 from nsa_plugin.backends.vllm.v32.routes import VllmPlanner, host_lengths
 from nsa_plugin.decision.plan import Plan
@@ -54,6 +57,11 @@ class V4Batch:
     _window: tuple[torch.Tensor, torch.Tensor] | None = None
     _lengths: dict[int, torch.Tensor] = field(default_factory=dict)
     _slots: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+
+    @cached_property
+    def steps_in_place(self) -> bool:
+        """Whether the plugin's kernel attends the steps, in both caches."""
+        return self.steps is not None and path(self.steps) == DIRECT
 
     @property
     def num_prefill_rows(self) -> int:
