@@ -11,6 +11,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from nsa_plugin.backends.common.providers import Providers
+from nsa_plugin.backends.common.warm import warm_logits
+from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.kernels.cuda.topk import topk_rows as cuda_topk_rows
 from nsa_plugin.kernels.indexer import reference_logits, reference_paged_logits
 from nsa_plugin.kernels.providers import deep_gemm as deep_gemm_provider
@@ -189,6 +192,16 @@ def test_requests_are_scored_against_their_own_keys(provider, select, rows_per_c
     result = provider.topk(*inputs, ks, ke, 512, requests=requests, rows_per_chunk=rows_per_chunk, selector=select)
     check(result, *inputs, ks, ke, 512)
     assert torch.equal(result, provider.topk(*inputs, ks, ke, 512, selector=select))
+
+
+@pytest.mark.parametrize(("heads", "topk"), [(64, 2048), (32, 2048), (64, 512)])
+@pytest.mark.parametrize("name", ["triton", "deep_gemm"])
+def test_the_warm_up_of_a_prefills_selection_holds(name, heads, topk):
+    if name == "deep_gemm":
+        need_deep_gemm()
+    model = ModelShape(num_heads=16, kv_layout="v32_fp8", index_n_heads=heads, index_topk=topk)
+    major, minor = torch.cuda.get_device_capability()
+    warm_logits([name], Providers("v32_fp8", 10 * major + minor), model, torch.device("cuda"))
 
 
 def test_poison_outside_the_ranges_has_no_influence(provider):
