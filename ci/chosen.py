@@ -32,11 +32,11 @@ def _cells(heads: int, layout: str) -> tuple[str, str]:
     by_library: dict[str, list[str]] = {}
     for count, library in chosen.items():
         by_library.setdefault(library, []).append(str(count))
-    if len(by_library) == 1:
-        decode = next(iter(by_library))
-    else:
-        decode = "; ".join(f"{library} with {', '.join(counts)} requests" for library, counts in by_library.items())
-        decode = decode.replace("with 1 requests", "with 1 request")
+    parts = [
+        f"{library} with {', '.join(counts)} {'request' if counts == ['1'] else 'requests'}"
+        for library, counts in by_library.items()
+    ]
+    decode = "; ".join(parts) if len(parts) > 1 else next(iter(by_library))
     return _library(decide(model, prefill, DEVICE, Settings())), decode
 
 

@@ -225,7 +225,7 @@ COMBINED_PREFILLS = Metric(
 DECISION_SECONDS = Metric(
     name="nsa_plugin_decision_seconds",
     kind=MetricKind.HISTOGRAM,
-    text="Seconds to find the plans of a batch; a step of a size seen before has one and is not counted.",
+    text="Seconds to find the plans of a batch; steps of a size seen before reuse theirs and are not counted.",
     buckets=(5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 5e-3, 2e-2),
 )
 LOGITS_BUDGET = Metric(

@@ -14,6 +14,7 @@ from nsa_plugin.backends.common.paths import path_of, routes_of
 from nsa_plugin.decision.constraints import Constraints
 from nsa_plugin.decision.dispatch import Decider
 from nsa_plugin.decision.plan import Attention, Plan
+from nsa_plugin.decision.routes import Route
 from nsa_plugin.decision.shapes import BatchShape, ModelShape, Phase
 from nsa_plugin.libraries.devices import GIB, MIB, DeviceProfile
 from nsa_plugin.settings import Settings
@@ -50,6 +51,14 @@ def step_shape(phase: Phase, requests: int, rows: int, max_context: int) -> Batc
         has_prefix=True,
         cuda_graph=True,
     )
+
+
+StepKey = tuple[Phase, int, int, frozenset[Route]]
+
+
+def _step_key(shape: BatchShape, preferred: frozenset[Route] = frozenset()) -> StepKey:
+    """Return what a step's plan depends on."""
+    return shape.phase, shape.num_requests, shape.num_tokens, preferred
 
 
 @dataclass(frozen=True)
@@ -113,7 +122,7 @@ class Planner:
     exchange_rows: int = 0
     no_exchange: str = "this backend has no exchange"
     selects_prefills: bool = True
-    _steps: dict[tuple[Phase, int, int], Execution] = field(default_factory=dict)
+    _steps: dict[StepKey, Execution] = field(default_factory=dict)
     _read_with: Callable[[], int] | None = None
     _decider: Decider | None = None
     _prefills_until_reading: int = 0
@@ -140,15 +149,21 @@ class Planner:
             return f"{rows} query tokens exceed the {self.exchange_rows} that the exchange's buffers hold"
         return ""
 
-    def step_execution_of(self, shape: BatchShape) -> Execution:
+    def step_execution_of(
+        self, shape: BatchShape, *, preferred: frozenset[Route] = frozenset(), preferred_by: str = ""
+    ) -> Execution:
         """Return how to execute a decode, verify or draft step; it depends on phase, requests and tokens alone.
 
         A plan that was kept stays, as a graph may have captured it: beyond MAX_STEPS sizes a step is decided each time.
+
+        Args:
+            preferred, preferred_by: see `Constraints`; a step with and one without them are different steps.
         """
-        key = (shape.phase, shape.num_requests, shape.num_tokens)
+        key = _step_key(shape, preferred)
         execution = self._steps.get(key)
         if execution is None:
-            constraints = self.constraints(prefill=False, rows=shape.num_tokens)
+            more: dict[str, Any] = {"preferred": preferred, "preferred_by": preferred_by} if preferred else {}
+            constraints = self.constraints(prefill=False, rows=shape.num_tokens, **more)
             execution = self.execution(self.decider.decide(shape, constraints))
             if len(self._steps) < MAX_STEPS:
                 self._steps[key] = execution
@@ -157,10 +172,10 @@ class Planner:
     def step_again(self, shape: BatchShape) -> Execution | None:
         """Return how to execute a step of a size seen before, and record it; None for another.
 
-        Every decode step comes here, and what a step costs the host is not hidden behind a small model's GPU time. So
-        it is counted and nothing else; a trace file, which has the requests, takes the longer way.
+        Every decode step comes here, and a small model's GPU time does not hide what the host does. So the step is only
+        counted; for a trace file, which lists the requests, this returns None.
         """
-        execution = self._steps.get((shape.phase, shape.num_requests, shape.num_tokens))
+        execution = self._steps.get(_step_key(shape))
         if execution is None or self.trace.is_file:
             return None
         self.count(execution.plan, shape.num_tokens)

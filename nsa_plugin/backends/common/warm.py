@@ -119,8 +119,8 @@ def warm_shard(
 
 
 def warm_logits(names: Iterable[str], providers: Providers, model: ModelShape, device: torch.device) -> None:
-    """As `warm`, for the kernels that score and select a prefill: one request, and two in a chunk, for which DeepGEMM
-    has another kernel.
+    """As `warm`, for the kernels that score and select for a prefill: one with one request, and one with two, for which
+    DeepGEMM has another kernel.
 
     Args:
         names: providers of `indexer_topk`; they take `requests`.

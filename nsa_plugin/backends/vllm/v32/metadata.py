@@ -21,7 +21,7 @@ from nsa_plugin.backends.common.dense import DensePiece, context_slots, dense_pi
 from nsa_plugin.backends.common.paths import MIXED, PROVIDER, SEPARATE, VLLM, path_of
 from nsa_plugin.backends.common.token_shard import Share
 from nsa_plugin.backends.vllm.cpu.metadata import MLAMetadata, PrefillMetadata, owner_of_rows
-from nsa_plugin.backends.vllm.v32.routes import VLLM_CALLS, Split, VllmPlanner
+from nsa_plugin.backends.vllm.v32.routes import Split, VllmPlanner
 from nsa_plugin.backends.vllm.v32.token_shard import Assigned, Copied, OwnRows
 from nsa_plugin.decision.plan import Plan
 
@@ -258,8 +258,7 @@ def _by_one_call(split: Split, planner: VllmPlanner) -> bool:
         return False
     if planner.shard is not None or split.steps_assigned is not None or split.head_assigned is not None:
         return False
-    layout = planner.model.kv_layout
-    return all(path_of(VLLM, layout, plan).path in VLLM_CALLS for plan in (split.steps, split.sparse))
+    return planner.calls_vllm(split.steps) and planner.calls_vllm(split.sparse)
 
 
 def part_of(common: Any, split: Split, requests: Sequence[int]) -> Any:

@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
 
 from nsa_plugin.backends.common.paths import MIXED, SEPARATE, STOCK, VLLM, path_of, routes_of
-from nsa_plugin.backends.common.planner import MAX_STEPS, Planner, step_shape
+from nsa_plugin.backends.common.planner import Planner, step_shape
 from nsa_plugin.backends.common.token_shard import Exchange
 from nsa_plugin.backends.vllm.v32.dcp import DcpGroup
 from nsa_plugin.backends.vllm.v32.token_shard import Assigned, assign
@@ -160,12 +160,10 @@ class VllmPlanner(Planner):
     dcp: DcpGroup | None = None
     current: Split | None = None
     _seen: tuple[torch.Tensor, tuple[Any, ...]] | None = None
-    _beside: dict[tuple[Phase, int, int], Plan] = field(default_factory=dict)
 
     def forget_steps(self) -> None:
         """Plan decode and verify steps anew. Not once graphs are captured: a replay executes its capture's plan."""
         self._steps.clear()
-        self._beside.clear()
         self.current = None
 
     def set_exchange(self, exchange: Exchange | None, why_none: str) -> None:
@@ -257,8 +255,9 @@ class VllmPlanner(Planner):
         steps: Plan | None = None
         if step_rows:
             selecting = sum(q_lens[request] for request in sparse_requests)
-            by_vllm = sparse is not None and selecting >= COPIED_ROWS and self._attends_by_vllm(sparse)
-            steps = self.step_plan(num_steps, step_rows, max(q_lens[:num_steps], default=0), beside=by_vllm)
+            alone = self.exchange is None and self.model.dcp_size == 1
+            beside = alone and selecting >= COPIED_ROWS and sparse is not None and self.calls_vllm(sparse)
+            steps = self.step_plan(num_steps, step_rows, max(q_lens[:num_steps], default=0), beside=beside)
         split = Split(starts, num_rows, num_steps, step_rows, steps, sparse, sparse_requests, tuple(dense))
         return split if self.exchange is None else self._assigned_split(split, q_lens, kv_lens, self.exchange)
 
@@ -316,10 +315,9 @@ class VllmPlanner(Planner):
 
         return replace(split, head_assigned=assigned(split.head_requests), tail_assigned=assigned(split.tail_requests))
 
-    def _attends_by_vllm(self, plan: Plan) -> bool:
-        """Whether vLLM's call attends, alone on this rank."""
-        alone = self.exchange is None and self.model.dcp_size == 1
-        return alone and path_of(VLLM, self.model.kv_layout, plan).path in VLLM_CALLS
+    def calls_vllm(self, plan: Plan) -> bool:
+        """Whether vLLM's FlashMLA call attends by a sparse plan."""
+        return path_of(VLLM, self.model.kv_layout, plan).path in VLLM_CALLS
 
     def step_plan(self, requests: int, rows: int, rows_each: int, *, beside: bool = False) -> Plan:
         """Return the plan of a decode or verify step; it depends on phase, requests and query tokens alone.
@@ -330,16 +328,8 @@ class VllmPlanner(Planner):
         phase = Phase.DECODE if rows_each <= 1 else Phase.TARGET_VERIFY
         requests = max(1, min(requests, rows))
         shape = step_shape(phase, requests, rows, self.max_model_len)
-        routes = routes_of(VLLM, self.model.kv_layout, prefill=False, only=VLLM_CALLS) if beside else frozenset()
-        if not routes:
-            return self.step_execution_of(shape).plan
-        key = (shape.phase, shape.num_requests, shape.num_tokens)
-        if key not in self._beside:
-            if len(self._beside) >= MAX_STEPS:
-                self._beside.clear()
-            preferred = self.constraints(prefill=False, rows=rows, preferred=routes, preferred_by=BESIDE)
-            self._beside[key] = self.decider.decide(shape, preferred)
-        return self._beside[key]
+        calls = routes_of(VLLM, self.model.kv_layout, prefill=False, only=VLLM_CALLS) if beside else frozenset()
+        return self.step_execution_of(shape, preferred=calls, preferred_by=BESIDE).plan
 
     def prefill_plan(self, rows: int, context: int) -> Plan:
         """Return the plan of a one-request prefill that is never scheduled: nothing is recorded."""

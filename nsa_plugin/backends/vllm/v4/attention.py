@@ -108,7 +108,7 @@ def _in_front(
 ) -> Any:
     """Wrap `original`, a function or classmethod: batches that are `wanted` go to `around`.
 
-    Every layer of a step comes here, so what is left to vLLM costs no more than the look at the batch.
+    Every layer of every step comes here, so a batch that is left to vLLM costs no more than looking at it.
     """
     of_class = isinstance(original, classmethod)
     function = original.__func__ if of_class else original
