@@ -112,6 +112,8 @@ REQUIREMENTS = _SECTION.patches(
     prefill-chunk: class {indexer}:DeepseekV32IndexerPrefillChunkMetadata(block_table, token_start, token_end, num_reqs,
         skip_kv_gather)
         With token_shard, the plugin changes whether a chunk gathers its keys.
+    join-queries: _custom_ops:concat_mla_q(ql_nope, q_pe, q_out)
+        Joins the two parts of absorbed queries in a tensor of the plugin's.
     flash-mla-prefill: {sparse}:flash_mla_sparse_fwd
         With token_shard, each rank calls it for its query tokens with all heads.
     flash-mla-decode: {sparse}:flash_mla_with_kvcache

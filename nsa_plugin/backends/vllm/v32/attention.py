@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -41,6 +42,9 @@ from nsa_plugin.patches.ledger import TURN_OFF
 
 # Attributes of the class object itself, which a copy of the class must not take over.
 _OWN = {"__dict__", "__weakref__", "__orig_bases__", "__parameters__", "__abstractmethods__", "_abc_impl"}
+
+CUSTOM_OPS = "vllm._custom_ops"
+"""vLLM's module of its own kernels."""
 
 Layers = Callable[[], dict[str, Any]]
 """The attention layers of the running model by name (`forward_context.no_compile_layers`)."""
@@ -367,9 +371,17 @@ def _paged(impl: Any, kv_cache: torch.Tensor) -> PagedCache:
 def _joined(q: Any) -> torch.Tensor:
     """Join queries that vLLM passes in two parts: [rows, heads, kv_lora_rank + qk_rope_head_dim].
 
-    The result is a new tensor: other kernels also use the workspace of vLLM's buffer (vllm #56771).
+    The result is a new tensor: other kernels also use the workspace of vLLM's buffer (vllm #56771). The kernel is the
+    one that vLLM fills that buffer with: both parts are strided, and `torch.cat` copies such parts one after the other.
     """
-    return torch.cat(q, dim=-1) if isinstance(q, tuple) else q
+    if not isinstance(q, tuple):
+        return q
+    nope, rope = q
+    if not nope.is_cuda:
+        return torch.cat(q, dim=-1)
+    joined = nope.new_empty(*nope.shape[:2], nope.shape[2] + rope.shape[2])
+    import_module(CUSTOM_OPS).concat_mla_q(nope, rope, joined)
+    return joined
 
 
 def _layer_of(impl: Any, layers: Layers) -> Any:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from nsa_plugin.backends.common.paths import STOCK
+from nsa_plugin.backends.vllm.v32 import attention
 from nsa_plugin.backends.vllm.v32.attention import rebased
 from nsa_plugin.backends.vllm.v32.metadata import PlannedMetadata, part_of
 from nsa_plugin.decision.plan import Attention
@@ -165,6 +168,22 @@ def test_joined_queries_are_not_in_vllms_workspace():
     world.step(MIXED).check()
     assert bool(world.impl.q_concat_buffer.isnan().all())
     assert world.impl.calls == []
+
+
+def test_queries_on_a_gpu_are_joined_by_vllms_kernel(monkeypatch: pytest.MonkeyPatch):
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    def concat_mla_q(ql_nope: torch.Tensor, q_pe: torch.Tensor, q_out: torch.Tensor) -> None:
+        given.append(q_out)
+        q_out[..., :512], q_out[..., 512:] = ql_nope, q_pe
+
+    given: list[torch.Tensor] = []
+    monkeypatch.setitem(sys.modules, attention.CUSTOM_OPS, SimpleNamespace(concat_mla_q=concat_mla_q))
+    nope, rope = torch.randn(16, 5, 512).transpose(0, 1), torch.randn(5, 16, 192)[..., 128:]
+    joined = attention._joined((nope.as_subclass(OnGpu), rope.as_subclass(OnGpu)))
+    assert joined is given[0]
+    assert torch.equal(torch.Tensor(joined), torch.cat([nope, rope], -1))
 
 
 # ---------------------------------------------------------------------------------------------------
