@@ -74,20 +74,21 @@ def servers(folder: Path = RECORDS) -> list[Server]:
         engine, version = record["engine"].split()
         for row in record["rows"]:
             if row["op"] == "serve":
-                served = summary.model_family(record), engine, summary.on_gpu(record)
-                key = (row["case"]["heads"], record["host"]["gpus"], *served)
+                key = (row["case"]["heads"], record["host"]["gpus"], summary.model_family(record), engine)
                 groups.setdefault(key, {}).setdefault(version, []).append((path, record))
                 break
     found = []
-    for (heads, gpus, model, engine, gpu), versions in sorted(groups.items()):
+    for (heads, gpus, model, engine), versions in sorted(groups.items()):
         for version in sorted(versions, key=Version, reverse=True):
             timed = [(path, record, row) for path, record in versions[version] for row in record["rows"]]
             timed = [one for one in timed if one[2]["op"] == "serve"]
             alone = [one for one in timed if one[2]["case"]["requests"] == 1]
             if not alone:
                 continue
-            # The record with the longest prompt; of several, the newest.
+            # The record with the longest prompt; of several, the newest. Other figures are of the same GPU.
             path, record, row = max(alone, key=lambda one: (one[2]["case"]["prompt"], one[1]["date"], one[0].stem))
+            gpu = summary.on_gpu(record)
+            timed = [one for one in timed if summary.on_gpu(one[1]) == gpu]
             many = _row(timed, path, "input_tokens_per_s", lambda case: not case.get("in_one"))
             # Streamed, a small model's tokens wait for the server's HTTP.
             decode = _row(timed, path, DECODE, lambda case: bool(case.get("in_one")))

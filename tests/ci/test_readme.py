@@ -96,13 +96,17 @@ def test_the_table_has_a_line_for_each_server_with_its_layers_and_record() -> No
         assert one.path.stem in line
 
 
-def test_a_server_on_another_gpu_is_named_with_it(tmp_path: Path) -> None:
+def test_of_two_gpus_a_server_has_the_one_with_the_longest_prompt_and_names_it(tmp_path: Path) -> None:
     record = json.loads(headline.servers()[0].path.with_suffix(".json").read_text())
-    for gpu in ("NVIDIA H200", "NVIDIA H100 80GB HBM3"):
-        made = record | {"host": record["host"] | {"gpu": gpu}}
+    longest = max(row["case"]["prompt"] for row in record["rows"] if row["op"] == "serve")
+    for gpu, kept in (("NVIDIA H200", 8192), ("NVIDIA H100 80GB HBM3", longest)):
+        rows = [row for row in record["rows"] if row["op"] != "serve" or row["case"]["prompt"] <= kept]
+        made = record | {"host": record["host"] | {"gpu": gpu}, "rows": rows}
         save(made, path_of(made, tmp_path))
-    here, other = (one.name for one in headline.servers(tmp_path))
-    assert other == f"{here}, H100"
+    (server,) = headline.servers(tmp_path)
+    assert server.name.endswith(" heads, H100")
+    assert server.path.parent.name == "h100"
+    assert server.alone["case"]["prompt"] == longest > 8192
 
 
 def test_models_with_random_weights_are_said_to_be_so() -> None:
