@@ -119,6 +119,7 @@ def planned_builder(stock: type, planning: Planning) -> type:
             if planner.dcp is not None:
                 planner.dcp = planner.dcp.interleaved(int(vllm_config.parallel_config.cp_kv_cache_interleave_size))
             self.nsa_plugin_owners = RowOwners(most_rows(vllm_config, planner), device)
+            self.nsa_plugin_last: tuple[Split, PlannedMetadata] | None = None
 
         def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
             planner: VllmPlanner | None = self.nsa_plugin
@@ -130,9 +131,15 @@ def planned_builder(stock: type, planning: Planning) -> type:
                 with _form(self, path):
                     return build(common_prefix_len, common, fast_build)
 
-            split = planner.split(common_attn_metadata)
+            split, owners = planner.split(common_attn_metadata), self.nsa_plugin_owners
+            last = self.nsa_plugin_last
+            # The planner returns the last batch's split again for steps alone with the same query tokens.
+            if last is not None and last[0] is split:
+                return steps_again(*last, common_attn_metadata, owners, stock_metadata)
             page_size = int(self.kv_cache_spec.block_size)
-            return assemble(split, planner, common_attn_metadata, page_size, self.nsa_plugin_owners, stock_metadata)
+            made = assemble(split, planner, common_attn_metadata, page_size, owners, stock_metadata)
+            self.nsa_plugin_last = (split, made) if split.only_steps and split.steps_assigned is None else None
+            return made
 
     Builder.__name__ = Builder.__qualname__ = f"Planned{stock.__name__}"
     return Builder
@@ -246,6 +253,38 @@ def assemble(
         mha=dense,
         tail=tail,
         decode="nsa_plugin" if planner.shard is None else None,
+    )
+
+
+def steps_again(
+    split: Split,
+    last: PlannedMetadata,
+    common: Any,
+    row_owners: RowOwners,
+    stock_metadata: Callable[[Any, str], Any],
+) -> PlannedMetadata:
+    """Assemble the metadata of steps alone from that of the last batch, which had the same split.
+
+    Most decode steps come here: what depends on the split alone is taken over, since the GPU waits for the host between
+    the steps of a small model.
+    """
+    (piece,) = last.mqa
+    if piece.path == PROVIDER:
+        row_owners.of(split)  # at the address that the piece has
+    else:
+        piece = SparsePiece(piece.plan, piece.path, piece.rows, stock=stock_metadata(common, piece.path))
+    return PlannedMetadata.of(
+        common,
+        num_decodes=last.num_decodes,
+        num_prefills=0,
+        num_decode_tokens=last.num_decode_tokens,
+        topk_tokens=last.topk_tokens,
+        prefill_max_seq_len=common.max_seq_len,
+        prefill=None,
+        mqa=(piece,),
+        mha=(),
+        tail=None,
+        decode=last.decode,
     )
 
 

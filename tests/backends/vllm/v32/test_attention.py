@@ -186,6 +186,47 @@ def test_queries_on_a_gpu_are_joined_by_vllms_kernel(monkeypatch: pytest.MonkeyP
     assert torch.equal(torch.Tensor(joined), torch.cat([nope, rope], -1))
 
 
+@pytest.mark.parametrize("by_vllm", [False, True], ids=["plugin's kernel", "vLLM's call"])
+@pytest.mark.parametrize("padded", [0, 2])
+def test_steps_like_the_last_ones_take_over_what_their_split_decides_and_nothing_else(by_vllm: bool, padded: int):
+    backends = {"device": WITH_FLASH_MLA, "prefill_backend": "flash_mla", "decode_backend": "flash_mla"}
+    world = World(planner(topk=128, **backends) if by_vllm else planner("v32_fp8"))
+    padding = {"padded_rows": padded, "padded_requests": padded}
+    first = world.step([(1, 40), (1, 9)], **padding)
+    first.check()
+    for lengths in ([(1, 41), (1, 10)], [(1, 7), (1, 90)]):
+        world.builder.nsa_plugin_owners._on_device.fill_(-1)  # as after vLLM's sleep
+        step = world.step(lengths, **padding)
+        assert step.split is first.split
+        assert step.metadata is not first.metadata
+        step.check()
+        world.builder.nsa_plugin_last = None
+        anew = world.builder.build(0, step.common)
+        _assert_same(step.metadata, anew)
+    world.step(MIXED).check()
+    step = world.step([(1, 40), (1, 9)], **padding)
+    assert step.split is not first.split
+    step.check()
+    world.step([(1, 3), (1, 5), (1, 66)]).check()
+
+
+def _assert_same(one: object, other: object) -> None:
+    """Compare two objects' attributes, whatever they hold."""
+    assert vars(one).keys() == vars(other).keys()
+    for name, value in vars(one).items():
+        expected = getattr(other, name)
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, expected), name
+        elif isinstance(value, tuple) and value and hasattr(value[0], "__dict__"):
+            assert len(value) == len(expected)
+            for part, counterpart in zip(value, expected, strict=True):
+                _assert_same(part, counterpart)
+        elif isinstance(value, StockMetadata):
+            assert value.common is expected.common
+        else:
+            assert value == expected, name
+
+
 # ---------------------------------------------------------------------------------------------------
 # vLLM's own FlashMLA calls under a plan
 
