@@ -129,10 +129,21 @@ def support_table() -> str:
     return "\n\n".join(parts)
 
 
+def overhead_table() -> str:
+    """What the plugin takes of the CPU, from the record of `nsa_plugin.tools.bench.overhead`."""
+    path = RECORDS / "cpu" / "overhead.json"
+    rows = []
+    for row in json.loads(path.read_text())["rows"] if path.is_file() else ():
+        unit, worst = ("µs", "p99_us") if "p50_us" in row else ("ms", "max_ms")
+        median = row["p50_us" if unit == "µs" else "p50_ms"]
+        rows.append([row["what"], f"{median} {unit}", f"{row[worst]} {unit}", f"{row['runs']:,}"])
+    return markdown_table(["what", "median", "99th percentile; of entry points the longest", "runs"], rows)
+
+
 def agreement_table() -> str:
     """How far the served tokens agree with the reference, from the records in docs/benchmarks/cpu."""
     rows = []
-    for path in sorted((RECORDS / "cpu").glob("*.json")):
+    for path in sorted((RECORDS / "cpu").glob("vllm-*.json")):
         record = json.loads(path.read_text())
         groups: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
         for row in record["rows"]:
@@ -241,6 +252,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "patches": patches_table,
     "support": support_table,
     "agreement": agreement_table,
+    "overhead": overhead_table,
     "kernels": kernels_table,
     "kv-memory": kv_memory_table,
     "chosen": chosen.table,

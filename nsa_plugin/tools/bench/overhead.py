@@ -18,10 +18,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median, quantiles
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
+
+import torch
 
 from nsa_plugin.backends.common.paths import SGLANG
 from nsa_plugin.backends.common.planner import Planner
+from nsa_plugin.backends.vllm.v32.routes import VllmPlanner
 from nsa_plugin.decision import BatchShape, Decider, ModelShape, Phase, decide
 from nsa_plugin.libraries.devices import synthetic
 from nsa_plugin.settings import Settings
@@ -31,7 +35,7 @@ MODEL = ModelShape(num_heads=128, attn_tp_size=8, kv_layout="v32_fp8")
 
 
 class StepPlanner(Planner):
-    """What both engines' planners do in a decode step."""
+    """What SGLang's planners do in a decode step."""
 
     engine = SGLANG
 
@@ -118,14 +122,28 @@ def measure(runs: int, starts: int, engine: str | None = None) -> list[dict[str,
     device, settings = synthetic(90), Settings()
     decider = Decider(MODEL, device, settings)
     planner = StepPlanner(MODEL, device, settings)
-    rows = [
-        timed("decide() by a Decider, decode step", lambda number: decider.decide(decode(number)), runs),
-        timed("decide() by a Decider, prefill", lambda number: decider.decide(prefill(number)), runs),
-        timed("decide() alone, decode step", lambda number: decide(MODEL, decode(number), device, settings), runs),
-        timed("decide() alone, prefill", lambda number: decide(MODEL, prefill(number), device, settings), runs),
-        timed("decode step, plan known", lambda number: planner.step_execution_of(decode(number)), runs),
+    planner.step_execution_of(decode(0))
+    batches = VllmPlanner(MODEL, device, settings, max_model_len=65536)
+    bounds = torch.arange(33, dtype=torch.int32)
+    # vLLM makes new metadata for every batch; here it differs in nothing but the tensor.
+    steps = [
+        SimpleNamespace(query_start_loc_cpu=bounds.clone(), num_actual_tokens=32) for _ in range(runs + runs // 10)
     ]
-    rows.append(entry_point("vLLM's entry point, NSA_PLUGIN_ENABLED=0", ENTRY, starts, NSA_PLUGIN_ENABLED="0"))
+    rows = [
+        timed("plan of a new shape, decode step", lambda number: decider.decide(decode(number)), runs),
+        timed("plan of a new shape, prefill", lambda number: decider.decide(prefill(number)), runs),
+        timed(
+            "the same by decide() alone, decode step",
+            lambda number: decide(MODEL, decode(number), device, settings),
+            runs,
+        ),
+        timed(
+            "the same by decide() alone, prefill", lambda number: decide(MODEL, prefill(number), device, settings), runs
+        ),
+        timed("decode step of a size seen before, SGLang", lambda number: planner.step_again(decode(number)), runs),
+        timed("decode steps like the last batch's, vLLM", lambda number: batches.split(steps[number]), runs),
+    ]
+    rows.append(entry_point("vLLM's entry point without vLLM, switched off", ENTRY, starts, NSA_PLUGIN_ENABLED="0"))
     if engine:
         code = BESIDE.format(before=LOADS_PLUGINS[engine], engine=engine)
         rows.append(entry_point(f"entry point in {engine}, not enabled", code, starts))
@@ -145,7 +163,7 @@ def main(argv: list[str] | None = None) -> None:
     for row in rows:
         unit = "us" if "p50_us" in row else "ms"
         worst = row.get("p99_us", row.get("max_ms"))
-        print(f"{row['what']:<46} {row[f'p50_{unit}']:>8} {unit}  ({'p99' if unit == 'us' else 'max'} {worst})")
+        print(f"{row['what']:<48} {row[f'p50_{unit}']:>8} {unit}  ({'p99' if unit == 'us' else 'max'} {worst})")
     if given.json:
         host = {"cpu": records.processor(), "python": platform.python_version(), **records.software(given.commit)}
         made = {
