@@ -138,7 +138,9 @@ class StockMetadata:
 
 
 class StockBuilder:
-    """FlashMLASparseMetadataBuilder: one buffer of owners, and a form by its number of heads."""
+    """FlashMLASparseMetadataBuilder: one buffer of owners, and a form by its number of heads, or from 0.30 on by a flag."""
+
+    fp8_use_mixed_batch: bool
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
         self.kv_cache_spec, self.device = kv_cache_spec, device
@@ -154,7 +156,8 @@ class StockBuilder:
         self.req_id_per_token_buffer[: len(owners)] = owners
         rows = common.num_actual_tokens
         table = common.block_table_tensor
-        return StockMetadata(rows, self.req_id_per_token_buffer[:rows], table, common, self.num_heads < 32)
+        mixed = getattr(self, "fp8_use_mixed_batch", self.num_heads < 32)
+        return StockMetadata(rows, self.req_id_per_token_buffer[:rows], table, common, mixed)
 
 
 class StockImpl(SparseBase[StockMetadata]):

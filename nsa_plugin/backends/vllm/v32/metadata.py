@@ -29,6 +29,8 @@ from nsa_plugin.decision.plan import Plan
 # separate ones. From 0.30 on the builder keeps the answer in `MIXED_FLAG`.
 FEW_HEADS, MANY_HEADS = 1, 128
 MIXED_FLAG = "fp8_use_mixed_batch"
+FORMS = {MIXED: True, SEPARATE: False}
+"""The execution paths that name a variant of vLLM's builder, and whether it is the mixed one."""
 
 Planning = Callable[[], VllmPlanner | None]
 """Returns the planner of this process, or None while stock vLLM serves."""
@@ -128,8 +130,11 @@ def planned_builder(stock: type, planning: Planning) -> type:
             build = super().build
 
             def stock_metadata(common: Any, path: str) -> Any:
-                with _form(self, path):
-                    return build(common_prefix_len, common, fast_build)
+                # Most decode steps come here, and the context manager takes longer than the rest of this.
+                if path in FORMS and getattr(self, MIXED_FLAG, None) is not FORMS[path]:
+                    with _form(self, FORMS[path]):
+                        return build(common_prefix_len, common, fast_build)
+                return build(common_prefix_len, common, fast_build)
 
             split, owners = planner.split(common_attn_metadata), self.nsa_plugin_owners
             last = self.nsa_plugin_last
@@ -153,12 +158,8 @@ def most_rows(vllm_config: Any, planner: VllmPlanner) -> int:
 
 
 @contextmanager
-def _form(builder: Any, path: str) -> Iterator[None]:
-    """Make vLLM's builder use the variant of a prefill over an fp8 cache that belongs to the execution path."""
-    if path not in (MIXED, SEPARATE):
-        yield
-        return
-    mixed = path == MIXED
+def _form(builder: Any, mixed: bool) -> Iterator[None]:
+    """Make vLLM's builder use a variant of a batch over an fp8 cache."""
     heads = FEW_HEADS if mixed else MANY_HEADS
     name, value = (MIXED_FLAG, mixed) if hasattr(builder, MIXED_FLAG) else ("num_heads", heads)
     before = getattr(builder, name)

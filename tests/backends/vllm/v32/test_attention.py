@@ -301,16 +301,20 @@ def test_a_part_of_a_batch_is_a_batch():
     assert part.causal
 
 
-def test_the_plan_sets_the_variant_of_a_prefill_over_an_fp8_cache():
+@pytest.mark.parametrize("flag", [None, False, True])
+def test_the_plan_sets_the_variant_of_a_prefill_over_an_fp8_cache(flag: bool | None):
     """With 64 heads vLLM would separate steps and prefills; the plan's kernel is the one for mixed batches."""
     asked = {"prefill_backend": "flash_mla", "mha_max_kv": 24}
     world = World(planner("v32_fp8", device=WITH_FLASH_MLA, topk=128, **asked))
     world.builder.num_heads = 64
+    if flag is not None:  # 0.30 on
+        world.builder.fp8_use_mixed_batch = flag
     step = world.step([(30, 60), (1, 40)][::-1])
     (prefill,) = [piece for piece in step.metadata.mqa if piece.plan.phase is Phase.EXTEND]
     expected = {Attention.SPARSE_DECODE: True, Attention.SPARSE_PREFILL: False}
     assert prefill.stock.mixed is expected[prefill.plan.attention]
     assert world.builder.num_heads == 64
+    assert getattr(world.builder, "fp8_use_mixed_batch", None) is flag
     step.check()
 
 
