@@ -138,7 +138,7 @@ class StockMetadata:
 
 
 class StockBuilder:
-    """FlashMLASparseMetadataBuilder: one buffer of owners, and a form by its number of heads, or from 0.30 on by a flag."""
+    """FlashMLASparseMetadataBuilder: one buffer of owners, and a form by its heads, or from 0.30 on by a flag."""
 
     fp8_use_mixed_batch: bool
 
