@@ -1,11 +1,12 @@
-"""DeepSeek-V3.2 in plain torch, written to be read: the reference for the served model's answers.
+"""DeepSeek-V3.2 and GLM-5 in plain torch, written to be read: the reference for the served model's answers.
 
 It is independent of the plugin and of every engine. It reads a checkpoint's config.json and model.safetensors, runs the
 whole sequence at once without a cache, forms every head's keys and values from the latent (no weight absorption), and
 attends under a mask built from the indexer's selection.
 
 Sources: DeepSeek-V2 (arXiv 2405.04434, MLA), DeepSeek-V3 (arXiv 2412.19437, routing without auxiliary loss),
-DeepSeek-V3.2-Exp (the lightning indexer, with its fp8 keys and queries), YaRN (arXiv 2309.00071).
+DeepSeek-V3.2-Exp (the lightning indexer, with its fp8 keys and queries), YaRN (arXiv 2309.00071), the configuration of
+zai-org/GLM-5 (`indexer_rope_interleave`, `index_topk_pattern`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class ReferenceRun:
     Attributes:
         logprobs: [num_tokens, vocab_size] log probabilities; row t is the distribution of token t + 1.
         selected: for each layer, [num_tokens, index_topk] int64 positions that each token attends to, -1 if the context
-            is shorter; empty for a model without an indexer.
+            is shorter; empty for a model without an indexer. A layer that reuses a selection has that one.
         index_margin: [num_layers, num_tokens] difference between the last selected and the first rejected index score,
             divided by the standard deviation of the row's scores; infinite if nothing was rejected. Near zero, rounding
             decides which token is attended to.
@@ -95,13 +96,14 @@ class ReferenceModel:
             q_latent = self._rms_norm(
                 f"{prefix}.self_attn.q_a_layernorm", self._linear(f"{prefix}.self_attn.q_a_proj", normed)
             )
-            topk_indices = None
-            if self._sparse:
-                topk_indices, margin = self._select(
+            if self._selects(layer):
+                indices, margin = self._select(
                     f"{prefix}.self_attn.indexer", normed, q_latent, rope, quantize_index, broken
                 )
-                selected.append(topk_indices)
+            if self._sparse:
+                selected.append(indices)
                 index_margins.append(margin)
+            topk_indices = selected[-1] if self._sparse else None
             hidden = hidden + self._attention(f"{prefix}.self_attn", normed, q_latent, rope, topk_indices)
 
             normed = self._rms_norm(f"{prefix}.post_attention_layernorm", hidden)
@@ -118,6 +120,11 @@ class ReferenceModel:
             index_margin=torch.stack(index_margins) if index_margins else torch.empty(0, len(token_ids)),
             router_margin=torch.stack(router_margins) if router_margins else torch.empty(0, len(token_ids)),
         )
+
+    def _selects(self, layer: int) -> bool:
+        """Whether a layer has an indexer; of a sparse model's, the others reuse the selection of the one before."""
+        pattern = self.config.get("index_topk_pattern", "")
+        return self._sparse and (not pattern or pattern[layer] == "F")
 
     def _linear(self, name: str, x: Tensor) -> Tensor:
         return x @ self._weights[f"{name}.weight"].T
@@ -299,7 +306,8 @@ class _RopeTable:
 
     def __init__(self, config: Mapping[str, Any], tokens: int, dtype: torch.dtype):
         scaling = config.get("rope_scaling")
-        frequencies = yarn_frequencies(config["qk_rope_head_dim"], config["rope_theta"], scaling)
+        theta = config["rope_theta"] if "rope_theta" in config else config["rope_parameters"]["rope_theta"]
+        frequencies = yarn_frequencies(config["qk_rope_head_dim"], theta, scaling)
         angles = torch.arange(tokens, dtype=torch.float32)[:, None, None] * frequencies
         magnitude = 1.0
         if scaling:

@@ -22,14 +22,33 @@ def model_of(spec, **config):
     return ReferenceModel({**spec.config(), **config}, make_weights(spec))
 
 
-@pytest.mark.parametrize("sparse", [True, False])
-@pytest.mark.parametrize("mscale", [1.0, 0.6])
-def test_agrees_with_transformers(spec, token_ids, tmp_path, sparse, mscale):
+GLM = {
+    "glm": True,
+    "rope_factor": 1.0,
+    "rope_original_positions": 2560,
+    "v_head_dim": 128,
+    "n_group": 1,
+    "topk_group": 1,
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "architecture"),
+    [
+        ({}, "DeepseekV32ForCausalLM"),
+        ({"rope_mscale": 0.6}, "DeepseekV32ForCausalLM"),
+        ({"sparse": False}, "DeepseekV3ForCausalLM"),
+        ({"sparse": False, "rope_mscale": 0.6}, "DeepseekV3ForCausalLM"),
+        (GLM, "GlmMoeDsaForCausalLM"),
+        (GLM | {"index_topk_pattern": "FSF"}, "GlmMoeDsaForCausalLM"),
+    ],
+)
+def test_agrees_with_transformers(spec, token_ids, tmp_path, changed, architecture):
     """transformers' model, written by others; it scores with unquantised keys and queries."""
     transformers = pytest.importorskip("transformers", minversion="5.19")
-    directory = write_checkpoint(tmp_path, replace(spec, sparse=sparse, rope_mscale=mscale))
+    directory = write_checkpoint(tmp_path, replace(spec, **changed))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    assert type(theirs).__name__ == ("DeepseekV32ForCausalLM" if sparse else "DeepseekV3ForCausalLM")
+    assert type(theirs).__name__ == architecture
     with torch.inference_mode():
         expected = theirs(torch.tensor([token_ids])).logits[0].log_softmax(-1)
     ours = ReferenceModel.load(directory).run(token_ids, quantize_index=False)

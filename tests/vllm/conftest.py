@@ -15,7 +15,7 @@ import pytest
 
 from nsa_plugin.tools.checkpoints.v32 import CheckpointSpec, write_checkpoint
 from nsa_plugin.tools.reference import ReferenceModel
-from tests.vllm.outcome import SPEC, Answer, Outcome
+from tests.vllm.outcome import SPEC, Outcome, compare
 
 HERE = Path(__file__).parent
 
@@ -82,22 +82,8 @@ def run_engine(checkpoint: Path, reference: Any, tmp_path: Path) -> Callable[...
         assert done.returncode == 0, done.stdout[-4000:]
         result = json.loads((tmp_path / "result.json").read_text())
         judge = reference if spec == SPEC else ReferenceModel.load(model)
-        compared = [[_compare(judge, answer) for answer in answers] for answers in result["rounds"]]
+        compared = [[compare(judge, answer) for answer in answers] for answers in result["rounds"]]
         lines = trace.read_text().splitlines() if trace.exists() else []
         return Outcome(compared, result["preemptions"], done.stdout, [json.loads(line) for line in lines])
 
     return run
-
-
-def _compare(reference: Any, answer: dict[str, Any]) -> Answer:
-    prompt, tokens = answer["ids"], answer["tokens"]
-    logprobs = reference.run(prompt + tokens).logprobs[len(prompt) - 1 : -1]
-    best, choice = logprobs.max(-1)
-    own = [logprobs[step, token].item() for step, token in enumerate(tokens)]
-    return Answer(
-        prompt_tokens=len(prompt),
-        cached_tokens=answer["cached"],
-        equal=[int(choice[step]) == token for step, token in enumerate(tokens)],
-        logprob_errors=[abs(a - b) for a, b in zip(own, answer["logprobs"], strict=True)],
-        gaps=[float(best[step]) - own[step] for step in range(len(tokens))],
-    )

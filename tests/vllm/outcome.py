@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,13 @@ from nsa_plugin.tools.checkpoints.v32 import CheckpointSpec
 SPEC = CheckpointSpec(dtype="float32")
 # The environment of an engine that starts no process, which would import vLLM again.
 ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+# float32 against float32: what the order of summation leaves is about 3e-5. Where two tokens at the edge of a selection
+# score alike it may also decide which of them is attended, which moves a log probability by less than this.
+TOLERANCE = 1e-2
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(250), k=length)
 
 
 @dataclass
@@ -49,3 +57,18 @@ class Outcome:
 
     def worst(self) -> float:
         return max(error for answer in self.answers for error in answer.logprob_errors)
+
+
+def compare(reference: Any, answer: dict[str, Any]) -> Answer:
+    """Compare an answer ({ids, tokens, logprobs, cached}) with what the reference says of the same tokens."""
+    ids, tokens = answer["ids"], answer["tokens"]
+    logprobs = reference.run(ids + tokens).logprobs[len(ids) - 1 : -1]
+    best, choice = logprobs.max(-1)
+    own = [logprobs[step, token].item() for step, token in enumerate(tokens)]
+    return Answer(
+        prompt_tokens=len(ids),
+        cached_tokens=answer["cached"],
+        equal=[int(choice[step]) == token for step, token in enumerate(tokens)],
+        logprob_errors=[abs(a - b) for a, b in zip(own, answer["logprobs"], strict=True)],
+        gaps=[float(best[step]) - own[step] for step in range(len(tokens))],
+    )

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tests.vllm.outcome import ONE_PROCESS, SPEC, Outcome
+from tests.vllm.outcome import ONE_PROCESS, SPEC, TOLERANCE, Outcome, prompt
 
 pytestmark = pytest.mark.engine_vllm
 
 TOKENS = 24
-# float32 against float32: what the order of summation leaves is about 3e-5. Where two tokens at the edge of a selection
-# score alike it may also decide which of them is attended, which moves a log probability by less than this.
-TOLERANCE = 1e-2
 Run = Callable[..., Outcome]
-
-
-def prompt(length: int, seed: int) -> list[int]:
-    return random.Random(seed).choices(range(250), k=length)
 
 
 def requests(*prompts: list[int], max_tokens: int = TOKENS) -> list[dict[str, Any]]:
@@ -110,6 +102,16 @@ def test_bfloat16_stays_near_the_reference(run_engine: Run) -> None:
     assert max(gap for answer in outcome.answers for gap in answer.gaps) < 1.5
 
 
+def test_glm5_with_layers_that_reuse_a_selection(run_engine: Run) -> None:
+    """GLM-5's architecture: plain RoPE, which rotates neighbours in the indexer too, and values wider than keys."""
+    shape = {"qk_nope_head_dim": 96, "v_head_dim": 128, "n_group": 1, "topk_group": 1}
+    rope = {"rope_theta": 1e6, "rope_factor": 1.0, "rope_original_positions": 2560}
+    spec = replace(SPEC, glm=True, index_topk_pattern="FSFS", **shape, **rope)
+    outcome = run_engine(MIXED, spec=spec, environ=ONE_PROCESS)
+    assert_right(outcome)
+    assert routes(outcome, range(1024)) == {"mha_one_shot", "sparse_prefill", "sparse_decode"}
+
+
 def test_tensor_parallel(run_engine: Run) -> None:
     # One thread per rank; otherwise vLLM binds each rank to a separate memory node.
     outcome = run_engine(MIXED, tensor_parallel_size=2, environ=ONE_PROCESS | {"VLLM_CPU_OMP_THREADS_BIND": "0|1"})
@@ -117,14 +119,22 @@ def test_tensor_parallel(run_engine: Run) -> None:
     assert {batch["rank"] for batch in outcome.trace} == {0, 1}
 
 
-def test_torch_compile(run_engine: Run) -> None:
-    # A layer of each kind, dense and mixture of experts: Dynamo compiles every layer again.
+@pytest.mark.parametrize("stages", [1, 2])
+def test_torch_compile(run_engine: Run, stages: int) -> None:
+    # A layer of each kind, dense and mixture of experts: Dynamo compiles every layer again. With two stages of a
+    # pipeline each has one; without torch.compile vLLM 0.32 fails on a CPU before any attention.
     outcome = run_engine(
         MIXED,
         spec=replace(SPEC, num_hidden_layers=2),
-        environ={**ONE_PROCESS, "VLLM_USE_BREAKABLE_CUDAGRAPH": "0"},
+        environ={
+            **ONE_PROCESS,
+            "VLLM_USE_BREAKABLE_CUDAGRAPH": "0",
+            "VLLM_CPU_OMP_THREADS_BIND": "|".join("01"[:stages]),
+        },
         enforce_eager=False,
         compilation_config={"mode": 3},
+        pipeline_parallel_size=stages,
     )
     assert "CompilationMode.DYNAMO_TRACE_ONCE" in outcome.log
     assert_right(outcome)
+    assert {batch["rank"] for batch in outcome.trace} == set(range(stages))

@@ -10,14 +10,19 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ci.soak.engines import count_of
+from nsa_plugin.tools.checkpoints.v32 import write_checkpoint
+from nsa_plugin.tools.reference import ReferenceModel
 from nsa_plugin.tools.serving.common import routes
 from nsa_plugin.tools.serving.process import Server, ServerError, ServerSpec
 from nsa_plugin.tools.serving.vllm import python_path_with_vllm_name, serve_command
+from tests.vllm.outcome import SPEC, TOLERANCE, Answer, compare, prompt
 
 pytestmark = pytest.mark.engine_vllm
 
@@ -32,14 +37,20 @@ def worker_pids(server: Server) -> list[int]:
     return [pid for pid in server.pids() if b"Worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
+def post(url: str, given: dict[str, object]) -> bytes:
+    """Return the answer of /v1/completions, to a greedy request."""
+    body = json.dumps({"model": "tiny", "temperature": 0, **given}).encode()
+    request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=SECONDS) as response:
+        answer: bytes = response.read()
+    return answer
+
+
 def ask(url: str, answers: list[object], tokens: int = 900) -> None:
-    body = {"model": "tiny", "prompt": list(range(100)), "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-    request = urllib.request.Request(
-        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
+    """Append the HTTP status, or what failed."""
     try:
-        with urllib.request.urlopen(request, timeout=SECONDS) as response:
-            answers.append(response.status)
+        post(url, {"prompt": list(range(100)), "max_tokens": tokens, "ignore_eos": True})
+        answers.append(200)
     except urllib.error.HTTPError as error:
         answers.append(error.code)
     except OSError as error:
@@ -90,6 +101,29 @@ def assert_metrics_have_every_batch(server: Server, trace: Path) -> None:
 def test_metrics_of_two_api_servers_have_every_batch_of_the_trace(tmp_path: Path, checkpoint: Path) -> None:
     with Server(server_spec(tmp_path, checkpoint, "--api-server-count", "2")) as server:
         assert_metrics_have_every_batch(server, tmp_path / "trace.jsonl")
+
+
+def test_two_data_parallel_engines_answer_right(tmp_path: Path) -> None:
+    # A dense layer alone: vLLM's CPU build cannot exchange tokens for experts.
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", replace(SPEC, num_hidden_layers=1))
+    reference = ReferenceModel.load(checkpoint)
+    prompts = [prompt(length, length) for length in (20, 50, 70, 100, 130, 150, 200, 310)]
+    with Server(server_spec(tmp_path, checkpoint, "--data-parallel-size", "2")) as server:
+
+        def complete(ids: list[int]) -> Answer:
+            given = {"prompt": ids, "max_tokens": 16, "ignore_eos": True, "logprobs": 1, "return_token_ids": True}
+            choice = json.loads(post(server.url, given))["choices"][0]
+            logprobs = choice["logprobs"]["token_logprobs"]
+            return compare(reference, {"ids": ids, "tokens": choice["token_ids"], "logprobs": logprobs, "cached": 0})
+
+        with ThreadPoolExecutor(len(prompts)) as clients:
+            answers = list(clients.map(complete, prompts))
+        text = server.get("/metrics", timeout=SECONDS)
+    assert all(all(answer.equal) and len(answer.equal) == 16 for answer in answers)
+    assert max(error for answer in answers for error in answer.logprob_errors) < TOLERANCE
+    for engine in "01":
+        batches = [line for line in text.splitlines() if line.startswith("vllm:nsa_plugin_batches_total{")]
+        assert any(f'engine="{engine}"' in line and float(line.split()[-1]) > 0 for line in batches)
 
 
 def test_metrics_have_every_batch_until_a_killed_worker_ends_the_server(tmp_path: Path, checkpoint: Path) -> None:
