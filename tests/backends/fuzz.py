@@ -2,7 +2,8 @@
 
 Each batch mixes decode and verify steps, requests without query tokens, prompts that attend densely, and prompts that
 select, with and without a prefix; some are padded as for a CUDA graph. Some are followed by a layer that shares the
-selection of the first. Batch n depends on the seed and n alone.
+selection of the first, and some by the layer's next batch: mostly steps with as many query tokens and other contexts.
+Batch n depends on the seed and n alone.
 """
 
 from __future__ import annotations
@@ -59,13 +60,24 @@ def lengths(random: Random, step_tokens: int) -> tuple[list[tuple[int, int]], in
     return found, room - sum(rows for rows, _ in found)
 
 
-def batch(random: Random) -> Step:
-    made = world(random)
+def batch(random: Random, made: World) -> Step:
     step_tokens = made.planner.step_tokens
     requests, room = lengths(random, step_tokens)
     only_steps = all(rows <= step_tokens for rows, _ in requests)
     padded = random.randint(0, 3) if only_steps and room >= 3 * step_tokens else 0
     return made.step(requests, padded_rows=padded * step_tokens, padded_requests=padded)
+
+
+def next_batch(random: Random, last: Step) -> Step:
+    """A batch of the same layer; after steps alone mostly with the same query tokens."""
+    if last.split.num_steps < last.split.num_requests or random.random() < 0.2:
+        return batch(random, last.world)
+    requests = [(rows, random.randint(max(rows, 1), MAX_LEN)) for rows, _ in last.lengths]
+    padding = {
+        "padded_rows": last.common.num_actual_tokens - last.num_rows,
+        "padded_requests": last.common.num_reqs - len(requests),
+    }
+    return last.world.step(requests, **padding)
 
 
 def run(count: int, seed: int) -> Counter[str]:
@@ -79,8 +91,14 @@ def run(count: int, seed: int) -> Counter[str]:
         random = Random(f"{seed}:{number}")
         step = None
         try:
-            step = batch(random)
+            step = batch(random, world(random))
             step.check()
+            if random.random() < 0.4:
+                for _ in range(random.randint(1, 3)):
+                    last, step = step, next_batch(random, step)
+                    step.check()
+                    if step.split is last.split:
+                        seen["steps like the last batch's"] += 1
             if random.random() < 0.25:  # a layer that shares the selection: other queries, the same buffer
                 step.q = step.q.flip(0)
                 step.check()

@@ -16,7 +16,8 @@ PATHS = {"decode: sparse_decode", "target_verify: sparse_decode", "extend: spars
 
 
 def test_random_batches_of_vllm_attend_as_the_reference() -> None:
-    assert {name.partition(" by ")[0] for name in fuzz.run(25, seed=2)} >= PATHS
+    seen = {name.partition(" by ")[0] for name in fuzz.run(25, seed=2)}
+    assert seen >= PATHS | {"steps like the last batch's"}
 
 
 def test_random_batches_of_sglang_select_and_attend_as_the_reference() -> None:
