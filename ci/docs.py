@@ -154,6 +154,7 @@ def agreement_table() -> str:
         rows.append(
             [
                 case["engine"],
+                case["model"].partition(",")[0],
                 case["dtype"],
                 ", ".join(how),
                 _tokens(right),
@@ -162,7 +163,8 @@ def agreement_table() -> str:
                 f"[record](benchmarks/cpu/{path.name}), {record['date']}",
             ]
         )
-    header = ["engine", "dtype", "how", "tokens equal", "largest |Δlogprob|", "tokens equal in the control", "record"]
+    counted = ["tokens equal", "largest |Δlogprob|", "tokens equal in the control"]
+    header = ["engine", "model", "dtype", "how", *counted, "record"]
     return markdown_table(header, rows)
 
 

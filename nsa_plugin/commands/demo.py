@@ -28,7 +28,7 @@ from nsa_plugin.commands.signals import (
 from nsa_plugin.errors import NsaPluginError
 from nsa_plugin.tools import records
 from nsa_plugin.tools.checkpoints.v32 import DTYPES
-from nsa_plugin.tools.compare.demo.pipeline import CannotRunError, DemoOptions, run_pipeline
+from nsa_plugin.tools.compare.demo.pipeline import MODELS, CannotRunError, DemoOptions, run_pipeline
 from nsa_plugin.tools.compare.demo.record import as_record
 from nsa_plugin.tools.compare.demo.report import SCHEMA, as_dict, print_report
 from nsa_plugin.tools.terminal import Steps, console
@@ -55,6 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     defaults = DemoOptions(work_dir=Path())
     model = parser.add_argument_group("model")
+    shapes = "the checkpoint's shape: DeepSeek-V3.2's or GLM-5's (%(default)s)"
+    model.add_argument("--family", choices=MODELS, default=defaults.family, help=shapes)
     model.add_argument(
         "--dtype", choices=DTYPES, default=defaults.dtype, help="of weights and arithmetic (%(default)s)"
     )

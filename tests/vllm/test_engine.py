@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from nsa_plugin.tools.checkpoints.v32 import SMALL_GLM
 from tests.vllm.outcome import ONE_PROCESS, SPEC, TOLERANCE, Outcome, prompt
 
 pytestmark = pytest.mark.engine_vllm
@@ -104,10 +105,7 @@ def test_bfloat16_stays_near_the_reference(run_engine: Run) -> None:
 
 def test_glm5_with_layers_that_reuse_a_selection(run_engine: Run) -> None:
     """GLM-5's architecture: plain RoPE, which rotates neighbours in the indexer too, and values wider than keys."""
-    shape = {"qk_nope_head_dim": 96, "v_head_dim": 128, "n_group": 1, "topk_group": 1}
-    rope = {"rope_theta": 1e6, "rope_factor": 1.0, "rope_original_positions": 2560}
-    spec = replace(SPEC, glm=True, index_topk_pattern="FSFS", **shape, **rope)
-    outcome = run_engine(MIXED, spec=spec, environ=ONE_PROCESS)
+    outcome = run_engine(MIXED, spec=replace(SPEC, **SMALL_GLM), environ=ONE_PROCESS)
     assert_right(outcome)
     assert routes(outcome, range(1024)) == {"mha_one_shot", "sparse_prefill", "sparse_decode"}
 

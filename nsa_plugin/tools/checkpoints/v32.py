@@ -36,6 +36,21 @@ SHARED_SELECTION = 0.98
 _GAINS = {"q_b_proj": 3.5, "o_proj": 0.5, "down_proj": 0.25, "lm_head": 3.0}
 
 
+# What makes a small checkpoint one of GLM-5's shape: plain RoPE, values wider than keys without position, one group of
+# experts, and layers that reuse a selection (IndexShare).
+SMALL_GLM: dict[str, Any] = {
+    "glm": True,
+    "index_topk_pattern": "FSFS",
+    "qk_nope_head_dim": 96,
+    "v_head_dim": 128,
+    "n_group": 1,
+    "topk_group": 1,
+    "rope_theta": 1000000.0,
+    "rope_factor": 1.0,
+    "rope_original_positions": 2560,
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSpec:
     """The checkpoint's shape. Fields have the names of the config's keys where it has one.

