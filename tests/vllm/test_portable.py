@@ -82,15 +82,18 @@ for interleaved, layout, has_indexer, with_caches in itertools.product(
     case = interleaved, layout, has_indexer, with_caches
     theirs, ours = run(89, *case), run(86, *case)
     every = torch.arange(256)
-    close(ours[0], theirs[0], 2)
+    live = slots >= 0 if with_caches else torch.ones(ROWS, dtype=torch.bool)
+    # vLLM 0.28 norms no query of a token without a slot.
+    queries = torch.ones(ROWS, dtype=torch.bool) if ours[1] else live & with_caches
+    close(ours[0][queries], theirs[0][queries], 2)
     for name in ours[1]:
-        live = slots >= 0 if with_caches else torch.ones(ROWS, dtype=torch.bool)
         close(ours[1][name][live], theirs[1][name][live], 2)
     main = [reference_read(one[2], every, dtype=torch.float32) for one in (ours, theirs)]
     assert bool(main[0].any()) == with_caches, case
     close(main[0][slots[slots >= 0]], main[1][slots[slots >= 0]], 34, wrong=0.06)
-    if layout == "v32_fp8":
-        assert torch.equal(*[one[2].data.view(-1, 656)[slots[slots >= 0], 512:528] for one in (ours, theirs)]), case
+    if layout == "v32_fp8":  # the scales: powers of two from 0.31 on, before that as exact as bfloat16 is
+        scales = [one[2].data.view(-1, 656)[slots[slots >= 0], 512:528] for one in (ours, theirs)]
+        close(*[one.contiguous().view(torch.float32) for one in scales], 2)
     rest = torch.ones(256, dtype=torch.bool).index_fill(0, slots[slots >= 0], False)
     assert not main[0][rest].any()
     stored = [reference_read_codes(one[3], every) for one in (ours, theirs)]
@@ -103,13 +106,14 @@ for interleaved, layout, has_indexer, with_caches in itertools.product(
         close(ours[5][0], theirs[5][0], 34, wrong=0.06)
         close(ours[5][1], theirs[5][1], 1)
 
-from vllm.v1.attention.ops.common import PackSeqTritonKernel
+from vllm.v1.attention.ops import common
 asked = []
 keys = patches.pack_warmup_keys(lambda kernel, **given: asked.append(given) or ["a key"])
 fp8 = torch.float8_e4m3fn
-for sm, dtype, expected in ((86, fp8, []), (89, fp8, ["a key"]), (86, torch.uint8, ["a key"])):
+kernel = getattr(common, "PackSeqTritonKernel", None)  # 0.30 on
+for sm, dtype, expected in ((86, fp8, []), (89, fp8, ["a key"]), (86, torch.uint8, ["a key"])) if kernel else ():
     patches.serving = lambda: SimpleNamespace(planning=lambda: SimpleNamespace(device=SimpleNamespace(sm=sm)))
-    assert keys(PackSeqTritonKernel, dtype=dtype, pad_value=0) == expected
+    assert keys(kernel, dtype=dtype, pad_value=0) == expected
 print("all agree")
 """
 
