@@ -11,6 +11,8 @@ from nsa_plugin.tools.checkpoints.v32 import CheckpointSpec
 SPEC = CheckpointSpec(dtype="float32")
 # The environment of an engine that starts no process, which would import vLLM again.
 ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+# One thread per rank; otherwise vLLM binds each rank to a separate memory node.
+TWO_RANKS = ONE_PROCESS | {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 # float32 against float32: what the order of summation leaves is about 3e-5. Where two tokens at the edge of a selection
 # score alike it may also decide which of them is attended, which moves a log probability by less than this.
 TOLERANCE = 1e-2

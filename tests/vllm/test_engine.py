@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nsa_plugin.tools.checkpoints.v32 import SMALL_GLM
-from tests.vllm.outcome import ONE_PROCESS, SPEC, TOLERANCE, Outcome, prompt
+from tests.vllm.outcome import ONE_PROCESS, SPEC, TOLERANCE, TWO_RANKS, Outcome, prompt
 
 pytestmark = pytest.mark.engine_vllm
 
@@ -104,15 +104,14 @@ def test_bfloat16_stays_near_the_reference(run_engine: Run) -> None:
 
 
 def test_glm5_with_layers_that_reuse_a_selection(run_engine: Run) -> None:
-    """GLM-5's architecture: plain RoPE, which rotates neighbours in the indexer too, and values wider than keys."""
+    """GLM-5's architecture: plain RoPE, neighbours rotated in the indexer too, values wider than the keys' NoPE part."""
     outcome = run_engine(MIXED, spec=replace(SPEC, **SMALL_GLM), environ=ONE_PROCESS)
     assert_right(outcome)
     assert routes(outcome, range(1024)) == {"mha_one_shot", "sparse_prefill", "sparse_decode"}
 
 
 def test_tensor_parallel(run_engine: Run) -> None:
-    # One thread per rank; otherwise vLLM binds each rank to a separate memory node.
-    outcome = run_engine(MIXED, tensor_parallel_size=2, environ=ONE_PROCESS | {"VLLM_CPU_OMP_THREADS_BIND": "0|1"})
+    outcome = run_engine(MIXED, tensor_parallel_size=2, environ=TWO_RANKS)
     assert_right(outcome)
     assert {batch["rank"] for batch in outcome.trace} == {0, 1}
 
@@ -124,11 +123,7 @@ def test_torch_compile(run_engine: Run, stages: int) -> None:
     outcome = run_engine(
         MIXED,
         spec=replace(SPEC, num_hidden_layers=2),
-        environ={
-            **ONE_PROCESS,
-            "VLLM_USE_BREAKABLE_CUDAGRAPH": "0",
-            "VLLM_CPU_OMP_THREADS_BIND": "|".join("01"[:stages]),
-        },
+        environ={**(ONE_PROCESS if stages == 1 else TWO_RANKS), "VLLM_USE_BREAKABLE_CUDAGRAPH": "0"},
         enforce_eager=False,
         compilation_config={"mode": 3},
         pipeline_parallel_size=stages,

@@ -37,20 +37,18 @@ def worker_pids(server: Server) -> list[int]:
     return [pid for pid in server.pids() if b"Worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
-def post(url: str, given: dict[str, object]) -> bytes:
-    """Return the answer of /v1/completions, to a greedy request."""
+def post(url: str, given: dict[str, object]) -> tuple[int, bytes]:
+    """Return the status and the answer of /v1/completions, to a greedy request."""
     body = json.dumps({"model": "tiny", "temperature": 0, **given}).encode()
     request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=SECONDS) as response:
-        answer: bytes = response.read()
-    return answer
+        return response.status, response.read()
 
 
 def ask(url: str, answers: list[object], tokens: int = 900) -> None:
     """Append the HTTP status, or what failed."""
     try:
-        post(url, {"prompt": list(range(100)), "max_tokens": tokens, "ignore_eos": True})
-        answers.append(200)
+        answers.append(post(url, {"prompt": list(range(100)), "max_tokens": tokens, "ignore_eos": True})[0])
     except urllib.error.HTTPError as error:
         answers.append(error.code)
     except OSError as error:
@@ -112,7 +110,7 @@ def test_two_data_parallel_engines_answer_right(tmp_path: Path) -> None:
 
         def complete(ids: list[int]) -> Answer:
             given = {"prompt": ids, "max_tokens": 16, "ignore_eos": True, "logprobs": 1, "return_token_ids": True}
-            choice = json.loads(post(server.url, given))["choices"][0]
+            choice = json.loads(post(server.url, given)[1])["choices"][0]
             logprobs = choice["logprobs"]["token_logprobs"]
             return compare(reference, {"ids": ids, "tokens": choice["token_ids"], "logprobs": logprobs, "cached": 0})
 

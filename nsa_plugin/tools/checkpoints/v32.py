@@ -36,7 +36,7 @@ SHARED_SELECTION = 0.98
 _GAINS = {"q_b_proj": 3.5, "o_proj": 0.5, "down_proj": 0.25, "lm_head": 3.0}
 
 
-# What makes a small checkpoint one of GLM-5's shape: plain RoPE, values wider than keys without position, one group of
+# What makes a small checkpoint one of GLM-5's shape: plain RoPE, values wider than the keys' NoPE part, one group of
 # experts, and layers that reuse a selection (IndexShare).
 SMALL_GLM: dict[str, Any] = {
     "glm": True,

@@ -165,12 +165,11 @@ class VllmPlanner(Planner):
     dcp: DcpGroup | None = None
     current: Split | None = None
     _seen: tuple[torch.Tensor, tuple[Any, ...]] | None = None
-    _last_steps: Split | None = None
 
     def forget_steps(self) -> None:
         """Plan decode and verify steps anew. Not once graphs are captured: a replay executes its capture's plan."""
         self._steps.clear()
-        self.current = self._last_steps = None
+        self.current = None
 
     def set_exchange(self, exchange: Exchange | None, why_none: str) -> None:
         """Take the exchange, or the reason why there is none, before any batch.
@@ -210,10 +209,11 @@ class VllmPlanner(Planner):
         Reads host values: query_start_loc_cpu, and for prefills `host_lengths`, which are exact for them.
         """
         starts = tuple(common.query_start_loc_cpu.tolist())
-        last, num_rows = self._last_steps, int(common.num_actual_tokens)
+        last, num_rows = self.current, int(common.num_actual_tokens)
         # Steps alone depend on nothing but their query tokens. A trace file lists the requests, which may be others.
         looked_at = self.memory_unread or self.trace.is_file
-        if last is not None and last.starts == starts and last.num_rows == num_rows and not looked_at:
+        same = last is not None and last.starts == starts and last.num_rows == num_rows
+        if last is not None and same and last.only_steps and not looked_at:
             if self._seen is None or self._seen[0] is not common.query_start_loc_cpu:
                 assert last.steps is not None
                 self._seen = (common.query_start_loc_cpu, (starts, (), num_rows))
@@ -232,7 +232,6 @@ class VllmPlanner(Planner):
         started = time.perf_counter()
         self._seen = (common.query_start_loc_cpu, key)
         self.current = self._split(starts, q_lens, kv_lens, num_steps, key[2])
-        self._last_steps = self.current if self.current.only_steps else None
         # vLLM's second model runner looks every id up, which only a trace file needs.
         names = self.request_ids(common) if self.trace.is_file else ()
         self._record(self.current, names, q_lens, kv_lens, started)

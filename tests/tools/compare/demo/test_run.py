@@ -201,6 +201,12 @@ def test_a_disk_that_fills_up_is_one_message(demo, monkeypatch):
     assert "model.safetensors: No space left on device" in output
 
 
+@pytest.mark.parametrize(("family", "architecture"), [("v3.2", "DeepseekV32"), ("glm", "GlmMoeDsa")])
+def test_the_family_is_that_of_the_checkpoint(family, architecture):
+    _, _, spec = pipeline._plan(pipeline.DemoOptions(work_dir=Path(), family=family))
+    assert spec.config()["architectures"] == [f"{architecture}ForCausalLM"]
+
+
 def test_no_vllm_is_one_message(demo, monkeypatch):
     def missing(engine):
         raise CompareError("vLLM is not installed")
@@ -209,7 +215,9 @@ def test_no_vllm_is_one_message(demo, monkeypatch):
     assert demo("")[0] == 2
 
 
-@pytest.mark.parametrize("flag", ["--port=70000", "--timeout=0", "--tensor-parallel-size=none", "--dtype=float16"])
+@pytest.mark.parametrize(
+    "flag", ["--port=70000", "--timeout=0", "--tensor-parallel-size=none", "--dtype=float16", "--family=v4"]
+)
 def test_bad_flags_are_bad_usage(demo, flag, capsys):
     with pytest.raises(SystemExit) as caught:
         demo("", flag)
