@@ -104,7 +104,7 @@ def test_bfloat16_stays_near_the_reference(run_engine: Run) -> None:
 
 
 def test_glm5_with_layers_that_reuse_a_selection(run_engine: Run) -> None:
-    """GLM-5's architecture: plain RoPE, neighbours rotated in the indexer too, values wider than the keys' NoPE part."""
+    """GLM-5's architecture: plain RoPE, neighbours rotated in the indexer too, values wider than NoPE keys."""
     outcome = run_engine(MIXED, spec=replace(SPEC, **SMALL_GLM), environ=ONE_PROCESS)
     assert_right(outcome)
     assert routes(outcome, range(1024)) == {"mha_one_shot", "sparse_prefill", "sparse_decode"}

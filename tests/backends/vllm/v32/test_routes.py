@@ -125,6 +125,17 @@ def test_steps_alike_are_decided_once_and_counted_every_time(monkeypatch: pytest
     assert made.current is None
 
 
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_prefill_with_as_many_query_tokens_is_split_anew(steps: int):
+    world = World(planner("v32_fp8"))
+    short, long = (world.step([(1, 40)] * steps + [(10, context)]).split for context in (12, 90))
+    assert short.starts == long.starts
+    assert short.dense
+    assert short.sparse is None
+    assert long.sparse is not None
+    assert not long.dense
+
+
 @pytest.mark.parametrize("mode", ["off", "log", "file"])
 def test_requests_are_named_for_a_trace_file_alone(mode: str, tmp_path: Path):
     file, asked = tmp_path / "trace.jsonl", []
