@@ -25,6 +25,9 @@ NEARLY_EQUAL = 0.03
 COPY_BYTES = {"v32_fp8": 656 + 2 * 576, "v4_fp8": (584 + 2 * 512) // 4}
 # The part of the device memory's rate that such a copy reaches at least on SM90, in bytes a microsecond.
 COPY_RATE = 3e6
+# Up to this many query tokens the order by times is kept for each number: decode steps have the same ones again and
+# again, a prefill hardly ever.
+KEPT_ROWS = 512
 # Libraries whose sparse kernels the stock engines run.
 UPSTREAM = frozenset({"flash_mla", "fa3", "trtllm", "flashinfer_sm120"})
 # Over a bf16 cache the CUDA kernel fills so much shared memory that, without bulk copies, a block of few heads
@@ -46,7 +49,11 @@ def sparse_routes(case: Case, load: KernelLoad, *, usable: bool = False) -> Iter
     stock = case.stock_prefill if stock_route_first(case, load) else None
     pays = case.dequantizing_pays
     order = case.once(("order", case.extend, load.heads, pays, stock), lambda: _order(case, load, stock))
-    return _by_time(case, order, load, order.usable if usable else None)
+    wanted = order.usable if usable else None
+    if order.copies or load.rows > KEPT_ROWS:
+        return _by_time(case, order, load, wanted)
+    key = "by time", case.extend, load, usable, pays, stock
+    return iter(case.once(key, lambda: tuple(_by_time(case, order, load, wanted))))
 
 
 class _Order(NamedTuple):
@@ -55,11 +62,13 @@ class _Order(NamedTuple):
     Attributes:
         timed: (place, measured points) of the routes that have a measured time; the last route's does not count.
         usable: the routes that support some batch.
+        copies: one of the timed routes copies the cache, so that its time depends on the context too.
     """
 
     routes: tuple[Route, ...]
     timed: tuple[tuple[int, timings.Points], ...]
     usable: frozenset[Route]
+    copies: bool
 
 
 def _order(case: Case, load: KernelLoad, stock: Route | None) -> _Order:
@@ -70,7 +79,7 @@ def _order(case: Case, load: KernelLoad, stock: Route | None) -> _Order:
     kernels = [case.kernel(route, load.heads) for route in routes]
     timed = tuple((place, kernel.times[1]) for place, kernel in enumerate(kernels[:-1]) if kernel.times[1])
     usable = frozenset(route for route, kernel in zip(routes, kernels, strict=True) if kernel.usable)
-    return _Order(routes, timed, usable)
+    return _Order(routes, timed, usable, any(routes[place].dequantize_kv for place, _ in timed))
 
 
 def stock_route_first(case: Case, load: KernelLoad) -> bool:
