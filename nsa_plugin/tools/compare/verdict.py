@@ -205,13 +205,17 @@ def agreement_checks(
     Args:
         between: the compared servers, for the message.
     """
-    rejected = [one for one in plugin if not allowed.holds(one)]
+    outliers = allowed.few_outliers(plugin)
+    rejected = [one for one in plugin if not allowed.holds(one) and one not in outliers]
     answers = [one for one in plugin if not rule.is_forced(one)]
     parted = [one for one in answers if one.gap is not None]
     detail = (
         f"{len(plugin)} requests, {_equal(plugin)}; {len(parted)} answers diverge, all at near ties; "
         f"largest difference {max((one.largest for one in answers), default=0.0):.3f} of {allowed.largest:.3f} allowed"
     )
+    if outliers:
+        named = _some([allowed.explain(one) for one in outliers])
+        detail += f" but in {len(outliers)} of {len(answers)} answers, up to {allowed.outlier:.3f}: {named}"
     if not plugin:
         detail = f"no request was answered by both {between}"
     holds, detail = bool(plugin) and not rejected, _some([allowed.explain(one) for one in rejected]) or detail

@@ -11,9 +11,9 @@ import pytest
 
 from nsa_plugin.tools.compare import rule
 from nsa_plugin.tools.compare.measured import CONTROL, PLUGIN, STOCK, Answer, Measured, Run
-from nsa_plugin.tools.compare.rule import compare
+from nsa_plugin.tools.compare.rule import Compared, compare
 from nsa_plugin.tools.compare.tolerance import FLOORS, V4_FLOOR, floor_of, tolerance
-from nsa_plugin.tools.compare.verdict import judge
+from nsa_plugin.tools.compare.verdict import agreement_checks, judge
 
 TOP = {1: -1.0, 2: -1.3, 3: -4.0}
 
@@ -177,6 +177,58 @@ def test_all_holds() -> None:
 def test_plugin_beyond_the_tolerance_fails_by_request_and_by_mean() -> None:
     assert failed(measured(plugin_shift=0.3)) == ["the plugin agrees in the mean of answers"]  # 0.2 allowed
     assert failed(measured(plugin_shift=0.8))[0] == "the plugin agrees, request by request"  # 0.7 allowed
+
+
+def answers_of(*largest: float, agreeing: int = 200) -> list[Compared]:
+    """Answers with these largest differences, and others that agree."""
+    shifts = [*largest, *[0.1] * (agreeing - len(largest))]
+    return [Compared(group="concurrent", name=f"c{i}", prompt=9, largest=shift) for i, shift in enumerate(shifts)]
+
+
+def test_a_few_answers_may_be_outliers() -> None:
+    allowed = tolerance([], FLOORS["bf16"])  # 0.7, and 1.6 for one answer in a hundred
+    few = answers_of(1.2, 1.5)
+    assert allowed.few_outliers(few) == few[:2]
+    check = agreement_checks(few, allowed)[0]
+    assert check.holds
+    assert check.detail.endswith(
+        "but in 2 of 200 answers, up to 1.600: concurrent c0: largest difference 1.200 of 0.700; "
+        "concurrent c1: largest difference 1.500 of 0.700"
+    )
+    gap = replace(few[0], largest=0.1, equal=3, gap=1.19)
+    assert allowed.few_outliers([gap, *few[1:]]) == [gap, few[1]]
+
+
+@pytest.mark.parametrize(
+    ("answers", "rejected"),
+    [
+        (answers_of(1.2, 1.2, 1.2), 3),  # too many
+        (answers_of(1.2, agreeing=99), 1),
+        (answers_of(1.2, 1.7), 1),  # too far; the other one stays an outlier
+        ([replace(answers_of(1.2)[0], equal=3, gap=1.7), *answers_of()[1:]], 1),
+        ([replace(answers_of()[0], gap=math.inf), *answers_of()[1:]], 1),
+        ([replace(answers_of()[0], problem="no answer"), *answers_of()[1:]], 1),
+        ([*answers_of(), Compared(group="forced", name="p9", prompt=9, positions=8, mean=0.3)], 1),
+    ],
+)
+def test_other_answers_are_no_outliers(answers: list[Compared], rejected: int) -> None:
+    allowed = tolerance([], FLOORS["bf16"])
+    check = agreement_checks(answers, allowed)[0]
+    assert not check.holds
+    assert check.detail.count(":") == rejected
+
+
+def test_v4_has_no_outliers() -> None:
+    """Nothing shows how far rounding moves a few of its answers."""
+    answers = answers_of(0.9)
+    assert tolerance([], V4_FLOOR).few_outliers(answers) == []
+    assert not agreement_checks(answers, tolerance([], V4_FLOOR))[0].holds
+
+
+def test_stock_that_differs_more_from_itself_allows_as_much() -> None:
+    loud = [Compared(group="single", name="p", prompt=9, largest=1.0)]
+    allowed = tolerance(loud, FLOORS["bf16"])
+    assert (allowed.largest, allowed.outlier) == (2.0, 2.0)
 
 
 def test_either_of_two_stock_answers_counts_where_they_disagree() -> None:
