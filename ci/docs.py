@@ -130,14 +130,17 @@ def support_table() -> str:
 
 
 def overhead_table() -> str:
-    """What the plugin takes of the CPU, from the record of `nsa_plugin.tools.bench.overhead`."""
-    path = RECORDS / "cpu" / "overhead.json"
-    rows = []
-    for row in json.loads(path.read_text())["rows"] if path.is_file() else ():
-        unit, worst = ("µs", "p99_us") if "p50_us" in row else ("ms", "max_ms")
-        median = row["p50_us" if unit == "µs" else "p50_ms"]
-        rows.append([row["what"], f"{median} {unit}", f"{row[worst]} {unit}", f"{row['runs']:,}"])
-    return markdown_table(["what", "median", "99th percentile; of entry points the longest", "runs"], rows)
+    """What the plugin takes of the CPU, from the records of `nsa_plugin.tools.bench.overhead`, a column a machine."""
+    columns: dict[str, dict[str, str]] = {}
+    for path in sorted(RECORDS.glob("*/overhead.json")):
+        record = json.loads(path.read_text())
+        cells = columns[f"{record['host']['cpu']}: median, 99th percentile"] = {}
+        for row in record["rows"]:
+            unit, worst = ("µs", "p99_us") if "p50_us" in row else ("ms", "max_ms")
+            cells[row["what"]] = f"{row[f'p50_{worst[-2:]}']}, {row[worst]} {unit}"
+    names = dict.fromkeys(name for cells in columns.values() for name in cells)
+    rows = [[name, *(cells.get(name, "not measured") for cells in columns.values())] for name in names]
+    return markdown_table(["what", *columns], rows)
 
 
 def agreement_table() -> str:

@@ -215,7 +215,7 @@ def agreement_checks(
     )
     if outliers:
         named = _some([allowed.explain(one) for one in outliers])
-        detail += f" but in {len(outliers)} of {len(answers)} answers, up to {allowed.outlier:.3f}: {named}"
+        detail += f", and {allowed.outlier:.3f} in a few; {len(outliers)} of {len(answers)} answers: {named}"
     if not plugin:
         detail = f"no request was answered by both {between}"
     holds, detail = bool(plugin) and not rejected, _some([allowed.explain(one) for one in rejected]) or detail

@@ -192,7 +192,7 @@ def test_a_few_answers_may_be_outliers() -> None:
     check = agreement_checks(few, allowed)[0]
     assert check.holds
     assert check.detail.endswith(
-        "but in 2 of 200 answers, up to 1.600: concurrent c0: largest difference 1.200 of 0.700; "
+        "of 0.700 allowed, and 1.600 in a few; 2 of 200 answers: concurrent c0: largest difference 1.200 of 0.700; "
         "concurrent c1: largest difference 1.500 of 0.700"
     )
     gap = replace(few[0], largest=0.1, equal=3, gap=1.19)
