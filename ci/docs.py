@@ -132,7 +132,7 @@ def support_table() -> str:
 def overhead_table() -> str:
     """What the plugin takes of the CPU, from the records of `nsa_plugin.tools.bench.overhead`, a column a machine."""
     columns: dict[str, dict[str, str]] = {}
-    for path in sorted(RECORDS.glob("*/overhead.json")):
+    for path in sorted((RECORDS / "cpu").glob("overhead*.json")):
         record = json.loads(path.read_text())
         cells = columns[f"{record['host']['cpu']}: median, 99th percentile"] = {}
         for row in record["rows"]:
