@@ -107,8 +107,9 @@ GPU = _GPU.patches(
         until: SGLang's logits are no wider than one request and fit the free memory
     prefill-graph [>=0.5.17]: model_executor.runner.prefill_cuda_graph_runner:PrefillCudaGraphRunner.can_run_graph(self,
         forward_batch)
-        A prefill replayed from a graph is always sparse. If the user sets mha_max_kv, prefills that the plan makes
-        dense run eagerly. Before 0.5.17 SGLang does not capture prefills of these models.
+        A prefill replayed from a graph is always sparse and keeps heads local. If the user sets mha_max_kv,
+        prefills that the plan makes dense run eagerly; with split_prefill on, those that it splits; with token_shard
+        on, those that it reshards. Before 0.5.17 SGLang does not capture prefills of these models.
         replacement: v32.patches:wrap_can_run_graph
         upstream: sglang #12788
         until: SGLang captures dense prefills too

@@ -25,8 +25,8 @@ def wrap_can_run_graph(original: Callable[..., bool]) -> Callable[..., bool]:
     From 0.5.17 on SGLang captures prefills for models with sparse attention (`--cuda-graph-max-bs-prefill`, breakable
     CUDA graphs): of up to 2048 tokens, and since 0.5.23 of a whole chunk, up to 8192. A captured prefill is always
     sparse, since its projections are those of absorbed attention. Whether the graph or dense attention saves more
-    depends on the batch, so prefills that the plan makes dense run eagerly only with `mha_max_kv` set, and those that
-    it splits with `split_prefill=on`.
+    depends on the batch, so prefills that the plan makes dense run eagerly only with `mha_max_kv` set, those that it
+    splits with `split_prefill=on`, and those that it reshards with `token_shard=on`.
     """
 
     def around(original: Callable[..., bool], runner: Any, forward_batch: Any) -> bool:

@@ -61,7 +61,9 @@ def setter_of(original: type) -> str:
 
 
 def leaves_graph(backend: Any, original: type, forward_batch: Any) -> bool:
-    """Whether a prefill runs eagerly, because some or all of it attends densely; a graph is always sparse.
+    """Whether a prefill runs eagerly: a graph is always sparse and keeps heads local.
+
+    It does if `mha_max_kv` is set and it attends densely, if it is split, or if `token_shard` is on and it reshards.
 
     SGLang asks outside any graph, before it prepares the batch. All ranks must answer alike, so the answer depends on
     the batch's lengths and on state that the ranks share. With DP attention each group has a different batch, and the
@@ -76,16 +78,19 @@ def leaves_graph(backend: Any, original: type, forward_batch: Any) -> bool:
     look(backend, state, forward_batch)
     if not state.plans_prefill:
         return False
-    dense, splits = state.planner.settings.mha_max_kv > 0, not state.planner.whole
-    if not (dense or splits) or batches.phase_of(forward_batch.forward_mode) is not Phase.EXTEND:
+    settings = state.planner.settings
+    dense, splits = settings.mha_max_kv > 0, not state.planner.whole
+    reshards = settings.token_shard == "on" and state.exchange is not None
+    if not (dense or splits or reshards) or batches.phase_of(forward_batch.forward_mode) is not Phase.EXTEND:
         return False
     if getattr(forward_batch, "global_num_tokens_cpu", None) is not None:
         return False
     batch = batches.prefill_batch(forward_batch)
     allows = functools.partial(_allows, getattr(original, setter_of(original)), backend)
-    if dense and allows(forward_batch):  # SGLang's rules; the preparation sets them again
-        route = state.planner.prefill_execution(batch, dense_allowed=True)
-        if route is not None and route.dense:
+    if dense or reshards:
+        # SGLang's rules; the preparation sets them again.
+        route = state.planner.prefill_execution(batch, dense_allowed=allows(forward_batch))
+        if route is not None and ((dense and route.dense) or (reshards and route.plan.token_shard)):
             return True
     no_split = _no_split(state, batch, forward_batch, allows)
     return not no_split and isinstance(state.planner.prefill_execution(batch, no_split=no_split), SplitExecution)

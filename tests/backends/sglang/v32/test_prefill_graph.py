@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from nsa_plugin.backends.sglang.v32.batch import prefill_batch
 from nsa_plugin.backends.sglang.v32.patches import wrap_can_run_graph
 from nsa_plugin.decision.plan import Attention
 from tests.backends.fake_sglang.v32 import DsaBackend, ForwardMode, forward_batch, started
@@ -56,6 +58,49 @@ def test_a_dense_batch_leaves_the_graph_if_mha_max_kv_is_set(layout: str, batch:
 )
 def test_every_other_batch_is_replayed(settings: dict[str, int], batch: Any):
     assert replayed(started(**settings), batch)
+
+
+def exchanging(rows: int = 64, **settings: Any) -> Any:
+    """A backend of two ranks, which exchange up to `rows` query tokens."""
+    backend = started(**settings)
+    backend.nsa_plugin.planner = replace(backend.nsa_plugin.planner, exchange_rows=rows, no_exchange="")
+    backend.nsa_plugin.exchange = SimpleNamespace(in_graph=lambda: False, shard=SimpleNamespace(max_rows=rows))
+    return backend
+
+
+LONG = forward_batch(ForwardMode.EXTEND, [40], [9000])
+
+
+def test_a_prefill_that_reshards_leaves_the_graph_if_token_shard_is_on():
+    backend = exchanging(token_shard="on")
+    assert not replayed(backend, LONG)
+    backend.init_forward_metadata(LONG)  # what follows, outside the graph
+    assert backend.nsa_plugin.share is not None
+    assert backend.nsa_plugin.route.plan.token_shard
+
+
+@pytest.mark.parametrize(
+    ("settings", "batch"),
+    [
+        ({"token_shard": "off"}, LONG),
+        ({"token_shard": "on"}, forward_batch(ForwardMode.EXTEND, [65], [9000])),  # more than the buffers hold
+        ({"token_shard": "on"}, SHORT),  # dense outside a graph, which pads no heads
+        ({"token_shard": "on"}, forward_batch(ForwardMode.EXTEND, [40], [9000], global_num_tokens_cpu=[40, 900])),
+        ({"token_shard": "on"}, forward_batch(ForwardMode.DRAFT_EXTEND_V2, [40], [9000])),
+    ],
+)
+def test_a_prefill_that_keeps_its_heads_is_replayed(settings: dict[str, str], batch: Any):
+    assert replayed(exchanging(**settings), batch)
+
+
+def test_auto_keeps_the_graph_of_a_prefill_that_it_would_reshard(monkeypatch: pytest.MonkeyPatch):
+    """Graphs save time too, and the two were not timed against each other."""
+    backend = exchanging(8192, token_shard="auto")
+    batch = forward_batch(ForwardMode.EXTEND, [8192], [65536])
+    outside = backend.nsa_plugin.planner.prefill_execution(prefill_batch(batch))
+    assert outside is not None
+    assert outside.plan.token_shard
+    assert replayed(backend, batch)
 
 
 def test_the_engines_rules_count_too():
