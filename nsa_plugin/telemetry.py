@@ -222,6 +222,12 @@ COMBINED_PREFILLS = Metric(
     ),
     labels=("kind",),
 )
+RESHARDED_TOKENS = Metric(
+    name="nsa_plugin_resharded_query_tokens_total",
+    kind=MetricKind.COUNTER,
+    text="Query tokens of the batches whose heads are resharded to query tokens over the ranks, by phase.",
+    labels=("phase",),
+)
 DECISION_SECONDS = Metric(
     name="nsa_plugin_decision_seconds",
     kind=MetricKind.HISTOGRAM,
@@ -250,6 +256,7 @@ METRICS = (
     QUERY_TOKENS,
     PREFILL_CHUNKS,
     COMBINED_PREFILLS,
+    RESHARDED_TOKENS,
     DECISION_SECONDS,
     LOGITS_BUDGET,
     LEFT_TO_STOCK,
@@ -276,6 +283,7 @@ class Metrics:
         )
         self._routes: dict[str, tuple[Write, Write]] = {}
         self._combined: dict[str, Write] = {}
+        self._resharded: dict[Phase, Write] = {}
         self._last_budget = -1
 
     def batch(self, plan: Plan, tokens: int) -> None:
@@ -289,6 +297,10 @@ class Metrics:
         query_tokens(tokens)
         if plan.phase is Phase.EXTEND and plan.indexer.mode is IndexerMode.TOPK and plan.indexer.rows_per_chunk:
             self._chunks(-(-tokens // plan.indexer.rows_per_chunk))
+        if plan.token_shard:
+            if plan.phase not in self._resharded:
+                self._resharded[plan.phase] = self._write(RESHARDED_TOKENS, {"phase": str(plan.phase)})
+            self._resharded[plan.phase](tokens)
 
     def combined(self, kind: str) -> None:
         """Count a prefill with requests of two kinds, `SPLIT` or `MIXED`."""

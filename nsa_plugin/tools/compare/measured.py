@@ -28,6 +28,7 @@ class Run:
         report: the plugin's start-up report, or empty.
         routes: batches by "phase/attention/provider", from the plugin's counters.
         combined: prefills with requests of two kinds, by kind, from the plugin's counters.
+        resharded: query tokens of batches that reshard, by phase, from the plugin's counters.
         planned: plans in the server's log, as "phase/attention/provider".
         skipped: groups without enough time, and loads that were not completed.
         fell: how the server failed at a prompt that was meant to make it fail (`workload.LIMIT`), or "".
@@ -43,6 +44,7 @@ class Run:
     report: dict[str, Any] = field(default_factory=dict)
     routes: dict[str, int] = field(default_factory=dict)
     combined: dict[str, int] = field(default_factory=dict)
+    resharded: dict[str, int] = field(default_factory=dict)
     planned: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     fell: str = ""

@@ -158,6 +158,7 @@ class RoleServer:
             metrics = self.server.get(self._engine.metrics_path, timeout=5.0)
             run.routes = dict(self._engine.routes(metrics)) or run.routes
             run.combined = dict(self._engine.combined(metrics)) or run.combined
+            run.resharded = dict(self._engine.resharded(metrics)) or run.resharded
         except ServerError as error:
             self.say(f"no metrics: {error}")
         found = _PLAN.findall(self.log.read_text(errors="replace")) if self.log.exists() else []

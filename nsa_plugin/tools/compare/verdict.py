@@ -73,6 +73,8 @@ def judge(measured: Measured) -> Verdict:
         if (ranks := measured.facts.get("dcp", 1)) > 1:
             checks.append(shares_cache(runs[PLUGIN], ranks))
         checks += combined_checks(measured, runs[PLUGIN])
+        if runs[PLUGIN].report.get("settings", {}).get("token_shard") == "on":
+            checks.append(reshards(runs[PLUGIN]))
     if agreement:
         nothing = "no request was answered twice by stock: its own spread is not known"
         checks.append(spread_check(own, allowed, name="stock against itself", nothing=nothing))
@@ -151,6 +153,7 @@ def active(run: Run) -> Check:
         detail = "it is on, but neither its counters nor its trace show a batch"
     else:
         counted = [f"{route} x{count}" for route, count in sorted(run.routes.items())]
+        counted += [f"{count} resharded query tokens in {phase}" for phase, count in sorted(run.resharded.items())]
         detail = ", ".join(counted) or f"plans in the log: {', '.join(run.planned)}"
     return Check(name="the plugin served", holds=run.active, detail=detail)
 
@@ -160,6 +163,12 @@ def shares_cache(run: Run, ranks: int) -> Check:
     found = run.report.get("facts", {}).get(SHARED_CACHE, "its start-up report does not say so")
     name = f"the plugin served a KV cache that {ranks} ranks share"
     return Check(name=name, holds=run.active and str(found).startswith(f"{ranks} ranks"), detail=str(found))
+
+
+def reshards(run: Run) -> Check:
+    """Whether the plugin resharded some batch."""
+    counted = sum(run.resharded.values())
+    return Check(name="heads were resharded", holds=counted > 0, detail=f"{counted} query tokens, counted")
 
 
 def combined_checks(measured: Measured, run: Run) -> list[Check]:

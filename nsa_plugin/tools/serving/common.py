@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from importlib import metadata
 from typing import Any
 
-from nsa_plugin.telemetry import COMBINED_PREFILLS
+from nsa_plugin.telemetry import COMBINED_PREFILLS, RESHARDED_TOKENS, Metric
 from nsa_plugin.tools.serving.engine import V4, CompareError
 
 PLUGIN = "nsa_plugin"
@@ -87,10 +87,19 @@ def routes(metrics: str, prefix: str) -> Counter[str]:
 
 def combined(metrics: str, prefix: str) -> Counter[str]:
     """Prefills with requests of two kinds, by kind (`telemetry.COMBINED_PREFILLS`), from the text of /metrics."""
+    return _by_label(metrics, prefix, COMBINED_PREFILLS, "kind")
+
+
+def resharded(metrics: str, prefix: str) -> Counter[str]:
+    """Query tokens of batches that reshard, by phase (`telemetry.RESHARDED_TOKENS`), from the text of /metrics."""
+    return _by_label(metrics, prefix, RESHARDED_TOKENS, "phase")
+
+
+def _by_label(metrics: str, prefix: str, metric: Metric, label: str) -> Counter[str]:
     counted: Counter[str] = Counter()
-    line = re.compile(rf"^{prefix}:{COMBINED_PREFILLS.name}\{{(?P<labels>[^}}]*)\}} (?P<value>\S+)", re.MULTILINE)
+    line = re.compile(rf"^{prefix}:{metric.name}\{{(?P<labels>[^}}]*)\}} (?P<value>\S+)", re.MULTILINE)
     for found in line.finditer(metrics):
-        counted[dict(_LABEL.findall(found["labels"])).get("kind", "?")] += int(float(found["value"]))
+        counted[dict(_LABEL.findall(found["labels"])).get(label, "?")] += int(float(found["value"]))
     return counted
 
 

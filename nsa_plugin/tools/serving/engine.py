@@ -84,6 +84,10 @@ class ServedEngine(Protocol):
         """Prefills with requests of two kinds that the plugin planned, by kind, from the server's metrics."""
         ...
 
+    def resharded(self, metrics: str) -> Counter[str]:
+        """Query tokens of batches that the plugin reshards, by phase, from the server's metrics."""
+        ...
+
     def facts(self, flags: Sequence[str], family: str) -> dict[str, Any]:
         """What `flags` say about a server of a model of `family` (`FAMILIES`).
 

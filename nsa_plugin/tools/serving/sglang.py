@@ -120,6 +120,9 @@ class SglangEngine:
     def combined(self, metrics: str) -> Counter[str]:
         return common.combined(metrics, "sglang")
 
+    def resharded(self, metrics: str) -> Counter[str]:
+        return common.resharded(metrics, "sglang")
+
     def facts(self, flags: Sequence[str], family: str) -> dict[str, Any]:
         chunk = "--chunked-prefill-size"
         variant = [word for flag, word in _SWITCHES.items() if flag in flags]

@@ -149,6 +149,9 @@ class VllmEngine:
     def combined(self, metrics: str) -> Counter[str]:
         return common.combined(metrics, "vllm")
 
+    def resharded(self, metrics: str) -> Counter[str]:
+        return common.resharded(metrics, "vllm")
+
     def facts(self, flags: Sequence[str], family: str) -> dict[str, Any]:
         chunk = "--max-num-batched-tokens"
         dcp = int(flag_value(flags, "--decode-context-parallel-size", "-dcp") or 1)

@@ -77,6 +77,8 @@ class Handler(fake_toy.Handler):
             "# HELP sglang:nsa_plugin_batches_total Batches",
             f'sglang:nsa_plugin_batches_total{{attention="sparse_decode",phase="decode",provider="cuda"}} {batches}.0',
         ]
+        if os.environ.get("NSA_PLUGIN_TOKEN_SHARD") == "on" and MODE != "never reshards":
+            lines.append('sglang:nsa_plugin_resharded_query_tokens_total{phase="extend",tp_rank="0"} 8192.0')
         if MODE != "never combines":
             lines += [
                 f'sglang:nsa_plugin_combined_prefills_total{{kind="{kind}",tp_rank="0"}} {count}.0'
@@ -144,7 +146,8 @@ if (PLUGIN and MODE == "dies") or MODE == "stock dies":
     sys.exit(3)
 if PLUGIN:
     active = MODE != "inactive"
-    settings = {"split_prefill": given} if (given := os.environ.get("NSA_PLUGIN_SPLIT_PREFILL")) else {}
+    variables = {name: f"NSA_PLUGIN_{name.upper()}" for name in ("split_prefill", "token_shard")}
+    settings = {name: os.environ[variable] for name, variable in variables.items() if variable in os.environ}
     report = {"active": active, "notes": [] if active else ["a note that says why"], "settings": settings, "text": "on"}
     report["facts"] = {"short prompts batched with long ones": "attend as the long ones: no reason"}
     Path(os.environ["NSA_PLUGIN_REPORT"]).write_text(json.dumps(report))

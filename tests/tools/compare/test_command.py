@@ -153,6 +153,25 @@ def test_without_the_flag_or_the_setting_nothing_must_be_combined(
 SMALL = ("--case", "single", "--case", "forced")
 
 
+@pytest.mark.parametrize("mode", ["", "never reshards"])
+def test_a_batch_must_have_been_resharded_where_token_shard_is_on(
+    mode: str,
+    fake: Behave,
+    read: Read,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("NSA_PLUGIN_TOKEN_SHARD", "on")
+    code, out, _ = call(capsys, arguments(tmp_path, fake(mode), *SMALL))
+    record = read()
+    assert (code, failed(record)) == ((1, ["heads were resharded"]) if mode else (0, [])), out
+    checks = {check["name"]: check["detail"] for check in record["verdict"]["checks"]}
+    assert checks["heads were resharded"] == f"{0 if mode else 8192} query tokens, counted"
+    assert record["servers"]["plugin"].get("resharded", {}) == ({} if mode else {"extend": 8192})
+    assert ("8192 resharded query tokens in extend" in checks["the plugin served"]) is (not mode)
+
+
 def test_v4_is_compared_by_what_matters_to_it(
     fake: Behave, read: Read, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -271,6 +271,15 @@ sglang:nsa_plugin_combined_prefills_created{kind="mixed",tp_rank="0"} 1.7e9
     assert ENGINE.combined("sglang:num_running_reqs 0.0\n") == {}
 
 
+def test_resharded_query_tokens_are_counted_by_phase() -> None:
+    text = """sglang:nsa_plugin_resharded_query_tokens_total{phase="extend",tp_rank="0"} 8192.0
+sglang:nsa_plugin_resharded_query_tokens_total{phase="extend",tp_rank="4"} 8192.0
+sglang:nsa_plugin_resharded_query_tokens_total{phase="decode",tp_rank="0"} 64.0
+sglang:nsa_plugin_query_tokens_total{attention="sparse_decode",phase="decode",provider="cuda"} 99.0
+"""
+    assert dict(ENGINE.resharded(text)) == {"extend": 16384, "decode": 64}
+
+
 def test_short_and_long_prompts_alternate_so_that_a_chunk_has_both() -> None:
     alone, batch = workload(1000, 2048, 32000, ["interleaved"])
     assert (alone.how, batch.how) == ("one by one", "one batch")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -123,3 +124,8 @@ def test_a_routes_counter_is_looked_up_once(monkeypatch: pytest.MonkeyPatch, tmp
     route = {"phase": "decode", "attention": "sparse_decode", "tp_rank": "1"}
     counted = {name: registry.get_sample_value(NAME, route | {"provider": name}) for name in ("cuda", "triton")}
     assert counted == {"cuda": 10, "triton": 5}
+    resharded = "sglang:nsa_plugin_resharded_query_tokens_total", {"phase": "decode", "tp_rank": "1"}
+    assert registry.get_sample_value(*resharded) is None
+    for _ in range(2):
+        made.batch(replace(plans[0], token_shard=True), 64)
+    assert registry.get_sample_value(*resharded) == 128
