@@ -130,11 +130,14 @@ def support_table() -> str:
 
 
 def overhead_table() -> str:
-    """What the plugin takes of the CPU, from the records of `nsa_plugin.tools.bench.overhead`, a column a machine."""
+    """What the plugin takes of the CPU, from the records of `nsa_plugin.tools.bench.overhead`.
+
+    A column for each CPU, which may have a record for each engine.
+    """
     columns: dict[str, dict[str, str]] = {}
     for path in sorted((RECORDS / "cpu").glob("overhead*.json")):
         record = json.loads(path.read_text())
-        cells = columns[f"{record['host']['cpu']}: median, 99th percentile"] = {}
+        cells = columns.setdefault(f"{record['host']['cpu']}: median, 99th percentile", {})
         for row in record["rows"]:
             unit, worst = ("µs", "p99_us") if "p50_us" in row else ("ms", "max_ms")
             cells[row["what"]] = f"{row[f'p50_{worst[-2:]}']}, {row[worst]} {unit}"
