@@ -226,7 +226,8 @@ def test_the_class_of_v4_is_replaced_where_sglang_builds_one(place: Place) -> No
     """SGLang's own registry and class; the backend itself says that it needs a GPU."""
     seen = place.run_program(V4)
     assert seen["before"] is False
-    assert seen["entry"].startswith("SGLang goes on")
+    # From 0.5.20 on SGLang's entry looks at the flags of a server first; before, it builds the backend at once.
+    assert seen["entry"].startswith("SGLang goes on") or "needs a GPU" in seen["entry"]
     assert "needs a GPU" in seen["served"]
     assert seen["class"] == "NsaPluginDeepseekV4AttnBackend"
 
