@@ -139,8 +139,9 @@ def overhead_table() -> str:
         record = json.loads(path.read_text())
         cells = columns.setdefault(f"{record['host']['cpu']}: median, 99th percentile", {})
         for row in record["rows"]:
-            unit, worst = ("µs", "p99_us") if "p50_us" in row else ("ms", "max_ms")
-            cells[row["what"]] = f"{row[f'p50_{worst[-2:]}']}, {row[worst]} {unit}"
+            call = "p50_us" in row
+            times = f"{row['p50_us']}, {row['p99_us']} µs" if call else f"{row['p50_ms']}, {row['max_ms']} ms"
+            cells[row["what"]] = times
     names = dict.fromkeys(name for cells in columns.values() for name in cells)
     rows = [[name, *(cells.get(name, "not measured") for cells in columns.values())] for name in names]
     return markdown_table(["what", *columns], rows)

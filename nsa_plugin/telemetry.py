@@ -282,8 +282,7 @@ class Metrics:
             write(metric, {}) for metric in (PREFILL_CHUNKS, DECISION_SECONDS, LOGITS_BUDGET)
         )
         self._routes: dict[str, tuple[Write, Write]] = {}
-        self._combined: dict[str, Write] = {}
-        self._resharded: dict[Phase, Write] = {}
+        self._labelled: dict[tuple[str, str], Write] = {}
         self._last_budget = -1
 
     def batch(self, plan: Plan, tokens: int) -> None:
@@ -298,15 +297,19 @@ class Metrics:
         if plan.phase is Phase.EXTEND and plan.indexer.mode is IndexerMode.TOPK and plan.indexer.rows_per_chunk:
             self._chunks(-(-tokens // plan.indexer.rows_per_chunk))
         if plan.token_shard:
-            if plan.phase not in self._resharded:
-                self._resharded[plan.phase] = self._write(RESHARDED_TOKENS, {"phase": str(plan.phase)})
-            self._resharded[plan.phase](tokens)
+            self._add(RESHARDED_TOKENS, plan.phase, tokens)
 
     def combined(self, kind: str) -> None:
         """Count a prefill with requests of two kinds, `SPLIT` or `MIXED`."""
-        if kind not in self._combined:
-            self._combined[kind] = self._write(COMBINED_PREFILLS, {"kind": kind})
-        self._combined[kind](1)
+        self._add(COMBINED_PREFILLS, kind, 1)
+
+    def _add(self, metric: Metric, value: str, amount: int) -> None:
+        """Add to a counter with one label."""
+        write = self._labelled.get((metric.name, value))
+        if write is None:
+            (label,) = metric.labels
+            write = self._labelled[metric.name, value] = self._write(metric, {label: str(value)})
+        write(amount)
 
     def decided(self, seconds: float, budget: int) -> None:
         """Observe the time that a batch's plans took, and show the budget of the indexer's logits in bytes."""

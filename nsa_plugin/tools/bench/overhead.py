@@ -14,7 +14,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median, quantiles
 from tempfile import TemporaryDirectory
@@ -166,14 +165,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"{row['what']:<48} {row[f'p50_{unit}']:>8} {unit}  ({'p99' if unit == 'us' else 'max'} {worst})")
     if given.json:
         host = {"cpu": records.processor(), "python": platform.python_version(), **records.software(given.commit)}
-        made = {
-            "schema": records.SCHEMA,
-            "suite": "overhead",
-            "command": "python -m nsa_plugin.tools.bench.overhead",
-            "date": f"{datetime.now(UTC):%Y-%m-%d}",
-            "host": host,
-            "rows": rows,
-        }
+        made = records.head("overhead", "python -m nsa_plugin.tools.bench.overhead", host) | {"rows": rows}
         records.save(made, given.json / "overhead.json")
 
 

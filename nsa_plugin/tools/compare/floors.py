@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import platform
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -19,9 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nsa_plugin.kernels.fp8 import dequantize_tiles, quantize_tiles
 from nsa_plugin.tools import records
 from nsa_plugin.tools.checkpoints.v32 import CheckpointSpec, make_weights
 from nsa_plugin.tools.compare.model import SPEC
+from nsa_plugin.tools.compare.workload import random_tokens
 from nsa_plugin.tools.reference import ReferenceModel
 
 SUITE = "compare-floors"
@@ -29,8 +30,7 @@ SUITE = "compare-floors"
 LENGTHS = (700, 1500, 1500, 3000, 3000)
 # The first position that counts: those before it attend to few tokens.
 FIRST_JUDGED = 200
-_FIRST_TOKEN = 10
-_FP8_MAX, _FP8_TILE = 448.0, 128
+_FP8_TILE = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +72,7 @@ class RoundedModel(ReferenceModel):
 
 def round_fp8(x: Tensor) -> Tensor:
     """`x` rounded to fp8 e4m3 in tiles of 128 of the last dimension, as an fp8 KV cache holds a latent."""
-    tiles = x.unflatten(-1, (-1, _FP8_TILE))
-    scale = tiles.abs().amax(-1, keepdim=True).clamp(min=1e-10) / _FP8_MAX
-    return ((tiles / scale).to(torch.float8_e4m3fn).to(x.dtype) * scale).flatten(-2)
+    return dequantize_tiles(*quantize_tiles(x, _FP8_TILE, amax_floor=1e-10, power_of_two=False))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,8 +147,7 @@ def measure(
     models = {rounding: RoundedModel(spec.config(), weights, rounding) for rounding in set(chain(*rows.values()))}
     found: dict[str, list[Differences]] = {what: [] for what in rows}
     for seed, length in enumerate(lengths, 1):
-        source = random.Random(seed)
-        prompt = [source.randrange(_FIRST_TOKEN, spec.vocab_size) for _ in range(length)]
+        prompt = random_tokens(seed, length, spec.vocab_size)
         logprobs = {rounding: model.run(prompt).logprobs[first_judged:] for rounding, model in models.items()}
         for what, (baseline, rounded) in rows.items():
             found[what].append(differences(logprobs[baseline], logprobs[rounded], prompt[first_judged + 1 :]))

@@ -85,7 +85,7 @@ def workload(
         raise CompareError(f"the vocabulary has {vocab_size} tokens; at least {2 * _FIRST_TOKEN} are needed")
 
     def tokens(name: str, count: int) -> tuple[int, ...]:
-        return _tokens(f"{seed}/{name}", count, vocab_size)
+        return random_tokens(f"{seed}/{name}", count, vocab_size)
 
     groups: list[RequestGroup] = []
 
@@ -150,15 +150,16 @@ def workload(
 def until_it_fails(vocab_size: int, lengths: Sequence[int], *, seed: int = 7) -> RequestGroup:
     """A prompt of each length, the shortest first. The longest ones are expected to be too much for stock."""
     requests = (
-        PromptRequest(name=f"p{count}", prompt=_tokens(f"{seed}/{LIMIT}/{count}", count, vocab_size))
+        PromptRequest(name=f"p{count}", prompt=random_tokens(f"{seed}/{LIMIT}/{count}", count, vocab_size))
         for count in sorted(set(lengths))
     )
     return RequestGroup(name=LIMIT, case=LIMIT, how="one by one", requests=tuple(requests))
 
 
-def _tokens(name: str, count: int, vocab_size: int) -> tuple[int, ...]:
+def random_tokens(seed: int | str, count: int, vocab_size: int) -> tuple[int, ...]:
+    """A prompt of `count` tokens."""
     # Each prompt has its own random stream: prompts stay the same when others are left out.
-    source = random.Random(name)
+    source = random.Random(seed)
     return tuple(source.randrange(_FIRST_TOKEN, vocab_size) for _ in range(count))
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from importlib import metadata
 from typing import Any
 
-from nsa_plugin.telemetry import COMBINED_PREFILLS, RESHARDED_TOKENS, Metric
+from nsa_plugin.telemetry import BATCHES, COMBINED_PREFILLS, RESHARDED_TOKENS, Metric
 from nsa_plugin.tools.serving.engine import V4, CompareError
 
 PLUGIN = "nsa_plugin"
@@ -76,30 +76,26 @@ def switches(engine: str, variables: Mapping[str, str]) -> list[str]:
 
 def routes(metrics: str, prefix: str) -> Counter[str]:
     """Batches by "phase/attention/provider", from the plugin's counters in the text of /metrics."""
-    counted: Counter[str] = Counter()
-    line = re.compile(rf"^{prefix}:nsa_plugin_batches_total\{{(?P<labels>[^}}]*)\}} (?P<value>\S+)", re.MULTILINE)
-    for found in line.finditer(metrics):
-        labels = dict(_LABEL.findall(found["labels"]))
-        route = "/".join(labels.get(name, "?") for name in ("phase", "attention", "provider"))
-        counted[route] += int(float(found["value"]))
-    return counted
+    return _counted(metrics, prefix, BATCHES)
 
 
 def combined(metrics: str, prefix: str) -> Counter[str]:
     """Prefills with requests of two kinds, by kind (`telemetry.COMBINED_PREFILLS`), from the text of /metrics."""
-    return _by_label(metrics, prefix, COMBINED_PREFILLS, "kind")
+    return _counted(metrics, prefix, COMBINED_PREFILLS)
 
 
 def resharded(metrics: str, prefix: str) -> Counter[str]:
     """Query tokens of batches that reshard, by phase (`telemetry.RESHARDED_TOKENS`), from the text of /metrics."""
-    return _by_label(metrics, prefix, RESHARDED_TOKENS, "phase")
+    return _counted(metrics, prefix, RESHARDED_TOKENS)
 
 
-def _by_label(metrics: str, prefix: str, metric: Metric, label: str) -> Counter[str]:
+def _counted(metrics: str, prefix: str, metric: Metric) -> Counter[str]:
+    """A counter's values by the metric's own labels, joined by slashes, summed over the processes."""
     counted: Counter[str] = Counter()
     line = re.compile(rf"^{prefix}:{metric.name}\{{(?P<labels>[^}}]*)\}} (?P<value>\S+)", re.MULTILINE)
     for found in line.finditer(metrics):
-        counted[dict(_LABEL.findall(found["labels"])).get(label, "?")] += int(float(found["value"]))
+        labels = dict(_LABEL.findall(found["labels"]))
+        counted["/".join(labels.get(name, "?") for name in metric.labels)] += int(float(found["value"]))
     return counted
 
 

@@ -93,7 +93,7 @@ def test_a_prefill_that_keeps_its_heads_is_replayed(settings: dict[str, str], ba
     assert replayed(exchanging(**settings), batch)
 
 
-def test_auto_keeps_the_graph_of_a_prefill_that_it_would_reshard(monkeypatch: pytest.MonkeyPatch):
+def test_auto_keeps_the_graph_of_a_prefill_that_it_would_reshard():
     """Graphs save time too, and the two were not timed against each other."""
     backend = exchanging(8192, token_shard="auto")
     batch = forward_batch(ForwardMode.EXTEND, [8192], [65536])
