@@ -291,7 +291,7 @@ def _idle_plan(batch: BatchShape) -> Plan:
 
 def _dense_plan(case: Case, route: Route, refused: Sequence[Refusal], why: Reason) -> Plan:
     batch = case.batch
-    route = replace(route, dequantize_kv=case.model.fp8_cache and batch.has_prefix)
+    route = route._replace(dequantize_kv=case.model.fp8_cache and batch.has_prefix)
     nothing = "every token is attended, so nothing is selected"
     return Plan(
         phase=batch.phase,

@@ -66,7 +66,8 @@ def topk_plan(case: Case, route: Route, *, shared: bool = False) -> tuple[Indexe
             "indexer.metadata_provider": why_metadata,
         }
 
-    return _plan(provider, chunk, metadata), reasons
+    plan = IndexerPlan(mode=IndexerMode.TOPK, provider=provider, rows_per_chunk=chunk, metadata_provider=metadata)
+    return plan, reasons
 
 
 def selection_us(case: Case, scored: int, rows: int) -> float:
@@ -95,11 +96,6 @@ def _times_by_pairs(case: Case, provider: str) -> tuple[int, timings.Points]:
         if points:
             return heads, tuple(sorted(points.items()))
     return 0, ()
-
-
-@functools.lru_cache(maxsize=256)
-def _plan(provider: str, rows: int, metadata: str) -> IndexerPlan:
-    return IndexerPlan(mode=IndexerMode.TOPK, provider=provider, rows_per_chunk=rows, metadata_provider=metadata)
 
 
 def _provider(case: Case, attention_provider: str) -> tuple[str, str]:

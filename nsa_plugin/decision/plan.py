@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from enum import StrEnum
 from typing import Any
 
+from nsa_plugin.decision.frozen import static_frozen
 from nsa_plugin.decision.shapes import Phase
 
 Reason = str | Callable[[], str]
@@ -79,7 +80,7 @@ class IndexerMode(StrEnum):
     NONE = "none"  # no query tokens
 
 
-@dataclass(frozen=True, kw_only=True)
+@static_frozen
 class IndexerPlan:
     """The indexer's part.
 
@@ -96,7 +97,7 @@ class IndexerPlan:
     metadata_provider: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@static_frozen
 class Plan:
     """The decision for one batch. Backends read it and never derive it again.
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from nsa_plugin.decision.plan import Attention
@@ -29,8 +27,7 @@ def unranked(op: Op, known: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name for name in known if name not in RANKED and MANIFEST[name].supports(op))
 
 
-@dataclass(frozen=True)
-class Route:
+class Route(NamedTuple):
     """A kernel of a library, and whether the cache is copied to bf16 for it.
 
     `attention` names the kernel, not the phase: FlashMLA's decode kernel can run an fp8 prefill, and its prefill kernel
@@ -42,20 +39,6 @@ class Route:
     dequantize_kv: bool = False
 
     def __str__(self) -> str:
-        return self._words
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    @functools.cached_property
-    def _hash(self) -> int:
-        return hash((self.attention, self.library, self.dequantize_kv))
-
-    def __reduce__(self) -> tuple[type[Route], tuple[Attention, str, bool]]:
-        return Route, (self.attention, self.library, self.dequantize_kv)  # another process hashes strings differently
-
-    @functools.cached_property
-    def _words(self) -> str:
         return f"{self.library} {self.attention}" + (" after dequantisation" if self.dequantize_kv else "")
 
     def layout_read(self, model: ModelShape) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from nsa_plugin.decision.frozen import static_frozen
 from nsa_plugin.errors import ShapeError
 from nsa_plugin.layouts import FAMILY_LAYOUTS, LAYOUTS
 
@@ -139,7 +140,7 @@ def _selecting_layers(config: Any) -> float:
     return 1 / max(1, int(getattr(config, "index_topk_freq", None) or 1))
 
 
-@dataclass(frozen=True, kw_only=True)
+@static_frozen
 class BatchShape:
     """A batch, or the part of one that shares a plan.
 

@@ -7,7 +7,8 @@ The order is upstream's, and where the plugin has measured several routes, their
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from nsa_plugin.decision import timings
@@ -25,9 +26,6 @@ NEARLY_EQUAL = 0.03
 COPY_BYTES = {"v32_fp8": 656 + 2 * 576, "v4_fp8": (584 + 2 * 512) // 4}
 # The part of the device memory's rate that such a copy reaches at least on SM90, in bytes a microsecond.
 COPY_RATE = 3e6
-# Up to this many query tokens the order by times is kept for each number: decode steps have the same ones again and
-# again, a prefill hardly ever.
-KEPT_ROWS = 512
 # Libraries whose sparse kernels the stock engines run.
 UPSTREAM = frozenset({"flash_mla", "fa3", "trtllm", "flashinfer_sm120"})
 # Over a bf16 cache the CUDA kernel fills so much shared memory that, without bulk copies, a block of few heads
@@ -38,7 +36,7 @@ BULK_COPIES = 90
 TRTLLM_HEADS = 16
 
 
-def sparse_routes(case: Case, load: KernelLoad, *, usable: bool = False) -> Iterator[Route]:
+def sparse_routes(case: Case, load: KernelLoad, *, usable: bool = False) -> tuple[Route, ...]:
     """Every route for a batch that attends to selected tokens, the preferred first.
 
     Measured routes are ordered by their times, within the places that they have among the others.
@@ -48,12 +46,22 @@ def sparse_routes(case: Case, load: KernelLoad, *, usable: bool = False) -> Iter
     """
     stock = case.stock_prefill if stock_route_first(case, load) else None
     pays = case.dequantizing_pays
-    order = case.once(("order", case.extend, load.heads, pays, stock), lambda: _order(case, load, stock))
-    wanted = order.usable if usable else None
-    if order.copies or load.rows > KEPT_ROWS:
-        return _by_time(case, order, load, wanted)
-    key = "by time", case.extend, load, usable, pays, stock
-    return iter(case.once(key, lambda: tuple(_by_time(case, order, load, wanted))))
+    order: _Order = case.once(("order", case.extend, load.heads, pays, stock), lambda: _order(case, load, stock))
+    between = bisect_right(order.bounds, load.rows)
+    if between not in order.kept:
+        order.kept[between] = _same_between(order, between)
+    sorted_routes = order.kept[between]
+    longer_copy = _longer_copy(case) if order.copies else 0.0
+    if sorted_routes is None or longer_copy:
+        sorted_routes = _by_time(order, load.rows, longer_copy)
+    return sorted_routes.usable if usable else sorted_routes.all
+
+
+class _Sorted(NamedTuple):
+    """Routes by time, and the usable ones of them."""
+
+    all: tuple[Route, ...]
+    usable: tuple[Route, ...]
 
 
 class _Order(NamedTuple):
@@ -63,12 +71,16 @@ class _Order(NamedTuple):
         timed: (place, measured points) of the routes that have a measured time; the last route's does not count.
         usable: the routes that support some batch.
         copies: one of the timed routes copies the cache, so that its time depends on the context too.
+        bounds: the numbers of query tokens that one of them was measured with, ascending.
+        kept: what `_same_between` returned, by its number.
     """
 
     routes: tuple[Route, ...]
     timed: tuple[tuple[int, timings.Points], ...]
     usable: frozenset[Route]
     copies: bool
+    bounds: tuple[int, ...]
+    kept: dict[int, _Sorted | None]
 
 
 def _order(case: Case, load: KernelLoad, stock: Route | None) -> _Order:
@@ -79,7 +91,54 @@ def _order(case: Case, load: KernelLoad, stock: Route | None) -> _Order:
     kernels = [case.kernel(route, load.heads) for route in routes]
     timed = tuple((place, kernel.times[1]) for place, kernel in enumerate(kernels[:-1]) if kernel.times[1])
     usable = frozenset(route for route, kernel in zip(routes, kernels, strict=True) if kernel.usable)
-    return _Order(routes, timed, usable, any(routes[place].dequantize_kv for place, _ in timed))
+    copies = any(routes[place].dequantize_kv for place, _ in timed)
+    bounds = sorted({rows for _, points in timed for rows, _ in points})
+    return _Order(routes, timed, usable, copies, tuple(bounds), {})
+
+
+def _same_between(order: _Order, between: int) -> _Sorted | None:
+    """The order by time that holds from one measured number of query tokens to the next; None if it changes there.
+
+    No copy is longer than the measured ones. Every time is on a straight line there, so of two times one is less than
+    the other, or nearly equal to it, everywhere if it is at both ends. Beyond the last number all are in proportion.
+
+    Args:
+        between: the number of `order.bounds` up to the batch's query tokens.
+    """
+    low = order.bounds[between - 1] if between else 0
+    high = order.bounds[between] - 1 if between < len(order.bounds) else low
+    return _by_time(order, low) if _compared(order, low) == _compared(order, high) else None
+
+
+def _compared(order: _Order, rows: int) -> dict[tuple[int, int], bool]:
+    """Whether the first of two routes, given by their places, is quicker than the second or nearly as quick."""
+    times = _times_at(order, rows)
+    return {
+        (one, other): us <= others * (1 + NEARLY_EQUAL) for one, us in times.items() for other, others in times.items()
+    }
+
+
+def _times_at(order: _Order, rows: int, longer_copy: float = 0.0) -> dict[int, float]:
+    """Microseconds by the places of the routes that have a time for `rows` query tokens, as in `estimate`."""
+    times = {}
+    for place, points in order.timed:
+        copies = order.routes[place].dequantize_kv
+        if not copies or rows >= points[0][0]:
+            times[place] = timings.time_at(points, rows) + (longer_copy if copies else 0.0)
+    return times
+
+
+def _by_time(order: _Order, rows: int, longer_copy: float = 0.0) -> _Sorted:
+    """Order the routes that have a time by it, within the places that they have among the others."""
+    times = _times_at(order, rows, longer_copy)
+    places = list(times)
+    routes = list(order.routes)
+    for place in places:
+        limit = min(times.values()) * (1 + NEARLY_EQUAL)
+        quickest = next(one for one, us in times.items() if us <= limit)
+        del times[quickest]
+        routes[place] = order.routes[quickest]
+    return _Sorted(tuple(routes), tuple(route for route in routes if route in order.usable))
 
 
 def stock_route_first(case: Case, load: KernelLoad) -> bool:
@@ -173,40 +232,6 @@ def _longer_copy(case: Case) -> float:
     """Microseconds that a copy of the batch's context takes in addition to the measured one's."""
     longer = max(case.batch.total_kv_len - timings.COPIED_CONTEXT, 0)
     return longer * COPY_BYTES[case.model.kv_layout] / COPY_RATE
-
-
-def _by_time(case: Case, order: _Order, load: KernelLoad, wanted: frozenset[Route] | None = None) -> Iterator[Route]:
-    """Order the routes that have a time by it, within the places that they have among the others.
-
-    An iterator: mostly the first route is taken, and what follows it is not worked out.
-
-    Args:
-        wanted: the routes to return; None: all.
-    """
-    places: list[int] = []
-    times: list[float] = []
-    routes: list[Route] = []
-    for place, points in order.timed:
-        route = order.routes[place]
-        if not route.dequantize_kv:
-            us = timings.time_at(points, load.rows)
-        elif load.rows >= points[0][0]:
-            us = timings.time_at(points, load.rows) + _longer_copy(case)
-        else:
-            continue
-        places.append(place)
-        times.append(us)
-        routes.append(route)
-    for place, route in enumerate(order.routes):
-        if place in places:
-            limit = min(times) * (1 + NEARLY_EQUAL)
-            number = 0
-            while times[number] > limit:
-                number += 1
-            del times[number]
-            route = routes.pop(number)
-        if wanted is None or route in wanted:
-            yield route
 
 
 def pick_sparse(case: Case, load: KernelLoad) -> Route:

@@ -208,30 +208,31 @@ def test_auto_reshards_only_if_measured_faster(
 
 
 @thorough
-@given(models(), batches(), machines(), SETTINGS, TABLES)
+@given(models(), batches(), machines(), SETTINGS, TABLES, st.lists(st.integers(1, 20_000), max_size=3))
 def test_measurements_reorder_routes_and_lose_none(
-    model: ModelShape, batch: BatchShape, device: DeviceProfile, chosen: Settings, table: Any
+    model: ModelShape, batch: BatchShape, device: DeviceProfile, chosen: Settings, table: Any, others: list[int]
 ) -> None:
-    case = Case(model, batch, device, chosen)
-    load = KernelLoad(max(batch.num_tokens, 1), model.heads_per_rank)
-    with measurements({}):
-        usual = tuple(sparse_routes(Case(model, batch, device, chosen), load))  # a case keeps its routes and times
-    with measurements(table):
-        if not stock_route_first(case, load):  # then one has a time, and the stock route keeps its usual place
-            usual = usual_sparse_routes(case, load)
-        routes = tuple(sparse_routes(case, load))
-        times = [_us(estimate(case, route, load)) for route in routes]
-        unmeasured = [estimate(case, route, load) is None for route in usual]
-    assert len(routes) == len(usual)
-    assert set(routes) == set(usual)
-    # Routes without a time keep their place.
-    assert [time is None for time in times] == unmeasured
-    assert all(ours == theirs for ours, theirs, still in zip(routes, usual, unmeasured, strict=True) if still)
-    # A later one is never clearly faster, and nearly equal ones keep their order.
-    known = [(route, time) for route, time in zip(routes, times, strict=True) if time is not None]
-    for (one, first), (other, second) in pairwise(known):
-        assert first <= second * (1 + NEARLY_EQUAL)
-        assert first <= second or usual.index(one) < usual.index(other)
+    case = Case(model, batch, device, chosen)  # what it keeps for one number of query tokens must hold for the next
+    for rows in (max(batch.num_tokens, 1), *others):
+        load = KernelLoad(rows, model.heads_per_rank)
+        with measurements({}):
+            usual = sparse_routes(Case(model, batch, device, chosen), load)  # a case keeps its routes and times
+        with measurements(table):
+            if not stock_route_first(case, load):  # then one has a time, and the stock route keeps its usual place
+                usual = usual_sparse_routes(case, load)
+            routes = sparse_routes(case, load)
+            times = [_us(estimate(case, route, load)) for route in routes]
+            unmeasured = [estimate(case, route, load) is None for route in usual]
+        assert len(routes) == len(usual)
+        assert set(routes) == set(usual)
+        # Routes without a time keep their place.
+        assert [time is None for time in times] == unmeasured
+        assert all(ours == theirs for ours, theirs, still in zip(routes, usual, unmeasured, strict=True) if still)
+        # A later one is never clearly faster, and nearly equal ones keep their order.
+        known = [(route, time) for route, time in zip(routes, times, strict=True) if time is not None]
+        for (one, first), (other, second) in pairwise(known):
+            assert first <= second * (1 + NEARLY_EQUAL)
+            assert first <= second or usual.index(one) < usual.index(other)
 
 
 @st.composite

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from mypy import api
 
 from nsa_plugin.decision.plan import Attention, IndexerMode, IndexerPlan, Plan
 from nsa_plugin.decision.shapes import Phase
@@ -38,9 +40,21 @@ def test_reasons_do_not_make_two_plans_differ() -> None:
     assert one != plan(Attention.SPARSE_DECODE, IndexerMode.TOPK, head_padding=64)
 
 
-def test_a_plan_cannot_be_changed() -> None:
-    with pytest.raises(FrozenInstanceError):
-        plan(Attention.SPARSE_DECODE, IndexerMode.TOPK).provider = "fa3"  # type: ignore[misc]
+def test_the_type_checker_keeps_a_plan_from_being_changed(tmp_path: Path) -> None:
+    source = tmp_path / "changes.py"
+    source.write_text(
+        "from nsa_plugin.decision.plan import Plan\n"
+        "from nsa_plugin.decision.shapes import BatchShape\n"
+        "def change(plan: Plan, batch: BatchShape) -> None:\n"
+        "    plan.provider = 'fa3'\n"
+        "    plan.indexer.rows_per_chunk = 1\n"
+        "    batch.num_tokens = 1\n"
+        "    batch.num_tokens + plan.head_padding\n"
+    )
+    said, _, status = api.run(["--cache-dir", str(tmp_path / "cache"), str(source)])
+    assert status == 1
+    assert [line.split(":")[1] for line in said.splitlines()[:-1]] == ["4", "5", "6"]
+    assert said.count("is read-only") == 3
 
 
 def test_as_dict_is_the_plan_in_json() -> None:
