@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from rich.console import Console
 
 from nsa_plugin.commands.compare_options import ENGINES, MEASURED, USUAL_CONTEXT, add_arguments
 from nsa_plugin.commands.signals import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED, sigterm_raises
+from nsa_plugin.tools import records
 from nsa_plugin.tools.compare import cross_engine, model, record, report
 from nsa_plugin.tools.compare.lifecycle import speaker
 from nsa_plugin.tools.compare.load import DECODE, MIXED, SPEED_CASES, decode_prompt, left_out, loads
@@ -199,7 +199,7 @@ def _facts(args: argparse.Namespace, engine: ServedEngine, cases: Sequence[str])
     # A record apart from that of the same servers' agreement.
     variant += [LIMIT] if LIMIT in cases else []
     variant += ["speed"] if all(case in SPEED_CASES for case in cases) else []
-    gpu, driver = _gpu()
+    gpu, driver = records.gpu_and_driver()
     return {
         **facts,
         "suite": "-".join([engine.name, version, kind, f"{heads}heads", facts["kv"], *variant]),
@@ -270,15 +270,3 @@ def _check_lengths(args: argparse.Namespace, cases: Sequence[str], config: dict[
 
 def _spec(args: argparse.Namespace) -> model.Spec:
     return model.spec_of(args.family or V32, args.heads, args.layers, mtp=args.mtp, full_width=args.full_width)
-
-
-def _gpu() -> tuple[str, str]:
-    """Name and driver of the first GPU, ("", "") without one. From nvidia-smi: torch would use GPU memory."""
-    command: Sequence[str] = ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return "", ""
-    first = done.stdout.strip().splitlines()[0] if done.returncode == 0 and done.stdout.strip() else ","
-    name, _, driver = first.partition(",")
-    return name.strip(), driver.strip()

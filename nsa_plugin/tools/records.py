@@ -96,6 +96,18 @@ def checkout() -> str:
     return found.stdout.strip() + ("+changes" if changes.stdout.strip() else "")
 
 
+def gpu_and_driver() -> tuple[str, str]:
+    """Name and driver of the first GPU, ("", "") without one. From nvidia-smi: torch would use GPU memory."""
+    command: Sequence[str] = ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return "", ""
+    first = done.stdout.strip().splitlines()[0] if done.returncode == 0 and done.stdout.strip() else ","
+    name, _, driver = first.partition(",")
+    return name.strip(), driver.strip()
+
+
 def processor() -> str:
     """The CPU's model name."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -1,0 +1,233 @@
+"""``python -m ci.breakdown ENGINE -- FLAGS``: where the GPU's time goes until the first token of one prompt.
+
+The stock engine's server and the plugin's are started one after the other. Each answers two prompts of the length
+unprofiled; the engine's own profiler records the kernels of a third one, by CUPTI, without stacks or shapes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import re
+import sys
+import time
+import urllib.request
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ci.rows import ROOT
+from nsa_plugin.commands.compare_options import ENGINES
+from nsa_plugin.tools import records
+from nsa_plugin.tools.compare import model
+from nsa_plugin.tools.compare.measured import PLUGIN, STOCK
+from nsa_plugin.tools.compare.record import describe_host
+from nsa_plugin.tools.compare.workload import random_tokens
+from nsa_plugin.tools.pages.markdown import markdown_table
+from nsa_plugin.tools.serving.client import send
+from nsa_plugin.tools.serving.engine import FAMILIES, V32, CompareError, ServedEngine
+from nsa_plugin.tools.serving.process import Server, ServerSpec
+from nsa_plugin.tools.serving.requests import PromptRequest, RequestGroup
+
+RECORDS = ROOT / "docs" / "breakdown"
+ON_GPU = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
+LISTED = 40  # kernels of a server that a record names, those that take most time
+WARM_UPS, START_S, ANSWER_S, TRACE_S = 2, 600.0, 120.0, 120.0
+OTHER = "everything else"
+# The part of a layer that a kernel belongs to, by the first pattern that its name has.
+PARTS = (
+    ("experts", re.compile(r"moe|expert|grouped_topk|topk_(softmax|sigmoid)|group_gemm", re.IGNORECASE)),
+    ("indexer", re.compile(r"indexer|mqa_logits|topk|top_k|radix", re.IGNORECASE)),
+    ("attention", re.compile(r"attend|attn|attention|sparse_mla|mla|flash|fmha|dequantize", re.IGNORECASE)),
+    ("matrix products", re.compile(r"gemm|nvjet|cutlass|cublas|xmma|splitk|matmul", re.IGNORECASE)),
+)
+
+
+def part_of(kernel: str) -> str:
+    """The part of the model that a kernel belongs to."""
+    return next((part for part, pattern in PARTS if pattern.search(kernel)), OTHER)
+
+
+def summary(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """A trace's time on the GPU.
+
+    Args:
+        events: of a Chrome trace, whose times are in microseconds.
+
+    Returns:
+        span_ms from the first kernel's start to the last one's end, busy_ms while any ran, and the kernels by time.
+
+    Raises:
+        CompareError: there is no kernel.
+    """
+    found = [
+        (float(event["ts"]), float(event["ts"]) + float(event["dur"]), str(event["name"]))
+        for event in events
+        if event.get("cat") in ON_GPU and event.get("ph") == "X"
+    ]
+    if not found:
+        raise CompareError("the profiler recorded no kernel")
+    times: dict[str, float] = defaultdict(float)
+    calls: dict[str, int] = defaultdict(int)
+    busy, until = 0.0, found[0][0]
+    for start, end, name in sorted(found):
+        busy += max(0.0, end - max(start, until))
+        until = max(until, end)
+        times[name] += end - start
+        calls[name] += 1
+    most = sorted(times, key=times.__getitem__, reverse=True)
+    parts: dict[str, float] = defaultdict(float)
+    for name, us in times.items():
+        parts[part_of(name)] += us
+    return {
+        "span_ms": _ms(until - min(start for start, _, _ in found)),
+        "busy_ms": _ms(busy),
+        "parts": {part: _ms(parts[part]) for part in (*(part for part, _ in PARTS), OTHER)},
+        "kernels": [{"name": name, "calls": calls[name], "ms": _ms(times[name])} for name in most[:LISTED]],
+    }
+
+
+def _ms(us: float) -> float:
+    return round(us / 1e3, 2)
+
+
+def profiler_flags(engine: str, folder: Path) -> list[str]:
+    """The engine's flags without which its server does not profile."""
+    if engine != "vllm":
+        return []
+    config = {
+        "profiler": "torch",
+        "torch_profiler_dir": str(folder),
+        "torch_profiler_activities": ["CUDA"],
+        "torch_profiler_with_stack": False,
+    }
+    return ["--profiler-config", json.dumps(config)]
+
+
+def post(url: str, body: Mapping[str, Any] | None = None) -> None:
+    """POST JSON, and wait for the reply."""
+    request = urllib.request.Request(
+        url, data=json.dumps(body or {}).encode(), headers={"Content-Type": "application/json"}, method="POST"
+    )
+    with urllib.request.urlopen(request, timeout=TRACE_S) as response:
+        response.read()
+
+
+def trace_in(folder: Path) -> list[dict[str, Any]]:
+    """The events of the trace that the engine writes into a folder, once it is complete.
+
+    Raises:
+        CompareError: it is not there in time.
+    """
+    until = time.monotonic() + TRACE_S
+    while time.monotonic() < until:
+        for path in sorted(folder.rglob("*.json.gz")):
+            try:
+                with gzip.open(path, "rt") as file:
+                    return list(json.load(file)["traceEvents"])
+            except (EOFError, ValueError, OSError):
+                continue  # still being written
+        time.sleep(0.5)
+    raise CompareError(f"no trace in {folder} after {TRACE_S:.0f} s")
+
+
+def profile(
+    engine: ServedEngine, role: str, checkpoint: Path, flags: Sequence[str], tokens: int, vocab: int, work: Path
+) -> dict[str, Any]:
+    """`summary` of the prompt's prefill by the server of a role, and its time to the first token unprofiled."""
+    folder = (work / f"{role}-trace").resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.rglob("*.json.gz"):
+        old.unlink()
+    plugin = role == PLUGIN
+    spec = ServerSpec(
+        command=lambda port: engine.command(
+            checkpoint, port, [*flags, *profiler_flags(engine.name, folder)], plugin=plugin
+        ),
+        environ=engine.environ(plugin=plugin),
+        log=work / f"{role}.log",
+        start_timeout=START_S,
+    )
+
+    def ask(url: str, number: int) -> float:
+        prompt = random_tokens(f"breakdown/{number}", tokens, vocab)
+        request = PromptRequest(name="prompt", prompt=prompt, new_tokens=1)
+        group = RequestGroup(name="prompt", case="prompt", how="one by one", requests=(request,), top=0)
+        start = time.perf_counter()
+        answer = send(engine, url, group, ANSWER_S)["prompt"]
+        if answer.error:
+            raise CompareError(f"{role}: {answer.error}")
+        return time.perf_counter() - start
+
+    with Server(spec) as server:
+        unprofiled = [ask(server.url, number) for number in range(WARM_UPS)]
+        post(f"{server.url}/start_profile", {"output_dir": str(folder), "activities": ["GPU"]})
+        ask(server.url, WARM_UPS)
+        post(f"{server.url}/stop_profile")
+        events = trace_in(folder)
+    return {"server": role, "first_token_ms": _ms(unprofiled[-1] * 1e6), **summary(events)}
+
+
+def table(folder: Path = RECORDS) -> str:
+    """The records' parts, one server a line."""
+    lines = []
+    for path in sorted(folder.glob("*.json")):
+        record = json.loads(path.read_text())
+        gpu = records.gpu_name(record["host"]["gpu"])
+        what = f"{record['engine']}, {record['heads']} heads, {record['tokens']:,} tokens, {gpu}"
+        for row in record["rows"]:
+            parts = [f"{row['parts'][part]:,.0f}" for part in (*(part for part, _ in PARTS), OTHER)]
+            lines.append(
+                [what, row["server"], *parts, f"{row['span_ms'] - row['busy_ms']:,.0f}", f"{row['span_ms']:,.0f}"]
+            )
+    return markdown_table(["prompt", "server", *(part for part, _ in PARTS), OTHER, "idle", "in all"], lines)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m ci.breakdown",
+        description="Profile the prefill of one long prompt.",
+        epilog="-- FLAGS of the engine",
+    )
+    parser.add_argument("engine", choices=ENGINES)
+    parser.add_argument("--tokens", type=int, default=100_000, help="length of the prompt (%(default)s)")
+    parser.add_argument("--heads", type=int, default=16, help="attention heads of the model (%(default)s)")
+    parser.add_argument("--family", choices=FAMILIES, default=V32, help="model family (%(default)s)")
+    parser.add_argument(
+        "--workdir", type=Path, default=Path("breakdown-work"), help="checkpoint and logs (%(default)s)"
+    )
+    parser.add_argument("--json", type=Path, metavar="DIR", help="write a record into DIR")
+    parser.add_argument("--commit", help="source commit, where the source is in no checkout")
+    words = list(sys.argv[1:] if argv is None else argv)
+    end = words.index("--") if "--" in words else len(words)
+    given, flags = parser.parse_args(words[:end]), words[end + 1 :]
+    engine = ENGINES[given.engine]()
+    named = f"{engine.name} {engine.version()}"
+    spec = model.spec_of(given.family, given.heads, None, mtp=False)
+    checkpoint = (given.workdir / model.checkpoint_name(spec)).resolve()
+    given.workdir.mkdir(parents=True, exist_ok=True)
+    model.make_checkpoint(spec, checkpoint, print)
+    vocab = int(spec.config()["vocab_size"])
+    rows = []
+    for role in (STOCK, PLUGIN):
+        rows.append(profile(engine, role, checkpoint, flags, given.tokens, vocab, given.workdir))
+        print(json.dumps(rows[-1], indent=1), flush=True)
+    if given.json:
+        host = describe_host(*records.gpu_and_driver(), 1, given.commit)
+        suite = f"first-token-{engine.name}-{given.family}-{given.heads}heads"
+        what = {
+            "engine": named,
+            "family": given.family,
+            "heads": given.heads,
+            "tokens": given.tokens,
+            "flags": flags,
+        }
+        records.save(
+            records.head(suite, "python -m ci.breakdown", host) | what | {"rows": rows}, given.json / f"{suite}.json"
+        )
+
+
+if __name__ == "__main__":
+    main()
