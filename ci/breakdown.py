@@ -18,7 +18,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ci.rows import ROOT
 from nsa_plugin.commands.compare_options import ENGINES
 from nsa_plugin.tools import records
 from nsa_plugin.tools.compare import model
@@ -31,7 +30,6 @@ from nsa_plugin.tools.serving.engine import FAMILIES, V32, CompareError, ServedE
 from nsa_plugin.tools.serving.process import Server, ServerSpec
 from nsa_plugin.tools.serving.requests import PromptRequest, RequestGroup
 
-RECORDS = ROOT / "docs" / "breakdown"
 ON_GPU = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 LISTED = 40  # kernels of a server that a record names, those that take most time
 WARM_UPS, START_S, ANSWER_S, TRACE_S = 2, 600.0, 120.0, 120.0
@@ -170,19 +168,15 @@ def profile(
     return {"server": role, "first_token_ms": _ms(unprofiled[-1] * 1e6), **summary(events)}
 
 
-def table(folder: Path = RECORDS) -> str:
-    """The records' parts, one server a line."""
+def table(record: Mapping[str, Any]) -> str:
+    """Milliseconds of each part, one server a line. Parts that run side by side count twice."""
     lines = []
-    for path in sorted(folder.glob("*.json")):
-        record = json.loads(path.read_text())
-        gpu = records.gpu_name(record["host"]["gpu"])
-        what = f"{record['engine']}, {record['heads']} heads, {record['tokens']:,} tokens, {gpu}"
-        for row in record["rows"]:
-            parts = [f"{row['parts'][part]:,.0f}" for part in (*(part for part, _ in PARTS), OTHER)]
-            lines.append(
-                [what, row["server"], *parts, f"{row['span_ms'] - row['busy_ms']:,.0f}", f"{row['span_ms']:,.0f}"]
-            )
-    return markdown_table(["prompt", "server", *(part for part, _ in PARTS), OTHER, "idle", "in all"], lines)
+    for row in record["rows"]:
+        parts = [f"{row['parts'][part]:,.0f}" for part in (*(part for part, _ in PARTS), OTHER)]
+        idle = f"{row['span_ms'] - row['busy_ms']:,.0f}"
+        lines.append([row["server"], *parts, idle, f"{row['span_ms']:,.0f}", f"{row['first_token_ms']:,.0f}"])
+    header = [record["engine"], *(part for part, _ in PARTS), OTHER, "idle", "from first to last", "first token"]
+    return markdown_table(header, lines)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -210,23 +204,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     given.workdir.mkdir(parents=True, exist_ok=True)
     model.make_checkpoint(spec, checkpoint, print)
     vocab = int(spec.config()["vocab_size"])
-    rows = []
-    for role in (STOCK, PLUGIN):
-        rows.append(profile(engine, role, checkpoint, flags, given.tokens, vocab, given.workdir))
-        print(json.dumps(rows[-1], indent=1), flush=True)
+    rows = [profile(engine, role, checkpoint, flags, given.tokens, vocab, given.workdir) for role in (STOCK, PLUGIN)]
+    suite = f"first-token-{engine.name}-{given.family}-{given.heads}heads"
+    host = describe_host(*records.gpu_and_driver(), 1, given.commit)
+    what = {"engine": named, "family": given.family, "heads": given.heads, "tokens": given.tokens, "flags": flags}
+    record = records.head(suite, "python -m ci.breakdown", host) | what | {"rows": rows}
     if given.json:
-        host = describe_host(*records.gpu_and_driver(), 1, given.commit)
-        suite = f"first-token-{engine.name}-{given.family}-{given.heads}heads"
-        what = {
-            "engine": named,
-            "family": given.family,
-            "heads": given.heads,
-            "tokens": given.tokens,
-            "flags": flags,
-        }
-        records.save(
-            records.head(suite, "python -m ci.breakdown", host) | what | {"rows": rows}, given.json / f"{suite}.json"
-        )
+        records.save(record, given.json / f"{suite}.json")
+    print(table(record))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from ci import breakdown, chosen, headline, ncu, regressions
+from ci import chosen, headline, ncu, regressions
 from ci.rows import ROOT, Row, engines, load
 from ci.soak.report import runs_table
 from ci.support import CONFIGURATIONS
@@ -267,7 +267,6 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "chosen": chosen.table,
     "headline": headline.table,
     "profiles": ncu.table,
-    "breakdown": breakdown.table,
     "regressions": regressions.table,
     "soak": runs_table,
     **site.generators(RECORDS),

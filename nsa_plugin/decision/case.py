@@ -143,10 +143,10 @@ class Case:
     def dequantizing_pays(self) -> bool:
         """SGLang's rule for a V3.2 fp8 prefill on SM100."""
         return (
-            self.extend
+            100 <= self.device.sm < 110  # first: it is false for most
+            and self.extend
             and self.model.family == "v3.2"
             and self.model.fp8_cache
-            and 100 <= self.device.sm < 110
             and self.batch.total_kv_len < DEQUANTIZE_KV_PER_ROW * self.batch.num_tokens
         )
 
@@ -216,7 +216,7 @@ def route_refusal(case: Case, route: Route, load: KernelLoad, asked: str = "auto
         return constraints.no_copy
     if route.dequantize_kv and not constraints.copy_fits:
         return constraints.copy_refusal
-    if case.exceeds_large_q(load.rows) and route == FLASH_MLA_DECODE:
+    if route == FLASH_MLA_DECODE and case.exceeds_large_q(load.rows):
         return f"{load.rows} query tokens exceed large_q_rows {case.settings.large_q_rows}"
     return kernel.unfit or rows_refusal(kernel.max_rows, load.rows)
 

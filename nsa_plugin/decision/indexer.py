@@ -10,13 +10,12 @@ rows take is subtracted, so that both together stay within the setting.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import replace
 
 from nsa_plugin.decision import timings, v4_memory
 from nsa_plugin.decision.case import Case, count, in_time
-from nsa_plugin.decision.plan import IndexerMode, IndexerPlan, Plan, Reason, text_of
+from nsa_plugin.decision.plan import IndexerMode, IndexerPlan, Plan, Reason
 from nsa_plugin.decision.routes import Route, capability_refusal, rows_refusal
 from nsa_plugin.errors import NoProviderError
 from nsa_plugin.libraries.capabilities import Op
@@ -53,20 +52,24 @@ def topk_plan(case: Case, route: Route, *, shared: bool = False) -> tuple[Indexe
     model, batch = case.model, case.batch
     rows = case.sharded_load.rows if shared else batch.num_tokens
     unpaged = _unpaged(case, rows)
-    provider, why_provider = (UNPAGED, unpaged) if unpaged else _provider(case, route.library)
-    chunk, why_chunk = _rows_per_chunk(case, route)
+    provider, why_first = (UNPAGED, "") if unpaged else _provider(case, route.library)
     metadata, why_metadata = _metadata_provider(case, provider)
 
     def reasons() -> dict[str, Reason]:
         selected = f"{model.index_topk} KV tokens are selected for each of {count(batch.num_tokens, 'query token')}"
         return {
             "indexer": selected + (", by the rank that attends to them" if shared else ""),
-            "indexer.provider": why_provider,
-            "indexer.rows_per_chunk": why_chunk,
+            "indexer.provider": _why_unpaged(case, unpaged) if unpaged else why_first,
+            "indexer.rows_per_chunk": _why_rows_per_chunk(case, route),
             "indexer.metadata_provider": why_metadata,
         }
 
-    plan = IndexerPlan(mode=IndexerMode.TOPK, provider=provider, rows_per_chunk=chunk, metadata_provider=metadata)
+    plan = IndexerPlan(
+        mode=IndexerMode.TOPK,
+        provider=provider,
+        rows_per_chunk=_rows_per_chunk(case, route),
+        metadata_provider=metadata,
+    )
     return plan, reasons
 
 
@@ -107,8 +110,8 @@ def _provider(case: Case, attention_provider: str) -> tuple[str, str]:
     return case.once(("indexer", allows_reference), lambda: _first_provider(case, attention_provider))
 
 
-def _unpaged(case: Case, rows: int) -> Reason | None:
-    """Why the indexer without logits selects for `rows` query tokens of the batch, or None if another one does."""
+def _unpaged(case: Case, rows: int) -> timings.SelectionTimes | None:
+    """The times by which the indexer without logits selects for `rows` query tokens, or None if another one does."""
     if not case.extend or case.constraints.stock_selects_prefills:
         return None
     measured = case.once("indexer.unpaged", lambda: _unpaged_times(case))
@@ -119,7 +122,7 @@ def _unpaged(case: Case, rows: int) -> Reason | None:
     keys = batch.total_kv_len // batch.num_requests // compression
     for quickest, times in measured:
         if times.keys <= keys and times.rows <= rows:
-            return functools.partial(_why_unpaged, case, times) if quickest == UNPAGED else None
+            return times if quickest == UNPAGED else None
     return None
 
 
@@ -187,42 +190,54 @@ def _refusal(case: Case, library: str, attention_provider: str) -> str | None:
     return unfit or rows_refusal(capability.max_rows, case.batch.num_tokens)
 
 
-def _rows_per_chunk(case: Case, route: Route) -> tuple[int, Reason]:
-    """(query tokens whose float32 logits are held at once, why)."""
-    batch = case.batch
-    row_bytes = LOGIT_BYTES * max(-(-batch.max_kv_len // _compression(case)), 1)
-    asked, source = _logits_budget(case, route)
-    quarter = case.device.memory_free // 4
-    budget = min(asked, quarter)
-
-    def limit() -> str:
-        return f"{budget / MIB:.1f} MiB ({'a quarter of the free memory' if asked > quarter else text_of(source)})"
-
-    fit, each = budget // row_bytes, f"{row_bytes} B"
-    if fit >= batch.num_tokens:
-        tokens = batch.num_tokens
-        return tokens, lambda: f"the logits of all {count(tokens, 'query token')}, {each} each, fit {limit()}"
-    if fit == 0:
-        return 1, lambda: f"the logits of one query token take {each}, more than {limit()}, so they are made one by one"
+def _rows_per_chunk(case: Case, route: Route) -> int:
+    """Query tokens whose float32 logits are held at once."""
+    fit = min(_logits_budget(case, route), case.device.memory_free // 4) // _row_bytes(case)
+    if fit >= case.batch.num_tokens:
+        return case.batch.num_tokens
     # Few distinct chunk sizes, so that kernels specialised on them are not compiled for every batch.
-    return (
-        1 << (fit.bit_length() - 1),
-        lambda: (
-            f"the logits of {count(fit, 'query token')}, {each} each, fit {limit()}; rounded down to a power of two"
-        ),
-    )
+    return 1 << (fit.bit_length() - 1) if fit else 1
 
 
-def _logits_budget(case: Case, route: Route) -> tuple[int, Reason]:
-    """(bytes that the setting leaves for logits, where the limit comes from)."""
+def _why_rows_per_chunk(case: Case, route: Route) -> str:
+    tokens, each = case.batch.num_tokens, _row_bytes(case)
+    asked, quarter = _logits_budget(case, route), case.device.memory_free // 4
+    budget = min(asked, quarter)
+    limit = f"{budget / MIB:.1f} MiB ({'a quarter of the free memory' if asked > quarter else _source(case, route)})"
+    fit = budget // each
+    if fit >= tokens:
+        return f"the logits of all {count(tokens, 'query token')}, {each} B each, fit {limit}"
+    if fit == 0:
+        return f"the logits of one query token take {each} B, more than {limit}, so they are made one by one"
+    return f"the logits of {count(fit, 'query token')}, {each} B each, fit {limit}; rounded down to a power of two"
+
+
+def _row_bytes(case: Case) -> int:
+    """Bytes of a query token's logits."""
+    return LOGIT_BYTES * max(-(-case.batch.max_kv_len // _compression(case)), 1)
+
+
+def _logits_budget(case: Case, route: Route) -> int:
+    """Bytes that `logits_budget_mb` leaves for logits."""
     budget = case.settings.logits_budget_mb * MIB
-    if case.model.family != "v4" or not case.extend:
-        return budget, "logits_budget_mb"
-    held = v4_memory.held_bytes(case.model, case.batch, over_rows=route.dequantize_kv)
+    return budget if case.model.family != "v4" else max(budget - _held(case, route), budget // LEAST_SHARE)
+
+
+def _held(case: Case, route: Route) -> int:
+    """Bytes of the budget that a V4 prefill takes for other things than logits."""
+    return v4_memory.held_bytes(case.model, case.batch, over_rows=route.dequantize_kv) if case.extend else 0
+
+
+def _source(case: Case, route: Route) -> str:
+    """Where `_logits_budget` comes from."""
+    held = _held(case, route) if case.model.family == "v4" else 0
+    if not held:
+        return "logits_budget_mb"
+    budget = case.settings.logits_budget_mb * MIB
     what = "bf16 rows, their indices and gathered keys" if route.dequantize_kv else "gathered keys"
     if budget - held >= budget // LEAST_SHARE:
-        return budget - held, lambda: f"logits_budget_mb less {held / MIB:.1f} MiB for {what}"
-    return budget // LEAST_SHARE, lambda: f"1/{LEAST_SHARE} of logits_budget_mb, since {what} take {held / MIB:.1f} MiB"
+        return f"logits_budget_mb less {held / MIB:.1f} MiB for {what}"
+    return f"1/{LEAST_SHARE} of logits_budget_mb, since {what} take {held / MIB:.1f} MiB"
 
 
 def _metadata_provider(case: Case, provider: str) -> tuple[str, Reason]:

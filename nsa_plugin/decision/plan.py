@@ -74,6 +74,9 @@ class Attention(StrEnum):
     NONE = "none"  # nothing to attend to
 
 
+_READ_SELECTIONS = (Attention.SPARSE_PREFILL, Attention.SPARSE_DECODE)
+
+
 class IndexerMode(StrEnum):
     TOPK = "topk"  # store the keys, score them, select
     STORE_ONLY = "store_only"  # store the keys; every token is attended, so there is nothing to select
@@ -131,8 +134,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         # vllm #52512: attention that reads a selection which the indexer did not make attends to nothing.
-        reads_selection = self.attention in (Attention.SPARSE_PREFILL, Attention.SPARSE_DECODE)
-        if reads_selection != (self.indexer.mode is IndexerMode.TOPK):
+        if (self.attention in _READ_SELECTIONS) != (self.indexer.mode is IndexerMode.TOPK):
             raise ValueError(f"attention {self.attention} contradicts indexer mode {self.indexer.mode}")
 
     @functools.cached_property

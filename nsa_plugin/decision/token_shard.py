@@ -162,8 +162,10 @@ def decided(case: Case, route: Route) -> Resharding:
     model, batch, mode = case.model, case.batch, case.settings.token_shard
     if batch.phase not in PHASES:
         return Resharding(0, lambda: f"{batch.phase}: draft steps do not reshard")
-    ruled_out = case.once("never", lambda: never(model, case.device, case.settings))
-    if reason := ruled_out or case.constraints.keep_heads:
+    ruled_out: Resharding | None = case.once("never", lambda: _ruled_out(case))
+    if ruled_out:
+        return ruled_out
+    if reason := case.constraints.keep_heads:
         return Resharding(0, reason)
     if batch.context_parallel:
         return Resharding(0, "the prefill is already split over a context-parallel group")
@@ -205,6 +207,11 @@ def decided(case: Case, route: Route) -> Resharding:
     if taken.us * (1 + NEARLY_EQUAL) >= kept.us:
         return Resharding(0, lambda: f"no gain: {compared(both, case.device.sm)}")
     return Resharding(chunks, lambda: f"{share()}: {compared(both, case.device.sm)}", why_chunks)
+
+
+def _ruled_out(case: Case) -> Resharding | None:
+    reason = never(case.model, case.device, case.settings)
+    return Resharding(0, reason) if reason else None
 
 
 def _with_selection(case: Case, kept: TimeEstimate, taken: TimeEstimate) -> tuple[TimeEstimate, TimeEstimate]:
