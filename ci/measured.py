@@ -17,7 +17,7 @@ from typing import Any
 from ci.rows import ROOT
 from nsa_plugin.decision.plan import Attention
 from nsa_plugin.decision.routes import FLASH_MLA_DECODE, Route
-from nsa_plugin.decision.timings import COPIED_CONTEXT, SELECTIONS, TimingKey, Timings, selected_from
+from nsa_plugin.decision.timings import COPIED_CONTEXT, SELECTIONS, TimingKey, Timings, filed, selected_from
 from nsa_plugin.decision.token_shard import ATTENTION, CHUNKS, STEPS, group_op, in_chunks, reshard_label
 from nsa_plugin.layouts import BF16
 from nsa_plugin.libraries.capabilities import Op
@@ -90,18 +90,19 @@ def _of_row(row: dict[str, Any]) -> Iterator[Measured]:
         if selection_of(case) != RANDOM:  # no decision knows what its batch's selections share
             return
         routes = (BF16_ROUTES if layout == BF16.name else ROUTES).get(op, {})
-        if provider in routes and SELECTIONS.get(layout) == (case["topk"], case.get("window", 0)):
+        under = filed(layout, (case["topk"], case.get("window", 0)))
+        if provider in routes and under:
             need = Op.SPARSE_MLA_DECODE if op == "sparse_mla_decode" else Op.SPARSE_MLA_PREFILL
             rows = case["q"] if "q" in case else case["batch"] * case["s_q"]
             rank = case["kv"], case.get("page_size", 0)
-            yield str(need), layout, str(routes[provider]), case["heads"], rows, row["median_us"], rank
+            yield str(need), under, str(routes[provider]), case["heads"], rows, row["median_us"], rank
     elif op == ATTENTION:
         layout, step = case["layout"], "batch" in case
         label = (RESHARDED_STEPS if step else RESHARDED).get(provider)
         if label is not None and SELECTIONS.get(layout) == (case["topk"], 0):
-            filed = group_op(STEPS if step else ATTENTION, case["tp"])
+            of_group = group_op(STEPS if step else ATTENTION, case["tp"])
             rows = case["batch"] * case["s_q"] if step else case["q"]
-            yield filed, layout, label, case["heads"], rows, row["median_us"], (case["kv"], 0)
+            yield of_group, layout, label, case["heads"], rows, row["median_us"], (case["kv"], 0)
     elif op == Op.INDEXER_TOPK:
         if provider in INDEXERS:  # of several budgets the largest counts
             selected = selected_from(case["topk"], case["kv"])

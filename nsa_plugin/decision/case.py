@@ -121,16 +121,20 @@ class Case:
         return KernelLoad(-(-self.batch.num_tokens // self.model.attn_tp_size), self.model.num_heads)
 
     @property
+    def filed(self) -> str:
+        """What stands for the layout in the times of this model's selection and window; "" if none were measured."""
+        return timings.filed(self.model.kv_layout, (self.model.index_topk, self.model.sliding_window))
+
+    @property
     def timed(self) -> bool:
-        """Whether the measured times are of this model's selection and window; for another there is no estimate."""
-        return (self.model.index_topk, self.model.sliding_window) == timings.SELECTIONS[self.model.kv_layout]
+        """Whether the times that are filed by layout alone are of this model's selection and window."""
+        return self.filed == self.model.kv_layout
 
     @property
     def measured(self) -> bool:
         """Whether some route of the model's selection and heads was measured on this device, for this phase."""
         op = Op.SPARSE_MLA_PREFILL if self.extend else Op.SPARSE_MLA_DECODE
-        layout, heads = self.model.kv_layout, self.model.attended_heads
-        return self.timed and timings.measured(self.device.sm, op, layout, heads)
+        return timings.measured(self.device.sm, op, self.filed, self.model.attended_heads)
 
     @property
     def stock_prefill(self) -> Route | None:
@@ -168,7 +172,7 @@ def _kernel(case: Case, route: Route, heads: int) -> Kernel:
     if library is None or not library.available:
         missing = library.reason if library else "unknown to this device profile"
     timed_op = Op.SPARSE_MLA_PREFILL if case.extend else Op.SPARSE_MLA_DECODE
-    times = timings.fitting(device.sm, timed_op, model.kv_layout, heads, str(route)) if case.timed else (0, ())
+    times = timings.fitting(device.sm, timed_op, case.filed, heads, str(route))
     capability = device.capability(route.library, op, layout)
     given = capability.heads_given(heads) if capability else None
     unpadded = 0, f"{route.library} supports {count(heads, 'head')} without padding"

@@ -333,9 +333,10 @@ def _untimed(case: Case, route: Route, load: KernelLoad) -> list[str]:
     selection = _selection(model.index_topk, model.sliding_window)
     sentence = f"no times on {case.device.where} for {selection}, {count(load.heads, 'head')}, {model.kv_layout} cache"
     op = Op.SPARSE_MLA_PREFILL if case.extend else Op.SPARSE_MLA_DECODE
-    if found := timings.nearest(case.device.sm, op, model.family, model.kv_layout, load.heads):
-        sm, layout, heads = found
-        measured = f"{_selection(*timings.SELECTIONS[layout])}, {count(heads, 'head')}, {layout} cache"
+    if found := timings.nearest(case.device.sm, op, model.family, case.filed or model.kv_layout, load.heads):
+        sm, name, heads = found
+        layout, selected = timings.filed_for(name)
+        measured = f"{_selection(*selected)}, {count(heads, 'head')}, {layout} cache"
         sentence += f" (nearest measured: {timings.gpu_of(sm)}, {measured})"
     if first:
         return [f"{sentence}, so the stock engine's route comes first"]

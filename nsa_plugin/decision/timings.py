@@ -6,7 +6,7 @@ by SM version, op, KV layout, route in words, and head count. A time depends on:
 - query tokens: linear between measured points, proportional beyond the last, and below the first the first's own,
   because a launch costs that much. A decode's are all of its query tokens, batch * s_q.
 - heads: the next measured count that is not smaller, because a kernel pads to it or runs another group of heads.
-- the selection and the window are those of `SELECTIONS`; for others there is no estimate.
+- the selection and the window are those of `SELECTIONS` and `MORE_SELECTIONS`; for others there is no estimate.
 - the context only where it is copied (see `sparse.estimate`); of two measured contexts the longer counts.
 
 The indexer's times are filed by what it selects in place of the layout, and by its own heads. They depend on the query
@@ -31,6 +31,8 @@ SELECTIONS: Mapping[str, tuple[int, int]] = {
     name: (2048, 0) if "v3.2" in layout.families else (512, 128) for name, layout in LAYOUTS.items()
 }
 """(selected tokens, window tokens) that the times of each KV layout were measured with: the released models'."""
+MORE_SELECTIONS: Mapping[str, tuple[str, tuple[int, int]]] = {"v4_fp8, 1024 selected": ("v4_fp8", (1024, 128))}
+"""What stands for the layout in the times of other selections of the same layout, as DeepSeek-V4-Pro's; see `filed`."""
 MHA_DIMS = (192, 128)
 """(query, value) elements of a head that dense attention was measured with: V3.2's."""
 COPIED_CONTEXT = 65536
@@ -38,7 +40,7 @@ COPIED_CONTEXT = 65536
 
 Points = tuple[tuple[int, float], ...]
 TimingKey = tuple[int, str, str]
-"""(SM version, op, KV layout)."""
+"""(SM version, op, KV layout or what stands for it)."""
 Timings = dict[TimingKey, dict[str, dict[int, Points]]]
 """{key: {route in words: {heads: ((query tokens, microseconds), ...)}}}, points by query tokens."""
 
@@ -114,6 +116,18 @@ GPUS: dict[int, str] = {int(sm): gpu for sm, gpu in _PACKAGED["gpus"].items()}
 """The GPU that the times of an SM version were measured on."""
 
 
+def filed(layout: str, selection: tuple[int, int]) -> str:
+    """What stands for a KV layout in the times of a (selected, window) tokens: mostly itself; "" if nothing does."""
+    if selection == SELECTIONS.get(layout):
+        return layout
+    return next((name for name, one in MORE_SELECTIONS.items() if one == (layout, selection)), "")
+
+
+def filed_for(name: str) -> tuple[str, tuple[int, int]]:
+    """The (layout, (selected, window) tokens) that `filed` gives this name."""
+    return MORE_SELECTIONS.get(name) or (name, SELECTIONS[name])
+
+
 def selected_from(topk: int, keys: int) -> str:
     """What stands for the layout in the indexer's times."""
     return f"{topk} of {keys}"
@@ -180,12 +194,13 @@ def measured(sm: int, op: str, layout: str, heads: int) -> bool:
 def nearest(sm: int, op: str, family: str, layout: str, heads: int) -> tuple[int, str, int] | None:
     """The measured (SM version, KV layout, heads) of an op that are nearest to those given; None without any.
 
-    The layout counts first, then the SM version, then the heads; only layouts of the model's family count.
+    The layout, as `filed` names it, counts first, then the SM version, then the heads; only layouts of the model's
+    family count.
     """
     known = (
         (measured_sm, measured_layout, count)
         for (measured_sm, measured_op, measured_layout), by_route in TIMINGS.items()
-        if measured_op == op and measured_layout in FAMILY_LAYOUTS[family]
+        if measured_op == op and MORE_SELECTIONS.get(measured_layout, (measured_layout,))[0] in FAMILY_LAYOUTS[family]
         for count in {count for by_heads in by_route.values() for count in by_heads}
     )
     return min(known, key=lambda one: (one[1] != layout, abs(one[0] - sm), abs(one[2] - heads), one), default=None)

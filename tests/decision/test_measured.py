@@ -122,6 +122,41 @@ def test_what_was_not_measured_has_no_time(
     assert timings.points(sm, op, layout, heads, label) == ()
 
 
+PRO = replace(V4, num_heads=128, attn_tp_size=8, index_topk=1024)  # DeepSeek-V4-Pro, 16 heads a rank
+PRO_PREFILL = (90, "sparse_mla_prefill", "v4_fp8, 1024 selected")
+
+
+def test_each_selection_of_a_layout_has_times_of_its_own(measure: Measure) -> None:
+    quickest = {CUDA: {16: ((8192, 1.0),)}, COPIED: {16: ((8192, 9.0),)}, STEP: {16: ((8192, 9.0),)}}
+    measure({PRO_PREFILL: quickest})
+    assert route(choose(PRO, extend(8192))) == ("sparse_prefill", "cuda", False)
+    flash = V4, replace(V4, num_heads=128, attn_tp_size=8)
+    assert {route(choose(model, extend(8192))) for model in flash} == {("sparse_prefill", "flash_mla", True)}
+    measure({V4_PREFILL: quickest})
+    assert route(choose(PRO, extend(8192))) == ("sparse_prefill", "flash_mla", True)
+    assert route(choose(flash[1], extend(8192))) == ("sparse_prefill", "cuda", False)
+
+
+def test_the_nearest_times_are_of_the_same_selection_where_it_has_some(measure: Measure) -> None:
+    by_heads = {CUDA: {8: ((8192, 1.0),)}}
+    measure({PRO_PREFILL: by_heads, V4_PREFILL: by_heads})
+    for model, selected in ((replace(PRO, attn_tp_size=4), 1024), (V4, 512)):
+        nearest = f"nearest measured: H200, {selected} selected tokens and a window of 128, 8 heads, v4_fp8 cache"
+        assert nearest in choose(model, extend(8192)).reasons["provider"]
+
+
+def test_a_selection_that_nothing_is_filed_for_has_no_times(measure: Measure) -> None:
+    measure({V4_PREFILL: {CUDA: {64: ((1, 1.0),)}}})
+    other = replace(V4, index_topk=256)
+    assert timings.filed("v4_fp8", (256, 128)) == ""
+    assert "no times" in choose(other, extend(8192)).reasons["provider"]
+
+
+def test_what_is_filed_is_found_again() -> None:
+    for name in (*timings.SELECTIONS, *timings.MORE_SELECTIONS):
+        assert timings.filed(*timings.filed_for(name)) == name
+
+
 def test_every_layout_has_a_measured_selection() -> None:
     assert set(timings.SELECTIONS) == {layout for layouts in FAMILY_LAYOUTS.values() for layout in layouts}
 

@@ -206,6 +206,22 @@ _ALL = (
         (_v4_decode(3, 2, 80, topk=16, window=8, page_size=64),),
     ),
     Suite(
+        "v4-pro-prefill",
+        "a complete prefill of V4-Pro, which selects 1024 keys; baselines as of v4-prefill",
+        f"{_SUITES}.v4:prefill",
+        tuple(_v4(heads, q, 65536, 256, topk=1024) for heads in (16, 128, 8, 64, 32) for q in (8192, 2048)),
+        (_v4(3, 5, 300, 64, topk=32, window=8),),
+    ),
+    Suite(
+        "v4-pro-decode",
+        "a decode step of V4-Pro, which selects 1024 keys; baseline: FlashMLA's decode kernel with padded heads",
+        f"{_SUITES}.v4:decode",
+        tuple(
+            _v4_decode(heads, batch, 32768, topk=1024) for batch in (128, 1, 8, 32) for heads in (16, 128, 8, 64, 32)
+        ),
+        (_v4_decode(3, 2, 160, topk=32, window=8, page_size=64),),
+    ),
+    Suite(
         "indexer-topk",
         "fp8 indexer logits and top-k in a memory budget; baseline: DeepGEMM in one piece and a top-k",
         f"{_SUITES}.indexer:indexer_topk",
