@@ -191,19 +191,31 @@ def measured(sm: int, op: str, layout: str, heads: int) -> bool:
     return any(fitting(sm, op, layout, heads, route)[1] for route in TIMINGS.get((sm, op, layout), {}))
 
 
-def nearest(sm: int, op: str, family: str, layout: str, heads: int) -> tuple[int, str, int] | None:
-    """The measured (SM version, KV layout, heads) of an op that are nearest to those given; None without any.
+def nearest(sm: int, op: str, family: str, name: str, heads: int) -> tuple[int, str, int] | None:
+    """The measured (SM version, name, heads) of an op that are nearest to those given; None without any.
 
-    The layout, as `filed` names it, counts first, then the SM version, then the heads; only layouts of the model's
-    family count.
+    The name counts first, then its layout, then the SM version, then the heads; only layouts of the model's family
+    count.
+
+    Args:
+        name: what `filed` gives, or a layout that nothing is filed for.
     """
+
+    def layout(of: str) -> str:
+        return MORE_SELECTIONS[of][0] if of in MORE_SELECTIONS else of
+
     known = (
-        (measured_sm, measured_layout, count)
-        for (measured_sm, measured_op, measured_layout), by_route in TIMINGS.items()
-        if measured_op == op and MORE_SELECTIONS.get(measured_layout, (measured_layout,))[0] in FAMILY_LAYOUTS[family]
+        (measured_sm, measured_name, count)
+        for (measured_sm, measured_op, measured_name), by_route in TIMINGS.items()
+        if measured_op == op and layout(measured_name) in FAMILY_LAYOUTS[family]
         for count in {count for by_heads in by_route.values() for count in by_heads}
     )
-    return min(known, key=lambda one: (one[1] != layout, abs(one[0] - sm), abs(one[2] - heads), one), default=None)
+    wanted = layout(name)
+    return min(
+        known,
+        key=lambda one: (one[1] != name, layout(one[1]) != wanted, abs(one[0] - sm), abs(one[2] - heads), one),
+        default=None,
+    )
 
 
 def estimate(sm: int, op: str, layout: str, heads: int, rows: int, route: str) -> TimeEstimate | None:
