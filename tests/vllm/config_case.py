@@ -4,7 +4,8 @@
 
 A case: {"arguments": {of EngineArgs}, "environ": {...}, "break": "too new" | "too old" | "target", "serve": bool}.
 "break" makes this vLLM look like one that the plugin does not know. "serve" goes on to what a worker does before it
-builds the model. The answer: {"error", "type", "chunked_prefill", "modules", "applied"}.
+builds the model. The answer: {"error", "type", "chunked_prefill", "modules", "applied"}, after "serve" also what
+/metrics shows.
 """
 
 import functools
@@ -28,6 +29,8 @@ def main() -> None:
 
 
 def ask(engine_args: type, case: dict) -> dict:
+    from prometheus_client import generate_latest
+
     from nsa_plugin.backends.vllm.startup import activation
 
     with mock.patch.dict(os.environ, case.get("environ", {})), broken(case.get("break")):
@@ -37,6 +40,7 @@ def ask(engine_args: type, case: dict) -> dict:
             answer["chunked_prefill"] = config.scheduler_config.enable_chunked_prefill
             if case.get("serve"):
                 answer["serves"] = activation.start_serving(config) is not None
+                answer["metrics"] = generate_latest().decode()
         except Exception as error:
             answer |= {"error": str(error), "type": type(error).__name__}
     ledger = activation.process().ledger

@@ -61,7 +61,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> dict[
         "dense beyond top-k": {"arguments": arguments(checkpoint, ON | {"mha_max_kv": 65})},
         "library not here": {"arguments": arguments(checkpoint, ON | {"decode_backend": "trtllm"})},
         "token shard on": {"arguments": arguments(checkpoint, ON | {"token_shard": "on"})},
-        "cache dtype": {"arguments": arguments(checkpoint, ON, kv_cache_dtype="fp8")},
+        "cache dtype": {"arguments": arguments(checkpoint, ON, kv_cache_dtype="fp8"), "serve": True},
         "cache dtype, strict=full": {"arguments": arguments(checkpoint, ON | {"strict": "full"}, kv_cache_dtype="fp8")},
         "dense model": {"arguments": arguments(dense, ON)},
         "too new": {"arguments": arguments(checkpoint, ON), "break": "too new"},
@@ -117,7 +117,11 @@ def test_a_model_without_sparse_attention_is_not_changed_and_logged_once(answers
 
 def test_a_cache_that_the_plugin_does_not_support_is_left_to_vllm(answers: dict[str, Any]) -> None:
     assert answers["cache dtype"]["error"] == ""
-    assert "--kv-cache-dtype is fp8; nsa-plugin supports auto, bfloat16, float16 here" in answers["log"]
+    left = "--kv-cache-dtype is fp8; nsa-plugin supports auto, bfloat16, float16 here"
+    assert left in answers["log"]
+    assert answers["cache dtype"]["serves"] is False
+    shown = [line for line in answers["cache dtype"]["metrics"].splitlines() if line.startswith("vllm:nsa_plugin")]
+    assert any(left in line for line in shown), shown
 
 
 @pytest.mark.regression(28)

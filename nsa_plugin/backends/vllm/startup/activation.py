@@ -293,7 +293,6 @@ def wrap_create_engine_config(original: Callable[..., Any], *args: Any, **kwargs
     if wanted(vllm_config, resolved):
         try:
             check_here(vllm_config, resolved)
-            process().collect_counters()
         except NsaPluginError as error:
             if resolved.settings.ends_start(error):
                 raise
@@ -301,6 +300,7 @@ def wrap_create_engine_config(original: Callable[..., Any], *args: Any, **kwargs
 
             use_engine_log()
             logger.warning("nsa-plugin: %s", why_stock(error))
+        process().collect_counters()  # what is left to vLLM is in /metrics, too
     return vllm_config
 
 

@@ -75,6 +75,7 @@ def test_strict_off_leaves_another_version_to_vllm(
     with caplog.at_level(logging.WARNING, logger="nsa_plugin"):
         assert engine_config(vllm_config) is vllm_config
     assert "the stock engine serves" in caplog.text
+    assert process.counters == "a folder", "/metrics says what is left to vLLM"
     worker = worker_of(vllm_config)
     load_model(worker)
     assert warm_up(worker) == 1.5
