@@ -238,6 +238,11 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
+def each_of(number: int, noun: str) -> str:
+    """ "one request", "each of 2 requests"."""
+    return f"one {noun}" if number == 1 else f"each of {number} {noun}s"
+
+
 def in_time(us: float) -> str:
     """ "18.2 us", "1.36 ms"."""
     return f"{us / 1e3:.2f} ms" if us >= 999.5 else f"{us:.3g} us"

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nsa_plugin.decision import dense, sparse, token_shard
-from nsa_plugin.decision.case import Case, batch_sentence
+from nsa_plugin.decision.case import Case, batch_sentence, count
 from nsa_plugin.decision.constraints import UNCONSTRAINED, Constraints
 from nsa_plugin.decision.indexer import topk_plan
 from nsa_plugin.decision.plan import Attention, IndexerMode, IndexerPlan, Plan, Reason, Reasons, text_of
@@ -372,4 +372,4 @@ def _stock_selection(case: Case, indexer: IndexerPlan) -> tuple[bool, Reason]:
     engine = case.constraints.engine
     if tokens > most:
         return stock, lambda: f"no times for this shape on {case.device.where}: {engine}'s own code is kept"
-    return stock, lambda: f"{tokens} context tokens: up to {most}, {engine}'s own code costs the host less"
+    return stock, lambda: f"{count(tokens, 'context token')}: up to {most}, {engine}'s own code costs the host less"

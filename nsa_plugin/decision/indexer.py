@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from nsa_plugin.decision import timings, v4_memory
-from nsa_plugin.decision.case import Case, count, in_time
+from nsa_plugin.decision.case import Case, count, each_of, in_time
 from nsa_plugin.decision.plan import IndexerMode, IndexerPlan, Plan, Reason
 from nsa_plugin.decision.routes import Route, capability_refusal, rows_refusal
 from nsa_plugin.errors import NoProviderError
@@ -56,7 +56,9 @@ def topk_plan(case: Case, route: Route, *, shared: bool = False) -> tuple[Indexe
     metadata, why_metadata = _metadata_provider(case, provider)
 
     def reasons() -> dict[str, Reason]:
-        selected = f"{model.index_topk} KV tokens are selected for each of {count(batch.num_tokens, 'query token')}"
+        verb = "is" if model.index_topk == 1 else "are"
+        tokens = each_of(batch.num_tokens, "query token")
+        selected = f"{count(model.index_topk, 'KV token')} {verb} selected for {tokens}"
         return {
             "indexer": selected + (", by the rank that attends to them" if shared else ""),
             "indexer.provider": _why_unpaged(case, unpaged) if unpaged else why_first,
@@ -205,8 +207,10 @@ def _why_rows_per_chunk(case: Case, route: Route) -> str:
     budget = min(asked, quarter)
     limit = f"{budget / MIB:.1f} MiB ({'a quarter of the free memory' if asked > quarter else _source(case, route)})"
     fit = budget // each
+    if tokens == 1 and fit:
+        return f"the logits of one query token, {each} B, fit {limit}"
     if fit >= tokens:
-        return f"the logits of all {count(tokens, 'query token')}, {each} B each, fit {limit}"
+        return f"the logits of all {tokens} query tokens, {each} B each, fit {limit}"
     if fit == 0:
         return f"the logits of one query token take {each} B, more than {limit}, so they are made one by one"
     return f"the logits of {count(fit, 'query token')}, {each} B each, fit {limit}; rounded down to a power of two"

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from nsa_plugin.decision import timings
-from nsa_plugin.decision.case import DEQUANTIZE_KV_PER_ROW, Case, batch_sentence, count, in_time, route_refusal
+from nsa_plugin.decision.case import DEQUANTIZE_KV_PER_ROW, Case, batch_sentence, count, each_of, in_time, route_refusal
 from nsa_plugin.decision.plan import Attention
 from nsa_plugin.decision.routes import BF16_COPY, FLASH_MLA_DECODE, OPS, KernelLoad, Refusal, Route, first, unranked
 from nsa_plugin.decision.timings import TimeEstimate
@@ -284,14 +284,15 @@ def attention_sentence(case: Case, route: Route, load: KernelLoad, refused: Sequ
     model, batch = case.model, case.batch
     kernel = "prefill" if route.attention is Attention.SPARSE_PREFILL else "decode"
     window = f" and a window of {model.sliding_window}" if model.sliding_window else ""
-    verb = "attends" if load.rows == 1 else "attend"
-    rows = f"{count(load.rows, 'query token')} {verb} to {model.index_topk} selected KV tokens{window} each"
+    attend, each = ("attends", "") if load.rows == 1 else ("attend", " each")
+    selected = count(model.index_topk, "selected KV token")
+    rows = f"{count(load.rows, 'query token')} {attend} to {selected}{window}{each}"
     if route.dequantize_kv:
         sentence = f"{rows}; {route.library}'s {kernel} kernel reads a bf16 copy of the cache"
         if case.dequantizing_pays:
             sentence += (
-                f", because {batch.total_kv_len} context tokens are fewer than {DEQUANTIZE_KV_PER_ROW} "
-                f"for each of {count(batch.num_tokens, 'query token')}"
+                f", because {count(batch.total_kv_len, 'context token')} {'is' if batch.total_kv_len == 1 else 'are'} "
+                f"fewer than {DEQUANTIZE_KV_PER_ROW} for {each_of(batch.num_tokens, 'query token')}"
             )
     else:
         sentence = f"{rows}; {route.library}'s {kernel} kernel reads the {model.kv_layout} cache in place"
@@ -346,7 +347,7 @@ def _untimed(case: Case, route: Route, load: KernelLoad) -> list[str]:
 
 
 def _selection(topk: int, window: int) -> str:
-    return f"{topk} selected tokens" + (f" and a window of {window}" if window else "")
+    return count(topk, "selected token") + (f" and a window of {window}" if window else "")
 
 
 def _times(case: Case, route: Route, load: KernelLoad) -> list[str]:

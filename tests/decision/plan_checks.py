@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 from nsa_plugin.decision import token_shard as sharding
@@ -94,6 +95,13 @@ def check_constraints(plan: Plan, batch: BatchShape, chosen: Settings, constrain
     assert plan.stock_attention == (plan.stock_selection and route in constraints.stock_attends_by)
 
 
+# "1 query tokens", "all 1 query token", "each of 1 request", "1 query token attends to 4 tokens each".
+UNGRAMMATICAL = re.compile(
+    r"(?<![\w.,])1 (?:\w+ ){0,2}(?:tokens|requests|ranks|heads|pieces)\b|\b(?:all|each of) 1 "
+    r"|(?<![\w.,])1 query token [^;]* each\b"
+)
+
+
 def check_reasons(plan: Plan) -> None:
     data = plan.as_dict()
     fields = set(data) - {"reasons"} | {f"indexer.{name}" for name in data["indexer"]} - {"indexer.mode"}
@@ -101,6 +109,7 @@ def check_reasons(plan: Plan) -> None:
     for sentence in plan.reasons.values():
         assert sentence.strip()
         assert "None" not in sentence
+        assert not UNGRAMMATICAL.search(sentence), sentence
 
 
 def check_kernel(plan: Plan, model: ModelShape, batch: BatchShape, device: DeviceProfile, chosen: Settings) -> None:
