@@ -75,6 +75,8 @@ POINTS = (
     point("sparse-mla-decode", "cuda", heads=8, batch=128),
     *(point("sparse-mla-prefill", "cuda", heads=heads, q=4096, kv=65536) for heads in (8, 16, 32, 64)),
     *(point("sparse-mla-prefill", "triton", heads=heads, q=4096, kv=65536) for heads in (64, 128)),
+    point("sparse-mla-prefill-bf16", "cuda", heads=16, q=4096, kv=65536),
+    point("sparse-mla-decode-bf16", "cuda", heads=16, batch=128),
     point("indexer-topk", "cuda", heads=64, q=8192, kv=131072),
 )
 
