@@ -16,7 +16,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from ci import chosen, headline, ncu, regressions
+from ci import chosen, fits, headline, ncu, regressions
 from ci.rows import ROOT, Row, engines, load
 from ci.soak.report import runs_table
 from ci.support import CONFIGURATIONS
@@ -230,8 +230,6 @@ def _limits(provider: Provider) -> list[list[str]]:
     ]
 
 
-# Sparse layers, and those with an indexer of their own, of the models that the portable path serves.
-SERVED = {"DeepSeek-V3.2": (61, 61), "GLM-5": (78, 21)}
 KV_GIB = (10, 20, 40)
 
 
@@ -239,7 +237,8 @@ def kv_memory_table() -> str:
     """Bytes of a token's KV cache by format, and what fits in some sizes of memory of one GPU."""
     latent = {"fp8": V32_FP8.row_bytes, "bf16": BF16.row_bytes(V32_ROW[0])}
     rows = []
-    for model, (layers, indexers) in SERVED.items():
+    for model, served in fits.MODELS.items():
+        layers, indexers = served.num_layers, served.selecting
         for dtype, row_bytes in latent.items():
             token = layers * row_bytes + indexers * INDEXER_FP8.row_bytes
             tokens = [gib * (1 << 30) // token for gib in KV_GIB]
@@ -264,6 +263,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "overhead": overhead_table,
     "kernels": kernels_table,
     "kv-memory": kv_memory_table,
+    "fits": fits.table,
     "chosen": chosen.table,
     "headline": headline.table,
     "profiles": ncu.table,
