@@ -1,13 +1,17 @@
-"""Say what a release of an engine changed under the plugin, from the two versions' wheels; nothing is imported.
+"""Say what a release or the main branch of an engine changed under the plugin; nothing is imported.
 
-``python -m ci.moved vllm`` compares the newest version of ci/matrix.toml with the newest release on the package index;
-``python -m ci.moved vllm 0.32.0 0.33.0`` compares two versions. For every object that the ledger changes or builds on:
+``python -m ci.moved vllm`` compares the newest version of ci/matrix.toml with the newest release on the package index,
+by their wheels; ``python -m ci.moved vllm 0.32.0 0.33.0`` compares two versions. ``python -m ci.moved vllm --archive
+https://github.com/vllm-project/vllm/archive/refs/heads/main.zip`` compares a wheel with the source archive of a branch.
+For every object that the ledger changes or builds on:
 
 - seam moved: the newer version lacks it, or it has other parameters. The plugin refuses to start there.
 - body changed: its syntax tree differs, comments and docstrings aside. Read the change with --diff.
 - not comparable: the ledger looks for another object in each version, or another distribution defines it.
+  So is a definition in a file that the archive lacks: the engine's build may have added it to the wheel.
 
-Ends 1 if a seam moved.
+Ends 1 if a seam moved. With an archive it then names the changes since the last good commit of ci/last_good.json, the
+last in which everything was found; --record keeps a commit there.
 """
 
 from __future__ import annotations
@@ -18,13 +22,15 @@ import copy
 import difflib
 import sys
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from packaging.version import Version
 from rich.console import Console
 
-from ci.rows import engines
+from ci import archive
+from ci.archive import Archive, ArchiveError
+from ci.rows import Engine, engines
 from ci.wheels import Wheel, WheelError, newest
 from nsa_plugin.commands.engines import ENGINES
 from nsa_plugin.patches.ledger import Patch, Target
@@ -33,7 +39,7 @@ from nsa_plugin.tools.terminal import table
 
 
 class Moved(StrEnum):
-    """What became of an object between two versions."""
+    """What became of an object between two versions, or a version and an archive."""
 
     SEAM = "seam moved"
     BODY = "body changed"
@@ -93,6 +99,29 @@ def _compare_one(patch: Patch, before: Target | None, after: Target, old: Source
     return Change(patch, after, Moved.BODY, f"{gone} lines gone, {come} new", diff)
 
 
+def compare_archive(patches: tuple[Patch, ...], wheel: Wheel, new: Archive, versions: tuple[str, str]) -> list[Change]:
+    """Compare a version's wheel with an archive, whose targets are those of the second version."""
+    old = SourceTree(wheel.read)
+    in_both = SourceTree(lambda path: wheel.read(path) if path in new.files else None)
+    changes = compare(patches, old, SourceTree(new.read), versions)
+    detail = "the wheel defines it in a file that the archive lacks"
+    return [
+        replace(change, moved=Moved.UNKNOWN, detail=detail, diff=())
+        if change.moved is Moved.BODY and _text(old, change.target) != _text(in_both, change.target)
+        else change
+        for change in changes
+    ]
+
+
+def _text(tree: SourceTree, target: Target) -> str | None:
+    """The text of a target's definition, or None if the tree does not have it."""
+    try:
+        node = tree.definition(target)
+    except LookupError:
+        return None
+    return None if node is None else text_of(node)
+
+
 def text_of(node: ast.AST) -> str:
     """A definition without comments, docstrings and formatting."""
     copied = copy.deepcopy(node)
@@ -120,30 +149,84 @@ def report(changes: list[Change], console: Console, *, diff: bool) -> None:
     console.print(f"{len(changes)} objects: " + ", ".join(f"{counted[moved]} {moved}" for moved in Moved))
 
 
+def any_moved(changes: list[Change]) -> bool:
+    return any(change.moved is Moved.SEAM for change in changes)
+
+
+def check_release(engine: Engine, versions: tuple[str, str], console: Console, *, diff: bool) -> int:
+    """Compare two releases and print what moved; the exit status."""
+    console.print(f"{engine.name}: {versions[0]} -> {versions[1]}")
+    if versions[0] == versions[1]:
+        return 0
+    with Wheel(engine.distribution, versions[0]) as old, Wheel(engine.distribution, versions[1]) as new:
+        trees = SourceTree(old.read), SourceTree(new.read)
+        changes = compare(ENGINES[engine.name].ledger.PATCHES, *trees, versions)
+    report(changes, console, diff=diff)
+    return 1 if any_moved(changes) else 0
+
+
+def check_archive(
+    engine: Engine, versions: tuple[str, str], source: str, console: Console, *, diff: bool, keep: bool
+) -> int:
+    """Compare a release with an archive and print what moved since the last good commit; the exit status.
+
+    Args:
+        keep: record the archive's commit if everything is found.
+    """
+    new = archive.load(source, engine.name)
+    commit = f"commit {new.revision.commit} ({new.revision.date})" if new.revision else "the archive names no commit"
+    console.print(f"{engine.name}: {versions[0]} -> {source}, {commit}; targets of the ledger for {versions[1]}")
+    with Wheel(engine.distribution, versions[0]) as old:
+        changes = compare_archive(ENGINES[engine.name].ledger.PATCHES, old, new, versions)
+    report(changes, console, diff=diff)
+    good = archive.last_good(engine.name, archive.LAST_GOOD)
+    console.print(f"last good commit: {good.commit} ({good.date})" if good else "no last good commit yet")
+    if any_moved(changes):
+        if good and new.revision:
+            console.print(f"seams moved since: {archive.compare_address(engine.name, good, new.revision)}")
+        return 1
+    if not keep:
+        return 0
+    if new.revision is None:
+        console.print("error: everything was found, but the archive names no commit to record")
+        return 2
+    archive.record(engine.name, new.revision, archive.LAST_GOOD)
+    console.print(f"everything was found: recorded {new.revision.commit} in {archive.LAST_GOOD}")
+    return 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m ci.moved", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("engine", choices=tuple(engines()))
     parser.add_argument("older", nargs="?", help="default: the newest version of ci/matrix.toml")
-    parser.add_argument("newer", nargs="?", help="default: the newest release on the package index")
+    parser.add_argument(
+        "newer",
+        nargs="?",
+        help="default: the newest release on the package index; with --archive the version that the archive counts as "
+        "in the ledger, by default the older one",
+    )
+    parser.add_argument(
+        "--archive", metavar="FILE_OR_URL", help="compare with this zip or tar.gz of the engine's sources, from GitHub"
+    )
+    parser.add_argument("--record", action="store_true", help="keep the archive's commit if everything is found in it")
     parser.add_argument("--diff", action="store_true", help="print the changed definitions")
     args = parser.parse_args()
+    if args.record and not args.archive:
+        parser.error("--record needs --archive")
     engine = engines()[args.engine]
     console = Console(markup=False, highlight=False, soft_wrap=not sys.stdout.isatty())
+    older = args.older or engine.seams[-1]
     try:
-        versions = args.older or engine.seams[-1], args.newer or newest(engine.distribution)
-        console.print(f"{engine.name}: {versions[0]} -> {versions[1]}")
-        if versions[0] == versions[1]:
-            return 0
-        with Wheel(engine.distribution, versions[0]) as old, Wheel(engine.distribution, versions[1]) as new:
-            trees = SourceTree(old.read), SourceTree(new.read)
-            changes = compare(ENGINES[engine.name].ledger.PATCHES, *trees, versions)
-    except WheelError as error:
+        if args.archive:
+            versions = older, args.newer or older
+            return check_archive(engine, versions, args.archive, console, diff=args.diff, keep=args.record)
+        versions = older, args.newer or newest(engine.distribution)
+        return check_release(engine, versions, console, diff=args.diff)
+    except (WheelError, ArchiveError) as error:
         console.print(f"error: {error}")
         return 2
-    report(changes, console, diff=args.diff)
-    return 1 if any(change.moved is Moved.SEAM for change in changes) else 0
 
 
 if __name__ == "__main__":
