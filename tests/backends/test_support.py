@@ -226,6 +226,25 @@ def on_an_a100(version: str = "0.5.23", **server_args: Any) -> Start:
     return start
 
 
+def on_a_left_gpu(sm: int, **flags: str) -> Start:
+    """A scheduler whose backend has SGLang's default kernels for DeepSeek-V3.2 on SM120 over an fp8 cache."""
+
+    def start(monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv(VARIABLE, "")
+        PassedFlags({"enabled": "true", "strict": "full"} | flags, {}).write()
+        monkeypatch.setattr(sglang_model, "device_sm", lambda: sm)
+        monkeypatch.setattr("nsa_plugin.libraries.probe.probe", lambda: synthetic(sm))
+        ledger = Ledger(engine="sglang", version=Version("0.5.23"), supported=">=0.5.11", patches=())
+        process = SglangProcess(ledger, child=True)
+        process.enter_scheduler()
+        backend = built(prefill="trtllm", decode="trtllm")
+        backend.dsa_kv_cache_store_fp8 = False
+        process.backend_built(backend, runner())
+        process.leave_scheduler(scheduler())
+
+    return start
+
+
 def portable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sglang_activation, "_check_files", lambda version: None)
     monkeypatch.setenv(VARIABLE, "")
@@ -340,6 +359,9 @@ STARTS: dict[tuple[str, str], Start] = {
     (SGLANG, "Ray actors"): ray,
     (SGLANG, "DeepSeek-V4 on a GPU of the portable path"): on_an_a100(v4=True),
     (SGLANG, "an older SGLang on a GPU of the portable path"): on_an_a100("0.5.15"),
+    (SGLANG, "a GPU before SM80"): on_a_left_gpu(75),
+    (SGLANG, "SM120"): on_a_left_gpu(120),
+    (SGLANG, "a kernel library by name on SM120 or before SM80"): on_a_left_gpu(120, decode_backend="cuda"),
     (SGLANG, "the portable path by name in an older SGLang"): portable,
     (SGLANG, "resharding with two-batch overlap"): resharding_two_batches,
     (SGLANG, "trtllm by SGLang's flag where it cannot run"): trtllm_flag,

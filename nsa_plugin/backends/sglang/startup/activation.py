@@ -48,6 +48,7 @@ class SglangProcess:
         portable: whether the ledger's entries for the portable path are applied.
         left: what is left to stock SGLang although the plugin is on, and why.
         stock_because: why the stock engine serves although the plugin is enabled (`why_stock`); "" if it does not.
+        sm: the SM version of the GPU, in a scheduler process with the plugin enabled; 0 without one.
     """
 
     ledger: Ledger
@@ -59,6 +60,7 @@ class SglangProcess:
     portable: bool = False
     left: list[str] = field(default_factory=list)
     stock_because: str = ""
+    sm: int = 0
     _said: set[str] = field(default_factory=set)
 
     def bootstrap(self) -> None:
@@ -103,6 +105,10 @@ class SglangProcess:
         from nsa_plugin.telemetry import check_files
 
         try:
+            if not model.configured_for_cpu(server_args) and model.is_left(sm := model.device_sm()):
+                if model.is_sparse(server_args):
+                    model.check_gpu(sm, resolved)
+                return  # nothing is patched there
             _check_files(self.ledger.version)
             check_files(resolved.settings)
             if resolved.settings.portable == "on" and not _has_portable(self.ledger.version):
@@ -134,7 +140,11 @@ class SglangProcess:
         if not resolved.settings.enabled:
             return
         self.resolved, self.notes = resolved, notes
-        sm = model.device_sm()
+        self.sm = sm = model.device_sm()
+        if model.is_left(sm):
+            # Nothing is patched. `leave_scheduler` checks the settings, once the model is known.
+            self.stock_because = f"the GPU is SM{sm}"
+            return
         needs = (Need.ENABLED, Need.GPU) if sm else (Need.ENABLED,)
         with self._or_stock():
             if model.on_rocm():
@@ -229,8 +239,9 @@ class SglangProcess:
                 f"enabled, but {architecture} has no DeepSeek sparse attention (no index_topk in its configuration): "
                 "the plugin changes nothing"
             )
-        elif not self.stock_because:
+        elif not self.stock_because or model.is_left(self.sm):
             with self._or_stock():
+                model.check_gpu(self.sm, self.resolved)
                 self.ledger.verify()
                 if self.serving is None and not self.left:
                     raise LeftToStockError(

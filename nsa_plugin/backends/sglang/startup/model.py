@@ -5,8 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from nsa_plugin.decision.shapes import ModelShape
-from nsa_plugin.errors import LeftToStockError, NoProviderError, PatchError
+from nsa_plugin.errors import LeftToStockError, NoProviderError, PatchError, SettingsError
+from nsa_plugin.libraries.architectures import name_of
 from nsa_plugin.patches.ledger import TURN_OFF
+from nsa_plugin.settings import BACKEND_OPS, ResolvedSettings
+
+BACKEND_MAJORS = (9, 10)
+"""The GPUs, by SM major version, whose kernels of SGLang's own backends the plugin knows."""
 
 NEEDS_GPU = (
     "DeepSeek sparse attention under SGLang needs a GPU, and this engine is to run on a CPU, where SGLang has neither "
@@ -52,22 +57,52 @@ def is_portable(sm: int) -> bool:
     return 80 <= sm < 90
 
 
-def refuse_model(server_args: Any) -> None:
-    """Raise NoProviderError for a model with sparse attention on a CPU, before anything is started or loaded.
+def is_left(sm: int) -> bool:
+    """Whether everything is left to SGLang on a GPU of SM version `sm`; False without a GPU."""
+    return bool(sm) and not is_portable(sm) and sm // 10 not in BACKEND_MAJORS
 
-    A configuration that cannot be read here is left to SGLang, which reports it.
+
+def check_gpu(sm: int, resolved: ResolvedSettings) -> None:
+    """Check that the plugin serves a model with sparse attention on a GPU of SM version `sm`.
+
+    SGLang follows its own flags there, so only the plugin's settings ask for what cannot work.
+
+    Raises:
+        SettingsError: it does not, and a setting names what should serve there.
+        LeftToStockError: it does not.
     """
-    if not configured_for_cpu(server_args):
+    if not is_left(sm):
         return
+    for name in (*BACKEND_OPS, "portable", "token_shard"):
+        value = getattr(resolved.settings, name)
+        if value not in ("auto", "off") and name not in resolved.engine_paths:
+            raise SettingsError(
+                f"{name} is {value} and cannot work on {name_of(sm)}, which is left to SGLang; allowed here: auto"
+            )
+    raise LeftToStockError(
+        f"under SGLang nsa-plugin serves SM80 to SM89, SM90 and SM100 GPUs, and this one is {name_of(sm)}"
+    )
+
+
+def is_sparse(server_args: Any) -> bool:
+    """Whether the model of raw arguments has sparse attention.
+
+    False if its configuration cannot be read here. It is left to SGLang, which reports it.
+    """
     from transformers import PretrainedConfig
 
-    model_path = str(server_args.model_path)
+    revision = getattr(server_args, "revision", None)
     try:
-        config, _ = PretrainedConfig.get_config_dict(model_path, revision=getattr(server_args, "revision", None))
+        config, _ = PretrainedConfig.get_config_dict(str(server_args.model_path), revision=revision)
     except (OSError, ValueError):
-        return
-    if has_sparse_attention(config):
-        raise NoProviderError(f"{model_path}: {NEEDS_GPU}")
+        return False
+    return has_sparse_attention(config)
+
+
+def refuse_model(server_args: Any) -> None:
+    """Raise NoProviderError for a model with sparse attention on a CPU, before anything is started or loaded."""
+    if configured_for_cpu(server_args) and is_sparse(server_args):
+        raise NoProviderError(f"{server_args.model_path}: {NEEDS_GPU}")
 
 
 def model_shape(backend: Any, model_runner: Any) -> ModelShape:
