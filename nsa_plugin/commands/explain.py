@@ -8,6 +8,7 @@ from typing import Any
 
 from nsa_plugin.commands.arguments import above_zero, natural, option, positive, switch
 from nsa_plugin.commands.output import add_json, add_verbose, print_json
+from nsa_plugin.commands.starts import in_use
 from nsa_plugin.decision.case import count
 from nsa_plugin.decision.constraints import SHARED_CONTEXT, UNCONSTRAINED, Constraints
 from nsa_plugin.decision.dispatch import decide, partition
@@ -33,7 +34,7 @@ EXAMPLES = """examples:
         --logits-budget-mb 128 --q-tokens 4096 --max-kv 131072"""
 
 # Settings that do not change the plan of a batch.
-_NOT_ABOUT_BATCHES = ("enabled", "strict", "trace", "report", "portable", "split_prefill", "fault")
+_NOT_ABOUT_BATCHES = ("enabled", "strict", "trace", "report", "split_prefill", "fault")
 
 # The engines' spellings of --kv-cache-dtype. `auto` is the cache of most GPUs: bf16 for V3.2, fp8 for V4.
 _KV_DTYPES = {
@@ -246,7 +247,8 @@ def _matters(name: str, choice: str, model: ModelShape) -> bool:
 
 
 def run(args: argparse.Namespace) -> int:
-    model, device, resolved = _model(args), _device(args), _settings(args)
+    model, resolved = _model(args), _settings(args)
+    device = in_use(_device(args), resolved.settings)
     inputs: dict[str, Any] = {
         "model": asdict(model) | {"heads_per_rank": model.heads_per_rank},
         "device": device.as_dict(),
