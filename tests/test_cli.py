@@ -19,7 +19,7 @@ from nsa_plugin import cli
 from nsa_plugin.commands import engines, live, patches
 from nsa_plugin.decision.dispatch import decide
 from nsa_plugin.decision.shapes import BatchShape, ModelShape, Phase
-from nsa_plugin.libraries.devices import synthetic
+from nsa_plugin.libraries.devices import emulating, synthetic
 from nsa_plugin.settings import Settings
 from tests.command_line import call, data, fake_patch
 
@@ -116,6 +116,8 @@ BAD = {
     "explain --mha-max-kv 4096": "index_topk 2048",
     "explain --logits-budget-mb 0": "at least 1",
     "explain --token-shard on --sm 90": "token_shard",
+    "explain --portable on --sm 80": "portable is on and cannot work here: SM80 cannot emulate SM86",
+    "explain --portable on --sm 0": "portable is on and cannot work here: a CPU cannot emulate SM86",
     "explain --phase decode --max-kv 9999 --sm 90 --decode-backend trtllm": "decode_backend is trtllm",
     "patches --version 0.30": "--engine",
     "patches --engine vllm --version new": "'new' is not a version",
@@ -152,6 +154,23 @@ def test_explain_is_the_decision_of_the_same_inputs(capsys: pytest.CaptureFixtur
     assert found["plan"] == json.loads(json.dumps(plan.as_dict()))
     assert found["batch"] == json.loads(json.dumps(asdict(batch)))
     assert found["model"]["heads_per_rank"] == 16
+
+
+@pytest.mark.parametrize("given", ["the environment", "the command line"])
+def test_explain_takes_the_gpu_that_portable_emulates(
+    given: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flag = " --portable on" if given == "the command line" else ""
+    if not flag:
+        monkeypatch.setenv("NSA_PLUGIN_PORTABLE", "on")
+    found = data(capsys, EXAMPLE + flag)
+    assert found["sources"]["portable"].startswith(given)
+    model = ModelShape(num_heads=128, attn_tp_size=8, kv_layout="v32_fp8")
+    batch = BatchShape.from_lengths(Phase.EXTEND, [13000], [65536])
+    plan = decide(model, batch, emulating(synthetic(90), 86), Settings(portable="on"))
+    assert found["plan"] == json.loads(json.dumps(plan.as_dict()))
+    assert (found["device"]["sm"], found["plan"]["provider"]) == (86, "cuda")
+    assert "emulating SM86" in call(capsys, EXAMPLE + flag)[1]
 
 
 def test_explain_table_shows_every_field_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
