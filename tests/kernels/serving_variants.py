@@ -1,14 +1,20 @@
-"""python -m tests.kernels.serving_variants: which kernel variants batches need that the warm-up has not; a JSON line.
+"""python -m tests.kernels.serving_variants SM: the kernel variants that batches need and no warm-up has; a JSON line.
 
 As `compile_program`, with tensors of a GPU that is not there; nothing is compiled, the variants are counted. The
 warm-up of each adapter runs first, then what its batches launch, in sizes and at offsets that it did not use.
+
+SM90 selects with Triton's indexer where DeepGEMM is not installed. SM86 has the portable path, whose selection, cache
+writes and inputs run on the plugin's kernels as well.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,7 +24,12 @@ from triton.runtime.jit import JITFunction, compute_cache_key
 from nsa_plugin.backends.common import warm as warming
 from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.common.v4 import CacheSelection, LayerCall, attend_in_place
+from nsa_plugin.backends.sglang.v32 import indexer as sglang_indexer
+from nsa_plugin.backends.sglang.v32 import portable as sglang_portable
 from nsa_plugin.backends.vllm.v4 import serving as v4_serving
+from nsa_plugin.backends.vllm.v32 import portable as vllm_portable
+from nsa_plugin.backends.vllm.v32.steps import StepSelection
+from nsa_plugin.decision.plan import IndexerMode, IndexerPlan
 from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.kernels.cuda import (
     attention,
@@ -29,12 +40,22 @@ from nsa_plugin.kernels.cuda import (
 )
 from nsa_plugin.kernels.shard_indices import KvShard
 from nsa_plugin.kernels.triton import topk
-from tests.kernels.compile_program import BF16, F32, cache, empty, without_a_gpu
+from nsa_plugin.libraries.architectures import FIRST_WITH_FP8
+from tests.kernels.compile_program import BF16, F32, FP8, cache, empty, without_a_gpu
 
-SM = 90
 ROWS = (1, 2, 3, 7, 16, 17, 100, 1000, 4096)
 OFFSETS = (0, 1, 3, 8)
 WIDTHS = (1, 2, 3, 16, 63, 64, 513)
+KEYS = (1, 3, 100, 2048, 5000, 65536)
+STEP_TOKENS = 3
+"""Most query tokens of a request in a verify step."""
+REQUESTS = (
+    [(0, 100, 0, 100)],
+    [(0, 1, 0, 1)],
+    [(0, 7, 0, 4096), (7, 4096, 4096, 69632)],  # a chunk starts at query token 7
+    [(0, 33, 0, 33), (33, 40, 33, 5000), (40, 1000, 5000, 70001)],
+)
+"""(first query token, end, first key, end) of each request of SGLang's prefills."""
 DEVICE = torch.device("cuda")
 V32 = ModelShape(num_heads=128, attn_tp_size=8, kv_layout="v32_fp8")
 V32_FEW_HEADS = ModelShape(num_heads=64, attn_tp_size=8, kv_layout="v32_fp8")
@@ -109,7 +130,8 @@ def addresses() -> None:
 def providers_of(model: ModelShape) -> Providers:
     """With the CUDA kernels, whose libraries need not be installed here."""
     cuda = {("sparse_mla_prefill", "cuda"): attention.prefill, ("sparse_mla_decode", "cuda"): attention.decode}
-    return Providers(model.kv_layout, SM, _loaded=dict(cuda))
+    major, minor = torch.cuda.get_device_capability()
+    return Providers(model.kv_layout, 10 * major + minor, _loaded=dict(cuda))
 
 
 def sizes() -> Iterator[tuple[int, int]]:
@@ -211,8 +233,117 @@ def v4(variants: Variants) -> None:
                 attend_in_place(providers, op, name, call, empty(rows, 64, 512, dtype=BF16))
 
 
+def sglang_prefills(variants: Variants) -> None:
+    """SGLang's selection for V3.2's prefills with Triton's indexer: chunks of several requests."""
+    variants.serving = ""
+    providers = providers_of(V32)
+    warming.warm_selection(providers, V32, DEVICE)
+    warming.warm_logits({"triton"}, providers, V32, DEVICE)
+    for requests in REQUESTS:
+        (_, rows, _, keys), table = requests[-1], empty(len(requests), 63)
+        found = (empty(keys, 128, dtype=FP8), empty(keys, 4, dtype=torch.uint8))
+        pool = SimpleNamespace(get_index_k_scale_buffer=lambda *_, found=found: found)
+        ranges = (empty(rows), empty(rows))
+        for name, chunk in product(("PAGED", "RAGGED"), chunks_of(rows)):
+            variants.serving = f"SGLang's prefill of {requests}, {chunk} query tokens at a time, {name}"
+            metadata = SimpleNamespace(
+                attn_metadata=SimpleNamespace(page_table_1=empty(len(requests), keys), topk_indices_offset=empty(rows)),
+                topk_transform_method=SimpleNamespace(name=name),
+                get_indexer_kvcache_range=lambda ranges=ranges: ranges,
+                get_page_table_64=lambda table=table: table,
+                get_indexer_seq_len=lambda: None,
+                get_token_to_batch_idx=lambda rows=rows: empty(rows),
+            )
+            selection = sglang_indexer.Selection(plan_of(chunk), pool, providers)
+            of = sglang_indexer.Ranges(metadata, list(requests), keys, keys)
+            q, weights = empty(rows, 64, 128, dtype=FP8), empty(rows, 64, 1, dtype=F32)
+            sglang_indexer._select(selection, of, SimpleNamespace(index_topk=2048), 0, q, weights, metadata, None)
+
+
+def sglang_portable_steps(variants: Variants) -> None:
+    """SGLang's decode and verify steps on the portable path, and the new entries of its cache."""
+    variants.serving = ""
+    providers = providers_of(V32)
+    sglang_portable.is_fused = lambda metadata: metadata.fused
+    sglang_portable.warm_portable(providers, V32, DEVICE)
+    keys, buffer = cache("indexer_fp8", 64, 64).data, cache("v32_fp8", 64, 64).data.view(-1, 1, 656)
+    for rows in ROWS:
+        variants.serving = f"SGLang's portable path, {rows} new tokens"
+        nope, rope = empty(rows, 1, 512, dtype=BF16), empty(rows, 1, 64, dtype=BF16)
+        sglang_portable.write(providers, buffer, empty(rows, dtype=torch.int64), nope, rope)
+        for width, chunk in product(WIDTHS, chunks_of(rows)):
+            variants.serving = f"SGLang's portable step, {rows} rows, {width} pages, {chunk} at a time"
+            q, _ = sglang_portable.quantize(empty(rows, 64, 128, dtype=BF16), providers)
+            table = empty(rows, width)
+            metadata = SimpleNamespace(fused=width % 2 == 0, get_page_table_64=lambda table=table: table)
+            indexer = SimpleNamespace(num_init_tokens=0, num_local_tokens=0, index_topk=2048)
+            selection = sglang_indexer.Selection(plan_of(chunk), None, providers)
+            weights = empty(rows, 64, 1, dtype=F32)
+            sglang_portable.select_steps(selection, indexer, q, keys, weights, empty(rows), metadata)
+
+
+def vllm_portable_batches(variants: Variants) -> None:
+    """vLLM's batches on the portable path: inputs, new entries of both caches, selections of prefills and steps."""
+    variants.serving = ""
+    providers = providers_of(V32)
+    vllm_portable.rounds_scales = lambda: True
+    vllm_portable.warm_indexer(providers, V32, DEVICE, STEP_TOKENS)
+    vllm_portable.warm_inputs(providers, V32, DEVICE)
+    keys = cache("indexer_fp8", 64, 64).data.view(64, 64, -1)
+    given = {"kv_cache": keys, "topk_tokens": 2048, "skip_k_cache_insert": False, "max_model_len": 32832}
+    for rows, offset in sizes():
+        total = rows + offset
+        given |= {
+            "k": empty(total, 128, dtype=BF16),
+            "q_quant": empty(total, 64, 128, dtype=FP8),
+            "weights": empty(total, 64, dtype=F32),
+            "hidden_states": empty(total, 7168, dtype=BF16),
+            "topk_indices_buffer": empty(8192, 2048),
+        }
+        metadata = SimpleNamespace(slot_mapping=empty(total, dtype=torch.int64), prefill=None)
+        for number, count in enumerate(KEYS):
+            variants.serving = f"vLLM's portable prefill, {rows} rows from {offset} on, {count} keys"
+            chunk = SimpleNamespace(
+                token_start=offset,
+                token_end=total,
+                skip_kv_gather=False,
+                cu_seqlen_ks=empty(total)[offset:],
+                cu_seqlen_ke=empty(total)[offset:],
+                max_seqlen_k=None if number % 2 else count,
+                nsa_plugin_slots=empty(count, dtype=torch.int64),
+            )
+            metadata.prefill = SimpleNamespace(chunks=[chunk])
+            vllm_portable.select(given, metadata, None, providers)
+        metadata.prefill = None
+        for number, (width, chunk) in enumerate(product(WIDTHS, chunks_of(rows))):
+            each = number % STEP_TOKENS + 1
+            requests = total // each - offset
+            if requests < 1:
+                continue
+            variants.serving = f"vLLM's portable step, {requests} requests of {each} from {offset} on, {width} pages"
+            lengths, table = empty(requests + offset)[offset:], empty(requests + offset, width)[offset:]
+            steps = StepSelection(plan_of(chunk), requests * each, lengths, table)
+            vllm_portable.select(given, metadata, steps, providers)
+
+
+def chunks_of(rows: int) -> tuple[int, int]:
+    """Query tokens whose logits are held at once: powers of two, as in a plan, one with which a batch has chunks."""
+    return 1 << (max(1, rows // 8).bit_length() - 1), 2048
+
+
+def plan_of(chunk: int) -> Any:
+    """The part of a plan that a selection reads, with the logits of so many query tokens at a time."""
+    return SimpleNamespace(indexer=IndexerPlan(mode=IndexerMode.TOPK, provider="triton", rows_per_chunk=chunk))
+
+
+Family = Callable[[Variants], None]
+FAMILIES: tuple[Family, ...] = (v32, v32_few_heads, v32_rows, shared, v4, sglang_prefills)
+PORTABLE: tuple[Family, ...] = (sglang_portable_steps, vllm_portable_batches)
+
+
 def main() -> None:
-    without_a_gpu(SM)
+    sm = int(sys.argv[1])
+    without_a_gpu(sm)
     addresses()
     # The warm-up looks at results, which nobody has computed.
     FakeTensor.any = lambda self: False
@@ -222,7 +353,7 @@ def main() -> None:
     for module in (sparse_mla_launch, sparse_mla_neighbours, sparse_mla_union, sparse_mla_wide):
         module.load_kernel = variants.loaded  # type: ignore[attr-defined]
     with FakeTensorMode():
-        for family in (v32, v32_few_heads, v32_rows, shared, v4):
+        for family in (*FAMILIES, *(PORTABLE if sm < FIRST_WITH_FP8 else ())):
             family(variants)
     print(json.dumps(variants.missed))
 

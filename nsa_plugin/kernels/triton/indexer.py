@@ -289,7 +289,14 @@ def _scores(keys, queries, weights, BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr
     return tl.sum(tl.reshape(products, (BLOCK_N, BLOCK_Q, HEADS_PADDED)), axis=2)
 
 
-@triton.jit(do_not_specialize=["rows", "keys", "span"])
+# Below, what changes from batch to batch is not specialised: a batch must not compile a kernel while the engine serves.
+# Alignment of bounds and of page tables would gain nothing: their int32 values are read one by one.
+
+
+@triton.jit(
+    do_not_specialize=["rows", "keys", "span"],
+    do_not_specialize_on_alignment=["ks_ptr", "ke_ptr"],  # a chunk may start at any row
+)
 def _ragged_logits(
     q_ptr,
     k_ptr,
@@ -363,7 +370,13 @@ def _ragged_logits(
         )
 
 
-@triton.jit(do_not_specialize=["first_request", "rows_per_request", "requests_per_table_row", "num_pages", "max_len"])
+@triton.jit(
+    # A page table is as wide as the batch needs: one page or a multiple of 16 would be variants of their own.
+    do_not_specialize=[
+        *("first_request", "rows_per_request", "requests_per_table_row", "num_pages", "table_row_stride", "max_len")
+    ],
+    do_not_specialize_on_alignment=["limits_ptr", "table_ptr"],  # they may be slices from any row on
+)
 def _paged_logits(
     q_ptr,
     cache_ptr,

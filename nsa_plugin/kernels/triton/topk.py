@@ -52,7 +52,12 @@ def _keys(row_ptr, column_stride, base, length, BLOCK: tl.constexpr):
     return bits ^ ((bits >> 31) & 0x7FFFFFFF), inside, position
 
 
-@triton.jit(do_not_specialize=["columns", "topk"], do_not_specialize_on_alignment=["starts_ptr", "ends_ptr"])
+@triton.jit(
+    # Logits are as wide as the batch's keys. A row is read from any of its columns on, so that a row stride known to be
+    # a multiple of 16 would not make the loads wider.
+    do_not_specialize=["columns", "topk", "row_stride"],
+    do_not_specialize_on_alignment=["starts_ptr", "ends_ptr"],  # they may be slices from any row on
+)
 def _topk_rows(
     logits_ptr, starts_ptr, ends_ptr, out_ptr, columns, topk, row_stride, column_stride, starts_stride, ends_stride,
     out_stride, out_column_stride,

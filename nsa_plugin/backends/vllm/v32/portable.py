@@ -181,6 +181,9 @@ def warm_indexer(providers: Providers, model: ModelShape, device: torch.device, 
 
     def prefill(keys: int) -> torch.Tensor:
         slots = torch.zeros(keys, dtype=torch.int64, device=device)
+        # vLLM's model code may leave new keys to the indexer. They are bfloat16; those of `norm_rope` are float32.
+        new = torch.zeros(keys, dim, dtype=torch.bfloat16, device=device)
+        providers.helper("kv_cache_write")(cache, new, slots, power_of_two_scales=True)
         codes, scales = providers.helper("kv_cache_read_codes")(cache, slots)
         q, weights = inputs(FEW_ROWS)
         score = providers.load("indexer_topk", providers.indexer)
