@@ -60,17 +60,18 @@ def summary(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     Raises:
         CompareError: there is no kernel.
     """
-    found = [
+    found = sorted(
         (float(event["ts"]), float(event["ts"]) + float(event["dur"]), str(event["name"]))
         for event in events
         if event.get("cat") in ON_GPU and event.get("ph") == "X"
-    ]
+    )
     if not found:
         raise CompareError("the profiler recorded no kernel")
     times: dict[str, float] = defaultdict(float)
     calls: dict[str, int] = defaultdict(int)
-    busy, until = 0.0, found[0][0]
-    for start, end, name in sorted(found):
+    first = until = found[0][0]
+    busy = 0.0
+    for start, end, name in found:
         busy += max(0.0, end - max(start, until))
         until = max(until, end)
         times[name] += end - start
@@ -80,7 +81,7 @@ def summary(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     for name, us in times.items():
         parts[part_of(name)] += us
     return {
-        "span_ms": _ms(until - min(start for start, _, _ in found)),
+        "span_ms": _ms(until - first),
         "busy_ms": _ms(busy),
         "parts": {part: _ms(parts[part]) for part in (*(part for part, _ in PARTS), OTHER)},
         "kernels": [{"name": name, "calls": calls[name], "ms": _ms(times[name])} for name in most[:LISTED]],

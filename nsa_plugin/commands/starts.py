@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 
 from packaging.version import Version
 
+from nsa_plugin.backends.sglang.startup import activation as sglang_start
 from nsa_plugin.backends.sglang.startup import model as sglang_model
-from nsa_plugin.backends.sglang.startup.activation import NO_PORTABLE_V4
+from nsa_plugin.backends.vllm.startup import activation as vllm_start
 from nsa_plugin.backends.vllm.startup import model as vllm_model
-from nsa_plugin.commands.engines import Engine, holds
+from nsa_plugin.commands.engines import Engine
 from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.errors import LeftToStockError, NsaPluginError, SettingsError
 from nsa_plugin.libraries.architectures import EMULATED
@@ -115,10 +116,7 @@ def _check_vllm(
 
     v4 = model.family == "v4"
     if forced or vllm_model.is_portable(device.sm):
-        supported = vllm_ledger.SUPPORTED_PORTABLE_V4 if v4 else vllm_ledger.SUPPORTED_PORTABLE
-        if not holds(supported, version):
-            what = "portable path for DeepSeek-V4" if v4 else "portable path"
-            raise LeftToStockError(f"nsa-plugin's {what} supports vLLM {supported}; this is {version}")
+        vllm_start.check_portable_version(version, v4=v4)
     if used.sm // 10 != 10:
         check_device(used)
     elif _vllm_has("vllm.utils.deep_gemm:mqa_logits_use_mx_scales"):
@@ -130,15 +128,10 @@ def _check_vllm(
 
 def _check_sglang(version: Version, model: ModelShape, device: DeviceProfile, *, forced: bool) -> None:
     """As the checks of SGLang's start."""
-    supported = sglang_ledger.SUPPORTED_PORTABLE
-    if forced and not holds(supported, version):
-        raise SettingsError(
-            f"portable is on and cannot work with SGLang {version}: it is for SGLang {supported}; allowed here: auto"
-        )
+    if forced or sglang_model.is_portable(device.sm):
+        sglang_start.check_portable_version(version, forced=forced)
     if forced and model.family == "v4":
-        raise SettingsError(f"portable is on and cannot work here: {NO_PORTABLE_V4}; allowed here: auto")
-    if sglang_model.is_portable(device.sm) and not holds(supported, version):
-        raise LeftToStockError(f"nsa-plugin's portable path supports SGLang {supported}; this is {version}")
+        raise SettingsError(f"portable is on and cannot work here: {sglang_start.NO_PORTABLE_V4}; allowed here: auto")
 
 
 def condition(

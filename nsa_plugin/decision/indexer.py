@@ -194,7 +194,7 @@ def _refusal(case: Case, library: str, attention_provider: str) -> str | None:
 
 def _rows_per_chunk(case: Case, route: Route) -> int:
     """Query tokens whose float32 logits are held at once."""
-    fit = min(_logits_budget(case, route), case.device.memory_free // 4) // _row_bytes(case)
+    fit = _budget(case, route) // _row_bytes(case)
     if fit >= case.batch.num_tokens:
         return case.batch.num_tokens
     # Few distinct chunk sizes, so that kernels specialised on them are not compiled for every batch.
@@ -202,10 +202,8 @@ def _rows_per_chunk(case: Case, route: Route) -> int:
 
 
 def _why_rows_per_chunk(case: Case, route: Route) -> str:
-    tokens, each = case.batch.num_tokens, _row_bytes(case)
-    asked, quarter = _logits_budget(case, route), case.device.memory_free // 4
-    budget = min(asked, quarter)
-    limit = f"{budget / MIB:.1f} MiB ({'a quarter of the free memory' if asked > quarter else _source(case, route)})"
+    tokens, each, budget = case.batch.num_tokens, _row_bytes(case), _budget(case, route)
+    limit = f"{budget / MIB:.1f} MiB ({_source(case, route)})"
     fit = budget // each
     if tokens == 1 and fit:
         return f"the logits of one query token, {each} B, fit {limit}"
@@ -221,6 +219,11 @@ def _row_bytes(case: Case) -> int:
     return LOGIT_BYTES * max(-(-case.batch.max_kv_len // _compression(case)), 1)
 
 
+def _budget(case: Case, route: Route) -> int:
+    """Bytes that logits may take: what the setting leaves for them, and at most a quarter of the free memory."""
+    return min(_logits_budget(case, route), case.device.memory_free // 4)
+
+
 def _logits_budget(case: Case, route: Route) -> int:
     """Bytes that `logits_budget_mb` leaves for logits."""
     budget = case.settings.logits_budget_mb * MIB
@@ -233,13 +236,15 @@ def _held(case: Case, route: Route) -> int:
 
 
 def _source(case: Case, route: Route) -> str:
-    """Where `_logits_budget` comes from."""
+    """Where `_budget` comes from."""
+    left = _logits_budget(case, route)
+    if _budget(case, route) < left:
+        return "a quarter of the free memory"
     held = _held(case, route) if case.model.family == "v4" else 0
     if not held:
         return "logits_budget_mb"
-    budget = case.settings.logits_budget_mb * MIB
     what = "bf16 rows, their indices and gathered keys" if route.dequantize_kv else "gathered keys"
-    if budget - held >= budget // LEAST_SHARE:
+    if left == case.settings.logits_budget_mb * MIB - held:
         return f"logits_budget_mb less {held / MIB:.1f} MiB for {what}"
     return f"1/{LEAST_SHARE} of logits_budget_mb, since {what} take {held / MIB:.1f} MiB"
 

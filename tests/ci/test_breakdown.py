@@ -45,6 +45,10 @@ def test_a_trace_becomes_the_time_of_each_part() -> None:
     assert [one["name"] for one in found["kernels"][1:]] == ["nvjet_tst_128x256", "Memcpy HtoD", "fused_moe_kernel"]
 
 
+def test_the_order_of_a_trace_does_not_matter() -> None:
+    assert breakdown.summary(EVENTS[::-1]) == breakdown.summary(EVENTS)
+
+
 def test_a_trace_without_kernels_is_an_error() -> None:
     with pytest.raises(CompareError, match="recorded no kernel"):
         breakdown.summary([kernel("cudaLaunchKernel", 0.0, 1.0, cat="cuda_runtime")])

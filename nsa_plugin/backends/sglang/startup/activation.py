@@ -111,11 +111,8 @@ class SglangProcess:
                 return  # nothing is patched there
             _check_files(self.ledger.version)
             check_files(resolved.settings)
-            if resolved.settings.portable == "on" and not _has_portable(self.ledger.version):
-                raise SettingsError(
-                    f"portable is on and cannot work with SGLang {self.ledger.version}: it is for SGLang "
-                    f"{ledger_data.SUPPORTED_PORTABLE}; allowed here: auto"
-                )
+            if resolved.settings.portable == "on":
+                check_portable_version(self.ledger.version, forced=True)
             if getattr(server_args, "use_ray", False):
                 raise LeftToStockError("SGLang does not load plugins in Ray actors, which --use-ray asks for")
             model.refuse_model(server_args)
@@ -150,11 +147,7 @@ class SglangProcess:
             if model.on_rocm():
                 raise LeftToStockError("nsa-plugin's kernels are for NVIDIA GPUs, and this PyTorch is for ROCm")
             if model.is_portable(sm) or (sm and resolved.settings.portable == "on"):
-                if not _has_portable(self.ledger.version):
-                    raise LeftToStockError(
-                        f"nsa-plugin's portable path supports SGLang {ledger_data.SUPPORTED_PORTABLE}; this is "
-                        f"{self.ledger.version}"
-                    )
+                check_portable_version(self.ledger.version)
                 needs, self.portable = (*needs, Need.PORTABLE), True
             self.statuses = self.ledger.install(*needs)
             self._refuse_copies()
@@ -327,8 +320,20 @@ def _check_files(version: Version) -> None:
     _ledger(version, ledger_data.PATCHES).check(*Need, look=files.check)
 
 
-def _has_portable(version: Version) -> bool:
-    return SpecifierSet(ledger_data.SUPPORTED_PORTABLE, prereleases=True).contains(version)
+def check_portable_version(version: Version, *, forced: bool = False) -> None:
+    """Check that the portable path serves with this SGLang.
+
+    Args:
+        forced: `portable` is on.
+    """
+    supported = ledger_data.SUPPORTED_PORTABLE
+    if SpecifierSet(supported, prereleases=True).contains(version):
+        return
+    if forced:
+        raise SettingsError(
+            f"portable is on and cannot work with SGLang {version}: it is for SGLang {supported}; allowed here: auto"
+        )
+    raise LeftToStockError(f"nsa-plugin's portable path supports SGLang {supported}; this is {version}")
 
 
 def _rank() -> int:

@@ -237,10 +237,7 @@ def check_here(vllm_config: Any, resolved: ResolvedSettings) -> tuple[Need, ...]
     if forced or model.is_portable(device_sm()):
         if is_v4 and not forced:
             model.check_portable_v4(device_sm())
-        supported = ledger_data.SUPPORTED_PORTABLE_V4 if is_v4 else ledger_data.SUPPORTED_PORTABLE
-        if not SpecifierSet(supported, prereleases=True).contains(ledger.version):
-            what = "portable path for DeepSeek-V4" if is_v4 else "portable path"
-            raise LeftToStockError(f"nsa-plugin's {what} supports vLLM {supported}; this is {ledger.version}")
+        check_portable_version(ledger.version, v4=is_v4)
         needs = (*needs, Need.PORTABLE)
     from nsa_plugin.patches import static
 
@@ -249,6 +246,14 @@ def check_here(vllm_config: Any, resolved: ResolvedSettings) -> tuple[Need, ...]
     assert files is not None
     ledger.check(*needs, look=files.check)
     return needs
+
+
+def check_portable_version(version: Version, *, v4: bool) -> None:
+    """Check that the portable path serves a model with this vLLM."""
+    supported = ledger_data.SUPPORTED_PORTABLE_V4 if v4 else ledger_data.SUPPORTED_PORTABLE
+    if not SpecifierSet(supported, prereleases=True).contains(version):
+        what = "portable path for DeepSeek-V4" if v4 else "portable path"
+        raise LeftToStockError(f"nsa-plugin's {what} supports vLLM {supported}; this is {version}")
 
 
 def _check_dcp(size: int, version: Version, resolved: ResolvedSettings) -> None:

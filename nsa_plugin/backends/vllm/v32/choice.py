@@ -34,15 +34,14 @@ def kept_choice(planner: VllmPlanner) -> str:
         return ""
     heads, op = model.attended_heads, Op.SPARSE_MLA_PREFILL
     which = f"{device.where} for {heads} heads and a bf16 cache"
-    selection = model.index_topk, model.sliding_window
-    timed = selection == timings.SELECTIONS[model.kv_layout]
-    if not timed or not timings.measured(device.sm, op, model.kv_layout, heads):
+    name = timings.filed(model.kv_layout, (model.index_topk, model.sliding_window))
+    if not timings.measured(device.sm, op, name, heads):
         return f" (no times on {which}, so vLLM's choice is kept)"
-    if kept := timings.points(device.sm, op, model.kv_layout, heads, BF16_ROUTE):
+    if kept := timings.points(device.sm, op, name, heads, BF16_ROUTE):
         rows, time = kept[-1]
         plan = planner.prefill_plan(rows, max(rows, LONG_CONTEXT))
         route = str(Route(plan.attention, plan.provider, plan.dequantize_kv))
-        own = timings.points(device.sm, op, model.kv_layout, heads, route)
+        own = timings.points(device.sm, op, name, heads, route)
         if not own or timings.time_at(own, rows) > time:
             return f" (it is the faster one by the times on {which}, so vLLM's choice is kept)"
     return ""
