@@ -51,7 +51,7 @@ PORTABLE = _SECTION.patches(
         until: SGLang has logits for these GPUs
     short-prefills: {indexer}:Indexer._should_skip_logits_computation(self, forward_batch)
         SGLang selects every key of a short prefill with a kernel that needs 128 KiB of shared memory; SM86 and SM89
-        have 99 KiB. The plugin selects for them as for others.
+        have 99 KiB. The plugin selects for them as for others, or attends densely without a selection.
         replacement: v32.patches:wrap_skip_logits
         until: SGLang's top-k fits 99 KiB of shared memory
     quantisation [>=0.5.16,<0.5.23]: kernels.ops.attention.dsa.triton_kernel:act_quant(x, block_size, scale_fmt)

@@ -146,6 +146,7 @@ def v32(variants: Variants) -> None:
     for page_size in (1, 64):
         warming.warm_selection(providers, V32, DEVICE, page_size=page_size)
     warming.warm_reading(providers, V32, DEVICE)
+    warming.warm_dense(providers, V32, DEVICE)
     paged, ragged = (providers.helper(f"index_transform_{form}") for form in ("paged", "ragged"))
     read, keys = providers.helper("kv_cache_read"), cache("v32_fp8", 64, 64)
     for rows, offset in sizes():
@@ -156,10 +157,22 @@ def v32(variants: Variants) -> None:
         read(keys, empty(rows, dtype=torch.int64), dtype=BF16)
         for op, name in kernels:
             providers.attend(op, name, empty(rows, 16, 576, dtype=BF16), keys, selected, scale=1.0, d_v=512)
+        for requests in (1, 3):
+            attend_densely(providers, requests, rows, offset)
         for width in WIDTHS:
             variants.serving = f"{rows} rows from {offset} on, {width} pages"
             for page_size in (1, 64):
                 paged(selected, empty(rows, width), page_size=page_size, row_to_request=numbers[offset:])
+
+
+def attend_densely(providers: Providers, requests: int, rows: int, prefix: int) -> None:
+    """A dense prefill of some requests, as vLLM's and SGLang's adapters attend it: values are part of a projection."""
+    keys, bounds = rows + prefix, [empty(requests + 1), empty(requests + 1)]
+    q, k = empty(rows, 16, 192, dtype=BF16), empty(keys, 16, 192, dtype=BF16)
+    v = empty(keys, 16, 256, dtype=BF16)[:, :, 128:]
+    for out in (None, empty(rows + prefix, 16, 128, dtype=BF16)[prefix:]):
+        lengths = {"max_seqlen_q": rows, "max_seqlen_k": keys}
+        providers.load("mha_one_shot", "triton")(q, k, v, *bounds, scale=1.0, out=out, **lengths)
 
 
 def shared(variants: Variants) -> None:

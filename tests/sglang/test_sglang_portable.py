@@ -6,6 +6,7 @@ A GPU is taken out, and so is DeepGEMM: a stand-in for its module ends a test th
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Iterator
 from importlib import metadata
 from types import ModuleType, SimpleNamespace
@@ -52,6 +53,54 @@ def backend() -> Any:
     return object.__new__(importlib.import_module(BACKEND).DeepseekSparseAttnBackend)
 
 
+def portable_backend(monkeypatch: pytest.MonkeyPatch, **more: Any) -> Any:
+    """SGLang's backend with plans on an SM86 GPU, with the attributes that its own start would set."""
+    import torch
+
+    from nsa_plugin.backends.sglang.v32.attention import with_plans
+    from nsa_plugin.backends.sglang.v32.routes import SglangPlanner
+    from nsa_plugin.backends.sglang.v32.state import adopt
+    from nsa_plugin.decision.shapes import ModelShape
+    from nsa_plugin.libraries.devices import synthetic
+    from nsa_plugin.settings import Settings
+
+    module = importlib.import_module(BACKEND)
+    monkeypatch.setattr(importlib.import_module("sglang.srt.utils"), "get_device_sm", lambda: 86)
+    made = object.__new__(with_plans(module.DeepseekSparseAttnBackend))
+    fields = {
+        "device": "cpu",
+        "dsa_prefill_impl": "flashmla_kv",
+        "dsa_decode_impl": "flashmla_kv",
+        "dsa_kv_cache_store_fp8": True,
+        "dsa_index_topk": 2048,
+        "dsa_index_kpool": 1,
+        "dcp_size": 1,
+        "_kv_shard_pool": None,
+        "max_context_len": 4096,
+        "speculative_num_draft_tokens": 4,
+        "real_page_size": 64,
+        "physical_page_size": 64,
+        "enable_auto_select_prefill_impl": False,
+        "hisparse_coordinator": None,
+        "use_mha": False,
+        "supports_mha_one_shot": True,
+        "token_to_kv_pool": SimpleNamespace(dtype=torch.float8_e4m3fn),
+    }
+    if "self._get_device_sm" in inspect.getsource(module.DeepseekSparseAttnBackend):  # its names since 0.5.20
+        fields |= {
+            "_get_device_sm": lambda: 86,
+            "_is_blackwell": lambda: False,
+            "_is_in_breakable_cuda_graph": lambda: False,
+            "_is_in_tc_piecewise_cuda_graph": lambda: False,
+        }
+    for name, value in (fields | more).items():
+        setattr(made, name, value)
+    model = ModelShape(num_heads=128, attn_tp_size=8, kv_layout="v32_fp8")
+    planner = SglangPlanner(model, synthetic(86, libraries=("triton",)), Settings(), portable=True)
+    assert adopt(made, planner, SimpleNamespace()) == []
+    return made
+
+
 def mode(name: str) -> Any:
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
@@ -93,50 +142,17 @@ def test_sglang_prepares_a_decode_step_without_deepgemm_and_flashmla(
     """All of `init_forward_metadata` runs as on a GPU; a stand-in's missing function would end it."""
     import torch
 
-    from nsa_plugin.backends.sglang.v32.attention import with_plans
-    from nsa_plugin.backends.sglang.v32.routes import SglangPlanner
-    from nsa_plugin.backends.sglang.v32.state import adopt
-    from nsa_plugin.decision.shapes import ModelShape
-    from nsa_plugin.libraries.devices import synthetic
-    from nsa_plugin.settings import Settings
-
     module = importlib.import_module(BACKEND)
     monkeypatch.setattr(module, "is_cuda", lambda: True)
     # For context parallelism; it asks for the configuration of a running server.
     monkeypatch.setattr(module, "pad_dsa_cache_seqlens", lambda batch, lengths: lengths)
-    made = object.__new__(with_plans(module.DeepseekSparseAttnBackend))
-    fields = {
-        "device": "cpu",
-        "dsa_prefill_impl": "flashmla_kv",
-        "dsa_decode_impl": "flashmla_kv",
-        "dsa_kv_cache_store_fp8": True,
-        "dsa_index_topk": 2048,
-        "dsa_index_kpool": 1,
-        "dcp_size": 1,
-        "_kv_shard_pool": None,
-        "max_context_len": 4096,
-        "speculative_num_draft_tokens": 4,
-        "real_page_size": 64,
-        "physical_page_size": 64,
-        "enable_auto_select_prefill_impl": False,
-        "hisparse_coordinator": None,
-        "use_mha": False,
-        "supports_mha_one_shot": False,
-        "token_to_kv_pool": SimpleNamespace(dtype=torch.float8_e4m3fn),
-        "req_to_token_pool": SimpleNamespace(req_to_token=torch.arange(2 * 256).view(2, 256).int()),
-        "_arange_buf": torch.arange(64, dtype=torch.int32),
+    made = portable_backend(
+        monkeypatch,
+        req_to_token_pool=SimpleNamespace(req_to_token=torch.arange(2 * 256).view(2, 256).int()),
+        _arange_buf=torch.arange(64, dtype=torch.int32),
         # SGLang plans from 0.5.21 on with a kernel that compiles there; a CPU cannot run it.
-        "dsa_topk_backend": SimpleNamespace(should_use_topk_v2=lambda: False),
-        "_get_device_sm": lambda: 86,
-        "_is_blackwell": lambda: False,
-        "_is_in_breakable_cuda_graph": lambda: False,
-        "_is_in_tc_piecewise_cuda_graph": lambda: False,
-    }
-    for name, value in fields.items():
-        setattr(made, name, value)
-    model = ModelShape(num_heads=128, attn_tp_size=8, kv_layout="v32_fp8")
-    device = synthetic(86, libraries=("triton",))
-    assert adopt(made, SglangPlanner(model, device, Settings()), SimpleNamespace(), portable=True) == []
+        dsa_topk_backend=SimpleNamespace(should_use_topk_v2=lambda: False),
+    )
     lengths = torch.tensor([70, 200])
     batch = SimpleNamespace(
         forward_mode=mode("DECODE"),
@@ -157,6 +173,41 @@ def test_sglang_prepares_a_decode_step_without_deepgemm_and_flashmla(
     assert found.topk_v2_plan is None
     assert found.real_page_table[:, 0].tolist() == [256 // 64, 0]
     assert made.nsa_plugin.route.plan.indexer.provider == "triton"
+
+
+@pytest.mark.parametrize(
+    ("prefix", "max_chunk", "dense"),
+    [(0, 1 << 17, True), (8, 1 << 17, False), (0, 64, False)],
+    ids=["new", "fp8 prefix", "SGLang's rules"],
+)
+def test_sglangs_rules_allow_dense_attention_with_the_plugins_kernel(
+    serves: set[str], monkeypatch: pytest.MonkeyPatch, prefix: int, max_chunk: int, dense: bool
+) -> None:
+    import torch
+
+    from nsa_plugin.backends.sglang.v32.preparation import setter_of
+
+    module = importlib.import_module(BACKEND)
+    monkeypatch.setattr(module, "is_dsa_enable_prefill_cp", lambda: False)  # it asks a running server
+    made = portable_backend(monkeypatch)
+    lengths = torch.tensor([70, 200])
+    batch = SimpleNamespace(
+        forward_mode=mode("EXTEND"),
+        batch_size=2,
+        seq_lens_cpu=lengths,
+        seq_lens_sum=270,
+        extend_seq_lens_cpu=(lengths - prefix).tolist(),
+        extend_prefix_lens_cpu=[prefix, prefix],
+        extend_num_tokens=270 - 2 * prefix,
+        get_max_chunk_capacity=lambda: max_chunk,
+        attn_cp_metadata=None,
+        rids=None,
+        spec_info=None,
+    )
+    getattr(made, setter_of(module.DeepseekSparseAttnBackend))(batch)
+    assert made.use_mha is dense
+    assert made.nsa_plugin.route.dense is dense
+    assert not dense or made.nsa_plugin.route.plan.provider == "triton"
 
 
 @pytest.mark.parametrize("name", ["DECODE", "TARGET_VERIFY", "DRAFT_EXTEND_V2"])
@@ -196,7 +247,7 @@ def test_short_prefills_are_selected_for_while_the_plugin_serves(
 ) -> None:
     import torch
 
-    from nsa_plugin.backends.sglang.v32 import patches
+    from nsa_plugin.backends.sglang.v32 import patches, portable
 
     indexer, short = (
         SimpleNamespace(index_topk=2048),
@@ -204,6 +255,9 @@ def test_short_prefills_are_selected_for_while_the_plugin_serves(
     )
     skips = importlib.import_module(INDEXER).Indexer._should_skip_logits_computation
     assert skips(indexer, short) is False
+    portable.note_dense(short, True)
+    assert skips(indexer, short) is True
+    del short.nsa_plugin_dense
     monkeypatch.setattr(patches, "process", lambda: SimpleNamespace(serving=None))
     assert skips(indexer, short) is True
 

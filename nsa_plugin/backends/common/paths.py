@@ -48,6 +48,7 @@ class PathEntry:
         libraries: their libraries; () = every library whose kernel the plugin calls.
         dequantize_kv: whether they read a bf16 copy of the cache.
         prefill: only prefills (True), only decode, verify and draft steps (False), or both (None).
+        portable: only where the engine's own libraries do not support the GPU.
     """
 
     path: str
@@ -58,6 +59,7 @@ class PathEntry:
     libraries: tuple[str, ...] = ()
     dequantize_kv: bool = False
     prefill: bool | None = None
+    portable: bool = False
 
 
 _FP8, _BF16, _V4, _V32 = ("v32_fp8",), ("bf16",), ("v4_fp8",), FAMILY_LAYOUTS["v3.2"]
@@ -79,6 +81,8 @@ PATHS: tuple[PathEntry, ...] = (
     _sglang(path=FLASHMLA_SPARSE, own=False, layouts=_BF16, attention=(PREFILL,), libraries=_FLASH_MLA),
     _sglang(path=FA3, own=False, layouts=_BF16, attention=(DECODE,), libraries=("fa3",)),
     _sglang(path=MHA, own=False, layouts=_V32, attention=(DENSE,), libraries=("fa3", "trtllm")),
+    # SGLang projects keys and values for its own call; the plugin's kernel replaces the call.
+    _sglang(path=MHA, own=True, layouts=_V32, attention=(DENSE,), libraries=("triton",), portable=True),
     _vllm(path=MHA, own=True, layouts=_V32, attention=(DENSE,), libraries=tuple(MANIFEST)),
     _vllm(path=PROVIDER, own=True, layouts=_V32, attention=_SPARSE, libraries=("fa3", "trtllm")),
     _vllm(path=PROVIDER, own=True, layouts=_V32, attention=_SPARSE),
@@ -109,15 +113,26 @@ def path_of(engine: str, layout: str, plan: Plan) -> PathEntry:
     return entry
 
 
-def routes_of(engine: str, layout: str, *, prefill: bool, only: frozenset[str] = frozenset()) -> frozenset[Route]:
-    """Return the routes that an engine can execute over a KV layout; with `only`, those of these execution paths."""
-    return _routes(engine, layout, prefill, only, tuple(MANIFEST))
+def routes_of(
+    engine: str, layout: str, *, prefill: bool, only: frozenset[str] = frozenset(), portable: bool = False
+) -> frozenset[Route]:
+    """Return the routes that an engine can execute over a KV layout.
+
+    Args:
+        only: the execution paths to look at; none: all.
+        portable: the engine's own libraries do not support the GPU.
+    """
+    return _routes(engine, layout, prefill, only, portable, tuple(MANIFEST))
 
 
 @functools.cache
-def _routes(engine: str, layout: str, prefill: bool, only: frozenset[str], known: tuple[str, ...]) -> frozenset[Route]:
+def _routes(
+    engine: str, layout: str, prefill: bool, only: frozenset[str], portable: bool, known: tuple[str, ...]
+) -> frozenset[Route]:
     table = _table(engine, layout, prefill, known)
-    return frozenset(route for route, entry in table.items() if not only or entry.path in only)
+    return frozenset(
+        route for route, entry in table.items() if (not only or entry.path in only) and (portable or not entry.portable)
+    )
 
 
 @functools.cache

@@ -109,6 +109,7 @@ class Planner:
         exchange_rows: most query tokens of a batch that reshards (`token_shard`).
         no_exchange: why no batch reshards; "" = batches may.
         selects_prefills: whether the plan's library may select for prefills; else the engine's code always does.
+        portable: whether the engine's own libraries do not support the GPU, so that the plugin's kernels do all.
     """
 
     engine: ClassVar[str] = ""
@@ -122,6 +123,7 @@ class Planner:
     exchange_rows: int = 0
     no_exchange: str = "this backend has no exchange"
     selects_prefills: bool = True
+    portable: bool = False
     _steps: dict[StepKey, Execution] = field(default_factory=dict)
     _read_with: Callable[[], int] | None = None
     _decider: Decider | None = None
@@ -137,7 +139,7 @@ class Planner:
 
     def constraints(self, *, prefill: bool, rows: int = 0, **more: Any) -> Constraints:
         """Return the constraints of a batch of `rows` query tokens: paths, why heads stay local, and `more`."""
-        paths = routes_of(self.engine, self.model.kv_layout, prefill=prefill)
+        paths = routes_of(self.engine, self.model.kv_layout, prefill=prefill, portable=self.portable)
         named = {"paths": paths, "engine": self.engine, "keep_heads": self.keep_heads(rows)} | more
         return Constraints(stock_selects_prefills=not self.selects_prefills, **named)
 

@@ -30,6 +30,8 @@ SELECTED = 64
 WHOLE_ROWS = 512
 MANY_ROWS = 2048
 """More than `kernels.triton.kv_cache.FEW_ROWS`."""
+DENSE = "triton"
+"""The provider of dense attention where the engine has no kernel for it."""
 MANY_KEYS = 16384
 """More than the indexer without logits gathers without a sampled threshold."""
 
@@ -170,6 +172,28 @@ def warm_unpaged(providers: Providers, model: ModelShape, device: torch.device) 
         return chosen != torch.arange(model.index_topk, device=device)
 
     expect_zeros("the selection of a long prefill", missed, "of equal keys it does not select the first")
+
+
+def warm_dense(providers: Providers, model: ModelShape, device: torch.device) -> None:
+    """As `warm`, for Triton's dense attention of short prompts: of a few query tokens, and of many.
+
+    Raises:
+        NoProviderError: as `warm`.
+    """
+    heads, (d_qk, d_v) = model.heads_per_rank, model.mha_dims
+
+    def missed(count: int) -> torch.Tensor:
+        q, k = torch.zeros(2, count, heads, d_qk, dtype=torch.bfloat16, device=device)
+        # As engines project them: a part of each head's keys and values.
+        kv = torch.ones(count, heads, model.qk_nope_head_dim + d_v, dtype=torch.bfloat16, device=device)
+        v = kv[:, :, model.qk_nope_head_dim :]
+        bounds = torch.tensor([0, count], dtype=torch.int32, device=device)
+        lengths = {"max_seqlen_q": count, "max_seqlen_k": count}
+        out: torch.Tensor = providers.load("mha_one_shot", DENSE)(q, k, v, bounds, bounds, scale=1.0, **lengths).out
+        return out != 1  # the average of ones
+
+    for count in row_counts(device):
+        expect_zeros(f"{DENSE}'s mha_one_shot", partial(missed, count))
 
 
 def warm_reading(providers: Providers, model: ModelShape, device: torch.device) -> None:

@@ -18,7 +18,7 @@ from nsa_plugin.backends.sglang.v32.routes import SglangPlanner
 from nsa_plugin.backends.sglang.v32.state import adopt
 from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.kernels.kv_cache import PagedCache, allocate_cache, reference_read, reference_write
-from nsa_plugin.libraries.devices import synthetic
+from nsa_plugin.libraries.devices import DeviceProfile, synthetic
 from nsa_plugin.settings import Settings
 
 HEADS, PAGE, D_V, D_QK = 4, 64, 512, 576
@@ -41,9 +41,14 @@ class ForwardMode(IntEnum):
         return self in (ForwardMode.EXTEND, ForwardMode.MIXED)
 
 
+DSAFlashMLAMetadata = SimpleNamespace
+
+
 @dataclass
 class Layer:
     tp_q_head_num: int = HEADS
+    tp_k_head_num: int = HEADS
+    tp_v_head_num: int = HEADS
     head_dim: int = D_QK
     v_head_dim: int = D_V
     scaling: float = 0.1
@@ -57,6 +62,7 @@ def forward_batch(mode: ForwardMode, q_lens: list[int], kv_lens: list[int], **mo
         "batch_size": len(kv_lens),
         "seq_lens_cpu": torch.tensor(kv_lens, dtype=torch.int64),
         "extend_seq_lens_cpu": list(q_lens) if extend else None,
+        "extend_prefix_lens_cpu": [kv - q for q, kv in zip(q_lens, kv_lens, strict=False)] if extend else None,
         "rids": [f"request-{place}" for place in range(len(kv_lens))],
         "attn_cp_metadata": None,
         "get_max_chunk_capacity": lambda: 128 * 1024,
@@ -87,7 +93,8 @@ class StockBackend:
     def _set(self, forward_batch: Any) -> None:
         extend = forward_batch is not None and forward_batch.forward_mode.is_extend()
         short = extend and int(forward_batch.seq_lens_cpu.max()) <= 2048
-        self.use_mha = bool(short and self.dense_allowed)
+        sm = getattr(self, "_get_device_sm", lambda: 90)()
+        self.use_mha = bool(short and self.dense_allowed and sm in (90, 100))
 
     def _metadata(self, forward_batch: Any) -> None:
         extend = forward_batch.forward_mode.is_extend()
@@ -213,12 +220,17 @@ def started(
     decode: str | None = None,
     server_args: Any = None,
     sinks: bool = False,
+    device: DeviceProfile = H200,
+    portable: bool = False,
     **settings: Any,
 ) -> Any:
     """A backend of the plugin that serves; `notes` has what `adopt` said."""
     defaults = ("flashmla_kv", "flashmla_kv") if layout == "v32_fp8" else ("flashmla_sparse", "fa3")
     backend = with_plans(original)(prefill or defaults[0], decode or defaults[1])
-    planner = SglangPlanner(replace(MODEL, kv_layout=layout), H200, Settings(**settings), sinks=sinks)
+    model = replace(MODEL, kv_layout=layout)
+    planner = SglangPlanner(model, device, Settings(**settings), sinks=sinks, portable=portable)
+    if portable:
+        backend._get_device_sm = lambda: device.sm
     backend.notes = adopt(backend, planner, server_args or SimpleNamespace())
     return backend
 

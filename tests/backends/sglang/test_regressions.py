@@ -215,7 +215,7 @@ def test_a_prefill_without_rows_runs_nothing(path: str):
 
 @pytest.mark.regression(9)
 def test_a_selection_of_no_rows_is_the_engines():
-    route = SglangPlanner(MODEL, H200, Settings()).prefill(prefill_batch(LONG), dense_allowed=False)
+    route = SglangPlanner(MODEL, H200, Settings()).prefill(prefill_batch(LONG))
     assert route is not None
     empty = torch.empty(0, dtype=torch.int32)
     metadata = SimpleNamespace(
@@ -302,7 +302,7 @@ def test_the_row_limit_is_that_of_the_installed_flash_mla(rows: int, old: str, n
     for versions, path in ((OLD_FLASH_MLA, old), (None, new)):
         device = synthetic(90, libraries=("flash_mla", "fa3", "deep_gemm"), versions=versions, memory_free=1 << 20)
         batch = prefill_batch(forward_batch(ForwardMode.EXTEND, [rows], [60000]))
-        route = SglangPlanner(MODEL, device, Settings()).prefill(batch, dense_allowed=False)
+        route = SglangPlanner(MODEL, device, Settings()).prefill(batch)
         assert route is not None
         assert (route.path, route.plan.dequantize_kv) == (f"flashmla_{path}", path == "sparse")
 
@@ -341,9 +341,9 @@ def test_a_mixed_batch_is_one_prefill_with_requests_of_one_row():
 def test_one_answer_for_a_batch_because_sglang_calls_one_kernel_for_all_of_it(layout: str):
     """One long prompt makes the whole batch sparse; the reason states its length."""
     planner = started(layout=layout).nsa_plugin.planner
-    short = planner.prefill(prefill_batch(forward_batch(ForwardMode.EXTEND, [30, 40], [30, 40])), dense_allowed=True)
+    short = planner.prefill(prefill_batch(forward_batch(ForwardMode.EXTEND, [30, 40], [30, 40])), no_dense="")
     mixed = forward_batch(ForwardMode.EXTEND, [30, 40, 3000], [30, 40, 3000])
-    long = planner.prefill(prefill_batch(mixed), dense_allowed=True)
+    long = planner.prefill(prefill_batch(mixed), no_dense="")
     assert short is not None
     assert long is not None
     assert (short.dense, long.dense) == (True, False)
@@ -372,6 +372,6 @@ def test_every_split_of_the_heads_has_its_routes(tp: int, dp: int, layout: str):
     planner = SglangPlanner(model, H200, Settings())
     for rows in (1, 100, 4096):
         prefill = prefill_batch(forward_batch(ForwardMode.EXTEND, [rows], [max(rows, 3000)]))
-        assert planner.prefill(prefill, dense_allowed=False) is not None
+        assert planner.prefill(prefill) is not None
     for phase in STEPS.values():
         assert planner.step(step_batch(phase, 64, 64, 65536)).path in PLANNED[layout, False]

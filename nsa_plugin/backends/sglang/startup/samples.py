@@ -115,4 +115,4 @@ def describe(route: Execution) -> str:
 def _prefill(planner: SglangPlanner, rows: int, context: int, *, mixed: bool = False) -> Execution | None:
     shape = BatchShape.from_lengths(Phase.EXTEND, [rows], [context])
     batch = Batch(shape, mixed=mixed, requests=[("", rows, context)])
-    return planner.prefill_execution(batch, dense_allowed=True)
+    return planner.prefill_execution(batch, no_dense="")

@@ -145,11 +145,16 @@ class SglangServing:
             sinks=has_sinks(model_runner.model_config.hf_text_config),
             asked_by=asked_by(self.resolved, prefix_of(backend)),
             whole=why_whole(
-                model_runner, self.device.sm, setting=settings.split_prefill, resharding=exchange is not None
+                model_runner,
+                self.device.sm,
+                setting=settings.split_prefill,
+                resharding=exchange is not None,
+                portable=self.portable,
             ),
+            portable=self.portable,
             mixes=bool(getattr(model_runner.server_args, "enable_mixed_chunk", False)),
         )
-        left = adopt(backend, planner, model_runner.server_args, exchange, portable=self.portable)
+        left = adopt(backend, planner, model_runner.server_args, exchange)
         if left and settings.strict == FULL:
             raise LeftToStockError(left[0])
         self._note(left)

@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 
 from nsa_plugin.backends.sglang.v32.indexer import Selection, attach
+from nsa_plugin.backends.sglang.v32.portable import attend_dense
 from nsa_plugin.backends.sglang.v32.preparation import leaves_graph, look, missing, wrappers
 from nsa_plugin.backends.sglang.v32.split import AttendPart
 from nsa_plugin.backends.sglang.v32.state import State, paged_cache, pool_of
@@ -79,14 +80,14 @@ def with_plans(original: type) -> type:
                         state.providers,
                         state.share,
                         state.split,
-                        portable=state.portable,
+                        portable=state.planner.portable,
                     )
                 attach(metadata, state.selection)
             return metadata
 
         def _compute_flashmla_metadata(self, cache_seqlens: torch.Tensor, seq_len_q: int) -> Any:
             state = self.nsa_plugin
-            if state is not None and state.portable:
+            if state is not None and state.planner.portable:
                 return _no_schedule(original, cache_seqlens)
             # FlashMLA is not called then, or with other query tokens and heads, and the library may fail to make a
             # large prefill's schedule (sglang #25502).
@@ -144,6 +145,15 @@ def with_plans(original: type) -> type:
         def _forward_fa3(self, *, page_table: torch.Tensor, **named: Any) -> torch.Tensor:
             """Call the upstream kernel, all arguments by name; only the deliberate fault changes its slots."""
             return super()._forward_fa3(page_table=_attended(self.nsa_plugin, page_table), **named)  # type: ignore[no-any-return]
+
+        def _forward_standard_mha(
+            self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any, metadata: Any
+        ) -> torch.Tensor:
+            state = self.nsa_plugin
+            if state is not None and state.planner.portable:
+                return attend_dense(state.providers, q, k, v, layer, metadata)
+            given = {"layer": layer, "forward_batch": forward_batch, "metadata": metadata}
+            return super()._forward_standard_mha(q=q, k=k, v=v, **given)  # type: ignore[no-any-return]
 
         def nsa_plugin_leaves_graph(self, forward_batch: Any) -> bool:
             """Whether a prefill that the engine would replay runs eagerly; see `preparation.leaves_graph`."""

@@ -14,7 +14,7 @@ import torch
 from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.sglang.startup.activation import process
 from nsa_plugin.backends.sglang.v32.indexer import ATTRIBUTE, Selection
-from nsa_plugin.backends.sglang.v32.portable import no_schedule, quantize, select_steps, write
+from nsa_plugin.backends.sglang.v32.portable import is_dense, no_schedule, quantize, select_steps, write
 from nsa_plugin.libraries.architectures import FIRST_WITH_FP8
 from nsa_plugin.patches.ledger import wrap
 
@@ -90,8 +90,12 @@ def _sm_count() -> int:
 
 
 def wrap_skip_logits(original: Callable[..., bool]) -> Callable[..., bool]:
-    """Wrap `Indexer._should_skip_logits_computation`."""
-    return wrap(original, lambda original, *given: process().serving is None and original(*given))
+    """Wrap `Indexer._should_skip_logits_computation`: while the plugin serves, only a dense prefill has no logits."""
+
+    def around(original: Callable[..., bool], indexer: Any, forward_batch: Any) -> bool:
+        return original(indexer, forward_batch) if process().serving is None else is_dense(forward_batch)
+
+    return wrap(original, around)
 
 
 def wrap_topk_paged(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,20 +1,26 @@
 """Layer code for SGLang on GPUs that FlashMLA and DeepGEMM do not support: SM80, SM86 and SM89.
 
 SGLang builds its `dsa` backend there, and every plan names a kernel of the plugin. `select_steps` replaces SGLang's
-selection for decode, verify and draft steps; `indexer.wrap_topk_ragged` selects for prefills, as on other GPUs. On GPUs
-without fp8 instructions (SM80, SM86) `quantize` and `write` replace the two Triton kernels of SGLang that need them.
+selection for decode, verify and draft steps; `indexer.wrap_topk_ragged` selects for prefills, as on other GPUs.
+`attend_dense` replaces SGLang's dense kernel, and `rules_for` says which batches may take it. On GPUs without fp8
+instructions (SM80, SM86) `quantize` and `write` replace the two Triton kernels of SGLang that need them.
 """
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 
 from nsa_plugin.backends.common.providers import Providers
-from nsa_plugin.backends.common.warm import MANY_ROWS, PAGE_SIZE, ROWS, expect_zeros
+from nsa_plugin.backends.common.warm import DENSE, MANY_ROWS, PAGE_SIZE, ROWS, expect_zeros, warm_dense
+from nsa_plugin.backends.sglang.v32.batch import ShortPrompts
 from nsa_plugin.backends.sglang.v32.indexer import Selection, is_fused
+from nsa_plugin.backends.sglang.v32.routes import NO_DENSE_BESIDE_DRAFTS, SglangPlanner
 from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.errors import PatchError
 from nsa_plugin.kernels.kv_cache import allocate_cache, open_cache
@@ -23,11 +29,76 @@ from nsa_plugin.patches.ledger import TURN_OFF
 
 PROVIDER = "triton"
 KEYS = "indexer_fp8"
+NOTED = "nsa_plugin_dense"
+"""Attribute of a prefill: whether it attends densely."""
+DENSE_SM = 90
+"""An SM version with which SGLang's rules allow dense attention."""
+NO_FP8_PREFIX = "SGLang reads the prefix of an fp8 cache with a kernel that needs fp8 instructions"
 
 
 def no_schedule(context_lens: torch.Tensor, block_size: int, num_sms: int) -> torch.Tensor:
     """Return a tensor like DeepGEMM's schedule, int32 [num_sms + 1, 2], which nothing reads."""
     return torch.zeros(num_sms + 1, 2, dtype=torch.int32, device=context_lens.device)
+
+
+def no_dense(planner: SglangPlanner, forward_batch: Any) -> str:
+    """Return why a prefill does not attend densely, whatever SGLang's rules say; "" if they decide."""
+    if getattr(forward_batch, "spec_info", None) is not None:
+        return NO_DENSE_BESIDE_DRAFTS
+    if isinstance(forward_batch, ShortPrompts) or forward_batch is None:  # the plugin reads a split batch's prefixes
+        return ""
+    has_prefix = any(getattr(forward_batch, "extend_prefix_lens_cpu", None) or ())
+    needs_fp8 = has_prefix and planner.model.fp8_cache and planner.device.sm < FIRST_WITH_FP8
+    return NO_FP8_PREFIX if needs_fp8 else ""
+
+
+@contextmanager
+def rules_for(backend: Any, *, dense: bool) -> Iterator[None]:
+    """Let SGLang's rules on dense attention see a GPU with its kernel, or without one.
+
+    They ask for SM90 or SM100; the plugin's kernel runs elsewhere as well. From 0.5.20 on the backend keeps the
+    function that tells them.
+    """
+    name = "_get_device_sm"
+    place = backend if hasattr(backend, name) else importlib.import_module("sglang.srt.utils")
+    name = name if place is backend else "get_device_sm"
+    kept = getattr(place, name)
+    setattr(place, name, lambda: DENSE_SM if dense else 0)
+    try:
+        yield
+    finally:
+        setattr(place, name, kept)
+
+
+def note_dense(forward_batch: Any, dense: bool) -> None:
+    """Note for `is_dense` whether a prefill attends densely."""
+    setattr(forward_batch, NOTED, dense)
+
+
+def is_dense(forward_batch: Any) -> bool:
+    return bool(getattr(forward_batch, NOTED, False))
+
+
+def attend_dense(
+    providers: Providers, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, metadata: Any
+) -> torch.Tensor:
+    """Attend a prefill densely and causally: [tokens, heads, v_head_dim].
+
+    Args:
+        q, k, v: of any shape [tokens, ...] with the layer's heads; q may have padding after the last request.
+        metadata: SGLang's, with the boundaries and the longest lengths of the requests.
+    """
+    out: torch.Tensor = providers.load("mha_one_shot", DENSE)(
+        q.view(-1, layer.tp_q_head_num, layer.head_dim),
+        k.view(-1, layer.tp_k_head_num, layer.head_dim),
+        v.view(-1, layer.tp_v_head_num, layer.v_head_dim),
+        metadata.cu_seqlens_q,
+        metadata.cu_seqlens_k,
+        scale=layer.scaling,
+        max_seqlen_q=metadata.max_seq_len_q,
+        max_seqlen_k=metadata.max_seq_len_k,
+    ).out
+    return out
 
 
 def select_steps(
@@ -106,11 +177,12 @@ def write(
 
 
 def warm_portable(providers: Providers, model: ModelShape, device: torch.device) -> None:
-    """Run the kernels of this module on zeros.
+    """Run the kernels of this module once; see `common.warm`.
 
     Raises:
         NoProviderError: a kernel does not run on this device; says which and why.
     """
+    warm_dense(providers, model, device)
     heads, dim, topk = model.index_n_heads, model.index_head_dim, model.index_topk
     keys = allocate_cache(KEYS, 2, PAGE_SIZE, device=device)
     table = torch.zeros(ROWS, 2, dtype=torch.int32, device=device)

@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable
@@ -21,8 +22,9 @@ from typing import Any
 from nsa_plugin.backends.common.planner import Execution
 from nsa_plugin.backends.common.token_shard import Share
 from nsa_plugin.backends.sglang.v32 import batch as batches
+from nsa_plugin.backends.sglang.v32 import portable
 from nsa_plugin.backends.sglang.v32.batch import Batch
-from nsa_plugin.backends.sglang.v32.routes import NO_DENSE, SplitExecution
+from nsa_plugin.backends.sglang.v32.routes import NO_DENSE, NO_DENSE_BESIDE_DRAFTS, SplitExecution
 from nsa_plugin.backends.sglang.v32.split import ATTRIBUTE as SPLIT
 from nsa_plugin.backends.sglang.v32.split import SplitBatch
 from nsa_plugin.backends.sglang.v32.state import State, layer_cache, pool_of
@@ -86,13 +88,13 @@ def leaves_graph(backend: Any, original: type, forward_batch: Any) -> bool:
     if getattr(forward_batch, "global_num_tokens_cpu", None) is not None:
         return False
     batch = batches.prefill_batch(forward_batch)
-    allows = functools.partial(_allows, getattr(original, setter_of(original)), backend)
+    no_dense_of = functools.partial(_no_dense, getattr(original, setter_of(original)), backend)
     if dense or reshards:
         # SGLang's rules; the preparation sets them again.
-        route = state.planner.prefill_execution(batch, dense_allowed=allows(forward_batch))
+        route = state.planner.prefill_execution(batch, no_dense=no_dense_of(forward_batch))
         if route is not None and ((dense and route.dense) or (reshards and route.plan.token_shard)):
             return True
-    no_split = _no_split(state, batch, forward_batch, allows)
+    no_split = _no_split(state, batch, forward_batch, no_dense_of)
     return not no_split and isinstance(state.planner.prefill_execution(batch, no_split=no_split), SplitExecution)
 
 
@@ -105,18 +107,19 @@ def _setter(original: Callable[..., None]) -> Callable[..., None]:
         if state is None:
             return original(self, forward_batch)
 
-        allows = functools.partial(_allows, original, self)
-        dense_allowed = allows(forward_batch)
+        no_dense_of = functools.partial(_no_dense, original, self)
+        no_dense = no_dense_of(forward_batch)
         if forward_batch is None:
             return None
         phase = batches.phase_of(forward_batch.forward_mode)
         if phase is Phase.EXTEND and state.plans_prefill:
             in_graph = state.exchange is not None and state.exchange.in_graph()
             batch = batches.prefill_batch(forward_batch, in_graph=in_graph)
-            no_split = _no_split(state, batch, forward_batch, allows)
-            route = state.planner.prefill(batch, dense_allowed=dense_allowed, no_split=no_split)
+            no_split = _no_split(state, batch, forward_batch, no_dense_of)
+            route = state.planner.prefill(batch, no_dense=no_dense, no_split=no_split)
             if route is not None:
                 self.use_mha = route.dense
+                portable.note_dense(forward_batch, route.dense)
             _follow(self, state, batch, route, forward_batch)
         elif state.plans_step(phase):
             draft = self.speculative_num_draft_tokens
@@ -129,27 +132,30 @@ def _setter(original: Callable[..., None]) -> Callable[..., None]:
     return set_prefill_impl
 
 
-def _allows(original: Callable[..., None], backend: Any, forward_batch: Any) -> bool:
-    """Apply SGLang's rules, from the path it was started with; return whether a batch may attend densely.
+def _no_dense(original: Callable[..., None], backend: Any, forward_batch: Any) -> str:
+    """Apply SGLang's rules, from the path it was started with; return why a batch may not attend densely, "" if it may.
 
     Args:
         original: `set_{nsa,dsa}_prefill_impl`.
     """
     state: State = backend.nsa_plugin
     setattr(backend, f"{state.x}_prefill_impl", state.prefill_impl)
-    original(backend, forward_batch)
-    return bool(backend.use_mha)
+    reason = portable.no_dense(state.planner, forward_batch) if state.planner.portable else ""
+    rules = portable.rules_for(backend, dense=not reason) if state.planner.portable else contextlib.nullcontext()
+    with rules:
+        original(backend, forward_batch)
+    return "" if backend.use_mha else reason or NO_DENSE
 
 
-def _no_split(state: State, batch: Batch, forward_batch: Any, allows: Callable[[Any], bool]) -> str:
+def _no_split(state: State, batch: Batch, forward_batch: Any, no_dense_of: Callable[[Any], str]) -> str:
     """Return why a prefill's short prompts do not attend densely next to its long ones; "" if they may."""
     if no_split := state.planner.no_split_of(batch):
         return no_split
     if getattr(forward_batch, "spec_info", None) is not None:
-        return "the draft model reads the selection of every prompt"
-    short = allows(batches.ShortPrompts(forward_batch, state.planner.short_limit))
-    allows(forward_batch)  # what the rules set stands for the whole batch
-    return "" if short else NO_DENSE
+        return NO_DENSE_BESIDE_DRAFTS
+    reason = no_dense_of(batches.ShortPrompts(forward_batch, state.planner.short_limit))
+    no_dense_of(forward_batch)  # what the rules set stands for the whole batch
+    return reason
 
 
 def _prepared(original: Callable[..., None]) -> Callable[..., None]:

@@ -57,6 +57,7 @@ NO_COPY = "in a prefill with decode steps SGLang selects slots of the cache and 
 MAX_PREFILLS = 1024
 """Prefills of different lengths whose plans are cached: deciding anew would slow short prefills down."""
 NO_DENSE = "SGLang's rules exclude it for this batch"
+NO_DENSE_BESIDE_DRAFTS = "the draft model reads the selection of every prompt"
 COPY_BUDGET = "a quarter of the free memory"
 
 
@@ -99,28 +100,28 @@ class SglangPlanner(Planner):
     mixes: bool = False
     _prefills: dict[Hashable, Execution | None] = field(default_factory=dict)
 
-    def prefill(self, batch: Batch, *, dense_allowed: bool, no_split: str = NO_DENSE) -> Execution | None:
+    def prefill(self, batch: Batch, *, no_dense: str = NO_DENSE, no_split: str = NO_DENSE) -> Execution | None:
         """Return how to execute a prefill, or None if it is left to the stock path.
 
         Args:
-            dense_allowed: whether SGLang's rules allow dense attention for the batch. They know its flags and graphs; a
-                plan may use dense attention less than they allow, never more.
+            no_dense: why SGLang's rules exclude dense attention of the batch; "" = they allow it. They know its flags
+                and graphs; a plan may use dense attention less than they allow, never more.
             no_split: why the batch is not split (`no_split_of`, and SGLang's rules); "" = it may be.
         """
         started = time.perf_counter()
         self.read_free_memory()
-        execution = self.prefill_execution(batch, dense_allowed=dense_allowed, no_split=no_split)
+        execution = self.prefill_execution(batch, no_dense=no_dense, no_split=no_split)
         return None if execution is None else self._recorded(execution, batch, started)
 
     def prefill_execution(
-        self, batch: Batch, *, dense_allowed: bool = False, no_split: str = NO_DENSE
+        self, batch: Batch, *, no_dense: str = NO_DENSE, no_split: str = NO_DENSE
     ) -> Execution | None:
         """As `prefill`, for a batch that is never scheduled: nothing is recorded."""
-        key = *self._prefill_key(batch, no_split), dense_allowed, self.device.memory_free
+        key = *self._prefill_key(batch, no_split), no_dense, self.device.memory_free
         if key not in self._prefills:
             if len(self._prefills) >= MAX_PREFILLS:
                 self._prefills.clear()
-            self._prefills[key] = self._prefill_execution(batch, dense_allowed, no_split)
+            self._prefills[key] = self._prefill_execution(batch, no_dense, no_split)
         return self._prefills[key]
 
     @property
@@ -148,12 +149,12 @@ class SglangPlanner(Planner):
         lengths = () if no_split else (batch.q_lens, batch.kv_lens)
         return batch.shape, batch.mixed, batch.in_graph, no_split, lengths
 
-    def _prefill_execution(self, batch: Batch, dense_allowed: bool, no_split: str) -> Execution | None:
+    def _prefill_execution(self, batch: Batch, no_dense: str, no_split: str) -> Execution | None:
         if batch.shape.context_parallel:
             return None
         if not no_split:
             return self._split_execution(batch)
-        constraints = self.prefill_constraints(batch, "" if dense_allowed else NO_DENSE, no_split)
+        constraints = self.prefill_constraints(batch, no_dense, no_split)
         return self.execution(self.decider.decide(batch.shape, constraints))
 
     def _split_execution(self, batch: Batch) -> Execution:

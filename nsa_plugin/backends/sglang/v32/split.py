@@ -172,17 +172,18 @@ class SplitBatch:
         return list(accumulate(self.q_lens, initial=0))
 
 
-def why_whole(model_runner: Any, sm: int, *, setting: str, resharding: bool) -> str:
+def why_whole(model_runner: Any, sm: int, *, setting: str, resharding: bool, portable: bool = False) -> str:
     """Return why this server attends every prefill as a whole; "" if it may split one.
 
     Args:
         setting: `split_prefill`.
         sm: the device's SM version.
         resharding: whether batches may reshard (`token_shard`).
+        portable: whether the plugin's kernel attends densely instead of SGLang's.
     """
     if setting == "off":
         return "split_prefill is off"
-    if sm != 90 and sm // 10 != 10:
+    if not portable and sm != 90 and sm // 10 != 10:
         return "SGLang attends densely on SM90 and SM100 only"
     if resharding:
         return "token_shard may reshard this server's batches, which are not split as well"

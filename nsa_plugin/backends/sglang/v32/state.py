@@ -49,7 +49,6 @@ class State:
         split: the batch prepared last, if its short prompts attend while others select.
         selection: what the indexer of every layer gets for the batch prepared last, once the first layer asked.
         caches: each layer's KV cache as pages, by address and shape; SGLang's pool keeps its buffers.
-        portable: whether SGLang's libraries do not support the GPU, so that the plugin's kernels do all.
         loaded: looks for the indexer's keys of prefixes that SGLang loaded; None if nothing loads any.
     """
 
@@ -67,7 +66,6 @@ class State:
     split: SplitBatch | None = None
     selection: Selection | None = None
     caches: dict[Hashable, PagedCache] = field(default_factory=dict)
-    portable: bool = False
     loaded: LoadedPrefixes | None = None
 
     @property
@@ -89,13 +87,8 @@ def adopt(
     planner: SglangPlanner,
     server_args: Any,
     exchange: SglangExchange | None = None,
-    *,
-    portable: bool = False,
 ) -> list[str]:
     """Let a backend, fully built by the engine, take its routes from a planner.
-
-    Args:
-        portable: see `State`.
 
     Returns:
         A note for each kind of batch that falls back to the stock path, for the start-up report.
@@ -131,7 +124,6 @@ def adopt(
         plans_steps=decode in PLANNED[layout, False] and not planner.sinks,
         providers=Providers(layout, planner.device.sm, attended=AttendedTokens.of(planner.settings)),
         exchange=exchange,
-        portable=portable,
     )
     return notes
 

@@ -255,7 +255,7 @@ def _plan(backend: Any, forward_batch: Any) -> None:
     if forward_batch.seq_lens_cpu is None or forward_batch.extend_seq_lens_cpu is None:
         return
     batch = batches.prefill_batch(forward_batch)
-    state.route = state.planner.prefill(batch, dense_allowed=False)
+    state.route = state.planner.prefill(batch)
     if state.route is not None and not state.route.plan.stock_attention:
         state.prefill = Prefill(spans(batch.q_lens, batch.kv_lens), v4_routes.WINDOW)
 

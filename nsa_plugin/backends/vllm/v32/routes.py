@@ -139,7 +139,6 @@ class VllmPlanner(Planner):
             library of the plan, vLLM's code selects.
         max_model_len: most tokens of a request that the server allows; taken as the context of every step.
         step_tokens: most query tokens of a decode or verify request: 1 plus the speculated ones.
-        portable: whether vLLM's FlashMLA and DeepGEMM do not support the GPU, so that the plugin's kernels do all.
         no_dense: why no prompt attends densely; "" = they may.
         workspace_tokens: most context tokens of a dense part; 0: no limit.
         split_selection_rows: from this many query tokens of a prefill on, vLLM's ranks each select for a share of them
@@ -156,7 +155,6 @@ class VllmPlanner(Planner):
     selects_prefills: bool = False
     max_model_len: int = 1
     step_tokens: int = 1
-    portable: bool = False
     no_dense: str = ""
     workspace_tokens: int = 0
     split_selection_rows: int = 0

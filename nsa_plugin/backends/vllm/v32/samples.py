@@ -10,10 +10,10 @@ import torch
 from nsa_plugin.backends.common.paths import VLLM, path_of
 from nsa_plugin.backends.common.planner import KERNEL_OPS
 from nsa_plugin.backends.common.providers import Providers
-from nsa_plugin.backends.common.warm import warm_unpaged
+from nsa_plugin.backends.common.warm import DENSE, warm_unpaged
 from nsa_plugin.backends.vllm.v32.routes import VllmPlanner
 from nsa_plugin.decision.indexer import is_unpaged
-from nsa_plugin.decision.plan import IndexerMode, Plan
+from nsa_plugin.decision.plan import Attention, IndexerMode, Plan
 from nsa_plugin.errors import NsaPluginError
 
 # Query tokens of the batches whose kernels are warmed up: the choice may depend on their number.
@@ -42,6 +42,11 @@ def own_kernels(planner: VllmPlanner, *, sharded: bool = False) -> set[tuple[str
         for plan in sample_plans(planner)
         if plan.attention in KERNEL_OPS and plan.token_shard == sharded and path_of(VLLM, layout, plan).own
     }
+
+
+def attends_densely(planner: VllmPlanner) -> bool:
+    """Whether prompts of some size attend densely with the plugin's kernel."""
+    return any(plan.attention is Attention.MHA_ONE_SHOT and plan.provider == DENSE for plan in sample_plans(planner))
 
 
 def warm_without_logits(planner: VllmPlanner, providers: Providers, device: torch.device) -> None:

@@ -17,7 +17,7 @@ from nsa_plugin.backends.common.paths import VLLM, path_of
 from nsa_plugin.backends.common.providers import Providers, device_in_use
 from nsa_plugin.backends.common.token_shard import free_memory_of
 from nsa_plugin.backends.common.trial import tried
-from nsa_plugin.backends.common.warm import PAGE_SIZE, warm, warm_reading, warm_selection, warm_shard
+from nsa_plugin.backends.common.warm import PAGE_SIZE, warm, warm_dense, warm_reading, warm_selection, warm_shard
 from nsa_plugin.backends.vllm.startup.model import (
     GPU_LAYOUTS,
     check_on_gpu,
@@ -38,7 +38,7 @@ from nsa_plugin.backends.vllm.v32.choice import (
 )
 from nsa_plugin.backends.vllm.v32.portable import warm_indexer, warm_inputs
 from nsa_plugin.backends.vllm.v32.routes import VllmPlanner
-from nsa_plugin.backends.vllm.v32.samples import own_kernels, selection_of, warm_without_logits
+from nsa_plugin.backends.vllm.v32.samples import attends_densely, own_kernels, selection_of, warm_without_logits
 from nsa_plugin.backends.vllm.v32.token_shard import open_exchange
 from nsa_plugin.decision.dispatch import validate
 from nsa_plugin.decision.plan import Attention, Plan
@@ -247,6 +247,8 @@ class GpuServing(VllmServing):
         warm_selection(providers, planner.model, device, page_size=PAGE_SIZE)
         warm_reading(providers, planner.model, device)
         warm_without_logits(planner, providers, device)
+        if attends_densely(planner):
+            warm_dense(providers, planner.model, device)
         if planner.model.dcp_size > 1:
             interleave = self.vllm_config.parallel_config.cp_kv_cache_interleave_size
             warm_shard(providers, planner.model, device, page_size=PAGE_SIZE, interleave=interleave)

@@ -51,7 +51,7 @@ def test_the_portable_path_serves_gpus_without_kernels_of_flashmla(
     assert installed == [Need.ENABLED, Need.GPU, Need.PORTABLE]
     assert process.serving is not None
     (backend,) = process.serving.backends
-    assert (process.serving.portable, backend.nsa_plugin.portable) == (True, True)
+    assert (process.serving.portable, backend.nsa_plugin.planner.portable) == (True, True)
     routes = dict(process.serving.routes)
     assert routes.pop(SHORT_WITH_LONG) == "attend as the long ones: split_prefill is off"
     assert all("triton" in text for text in routes.values())

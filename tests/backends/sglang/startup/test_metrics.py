@@ -32,7 +32,7 @@ for _ in range(3):
     planner.step(step_batch(Phase.DECODE, 4, 4, 4096))
 planner.step(step_batch(Phase.IDLE, 0, 0, 4096))
 shape = BatchShape.from_lengths(Phase.EXTEND, [5000], [100_000])
-prefill = planner.prefill(Batch(shape, requests=[("a", 5000, 100_000)]), dense_allowed=False).plan
+prefill = planner.prefill(Batch(shape, requests=[("a", 5000, 100_000)])).plan
 print(prefill.provider, prefill.attention, prefill.indexer.rows_per_chunk, planner.logits_budget)
 show(SimpleNamespace(enable_metrics=False), "0.5.23", ["without metrics"])
 show(SimpleNamespace(enable_metrics=True), "0.5.23", ["hisparse is on", "another cache"])

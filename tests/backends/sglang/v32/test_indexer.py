@@ -143,7 +143,7 @@ def plan() -> Plan:
     planner = SglangPlanner(MODEL, H200, Settings())
     from nsa_plugin.backends.sglang.v32.batch import prefill_batch
 
-    route = planner.prefill(prefill_batch(forward_batch(ForwardMode.EXTEND, [8], [4096])), dense_allowed=False)
+    route = planner.prefill(prefill_batch(forward_batch(ForwardMode.EXTEND, [8], [4096])))
     assert route is not None
     return replace(route.plan, indexer=replace(route.plan.indexer, provider="spied", rows_per_chunk=6))
 
@@ -345,7 +345,7 @@ def test_otherwise_the_original_runs(case: Case, plan: Plan, providers: Provider
 
     if why == "selects nothing":
         short = prefill_batch(forward_batch(ForwardMode.EXTEND, [8], [8]))
-        route = planner.prefill(short, dense_allowed=True)
+        route = planner.prefill(short, no_dense="")
         assert route is not None
         plan = route.plan
     if why == "another phase":

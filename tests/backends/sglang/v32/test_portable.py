@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import suppress
 from dataclasses import dataclass, field
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from nsa_plugin.backends.common.providers import Providers
-from nsa_plugin.backends.sglang.v32 import patches, portable, state
+from nsa_plugin.backends.sglang.v32 import patches, portable
 from nsa_plugin.backends.sglang.v32.indexer import Selection, attach, wrap_topk_ragged
+from nsa_plugin.backends.sglang.v32.routes import NO_DENSE_BESIDE_DRAFTS
 from nsa_plugin.decision.plan import IndexerMode
 from nsa_plugin.errors import PatchError
 from nsa_plugin.kernels.indexer import quantize, reference_paged_topk
 from nsa_plugin.kernels.kv_cache import open_cache, reference_read, reference_write
+from nsa_plugin.kernels.mha import reference as reference_mha
 from nsa_plugin.libraries.devices import synthetic
 from tests.backends.fake_sglang.v32 import DsaBackend, ForwardMode, forward_batch, started
 from tests.kernels.indexer_cases import indexer_inputs, paged_keys
@@ -120,6 +124,79 @@ def test_a_prefill_that_the_plugin_cannot_select_for_is_refused_and_not_left_to_
     assert wrapped(*given) == "stock"
 
 
+SM86, SM89 = (synthetic(sm, libraries=("triton",)) for sm in (86, 89))
+NEW, CACHED = ([20, 30], [20, 30]), ([20, 30], [50, 30])
+"""(query tokens, context) of two requests, without and with a prefix."""
+
+
+@pytest.mark.parametrize(
+    ("device", "layout", "lengths", "more", "reason"),
+    [
+        (SM86, "v32_fp8", NEW, {}, ""),
+        (SM86, "bf16", CACHED, {}, ""),
+        (SM89, "v32_fp8", CACHED, {}, ""),
+        (SM86, "v32_fp8", CACHED, {}, portable.NO_FP8_PREFIX),
+        (SM86, "v32_fp8", NEW, {"spec_info": object()}, NO_DENSE_BESIDE_DRAFTS),
+        (SM86, "v32_fp8", ([20], [3000]), {}, "exceeds mha_max_kv 2048"),
+    ],
+)
+def test_short_prefills_attend_densely(
+    device: Any, layout: str, lengths: tuple[list[int], list[int]], more: dict[str, Any], reason: str
+) -> None:
+    backend = started(DsaBackend, layout=layout, device=device, portable=True)
+    batch = forward_batch(ForwardMode.EXTEND, *lengths, **more)
+    backend.init_forward_metadata(batch)
+    assert backend.use_mha is portable.is_dense(batch) is (not reason)
+    assert reason in backend.nsa_plugin.route.plan.reasons["attention"]
+    assert backend._get_device_sm() == device.sm  # for SGLang's other code
+    # SGLang's flags and graphs still rule it out.
+    backend.dense_allowed = False
+    backend.init_forward_metadata(batch)
+    assert not backend.use_mha
+
+
+def test_sglangs_rules_see_another_gpu_before_0_5_20(monkeypatch: pytest.MonkeyPatch) -> None:
+    utils = ModuleType("sglang.srt.utils")
+    utils.get_device_sm = lambda: 86  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "sglang.srt.utils", utils)
+    for dense in (True, False):
+        with suppress(ZeroDivisionError), portable.rules_for(SimpleNamespace(), dense=dense):
+            seen = utils.get_device_sm()
+            raise ZeroDivisionError
+        assert (seen == 90) is dense
+        assert utils.get_device_sm() == 86
+
+
+def test_a_dense_prefill_agrees_with_the_reference() -> None:
+    heads, d_qk, d_v, tokens, keys = 3, 192, 128, 40, 70
+    generator = torch.Generator().manual_seed(3)
+    q = torch.randn(tokens + 5, heads * d_qk, generator=generator).bfloat16()  # five of padding
+    k = torch.randn(keys, heads, d_qk, generator=generator).bfloat16()
+    v = torch.randn(keys, heads, 128 + d_v, generator=generator).bfloat16()[..., 128:]
+    bounds = torch.tensor([0, 10, 40], dtype=torch.int32), torch.tensor([0, 40, 70], dtype=torch.int32)
+    layer = SimpleNamespace(
+        tp_q_head_num=heads, tp_k_head_num=heads, tp_v_head_num=heads, head_dim=d_qk, v_head_dim=d_v, scaling=0.07
+    )
+    metadata = SimpleNamespace(cu_seqlens_q=bounds[0], cu_seqlens_k=bounds[1], max_seq_len_q=30, max_seq_len_k=40)
+    found = portable.attend_dense(PROVIDERS, q, k, v, layer, metadata)
+    wanted = reference_mha(q.view(-1, heads, d_qk), k, v.contiguous(), *bounds, scale=0.07).out
+    torch.testing.assert_close(found, wanted, atol=2e-2, rtol=2e-2)
+    assert found[:tokens].abs().max() > 0.1
+    assert found[tokens:].abs().max() == 0
+
+
+def test_only_a_dense_prefill_goes_without_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    skips = patches.wrap_skip_logits(lambda indexer, batch: "stock")
+    monkeypatch.setattr(patches, "process", lambda: SimpleNamespace(serving=None))
+    assert skips(None, SimpleNamespace()) == "stock"
+    monkeypatch.setattr(patches, "process", lambda: SimpleNamespace(serving=object()))
+    for dense in (True, False):
+        batch = SimpleNamespace()
+        portable.note_dense(batch, dense)
+        assert skips(None, batch) is dense
+    assert skips(None, SimpleNamespace()) is False  # a decode step
+
+
 @pytest.mark.parametrize("shape", [(7, 128), (5, 3, 128), (0, 128)])
 def test_queries_are_quantised_with_scales_that_are_powers_of_two(shape: tuple[int, ...]) -> None:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16() * 3
@@ -201,10 +278,7 @@ def test_sglangs_top_k_is_planned_only_where_it_selects(monkeypatch: pytest.Monk
     assert plan == (None if serves else "plan")
 
 
-def test_flashmla_makes_no_schedule_on_the_portable_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"{DsaBackend.__module__}.DSAFlashMLAMetadata", SimpleNamespace, raising=False)
-    backend = started()
-    backend.nsa_plugin.portable = True
+def test_flashmla_makes_no_schedule_on_the_portable_path() -> None:
+    backend = started(device=SM86, portable=True)
     made = backend._compute_flashmla_metadata(torch.ones(5, dtype=torch.int32), 1)
     assert (made.num_splits.shape, backend.calls) == ((6,), [])
-    assert state.State.portable is False

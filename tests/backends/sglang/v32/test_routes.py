@@ -12,7 +12,7 @@ from nsa_plugin.backends.common.paths import PATHS, SGLANG, routes_of
 from nsa_plugin.backends.common.planner import execution_of
 from nsa_plugin.backends.sglang.v32 import routes
 from nsa_plugin.backends.sglang.v32.batch import prefill_batch, step_batch
-from nsa_plugin.backends.sglang.v32.routes import FP8_PREFILLS, PLANNED, SglangPlanner, v32_stock_feature
+from nsa_plugin.backends.sglang.v32.routes import FP8_PREFILLS, NO_DENSE, PLANNED, SglangPlanner, v32_stock_feature
 from nsa_plugin.decision.dispatch import Decider
 from nsa_plugin.decision.plan import Attention, IndexerMode, IndexerPlan, Plan
 from nsa_plugin.decision.routes import Route
@@ -44,7 +44,7 @@ def planner(layout: str, device=H200, heads: int = 8, **settings) -> SglangPlann
     ],
 )
 def test_prefill(layout: str, library: str, attention: Attention, impl: str, own: bool):
-    route = planner(layout, prefill_backend=library).prefill(LONG, dense_allowed=False)
+    route = planner(layout, prefill_backend=library).prefill(LONG)
     assert route is not None
     assert (route.plan.attention, route.plan.provider, route.path, route.own) == (attention, library, impl, own)
 
@@ -91,7 +91,7 @@ def test_every_plan_has_a_path(layout: str, sm: int, heads: int):
         made = planner(layout, synthetic(sm, libraries=libraries), heads)
         for context in (2048, 4096, 200_000):
             batch = prefill_batch(forward_batch(ForwardMode.EXTEND, [2000], [context]))
-            route = made.prefill(batch, dense_allowed=True)
+            route = made.prefill(batch, no_dense="")
             assert route is not None
             assert route.dense or route.path in PLANNED[layout, True]
         for rows in (1, 32, 512):
@@ -112,7 +112,7 @@ def test_routes_that_sglang_cannot_run_are_not_offered(layout: str):
     assert Route(Attention.MHA_ONE_SHOT, "trtllm") in routes  # SGLang's dense attention on SM100
     assert Route(Attention.MHA_ONE_SHOT, "triton") not in routes
     assert Route(Attention.SPARSE_PREFILL, "triton") in routes
-    plan = planner(layout, synthetic(100)).prefill(LONG, dense_allowed=False).plan
+    plan = planner(layout, synthetic(100)).prefill(LONG).plan
     assert plan.provider != "trtllm"
     assert plan.indexer.provider == "deep_gemm"
 
@@ -122,7 +122,7 @@ def test_trtllm_as_a_setting_is_refused_with_the_flag_that_sglang_wants(phase: s
     """An SM100 device has the kernels; that they are missing would be the wrong reason."""
     made = planner("bf16", synthetic(100), **{f"{phase}_backend": "trtllm"})
     batch = LONG if phase == "prefill" else step_batch(Phase.DECODE, 4, 4, 200_000)
-    plan = made.step if phase == "decode" else partial(made.prefill, dense_allowed=False)
+    plan = made.step if phase == "decode" else partial(made.prefill)
     with pytest.raises(SettingsError, match=f"{phase}_backend is trtllm.*--dsa-{phase}-backend trtllm") as error:
         plan(batch)
     assert "no sparse_mla" not in str(error.value)
@@ -133,7 +133,7 @@ def test_trtllm_as_a_setting_over_fp8_says_what_runs_it(phase: str):
     """The plugin has no layout without scales; SGLang lays such a cache out for its own calls."""
     made = planner("v32_fp8", synthetic(100), **{f"{phase}_backend": "trtllm"})
     batch = LONG if phase == "prefill" else step_batch(Phase.DECODE, 4, 4, 200_000)
-    plan = made.step if phase == "decode" else partial(made.prefill, dense_allowed=False)
+    plan = made.step if phase == "decode" else partial(made.prefill)
     with pytest.raises(SettingsError) as error:
         plan(batch)
     assert "for a v32_fp8 cache on SM100 (it reads bf16); SGLang runs it only with --dsa-" in str(error.value)
@@ -150,7 +150,7 @@ def test_the_users_exact_flash_mla_path_is_kept(impl: str, attention: Attention,
     made = planner("v32_fp8", prefill_backend="flash_mla")
     made.stock_prefill, made.asked_by = FP8_PREFILLS[impl], {"prefill_backend": by}
     made.device = replace(made.device, memory_free=1 << 20)  # too little for a copy within the plugin's budget
-    route = made.prefill(LONG, dense_allowed=False)
+    route = made.prefill(LONG)
     assert route is not None
     assert (route.path, route.own) == (impl, False)
     assert (route.plan.attention, route.plan.dequantize_kv) == (attention, copied)
@@ -161,7 +161,7 @@ def test_flashmla_auto_leaves_the_choice_of_the_path_open():
     by = "SGLang's --dsa-prefill-backend flashmla_auto"
     made = planner("v32_fp8", prefill_backend="flash_mla")
     made.asked_by = {"prefill_backend": by}
-    route = made.prefill(LONG, dense_allowed=False)
+    route = made.prefill(LONG)
     assert route is not None
     assert route.path == "flashmla_sparse"  # the faster by its times
     assert route.plan.reasons["provider"].startswith(f"{by} asks for flash_mla; flash_mla after dequantisation ")
@@ -173,7 +173,7 @@ def test_without_times_sglangs_own_path_serves_prefills(impl: str):
     made = planner("v32_fp8")
     made.model = replace(made.model, index_topk=1024)
     made.stock_prefill = FP8_PREFILLS[impl]
-    route = made.prefill(LONG, dense_allowed=False)
+    route = made.prefill(LONG)
     assert route is not None
     assert (route.path, route.own) == (impl, False)
     assert "so the stock engine's route comes first" in route.plan.reasons["provider"]
@@ -190,7 +190,7 @@ def test_dense_attention_and_the_selection_go_together(layout: str):
     for batch in (SHORT, LONG):
         for allowed in (True, False):
             for limit in (-1, 0, 64, 2048):
-                route = planner(layout, mha_max_kv=limit).prefill(batch, dense_allowed=allowed)
+                route = planner(layout, mha_max_kv=limit).prefill(batch, no_dense="" if allowed else NO_DENSE)
                 assert route is not None
                 assert route.dense == (route.plan.indexer.mode is IndexerMode.STORE_ONLY)
                 assert not route.dense or (allowed and limit != 0)
@@ -198,11 +198,11 @@ def test_dense_attention_and_the_selection_go_together(layout: str):
 
 def test_sglang_may_exclude_dense_attention_and_the_plan_gives_the_reason():
     made = planner("bf16")
-    assert made.prefill(SHORT, dense_allowed=True).dense
-    route = made.prefill(SHORT, dense_allowed=False)
+    assert made.prefill(SHORT, no_dense="").dense
+    route = made.prefill(SHORT)
     assert not route.dense
     assert "SGLang's rules exclude it for this batch" in route.plan.reasons["attention"]
-    assert not planner("bf16", mha_max_kv=0).prefill(SHORT, dense_allowed=True).dense
+    assert not planner("bf16", mha_max_kv=0).prefill(SHORT, no_dense="").dense
 
 
 def test_an_idle_batch_has_a_plan_and_no_path():
@@ -213,7 +213,7 @@ def test_an_idle_batch_has_a_plan_and_no_path():
 @pytest.mark.regression(20, "stock path")
 def test_features_that_fall_back_to_stock_sglang():
     split = prefill_batch(forward_batch(ForwardMode.EXTEND, [4], [4], attn_cp_metadata=object()))
-    assert planner("bf16").prefill(split, dense_allowed=True) is None
+    assert planner("bf16").prefill(split, no_dense="") is None
 
 
 MIXED = prefill_batch(forward_batch(ForwardMode.MIXED, [4096, 1], [32768, 9000]))
@@ -226,10 +226,10 @@ def test_a_prefill_with_decode_steps_reads_an_fp8_cache_in_place(settings: dict,
     """In mode MIXED SGLang selects slots and makes no copy, whatever is faster or asked for."""
     made = planner("v32_fp8", heads=heads, **settings)
     made.asked_by, made.stock_prefill = asked, FP8_PREFILLS["flashmla_sparse"]
-    route = made.prefill(MIXED, dense_allowed=False)
+    route = made.prefill(MIXED)
     assert (route.path, route.plan.dequantize_kv) == ("flashmla_kv", False)
     assert route.own is (route.plan.provider != "flash_mla")
-    whole = made.prefill(replace(MIXED, mixed=False), dense_allowed=False)
+    whole = made.prefill(replace(MIXED, mixed=False))
     if asked or settings:
         assert (whole.path, whole.plan.provider) == ("flashmla_sparse", "flash_mla")
         words = " ".join(map(str, route.plan.reasons.values()))
@@ -238,10 +238,16 @@ def test_a_prefill_with_decode_steps_reads_an_fp8_cache_in_place(settings: dict,
 
 def test_a_prefill_with_decode_steps_over_a_bf16_cache_has_the_same_plan_as_one_without():
     made = planner("bf16")
-    assert (
-        made.prefill(MIXED, dense_allowed=False).plan
-        == made.prefill(replace(MIXED, mixed=False), dense_allowed=False).plan
-    )
+    assert made.prefill(MIXED).plan == made.prefill(replace(MIXED, mixed=False)).plan
+
+
+@pytest.mark.parametrize("portable", [False, True])
+def test_the_plugins_dense_kernel_is_for_gpus_without_sglangs(portable: bool):
+    made = SglangPlanner(MODEL, synthetic(90, libraries=("triton", "flash_mla")), Settings(), portable=portable)
+    route = made.prefill(SHORT, no_dense="")
+    assert route is not None
+    assert route.dense is portable
+    assert not portable or route.plan.provider == "triton"
 
 
 def test_a_step_is_decided_once_and_counted_every_time():
@@ -268,17 +274,17 @@ def test_prefills_of_the_same_lengths_are_decided_once_and_counted_every_time(mo
     monkeypatch.setattr(routes, "MAX_PREFILLS", 2)
     made = planner("v32_fp8")
     made.metrics = counted
-    first, again = (made.prefill(SHORT, dense_allowed=True) for _ in range(2))
+    first, again = (made.prefill(SHORT, no_dense="") for _ in range(2))
     assert first is again
     assert (len(decided), len(counted)) == (1, 2)
-    sparse = made.prefill(SHORT, dense_allowed=False)
+    sparse = made.prefill(SHORT)
     assert sparse is not None
     assert first is not None
     assert first.dense
     assert not sparse.dense
-    made.prefill(LONG, dense_allowed=True)  # one more than are kept
+    made.prefill(LONG, no_dense="")  # one more than are kept
     before = len(decided)
-    assert made.prefill(SHORT, dense_allowed=True).plan == first.plan
+    assert made.prefill(SHORT, no_dense="").plan == first.plan
     assert len(decided) == before + 1
 
 
@@ -291,9 +297,9 @@ def test_the_indexers_chunks_follow_the_free_memory_when_serving():
         return 64 << 20
 
     made = planner("v32_fp8")
-    before = made.prefill(LONG, dense_allowed=False).plan.indexer.rows_per_chunk
+    before = made.prefill(LONG).plan.indexer.rows_per_chunk
     made.free_memory = free
-    after = [made.prefill(LONG, dense_allowed=False).plan.indexer.rows_per_chunk for _ in range(2)]
+    after = [made.prefill(LONG).plan.indexer.rows_per_chunk for _ in range(2)]
     assert after == [128, 128]  # 16 MiB of 32768 * 4 bytes
     assert before > 128
     assert len(readings) == 1
@@ -305,7 +311,7 @@ def test_a_copy_that_does_not_fit_is_not_made():
     copy = LONG.shape.total_kv_len * 576 * 2
     for free, copied in ((4 * copy, True), (4 * copy - 4, False)):
         made.device = replace(made.device, memory_free=free)
-        route = made.prefill(LONG, dense_allowed=False)
+        route = made.prefill(LONG)
         assert route.plan.dequantize_kv == copied
         assert route.path == ("flashmla_sparse" if copied else "flashmla_kv")
     assert "over a quarter of the free memory" in route.plan.reasons["dequantize_kv"]
@@ -363,7 +369,7 @@ def test_a_new_reading_of_the_free_memory_makes_a_new_plan_of_the_same_lengths(m
     made, chunks = planner("v32_fp8"), []
     for free in (64 << 20, 128 << 20, 64 << 20):
         made.free_memory = lambda free=free: free
-        chunks.append(made.prefill(LONG, dense_allowed=False).plan.indexer.rows_per_chunk)
+        chunks.append(made.prefill(LONG).plan.indexer.rows_per_chunk)
     assert chunks == [128, 256, 128]
     monkeypatch.setattr(Decider, "decide", lambda *_: pytest.fail("decided before"))
-    assert made.prefill(LONG, dense_allowed=False).plan.indexer.rows_per_chunk == 128
+    assert made.prefill(LONG).plan.indexer.rows_per_chunk == 128

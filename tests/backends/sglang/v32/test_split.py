@@ -15,6 +15,7 @@ from nsa_plugin.backends.sglang.v32.split import why_whole
 from nsa_plugin.decision.plan import Attention as Kind
 from nsa_plugin.decision.plan import IndexerMode
 from nsa_plugin.errors import PatchError
+from nsa_plugin.libraries.devices import synthetic
 from tests.backends.counted import Counted
 from tests.backends.fake_sglang import layer as fake
 from tests.backends.fake_sglang.layer import TOPK, Case
@@ -57,6 +58,21 @@ def test_a_split_batch_has_the_answers_of_a_whole_one(
     assert (found - wanted).float().abs().mean() < 0.1 * wanted.float().abs().mean()
     torch.testing.assert_close(found[~case.short], wanted[~case.short], atol=0, rtol=0)
     assert not case.backend.use_mha
+
+
+@pytest.mark.parametrize("layout", ["bf16", "v32_fp8"])
+def test_the_plugins_kernel_attends_the_short_prompts_where_sglang_has_none(
+    monkeypatch: pytest.MonkeyPatch, layout: str
+):
+    monkeypatch.setattr(fake, "DSAFlashMLAMetadata", SimpleNamespace, raising=False)
+    lengths = BATCHES["long on both sides, cached prefixes, an idle request"]
+    given = {"device": synthetic(86, libraries=("triton",)), "portable": True, "prefill_backend": "reference"}
+    whole, case = Case(lengths, layout, **given), Case(lengths, layout, **given)
+    wanted, found = whole.run(split=False), case.run()
+    assert case.split is not None
+    assert case.backend.calls == []  # nothing of SGLang's
+    torch.testing.assert_close(found, wanted, atol=2e-2 if layout == "bf16" else 0.15, rtol=2e-2)
+    assert (found - wanted).float().abs().mean() < 0.1 * wanted.float().abs().mean()
 
 
 @pytest.mark.parametrize("mode", [ForwardMode.MIXED, ForwardMode.EXTEND])

@@ -16,7 +16,7 @@ from nsa_plugin.backends.common import token_shard as shared
 from nsa_plugin.backends.sglang.startup.serving import SglangServing
 from nsa_plugin.backends.sglang.v32 import token_shard
 from nsa_plugin.backends.sglang.v32.batch import prefill_batch, step_batch
-from nsa_plugin.backends.sglang.v32.routes import SglangPlanner
+from nsa_plugin.backends.sglang.v32.routes import NO_DENSE, SglangPlanner
 from nsa_plugin.backends.sglang.v32.token_shard import all_heads, impossible
 from nsa_plugin.decision import timings
 from nsa_plugin.decision.shapes import Phase
@@ -54,7 +54,7 @@ def planner(**fields: Any) -> SglangPlanner:
 
 
 def reason(made: SglangPlanner, batch: Any, *, dense: bool = False) -> tuple[bool, str]:
-    route = made.prefill(batch, dense_allowed=dense)
+    route = made.prefill(batch, no_dense="" if dense else NO_DENSE)
     assert route is not None
     return route.plan.token_shard, route.plan.reasons["token_shard"]
 
