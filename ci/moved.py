@@ -9,6 +9,7 @@ For every object that the ledger changes or builds on:
 - body changed: its syntax tree differs, comments and docstrings aside. Read the change with --diff.
 - not comparable: the ledger looks for another object in each version, or another distribution defines it.
   So is a definition in a file that the archive lacks: the engine's build may have added it to the wheel.
+- watched: any of the above, for an object of ci/watched.py, which picks a backend or a kernel and is no seam.
 
 Ends 1 if a seam moved. With an archive it then names the changes since the last good commit of ci/last_good.json, the
 last in which everything was found; --record keeps a commit there.
@@ -21,7 +22,6 @@ import ast
 import copy
 import difflib
 import sys
-from collections import Counter
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -31,6 +31,7 @@ from rich.console import Console
 from ci import archive
 from ci.archive import Archive, ArchiveError
 from ci.rows import Engine, engines
+from ci.watched import Watched, entries
 from ci.wheels import Wheel, WheelError, newest
 from nsa_plugin.commands.engines import ENGINES
 from nsa_plugin.patches.ledger import Patch, Target
@@ -44,17 +45,18 @@ class Moved(StrEnum):
     SEAM = "seam moved"
     BODY = "body changed"
     UNKNOWN = "not comparable"
+    WATCHED = "watched"
     SAME = "same"
 
 
 @dataclass(frozen=True)
 class Change:
-    """One ledger entry in two versions.
+    """One ledger entry or watched object in two versions.
 
     Attributes:
-        patch: the entry.
+        patch: the entry, or a `Watched`.
         target: its target in the newer version.
-        moved: the outcome.
+        moved: the outcome of the comparison.
         detail: the lookup's error, or how much changed.
         diff: of the two definitions, by line.
     """
@@ -64,6 +66,17 @@ class Change:
     moved: Moved
     detail: str = ""
     diff: tuple[str, ...] = ()
+
+    @property
+    def outcome(self) -> Moved:
+        """The outcome as it is reported: whatever moved in a watched object is no moved seam."""
+        is_watched = isinstance(self.patch, Watched) and self.moved is not Moved.SAME
+        return Moved.WATCHED if is_watched else self.moved
+
+
+def compared(engine: str) -> tuple[Patch, ...]:
+    """What is compared of an engine: the entries of its ledger, then the watched objects."""
+    return (*ENGINES[engine].ledger.PATCHES, *entries(engine))
 
 
 def compare(patches: tuple[Patch, ...], old: SourceTree, new: SourceTree, versions: tuple[str, str]) -> list[Change]:
@@ -133,24 +146,37 @@ def text_of(node: ast.AST) -> str:
 
 
 def report(changes: list[Change], console: Console, *, diff: bool) -> None:
+    """Print what changed, the ledger's objects first, and how many objects have each outcome.
+
+    Args:
+        diff: also print the changed definitions.
+    """
     found = table("What moved", "outcome", "ledger entry", "object", "detail")
     for moved in (Moved.SEAM, Moved.BODY, Moved.UNKNOWN):
         for change in changes:
-            if change.moved is moved:
+            if change.outcome is moved:
                 found.add_row(moved, change.patch.name, change.target.path, change.detail)
-    if found.row_count:
-        console.print(found)
+    to_read = table("Watched, no seam: read the change", "outcome", "what it does", "object", "detail")
+    for change in changes:
+        if change.outcome is Moved.WATCHED:
+            to_read.add_row(Moved.WATCHED, change.patch.why, change.target.path, change.detail)
+    for rows in (found, to_read):
+        if rows.row_count:
+            console.print(rows)
     if diff:
         for change in changes:
             if change.diff:
                 console.print(f"\n{change.patch.name}: {change.target.path}\n  {change.patch.why}")
                 console.print("\n".join(change.diff))
-    counted = Counter(change.moved for change in changes)
-    console.print(f"{len(changes)} objects: " + ", ".join(f"{counted[moved]} {moved}" for moved in Moved))
+    ledger = [change.outcome for change in changes if not isinstance(change.patch, Watched)]
+    outcomes = (moved for moved in Moved if moved is not Moved.WATCHED)
+    console.print(f"{len(ledger)} objects: " + ", ".join(f"{ledger.count(moved)} {moved}" for moved in outcomes))
+    if watched := len(changes) - len(ledger):
+        console.print(f"{watched} watched: {to_read.row_count} to read, {watched - to_read.row_count} same")
 
 
 def any_moved(changes: list[Change]) -> bool:
-    return any(change.moved is Moved.SEAM for change in changes)
+    return any(change.outcome is Moved.SEAM for change in changes)
 
 
 def check_release(engine: Engine, versions: tuple[str, str], console: Console, *, diff: bool) -> int:
@@ -160,7 +186,7 @@ def check_release(engine: Engine, versions: tuple[str, str], console: Console, *
         return 0
     with Wheel(engine.distribution, versions[0]) as old, Wheel(engine.distribution, versions[1]) as new:
         trees = SourceTree(old.read), SourceTree(new.read)
-        changes = compare(ENGINES[engine.name].ledger.PATCHES, *trees, versions)
+        changes = compare(compared(engine.name), *trees, versions)
     report(changes, console, diff=diff)
     return 1 if any_moved(changes) else 0
 
@@ -177,7 +203,7 @@ def check_archive(
     commit = f"commit {new.revision.commit} ({new.revision.date})" if new.revision else "the archive names no commit"
     console.print(f"{engine.name}: {versions[0]} -> {source}, {commit}; targets of the ledger for {versions[1]}")
     with Wheel(engine.distribution, versions[0]) as old:
-        changes = compare_archive(ENGINES[engine.name].ledger.PATCHES, old, new, versions)
+        changes = compare_archive(compared(engine.name), old, new, versions)
     report(changes, console, diff=diff)
     good = archive.last_good(engine.name, archive.LAST_GOOD)
     console.print(f"last good commit: {good.commit} ({good.date})" if good else "no last good commit yet")

@@ -39,7 +39,10 @@ def reference(checkpoint: Path) -> Any:
 
 @pytest.fixture
 def run_engine(checkpoint: Path, reference: Any, tmp_path: Path) -> Callable[..., Outcome]:
-    """Runs a case on a real engine and compares it with the reference; see `engine_case.py`."""
+    """Runs a case on a real engine and compares it with the reference; see `engine_case.py`.
+
+    A test that runs more than one gives each a name, the folder of its files.
+    """
 
     def run(
         rounds: list[list[dict[str, Any]]],
@@ -47,9 +50,13 @@ def run_engine(checkpoint: Path, reference: Any, tmp_path: Path) -> Callable[...
         plugin: dict[str, Any] | None = None,
         environ: dict[str, str] | None = None,
         spec: CheckpointSpec = SPEC,
+        name: str = ".",
+        until: Path | None = None,
         **engine: Any,
     ) -> Outcome:
-        trace = tmp_path / "trace.jsonl"
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        trace = folder / "trace.jsonl"
         model = checkpoint if spec == SPEC else write_checkpoint(tmp_path / "checkpoint", spec)
         case = {
             "engine": {
@@ -67,20 +74,21 @@ def run_engine(checkpoint: Path, reference: Any, tmp_path: Path) -> Callable[...
                 **engine,
             },
             "rounds": rounds,
+            "until": None if until is None else str(until),
         }
         case["engine"] = {name: value for name, value in case["engine"].items() if value is not None}
-        (tmp_path / "case.json").write_text(json.dumps(case))
+        (folder / "case.json").write_text(json.dumps(case))
         done = subprocess.run(
-            [sys.executable, str(HERE / "engine_case.py"), str(tmp_path / "case.json"), str(tmp_path / "result.json")],
+            [sys.executable, str(HERE / "engine_case.py"), str(folder / "case.json"), str(folder / "result.json")],
             env={**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", **(environ or {})},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             timeout=1200,
         )
-        (tmp_path / "engine.log").write_text(done.stdout)
+        (folder / "engine.log").write_text(done.stdout)
         assert done.returncode == 0, done.stdout[-4000:]
-        result = json.loads((tmp_path / "result.json").read_text())
+        result = json.loads((folder / "result.json").read_text())
         judge = reference if spec == SPEC else ReferenceModel.load(model)
         compared = [[compare(judge, answer) for answer in answers] for answers in result["rounds"]]
         lines = trace.read_text().splitlines() if trace.exists() else []

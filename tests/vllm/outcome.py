@@ -22,6 +22,20 @@ def prompt(length: int, seed: int) -> list[int]:
     return random.Random(seed).choices(range(250), k=length)
 
 
+def transfer(connector: str, module: str | None = None, **options: Any) -> dict[str, Any]:
+    """Arguments of vllm.LLM for a KV connector, whose pages are of 16 tokens and the only ones that are used again."""
+    return {
+        "enable_prefix_caching": False,
+        "block_size": 16,
+        "kv_transfer_config": {
+            "kv_connector": connector,
+            "kv_connector_module_path": module,
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": options,
+        },
+    }
+
+
 @dataclass
 class Answer:
     """One request of a case: what the engine answered, and what the reference says of the same tokens.
@@ -59,6 +73,11 @@ class Outcome:
 
     def worst(self) -> float:
         return max(error for answer in self.answers for error in answer.logprob_errors)
+
+
+def assert_right(outcome: Outcome) -> None:
+    assert outcome.equal() == outcome.total(), f"{outcome.equal()} of {outcome.total()} tokens are the reference's"
+    assert outcome.worst() < TOLERANCE, f"a log probability differs by {outcome.worst()}"
 
 
 def compare(reference: Any, answer: dict[str, Any]) -> Answer:

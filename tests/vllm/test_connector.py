@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.outcome import ONE_PROCESS, Outcome
+from tests.vllm.outcome import ONE_PROCESS, Outcome, transfer
 
 pytestmark = pytest.mark.engine_vllm
 
@@ -21,18 +21,8 @@ Run = Callable[..., Outcome]
 
 def served(run_engine: Run, rounds: list[list[dict[str, Any]]], loads: str, seen: Path) -> Outcome:
     """A prompt is computed, and later the connector loads its pages."""
-    return run_engine(
-        rounds,
-        environ=ONE_PROCESS,
-        enable_prefix_caching=False,
-        block_size=16,
-        kv_transfer_config={
-            "kv_connector": "FakeConnector",
-            "kv_connector_module_path": "tests.vllm.fake_connector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"loads": loads, "seen": str(seen)},
-        },
-    )
+    fake = transfer("FakeConnector", "tests.vllm.fake_connector", loads=loads, seen=str(seen))
+    return run_engine(rounds, environ=ONE_PROCESS, **fake)
 
 
 def test_transferred_kv_with_its_index_keys_is_served_right(run_engine: Run, tmp_path: Path) -> None:

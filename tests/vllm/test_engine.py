@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nsa_plugin.tools.checkpoints.v32 import SMALL_GLM
-from tests.vllm.outcome import ONE_PROCESS, SPEC, TOLERANCE, TWO_RANKS, Outcome, prompt
+from tests.vllm.outcome import ONE_PROCESS, SPEC, TWO_RANKS, Outcome, assert_right, prompt
 
 pytestmark = pytest.mark.engine_vllm
 
@@ -27,11 +27,6 @@ MIXED = [
     requests(prompt(20, 1), prompt(100, 3), prompt(50, 2), SHARED, prompt(310, 5)),
     requests(SHARED + prompt(9, 6)),
 ]
-
-
-def assert_right(outcome: Outcome) -> None:
-    assert outcome.equal() == outcome.total()
-    assert outcome.worst() < TOLERANCE
 
 
 def routes(outcome: Outcome, kv_tokens: range) -> set[str]:

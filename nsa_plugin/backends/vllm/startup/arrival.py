@@ -26,6 +26,9 @@ from nsa_plugin.kernels.index_transform import request_slots
 KEPT = 8
 """Times the batches ahead for which a noted request that is not scheduled is kept."""
 
+FILLS = "DecodeBenchConnector"
+"""vLLM's connector for benchmarks of decode: it transfers nothing, and fills the indexer's cache with zeros."""
+
 
 class Arrival:
     """Looks at the first requests with a prefix.
@@ -112,11 +115,14 @@ class Arrival:
 
 
 def arrival_of(vllm_config: Any, layer_names: Sequence[str]) -> Arrival | None:
-    """Return the check for an indexer's metadata builder; None without a KV connector, or where ranks share a cache."""
+    """Return the check for an indexer's metadata builder.
+
+    None without a KV connector, with one that only fills the caches, or where ranks share a cache.
+    """
     connector = getattr(getattr(vllm_config, "kv_transfer_config", None), "kv_connector", None)
     parallel = getattr(vllm_config, "parallel_config", None)
     shared = getattr(parallel, "decode_context_parallel_size", 1) > 1
-    if not connector or shared or not layer_names:
+    if not connector or connector == FILLS or shared or not layer_names:
         return None
 
     def cache() -> torch.Tensor | None:
