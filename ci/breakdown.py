@@ -153,7 +153,7 @@ def profile(
     def ask(url: str, number: int) -> float:
         prompt = random_tokens(f"breakdown/{number}", tokens, vocab)
         request = PromptRequest(name="prompt", prompt=prompt, new_tokens=1)
-        group = RequestGroup(name="prompt", case="prompt", how="one by one", requests=(request,), top=0)
+        group = RequestGroup(name="prompt", case="prompt", how="one by one", requests=(request,), top=1)
         start = time.perf_counter()
         answer = send(engine, url, group, ANSWER_S)["prompt"]
         if answer.error:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,10 @@ from nsa_plugin.tools.bench.record import BACK_TO_BACK, read
 RECORDS = ROOT / "docs" / "benchmarks"
 TIMINGS = ROOT / "nsa_plugin" / "decision" / "timings.json"
 
-# SM versions of the GPUs whose records count. Another GPU of the same version has other proportions.
+# SM versions of the GPUs whose records count. Another GPU of the same version has other proportions, so its records
+# count only for what these have not measured at all.
 GPUS = {"NVIDIA H200": 90}
+STAND_INS = {"NVIDIA H100 80GB HBM3": 90}
 
 _PREFILL = {name: Route(Attention.SPARSE_PREFILL, name) for name in ("cuda", "triton")}
 _DECODE = {name: Route(Attention.SPARSE_DECODE, name) for name in ("cuda", "triton")}
@@ -118,16 +120,32 @@ def _of_row(row: dict[str, Any]) -> Iterator[Measured]:
             yield op, layout, str(route), case["heads"], case["q"], row["median_us"] + projection, (case["kv"], 0)
 
 
-def collect(folder: Path) -> Timings:
-    """The table of a folder's records, sorted.
+def collect(folder: Path) -> tuple[Timings, dict[TimingKey, str]]:
+    """The table of a folder's records, sorted, and the GPU of the times that a stand-in has measured.
 
     Raises:
         BenchError: a record cannot be read.
     """
+    own, more = _collected(folder, GPUS), {}
+    gpus: dict[TimingKey, str] = {}
+    for gpu, sm in STAND_INS.items():
+        for key, times in _collected(folder, {gpu: sm}).items():
+            if key not in own:
+                more[key], gpus[key] = times, _short(gpu)
+    return dict(sorted((own | more).items())), gpus
+
+
+def _short(gpu: str) -> str:
+    """A GPU's name without its maker and its memory."""
+    return gpu.removeprefix("NVIDIA ").split()[0]
+
+
+def _collected(folder: Path, gpus: Mapping[str, int]) -> Timings:
+    """The table of the records of some GPUs, by their names, sorted."""
     chosen: dict[tuple[TimingKey, str, int, int], tuple[tuple[int, int], str, float]] = {}
     for records in read(folder).values():
         for _, record in records:
-            sm = GPUS.get(record["host"]["gpu"])
+            sm = gpus.get(record["host"]["gpu"])
             host = record["host"]
             if sm is None or host.get("l2") == BACK_TO_BACK or host.get("emulates"):
                 continue
@@ -144,11 +162,12 @@ def collect(folder: Path) -> Timings:
     return table
 
 
-def render(table: Timings) -> str:
+def render(table: Timings, stand_ins: Mapping[TimingKey, str]) -> str:
     """The JSON file: a row of points a line, so that a change of one time is a change of one line."""
-    gpus = {str(sm): gpu.removeprefix("NVIDIA ") for gpu, sm in GPUS.items()}
+    gpus = {str(sm): _short(gpu) for gpu, sm in GPUS.items()}
     rows = [
         {"sm": sm, "op": op, "layout": layout, "route": route, "heads": heads, "points": points}
+        | ({"gpu": stand_ins[sm, op, layout]} if (sm, op, layout) in stand_ins else {})
         for (sm, op, layout), by_route in table.items()
         for route, by_heads in by_route.items()
         for heads, points in by_heads.items()
@@ -163,7 +182,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m ci.measured", description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="change nothing; end 1 if the file is out of date")
     args = parser.parse_args()
-    made, name = render(collect(RECORDS)), TIMINGS.relative_to(ROOT)
+    made, name = render(*collect(RECORDS)), TIMINGS.relative_to(ROOT)
     if TIMINGS.exists() and TIMINGS.read_text() == made:
         return 0
     if args.check:

@@ -338,7 +338,7 @@ def _untimed(case: Case, route: Route, load: KernelLoad) -> list[str]:
         sm, name, heads = found
         layout, selected = timings.filed_for(name)
         measured = f"{_selection(*selected)}, {count(heads, 'head')}, {layout} cache"
-        sentence += f" (nearest measured: {timings.gpu_of(sm)}, {measured})"
+        sentence += f" (nearest measured: {timings.gpu_of(sm, op, name)}, {measured})"
     if first:
         return [f"{sentence}, so the stock engine's route comes first"]
     if route.library in UPSTREAM:
@@ -363,7 +363,9 @@ def _times(case: Case, route: Route, load: KernelLoad) -> list[str]:
     }
     if own is None or not rivals:
         return []
-    sentence = compared({_named(other): time for other, time in {route: own, **rivals}.items()}, case.device.sm)
+    op = Op.SPARSE_MLA_PREFILL if case.extend else Op.SPARSE_MLA_DECODE
+    gpu = timings.gpu_of(case.device.sm, op, case.filed)
+    sentence = compared({_named(other): time for other, time in {route: own, **rivals}.items()}, gpu)
     if case.model.dcp_size > 1:
         sentence += f", measured with every selected token on one rank, while {case.model.dcp_size} ranks share them"
     if own.us > min(time.us for time in rivals.values()) and case.asked == "auto" and not _is_preferred(case, route):
@@ -378,9 +380,8 @@ def _named(route: Route) -> str:
     return f"{route.library} decode kernel" if route == FLASH_MLA_DECODE else route.library
 
 
-def compared(times: dict[str, TimeEstimate], sm: int) -> str:
+def compared(times: dict[str, TimeEstimate], gpu: str) -> str:
     """Times side by side and where each comes from, said once if it is the same for all."""
-    gpu = timings.gpu_of(sm)
     sources = [time.source(gpu) for time in times.values()]
     if len(set(sources)) == 1:
         listed = ", ".join(f"{name} {in_time(time.us)}" for name, time in times.items())

@@ -114,6 +114,10 @@ _PACKAGED: dict[str, Any] = json.loads(
 TIMINGS: Timings = from_json(_PACKAGED)
 GPUS: dict[int, str] = {int(sm): gpu for sm, gpu in _PACKAGED["gpus"].items()}
 """The GPU that the times of an SM version were measured on."""
+STAND_INS: dict[TimingKey, str] = {
+    (row["sm"], row["op"], row["layout"]): row["gpu"] for row in _PACKAGED["times"] if "gpu" in row
+}
+"""The GPU of those times that were measured on another one of that version."""
 
 
 def filed(layout: str, selection: tuple[int, int]) -> str:
@@ -169,9 +173,13 @@ def selections(sm: int, op: str, heads: int, topk: int) -> tuple[SelectionTimes,
     return tuple(SelectionTimes(keys, rows, us) for (keys, rows), us in sorted(found.items()))
 
 
-def gpu_of(sm: int) -> str:
-    """The GPU whose times stand for an SM version: "H200"; "SM100" where none was measured."""
-    return GPUS.get(sm, f"SM{sm}")
+def gpu_of(sm: int, op: str = "", layout: str = "") -> str:
+    """The GPU whose times stand for an SM version: "H200"; "SM100" where none was measured.
+
+    Args:
+        op, layout: of the times, as they are filed.
+    """
+    return STAND_INS.get((sm, op, layout)) or GPUS.get(sm, f"SM{sm}")
 
 
 def points(sm: int, op: str, layout: str, heads: int, route: str) -> Points:

@@ -205,8 +205,8 @@ def decided(case: Case, route: Route) -> Resharding:
     kept, taken = _with_selection(case, kept, taken)
     both = {f"own heads with {route}": kept, f"resharding{pieces.removeprefix(',')}": taken}
     if taken.us * (1 + NEARLY_EQUAL) >= kept.us:
-        return Resharding(0, lambda: f"no gain: {compared(both, case.device.sm)}")
-    return Resharding(chunks, lambda: f"{share()}: {compared(both, case.device.sm)}", why_chunks)
+        return Resharding(0, lambda: f"no gain: {compared(both, timings.gpu_of(case.device.sm))}")
+    return Resharding(chunks, lambda: f"{share()}: {compared(both, timings.gpu_of(case.device.sm))}", why_chunks)
 
 
 def _ruled_out(case: Case) -> Resharding | None:
@@ -247,7 +247,7 @@ def _quickest(case: Case, route: Route) -> tuple[int, TimeEstimate | None, Reaso
     return (
         best,
         times[best],
-        lambda: compared({count(n, "piece"): time for n, time in times.items()}, case.device.sm),
+        lambda: compared({count(n, "piece"): time for n, time in times.items()}, timings.gpu_of(case.device.sm)),
     )
 
 

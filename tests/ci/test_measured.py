@@ -68,6 +68,12 @@ def write(
     path.write_text(json.dumps(record))
 
 
+def collected(folder: Path) -> timings.Timings:
+    """The times of a folder's records."""
+    table, _ = generator.collect(folder)
+    return table
+
+
 def loaded(text: str) -> timings.Timings:
     return timings.from_json(json.loads(text))
 
@@ -94,7 +100,7 @@ def test_rows_of_every_op_find_their_place(tmp_path: Path) -> None:
             v4_row(v4.BY_WORKSPACE.format("triton"), 3600.0),
         ],
     )
-    assert generator.collect(tmp_path) == {
+    assert collected(tmp_path) == {
         (90, "sparse_mla_decode", "v32_fp8"): {
             "cuda sparse_decode": {16: ((8, 30.0), (128, 40.0))},
             "flash_mla sparse_decode": {16: ((8, 50.0),)},
@@ -116,7 +122,7 @@ def test_rows_of_every_op_find_their_place(tmp_path: Path) -> None:
 def test_selections_are_filed_apart(tmp_path: Path) -> None:
     rows = [v4_row("cuda", 4.0), v4_row("cuda", 5.0, topk=1024), v4_row("cuda", 6.0, topk=256)]
     write(tmp_path, "a", rows)
-    assert generator.collect(tmp_path) == {
+    assert collected(tmp_path) == {
         (90, "sparse_mla_prefill", "v4_fp8"): {"cuda sparse_prefill": {64: ((8192, 4.0),)}},
         (90, "sparse_mla_prefill", "v4_fp8, 1024 selected"): {"cuda sparse_prefill": {64: ((8192, 5.0),)}},
     }
@@ -130,7 +136,7 @@ def test_indexers_are_filed_by_what_they_select(tmp_path: Path) -> None:
 
     rows = [indexer("cuda", 14000.0), indexer("deep_gemm", 17000.0), indexer("deep_gemm", 18000.0, budget_mib=256)]
     write(tmp_path, "a", [*rows, indexer("deep_gemm in one piece, torch.topk", 30000.0)])
-    found = generator.collect(tmp_path)
+    found = collected(tmp_path)
     assert found == {
         (90, "indexer_topk", timings.selected_from(2048, 131072)): {
             "cuda": {64: ((8192, 14000.0),)},
@@ -150,7 +156,7 @@ def test_dense_and_sparse_attention_of_a_prompt_have_their_projections(tmp_path:
             dense(mha.SPARSE.format(sparse_mla.PADDED), 400.0, absorb_us=25.0),
         ],
     )
-    assert generator.collect(tmp_path) == {
+    assert collected(tmp_path) == {
         (90, "mha_one_shot", "bf16"): {
             "fa3 mha_one_shot": {16: ((1024, 42.0),)},
             "flash_mla sparse_prefill": {16: ((1024, 425.0),)},
@@ -176,7 +182,7 @@ def test_the_longest_context_counts_then_the_largest_page_then_the_latest_record
     write(tmp_path, "b" if reverse else "a", rows[::-1] if reverse else rows, "2026-01-02")
     newer = [prefill("cuda", 5.0, kv=8192), prefill("triton", 6.0), v4_row("cuda", 7.0, page_size=256)]
     write(tmp_path, "a" if reverse else "b", [*newer, prefill("triton", 6.5, kv=8192)], "2026-01-03")
-    table = generator.collect(tmp_path)
+    table = collected(tmp_path)
     assert table[KEY]["cuda sparse_prefill"] == {16: ((4096, 2.0),)}
     assert table[KEY]["triton sparse_prefill"] == {16: ((4096, 6.0),)}
     assert table[90, "sparse_mla_prefill", "v4_fp8"]["cuda sparse_prefill"] == {64: ((8192, 7.0),)}
@@ -186,25 +192,25 @@ def test_only_random_selections_decide_with_or_without_the_field(tmp_path: Path)
     shared = prefill("cuda", 2.0, selection="overlap 95%")
     write(tmp_path, "a", [prefill("cuda", 1550.0, selection="random"), shared], "2026-01-03")
     write(tmp_path, "b", [prefill("triton", 3900.0)], "2026-01-01")
-    routes = generator.collect(tmp_path)[KEY]
+    routes = collected(tmp_path)[KEY]
     assert routes["cuda sparse_prefill"] == {16: ((4096, 1550.0),)}
     assert routes["triton sparse_prefill"] == {16: ((4096, 3900.0),)}
 
 
 def test_runs_back_to_back_decide_nothing(tmp_path: Path) -> None:
     write(tmp_path, "a", [prefill("cuda", 1550.0)])
-    before = generator.collect(tmp_path)
+    before = collected(tmp_path)
     write(
         tmp_path, "a-back-to-back", [prefill("cuda", 1.0), prefill("triton", 1.0)], date="2026-01-03", l2="back to back"
     )
-    assert generator.collect(tmp_path) == before
+    assert collected(tmp_path) == before
 
 
 def test_runs_of_the_portable_path_decide_nothing(tmp_path: Path) -> None:
     write(tmp_path, "a", [prefill("cuda", 1550.0)])
-    before = generator.collect(tmp_path)
+    before = collected(tmp_path)
     write(tmp_path, "portable-a", [prefill("cuda", 1.0), prefill("triton", 1.0)], date="2026-01-03", emulates=86)
-    assert generator.collect(tmp_path) == before
+    assert collected(tmp_path) == before
 
 
 def test_what_no_decision_compares_is_left_out(tmp_path: Path) -> None:
@@ -213,22 +219,42 @@ def test_what_no_decision_compares_is_left_out(tmp_path: Path) -> None:
     write(tmp_path, "gpu", [prefill("cuda", 1.0)], gpu="NVIDIA H100")
     (tmp_path / "cpu").mkdir()
     (tmp_path / "cpu" / "demo.json").write_text(json.dumps({"rows": [{"equal": 5}]}))
-    assert generator.collect(tmp_path) == {}
+    assert collected(tmp_path) == {}
+
+
+def test_another_gpu_of_the_version_stands_in_where_nothing_was_measured(tmp_path: Path) -> None:
+    write(tmp_path, "a", [prefill("cuda", 1.0, q=64)])
+    h100 = [prefill("cuda", 9.0, q=64), prefill("triton", 9.0, q=128), v4_row("cuda", 2.0), v4_row("triton", 3.0)]
+    write(tmp_path, "b", h100, gpu="NVIDIA H100 80GB HBM3")
+    table, stand_ins = generator.collect(tmp_path)
+    assert list(table[KEY]) == ["cuda sparse_prefill"]  # not the H100's, beside times of the H200
+    (other,) = (key for key in table if key != KEY)
+    assert len(table[other]) == 2
+    assert stand_ins == {other: "H100"}
+    rows = json.loads(generator.render(table, stand_ins))["times"]
+    assert {(row["layout"], row.get("gpu")) for row in rows} == {(KEY[2], None), (other[2], "H100")}
+
+
+def test_the_gpu_of_a_time_is_named() -> None:
+    pro, v4 = "v4_fp8, 1024 selected", "v4_fp8"
+    assert timings.gpu_of(90, "sparse_mla_prefill", pro) == timings.STAND_INS[90, "sparse_mla_prefill", pro] == "H100"
+    assert timings.gpu_of(90, "sparse_mla_prefill", v4) == timings.gpu_of(90) == "H200"
+    assert timings.gpu_of(100) == "SM100"
 
 
 def test_a_record_that_is_none_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "h200").mkdir()
     (tmp_path / "h200" / "a.json").write_text("{")
     with pytest.raises(BenchError, match=r"a\.json: not JSON"):
-        generator.collect(tmp_path)
+        collected(tmp_path)
 
 
 @pytest.mark.parametrize("count", [0, 1, 4, 60])
 def test_the_file_holds_the_table(tmp_path: Path, count: int) -> None:
     write(tmp_path, "a", [prefill("cuda", 1.5 + step, q=step + 1, heads=8) for step in range(count)])
-    table = generator.collect(tmp_path)
-    assert loaded(generator.render(table)) == table
-    assert json.loads(generator.render(table))["gpus"] == {"90": "H200"}
+    table = collected(tmp_path)
+    assert loaded(generator.render(table, {})) == table
+    assert json.loads(generator.render(table, {}))["gpus"] == {"90": "H200"}
 
 
 def test_writing_and_checking(
@@ -282,7 +308,7 @@ def group_record(folder: Path, tp: int) -> None:
 def test_heads_for_tokens_are_filed_where_the_decision_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for tp in (2, 8):
         group_record(tmp_path, tp)
-    table = generator.collect(tmp_path)
+    table = collected(tmp_path)
     copied, in_place = "flash_mla sparse_prefill after dequantisation", "flash_mla sparse_decode"
     wanted: dict[Any, Any] = {}
     for tp in (2, 8):
@@ -311,7 +337,7 @@ def test_heads_for_tokens_are_filed_where_the_decision_looks(tmp_path: Path, mon
 
 
 def test_this_checkouts_times_are_what_its_records_give() -> None:
-    assert generator.TIMINGS.read_text() == generator.render(generator.collect(generator.RECORDS)), "run: make docs"
+    assert generator.TIMINGS.read_text() == generator.render(*generator.collect(generator.RECORDS)), "run: make docs"
 
 
 def test_rows_of_a_bf16_cache_are_read_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,7 +352,7 @@ def test_rows_of_a_bf16_cache_are_read_in_place(tmp_path: Path, monkeypatch: pyt
     for one in rows[2:5]:
         del one["case"]["q"]
     write(tmp_path, "a", rows)
-    table = generator.collect(tmp_path)
+    table = collected(tmp_path)
     assert table == {
         (90, "sparse_mla_decode", "bf16"): {
             "cuda sparse_decode": {16: ((128, 90.0),)},

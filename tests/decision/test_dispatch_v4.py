@@ -65,21 +65,43 @@ def test_v4_is_never_dense() -> None:
 
 
 V4_PRO = replace(V4, num_heads=128, index_topk=1024)
+V4_OTHER = replace(V4_PRO, index_topk=256)
+
+
+@pytest.mark.parametrize(
+    ("heads", "shape", "taken"),
+    [
+        (8, extend(8192, 65536), ("sparse_prefill", "cuda", False)),
+        (16, extend(2048, 65536), ("sparse_prefill", "cuda", False)),
+        (32, extend(8192, 65536), ("sparse_prefill", "flash_mla", True)),
+        (128, extend(8192, 65536), ("sparse_prefill", "flash_mla", True)),
+        (16, decode(32, 32768), ("sparse_decode", "cuda", False)),
+        (128, decode(128, 32768), ("sparse_decode", "flash_mla", False)),
+    ],
+)
+def test_v4_pro_is_served_by_its_own_times(
+    heads: int, shape: BatchShape, taken: tuple[str, str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Field defect 1: V4-Pro's selections took the times of V4-Flash's."""
+    monkeypatch.setattr(timings, "TIMINGS", RELEASED)
+    plan = choose(replace(V4_PRO, attn_tp_size=128 // heads), shape, FULL_H200)
+    assert route(plan)[:3] == taken
+    assert f"on H100, {heads} heads" in plan.reasons["provider"]
 
 
 @pytest.mark.parametrize(
     ("model", "device", "missing"),
     [
         (
-            V4_PRO,
+            V4_OTHER,
             FULL_H200,
-            "no times on SM90 for 1024 selected tokens and a window of 128, 128 heads, v4_fp8 cache "
+            "no times on SM90 for 256 selected tokens and a window of 128, 128 heads, v4_fp8 cache "
             "(nearest measured: H200, 512 selected tokens and a window of 128, 128 heads, v4_fp8 cache)",
         ),
         (V4, FULL_B200, "no times on SM100 for 512 selected tokens and a window of 128, 64 heads, v4_fp8 cache"),
         (replace(V4, attn_tp_size=8), B200, "no times on SM100 for 512 selected tokens and a window of 128, 8 heads, "),
     ],
-    ids=["V4-Pro", "SM100", "SM100, few heads"],
+    ids=["256 selected", "SM100", "SM100, few heads"],
 )
 def test_a_v4_prefill_without_measured_times_takes_the_stock_route(
     model: ModelShape, device: DeviceProfile, missing: str, monkeypatch: pytest.MonkeyPatch
@@ -100,7 +122,7 @@ def test_a_v4_prefill_without_measured_times_takes_the_stock_route(
 
 GLM = replace(V32_FP8, num_heads=64, index_n_heads=32, qk_nope_head_dim=192, v_head_dim=256)
 UNMEASURED: list[tuple[str, ModelShape, DeviceProfile]] = [
-    ("V4-Pro, 16 heads", replace(V4_PRO, attn_tp_size=8), FULL_H200),
+    ("V4 with 256 selected tokens, 16 heads", replace(V4_OTHER, attn_tp_size=8), FULL_H200),
     ("V4 on SM100, 8 heads", replace(V4, attn_tp_size=8), FULL_B200),
     ("V3.2 with 1024 selected tokens", replace(V32_FP8, index_topk=1024), FULL_H200),
     ("V3.2 on SM100", V32_FP8, FULL_B200),

@@ -140,8 +140,8 @@ def test_each_selection_of_a_layout_has_times_of_its_own(measure: Measure) -> No
 def test_the_nearest_times_are_of_the_same_selection_where_it_has_some(measure: Measure) -> None:
     by_heads = {CUDA: {8: ((8192, 1.0),)}}
     measure({PRO_PREFILL: by_heads, V4_PREFILL: by_heads})
-    for model, selected in ((replace(PRO, attn_tp_size=4), 1024), (V4, 512)):
-        nearest = f"nearest measured: H200, {selected} selected tokens and a window of 128, 8 heads, v4_fp8 cache"
+    for model, gpu, selected in ((replace(PRO, attn_tp_size=4), "H100", 1024), (V4, "H200", 512)):
+        nearest = f"nearest measured: {gpu}, {selected} selected tokens and a window of 128, 8 heads, v4_fp8 cache"
         assert nearest in choose(model, extend(8192)).reasons["provider"]
 
 

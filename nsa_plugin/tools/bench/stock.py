@@ -296,6 +296,8 @@ class LibraryTopK:
         self._offsets = torch.zeros(rows, dtype=torch.int32, device=device)
         module, self._function = SELECTORS[name]
         self._library: Any = import_module(module)
+        if module == "vllm._custom_ops" and not hasattr(torch.ops._C, self._function):
+            raise ImportError(f"this build of vLLM has no {self._function}")
         if self._function == "fast_topk_v2" and topk != 2048:
             raise KernelArgumentError(f"fast_topk_v2: topk is {topk}; it must be 2048")
         if topk > keys:
@@ -310,6 +312,9 @@ class LibraryTopK:
             found = function(logits, self._lengths, self._topk)
         elif self._function == "top_k_ragged_transform":
             found = function(logits, self._offsets, self._lengths, self._topk)
+        elif self._function == "top_k_per_row_prefill":
+            found = torch.empty((len(logits), self._topk), dtype=torch.int32, device=logits.device)
+            function(logits, self._offsets, self._lengths, found, len(logits), *logits.stride(), self._topk)
         elif self._function == "topk":
             found = function(logits, self._topk, dim=-1, sorted=False).indices
         else:
@@ -320,8 +325,9 @@ class LibraryTopK:
 
 SELECTORS = {
     "sgl_kernel.fast_topk_v2": ("sgl_kernel", "fast_topk_v2"),
+    "vllm.top_k_per_row_prefill": ("vllm._custom_ops", "top_k_per_row_prefill"),
     "torch.topk": ("torch", "topk"),
     "flashinfer.top_k": ("flashinfer", "top_k"),
     "flashinfer.top_k_ragged_transform": ("flashinfer", "top_k_ragged_transform"),
 }
-"""Name: (module, function). SGLang's comes first: it is the baseline."""
+"""Name: (module, function). The engines' come first: the first that is installed is the baseline."""

@@ -13,7 +13,12 @@ import torch
 from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.vllm.v32 import samples
 from nsa_plugin.backends.vllm.v32.indexer import NO_LOGITS, planned_indexer_builder, wrap_indexer
-from nsa_plugin.backends.vllm.v32.prefill_selection import prefill_logits, prefill_topk, without_logits
+from nsa_plugin.backends.vllm.v32.prefill_selection import (
+    prefill_logits,
+    prefill_topk,
+    vllms_is_quicker,
+    without_logits,
+)
 from nsa_plugin.backends.vllm.v32.routes import VllmPlanner
 from nsa_plugin.backends.vllm.v32.serving import PREFILL_LOGITS, GpuServing
 from nsa_plugin.decision import timings
@@ -84,6 +89,22 @@ def test_the_topk_of_a_prefill_counts_from_the_rows_first_key():
     assert len(ran) == 1
     assert [set(row.tolist()) for row in out[:, :3]] == [{0, 1, -1}, {1, 3, 5}, {-1}]
     assert bool((out[:, 3:] == 9).all())
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "keys", "module", "stays"),
+    [
+        (True, 8192, "nsa_plugin.kernels.cuda.topk", True),
+        (True, 8193, "nsa_plugin.kernels.cuda.topk", False),
+        (True, 8193, "nsa_plugin.kernels.triton.topk", True),
+        (False, 8192, "nsa_plugin.kernels.topk", False),
+    ],
+)
+def test_vllms_topk_stays_where_the_plugins_is_not_known_to_be_quicker(
+    on_gpu: bool, keys: int, module: str, stays: bool
+):
+    logits = SimpleNamespace(is_cuda=on_gpu, shape=(3, keys))
+    assert vllms_is_quicker(logits, SimpleNamespace(__module__=module)) is stays
 
 
 @pytest.mark.parametrize("compressed", [False, True])
