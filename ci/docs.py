@@ -13,6 +13,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -267,6 +268,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "chosen": chosen.table,
     "headline": headline.table,
     "profiles": ncu.table,
+    "profiles-h100": partial(ncu.table, ncu.OTHERS, besides=ncu.RECORD),
     "regressions": regressions.table,
     "soak": runs_table,
     **site.generators(RECORDS),

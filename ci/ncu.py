@@ -70,6 +70,9 @@ def point(suite: str, provider: str, **fields: Value) -> Point:
     return Point(suite, provider, tuple(fields.items()))
 
 
+RECORD = ROOT / "docs" / "profiles.json"
+OTHERS = ROOT / "docs" / "profiles-h100.json"
+"""Profiles of another GPU, of which the page shows the cases that RECORD lacks."""
 POINTS = (
     *(point("sparse-mla-decode", "cuda", heads=16, batch=batch) for batch in (1, 8, 32, 128)),
     point("sparse-mla-decode", "cuda", heads=8, batch=128),
@@ -159,11 +162,14 @@ def inside(one: Point) -> None:
     torch.cuda.cudart().cudaProfilerStop()
 
 
-def table(path: Path = ROOT / "docs" / "profiles.json") -> str:
-    """The record's kernels, one a line."""
+def table(path: Path = RECORD, *, besides: Path | None = None) -> str:
+    """The record's kernels, one a line; not those of cases that the record `besides` has."""
     record = json.loads(path.read_text())
+    known = [_place(row) for row in json.loads(besides.read_text())["rows"]] if besides else []
     lines = []
     for row in record["rows"]:
+        if _place(row) in known:
+            continue
         case = row["case"]
         waits = ", ".join(f"{name.replace('_', ' ')} {share}%" for name, share in row["waits"].items())
         size = f"batch {case['batch']}" if "batch" in case else f"q {case['q']}"
@@ -174,6 +180,10 @@ def table(path: Path = ROOT / "docs" / "profiles.json") -> str:
         lines.append([what, f"`{row['kernel']}`", time, *counts, *shares, waits])
     header = ["case", "kernel", "µs", "blocks", "registers", *SHARES.values(), "where its warps are"]
     return markdown_table(header, lines)
+
+
+def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return row["suite"], row["provider"], row["case"]
 
 
 SHARES = {

@@ -191,7 +191,14 @@ def _again(row: Row) -> float | None:
 
 def _server(record: Row, case: Row) -> str:
     served = heads(case["heads"], record["host"]["gpus"])
-    return f"{_engine(record)}, {model_family(record)}, {served}{on_gpu(record)}"
+    asked = ", token_shard=on" if reshards_if_asked(record) else ""
+    return f"{_engine(record)}, {model_family(record)}, {served}{asked}{on_gpu(record)}"
+
+
+def reshards_if_asked(record: Row) -> bool:
+    """Whether the record's server had the setting token_shard=on, and so may do what a plan would not choose."""
+    plugin = record["servers"].get("plugin", {}) if isinstance(record.get("servers"), dict) else {}
+    return bool(plugin.get("settings", {}).get("token_shard") == "on")
 
 
 def on_gpu(record: Row) -> str:

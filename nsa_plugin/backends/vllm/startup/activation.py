@@ -112,12 +112,14 @@ class VllmProcess:
 
 
 def transfer_notes(vllm_config: Any) -> list[str]:
-    """What to check where a KV connector is configured; empty without one.
+    """What to check where a KV connector is configured; empty without one that transfers KV.
 
     vLLM's hooks for a layer (`wait_for_layer_load`, `save_kv_layer`) are called around attention and never around the
     indexer, and load errors name blocks, not layers.
     """
-    connector = getattr(getattr(vllm_config, "kv_transfer_config", None), "kv_connector", None)
+    from nsa_plugin.backends.vllm.startup.arrival import connector_of
+
+    connector = connector_of(vllm_config)
     if not connector:
         return []
     return [

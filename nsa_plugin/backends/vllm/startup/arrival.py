@@ -114,15 +114,21 @@ class Arrival:
             )
 
 
+def connector_of(vllm_config: Any) -> str:
+    """Return vLLM's KV connector that transfers KV; "" without one, or with one that only fills the caches."""
+    found = str(getattr(getattr(vllm_config, "kv_transfer_config", None), "kv_connector", None) or "")
+    return "" if found == FILLS else found
+
+
 def arrival_of(vllm_config: Any, layer_names: Sequence[str]) -> Arrival | None:
     """Return the check for an indexer's metadata builder.
 
     None without a KV connector, with one that only fills the caches, or where ranks share a cache.
     """
-    connector = getattr(getattr(vllm_config, "kv_transfer_config", None), "kv_connector", None)
+    connector = connector_of(vllm_config)
     parallel = getattr(vllm_config, "parallel_config", None)
     shared = getattr(parallel, "decode_context_parallel_size", 1) > 1
-    if not connector or connector == FILLS or shared or not layer_names:
+    if not connector or shared or not layer_names:
         return None
 
     def cache() -> torch.Tensor | None:

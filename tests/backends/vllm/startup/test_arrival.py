@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from nsa_plugin.backends.vllm.startup import arrival
+from nsa_plugin.backends.vllm.startup.activation import transfer_notes
 from nsa_plugin.backends.vllm.startup.arrival import Arrival, IndexKeysMissingError, arrival_of
 from nsa_plugin.kernels.kv_cache import open_cache, reference_write
 
@@ -183,8 +184,12 @@ def configured(connector: str | None = "SomeConnector", ranks: int = 1, cache: A
 
 
 def test_nothing_is_looked_up_without_a_connector_or_where_ranks_share_a_cache() -> None:
-    for config in (configured(None), configured(ranks=2), SimpleNamespace(kv_transfer_config=None), None):
+    fills = configured("DecodeBenchConnector")  # vLLM's benchmark of decode steps
+    for config in (configured(None), fills, configured(ranks=2), SimpleNamespace(kv_transfer_config=None), None):
         assert arrival_of(config, ["first"]) is None
+    for config in (configured(None), fills, None):
+        assert transfer_notes(config) == []
+    assert "SomeConnector" in transfer_notes(configured())[0]
     assert arrival_of(configured(), ()) is None
 
 
