@@ -235,6 +235,11 @@ def expect_zeros(
         raise refusal(what, otherwise)
 
 
+def warmed_in(seconds: float) -> dict[str, str]:
+    """Say for the start-up report what the warm-up took; nothing without one."""
+    return {"warm-up": f"the plugin's kernels ran once, in {seconds:.1f} s"} if seconds else {}
+
+
 def refusal(what: str, why: str) -> NoProviderError:
     """Return the error of a kernel that failed or gave a wrong result."""
     return NoProviderError(f"nsa-plugin's kernels do not run on this device: {what}: {why}. {TURN_OFF}")

@@ -242,13 +242,15 @@ class SglangProcess:
                         "dsa (nsa before 0.5.13) or dsv4, which nsa-plugin extends"
                     )
         if self.serving is not None:
+            from nsa_plugin.backends.common.warm import warmed_in
+
             shape = self.serving.model
             facts["model"] += (
                 f", index_topk {shape.index_topk}, {shape.heads_per_rank} of {shape.num_heads} heads per rank, "
                 f"KV cache {shape.kv_layout}"
             )
             facts["device"] = self.serving.device.describe()
-            facts |= self.serving.routes
+            facts |= self.serving.routes | warmed_in(self.serving.warm_seconds)
             self.left += self.serving.notes
             self.serving.settle()
         if _rank() == 0:

@@ -6,6 +6,9 @@ The backend's class names its model family (`nsa_plugin_family`; none for V3.2).
 from __future__ import annotations
 
 import functools
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -57,6 +60,7 @@ class SglangServing:
         notes: what falls back to the stock path although the plugin is on.
         exchange: for resharding, once a backend has opened it; all backends that reshard have the same heads.
         portable: whether the ledger's entries for the portable path are applied.
+        warm_seconds: what running the kernels once has taken.
     """
 
     resolved: ResolvedSettings
@@ -69,6 +73,7 @@ class SglangServing:
     notes: list[str] = field(default_factory=list)
     exchange: SglangExchange | None = None
     portable: bool = False
+    warm_seconds: float = 0.0
     _warmed: set[ModelShape] = field(default_factory=set)
 
     @classmethod
@@ -167,19 +172,30 @@ class SglangServing:
         longest, draft = backend.max_context_len, backend.speculative_num_draft_tokens
         routes = samples.routes(state, longest, draft)
         if model not in self._warmed:
-            device = torch.device(backend.device)
-            warm(samples.own_kernels(state, longest), state.providers, model, device)
-            if exchange is not None:
-                sharded = samples.own_kernels(state, longest, sharded=True)
-                warm(sharded, state.providers, replace(model, attn_tp_size=1), device)
-            if state.plans_prefill:
-                _warm_selection(planner, state.providers, longest, device)
-            if not planner.whole:
-                warm_reading(state.providers, model, device)
-            if self.portable:
-                warm_portable(state.providers, model, device)
-            self._warmed.add(model)
+            with self._warming(model):
+                self._warm_v32(state, model, longest, exchange is not None, torch.device(backend.device))
         return routes
+
+    def _warm_v32(self, state: State, model: ModelShape, longest: int, reshards: bool, device: torch.device) -> None:
+        """Run the kernels that batches may take; see `common.warm`."""
+        warm(samples.own_kernels(state, longest), state.providers, model, device)
+        if reshards:
+            sharded = samples.own_kernels(state, longest, sharded=True)
+            warm(sharded, state.providers, replace(model, attn_tp_size=1), device)
+        if state.plans_prefill:
+            _warm_selection(state.planner, state.providers, longest, device)
+        if not state.planner.whole:
+            warm_reading(state.providers, model, device)
+        if self.portable:
+            warm_portable(state.providers, model, device)
+
+    @contextmanager
+    def _warming(self, model: ModelShape) -> Iterator[None]:
+        """Count the time of a model's warm-up, which is done once."""
+        started = time.perf_counter()
+        yield
+        self.warm_seconds += time.perf_counter() - started
+        self._warmed.add(model)
 
     def _exchange_for(self, backend: Any, model_runner: Any, model: ModelShape) -> tuple[SglangExchange | None, str]:
         """(the exchange or None, why there is none); see `open_exchange`."""
@@ -225,9 +241,9 @@ class SglangServing:
             routes |= samples.step_routes(planner, longest, backend.speculative_num_draft_tokens)
         if model not in self._warmed:
             device = torch.device(backend.device)
-            warm_v4(routes.values(), state, device)
-            _warm_selection(planner, state.providers, longest, device)
-            self._warmed.add(model)
+            with self._warming(model):
+                warm_v4(routes.values(), state, device)
+                _warm_selection(planner, state.providers, longest, device)
         return {f"V4 {name}": route for name, route in routes.items()}
 
     def _note(self, notes: list[str]) -> None:

@@ -6,6 +6,7 @@ the planner and runs the kernels once. Anything unsupported is thus found while 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -17,7 +18,15 @@ from nsa_plugin.backends.common.paths import VLLM, path_of
 from nsa_plugin.backends.common.providers import Providers, device_in_use
 from nsa_plugin.backends.common.token_shard import free_memory_of
 from nsa_plugin.backends.common.trial import tried
-from nsa_plugin.backends.common.warm import PAGE_SIZE, warm, warm_dense, warm_reading, warm_selection, warm_shard
+from nsa_plugin.backends.common.warm import (
+    PAGE_SIZE,
+    warm,
+    warm_dense,
+    warm_reading,
+    warm_selection,
+    warm_shard,
+    warmed_in,
+)
 from nsa_plugin.backends.vllm.startup.model import (
     GPU_LAYOUTS,
     check_on_gpu,
@@ -90,7 +99,7 @@ class GpuServing(VllmServing):
     chose: bool = False
     providers: Providers | None = None
     planner: VllmPlanner | None = None
-    warmed: bool = False
+    warm_seconds: float = 0.0
     place: torch.device | None = None
     opened: bool = False
     left_choice: str = ""
@@ -236,9 +245,10 @@ class GpuServing(VllmServing):
         Raises:
             NoProviderError: a kernel does not run on this device; says which and why.
         """
-        if not self.warmed:
+        if not self.warm_seconds:
+            started = time.perf_counter()
             self.run_kernels(device)
-            self.warmed = True
+            self.warm_seconds = time.perf_counter() - started
 
     def run_kernels(self, device: torch.device) -> None:
         """Run the plugin's kernels that batches may take with this rank's heads; see `warm`."""
@@ -351,7 +361,7 @@ class GpuServing(VllmServing):
         for requests in (1, MANY):
             plan = planner.step_plan(requests, requests * planner.step_tokens, planner.step_tokens)
             found[f"{plan.phase}, {requests} request{'s' if requests > 1 else ''}"] = self.described(plan)
-        return found
+        return found | warmed_in(self.warm_seconds)
 
     def described(self, plan: Plan) -> str:
         """Describe a plan and its reasons in one line."""

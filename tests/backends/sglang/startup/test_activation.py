@@ -40,6 +40,7 @@ def test_a_sparse_model_on_a_gpu_is_checked_and_reported(
     assert "v32_fp8" in facts["model"]
     assert facts["prefill, 1024 of 1024 tokens"].startswith("mha_one_shot by fa3; the longest context of 1024 tokens")
     assert " by flash_mla" in facts["prefill, 4096 of 32768 tokens"]
+    assert facts["warm-up"].startswith("the plugin's kernels ran once, in ")
     assert "on SGLang's path flashmla_" in facts["prefill, 4096 of 32768 tokens"]
     assert "selection by deep_gemm" in facts["prefill, 4096 of 32768 tokens"]
     assert "flash_mla" in facts["decode, 1 request"]

@@ -73,6 +73,7 @@ def adopted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         model=MODEL,
         device=synthetic(sm=90),
         routes={},
+        warm_seconds=0.0,
         notes=[],
     )
     monkeypatch.setattr(serving.SglangServing, "begin", lambda *arguments, **named: begun)

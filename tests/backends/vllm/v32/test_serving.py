@@ -245,6 +245,9 @@ def test_the_report_describes_sample_batches():
     assert "vLLM's call; decode_backend asks for flash_mla" in facts["decode, 64 requests"]
     assert facts["prefill, 96 of 96 tokens"].startswith("sparse_")
     assert "query tokens at once" in facts["prefill, 96 of 96 tokens"]
+    assert "warm-up" not in facts
+    here.warm_seconds = 1.26
+    assert here.facts()["warm-up"] == "the plugin's kernels ran once, in 1.3 s"
 
 
 def test_layers_on_another_backend_are_left_to_vllm_and_reported():
