@@ -31,6 +31,8 @@ TIMINGS = ROOT / "nsa_plugin" / "decision" / "timings.json"
 # count only for what these have not measured at all.
 GPUS = {"NVIDIA H200": 90}
 STAND_INS = {"NVIDIA H100 80GB HBM3": 90}
+# Of these the reasons name the GPU.
+STAND_IN_OPS = (str(Op.SPARSE_MLA_PREFILL), str(Op.SPARSE_MLA_DECODE))
 
 _PREFILL = {name: Route(Attention.SPARSE_PREFILL, name) for name in ("cuda", "triton")}
 _DECODE = {name: Route(Attention.SPARSE_DECODE, name) for name in ("cuda", "triton")}
@@ -130,7 +132,7 @@ def collect(folder: Path) -> tuple[Timings, dict[TimingKey, str]]:
     gpus: dict[TimingKey, str] = {}
     for gpu, sm in STAND_INS.items():
         for key, times in _collected(folder, {gpu: sm}).items():
-            if key not in own:
+            if key not in own and key[1] in STAND_IN_OPS:
                 more[key], gpus[key] = times, _short(gpu)
     return dict(sorted((own | more).items())), gpus
 

@@ -71,6 +71,7 @@ def point(suite: str, provider: str, **fields: Value) -> Point:
 
 
 RECORD = ROOT / "docs" / "profiles.json"
+"""Profiles that the page shows."""
 OTHERS = ROOT / "docs" / "profiles-h100.json"
 """Profiles of another GPU, of which the page shows the cases that RECORD lacks."""
 POINTS = (

@@ -81,6 +81,11 @@ def test_a_point_is_measured_once_and_recorded(tmp_path: Path, monkeypatch: pyte
     heading, _, shown = ncu.table(record).splitlines()
     assert "tensor cores" in heading
     assert "| 9 at 1.3 GHz | 50 | 96 | 50% |" in shown
+    # Of another record the page shows what this one lacks.
+    assert len(ncu.table(record, besides=record).splitlines()) == 2
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps({"rows": [row | {"provider": "triton"}]}))
+    assert len(ncu.table(other, besides=record).splitlines()) == 3
 
 
 def test_without_ncu_one_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,8 +103,14 @@ def test_of_two_gpus_a_server_has_the_one_with_the_longest_prompt_and_names_it(t
         rows = [row for row in record["rows"] if row["op"] != "serve" or row["case"]["prompt"] <= kept]
         made = record | {"host": record["host"] | {"gpu": gpu}, "rows": rows}
         save(made, path_of(made, tmp_path))
+    # One that reshards only because it is asked to is left out, whatever its prompts.
+    asked = made | {"suite": f"{made['suite']}-token-shard-on", "date": "2100-01-01"}
+    settings = record["servers"]["plugin"]["settings"] | {"token_shard": "on"}
+    asked["servers"] = record["servers"] | {"plugin": record["servers"]["plugin"] | {"settings": settings}}
+    save(asked, path_of(asked, tmp_path))
     (server,) = headline.servers(tmp_path)
     assert server.name.endswith(" heads, H100")
+    assert "token-shard" not in server.path.stem
     assert server.path.parent.name == "h100"
     assert server.alone["case"]["prompt"] == longest > 8192
 

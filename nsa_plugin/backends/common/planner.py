@@ -139,9 +139,16 @@ class Planner:
 
     def constraints(self, *, prefill: bool, rows: int = 0, **more: Any) -> Constraints:
         """Return the constraints of a batch of `rows` query tokens: paths, why heads stay local, and `more`."""
-        paths = routes_of(self.engine, self.model.kv_layout, prefill=prefill, portable=self.portable)
-        named = {"paths": paths, "engine": self.engine, "keep_heads": self.keep_heads(rows)} | more
+        named = {
+            "paths": self.routes(prefill=prefill),
+            "engine": self.engine,
+            "keep_heads": self.keep_heads(rows),
+        } | more
         return Constraints(stock_selects_prefills=not self.selects_prefills, **named)
+
+    def routes(self, *, prefill: bool, only: frozenset[str] = frozenset()) -> frozenset[Route]:
+        """Return the routes that the engine can execute here; see `routes_of`."""
+        return routes_of(self.engine, self.model.kv_layout, prefill=prefill, only=only, portable=self.portable)
 
     def keep_heads(self, rows: int) -> str:
         """Return why a batch of `rows` query tokens cannot reshard, whatever the times; "" if it can."""

@@ -206,6 +206,13 @@ def test_selectors_alone() -> None:
     assert few.refused[0]["reason"] == "fast_topk_v2: topk is 64; it must be 2048"
 
 
+def test_a_vllm_without_the_operator_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.ops._C, "top_k_per_row_prefill")
+    outcome = run("topk", case("topk_rows", q=3, kv=210, topk=64))
+    reasons = {entry["provider"]: entry["reason"] for entry in outcome.refused}
+    assert reasons["vllm.top_k_per_row_prefill"] == "this build of vLLM has no top_k_per_row_prefill"
+
+
 def test_sparse_attention_beside_dense_with_their_projections() -> None:
     rows = {
         row["provider"]: row for row in run("mha-one-shot", case("mha_one_shot", heads=2, q=9, kv=9, topk=128)).rows

@@ -228,6 +228,15 @@ def test_the_same_load_on_another_gpu_has_a_line_of_its_own_with_its_name() -> N
     assert names == ["SGLang 1.0, V3.2, 16 heads", "SGLang 1.1, V3.2, 16 heads, H100"]
 
 
+def test_a_server_that_reshards_because_it_is_asked_to_says_so() -> None:
+    asked = comparison([served("ttft_ms")]) | {"servers": {"plugin": {"settings": {"token_shard": "on"}}}}
+    auto = comparison([served("ttft_ms")]) | {"servers": {"plugin": {"settings": {"token_shard": "auto"}}}}
+    for made, name in ((asked, "SGLang 1.0, V3.2, 16 heads, token_shard=on"), (auto, "SGLang 1.0, V3.2, 16 heads")):
+        (line,) = summary.first_token([(Path("h200/o.json"), made)]).splitlines()[2:]
+        assert cells(line)[0] == name
+        assert summary.reshards_if_asked(made) is name.endswith("on")
+
+
 def test_prompts_that_stock_fails_at() -> None:
     limit = {
         "op": "limit",

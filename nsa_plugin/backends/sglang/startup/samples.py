@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 from nsa_plugin.backends.common.planner import Execution
+from nsa_plugin.backends.common.warm import DENSE
 from nsa_plugin.backends.sglang.v4.routes import SglangV4Planner
 from nsa_plugin.backends.sglang.v32.batch import Batch, step_batch
 from nsa_plugin.backends.sglang.v32.routes import SglangPlanner
@@ -86,6 +87,16 @@ def own_kernels(state: State, max_context: int, *, sharded: bool = False) -> set
                     found.append(_prefill(planner, rows, max_context, mixed=True))
     taken = [route for route in found if route is not None and route.own]
     return {(route.op, route.plan.provider) for route in taken if route.plan.token_shard == sharded}
+
+
+def attends_densely(planner: SglangPlanner, max_context: int) -> bool:
+    """Return whether prompts of some size attend densely with the plugin's kernel."""
+    for rows in ROWS:
+        with suppress(NsaPluginError):  # as above
+            route = _prefill(planner, min(rows, max_context), min(rows, max_context))
+            if route is not None and route.dense and route.plan.provider == DENSE:
+                return True
+    return False
 
 
 def indexers(planner: SglangPlanner, max_context: int) -> set[str]:

@@ -18,7 +18,7 @@ from packaging.version import Version
 from nsa_plugin.backends.common.planner import Execution
 from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.common.token_shard import free_memory_of, has_sinks
-from nsa_plugin.backends.common.warm import warm, warm_logits, warm_reading, warm_selection, warm_unpaged
+from nsa_plugin.backends.common.warm import warm, warm_dense, warm_logits, warm_reading, warm_selection, warm_unpaged
 from nsa_plugin.backends.sglang.startup import samples
 from nsa_plugin.backends.sglang.startup.metrics import metrics_of
 from nsa_plugin.backends.sglang.startup.model import impls_of, kv_layout, model_shape, prefix_of, ranks
@@ -186,6 +186,8 @@ class SglangServing:
             _warm_selection(state.planner, state.providers, longest, device)
         if not state.planner.whole:
             warm_reading(state.providers, model, device)
+        if samples.attends_densely(state.planner, longest):
+            warm_dense(state.providers, model, device)
         if self.portable:
             warm_portable(state.providers, model, device)
 

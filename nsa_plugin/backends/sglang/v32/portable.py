@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from nsa_plugin.backends.common.providers import Providers
-from nsa_plugin.backends.common.warm import DENSE, MANY_ROWS, PAGE_SIZE, ROWS, expect_zeros, warm_dense
+from nsa_plugin.backends.common.warm import DENSE, MANY_ROWS, PAGE_SIZE, ROWS, expect_zeros
 from nsa_plugin.backends.sglang.v32.batch import ShortPrompts
 from nsa_plugin.backends.sglang.v32.indexer import Selection, is_fused
 from nsa_plugin.backends.sglang.v32.routes import NO_DENSE_BESIDE_DRAFTS, SglangPlanner
@@ -45,7 +45,7 @@ def no_dense(planner: SglangPlanner, forward_batch: Any) -> str:
     """Return why a prefill does not attend densely, whatever SGLang's rules say; "" if they decide."""
     if getattr(forward_batch, "spec_info", None) is not None:
         return NO_DENSE_BESIDE_DRAFTS
-    if isinstance(forward_batch, ShortPrompts) or forward_batch is None:  # the plugin reads a split batch's prefixes
+    if isinstance(forward_batch, ShortPrompts):  # the plugin reads a split batch's prefixes
         return ""
     has_prefix = any(getattr(forward_batch, "extend_prefix_lens_cpu", None) or ())
     needs_fp8 = has_prefix and planner.model.fp8_cache and planner.device.sm < FIRST_WITH_FP8
@@ -57,7 +57,8 @@ def rules_for(backend: Any, *, dense: bool) -> Iterator[None]:
     """Let SGLang's rules on dense attention see a GPU with its kernel, or without one.
 
     They ask for SM90 or SM100; the plugin's kernel runs elsewhere as well. From 0.5.20 on the backend keeps the
-    function that tells them.
+    function that tells them; before, they import it from `sglang.srt.utils`, where it stands for the whole process as
+    long as the rules run.
     """
     name = "_get_device_sm"
     place = backend if hasattr(backend, name) else importlib.import_module("sglang.srt.utils")
@@ -177,12 +178,11 @@ def write(
 
 
 def warm_portable(providers: Providers, model: ModelShape, device: torch.device) -> None:
-    """Run the kernels of this module once; see `common.warm`.
+    """Run the kernels of this module but the dense one once; see `common.warm`.
 
     Raises:
         NoProviderError: a kernel does not run on this device; says which and why.
     """
-    warm_dense(providers, model, device)
     heads, dim, topk = model.index_n_heads, model.index_head_dim, model.index_topk
     keys = allocate_cache(KEYS, 2, PAGE_SIZE, device=device)
     table = torch.zeros(ROWS, 2, dtype=torch.int32, device=device)

@@ -117,9 +117,9 @@ def _setter(original: Callable[..., None]) -> Callable[..., None]:
             batch = batches.prefill_batch(forward_batch, in_graph=in_graph)
             no_split = _no_split(state, batch, forward_batch, no_dense_of)
             route = state.planner.prefill(batch, no_dense=no_dense, no_split=no_split)
-            if route is not None:
-                self.use_mha = route.dense
-                portable.note_dense(forward_batch, route.dense)
+            if route is not None or state.planner.portable:
+                self.use_mha = route is not None and route.dense
+                portable.note_dense(forward_batch, self.use_mha)
             _follow(self, state, batch, route, forward_batch)
         elif state.plans_step(phase):
             draft = self.speculative_num_draft_tokens
@@ -141,7 +141,9 @@ def _no_dense(original: Callable[..., None], backend: Any, forward_batch: Any) -
     state: State = backend.nsa_plugin
     setattr(backend, f"{state.x}_prefill_impl", state.prefill_impl)
     reason = portable.no_dense(state.planner, forward_batch) if state.planner.portable else ""
-    rules = portable.rules_for(backend, dense=not reason) if state.planner.portable else contextlib.nullcontext()
+    rules: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if state.planner.portable:
+        rules = portable.rules_for(backend, dense=state.plans_prefill and not reason)
     with rules:
         original(backend, forward_batch)
     return "" if backend.use_mha else reason or NO_DENSE

@@ -23,7 +23,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from nsa_plugin.backends.common.paths import FA3, FLASHMLA_KV, FLASHMLA_SPARSE, MHA, SGLANG, routes_of
+from nsa_plugin.backends.common.paths import FA3, FLASHMLA_KV, FLASHMLA_SPARSE, MHA, SGLANG
 from nsa_plugin.backends.common.planner import KERNEL_OPS, Execution, Planner
 from nsa_plugin.backends.sglang.startup.model import stock_feature
 from nsa_plugin.backends.sglang.v32.batch import Batch
@@ -187,7 +187,7 @@ class SglangPlanner(Planner):
             more |= {"preferred": frozenset({self.stock_prefill}), "preferred_by": self.asked_by["prefill_backend"]}
             copy_bytes = None if self.stock_prefill == BF16_COPY else copy_bytes
         if batch.mixed and self.model.fp8_cache:
-            more["paths"] = routes_of(SGLANG, self.model.kv_layout, prefill=True, only=IN_PLACE)
+            more["paths"] = self.routes(prefill=True, only=IN_PLACE)
             more["no_path"] = {BF16_COPY: NO_COPY}
         return self.constraints(
             prefill=True,
@@ -210,7 +210,7 @@ class SglangPlanner(Planner):
         if not prefill:
             more["keep_heads_on"] = {
                 route: "SGLang's path fa3 attends the query tokens of the whole batch"
-                for route in routes_of(SGLANG, self.model.kv_layout, prefill=False, only=frozenset({FA3}))
+                for route in self.routes(prefill=False, only=frozenset({FA3}))
             }
         return super().constraints(prefill=prefill, rows=rows, **more)
 

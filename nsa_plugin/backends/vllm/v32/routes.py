@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from nsa_plugin.backends.common.paths import MIXED, SEPARATE, STOCK, VLLM, path_of, routes_of
+from nsa_plugin.backends.common.paths import MIXED, SEPARATE, STOCK, VLLM, path_of
 from nsa_plugin.backends.common.planner import Planner, step_shape
 from nsa_plugin.backends.common.token_shard import Exchange
 from nsa_plugin.backends.vllm.v32.dcp import DcpGroup
@@ -329,7 +329,7 @@ class VllmPlanner(Planner):
         phase = Phase.DECODE if rows_each <= 1 else Phase.TARGET_VERIFY
         requests = max(1, min(requests, rows))
         shape = step_shape(phase, requests, rows, self.max_model_len)
-        calls = routes_of(VLLM, self.model.kv_layout, prefill=False, only=VLLM_CALLS) if beside else frozenset()
+        calls = self.routes(prefill=False, only=VLLM_CALLS) if beside else frozenset()
         return self.step_execution_of(shape, preferred=calls, preferred_by=BESIDE).plan
 
     def prefill_plan(self, rows: int, context: int) -> Plan:

@@ -32,6 +32,7 @@ def installed(process: SglangProcess, monkeypatch: pytest.MonkeyPatch) -> list[N
     install = process.ledger.install
     monkeypatch.setattr(process.ledger, "install", lambda *given: needs.extend(given) or install(*given))
     monkeypatch.setattr(serving, "warm_portable", lambda *given: None)
+    monkeypatch.setattr(serving, "warm_dense", lambda *given: None)
     return needs
 
 
@@ -55,6 +56,21 @@ def test_the_portable_path_serves_gpus_without_kernels_of_flashmla(
     routes = dict(process.serving.routes)
     assert routes.pop(SHORT_WITH_LONG) == "attend as the long ones: split_prefill is off"
     assert all("triton" in text for text in routes.values())
+
+
+@pytest.mark.parametrize("flags", [{}, {"mha_max_kv": "0"}, {"split_prefill": "on"}], ids=str)
+def test_the_dense_kernel_runs_at_start_if_prompts_may_take_it(
+    process: SglangProcess, installed: list[Need], monkeypatch: pytest.MonkeyPatch, flags: dict[str, str]
+) -> None:
+    on(monkeypatch, 86, "triton")
+    ran: list[str] = []
+    monkeypatch.setattr(serving, "warm_dense", lambda *given: ran.append("dense"))
+    PassedFlags({"enabled": "true", **flags}, {}).write()
+    start(process, build=runner(scaled_fp8=True))
+    assert process.serving is not None
+    assert len(ran) == ("mha_max_kv" not in flags)
+    if "split_prefill" in flags:
+        assert "SM90" not in process.serving.routes[SHORT_WITH_LONG]
 
 
 @pytest.mark.parametrize("sm", [90, 100])

@@ -132,6 +132,8 @@ NEW, CACHED = ([20, 30], [20, 30]), ([20, 30], [50, 30])
 @pytest.mark.parametrize(
     ("device", "layout", "lengths", "more", "reason"),
     [
+        (SM89, "v32_fp8", CACHED, {"forward_mode": ForwardMode.MIXED}, ""),
+        (SM89, "bf16", CACHED, {"forward_mode": ForwardMode.MIXED}, ""),
         (SM86, "v32_fp8", NEW, {}, ""),
         (SM86, "bf16", CACHED, {}, ""),
         (SM89, "v32_fp8", CACHED, {}, ""),
@@ -153,6 +155,17 @@ def test_short_prefills_attend_densely(
     backend.dense_allowed = False
     backend.init_forward_metadata(batch)
     assert not backend.use_mha
+
+
+def test_a_prefill_that_is_not_planned_is_not_dense() -> None:
+    backend = started(DsaBackend, device=SM89, portable=True)
+    batch = forward_batch(ForwardMode.EXTEND, *NEW)
+    backend.nsa_plugin.planner.prefill = lambda *given, **named: None  # as under context parallelism
+    backend.init_forward_metadata(batch)
+    assert (backend.use_mha, portable.is_dense(batch)) == (False, False)
+    backend.nsa_plugin.plans_prefill = False
+    backend.init_forward_metadata(batch)
+    assert (backend.use_mha, portable.is_dense(batch)) == (False, False)
 
 
 def test_sglangs_rules_see_another_gpu_before_0_5_20(monkeypatch: pytest.MonkeyPatch) -> None:

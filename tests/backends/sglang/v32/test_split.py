@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from nsa_plugin.backends.sglang.v32 import routes
 from nsa_plugin.backends.sglang.v32.split import why_whole
@@ -58,6 +59,14 @@ def test_a_split_batch_has_the_answers_of_a_whole_one(
     assert (found - wanted).float().abs().mean() < 0.1 * wanted.float().abs().mean()
     torch.testing.assert_close(found[~case.short], wanted[~case.short], atol=0, rtol=0)
     assert not case.backend.use_mha
+
+
+@pytest.mark.parametrize(("sm", "portable", "split"), [(86, True, True), (86, False, False), (90, False, True)])
+def test_a_prefill_is_split_where_some_kernel_attends_densely(sm: int, portable: bool, split: bool):
+    case = Case(BATCHES["short first"], prefill_backend="reference")
+    runner = SimpleNamespace(server_args=SimpleNamespace(), model=nn.ModuleList([case.layer]))
+    why = why_whole(runner, sm, setting="on", resharding=False, portable=portable)
+    assert why == ("" if split else "SGLang attends densely on SM90 and SM100 only")
 
 
 @pytest.mark.parametrize("layout", ["bf16", "v32_fp8"])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nsa_plugin.backends.common.providers import Providers
-from nsa_plugin.backends.vllm.v32 import samples
+from nsa_plugin.backends.vllm.v32 import prefill_selection, samples
 from nsa_plugin.backends.vllm.v32.indexer import NO_LOGITS, planned_indexer_builder, wrap_indexer
 from nsa_plugin.backends.vllm.v32.prefill_selection import (
     prefill_logits,
@@ -105,6 +105,16 @@ def test_vllms_topk_stays_where_the_plugins_is_not_known_to_be_quicker(
 ):
     logits = SimpleNamespace(is_cuda=on_gpu, shape=(3, keys))
     assert vllms_is_quicker(logits, SimpleNamespace(__module__=module)) is stays
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_what_stays_vllms_is_vllms_call(monkeypatch: pytest.MonkeyPatch, stays: bool):
+    monkeypatch.setattr(prefill_selection, "vllms_is_quicker", lambda logits, select: stays)
+    ran: list[tuple[Any, ...]] = []
+    logits, bounds = torch.zeros(1, 4), torch.tensor([4]).int()
+    given = (logits, bounds * 0, bounds, torch.zeros(1, 3, dtype=torch.int32), 1, *logits.stride(), 3)
+    prefill_topk(lambda *args: ran.append(args), lambda: True, lambda: providers([]))(*given)
+    assert len(ran) == stays
 
 
 @pytest.mark.parametrize("compressed", [False, True])

@@ -61,6 +61,27 @@ def test_a_cache_format_that_no_kernel_reads():
         serving(config("nvfp4")).planning()
 
 
+@pytest.mark.parametrize(
+    ("device", "settings", "ran"),
+    [
+        (synthetic(86, libraries=("triton",)), {}, True),
+        (synthetic(86, libraries=("triton",)), {"mha_max_kv": 0}, False),
+        (synthetic(90, libraries=("triton", "flash_mla", "fa3", "deep_gemm")), {}, False),
+    ],
+)
+def test_the_dense_kernel_runs_at_start_if_prompts_may_take_it(
+    monkeypatch: pytest.MonkeyPatch, device: Any, settings: dict[str, Any], ran: bool
+):
+    called = []
+    for name in ("warm", "warm_dense", "warm_indexer", "warm_inputs", "warm_reading", "warm_selection"):
+        monkeypatch.setattr(gpu_serving, name, lambda *given, name=name, **named: called.append(name))
+    here = serving(device=device, **settings)
+    here.portable = device.sm < 90
+    here.run_kernels(torch.device("cpu"))
+    assert "warm" in called
+    assert ("warm_dense" in called) is ran
+
+
 def test_no_prompt_attends_densely_where_vllm_passes_all_tokens_to_forward_mqa():
     """vLLM's layer would never call `forward_mha`, so dense query tokens would have no output."""
     attention = SimpleNamespace(use_fp4_indexer_cache=False, backend=None, sparse_mla_force_mqa=True)
