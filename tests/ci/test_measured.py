@@ -225,6 +225,8 @@ def test_what_no_decision_compares_is_left_out(tmp_path: Path) -> None:
 def test_another_gpu_of_the_version_stands_in_where_nothing_was_measured(tmp_path: Path) -> None:
     write(tmp_path, "a", [prefill("cuda", 1.0, q=64)])
     h100 = [prefill("cuda", 9.0, q=64), prefill("triton", 9.0, q=128), v4_row("cuda", 2.0), v4_row("triton", 3.0)]
+    # A decision's reasons name one GPU for all times of the indexer.
+    h100.append(row("indexer_topk", "cuda", 9.0, heads=64, q=8192, kv=131072, budget_mib=512))
     write(tmp_path, "b", h100, gpu="NVIDIA H100 80GB HBM3")
     table, stand_ins = generator.collect(tmp_path)
     assert list(table[KEY]) == ["cuda sparse_prefill"]  # not the H100's, beside times of the H200

@@ -99,7 +99,7 @@ class GpuServing(VllmServing):
     chose: bool = False
     providers: Providers | None = None
     planner: VllmPlanner | None = None
-    warm_seconds: float = 0.0  # before the warm-up
+    warm_seconds: float = 0.0  # 0: not warmed up yet
     place: torch.device | None = None
     opened: bool = False
     left_choice: str = ""
