@@ -1,15 +1,18 @@
 """``python -m ci.breakdown ENGINE -- FLAGS``: where the GPU's time goes until the first token of one prompt.
 
-The stock engine's server and the plugin's are started one after the other. Each answers two prompts of the length
-unprofiled; the engine's own profiler records the kernels of a third one, by CUPTI, without stacks or shapes.
+The stock engine's server and the plugin's are started one after the other. Each answers two prompts of the length as a
+warm-up, then those that are timed. With ``--host``, py-spy then samples the server's stacks while it answers prompts.
+At last the engine's own profiler records the kernels of one more prompt, by CUPTI, without stacks or shapes.
 """
 
 from __future__ import annotations
 
 import argparse
 import gzip
+import itertools
 import json
 import re
+import statistics
 import sys
 import time
 import urllib.request
@@ -18,6 +21,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ci.stacks import HostError, Sampler, sampled
+from nsa_plugin.commands.arguments import natural, positive
 from nsa_plugin.commands.compare_options import ENGINES
 from nsa_plugin.tools import records
 from nsa_plugin.tools.compare import model
@@ -132,16 +137,12 @@ def trace_in(folder: Path) -> list[dict[str, Any]]:
     raise CompareError(f"no trace in {folder} after {TRACE_S:.0f} s")
 
 
-def profile(
-    engine: ServedEngine, role: str, checkpoint: Path, flags: Sequence[str], tokens: int, vocab: int, work: Path
-) -> dict[str, Any]:
-    """`summary` of the prompt's prefill by the server of a role, and its time to the first token unprofiled."""
-    folder = (work / f"{role}-trace").resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.rglob("*.json.gz"):
-        old.unlink()
+def server_spec(engine: ServedEngine, role: str, checkpoint: Path, flags: Sequence[str], work: Path) -> ServerSpec:
+    """How to start the server of a role, which can be profiled."""
     plugin = role == PLUGIN
-    spec = ServerSpec(
+    folder = trace_folder(role, work)
+    folder.mkdir(parents=True, exist_ok=True)
+    return ServerSpec(
         command=lambda port: engine.command(
             checkpoint, port, [*flags, *profiler_flags(engine.name, folder)], plugin=plugin
         ),
@@ -150,8 +151,30 @@ def profile(
         start_timeout=START_S,
     )
 
-    def ask(url: str, number: int) -> float:
-        prompt = random_tokens(f"breakdown/{number}", tokens, vocab)
+
+def trace_folder(role: str, work: Path) -> Path:
+    return (work / f"{role}-trace").resolve()
+
+
+def profile(
+    engine: ServedEngine,
+    role: str,
+    spec: ServerSpec,
+    prompts: Sequence[tuple[int, ...]],
+    work: Path,
+    sampler: Sampler | None = None,
+) -> dict[str, Any]:
+    """Start the server of a role and measure its start, its times to the first token, its host and one prefill.
+
+    Args:
+        prompts: the warm-ups, those that are timed unprofiled, and the one that is profiled.
+        sampler: samples the host's stacks; None samples nothing.
+    """
+    folder = trace_folder(role, work)
+    for old in folder.rglob("*.json.gz"):
+        old.unlink()
+
+    def ask(url: str, prompt: tuple[int, ...]) -> float:
         request = PromptRequest(name="prompt", prompt=prompt, new_tokens=1)
         group = RequestGroup(name="prompt", case="prompt", how="one by one", requests=(request,), top=1)
         start = time.perf_counter()
@@ -160,23 +183,38 @@ def profile(
             raise CompareError(f"{role}: {answer.error}")
         return time.perf_counter() - start
 
+    *unprofiled, last = prompts
     with Server(spec) as server:
-        unprofiled = [ask(server.url, number) for number in range(WARM_UPS)]
+        readings = [_ms(ask(server.url, prompt) * 1e6) for prompt in unprofiled][WARM_UPS:]
+        host = {}
+        if sampler:
+            # Prompts made before, so that the server does not wait for new ones. Each empties the prefix cache.
+            again = itertools.cycle(unprofiled)
+            host = sampled(sampler, server.pids(), lambda: ask(server.url, next(again)), work / f"{role}-host.txt")
         post(f"{server.url}/start_profile", {"output_dir": str(folder), "activities": ["GPU"]})
-        ask(server.url, WARM_UPS)
+        ask(server.url, last)
         post(f"{server.url}/stop_profile")
         events = trace_in(folder)
-    return {"server": role, "first_token_ms": _ms(unprofiled[-1] * 1e6), **summary(events)}
+    return {
+        "server": role,
+        "start_s": round(server.start_seconds, 1),
+        "first_token_ms": round(statistics.median(readings), 2),
+        "readings_ms": readings,
+        **summary(events),
+        **host,
+    }
 
 
 def table(record: Mapping[str, Any]) -> str:
-    """Milliseconds of each part, one server a line. Parts that run side by side count twice."""
+    """Milliseconds of each part, one server a line, and the seconds of its start. Parts that overlap count twice."""
     lines = []
     for row in record["rows"]:
         parts = [f"{row['parts'][part]:,.0f}" for part in (*(part for part, _ in PARTS), OTHER)]
         idle = f"{row['span_ms'] - row['busy_ms']:,.0f}"
-        lines.append([row["server"], *parts, idle, f"{row['span_ms']:,.0f}", f"{row['first_token_ms']:,.0f}"])
-    header = [record["engine"], *(part for part, _ in PARTS), OTHER, "idle", "from first to last", "first token"]
+        times = [f"{row['span_ms']:,.0f}", f"{row['first_token_ms']:,.0f}", f"{row['start_s']:,.1f} s"]
+        lines.append([row["server"], *parts, idle, *times])
+    parts = [*(part for part, _ in PARTS), OTHER]
+    header = [record["engine"], *parts, "idle", "from first to last", "first token", "start"]
     return markdown_table(header, lines)
 
 
@@ -191,6 +229,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--heads", type=int, default=16, help="attention heads of the model (%(default)s)")
     parser.add_argument("--family", choices=FAMILIES, default=V32, help="model family (%(default)s)")
     parser.add_argument(
+        "--readings", type=positive, default=1, help="prompts timed unprofiled; their median counts (%(default)s)"
+    )
+    parser.add_argument(
+        "--starts", type=positive, default=1, help="starts of each server, the last one recorded (%(default)s)"
+    )
+    parser.add_argument(
+        "--host",
+        type=natural,
+        default=0,
+        metavar="SECONDS",
+        help="sample the server's stacks with py-spy (from PY_SPY or the PATH) for so long (off)",
+    )
+    parser.add_argument(
         "--workdir", type=Path, default=Path("breakdown-work"), help="checkpoint and logs (%(default)s)"
     )
     parser.add_argument("--json", type=Path, metavar="DIR", help="write a record into DIR")
@@ -198,6 +249,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if argv is None else argv)
     end = words.index("--") if "--" in words else len(words)
     given, flags = parser.parse_args(words[:end]), words[end + 1 :]
+    try:
+        sampler = Sampler.found(given.host) if given.host else None
+    except HostError as error:
+        parser.error(f"--host: {error}")
     engine = ENGINES[given.engine]()
     named = f"{engine.name} {engine.version()}"
     spec = model.spec_of(given.family, given.heads, None, mtp=False)
@@ -205,14 +260,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     given.workdir.mkdir(parents=True, exist_ok=True)
     model.make_checkpoint(spec, checkpoint, print)
     vocab = int(spec.config()["vocab_size"])
-    rows = [profile(engine, role, checkpoint, flags, given.tokens, vocab, given.workdir) for role in (STOCK, PLUGIN)]
+    count = WARM_UPS + given.readings + 1
+    prompts = [random_tokens(f"breakdown/{number}", given.tokens, vocab) for number in range(count)]
+    specs = {role: server_spec(engine, role, checkpoint, flags, given.workdir) for role in (STOCK, PLUGIN)}
+    for _ in range(given.starts - 1):  # fills the caches on disk before the start that is recorded
+        for one in specs.values():
+            with Server(one):
+                pass
+    rows = [profile(engine, role, one, prompts, given.workdir, sampler) for role, one in specs.items()]
     suite = f"first-token-{engine.name}-{given.family}-{given.heads}heads"
     host = describe_host(*records.gpu_and_driver(), 1, given.commit)
     what = {"engine": named, "family": given.family, "heads": given.heads, "tokens": given.tokens, "flags": flags}
+    what["starts"] = given.starts
     record = records.head(suite, "python -m ci.breakdown", host) | what | {"rows": rows}
     if given.json:
         records.save(record, given.json / f"{suite}.json")
     print(table(record))
+    for row in rows:
+        if "host_error" in row:
+            print(f"{row['server']}: host not sampled: {row['host_error']}", file=sys.stderr)
 
 
 if __name__ == "__main__":
