@@ -8,12 +8,14 @@ and registration decorators, and treats everything outside the engine's files as
 from __future__ import annotations
 
 import ast
+import gc
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import util
 from pathlib import Path
 
-from nsa_plugin.patches.ledger import Kind, Target, params_missing
+from nsa_plugin.patches.ledger import Kind, Ledger, Need, Target, params_missing
 
 Reader = Callable[[str], str | None]
 """Return the text of a file by its path in the wheel ("vllm/engine/arg_utils.py"), None if there is no such file."""
@@ -303,6 +305,31 @@ def installed(package: str) -> SourceTree | None:
         return file.read_text(encoding="utf-8") if file.is_file() else None
 
     return SourceTree(read)
+
+
+def check_installed(ledger: Ledger, *needs: Need) -> None:
+    """Check the installed engine's files for every target of the given needs; imports nothing of the engine.
+
+    Raises:
+        PatchError: see `Ledger.check`.
+    """
+    files = installed(ledger.engine)
+    assert files is not None
+    with _uncollected():
+        ledger.check(*needs, look=files.check)
+        del files  # the trees go while nothing walks them
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Pause the garbage collector, which walks a syntax tree's many objects again and again while it grows."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:

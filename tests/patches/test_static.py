@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
-from nsa_plugin.patches.ledger import Kind, Target, find
+from nsa_plugin.errors import PatchError
+from nsa_plugin.patches import static
+from nsa_plugin.patches.ledger import Kind, Ledger, Need, Patch, Target, find
 from nsa_plugin.patches.static import SourceTree
 
 FILES = {
@@ -271,3 +276,29 @@ def test_each_file_is_read_once() -> None:
     tree.check(Target(path="a:f"))
     tree.check(Target(path="a:g"))
     assert sorted(read) == ["a.py", "a/__init__.py"]
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("path", ["toy_engine.core:Engine.run", "toy_engine.core:Engine.gone"])
+def test_no_garbage_is_collected_while_an_installed_engine_is_read(
+    tree: SourceTree, monkeypatch: pytest.MonkeyPatch, enabled: bool, path: str
+) -> None:
+    """With it the check of SGLang's files took 0.9 s of a start instead of 0.3 s."""
+    patch = Patch(name="toy.run", engine="toy_engine", need=Need.GPU, targets=(Target(path=path),), why="a test")
+    ledger = Ledger(engine="toy_engine", version=Version("1"), supported=">=1", patches=(patch,))
+    collects: list[bool] = []
+
+    def read(file: str) -> str | None:
+        collects.append(gc.isenabled())
+        return tree._read(file)
+
+    monkeypatch.setattr(static, "installed", lambda package: SourceTree(read))
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with pytest.raises(PatchError) if path.endswith("gone") else nullcontext():
+            static.check_installed(ledger, Need.GPU)
+        assert gc.isenabled() is enabled
+    finally:
+        gc.enable()
+    assert collects
+    assert not any(collects)

@@ -313,13 +313,15 @@ def _ledger(version: Version, patches: tuple[Patch, ...]) -> Ledger:
     return Ledger(engine=ledger_data.ENGINE, version=version, supported=ledger_data.SUPPORTED, patches=patches)
 
 
+@functools.cache
 def _check_files(version: Version) -> None:
-    """Raise PatchError unless the version is supported and SGLang's files have all targets of the ledger."""
+    """Raise PatchError unless the version is supported and SGLang's files have all targets of the ledger.
+
+    SGLang's arguments pass `check_before_serving` twice; the files are read once.
+    """
     from nsa_plugin.patches import static
 
-    files = static.installed(ledger_data.ENGINE)
-    assert files is not None
-    _ledger(version, ledger_data.PATCHES).check(*Need, look=files.check)
+    static.check_installed(_ledger(version, ledger_data.PATCHES), *Need)
 
 
 def check_portable_version(version: Version, *, forced: bool = False) -> None:

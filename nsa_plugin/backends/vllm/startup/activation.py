@@ -244,9 +244,7 @@ def check_here(vllm_config: Any, resolved: ResolvedSettings) -> tuple[Need, ...]
     from nsa_plugin.patches import static
 
     # vLLM forks its workers from this process, so nothing here may touch the GPU: read files, import nothing.
-    files = static.installed(ledger_data.ENGINE)
-    assert files is not None
-    ledger.check(*needs, look=files.check)
+    static.check_installed(ledger, *needs)
     return needs
 
 

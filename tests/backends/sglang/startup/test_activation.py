@@ -18,6 +18,7 @@ from nsa_plugin.backends.sglang.startup.activation import SglangProcess
 from nsa_plugin.backends.sglang.startup.flags import PassedFlags
 from nsa_plugin.errors import LeftToStockError, NoProviderError, NsaPluginError, PatchError, SettingsError
 from nsa_plugin.libraries.devices import synthetic
+from nsa_plugin.patches import static
 from nsa_plugin.settings import ENV_PREFIX
 from tests.backends.fake_sglang.scheduler import HF_CONFIG, StockBackend, read, runner, scheduler, start
 
@@ -348,6 +349,29 @@ def test_strict_off_before_serving_warns_once(
     PassedFlags({"enabled": "true"}, {}).write()
     with pytest.raises(NsaPluginError, match="a target is gone"):
         process.check_before_serving(arguments)
+
+
+def test_sglangs_files_are_read_once_although_its_arguments_pass_twice(
+    process: SglangProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As parsed and as SGLang's object: to read the files took a second of a start, each time."""
+    checked: list[str] = []
+    monkeypatch.setattr(static, "check_installed", lambda ledger, *needs: checked.append(str(ledger.version)))
+    activation._check_files.cache_clear()
+    PassedFlags({"enabled": "true"}, {}).write()
+    for _ in range(2):
+        process.check_before_serving(SimpleNamespace(model_path="m", device="cuda"))
+    activation._check_files.cache_clear()
+    assert checked == ["0.5.16"]
+
+
+def test_a_target_that_is_missing_is_refused_each_time(process: SglangProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(static, "installed", lambda package: static.SourceTree(lambda path: None))
+    activation._check_files.cache_clear()
+    PassedFlags({"enabled": "true"}, {}).write()
+    for _ in range(2):
+        with pytest.raises(PatchError, match=r"cannot apply its patch sglang\.flags"):
+            process.check_before_serving(SimpleNamespace(model_path="m", device="cuda"))
 
 
 def test_a_trace_that_cannot_be_written_is_refused_before_serving(
