@@ -67,10 +67,12 @@ def load_for(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Device
     # A cubin's name says all that it depends on, so that only changed kernels are compiled by the next run.
     monkeypatch.setenv("XDG_CACHE_HOME", str(CACHE))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(build, "_COMPILED", {})
 
     def load(sm: int) -> DeviceFacts:
         facts = facts_of(sm)
         monkeypatch.setattr(build, "_load", lambda *given: Compiled(sm, *given[:-1]))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: divmod(sm, 10))
         monkeypatch.setattr(sparse_mla_neighbours, "facts_of", lambda device: facts)
         return facts
 

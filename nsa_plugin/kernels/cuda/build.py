@@ -16,7 +16,8 @@ import logging
 import os
 import stat
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -29,6 +30,11 @@ logger = logging.getLogger("nsa_plugin")
 
 _SOURCES = Path(__file__).parent
 _BUILD_LOCK = threading.Lock()
+
+Defines: TypeAlias = tuple[tuple[str, int], ...]
+"""Preprocessor definitions, sorted by name."""
+_COMPILED: dict[tuple[str, Defines, str], bytes] = {}
+"""Cubins that were compiled together, by source, definitions and architecture; guarded by `_BUILD_LOCK`."""
 
 # A tensor, None, or a ctypes value or structure, whose base classes ctypes does not publish.
 Argument: TypeAlias = Any
@@ -126,24 +132,51 @@ def load_kernel(
     Raises:
         KernelBuildError: it does not compile or load; the message has the log.
     """
-    return _load(source, name, tuple(sorted((defines or {}).items())), max_dynamic_shared, torch.cuda.current_device())
+    return _load(source, name, _sorted(defines or {}), max_dynamic_shared, torch.cuda.current_device())
+
+
+def compile_together(source: str, sets: Iterable[Mapping[str, int]]) -> None:
+    """Compile a source for torch's current device with several sets of definitions, each in a thread.
+
+    `load_kernel` then finds the cubins. NVRTC takes one to two seconds for each, and many threads at once.
+
+    Raises:
+        KernelBuildError: one does not compile; the message has the log.
+    """
+    arch = _architecture(torch.cuda.current_device())
+    with _BUILD_LOCK:
+        missing = [one for one in dict.fromkeys(map(_sorted, sets)) if (source, one, arch) not in _COMPILED]
+        if not missing:
+            return
+        nvrtc.version()  # loads the library before the threads need it
+        with ThreadPoolExecutor(len(missing)) as threads:
+            cubins = list(threads.map(lambda defines: _cubin(source, defines, arch), missing))
+        _COMPILED.update(((source, defines, arch), cubin) for defines, cubin in zip(missing, cubins, strict=True))
+
+
+def _sorted(defines: Mapping[str, int]) -> Defines:
+    return tuple(sorted(defines.items()))
+
+
+def _architecture(device: int) -> str:
+    major, minor = torch.cuda.get_device_capability(device)
+    # The "a" target has wgmma and the like; it exists from SM90 on and runs on that one architecture only.
+    return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
 
 
 @functools.cache
-def _load(source: str, name: str, defines: tuple[tuple[str, int], ...], shared: int, device: int) -> CudaKernel:
+def _load(source: str, name: str, defines: Defines, shared: int, device: int) -> CudaKernel:
     from cuda.bindings import driver
 
-    major, minor = torch.cuda.get_device_capability(device)
-    # The "a" target has wgmma and the like; it exists from SM90 on and runs on that one architecture only.
-    arch = f"sm_{major}{minor}" + ("a" if major >= 9 else "")
+    arch = _architecture(device)
     with _BUILD_LOCK:
-        cubin = _cubin(source, defines, arch)
+        cubin = _COMPILED.get((source, defines, arch)) or _cubin(source, defines, arch)
     what = f"{source}:{name}"
     library = _checked(driver.cuLibraryLoadData(cubin, [], [], 0, [], [], 0), f"loading {what}")
     kernel = _checked(driver.cuLibraryGetKernel(library, name.encode()), f"finding {what}")
     attributes = driver.CUfunction_attribute
     wanted = {attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES: shared} if shared else {}
-    if major >= 9:
+    if torch.cuda.get_device_capability(device)[0] >= 9:
         wanted[attributes.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED] = 1
     handle = _checked(driver.cuDeviceGet(device), "finding the device")
     for attribute, value in wanted.items():
@@ -151,7 +184,7 @@ def _load(source: str, name: str, defines: tuple[tuple[str, int], ...], shared: 
     return CudaKernel(name, driver.CUfunction(int(kernel)))
 
 
-def _cubin(source: str, defines: tuple[tuple[str, int], ...], arch: str) -> bytes:
+def _cubin(source: str, defines: Defines, arch: str) -> bytes:
     text = (_SOURCES / source).read_bytes()
     headers = {path.name.encode(): path.read_bytes() for path in sorted(_SOURCES.glob("*.cuh"))}
     options = [f"--gpu-architecture={arch}", "--std=c++17", "-default-device", "-lineinfo"]

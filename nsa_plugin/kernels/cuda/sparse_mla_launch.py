@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 
 from nsa_plugin.kernels.checks import check_tensor
-from nsa_plugin.kernels.cuda.build import Argument, CudaKernel, load_kernel
+from nsa_plugin.kernels.cuda.build import Argument, CudaKernel, compile_together, load_kernel
 from nsa_plugin.kernels.kv_cache import PagedCache
 from nsa_plugin.kernels.sparse_mla import Scope, SparseMlaCall, SparseMlaResult
 from nsa_plugin.kernels.triton.device import DeviceFacts, facts_of
@@ -234,6 +234,7 @@ def kernels(
 ) -> dict[AnyVariant, tuple[CudaKernel, CudaKernel]]:
     """The kernel and `combine` of every variant: which one a batch takes depends on its size, and none may be compiled
     while an engine serves."""
+    compile_together(source, [dict(defines) | variant.definitions for variant, _ in variants])
     built = {}
     for variant, shared in variants:
         options = dict(defines) | variant.definitions
