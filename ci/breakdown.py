@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ci.rows import ROOT
 from ci.stacks import HostError, Sampler, sampled
 from nsa_plugin.commands.arguments import natural, positive
 from nsa_plugin.commands.compare_options import ENGINES
@@ -35,6 +36,8 @@ from nsa_plugin.tools.serving.engine import FAMILIES, V32, CompareError, ServedE
 from nsa_plugin.tools.serving.process import Server, ServerSpec
 from nsa_plugin.tools.serving.requests import PromptRequest, RequestGroup
 
+RECORDS = ROOT / "docs" / "first-token"
+"""Records that the page shows."""
 ON_GPU = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 LISTED = 40  # kernels of a server that a record names, those that take most time
 WARM_UPS, START_S, ANSWER_S, TRACE_S = 2, 600.0, 120.0, 120.0
@@ -156,6 +159,32 @@ def trace_folder(role: str, work: Path) -> Path:
     return (work / f"{role}-trace").resolve()
 
 
+def ask(engine: ServedEngine, role: str, url: str, prompt: tuple[int, ...]) -> float:
+    """Seconds until the first token of a prompt.
+
+    Raises:
+        CompareError: there is none.
+    """
+    request = PromptRequest(name="prompt", prompt=prompt, new_tokens=1)
+    group = RequestGroup(name="prompt", case="prompt", how="one by one", requests=(request,), top=1)
+    start = time.perf_counter()
+    answer = send(engine, url, group, ANSWER_S)["prompt"]
+    if answer.error:
+        raise CompareError(f"{role}: {answer.error}")
+    return time.perf_counter() - start
+
+
+def readings_of(engine: ServedEngine, role: str, url: str, prompts: Sequence[tuple[int, ...]]) -> list[float]:
+    """Milliseconds until the first token of each prompt but the warm-ups."""
+    return [_ms(ask(engine, role, url, prompt) * 1e6) for prompt in prompts][WARM_UPS:]
+
+
+def median_of_start(engine: ServedEngine, role: str, spec: ServerSpec, prompts: Sequence[tuple[int, ...]]) -> float:
+    """Start the server of a role, and the median of its `readings_of`."""
+    with Server(spec) as server:
+        return round(statistics.median(readings_of(engine, role, server.url, prompts)), 2)
+
+
 def profile(
     engine: ServedEngine,
     role: str,
@@ -173,27 +202,19 @@ def profile(
     folder = trace_folder(role, work)
     for old in folder.rglob("*.json.gz"):
         old.unlink()
-
-    def ask(url: str, prompt: tuple[int, ...]) -> float:
-        request = PromptRequest(name="prompt", prompt=prompt, new_tokens=1)
-        group = RequestGroup(name="prompt", case="prompt", how="one by one", requests=(request,), top=1)
-        start = time.perf_counter()
-        answer = send(engine, url, group, ANSWER_S)["prompt"]
-        if answer.error:
-            raise CompareError(f"{role}: {answer.error}")
-        return time.perf_counter() - start
-
     *unprofiled, last = prompts
     with Server(spec) as server:
-        readings = [_ms(ask(server.url, prompt) * 1e6) for prompt in unprofiled][WARM_UPS:]
+        url = server.url
+        readings = readings_of(engine, role, url, unprofiled)
         host = {}
         if sampler:
             # Prompts made before, so that the server does not wait for new ones. Each empties the prefix cache.
             again = itertools.cycle(unprofiled)
-            host = sampled(sampler, server.pids(), lambda: ask(server.url, next(again)), work / f"{role}-host.txt")
-        post(f"{server.url}/start_profile", {"output_dir": str(folder), "activities": ["GPU"]})
-        ask(server.url, last)
-        post(f"{server.url}/stop_profile")
+            stacks = work / f"{role}-host.txt"
+            host = sampled(sampler, server.pids(), lambda: ask(engine, role, url, next(again)), stacks)
+        post(f"{url}/start_profile", {"output_dir": str(folder), "activities": ["GPU"]})
+        ask(engine, role, url, last)
+        post(f"{url}/stop_profile")
         events = trace_in(folder)
     return {
         "server": role,
@@ -205,17 +226,28 @@ def profile(
     }
 
 
+COLUMNS = [*(part for part, _ in PARTS), OTHER, "idle", "from first to last", "first token"]
+
+
 def table(record: Mapping[str, Any]) -> str:
     """Milliseconds of each part, one server a line, and the seconds of its start. Parts that overlap count twice."""
+    lines = [[row["server"], *_times(row), f"{row['start_s']:,.1f} s"] for row in record["rows"]]
+    return markdown_table([record["engine"], *COLUMNS, "start"], lines)
+
+
+def _times(row: Mapping[str, Any]) -> list[str]:
+    parts = [f"{row['parts'][part]:,.0f}" for part in (*(part for part, _ in PARTS), OTHER)]
+    return [*parts, *(f"{ms:,.0f}" for ms in (row["span_ms"] - row["busy_ms"], row["span_ms"], row["first_token_ms"]))]
+
+
+def page_table(folder: Path = RECORDS) -> str:
+    """The records of a folder, longest prompts first, one server a line."""
+    found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     lines = []
-    for row in record["rows"]:
-        parts = [f"{row['parts'][part]:,.0f}" for part in (*(part for part, _ in PARTS), OTHER)]
-        idle = f"{row['span_ms'] - row['busy_ms']:,.0f}"
-        times = [f"{row['span_ms']:,.0f}", f"{row['first_token_ms']:,.0f}", f"{row['start_s']:,.1f} s"]
-        lines.append([row["server"], *parts, idle, *times])
-    parts = [*(part for part, _ in PARTS), OTHER]
-    header = [record["engine"], *parts, "idle", "from first to last", "first token", "start"]
-    return markdown_table(header, lines)
+    for record in sorted(found, key=lambda record: -record["tokens"]):
+        what = f"{record['engine']}, {record['family'].upper()}, {record['heads']} heads, {record['tokens']:,} tokens"
+        lines += [[what, row["server"], *_times(row)] for row in record["rows"]]
+    return markdown_table(["prompt", "server", *COLUMNS], lines)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -232,7 +264,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--readings", type=positive, default=1, help="prompts timed unprofiled; their median counts (%(default)s)"
     )
     parser.add_argument(
-        "--starts", type=positive, default=1, help="starts of each server, the last one recorded (%(default)s)"
+        "--starts", type=positive, default=1, help="starts of each server, the last one profiled (%(default)s)"
     )
     parser.add_argument(
         "--host",
@@ -263,12 +295,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     count = WARM_UPS + given.readings + 1
     prompts = [random_tokens(f"breakdown/{number}", given.tokens, vocab) for number in range(count)]
     specs = {role: server_spec(engine, role, checkpoint, flags, given.workdir) for role in (STOCK, PLUGIN)}
-    for _ in range(given.starts - 1):  # fills the caches on disk before the start that is recorded
-        for one in specs.values():
-            with Server(one):
-                pass
-    rows = [profile(engine, role, one, prompts, given.workdir, sampler) for role, one in specs.items()]
-    suite = f"first-token-{engine.name}-{given.family}-{given.heads}heads"
+    # Servers of one kind may differ from start to start, by where the host runs them. The first start fills the caches.
+    medians: dict[str, list[float]] = {role: [] for role in specs}
+    for _ in range(given.starts - 1):
+        for role, one in specs.items():
+            medians[role].append(median_of_start(engine, role, one, prompts[:-1]))
+    rows = []
+    for role, one in specs.items():
+        row = profile(engine, role, one, prompts, given.workdir, sampler)
+        rows.append(row | {"starts_ms": [*medians[role], row["first_token_ms"]]})
+    suite = f"first-token-{engine.name}-{given.family}-{given.heads}heads-{given.tokens}"
     host = describe_host(*records.gpu_and_driver(), 1, given.commit)
     what = {"engine": named, "family": given.family, "heads": given.heads, "tokens": given.tokens, "flags": flags}
     what["starts"] = given.starts

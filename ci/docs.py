@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ci import chosen, fits, headline, ncu, regressions
+from ci import breakdown, chosen, fits, headline, ncu, regressions
 from ci.rows import ROOT, Row, engines, load
 from ci.soak.report import runs_table
 from ci.support import CONFIGURATIONS
@@ -268,6 +268,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "chosen": chosen.table,
     "headline": headline.table,
     "profiles": ncu.table,
+    "first-token-parts": breakdown.page_table,
     "profiles-h100": partial(ncu.table, ncu.OTHERS, besides=ncu.RECORD),
     "regressions": regressions.table,
     "soak": runs_table,

@@ -27,6 +27,8 @@ MODEL_CALLS = frozenset({"execute_model", "forward", "forward_extend"})
 LINE = re.compile(r"(?P<processes>.*?)thread \((?P<thread>\w+)\)(?:: (?P<name>[^;]*))?;(?P<frames>.*) (?P<count>\d+)")
 PROCESS = re.compile(r'process (\d+):"')
 FRAME = re.compile(r"(?P<function>.+) \((?P<file>.+?)(?::\d+)?\)")
+# The first in a frame's path: the plugin's folders are named like the engines.
+PACKAGE = re.compile(r"[(/](nsa_plugin|vllm|sglang)/")
 
 
 class HostError(NsaPluginError):
@@ -45,6 +47,12 @@ def runs_model(name: str) -> bool:
     return function.rpartition(".")[2] in MODEL_CALLS and MODEL_RUNNER in file.rpartition("/")[2]
 
 
+def is_plugins(frames: Iterable[str]) -> bool:
+    """Whether the plugin and not the engine called what a stack ends with."""
+    called = [found[1] for frame in frames if (found := PACKAGE.search(frame))]
+    return called[-1:] == ["nsa_plugin"]
+
+
 def host_table(lines: Iterable[str]) -> dict[str, Any]:
     """Host time of the thread that runs the model, as shares of the thread's samples.
 
@@ -52,17 +60,22 @@ def host_table(lines: Iterable[str]) -> dict[str, Any]:
         lines: py-spy's raw format, with processes, threads and idle samples.
 
     Returns:
-        the thread, its samples, `idle_share` (samples outside the model runner) and the functions by inclusive share.
+        the thread, its samples, `idle_share` (samples outside the model runner), `plugin_share` (samples of the
+        plugin's own code and of libraries that it called) and the functions by inclusive share.
 
     Raises:
         HostError: no sampled thread ran the model.
     """
     stacks: dict[tuple[str, str, str], Counter[tuple[str, ...]]] = defaultdict(Counter)
+    plugins: Counter[tuple[str, str, str]] = Counter()
     for line in lines:
         if found := LINE.fullmatch(line.strip()):
             process = (PROCESS.findall(found["processes"]) or ["?"])[-1]
-            frames = tuple(name for frame in found["frames"].split(";") if (name := frame_name(frame)))
-            stacks[process, found["thread"], found["name"] or ""][frames] += int(found["count"])
+            called = found["frames"].split(";")
+            frames = tuple(name for frame in called if (name := frame_name(frame)))
+            of_thread, count = (process, found["thread"], found["name"] or ""), int(found["count"])
+            stacks[of_thread][frames] += count
+            plugins[of_thread] += count * is_plugins(called)
     busy = {
         thread: sum(count for frames, count in samples.items() if any(map(runs_model, frames)))
         for thread, samples in stacks.items()
@@ -81,6 +94,7 @@ def host_table(lines: Iterable[str]) -> dict[str, Any]:
         "thread": f"process {process}, thread {thread} {name}".rstrip(),
         "samples": total,
         "idle_share": round(1 - busy[chosen] / total, 4),
+        "plugin_share": round(plugins[chosen] / total, 4),
         "functions": [
             {"name": name, "inclusive": round(count / total, 4), "self": round(own[name] / total, 4)}
             for name, count in inclusive.most_common(LISTED)

@@ -187,7 +187,11 @@ def test_servers_are_started_before_those_that_are_recorded(tmp_path: Path, fake
     assert commands[:2] == commands[2:]
     assert [row["start_s"] for row in record["rows"]] == [23.0, 24.0]
     assert record["starts"] == 2
-    assert fakes.asked.count(PROMPT) == 8
+    # Two warm-ups and a reading each time, and the profiled one.
+    assert fakes.asked.count(PROMPT) == 2 * (3 + 4)
+    for row in record["rows"]:
+        assert len(row["starts_ms"]) == 2
+        assert row["starts_ms"][1] == row["first_token_ms"]
 
 
 def test_an_answer_that_fails_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fakes: Fakes) -> None:
@@ -219,6 +223,7 @@ def test_stacks_become_the_functions_of_the_thread_that_runs_the_model() -> None
     assert found["thread"] == "process 9, thread 9 MainThread"
     assert found["samples"] == 80
     assert found["idle_share"] == 0.3
+    assert found["plugin_share"] == 0
     assert {one["name"]: (one["inclusive"], one["self"]) for one in found["functions"]} == {
         "Thread.run (threading.py)": (1.0, 0.0),
         "Core.loop (v1/engine/core.py)": (1.0, 0.05),
@@ -228,6 +233,20 @@ def test_stacks_become_the_functions_of_the_thread_that_runs_the_model() -> None
     }
     shares = [one["inclusive"] for one in found["functions"]]
     assert shares == sorted(shares, reverse=True)
+
+
+def test_what_the_plugin_calls_is_its_own_unless_the_engine_calls_it() -> None:
+    run = "GPUModelRunner.execute_model (vllm/v1/worker/gpu_model_runner.py:5)"
+    build = "Builder.build (nsa_plugin/backends/vllm/v32/metadata.py:9)"
+    ends = {
+        f"{run};{build}": 1,
+        f"{run};{build};cat (torch/functional.py:3)": 2,
+        f"{run};{build};Indexer.build (/site/vllm/v1/indexer.py:3);cat (torch/functional.py:3)": 4,
+        f"{run};cat (torch/functional.py:3)": 8,
+        f"{run};wrap (/site/nsa_plugin/backends/vllm/v4/attention.py:3)": 16,
+    }
+    lines = [f'process 1:"s";thread (1);{frames} {count}' for frames, count in ends.items()]
+    assert stacks.host_table(lines)["plugin_share"] == round(19 / 31, 4)
 
 
 def test_a_table_lists_the_functions_with_most_samples() -> None:
