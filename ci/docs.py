@@ -11,14 +11,14 @@ import argparse
 import importlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ci import breakdown, chosen, fits, headline, ncu, regressions
-from ci.rows import ROOT, Row, engines, load
+from ci.rows import ROOT, Engine, Row, engines, load, reasons
 from ci.soak.report import runs_table
 from ci.support import CONFIGURATIONS
 from nsa_plugin.backends.common.paths import SGLANG, VLLM
@@ -30,7 +30,7 @@ from nsa_plugin.libraries.registry import OPS, REFERENCE, Provider, Registry
 from nsa_plugin.settings import BACKEND_OPS, ENV_PREFIX, Settings
 from nsa_plugin.tools.compare.record import read as read_comparisons
 from nsa_plugin.tools.pages import site
-from nsa_plugin.tools.pages.markdown import fill, markdown_table
+from nsa_plugin.tools.pages.markdown import FAILED, fill, markdown_table
 from nsa_plugin.tools.pages.summary import model_family, on_gpu
 
 SUMMARY = ROOT / "docs" / "benchmarks.md"
@@ -53,50 +53,68 @@ def settings_table() -> str:
 
 def compatibility_table(results: list[Row] | None = None) -> str:
     done = {row.key: row for row in (load() if results is None else results)}
-    served = gpu_records()
+    served, failed = gpu_records(), gpu_records(passed=False)
     parts = []
     for engine in engines().values():
         rows = []
         for version in sorted({*engine.run, *engine.seams}, key=engine.seams.index):
-            cells = [
-                _cell(done.get((engine.name, version, check)), version in getattr(engine, check)) for check in _CHECKS
-            ]
-            rows.append([version, _on_gpu(served.get((engine.name, version), {})), *cells])
+            key = engine.name, version
+            on_gpus = _on_gpu(served.get(key, {}), failed.get(key, {}), reasons(engine.no_gpu, version))
+            cells = [_cell(done.get((*key, check)), _no(engine, version, check)) for check in _CHECKS]
+            rows.append([version, on_gpus, *cells])
         header = ["version", "served on a GPU", *_CHECKS.values()]
         parts.append(f"### {engine.name}\n\n" + markdown_table(header, rows))
     return "\n\n".join(parts)
 
 
-def gpu_records(folder: Path = RECORDS) -> dict[tuple[str, str], dict[str, list[Path]]]:
-    """The engine comparisons that passed their tolerance, by (engine, version), and by model family and GPU.
+def gpu_records(folder: Path = RECORDS, *, passed: bool = True) -> dict[tuple[str, str], dict[str, list[Path]]]:
+    """The engine comparisons by (engine, version), and by model family and GPU.
 
     An H200 is not named.
+
+    Args:
+        passed: those that passed their tolerance, or else those that failed it.
     """
     found: dict[tuple[str, str], dict[str, list[Path]]] = {}
     for path, record in read_comparisons(folder):
-        if record["verdict"]["holds"]:
+        if record["verdict"]["holds"] is passed:
             engine, version = record["engine"].split()
             served = model_family(record) + on_gpu(record)
             found.setdefault((engine, version), {}).setdefault(served, []).append(path)
     return found
 
 
-def _on_gpu(families: dict[str, list[Path]]) -> str:
-    """Each family with its first record, whose name is the shortest."""
+def _on_gpu(
+    served: dict[str, list[Path]], failed: dict[str, list[Path]] | None = None, cannot: Sequence[str] = ()
+) -> str:
+    """Each family with its first record, whose name is the shortest; then every record that failed."""
     cells = []
-    for family, paths in sorted(families.items()):
-        first = min(paths, key=lambda path: len(path.stem))
+    for family, paths in sorted(served.items()):
         more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
-        cells.append(f"{family}: [{first.stem}](benchmarks/{first.parent.name}/{first.stem}.md){more}")
-    return "<br>".join(cells) or "not run"
+        cells.append(f"{family}: {_link(min(paths, key=lambda path: len(path.stem)))}{more}")
+    for family, paths in sorted((failed or {}).items()):
+        cells.append(f"{FAILED}: {family}, {', '.join(map(_link, sorted(paths)))}")
+    return "<br>".join([*(cells or ["not run"]), *(f"no: {reason}" for reason in cannot)])
+
+
+def _link(record: Path) -> str:
+    return f"[{record.stem}](benchmarks/{record.parent.name}/{record.stem}.md)"
 
 
 _CHECKS = {"run": "served on a CPU", "seams": "objects the plugin changes or builds on"}
 
 
-def _cell(row: Row | None, wanted: bool) -> str:
-    if not wanted:
-        return "-"
+def _no(engine: Engine, version: str, check: str) -> str:
+    """Why a version is not checked; "" if it is."""
+    if version in getattr(engine, check):
+        return ""
+    (reason,) = reasons(engine.no_run, version)
+    return f"no: {reason}"
+
+
+def _cell(row: Row | None, no: str) -> str:
+    if no:
+        return no
     if row is None:
         return "not run yet"
     return f"{row.outcome}: {row.detail} ({row.date})"

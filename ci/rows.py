@@ -6,10 +6,12 @@ import argparse
 import json
 import platform
 import tomllib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "compatibility.json"
@@ -29,6 +31,8 @@ class Engine:
     marker: str
     run: tuple[str, ...]
     seams: tuple[str, ...]
+    no_run: dict[str, str] = field(default_factory=dict)
+    no_gpu: dict[str, str] = field(default_factory=dict)
 
     def locked_version(self) -> str:
         """The version that the lock file installs."""
@@ -61,6 +65,11 @@ class Row:
     @property
     def key(self) -> tuple[str, str, str]:
         return self.engine, self.version, self.check
+
+
+def reasons(ranges: dict[str, str], version: str) -> list[str]:
+    """Of reasons by version range, those that concern a version."""
+    return [reason for versions, reason in ranges.items() if SpecifierSet(versions).contains(version)]
 
 
 def checked(engine: Engine, version: str, check: str, ok: bool, detail: str) -> Row:

@@ -54,7 +54,8 @@ def test_compatibility_table_says_what_was_not_run() -> None:
     assert "ok: 3 passed (2026-01-02)" in lines["0.32.0"]
     assert "failed: 1 passed, 2 failed" in lines["0.31.0"]
     assert "not run yet" in lines["0.30.0"]
-    assert lines["0.20.0"].split(" | ")[1:3] == ["not run", "-"]  # it does not run on a CPU
+    assert lines["0.20.0"].split(" | ")[1:3] == ["not run", "no: vLLM refuses MLA on a CPU"]
+    assert lines["0.5.11"].split(" | ")[1] == "not run<br>no: V4: SGLang has it from 0.5.12 on"
     for engine in engines().values():
         assert set(engine.seams) <= set(lines)
 
@@ -90,6 +91,11 @@ def test_the_gpu_column_is_made_from_the_records_that_passed(tmp_path: Path) -> 
         "V3.2, H100: [vllm-0.33.0-v32-16heads](benchmarks/h100/vllm-0.33.0-v32-16heads.md)"
     )
     assert docs._on_gpu({}) == "not run"
+    failed = docs.gpu_records(tmp_path, passed=False)["vllm", "0.33.0"]
+    assert docs._on_gpu({}, failed) == (
+        "failed its tolerance (kept for the record): V4, "
+        "[vllm-0.33.0-v4-64heads](benchmarks/h200/vllm-0.33.0-v4-64heads.md)"
+    )
 
 
 def test_overhead_has_a_column_for_every_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
