@@ -308,6 +308,30 @@ def test_patches_lists_every_entry_with_its_reason(capsys: pytest.CaptureFixture
             assert patch.why.split()[0] in out
 
 
+def test_patches_breaks_no_path_of_a_target_at_80_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = call(capsys, "patches --no-probe -v")
+    assert max(map(len, out.splitlines())) <= 80
+    words = set(out.split())
+    for engine in engines.ENGINES.values():
+        paths = {target.path for patch in engine.ledger.PATCHES for target in patch.targets}
+        assert {path for path in paths if len(path) <= 76} <= words
+
+
+def test_an_error_ends_lines_between_words_on_a_terminal_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    _, _, piped = call(capsys, "explain --kv-dtype fp4")
+    monkeypatch.setattr("nsa_plugin.cli._on_terminal", lambda: True)
+    _, _, shown = call(capsys, "explain --kv-dtype fp4")
+    assert len(piped.splitlines()) == 1 < len(shown.splitlines())
+    assert max(map(len, shown.splitlines())) <= 80
+    assert shown.split() == piped.split()
+
+
 @pytest.mark.parametrize("engine", engines.ENGINES)
 def test_patches_are_counted_on_half_a_screen_of_80_columns(
     engine: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

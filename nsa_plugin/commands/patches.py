@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from packaging.version import InvalidVersion, Version
+from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 
 from nsa_plugin.commands.arguments import option, switch
@@ -137,7 +139,11 @@ def _show(report: list[dict[str, Any]], *, verbose: bool) -> None:
         version = engine["version"] and f"; targets of {engine['version']}"
         installed = f"installed: {engine['installed']}" if engine["installed"] else "not installed"
         title = f"{engine['engine']}: supported {engine['supported']}, {installed}{version}"
-        out.print(_all_rows(title, engine["patches"]) if verbose else _short_rows(title, engine["patches"]))
+        out.print(title, style="bold")
+        if verbose:
+            _print_all(out, engine["patches"])
+        else:
+            out.print(_short_rows(engine["patches"]))
         if not engine["in_range"]:
             out.print(
                 f"{engine['engine']} {engine['version']} is outside the supported range {engine['supported']}",
@@ -147,9 +153,9 @@ def _show(report: list[dict[str, Any]], *, verbose: bool) -> None:
         out.print("-v lists each patch with its targets and reasons")
 
 
-def _short_rows(title: str, patches: list[dict[str, Any]]) -> Table:
+def _short_rows(patches: list[dict[str, Any]]) -> Table:
     """How many patches each need has, and a line for each that is missing or no longer needed."""
-    rows = table(title, "needed", "patches", "state")
+    rows = table("", "needed", "patches", "state")
     shown = [patch for patch in patches if patch["state"] not in ("unused", "elsewhere")]
     for need in dict.fromkeys(patch["need"] for patch in shown):
         states = Counter(patch["state"] for patch in shown if patch["need"] == need)
@@ -169,17 +175,19 @@ def _counts(changed: int, total: int) -> tuple[tuple[int, str], ...]:
     return (changed, "changed"), (total - changed, "built on")
 
 
-def _all_rows(title: str, patches: list[dict[str, Any]]) -> Table:
-    rows = table(title, "patch", "state", "what and why")
-    rows.show_lines = True
+def _print_all(out: Console, patches: list[dict[str, Any]]) -> None:
+    """Each patch as a heading and indented lines: in a column of a table the paths of targets would be broken."""
     for patch in patches:
+        state = {"-": "not checked"}.get(patch["state"], patch["state"])
+        out.print(f"\n{patch['name']} ({patch['need']}): {state}", style="red" if state == "missing" else "")
         lines = [
+            patch["detail"] if patch["state"] in ("missing", "not_needed") else "",
             *(f"{t['path']} ({t['versions'] or 'every version'})" for t in patch["targets"]),
             "" if patch["changes"] else "built on, not changed",
             patch["why"],
             patch["upstream"] and f"upstream: {patch['upstream']}",
             patch["remove_when"] and f"removed when {patch['remove_when']}",
-            f"{patch['state']}: {patch['detail']}" if patch["state"] in ("missing", "not_needed") else "",
         ]
-        rows.add_row(f"{patch['name']}\n({patch['need']})", patch["state"], "\n".join(filter(None, lines)))
-    return rows
+        for line in filter(None, lines):
+            out.print(Padding.indent(line, 4))
+    out.print()

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 
 from nsa_plugin import __version__
@@ -59,7 +60,11 @@ def print_report(result: DemoResult, console: Console) -> None:
         console.print(table("", "Request", "Tokens equal", "max |Δlogprob|", "Noticed", rows=control))
 
     console.print("Start-up report of the plugin, as the server logged it")
-    console.print(f"\n{result.plugin.report['text']}\n", soft_wrap=True)
+    console.print()
+    for line in result.plugin.report["text"].splitlines():
+        text = line.lstrip()
+        console.print(Padding.indent(text, 2 * (len(line) - len(text))))
+    console.print()
     console.print(f"Judged as {result.options.dtype}: {_rule(tolerance)}.")
     console.print(verdict(result))
 
