@@ -105,7 +105,7 @@ build: setup-dev ## build the wheel and the sdist in dist/
 	$(BIN)/python -m build --no-isolation
 
 release-check: SETUP_GB = 1
-release-check: ## try the wheel with the newest engines in clean environments (ARGS: --engine, --version)
+release-check: ## try the wheel with the newest engines for a CPU, resolve it beside all (ARGS: --engine, --version, --only)
 	@PLUGIN=none ci/setup.sh .venv-release $(BUILD_LOCK) $(RELEASE_LOCK)
 	.venv-release/bin/python -m ci.release_check $(ARGS)
 

@@ -2,6 +2,9 @@
 
 ``python -m ci.release_check`` takes the newest version of each engine of matrix.toml that runs on a CPU. The locked
 requirements come from ci/setup.sh; nsa-plugin comes from the wheel by ``pip install``, as a user would type it.
+
+The engines' builds for a GPU are not installed. For every version of matrix.toml uv resolves what ``pip install`` of
+the engine and the wheel would bring, for Linux on x86-64, and nothing is downloaded but metadata.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -166,6 +170,39 @@ def smoke(environment: Environment) -> list[str]:
     ]
 
 
+def resolved(*requirements: str) -> set[str]:
+    """What these requirements bring, as name==version, from the package index.
+
+    Raises:
+        CheckError: they contradict each other.
+    """
+    # SGLang's wheels are for glibc 2.34 or later from 0.5.23 on.
+    command = ["uv", "pip", "compile", "--quiet", "--no-header", "--no-annotate", "--python-version", "3.11"]
+    done = subprocess.run(
+        [*command, "--python-platform", "x86_64-manylinux_2_35", "-"],
+        input="\n".join(requirements),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    if done.returncode:
+        raise CheckError(f"{requirements[0]} does not resolve: {' '.join(done.stderr.split())[-600:]}")
+    return set(done.stdout.splitlines())
+
+
+def resolve(engine: Engine, version: str, wheel: Path) -> str:
+    """Check that the wheel fits the engine's build for a GPU and would bring nothing but itself; what was found.
+
+    Raises:
+        CheckError: it does not.
+    """
+    requirement, plugin = f"{engine.distribution}=={version}", f"nsa-plugin @ {wheel.as_uri()}"
+    alone, beside = resolved(requirement), resolved(requirement, plugin)
+    if beside != alone | {plugin}:
+        raise CheckError(f"the wheel would change more than itself: {sorted(beside ^ (alone | {plugin}))}")
+    return f"{len(alone)} packages, with the wheel one more"
+
+
 def chosen(engine: str | None, versions: list[str] | None) -> list[tuple[Engine, str]]:
     """Each engine with its newest version that runs on a CPU, or the given versions."""
     return [
@@ -177,16 +214,30 @@ def chosen(engine: str | None, versions: list[str] | None) -> list[tuple[Engine,
     ]
 
 
+def for_gpus(engine: str | None, versions: list[str] | None) -> list[tuple[Engine, str]]:
+    """Every supported version of each engine, or the given versions."""
+    return [
+        (entry, version)
+        for entry in engines().values()
+        if engine in (None, entry.name)
+        for version in entry.seams
+        if not versions or version in versions
+    ]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m ci.release_check", description="Build the release and try the wheel with each engine."
+        prog="python -m ci.release_check",
+        description="Build the release, try the wheel with each engine, and resolve it beside every supported version.",
     )
     parser.add_argument("--engine", choices=tuple(engines()), help="only this engine")
     parser.add_argument("--version", action="append", metavar="V", help="this version, not the newest; may be repeated")
+    parser.add_argument("--only", choices=("install", "resolve"), help="only this part")
     parser.add_argument("--keep", action="store_true", help="keep the environments in .cache/release")
     args = parser.parse_args()
-    todo = chosen(args.engine, args.version)
-    if not todo:
+    todo = chosen(args.engine, args.version) if args.only != "resolve" else []
+    rows = for_gpus(args.engine, args.version) if args.only != "install" else []
+    if not todo and not rows:
         parser.error("no row of ci/matrix.toml is chosen")
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
@@ -203,6 +254,18 @@ def main() -> int:
             say(f"{engine.run_distribution} {version}: {outcome} ({time.monotonic() - started:.0f} s)")
             if not args.keep:
                 shutil.rmtree(ENVIRONMENTS / f"{engine.name}-{version}", ignore_errors=True)
+        if rows and shutil.which("uv") is None:
+            say(f"NOT CHECKED: what pip would bring beside {len(rows)} versions of the engines; it needs uv")
+            return 1 if failed or args.only else 0
+        with ThreadPoolExecutor(4) as pool:  # uv waits for the index most of the time
+            pending = [(row, pool.submit(resolve, *row, wheel)) for row in rows]
+            for (engine, version), future in pending:
+                try:
+                    outcome = f"resolves: {future.result()}"
+                except (CheckError, subprocess.SubprocessError) as error:
+                    failed += 1
+                    outcome = f"FAILED: {error}"
+                say(f"{engine.distribution} {version} for a GPU: {outcome}; not installed")
     return 1 if failed else 0
 
 

@@ -22,6 +22,26 @@ def test_default_is_the_newest_version_of_each_engine() -> None:
     assert chosen("vllm", ["9.9"]) == []
 
 
+def test_every_supported_version_is_resolved() -> None:
+    assert release_check.for_gpus(None, None) == [(e, version) for e in engines().values() for version in e.seams]
+    assert [version for _, version in release_check.for_gpus("sglang", ["0.5.23"])] == ["0.5.23"]
+
+
+@pytest.mark.parametrize("more", [set(), {"numpy==3"}])
+def test_wheel_has_to_resolve_beside_an_engine_and_bring_only_itself(
+    more: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wheel = tmp_path / "nsa_plugin-1-py3-none-any.whl"
+    monkeypatch.setattr(
+        release_check, "resolved", lambda engine, *plugin: {engine, "torch==2", *plugin, *(more if plugin else ())}
+    )
+    if not more:
+        assert release_check.resolve(engines()["vllm"], "1", wheel) == "2 packages, with the wheel one more"
+        return
+    with pytest.raises(CheckError, match="numpy==3"):
+        release_check.resolve(engines()["vllm"], "1", wheel)
+
+
 def test_every_engine_has_a_loader_and_an_expected_report() -> None:
     assert set(release_check.LOADERS) == set(release_check.EXPECTED) == set(engines())
 
