@@ -2,7 +2,7 @@
 
 The stock engine's server and the plugin's are started one after the other. Each answers two prompts of the length as a
 warm-up, then those that are timed. With ``--host``, py-spy then samples the server's stacks while it answers prompts.
-At last the engine's own profiler records the kernels of one more prompt, by CUPTI, without stacks or shapes.
+Finally the engine's own profiler records the kernels of one more prompt, by CUPTI, without stacks or shapes.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from nsa_plugin.tools.compare.measured import PLUGIN, STOCK
 from nsa_plugin.tools.compare.record import describe_host
 from nsa_plugin.tools.compare.workload import random_tokens
 from nsa_plugin.tools.pages.markdown import markdown_table
+from nsa_plugin.tools.pages.summary import engine_name
 from nsa_plugin.tools.serving.client import send
 from nsa_plugin.tools.serving.engine import FAMILIES, V32, CompareError, ServedEngine
 from nsa_plugin.tools.serving.process import Server, ServerSpec
@@ -180,7 +181,7 @@ def readings_of(engine: ServedEngine, role: str, url: str, prompts: Sequence[tup
 
 
 def median_of_start(engine: ServedEngine, role: str, spec: ServerSpec, prompts: Sequence[tuple[int, ...]]) -> float:
-    """Start the server of a role, and the median of its `readings_of`."""
+    """The median of `readings_of` of a role's server, which is started and stopped."""
     with Server(spec) as server:
         return round(statistics.median(readings_of(engine, role, server.url, prompts)), 2)
 
@@ -245,7 +246,8 @@ def page_table(folder: Path = RECORDS) -> str:
     found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     lines = []
     for record in sorted(found, key=lambda record: -record["tokens"]):
-        what = f"{record['engine']}, {record['family'].upper()}, {record['heads']} heads, {record['tokens']:,} tokens"
+        model = f"{record['family'].upper()}, {record['heads']} heads"
+        what = f"{engine_name(record)}, {model}, {record['tokens']:,} tokens"
         lines += [[what, row["server"], *_times(row)] for row in record["rows"]]
     return markdown_table(["prompt", "server", *COLUMNS], lines)
 

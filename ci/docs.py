@@ -30,6 +30,7 @@ from nsa_plugin.libraries.registry import OPS, REFERENCE, Provider, Registry
 from nsa_plugin.settings import BACKEND_OPS, ENV_PREFIX, Settings
 from nsa_plugin.tools.compare.record import read as read_comparisons
 from nsa_plugin.tools.pages import site
+from nsa_plugin.tools.pages.comparisons import compared
 from nsa_plugin.tools.pages.markdown import FAILED, fill, markdown_table
 from nsa_plugin.tools.pages.summary import model_family, on_gpu
 
@@ -68,7 +69,7 @@ def compatibility_table(results: list[Row] | None = None) -> str:
 
 
 def gpu_records(folder: Path = RECORDS, *, passed: bool = True) -> dict[tuple[str, str], dict[str, list[Path]]]:
-    """The engine comparisons by (engine, version), and by model family and GPU.
+    """The comparisons of answers by (engine, version), and by model family and GPU.
 
     An H200 is not named.
 
@@ -77,7 +78,7 @@ def gpu_records(folder: Path = RECORDS, *, passed: bool = True) -> dict[tuple[st
     """
     found: dict[tuple[str, str], dict[str, list[Path]]] = {}
     for path, record in read_comparisons(folder):
-        if record["verdict"]["holds"] is passed:
+        if compared(record) and record["verdict"]["holds"] is passed:
             engine, version = record["engine"].split()
             served = model_family(record) + on_gpu(record)
             found.setdefault((engine, version), {}).setdefault(served, []).append(path)
@@ -108,8 +109,10 @@ def _no(engine: Engine, version: str, check: str) -> str:
     """Why a version is not checked; "" if it is."""
     if version in getattr(engine, check):
         return ""
-    (reason,) = reasons(engine.no_run, version)
-    return f"no: {reason}"
+    found = reasons(engine.no_run, version)
+    if len(found) != 1:
+        raise ValueError(f"ci/matrix.toml: {engine.name} {version} is not run, and no_run has {len(found)} reasons")
+    return f"no: {found[0]}"
 
 
 def _cell(row: Row | None, no: str) -> str:

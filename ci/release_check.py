@@ -255,6 +255,9 @@ def main() -> int:
             if not args.keep:
                 shutil.rmtree(ENVIRONMENTS / f"{engine.name}-{version}", ignore_errors=True)
         if rows and shutil.which("uv") is None:
+            if os.environ.get("CI"):  # a green job must not hide a check that never ran
+                say(f"FAILED: uv is not on PATH; in CI it must resolve the wheel beside {len(rows)} engine versions")
+                return 1
             say(f"NOT CHECKED: what pip would bring beside {len(rows)} versions of the engines; it needs uv")
             return 1 if failed or args.only else 0
         with ThreadPoolExecutor(4) as pool:  # uv waits for the index most of the time

@@ -27,8 +27,9 @@ MODEL_CALLS = frozenset({"execute_model", "forward", "forward_extend"})
 LINE = re.compile(r"(?P<processes>.*?)thread \((?P<thread>\w+)\)(?:: (?P<name>[^;]*))?;(?P<frames>.*) (?P<count>\d+)")
 PROCESS = re.compile(r'process (\d+):"')
 FRAME = re.compile(r"(?P<function>.+) \((?P<file>.+?)(?::\d+)?\)")
-# The first in a frame's path: the plugin's folders are named like the engines.
-PACKAGE = re.compile(r"[(/](nsa_plugin|vllm|sglang)/")
+# The first in a path: the plugin's folders are named like the engines.
+PACKAGE = re.compile(r"(?:^|[(/])(nsa_plugin|vllm|sglang)/")
+INSTALLED = "site-packages/"
 
 
 class HostError(NsaPluginError):
@@ -49,7 +50,8 @@ def runs_model(name: str) -> bool:
 
 def is_plugins(frames: Iterable[str]) -> bool:
     """Whether the plugin and not the engine called what a stack ends with."""
-    called = [found[1] for frame in frames if (found := PACKAGE.search(frame))]
+    paths = (frame.rpartition(INSTALLED)[2] for frame in frames)
+    called = [found[1] for path in paths if (found := PACKAGE.search(path))]
     return called[-1:] == ["nsa_plugin"]
 
 
@@ -142,6 +144,7 @@ class Sampler:
         # Without --threads the stacks name no thread, and without --idle a thread that waits is not sampled.
         command = [
             self.py_spy, "record", "--pid", str(first_process(pids)), "--subprocesses", "--threads", "--idle",
+            "--full-filenames",  # short ones lack the package where a folder has no __init__.py, as in SGLang
             "--rate", str(RATE), "--format", "raw", "--output", str(output), "--duration", str(self.seconds),
             "--nonblocking",
         ]  # fmt: skip

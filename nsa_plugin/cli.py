@@ -11,11 +11,8 @@ import argparse
 import difflib
 import importlib
 import os
-import shutil
 import sys
-import textwrap
 from collections.abc import Sequence
-from functools import partial
 from typing import NoReturn
 
 from nsa_plugin import __version__
@@ -52,20 +49,7 @@ EXAMPLES = """examples:
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """One line instead of the whole usage."""
-        self.exit(EXIT_USAGE, _for_stderr(f"{self.prog}: error: {message} (see {self.prog} --help)") + "\n")
-
-
-def _for_stderr(text: str) -> str:
-    """The text; on a terminal, lines that end between words."""
-    if not _on_terminal():
-        return text
-    width = shutil.get_terminal_size().columns
-    wrap = partial(textwrap.fill, width=width, break_long_words=False, break_on_hyphens=False)
-    return "\n".join(map(wrap, text.splitlines()))
-
-
-def _on_terminal() -> bool:
-    return sys.stderr.isatty()
+        self.exit(EXIT_USAGE, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
 def _parser(asked: str | None) -> argparse.ArgumentParser:
@@ -131,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # a reader that has gone is noticed here rather than at exit
         return int(code)
     except NsaPluginError as error:
-        print(_for_stderr(f"nsa-plugin {asked}: error: {error}"), file=sys.stderr)
+        print(f"nsa-plugin {asked}: error: {error}", file=sys.stderr)
         return EXIT_USAGE
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

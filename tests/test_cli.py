@@ -320,18 +320,6 @@ def test_patches_breaks_no_path_of_a_target_at_80_columns(
         assert {path for path in paths if len(path) <= 76} <= words
 
 
-def test_an_error_ends_lines_between_words_on_a_terminal_only(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    _, _, piped = call(capsys, "explain --kv-dtype fp4")
-    monkeypatch.setattr("nsa_plugin.cli._on_terminal", lambda: True)
-    _, _, shown = call(capsys, "explain --kv-dtype fp4")
-    assert len(piped.splitlines()) == 1 < len(shown.splitlines())
-    assert max(map(len, shown.splitlines())) <= 80
-    assert shown.split() == piped.split()
-
-
 @pytest.mark.parametrize("engine", engines.ENGINES)
 def test_patches_are_counted_on_half_a_screen_of_80_columns(
     engine: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -364,6 +352,40 @@ def test_patches_of_an_unsupported_version_ends_1(engine: str, capsys: pytest.Ca
     code, out, _ = call(capsys, f"patches --engine {engine} --version 99")
     assert code == 1
     assert "outside the supported range" in " ".join(out.split())
+
+
+@pytest.mark.parametrize("flags", ["", " -v"])
+@pytest.mark.parametrize("state", ["missing", "not_needed", "found"])
+def test_patches_says_why_a_patch_is_missing(
+    state: str, flags: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, *others = engines.ENGINES["vllm"].ledger.PATCHES
+    states = {first.name: (state, "parameters [changed]")} | {patch.name: ("found", "its path") for patch in others}
+    monkeypatch.setattr(patches, "_states", lambda engine, version, *, live: states)
+    code, out, _ = call(capsys, f"patches --engine vllm --version 0.30.0{flags}")
+    assert code == (state == "missing")
+    assert out.count("parameters [changed]") == (state != "found")
+    assert "its path" not in out
+    if state != "found" and not flags:
+        (line,) = [line for line in out.splitlines() if "parameters [changed]" in line]
+        assert line.split() == [first.name, state, "parameters", "[changed]"]
+
+
+def test_patches_indents_what_it_says_of_a_patch_and_writes_out_not_checked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = call(capsys, "patches --engine vllm --version 0.30.0 -v")
+    ledger = engines.ENGINES["vllm"].ledger
+    needed = {patch.name: bool(patch.target(Version("0.30.0"))) for patch in ledger.PATCHES}
+    title, *lines = filter(None, map(str.rstrip, out.splitlines()))
+    assert title.startswith("vllm: ")
+    assert [line for line in lines if not line.startswith(" ")] == [
+        f"{patch.name} ({patch.need}): {'not checked' if needed[patch.name] else 'unused'}" for patch in ledger.PATCHES
+    ]
+    details = [line for line in lines if line.startswith(" ")]
+    assert len(details) >= 2 * len(ledger.PATCHES)
+    assert all(re.match(r" {4}\S", line) for line in details)
 
 
 def test_live_state_of_each_kind() -> None:

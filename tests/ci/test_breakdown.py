@@ -181,17 +181,30 @@ def test_readings_are_timed_after_the_warm_up_and_their_median_counts(tmp_path: 
 
 
 def test_servers_are_started_before_those_that_are_recorded(tmp_path: Path, fakes: Fakes) -> None:
-    record = record_of(tmp_path, "vllm", "--starts", "2")
+    warm_ups, profiled = [8.0, 8.0], 7.0
+    starts = [[1.0, 3.0, 2.0], [5.0, 4.0, 6.0], [0.5, 0.25, 1.0], [9.0, 11.0, 10.0]]
+    seconds = [[*warm_ups, *readings] for readings in starts]
+    fakes.seconds = [*seconds[0], *seconds[1], *seconds[2], profiled, *seconds[3], profiled]
+    record = record_of(tmp_path, "vllm", "--starts", "2", "--readings", "3")
     assert [spec.environ["NSA_PLUGIN_ENABLED"] for spec in FakeServer.started] == ["0", "1", "0", "1"]
     commands = [spec.command(8000) for spec in FakeServer.started]
     assert commands[:2] == commands[2:]
     assert [row["start_s"] for row in record["rows"]] == [23.0, 24.0]
     assert record["starts"] == 2
-    # Two warm-ups and a reading each time, and the profiled one.
-    assert fakes.asked.count(PROMPT) == 2 * (3 + 4)
-    for row in record["rows"]:
-        assert len(row["starts_ms"]) == 2
-        assert row["starts_ms"][1] == row["first_token_ms"]
+    assert [row["starts_ms"] for row in record["rows"]] == [[2000.0, 500.0], [5000.0, 10000.0]]
+    assert record["suite"] == "first-token-vllm-v3.2-16heads-300"
+
+
+def test_the_page_has_the_longest_prompts_first(tmp_path: Path) -> None:
+    times = {"parts": dict.fromkeys(("experts", "indexer", "attention", "matrix products", "everything else"), 2.4)}
+    times |= {"server": "stock", "span_ms": 20.0, "busy_ms": 12.0, "first_token_ms": 33.0}
+    for tokens, heads in ((2000, 8), (100_000, 16)):
+        record = {"engine": "sglang 0.5.23", "family": "v3.2", "heads": heads, "tokens": tokens, "rows": [times]}
+        (tmp_path / f"{tokens}.json").write_text(json.dumps(record))
+    first, second = breakdown.page_table(tmp_path).splitlines()[2:]
+    shared = "| stock | 2 | 2 | 2 | 2 | 2 | 8 | 20 | 33 |"
+    assert first == f"| SGLang 0.5.23, V3.2, 16 heads, 100,000 tokens {shared}"
+    assert second == f"| SGLang 0.5.23, V3.2, 8 heads, 2,000 tokens {shared}"
 
 
 def test_an_answer_that_fails_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fakes: Fakes) -> None:
@@ -244,9 +257,11 @@ def test_what_the_plugin_calls_is_its_own_unless_the_engine_calls_it() -> None:
         f"{run};{build};Indexer.build (/site/vllm/v1/indexer.py:3);cat (torch/functional.py:3)": 4,
         f"{run};cat (torch/functional.py:3)": 8,
         f"{run};wrap (/site/nsa_plugin/backends/vllm/v4/attention.py:3)": 16,
+        # A folder on the way to what is installed does not make it the plugin's.
+        f"{run};{build};call (/home/nsa_plugin/.venv/site-packages/vllm/v1/worker.py:3)": 32,
     }
     lines = [f'process 1:"s";thread (1);{frames} {count}' for frames, count in ends.items()]
-    assert stacks.host_table(lines)["plugin_share"] == round(19 / 31, 4)
+    assert stacks.host_table(lines)["plugin_share"] == round(19 / 63, 4)
 
 
 def test_a_table_lists_the_functions_with_most_samples() -> None:

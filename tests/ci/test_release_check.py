@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import nsa_plugin
 from ci import release_check
 from ci.release_check import CheckError, Environment, check_doctor, chosen, install
-from ci.rows import engines
+from ci.rows import ROOT, Engine, engines
 
 
 def test_default_is_the_newest_version_of_each_engine() -> None:
@@ -89,3 +91,134 @@ def test_program_reports_what_the_entry_point_imports(heavy: list[str], tmp_path
     result = json.loads(done.stdout.removeprefix("RESULT "))
     assert result["heavy"] == heavy
     assert result["value"] == "loader"
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_requirements_that_uv_does_not_resolve_are_an_error(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uv = tmp_path / "uv"
+    uv.write_text(f"#!/bin/sh\necho torch==2\necho 'versions  conflict' >&2\nexit {code}\n")
+    uv.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if code == 0:
+        assert release_check.resolved("vllm==1") == {"torch==2"}
+        return
+    with pytest.raises(CheckError, match="vllm==1 does not resolve: versions conflict"):
+        release_check.resolved("vllm==1")
+
+
+class Parts:
+    """`main` with its parts replaced: which engine versions each part was given."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        self.monkeypatch = monkeypatch
+        self.installed: list[tuple[str, str]] = []
+        self.resolved: list[tuple[str, str]] = []
+        self.unresolved: tuple[str, str] | None = None
+        monkeypatch.setattr(release_check, "ENVIRONMENTS", folder)
+        monkeypatch.setattr(release_check, "build", lambda folder: folder / "a.whl")
+        monkeypatch.setattr(release_check, "prepare", self.prepare)
+        monkeypatch.setattr(release_check, "install", lambda environment, wheel: None)
+        monkeypatch.setattr(release_check, "smoke", lambda environment: ["tried"])
+        monkeypatch.setattr(release_check, "resolve", self.resolve)
+        self.surroundings(uv=True, ci="")
+
+    def surroundings(self, *, uv: bool, ci: str | None) -> None:
+        self.monkeypatch.setattr(release_check.shutil, "which", lambda name: "/bin/uv" if uv else None)
+        if ci is None:
+            self.monkeypatch.delenv("CI", raising=False)
+        else:
+            self.monkeypatch.setenv("CI", ci)
+
+    def prepare(self, engine: Engine, version: str) -> Environment:
+        self.installed.append((engine.name, version))
+        return Environment(engine, version, Path("absent"))
+
+    def resolve(self, engine: Engine, version: str, wheel: Path) -> str:
+        self.resolved.append((engine.name, version))
+        if (engine.name, version) == self.unresolved:
+            raise CheckError("versions conflict")
+        return "2 packages"
+
+    def main(self, *arguments: str) -> int:
+        self.monkeypatch.setattr(sys, "argv", ["release_check", *arguments])
+        return release_check.main()
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Parts:
+    return Parts(monkeypatch, tmp_path)
+
+
+TO_INSTALL = [(engine.name, version) for engine, version in chosen(None, None)]
+TO_RESOLVE = [(engine.name, version) for engine, version in release_check.for_gpus(None, None)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "installed", "resolved"),
+    [
+        ([], TO_INSTALL, TO_RESOLVE),
+        (["--only", "install"], TO_INSTALL, []),
+        (["--only", "resolve"], [], TO_RESOLVE),
+    ],
+)
+def test_only_leaves_the_other_part_out(
+    arguments: list[str], installed: list[tuple[str, str]], resolved: list[tuple[str, str]], parts: Parts
+) -> None:
+    assert parts.main(*arguments) == 0
+    assert parts.installed == installed
+    assert sorted(parts.resolved) == sorted(resolved)  # several at a time
+
+
+@pytest.mark.parametrize("position", [0, -1])
+@pytest.mark.parametrize("arguments", [[], ["--only", "resolve"]])
+def test_one_version_that_does_not_resolve_fails_the_check(
+    arguments: list[str], position: int, parts: Parts, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, version = parts.unresolved = TO_RESOLVE[position]
+    assert parts.main(*arguments) == 1
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "FAILED" in line]
+    assert f"{engines()[name].distribution} {version} for a GPU: FAILED: versions conflict" in line
+    assert len(parts.resolved) == len(TO_RESOLVE)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ci", "code", "said"),
+    [
+        ([], None, 0, "NOT CHECKED"),
+        ([], "", 0, "NOT CHECKED"),
+        ([], "true", 1, "FAILED: uv is not on PATH"),
+        (["--only", "resolve"], None, 1, "NOT CHECKED"),
+        (["--only", "resolve"], "true", 1, "FAILED: uv is not on PATH"),
+        (["--only", "install"], "true", 0, None),
+    ],
+)
+def test_missing_uv_fails_the_check_in_ci(
+    arguments: list[str],
+    ci: str | None,
+    code: int,
+    said: str | None,
+    parts: Parts,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    parts.surroundings(uv=False, ci=ci)
+    assert parts.main(*arguments) == code
+    lines = [line for line in capsys.readouterr().out.splitlines() if "uv" in line]
+    assert len(lines) == (said is not None)
+    assert all(f"release-check: {said}" in line for line in lines)
+    assert parts.resolved == []
+
+
+def test_workflows_install_one_version_of_uv_before_the_release_check() -> None:
+    pins = []
+    for path in sorted((ROOT / ".github" / "workflows").glob("*.yml")):
+        for job in yaml.safe_load(path.read_text())["jobs"].values():
+            targets = job.get("strategy", {}).get("matrix", {}).get("target", [])
+            steps = [step.get("run", "") for step in job["steps"]]
+            if "make release-check" in steps or "release-check" in targets:
+                make = next(number for number, step in enumerate(steps) if step.startswith("make "))
+                (pin,) = re.findall(r"pip install --no-deps (uv==[\d.]+)$", "\n".join(steps[:make]), re.MULTILINE)
+                pins.append(pin)
+    assert len(pins) == 2
+    assert len(set(pins)) == 1

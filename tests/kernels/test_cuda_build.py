@@ -15,7 +15,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from nsa_plugin.kernels.cuda import build, nvrtc
+from nsa_plugin.kernels.cuda import build, nvrtc, sparse_mla, sparse_mla_launch
 
 ATTRIBUTES = ("MAX_DYNAMIC_SHARED_SIZE_BYTES", "NON_PORTABLE_CLUSTER_SIZE_ALLOWED")
 
@@ -164,7 +164,6 @@ def test_what_nvrtc_refuses_is_said_in_its_words(compiler):
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_sets_of_definitions_are_compiled_side_by_side_and_once(compiler, driver, monkeypatch, tmp_path, kept):
-    """One after the other, the four variants for 16 heads took 4.5 s of a first start."""
     if not kept:
         no_folder(monkeypatch, tmp_path)
     sets = [{"NT": 1}, {"NT": 2, "HELD": 8}, {"HELD": 8, "NT": 2}, {"NT": 4}]
@@ -185,6 +184,13 @@ def test_an_error_of_sets_compiled_side_by_side_is_the_compilers(compiler, drive
         build.compile_together("sparse_mla.cu", [{"NT": 1}, {"NT": 2}])
     compiler.fails = False
     build.compile_together("sparse_mla.cu", [{"NT": 1}, {"NT": 2}])
+
+
+def test_the_variants_of_a_call_are_compiled_together(compiler, driver):
+    variants = tuple((one, 0) for one in sparse_mla.PORTABLE_VARIANTS)
+    compiler.together = threading.Barrier(len(variants), timeout=30)
+    sparse_mla_launch.kernels.__wrapped__(sparse_mla.SOURCE, "attend", variants, (("LAYOUT", 0),), None)
+    assert len(compiler.programs) == len(variants)
 
 
 def no_folder(monkeypatch, tmp_path):

@@ -138,7 +138,8 @@ def load_kernel(
 def compile_together(source: str, sets: Iterable[Mapping[str, int]]) -> None:
     """Compile a source for torch's current device with several sets of definitions, each in a thread.
 
-    `load_kernel` then finds the cubins. NVRTC takes one to two seconds for each, and many threads at once.
+    `load_kernel` then finds the cubins, which the process keeps: a cache on disk may not be writable.
+    NVRTC takes one to two seconds a set, and runs in several threads at once.
 
     Raises:
         KernelBuildError: one does not compile; the message has the log.
@@ -149,9 +150,12 @@ def compile_together(source: str, sets: Iterable[Mapping[str, int]]) -> None:
         if not missing:
             return
         nvrtc.version()  # loads the library before the threads need it
+
+        def compile_one(defines: Defines) -> None:
+            _COMPILED[source, defines, arch] = _cubin(source, defines, arch)
+
         with ThreadPoolExecutor(len(missing)) as threads:
-            cubins = list(threads.map(lambda defines: _cubin(source, defines, arch), missing))
-        _COMPILED.update(((source, defines, arch), cubin) for defines, cubin in zip(missing, cubins, strict=True))
+            list(threads.map(compile_one, missing))
 
 
 def _sorted(defines: Mapping[str, int]) -> Defines:

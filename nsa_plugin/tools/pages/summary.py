@@ -192,7 +192,7 @@ def _again(row: Row) -> float | None:
 def _server(record: Row, case: Row) -> str:
     served = heads(case["heads"], record["host"]["gpus"])
     asked = ", token_shard=on" if reshards_if_asked(record) else ""
-    return f"{_engine(record)}, {model_family(record)}, {served}{asked}{on_gpu(record)}"
+    return f"{engine_name(record)}, {model_family(record)}, {served}{asked}{on_gpu(record)}"
 
 
 def reshards_if_asked(record: Row) -> bool:
@@ -212,7 +212,8 @@ def heads(count: int, gpus: int) -> str:
     return f"{count} heads" + (f" × {gpus} GPUs" if gpus > 1 else "")
 
 
-def _engine(record: Row) -> str:
+def engine_name(record: Row) -> str:
+    """The engine's name as it spells it, and its version."""
     name, _, version = record["engine"].partition(" ")
     return f"{ENGINES.get(name, name)} {version}"
 
@@ -287,8 +288,8 @@ def correctness(served: Records) -> str:
     groups: dict[str, list[tuple[Path, Row]]] = {}
     for path, record in served:
         if compared(record):
-            pair = f" against {_engine(record['beside'])}" if "beside" in record else ""
-            groups.setdefault(f"{_engine(record)}{pair}, {model_family(record)}", []).append((path, record))
+            pair = f" against {engine_name(record['beside'])}" if "beside" in record else ""
+            groups.setdefault(f"{engine_name(record)}{pair}, {model_family(record)}", []).append((path, record))
     lines = []
     for name, records in groups.items():
         failed = [(path, why) for path, record in records if (why := failure(record))]

@@ -19,6 +19,7 @@ from nsa_plugin.backends.sglang.startup.flags import PassedFlags
 from nsa_plugin.errors import LeftToStockError, NoProviderError, NsaPluginError, PatchError, SettingsError
 from nsa_plugin.libraries.devices import synthetic
 from nsa_plugin.patches import static
+from nsa_plugin.patches.ledger import Ledger, Need
 from nsa_plugin.settings import ENV_PREFIX
 from tests.backends.fake_sglang.scheduler import HF_CONFIG, StockBackend, read, runner, scheduler, start
 
@@ -356,7 +357,12 @@ def test_sglangs_files_are_read_once_although_its_arguments_pass_twice(
 ) -> None:
     """As parsed and as SGLang's object: to read the files took a second of a start, each time."""
     checked: list[str] = []
-    monkeypatch.setattr(static, "check_installed", lambda ledger, *needs: checked.append(str(ledger.version)))
+
+    def check(ledger: Ledger, *needs: Need) -> None:
+        assert set(needs) == set(Need), "a target of V4 or of the portable path may be missing"
+        checked.append(str(ledger.version))
+
+    monkeypatch.setattr(static, "check_installed", check)
     activation._check_files.cache_clear()
     PassedFlags({"enabled": "true"}, {}).write()
     for _ in range(2):
