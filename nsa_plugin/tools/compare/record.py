@@ -1,7 +1,7 @@
 """The benchmark record of a comparison.
 
     {"schema": 1, "suite", "command", "date", "kind": "comparison",
-     "host": {"gpu", "gpus", "driver", "torch", "triton", "libraries", "commit"},
+     "host": {"gpu", "gpus", "driver", "cpus", "torch", "triton", "libraries", "commit"},
      "engine", "model": {...}, "engine_flags": [...], "context", "left_out": {load: why},
      "timed": "in turns" | "one after the other" | null, "tolerance": {...},
      "rows": [{"op": "agreement", "case": {"heads", "kv", ..., "requests"}, "provider", "baseline", "tokens", "equal",
@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shlex
 import statistics
@@ -69,7 +70,8 @@ def describe_host(gpu: str, driver: str, gpus: int, commit: str | None) -> dict[
         gpu, driver: as nvidia-smi reports them; "" without one.
         commit: source commit; None: read it from the checkout.
     """
-    return {"gpu": gpu, "gpus": gpus if gpu else 0, "driver": driver, **records.software(commit)}
+    cpus = len(os.sched_getaffinity(0))  # that the servers may run on, as this process may
+    return {"gpu": gpu, "gpus": gpus if gpu else 0, "driver": driver, "cpus": cpus, **records.software(commit)}
 
 
 def as_record(measured: Measured, verdict: Verdict, loads: Sequence[SpeedLoad]) -> dict[str, Any]:

@@ -40,7 +40,8 @@ def page(path: Path, record: Row) -> str:
 def _software(record: Row) -> str:
     host = record["host"]
     libraries = "".join(f", {name} {version}" for name, version in host["libraries"].items())
-    return f"{record['engine']} on {host['gpus']} {host['gpu']}, torch {host['torch']}{libraries}"
+    cpus = f" and {host['cpus']} CPUs" if "cpus" in host else ""
+    return f"{record['engine']} on {host['gpus']} {host['gpu']}{cpus}, torch {host['torch']}{libraries}"
 
 
 def failure(record: Row) -> str:

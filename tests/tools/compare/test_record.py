@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from nsa_plugin.tools.compare.load import SpeedLoad
 from nsa_plugin.tools.compare.measured import Measured, Run
-from nsa_plugin.tools.compare.record import as_record
+from nsa_plugin.tools.compare.record import as_record, describe_host
 from nsa_plugin.tools.compare.verdict import judge
 from nsa_plugin.tools.pages.comparisons import overview, page
 from nsa_plugin.tools.pages.markdown import FAILED
@@ -90,6 +91,18 @@ def test_tables_have_the_columns_that_there_are_readings_for() -> None:
     bare = page(path, record(False, stock=stock, plugin=plugin))
     assert "| load | measure | stock | nsa-plugin | times better |\n" in bare
     assert "timed one after the other." in bare
+
+
+def test_a_record_says_on_how_many_cpus_the_servers_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 2, 5})
+    host = describe_host("NVIDIA H200", "1", 2, "0123abc")
+    assert (host["gpu"], host["gpus"], host["cpus"]) == ("NVIDIA H200", 2, 3)
+    readings = {"ttft_ms": [1.0] * 5}
+    shown = record(True, stock=readings, plugin=readings)
+    without = page(tmp_path / "s.json", shown)
+    shown["host"] = HOST | host
+    assert "e on 2 NVIDIA H200 and 3 CPUs, torch" in page(tmp_path / "s.json", shown)
+    assert "CPUs" not in without
 
 
 def test_a_record_says_nothing_of_where_things_lie() -> None:
