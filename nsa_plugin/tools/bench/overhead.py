@@ -85,6 +85,17 @@ def prefill(number: int) -> BatchShape:
     )
 
 
+def prompt(number: int) -> SimpleNamespace:
+    """vLLM's metadata of a batch of one prompt; every number gives another length."""
+    rows = 4096 + number
+    return SimpleNamespace(
+        num_reqs=1,
+        num_actual_tokens=rows,
+        query_start_loc_cpu=torch.tensor([0, rows], dtype=torch.int32),
+        seq_lens_cpu_upper_bound=torch.tensor([rows], dtype=torch.int32),
+    )
+
+
 def timed(name: str, call: Callable[[int], object], runs: int) -> dict[str, Any]:
     """Microseconds of `call`, which gets the number of its run; the first tenth is not counted."""
     times = []
@@ -128,6 +139,7 @@ def measure(runs: int, starts: int, engine: str | None = None) -> list[dict[str,
     steps = [
         SimpleNamespace(query_start_loc_cpu=bounds.clone(), num_actual_tokens=32) for _ in range(runs + runs // 10)
     ]
+    prompts = [prompt(number) for number in range(runs + runs // 10)]
     rows = [
         timed("plan of a new shape, decode step", lambda number: decider.decide(decode(number)), runs),
         timed("plan of a new shape, prefill", lambda number: decider.decide(prefill(number)), runs),
@@ -141,6 +153,8 @@ def measure(runs: int, starts: int, engine: str | None = None) -> list[dict[str,
         ),
         timed("decode step of a size seen before, SGLang", lambda number: planner.step_again(decode(number)), runs),
         timed("decode steps like the last batch's, vLLM", lambda number: batches.split(steps[number]), runs),
+        # The batch's other builders get the same answer without looking again.
+        timed("batch of one prompt of a new length, vLLM", lambda number: batches.split(prompts[number]), runs),
     ]
     rows.append(entry_point("vLLM's entry point without vLLM, switched off", ENTRY, starts, NSA_PLUGIN_ENABLED="0"))
     if engine:

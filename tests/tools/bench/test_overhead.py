@@ -12,5 +12,5 @@ def test_a_record_has_every_row_and_the_cpu(tmp_path: Path) -> None:
     overhead.main(["--runs", "20", "--starts", "1", "--json", str(tmp_path)])
     made = json.loads((tmp_path / "overhead.json").read_text())
     assert made["host"]["cpu"]
-    assert len(made["rows"]) == 7
+    assert len(made["rows"]) == 8
     assert all(row.get("p50_us", row.get("p50_ms")) > 0 for row in made["rows"])
