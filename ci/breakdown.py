@@ -150,7 +150,7 @@ def server_spec(engine: ServedEngine, role: str, checkpoint: Path, flags: Sequen
         command=lambda port: engine.command(
             checkpoint, port, [*flags, *profiler_flags(engine.name, folder)], plugin=plugin
         ),
-        environ=engine.environ(plugin=plugin),
+        environ={**engine.environ(plugin=plugin), "NSA_PLUGIN_REPORT": str(report_file(work))},
         log=work / f"{role}.log",
         start_timeout=START_S,
     )
@@ -158,6 +158,11 @@ def server_spec(engine: ServedEngine, role: str, checkpoint: Path, flags: Sequen
 
 def trace_folder(role: str, work: Path) -> Path:
     return (work / f"{role}-trace").resolve()
+
+
+def report_file(work: Path) -> Path:
+    """The plugin's start-up report, which stock servers do not write."""
+    return (work / "plugin-report.json").resolve()
 
 
 def ask(engine: ServedEngine, role: str, url: str, prompt: tuple[int, ...]) -> float:
@@ -180,10 +185,11 @@ def readings_of(engine: ServedEngine, role: str, url: str, prompts: Sequence[tup
     return [_ms(ask(engine, role, url, prompt) * 1e6) for prompt in prompts][WARM_UPS:]
 
 
-def median_of_start(engine: ServedEngine, role: str, spec: ServerSpec, prompts: Sequence[tuple[int, ...]]) -> float:
-    """The median of `readings_of` of a role's server, which is started and stopped."""
+def start(engine: ServedEngine, role: str, spec: ServerSpec, prompts: Sequence[tuple[int, ...]]) -> tuple[float, float]:
+    """Start and stop the server of a role: seconds of its start, and the median of its `readings_of`."""
     with Server(spec) as server:
-        return round(statistics.median(readings_of(engine, role, server.url, prompts)), 2)
+        median = statistics.median(readings_of(engine, role, server.url, prompts))
+    return round(server.start_seconds, 1), round(median, 2)
 
 
 def profile(
@@ -201,8 +207,8 @@ def profile(
         sampler: samples the host's stacks; None samples nothing.
     """
     folder = trace_folder(role, work)
-    for old in folder.rglob("*.json.gz"):
-        old.unlink()
+    for old in (*folder.rglob("*.json.gz"), report_file(work)):
+        old.unlink(missing_ok=True)
     *unprofiled, last = prompts
     with Server(spec) as server:
         url = server.url
@@ -217,9 +223,13 @@ def profile(
         ask(engine, role, url, last)
         post(f"{url}/stop_profile")
         events = trace_in(folder)
+    warm_up = {}
+    if role == PLUGIN and (report := report_file(work)).exists():
+        warm_up = {"warm_up": json.loads(report.read_text())["facts"].get("warm-up", "none")}
     return {
         "server": role,
         "start_s": round(server.start_seconds, 1),
+        **warm_up,
         "first_token_ms": round(statistics.median(readings), 2),
         "readings_ms": readings,
         **summary(events),
@@ -298,14 +308,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     prompts = [random_tokens(f"breakdown/{number}", given.tokens, vocab) for number in range(count)]
     specs = {role: server_spec(engine, role, checkpoint, flags, given.workdir) for role in (STOCK, PLUGIN)}
     # Servers of one kind may differ from start to start, by where the host runs them. The first start fills the caches.
-    medians: dict[str, list[float]] = {role: [] for role in specs}
+    before: dict[str, list[tuple[float, float]]] = {role: [] for role in specs}
     for _ in range(given.starts - 1):
         for role, one in specs.items():
-            medians[role].append(median_of_start(engine, role, one, prompts[:-1]))
+            before[role].append(start(engine, role, one, prompts[:-1]))
     rows = []
     for role, one in specs.items():
         row = profile(engine, role, one, prompts, given.workdir, sampler)
-        rows.append(row | {"starts_ms": [*medians[role], row["first_token_ms"]]})
+        starts = [*before[role], (row["start_s"], row["first_token_ms"])]
+        rows.append(row | {"starts_s": [took for took, _ in starts], "starts_ms": [median for _, median in starts]})
     suite = f"first-token-{engine.name}-{given.family}-{given.heads}heads-{given.tokens}"
     host = describe_host(*records.gpu_and_driver(), 1, given.commit)
     what = {"engine": named, "family": given.family, "heads": given.heads, "tokens": given.tokens, "flags": flags}

@@ -75,6 +75,7 @@ class FakeServer:
     """Listens nowhere, and keeps what it was started with. Each start takes a second longer than the one before."""
 
     started: ClassVar[list[Any]] = []
+    facts: ClassVar[dict[str, str] | None] = None  # of the report that the plugin's server writes
     url = "http://server"
 
     def __init__(self, spec: Any) -> None:
@@ -83,6 +84,9 @@ class FakeServer:
 
     def __enter__(self) -> FakeServer:
         self.start_seconds = 20.04 + len(self.started)
+        environ = self.started[-1].environ
+        if self.facts is not None and environ["NSA_PLUGIN_ENABLED"] == "1":
+            Path(environ["NSA_PLUGIN_REPORT"]).write_text(json.dumps({"facts": self.facts}))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -192,7 +196,21 @@ def test_servers_are_started_before_those_that_are_recorded(tmp_path: Path, fake
     assert [row["start_s"] for row in record["rows"]] == [23.0, 24.0]
     assert record["starts"] == 2
     assert [row["starts_ms"] for row in record["rows"]] == [[2000.0, 500.0], [5000.0, 10000.0]]
+    assert [row["starts_s"] for row in record["rows"]] == [[21.0, 23.0], [22.0, 24.0]]
     assert record["suite"] == "first-token-vllm-v3.2-16heads-300"
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"), [({"warm-up": "in 0.6 s"}, {"warm_up": "in 0.6 s"}), ({}, {"warm_up": "none"}), (None, {})]
+)
+def test_the_plugins_server_says_what_its_warm_up_took(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fakes: Fakes, facts: dict[str, str] | None, said: dict[str, str]
+) -> None:
+    (tmp_path / "plugin-report.json").write_text(json.dumps({"facts": {"warm-up": "of another run"}}))
+    monkeypatch.setattr(FakeServer, "facts", facts)
+    stock, plugin = record_of(tmp_path, "vllm")["rows"]
+    assert "warm_up" not in stock
+    assert {key: plugin[key] for key in plugin if key == "warm_up"} == said
 
 
 def test_the_page_has_the_longest_prompts_first(tmp_path: Path) -> None:
