@@ -20,8 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from ci.rows import ROOT
+from nsa_plugin.libraries.architectures import EMULATED
 from nsa_plugin.tools import records
-from nsa_plugin.tools.bench.cases import SUITES, BenchCase, Value
+from nsa_plugin.tools.bench.cases import SUITES, BenchCase, Suite, Value
+from nsa_plugin.tools.bench.record import PORTABLE
 from nsa_plugin.tools.pages.markdown import markdown_table
 
 SECTIONS = (
@@ -52,7 +54,10 @@ STALL = re.compile(r"smsp__average_warps?_(?:latency_)?issue_stalled_(\w+?)(?:_p
 
 @dataclass(frozen=True)
 class Point:
-    """A case of a suite, by some of its fields, and the provider that runs it."""
+    """A case of a suite, by some of its fields, and the provider that runs it.
+
+    A suite's name may begin with `PORTABLE`: the kernel then runs as on SM86, as with `nsa-plugin bench --portable`.
+    """
 
     suite: str
     provider: str
@@ -61,9 +66,13 @@ class Point:
     def __str__(self) -> str:
         return "-".join((self.suite, self.provider, *(f"{name}{value}" for name, value in self.fields)))
 
+    def of(self) -> Suite:
+        """The suite that has the case."""
+        return SUITES[self.suite.removeprefix(PORTABLE)]
+
     def case(self) -> BenchCase:
         """The suite's first case with these fields."""
-        return next(case for case in SUITES[self.suite].cases if dict(self.fields).items() <= case.as_dict().items())
+        return next(case for case in self.of().cases if dict(self.fields).items() <= case.as_dict().items())
 
 
 def point(suite: str, provider: str, **fields: Value) -> Point:
@@ -82,6 +91,7 @@ POINTS = (
     point("sparse-mla-prefill-bf16", "cuda", heads=16, q=4096, kv=65536),
     point("sparse-mla-decode-bf16", "cuda", heads=16, batch=128),
     point("indexer-topk", "cuda", heads=64, q=8192, kv=131072),
+    *(point(f"{PORTABLE}sparse-mla-prefill", "cuda", heads=heads, q=4096, kv=65536) for heads in (16, 64)),
 )
 
 
@@ -147,12 +157,17 @@ def inside(one: Point) -> None:
     """Call the point's provider, and have ncu profile the last call."""
     import torch
 
+    from nsa_plugin.kernels.triton.device import emulate
     from nsa_plugin.libraries.registry import Registry
     from nsa_plugin.tools.bench.workload import Context
 
     major, minor = torch.cuda.get_device_capability()
-    context = Context(torch.device("cuda"), 10 * major + minor, Registry(), [one.provider])
-    workload = SUITES[one.suite].build()(one.case(), context)
+    sm = 10 * major + minor
+    if one.suite.startswith(PORTABLE):
+        sm = EMULATED
+        emulate(sm)
+    context = Context(torch.device("cuda"), sm, Registry(), [one.provider])
+    workload = one.of().build()(one.case(), context)
     call = next(contender for contender in workload.contenders if contender.name == one.provider).load()
     for _ in range(3):
         call()
@@ -215,6 +230,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--work-dir", type=Path, default=Path("ncu-work"), help="keeps ncu's tables (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the record")
     parser.add_argument("--commit", help="source commit, where the source is in no checkout")
+    parser.add_argument("--only", metavar="TEXT", default="", help="points whose name has it (all)")
     parser.add_argument("--inside", metavar="POINT", help=argparse.SUPPRESS)
     given = parser.parse_args(argv)
     named = {str(one): one for one in POINTS}
@@ -223,6 +239,8 @@ def main(argv: list[str] | None = None) -> None:
     given.work_dir.mkdir(parents=True, exist_ok=True)
     described, rows, failed = host(given.work_dir, given.commit), [], []
     for name, one in named.items():
+        if given.only not in name:
+            continue
         try:
             found = rows_of(profile(one, given.work_dir))
         except FileNotFoundError as error:

@@ -52,7 +52,11 @@ def test_a_call_without_a_kernel_is_no_row() -> None:
 def test_points_are_cases_of_suites() -> None:
     assert len({str(one) for one in ncu.POINTS}) == len(ncu.POINTS)
     for one in ncu.POINTS:
-        assert one.case() in SUITES[one.suite].cases
+        assert one.case() in SUITES[one.suite.removeprefix("portable-")].cases
+    assert {one.case().as_dict()["heads"] for one in ncu.POINTS if one.suite == "portable-sparse-mla-prefill"} == {
+        16,
+        64,
+    }
 
 
 NCU = """#!{python}
@@ -76,6 +80,8 @@ def test_a_point_is_measured_once_and_recorded(tmp_path: Path, monkeypatch: pyte
     ncu.main(["--work-dir", str(work), "--json", str(record)])
     program.unlink()
     ncu.main(["--work-dir", str(work), "--json", str(record)])  # from the table that was kept
+    monkeypatch.setattr(ncu, "POINTS", (one, ncu.point("portable-sparse-mla-prefill", "cuda", heads=64)))
+    ncu.main(["--work-dir", str(work), "--json", str(record), "--only", str(one)])  # ncu is gone
     (row,) = json.loads(record.read_text())["rows"]
     assert (row["kernel"], row["total_us"], row["case"]) == ("attend", 9.0, one.case().as_dict())
     heading, _, shown = ncu.table(record).splitlines()
