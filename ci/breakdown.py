@@ -50,6 +50,8 @@ PARTS = (
     ("attention", re.compile(r"attend|attn|attention|sparse_mla|mla|flash|fmha|dequantize", re.IGNORECASE)),
     ("matrix products", re.compile(r"gemm|nvjet|cutlass|cublas|xmma|splitk|matmul", re.IGNORECASE)),
 )
+ALL_PARTS = (*(part for part, _ in PARTS), OTHER)
+COLUMNS = [*ALL_PARTS, "idle", "from first to last", "first token"]  # of the tables
 
 
 def part_of(kernel: str) -> str:
@@ -92,7 +94,7 @@ def summary(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         "span_ms": _ms(until - first),
         "busy_ms": _ms(busy),
-        "parts": {part: _ms(parts[part]) for part in (*(part for part, _ in PARTS), OTHER)},
+        "parts": {part: _ms(parts[part]) for part in ALL_PARTS},
         "kernels": [{"name": name, "calls": calls[name], "ms": _ms(times[name])} for name in most[:LISTED]],
     }
 
@@ -237,9 +239,6 @@ def profile(
     }
 
 
-COLUMNS = [*(part for part, _ in PARTS), OTHER, "idle", "from first to last", "first token"]
-
-
 def table(record: Mapping[str, Any]) -> str:
     """Milliseconds of each part, one server a line, and the seconds of its start. Parts that overlap count twice."""
     lines = [[row["server"], *_times(row), f"{row['start_s']:,.1f} s"] for row in record["rows"]]
@@ -247,7 +246,7 @@ def table(record: Mapping[str, Any]) -> str:
 
 
 def _times(row: Mapping[str, Any]) -> list[str]:
-    parts = [f"{row['parts'][part]:,.0f}" for part in (*(part for part, _ in PARTS), OTHER)]
+    parts = [f"{row['parts'][part]:,.0f}" for part in ALL_PARTS]
     return [*parts, *(f"{ms:,.0f}" for ms in (row["span_ms"] - row["busy_ms"], row["span_ms"], row["first_token_ms"]))]
 
 

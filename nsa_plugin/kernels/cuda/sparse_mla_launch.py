@@ -234,12 +234,12 @@ def kernels(
 ) -> dict[AnyVariant, tuple[CudaKernel, CudaKernel]]:
     """The kernel and `combine` of every variant: which one a batch takes depends on its size, and none may be compiled
     while an engine serves."""
-    compile_together(source, [dict(defines) | variant.definitions for variant, _ in variants])
+    options = {variant: dict(defines) | variant.definitions for variant, _ in variants}
+    compile_together(source, options.values())
     built = {}
     for variant, shared in variants:
-        options = dict(defines) | variant.definitions
-        attend = load_kernel(source, name, defines=options, max_dynamic_shared=shared)
-        built[variant] = attend, load_kernel(source, "combine", defines=options)
+        attend = load_kernel(source, name, defines=options[variant], max_dynamic_shared=shared)
+        built[variant] = attend, load_kernel(source, "combine", defines=options[variant])
     return built
 
 
