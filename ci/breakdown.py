@@ -1,8 +1,9 @@
 """``python -m ci.breakdown ENGINE -- FLAGS``: where the GPU's time goes until the first token of one prompt.
 
-The stock engine's server and the plugin's are started one after the other. Each answers two prompts of the length as a
-warm-up, then those that are timed. With ``--host``, py-spy then samples the server's stacks while it answers prompts.
-Finally the engine's own profiler records the kernels of one more prompt, by CUPTI, without stacks or shapes.
+The stock engine's server and the plugin's are started one after the other. Each answers two prompts of every length as
+a warm-up, then those that are timed. With ``--host``, py-spy then samples the server's stacks while it answers prompts.
+Finally the engine's own profiler records the kernels of one more prompt, by CUPTI, without stacks or shapes. Each
+length makes a record.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 
 from ci.rows import ROOT
 from ci.stacks import HostError, Sampler, sampled
-from nsa_plugin.commands.arguments import natural, positive
+from nsa_plugin.commands.arguments import natural, positive, positives, seconds
 from nsa_plugin.commands.compare_options import ENGINES
 from nsa_plugin.tools import records
 from nsa_plugin.tools.compare import model
@@ -41,7 +42,9 @@ RECORDS = ROOT / "docs" / "first-token"
 """Records that the page shows."""
 ON_GPU = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 LISTED = 40  # kernels of a server that a record names, those that take most time
-WARM_UPS, START_S, ANSWER_S, TRACE_S = 2, 600.0, 120.0, 120.0
+FEW_MS = 100  # below it the tables have a decimal of the times to the first token
+WARM_UPS, ANSWER_S, TRACE_S = 2, 120.0, 120.0
+Prompts = Sequence[tuple[int, ...]]
 OTHER = "everything else"
 # The part of a layer that a kernel belongs to, by the first pattern that its name has.
 PARTS = (
@@ -143,7 +146,9 @@ def trace_in(folder: Path) -> list[dict[str, Any]]:
     raise CompareError(f"no trace in {folder} after {TRACE_S:.0f} s")
 
 
-def server_spec(engine: ServedEngine, role: str, checkpoint: Path, flags: Sequence[str], work: Path) -> ServerSpec:
+def server_spec(
+    engine: ServedEngine, role: str, checkpoint: Path, flags: Sequence[str], work: Path, timeout: float
+) -> ServerSpec:
     """How to start the server of a role, which can be profiled."""
     plugin = role == PLUGIN
     folder = trace_folder(role, work)
@@ -154,7 +159,7 @@ def server_spec(engine: ServedEngine, role: str, checkpoint: Path, flags: Sequen
         ),
         environ={**engine.environ(plugin=plugin), "NSA_PLUGIN_REPORT": str(report_file(work))},
         log=work / f"{role}.log",
-        start_timeout=START_S,
+        start_timeout=timeout,
     )
 
 
@@ -182,59 +187,79 @@ def ask(engine: ServedEngine, role: str, url: str, prompt: tuple[int, ...]) -> f
     return time.perf_counter() - start
 
 
-def readings_of(engine: ServedEngine, role: str, url: str, prompts: Sequence[tuple[int, ...]]) -> list[float]:
+def readings_of(engine: ServedEngine, role: str, url: str, prompts: Prompts) -> list[float]:
     """Milliseconds until the first token of each prompt but the warm-ups."""
     return [_ms(ask(engine, role, url, prompt) * 1e6) for prompt in prompts][WARM_UPS:]
 
 
-def start(engine: ServedEngine, role: str, spec: ServerSpec, prompts: Sequence[tuple[int, ...]]) -> tuple[float, float]:
-    """Start and stop the server of a role: seconds of its start, and the median of its `readings_of`."""
+def start(
+    engine: ServedEngine, role: str, spec: ServerSpec, prompts: Mapping[int, Prompts]
+) -> tuple[float, dict[int, float]]:
+    """Start and stop the server of a role.
+
+    Args:
+        prompts: by their length, the warm-ups and those that are timed.
+
+    Returns:
+        seconds of the start, and by length the median of the `readings_of` its prompts.
+    """
     with Server(spec) as server:
-        median = statistics.median(readings_of(engine, role, server.url, prompts))
-    return round(server.start_seconds, 1), round(median, 2)
+        medians = {
+            tokens: round(statistics.median(readings_of(engine, role, server.url, some)), 2)
+            for tokens, some in prompts.items()
+        }
+    return round(server.start_seconds, 1), medians
 
 
 def profile(
     engine: ServedEngine,
     role: str,
     spec: ServerSpec,
-    prompts: Sequence[tuple[int, ...]],
+    prompts: Mapping[int, Prompts],
     work: Path,
     sampler: Sampler | None = None,
-) -> dict[str, Any]:
+) -> dict[int, dict[str, Any]]:
     """Start the server of a role and measure its start, its times to the first token, its host and one prefill.
 
     Args:
-        prompts: the warm-ups, those that are timed unprofiled, and the one that is profiled.
+        prompts: by their length, the warm-ups, those that are timed unprofiled, and the one that is profiled.
         sampler: samples the host's stacks; None samples nothing.
+
+    Returns:
+        a row for each length.
     """
-    folder = trace_folder(role, work)
-    for old in (*folder.rglob("*.json.gz"), report_file(work)):
-        old.unlink(missing_ok=True)
-    *unprofiled, last = prompts
+    report_file(work).unlink(missing_ok=True)
     with Server(spec) as server:
-        url = server.url
-        readings = readings_of(engine, role, url, unprofiled)
-        host = {}
-        if sampler:
-            # Prompts made before, so that the server does not wait for new ones. Each empties the prefix cache.
-            again = itertools.cycle(unprofiled)
-            stacks = work / f"{role}-host.txt"
-            host = sampled(sampler, server.pids(), lambda: ask(engine, role, url, next(again)), stacks)
-        post(f"{url}/start_profile", {"output_dir": str(folder), "activities": ["GPU"]})
-        ask(engine, role, url, last)
-        post(f"{url}/stop_profile")
-        events = trace_in(folder)
-    warm_up = {}
+        found = {tokens: _profiled(engine, role, server, some, work, sampler) for tokens, some in prompts.items()}
+    row: dict[str, Any] = {"server": role, "start_s": round(server.start_seconds, 1)}
     if role == PLUGIN and (report := report_file(work)).exists():
-        warm_up = {"warm_up": json.loads(report.read_text())["facts"].get("warm-up", "none")}
+        row["warm_up"] = json.loads(report.read_text())["facts"].get("warm-up", "none")
+    return {tokens: row | measured for tokens, measured in found.items()}
+
+
+def _profiled(
+    engine: ServedEngine, role: str, server: Server, prompts: Prompts, work: Path, sampler: Sampler | None
+) -> dict[str, Any]:
+    """What `profile` measures with prompts of one length."""
+    folder = trace_folder(role, work)
+    for old in folder.rglob("*.json.gz"):
+        old.unlink()
+    *unprofiled, last = prompts
+    url = server.url
+    readings = readings_of(engine, role, url, unprofiled)
+    host = {}
+    if sampler:
+        # Prompts made before, so that the server does not wait for new ones. Each empties the prefix cache.
+        again = itertools.cycle(unprofiled)
+        stacks = work / f"{role}-{len(last)}-host.txt"
+        host = sampled(sampler, server.pids(), lambda: ask(engine, role, url, next(again)), stacks)
+    post(f"{url}/start_profile", {"output_dir": str(folder), "activities": ["GPU"]})
+    ask(engine, role, url, last)
+    post(f"{url}/stop_profile")
     return {
-        "server": role,
-        "start_s": round(server.start_seconds, 1),
-        **warm_up,
         "first_token_ms": round(statistics.median(readings), 2),
         "readings_ms": readings,
-        **summary(events),
+        **summary(trace_in(folder)),
         **host,
     }
 
@@ -247,7 +272,15 @@ def table(record: Mapping[str, Any]) -> str:
 
 def _times(row: Mapping[str, Any]) -> list[str]:
     parts = [f"{row['parts'][part]:,.0f}" for part in ALL_PARTS]
-    return [*parts, *(f"{ms:,.0f}" for ms in (row["span_ms"] - row["busy_ms"], row["span_ms"], row["first_token_ms"]))]
+    kernels = [f"{ms:,.0f}" for ms in (row["span_ms"] - row["busy_ms"], row["span_ms"])]
+    return [*parts, *kernels, _first_token(row.get("starts_ms", [row["first_token_ms"]]))]
+
+
+def _first_token(medians: Sequence[float]) -> str:
+    """The median of the starts' medians, in milliseconds, and their range if there are several."""
+    digits = 0 if min(medians) >= FEW_MS else 1
+    middle, least, most = (f"{ms:,.{digits}f}" for ms in (statistics.median(medians), min(medians), max(medians)))
+    return f"{middle} ({least} to {most})" if len(medians) > 1 else middle
 
 
 def page_table(folder: Path = RECORDS) -> str:
@@ -264,11 +297,13 @@ def page_table(folder: Path = RECORDS) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m ci.breakdown",
-        description="Profile the prefill of one long prompt.",
+        description="Profile the prefill of one prompt of each length.",
         epilog="-- FLAGS of the engine",
     )
     parser.add_argument("engine", choices=ENGINES)
-    parser.add_argument("--tokens", type=int, default=100_000, help="length of the prompt (%(default)s)")
+    parser.add_argument(
+        "--tokens", type=positives, default="100000", metavar="TOKENS,...", help="lengths of the prompts (%(default)s)"
+    )
     parser.add_argument("--heads", type=int, default=16, help="attention heads of the model (%(default)s)")
     parser.add_argument("--family", choices=FAMILIES, default=V32, help="model family (%(default)s)")
     parser.add_argument(
@@ -287,6 +322,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--workdir", type=Path, default=Path("breakdown-work"), help="checkpoint and logs (%(default)s)"
     )
+    parser.add_argument(
+        "--start-timeout", type=seconds, default=600.0, metavar="SECONDS", help="for each start (%(default)g)"
+    )
     parser.add_argument("--json", type=Path, metavar="DIR", help="write a record into DIR")
     parser.add_argument("--commit", help="source commit, where the source is in no checkout")
     words = list(sys.argv[1:] if argv is None else argv)
@@ -304,29 +342,37 @@ def main(argv: Sequence[str] | None = None) -> None:
     model.make_checkpoint(spec, checkpoint, print)
     vocab = int(spec.config()["vocab_size"])
     count = WARM_UPS + given.readings + 1
-    prompts = [random_tokens(f"breakdown/{number}", given.tokens, vocab) for number in range(count)]
-    specs = {role: server_spec(engine, role, checkpoint, flags, given.workdir) for role in (STOCK, PLUGIN)}
+    prompts = {
+        tokens: [random_tokens(f"breakdown/{number}", tokens, vocab) for number in range(count)]
+        for tokens in given.tokens
+    }
+    specs = {
+        role: server_spec(engine, role, checkpoint, flags, given.workdir, given.start_timeout)
+        for role in (STOCK, PLUGIN)
+    }
     # Servers of one kind may differ from start to start, by where the host runs them. The first start fills the caches.
-    before: dict[str, list[tuple[float, float]]] = {role: [] for role in specs}
+    before: dict[str, list[tuple[float, dict[int, float]]]] = {role: [] for role in specs}
     for _ in range(given.starts - 1):
         for role, one in specs.items():
-            before[role].append(start(engine, role, one, prompts[:-1]))
-    rows = []
-    for role, one in specs.items():
-        row = profile(engine, role, one, prompts, given.workdir, sampler)
-        starts = [*before[role], (row["start_s"], row["first_token_ms"])]
-        rows.append(row | {"starts_s": [took for took, _ in starts], "starts_ms": [median for _, median in starts]})
-    suite = f"first-token-{engine.name}-{given.family}-{given.heads}heads-{given.tokens}"
+            before[role].append(start(engine, role, one, {tokens: some[:-1] for tokens, some in prompts.items()}))
+    last = {role: profile(engine, role, one, prompts, given.workdir, sampler) for role, one in specs.items()}
     host = describe_host(*records.gpu_and_driver(), 1, given.commit)
-    what = {"engine": named, "family": given.family, "heads": given.heads, "tokens": given.tokens, "flags": flags}
-    what["starts"] = given.starts
-    record = records.head(suite, "python -m ci.breakdown", host) | what | {"rows": rows}
-    if given.json:
-        records.save(record, given.json / f"{suite}.json")
-    print(table(record))
-    for row in rows:
-        if "host_error" in row:
-            print(f"{row['server']}: host not sampled: {row['host_error']}", file=sys.stderr)
+    for tokens in given.tokens:
+        rows = []
+        for role, found in last.items():
+            row = found[tokens]
+            starts_s = [*(took for took, _ in before[role]), row["start_s"]]
+            starts_ms = [*(medians[tokens] for _, medians in before[role]), row["first_token_ms"]]
+            rows.append(row | {"starts_s": starts_s, "starts_ms": starts_ms})
+        suite = f"first-token-{engine.name}-{given.family}-{given.heads}heads-{tokens}"
+        what = {"engine": named, "family": given.family, "heads": given.heads, "tokens": tokens, "flags": flags}
+        record = records.head(suite, "python -m ci.breakdown", host) | what | {"starts": given.starts, "rows": rows}
+        if given.json:
+            records.save(record, given.json / f"{suite}.json")
+        print(f"{tokens:,} tokens\n{table(record)}")
+        for row in rows:
+            if "host_error" in row:
+                print(f"{row['server']}: host not sampled: {row['host_error']}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -165,7 +165,8 @@ def test_both_servers_are_profiled_and_recorded(
     assert [row["server"] for row in record["rows"]] == ["stock", "plugin"]
     assert [row["start_s"] for row in record["rows"]] == [21.0, 22.0]
     assert not any(key.startswith("host") for row in record["rows"] for key in row)
-    heading, _, _, second = capsys.readouterr().out.splitlines()
+    length, heading, _, _, second = capsys.readouterr().out.splitlines()
+    assert length == "300 tokens"
     assert heading.startswith(f"| {engine} 1.2 |")
     assert heading.endswith("| start |")
     cells = ["plugin", "0", "4", "0", "2", "0", "2", "8", "9,000", "22.0 s"]
@@ -200,6 +201,42 @@ def test_servers_are_started_before_those_that_are_recorded(tmp_path: Path, fake
     assert record["suite"] == "first-token-vllm-v3.2-16heads-300"
 
 
+def test_a_start_measures_every_length_and_each_makes_a_record(
+    tmp_path: Path, fakes: Fakes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short, long = ([8.0, 8.0, 1.0], [9.0, 9.0, 3.0]), ([8.0, 8.0, 2.0], [9.0, 9.0, 5.0])
+    profiled = 7.0
+    starts = [*short[0], *short[1], *long[0], *long[1]]
+    last = [*short[0], profiled, *short[1], profiled, *long[0], profiled, *long[1], profiled]
+    fakes.seconds = [*starts, *last]
+    folder = tmp_path / "records"
+    breakdown.main(
+        ["sglang", "--tokens", "300,700", "--starts", "2", "--workdir", str(tmp_path), "--json", str(folder)]
+    )
+    asked = [int(words.partition(" ")[0]) for words in fakes.asked if words.endswith(" new")]
+    assert asked == 2 * [300, 300, 300, 700, 700, 700] + 2 * [300, 300, 300, 300, 700, 700, 700, 700]
+    assert len(FakeServer.started) == 4
+    found = {path.stem: json.loads(path.read_text()) for path in folder.iterdir()}
+    assert sorted(found) == ["first-token-sglang-v3.2-16heads-300", "first-token-sglang-v3.2-16heads-700"]
+    for record, tokens, stock, plugin in zip(
+        (found[name] for name in sorted(found)), (300, 700), (1000.0, 3000.0), (2000.0, 5000.0), strict=True
+    ):
+        assert record["suite"].endswith(f"-{tokens}")
+        assert record["tokens"] == tokens
+        assert [row["starts_ms"] for row in record["rows"]] == [[stock, stock], [plugin, plugin]]
+        assert [row["starts_s"] for row in record["rows"]] == [[21.0, 23.0], [22.0, 24.0]]
+    printed = capsys.readouterr().out
+    assert printed.count(" tokens\n") == 2
+    assert "| 1,000 (1,000 to 1,000) |" in printed
+
+
+def test_a_first_token_below_a_tenth_of_a_second_has_a_decimal() -> None:
+    assert breakdown._first_token([33.04]) == "33.0"
+    assert breakdown._first_token([31.26, 99.0, 40.0]) == "40.0 (31.3 to 99.0)"
+    assert breakdown._first_token([99.0, 120.0, 110.0]) == "110.0 (99.0 to 120.0)"
+    assert breakdown._first_token([100.0, 1246.2]) == "673 (100 to 1,246)"
+
+
 @pytest.mark.parametrize(
     ("facts", "said"), [({"warm-up": "in 0.6 s"}, {"warm_up": "in 0.6 s"}), ({}, {"warm_up": "none"}), (None, {})]
 )
@@ -214,13 +251,13 @@ def test_the_plugins_server_says_what_its_warm_up_took(
 
 
 def test_the_page_has_the_longest_prompts_first(tmp_path: Path) -> None:
-    times = {"parts": dict.fromkeys(("experts", "indexer", "attention", "matrix products", "everything else"), 2.4)}
+    times: dict[str, Any] = {"parts": dict.fromkeys(("experts", "indexer", "attention", "matrix products", "everything else"), 2.4)}
     times |= {"server": "stock", "span_ms": 20.0, "busy_ms": 12.0, "first_token_ms": 33.0}
     for tokens, heads in ((2000, 8), (100_000, 16)):
         record = {"engine": "sglang 0.5.23", "family": "v3.2", "heads": heads, "tokens": tokens, "rows": [times]}
         (tmp_path / f"{tokens}.json").write_text(json.dumps(record))
     first, second = breakdown.page_table(tmp_path).splitlines()[2:]
-    shared = "| stock | 2 | 2 | 2 | 2 | 2 | 8 | 20 | 33 |"
+    shared = "| stock | 2 | 2 | 2 | 2 | 2 | 8 | 20 | 33.0 |"
     assert first == f"| SGLang 0.5.23, V3.2, 16 heads, 100,000 tokens {shared}"
     assert second == f"| SGLang 0.5.23, V3.2, 8 heads, 2,000 tokens {shared}"
 
@@ -350,8 +387,8 @@ def test_the_host_is_sampled_while_prompts_are_answered(
         assert row["host"] == stacks.host_table(STACKS)
         assert "host_error" not in row
         assert len(row["readings_ms"]) == 2
-        assert (tmp_path / f"{row['server']}-host.txt").exists()
-        words = json.loads((tmp_path / f"{row['server']}-host.json").read_text())
+        assert (tmp_path / f"{row['server']}-300-host.txt").exists()
+        words = json.loads((tmp_path / f"{row['server']}-300-host.json").read_text())
         assert words[words.index("--pid") + 1] == str(os.getpid())
         assert words[words.index("--duration") + 1] == "3"
         assert {"record", "--subprocesses", "--threads", "--idle", "--nonblocking"} <= set(words)
@@ -366,7 +403,7 @@ def test_a_py_spy_that_fails_leaves_the_rest_of_the_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fakes: Fakes, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake_py_spy(tmp_path, monkeypatch, "sys.exit('Error: Permission denied\\n\\nStack backtrace:\\n 0: x')")
-    (tmp_path / "stock-host.txt").write_text("\n".join(STACKS))  # of an earlier run
+    (tmp_path / "stock-300-host.txt").write_text("\n".join(STACKS))  # of an earlier run
     for row in record_of(tmp_path, "sglang", "--host", "3")["rows"]:
         assert row["host_error"] == "py-spy failed (exit code 1): Error: Permission denied"
         assert "host" not in row
