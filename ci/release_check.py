@@ -15,6 +15,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Mapping
@@ -27,6 +28,8 @@ import nsa_plugin
 from ci.rows import ROOT, Engine, engines
 
 ENVIRONMENTS = ROOT / ".cache" / "release"
+# Of the environment that runs this; `make release-check` installs ci/requirements-release.txt there.
+SCRIPTS = sysconfig.get_path("scripts")
 # Placed on the import path as in tests/sglang: the package index has no torchvision for a CPU build of torch.
 STUBS = {"sglang": ROOT / "ci" / "stubs" / "sglang-cpu"}
 # What `doctor` has to say of an engine on a CPU.
@@ -170,6 +173,11 @@ def smoke(environment: Environment) -> list[str]:
     ]
 
 
+def find_uv() -> str | None:
+    """The uv of this environment, whose version and hashes are locked; without it the one on PATH."""
+    return shutil.which("uv", path=SCRIPTS) or shutil.which("uv")
+
+
 def resolved(*requirements: str) -> set[str]:
     """What these requirements bring, as name==version, from the package index.
 
@@ -177,9 +185,9 @@ def resolved(*requirements: str) -> set[str]:
         CheckError: they contradict each other.
     """
     # SGLang's wheels are for glibc 2.34 or later from 0.5.23 on.
-    command = ["uv", "pip", "compile", "--quiet", "--no-header", "--no-annotate", "--python-version", "3.11"]
+    command = ["pip", "compile", "--quiet", "--no-header", "--no-annotate", "--python-version", "3.11"]
     done = subprocess.run(
-        [*command, "--python-platform", "x86_64-manylinux_2_35", "-"],
+        [find_uv() or "uv", *command, "--python-platform", "x86_64-manylinux_2_35", "-"],
         input="\n".join(requirements),
         capture_output=True,
         text=True,
@@ -254,9 +262,10 @@ def main() -> int:
             say(f"{engine.run_distribution} {version}: {outcome} ({time.monotonic() - started:.0f} s)")
             if not args.keep:
                 shutil.rmtree(ENVIRONMENTS / f"{engine.name}-{version}", ignore_errors=True)
-        if rows and shutil.which("uv") is None:
+        if rows and find_uv() is None:
             if os.environ.get("CI"):  # a green job must not hide a check that never ran
-                say(f"FAILED: uv is not on PATH; in CI it must resolve the wheel beside {len(rows)} engine versions")
+                where = f"uv is neither in {SCRIPTS} nor on PATH"
+                say(f"FAILED: {where}; in CI it must resolve the wheel beside {len(rows)} engine versions")
                 return 1
             say(f"NOT CHECKED: what pip would bring beside {len(rows)} versions of the engines; it needs uv")
             return 1 if failed or args.only else 0

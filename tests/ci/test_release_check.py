@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 import nsa_plugin
-from ci import release_check
+from ci import release_check, unmet
 from ci.release_check import CheckError, Environment, check_doctor, chosen, install
 from ci.rows import ROOT, Engine, engines
 
@@ -93,19 +91,51 @@ def test_program_reports_what_the_entry_point_imports(heavy: list[str], tmp_path
     assert result["value"] == "loader"
 
 
+def write_uv(folder: Path, resolves_to: str, code: int = 0) -> Path:
+    folder.mkdir(exist_ok=True)
+    uv = folder / "uv"
+    uv.write_text(f"#!/bin/sh\necho {resolves_to}\necho 'versions  conflict' >&2\nexit {code}\n")
+    uv.chmod(0o755)
+    return uv
+
+
 @pytest.mark.parametrize("code", [0, 1])
 def test_requirements_that_uv_does_not_resolve_are_an_error(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    uv = tmp_path / "uv"
-    uv.write_text(f"#!/bin/sh\necho torch==2\necho 'versions  conflict' >&2\nexit {code}\n")
-    uv.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
+    write_uv(tmp_path / "bin", "torch==2", code)
+    monkeypatch.setattr(release_check, "SCRIPTS", str(tmp_path / "bin"))
     if code == 0:
         assert release_check.resolved("vllm==1") == {"torch==2"}
         return
     with pytest.raises(CheckError, match="vllm==1 does not resolve: versions conflict"):
         release_check.resolved("vllm==1")
+
+
+@pytest.mark.parametrize(
+    ("places", "used"),
+    [
+        (["environment", "path"], "environment"),
+        (["environment"], "environment"),
+        (["path"], "path"),
+        ([], None),
+    ],
+)
+def test_locked_uv_of_the_environment_comes_before_the_one_on_path(
+    places: list[str], used: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(release_check, "SCRIPTS", str(tmp_path / "environment"))
+    monkeypatch.setenv("PATH", str(tmp_path / "path"))
+    found = {place: write_uv(tmp_path / place, f"{place}==1") for place in places}
+    if used is None:
+        assert release_check.find_uv() is None
+        return
+    assert release_check.find_uv() == str(found[used])
+    assert release_check.resolved("vllm==1") == {f"{used}==1"}
+
+
+def test_environment_is_the_one_that_runs_the_check() -> None:
+    assert Path(release_check.SCRIPTS) == Path(sys.executable).parent
 
 
 class Parts:
@@ -125,7 +155,7 @@ class Parts:
         self.surroundings(uv=True, ci="")
 
     def surroundings(self, *, uv: bool, ci: str | None) -> None:
-        self.monkeypatch.setattr(release_check.shutil, "which", lambda name: "/bin/uv" if uv else None)
+        self.monkeypatch.setattr(release_check, "find_uv", lambda: "/bin/uv" if uv else None)
         if ci is None:
             self.monkeypatch.delenv("CI", raising=False)
         else:
@@ -183,14 +213,17 @@ def test_one_version_that_does_not_resolve_fails_the_check(
     assert len(parts.resolved) == len(TO_RESOLVE)
 
 
+NO_UV = f"uv is neither in {release_check.SCRIPTS} nor on PATH"
+
+
 @pytest.mark.parametrize(
     ("arguments", "ci", "code", "said"),
     [
         ([], None, 0, "NOT CHECKED"),
         ([], "", 0, "NOT CHECKED"),
-        ([], "true", 1, "FAILED: uv is not on PATH"),
+        ([], "true", 1, f"FAILED: {NO_UV}"),
         (["--only", "resolve"], None, 1, "NOT CHECKED"),
-        (["--only", "resolve"], "true", 1, "FAILED: uv is not on PATH"),
+        (["--only", "resolve"], "true", 1, f"FAILED: {NO_UV}"),
         (["--only", "install"], "true", 0, None),
     ],
 )
@@ -210,15 +243,18 @@ def test_missing_uv_fails_the_check_in_ci(
     assert parts.resolved == []
 
 
-def test_workflows_install_one_version_of_uv_before_the_release_check() -> None:
-    pins = []
-    for path in sorted((ROOT / ".github" / "workflows").glob("*.yml")):
-        for job in yaml.safe_load(path.read_text())["jobs"].values():
-            targets = job.get("strategy", {}).get("matrix", {}).get("target", [])
-            steps = [step.get("run", "") for step in job["steps"]]
-            if "make release-check" in steps or "release-check" in targets:
-                make = next(number for number, step in enumerate(steps) if step.startswith("make "))
-                (pin,) = re.findall(r"pip install --no-deps (uv==[\d.]+)$", "\n".join(steps[:make]), re.MULTILINE)
-                pins.append(pin)
-    assert len(pins) == 2
-    assert len(set(pins)) == 1
+def test_make_release_check_installs_the_locked_tools_in_the_environment_that_runs_the_check() -> None:
+    planned = subprocess.run(
+        ["make", "--no-print-directory", "--dry-run", "release-check", "ARGS="],  # not those of an outer make
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    setup, check = planned.stdout.splitlines()
+    command, venv, *locks = setup.removeprefix("PLUGIN=none ").split()
+    assert command == "ci/setup.sh"
+    assert check.split() == [f"{venv}/bin/python", "-m", "ci.release_check"]
+    names = {pin.partition("==")[0] for lock in locks for pin in unmet.pins(ROOT / lock)}
+    assert {"build", "twine", "uv"} <= names

@@ -81,6 +81,12 @@ def test_make_targets_and_modules_exist(path: Path) -> None:
             assert find_spec(module), command
 
 
+@every_workflow
+def test_exact_versions_of_packages_come_from_the_locks_which_have_hashes(path: Path) -> None:
+    for command in itertools.chain.from_iterable(commands(job) for job in jobs_of(path).values()):
+        assert set(re.findall(r"([\w.-]+)==", command)) <= {"nsa-plugin"}, command
+
+
 def test_test_workflow_runs_all_of_make_test() -> None:
     (needed,) = re.findall(r"^test: (.*?) ##", (ROOT / "Makefile").read_text(), re.MULTILINE)
     ran = {command.removeprefix("make ") for command in commands(jobs_of(ROOT / ".github/workflows/test.yml")["test"])}
