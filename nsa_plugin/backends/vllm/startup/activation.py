@@ -356,6 +356,8 @@ def start_serving(vllm_config: Any) -> VllmServing | None:
 
     trace = Trace(mode=resolved.settings.trace)
     if Need.GPU in needs:
+        from nsa_plugin.backends.common.warm import hash_triton
+
         serving_class: type[GpuServing]
         if Need.GPU_V4 in needs:
             from nsa_plugin.backends.vllm.v4.serving import V4Serving as serving_class
@@ -363,7 +365,12 @@ def start_serving(vllm_config: Any) -> VllmServing | None:
             from nsa_plugin.backends.vllm.v32.serving import GpuServing as serving_class
 
         this.serving = serving_class(
-            resolved=resolved, trace=trace, vllm_config=vllm_config, statuses=statuses, portable=Need.PORTABLE in needs
+            resolved=resolved,
+            trace=trace,
+            vllm_config=vllm_config,
+            statuses=statuses,
+            portable=Need.PORTABLE in needs,
+            hashing=hash_triton(),
         )
         return this.serving
     from nsa_plugin.backends.vllm.startup.model import CPU_LAYOUTS, model_shape

@@ -18,6 +18,7 @@ import pytest
 from packaging.version import Version
 
 from nsa_plugin import settings
+from nsa_plugin.backends.common import warm
 from nsa_plugin.backends.vllm.startup import activation, serving
 from nsa_plugin.backends.vllm.startup.activation import VllmProcess
 from nsa_plugin.backends.vllm.v32 import patches as gpu_patches
@@ -330,6 +331,18 @@ def test_a_worker_from_its_start_to_the_report(
     assert "decode, 1 request" in report.facts
     assert report.all_notes() == []
     assert process.serving is found
+
+
+def test_the_warm_up_waits_until_triton_has_hashed_its_files(
+    process: VllmProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    monkeypatch.setattr(warm, "hash_triton", lambda: SimpleNamespace(join=lambda: order.append("hashed")))
+    monkeypatch.setattr(Here, "run_kernels", lambda *_: order.append("kernels"))
+    worker = worker_of(configured())
+    assert order == []
+    load_model(worker)
+    assert order == ["hashed", "kernels"]
 
 
 def test_a_kv_connector_is_named_in_the_report(process: VllmProcess, reports: list[StartupReport]) -> None:
