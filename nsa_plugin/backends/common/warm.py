@@ -7,8 +7,11 @@ outlive a call (`cuda.sparse_mla`'s records) out of a graph's memory pool.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -34,6 +37,29 @@ DENSE = "triton"
 """The provider of dense attention where the engine has no kernel for it."""
 MANY_KEYS = 16384
 """More than the indexer without logits gathers without a sampled threshold."""
+
+
+def hash_triton() -> threading.Thread | None:
+    """Let Triton hash its own files in a thread, while the process waits for its GPU.
+
+    Triton's first launch in a process hashes its compiler, about 500 MB, for the keys of its cache: 0.4 s. It keeps the
+    result. hashlib lets other threads run meanwhile.
+
+    Returns:
+        The thread; None where Triton is missing or names its function otherwise, so that the first launch hashes.
+    """
+    try:
+        key = import_module("triton.runtime.cache").triton_key
+    except (ImportError, AttributeError):
+        return None
+
+    def run() -> None:
+        with suppress(Exception):  # the first launch reports it
+            key()
+
+    thread = threading.Thread(target=run, name="nsa_plugin_triton", daemon=True)
+    thread.start()
+    return thread
 
 
 def warm(kernels: Iterable[tuple[str, str]], providers: Providers, model: ModelShape, device: torch.device) -> None:

@@ -196,8 +196,11 @@ def settings_of(vllm_config: Any) -> ResolvedSettings:
     return resolve(config=config, config_source=CONFIG_SOURCE)
 
 
-def check_here(vllm_config: Any, resolved: ResolvedSettings) -> tuple[Need, ...]:
+def check_here(vllm_config: Any, resolved: ResolvedSettings, *, installs: bool = False) -> tuple[Need, ...]:
     """Check that the plugin can serve this configuration, before anything starts.
+
+    Args:
+        installs: whether the caller installs the patches next, which checks each target in the live engine.
 
     Returns:
         The needs of the patches to install.
@@ -241,10 +244,13 @@ def check_here(vllm_config: Any, resolved: ResolvedSettings) -> tuple[Need, ...]
             model.check_portable_v4(device_sm())
         check_portable_version(ledger.version, v4=is_v4)
         needs = (*needs, Need.PORTABLE)
-    from nsa_plugin.patches import static
+    # With strict off, the process that starts the workers may leave the serving to vLLM for what its files lack. Each
+    # worker then has to read them too, or it would serve.
+    if not (installs and resolved.settings.strict):
+        from nsa_plugin.patches import static
 
-    # vLLM forks its workers from this process, so nothing here may touch the GPU: read files, import nothing.
-    static.check_installed(ledger, *needs)
+        # vLLM forks its workers from this process, so nothing here may touch the GPU: read files, import nothing.
+        static.check_installed(ledger, *needs)
     return needs
 
 
@@ -339,7 +345,7 @@ def start_serving(vllm_config: Any) -> VllmServing | None:
     if not wanted(vllm_config, resolved):
         return None
     try:
-        needs = check_here(vllm_config, resolved)
+        needs = check_here(vllm_config, resolved, installs=True)
         statuses = this.ledger.install(*needs)
     except NsaPluginError as error:
         if resolved.settings.ends_start(error):
@@ -350,12 +356,21 @@ def start_serving(vllm_config: Any) -> VllmServing | None:
 
     trace = Trace(mode=resolved.settings.trace)
     if Need.GPU in needs:
-        from nsa_plugin.backends.vllm.v4 import serving as v4_serving
-        from nsa_plugin.backends.vllm.v32 import serving as gpu_serving
+        from nsa_plugin.backends.common.warm import hash_triton
 
-        serving_class = v4_serving.V4Serving if Need.GPU_V4 in needs else gpu_serving.GpuServing
+        serving_class: type[GpuServing]
+        if Need.GPU_V4 in needs:
+            from nsa_plugin.backends.vllm.v4.serving import V4Serving as serving_class
+        else:
+            from nsa_plugin.backends.vllm.v32.serving import GpuServing as serving_class
+
         this.serving = serving_class(
-            resolved=resolved, trace=trace, vllm_config=vllm_config, statuses=statuses, portable=Need.PORTABLE in needs
+            resolved=resolved,
+            trace=trace,
+            vllm_config=vllm_config,
+            statuses=statuses,
+            portable=Need.PORTABLE in needs,
+            hashing=hash_triton(),
         )
         return this.serving
     from nsa_plugin.backends.vllm.startup.model import CPU_LAYOUTS, model_shape

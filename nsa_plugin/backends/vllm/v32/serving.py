@@ -6,6 +6,7 @@ the planner and runs the kernels once. Anything unsupported is thus found while 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -85,6 +86,7 @@ class GpuServing(VllmServing):
         place: the worker's device, set before it loads the model.
         opened: whether `open_exchange` was called.
         left_choice: why the plugin left the choice of the attention backend to vLLM; "" if it did not.
+        hashing: of `hash_triton`.
     """
 
     backend: ClassVar[str] = BACKEND
@@ -103,6 +105,7 @@ class GpuServing(VllmServing):
     place: torch.device | None = None
     opened: bool = False
     left_choice: str = ""
+    hashing: threading.Thread | None = None
 
     def enter(self, worker: Any) -> None:
         super().enter(worker)
@@ -247,6 +250,8 @@ class GpuServing(VllmServing):
         """
         if not self.warm_seconds:
             started = time.perf_counter()
+            if self.hashing is not None:
+                self.hashing.join()  # otherwise the first launch would hash the files, too
             self.run_kernels(device)
             self.warm_seconds = time.perf_counter() - started
 

@@ -9,6 +9,7 @@ from types import ModuleType
 import pytest
 from packaging.version import Version
 
+from nsa_plugin.backends.common import warm
 from nsa_plugin.backends.vllm.startup import activation, counters
 from nsa_plugin.backends.vllm.startup.activation import VllmProcess
 from nsa_plugin.backends.vllm.v32 import patches as gpu_patches
@@ -40,6 +41,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[VllmProcess]:
     monkeypatch.setattr(gpu_serving, "warm", lambda *_: None)
     for name in ("warm_selection", "warm_reading", "warm_indexer", "warm_inputs", "warm_shard"):
         monkeypatch.setattr(gpu_serving, name, lambda *_, **__: None)
+    monkeypatch.setattr(warm, "hash_triton", lambda: None)
     monkeypatch.setattr(activation, "use_engine_log", lambda: None)
     yield this
     ledger.undo()

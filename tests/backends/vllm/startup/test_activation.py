@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 from packaging.version import Version
 
 from nsa_plugin import settings
+from nsa_plugin.backends.common import warm
 from nsa_plugin.backends.vllm.startup import activation, serving
 from nsa_plugin.backends.vllm.startup.activation import VllmProcess
 from nsa_plugin.backends.vllm.v32 import patches as gpu_patches
@@ -25,6 +27,7 @@ from nsa_plugin.backends.vllm.v32.choice import BACKEND
 from nsa_plugin.errors import LeftToStockError, NoProviderError, PatchError, SettingsError
 from nsa_plugin.libraries.devices import DeviceProfile, synthetic
 from nsa_plugin.patches import static
+from nsa_plugin.patches.ledger import Need
 from nsa_plugin.patches.static import SourceTree
 from nsa_plugin.patches.vllm import BOOTSTRAP
 from nsa_plugin.telemetry import StartupReport
@@ -35,6 +38,8 @@ from tests.backends.fake_vllm.start import (
     ANOTHER,
     DEVICE_KIND,
     FILE,
+    PATCHES,
+    V4_PATCH,
     Engine,
     Here,
     configured,
@@ -245,6 +250,42 @@ def test_a_target_that_the_files_do_not_have(monkeypatch: pytest.MonkeyPatch):
         engine_config(configured())
 
 
+def test_a_strict_worker_does_not_read_the_files_again(process: VllmProcess, monkeypatch: pytest.MonkeyPatch):
+    """Reading them took 0.2 s of each worker's start."""
+    read: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(static, "check_installed", lambda ledger, *needs: read.append(needs))
+    engine_config(configured())
+    assert read == [(Need.GPU,)]
+    worker_of(configured())
+    assert (read, Engine.serve()) == ([(Need.GPU,)], "the plugin's")
+
+
+@pytest.mark.parametrize("strict", [True, "full"])
+def test_a_target_that_the_worker_does_not_have_ends_its_start(
+    process: VllmProcess, monkeypatch: pytest.MonkeyPatch, strict: Any
+):
+    """Installing a patch checks the live engine, whatever the files say."""
+    process.ledger.patches = (*PATCHES, replace(V4_PATCH, name="vllm.gpu-more", need=Need.GPU))
+    with monkeypatch.context() as changed:
+        changed.delattr(Engine, "serve_v4")
+        assert engine_config(configured(strict=strict)) is not None, "the files have it"
+        with pytest.raises(PatchError, match=r"vllm.gpu-more to vllm 0.24.0.*'serve_v4' of .* is not there"):
+            worker_of(configured(strict=strict))
+    assert (process.serving, Engine.serve()) == (None, "vLLM's")
+
+
+def test_with_strict_off_a_worker_reads_the_files_too(
+    process: VllmProcess, reports: list[StartupReport], monkeypatch: pytest.MonkeyPatch
+):
+    """What the process before it left to vLLM for its files is not served by a worker whose live engine has it."""
+    monkeypatch.setattr(static, "installed", lambda package: SourceTree({FILE: "class Engine: ..."}.get))
+    engine_config(configured(strict=False))
+    worker_of(configured(strict=False))
+    assert (process.serving, Engine.serve()) == (None, "vLLM's")
+    (report,) = reports
+    assert not report.active
+
+
 def test_the_second_model_runner_has_no_batch_and_names_requests_by_their_places(process: VllmProcess):
     states = SimpleNamespace(index_to_req_id={0: "a", 3: "b"})
     worker = SimpleNamespace(model_runner=SimpleNamespace(req_states=states))
@@ -290,6 +331,18 @@ def test_a_worker_from_its_start_to_the_report(
     assert "decode, 1 request" in report.facts
     assert report.all_notes() == []
     assert process.serving is found
+
+
+def test_the_warm_up_waits_until_triton_has_hashed_its_files(
+    process: VllmProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    monkeypatch.setattr(warm, "hash_triton", lambda: SimpleNamespace(join=lambda: order.append("hashed")))
+    monkeypatch.setattr(Here, "run_kernels", lambda *_: order.append("kernels"))
+    worker = worker_of(configured())
+    assert order == []
+    load_model(worker)
+    assert order == ["hashed", "kernels"]
 
 
 def test_a_kv_connector_is_named_in_the_report(process: VllmProcess, reports: list[StartupReport]) -> None:
