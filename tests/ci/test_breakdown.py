@@ -251,7 +251,7 @@ def test_the_plugins_server_says_what_its_warm_up_took(
 
 
 def test_the_page_has_the_longest_prompts_first(tmp_path: Path) -> None:
-    times: dict[str, Any] = {"parts": dict.fromkeys(("experts", "indexer", "attention", "matrix products", "everything else"), 2.4)}
+    times: dict[str, Any] = {"parts": dict.fromkeys(breakdown.ALL_PARTS, 2.4)}
     times |= {"server": "stock", "span_ms": 20.0, "busy_ms": 12.0, "first_token_ms": 33.0}
     for tokens, heads in ((2000, 8), (100_000, 16)):
         record = {"engine": "sglang 0.5.23", "family": "v3.2", "heads": heads, "tokens": tokens, "rows": [times]}
