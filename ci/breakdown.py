@@ -3,7 +3,7 @@
 The stock engine's server and the plugin's are started one after the other. Each answers two prompts of every length as
 a warm-up, then those that are timed. With ``--host``, py-spy then samples the server's stacks while it answers prompts.
 Finally the engine's own profiler records the kernels of one more prompt, by CUPTI, without stacks or shapes. Each
-length makes a record.
+length makes a record. A loop in Python that is timed beside the prompts tells a slower server from a slower host.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import urllib.request
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ci.rows import ROOT
 from ci.stacks import HostError, Sampler, sampled
@@ -44,6 +44,7 @@ ON_GPU = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 LISTED = 40  # kernels of a server that a record names, those that take most time
 FEW_MS = 100  # below it the tables have a decimal of the times to the first token
 WARM_UPS, ANSWER_S, TRACE_S = 2, 120.0, 120.0
+LOOP, LOOPS = 200_000, 5  # rounds of the loop that times the host, and how often it is timed
 Prompts = Sequence[tuple[int, ...]]
 OTHER = "everything else"
 # The part of a layer that a kernel belongs to, by the first pattern that its name has.
@@ -187,28 +188,48 @@ def ask(engine: ServedEngine, role: str, url: str, prompt: tuple[int, ...]) -> f
     return time.perf_counter() - start
 
 
-def readings_of(engine: ServedEngine, role: str, url: str, prompts: Prompts) -> list[float]:
-    """Milliseconds until the first token of each prompt but the warm-ups."""
-    return [_ms(ask(engine, role, url, prompt) * 1e6) for prompt in prompts][WARM_UPS:]
+def loop_ms() -> float:
+    """Milliseconds of a fixed loop in Python, which depend on the host alone: the median of LOOPS."""
+
+    def once() -> float:
+        start = time.perf_counter()
+        total = 0
+        for number in range(LOOP):
+            total += number % 7
+        return time.perf_counter() - start
+
+    return _ms(statistics.median(once() for _ in range(LOOPS)) * 1e6)
+
+
+class Readings(NamedTuple):
+    """Milliseconds until the first token of each prompt but the warm-ups, and of `loop_ms` after them."""
+
+    prompts: list[float]
+    loop: float
+
+    @property
+    def median(self) -> float:
+        return round(statistics.median(self.prompts), 2)
+
+
+def readings_of(engine: ServedEngine, role: str, url: str, prompts: Prompts) -> Readings:
+    return Readings([_ms(ask(engine, role, url, prompt) * 1e6) for prompt in prompts][WARM_UPS:], loop_ms())
 
 
 def start(
     engine: ServedEngine, role: str, spec: ServerSpec, prompts: Mapping[int, Prompts]
-) -> tuple[float, dict[int, float]]:
+) -> tuple[float, dict[int, Readings]]:
     """Start and stop the server of a role.
 
     Args:
         prompts: by their length, the warm-ups and those that are timed.
 
     Returns:
-        seconds of the start, and by length the median of the `readings_of` its prompts.
+        seconds of the start, and by length the readings of its prompts.
     """
     with Server(spec) as server:
-        medians = {
-            tokens: round(statistics.median(readings_of(engine, role, server.url, some)), 2)
-            for tokens, some in prompts.items()
-        }
-    return round(server.start_seconds, 1), medians
+        found = {tokens: readings_of(engine, role, server.url, some) for tokens, some in prompts.items()}
+    return round(server.start_seconds, 1), found
 
 
 def profile(
@@ -257,8 +278,9 @@ def _profiled(
     ask(engine, role, url, last)
     post(f"{url}/stop_profile")
     return {
-        "first_token_ms": round(statistics.median(readings), 2),
-        "readings_ms": readings,
+        "first_token_ms": readings.median,
+        "readings_ms": readings.prompts,
+        "loop_ms": readings.loop,
         **summary(trace_in(folder)),
         **host,
     }
@@ -351,7 +373,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for role in (STOCK, PLUGIN)
     }
     # Servers of one kind may differ from start to start, by where the host runs them. The first start fills the caches.
-    before: dict[str, list[tuple[float, dict[int, float]]]] = {role: [] for role in specs}
+    before: dict[str, list[tuple[float, dict[int, Readings]]]] = {role: [] for role in specs}
     for _ in range(given.starts - 1):
         for role, one in specs.items():
             before[role].append(start(engine, role, one, {tokens: some[:-1] for tokens, some in prompts.items()}))
@@ -362,8 +384,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         for role, found in last.items():
             row = found[tokens]
             starts_s = [*(took for took, _ in before[role]), row["start_s"]]
-            starts_ms = [*(medians[tokens] for _, medians in before[role]), row["first_token_ms"]]
-            rows.append(row | {"starts_s": starts_s, "starts_ms": starts_ms})
+            starts_ms = [*(readings[tokens].median for _, readings in before[role]), row["first_token_ms"]]
+            loops_ms = [*(readings[tokens].loop for _, readings in before[role]), row["loop_ms"]]
+            rows.append(row | {"starts_s": starts_s, "starts_ms": starts_ms, "loops_ms": loops_ms})
         suite = f"first-token-{engine.name}-{given.family}-{given.heads}heads-{tokens}"
         what = {"engine": named, "family": given.family, "heads": given.heads, "tokens": tokens, "flags": flags}
         record = records.head(suite, "python -m ci.breakdown", host) | what | {"starts": given.starts, "rows": rows}

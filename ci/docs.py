@@ -291,6 +291,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "profiles": ncu.table,
     "first-token-parts": breakdown.page_table,
     "profiles-h100": partial(ncu.table, ncu.OTHERS, besides=ncu.RECORD),
+    "profiles-portable": partial(ncu.table, ncu.EMULATING),
     "regressions": regressions.table,
     "soak": runs_table,
     **site.generators(RECORDS),

@@ -83,6 +83,8 @@ RECORD = ROOT / "docs" / "profiles.json"
 """Profiles that the page shows."""
 OTHERS = ROOT / "docs" / "profiles-h100.json"
 """Profiles of another GPU, of which the page shows the cases that RECORD lacks."""
+EMULATING = ROOT / "docs" / "profiles-portable.json"
+"""Profiles of the portable path."""
 POINTS = (
     *(point("sparse-mla-decode", "cuda", heads=16, batch=batch) for batch in (1, 8, 32, 128)),
     point("sparse-mla-decode", "cuda", heads=8, batch=128),

@@ -66,7 +66,7 @@ CHANGES = _SECTION.patches(
         until: vLLM selects without them
     prefill-topk [>=0.22]: _custom_ops:top_k_per_row_prefill(logits, cu_seqlen_ks, cu_seqlen_ke, raw_topk_indices,
         num_rows, topk_tokens)
-        The plugin's top-k of more than 8192 keys reads the logits once; and it selects here for what
+        The plugin's top-k of more than 16384 keys reads the logits once; and it selects here for what
         vllm.gpu-prefill-logits kept.
         replacement: v32.patches:prefill_topk
         until: vLLM's top-k is as fast

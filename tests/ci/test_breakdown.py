@@ -201,6 +201,27 @@ def test_servers_are_started_before_those_that_are_recorded(tmp_path: Path, fake
     assert record["suite"] == "first-token-vllm-v3.2-16heads-300"
 
 
+def test_the_host_is_timed_beside_the_prompts_of_each_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fakes: Fakes
+) -> None:
+    loops = iter([9.5, 9.25, 14.0, 14.5])
+    asked: list[int] = []
+
+    def loop() -> float:
+        asked.append(len(fakes.asked))
+        return next(loops)
+
+    monkeypatch.setattr(breakdown, "loop_ms", loop)
+    stock, plugin = record_of(tmp_path, "vllm", "--starts", "2")["rows"]
+    assert (stock["loops_ms"], plugin["loops_ms"]) == ([9.5, 14.0], [9.25, 14.5])
+    assert (stock["loop_ms"], plugin["loop_ms"]) == (14.0, 14.5)
+    assert asked == [3, 6, 9, 15], "after the timed prompts, before one is profiled"
+
+
+def test_the_loop_takes_time_on_this_host() -> None:
+    assert 0 < breakdown.loop_ms() < 60_000
+
+
 def test_a_start_measures_every_length_and_each_makes_a_record(
     tmp_path: Path, fakes: Fakes, capsys: pytest.CaptureFixture[str]
 ) -> None:

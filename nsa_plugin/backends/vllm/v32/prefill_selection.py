@@ -23,9 +23,9 @@ from nsa_plugin.kernels.selector import default_selector
 from nsa_plugin.patches.ledger import TURN_OFF, wrap
 
 CUDA_TOPK = "nsa_plugin.kernels.cuda.topk"
-STOCK_KEYS = 8192
-"""Keys up to which vLLM's top-k stays. The two were never timed side by side, and servers of 64 and 128 heads with the
-plugin's answered prompts of 8192 tokens later than stock's (vLLM 0.33)."""
+STOCK_KEYS = 16384
+"""Keys up to which vLLM's top-k stays: up to here it was measured to be quicker than the plugin's, and slower from
+65,536 on (docs/benchmarks/h100/topk.md)."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def _not_selected() -> NoReturn:
 def vllms_is_quicker(logits: torch.Tensor, select: Callable[..., Any]) -> bool:
     """Whether vLLM's top-k stays for these logits [rows, keys], instead of the plugin's `select`.
 
-    Triton's kernel reads the logits more often than vLLM's does.
+    Triton's kernel reads the logits more often than vLLM's does, and is slower with every number of keys.
     """
     return logits.is_cuda and (select.__module__ != CUDA_TOPK or logits.shape[1] <= STOCK_KEYS)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +16,7 @@ from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.vllm.v32 import prefill_selection, samples
 from nsa_plugin.backends.vllm.v32.indexer import NO_LOGITS, planned_indexer_builder, wrap_indexer
 from nsa_plugin.backends.vllm.v32.prefill_selection import (
+    STOCK_KEYS,
     prefill_logits,
     prefill_topk,
     vllms_is_quicker,
@@ -33,6 +36,7 @@ from nsa_plugin.settings import ResolvedSettings, Settings
 from nsa_plugin.telemetry import Trace
 from tests.backends.fake_vllm.indexer import StockIndexerBuilder
 
+TOPK_RECORD = Path(__file__).parents[4] / "docs" / "benchmarks" / "h100" / "topk.json"
 ROWS, KEYS, HEADS, DIM, TOPK = 6, 40, 4, 128, 5
 KS = torch.tensor([0, 0, 0, 25, 25, 25]).int()
 KE = torch.tensor([3, 19, 25, 26, 25, 40]).int()
@@ -94,10 +98,10 @@ def test_the_topk_of_a_prefill_counts_from_the_rows_first_key():
 @pytest.mark.parametrize(
     ("on_gpu", "keys", "module", "stays"),
     [
-        (True, 8192, "nsa_plugin.kernels.cuda.topk", True),
-        (True, 8193, "nsa_plugin.kernels.cuda.topk", False),
-        (True, 8193, "nsa_plugin.kernels.triton.topk", True),
-        (False, 8192, "nsa_plugin.kernels.topk", False),
+        (True, 16384, "nsa_plugin.kernels.cuda.topk", True),
+        (True, 16385, "nsa_plugin.kernels.cuda.topk", False),
+        (True, 16385, "nsa_plugin.kernels.triton.topk", True),
+        (False, 16384, "nsa_plugin.kernels.topk", False),
     ],
 )
 def test_vllms_topk_stays_where_the_plugins_is_not_known_to_be_quicker(
@@ -105,6 +109,19 @@ def test_vllms_topk_stays_where_the_plugins_is_not_known_to_be_quicker(
 ):
     logits = SimpleNamespace(is_cuda=on_gpu, shape=(3, keys))
     assert vllms_is_quicker(logits, SimpleNamespace(__module__=module)) is stays
+
+
+def test_the_record_has_the_stays_that_are_measured_as_quicker():
+    """Batches of few query tokens are decode steps, which do not come here."""
+    times: dict[tuple[int, int], dict[str, float]] = {}
+    for row in json.loads(TOPK_RECORD.read_text())["rows"]:
+        times.setdefault((row["case"]["q"], row["case"]["kv"]), {})[row["provider"]] = row["median_us"]
+    prefills = {case: found for case, found in times.items() if case[0] >= 1024}
+    assert {keys <= STOCK_KEYS for _, keys in prefills} == {True, False}
+    for (_, keys), found in prefills.items():
+        own, vllms = found["cuda"], found["vllm.top_k_per_row_prefill"]
+        assert (vllms < own) is (keys <= STOCK_KEYS)
+        assert vllms < found["triton"]
 
 
 @pytest.mark.parametrize("stays", [True, False])
