@@ -132,6 +132,22 @@ def test_summary_has_the_fastest_path_of_the_plugin_for_each_case(tmp_path: Path
     ]
 
 
+def test_a_highlight_beside_a_stand_in_gives_way_to_one_beside_an_engines_kernel() -> None:
+    def measured(heads: int, baseline: str) -> dict[str, Any]:
+        case = {"heads": heads, "q": 8192, "kv": 131072, "topk": 2048, "budget_mib": 512}
+        return {"op": "indexer_topk", "case": case, "provider": "cuda", "baseline": baseline} | {
+            "median_us": 10.0,
+            "baseline_us": 20.0,
+        }
+
+    stand_in, engines = "deep_gemm in one piece, torch.topk", "deep_gemm in one piece, sgl_kernel.fast_topk_v2"
+    one = (Path("one.json"), {"suite": "indexer-topk", "rows": [measured(32, stand_in), measured(64, stand_in)]})
+    other = (Path("other.json"), {"suite": "indexer-topk", "rows": [measured(64, engines)]})
+    found = {(path.stem, row["case"]["heads"]) for _, path, row in summary.highlights([one, other])}
+    assert found == {("one", 32), ("other", 64)}
+    assert {path.stem for _, path, _ in summary.highlights([one])} == {"one"}
+
+
 def test_the_summary_looks_at_every_library_that_may_select() -> None:
     """A library that decisions choose, and the page forgets, would leave its page with a slower figure."""
     (indexer,) = (highlight for highlight in summary.HIGHLIGHTS if highlight.op == Op.INDEXER_TOPK)
