@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from nsa_plugin.kernels.checks import KernelArgumentError
+from nsa_plugin.libraries.architectures import EMULATED, shared_memory_per_block
 from nsa_plugin.tools.bench.judges import Attended
 from nsa_plugin.tools.bench.workload import TimedCall
 
@@ -20,6 +21,11 @@ D_V = 512
 UNIONS = (0, 2, 4)
 """Neighbouring query tokens whose selections SGLang's kernel gathers together; 0: none."""
 _UNION_ROWS = (16, 32)  # query rows of a union: tokens times heads, a power of two
+SMALL_TILES = {16: 64, 32: 32, 64: 16}
+"""Keys a step of SGLang's kernel, by the most query rows of a block, if it has no more than `SMALL` of shared memory:
+the largest of SGLang's own steps that fits, as Triton 3.9 compiles them for SM86. Nothing fits with more rows."""
+SMALL = shared_memory_per_block(EMULATED)
+_WARPS, _STAGES = 8, 2  # of such a block
 
 SGLANG_MODULE = "sglang.kernels.ops.attention.dsa.triton_sparse_mla_prefill"
 VLLM_MODULE = "vllm.v1.attention.ops.xpu_mla_sparse"
@@ -33,18 +39,29 @@ VLLM_NAME = "vLLM triton_bf16_mla_sparse"
 RIVALS = frozenset({VLLM_NAME, *map(sglang_name, UNIONS)})
 
 
-def sglang_triton(q: torch.Tensor, rows: torch.Tensor, indices: torch.Tensor, scale: float, *, union: int) -> TimedCall:
+def sglang_triton(
+    q: torch.Tensor,
+    rows: torch.Tensor,
+    indices: torch.Tensor,
+    scale: float,
+    *,
+    union: int,
+    shared_memory: int | None = None,
+) -> TimedCall:
     """`sparse_mla_prefill` of SGLang 0.5.23 (--dsa-prefill-backend triton_sparse_mla, --dsa-triton-union).
 
-    Lengths of the rows are made once for all layers, as in SGLang, and are not in the call.
+    Lengths of the rows are made once for all layers, as in SGLang, and are not in the call. SGLang takes smaller tiles
+    on a GPU that cannot launch its first choice. An emulated one can, so its tile is chosen here.
 
     Args:
         q: [tokens, heads, 576] bfloat16.
         rows: [s_kv, 576] bfloat16.
         indices: [tokens, topk] int32.
+        shared_memory: bytes that a block may have; None leaves the tile to SGLang.
 
     Raises:
-        KernelArgumentError: SGLang refuses this union at these heads, or would fall back without saying so.
+        KernelArgumentError: SGLang refuses this union at these heads, would fall back without saying so, or has no tile
+            for the shared memory.
     """
     needs_cuda(q)
     attend: Any = _module(SGLANG_MODULE).sparse_mla_prefill
@@ -55,9 +72,22 @@ def sglang_triton(q: torch.Tensor, rows: torch.Tensor, indices: torch.Tensor, sc
         )
     if union and topk & (topk - 1):
         raise KernelArgumentError(f"triton_sparse_mla: topk is {topk}; unions need a power of two")
+    tile = {}
+    if shared_memory is not None and shared_memory <= SMALL:
+        tile = {"union_config" if union else "config": _small_tile(heads * (union or 1))}
     last = torch.arange(1, topk + 1, dtype=torch.int32, device=indices.device)
     lengths = torch.where(indices >= 0, last, 0).amax(1).int()
-    return lambda: Attended(attend(q, rows, indices, scale, D_V, topk_length=lengths, union=union), None)
+    return lambda: Attended(attend(q, rows, indices, scale, D_V, topk_length=lengths, union=union, **tile), None)
+
+
+def _small_tile(query_rows: int) -> tuple[int, int, int]:
+    """(keys a step, warps, stages)."""
+    for most, keys in SMALL_TILES.items():
+        if query_rows <= most:
+            return keys, _WARPS, _STAGES
+    raise KernelArgumentError(
+        f"triton_sparse_mla: heads is {query_rows}; no tile of SGLang's fits {SMALL >> 10} KiB of shared memory"
+    )
 
 
 def vllm_triton(q: torch.Tensor, rows: torch.Tensor, indices: torch.Tensor, scale: float) -> TimedCall:

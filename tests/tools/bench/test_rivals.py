@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.tools.bench import fakes
 from tests.tools.bench.fakes import RATES, FakeTimer
 
 UNIONS: list[int] = []
+TILES: list[dict[str, tuple[int, int, int]]] = []
 
 
 def sparse_mla_prefill(
@@ -29,11 +31,13 @@ def sparse_mla_prefill(
     *,
     topk_length: torch.Tensor,
     union: int,
+    **tile: tuple[int, int, int],
 ) -> torch.Tensor:
     assert q.dtype == kv.dtype == torch.bfloat16
     assert indices.dtype == topk_length.dtype == torch.int32
     assert topk_length.tolist() == [(row >= 0).sum() for row in indices]
     UNIONS.append(union)
+    TILES.append(tile)
     return reference_prefill(q, kv, indices, scale=sm_scale, d_v=d_v).out
 
 
@@ -81,6 +85,49 @@ def test_rivals_are_judged_and_refuse_unions_that_the_engine_would_drop(
     assert set(UNIONS) == {0} | unions
     for union in {2, 4} - unions:
         assert refused[rivals.sglang_name(union)].startswith(f"triton_sparse_mla: heads is {heads} with unions of")
+
+
+@pytest.mark.parametrize(
+    ("heads", "union", "tile"),
+    [
+        (8, 0, {"config": (64, 8, 2)}),
+        (16, 0, {"config": (64, 8, 2)}),
+        (17, 0, {"config": (32, 8, 2)}),
+        (64, 0, {"config": (16, 8, 2)}),
+        (8, 2, {"union_config": (64, 8, 2)}),
+        (8, 4, {"union_config": (32, 8, 2)}),
+        (16, 2, {"union_config": (32, 8, 2)}),
+    ],
+)
+def test_sglangs_tile_fits_the_gpu_that_is_emulated(
+    engines: None, heads: int, union: int, tile: dict[str, tuple[int, int, int]]
+) -> None:
+    TILES.clear()
+    q, rows = torch.zeros(4, heads, 576, dtype=torch.bfloat16), torch.zeros(9, 576, dtype=torch.bfloat16)
+    given = q, rows, torch.zeros(4, 16, dtype=torch.int32), 0.1
+    for shared_memory in (None, 227 << 10, 99 << 10):
+        rivals.sglang_triton(*given, union=union, shared_memory=shared_memory)()
+    assert [{}, {}, tile] == TILES
+
+
+def test_sglangs_kernel_fits_no_emulated_gpu_with_more_than_64_heads(engines: None) -> None:
+    q, rows = torch.zeros(4, 65, 576, dtype=torch.bfloat16), torch.zeros(9, 576, dtype=torch.bfloat16)
+    given = q, rows, torch.zeros(4, 16, dtype=torch.int32), 0.1
+    rivals.sglang_triton(*given, union=0, shared_memory=100 << 10)
+    with pytest.raises(KernelArgumentError, match="heads is 65; no tile of SGLang's fits 99 KiB of shared memory"):
+        rivals.sglang_triton(*given, union=0, shared_memory=99 << 10)
+
+
+@pytest.mark.parametrize(("sm", "small"), [(None, False), (90, False), (86, True)])
+def test_the_suite_says_which_gpu_it_emulates(
+    engines: None, monkeypatch: pytest.MonkeyPatch, sm: int | None, small: bool
+) -> None:
+    TILES.clear()
+    one = case("sparse_mla_prefill", heads=16, q=5, kv=90, topk=32, layout="v32_fp8", selection="overlap 80%")
+    workload = SUITES["sparse-mla-prefill"].build()(one, replace(fakes.context(), sm=sm))
+    (contender,) = (each for each in workload.contenders if each.name == rivals.sglang_name(0))
+    contender.load()()
+    assert [{"config": (64, 8, 2)} if small else {}] == TILES
 
 
 def test_topk_that_an_engine_does_not_take(engines: None) -> None:

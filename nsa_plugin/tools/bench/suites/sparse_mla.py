@@ -10,6 +10,7 @@ from nsa_plugin.kernels.cuda import sparse_mla_neighbours, sparse_mla_union
 from nsa_plugin.kernels.kv_cache import PagedCache, gather_rows
 from nsa_plugin.kernels.sparse_mla import reference_decode, reference_prefill
 from nsa_plugin.layouts import Fp8Layout
+from nsa_plugin.libraries.architectures import shared_memory_per_block
 from nsa_plugin.tools.bench import floors, inputs, judges, rivals, stock
 from nsa_plugin.tools.bench.cases import BenchCase, selection_of
 from nsa_plugin.tools.bench.judges import Attended
@@ -116,10 +117,12 @@ def prefill(case: BenchCase, context: Context) -> Workload:
     def padded() -> TimedCall:
         return stock.flash_mla_prefill(q, rows_of_cache(), indices, scale)
 
+    shared = shared_memory_per_block(context.sm) if context.sm else None
+
     def rival(union: int) -> Contender:
         return Contender(
             rivals.sglang_name(union),
-            lambda: rivals.sglang_triton(q, rows_of_cache(), indices, scale, union=union),
+            lambda: rivals.sglang_triton(q, rows_of_cache(), indices, scale, union=union, shared_memory=shared),
         )
 
     def padded_with_copy() -> TimedCall:
