@@ -44,7 +44,7 @@ ON_GPU = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 LISTED = 40  # kernels of a server that a record names, those that take most time
 FEW_MS = 100  # below it the tables have a decimal of the times to the first token
 WARM_UPS, ANSWER_S, TRACE_S = 2, 120.0, 120.0
-LOOP, LOOPS = 200_000, 5  # rounds of the loop that times the host, and how often it is timed
+LOOP, LOOPS = 200_000, 5  # rounds of the loop that times the host, and how many of its times the median is of
 Prompts = Sequence[tuple[int, ...]]
 OTHER = "everything else"
 # The part of a layer that a kernel belongs to, by the first pattern that its name has.
@@ -189,7 +189,7 @@ def ask(engine: ServedEngine, role: str, url: str, prompt: tuple[int, ...]) -> f
 
 
 def loop_ms() -> float:
-    """Milliseconds of a fixed loop in Python, which depend on the host alone: the median of LOOPS."""
+    """Milliseconds of a fixed loop in this process, which a slower server does not prolong and a slower host does."""
 
     def once() -> float:
         start = time.perf_counter()
@@ -253,7 +253,7 @@ def profile(
     with Server(spec) as server:
         found = {tokens: _profiled(engine, role, server, some, work, sampler) for tokens, some in prompts.items()}
     row: dict[str, Any] = {"server": role, "start_s": round(server.start_seconds, 1)}
-    if role == PLUGIN and (report := report_file(work)).exists():
+    if (report := report_file(work)).exists():
         row["warm_up"] = json.loads(report.read_text())["facts"].get("warm-up", "none")
     return {tokens: row | measured for tokens, measured in found.items()}
 
@@ -363,10 +363,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     given.workdir.mkdir(parents=True, exist_ok=True)
     model.make_checkpoint(spec, checkpoint, print)
     vocab = int(spec.config()["vocab_size"])
+    lengths = list(dict.fromkeys(given.tokens))
     count = WARM_UPS + given.readings + 1
     prompts = {
-        tokens: [random_tokens(f"breakdown/{number}", tokens, vocab) for number in range(count)]
-        for tokens in given.tokens
+        tokens: [random_tokens(f"breakdown/{number}", tokens, vocab) for number in range(count)] for tokens in lengths
     }
     specs = {
         role: server_spec(engine, role, checkpoint, flags, given.workdir, given.start_timeout)
@@ -379,7 +379,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             before[role].append(start(engine, role, one, {tokens: some[:-1] for tokens, some in prompts.items()}))
     last = {role: profile(engine, role, one, prompts, given.workdir, sampler) for role, one in specs.items()}
     host = describe_host(*records.gpu_and_driver(), 1, given.commit)
-    for tokens in given.tokens:
+    for tokens in lengths:
         rows = []
         for role, found in last.items():
             row = found[tokens]

@@ -30,6 +30,7 @@ from ci.rows import ROOT, Engine, engines
 ENVIRONMENTS = ROOT / ".cache" / "release"
 # Of the environment that runs this; `make release-check` installs ci/requirements-release.txt there.
 SCRIPTS = sysconfig.get_path("scripts")
+NO_UV = f"uv is neither in {SCRIPTS} nor on PATH"
 # Placed on the import path as in tests/sglang: the package index has no torchvision for a CPU build of torch.
 STUBS = {"sglang": ROOT / "ci" / "stubs" / "sglang-cpu"}
 # What `doctor` has to say of an engine on a CPU.
@@ -182,12 +183,15 @@ def resolved(*requirements: str) -> set[str]:
     """What these requirements bring, as name==version, from the package index.
 
     Raises:
-        CheckError: they contradict each other.
+        CheckError: they contradict each other, or there is no uv.
     """
+    uv = find_uv()
+    if uv is None:
+        raise CheckError(NO_UV)
     # SGLang's wheels are for glibc 2.34 or later from 0.5.23 on.
     command = ["pip", "compile", "--quiet", "--no-header", "--no-annotate", "--python-version", "3.11"]
     done = subprocess.run(
-        [find_uv() or "uv", *command, "--python-platform", "x86_64-manylinux_2_35", "-"],
+        [uv, *command, "--python-platform", "x86_64-manylinux_2_35", "-"],
         input="\n".join(requirements),
         capture_output=True,
         text=True,
@@ -264,8 +268,7 @@ def main() -> int:
                 shutil.rmtree(ENVIRONMENTS / f"{engine.name}-{version}", ignore_errors=True)
         if rows and find_uv() is None:
             if os.environ.get("CI"):  # a green job must not hide a check that never ran
-                where = f"uv is neither in {SCRIPTS} nor on PATH"
-                say(f"FAILED: {where}; in CI it must resolve the wheel beside {len(rows)} engine versions")
+                say(f"FAILED: {NO_UV}; in CI it must resolve the wheel beside {len(rows)} engine versions")
                 return 1
             say(f"NOT CHECKED: what pip would bring beside {len(rows)} versions of the engines; it needs uv")
             return 1 if failed or args.only else 0

@@ -106,6 +106,7 @@ class Fakes:
         """Of the prompts to come; the others take 9 s."""
         self.clock = 0.0
         self.folder = tmp_path
+        self.profiled: list[Path] = []
         for name, value in {"Server": FakeServer, "post": self.post, "send": self.send}.items():
             monkeypatch.setattr(breakdown, name, value)
         monkeypatch.setattr(breakdown.time, "perf_counter", lambda: self.clock)
@@ -119,8 +120,10 @@ class Fakes:
         if body:
             self.folder = Path(body["output_dir"])
         else:
-            with gzip.open(self.folder / "1-TP-0.trace.json.gz", "wt") as file:
-                json.dump({"traceEvents": EVENTS}, file)
+            number = self.profiled.count(self.folder)  # of the server's profiles before this one
+            self.profiled.append(self.folder)
+            with gzip.open(self.folder / f"{number}-TP-0.trace.json.gz", "wt") as file:
+                json.dump({"traceEvents": [*EVENTS, *number * [kernel("later", 20_000.0, 1000.0)]]}, file)
 
     def send(self, engine: Any, url: str, group: Any, timeout: float) -> dict[str, Answer]:
         (request,) = group.requests
@@ -218,8 +221,35 @@ def test_the_host_is_timed_beside_the_prompts_of_each_start(
     assert asked == [3, 6, 9, 15], "after the timed prompts, before one is profiled"
 
 
-def test_the_loop_takes_time_on_this_host() -> None:
-    assert 0 < breakdown.loop_ms() < 60_000
+def test_the_loop_takes_the_median_time_in_milliseconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert breakdown.loop_ms() > 0
+    ends = iter([0.010, 0.050, 0.012, 0.011, 0.030])
+    clock = iter(time for end in ends for time in (0.0, end))
+    monkeypatch.setattr(breakdown.time, "perf_counter", lambda: next(clock))
+    assert breakdown.loop_ms() == 12.0
+
+
+def test_medians_have_two_decimals() -> None:
+    assert breakdown.Readings([1.01, 1.04], 9.0).median in {1.02, 1.03}
+
+
+def test_a_start_ends_at_its_timeout(tmp_path: Path, fakes: Fakes) -> None:
+    record_of(tmp_path, "vllm")
+    assert {spec.start_timeout for spec in FakeServer.started} == {600.0}
+    FakeServer.started.clear()
+    record_of(tmp_path, "vllm", "--start-timeout", "77")
+    assert {spec.start_timeout for spec in FakeServer.started} == {77.0}
+    with pytest.raises(SystemExit):
+        record_of(tmp_path, "vllm", "--start-timeout", "0")
+
+
+def test_without_a_folder_nothing_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fakes: Fakes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    breakdown.main(["vllm", "--tokens", "300", "--workdir", "work"])
+    assert capsys.readouterr().out.startswith("300 tokens\n| vllm 1.2 |")
+    assert {path.name for path in tmp_path.rglob("*.json")} == set()
 
 
 def test_a_start_measures_every_length_and_each_makes_a_record(
@@ -232,7 +262,7 @@ def test_a_start_measures_every_length_and_each_makes_a_record(
     fakes.seconds = [*starts, *last]
     folder = tmp_path / "records"
     breakdown.main(
-        ["sglang", "--tokens", "300,700", "--starts", "2", "--workdir", str(tmp_path), "--json", str(folder)]
+        ["sglang", "--tokens", "300,700,300", "--starts", "2", "--workdir", str(tmp_path), "--json", str(folder)]
     )
     asked = [int(words.partition(" ")[0]) for words in fakes.asked if words.endswith(" new")]
     assert asked == 2 * [300, 300, 300, 700, 700, 700] + 2 * [300, 300, 300, 300, 700, 700, 700, 700]
@@ -246,6 +276,8 @@ def test_a_start_measures_every_length_and_each_makes_a_record(
         assert record["tokens"] == tokens
         assert [row["starts_ms"] for row in record["rows"]] == [[stock, stock], [plugin, plugin]]
         assert [row["starts_s"] for row in record["rows"]] == [[21.0, 23.0], [22.0, 24.0]]
+        # Not the trace of the length before.
+        assert [row["span_ms"] for row in record["rows"]] == 2 * [7.5 if tokens == 300 else 20.0]
     printed = capsys.readouterr().out
     assert printed.count(" tokens\n") == 2
     assert "| 1,000 (1,000 to 1,000) |" in printed

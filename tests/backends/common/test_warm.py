@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from nsa_plugin.backends.common import warm
 from nsa_plugin.backends.common.warm import hash_triton
 
 
@@ -47,4 +48,10 @@ def test_a_triton_without_the_function_hashes_at_the_first_launch(monkeypatch: p
     triton_with(monkeypatch)
     assert hash_triton() is None
     monkeypatch.setitem(sys.modules, "triton.runtime.cache", None)
+    assert hash_triton() is None
+
+    def fail(name: str) -> ModuleType:
+        raise OSError("libtriton.so: cannot open shared object file")
+
+    monkeypatch.setattr(warm, "import_module", fail)
     assert hash_triton() is None

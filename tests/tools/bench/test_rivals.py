@@ -118,13 +118,15 @@ def test_sglangs_kernel_fits_no_emulated_gpu_with_more_than_64_heads(engines: No
         rivals.sglang_triton(*given, union=0, shared_memory=99 << 10)
 
 
-@pytest.mark.parametrize(("sm", "small"), [(None, False), (90, False), (86, True)])
-def test_the_suite_says_which_gpu_it_emulates(
-    engines: None, monkeypatch: pytest.MonkeyPatch, sm: int | None, small: bool
+@pytest.mark.parametrize(
+    ("sm", "emulated", "small"), [(None, False, False), (90, False, False), (86, True, True), (86, False, False)]
+)
+def test_the_tile_is_sglangs_choice_on_a_gpu_that_is_not_emulated(
+    engines: None, sm: int | None, emulated: bool, small: bool
 ) -> None:
     TILES.clear()
     one = case("sparse_mla_prefill", heads=16, q=5, kv=90, topk=32, layout="v32_fp8", selection="overlap 80%")
-    workload = SUITES["sparse-mla-prefill"].build()(one, replace(fakes.context(), sm=sm))
+    workload = SUITES["sparse-mla-prefill"].build()(one, replace(fakes.context(), sm=sm, emulated=emulated))
     (contender,) = (each for each in workload.contenders if each.name == rivals.sglang_name(0))
     contender.load()()
     assert [{"config": (64, 8, 2)} if small else {}] == TILES

@@ -245,7 +245,7 @@ def check_here(vllm_config: Any, resolved: ResolvedSettings, *, installs: bool =
         check_portable_version(ledger.version, v4=is_v4)
         needs = (*needs, Need.PORTABLE)
     # With strict off, the process that starts the workers may leave the serving to vLLM for what its files lack. Each
-    # worker then has to read them too, or it would serve.
+    # worker then has to read them, too, or it might serve what that process left to vLLM.
     if not (installs and resolved.settings.strict):
         from nsa_plugin.patches import static
 

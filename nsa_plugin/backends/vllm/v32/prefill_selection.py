@@ -24,8 +24,8 @@ from nsa_plugin.patches.ledger import TURN_OFF, wrap
 
 CUDA_TOPK = "nsa_plugin.kernels.cuda.topk"
 STOCK_KEYS = 16384
-"""Keys up to which vLLM's top-k stays: up to here it was measured to be quicker than the plugin's, and slower from
-65,536 on (docs/benchmarks/h100/topk.md)."""
+"""Keys up to which vLLM's top-k stays. That of vLLM 0.33 was measured to be quicker than the plugin's up to here, and
+slower from 65,536 on (docs/benchmarks/h100/topk.md); between the two nothing was timed."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def _not_selected() -> NoReturn:
 def vllms_is_quicker(logits: torch.Tensor, select: Callable[..., Any]) -> bool:
     """Whether vLLM's top-k stays for these logits [rows, keys], instead of the plugin's `select`.
 
-    Triton's kernel reads the logits more often than vLLM's does, and is slower with every number of keys.
+    Triton's kernel reads the logits more often than vLLM's does, and was slower with all numbers of keys that were timed.
     """
     return logits.is_cuda and (select.__module__ != CUDA_TOPK or logits.shape[1] <= STOCK_KEYS)
 

@@ -86,7 +86,7 @@ class GpuServing(VllmServing):
         place: the worker's device, set before it loads the model.
         opened: whether `open_exchange` was called.
         left_choice: why the plugin left the choice of the attention backend to vLLM; "" if it did not.
-        hashing: of `hash_triton`.
+        hashing: the thread of `hash_triton`; None if there is none.
     """
 
     backend: ClassVar[str] = BACKEND

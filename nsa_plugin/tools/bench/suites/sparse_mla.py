@@ -117,7 +117,7 @@ def prefill(case: BenchCase, context: Context) -> Workload:
     def padded() -> TimedCall:
         return stock.flash_mla_prefill(q, rows_of_cache(), indices, scale)
 
-    shared = shared_memory_per_block(context.sm) if context.sm else None
+    shared = shared_memory_per_block(context.sm) if context.emulated and context.sm else None
 
     def rival(union: int) -> Contender:
         return Contender(

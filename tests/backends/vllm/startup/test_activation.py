@@ -250,13 +250,16 @@ def test_a_target_that_the_files_do_not_have(monkeypatch: pytest.MonkeyPatch):
         engine_config(configured())
 
 
-def test_a_strict_worker_does_not_read_the_files_again(process: VllmProcess, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("strict", [True, "full"])
+def test_a_strict_worker_does_not_read_the_files_again(
+    process: VllmProcess, monkeypatch: pytest.MonkeyPatch, strict: Any
+):
     """Reading them took 0.2 s of each worker's start."""
     read: list[tuple[Any, ...]] = []
     monkeypatch.setattr(static, "check_installed", lambda ledger, *needs: read.append(needs))
-    engine_config(configured())
+    engine_config(configured(strict=strict))
     assert read == [(Need.GPU,)]
-    worker_of(configured())
+    worker_of(configured(strict=strict))
     assert (read, Engine.serve()) == ([(Need.GPU,)], "the plugin's")
 
 
