@@ -103,7 +103,7 @@ def _not_selected() -> NoReturn:
 def vllms_is_quicker(logits: torch.Tensor, select: Callable[..., Any]) -> bool:
     """Whether vLLM's top-k stays for these logits [rows, keys], instead of the plugin's `select`.
 
-    Triton's kernel reads the logits more often than vLLM's does, and was slower with all numbers of keys that were timed.
+    Triton's kernel reads the logits more often than vLLM's does, and was slower wherever both were timed.
     """
     return logits.is_cuda and (select.__module__ != CUDA_TOPK or logits.shape[1] <= STOCK_KEYS)
 
