@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from nsa_plugin import cli
-from nsa_plugin.tools.bench import cases, record, rivals
+from nsa_plugin.tools.bench import cases, record, rivals, runner
 from nsa_plugin.tools.bench.cases import SUITES
+from nsa_plugin.tools.bench.runner import run_suite
+from nsa_plugin.tools.bench.workload import Context
 from nsa_plugin.tools.pages import kernels
 from tests.tools.bench import fakes
 from tests.tools.pages.records import ROWS, one_record
@@ -160,8 +162,13 @@ def test_the_portable_path_makes_a_record_of_its_own(
     from nsa_plugin.kernels.triton import device
 
     monkeypatch.setattr(device, "_emulated", None)
+    contexts: list[Context] = []
+    monkeypatch.setattr(
+        runner, "run_suite", lambda *args, **named: contexts.append(args[2]) or run_suite(*args, **named)
+    )
     code, _, err = call(capsys, "scalars", "--json", str(tmp_path), "--commit", "0123abc", "--portable")
     assert code == 0, err
+    assert [(one.sm, one.emulated) for one in contexts] == [(86, True)]
     assert device._emulated == 86
     path = tmp_path / "h200" / "portable-scalars.json"
     made = json.loads(path.read_text())
