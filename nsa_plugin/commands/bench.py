@@ -119,7 +119,7 @@ def _measure(suites: list[Suite], args: argparse.Namespace) -> int:
             raise BenchError(f"--portable needs an SM{EMULATED} or later GPU; this one is SM{sm}")
         sm = EMULATED
         emulate(sm)
-    context = Context(torch.device("cuda", torch.cuda.current_device()), sm, Registry(), args.provider, args.portable)
+    context = Context(torch.device("cuda", torch.cuda.current_device()), sm, Registry(), args.provider)
     timer = CudaTimer(back_to_back=args.back_to_back)
     with steps.step("the device's own rates"):
         rates = measure_rates(timer)

@@ -46,6 +46,11 @@ def emulate(sm: int | None) -> None:
     _emulated = sm
 
 
+def is_emulating() -> bool:
+    """Whether the kernels of this process act as on another GPU than the real one."""
+    return _emulated is not None
+
+
 def facts_of(device: torch.device) -> DeviceFacts:
     """Return a device's properties; for a CPU, those of Triton's interpreter."""
     if device.type != "cuda":

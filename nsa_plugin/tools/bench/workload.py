@@ -76,14 +76,12 @@ class Context:
         sm: SM version, None if the device is not an NVIDIA GPU.
         registry: the plugin's providers.
         wanted: names of providers to measure; empty: all but the reference.
-        emulated: whether the kernels act as on a GPU of this SM version, which is not the device's.
     """
 
     device: torch.device
     sm: int | None
     registry: Registry
     wanted: Collection[str] = ()
-    emulated: bool = False
     _shared: dict[Any, Any] = field(default_factory=dict)
 
     def shared(self, key: Any, make: Callable[[], T]) -> T:

@@ -168,7 +168,7 @@ def test_the_portable_path_makes_a_record_of_its_own(
     )
     code, _, err = call(capsys, "scalars", "--json", str(tmp_path), "--commit", "0123abc", "--portable")
     assert code == 0, err
-    assert [(one.sm, one.emulated) for one in contexts] == [(86, True)]
+    assert [(one.sm, device.is_emulating()) for one in contexts] == [(86, True)]
     assert device._emulated == 86
     path = tmp_path / "h200" / "portable-scalars.json"
     made = json.loads(path.read_text())

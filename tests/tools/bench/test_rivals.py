@@ -12,6 +12,7 @@ import torch
 
 from nsa_plugin.kernels.checks import KernelArgumentError
 from nsa_plugin.kernels.sparse_mla import reference_prefill
+from nsa_plugin.kernels.triton import device
 from nsa_plugin.tools.bench import rivals
 from nsa_plugin.tools.bench.cases import SUITES, case
 from nsa_plugin.tools.bench.runner import BenchOptions, run_suite
@@ -122,11 +123,13 @@ def test_sglangs_kernel_fits_no_emulated_gpu_with_more_than_64_heads(engines: No
     ("sm", "emulated", "small"), [(None, False, False), (90, False, False), (86, True, True), (86, False, False)]
 )
 def test_the_tile_is_sglangs_choice_on_a_gpu_that_is_not_emulated(
-    engines: None, sm: int | None, emulated: bool, small: bool
+    engines: None, monkeypatch: pytest.MonkeyPatch, sm: int | None, emulated: bool, small: bool
 ) -> None:
+    monkeypatch.setattr(device, "_emulated", None)
+    device.emulate(sm if emulated else None)
     TILES.clear()
     one = case("sparse_mla_prefill", heads=16, q=5, kv=90, topk=32, layout="v32_fp8", selection="overlap 80%")
-    workload = SUITES["sparse-mla-prefill"].build()(one, replace(fakes.context(), sm=sm, emulated=emulated))
+    workload = SUITES["sparse-mla-prefill"].build()(one, replace(fakes.context(), sm=sm))
     (contender,) = (each for each in workload.contenders if each.name == rivals.sglang_name(0))
     contender.load()()
     assert [{"config": (64, 8, 2)} if small else {}] == TILES

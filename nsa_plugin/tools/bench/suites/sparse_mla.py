@@ -9,6 +9,7 @@ import torch
 from nsa_plugin.kernels.cuda import sparse_mla_neighbours, sparse_mla_union
 from nsa_plugin.kernels.kv_cache import PagedCache, gather_rows
 from nsa_plugin.kernels.sparse_mla import reference_decode, reference_prefill
+from nsa_plugin.kernels.triton.device import is_emulating
 from nsa_plugin.layouts import Fp8Layout
 from nsa_plugin.libraries.architectures import shared_memory_per_block
 from nsa_plugin.tools.bench import floors, inputs, judges, rivals, stock
@@ -117,7 +118,7 @@ def prefill(case: BenchCase, context: Context) -> Workload:
     def padded() -> TimedCall:
         return stock.flash_mla_prefill(q, rows_of_cache(), indices, scale)
 
-    shared = shared_memory_per_block(context.sm) if context.emulated and context.sm else None
+    shared = shared_memory_per_block(context.sm) if context.sm and is_emulating() else None
 
     def rival(union: int) -> Contender:
         return Contender(
