@@ -1,6 +1,11 @@
-"""Attention over unions of neighbouring query tokens, always or where they share: against the float32 reference."""
+"""Attention over unions of neighbouring query tokens, always or where they share: against the float32 reference.
+
+As on SM90, and as on SM86.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -8,12 +13,21 @@ from sm90 import needs_sm90
 
 from nsa_plugin.kernels.cuda import attention, sparse_mla, sparse_mla_neighbours, sparse_mla_union
 from nsa_plugin.kernels.sparse_mla import prefill_op, reference_prefill
+from nsa_plugin.kernels.triton import device
+from nsa_plugin.libraries.architectures import EMULATED
 from nsa_plugin.tools.bench import inputs, judges
 from nsa_plugin.tools.bench.selections import CAUTIOUS, LIKELY, neighbouring
 
 pytestmark = [pytest.mark.gpu, needs_sm90]
 DEVICE = torch.device("cuda")
 KV = 4096
+
+
+@pytest.fixture(autouse=True, params=[None, EMULATED], ids=["SM90", f"as SM{EMULATED}"])
+def emulation(request: pytest.FixtureRequest) -> Iterator[None]:
+    device.emulate(request.param)
+    yield
+    device.emulate(None)
 
 
 def selections(name: str, tokens: int, topk: int) -> torch.Tensor:

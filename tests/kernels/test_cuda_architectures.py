@@ -73,7 +73,8 @@ def load_for(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Device
         facts = facts_of(sm)
         monkeypatch.setattr(build, "_load", lambda *given: Compiled(sm, *given[:-1]))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: divmod(sm, 10))
-        monkeypatch.setattr(sparse_mla_neighbours, "facts_of", lambda device: facts)
+        for module in (sparse_mla_neighbours, sparse_mla_union):
+            monkeypatch.setattr(module, "facts_of", lambda device: facts)
         return facts
 
     for cached in CACHED:
@@ -170,24 +171,31 @@ def test_every_architecture_has_the_kernels_of_few_heads(sm: int) -> None:
 
 
 @pytest.mark.parametrize("gate", [sparse_mla_launch.NO_GATE, sparse_mla_launch.SHARING])
-@pytest.mark.parametrize("selected", [2048, sparse_mla_union.MOST_ENTRIES // sparse_mla_union.GROUP])
-def test_unions_compile_and_fit(selected: int, gate: int, load_for: Callable[[int], DeviceFacts]) -> None:
-    variant = sparse_mla_union.VARIANT
-    defines = sparse_mla.definitions("v32_fp8", load_for(90)) | {"GATE": gate}
-    unite, attend = sparse_mla_union.kernels(selected, tuple(defines.items()), 0)
-    table = 4 << sparse_mla_union.table_bits(selected)
-    unite((1, 1, 1), sparse_mla_union.THREADS, (), shared_bytes=table)
-    attend((1, 1, 1), variant.threads, (), shared_bytes=variant.shared_bytes(V32_FP8.name))
-    assert attend.registers * variant.threads[0] * variant.blocks <= REGISTERS
+@pytest.mark.parametrize("sm", ARCHITECTURES)
+def test_unions_compile_and_fit(sm: int, gate: int, load_for: Callable[[int], DeviceFacts]) -> None:
+    """With the top-k of the models, and with the largest for which unions are offered."""
+    facts = load_for(sm)
+    variant, most = sparse_mla_union.variant_for(facts), sparse_mla_union.most_entries(facts)
+    defines = sparse_mla.definitions("v32_fp8", facts) | {"GATE": gate}
+    for selected in (2048, most // sparse_mla_union.GROUP):
+        unite, attend = sparse_mla_union.kernels(selected, variant, tuple(defines.items()), 0)
+        table = 4 << sparse_mla_union.table_bits(selected)
+        unite((1, 1, 1), sparse_mla_union.THREADS, (), shared_bytes=table)
+        assert unite.shared - table == sparse_mla_union.STATIC
+        attend((1, 1, 1), variant.threads, (), shared_bytes=variant.shared_bytes(V32_FP8.name))
+        assert attend.registers * variant.threads[0] * variant.blocks <= REGISTERS
+    assert 4 << sparse_mla_union.table_bits(most // sparse_mla_union.GROUP + 1) > facts.shared_memory
 
 
-def test_what_decides_on_unions_compiles_and_fits(load_for: Callable[[int], DeviceFacts]) -> None:
-    facts = load_for(90)
+@pytest.mark.parametrize("sm", ARCHITECTURES)
+def test_what_decides_on_unions_compiles_and_fits(sm: int, load_for: Callable[[int], DeviceFacts]) -> None:
+    facts = load_for(sm)
     sparse_mla_neighbours._load(2048, False, torch.device("cpu"))
     build.load_kernel(sparse_mla_neighbours.SOURCE, "sample")((1, 1, 1), sparse_mla_neighbours.THREADS, ())
     alone = sparse_mla_neighbours.ALONE
+    assert alone in sparse_mla.possible_variants(sparse_mla_neighbours.MOST_HEADS, "v32_fp8", facts)
     defines = sparse_mla.definitions("v32_fp8", facts) | {"GATE": sparse_mla_launch.NOT_SHARING}
-    check_few_heads(90, (sparse_mla.SOURCE, "attend"), alone, alone.shared_bytes("v32_fp8"), defines)
+    check_few_heads(sm, (sparse_mla.SOURCE, "attend"), alone, alone.shared_bytes("v32_fp8"), defines)
 
 
 @pytest.mark.parametrize("sm", ARCHITECTURES)

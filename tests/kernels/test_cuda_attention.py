@@ -104,7 +104,9 @@ def scope(topk=2048, layout=V32_FP8, slots=64):
     [
         ({}, 90, True),
         ({"heads": 9}, 90, False),
-        ({}, 86, False),
+        ({}, 86, True),
+        ({"scopes": (scope(topk=4096),)}, 86, True),
+        ({"scopes": (scope(topk=4097),)}, 86, False),
         ({"q": SimpleNamespace(is_cuda=False)}, 90, False),
         ({"scopes": (scope(), scope())}, 90, False),
         ({"scopes": (scope(layout=V4_FP8),)}, 90, False),
@@ -116,7 +118,7 @@ def scope(topk=2048, layout=V32_FP8, slots=64):
 )
 def test_which_calls_suit_unions_that_the_gpu_decides_on(monkeypatch, changes, architecture, suits):
     facts = DeviceFacts(132, architecture, shared_memory_per_block(architecture))
-    monkeypatch.setattr(sparse_mla_launch, "facts_of", lambda device: facts)
+    monkeypatch.setattr(sparse_mla_neighbours, "facts_of", lambda device: facts)
     q = SimpleNamespace(is_cuda=True, device="cuda")
     given = {"heads": 8, "q": q, "scopes": (scope(),), "d_v": 512, "out_dtype": torch.bfloat16} | changes
     assert sparse_mla_neighbours.suits(SimpleNamespace(**given)) is suits

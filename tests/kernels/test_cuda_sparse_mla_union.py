@@ -11,6 +11,7 @@ import torch
 from nsa_plugin.kernels.checks import KernelArgumentError
 from nsa_plugin.kernels.cuda import sparse_mla, sparse_mla_launch, sparse_mla_neighbours, sparse_mla_union
 from nsa_plugin.kernels.kv_cache import allocate_cache
+from nsa_plugin.kernels.triton.device import DeviceFacts
 from nsa_plugin.libraries.architectures import shared_memory_per_block
 from tests.kernels.sparse_mla_cases import HOST_TOKENS, host_arguments
 
@@ -24,10 +25,6 @@ HEADS = 8
         ({"q": torch.zeros(HOST_TOKENS, HEADS, 576)}, "q has dtype float32; allowed: bfloat16"),
         ({"kv": torch.zeros(128, 576, dtype=torch.bfloat16)}, "kv has layout bf16; this kernel reads v32_fp8"),
         ({"d_v": 256}, "d_v is 256"),
-        (
-            {"indices": torch.zeros(HOST_TOKENS, 8193, dtype=torch.int32)},
-            "topk is 8193; 2 tokens may select",
-        ),
         (
             {
                 "extra_kv": allocate_cache("v32_fp8", 1, 64),
@@ -58,23 +55,40 @@ def test_what_is_refused_where_the_gpu_decides(changes, message):
         sparse_mla_neighbours.prefill(**host_arguments(HEADS, **changes))
 
 
+def facts_of(sm: int) -> DeviceFacts:
+    return DeviceFacts(sms=100, architecture=sm, shared_memory=shared_memory_per_block(sm))
+
+
 @pytest.mark.parametrize(
-    ("topk", "num_slots", "fits"), [(8192, 2**28 - 2, True), (8193, 64, False), (1, 2**28 - 1, False)]
+    ("sm", "topk", "num_slots", "fits"),
+    [
+        (90, 8192, 2**28 - 2, True),
+        (90, 8193, 64, False),
+        (90, 1, 2**28 - 1, False),
+        (80, 8192, 64, True),
+        (86, 4096, 2**28 - 2, True),
+        (86, 4097, 64, False),
+        (120, 4096, 64, True),
+        (120, 4097, 64, False),
+    ],
 )
-def test_what_fits_an_entry_and_the_table(topk, num_slots, fits):
-    assert sparse_mla_union.fits(topk, num_slots) is fits
+def test_what_fits_an_entry_and_the_table(sm, topk, num_slots, fits):
+    assert sparse_mla_union.fits(topk, num_slots, facts_of(sm)) is fits
 
 
-def test_blocks_fit_into_shared_memory():
-    variant = sparse_mla_union.VARIANT
+@pytest.mark.parametrize("sm", [80, 86, 89, 90, 120])
+def test_blocks_fit_into_shared_memory(sm):
+    variant = sparse_mla_union.variant_for(facts_of(sm))
     each = variant.shared_bytes("v32_fp8")
-    assert each <= shared_memory_per_block(90)
-    # 228 KiB an SM, of which every block takes 1 KiB more than it asks for (CUDA C++ Programming Guide).
+    assert each <= shared_memory_per_block(sm)
+    # Timed on an SM90, with the variant for other GPUs as well: 228 KiB an SM, of which every block takes 1 KiB more
+    # than it asks for (CUDA C++ Programming Guide).
     assert variant.blocks * (each + 1024) <= 228 * 1024
 
 
-def test_a_block_takes_eight_heads_of_both_tokens_of_a_group():
-    variant = sparse_mla_union.VARIANT
+@pytest.mark.parametrize("sm", [80, 86, 89, 90, 120])
+def test_a_block_takes_eight_heads_of_both_tokens_of_a_group(sm):
+    variant = sparse_mla_union.variant_for(facts_of(sm))
     assert (variant.heads, variant.group) == (8, sparse_mla_union.GROUP)
 
 

@@ -345,11 +345,10 @@ def only_scope(call: SparseMlaCall) -> Scope:
     return call.scopes[0]
 
 
-def suits_hopper(call: SparseMlaCall) -> bool:
-    """Whether a call is for a kernel of SM90 that reads one cache of V3.2 records and writes bfloat16."""
+def suits_records(call: SparseMlaCall) -> bool:
+    """Whether a call is for a kernel that reads one cache of V3.2 records and writes bfloat16."""
     return (
         call.q.is_cuda
-        and facts_of(call.q.device).architecture == HOPPER
         and len(call.scopes) == 1
         and call.scopes[0].cache.layout is V32_FP8
         and call.d_v == D_V
@@ -357,8 +356,13 @@ def suits_hopper(call: SparseMlaCall) -> bool:
     )
 
 
-def require_hopper(call: SparseMlaCall) -> Scope:
-    """The cache of a call, for a kernel of SM90 that reads one cache of V3.2 records.
+def suits_hopper(call: SparseMlaCall) -> bool:
+    """Whether `suits_records`, and the device is SM90."""
+    return suits_records(call) and facts_of(call.q.device).architecture == HOPPER
+
+
+def require_records(call: SparseMlaCall) -> Scope:
+    """The cache of a call, for a kernel that reads one cache of V3.2 records.
 
     Raises:
         KernelArgumentError: the call has something else.
@@ -368,6 +372,16 @@ def require_hopper(call: SparseMlaCall) -> Scope:
     layout = given.cache.layout
     call.require(layout is V32_FP8, f"{given.name} has layout {layout.name}; this kernel reads {V32_FP8.name}")
     call.require(call.q.is_cuda, f"q is on {call.q.device}; the CUDA kernel needs a CUDA device")
+    return given
+
+
+def require_hopper(call: SparseMlaCall) -> Scope:
+    """As `require_records`, for a kernel of SM90.
+
+    Raises:
+        KernelArgumentError: the call has something else, or the device is another.
+    """
+    given = require_records(call)
     architecture = facts_of(call.q.device).architecture
     call.require(architecture == HOPPER, f"the device is SM{architecture}; this kernel needs SM{HOPPER}")
     return given

@@ -6,8 +6,8 @@ neighbouring query tokens (`sparse_mla_union`) fills the tiles that one token le
 real models do, and slower where they share few. The host does not wait to learn which: a kernel counts what a sample of
 pairs shares (`sparse_mla_sample.cu`), and of the two that follow for the whole batch one ends at once (`gate.cuh`).
 
-The result is exact either way, and equal inputs give equal bits. It takes V3.2 records, one cache, and SM90. The unions
-take 4 bytes of memory for each selected entry: 64 MiB for 8192 query tokens and a top-k of 2048.
+The result is exact either way, and equal inputs give equal bits. It takes V3.2 records and one cache. The unions take 4
+bytes of memory for each selected entry: 64 MiB for 8192 query tokens and a top-k of 2048.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from nsa_plugin.kernels.cuda.sparse_mla_launch import (
     cuda_scope,
     is_flat,
     new_result,
-    require_hopper,
-    suits_hopper,
+    require_records,
+    suits_records,
     writable_rows,
 )
 from nsa_plugin.kernels.sparse_mla import SparseMlaCall, SparseMlaResult, prefill_op
@@ -44,13 +44,16 @@ MIN_ROWS = 4096
 """Fewest query tokens of a batch for which it is worth it: the sample and the kernels that end at once take as long
 whatever the batch, by the record 8% of the time of 512 query tokens."""
 ALONE = sparse_mla.VARIANTS[0]
-"""How a token is attended alone: two blocks an SM, with 8 heads each, in one share."""
+"""How a token is attended alone: two blocks an SM, with 8 heads each, in one share. It suits every GPU: it is the first
+one of `PORTABLE_VARIANTS`, too."""
 
 
 def suits(call: SparseMlaCall) -> bool:
-    """Whether a call has what these kernels read and write, on a GPU that has their instructions."""
+    """Whether a call has what these kernels read and write."""
     given = call.scopes[0]
-    return call.heads <= MOST_HEADS and suits_hopper(call) and sparse_mla_union.fits(given.topk, given.cache.num_slots)
+    if call.heads > MOST_HEADS or not suits_records(call):
+        return False
+    return sparse_mla_union.fits(given.topk, given.cache.num_slots, facts_of(call.q.device))
 
 
 def load(call: SparseMlaCall) -> None:
@@ -66,9 +69,11 @@ def load(call: SparseMlaCall) -> None:
 
 @functools.cache
 def _load(topk: int, flat: bool, device: torch.device) -> None:
-    defines = sparse_mla.definitions(V32_FP8.name, facts_of(device), is_flat=flat)
+    facts = facts_of(device)
+    defines = sparse_mla.definitions(V32_FP8.name, facts, is_flat=flat)
     load_kernel(SOURCE, "sample")
-    sparse_mla_union.kernels(topk, tuple((defines | {"GATE": SHARING}).items()), device.index)
+    united = tuple((defines | {"GATE": SHARING}).items())
+    sparse_mla_union.kernels(topk, sparse_mla_union.variant_for(facts), united, device.index)
     sparse_mla.load(ALONE, V32_FP8.name, defines | {"GATE": NOT_SHARING}, device.index)
 
 
@@ -83,8 +88,8 @@ def attend(call: SparseMlaCall) -> SparseMlaResult:
     """
     few = f"there are {call.heads} heads; unions are faster with up to {MOST_HEADS}"
     call.require(call.heads <= MOST_HEADS, few)
-    given = require_hopper(call)
-    if not sparse_mla_union.fits(given.topk, given.cache.num_slots):
+    given = require_records(call)
+    if not sparse_mla_union.fits(given.topk, given.cache.num_slots, facts_of(call.q.device)):
         return sparse_mla.attend(call)
     result = new_result(call)
     if not call.q.numel():

@@ -4,7 +4,7 @@ Op `sparse_mla_prefill`; contract: `nsa_plugin.kernels.sparse_mla`. A first kern
 union of what each group of two neighbouring query tokens selects, with a bit for each token. The second one
 (`sparse_mla.cu`) copies a union's records once, converts them once and attends all tokens of the group; bits keep every
 token to its own selection. The result is exact whatever the tokens share. Equal inputs give bit-identical results, but
-a token's sums have another order in another group. It takes V3.2 records, one cache, and SM90.
+a token's sums have another order in another group. It takes V3.2 records and one cache.
 
 It pays only where neighbours share much, which `sparse_mla_neighbours` finds out on the GPU.
 """
@@ -20,6 +20,7 @@ from nsa_plugin.kernels.cuda import sparse_mla
 from nsa_plugin.kernels.cuda.build import CudaKernel, load_kernel
 from nsa_plugin.kernels.cuda.sparse_mla import Variant
 from nsa_plugin.kernels.cuda.sparse_mla_launch import (
+    HOPPER,
     LOG2_E,
     NO_GATE,
     SHARING,
@@ -27,21 +28,29 @@ from nsa_plugin.kernels.cuda.sparse_mla_launch import (
     cuda_scope,
     nothings,
     prepare,
-    require_hopper,
+    require_records,
 )
 from nsa_plugin.kernels.sparse_mla import SparseMlaCall, SparseMlaResult, prefill_op
+from nsa_plugin.kernels.triton.device import DeviceFacts, facts_of
 from nsa_plugin.layouts import V32_FP8
 
 SOURCE = "sparse_mla_union.cu"
 THREADS = (256, 1, 1)  # of a block that makes a union
 SLOT_BITS = 28  # of an entry of a union; the others say which tokens select the slot
-MOST_ENTRIES = 2**14  # of a group, before they are united: the table in shared memory has two words for each
+STATIC = 64  # bytes of shared memory of such a block, without its table
 
 GROUP = 2
 """Query tokens of a union. Four were slower with any overlap: 899 us where two took 768, at 95% (record
 `docs/benchmarks/h200/sparse-mla-prefill`)."""
 VARIANT = Variant(tiles=2, blocks=2, held=4, group=GROUP)
 """It takes 8 heads of a token; for more heads, blocks copy a union once for each 8."""
+PORTABLE_VARIANT = Variant(tiles=2, blocks=2, held=7, sums=2, group=GROUP)
+"""For other GPUs than SM90: what 99 KiB of shared memory suffice for."""
+
+
+def variant_for(facts: DeviceFacts) -> Variant:
+    """The form of `attend` that a device gets."""
+    return VARIANT if facts.architecture == HOPPER else PORTABLE_VARIANT
 
 
 def steps(topk: int) -> int:
@@ -54,9 +63,14 @@ def table_bits(topk: int) -> int:
     return max(2 * GROUP * topk - 1, 1).bit_length()
 
 
-def fits(topk: int, num_slots: int) -> bool:
+def most_entries(facts: DeviceFacts) -> int:
+    """Most entries of a group, before they are united: the table in shared memory has two words for each."""
+    return 1 << ((facts.shared_memory - STATIC) // 8).bit_length() - 1
+
+
+def fits(topk: int, num_slots: int, facts: DeviceFacts) -> bool:
     """Whether an entry of a union has room for a slot, and the table for the entries of a group."""
-    return num_slots < 2**SLOT_BITS - 1 and GROUP * topk <= MOST_ENTRIES
+    return num_slots < 2**SLOT_BITS - 1 and GROUP * topk <= most_entries(facts)
 
 
 def attend(
@@ -75,8 +89,9 @@ def attend(
     topk, num_slots = call.scopes[0].topk, call.scopes[0].cache.num_slots
     slots = f"{call.scopes[0].name} has {num_slots} slots; an entry of a union has {SLOT_BITS} bits for one"
     call.require(num_slots < 2**SLOT_BITS - 1, slots)
-    call.require(GROUP * topk <= MOST_ENTRIES, f"topk is {topk}; {GROUP} tokens may select {MOST_ENTRIES} together")
-    given = require_hopper(call)
+    given = require_records(call)
+    most = most_entries(facts_of(call.q.device))
+    call.require(GROUP * topk <= most, f"topk is {topk}; {GROUP} tokens may select {most} together on this GPU")
     launch = prepare(call, result=result)
     if not call.q.numel():
         return launch.result
@@ -87,10 +102,10 @@ def attend(
     gates = () if gate is None else (gate,)
     defines["GATE"] = SHARING if gates else NO_GATE
     groups, size, int64 = -(-rows // GROUP), ctypes.c_int, ctypes.c_int64
-    bits = table_bits(topk)
+    bits, variant = table_bits(topk), variant_for(launch.facts)
     with torch.cuda.device_of(launch.q):
         device = launch.q.device
-        unite, run = kernels(topk, tuple(defines.items()), device.index)
+        unite, run = kernels(topk, variant, tuple(defines.items()), device.index)
         entries = torch.empty((groups, GROUP * topk), dtype=torch.int32, device=device)
         counts = torch.empty(groups, dtype=torch.int32, device=device)
         lengths = ctypes.c_void_p(scope.lengths), size(scope.lengths_divisor)
@@ -101,14 +116,14 @@ def attend(
         united.indices, united.indices_stride = entries.data_ptr(), GROUP * topk
         united.lengths, united.lengths_divisor, united.topk = counts.data_ptr(), 1, GROUP * topk
         run(
-            (groups, -(-call.heads // VARIANT.heads), 1),
-            VARIANT.threads,
+            (groups, -(-call.heads // variant.heads), 1),
+            variant.threads,
             (
                 *(*launch.queries, united, CudaScope(lengths_divisor=1, page_size=1)),
                 *(nothings(device, V32_FP8.name), launch.sink, ctypes.c_float(call.scale * LOG2_E)),
                 *(*launch.outputs, None, None, size(rows), *gates),
             ),
-            shared_bytes=VARIANT.shared_bytes(V32_FP8.name),
+            shared_bytes=variant.shared_bytes(V32_FP8.name),
         )
     return launch.finish()
 
@@ -117,7 +132,9 @@ prefill = prefill_op(attend)
 
 
 @functools.cache
-def kernels(topk: int, defines: tuple[tuple[str, int], ...], device: int | None) -> tuple[CudaKernel, CudaKernel]:
+def kernels(
+    topk: int, variant: Variant, defines: tuple[tuple[str, int], ...], device: int | None
+) -> tuple[CudaKernel, CudaKernel]:
     """`unite` and `attend`, compiled unless they are, on torch's current device.
 
     Args:
@@ -126,6 +143,6 @@ def kernels(topk: int, defines: tuple[tuple[str, int], ...], device: int | None)
     table = 4 << table_bits(topk)
     one = {"GROUP": GROUP, "STEPS": steps(topk), "GATE": dict(defines)["GATE"]}
     unite = load_kernel(SOURCE, "unite", defines=one, max_dynamic_shared=table)
-    options = dict(defines) | VARIANT.definitions
-    shared = VARIANT.shared_bytes(V32_FP8.name)
+    options = dict(defines) | variant.definitions
+    shared = variant.shared_bytes(V32_FP8.name)
     return unite, load_kernel(sparse_mla.SOURCE, "attend", defines=options, max_dynamic_shared=shared)
