@@ -12,7 +12,7 @@ from typing import Any
 from nsa_plugin.tools.serving.requests import Answer
 
 SCHEMA = 1
-STOCK, AGAIN, PLUGIN, CONTROL = "stock", "stock-again", "plugin", "control"
+STOCK, AGAIN, PLUGIN, PLUGIN_AGAIN, CONTROL = "stock", "stock-again", "plugin", "plugin-again", "control"
 
 
 @dataclass(kw_only=True)

@@ -11,7 +11,8 @@
                "provider", "median", "q1", "q3", "best", "runs",
                "baseline", "baseline_median", "baseline_q1", "baseline_q3", "baseline_best", "baseline_runs",
                "speedup", "paired_speedup", "baseline_again_median", "baseline_again_q1", ...,
-               "baseline_again_speedup", "baseline_again_paired_speedup"},
+               "baseline_again_speedup", "baseline_again_paired_speedup",
+               "again_median", "again_q1", ..., "again_speedup", "again_paired_speedup"},
               {"op": "limit", "case", "provider", "answered", "failed_at", "error", "baseline", "baseline_answered",
                "baseline_failed_at", "baseline_error"}],
      "servers": {role: {"command", "start_seconds", "routes", "planned", "combined", "resharded", "active", "settings",
@@ -22,9 +23,10 @@ A suite's name has the engine, the model, and what differs from the defaults: en
 are in milliseconds and throughputs in tokens a second, as `measure` says; q1 and q3 are the quartiles over the
 repetitions. `speedup`, the ratio of the medians, is above 1 if the plugin is better. `paired_speedup` exists if servers
 were timed in turns: the median over the repetitions of the ratio of the two readings. Keys that begin with
-`baseline_again` belong to a second stock server; its speed-ups are over the first one. Differences of log probabilities
-are in nats; null stands for infinity. A `limit` row is about longer and longer prompts: those that were answered, and
-the first that was not (null without one).
+`baseline_again` belong to a second stock server, and those that begin with `again` to a second one with the plugin;
+their speed-ups are over the first stock server. Differences of log probabilities are in nats; null stands for infinity.
+A `limit` row is about longer and longer prompts: those that were answered, and the first that was not (null without
+one).
 
 A cross-engine record (`cross_engine`) has the same form, only agreement rows, and the keys "beside", "checkpoint" and
 "requests".
@@ -46,7 +48,7 @@ from typing import Any
 from nsa_plugin.settings import Settings
 from nsa_plugin.tools import records
 from nsa_plugin.tools.compare.load import SpeedLoad, left_out
-from nsa_plugin.tools.compare.measured import AGAIN, PLUGIN, STOCK, Measured, Run
+from nsa_plugin.tools.compare.measured import AGAIN, PLUGIN, PLUGIN_AGAIN, STOCK, Measured, Run
 from nsa_plugin.tools.compare.rule import Compared, mean
 from nsa_plugin.tools.compare.tolerance import Tolerance
 from nsa_plugin.tools.compare.verdict import Verdict, climb
@@ -211,9 +213,9 @@ def _serve(measured: Measured, loads: Sequence[SpeedLoad], case: dict[str, Any])
     rows = []
     for load in loads:
         for measure in load.measures:
-            ours, theirs, repeated = (
+            ours, theirs, *repeated = (
                 measured.runs[role].speed.get(load.name, {}).get(measure, []) if role in measured.runs else []
-                for role in (PLUGIN, STOCK, AGAIN)
+                for role in (PLUGIN, STOCK, AGAIN, PLUGIN_AGAIN)
             )
             if not ours or not theirs:
                 continue
@@ -231,9 +233,10 @@ def _serve(measured: Measured, loads: Sequence[SpeedLoad], case: dict[str, Any])
                 **_named("baseline", _summary(theirs, higher)),
                 **_speedups(ours, theirs, higher, paired=measured.together),
             }
-            if repeated:
-                row |= _named("baseline_again", _summary(repeated, higher))
-                row |= _named("baseline_again", _speedups(repeated, theirs, higher, paired=measured.together))
+            for name, readings in zip(("baseline_again", "again"), repeated, strict=True):
+                if readings:
+                    row |= _named(name, _summary(readings, higher))
+                    row |= _named(name, _speedups(readings, theirs, higher, paired=measured.together))
             rows.append(row)
     return rows
 

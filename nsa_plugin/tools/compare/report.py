@@ -24,6 +24,8 @@ _FURTHER = {
     "paired_speedup": "in pairs",
     "baseline_again_speedup": "stock again",
     "baseline_again_paired_speedup": "stock again, in pairs",
+    "again_speedup": "plugin again",
+    "again_paired_speedup": "plugin again, in pairs",
 }
 
 

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from nsa_plugin.tools.compare.measured import CONTROL, PLUGIN, Run
+from nsa_plugin.tools.compare.measured import CONTROL, PLUGIN, PLUGIN_AGAIN, Run
 from nsa_plugin.tools.serving.engine import ServedEngine
 from nsa_plugin.tools.serving.logs import log_tail
 from nsa_plugin.tools.serving.process import Server, ServerError, ServerSpec
@@ -68,7 +68,7 @@ class RoleServer:
         self._cancelled = threading.Event()
         self._on_progress = on_progress
         self._say = say
-        self._plugin = plugin = role in (PLUGIN, CONTROL)
+        self._plugin = plugin = role in (PLUGIN, PLUGIN_AGAIN, CONTROL)
         variables = {**engine.environ(plugin=plugin), **(environ or {})}
         if plugin:
             trace = str(self.trace) if trace_file else "log"

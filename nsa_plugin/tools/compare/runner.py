@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from nsa_plugin.tools.compare.lifecycle import HEARTBEAT_S, Say, finish_all, recover, start_all
 from nsa_plugin.tools.compare.load import FIRST, SpeedLoad, measure
-from nsa_plugin.tools.compare.measured import AGAIN, CONTROL, PLUGIN, STOCK, Measured, Run
+from nsa_plugin.tools.compare.measured import AGAIN, CONTROL, PLUGIN, PLUGIN_AGAIN, STOCK, Measured, Run
 from nsa_plugin.tools.compare.role_server import RoleServer
 from nsa_plugin.tools.compare.workload import LIMIT
 from nsa_plugin.tools.serving.client import scored, send
@@ -25,8 +25,9 @@ from nsa_plugin.tools.serving.engine import CompareError, ServedEngine
 from nsa_plugin.tools.serving.process import ServerError, free_ports
 from nsa_plugin.tools.serving.requests import Answer, RequestGroup
 
-# Each role is a server of its own. The control is the plugin with deliberately wrong tokens.
-ROLES = (STOCK, PLUGIN, CONTROL, AGAIN)
+# Each role is a server of its own. The control is the plugin with deliberately wrong tokens; the plugin's second server
+# is only timed.
+ROLES = (STOCK, PLUGIN, CONTROL, AGAIN, PLUGIN_AGAIN)
 # Groups that the control answers too: enough to notice wrong tokens.
 CONTROL_GROUPS = ("single", "batch", "forced", "rows")
 
@@ -148,7 +149,7 @@ class EngineComparison:
     def _ask(self, one: RoleServer, to_come: int) -> None:
         """Send the agreement groups, and keep time for the servers still to come."""
         run = one.run
-        for group in self.groups:
+        for group in () if run.role == PLUGIN_AGAIN else self.groups:
             if run.role == CONTROL and group.name not in CONTROL_GROUPS:
                 continue
             left = self._left() - self._reserve * to_come

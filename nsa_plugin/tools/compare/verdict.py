@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from nsa_plugin.telemetry import MIXED, SHORT_WITH_LONG, SPLIT
 from nsa_plugin.tools.compare import rule
 from nsa_plugin.tools.compare.load import TURNS
-from nsa_plugin.tools.compare.measured import CONTROL, PLUGIN, STOCK, Measured, Run
+from nsa_plugin.tools.compare.measured import CONTROL, PLUGIN, PLUGIN_AGAIN, STOCK, Measured, Run
 from nsa_plugin.tools.compare.rule import Compared
 from nsa_plugin.tools.compare.tolerance import ReferenceTolerance, StockTolerance, Tolerance, floor_of, tolerance
 from nsa_plugin.tools.compare.workload import AGREEMENT_CASES, INTERLEAVED, LIMIT, MIXED_CHUNK
@@ -75,6 +75,8 @@ def judge(measured: Measured) -> Verdict:
         checks += combined_checks(measured, runs[PLUGIN])
         if runs[PLUGIN].report.get("settings", {}).get("token_shard") == "on":
             checks.append(reshards(runs[PLUGIN]))
+    if PLUGIN_AGAIN in runs:
+        checks.append(active(runs[PLUGIN_AGAIN], "the plugin's second server served"))
     if agreement:
         nothing = "no request was answered twice by stock: its own spread is not known"
         checks.append(spread_check(own, allowed, name="stock against itself", nothing=nothing))
@@ -142,7 +144,7 @@ def complete(measured: Measured) -> Check:
     return Check(name="complete", holds=not missing, detail=detail or "everything asked for was measured")
 
 
-def active(run: Run) -> Check:
+def active(run: Run, name: str = "the plugin served") -> Check:
     """Whether the plugin was seen to serve."""
     if not run.report:
         detail = "its server wrote no start-up report"
@@ -155,7 +157,7 @@ def active(run: Run) -> Check:
         counted = [f"{route} x{count}" for route, count in sorted(run.routes.items())]
         counted += [f"{count} resharded query tokens in {phase}" for phase, count in sorted(run.resharded.items())]
         detail = ", ".join(counted) or f"plans in the log: {', '.join(run.planned)}"
-    return Check(name="the plugin served", holds=run.active, detail=detail)
+    return Check(name=name, holds=run.active, detail=detail)
 
 
 def shares_cache(run: Run, ranks: int) -> Check:

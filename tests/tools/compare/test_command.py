@@ -438,7 +438,7 @@ def test_run_that_is_ended_keeps_what_it_measured(
 BAD = {
     "--context 100": "selects from more than 64 tokens, so the context needs at least twice as many: 128",
     "--context 4000": "the model's longest position allows 3584",
-    "--runs stock,fruit": "'fruit' is not a role; allowed: stock, plugin, control, stock-again",
+    "--runs stock,fruit": "'fruit' is not a role; allowed: stock, plugin, control, stock-again, plugin-again",
     "--runs stock,stock": "lists a role twice",
     "--budget 0": "'0' is not a number of seconds above 0",
     "--case fruit": "invalid choice: 'fruit'",

@@ -46,6 +46,15 @@ def test_readings_of_one_repetition_are_paired_where_they_were_timed_in_turns() 
     assert not [name for name in row if "again" in name]
 
 
+def test_a_second_server_of_the_plugin_has_keys_of_its_own_over_the_first_stock_server() -> None:
+    readings = {"stock": [10.0, 20.0, 30.0], "plugin": [10.0, 10.0, 10.0], "plugin_again": [20.0, 20.0, 60.0]}
+    (row,) = record(True, **{role: {"ttft_ms": found} for role, found in readings.items()})["rows"]
+    assert (row["median"], row["speedup"], row["paired_speedup"]) == (10, 2, 2)
+    assert (row["again_median"], row["again_q1"], row["again_q3"], row["again_best"]) == (20, 20, 40, 20)
+    assert (row["again_speedup"], row["again_paired_speedup"], row["again_runs"]) == (1, 0.5, 3)
+    assert not [name for name in row if name.startswith("baseline_again")]
+
+
 def test_more_is_better_of_a_throughput() -> None:
     name = "input_tokens_per_s"
     again = {name: [100.0, 50.0, 100.0]}
