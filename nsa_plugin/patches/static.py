@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import ast
 import gc
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import util
 from pathlib import Path
 
-from nsa_plugin.patches.ledger import Kind, Ledger, Need, Target, params_missing
+from nsa_plugin.patches.ledger import Kind, Ledger, Need, Target, find, params_missing
 
 Reader = Callable[[str], str | None]
 """Return the text of a file by its path in the wheel ("vllm/engine/arg_utils.py"), None if there is no such file."""
@@ -307,17 +308,31 @@ def installed(package: str) -> SourceTree | None:
     return SourceTree(read)
 
 
-def check_installed(ledger: Ledger, *needs: Need) -> None:
-    """Check the installed engine's files for every target of the given needs; imports nothing of the engine.
+def check_installed(ledger: Ledger, *needs: Need, live: bool = False) -> None:
+    """Check every target of the given needs in the installed engine's files; imports nothing of the engine.
+
+    Args:
+        live: look targets up in the modules that this process has already loaded, and read files for the others only.
+            Parsing the files takes most of the check's time.
 
     Raises:
         PatchError: see `Ledger.check`.
     """
     files = installed(ledger.engine)
     assert files is not None
+    look = _live_if_loaded(files.check) if live else files.check
     with _uncollected():
-        ledger.check(*needs, look=files.check)
-        del files  # the trees go while nothing walks them
+        ledger.check(*needs, look=look)
+        del look, files  # the trees go while nothing walks them
+
+
+def _live_if_loaded(otherwise: Callable[[Target], None]) -> Callable[[Target], object]:
+    return lambda target: find(target) if is_loaded(target.module) else otherwise(target)
+
+
+def is_loaded(module: str) -> bool:
+    """Whether this process has imported a module."""
+    return module in sys.modules
 
 
 @contextmanager

@@ -157,7 +157,7 @@ def v4_on(sm: int, version: str = "0.33.0") -> Start:
         monkeypatch.setattr(vllm_activation, "process", lambda: SimpleNamespace(ledger=ledger))
         monkeypatch.setattr(vllm_activation, "device_kind", lambda: "cuda")
         monkeypatch.setattr(vllm_activation, "device_sm", lambda: sm)
-        monkeypatch.setattr("nsa_plugin.patches.static.check_installed", lambda ledger, *needs: None)
+        monkeypatch.setattr("nsa_plugin.patches.static.check_installed", lambda ledger, *needs, live: None)
         given, resolved = v4_config.config(), ResolvedSettings(Settings(), {})
         vllm_activation.check_here(given, resolved)
         given.compilation_config.static_forward_context["a"] = v4_config.layer("FLASHINFER_MLA_SPARSE_DSV4")

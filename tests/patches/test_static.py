@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from packaging.version import Version
@@ -302,3 +303,31 @@ def test_no_garbage_is_collected_while_an_installed_engine_is_read(
         gc.enable()
     assert collects
     assert not any(collects)
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_a_loaded_module_is_looked_up_live_and_another_in_its_file(monkeypatch: pytest.MonkeyPatch, live: bool) -> None:
+    loaded, other = ModuleType("toy_engine.loaded"), "toy_engine.other"
+    loaded.serve = lambda host: None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, loaded.__name__, loaded)
+    targets = [Target(path=f"{module}:serve", params=("host",)) for module in (loaded.__name__, other)]
+    patches = tuple(
+        Patch(name=target.path, engine="toy_engine", need=Need.GPU, targets=(target,), why="a test")
+        for target in targets
+    )
+    ledger = Ledger(engine="toy_engine", version=Version("1"), supported=">=1", patches=patches)
+    files = {f"{name.replace('.', '/')}.py": "def serve(host): ..." for name in (loaded.__name__, other)}
+    read: list[str] = []
+
+    def reader(file: str) -> str | None:
+        read.append(file)
+        return files.get(file)
+
+    monkeypatch.setattr(static, "installed", lambda package: SourceTree(reader))
+    static.check_installed(ledger, Need.GPU, live=live)
+    assert ("toy_engine/loaded.py" in read) is not live
+    assert "toy_engine/other.py" in read
+    assert other not in sys.modules
+    loaded.serve = lambda port: None  # type: ignore[attr-defined]
+    with pytest.raises(PatchError, match="expected 'host'") if live else nullcontext():
+        static.check_installed(ledger, Need.GPU, live=live)

@@ -249,8 +249,9 @@ def check_here(vllm_config: Any, resolved: ResolvedSettings, *, installs: bool =
     if not (installs and resolved.settings.strict):
         from nsa_plugin.patches import static
 
-        # vLLM forks its workers from this process, so nothing here may touch the GPU: read files, import nothing.
-        static.check_installed(ledger, *needs)
+        # vLLM forks its workers from this process, so nothing here may touch the GPU: import nothing. With strict off
+        # this process and the workers, which have loaded other modules, must find the same: read files only.
+        static.check_installed(ledger, *needs, live=bool(resolved.settings.strict))
     return needs
 
 

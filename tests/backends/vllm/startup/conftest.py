@@ -36,6 +36,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[VllmProcess]:
     monkeypatch.setattr(activation, "device_sm", lambda: Here.device.sm)
     monkeypatch.setattr(counters, "collect_here", lambda: "a folder")
     monkeypatch.setattr(static, "installed", lambda package: SourceTree({FILE: SOURCE}.get))
+    monkeypatch.setattr(static, "is_loaded", lambda module: False)
     monkeypatch.setattr(gpu_serving, "GpuServing", Here)
     monkeypatch.setattr(gpu_serving, "dense_workspace_tokens", lambda vllm_config: 4096)
     monkeypatch.setattr(gpu_serving, "warm", lambda *_: None)

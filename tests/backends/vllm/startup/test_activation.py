@@ -256,7 +256,7 @@ def test_a_strict_worker_does_not_read_the_files_again(
 ):
     """Reading them took 0.2 s of each worker's start."""
     read: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(static, "check_installed", lambda ledger, *needs: read.append(needs))
+    monkeypatch.setattr(static, "check_installed", lambda ledger, *needs, live: read.append(needs))
     engine_config(configured(strict=strict))
     assert read == [(Need.GPU,)]
     worker_of(configured(strict=strict))
@@ -275,6 +275,34 @@ def test_a_target_that_the_worker_does_not_have_ends_its_start(
         with pytest.raises(PatchError, match=r"vllm.gpu-more to vllm 0.24.0.*'serve_v4' of .* is not there"):
             worker_of(configured(strict=strict))
     assert (process.serving, Engine.serve()) == (None, "vLLM's")
+
+
+@pytest.mark.parametrize("strict", [True, "full"])
+def test_a_target_of_a_loaded_module_is_looked_up_live(
+    process: VllmProcess, monkeypatch: pytest.MonkeyPatch, strict: Any
+):
+    """Parsing the files of loaded modules took 0.1 s of a start."""
+    monkeypatch.setattr(static, "is_loaded", lambda module: module in sys.modules)
+    monkeypatch.setattr(static, "installed", lambda package: SourceTree({}.get))
+    assert engine_config(configured(strict=strict)) is not None, "no file was read"
+    assert Engine.serve() == "vLLM's"
+    with monkeypatch.context() as changed:
+        changed.delattr(Engine, "serve")
+        with pytest.raises(PatchError, match=r"vllm.gpu-something to vllm 0.24.0.*'serve' of .* is not there"):
+            engine_config(configured(strict=strict))
+
+
+def test_with_strict_off_the_files_are_read_whatever_is_loaded(
+    process: VllmProcess, reports: list[StartupReport], monkeypatch: pytest.MonkeyPatch
+):
+    """A worker has loaded other modules than the process before it, and both must find the same."""
+    monkeypatch.setattr(static, "is_loaded", lambda module: module in sys.modules)
+    monkeypatch.setattr(static, "installed", lambda package: SourceTree({FILE: "class Engine: ..."}.get))
+    engine_config(configured(strict=False))
+    worker_of(configured(strict=False))
+    assert (process.serving, Engine.serve()) == (None, "vLLM's")
+    (report,) = reports
+    assert not report.active
 
 
 def test_with_strict_off_a_worker_reads_the_files_too(
