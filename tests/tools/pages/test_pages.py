@@ -194,7 +194,10 @@ def comparison(rows: list[dict[str, Any]], *, holds: bool = True, gpu: str = "NV
         ({"baseline_again_q1": 20.5, "baseline_again_q3": 31.0}, "1.50×"),  # with those of the second stock server
         ({"speedup": 0.5, "q1": 59.0, "q3": 61.0}, "**0.50×**"),
         ({"again_speedup": 1.45, "again_q1": 20.0, "again_q3": 22.0}, "**1.50× and 1.45×**"),
-        ({"again_paired_speedup": 1.4, "again_speedup": 1.45, "again_q1": 20.0, "again_q3": 22.0}, "**1.50× and 1.40×**"),
+        (
+            {"again_paired_speedup": 1.4, "again_speedup": 1.45, "again_q1": 20.0, "again_q3": 22.0},
+            "**1.50× and 1.40×**",
+        ),
         ({"again_speedup": 1.02, "again_q1": 28.0, "again_q3": 29.5}, "1.50× and 1.02×"),  # the second overlaps
         ({"again_speedup": 0.9, "again_q1": 32.0, "again_q3": 34.0}, "1.50× and 0.90×"),  # in the other direction
         (
