@@ -1,8 +1,8 @@
 """Sparse MLA in CUDA C++: the kernel for a call, by the layout of its cache and by which one is the faster.
 
 Ops `sparse_mla_prefill` and `sparse_mla_decode`; contract: `nsa_plugin.kernels.sparse_mla`. bfloat16 rows have a kernel
-of their own (`sparse_mla_rows`). Of prefills over the V3.2 fp8 cache on SM90, those of many heads get `sparse_mla_wide`
-where that is faster, and long ones of up to 8 heads `sparse_mla_neighbours` (record
+of their own (`sparse_mla_rows`). Of prefills over the V3.2 fp8 cache, long ones of up to 8 heads get
+`sparse_mla_neighbours`, and on SM90 those of many heads `sparse_mla_wide` where that is faster (record
 `docs/benchmarks/h200/sparse-mla-prefill`). Everything else gets `sparse_mla`.
 """
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Console
+from rich.table import Table
 
 from nsa_plugin.tools.compare.record import OURS
 from nsa_plugin.tools.records import Row
@@ -18,15 +21,17 @@ AGREEMENT_COLUMNS = (
     "mean",
     "rejected",
 )
-_SERVE = ("load", "measure", "stock", "nsa-plugin", "times better")
+_RATIOS = ("times better", "stock again", "plugin again")
+_SERVE = ("load", "measure", "stock", "nsa-plugin", _RATIOS[0])
 # More columns of speed, if the record has them: a row's key, and the column's name.
 _FURTHER = {
     "paired_speedup": "in pairs",
-    "baseline_again_speedup": "stock again",
-    "baseline_again_paired_speedup": "stock again, in pairs",
-    "again_speedup": "plugin again",
-    "again_paired_speedup": "plugin again, in pairs",
+    "baseline_again_speedup": _RATIOS[1],
+    "baseline_again_paired_speedup": f"{_RATIOS[1]}, in pairs",
+    "again_speedup": _RATIOS[2],
+    "again_paired_speedup": f"{_RATIOS[2]}, in pairs",
 }
+_PAIRED = dict(zip(_RATIOS, ("in pairs", *(f"{name}, in pairs" for name in _RATIOS[1:])), strict=True))
 
 
 def print_record(record: Row, console: Console) -> None:
@@ -35,12 +40,29 @@ def print_record(record: Row, console: Console) -> None:
     if agreement:
         console.print(table("Agreement", "between", *AGREEMENT_COLUMNS, rows=agreement))
     if serve:
-        console.print(table(f"Speed, medians, servers timed {record['timed']}", *serve_columns(record), rows=serve))
+        console.print(_speed(record, serve))
     for load, why in record.get("left_out", {}).items():
         console.print(f"left out: {load}, {why}")
     checks = [("✓" if one["holds"] else "✗", one["name"], one["detail"]) for one in record["verdict"]["checks"]]
     console.print(table("Checks", "", "check", "detail", rows=checks))
     console.print(verdict_line(record))
+
+
+def _speed(record: Row, serve: Sequence[Sequence[str]]) -> Table:
+    """The speed table for a terminal of 80 columns: of a ratio that was taken in pairs, that one alone."""
+    columns = serve_columns(record)
+    shown = [place for place, name in enumerate(columns) if _PAIRED.get(name) not in columns]
+    names = {paired: name for name, paired in _PAIRED.items()}
+    paired = ", ratios in pairs" if len(shown) < len(columns) else ""
+    made = table(
+        f"Speed, medians, servers timed {record['timed']}{paired}",
+        *(names.get(columns[place], columns[place]) for place in shown),
+        rows=[[row[place] for place in shown] for row in serve],
+    )
+    made.columns[0].no_wrap = False
+    for column in made.columns[2:]:  # figures and words stay whole
+        column.min_width = max(map(len, [*str(column.header).split(), *map(str, column.cells)]))
+    return made
 
 
 def verdict_line(record: Row) -> str:

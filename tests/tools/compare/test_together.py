@@ -101,6 +101,32 @@ def test_all_are_started_first_asked_one_after_the_other_and_timed_in_turns(
     assert json.loads(path.read_text()) == record
 
 
+def test_the_second_server_of_the_plugin_is_only_timed(
+    fake: Behave, read: Read, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = arguments(tmp_path, fake(), *TIMED, "--runs", "stock,plugin,control,stock-again,plugin-again")
+    code, out, _ = call(capsys, line)
+    record = read()
+    assert (code, failed(record)) == (0, []), out
+    runs = Measured.load(tmp_path / "work" / "logs" / "measured.jsonl").runs
+    assert {role for role, run in runs.items() if not run.answers} == {"plugin-again"}
+    assert runs["plugin-again"].active
+    (row,) = [row for row in record["rows"] if row["op"] == "serve"]
+    assert row["again_runs"] == row["runs"] == row["baseline_again_runs"] == REPEAT
+    assert row["again_median"] != row["median"]
+    assert "ratios in pairs" in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_a_second_server_that_the_plugin_does_not_serve_is_noticed(
+    fake: Behave, read: Read, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = arguments(tmp_path, fake("inactive"), "--together", "--case", "ttft", "--runs", "stock,plugin,plugin-again")
+    code, _, _ = call(capsys, line)
+    assert code == 1
+    assert failed(read()) == ["the plugin served", "the plugin's second server served"]
+
+
 def test_agreement_is_that_of_servers_one_after_the_other(
     fake: Behave, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
