@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from nsa_plugin.tools.compare.load import SpeedLoad
 from nsa_plugin.tools.compare.measured import Measured, Run
 from nsa_plugin.tools.compare.record import as_record, describe_host
+from nsa_plugin.tools.compare.report import print_record
 from nsa_plugin.tools.compare.verdict import judge
 from nsa_plugin.tools.pages.comparisons import overview, page
 from nsa_plugin.tools.pages.markdown import FAILED
@@ -63,6 +67,26 @@ def test_more_is_better_of_a_throughput() -> None:
     assert (row["speedup"], row["paired_speedup"], row["best"]) == (1.5, 1.5, 400)
     assert (row["baseline_again_median"], row["baseline_again_q1"]) == (100, 75)
     assert (row["baseline_again_speedup"], row["baseline_again_paired_speedup"]) == (0.5, 0.25)
+
+
+def test_the_speed_table_of_a_terminal_has_ratios_in_pairs_alone_and_whole_words_in_80_columns() -> None:
+    readings = {
+        "stock": [10000.0, 20000.0, 30000.0],
+        "plugin": [10000.0, 10000.0, 10000.0],
+        "stock_again": [10000.0, 25000.0, 60000.0],
+        "plugin_again": [20000.0, 20000.0, 60000.0],
+    }
+    made = record(True, **{role: {"ttft_ms": found} for role, found in readings.items()})
+    made["rows"][0] |= {"speedup": 7.77, "baseline_again_speedup": 8.88, "again_speedup": 9.99}
+    out = io.StringIO()
+    print_record(made, Console(file=out, width=80))
+    shown = out.getvalue()
+    assert max(map(len, shown.splitlines())) <= 80
+    heading, _, rest = shown.partition("─")
+    assert "ratios in pairs" in heading
+    for word in ("measure", "nsa-plugin", "better", "plugin", "again"):
+        assert re.search(rf"(?<![\w-]){word}(?![\w-])", heading), word
+    assert re.findall(r"\d+\.\d+", rest.partition("Checks")[0]) == ["20000.0", "10000.0", "2.00", "0.80", "0.50"]
 
 
 def test_repetitions_that_one_server_was_not_timed_with_have_no_pair() -> None:
