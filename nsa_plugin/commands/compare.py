@@ -21,7 +21,7 @@ from nsa_plugin.tools import records
 from nsa_plugin.tools.compare import cross_engine, model, record, report
 from nsa_plugin.tools.compare.lifecycle import speaker
 from nsa_plugin.tools.compare.load import DECODE, MIXED, SPEED_CASES, decode_prompt, left_out, loads
-from nsa_plugin.tools.compare.measured import CONTROL, PLUGIN, STOCK, Measured
+from nsa_plugin.tools.compare.measured import CONTROL, PLUGIN, PLUGIN_AGAIN, STOCK, Measured
 from nsa_plugin.tools.compare.role_server import RoleServer
 from nsa_plugin.tools.compare.runner import EngineComparison
 from nsa_plugin.tools.compare.verdict import judge
@@ -163,6 +163,8 @@ def _cases(args: argparse.Namespace) -> list[str]:
             raise CompareError(f"--output-tokens is for the case {DECODE}, which is not among {', '.join(cases)}")
         if args.beside and not any(case in AGREEMENT_CASES for case in cases):
             raise CompareError(f"--beside is for agreement cases, not for {', '.join(cases)}")
+        if PLUGIN_AGAIN in args.runs and not any(case in SPEED_CASES for case in cases):
+            raise CompareError(f"--runs has {PLUGIN_AGAIN}, which is only timed; add --speed or a speed case")
         # Unless --case selects it, it is left out where it does not fit, and the record says so.
         if MIXED in (args.case or ()) and (reasons := left_out(args.context, cases)):
             raise CompareError(f"--case {MIXED}: {'; '.join(reasons.values())}")
@@ -199,6 +201,8 @@ def _facts(args: argparse.Namespace, engine: ServedEngine, cases: Sequence[str])
     # A record apart from that of the same servers' agreement.
     variant += [LIMIT] if LIMIT in cases else []
     variant += ["speed"] if all(case in SPEED_CASES for case in cases) else []
+    # Two servers of each kind say more than one, and seldom have all cases: both records stay.
+    variant += ["two-servers"] if PLUGIN_AGAIN in args.runs else []
     gpu, driver = records.gpu_and_driver()
     return {
         **facts,

@@ -1,5 +1,7 @@
 """Find the ledger's targets in the syntax trees of an engine's source files, without importing them.
 
+A process in which part of the engine is loaded may look that part up live instead (`check_installed`).
+
 `ledger.find` needs a live engine. This reads files, so it can also check versions that cannot run here: those not
 installed, and those that need a GPU to import. It follows imports inside the engine, re-exports, base classes, aliases
 and registration decorators, and treats everything outside the engine's files as unknown.
@@ -332,7 +334,7 @@ def _live_if_loaded(otherwise: Callable[[Target], None]) -> Callable[[Target], o
 
 def is_loaded(module: str) -> bool:
     """Whether this process has imported a module."""
-    return module in sys.modules
+    return sys.modules.get(module) is not None
 
 
 @contextmanager

@@ -52,7 +52,7 @@ class Compiled:
 
     def __init__(self, sm: int, source: str, name: str, defines: tuple[tuple[str, int], ...], dynamic: int) -> None:
         cubin = build._cubin(source, defines, f"sm_{sm}" + ("a" if sm >= 90 else ""))
-        self.dynamic, self.registers = dynamic, registers(cubin)
+        self.dynamic, self.registers, self.defines = dynamic, registers(cubin), dict(defines)
         self.shared = static_shared(cubin, name) + dynamic
         assert self.shared <= shared_memory_per_block(sm), f"{source}: {name} of {dict(defines)} on SM{sm}"
 
@@ -182,6 +182,7 @@ def test_unions_compile_and_fit(sm: int, gate: int, load_for: Callable[[int], De
         table = 4 << sparse_mla_union.table_bits(selected)
         unite((1, 1, 1), sparse_mla_union.THREADS, (), shared_bytes=table)
         assert unite.shared - table == sparse_mla_union.STATIC
+        assert variant.definitions.items() <= attend.defines.items()
         attend((1, 1, 1), variant.threads, (), shared_bytes=variant.shared_bytes(V32_FP8.name))
         assert attend.registers * variant.threads[0] * variant.blocks <= REGISTERS
     assert 4 << sparse_mla_union.table_bits(most // sparse_mla_union.GROUP + 1) > facts.shared_memory

@@ -124,6 +124,26 @@ def test_which_calls_suit_unions_that_the_gpu_decides_on(monkeypatch, changes, a
     assert sparse_mla_neighbours.suits(SimpleNamespace(**given)) is suits
 
 
+@pytest.mark.parametrize(
+    ("changes", "architecture", "suits"),
+    [({}, 90, True), ({}, 86, False), ({}, 120, False), ({"scopes": (scope(layout=V4_FP8),)}, 90, False)],
+)
+def test_which_calls_suit_a_kernel_of_sm90(monkeypatch, changes, architecture, suits):
+    facts = DeviceFacts(132, architecture, shared_memory_per_block(architecture))
+    monkeypatch.setattr(sparse_mla_launch, "facts_of", lambda device: facts)
+    q = SimpleNamespace(is_cuda=True, device="cuda")
+    given = {"q": q, "scopes": (scope(),), "d_v": 512, "out_dtype": torch.bfloat16} | changes
+    assert sparse_mla_launch.suits_hopper(SimpleNamespace(**given)) is suits
+
+
+def test_a_kernel_of_sm90_refuses_another_gpu(monkeypatch):
+    facts = DeviceFacts(132, 86, shared_memory_per_block(86))
+    monkeypatch.setattr(sparse_mla_launch, "facts_of", lambda device: facts)
+    monkeypatch.setattr(sparse_mla_launch, "require_records", lambda call: call.scopes[0])
+    with pytest.raises(KernelArgumentError, match="the device is SM86; this kernel needs SM90"):
+        prefill_op(sparse_mla_wide.attend)(**host_arguments(HEADS))
+
+
 def test_the_kernel_is_that_of_the_layout(monkeypatch):
     monkeypatch.setattr(sparse_mla, "attend", lambda call: "records")
     monkeypatch.setattr(sparse_mla_rows, "attend", lambda call: "rows")

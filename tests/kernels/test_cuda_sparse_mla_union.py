@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -74,6 +75,49 @@ def facts_of(sm: int) -> DeviceFacts:
 )
 def test_what_fits_an_entry_and_the_table(sm, topk, num_slots, fits):
     assert sparse_mla_union.fits(topk, num_slots, facts_of(sm)) is fits
+
+
+def test_the_table_leaves_room_for_the_rest_of_the_block():
+    facts = DeviceFacts(sms=100, architecture=86, shared_memory=8 * 8192)
+    assert sparse_mla_union.most_entries(facts) == 4096
+    assert sparse_mla_union.most_entries(facts._replace(shared_memory=8 * 8192 + sparse_mla_union.STATIC)) == 8192
+
+
+@pytest.mark.parametrize(("sm", "topk", "most"), [(86, 4097, 8192), (90, 8193, 16384)])
+def test_a_selection_that_is_too_large_for_the_table_is_refused(monkeypatch, sm, topk, most):
+    monkeypatch.setattr(sparse_mla_union, "require_records", lambda call: call.scopes[0])
+    monkeypatch.setattr(sparse_mla_union, "facts_of", lambda device: facts_of(sm))
+    indices = torch.zeros(HOST_TOKENS, topk, dtype=torch.int32)
+    with pytest.raises(KernelArgumentError, match=f"topk is {topk}; 2 tokens may select {most} together on this GPU"):
+        sparse_mla_union.prefill(**host_arguments(HEADS, indices=indices))
+    # What would have fitted goes on, as far as it gets without a GPU.
+    with pytest.raises(KernelArgumentError, match="needs a CUDA device"):
+        sparse_mla_union.prefill(**host_arguments(HEADS, indices=indices[:, :-1]))
+
+
+def test_a_cache_of_more_slots_than_an_entry_can_name_is_refused(monkeypatch):
+    monkeypatch.setattr(sparse_mla_union, "SLOT_BITS", 5)
+    with pytest.raises(KernelArgumentError, match=r"kv has \d+ slots; an entry of a union has 5 bits for one"):
+        sparse_mla_union.prefill(**host_arguments(HEADS))
+
+
+@pytest.mark.parametrize(("sm", "topk", "alone"), [(86, 4097, True), (86, 4096, False), (90, 4097, False)])
+def test_what_does_not_fit_is_attended_token_by_token(monkeypatch, sm, topk, alone):
+    """And what fits has a result made, which is as far as it gets without a GPU."""
+    monkeypatch.setattr(sparse_mla_neighbours, "require_records", lambda call: call.scopes[0])
+    monkeypatch.setattr(sparse_mla_neighbours, "facts_of", lambda device: facts_of(sm))
+    monkeypatch.setattr(sparse_mla, "attend", lambda call: "alone")
+    monkeypatch.setattr(sparse_mla_neighbours, "new_result", lambda call: "united")
+    scope = SimpleNamespace(topk=topk, cache=SimpleNamespace(num_slots=64))
+    q = SimpleNamespace(device="cuda", numel=lambda: 0)
+    call = SimpleNamespace(heads=HEADS, scopes=(scope,), q=q, require=lambda condition, message: None)
+    assert sparse_mla_neighbours.attend(call) == ("alone" if alone else "united")
+
+
+@pytest.mark.parametrize("sm", [80, 86, 89, 90, 120])
+def test_each_gpu_has_the_form_that_was_made_for_it(sm):
+    made = sparse_mla_union.VARIANT if sm == 90 else sparse_mla_union.PORTABLE_VARIANT
+    assert sparse_mla_union.variant_for(facts_of(sm)) is made
 
 
 @pytest.mark.parametrize("sm", [80, 86, 89, 90, 120])

@@ -9,6 +9,6 @@
 
 // Whether this kernel is the one to run, by what `sample` counted. From half of a row's entries on, unions are taken:
 // a line through the recorded times of unions of two with 8 heads crosses those of single rows at 0.4
-// (docs/benchmarks/h200/sparse-mla-prefill). As on SM86 they cross at 0.4, too
+// (docs/benchmarks/h200/sparse-mla-prefill). On an H100 that emulates SM86 they cross there as well
 // (docs/benchmarks/h100/portable-sparse-mla-prefill-beside-rivals).
 DEVICE bool goes_on(const int* __restrict__ found) { return (2 * __ldg(found) >= __ldg(found + 1)) == (GATE == 1); }

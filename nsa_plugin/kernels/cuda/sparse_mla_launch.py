@@ -357,7 +357,7 @@ def suits_records(call: SparseMlaCall) -> bool:
 
 
 def suits_hopper(call: SparseMlaCall) -> bool:
-    """Whether `suits_records`, and the device is SM90."""
+    """Whether a call that `suits_records` is on a device of SM90."""
     return suits_records(call) and facts_of(call.q.device).architecture == HOPPER
 
 
@@ -376,7 +376,7 @@ def require_records(call: SparseMlaCall) -> Scope:
 
 
 def require_hopper(call: SparseMlaCall) -> Scope:
-    """As `require_records`, for a kernel of SM90.
+    """The cache of a call, for a kernel of SM90 that reads one cache of V3.2 records.
 
     Raises:
         KernelArgumentError: the call has something else, or the device is another.

@@ -65,7 +65,7 @@ def table_bits(topk: int) -> int:
 
 def most_entries(facts: DeviceFacts) -> int:
     """Most entries of a group, before they are united: the table in shared memory has two words for each."""
-    return 1 << ((facts.shared_memory - STATIC) // 8).bit_length() - 1
+    return 1 << (((facts.shared_memory - STATIC) // 8).bit_length() - 1)
 
 
 def fits(topk: int, num_slots: int, facts: DeviceFacts) -> bool:

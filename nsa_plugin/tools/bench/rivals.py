@@ -23,8 +23,8 @@ UNIONS = (0, 2, 4)
 _UNION_ROWS = (16, 32)  # query rows of a union: tokens times heads, a power of two
 SMALL_TILES = {16: 64, 32: 32, 64: 16}
 """Most query rows of a block: the keys that SGLang's kernel takes a step where a block has no more than `SMALL` bytes
-of shared memory. It is the largest of SGLang's own steps that fits, as Triton 3.9 compiles them for SM86 (3.8, which
-SGLang 0.5.23 brings, was not tried). Nothing fits with more rows."""
+of shared memory. It is the largest of SGLang's own steps that fits, as Triton 3.9 compiles them for SM86. On an H100
+they ran with Triton 3.8, which SGLang 0.5.23 brings. Nothing fits with more rows."""
 SMALL = shared_memory_per_block(EMULATED)
 _WARPS, _STAGES = 8, 2  # of such a block
 

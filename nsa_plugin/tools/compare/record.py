@@ -282,7 +282,7 @@ def _server(run: Run) -> dict[str, Any]:
     made = {"command": _nameless(run.command), "start_seconds": run.start_seconds, "error": _nameless(run.error)}
     made |= {"fell": _nameless(run.fell)} if run.fell else {}
     made |= {"skipped": run.skipped}
-    if run.report or run.role == PLUGIN:
+    if run.report or run.role in (PLUGIN, PLUGIN_AGAIN):
         settings = run.report.get("settings", {})
         made |= {"active": run.active, "routes": run.routes, "planned": run.planned}
         made |= {"combined": run.combined} if run.combined else {}

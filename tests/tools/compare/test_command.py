@@ -440,6 +440,7 @@ BAD = {
     "--context 4000": "the model's longest position allows 3584",
     "--runs stock,fruit": "'fruit' is not a role; allowed: stock, plugin, control, stock-again, plugin-again",
     "--runs stock,stock": "lists a role twice",
+    "--runs stock,plugin,plugin-again": "--runs has plugin-again, which is only timed; add --speed or a speed case",
     "--budget 0": "'0' is not a number of seconds above 0",
     "--case fruit": "invalid choice: 'fruit'",
     "--context 136 --heads 16": "not allowed with argument --model",

@@ -89,6 +89,18 @@ def test_the_speed_table_of_a_terminal_has_ratios_in_pairs_alone_and_whole_words
     assert re.findall(r"\d+\.\d+", rest.partition("Checks")[0]) == ["20000.0", "10000.0", "2.00", "0.80", "0.50"]
 
 
+def test_the_speed_table_of_servers_one_after_the_other_has_the_ratios_of_medians() -> None:
+    readings = {"stock": [10.0, 20.0, 30.0], "plugin": [5.0, 5.0, 5.0], "plugin_again": [20.0, 40.0, 60.0]}
+    out = io.StringIO()
+    print_record(
+        record(False, **{role: {"ttft_ms": found} for role, found in readings.items()}), Console(file=out, width=80)
+    )
+    shown = out.getvalue()
+    assert "in pairs" not in shown
+    assert "plugin again" in shown
+    assert re.findall(r"\d+\.\d+", shown.partition("Checks")[0]) == ["20.0", "5.0", "4.00", "0.50"]
+
+
 def test_repetitions_that_one_server_was_not_timed_with_have_no_pair() -> None:
     (row,) = record(True, stock={"ttft_ms": [10.0, 20.0, 30.0]}, plugin={"ttft_ms": [5.0]})["rows"]
     assert (row["runs"], row["baseline_runs"]) == (1, 3)

@@ -114,6 +114,7 @@ def test_the_second_server_of_the_plugin_is_only_timed(
     (row,) = [row for row in record["rows"] if row["op"] == "serve"]
     assert row["again_runs"] == row["runs"] == row["baseline_again_runs"] == REPEAT
     assert row["again_median"] != row["median"]
+    assert record["suite"].endswith("-two-servers")
     assert "ratios in pairs" in out
 
 
