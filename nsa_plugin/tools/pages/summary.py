@@ -161,7 +161,7 @@ def _version(record: Row) -> Version:
 
 
 def _speedup(row: Row) -> str:
-    """The speed-up of each server with the plugin, bold where the outcome is clear; in brackets a second stock server."""
+    """The speed-ups of the plugin's servers, bold where the outcome is clear; in brackets a second stock server."""
     shown = f"{ratio(row):.2f}×"
     if (ours := _over_stock(row, "again_")) is not None:
         shown += f" and {ours:.2f}×"
