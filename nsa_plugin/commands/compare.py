@@ -163,7 +163,7 @@ def _cases(args: argparse.Namespace) -> list[str]:
             raise CompareError(f"--output-tokens is for the case {DECODE}, which is not among {', '.join(cases)}")
         if args.beside and not any(case in AGREEMENT_CASES for case in cases):
             raise CompareError(f"--beside is for agreement cases, not for {', '.join(cases)}")
-        if PLUGIN_AGAIN in args.runs and not any(case in SPEED_CASES for case in cases):
+        if PLUGIN_AGAIN in (args.runs or ()) and not any(case in SPEED_CASES for case in cases):
             raise CompareError(f"--runs has {PLUGIN_AGAIN}, which is only timed; add --speed or a speed case")
         # Unless --case selects it, it is left out where it does not fit, and the record says so.
         if MIXED in (args.case or ()) and (reasons := left_out(args.context, cases)):
@@ -202,7 +202,7 @@ def _facts(args: argparse.Namespace, engine: ServedEngine, cases: Sequence[str])
     variant += [LIMIT] if LIMIT in cases else []
     variant += ["speed"] if all(case in SPEED_CASES for case in cases) else []
     # Two servers of each kind say more than one, and seldom have all cases: both records stay.
-    variant += ["two-servers"] if PLUGIN_AGAIN in args.runs else []
+    variant += ["two-servers"] if PLUGIN_AGAIN in (args.runs or ()) else []
     gpu, driver = records.gpu_and_driver()
     return {
         **facts,
