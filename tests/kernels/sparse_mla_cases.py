@@ -13,7 +13,9 @@ import torch
 
 from nsa_plugin.kernels.kv_cache import PagedCache, allocate_cache, open_cache, reference_write
 from nsa_plugin.kernels.sparse_mla import DecodeOutput, PrefillOutput
+from nsa_plugin.kernels.triton.device import DeviceFacts
 from nsa_plugin.layouts import Fp8Layout, get_layout
+from nsa_plugin.libraries.architectures import shared_memory_per_block
 
 from .oracles import INT_MAX, INT_MIN
 
@@ -94,6 +96,11 @@ def make_cache(
 def make_rows(slots: int, dim: int, used: torch.Tensor, seed: int) -> torch.Tensor:
     """bfloat16 rows [slots, 1, dim], NaN but for the valid ones among `used`."""
     return make_cache("bf16", slots, 1, used, seed, dim, gap=0).data
+
+
+def facts_of(sm: int) -> DeviceFacts:
+    """Those of a GPU of an SM version."""
+    return DeviceFacts(sms=100, architecture=sm, shared_memory=shared_memory_per_block(sm))
 
 
 def host_arguments(heads: int, **changes: Any) -> dict[str, Any]:

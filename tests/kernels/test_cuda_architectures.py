@@ -31,6 +31,7 @@ from nsa_plugin.kernels.topk import CUDA_MAX_TOPK
 from nsa_plugin.kernels.triton.device import DeviceFacts
 from nsa_plugin.layouts import V32_FP8
 from nsa_plugin.libraries.architectures import KIB, shared_memory_per_block
+from tests.kernels.sparse_mla_cases import facts_of
 
 ARCHITECTURES = (80, 86, 89, 90, 120)
 """SM100 is not one: the manifest has no CUDA kernel for it."""
@@ -82,10 +83,6 @@ def load_for(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Device
     yield load
     for cached in CACHED:
         cached.cache_clear()
-
-
-def facts_of(sm: int) -> DeviceFacts:
-    return DeviceFacts(sms=100, architecture=sm, shared_memory=shared_memory_per_block(sm))
 
 
 def sections(cubin: bytes) -> Iterator[tuple[str, int, int]]:

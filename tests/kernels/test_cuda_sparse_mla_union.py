@@ -14,7 +14,7 @@ from nsa_plugin.kernels.cuda import sparse_mla, sparse_mla_launch, sparse_mla_ne
 from nsa_plugin.kernels.kv_cache import allocate_cache
 from nsa_plugin.kernels.triton.device import DeviceFacts
 from nsa_plugin.libraries.architectures import shared_memory_per_block
-from tests.kernels.sparse_mla_cases import HOST_TOKENS, host_arguments
+from tests.kernels.sparse_mla_cases import HOST_TOKENS, facts_of, host_arguments
 
 HEADS = 8
 
@@ -54,10 +54,6 @@ def test_what_is_refused_and_by_which_name(changes, message):
 def test_what_is_refused_where_the_gpu_decides(changes, message):
     with pytest.raises(KernelArgumentError, match=message):
         sparse_mla_neighbours.prefill(**host_arguments(HEADS, **changes))
-
-
-def facts_of(sm: int) -> DeviceFacts:
-    return DeviceFacts(sms=100, architecture=sm, shared_memory=shared_memory_per_block(sm))
 
 
 @pytest.mark.parametrize(

@@ -21,17 +21,21 @@ AGREEMENT_COLUMNS = (
     "mean",
     "rejected",
 )
-_RATIOS = ("times better", "stock again", "plugin again")
-_SERVE = ("load", "measure", "stock", "nsa-plugin", _RATIOS[0])
+_SERVE = ("load", "measure", "stock", "nsa-plugin", "times better")
 # More columns of speed, if the record has them: a row's key, and the column's name.
 _FURTHER = {
     "paired_speedup": "in pairs",
-    "baseline_again_speedup": _RATIOS[1],
-    "baseline_again_paired_speedup": f"{_RATIOS[1]}, in pairs",
-    "again_speedup": _RATIOS[2],
-    "again_paired_speedup": f"{_RATIOS[2]}, in pairs",
+    "baseline_again_speedup": "stock again",
+    "baseline_again_paired_speedup": "stock again, in pairs",
+    "again_speedup": "plugin again",
+    "again_paired_speedup": "plugin again, in pairs",
 }
-_PAIRED = dict(zip(_RATIOS, ("in pairs", *(f"{name}, in pairs" for name in _RATIOS[1:])), strict=True))
+# A column of ratios in pairs, and the column that it takes the place of where room is short.
+_REPLACES = {
+    "in pairs": "times better",
+    "stock again, in pairs": "stock again",
+    "plugin again, in pairs": "plugin again",
+}
 
 
 def print_record(record: Row, console: Console) -> None:
@@ -51,12 +55,11 @@ def print_record(record: Row, console: Console) -> None:
 def _speed(record: Row, serve: Sequence[Sequence[str]]) -> Table:
     """The speed table for a terminal of 80 columns: of a ratio that was taken in pairs, that one alone."""
     columns = serve_columns(record)
-    shown = [place for place, name in enumerate(columns) if _PAIRED.get(name) not in columns]
-    names = {paired: name for name, paired in _PAIRED.items()}
-    paired = ", ratios in pairs" if len(shown) < len(columns) else ""
+    replaced = {_REPLACES[name] for name in columns if name in _REPLACES}
+    shown = [place for place, name in enumerate(columns) if name not in replaced]
     made = table(
-        f"Speed, medians, servers timed {record['timed']}{paired}",
-        *(names.get(columns[place], columns[place]) for place in shown),
+        f"Speed, medians, servers timed {record['timed']}" + (", ratios in pairs" if replaced else ""),
+        *(_REPLACES.get(columns[place], columns[place]) for place in shown),
         rows=[[row[place] for place in shown] for row in serve],
     )
     made.columns[0].no_wrap = False

@@ -171,7 +171,9 @@ def _speedup(row: Row) -> str:
 
 def ratio(row: Row) -> float:
     """How many times faster the plugin is: in pairs of readings where there are pairs."""
-    return float(row["paired_speedup"] if "paired_speedup" in row else row["speedup"])
+    found = _over_stock(row, "")
+    assert found is not None
+    return found
 
 
 def _over_stock(row: Row, server: str) -> float | None:

@@ -292,23 +292,15 @@ def test_a_target_of_a_loaded_module_is_looked_up_live(
             engine_config(configured(strict=strict))
 
 
-def test_with_strict_off_the_files_are_read_whatever_is_loaded(
-    process: VllmProcess, reports: list[StartupReport], monkeypatch: pytest.MonkeyPatch
-):
-    """A worker has loaded other modules than the process before it, and both must find the same."""
-    monkeypatch.setattr(static, "is_loaded", lambda module: module in sys.modules)
-    monkeypatch.setattr(static, "installed", lambda package: SourceTree({FILE: "class Engine: ..."}.get))
-    engine_config(configured(strict=False))
-    worker_of(configured(strict=False))
-    assert (process.serving, Engine.serve()) == (None, "vLLM's")
-    (report,) = reports
-    assert not report.active
-
-
+@pytest.mark.parametrize("loaded", [False, True])
 def test_with_strict_off_a_worker_reads_the_files_too(
-    process: VllmProcess, reports: list[StartupReport], monkeypatch: pytest.MonkeyPatch
+    process: VllmProcess, reports: list[StartupReport], monkeypatch: pytest.MonkeyPatch, loaded: bool
 ):
-    """What the process before it left to vLLM for its files is not served by a worker whose live engine has it."""
+    """What the process before it left to vLLM for its files is not served by a worker whose live engine has it.
+
+    Whatever each has loaded: both must find the same.
+    """
+    monkeypatch.setattr(static, "is_loaded", lambda module: loaded and module in sys.modules)
     monkeypatch.setattr(static, "installed", lambda package: SourceTree({FILE: "class Engine: ..."}.get))
     engine_config(configured(strict=False))
     worker_of(configured(strict=False))
