@@ -1,4 +1,6 @@
-"""python -m tests.kernels.compile_program SM: compile every Triton kernel for a GPU that is not there; a JSON line.
+"""python -m tests.kernels.compile_program SM [EMULATED]: compile every Triton kernel for a GPU that is not there.
+
+It prints a JSON line. With EMULATED the GPU acts as one of that SM version.
 
 The launchers themselves are called, with tensors that have a device and no memory, and what they launch is compiled and
 not run. So what is compiled is what a GPU of that SM version would be given. Not a test module: Triton must not have
@@ -30,6 +32,7 @@ from nsa_plugin.kernels.kv_cache import PagedCache, open_cache
 from nsa_plugin.kernels.shard_indices import KvShard
 from nsa_plugin.kernels.triton import (
     compact,
+    device,
     index_transform,
     indexer,
     kv_cache,
@@ -51,6 +54,8 @@ BF16, FP8, F32, I32 = torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.
 
 DENSE_INPUTS = ((8, BF16), (300, BF16), (300, F32))
 """Query rows and type of the dense attention that is compiled."""
+INDEXER_HEADS = (64, 32)
+"""Heads of DeepSeek-V3.2's and V4's indexer, and of GLM-5's."""
 # What a launcher takes from the table of tiles, by its names in a launch.
 TILE = ("BLOCK_H", "BLOCK_K", "BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
 
@@ -89,7 +94,8 @@ def without_a_gpu(sm: int) -> dict[str, list[dict[str, Any]]]:
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         needs = {"shared": kernel.metadata.shared, "threads": 32 * kernel.metadata.num_warps}
         tile = {"tile": {name: kwargs[name] for name in TILE if name in kwargs}}
-        compiled[f"{self.fn.__module__}.{self.fn.__name__}"].append(needs | tile | resources(kernel.asm["cubin"]))
+        code = resources(kernel.asm["cubin"]) | {"wgmma": kernel.asm["ptx"].count("wgmma.mma_async")}
+        compiled[f"{self.fn.__module__}.{self.fn.__name__}"].append(needs | tile | code)
         return kernel
 
     JITFunction.run = compile_only
@@ -162,13 +168,14 @@ def attention() -> None:
 
 def selection() -> None:
     """The indexer's logits of a prefill and of steps, the top-k, and what makes slots of positions."""
-    for rows in (4, 300):
-        q, weights = empty(rows, 64, 128, dtype=FP8), empty(rows, 64, dtype=F32)
+    for rows, heads in product((4, 300), INDEXER_HEADS):
+        q, weights = empty(rows, heads, 128, dtype=FP8), empty(rows, heads, dtype=F32)
         keys, scales = empty(4096, 128, dtype=FP8), empty(4096, dtype=F32)
         indexer.topk(q, keys, scales, weights, empty(rows), empty(rows), 2048, selector=select)
     paged = cache("indexer_fp8", 64, 64)
-    q, weights = empty(4, 2, 64, 128, dtype=FP8), empty(8, 64, dtype=F32)
-    indexer.paged_topk(q, paged, weights, empty(4), empty(4, 16), 2048, max_len=1024, selector=select)
+    for heads in INDEXER_HEADS:
+        q, weights = empty(4, 2, heads, 128, dtype=FP8), empty(8, heads, dtype=F32)
+        indexer.paged_topk(q, paged, weights, empty(4), empty(4, 16), 2048, max_len=1024, selector=select)
     indexer.paged_metadata(empty(4, 1), 132)
     topk.topk_rows(empty(300, 4096, dtype=F32), empty(300), empty(300), 2048)
     index_transform.paged(empty(8, 2048), empty(8, 64), page_size=64)
@@ -207,12 +214,12 @@ def inputs() -> None:
     weights = empty(1536, dtype=BF16), empty(512, dtype=BF16)
     mla_inputs.norm_rope(q_c, kv_c, k_pe, where, angles, *weights, q_eps=1e-6, kv_eps=1e-6)
     mla_inputs.rope(empty(rows, 16, 64, dtype=BF16), where, angles)
-    for interleaved in (False, True):
+    for interleaved, heads in product((False, True), INDEXER_HEADS):
         norm = empty(128, dtype=F32), empty(128, dtype=F32)
         mla_inputs.indexer_keys(empty(rows, 128, dtype=BF16), where, angles, *norm, eps=1e-6, interleaved=interleaved)
-        gates = empty(rows, 64, dtype=BF16)
+        gates = empty(rows, heads, dtype=BF16)
         mla_inputs.indexer_queries(
-            empty(rows, 64, 128, dtype=BF16), gates, where, angles, scale=1.0, interleaved=interleaved
+            empty(rows, heads, 128, dtype=BF16), gates, where, angles, scale=1.0, interleaved=interleaved
         )
 
 
@@ -238,7 +245,10 @@ GROUPS: tuple[Callable[[], None], ...] = (attention, selection, caches, inputs, 
 
 
 def main() -> None:
-    compiled = without_a_gpu(int(sys.argv[1]))
+    sm, *emulated = map(int, sys.argv[1:])
+    compiled = without_a_gpu(sm)
+    for one in emulated:
+        device.emulate(one)
     with FakeTensorMode():
         for group in GROUPS:
             group()

@@ -15,13 +15,15 @@ import pytest
 
 import nsa_plugin
 from nsa_plugin.kernels.triton.tiles import mha_tile, tiles_of
-from nsa_plugin.libraries.architectures import shared_memory_per_block
+from nsa_plugin.libraries.architectures import EMULATED, shared_memory_per_block
 from nsa_plugin.libraries.capabilities import MHA_DIMS
 from tests.kernels import compile_program
 
 SPILLED = 2048
 """Bytes of spilled registers of a thread; more is a tile that is too large for the architecture."""
 
+WITH_WGMMA = {"_ragged_logits", "_paged_logits", "_mha_kernel", "sparse_mla_kernel"}
+"""Kernels that multiply by warpgroups on SM90, unless it emulates another GPU."""
 PACKAGE = Path(nsa_plugin.__file__).parent
 ROOT = Path(compile_program.__file__).parents[2]
 
@@ -57,14 +59,19 @@ def entries(sm: int) -> set[tuple[str, tuple[int, ...]]]:
     }
 
 
-@pytest.mark.parametrize("sm", [80, 86, 89, 90, 100, 120])
-def test_every_kernel_compiles_and_a_block_fits_the_gpu(sm: int) -> None:
+def compiled_for(*sm: int) -> dict[str, list[dict[str, Any]]]:
+    """By kernel, what a block of each compilation needs. A second SM version is the one that is emulated."""
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", compile_program.__name__, str(sm)]
+    command = [sys.executable, "-m", compile_program.__name__, *map(str, sm)]
     # A minute of one core with an empty cache of Triton's, and ten where others have most of the machine.
     done = subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True, timeout=3600)
     assert done.returncode == 0, done.stderr[-4000:]
-    compiled: dict[str, list[dict[str, Any]]] = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("sm", [80, 86, 89, 90, 100, 120])
+def test_every_kernel_compiles_and_a_block_fits_the_gpu(sm: int) -> None:
+    compiled = compiled_for(sm)
     assert {name.rpartition(".")[2] for name in compiled} == launched()
     blocks = [(name, block) for name, kinds in compiled.items() for block in kinds]
     assert [one for one in blocks if one[1]["shared"] > shared_memory_per_block(sm)] == []
@@ -74,3 +81,13 @@ def test_every_kernel_compiles_and_a_block_fits_the_gpu(sm: int) -> None:
     assert max(spilled.values()) <= SPILLED, spilled
     tiles = {(name.rpartition(".")[2], tuple(block["tile"].values())) for name, block in blocks}
     assert entries(sm) - tiles == set(), "not compiled: entries of the table of tiles"
+    warpgroups = {name.rpartition(".")[2] for name, block in blocks if block["wgmma"]}
+    assert warpgroups == (WITH_WGMMA if sm == 90 else set())
+
+
+def test_an_emulated_gpu_has_no_warpgroup_instructions() -> None:
+    """And as much shared memory as the GPU that is emulated."""
+    compiled = compiled_for(90, EMULATED)
+    blocks = [(name, block) for name, kinds in compiled.items() for block in kinds]
+    assert [one for one in blocks if one[1]["wgmma"]] == []
+    assert [one for one in blocks if one[1]["shared"] > shared_memory_per_block(EMULATED)] == []

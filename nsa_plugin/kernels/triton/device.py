@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -34,16 +35,24 @@ class DeviceFacts(NamedTuple):
 
 INTERPRETER = DeviceFacts(sms=32, architecture=0, shared_memory=shared_memory_per_block(90))
 
+WITHOUT_WGMMA = "DISABLE_MMA_V3"
+"""Triton's variable that has it compile products for SM90 without warpgroup instructions, which no other GPU has."""
+
 _emulated: int | None = None
 
 
 def emulate(sm: int | None) -> None:
     """Make the kernels of this process act as on a GPU of SM version `sm`, or (None) as on the real one.
 
-    Call it before the first kernel runs. Processors are the device's own.
+    Call it before the first kernel runs: what Triton has compiled stays. Processors are the device's own. Other Triton
+    kernels of the process have no warpgroup instructions either.
     """
     global _emulated
     _emulated = sm
+    if sm is None:
+        os.environ.pop(WITHOUT_WGMMA, None)
+    else:
+        os.environ[WITHOUT_WGMMA] = "1"
 
 
 def is_emulating() -> bool:
