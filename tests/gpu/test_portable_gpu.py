@@ -1,4 +1,4 @@
-"""The Triton kernels as on an SM86 GPU: no fp8 instructions, 99 KiB of shared memory; on any GPU."""
+"""The Triton kernels as on an SM86 or SM89 GPU: 99 KiB of shared memory, and no fp8 instructions on SM86."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ from tests.kernels.sparse_mla_cases import assert_same, decode_case, prefill_cas
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-EMULATED = 86
+EMULATED = (86, 89)
 PLACE = "cuda"
 LOGIT_TOLERANCE = 5e-3
 
 
-@pytest.fixture(autouse=True)
-def emulation() -> Iterator[None]:
-    device.emulate(EMULATED)
+@pytest.fixture(autouse=True, params=EMULATED, ids="as SM{}".format)
+def emulation(request: pytest.FixtureRequest) -> Iterator[None]:
+    if torch.cuda.get_device_capability() < divmod(request.param, 10):
+        pytest.skip(f"this GPU cannot emulate SM{request.param}")
+    device.emulate(request.param)
     yield
     device.emulate(None)
 
@@ -105,8 +107,12 @@ def test_what_a_layer_computes_before_attention(rows: int, interleaved: bool) ->
     )
 
 
+def providers_here() -> Providers:
+    return Providers("v32_fp8", device.facts_of(torch.device(PLACE)).architecture)
+
+
 def test_what_sglang_quantises_and_writes() -> None:
-    providers = Providers("v32_fp8", EMULATED)
+    providers = providers_here()
     x = torch.randn(300, 3, 128, generator=torch.Generator().manual_seed(1)).bfloat16() * 3
     codes, scales = sglang.quantize(x.to(PLACE), providers)
     right, right_scales = quantize(x, ue8m0=True)
@@ -131,7 +137,7 @@ def test_what_sglang_selects_for_steps(monkeypatch: pytest.MonkeyPatch, fused: b
     plan = SimpleNamespace(indexer=SimpleNamespace(rows_per_chunk=3))
     seen = torch.tensor(lengths, dtype=torch.int32, device=PLACE)
     found = sglang.select_steps(
-        SimpleNamespace(plan=plan, providers=Providers("v32_fp8", EMULATED)),
+        SimpleNamespace(plan=plan, providers=providers_here()),
         SimpleNamespace(index_topk=topk, num_init_tokens=0, num_local_tokens=0),
         q,
         cache.data.view(cache.num_pages, -1),

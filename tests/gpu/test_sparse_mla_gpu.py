@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -35,12 +36,13 @@ from tests.kernels.sparse_mla_cases import (
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-PORTABLE = "cuda as on SM86"  # without bulk copies, clusters and fp8 instructions, in 99 KiB of shared memory
-PROVIDERS = ("triton", "cuda", PORTABLE, "flash_mla")
+# Without bulk copies and clusters, in 99 KiB of shared memory; SM89 converts fp8 by an instruction, SM86 in integers.
+EMULATED = {"cuda as on SM86": 86, "cuda as on SM89": 89}
+PROVIDERS = ("triton", "cuda", *EMULATED, "flash_mla")
 MODULES = {
     "triton": "nsa_plugin.kernels.triton.sparse_mla",
     "cuda": "nsa_plugin.kernels.cuda.attention",
-    PORTABLE: "nsa_plugin.kernels.cuda.attention",
+    **dict.fromkeys(EMULATED, "nsa_plugin.kernels.cuda.attention"),
     "flash_mla": "nsa_plugin.kernels.providers.flash_mla",
 }
 
@@ -56,7 +58,7 @@ def cuda_reads(case: dict[str, Any]) -> bool:
 MAY_REFUSE: dict[str, Callable[[dict[str, Any]], bool]] = {
     "triton": lambda case: False,
     "cuda": lambda case: not cuda_reads(case),
-    PORTABLE: lambda case: not cuda_reads(case),
+    **dict.fromkeys(EMULATED, lambda case: not cuda_reads(case)),
     "flash_mla": lambda case: True,
 }
 
@@ -77,7 +79,7 @@ def provider(request) -> Iterator[str]:
     """A provider that this machine can run, or a skip with the reason."""
     name = request.param
     capability = torch.cuda.get_device_capability()
-    if name in ("cuda", PORTABLE) and capability[0] in (10, 11):
+    if name == "cuda" and capability[0] in (10, 11):
         pytest.skip(f"provider cuda is not for SM{capability[0]}{capability[1]}")
     if name == "flash_mla":
         if capability[0] not in (9, 10):
@@ -86,16 +88,25 @@ def provider(request) -> Iterator[str]:
             pytest.skip("flash_mla is not installed")
         if not importlib.import_module("flash_mla").has_legacy():
             pytest.skip("this flash_mla was built without its legacy kernels, which read these caches")
-    device.emulate(86 if name == PORTABLE else None)
-    yield name
-    device.emulate(None)
+    with emulating(EMULATED[name]) if name in EMULATED else nullcontext():
+        yield name
 
 
-@pytest.fixture
-def as_on_sm86() -> Iterator[None]:
-    if torch.cuda.get_device_capability()[0] in (10, 11):
+@pytest.fixture(params=EMULATED.values(), ids=EMULATED)
+def emulated(request) -> Iterator[None]:
+    with emulating(request.param):
+        yield
+
+
+@contextmanager
+def emulating(sm: int) -> Iterator[None]:
+    """Kernels act as on an SM version, or a skip if the GPU cannot."""
+    major, minor = torch.cuda.get_device_capability()
+    if major in (10, 11):
         pytest.skip("provider cuda is not for SM100 to SM119")
-    device.emulate(86)
+    if 10 * major + minor < sm:
+        pytest.skip(f"SM{major}{minor} cannot emulate SM{sm}")
+    device.emulate(sm)
     yield
     device.emulate(None)
 
@@ -360,7 +371,7 @@ def test_every_variant_of_the_cuda_kernel_over_rows(heads, splits, with_length):
 @pytest.mark.parametrize("heads", [5, 16, 40, 72])
 @pytest.mark.parametrize("tiles", [one.tiles for one in sparse_mla.PORTABLE_VARIANTS])
 @pytest.mark.parametrize("splits", [1, 3, 16])
-def test_every_variant_of_the_cuda_kernel_as_on_sm86(layout, heads, tiles, splits, as_on_sm86):
+def test_every_variant_of_the_cuda_kernel_as_on_older_gpus(layout, heads, tiles, splits, emulated):
     extra = V4_EXTRA if layout == "v4_fp8" else None
     case = decode_case(layout=layout, batch=3, s_q=2, heads=heads, slots=2048, topk=700, extra=extra)
     variant = next(one for one in sparse_mla.PORTABLE_VARIANTS if one.tiles == tiles)
@@ -370,7 +381,7 @@ def test_every_variant_of_the_cuda_kernel_as_on_sm86(layout, heads, tiles, split
 
 @pytest.mark.parametrize("layout", ["v32_fp8", "v4_fp8"])
 @pytest.mark.parametrize("heads", [8, 16, 32, 64])
-@pytest.mark.parametrize("provider", ["cuda", PORTABLE], indirect=True)
+@pytest.mark.parametrize("provider", ["cuda", *EMULATED], indirect=True)
 def test_every_code_of_e4m3(layout, heads, provider):
     """Codes are converted by integer operations, of keys and values or of values alone: all, also those below 2^-6."""
     case = prefill_case(tokens=9, heads=heads, layout=layout, slots=512, topk=200)
@@ -385,7 +396,7 @@ def test_every_code_of_e4m3(layout, heads, provider):
 
 @pytest.mark.parametrize("code", [0x7F, 0xFF])
 @pytest.mark.parametrize("heads", [8, 16, 32, 64])
-@pytest.mark.parametrize("provider", ["cuda", PORTABLE], indirect=True)
+@pytest.mark.parametrize("provider", ["cuda", *EMULATED], indirect=True)
 def test_the_code_of_nan(heads, code, provider):
     """It makes the query tokens that select its record NaN, all values of them, and no others."""
     case = prefill_case(tokens=12, heads=heads, layout="v32_fp8", slots=512, topk=128, with_length=False)

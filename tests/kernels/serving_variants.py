@@ -3,8 +3,8 @@
 As `compile_program`, with tensors of a GPU that is not there; nothing is compiled, the variants are counted. The
 warm-up of each adapter runs first, then what its batches launch, in sizes and at offsets that it did not use.
 
-SM90 selects with Triton's indexer where DeepGEMM is not installed. SM86 has the portable path, whose selection, cache
-writes and inputs run on the plugin's kernels as well.
+SM90 selects with Triton's indexer where DeepGEMM is not installed. SM86 and SM89 have the portable path, whose
+selection and inputs run on the plugin's kernels as well, and on SM86 SGLang's cache writes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from nsa_plugin.kernels.cuda import (
 )
 from nsa_plugin.kernels.shard_indices import KvShard
 from nsa_plugin.kernels.triton import topk
-from nsa_plugin.libraries.architectures import FIRST_WITH_FP8
+from nsa_plugin.kernels.triton.device import facts_of
 from tests.kernels.compile_program import BF16, F32, FP8, cache, empty, without_a_gpu
 
 ROWS = (1, 2, 3, 7, 16, 17, 100, 1000, 4096)
@@ -281,9 +281,10 @@ def sglang_portable_steps(variants: Variants) -> None:
     sglang_portable.warm_portable(providers, V32, DEVICE)
     keys, buffer = cache("indexer_fp8", 64, 64).data, cache("v32_fp8", 64, 64).data.view(-1, 1, 656)
     for rows in ROWS:
-        variants.serving = f"SGLang's portable path, {rows} new tokens"
-        nope, rope = empty(rows, 1, 512, dtype=BF16), empty(rows, 1, 64, dtype=BF16)
-        sglang_portable.write(providers, buffer, empty(rows, dtype=torch.int64), nope, rope)
+        if not facts_of(DEVICE).native_fp8:  # otherwise SGLang's own kernel writes
+            variants.serving = f"SGLang's portable path, {rows} new tokens"
+            nope, rope = empty(rows, 1, 512, dtype=BF16), empty(rows, 1, 64, dtype=BF16)
+            sglang_portable.write(providers, buffer, empty(rows, dtype=torch.int64), nope, rope)
         for width, chunk in product(WIDTHS, chunks_of(rows)):
             variants.serving = f"SGLang's portable step, {rows} rows, {width} pages, {chunk} at a time"
             q, _ = sglang_portable.quantize(empty(rows, 64, 128, dtype=BF16), providers)
@@ -367,7 +368,7 @@ def main() -> None:
         module.load_kernel = variants.loaded  # type: ignore[attr-defined]
     sparse_mla_launch.compile_together = lambda source, sets: None
     with FakeTensorMode():
-        for family in (*FAMILIES, *(PORTABLE if sm < FIRST_WITH_FP8 else ())):
+        for family in (*FAMILIES, *(PORTABLE if sm < sparse_mla_launch.HOPPER else ())):
             family(variants)
     print(json.dumps(variants.missed))
 
