@@ -279,7 +279,9 @@ def run(args: argparse.Namespace) -> int:
     for note in resolved.notes:
         out.print(f"note:   {note}")
     for requests, batch, plan in parts:
-        which = "" if requests is None else f"requests {', '.join(map(str, requests))}: "
+        which = ""
+        if requests is not None:
+            which = f"request{'s' * (len(requests) != 1)} {', '.join(map(str, requests))}: "
         size = f"{count(batch.num_tokens, 'query token')} over {count(batch.total_kv_len, 'context token')}"
         rows = [row for row in _plan_fields(plan) if args.verbose or _matters(row[0], row[1], model)]
         out.print(table(f"{which}{size}", "field", "choice", "why", rows=rows))
