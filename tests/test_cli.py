@@ -20,6 +20,7 @@ from nsa_plugin import cli
 from nsa_plugin.commands import engines, live, patches
 from nsa_plugin.decision.dispatch import decide
 from nsa_plugin.decision.shapes import BatchShape, ModelShape, Phase
+from nsa_plugin.libraries.architectures import evidence
 from nsa_plugin.libraries.devices import emulating, synthetic
 from nsa_plugin.settings import Settings
 from tests.command_line import call, data, fake_patch
@@ -195,6 +196,8 @@ def test_explain_is_short_and_fits_80_columns(
     assert "attention" in out
     assert "stock_attention" not in out
     assert "stock_attention" in more
+    assert ("tested: SM" in out, "tested: SM" in more) == (False, sm > 0)
+    assert evidence(sm) in " ".join(more.split())
     assert len(out.splitlines()) < len(more.splitlines()) - 8
     assert max(map(len, (out + more).splitlines())) <= 80
 
