@@ -12,7 +12,6 @@ import difflib
 import importlib
 import os
 import sys
-import textwrap
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -55,24 +54,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _print_error(message: str) -> None:
-    """Print to stderr: as it is for a script, wrapped between words where stderr is a terminal."""
-    if sys.stderr.isatty():
-        # Names of flags and paths stay whole, to be copied.
-        wrapped = textwrap.TextWrapper(_columns(), break_long_words=False, break_on_hyphens=False)
-        message = "\n".join(wrapped.fill(line) for line in message.splitlines())
-    print(message, file=sys.stderr)
+    from nsa_plugin.commands.output import print_error  # help does without
 
-
-def _columns() -> int:
-    """The width of the terminal at stderr. `shutil.get_terminal_size` asks for that of stdout, which may be a file."""
-    try:
-        return int(os.environ["COLUMNS"])
-    except (KeyError, ValueError):
-        pass
-    try:
-        return os.get_terminal_size(sys.stderr.fileno()).columns or 80
-    except OSError:
-        return 80
+    print_error(message)
 
 
 def _parser(asked: str | None) -> argparse.ArgumentParser:
