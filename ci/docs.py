@@ -22,8 +22,10 @@ from ci.rows import ROOT, Engine, Row, engines, load, reasons
 from ci.soak.report import runs_table
 from ci.support import CONFIGURATIONS
 from nsa_plugin.backends.common.paths import SGLANG, VLLM
+from nsa_plugin.backends.vllm.startup.model import is_portable
 from nsa_plugin.commands.engines import ENGINES
 from nsa_plugin.layouts import BF16, INDEXER_FP8, V32_FP8
+from nsa_plugin.libraries.architectures import EVIDENCE
 from nsa_plugin.libraries.capabilities import V32_ROW, spans
 from nsa_plugin.libraries.manifest import MANIFEST
 from nsa_plugin.libraries.registry import OPS, REFERENCE, Provider, Registry
@@ -252,6 +254,21 @@ def _limits(provider: Provider) -> list[list[str]]:
     ]
 
 
+def tested_table() -> str:
+    """What was compiled, emulated and run for each class of GPU that the portable path is for."""
+    rows = [
+        [
+            f"SM{sm}: {one.gpus}",
+            one.compiled,
+            one.emulated or (f"no: {one.why_not}" if one.why_not else "no"),
+            one.run or "no",
+        ]
+        for sm, one in EVIDENCE.items()
+        if is_portable(sm)
+    ]
+    return markdown_table(["class", "compiled in the tests", "emulated", "run on it"], rows)
+
+
 KV_GIB = (10, 20, 40)
 
 
@@ -286,6 +303,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "kernels": kernels_table,
     "kv-memory": kv_memory_table,
     "fits": fits.table,
+    "tested": tested_table,
     "chosen": chosen.table,
     "headline": headline.table,
     "profiles": ncu.table,

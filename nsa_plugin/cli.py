@@ -23,7 +23,7 @@ EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 EXIT_CODES = """exit codes:
   0    success: the check passed
   1    the check failed; the output says what and why
-  2    bad usage or bad input; one line on stderr says what is allowed
+  2    bad usage or bad input; an error on stderr says what is allowed
   130  interrupted"""
 
 # Name, module, and what it answers.
@@ -48,8 +48,15 @@ EXAMPLES = """examples:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """One line instead of the whole usage."""
-        self.exit(EXIT_USAGE, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+        """One sentence instead of the whole usage."""
+        _print_error(f"{self.prog}: error: {message} (see {self.prog} --help)")
+        self.exit(EXIT_USAGE)
+
+
+def _print_error(message: str) -> None:
+    from nsa_plugin.commands.output import print_error  # help does without
+
+    print_error(message)
 
 
 def _parser(asked: str | None) -> argparse.ArgumentParser:
@@ -115,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # a reader that has gone is noticed here rather than at exit
         return int(code)
     except NsaPluginError as error:
-        print(f"nsa-plugin {asked}: error: {error}", file=sys.stderr)
+        _print_error(f"nsa-plugin {asked}: error: {error}")
         return EXIT_USAGE
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

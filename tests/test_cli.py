@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -19,6 +20,7 @@ from nsa_plugin import cli
 from nsa_plugin.commands import engines, live, patches
 from nsa_plugin.decision.dispatch import decide
 from nsa_plugin.decision.shapes import BatchShape, ModelShape, Phase
+from nsa_plugin.libraries.architectures import evidence
 from nsa_plugin.libraries.devices import emulating, synthetic
 from nsa_plugin.settings import Settings
 from tests.command_line import call, data, fake_patch
@@ -194,6 +196,8 @@ def test_explain_is_short_and_fits_80_columns(
     assert "attention" in out
     assert "stock_attention" not in out
     assert "stock_attention" in more
+    assert ("tested: SM" in out, "tested: SM" in more) == (False, sm > 0)
+    assert evidence(sm) in " ".join(more.split())
     assert len(out.splitlines()) < len(more.splitlines()) - 8
     assert max(map(len, (out + more).splitlines())) <= 80
 
@@ -241,7 +245,8 @@ def test_explain_lengths_shows_how_a_prefill_is_split(capsys: pytest.CaptureFixt
     assert [part["requests"] for part in parts] == [[0, 2], [1]]
     assert [part["plan"]["attention"] for part in parts] == ["mha_one_shot", "sparse_prefill"]
     _, out, _ = call(capsys, "explain --sm 90 --lengths 300:300,512:9000,800:800")
-    assert "requests 0, 2" in out
+    assert "requests 0, 2: 1100 query tokens" in out
+    assert "request 1: 512 query tokens" in out
 
 
 def test_explain_settings_come_from_flags_then_the_environment(
@@ -296,6 +301,58 @@ def test_explain_without_a_kernel_says_why_and_ends_1(capsys: pytest.CaptureFixt
     assert "flash_mla" in json.loads(out)["error"]
 
 
+# ------------------------------------------------------------------------- errors on a terminal
+
+
+class Screen(io.StringIO):
+    """A stderr that is a terminal, of a width that only COLUMNS tells."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("command", ["explain --prefill-backend flashmla", f"explain --no {'flag-of-words ' * 9}"])
+@pytest.mark.parametrize("columns", ["80", "40"])
+def test_an_error_is_wrapped_between_words_on_a_terminal_and_one_line_elsewhere(
+    command: str, columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    code, _, line = call(capsys, command)
+    assert code == 2
+    assert line.count("\n") == 1
+    assert len(line) > 80
+    monkeypatch.setattr(sys, "stderr", screen := Screen())
+    assert call(capsys, command)[0] == 2
+    lines = screen.getvalue().splitlines()
+    assert max(map(len, lines)) <= int(columns)
+    assert screen.getvalue()[-1] == "\n"
+    assert " ".join(lines).split() == line.split()
+
+
+def test_an_error_takes_the_width_of_the_terminal_at_stderr(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pty = pytest.importorskip("pty")
+    import fcntl
+    import struct
+    import termios
+
+    main, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    done = subprocess.run(
+        [sys.executable, "-m", "nsa_plugin.cli", "explain", "--prefill-backend", "flashmla"],
+        stdout=subprocess.DEVNULL,
+        stderr=terminal,
+        env=environment,
+    )
+    os.close(terminal)
+    said = os.read(main, 1 << 16).decode()
+    os.close(main)
+    assert done.returncode == 2
+    lines = said.splitlines()
+    assert 40 < max(map(len, lines)) <= 60
+    assert len(lines) > 2
+
+
 # ------------------------------------------------------------------------------------------- patches
 
 
@@ -313,11 +370,12 @@ def test_patches_breaks_no_path_of_a_target_at_80_columns(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     _, out, _ = call(capsys, "patches --no-probe -v")
-    assert max(map(len, out.splitlines())) <= 80
-    words = set(out.split())
-    for engine in engines.ENGINES.values():
-        paths = {target.path for patch in engine.ledger.PATCHES for target in patch.targets}
-        assert {path for path in paths if len(path) <= 76} <= words
+    ledgers = [engine.ledger for engine in engines.ENGINES.values()]
+    paths = {target.path for ledger in ledgers for patch in ledger.PATCHES for target in patch.targets}
+    assert paths <= set(out.split())
+    # Only a path that is longer than a line runs over its end, and has the line for itself.
+    long = {line.strip() for line in out.splitlines() if len(line) > 80}
+    assert long == {path for path in paths if len(path) > 76}
 
 
 @pytest.mark.parametrize("engine", engines.ENGINES)
@@ -385,7 +443,7 @@ def test_patches_indents_what_it_says_of_a_patch_and_writes_out_not_checked(
     ]
     details = [line for line in lines if line.startswith(" ")]
     assert len(details) >= 2 * len(ledger.PATCHES)
-    assert all(re.match(r" {4}\S", line) for line in details)
+    assert all(re.match(r" {4}(?:\S| {2}\()", line) for line in details)  # versions below a long path
 
 
 def test_live_state_of_each_kind() -> None:

@@ -15,6 +15,7 @@ import pytest
 from nsa_plugin.commands import doctor, engines
 from nsa_plugin.decision.dispatch import decide
 from nsa_plugin.errors import LeftToStockError, NsaPluginError
+from nsa_plugin.libraries.architectures import evidence
 from nsa_plugin.libraries.devices import synthetic
 from nsa_plugin.patches.ledger import Need
 from nsa_plugin.settings import Settings
@@ -278,6 +279,8 @@ def test_doctor_fits_one_screen_and_gives_commands(
     assert max(map(len, out.splitlines())) <= 80
     assert f'fix: pip install "absent{"" if sm else "-cpu"}>=1,<2"' in out
     assert ("sgl-flash-mla>=1.0.0" in out) == (sm >= 90)
+    assert bool(re.search(rf"^tested +SM{sm}: ", out, re.MULTILINE)) == (sm > 0)
+    assert evidence(sm) in " ".join(out.split())
     _, more, _ = run_doctor(monkeypatch, capsys, "doctor -v", toy=toy)
     assert "Attention paths here" in more
     assert max(map(len, more.splitlines())) <= 80

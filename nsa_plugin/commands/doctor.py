@@ -27,6 +27,7 @@ from nsa_plugin.commands.starts import condition, in_use, needs, not_here, refus
 from nsa_plugin.decision.dispatch import decide
 from nsa_plugin.decision.shapes import BatchShape, ModelShape, Phase
 from nsa_plugin.errors import NsaPluginError, SettingsError
+from nsa_plugin.libraries.architectures import evidence
 from nsa_plugin.libraries.devices import DeviceProfile, InstalledLibrary
 from nsa_plugin.libraries.manifest import MANIFEST
 from nsa_plugin.libraries.probe import probe
@@ -272,6 +273,7 @@ def run(args: argparse.Namespace) -> int:
                 "torch": _torch_version(),
                 "engines": [asdict(state) for state in states],
                 "device": device.as_dict(),
+                "tested": evidence(device.sm),
                 "routes": rows,
                 "settings": asdict(resolved.settings),
                 "sources": dict(resolved.sources),
@@ -341,6 +343,8 @@ def _show(
     rows.add_row("device", describe)
     if kernels:
         rows.add_row("kernels", kernels)
+    if known := evidence(device.sm):
+        rows.add_row("tested", known)
     for name, command in library_fixes(device).items():
         rows.add_row("", f"{name} is not installed: {command}")
     given = [

@@ -15,6 +15,7 @@ from nsa_plugin.decision.dispatch import decide, partition
 from nsa_plugin.decision.plan import Plan
 from nsa_plugin.decision.shapes import BatchShape, ModelShape, Phase
 from nsa_plugin.errors import NoProviderError, SettingsError, ShapeError
+from nsa_plugin.libraries.architectures import evidence
 from nsa_plugin.libraries.devices import GIB, DeviceProfile, synthetic
 from nsa_plugin.libraries.manifest import MANIFEST
 from nsa_plugin.libraries.probe import probe
@@ -83,7 +84,7 @@ def _lengths(text: str) -> list[tuple[int, int]]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = f"{EXAMPLES}\n\n{parser.epilog}"
     add_json(parser)
-    add_verbose(parser, "the parts of the plan that are off or not used, with their reasons")
+    add_verbose(parser, "what was tested for this GPU, and the parts of the plan that are off, with their reasons")
     model = parser.add_argument_group("model on one rank")
     model.add_argument(
         "--model",
@@ -276,10 +277,14 @@ def run(args: argparse.Namespace) -> int:
         heads += f", of which {model.dcp_size} share the KV cache and attend {model.attended_heads} heads"
     out.print(f"model:  {model.family}, {heads}, {model.kv_layout} cache, index_topk {model.index_topk}")
     out.print(f"device: {device.describe()}")
+    if args.verbose and (known := evidence(device.sm)):
+        out.print(f"tested: {known}")
     for note in resolved.notes:
         out.print(f"note:   {note}")
     for requests, batch, plan in parts:
-        which = "" if requests is None else f"requests {', '.join(map(str, requests))}: "
+        which = ""
+        if requests is not None:
+            which = f"request{'s' * (len(requests) != 1)} {', '.join(map(str, requests))}: "
         size = f"{count(batch.num_tokens, 'query token')} over {count(batch.total_kv_len, 'context token')}"
         rows = [row for row in _plan_fields(plan) if args.verbose or _matters(row[0], row[1], model)]
         out.print(table(f"{which}{size}", "field", "choice", "why", rows=rows))

@@ -176,13 +176,15 @@ def _counts(changed: int, total: int) -> tuple[tuple[int, str], ...]:
 
 
 def _print_all(out: Console, patches: list[dict[str, Any]]) -> None:
-    """Each patch as a heading and indented lines: in a column of a table the paths of targets would be broken."""
+    """Each patch as a heading and indented lines: a column of a table would break the paths of targets."""
     for patch in patches:
         state = {"-": "not checked"}.get(patch["state"], patch["state"])
         out.print(f"\n{patch['name']} ({patch['need']}): {state}", style="red" if state == "missing" else "")
+        if patch["state"] in ("missing", "not_needed") and patch["detail"]:
+            out.print(Padding.indent(patch["detail"], 4))
+        for target in patch["targets"]:
+            _print_target(out, target["path"], f"({target['versions'] or 'every version'})")
         lines = [
-            patch["detail"] if patch["state"] in ("missing", "not_needed") else "",
-            *(f"{t['path']} ({t['versions'] or 'every version'})" for t in patch["targets"]),
             "" if patch["changes"] else "built on, not changed",
             patch["why"],
             patch["upstream"] and f"upstream: {patch['upstream']}",
@@ -191,3 +193,12 @@ def _print_all(out: Console, patches: list[dict[str, Any]]) -> None:
         for line in filter(None, lines):
             out.print(Padding.indent(line, 4))
     out.print()
+
+
+def _print_target(out: Console, path: str, versions: str) -> None:
+    """The path is never broken, to be copied: one that is longer than a line runs over its end."""
+    if len(path) + len(versions) + 5 <= out.width:
+        out.print(f"    {path} {versions}")
+    else:
+        out.print(f"    {path}", soft_wrap=True)
+        out.print(f"      {versions}")

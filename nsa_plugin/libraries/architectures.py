@@ -1,11 +1,12 @@
-"""GPU architectures: the shared memory that one block may request.
+"""GPU architectures: the shared memory that one block may request, and how the plugin was tested for each.
 
-Source: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability", row "Maximum amount of
-shared memory per thread block".
+Source of the shared memory: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability", row "Maximum
+amount of shared memory per thread block".
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import MappingProxyType
 
 KIB = 1 << 10
@@ -31,6 +32,56 @@ FIRST_WITH_FP8 = 89
 
 EMULATED = 86
 """The GPU that `portable` = on and `bench --portable` emulate, by SM version."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """How the plugin was tested for an architecture; tests compare it with what they compile and with the records.
+
+    Attributes:
+        gpus: some of its GPUs.
+        compiled: which of the plugin's kernels the tests compile for it.
+        emulated: how another GPU acted as it; "" if none did.
+        why_not: why none did, where that has a reason.
+        run: its GPUs that have served with the plugin; "" if none has.
+    """
+
+    gpus: str
+    compiled: str = "Triton and CUDA kernels"
+    emulated: str = ""
+    why_not: str = ""
+    run: str = ""
+
+
+EVIDENCE = MappingProxyType(
+    {
+        80: Evidence(gpus="A100, A30", emulated="as SM86, which has less shared memory"),
+        86: Evidence(
+            gpus="A40, A10, RTX 3090",
+            emulated="by an H100 and an H200: SGLang with V3.2, vLLM with GLM-5 and V3.2",
+        ),
+        89: Evidence(gpus="L40S, L4, RTX 4090", why_not="the emulation has no fp8 conversion by the GPU"),
+        90: Evidence(gpus="H100, H200", run="H100 and H200"),
+        100: Evidence(gpus="B200, GB200", compiled="Triton kernels"),
+        120: Evidence(gpus="RTX PRO 6000, RTX 5090"),
+    }
+)
+"""By SM version. Nothing was tested for any other."""
+
+
+def evidence(sm: int) -> str:
+    """What was tested for an SM version, in one sentence for a terminal; "" for a CPU (SM version 0)."""
+    if not sm:
+        return ""
+    found = EVIDENCE.get(sm)
+    if found is None:
+        return f"{name_of(sm)}: not compiled for, not emulated, not run"
+    parts = [f"{name_of(sm)}: {found.compiled} compiled in the tests"]
+    if not found.run:
+        parts.append(f"emulated {found.emulated}" if found.emulated else "not emulated")
+    parts.append(f"run on {found.run}" if found.run else "not run on such a GPU")
+    return "; ".join(parts)
+
 
 # Every CUDA device grants a block this much without opting in.
 _WITHOUT_OPT_IN = 48 * KIB

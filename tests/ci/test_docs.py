@@ -7,6 +7,7 @@ import functools
 import json
 import re
 import shlex
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,8 @@ import pytest
 
 from ci import docs
 from ci.rows import Row, engines
-from ci.support import CONFIGURATIONS
+from ci.support import CONFIGURATIONS, Handling
+from nsa_plugin import errors
 from nsa_plugin.cli import _parser, main
 from nsa_plugin.settings import Settings
 from nsa_plugin.tools.records import SCHEMA, path_of, save
@@ -243,22 +245,116 @@ def test_every_file_of_the_repository_that_is_named_exists(page: Path) -> None:
         assert (docs.ROOT / named).exists(), named
 
 
-def messages() -> str:
-    """Every string of the package, the values in f-strings left out, and `CONFIGURATIONS`' messages; one a line."""
-    found = [one.says for one in CONFIGURATIONS]
-    for path in (docs.ROOT / "nsa_plugin").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.JoinedStr):
-                found.append("".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values))
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.append(node.value)
-    return "\n".join(found)
+ERRORS = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)}
+LEFT = errors.LeftToStockError.__name__
 
 
-def test_troubleshooting_quotes_messages_of_the_code() -> None:
+def name_of(node: ast.AST | None) -> str:
+    """The last part of a dotted name; "" of anything else."""
+    return getattr(node, "attr", None) or getattr(node, "id", None) or ""
+
+
+def text_of(node: ast.AST) -> str | None:
+    """A string, with the values of an f-string left out; None of anything else."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values)
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
+
+
+def makers(trees: list[ast.Module]) -> dict[str, str]:
+    """What makes an error, by its name: the classes, and the functions that return one."""
+    functions = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    return {name: name for name in ERRORS} | {
+        function.name: name_of(function.returns) for function in functions if name_of(function.returns) in ERRORS
+    }
+
+
+def messages(trees: list[ast.Module]) -> Iterator[tuple[str, set[str]]]:
+    """Every string of the package's errors, and the classes of the errors that say it.
+
+    They are those of the smallest expression or statement around the string that makes errors. A constant of a module
+    is what the errors say that name it.
+    """
+    made = makers(trees)
+    constants = {
+        name_of(node.targets[0]): text
+        for tree in trees
+        for node in tree.body
+        if isinstance(node, ast.Assign) and (text := text_of(node.value)) is not None
+    }
+
+    def visit(node: ast.AST, kinds: set[str]) -> Iterator[tuple[str, set[str]]]:
+        if isinstance(node, ast.Call) and name_of(node.func) in made:
+            kinds = {made[name_of(node.func)]}
+        elif isinstance(node, ast.stmt):
+            calls = (one for one in ast.walk(node) if isinstance(one, ast.Call))
+            kinds = {made[name_of(call.func)] for call in calls if name_of(call.func) in made}
+        text = constants.get(name_of(node)) if isinstance(node, ast.Name | ast.Attribute) else text_of(node)
+        if text is not None and kinds:
+            yield text, kinds
+        for child in ast.iter_child_nodes(node):
+            if not (isinstance(child, ast.Expr) and text_of(child.value) is not None):  # a docstring
+                yield from visit(child, kinds)
+
+    for tree in trees:
+        for statement in tree.body:
+            yield from visit(statement, set())
+
+
+@functools.cache
+def said() -> list[tuple[str, set[str]]]:
+    """The messages of the package's errors, and those that `CONFIGURATIONS` has."""
+    trees = [ast.parse(path.read_text()) for path in (docs.ROOT / "nsa_plugin").rglob("*.py")]
+    known = {Handling.STOCK: {LEFT}, Handling.REFUSED: {"refused"}}
+    return [*messages(trees), *((one.says, known[one.outcome]) for one in CONFIGURATIONS if one.outcome in known)]
+
+
+def quoted(title: str) -> list[str]:
+    """Patterns of the messages that the table under a heading of troubleshooting.md quotes."""
     page = (docs.ROOT / "docs" / "troubleshooting.md").read_text()
-    section = page[page.index("## The engine refuses to start") : page.index("## Kernels and memory")]
-    quoted = [name for line in section.splitlines()[4:] for name in re.findall(r"`([^`]+)`", line.split(" | ")[0])]
-    assert len(quoted) > 15
-    said = messages()
-    assert [name for name in quoted if name not in said] == []
+    section = page[page.index(f"## {title}\n") :].split("\n## ")[0]
+    cells = [line.split(" | ")[0] for line in section.splitlines() if line.startswith("| `")]
+    found = [one for cell in cells for one in re.findall(r"`[^`]+`(?: \.\.\. `[^`]+`)*", cell)]
+    return [".*".join(map(re.escape, re.findall(r"`([^`]+)`", one))) for one in found]
+
+
+REFUSED, LEFT_OUT = quoted("The engine refuses to start"), quoted("Left to the stock engine")
+
+
+@pytest.mark.parametrize("message", [*REFUSED, *LEFT_OUT])
+def test_troubleshooting_has_each_message_under_what_it_does(message: str) -> None:
+    found = [kinds for text, kinds in said() if re.search(message, text, re.DOTALL)]
+    assert found, "no error says so"
+    kinds = set.union(*found)
+    assert kinds == {LEFT} if message in LEFT_OUT else LEFT not in kinds
+
+
+def test_troubleshooting_quotes_messages() -> None:
+    assert len(REFUSED) > 10
+    assert len(LEFT_OUT) > 6
+
+
+def test_the_class_of_the_error_around_a_message_is_found() -> None:
+    source = """
+OUTSIDE = "a constant"
+def refusal(why: str) -> NoProviderError:
+    \"\"\"Say a docstring.\"\"\"
+    return NoProviderError(f"it is {why}, so it ends")
+def check(one):
+    for what in ("in a loop", "too"):
+        if one:
+            raise LeftToStockError(f"left because of {what}")
+    log("in no error")
+    raise refusal("given to a function")
+def other():
+    raise SettingsError(OUTSIDE)
+"""
+    found: dict[str, set[str]] = {}
+    for text, kinds in messages([ast.parse(source)]):
+        found.setdefault(text, set()).update(kinds)
+    assert found["a constant"] == {"SettingsError"}
+    assert found["it is \0, so it ends"] == {"NoProviderError"}
+    assert found["in a loop"] == found["left because of \0"] == {LEFT}
+    assert found["given to a function"] == {"NoProviderError"}
+    assert "in no error" not in found
+    assert "Say a docstring." not in found

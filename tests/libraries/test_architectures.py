@@ -1,0 +1,75 @@
+"""What `EVIDENCE` says of each architecture is what the tests compile and what the records have."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from typing import Any
+
+import pytest
+
+from ci.docs import RECORDS, ROOT
+from nsa_plugin.libraries.architectures import EMULATED, EVIDENCE, SHARED_MEMORY_PER_BLOCK, evidence
+from nsa_plugin.tools.compare.record import read
+from nsa_plugin.tools.pages.summary import engine_name, model_family
+
+SERVED: list[dict[str, Any]] = [record for _, record in read(RECORDS) if record["verdict"]["holds"]]
+
+
+def gpus(records: list[dict[str, Any]]) -> set[str]:
+    return {record["host"]["gpu"].removeprefix("NVIDIA ").split()[0] for record in records}
+
+
+def compiled(module: str, pattern: str) -> set[int]:
+    """The SM versions that a test module compiles for, as it writes them."""
+    (listed,) = re.findall(pattern, (ROOT / "tests" / "kernels" / module).read_text(), re.MULTILINE)
+    return set(ast.literal_eval(listed))
+
+
+def test_the_compiled_kernels_are_those_of_the_tests() -> None:
+    triton = compiled(
+        "test_triton_compiles.py", r'parametrize\("sm", (\[.+\])\)\ndef test_every_kernel_compiles_and_a_block_fits'
+    )
+    assert triton == {sm for sm, one in EVIDENCE.items() if "Triton" in one.compiled}
+    cuda = compiled("test_cuda_architectures.py", r"^ARCHITECTURES = (\(.+\))$")
+    assert cuda == {sm for sm, one in EVIDENCE.items() if "CUDA" in one.compiled}
+    assert set(EVIDENCE) <= set(SHARED_MEMORY_PER_BLOCK)
+
+
+def test_the_emulated_architecture_served_what_the_records_say() -> None:
+    records = [record for record in SERVED if record["suite"].endswith("portable-on")]
+    served: dict[str, set[str]] = {}
+    for record in records:
+        served.setdefault(engine_name(record).split()[0], set()).add(model_family(record))
+    by = " and ".join(f"an {gpu}" for gpu in sorted(gpus(records)))
+    what = ", ".join(f"{engine} with {' and '.join(sorted(models))}" for engine, models in sorted(served.items()))
+    assert EVIDENCE[EMULATED].emulated == f"by {by}: {what}"
+
+
+def test_what_was_run_is_what_the_records_have() -> None:
+    ran = {sm for sm, one in EVIDENCE.items() if one.run}
+    assert ran == {90}
+    assert EVIDENCE[90].run == " and ".join(sorted(gpus(SERVED)))
+    for path in RECORDS.glob("h*/*.json"):
+        assert json.loads(path.read_text())["host"]["gpu"].startswith(("NVIDIA H100", "NVIDIA H200")), path
+
+
+@pytest.mark.parametrize(
+    ("sm", "sentence"),
+    [
+        (0, ""),
+        (75, "SM75: not compiled for, not emulated, not run"),
+        (
+            80,
+            "SM80: Triton and CUDA kernels compiled in the tests; emulated as SM86, which has less shared memory; not "
+            "run on such a GPU",
+        ),
+        (89, "SM89: Triton and CUDA kernels compiled in the tests; not emulated; not run on such a GPU"),
+        (90, "SM90: Triton and CUDA kernels compiled in the tests; run on H100 and H200"),
+        (100, "SM100: Triton kernels compiled in the tests; not emulated; not run on such a GPU"),
+        (103, "SM103: not compiled for, not emulated, not run"),
+    ],
+)
+def test_one_sentence_says_what_was_tested(sm: int, sentence: str) -> None:
+    assert evidence(sm) == sentence
