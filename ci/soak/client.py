@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -170,7 +171,9 @@ def compared(name: str, idle: Answer, again: Answer, *, after: bool = False) -> 
     gap = 0.0
     if same < len(again.token_ids):
         gap = idle.logprobs[same] - idle.top[same].get(again.token_ids[same], float("-inf"))
-    errors = (abs(one - other) for one, other in zip(idle.logprobs[:same], again.logprobs[:same], strict=True))
+    errors = [abs(one - other) for one, other in zip(idle.logprobs[:same], again.logprobs[:same], strict=True)]
+    if any(map(math.isnan, errors)):  # max would pass over it
+        errors = [math.inf]
     return Repeat(
         name=name,
         tokens=len(again.token_ids),

@@ -25,6 +25,11 @@ CENSUS = "census"
 # resident memory shows the holes. Limits that are set stay: freed blocks of 1 MiB and more return to the system.
 _MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str(2**20), "MALLOC_ARENA_MAX": "2"}
 
+# SGLang starts a request only if what the running ones are expected to generate fits, too. Of those that ignore the end
+# token, as all of a soak do, it expects every token, whatever --schedule-conservativeness says (0.5.23,
+# `schedule_policy.py`), and then has none to retract. This bounds what it expects, not what it generates.
+_SGLANG_RESERVES = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "16"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
@@ -79,6 +84,8 @@ class Setup:
             # oneDNN keeps up to 1024 matrix products, each with its code, one for each number of query tokens: hundreds
             # of MiB, which fill up for as long as new numbers come.
             wanted |= {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
+        if isinstance(self.engine, SglangEngine):
+            wanted |= _SGLANG_RESERVES
         kept = {name: os.environ.get(name, value) for name, value in wanted.items()}
         path = os.environ.get("PYTHONPATH", "") if self.gpu else python_path_with_vllm_name(site)
         paths = os.pathsep.join(filter(None, (str(site), path)))
@@ -114,5 +121,18 @@ def count_of(metrics: str, names: Sequence[str]) -> int | None:
     return None
 
 
-PREEMPTIONS = ("vllm:num_preemptions_total", "sglang:num_retractions_total", "sglang:num_retracted_requests_total")
+def preemptions_of(metrics: str) -> int | None:
+    """Requests that the server preempted (vLLM) or retracted (SGLang); None if the text has no metric of an engine.
+
+    SGLang's counter has labels, so it has no sample before the first retraction: without one there was none.
+    """
+    found = count_of(metrics, PREEMPTIONS)
+    if found is None and any(line.startswith(ENGINES) for line in metrics.splitlines()):
+        return 0
+    return found
+
+
+ENGINES = ("vllm:", "sglang:")
+"""Prefixes of the engines' metrics."""
+PREEMPTIONS = ("vllm:num_preemptions_total", "sglang:num_retracted_requests_total")
 RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs")

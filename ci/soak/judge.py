@@ -22,12 +22,15 @@ FILES_GROWTH = 64
 OBJECTS_GROWTH = 300
 _FEWEST_SAMPLES = 3  # in a quarter
 TOO_FEW = "too few samples"
+PRESSURE = "cache pressure"
+"""Name of the check of preemptions."""
 _NAMED = 3
 
 # By dtype: (margin in nats, share of repeats that may differ). Batching changes the order of additions. In float32 that
 # moves a log probability by no more than the demo's `outlier`, so another token is right only if the idle server held
 # both that nearly equal, and that is rare. In bfloat16 nearly every long answer splits somewhere, so only the margin
-# is judged. After the first different token the contexts differ, and nothing more is compared.
+# is judged, of the first different token and of the log probabilities before it: a wrong key that changes no token
+# still moves those. After the first different token the contexts differ, and nothing more is compared.
 RULES = {
     "float32": (TOLERANCES["float32"].outlier or TOLERANCES["float32"].margin, 0.05),
     "bfloat16": (TOLERANCES["bfloat16"].margin, 1.0),
@@ -67,7 +70,7 @@ def answers(soak: Soak) -> Check:
 
 
 def tokens(soak: Soak) -> Check:
-    """Probes under load give the tokens of the idle server, but for near ties; see `RULES`."""
+    """Probes under load give the idle server's tokens, but for near ties, and its log probabilities; see `RULES`."""
     return _repeats(soak, after=False, name="tokens under load")
 
 
@@ -81,17 +84,24 @@ def afterwards(soak: Soak) -> Check:
 def _repeats(soak: Soak, *, after: bool, name: str) -> Check:
     repeats = [one for one in soak.repeats if one.after is after]
     wrong = [one for one in repeats if not one.gap <= soak.margin]
+    moved = [one for one in repeats if not one.logprob_error <= soak.margin]
     split = sum(one.same < one.tokens for one in repeats)
     same, total = sum(one.same for one in repeats), sum(one.tokens for one in repeats)
     if wrong:
         named = "; ".join(f"{one.name} at token {one.same} (gap {one.gap:.2g})" for one in wrong[:_NAMED])
         detail = f"{len(wrong)} of {len(repeats)} probes gave other tokens: {named}"
+    elif moved:
+        named = "; ".join(f"{one.name} ({one.logprob_error:.2g})" for one in moved[:_NAMED])
+        detail = (
+            f"{len(moved)} of {len(repeats)} probes gave other log probabilities (allowed {soak.margin:g}): {named}"
+        )
     elif not repeats:
         detail = "no probe was answered"
     else:
         ties = f", {split} differ at a near tie (gap at most {soak.margin:g})" if split else ""
-        detail = f"{len(repeats)} probes, {same} of {total} tokens the same{ties}"
-    holds = bool(repeats) and not wrong and split <= soak.split_share * len(repeats)
+        error = max(one.logprob_error for one in repeats)
+        detail = f"{len(repeats)} probes, {same} of {total} tokens the same, log probabilities within {error:.2g}{ties}"
+    holds = bool(repeats) and not wrong and not moved and split <= soak.split_share * len(repeats)
     return Check(name=name, holds=holds, detail=detail)
 
 
@@ -106,8 +116,8 @@ def refusals(soak: Soak) -> Check:
 def pressure(soak: Soak) -> Check:
     """The KV cache was too small for the load, so that the server preempted requests."""
     if soak.preemptions is None:
-        return Check(name="cache pressure", holds=True, detail="this server does not count preemptions")
-    return Check(name="cache pressure", holds=soak.preemptions > 0, detail=f"{soak.preemptions} preemptions")
+        return Check(name=PRESSURE, holds=False, detail="the server's preemptions were not counted")
+    return Check(name=PRESSURE, holds=soak.preemptions > 0, detail=f"{soak.preemptions} preemptions")
 
 
 def plugin(soak: Soak) -> Check:

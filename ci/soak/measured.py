@@ -69,7 +69,7 @@ class Repeat:
         same: tokens before the first one that differs.
         gap: how much more probable, in nats, the idle server held its own token where the two first differ; 0 if they
             do not differ, infinite if the other token was not among the most probable.
-        logprob_error: largest difference of a log probability among the `same` tokens.
+        logprob_error: largest difference of a log probability among the `same` tokens; infinite if one is missing.
     """
 
     name: str
@@ -128,7 +128,7 @@ class Soak:
     Attributes:
         minutes: of load, as requested.
         margin, split_share: what `judge.tokens` allows, see `judge.RULES`.
-        preemptions: requests that the server preempted or retracted; None if it does not say.
+        preemptions: requests that the server preempted or retracted; None if its metrics could not be read.
         routes: batches that the plugin planned, by "phase/attention/provider".
         running: requests that the server still held a while after the load; None if it does not say.
     """

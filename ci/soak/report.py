@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from ci.rows import ROOT
-from ci.soak.judge import MIB, quantile
+from ci.soak.judge import MIB, PRESSURE, quantile
 from ci.soak.measured import End, Kind, Soak
 from ci.soak.run import Finished, Options
 from nsa_plugin.tools import records
@@ -95,9 +95,9 @@ def runs_table(folder: Path = RECORDS) -> str:
         rows.append(
             [
                 f"{record['engine']}, {record['minutes']:g} minutes",
-                "passed" if record["ok"] else "failed",
+                _verdict(record),
                 ", ".join(f"{count} {end}" for end, count in sent.most_common()),
-                "not counted" if record["preemptions"] is None else str(record["preemptions"]),
+                "none counted" if record["preemptions"] is None else str(record["preemptions"]),
                 f"{probes['same']} of {probes['tokens']}",
                 _range([one["rss"] for one in record["memory"]]),
                 f"ended after {ending['seconds']:g} s, {len(ending['left'])} processes left",
@@ -106,6 +106,16 @@ def runs_table(folder: Path = RECORDS) -> str:
         )
     header = ["run", "checks", "requests", "preemptions", "tokens the same", "host memory", "worker killed", "record"]
     return markdown_table(header, rows)
+
+
+def _verdict(record: dict[str, Any]) -> str:
+    """How a run was judged, and whether today's check of cache pressure judges it otherwise.
+
+    It once passed a server whose counter of preemptions had no sample, which SGLang's has only after the first.
+    """
+    held = any(check["name"] == PRESSURE and check["holds"] for check in record["checks"])
+    verdict = "passed" if record["ok"] else "failed"
+    return f"{verdict}; today {PRESSURE} fails" if held and not record["preemptions"] else verdict
 
 
 def _range(sizes: Sequence[int]) -> str:

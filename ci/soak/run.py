@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ci.soak.client import Client, compared, new_session
 from ci.soak.ending import kill_worker
-from ci.soak.engines import CENSUS, PREEMPTIONS, RUNNING, Setup, count_of
+from ci.soak.engines import CENSUS, RUNNING, Setup, count_of, preemptions_of
 from ci.soak.judge import RULES
 from ci.soak.measured import Kind, Sent, Soak
 from ci.soak.traffic import Traffic, malformed, oversized
@@ -93,7 +93,7 @@ def run_soak(options: Options, steps: Steps) -> Finished:
             again = _alone(one, setup, traffic)
             soak.repeats += [compared(name, idle[name], answer, after=True) for name, answer in again.items()]
             text = one.server.get(setup.engine.metrics_path, timeout=30)
-            soak.preemptions = count_of(text, PREEMPTIONS)
+            soak.preemptions = preemptions_of(text)
             soak.routes = dict(setup.engine.routes(text))
         with steps.step("Killing a worker"):
             asyncio.run(_end(one, setup, traffic, soak, idle))

@@ -18,7 +18,7 @@ from nsa_plugin.backends.sglang.startup import activation as sglang_activation
 from nsa_plugin.backends.sglang.startup import model as sglang_model
 from nsa_plugin.backends.sglang.startup.activation import SglangProcess
 from nsa_plugin.backends.sglang.startup.flags import VARIABLE, PassedFlags
-from nsa_plugin.backends.sglang.startup.serving import check_cache, refuse_trtllm
+from nsa_plugin.backends.sglang.startup.serving import check_cache, check_model, refuse_trtllm
 from nsa_plugin.backends.sglang.v32 import token_shard as sglang_shard
 from nsa_plugin.backends.vllm.startup import activation as vllm_activation
 from nsa_plugin.backends.vllm.startup.model import check_on_gpu
@@ -32,7 +32,7 @@ from nsa_plugin.settings import ResolvedSettings, Settings, resolve
 from nsa_plugin.telemetry import Trace
 from tests.backends.fake_sglang import v4 as sglang_v4
 from tests.backends.fake_sglang import v32 as sglang_v32
-from tests.backends.fake_sglang.model_runner import built, runner
+from tests.backends.fake_sglang.model_runner import CONFIG, built, runner
 from tests.backends.fake_sglang.scheduler import scheduler
 from tests.backends.fake_sglang.v4 import batch
 from tests.backends.fake_sglang.v32 import DsaBackend, started
@@ -183,6 +183,11 @@ def without_scales(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = built(prefill="trtllm", decode="trtllm")
     backend.dsa_kv_cache_store_fp8 = False
     check_cache(backend, runner(), synthetic(100))
+
+
+def another_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    narrow = SimpleNamespace(**vars(CONFIG) | {"kv_lora_rank": 256})
+    check_model(built(), SimpleNamespace(model_config=SimpleNamespace(hf_text_config=narrow)))
 
 
 def another_backend(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,6 +345,7 @@ STARTS: dict[tuple[str, str], Start] = {
     (SGLANG, "HiSparse"): sglang(enable_hisparse=True),
     (SGLANG, "prefill context parallelism"): sglang(enable_prefill_cp=True),
     (SGLANG, "decode context parallelism"): sglang({"dcp_size": 2}),
+    (SGLANG, "a model whose attention has another shape"): another_shape,
     (SGLANG, "pooled indexer keys"): sglang({"dsa_index_kpool": 4}),
     (SGLANG, "a sharded KV cache"): sglang({"_kv_shard_pool": object()}),
     (SGLANG, "deterministic inference"): sglang(enable_deterministic_inference=True),

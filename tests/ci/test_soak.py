@@ -19,15 +19,16 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from soak_case import MARGIN, SPLIT, by_rule, failed, good
 
 from ci.rows import ROOT
 from ci.soak import census
 from ci.soak.__main__ import parser
 from ci.soak.client import Client, compared, new_session
-from ci.soak.engines import CENSUS, PREEMPTIONS, SETUPS, count_of
+from ci.soak.engines import CENSUS, PREEMPTIONS, SETUPS, count_of, preemptions_of
 from ci.soak.judge import CHECKS, MIB, RULES, judge, quantile
-from ci.soak.measured import LEAVING_KINDS, REFUSED_KINDS, End, Ending, Kind, Repeat, Sample, Sent, Soak
-from ci.soak.report import as_record, print_report
+from ci.soak.measured import REFUSED_KINDS, End, Kind, Repeat, Sent, Soak
+from ci.soak.report import RECORDS, as_record, print_report, runs_table
 from ci.soak.run import Finished, Options
 from ci.soak.traffic import SHARES, Limits, Traffic, malformed, oversized
 from ci.soak.watch import gpu_bytes, sample
@@ -35,36 +36,6 @@ from nsa_plugin.tools.serving.requests import Answer, PromptRequest
 from nsa_plugin.tools.serving.sglang import SglangEngine
 
 LIMITS = Limits(context=1024, topk=64, chunk=256, running=8)
-MARGIN, SPLIT = RULES["float32"]
-
-
-def expected(kind: Kind) -> End:
-    return End.REFUSED if kind in REFUSED_KINDS else End.LEFT if kind in LEAVING_KINDS else End.ANSWERED
-
-
-def good() -> Soak:
-    """A soak of ten minutes that passes."""
-    sent = [Sent(kind=kind, end=expected(kind), seconds=1.0, status=200) for kind in Kind for _ in range(10)]
-    repeats = [Repeat(name="probe", tokens=24, same=24, after=after) for after in (False, True) for _ in range(20)]
-    flat = Sample(at=0, rss=2000 * MIB, processes=3, files=100, gpu=9000 * MIB, objects=5000)
-    memory = [replace(flat, at=at, objects=None if at < 20 else 5000) for at in range(0, 600, 5)]
-    ending = Ending(killed="EngineCore", ended=True, status=0, seconds=2.0, in_flight=Counter({End.ERROR: 6}))
-    return Soak(
-        minutes=10,
-        margin=MARGIN,
-        split_share=SPLIT,
-        sent=sent,
-        repeats=repeats,
-        memory=memory,
-        preemptions=5,
-        routes={"extend/sparse_prefill/portable": 10, "decode/sparse_decode/portable": 90},
-        running=0,
-        ending=ending,
-    )
-
-
-def failed(soak: Soak) -> list[str]:
-    return [check.name for check in judge(soak) if not check.holds]
 
 
 def test_good_soak_passes_every_check() -> None:
@@ -72,10 +43,9 @@ def test_good_soak_passes_every_check() -> None:
     assert len({check.name for check in judge(good())}) == len(CHECKS)
 
 
-def test_soak_without_measurements_fails() -> None:
-    """But for pressure and GPU memory, which some servers do not report."""
+def test_soak_without_measurements_fails_every_check() -> None:
     nothing = Soak(minutes=10, margin=MARGIN, split_share=SPLIT)
-    assert len(failed(nothing)) == len(CHECKS) - 1
+    assert len(failed(nothing)) == len(CHECKS)
 
 
 @pytest.mark.parametrize("kind", Kind)
@@ -118,16 +88,31 @@ def test_other_tokens_fail_unless_they_are_a_near_tie(after: bool, name: str) ->
         assert failed(soak) == [name]
 
 
+@pytest.mark.parametrize(("after", "name"), [(False, "tokens under load"), (True, "afterwards")])
+@pytest.mark.parametrize("dtype", RULES)
+def test_other_log_probabilities_of_the_same_tokens_fail(dtype: str, after: bool, name: str) -> None:
+    soak = by_rule(good(), dtype)
+    soak.repeats.append(Repeat(name="probe", tokens=24, same=24, logprob_error=soak.margin, after=after))
+    assert failed(soak) == []
+    for error in (1.1 * soak.margin, math.inf, math.nan):
+        soak.repeats[-1] = replace(soak.repeats[-1], logprob_error=error)
+        assert failed(soak) == [name]
+
+
+@pytest.mark.parametrize("path", sorted(RECORDS.glob("*.json")), ids=lambda path: path.stem)
+def test_the_recorded_log_probabilities_are_within_the_margin(path: Path) -> None:
+    """So the bound is one that real engines keep."""
+    record = json.loads(path.read_text())
+    server = record["server"]
+    margin, _ = RULES["float32" if "float32" in server else "bfloat16"]
+    assert record["probes"]["max_logprob_error"] <= margin
+
+
 def test_many_near_ties_fail() -> None:
     soak = good()
     soak.repeats += [Repeat(name="probe", tokens=24, same=3, gap=MARGIN / 2)] * 2
     assert failed(soak) == ["tokens under load"]
-    assert failed(replace_rule(soak, "bfloat16")) == []
-
-
-def replace_rule(soak: Soak, dtype: str) -> Soak:
-    soak.margin, soak.split_share = RULES[dtype]
-    return soak
+    assert failed(by_rule(soak, "bfloat16")) == []
 
 
 def test_request_that_the_idle_server_still_holds_fails() -> None:
@@ -136,9 +121,10 @@ def test_request_that_the_idle_server_still_holds_fails() -> None:
     assert failed(soak) == ["afterwards"]
 
 
-def test_cache_that_is_never_too_small_fails() -> None:
+@pytest.mark.parametrize("preemptions", [0, None])
+def test_cache_that_is_never_too_small_fails(preemptions: int | None) -> None:
     soak = good()
-    soak.preemptions = 0
+    soak.preemptions = preemptions
     assert failed(soak) == ["cache pressure"]
 
 
@@ -245,12 +231,36 @@ def test_probe_is_compared_up_to_its_first_different_token() -> None:
     tie = compared("probe", idle, replace(idle, token_ids=(1, 9, 4)))
     assert (tie.same, tie.gap) == (1, pytest.approx(0.05))
     assert compared("probe", idle, replace(idle, token_ids=(1, 8, 4))).gap == math.inf
+    assert compared("probe", idle, replace(idle, logprobs=(-0.1, math.nan, -0.3))).logprob_error == math.inf
 
 
 def test_sums_of_metrics() -> None:
     text = 'vllm:num_preemptions_total{engine="0"} 2.0\nvllm:num_preemptions_total{engine="1"} 3.0\nother 7\n'
     assert count_of(text, PREEMPTIONS) == 5
     assert count_of("other 7", PREEMPTIONS) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ('vllm:num_preemptions_total{engine="0"} 0.0\n', 0),
+        ('vllm:num_preemptions_total{engine="0"} 3.0\n', 3),
+        ('sglang:num_retracted_requests_total{tp_rank="0"} 2.0\nsglang:num_running_reqs{tp_rank="0"} 1.0\n', 2),
+        ('sglang:num_running_reqs{tp_rank="0"} 0.0\n', 0),  # before the first retraction
+        ("# HELP sglang:num_retracted_requests_total Total number of retracted requests.\nother 7\n", None),
+        ("", None),
+    ],
+)
+def test_a_counter_without_a_sample_has_counted_nothing(text: str, found: int | None) -> None:
+    assert preemptions_of(text) == found
+
+
+@pytest.mark.parametrize("name", SETUPS)
+def test_sglang_reserves_less_than_an_answer_so_that_it_has_to_retract(name: str, tmp_path: Path) -> None:
+    setup = SETUPS[name]
+    reserved = setup.environ(tmp_path).get("SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION")
+    assert (reserved is None) == (name != "sglang")
+    assert reserved is None or int(reserved) < setup.limits.answer // 8
 
 
 def test_quantiles() -> None:
@@ -366,6 +376,22 @@ def test_record_and_table(problem: str, tmp_path: Path) -> None:
     assert max(map(len, text.splitlines())) <= 80
     assert all(check.name in text for check in checks)
     assert problem in text
+
+
+@pytest.mark.parametrize(
+    ("preemptions", "row"),
+    [(5, "passed | 10 answered | 5"), (None, "passed; today cache pressure fails | 10 answered | none counted")],
+)
+def test_table_judges_a_record_without_preemptions_by_todays_check(
+    preemptions: int | None, row: str, tmp_path: Path
+) -> None:
+    """Such a record passed the check of its day."""
+    soak = good()
+    soak.sent = soak.sent[:10]
+    options = Options(SETUPS["sglang"], 10, 1, tmp_path)
+    record = as_record(Finished(soak, "0.5.23", ["/python"], 9.0, ""), options, judge(good()), ["python"])
+    (tmp_path / "one.json").write_text(json.dumps(record | {"ok": True, "preemptions": preemptions}))
+    assert f"| sglang 0.5.23, 10 minutes | {row} |" in runs_table(tmp_path)
 
 
 @pytest.mark.parametrize("words", [["--engine", "toy"], ["--minutes", "0"], ["--minutes", "-3"]])

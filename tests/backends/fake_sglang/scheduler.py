@@ -21,6 +21,16 @@ HF_CONFIG = SimpleNamespace(
     index_n_heads=64,
     index_head_dim=128,
 )
+V4_CONFIG = SimpleNamespace(
+    architectures=["DeepseekV4ForCausalLM"],
+    num_attention_heads=64,
+    head_dim=512,
+    qk_rope_head_dim=64,
+    index_topk=512,
+    index_n_heads=64,
+    index_head_dim=128,
+    compress_ratios=[0, 4, 128],
+)
 
 
 class StockBackend:
@@ -48,7 +58,12 @@ class StockBackend:
 
 
 def runner(
-    *, device: str = "cuda", scaled_fp8: bool = False, dtype: str = "torch.bfloat16", **server_args: Any
+    *,
+    device: str = "cuda",
+    scaled_fp8: bool = False,
+    dtype: str = "torch.bfloat16",
+    config: Any = HF_CONFIG,
+    **server_args: Any,
 ) -> SimpleNamespace:
     return SimpleNamespace(
         device=device,
@@ -56,7 +71,7 @@ def runner(
         kv_cache_dtype=dtype,
         tp_rank=0,
         server_args=SimpleNamespace(**server_args),
-        model_config=SimpleNamespace(num_attention_heads=128, hf_config=HF_CONFIG, hf_text_config=HF_CONFIG),
+        model_config=SimpleNamespace(num_attention_heads=128, hf_config=config, hf_text_config=config),
     )
 
 

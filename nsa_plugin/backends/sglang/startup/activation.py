@@ -195,12 +195,14 @@ class SglangProcess:
         if self.resolved is None or self.stock_because:
             return
         from nsa_plugin.backends.common.providers import device_in_use  # imports torch
-        from nsa_plugin.backends.sglang.startup.serving import SglangServing, check_cache
+        from nsa_plugin.backends.sglang.startup.serving import SglangServing, check_cache, check_model
         from nsa_plugin.libraries.probe import probe
 
-        device = device_in_use(probe(), self.resolved.settings) if self.serving is None else self.serving.device
         with self._or_stock():
             try:
+                check_model(backend, model_runner)
+                settings = self.resolved.settings
+                device = device_in_use(probe(), settings) if self.serving is None else self.serving.device
                 check_cache(backend, model_runner, device)
                 if self.serving is None:
                     begin = functools.partial(SglangServing.begin, portable=self.portable)

@@ -17,6 +17,7 @@ from packaging.version import Version
 
 from nsa_plugin.backends.common.planner import Execution
 from nsa_plugin.backends.common.providers import Providers
+from nsa_plugin.backends.common.shape import architectures, check_shape
 from nsa_plugin.backends.common.token_shard import free_memory_of, has_sinks
 from nsa_plugin.backends.common.warm import warm, warm_dense, warm_logits, warm_reading, warm_selection, warm_unpaged
 from nsa_plugin.backends.sglang.startup import samples
@@ -319,6 +320,17 @@ def refuse_trtllm(backend: Any, device: DeviceProfile) -> None:
                 f"{flag} is trtllm, but TRT-LLM's sparse MLA kernels need SM100 and flashinfer, and this is "
                 f"{device.name} ({device.where}). Give another {flag}, or none. {TURN_OFF}"
             )
+
+
+def check_model(backend: Any, model_runner: Any) -> None:
+    """Check that the plugin supports the shape of a backend's model, before anything depends on it.
+
+    Raises:
+        LeftToStockError: see `check_shape`.
+    """
+    configured = model_runner.model_config
+    names = architectures(getattr(configured, "hf_config", None))
+    check_shape(configured.hf_text_config, "v4" if is_v4(backend) else "v3.2", ", ".join(names) or "the model")
 
 
 def check_cache(backend: Any, model_runner: Any, device: DeviceProfile) -> None:

@@ -9,9 +9,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from nsa_plugin.backends.common.shape import V4_ROW, architectures, check_shape
 from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.errors import LeftToStockError
-from nsa_plugin.libraries.capabilities import V32_ROW
 
 # vLLM's --kv-cache-dtype -> the layout of the cache. On a CPU the plugin's backend keeps the model's dtype; on a GPU
 # vLLM's FlashMLA-sparse backend makes any fp8 fp8_ds_mla.
@@ -32,12 +32,8 @@ DCP_FLAG = "--decode-context-parallel-size"
 
 V32_MODULES = ("vllm.models.deepseek_v32", "vllm.model_executor.models.deepseek_v2")
 """vLLM modules with the model code that the ledger changes: DeepSeek-V3.2, GLM-5 and other models that use it."""
-INDEX_HEAD_DIM = 128
-"""Values of a key in the indexer's cache."""
 V4_ARCHITECTURES = ("DeepseekV4ForCausalLM",)
 V4_RATIOS = frozenset({0, 1, 4, 128})
-V4_ROW = 512
-"""Values of a V4 cache entry, and of a query head."""
 
 
 def is_portable(sm: int) -> bool:
@@ -72,7 +68,7 @@ def family_of(vllm_config: Any) -> str:
 
 
 def _architectures(vllm_config: Any) -> list[str]:
-    return getattr(vllm_config.model_config.hf_config, "architectures", None) or []
+    return architectures(vllm_config.model_config.hf_config)
 
 
 def v4_shape(vllm_config: Any) -> ModelShape:
@@ -230,10 +226,7 @@ def _check_v32(vllm_config: Any) -> None:
         raise LeftToStockError(
             f"vLLM runs {name} with {others[0]}; nsa-plugin supports the model code of {' and '.join(V32_MODULES)}"
         )
-    wanted = {"kv_lora_rank": V32_ROW[1], "qk_rope_head_dim": V32_ROW[0] - V32_ROW[1], "index_head_dim": INDEX_HEAD_DIM}
-    for key, value in wanted.items():
-        if (found := getattr(config, key, None)) != value:
-            raise LeftToStockError(f"{key} of {name} is {found}; nsa-plugin supports {value}")
+    check_shape(config, "v3.2", name)
     if (pooled := getattr(config, "index_kpool", 1)) not in (None, 1):
         raise LeftToStockError(f"index_kpool of {name} is {pooled}: its indexer selects pools of tokens, not tokens")
 
@@ -255,6 +248,5 @@ def _check_v4(vllm_config: Any) -> None:
             f"compress_ratios of the model has {', '.join(map(str, sorted(unknown)))}; nsa-plugin supports "
             f"{', '.join(map(str, sorted(V4_RATIOS)))}"
         )
-    if (head_dim := getattr(config, "head_dim", None)) != V4_ROW:
-        raise LeftToStockError(f"head_dim of the model is {head_dim}; nsa-plugin supports {V4_ROW}")
+    check_shape(config, "v4", V4_ARCHITECTURES[0])
     v4_shape(vllm_config)

@@ -17,13 +17,12 @@ from nsa_plugin.backends.sglang.startup.flags import PassedFlags
 from nsa_plugin.errors import LeftToStockError, NoProviderError, PatchError
 from nsa_plugin.libraries.devices import synthetic
 from nsa_plugin.patches import sglang as data
-from tests.backends.fake_sglang.scheduler import read, runner, scheduler, start
+from tests.backends.fake_sglang.scheduler import V4_CONFIG, read, runner, scheduler, start
 from tests.backends.fake_sglang.v4 import MODEL, Engine
 
 pytestmark = pytest.mark.usefixtures("clean_environment")
 REFUSE_COPIES = SglangProcess._refuse_copies  # a fixture takes it away
 
-V4_CONFIG = SimpleNamespace(architectures=["DeepseekV4ForCausalLM"], index_topk=512, compress_ratios=[0, 4, 128])
 V4_MODULE = "sglang.srt.layers.attention.deepseek_v4_backend"
 
 
@@ -90,7 +89,7 @@ def test_v4_serves_with_and_without_speculative_decoding(
     algorithm: str | None,
 ) -> None:
     enabled(process, monkeypatch, report=str(tmp_path / "report.json"))
-    of = runner(speculative_algorithm=algorithm)
+    of = runner(config=V4_CONFIG, speculative_algorithm=algorithm)
     built = [registry.backends["dsv4"](of)(of) for _ in range(2 if algorithm else 1)]  # with a draft model, two
     process.leave_scheduler(scheduler(V4_CONFIG))
     assert adopted == built

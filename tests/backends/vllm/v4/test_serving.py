@@ -74,8 +74,10 @@ def test_v4_on_a_cpu_is_left_to_vllm():
     [
         (changed(architectures=["DeepseekV41ForCausalLM"]), "supports DeepseekV4ForCausalLM here, not DeepseekV41"),
         (changed(compress_ratios=[0, 4, 2]), "compress_ratios of the model has 2; nsa-plugin supports 0, 1, 4, 128"),
-        (changed(head_dim=256), "head_dim of the model is 256"),
-        (changed(head_dim=None), "head_dim of the model is None"),
+        (changed(head_dim=256), "^head_dim of DeepseekV4ForCausalLM is 256; nsa-plugin supports 512"),
+        (changed(head_dim=None), "^head_dim of DeepseekV4ForCausalLM is None; nsa-plugin supports 512"),
+        (changed(qk_rope_head_dim=32), "qk_rope_head_dim of DeepseekV4ForCausalLM is 32; nsa-plugin supports 64"),
+        (changed(index_head_dim=64), "index_head_dim of DeepseekV4ForCausalLM is 64; nsa-plugin supports 128"),
         (config(attention_config=SimpleNamespace(use_fp4_indexer_cache=True)), "an fp4 indexer cache"),
         (
             config(speculative_config=SimpleNamespace(num_speculative_tokens=3, parallel_drafting=True)),
