@@ -42,14 +42,12 @@ class Evidence:
         gpus: some of its GPUs.
         compiled: which of the plugin's kernels the tests compile for it.
         emulated: how another GPU acted as it; "" if none did.
-        why_not: why none did, where that has a reason.
         run: its GPUs that have served with the plugin; "" if none has.
     """
 
     gpus: str
     compiled: str = "Triton and CUDA kernels"
     emulated: str = ""
-    why_not: str = ""
     run: str = ""
 
 
@@ -58,9 +56,9 @@ EVIDENCE = MappingProxyType(
         80: Evidence(gpus="A100, A30", emulated="as SM86, which has less shared memory"),
         86: Evidence(
             gpus="A40, A10, RTX 3090",
-            emulated="by an H100 and an H200: SGLang with V3.2, vLLM with GLM-5 and V3.2",
+            emulated="by an H100 and an H200: SGLang with GLM-5 and V3.2, vLLM with GLM-5 and V3.2",
         ),
-        89: Evidence(gpus="L40S, L4, RTX 4090", why_not="the emulation has no fp8 conversion by the GPU"),
+        89: Evidence(gpus="L40S, L4, RTX 4090", emulated="by an H100 in the GPU tests, not in a server"),
         90: Evidence(gpus="H100, H200", run="H100 and H200"),
         100: Evidence(gpus="B200, GB200", compiled="Triton kernels"),
         120: Evidence(gpus="RTX PRO 6000, RTX 5090"),
