@@ -40,7 +40,7 @@ def serves(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda *device: SimpleNamespace(multi_processor_count=SM_COUNT)
     )
-    serving = SimpleNamespace(device=synthetic(86), providers=Providers("v32_fp8", 86, helpers="triton"))
+    serving = SimpleNamespace(device=synthetic(86), providers=Providers("v32_fp8", 86, helpers="triton"), active=True)
     monkeypatch.setattr(patches, "process", lambda: SimpleNamespace(serving=serving))
     version = Version(metadata.version("sglang"))
     ledger = Ledger(engine=data.ENGINE, version=version, supported=data.SUPPORTED, patches=data.PORTABLE)

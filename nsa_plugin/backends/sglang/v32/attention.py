@@ -104,18 +104,20 @@ def with_plans(original: type) -> type:
             metadata: Any,
             page_table_1: torch.Tensor,
         ) -> torch.Tensor:
-            state, q = self.nsa_plugin, q_all.view(-1, layer.tp_q_head_num, layer.head_dim)
-            if state is not None and state.own:
+            state, named = self.nsa_plugin, {"kv_cache": kv_cache, "v_head_dim": v_head_dim, "sm_scale": sm_scale}
+            stock = functools.partial(super()._forward_flashmla_kv, **named)
+            if state is None:
+                return stock(q_all=q_all, layer=layer, metadata=metadata, page_table_1=page_table_1)
+            q, slots = q_all.view(-1, layer.tp_q_head_num, layer.head_dim), _attended(state, page_table_1)
+            if state.own:
                 return _attend(self, state, q, kv_cache, page_table_1, v_head_dim, sm_scale).unsqueeze(1)
-            named = {"kv_cache": kv_cache, "v_head_dim": v_head_dim, "sm_scale": sm_scale}
-            stock, slots = functools.partial(super()._forward_flashmla_kv, **named), _attended(state, page_table_1)
-            if state is not None and state.part is not None:
+            if state.part is not None:
                 schedule = super()._compute_flashmla_metadata
                 return _flashmla_kv_of_part(self, state, stock, schedule, q, slots, metadata, layer)
             rows = slots.shape[0]
-            given = _rows_with_lengths(state, metadata, rows)
-            out: torch.Tensor = stock(q_all=q_all[:given], layer=layer, metadata=metadata, page_table_1=slots[:given])
-            return out if given == rows else F.pad(out, (0, 0) * (out.dim() - 1) + (0, rows - given))
+            kept = _rows_with_lengths(state, metadata, rows)
+            out: torch.Tensor = stock(q_all=q_all[:kept], layer=layer, metadata=metadata, page_table_1=slots[:kept])
+            return out if kept == rows else F.pad(out, (0, 0) * (out.dim() - 1) + (0, rows - kept))
 
         def _forward_flashmla_sparse(
             self,
@@ -165,14 +167,12 @@ def with_plans(original: type) -> type:
     return Planned
 
 
-def _rows_with_lengths(state: State | None, metadata: Any, rows: int) -> int:
+def _rows_with_lengths(state: State, metadata: Any, rows: int) -> int:
     """Return how many of `rows` query tokens the upstream FlashMLA gets: those with lengths in its metadata.
 
     The engine pads the query tokens in more ways than the lengths, and the library then raises "seqlens_k must have
     shape (batch_size)" (thread of sglang #13646).
     """
-    if state is None:
-        return rows
     lengths = getattr(metadata, f"{state.x}_cache_seqlens_int32", None)
     return rows if lengths is None else min(rows, int(lengths.shape[0]))
 

@@ -1,13 +1,14 @@
 """Replacements of SGLang's ledger: of its prefill graphs, and for the portable path (`patches.sglang_portable`).
 
-Those of the portable path are installed only there. Before the plugin serves, and once it has stopped, they call the
-original.
+Those of the portable path are installed only there. Before the plugin serves, once it has stopped, and where it leaves
+every batch to the stock path, they call the original. Only the number of SMs is always the device's: SGLang asks for it
+while it builds the model, before the plugin knows whether it serves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,6 +18,9 @@ from nsa_plugin.backends.sglang.v32.indexer import ATTRIBUTE, Selection
 from nsa_plugin.backends.sglang.v32.portable import is_dense, no_schedule, quantize, select_steps, write
 from nsa_plugin.libraries.architectures import FIRST_WITH_FP8
 from nsa_plugin.patches.ledger import wrap
+
+if TYPE_CHECKING:
+    from nsa_plugin.backends.sglang.startup.serving import SglangServing
 
 
 def wrap_can_run_graph(original: Callable[..., bool]) -> Callable[..., bool]:
@@ -38,9 +42,15 @@ def wrap_can_run_graph(original: Callable[..., bool]) -> Callable[..., bool]:
     return wrap(original, around)
 
 
+def _serving() -> SglangServing | None:
+    """Return the plugin's state in this process; None while no backend takes plans."""
+    serving = process().serving
+    return serving if serving is not None and serving.active else None
+
+
 def providers_without_fp8() -> Providers | None:
     """Return the providers if the plugin serves on a GPU without fp8 instructions, else None."""
-    serving = process().serving
+    serving = _serving()
     return None if serving is None or serving.device.sm >= FIRST_WITH_FP8 else serving.providers
 
 
@@ -61,7 +71,7 @@ class DeepGemm:
 
     def get_paged_mqa_logits_metadata(self, context_lens: torch.Tensor, block_size: int, num_sms: int) -> torch.Tensor:
         """Return DeepGEMM's schedule, int32 [num_sms + 1, 2]; while the plugin serves, one that nothing reads."""
-        make = no_schedule if process().serving is not None else self._original.get_paged_mqa_logits_metadata
+        make = no_schedule if _serving() is not None else self._original.get_paged_mqa_logits_metadata
         return make(context_lens, block_size, num_sms)  # type: ignore[no-any-return]
 
 
@@ -72,12 +82,12 @@ def wrap_deep_gemm(original: Any) -> DeepGemm:
 
 def wrap_topk_plan(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `DeepseekSparseAttnBackend._build_topk_v2_plan`; SGLang takes None if its kernel is not used."""
-    return wrap(original, lambda original, *given: original(*given) if process().serving is None else None)
+    return wrap(original, lambda original, *given: original(*given) if _serving() is None else None)
 
 
 def wrap_schedule(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `resolve_paged_mqa_logits_metadata_fn`, which returns DeepGEMM's function."""
-    return wrap(original, lambda original: original() if process().serving is None else no_schedule)
+    return wrap(original, lambda original: original() if _serving() is None else no_schedule)
 
 
 def wrap_sm_count(original: Callable[..., int]) -> Callable[..., int]:
@@ -93,7 +103,7 @@ def wrap_skip_logits(original: Callable[..., bool]) -> Callable[..., bool]:
     """Wrap `Indexer._should_skip_logits_computation`: while the plugin serves, only a dense prefill has no logits."""
 
     def around(original: Callable[..., bool], indexer: Any, forward_batch: Any) -> bool:
-        return original(indexer, forward_batch) if process().serving is None else is_dense(forward_batch)
+        return original(indexer, forward_batch) if _serving() is None else is_dense(forward_batch)
 
     return wrap(original, around)
 

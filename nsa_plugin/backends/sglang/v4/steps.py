@@ -61,5 +61,7 @@ def _captured(backend: Any, mode: Any, requests: int, forward_batch: Any) -> Non
 def planned(backend: Any, mode: Any) -> Phase | None:
     """Return the phase of a step that has a plan, None for any other batch."""
     state: V4State | None = backend.nsa_plugin
+    if state is None or not state.plans_steps:
+        return None
     phase = batches.phase_of(mode)
-    return None if state is None or not state.plans_steps or phase in (Phase.EXTEND, Phase.IDLE) else phase
+    return None if phase in (Phase.EXTEND, Phase.IDLE) else phase

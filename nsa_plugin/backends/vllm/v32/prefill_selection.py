@@ -139,9 +139,11 @@ def prefill_topk(
                 out=raw_topk_indices,
             )
             return None
+        given = (logits, cu_seqlen_ks, cu_seqlen_ke, raw_topk_indices, num_rows, stride0, stride1, topk_tokens)
+        if not active():
+            return original(*given)
         select = default_selector(logits.device, topk_tokens)
-        if not active() or vllms_is_quicker(logits, select):
-            given = (logits, cu_seqlen_ks, cu_seqlen_ke, raw_topk_indices, num_rows, stride0, stride1, topk_tokens)
+        if vllms_is_quicker(logits, select):
             return original(*given)
         # Positions count from the row's first key, as vLLM's do.
         select(logits[:num_rows], cu_seqlen_ks, cu_seqlen_ke, topk_tokens, out=raw_topk_indices)

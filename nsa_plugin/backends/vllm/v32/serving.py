@@ -66,6 +66,7 @@ VENDORED = {DEEP_GEMM: "vllm.third_party.deep_gemm"}
 PREFILL_LOGITS = "vllm.gpu-prefill-logits"
 """The ledger's entry that `prefill_selection` needs."""
 FORCES_MQA = "attention_config.sparse_mla_force_mqa is set"
+NO_EXCHANGE = f"token_shard is on and cannot work here: no layer attends by vLLM's {BACKEND}; allowed here: auto, off"
 SHORT, LONG, CONTEXT, MANY = 1024, 4096, 32768, 64
 # vLLM's profiling run allocates [tokens, heads, nope + v] for its dense prefill. A dense part here also needs the keys
 # with RoPE and a copy of the latent cache entries: about twice the bytes per token.
@@ -275,15 +276,22 @@ class GpuServing(VllmServing):
     def check_layers(self) -> None:
         """Check the layers that vLLM has built.
 
+        Without a layer that the plugin plans for, stock vLLM serves: its other backends read the selection of the same
+        indexer, from which a planned batch leaves out the requests that the plugin's layers attend densely.
+
         Raises:
-            LeftToStockError: the plugin plans for no layer, and the user did not choose the backend; with `strict`
-                "full", for some layer.
+            LeftToStockError: the plugin plans for no layer; with `strict` "full", not for all.
+            SettingsError: token_shard is on, and the user chose a backend whose layers do not reshard.
         """
         planned, others = self.layers()
+        settings = self.resolved.settings
         by_user = not self.chose and self.vllm_config.attention_config.backend is not None
-        if self.resolved.settings.strict == FULL and others and (planned or by_user):
-            raise LeftToStockError(f"layers on vLLM's backend {', '.join(sorted(others))} are left to the stock engine")
-        if planned or (by_user and not self.planning().portable):
+        by_user = by_user and not self.planning().portable
+        if others and ((planned and settings.strict == FULL) or (by_user and not planned)):
+            if not planned and settings.token_shard == "on":
+                raise SettingsError(NO_EXCHANGE)
+            raise LeftToStockError("; ".join(self.left_layers(others)))
+        if planned or by_user:
             return
         found = (
             f"vLLM chose {', '.join(sorted(others))}" if others else "it has no sparse layer that the plugin supports"
@@ -308,9 +316,7 @@ class GpuServing(VllmServing):
         if self.planner is None:
             return
         if self.resolved.settings.token_shard == "on" and self.planner.exchange is None:
-            raise SettingsError(
-                f"token_shard is on and cannot work here: no layer attends by vLLM's {BACKEND}; allowed here: auto, off"
-            )
+            raise SettingsError(NO_EXCHANGE)
         self.planner.measure(self.free_memory())
 
     def free_memory(self) -> Callable[[], int]:
@@ -337,6 +343,10 @@ class GpuServing(VllmServing):
     def left(self) -> list[str]:
         """Return a note for each kind of layer that is left to vLLM."""
         _, others = self.layers()
+        return self.left_layers(others)
+
+    def left_layers(self, others: set[str]) -> list[str]:
+        """Return a note for each backend of layers that are left to vLLM."""
         return [
             f"layers on vLLM's backend {name} are left to vLLM: nsa-plugin plans for --attention-backend {self.backend}"
             for name in sorted(others)

@@ -202,7 +202,7 @@ def test_only_a_dense_prefill_goes_without_logits(monkeypatch: pytest.MonkeyPatc
     skips = patches.wrap_skip_logits(lambda indexer, batch: "stock")
     monkeypatch.setattr(patches, "process", lambda: SimpleNamespace(serving=None))
     assert skips(None, SimpleNamespace()) == "stock"
-    monkeypatch.setattr(patches, "process", lambda: SimpleNamespace(serving=object()))
+    monkeypatch.setattr(patches, "process", lambda: SimpleNamespace(serving=SimpleNamespace(active=True)))
     for dense in (True, False):
         batch = SimpleNamespace()
         portable.note_dense(batch, dense)
@@ -236,7 +236,7 @@ def test_new_entries_are_written_as_flashmla_reads_them() -> None:
 def test_kernels_with_fp8_instructions_are_replaced_only_where_the_gpu_lacks_them(
     monkeypatch: pytest.MonkeyPatch, sm: int | None, ours: bool
 ) -> None:
-    serving = None if sm is None else SimpleNamespace(device=synthetic(sm), providers=PROVIDERS)
+    serving = None if sm is None else SimpleNamespace(device=synthetic(sm), providers=PROVIDERS, active=True)
     monkeypatch.setattr(patches, "process", lambda: SimpleNamespace(serving=serving))
     asked: list[str] = []
     quantise = patches.wrap_act_quant(lambda *given: asked.append("quantise"))
@@ -256,7 +256,7 @@ def test_kernels_with_fp8_instructions_are_replaced_only_where_the_gpu_lacks_the
 
 @pytest.mark.parametrize("serves", [True, False])
 def test_deepgemm_is_not_asked_while_the_plugin_serves(monkeypatch: pytest.MonkeyPatch, serves: bool) -> None:
-    monkeypatch.setattr(patches, "process", lambda: SimpleNamespace(serving="serving" if serves else None))
+    monkeypatch.setattr(patches, "process", lambda: SimpleNamespace(serving=SimpleNamespace(active=serves)))
     schedule = patches.wrap_schedule(lambda: "DeepGEMM's")()
     skips = patches.wrap_skip_logits(lambda indexer, batch: True)
     assert skips("indexer", "batch") is not serves
@@ -269,7 +269,7 @@ def test_deepgemm_is_not_asked_while_the_plugin_serves(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("serves", [True, False])
 def test_deepgemm_is_not_asked_where_sglang_has_its_module(monkeypatch: pytest.MonkeyPatch, serves: bool) -> None:
     """Before 0.5.22 SGLang calls the module, and where it could not import it the name holds the error."""
-    monkeypatch.setattr(patches, "process", lambda: SimpleNamespace(serving="serving" if serves else None))
+    monkeypatch.setattr(patches, "process", lambda: SimpleNamespace(serving=SimpleNamespace(active=serves)))
     device = SimpleNamespace(multi_processor_count=84)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda: device)
     theirs = SimpleNamespace(get_paged_mqa_logits_metadata=lambda *given: "DeepGEMM's", fp8_mqa_logits="logits")
@@ -286,7 +286,7 @@ def test_deepgemm_is_not_asked_where_sglang_has_its_module(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("serves", [True, False])
 def test_sglangs_top_k_is_planned_only_where_it_selects(monkeypatch: pytest.MonkeyPatch, serves: bool) -> None:
-    monkeypatch.setattr(patches, "process", lambda: SimpleNamespace(serving="serving" if serves else None))
+    monkeypatch.setattr(patches, "process", lambda: SimpleNamespace(serving=SimpleNamespace(active=serves)))
     plan = patches.wrap_topk_plan(lambda backend, lengths: "plan")("backend", torch.ones(3))
     assert plan == (None if serves else "plan")
 

@@ -391,9 +391,11 @@ def test_only_the_first_rank_reports_and_counts(
 
 
 @pytest.mark.regression(28)
-def test_the_users_backend_stays_and_is_in_the_report(reports: list[StartupReport]):
+def test_the_users_backend_stays_and_is_in_the_report(process: VllmProcess, reports: list[StartupReport]):
     worker = worker_of(configured(backend=ANOTHER))
     load_model(worker)
+    # Its layers read the selection of the indexer, whose builder vLLM makes next: it must select for every request.
+    assert (process.serving, gpu_patches.planning()) == (None, None)
     warm_up(worker)
     assert worker.vllm_config.attention_config.backend == ANOTHER
     (report,) = reports

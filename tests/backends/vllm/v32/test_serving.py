@@ -353,16 +353,19 @@ def test_a_kernel_that_does_not_run_leaves_the_backend_alone(monkeypatch: pytest
     assert here.vllm_config.attention_config.backend is None
 
 
-def test_a_model_without_planned_layers_needs_the_user_to_name_the_backend(backends: dict[str, object]):
-    def model_of(*layers: Any, backend: str | None = None, **device: Any) -> GpuServing:
-        here = serving(config(attention_config=SimpleNamespace(backend=backend)), **device)
+def test_a_model_without_planned_layers_is_left_to_vllm(backends: dict[str, object]):
+    def model_of(*layers: Any, backend: str | None = None, **given: Any) -> GpuServing:
+        here = serving(config(attention_config=SimpleNamespace(backend=backend)), **given)
         here.prepare(torch.device("cpu"))
         here.vllm_config.compilation_config.static_forward_context |= dict(enumerate(layers))
         return here
 
     other = layer(False, "FLASHINFER_MLA_SPARSE")
     model_of(layer(True), other).check_layers()
-    model_of(other, backend="FLASHINFER_MLA_SPARSE").check_layers()
+    with pytest.raises(LeftToStockError, match="layers on vLLM's backend FLASHINFER_MLA_SPARSE are left"):
+        model_of(other, backend="FLASHINFER_MLA_SPARSE").check_layers()
+    with pytest.raises(SettingsError, match="token_shard is on and cannot work here: no layer attends"):
+        model_of(other, backend="FLASHINFER_MLA_SPARSE", token_shard="on").check_layers()
     words = f"no layer of the model attends by vLLM's {BACKEND}.*"
     with pytest.raises(LeftToStockError, match=words + "vLLM chose FLASHINFER_MLA_SPARSE, on SM90"):
         model_of(other).check_layers()  # the plugin's own choice was not kept to
