@@ -107,7 +107,11 @@ ALLOWED: dict[str, dict[str, str]] = {
     "backends/vllm/v32/attention.py": {LOADED_BY_NAME: ENGINE_MODULE},
     "backends/vllm/v32/dcp.py": {LOADED_BY_NAME: ENGINE_MODULE},
     "backends/vllm/v32/token_shard.py": {LOADED_BY_NAME: LIBRARY},
-    "cli.py": {LOADED_BY_NAME: COMMAND_LINE, "os.open": "/dev/null, for a reader that has gone"},
+    "cli.py": {
+        LOADED_BY_NAME: COMMAND_LINE,
+        "nsa_plugin.commands": COMMAND_LINE,
+        "os.open": "/dev/null, for a reader that has gone",
+    },
     "decision/__init__.py": {LOADED_BY_NAME: "its own modules, when a name is first used"},
     "kernels/cuda/build.py": {
         "os.environ": "XDG_CACHE_HOME",

@@ -16,7 +16,7 @@ import logging
 import os
 import stat
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -35,6 +35,7 @@ Defines: TypeAlias = tuple[tuple[str, int], ...]
 """Preprocessor definitions, sorted by name."""
 _COMPILED: dict[tuple[str, Defines, str], bytes] = {}
 """Cubins that were compiled together, by source, definitions and architecture; guarded by `_BUILD_LOCK`."""
+_LISTENERS: list[Callable[[str], None]] = []
 
 # A tensor, None, or a ctypes value or structure, whose base classes ctypes does not publish.
 Argument: TypeAlias = Any
@@ -135,6 +136,11 @@ def load_kernel(
     return _load(source, name, _sorted(defines or {}), max_dynamic_shared, torch.cuda.current_device())
 
 
+def when_loaded(listener: Callable[[str], None]) -> None:
+    """Call `listener` with the name of each kernel that this process loads from now on."""
+    _LISTENERS.append(listener)
+
+
 def compile_together(source: str, sets: Iterable[Mapping[str, int]]) -> None:
     """Compile a source for torch's current device with several sets of definitions, each in a thread.
 
@@ -185,6 +191,8 @@ def _load(source: str, name: str, defines: Defines, shared: int, device: int) ->
     handle = _checked(driver.cuDeviceGet(device), "finding the device")
     for attribute, value in wanted.items():
         _checked(driver.cuKernelSetAttribute(attribute, value, kernel, handle), f"{what}: {attribute.name} {value}")
+    for listener in _LISTENERS:
+        listener(what)
     return CudaKernel(name, driver.CUfunction(int(kernel)))
 
 

@@ -30,6 +30,7 @@ class Run:
         combined: prefills with requests of two kinds, by kind, from the plugin's counters.
         resharded: query tokens of batches that reshard, by phase, from the plugin's counters.
         planned: plans in the server's log, as "phase/attention/provider".
+        built_late: kernels of the plugin that were built while it was measured, by the server's log; None if unknown.
         skipped: groups without enough time, and loads that were not completed.
         fell: how the server failed at a prompt that was meant to make it fail (`workload.LIMIT`), or "".
         error: any other reason why the run ended early, or "".
@@ -46,6 +47,7 @@ class Run:
     combined: dict[str, int] = field(default_factory=dict)
     resharded: dict[str, int] = field(default_factory=dict)
     planned: list[str] = field(default_factory=list)
+    built_late: list[str] | None = None
     skipped: list[str] = field(default_factory=list)
     fell: str = ""
     error: str = ""

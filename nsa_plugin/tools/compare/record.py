@@ -15,8 +15,8 @@
                "again_median", "again_q1", ..., "again_speedup", "again_paired_speedup"},
               {"op": "limit", "case", "provider", "answered", "failed_at", "error", "baseline", "baseline_answered",
                "baseline_failed_at", "baseline_error"}],
-     "servers": {role: {"command", "start_seconds", "routes", "planned", "combined", "resharded", "active", "settings",
-                        "skipped", "fell", "error"}},
+     "servers": {role: {"command", "start_seconds", "routes", "planned", "combined", "resharded", "built_late",
+                        "active", "settings", "skipped", "fell", "error"}},
      "verdict": {"holds", "checks": [{"name", "holds", "detail"}]}}
 
 A suite's name has the engine, the model, and what differs from the defaults: engine flags, then plugin settings. Times
@@ -287,6 +287,7 @@ def _server(run: Run) -> dict[str, Any]:
         made |= {"active": run.active, "routes": run.routes, "planned": run.planned}
         made |= {"combined": run.combined} if run.combined else {}
         made |= {"resharded": run.resharded} if run.resharded else {}
+        made |= {} if run.built_late is None else {"built_late": run.built_late}
         made["settings"] = {name: _nameless(one) if isinstance(one, str) else one for name, one in settings.items()}
         made["report"] = _nameless(run.report.get("text", ""))
     return made

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from nsa_plugin.tools.compare.measured import CONTROL, PLUGIN, PLUGIN_AGAIN, Run
 from nsa_plugin.tools.serving.engine import ServedEngine
-from nsa_plugin.tools.serving.logs import log_tail
+from nsa_plugin.tools.serving.logs import built_late, log_tail
 from nsa_plugin.tools.serving.process import Server, ServerError, ServerSpec
 
 _PLAN = re.compile(r"new plan \S+: (\S+) on (\S+)")
@@ -66,6 +66,7 @@ class RoleServer:
         self.trace = logs / f"{role}-trace.jsonl"
         self._engine = engine
         self._cancelled = threading.Event()
+        self._ready_at = 0  # size of the log
         self._on_progress = on_progress
         self._say = say
         self._plugin = plugin = role in (PLUGIN, PLUGIN_AGAIN, CONTROL)
@@ -103,6 +104,7 @@ class RoleServer:
             path.unlink(missing_ok=True)
         self.server.start()
         self.up = True
+        self._ready_at = self.log.stat().st_size if self.log.exists() else 0
         self.run.start_seconds = round(self.server.start_seconds, 1)
         self.run.command = " ".join(self.server.command())
 
@@ -161,5 +163,8 @@ class RoleServer:
             run.resharded = dict(self._engine.resharded(metrics)) or run.resharded
         except ServerError as error:
             self.say(f"no metrics: {error}")
-        found = _PLAN.findall(self.log.read_text(errors="replace")) if self.log.exists() else []
+        found = list[tuple[str, str]]()
+        if self.log.exists():
+            found = _PLAN.findall(self.log.read_text(errors="replace"))
+            run.built_late = built_late(self.log, self._ready_at)
         run.planned = list(dict.fromkeys(f"{route}/{provider}" for route, provider in found))

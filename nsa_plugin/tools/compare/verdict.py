@@ -70,6 +70,8 @@ def judge(measured: Measured) -> Verdict:
     checks = [complete(measured)]
     if PLUGIN in runs:
         checks.append(active(runs[PLUGIN]))
+        if (late := runs[PLUGIN].built_late) is not None:
+            checks.append(built_before(late))
         if (ranks := measured.facts.get("dcp", 1)) > 1:
             checks.append(shares_cache(runs[PLUGIN], ranks))
         checks += combined_checks(measured, runs[PLUGIN])
@@ -142,6 +144,12 @@ def complete(measured: Measured) -> Check:
     if not any(case in AGREEMENT_CASES for case in measured.asked["cases"]):
         missing += untimed
     return Check(name="complete", holds=not missing, detail=detail or "everything asked for was measured")
+
+
+def built_before(late: Sequence[str]) -> Check:
+    """Whether the warm-up had built every kernel of the plugin, so that no request waited for one."""
+    detail = f"built while it was measured: {', '.join(late)}" if late else ""
+    return Check(name="no kernel of the plugin was built while serving", holds=not late, detail=detail)
 
 
 def active(run: Run, name: str = "the plugin served") -> Check:

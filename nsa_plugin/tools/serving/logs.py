@@ -8,6 +8,7 @@ from pathlib import Path
 
 # "(EngineCore pid=123) ERROR 11-21 11:05:00 [core.py:12] text"
 _LOG_PREFIX = re.compile(r"^(\(\w[^)]*\)\s*)?((DEBUG|INFO|WARNING|ERROR|CRITICAL)\s[-\d]+\s[:\d.]+\s(\[[^\]]*\]\s)?)?")
+_BUILT_LATE = re.compile(r"kernel (\S+) was built after the warm-up")
 _ERROR_LINE = re.compile(r"^[\w.]*(Error|Exception|Interrupt)(: .+)?$|error: ")
 
 
@@ -35,6 +36,14 @@ def error_lines(path: Path, count: int = 6) -> list[str]:
     """The last distinct lines that name an error, in order: the root cause comes before its echoes."""
     found = dict.fromkeys(line.strip() for line in log_tail(path, 100_000) if _ERROR_LINE.search(line.strip()))
     return list(found)[-count:]
+
+
+def built_late(path: Path, start: int) -> list[str]:
+    """Kernels of the plugin that its process built after the warm-up, by the log from byte `start` on."""
+    with path.open("rb") as file:
+        file.seek(start)
+        found = _BUILT_LATE.findall(file.read().decode(errors="replace"))
+    return list(dict.fromkeys(found))
 
 
 def excerpt(path: Path) -> str:

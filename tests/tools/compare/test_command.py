@@ -344,6 +344,7 @@ NOT_ACTIVE = ["complete", "the plugin served", "wrong tokens are noticed"]
         ("refuses", SMALL, ["the plugin agrees, request by request", "stock against itself"]),
         ("dies", SMALL, [*NOT_ACTIVE, "the plugin agrees, request by request"]),
         ("crashes", SMALL, ["complete", "the plugin agrees, request by request"]),
+        ("builds", SMALL, ["no kernel of the plugin was built while serving"]),
     ],
 )
 def test_what_must_not_pass(
@@ -364,6 +365,8 @@ def test_what_must_not_pass(
     assert found == set(expected)
     if mode == "inactive":
         assert "a note that says why" in out
+    if mode == "builds":
+        assert record["servers"]["plugin"]["built_late"] == ["topk_kernel"]
     if mode == "dies":
         assert "index_topk is a fruit" in record["servers"]["plugin"]["error"]
         assert "| ValueError: index_topk is a fruit" in out  # the end of the log

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from packaging.version import Version
 
+from nsa_plugin.backends.common.late import watch
 from nsa_plugin.backends.common.planner import Execution
 from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.common.shape import architectures, check_shape
@@ -198,6 +199,8 @@ class SglangServing:
         started = time.perf_counter()
         yield
         self.warm_seconds += time.perf_counter() - started
+        if self.resolved.settings.trace != "off":
+            watch()
         self._warmed.add(model)
 
     def _exchange_for(self, backend: Any, model_runner: Any, model: ModelShape) -> tuple[SglangExchange | None, str]:

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 
 from nsa_plugin.backends.common.fault import AttendedTokens
+from nsa_plugin.backends.common.late import watch
 from nsa_plugin.backends.common.paths import VLLM, path_of
 from nsa_plugin.backends.common.providers import Providers, device_in_use
 from nsa_plugin.backends.common.token_shard import free_memory_of
@@ -255,6 +256,8 @@ class GpuServing(VllmServing):
                 self.hashing.join()  # otherwise the first launch would hash the files, too
             self.run_kernels(device)
             self.warm_seconds = time.perf_counter() - started
+            if self.resolved.settings.trace != "off":
+                watch()
 
     def run_kernels(self, device: torch.device) -> None:
         """Run the plugin's kernels that batches may take with this rank's heads; see `warm`."""
