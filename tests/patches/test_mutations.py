@@ -6,74 +6,19 @@ the one that the process runs which parses the engine's command line, before any
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
 from packaging.version import Version
 
 from nsa_plugin.errors import PatchError
 from nsa_plugin.patches import sglang, vllm
-from nsa_plugin.patches.ledger import Kind, Ledger, Need, Patch, Target
+from nsa_plugin.patches.ledger import Ledger, Need, Patch, Target
 from nsa_plugin.patches.static import SourceTree
+from tests.ledger_engine import files
 
 LEDGERS = {"vllm": vllm, "sglang": sglang}
 VERSIONS = {"vllm": ("0.24.0", "0.33.0"), "sglang": ("0.5.16", "0.5.23")}
-
-
-@dataclass
-class Node:
-    """An object of a written module: its kind, its parameters, a class's attributes, a mapping's entries."""
-
-    kind: Kind = Kind.CLASS
-    params: tuple[str, ...] = ()
-    children: dict[str, Node] = field(default_factory=dict)
-    entries: dict[str, Node] = field(default_factory=dict)
-
-    def lines(self, name: str, indent: str = "") -> Iterable[str]:
-        if self.entries:
-            yield f"{indent}{name} = {{}}"
-            for key, node in self.entries.items():
-                yield from node.lines(f"make_{key}", indent)
-                yield f"{indent}{name}[{key!r}] = make_{key}"
-        elif self.kind is Kind.VALUE:
-            yield f"{indent}{name} = 1"
-        elif self.kind is Kind.FUNCTION:
-            yield f"{indent}def {name}({', '.join(self.params)}): ..."
-        else:
-            yield f"{indent}class {name}:"
-            yield f"{indent}    def __init__({', '.join(dict.fromkeys(('self', *self.params)))}): ..."
-            for child, node in self.children.items():
-                yield from node.lines(child, indent + "    ")
-
-
-def merged(first: tuple[str, ...], second: tuple[str, ...]) -> tuple[str, ...]:
-    """All parameters of both, each one's in its order."""
-    names, place = list(first), 0
-    for name in second:
-        if name not in names:
-            names.insert(place, name)
-        place = names.index(name) + 1
-    return tuple(names)
-
-
-def files(targets: Iterable[Target]) -> dict[str, str]:
-    """Files of an engine that has these targets, by path."""
-    modules: dict[str, dict[str, Node]] = {}
-    for target in targets:
-        place = modules.setdefault(target.module, {})
-        *owners, name = target.attributes
-        for owner in owners:
-            place = place.setdefault(owner, Node()).children
-        node = place.setdefault(name, Node())
-        if target.key is not None:
-            node = node.entries.setdefault(target.key, Node())
-        node.kind, node.params = target.kind, merged(node.params, target.params)
-    written = {}
-    for module, nodes in modules.items():
-        lines = [line for name, node in nodes.items() for line in node.lines(name)]
-        written[f"{module.replace('.', '/')}.py"] = "\n".join(lines)
-    return written
 
 
 def refusal(engine: str, version: str, written: dict[str, str]) -> str:
