@@ -11,8 +11,8 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,65 +23,11 @@ from nsa_plugin.errors import PatchError
 from nsa_plugin.patches import sglang, vllm
 from nsa_plugin.patches.ledger import Kind, Ledger, Need, Patch, Target, find
 from nsa_plugin.patches.static import SourceTree, check_installed
+from tests.ledger_engine import files
 
 LEDGERS = {"vllm": vllm, "sglang": sglang}
 VERSIONS = {name: sorted(map(Version, engine.seams)) for name, engine in engines().items()}
 """Every version of ci/matrix.toml, which has all that the ledger supports."""
-
-
-@dataclass
-class Node:
-    """An object of a written module: its kind, its parameters, a class's attributes, a mapping's entries."""
-
-    kind: Kind = Kind.CLASS
-    params: tuple[str, ...] = ()
-    children: dict[str, Node] = field(default_factory=dict)
-    entries: dict[str, Node] = field(default_factory=dict)
-
-    def lines(self, name: str, indent: str = "") -> Iterable[str]:
-        if self.entries:
-            yield f"{indent}{name} = {{}}"
-            for key, node in self.entries.items():
-                yield from node.lines(f"make_{key}", indent)
-                yield f"{indent}{name}[{key!r}] = make_{key}"
-        elif self.kind is Kind.VALUE:
-            yield f"{indent}{name} = 1"
-        elif self.kind is Kind.FUNCTION:
-            yield f"{indent}def {name}({', '.join(self.params)}): ..."
-        else:
-            yield f"{indent}class {name}:"
-            yield f"{indent}    def __init__({', '.join(dict.fromkeys(('self', *self.params)))}): ..."
-            for child, node in self.children.items():
-                yield from node.lines(child, indent + "    ")
-
-
-def merged(first: tuple[str, ...], second: tuple[str, ...]) -> tuple[str, ...]:
-    """All parameters of both, each one's in its order."""
-    names, place = list(first), 0
-    for name in second:
-        if name not in names:
-            names.insert(place, name)
-        place = names.index(name) + 1
-    return tuple(names)
-
-
-def files(targets: Iterable[Target]) -> dict[str, str]:
-    """Files of an engine that has these targets, by path."""
-    modules: dict[str, dict[str, Node]] = {}
-    for target in targets:
-        place = modules.setdefault(target.module, {})
-        *owners, name = target.attributes
-        for owner in owners:
-            place = place.setdefault(owner, Node()).children
-        node = place.setdefault(name, Node())
-        if target.key is not None:
-            node = node.entries.setdefault(target.key, Node())
-        node.kind, node.params = target.kind, merged(node.params, target.params)
-    written = {}
-    for module, nodes in modules.items():
-        lines = [line for name, node in nodes.items() for line in node.lines(name)]
-        written[f"{module.replace('.', '/')}.py"] = "\n".join(lines)
-    return written
 
 
 def refusal(engine: str, version: Version, written: dict[str, str]) -> str:
