@@ -23,6 +23,8 @@ UNNAMED_GPU = "H200"
 _CONTEXT = re.compile(r"-context\d+")
 """A server's longest prompt, in the name of its record."""
 ENGINES = {"sglang": "SGLang", "vllm": "vLLM"}
+SHORTEST = 2000
+"""Tokens of the shortest prompt in the table of first tokens."""
 _MEASURES = {
     "ttft_ms": "first token",
     "long_ttft_ms": "first token of the long prompt",
@@ -78,14 +80,25 @@ HIGHLIGHTS = (
 
 
 def first_token(served: Records) -> str:
-    """Speed-ups of the time to the first token of one prompt alone, by its length; bold where the outcome is clear."""
-    found = list(_newest(served, alone=True))
-    lengths = sorted({row["case"]["prompt"] for _, _, rows in found for row in rows})
-    lines = []
-    for path, record, rows in found:
-        if rows:
-            cells = {row["case"]["prompt"]: _speedup(row) for row in rows}
-            lines.append([_server(record, rows[0]["case"]), *(cells.get(n, "-") for n in lengths), _link(path)])
+    """Speed-ups of the time to the first token of one prompt alone, by its length; bold where the outcome is clear.
+
+    A figure of two servers of each kind stands for those of one, which may be of a start. Prompts of less than
+    `SHORTEST` tokens are on their record's page.
+    """
+    found = [
+        (path, _server(record, row["case"]), row)
+        for path, record, rows in _newest(served, alone=True)
+        for row in rows
+        if row["case"]["prompt"] >= SHORTEST
+    ]
+    twice = {(server, row["case"]["prompt"]) for _, server, row in found if "again_speedup" in row}
+    cells: dict[tuple[Path, str], dict[int, str]] = {}
+    for path, server, row in found:
+        prompt = row["case"]["prompt"]
+        if (server, prompt) not in twice or "again_speedup" in row:
+            cells.setdefault((path, server), {})[prompt] = _speedup(row)
+    lengths = sorted({prompt for one in cells.values() for prompt in one})
+    lines = [[server, *(one.get(n, "-") for n in lengths), _link(path)] for (path, server), one in cells.items()]
     header = ["server", *(f"{length:,}" for length in lengths), "record"]
     return markdown_table(header, lines) if lines else NOTHING
 

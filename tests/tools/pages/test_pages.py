@@ -247,6 +247,22 @@ def test_a_load_is_shown_of_the_newest_version_that_was_timed_with_it() -> None:
     ]
 
 
+def test_two_servers_of_each_kind_stand_for_one() -> None:
+    def row(prompt: int, **more: Any) -> dict[str, Any]:
+        case = {"heads": 16, "requests": 1, "prompt": prompt, "new_tokens": 1, "measure": "ttft_ms"}
+        return served("ttft_ms", case=case, **more)
+
+    once = comparison([row(500), row(2000), row(8192), row(32000)]) | {"suite": "sglang-1.0-v32-speed"}
+    twice = comparison([row(prompt, again_speedup=1.4, again_q1=20.0, again_q3=22.0) for prompt in (8192, 32000)])
+    both = [(Path("h200/o.json"), once), (Path("h200/t.json"), twice | {"suite": "sglang-1.0-v32-speed-two-servers"})]
+    lines = [cells(line) for line in summary.first_token(both).splitlines()]
+    assert lines[0] == ["server", "2,000", "8,192", "32,000", "record"]
+    assert sorted(line[1:-1] for line in lines[2:]) == [
+        ["**1.50×**", "-", "-"],
+        ["-", "**1.50× and 1.40×**", "**1.50× and 1.40×**"],
+    ]
+
+
 def test_the_same_load_on_another_gpu_has_a_line_of_its_own_with_its_name() -> None:
     old = comparison([served("ttft_ms")])
     new = comparison([served("ttft_ms")], gpu="NVIDIA H100 80GB HBM3") | {"engine": "sglang 1.1"}
