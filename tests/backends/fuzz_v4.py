@@ -25,6 +25,8 @@ from tests.backends.fuzz import main
 
 REQUESTS, ROWS = 6, 48
 """Of a batch, at most."""
+HEADS = (1, 4, 4, 4, 8, 16, 64, 80)
+"""Of a rank; vLLM pads them to 64 or 128."""
 # Around the window, a page of it, a block, and an entry of the compressed caches.
 EDGES = (1, 3, 4, 5, 63, 64, 65, 127, 128, 129, 130, 191, 192, 255, 256, 257, 383, 384, 385, 511, 512, 513, 640)
 
@@ -56,12 +58,14 @@ def of_vllm(random: Random, **settings: Any) -> set[str]:
             lengths.append((rows, context(random, rows, vllm.MAX_LEN)))
     if not any(rows for rows, _ in lengths):
         lengths = [(1, 1)]
-    deciding = vllm.planner(step_tokens=step_tokens, **(given | settings))
+    deciding = vllm.planner(step_tokens=step_tokens, heads=random.choice(HEADS), **(given | settings))
     world = vllm.World(deciding, lengths, padding=random.choice((0, 0, 1, 7)), since_24=random.random() < 0.7)
     metadata = world.metadata()
     for ratio in RATIOS:
         found, wanted, layer = world.run(ratio, metadata)
-        assert close(found, wanted), f"ratio {ratio}, {layer.own or 'the plugin'}: {lengths}, {given}"
+        assert close(found, wanted), (
+            f"ratio {ratio}, {layer.own or 'the plugin'}: {world.heads} heads, {lengths}, {given}"
+        )
     batch = getattr(metadata, ATTRIBUTE)
     return {f"vllm, {plan.phase}: {path(plan)}" for plan in (batch.steps, batch.prefill) if plan is not None}
 
@@ -81,7 +85,7 @@ def of_sglang(random: Random, **settings: Any) -> set[str]:
     padded = random.choice((0, 0, 1, 5)) if mode is ForwardMode.EXTEND else 0
     given: dict[str, Any] = {"prefill_backend": "reference", "decode_backend": "reference"} | settings
     original = random.choice((sglang.Engine, sglang.LateEngine))
-    of = sglang.batch(*lengths, padded=padded, mode=mode)
+    of = sglang.batch(*lengths, padded=padded, mode=mode, heads=random.choice(HEADS))
     backend = sglang.started(of, original, **given)
     backend.speculative_num_draft_tokens = draft
     backend.init_forward_metadata(of.forward)

@@ -37,6 +37,8 @@ MACHINES = [
         (0, 75, 80, 86, 89, 90, 100, 103, 120), LIBRARIES, (0, 64 * MIB, 40 * GIB), (False, True)
     )
 ]
+# Most measured times are of SM90; with few of them a random machine has every kernel that they compare.
+MEASURED = synthetic(90, memory_free=40 * GIB, nvlink=True)
 # Also paths that no library has.
 ROUTES = [
     Route(attention, library, copied) for attention, library, copied in product(Attention, MANIFEST, (False, True))
@@ -60,6 +62,7 @@ def model(random: Random) -> ModelShape:
         family=family,
         num_heads=ranks * random.choice((1, 8, 12, 16, 32, 64, 96, 128, 200)),
         attn_tp_size=ranks,
+        dcp_size=mostly(random, 1, *(size for size in (1, 2, 3, 4, 8, 16) if not ranks % size)),
         kv_lora_rank=mostly(random, 512, 64),
         qk_nope_head_dim=random.choice((128, 192)),
         v_head_dim=mostly(random, 128, 256, 80),
@@ -68,18 +71,20 @@ def model(random: Random) -> ModelShape:
         index_head_dim=mostly(random, 128, 96),
         kv_layout=random.choice(FAMILY_LAYOUTS[family]),
         sliding_window=mostly(random, 128, 100) if family == "v4" else 0,
+        selecting_layers=random.choice((1.0, 1.0, 1.0, 0.5, 0.25, 21 / 78, 1 / 61)),
     )
 
 
 def batch(random: Random) -> BatchShape:
     requests = random.choice((1, 1, 3, 300)) if random.random() < 0.95 else 0
-    longest = length(random)
+    tokens, longest = requests + length(random) if requests else 0, length(random)
     return BatchShape(
         phase=random.choice((Phase.EXTEND, Phase.DECODE, *Phase)),
         num_requests=requests,
-        num_tokens=requests + length(random) if requests else 0,
+        num_tokens=tokens,
         max_kv_len=longest,
         total_kv_len=longest + length(random),
+        scored=random.choice((0, random.randint(0, tokens * longest), tokens * longest)),
         has_prefix=random.random() < 0.5,
         cuda_graph=random.random() < 0.3,
         context_parallel=random.random() < 0.05,
@@ -109,19 +114,23 @@ def constraints(random: Random) -> Constraints:
     preferred = routes(random, random.choice((0, 0, 0.1, 0.5)))
     return Constraints(
         no_dense=random.choice(("", "", "the engine rules dense attention out")),
+        no_split=random.choice(("", "the engine attends every batch as a whole")),
         paths=None if random.random() < 0.6 else routes(random, mostly(random, 0.9, 0, 0.5)),
         no_path=random.choice(({}, {"cuda": "cuda has no path here"})),
         preferred=preferred,
         preferred_by="a flag" if preferred else "",
         asked_by=random.choice(("", "the engine's flag")),
+        no_copy=random.choice(("", "", "", "the engine makes no copy")),
         copy_bytes=random.choice((None, 0, 100 * MIB)),
         copy_budget=random.choice((0, 99 * MIB, 100 * MIB)),
         copy_budget_from="a quarter of the free memory",
         keep_heads=random.choice(("", "", "the exchange has no buffers")),
         keep_heads_on=dict.fromkeys(routes(random, random.choice((0, 0.3))), "this path attends all tokens"),
+        selection_split=random.choice(("", "each rank selects for its share")),
         stock_prefill=random.choice((None, BF16_COPY, FLASH_MLA_DECODE)),
         stock_tokens=random.choice((0, 0, 8192, 10**9)),
         stock_attends_by=routes(random, random.choice((0, 0.5))),
+        stock_selects_prefills=random.random() < 0.3,
     )
 
 
@@ -144,7 +153,7 @@ def run(count: int, seed: int) -> Counter[str]:
 
 
 def machine(random: Random) -> DeviceProfile:
-    return random.choice(MACHINES)
+    return MEASURED if random.random() < 0.2 else random.choice(MACHINES)
 
 
 def main() -> None:

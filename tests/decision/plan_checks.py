@@ -8,6 +8,7 @@ from dataclasses import replace
 from nsa_plugin.decision import token_shard as sharding
 from nsa_plugin.decision.constraints import UNCONSTRAINED, Constraints
 from nsa_plugin.decision.dispatch import decide
+from nsa_plugin.decision.indexer import is_unpaged
 from nsa_plugin.decision.plan import Attention, IndexerMode, Plan
 from nsa_plugin.decision.routes import Route
 from nsa_plugin.decision.shapes import BatchShape, ModelShape, Phase
@@ -43,7 +44,11 @@ def check_decision(
 ) -> Plan | str:
     """Decide twice, and check the plan; return it, or the message of the error."""
     plan = outcome(model, batch, device, chosen, constraints)
-    again = outcome(replace(model), replace(batch), replace(device), replace(chosen), replace(constraints))
+    equal = replace(model), replace(batch), replace(device), replace(chosen), replace(constraints)
+    if chosen.token_shard != "auto":  # what selection costs then changes nothing
+        same_model, same_constraints = replace(model, selecting_layers=1.0), replace(constraints, selection_split="")
+        equal = same_model, replace(batch, scored=0), equal[2], equal[3], same_constraints
+    again = outcome(*equal)
     assert plan == again
     if isinstance(plan, str):
         assert plan.strip()
@@ -57,6 +62,7 @@ def check_decision(
     check_constraints(plan, batch, chosen, constraints)
     if plan.token_shard:
         assert model.attn_tp_size > 1
+        assert model.dcp_size == 1
         assert device.providers(Op.TOKEN_SHARD)
         assert not batch.context_parallel
         assert chosen.token_shard != "off"
@@ -76,6 +82,10 @@ def check_constraints(plan: Plan, batch: BatchShape, chosen: Settings, constrain
     route = Route(plan.attention, plan.provider, copied)
     assert not (dense and constraints.no_dense)
     assert constraints.paths is None or route in constraints.paths
+    assert not (copied and constraints.no_copy)
+    assert not (constraints.stock_selects_prefills and batch.phase is Phase.EXTEND and is_unpaged(plan))
+    unsplit = f"and the batch is not split: {constraints.no_split}"
+    assert unsplit not in plan.reasons["attention"] or (constraints.no_split and batch.num_requests > 1)
     if copied and not constraints.copy_fits:
         assert f"{constraints.copy_refusal}, and no other kernel supports" in plan.reasons["dequantize_kv"]
     asked = chosen.prefill_backend if batch.phase is Phase.EXTEND else chosen.decode_backend
@@ -131,7 +141,8 @@ def check_kernel(plan: Plan, model: ModelShape, batch: BatchShape, device: Devic
     assert model.fp8_cache or not plan.dequantize_kv
     rows = -(-batch.num_tokens // model.attn_tp_size) if plan.token_shard else batch.num_tokens
     assert kernel.max_rows is None or rows <= kernel.max_rows
-    heads = model.num_heads if plan.token_shard else model.heads_per_rank
+    # With decode context parallelism a sparse call has the heads of all ranks that share the cache.
+    heads = model.num_heads if plan.token_shard else model.heads_per_rank if dense else model.attended_heads
     given = plan.head_padding or heads
     assert given >= heads
     if not dense:

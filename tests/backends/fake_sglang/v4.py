@@ -7,7 +7,7 @@ token's window reaches, and NaN elsewhere.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -147,14 +147,15 @@ class Batch:
     pool: Pool
     forward: Any
     padded: int = 0
+    heads: int = HEADS
     q: torch.Tensor = field(init=False)
     k: torch.Tensor = field(init=False)
     sink: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        self.q = (_random(1, self.rows + self.padded, HEADS, 512) / 4).bfloat16()
+        self.q = (_random(1, self.rows + self.padded, self.heads, 512) / 4).bfloat16()
         self.k = (_random(2, self.rows + self.padded, 1, 512) / 8).bfloat16()
-        self.sink = _random(3, HEADS)
+        self.sink = _random(3, self.heads)
 
     @property
     def rows(self) -> int:
@@ -207,7 +208,7 @@ class Batch:
 
     def expected(self, core: Any, layer_id: int, scale: float = 512**-0.5) -> torch.Tensor:
         """[rows, heads, 512] float64: softmax over positions, the sink in the denominator."""
-        ratio, result = LAYERS[layer_id], torch.zeros(self.rows, HEADS, 512, dtype=torch.float64)
+        ratio, result = LAYERS[layer_id], torch.zeros(self.rows, self.heads, 512, dtype=torch.float64)
         window = open_cache(self.pool.window, V4_FP8, PAGE)
         for row, (request, position) in enumerate(self.places()):
             first = max(0, position - WINDOW + 1)
@@ -227,8 +228,8 @@ class Batch:
         return result
 
 
-def batch(*lens: tuple[int, int], padded: int = 0, mode: ForwardMode = ForwardMode.EXTEND) -> Batch:
-    """(q_len, kv_len) of each request; `padded` queries behind them, as MLP-sync adds."""
+def batch(*lens: tuple[int, int], padded: int = 0, mode: ForwardMode = ForwardMode.EXTEND, heads: int = HEADS) -> Batch:
+    """(q_len, kv_len) of each request; `padded` queries behind them, as MLP-sync adds; `heads` of the rank."""
     pages = [-(-kv_len // PAGE) for _, kv_len in lens]
     order = torch.randperm(sum(pages) + 3, generator=torch.Generator().manual_seed(9))
     requests, at = [], 0
@@ -236,7 +237,7 @@ def batch(*lens: tuple[int, int], padded: int = 0, mode: ForwardMode = ForwardMo
         requests.append(Request(q_len, kv_len, order[at : at + count]))
         at += count
     given = forward_batch(mode, [q_len for q_len, _ in lens], [kv_len for _, kv_len in lens])
-    return Batch(requests, Pool(requests), given, padded)
+    return Batch(requests, Pool(requests), given, padded, heads)
 
 
 class Engine:
@@ -376,7 +377,7 @@ def attend(backend: Any, layer_id: int, *, save: bool = False, q: torch.Tensor |
         "q": q,
         "k": keys,
         "v": keys,
-        "layer": SimpleNamespace(layer_id=layer_id, tp_q_head_num=HEADS),
+        "layer": SimpleNamespace(layer_id=layer_id, tp_q_head_num=of.heads),
         "forward_batch": of.forward,
         "compress_ratio": LAYERS[layer_id],
         "save_kv_cache": save,
@@ -405,7 +406,7 @@ def started(
     """
     backend = with_v4_plans(original)(of)
     planner = SglangV4Planner(
-        MODEL,
+        replace(MODEL, num_heads=of.heads),
         device,
         Settings(**settings),
         asked=asked,

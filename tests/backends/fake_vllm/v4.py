@@ -7,7 +7,7 @@ in float32 over what metadata, block tables and the top-k buffer say, and count 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -40,9 +40,15 @@ CPU = synthetic(0)
 H200 = synthetic(90, libraries=("triton", "flash_mla"))
 
 
-def planner(device: DeviceProfile = H200, *, step_tokens: int = 1, **settings: Any) -> VllmV4Planner:
+def planner(
+    device: DeviceProfile = H200, *, step_tokens: int = 1, heads: int = HEADS, **settings: Any
+) -> VllmV4Planner:
     return VllmV4Planner(
-        model=MODEL, device=device, settings=Settings(**settings), max_model_len=MAX_LEN, step_tokens=step_tokens
+        model=replace(MODEL, num_heads=heads),
+        device=device,
+        settings=Settings(**settings),
+        max_model_len=MAX_LEN,
+        step_tokens=step_tokens,
     )
 
 
@@ -139,8 +145,8 @@ class Layer:
 
     def __init__(self, world: World, ratio: int) -> None:
         self.world, self.compress_ratio = world, max(1, ratio)
-        self.n_local_heads, self.scale = HEADS, SCALE
-        self.attn_sink = torch.cat([random(7, HEADS), torch.full((PADDED - HEADS,), -torch.inf)])
+        self.n_local_heads, self.scale = world.heads, SCALE
+        self.attn_sink = torch.cat([random(7, world.heads), torch.full((world.padded - world.heads,), -torch.inf)])
         self.topk_indices_buffer = world.topk
         self.kv_cache = world.compressed[ratio] if ratio else torch.zeros(0)
         self.swa_cache_layer = SimpleNamespace(kv_cache=world.window)
@@ -336,6 +342,15 @@ class World:
         }
 
     @property
+    def heads(self) -> int:
+        return HEADS if self.planner is None else self.planner.model.heads_per_rank
+
+    @property
+    def padded(self) -> int:
+        """Heads of the layer's queries: vLLM pads them to a number that FlashMLA supports."""
+        return PADDED if self.heads <= PADDED else 2 * PADDED
+
+    @property
     def step_rows(self) -> int:
         limit = 1 if self.planner is None else self.planner.step_tokens
         place = next((n for n, (rows, _) in enumerate(self.lengths) if rows > limit), len(self.lengths))
@@ -419,12 +434,12 @@ class World:
         """(what the layer gives, what it should give, the layer); both of the real rows and the rank's own heads."""
         layer = self.layer_class()(self, ratio)
         count = len(self.owner) + self.padding
-        q = torch.zeros(count, PADDED, 512, dtype=torch.bfloat16)
-        q[:, :HEADS] = random(1, count, HEADS, 512).bfloat16()
+        q = torch.zeros(count, self.padded, 512, dtype=torch.bfloat16)
+        q[:, : self.heads] = random(1, count, self.heads, 512).bfloat16()
         out = torch.full_like(q, torch.nan)
         positions = torch.tensor(self.position + [0] * self.padding)
         layer.forward_mqa(q, positions, out, self.metadata() if metadata is None else metadata)
         wanted = torch.stack(
             [self.attended(layer, q[row], row, self.chosen(ratio, row)) for row in range(len(self.owner))]
         )
-        return out[: len(self.owner), :HEADS], wanted[:, :HEADS], layer
+        return out[: len(self.owner), : self.heads], wanted[:, : self.heads], layer
