@@ -142,7 +142,7 @@ def _figure(row: dict[str, Any] | None, what: str, unit: str) -> str:
     """The speed-up, with the medians where the readings tell the two apart."""
     if row is None:
         return "-"
-    shown = f"{summary.ratio(row):.2f}×"
+    shown = " and ".join(f"{ratio:.2f}×" for ratio in summary.ratios(row))
     if not summary.clear(row):
         return shown + (f" ({what})" if what else "")
     medians = f"{_number(row['baseline_median'])} → {_number(row['median'])}{unit}"

@@ -109,13 +109,13 @@ def runs_table(folder: Path = RECORDS) -> str:
 
 
 def _verdict(record: dict[str, Any]) -> str:
-    """How a run was judged, and whether today's check of cache pressure judges it otherwise.
+    """How a run was judged, and whether the current check of cache pressure judges it otherwise.
 
     It once passed a server whose counter of preemptions had no sample, which SGLang's has only after the first.
     """
     held = any(check["name"] == PRESSURE and check["holds"] for check in record["checks"])
     verdict = "passed" if record["ok"] else "failed"
-    return f"{verdict}; today {PRESSURE} fails" if held and not record["preemptions"] else verdict
+    return f"{verdict}; by the current check {PRESSURE} fails" if held and not record["preemptions"] else verdict
 
 
 def _range(sizes: Sequence[int]) -> str:

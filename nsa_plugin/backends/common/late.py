@@ -1,7 +1,7 @@
-"""Kernels of the plugin that are built after the warm-up: compiled, or read from a cache that has them.
+"""Kernels of the plugin that are built once an engine has captured its graphs: compiled, or read from a cache.
 
-A request waits for each, so there should be none once a server is ready. With the trace on the log names them, and
-`nsa-plugin compare` fails if one was built while it measured.
+A request waits for each, so the warm-up and the captures should have built all. With the trace on the log names them,
+and `nsa-plugin compare` fails if one was built while it measured.
 """
 
 from __future__ import annotations
@@ -18,10 +18,14 @@ logger = logging.getLogger("nsa_plugin")
 PACKAGE = __name__.partition(".")[0]
 
 
+def watch(trace: str) -> None:
+    """Log each kernel of the plugin that this process builds from now on, with the setting `trace` on."""
+    if trace != "off":
+        _watch()
+
+
 @functools.cache
-def watch() -> None:
-    """From now on log each kernel of the plugin that this process builds."""
-    build.when_loaded(_say)
+def _watch() -> None:
     try:
         knobs = import_module("triton.knobs").compilation
         before = knobs.listener
@@ -36,7 +40,9 @@ def watch() -> None:
             before(src=src, **given)
 
     knobs.listener = listener
+    build.when_loaded(_say)
+    logger.info("kernels that are built from now on are named here")
 
 
 def _say(name: str) -> None:
-    logger.info("kernel %s was built after the warm-up", name)
+    logger.info("kernel %s was built while serving", name)

@@ -39,20 +39,24 @@ WITHOUT_WGMMA = "DISABLE_MMA_V3"
 """Triton's variable that has it compile products for SM90 without warpgroup instructions, which no other GPU has."""
 
 _emulated: int | None = None
+_set_before: str | None = None  # the variable's value without emulation
 
 
 def emulate(sm: int | None) -> None:
     """Make the kernels of this process act as on a GPU of SM version `sm`, or (None) as on the real one.
 
     Call it before the first kernel runs: what Triton has compiled stays. Processors are the device's own. Other Triton
-    kernels of the process have no warpgroup instructions either.
+    kernels of the process, and of those that it starts, have no warpgroup instructions either.
     """
-    global _emulated
+    global _emulated, _set_before
+    if _emulated is None:
+        _set_before = os.environ.get(WITHOUT_WGMMA)
     _emulated = sm
-    if sm is None:
+    value = _set_before if sm is None else "1"
+    if value is None:
         os.environ.pop(WITHOUT_WGMMA, None)
     else:
-        os.environ[WITHOUT_WGMMA] = "1"
+        os.environ[WITHOUT_WGMMA] = value
 
 
 def is_emulating() -> bool:

@@ -70,8 +70,6 @@ def judge(measured: Measured) -> Verdict:
     checks = [complete(measured)]
     if PLUGIN in runs:
         checks.append(active(runs[PLUGIN]))
-        if (late := runs[PLUGIN].built_late) is not None:
-            checks.append(built_before(late))
         if (ranks := measured.facts.get("dcp", 1)) > 1:
             checks.append(shares_cache(runs[PLUGIN], ranks))
         checks += combined_checks(measured, runs[PLUGIN])
@@ -79,6 +77,9 @@ def judge(measured: Measured) -> Verdict:
             checks.append(reshards(runs[PLUGIN]))
     if PLUGIN_AGAIN in runs:
         checks.append(active(runs[PLUGIN_AGAIN], "the plugin's second server served"))
+    late = [run.built_late for role, run in runs.items() if role in (PLUGIN, PLUGIN_AGAIN)]
+    if known := [names for names in late if names is not None]:
+        checks.append(built_before([name for names in known for name in names]))
     if agreement:
         nothing = "no request was answered twice by stock: its own spread is not known"
         checks.append(spread_check(own, allowed, name="stock against itself", nothing=nothing))
@@ -148,7 +149,7 @@ def complete(measured: Measured) -> Check:
 
 def built_before(late: Sequence[str]) -> Check:
     """Whether the warm-up had built every kernel of the plugin, so that no request waited for one."""
-    detail = f"built while it was measured: {', '.join(late)}" if late else ""
+    detail = f"built: {', '.join(dict.fromkeys(late))}" if late else ""
     return Check(name="no kernel of the plugin was built while serving", holds=not late, detail=detail)
 
 

@@ -175,9 +175,7 @@ def _version(record: Row) -> Version:
 
 def _speedup(row: Row) -> str:
     """The speed-ups of the plugin's servers, bold where the outcome is clear; in brackets a second stock server."""
-    shown = f"{ratio(row):.2f}×"
-    if (ours := _over_stock(row, "again_")) is not None:
-        shown += f" and {ours:.2f}×"
+    shown = " and ".join(f"{one:.2f}×" for one in ratios(row))
     again = _over_stock(row, "baseline_again_")
     return (f"**{shown}**" if clear(row) else shown) + ("" if again is None else f" ({again:.2f}×)")
 
@@ -187,6 +185,12 @@ def ratio(row: Row) -> float:
     found = _over_stock(row, "")
     assert found is not None
     return found
+
+
+def ratios(row: Row) -> list[float]:
+    """`ratio` of each server with the plugin."""
+    again = _over_stock(row, "again_")
+    return [ratio(row)] if again is None else [ratio(row), again]
 
 
 def _over_stock(row: Row, server: str) -> float | None:

@@ -8,7 +8,9 @@ from pathlib import Path
 
 # "(EngineCore pid=123) ERROR 11-21 11:05:00 [core.py:12] text"
 _LOG_PREFIX = re.compile(r"^(\(\w[^)]*\)\s*)?((DEBUG|INFO|WARNING|ERROR|CRITICAL)\s[-\d]+\s[:\d.]+\s(\[[^\]]*\]\s)?)?")
-_BUILT_LATE = re.compile(r"kernel (\S+) was built after the warm-up")
+# What `backends.common.late` logs.
+_WATCHES = b"kernels that are built from now on are named here"
+_BUILT_LATE = re.compile(r"kernel (\S+) was built while serving")
 _ERROR_LINE = re.compile(r"^[\w.]*(Error|Exception|Interrupt)(: .+)?$|error: ")
 
 
@@ -38,12 +40,12 @@ def error_lines(path: Path, count: int = 6) -> list[str]:
     return list(found)[-count:]
 
 
-def built_late(path: Path, start: int) -> list[str]:
-    """Kernels of the plugin that its process built after the warm-up, by the log from byte `start` on."""
-    with path.open("rb") as file:
-        file.seek(start)
-        found = _BUILT_LATE.findall(file.read().decode(errors="replace"))
-    return list(dict.fromkeys(found))
+def built_late(path: Path, start: int) -> list[str] | None:
+    """Kernels of the plugin that were built while serving, by the log from byte `start` on; None if nothing watched."""
+    log = path.read_bytes()
+    if _WATCHES not in log:
+        return None
+    return list(dict.fromkeys(_BUILT_LATE.findall(log[start:].decode(errors="replace"))))
 
 
 def excerpt(path: Path) -> str:

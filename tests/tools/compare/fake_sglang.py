@@ -98,7 +98,7 @@ class Handler(fake_toy.Handler):
             print("RuntimeError: an illegal memory access was encountered", flush=True)
             os._exit(9)
         if PLUGIN and MODE == "builds":
-            print("kernel topk_kernel was built after the warm-up", flush=True)
+            print("kernel topk_kernel was built while serving", flush=True)
         if PLUGIN and MODE == "hangs":
             time.sleep(600)
         prompts = body["input_ids"]
@@ -139,6 +139,8 @@ class Handler(fake_toy.Handler):
         log("stream", began, prompt=zlib.crc32(bytes(prompt)), length=len(prompt), new_tokens=new_tokens)
 
 
+if PLUGIN:
+    print("kernels that are built from now on are named here\nkernel warm_kernel was built while serving", flush=True)
 fake_toy.note_pid()
 print("[2026-01-01 00:00:00] Loading weights", flush=True)
 if MODE == "starts for ever" or (MODE == "stock dies" and PLUGIN):

@@ -199,8 +199,6 @@ class SglangServing:
         started = time.perf_counter()
         yield
         self.warm_seconds += time.perf_counter() - started
-        if self.resolved.settings.trace != "off":
-            watch()
         self._warmed.add(model)
 
     def _exchange_for(self, backend: Any, model_runner: Any, model: ModelShape) -> tuple[SglangExchange | None, str]:
@@ -260,6 +258,7 @@ class SglangServing:
         for backend in self.backends:
             state = backend.nsa_plugin
             state.planner.measure(free_memory_of(getattr(state, "exchange", None), free_device_memory))
+        watch(self.resolved.settings.trace)
 
     def end(self) -> None:
         """Hand every backend back to SGLang."""

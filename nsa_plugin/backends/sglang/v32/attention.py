@@ -108,9 +108,10 @@ def with_plans(original: type) -> type:
             stock = functools.partial(super()._forward_flashmla_kv, **named)
             if state is None:
                 return stock(q_all=q_all, layer=layer, metadata=metadata, page_table_1=page_table_1)
-            q, slots = q_all.view(-1, layer.tp_q_head_num, layer.head_dim), _attended(state, page_table_1)
+            q = q_all.view(-1, layer.tp_q_head_num, layer.head_dim)
             if state.own:
                 return _attend(self, state, q, kv_cache, page_table_1, v_head_dim, sm_scale).unsqueeze(1)
+            slots = _attended(state, page_table_1)
             if state.part is not None:
                 schedule = super()._compute_flashmla_metadata
                 return _flashmla_kv_of_part(self, state, stock, schedule, q, slots, metadata, layer)

@@ -256,8 +256,6 @@ class GpuServing(VllmServing):
                 self.hashing.join()  # otherwise the first launch would hash the files, too
             self.run_kernels(device)
             self.warm_seconds = time.perf_counter() - started
-            if self.resolved.settings.trace != "off":
-                watch()
 
     def run_kernels(self, device: torch.device) -> None:
         """Run the plugin's kernels that batches may take with this rank's heads; see `warm`."""
@@ -321,6 +319,7 @@ class GpuServing(VllmServing):
         if self.resolved.settings.token_shard == "on" and self.planner.exchange is None:
             raise SettingsError(NO_EXCHANGE)
         self.planner.measure(self.free_memory())
+        watch(self.resolved.settings.trace)
 
     def free_memory(self) -> Callable[[], int]:
         """Return a function that reads the free memory for plans; see `free_memory_of`."""

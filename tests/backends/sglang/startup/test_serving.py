@@ -277,7 +277,10 @@ def test_the_free_memory_is_read_at_the_next_prefill_after_the_start(
         return int(backend.nsa_plugin.route.plan.indexer.rows_per_chunk)
 
     assert [rows(), rows()] == [128, 128]  # 16 MiB of 32768 * 4 bytes, as when a prefill's graph was captured
+    watched: list[str] = []
+    monkeypatch.setattr(serving, "watch", watched.append)
     made.settle()
+    assert watched == ["off"]
     assert [rows(), rows()] == [64, 64]
 
 

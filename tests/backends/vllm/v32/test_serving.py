@@ -362,6 +362,9 @@ def test_a_model_without_planned_layers_is_left_to_vllm(backends: dict[str, obje
 
     other = layer(False, "FLASHINFER_MLA_SPARSE")
     model_of(layer(True), other).check_layers()
+    model_of(layer(True), strict="full").check_layers()
+    with pytest.raises(LeftToStockError, match="layers on vLLM's backend FLASHINFER_MLA_SPARSE are left"):
+        model_of(layer(True), other, strict="full", token_shard="on").check_layers()
     with pytest.raises(LeftToStockError, match="layers on vLLM's backend FLASHINFER_MLA_SPARSE are left"):
         model_of(other, backend="FLASHINFER_MLA_SPARSE").check_layers()
     with pytest.raises(SettingsError, match="token_shard is on and cannot work here: no layer attends"):
@@ -397,10 +400,13 @@ def test_budgets_change_with_the_binary_digits_of_the_free_memory():
 
 
 def test_free_memory_is_read_after_the_capture(monkeypatch: pytest.MonkeyPatch):
-    here = serving()
+    here = serving(trace="log")
     planner = here.planning()
     monkeypatch.setattr(gpu_serving, "free_device_memory", lambda: 12345)
+    watched: list[str] = []
+    monkeypatch.setattr(gpu_serving, "watch", watched.append)
     here.settle()
+    assert watched == ["log"]
     assert planner.free_memory is not None
     assert planner.free_memory() == 12345
 
