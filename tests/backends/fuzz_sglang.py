@@ -100,6 +100,7 @@ def run_one(random: Random, seed: int) -> set[str]:
         assert NO_COPY in message
         return {"MIXED: the copy that a setting asks for is refused"}
     attended = f"{plan.phase}: {plan.attention} by {plan.provider}"
+    assert f", {of.rows} query token" in plan.reasons["phase"]
     assert backend.use_mha == backend.nsa_plugin.route.dense
     if backend.use_mha:
         assert backend.dense_allowed
@@ -122,7 +123,9 @@ def run_one(random: Random, seed: int) -> set[str]:
         before = selected.clone()
         out = engine.attend(backend, selected, slice(None), layer_id)
         assert torch.equal(selected, before), "attention changes the selection, which other layers may share"
-        torch.testing.assert_close(out[: of.rows].float(), attention(engine, right), atol=TOLERANCE, rtol=TOLERANCE)
+        torch.testing.assert_close(
+            out[: of.rows].float(), attention(engine, backend, right), atol=TOLERANCE, rtol=TOLERANCE
+        )
     return seen
 
 
@@ -175,12 +178,17 @@ def slots_of(engine: Engine, row: int) -> torch.Tensor:
     return engine.slots[int(start[row]) :]
 
 
-def attention(engine: Engine, selected: list[list[int]]) -> torch.Tensor:
-    """The output [rows, heads, d_v], in float64, of query tokens that attend to these positions."""
+def attention(engine: Engine, backend: Any, selected: list[list[int]]) -> torch.Tensor:
+    """The output [rows, heads, d_v], in float64, of query tokens that attend to these positions.
+
+    SGLang's copy of an fp8 cache rounds its values to bf16, which alone moves some outputs by more than the tolerance.
+    """
     cache = engine.cache.view(-1, engine.cache.shape[-1])
     if engine.layout == "v32_fp8":
         pages = open_cache(cache.view(-1, PAGE, 1, cache.shape[-1]), "v32_fp8")
-        cache = reference_read(pages, torch.arange(pages.num_slots), dtype=torch.float32)
+        copied = engine.step.mode.is_extend() and engine._copies(backend)
+        read = torch.bfloat16 if copied else torch.float32
+        cache = reference_read(pages, torch.arange(pages.num_slots), dtype=read)
     cache = cache.double()
     rows = []
     for row, positions in enumerate(selected):
