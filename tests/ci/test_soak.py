@@ -380,7 +380,10 @@ def test_record_and_table(problem: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("preemptions", "row"),
-    [(5, "passed | 10 answered | 5"), (None, "passed; by the current check cache pressure fails | 10 answered | none counted")],
+    [
+        (5, "passed | 10 answered | 5"),
+        (None, "passed; by the current check cache pressure fails | 10 answered | none counted"),
+    ],
 )
 def test_table_judges_a_record_without_preemptions_by_the_current_check(
     preemptions: int | None, row: str, tmp_path: Path
