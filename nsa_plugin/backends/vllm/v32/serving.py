@@ -277,8 +277,9 @@ class GpuServing(VllmServing):
     def check_layers(self) -> None:
         """Check the layers that vLLM has built.
 
-        Without a layer that the plugin plans for, stock vLLM serves: its other backends read the selection of the same
-        indexer, from which a planned batch leaves out the requests that the plugin's layers attend densely.
+        vLLM's other backends read the selection of the same indexer, from which a planned batch leaves out the requests
+        that the plugin's layers attend densely. So with some layers on another backend, such as a draft's, no request
+        is attended densely, and without a layer that the plugin plans for stock vLLM serves.
 
         Raises:
             LeftToStockError: the plugin plans for no layer; with `strict` "full", not for all.
@@ -292,6 +293,9 @@ class GpuServing(VllmServing):
             if not planned and settings.token_shard == "on":
                 raise SettingsError(NO_EXCHANGE)
             raise LeftToStockError("; ".join(self.left_layers(others)))
+        if planned and others:
+            needed = f"layers on vLLM's backend {', '.join(sorted(others))} need every request's selection"
+            self.planning().no_dense = self.planning().no_dense or needed
         if planned or by_user:
             return
         found = (

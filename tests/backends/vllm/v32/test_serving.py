@@ -361,8 +361,11 @@ def test_a_model_without_planned_layers_is_left_to_vllm(backends: dict[str, obje
         return here
 
     other = layer(False, "FLASHINFER_MLA_SPARSE")
-    model_of(layer(True), other).check_layers()
-    model_of(layer(True), strict="full").check_layers()
+    mixed, alone = model_of(layer(True), other), model_of(layer(True), strict="full")
+    for here in (mixed, alone):
+        here.check_layers()
+    needed = "layers on vLLM's backend FLASHINFER_MLA_SPARSE need every request's selection"
+    assert (mixed.planning().no_dense, alone.planning().no_dense) == (needed, "")
     with pytest.raises(LeftToStockError, match="layers on vLLM's backend FLASHINFER_MLA_SPARSE are left"):
         model_of(layer(True), other, strict="full", token_shard="on").check_layers()
     with pytest.raises(LeftToStockError, match="layers on vLLM's backend FLASHINFER_MLA_SPARSE are left"):
