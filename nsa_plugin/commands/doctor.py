@@ -343,7 +343,7 @@ def _show(
     rows.add_row("device", describe)
     if kernels:
         rows.add_row("kernels", kernels)
-    if known := evidence(device.sm):
+    if known := evidence(device.sm, brief=True):
         rows.add_row("tested", known)
     for name, command in library_fixes(device).items():
         rows.add_row("", f"{name} is not installed: {command}")

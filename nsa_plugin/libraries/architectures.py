@@ -67,16 +67,21 @@ EVIDENCE = MappingProxyType(
 """By SM version. Nothing was tested for any other."""
 
 
-def evidence(sm: int) -> str:
-    """What was tested for an SM version, in one sentence for a terminal; "" for a CPU (SM version 0)."""
+def evidence(sm: int, *, brief: bool = False) -> str:
+    """What was tested for an SM version, in one sentence for a terminal; "" for a CPU (SM version 0).
+
+    Args:
+        brief: one line of 70 columns, without which kernels and by what GPU.
+    """
     if not sm:
         return ""
     found = EVIDENCE.get(sm)
     if found is None:
         return f"{name_of(sm)}: not compiled for, not emulated, not run"
-    parts = [f"{name_of(sm)}: {found.compiled} compiled in the tests"]
+    parts = [f"{name_of(sm)}: {'' if brief else f'{found.compiled} '}compiled in the tests"]
     if not found.run:
-        parts.append(f"emulated {found.emulated}" if found.emulated else "not emulated")
+        emulated = "emulated" if brief else f"emulated {found.emulated}"
+        parts.append(emulated if found.emulated else "not emulated")
     parts.append(f"run on {found.run}" if found.run else "not run on such a GPU")
     return "; ".join(parts)
 

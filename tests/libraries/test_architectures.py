@@ -79,3 +79,10 @@ def test_what_was_run_is_what_the_records_have() -> None:
 )
 def test_one_sentence_says_what_was_tested(sm: int, sentence: str) -> None:
     assert evidence(sm) == sentence
+
+
+@pytest.mark.parametrize("sm", [0, 75, *EVIDENCE])
+def test_a_line_of_doctor_says_it_briefly(sm: int) -> None:
+    assert len(evidence(sm, brief=True)) <= 70
+    assert evidence(86, brief=True) == "SM86: compiled in the tests; emulated; not run on such a GPU"
+    assert evidence(90, brief=True) == "SM90: compiled in the tests; run on H100 and H200"
