@@ -57,6 +57,17 @@ class StockBackend:
     def _apply_cuda_graph_metadata(self, bs: int, forward_mode: Any) -> None: ...
 
 
+def picking(prefill: str, decode: str) -> type[StockBackend]:
+    """The class with the kernels that SGLang or the user picked."""
+
+    class Picked(StockBackend):
+        def __init__(self, model_runner: Any, skip_prefill: bool = False, topk: int = 0) -> None:
+            super().__init__(model_runner, skip_prefill, topk)
+            self.dsa_prefill_impl, self.dsa_decode_impl = prefill, decode
+
+    return Picked
+
+
 def runner(
     *,
     device: str = "cuda",

@@ -17,7 +17,7 @@ from nsa_plugin.errors import LeftToStockError, PatchError, SettingsError
 from nsa_plugin.libraries.devices import synthetic
 from nsa_plugin.patches.ledger import Need
 from nsa_plugin.settings import ResolvedSettings, Settings
-from tests.backends.fake_sglang.scheduler import HF_CONFIG, StockBackend, read, runner, scheduler
+from tests.backends.fake_sglang.scheduler import HF_CONFIG, picking, read, runner, scheduler
 
 pytestmark = pytest.mark.usefixtures("clean_environment")
 
@@ -44,17 +44,11 @@ def serve(
     process: SglangProcess, prefill: str, decode: str, *, scaled_fp8: bool, config: Any = HF_CONFIG, v4: bool = False
 ) -> Any:
     """Start a scheduler whose backend has the kernels that SGLang or the user picked."""
-
-    class Picked(StockBackend):
-        def __init__(self, model_runner: Any, skip_prefill: bool = False, topk: int = 0) -> None:
-            super().__init__(model_runner, skip_prefill, topk)
-            self.dsa_prefill_impl, self.dsa_decode_impl = prefill, decode
-
     process.enter_scheduler()
     if v4:
         process.enter_v4()
     dtype = "torch.float8_e4m3fn" if scaled_fp8 or prefill == "trtllm" else "torch.bfloat16"
-    built = backend.make(Picked)(runner(scaled_fp8=scaled_fp8, dtype=dtype))
+    built = backend.make(picking(prefill, decode))(runner(scaled_fp8=scaled_fp8, dtype=dtype))
     process.leave_scheduler(scheduler(config))
     return built
 

@@ -13,7 +13,7 @@ from nsa_plugin.backends.sglang.startup.activation import SglangProcess
 from nsa_plugin.backends.sglang.startup.flags import PassedFlags
 from nsa_plugin.errors import LeftToStockError
 from nsa_plugin.libraries.devices import synthetic
-from tests.backends.fake_sglang.scheduler import HF_CONFIG, V4_CONFIG, StockBackend, read, runner, scheduler
+from tests.backends.fake_sglang.scheduler import HF_CONFIG, V4_CONFIG, StockBackend, picking, read, runner, scheduler
 from tests.backends.fake_sglang.v4 import Engine
 
 pytestmark = pytest.mark.usefixtures("clean_environment")
@@ -43,14 +43,8 @@ def serve(
     process: SglangProcess, config: Any, prefill: str = "flashmla_kv", decode: str = "flashmla_kv", v4: bool = False
 ) -> Any:
     """Start a scheduler whose backend has the kernels that SGLang or the user picked."""
-
-    class Picked(StockBackend):
-        def __init__(self, model_runner: Any, skip_prefill: bool = False, topk: int = 0) -> None:
-            super().__init__(model_runner, skip_prefill, topk)
-            self.dsa_prefill_impl, self.dsa_decode_impl = prefill, decode
-
     process.enter_scheduler()
-    make: Any = backend.make_v4(StockV4Backend) if v4 else backend.make(Picked)
+    make: Any = backend.make_v4(StockV4Backend) if v4 else backend.make(picking(prefill, decode))
     built = make(runner(scaled_fp8="trtllm" not in (prefill, decode), dtype="torch.float8_e4m3fn", config=config))
     process.leave_scheduler(scheduler(config))
     return built
