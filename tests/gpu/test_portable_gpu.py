@@ -7,6 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.sglang.v32 import portable as sglang
@@ -15,6 +17,7 @@ from nsa_plugin.kernels.indexer import quantize, reference_logits, reference_pag
 from nsa_plugin.kernels.kv_cache import open_cache, reference_write
 from nsa_plugin.kernels.sparse_mla import reference_decode, reference_prefill
 from nsa_plugin.kernels.triton import device, indexer, mha, mla_inputs, sparse_mla
+from nsa_plugin.kernels.triton.kv_cache_kernels import decode_fp8_packed
 from tests.kernels import mha_cases
 from tests.kernels.indexer_cases import assert_selected, indexer_inputs, paged_keys
 from tests.kernels.sparse_mla_cases import assert_same, decode_case, prefill_case
@@ -61,6 +64,41 @@ def test_the_indexers_selection(heads: int) -> None:
     right = reference_paged_topk(q.unsqueeze(1), cache, weights, seen, table, 512)
     for one, other in zip(found.tolist(), right.tolist(), strict=True):
         assert len(set(one) ^ set(other)) <= 8, "more than keys that score nearly alike"
+
+
+@triton.jit
+def decode_codes(codes_ptr, values_ptr, COUNT: tl.constexpr):
+    offsets = tl.arange(0, COUNT)
+    tl.store(values_ptr + offsets, decode_fp8_packed(tl.load(codes_ptr + offsets)))
+
+
+@pytest.mark.parametrize("count", [256, 1024])
+def test_every_code_is_converted_exactly(count: int) -> None:
+    codes = torch.arange(count, device=PLACE).roll(1).to(torch.uint8)
+    values = torch.empty(count, dtype=torch.float16, device=PLACE)
+    decode_codes[(1,)](codes, values, COUNT=count)
+    assert torch.equal(values.isnan(), (codes & 0x7F) == 0x7F)
+    right = codes.view(torch.float8_e4m3fn).half()
+    assert torch.equal(values.nan_to_num().view(torch.int16), right.nan_to_num().view(torch.int16)), "signs of zero too"
+
+
+def test_the_selection_over_more_keys_and_rows_than_one_conversion() -> None:
+    """NaN keys among them, requests whose ranges begin at odd places, and the CUDA graph of it."""
+    rows, keys, topk, heads = indexer.CONVERTED_ROWS + 37, indexer.CONVERTED_KEYS + 1001, 512, 32
+    q, k, k_scale, weights = indexer_inputs(rows, keys, heads, device=PLACE)
+    k.view(torch.uint8)[::97, 5] = 0x7F
+    ks = (torch.arange(rows, dtype=torch.int32, device=PLACE) * 31) % 1500
+    ke = keys - torch.arange(rows, dtype=torch.int32, device=PLACE) % 777
+    found = indexer.topk(q, k, k_scale, weights, ks, ke, topk)
+    graph, again = torch.cuda.CUDAGraph(), torch.empty_like(found)
+    with torch.cuda.graph(graph):
+        indexer.topk(q, k, k_scale, weights, ks, ke, topk, out=again)
+    graph.replay()
+    assert torch.equal(again, found)
+    for part in (slice(0, 40), slice(rows - 60, rows)):  # the rest are the same program's
+        bounds = ks[part], ke[part]
+        logits = reference_logits(q[part], k, k_scale, weights[part], *bounds)
+        assert_selected(found[part], logits, *bounds, topk, LOGIT_TOLERANCE)
 
 
 @pytest.mark.parametrize(("d_qk", "d_v"), [(192, 128), (256, 256)])

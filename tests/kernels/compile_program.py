@@ -84,8 +84,10 @@ def without_a_gpu(sm: int) -> dict[str, list[dict[str, Any]]]:
     torch.cuda.get_device_properties = lambda device=None: properties
     torch.cuda.get_device_capability = lambda device=None: divmod(sm, 10)
     torch.cuda.device = torch.cuda.device_of = lambda device: nullcontext()
-    # Triton asks whether addresses are multiples of 16, as an allocator's are; torch built without CUDA cannot index.
+    # Triton asks whether addresses are multiples of 16, as an allocator's are; torch built without CUDA cannot index
+    # or copy.
     FakeTensor.data_ptr = lambda self: 0
+    FakeTensor.copy_ = lambda self, other: self
     FakeTensor.__getitem__ = _item
     compiled: dict[str, list[dict[str, Any]]] = defaultdict(list)
     run = JITFunction.run

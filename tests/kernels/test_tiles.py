@@ -39,9 +39,9 @@ def test_sparse_tiles_rise():
         assert [tile.block_h for tile in line.sparse_mla] == sorted(tile.block_h for tile in line.sparse_mla)
 
 
-@pytest.mark.parametrize("sm", [0, 75, 999])
-def test_an_architecture_without_a_line_gets_what_the_least_shared_memory_holds(sm):
-    assert tiles_of(sm) == tiles_of(86)
+@pytest.mark.parametrize(("sm", "like"), [(0, 86), (75, 86), (999, 120)])
+def test_an_architecture_without_a_line_gets_what_the_least_shared_memory_holds(sm, like):
+    assert tiles_of(sm) == tiles_of(like)
 
 
 def test_blocks_of_streams_are_powers_of_two():

@@ -55,7 +55,8 @@ def entries(sm: int) -> set[tuple[str, tuple[int, ...]]]:
     return {
         *(("sparse_mla_kernel", tile[:-1]) for tile in line.sparse_mla),
         *(("_mha_kernel", tuple(tile)) for tile in dense),
-        *((kernel, tuple(line.logits[1:])) for kernel in ("_ragged_logits", "_paged_logits")),
+        ("_ragged_logits", tuple(line.logits[1:])),
+        ("_paged_logits", tuple(line.paged_logits[1:])),
     }
 
 

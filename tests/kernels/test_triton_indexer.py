@@ -54,6 +54,33 @@ def test_chunks_do_not_change_the_result(rows_per_chunk):
     assert torch.equal(topk(*inputs, *bounds, 20, rows_per_chunk=rows_per_chunk), whole)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NaN behind the keys
+@pytest.mark.parametrize(("most_keys", "most_rows"), [(300, 2), (128, 100), (100, 3), (1, 1)])
+@pytest.mark.parametrize("rows_per_chunk", [None, 3])
+def test_converted_piece_by_piece_nothing_changes(monkeypatch, most_keys, most_rows, rows_per_chunk):
+    requests, ks, ke = ragged_requests([(4, 90), (0, 9), (3, 140), (2, 33)])
+    inputs = indexer_inputs(len(ks), 300, 8)
+    arguments = {"requests": requests, "rows_per_chunk": rows_per_chunk}
+    whole = topk(*inputs, ks, ke, 16, **arguments)
+    pieces = []
+
+    def converted(keys, multiple):
+        pieces.append(len(keys))
+        room = convert(keys, multiple)
+        assert len(room) % multiple == 0
+        room[len(keys) :] = math.nan  # what is read behind the last key has no influence
+        return room
+
+    convert = triton_indexer._converted
+    monkeypatch.setattr(triton_indexer, "_converted", converted)
+    monkeypatch.setattr(triton_indexer, "CONVERTED_KEYS", most_keys)
+    monkeypatch.setattr(triton_indexer, "CONVERTED_ROWS", most_rows)
+    assert torch.equal(topk(*inputs, ks, ke, 16, **arguments), whole)
+    assert max(pieces) <= most_keys
+    if rows_per_chunk is None:
+        assert sum(pieces) == 90 + 9 + 140 + 33
+
+
 @pytest.mark.regression(16)
 @pytest.mark.parametrize("rows_per_chunk", [None, 2, 5])
 def test_requests_are_scored_against_their_own_keys(rows_per_chunk):

@@ -17,7 +17,7 @@ rounding, and only members of what is nearly a tie may be selected differently.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,13 +30,17 @@ from nsa_plugin.kernels.kv_cache import PagedCache
 from nsa_plugin.kernels.selector import default_selector
 from nsa_plugin.kernels.topk import Request, Selector, new_output, row_chunks, uncovered_rows
 from nsa_plugin.kernels.triton.device import facts_of
-from nsa_plugin.kernels.triton.kv_cache_kernels import decode_fp8
+from nsa_plugin.kernels.triton.kv_cache_kernels import decode_fp8, decode_fp8_packed
 from nsa_plugin.kernels.triton.sizes import ceil_div, power_of_2
 from nsa_plugin.kernels.triton.tiles import STREAMS, LogitsTile, tiles_of
 
 METADATA = STREAMS["indexer_metadata"]
 # Programs that fill a GPU many times over; each goes over several blocks of keys if there are more.
 PROGRAMS = 4096
+# Without a product of fp8 values ragged keys and queries are converted once and not by every program that reads them.
+# Most keys and query rows of a launch then: 16 MiB of keys of 128 values, 32 MiB of queries with 64 heads.
+CONVERTED_KEYS = 65536
+CONVERTED_ROWS = 2048
 
 
 def topk(
@@ -86,31 +90,38 @@ def topk(
     zeros = torch.zeros_like(lengths)
     tile = tiles_of(facts_of(q.device).architecture).logits
     block_q = _row_block(tile, heads)
+    converts = _is_fp8(q, k) and not facts_of(q.device).native_fp8
     for chunk, span in zip(chunks, spans, strict=True):
-        part = chunk.rows
         logits = buffer[: chunk.num_rows * span].view(chunk.num_rows, span)
-        row_blocks = ceil_div(chunk.num_rows, block_q)
-        with torch.cuda.device_of(q):
-            _ragged_logits[(row_blocks, _key_programs(tile, row_blocks, span))](
-                _bytes(q[part]),
-                _bytes(k),
-                k_scale,
-                weights[part],
-                ks[part],
-                ke[part],
-                logits,
-                chunk.num_rows,
-                keys,
-                span,
-                *q.stride(),
-                *k.stride(),
-                0 if k_scale is None else k_scale.stride(0),
-                *weights.stride(),
-                ks.stride(0),
-                ke.stride(0),
-                **_options(tile, q, k, block_q),
-            )
-        selector(logits, zeros[part], lengths[part], topk, out=result[part])
+        for key_part in _pieces(chunk.keys if converts else slice(0, keys), CONVERTED_KEYS if converts else keys):
+            some_k = _converted(k[key_part], tile.block_n) if converts else _bytes(k)
+            for part in _pieces(chunk.rows, CONVERTED_ROWS if converts else rows):
+                some_q = q[part].half() if converts else _bytes(q[part])
+                num_rows, first_row = part.stop - part.start, part.start - chunk.rows.start
+                row_blocks = ceil_div(num_rows, block_q)
+                with torch.cuda.device_of(q):
+                    _ragged_logits[(row_blocks, _key_programs(tile, row_blocks, span))](
+                        some_q,
+                        some_k,
+                        k_scale,
+                        weights[part],
+                        ks[part],
+                        ke[part],
+                        logits[first_row : first_row + num_rows],
+                        num_rows,
+                        key_part.start,
+                        key_part.stop,
+                        span,
+                        *some_q.stride(),
+                        *some_k.stride(),
+                        0 if k_scale is None else k_scale.stride(0),
+                        *weights.stride(),
+                        ks.stride(0),
+                        ke.stride(0),
+                        PADDED=converts,
+                        **_options(tile, some_q, some_k, block_q),
+                    )
+        selector(logits, zeros[chunk.rows], lengths[chunk.rows], topk, out=result[chunk.rows])
     return result
 
 
@@ -155,7 +166,7 @@ def paged_topk(
     limits = limits.reshape(-1)
     zeros = torch.zeros_like(limits)
     buffer = torch.empty((min(step, requests) * group, max_len), dtype=torch.float32, device=q.device)
-    tile = tiles_of(facts_of(q.device).architecture).logits
+    tile = tiles_of(facts_of(q.device).architecture).paged_logits
     block_q = _row_block(tile, heads, group)
     blocks = ceil_div(group, block_q)
     for first in range(0, requests, step):
@@ -237,6 +248,25 @@ def _key_programs(tile: LogitsTile, row_blocks: int, keys: int) -> int:
     return max(1, min(ceil_div(keys, tile.block_n), ceil_div(PROGRAMS, row_blocks)))
 
 
+def _pieces(whole: slice, most: int) -> Iterator[slice]:
+    """`whole` in slices of at most `most`."""
+    for start in range(whole.start, whole.stop, max(1, most)):
+        yield slice(start, min(start + most, whole.stop))
+
+
+def _converted(keys: torch.Tensor, multiple: int) -> torch.Tensor:
+    """Keys as float16, in front of as much memory as the last of `multiple` keys take together."""
+    count, dim = keys.shape
+    room = torch.empty((ceil_div(count, multiple) * multiple, dim), dtype=torch.float16, device=keys.device)
+    room[:count].copy_(keys)
+    return room
+
+
+def _is_fp8(*tensors: torch.Tensor) -> bool:
+    """Whether all are fp8 values, as such or, in caches, as bytes."""
+    return all(values.dtype not in FLOAT_DTYPES for values in tensors)
+
+
 def _bytes(values: torch.Tensor) -> torch.Tensor:
     return values.view(torch.uint8) if values.dtype == FP8_DTYPE else values
 
@@ -244,14 +274,17 @@ def _bytes(values: torch.Tensor) -> torch.Tensor:
 def _options(tile: LogitsTile, q: torch.Tensor, k: torch.Tensor, block_q: int) -> dict[str, Any]:
     """What both kernels of logits are compiled for: sizes, and the types in which the product is taken.
 
-    That is float8 itself where both sides are and the GPU multiplies it.
+    That is float8 itself where both sides are and the GPU multiplies it, and float16, which holds every fp8 value
+    exactly, where both sides are that or become it.
     """
     *_, heads, dim = q.shape
-    fp8 = [values.dtype not in FLOAT_DTYPES for values in (q, k)]
+    fp8 = [_is_fp8(values) for values in (q, k)]
     native = facts_of(q.device).native_fp8
-    dtype = tl.float8e4nv if native else tl.float16
-    if not all(fp8) or not q.is_cuda:
-        dtype = tl.float32
+    dtype = tl.float32
+    if all(fp8) and q.is_cuda:
+        dtype = tl.float8e4nv if native else tl.float16
+    elif q.dtype == k.dtype == torch.float16:
+        dtype = tl.float16
     return {
         "HEADS": heads,
         "HEADS_PADDED": power_of_2(heads),
@@ -274,6 +307,8 @@ def _operand(values, IS_FP8: tl.constexpr, NATIVE_FP8: tl.constexpr, DTYPE: tl.c
     if IS_FP8:
         if DTYPE == tl.float8e4nv:  # noqa: SIM300 - a type on the right is how Triton compares them
             return values.to(tl.float8e4nv, bitcast=True)
+        elif DTYPE == tl.float16:  # noqa: SIM300
+            return decode_fp8_packed(values)
         else:
             return decode_fp8(values, NATIVE_FP8).to(DTYPE)
     else:
@@ -284,8 +319,8 @@ def _operand(values, IS_FP8: tl.constexpr, NATIVE_FP8: tl.constexpr, DTYPE: tl.c
 def _scores(keys, queries, weights, BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr, HEADS_PADDED: tl.constexpr):
     """float32 [BLOCK_N, BLOCK_Q] logits without the keys' scales, of keys [BLOCK_N, dim] and queries [pairs, dim]."""
     products = tl.dot(keys, tl.trans(queries), input_precision="ieee")
-    # Not tl.maximum: a NaN has to stay one.
-    products = tl.where(products < 0.0, 0.0, products) * weights[None, :]
+    # A NaN has to stay one.
+    products = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL) * weights[None, :]
     return tl.sum(tl.reshape(products, (BLOCK_N, BLOCK_Q, HEADS_PADDED)), axis=2)
 
 
@@ -294,7 +329,7 @@ def _scores(keys, queries, weights, BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr
 
 
 @triton.jit(
-    do_not_specialize=["rows", "keys", "span"],
+    do_not_specialize=["rows", "first_key", "end_key", "span"],
     do_not_specialize_on_alignment=["ks_ptr", "ke_ptr"],  # a chunk may start at any row
 )
 def _ragged_logits(
@@ -306,7 +341,8 @@ def _ragged_logits(
     ke_ptr,
     logits_ptr,
     rows,
-    keys,
+    first_key,
+    end_key,
     span,
     q_row_stride,
     q_head_stride,
@@ -328,15 +364,21 @@ def _ragged_logits(
     K_IS_FP8: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
+    PADDED: tl.constexpr,
 ):
-    """Logits of BLOCK_Q rows; column j of a row is key ks + j. Only keys that one of the rows sees are read."""
+    """Logits of BLOCK_Q rows for the keys from `first_key` on, of which `k_ptr` is the first, up to `end_key`.
+
+    Column j of a row is key ks + j. Only keys that one of the rows sees are read.
+    """
     row = tl.program_id(0).to(tl.int64) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     ks = tl.maximum(tl.load(ks_ptr + row * ks_stride, mask=row < rows, other=0).to(tl.int64), 0)
     ke = tl.load(ke_ptr + row * ke_stride, mask=row < rows, other=0).to(tl.int64)
-    ke = tl.minimum(tl.minimum(ke, keys), ks + span)
-    seen = ke > ks
-    first = tl.min(tl.where(seen, ks, keys), 0).to(tl.int32)
-    last = tl.max(tl.where(seen, ke, 0), 0).to(tl.int32)
+    ke = tl.minimum(tl.minimum(ke, end_key), ks + span)
+    seen = ke > tl.maximum(ks, first_key)
+    first = tl.min(tl.where(seen, tl.maximum(ks, first_key), end_key), 0).to(tl.int32)
+    last = tl.max(tl.where(seen, ke, first_key), 0).to(tl.int32)
+    row_ptr = logits_ptr + row * span - ks
+    ks, ke = ks.to(tl.int32), ke.to(tl.int32)
 
     pair = tl.arange(0, BLOCK_Q * HEADS_PADDED)
     pair_row = tl.program_id(0).to(tl.int64) * BLOCK_Q + pair // HEADS_PADDED
@@ -351,20 +393,25 @@ def _ragged_logits(
     queries = _operand(queries, Q_IS_FP8, NATIVE_FP8, DOT_DTYPE)
     weights = tl.load(weights_ptr + pair_row * weights_row_stride + head * weights_head_stride, mask=real, other=0.0)
     for base in range(first + tl.program_id(1) * BLOCK_N, last, tl.num_programs(1) * BLOCK_N):
-        key = (base + tl.arange(0, BLOCK_N)).to(tl.int64)
+        key = base + tl.arange(0, BLOCK_N)
         inside = key < last
-        block = tl.load(
-            k_ptr + (key * k_row_stride)[:, None] + dim[None, :] * k_dim_stride,
-            mask=inside[:, None] & (dim < DIM)[None, :],
-            other=0,
-        )
+        if PADDED:  # few enough for 32 bits, and what is read behind the last key is not stored
+            block = tl.load(
+                k_ptr + ((key - first_key) * DIM)[:, None] + dim[None, :], mask=(dim < DIM)[None, :], other=0
+            )
+        else:
+            block = tl.load(
+                k_ptr + ((key - first_key).to(tl.int64) * k_row_stride)[:, None] + dim[None, :] * k_dim_stride,
+                mask=inside[:, None] & (dim < DIM)[None, :],
+                other=0,
+            )
         scores = _scores(
             _operand(block, K_IS_FP8, NATIVE_FP8, DOT_DTYPE), queries, weights, BLOCK_N, BLOCK_Q, HEADS_PADDED
         )
         if k_scale_ptr is not None:
             scores *= tl.load(k_scale_ptr + key * k_scale_stride, mask=inside, other=0.0)[:, None]
         tl.store(
-            logits_ptr + (row * span - ks)[None, :] + key[:, None],
+            row_ptr[None, :] + key[:, None],
             scores,
             mask=(key[:, None] >= ks[None, :]) & (key[:, None] < ke[None, :]),
         )

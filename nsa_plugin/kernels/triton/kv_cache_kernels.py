@@ -59,6 +59,42 @@ def decode_fp8(codes, NATIVE_FP8: tl.constexpr):
 
 
 @triton.jit
+def decode_fp8_packed(codes):
+    """float16 values of e4m3 bytes, exact, on a GPU alone: four at a time, in a quarter of `decode_fp8`'s instructions.
+
+    As there, a code's bits are those of a float16 that is too small by 2 ** 8. Adding 0x80 to such a magnitude carries
+    into bit 14 for NaN's code alone, and that bit makes its exponent all ones: a NaN that the product keeps.
+    """
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 wide, sum, factor;
+        mov.b32 factor, 0x5C005C00;
+        prmt.b32 wide, $2, 0, 0x1404;
+        shr.b32 sum, wide, 1;
+        and.b32 sum, sum, 0x3f803f80;
+        lop3.b32 $0, wide, 0x80008000, sum, 0xEA;
+        add.u32 sum, sum, 0x00800080;
+        lop3.b32 $0, sum, 0x40004000, $0, 0xEA;
+        mul.rn.f16x2 $0, $0, factor;
+        prmt.b32 wide, $2, 0, 0x3424;
+        shr.b32 sum, wide, 1;
+        and.b32 sum, sum, 0x3f803f80;
+        lop3.b32 $1, wide, 0x80008000, sum, 0xEA;
+        add.u32 sum, sum, 0x00800080;
+        lop3.b32 $1, sum, 0x40004000, $1, 0xEA;
+        mul.rn.f16x2 $1, $1, factor;
+        }
+        """,
+        "=&r,=&r,r",
+        [codes],
+        dtype=tl.float16,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
 def scale_of_exponent(exponent):
     """float32 `2 ** (exponent - 127)` of int32 exponents 0 to 255; 255 is NaN."""
     bits = tl.where(exponent == 0, 0x00400000, tl.where(exponent == 255, 0x7FC00000, exponent << 23))

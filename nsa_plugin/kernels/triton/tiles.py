@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from nsa_plugin.libraries.architectures import SHARED_MEMORY_PER_BLOCK
+from nsa_plugin.libraries.architectures import FIRST_WITH_FP8, SHARED_MEMORY_PER_BLOCK
 
 SHARED_RESERVE = 8 << 10
 """Bytes of shared memory of a dense-attention block that are left to the compiler."""
@@ -64,7 +64,8 @@ class ArchitectureTiles(NamedTuple):
         mha: 16-bit inputs; the first that fits the shared memory with the heads' widths is taken.
         mha_short: the same for at most `SHORT_QUERIES` query rows a request.
         mha_float32: the same for float32. Its products have no tensor cores and keep operands in registers.
-        logits: the indexer's.
+        logits: the indexer's, of ragged keys.
+        paged_logits: the same of a decode step, from the paged cache.
     """
 
     sparse_mla: tuple[SparseTile, ...]
@@ -72,6 +73,7 @@ class ArchitectureTiles(NamedTuple):
     mha_short: tuple[MhaTile, ...]
     mha_float32: tuple[MhaTile, ...]
     logits: LogitsTile
+    paged_logits: LogitsTile
 
 
 # 16 heads: two programs in the registers of a processor. 64 heads fill the rows of SM90's warpgroup products.
@@ -89,11 +91,15 @@ _PORTABLE = ArchitectureTiles(
     mha_short=_MHA_SHORT,
     mha_float32=(MhaTile(32, 32, 4, 1), MhaTile(16, 16, 4, 1)),
     logits=LogitsTile(128, 128, 8, 3),
+    paged_logits=LogitsTile(128, 128, 8, 3),
 )
+# Products of float16: 64 x 64 of them a warp, so that shared memory does not limit it. From the paged cache each warp
+# converts the codes that it multiplies, which four warps share better.
+_WITHOUT_FP8 = _PORTABLE._replace(logits=LogitsTile(64, 128, 2, 2), paged_logits=LogitsTile(64, 128, 4, 2))
 _SM90 = _PORTABLE._replace(sparse_mla=(_SPARSE_16, _SPARSE_32, _SPARSE_64))
 
 TILES: Mapping[int, ArchitectureTiles] = MappingProxyType(
-    {sm: _SM90 if sm == 90 else _PORTABLE for sm in SHARED_MEMORY_PER_BLOCK}
+    {sm: _SM90 if sm == 90 else _PORTABLE if sm >= FIRST_WITH_FP8 else _WITHOUT_FP8 for sm in SHARED_MEMORY_PER_BLOCK}
 )
 """By SM version."""
 
@@ -102,7 +108,7 @@ SHORT_QUERIES = 64
 
 def tiles_of(architecture: int) -> ArchitectureTiles:
     """The line of an SM version; one that is not in the table, and Triton's interpreter (0), get the smallest."""
-    return TILES.get(architecture, _PORTABLE)
+    return TILES.get(architecture, _PORTABLE if architecture >= FIRST_WITH_FP8 else _WITHOUT_FP8)
 
 
 def sparse_tile(architecture: int, heads: int) -> SparseTile:
