@@ -4,8 +4,9 @@ Every launcher reads it. Kernels with matrix products hold their tiles in shared
 architecture: a block may have 227 KiB on SM90 and SM100, 163 KiB on SM80 and 99 KiB on SM86, SM89 and SM120. Kernels
 without a product (`STREAMS`) keep nothing there and have the same sizes everywhere.
 
-The records of an H200 were measured with SM90's entries; the other lines were not tuned on their GPUs. The tests
-compile every entry for its architecture and check its shared memory and registers.
+The records of an H200 were measured with SM90's entries. The other lines were not tuned on their GPUs; the indexer's
+tiles were, on an H100 that emulated SM86 and SM89. The tests compile every entry for its architecture and check its
+shared memory and registers.
 """
 
 from __future__ import annotations
@@ -93,14 +94,20 @@ _PORTABLE = ArchitectureTiles(
     logits=LogitsTile(128, 128, 8, 3),
     paged_logits=LogitsTile(128, 128, 8, 3),
 )
-# Products of float16: 64 x 64 of them a warp, so that shared memory does not limit it. From the paged cache each warp
-# converts the codes that it multiplies, which four warps share better.
+# Products by warps and not by warpgroups: 64 x 64 of a product a warp, so that shared memory does not limit it. Without
+# fp8 instructions each warp converts the codes of the paged cache that it multiplies, which four warps share better.
 _WITHOUT_FP8 = _PORTABLE._replace(logits=LogitsTile(64, 128, 2, 2), paged_logits=LogitsTile(64, 128, 4, 2))
+_FP8_BY_WARPS = _PORTABLE._replace(logits=LogitsTile(64, 128, 2, 3), paged_logits=LogitsTile(64, 128, 2, 2))
 _SM90 = _PORTABLE._replace(sparse_mla=(_SPARSE_16, _SPARSE_32, _SPARSE_64))
 
-TILES: Mapping[int, ArchitectureTiles] = MappingProxyType(
-    {sm: _SM90 if sm == 90 else _PORTABLE if sm >= FIRST_WITH_FP8 else _WITHOUT_FP8 for sm in SHARED_MEMORY_PER_BLOCK}
-)
+
+def _line(sm: int) -> ArchitectureTiles:
+    if sm < FIRST_WITH_FP8:
+        return _WITHOUT_FP8
+    return {90: _SM90, 100: _PORTABLE, 103: _PORTABLE, 110: _PORTABLE}.get(sm, _FP8_BY_WARPS)
+
+
+TILES: Mapping[int, ArchitectureTiles] = MappingProxyType({sm: _line(sm) for sm in SHARED_MEMORY_PER_BLOCK})
 """By SM version."""
 
 SHORT_QUERIES = 64
@@ -108,7 +115,7 @@ SHORT_QUERIES = 64
 
 def tiles_of(architecture: int) -> ArchitectureTiles:
     """The line of an SM version; one that is not in the table, and Triton's interpreter (0), get the smallest."""
-    return TILES.get(architecture, _PORTABLE if architecture >= FIRST_WITH_FP8 else _WITHOUT_FP8)
+    return _line(architecture)
 
 
 def sparse_tile(architecture: int, heads: int) -> SparseTile:
