@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from triton.runtime.interpreter import InterpreterBuilder
 
 from nsa_plugin.kernels.checks import KernelArgumentError
 from nsa_plugin.kernels.indexer import reference_logits, reference_paged_logits, reference_paged_topk, reference_topk
@@ -55,7 +56,7 @@ def test_chunks_do_not_change_the_result(rows_per_chunk):
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NaN behind the keys
-@pytest.mark.parametrize(("most_keys", "most_rows"), [(300, 2), (128, 100), (100, 3), (1, 1)])
+@pytest.mark.parametrize(("most_keys", "most_rows"), [(300, 2), (128, 100), (70, 3)])
 @pytest.mark.parametrize("rows_per_chunk", [None, 3])
 def test_converted_piece_by_piece_nothing_changes(monkeypatch, most_keys, most_rows, rows_per_chunk):
     requests, ks, ke = ragged_requests([(4, 90), (0, 9), (3, 140), (2, 33)])
@@ -79,6 +80,32 @@ def test_converted_piece_by_piece_nothing_changes(monkeypatch, most_keys, most_r
     assert max(pieces) <= most_keys
     if rows_per_chunk is None:
         assert sum(pieces) == 90 + 9 + 140 + 33
+
+
+@pytest.mark.parametrize("begin", [0, 1, 31, 127, 128, 200])
+def test_nothing_is_read_behind_the_memory_of_converted_keys(monkeypatch, begin):
+    """Wherever the rows' ranges begin: a GPU ends the process where there is no memory."""
+    inputs, (ks, ke) = indexer_inputs(5, 300, 8), ranges(5, 300)
+    ks = ks.clamp(min=begin)
+    rooms = []
+
+    def converted(keys, multiple):
+        room = convert(keys, multiple)
+        rooms.append(room)
+        return room
+
+    def load(builder, pointers, mask, *rest):
+        read = pointers.data[mask.data].astype("int64")
+        for room in rooms:  # what lies within a key of its end is read as if it were a part of it
+            end = room.data_ptr() + room.numel() * 2
+            assert not ((read >= end) & (read < end + 256)).any()
+        return load_masked(builder, pointers, mask, *rest)
+
+    convert, load_masked = triton_indexer._converted, InterpreterBuilder.create_masked_load
+    monkeypatch.setattr(triton_indexer, "_converted", converted)
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", load)
+    check(topk(*inputs, ks, ke, 25), *inputs, ks, ke, 25)
+    assert [len(room) for room in rooms] == [384]
 
 
 @pytest.mark.regression(16)

@@ -376,6 +376,7 @@ def _ragged_logits(
     ke = tl.minimum(tl.minimum(ke, end_key), ks + span)
     seen = ke > tl.maximum(ks, first_key)
     first = tl.min(tl.where(seen, tl.maximum(ks, first_key), end_key), 0).to(tl.int32)
+    first -= (first - first_key) % BLOCK_N  # whole blocks, which the memory behind converted keys has room for
     last = tl.max(tl.where(seen, ke, first_key), 0).to(tl.int32)
     row_ptr = logits_ptr + row * span - ks
     ks, ke = ks.to(tl.int32), ke.to(tl.int32)
